@@ -38,7 +38,7 @@ pub(crate) const NO_BLOCKS: u32 = u32::MAX;
 impl Shim {
     /// A device with the kernels for sm_90a.
     #[allow(dead_code)] // in the tests that have no operators
-    pub(crate) fn hopper() -> Shim {
+    pub(crate) fn sm90() -> Shim {
         Shim {
             is_sm90: true,
             ..Shim::default()

@@ -113,8 +113,8 @@ int main(int argc, char ** argv) {
                 float expected = z[n];
                 for (int k = 0; k < K; k++) { expected += x[n][k] * y[m][k]; }
                 if (status != 0 || result[m][n] != expected) {
-                    fprintf(stderr, "round %d, [%d][%d]: %g instead of %g, status %d\n", round, m, n,
-                            result[m][n], expected, status);
+                    fprintf(stderr, "round %d, [%d][%d]: %g instead of %g, status %d\n", round,
+                            m, n, result[m][n], expected, status);
                     return 1;
                 }
             }

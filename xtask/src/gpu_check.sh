@@ -33,7 +33,7 @@ LINES_SHOWN=250 part check 130 "$here/vgpu" gpu-check --engine "$engine" --json 
     ${VGPU_CHECK_OPTIONS:---budget 60}
 # The same comparisons where a token is one launch, which is off by itself, and with weights as guests write them.
 if [ "$engine" != cpu ]; then
-    part check-steps 60 env VGPU_MEGAKERNEL=on "$here/vgpu" gpu-check --engine "$engine" --compare-only
+    part check-megakernel 60 env VGPU_MEGAKERNEL=on "$here/vgpu" gpu-check --engine "$engine" --compare-only
     part check-plain 30 env VGPU_REPACK=off "$here/vgpu" gpu-check --engine "$engine" --compare-only --tokens 0
 fi
 
@@ -48,7 +48,7 @@ bench() {
         stop_executor
     fi
     if [ "$engine" != cpu ] && start_executor VGPU_MEGAKERNEL=on; then
-        part "bench-steps-$1" 60 sh -c '"$@" > "$0"' "$out/bench-vgpu-$1-steps.json" \
+        part "bench-megakernel-$1" 60 sh -c '"$@" > "$0"' "$out/bench-vgpu-$1-megakernel.json" \
             $through "$here/bin/llama-bench" -m "$2" -o json -ngl 99 -fa 1 -r 2 -p 0 -n 128
         stop_executor
     fi

@@ -6,7 +6,7 @@
 #     ./speed.sh [folder for results]
 #
 # Models are written by vgpu one after the other, with random weights and the shapes of published ones, and removed after. The
-# ways they run: launches (CUDA graphs), steps (VGPU_MEGAKERNEL=on), kernels for any GPU (VGPU_KERNELS=general), the executor in the
+# ways they run: launches (CUDA graphs), megakernel (VGPU_MEGAKERNEL=on), kernels for any GPU (VGPU_KERNELS=general), the executor in the
 # process instead of behind the window, and ggml-cuda. GGML_CUDA: a libggml-cuda.so for the ggml in bin/; without it the one in
 # cuda/; without either there is nothing to compare with, which the table says. SECONDS_IN_ALL: for everything (570). VGPU_MODELS: which models (all that
 # `vgpu gpu-check models` says). VGPU_SMALL=1: small ones of the same kinds. VGPU_MODEL_FOLDER: where they are written
@@ -45,7 +45,7 @@ plan() {
 shapes=8b
 [ -z "$small" ] || shapes=256m
 plan "$shapes" VGPU_MEGAKERNEL=off -- --model "$shapes"
-plan "$shapes-steps" VGPU_MEGAKERNEL=on -- --model "$shapes"
+plan "$shapes-megakernel" VGPU_MEGAKERNEL=on -- --model "$shapes"
 [ -n "$small" ] || plan "$shapes-prefill" VGPU_MEGAKERNEL=off -- --model "$shapes" --tokens 2048
 
 # llama-bench's results of a way: bench WAY NAME COMMAND...
@@ -107,14 +107,14 @@ for name in ${VGPU_MODELS:-$(awk '{print $1}' "$out/models.txt")}; do
     # shellcheck disable=SC2086
     if part "write-$name" 120 "$here/vgpu" gpu-check model "$name" "$model" $small; then
         on_executor vgpu "$name" "$options" VGPU_MEGAKERNEL=off
-        on_executor vgpu_steps "$name" "$decode" VGPU_MEGAKERNEL=on
+        on_executor vgpu_megakernel "$name" "$decode" VGPU_MEGAKERNEL=on
         if [ "$name" = gpt-oss-20b-mxfp4 ]; then
             on_executor vgpu_plain "$name" "$decode" VGPU_MEGAKERNEL=off VGPU_REPACK=off
         fi
         if [ "$name" = 8b-q4_k_m ]; then
             on_executor vgpu_general "$name" "$options" VGPU_MEGAKERNEL=off VGPU_KERNELS=general
             in_process vgpu_inproc "$name" VGPU_MEGAKERNEL=off
-            in_process vgpu_inproc_steps "$name" VGPU_MEGAKERNEL=on
+            in_process vgpu_inproc_megakernel "$name" VGPU_MEGAKERNEL=on
         fi
         if [ -n "$peer" ]; then
             bench cuda "$name" $on_cuda "$here/bin/llama-bench" -m "$model" -o json $options

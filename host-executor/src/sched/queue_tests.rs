@@ -111,12 +111,18 @@ proptest! {
         guests in prop::collection::vec((1u32..20, 100u64..200_000, 20u64..1500), 2..6),
         seconds in 1u64..4,
     ) {
-        let guests: Vec<Guest> = guests.into_iter().map(|(w, graph, piece)| busy(w, graph, piece)).collect();
+        let guests: Vec<Guest> = guests
+            .into_iter()
+            .map(|(w, graph, piece)| busy(w, graph, piece))
+            .collect();
         let got = simulate(&guests, Duration::from_secs(seconds));
         for (a, i) in got.iter().zip(&guests) {
             for (b, j) in got.iter().zip(&guests) {
-                let (va, vb) = (a.ran.as_secs_f64() / f64::from(i.weight), b.ran.as_secs_f64() / f64::from(j.weight));
-                let too_long = |g: &Guest| (SLICE + MIN_SLICE + 2 * g.piece).as_secs_f64() / f64::from(g.weight);
+                let va = a.ran.as_secs_f64() / f64::from(i.weight);
+                let vb = b.ran.as_secs_f64() / f64::from(j.weight);
+                let too_long = |g: &Guest| {
+                    (SLICE + MIN_SLICE + 2 * g.piece).as_secs_f64() / f64::from(g.weight)
+                };
                 prop_assert!((va - vb).abs() <= too_long(i) + too_long(j), "{va} and {vb} of \
                  {guests:?}");
             }
@@ -127,11 +133,17 @@ proptest! {
     /// tenant makes progress.
     #[test]
     fn nobody_waits_beyond_the_bound(
-        guests in prop::collection::vec((1u32..5, 100u64..300_000, 20u64..1500, 0u64..20_000), 1..6),
+        guests in prop::collection::vec(
+            (1u32..5, 100u64..300_000, 20u64..1500, 0u64..20_000),
+            1..6,
+        ),
     ) {
         let guests: Vec<Guest> = guests
             .into_iter()
-            .map(|(w, graph, piece, pause)| Guest { pause: Duration::from_micros(pause), ..busy(w, graph, piece) })
+            .map(|(w, graph, piece, pause)| Guest {
+                pause: Duration::from_micros(pause),
+                ..busy(w, graph, piece)
+            })
             .collect();
         let got = simulate(&guests, Duration::from_secs(5));
         for (i, (a, guest)) in got.iter().zip(&guests).enumerate() {
@@ -141,7 +153,8 @@ proptest! {
             let others = guests.iter().enumerate().filter(|&(j, _)| j != i);
             let bound: f64 = others
                 .map(|(_, g)| {
-                    own * f64::from(g.weight) + (SLICE + MIN_SLICE + 2 * g.piece + CREDIT).as_secs_f64()
+                    own * f64::from(g.weight)
+                        + (SLICE + MIN_SLICE + 2 * g.piece + CREDIT).as_secs_f64()
                 })
                 .sum();
             prop_assert!(a.longest_wait.as_secs_f64() <= bound, "{i} waited {:?}, {bound}: \

@@ -93,7 +93,7 @@ fn a_wrong_engine_is_found() {
 #[test]
 fn the_fastest_way_of_each_product_is_found() {
     let engines = GemmVariant::ALL.map(|variant| {
-        let engine = CudaEngine::new(Arc::new(shim::Shim::hopper())).expect("an engine");
+        let engine = CudaEngine::new(Arc::new(shim::Shim::sm90())).expect("an engine");
         (variant, engine.with_tuning(TuningTable::forced(variant)))
     });
     let variants = engines

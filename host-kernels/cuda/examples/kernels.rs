@@ -1,10 +1,10 @@
 //! Compiles all CUDA kernels to machine code, for all architectures or for those named, and reports
 //! the resources of each kernel. Needs NVRTC, but no GPU.
 //!
-//!     cargo run -p vgpu-cuda --example kernels -- <folder of libnvrtc> <output folder> [sm_90a ...]
+//!     cargo run -p vgpu-cuda --example kernels -- <folder of libnvrtc> <output> [sm_90a ...]
 //!
-//! Writes `<source>.<architecture>.cubin`, which `VGPU_CUBINS=<output folder>` builds into a
-//! program, and `report.json`. The folder `VGPU_KERNEL_CACHE` keeps machine code and compiler logs
+//! Writes `<source>.<architecture>.cubin`, which `VGPU_CUBINS=<output>` builds into a program,
+//! and `report.json`. The folder `VGPU_KERNEL_CACHE` keeps machine code and compiler logs
 //! by a hash of all inputs, so that only changed kernels are compiled. Fails if a kernel does not
 //! compile or a hot kernel spills registers.
 
@@ -228,7 +228,8 @@ fn json(rows: &[(String, &str, Use)]) -> String {
         .iter()
         .map(|(kernel, arch, used)| {
             format!(
-                r#"  {{"kernel": "{kernel}", "arch": "{arch}", "registers": {}, "shared": {}, "stack": {}, "spilled": {}}}"#,
+                "  {{\"kernel\": \"{kernel}\", \"arch\": \"{arch}\", \"registers\": {}, \
+                 \"shared\": {}, \"stack\": {}, \"spilled\": {}}}",
                 used.registers, used.shared, used.stack, used.spilled
             )
         })

@@ -17,13 +17,14 @@ DEVICE const u8* start_of(const VgVolume& v, i64 channel, i64 image) {
     return reinterpret_cast<const u8*>(v.data) + channel * v.channel + image * v.image;
 }
 
-// Byte offset of the element that tap `tap` reads at output position `place`. Returns false in the
-// padding.
-DEVICE bool tap_address(const VgConvGeometry& moves, const VgVolume& image, const Coord& place,
-                        const Coord& tap, i64* bytes) {
+// Byte offset of the element that tap `tap` reads at output position `position`. Returns false in
+// the padding.
+DEVICE bool tap_address(const VgConvGeometry& geometry, const VgVolume& image,
+                        const Coord& position, const Coord& tap, i64* bytes) {
     *bytes = 0;
     for (int d = 0; d < 3; d++) {
-        i64 i = place.at[d] * moves.stride[d] + tap.at[d] * moves.dilation[d] - moves.padding[d];
+        i64 i = position.at[d] * geometry.stride[d] + tap.at[d] * geometry.dilation[d] -
+                geometry.padding[d];
         if (i < 0 || i >= image.ne[d]) {
             return false;
         }
@@ -32,15 +33,15 @@ DEVICE bool tap_address(const VgConvGeometry& moves, const VgVolume& image, cons
     return true;
 }
 
-DEVICE i64 bytes_to(const VgVolume& v, const Coord& place) {
-    return place.at[0] * v.nb[0] + place.at[1] * v.nb[1] + place.at[2] * v.nb[2];
+DEVICE i64 bytes_to(const VgVolume& v, const Coord& position) {
+    return position.at[0] * v.nb[0] + position.at[1] * v.nb[1] + position.at[2] * v.nb[2];
 }
 
 DEVICE i64 count(const i64* ne) { return ne[0] * ne[1] * ne[2]; }
 
-DEVICE float* result_of(const VgConvParams& p, const Coord& place, i64 result, i64 image) {
+DEVICE float* result_of(const VgConvParams& p, const Coord& position, i64 result, i64 image) {
     const u8* start = start_of(p.dst, result, image);
-    return reinterpret_cast<float*>(const_cast<u8*>(start) + bytes_to(p.dst, place));
+    return reinterpret_cast<float*>(const_cast<u8*>(start) + bytes_to(p.dst, position));
 }
 
 } // namespace
@@ -69,38 +70,39 @@ KERNEL(vg_conv, VgConvParams, 256) {
 }
 
 KERNEL(vg_conv_depthwise, VgConvParams, 256) {
-    i64 places = count(p.dst.ne), taps = count(p.kernel.ne), total = places * p.channels * p.images;
+    i64 positions = count(p.dst.ne), taps = count(p.kernel.ne);
+    i64 total = positions * p.channels * p.images;
     for (i64 e = thread_index(); e < total; e += thread_count()) {
-        Coord place = coord_of(p.dst.ne, e % places);
-        i64 channel = e / places % p.channels, n = e / (places * p.channels);
+        Coord position = coord_of(p.dst.ne, e % positions);
+        i64 channel = e / positions % p.channels, n = e / (positions * p.channels);
         float sum = 0.0f;
         for (i64 k = 0; k < taps; k++) {
             Coord tap = coord_of(p.kernel.ne, k);
             i64 bytes;
-            if (tap_address(p.geometry, p.image, place, tap, &bytes)) {
+            if (tap_address(p.geometry, p.image, position, tap, &bytes)) {
                 sum +=
                     load(p.kernel.type, start_of(p.kernel, channel, 0) + bytes_to(p.kernel, tap)) *
                     load(p.image.type, start_of(p.image, channel, n) + bytes);
             }
         }
-        *result_of(p, place, channel, n) = sum;
+        *result_of(p, position, channel, n) = sum;
     }
 }
 
 // Transposed convolution as a gather: each output position sums the inputs that contribute to it.
 KERNEL(vg_conv_transposed, VgConvParams, 256) {
-    i64 places = count(p.dst.ne), total = places * p.results * p.images;
+    i64 positions = count(p.dst.ne), total = positions * p.results * p.images;
     i64 stride = p.geometry.stride[0];
     for (i64 e = thread_index(); e < total; e += thread_count()) {
-        Coord place = coord_of(p.dst.ne, e % places);
-        i64 result = e / places % p.results, n = e / (places * p.results);
+        Coord position = coord_of(p.dst.ne, e % positions);
+        i64 result = e / positions % p.results, n = e / (positions * p.results);
         float sum = 0.0f;
-        for (i64 ky = place.at[1] % stride; ky < p.kernel.ne[1] && ky <= place.at[1];
+        for (i64 ky = position.at[1] % stride; ky < p.kernel.ne[1] && ky <= position.at[1];
              ky += stride) {
-            i64 y = (place.at[1] - ky) / stride;
-            for (i64 kx = place.at[0] % stride; kx < p.kernel.ne[0] && kx <= place.at[0];
+            i64 y = (position.at[1] - ky) / stride;
+            for (i64 kx = position.at[0] % stride; kx < p.kernel.ne[0] && kx <= position.at[0];
                  kx += stride) {
-                i64 x = (place.at[0] - kx) / stride;
+                i64 x = (position.at[0] - kx) / stride;
                 if (x >= p.image.ne[0] || y >= p.image.ne[1]) {
                     continue;
                 }
@@ -113,7 +115,7 @@ KERNEL(vg_conv_transposed, VgConvParams, 256) {
                 }
             }
         }
-        *result_of(p, place, result, n) = sum;
+        *result_of(p, position, result, n) = sum;
     }
 }
 
@@ -121,10 +123,10 @@ KERNEL(vg_im2col, VgIm2colParams, 256) {
     i64 n = elements(p.patches), taps = count(p.taps);
     for (i64 e = thread_index(); e < n; e += thread_count()) {
         Index at = index_of(p.patches, e);
-        Coord place = {{at.i[1], at.i[2], at.i[3] % p.depth}};
+        Coord position = {{at.i[1], at.i[2], at.i[3] % p.depth}};
         i64 bytes;
         float x = 0.0f;
-        if (tap_address(p.geometry, p.image, place, coord_of(p.taps, at.i[0] % taps), &bytes)) {
+        if (tap_address(p.geometry, p.image, position, coord_of(p.taps, at.i[0] % taps), &bytes)) {
             x = load(p.image.type, start_of(p.image, at.i[0] / taps, at.i[3] / p.depth) + bytes);
         }
         store(p.patches.type, address(p.patches, at), x);

@@ -14,8 +14,8 @@ KERNEL(vg_convert_f16_sm90, VgConvertF16Sm90Params, 256) {
                 continue;
             }
             // Slots of a token may share activations.
-            u32 place = order[r], slots = static_cast<u32>(p.src.ne[1]);
-            source = static_cast<i64>(place / p.slots) * slots + place % p.slots % slots;
+            u32 slot = order[r], slots = static_cast<u32>(p.src.ne[1]);
+            source = static_cast<i64>(slot / p.slots) * slots + slot % p.slots % slots;
         } else {
             i64 batch = r / p.padded, column = r - batch * p.padded;
             if (column >= p.src.ne[1]) {
@@ -39,8 +39,8 @@ KERNEL(vg_convert_f16_sm90, VgConvertF16Sm90Params, 256) {
                       b = at + 2 < n ? x(at + 2) * inverse : 0.0f;
                 words[t] = p.is_bf16 ? pack_half2<true>(a, b) : pack_half2<false>(a, b);
             }
-            u32 piece = i % 8 ^ static_cast<u32>(r % 8);
-            *reinterpret_cast<int4*>(to + i / 8 * p.rows * SWIZZLE_ROW + piece * 16) =
+            u32 vec = i % 8 ^ static_cast<u32>(r % 8);
+            *reinterpret_cast<int4*>(to + i / 8 * p.rows * SWIZZLE_ROW + vec * 16) =
                 int4{static_cast<int>(words[0]), static_cast<int>(words[1]),
                      static_cast<int>(words[2]), static_cast<int>(words[3])};
         }

@@ -80,9 +80,9 @@ DEVICE bf16 to_bf16(float x) {
 
 #ifdef VGPU_SHIM
 DEVICE void cp_async(void* to, const void* from) { shim::cp_async(to, from); }
-template <int BEYOND> DEVICE void cp_async_if(bool wanted, u8* to, const u8* from) {
+template <int OFFSET> DEVICE void cp_async_if(bool wanted, u8* to, const u8* from) {
     if (wanted) {
-        shim::cp_async(to + BEYOND, from + BEYOND);
+        shim::cp_async(to + OFFSET, from + OFFSET);
     }
 }
 DEVICE void cp_async_commit() { shim::cp_async_commit(); }
@@ -99,11 +99,11 @@ DEVICE void cp_async(void* to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(from) : "memory");
 }
 // cp_async at an offset of BEYOND bytes on both sides, predicated by `wanted` instead of a branch.
-template <int BEYOND> DEVICE void cp_async_if(bool wanted, u8* to, const u8* from) {
+template <int OFFSET> DEVICE void cp_async_if(bool wanted, u8* to, const u8* from) {
     u32 shared = static_cast<u32>(__cvta_generic_to_shared(to));
     asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p cp.async.cg.shared.global [%0 + %3], "
                  "[%1 + %3], 16;\n}" ::"r"(shared),
-                 "l"(from), "r"(static_cast<u32>(wanted)), "n"(BEYOND)
+                 "l"(from), "r"(static_cast<u32>(wanted)), "n"(OFFSET)
                  : "memory");
 }
 // Closes the current cp.async group of this thread.
@@ -161,8 +161,8 @@ template <class T> DEVICE T* opaque_shared(T* at) {
         __cvta_shared_to_generic(opaque(static_cast<u32>(__cvta_generic_to_shared(at)))));
 }
 DEVICE const u8* opaque_global(const u8* at) {
-    u64 place = __cvta_generic_to_global(at);
-    u64 low = opaque(static_cast<u32>(place)), high = opaque(static_cast<u32>(place >> 32));
+    u64 global = __cvta_generic_to_global(at);
+    u64 low = opaque(static_cast<u32>(global)), high = opaque(static_cast<u32>(global >> 32));
     return static_cast<const u8*>(__cvta_global_to_generic(high << 32 | low));
 }
 #endif
@@ -207,7 +207,7 @@ constexpr u32 MAX_POLLS = 1u << 26;
 // Waits until the counter at `at` is at least `count`. The acquire makes the writes before each
 // matching release visible to this thread, and behind a block barrier to the whole block.
 DEVICE void wait_counter(const u32* at, u32 count) {
-    for (u32 looks = 0; looks < MAX_POLLS; looks++) {
+    for (u32 polls = 0; polls < MAX_POLLS; polls++) {
         u32 now;
         asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(at) : "memory");
         if (now >= count) {
@@ -473,13 +473,13 @@ template <class X> DEVICE float row_scale(i64 n, const X& x) {
 // ---- Faults: indices in tensor data that are out of bounds.
 
 // Whether 0 <= index < count. Reports a fault to the host if not.
-DEVICE bool check_index(const VgFaultSite& place, i64 index, i64 count) {
+DEVICE bool check_index(const VgFaultSite& site, i64 index, i64 count) {
     if (index >= 0 && index < count) {
         return true;
     }
-    VgFault* fault = reinterpret_cast<VgFault*>(place.fault);
+    VgFault* fault = reinterpret_cast<VgFault*>(site.fault);
     if (atomicCAS(&fault->taken, 0u, 1u) == 0u) {
-        fault->node = place.node;
+        fault->node = site.node;
         fault->index = index;
         fault->count = count;
     }

@@ -195,21 +195,21 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
         if constexpr (KIND == KV_QUANT) {
             int bytes = static_cast<int>(v.ne[0] / type_traits(v.type).elements) *
                         type_traits(v.type).bytes;
-            int pieces = (bytes + 15 + 15) / 16; // upper bound for any alignment of the row
-            for (int i = threadIdx.x; i < KEYS * pieces; i += FATTN_THREADS) {
-                int key = i / pieces, piece = i - key * pieces;
+            int vecs = (bytes + 15 + 15) / 16; // upper bound for any alignment of the row
+            for (int i = threadIdx.x; i < KEYS * vecs; i += FATTN_THREADS) {
+                int key = i / vecs, vec = i - key * vecs;
                 const u8* row = row_at(v, base, tile, key);
                 int lead = static_cast<int>(reinterpret_cast<u64>(row) & 15);
-                if (16 * piece < lead + bytes) {
-                    cp_async(raw + key * static_cast<int>(p.quant_stride) + 16 * piece,
-                             row - lead + 16 * piece);
+                if (16 * vec < lead + bytes) {
+                    cp_async(raw + key * static_cast<int>(p.quant_stride) + 16 * vec,
+                             row - lead + 16 * vec);
                 }
             }
         } else {
-            int pieces = static_cast<int>(v.ne[0]) / 8;
-            for (int i = threadIdx.x; i < KEYS * pieces; i += FATTN_THREADS) {
-                int key = i / pieces, piece = i - key * pieces;
-                cp_async(to + key * stride + 8 * piece, row_at(v, base, tile, key) + 16 * piece);
+            int vecs = static_cast<int>(v.ne[0]) / 8;
+            for (int i = threadIdx.x; i < KEYS * vecs; i += FATTN_THREADS) {
+                int key = i / vecs, vec = i - key * vecs;
+                cp_async(to + key * stride + 8 * vec, row_at(v, base, tile, key) + 16 * vec);
             }
         }
         cp_async_commit();
@@ -256,7 +256,7 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
         if (floats && lies_at(v.type == VG_F32 ? 4 : 2, 16)) {
             UNROLL_BY_4
             for (int i = threadIdx.x; i < KEYS * (WIDTH / 8); i += FATTN_THREADS) {
-                int key = i / (WIDTH / 8), at = i % (WIDTH / 8) * 8, place = key * stride + at;
+                int key = i / (WIDTH / 8), at = i % (WIDTH / 8) * 8, offset = key * stride + at;
                 const u8* row = row_at(v, base, tile, key);
                 float x[8] = {};
                 if (at + 8 > width) {
@@ -283,7 +283,7 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
                                                 : __uint_as_float(static_cast<u32>(bits) << 16);
                     }
                 }
-                store_split_bf16(x, to + place, rest + place);
+                store_split_bf16(x, to + offset, rest + offset);
             }
             return;
         }
@@ -295,35 +295,35 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
         if (blocks) {
             for (int i = threadIdx.x; i < KEYS * (WIDTH / 32); i += FATTN_THREADS) {
                 int key = i / (WIDTH / 32), block = i % (WIDTH / 32),
-                    place = key * stride + block * 32;
+                    offset = key * stride + block * 32;
                 const u8* from = row_at(v, base, tile, key) + block * bytes;
                 if (block * 32 >= width) {
                     for (int j = 0; j < 32; j++) {
-                        to[place + j] = rest[place + j] = 0;
+                        to[offset + j] = rest[offset + j] = 0;
                     }
                     continue;
                 }
                 switch (v.type) {
-                case VG_Q4_0: split_bf16_block<VG_Q4_0>(from, to + place, rest + place); break;
-                case VG_Q4_1: split_bf16_block<VG_Q4_1>(from, to + place, rest + place); break;
-                case VG_Q5_0: split_bf16_block<VG_Q5_0>(from, to + place, rest + place); break;
-                case VG_Q5_1: split_bf16_block<VG_Q5_1>(from, to + place, rest + place); break;
-                case VG_Q8_0: split_bf16_block<VG_Q8_0>(from, to + place, rest + place); break;
-                default: split_bf16_block<VG_IQ4_NL>(from, to + place, rest + place);
+                case VG_Q4_0: split_bf16_block<VG_Q4_0>(from, to + offset, rest + offset); break;
+                case VG_Q4_1: split_bf16_block<VG_Q4_1>(from, to + offset, rest + offset); break;
+                case VG_Q5_0: split_bf16_block<VG_Q5_0>(from, to + offset, rest + offset); break;
+                case VG_Q5_1: split_bf16_block<VG_Q5_1>(from, to + offset, rest + offset); break;
+                case VG_Q8_0: split_bf16_block<VG_Q8_0>(from, to + offset, rest + offset); break;
+                default: split_bf16_block<VG_IQ4_NL>(from, to + offset, rest + offset);
                 }
             }
             return;
         }
         const VgCodebooks* grids = codebooks(p.codebooks);
         for (int i = threadIdx.x; i < KEYS * WIDTH; i += FATTN_THREADS) {
-            int key = i / WIDTH, at = i % WIDTH, place = key * stride + at;
+            int key = i / WIDTH, at = i % WIDTH, offset = key * stride + at;
             float x = at < width ? dequantize_element(v.type, grids, row_at(v, base, tile, key),
                                                       v.nb[0], at)
                                  : 0.0f;
             u32 first, its_rest;
             split_bf16(x, 0.0f, first, its_rest);
-            to[place] = static_cast<u16>(first);
-            rest[place] = static_cast<u16>(its_rest);
+            to[offset] = static_cast<u16>(first);
+            rest[offset] = static_cast<u16>(its_rest);
         }
     }
 
@@ -361,7 +361,7 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
     }
 
     // Scores Q * K^T of the warp's rows and KV positions.
-    DEVICE void multiply_keys(float (*scores)[4]) const {
+    DEVICE void compute_qk(float (*scores)[4]) const {
         const u16* q = q_tile + (row_warp * 16 + lane % 16) * K_STRIDE + lane / 16 * 8;
         const u16* k = k_tile + (key_warp * WARP_KEYS + lane / 16 * 8 + lane % 8) * K_STRIDE +
                        lane / 8 % 2 * 8;
@@ -369,8 +369,8 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
         for (int i = 0; i < K; i += 16) {
             u32 a[TERMS][4];
             UNROLL
-            for (int plane = 0; plane < TERMS; plane++) {
-                ldmatrix_x4<false>(a[plane], q + plane * ROWS * K_STRIDE + i);
+            for (int term = 0; term < TERMS; term++) {
+                ldmatrix_x4<false>(a[term], q + term * ROWS * K_STRIDE + i);
             }
             UNROLL
             for (int j = 0; j < WARP_KEYS / 16; j++) {
@@ -393,7 +393,7 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
     // two bits for each eight positions.
     DEVICE u32 apply_mask(float (*scores)[4], int tile, int state, const u8* const* masks,
                           const float* slopes) const {
-        u32 seen = 0;
+        u32 visible = 0;
         UNROLL
         for (int j = 0; j < WARP_KEYS / 8; j++) {
             int key = tile * KEYS + key_warp * WARP_KEYS + 8 * j + lane % 4 * 2;
@@ -408,15 +408,15 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
                     bool hidden = key + e >= n_keys || bias[e] == -INFINITY_F;
                     float& score = scores[j][2 * h + e];
                     score = hidden ? -INFINITY_F : score + slopes[h] * bias[e];
-                    seen |= (hidden ? 0u : 1u) << (2 * j + e);
+                    visible |= (hidden ? 0u : 1u) << (2 * j + e);
                 }
             }
         }
         UNROLL
         for (int step = 4; step < WARP; step *= 2) {
-            seen |= __shfl_xor_sync(0xffffffffu, seen, step);
+            visible |= __shfl_xor_sync(0xffffffffu, visible, step);
         }
-        return seen;
+        return visible;
     }
 
     // Online softmax: replaces scores by exp(score - max) and rescales the accumulators.
@@ -430,10 +430,10 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
             }
             row_max = fmaxf(row_max, __shfl_xor_sync(0xffffffffu, row_max, 1));
             row_max = fmaxf(row_max, __shfl_xor_sync(0xffffffffu, row_max, 2));
-            float shrink = rescale(sums.row_max[h], row_max),
+            float correction = rescale(sums.row_max[h], row_max),
                   base = row_max == -INFINITY_F ? 0.0f : row_max * LOG2_E;
             sums.row_max[h] = row_max;
-            sums.total[h] *= shrink;
+            sums.total[h] *= correction;
             UNROLL
             for (int j = 0; j < WARP_KEYS / 8; j++) {
                 UNROLL
@@ -444,14 +444,14 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
             }
             UNROLL
             for (int n = 0; n < COLUMNS / 8; n++) {
-                sums.of[n][2 * h] *= shrink;
-                sums.of[n][2 * h + 1] *= shrink;
+                sums.of[n][2 * h] *= correction;
+                sums.of[n][2 * h + 1] *= correction;
             }
         }
     }
 
     // Adds P * V. V rows that no query sees may hold garbage and count as 0.
-    DEVICE void multiply_values(const float (*weights)[4], u32 seen, Accumulators& sums) const {
+    DEVICE void compute_pv(const float (*weights)[4], u32 visible, Accumulators& sums) const {
         const u16* v = v_tile + (key_warp * WARP_KEYS + lane % 16) * V_STRIDE +
                        column_warp * COLUMNS + lane / 16 * 8;
         UNROLL
@@ -469,10 +469,10 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
                 a[2] = pack_half2<BF16>(right[0], right[1]),
                 a[3] = pack_half2<BF16>(right[2], right[3]);
             }
-            auto of_two = [&](u32 bits) {
+            auto row_mask = [&](u32 bits) {
                 return (bits & 1 ? 0xffffu : 0u) | (bits & 2 ? 0xffff0000u : 0u);
             };
-            u32 low = of_two(seen >> 4 * i), high = of_two(seen >> (4 * i + 2));
+            u32 low = row_mask(visible >> 4 * i), high = row_mask(visible >> (4 * i + 2));
             UNROLL
             for (int n = 0; n < COLUMNS / 16; n++) {
                 u32 b[4];
@@ -536,7 +536,7 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
     }
 
     // Normalisation factor of a row with this maximum and sum, including the attention sink.
-    DEVICE float share(int row, float row_max, float total) const {
+    DEVICE float normalizer(int row, float row_max, float total) const {
         float factor = 1.0f;
         if (p.sinks.data) {
             float sink = reinterpret_cast<const float*>(p.sinks.data)[head_of(row)];
@@ -555,9 +555,10 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
     // Scratch for the partial result of a split: V columns of each row, then the maximum and sum of
     // each.
     static constexpr int PARTIAL_FLOATS = ROWS * (V + 2);
-    DEVICE i64 item() const { return (static_cast<i64>(sequence) * b.ny + b.y) * b.nx + b.x; }
+    DEVICE i64 tile_index() const { return (static_cast<i64>(sequence) * b.ny + b.y) * b.nx + b.x; }
     DEVICE float* partial(int split) const {
-        return reinterpret_cast<float*>(p.partials) + (item() * p.splits + split) * PARTIAL_FLOATS;
+        return reinterpret_cast<float*>(p.partials) +
+               (tile_index() * p.splits + split) * PARTIAL_FLOATS;
     }
 
     // Quantises 32 columns of a row, one for each lane.
@@ -584,7 +585,7 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
                     totals[s * PARTIAL_FLOATS] * rescale(row_maxes[s * PARTIAL_FLOATS], row_max);
             }
             total = warp_reduce<Sum>(total);
-            float factor = share(first_row + row, row_max, total);
+            float factor = normalizer(first_row + row, row_max, total);
             for (int column = lane; column < width; column += WARP) {
                 float sum = 0.0f;
                 UNROLL_BY_4
@@ -607,17 +608,17 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
         int begin = split * each, end = begin + each < tiles ? begin + each : tiles;
 
         // State of each KV tile: from vg_fattn_mask_tiles, or determined here.
-        const u8* known = nullptr;
+        const u8* tile_states = nullptr;
         if (p.mask.data && p.mask_tiles) {
             i64 index = index_of_mask() * b.nx + b.nx - 1 - b.x;
-            known = reinterpret_cast<const u8*>(p.mask_tiles) + index * tiles;
+            tile_states = reinterpret_cast<const u8*>(p.mask_tiles) + index * tiles;
         }
         auto state_of = [&](int tile) -> int {
             if (!p.mask.data) {
                 return UNMASKED;
             }
-            if (known) {
-                return known[tile];
+            if (tile_states) {
+                return tile_states[tile];
             }
             return tile - begin < MAX_MASK_TILES ? static_cast<int>(own.states[tile - begin])
                                                  : static_cast<int>(PARTIAL);
@@ -641,7 +642,7 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
             fetch_values(begin);
         }
         load_queries();
-        if (p.mask.data && !known) {
+        if (p.mask.data && !tile_states) {
             int beyond = end - begin < MAX_MASK_TILES ? end : begin + MAX_MASK_TILES;
             int first = token_of(first_row), last_token = token_of(first_row + ROWS - 1);
             for (int tile = begin + static_cast<int>(threadIdx.x) / WARP; tile < beyond;
@@ -674,7 +675,7 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
                 __syncthreads();
             }
             float scores[WARP_KEYS / 8][4] = {};
-            multiply_keys(scores);
+            compute_qk(scores);
             if constexpr (KIND != KV_QUANT && KIND != KV_SPLIT_BF16) {
                 __syncthreads(); // K has been read
                 fetch_keys(next);
@@ -686,7 +687,7 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
                 }
             }
             int state = state_of(tile);
-            u32 seen = 0xffffffffu;
+            u32 visible = 0xffffffffu;
             if (state != UNMASKED || (tile + 1) * KEYS > n_keys) {
                 // Recomputed for each such tile, of which there are few, to save registers.
                 const u8* masks[2] = {nullptr, nullptr};
@@ -700,7 +701,7 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
                         masks[h] = mask() + token_of(row) * p.mask.nb[1];
                     }
                 }
-                seen =
+                visible =
                     apply_mask(scores, tile, state == UNMASKED ? UNMASKED : PARTIAL, masks, slopes);
             }
             soft_max(scores, sums);
@@ -715,7 +716,7 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
                 __syncthreads();
                 fetch_values(next);
             }
-            multiply_values(scores, seen, sums);
+            compute_pv(scores, visible, sums);
             if constexpr (KIND != KV_QUANT && KIND != KV_SPLIT_BF16) {
                 __syncthreads(); // V has been read
                 fetch_values(next);
@@ -738,7 +739,7 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
                 float factor = 1.0f;
                 float* to = mine + row * V;
                 if (splits == 1) {
-                    factor = share(first_row + row, sums.row_max[h], sums.total[h]);
+                    factor = normalizer(first_row + row, sums.row_max[h], sums.total[h]);
                     to = result(first_row + row);
                 } else if (column_warp == 0 && lane % 4 == 0) {
                     mine[ROWS * V + row] = sums.row_max[h];
@@ -770,7 +771,7 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
             __threadfence();
             __syncthreads();
             if (threadIdx.x == 0) {
-                u32* count = reinterpret_cast<u32*>(p.counters) + item();
+                u32* count = reinterpret_cast<u32*>(p.counters) + tile_index();
                 own.last = atomicAdd(count, 1u) == p.splits - 1;
                 if (own.last) {
                     *count = 0; // for the next launch

@@ -17,14 +17,14 @@ constexpr int QUERY_ROWS = 128, KV_STAGES = 2;
 
 // Named barriers: one for the threads of each consumer, one for each consumer's turn, one for the
 // producer.
-constexpr int GROUP_BARRIER = 1, ORDER_BARRIER = 3, LOADER_BARRIER = 5;
+constexpr int GROUP_BARRIER = 1, ORDER_BARRIER = 3, PRODUCER_BARRIER = 5;
 
 template <int D, int KEYS> struct FattnSm90Shared {
     static constexpr int QUERIES = QUERY_ROWS * D * 2, TILE = KEYS * D * 2;
     // Panels of 64 elements of the head size.
     static constexpr int QUERY_PANEL = QUERY_ROWS * SWIZZLE_ROW, PANEL = KEYS * SWIZZLE_ROW;
 
-    u8 *queries, *keys, *values, *seen;
+    u8 *queries, *keys, *values, *visible;
     u64 *full_keys, *empty_keys, *full_values, *empty_values;
 
     DEVICE explicit FattnSm90Shared(u8* memory) {
@@ -36,13 +36,13 @@ template <int D, int KEYS> struct FattnSm90Shared {
         empty_keys = full_keys + KV_STAGES;
         full_values = empty_keys + KV_STAGES;
         empty_values = full_values + KV_STAGES;
-        seen = reinterpret_cast<u8*>(empty_values + KV_STAGES);
+        visible = reinterpret_cast<u8*>(empty_values + KV_STAGES);
     }
 };
 
-// Swizzled offset of 16 bytes `piece` of a row in a matrix of panels.
-DEVICE u32 piece_at(int row, int piece, int panel) {
-    return piece / 8 * panel + row * SWIZZLE_ROW + ((piece % 8 ^ row % 8) * 16);
+// Swizzled offset of the 16-byte vector `vec` of a row, in a matrix of panels.
+DEVICE u32 swizzled_offset(int row, int vec, int panel) {
+    return vec / 8 * panel + row * SWIZZLE_ROW + ((vec % 8 ^ row % 8) * 16);
 }
 
 template <int D, int KEYS> struct FattnSm90 {
@@ -79,7 +79,7 @@ template <int D, int KEYS> struct FattnSm90 {
         return states ? static_cast<int>(states[tile]) : static_cast<int>(UNMASKED);
     }
     // The first tile from `tile` on that is not fully masked.
-    DEVICE int shown_from(int tile) const {
+    DEVICE int next_visible_tile(int tile) const {
         while (tile < tiles && state_of(tile) == MASKED) {
             tile++;
         }
@@ -95,69 +95,69 @@ template <int D, int KEYS> struct FattnSm90 {
 
     // Starts to copy a tile. `checked`: rows that no query sees are zeroed.
     DEVICE void copy_tile(const View& v, const u8* rows, int tile, u8* to, bool checked) const {
-        constexpr int PIECES = D / 8;
+        constexpr int VECS = D / 8;
         UNROLL_BY_4
-        for (int i = threadIdx.x; i < KEYS * PIECES; i += WARPGROUP) {
-            int row = i / PIECES, piece = i % PIECES, key = tile * KEYS + row;
-            int4* at = reinterpret_cast<int4*>(to + piece_at(row, piece, Shared::PANEL));
-            if (checked && !shared.seen[row]) {
+        for (int i = threadIdx.x; i < KEYS * VECS; i += WARPGROUP) {
+            int row = i / VECS, vec = i % VECS, key = tile * KEYS + row;
+            int4* at = reinterpret_cast<int4*>(to + swizzled_offset(row, vec, Shared::PANEL));
+            if (checked && !shared.visible[row]) {
                 *at = int4{0, 0, 0, 0};
             } else {
-                cp_async(at, rows + (key < n_keys ? key : n_keys - 1) * v.nb[1] + piece * 16);
+                cp_async(at, rows + (key < n_keys ? key : n_keys - 1) * v.nb[1] + vec * 16);
             }
         }
         cp_async_commit();
     }
 
     // Determines which KV positions of a tile any row sees, a thread for each position.
-    DEVICE void find_seen(int tile) const {
-        named_barrier(LOADER_BARRIER, WARPGROUP); // the previous flags have been read
+    DEVICE void find_visible(int tile) const {
+        named_barrier(PRODUCER_BARRIER, WARPGROUP); // the previous flags have been read
         int key = tile * KEYS + static_cast<int>(threadIdx.x);
         if (threadIdx.x < KEYS) {
-            bool seen = false;
+            bool visible = false;
             if (key < n_keys) {
-                seen = state_of(tile) == UNMASKED;
+                visible = state_of(tile) == UNMASKED;
                 int last = token_of(first_row + QUERY_ROWS - 1);
-                for (int token = token_of(first_row); token <= last && !seen; token++) {
-                    seen = *reinterpret_cast<const u16*>(mask() + token * p.mask.nb[1] + 2 * key) !=
-                           0xfc00u;
+                for (int token = token_of(first_row); token <= last && !visible; token++) {
+                    const u8* at = mask() + token * p.mask.nb[1] + 2 * key;
+                    visible = *reinterpret_cast<const u16*>(at) != 0xfc00u;
                 }
             }
-            shared.seen[threadIdx.x] = seen ? 1 : 0;
+            shared.visible[threadIdx.x] = visible ? 1 : 0;
         }
-        named_barrier(LOADER_BARRIER, WARPGROUP);
+        named_barrier(PRODUCER_BARRIER, WARPGROUP);
     }
 
     DEVICE void load_kv() const {
         const u8 *keys = rows_of(p.k), *values = rows_of(p.v);
         PipelineState<KV_STAGES> ring;
         // Signals a copy while the next one is in flight.
-        auto is_there = [&](u64* barrier) {
+        auto signal_full = [&](u64* barrier) {
             fence_proxy_async();
             mbarrier_arrive(barrier);
         };
-        u64* before = nullptr; // mbarrier of the V tile in flight
-        for (int tile = shown_from(0); tile < tiles; tile = shown_from(tile + 1)) {
+        u64* in_flight = nullptr; // mbarrier of the V tile in flight
+        for (int tile = next_visible_tile(0); tile < tiles; tile = next_visible_tile(tile + 1)) {
             mbarrier_wait(&shared.empty_keys[ring.stage], ring.phase ^ 1);
             copy_tile(p.k, keys, tile, shared.keys + ring.stage * Shared::TILE, false);
-            if (before) {
+            if (in_flight) {
                 cp_async_wait<1>();
-                is_there(before);
+                signal_full(in_flight);
             }
             bool checked = state_of(tile) != UNMASKED || (tile + 1) * KEYS > n_keys;
             if (checked) {
-                find_seen(tile);
+                find_visible(tile);
             }
             mbarrier_wait(&shared.empty_values[ring.stage], ring.phase ^ 1);
             copy_tile(p.v, values, tile, shared.values + ring.stage * Shared::TILE, checked);
             cp_async_wait<1>();
-            is_there(&shared.full_keys[ring.stage]);
-            before = &shared.full_values[ring.stage];
+            signal_full(&shared.full_keys[ring.stage]);
+            in_flight = &shared.full_values[ring.stage];
             ring.next();
         }
         cp_async_wait<0>();
-        if (before) {
-            is_there(before);
+        if (in_flight) {
+            signal_full(in_flight);
         }
     }
 
@@ -166,18 +166,19 @@ template <int D, int KEYS> struct FattnSm90 {
     // Loads Q * scale of the warpgroup's rows; zeros in padding rows.
     DEVICE void load_queries(int group) const {
         for (int i = threadIdx.x % WARPGROUP; i < 64 * (D / 8); i += WARPGROUP) {
-            int row = group * 64 + i / (D / 8), piece = i % (D / 8);
+            int row = group * 64 + i / (D / 8), vec = i % (D / 8);
             u32 words[4] = {};
             if (first_row + row < n_rows) {
                 i64 token = token_of(first_row + row), its_head = head_of(first_row + row);
                 const float* q = reinterpret_cast<const float*>(
-                    address(p.q, Index{{8 * piece, token, its_head, sequence}}));
+                    address(p.q, Index{{8 * vec, token, its_head, sequence}}));
                 UNROLL
                 for (int j = 0; j < 4; j++) {
                     words[j] = pack_half2<false>(q[2 * j] * p.scale, q[2 * j + 1] * p.scale);
                 }
             }
-            *reinterpret_cast<int4*>(shared.queries + piece_at(row, piece, Shared::QUERY_PANEL)) =
+            u8* to = shared.queries + swizzled_offset(row, vec, Shared::QUERY_PANEL);
+            *reinterpret_cast<int4*>(to) =
                 int4{static_cast<int>(words[0]), static_cast<int>(words[1]),
                      static_cast<int>(words[2]), static_cast<int>(words[3])};
         }
@@ -186,7 +187,7 @@ template <int D, int KEYS> struct FattnSm90 {
     }
 
     // Starts Q * K^T with a tile of K.
-    DEVICE void multiply_keys(float* scores, int group, u32 stage) const {
+    DEVICE void issue_qk(float* scores, int group, u32 stage) const {
         u32 q = smem_address(shared.queries) + group * 64 * SWIZZLE_ROW;
         u32 k = smem_address(shared.keys) + stage * Shared::TILE;
         UNROLL
@@ -199,7 +200,7 @@ template <int D, int KEYS> struct FattnSm90 {
     }
 
     // Starts to add P * V.
-    DEVICE void multiply_values(float* sums, const u32* weights, u32 stage) const {
+    DEVICE void issue_pv(float* sums, const u32* weights, u32 stage) const {
         u32 v = smem_address(shared.values) + stage * Shared::TILE;
         UNROLL
         for (int i = 0; i < KEYS / 16; i++) {
@@ -246,7 +247,7 @@ template <int D, int KEYS> struct FattnSm90 {
             }
             row_max = fmaxf(row_max, __shfl_xor_sync(0xffffffffu, row_max, 1));
             row_max = fmaxf(row_max, __shfl_xor_sync(0xffffffffu, row_max, 2));
-            float shrink = rescale(row_maxes[h], row_max),
+            float correction = rescale(row_maxes[h], row_max),
                   base = row_max == -INFINITY_F ? 0.0f : row_max * LOG2_E, total = 0.0f;
             row_maxes[h] = row_max;
             UNROLL
@@ -257,10 +258,10 @@ template <int D, int KEYS> struct FattnSm90 {
                 total += two[0] + two[1];
                 weights[j / 2 * 4 + j % 2 * 2 + h] = pack_half2<false>(two[0], two[1]);
             }
-            totals[h] = totals[h] * shrink + total;
+            totals[h] = totals[h] * correction + total;
             UNROLL
             for (int n = 0; n < D / 8; n++) {
-                sums[4 * n + 2 * h] *= shrink, sums[4 * n + 2 * h + 1] *= shrink;
+                sums[4 * n + 2 * h] *= correction, sums[4 * n + 2 * h + 1] *= correction;
             }
         }
     }
@@ -291,20 +292,20 @@ template <int D, int KEYS> struct FattnSm90 {
             }
         };
         PipelineState<KV_STAGES> ring;
-        int tile = shown_from(0);
+        int tile = next_visible_tile(0);
         if (group == 1 && tile < tiles) {
             named_barrier_arrive(ORDER_BARRIER, 2 * WARPGROUP); // the first consumer starts
         }
         if (tile < tiles) {
             mbarrier_wait(&shared.full_keys[0], 0);
             wgmma_fence();
-            multiply_keys(scores, group, 0);
+            issue_qk(scores, group, 0);
             wgmma_wait<0>();
             accumulator_fence<KEYS / 2>(scores);
             release(&shared.empty_keys[0]);
         }
         while (tile < tiles) {
-            int next = shown_from(tile + 1);
+            int next = next_visible_tile(tile + 1);
             if (p.logit_softcap != 0.0f) {
                 UNROLL
                 for (int i = 0; i < KEYS / 2; i++) {
@@ -325,10 +326,10 @@ template <int D, int KEYS> struct FattnSm90 {
             }
             named_barrier(ORDER_BARRIER + group, 2 * WARPGROUP);
             wgmma_fence();
-            multiply_values(sums, weights, stage);
+            issue_pv(sums, weights, stage);
             if (next < tiles) {
                 wgmma_fence(); // other accumulator registers
-                multiply_keys(scores, group, ring.stage);
+                issue_qk(scores, group, ring.stage);
                 named_barrier_arrive(ORDER_BARRIER + 1 - group, 2 * WARPGROUP);
                 wgmma_wait<1>();
                 release(&shared.empty_values[stage]);

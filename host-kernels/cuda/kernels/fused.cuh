@@ -23,7 +23,7 @@ DEVICE void store_float4(u8* at, const Float4& x) {
 
 // A block for each row. A thread has four elements at a time; eight lanes have a q8 block of 32.
 DEVICE void norm_fused(const VgNormFusedParams& p, const BlockIndex& b) {
-    int fours = static_cast<int>(p.a.ne[0] / 4), lane = threadIdx.x % WARP;
+    int vecs = static_cast<int>(p.a.ne[0] / 4), lane = threadIdx.x % WARP;
     for (i64 r = b.x; r < rows(p.a); r += b.nx) {
         Index at = row_of(p.a, r);
         const u8* a = address(p.a, at);
@@ -43,7 +43,7 @@ DEVICE void norm_fused(const VgNormFusedParams& p, const BlockIndex& b) {
             return x;
         };
         float squares = 0.0f;
-        for (int i = threadIdx.x; i < fours; i += blockDim.x) {
+        for (int i = threadIdx.x; i < vecs; i += blockDim.x) {
             Float4 x = value(i);
             if (sum) {
                 store_float4(sum + 16 * i, x);
@@ -55,9 +55,9 @@ DEVICE void norm_fused(const VgNormFusedParams& p, const BlockIndex& b) {
         }
         squares = block_reduce<Sum>(squares, 0.0f);
         float scale = 1.0f / sqrtf(squares / static_cast<float>(p.a.ne[0]) + p.eps);
-        for (int i = threadIdx.x; i - lane < fours; i += blockDim.x) {
+        for (int i = threadIdx.x; i - lane < vecs; i += blockDim.x) {
             Float4 x = {};
-            if (i < fours) {
+            if (i < vecs) {
                 // `sum` may alias `a`.
                 x = sum ? load_float4(sum + 16 * i) : value(i);
                 Float4 by = {{1.0f, 1.0f, 1.0f, 1.0f}};
@@ -94,14 +94,14 @@ DEVICE void norm_fused(const VgNormFusedParams& p, const BlockIndex& b) {
                 total += __shfl_xor_sync(0xffffffffu, total, 1);
                 total += __shfl_xor_sync(0xffffffffu, total, 2);
                 float high = __shfl_xor_sync(0xffffffffu, total, 4);
-                if (i < fours) {
-                    u32 pieces = q8_tiles(p.a.ne[0]), block = static_cast<u32>(i) / 8;
-                    i64 place =
-                        q8_quant_offset(r, pieces, block) + i % 8 / 4 * (Q8_TILE / 4) + i % 4 * 4;
-                    *reinterpret_cast<u32*>(p.quants + place) = word;
+                if (i < vecs) {
+                    u32 tiles = q8_tiles(p.a.ne[0]), block = static_cast<u32>(i) / 8;
+                    i64 offset =
+                        q8_quant_offset(r, tiles, block) + i % 8 / 4 * (Q8_TILE / 4) + i % 4 * 4;
+                    *reinterpret_cast<u32*>(p.quants + offset) = word;
                     if (i % 8 == 0) {
                         float factor = largest / 127.0f + poison;
-                        store_q8_scales(p.scales, r, pieces, block, factor, factor * total,
+                        store_q8_scales(p.scales, r, tiles, block, factor, factor * total,
                                         factor * high);
                     }
                 }
@@ -164,9 +164,9 @@ DEVICE void topk_moe(const VgTopkMoeParams& p, const BlockIndex& b) {
         UNROLL
         for (int i = 0; i < LANE_EXPERTS; i++) {
             u32 expert = static_cast<u32>(i * WARP + lane);
-            bool is_one = expert < static_cast<u32>(experts);
-            float score = x[i] + (bias && is_one ? bias[expert] : 0.0f);
-            ranks[i] = is_one ? static_cast<u64>(rank(score)) << 32 | (0xffffffffu - expert) : 0;
+            bool is_valid = expert < static_cast<u32>(experts);
+            float score = x[i] + (bias && is_valid ? bias[expert] : 0.0f);
+            ranks[i] = is_valid ? static_cast<u64>(rank(score)) << 32 | (0xffffffffu - expert) : 0;
         }
         // Lane u keeps the u-th selection.
         int chosen = 0;

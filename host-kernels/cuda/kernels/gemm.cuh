@@ -96,7 +96,7 @@ template <int TYPE> DEVICE void gemm(const VgGemmParams& p) {
     using Tiles = GemmTiles<TYPE>;
     constexpr int STEP = Tiles::STEP, TERMS = Tiles::TERMS, STRIDE = Tiles::STRIDE;
     DYNAMIC_SHARED(Tiles, tiles);
-    __shared__ u32 places[GEMM_COLUMNS]; // index of each column of the tile
+    __shared__ u32 column_ids[GEMM_COLUMNS]; // index of each column of the tile
     const VgCodebooks* grids = codebooks(p.codebooks);
     int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     int group = lane / 4, pair = lane % 4 * 2;
@@ -123,21 +123,22 @@ template <int TYPE> DEVICE void gemm(const VgGemmParams& p) {
             left = starts[expert + 1] - first;
         count = left < GEMM_COLUMNS ? static_cast<int>(left) : GEMM_COLUMNS;
         for (int i = threadIdx.x; i < count; i += GEMM_THREADS) {
-            places[i] = order[first + i];
+            column_ids[i] = order[first + i];
         }
     } else {
         w2 = i2 / (p.dst.ne[2] / p.w.ne[2]), w3 = i3 / (p.dst.ne[3] / p.w.ne[3]);
         i64 first = static_cast<i64>(blockIdx.y) * GEMM_COLUMNS, left = p.dst.ne[1] - first;
         count = left < GEMM_COLUMNS ? static_cast<int>(left) : GEMM_COLUMNS;
         for (int i = threadIdx.x; i < count; i += GEMM_THREADS) {
-            places[i] = static_cast<u32>(batch * p.dst.ne[1] + first + i);
+            column_ids[i] = static_cast<u32>(batch * p.dst.ne[1] + first + i);
         }
     }
     __syncthreads();
     // The row of the activations for a column: slots of a token may share activations.
-    auto vector_of = [&](u32 place) -> i64 {
-        return p.moe_order ? place / slots * p.slots + place % slots % static_cast<u32>(p.slots)
-                           : static_cast<i64>(place);
+    auto activation_row = [&](u32 column_id) -> i64 {
+        return p.moe_order ? column_id / slots * p.slots +
+                                 column_id % slots % static_cast<u32>(p.slots)
+                           : static_cast<i64>(column_id);
     };
     // The thread's row of weights and its half of a k step. Rows and columns beyond the last read
     // the last one; their results are not stored.
@@ -146,19 +147,19 @@ template <int TYPE> DEVICE void gemm(const VgGemmParams& p) {
     int half = threadIdx.x % 2;
 
     auto fetch = [&](int buffer, i64 step) {
-        constexpr int PIECES = STEP / 8; // of a term; the terms of a vector are contiguous
-        for (int i = threadIdx.x; i < GEMM_COLUMNS * TERMS * PIECES; i += GEMM_THREADS) {
-            int row = i / (TERMS * PIECES), term = i / PIECES % TERMS, piece = i % PIECES;
+        // 16-byte vectors of a term. The terms of a row of activations are contiguous.
+        constexpr int VECS = STEP / 8;
+        for (int i = threadIdx.x; i < GEMM_COLUMNS * TERMS * VECS; i += GEMM_THREADS) {
+            int row = i / (TERMS * VECS), term = i / VECS % TERMS, vec = i % VECS;
             int column = row < count ? row : count - 1;
             const u16* from = reinterpret_cast<const u16*>(p.values) +
-                              (vector_of(places[column]) * TERMS + term) * length;
-            cp_async(&tiles->activations[buffer][term][row][piece * 8],
-                     from + step * STEP + piece * 8);
+                              (activation_row(column_ids[column]) * TERMS + term) * length;
+            cp_async(&tiles->activations[buffer][term][row][vec * 8], from + step * STEP + vec * 8);
         }
         cp_async_commit();
     };
     u32 next[16];
-    auto unpack_next = [&](i64 step) {
+    auto dequantize_next = [&](i64 step) {
         i64 block = step * 2 + half;
         if constexpr (TERMS == 2) {
             load_f32_weights<TYPE>(grids, p.w, row.quants, block * (STEP / 2), next);
@@ -171,7 +172,7 @@ template <int TYPE> DEVICE void gemm(const VgGemmParams& p) {
             }
         }
     };
-    auto put_next = [&]() {
+    auto store_next = [&]() {
         if constexpr (TERMS == 2) {
             u32 words[16];
             UNROLL
@@ -186,9 +187,9 @@ template <int TYPE> DEVICE void gemm(const VgGemmParams& p) {
         }
         UNROLL
         for (int i = 0; i < 4; i++) {
-            int term = i / (4 / TERMS), piece = i % (4 / TERMS);
+            int term = i / (4 / TERMS), vec = i % (4 / TERMS);
             int4* to = reinterpret_cast<int4*>(
-                &tiles->weights[term][threadIdx.x / 2][half * (STEP / 2) + piece * 8]);
+                &tiles->weights[term][threadIdx.x / 2][half * (STEP / 2) + vec * 8]);
             *to = int4{static_cast<int>(next[4 * i]), static_cast<int>(next[4 * i + 1]),
                        static_cast<int>(next[4 * i + 2]), static_cast<int>(next[4 * i + 3])};
         }
@@ -197,8 +198,8 @@ template <int TYPE> DEVICE void gemm(const VgGemmParams& p) {
     float sums[WARP_ROWS][WARP_COLUMNS][4] = {};
     i64 steps = (p.w.ne[0] + STEP - 1) / STEP;
     fetch(0, 0);
-    unpack_next(0);
-    put_next();
+    dequantize_next(0);
+    store_next();
     // Columns are interleaved by eights, so that both halves of the warps have work if there are
     // few.
     int row_of_warp = warp % 4 * WARP_ROWS * 16, column_of_warp = warp / 4 * 8;
@@ -208,7 +209,7 @@ template <int TYPE> DEVICE void gemm(const VgGemmParams& p) {
         __syncthreads(); // both tiles are loaded; the other buffer is free
         if (step + 1 < steps) {
             fetch(buffer ^ 1, step + 1);
-            unpack_next(step + 1);
+            dequantize_next(step + 1);
         }
         UNROLL
         for (int k = 0; k < STEP; k += 16) {
@@ -247,7 +248,7 @@ template <int TYPE> DEVICE void gemm(const VgGemmParams& p) {
         }
         __syncthreads(); // all warps have read the weights
         if (step + 1 < steps) {
-            put_next();
+            store_next();
         }
     }
 
@@ -260,10 +261,11 @@ template <int TYPE> DEVICE void gemm(const VgGemmParams& p) {
             if (c >= count) {
                 continue;
             }
-            i64 place = places[c];
-            float factor = TERMS == 2 ? 1.0f : factors[vector_of(places[c])];
-            u8* to = p.moe_order ? address(p.dst, Index{{0, place % slots, place / slots, 0}})
-                                 : address(p.dst, Index{{0, place - batch * p.dst.ne[1], i2, i3}});
+            i64 column_id = column_ids[c];
+            float factor = TERMS == 2 ? 1.0f : factors[activation_row(column_ids[c])];
+            u8* to = p.moe_order
+                         ? address(p.dst, Index{{0, column_id % slots, column_id / slots, 0}})
+                         : address(p.dst, Index{{0, column_id - batch * p.dst.ne[1], i2, i3}});
             UNROLL
             for (int i = 0; i < WARP_ROWS; i++) {
                 UNROLL

@@ -55,8 +55,8 @@ template <int TYPE, int N> struct GemmShared {
     static constexpr int WEIGHTS = SM90_ROWS * chunk_stride(TYPE), ACTIVATIONS = N * SWIZZLE_ROW;
     static constexpr int CHUNKS = WEIGHTS > 32 << 10 ? 2 : 3;
     // Reserve for alignment to SWIZZLE_ATOM, for mbarriers, and for words read behind the last row.
-    static constexpr int ROOM = SM90_SHARED - SWIZZLE_ATOM - 512;
-    static constexpr int MAX_STEPS = (ROOM - CHUNKS * WEIGHTS) / ACTIVATIONS,
+    static constexpr int CAPACITY = SM90_SHARED - SWIZZLE_ATOM - 512;
+    static constexpr int MAX_STEPS = (CAPACITY - CHUNKS * WEIGHTS) / ACTIVATIONS,
                          STEPS = MAX_STEPS < 8 ? MAX_STEPS : 8;
     static_assert(STEPS >= 3, "one step is multiplied, one is still read, and one is in flight");
 
@@ -412,12 +412,12 @@ DEVICE void load_weights(const VgGemmSm90Params& p, const GemmShared<TYPE, N>& s
             int at = element / SIZE.elements,
                 blocks = width - at < CHUNK / SIZE.elements ? width - at : CHUNK / SIZE.elements;
             // Bulk copies need multiples of 16: widens a range to them.
-            auto around = [&](const u8*& from, int i, int bytes) -> u32 {
+            auto align_range = [&](const u8*& from, int i, int bytes) -> u32 {
                 u32 lead = static_cast<u32>(reinterpret_cast<u64>(from) & 15);
                 from -= lead;
                 return i * WARP < rows ? (lead + bytes + 15) / 16 * 16 : 0;
             };
-            auto piece = [&](int i, const u8*& from) -> u32 {
+            auto quant_range = [&](int i, const u8*& from) -> u32 {
                 if (is_repacked(TYPE)) {
                     u64 block = static_cast<u64>(static_cast<u32>(row + i * WARP)) *
                                     static_cast<u32>(width) +
@@ -427,9 +427,9 @@ DEVICE void load_weights(const VgGemmSm90Params& p, const GemmShared<TYPE, N>& s
                 }
                 from = first + i * WARP * p.w.nb[1] + at * SIZE.bytes;
                 return is_aligned(TYPE) ? i * WARP < rows ? (blocks * SIZE.bytes + 15) / 16 * 16 : 0
-                                        : around(from, i, blocks * SIZE.bytes);
+                                        : align_range(from, i, blocks * SIZE.bytes);
             };
-            auto scales = [&](int i, const u8*& from) -> u32 {
+            auto scale_range = [&](int i, const u8*& from) -> u32 {
                 if (!is_repacked(TYPE)) {
                     return 0;
                 }
@@ -437,13 +437,13 @@ DEVICE void load_weights(const VgGemmSm90Params& p, const GemmShared<TYPE, N>& s
                     static_cast<u64>(static_cast<u32>(row + i * WARP)) * static_cast<u32>(width) +
                     at;
                 from = first + p.w.ne[1] * width * quant_bytes(TYPE) + block * scale_bytes(TYPE);
-                return around(from, i, blocks * scale_bytes(TYPE));
+                return align_range(from, i, blocks * scale_bytes(TYPE));
             };
             u32 sum = 0;
             const u8* from;
             UNROLL_TIMES(is_repacked(TYPE) ? 1 : EACH)
             for (int i = 0; i < EACH; i++) {
-                sum += piece(i, from) + scales(i, from);
+                sum += quant_range(i, from) + scale_range(i, from);
             }
             sum = warp_reduce<Sum>(sum);
             mbarrier_wait(&shared.empty_chunks[ring.stage], ring.phase ^ 1);
@@ -454,12 +454,12 @@ DEVICE void load_weights(const VgGemmSm90Params& p, const GemmShared<TYPE, N>& s
             u8* to = shared.weights + ring.stage * GemmShared<TYPE, N>::WEIGHTS + lane * STRIDE;
             UNROLL_TIMES(is_repacked(TYPE) ? 1 : EACH)
             for (int i = 0; i < EACH; i++) {
-                u32 size = piece(i, from);
+                u32 size = quant_range(i, from);
                 if (size) {
                     cp_async_bulk(to + i * WARP * STRIDE, from, size,
                                   &shared.full_chunks[ring.stage]);
                 }
-                size = scales(i, from);
+                size = scale_range(i, from);
                 if (size) {
                     cp_async_bulk(to + i * WARP * STRIDE + chunk_bytes(TYPE), from, size,
                                   &shared.full_chunks[ring.stage]);
@@ -493,7 +493,7 @@ load_activations(const VgGemmSm90Params& p, const GemmShared<TYPE, N>& shared, i
 }
 
 template <int TYPE, int N>
-DEVICE void multiply(const VgGemmSm90Params& p, const GemmShared<TYPE, N>& shared, int steps) {
+DEVICE void run_consumer(const VgGemmSm90Params& p, const GemmShared<TYPE, N>& shared, int steps) {
     constexpr TypeTraits SIZE = type_traits(TYPE);
     constexpr int CHUNK = chunk_of(TYPE), CHUNK_STEPS = CHUNK / SM90_STEP;
     constexpr bool BF16 = TYPE == VG_BF16;
@@ -515,7 +515,7 @@ DEVICE void multiply(const VgGemmSm90Params& p, const GemmShared<TYPE, N>& share
             leads[r] = static_cast<u32>(
                 reinterpret_cast<u64>(is_repacked(TYPE) ? begin.scales : begin.quants));
         }
-        auto unpack_step = [&](int step, u32* a) {
+        auto dequantize_step = [&](int step, u32* a) {
             int within = step % CHUNK_STEPS;
             if (within == 0) {
                 mbarrier_wait(&shared.full_chunks[chunks.stage], chunks.phase);
@@ -534,8 +534,8 @@ DEVICE void multiply(const VgGemmSm90Params& p, const GemmShared<TYPE, N>& share
                 for (int i = 0; i < 8; i++) {
                     // The last k step may be partial: activations are 0 there, but garbage * 0 may
                     // be NaN.
-                    bool is_there = SIZE.elements == 256 || 2 * step + i / 4 < blocks;
-                    a[i / 2 * 4 + i % 2 * 2 + r] = is_there ? words[i] : 0;
+                    bool is_valid = SIZE.elements == 256 || 2 * step + i / 4 < blocks;
+                    a[i / 2 * 4 + i % 2 * 2 + r] = is_valid ? words[i] : 0;
                 }
             }
             if (within == CHUNK_STEPS - 1 || step == steps - 1) {
@@ -549,7 +549,7 @@ DEVICE void multiply(const VgGemmSm90Params& p, const GemmShared<TYPE, N>& share
 
         float sums[N / 2];
         u32 a[2][16];
-        unpack_step(0, a[0]);
+        dequantize_step(0, a[0]);
         u32 last = 0; // the stage that the previous wgmma group reads
         for (int step = 0; step < steps; step += 2) {
             UNROLL
@@ -570,7 +570,7 @@ DEVICE void multiply(const VgGemmSm90Params& p, const GemmShared<TYPE, N>& share
                 last = ring.stage;
                 ring.next();
                 if (u == 0 || step + 2 < steps) {
-                    unpack_step(step + u + 1, a[1 - u]);
+                    dequantize_step(step + u + 1, a[1 - u]);
                 }
             }
         }
@@ -588,28 +588,28 @@ DEVICE void multiply(const VgGemmSm90Params& p, const GemmShared<TYPE, N>& share
         const float* factors = reinterpret_cast<const float*>(p.row_scales) + tile.first;
         bool has_first = tile.first_row + mine < p.dst.ne[0],
              has_second = tile.first_row + mine + 8 < p.dst.ne[0];
-        i64 across = p.dst.nb[1];
+        i64 column_stride = p.dst.nb[1];
         UNROLL
-        for (int some = 0; some < N / 4; some += 8) { // eight columns at a time, loads first
-            auto column = [&](int i) { return (some + i) / 2 * 8 + 2 * t + i % 2; };
-            u32 places[8];
-            float by[8];
+        for (int base = 0; base < N / 4; base += 8) { // eight columns at a time, loads first
+            auto column = [&](int i) { return (base + i) / 2 * 8 + 2 * t + i % 2; };
+            u32 column_ids[8];
+            float scales[8];
             UNROLL
             for (int i = 0; i < 8; i++) {
                 int c = column(i) < tile.count ? column(i) : tile.count - 1;
-                places[i] = order ? order[c] : static_cast<u32>(c);
-                by[i] = factors[c];
+                column_ids[i] = order ? order[c] : static_cast<u32>(c);
+                scales[i] = factors[c];
             }
             UNROLL
             for (int i = 0; i < 8; i++) {
-                bool is_there = column(i) < tile.count && places[i] != ~0u;
-                float* at = reinterpret_cast<float*>(to + places[i] * across);
-                const float* both = sums + (some + i) / 2 * 4 + i % 2;
-                if (is_there && has_first) {
-                    at[0] = both[0] * by[i];
+                bool is_valid = column(i) < tile.count && column_ids[i] != ~0u;
+                float* at = reinterpret_cast<float*>(to + column_ids[i] * column_stride);
+                const float* acc = sums + (base + i) / 2 * 4 + i % 2;
+                if (is_valid && has_first) {
+                    at[0] = acc[0] * scales[i];
                 }
-                if (is_there && has_second) {
-                    at[8] = both[2] * by[i];
+                if (is_valid && has_second) {
+                    at[8] = acc[2] * scales[i];
                 }
             }
         }
@@ -641,7 +641,7 @@ template <int TYPE, int N> DEVICE void gemm_sm90(const VgGemmSm90Params& p) {
         }
     } else {
         setmaxnreg_inc<232>();
-        multiply<TYPE, N>(p, shared, steps);
+        run_consumer<TYPE, N>(p, shared, steps);
     }
 }
 

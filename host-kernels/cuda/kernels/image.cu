@@ -10,9 +10,9 @@ struct Range {
     i64 first, last;
 };
 
-// Elements of dimension `d` that the window at `place` covers, clipped to `extent`.
-DEVICE Range covers(const VgPoolParams& p, int d, i64 place, i64 extent) {
-    i64 first = place * p.stride[d] - p.padding[d], last = first + p.size[d];
+// Elements of dimension `d` that window `window` covers, clipped to `extent`.
+DEVICE Range covers(const VgPoolParams& p, int d, i64 window, i64 extent) {
+    i64 first = window * p.stride[d] - p.padding[d], last = first + p.size[d];
     first = first > 0 ? first : 0;
     return {first, last < extent ? last : extent};
 }
@@ -41,24 +41,24 @@ KERNEL(vg_pool, VgPoolParams, 256) {
 }
 
 // Index of the maximum of each window (y * width + x), the first of several; -1 for none.
-KERNEL(vg_pool_places, VgPoolParams, 256) {
+KERNEL(vg_pool_argmax, VgPoolParams, 256) {
     i64 n = elements(p.src);
     for (i64 e = thread_index(); e < n; e += thread_count()) {
         Index at = index_of(p.src, e);
         Range xs = covers(p, 0, at.i[0], p.dst.ne[0]), ys = covers(p, 1, at.i[1], p.dst.ne[1]);
         float largest = LOWEST;
-        i64 place = -1;
+        i64 argmax = -1;
         for (i64 y = ys.first; y < ys.last; y++) {
             for (i64 x = xs.first; x < xs.last; x++) {
                 float value =
                     load(p.forward.type, address(p.forward, Index{{x, y, at.i[2], at.i[3]}}));
                 if (value > largest) {
                     largest = value;
-                    place = y * p.dst.ne[0] + x;
+                    argmax = y * p.dst.ne[0] + x;
                 }
             }
         }
-        reinterpret_cast<i64*>(p.places)[e] = place;
+        reinterpret_cast<i64*>(p.argmax)[e] = argmax;
     }
 }
 
@@ -66,7 +66,7 @@ KERNEL(vg_pool_places, VgPoolParams, 256) {
 // window.
 KERNEL(vg_pool_back, VgPoolParams, 256) {
     i64 n = elements(p.dst);
-    const i64* places = reinterpret_cast<const i64*>(p.places);
+    const i64* argmax = reinterpret_cast<const i64*>(p.argmax);
     float area = static_cast<float>(p.size[0] * p.size[1]);
     for (i64 e = thread_index(); e < n; e += thread_count()) {
         Index to = index_of(p.dst, e);
@@ -85,7 +85,7 @@ KERNEL(vg_pool_back, VgPoolParams, 256) {
                     load(p.src.type, address(p.src, Index{{wx, wy, to.i[2], to.i[3]}}));
                 if (p.average) {
                     sum += gradient / area;
-                } else if (places[(plane + wy) * p.src.ne[0] + wx] == mine) {
+                } else if (argmax[(plane + wy) * p.src.ne[0] + wx] == mine) {
                     sum += gradient;
                 }
             }
@@ -114,7 +114,7 @@ struct Plane {
         return *reinterpret_cast<const float*>(address(p.src, at));
     }
     // Source coordinate of element `i` of the destination.
-    DEVICE float place(int d, i64 i) const {
+    DEVICE float source_coord(int d, i64 i) const {
         return (static_cast<float>(i) + p.middle) / p.factor[d] - p.middle;
     }
 };
@@ -126,9 +126,9 @@ struct Neighbours {
 };
 
 DEVICE Neighbours neighbours(const Plane& plane, int d, i64 i) {
-    float place = plane.place(d, i);
-    i64 floor = static_cast<i64>(floorf(place)), low = clamped(floor, plane.p.src.ne[d]);
-    return {low, floor + 1, fminf(fmaxf(place - static_cast<float>(low), 0.0f), 1.0f)};
+    float source_coord = plane.source_coord(d, i);
+    i64 floor = static_cast<i64>(floorf(source_coord)), low = clamped(floor, plane.p.src.ne[d]);
+    return {low, floor + 1, fminf(fmaxf(source_coord - static_cast<float>(low), 0.0f), 1.0f)};
 }
 
 DEVICE float bilinear(const Plane& plane, i64 x, i64 y) {
@@ -180,7 +180,7 @@ DEVICE void cubic_weights(float x, float* weights) {
 }
 
 DEVICE float bicubic(const Plane& plane, i64 x, i64 y) {
-    float px = plane.place(0, x), py = plane.place(1, y), wx[4], wy[4];
+    float px = plane.source_coord(0, x), py = plane.source_coord(1, y), wx[4], wy[4];
     cubic_weights(px - floorf(px), wx);
     cubic_weights(py - floorf(py), wy);
     i64 x0 = static_cast<i64>(floorf(px)), y0 = static_cast<i64>(floorf(py));

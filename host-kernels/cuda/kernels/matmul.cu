@@ -19,7 +19,7 @@ DEVICE float* result(const View& dst, i64 i0, i64 i1, i64 i2, i64 i3) {
 
 // A block for each tile; blockIdx.z counts batches. OUTER: k runs over the rows of both operands
 // (OUT_PROD) instead of their elements.
-template <bool OUTER> DEVICE void multiply(const VgMulMatParams& p) {
+template <bool OUTER> DEVICE void mul_mat_simt(const VgMulMatParams& p) {
     const VgCodebooks* grids = codebooks(p.codebooks);
     auto value = [&](const View& v, const u8* matrix, i64 i, i64 k) {
         return dequantize_element(v.type, grids, matrix + (OUTER ? k : i) * v.nb[1], v.nb[0],
@@ -42,7 +42,7 @@ template <bool OUTER> DEVICE void multiply(const VgMulMatParams& p) {
 KERNEL(vg_gemm_any, VgGemmParams, 256) { gemm<ANY_TYPE>(p); }
 
 // Many columns, for more batches than the grid of `vg_gemm_any` can have.
-KERNEL(vg_mul_mat, VgMulMatParams, 256) { multiply<false>(p); }
+KERNEL(vg_mul_mat, VgMulMatParams, 256) { mul_mat_simt<false>(p); }
 
 // Few columns: a warp for each row of weights, which it reads once for up to eight columns.
 // blockIdx.y counts groups of columns, blockIdx.z batches.
@@ -112,4 +112,4 @@ KERNEL(vg_mul_mat_id, VgMulMatParams, 128) {
     }
 }
 
-KERNEL(vg_out_prod, VgMulMatParams, 256) { multiply<true>(p); }
+KERNEL(vg_out_prod, VgMulMatParams, 256) { mul_mat_simt<true>(p); }

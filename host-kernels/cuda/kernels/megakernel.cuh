@@ -42,15 +42,15 @@ static_assert(sizeof(VgStage) % 16 == 0 && VG_STAGE_BYTES % 16 == 0,
               "table entries are copied in units of 16 bytes");
 static_assert(VG_STAGE_BYTES / 16 <= MMV_WARPS * WARP, "one copy by each thread covers an entry");
 
-// Position in the sequence of weights that a warp will multiply: stage, pair, and piece of the
-// pair.
+// Position in the sequence of weights that a warp will multiply: stage, pair of rows, and tile of
+// the pair. A work item is a pair of rows for a slot of a token, or for a batch.
 struct WeightCursor {
     const u8* table;
     const VgMmvParams* p;
-    u32 stages, stage, from, unit, units, pairs, slots, next;
+    u32 stages, stage, from, item, items, pairs, slots, next;
     RowPtr rows[MMV_ROWS]; // rows of the pair, valid if is_known
     bool is_known;
-    int piece, pieces, piece_bytes, piece_scales, place_bytes;
+    int tile, tiles, tile_bytes, tile_scale_bytes, buffer_bytes;
     RowBytes row_bytes; // scales is 0 if the type is not repacked
 
     DEVICE const VgStage& at(u32 stage) const {
@@ -69,48 +69,48 @@ struct WeightCursor {
         from = it.from;
         next = it.next;
         pairs = it.grid[0], slots = it.grid[1];
-        units = pairs * slots * it.grid[2];
-        unit = (blockIdx.x + gridDim.x - it.first) % gridDim.x * MMV_WARPS + threadIdx.x / WARP;
-        int type = static_cast<int>(it.type), piece_elements = piece_of(type);
-        piece_bytes = ::piece_bytes(type), piece_scales = ::piece_scales(type),
-        place_bytes = stage_bytes(type);
+        items = pairs * slots * it.grid[2];
+        item = (blockIdx.x + gridDim.x - it.first) % gridDim.x * MMV_WARPS + threadIdx.x / WARP;
+        int type = static_cast<int>(it.type), elements = tile_elements(type);
+        tile_bytes = ::tile_bytes(type), tile_scale_bytes = ::tile_scale_bytes(type),
+        buffer_bytes = stage_bytes(type);
         i64 width = p->products[0].w.ne[0];
-        pieces = static_cast<int>((width + piece_elements - 1) / piece_elements);
+        tiles = static_cast<int>((width + elements - 1) / elements);
         i64 blocks = width / type_traits(type).elements;
         row_bytes = {blocks * quant_bytes(type), blocks * scale_bytes(type)};
     }
 
-    // Whether there is a piece that may be fetched by a block that has started stage `started` - 1
+    // Whether there is a tile that may be fetched by a block that has started stage `started` - 1
     // (0: none). If so, its rows are known.
     DEVICE bool find(u32 started) {
         while (!is_known) {
             if (stage >= stages || from > started) {
                 return false;
             }
-            if (unit >= units) {
+            if (item >= items) {
                 open(next);
                 continue;
             }
-            u32 rest = unit / pairs;
-            BatchIndex place;
-            if (place.find(*p, rest % slots, rest / slots, false)) {
+            u32 rest = item / pairs;
+            BatchIndex batch;
+            if (batch.find(*p, rest % slots, rest / slots, false)) {
                 UNROLL
                 for (int r = 0; r < MMV_ROWS; r++) {
-                    rows[r] = start_of(*p, place, unit - rest * pairs, r, row_bytes);
+                    rows[r] = start_of(*p, batch, item - rest * pairs, r, row_bytes);
                 }
-                piece = 0;
+                tile = 0;
                 is_known = true;
             } else {
-                unit += gridDim.x * MMV_WARPS;
+                item += gridDim.x * MMV_WARPS;
             }
         }
         return true;
     }
 
     DEVICE void advance() {
-        if (++piece == pieces) {
+        if (++tile == tiles) {
             is_known = false;
-            unit += gridDim.x * MMV_WARPS;
+            item += gridDim.x * MMV_WARPS;
         }
     }
 };
@@ -121,14 +121,14 @@ constexpr u32 MAX_PREFETCH = 12 << 10;
 
 // Ring buffer of a warp's weights in shared memory.
 struct WeightPipeline {
-    WeightCursor next; // the next piece to fetch
+    WeightCursor next; // the next tile to fetch
     u8* ring;
     u32 bytes;
-    // Offsets of the next piece and of the oldest one; bytes and pieces in between.
+    // Offsets of the next tile and of the oldest one; bytes and tiles in between.
     u32 head, tail, used, count;
-    u32 prefetched; // pieces from the next on that were prefetched
+    u32 prefetched; // tiles from the next on that were prefetched
 
-    // Starts to copy the next piece, if there is one and room for it.
+    // Starts to copy the next tile, if there is one and room for it.
     DEVICE bool fetch(u32 started, int lane) {
         if (!next.find(started)) {
             return false;
@@ -136,25 +136,25 @@ struct WeightPipeline {
         if (count == 0) {
             head = tail = used = 0;
         }
-        u32 size = MMV_ROWS * next.place_bytes, place = head + size <= bytes ? head : 0;
-        u32 skipped = place == head ? 0 : bytes - head;
+        u32 size = MMV_ROWS * next.buffer_bytes, ring_offset = head + size <= bytes ? head : 0;
+        u32 skipped = ring_offset == head ? 0 : bytes - head;
         if (used + skipped + size > bytes) {
             return false;
         }
-        i64 offset = static_cast<i64>(next.piece) * next.piece_bytes;
-        i64 scales = static_cast<i64>(next.piece) * next.piece_scales;
+        i64 offset = static_cast<i64>(next.tile) * next.tile_bytes;
+        i64 scales = static_cast<i64>(next.tile) * next.tile_scale_bytes;
         UNROLL
         for (int r = 0; r < MMV_ROWS; r++) {
-            u8* to = ring + place + r * next.place_bytes;
-            copy_piece(to, next.rows[r].quants + offset, next.row_bytes.quants - offset,
-                       next.piece_bytes, lane);
-            if (next.piece_scales) {
-                copy_piece(to + next.piece_bytes, next.rows[r].scales + scales,
-                           next.row_bytes.scales - scales, next.piece_scales, lane);
+            u8* to = ring + ring_offset + r * next.buffer_bytes;
+            copy_tile(to, next.rows[r].quants + offset, next.row_bytes.quants - offset,
+                      next.tile_bytes, lane);
+            if (next.tile_scale_bytes) {
+                copy_tile(to + next.tile_bytes, next.rows[r].scales + scales,
+                          next.row_bytes.scales - scales, next.tile_scale_bytes, lane);
             }
         }
         cp_async_commit();
-        head = place + size;
+        head = ring_offset + size;
         used += skipped + size;
         count++;
         prefetched -= prefetched > 0;
@@ -167,22 +167,22 @@ struct WeightPipeline {
         WeightCursor ahead = next;
         u32 passed = 0;
         for (u32 sum = 0; sum < MAX_PREFETCH && ahead.find(started);
-             sum += MMV_ROWS * ahead.piece_bytes) {
+             sum += MMV_ROWS * ahead.tile_bytes) {
             if (passed >= prefetched) {
-                i64 offset = static_cast<i64>(ahead.piece) * ahead.piece_bytes;
+                i64 offset = static_cast<i64>(ahead.tile) * ahead.tile_bytes;
                 i64 left = ahead.row_bytes.quants - offset;
-                int size = static_cast<int>(left < ahead.piece_bytes ? left : ahead.piece_bytes);
+                int size = static_cast<int>(left < ahead.tile_bytes ? left : ahead.tile_bytes);
                 UNROLL
                 for (int r = 0; r < MMV_ROWS; r++) {
                     for (int i = lane * L2_LINE; i < size; i += WARP * L2_LINE) {
                         prefetch_l2(ahead.rows[r].quants + offset + i);
                     }
                     // Scales are shorter than a cache line but may straddle two.
-                    if (ahead.piece_scales && lane < 2) {
-                        i64 of_scales = static_cast<i64>(ahead.piece) * ahead.piece_scales;
+                    if (ahead.tile_scale_bytes && lane < 2) {
+                        i64 of_scales = static_cast<i64>(ahead.tile) * ahead.tile_scale_bytes;
                         i64 last = ahead.row_bytes.scales - 1 - of_scales;
                         int size = static_cast<int>(
-                            last < ahead.piece_scales ? last : ahead.piece_scales - 1);
+                            last < ahead.tile_scale_bytes ? last : ahead.tile_scale_bytes - 1);
                         prefetch_l2(ahead.rows[r].scales + of_scales + lane * size);
                     }
                 }
@@ -198,9 +198,9 @@ struct WeightPipeline {
         }
     }
 
-    // Waits for the oldest piece: two rows in buffers of `place_bytes`.
-    DEVICE const u8* oldest(u32 place_bytes) {
-        u32 size = MMV_ROWS * place_bytes;
+    // Waits for the oldest tile: two rows in buffers of `buffer_bytes` each.
+    DEVICE const u8* oldest(u32 buffer_bytes) {
+        u32 size = MMV_ROWS * buffer_bytes;
         if (tail + size > bytes) {
             used -= bytes - tail;
             tail = 0;
@@ -210,10 +210,10 @@ struct WeightPipeline {
         return ring + tail;
     }
 
-    // Frees the oldest piece.
-    DEVICE void release(u32 place_bytes) {
+    // Frees the oldest tile.
+    DEVICE void release(u32 buffer_bytes) {
         __syncwarp();
-        u32 size = MMV_ROWS * place_bytes;
+        u32 size = MMV_ROWS * buffer_bytes;
         tail += size;
         used -= size;
         count--;
@@ -223,34 +223,34 @@ struct WeightPipeline {
 // An MMV stage: the warp's pairs in the order in which they are fetched.
 template <int COLUMNS>
 DEVICE void mmv_stage(const VgStage& stage, const VgMmvParams& p, u32 started,
-                                            WeightPipeline& flow) {
+                      WeightPipeline& pipeline) {
     int lane = threadIdx.x % WARP, type = static_cast<int>(stage.type);
-    u32 pairs = stage.grid[0], slots = stage.grid[1], units = pairs * slots * stage.grid[2];
-    u32 place_bytes = stage_bytes(type);
+    u32 pairs = stage.grid[0], slots = stage.grid[1], items = pairs * slots * stage.grid[2];
+    u32 buffer_bytes = stage_bytes(type);
     i64 width = p.products[0].w.ne[0];
-    int pieces = static_cast<int>((width + piece_of(type) - 1) / piece_of(type));
-    u32 unit = (blockIdx.x + gridDim.x - stage.first) % gridDim.x * MMV_WARPS + threadIdx.x / WARP;
-    for (; unit < units; unit += gridDim.x * MMV_WARPS) {
-        u32 rest = unit / pairs, pair = unit - rest * pairs;
-        BatchIndex place;
-        if (!place.find(p, rest % slots, rest / slots, true)) {
+    int tiles = static_cast<int>((width + tile_elements(type) - 1) / tile_elements(type));
+    u32 item = (blockIdx.x + gridDim.x - stage.first) % gridDim.x * MMV_WARPS + threadIdx.x / WARP;
+    for (; item < items; item += gridDim.x * MMV_WARPS) {
+        u32 rest = item / pairs, pair = item - rest * pairs;
+        BatchIndex batch;
+        if (!batch.find(p, rest % slots, rest / slots, true)) {
             continue;
         }
         LaneContext own =
-            lane_context(p, place, static_cast<int>(width), second_block_offset(type) == 1, lane);
-        RowPtr begin = start_of(p, place, pair, own.row, repacked_row_bytes(type, width));
+            lane_context(p, batch, static_cast<int>(width), second_block_offset(type) == 1, lane);
+        RowPtr begin = start_of(p, batch, pair, own.row, repacked_row_bytes(type, width));
         u32 start = static_cast<u32>(
             reinterpret_cast<u64>(is_repacked(type) ? begin.scales : begin.quants));
         Accumulators<COLUMNS> sums = {};
-        for (int piece = 0; piece < pieces; piece++) {
-            flow.fill(started, lane);
-            const u8* rows = flow.oldest(place_bytes);
+        for (int tile = 0; tile < tiles; tile++) {
+            pipeline.fill(started, lane);
+            const u8* rows = pipeline.oldest(buffer_bytes);
             auto multiply = [&](auto of) {
                 constexpr int TYPE = decltype(of)::TYPE;
                 const u8* at = rows + (is_float(TYPE) ? 0 : own.row * stage_bytes(TYPE));
-                dot_piece<TYPE, COLUMNS>(p, place, nullptr, at, start, piece, own,
-                                         lane_offsets_of<TYPE, COLUMNS>(own.chunk), lane, sums);
-                start += low_bits_of_piece(TYPE);
+                dot_tile<TYPE, COLUMNS>(p, batch, nullptr, at, start, tile, own,
+                                        lane_offsets_of<TYPE, COLUMNS>(own.chunk), lane, sums);
+                start += low_bits_per_tile(TYPE);
             };
             switch (type) {
             case VG_F32: multiply(Weights<VG_F32>()); break;
@@ -269,15 +269,15 @@ DEVICE void mmv_stage(const VgStage& stage, const VgMmvParams& p, u32 started,
             case VG_Q6_K | VG_REPACKED: multiply(Weights<VG_Q6_K | VG_REPACKED>()); break;
             default: multiply(Weights<VG_Q6_K>()); // the host rejects other types
             }
-            flow.release(place_bytes);
+            pipeline.release(buffer_bytes);
         }
-        store_pair(p, place, pair, lane, sums, is_float(type));
+        store_pair(p, batch, pair, lane, sums, is_float(type));
     }
 }
 
 // State of a warp across stages, in shared memory to leave registers to the stages.
 struct WarpState {
-    WeightPipeline flow;
+    WeightPipeline pipeline;
     u32 number;        // index of the stage
     u32 item;          // index of the current block of the stage
     BlockIndex blocks; // the same as a grid index
@@ -287,7 +287,7 @@ struct WarpState {
     u32 reserved;
 };
 
-struct StepState {
+struct MegakernelState {
     // The current and the next stage with their parameters.
     u8 records[2][VG_STAGE_BYTES];
     WarpState warps[MMV_WARPS];
@@ -296,7 +296,7 @@ struct StepState {
 };
 
 // Shared by all functions below: a compile-time address needs no registers.
-__shared__ __align__(16) StepState step_state;
+__shared__ __align__(16) MegakernelState megakernel_state;
 
 // Thread index. It is read anew each time so that nothing derived from it occupies registers across
 // calls.
@@ -310,27 +310,28 @@ DEVICE u32 this_thread() {
 #endif
 }
 
-DEVICE WarpState& this_warp() { return step_state.warps[this_thread() / WARP]; }
+DEVICE WarpState& this_warp() { return megakernel_state.warps[this_thread() / WARP]; }
 
 // All lanes store and load the same value. The volatile load keeps it out of registers.
-DEVICE void put(u32& at, u32 value) {
+DEVICE void warp_store(u32& at, u32 value) {
     __syncwarp();
     if (this_thread() % WARP == 0) {
         at = value;
     }
     __syncwarp();
 }
-DEVICE u32 get(const u32& at) { return *const_cast<const volatile u32*>(&at); }
+DEVICE u32 volatile_load(const u32& at) { return *const_cast<const volatile u32*>(&at); }
 
 // The current stage, its parameters, and the index of its block.
 DEVICE const VgStage& this_stage() {
-    return *reinterpret_cast<const VgStage*>(step_state.records[get(this_warp().number) % 2]);
+    u32 record = volatile_load(this_warp().number) % 2;
+    return *reinterpret_cast<const VgStage*>(megakernel_state.records[record]);
 }
 template <class T> DEVICE const T& stage_params() {
     return *reinterpret_cast<const T*>(&this_stage() + 1);
 }
-DEVICE const BlockIndex& this_item() { return this_warp().blocks; }
-DEVICE void put_item(u32 v) {
+DEVICE const BlockIndex& stage_block() { return this_warp().blocks; }
+DEVICE void set_stage_block(u32 v) {
     const VgStage& stage = this_stage();
     __syncwarp();
     if (this_thread() % WARP == 0) {
@@ -343,11 +344,11 @@ DEVICE void put_item(u32 v) {
 
 // Runs `body` on the warp's pipeline.
 template <class Body> DEVICE void with_pipeline(Body body) {
-    WeightPipeline flow = this_warp().flow;
-    body(flow);
+    WeightPipeline pipeline = this_warp().pipeline;
+    body(pipeline);
     __syncwarp(); // all lanes have read it
     if (this_thread() % WARP == 0) {
-        this_warp().flow = flow;
+        this_warp().pipeline = pipeline;
     }
     __syncwarp();
 }
@@ -360,41 +361,43 @@ template <class Body> DEVICE void with_pipeline(Body body) {
 #endif
 
 template <int COLUMNS> NOINLINE void mmv_noinline() {
-    with_pipeline([&](WeightPipeline& flow) {
-        mmv_stage<COLUMNS>(this_stage(), stage_params<VgMmvParams>(), get(this_warp().started),
-                           flow);
+    with_pipeline([&](WeightPipeline& pipeline) {
+        mmv_stage<COLUMNS>(this_stage(), stage_params<VgMmvParams>(),
+                           volatile_load(this_warp().started), pipeline);
     });
 }
 
 // One block of attention.
 template <int K, int KIND> NOINLINE void fattn_noinline() {
     DYNAMIC_SHARED(u8, shared);
-    u16* arena = reinterpret_cast<u16*>(shared + step_state.arena);
-    FlashAttention<K, K, 1, FATTN_WARPS, 64, KIND>(stage_params<VgFattnParams>(), this_item(),
-                                                   arena, step_state.attention)
+    u16* arena = reinterpret_cast<u16*>(shared + megakernel_state.arena);
+    FlashAttention<K, K, 1, FATTN_WARPS, 64, KIND>(stage_params<VgFattnParams>(), stage_block(),
+                                                   arena, megakernel_state.attention)
         .run();
 }
 
 // SET_ROWS into a quantised type.
 NOINLINE void set_rows_quantized_noinline() {
-    set_rows<true>(stage_params<VgRowsParams>(), this_item());
+    set_rows<true>(stage_params<VgRowsParams>(), stage_block());
 }
 
 // One block of a stage other than MMV.
 NOINLINE void stage_noinline() {
     switch (this_stage().op) {
-    case VG_STAGE_NORM_FUSED: norm_fused(stage_params<VgNormFusedParams>(), this_item()); break;
-    case VG_STAGE_QUANTIZE_Q8: quantize(stage_params<VgQuantizeQ8Params>(), this_item()); break;
-    case VG_STAGE_ROPE: rope(stage_params<VgRopeParams>(), this_item()); break;
-    case VG_STAGE_ROPE_ROWS: rope_rows(stage_params<VgRopeRowsParams>(), this_item()); break;
-    case VG_STAGE_SET_ROWS: set_rows<false>(stage_params<VgRowsParams>(), this_item()); break;
+    case VG_STAGE_NORM_FUSED: norm_fused(stage_params<VgNormFusedParams>(), stage_block()); break;
+    case VG_STAGE_QUANTIZE_Q8: quantize(stage_params<VgQuantizeQ8Params>(), stage_block()); break;
+    case VG_STAGE_ROPE: rope(stage_params<VgRopeParams>(), stage_block()); break;
+    case VG_STAGE_ROPE_ROWS: rope_rows(stage_params<VgRopeRowsParams>(), stage_block()); break;
+    case VG_STAGE_SET_ROWS: set_rows<false>(stage_params<VgRowsParams>(), stage_block()); break;
     case VG_STAGE_SET_BLOCKS: set_rows_quantized_noinline(); break;
-    case VG_STAGE_GET_ROWS: get_rows<false>(stage_params<VgRowsParams>(), this_item()); break;
-    case VG_STAGE_ADD_ID: add_id(stage_params<VgAddIdParams>(), this_item()); break;
-    case VG_STAGE_ELEMENTWISE: elementwise(stage_params<VgElementwiseParams>(), this_item()); break;
-    case VG_STAGE_TOPK_MOE: topk_moe(stage_params<VgTopkMoeParams>(), this_item()); break;
+    case VG_STAGE_GET_ROWS: get_rows<false>(stage_params<VgRowsParams>(), stage_block()); break;
+    case VG_STAGE_ADD_ID: add_id(stage_params<VgAddIdParams>(), stage_block()); break;
+    case VG_STAGE_ELEMENTWISE:
+        elementwise(stage_params<VgElementwiseParams>(), stage_block());
+        break;
+    case VG_STAGE_TOPK_MOE: topk_moe(stage_params<VgTopkMoeParams>(), stage_block()); break;
     case VG_STAGE_WEIGHTED_SUM:
-        weighted_sum(stage_params<VgWeightedSumParams>(), this_item());
+        weighted_sum(stage_params<VgWeightedSumParams>(), stage_block());
         break;
     case VG_STAGE_FATTN_F16_64: fattn_noinline<64, KV_F16>(); break;
     case VG_STAGE_FATTN_BF16_64: fattn_noinline<64, KV_BF16>(); break;
@@ -411,15 +414,15 @@ template <int COLUMNS> DEVICE void megakernel(const VgMegakernelParams& p) {
         return reinterpret_cast<u32*>(p.counters) + at * VG_COUNTER_STRIDE;
     };
     if (this_thread() % WARP == 0) {
-        WeightPipeline flow = {};
-        flow.next.table = reinterpret_cast<const u8*>(p.table);
-        flow.next.stages = p.stages;
-        flow.next.open(p.products);
-        flow.ring = shared + this_thread() / WARP * p.ring;
-        flow.bytes = p.ring;
-        this_warp().flow = flow;
+        WeightPipeline pipeline = {};
+        pipeline.next.table = reinterpret_cast<const u8*>(p.table);
+        pipeline.next.stages = p.stages;
+        pipeline.next.open(p.products);
+        pipeline.ring = shared + this_thread() / WARP * p.ring;
+        pipeline.bytes = p.ring;
+        this_warp().pipeline = pipeline;
         this_warp().started = 0;
-        step_state.arena = MMV_WARPS * p.ring; // all warps write the same value
+        megakernel_state.arena = MMV_WARPS * p.ring; // all warps write the same value
     }
     __syncwarp();
 
@@ -429,14 +432,14 @@ template <int COLUMNS> DEVICE void megakernel(const VgMegakernelParams& p) {
                this_thread();
     };
     auto record_of = [&](u32 number) {
-        return reinterpret_cast<int4*>(step_state.records[number % 2]) + this_thread();
+        return reinterpret_cast<int4*>(megakernel_state.records[number % 2]) + this_thread();
     };
     if (16 * this_thread() < p.first_stage_bytes) {
         *record_of(0) = *table_word(0);
     }
-    for (u32 number = 0; number < p.stages; number = get(this_warp().number) + 1) {
+    for (u32 number = 0; number < p.stages; number = volatile_load(this_warp().number) + 1) {
         __syncthreads(); // the stage is loaded; the previous entry is free
-        put(this_warp().number, number);
+        warp_store(this_warp().number, number);
         const VgStage& stage = this_stage();
         int4 ahead = {};
         bool has_ahead = 16 * this_thread() < stage.next_stage_bytes;
@@ -446,8 +449,8 @@ template <int COLUMNS> DEVICE void megakernel(const VgMegakernelParams& p) {
         u32 mine = (blockIdx.x + gridDim.x - stage.first) % gridDim.x;
         bool is_mine = mine < stage.total;
         if (is_mine) {
-            with_pipeline([&](WeightPipeline& flow) {
-                flow.fill(get(this_warp().started), this_thread() % WARP);
+            with_pipeline([&](WeightPipeline& pipeline) {
+                pipeline.fill(volatile_load(this_warp().started), this_thread() % WARP);
             });
         }
         if (has_ahead) {
@@ -463,33 +466,34 @@ template <int COLUMNS> DEVICE void megakernel(const VgMegakernelParams& p) {
                 wait_counter(counter_of(stage.wait[i].stage + 1), stage.wait[i].count);
             }
         } else if (stage.waits > 0 && this_thread() / WARP != who) {
-            with_pipeline([&](WeightPipeline& flow) {
-                flow.prefetch_ahead(get(this_warp().started), this_thread() % WARP);
+            with_pipeline([&](WeightPipeline& pipeline) {
+                pipeline.prefetch_ahead(volatile_load(this_warp().started), this_thread() % WARP);
             });
         }
         __syncthreads();
-        put(this_warp().started, number + 1);
+        warp_store(this_warp().started, number + 1);
         if (stage.op == VG_STAGE_MMV) {
             mmv_noinline<COLUMNS>();
         } else {
-            for (u32 v = mine; v < this_stage().total; v = get(this_warp().item) + gridDim.x) {
-                put_item(v);
+            for (u32 v = mine; v < this_stage().total;
+                 v = volatile_load(this_warp().item) + gridDim.x) {
+                set_stage_block(v);
                 stage_noinline();
                 __syncthreads(); // shared memory is free
             }
         }
         __syncthreads(); // all results are stored
         if (this_thread() == 0) {
-            signal_counter(counter_of(get(this_warp().number) + 1));
+            signal_counter(counter_of(volatile_load(this_warp().number) + 1));
         }
     }
 
     // No block waits any more when the last one arrives: it resets the counters.
     if (this_thread() == 0) {
-        step_state.attention.last = signal_counter_fetch(counter_of(0)) == gridDim.x - 1;
+        megakernel_state.attention.last = signal_counter_fetch(counter_of(0)) == gridDim.x - 1;
     }
     __syncthreads();
-    if (step_state.attention.last) {
+    if (megakernel_state.attention.last) {
         for (u32 i = this_thread(); i <= p.stages; i += blockDim.x) {
             *counter_of(i) = 0;
         }

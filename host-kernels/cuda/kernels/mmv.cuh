@@ -3,9 +3,9 @@
 //
 // Activations for quantised weights are quantised to q8 first (`vg_quantize_q8`); for float weights
 // they are f32. A warp handles two rows of weights at a time: neighbours, or with a gated unit the
-// same row of both matrices. It copies pieces of both rows to shared memory with 16-byte cp.async
-// at any row alignment, a few pieces ahead of its arithmetic and across the ends of rows, so that
-// loads are always in flight. Of a piece of quantised weights each half of the lanes has one row:
+// same row of both matrices. It copies tiles of both rows to shared memory with 16-byte cp.async
+// at any row alignment, a few tiles ahead of its arithmetic and across the ends of rows, so that
+// loads are always in flight. Of a tile of quantised weights each half of the lanes has one row:
 // 64 elements for each lane, unpacked once for all columns (`vec_dot_q8.cuh`).
 //
 // The issue rate of a scheduler is hardly above what memory delivers; `docs/GPU.md` has instruction
@@ -29,8 +29,8 @@ DEVICE constexpr bool is_float(int type) {
     return type == VG_F32 || type == VG_F16 || type == VG_BF16;
 }
 
-// Elements of a piece: a KiB of floats, or a q8 tile.
-DEVICE constexpr int piece_of(int type) {
+// Elements of a tile: a KiB of floats, or a q8 tile.
+DEVICE constexpr int tile_elements(int type) {
     return is_float(type) ? 1024 / type_traits(type).bytes : Q8_TILE;
 }
 
@@ -45,26 +45,26 @@ template <int COLUMNS> struct Accumulators {
     float of[MMV_ROWS][COLUMNS];
 };
 
-// State of a lane for quantised weights: its row of a pair, its chunk of each piece, and its
-// address in the q8 activations of the first piece of the first column. The lane also copies to
+// State of a lane for quantised weights: its row of a pair, its chunk of each tile, and its
+// address in the q8 activations of the first tile of the first column. The lane also copies to
 // that row's buffer.
 struct LaneContext {
     int row, chunk;
     const u8 *quants, *scales;
     int width, blocks; // elements of a row; blocks of 32 from the lane's first one
-    u32 pieces;
+    u32 tiles;
 };
 
-// Bytes of a piece without repacked scales, of its repacked scales, and of its buffer in shared
+// Bytes of a tile without repacked scales, of its repacked scales, and of its buffer in shared
 // memory at any alignment. Repacked scales are stored behind the quants.
-DEVICE constexpr int piece_bytes(int type) {
-    return piece_of(type) / type_traits(type).elements * quant_bytes(type);
+DEVICE constexpr int tile_bytes(int type) {
+    return tile_elements(type) / type_traits(type).elements * quant_bytes(type);
 }
-DEVICE constexpr int piece_scales(int type) {
-    return piece_of(type) / type_traits(type).elements * scale_bytes(type);
+DEVICE constexpr int tile_scale_bytes(int type) {
+    return tile_elements(type) / type_traits(type).elements * scale_bytes(type);
 }
 DEVICE constexpr int stage_bytes(int type) {
-    return (piece_bytes(type) + piece_scales(type) + 15) / 16 * 16 + 16;
+    return (tile_bytes(type) + tile_scale_bytes(type) + 15) / 16 * 16 + 16;
 }
 
 // Pieces in flight or in use: as many as allow eight resident blocks on an SM.
@@ -136,7 +136,7 @@ struct BatchIndex {
 };
 
 // Converts 16 bytes of floats to f32.
-template <int TYPE> DEVICE void floats_of(const int4& four, float* x) {
+template <int TYPE> DEVICE void unpack_floats(const int4& four, float* x) {
     const int words[4] = {four.x, four.y, four.z, four.w};
     UNROLL
     for (int i = 0; i < 4; i++) {
@@ -177,7 +177,7 @@ DEVICE i64 row_of_pair(const VgMmvParams& p, i64 pair, u32* product) {
 }
 
 // Address of row `r` of a pair.
-DEVICE RowPtr start_of(const VgMmvParams& p, const BatchIndex& place, i64 pair, int r,
+DEVICE RowPtr start_of(const VgMmvParams& p, const BatchIndex& batch, i64 pair, int r,
                        const RowBytes& bytes) {
     bool has_unit = p.unit != VG_OP_ADD;
     u32 product;
@@ -185,12 +185,12 @@ DEVICE RowPtr start_of(const VgMmvParams& p, const BatchIndex& place, i64 pair, 
     const VgProduct& it = p.products[has_unit ? r : product];
     row += has_unit ? 0 : r;
     row = row < it.dst.ne[0] ? row : it.dst.ne[0] - 1;
-    return row_ptr(place.weights(it), it.w, row, bytes);
+    return row_ptr(batch.weights(it), it.w, row, bytes);
 }
 
-// Starts to copy a lane's part of a piece, at most `left` bytes of a row, in 16-byte units at any
+// Starts to copy a lane's part of a tile, at most `left` bytes of a row, in 16-byte units at any
 // alignment.
-DEVICE void copy_piece(u8* to, const u8* start, i64 left, int bytes, int lane) {
+DEVICE void copy_tile(u8* to, const u8* start, i64 left, int bytes, int lane) {
     int lead = static_cast<int>(reinterpret_cast<u64>(start) & 15);
     int count = (lead + static_cast<int>(left < bytes ? left : bytes) + 15) / 16;
     for (int i = lane; i < count; i += WARP) {
@@ -198,28 +198,28 @@ DEVICE void copy_piece(u8* to, const u8* start, i64 left, int bytes, int lane) {
     }
 }
 
-// Starts to copy a piece of a lane's own row, by half a warp and without branches: every 16th 16
+// Starts to copy a tile of a lane's own row, by half a warp and without branches: every 16th 16
 // bytes from `start` on. Rows are 16-byte aligned if ALIGNED; `left` is the number of bytes from
-// the piece to the end of the row.
-template <int BYTES, bool ALIGNED, int BEYOND = 0>
-DEVICE void copy_lane_piece(u8* to, const u8* start, int left, int chunk) {
+// the tile to the end of the row.
+template <int BYTES, bool ALIGNED, int OFFSET = 0>
+DEVICE void copy_lane_tile(u8* to, const u8* start, int left, int chunk) {
     u32 lead = ALIGNED ? 0 : static_cast<u32>(reinterpret_cast<u64>(start)) & 15;
     int bytes = static_cast<int>(lead) + (left < BYTES ? left : BYTES) - 16 * chunk;
     if constexpr (ALIGNED && BYTES % (16 * CHUNKS) == 0 &&
-                  BEYOND < BYTES) { // every lane copies the same number of units
-        cp_async_if<BEYOND>(BEYOND < left - 16 * chunk, to, start);
-        copy_lane_piece<BYTES, ALIGNED, BEYOND + 16 * CHUNKS>(to, start, left, chunk);
-    } else if constexpr (BEYOND < BYTES + (ALIGNED ? 0 : 15)) {
-        cp_async_if<BEYOND>(left > 0 && BEYOND < bytes, to, start - lead);
-        copy_lane_piece<BYTES, ALIGNED, BEYOND + 16 * CHUNKS>(to, start, left, chunk);
+                  OFFSET < BYTES) { // every lane copies the same number of units
+        cp_async_if<OFFSET>(OFFSET < left - 16 * chunk, to, start);
+        copy_lane_tile<BYTES, ALIGNED, OFFSET + 16 * CHUNKS>(to, start, left, chunk);
+    } else if constexpr (OFFSET < BYTES + (ALIGNED ? 0 : 15)) {
+        cp_async_if<OFFSET>(left > 0 && OFFSET < bytes, to, start - lead);
+        copy_lane_tile<BYTES, ALIGNED, OFFSET + 16 * CHUNKS>(to, start, left, chunk);
     }
 }
 
-// Copies the repacked scales of a lane's own row: 16 bytes of each piece, or none. If a piece has a
+// Copies the repacked scales of a lane's own row: 16 bytes of each tile, or none. If a tile has a
 // multiple of 16 bytes of scales (IS_STEADY), `from` and `left` are those of the lane's next 16
 // bytes; otherwise they are those of the row.
 template <int TYPE> struct LaneScales {
-    static constexpr int BYTES = piece_scales(TYPE);
+    static constexpr int BYTES = tile_scale_bytes(TYPE);
     static constexpr bool IS_STEADY = BYTES % 16 == 0;
     static_assert(BYTES + 16 <= 16 * CHUNKS, "half a warp copies them at once");
     const u8* from;
@@ -245,58 +245,59 @@ template <> struct LaneScales<0> {
     DEVICE void copy(u8*, int) {}
 };
 
-// `are_near`: the two blocks of 32 of a lane are neighbours.
-DEVICE LaneContext lane_context(const VgMmvParams& p, const BatchIndex& place, int width,
-                                bool are_near, int lane) {
+// `are_adjacent`: the two blocks of 32 of a lane are neighbours.
+DEVICE LaneContext lane_context(const VgMmvParams& p, const BatchIndex& batch, int width,
+                                bool are_adjacent, int lane) {
     LaneContext own;
     own.row = static_cast<int>(opaque(static_cast<u32>(lane) / CHUNKS));
     own.chunk = static_cast<int>(opaque(static_cast<u32>(lane) % CHUNKS));
     own.width = width;
     own.blocks =
-        static_cast<int>(opaque(static_cast<u32>(width / 32 - (are_near ? 2 : 1) * own.chunk)));
-    own.pieces = q8_tiles(width);
+        static_cast<int>(opaque(static_cast<u32>(width / 32 - (are_adjacent ? 2 : 1) * own.chunk)));
+    own.tiles = q8_tiles(width);
     own.quants = own.scales = nullptr;
     if (p.quants) {
-        i64 piece = place.column * own.pieces;
+        i64 tile = batch.column * own.tiles;
         // Neighbouring blocks: the lane's chunk; otherwise one block of a chunk, and the one 8
         // chunks behind it.
-        int chunk = are_near ? own.chunk : own.chunk / 2, second = are_near ? 0 : own.chunk % 2;
-        own.quants = opaque_global(reinterpret_cast<const u8*>(p.quants) + piece * Q8_TILE +
+        int chunk = are_adjacent ? own.chunk : own.chunk / 2;
+        int second = are_adjacent ? 0 : own.chunk % 2;
+        own.quants = opaque_global(reinterpret_cast<const u8*>(p.quants) + tile * Q8_TILE +
                                    chunk * 16 + second * (Q8_TILE / 2));
-        own.scales = opaque_global(reinterpret_cast<const u8*>(p.scales) + piece * Q8_TILE_SCALES +
+        own.scales = opaque_global(reinterpret_cast<const u8*>(p.scales) + tile * Q8_TILE_SCALES +
                                    chunk * 16 + second * 4);
     }
     return own;
 }
 
-// Multiplies a piece of two rows of floats, which are `stage_bytes` apart from `rows` on. The whole
+// Multiplies a tile of two rows of floats, which are `stage_bytes` apart from `rows` on. The whole
 // warp calls it.
 template <int TYPE, int COLUMNS>
-DEVICE void dot_floats(const VgMmvParams& p, const BatchIndex& place, const u8* rows, int piece,
+DEVICE void dot_floats(const VgMmvParams& p, const BatchIndex& batch, const u8* rows, int tile,
                        const LaneContext& own, int lane, Accumulators<COLUMNS>& sums) {
     constexpr TypeTraits SIZE = type_traits(TYPE);
-    constexpr int PIECE = piece_of(TYPE), STAGE_BYTES = stage_bytes(TYPE);
-    const u8* x = address(p.x, Index{{0, place.x_row, place.i2, place.i3}});
+    constexpr int TILE = tile_elements(TYPE), STAGE_BYTES = stage_bytes(TYPE);
+    const u8* x = address(p.x, Index{{0, batch.x_row, batch.i2, batch.i3}});
     constexpr int EACH = 16 / SIZE.bytes;
     UNROLL
-    for (int i = 0; i < PIECE / EACH / WARP; i++) {
+    for (int i = 0; i < TILE / EACH / WARP; i++) {
         int at = (i * WARP + lane) * EACH;
-        int element = piece * PIECE + at;
+        int element = tile * TILE + at;
         if (element < own.width) {
             float weights[MMV_ROWS][EACH];
             UNROLL
             for (int r = 0; r < MMV_ROWS; r++) {
                 const u8* from = rows + r * STAGE_BYTES + at * SIZE.bytes;
-                floats_of<TYPE>(*reinterpret_cast<const int4*>(from), weights[r]);
+                unpack_floats<TYPE>(*reinterpret_cast<const int4*>(from), weights[r]);
             }
             UNROLL
             for (int c = 0; c < COLUMNS; c++) {
-                if (c == 0 || c < place.columns) {
+                if (c == 0 || c < batch.columns) {
                     const u8* from = x + c * p.x.nb[1] + 4 * static_cast<i64>(element);
                     float activations[EACH];
                     UNROLL
                     for (int j = 0; j < EACH / 4; j++) {
-                        floats_of<VG_F32>(*aligned<int4>(from + 16 * j), activations + 4 * j);
+                        unpack_floats<VG_F32>(*aligned<int4>(from + 16 * j), activations + 4 * j);
                     }
                     UNROLL
                     for (int r = 0; r < MMV_ROWS; r++) {
@@ -311,17 +312,17 @@ DEVICE void dot_floats(const VgMmvParams& p, const BatchIndex& place, const u8* 
     }
 }
 
-// Multiplies a lane's part of a piece of its own row, at `at`. Blocks behind the end of a row are
+// Multiplies a lane's part of a tile of its own row, at `at`. Blocks behind the end of a row are
 // computed and discarded.
 template <int TYPE, int COLUMNS>
-DEVICE void dot_quants(const BatchIndex& place, const VgCodebooks* grids, const RowPtr& at,
-                       int piece, const LaneContext& own, const LaneOffsets& lane_offsets,
+DEVICE void dot_quants(const BatchIndex& batch, const VgCodebooks* grids, const RowPtr& at,
+                       int tile, const LaneContext& own, const LaneOffsets& lane_offsets,
                        Accumulators<COLUMNS>& sums) {
     constexpr int BLOCKS = Q8_TILE / 32;
     constexpr bool IS_LARGE = type_traits(TYPE).elements > 32;
     Chunk<TYPE> weights(grids, at, lane_offsets);
     // A row of blocks of 32 may end between the lane's two blocks.
-    int blocks = own.blocks - piece * BLOCKS;
+    int blocks = own.blocks - tile * BLOCKS;
     float factor[COLUMNS][2][2], sum[COLUMNS][2][2], all[COLUMNS] = {};
     UNROLL
     for (int s = 0; s < 2; s++) {
@@ -331,8 +332,8 @@ DEVICE void dot_quants(const BatchIndex& place, const VgCodebooks* grids, const 
         }
         UNROLL
         for (int c = 0; c < COLUMNS; c++) {
-            if (c == 0 || c < place.columns) {
-                u32 number = c * own.pieces + static_cast<u32>(piece);
+            if (c == 0 || c < batch.columns) {
+                u32 number = c * own.tiles + static_cast<u32>(tile);
                 Activations<TYPE> x = {own.quants + static_cast<u64>(number) * Q8_TILE,
                                        own.scales + static_cast<u64>(number) * Q8_TILE_SCALES,
                                        own.chunk};
@@ -363,9 +364,11 @@ DEVICE constexpr bool are_aligned(int type) {
     return is_float(type) || type == VG_Q4_K || type == VG_Q5_K || is_repacked(type);
 }
 
-// Increment of the low address bits from piece to piece.
-DEVICE constexpr int low_bits_of_piece(int type) {
-    return is_repacked(type) ? piece_scales(type) % 16 : are_aligned(type) ? 0 : piece_bytes(type);
+// Increment of the low address bits from tile to tile.
+DEVICE constexpr int low_bits_per_tile(int type) {
+    return is_repacked(type)   ? tile_scale_bytes(type) % 16
+           : are_aligned(type) ? 0
+                               : tile_bytes(type);
 }
 
 // Low address bits of the array of a row that need not be 16-byte aligned.
@@ -373,26 +376,26 @@ template <int TYPE> DEVICE u32 low_bits(const RowPtr& at) {
     return static_cast<u32>(reinterpret_cast<u64>(is_repacked(TYPE) ? at.scales : at.quants));
 }
 
-// Multiplies a piece: of two rows of floats, `stage_bytes` apart from `rows` on; or of the lane's
+// Multiplies a tile: of two rows of floats, `stage_bytes` apart from `rows` on; or of the lane's
 // own quantised row at `rows`. `start` has the low bits of the row's address in memory
 // (`low_bits`).
 template <int TYPE, int COLUMNS>
-DEVICE void dot_piece(const VgMmvParams& p, const BatchIndex& place, const VgCodebooks* grids,
-                      const u8* rows, u32 start, int piece, const LaneContext& own,
-                      const LaneOffsets& lane_offsets, int lane, Accumulators<COLUMNS>& sums) {
+DEVICE void dot_tile(const VgMmvParams& p, const BatchIndex& batch, const VgCodebooks* grids,
+                     const u8* rows, u32 start, int tile, const LaneContext& own,
+                     const LaneOffsets& lane_offsets, int lane, Accumulators<COLUMNS>& sums) {
     if constexpr (is_float(TYPE)) {
-        dot_floats<TYPE, COLUMNS>(p, place, rows, piece, own, lane, sums);
+        dot_floats<TYPE, COLUMNS>(p, batch, rows, tile, own, lane, sums);
     } else {
         RowPtr at = {rows + (are_aligned(TYPE) ? 0 : start & 15),
-                     rows + piece_bytes(TYPE) + (start & 15)};
-        dot_quants<TYPE, COLUMNS>(place, grids, at, piece, own, lane_offsets, sums);
+                     rows + tile_bytes(TYPE) + (start & 15)};
+        dot_quants<TYPE, COLUMNS>(batch, grids, at, tile, own, lane_offsets, sums);
     }
 }
 
 // Reduces and stores a pair's sums with bias and gated unit, and clears them. Half a warp has a
 // row, and lane c of it stores column c. `has_both`: each lane has sums of both rows.
-template <int COLUMNS> DEVICE void store_pair(const VgMmvParams& p, const BatchIndex& place,
-                                             i64 pair, int lane, Accumulators<COLUMNS>& sums,
+template <int COLUMNS> DEVICE void store_pair(const VgMmvParams& p, const BatchIndex& batch,
+                                              i64 pair, int lane, Accumulators<COLUMNS>& sums,
                                              bool has_both) {
     int r = lane / CHUNKS, column = lane % CHUNKS;
     float own = 0.0f;
@@ -413,77 +416,77 @@ template <int COLUMNS> DEVICE void store_pair(const VgMmvParams& p, const BatchI
     bool has_unit = p.unit != VG_OP_ADD;
     u32 product;
     i64 row = row_of_pair(p, pair, &product);
-    if (column < place.columns) {
+    if (column < batch.columns) {
         row += has_unit ? 0 : r;
         const VgProduct& it = p.products[has_unit ? r : product];
         if (row < it.dst.ne[0]) {
-            own += place.added(it, row, column);
+            own += batch.added(it, row, column);
             if (!has_unit) {
-                *place.result(it, row, column) = own;
+                *batch.result(it, row, column) = own;
             }
         }
     }
     if (has_unit) {
         float other = __shfl_xor_sync(0xffffffffu, own, CHUNKS);
-        if (r == 0 && column < place.columns) {
-            *place.result(p.products[0], row, column) = gated(p.unit, own, other, p.c);
+        if (r == 0 && column < batch.columns) {
+            *batch.result(p.products[0], row, column) = gated(p.unit, own, other, p.c);
         }
     }
 }
 
 template <int TYPE, int COLUMNS> DEVICE void mmv(const VgMmvParams& p) {
-    constexpr int PIECE_BYTES = piece_bytes(TYPE), STAGE_BYTES = stage_bytes(TYPE),
+    constexpr int TILE_BYTES = tile_bytes(TYPE), STAGE_BYTES = stage_bytes(TYPE),
                   PAIR_BYTES = MMV_ROWS * STAGE_BYTES;
     constexpr int STAGES = stages_of(TYPE);
     __shared__ __align__(16) u8 stages[MMV_WARPS][STAGES][PAIR_BYTES];
     const VgCodebooks* grids = codebooks(p.codebooks);
     int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const View& w = p.products[0].w;
-    BatchIndex place;
-    if (!place.find(p, blockIdx.y, blockIdx.z, true)) {
+    BatchIndex batch;
+    if (!batch.find(p, blockIdx.y, blockIdx.z, true)) {
         return;
     }
     int pairs = static_cast<int>(pairs_of(p)), width = static_cast<int>(w.ne[0]);
     int row_bytes = width / type_traits(TYPE).elements * quant_bytes(TYPE);
-    RowBytes planes = repacked_row_bytes(TYPE, width);
-    int pieces = (width + piece_of(TYPE) - 1) / piece_of(TYPE);
+    RowBytes repacked = repacked_row_bytes(TYPE, width);
+    int tiles = (width + tile_elements(TYPE) - 1) / tile_elements(TYPE);
     int step = static_cast<int>(gridDim.x) * MMV_WARPS;
     int pair = static_cast<int>(blockIdx.x) * MMV_WARPS + warp, fetched_pair = pair;
     if (pair >= pairs) {
         return;
     }
-    LaneContext own = lane_context(p, place, width, second_block_offset(TYPE) == 1, lane);
+    LaneContext own = lane_context(p, batch, width, second_block_offset(TYPE) == 1, lane);
     LaneOffsets lane_offsets = opaque_lane_offsets<TYPE, COLUMNS>(own.chunk);
     u8* ring = opaque_shared(stages[warp][0] + (is_float(TYPE) ? 0 : own.row * STAGE_BYTES));
-    u8* places = opaque_shared(stages[warp][0] + own.row * STAGE_BYTES + own.chunk * 16);
-    // The next piece to fetch: its pair of rows, the lane's address in its own row, the bytes left
+    u8* copy_dst = opaque_shared(stages[warp][0] + own.row * STAGE_BYTES + own.chunk * 16);
+    // The next tile to fetch: its pair of rows, the lane's address in its own row, the bytes left
     // of it, and the destination.
-    auto start = [&](i64 pair) { return start_of(p, place, pair, own.row, planes); };
+    auto start = [&](i64 pair) { return start_of(p, batch, pair, own.row, repacked); };
     using Scales = LaneScales<is_repacked(TYPE) ? TYPE : 0>;
     RowPtr begin = start(pair);
     const u8* from = begin.quants + own.chunk * 16;
-    Scales scales(begin.scales, planes.scales, own.chunk);
+    Scales scales(begin.scales, repacked.scales, own.chunk);
     int left = row_bytes;
     int to = 0;
     auto fetch = [&]() {
-        copy_lane_piece<PIECE_BYTES, are_aligned(TYPE)>(places + to, from, left, own.chunk);
-        scales.copy(places + to + PIECE_BYTES, own.chunk);
+        copy_lane_tile<TILE_BYTES, are_aligned(TYPE)>(copy_dst + to, from, left, own.chunk);
+        scales.copy(copy_dst + to + TILE_BYTES, own.chunk);
         cp_async_commit();
         to = to < (STAGES - 1) * PAIR_BYTES ? to + PAIR_BYTES : 0;
-        from += PIECE_BYTES;
-        left -= PIECE_BYTES;
+        from += TILE_BYTES;
+        left -= TILE_BYTES;
         if (left <= 0 && fetched_pair < pairs) {
             fetched_pair += step;
             if (fetched_pair < pairs) {
                 RowPtr next = start(fetched_pair);
                 from = next.quants + own.chunk * 16;
-                scales = Scales(next.scales, planes.scales, own.chunk);
+                scales = Scales(next.scales, repacked.scales, own.chunk);
                 left = row_bytes;
             }
         }
     };
-    // The next piece to multiply, and the low bits of its address in memory.
-    int piece = 0, at = 0;
+    // The next tile to multiply, and the low bits of its address in memory.
+    int tile = 0, at = 0;
     u32 bits = low_bits<TYPE>(begin);
     for (int i = 0; i + 1 < STAGES; i++) {
         fetch();
@@ -495,15 +498,15 @@ template <int TYPE, int COLUMNS> DEVICE void mmv(const VgMmvParams& p) {
         // overwrite.
         __syncwarp();
         fetch();
-        dot_piece<TYPE, COLUMNS>(p, place, grids, ring + at, bits, piece, own, lane_offsets, lane,
-                                 sums);
+        dot_tile<TYPE, COLUMNS>(p, batch, grids, ring + at, bits, tile, own, lane_offsets, lane,
+                                sums);
         at = at < (STAGES - 1) * PAIR_BYTES ? at + PAIR_BYTES : 0;
-        bits += low_bits_of_piece(TYPE);
-        if (++piece < pieces) {
+        bits += low_bits_per_tile(TYPE);
+        if (++tile < tiles) {
             continue;
         }
-        store_pair(p, place, pair, lane, sums, is_float(TYPE));
-        piece = 0;
+        store_pair(p, batch, pair, lane, sums, is_float(TYPE));
+        tile = 0;
         pair += step;
         if (pair >= pairs) {
             break;

@@ -4,7 +4,7 @@
 
 namespace {
 
-DEVICE void put_bits(u8* to, u64 bits, u32 size) {
+DEVICE void store_bits(u8* to, u64 bits, u32 size) {
     switch (size) {
     case 1: *to = static_cast<u8>(bits); break;
     case 2: *reinterpret_cast<u16*>(to) = static_cast<u16>(bits); break;
@@ -49,7 +49,7 @@ DEVICE bool source_of(const VgMoveParams& p, Index* at) {
         at->i[1] = 0;
         return on;
     }
-    case VG_MOVE_KEEP: {
+    case VG_MOVE_BAND: {
         i64 beyond = at->i[0] - at->i[1];
         return beyond >= p.low && beyond < p.high;
     }
@@ -80,7 +80,7 @@ KERNEL(vg_move, VgMoveParams, 256) {
         if (source_of(p, &at)) {
             move_bytes(to, address(p.src, at), p.size);
         } else {
-            put_bits(to, p.other, p.size);
+            store_bits(to, p.other, p.size);
         }
     }
 }
@@ -165,18 +165,18 @@ KERNEL(vg_set_rows, VgRowsParams, 256) { set_rows<true>(p, this_block()); }
 
 // Small host writes of a batch; blockIdx.y selects the write.
 KERNEL(vg_upload, VgUploadParams, 128) {
-    const VgUpload put = p.uploads[blockIdx.y];
-    u8* to = reinterpret_cast<u8*>(put.to);
-    const u8* from = reinterpret_cast<const u8*>(put.from);
-    u64 before = (16 - put.to % 16) % 16, head = before < put.len ? before : put.len;
-    u64 pieces = (put.len - head) / 16, rest = put.len - 16 * pieces;
+    const VgUpload upload = p.uploads[blockIdx.y];
+    u8* to = reinterpret_cast<u8*>(upload.to);
+    const u8* from = reinterpret_cast<const u8*>(upload.from);
+    u64 before = (16 - upload.to % 16) % 16, head = before < upload.len ? before : upload.len;
+    u64 vecs = (upload.len - head) / 16, rest = upload.len - 16 * vecs;
     u64 thread = thread_index(), threads = thread_count();
-    for (u64 i = thread; i < pieces; i += threads) {
+    for (u64 i = thread; i < vecs; i += threads) {
         *reinterpret_cast<int4*>(to + head + 16 * i) =
             *reinterpret_cast<const int4*>(from + head + 16 * i);
     }
     for (u64 i = thread; i < rest; i += threads) {
-        u64 at = i < head ? i : i + 16 * pieces;
+        u64 at = i < head ? i : i + 16 * vecs;
         to[at] = from[at];
     }
 }

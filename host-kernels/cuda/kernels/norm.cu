@@ -77,17 +77,17 @@ KERNEL(vg_group_norm, VgGroupNormParams, 256) {
         i64 first = g % groups * p.channels, i3 = g / groups;
         i64 channels = p.src.ne[2] - first < p.channels ? p.src.ne[2] - first : p.channels;
         i64 n = p.src.ne[0] * p.src.ne[1] * channels;
-        auto place = [&](const View& v, i64 i) {
+        auto element = [&](const View& v, i64 i) {
             i64 row = i / v.ne[0];
             return address(v, Index{{i % v.ne[0], row % v.ne[1], first + row / v.ne[1], i3}});
         };
-        auto x = [&](i64 i) { return load(p.src.type, place(p.src, i)); };
+        auto x = [&](i64 i) { return load(p.src.type, element(p.src, i)); };
         float count = static_cast<float>(n);
         float mean = row_sum(n, x) / count;
         float variance = row_sum(n, [&](i64 i) { return (x(i) - mean) * (x(i) - mean); }) / count;
         float scale = 1.0f / sqrtf(variance + p.eps);
         for (i64 i = threadIdx.x; i < n; i += blockDim.x) {
-            store(p.dst.type, place(p.dst, i), (x(i) - mean) * scale);
+            store(p.dst.type, element(p.dst, i), (x(i) - mean) * scale);
         }
     }
 }

@@ -161,7 +161,7 @@ enum VgMove {
     VG_MOVE_CIRCULAR, /* i - shift modulo the extents of src */
     VG_MOVE_REFLECT,  /* i - shift, reflected at the ends of dimension 0 */
     VG_MOVE_DIAG,     /* src[i1] where i0 = i1, 0 elsewhere */
-    VG_MOVE_KEEP,     /* i where low <= i0 - i1 < high, `other` elsewhere */
+    VG_MOVE_BAND,     /* i where low <= i0 - i1 < high, `other` elsewhere */
     VG_MOVE_FILL,     /* `other` */
 };
 
@@ -527,11 +527,11 @@ struct VgCol2imParams {
     long long stride, padding;
 };
 
-/* vg_pool; vg_pool_places and vg_pool_back (src is the gradient, forward the pooled input) */
+/* vg_pool; vg_pool_argmax and vg_pool_back (src is the gradient, forward the pooled input) */
 struct VgPoolParams {
     struct VgView dst, src, forward;
     long long size[2], stride[2], padding[2];
-    unsigned long long places; /* scratch: a long long for each window */
+    unsigned long long argmax; /* scratch: a long long for each window */
     unsigned average;
     unsigned covered; /* divide by the number of covered elements, not by the size of the window */
 };

@@ -24,15 +24,15 @@ DEVICE u32 q8_tiles(i64 width) {
 }
 
 // Offset of the first half of a block of 32; the second half is CHUNK * 4 bytes behind it.
-DEVICE i64 q8_quant_offset(i64 row, u32 pieces, u32 block) {
-    return (row * pieces + block / 32) * Q8_TILE + block % 2 * (Q8_TILE / 2) + block % 32 / 2 * 16;
+DEVICE i64 q8_quant_offset(i64 row, u32 tiles, u32 block) {
+    return (row * tiles + block / 32) * Q8_TILE + block % 2 * (Q8_TILE / 2) + block % 32 / 2 * 16;
 }
 
 // Writes the scale of a block and the sums of its halves.
-DEVICE void store_q8_scales(u64 scales, i64 row, u32 pieces, u32 block, float factor, float low,
+DEVICE void store_q8_scales(u64 scales, i64 row, u32 tiles, u32 block, float factor, float low,
                             float high) {
-    i64 piece = (row * pieces + block / 32) * Q8_TILE_SCALES;
-    float* to = reinterpret_cast<float*>(scales + piece + block % 32 / 2 * 16) + block % 2;
+    i64 tile = (row * tiles + block / 32) * Q8_TILE_SCALES;
+    float* to = reinterpret_cast<float*>(scales + tile + block % 32 / 2 * 16) + block % 2;
     to[0] = factor;
     to[2] = low + high;
     to[Q8_TILE_SCALES / 8] = low;

@@ -24,7 +24,7 @@ template <bool IN_REGISTERS> struct Row {
     int n, lane;
 
     // Calls `body(element, i)` for each element of the lane.
-    template <class Body> DEVICE void each(Body body) {
+    template <class Body> DEVICE void for_each(Body body) {
         if (IN_REGISTERS) {
             UNROLL
             for (int k = 0; k < MAX_REGISTERS; k++) {
@@ -40,15 +40,15 @@ template <bool IN_REGISTERS> struct Row {
         }
     }
 
-    DEVICE void put(float* to) {
+    DEVICE void store_row(float* to) {
         if (IN_REGISTERS || to != memory) {
-            each([&](float x, int i) { to[i] = x; });
+            for_each([&](float x, int i) { to[i] = x; });
         }
     }
 };
 
 // Calls `body(row, index)` for each of `count` rows of `n` elements, a warp for each.
-template <class Body> DEVICE void each_row_of_state(i64 count, i64 n, Body body) {
+template <class Body> DEVICE void for_each_state_row(i64 count, i64 n, Body body) {
     int lane = threadIdx.x % WARP;
     i64 first = static_cast<i64>(blockIdx.x) * WARPS + threadIdx.x / WARP;
     for (i64 r = first; r < count; r += static_cast<i64>(gridDim.x) * WARPS) {
@@ -84,7 +84,7 @@ KERNEL(vg_ssm_scan, VgSsmScanParams, WARPS* WARP) {
     i64 dim = p.x.ne[0], heads = p.x.ne[1], tokens = p.x.ne[2], sequences = p.x.ne[3],
         n = p.s.ne[0];
     i64 states = dim * heads * tokens * sequences, snapshot = n * dim * heads * sequences;
-    each_row_of_state(dim * heads * sequences, n, [&](auto& row, i64 r) {
+    for_each_state_row(dim * heads * sequences, n, [&](auto& row, i64 r) {
         i64 d = r % dim, head = r / dim % heads, sequence = r / (dim * heads);
         i64 id = *reinterpret_cast<const int*>(p.ids.data + sequence * p.ids.nb[0]);
         if (!check_index(p.site, id, p.s.ne[3])) {
@@ -93,7 +93,7 @@ KERNEL(vg_ssm_scan, VgSsmScanParams, WARPS* WARP) {
         float* state = floats(p.dst) + states + r * n;
         const float* before = floats(p.s) + ((id * heads + head) * dim + d) * n;
         row.memory = state;
-        row.each([&](float& x, int i) { x = before[i]; });
+        row.for_each([&](float& x, int i) { x = before[i]; });
         const float* a = floats(p.a) + head * p.a.ne[0];
         i64 group = head / (heads / p.b.ne[1]);
         for (i64 t = 0; t < tokens; t++) {
@@ -104,7 +104,7 @@ KERNEL(vg_ssm_scan, VgSsmScanParams, WARPS* WARP) {
             const float* b = vector_at(p.b, group, t, sequence);
             const float* c = vector_at(p.c, group, t, sequence);
             float sum = 0.0f;
-            row.each([&](float& x, int i) {
+            row.for_each([&](float& x, int i) {
                 x = x * expf(dt * a[p.a.ne[0] == 1 ? 0 : i]) + b[i] * input;
                 sum += x * c[i];
             });
@@ -114,7 +114,7 @@ KERNEL(vg_ssm_scan, VgSsmScanParams, WARPS* WARP) {
             }
             i64 slot = tokens - 1 - t;
             if (slot < p.snapshots) {
-                row.put(state + slot * snapshot);
+                row.store_row(state + slot * snapshot);
             }
         }
     });
@@ -175,20 +175,20 @@ KERNEL(vg_linear_attention, VgLinearAttentionParams, 128) {
 KERNEL(vg_wkv7, VgWkv7Params, WARPS* WARP) {
     i64 size = p.r.ne[0], heads = p.r.ne[1], sequences = p.state.ne[1],
         tokens = p.r.ne[2] / sequences;
-    each_row_of_state(size * heads * sequences, size, [&](auto& row, i64 index) {
+    for_each_state_row(size * heads * sequences, size, [&](auto& row, i64 index) {
         i64 i = index % size, head = index / size % heads, sequence = index / (size * heads);
         const float* before = floats(p.state) + index * size;
         row.memory = floats(p.dst) + size * heads * p.r.ne[2] + index * size;
-        row.each([&](float& x, int j) { x = before[j]; });
+        row.for_each([&](float& x, int j) { x = before[j]; });
         for (i64 t = 0; t < tokens; t++) {
             i64 vector = ((sequence * tokens + t) * heads + head) * size;
             const float *r = floats(p.r) + vector, *w = floats(p.w) + vector,
                         *k = floats(p.k) + vector;
             const float *a = floats(p.a) + vector, *b = floats(p.b) + vector;
             float v = floats(p.v)[vector + i], removed = 0.0f, sum = 0.0f;
-            row.each([&](float& x, int j) { removed += a[j] * x; });
+            row.for_each([&](float& x, int j) { removed += a[j] * x; });
             removed = warp_reduce<Sum>(removed);
-            row.each([&](float& x, int j) {
+            row.for_each([&](float& x, int j) {
                 x = x * w[j] + k[j] * v + b[j] * removed;
                 sum += x * r[j];
             });
@@ -197,7 +197,7 @@ KERNEL(vg_wkv7, VgWkv7Params, WARPS* WARP) {
                 floats(p.dst)[vector + i] = sum;
             }
         }
-        row.put(floats(p.dst) + size * heads * p.r.ne[2] + index * size);
+        row.store_row(floats(p.dst) + size * heads * p.r.ne[2] + index * size);
     });
 }
 
@@ -205,12 +205,12 @@ KERNEL(vg_wkv7, VgWkv7Params, WARPS* WARP) {
 KERNEL(vg_delta_net, VgDeltaNetParams, WARPS* WARP) {
     i64 size = p.v.ne[0], heads = p.v.ne[1], tokens = p.v.ne[2], sequences = p.v.ne[3];
     float scale = 1.0f / sqrtf(static_cast<float>(size));
-    each_row_of_state(size * heads * sequences, size, [&](auto& row, i64 index) {
+    for_each_state_row(size * heads * sequences, size, [&](auto& row, i64 index) {
         i64 j = index % size, head = index / size % heads, sequence = index / (size * heads);
         const float* before = floats(p.state) + index * size;
         float* after = floats(p.dst) + size * heads * tokens * sequences + index * size;
         row.memory = after;
-        row.each([&](float& x, int i) { x = before[i]; });
+        row.for_each([&](float& x, int i) { x = before[i]; });
         auto shared = [&](const View& v, i64 t) {
             return vector_at(v, head % v.ne[1], t, sequence / (sequences / v.ne[3]));
         };
@@ -218,12 +218,12 @@ KERNEL(vg_delta_net, VgDeltaNetParams, WARPS* WARP) {
             const float *q = shared(p.q, t), *k = shared(p.k, t),
                         *gate = vector_at(p.gate, head, t, sequence);
             float beta = *vector_at(p.beta, head, t, sequence), known = 0.0f, sum = 0.0f;
-            row.each([&](float& x, int i) {
+            row.for_each([&](float& x, int i) {
                 x *= expf(gate[p.gate.ne[0] == 1 ? 0 : i]);
                 known += x * k[i];
             });
             float delta = (vector_at(p.v, head, t, sequence)[j] - warp_reduce<Sum>(known)) * beta;
-            row.each([&](float& x, int i) {
+            row.for_each([&](float& x, int i) {
                 x += k[i] * delta;
                 sum += x * q[i];
             });
@@ -233,10 +233,10 @@ KERNEL(vg_delta_net, VgDeltaNetParams, WARPS* WARP) {
             }
             i64 slot = tokens - 1 - t;
             if (slot > 0 && slot < p.snapshots) {
-                row.put(after + slot * size * size * heads * sequences);
+                row.store_row(after + slot * size * size * heads * sequences);
             }
         }
-        row.put(after);
+        row.store_row(after);
     });
 }
 

@@ -18,13 +18,13 @@ struct alignas(16) Bytes16 {
 };
 
 DEVICE Bytes16 load_bytes16(const u8* from) {
-    Bytes16 piece;
+    Bytes16 vec;
     UNROLL
     for (int i = 0; i < 4; ++i) {
         const u8* at = from + 4 * i;
-        piece.words[i] = at[0] | at[1] << 8 | at[2] << 16 | static_cast<u32>(at[3]) << 24;
+        vec.words[i] = at[0] | at[1] << 8 | at[2] << 16 | static_cast<u32>(at[3]) << 24;
     }
-    return piece;
+    return vec;
 }
 
 // Packs the low nibbles of four bytes into 16 bits.
@@ -34,11 +34,11 @@ DEVICE u32 low_nibbles(u32 bytes) {
 }
 
 // Reorders nibbles: nibble i becomes element i, which was in byte i % 16.
-DEVICE Bytes16 interleave_nibbles(const Bytes16& piece) {
+DEVICE Bytes16 interleave_nibbles(const Bytes16& vec) {
     Bytes16 ordered;
     UNROLL
     for (int i = 0; i < 2; ++i) {
-        u32 first = piece.words[2 * i], second = piece.words[2 * i + 1];
+        u32 first = vec.words[2 * i], second = vec.words[2 * i + 1];
         ordered.words[i] = low_nibbles(first) | low_nibbles(second) << 16;
         ordered.words[i + 2] = low_nibbles(first >> 4) | low_nibbles(second >> 4) << 16;
     }
@@ -49,17 +49,17 @@ DEVICE Bytes16 interleave_nibbles(const Bytes16& piece) {
 // thread handles 16 bytes of quants at a time.
 template <int QUANTS, int SCALE, bool IS_FIRST, bool HAS_NIBBLES>
 DEVICE void repack(const VgRepackParams& p) {
-    constexpr u64 PIECES = QUANTS / 16;
+    constexpr u64 VECS = QUANTS / 16;
     const u8* from = reinterpret_cast<const u8*>(p.from);
     u8* scales = reinterpret_cast<u8*>(p.scales);
-    for (u64 i = thread_index(), n = p.blocks * PIECES; i < n; i += thread_count()) {
-        u64 block = i / PIECES, at = i % PIECES;
+    for (u64 i = thread_index(), n = p.blocks * VECS; i < n; i += thread_count()) {
+        u64 block = i / VECS, at = i % VECS;
         const u8* begin = from + block * (QUANTS + SCALE);
-        Bytes16 piece = load_bytes16(begin + (IS_FIRST ? SCALE : 0) + 16 * at);
+        Bytes16 vec = load_bytes16(begin + (IS_FIRST ? SCALE : 0) + 16 * at);
         if (HAS_NIBBLES) {
-            piece = interleave_nibbles(piece);
+            vec = interleave_nibbles(vec);
         }
-        *reinterpret_cast<Bytes16*>(p.quants + 16 * i) = piece;
+        *reinterpret_cast<Bytes16*>(p.quants + 16 * i) = vec;
         if (at == 0) {
             const u8* scale = begin + (IS_FIRST ? 0 : QUANTS);
             UNROLL

@@ -30,8 +30,9 @@ DEVICE int axis_of(const VgRopeParams& p, int i, int* begin) {
     return axis;
 }
 
-// Rotates the row at `at` of the source: `put(i, value)` stores its elements.
-template <class Put> DEVICE void turn(const VgRopeParams& p, const Index& at, Put put) {
+// Rotates the row at `at` of the source: `store_element(i, value)` stores its elements.
+template <class Store>
+DEVICE void rotate(const VgRopeParams& p, const Index& at, Store store_element) {
     const int* positions = reinterpret_cast<const int*>(p.positions.data);
     const float* factors = reinterpret_cast<const float*>(p.factors.data);
     const u8* from = address(p.src, at);
@@ -58,14 +59,14 @@ template <class Put> DEVICE void turn(const VgRopeParams& p, const Index& at, Pu
         float c = cosf(angle) * p.magnitude, s = sinf(angle) * p.magnitude * p.sign;
         i64 first = p.start + (neighbours ? 2 * i : i), second = first + (neighbours ? 1 : p.pairs);
         float a = x(first), b = x(second);
-        put(first, a * c - b * s);
-        put(second, a * s + b * c);
+        store_element(first, a * c - b * s);
+        store_element(second, a * s + b * c);
     }
     // Elements outside the rotated range are copied.
     i64 turned = p.start + 2 * static_cast<i64>(p.pairs);
     for (i64 i = threadIdx.x; i < p.src.ne[0]; i += blockDim.x) {
         if (i < p.start || i >= turned) {
-            put(i, x(i));
+            store_element(i, x(i));
         }
     }
 }
@@ -75,7 +76,7 @@ DEVICE void rope(const VgRopeParams& p, const BlockIndex& b) {
     for (i64 r = b.x; r < total; r += b.nx) {
         Index at = row_of(p.src, r);
         u8* to = address(p.dst, at);
-        turn(p, at, [&](i64 i, float value) { store(p.dst.type, to + i * p.dst.nb[0], value); });
+        rotate(p, at, [&](i64 i, float value) { store(p.dst.type, to + i * p.dst.nb[0], value); });
     }
 }
 
@@ -91,8 +92,8 @@ DEVICE void rope_rows(const VgRopeRowsParams& p, const BlockIndex& b) {
             return;
         }
         u8* to = address(p.cache, Index{{at.i[1] * src.ne[0], id, 0, 0}});
-        turn(p.rope, at,
-             [&](i64 i, float value) { store(p.cache.type, to + i * p.cache.nb[0], value); });
+        rotate(p.rope, at,
+               [&](i64 i, float value) { store(p.cache.type, to + i * p.cache.nb[0], value); });
     }
 }
 

@@ -217,12 +217,13 @@ DEVICE void wgmma(float* sums, u64 a, u64 b, bool adds) {
 #endif
 
 // Shared-memory matrix descriptor of a 128-byte swizzled operand (PTX ISA, "Matrix Descriptor
-// Format"). `units` is the stride in bytes between atoms of eight rows (SBO); `panels` the stride
-// between groups of 64 columns of an MN-major matrix (LBO). The matrix begins at a multiple of
-// SWIZZLE_ATOM, plus 32 bytes for every 16 k elements (MN-major: plus two atoms).
-DEVICE u64 smem_descriptor(u32 address, u32 units = SWIZZLE_ATOM, u32 panels = 16) {
-    return static_cast<u64>(address >> 4 & 0x3fff) | static_cast<u64>(panels >> 4) << 16 |
-           static_cast<u64>(units >> 4) << 32 | 1ull << 62;
+// Format"). `stride_bytes` is the stride dimension byte offset, between atoms of eight rows.
+// `leading_bytes` is the leading dimension byte offset, between groups of 64 columns of an MN-major
+// matrix. The matrix begins at a multiple of SWIZZLE_ATOM, plus 32 bytes for every 16 k elements
+// (MN-major: plus two atoms).
+DEVICE u64 smem_descriptor(u32 address, u32 stride_bytes = SWIZZLE_ATOM, u32 leading_bytes = 16) {
+    return static_cast<u64>(address >> 4 & 0x3fff) | static_cast<u64>(leading_bytes >> 4) << 16 |
+           static_cast<u64>(stride_bytes >> 4) << 32 | 1ull << 62;
 }
 
 // Stage of a ring buffer, and the parity of its current phase.

@@ -71,7 +71,7 @@ DEVICE float& element(const View& v, const Index& at) {
     return *reinterpret_cast<float*>(address(v, at));
 }
 
-DEVICE float setting(const VgOptimizerParams& p, int i) {
+DEVICE float hyperparameter(const VgOptimizerParams& p, int i) {
     return *reinterpret_cast<const float*>(p.settings.data + i * p.settings.nb[0]);
 }
 
@@ -79,8 +79,10 @@ DEVICE float setting(const VgOptimizerParams& p, int i) {
 
 // dst is the updated w; the moments m and v are updated in place.
 KERNEL(vg_adamw, VgOptimizerParams, 256) {
-    float alpha = setting(p, 0), beta1 = setting(p, 1), beta2 = setting(p, 2), eps = setting(p, 3);
-    float keep = 1.0f - alpha * setting(p, 4), beta1h = setting(p, 5), beta2h = setting(p, 6);
+    float alpha = hyperparameter(p, 0), beta1 = hyperparameter(p, 1);
+    float beta2 = hyperparameter(p, 2), eps = hyperparameter(p, 3);
+    float keep = 1.0f - alpha * hyperparameter(p, 4);
+    float beta1h = hyperparameter(p, 5), beta2h = hyperparameter(p, 6);
     i64 n = elements(p.dst);
     for (i64 e = thread_index(); e < n; e += thread_count()) {
         Index at = index_of(p.dst, e);
@@ -95,7 +97,7 @@ KERNEL(vg_adamw, VgOptimizerParams, 256) {
 }
 
 KERNEL(vg_sgd, VgOptimizerParams, 256) {
-    float alpha = setting(p, 0), keep = 1.0f - alpha * setting(p, 1);
+    float alpha = hyperparameter(p, 0), keep = 1.0f - alpha * hyperparameter(p, 1);
     i64 n = elements(p.dst);
     for (i64 e = thread_index(); e < n; e += thread_count()) {
         Index at = index_of(p.dst, e);

@@ -41,13 +41,13 @@ DEVICE float2 load_float2(const u8* at) {
     return {__uint_as_float(static_cast<u32>(both)), __uint_as_float(static_cast<u32>(both >> 32))};
 }
 
-// Byte offsets that depend on the lane's chunk only, the same for all pieces, relative to the
-// piece.
+// Byte offsets relative to the tile. They depend on the lane's chunk only and are the same for all
+// tiles.
 struct LaneOffsets {
     int chunk;
     u32 head, quants; // K-quants: its block, and its first quants; blocks of 32: the first block
     u32 scale;        // repacked: scale of its first block
-    u32 which;        // Q4_K, Q5_K: prmt selector of scale bytes; else PRMT_PAIR_SELECT
+    u32 selector;     // Q4_K, Q5_K: prmt selector of scale bytes; else PRMT_PAIR_SELECT
     u32 table[4];     // IQ4_NL, MXFP4: value of each nibble
 };
 
@@ -78,10 +78,10 @@ template <int TYPE, int COLUMNS> DEVICE LaneOffsets lane_offsets_of(int chunk) {
         if (splits_signs(TYPE, COLUMNS) && base_type(TYPE) == VG_IQ4_NL) { // magnitudes
             it.table[0] = 0x4153687fu, it.table[1] = 0x0a162331u;
         }
-        it.which = PRMT_PAIR_SELECT;
+        it.selector = PRMT_PAIR_SELECT;
     } else if (TYPE == VG_Q4_K || TYPE == VG_Q5_K) {
         it.quants = it.head + (TYPE == VG_Q5_K ? 48 : 16) + chunk % 4 * 32;
-        it.which = chunk % 2 ? 0x7632 : 0x5410;
+        it.selector = chunk % 2 ? 0x7632 : 0x5410;
     } else if (base_type(TYPE) == VG_Q6_K) {
         it.quants = it.head + chunk / 2 % 2 * 64 + chunk % 2 * 16;
     }
@@ -94,16 +94,16 @@ template <int TYPE, int COLUMNS> DEVICE LaneOffsets opaque_lane_offsets(int chun
     it.scale = is_repacked(TYPE) ? opaque(it.scale) : 0;
     if (TYPE == VG_Q4_K || TYPE == VG_Q5_K || base_type(TYPE) == VG_Q6_K) {
         it.head = opaque(it.head), it.quants = opaque(it.quants);
-        it.which = base_type(TYPE) == VG_Q6_K ? 0 : opaque(it.which);
+        it.selector = base_type(TYPE) == VG_Q6_K ? 0 : opaque(it.selector);
     } else if (has_table(TYPE) || is_repacked(TYPE)) {
         it.head = opaque(it.head);
     }
     if (has_table(TYPE)) {
         // Adding a zero that the compiler does not know keeps it from reloading the constants at
         // each use. The other two words are immediate operands.
-        u32 nothing = static_cast<u32>(chunk) / CHUNKS;
-        it.table[0] = opaque(it.table[0] + nothing), it.table[2] = opaque(it.table[2] + nothing);
-        it.which = opaque(it.which + nothing);
+        u32 zero = static_cast<u32>(chunk) / CHUNKS;
+        it.table[0] = opaque(it.table[0] + zero), it.table[2] = opaque(it.table[2] + zero);
+        it.selector = opaque(it.selector + zero);
     }
     return it;
 }
@@ -111,24 +111,24 @@ template <int TYPE, int COLUMNS> DEVICE LaneOffsets opaque_lane_offsets(int chun
 // A lane's elements in their memory format; specialisations keep them in registers.
 template <int TYPE> struct Chunk {
     const VgCodebooks* grids;
-    RowPtr piece;
+    RowPtr tile;
     int chunk;
     u32 head, scale;
 
-    // `piece` is the address of a piece of a row.
-    DEVICE Chunk(const VgCodebooks* grids, const RowPtr& piece, const LaneOffsets& it)
-        : grids(grids), piece(piece), chunk(it.chunk), head(it.head), scale(it.scale) {}
+    // `tile` is the address of a tile of a row.
+    DEVICE Chunk(const VgCodebooks* grids, const RowPtr& tile, const LaneOffsets& it)
+        : grids(grids), tile(tile), chunk(it.chunk), head(it.head), scale(it.scale) {}
 
     DEVICE void unpack_block(int s, Unpacked& u) const {
         if (is_repacked(TYPE)) {
-            const u8* at = piece.scales + scale + s * CHUNKS * scale_bytes(TYPE);
-            unpack<TYPE, true>(grids, piece.quants + head + s * CHUNKS * quant_bytes(TYPE), 0, u,
+            const u8* at = tile.scales + scale + s * CHUNKS * scale_bytes(TYPE);
+            unpack<TYPE, true>(grids, tile.quants + head + s * CHUNKS * quant_bytes(TYPE), 0, u,
                                at);
             return;
         }
         constexpr int SUBS = type_traits(TYPE).elements / 32;
         int block = 2 * chunk + s;
-        unpack<TYPE, true>(grids, piece.quants + block / SUBS * type_traits(TYPE).bytes,
+        unpack<TYPE, true>(grids, tile.quants + block / SUBS * type_traits(TYPE).bytes,
                            block % SUBS, u);
     }
 };
@@ -139,12 +139,12 @@ struct ScaleMinK4 {
     float d, min;
     u32 bytes;
 
-    DEVICE ScaleMinK4(const u8* piece, const LaneOffsets& it) {
-        int4 head = load_int4(piece + it.head);
+    DEVICE ScaleMinK4(const u8* tile, const LaneOffsets& it) {
+        int4 head = load_int4(tile + it.head);
         d = to_float(f16{static_cast<u16>(head.x)});
         min = -to_float(f16{static_cast<u16>(static_cast<u32>(head.x) >> 16)});
-        u32 third = static_cast<u32>(head.w), six = __byte_perm(head.y, head.z, it.which);
-        u32 fours = __byte_perm(third, third >> 4, it.which) & 0x0f0f0f0fu;
+        u32 third = static_cast<u32>(head.w), six = __byte_perm(head.y, head.z, it.selector);
+        u32 fours = __byte_perm(third, third >> 4, it.selector) & 0x0f0f0f0fu;
         bytes = it.chunk % 4 < 2 ? six & 0x3f3f3f3fu : (six >> 2 & 0x30303030u) | fours;
     }
     DEVICE void scales(int s, float by, Unpacked& u) const {
@@ -158,9 +158,9 @@ template <> struct Chunk<VG_Q4_K> {
     ScaleMinK4 scales;
     u32 q[8];
 
-    DEVICE Chunk(const VgCodebooks*, const RowPtr& piece, const LaneOffsets& it)
-        : scales(piece.quants, it) {
-        load_words<8, 16, true>(piece.quants + it.quants, q);
+    DEVICE Chunk(const VgCodebooks*, const RowPtr& tile, const LaneOffsets& it)
+        : scales(tile.quants, it) {
+        load_words<8, 16, true>(tile.quants + it.quants, q);
     }
     // High nibbles are not shifted: they count sixteen times, which the scale compensates.
     DEVICE void unpack_block(int s, Unpacked& u) const {
@@ -176,10 +176,10 @@ template <> struct Chunk<VG_Q5_K> {
     ScaleMinK4 scales;
     u32 q[8], qh[8];
 
-    DEVICE Chunk(const VgCodebooks*, const RowPtr& piece, const LaneOffsets& it)
-        : scales(piece.quants, it) {
-        load_words<8, 16, true>(piece.quants + it.quants, q);
-        load_words<8, 16, true>(piece.quants + it.head + 16, qh);
+    DEVICE Chunk(const VgCodebooks*, const RowPtr& tile, const LaneOffsets& it)
+        : scales(tile.quants, it) {
+        load_words<8, 16, true>(tile.quants + it.quants, q);
+        load_words<8, 16, true>(tile.quants + it.head + 16, qh);
         UNROLL
         for (int k = 0; k < 8; k++) {
             qh[k] >>= it.chunk % 4 * 2;
@@ -200,9 +200,9 @@ template <int TYPE> struct ChunkQ6K {
     u32 low[2][4], high[4], six[2];
     float d;
 
-    DEVICE ChunkQ6K(const RowPtr& piece, const LaneOffsets& it) {
+    DEVICE ChunkQ6K(const RowPtr& tile, const LaneOffsets& it) {
         constexpr int A = alignment_of(TYPE);
-        const u8 *block = piece.quants + it.head, *quants = piece.quants + it.quants;
+        const u8 *block = tile.quants + it.head, *quants = tile.quants + it.quants;
         int half = it.chunk / 2 % 2;
         load_words<4, A, true>(quants, low[0]);
         load_words<4, A, true>(quants + 32, low[1]);
@@ -213,7 +213,7 @@ template <int TYPE> struct ChunkQ6K {
         } else {
             load_words_unaligned<2>(block + 192 + half * 8 + it.chunk % 2, six);
         }
-        d = scale_of<TYPE>(block, piece.scales + it.scale);
+        d = scale_of<TYPE>(block, tile.scales + it.scale);
     }
     DEVICE void unpack_block(int s, Unpacked& u) const {
         UNROLL
@@ -234,41 +234,41 @@ template <int TYPE> struct ChunkQ6K {
 };
 
 template <> struct Chunk<VG_Q6_K> : ChunkQ6K<VG_Q6_K> {
-    DEVICE Chunk(const VgCodebooks*, const RowPtr& piece, const LaneOffsets& it)
-        : ChunkQ6K(piece, it) {}
+    DEVICE Chunk(const VgCodebooks*, const RowPtr& tile, const LaneOffsets& it)
+        : ChunkQ6K(tile, it) {}
 };
 template <> struct Chunk<VG_Q6_K | VG_REPACKED> : ChunkQ6K<VG_Q6_K | VG_REPACKED> {
-    DEVICE Chunk(const VgCodebooks*, const RowPtr& piece, const LaneOffsets& it)
-        : ChunkQ6K(piece, it) {}
+    DEVICE Chunk(const VgCodebooks*, const RowPtr& tile, const LaneOffsets& it)
+        : ChunkQ6K(tile, it) {}
 };
 
 // Two blocks of 32 whose nibbles index a table.
 template <int TYPE> struct TableChunk {
-    u32 q[2][4], table[4], which;
+    u32 q[2][4], table[4], selector;
     float scale[2];
 
-    DEVICE TableChunk(const RowPtr& piece, const LaneOffsets& it) {
+    DEVICE TableChunk(const RowPtr& tile, const LaneOffsets& it) {
         UNROLL
         for (int s = 0; s < 2; s++) {
             const u8* at =
-                piece.quants + it.head + s * second_block_offset(TYPE) * quant_bytes(TYPE);
+                tile.quants + it.head + s * second_block_offset(TYPE) * quant_bytes(TYPE);
             load_words<4, alignment_of(TYPE), true>(quants_of<TYPE>(at), q[s]);
-            scale[s] = scale_of<TYPE>(at, piece.scales + it.scale +
+            scale[s] = scale_of<TYPE>(at, tile.scales + it.scale +
                                               s * second_block_offset(TYPE) * scale_bytes(TYPE));
         }
         UNROLL
         for (int i = 0; i < 4; i++) {
             table[i] = it.table[i];
         }
-        which = it.which;
+        selector = it.selector;
     }
     DEVICE void unpack_block(int s, Unpacked& u) const {
         UNROLL
         for (int k = 0; k < 4; k++) {
             if (is_repacked(TYPE)) {
-                lookup_8(table, which, q[s][k], u.words + 2 * k);
+                lookup_8(table, selector, q[s][k], u.words + 2 * k);
             } else {
-                lookup_lo_hi(table, which, q[s][k], u.words + k, u.words + k + 4);
+                lookup_lo_hi(table, selector, q[s][k], u.words + k, u.words + k + 4);
             }
         }
         set_scales(u, scale[s], 0.0f);
@@ -276,20 +276,20 @@ template <int TYPE> struct TableChunk {
 };
 
 template <> struct Chunk<VG_IQ4_NL> : TableChunk<VG_IQ4_NL> {
-    DEVICE Chunk(const VgCodebooks*, const RowPtr& piece, const LaneOffsets& it)
-        : TableChunk(piece, it) {}
+    DEVICE Chunk(const VgCodebooks*, const RowPtr& tile, const LaneOffsets& it)
+        : TableChunk(tile, it) {}
 };
 template <> struct Chunk<VG_MXFP4> : TableChunk<VG_MXFP4> {
-    DEVICE Chunk(const VgCodebooks*, const RowPtr& piece, const LaneOffsets& it)
-        : TableChunk(piece, it) {}
+    DEVICE Chunk(const VgCodebooks*, const RowPtr& tile, const LaneOffsets& it)
+        : TableChunk(tile, it) {}
 };
 template <> struct Chunk<VG_IQ4_NL | VG_REPACKED> : TableChunk<VG_IQ4_NL | VG_REPACKED> {
-    DEVICE Chunk(const VgCodebooks*, const RowPtr& piece, const LaneOffsets& it)
-        : TableChunk(piece, it) {}
+    DEVICE Chunk(const VgCodebooks*, const RowPtr& tile, const LaneOffsets& it)
+        : TableChunk(tile, it) {}
 };
 template <> struct Chunk<VG_MXFP4 | VG_REPACKED> : TableChunk<VG_MXFP4 | VG_REPACKED> {
-    DEVICE Chunk(const VgCodebooks*, const RowPtr& piece, const LaneOffsets& it)
-        : TableChunk(piece, it) {}
+    DEVICE Chunk(const VgCodebooks*, const RowPtr& tile, const LaneOffsets& it)
+        : TableChunk(tile, it) {}
 };
 
 // The q8 activations of a chunk.
@@ -311,7 +311,7 @@ template <int TYPE> struct Activations {
 
     // Scales of both blocks and sums, of halves if the format has half scales.
     DEVICE void factors(float (&factor)[2][2], float (&sum)[2][2]) const {
-        constexpr u32 KV_F16 = Q8_TILE_SCALES / 2;
+        constexpr u32 HALF_SUMS = Q8_TILE_SCALES / 2;
         if constexpr (second_block_offset(TYPE) == CHUNKS) {
             UNROLL
             for (int s = 0; s < 2; s++) {
@@ -323,7 +323,7 @@ template <int TYPE> struct Activations {
             UNROLL
             for (int s = 0; s < 2; s++) {
                 float2 f = load_float2(scales - chunk % 2 * 16 + 16 * s);
-                float2 g = load_float2(scales + KV_F16 - chunk % 2 * 8 + 16 * s);
+                float2 g = load_float2(scales + HALF_SUMS - chunk % 2 * 8 + 16 * s);
                 factor[s][0] = f.x, factor[s][1] = f.y, sum[s][0] = g.x, sum[s][1] = g.y;
             }
         } else if constexpr (has_offset(TYPE) && !has_half_scales(TYPE)) {
@@ -336,7 +336,7 @@ template <int TYPE> struct Activations {
             float2 f = load_float2(scales);
             int4 halves = {};
             if (has_offset(TYPE)) {
-                halves = load_int4(scales + KV_F16);
+                halves = load_int4(scales + HALF_SUMS);
             }
             factor[0][0] = factor[0][1] = f.x, factor[1][0] = factor[1][1] = f.y;
             sum[0][0] = __int_as_float(halves.x), sum[1][0] = __int_as_float(halves.y);

@@ -34,7 +34,7 @@ struct F16Activations {
     key: Vec<u8>,
     sources: Vec<Range<Address>>,
     /// Their range in the nodes' scratch memory.
-    place: Range<u64>,
+    range: Range<u64>,
     params: VgConvertF16Sm90Params,
     made: usize,
 }
@@ -44,7 +44,7 @@ struct Entry {
     /// The addresses of the activations.
     source: Range<Address>,
     /// The range in the cache's scratch memory.
-    place: Range<u64>,
+    range: Range<u64>,
     q8: Q8Activations,
     /// The index of the launch that writes the entry.
     made: usize,
@@ -85,7 +85,7 @@ impl ActivationCache {
 
     /// Bytes at the start of the nodes' scratch memory that hold F16 activations.
     pub(crate) fn reserved(&self) -> u64 {
-        self.f16.as_ref().map_or(0, |entry| entry.place.end)
+        self.f16.as_ref().map_or(0, |entry| entry.range.end)
     }
 
     /// The F16 activations with this key, for launch `user`.
@@ -95,21 +95,21 @@ impl ActivationCache {
         Some(entry.params)
     }
 
-    /// Caches the F16 activations that launch `made`, and those after it, write to `place` of the
+    /// Caches the F16 activations that launch `made`, and those after it, write to `range` of the
     /// nodes' scratch memory, and drops those cached before. They are valid until a launch writes
     /// to `sources`.
     pub(crate) fn cache_f16(
         &mut self,
         key: Vec<u8>,
         sources: Vec<Range<Address>>,
-        place: Range<u64>,
+        range: Range<u64>,
         params: VgConvertF16Sm90Params,
         made: usize,
     ) {
         self.f16 = Some(F16Activations {
             key,
             sources,
-            place,
+            range,
             params,
             made,
         });
@@ -150,13 +150,13 @@ impl ActivationCache {
         if self.next + bytes > ACTIVATION_CACHE_BYTES {
             self.next = 0;
         }
-        let place = self.next..self.next + bytes;
-        self.next = place.end;
+        let range = self.next..self.next + bytes;
+        self.next = range.end;
         self.is_used = true;
         self.entries.retain(|entry| {
-            entry.key != key && (entry.place.end <= place.start || place.end <= entry.place.start)
+            entry.key != key && (entry.range.end <= range.start || range.end <= entry.range.start)
         });
-        let at = self.base + place.start;
+        let at = self.base + range.start;
         let q8 = Q8Activations {
             quants: at,
             scales: at + quants,
@@ -164,7 +164,7 @@ impl ActivationCache {
         self.entries.push(Entry {
             key,
             source: x.extent(),
-            place,
+            range,
             q8,
             made,
             is_result,

@@ -92,6 +92,9 @@ impl Allocator {
     }
 
     /// Allocates a part of a chunk, of a new one if need be.
+    ///
+    /// # Errors
+    /// [`EngineError::OutOfMemory`] if the device has no memory for a new chunk.
     fn part(&self, size: u64) -> Result<Address, EngineError> {
         if let Some(address) = self.state().take(size) {
             return Ok(address);
@@ -104,6 +107,10 @@ impl Allocator {
 
     /// Calls `alloc`, and again without spare chunks if there is no memory. The error names the
     /// bytes `wanted`.
+    ///
+    /// # Errors
+    /// [`EngineError::OutOfMemory`] if `alloc` fails again without the spare chunks; other errors
+    /// of `alloc` unchanged.
     fn alloc_or_trim(
         &self,
         alloc: impl Fn() -> Result<Address, EngineError>,
@@ -134,7 +141,8 @@ impl Allocator {
     /// uses it.
     pub(crate) unsafe fn free(&self, address: Address, size: u64) {
         if !self.is_part(size) {
-            // SAFETY: the caller's promise.
+            // SAFETY: `is_part` is a function of the size, so `alloc` has taken `address` from the
+            // device with this `size`. The caller guarantees that no later work uses the memory.
             return unsafe { self.device.free(address, size) };
         }
         self.give_back(address, size);

@@ -48,6 +48,10 @@ pub(crate) struct ExecutionContext {
 pub(crate) const COUNTERS: i64 = 1 << 16;
 
 impl ExecutionContext {
+    /// The context of `device`, with the engine's own buffers.
+    ///
+    /// # Errors
+    /// [`EngineError`] of the device, if it has no memory for the buffers or lacks a kernel.
     pub(crate) fn new(
         device: Arc<dyn Device>,
         policy: LaunchPolicy,
@@ -167,7 +171,8 @@ impl ExecutionContext {
             return Ok(());
         }
         let bytes = COUNTERS as u64 * 4 + COUNTER_BYTES;
-        // SAFETY: `counters` has this many bytes, and no kernel runs, by the caller's promise.
+        // SAFETY: `counters` was allocated with COUNTERS words and COUNTER_BYTES behind them. No
+        // kernel runs that uses them, as the caller guarantees.
         unsafe { self.device.fill(self.counters(), bytes, 0) }
     }
 
@@ -178,8 +183,8 @@ impl ExecutionContext {
     pub(crate) unsafe fn take_fault(&self) -> Option<VgFault> {
         let cell = self.fault.host.cast::<VgFault>();
         // SAFETY: `alloc_mapped` has returned memory for one `VgFault`, mapped while the device
-        // exists. No kernel writes it now, by the caller's promise, and the caller is the only
-        // user.
+        // exists. The caller guarantees that no kernel runs, so none writes the cell, and that no
+        // other thread reads it.
         unsafe {
             let found = cell.read_volatile();
             if found.taken == 0 {

@@ -42,6 +42,10 @@ pub(crate) struct CpuFallback {
 }
 
 impl CpuFallback {
+    /// The CPU engine, started by the first call.
+    ///
+    /// # Errors
+    /// [`EngineError`] of the CPU engine if it did not start; the same for every later call.
     fn engine(&self) -> Result<&CpuEngine, EngineError> {
         let engine = self.engine.get_or_init(|| CpuEngine::new(0, None));
         engine.as_ref().map_err(Clone::clone)
@@ -114,13 +118,13 @@ impl CpuFallback {
             .iter()
             .map(|region| engine.alloc(region.len()))
             .collect::<Result<Vec<_>, _>>()?;
-        let places = regions
+        let ranges = regions
             .iter()
             .map(|region| bases[region.buffer as usize] + region.bytes.start);
         Ok(FallbackNode {
             plan: engine.compile(&valid, &memory)?,
             result: valid.graph().tensors[0].buffer as usize,
-            places: places.zip(memory).collect(),
+            ranges: ranges.zip(memory).collect(),
         })
     }
 }
@@ -172,8 +176,8 @@ fn extent(tensor: &Tensor) -> u64 {
 pub(crate) struct FallbackNode {
     plan: Box<dyn Plan>,
     /// The address of each range on the device, and its host memory.
-    places: Vec<(Address, Arc<dyn Memory>)>,
-    /// The index in `places` of the range with the destination.
+    ranges: Vec<(Address, Arc<dyn Memory>)>,
+    /// The index in `ranges` of the range with the destination.
     result: usize,
 }
 
@@ -192,20 +196,21 @@ impl FallbackNode {
             message: error.to_string(),
         };
         let mut bytes = Vec::new();
-        for (address, memory) in &self.places {
+        for (address, memory) in &self.ranges {
             bytes.resize(memory.size() as usize, 0u8);
-            // SAFETY: the range lies in a buffer of the graph, which exists by the caller's
-            // promise.
+            // SAFETY: `bytes` has the size of the range, which lies in a buffer of the graph. The
+            // caller guarantees that the buffer exists.
             unsafe { device.download(*address, BytesMut::from(bytes.as_mut_slice())) }
                 .and_then(|()| memory.write(0, Bytes::from(bytes.as_slice())))
                 .map_err(failed)?;
         }
         self.plan.run()?;
-        let (address, memory) = &self.places[self.result];
+        let (address, memory) = &self.ranges[self.result];
         bytes.resize(memory.size() as usize, 0);
         memory
             .read(0, BytesMut::from(bytes.as_mut_slice()))
-            // SAFETY: as for the download.
+            // SAFETY: `bytes` has the size of this range, which lies in a buffer of the graph. The
+            // caller guarantees that the buffer exists.
             .and_then(|()| unsafe { device.upload(*address, Bytes::from(bytes.as_slice())) })
             .map_err(failed)
     }

@@ -238,7 +238,9 @@ pub trait Device: Send + Sync + 'static {
         self.synchronize()?;
         let time = |launch| {
             let start = Instant::now();
-            // SAFETY: the caller's promise.
+            // SAFETY: `launch` is one of the `launches`, for each of which the caller guarantees
+            // that the addresses in its parameters are of device memory that its kernel may use
+            // until the next `synchronize`, which follows.
             unsafe { self.launch(launch)? };
             self.synchronize()?;
             Ok(start.elapsed().as_secs_f64())

@@ -83,7 +83,7 @@ impl CudaEngine {
     /// Whether there is anything to tune: matrix products that several kernel variants can run.
     pub fn is_tunable(&self) -> bool {
         let architecture =
-            |context: Arc<ExecutionContext>| context.device.architecture() == crate::source::HOPPER;
+            |context: Arc<ExecutionContext>| context.device.architecture() == crate::source::SM_90A;
         self.context().is_ok_and(architecture)
     }
 
@@ -120,6 +120,10 @@ impl CudaEngine {
     }
 
     /// The context of the device, which is reopened if it is lost.
+    ///
+    /// # Errors
+    /// [`EngineError::DeviceLost`] if the device is lost and cannot be reopened, or the
+    /// [`EngineError`] of the last attempt to reopen it.
     fn context(&self) -> Result<Arc<ExecutionContext>, EngineError> {
         let mut current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(reason) = current.context.device.lost() else {

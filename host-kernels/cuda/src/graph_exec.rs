@@ -154,7 +154,8 @@ impl LaunchSequence {
         policy: LaunchPolicy,
         turn: &Turn,
     ) -> Result<RunStatus, Failure> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees that the memory in the parameters of `self.launches` exists
+        // and that nobody else uses the device.
         let outcome = unsafe { self.go_on(device, policy, turn) };
         let (Err(Failure { error, .. }), Some(at)) = (&outcome, self.refused.take()) else {
             return outcome;
@@ -166,10 +167,18 @@ impl LaunchSequence {
         warn!("the device refuses a megakernel, its launches run one by one from now on: {error}");
         plain.done = self.covers[..at].iter().sum();
         *self = *plain;
-        // SAFETY: the caller's promise; the plain sequence uses the same memory.
+        // SAFETY: `self` is now the plain sequence, whose launches use the memory of the megakernel
+        // that they replace. The caller guarantees that this memory exists and that nobody else
+        // uses the device.
         unsafe { self.go_on(device, policy, turn) }
     }
 
+    /// Hands launches to the device from `self.done` on.
+    ///
+    /// # Errors
+    /// As for [`LaunchSequence::advance`]. `self.refused` is the launch if the device refused a
+    /// megakernel.
+    ///
     /// # Safety
     /// As for [`LaunchSequence::advance`].
     unsafe fn go_on(
@@ -196,14 +205,16 @@ impl LaunchSequence {
             match graph {
                 Some(graph) if graph.count == end - self.done => {
                     let node = self.nodes[self.done] as usize;
-                    // SAFETY: the caller's promise; the instance has the parameters of this
-                    // sequence.
+                    // SAFETY: `has_params_of` has confirmed that the nodes of the graph have the
+                    // parameters of `self.launches`. The caller guarantees that the memory in these
+                    // parameters exists until the device is synchronised.
                     unsafe { device.launch_graph(graph.id) }
                         .map_err(|error| failed(node, error))?;
                 }
                 _ => {
                     for at in self.done..end {
-                        // SAFETY: the caller's promise.
+                        // SAFETY: the caller guarantees that the memory in the parameters of
+                        // `self.launches` exists until the device is synchronised.
                         unsafe { device.launch(&self.launches[at]) }.map_err(|error| {
                             let is_refused = matches!(error, EngineError::Unsupported { .. });
                             self.refused =
@@ -248,7 +259,8 @@ impl LaunchSequence {
     /// As for [`LaunchSequence::advance`].
     pub(crate) unsafe fn time(&mut self, device: &dyn Device) -> Result<Vec<f64>, Failure> {
         self.rewind();
-        // SAFETY: the caller's promise.
+        // SAFETY: the launches are those of `self` or of `self.plain`, which use the same memory.
+        // The caller guarantees that this memory exists and that nobody else uses the device.
         let outcome =
             unsafe { device.time_launches(&self.plain.as_deref().unwrap_or(self).launches) };
         outcome.map_err(|error| Failure {
@@ -295,6 +307,10 @@ impl LaunchSequence {
         }
     }
 
+    /// Instantiates a graph for each batch of enough launches.
+    ///
+    /// # Errors
+    /// [`EngineError`] of the device if it refuses a graph.
     fn instantiate(
         &self,
         template: &mut GraphTemplate,
@@ -318,6 +334,9 @@ impl LaunchSequence {
     }
 
     /// Updates the nodes that differ from the launches `held`, which the instances have now.
+    ///
+    /// # Errors
+    /// [`EngineError`] of the device if it refuses the parameters of a node.
     fn update(
         &self,
         template: &GraphTemplate,

@@ -170,6 +170,9 @@ impl CudaMemory {
 
     /// The same before all bytes of `range` are overwritten: tensors inside `range` are dropped,
     /// and not restored.
+    ///
+    /// # Errors
+    /// [`EngineError`] of the device.
     fn before_write(&self, range: &Range<u64>) -> Result<(), EngineError> {
         self.drop_or_restore(range, |tensor| {
             range.start <= tensor.start && tensor.end <= range.end
@@ -178,6 +181,9 @@ impl CudaMemory {
 
     /// Leaves no tensor with bytes in `range` repacked: drops those that `is_forgotten` names, and
     /// restores the others.
+    ///
+    /// # Errors
+    /// [`EngineError`] of the device.
     fn drop_or_restore(
         &self,
         range: &Range<u64>,
@@ -208,6 +214,9 @@ impl CudaMemory {
     }
 
     /// The bytes in `range` of the tensor at `start`, as they are in memory.
+    ///
+    /// # Errors
+    /// [`EngineError`] of the device.
     fn fetch(&self, start: u64, range: Range<u64>) -> Result<Vec<u8>, EngineError> {
         let mut bytes = vec![0; (range.end - range.start) as usize];
         self.download(start + range.start, bytes.as_mut_slice().into())?;
@@ -215,11 +224,16 @@ impl CudaMemory {
     }
 
     /// Reads the bytes at `offset` as they are in memory.
+    ///
+    /// # Errors
+    /// [`EngineError`] of the device.
     fn download(&self, offset: u64, out: BytesMut<'_>) -> Result<(), EngineError> {
         if out.is_empty() {
             return Ok(());
         }
-        // SAFETY: the callers have checked that the range is inside this memory.
+        // SAFETY: `read` has checked its range, and `fetch` reads a tensor that `repack_state`
+        // lists, which lies inside this memory. The memory is freed only when this object is
+        // dropped.
         unsafe { self.allocator.device().download(self.address + offset, out) }
     }
 
@@ -255,7 +269,7 @@ impl Memory for CudaMemory {
             return Ok(());
         }
         self.before_write(&(offset..offset + data.len() as u64))?;
-        // SAFETY: `range` has checked that the bytes are inside this memory.
+        // SAFETY: `range` has checked that the `data.len()` bytes at `to` are inside this memory.
         unsafe { self.allocator.device().upload(to, data) }
     }
 
@@ -299,7 +313,7 @@ impl Memory for CudaMemory {
             return Ok(());
         }
         self.before_write(&(offset..offset + len))?;
-        // SAFETY: `range` has checked that the bytes are inside this memory.
+        // SAFETY: `range` has checked that the `len` bytes at `to` are inside this memory.
         unsafe { self.allocator.device().fill(to, len, value) }
     }
 
@@ -322,7 +336,8 @@ impl Memory for CudaMemory {
         source.restore(&(source_offset..source_offset + len))?;
         self.before_write(&(offset..offset + len))?;
         if to.abs_diff(from) >= len {
-            // SAFETY: `range` has checked both ranges, and they do not overlap.
+            // SAFETY: `range` has checked that the `len` bytes at `to` and at `from` are inside
+            // their memories. Their distance is at least `len`, so they do not overlap.
             return unsafe { self.allocator.device().copy(to, from, len) };
         }
         let through = CudaMemory::new(&self.allocator, len)?;

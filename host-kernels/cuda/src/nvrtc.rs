@@ -81,7 +81,7 @@ impl Nvrtc {
             let path = folder.map_or_else(|| name.into(), |folder| folder.join(name));
             // SAFETY: loading a library runs its initialisers; NVRTC's only set up its own state.
             match unsafe { Library::new(&path) } {
-                // SAFETY: the file has NVRTC's name.
+                // SAFETY: the library was found by one of the `NAMES`, which are those of NVRTC.
                 Ok(library) => return unsafe { Nvrtc::of(library) },
                 Err(error) if reason.is_empty() => reason = error.to_string(),
                 Err(_) => {}
@@ -90,14 +90,20 @@ impl Nvrtc {
         Err(CompileError::NoCompiler { reason })
     }
 
+    /// The compiler in `library`.
+    ///
+    /// # Errors
+    /// [`CompileError::NoCompiler`] if the library lacks a function, [`CompileError::Failed`] if it
+    /// does not tell its version.
+    ///
     /// # Safety
     /// The library is NVRTC.
     unsafe fn of(library: Library) -> Result<Nvrtc, CompileError> {
         let missing = |error: libloading::Error| CompileError::NoCompiler {
             reason: error.to_string(),
         };
-        // SAFETY: the functions have these types in nvrtc.h since CUDA 11, and the caller vouches
-        // for the library. Each pointer is used while `_library` is loaded.
+        // SAFETY: the functions have these types in nvrtc.h since CUDA 11, and the caller
+        // guarantees that `library` is NVRTC. Each pointer is used while `_library` is loaded.
         unsafe {
             let mut version = (0, 0);
             let get_version: Version = *library.get(b"nvrtcVersion\0").map_err(missing)?;
@@ -188,6 +194,9 @@ struct Open<'a> {
 
 impl Open<'_> {
     /// Reads a result by a pair of functions: its size, then its bytes.
+    ///
+    /// # Errors
+    /// [`CompileError::Failed`] with the name `call` if one of the functions fails.
     fn read(&self, call: &'static str, size: Size, text: Text) -> Result<Vec<u8>, CompileError> {
         let mut bytes = 0;
         // SAFETY: the program exists; the second function writes exactly as many bytes as the first
@@ -226,6 +235,10 @@ fn builtins(folder: &Path) {
     }
 }
 
+/// The outcome of `call`, which has returned `code`.
+///
+/// # Errors
+/// [`CompileError::Failed`] if the code is not 0.
 fn check(call: &'static str, code: c_int) -> Result<(), CompileError> {
     if code == 0 {
         Ok(())

@@ -35,6 +35,10 @@ struct State {
 }
 
 impl Scratch {
+    /// Reserves addresses for scratch memory of `device`, without memory.
+    ///
+    /// # Errors
+    /// [`EngineError::Device`] if there is no such range of addresses.
     pub(crate) fn new(device: &Arc<dyn Device>) -> Result<Scratch, EngineError> {
         let unit = device.map_granularity();
         // Test devices have small units, so that accesses beyond the end are detected.

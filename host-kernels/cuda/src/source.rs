@@ -116,7 +116,7 @@ pub(crate) const OPTIONS: [&str; 3] = [
 pub const ARCHITECTURES: &[&str] = &["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a"];
 
 /// The architecture of Hopper GPUs with warpgroup matrix instructions (`wgmma`).
-pub const HOPPER: &str = "sm_90a";
+pub const SM_90A: &str = "sm_90a";
 
 /// The oldest architecture, with the kernels for any GPU only.
 pub const GENERAL: &str = "sm_80";
@@ -252,7 +252,7 @@ mod tests {
     fn special_files_are_for_an_architecture_that_is_made() {
         let special = SOURCES.iter().filter_map(|source| source.only);
         assert!(special.clone().all(|only| ARCHITECTURES.contains(&only)));
-        assert!(special.clone().any(|only| only == HOPPER));
+        assert!(special.clone().any(|only| only == SM_90A));
         assert_eq!(
             sources_for("sm_80").count() + special.count(),
             SOURCES.len()

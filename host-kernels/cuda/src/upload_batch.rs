@@ -54,6 +54,10 @@ struct State {
 }
 
 impl UploadBatcher {
+    /// Batches uploads to `device`.
+    ///
+    /// # Errors
+    /// [`EngineError::Device`] if the device lacks the kernel or the driver cannot map host memory.
     pub(crate) fn new(device: Arc<dyn Device>) -> Result<UploadBatcher, EngineError> {
         Ok(UploadBatcher {
             kernel: device.kernel("vg_upload")?,
@@ -71,6 +75,9 @@ impl UploadBatcher {
 
     /// Launches the batched uploads. If the launch fails, they are lost with the device: the launch
     /// has no other reason to fail.
+    ///
+    /// # Errors
+    /// [`EngineError`] of the device.
     fn send(&self, state: &mut State) -> Result<(), EngineError> {
         let Some(longest) = state.uploads.iter().map(|upload| upload.len).max() else {
             return Ok(());
@@ -88,15 +95,18 @@ impl UploadBatcher {
             params: params.as_bytes().to_vec(),
             cooperative: false,
         };
-        // SAFETY: the callers of `upload` vouched for the memory at each destination. Memory is
-        // freed only through `free`, which sends the batch first. The sources stay in the mapped
-        // memory until the device was synchronised.
+        // SAFETY: each entry of `params` is from `upload`, whose caller has guaranteed `len` bytes
+        // of device memory at `to`. Memory is freed only through `free`, which sends the batch
+        // first. The sources stay in the mapped memory until the device was synchronised.
         unsafe { self.device.launch(&launch) }?;
         self.count_work();
         Ok(())
     }
 
     /// Launches the batched uploads before other work.
+    ///
+    /// # Errors
+    /// [`EngineError`] of the device.
     fn flush(&self) -> Result<(), EngineError> {
         self.send(&mut self.state())
     }
@@ -108,6 +118,9 @@ impl UploadBatcher {
     }
 
     /// Calls `body`, which waits for the device, and notes that all work before is done.
+    ///
+    /// # Errors
+    /// [`EngineError`] of the device for the batched uploads, or the error of `body`.
     fn waiting(&self, body: impl FnOnce() -> Result<(), EngineError>) -> Result<(), EngineError> {
         let count = {
             let mut state = self.state();
@@ -177,7 +190,8 @@ impl Device for UploadBatcher {
     }
 
     unsafe fn pin(&self, start: *mut u8, len: usize) -> Result<(), EngineError> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the `len` bytes at `start` are mapped until `unpin`, which forwards the same
+        // `start`; the caller of `pin` guarantees it.
         unsafe { self.device.pin(start, len) }
     }
 
@@ -194,7 +208,10 @@ impl Device for UploadBatcher {
     unsafe fn free(&self, address: Address, size: u64) {
         // A batch that cannot be launched was for a lost device.
         let _ = self.flush();
-        // SAFETY: the caller's promise.
+        // SAFETY: `address` is from `alloc`, which has returned the address of the inner device
+        // unchanged, with the same `size`. The batch that may write to the memory was launched
+        // above, and `free` of the inner device waits for it. The caller guarantees that no later
+        // work uses the memory.
         unsafe { self.device.free(address, size) };
     }
 
@@ -207,13 +224,16 @@ impl Device for UploadBatcher {
     }
 
     unsafe fn map_memory(&self, address: Address, size: u64) -> Result<(), EngineError> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the range is from `reserve_addresses`, which has returned the range of the inner
+        // device. The caller guarantees that the range has no memory.
         unsafe { self.device.map_memory(address, size) }
     }
 
     unsafe fn unmap_memory(&self, address: Address, size: u64) {
         let _ = self.flush(); // as in `free`
-        // SAFETY: the caller's promise.
+        // SAFETY: `map_memory` has forwarded this range to the inner device. The batch that may
+        // write to the range was launched above. The caller guarantees that no later work uses the
+        // range.
         unsafe { self.device.unmap_memory(address, size) };
     }
 
@@ -225,7 +245,8 @@ impl Device for UploadBatcher {
         let len = from.len();
         if len > MAX_BATCHED_UPLOAD {
             self.flush()?;
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller guarantees `from.len()` bytes of device memory at `to`. `from` is
+            // borrowed until the call returns, after which the device no longer reads it.
             unsafe { self.device.upload(to, from) }?;
             self.count_work();
             return Ok(());
@@ -240,16 +261,17 @@ impl Device for UploadBatcher {
         if state.uploads.len() == VG_MAX_UPLOADS as usize || state.uploads.iter().any(meets) {
             self.send(&mut state)?;
         }
-        let place = |state: &State| state.next + (to % 16) as usize;
-        if place(&state) + len > BUFFER_BYTES {
+        let start = |state: &State| state.next + (to % 16) as usize;
+        if start(&state) + len > BUFFER_BYTES {
             self.send(&mut state)?;
             // Rare: running a graph ends with a wait, which empties the mapped memory.
             self.device.synchronize()?;
             state.next = 0;
         }
-        let at = place(&state);
-        // SAFETY: `at + len` is at most BUFFER_BYTES, and the device reads only bytes before
-        // `next`. The lock of the state makes this thread the only writer.
+        let at = start(&state);
+        // SAFETY: `at + len` is at most BUFFER_BYTES, the size of the memory at `host`. The device
+        // reads only bytes before `next`, which is at most `at`. The lock of the state makes this
+        // thread the only writer.
         from.copy_to(unsafe { std::slice::from_raw_parts_mut(self.buffer.host.add(at), len) });
         state.uploads.push(VgUpload {
             to,
@@ -262,13 +284,14 @@ impl Device for UploadBatcher {
     }
 
     unsafe fn download(&self, from: Address, to: BytesMut<'_>) -> Result<(), EngineError> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees `to.len()` bytes of device memory at `from`. `waiting`
+        // calls the closure at once, while `to` is borrowed.
         self.waiting(|| unsafe { self.device.download(from, to) })
     }
 
     unsafe fn fill(&self, to: Address, size: u64, value: u8) -> Result<(), EngineError> {
         self.flush()?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees `size` bytes of device memory at `to`.
         unsafe { self.device.fill(to, size, value) }?;
         self.count_work();
         Ok(())
@@ -276,7 +299,8 @@ impl Device for UploadBatcher {
 
     unsafe fn copy(&self, to: Address, from: Address, size: u64) -> Result<(), EngineError> {
         self.flush()?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees `size` bytes of device memory at `to` and at `from`,
+        // without overlap.
         unsafe { self.device.copy(to, from, size) }?;
         self.count_work();
         Ok(())
@@ -288,7 +312,8 @@ impl Device for UploadBatcher {
 
     unsafe fn launch(&self, launch: &Launch) -> Result<(), EngineError> {
         self.flush()?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees that the addresses in `launch.params` are of device memory
+        // that the kernel may use. Uploads to that memory were launched by `flush` and run first.
         unsafe { self.device.launch(launch) }?;
         self.count_work();
         Ok(())
@@ -297,7 +322,9 @@ impl Device for UploadBatcher {
     unsafe fn time_launches(&self, launches: &[Launch]) -> Result<Vec<f64>, EngineError> {
         let mut times = Vec::new();
         self.waiting(|| {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller guarantees that the addresses in the parameters of all launches
+            // are of device memory that their kernels may use. `waiting` has launched the batched
+            // uploads to that memory.
             times = unsafe { self.device.time_launches(launches) }?;
             Ok(())
         })?;
@@ -319,7 +346,9 @@ impl Device for UploadBatcher {
 
     unsafe fn launch_graph(&self, graph: GraphExecId) -> Result<(), EngineError> {
         self.flush()?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees that the addresses in the current parameters of all nodes
+        // are of device memory that their kernels may use. Uploads to that memory were launched by
+        // `flush` and run first.
         unsafe { self.device.launch_graph(graph) }?;
         self.count_work();
         Ok(())

@@ -134,7 +134,7 @@ mod cuda {
     }
 }
 
-mod hopper {
+mod sm_90a {
     use std::sync::{Arc, OnceLock};
 
     use vgpu_cuda::CudaEngine;
@@ -142,10 +142,10 @@ mod hopper {
 
     use super::shim::Shim;
 
-    /// The CUDA engine over the shim, with the kernels for Hopper GPUs.
+    /// The CUDA engine over the shim, with the kernels for sm_90a.
     fn engine() -> &'static dyn Engine {
         static ENGINE: OnceLock<CudaEngine> = OnceLock::new();
-        ENGINE.get_or_init(|| CudaEngine::new(Arc::new(Shim::hopper())).expect("an engine"))
+        ENGINE.get_or_init(|| CudaEngine::new(Arc::new(Shim::sm90())).expect("an engine"))
     }
 
     for_engine! {

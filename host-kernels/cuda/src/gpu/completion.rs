@@ -52,7 +52,8 @@ impl Completion {
     /// # Safety
     /// As for [`Completion::new`].
     pub(super) unsafe fn wait(&self, stream: sys::CUstream) -> bool {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees that the context of `stream`, which is also that of
+        // `self.word`, is current, and that `self.word` is mapped.
         match unsafe { self.request(stream) } {
             Ok(number) => poll(|| self.has_reached(number), POLL_TIME),
             Err(_) => false,
@@ -61,13 +62,17 @@ impl Completion {
 
     /// Asks the GPU to write the next number, in stream order. Returns the number.
     ///
+    /// # Errors
+    /// The code of the driver, if it refuses the write.
+    ///
     /// # Safety
     /// As for [`Completion::new`].
     unsafe fn request(&self, stream: sys::CUstream) -> Result<u32, CUresult> {
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         let next = last.wrapping_add(1);
         let flags = sys::CUstreamWriteValue_flags::CU_STREAM_WRITE_VALUE_DEFAULT as u32;
-        // SAFETY: the caller's promise: the stream's context is current, and the word is mapped.
+        // SAFETY: `stream` is of the current context and `self.word.device` is the device address
+        // of a mapped word. The caller guarantees both.
         let code = unsafe { sys::cuStreamWriteValue32_v2(stream, self.word.device, next, flags) };
         if code != CUresult::CUDA_SUCCESS {
             return Err(code);

@@ -118,6 +118,10 @@ impl Graphs {
         Ok(GraphExecId(id))
     }
 
+    /// Adds a node for each launch to `graph` and instantiates it.
+    ///
+    /// # Errors
+    /// [`EngineError::Device`] if the driver refuses the graph, which then may be incomplete.
     fn build(&self, graph: &mut Graph, launches: &[Launch]) -> Result<(), EngineError> {
         let context = self.stream.context();
         // SAFETY: `graph.graph` is a valid place for the handle.
@@ -201,7 +205,8 @@ impl Graphs {
         let table = self.table();
         let graph = table.find(id)?;
         // SAFETY: `exec` and the stream are of the context that is entered, and alive while the
-        // table is locked; the caller vouches for the addresses.
+        // table is locked. The caller guarantees that the kernels may use the addresses in the
+        // parameters of the nodes until the stream is synchronised.
         let code = unsafe { sys::cuGraphLaunch(graph.exec, self.stream.raw()) };
         self.stream.context().check("cuGraphLaunch", code)
     }
@@ -217,6 +222,10 @@ impl Graphs {
 }
 
 impl Table {
+    /// The graph called `id`.
+    ///
+    /// # Errors
+    /// [`EngineError::Device`] if there is no such graph.
     fn find(&self, id: GraphExecId) -> Result<&Graph, EngineError> {
         self.graphs.get(&id.0).ok_or_else(|| EngineError::Device {
             message: format!("there is no graph {}", id.0),

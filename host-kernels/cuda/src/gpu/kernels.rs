@@ -44,7 +44,8 @@ impl Kernels {
             let cubin = cubins.load(source)?;
             let mut module = ptr::null_mut();
             // SAFETY: `cubin` is a whole ELF image that NVRTC made, which the driver copies. The
-            // caller has a context current. The module is never unloaded: it goes with the context.
+            // caller guarantees that a context is current. The module is never unloaded: it goes
+            // with the context.
             let code = unsafe { sys::cuModuleLoadData(&mut module, cubin.as_ptr().cast()) };
             check("cuModuleLoadData", code)?;
             for name in source.kernels() {
@@ -77,6 +78,10 @@ impl Kernels {
 
 /// The function `name` of a module, opted in to `max_shared` bytes of shared memory.
 ///
+/// # Errors
+/// [`GpuError::Driver`] if the module has no such function, or the function needs more static
+/// shared memory than `max_shared`.
+///
 /// # Safety
 /// `module` belongs to the context that is current to the calling thread.
 unsafe fn function(
@@ -86,7 +91,8 @@ unsafe fn function(
 ) -> Result<sys::CUfunction, GpuError> {
     let symbol = CString::new(name).expect("a kernel's name has no zero byte");
     let mut function = ptr::null_mut();
-    // SAFETY: the caller vouches for `module`; `symbol` ends with a zero byte.
+    // SAFETY: the caller guarantees that `module` is of the current context. `symbol` ends with a
+    // zero byte, and `function` is a valid place for the handle.
     let code = unsafe { sys::cuModuleGetFunction(&mut function, module, symbol.as_ptr()) };
     check("cuModuleGetFunction", code)?;
     let mut of_kernel = 0;

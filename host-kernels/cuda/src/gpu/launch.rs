@@ -87,7 +87,8 @@ impl Launcher {
             let mut params: [*mut c_void; 1] = [launch.params.as_ptr().cast_mut().cast()];
             // SAFETY: `function` is of the context that is entered; `params` points to one
             // structure of the size that the kernel takes, which the driver copies before it
-            // returns. The caller vouches for the addresses in it.
+            // returns. The caller guarantees that the kernel may use the addresses in it until the
+            // stream is synchronised.
             let code = unsafe {
                 sys::cuLaunchCooperativeKernel(
                     function,
@@ -120,8 +121,8 @@ impl Launcher {
             ptr::null_mut(), // CU_LAUNCH_PARAM_END
         ];
         // SAFETY: `function` is of the context that is entered; `extra` names a buffer of `size`
-        // bytes, which the driver copies before it returns. The caller vouches for the addresses in
-        // it.
+        // bytes, which the driver copies before it returns. The caller guarantees that the kernel
+        // may use the addresses in it until the stream is synchronised.
         context.check("cuLaunchKernel", unsafe {
             sys::cuLaunchKernel(
                 function,
@@ -152,7 +153,9 @@ impl Launcher {
         events.push(TimedEvent::new(&self.stream)?);
         events[0].record()?;
         for launch in launches {
-            // SAFETY: the caller's promise.
+            // SAFETY: `launch` is one of the `launches`. The caller guarantees that the addresses
+            // in its parameters are of memory that its kernel may use until the stream is
+            // synchronised, below.
             unsafe { self.launch(launch)? };
             let event = TimedEvent::new(&self.stream)?;
             event.record()?;
@@ -170,6 +173,10 @@ struct TimedEvent<'a> {
 }
 
 impl<'a> TimedEvent<'a> {
+    /// Creates an event.
+    ///
+    /// # Errors
+    /// [`EngineError::Device`] if the driver has no resources for the event.
     fn new(stream: &'a Stream) -> Result<TimedEvent<'a>, EngineError> {
         let mut raw = ptr::null_mut();
         let flags = sys::CUevent_flags::CU_EVENT_DEFAULT as c_uint;
@@ -180,6 +187,9 @@ impl<'a> TimedEvent<'a> {
     }
 
     /// Records the event behind all work that was asked for.
+    ///
+    /// # Errors
+    /// [`EngineError::Device`] if the driver reports an error, of this call or of earlier work.
     fn record(&self) -> Result<(), EngineError> {
         // SAFETY: event and stream are of the same context, and alive.
         let code = unsafe { sys::cuEventRecord(self.raw, self.stream.raw()) };
@@ -188,6 +198,9 @@ impl<'a> TimedEvent<'a> {
 
     /// Seconds from `earlier` to this event, to about half a microsecond (CUDA driver API,
     /// `cuEventElapsedTime`). The stream has reached both.
+    ///
+    /// # Errors
+    /// As for [`record`](TimedEvent::record).
     fn since(&self, earlier: &TimedEvent<'_>) -> Result<f64, EngineError> {
         let mut milliseconds = 0.0;
         // SAFETY: both events were recorded on the same stream; `milliseconds` is a place for the

@@ -89,7 +89,7 @@ impl DeviceMemory {
             });
         }
         context.check("cuMemAlloc", code)?;
-        // SAFETY: the allocation above has `size` bytes.
+        // SAFETY: `cuMemAlloc` has returned `size` bytes at `address`.
         unsafe { self.fill(address, size, 0) }?;
         Ok(address)
     }
@@ -104,8 +104,8 @@ impl DeviceMemory {
         if context.lost().is_some() {
             return;
         }
-        // SAFETY: the caller owns the allocation; the stream, which may have used the memory, was
-        // synchronised first.
+        // SAFETY: `cuMemAlloc` has returned `address` and nothing has freed it, as the caller
+        // guarantees. The stream, which may have used the memory, is synchronised first.
         let outcome = self
             .stream
             .synchronize()
@@ -148,7 +148,8 @@ impl DeviceMemory {
     pub(super) unsafe fn pin(&self, start: *mut u8, len: usize) -> Result<(), EngineError> {
         let context = self.stream.context();
         let _entered = context.enter()?;
-        // SAFETY: the range is mapped and stays so, by the caller's promise.
+        // SAFETY: the caller guarantees that the `len` bytes at `start` stay mapped until `unpin`,
+        // which removes the registration. The context is entered.
         context.check("cuMemHostRegister", unsafe {
             sys::cuMemHostRegister_v2(start.cast(), len, sys::CU_MEMHOSTREGISTER_PORTABLE)
         })
@@ -184,8 +185,8 @@ impl DeviceMemory {
         let _entered = context.enter()?;
         let len = from.len();
         if len > MAX_STAGED_UPLOAD {
-            // SAFETY: `from` outlives the copy, since this call synchronises before it returns; the
-            // caller vouches for `to`.
+            // SAFETY: `from` has `len` bytes and outlives the copy, since this call synchronises
+            // before it returns. The caller guarantees `len` bytes of device memory at `to`.
             context.check("cuMemcpyHtoDAsync", unsafe {
                 sys::cuMemcpyHtoDAsync_v2(to, from.as_ptr().cast(), len, self.stream.raw())
             })?;
@@ -199,11 +200,12 @@ impl DeviceMemory {
         }
         // SAFETY: `next + len` is at most STAGING_BYTES, so the bytes are inside the buffer; copies
         // under way read only bytes below `next`, and the lock keeps other threads out. The buffer
-        // lives until the context is destroyed. The caller vouches for `to`.
+        // lives until the context is destroyed. The caller guarantees `len` bytes of device memory
+        // at `to`.
         let code = unsafe {
-            let place = staging.memory.start().add(staging.next);
-            place.copy_from_nonoverlapping(from.as_ptr(), len);
-            sys::cuMemcpyHtoDAsync_v2(to, place.cast(), len, self.stream.raw())
+            let slot = staging.memory.start().add(staging.next);
+            slot.copy_from_nonoverlapping(from.as_ptr(), len);
+            sys::cuMemcpyHtoDAsync_v2(to, slot.cast(), len, self.stream.raw())
         };
         staging.next = (staging.next + len).next_multiple_of(64);
         context.check("cuMemcpyHtoDAsync", code)
@@ -224,8 +226,8 @@ impl DeviceMemory {
         let context = self.stream.context();
         let _entered = context.enter()?;
         let len = to.len();
-        // SAFETY: `to` outlives the copy, since this call synchronises before it returns; the
-        // caller vouches for `from`.
+        // SAFETY: `to` has `len` bytes and outlives the copy, since this call synchronises before
+        // it returns. The caller guarantees `len` bytes of device memory at `from`.
         context.check("cuMemcpyDtoHAsync", unsafe {
             sys::cuMemcpyDtoHAsync_v2(to.as_mut_ptr().cast(), from, len, self.stream.raw())
         })?;
@@ -242,7 +244,8 @@ impl DeviceMemory {
     pub(super) unsafe fn fill(&self, to: Address, size: u64, value: u8) -> Result<(), EngineError> {
         let context = self.stream.context();
         let _entered = context.enter()?;
-        // SAFETY: the caller vouches for the range; the context of the stream is entered.
+        // SAFETY: the caller guarantees `size` bytes of device memory at `to`. The context of the
+        // stream is entered.
         context.check("cuMemsetD8Async", unsafe {
             sys::cuMemsetD8Async(to, value, size as usize, self.stream.raw())
         })
@@ -263,7 +266,8 @@ impl DeviceMemory {
     ) -> Result<(), EngineError> {
         let context = self.stream.context();
         let _entered = context.enter()?;
-        // SAFETY: the caller vouches for both ranges; the context of the stream is entered.
+        // SAFETY: the caller guarantees `size` bytes of device memory at `to` and at `from`,
+        // without overlap. The context of the stream is entered.
         context.check("cuMemcpyDtoDAsync", unsafe {
             sys::cuMemcpyDtoDAsync_v2(to, from, size as usize, self.stream.raw())
         })

@@ -153,6 +153,9 @@ impl Gpu {
 }
 
 /// Loads the driver, and finds a GPU: its handle and the name of its model.
+///
+/// # Errors
+/// [`GpuError`] if there is no driver, the driver is too old, or it has no GPU of this number.
 fn find(ordinal: u32) -> Result<(sys::CUdevice, String), GpuError> {
     // SAFETY: loads libcuda.so.1 if it is there, which runs the library's own initialisation only.
     if !unsafe { sys::is_culib_present() } {
@@ -241,7 +244,8 @@ impl Device for Gpu {
     }
 
     unsafe fn pin(&self, start: *mut u8, len: usize) -> Result<(), EngineError> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller of `Device::pin` guarantees that the `len` bytes at `start` stay
+        // mapped until `unpin`, which calls `DeviceMemory::unpin` with this `start`.
         unsafe { self.memory.pin(start, len) }
     }
 
@@ -254,7 +258,8 @@ impl Device for Gpu {
     }
 
     unsafe fn free(&self, address: Address, _: u64) {
-        // SAFETY: the caller's promise.
+        // SAFETY: `Device::alloc` of this object has returned the `address` of
+        // `DeviceMemory::alloc`. The caller guarantees that nothing uses the memory from now on.
         unsafe { self.memory.free(address) };
     }
 
@@ -267,12 +272,14 @@ impl Device for Gpu {
     }
 
     unsafe fn map_memory(&self, address: Address, size: u64) -> Result<(), EngineError> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the range is from `reserve_addresses`, which calls `AddressSpace::reserve`. The
+        // caller guarantees that the range has no memory and is a multiple of the granularity.
         unsafe { self.addresses.map(address, size) }
     }
 
     unsafe fn unmap_memory(&self, address: Address, size: u64) {
-        // SAFETY: the caller's promise.
+        // SAFETY: `map_memory` has mapped exactly this range by `AddressSpace::map`. The caller
+        // guarantees that nothing uses the range from now on.
         unsafe { self.addresses.unmap(address, size) };
     }
 
@@ -281,22 +288,23 @@ impl Device for Gpu {
     }
 
     unsafe fn upload(&self, to: Address, from: Bytes<'_>) -> Result<(), EngineError> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees `from.len()` bytes of device memory at `to`.
         unsafe { self.memory.upload(to, from) }
     }
 
     unsafe fn download(&self, from: Address, to: BytesMut<'_>) -> Result<(), EngineError> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees `to.len()` bytes of device memory at `from`.
         unsafe { self.memory.download(from, to) }
     }
 
     unsafe fn fill(&self, to: Address, size: u64, value: u8) -> Result<(), EngineError> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees `size` bytes of device memory at `to`.
         unsafe { self.memory.fill(to, size, value) }
     }
 
     unsafe fn copy(&self, to: Address, from: Address, size: u64) -> Result<(), EngineError> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees `size` bytes of device memory at `to` and at `from`,
+        // without overlap.
         unsafe { self.memory.copy(to, from, size) }
     }
 
@@ -305,12 +313,16 @@ impl Device for Gpu {
     }
 
     unsafe fn launch(&self, launch: &Launch) -> Result<(), EngineError> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees that the addresses in `launch.params` are of device memory
+        // that the kernel may use until `synchronize`, which synchronises the stream of the
+        // launcher.
         unsafe { self.launcher.launch(launch) }
     }
 
     unsafe fn time_launches(&self, launches: &[Launch]) -> Result<Vec<f64>, EngineError> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees that the addresses in the parameters of all `launches` are
+        // of device memory that their kernels may use. `time` synchronises the stream before it
+        // returns.
         unsafe { self.launcher.time(launches) }
     }
 
@@ -328,7 +340,9 @@ impl Device for Gpu {
     }
 
     unsafe fn launch_graph(&self, graph: GraphExecId) -> Result<(), EngineError> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees that the addresses in the parameters of all nodes are of
+        // device memory that their kernels may use until `synchronize`, which synchronises the
+        // stream of the graphs.
         unsafe { self.graphs.launch(graph) }
     }
 

@@ -71,10 +71,13 @@ impl Stream {
     /// Polls a word of host memory before it waits in the driver, if the GPU can write there.
     /// `word` is 4 zero bytes that nothing else uses.
     ///
-    /// # Safety The context is current to the calling thread, and `word` is mapped for as long as
-    /// the context exists.
+    /// # Safety
+    /// The context is current to the calling thread, and `word` is mapped for as long as the
+    /// context exists.
     pub(super) unsafe fn set_completion(&self, word: MappedHostMemory) {
-        // SAFETY: the caller's promise.
+        // SAFETY: `self.raw` is a stream of `self.context`, which the caller has made current. The
+        // caller guarantees that `word` stays mapped while the context exists, and `synchronize`
+        // uses the result only while the context is entered.
         if let Some(completion) = unsafe { Completion::new(word, self.raw) } {
             let _ = self.completion.set(completion);
         }

@@ -102,8 +102,9 @@ impl AddressSpace {
             location: location(self.device),
             flags: sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
         };
-        // SAFETY: the caller vouches for the range; `handle` was created above with `bytes` bytes.
-        // A mapping holds a reference to its memory, so the handle is released at once, whether the
+        // SAFETY: the caller guarantees that the `bytes` bytes at `at` are reserved, have no memory
+        // and are a multiple of the granularity. `handle` was created above with `bytes` bytes. A
+        // mapping holds a reference to its memory, so the handle is released at once, whether the
         // mapping was made or not. If access cannot be set, the mapping is undone.
         unsafe {
             let mapped = context.check("cuMemMap", sys::cuMemMap(at, bytes, 0, handle, 0));
@@ -126,14 +127,16 @@ impl AddressSpace {
         let context = self.stream.context();
         if context.lost().is_some() {
             // Mappings belong to the process, not to the context. A failure here changes nothing.
-            // SAFETY: the caller's promise; in a lost context no kernel runs.
+            // SAFETY: `map` has mapped exactly this range once, as the caller guarantees. In a lost
+            // context no kernel runs that could use it.
             unsafe { sys::cuMemUnmap(at, size as usize) };
             return;
         }
         let outcome = self.stream.synchronize().and_then(|()| {
             let _entered = context.enter()?;
-            // SAFETY: the caller's promise; the stream, which may have used the memory, was
-            // synchronised first.
+            // SAFETY: `map` has mapped exactly this range once, as the caller guarantees. The
+            // stream, which may have used the memory, was synchronised above, and the context is
+            // entered.
             context.check("cuMemUnmap", unsafe { sys::cuMemUnmap(at, size as usize) })
         });
         if let Err(reason) = outcome {

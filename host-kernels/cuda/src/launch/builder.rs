@@ -16,7 +16,7 @@ use crate::launch::q8::Q8Activations;
 use crate::params::{
     Params, VG_MOVE_REPEAT, VgConvertF16Sm90Params, VgFaultSite, VgMoveParams, VgView,
 };
-use crate::source::HOPPER;
+use crate::source::SM_90A;
 use vgpu_engine::EngineError;
 
 /// The builder of the launches of a node, or of a group of nodes.
@@ -177,8 +177,8 @@ impl Builder<'_> {
     }
 
     /// The address at `offset` of a range from [`reserve_f16`](Builder::reserve_f16).
-    pub(crate) fn f16_address(&self, place: &Range<u64>, offset: u64) -> Address {
-        self.scratch_at(place.start + offset)
+    pub(crate) fn f16_address(&self, range: &Range<u64>, offset: u64) -> Address {
+        self.scratch_at(range.start + offset)
     }
 
     /// Caches F16 activations in that range, made of these sources.
@@ -186,12 +186,12 @@ impl Builder<'_> {
         &mut self,
         key: Vec<u8>,
         sources: &[&VgView],
-        (place, made): (Range<u64>, usize),
+        (range, made): (Range<u64>, usize),
         params: VgConvertF16Sm90Params,
     ) {
         let sources = { sources.iter() }.filter(|source| source.data != 0);
         let sources = sources.map(|source| source.extent()).collect();
-        self.cache.cache_f16(key, sources, place, params, made);
+        self.cache.cache_f16(key, sources, range, params, made);
     }
 
     /// The cached q8 activations of `x`, for the launch that is added next.
@@ -220,7 +220,7 @@ impl Builder<'_> {
 
     /// Whether the device has the kernels for sm_90a.
     pub(crate) fn is_sm90(&self) -> bool {
-        self.context.device.architecture() == HOPPER
+        self.context.device.architecture() == SM_90A
     }
 
     /// The fastest kernel variant for a product with weights of type `ty` and a result of this many
@@ -264,6 +264,9 @@ impl Builder<'_> {
 
     /// Adds a launch with one thread for each of `n` elements. For very large `n` the kernel loops
     /// over the grid.
+    ///
+    /// # Errors
+    /// As for [`launch`](Builder::launch).
     pub(crate) fn for_each(
         &mut self,
         kernel: &'static str,
@@ -278,6 +281,9 @@ impl Builder<'_> {
 
     /// Adds a launch with one block for each of `rows`. For very many rows the kernel loops over
     /// the grid.
+    ///
+    /// # Errors
+    /// As for [`launch`](Builder::launch).
     pub(crate) fn for_each_row(
         &mut self,
         kernel: &'static str,
@@ -292,6 +298,9 @@ impl Builder<'_> {
 
     /// Adds a launch with one block for each index below `grid`. Beyond the limits of a grid the
     /// kernel loops over the grid.
+    ///
+    /// # Errors
+    /// As for [`launch`](Builder::launch).
     pub(crate) fn launch_over(
         &mut self,
         kernel: &'static str,
@@ -308,6 +317,10 @@ impl Builder<'_> {
     /// Calls `body` to add launches that write rows of f32 to the given view: the destination or,
     /// if the destination overlaps a source, scratch memory that is copied there afterwards. Valid
     /// graphs do not overlap them, but the result must not depend on the order of blocks.
+    ///
+    /// # Errors
+    /// The error of `body`; [`EngineError::Unsupported`] if a copy of the result does not fit 64
+    /// bits.
     pub(crate) fn staged(
         &mut self,
         body: impl FnOnce(&mut Self, VgView) -> Result<(), EngineError>,

@@ -75,7 +75,7 @@ impl MatmulKernels {
         // Repacked rows are adjacent, and only matrices begin at aligned addresses.
         let repacked = w.is_repacked();
         let row = w.ne[0] / ty.block_elements() as i64 * w.nb[0];
-        let places = [w.data as i64, w.nb[1], w.nb[2], w.nb[3]];
+        let address_and_strides = [w.data as i64, w.nb[1], w.nb[2], w.nb[3]];
         let counts = |d: usize| !repacked || d == 0 || d > 1 && w.ne[d] > 1;
         // The kernels index the bytes of a row, and the rows, with 32 bits.
         (1..=1 << 28).contains(&w.ne[0])
@@ -83,7 +83,7 @@ impl MatmulKernels {
             && w.ne[0] % 32 == 0
             && w.nb[0] == ty.block_bytes() as i64
             && (!repacked || w.nb[1] == row)
-            && (0..4).all(|d| !counts(d) || places[d] % self.alignment == 0)
+            && (0..4).all(|d| !counts(d) || address_and_strides[d] % self.alignment == 0)
     }
 
     /// The kernels for weights of this type and format.

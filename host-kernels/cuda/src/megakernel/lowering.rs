@@ -219,6 +219,9 @@ fn launch_config(
 }
 
 /// The launch of a megakernel, and its stage table.
+///
+/// # Errors
+/// [`EngineError::OutOfMemory`] if there is no memory for the stage table.
 fn build_launch(
     stages: &[&Stage],
     order: &[StageDeps],
@@ -269,8 +272,8 @@ fn table(stages: &[&Stage], order: &[StageDeps], blocks: u32) -> Vec<u8> {
     let mut bytes = vec![0; stages.len() * VG_STAGE_BYTES as usize];
     // Work items go to blocks round-robin, from stage to stage.
     let mut first = 0;
-    let places = bytes.chunks_exact_mut(VG_STAGE_BYTES as usize);
-    for (at, (stage, place)) in stages.iter().zip(places).enumerate() {
+    let entries = bytes.chunks_exact_mut(VG_STAGE_BYTES as usize);
+    for (at, (stage, bytes)) in stages.iter().zip(entries).enumerate() {
         let mut entry = VgStage {
             op: stage.body,
             type_: stage.weights.unwrap_or(0),
@@ -290,7 +293,7 @@ fn table(stages: &[&Stage], order: &[StageDeps], blocks: u32) -> Vec<u8> {
             };
         }
         first = (first + stage.total % blocks) % blocks;
-        let (head, tail) = place.split_at_mut(size_of::<VgStage>());
+        let (head, tail) = bytes.split_at_mut(size_of::<VgStage>());
         head.copy_from_slice(entry.as_bytes());
         tail[..stage.params.len()].copy_from_slice(&stage.params);
     }

@@ -313,6 +313,10 @@ impl Shape {
 }
 
 impl MemoryAccess {
+    /// The accesses of an MMV stage.
+    ///
+    /// # Errors
+    /// The reason why the launch has no stage, for the log.
     fn products(&mut self, it: &VgMmvParams, shape: &mut Shape) -> Result<(), &'static str> {
         let has_unit = it.unit != VG_OP_ADD;
         let all = &it.products[..it.count as usize];
@@ -392,6 +396,10 @@ impl MemoryAccess {
         }
     }
 
+    /// The accesses of an attention stage, whose results have `width` columns a head.
+    ///
+    /// # Errors
+    /// The reason why the launch has no stage, for the log.
     fn attend(
         &mut self,
         it: &VgFattnParams,
@@ -421,6 +429,9 @@ impl MemoryAccess {
 }
 
 /// The parameter structure of a launch.
+///
+/// # Errors
+/// The reason why the launch has no stage: its parameters have another size than `T`.
 fn read<T: FromBytes + KnownLayout + Immutable>(launch: &Launch) -> Result<T, &'static str> {
     T::read_from_bytes(&launch.params).map_err(|_| "its parameters are not those of its stage")
 }

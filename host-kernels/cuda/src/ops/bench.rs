@@ -36,7 +36,7 @@ impl Bench {
 
     /// A bench with the kernels for sm_90a.
     pub(crate) fn on_sm90() -> Bench {
-        Bench::on(shim::Shim::hopper())
+        Bench::on(shim::Shim::sm90())
     }
 
     fn on(device: shim::Shim) -> Bench {
@@ -129,10 +129,10 @@ impl Bench {
         );
         let pieces = elements / 1024 / x.rows() as usize;
         let of_row = 0..x.ne[0] as usize / 32;
-        let place =
+        let position =
             |row: usize, block: usize| (row * pieces + block / 32, block % 32 / 2, block % 2);
         { 0..x.rows() as usize }
-            .flat_map(|row| of_row.clone().map(move |block| place(row, block)))
+            .flat_map(|row| of_row.clone().map(move |block| position(row, block)))
             .map(|(piece, chunk, which)| {
                 let half =
                     |h: usize| &quants[piece * 1024 + (2 * which + h) * 256 + chunk * 16..][..16];

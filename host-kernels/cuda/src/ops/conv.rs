@@ -4,7 +4,7 @@
 //! Kernels process three-dimensional images. Images of one or two dimensions have an extent of 1 in
 //! the others.
 
-use vgpu_transport::ir::{Op, OpKind, Rule};
+use vgpu_transport::ir::{ConvGeometry, Op, OpKind, Rule};
 
 use crate::launch::builder::Builder;
 use crate::launch::grid::{MAX_GRID_YZ, div_ceil};
@@ -37,60 +37,33 @@ pub(crate) fn rules() -> Vec<Rule> {
 pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineError>> {
     let dst = b.dst();
     Some(match *op {
-        Op::Conv2d {
-            s0,
-            s1,
-            p0,
-            p1,
-            d0,
-            d1,
-        } => {
+        Op::Conv2d { .. } => {
             let (kernel, image) = (b.src(0), b.src(1));
             let params = VgConvParams {
                 dst: plane(&dst),
                 kernel: plane(&kernel),
                 image: plane(&image),
-                geometry: conv_geometry([(s0, p0, d0), (s1, p1, d1)]),
+                geometry: kernel_geometry(ConvGeometry::<2>::of(op)?),
                 channels: image.ne[2],
                 results: dst.ne[2],
                 images: dst.ne[3],
             };
             convolution(b, &params)
         }
-        Op::Conv3d {
-            s0,
-            s1,
-            s2,
-            p0,
-            p1,
-            p2,
-            d0,
-            d1,
-            d2,
-            c,
-            n,
-            oc,
-        } => {
+        Op::Conv3d { c, n, oc, .. } => {
             let (kernel, image) = (b.src(0), b.src(1));
             let params = VgConvParams {
                 dst: space(&dst, oc.into()),
                 kernel: space(&kernel, c.into()),
                 image: space(&image, c.into()),
-                geometry: conv_geometry([(s0, p0, d0), (s1, p1, d1), (s2, p2, d2)]),
+                geometry: kernel_geometry(ConvGeometry::<3>::of(op)?),
                 channels: c.into(),
                 results: oc.into(),
                 images: n.into(),
             };
             convolution(b, &params)
         }
-        Op::Conv2dDw {
-            s0,
-            s1,
-            p0,
-            p1,
-            d0,
-            d1,
-        } => {
+        Op::Conv2dDw { .. } => {
             let (kernel, image) = (b.src(0), b.src(1));
             let params = VgConvParams {
                 dst: plane(&dst),
@@ -99,7 +72,7 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
                     ..plane(&kernel)
                 },
                 image: plane(&image),
-                geometry: conv_geometry([(s0, p0, d0), (s1, p1, d1)]),
+                geometry: kernel_geometry(ConvGeometry::<2>::of(op)?),
                 channels: dst.ne[2],
                 results: 1,
                 images: dst.ne[3],
@@ -109,44 +82,25 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
         Op::ConvTranspose1d { s0, .. } => {
             // A line is a plane of one row: [k, results, channels] is [k, 1, results, channels].
             let (kernel, image) = (as_plane(b.src(0)), as_plane(b.src(1)));
-            transposed(b, as_plane(dst), kernel, image, s0.into())
+            transposed(b, as_plane(dst), kernel, image, s0)
         }
         Op::ConvTranspose2d { stride } => {
             let (kernel, image) = (b.src(0), b.src(1));
-            transposed(b, dst, kernel, image, stride.into())
+            transposed(b, dst, kernel, image, stride)
         }
-        Op::Im2col {
-            s0,
-            s1,
-            p0,
-            p1,
-            d0,
-            d1,
-            is_2d,
-        } => {
+        Op::Im2col { is_2d, .. } => {
             let (kernel, image) = (b.src(0), b.src(1));
-            let steps = [(s0, p0, d0), (s1, p1, d1)];
-            let params = patches(dst, kernel, image, steps, is_2d);
+            let geometry = ConvGeometry::<2>::of(op)?;
+            let params = patches(dst, kernel, image, geometry, is_2d);
             b.for_each("vg_im2col", dst.elements(), &params)
         }
-        Op::Im2col3d {
-            s0,
-            s1,
-            s2,
-            p0,
-            p1,
-            p2,
-            d0,
-            d1,
-            d2,
-            ic,
-        } => {
+        Op::Im2col3d { ic, .. } => {
             let (kernel, image) = (b.src(0), b.src(1));
             let images = image.ne[3] / i64::from(ic);
             let params = VgIm2colParams {
                 patches: dst,
                 image: space(&image, ic.into()),
-                geometry: conv_geometry([(s0, p0, d0), (s1, p1, d1), (s2, p2, d2)]),
+                geometry: kernel_geometry(ConvGeometry::<3>::of(op)?),
                 taps: [kernel.ne[0], kernel.ne[1], kernel.ne[2]],
                 channels: ic.into(),
                 images,
@@ -154,18 +108,10 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
             };
             b.for_each("vg_im2col", dst.elements(), &params)
         }
-        Op::Im2colBack {
-            s0,
-            s1,
-            p0,
-            p1,
-            d0,
-            d1,
-            is_2d,
-        } => {
+        Op::Im2colBack { is_2d, .. } => {
             let (gradient, kernel) = (b.src(0), b.src(1));
-            let steps = [(s0, p0, d0), (s1, p1, d1)];
-            let mut params = patches(gradient, kernel, dst, steps, is_2d);
+            let geometry = ConvGeometry::<2>::of(op)?;
+            let mut params = patches(gradient, kernel, dst, geometry, is_2d);
             if gradient.elements() == 0 {
                 // All sums are empty. Only patches would limit the extents of the kernel.
                 params.taps = [0; 3];
@@ -185,19 +131,17 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
     })
 }
 
-/// Strides, paddings and dilations of up to three dimensions.
-fn conv_geometry<const N: usize>(steps: [(i32, i32, i32); N]) -> VgConvGeometry {
-    let mut all = VgConvGeometry {
-        stride: [1; 3],
-        padding: [0; 3],
-        dilation: [1; 3],
+/// The geometry in the kernels' three dimensions. Dimensions from `N` on have an extent of 1, so
+/// their stride and dilation are 1 and their padding is 0.
+fn kernel_geometry<const N: usize>(geometry: ConvGeometry<N>) -> VgConvGeometry {
+    let extended = |values: [i32; N], rest: i64| {
+        std::array::from_fn(|d| values.get(d).map_or(rest, |&value| value.into()))
     };
-    for (d, (stride, padding, dilation)) in steps.into_iter().enumerate() {
-        all.stride[d] = stride.into();
-        all.padding[d] = padding.into();
-        all.dilation[d] = dilation.into();
+    VgConvGeometry {
+        stride: extended(geometry.stride, 1),
+        padding: extended(geometry.padding, 0),
+        dilation: extended(geometry.dilation, 1),
     }
-    all
 }
 
 /// [w, h, channels, images]
@@ -240,20 +184,25 @@ fn patches(
     patches: VgView,
     kernel: VgView,
     image: VgView,
-    [x, y]: [(i32, i32, i32); 2],
+    geometry: ConvGeometry<2>,
     is_2d: bool,
 ) -> VgIm2colParams {
     if is_2d {
         return VgIm2colParams {
             patches,
             image: plane(&image),
-            geometry: conv_geometry([x, y]),
+            geometry: kernel_geometry(geometry),
             taps: [kernel.ne[0], kernel.ne[1], 1],
             channels: image.ne[2],
             images: image.ne[3],
             depth: 1,
         };
     }
+    let line = ConvGeometry {
+        stride: [geometry.stride[0]],
+        padding: [geometry.padding[0]],
+        dilation: [geometry.dilation[0]],
+    };
     VgIm2colParams {
         patches: VgView {
             ne: [patches.ne[0], patches.ne[1], 1, patches.ne[2]],
@@ -261,7 +210,7 @@ fn patches(
             ..patches
         },
         image: plane(&as_plane(image)),
-        geometry: conv_geometry([x]),
+        geometry: kernel_geometry(line),
         taps: [kernel.ne[0], 1, 1],
         channels: image.ne[1],
         images: image.ne[2],
@@ -269,10 +218,15 @@ fn patches(
     }
 }
 
+/// Adds the launch of CONV_2D or CONV_3D.
+///
+/// # Errors
+/// [`EngineError::Unsupported`] if there are more output channels than a grid has blocks for;
+/// [`EngineError::Device`] if the device lacks a kernel.
 fn convolution(b: &mut Builder<'_>, params: &VgConvParams) -> Result<(), EngineError> {
-    let places = params.dst.ne.iter().product();
+    let positions = params.dst.ne.iter().product();
     let grid = [
-        div_ceil(places, TILE[0]),
+        div_ceil(positions, TILE[0]),
         div_ceil(params.results, TILE[1]),
         params.images,
     ];
@@ -283,12 +237,16 @@ fn convolution(b: &mut Builder<'_>, params: &VgConvParams) -> Result<(), EngineE
     b.launch_over("vg_conv", grid, 256, 0, params)
 }
 
+/// Adds the launch of CONV_TRANSPOSE_1D or CONV_TRANSPOSE_2D.
+///
+/// # Errors
+/// [`EngineError::Device`] if the device lacks a kernel.
 fn transposed(
     b: &mut Builder<'_>,
     dst: VgView,
     kernel: VgView,
     image: VgView,
-    stride: i64,
+    stride: i32,
 ) -> Result<(), EngineError> {
     let params = VgConvParams {
         dst: plane(&dst),
@@ -299,11 +257,11 @@ fn transposed(
             ..plane(&kernel)
         },
         image: plane(&image),
-        geometry: VgConvGeometry {
+        geometry: kernel_geometry(ConvGeometry {
             stride: [stride; 3],
             padding: [0; 3],
             dilation: [1; 3],
-        },
+        }),
         channels: kernel.ne[3],
         results: dst.ne[2],
         images: dst.ne[3],

@@ -102,6 +102,10 @@ fn unary(kind: UnaryKind) -> VgElementwiseOp {
     }
 }
 
+/// Adds the launch of a gated unit.
+///
+/// # Errors
+/// [`EngineError::Device`] if the device lacks a kernel.
 fn glu(b: &mut Builder<'_>, kind: GluKind, swapped: bool, c: [f32; 4]) -> Result<(), EngineError> {
     let code = match kind {
         GluKind::Reglu => VG_OP_REGLU,
@@ -129,6 +133,10 @@ fn glu(b: &mut Builder<'_>, kind: GluKind, swapped: bool, c: [f32; 4]) -> Result
     map(b, code, c, [half(swapped), half(!swapped)])
 }
 
+/// Adds the launch of an elementwise function of `sources` to the destination.
+///
+/// # Errors
+/// [`EngineError::Device`] if the device lacks a kernel.
 fn map(
     b: &mut Builder<'_>,
     op: VgElementwiseOp,
@@ -140,10 +148,17 @@ fn map(
 }
 
 /// Adds `x` to `part` of the destination.
+///
+/// # Errors
+/// [`EngineError::Device`] if the device lacks a kernel.
 pub(crate) fn add(b: &mut Builder<'_>, part: VgView, x: VgView) -> Result<(), EngineError> {
     map_to(b, part, VG_OP_ADD, [0.0; 4], [part, x])
 }
 
+/// Adds the launch of an elementwise function of `x` and `y` to `dst`.
+///
+/// # Errors
+/// [`EngineError::Device`] if the device lacks a kernel.
 fn map_to(
     b: &mut Builder<'_>,
     dst: VgView,
@@ -166,6 +181,10 @@ fn map_to(
     b.for_each("vg_elementwise", dst.elements(), &params)
 }
 
+/// Adds the launch of ADD_ID.
+///
+/// # Errors
+/// [`EngineError::Device`] if the device lacks a kernel.
 fn add_id(b: &mut Builder<'_>) -> Result<(), EngineError> {
     let params = VgAddIdParams {
         dst: b.dst(),

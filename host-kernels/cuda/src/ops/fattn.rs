@@ -171,6 +171,9 @@ impl Tiles {
     }
 
     /// Adds the launches: the classification of mask tiles if there are many rows, then attention.
+    ///
+    /// # Errors
+    /// [`EngineError::Device`] if the device lacks a kernel.
     pub(crate) fn attend(
         &self,
         b: &mut Builder<'_>,

@@ -27,8 +27,9 @@ pub(crate) fn path_of(k: &VgView, v: &VgView) -> KvPath {
     if [k, v].iter().any(|x| x.ne[0] % 8 != 0) {
         return KvPath::F32;
     }
-    let are =
-        |ty, places| types == [Some(ty); 2] && [k, v].iter().all(|x| is_aligned(x, ty, places));
+    let are = |ty, alignment| {
+        types == [Some(ty); 2] && [k, v].iter().all(|x| is_aligned(x, ty, alignment))
+    };
     if are(Type::F16, 16) {
         return KvPath::F16;
     }
@@ -51,6 +52,9 @@ pub(crate) fn path_of(k: &VgView, v: &VgView) -> KvPath {
 /// Adds the launch that classifies the tiles of the mask (all hidden, partly hidden, all visible),
 /// of `rows` tokens and heads of a group by `columns` keys. Returns the address of the classes, or
 /// 0 if there is no mask.
+///
+/// # Errors
+/// [`EngineError::Device`] if the device lacks a kernel.
 pub(crate) fn mask_states(
     b: &mut Builder<'_>,
     params: &VgFattnSimtParams,
@@ -77,10 +81,10 @@ pub(crate) fn mask_states(
     Ok(found.mask_tiles)
 }
 
-/// Whether rows of type `ty` are dense, with address and strides that are multiples of `places`.
-pub(crate) fn is_aligned(x: &VgView, ty: Type, places: i64) -> bool {
+/// Whether rows of type `ty` are dense, with address and strides that are multiples of `alignment`.
+pub(crate) fn is_aligned(x: &VgView, ty: Type, alignment: i64) -> bool {
     x.type_ == u32::from(ty as u8)
         && x.nb[0] == ty.block_bytes() as i64
-        && x.data.is_multiple_of(places as u64)
-        && x.nb[1..].iter().all(|step| step % places == 0)
+        && x.data.is_multiple_of(alignment as u64)
+        && x.nb[1..].iter().all(|step| step % alignment == 0)
 }

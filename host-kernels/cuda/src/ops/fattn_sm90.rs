@@ -79,6 +79,9 @@ impl FattnSm90 {
     }
 
     /// Adds the launches: the classification of mask tiles, then attention.
+    ///
+    /// # Errors
+    /// [`EngineError::Device`] if the device lacks a kernel.
     pub(crate) fn attend(
         &self,
         b: &mut Builder<'_>,

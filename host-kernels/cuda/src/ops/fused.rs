@@ -208,12 +208,12 @@ pub(crate) fn weighted_sum(b: &mut Builder<'_>, it: &WeightedSum) -> Added {
     Some(b.for_each("vg_weighted_sum", dst.elements(), &params))
 }
 
-/// Whether rows are dense f32 with address and strides that are multiples of `places` bytes.
-fn is_dense_f32(v: &VgView, places: i64) -> bool {
+/// Whether rows are dense f32 with address and strides that are multiples of `alignment` bytes.
+fn is_dense_f32(v: &VgView, alignment: i64) -> bool {
     v.type_ == VG_F32
         && v.nb[0] == 4
-        && v.data.is_multiple_of(places as u64)
-        && (1..4).all(|d| v.ne[d] == 1 || v.nb[d] % places == 0)
+        && v.data.is_multiple_of(alignment as u64)
+        && (1..4).all(|d| v.ne[d] == 1 || v.nb[d] % alignment == 0)
 }
 
 #[cfg(test)]

@@ -66,7 +66,7 @@ impl GemmSm90 {
         // of 16 bytes.
         let is_aligned = [w.data as i64, w.nb[1], w.nb[2], w.nb[3]]
             .iter()
-            .all(|place| place % 16 == 0);
+            .all(|offset| offset % 16 == 0);
         let (ty, repacked) = w.weights()?;
         let kernels = match ty {
             Type::Q4_0 if repacked => kernels!("q4_0_repacked"),
@@ -116,6 +116,9 @@ impl GemmSm90 {
     }
 
     /// Adds the launches of a product: the conversion of activations, then the product.
+    ///
+    /// # Errors
+    /// [`EngineError::Device`] if the device lacks a kernel.
     pub(crate) fn multiply(
         &self,
         b: &mut Builder<'_>,
@@ -142,6 +145,9 @@ impl GemmSm90 {
     }
 
     /// The same for products with experts: the slots of tokens are sorted by expert.
+    ///
+    /// # Errors
+    /// [`EngineError::Device`] if the device lacks a kernel.
     pub(crate) fn multiply_groups(
         &self,
         b: &mut Builder<'_>,
@@ -164,6 +170,9 @@ impl GemmSm90 {
     }
 
     /// Adds the launch of a product of at most `tiles` tiles.
+    ///
+    /// # Errors
+    /// [`EngineError::Device`] if the device lacks a kernel.
     fn launch(
         &self,
         b: &mut Builder<'_>,
@@ -190,6 +199,9 @@ impl GemmSm90 {
 /// Adds the launches that convert the activations of a product, sorted by expert if `columns`, the
 /// columns of an expert's tile, is not 0. Returns cached activations if there are any. `layout` has
 /// the number of rows.
+///
+/// # Errors
+/// [`EngineError::Device`] if the device lacks a kernel.
 fn convert_activations(
     b: &mut Builder<'_>,
     params: &VgMulMatParams,
@@ -224,8 +236,8 @@ fn convert_activations(
     ];
     // Each part is aligned for any type.
     let [values, row_scales, moe_order] = sizes.map(|bytes| (bytes as u64).next_multiple_of(256));
-    let place = b.reserve_f16(values + row_scales + moe_order);
-    let at = |offset| b.f16_address(&place.0, offset);
+    let reserved = b.reserve_f16(values + row_scales + moe_order);
+    let at = |offset| b.f16_address(&reserved.0, offset);
     (made.values, made.row_scales) = (at(0), at(values));
     if is_grouped {
         made.moe_order = at(values + row_scales);
@@ -250,6 +262,6 @@ fn convert_activations(
         0,
         &made,
     )?;
-    b.cache_f16(key, &[x, &ids], place, made);
+    b.cache_f16(key, &[x, &ids], reserved, made);
     Ok(made)
 }

@@ -59,8 +59,8 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
             params.forward = b.src(1);
             let windows = src.elements();
             if kind == PoolKind::Max && windows > 0 {
-                params.places = b.scratch(windows as u64 * 8);
-                if let Err(error) = b.for_each("vg_pool_places", windows, &params) {
+                params.argmax = b.scratch(windows as u64 * 8);
+                if let Err(error) = b.for_each("vg_pool_argmax", windows, &params) {
                     return Some(Err(error));
                 }
             }
@@ -134,6 +134,10 @@ fn pool(dst: VgView, src: VgView, kind: PoolKind, windows: [(i32, i32, i32); 2])
     }
 }
 
+/// Adds the launch of a window operator.
+///
+/// # Errors
+/// [`EngineError::Device`] if the device lacks a kernel.
 fn window(b: &mut Builder<'_>, op: VgWindow, size: i64, across: i64) -> Result<(), EngineError> {
     let params = VgWindowParams {
         dst: b.dst(),

@@ -48,6 +48,9 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
 }
 
 /// Adds the launches of a product.
+///
+/// # Errors
+/// [`EngineError::Device`] if the device lacks a kernel.
 pub(crate) fn multiply(
     b: &mut Builder<'_>,
     op: &Op,
@@ -176,8 +179,10 @@ impl Gemm {
             return None;
         }
         // Rows are read to their end in units of 16 bytes.
-        let places = [w.data as i64, w.nb[1], w.nb[2], w.nb[3], 4 * w.ne[0]];
-        let is_dense = w.type_ == VG_F32 && w.nb[0] == 4 && places.iter().all(|p| p % 16 == 0);
+        let address_and_strides = [w.data as i64, w.nb[1], w.nb[2], w.nb[3], 4 * w.ne[0]];
+        let is_dense = w.type_ == VG_F32
+            && w.nb[0] == 4
+            && address_and_strides.iter().all(|bytes| bytes % 16 == 0);
         Some(Gemm {
             kernel: match is_dense {
                 true => "vg_gemm_f32",
@@ -196,6 +201,9 @@ impl Gemm {
     }
 
     /// Adds the launches: the conversion of activations, then the product.
+    ///
+    /// # Errors
+    /// [`EngineError::Device`] if the device lacks a kernel.
     fn multiply_tiles(
         &self,
         b: &mut Builder<'_>,
@@ -229,6 +237,9 @@ impl Gemm {
 
     /// Adds the launches: the conversion of activations, the sort of slots by expert, then the
     /// product of each expert's weights with its columns.
+    ///
+    /// # Errors
+    /// [`EngineError::Device`] if the device lacks a kernel.
     fn multiply_groups(
         &self,
         b: &mut Builder<'_>,
@@ -286,6 +297,9 @@ fn max_tiles(vectors: i64, experts: i64) -> i64 {
 }
 
 /// Adds the launch that converts activations.
+///
+/// # Errors
+/// [`EngineError::Device`] if the device lacks a kernel.
 fn convert_activations(
     b: &mut Builder<'_>,
     x: VgView,

@@ -57,14 +57,14 @@ pub(crate) fn quantize(b: &mut Builder<'_>, x: VgView) -> Result<Q8Activations, 
     }
     let blocks = x.rows() * (x.ne[0] / 32);
     let elements = q8_elements(&x) as u64;
-    let place = b.reserve_q8(&x, false).unwrap_or_else(|| Q8Activations {
+    let activations = b.reserve_q8(&x, false).unwrap_or_else(|| Q8Activations {
         quants: b.scratch(elements),
         scales: b.scratch(elements / 2),
     });
     let params = VgQuantizeQ8Params {
         src: x,
-        quants: place.quants,
-        scales: place.scales,
+        quants: activations.quants,
+        scales: activations.scales,
     };
     b.for_each_row("vg_quantize_q8", div_ceil(blocks, 4), 128, 0, &params)?;
     Ok(Q8Activations {
@@ -117,8 +117,8 @@ fn fitting(all: &Products<'_>) -> Option<(Type, MatmulKernels)> {
     let x_fits = match ty.is_quantized() {
         true => FLOATS.contains(Type::from_id(x.type_ as u8)?),
         false => {
-            let places = [x.data as i64, x.nb[1], x.nb[2], x.nb[3]];
-            f32s(x) && x.nb[0] == 4 && places.iter().all(|place| place % 16 == 0)
+            let address_and_strides = [x.data as i64, x.nb[1], x.nb[2], x.nb[3]];
+            f32s(x) && x.nb[0] == 4 && address_and_strides.iter().all(|bytes| bytes % 16 == 0)
         }
     };
     let fits = unit_fits
@@ -140,6 +140,10 @@ fn fits_on(add: &VgView, dst: &VgView, has_ids: bool, w: &VgView) -> bool {
     wanted && add.ne[0] == dst.ne[0]
 }
 
+/// Adds the launch of matrix-vector products.
+///
+/// # Errors
+/// [`EngineError::Device`] if the device lacks a kernel.
 fn launch(
     b: &mut Builder<'_>,
     all: &Products<'_>,

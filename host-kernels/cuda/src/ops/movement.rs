@@ -77,9 +77,9 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
         Op::DiagMaskInf { n_past } => {
             let ty = b.dst_shape().ty;
             let hidden = bits_of(ty, f32::NEG_INFINITY);
-            keep(b, i64::MIN, i64::from(n_past) + 1, hidden)
+            band(b, i64::MIN, i64::from(n_past) + 1, hidden)
         }
-        Op::DiagMaskZero { n_past } => keep(b, i64::MIN, i64::from(n_past) + 1, 0),
+        Op::DiagMaskZero { n_past } => band(b, i64::MIN, i64::from(n_past) + 1, 0),
         Op::Tri { kind } => {
             let (low, high) = match kind {
                 TriKind::UpperDiag => (0, i64::MAX),
@@ -87,7 +87,7 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
                 TriKind::LowerDiag => (i64::MIN, 1),
                 TriKind::Lower => (i64::MIN, 0),
             };
-            keep(b, low, high, 0)
+            band(b, low, high, 0)
         }
         Op::Pad { left, circular, .. } => {
             let kind = if circular {
@@ -150,6 +150,10 @@ fn rows(b: &Builder<'_>) -> VgRowsParams {
     }
 }
 
+/// Adds the launch of COPY.
+///
+/// # Errors
+/// [`EngineError::Device`] if the device lacks a kernel.
 fn copy(b: &mut Builder<'_>) -> Result<(), EngineError> {
     let (dst, src) = (b.dst(), b.src(0));
     if dst.type_ == src.type_ && dst.ne == src.ne {
@@ -170,6 +174,9 @@ fn copy(b: &mut Builder<'_>) -> Result<(), EngineError> {
 }
 
 /// Repeats the elements of `src` in `dst`, a part of the destination.
+///
+/// # Errors
+/// [`EngineError::Device`] if the device lacks a kernel.
 fn repeat(b: &mut Builder<'_>, dst: VgView, src: VgView) -> Result<(), EngineError> {
     moved(
         b,
@@ -182,7 +189,10 @@ fn repeat(b: &mut Builder<'_>, dst: VgView, src: VgView) -> Result<(), EngineErr
     )
 }
 
-/// Moves the elements of the first source to the places that `kind` and `shift` define.
+/// Moves the elements of the first source to the positions that `kind` and `shift` define.
+///
+/// # Errors
+/// [`EngineError::Device`] if the device lacks a kernel.
 fn shuffle(b: &mut Builder<'_>, kind: VgMove, shift: [i64; 4]) -> Result<(), EngineError> {
     let params = VgMoveParams {
         dst: b.dst(),
@@ -195,20 +205,26 @@ fn shuffle(b: &mut Builder<'_>, kind: VgMove, shift: [i64; 4]) -> Result<(), Eng
 }
 
 /// Keeps the elements of the first source where `low <= i0 - i1 < high`; `other` elsewhere.
-fn keep(b: &mut Builder<'_>, low: i64, high: i64, other: u64) -> Result<(), EngineError> {
+///
+/// # Errors
+/// [`EngineError::Device`] if the device lacks a kernel.
+fn band(b: &mut Builder<'_>, low: i64, high: i64, other: u64) -> Result<(), EngineError> {
     let params = VgMoveParams {
         dst: b.dst(),
         src: b.src(0),
         low,
         high,
         other,
-        op: VG_MOVE_KEEP,
+        op: VG_MOVE_BAND,
         ..VgMoveParams::default()
     };
     moved(b, &params)
 }
 
 /// Moves elements of the destination's type, or whole blocks.
+///
+/// # Errors
+/// [`EngineError::Device`] if the device lacks a kernel.
 fn moved(b: &mut Builder<'_>, params: &VgMoveParams) -> Result<(), EngineError> {
     let ty = b.dst_shape().ty;
     let mut params = *params;
@@ -223,6 +239,10 @@ fn moved(b: &mut Builder<'_>, params: &VgMoveParams) -> Result<(), EngineError> 
     b.for_each("vg_move", n, &params)
 }
 
+/// Adds the launches of CONCAT, one for each source.
+///
+/// # Errors
+/// [`EngineError::Device`] if the device lacks a kernel.
 fn concat(b: &mut Builder<'_>, dim: usize) -> Result<(), EngineError> {
     let (dst, x, y) = (b.dst(), b.src(0), b.src(1));
     let Shape { ty, .. } = *b.dst_shape();
@@ -240,6 +260,9 @@ fn concat(b: &mut Builder<'_>, dim: usize) -> Result<(), EngineError> {
 }
 
 /// Copies the first source to the destination, if they are not the same memory.
+///
+/// # Errors
+/// [`EngineError::Device`] if the device lacks a kernel.
 fn start_from(b: &mut Builder<'_>) -> Result<(), EngineError> {
     let (dst, src) = (b.dst(), b.src(0));
     if dst.data == src.data {

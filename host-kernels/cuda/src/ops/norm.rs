@@ -72,6 +72,10 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
     })
 }
 
+/// Adds the launch of a norm, a block for each row.
+///
+/// # Errors
+/// [`EngineError::Device`] if the device lacks a kernel.
 fn norm(b: &mut Builder<'_>, op: VgNorm, eps: f32) -> Result<(), EngineError> {
     let params = VgNormParams {
         dst: b.dst(),

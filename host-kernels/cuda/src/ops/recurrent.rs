@@ -121,6 +121,9 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
 }
 
 /// Adds a launch with one warp for each of `rows`.
+///
+/// # Errors
+/// [`EngineError::Device`] if the device lacks a kernel.
 fn for_rows_of_states(
     b: &mut Builder<'_>,
     kernel: &'static str,
@@ -131,6 +134,10 @@ fn for_rows_of_states(
     b.for_each_row(kernel, div_ceil(rows, WARPS), threads, 0, params)
 }
 
+/// Adds the launch of RWKV_WKV6 or GATED_LINEAR_ATTN.
+///
+/// # Errors
+/// [`EngineError::Device`] if the device lacks a kernel.
 fn linear_attention(
     b: &mut Builder<'_>,
     params: &VgLinearAttentionParams,

@@ -65,6 +65,10 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
     })
 }
 
+/// Adds the launch of ARGSORT or TOP_K.
+///
+/// # Errors
+/// [`EngineError::Device`] if the device lacks a kernel.
 fn sort(
     b: &mut Builder<'_>,
     mut params: VgReduceParams,
@@ -98,6 +102,9 @@ fn sort(
 
 /// A reduction of a whole tensor in two launches: each block reduces a part, then one block all
 /// parts. The number of parts depends on the extents only, so the result does too.
+///
+/// # Errors
+/// [`EngineError::Device`] if the device lacks a kernel.
 fn total(b: &mut Builder<'_>, kernel: &'static str, src: VgView) -> Result<(), EngineError> {
     let parts = (src.elements() as u64).div_ceil(1 << 14).clamp(1, 1024) as u32;
     let mut params = VgTotalParams {

@@ -65,6 +65,10 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
     })
 }
 
+/// Adds the launches of CROSS_ENTROPY_LOSS.
+///
+/// # Errors
+/// [`EngineError::Device`] if the device lacks a kernel.
 fn loss(b: &mut Builder<'_>) -> Result<(), EngineError> {
     let a = b.src(0);
     let parts = a.rows().clamp(1, PARTS) as u32;

@@ -46,6 +46,10 @@ enum Work {
 
 impl<'a> Compiler<'a> {
     /// Compiles all nodes over tensors at these views.
+    ///
+    /// # Errors
+    /// [`EngineError::Unsupported`] if no kernel takes the operands of a node; [`EngineError`] of
+    /// the CPU engine for its nodes.
     pub(crate) fn of(
         arrangement: &'a Arrangement,
         views: &'a [VgView],
@@ -81,6 +85,9 @@ impl<'a> Compiler<'a> {
     }
 
     /// Compiles a group of nodes, to one launch if there is a kernel for it.
+    ///
+    /// # Errors
+    /// As for [`Compiler::of`].
     fn group(&mut self, kind: Kind, nodes: Range<usize>) -> Result<(), EngineError> {
         let seen: Vec<GroupNode> = { self.graph.nodes[nodes.clone()].iter() }
             .map(|node| GroupNode {
@@ -103,6 +110,9 @@ impl<'a> Compiler<'a> {
     }
 
     /// Compiles one node.
+    ///
+    /// # Errors
+    /// As for [`Compiler::of`].
     fn node(&mut self, at: usize) -> Result<(), EngineError> {
         let node = &self.graph.nodes[at];
         if self.graph.dst(node).shape.is_empty() {
@@ -167,6 +177,9 @@ impl<'a> Compiler<'a> {
 
     /// The parts of the plan, over the memory with these addresses, and the stage tables of its
     /// megakernels.
+    ///
+    /// # Errors
+    /// [`EngineError::OutOfMemory`] if there is no memory for a stage table.
     pub(crate) fn into_parts(
         mut self,
         memory: &[usize],
@@ -225,7 +238,7 @@ pub(crate) fn is_aligned(tensor: &Tensor) -> bool {
     let strides = tensor.shape.with_plain_strides().nb;
     std::iter::once(tensor.offset)
         .chain(strides)
-        .all(|place| place.is_multiple_of(wanted))
+        .all(|offset| offset.is_multiple_of(wanted))
 }
 
 #[cfg(test)]

@@ -55,6 +55,13 @@ struct UnderWay {
 }
 
 impl CudaPlan {
+    /// Compiles a validated graph over these buffers.
+    ///
+    /// # Errors
+    /// [`EngineError::ForeignMemory`] if a buffer is not of this engine,
+    /// [`EngineError::Unsupported`] if a tensor is not aligned or no kernel takes the operands of a
+    /// node, [`EngineError::OutOfMemory`] if there is no scratch memory,
+    /// [`EngineError::DeviceLost`].
     pub(crate) fn compile(
         graph: &Graph,
         buffers: &[Arc<dyn Memory>],
@@ -133,13 +140,18 @@ impl CudaPlan {
     /// Resumes where the last slice has ended. `Done`: all launches were handed to the device.
     /// Returns also the node of the last launch.
     ///
+    /// # Errors
+    /// [`RunError`] with the node that has failed, or with the index that a kernel has found out of
+    /// bounds.
+    ///
     /// # Safety
     /// The caller has the device.
     unsafe fn go_on(&mut self, turn: &Turn) -> Result<(RunStatus, usize), RunError> {
         let context = Arc::clone(&self.context);
         let device = &context.device;
-        // SAFETY: the caller has the device. A failed run was synchronised, or the device is lost,
-        // so no kernel runs.
+        // SAFETY: the caller has the device, so only this plan could have a kernel under way.
+        // `launch` has waited for its last run, and a failed run was synchronised, or the device is
+        // lost: no kernel runs.
         unsafe { context.reset_counters() }.map_err(|error| failure(&self.ops, 0, &error))?;
         let mut last = 0;
         while let Some(part) = self.parts.get_mut(self.at) {
@@ -147,11 +159,13 @@ impl CudaPlan {
                 Part::Launches(sequence) => {
                     last = sequence.last_node();
                     // SAFETY: the launches were compiled from a validated graph over memory that
-                    // this plan keeps alive; the caller has the device.
+                    // `self.memory`, `_tables` and `_scratch` keep alive. The caller has the
+                    // device, so no other plan uses it.
                     unsafe { sequence.advance(device, context.policy, turn) }
                         .map_err(|Failure { node, error }| failure(&self.ops, node, &error))
                 }
-                // SAFETY: this plan keeps the memory of the graph alive.
+                // SAFETY: `self.memory` keeps the memory of the graph alive that the node was
+                // compiled from.
                 Part::Cpu { work, node } => unsafe { work.run(&**device) }
                     .map(|()| RunStatus::Done)
                     .map_err(|error| at_node(&self.ops, *node, error)),
@@ -173,7 +187,8 @@ impl CudaPlan {
             if outcome.is_err() && device.synchronize().is_err() {
                 return outcome;
             }
-            // SAFETY: the device was synchronised, and the caller has it.
+            // SAFETY: the turn yielded, after which `advance` has synchronised the device, or an
+            // error occurred and the device was synchronised above. The caller has the device.
             if let Some(fault) = unsafe { context.take_fault() } {
                 return Err(self.fault(&fault));
             }
@@ -207,6 +222,9 @@ impl CudaPlan {
 
     /// Runs part by part, and returns the seconds of each launch and of each CPU node.
     ///
+    /// # Errors
+    /// As for [`go_on`](CudaPlan::go_on).
+    ///
     /// # Safety
     /// The caller has the device.
     unsafe fn time(&mut self) -> Result<Vec<f64>, RunError> {
@@ -215,7 +233,9 @@ impl CudaPlan {
         for part in &mut self.parts {
             match part {
                 Part::Launches(sequence) => {
-                    // SAFETY: as in `go_on`.
+                    // SAFETY: the launches were compiled from a validated graph over memory that
+                    // `self.memory`, `_tables` and `_scratch` keep alive. The caller has the
+                    // device, so no other plan uses it.
                     let outcome = unsafe { sequence.time(&*context.device) };
                     times.extend(
                         outcome
@@ -224,7 +244,8 @@ impl CudaPlan {
                 }
                 Part::Cpu { work, node } => {
                     let start = Instant::now();
-                    // SAFETY: as in `go_on`.
+                    // SAFETY: `self.memory` keeps the memory of the graph alive that the node was
+                    // compiled from.
                     unsafe { work.run(&*context.device) }
                         .map_err(|error| at_node(&self.ops, *node, error))?;
                     times.push(start.elapsed().as_secs_f64());
@@ -266,7 +287,7 @@ impl Plan for CudaPlan {
             self.rewind();
             return Err(failure(&self.ops, 0, &EngineError::DeviceLost { reason }));
         }
-        // SAFETY: `taken` holds the device.
+        // SAFETY: `taken` holds the device, until the end of this call or in `under_way`.
         match unsafe { self.go_on(turn) } {
             Ok((RunStatus::Done, node)) => {
                 self.under_way = Some(UnderWay {

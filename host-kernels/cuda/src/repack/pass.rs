@@ -122,6 +122,9 @@ impl<'m> RepackPass<'m> {
     }
 
     /// Allocates the buffer. Tensors that there is no memory for stay plain.
+    ///
+    /// # Errors
+    /// [`EngineError`] of the device, but not a lack of memory.
     fn alloc_buffer(&mut self, context: &Arc<ExecutionContext>) -> Result<(), EngineError> {
         let new = { self.repacked.iter() }.filter(|it| !it.is_done);
         let Some(bytes) = new.map(|it| RepackBuffer::bytes_for(&it.format)).max() else {

@@ -94,7 +94,7 @@ impl Spy {
     /// A device for sm_90a that only records its calls.
     pub(crate) fn on_sm90() -> Spy {
         Spy {
-            shim: Shim::hopper(),
+            shim: Shim::sm90(),
             ..Spy::logging()
         }
     }
