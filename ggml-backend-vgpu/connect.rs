@@ -22,7 +22,7 @@ pub(crate) enum ConnectError {
         /// The endpoint that was tried.
         endpoint: Endpoint,
         /// What went wrong.
-        error: link::connect::ConnectError,
+        error: Box<link::connect::ConnectError>,
     },
     /// The executor in this process cannot start.
     #[cfg(feature = "inproc")]
@@ -52,7 +52,7 @@ pub(crate) fn connect(endpoint: &Endpoint, ggml: &Ggml) -> Result<Arc<Session>, 
         Endpoint::Inproc => inproc()?,
         other => link::connect::connect(other, TIMEOUT).map_err(|error| ConnectError::Link {
             endpoint: endpoint.clone(),
-            error,
+            error: Box::new(error),
         })?,
     };
     // Over these two links bytes move at the speed of copying memory, about three times that of
