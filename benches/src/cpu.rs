@@ -140,7 +140,7 @@ const STEADY: &str = "while a model runs";
 const PEAK: &str = "most at once, with cache and activations";
 
 /// How many times the model's bytes an executor may have in memory, beside the cache.
-const MOST_MEMORY: f64 = 1.1;
+const MAX_MEMORY: f64 = 1.1;
 
 /// How many more times a measurement runs when processor time is counted.
 const MORE: u32 = 2;
@@ -323,7 +323,7 @@ impl Setting<'_> {
             .figure("the executor before", before as f64 / 1e6)
             .figure(STEADY, steady as f64 / 1e6)
             .figure(PEAK, peak / 1e6)
-            .at_most(PEAK, (MOST_MEMORY * file + cache) / 1e6);
+            .at_most(PEAK, (MAX_MEMORY * file + cache) / 1e6);
         rows.push(memory);
         Ok(rows)
     }

@@ -166,7 +166,7 @@ impl Stats {
         self.requests.iter().sum()
     }
 
-    /// Adds the totals of another session. Current holdings (buffers, graphs) are not added.
+    /// Adds the totals of another session. Current buffers and graphs are not added.
     pub(crate) fn add(&mut self, other: &Stats) {
         for (sum, count) in self.requests.iter_mut().zip(other.requests) {
             *sum += count;

@@ -231,7 +231,7 @@ fn weights_are_arranged_for_a_guest_that_says_what_they_are_and_read_as_it_wrote
     let content: Vec<u8> = (0..64 / 32 * 17 * 2048u32)
         .map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8 % 8 + 0x78)
         .collect();
-    let arranged = |device: &Spy| {
+    let repacked = |device: &Spy| {
         let log = device.take_log();
         log.contains(&Call::Launch("vg_repack"))
     };
@@ -247,7 +247,7 @@ fn weights_are_arranged_for_a_guest_that_says_what_they_are_and_read_as_it_wrote
         let dst = guest.alloc(4 * 2048);
         guest.graph(product, &of_weights(weights, ne, [x, dst], op));
         guest.fence();
-        assert_eq!(arranged(&device), is_declared);
+        assert_eq!(repacked(&device), is_declared);
         guest.submit(product);
         results.push(guest.read_f32(dst, 2048));
         assert!(read_all(&mut guest, weights, content.len() as u64) == content);
@@ -259,7 +259,7 @@ fn weights_are_arranged_for_a_guest_that_says_what_they_are_and_read_as_it_wrote
         results.push(guest.read_f32(row, 64));
         guest.submit(product);
         results.push(guest.read_f32(dst, 2048));
-        assert!(!arranged(&device));
+        assert!(!repacked(&device));
         assert!(read_all(&mut guest, weights, content.len() as u64) == content);
         guest.send(&Request::Free { buffer: weights });
     }

@@ -140,8 +140,8 @@ mod tests {
     use vgpu_transport::ir::Type;
 
     #[test]
-    fn choices_are_taken_for_the_device_they_were_measured_on() {
-        let name = format!("vgpu-choices-{}", std::process::id());
+    fn a_tuning_table_is_used_for_the_device_it_was_measured_on() {
+        let name = format!("vgpu-tuning-{}", std::process::id());
         let cache = std::env::temp_dir().join(name);
         std::fs::create_dir(&cache).expect("a new folder");
         assert!(load_tuning(&cache, "a GPU").is_empty());

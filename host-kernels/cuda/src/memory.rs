@@ -120,13 +120,13 @@ impl CudaMemory {
             let end = parts[parts.len() - 1].scales.end;
             // The final place of a matrix's scales still holds its last plain blocks, so the scales
             // of a matrix of several pieces are collected in the buffer.
-            let aside = (parts.len() > 1).then_some(from + PIECE);
+            let staged = (parts.len() > 1).then_some(from + PIECE);
             for part in &parts {
                 let bytes = part.whole.end - part.whole.start;
                 let params = VgRepackParams {
                     from,
                     quants: at + part.quants.start,
-                    scales: aside.unwrap_or(at + begin) + (part.scales.start - begin),
+                    scales: staged.unwrap_or(at + begin) + (part.scales.start - begin),
                     blocks: part.blocks,
                     type_: u32::from(format.ty as u8),
                     reserved: 0,
@@ -149,10 +149,10 @@ impl CudaMemory {
                     device.launch(&launch)?;
                 }
             }
-            if let Some(aside) = aside {
+            if let Some(staged) = staged {
                 // SAFETY: the scales lie behind the quants, inside this memory; the buffer has
                 // room for a piece and the scales of a matrix.
-                unsafe { device.copy(at + begin, aside, end - begin)? };
+                unsafe { device.copy(at + begin, staged, end - begin)? };
             }
         }
         self.repack_state.state().insert(start, format);

@@ -167,7 +167,7 @@ impl Loaded {
 }
 
 /// The number of launches that repacked.
-fn arranged(device: &Spy) -> usize {
+fn repacked(device: &Spy) -> usize {
     let log = device.take_log();
     let asked = |call: &&Call| **call == Call::Launch("vg_repack");
     log.iter().filter(asked).count()
@@ -191,7 +191,7 @@ fn plain_result(weights: &[u8], graph: &Graph) -> Vec<f32> {
     let (engine, device) = engine(false);
     let loaded = Loaded::new(&engine, weights);
     loaded.compile(&engine, graph).run().unwrap();
-    assert_eq!(arranged(&device), 0);
+    assert_eq!(repacked(&device), 0);
     loaded.result(graph)
 }
 
@@ -208,7 +208,7 @@ fn weights_are_arranged_once_and_read_as_they_were_written() {
         for (i, columns) in [1, 3, 40, 1].into_iter().enumerate() {
             let graph = product(weights, columns);
             let mut plan = loaded.compile(&engine, &graph);
-            let count = arranged(&device);
+            let count = repacked(&device);
             assert_eq!(count, usize::from(i == 0), "{ty:?} {columns}");
             plan.run().unwrap();
             let what = format!("{ty:?}, {columns} columns");
@@ -232,7 +232,7 @@ fn weights_are_arranged_once_and_read_as_they_were_written() {
         }
         // No tensor was restored.
         loaded.compile(&engine, &product(weights, 1));
-        assert_eq!(arranged(&device), 0);
+        assert_eq!(repacked(&device), 0);
     }
 }
 
@@ -246,7 +246,7 @@ fn each_expert_is_a_matrix_of_its_own() {
         device.take_log();
         let graph = experts(weights);
         let mut plan = loaded.compile(&engine, &graph);
-        assert_eq!(arranged(&device), 3, "{ty:?}");
+        assert_eq!(repacked(&device), 3, "{ty:?}");
         plan.run().unwrap();
         assert_close(
             &loaded.result(&graph),
@@ -272,7 +272,7 @@ fn large_matrices_are_arranged_in_pieces() {
     let mut graph = product(weights, 1);
     // Some rows of the matrix that the plan multiplies by.
     let mut plan = loaded.compile(&engine, &graph);
-    assert_eq!(arranged(&device), 2);
+    assert_eq!(repacked(&device), 2);
     assert!(loaded.read(0, bytes.len() as u64) == bytes);
     plan.run().unwrap();
     let got = loaded.result(&graph);
@@ -321,7 +321,7 @@ fn whatever_comes_in_between_memory_is_what_was_written() {
         let mut plans: Vec<Box<dyn Plan>> = { graphs.iter() }
             .map(|graph| loaded.compile(&engine, graph))
             .collect();
-        assert_eq!(arranged(&device), 5);
+        assert_eq!(repacked(&device), 5);
         for _ in 0..12 {
             let at = random(len);
             let many = [1, 40, 2000, len][random(4) as usize].min(len - at);
@@ -361,7 +361,7 @@ fn whatever_comes_in_between_memory_is_what_was_written() {
                 assert_eq!(plans[which].run(), Err(RunError::Stale));
                 plans[which] = loaded.compile(&engine, &graphs[which]);
                 counts[0] += 1;
-                counts[1] += arranged(&device);
+                counts[1] += repacked(&device);
             }
         }
         assert!(loaded.read(0, len) == bytes, "round {round}");
@@ -411,7 +411,7 @@ fn weights_that_are_used_otherwise_stay_as_they_are() {
     );
     device.take_log();
     loaded.compile(&engine, &both).run().unwrap();
-    assert_eq!(arranged(&device), 0);
+    assert_eq!(repacked(&device), 0);
     assert_close(
         &loaded.result(&both),
         &plain_result(&bytes, &both),
@@ -434,7 +434,7 @@ fn weights_that_are_used_otherwise_stay_as_they_are() {
         let both = graph(&tensors, &[(MUL_MAT, 2, &[0, 1]), (MUL_MAT, 5, &[3, 4])]);
         device.take_log();
         let mut plan = loaded.compile(&engine, &both);
-        assert_eq!(arranged(&device), 0, "{other:?}");
+        assert_eq!(repacked(&device), 0, "{other:?}");
         plan.run().unwrap();
         assert_close(&loaded.result(&both), &plain_result(&bytes, &both), "parts");
     }
@@ -444,7 +444,7 @@ fn weights_that_are_used_otherwise_stay_as_they_are() {
     let graph = product(weights, 1);
     device.take_log();
     let mut first = loaded.compile(&engine, &graph);
-    assert_eq!(arranged(&device), 1);
+    assert_eq!(repacked(&device), 1);
     first.run().unwrap();
     let want = loaded.result(&graph);
     let mut second = loaded.compile(&engine, &rows);
@@ -455,7 +455,7 @@ fn weights_that_are_used_otherwise_stay_as_they_are() {
     assert_eq!(loaded.result(&rows), plain_result(&bytes, &rows));
     // It stays plain from now on.
     let mut first = loaded.compile(&engine, &graph);
-    assert_eq!(arranged(&device), 0);
+    assert_eq!(repacked(&device), 0);
     assert!(second.is_current());
     first.run().unwrap();
     assert_close(&loaded.result(&graph), &want, "the product once more");
@@ -474,12 +474,12 @@ fn products_without_a_kernel_for_planes_have_weights_as_they_are() {
     let odd = graph(&[weights, x, dst], &[(MUL_MAT, 2, &[0, 1])]);
     let even = product(weights, 2);
     let first = loaded.compile(&engine, &even);
-    assert_eq!(arranged(&device), 1);
+    assert_eq!(repacked(&device), 1);
     loaded.compile(&engine, &odd).run().unwrap();
     assert!(!first.is_current());
     assert_eq!(loaded.result(&odd), plain_result(&bytes, &odd));
     loaded.compile(&engine, &even).run().unwrap();
-    assert_eq!(arranged(&device), 0);
+    assert_eq!(repacked(&device), 0);
     assert_close(
         &loaded.result(&even),
         &plain_result(&bytes, &even),
@@ -501,24 +501,24 @@ fn memory_that_is_not_for_weights_and_a_full_device_are_left_alone() {
     };
     device.take_log();
     let other = others.compile(&engine, &graph);
-    assert_eq!(arranged(&device), 0);
+    assert_eq!(repacked(&device), 0);
     // Now the buffer is for weights.
     others.weights().mark_weights();
     assert!(!other.is_current());
     others.compile(&engine, &graph);
-    assert_eq!(arranged(&device), 1);
+    assert_eq!(repacked(&device), 1);
 
     // Scratch memory exists, for another plan; there is no memory for more.
     let loaded = Loaded::new(&engine, &bytes);
     device.fail(Fails::Memory);
     let mut plan = loaded.compile(&engine, &graph);
-    assert_eq!(arranged(&device), 0);
+    assert_eq!(repacked(&device), 0);
     plan.run().unwrap();
     let want = plain_result(&bytes, &graph);
     assert_close(&loaded.result(&graph), &want, "without room");
     device.fail(None);
     let mut later = loaded.compile(&engine, &graph);
-    assert_eq!(arranged(&device), 1);
+    assert_eq!(repacked(&device), 1);
     assert!(!plan.is_current());
     later.run().unwrap();
     assert_close(&loaded.result(&graph), &want, "with room");
@@ -542,7 +542,7 @@ fn a_new_upload_is_arranged_anew() {
         let bytes = content(size(&weights), seed);
         loaded.weights().write(0, bytes.as_slice().into()).unwrap();
         let mut plan = loaded.compile(&engine, &graph);
-        assert_eq!(arranged(&device), 1);
+        assert_eq!(repacked(&device), 1);
         plan.run().unwrap();
         assert_close(
             &loaded.result(&graph),

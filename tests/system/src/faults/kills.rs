@@ -14,7 +14,7 @@ use super::guest::{HANG, Outcome};
 use super::leaks::{Holdings, expect_no_more};
 use super::setup::{Row, Setup, TOKENS, exists, moment};
 
-/// Rounds before holdings are compared: allocators and libraries take some memory for good when
+/// Rounds before resources are compared: allocators and libraries take some memory for good when
 /// they are first used.
 const WARM_UP: usize = 5;
 

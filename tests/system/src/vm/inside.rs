@@ -11,7 +11,7 @@ const OPS: &str =
 /// And of matrix products, the small ones of the common types.
 const PRODUCTS: &str = "type_a=(f32|f16|bf16|q4_0|q8_0|q4_K|q5_K|q6_K|iq4_xs),type_b=f32,m=16,n=[1-9],k=256,bs=.[12],1.";
 /// Fewer cases than this, and something was not tested.
-const LEAST_CASES: usize = 500;
+const MIN_CASES: usize = 500;
 
 /// Tokens of a generation that is compared.
 pub(super) const TOKENS: usize = 24;
@@ -111,7 +111,7 @@ impl Guest {
         );
         let (ran, failed) = (number(1)?, number(2)?);
         ensure!(failed == 0, "{failed} cases failed:\n{output}");
-        ensure!(ran >= LEAST_CASES, "only {ran} cases ran:\n{output}");
+        ensure!(ran >= MIN_CASES, "only {ran} cases ran:\n{output}");
         Ok(format!("{ran} cases, 0 failed"))
     }
 
