@@ -10,7 +10,7 @@ use vgpu_cuda::gpu::{Gpu, GpuError};
 use vgpu_cuda::{CudaEngine, LaunchPolicy};
 use vgpu_engine::{Engine, EngineError};
 
-use super::StartError;
+use super::error::StartError;
 
 /// Why the file of a tuning table cannot be written.
 #[derive(Debug, thiserror::Error)]

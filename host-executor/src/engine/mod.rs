@@ -2,6 +2,7 @@
 
 #[cfg(feature = "cuda")]
 mod cuda;
+mod error;
 
 use std::fmt;
 use std::str::FromStr;
@@ -9,10 +10,11 @@ use std::sync::Arc;
 
 use tracing::info;
 use vgpu_cpu::{CpuEngine, Threads};
-use vgpu_engine::{Engine, EngineError};
+use vgpu_engine::Engine;
 
 #[cfg(feature = "cuda")]
 pub use cuda::{KeepError, cuda_forced, save_tuning};
+pub use error::StartError;
 
 /// Which engine executes graphs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -55,28 +57,6 @@ impl fmt::Display for EngineKind {
             EngineKind::Auto => f.write_str("auto"),
         }
     }
-}
-
-/// Why an engine does not start.
-#[derive(Debug, thiserror::Error)]
-#[allow(missing_docs)] // the messages name every field
-pub enum StartError {
-    #[error("the cpu engine does not start with {threads} threads (0: one per core): {error}")]
-    Cpu { threads: usize, error: EngineError },
-    #[cfg(feature = "cuda")]
-    #[error("the engine cuda:{ordinal} does not start: {error}")]
-    Gpu {
-        ordinal: u32,
-        error: vgpu_cuda::gpu::GpuError,
-    },
-    #[error("the engine cuda:{ordinal} does not start: {error}")]
-    Cuda { ordinal: u32, error: EngineError },
-    #[cfg(not(feature = "cuda"))]
-    #[error(
-        "the engine cuda:{ordinal} does not start: this program was built without the CUDA engine \
-         (cargo feature cuda)"
-    )]
-    NotBuilt { ordinal: u32 },
 }
 
 /// Starts an engine. `threads` and `memory` (the most bytes that the engine allocates; `None`: what

@@ -1,0 +1,25 @@
+//! The error of a start.
+
+use vgpu_engine::EngineError;
+
+/// Why an engine does not start.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)] // the messages name every field
+pub enum StartError {
+    #[error("the cpu engine does not start with {threads} threads (0: one per core): {error}")]
+    Cpu { threads: usize, error: EngineError },
+    #[cfg(feature = "cuda")]
+    #[error("the engine cuda:{ordinal} does not start: {error}")]
+    Gpu {
+        ordinal: u32,
+        error: vgpu_cuda::gpu::GpuError,
+    },
+    #[error("the engine cuda:{ordinal} does not start: {error}")]
+    Cuda { ordinal: u32, error: EngineError },
+    #[cfg(not(feature = "cuda"))]
+    #[error(
+        "the engine cuda:{ordinal} does not start: this program was built without the CUDA engine \
+         (cargo feature cuda)"
+    )]
+    NotBuilt { ordinal: u32 },
+}
