@@ -373,7 +373,7 @@ fn patch_of_nothing_and_patches_out_of_place() {
     let patches: [(&[u32], &str); 4] = [
         (&[1 << 20, 1, 0], "writes 1 words at 1048576"),
         (&[0, 2, 0], "writes 2 words at 0"),
-        (&[0, 1, 0], "starts with 0x00000000"),
+        (&[0, 1, 0], "begins with 0x00000000"),
         (&[0], "1 words behind its end"),
     ];
     for (words, reason) in patches {
