@@ -49,8 +49,9 @@ pub(crate) struct Options {
 pub(crate) const FULL: &str = "\
 Only `--full` runs:
   kernels   every GPU architecture instead of sm_80 and sm_90a
-  ops       every case of ggml 0.26.0 over inproc instead of a sample; the three cases of MUL_MAT_ID that take minutes
-            each; every case again with the kernels of each lower SIMD level
+  ops       MUL_MAT_ID, FLASH_ATTN_EXT and fused products with every type instead of six; every case of ggml 0.26.0
+            over inproc instead of a sample; the three cases of MUL_MAT_ID that take minutes each; every case again
+            with the kernels of each lower SIMD level; docs/OPS.md against what was found
   demo      the variant with the executor in the host's process, built by the demo itself
   faults    each fault twice as often (`cargo xtask faults`: hundreds of times)
   ollama    everything again without flash attention

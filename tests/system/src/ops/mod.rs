@@ -5,4 +5,6 @@ mod suite;
 pub(crate) mod table;
 
 pub(crate) use report::{DEVICE, Report};
-pub(crate) use suite::{Claim, Suite, compare_with_cpu, compare_with_reference, sample};
+pub(crate) use suite::{
+    Cases, Claim, Suite, compare_with_cpu, compare_with_reference, draw_types, of_types, sample,
+};

@@ -15,8 +15,48 @@ use xtask_common::workspace;
 
 use super::report::{DEVICE, Report};
 
-/// Leaves out three cases whose random weights take five minutes each to quantise.
-const WITHOUT_GIANTS: &str = r"^(?!.*n_mats=128,n_used=4,b=0,m=4096)";
+/// The parameters of three cases whose random weights take five minutes each to quantise.
+const GIANTS: &str = "n_mats=128,n_used=4,b=0,m=4096";
+
+/// Cases of a suite: what the option `-p` of `test-backend-ops` selects by their parameters.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Cases {
+    /// All but the giants.
+    Usual,
+    /// The three cases that take minutes each.
+    Giants,
+    /// Those whose parameters this regular expression matches.
+    Matching(String),
+}
+
+impl Cases {
+    /// The regular expression, in the ECMAScript syntax of C++.
+    fn pattern(&self) -> String {
+        match self {
+            Cases::Usual => format!("^(?!.*{GIANTS})"),
+            Cases::Giants => format!("^.*{GIANTS}"),
+            Cases::Matching(pattern) => pattern.clone(),
+        }
+    }
+}
+
+/// Families of cases that differ in little but a type and take most of a run's time: what the
+/// parameters before the type and after it contain.
+const FAMILIES: [(&str, &str); 3] = [
+    // FLASH_ATTN_EXT: the type of the keys.
+    ("hsk=.*type_K=", ","),
+    // MUL_MAT_ID and MUL_MAT_ID_FUSION: the type of the weights.
+    ("type_a=", ",.*n_mats="),
+    // MUL_MAT_VEC_FUSION: the type of the weights.
+    ("type=", ",glu_op="),
+];
+
+/// The usual cases, of each family only those with the types of `keep`.
+pub(crate) fn of_types(keep: &[String]) -> Cases {
+    let keep = keep.join("|");
+    let others = FAMILIES.map(|(before, after)| format!("(?!{before}(?!(?:{keep}),)[^,]*{after})"));
+    Cases::Matching(format!("^(?!.*{GIANTS}){}", others.concat()))
+}
 
 /// A `test-backend-ops` and how to run it.
 #[derive(Debug)]
@@ -24,12 +64,9 @@ pub(crate) struct Suite<'a> {
     /// The folder of the program.
     pub(crate) bin: &'a Path,
     pub(crate) backend: Backend<'a>,
-    /// Also the cases that take minutes each.
-    pub(crate) giants: bool,
     /// Only these ops, separated by commas.
     pub(crate) ops: Option<&'a str>,
-    /// Only cases with these parameters, as [`sample`] draws them.
-    pub(crate) sample: Option<String>,
+    pub(crate) cases: Cases,
     /// A library to preload: [`preload::Library`].
     pub(crate) preload: Option<PathBuf>,
     /// For the names of logs and statistics.
@@ -48,16 +85,7 @@ pub(crate) struct Claim {
 impl Suite<'_> {
     fn command(&self, mode: &str) -> Command {
         let mut program = Command::new(self.bin.join("test-backend-ops"));
-        program.args([mode, "-b", DEVICE]);
-        match &self.sample {
-            Some(cases) => {
-                program.args(["-p", cases]);
-            }
-            None if !self.giants => {
-                program.args(["-p", WITHOUT_GIANTS]);
-            }
-            None => {}
-        }
+        program.args([mode, "-b", DEVICE, "-p", &self.cases.pattern()]);
         if let Some(ops) = self.ops {
             program.args(["-o", ops]);
         }
@@ -108,25 +136,50 @@ impl Suite<'_> {
     }
 }
 
-/// Draws `count` of the listed cases: a regular expression of their parameters, for the option
-/// `-p` of the program. It also takes the cases of other ops with the same parameters.
-pub(crate) fn sample(claims: &[Claim], count: usize, rng: &mut Rng) -> String {
+/// Draws `count` of the types that the listed cases of [`FAMILIES`] have.
+pub(crate) fn draw_types(claims: &[Claim], count: usize, rng: &mut Rng) -> Vec<String> {
+    let mut types: Vec<String> = { claims.iter() }
+        .filter_map(|claim| match claim.op.as_str() {
+            "FLASH_ATTN_EXT" => parameter(&claim.case, "type_K="),
+            "MUL_MAT_ID" => parameter(&claim.case, "type_a="),
+            _ => None,
+        })
+        .map(str::to_owned)
+        .collect();
+    types.sort_unstable();
+    types.dedup();
+    draw(&mut types, count, rng);
+    types
+}
+
+/// Leaves `count` elements, each as likely as any other.
+fn draw<T>(from: &mut Vec<T>, count: usize, rng: &mut Rng) {
+    let count = count.min(from.len());
+    for drawn in 0..count {
+        // The remainder's bias is one in 2^64 / length.
+        let left = (from.len() - drawn) as u64;
+        from.swap(drawn, drawn + (rng.next_u64() % left) as usize);
+    }
+    from.truncate(count);
+}
+
+/// The value of the parameter whose name and equals sign are `name`.
+fn parameter<'a>(case: &'a str, name: &str) -> Option<&'a str> {
+    let value = case.split_once(name)?.1;
+    value.split([',', ')']).next()
+}
+
+/// Draws `count` of the listed cases. The sample also has the cases of other ops with the same
+/// parameters.
+pub(crate) fn sample(claims: &[Claim], count: usize, rng: &mut Rng) -> Cases {
     let mut parameters: Vec<&str> = { claims.iter() }
         .filter_map(|claim| claim.case.split_once('(')?.1.strip_suffix(')'))
         .collect();
     parameters.sort_unstable();
     parameters.dedup();
-    let count = count.min(parameters.len());
-    for drawn in 0..count {
-        // The remainder's bias is one in 2^64 / length.
-        let left = (parameters.len() - drawn) as u64;
-        parameters.swap(drawn, drawn + (rng.next_u64() % left) as usize);
-    }
-    let escaped: Vec<String> = parameters[..count]
-        .iter()
-        .map(|text| escape(text))
-        .collect();
-    format!("^(?:{})$", escaped.join("|"))
+    draw(&mut parameters, count, rng);
+    let escaped: Vec<String> = parameters.iter().map(|text| escape(text)).collect();
+    Cases::Matching(format!("^(?:{})$", escaped.join("|")))
 }
 
 /// A text as a regular expression of itself.
@@ -234,11 +287,7 @@ pub(crate) fn compare_with_reference(
 /// Whether floats are written to a format with a codebook: there are many right results, and the
 /// kernels' own tests look at their errors.
 fn writes_codebook(case: &str) -> bool {
-    let parameter = |name: &str| {
-        let value = case.split_once(name)?.1;
-        value.split([',', ')']).next()
-    };
-    let (from, to) = (parameter("type_src="), parameter("type_dst="));
+    let (from, to) = (parameter(case, "type_src="), parameter(case, "type_dst="));
     let codebook = |ty: &str| {
         ["iq1_", "iq2_", "iq3_"]
             .iter()
@@ -271,7 +320,7 @@ mod tests {
                 supported: true,
             })
             .collect();
-        let draw = |seed| sample(&claims, 7, &mut Rng::new(seed, 0));
+        let draw = |seed| sample(&claims, 7, &mut Rng::new(seed, 0)).pattern();
         assert_eq!(draw(1), draw(1));
         assert_ne!(draw(1), draw(2));
         let drawn = draw(1);
@@ -289,10 +338,36 @@ mod tests {
         assert!(draw(1).contains("ne=\\["), "{}", draw(1));
         assert_eq!(
             sample(&claims, 1000, &mut Rng::new(1, 0))
+                .pattern()
                 .split('|')
                 .count(),
             100
         );
+    }
+
+    #[test]
+    fn types_are_drawn_from_the_families_that_have_them() {
+        let claim = |op: &str, case: &str| Claim {
+            op: op.into(),
+            case: format!("{op}({case})"),
+            supported: true,
+        };
+        let claims = [
+            claim("MUL_MAT_ID", "type_a=q4_K,type_b=f32,n_mats=4"),
+            claim("MUL_MAT_ID", "type_a=q4_K,type_b=f32,n_mats=8"),
+            claim("FLASH_ATTN_EXT", "hsk=64,type_K=q5_1,type_V=f16"),
+            claim("ADD", "type=f16,ne=[1,1,1,1]"),
+        ];
+        let draw = |count| draw_types(&claims, count, &mut Rng::new(3, 1));
+        let mut all = draw(9);
+        all.sort();
+        assert_eq!(all, ["q4_K", "q5_1"]);
+        assert_eq!(draw(1).len(), 1);
+        assert_eq!(draw(1), draw(1));
+        let cases = of_types(&["f16".to_owned(), "q4_K".to_owned()]);
+        let excludes = "(?!type_a=(?!(?:f16|q4_K),)[^,]*,.*n_mats=)";
+        assert!(cases.pattern().contains(excludes), "{cases:?}");
+        assert!(cases.pattern().starts_with("^(?!"), "{cases:?}");
     }
 
     const LIST: &str = "\

@@ -8,7 +8,8 @@ use anyhow::{Context as _, Result, bail, ensure};
 
 use super::report::Report;
 use super::suite::{
-    Claim, Suite, compare_with_cpu, compare_with_reference, disagreements, log, none, parse_claims,
+    Cases, Claim, Suite, compare_with_cpu, compare_with_reference, disagreements, log, none,
+    parse_claims,
 };
 use xtask_common::cache::Cache;
 use xtask_common::dist;
@@ -147,9 +148,8 @@ fn run(cache: &Cache) -> Result<Findings> {
             dist: &dist,
             endpoint: &endpoint,
         },
-        giants: false,
+        cases: Cases::Usual,
         ops: None,
-        sample: None,
         preload: None,
         name: "table",
     };
@@ -163,7 +163,6 @@ fn run(cache: &Cache) -> Result<Findings> {
     let of = of.join(",");
     let against = Suite {
         ops: Some(&of),
-        sample: None,
         preload: Some(Library::Reference.build(cache, &bin)?),
         ..suite()
     };

@@ -7,7 +7,7 @@ use std::process::Command;
 use anyhow::{Context as _, Result};
 
 use crate::ops::table::{self, Findings};
-use crate::ops::{self, Claim, Report, Suite};
+use crate::ops::{self, Cases, Claim, Report, Suite};
 use vgpu_gguf::Rng;
 use xtask_common::dist::Dist;
 use xtask_common::llama;
@@ -20,6 +20,10 @@ use crate::test_run::{Served, TestRun};
 /// Different parameters of cases in a sample: as many as fit into a regular expression that the
 /// program still takes.
 const SAMPLE: usize = 400;
+
+/// Types of weights and of KV caches that a default run draws for the ops that take most of the
+/// time.
+const TYPES: usize = 6;
 
 /// Instruction sets below those that machines of developers have.
 fn lower() -> Vec<&'static str> {
@@ -41,17 +45,41 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
     let Some((bin, newest)) = built else { return };
 
     let found: OnceCell<(Vec<Claim>, Report)> = OnceCell::new();
+    let is_sampled = !tests.options.full && tests.options.ops.is_none();
+    let seed = tests.options.seed();
+    let cases = OnceCell::new();
     tests.check("every op over unix, ggml 0.25.3", |tests, step| {
-        let suite = suite(tests, &bin, "unix");
+        let (suite, mut drawn) = (suite(tests, &bin, "unix"), String::new());
         let pair = over_unix(&dist, tests, None, |backend| {
-            ops::compare_with_cpu(&Suite { backend, ..suite }, step)
+            let mut suite = Suite { backend, ..suite };
+            if is_sampled {
+                let types = ops::draw_types(&suite.claims()?, TYPES, &mut Rng::new(seed, 1));
+                drawn = format!(
+                    "; MUL_MAT_ID, FLASH_ATTN_EXT and fused products with {}; --seed {seed}",
+                    types.join(", ")
+                );
+                suite.cases = ops::of_types(&types);
+            }
+            let _ = cases.set(suite.cases.clone()); // it was empty
+            ops::compare_with_cpu(&suite, step)
         })?;
-        let result = summary(&pair.0, &pair.1);
+        let result = format!("{}{drawn}", summary(&pair.0, &pair.1));
         let _ = found.set(pair); // it was empty
         Ok(result)
     });
+    if tests.options.full {
+        tests.check("the cases that take minutes each", |tests, step| {
+            let suite = Suite {
+                cases: Cases::Giants,
+                ..suite(tests, &bin, "giants")
+            };
+            let (claims, report) = over_unix(&dist, tests, None, |backend| {
+                ops::compare_with_cpu(&Suite { backend, ..suite }, step)
+            })?;
+            Ok(summary(&claims, &report))
+        });
+    }
     // The other link, and the other version of the plugin ABI.
-    let is_sampled = !tests.options.full && tests.options.ops.is_none();
     let name = match is_sampled {
         true => "a sample of the ops inproc, ggml 0.26.0",
         false => "every op inproc, ggml 0.26.0",
@@ -66,12 +94,7 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
         };
         let mut drawn = String::new();
         if is_sampled {
-            let seed = tests.options.seed();
-            suite.sample = Some(ops::sample(
-                &suite.claims()?,
-                SAMPLE,
-                &mut Rng::new(seed, 0),
-            ));
+            suite.cases = ops::sample(&suite.claims()?, SAMPLE, &mut Rng::new(seed, 0));
             drawn = format!("; --seed {seed}");
         }
         let (claims, report) = ops::compare_with_cpu(&suite, step)?;
@@ -98,16 +121,18 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
     if of.is_empty() {
         return; // the ops chosen by the caller have none
     }
+    let cases = cases.into_inner().unwrap_or(Cases::Usual);
     let name = "what ggml's CPU cannot compute, in double precision";
     let with_reference = OnceCell::new();
     tests.check(name, |tests, step| {
-        let report = against_reference(tests, &dist, &bin, &of.join(","), &with_cpu, step)?;
+        let report =
+            against_reference(tests, &dist, (&bin, cases), &of.join(","), &with_cpu, step)?;
         let result = format!("{} ok", report.totals().ok);
         let _ = with_reference.set(report); // it was empty
         Ok(result)
     });
-    let chosen = tests.options.ops.is_some() || tests.options.full;
-    if let (Some(with_reference), false) = (with_reference.into_inner(), chosen) {
+    let is_all = tests.options.ops.is_none() && !is_sampled;
+    if let (Some(with_reference), true) = (with_reference.into_inner(), is_all) {
         let findings = Findings {
             release: llama::RELEASE.to_owned(),
             claims,
@@ -125,9 +150,8 @@ fn suite<'a>(tests: &TestRun<'a>, bin: &'a Path, name: &'a str) -> Suite<'a> {
     Suite {
         bin,
         backend: Backend::Cpu,
-        giants: tests.options.full,
         ops: tests.options.ops.as_deref(),
-        sample: None,
+        cases: Cases::Usual,
         preload: None,
         name,
     }
@@ -136,7 +160,7 @@ fn suite<'a>(tests: &TestRun<'a>, bin: &'a Path, name: &'a str) -> Suite<'a> {
 fn against_reference(
     tests: &TestRun<'_>,
     dist: &Dist,
-    bin: &Path,
+    (bin, cases): (&Path, Cases),
     of: &str,
     with_cpu: &Report,
     step: &Step,
@@ -144,6 +168,7 @@ fn against_reference(
     let library = Library::Reference.build(tests.cache, bin)?;
     let suite = Suite {
         ops: Some(of),
+        cases,
         preload: Some(library),
         ..suite(tests, bin, "reference")
     };
