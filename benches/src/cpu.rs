@@ -64,7 +64,7 @@ pub(crate) struct Options {
     /// work
     #[arg(long)]
     processor_time: bool,
-    /// Leave out the engine inside the host program: a third less time
+    /// Leave out the engine inside the program: a third less time
     #[arg(long)]
     no_inproc: bool,
 }

@@ -1,4 +1,4 @@
-//! `cargo xtask demo`: a real host generates text on `VGPU0`, then on its own CPU.
+//! `cargo xtask demo`: a real program generates text on `VGPU0`, then on its own CPU.
 
 use std::fmt::Display;
 use std::path::PathBuf;
@@ -27,7 +27,7 @@ pub(crate) struct Options {
     /// Use libggml-vgpu.so and vgpu of this folder instead of building them
     #[arg(long, value_name = "FOLDER")]
     dist: Option<PathBuf>,
-    /// Run the executor inside the host's process, with no `vgpu serve`
+    /// Run the executor inside the program's process, with no `vgpu serve`
     #[arg(long)]
     inproc: bool,
     /// How the model's weights are stored
@@ -56,7 +56,7 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
         true => dist::Plugin::Inproc,
         false => dist::Plugin::Remote,
     };
-    // The network brings the host program and the model's vocabulary while the compiler works.
+    // The network brings the program and the model's vocabulary while the compiler works.
     let (fetched, built) = std::thread::scope(|scope| {
         let fetching = scope.spawn(|| -> Result<(Node, PathBuf)> {
             let model = model::ensure(cache, &model::DEMO, options.weights)?;
@@ -143,7 +143,7 @@ fn report_use(vgpu: &Generation, tokens: usize) -> Result<()> {
         "the statistics are those of {}",
         stats.device
     );
-    // The host generates twice, for speed and for the probabilities: this is the second time.
+    // The program generates twice, for speed and for the probabilities: this is the second time.
     let decode = stats.decode_steps(tokens)?;
     row(
         "bytes to the executor per token",
@@ -170,7 +170,7 @@ fn report_use(vgpu: &Generation, tokens: usize) -> Result<()> {
 
     ensure!(
         on("VGPU0") > 0,
-        "no node ran on VGPU0: the host did not use the plugin"
+        "no node ran on VGPU0: the program did not use the plugin"
     );
     let strays = sched::strays(&nodes);
     ensure!(

@@ -20,7 +20,7 @@ use xtask_common::cache::Cache;
 use xtask_common::progress::heading;
 use xtask_common::{dist, llama, model, node, packages, workspace};
 
-/// Builds ggml-vgpu and tries it in real host programs.
+/// Builds ggml-vgpu and tries it in real programs.
 #[derive(Debug, Parser)]
 #[command(name = "cargo xtask")]
 enum Arguments {
@@ -28,13 +28,13 @@ enum Arguments {
     Setup,
     /// Build libggml-vgpu.so and vgpu into target/dist
     Build,
-    /// Generate text in a real host through the plugin, and compare with its CPU
+    /// Generate text in a real program through the plugin, and compare with its CPU
     Demo(demo::Options),
     /// Make Debian packages and an archive in target/package
     Package(package::Options),
     /// Collect the GPU tests in target/gpu-check, and run them if there is a GPU
     GpuCheck(gpu_check::Options),
-    /// Run the tests, from formatting to real hosts
+    /// Run the tests, from formatting to real programs
     #[command(disable_help_flag = true)]
     Test(Passed),
     /// Boot guests under QEMU and run the tests inside

@@ -13,7 +13,9 @@ use vgpu_executor::engine::EngineKind;
 /// Checks a configuration, and reports the position of a mistake.
 ///
 /// The exit status is 0 for a valid configuration, 1 for one with a mistake, 2 for one that cannot
-/// be read. Nothing is started or changed.
+/// be read. Quotas are compared with `engine.memory`, or without it with the memory of this
+/// machine if the engine is the CPU engine. The running executor is not changed, and no guest is
+/// served.
 #[derive(Parser)]
 pub(crate) struct Args {
     /// The configuration file

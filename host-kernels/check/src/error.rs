@@ -51,7 +51,7 @@ pub enum CheckError {
     #[error("cuBLASLt does not multiply {0:?}")]
     CublasType(Type),
     /// NVIDIA's driver is not installed.
-    #[error("NVIDIA's driver is not installed")]
+    #[error("NVIDIA's driver is not installed: install it (525 or newer), then run this again")]
     DriverMissing,
     /// A call of NVIDIA's driver failed.
     #[error("{call} failed: {code:?}")]

@@ -17,11 +17,11 @@ use anyhow::Result;
 use clap::Parser;
 use xtask_common::cache::Cache;
 
-/// Tests ggml-vgpu with real hosts and real guests.
+/// Tests ggml-vgpu with real programs and real virtual machines.
 #[derive(Debug, Parser)]
 #[command(name = "cargo xtask", bin_name = "cargo xtask")]
 enum Arguments {
-    /// Run the tests, from formatting to real hosts
+    /// Run the tests, from formatting to real programs
     #[command(after_help = test_run::FULL)]
     Test(test_run::Options),
     /// Boot a guest under QEMU and run the tests inside

@@ -1,4 +1,4 @@
-//! `cargo xtask test`: everything that must hold, from formatting to real hosts.
+//! `cargo xtask test`: everything that must hold, from formatting to real programs.
 
 use std::cell::OnceCell;
 

@@ -129,6 +129,30 @@ fn missing_function(file: &str, function: &str) -> Option<String> {
     owner.map(|owner| format!("{file} does not mention {owner}"))
 }
 
+/// Why what a page names as a test is none. Below `tests/system/src/parts` a test is a check of the
+/// suite, or `run`, which makes the checks of its file.
+fn missing_test(file: &str, name: &str) -> Option<String> {
+    if let Some(reason) = missing_function(file, name) {
+        return Some(reason);
+    }
+    let text = page(file);
+    let definition = format!("fn {name}(");
+    let is_test = match file.starts_with("tests/system/src/parts/") {
+        true => text.split(&definition).skip(1).any(|rest| {
+            let signature = rest.split('{').next().unwrap_or_default();
+            name == "run" || signature.trim_end().ends_with("-> Result<String>")
+        }),
+        false => text.match_indices(&definition).any(|(at, _)| {
+            let before = text[..at].lines().rev().map(str::trim);
+            let mut attributes = before
+                .skip_while(|line| line.is_empty())
+                .take_while(|line| line.starts_with("#["));
+            attributes.any(|attribute| attribute == "#[test]")
+        }),
+    };
+    (!is_test).then(|| format!("{file}: {name} is not a test"))
+}
+
 #[test]
 fn every_relative_link_resolves() {
     let pages = files(&["md"]);
@@ -212,13 +236,15 @@ fn the_files_that_the_documentation_names_exist() {
 
 #[test]
 fn the_tests_that_the_guarantees_name_exist() {
-    let text = page("docs/guarantees.md");
-    let named = named_functions(&text);
-    assert!(named.len() > 25, "only {} tests are named", named.len());
-    let missing: Vec<_> = { named.iter() }
-        .filter_map(|(file, function)| missing_function(file, function))
-        .collect();
-    assert!(missing.is_empty(), "{}", missing.join("\n"));
+    for (file, least) in [("docs/guarantees.md", 25), ("docs/SECURITY.md", 25)] {
+        let text = page(file);
+        let named = named_functions(&text);
+        assert!(named.len() > least, "{file} names {} tests", named.len());
+        let missing: Vec<_> = { named.iter() }
+            .filter_map(|(file, function)| missing_test(file, function))
+            .collect();
+        assert!(missing.is_empty(), "{file}:\n{}", missing.join("\n"));
+    }
 }
 
 #[test]
@@ -304,8 +330,10 @@ fn every_environment_variable_is_documented() {
         "not in docs/environment.md: {undocumented:?}"
     );
     let all: String = sources.into_values().collect();
+    let scripts: String = files(&["sh"]).into_values().collect();
     let unused: Vec<_> = { documented.iter() }
         .filter(|name| !all.contains(&format!("\"{name}\"")))
+        .filter(|name| !scripts.contains(&format!("${{{name}:")))
         .collect();
     assert!(unused.is_empty(), "no program reads {unused:?}");
     assert!(used.len() > 10, "only {} variables are read", used.len());
@@ -445,4 +473,8 @@ fn a_planted_error_is_found() {
     let file = "transport/src/link/endpoint.rs";
     assert!(missing_function(file, "Endpoint::defaults").is_none());
     assert!(missing_function(file, "NoSuchType::defaults").is_some());
+    assert!(missing_test(file, "defaults").is_some());
+    let hosts = "tests/system/src/parts/hosts.rs";
+    assert!(missing_test(hosts, "run").is_none());
+    assert!(missing_test(hosts, "gather").is_some());
 }

@@ -1,4 +1,4 @@
-//! The user's cache folder: sources, hosts and builds that outlive a checkout.
+//! The user's cache folder: sources, programs and builds that outlive a checkout.
 //!
 //! Everything is keyed by version in its name and made under a lock file, so that two commands at
 //! once do not build the same thing twice. What is unfinished is never taken for finished: entries

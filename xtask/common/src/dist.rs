@@ -13,7 +13,7 @@ use crate::process;
 use crate::progress::Step;
 use crate::workspace;
 
-/// The plugin's file: the name hosts look for, in the folder they look in.
+/// The plugin's file: the name programs look for, in the folder they look in.
 const PLUGIN: &str = "libggml-vgpu.so";
 /// The host's command.
 const COMMAND: &str = "vgpu";
@@ -40,7 +40,7 @@ pub fn at(folder: &Path) -> Dist {
 /// Builds the plugin and `vgpu` into `target/dist`, as they are shipped.
 ///
 /// # Errors
-/// If the build fails, or the plugin is not as a host expects it.
+/// If the build fails, or the plugin is not as a program expects it.
 pub fn build(cache: &Cache) -> Result<Dist> {
     build_with(cache, None)
 }
@@ -72,7 +72,7 @@ pub fn build_with(cache: &Cache, cubins: Option<&Path>) -> Result<Dist> {
     let vgpu = place(&command, &dist.join(COMMAND))?;
     Library::read(&plugin)?
         .check_plugin()
-        .with_context(|| format!("{} is not as a host needs it", plugin.display()))?;
+        .with_context(|| format!("{} is not as a program needs it", plugin.display()))?;
     step.done(&format!("{} KiB and {} KiB", kib(&plugin), kib(&vgpu)));
     Ok(Dist { plugin, vgpu })
 }

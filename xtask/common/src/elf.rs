@@ -109,7 +109,7 @@ impl Library {
             "it exports {:?}, not exactly ggml_backend_init and ggml_backend_score",
             self.exports
         );
-        // The host's ggml is the one to use, whatever its file is called.
+        // The program's ggml is the one to use, whatever its file is called.
         let ggml: Vec<_> = self
             .needed
             .iter()
@@ -117,7 +117,7 @@ impl Library {
             .collect();
         ensure!(
             ggml.is_empty(),
-            "it needs {ggml:?}, which a host may not have under that name"
+            "it needs {ggml:?}, which a program may not have under that name"
         );
         ensure!(!self.has_symbol_table, "it is not stripped");
         Ok(())

@@ -343,8 +343,8 @@ fn cmake(tools: &Path, source: &Path, dir: &Path, instructions: &Instructions) -
         "-DCMAKE_MAKE_PROGRAM={}",
         tools.join("ninja").display()
     ));
-    // GGML_BACKEND_DL is what makes a host load other backends at all; it excludes GGML_NATIVE, so
-    // the instruction sets are named.
+    // GGML_BACKEND_DL is what makes a program load other backends at all; it excludes GGML_NATIVE,
+    // so the instruction sets are named.
     cmake.args([
         "-DCMAKE_BUILD_TYPE=Release",
         "-DBUILD_SHARED_LIBS=ON",

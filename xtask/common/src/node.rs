@@ -1,4 +1,4 @@
-//! node-llama-cpp: the quickest real host on a fresh machine, because npm carries it prebuilt
+//! node-llama-cpp: the quickest real program on a fresh machine, because npm carries it prebuilt
 //! (ggml 0.25.1, backend API 2).
 
 use std::ffi::OsString;
@@ -84,7 +84,7 @@ impl Node {
             .join(machine))
     }
 
-    /// A command that runs one of the host scripts in `tests/hosts`.
+    /// A command that runs one of the scripts in `tests/hosts`.
     pub fn script(&self, script: &Path) -> Command {
         let mut command = Command::new("node");
         command

@@ -43,7 +43,7 @@ pub enum Backend<'a> {
     },
 }
 
-/// What the host did.
+/// What the program did.
 #[derive(Debug)]
 pub struct Generation {
     /// The generated text.
@@ -68,7 +68,7 @@ impl Generation {
     }
 }
 
-/// Gives a host program the plugin, or takes away what the caller's environment may give it.
+/// Gives a program the plugin, or takes away what the caller's environment may give it.
 pub fn set_backend(command: &mut Command, backend: &Backend<'_>, stats: &Path) {
     for variable in ["GGML_BACKEND_PATH", "VGPU_ENDPOINT", "VGPU_STATS"] {
         command.env_remove(variable);
@@ -118,8 +118,8 @@ pub fn generate(
     set_backend(&mut command, backend, &stats);
     process::run(&mut command, step, &log)?;
 
-    let text = std::fs::read_to_string(&out).context("reading what the host wrote")?;
-    let result: Value = serde_json::from_str(&text).context("parsing what the host wrote")?;
+    let text = std::fs::read_to_string(&out).context("reading what the program wrote")?;
+    let result: Value = serde_json::from_str(&text).context("parsing what the program wrote")?;
     let array = |name: &str| {
         result
             .get(name)

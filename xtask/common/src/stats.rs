@@ -112,7 +112,7 @@ impl Stats {
     /// The decode steps of a generation of `tokens` tokens. The generation must be the last thing
     /// that the plugin has done.
     ///
-    /// The first token came with the prompt. The last entry also counts what the host asks for
+    /// The first token came with the prompt. The last entry also counts what the program asks for
     /// while it ends, and is left out.
     ///
     /// # Errors

@@ -135,7 +135,7 @@ mod tests {
         let said = read(&path);
         assert_eq!(
             said["cases"][0]["failed"],
-            "NVIDIA's driver is not installed"
+            "NVIDIA's driver is not installed: install it (525 or newer), then run this again"
         );
         assert_eq!(said["complete"], false);
         report.end().unwrap();

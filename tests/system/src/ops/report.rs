@@ -13,7 +13,7 @@ pub(crate) const DEVICE: &str = "VGPU0";
 pub(crate) struct Counts {
     pub(crate) ok: u64,
     pub(crate) failed: u64,
-    /// Denied by the device: a host would run the op on its CPU.
+    /// Denied by the device: a program would run the op on its CPU.
     pub(crate) unsupported: u64,
     /// Denied by the reference alone: there is nothing to compare with.
     pub(crate) incomparable: u64,

@@ -22,7 +22,7 @@ use xtask_common::workspace;
 
 use crate::test_run::{PROMPT, Served, TestRun};
 
-/// What the plugin promises: a dead executor is an error this soon, not a host that hangs.
+/// What the plugin promises: a dead executor is an error this soon, not a program that hangs.
 const NOTICED_WITHIN: Duration = Duration::from_secs(2);
 /// A timeout, not a measure of speed: a wait that takes longer has failed.
 const PATIENCE: Duration = Duration::from_secs(60);

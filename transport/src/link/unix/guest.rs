@@ -27,7 +27,10 @@ use crate::shm::memory::{MapError, Window};
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)] // the messages name every field
 pub enum ConnectError {
-    #[error("{path}: no such socket; is the executor running?", path = path.display())]
+    #[error(
+        "{path}: no such socket; start `vgpu serve --listen unix:{path}` on the host",
+        path = path.display()
+    )]
     NoSuchFile { path: PathBuf },
     #[error("{path}: no process listens on this socket; the executor has ended", path = path.display())]
     Refused { path: PathBuf },
