@@ -544,7 +544,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_product_is_compared_with_the_layout_that_ggml_would_take() {
+    fn products_are_compared_in_the_layout_that_ggml_selects() {
         let found = json!({"type": "q4_0", "columns": 1, "ours": 12.0, "ggml": 6.0, "repacked": 10.0,
             "bandwidth": 20.0});
         let row = kernel_row(&found).unwrap();

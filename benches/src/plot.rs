@@ -185,7 +185,7 @@ mod tests {
     }"#;
 
     #[test]
-    fn a_picture_has_a_bar_and_two_texts_for_each_figure() {
+    fn plot_has_one_bar_and_two_labels_per_value() {
         let rows = parse(FILE, &[]).unwrap();
         assert_eq!(rows.len(), 2, "a row without figures is left out");
         let picture = draw(&rows).unwrap();
@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_can_be_chosen() {
+    fn plot_shows_only_selected_rows() {
         let rows = parse(FILE, &["trip".to_owned()]).unwrap();
         assert_eq!(rows.len(), 1);
         assert_eq!(rows[0].figures["ggml-rpc"], 31.0);

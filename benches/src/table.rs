@@ -126,7 +126,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ratios_say_what_is_better_whatever_the_unit() {
+    fn ratios_above_one_mean_better_for_every_unit() {
         let row = Row::new("round trip", "us")
             .figure("unix", 2.0)
             .figure("rpc", 30.0)

@@ -113,7 +113,7 @@ fn victim(machine: &Machine, stop: &AtomicBool, sessions: &AtomicU64) {
 }
 
 #[test]
-fn a_machine_that_attacks_harms_only_itself() {
+fn hostile_virtual_machine_affects_only_its_own_sessions() {
     let dir = Dir::new();
     let server = executor(&dir.0, &["bad", "good"], 0);
     let bad = Machine::plug(&dir.0.join("bad.sock"));

@@ -31,7 +31,7 @@ const LARGEST: u64 = 3 * MAX_PAYLOAD as u64 / 2;
 const FEW: usize = 20_000;
 
 #[test]
-fn random_commands_of_four_guests_see_what_they_should_and_leave_nothing() {
+fn random_commands_of_four_guests_match_the_model_and_leak_nothing() {
     let commands = std::env::var("VGPU_SOAK").map_or(FEW, |count| count.parse().expect("a number"));
     let engine: Arc<dyn Engine> = Arc::new(CpuEngine::new(2, Some(MEMORY)).expect("two threads"));
     let path = std::env::temp_dir().join(format!("vgpu-soak-{}.sock", std::process::id()));

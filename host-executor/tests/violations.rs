@@ -87,7 +87,7 @@ fn hello_of_another_graph_ir() {
 }
 
 #[test]
-fn hello_that_never_comes() {
+fn hello_that_never_arrives() {
     let limits = Limits {
         hello: Duration::from_millis(200),
         ..Limits::default()
@@ -115,7 +115,7 @@ fn message_of_unknown_kind() {
 }
 
 #[test]
-fn message_cut_short() {
+fn message_truncated() {
     ends_only_its_session(
         &[
             "cannot be decoded",
@@ -135,7 +135,7 @@ fn message_cut_short() {
 }
 
 #[test]
-fn message_with_more_than_it_says() {
+fn message_with_trailing_bytes() {
     ends_only_its_session(&["cannot be decoded", "1 bytes behind its end"], |guest| {
         guest.hello();
         let mut message = Vec::new();
@@ -153,7 +153,7 @@ fn message_empty() {
 }
 
 #[test]
-fn message_with_text_that_is_none() {
+fn message_with_invalid_utf8() {
     ends_only_its_session(&["not UTF-8"], |guest| {
         let mut message = Vec::new();
         Request::Hello {
@@ -168,7 +168,7 @@ fn message_with_text_that_is_none() {
 }
 
 #[test]
-fn payload_where_none_belongs() {
+fn payload_where_none_is_allowed() {
     ends_only_its_session(&["FENCE carries a payload of 3 bytes"], |guest| {
         guest.hello();
         guest.send_with(&Request::Fence {}, b"abc");
@@ -203,7 +203,7 @@ fn buffer_named_again_after_it_was_freed() {
 }
 
 #[test]
-fn buffers_named_at_random() {
+fn buffers_with_random_ids() {
     let limits = Limits {
         buffers: 10,
         ..Limits::default()
@@ -358,7 +358,7 @@ fn graph_submitted_before_its_last_part() {
 }
 
 #[test]
-fn patch_of_nothing_and_patches_out_of_place() {
+fn patch_of_an_unknown_graph_and_patches_out_of_range() {
     ends_only_its_session(
         &["PATCH of 12 bytes is based on graph 7, which was never sent"],
         |guest| {
@@ -458,7 +458,7 @@ fn graph_parts_out_of_order() {
 }
 
 #[test]
-fn graph_that_is_noise() {
+fn graph_of_random_bytes() {
     ends_only_its_session(
         &["graph 7 cannot be decoded", "begins with 0x2a2a2a2a"],
         |guest| {
@@ -469,7 +469,7 @@ fn graph_that_is_noise() {
 }
 
 #[test]
-fn graph_that_announces_more_than_it_has() {
+fn graph_with_counts_beyond_its_length() {
     ends_only_its_session(
         &["graph 7 cannot be decoded", "4294967295 tensors"],
         |guest| {
@@ -522,7 +522,7 @@ fn graph_of_more_nodes_than_allowed() {
 }
 
 #[test]
-fn graphs_more_than_are_kept() {
+fn graphs_above_the_limit() {
     let graphs = Limits {
         graphs: 4,
         ..Limits::default()
@@ -608,7 +608,7 @@ fn memory_that_the_engine_cannot_read() {
 }
 
 #[test]
-fn a_freed_buffer_takes_only_the_graphs_that_use_it() {
+fn freed_buffer_removes_only_the_graphs_that_use_it() {
     let host = Host::new(cpu());
     let mut guest = host.guest();
     let a = guest.alloc_with(&bytes(&[1.0]));
@@ -629,7 +629,7 @@ fn a_freed_buffer_takes_only_the_graphs_that_use_it() {
 }
 
 #[test]
-fn an_empty_graph_is_a_graph() {
+fn empty_graph_is_accepted() {
     let host = Host::new(cpu());
     let mut guest = host.guest();
     guest.graph(GRAPH, &Graph::default());

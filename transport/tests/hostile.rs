@@ -79,7 +79,7 @@ fn vandal(
 }
 
 #[test]
-fn a_host_survives_any_guest() {
+fn host_does_not_crash_with_any_guest() {
     for session in 1..=SESSIONS {
         let (window, layout) = window();
         let (host_bell, _guest_bell) = EventDoorbell::pair().unwrap();
@@ -125,7 +125,7 @@ fn a_host_survives_any_guest() {
 }
 
 #[test]
-fn a_guest_survives_any_host() {
+fn guest_does_not_crash_with_any_host() {
     for session in 1..=SESSIONS {
         let (window, layout) = window();
         let (guest_bell, _host_bell) = EventDoorbell::pair().unwrap();
@@ -168,7 +168,7 @@ fn a_guest_survives_any_host() {
 
 /// A removed device reads as all ones. A replaced session has another epoch.
 #[test]
-fn a_guest_notices_that_its_window_is_gone() {
+fn guest_detects_a_removed_window() {
     for (offset, value) in [
         (word::HOST_STATE, u64::MAX),
         (word::HOST_STATE, STATE_CLOSED),
@@ -191,7 +191,7 @@ fn a_guest_notices_that_its_window_is_gone() {
 
 /// A host whose process is stopped: no descriptor closes, and no word changes.
 #[test]
-fn a_guest_gives_up_a_host_without_a_heart() {
+fn guest_closes_link_when_heartbeat_stops() {
     let (window, layout) = window();
     let (guest_bell, _host_bell) = EventDoorbell::pair().unwrap();
     let liveness = Liveness::new(&window, Duration::from_millis(1200));

@@ -119,7 +119,7 @@ proptest! {
     /// Records arrive in order and unchanged, and the producer reports a full ring only when the
     /// ring is full.
     #[test]
-    fn records_come_out_as_they_went_in(steps in steps()) {
+    fn records_are_read_as_written(steps in steps()) {
         let memory = Plain::new();
         let mut producer = Producer::new(place());
         let mut consumer = Consumer::new(place(), limits());
@@ -163,7 +163,7 @@ proptest! {
     /// The producer writes arbitrary values to its ring and tail at any time. The consumer returns
     /// records within bounds or an error, and terminates.
     #[test]
-    fn a_hostile_producer_is_survived(
+    fn hostile_producer_does_not_crash_the_consumer(
         steps in steps(),
         blows in prop::collection::vec((0..120usize, blow()), 1..8),
     ) {
@@ -193,7 +193,7 @@ proptest! {
     /// The consumer writes arbitrary values to its head. The producer stays within bounds or
     /// returns an error.
     #[test]
-    fn a_hostile_consumer_is_survived(
+    fn hostile_consumer_does_not_crash_the_producer(
         steps in steps(),
         heads in prop::collection::vec(cursor(), 1..60),
     ) {
@@ -292,7 +292,7 @@ fn assert_allowed(arrived: &Arrived) {
 
 /// Violations of one invariant at a time, and the errors that name them.
 #[test]
-fn broken_rules_are_named() {
+fn violations_are_reported_by_kind() {
     let header = |size: u32, kind: u32, message: u32, payload: u32, place: u64| {
         [
             u64::from(size) | u64::from(kind) << 32,

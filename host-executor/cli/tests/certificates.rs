@@ -127,7 +127,7 @@ impl Hall {
 }
 
 #[test]
-fn a_certificate_says_whose_quota_a_guest_has() {
+fn certificate_selects_the_quota_of_a_guest() {
     let hall = Hall::start("certs", true);
     assert_eq!(hall.memory(hall.common, "Laptop"), 20 << 20);
     assert_eq!(hall.memory(hall.common, "desk"), 10 << 20);
@@ -174,7 +174,7 @@ fn a_certificate_says_whose_quota_a_guest_has() {
 }
 
 #[test]
-fn an_unknown_certificate_is_refused_where_only_known_guests_come_in() {
+fn unknown_certificate_is_refused_when_only_listed_guests_are_admitted() {
     let hall = Hall::start("certs-known", false);
     assert_eq!(hall.memory(hall.common, "Laptop"), 20 << 20);
     let reason = hall.connect(hall.common, "stranger").ended();
@@ -196,7 +196,7 @@ fn an_unknown_certificate_is_refused_where_only_known_guests_come_in() {
 }
 
 #[test]
-fn certificates_in_a_configuration_that_cannot_work_are_refused_with_the_reason() {
+fn unusable_certificate_settings_are_refused_with_the_reason() {
     let scratch = Scratch::new("certs-wrong");
     let config = scratch.0.join("vgpu.toml");
     let guest = "[[guest]]\nname = \"a\"\nmemory = \"1MiB\"\n";

@@ -499,7 +499,7 @@ fn fails_and_writes_nothing<const N: usize>(
 
 /// A server that accepts one client after the other hangs if one client sends nothing.
 #[test]
-fn llama_cpp_28916_a_client_that_says_nothing_holds_up_nobody() {
+fn llama_cpp_28916_silent_client_does_not_block_others() {
     let executor = Executor::start();
     let silent: Vec<Guest> = (0..4).map(|_| executor.connect()).collect();
     // A socket without even a handshake.
@@ -559,7 +559,7 @@ fn files(folder: &Path) -> Vec<(PathBuf, u64)> {
 /// ggml-rpc identifies cached data by a 64-bit hash that is easy to collide, and does not verify
 /// the files.
 #[test]
-fn ggml_rpc_cached_weights_are_taken_without_being_verified() {
+fn ggml_rpc_cached_weights_are_used_without_verification() {
     let scratch = Scratch::new("cve-cache");
     let folder = scratch.0.join("cache");
     let cache = format!("{},size=1G", folder.display());
@@ -656,7 +656,7 @@ fn llama_cpp_27585_the_cache_of_weights_grows_until_the_disk_is_full() {
 /// ggml-virtgpu waits forever. (`cargo xtask test --only failures --only faults` tests the same
 /// with llama.cpp.)
 #[test]
-fn ggml_rpc_the_death_of_the_server_is_the_death_of_the_client() {
+fn ggml_rpc_client_aborts_when_the_server_ends() {
     let scratch = Scratch::new("cve-death");
     for round in 0..5 {
         let mut serve = Serve::start(&scratch.socket(), &[]);

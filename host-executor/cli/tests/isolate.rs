@@ -76,7 +76,7 @@ fn compute(guest: &mut Guest) {
 }
 
 #[test]
-fn a_worker_that_dies_takes_down_no_other() {
+fn crashed_worker_does_not_affect_other_workers() {
     let scratch = Scratch::new("isolate");
     // Room for more guests than needed: a dead worker's place is free only after its process has
     // ended.
@@ -135,7 +135,7 @@ fn a_worker_that_dies_takes_down_no_other() {
 }
 
 #[test]
-fn each_guest_has_its_part_of_the_memory_and_no_more_come_than_there_are_parts() {
+fn each_guest_has_its_partition_and_partitions_limit_the_guests() {
     let scratch = Scratch::new("isolate-parts");
     // 64M in all.
     let serve = Serve::start(&scratch.socket(), &["--isolate", "--guest-memory", "30M"]);
@@ -183,7 +183,7 @@ fn each_guest_has_its_part_of_the_memory_and_no_more_come_than_there_are_parts()
 }
 
 #[test]
-fn workers_are_in_the_sandbox_and_end_with_their_supervisor() {
+fn workers_are_sandboxed_and_end_with_their_supervisor() {
     let scratch = Scratch::new("isolate-box");
     let mut serve = Serve::start(&scratch.socket(), &["--isolate", "--guest-memory", "20M"]);
     let (mut guest, session) = guest(&serve, &scratch);
@@ -211,7 +211,7 @@ fn workers_are_in_the_sandbox_and_end_with_their_supervisor() {
 /// The executor of a virtual machine dies, and the next one continues to serve the machine, with
 /// the stored files.
 #[test]
-fn a_virtual_machine_outlives_its_worker() {
+fn virtual_machine_keeps_running_after_its_worker_ends() {
     let scratch = Scratch::new("isolate-vm");
     let socket = scratch.0.join("vm1.sock");
     let vm = format!("vm1,socket={},window=64M,silence=0", socket.display());
@@ -285,7 +285,7 @@ fn a_virtual_machine_outlives_its_worker() {
 }
 
 #[test]
-fn what_is_missing_is_said() {
+fn missing_requirements_are_reported() {
     for (more, wanted) in [
         (&["--isolate"][..], "--guest-memory"),
         (&["--guest-memory", "1G"], "--isolate"),
@@ -415,7 +415,7 @@ listen = ["@B@"]
 /// Names, quotas and weights of the configuration with a process per guest, and what the operator
 /// sees.
 #[test]
-fn guests_with_names_have_a_process_each_with_their_quota_and_weight() {
+fn each_named_guest_has_a_worker_with_its_quota_and_weight() {
     let scratch = Scratch::new("isolate-names");
     let config = configure(&scratch, TWO_GUESTS);
     let isolate = ["--config", &config, "--isolate", "--guest-memory", "20M"];
@@ -516,7 +516,7 @@ fn guests_with_names_have_a_process_each_with_their_quota_and_weight() {
 }
 
 #[test]
-fn programs_of_one_guest_share_weights_and_those_of_two_do_not() {
+fn weights_are_shared_within_a_guest_and_not_between_guests() {
     let scratch = Scratch::new("isolate-weights");
     let config = configure(&scratch, TWO_GUESTS);
     let isolate = ["--config", &config, "--isolate", "--guest-memory", "20M"];
@@ -556,7 +556,7 @@ fn programs_of_one_guest_share_weights_and_those_of_two_do_not() {
 }
 
 #[test]
-fn a_reload_reaches_the_workers_that_run() {
+fn reload_is_applied_to_running_workers() {
     let scratch = Scratch::new("isolate-reload");
     let config = configure(&scratch, TWO_GUESTS);
     let isolate = ["--config", &config, "--isolate", "--guest-memory", "20M"];

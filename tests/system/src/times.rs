@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn the_table_has_a_row_for_each_part_and_one_for_all() {
+    fn table_has_one_row_per_part_and_a_total() {
         let mut times = Times::default();
         for part in [Part::Unit, Part::Ops] {
             let begun = times.begin(1, 0);

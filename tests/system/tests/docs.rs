@@ -161,7 +161,7 @@ fn every_relative_link_resolves() {
 }
 
 #[test]
-fn the_functions_that_the_architecture_names_exist() {
+fn functions_named_in_the_architecture_exist() {
     let text = page("docs/ARCHITECTURE.md");
     let named = named_functions(&text);
     assert!(
@@ -176,7 +176,7 @@ fn the_functions_that_the_architecture_names_exist() {
 }
 
 #[test]
-fn the_files_that_the_documentation_names_exist() {
+fn files_named_in_the_documentation_exist() {
     const FOLDERS: [&str; 10] = [
         "benches/",
         "deploy/",
@@ -211,7 +211,7 @@ fn the_files_that_the_documentation_names_exist() {
 }
 
 #[test]
-fn the_tests_that_the_guarantees_name_exist() {
+fn tests_named_in_the_guarantees_exist() {
     let text = page("docs/guarantees.md");
     let named = named_functions(&text);
     assert!(named.len() > 25, "only {} tests are named", named.len());
@@ -222,7 +222,7 @@ fn the_tests_that_the_guarantees_name_exist() {
 }
 
 #[test]
-fn the_messages_that_troubleshooting_quotes_exist() {
+fn messages_quoted_in_troubleshooting_exist() {
     // A string that goes on in the next line has a backslash and the next line's indentation in it.
     let mut sources = String::new();
     for (file, text) in files(&["rs"]) {
@@ -343,7 +343,7 @@ fn every_flag_of_serve_is_documented() {
 }
 
 #[test]
-fn the_commands_of_xtask_that_the_documentation_names_exist() {
+fn xtask_commands_named_in_the_documentation_exist() {
     let commands = |file: &str| {
         let text = page(file);
         let start = text.find("enum Arguments {").expect("the commands");
@@ -403,7 +403,7 @@ fn kebab(name: &str) -> String {
 }
 
 #[test]
-fn prose_keeps_to_its_columns() {
+fn prose_is_within_its_columns() {
     let mut long = Vec::new();
     for (file, text) in files(&["md"]) {
         for (number, line) in prose(&text) {
@@ -428,7 +428,7 @@ fn prose_keeps_to_its_columns() {
 }
 
 #[test]
-fn a_planted_error_is_found() {
+fn artificial_error_is_detected() {
     assert_eq!(
         anchor(" A process for each guest"),
         "a-process-for-each-guest"

@@ -231,7 +231,7 @@ Failing tests:
 ";
 
     #[test]
-    fn an_output_is_counted() {
+    fn results_in_the_output_are_counted() {
         let mut report = Report::default();
         let cases: Vec<_> = OUTPUT
             .lines()
@@ -258,7 +258,7 @@ Failing tests:
     }
 
     #[test]
-    fn a_lost_case_is_noticed() {
+    fn missing_test_case_is_detected() {
         let mut report = Report::default();
         report.line("  ADD(type=f32): OK");
         assert!(report.check().is_err(), "the program did not end its list");

@@ -263,7 +263,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_sample_is_drawn_by_its_seed_and_names_whole_cases() {
+    fn sample_depends_on_the_seed_and_contains_whole_cases() {
         let claims: Vec<Claim> = (0..100)
             .map(|n| Claim {
                 op: "ADD".into(),
@@ -303,7 +303,7 @@ mod tests {
 ";
 
     #[test]
-    fn writes_to_codebooks_are_told() {
+    fn writes_to_codebook_types_are_detected() {
         assert!(writes_codebook(
             "CPY(type_src=f16,type_dst=iq2_xxs,ne_src=[256,4,4,4])"
         ));
@@ -318,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn a_list_is_read() {
+    fn case_list_is_parsed() {
         let claims = parse_claims(LIST).unwrap();
         assert_eq!(claims.len(), 3);
         assert_eq!(claims[0].case, "ABS(type=f16,ne_a=[128,2,2,2],v=0)");
@@ -327,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn a_list_and_a_run_are_compared() {
+    fn case_list_and_run_are_compared() {
         let claims = parse_claims(LIST).unwrap();
         let mut report = Report::default();
         for line in [

@@ -330,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn percentages_do_not_flatter() {
+    fn percentages_round_to_0_or_100_only_if_exact() {
         let percent = |supported, listed| Share { listed, supported }.percent();
         assert_eq!(percent(0, 0), "–");
         assert_eq!(percent(999, 1000), "99");
@@ -339,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn ops_are_told_from_fused_ones() {
+    fn ops_and_fused_ops_are_distinguished() {
         let scratch = Scratch::new().unwrap();
         let list =
             "op_name,op_params,test_mode,error_message\nABS,a,support,yes\nABS,b,support,no\n";

@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn expressions_are_understood() {
+    fn licence_expressions_are_parsed() {
         let allowed = list(&["MIT", "Unicode-3.0", "Apache-2.0 WITH LLVM-exception"]);
         let permits = |expression| permits(expression, &allowed).unwrap();
         assert!(permits("MIT"));
@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_expression_is_an_error() {
+    fn invalid_licence_expression_is_an_error() {
         for expression in ["", "MIT OR", "(MIT", "MIT MIT", "MIT WITH"] {
             assert!(
                 permits(expression, &list(&["MIT"])).is_err(),
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn a_package_is_judged_by_licence_and_source() {
+    fn packages_are_checked_by_licence_and_source() {
         let package = |licence: Value, source: Value| json!({"name": "some", "license": licence, "source": source});
         let judge = |package| judge(&package, &list(&["MIT"]));
         judge(package(json!("MIT"), Value::Null)).unwrap();

@@ -225,7 +225,7 @@ Summary: all 1 test(s) passed
 ";
 
     #[test]
-    fn graphs_of_the_cpu_and_of_the_device_are_told_apart() {
+    fn graphs_of_cpu_and_device_are_distinguished() {
         let mut seen = Seen::default();
         let rows = OUTPUT.lines().filter(|l| seen.line(l).is_some()).count();
         assert_eq!(rows, 2);
@@ -245,7 +245,7 @@ Summary: all 1 test(s) passed
     }
 
     #[test]
-    fn a_model_without_a_graph_on_the_device_is_noticed() {
+    fn model_without_a_graph_on_the_device_is_detected() {
         let mut seen = Seen::default();
         assert!(seen.check().is_err(), "there is no model");
         for line in OUTPUT.lines().take(6) {

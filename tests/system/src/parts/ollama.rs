@@ -767,14 +767,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sentences_differ() {
+    fn test_sentences_differ() {
         let sentences = sentences();
         let different: std::collections::BTreeSet<_> = sentences.iter().collect();
         assert_eq!((sentences.len(), different.len()), (SENTENCES, SENTENCES));
     }
 
     #[test]
-    fn likeness_is_that_of_directions() {
+    fn similarity_is_the_cosine_of_the_angle() {
         assert!((cosine(&[1.0, 2.0], &[2.0, 4.0]) - 1.0).abs() < 1e-12);
         assert!(cosine(&[1.0, 0.0], &[0.0, 3.0]).abs() < 1e-12);
     }

@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn of_what_a_failed_test_said_the_first_lines_are_kept() {
+    fn first_lines_of_a_failed_test_are_kept() {
         let mut counted = Counted::default();
         for name in ["a", "b"] {
             counted.line(&format!("---- {name} stdout ----"));
