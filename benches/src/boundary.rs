@@ -27,7 +27,7 @@ use xtask_common::stats::{self, Stats};
 use xtask_common::workspace;
 
 /// A timeout, not a measure of speed: a wait that takes longer has failed.
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Tokens of a run whose graphs are counted: enough for the KV cache to grow beyond its first 256
 /// cells.
@@ -163,7 +163,7 @@ impl Setting {
     fn stop(self) -> Result<()> {
         self.shared.stop()?;
         self.separate.stop()?;
-        self.rpc.stop(PATIENCE)
+        self.rpc.stop(TIMEOUT)
     }
 
     /// Empty commands over the link, without ggml.
@@ -471,6 +471,6 @@ fn start_rpc(bin: &Path, address: &str, threads: usize, log: &Path) -> Result<Da
         .args(["--threads", &threads.to_string()])
         .env_remove("GGML_BACKEND_PATH");
     let mut daemon = Daemon::start(&mut server, log)?;
-    daemon.wait_until(PATIENCE, |_| std::net::TcpStream::connect(address).is_ok())?;
+    daemon.wait_until(TIMEOUT, |_| std::net::TcpStream::connect(address).is_ok())?;
     Ok(daemon)
 }

@@ -282,10 +282,10 @@ static void guest(const char * path, const char * name) {
     seconds = now() - began;
     llama_free(context); // the plugin writes what it has counted
     report("token", name, sum, 1, seconds);
-    // All of the line: who writes it must not find that nobody reads.
+    // Reads the whole line, so that the writer gets no SIGPIPE.
     for (int c = getchar(); c != '\n'; c = getchar()) {
         if (c == EOF) {
-            fail("nobody has said goodbye to", name);
+            fail("stdin ended before the line \"quit\" for", name);
         }
     }
     llama_model_free(model);

@@ -131,10 +131,10 @@ impl Driver {
 }
 
 impl Guest {
-    /// Waits for a figure.
-    pub(crate) fn hear(&mut self, what: &str, patience: Duration) -> Result<Sample> {
+    /// Waits up to `timeout` for the sample named `what`.
+    pub(crate) fn sample(&mut self, what: &str, timeout: Duration) -> Result<Sample> {
         loop {
-            let line = self.program.hear(patience)?;
+            let line = self.program.read_line(timeout)?;
             if line.starts_with('{') {
                 let sample = parse(&line)?;
                 if sample.what == what {
@@ -149,10 +149,10 @@ impl Guest {
         &self.stats
     }
 
-    /// Lets it go.
-    pub(crate) fn finish(mut self, patience: Duration) -> Result<()> {
-        self.program.say("goodbye")?;
-        self.program.finish(patience)
+    /// Ends the guest.
+    pub(crate) fn finish(mut self, timeout: Duration) -> Result<()> {
+        self.program.write_line("quit")?;
+        self.program.finish(timeout)
     }
 }
 

@@ -26,7 +26,7 @@ use xtask_common::scratch::Scratch;
 use xtask_common::workspace;
 
 /// A timeout, not a measure of speed: a wait that takes longer has failed.
-const PATIENCE: Duration = Duration::from_secs(300);
+const TIMEOUT: Duration = Duration::from_secs(300);
 
 /// Guests of the last part.
 const MANY: usize = 8;
@@ -361,7 +361,7 @@ impl Setting {
             if guests.iter().all(|guest| ran(guest) >= WARM) {
                 return self.status();
             }
-            ensure!(start.elapsed() < PATIENCE, "{guests:?} do not get to work");
+            ensure!(start.elapsed() < TIMEOUT, "{guests:?} do not get to work");
             thread::sleep(Duration::from_millis(20));
         }
     }
@@ -373,7 +373,7 @@ impl Setting {
             .is_some_and(|s| !s.is_empty())
         {
             ensure!(
-                start.elapsed() < PATIENCE,
+                start.elapsed() < TIMEOUT,
                 "guests that were ended are still there"
             );
             thread::sleep(Duration::from_millis(20));

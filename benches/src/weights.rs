@@ -25,7 +25,7 @@ use xtask_common::stats::Stats;
 use xtask_common::workspace;
 
 /// A timeout, not a measure of speed: a wait that takes longer has failed.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Guests at once.
 const GUESTS: usize = 8;
@@ -144,10 +144,10 @@ impl Setting {
 
     /// Waits until a guest has its token.
     fn loaded(mut guest: Guest) -> Result<Load> {
-        let common = guest.hear("load-vocabulary", PATIENCE)?;
-        let map = guest.hear("map", PATIENCE)?;
-        let load = guest.hear("load", PATIENCE)?;
-        let token = guest.hear("token", PATIENCE)?;
+        let common = guest.sample("load-vocabulary", TIMEOUT)?;
+        let map = guest.sample("map", TIMEOUT)?;
+        let load = guest.sample("load", TIMEOUT)?;
+        let token = guest.sample("token", TIMEOUT)?;
         let moved = Stats::moved(guest.stats())?;
         Ok(Load {
             seconds: load.seconds,
@@ -189,7 +189,7 @@ impl Setting {
                 stranger.push((three.seconds, three.weights, three.moved));
             }
             for load in [alone, one, two, three] {
-                load.guest.finish(PATIENCE)?;
+                load.guest.finish(TIMEOUT)?;
             }
             wait_until_empty(&executor)?;
             step.done("");
@@ -250,7 +250,7 @@ impl Setting {
                 .at_most("all guests", 1.2 * copy / f64::from(1 << 20)),
             );
             for load in loads {
-                load.guest.finish(PATIENCE)?;
+                load.guest.finish(TIMEOUT)?;
             }
             wait_until_empty(&executor)?;
             executor.stop()?;
@@ -270,10 +270,10 @@ impl Setting {
         let folder = self.scratch.path().join("disk");
         let start = Instant::now();
         while (files_in(&folder) as f64) < 0.95 * held_by(&executor)? as f64 {
-            ensure!(start.elapsed() < PATIENCE, "the weights are not written");
+            ensure!(start.elapsed() < TIMEOUT, "the weights are not written");
             std::thread::sleep(Duration::from_millis(20));
         }
-        before.guest.finish(PATIENCE)?;
+        before.guest.finish(TIMEOUT)?;
         executor.stop()?;
         let executor = self.executor("after", &arguments)?;
         let after = self.load(&executor, "user", 1)?;
@@ -285,7 +285,7 @@ impl Setting {
         let time = Row::new("loading after a restart, the weights alone", "s")
             .figure("before", before.weights)
             .figure("after, from disk", after.weights);
-        after.guest.finish(PATIENCE)?;
+        after.guest.finish(TIMEOUT)?;
         executor.stop()?;
         step.done("");
         Ok(vec![row, time])
@@ -297,7 +297,7 @@ impl Setting {
         let start = Instant::now();
         while files_in(&folder) == 0 {
             ensure!(
-                start.elapsed() < PATIENCE,
+                start.elapsed() < TIMEOUT,
                 "the plugin has remembered nothing of {}: is it on a file system that it trusts?",
                 self.model
             );
@@ -318,7 +318,7 @@ impl Setting {
                 return Ok(());
             }
             ensure!(
-                start.elapsed() < PATIENCE,
+                start.elapsed() < TIMEOUT,
                 "the executor does not come to rest"
             );
         }
@@ -329,7 +329,7 @@ impl Setting {
         let start = Instant::now();
         loop {
             let held = held_by(executor)? as f64;
-            if held <= 1.2 * copy || start.elapsed() > PATIENCE {
+            if held <= 1.2 * copy || start.elapsed() > TIMEOUT {
                 self.wait_for_files(executor, copy)?;
                 return Ok(held_by(executor)? as f64);
             }
@@ -371,7 +371,7 @@ fn wait_until_empty(executor: &Executor) -> Result<()> {
             return Ok(());
         }
         ensure!(
-            start.elapsed() < PATIENCE,
+            start.elapsed() < TIMEOUT,
             "{held} bytes of weights are left of guests that are gone"
         );
         std::thread::sleep(Duration::from_millis(20));

@@ -263,14 +263,14 @@ fn declared_weights_are_repacked_and_read_back_unchanged() {
         assert!(read_all(&mut guest, weights, content.len() as u64) == content);
         guest.send(&Request::Free { buffer: weights });
     }
-    let [plain, row, again, in_planes, row_of_planes, brought_back] = &results[..] else {
+    let [plain, row, again, repacked_product, repacked_row, restored] = &results[..] else {
         panic!("six results")
     };
-    assert_eq!((plain, row), (again, row_of_planes));
-    assert_eq!(plain, brought_back);
+    assert_eq!((plain, row), (again, repacked_row));
+    assert_eq!(plain, restored);
     let largest = plain.iter().fold(0.0f32, |most, x| most.max(x.abs()));
     assert!(largest > 0.0);
-    for (got, want) in in_planes.iter().zip(plain) {
+    for (got, want) in repacked_product.iter().zip(plain) {
         assert!((got - want).abs() <= 1e-3 * largest, "{got} {want}");
     }
 }

@@ -5,7 +5,7 @@ mod common;
 use std::sync::mpsc;
 use std::time::Duration;
 
-use common::puppet::{Act, Puppet, UNREADABLE_SIZE};
+use common::scripted_engine::{Act, ScriptedEngine, UNREADABLE_SIZE};
 use common::{Guest, Host, MEMORY, add, bytes, cpu, floats, get_rows, image};
 use vgpu_executor::Limits;
 use vgpu_transport::ir::{BufferId, OpKind, patch};
@@ -274,7 +274,7 @@ fn an_index_out_of_range_fails_the_graph_and_the_session_goes_on() {
 
 #[test]
 fn a_failure_arrives_before_its_request_retires() {
-    let engine = Puppet::new();
+    let engine = ScriptedEngine::new();
     let host = Host::new(engine.clone());
     let mut guest = host.guest();
     let a = guest.alloc(4);
@@ -301,7 +301,7 @@ fn a_failure_arrives_before_its_request_retires() {
 fn guest_with_a_launch(
     fails: bool,
 ) -> (Host, Guest, BufferId, mpsc::Receiver<()>, mpsc::Sender<()>) {
-    let engine = Puppet::new();
+    let engine = ScriptedEngine::new();
     let host = Host::new(engine.clone());
     let mut guest = host.guest();
     let a = guest.alloc_with(&[1; 4]);
@@ -383,7 +383,7 @@ fn violation_during_a_running_graph_ends_the_session() {
 
 #[test]
 fn a_graph_that_the_engine_cannot_compile_fails_each_time_and_the_session_goes_on() {
-    let engine = Puppet::new();
+    let engine = ScriptedEngine::new();
     let host = Host::new(engine.clone());
     let mut guest = host.guest();
     let a = guest.alloc(4);
@@ -402,7 +402,7 @@ fn a_graph_that_the_engine_cannot_compile_fails_each_time_and_the_session_goes_o
 
 #[test]
 fn operations_that_a_device_cannot_do_fail_and_the_session_goes_on() {
-    let host = Host::new(Puppet::new());
+    let host = Host::new(ScriptedEngine::new());
     let mut guest = host.guest();
     let buffer = guest.alloc(UNREADABLE_SIZE);
     guest.send(&Request::Fill {

@@ -5,8 +5,8 @@ mod common;
 use std::thread;
 use std::time::Duration;
 
-use common::puppet::{Act, Puppet};
-use common::{Guest, Host, MEMORY, PATIENCE, add, bytes, cpu};
+use common::scripted_engine::{Act, ScriptedEngine};
+use common::{Guest, Host, MEMORY, TIMEOUT, add, bytes, cpu};
 use vgpu_executor::{Limits, inproc};
 use vgpu_transport::ir::{BufferId, IR_VERSION};
 use vgpu_transport::link::GuestEnd;
@@ -157,8 +157,8 @@ fn guest_that_allocates_all_memory_does_not_affect_existing_allocations() {
 #[test]
 fn disconnect_during_any_request_frees_all_resources() {
     let host = Host::new(cpu());
-    let mut bystander = host.guest();
-    let kept = bystander.alloc_with(b"mine");
+    let mut other_guest = host.guest();
+    let kept = other_guest.alloc_with(b"mine");
     // Disconnects before HELLO, after HELLO, in the middle of a graph, and with graphs and replies
     // in flight.
     for stage in 0..4 {
@@ -193,13 +193,13 @@ fn disconnect_during_any_request_frees_all_resources() {
         let start = std::time::Instant::now();
         while host.server.sessions().len() > 1 {
             assert!(
-                start.elapsed() < PATIENCE,
+                start.elapsed() < TIMEOUT,
                 "the session of stage {stage} goes on"
             );
             thread::sleep(Duration::from_millis(1));
         }
         assert_eq!(host.engine.memory().free, MEMORY - 4, "stage {stage}");
-        assert_eq!(bystander.read(kept, 0, 4), b"mine");
+        assert_eq!(other_guest.read(kept, 0, 4), b"mine");
     }
 }
 
@@ -216,7 +216,7 @@ fn guests_above_the_limit_are_refused_until_a_session_ends() {
     drop(first);
     let start = std::time::Instant::now();
     while host.server.sessions().len() > 1 {
-        assert!(start.elapsed() < PATIENCE);
+        assert!(start.elapsed() < TIMEOUT);
         thread::sleep(Duration::from_millis(1));
     }
     host.guest().fence();
@@ -225,7 +225,7 @@ fn guests_above_the_limit_are_refused_until_a_session_ends() {
 
 #[test]
 fn shutdown_completes_the_running_graph_and_notifies_every_guest() {
-    let engine = Puppet::new();
+    let engine = ScriptedEngine::new();
     let host = Host::new(engine.clone());
     let idle = host.guest();
     let silent = host.connect();

@@ -7,26 +7,26 @@ mod common;
 
 use std::time::Duration;
 
-use common::puppet::{Act, PANIC_SIZE, Puppet, UNREADABLE_SIZE};
-use common::{Bystander, Guest, Host, add, bytes, cpu, image};
+use common::scripted_engine::{Act, PANIC_SIZE, ScriptedEngine, UNREADABLE_SIZE};
+use common::{Guest, Host, OtherGuest, add, bytes, cpu, image};
 use vgpu_executor::Limits;
 use vgpu_transport::ir::{BufferId, Graph, IR_VERSION};
 use vgpu_transport::wire::{GraphId, MAX_GRAPH, MAX_PAYLOAD, PROTOCOL_VERSION, Reply, Request};
 
 const GRAPH: GraphId = GraphId(7);
 
-/// Checks that `crime` ends its session with a reason that contains all of `words`. Another guest,
+/// Checks that `violation` ends its session with a reason that contains all of `words`. Another guest,
 /// with data and a graph from before, is not affected, and the memory of the ended session is
 /// freed.
-fn ends_only_its_session(words: &[&str], crime: impl FnOnce(&mut Guest)) {
-    ends_only_its_session_on(Host::new(cpu()), words, crime);
+fn ends_only_its_session(words: &[&str], violation: impl FnOnce(&mut Guest)) {
+    ends_only_its_session_on(Host::new(cpu()), words, violation);
 }
 
-fn ends_only_its_session_on(host: Host, words: &[&str], crime: impl FnOnce(&mut Guest)) {
-    let mut bystander = Bystander::new(host.guest());
+fn ends_only_its_session_on(host: Host, words: &[&str], violation: impl FnOnce(&mut Guest)) {
+    let mut other_guest = OtherGuest::new(host.guest());
     let free = host.engine.memory().free;
-    bystander.outlives(host.connect(), words, crime);
-    drop(bystander);
+    other_guest.check_unaffected(host.connect(), words, violation);
+    drop(other_guest);
     host.wait_until_empty();
     assert_eq!(host.engine.memory().free, free + 8);
     let mut newcomer = host.guest();
@@ -563,10 +563,10 @@ fn graphs_above_the_limit() {
 #[test]
 fn panics_of_the_host_while_it_serves_a_guest() {
     for what in ["alloc", "compile", "run"] {
-        let engine = Puppet::new();
+        let engine = ScriptedEngine::new();
         let host = Host::new(engine.clone());
-        let mut bystander = host.guest();
-        let a = bystander.alloc_with(b"untouched");
+        let mut other_guest = host.guest();
+        let a = other_guest.alloc_with(b"untouched");
         let mut guest = host.guest();
         let buffer = guest.alloc(4);
         match what {
@@ -586,13 +586,13 @@ fn panics_of_the_host_while_it_serves_a_guest() {
         }
         // The panic message stays in the host's log.
         assert_eq!(guest.ended(), "the host failed while it executed a request");
-        assert_eq!(bystander.read(a, 0, 9), b"untouched");
+        assert_eq!(other_guest.read(a, 0, 9), b"untouched");
     }
 }
 
 #[test]
 fn memory_that_the_engine_cannot_read() {
-    let host = Host::new(Puppet::new());
+    let host = Host::new(ScriptedEngine::new());
     let mut guest = host.guest();
     let buffer = guest.alloc(UNREADABLE_SIZE);
     guest.send(&Request::Read {

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use common::model::{for_weights, hash, lookup, read_all, upload, write};
-use common::{Guest, Host, MEMORY, PATIENCE, add, bytes, cpu};
+use common::{Guest, Host, MEMORY, TIMEOUT, add, bytes, cpu};
 use vgpu_cpu::CpuEngine;
 use vgpu_executor::weights::{CacheOptions, Sharing};
 use vgpu_executor::{Limits, Process, WeightStore};
@@ -86,7 +86,7 @@ fn load(guest: &mut Guest, model: &[u8]) -> (BufferId, u64) {
 fn wait(what: &str, mut is_so: impl FnMut() -> bool) {
     let start = Instant::now();
     while !is_so() {
-        assert!(start.elapsed() < PATIENCE, "{what}");
+        assert!(start.elapsed() < TIMEOUT, "{what}");
         std::thread::sleep(Duration::from_millis(1));
     }
 }

@@ -54,7 +54,7 @@ fn window() -> (Arc<Window>, Layout) {
 }
 
 /// Overwrites words of page 0 and headers in a ring with arbitrary values until `stop` is set.
-fn vandal(
+fn write_random_values(
     window: Arc<Window>,
     words: &'static [usize],
     ring: std::ops::Range<usize>,
@@ -85,7 +85,7 @@ fn host_does_not_crash_with_any_guest() {
         let (host_bell, _guest_bell) = EventDoorbell::pair().unwrap();
         let mut host = WindowHost::new(Arc::clone(&window), &layout, Box::new(host_bell), None);
         let stop = Arc::new(AtomicBool::new(false));
-        let vandal = vandal(
+        let writer = write_random_values(
             Arc::clone(&window),
             &[
                 word::SUBMISSION_TAIL,
@@ -118,7 +118,7 @@ fn host_does_not_crash_with_any_guest() {
             }
         };
         stop.store(true, Ordering::Relaxed);
-        vandal.join().unwrap();
+        writer.join().unwrap();
         assert!(matches!(error, LinkError::PeerMisbehaved(_)), "{error}");
         assert_eq!(host.receive(&mut message, Duration::ZERO), Err(error));
     }
@@ -131,7 +131,7 @@ fn guest_does_not_crash_with_any_host() {
         let (guest_bell, _host_bell) = EventDoorbell::pair().unwrap();
         let mut guest = WindowGuest::new(Arc::clone(&window), &layout, Box::new(guest_bell), None);
         let stop = Arc::new(AtomicBool::new(false));
-        let vandal = vandal(
+        let writer = write_random_values(
             Arc::clone(&window),
             &[
                 word::COMPLETION_TAIL,
@@ -162,7 +162,7 @@ fn guest_does_not_crash_with_any_host() {
         assert!(matches!(error, LinkError::PeerMisbehaved(_)), "{error}");
         assert!(guest.is_closed());
         stop.store(true, Ordering::Relaxed);
-        vandal.join().unwrap();
+        writer.join().unwrap();
     }
 }
 

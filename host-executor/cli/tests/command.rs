@@ -8,7 +8,7 @@ use std::fs;
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::process::Command;
 
-use common::{Guest, PATIENCE, add, bytes};
+use common::{Guest, TIMEOUT, add, bytes};
 use rustix::process::Signal;
 use served::{Scratch, Serve, vgpu};
 use vgpu_transport::link::unix::connect;
@@ -122,7 +122,7 @@ fn executor_serves_several_endpoints_and_limits_guests() {
     );
     let first = serve.guest(&one);
     let second = serve.guest(&two);
-    let third = Guest::new(Box::new(connect(&one, PATIENCE).expect("a connection")));
+    let third = Guest::new(Box::new(connect(&one, TIMEOUT).expect("a connection")));
     assert!(third.ended().contains("serves 2 guests"));
     drop((first, second));
     serve.signal(Signal::TERM);

@@ -15,7 +15,7 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use common::{Guest, PATIENCE, add, bytes};
+use common::{Guest, TIMEOUT, add, bytes};
 use prometheus_parse::{Scrape, Value};
 use rustix::process::Signal;
 use serde_json::Value as Json;
@@ -191,7 +191,7 @@ fn reload_applies_to_connected_guests() {
     site.serve.signal(Signal::HUP);
     let start = Instant::now();
     while figures(&mut alice).0 != 1 << 20 || site.folder.join("bob.sock").exists() {
-        assert!(start.elapsed() < PATIENCE, "SIGHUP does nothing");
+        assert!(start.elapsed() < TIMEOUT, "SIGHUP does nothing");
         thread::sleep(Duration::from_millis(5));
     }
     bob.fence();
@@ -437,7 +437,7 @@ impl Terminal {
             if words.iter().all(|words| shows.contains(words)) {
                 return shows;
             }
-            assert!(start.elapsed() < PATIENCE, "{words:?} are not in\n{shows}");
+            assert!(start.elapsed() < TIMEOUT, "{words:?} are not in\n{shows}");
             thread::sleep(Duration::from_millis(20));
         }
     }
@@ -501,7 +501,7 @@ fn top_shows_guests_in_a_terminal() {
         if rate.is_some_and(|rate| rate > 0.0) {
             break;
         }
-        assert!(start.elapsed() < PATIENCE, "no graphs a second in\n{shows}");
+        assert!(start.elapsed() < TIMEOUT, "no graphs a second in\n{shows}");
     }
     drop(alice);
     top.wait_for(&["no program is connected"]);
@@ -515,7 +515,7 @@ fn top_shows_guests_in_a_terminal() {
         if let Some(status) = top.child.try_wait().expect("it can be waited for") {
             break status;
         }
-        assert!(start.elapsed() < PATIENCE, "q does not end it");
+        assert!(start.elapsed() < TIMEOUT, "q does not end it");
         thread::sleep(Duration::from_millis(10));
     };
     assert!(status.success());

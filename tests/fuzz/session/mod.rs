@@ -221,11 +221,11 @@ impl<'a> Script<'a> {
                 assert_eq!(*request, number);
                 self.model.keeps(*buffer, wanted, &places.0);
             }
-            (Expect::Adopted { .. }, [(Reply::Missing { request }, [])]) => {
+            (Expect::LookedUp { .. }, [(Reply::Missing { request }, [])]) => {
                 assert_eq!(*request, number);
             }
             (
-                &Expect::Adopted {
+                &Expect::LookedUp {
                     buffer,
                     offset,
                     len,

@@ -38,7 +38,7 @@ pub(crate) enum Expect {
     },
     /// The host has these bytes and they are in the buffer now, or it has them not. `None`: nobody
     /// has them.
-    Adopted {
+    LookedUp {
         buffer: u64,
         offset: u64,
         len: u64,
@@ -75,8 +75,8 @@ pub(crate) struct Model {
 enum Weights {
     #[default]
     Open,
-    Settled,
-    /// Settled and written to: it takes twice its memory.
+    Sealed,
+    /// Sealed and written to: it takes twice its memory.
     Written,
 }
 
@@ -97,9 +97,9 @@ impl Model {
     }
 
     /// Somebody is about to write to a buffer. `false` when there is no room for a copy of what is
-    /// settled.
-    fn will_be_written(&mut self, buffer: u64, setup: &Setup) -> bool {
-        if self.weights.get(&buffer) != Some(&Weights::Settled) {
+    /// sealed.
+    fn prepare_write(&mut self, buffer: u64, setup: &Setup) -> bool {
+        if self.weights.get(&buffer) != Some(&Weights::Sealed) {
             return true;
         }
         let fits = self.buffers[&buffer].len() as u64 <= setup.memory - self.used();
@@ -266,7 +266,7 @@ impl Model {
                         && content
                             .as_ref()
                             .is_some_and(|bytes| bytes.len() as u64 == len);
-                    Expect::Adopted {
+                    Expect::LookedUp {
                         buffer: buffer.0,
                         offset,
                         len,
@@ -315,7 +315,7 @@ impl Model {
                 None => Expect::End,
                 Some(state) => {
                     if *state == Weights::Open {
-                        *state = Weights::Settled;
+                        *state = Weights::Sealed;
                         self.kept.remove(&buffer.0);
                         self.forget_users(buffer);
                     }
@@ -336,7 +336,7 @@ impl Model {
         if self.range(buffer, offset, len).is_none() {
             return Expect::End;
         }
-        if !self.will_be_written(buffer, setup) {
+        if !self.prepare_write(buffer, setup) {
             return Expect::Fail;
         }
         self.range(buffer, offset, len).map(change);
@@ -433,7 +433,7 @@ impl Model {
             .collect();
         let fits = written
             .into_iter()
-            .all(|buffer| self.will_be_written(buffer, setup));
+            .all(|buffer| self.prepare_write(buffer, setup));
         assert!(fits || !can_run, "it writes to weights that it cannot copy");
         self.graphs.insert(id.0, graph);
         self.images.insert(id.0, words);

@@ -14,7 +14,7 @@ use xtask_common::process::{Daemon, free_port};
 use xtask_common::workspace;
 
 /// A timeout, not a measure of speed: a wait that takes longer has failed.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 /// Log-probabilities asked for with every token.
 const TOP: u32 = 16;
 /// Tokens of its context.
@@ -63,7 +63,7 @@ impl Server {
             agent,
         };
         let (agent, health) = (server.agent.clone(), format!("{}/health", server.address));
-        server.daemon.wait_until(PATIENCE, |_| {
+        server.daemon.wait_until(TIMEOUT, |_| {
             agent
                 .get(&health)
                 .call()
@@ -126,7 +126,7 @@ impl Server {
 
     /// Ends it with SIGTERM and expects a clean end.
     pub(crate) fn stop(self) -> Result<()> {
-        self.daemon.stop(PATIENCE)
+        self.daemon.stop(TIMEOUT)
     }
 
     /// Ends it with SIGKILL: it gets no chance to say goodbye.

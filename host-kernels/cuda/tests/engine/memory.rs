@@ -91,7 +91,7 @@ fn allocation_failure_affects_only_the_requesting_guest() {
 }
 
 /// An engine that reopens a lost device, and all its devices.
-fn patient_engine() -> (CudaEngine, Arc<Mutex<Vec<Arc<Spy>>>>) {
+fn reopening_engine() -> (CudaEngine, Arc<Mutex<Vec<Arc<Spy>>>>) {
     let devices = Arc::new(Mutex::new(vec![Arc::new(Spy::running())]));
     let first = Arc::clone(&devices.lock().unwrap()[0]);
     let more = Arc::clone(&devices);
@@ -105,7 +105,7 @@ fn patient_engine() -> (CudaEngine, Arc<Mutex<Vec<Arc<Spy>>>>) {
 
 #[test]
 fn device_is_reset_after_a_permanent_failure() {
-    let (engine, devices) = patient_engine();
+    let (engine, devices) = reopening_engine();
     let first = Arc::clone(&devices.lock().unwrap()[0]);
     let built = TINY.graph(Step {
         tokens: 1,
@@ -203,8 +203,8 @@ fn recovery_of_a_lost_device_is_not_attempted_on_every_call() {
 #[test]
 fn device_is_unrecoverable_after_repeated_failed_resets() {
     let device = Arc::new(Spy::running());
-    let heals = Arc::new(AtomicBool::new(false));
-    let works = Arc::clone(&heals);
+    let can_reopen = Arc::new(AtomicBool::new(false));
+    let works = Arc::clone(&can_reopen);
     let engine = engine_on(&device)
         .with_reopen(move || match works.load(Ordering::Relaxed) {
             true => Ok(Arc::new(Spy::running()) as Arc<dyn Device>),
@@ -226,7 +226,7 @@ fn device_is_unrecoverable_after_repeated_failed_resets() {
     assert_eq!(engine.fatal_error(), None, "it works");
     lose(&device);
     assert_eq!(engine.fatal_error(), None, "one attempt");
-    heals.store(true, Ordering::Relaxed);
+    can_reopen.store(true, Ordering::Relaxed);
     assert_eq!(engine.fatal_error(), None, "it works again");
     engine.alloc(1).unwrap();
 

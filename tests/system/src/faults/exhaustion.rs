@@ -10,7 +10,7 @@ use xtask_common::executor::Executor;
 use xtask_common::progress::Step;
 
 use super::guest::{Guest, HANG, Outcome, Program};
-use super::leaks::{Holdings, expect_no_more};
+use super::leaks::{ResourceUsage, expect_no_more};
 use super::setup::{Row, Setup, TOKENS, exists};
 
 /// Memory that one guest fits into, and two do not: of the model some 21 MiB come to the host, and
@@ -29,7 +29,7 @@ pub(super) fn memory(setup: &Setup<'_>, step: &Step) -> Result<Row> {
     let mut second = setup.guest(NAME, "full-second")?;
     first.begin(400)?;
     let long = first.end()?.tokens()?;
-    let before = Holdings::of(executor.pid())?;
+    let before = ResourceUsage::of(executor.pid())?;
     for round in 0..times {
         first.begin(400)?;
         first.token()?;
@@ -65,8 +65,8 @@ pub(super) fn memory(setup: &Setup<'_>, step: &Step) -> Result<Row> {
 /// A limit on what the running executor may map.
 pub(super) fn address_space(setup: &Setup<'_>, step: &Step) -> Result<Row> {
     const NAME: &str = "narrow";
-    starved(setup, step, NAME, Resource::As, |pid| {
-        Ok(Holdings::of(pid)?.mapped + LITTLE)
+    limited(setup, step, NAME, Resource::As, |pid| {
+        Ok(ResourceUsage::of(pid)?.mapped + LITTLE)
     })?;
     Ok(Row {
         fault: "address space",
@@ -79,8 +79,8 @@ pub(super) fn address_space(setup: &Setup<'_>, step: &Step) -> Result<Row> {
 pub(super) fn descriptors(setup: &Setup<'_>, step: &Step) -> Result<Row> {
     const NAME: &str = "closed";
     // One or none is left for a new guest.
-    starved(setup, step, NAME, Resource::Nofile, |pid| {
-        Ok(Holdings::of(pid)?.descriptors as u64 + 1)
+    limited(setup, step, NAME, Resource::Nofile, |pid| {
+        Ok(ResourceUsage::of(pid)?.descriptors as u64 + 1)
     })?;
     Ok(Row {
         fault: "descriptors",
@@ -90,7 +90,7 @@ pub(super) fn descriptors(setup: &Setup<'_>, step: &Step) -> Result<Row> {
 }
 
 /// Loads while `resource` of the executor is limited to what `limit` says, and when it is not.
-fn starved(
+fn limited(
     setup: &Setup<'_>,
     step: &Step,
     name: &str,
@@ -101,7 +101,7 @@ fn starved(
     let pid = Pid::from_raw(executor.pid().cast_signed()).context("a process id of 0")?;
     // Ours, which it has inherited.
     let unlimited = rustix::process::getrlimit(resource);
-    let idle = Holdings::of(executor.pid())?;
+    let idle = ResourceUsage::of(executor.pid())?;
     let mut warm = setup.guest(name, &format!("{name}-warm"))?;
     setup.expect_run(&mut warm, "a guest before")?;
     warm.finish()?;

@@ -1,4 +1,4 @@
-//! The guest: `tests/hosts/patient.c`, on llama.cpp.
+//! The guest: `tests/hosts/retrying_guest.c`, on llama.cpp.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -32,12 +32,12 @@ pub(super) struct Program {
 impl Program {
     pub(super) fn build(cache: &Cache, bin: &Path, model: &Path, folder: &Path) -> Result<Program> {
         let source = llama::source(cache)?;
-        let path = folder.join("patient");
+        let path = folder.join("retrying_guest");
         let mut cc = Command::new("cc");
         cc.args(["-Wall", "-Wextra", "-Werror", "-O1"])
             .arg(format!("-I{}", source.join("include").display()))
             .arg(format!("-I{}", source.join("ggml/include").display()))
-            .arg(workspace::root().join("tests/hosts/patient.c"))
+            .arg(workspace::root().join("tests/hosts/retrying_guest.c"))
             .arg(format!("-L{}", bin.display()))
             .args(["-lllama", "-lggml", "-lggml-base"])
             .arg(format!("-Wl,-rpath,{}", bin.display()))
@@ -97,7 +97,7 @@ impl Guest {
         let mut guest = Guest {
             dialogue: Dialogue::start(&mut command, log)?,
         };
-        let ready = guest.dialogue.hear(HANG)?;
+        let ready = guest.dialogue.read_line(HANG)?;
         ensure!(ready.starts_with("ready "), "the guest said {ready:?}");
         Ok(guest)
     }
@@ -108,12 +108,12 @@ impl Guest {
 
     /// Lets it load its model and generate.
     pub(super) fn begin(&mut self, tokens: usize) -> Result<()> {
-        self.dialogue.say(&format!("run {tokens}"))
+        self.dialogue.write_line(&format!("run {tokens}"))
     }
 
     /// Waits for its next token.
     pub(super) fn token(&mut self) -> Result<()> {
-        let said = self.dialogue.hear(HANG)?;
+        let said = self.dialogue.read_line(HANG)?;
         ensure!(said == "token", "{said:?} instead of a token");
         Ok(())
     }
@@ -123,7 +123,9 @@ impl Guest {
         let started = Instant::now();
         loop {
             let left = HANG.saturating_sub(started.elapsed());
-            let line = self.dialogue.hear(left.max(Duration::from_millis(1)))?;
+            let line = self
+                .dialogue
+                .read_line(left.max(Duration::from_millis(1)))?;
             if let Some(outcome) = outcome(&line)? {
                 return Ok(outcome);
             }
@@ -132,7 +134,7 @@ impl Guest {
 
     /// How what it has begun has ended, if it has.
     pub(super) fn ended(&mut self) -> Result<Option<Outcome>> {
-        while let Some(line) = self.dialogue.heard()? {
+        while let Some(line) = self.dialogue.try_read_line()? {
             if let Some(outcome) = outcome(&line)? {
                 return Ok(Some(outcome));
             }

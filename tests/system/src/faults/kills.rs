@@ -11,7 +11,7 @@ use xtask_common::process::Daemon;
 use xtask_common::progress::Step;
 
 use super::guest::{HANG, Outcome};
-use super::leaks::{Holdings, expect_no_more};
+use super::leaks::{ResourceUsage, expect_no_more};
 use super::setup::{Row, Setup, TOKENS, exists, moment};
 
 /// Rounds before resources are compared: allocators and libraries take some memory for good when
@@ -22,7 +22,7 @@ const WARM_UP: usize = 5;
 const LONG: usize = 96;
 
 /// The timeout for guests that are killed.
-const VICTIMS: usize = 400;
+const KILLED_TOKENS: usize = 400;
 
 /// Blows that may miss for each that shall hit: what they aim at is a moment in somebody else's
 /// work.
@@ -30,13 +30,13 @@ const MISSES: usize = 5;
 
 /// How often a blow came, and when. Only those that hit a load or a generation count.
 #[derive(Clone, Copy, Debug, Default)]
-struct Tally {
+struct KillCounts {
     loading: usize,
     generating: usize,
     missed: usize,
 }
 
-impl Tally {
+impl KillCounts {
     fn hits(&self) -> usize {
         self.loading + self.generating
     }
@@ -72,11 +72,11 @@ pub(super) fn executors(setup: &Setup<'_>, step: &Step) -> Result<Row> {
     );
     let each = begun.elapsed().saturating_sub(load) / LONG as u32;
 
-    let (mut tally, mut before, mut round) = (Tally::default(), None, 0);
-    while before.is_none() || tally.goes_on(times)? {
+    let (mut counts, mut before, mut round) = (KillCounts::default(), None, 0);
+    while before.is_none() || counts.goes_on(times)? {
         if round == WARM_UP {
-            before = Some(Holdings::of(guest.pid())?);
-            tally = Tally::default();
+            before = Some(ResourceUsage::of(guest.pid())?);
+            counts = KillCounts::default();
         }
         guest.begin(LONG)?;
         if rng.next_u64().is_multiple_of(2) {
@@ -93,17 +93,17 @@ pub(super) fn executors(setup: &Setup<'_>, step: &Step) -> Result<Row> {
             .with_context(|| format!("kill {round}: the guest hangs or has crashed"))?
         {
             Outcome::Failed(why) if why.contains("no model") || why.contains("no context") => {
-                tally.loading += 1;
+                counts.loading += 1;
             }
-            Outcome::Failed(_) => tally.generating += 1,
+            Outcome::Failed(_) => counts.generating += 1,
             Outcome::Tokens(tokens) => {
                 ensure!(tokens == whole, "kill {round}: other tokens: {tokens:?}");
-                tally.missed += 1;
+                counts.missed += 1;
             }
         }
         executor = setup.serve(NAME, &[])?;
         setup.expect_run(&mut guest, &format!("the load after kill {round}"))?;
-        step.note(&format!("{} of {times}", tally.hits()));
+        step.note(&format!("{} of {times}", counts.hits()));
         round += 1;
     }
     let before = before.context("no round was run")?;
@@ -114,14 +114,14 @@ pub(super) fn executors(setup: &Setup<'_>, step: &Step) -> Result<Row> {
         !exists(&setup.socket(NAME)),
         "the executor has left its socket behind"
     );
-    let Tally {
+    let KillCounts {
         loading,
         generating,
         missed,
-    } = tally;
+    } = counts;
     Ok(Row {
         fault: "executor killed",
-        times: tally.hits(),
+        times: counts.hits(),
         found: format!(
             "{loading} while loading, {generating} while generating, and {missed} just after the end, not counted; 0 hangs, 0 \
              crashes; every next load gave the same tokens; guest before: {before}, after: {after}"
@@ -137,12 +137,12 @@ pub(super) fn guests(setup: &Setup<'_>, step: &Step) -> Result<Row> {
     let times = setup.counts.kills;
     let mut rng = setup.rng(2);
     let executor = setup.serve(NAME, &[])?;
-    let mut bystander = setup.guest(NAME, "bystander")?;
-    setup.expect_run(&mut bystander, "the guest beside")?;
+    let mut other_guest = setup.guest(NAME, "other-guest")?;
+    setup.expect_run(&mut other_guest, "the guest beside")?;
     // From the word to load until the last token, in a process that has loaded nothing before.
-    let mut model = setup.guest(NAME, "victim")?;
+    let mut model = setup.guest(NAME, "killed-guest")?;
     let started = Instant::now();
-    model.begin(VICTIMS)?;
+    model.begin(KILLED_TOKENS)?;
     model.token()?;
     let load = started.elapsed();
     model.end()?.tokens().context("a guest that is spared")?;
@@ -158,64 +158,64 @@ pub(super) fn guests(setup: &Setup<'_>, step: &Step) -> Result<Row> {
         );
         std::thread::sleep(Duration::from_millis(10));
     }
-    let mut before = Holdings::of(executor.pid())?;
-    let (mut tally, mut after, mut round) = (Tally::default(), before, 0);
-    while round <= WARM_UP || tally.goes_on(times)? {
+    let mut before = ResourceUsage::of(executor.pid())?;
+    let (mut counts, mut after, mut round) = (KillCounts::default(), before, 0);
+    while round <= WARM_UP || counts.goes_on(times)? {
         if round == WARM_UP {
-            before = Holdings::of(executor.pid())?;
-            tally = Tally::default();
+            before = ResourceUsage::of(executor.pid())?;
+            counts = KillCounts::default();
         }
         // Half of the blows are meant for the load, which is short.
         let span = if round % 4 < 2 { load } else { life };
-        bystander.begin(TOKENS)?;
+        other_guest.begin(TOKENS)?;
         if round % 2 == 0 {
-            let mut victim = setup.guest(NAME, "victim")?;
-            victim.begin(VICTIMS)?;
+            let mut killed = setup.guest(NAME, "killed-guest")?;
+            killed.begin(KILLED_TOKENS)?;
             std::thread::sleep(moment(&mut rng, span));
-            drop(victim); // SIGKILL
+            drop(killed); // SIGKILL
         } else {
-            let mut victim = completion(setup, NAME)?;
+            let mut killed = completion(setup, NAME)?;
             // Programs take a while until they load a model: only then does the clock run.
-            victim.wait_until(HANG, |_| {
-                Holdings::of(executor.pid()).is_ok_and(|now| now.threads > before.threads)
+            killed.wait_until(HANG, |_| {
+                ResourceUsage::of(executor.pid()).is_ok_and(|now| now.threads > before.threads)
             })?;
             std::thread::sleep(moment(&mut rng, span));
-            victim.kill()?;
+            killed.kill()?;
         }
-        setup.expect_tokens(&mut bystander, &format!("the guest beside kill {round}"))?;
+        setup.expect_tokens(&mut other_guest, &format!("the guest beside kill {round}"))?;
         // Also waits until the thread of the session is gone, and with it has said what it had.
-        let patience = if round < WARM_UP { SETTLING } else { HANG };
+        let timeout = if round < WARM_UP { SETTLING } else { HANG };
         match expect_no_more(
             executor.pid(),
             &before,
             &format!("the executor after kill {round}"),
-            patience,
+            timeout,
         ) {
             Ok(now) => after = now,
             Err(_) if round < WARM_UP => {}
             Err(error) => return Err(error),
         }
         match ends.next(&log)? {
-            Some(End { freed: 0, .. }) | None => tally.missed += 1,
-            Some(End { graphs: 0, .. }) => tally.loading += 1,
-            Some(_) => tally.generating += 1,
+            Some(End { freed: 0, .. }) | None => counts.missed += 1,
+            Some(End { graphs: 0, .. }) => counts.loading += 1,
+            Some(_) => counts.generating += 1,
         }
-        step.note(&format!("{} of {times}", tally.hits()));
+        step.note(&format!("{} of {times}", counts.hits()));
         round += 1;
     }
     let mut next = setup.guest(NAME, "after-kills")?;
     setup.expect_run(&mut next, "the load after all kills")?;
     next.finish()?;
-    bystander.finish()?;
+    other_guest.finish()?;
     executor.stop()?;
-    let Tally {
+    let KillCounts {
         loading,
         generating,
         missed,
-    } = tally;
+    } = counts;
     Ok(Row {
         fault: "guest killed",
-        times: tally.hits(),
+        times: counts.hits(),
         found: format!(
             "{loading} while loading, {generating} at work, and {missed} before or after, not counted; 0 hangs; the guest beside \
              generated the same tokens {round} times; executor before: {before}, after: {after}"
@@ -304,5 +304,5 @@ fn completion(setup: &Setup<'_>, executor: &str) -> Result<Daemon> {
         },
         &setup.program.stats,
     );
-    Daemon::start(&mut command, &setup.log("victim-completion"))
+    Daemon::start(&mut command, &setup.log("killed-completion"))
 }

@@ -11,7 +11,7 @@ const SLACK: u64 = 16 << 20;
 
 /// What is counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Holdings {
+pub(super) struct ResourceUsage {
     /// Resident bytes, shared memory included.
     pub(super) resident: u64,
     /// Bytes of its address space in use. Not compared: allocators keep what they have mapped.
@@ -22,8 +22,8 @@ pub(super) struct Holdings {
     pub(super) threads: u64,
 }
 
-impl Holdings {
-    pub(super) fn of(pid: u32) -> Result<Holdings> {
+impl ResourceUsage {
+    pub(super) fn of(pid: u32) -> Result<ResourceUsage> {
         let status = std::fs::read_to_string(format!("/proc/{pid}/status"))
             .context("reading a process's status")?;
         let field = |name: &str| -> Result<u64> {
@@ -45,7 +45,7 @@ impl Holdings {
         let maps = std::fs::read_to_string(format!("/proc/{pid}/maps"))
             .context("reading a process's mappings")?;
         memory_files += maps.lines().filter(|line| line.contains("memfd:")).count();
-        Ok(Holdings {
+        Ok(ResourceUsage {
             resident: field("VmRSS:")? << 10,
             mapped: field("VmSize:")? << 10,
             descriptors,
@@ -56,7 +56,7 @@ impl Holdings {
 
     /// What it holds more than `before`, if that is more than nothing. Resident memory may differ
     /// by some slack.
-    fn excess(&self, before: &Holdings) -> Option<String> {
+    fn excess(&self, before: &ResourceUsage) -> Option<String> {
         let is_more = self.resident > before.resident + SLACK
             || self.descriptors > before.descriptors
             || self.memory_files > before.memory_files
@@ -65,7 +65,7 @@ impl Holdings {
     }
 }
 
-impl fmt::Display for Holdings {
+impl fmt::Display for ResourceUsage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
@@ -82,16 +82,16 @@ impl fmt::Display for Holdings {
 /// session held is freed when its thread gets round to it.
 pub(super) fn expect_no_more(
     pid: u32,
-    before: &Holdings,
+    before: &ResourceUsage,
     who: &str,
-    patience: Duration,
-) -> Result<Holdings> {
+    timeout: Duration,
+) -> Result<ResourceUsage> {
     let started = Instant::now();
     loop {
-        let now = Holdings::of(pid)?;
+        let now = ResourceUsage::of(pid)?;
         match now.excess(before) {
             None => return Ok(now),
-            Some(excess) if started.elapsed() > patience => bail!("{who} holds {excess}"),
+            Some(excess) if started.elapsed() > timeout => bail!("{who} holds {excess}"),
             Some(_) => std::thread::sleep(Duration::from_millis(20)),
         }
     }

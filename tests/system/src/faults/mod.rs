@@ -1,4 +1,4 @@
-//! Faults on purpose: executors and guests that are killed at random points, stopped, starved of
+//! Faults on purpose: executors and guests that are killed at random points, stopped, limited of
 //! memory, disk and descriptors, with windows cut short and clocks that jump. The guest is a real
 //! llama.cpp program.
 //!

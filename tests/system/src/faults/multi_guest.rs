@@ -7,7 +7,7 @@ use xtask_common::executor;
 use xtask_common::progress::Step;
 
 use super::guest::{Guest, HANG, Outcome};
-use super::leaks::{Holdings, expect_no_more};
+use super::leaks::{ResourceUsage, expect_no_more};
 use super::setup::{Row, Setup, TOKENS};
 
 /// Programs that generate at once.
@@ -63,7 +63,7 @@ pub(super) fn quota(setup: &Setup<'_>, step: &Step) -> Result<Row> {
 
     let mut large = setup.guest("large", "quota-large")?;
     let mut small = setup.guest("small", "quota-small")?;
-    let before = Holdings::of(executor.pid())?;
+    let before = ResourceUsage::of(executor.pid())?;
     for round in 0..times {
         large.begin(400)?;
         large.token()?;

@@ -29,7 +29,7 @@ pub(super) fn both(setup: &Setup<'_>, step: &Step) -> Result<Row> {
     let mut rng = setup.rng(3);
     let executor = setup.serve(NAME, &[])?;
     let mut guest = setup.guest(NAME, "stopped-guest")?;
-    let mut bystander = setup.guest(NAME, "stopped-bystander")?;
+    let mut other_guest = setup.guest(NAME, "stopped-other-guest")?;
     guest.begin(LONG)?;
     let expected = guest.end()?.tokens()?;
     ensure!(
@@ -42,7 +42,7 @@ pub(super) fn both(setup: &Setup<'_>, step: &Step) -> Result<Row> {
         if round % 2 == 0 {
             guest.signal(Signal::STOP)?;
             // The others go on while it stands.
-            let beside = setup.expect_run(&mut bystander, "the guest beside a stopped one");
+            let beside = setup.expect_run(&mut other_guest, "the guest beside a stopped one");
             std::thread::sleep(PAUSE);
             guest.signal(Signal::CONT)?;
             beside?;
@@ -59,7 +59,7 @@ pub(super) fn both(setup: &Setup<'_>, step: &Step) -> Result<Row> {
         step.note(&format!("{} of {times}", round + 1));
     }
     guest.finish()?;
-    bystander.finish()?;
+    other_guest.finish()?;
     executor.stop()?;
     Ok(Row {
         fault: "stopped for a while",
@@ -79,19 +79,19 @@ pub(super) fn slow(setup: &Setup<'_>, step: &Step) -> Result<Row> {
     let times = setup.counts.others;
     let executor = setup.serve(NAME, &[])?;
     let mut guest = setup.guest(NAME, "slow-guest")?;
-    let mut bystander = setup.guest(NAME, "slow-bystander")?;
-    setup.expect_run(&mut bystander, "the guest beside, alone")?;
+    let mut other_guest = setup.guest(NAME, "slow-other-guest")?;
+    setup.expect_run(&mut other_guest, "the guest beside, alone")?;
     let mut beside = 0;
     for round in 0..times {
         guest.begin(TOKENS)?;
-        bystander.begin(TOKENS)?;
+        other_guest.begin(TOKENS)?;
         // Both from the load on, until the one beside is done.
         let tokens = loop {
             guest.signal(Signal::STOP)?;
             std::thread::sleep(STANDS);
             guest.signal(Signal::CONT)?;
             std::thread::sleep(RUNS);
-            if let Some(outcome) = bystander.ended()? {
+            if let Some(outcome) = other_guest.ended()? {
                 break outcome.tokens().context("the guest beside a slow one")?;
             }
         };
@@ -104,7 +104,7 @@ pub(super) fn slow(setup: &Setup<'_>, step: &Step) -> Result<Row> {
         step.note(&format!("{} of {times}", round + 1));
     }
     guest.finish()?;
-    bystander.finish()?;
+    other_guest.finish()?;
     executor.stop()?;
     Ok(Row {
         fault: "slow consumer",

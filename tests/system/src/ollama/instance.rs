@@ -14,7 +14,7 @@ use xtask_common::process::free_port;
 use xtask_common::process::{self, Daemon};
 
 /// A timeout, not a measure of speed: a wait that takes longer has failed.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 const DROP_IN: &str = "etc/systemd/system/ollama.service.d/vgpu.conf";
 
 /// How a server is started.
@@ -94,7 +94,7 @@ impl Instance {
             serve.env(name, value);
         }
         let mut server = Daemon::start(&mut serve, log)?;
-        server.wait_until(PATIENCE, |server| {
+        server.wait_until(TIMEOUT, |server| {
             server.log().contains("inference compute") && self.client().version().is_ok()
         })?;
         self.server = Some(server);
@@ -105,7 +105,7 @@ impl Instance {
     pub(crate) fn stop(&mut self) -> Result<()> {
         self.server
             .take()
-            .map_or(Ok(()), |server| server.stop(PATIENCE))
+            .map_or(Ok(()), |server| server.stop(TIMEOUT))
     }
 
     /// What the server has logged so far.

@@ -25,7 +25,7 @@ use crate::test_run::{PROMPT, Served, TestRun};
 /// What the plugin promises: a dead executor is an error this soon, not a host that hangs.
 const NOTICED_WITHIN: Duration = Duration::from_secs(2);
 /// A timeout, not a measure of speed: a wait that takes longer has failed.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 pub(crate) fn run(tests: &mut TestRun<'_>) {
     heading("failures");
@@ -184,7 +184,7 @@ fn executor_restarted(
     let mut host = Dialogue::start(&mut command, &tests.log("restarted"))?;
     let expect = |host: &mut Dialogue, event: &str| -> Result<Value> {
         let line = host
-            .hear(PATIENCE)
+            .read_line(TIMEOUT)
             .with_context(|| format!("waiting for {event:?}"))?;
         let said: Value = serde_json::from_str(&line).with_context(|| format!("reading {line}"))?;
         ensure!(
@@ -210,13 +210,13 @@ fn executor_restarted(
     );
 
     let executor = start("restarted-vgpu-serve-2")?;
-    host.say("again")?;
+    host.write_line("again")?;
     let second = expect(&mut host, "generated")?;
     ensure!(
         first["tokens"] == second["tokens"],
         "first {first}, then {second}"
     );
-    host.finish(PATIENCE)?;
+    host.finish(TIMEOUT)?;
     executor.stop().context("stopping the second executor")?;
     Ok(format!(
         "error after {} ms, same text afterwards",
@@ -249,7 +249,7 @@ fn guest_killed(tests: &TestRun<'_>, bin: &Path, dist: &Dist, model: &Path) -> R
         });
         for _ in 0..8 {
             receiver
-                .recv_timeout(PATIENCE)
+                .recv_timeout(TIMEOUT)
                 .context("the victim generates nothing")?;
         }
         victim.kill()

@@ -33,7 +33,7 @@ const MEMORY: &str = "3G";
 const SENTENCES: usize = 100;
 const LIKENESS: f64 = 0.9999;
 /// A timeout, not a measure of speed: a wait that takes longer has failed.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 pub(crate) fn run(tests: &mut TestRun<'_>) {
     heading("Ollama");
@@ -279,7 +279,7 @@ fn on_cpu(mut options: Value) -> Value {
 fn wait(what: &str, mut done: impl FnMut() -> Result<bool>) -> Result<()> {
     let started = Instant::now();
     while !done()? {
-        ensure!(started.elapsed() < PATIENCE, "{what} within {PATIENCE:?}");
+        ensure!(started.elapsed() < TIMEOUT, "{what} within {TIMEOUT:?}");
         std::thread::sleep(Duration::from_millis(20));
     }
     Ok(())

@@ -87,7 +87,7 @@ fn links(tests: &mut TestRun<'_>, prepared: &Prepared) {
     let Some(mut linked) = linked else { return };
     tests.check("vsock from the guest", |_, _| linked.vsock());
     tests.check("TCP with TLS from the guest", |_, _| linked.tcp());
-    tests.check("guests that may not", |_, _| linked.strangers());
+    tests.check("guests that may not", |_, _| linked.refused_guests());
     tests.check("the executor ends well", |_, _| {
         linked.stop().map(|()| String::new())
     });

@@ -7,7 +7,7 @@ use anyhow::{Context as _, Result, ensure};
 
 use super::guest::{Guest, Machine};
 use super::inside::{As, PLUGIN, PROMPT, TOKENS, Way};
-use super::prepared::{GUEST_PATIENCE, MEMORY, PATIENCE, Prepared};
+use super::prepared::{GUEST_TIMEOUT, MEMORY, Prepared, TIMEOUT};
 use super::qemu::Qemu;
 use xtask_common::cache::Cache;
 use xtask_common::process::Daemon;
@@ -43,7 +43,7 @@ impl Served {
 
     /// Waits until the executor has said so many times that it is ready.
     fn wait_for(&mut self, count: usize) -> Result<()> {
-        self.hold.wait_until(PATIENCE, |hold| {
+        self.hold.wait_until(TIMEOUT, |hold| {
             let log = hold.log();
             log.lines().filter(|l| l.starts_with("ready ")).count() >= count
         })
@@ -73,7 +73,7 @@ impl Served {
     }
 
     fn stop(self) -> Result<()> {
-        self.hold.stop(PATIENCE)
+        self.hold.stop(TIMEOUT)
     }
 }
 
@@ -155,7 +155,7 @@ pub(crate) fn boot(
         memory: MEMORY,
     };
     let mut guest = Guest::boot(&machine, &log("qemu"))?;
-    guest.patience(GUEST_PATIENCE);
+    guest.set_timeout(GUEST_TIMEOUT);
     Ok(Booted { guest, served })
 }
 

@@ -14,7 +14,7 @@ const BOOT: Duration = Duration::from_secs(300);
 /// A booted guest. Killed on drop.
 pub(super) struct Guest {
     console: Dialogue,
-    patience: Duration,
+    timeout: Duration,
 }
 
 /// What a command in the guest wrote, and how it ended.
@@ -86,7 +86,7 @@ impl Guest {
         let console = Dialogue::start(&mut qemu, log)?;
         let mut guest = Guest {
             console,
-            patience: BOOT,
+            timeout: BOOT,
         };
         guest
             .until("@@ready", Instant::now() + BOOT)
@@ -95,14 +95,14 @@ impl Guest {
     }
 
     /// How long commands may take from now on.
-    pub(super) fn patience(&mut self, patience: Duration) {
-        self.patience = patience;
+    pub(super) fn set_timeout(&mut self, timeout: Duration) {
+        self.timeout = timeout;
     }
 
     /// Runs a line of shell in the guest.
     pub(super) fn run(&mut self, line: &str) -> Result<Ran> {
-        let deadline = Instant::now() + self.patience;
-        self.console.say(line)?;
+        let deadline = Instant::now() + self.timeout;
+        self.console.write_line(line)?;
         let (output, end) = self.until("@@done ", deadline)?;
         let status = end
             .trim()
@@ -123,7 +123,7 @@ impl Guest {
         let mut before = String::new();
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
-            let line = self.console.hear(left).with_context(|| {
+            let line = self.console.read_line(left).with_context(|| {
                 format!("waiting for the guest; so far:\n{}", last(&before, 20))
             })?;
             // A program may end without a line break.

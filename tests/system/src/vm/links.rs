@@ -9,7 +9,7 @@ use anyhow::Result;
 use super::certificates::HOST;
 use super::guest::{Guest, Machine};
 use super::inside::{As, Way};
-use super::prepared::{GUEST_PATIENCE, MEMORY, PATIENCE, Prepared};
+use super::prepared::{GUEST_TIMEOUT, MEMORY, Prepared, TIMEOUT};
 use xtask_common::cache::Cache;
 use xtask_common::packages;
 use xtask_common::process::Daemon;
@@ -46,7 +46,7 @@ pub(crate) fn boot_without_device(
         .arg(&prepared.certificates.host)
         .args(["--threads", &workspace::cores().to_string()]);
     let mut executor = Daemon::start(&mut serve, &logs("vm-links-vgpu-serve"))?;
-    executor.wait_until(PATIENCE, |serve| serve.log().contains("ready "))?;
+    executor.wait_until(TIMEOUT, |serve| serve.log().contains("ready "))?;
 
     let mut device = Command::new(packages::vhost_vsock(cache)?);
     device
@@ -55,7 +55,7 @@ pub(crate) fn boot_without_device(
         .arg("--uds-path")
         .arg(&vsock);
     let mut device = Daemon::start(&mut device, &logs("vm-links-vhost-device-vsock"))?;
-    device.wait_until(PATIENCE, |_| control.exists())?;
+    device.wait_until(TIMEOUT, |_| control.exists())?;
 
     let devices = [
         "-object".into(),
@@ -81,7 +81,7 @@ pub(crate) fn boot_without_device(
         memory: MEMORY,
     };
     let mut guest = Guest::boot(&machine, &logs("vm-links-qemu"))?;
-    guest.patience(GUEST_PATIENCE);
+    guest.set_timeout(GUEST_TIMEOUT);
     Ok(Linked {
         guest,
         executor,
@@ -120,7 +120,7 @@ impl Linked {
     }
 
     /// A guest without a certificate, or with one of another authority, gets an error that says so.
-    pub(crate) fn strangers(&mut self) -> Result<String> {
+    pub(crate) fn refused_guests(&mut self) -> Result<String> {
         let (stranger, nobody) = (
             self.tcp_with("stranger"),
             format!("VGPU_ENDPOINT={}", self.tcp),
@@ -147,6 +147,6 @@ impl Linked {
     pub(crate) fn stop(self) -> Result<()> {
         drop(self.guest);
         drop(self.vsock);
-        self.executor.stop(PATIENCE)
+        self.executor.stop(TIMEOUT)
     }
 }

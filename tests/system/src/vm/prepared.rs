@@ -17,9 +17,9 @@ use super::image::{self, Content};
 use super::qemu::Qemu;
 
 /// A timeout, not a measure of speed: a wait that takes longer has failed.
-pub(super) const PATIENCE: Duration = Duration::from_secs(60);
+pub(super) const TIMEOUT: Duration = Duration::from_secs(60);
 /// The timeout of a command in an emulated guest.
-pub(super) const GUEST_PATIENCE: Duration = Duration::from_secs(900);
+pub(super) const GUEST_TIMEOUT: Duration = Duration::from_secs(900);
 
 /// Memory of a guest.
 pub(super) const MEMORY: &str = "2G";

@@ -8,7 +8,7 @@ use super::debian::Wanted;
 use super::guest::{Guest, Machine};
 use super::image;
 use super::inside::{As, Way};
-use super::prepared::{GUEST_PATIENCE, MEMORY, Prepared};
+use super::prepared::{GUEST_TIMEOUT, MEMORY, Prepared};
 use crate::debian::Packages;
 use xtask_common::cache::Cache;
 use xtask_common::progress::Step;
@@ -70,7 +70,7 @@ pub(crate) fn boot_systemd(
         memory: MEMORY,
     };
     let mut guest = Guest::boot(&machine, &logs("vm-systemd-qemu"))?;
-    guest.patience(GUEST_PATIENCE);
+    guest.set_timeout(GUEST_TIMEOUT);
     Ok(Systemd { guest })
 }
 
