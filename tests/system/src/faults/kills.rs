@@ -1,4 +1,4 @@
-//! SIGKILL, at random points of loading and generating.
+//! SIGKILL at random points of loading and generation.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -14,21 +14,23 @@ use super::guest::{HANG, Outcome};
 use super::leaks::{ResourceUsage, expect_no_more};
 use super::setup::{Row, Setup, TOKENS, exists, moment};
 
-/// Rounds before resources are compared: allocators and libraries take some memory for good when
-/// they are first used.
+/// Rounds before resources are compared. Allocators and libraries keep some memory from their first
+/// use on.
 const WARM_UP: usize = 5;
 
-/// Tokens of a generation that is to be interrupted: so many that few end before the blow falls.
+/// Tokens of a generation that a kill shall interrupt. Few generations of this length end before the
+/// kill.
 const LONG: usize = 96;
 
-/// The timeout for guests that are killed.
+/// Tokens that a guest generates unless it is killed before.
 const KILLED_TOKENS: usize = 400;
 
-/// Blows that may miss for each that shall hit: what they aim at is a moment in somebody else's
-/// work.
+/// Kills that may miss for each required hit. A kill aims at a moment in another process and can be
+/// too early or too late.
 const MISSES: usize = 5;
 
-/// How often a blow came, and when. Only those that hit a load or a generation count.
+/// The number of kills by the state of the process. Only those during a load or a generation are
+/// hits.
 #[derive(Clone, Copy, Debug, Default)]
 struct KillCounts {
     loading: usize,
@@ -41,11 +43,14 @@ impl KillCounts {
         self.loading + self.generating
     }
 
-    /// Whether there have to be more; an error if too many have missed.
-    fn goes_on(&self, times: usize) -> Result<bool> {
+    /// Whether more kills are required.
+    ///
+    /// # Errors
+    /// If too many have missed.
+    fn needs_more(&self, times: usize) -> Result<bool> {
         ensure!(
             self.missed <= WARM_UP + MISSES * times,
-            "{} blows of {times} have hit work, {} have missed it",
+            "{} kills of {times} hit a load or a generation, {} missed",
             self.hits(),
             self.missed
         );
@@ -53,7 +58,7 @@ impl KillCounts {
     }
 }
 
-/// One guest process lives through all of it; each time a new executor comes.
+/// Kills executors. One guest process runs during the whole test; a new executor follows each kill.
 pub(super) fn executors(setup: &Setup<'_>, step: &Step) -> Result<Row> {
     const NAME: &str = "killed";
     let times = setup.counts.kills;
@@ -73,7 +78,7 @@ pub(super) fn executors(setup: &Setup<'_>, step: &Step) -> Result<Row> {
     let each = begun.elapsed().saturating_sub(load) / LONG as u32;
 
     let (mut counts, mut before, mut round) = (KillCounts::default(), None, 0);
-    while before.is_none() || counts.goes_on(times)? {
+    while before.is_none() || counts.needs_more(times)? {
         if round == WARM_UP {
             before = Some(ResourceUsage::of(guest.pid())?);
             counts = KillCounts::default();
@@ -90,7 +95,7 @@ pub(super) fn executors(setup: &Setup<'_>, step: &Step) -> Result<Row> {
         executor.kill().context("killing the executor")?;
         match guest
             .end()
-            .with_context(|| format!("kill {round}: the guest hangs or has crashed"))?
+            .with_context(|| format!("kill {round}: the guest hangs or crashed"))?
         {
             Outcome::Failed(why) if why.contains("no model") || why.contains("no context") => {
                 counts.loading += 1;
@@ -112,7 +117,7 @@ pub(super) fn executors(setup: &Setup<'_>, step: &Step) -> Result<Row> {
     executor.stop()?;
     ensure!(
         !exists(&setup.socket(NAME)),
-        "the executor has left its socket behind"
+        "the executor did not remove its socket"
     );
     let KillCounts {
         loading,
@@ -123,29 +128,33 @@ pub(super) fn executors(setup: &Setup<'_>, step: &Step) -> Result<Row> {
         fault: "executor killed",
         times: counts.hits(),
         found: format!(
-            "{loading} while loading, {generating} while generating, and {missed} just after the end, not counted; 0 hangs, 0 \
-             crashes; every next load gave the same tokens; guest before: {before}, after: {after}"
+            "{loading} during loading, {generating} during generation; {missed} after the end, not counted; \
+             0 hangs, 0 crashes; each following load generated the same tokens; guest before: \
+             {before}, after: {after}"
         ),
     })
 }
 
-/// One executor and one guest beside live through all of it. Every other guest that is killed is
-/// llama.cpp's own `llama-completion`. The executor's log says what a guest still had when it
-/// went, and whether it had run anything.
+/// Kills guests. One executor and one other guest run during the whole test. Every second killed
+/// guest is llama.cpp's own `llama-completion`. The executor's log contains what the guest had
+/// allocated at its end, and how many graphs it had run.
 pub(super) fn guests(setup: &Setup<'_>, step: &Step) -> Result<Row> {
     const NAME: &str = "survivor";
     let times = setup.counts.kills;
     let mut rng = setup.rng(2);
     let executor = setup.serve(NAME, &[])?;
     let mut other_guest = setup.guest(NAME, "other-guest")?;
-    setup.expect_run(&mut other_guest, "the guest beside")?;
-    // From the word to load until the last token, in a process that has loaded nothing before.
+    setup.expect_run(&mut other_guest, "the other guest")?;
+    // The time from the load command to the last token, in a new process.
     let mut model = setup.guest(NAME, "killed-guest")?;
     let started = Instant::now();
     model.begin(KILLED_TOKENS)?;
     model.token()?;
     let load = started.elapsed();
-    model.end()?.tokens().context("a guest that is spared")?;
+    model
+        .end()?
+        .tokens()
+        .context("a guest that is not killed")?;
     let life = started.elapsed();
     model.finish()?;
 
@@ -154,18 +163,18 @@ pub(super) fn guests(setup: &Setup<'_>, step: &Step) -> Result<Row> {
     while ends.next(&log)?.is_none() {
         ensure!(
             started.elapsed() < HANG,
-            "the session of the guest that was spared goes on"
+            "the session of the guest that was not killed does not end"
         );
         std::thread::sleep(Duration::from_millis(10));
     }
     let mut before = ResourceUsage::of(executor.pid())?;
     let (mut counts, mut after, mut round) = (KillCounts::default(), before, 0);
-    while round <= WARM_UP || counts.goes_on(times)? {
+    while round <= WARM_UP || counts.needs_more(times)? {
         if round == WARM_UP {
             before = ResourceUsage::of(executor.pid())?;
             counts = KillCounts::default();
         }
-        // Half of the blows are meant for the load, which is short.
+        // Half of the kills aim at the load, which is short.
         let span = if round % 4 < 2 { load } else { life };
         other_guest.begin(TOKENS)?;
         if round % 2 == 0 {
@@ -175,15 +184,18 @@ pub(super) fn guests(setup: &Setup<'_>, step: &Step) -> Result<Row> {
             drop(killed); // SIGKILL
         } else {
             let mut killed = completion(setup, NAME)?;
-            // Programs take a while until they load a model: only then does the clock run.
+            // The delay starts when the program loads its model, not when the process starts.
             killed.wait_until(HANG, |_| {
                 ResourceUsage::of(executor.pid()).is_ok_and(|now| now.threads > before.threads)
             })?;
             std::thread::sleep(moment(&mut rng, span));
             killed.kill()?;
         }
-        setup.expect_tokens(&mut other_guest, &format!("the guest beside kill {round}"))?;
-        // Also waits until the thread of the session is gone, and with it has said what it had.
+        setup.expect_tokens(
+            &mut other_guest,
+            &format!("the other guest during kill {round}"),
+        )?;
+        // Also waits for the end of the session's thread, which has logged the session's end by then.
         let timeout = if round < WARM_UP { SETTLING } else { HANG };
         match expect_no_more(
             executor.pid(),
@@ -217,32 +229,33 @@ pub(super) fn guests(setup: &Setup<'_>, step: &Step) -> Result<Row> {
         fault: "guest killed",
         times: counts.hits(),
         found: format!(
-            "{loading} while loading, {generating} at work, and {missed} before or after, not counted; 0 hangs; the guest beside \
-             generated the same tokens {round} times; executor before: {before}, after: {after}"
+            "{loading} during loading, {generating} during generation; {missed} before or after, not \
+             counted; 0 hangs; the other guest generated the same tokens {round} times; executor \
+             before: {before}, after: {after}"
         ),
     })
 }
 
-/// How long an executor that has never lost a guest may take to come to rest: what it keeps for
-/// good is not known yet.
+/// The timeout for resources in the warm-up rounds. The memory that the executor keeps permanently
+/// is not known yet.
 const SETTLING: Duration = Duration::from_secs(1);
 
-/// The ends of sessions in an executor's log.
+/// The session ends in an executor's log.
 #[derive(Debug, Default)]
 struct Ends {
-    /// Bytes of the log that were read.
+    /// The number of bytes of the log that were read.
     read: usize,
 }
 
-/// What a session was doing when it ended.
+/// The state of a session at its end.
 struct End {
-    /// Bytes of buffers that it still had: none after a good end.
+    /// The bytes of the buffers that the session still had: 0 after an orderly end.
     freed: u64,
     graphs: u64,
 }
 
 impl Ends {
-    /// The session that has ended since the last call; none if the guest had not connected yet.
+    /// The session that has ended since the last call; `None` if the guest had not connected yet.
     fn next(&mut self, log: &Path) -> Result<Option<End>> {
         let text = std::fs::read_to_string(log).context("reading the executor's log")?;
         let new = &text[self.read..];
@@ -270,7 +283,7 @@ impl Ends {
     }
 }
 
-/// llama.cpp's own program, at work.
+/// Starts llama.cpp's own program.
 fn completion(setup: &Setup<'_>, executor: &str) -> Result<Daemon> {
     let endpoint = format!("unix:{}", setup.socket(executor).display());
     let mut command = Command::new(setup.program.bin.join("llama-completion"));

@@ -5,16 +5,16 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
 
-/// Memory that an allocator keeps for later, or takes in another order: not a leak. One leaked
-/// model would be 38 MiB, one leaked window 2 MiB in each of hundreds of rounds.
+/// Bytes of resident memory that may be added without a leak, since allocators keep freed memory.
+/// A leaked model is 38 MiB; a leaked window is 2 MiB in each of hundreds of rounds.
 const SLACK: u64 = 16 << 20;
 
-/// What is counted.
+/// The resources of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ResourceUsage {
     /// Resident bytes, shared memory included.
     pub(super) resident: u64,
-    /// Bytes of its address space in use. Not compared: allocators keep what they have mapped.
+    /// Bytes of address space in use. Not compared, since allocators keep their mappings.
     pub(super) mapped: u64,
     pub(super) descriptors: usize,
     /// Shared memory files, open or mapped.
@@ -54,8 +54,8 @@ impl ResourceUsage {
         })
     }
 
-    /// What it holds more than `before`, if that is more than nothing. Resident memory may differ
-    /// by some slack.
+    /// A description of the difference if the process holds more than `before`. Resident memory may
+    /// grow by [`SLACK`].
     fn excess(&self, before: &ResourceUsage) -> Option<String> {
         let is_more = self.resident > before.resident + SLACK
             || self.descriptors > before.descriptors
@@ -78,8 +78,11 @@ impl fmt::Display for ResourceUsage {
     }
 }
 
-/// Waits until a process holds no more than it did; an error if it goes on holding more. What a
-/// session held is freed when its thread gets round to it.
+/// Waits up to `timeout` until a process holds no more resources than `before`. The thread of a
+/// session frees its resources some time after the guest has ended.
+///
+/// # Errors
+/// If the process holds more after `timeout`.
 pub(super) fn expect_no_more(
     pid: u32,
     before: &ResourceUsage,
