@@ -1,6 +1,6 @@
 // Measures devices through the public interfaces of ggml and llama.cpp. The measurements of all
-// devices alternate in one process, so that their results are comparable. Writes one JSON object per
-// line.
+// devices alternate in one process, so that their results are comparable. Writes one JSON object
+// per line.
 //
 //   driver FOLDER RPC-ENDPOINT latency REPEATS DEVICE...
 //   driver FOLDER RPC-ENDPOINT transfer REPEATS DEVICE...
@@ -78,7 +78,8 @@ static struct target place(const char * name, size_t size) {
     struct ggml_init_params params = { 4 * ggml_tensor_overhead(), NULL, true };
     t.context = ggml_init(params);
     t.tensor = ggml_new_tensor_1d(t.context, GGML_TYPE_I8, (int64_t) size);
-    t.buffer = ggml_backend_alloc_ctx_tensors_from_buft(t.context, ggml_backend_dev_buffer_type(dev));
+    t.buffer =
+        ggml_backend_alloc_ctx_tensors_from_buft(t.context, ggml_backend_dev_buffer_type(dev));
     if (!t.buffer) {
         fail("no memory", name);
     }
@@ -132,9 +133,10 @@ static void latency(int repeats, int count, char ** names) {
     }
 }
 
-static void report(const char * what, const char * name, size_t size, size_t bytes, double seconds) {
-    printf("{\"what\":\"%s\",\"device\":\"%s\",\"size\":%zu,\"bytes\":%zu,\"seconds\":%.9f}\n", what, name,
-           size, bytes, seconds);
+static void report(const char * what, const char * name, size_t size, size_t bytes,
+                   double seconds) {
+    printf("{\"what\":\"%s\",\"device\":\"%s\",\"size\":%zu,\"bytes\":%zu,\"seconds\":%.9f}\n", what,
+           name, size, bytes, seconds);
     fflush(stdout);
 }
 

@@ -12,19 +12,19 @@ use xtask_common::process::{self, Dialogue};
 use xtask_common::progress::Step;
 use xtask_common::workspace;
 
-/// One figure that the driver has written.
+/// One measurement of the driver.
 #[derive(Clone, Debug)]
 pub(crate) struct Sample {
     pub(crate) what: String,
     pub(crate) device: String,
     pub(crate) asleep: bool,
-    /// Bytes of a single transfer, and of all that took the time.
+    /// The bytes of a single transfer, and of all transfers in `seconds`.
     pub(crate) size: u64,
     pub(crate) bytes: u64,
     pub(crate) seconds: f64,
 }
 
-/// The built driver, and what it works with.
+/// The compiled driver and its inputs.
 pub(crate) struct Driver {
     program: PathBuf,
     /// The folder of ggml's libraries and backends.
@@ -100,14 +100,14 @@ impl Driver {
     }
 }
 
-/// A guest that runs.
+/// A running guest.
 pub(crate) struct Guest {
     program: Dialogue,
     stats: PathBuf,
 }
 
 impl Driver {
-    /// Starts a guest of an executor. `memory` is its cache folder; what it counts goes to `stats`.
+    /// Starts a guest of an executor. `memory` is its cache folder; its statistics go to `stats`.
     pub(crate) fn guest(
         &self,
         endpoint: &str,
@@ -144,7 +144,7 @@ impl Guest {
         }
     }
 
-    /// Where it has written what it has counted.
+    /// The file with the guest's statistics.
     pub(crate) fn stats(&self) -> &Path {
         &self.stats
     }

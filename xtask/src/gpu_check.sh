@@ -41,8 +41,8 @@ fi
 # shellcheck disable=SC2086 # several words
 LINES_SHOWN=250 part check 130 "$here/vgpu" gpu-check --engine "$engine" --json "$out/check.json" \
     ${VGPU_CHECK_OPTIONS:---budget 60}
-# The same comparisons with a token in one launch, which is off by default, and with weights that are
-# not repacked.
+# The same comparisons with a token in one launch, which is off by default, and with weights that
+# are not repacked.
 if [ "$engine" != cpu ]; then
     part check-megakernel 60 env VGPU_MEGAKERNEL=on \
         "$here/vgpu" gpu-check --engine "$engine" --compare-only

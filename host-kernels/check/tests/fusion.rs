@@ -151,8 +151,8 @@ fn matrix_products_are_fused_with_bias_and_gate() {
     use OpKind::{Add, AddId, Glu, MulMat, MulMatId};
     for tokens in [1, 4, 40] {
         let has = |model: Model, wanted: &[OpKind]| {
-            // What the unit gives does not fit where its products' activations were, which would
-            // keep them apart.
+            // The result of the GLU is larger than the activations of its products. It cannot reuse
+            // their memory, which would prevent fusion.
             let model = Model {
                 layers: 4,
                 inner: 512,
