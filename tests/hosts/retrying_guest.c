@@ -1,4 +1,4 @@
-// A program that loads a model and generates, again and again, also after it has lost its executor.
+// A program that loads a model and generates repeatedly, also after the loss of its executor.
 //
 // retrying_guest BACKENDS MODEL LAYERS
 //

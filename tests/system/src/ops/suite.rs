@@ -1,4 +1,4 @@
-//! ggml's own `test-backend-ops` on VGPU0: what it lists, what it finds.
+//! ggml's own `test-backend-ops` on VGPU0: lists and runs of its cases.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -15,7 +15,7 @@ use xtask_common::workspace;
 
 use super::report::{DEVICE, Report};
 
-/// Leaves out three cases whose random weights take five minutes each to quantise.
+/// Excludes three cases whose random weights take five minutes each to quantise.
 const WITHOUT_GIANTS: &str = r"^(?!.*n_mats=128,n_used=4,b=0,m=4096)";
 
 /// A `test-backend-ops` and how to run it.
@@ -24,11 +24,11 @@ pub(crate) struct Suite<'a> {
     /// The folder of the program.
     pub(crate) bin: &'a Path,
     pub(crate) backend: Backend<'a>,
-    /// Also the cases that take minutes each.
+    /// Whether to run the cases that take minutes each.
     pub(crate) giants: bool,
     /// Only these ops, separated by commas.
     pub(crate) ops: Option<&'a str>,
-    /// Only cases with these parameters, as [`sample`] draws them.
+    /// Only cases with these parameters, chosen by [`sample`].
     pub(crate) sample: Option<String>,
     /// A library to preload: [`preload::Library`].
     pub(crate) preload: Option<PathBuf>,
@@ -36,7 +36,7 @@ pub(crate) struct Suite<'a> {
     pub(crate) name: &'a str,
 }
 
-/// One line of the list: whether the device says that it runs the case.
+/// One line of the list: a case, and whether the device claims to support it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Claim {
     pub(crate) op: String,
@@ -63,7 +63,7 @@ impl Suite<'_> {
         }
         let stats = workspace::reports().join(format!("test-backend-ops-{}.stats.json", self.name));
         node_llama::set_backend(&mut program, &self.backend, &stats);
-        // What the plugin says of uploads would stand in the middle of the program's lines.
+        // The plugin's messages about uploads would split lines of the program.
         program.env("VGPU_LOG", "warn");
         if let Some(library) = &self.preload {
             preload::set(&mut program, library);
@@ -108,8 +108,8 @@ impl Suite<'_> {
     }
 }
 
-/// Draws `count` of the listed cases: a regular expression of their parameters, for the option
-/// `-p` of the program. It also takes the cases of other ops with the same parameters.
+/// Chooses `count` of the listed cases at random. Returns a regular expression of their parameters
+/// for the option `-p`, which also matches cases of other ops with the same parameters.
 pub(crate) fn sample(claims: &[Claim], count: usize, rng: &mut Rng) -> String {
     let mut parameters: Vec<&str> = { claims.iter() }
         .filter_map(|claim| claim.case.split_once('(')?.1.strip_suffix(')'))
@@ -129,7 +129,7 @@ pub(crate) fn sample(claims: &[Claim], count: usize, rng: &mut Rng) -> String {
     format!("^(?:{})$", escaped.join("|"))
 }
 
-/// A text as a regular expression of itself.
+/// A regular expression that matches exactly this text.
 fn escape(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for letter in text.chars() {
@@ -141,13 +141,13 @@ fn escape(text: &str) -> String {
     escaped
 }
 
-/// Where a run keeps what the program wrote.
+/// The file for the program's output.
 pub(super) fn log(run: &str, mode: &str) -> PathBuf {
     workspace::reports().join(format!("test-backend-ops-{run}-{mode}.log"))
 }
 
-/// Reads what `test-backend-ops support --output csv` writes, or a file of the same form that ggml
-/// publishes.
+/// Reads the output of `test-backend-ops support --output csv`, or a file of the same format that
+/// ggml publishes.
 pub(super) fn parse_claims(csv: &str) -> Result<Vec<Claim>> {
     let mut reader = csv::Reader::from_reader(csv.as_bytes());
     let header = reader.headers().context("reading a list's header")?.clone();
@@ -173,8 +173,7 @@ pub(super) fn parse_claims(csv: &str) -> Result<Vec<Claim>> {
     Ok(claims)
 }
 
-/// Cases about which the list and the run disagree. The run has cases that the list has not: fused
-/// ops.
+/// The cases that differ between the list and the run. Fused ops are only in the run.
 pub(crate) fn disagreements(claims: &[Claim], report: &Report) -> Vec<String> {
     // Some cases occur more than once.
     let mut listed: BTreeMap<&str, [u64; 2]> = BTreeMap::new();
@@ -195,8 +194,8 @@ pub(crate) fn disagreements(claims: &[Claim], report: &Report) -> Vec<String> {
     found
 }
 
-/// Lists and runs everything: every case is claimed and run, and agrees with ggml's CPU backend
-/// where that can compute it.
+/// Lists and runs all cases. Each must be supported, and agree with ggml's CPU backend if that
+/// supports it.
 pub(crate) fn compare_with_cpu(suite: &Suite<'_>, step: &Step) -> Result<(Vec<Claim>, Report)> {
     let claims = suite.claims()?;
     let denied = claims.iter().filter(|claim| !claim.supported);
@@ -213,8 +212,9 @@ pub(crate) fn compare_with_cpu(suite: &Suite<'_>, step: &Step) -> Result<(Vec<Cl
     Ok((claims, report))
 }
 
-/// Runs what ggml's CPU backend could not compute against our reference in double precision.
-/// `suite` preloads it; `with_cpu` is the report of the same cases without it.
+/// Compares the cases that ggml's CPU backend does not support with the reference in double
+/// precision. `suite` preloads the reference. `with_cpu` is the report of the same cases without
+/// it.
 pub(crate) fn compare_with_reference(
     suite: &Suite<'_>,
     with_cpu: &Report,
@@ -231,8 +231,8 @@ pub(crate) fn compare_with_reference(
     Ok(report)
 }
 
-/// Whether floats are written to a format with a codebook: there are many right results, and the
-/// kernels' own tests look at their errors.
+/// Whether the case writes floats to a codebook format. Many results are correct, and the kernels'
+/// own tests check the errors.
 fn writes_codebook(case: &str) -> bool {
     let parameter = |name: &str| {
         let value = case.split_once(name)?.1;

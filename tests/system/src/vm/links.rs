@@ -1,5 +1,4 @@
-//! A guest without a vGPU among its devices: its programs reach the executor over vsock, or over a
-//! network.
+//! A guest without a vGPU device. Its programs reach the executor over vsock or a network.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -22,12 +21,12 @@ const VSOCK_PORT: u32 = 4780;
 pub(crate) struct Linked {
     guest: Guest,
     executor: Daemon,
-    /// vsock for the guest, as sockets of this machine.
+    /// The vsock device of the guest, which connects to sockets of this machine.
     vsock: Daemon,
     tcp: String,
 }
 
-/// Starts an executor and boots a guest that has no device of ours.
+/// Starts an executor and boots a guest without a vGPU device.
 pub(crate) fn boot_without_device(
     cache: &Cache,
     prepared: &Prepared,
@@ -35,7 +34,7 @@ pub(crate) fn boot_without_device(
 ) -> Result<Linked> {
     let folder = prepared.scratch.path();
     let port = free_port()?;
-    // The connections of the guest to port N of its host arrive at a socket that ends in _N.
+    // A connection of the guest to port N of its host arrives at the socket whose name ends in _N.
     let (control, vsock) = (folder.join("vhost.sock"), folder.join("vsock"));
     let mut serve = Command::new(&prepared.dist.vgpu);
     serve
@@ -91,7 +90,7 @@ pub(crate) fn boot_without_device(
 }
 
 impl Linked {
-    /// `vgpu doctor` and a generation over vsock, which programs find by themselves.
+    /// `vgpu doctor` and a generation over vsock, without a configured endpoint.
     pub(crate) fn vsock(&mut self) -> Result<String> {
         let way = Way {
             environment: "",
@@ -103,7 +102,7 @@ impl Linked {
         self.guest.generation(&way, &reference)
     }
 
-    /// The same over TCP with TLS, by a user without rights.
+    /// The same over TCP with TLS, by an unprivileged user.
     pub(crate) fn tcp(&mut self) -> Result<String> {
         self.guest
             .run("chown -R user /certs/guest")?
@@ -119,7 +118,8 @@ impl Linked {
         self.guest.generation(&way, &reference)
     }
 
-    /// A guest without a certificate, or with one of another authority, gets an error that says so.
+    /// A guest without a certificate, or with one of another authority, gets an error with the
+    /// reason.
     pub(crate) fn refused_guests(&mut self) -> Result<String> {
         let (stranger, nobody) = (
             self.tcp_with("stranger"),
