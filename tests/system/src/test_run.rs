@@ -49,13 +49,15 @@ pub(crate) struct Options {
 pub(crate) const FULL: &str = "\
 Only `--full` runs:
   kernels   every GPU architecture instead of sm_80 and sm_90a
-  ops       every case of ggml 0.26.0 over inproc instead of a sample; the three cases of MUL_MAT_ID that take minutes
-            each; every case again with the kernels of each lower SIMD level
-  demo      the variant with the executor in the host's process, built by the demo itself
+  ops       every case of ggml 0.26.0 over inproc instead of a sample; the three cases of
+            MUL_MAT_ID that take minutes each; every case again with the kernels of each lower
+            SIMD level
+  demo      the variant with the executor in the program's process, built by the demo itself
   faults    each fault twice as often (`cargo xtask faults`: hundreds of times)
-  ollama    everything again without flash attention
+  ollama    all checks again without flash attention
   deploy    KubeVirt's own types
-  vm        the guests with vfio-user, with vsock and TCP, and with systemd (`cargo xtask vm` runs these, too)";
+  vm        the guests with vfio-user, with vsock and TCP, and with systemd (`cargo xtask vm` also
+            runs these)";
 
 /// Options of `cargo xtask vm`.
 #[derive(Debug, clap::Args)]

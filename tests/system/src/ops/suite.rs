@@ -117,10 +117,10 @@ pub(crate) fn sample(claims: &[Claim], count: usize, rng: &mut Rng) -> String {
     parameters.sort_unstable();
     parameters.dedup();
     let count = count.min(parameters.len());
-    for drawn in 0..count {
+    for chosen in 0..count {
         // The remainder's bias is one in 2^64 / length.
-        let left = (parameters.len() - drawn) as u64;
-        parameters.swap(drawn, drawn + (rng.next_u64() % left) as usize);
+        let left = (parameters.len() - chosen) as u64;
+        parameters.swap(chosen, chosen + (rng.next_u64() % left) as usize);
     }
     let escaped: Vec<String> = parameters[..count]
         .iter()
@@ -271,11 +271,11 @@ mod tests {
                 supported: true,
             })
             .collect();
-        let draw = |seed| sample(&claims, 7, &mut Rng::new(seed, 0));
-        assert_eq!(draw(1), draw(1));
-        assert_ne!(draw(1), draw(2));
-        let drawn = draw(1);
-        let cases = drawn.strip_prefix("^(?:").unwrap();
+        let choose = |seed| sample(&claims, 7, &mut Rng::new(seed, 0));
+        assert_eq!(choose(1), choose(1));
+        assert_ne!(choose(1), choose(2));
+        let chosen = choose(1);
+        let cases = chosen.strip_prefix("^(?:").unwrap();
         let cases: Vec<String> = { cases.strip_suffix(")$").unwrap().split('|') }
             .map(|case| format!("ADD({})", case.replace('\\', "")))
             .collect();
@@ -286,7 +286,7 @@ mod tests {
                 .iter()
                 .all(|case| claims.iter().any(|claim| claim.case == **case))
         );
-        assert!(draw(1).contains("ne=\\["), "{}", draw(1));
+        assert!(choose(1).contains("ne=\\["), "{}", choose(1));
         assert_eq!(
             sample(&claims, 1000, &mut Rng::new(1, 0))
                 .split('|')

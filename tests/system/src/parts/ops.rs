@@ -64,7 +64,7 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
             },
             ..suite(tests, &newest, "inproc")
         };
-        let mut drawn = String::new();
+        let mut seed_note = String::new();
         if is_sampled {
             let seed = tests.options.seed();
             suite.sample = Some(ops::sample(
@@ -72,10 +72,10 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
                 SAMPLE,
                 &mut Rng::new(seed, 0),
             ));
-            drawn = format!("; --seed {seed}");
+            seed_note = format!("; --seed {seed}");
         }
         let (claims, report) = ops::compare_with_cpu(&suite, step)?;
-        Ok(format!("{}{drawn}", summary(&claims, &report)))
+        Ok(format!("{}{seed_note}", summary(&claims, &report)))
     });
 
     // The kernels for other CPUs. Each run takes as long as the first.
