@@ -184,17 +184,17 @@ fn memory_of_one_guest_is_never_visible_to_another() {
     const SECRET: u8 = 0xa5;
     const SIZE: u64 = 4 << 20;
     let host = Host::new(cpu());
-    let mut victim = host.guest_of(1);
-    let secret = victim.alloc(SIZE);
-    victim.send(&Request::Fill {
+    let mut owner = host.guest_of(1);
+    let secret = owner.alloc(SIZE);
+    owner.send(&Request::Fill {
         buffer: secret,
         offset: 0,
         len: SIZE,
         value: SECRET,
     });
-    victim.fence();
+    owner.fence();
 
-    // The victim's buffer by its id: ids belong to a session.
+    // The owner's buffer by its id: ids belong to a session.
     let read = |buffer, offset, len| Request::Read {
         buffer,
         offset,
@@ -254,7 +254,7 @@ fn memory_of_one_guest_is_never_visible_to_another() {
     thief.send(&read(own, 0, 64));
     assert!(thief.ended().contains("which the session does not have"));
 
-    // New memory of all sizes, before and after the victim has disconnected.
+    // New memory of all sizes, before and after the owner has disconnected.
     let mut thief = host.guest_of(2);
     let mut look = |round: &str| {
         for size in [64, 4096, 65_536, SIZE, 2 * SIZE] {
@@ -267,11 +267,11 @@ fn memory_of_one_guest_is_never_visible_to_another() {
             thief.send(&Request::Free { buffer: fresh });
         }
     };
-    look("while the victim is there");
-    victim.send(&Request::Free { buffer: secret });
-    victim.fence();
+    look("while the owner is there");
+    owner.send(&Request::Free { buffer: secret });
+    owner.fence();
     look("after it has freed");
-    drop(victim);
+    drop(owner);
     look("after it has gone");
 }
 

@@ -416,7 +416,7 @@ fn graph_parts_out_of_order() {
         offset,
         total,
     };
-    let crimes = [
+    let violations = [
         ("begins in the middle", vec![(part(7, 4, 100), 4)]),
         (
             "leaves a gap",
@@ -446,7 +446,7 @@ fn graph_parts_out_of_order() {
             vec![(part(7, 0, 100), 4), (part(7, u64::MAX, 100), 8)],
         ),
     ];
-    for (what, parts) in crimes {
+    for (what, parts) in violations {
         println!("an image that {what}");
         ends_only_its_session(&["a part of graph", "expected are"], |guest| {
             guest.hello();

@@ -599,7 +599,7 @@ impl<'a> Script<'a> {
     }
 }
 
-/// Panics unless the failure is one of those that a guest can cause according to the documentation.
+/// Checks that the reply is the failure of this request, with `why` in its reason.
 fn assert_failed(reply: &Reply, request: u64, why: &str) {
     match reply {
         Reply::Failed {
