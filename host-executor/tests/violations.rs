@@ -15,9 +15,9 @@ use vgpu_transport::wire::{GraphId, MAX_GRAPH, MAX_PAYLOAD, PROTOCOL_VERSION, Re
 
 const GRAPH: GraphId = GraphId(7);
 
-/// Checks that `violation` ends its session with a reason that contains all of `words`. Another guest,
-/// with data and a graph from before, is not affected, and the memory of the ended session is
-/// freed.
+/// Checks that `violation` ends its session with a reason that contains all of `words`. Another
+/// guest, with data and a graph from before, is not affected, and the memory of the ended session
+/// is freed.
 fn ends_only_its_session(words: &[&str], violation: impl FnOnce(&mut Guest)) {
     ends_only_its_session_on(Host::new(cpu()), words, violation);
 }

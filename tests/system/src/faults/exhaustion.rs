@@ -174,7 +174,8 @@ pub(super) fn disk(setup: &Setup<'_>, step: &Step) -> Result<Row> {
         fault: "disk full",
         times,
         found: format!(
-            "logs and statistics are lost, the tokens are the same; a socket in a full folder: {said}"
+            "logs and statistics are lost, the tokens are the same; a socket in a full folder: \
+             {said}"
         ),
     })
 }

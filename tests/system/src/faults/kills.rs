@@ -18,8 +18,8 @@ use super::setup::{Row, Setup, TOKENS, exists, moment};
 /// use on.
 const WARM_UP: usize = 5;
 
-/// Tokens of a generation that a kill shall interrupt. Few generations of this length end before the
-/// kill.
+/// Tokens of a generation that a kill shall interrupt. Few generations of this length end before
+/// the kill.
 const LONG: usize = 96;
 
 /// Tokens that a guest generates unless it is killed before.
@@ -128,8 +128,8 @@ pub(super) fn executors(setup: &Setup<'_>, step: &Step) -> Result<Row> {
         fault: "executor killed",
         times: counts.hits(),
         found: format!(
-            "{loading} during loading, {generating} during generation; {missed} after the end, not counted; \
-             0 hangs, 0 crashes; each following load generated the same tokens; guest before: \
+            "{loading} during loading, {generating} during generation; {missed} after the end, not \
+             counted; 0 hangs, 0 crashes; each following load generated the same tokens; guest before: \
              {before}, after: {after}"
         ),
     })
@@ -195,7 +195,7 @@ pub(super) fn guests(setup: &Setup<'_>, step: &Step) -> Result<Row> {
             &mut other_guest,
             &format!("the other guest during kill {round}"),
         )?;
-        // Also waits for the end of the session's thread, which has logged the session's end by then.
+        // Also waits for the end of the session's thread, which logs the session's end before.
         let timeout = if round < WARM_UP { SETTLING } else { HANG };
         match expect_no_more(
             executor.pid(),
@@ -229,8 +229,8 @@ pub(super) fn guests(setup: &Setup<'_>, step: &Step) -> Result<Row> {
         fault: "guest killed",
         times: counts.hits(),
         found: format!(
-            "{loading} during loading, {generating} during generation; {missed} before or after, not \
-             counted; 0 hangs; the other guest generated the same tokens {round} times; executor \
+            "{loading} during loading, {generating} during generation; {missed} before or after, \
+             not counted; 0 hangs; the other guest generated the same tokens {round} times; executor \
              before: {before}, after: {after}"
         ),
     })

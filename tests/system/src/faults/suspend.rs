@@ -65,7 +65,8 @@ pub(super) fn both(setup: &Setup<'_>, step: &Step) -> Result<Row> {
         fault: "stopped for a while",
         times,
         found: format!(
-            "{PAUSE:?} each, guest and executor in turn; the same tokens afterwards, and in the other guest"
+            "{PAUSE:?} each, guest and executor in turn; the same tokens afterwards, and in the \
+             other guest"
         ),
     })
 }
@@ -110,7 +111,8 @@ pub(super) fn slow(setup: &Setup<'_>, step: &Step) -> Result<Row> {
         fault: "slow consumer",
         times,
         found: format!(
-            "a guest stopped for {STOPPED:?} of every 20 ms; the same tokens, also {beside} times in the other guest"
+            "a guest stopped for {STOPPED:?} of every 20 ms; the same tokens, also {beside} times in \
+             the other guest"
         ),
     })
 }
