@@ -135,8 +135,8 @@ static void latency(int repeats, int count, char ** names) {
 
 static void report(const char * what, const char * name, size_t size, size_t bytes,
                    double seconds) {
-    printf("{\"what\":\"%s\",\"device\":\"%s\",\"size\":%zu,\"bytes\":%zu,\"seconds\":%.9f}\n", what,
-           name, size, bytes, seconds);
+    printf("{\"what\":\"%s\",\"device\":\"%s\",\"size\":%zu,\"bytes\":%zu,\"seconds\":%.9f}\n",
+           what, name, size, bytes, seconds);
     fflush(stdout);
 }
 

@@ -129,8 +129,8 @@ pub(super) fn executors(setup: &Setup<'_>, step: &Step) -> Result<Row> {
         times: counts.hits(),
         found: format!(
             "{loading} during loading, {generating} during generation; {missed} after the end, not \
-             counted; 0 hangs, 0 crashes; each following load generated the same tokens; guest before: \
-             {before}, after: {after}"
+             counted; 0 hangs, 0 crashes; each following load generated the same tokens; guest \
+             before: {before}, after: {after}"
         ),
     })
 }
@@ -230,8 +230,8 @@ pub(super) fn guests(setup: &Setup<'_>, step: &Step) -> Result<Row> {
         times: counts.hits(),
         found: format!(
             "{loading} during loading, {generating} during generation; {missed} before or after, \
-             not counted; 0 hangs; the other guest generated the same tokens {round} times; executor \
-             before: {before}, after: {after}"
+             not counted; 0 hangs; the other guest generated the same tokens {round} times; \
+             executor before: {before}, after: {after}"
         ),
     })
 }

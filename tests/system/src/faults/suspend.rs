@@ -111,8 +111,8 @@ pub(super) fn slow(setup: &Setup<'_>, step: &Step) -> Result<Row> {
         fault: "slow consumer",
         times,
         found: format!(
-            "a guest stopped for {STOPPED:?} of every 20 ms; the same tokens, also {beside} times in \
-             the other guest"
+            "a guest stopped for {STOPPED:?} of every 20 ms; the same tokens, also {beside} times \
+             in the other guest"
         ),
     })
 }
