@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_finds_the_graph_it_was_last_seen_with() {
+    fn lookup_returns_the_latest_graph_of_a_key() {
         let mut cache = GraphCache::default();
         assert_eq!(cache.by_key(9), None);
         let known = add(&mut cache, Some(9), &Graph::default());
@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn a_similar_graph_is_a_patch_of_the_most_recently_used() {
+    fn similar_graphs_are_patches_of_the_most_recently_used_graph() {
         let mut cache = GraphCache::default();
         add_user(&mut cache, 1);
         let second = add_user(&mut cache, 2);

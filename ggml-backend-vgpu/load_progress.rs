@@ -71,7 +71,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_logs_once_a_second_and_at_the_end() {
+    fn progress_is_logged_once_a_second_and_at_the_end() {
         assert!(LoadProgress::new("VGPU0", 1 << 20).is_none());
         let progress = LoadProgress::new("VGPU0", 200 << 20).unwrap();
         let start = Instant::now();

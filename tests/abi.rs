@@ -243,8 +243,8 @@ fn check_ggml_0_25(scope: c_int) {
 }
 
 #[test]
-fn a_buffer_is_made_by_the_real_ggml() {
-    alone("a_buffer_is_made_by_the_real_ggml", || {
+fn real_ggml_allocates_a_buffer() {
+    alone("real_ggml_allocates_a_buffer", || {
         load(
             &cached(GGML_0_25_BUILD).join("libggml-base.so.0"),
             libc::RTLD_LOCAL,
@@ -276,7 +276,7 @@ fn a_buffer_is_made_by_the_real_ggml() {
 }
 
 #[test]
-fn the_version_decides_the_interface() {
+fn interface_depends_on_the_ggml_version() {
     let fakes = [
         ("0.21.0", None, Ok(ApiVersion::V2)),
         ("0.26.1-dirty", Some("-DAPI_3"), Ok(ApiVersion::V3)),
@@ -301,7 +301,7 @@ fn the_version_decides_the_interface() {
     for (release, option, expected) in fakes {
         // One process for each case, because a ggml that was found is never unloaded.
         let case = format!("{release} {option:?}");
-        alone_in_case("the_version_decides_the_interface", &case, || {
+        alone_in_case("interface_depends_on_the_ggml_version", &case, || {
             let library = fake("version", release, option);
             load(&library, libc::RTLD_LOCAL);
             match (Ggml::find(), &expected) {
@@ -317,25 +317,28 @@ fn the_version_decides_the_interface() {
 }
 
 #[test]
-fn an_incomplete_ggml_is_named_with_what_it_lacks() {
-    alone("an_incomplete_ggml_is_named_with_what_it_lacks", || {
-        let library = fake("incomplete", "0.25.3", Some("-DINCOMPLETE"));
-        load(&library, libc::RTLD_GLOBAL);
-        match Ggml::find() {
-            Err(GgmlError::MissingSymbol { object, symbol }) => {
-                assert_eq!(
-                    (Path::new(&object), &*symbol),
-                    (&*library, "ggml_glu_op_name")
-                );
+fn incomplete_ggml_is_reported_with_the_missing_symbols() {
+    alone(
+        "incomplete_ggml_is_reported_with_the_missing_symbols",
+        || {
+            let library = fake("incomplete", "0.25.3", Some("-DINCOMPLETE"));
+            load(&library, libc::RTLD_GLOBAL);
+            match Ggml::find() {
+                Err(GgmlError::MissingSymbol { object, symbol }) => {
+                    assert_eq!(
+                        (Path::new(&object), &*symbol),
+                        (&*library, "ggml_glu_op_name")
+                    );
+                }
+                found => panic!("{found:?}"),
             }
-            found => panic!("{found:?}"),
-        }
-    });
+        },
+    );
 }
 
 #[test]
-fn of_two_ggml_the_callers_is_used() {
-    alone("of_two_ggml_the_callers_is_used", || {
+fn ggml_of_the_caller_is_used_when_two_are_loaded() {
+    alone("ggml_of_the_caller_is_used_when_two_are_loaded", || {
         let stranger = fake("two/stranger", "0.24.0", None);
         let own = fake("two/own", "0.25.3", None);
         let registry = own.with_file_name("registry.so");
@@ -385,8 +388,8 @@ fn of_two_ggml_the_callers_is_used() {
 }
 
 #[test]
-fn a_message_reaches_the_log_as_it_is() {
-    alone("a_message_reaches_the_log_as_it_is", || {
+fn message_reaches_the_log_unchanged() {
+    alone("message_reaches_the_log_unchanged", || {
         let library = load(&fake("log", "0.25.3", None), libc::RTLD_LOCAL);
         let ggml = Ggml::find().expect("it has just been loaded");
         let logged = symbol(library, c"fake_logged");

@@ -183,7 +183,7 @@ fn formats() -> impl Iterator<Item = &'static Format> {
 }
 
 #[test]
-fn quantisers_write_the_bytes_that_ggml_writes() {
+fn quantisers_produce_the_bytes_of_ggml() {
     let ggml = Ggml::load();
     let mut compared = 0;
     for format in formats().filter(|format| !CODEBOOKS.contains(&format.ty)) {
@@ -235,7 +235,7 @@ const CODEBOOKS: [Type; 7] = [
 ];
 
 #[test]
-fn codebook_quantisers_leave_no_more_error_than_ggml() {
+fn codebook_quantisers_have_at_most_the_error_of_ggml() {
     let ggml = Ggml::load();
     for format in CODEBOOKS.map(|ty| Format::of(ty).unwrap()) {
         // Relative to the sum of squares of a row, summed over all rows.
@@ -280,7 +280,7 @@ fn codebook_quantisers_leave_no_more_error_than_ggml() {
 }
 
 #[test]
-fn dequantised_values_are_those_of_ggml() {
+fn dequantised_values_equal_those_of_ggml() {
     let ggml = Ggml::load();
     let mut random = Random(11);
     for format in formats() {

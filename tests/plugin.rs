@@ -81,7 +81,7 @@ fn buffers_are_aligned_disjoint_and_zero() {
 }
 
 #[test]
-fn allocations_that_cannot_be_met_give_null_and_leave_the_device_working() {
+fn failed_allocations_return_null_and_the_device_keeps_working() {
     let _lock = exclusive();
     let ggml = Ggml::get();
     for size in [1 << 50, usize::MAX / 2, usize::MAX - 4096] {
@@ -134,7 +134,7 @@ fn a_graph_is_computed_and_computed_again_with_other_inputs() {
 }
 
 #[test]
-fn a_step_costs_at_most_one_round_trip_however_large_its_result() {
+fn decode_step_takes_at_most_one_round_trip_for_any_result_size() {
     let _lock = exclusive();
     let graph = Graph::new();
     let (a, b) = (
@@ -266,7 +266,7 @@ fn asynchronous_writes_and_reads_are_done_after_a_synchronisation() {
 }
 
 #[test]
-fn pieces_of_a_tensor_are_written_and_read_in_one_call() {
+fn parts_of_a_tensor_are_written_and_read_in_one_call() {
     let _lock = exclusive();
     let ggml = Ggml::get();
     let graph = Graph::new();

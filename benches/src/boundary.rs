@@ -1,9 +1,8 @@
-//! `cargo xtask bench boundary`: the same work over our link, over ggml-rpc, and without any
-//! boundary.
+//! `cargo xtask bench boundary`: the same work over vgpu's link, over ggml-rpc, and without a link.
 //!
-//! All of it runs on the processors of this machine with the same number of threads. Repeats of
-//! the ways alternate, so that what else the machine does hits all of them; every figure is the
-//! median of its repeats.
+//! All configurations run on the CPUs of this machine with the same number of threads. Their
+//! repeats alternate, so that other load affects all of them. Every figure is the median of its
+//! repeats.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -26,15 +25,15 @@ use xtask_common::scratch::Scratch;
 use xtask_common::stats::{self, Stats};
 use xtask_common::workspace;
 
-/// A timeout, not a measure of speed: a wait that takes longer has failed.
-const PATIENCE: Duration = Duration::from_secs(30);
+/// The timeout for every wait.
+const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Tokens of a run whose graphs are counted: enough for the KV cache to grow beyond its first 256
 /// cells.
 const LONG: u32 = 320;
 /// Tokens of a run that is only timed.
 const SHORT: u32 = 64;
-/// Graphs at the beginning that count as warming up: the program's own trial run, the first token.
+/// The number of warm-up graphs: the program's own trial run and the first token.
 const WARM_UP: usize = 8;
 
 /// Options of the benchmark.
@@ -65,7 +64,7 @@ enum Part {
     Decode,
 }
 
-/// The ways, by the names that the figures have.
+/// The configurations, by the names of their figures.
 const UNIX: &str = "unix";
 const MESSAGES: &str = "unix, nothing shared";
 const INPROC: &str = "inproc";
@@ -73,7 +72,7 @@ const RPC: &str = "ggml-rpc";
 const NATIVE: &str = "ggml-cpu";
 const MEMCPY: &str = "memcpy";
 
-/// Everything that runs.
+/// The running servers.
 struct Setting {
     bin: PathBuf,
     dist: Dist,
@@ -81,13 +80,13 @@ struct Setting {
     model: PathBuf,
     threads: usize,
     repeats: u32,
-    /// The executor that guests share memory with, and the one that they do not.
+    /// The executor with shared buffers, and the one without.
     shared: Executor,
     separate: Executor,
     rpc: Daemon,
     rpc_address: String,
     driver: Driver,
-    // Behind those who have sockets in it.
+    // Last, so that it is dropped after the executors, whose sockets it contains.
     _scratch: Scratch,
 }
 
@@ -163,7 +162,7 @@ impl Setting {
     fn stop(self) -> Result<()> {
         self.shared.stop()?;
         self.separate.stop()?;
-        self.rpc.stop(PATIENCE)
+        self.rpc.stop(TIMEOUT)
     }
 
     /// Empty commands over the link, without ggml.
@@ -208,7 +207,7 @@ impl Setting {
         Ok(rows.into())
     }
 
-    /// The smallest requests that programs make.
+    /// The smallest requests of programs.
     fn latency(&self) -> Result<Vec<Row>> {
         let step = Step::new("smallest requests");
         let repeats = self.repeats.to_string();
@@ -300,7 +299,7 @@ impl Setting {
         });
         let of = |s: &&Sample| s.what == "load-vocabulary";
         let common = median(samples.iter().filter(of).map(|s| s.seconds));
-        // The same without what has nothing to do with the boundary.
+        // The same without the work that does not depend on the link.
         let weights = rows.clone().map(|row| {
             let mut without = Row::new(format!("{}: the weights alone", row.what), row.unit);
             for (way, seconds) in row.figures {
@@ -311,7 +310,7 @@ impl Setting {
         Ok([rows, weights].concat())
     }
 
-    /// llama-bench, over and over, each time another way.
+    /// llama-bench in all configurations in turn.
     fn decode(&self) -> Result<Vec<Row>> {
         let ways = [UNIX, MESSAGES, INPROC, RPC, NATIVE];
         let mut speeds = vec![Vec::new(); ways.len()];
@@ -398,9 +397,9 @@ impl Setting {
     }
 }
 
-/// What the plugin counted for the last tokens of a long run.
+/// The plugin's counts for the last tokens of a long run.
 fn counts(way: &str, stats: &Stats) -> Result<Vec<Row>> {
-    // The last entry has what the program asks for while it ends.
+    // The last entry contains the requests at the program's end.
     let last = stats.steps.len().saturating_sub(1);
     let steps = stats.steps.get(WARM_UP..last).unwrap_or_default();
     ensure!(
@@ -462,7 +461,7 @@ fn rate(sample: &Sample) -> f64 {
     sample.bytes as f64 / sample.seconds / 1e9
 }
 
-/// ggml's own server of this machine's CPU.
+/// ggml's own RPC server for the CPU of this machine.
 fn start_rpc(bin: &Path, address: &str, threads: usize, log: &Path) -> Result<Daemon> {
     let (host, port) = address.split_once(':').context("an address with a port")?;
     let mut server = Command::new(bin.join("ggml-rpc-server"));
@@ -471,6 +470,6 @@ fn start_rpc(bin: &Path, address: &str, threads: usize, log: &Path) -> Result<Da
         .args(["--threads", &threads.to_string()])
         .env_remove("GGML_BACKEND_PATH");
     let mut daemon = Daemon::start(&mut server, log)?;
-    daemon.wait_until(PATIENCE, |_| std::net::TcpStream::connect(address).is_ok())?;
+    daemon.wait_until(TIMEOUT, |_| std::net::TcpStream::connect(address).is_ok())?;
     Ok(daemon)
 }

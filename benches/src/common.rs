@@ -1,5 +1,5 @@
-//! What the benchmarks have in common: what they need, how they ask `llama-bench`, where their
-//! figures go.
+//! Shared code of the benchmarks: their prerequisites, runs of `llama-bench`, and the output of
+//! figures.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -15,19 +15,19 @@ use xtask_common::model::{self, Weights};
 use xtask_common::process;
 use xtask_common::workspace;
 
-/// What has to be there.
+/// The prerequisites of a benchmark.
 pub(crate) struct Needs {
     /// The sources of llama.cpp.
     pub(crate) source: PathBuf,
     /// The folder of its programs.
     pub(crate) bin: PathBuf,
     pub(crate) dist: Dist,
-    /// Where figures and logs go.
+    /// The folder for figures and logs.
     pub(crate) folder: PathBuf,
 }
 
 impl Needs {
-    /// With `dist`, what is in that folder is measured; otherwise a fresh release build.
+    /// Measures the files in the folder `dist`, or else a new release build.
     pub(crate) fn prepare(cache: &Cache, dist: Option<&Path>) -> Result<Needs> {
         let source = llama::source(cache)?;
         let bin = llama::build(cache, llama::Stage::Tools)?;
@@ -58,8 +58,8 @@ pub(crate) fn show(rows: &[Row]) {
     rows.iter().for_each(|row| println!("{}", row.lines()));
 }
 
-/// Writes the rows to `name`.json in `folder`, with what they were measured under (a JSON object),
-/// and says where.
+/// Writes the rows to `name`.json in `folder`, with the settings of the measurement (a JSON
+/// object), and prints the path.
 pub(crate) fn keep(folder: &Path, name: &str, mut setting: Value, rows: &[Row]) -> Result<()> {
     let path = folder.join(format!("{name}.json"));
     setting["rows"] = json!(rows.iter().map(Row::json).collect::<Vec<_>>());
@@ -76,7 +76,7 @@ pub(crate) fn tokens_per_second(command: &mut Command, way: &str, backend: &str)
     let results: Value = serde_json::from_str(&text).context("parsing llama-bench's figures")?;
     let result = &results[0];
     let speed = result["avg_ts"].as_f64().context("no tokens per second")?;
-    // A figure of another device would be worse than none.
+    // A figure of another device would be misleading.
     let backends = result["backends"].as_str().unwrap_or_default();
     ensure!(
         backends.contains(backend),

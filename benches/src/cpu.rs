@@ -1,8 +1,8 @@
-//! `cargo xtask bench cpu`: the CPU engine beside ggml's own CPU backend.
+//! `cargo xtask bench cpu`: the CPU engine compared with ggml's own CPU backend.
 //!
 //! Both use the same threads and the same instruction sets; ggml's backend is built with its
-//! repacked layouts and its llamafile kernels, and chooses among them itself. Repeats of the ways
-//! alternate, so that what else the machine does hits all of them; every figure is the median of
+//! repacked layouts and its llamafile kernels, and chooses among them itself. The repeats of the
+//! configurations alternate, so that other load affects all of them. Every figure is the median of
 //! its repeats.
 
 use std::path::{Path, PathBuf};
@@ -24,7 +24,7 @@ use xtask_common::progress::{Step, heading};
 use xtask_common::scratch::Scratch;
 use xtask_common::workspace;
 
-/// The variable that lowers the instruction sets of our engine.
+/// The variable that limits the instruction sets of vgpu's engine.
 const LEVEL: &str = "VGPU_CPU_LEVEL";
 
 /// Options of the benchmark.
@@ -60,8 +60,7 @@ pub(crate) struct Options {
     /// The name of the file of figures, so that several runs keep theirs
     #[arg(long, default_value = "cpu")]
     name: String,
-    /// Count the engines' processor time instead of the clock's: for machines that also do other
-    /// work
+    /// Measure the engines' CPU time instead of elapsed time, for machines with other load
     #[arg(long)]
     processor_time: bool,
     /// Leave out the engine inside the program: a third less time
@@ -73,9 +72,9 @@ pub(crate) struct Options {
 enum Part {
     /// Matrix products of one thread, beside the memory's bandwidth
     Kernels,
-    /// Reading a prompt
+    /// Prefill
     Prefill,
-    /// Writing tokens
+    /// Decoding
     Decode,
 }
 
@@ -98,7 +97,7 @@ impl Model {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum Isa {
-    /// None beyond what every processor has
+    /// The baseline of every x86-64 CPU
     Scalar,
     /// AVX2, FMA and F16C
     Avx2,
@@ -109,7 +108,7 @@ enum Isa {
 }
 
 impl Isa {
-    /// The name of our engine's level, if it is not the one that the engine takes by itself.
+    /// The name of the level for vgpu's engine, if it is not the default.
     fn level(self) -> Option<&'static str> {
         match self {
             Isa::Scalar => Some("scalar"),
@@ -120,7 +119,7 @@ impl Isa {
     }
 }
 
-/// The ways, by the names that the figures have.
+/// The configurations, by the names of their figures.
 const UNIX: &str = "unix";
 const INPROC: &str = "inproc";
 const NATIVE: &str = "ggml-cpu";
@@ -139,13 +138,13 @@ const TYPES: [Weights; 7] = [
 const STEADY: &str = "while a model runs";
 const PEAK: &str = "most at once, with cache and activations";
 
-/// How many times the model's bytes an executor may have in memory, beside the cache.
+/// The limit of an executor's memory without the KV cache, as a multiple of the model's size.
 const MAX_MEMORY: f64 = 1.1;
 
-/// How many more times a measurement runs when processor time is counted.
+/// The additional runs of a measurement when CPU time is counted.
 const MORE: u32 = 2;
 
-/// What prefill and decoding are to reach, and what nothing may fall below.
+/// The targets of prefill and decoding, and the lower limit of every row.
 const PREFILL_TARGET: f64 = 1.5;
 const DECODE_TARGET: f64 = 1.0;
 
@@ -198,10 +197,10 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// What `llama-bench` is to measure.
+/// A measurement of `llama-bench`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Measure {
-    /// A prompt in batches of so many tokens.
+    /// A prompt in batches of this number of tokens.
     Prefill(u32),
     Decode,
 }
@@ -241,7 +240,7 @@ impl Setting<'_> {
         })
     }
 
-    /// One model: every wanted measurement, every way in turn.
+    /// Measures one model: each selected measurement in each configuration in turn.
     fn model(
         &self,
         shape: &Shape,
@@ -297,7 +296,7 @@ impl Setting<'_> {
             .map(|(measure, speeds)| {
                 let (what, target) = match measure {
                     Measure::Decode => (format!("tg{}", self.options.tokens), DECODE_TARGET),
-                    // One token at a time is what decoding is.
+                    // A batch of one token is the same work as decoding.
                     Measure::Prefill(1) => {
                         (format!("pp{} -ub 1", self.options.prompt), DECODE_TARGET)
                     }
@@ -344,8 +343,8 @@ impl Setting<'_> {
         let mut serve = Command::new(&self.dist.vgpu);
         self.limit(&mut serve);
         let log = self.folder.join("cpu-serve.log");
-        // Pinned, the engine's threads do all the work, and the session's own thread, which also
-        // waits for its guest, none.
+        // With pinned threads, the engine's threads do all the work. The session's thread, which
+        // also waits for its guest, does none.
         let pin: &[&str] = match self.options.processor_time {
             true => &["--pin"],
             false => &[],
@@ -353,7 +352,7 @@ impl Setting<'_> {
         Executor::start_command(&mut serve, &socket, self.threads, &log, pin)
     }
 
-    /// Lowers the instruction sets of a program of ours.
+    /// Limits the instruction sets of a vgpu program.
     fn limit(&self, command: &mut Command) {
         command.env_remove(LEVEL);
         if let Some(level) = self.options.isa.and_then(Isa::level) {
@@ -371,7 +370,7 @@ impl Setting<'_> {
         if !self.options.processor_time {
             return run(1);
         }
-        // What a run costs whatever it measures, loading above all, is in both.
+        // Both runs include the fixed cost of a run, mainly loading.
         let seconds = |repeats: u32| -> Result<f64> {
             let time = || match way {
                 UNIX => engine_time(executor),
@@ -394,7 +393,7 @@ impl Setting<'_> {
         Ok(f64::from(tokens * MORE) / (more - once))
     }
 
-    /// `llama-bench`, as it is to be run.
+    /// The command line of `llama-bench`.
     fn command(
         &self,
         model: &Path,
@@ -445,7 +444,7 @@ impl Setting<'_> {
         command
     }
 
-    /// The benchmark of single products, one thread, beside ggml's.
+    /// The benchmark of matrix products in one thread, compared with ggml's.
     fn kernels(&self) -> Result<Vec<Row>> {
         let step = Step::new("products of one thread");
         let mut cargo = workspace::cargo();
@@ -485,15 +484,15 @@ impl Setting<'_> {
     }
 }
 
-/// Seconds of processor time of an executor's engine. (The thread of a session also waits for its
-/// guest, awake.)
+/// CPU seconds of an executor's engine, without the threads of sessions, which poll for their
+/// guests.
 fn engine_time(executor: &Executor) -> Result<f64> {
     let tasks = PathBuf::from(format!("/proc/{}/task", executor.pid()));
     let mut nanoseconds = 0;
     for task in std::fs::read_dir(tasks).context("looking at the executor's threads")? {
         let task = task.context("looking at the executor's threads")?.path();
         let read = |name: &str| std::fs::read_to_string(task.join(name)).unwrap_or_default();
-        // A thread may be gone by now; those of the engine stay.
+        // A session's thread may have ended; the engine's threads remain.
         if read("comm").starts_with("vgpu-cpu-") {
             let ran = read("schedstat");
             let ran = ran.split(' ').next().and_then(|n| n.parse::<u64>().ok());
@@ -503,13 +502,13 @@ fn engine_time(executor: &Executor) -> Result<f64> {
     Ok(nanoseconds as f64 * 1e-9)
 }
 
-/// Seconds of processor time of the children that have ended.
+/// CPU seconds of the children that have ended.
 fn children_time() -> Result<f64> {
     // `cutime` and `cstime`.
     Ok(ticks("/proc/self/stat", 16)? as f64 / 100.0)
 }
 
-/// A row of what the benchmark of products says of one type and number of columns.
+/// A row of the matrix product benchmark for one type and number of columns.
 fn kernel_row(found: &Value) -> Result<Row> {
     let number = |name: &str| found[name].as_f64();
     let kind = found["type"].as_str().context("a product has a type")?;
@@ -531,7 +530,7 @@ fn kernel_row(found: &Value) -> Result<Row> {
             row = row.figure(name, value);
         }
     }
-    // ggml takes its repacked layout wherever it has one.
+    // ggml uses its repacked layout for every type that has one.
     let theirs = match number("repacked") {
         Some(_) => "ggml-cpu, repacked",
         None => NATIVE,
@@ -544,7 +543,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_product_is_compared_with_the_layout_that_ggml_would_take() {
+    fn products_are_compared_in_the_layout_that_ggml_selects() {
         let found = json!({"type": "q4_0", "columns": 1, "ours": 12.0, "ggml": 6.0, "repacked": 10.0,
             "bandwidth": 20.0});
         let row = kernel_row(&found).unwrap();

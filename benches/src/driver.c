@@ -1,12 +1,13 @@
-// Measures devices through ggml's and llama.cpp's public interfaces, interleaved in one process, so that
-// every figure can be compared with its neighbours. Writes one JSON object to a line.
+// Measures devices through the public interfaces of ggml and llama.cpp. The measurements of all
+// devices alternate in one process, so that their results are comparable. Writes one JSON object
+// per line.
 //
 //   driver FOLDER RPC-ENDPOINT latency REPEATS DEVICE...
 //   driver FOLDER RPC-ENDPOINT transfer REPEATS DEVICE...
 //   driver FOLDER RPC-ENDPOINT load REPEATS MODEL DEVICE...
 //   driver FOLDER RPC-ENDPOINT guest REPEATS MODEL DEVICE
 //
-// FOLDER has ggml's backends; another one comes by GGML_BACKEND_PATH, as in any program.
+// FOLDER contains ggml's backends. GGML_BACKEND_PATH adds another one, as in any program.
 
 #include <fcntl.h>
 #include <stdio.h>
@@ -24,7 +25,7 @@
 
 #define MiB ((size_t) 1 << 20)
 #define LARGEST (256 * MiB)
-// Small transfers come in trains of this many bytes, as the tensors of a model do.
+// Small transfers are measured in series of this many bytes, like the tensors of a model.
 #define TRAIN (16 * MiB)
 
 static double now(void) {
@@ -58,7 +59,7 @@ static int ascending(const void * a, const void * b) {
     return (x > y) - (x < y);
 }
 
-// A tensor of bytes on a device, and a stream to it.
+// A tensor of bytes on a device, and the device's stream.
 struct target {
     const char * name;
     ggml_backend_t backend;
@@ -77,14 +78,15 @@ static struct target place(const char * name, size_t size) {
     struct ggml_init_params params = { 4 * ggml_tensor_overhead(), NULL, true };
     t.context = ggml_init(params);
     t.tensor = ggml_new_tensor_1d(t.context, GGML_TYPE_I8, (int64_t) size);
-    t.buffer = ggml_backend_alloc_ctx_tensors_from_buft(t.context, ggml_backend_dev_buffer_type(dev));
+    t.buffer =
+        ggml_backend_alloc_ctx_tensors_from_buft(t.context, ggml_backend_dev_buffer_type(dev));
     if (!t.buffer) {
         fail("no memory", name);
     }
     return t;
 }
 
-// The smallest request of the device, the smallest read.
+// The smallest request to the device, and the smallest read.
 static double ask_memory(struct target * t) {
     size_t free, total;
     double began = now();
@@ -105,7 +107,9 @@ static void latency(int repeats, int count, char ** names) {
     for (int i = 0; i < count; i++) {
         targets[i] = place(names[i], 4096);
     }
-    struct { const char * name; double (*act)(struct target *); } acts[] = { { "memory", ask_memory }, { "read4", read_word } };
+    struct { const char * name; double (*act)(struct target *); } acts[] = {
+        { "memory", ask_memory }, { "read4", read_word },
+    };
     for (int asleep = 0; asleep < 2; asleep++) {
         for (int round = 0; round < repeats; round++) {
             for (int act = 0; act < 2; act++) {
@@ -129,13 +133,16 @@ static void latency(int repeats, int count, char ** names) {
     }
 }
 
-static void report(const char * what, const char * name, size_t size, size_t bytes, double seconds) {
-    printf("{\"what\":\"%s\",\"device\":\"%s\",\"size\":%zu,\"bytes\":%zu,\"seconds\":%.9f}\n", what, name, size, bytes, seconds);
+static void report(const char * what, const char * name, size_t size, size_t bytes,
+                   double seconds) {
+    printf("{\"what\":\"%s\",\"device\":\"%s\",\"size\":%zu,\"bytes\":%zu,\"seconds\":%.9f}\n",
+           what, name, size, bytes, seconds);
     fflush(stdout);
 }
 
-// Transfers of the given sizes, to and from a tensor of `whole` bytes on each device.
-static void transfer_in(size_t whole, const size_t * sizes, size_t n_sizes, int repeats, int count, char ** names) {
+// Transfers of the given sizes to and from a tensor of `whole` bytes on each device.
+static void transfer_in(size_t whole, const size_t * sizes, size_t n_sizes, int repeats, int count,
+                        char ** names) {
     struct target targets[8];
     for (int i = 0; i < count; i++) {
         targets[i] = place(names[i], whole);
@@ -144,7 +151,7 @@ static void transfer_in(size_t whole, const size_t * sizes, size_t n_sizes, int 
     char * sink = malloc(whole);
     memset(source, 3, whole);
     memset(sink, 4, whole);
-    // Every page is there before anything is measured.
+    // All pages are allocated before the first measurement.
     for (int i = 0; i < count; i++) {
         ggml_backend_tensor_set(targets[i].tensor, source, 0, whole);
         ggml_backend_tensor_get(targets[i].tensor, sink, 0, whole);
@@ -166,7 +173,7 @@ static void transfer_in(size_t whole, const size_t * sizes, size_t n_sizes, int 
                 for (size_t p = 0; p < train; p += size) {
                     ggml_backend_tensor_set(tensor, source + at + p, at + p, size);
                 }
-                // It has arrived when something behind it can be read.
+                // An upload is complete when a later read returns.
                 ggml_backend_tensor_get(tensor, &word, at, sizeof word);
                 report("upload", targets[i].name, size, train, now() - began);
                 began = now();
@@ -189,7 +196,7 @@ static void transfer_in(size_t whole, const size_t * sizes, size_t n_sizes, int 
     free(sink);
 }
 
-// What programs send all the time goes to buffers of moderate size; a model's buffers are large.
+// The transfers of every graph use buffers of moderate size. The buffers of a model are large.
 static void transfer(int repeats, int count, char ** names) {
     const size_t some[] = { 64 << 10, MiB, 16 * MiB }, all[] = { LARGEST };
     transfer_in(2 * TRAIN, some, 3, 4 * repeats, count, names);
@@ -198,7 +205,7 @@ static void transfer(int repeats, int count, char ** names) {
 
 static void load(int repeats, const char * path, int count, char ** names) {
     for (int round = 0; round <= repeats; round++) {
-        // What every way has to do: everything but the weights.
+        // The part of a load that is the same for every device: all but the weights.
         struct llama_model_params params = llama_model_default_params();
         params.vocab_only = true;
         double started = now();
@@ -219,7 +226,7 @@ static void load(int repeats, const char * path, int count, char ** names) {
                 }
                 size_t bytes = llama_model_size(model);
                 llama_model_free(model);
-                // The first round warms the file's pages.
+                // The first round reads the file into the page cache.
                 if (round > 0) {
                     report(mapped ? "load-mmap" : "load-read", names[i], bytes, bytes, seconds);
                 }
@@ -228,7 +235,8 @@ static void load(int repeats, const char * path, int count, char ** names) {
     }
 }
 
-// What llama.cpp does with a file before it looks at the first weight, and after the last: every page is mapped, and unmapped.
+// The work of llama.cpp on a file before the first weight and after the last: mapping and unmapping
+// every page. Returns the seconds.
 static double map_and_unmap(const char * path) {
     double began = now();
     int file = open(path, O_RDONLY);
@@ -236,7 +244,8 @@ static double map_and_unmap(const char * path) {
     if (file < 0 || fstat(file, &about) != 0) {
         fail("cannot be opened", path);
     }
-    void * mapping = mmap(NULL, (size_t) about.st_size, PROT_READ, MAP_SHARED | MAP_POPULATE, file, 0);
+    void * mapping =
+        mmap(NULL, (size_t) about.st_size, PROT_READ, MAP_SHARED | MAP_POPULATE, file, 0);
     if (mapping == MAP_FAILED) {
         fail("cannot be mapped", path);
     }
@@ -245,7 +254,7 @@ static double map_and_unmap(const char * path) {
     return now() - began;
 }
 
-// A guest that loads a model, computes a token, and stays until a line comes in.
+// A guest that loads a model, computes a token, and runs until it has read a line.
 static void guest(const char * path, const char * name) {
     struct llama_model_params params = llama_model_default_params();
     params.vocab_only = true;
@@ -272,20 +281,21 @@ static void guest(const char * path, const char * name) {
     if (!context || llama_decode(context, llama_batch_get_one(&token, 1)) != 0) {
         fail("does not compute", name);
     }
-    // The same weights lead to the same bits.
+    // A hash of the logits: the same weights give the same bits.
     const float * logits = llama_get_logits(context);
     int count = llama_vocab_n_tokens(llama_model_get_vocab(model));
     size_t sum = 14695981039346656037u;
-    for (const unsigned char * at = (const unsigned char *) logits; at < (const unsigned char *) (logits + count); at++) {
+    const unsigned char * end = (const unsigned char *) (logits + count);
+    for (const unsigned char * at = (const unsigned char *) logits; at < end; at++) {
         sum = (sum ^ *at) * 1099511628211u;
     }
     seconds = now() - began;
-    llama_free(context); // the plugin writes what it has counted
+    llama_free(context); // the plugin writes its statistics
     report("token", name, sum, 1, seconds);
-    // All of the line: who writes it must not find that nobody reads.
+    // Reads the whole line, so that the writer gets no SIGPIPE.
     for (int c = getchar(); c != '\n'; c = getchar()) {
         if (c == EOF) {
-            fail("nobody has said goodbye to", name);
+            fail("stdin ended before the line \"quit\" for", name);
         }
     }
     llama_model_free(model);
@@ -293,9 +303,10 @@ static void guest(const char * path, const char * name) {
 
 int main(int argc, char ** argv) {
     if (argc < 6) {
-        fail("arguments", "FOLDER RPC-ENDPOINT latency|transfer|load|guest REPEATS [MODEL] DEVICE...");
+        fail("arguments",
+             "FOLDER RPC-ENDPOINT latency|transfer|load|guest REPEATS [MODEL] DEVICE...");
     }
-    setvbuf(stdout, NULL, _IOLBF, 0); // whole lines, whatever stderr says in between
+    setvbuf(stdout, NULL, _IOLBF, 0); // whole lines, even between lines of stderr
     ggml_log_set(quiet, NULL);
     llama_log_set(quiet, NULL);
     ggml_backend_load_all_from_path(argv[1]);

@@ -12,19 +12,19 @@ use xtask_common::process::{self, Dialogue};
 use xtask_common::progress::Step;
 use xtask_common::workspace;
 
-/// One figure that the driver has written.
+/// One measurement of the driver.
 #[derive(Clone, Debug)]
 pub(crate) struct Sample {
     pub(crate) what: String,
     pub(crate) device: String,
     pub(crate) asleep: bool,
-    /// Bytes of a single transfer, and of all that took the time.
+    /// The bytes of a single transfer, and of all transfers in `seconds`.
     pub(crate) size: u64,
     pub(crate) bytes: u64,
     pub(crate) seconds: f64,
 }
 
-/// The built driver, and what it works with.
+/// The compiled driver and its inputs.
 pub(crate) struct Driver {
     program: PathBuf,
     /// The folder of ggml's libraries and backends.
@@ -100,14 +100,14 @@ impl Driver {
     }
 }
 
-/// A guest that runs.
+/// A running guest.
 pub(crate) struct Guest {
     program: Dialogue,
     stats: PathBuf,
 }
 
 impl Driver {
-    /// Starts a guest of an executor. `memory` is its cache folder; what it counts goes to `stats`.
+    /// Starts a guest of an executor. `memory` is its cache folder; its statistics go to `stats`.
     pub(crate) fn guest(
         &self,
         endpoint: &str,
@@ -131,10 +131,10 @@ impl Driver {
 }
 
 impl Guest {
-    /// Waits for a figure.
-    pub(crate) fn hear(&mut self, what: &str, patience: Duration) -> Result<Sample> {
+    /// Waits up to `timeout` for the sample named `what`.
+    pub(crate) fn sample(&mut self, what: &str, timeout: Duration) -> Result<Sample> {
         loop {
-            let line = self.program.hear(patience)?;
+            let line = self.program.read_line(timeout)?;
             if line.starts_with('{') {
                 let sample = parse(&line)?;
                 if sample.what == what {
@@ -144,15 +144,15 @@ impl Guest {
         }
     }
 
-    /// Where it has written what it has counted.
+    /// The file with the guest's statistics.
     pub(crate) fn stats(&self) -> &Path {
         &self.stats
     }
 
-    /// Lets it go.
-    pub(crate) fn finish(mut self, patience: Duration) -> Result<()> {
-        self.program.say("goodbye")?;
-        self.program.finish(patience)
+    /// Ends the guest.
+    pub(crate) fn finish(mut self, timeout: Duration) -> Result<()> {
+        self.program.write_line("quit")?;
+        self.program.finish(timeout)
     }
 }
 

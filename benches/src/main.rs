@@ -1,4 +1,4 @@
-//! `cargo xtask bench`: benchmarks, each beside a peer in the same run.
+//! `cargo xtask bench`: benchmarks, each compared with a peer in the same run.
 
 mod boundary;
 mod common;
@@ -16,7 +16,7 @@ use anyhow::Result;
 use clap::Parser;
 use xtask_common::cache::Cache;
 
-/// Runs the benchmarks, each beside a peer in the same run.
+/// Runs the benchmarks, each compared with a peer in the same run.
 #[derive(Debug, Parser)]
 #[command(name = "cargo xtask bench", bin_name = "cargo xtask bench")]
 enum Arguments {

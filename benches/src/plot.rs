@@ -18,10 +18,10 @@ use xtask_common::workspace;
 /// Options of the pictures.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Options {
-    /// What the benchmarks wrote: target/bench/*.json
+    /// Files of the benchmarks: target/bench/*.json
     #[arg(required = true, value_name = "FILE")]
     files: Vec<PathBuf>,
-    /// Where the pictures go, each by the name of its file [default: docs/img]
+    /// The folder for the pictures, each named after its file [default: docs/img]
     #[arg(long, value_name = "FOLDER")]
     out: Option<PathBuf>,
     /// Only rows whose name contains one of these
@@ -29,9 +29,9 @@ pub(crate) struct Options {
     rows: Vec<String>,
 }
 
-/// Text on white and on black.
+/// The colour of text, readable on white and on black.
 const GREY: RGBColor = RGBColor(122, 122, 122);
-/// One for each way that is measured; more ways than these share colours.
+/// The colours of the configurations, repeated if there are more configurations.
 const COLOURS: [RGBColor; 6] = [
     RGBColor(66, 133, 214),
     RGBColor(222, 125, 40),
@@ -51,16 +51,16 @@ const LINE: i32 = 20;
 const LABELS: i32 = 230;
 const FIGURES: i32 = 90;
 
-/// One thing measured.
+/// The figures of one measurement.
 #[derive(Debug, PartialEq)]
 struct Row {
     what: String,
     unit: String,
-    /// Each way with its figure, in order of names.
+    /// The configurations with their figures, in order of their names.
     figures: BTreeMap<String, f64>,
 }
 
-/// Draws each file's picture and prints where it is.
+/// Draws a picture for each file and prints its path.
 pub(crate) fn run(options: &Options) -> Result<()> {
     let folder = match &options.out {
         Some(folder) => folder.clone(),
@@ -185,7 +185,7 @@ mod tests {
     }"#;
 
     #[test]
-    fn a_picture_has_a_bar_and_two_texts_for_each_figure() {
+    fn plot_has_one_bar_and_two_labels_per_value() {
         let rows = parse(FILE, &[]).unwrap();
         assert_eq!(rows.len(), 2, "a row without figures is left out");
         let picture = draw(&rows).unwrap();
@@ -193,7 +193,7 @@ mod tests {
         assert_eq!(picture.matches("<rect").count(), 5);
         assert_eq!(picture.matches("<text").count(), 2 * 5 + 2);
         assert!(picture.contains("decoding Q4_K_M (tokens/s)"), "{picture}");
-        // One way has one colour in all rows.
+        // A configuration has the same colour in all rows.
         assert_eq!(
             picture.matches("#4A9054").count() + picture.matches("#4AA054").count(),
             2
@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_can_be_chosen() {
+    fn plot_shows_only_selected_rows() {
         let rows = parse(FILE, &["trip".to_owned()]).unwrap();
         assert_eq!(rows.len(), 1);
         assert_eq!(rows[0].figures["ggml-rpc"], 31.0);

@@ -1,4 +1,4 @@
-//! The soak of `host-executor/tests/soak.rs` at full length.
+//! The soak test of `host-executor/tests/soak.rs` with the full number of commands.
 
 use anyhow::Result;
 

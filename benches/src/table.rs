@@ -2,22 +2,22 @@
 
 use serde_json::{Value, json};
 
-/// One thing measured, on several ways.
+/// One measurement in several configurations.
 #[derive(Clone, Debug)]
 pub(crate) struct Row {
     pub(crate) what: String,
     pub(crate) unit: &'static str,
-    /// The ways and their figures, each a median.
+    /// The configurations and their figures, each a median.
     pub(crate) figures: Vec<(String, f64)>,
     pub(crate) ratios: Vec<Ratio>,
 }
 
-/// Two figures of a row against each other.
+/// The ratio of two figures of a row.
 #[derive(Clone, Debug)]
 pub(crate) struct Ratio {
     pub(crate) label: String,
     pub(crate) value: f64,
-    /// The least it should be.
+    /// The minimum that is required.
     pub(crate) target: Option<f64>,
 }
 
@@ -36,7 +36,7 @@ impl Row {
         self
     }
 
-    /// How many times as good `ours` is as `theirs`: more is better if `more` says so.
+    /// Adds how many times better `ours` is than `theirs`. `more`: larger figures are better.
     pub(crate) fn ratio(
         mut self,
         ours: &str,
@@ -58,7 +58,7 @@ impl Row {
         self
     }
 
-    /// Something that must not be more than `most`, as the ratio of the two.
+    /// Adds the ratio of an upper limit `most` to a figure.
     pub(crate) fn at_most(mut self, way: &str, most: f64) -> Row {
         if let Some(&(_, value)) = self.figures.iter().find(|(name, _)| name == way) {
             self.ratios.push(Ratio {
@@ -126,7 +126,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ratios_say_what_is_better_whatever_the_unit() {
+    fn ratios_above_one_mean_better_for_every_unit() {
         let row = Row::new("round trip", "us")
             .figure("unix", 2.0)
             .figure("rpc", 30.0)

@@ -1,10 +1,10 @@
 //! `cargo xtask bench tenants`: several guests on one executor, each a real llama.cpp process.
 //!
-//! What a guest gets is measured twice: as the time that its graphs had the engine, which the
-//! executor says (`vgpu ps --json`), and as the tokens that its own llama-bench says it computed.
-//! The second has everything in it that the machine does: each guest is a process here that
-//! samples, writes and waits on the same cores as the engine. Host memory for shared weights is
-//! `cargo xtask bench weights --only eight`.
+//! The share of a guest is measured in two ways: as the engine time of its graphs, which the
+//! executor reports (`vgpu ps --json`), and as the tokens that its llama-bench reports. The second
+//! includes the load of the machine, since each guest is a process that samples, writes and waits
+//! on the same cores as the engine. `cargo xtask bench weights --only eight` measures the host
+//! memory for shared weights.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -25,10 +25,10 @@ use xtask_common::progress::{Step, heading};
 use xtask_common::scratch::Scratch;
 use xtask_common::workspace;
 
-/// A timeout, not a measure of speed: a wait that takes longer has failed.
-const PATIENCE: Duration = Duration::from_secs(300);
+/// The timeout for every wait.
+const TIMEOUT: Duration = Duration::from_secs(300);
 
-/// Guests of the last part.
+/// The number of guests in the last part.
 const MANY: usize = 8;
 
 /// Options of the benchmark.
@@ -53,7 +53,7 @@ pub(crate) struct Options {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum Part {
-    /// What a guest that is alone pays for the sharing
+    /// The cost of scheduling for a single guest
     Lone,
     /// Two guests of weights 1 and 3 under full load
     Weights,
@@ -63,16 +63,16 @@ enum Part {
     Many,
 }
 
-/// What a guest runs: llama-bench's arguments.
+/// The work of a guest: arguments of llama-bench.
 #[derive(Clone, Copy)]
 enum Load {
     /// Decodes so many tokens.
     Decode(u32),
-    /// Prefills 512 tokens, over and over, until it is ended.
+    /// Prefills 512 tokens repeatedly until it is stopped.
     Prefill,
     /// Prefills 512 tokens.
     PrefillOnce,
-    /// Decodes until it is ended.
+    /// Decodes until it is stopped.
     DecodeOn,
 }
 
@@ -154,8 +154,7 @@ impl Setting {
         })
     }
 
-    /// What it costs a guest with nobody beside it that there could be others: how long its graphs
-    /// wait for their turn.
+    /// The cost of scheduling for a single guest: the time that its graphs wait for a turn.
     fn lone(&self) -> Result<Vec<Row>> {
         let mut rows = Vec::new();
         for (load, name) in [
@@ -195,7 +194,7 @@ impl Setting {
         Ok(rows)
     }
 
-    /// Shares of two guests that always want the engine.
+    /// The shares of two guests that always have work for the engine.
     fn weights(&self) -> Result<Vec<Row>> {
         let mut rows = Vec::new();
         for (load, name) in [(Load::DecodeOn, "decoding"), (Load::Prefill, "prefilling")] {
@@ -216,7 +215,7 @@ impl Setting {
                         .map(|guest| number(&after, guest, figure) - number(&before, guest, figure))
                 };
                 let ([time_1, time_3], [graphs_1, graphs_3]) = (ran("busy"), ran("graphs"));
-                ensure!(time_1 > 0.0, "the guest of weight 1 got no time at all");
+                ensure!(time_1 > 0.0, "the guest of weight 1 got no engine time");
                 shares.push(time_3 / time_1);
                 graphs.push(graphs_3 / graphs_1.max(1.0));
                 step.done(&format!("{:.2} times the time", time_3 / time_1));
@@ -234,7 +233,7 @@ impl Setting {
         Ok(rows)
     }
 
-    /// A guest that decodes, alone and beside one that prefills.
+    /// A guest that decodes, alone and beside a guest that prefills.
     fn decode(&self) -> Result<Vec<Row>> {
         let (mut alone, mut beside) = (Vec::new(), Vec::new());
         let (mut waits, mut parts) = (Vec::new(), Vec::new());
@@ -252,8 +251,7 @@ impl Setting {
             let more =
                 |figure| number(&after, "guest0", figure) - number(&before, "guest0", figure);
             waits.push(1e3 * more("queued") / more("turns").max(1.0));
-            // What else the machine does makes both of these longer, and leaves their ratio as it
-            // is.
+            // Other load of the machine increases both times, but not their ratio.
             parts.push(more("busy") / (more("busy") + more("queued")).max(f64::MIN_POSITIVE));
             step.done("");
             self.wait_until_gone()?;
@@ -272,7 +270,7 @@ impl Setting {
         Ok(vec![row, parts, waits])
     }
 
-    /// Many guests, each decoding.
+    /// Many guests that decode at the same time.
     fn many(&self) -> Result<Vec<Row>> {
         let step = Step::new("one guest");
         let alone = self.finish("guest0", Load::Decode(32))?;
@@ -328,13 +326,13 @@ impl Setting {
         command
     }
 
-    /// A guest that goes on until it is ended.
+    /// Starts a guest that runs until it is stopped.
     fn begin(&self, guest: &str, load: Load) -> Result<Daemon> {
         let log = self.folder.join(format!("tenants-{guest}.log"));
         Daemon::start(&mut self.command(guest, load), &log)
     }
 
-    /// A guest that ends by itself: its tokens per second.
+    /// Runs a guest to its end. Returns its tokens per second.
     fn finish(&self, guest: &str, load: Load) -> Result<f64> {
         tokens_per_second(&mut self.command(guest, load), guest, "VGPU")
     }
@@ -343,13 +341,13 @@ impl Setting {
         self.scratch.path().join(format!("{guest}.sock"))
     }
 
-    /// What the executor says of itself.
+    /// The status of the executor.
     fn status(&self) -> Result<Value> {
         let control = self.scratch.path().join("control.sock");
         executor::status(&self.dist.vgpu, &control)
     }
 
-    /// Waits until each of these guests has run graphs for a while: loaded, warmed up, at work.
+    /// Waits until each of these guests has loaded its model and run some graphs.
     fn wait_for_graphs(&self, guests: &[&str]) -> Result<Value> {
         const WARM: f64 = 4.0;
         let first = self.status()?;
@@ -361,7 +359,7 @@ impl Setting {
             if guests.iter().all(|guest| ran(guest) >= WARM) {
                 return self.status();
             }
-            ensure!(start.elapsed() < PATIENCE, "{guests:?} do not get to work");
+            ensure!(start.elapsed() < TIMEOUT, "{guests:?} run no graphs");
             thread::sleep(Duration::from_millis(20));
         }
     }
@@ -373,8 +371,8 @@ impl Setting {
             .is_some_and(|s| !s.is_empty())
         {
             ensure!(
-                start.elapsed() < PATIENCE,
-                "guests that were ended are still there"
+                start.elapsed() < TIMEOUT,
+                "the sessions of stopped guests do not end"
             );
             thread::sleep(Duration::from_millis(20));
         }

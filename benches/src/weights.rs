@@ -1,9 +1,9 @@
 //! `cargo xtask bench weights`: the same model in several guests at once.
 //!
-//! Guests are processes of their own, each a llama.cpp program that loads the model, computes a
-//! token and stays. The first finds a host that has nothing; the second, the third to eighth at
-//! once, a host that has it all; eight more begin at the same time on an empty host. What the host
-//! holds is asked from Linux.
+//! Each guest is a process with a llama.cpp program that loads the model, computes a token and
+//! keeps running. The first guest loads from a host without weights. The second, then the third to
+//! eighth together, load from a host that has all weights. Eight more guests start at the same time
+//! on a host without weights. Linux reports the memory of the host.
 
 use std::fs;
 use std::path::PathBuf;
@@ -24,13 +24,13 @@ use xtask_common::scratch::Scratch;
 use xtask_common::stats::Stats;
 use xtask_common::workspace;
 
-/// A timeout, not a measure of speed: a wait that takes longer has failed.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// The timeout for every wait.
+const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Guests at once.
+/// The number of guests at the same time.
 const GUESTS: usize = 8;
 
-/// Seconds below which a difference of such times says nothing.
+/// Seconds below which a difference of load times is noise.
 const RESOLUTION: f64 = 1e-3;
 
 /// Options of the benchmark.
@@ -69,16 +69,16 @@ struct Setting {
     scratch: Scratch,
 }
 
-/// What a guest went through.
+/// The measurements of a guest.
 struct Load {
     guest: Guest,
-    /// Seconds: all of it, and without what the program has to do whoever has the weights: to read
-    /// the vocabulary, and to map the file.
+    /// `seconds`: the whole load. `weights`: the load without reading the vocabulary and mapping
+    /// the file.
     seconds: f64,
     weights: f64,
-    /// Bytes that left the guest, until it had its first token.
+    /// The bytes that the guest sent until its first token.
     moved: f64,
-    /// Of the logits.
+    /// A hash of the logits.
     sum: u64,
     bytes: f64,
 }
@@ -133,7 +133,7 @@ impl Setting {
         Executor::start_with(&self.dist, &socket, self.threads, &log, arguments)
     }
 
-    /// Starts a guest; what it remembers of files is in the folder of this name.
+    /// Starts a guest. Its cache of file hashes is in the folder of this name.
     fn start(&self, executor: &Executor, memory: &str, number: usize) -> Result<Guest> {
         let stats = self.scratch.path().join(format!("stats-{number}.json"));
         let memory = self.scratch.path().join(memory);
@@ -142,12 +142,12 @@ impl Setting {
             .guest(&executor.endpoint(), &self.model, &memory, stats, &log)
     }
 
-    /// Waits until a guest has its token.
+    /// Waits until a guest has computed its token.
     fn loaded(mut guest: Guest) -> Result<Load> {
-        let common = guest.hear("load-vocabulary", PATIENCE)?;
-        let map = guest.hear("map", PATIENCE)?;
-        let load = guest.hear("load", PATIENCE)?;
-        let token = guest.hear("token", PATIENCE)?;
+        let common = guest.sample("load-vocabulary", TIMEOUT)?;
+        let map = guest.sample("map", TIMEOUT)?;
+        let load = guest.sample("load", TIMEOUT)?;
+        let token = guest.sample("token", TIMEOUT)?;
         let moved = Stats::moved(guest.stats())?;
         Ok(Load {
             seconds: load.seconds,
@@ -172,7 +172,7 @@ impl Setting {
             let step = Step::new(&format!("the same model again, round {round}"));
             let alone = self.load(&off, "none", 0)?;
             let one = self.load(&executor, "user", 1)?;
-            // It has remembered the file, and the host has hashed the weights.
+            // The guest has cached the file's hashes, and the host has hashed the weights.
             self.wait_until_known("user")?;
             self.wait_for_files(&executor, one.bytes)?;
             let two = self.load(&executor, "user", 2)?;
@@ -181,7 +181,7 @@ impl Setting {
             for other in [&alone, &two, &three] {
                 ensure!(other.sum == one.sum, "the guests compute different logits");
             }
-            // The first round warms the file's pages, and makes the memory of the file.
+            // The first round reads the file into the page cache and allocates the memory.
             if round > 0 {
                 unshared.push((alone.seconds, alone.weights, alone.moved));
                 first.push((one.seconds, one.weights, one.moved));
@@ -189,7 +189,7 @@ impl Setting {
                 stranger.push((three.seconds, three.weights, three.moved));
             }
             for load in [alone, one, two, three] {
-                load.guest.finish(PATIENCE)?;
+                load.guest.finish(TIMEOUT)?;
             }
             wait_until_empty(&executor)?;
             step.done("");
@@ -215,7 +215,7 @@ impl Setting {
         ])
     }
 
-    /// Eight at once.
+    /// Eight guests at the same time.
     fn eight_guests(&self) -> Result<Vec<Row>> {
         let mut rows = Vec::new();
         let mut copy = 0.0;
@@ -250,7 +250,7 @@ impl Setting {
                 .at_most("all guests", 1.2 * copy / f64::from(1 << 20)),
             );
             for load in loads {
-                load.guest.finish(PATIENCE)?;
+                load.guest.finish(TIMEOUT)?;
             }
             wait_until_empty(&executor)?;
             executor.stop()?;
@@ -259,7 +259,7 @@ impl Setting {
         Ok(rows)
     }
 
-    /// An executor that knows the model from before.
+    /// An executor that has the model in its cache on disk.
     fn restart(&self) -> Result<Vec<Row>> {
         let step = Step::new("a restart with a cache on disk");
         let cache = self.scratch.path().join("disk");
@@ -270,10 +270,13 @@ impl Setting {
         let folder = self.scratch.path().join("disk");
         let start = Instant::now();
         while (files_in(&folder) as f64) < 0.95 * held_by(&executor)? as f64 {
-            ensure!(start.elapsed() < PATIENCE, "the weights are not written");
+            ensure!(
+                start.elapsed() < TIMEOUT,
+                "the executor has not written the weights to disk"
+            );
             std::thread::sleep(Duration::from_millis(20));
         }
-        before.guest.finish(PATIENCE)?;
+        before.guest.finish(TIMEOUT)?;
         executor.stop()?;
         let executor = self.executor("after", &arguments)?;
         let after = self.load(&executor, "user", 1)?;
@@ -285,20 +288,20 @@ impl Setting {
         let time = Row::new("loading after a restart, the weights alone", "s")
             .figure("before", before.weights)
             .figure("after, from disk", after.weights);
-        after.guest.finish(PATIENCE)?;
+        after.guest.finish(TIMEOUT)?;
         executor.stop()?;
         step.done("");
         Ok(vec![row, time])
     }
 
-    /// Until a guest has written down what it has learned of the file.
+    /// Waits until a guest has written its cache of file hashes.
     fn wait_until_known(&self, memory: &str) -> Result<()> {
         let folder = self.scratch.path().join(memory).join("weights");
         let start = Instant::now();
         while files_in(&folder) == 0 {
             ensure!(
-                start.elapsed() < PATIENCE,
-                "the plugin has remembered nothing of {}: is it on a file system that it trusts?",
+                start.elapsed() < TIMEOUT,
+                "the plugin has cached no hashes of {}: does it trust the file system?",
                 self.model
             );
             std::thread::sleep(Duration::from_millis(20));
@@ -306,30 +309,30 @@ impl Setting {
         Ok(())
     }
 
-    /// Until the host says that it has hashed so many bytes.
+    /// Waits until the host reports that it has hashed this number of bytes.
     fn wait_for_files(&self, executor: &Executor, bytes: f64) -> Result<()> {
         let start = Instant::now();
         loop {
             let waits = processor_time(executor)?;
             std::thread::sleep(Duration::from_millis(200));
-            // Quiet, and nothing is left to hash. (Programs keep a part of the model to
-            // themselves.)
+            // The host is idle, so nothing is left to hash. Programs keep a part of the model on
+            // the CPU.
             if processor_time(executor)? == waits && held_by(executor)? as f64 > 0.5 * bytes {
                 return Ok(());
             }
             ensure!(
-                start.elapsed() < PATIENCE,
-                "the executor does not come to rest"
+                start.elapsed() < TIMEOUT,
+                "the executor does not become idle"
             );
         }
     }
 
-    /// Until nothing is held twice, or no less any more.
+    /// Waits until no content is held twice, or the memory no longer shrinks.
     fn wait_for_merging(&self, executor: &Executor, copy: f64) -> Result<f64> {
         let start = Instant::now();
         loop {
             let held = held_by(executor)? as f64;
-            if held <= 1.2 * copy || start.elapsed() > PATIENCE {
+            if held <= 1.2 * copy || start.elapsed() > TIMEOUT {
                 self.wait_for_files(executor, copy)?;
                 return Ok(held_by(executor)? as f64);
             }
@@ -362,7 +365,7 @@ fn held_by(executor: &Executor) -> Result<u64> {
     Ok(held)
 }
 
-/// Waits until all guests are gone, and their weights with them.
+/// Waits until all sessions have ended and their weights are freed.
 fn wait_until_empty(executor: &Executor) -> Result<()> {
     let start = Instant::now();
     loop {
@@ -371,14 +374,14 @@ fn wait_until_empty(executor: &Executor) -> Result<()> {
             return Ok(());
         }
         ensure!(
-            start.elapsed() < PATIENCE,
-            "{held} bytes of weights are left of guests that are gone"
+            start.elapsed() < TIMEOUT,
+            "{held} bytes of weights of ended guests are not freed"
         );
         std::thread::sleep(Duration::from_millis(20));
     }
 }
 
-/// Ticks of the processors that it has used.
+/// The CPU time of the executor in ticks.
 fn processor_time(executor: &Executor) -> Result<u64> {
     ticks(&format!("/proc/{}/stat", executor.pid()), 14)
 }

@@ -90,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn an_id_is_looked_up_once_and_only_in_range() {
+    fn ids_are_looked_up_once_and_only_in_range() {
         // SAFETY: `name` answers ids 0 to 3 with static strings or null.
         let ids = unsafe { Ids::new(name, |name| (name == "F32").then_some('f')) };
         // SAFETY: 0 to 3 are the ids of `name`; the others never reach it.

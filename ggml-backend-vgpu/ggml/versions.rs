@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn suffixes_do_not_matter() {
+    fn version_suffixes_are_ignored() {
         for text in [
             "0.25.3-dirty",
             "0.25.3+abc.1",
@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn other_releases_are_refused_and_named() {
+    fn unsupported_releases_are_refused_with_their_version() {
         assert_eq!(
             api("0.20.9"),
             Err(UnsupportedVersion::TooOld("0.20.9".into()))
@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn the_text_agrees_with_the_table() {
+    fn supported_versions_text_matches_the_table() {
         let mut firsts = SERIES.iter().map(|(first, _)| *first).skip(1).chain([END]);
         let words: Vec<String> = SERIES
             .iter()

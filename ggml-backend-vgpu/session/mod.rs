@@ -570,7 +570,7 @@ mod tests {
 
     /// Two programs with the same weights.
     #[test]
-    fn a_second_session_sends_what_the_executor_lacks_and_reads_all() {
+    fn second_session_sends_only_missing_weights_and_reads_all_of_them() {
         let executors = Executors::new();
         let size = 4 * MIN_EXTENT;
         let data = data(size);
@@ -615,7 +615,7 @@ mod tests {
     /// After the upload, the executor keeps nothing for the buffer any more: asking for it would be
     /// a protocol error.
     #[test]
-    fn weights_that_are_written_again_after_the_upload_are_sent() {
+    fn weights_rewritten_after_the_upload_are_sent_again() {
         let executors = Executors::new();
         let data = data(2 * MIN_EXTENT);
         let first = executors.open("one");

@@ -34,7 +34,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_chunks_have_the_hash_of_the_whole() {
+    fn hashing_in_chunks_gives_the_hash_of_the_whole_content() {
         let data: Vec<u8> = (0..CHUNK * 2 + 7).map(|i| ((i * i) >> 3) as u8).collect();
         let expected = *blake3::hash(&data).as_bytes();
         assert_eq!(content_hash(data[..].into()).0, expected);

@@ -46,7 +46,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_is_settled_a_minute_after_its_last_change() {
+    fn file_is_stable_one_minute_after_its_last_change() {
         let identity = |modified, changed| FileIdentity {
             device: 1,
             inode: 2,

@@ -205,7 +205,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_unchanged_text_is_accepted() {
+    fn modified_cache_text_is_rejected() {
         let parts: Parts = (1..4u64)
             .map(|i| ((i * 4096, i << 20), ContentHash([i as u8; 32])))
             .collect();

@@ -228,7 +228,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_of_no_file_has_no_range() {
+    fn anonymous_memory_has_no_file_range() {
         let bytes = vec![1u8; 1 << 20];
         assert!(FileRange::find(bytes.as_ptr(), bytes.len()).is_none());
         assert!(FileRange::find(std::ptr::null(), 10).is_none());

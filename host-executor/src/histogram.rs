@@ -103,7 +103,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn durations_fall_into_the_bucket_that_ends_at_or_above_them() {
+    fn durations_are_counted_in_the_bucket_whose_end_is_not_below_them() {
         let histogram = Histogram::default();
         for micros in [0, 10, 11, 1_000, 1_001, 20_000_000] {
             histogram.observe(Duration::from_micros(micros));

@@ -52,7 +52,7 @@ mod tests {
     use super::parse;
 
     #[test]
-    fn sizes_are_read_as_people_write_them() {
+    fn sizes_with_units_are_parsed() {
         for (text, bytes) in [
             ("0", 0),
             ("4096", 4096),
@@ -68,7 +68,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_size_is_refused_with_a_reason() {
+    fn invalid_sizes_are_refused_with_a_reason() {
         for text in [
             "",
             "G",

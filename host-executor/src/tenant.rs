@@ -221,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn a_quota_is_set_aside_and_the_rest_is_everybodys() {
+    fn quotas_are_reserved_and_the_rest_is_shared() {
         let ledger = Ledger::new(100);
         let named = Tenant::named("a", quota(40), &ledger);
         let (one, two) = (stranger(&ledger, None), stranger(&ledger, 50));
@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_charged_and_not_yet_taken_is_nobody_elses() {
+    fn charged_bytes_are_reserved_before_their_allocation() {
         let ledger = Ledger::new(100);
         let (one, two) = (stranger(&ledger, None), stranger(&ledger, None));
         let mut charge = one.charge_with(70, || 100).unwrap();
@@ -261,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn a_charge_is_not_decided_by_a_figure_from_before_another_allocation() {
+    fn charges_use_free_memory_as_of_the_latest_allocation() {
         let ledger = Ledger::new(100);
         let (one, two) = (stranger(&ledger, None), stranger(&ledger, None));
         let other = RefCell::new(None);
@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_common_follows_what_the_engine_says_is_free() {
+    fn shared_memory_follows_the_free_memory_of_the_engine() {
         let ledger = Ledger::new(100);
         let guests: Vec<_> = (0..3).map(|_| stranger(&ledger, None)).collect();
         let mut charges = Vec::new();
@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn with_overcommitment_nothing_is_set_aside() {
+    fn overcommitment_reserves_nothing() {
         let ledger = Ledger::new(100);
         ledger.set_overcommit(true);
         let named = Tenant::named("a", quota(80), &ledger);
@@ -311,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn a_quota_that_shrinks_below_what_is_used_takes_nothing_away() {
+    fn quota_below_the_used_memory_frees_nothing() {
         let ledger = Ledger::new(100);
         let named = Tenant::named("a", quota(60), &ledger);
         let stranger = stranger(&ledger, None);

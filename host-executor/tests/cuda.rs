@@ -133,7 +133,7 @@ fn memory_of_one_guest_is_zero_for_the_next() {
 }
 
 #[test]
-fn a_guest_that_reads_behind_its_graph_waits_once() {
+fn read_after_a_graph_waits_once() {
     let device = Arc::new(Spy::with_memory(512 * MIB));
     let host = host_on(&device);
     let mut guest = host.guest();
@@ -166,7 +166,7 @@ fn a_guest_that_reads_behind_its_graph_waits_once() {
 }
 
 #[test]
-fn a_device_that_is_lost_is_told_to_every_guest_that_had_memory_there() {
+fn device_loss_is_reported_to_every_guest_with_memory_on_it() {
     let device = Arc::new(Spy::running());
     let host = host_on(&device);
     let (mut one, mut other) = (host.guest(), host.guest());
@@ -217,7 +217,7 @@ fn of_weights(weights: BufferId, ne: [u64; 4], others: [BufferId; 2], op: Op) ->
 }
 
 #[test]
-fn weights_are_arranged_for_a_guest_that_says_what_they_are_and_read_as_it_wrote_them() {
+fn declared_weights_are_repacked_and_read_back_unchanged() {
     let (product, rows) = (GraphId(1), GraphId(2));
     let op = Op::MulMat {
         accumulator: Precision::Default,
@@ -263,14 +263,14 @@ fn weights_are_arranged_for_a_guest_that_says_what_they_are_and_read_as_it_wrote
         assert!(read_all(&mut guest, weights, content.len() as u64) == content);
         guest.send(&Request::Free { buffer: weights });
     }
-    let [plain, row, again, in_planes, row_of_planes, brought_back] = &results[..] else {
+    let [plain, row, again, repacked_product, repacked_row, restored] = &results[..] else {
         panic!("six results")
     };
-    assert_eq!((plain, row), (again, row_of_planes));
-    assert_eq!(plain, brought_back);
+    assert_eq!((plain, row), (again, repacked_row));
+    assert_eq!(plain, restored);
     let largest = plain.iter().fold(0.0f32, |most, x| most.max(x.abs()));
     assert!(largest > 0.0);
-    for (got, want) in in_planes.iter().zip(plain) {
+    for (got, want) in repacked_product.iter().zip(plain) {
         assert!((got - want).abs() <= 1e-3 * largest, "{got} {want}");
     }
 }

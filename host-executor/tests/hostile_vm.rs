@@ -95,7 +95,7 @@ fn step(guest: &mut Guest, i: u64) -> Vec<f32> {
 }
 
 /// A program in the attacked machine: sends requests, and ignores all failures.
-fn victim(machine: &Machine, stop: &AtomicBool, sessions: &AtomicU64) {
+fn run_sessions(machine: &Machine, stop: &AtomicBool, sessions: &AtomicU64) {
     while !stop.load(Ordering::Relaxed) {
         let Ok(end) = machine.try_connect(Duration::from_millis(200)) else {
             continue;
@@ -113,7 +113,7 @@ fn victim(machine: &Machine, stop: &AtomicBool, sessions: &AtomicU64) {
 }
 
 #[test]
-fn a_machine_that_attacks_harms_only_itself() {
+fn hostile_virtual_machine_affects_only_its_own_sessions() {
     let dir = Dir::new();
     let server = executor(&dir.0, &["bad", "good"], 0);
     let bad = Machine::plug(&dir.0.join("bad.sock"));
@@ -142,7 +142,7 @@ fn a_machine_that_attacks_harms_only_itself() {
                 }
             }
         });
-        scope.spawn(move || victim(bad, stop, sessions));
+        scope.spawn(move || run_sessions(bad, stop, sessions));
         let began = Instant::now();
         while began.elapsed() < ATTACK {
             steps += 1;

@@ -5,7 +5,7 @@ mod common;
 use std::sync::mpsc;
 use std::time::Duration;
 
-use common::puppet::{Act, Puppet, UNREADABLE_SIZE};
+use common::scripted_engine::{Act, ScriptedEngine, UNREADABLE_SIZE};
 use common::{Guest, Host, MEMORY, add, bytes, cpu, floats, get_rows, image};
 use vgpu_executor::Limits;
 use vgpu_transport::ir::{BufferId, OpKind, patch};
@@ -14,7 +14,7 @@ use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, PROTOCOL_VERSION, Reply, Reques
 const GRAPH: GraphId = GraphId(7);
 
 #[test]
-fn hello_says_who_the_host_is_and_what_it_can() {
+fn hello_reply_contains_identity_and_capabilities_of_the_host() {
     let host = Host::new(cpu());
     let Reply::Welcome {
         protocol,
@@ -43,7 +43,7 @@ fn hello_says_who_the_host_is_and_what_it_can() {
 }
 
 #[test]
-fn memory_is_zero_written_read_filled_copied_and_given_back() {
+fn memory_is_zeroed_written_read_filled_copied_and_freed() {
     let host = Host::new(cpu());
     let mut guest = host.guest();
     let a = guest.alloc(1 << 20);
@@ -85,7 +85,7 @@ fn memory_is_zero_written_read_filled_copied_and_given_back() {
 }
 
 #[test]
-fn nothing_is_a_size_like_any_other() {
+fn size_zero_is_accepted_by_every_request() {
     let host = Host::new(cpu());
     let mut guest = host.guest();
     let empty = guest.alloc(0);
@@ -109,7 +109,7 @@ fn nothing_is_a_size_like_any_other() {
 }
 
 #[test]
-fn the_largest_payload_travels_both_ways() {
+fn largest_payload_is_written_and_read() {
     let host = Host::new(cpu());
     let mut guest = host.guest();
     let data: Vec<u8> = (0..MAX_PAYLOAD).map(|i| (i * 7 + i / 256) as u8).collect();
@@ -144,7 +144,7 @@ fn a_graph_is_sent_once_and_runs_as_often_as_submitted() {
 }
 
 #[test]
-fn a_graph_may_come_in_parts_of_any_size_with_other_requests_between() {
+fn graph_parts_may_have_any_size_and_interleave_with_other_requests() {
     let host = Host::new(cpu());
     let mut guest = host.guest();
     let a = guest.alloc_with(&bytes(&[1.0, 2.0]));
@@ -274,7 +274,7 @@ fn an_index_out_of_range_fails_the_graph_and_the_session_goes_on() {
 
 #[test]
 fn a_failure_arrives_before_its_request_retires() {
-    let engine = Puppet::new();
+    let engine = ScriptedEngine::new();
     let host = Host::new(engine.clone());
     let mut guest = host.guest();
     let a = guest.alloc(4);
@@ -301,7 +301,7 @@ fn a_failure_arrives_before_its_request_retires() {
 fn guest_with_a_launch(
     fails: bool,
 ) -> (Host, Guest, BufferId, mpsc::Receiver<()>, mpsc::Sender<()>) {
-    let engine = Puppet::new();
+    let engine = ScriptedEngine::new();
     let host = Host::new(engine.clone());
     let mut guest = host.guest();
     let a = guest.alloc_with(&[1; 4]);
@@ -317,7 +317,7 @@ fn guest_with_a_launch(
 }
 
 #[test]
-fn what_a_guest_reads_behind_a_graph_is_read_before_the_graph_is_waited_for() {
+fn read_after_a_graph_is_started_before_the_host_waits() {
     let (_host, mut guest, a, runs, go) = guest_with_a_launch(false);
     let read = Request::Read {
         buffer: a,
@@ -366,7 +366,7 @@ fn a_graph_that_fails_while_it_is_read_fails_before_the_answer() {
 }
 
 #[test]
-fn a_violation_behind_a_graph_under_way_ends_the_session() {
+fn violation_during_a_running_graph_ends_the_session() {
     let (host, mut guest, a, runs, go) = guest_with_a_launch(false);
     guest.submit(GRAPH);
     runs.recv().unwrap();
@@ -383,7 +383,7 @@ fn a_violation_behind_a_graph_under_way_ends_the_session() {
 
 #[test]
 fn a_graph_that_the_engine_cannot_compile_fails_each_time_and_the_session_goes_on() {
-    let engine = Puppet::new();
+    let engine = ScriptedEngine::new();
     let host = Host::new(engine.clone());
     let mut guest = host.guest();
     let a = guest.alloc(4);
@@ -402,7 +402,7 @@ fn a_graph_that_the_engine_cannot_compile_fails_each_time_and_the_session_goes_o
 
 #[test]
 fn operations_that_a_device_cannot_do_fail_and_the_session_goes_on() {
-    let host = Host::new(Puppet::new());
+    let host = Host::new(ScriptedEngine::new());
     let mut guest = host.guest();
     let buffer = guest.alloc(UNREADABLE_SIZE);
     guest.send(&Request::Fill {
@@ -429,7 +429,7 @@ fn operations_that_a_device_cannot_do_fail_and_the_session_goes_on() {
 }
 
 #[test]
-fn a_patched_graph_is_another_one_and_the_base_stays() {
+fn patched_graph_is_separate_and_its_base_is_kept() {
     let host = Host::new(cpu());
     let mut guest = host.guest();
     let [a, b, sum] = [1.0f32, 10.0, 0.0].map(|x| guest.alloc_with(&bytes(&[x; 8])));
@@ -489,7 +489,7 @@ fn a_shared_buffer_is_written_and_read_without_a_message() {
 }
 
 #[test]
-fn buffers_are_shared_only_if_the_host_wants_it() {
+fn buffers_are_shared_only_if_the_host_allows_it() {
     let limits = Limits {
         share: false,
         ..Limits::default()
@@ -501,7 +501,7 @@ fn buffers_are_shared_only_if_the_host_wants_it() {
 
 /// Indices that a guest changes while the kernel reads them: each is in range, or the graph fails.
 #[test]
-fn a_guest_that_writes_while_its_graph_runs_harms_nobody() {
+fn write_during_a_graph_does_not_affect_other_guests() {
     const ROWS: u64 = 64;
     const COUNT: u64 = 50_000;
     let host = Host::new(cpu());

@@ -45,7 +45,7 @@ fn figures(guest: &mut Guest) -> (u64, u64) {
 }
 
 #[test]
-fn a_guest_at_its_quota_is_refused_with_numbers_and_nobody_else_notices() {
+fn guest_at_its_quota_is_refused_with_numbers_and_others_are_unaffected() {
     let host = Host::new(cpu());
     let quotas = rules(vec![
         rule("alice", 1, quota(10 << 20)),
@@ -93,7 +93,7 @@ fn a_guest_at_its_quota_is_refused_with_numbers_and_nobody_else_notices() {
 }
 
 #[test]
-fn a_refused_allocation_leaves_nothing_behind() {
+fn refused_allocation_uses_no_memory() {
     let host = Host::new(cpu());
     host.server
         .apply(rules(vec![rule("alice", 1, quota(1 << 20))]))
@@ -109,7 +109,7 @@ fn a_refused_allocation_leaves_nothing_behind() {
 }
 
 #[test]
-fn quotas_beyond_the_memory_are_refused_and_what_held_before_still_does() {
+fn excessive_quotas_are_refused_and_the_previous_quotas_remain() {
     let host = Host::new(cpu());
     host.server
         .apply(rules(vec![rule("alice", 1, quota(10))]))
@@ -130,7 +130,7 @@ fn quotas_beyond_the_memory_are_refused_and_what_held_before_still_does() {
 }
 
 #[test]
-fn quotas_change_under_a_guest_that_stays() {
+fn quotas_change_during_a_session() {
     let host = Host::new(cpu());
     let apply = |memory| {
         let rules = rules(vec![rule("alice", 1, quota(memory))]);
@@ -153,7 +153,7 @@ fn quotas_change_under_a_guest_that_stays() {
 }
 
 #[test]
-fn who_may_not_come_is_told_why() {
+fn refused_guests_receive_the_reason() {
     let host = Host::new(cpu());
     let alice = Policy {
         links: vec![LinkKind::Pci, LinkKind::Tcp],
@@ -180,21 +180,21 @@ fn who_may_not_come_is_told_why() {
 
 /// Every way by which a guest could read another guest's data, or its own freed data.
 #[test]
-fn no_byte_of_one_guest_is_ever_another_s() {
+fn memory_of_one_guest_is_never_visible_to_another() {
     const SECRET: u8 = 0xa5;
     const SIZE: u64 = 4 << 20;
     let host = Host::new(cpu());
-    let mut victim = host.guest_of(1);
-    let secret = victim.alloc(SIZE);
-    victim.send(&Request::Fill {
+    let mut owner = host.guest_of(1);
+    let secret = owner.alloc(SIZE);
+    owner.send(&Request::Fill {
         buffer: secret,
         offset: 0,
         len: SIZE,
         value: SECRET,
     });
-    victim.fence();
+    owner.fence();
 
-    // The victim's buffer by its id: ids belong to a session.
+    // The owner's buffer by its id: ids belong to a session.
     let read = |buffer, offset, len| Request::Read {
         buffer,
         offset,
@@ -254,7 +254,7 @@ fn no_byte_of_one_guest_is_ever_another_s() {
     thief.send(&read(own, 0, 64));
     assert!(thief.ended().contains("which the session does not have"));
 
-    // New memory of all sizes, before and after the victim has disconnected.
+    // New memory of all sizes, before and after the owner has disconnected.
     let mut thief = host.guest_of(2);
     let mut look = |round: &str| {
         for size in [64, 4096, 65_536, SIZE, 2 * SIZE] {
@@ -267,17 +267,17 @@ fn no_byte_of_one_guest_is_ever_another_s() {
             thief.send(&Request::Free { buffer: fresh });
         }
     };
-    look("while the victim is there");
-    victim.send(&Request::Free { buffer: secret });
-    victim.fence();
+    look("while the owner is there");
+    owner.send(&Request::Free { buffer: secret });
+    owner.fence();
     look("after it has freed");
-    drop(victim);
+    drop(owner);
     look("after it has gone");
 }
 
 /// Guests with heavy and light graphs at once: all results are right.
 #[test]
-fn graphs_that_take_turns_compute_what_they_compute_alone() {
+fn interleaved_graphs_compute_the_same_results_as_alone() {
     let host = Host::new(cpu());
     let weights = |(i, weight)| {
         let policy = Policy {
@@ -340,7 +340,7 @@ fn products(side: u64, [w, x, b, c]: [BufferId; 4]) -> Graph {
 
 /// Products of many milliseconds that yield to other guests have the same bits as without yielding.
 #[test]
-fn products_that_are_cut_in_the_middle_are_the_same_to_the_bit() {
+fn interrupted_matrix_products_are_bit_identical() {
     const SIDE: u64 = 640;
     const ROUNDS: u32 = 6;
     let host = Host::new(cpu());

@@ -12,7 +12,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{Build, Guest, MEMORY, PATIENCE};
+use common::{Build, Guest, MEMORY, TIMEOUT};
 use vgpu_cpu::CpuEngine;
 use vgpu_engine::Engine;
 use vgpu_executor::{Limits, Server};
@@ -31,7 +31,7 @@ const LARGEST: u64 = 3 * MAX_PAYLOAD as u64 / 2;
 const FEW: usize = 20_000;
 
 #[test]
-fn random_commands_of_four_guests_see_what_they_should_and_leave_nothing() {
+fn random_commands_of_four_guests_match_the_model_and_leak_nothing() {
     let commands = std::env::var("VGPU_SOAK").map_or(FEW, |count| count.parse().expect("a number"));
     let engine: Arc<dyn Engine> = Arc::new(CpuEngine::new(2, Some(MEMORY)).expect("two threads"));
     let path = std::env::temp_dir().join(format!("vgpu-soak-{}.sock", std::process::id()));
@@ -40,10 +40,10 @@ fn random_commands_of_four_guests_see_what_they_should_and_leave_nothing() {
     server.listen(listener).expect("a thread for the listener");
 
     // The first round allocates what a process allocates once; the second one is measured.
-    visit(&server, &path, 1, GUESTS * 500);
-    let before = Holdings::now(engine.as_ref());
-    visit(&server, &path, 2, commands);
-    let after = Holdings::now(engine.as_ref());
+    run_guests(&server, &path, 1, GUESTS * 500);
+    let before = ResourceUsage::now(engine.as_ref());
+    run_guests(&server, &path, 2, commands);
+    let after = ResourceUsage::now(engine.as_ref());
     println!("{commands} commands; before: {before:?}, after: {after:?}");
     assert_eq!(after.used, before.used, "bytes of the engine");
     assert_eq!(after.files, before.files, "open files");
@@ -60,29 +60,29 @@ fn random_commands_of_four_guests_see_what_they_should_and_leave_nothing() {
 }
 
 /// Runs all guests to their end.
-fn visit(server: &Server, path: &Path, seed: u64, commands: usize) {
+fn run_guests(server: &Server, path: &Path, seed: u64, commands: usize) {
     std::thread::scope(|scope| {
         for guest in 0..GUESTS as u64 {
             scope.spawn(move || {
-                let end = connect(path, PATIENCE).expect("a session");
-                let mut visitor = Visitor::new(Guest::new(Box::new(end)), seed << 32 | guest);
+                let end = connect(path, TIMEOUT).expect("a session");
+                let mut guest = RandomGuest::new(Guest::new(Box::new(end)), seed << 32 | guest);
                 for _ in 0..commands / GUESTS {
-                    visitor.command();
+                    guest.command();
                 }
-                visitor.look_at_everything();
+                guest.check_all();
             });
         }
     });
     let start = std::time::Instant::now();
     while !server.sessions().is_empty() {
-        assert!(start.elapsed() < PATIENCE, "{:?}", server.sessions());
+        assert!(start.elapsed() < TIMEOUT, "{:?}", server.sessions());
         std::thread::sleep(Duration::from_millis(1));
     }
 }
 
 /// Resources of this process.
 #[derive(Debug)]
-struct Holdings {
+struct ResourceUsage {
     /// Bytes that the engine has allocated.
     used: u64,
     files: usize,
@@ -91,15 +91,15 @@ struct Holdings {
     resident: u64,
 }
 
-impl Holdings {
-    fn now(engine: &dyn Engine) -> Holdings {
+impl ResourceUsage {
+    fn now(engine: &dyn Engine) -> ResourceUsage {
         let status = fs::read_to_string("/proc/self/status").expect("Linux");
         let resident = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
         let resident = resident.expect("a process has memory").trim();
         let resident: u64 = resident.trim_end_matches(" kB").parse().expect("a number");
         let memory = engine.memory();
         let maps = fs::read_to_string("/proc/self/maps").expect("Linux");
-        Holdings {
+        ResourceUsage {
             used: memory.total - memory.free,
             files: fs::read_dir("/proc/self/fd").expect("Linux").count(),
             mappings: maps.lines().count(),
@@ -109,7 +109,7 @@ impl Holdings {
 }
 
 /// A guest, and the expected contents of its buffers.
-struct Visitor {
+struct RandomGuest {
     guest: Guest,
     random: u64,
     buffers: BTreeMap<u64, Held>,
@@ -131,10 +131,10 @@ struct Copying {
     words: u64,
 }
 
-impl Visitor {
-    fn new(mut guest: Guest, seed: u64) -> Visitor {
+impl RandomGuest {
+    fn new(mut guest: Guest, seed: u64) -> RandomGuest {
         guest.hello();
-        Visitor {
+        RandomGuest {
             guest,
             random: seed | 1,
             buffers: BTreeMap::new(),
@@ -167,7 +167,7 @@ impl Visitor {
         (offset, len)
     }
 
-    fn noise(&mut self, len: u64) -> Vec<u8> {
+    fn random_bytes(&mut self, len: u64) -> Vec<u8> {
         let first = self.below(1 << 32);
         (first..first + len)
             .map(|i| ((i * 167) >> 3) as u8)
@@ -191,9 +191,9 @@ impl Visitor {
             85..=93 => {
                 let buffer = self.any();
                 let (offset, len) = self.range(buffer);
-                self.look_at(buffer, offset, len);
+                self.check(buffer, offset, len);
             }
-            94..=97 => self.look_at_mapped(),
+            94..=97 => self.check_mapped(),
             98 => {
                 let sent = self.guest.send(&Request::Memory {});
                 let (reply, _) = self.guest.receive();
@@ -229,21 +229,21 @@ impl Visitor {
     fn write(&mut self) {
         let buffer = self.any();
         let (offset, len) = self.range(buffer);
-        let data = self.noise(len);
+        let data = self.random_bytes(len);
         self.guest.write(BufferId(buffer), offset, &data);
-        self.believe(buffer, offset, &data);
+        self.expect(buffer, offset, &data);
     }
 
     /// Writes like a guest that has mapped its buffer: only while no request is in flight.
     fn write_mapped(&mut self) {
         let buffer = self.any();
         let (offset, len) = self.range(buffer);
-        let data = self.noise(len);
+        let data = self.random_bytes(len);
         self.guest.fence();
         if let Some(mapping) = &self.buffers[&buffer].mapping {
             let range = offset as usize..(offset + len) as usize;
             mapping.bytes_mut(range).copy_from(data[..].into());
-            self.believe(buffer, offset, &data);
+            self.expect(buffer, offset, &data);
         }
     }
 
@@ -257,7 +257,7 @@ impl Visitor {
             len,
             value,
         });
-        self.believe(buffer, offset, &vec![value; len as usize]);
+        self.expect(buffer, offset, &vec![value; len as usize]);
     }
 
     fn copy(&mut self) {
@@ -273,7 +273,7 @@ impl Visitor {
         });
         let from = src_offset as usize..(src_offset + len) as usize;
         let data = self.buffers[&src].bytes[from].to_vec();
-        self.believe(dst, dst_offset, &data);
+        self.expect(dst, dst_offset, &data);
     }
 
     /// Sends a graph that copies words, completely or as a patch of another graph.
@@ -322,22 +322,23 @@ impl Visitor {
         };
         self.guest.submit(GraphId(graph));
         let data = self.buffers[&src].bytes[..4 * words as usize].to_vec();
-        self.believe(dst, 0, &data);
+        self.expect(dst, 0, &data);
     }
 
-    fn believe(&mut self, buffer: u64, offset: u64, data: &[u8]) {
+    /// Updates the expected contents.
+    fn expect(&mut self, buffer: u64, offset: u64, data: &[u8]) {
         let held = self.buffers.get_mut(&buffer).expect("it is ours");
         held.bytes[offset as usize..offset as usize + data.len()].copy_from_slice(data);
     }
 
-    fn look_at(&mut self, buffer: u64, offset: u64, len: u64) {
+    fn check(&mut self, buffer: u64, offset: u64, len: u64) {
         let seen = self.guest.read(BufferId(buffer), offset, len);
         let range = offset as usize..(offset + len) as usize;
         let expected = &self.buffers[&buffer].bytes[range];
         assert!(seen == expected, "buffer {buffer}, {len} bytes at {offset}");
     }
 
-    fn look_at_mapped(&mut self) {
+    fn check_mapped(&mut self) {
         let buffer = self.any();
         let (offset, len) = self.range(buffer);
         self.guest.fence();
@@ -353,7 +354,7 @@ impl Visitor {
         }
     }
 
-    fn look_at_everything(&mut self) {
+    fn check_all(&mut self) {
         let sizes: Vec<(u64, u64)> = self
             .buffers
             .iter()
@@ -361,7 +362,7 @@ impl Visitor {
             .collect();
         for (buffer, size) in sizes {
             for offset in (0..size).step_by(MAX_PAYLOAD) {
-                self.look_at(buffer, offset, (size - offset).min(MAX_PAYLOAD as u64));
+                self.check(buffer, offset, (size - offset).min(MAX_PAYLOAD as u64));
             }
         }
     }

@@ -5,8 +5,8 @@ mod common;
 use std::thread;
 use std::time::Duration;
 
-use common::puppet::{Act, Puppet};
-use common::{Guest, Host, MEMORY, PATIENCE, add, bytes, cpu};
+use common::scripted_engine::{Act, ScriptedEngine};
+use common::{Guest, Host, MEMORY, TIMEOUT, add, bytes, cpu};
 use vgpu_executor::{Limits, inproc};
 use vgpu_transport::ir::{BufferId, IR_VERSION};
 use vgpu_transport::link::GuestEnd;
@@ -80,7 +80,7 @@ fn misbehave(host: &Host, round: usize) {
 }
 
 #[test]
-fn good_guests_compute_beside_bad_ones() {
+fn hostile_guests_do_not_affect_other_guests() {
     let host = Host::new(cpu());
     thread::scope(|scope| {
         for tenant in 0..4 {
@@ -136,7 +136,7 @@ fn memory_freed_within_a_session_is_zero_again_too() {
 }
 
 #[test]
-fn a_guest_that_takes_all_memory_takes_it_from_nobody_who_has_some() {
+fn guest_that_allocates_all_memory_does_not_affect_existing_allocations() {
     let host = Host::new(cpu());
     let mut modest = host.guest();
     let kept = modest.alloc_with(b"mine");
@@ -155,10 +155,10 @@ fn a_guest_that_takes_all_memory_takes_it_from_nobody_who_has_some() {
 }
 
 #[test]
-fn a_guest_that_goes_in_the_middle_of_anything_leaves_nothing_behind() {
+fn disconnect_during_any_request_frees_all_resources() {
     let host = Host::new(cpu());
-    let mut bystander = host.guest();
-    let kept = bystander.alloc_with(b"mine");
+    let mut other_guest = host.guest();
+    let kept = other_guest.alloc_with(b"mine");
     // Disconnects before HELLO, after HELLO, in the middle of a graph, and with graphs and replies
     // in flight.
     for stage in 0..4 {
@@ -193,18 +193,18 @@ fn a_guest_that_goes_in_the_middle_of_anything_leaves_nothing_behind() {
         let start = std::time::Instant::now();
         while host.server.sessions().len() > 1 {
             assert!(
-                start.elapsed() < PATIENCE,
+                start.elapsed() < TIMEOUT,
                 "the session of stage {stage} goes on"
             );
             thread::sleep(Duration::from_millis(1));
         }
         assert_eq!(host.engine.memory().free, MEMORY - 4, "stage {stage}");
-        assert_eq!(bystander.read(kept, 0, 4), b"mine");
+        assert_eq!(other_guest.read(kept, 0, 4), b"mine");
     }
 }
 
 #[test]
-fn guests_beyond_the_limit_are_told_and_places_become_free() {
+fn guests_above_the_limit_are_refused_until_a_session_ends() {
     let host = Host::limited(cpu(), Limits::default(), 2);
     let first = host.guest();
     let second = host.guest();
@@ -216,7 +216,7 @@ fn guests_beyond_the_limit_are_told_and_places_become_free() {
     drop(first);
     let start = std::time::Instant::now();
     while host.server.sessions().len() > 1 {
-        assert!(start.elapsed() < PATIENCE);
+        assert!(start.elapsed() < TIMEOUT);
         thread::sleep(Duration::from_millis(1));
     }
     host.guest().fence();
@@ -224,8 +224,8 @@ fn guests_beyond_the_limit_are_told_and_places_become_free() {
 }
 
 #[test]
-fn shutdown_finishes_the_running_graph_and_tells_every_guest() {
-    let engine = Puppet::new();
+fn shutdown_completes_the_running_graph_and_notifies_every_guest() {
+    let engine = ScriptedEngine::new();
     let host = Host::new(engine.clone());
     let idle = host.guest();
     let silent = host.connect();
@@ -260,7 +260,7 @@ fn shutdown_finishes_the_running_graph_and_tells_every_guest() {
 }
 
 #[test]
-fn names_of_guests_come_without_control_characters() {
+fn control_characters_are_removed_from_guest_names() {
     let host = Host::new(cpu());
     let mut guest = host.connect();
     let welcome = guest.ask(&Request::Hello {
@@ -280,7 +280,7 @@ fn names_of_guests_come_without_control_characters() {
 }
 
 #[test]
-fn an_executor_in_the_process_serves_and_is_gone_when_its_guest_is() {
+fn in_process_executor_serves_and_ends_with_its_guest() {
     let engine = cpu();
     for round in 0..3 {
         let end = inproc::start(engine.clone()).expect("a thread and a window");
@@ -302,7 +302,7 @@ fn an_executor_in_the_process_serves_and_is_gone_when_its_guest_is() {
 }
 
 #[test]
-fn an_executor_in_the_process_that_ends_a_session_can_still_be_dropped() {
+fn in_process_executor_can_be_dropped_after_it_ended_a_session() {
     let mut end = inproc::start(cpu()).expect("a thread and a window");
     end.send(&[1, 2, 3], (&[][..]).into())
         .expect("the link is up");

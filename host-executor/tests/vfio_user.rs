@@ -34,7 +34,7 @@ fn config(client: &mut Client, offset: u64) -> u16 {
 }
 
 #[test]
-fn a_monitor_finds_the_function_and_a_guest_its_window() {
+fn monitor_finds_the_pci_function_and_guest_finds_its_window() {
     let dir = Dir::new();
     let socket = dir.0.join("a.sock");
     let server = executor(&socket);

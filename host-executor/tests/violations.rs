@@ -7,26 +7,26 @@ mod common;
 
 use std::time::Duration;
 
-use common::puppet::{Act, PANIC_SIZE, Puppet, UNREADABLE_SIZE};
-use common::{Bystander, Guest, Host, add, bytes, cpu, image};
+use common::scripted_engine::{Act, PANIC_SIZE, ScriptedEngine, UNREADABLE_SIZE};
+use common::{Guest, Host, OtherGuest, add, bytes, cpu, image};
 use vgpu_executor::Limits;
 use vgpu_transport::ir::{BufferId, Graph, IR_VERSION};
 use vgpu_transport::wire::{GraphId, MAX_GRAPH, MAX_PAYLOAD, PROTOCOL_VERSION, Reply, Request};
 
 const GRAPH: GraphId = GraphId(7);
 
-/// Checks that `crime` ends its session with a reason that contains all of `words`. Another guest,
-/// with data and a graph from before, is not affected, and the memory of the ended session is
-/// freed.
-fn ends_only_its_session(words: &[&str], crime: impl FnOnce(&mut Guest)) {
-    ends_only_its_session_on(Host::new(cpu()), words, crime);
+/// Checks that `violation` ends its session with a reason that contains all of `words`. Another
+/// guest, with data and a graph from before, is not affected, and the memory of the ended session
+/// is freed.
+fn ends_only_its_session(words: &[&str], violation: impl FnOnce(&mut Guest)) {
+    ends_only_its_session_on(Host::new(cpu()), words, violation);
 }
 
-fn ends_only_its_session_on(host: Host, words: &[&str], crime: impl FnOnce(&mut Guest)) {
-    let mut bystander = Bystander::new(host.guest());
+fn ends_only_its_session_on(host: Host, words: &[&str], violation: impl FnOnce(&mut Guest)) {
+    let mut other_guest = OtherGuest::new(host.guest());
     let free = host.engine.memory().free;
-    bystander.outlives(host.connect(), words, crime);
-    drop(bystander);
+    other_guest.check_unaffected(host.connect(), words, violation);
+    drop(other_guest);
     host.wait_until_empty();
     assert_eq!(host.engine.memory().free, free + 8);
     let mut newcomer = host.guest();
@@ -87,7 +87,7 @@ fn hello_of_another_graph_ir() {
 }
 
 #[test]
-fn hello_that_never_comes() {
+fn hello_that_never_arrives() {
     let limits = Limits {
         hello: Duration::from_millis(200),
         ..Limits::default()
@@ -115,7 +115,7 @@ fn message_of_unknown_kind() {
 }
 
 #[test]
-fn message_cut_short() {
+fn message_truncated() {
     ends_only_its_session(
         &[
             "cannot be decoded",
@@ -135,7 +135,7 @@ fn message_cut_short() {
 }
 
 #[test]
-fn message_with_more_than_it_says() {
+fn message_with_trailing_bytes() {
     ends_only_its_session(&["cannot be decoded", "1 bytes behind its end"], |guest| {
         guest.hello();
         let mut message = Vec::new();
@@ -153,7 +153,7 @@ fn message_empty() {
 }
 
 #[test]
-fn message_with_text_that_is_none() {
+fn message_with_invalid_utf8() {
     ends_only_its_session(&["not UTF-8"], |guest| {
         let mut message = Vec::new();
         Request::Hello {
@@ -168,7 +168,7 @@ fn message_with_text_that_is_none() {
 }
 
 #[test]
-fn payload_where_none_belongs() {
+fn payload_where_none_is_allowed() {
     ends_only_its_session(&["FENCE carries a payload of 3 bytes"], |guest| {
         guest.hello();
         guest.send_with(&Request::Fence {}, b"abc");
@@ -203,7 +203,7 @@ fn buffer_named_again_after_it_was_freed() {
 }
 
 #[test]
-fn buffers_named_at_random() {
+fn buffers_with_random_ids() {
     let limits = Limits {
         buffers: 10,
         ..Limits::default()
@@ -358,7 +358,7 @@ fn graph_submitted_before_its_last_part() {
 }
 
 #[test]
-fn patch_of_nothing_and_patches_out_of_place() {
+fn patch_of_an_unknown_graph_and_patches_out_of_range() {
     ends_only_its_session(
         &["PATCH of 12 bytes is based on graph 7, which was never sent"],
         |guest| {
@@ -416,7 +416,7 @@ fn graph_parts_out_of_order() {
         offset,
         total,
     };
-    let crimes = [
+    let violations = [
         ("begins in the middle", vec![(part(7, 4, 100), 4)]),
         (
             "leaves a gap",
@@ -446,7 +446,7 @@ fn graph_parts_out_of_order() {
             vec![(part(7, 0, 100), 4), (part(7, u64::MAX, 100), 8)],
         ),
     ];
-    for (what, parts) in crimes {
+    for (what, parts) in violations {
         println!("an image that {what}");
         ends_only_its_session(&["a part of graph", "expected are"], |guest| {
             guest.hello();
@@ -458,7 +458,7 @@ fn graph_parts_out_of_order() {
 }
 
 #[test]
-fn graph_that_is_noise() {
+fn graph_of_random_bytes() {
     ends_only_its_session(
         &["graph 7 cannot be decoded", "begins with 0x2a2a2a2a"],
         |guest| {
@@ -469,7 +469,7 @@ fn graph_that_is_noise() {
 }
 
 #[test]
-fn graph_that_announces_more_than_it_has() {
+fn graph_with_counts_beyond_its_length() {
     ends_only_its_session(
         &["graph 7 cannot be decoded", "4294967295 tensors"],
         |guest| {
@@ -522,7 +522,7 @@ fn graph_of_more_nodes_than_allowed() {
 }
 
 #[test]
-fn graphs_more_than_are_kept() {
+fn graphs_above_the_limit() {
     let graphs = Limits {
         graphs: 4,
         ..Limits::default()
@@ -563,10 +563,10 @@ fn graphs_more_than_are_kept() {
 #[test]
 fn panics_of_the_host_while_it_serves_a_guest() {
     for what in ["alloc", "compile", "run"] {
-        let engine = Puppet::new();
+        let engine = ScriptedEngine::new();
         let host = Host::new(engine.clone());
-        let mut bystander = host.guest();
-        let a = bystander.alloc_with(b"untouched");
+        let mut other_guest = host.guest();
+        let a = other_guest.alloc_with(b"untouched");
         let mut guest = host.guest();
         let buffer = guest.alloc(4);
         match what {
@@ -586,13 +586,13 @@ fn panics_of_the_host_while_it_serves_a_guest() {
         }
         // The panic message stays in the host's log.
         assert_eq!(guest.ended(), "the host failed while it executed a request");
-        assert_eq!(bystander.read(a, 0, 9), b"untouched");
+        assert_eq!(other_guest.read(a, 0, 9), b"untouched");
     }
 }
 
 #[test]
 fn memory_that_the_engine_cannot_read() {
-    let host = Host::new(Puppet::new());
+    let host = Host::new(ScriptedEngine::new());
     let mut guest = host.guest();
     let buffer = guest.alloc(UNREADABLE_SIZE);
     guest.send(&Request::Read {
@@ -608,7 +608,7 @@ fn memory_that_the_engine_cannot_read() {
 }
 
 #[test]
-fn a_freed_buffer_takes_only_the_graphs_that_use_it() {
+fn freed_buffer_removes_only_the_graphs_that_use_it() {
     let host = Host::new(cpu());
     let mut guest = host.guest();
     let a = guest.alloc_with(&bytes(&[1.0]));
@@ -629,7 +629,7 @@ fn a_freed_buffer_takes_only_the_graphs_that_use_it() {
 }
 
 #[test]
-fn an_empty_graph_is_a_graph() {
+fn empty_graph_is_accepted() {
     let host = Host::new(cpu());
     let mut guest = host.guest();
     guest.graph(GRAPH, &Graph::default());

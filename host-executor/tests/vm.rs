@@ -17,7 +17,7 @@ use common::Guest;
 use machine::{Dir, Machine, executor, executor_with, wait_for};
 
 #[test]
-fn programs_of_one_machine_have_sessions_of_their_own() {
+fn each_program_of_a_machine_has_its_own_session() {
     let dir = Dir::new();
     let server = executor(&dir.0, &["a"], 0);
     let machine = Machine::plug(&dir.0.join("a.sock"));
@@ -42,7 +42,7 @@ fn programs_of_one_machine_have_sessions_of_their_own() {
 }
 
 #[test]
-fn the_end_of_a_machine_ends_its_sessions_and_another_can_come() {
+fn end_of_a_machine_ends_its_sessions_and_frees_its_place() {
     let dir = Dir::new();
     let server = executor(&dir.0, &["a"], 0);
     let socket = dir.0.join("a.sock");
@@ -80,7 +80,7 @@ fn a_silent_program_loses_its_session() {
 }
 
 #[test]
-fn a_slot_that_a_dead_program_held_is_taken_over() {
+fn slot_of_a_terminated_program_is_reused() {
     let dir = Dir::new();
     let server = executor(&dir.0, &["a"], 0);
     let machine = Machine::plug(&dir.0.join("a.sock"));
@@ -103,7 +103,7 @@ fn a_slot_that_a_dead_program_held_is_taken_over() {
 }
 
 #[test]
-fn an_executor_that_comes_back_serves_the_same_machine() {
+fn restarted_executor_serves_the_same_machine() {
     let dir = Dir::new();
     let first = executor(&dir.0, &["a"], 0);
     let machine = Machine::plug(&dir.0.join("a.sock"));
@@ -134,7 +134,7 @@ fn an_executor_that_comes_back_serves_the_same_machine() {
 }
 
 #[test]
-fn what_is_no_vgpu_is_left_alone() {
+fn other_pci_devices_are_left_unchanged() {
     let dir = Dir::new();
     let _server = executor(&dir.0, &["a"], 0);
     let machine = Machine::plug(&dir.0.join("a.sock"));

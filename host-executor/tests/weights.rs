@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use common::model::{for_weights, hash, lookup, read_all, upload, write};
-use common::{Guest, Host, MEMORY, PATIENCE, add, bytes, cpu};
+use common::{Guest, Host, MEMORY, TIMEOUT, add, bytes, cpu};
 use vgpu_cpu::CpuEngine;
 use vgpu_executor::weights::{CacheOptions, Sharing};
 use vgpu_executor::{Limits, Process, WeightStore};
@@ -86,7 +86,7 @@ fn load(guest: &mut Guest, model: &[u8]) -> (BufferId, u64) {
 fn wait(what: &str, mut is_so: impl FnMut() -> bool) {
     let start = Instant::now();
     while !is_so() {
-        assert!(start.elapsed() < PATIENCE, "{what}");
+        assert!(start.elapsed() < TIMEOUT, "{what}");
         std::thread::sleep(Duration::from_millis(1));
     }
 }
@@ -102,7 +102,7 @@ fn first(host: &Host, weights: &WeightStore, uid: u32, model: &[u8]) -> (Guest, 
 }
 
 #[test]
-fn a_second_guest_sends_nothing_and_neither_sees_the_other_write() {
+fn second_guest_uploads_nothing_and_writes_are_private() {
     let (host, weights) = host(Sharing::Tenant, None);
     let model = model(1);
     let (mut one, one_has) = first(&host, &weights, 7, &model);
@@ -160,7 +160,7 @@ fn ask(guest: &mut Guest, buffer: BufferId, wanted: &[(ContentHash, u64)]) -> Ve
 }
 
 #[test]
-fn what_is_kept_is_taken_without_waiting_even_from_the_dead() {
+fn lookup_takes_kept_weights_without_waiting_even_after_their_guest_ended() {
     let (host, weights) = host(Sharing::Tenant, None);
     let model = model(30);
     let (one, _) = first(&host, &weights, 7, &model);
@@ -212,7 +212,7 @@ fn what_is_kept_is_taken_without_waiting_even_from_the_dead() {
 }
 
 #[test]
-fn what_a_graph_writes_is_its_guests_alone() {
+fn graph_output_to_shared_weights_is_private() {
     let (host, weights) = host(Sharing::Tenant, None);
     let model = model(2);
     let (mut one, one_has) = first(&host, &weights, 7, &model);
@@ -249,7 +249,7 @@ fn what_a_graph_writes_is_its_guests_alone() {
 }
 
 #[test]
-fn graphs_compiled_before_the_weights_were_complete_or_merged_go_on() {
+fn graphs_compiled_before_completion_or_merge_of_weights_still_run() {
     let (host, weights) = host(Sharing::Tenant, None);
     let model = model(8);
     let (mut one, one_has) = first(&host, &weights, 7, &model);
@@ -295,7 +295,7 @@ fn graphs_compiled_before_the_weights_were_complete_or_merged_go_on() {
 }
 
 #[test]
-fn the_dead_leave_nothing_and_the_living_keep_theirs() {
+fn terminated_guests_free_their_weights_and_others_keep_theirs() {
     let (host, weights) = host(Sharing::Tenant, None);
     let model = model(3);
     let (one, _) = first(&host, &weights, 7, &model);
@@ -323,7 +323,7 @@ fn the_dead_leave_nothing_and_the_living_keep_theirs() {
 }
 
 #[test]
-fn what_two_have_sent_is_held_once_after_all() {
+fn equal_uploads_of_two_guests_are_merged() {
     let (host, weights) = host(Sharing::Tenant, None);
     let model = model(4);
     let mut guests: Vec<Guest> = (0..3).map(|_| guest(&host, 7)).collect();
@@ -367,7 +367,7 @@ fn what_two_have_sent_is_held_once_after_all() {
 }
 
 #[test]
-fn a_hash_gets_nothing_that_was_not_uploaded_under_it() {
+fn lookup_returns_only_content_uploaded_under_the_same_hash() {
     let (host, weights) = host(Sharing::Tenant, None);
     let model = model(5);
     let (_one, _) = first(&host, &weights, 7, &model);
@@ -412,7 +412,7 @@ fn a_hash_gets_nothing_that_was_not_uploaded_under_it() {
 }
 
 #[test]
-fn a_name_without_the_bytes_is_a_name_for_what_is_there() {
+fn sealed_extent_has_the_hash_of_its_actual_content() {
     let (host, weights) = host(Sharing::Tenant, None);
     let model = model(6);
     // Named, never written, then sealed: zeros under the hash of zeros.
@@ -445,7 +445,7 @@ fn a_name_without_the_bytes_is_a_name_for_what_is_there() {
 }
 
 #[test]
-fn what_is_interrupted_is_not_offered_and_can_begin_anew() {
+fn interrupted_upload_is_not_offered_and_can_restart() {
     let (host, weights) = host(Sharing::Tenant, None);
     let model = model(7);
     let mut broken = guest(&host, 7);
@@ -460,7 +460,7 @@ fn what_is_interrupted_is_not_offered_and_can_begin_anew() {
 }
 
 #[test]
-fn other_users_get_nothing() {
+fn weights_are_not_shared_with_other_users() {
     let (host, weights) = host(Sharing::Tenant, None);
     let model = model(8);
     let (_one, _) = first(&host, &weights, 7, &model);
@@ -479,7 +479,7 @@ fn other_users_get_nothing() {
 }
 
 #[test]
-fn among_all_a_proof_is_asked_for() {
+fn sharing_among_all_users_requires_a_proof() {
     let (host, weights) = host(Sharing::All, None);
     let model = model(9);
     let (_one, _) = first(&host, &weights, 7, &model);
@@ -548,7 +548,7 @@ fn among_all_a_proof_is_asked_for() {
 }
 
 #[test]
-fn broken_rules_end_the_session() {
+fn violations_of_the_weights_protocol_end_the_session() {
     let (host, _weights) = host(Sharing::Tenant, None);
     let extent = |buffer, offset, len| Request::Extent {
         buffer,
@@ -594,7 +594,7 @@ fn broken_rules_end_the_session() {
 }
 
 #[test]
-fn a_buffer_has_so_many_extents_and_no_more() {
+fn extents_per_buffer_are_limited() {
     const MEMORY: u64 = 1 << 30; // never used
     let engine = CpuEngine::new(1, Some(MEMORY)).expect("a thread");
     let host = Host::limited(Arc::new(engine), Limits::default(), 64);
@@ -619,7 +619,7 @@ fn a_buffer_has_so_many_extents_and_no_more() {
 }
 
 #[test]
-fn a_host_that_shares_nothing_says_so_and_all_goes_on() {
+fn host_without_sharing_reports_it_and_serves_guests() {
     let (host, _weights) = host(Sharing::Off, None);
     let mut guest = guest(&host, 7);
     let buffer = guest.alloc_with(&[5; 1000]);
@@ -629,7 +629,7 @@ fn a_host_that_shares_nothing_says_so_and_all_goes_on() {
 }
 
 #[test]
-fn copies_of_what_others_have_have_to_fit_the_memory() {
+fn copies_of_shared_weights_must_fit_the_memory() {
     let (host, weights) = host(Sharing::Tenant, None);
     let model = model(10);
     let (mut one, one_has) = first(&host, &weights, 7, &model);
@@ -693,7 +693,7 @@ impl Drop for Folder {
 }
 
 #[test]
-fn a_model_known_from_before_a_restart_is_not_sent_again() {
+fn cached_model_is_not_sent_again_after_a_restart() {
     let folder = Folder::new("weights-restart");
     let model = model(11);
     {
@@ -727,7 +727,7 @@ fn a_model_known_from_before_a_restart_is_not_sent_again() {
 }
 
 #[test]
-fn a_file_that_is_not_what_it_was_is_removed() {
+fn modified_cache_file_is_removed() {
     let folder = Folder::new("weights-damage");
     let model = model(12);
     {
@@ -753,7 +753,7 @@ fn a_file_that_is_not_what_it_was_is_removed() {
 }
 
 #[test]
-fn the_cache_stays_within_its_size_and_keeps_what_was_used_last() {
+fn cache_stays_within_its_size_and_evicts_the_least_recently_used() {
     let folder = Folder::new("weights-size");
     let models: Vec<Vec<u8>> = (20..23).map(model).collect();
     let both = FIRST + SECOND;
@@ -802,7 +802,7 @@ fn the_cache_stays_within_its_size_and_keeps_what_was_used_last() {
 }
 
 #[test]
-fn a_folder_that_others_can_write_to_is_refused() {
+fn cache_folder_writable_by_others_is_refused() {
     use std::os::unix::fs::PermissionsExt;
     let folder = Folder::new("weights-open");
     fs::create_dir_all(&folder.0).unwrap();
@@ -821,7 +821,7 @@ fn a_folder_that_others_can_write_to_is_refused() {
 }
 
 #[test]
-fn eight_guests_hold_one_copy() {
+fn eight_guests_share_one_copy() {
     let (host, weights) = host(Sharing::Tenant, None);
     let model = Arc::new(model(13));
     let (one, _) = first(&host, &weights, 7, &model);

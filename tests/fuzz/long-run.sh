@@ -1,6 +1,7 @@
 #!/bin/sh
-# Builds all targets for libFuzzer with the stable compiler (coverage, debug assertions, overflow checks; no address
-# sanitizer, which only nightly has) and runs each. Finds go to artifacts/, new inputs to found/; both are not committed.
+# Builds all targets for libFuzzer with the stable compiler and runs each: with coverage, debug
+# assertions and overflow checks, but without the address sanitizer, which needs a nightly compiler.
+# Failing inputs go to artifacts/, new inputs to found/. Neither folder is committed.
 #
 #   tests/fuzz/long-run.sh          at least 100 million executions
 #   tests/fuzz/long-run.sh 10       a tenth of them
@@ -27,7 +28,7 @@ bin=${CARGO_TARGET_DIR:-target}/x86_64-unknown-linux-gnu/release
 
 mkdir -p artifacts
 failed=0
-# Target, executions, longest input. What they cost differs by a factor of a thousand.
+# Target, executions, longest input. The time per execution differs by a factor of a thousand.
 while read -r target runs length; do
     case $wanted in
     "  " | *" $target "*) ;;
@@ -35,9 +36,9 @@ while read -r target runs length; do
     esac
     mkdir -p "found/$target"
     echo "== $target"
-    "$bin/$target" -runs=$((runs / divide)) -max_len="$length" -timeout=60 -rss_limit_mb=1024 -reload=0 \
-        -verbosity=0 -print_final_stats=1 -artifact_prefix="artifacts/$target-" "found/$target" "corpus/$target" \
-        </dev/null || failed=1
+    "$bin/$target" -runs=$((runs / divide)) -max_len="$length" -timeout=60 -rss_limit_mb=1024 \
+        -reload=0 -verbosity=0 -print_final_stats=1 -artifact_prefix="artifacts/$target-" \
+        "found/$target" "corpus/$target" </dev/null || failed=1
 done <<END
 monitor 30000000 400
 codec 25000000 200

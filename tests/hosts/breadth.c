@@ -2,7 +2,7 @@
 //
 // breadth SCOPE GGML PLUGIN
 //
-// SCOPE says where the symbols of GGML are: `global` or `local`, as in dlopen, or `self` if this
+// SCOPE is the scope of GGML's symbols: `global` or `local`, as in dlopen, or `self` if this
 // program contains a ggml (the argument GGML is then not used). Prints "RELEASE api VERSION DEVICE
 // ok". Exit status 3: the plugin does not support this ggml, or reaches no executor.
 //
@@ -64,7 +64,7 @@ int main(int argc, char ** argv) {
     struct registry * (*init)(void) =
         (struct registry * (*)(void)) need(plugin, "ggml_backend_init");
     if (score() == 0) {
-        // A program that asks for the registry all the same gets null, and goes on.
+        // A program that calls the registry function nevertheless gets null and continues.
         return init() ? 1 : 3;
     }
     struct registry * registry = init();

@@ -1,6 +1,6 @@
-// What the node scripts share: node-llama-cpp, loaded from the folder in which xtask has installed
-// it, and greedy generation. ggml loads the plugin that the environment variable GGML_BACKEND_PATH
-// names.
+// Shared code of the node scripts: node-llama-cpp, loaded from the folder in which xtask has
+// installed it, and greedy generation. ggml loads the plugin that the environment variable
+// GGML_BACKEND_PATH names.
 
 import { join } from "node:path";
 import { pathToFileURL } from "node:url";
@@ -69,7 +69,7 @@ export async function generateWithLogprobs({model, sequence}, prompt, count, top
     return steps;
 }
 
-// The end-of-text token of a model with random weights has no meaning: generation goes on.
+// The end-of-text token of a model with random weights has no meaning, so generation continues.
 const greedy = {temperature: 0, yieldEogToken: true};
 
 function promptTokens(model, prompt) {

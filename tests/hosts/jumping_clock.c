@@ -1,5 +1,5 @@
-// A library to preload: the wall clock of the program jumps by years, back and forth, with each
-// read. The monotonic clocks are unchanged: on Linux nobody can set them.
+// A library to preload: the wall clock of the program jumps by years, back and forth, at each read.
+// The monotonic clocks are unchanged, since Linux lets no process set them.
 
 #define _GNU_SOURCE
 #include <dlfcn.h>

@@ -54,7 +54,7 @@ fn window() -> (Arc<Window>, Layout) {
 }
 
 /// Overwrites words of page 0 and headers in a ring with arbitrary values until `stop` is set.
-fn vandal(
+fn write_random_values(
     window: Arc<Window>,
     words: &'static [usize],
     ring: std::ops::Range<usize>,
@@ -79,13 +79,13 @@ fn vandal(
 }
 
 #[test]
-fn a_host_survives_any_guest() {
+fn host_does_not_crash_with_any_guest() {
     for session in 1..=SESSIONS {
         let (window, layout) = window();
         let (host_bell, _guest_bell) = EventDoorbell::pair().unwrap();
         let mut host = WindowHost::new(Arc::clone(&window), &layout, Box::new(host_bell), None);
         let stop = Arc::new(AtomicBool::new(false));
-        let vandal = vandal(
+        let writer = write_random_values(
             Arc::clone(&window),
             &[
                 word::SUBMISSION_TAIL,
@@ -118,20 +118,20 @@ fn a_host_survives_any_guest() {
             }
         };
         stop.store(true, Ordering::Relaxed);
-        vandal.join().unwrap();
+        writer.join().unwrap();
         assert!(matches!(error, LinkError::PeerMisbehaved(_)), "{error}");
         assert_eq!(host.receive(&mut message, Duration::ZERO), Err(error));
     }
 }
 
 #[test]
-fn a_guest_survives_any_host() {
+fn guest_does_not_crash_with_any_host() {
     for session in 1..=SESSIONS {
         let (window, layout) = window();
         let (guest_bell, _host_bell) = EventDoorbell::pair().unwrap();
         let mut guest = WindowGuest::new(Arc::clone(&window), &layout, Box::new(guest_bell), None);
         let stop = Arc::new(AtomicBool::new(false));
-        let vandal = vandal(
+        let writer = write_random_values(
             Arc::clone(&window),
             &[
                 word::COMPLETION_TAIL,
@@ -162,13 +162,13 @@ fn a_guest_survives_any_host() {
         assert!(matches!(error, LinkError::PeerMisbehaved(_)), "{error}");
         assert!(guest.is_closed());
         stop.store(true, Ordering::Relaxed);
-        vandal.join().unwrap();
+        writer.join().unwrap();
     }
 }
 
 /// A removed device reads as all ones. A replaced session has another epoch.
 #[test]
-fn a_guest_notices_that_its_window_is_gone() {
+fn guest_detects_a_removed_window() {
     for (offset, value) in [
         (word::HOST_STATE, u64::MAX),
         (word::HOST_STATE, STATE_CLOSED),
@@ -191,7 +191,7 @@ fn a_guest_notices_that_its_window_is_gone() {
 
 /// A host whose process is stopped: no descriptor closes, and no word changes.
 #[test]
-fn a_guest_gives_up_a_host_without_a_heart() {
+fn guest_closes_link_when_heartbeat_stops() {
     let (window, layout) = window();
     let (guest_bell, _host_bell) = EventDoorbell::pair().unwrap();
     let liveness = Liveness::new(&window, Duration::from_millis(1200));

@@ -51,13 +51,13 @@ macro_rules! on_each_link {
 
 on_each_link! {
     messages_cross_both_ways
-    a_flood_arrives_whole
-    replies_do_not_block_a_guest_that_floods
-    the_last_words_of_a_host_arrive
-    a_guest_that_leaves_is_noticed
+    many_messages_arrive_complete
+    replies_do_not_block_a_guest_that_sends_continuously
+    final_message_of_a_host_arrives
+    disconnected_guest_is_detected
     limits_are_kept
     staged_payloads
-    a_host_looks_ahead
+    host_receives_selected_requests_ahead
 }
 
 /// A byte pattern that depends on its seed and position.
@@ -132,7 +132,7 @@ fn messages_cross_both_ways((mut guest, host): (WindowGuest, WindowHost)) {
 }
 
 /// One-way requests of many sizes, more than fit into the link at once.
-fn a_flood_arrives_whole((mut guest, mut host): (WindowGuest, WindowHost)) {
+fn many_messages_arrive_complete((mut guest, mut host): (WindowGuest, WindowHost)) {
     const REQUESTS: u64 = 3000;
     let len = |request: u64| match request % 50 {
         0 => MAX_PAYLOAD,
@@ -166,7 +166,9 @@ fn a_flood_arrives_whole((mut guest, mut host): (WindowGuest, WindowHost)) {
 }
 
 /// The host sends large replies at once, and the guest sends further requests without receiving.
-fn replies_do_not_block_a_guest_that_floods((mut guest, host): (WindowGuest, WindowHost)) {
+fn replies_do_not_block_a_guest_that_sends_continuously(
+    (mut guest, host): (WindowGuest, WindowHost),
+) {
     let _host = mirror(host);
     let payload = pattern(5, MAX_PAYLOAD / 2);
     for request in 1..=60 {
@@ -182,7 +184,7 @@ fn replies_do_not_block_a_guest_that_floods((mut guest, host): (WindowGuest, Win
     }
 }
 
-fn the_last_words_of_a_host_arrive((mut guest, mut host): (WindowGuest, WindowHost)) {
+fn final_message_of_a_host_arrives((mut guest, mut host): (WindowGuest, WindowHost)) {
     host.send(b"first", 3, &mut |mut room: BytesMut<'_>| {
         room.copy_from(Bytes::from(&b"abc"[..]));
     })
@@ -212,7 +214,7 @@ fn the_last_words_of_a_host_arrive((mut guest, mut host): (WindowGuest, WindowHo
     assert_eq!(guest.wait_retired(1), Ok(()), "nothing was sent");
 }
 
-fn a_guest_that_leaves_is_noticed((guest, mut host): (WindowGuest, WindowHost)) {
+fn disconnected_guest_is_detected((guest, mut host): (WindowGuest, WindowHost)) {
     let host = thread::spawn(move || {
         loop {
             match host.receive(&mut Vec::new(), WAIT) {
@@ -288,7 +290,7 @@ fn staged_payloads((mut guest, mut host): (WindowGuest, WindowHost)) {
     );
 }
 
-fn a_host_looks_ahead((mut guest, mut host): (WindowGuest, WindowHost)) {
+fn host_receives_selected_requests_ahead((mut guest, mut host): (WindowGuest, WindowHost)) {
     let mut message = Vec::new();
     let none = (&[][..]).into();
     let any = |_: &[u8]| true;
@@ -331,7 +333,7 @@ fn a_host_looks_ahead((mut guest, mut host): (WindowGuest, WindowHost)) {
 }
 
 #[test]
-fn a_socket_is_for_its_owner_and_group_and_goes_away() {
+fn socket_is_limited_to_owner_and_group_and_is_removed() {
     let dir = Dir::new("mode");
     let path = dir.0.join("s");
     let listener = Listener::bind(&path, ListenOptions::default()).unwrap();

@@ -172,7 +172,7 @@ fn check(preemptions: usize, model: impl Fn() + Sync + Send + 'static) {
 /// them, and no line is accessed by both sides at once. The records wrap, need pads, and fill and
 /// empty the ring.
 #[test]
-fn records_are_never_touched_by_both() {
+fn records_are_never_accessed_by_both_sides() {
     /// Payload sizes in bytes: records of one and of two lines. The third needs a pad in a ring of
     /// four lines.
     const PAYLOADS: [usize; 4] = [0, 64, 72, 0];
@@ -204,7 +204,7 @@ fn records_are_never_touched_by_both() {
 
 /// The producer wakes a sleeping consumer for every record.
 #[test]
-fn no_wake_is_lost() {
+fn no_wakeup_is_lost() {
     const RECORDS: u64 = 2;
     check(5, || {
         let memory = Arc::new(ModelMemory::new(4 * LINE));
@@ -238,7 +238,7 @@ fn no_wake_is_lost() {
 /// The producer sleeps while the ring is full, the consumer while it is empty, and each wakes the
 /// other.
 #[test]
-fn no_wake_is_lost_between_two_sleepers() {
+fn no_wakeup_is_lost_between_two_sleepers() {
     const RECORDS: u64 = 3;
     const RING: usize = 2 * LINE;
     check(3, || {
@@ -294,7 +294,7 @@ fn no_wake_is_lost_between_two_sleepers() {
 /// A sleeper that waits for a request's number is woken by that request and not before, and the
 /// waker does not apply the wake-on value of one sleep to another sleep.
 #[test]
-fn who_waits_for_a_number_is_woken_by_it() {
+fn waiter_for_a_sequence_number_is_woken() {
     const LAST: u64 = 3;
     check(5, || {
         let memory = Arc::new(ModelMemory::new(LINE));

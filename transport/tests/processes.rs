@@ -49,15 +49,15 @@ fn main() {
         ($($name:ident)*) => { [$((stringify!($name), $name as fn(&Dir))),*] };
     }
     let checks = checks! {
-        a_killed_host_is_noticed
-        a_killed_guest_is_noticed
-        a_host_that_waits_for_room_notices_too
-        a_dead_hosts_socket_is_replaced
-        nothing_is_left_open_or_mapped
-        garbage_gets_no_session
-        a_silent_guest_holds_up_nobody
-        users_are_told_why
-        hosts_are_told_why
+        killed_host_is_detected
+        killed_guest_is_detected
+        killed_guest_is_detected_by_a_host_waiting_for_ring_space
+        socket_of_a_killed_host_is_replaced
+        no_descriptor_or_mapping_is_leaked
+        invalid_handshake_gets_no_session
+        silent_guest_does_not_block_others
+        connect_errors_name_the_cause
+        bind_errors_name_the_cause
     };
     let filter = env::args().skip(1).find(|arg| !arg.starts_with('-'));
     for (name, check) in checks {
@@ -188,7 +188,7 @@ fn echo(guest: &mut WindowGuest, len: usize) {
     assert!(room == payload);
 }
 
-fn a_killed_host_is_noticed(dir: &Dir) {
+fn killed_host_is_detected(dir: &Dir) {
     type Wait = fn(&mut WindowGuest) -> LinkError;
     let waits: [Wait; 3] = [
         |guest| {
@@ -241,7 +241,7 @@ fn a_killed_host_is_noticed(dir: &Dir) {
     }
 }
 
-fn a_killed_guest_is_noticed(dir: &Dir) {
+fn killed_guest_is_detected(dir: &Dir) {
     let listener = Listener::bind(&dir.socket(), ListenOptions::default()).unwrap();
     let mut guest = Process::start("guest", &dir.socket());
     let arrival = listener.accept(WAIT).unwrap().unwrap();
@@ -268,7 +268,7 @@ fn a_killed_guest_is_noticed(dir: &Dir) {
     assert!(noticed.saturating_duration_since(killed) < NOTICED);
 }
 
-fn a_host_that_waits_for_room_notices_too(dir: &Dir) {
+fn killed_guest_is_detected_by_a_host_waiting_for_ring_space(dir: &Dir) {
     let listener = Listener::bind(&dir.socket(), ListenOptions::default()).unwrap();
     let mut guest = Process::start("guest", &dir.socket());
     let mut host = listener.accept(WAIT).unwrap().unwrap().handshake().unwrap();
@@ -289,7 +289,7 @@ fn a_host_that_waits_for_room_notices_too(dir: &Dir) {
     assert!(noticed.saturating_duration_since(killed) < NOTICED);
 }
 
-fn a_dead_hosts_socket_is_replaced(dir: &Dir) {
+fn socket_of_a_killed_host_is_replaced(dir: &Dir) {
     let path = dir.socket();
     let mut host = Process::start("host", &path);
     host.wait_ready();
@@ -306,7 +306,7 @@ fn a_dead_hosts_socket_is_replaced(dir: &Dir) {
     echo(&mut guest, 10);
 }
 
-fn nothing_is_left_open_or_mapped(dir: &Dir) {
+fn no_descriptor_or_mapping_is_leaked(dir: &Dir) {
     let mut host = Process::start("host", &dir.socket());
     host.wait_ready();
     let before = open_files();
@@ -370,7 +370,7 @@ fn raw_send(socket: &OwnedFd, words: &[u64], fds: &[BorrowedFd<'_>]) {
 
 const MAGIC: u64 = u64::from_le_bytes(*b"VGPULINK");
 
-fn garbage_gets_no_session(dir: &Dir) {
+fn invalid_handshake_gets_no_session(dir: &Dir) {
     let options = ListenOptions {
         window_size: MIN_SIZE,
         handshake_timeout: Duration::from_millis(500),
@@ -446,7 +446,7 @@ fn garbage_gets_no_session(dir: &Dir) {
     assert!(host.receive(&mut Vec::new(), WAIT).unwrap().is_some());
 }
 
-fn a_silent_guest_holds_up_nobody(dir: &Dir) {
+fn silent_guest_does_not_block_others(dir: &Dir) {
     let listener = Listener::bind(&dir.socket(), ListenOptions::default()).unwrap();
     let silent: Vec<OwnedFd> = (0..5).map(|_| raw_client(&dir.socket())).collect();
     let path = dir.socket();
@@ -472,7 +472,7 @@ fn a_silent_guest_holds_up_nobody(dir: &Dir) {
     }
 }
 
-fn users_are_told_why(dir: &Dir) {
+fn connect_errors_name_the_cause(dir: &Dir) {
     let path = dir.socket();
     let short = Duration::from_millis(60);
     let try_connect = || connect(&path, short).map(|_| ()).unwrap_err();
@@ -603,7 +603,7 @@ fn with_false_host(path: &Path, answer: impl Fn(&OwnedFd)) -> ConnectError {
     guest.join().unwrap()
 }
 
-fn hosts_are_told_why(dir: &Dir) {
+fn bind_errors_name_the_cause(dir: &Dir) {
     let bind = |path: &Path| Listener::bind(path, ListenOptions::default()).map(|_| ());
     let refused = |error: SocketFileError| Err(ListenError::from(error));
     let path = dir.0.join("file");

@@ -119,7 +119,7 @@ proptest! {
     /// Records arrive in order and unchanged, and the producer reports a full ring only when the
     /// ring is full.
     #[test]
-    fn records_come_out_as_they_went_in(steps in steps()) {
+    fn records_are_read_as_written(steps in steps()) {
         let memory = Plain::new();
         let mut producer = Producer::new(place());
         let mut consumer = Consumer::new(place(), limits());
@@ -163,16 +163,16 @@ proptest! {
     /// The producer writes arbitrary values to its ring and tail at any time. The consumer returns
     /// records within bounds or an error, and terminates.
     #[test]
-    fn a_hostile_producer_is_survived(
+    fn hostile_producer_does_not_crash_the_consumer(
         steps in steps(),
-        blows in prop::collection::vec((0..120usize, blow()), 1..8),
+        mutations in prop::collection::vec((0..120usize, mutation()), 1..8),
     ) {
         let memory = Plain::new();
         let mut producer = Producer::new(place());
         let mut consumer = Consumer::new(place(), limits());
         for (i, step) in steps.into_iter().enumerate() {
-            for (_, blow) in blows.iter().filter(|(when, _)| *when == i) {
-                strike(&memory, blow);
+            for (_, mutation) in mutations.iter().filter(|(when, _)| *when == i) {
+                apply(&memory, mutation);
             }
             match step {
                 Step::Put { message, payload } => {
@@ -193,7 +193,7 @@ proptest! {
     /// The consumer writes arbitrary values to its head. The producer stays within bounds or
     /// returns an error.
     #[test]
-    fn a_hostile_consumer_is_survived(
+    fn hostile_consumer_does_not_crash_the_producer(
         steps in steps(),
         heads in prop::collection::vec(cursor(), 1..60),
     ) {
@@ -217,7 +217,7 @@ proptest! {
 
 /// One action of a hostile producer.
 #[derive(Debug, Clone)]
-enum Blow {
+enum Mutation {
     Tail(u64),
     /// Writes a word of a header at any position.
     Word {
@@ -236,7 +236,7 @@ fn cursor() -> impl Strategy<Value = u64> {
     ]
 }
 
-fn blow() -> impl Strategy<Value = Blow> {
+fn mutation() -> impl Strategy<Value = Mutation> {
     // 32-bit fields close to valid values.
     let field = prop_oneof![
         0..3u32,
@@ -249,21 +249,21 @@ fn blow() -> impl Strategy<Value = Blow> {
         1 => any::<u64>()
     ];
     prop_oneof![
-        2 => cursor().prop_map(Blow::Tail),
+        2 => cursor().prop_map(Mutation::Tail),
         4 => (0..DATA.len() / RECORD_ALIGN, 0..HEADER / 8, value)
-            .prop_map(|(line, word, value)| Blow::Word { line, word, value }),
-        1 => prop::collection::vec(any::<u8>(), DATA.len()).prop_map(Blow::Garbage),
+            .prop_map(|(line, word, value)| Mutation::Word { line, word, value }),
+        1 => prop::collection::vec(any::<u8>(), DATA.len()).prop_map(Mutation::Garbage),
     ]
 }
 
-fn strike(memory: &Plain, blow: &Blow) {
-    match blow {
-        Blow::Tail(tail) => memory.store(TAIL, *tail),
-        Blow::Word { line, word, value } => memory.write(
+fn apply(memory: &Plain, mutation: &Mutation) {
+    match mutation {
+        Mutation::Tail(tail) => memory.store(TAIL, *tail),
+        Mutation::Word { line, word, value } => memory.write(
             DATA.start + line * RECORD_ALIGN + word * 8,
             &value.to_le_bytes(),
         ),
-        Blow::Garbage(bytes) => memory.write(DATA.start, bytes),
+        Mutation::Garbage(bytes) => memory.write(DATA.start, bytes),
     }
 }
 
@@ -292,7 +292,7 @@ fn assert_allowed(arrived: &Arrived) {
 
 /// Violations of one invariant at a time, and the errors that name them.
 #[test]
-fn broken_rules_are_named() {
+fn violations_are_reported_by_kind() {
     let header = |size: u32, kind: u32, message: u32, payload: u32, place: u64| {
         [
             u64::from(size) | u64::from(kind) << 32,

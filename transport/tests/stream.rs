@@ -79,7 +79,7 @@ fn messages_cross_both_ways() {
 }
 
 #[test]
-fn a_flood_both_ways_does_not_block() {
+fn continuous_messages_both_ways_do_not_block() {
     let (mut guest, host) = pair();
     let host = mirror(host);
     let payload = vec![5; MAX_PAYLOAD];
@@ -100,7 +100,7 @@ fn a_flood_both_ways_does_not_block() {
 }
 
 #[test]
-fn the_death_of_a_peer_ends_every_wait() {
+fn end_of_a_peer_ends_every_wait() {
     let (mut guest, host) = pair();
     drop(host);
     assert_eq!(
@@ -115,7 +115,7 @@ fn the_death_of_a_peer_ends_every_wait() {
 }
 
 #[test]
-fn a_host_that_computes_is_not_taken_for_a_dead_one() {
+fn busy_host_is_not_reported_as_ended() {
     let (mut guest, mut host) = pair();
     guest.send(b"long", (&[][..]).into()).unwrap();
     assert!(host.receive(&mut Vec::new(), WAIT).unwrap().is_some());
@@ -132,7 +132,7 @@ fn a_host_that_computes_is_not_taken_for_a_dead_one() {
 }
 
 #[test]
-fn a_host_that_has_stopped_is_given_up() {
+fn link_to_a_stopped_host_is_closed() {
     let (a, _silent) = channels();
     let mut guest = StreamGuest::new(a);
     let error = guest.receive(&mut Vec::new(), (&mut [][..]).into());
@@ -140,7 +140,7 @@ fn a_host_that_has_stopped_is_given_up() {
 }
 
 #[test]
-fn nonsense_ends_the_link() {
+fn invalid_bytes_end_the_link() {
     let head = |words: [u32; 6]| {
         words
             .iter()
@@ -183,7 +183,7 @@ fn nonsense_ends_the_link() {
 }
 
 #[test]
-fn a_message_in_pieces_is_one() {
+fn message_received_in_parts_is_reassembled() {
     let (mut a, b) = channels();
     let mut host = StreamHost::new(b).unwrap();
     let mut bytes: Vec<u8> = [1u32, 3, 2, 0, 1, 0]
@@ -218,7 +218,7 @@ fn a_message_in_pieces_is_one() {
 }
 
 #[test]
-fn tcp_without_certificates_stays_at_home() {
+fn tcp_without_certificates_accepts_loopback_only() {
     for host in ["0.0.0.0", "::"] {
         let error = tcp::Listener::bind(host, 0, None).unwrap_err();
         assert!(error.to_string().contains("vgpu cert"), "{error}");

@@ -48,7 +48,7 @@ proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, cases: 20_000, ..ProptestConfig::default() })]
 
     #[test]
-    fn what_ends_inside_its_buffer_is_valid_and_nothing_else(
+    fn tensors_are_valid_only_inside_their_buffer(
         ty in prop::sample::select(Type::ALL),
         ne in prop::array::uniform4(1..5u64),
         nb in prop::array::uniform4(number()),
@@ -79,7 +79,7 @@ proptest! {
 }
 
 #[test]
-fn strides_over_four_gigabytes_are_whole_numbers() {
+fn strides_above_4_gib_are_not_truncated() {
     let shape = |nb1: u64| Shape {
         ty: Type::F32,
         ne: [2, 3, 1, 1],

@@ -1,17 +1,27 @@
 #!/bin/sh
-# Looks at the GPU of this machine, from the files beside this script, in less than ten minutes: what vgpu's engine gives and
-# how fast it is, tokens a second of models with the shapes of published ones, and ggml's own tests through the plugin.
-# Whatever fails or takes too long, there is a table in the end, and all of it in summary.json. Needs NVIDIA's driver, and its
-# compiler (libnvrtc) only for a GPU that vgpu has no machine code for.
+# Checks the GPU of this machine in less than ten minutes, with the files beside this script. It
+# compares the results of vgpu's engine, measures the speed of its kernels and the tokens per second
+# of models with the shapes of published ones, and runs ggml's own tests through the plugin. If a
+# part fails or exceeds its time limit, the others still run. The script ends with a table, and
+# writes all results to summary.json. It needs NVIDIA's driver. It needs NVIDIA's compiler
+# (libnvrtc) only for a GPU without machine code in vgpu.
 #
 #     ./run.sh [folder for results]
 #
-# Models are written by vgpu when they are needed, with random weights, and removed after; those in models/*.gguf are measured,
-# too. GGML_CUDA: a libggml-cuda.so for the ggml in bin/, with which the same models run, too; without it the one in cuda/, if
-# it is there. SECONDS_IN_ALL: for everything (570); SECONDS_OF_TESTS: how many of those models leave for tests (180). VGPU_MODELS:
-# which models (those below 30 GB that `vgpu gpu-check models` says); VGPU_SMALL=1: small ones of the same kinds.
-# VGPU_MODEL_FOLDER: where they are written (/dev/shm, if it has room, or the folder for results). Also VGPU_ENGINE,
-# VGPU_CHECK_OPTIONS (--budget 60), VGPU_OPS_OPTIONS, VGPU_BENCH_OPTIONS.
+# vgpu writes each model with random weights before its use; the script removes it afterwards. The
+# script also measures models/*.gguf. Environment variables:
+#
+#     GGML_CUDA          a libggml-cuda.so for the ggml in bin/, to measure the same models with
+#                        [default: the one in cuda/, if it exists]
+#     SECONDS_IN_ALL     the time for all parts [570]
+#     SECONDS_OF_TESTS   the part of that time which models leave for ggml's tests [180]
+#     VGPU_MODELS        the models [those below 30 GB of `vgpu gpu-check models`]
+#     VGPU_SMALL         1: small models of the same kinds
+#     VGPU_MODEL_FOLDER  the folder for models [/dev/shm if it has space, else the folder for
+#                        results]
+#     VGPU_ENGINE        the engine [cuda]
+#     VGPU_CHECK_OPTIONS, VGPU_OPS_OPTIONS, VGPU_BENCH_OPTIONS
+#                        options of the programs
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
 out=${1:-$here/out}
@@ -24,22 +34,25 @@ if command -v nvidia-smi > /dev/null; then
     LINES_SHOWN=20 part nvidia-smi 20 nvidia-smi
 fi
 
-# Which kernels are the fastest, for all that comes now.
+# Finds the fastest kernels. All following parts use them.
 if [ "$engine" != cpu ]; then
     part tune 45 "$here/vgpu" gpu-check tune --engine "$engine"
 fi
-# shellcheck disable=SC2086 # words of their own
+# shellcheck disable=SC2086 # several words
 LINES_SHOWN=250 part check 130 "$here/vgpu" gpu-check --engine "$engine" --json "$out/check.json" \
     ${VGPU_CHECK_OPTIONS:---budget 60}
-# The same comparisons where a token is one launch, which is off by itself, and with weights as guests write them.
+# The same comparisons with a token in one launch, which is off by default, and with weights that
+# are not repacked.
 if [ "$engine" != cpu ]; then
-    part check-megakernel 60 env VGPU_MEGAKERNEL=on "$here/vgpu" gpu-check --engine "$engine" --compare-only
-    part check-plain 30 env VGPU_REPACK=off "$here/vgpu" gpu-check --engine "$engine" --compare-only --tokens 0
+    part check-megakernel 60 env VGPU_MEGAKERNEL=on \
+        "$here/vgpu" gpu-check --engine "$engine" --compare-only
+    part check-plain 30 env VGPU_REPACK=off \
+        "$here/vgpu" gpu-check --engine "$engine" --compare-only --tokens 0
 fi
 
 options="-ngl 99 -fa 1 -r 2 ${VGPU_BENCH_OPTIONS:--p 512,2048 -n 128}"
 
-# bench NAME FILE: tokens a second, here and on ggml's own backend.
+# bench NAME FILE: tokens per second, with vgpu and with ggml's own backend.
 # shellcheck disable=SC2086
 bench() {
     if start_executor VGPU_MEGAKERNEL=off; then
@@ -71,7 +84,7 @@ if [ -z "$folder" ]; then
     [ "${free:-0}" -lt 22000000 ] || folder=/dev/shm
 fi
 small=${VGPU_SMALL:+--small}
-# The largest takes too long here: speed.sh has it.
+# The largest model takes too long; speed.sh measures it.
 for name in ${VGPU_MODELS:-$("$here/vgpu" gpu-check models | awk '$2 < 30 {print $1}')}; do
     model=$folder/vgpu-$$-$name.gguf
     # shellcheck disable=SC2086
@@ -84,7 +97,7 @@ done
 
 kept=0
 if command -v compute-sanitizer > /dev/null; then
-    # A sample: everything takes many times as long there.
+    # A sample, since the sanitizer slows every part down many times.
     part compute-sanitizer 60 compute-sanitizer --error-exitcode 9 \
         "$here/vgpu" gpu-check --engine "$engine" --compare-only --tokens 2
 else
@@ -92,13 +105,15 @@ else
 fi
 if start_executor VGPU_MEGAKERNEL=off; then
     # shellcheck disable=SC2086
-    part test-llama-archs 60 $through LD_PRELOAD="$here/load_backends.so" "$here/bin/test-llama-archs"
-    # The rest of the time: what comes first matters most. Three cases whose weights take minutes to make are left out.
+    part test-llama-archs 60 $through LD_PRELOAD="$here/load_backends.so" \
+        "$here/bin/test-llama-archs"
+    # Gets the remaining time, so it is the last part. Excludes three cases whose weights take
+    # minutes to make.
     threads=$(nproc 2> /dev/null || echo 2)
     cases='^(?!.*n_mats=128,n_used=4,b=0,m=4096)'
     # shellcheck disable=SC2086
-    part test-backend-ops 600 $through "$here/bin/test-backend-ops" test -b VGPU0 -j "$threads" -p "$cases" \
-        ${VGPU_OPS_OPTIONS:-}
+    part test-backend-ops 600 $through "$here/bin/test-backend-ops" test -b VGPU0 -j "$threads" \
+        -p "$cases" ${VGPU_OPS_OPTIONS:-}
     stop_executor
 fi
 

@@ -1,16 +1,27 @@
 #!/bin/sh
-# How fast models are on the GPU of this machine beside what they should be, from the files beside this script, in less than ten
-# minutes: tokens a second as shares of what memory and tensor cores give, and beside ggml's own backend with the same files.
-# Whatever fails or takes too long, there is a table in the end, and all of it in speed.json. Needs NVIDIA's driver.
+# Measures the speed of models on the GPU of this machine in less than ten minutes, with the files
+# beside this script: tokens per second, as shares of the limits of memory and tensor cores, and
+# beside ggml's own backend with the same files. If a part fails or exceeds its time limit, the
+# others still run. The script ends with a table, and writes all results to speed.json. It needs
+# NVIDIA's driver.
 #
 #     ./speed.sh [folder for results]
 #
-# Models are written by vgpu one after the other, with random weights and the shapes of published ones, and removed after. The
-# ways they run: launches (CUDA graphs), megakernel (VGPU_MEGAKERNEL=on), kernels for any GPU (VGPU_KERNELS=general), the executor in the
-# process instead of behind the window, and ggml-cuda. GGML_CUDA: a libggml-cuda.so for the ggml in bin/; without it the one in
-# cuda/; without either there is nothing to compare with, which the table says. SECONDS_IN_ALL: for everything (570). VGPU_MODELS: which models (all that
-# `vgpu gpu-check models` says). VGPU_SMALL=1: small ones of the same kinds. VGPU_MODEL_FOLDER: where they are written
-# (/dev/shm if it has room, else the folder for results). Also VGPU_ENGINE, VGPU_DECODE_OPTIONS, VGPU_BOTH_OPTIONS.
+# vgpu writes each model with random weights and the shape of a published one before its use; the
+# script removes it afterwards. Configurations: launches (CUDA graphs), megakernel
+# (VGPU_MEGAKERNEL=on), kernels for any GPU (VGPU_KERNELS=general), the executor inside the program
+# (VGPU_ENDPOINT=inproc), and ggml-cuda. Environment variables:
+#
+#     GGML_CUDA          a libggml-cuda.so for the ggml in bin/ [default: the one in cuda/; without
+#                        either the table has no comparison]
+#     SECONDS_IN_ALL     the time for all parts [570]
+#     VGPU_MODELS        the models [all of `vgpu gpu-check models`]
+#     VGPU_SMALL         1: small models of the same kinds
+#     VGPU_MODEL_FOLDER  the folder for models [/dev/shm if it has space, else the folder for
+#                        results]
+#     VGPU_ENGINE        the engine [cuda]
+#     VGPU_DECODE_OPTIONS, VGPU_BOTH_OPTIONS
+#                        options of llama-bench
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
 out=${1:-$here/speed}
@@ -26,9 +37,9 @@ both="-ngl 99 -fa 1 -r 3 ${VGPU_BOTH_OPTIONS:--p 2048 -ub 2048 -n 128}"
 if command -v nvidia-smi > /dev/null; then
     LINES_SHOWN=20 part nvidia-smi 20 nvidia-smi
 fi
-[ -n "$peer" ] || echo "== there is no libggml-cuda.so: ggml's own backend is not measured"
+[ -n "$peer" ] || echo "== no libggml-cuda.so: ggml's own backend is not measured"
 
-# The engine without llama.cpp and without the window; it measures the ceilings, too.
+# The engine without llama.cpp and without a link. Also measures the limits of the device.
 # plan NAME VARIABLE=VALUE... -- OPTION...
 plan() {
     name=$1
@@ -39,8 +50,9 @@ plan() {
         shift
     done
     shift
-    # shellcheck disable=SC2086 # words of their own
-    part "plan-$name" 60 env $settings "$here/vgpu" bench plan --engine "$engine" --json "$out/plan-$name.json" "$@"
+    # shellcheck disable=SC2086 # several words
+    part "plan-$name" 60 env $settings \
+        "$here/vgpu" bench plan --engine "$engine" --json "$out/plan-$name.json" "$@"
 }
 shapes=8b
 [ -z "$small" ] || shapes=256m
@@ -48,14 +60,14 @@ plan "$shapes" VGPU_MEGAKERNEL=off -- --model "$shapes"
 plan "$shapes-megakernel" VGPU_MEGAKERNEL=on -- --model "$shapes"
 [ -n "$small" ] || plan "$shapes-prefill" VGPU_MEGAKERNEL=off -- --model "$shapes" --tokens 2048
 
-# llama-bench's results of a way: bench WAY NAME COMMAND...
+# bench WAY NAME COMMAND...: llama-bench's results of a configuration.
 bench() {
     way=$1
     name=$2
     shift 2
     part "$way-$name" 90 sh -c '"$@" > "$0"' "$out/bench-$way-$name.json" "$@"
 }
-# on_executor WAY NAME OPTIONS VARIABLE=VALUE...: the model through the window.
+# on_executor WAY NAME OPTIONS VARIABLE=VALUE...: the model on an executor.
 on_executor() {
     way=$1
     name=$2
@@ -73,8 +85,8 @@ in_process() {
     name=$2
     shift 2
     # shellcheck disable=SC2086
-    bench "$way" "$name" env "$@" VGPU_ENGINE="$engine" $through VGPU_ENDPOINT=inproc "$here/bin/llama-bench" \
-        -m "$model" -o json $decode
+    bench "$way" "$name" env "$@" VGPU_ENGINE="$engine" $through VGPU_ENDPOINT=inproc \
+        "$here/bin/llama-bench" -m "$model" -o json $decode
 }
 
 # Bytes free in a folder, in KiB.
@@ -84,7 +96,7 @@ free_in() {
 
 "$here/vgpu" gpu-check models > "$out/models.txt"
 for name in ${VGPU_MODELS:-$(awk '{print $1}' "$out/models.txt")}; do
-    # The file, and something beside it.
+    # KiB for the file and some reserve.
     need=$(awk -v name="$name" '$1 == name {printf "%.0f", $2 * 1e6 + 2e6}' "$out/models.txt")
     [ -z "$small" ] || need=200000
     folder=
@@ -96,7 +108,7 @@ for name in ${VGPU_MODELS:-$(awk '{print $1}' "$out/models.txt")}; do
         fi
     done
     if [ -z "$folder" ]; then
-        echo "== $name is left out: there is no room for its $need KiB"
+        echo "== $name is skipped: no folder has $need KiB free"
         printf 'room-%s\t1\t0\n' "$name" >> "$out/parts.tsv"
         failed=1
         continue

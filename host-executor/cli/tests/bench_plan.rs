@@ -23,7 +23,7 @@ fn text(bytes: &[u8]) -> String {
 const RATES: [&str; 4] = ["--bandwidth", "4800", "--tflops", "989"];
 
 #[test]
-fn the_least_needs_neither_engine_nor_memory() {
+fn lower_bound_needs_neither_engine_nor_memory() {
     let scratch = Scratch::new("bench-plan-floor");
     let json = scratch.0.join("floor.json");
     let file = json.to_str().expect("a path of text");
@@ -111,7 +111,7 @@ fn a_step_is_measured_and_compared() {
 }
 
 #[test]
-fn what_cannot_be_is_said() {
+fn impossible_plans_are_reported() {
     for (args, words) in [
         (vec!["--weights", "q9_9"], "not a type of ggml"),
         (

@@ -10,7 +10,7 @@ use std::net::TcpListener;
 use std::path::Path;
 use std::time::Duration;
 
-use common::{Guest, PATIENCE};
+use common::{Guest, TIMEOUT};
 use rustix::process::Signal;
 use served::{Scratch, Serve, vgpu};
 use vgpu_transport::link::stream::tcp;
@@ -49,15 +49,15 @@ fn port() -> u16 {
     listener.local_addr().expect("an address").port()
 }
 
-struct Hall {
+struct TlsExecutor {
     serve: Serve,
     scratch: Scratch,
     common: u16,
     own: u16,
 }
 
-impl Hall {
-    fn start(name: &str, accept: bool) -> Hall {
+impl TlsExecutor {
+    fn start(name: &str, accept: bool) -> TlsExecutor {
         let scratch = Scratch::new(name);
         let keys = scratch.0.join("keys");
         certify(&keys, "host", "host", &["--address", "127.0.0.1"]);
@@ -87,13 +87,13 @@ impl Hall {
             desk = fingerprint(&keys, "desk"),
         );
         fs::write(&config, text).expect("a configuration");
-        let common_door = format!("tcp:127.0.0.1:{common}");
+        let common_endpoint = format!("tcp:127.0.0.1:{common}");
         let config = config.display().to_string();
         let serve = Serve::start(
             &scratch.socket(),
-            &["--config", &config, "--listen", &common_door],
+            &["--config", &config, "--listen", &common_endpoint],
         );
-        Hall {
+        TlsExecutor {
             serve,
             scratch,
             common,
@@ -104,7 +104,7 @@ impl Hall {
     fn connect(&self, port: u16, who: &str) -> Guest {
         let certificates = Certificates::load(&self.scratch.0.join("keys").join(who));
         let certificates = certificates.expect("certificates");
-        let end = tcp::connect("127.0.0.1", port, Some(&certificates), PATIENCE);
+        let end = tcp::connect("127.0.0.1", port, Some(&certificates), TIMEOUT);
         Guest::new(Box::new(end.expect("TLS")))
     }
 
@@ -127,18 +127,18 @@ impl Hall {
 }
 
 #[test]
-fn a_certificate_says_whose_quota_a_guest_has() {
-    let hall = Hall::start("certs", true);
-    assert_eq!(hall.memory(hall.common, "Laptop"), 20 << 20);
-    assert_eq!(hall.memory(hall.common, "desk"), 10 << 20);
-    assert_eq!(hall.memory(hall.own, "desk"), 10 << 20);
+fn certificate_selects_the_quota_of_a_guest() {
+    let executor = TlsExecutor::start("certs", true);
+    assert_eq!(executor.memory(executor.common, "Laptop"), 20 << 20);
+    assert_eq!(executor.memory(executor.common, "desk"), 10 << 20);
+    assert_eq!(executor.memory(executor.own, "desk"), 10 << 20);
     // A guest that the configuration does not name gets the limits of such guests, on the listener
     // for all guests.
-    assert_eq!(hall.memory(hall.common, "stranger"), 5 << 20);
+    assert_eq!(executor.memory(executor.common, "stranger"), 5 << 20);
 
     // Two programs of one guest share its quota.
-    let mut one = hall.connect(hall.common, "Laptop");
-    let mut two = hall.connect(hall.common, "Laptop");
+    let mut one = executor.connect(executor.common, "Laptop");
+    let mut two = executor.connect(executor.common, "Laptop");
     one.hello();
     two.hello();
     one.alloc(15 << 20);
@@ -156,7 +156,7 @@ fn a_certificate_says_whose_quota_a_guest_has() {
     );
     // A listener of one guest accepts only certificates of that guest.
     for other in ["Laptop", "stranger"] {
-        let reason = hall.connect(hall.own, other).ended();
+        let reason = executor.connect(executor.own, other).ended();
         assert!(
             reason.contains(&format!(
                 "guest desk is identified by other certificates than of {other}"
@@ -165,7 +165,7 @@ fn a_certificate_says_whose_quota_a_guest_has() {
         );
     }
     drop((one, two));
-    let log = hall.end();
+    let log = executor.end();
     assert!(
         log.contains("the guest presented the certificate of Laptop (sha256:")
             && log.contains("the certificate identifies guest laptop"),
@@ -174,29 +174,29 @@ fn a_certificate_says_whose_quota_a_guest_has() {
 }
 
 #[test]
-fn an_unknown_certificate_is_refused_where_only_known_guests_come_in() {
-    let hall = Hall::start("certs-known", false);
-    assert_eq!(hall.memory(hall.common, "Laptop"), 20 << 20);
-    let reason = hall.connect(hall.common, "stranger").ended();
+fn unknown_certificate_is_refused_when_only_listed_guests_are_admitted() {
+    let executor = TlsExecutor::start("certs-known", false);
+    assert_eq!(executor.memory(executor.common, "Laptop"), 20 << 20);
+    let reason = executor.connect(executor.common, "stranger").ended();
     assert!(
         reason.contains("does not name this guest, and rejects guests without a name"),
         "{reason}"
     );
     // A certificate of another authority fails in the TLS handshake.
-    let forged = certify(&hall.scratch.0.join("forged"), "guest", "Laptop", &[]);
+    let forged = certify(&executor.scratch.0.join("forged"), "guest", "Laptop", &[]);
     let end = tcp::connect(
         "127.0.0.1",
-        hall.common,
+        executor.common,
         Some(&forged),
         Duration::from_secs(5),
     );
     assert!(end.is_err(), "the authority is not asked");
-    assert_eq!(hall.memory(hall.common, "desk"), 10 << 20);
-    hall.end();
+    assert_eq!(executor.memory(executor.common, "desk"), 10 << 20);
+    executor.end();
 }
 
 #[test]
-fn certificates_in_a_configuration_that_cannot_work_are_refused_with_the_reason() {
+fn unusable_certificate_settings_are_refused_with_the_reason() {
     let scratch = Scratch::new("certs-wrong");
     let config = scratch.0.join("vgpu.toml");
     let guest = "[[guest]]\nname = \"a\"\nmemory = \"1MiB\"\n";

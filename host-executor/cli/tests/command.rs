@@ -8,7 +8,7 @@ use std::fs;
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::process::Command;
 
-use common::{Guest, PATIENCE, add, bytes};
+use common::{Guest, TIMEOUT, add, bytes};
 use rustix::process::Signal;
 use served::{Scratch, Serve, vgpu};
 use vgpu_transport::link::unix::connect;
@@ -70,7 +70,7 @@ fn serves_guests_until_sigterm() {
 }
 
 #[test]
-fn ends_on_sigint_with_nobody_there() {
+fn executor_without_guests_ends_on_sigint() {
     let scratch = Scratch::new("sigint");
     let serve = Serve::start(&scratch.socket(), &["--log", "off"]);
     serve.signal(Signal::INT);
@@ -80,7 +80,7 @@ fn ends_on_sigint_with_nobody_there() {
 }
 
 #[test]
-fn an_executor_that_was_killed_is_noticed_and_replaced() {
+fn killed_executor_is_detected_and_its_socket_replaced() {
     let scratch = Scratch::new("killed");
     let socket = scratch.socket();
     let mut serve = Serve::start(&socket, &[]);
@@ -111,7 +111,7 @@ fn an_executor_that_was_killed_is_noticed_and_replaced() {
 }
 
 #[test]
-fn several_endpoints_and_a_limit_of_guests() {
+fn executor_serves_several_endpoints_and_limits_guests() {
     let scratch = Scratch::new("several");
     let (one, two) = (scratch.0.join("one.sock"), scratch.0.join("two.sock"));
     let endpoint = format!("unix:{}", two.display());
@@ -122,7 +122,7 @@ fn several_endpoints_and_a_limit_of_guests() {
     );
     let first = serve.guest(&one);
     let second = serve.guest(&two);
-    let third = Guest::new(Box::new(connect(&one, PATIENCE).expect("a connection")));
+    let third = Guest::new(Box::new(connect(&one, TIMEOUT).expect("a connection")));
     assert!(third.ended().contains("serves 2 guests"));
     drop((first, second));
     serve.signal(Signal::TERM);
@@ -131,7 +131,7 @@ fn several_endpoints_and_a_limit_of_guests() {
 }
 
 #[test]
-fn the_memory_limit_is_what_guests_see() {
+fn guests_see_the_memory_limit_as_device_memory() {
     let scratch = Scratch::new("memory");
     let serve = Serve::start(&scratch.socket(), &[]);
     let mut guest = serve.guest(&scratch.socket());
@@ -145,7 +145,7 @@ fn the_memory_limit_is_what_guests_see() {
 }
 
 #[test]
-fn a_gpu_is_taken_if_there_is_one() {
+fn executor_uses_a_gpu_when_one_is_present() {
     let scratch = Scratch::new("gpu");
     let socket = scratch.socket();
     let endpoint = format!("unix:{}", socket.display());
@@ -182,7 +182,7 @@ fn a_gpu_is_taken_if_there_is_one() {
 }
 
 #[test]
-fn help_and_version() {
+fn help_and_version_are_printed() {
     let help = vgpu(&["serve", "--help"])
         .output()
         .expect("the command starts");
@@ -206,7 +206,7 @@ fn help_and_version() {
 }
 
 #[test]
-fn errors_say_what_to_do() {
+fn errors_contain_a_remedy() {
     let scratch = Scratch::new("errors");
     let socket = scratch.socket();
     let serve = Serve::start(&socket, &[]);

@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use common::model::{for_weights, lookup, read_all, upload};
-use common::{Build, Bystander, Guest, PATIENCE, add, bytes, get_rows, image};
+use common::{Build, Guest, OtherGuest, TIMEOUT, add, bytes, get_rows, image};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketType};
 use rustix::process::Signal;
 use served::{Scratch, Serve};
@@ -48,17 +48,17 @@ impl Executor {
         self.serve.guest(&self.scratch.socket())
     }
 
-    /// Checks that `crime` ends its session with a reason that contains all of `words`, that no
+    /// Checks that `violation` ends its session with a reason that contains all of `words`, that no
     /// other guest is affected, and that the memory of the ended session is freed.
-    fn refuses(&self, words: &[&str], crime: impl FnOnce(&mut Guest)) {
-        let mut bystander = Bystander::new(self.guest());
-        let free = free(&mut bystander.guest);
-        bystander.outlives(self.connect(), words, crime);
+    fn refuses(&self, words: &[&str], violation: impl FnOnce(&mut Guest)) {
+        let mut other_guest = OtherGuest::new(self.guest());
+        let free = free(&mut other_guest.guest);
+        other_guest.check_unaffected(self.connect(), words, violation);
         // The guest learns of the end before its memory is free. More may be free: the memory of an
-        // earlier bystander.
+        // earlier other guest.
         let since = Instant::now();
-        while self::free(&mut bystander.guest) < free {
-            assert!(since.elapsed() < PATIENCE, "its memory does not come back");
+        while self::free(&mut other_guest.guest) < free {
+            assert!(since.elapsed() < TIMEOUT, "its memory does not come back");
         }
     }
 }
@@ -474,8 +474,8 @@ fn fails_and_writes_nothing<const N: usize>(
     len: u64,
     graph: impl FnOnce(&mut Guest, BufferId, BufferId) -> Graph,
 ) {
-    let mut bystander = executor.guest();
-    let secret = bystander.alloc_with(&[0x5a; 4096]);
+    let mut other_guest = executor.guest();
+    let secret = other_guest.alloc_with(&[0x5a; 4096]);
     let mut guest = executor.guest();
     let (place, dst) = (guest.alloc(N as u64), guest.alloc(len));
     let graph = graph(&mut guest, dst, place);
@@ -494,12 +494,12 @@ fn fails_and_writes_nothing<const N: usize>(
             "row {id:?} of 2"
         );
     }
-    assert_eq!(bystander.read(secret, 0, 4096), [0x5a; 4096]);
+    assert_eq!(other_guest.read(secret, 0, 4096), [0x5a; 4096]);
 }
 
 /// A server that accepts one client after the other hangs if one client sends nothing.
 #[test]
-fn llama_cpp_28916_a_client_that_says_nothing_holds_up_nobody() {
+fn llama_cpp_28916_silent_client_does_not_block_others() {
     let executor = Executor::start();
     let silent: Vec<Guest> = (0..4).map(|_| executor.connect()).collect();
     // A socket without even a handshake.
@@ -533,7 +533,7 @@ fn put_on_disk(guest: &mut Guest, folder: &Path, content: &[u8]) {
     guest.fence();
     let since = Instant::now();
     while files(folder).iter().all(|file| kept.contains(file)) {
-        assert!(since.elapsed() < PATIENCE, "nothing is written");
+        assert!(since.elapsed() < TIMEOUT, "nothing is written");
         std::thread::sleep(Duration::from_millis(5));
     }
 }
@@ -559,7 +559,7 @@ fn files(folder: &Path) -> Vec<(PathBuf, u64)> {
 /// ggml-rpc identifies cached data by a 64-bit hash that is easy to collide, and does not verify
 /// the files.
 #[test]
-fn ggml_rpc_cached_weights_are_taken_without_being_verified() {
+fn ggml_rpc_cached_weights_are_used_without_verification() {
     let scratch = Scratch::new("cve-cache");
     let folder = scratch.0.join("cache");
     let cache = format!("{},size=1G", folder.display());
@@ -656,7 +656,7 @@ fn llama_cpp_27585_the_cache_of_weights_grows_until_the_disk_is_full() {
 /// ggml-virtgpu waits forever. (`cargo xtask test --only failures --only faults` tests the same
 /// with llama.cpp.)
 #[test]
-fn ggml_rpc_the_death_of_the_server_is_the_death_of_the_client() {
+fn ggml_rpc_client_aborts_when_the_server_ends() {
     let scratch = Scratch::new("cve-death");
     for round in 0..5 {
         let mut serve = Serve::start(&scratch.socket(), &[]);

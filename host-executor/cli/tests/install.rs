@@ -139,7 +139,7 @@ fn succeeded(output: Output) -> String {
 }
 
 #[test]
-fn both_files_come_and_go_and_nothing_else_changes() {
+fn both_files_are_installed_and_removed_and_nothing_else_changes() {
     let machine = Machine::new("comes");
     let before = machine.files();
     let dry = machine.install(&["--dry-run"]);
@@ -209,7 +209,7 @@ fn an_update_replaces_the_plugin_and_a_group_gives_access() {
 }
 
 #[test]
-fn without_a_service_the_environment_is_said() {
+fn environment_variables_are_printed_without_a_service() {
     let machine = Machine::new("service");
     fs::remove_file(machine.root.join("etc/systemd/system/ollama.service")).expect("a file");
     // A folder named by hand: the prefix above the libraries.
@@ -231,7 +231,7 @@ fn without_a_service_the_environment_is_said() {
 }
 
 #[test]
-fn a_ggml_that_the_plugin_does_not_know_is_refused() {
+fn unsupported_ggml_is_refused() {
     for (name, defines, words) in [
         (
             "old",
@@ -253,7 +253,7 @@ fn a_ggml_that_the_plugin_does_not_know_is_refused() {
 }
 
 #[test]
-fn what_is_not_as_it_should_be_is_said_and_nothing_is_done() {
+fn invalid_preconditions_are_reported_and_nothing_is_installed() {
     let mut machine = Machine::new("refused");
     let nowhere = machine.root.join("nowhere");
     let nowhere = nowhere.to_str().expect("a plain path");
@@ -303,7 +303,7 @@ fn what_is_not_as_it_should_be_is_said_and_nothing_is_done() {
 }
 
 #[test]
-fn a_failure_at_the_second_file_takes_the_first_one_back() {
+fn failure_at_the_second_file_removes_the_first_one() {
     let machine = Machine::new("second");
     machine.install(&[]);
     // A folder in the place of the drop-in: detected when the plugin's update is prepared.
@@ -315,7 +315,7 @@ fn a_failure_at_the_second_file_takes_the_first_one_back() {
 }
 
 #[test]
-fn without_permission_nothing_is_begun() {
+fn nothing_is_installed_without_permission() {
     let machine = Machine::new("permission");
     // The superuser may write anywhere, so the command runs as another user, who may not be able to
     // reach the build folder.

@@ -12,7 +12,7 @@ use std::os::fd::AsFd as _;
 use std::time::Instant;
 
 use common::model::{for_weights, lookup, read_all, upload};
-use common::{Guest, PATIENCE, add, bytes};
+use common::{Guest, TIMEOUT, add, bytes};
 use machine::Machine;
 use rustix::process::{Pid, Signal, kill_process};
 use served::{Scratch, Serve, vgpu};
@@ -40,7 +40,7 @@ fn workers(serve: &Serve, count: usize) -> BTreeMap<u64, Pid> {
             return found;
         }
         assert!(
-            start.elapsed() < PATIENCE,
+            start.elapsed() < TIMEOUT,
             "{found:?} instead of {count} workers"
         );
         std::thread::sleep(std::time::Duration::from_millis(5));
@@ -76,14 +76,14 @@ fn compute(guest: &mut Guest) {
 }
 
 #[test]
-fn a_worker_that_dies_takes_down_no_other() {
+fn crashed_worker_does_not_affect_other_workers() {
     let scratch = Scratch::new("isolate");
     // Room for more guests than needed: a dead worker's place is free only after its process has
     // ended.
     let serve = Serve::start(&scratch.socket(), &["--isolate", "--guest-memory", "10M"]);
-    let (mut bystander, _) = guest(&serve, &scratch);
-    compute(&mut bystander);
-    let mut victims = Vec::new();
+    let (mut other_guest, _) = guest(&serve, &scratch);
+    compute(&mut other_guest);
+    let mut killed_sessions = Vec::new();
     for signal in [
         Signal::SEGV,
         Signal::ILL,
@@ -91,36 +91,38 @@ fn a_worker_that_dies_takes_down_no_other() {
         Signal::ABORT,
         Signal::KILL,
     ] {
-        let (mut victim, session) = guest(&serve, &scratch);
-        compute(&mut victim);
+        let (mut killed_guest, session) = guest(&serve, &scratch);
+        compute(&mut killed_guest);
         let worker = workers(&serve, 2)[&session];
         // Sent repeatedly: after a SIGSEGV without a faulting access, Rust's handler returns and
         // waits for the access.
         let start = Instant::now();
         while kill_process(worker, signal).is_ok() {
-            assert!(start.elapsed() < PATIENCE, "{signal:?} does not end it");
+            assert!(start.elapsed() < TIMEOUT, "{signal:?} does not end it");
             std::thread::sleep(std::time::Duration::from_millis(5));
         }
         // The guest learns of the end, and does not wait for a reply.
-        victim.send(&Request::Fence {});
-        let told = victim.end.receive(&mut Vec::new(), (&mut [][..]).into());
+        killed_guest.send(&Request::Fence {});
+        let told = killed_guest
+            .end
+            .receive(&mut Vec::new(), (&mut [][..]).into());
         assert!(told.is_err(), "{told:?}");
-        compute(&mut bystander);
-        victims.push((session, signal));
+        compute(&mut other_guest);
+        killed_sessions.push((session, signal));
     }
     // Every worker has been replaced, also the last one.
     let (mut next, _) = guest(&serve, &scratch);
     compute(&mut next);
-    compute(&mut bystander);
+    compute(&mut other_guest);
     drop(next);
     workers(&serve, 1);
 
     serve.signal(Signal::TERM);
-    assert_eq!(bystander.ended(), "the host is shutting down");
+    assert_eq!(other_guest.ended(), "the host is shutting down");
     let (status, log) = serve.wait();
     assert_eq!(status.code(), Some(0), "{log}");
     let pid = format!("pid {} uid", std::process::id());
-    for ((session, _), name) in victims
+    for ((session, _), name) in killed_sessions
         .into_iter()
         .zip(["SIGSEGV", "SIGILL", "SIGBUS", "SIGABRT", "SIGKILL"])
     {
@@ -135,7 +137,7 @@ fn a_worker_that_dies_takes_down_no_other() {
 }
 
 #[test]
-fn each_guest_has_its_part_of_the_memory_and_no_more_come_than_there_are_parts() {
+fn each_guest_has_its_partition_and_partitions_limit_the_guests() {
     let scratch = Scratch::new("isolate-parts");
     // 64M in all.
     let serve = Serve::start(&scratch.socket(), &["--isolate", "--guest-memory", "30M"]);
@@ -172,7 +174,7 @@ fn each_guest_has_its_part_of_the_memory_and_no_more_come_than_there_are_parts()
         });
         match next.receive().0 {
             Reply::Welcome { .. } => break next,
-            Reply::Ended { .. } if start.elapsed() < PATIENCE => {}
+            Reply::Ended { .. } if start.elapsed() < TIMEOUT => {}
             other => panic!("{other:?}"),
         }
     };
@@ -183,7 +185,7 @@ fn each_guest_has_its_part_of_the_memory_and_no_more_come_than_there_are_parts()
 }
 
 #[test]
-fn workers_are_in_the_sandbox_and_end_with_their_supervisor() {
+fn workers_are_sandboxed_and_end_with_their_supervisor() {
     let scratch = Scratch::new("isolate-box");
     let mut serve = Serve::start(&scratch.socket(), &["--isolate", "--guest-memory", "20M"]);
     let (mut guest, session) = guest(&serve, &scratch);
@@ -203,7 +205,7 @@ fn workers_are_in_the_sandbox_and_end_with_their_supervisor() {
     let _ = guest.end.receive(&mut message, (&mut [][..]).into());
     let start = Instant::now();
     while rustix::process::test_kill_process(worker).is_ok() {
-        assert!(start.elapsed() < PATIENCE, "the worker lives on");
+        assert!(start.elapsed() < TIMEOUT, "the worker lives on");
         std::thread::sleep(std::time::Duration::from_millis(5));
     }
 }
@@ -211,7 +213,7 @@ fn workers_are_in_the_sandbox_and_end_with_their_supervisor() {
 /// The executor of a virtual machine dies, and the next one continues to serve the machine, with
 /// the stored files.
 #[test]
-fn a_virtual_machine_outlives_its_worker() {
+fn virtual_machine_keeps_running_after_its_worker_ends() {
     let scratch = Scratch::new("isolate-vm");
     let socket = scratch.0.join("vm1.sock");
     let vm = format!("vm1,socket={},window=64M,silence=0", socket.display());
@@ -228,8 +230,8 @@ fn a_virtual_machine_outlives_its_worker() {
         ],
     );
     assert!(serve.ready.contains("vm:"), "{}", serve.ready);
-    let (mut bystander, _) = guest(&serve, &scratch);
-    compute(&mut bystander);
+    let (mut other_guest, _) = guest(&serve, &scratch);
+    compute(&mut other_guest);
     let machine = Machine::plug(&socket);
     let mut inside = machine.guest();
     compute(&mut inside);
@@ -262,12 +264,12 @@ fn a_virtual_machine_outlives_its_worker() {
     let first = worker().expect("a worker");
     let start = Instant::now();
     while kill_process(Pid::from_raw(first).expect("a process"), Signal::SEGV).is_ok() {
-        assert!(start.elapsed() < PATIENCE, "it does not end");
+        assert!(start.elapsed() < TIMEOUT, "it does not end");
         std::thread::sleep(std::time::Duration::from_millis(5));
     }
-    compute(&mut bystander);
+    compute(&mut other_guest);
     while worker().is_none_or(|next| next == first) || page.load(directory::word::EPOCH) == run {
-        assert!(start.elapsed() < PATIENCE, "no new worker");
+        assert!(start.elapsed() < TIMEOUT, "no new worker");
         std::thread::sleep(std::time::Duration::from_millis(5));
     }
     // The program in the machine connects again, as the plugin does. The machine itself is not
@@ -276,7 +278,7 @@ fn a_virtual_machine_outlives_its_worker() {
     let mut again = machine.guest();
     compute(&mut again);
     drop(again);
-    compute(&mut bystander);
+    compute(&mut other_guest);
     drop(machine);
     serve.signal(Signal::TERM);
     let (status, log) = serve.wait();
@@ -285,7 +287,7 @@ fn a_virtual_machine_outlives_its_worker() {
 }
 
 #[test]
-fn what_is_missing_is_said() {
+fn missing_requirements_are_reported() {
     for (more, wanted) in [
         (&["--isolate"][..], "--guest-memory"),
         (&["--guest-memory", "1G"], "--isolate"),
@@ -361,7 +363,7 @@ fn status_when(scratch: &Scratch, is_so: impl Fn(&serde_json::Value) -> bool) ->
         if is_so(&status) {
             return status;
         }
-        assert!(start.elapsed() < PATIENCE, "{status:#}");
+        assert!(start.elapsed() < TIMEOUT, "{status:#}");
         std::thread::sleep(std::time::Duration::from_millis(20));
     }
 }
@@ -415,7 +417,7 @@ listen = ["@B@"]
 /// Names, quotas and weights of the configuration with a process per guest, and what the operator
 /// sees.
 #[test]
-fn guests_with_names_have_a_process_each_with_their_quota_and_weight() {
+fn each_named_guest_has_a_worker_with_its_quota_and_weight() {
     let scratch = Scratch::new("isolate-names");
     let config = configure(&scratch, TWO_GUESTS);
     let isolate = ["--config", &config, "--isolate", "--guest-memory", "20M"];
@@ -516,7 +518,7 @@ fn guests_with_names_have_a_process_each_with_their_quota_and_weight() {
 }
 
 #[test]
-fn programs_of_one_guest_share_weights_and_those_of_two_do_not() {
+fn weights_are_shared_within_a_guest_and_not_between_guests() {
     let scratch = Scratch::new("isolate-weights");
     let config = configure(&scratch, TWO_GUESTS);
     let isolate = ["--config", &config, "--isolate", "--guest-memory", "20M"];
@@ -534,7 +536,7 @@ fn programs_of_one_guest_share_weights_and_those_of_two_do_not() {
     let start = Instant::now();
     while !lookup(&mut second, buffer, 0, &content) {
         assert!(
-            start.elapsed() < PATIENCE,
+            start.elapsed() < TIMEOUT,
             "the same guest does not get them"
         );
         std::thread::sleep(std::time::Duration::from_millis(5));
@@ -556,7 +558,7 @@ fn programs_of_one_guest_share_weights_and_those_of_two_do_not() {
 }
 
 #[test]
-fn a_reload_reaches_the_workers_that_run() {
+fn reload_is_applied_to_running_workers() {
     let scratch = Scratch::new("isolate-reload");
     let config = configure(&scratch, TWO_GUESTS);
     let isolate = ["--config", &config, "--isolate", "--guest-memory", "20M"];
@@ -579,7 +581,7 @@ fn a_reload_reaches_the_workers_that_run() {
     assert!(said.contains("was reloaded: 2 named guests"), "{said}");
     let start = Instant::now();
     while total(&mut guest) != 12 << 20 {
-        assert!(start.elapsed() < PATIENCE, "the worker has not heard of it");
+        assert!(start.elapsed() < TIMEOUT, "the worker has not heard of it");
     }
     compute(&mut guest);
     assert!(

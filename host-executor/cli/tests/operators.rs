@@ -15,7 +15,7 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use common::{Guest, PATIENCE, add, bytes};
+use common::{Guest, TIMEOUT, add, bytes};
 use prometheus_parse::{Scrape, Value};
 use rustix::process::Signal;
 use serde_json::Value as Json;
@@ -133,7 +133,7 @@ const ALICE: &str = "[[guest]]\nname = \"alice\"\nlisten = [\"unix:DIR/alice.soc
 const BOB: &str = "[[guest]]\nname = \"bob\"\nlisten = [\"unix:DIR/bob.sock\"]\nmemory = \"2M\"\n";
 
 #[test]
-fn a_configuration_changes_under_guests_that_stay() {
+fn reload_applies_to_connected_guests() {
     let site = Site::start("reload", ALICE);
     let socket = fs::metadata(site.folder.join("alice.sock")).expect("a socket");
     assert_eq!(socket.permissions().mode() & 0o777, 0o600);
@@ -191,7 +191,7 @@ fn a_configuration_changes_under_guests_that_stay() {
     site.serve.signal(Signal::HUP);
     let start = Instant::now();
     while figures(&mut alice).0 != 1 << 20 || site.folder.join("bob.sock").exists() {
-        assert!(start.elapsed() < PATIENCE, "SIGHUP does nothing");
+        assert!(start.elapsed() < TIMEOUT, "SIGHUP does nothing");
         thread::sleep(Duration::from_millis(5));
     }
     bob.fence();
@@ -204,7 +204,7 @@ fn a_configuration_changes_under_guests_that_stay() {
 }
 
 #[test]
-fn what_everybody_does_is_listed() {
+fn status_lists_the_activity_of_all_guests() {
     let site = Site::start("ps", &format!("{ALICE}{BOB}"));
     let mut alice = site.guest("alice.sock");
     work(&mut alice);
@@ -265,7 +265,7 @@ fn what_everybody_does_is_listed() {
 }
 
 #[test]
-fn metrics_are_what_prometheus_reads() {
+fn metrics_are_in_the_prometheus_format() {
     let port = std::net::TcpListener::bind("127.0.0.1:0")
         .and_then(|listener| listener.local_addr())
         .expect("a free port")
@@ -437,7 +437,7 @@ impl Terminal {
             if words.iter().all(|words| shows.contains(words)) {
                 return shows;
             }
-            assert!(start.elapsed() < PATIENCE, "{words:?} are not in\n{shows}");
+            assert!(start.elapsed() < TIMEOUT, "{words:?} are not in\n{shows}");
             thread::sleep(Duration::from_millis(20));
         }
     }
@@ -501,7 +501,7 @@ fn top_shows_guests_in_a_terminal() {
         if rate.is_some_and(|rate| rate > 0.0) {
             break;
         }
-        assert!(start.elapsed() < PATIENCE, "no graphs a second in\n{shows}");
+        assert!(start.elapsed() < TIMEOUT, "no graphs a second in\n{shows}");
     }
     drop(alice);
     top.wait_for(&["no program is connected"]);
@@ -515,7 +515,7 @@ fn top_shows_guests_in_a_terminal() {
         if let Some(status) = top.child.try_wait().expect("it can be waited for") {
             break status;
         }
-        assert!(start.elapsed() < PATIENCE, "q does not end it");
+        assert!(start.elapsed() < TIMEOUT, "q does not end it");
         thread::sleep(Duration::from_millis(10));
     };
     assert!(status.success());
@@ -527,7 +527,7 @@ fn top_shows_guests_in_a_terminal() {
 }
 
 #[test]
-fn top_without_a_terminal_or_an_executor_says_so() {
+fn top_reports_a_missing_terminal_or_executor() {
     let scratch = Scratch::new("no-top");
     let path = scratch.0.join("control.sock");
     let control = path.to_str().expect("text");
@@ -541,7 +541,7 @@ fn top_without_a_terminal_or_an_executor_says_so() {
 }
 
 #[test]
-fn strangers_on_the_control_socket_hold_nobody_up() {
+fn unauthorised_control_clients_do_not_block_others() {
     let site = Site::start("control", "");
     let path = site.folder.join("control.sock");
     // Clients that send nothing, send too much, or disconnect in the middle.
@@ -579,7 +579,7 @@ fn logs_can_be_json() {
 }
 
 #[test]
-fn configurations_are_checked_without_being_used() {
+fn check_config_validates_without_serving() {
     let scratch = Scratch::new("check");
     let path = scratch.0.join("vgpu.toml");
     let file = path.to_str().expect("text");

@@ -124,11 +124,11 @@ fn forbidden_calls_fail_and_guests_are_served() {
 
     compute(&mut before);
     compute(&mut host.guest());
-    everybody_is_inside(std::process::id());
+    assert_all_threads_sandboxed(std::process::id());
 }
 
 /// Checks in /proc that no thread has capabilities or can get any, and that each is filtered.
-fn everybody_is_inside(pid: u32) {
+fn assert_all_threads_sandboxed(pid: u32) {
     let mut threads = 0;
     for entry in std::fs::read_dir(format!("/proc/{pid}/task")).expect("threads") {
         let path = entry.expect("a thread").path().join("status");
@@ -157,12 +157,12 @@ fn everybody_is_inside(pid: u32) {
 }
 
 #[test]
-fn vgpu_serve_is_sandboxed_unless_told_otherwise() {
+fn vgpu_serve_is_sandboxed_by_default() {
     let scratch = Scratch::new("sandboxed");
     let socket = scratch.socket();
     let serve = Serve::start(&socket, &[]);
     compute(&mut serve.guest(&socket));
-    everybody_is_inside(serve.child.id());
+    assert_all_threads_sandboxed(serve.child.id());
     serve.signal(Signal::TERM);
     let (status, log) = serve.wait();
     assert_eq!(status.code(), Some(0), "{log}");

@@ -11,13 +11,13 @@ fn refused(text: &str) -> (usize, usize, String) {
 }
 
 #[test]
-fn an_empty_file_says_what_no_file_says() {
+fn empty_file_gives_the_defaults() {
     assert_eq!(parse(""), Ok(Settings::default()));
     assert_eq!(parse("# nothing\n[server]\n"), Ok(Settings::default()));
 }
 
 #[test]
-fn the_example_means_what_it_says() {
+fn example_has_the_documented_values() {
     let settings = parse(EXAMPLE).expect("the example is good");
     let names: Vec<&str> = settings
         .guests
@@ -45,7 +45,7 @@ fn the_example_means_what_it_says() {
 
 /// Every setting that is commented out in the example exists, and has the value that it shows.
 #[test]
-fn the_settings_that_the_example_leaves_out_are_there_too() {
+fn settings_omitted_from_the_example_exist() {
     let all: String = EXAMPLE
         .lines()
         .map(|line| match line.strip_prefix("#") {
@@ -64,7 +64,7 @@ fn the_settings_that_the_example_leaves_out_are_there_too() {
 }
 
 #[test]
-fn what_is_wrong_is_said_with_its_place() {
+fn errors_contain_line_and_column() {
     let mut wrong = String::new();
     for (text, place, words) in [
         ("[engine]\nkind = \"tpu\"\n", (2, 8), "expected cpu, cuda"),
@@ -151,7 +151,7 @@ fn columns_are_counted_in_characters() {
 }
 
 #[test]
-fn what_takes_a_restart_is_told_from_what_does_not() {
+fn settings_that_need_a_restart_are_reported() {
     let running = parse("[engine]\nthreads = 2\n[[guest]]\nname = \"a\"\nuids = [1]\n").unwrap();
     let live =
         parse("[engine]\nthreads = 2\n[[guest]]\nname = \"a\"\nuids = [2]\nweight = 7\n").unwrap();
@@ -167,7 +167,7 @@ fn what_takes_a_restart_is_told_from_what_does_not() {
 }
 
 #[test]
-fn quotas_that_promise_too_much_are_refused_unless_that_is_wanted() {
+fn excessive_quotas_are_refused_unless_overcommitment_is_set() {
     let guests = "[[guest]]\nname = \"a\"\nuids = [1]\nmemory = 60\n[[guest]]\nname = \"b\"\nuids \
      = [2]\nmemory = 60\n";
     let rules = parse(guests).unwrap().rules();
@@ -182,12 +182,12 @@ fn quotas_that_promise_too_much_are_refused_unless_that_is_wanted() {
 
 proptest::proptest! {
     #[test]
-    fn no_text_is_too_strange(text in "\\PC{0,200}") {
+    fn no_text_panics(text in "\\PC{0,200}") {
         let _ = parse(&text);
     }
 
     #[test]
-    fn no_half_of_the_example_is_too_strange(cut in 0..EXAMPLE.len(), splice in "[\\]\\[\"=#\n \
+    fn no_part_of_the_example_panics(cut in 0..EXAMPLE.len(), splice in "[\\]\\[\"=#\n \
      a-z0-9{}]{0,6}") {
         if EXAMPLE.is_char_boundary(cut) {
             let text = format!("{}{splice}{}", &EXAMPLE[..cut], &EXAMPLE[cut..]);

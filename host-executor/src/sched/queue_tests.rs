@@ -132,7 +132,7 @@ proptest! {
     /// No graph waits longer than one turn of each other tenant plus the lead of its own, and every
     /// tenant makes progress.
     #[test]
-    fn nobody_waits_beyond_the_bound(
+    fn waiting_time_of_each_tenant_is_bounded(
         guests in prop::collection::vec(
             (1u32..5, 100u64..300_000, 20u64..1500, 0u64..20_000),
             1..6,
@@ -164,7 +164,7 @@ proptest! {
 }
 
 #[test]
-fn weights_of_one_and_three_get_one_and_three() {
+fn turn_shares_follow_weights_of_one_and_three() {
     for (graph, piece) in [(5_000, 20), (150_000, 1_000), (300, 300)] {
         let got = simulate(
             &[busy(1, graph, piece), busy(3, graph, piece)],
@@ -176,7 +176,7 @@ fn weights_of_one_and_three_get_one_and_three() {
 }
 
 #[test]
-fn decoding_keeps_its_half_beside_a_prefill_without_pause() {
+fn decoding_gets_half_of_the_device_beside_a_continuous_prefill() {
     let decode = Guest {
         pause: MS / 3,
         ..busy(1, 5_000, 20)
@@ -188,7 +188,7 @@ fn decoding_keeps_its_half_beside_a_prefill_without_pause() {
 }
 
 #[test]
-fn a_lone_tenant_has_no_end_of_turn() {
+fn turn_of_a_single_tenant_has_no_limit() {
     let mut queue = Queue::default();
     let share = Share {
         weight: 1,
@@ -230,7 +230,7 @@ fn started_graphs_of_a_tenant_are_limited() {
 }
 
 #[test]
-fn time_not_used_is_not_saved_up() {
+fn unused_time_gives_no_credit() {
     let mut queue = Queue::default();
     let share = Share {
         weight: 1,

@@ -52,7 +52,7 @@ fn run(
 }
 
 #[test]
-fn plans_of_many_threads_take_turns_and_all_get_done() {
+fn plans_of_many_threads_alternate_and_all_complete() {
     let scheduler = Arc::new(Scheduler::default());
     let device = AtomicBool::new(false);
     let (graphs, turns) = (AtomicU64::new(0), AtomicU64::new(0));
@@ -111,7 +111,7 @@ impl Plan for Launches<'_> {
 }
 
 #[test]
-fn nobody_gets_the_device_before_what_is_in_flight_has_landed() {
+fn next_turn_waits_for_graphs_in_flight() {
     let scheduler = Arc::new(Scheduler::default());
     let device = AtomicBool::new(false);
     let share = Share {
@@ -144,7 +144,7 @@ fn nobody_gets_the_device_before_what_is_in_flight_has_landed() {
 }
 
 #[test]
-fn a_plan_that_panics_gives_the_device_back() {
+fn panicking_plan_releases_the_device() {
     let scheduler = Arc::new(Scheduler::default());
     let device = AtomicBool::new(false);
     let share = Share {
@@ -174,7 +174,7 @@ fn a_plan_that_panics_gives_the_device_back() {
 }
 
 #[test]
-fn a_lone_plan_takes_one_turn() {
+fn single_plan_takes_one_turn() {
     let scheduler = Arc::new(Scheduler::default());
     let device = AtomicBool::new(false);
     let share = Share {

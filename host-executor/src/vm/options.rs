@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_said() {
+    fn invalid_options_are_reported() {
         for (text, wanted) in [
             ("", "the name"),
             ("a b,socket=/s", "the name"),

@@ -428,7 +428,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_disk_costs_the_cache_and_nothing_else() {
+    fn full_disk_disables_only_the_cache() {
         if let Some(folder) = std::env::var_os(CHILD) {
             return on_a_full_disk(PathBuf::from(folder));
         }
@@ -436,7 +436,7 @@ mod tests {
         let mut child = Command::new(std::env::current_exe().unwrap());
         child.args([
             "--exact",
-            "weights::disk::tests::a_full_disk_costs_the_cache_and_nothing_else",
+            "weights::disk::tests::full_disk_disables_only_the_cache",
         ]);
         let output = child.env(CHILD, &folder).output().unwrap();
         let _ = fs::remove_dir_all(&folder);
@@ -491,7 +491,7 @@ mod tests {
     }
 
     #[test]
-    fn names_are_hashes_and_nothing_else() {
+    fn only_hashes_are_accepted_as_file_names() {
         let hash = ContentHash([0xab; 32]);
         assert_eq!(parse(OsStr::new(&hash.to_string())), Some(hash));
         for bad in [

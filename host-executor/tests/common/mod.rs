@@ -2,7 +2,7 @@
 #![allow(dead_code)] // each test binary uses its part
 
 pub(crate) mod model;
-pub(crate) mod puppet;
+pub(crate) mod scripted_engine;
 
 use std::io;
 use std::sync::Arc;
@@ -22,7 +22,7 @@ use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, PROTOCOL_VERSION, Reply, Reques
 pub(crate) const MEMORY: u64 = 64 << 20;
 
 /// How long a test waits for an event before it fails.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
 
 pub(crate) fn cpu() -> Arc<dyn Engine> {
     Arc::new(CpuEngine::new(1, Some(MEMORY)).expect("a thread and 64 MiB"))
@@ -44,7 +44,7 @@ impl Host {
         let mut server = Server::new(Arc::clone(&engine), limits, max_sessions);
         let (guests, arrivals) = mpsc::channel();
         server
-            .listen(Hall(arrivals))
+            .listen(ChannelListener(arrivals))
             .expect("a thread for the listener");
         Host {
             server,
@@ -102,15 +102,15 @@ impl Host {
     pub(crate) fn wait_until_empty(&self) {
         let start = std::time::Instant::now();
         while !self.server.sessions().is_empty() {
-            assert!(start.elapsed() < PATIENCE, "{:?}", self.server.sessions());
+            assert!(start.elapsed() < TIMEOUT, "{:?}", self.server.sessions());
             std::thread::sleep(Duration::from_millis(1));
         }
     }
 }
 
-struct Hall(Receiver<IncomingGuest>);
+struct ChannelListener(Receiver<IncomingGuest>);
 
-impl GuestListener for Hall {
+impl GuestListener for ChannelListener {
     fn accept(&mut self, timeout: Duration) -> io::Result<Option<IncomingGuest>> {
         match self.0.recv_timeout(timeout) {
             Ok(arriving) => Ok(Some(arriving)),
@@ -298,35 +298,35 @@ impl Guest {
 }
 
 /// A guest with data and a graph, which must not be affected by other guests.
-pub(crate) struct Bystander {
+pub(crate) struct OtherGuest {
     pub(crate) guest: Guest,
     data: BufferId,
 }
 
-impl Bystander {
+impl OtherGuest {
     const GRAPH: GraphId = GraphId(7);
 
-    pub(crate) fn new(mut guest: Guest) -> Bystander {
+    pub(crate) fn new(mut guest: Guest) -> OtherGuest {
         let data = guest.alloc_with(&bytes(&[1.0, 2.0]));
-        guest.graph(Bystander::GRAPH, &add(2, data, data, data));
+        guest.graph(OtherGuest::GRAPH, &add(2, data, data, data));
         guest.fence();
-        Bystander { guest, data }
+        OtherGuest { guest, data }
     }
 
-    /// Checks that `crime` ends the session of `criminal` with a reason that contains all of
+    /// Checks that `violation` ends the session of `violator` with a reason that contains all of
     /// `words`, and that this guest still computes.
-    pub(crate) fn outlives(
+    pub(crate) fn check_unaffected(
         &mut self,
-        mut criminal: Guest,
+        mut violator: Guest,
         words: &[&str],
-        crime: impl FnOnce(&mut Guest),
+        violation: impl FnOnce(&mut Guest),
     ) {
-        crime(&mut criminal);
-        let reason = criminal.ended();
+        violation(&mut violator);
+        let reason = violator.ended();
         for word in words {
             assert!(reason.contains(word), "{word:?} is not in {reason:?}");
         }
-        self.guest.submit(Bystander::GRAPH);
+        self.guest.submit(OtherGuest::GRAPH);
         assert_eq!(self.guest.read_f32(self.data, 2), [2.0, 4.0]);
     }
 }

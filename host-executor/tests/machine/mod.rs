@@ -21,7 +21,7 @@ use vgpu_transport::link::pci::{DOORBELL, PciError, connect, directory};
 use vgpu_transport::link::window::WindowGuest;
 use vgpu_transport::shm::memory::{Memory as _, Registers, Window, sealed_file};
 
-use crate::common::{Guest, PATIENCE, cpu};
+use crate::common::{Guest, TIMEOUT, cpu};
 
 const PAGE: usize = 4096;
 
@@ -166,7 +166,7 @@ impl Machine {
     }
 
     pub(crate) fn connect(&self) -> Result<Guest, PciError> {
-        connect(&self.sysfs.0, self.address(), PATIENCE).map(|end| Guest::new(Box::new(end)))
+        connect(&self.sysfs.0, self.address(), TIMEOUT).map(|end| Guest::new(Box::new(end)))
     }
 
     pub(crate) fn try_connect(&self, timeout: Duration) -> Result<WindowGuest, PciError> {
@@ -212,7 +212,7 @@ fn next(line: &UnixStream) -> (i64, Option<OwnedFd>) {
 pub(crate) fn wait_for(what: &str, mut is_so: impl FnMut() -> bool) {
     let start = Instant::now();
     while !is_so() {
-        assert!(start.elapsed() < PATIENCE, "{what}");
+        assert!(start.elapsed() < TIMEOUT, "{what}");
         thread::sleep(Duration::from_millis(1));
     }
 }

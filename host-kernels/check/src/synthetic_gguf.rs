@@ -336,7 +336,7 @@ mod tests {
     const ALIGN: u64 = 32;
 
     #[test]
-    fn sizes_are_those_of_the_published_models() {
+    fn synthetic_models_have_the_sizes_of_the_published_models() {
         let gigabytes = SHAPES.map(|model| model.bytes() as f64 / 1e9);
         for (got, want) in gigabytes.into_iter().zip([4.9, 12.1, 18.5, 16.1, 42.5]) {
             assert!((got / want - 1.0).abs() < 0.06, "{gigabytes:?}");
@@ -344,7 +344,7 @@ mod tests {
     }
 
     #[test]
-    fn a_token_needs_what_it_multiplies() {
+    fn bytes_per_token_are_the_multiplied_weights() {
         let of = |name: &str| SHAPES.into_iter().find(|model| model.name == name);
         let of = |name| of(name).expect("a model of this name");
         // By hand: 32 layers of two square matrices, two of keys and values, three of the
@@ -367,7 +367,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_has_what_its_head_says() {
+    fn file_length_matches_its_header() {
         for model in SHAPES {
             let small = model.small();
             let written = || {

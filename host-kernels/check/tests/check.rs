@@ -26,7 +26,7 @@ const SMALL: Options = Options {
 };
 
 #[test]
-fn the_kernels_agree_with_the_cpu_engine() {
+fn kernels_agree_with_the_cpu_engine() {
     let engine = CudaEngine::new(Arc::new(shim::Shim::default())).expect("an engine");
     let mut seen = 0;
     let cases = vgpu_check::compare(&engine, &cpu(), |_| seen += 1);
@@ -60,7 +60,7 @@ fn rates_are_measured() {
 }
 
 #[test]
-fn rates_end_when_the_time_is_up() {
+fn rate_measurement_respects_its_time_limit() {
     let no_time = Options {
         budget: Some(Duration::ZERO),
         ..SMALL
@@ -70,7 +70,7 @@ fn rates_end_when_the_time_is_up() {
 }
 
 #[test]
-fn both_engines_write_the_same_texts() {
+fn both_engines_generate_the_same_text() {
     let engine = CudaEngine::new(Arc::new(shim::Shim::default())).expect("an engine");
     for text in vgpu_check::compare_decoding(&engine, &cpu(), 4, |_| ()) {
         assert!(text.is_same(), "{text:?}");
@@ -78,7 +78,7 @@ fn both_engines_write_the_same_texts() {
 }
 
 #[test]
-fn a_wrong_engine_is_found() {
+fn wrong_results_are_detected() {
     let wrong = vgpu_check::Case {
         name: "NaN".into(),
         outcome: Outcome::Compared {
@@ -91,7 +91,7 @@ fn a_wrong_engine_is_found() {
 }
 
 #[test]
-fn the_fastest_way_of_each_product_is_found() {
+fn fastest_kernel_of_each_matrix_product_is_selected() {
     let engines = GemmVariant::ALL.map(|variant| {
         let engine = CudaEngine::new(Arc::new(shim::Shim::sm90())).expect("an engine");
         (variant, engine.with_tuning(TuningTable::forced(variant)))

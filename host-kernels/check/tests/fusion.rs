@@ -50,7 +50,7 @@ fn assert_same(got: &[Vec<u8>], want: &[Vec<u8>], what: &str) {
 }
 
 #[test]
-fn memory_is_the_same_in_the_end() {
+fn fused_graphs_leave_the_same_memory() {
     let quantised_cache = Model {
         cache: Type::Q8_0,
         weights: Type::F16,
@@ -90,7 +90,7 @@ fn memory_is_the_same_in_the_end() {
 
 /// Tensors that lie where no sane graph has them.
 #[test]
-fn overlapping_memory_is_respected() {
+fn fusion_preserves_results_with_overlapping_memory() {
     let mut random = 7u64;
     let mut below = |n: usize| {
         random = random
@@ -147,12 +147,12 @@ fn together(model: Model, tokens: u64) -> Vec<Vec<OpKind>> {
 }
 
 #[test]
-fn products_are_computed_with_what_is_added_and_gated() {
+fn matrix_products_are_fused_with_bias_and_gate() {
     use OpKind::{Add, AddId, Glu, MulMat, MulMatId};
     for tokens in [1, 4, 40] {
         let has = |model: Model, wanted: &[OpKind]| {
-            // What the unit gives does not fit where its products' activations were, which would
-            // keep them apart.
+            // The result of the GLU is larger than the activations of its products. It cannot reuse
+            // their memory, which would prevent fusion.
             let model = Model {
                 layers: 4,
                 inner: 512,
@@ -181,7 +181,7 @@ fn products_are_computed_with_what_is_added_and_gated() {
 }
 
 #[test]
-fn a_timeline_has_every_node_once_and_leaves_what_a_run_leaves() {
+fn timeline_has_every_node_once_and_the_results_of_a_run() {
     for (model, threads) in [(TINY, 1), (TINY, 2), (TINY_EXPERTS, 2), (TINY_GPT_OSS, 2)] {
         let built = model.graph(Step {
             tokens: 1,

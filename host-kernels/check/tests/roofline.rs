@@ -9,7 +9,7 @@ fn total(model: Model, step: Step) -> Cost {
 }
 
 #[test]
-fn a_dense_step_reads_its_weights_once() {
+fn dense_step_reads_each_weight_once() {
     let step = Step {
         tokens: 1,
         seen: 32,
@@ -39,7 +39,7 @@ fn a_dense_step_reads_its_weights_once() {
 }
 
 #[test]
-fn more_tokens_cost_operations_not_weights() {
+fn more_tokens_add_operations_but_no_weight_reads() {
     let one = total(
         TINY,
         Step {
@@ -60,7 +60,7 @@ fn more_tokens_cost_operations_not_weights() {
 }
 
 #[test]
-fn of_experts_as_many_are_read_as_tokens_can_choose() {
+fn expert_reads_are_bounded_by_the_selections_of_the_tokens() {
     // Three matrices of an expert, two of four experts for a token.
     let expert = 3 * 64 * 96 / 32 * 34;
     let one = total(
@@ -94,7 +94,7 @@ fn of_experts_as_many_are_read_as_tokens_can_choose() {
 }
 
 #[test]
-fn the_floor_is_of_what_takes_longer() {
+fn roofline_time_is_the_maximum_of_memory_and_compute_time() {
     let cost = Cost {
         memory: 1000,
         cached: 1 << 40,
@@ -115,7 +115,7 @@ fn the_floor_is_of_what_takes_longer() {
 }
 
 #[test]
-fn labels_say_what_costs() {
+fn labels_name_operator_and_type() {
     let built = TINY.graph(Step {
         tokens: 1,
         seen: 32,

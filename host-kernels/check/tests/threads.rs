@@ -25,7 +25,7 @@ fn random(ty: Type, ne: [u64; 4], random: &mut Random) -> Data {
 }
 
 #[test]
-fn of_matrix_products() {
+fn matrix_products_do_not_depend_on_threads() {
     for (weight, [k, m, n]) in [
         (Type::F32, [300, 77, 1]),
         (Type::F16, [300, 77, 90]),
@@ -61,7 +61,7 @@ fn of_matrix_products() {
 }
 
 #[test]
-fn of_attention() {
+fn attention_does_not_depend_on_threads() {
     for (keys, tokens) in [(2000, 1), (1000, 7), (300, 100)] {
         let r = &mut Random::new(keys);
         let q = random(Type::F32, [64, tokens, 6, 1], r);

@@ -284,7 +284,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_level_gives_the_sums_and_leaves_the_rest(
+        fn every_simd_level_writes_the_sums_and_nothing_else(
             extents in [0usize..15, 0usize..20, 0usize..150, 0usize..5],
             transposed in any::<bool>(),
             seed in any::<u32>(),

@@ -318,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn reductions_see_every_element_and_no_other() {
+    fn reductions_read_exactly_their_elements() {
         for level in Level::ALL.into_iter().filter(|level| level.is_supported()) {
             for n in 0..50 {
                 let x: Vec<f32> = (0..n).map(|i| (i as f32 - 100.0) * 0.25).collect();

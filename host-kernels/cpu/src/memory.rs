@@ -295,7 +295,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_is_zeroed_counted_and_given_back() {
+    fn memory_is_zeroed_counted_and_freed() {
         let budget = Arc::new(Budget::new(Some(1 << 20)));
         let memory = CpuMemory::new(1 << 19, &budget).unwrap();
         assert_eq!(memory.locate(0, 1).unwrap() as usize % 256, 0);
@@ -316,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn shared_memory_is_the_same_for_both_and_gone_when_it_is_freed() {
+    fn shared_memory_is_visible_to_both_sides_until_it_is_freed() {
         use std::os::fd::AsFd;
         use vgpu_transport::shm::memory::Window;
         let budget = Arc::new(Budget::new(Some(1 << 20)));
@@ -343,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn accesses_stay_inside() {
+    fn accesses_outside_the_buffer_are_refused() {
         let budget = Arc::new(Budget::new(Some(1 << 20)));
         let memory = CpuMemory::new(100, &budget).unwrap();
         memory.write(90, (&[7u8; 10][..]).into()).unwrap();

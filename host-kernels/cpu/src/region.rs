@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_lie_on_all_nodes_where_there_are_several() {
+    fn pages_are_interleaved_across_all_numa_nodes() {
         let region = Region::private(10 * page() as usize).unwrap();
         let Some(before) = policy(region.as_ptr()) else {
             return; // a container that forbids it; nothing is changed there

@@ -344,7 +344,7 @@ mod tests {
     }
 
     #[test]
-    fn turns_of_several_graphs_mix_and_each_unit_is_done_once() {
+    fn units_of_several_graphs_interleave_and_run_once() {
         const UNITS: usize = 40;
         const PHASES: usize = 12;
         let runner = Runner::new(3, &[]).unwrap();
@@ -424,7 +424,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failure_behind_a_barrier_that_a_slow_thread_has_not_left_yet_keeps_nobody_waiting() {
+    fn failure_during_barrier_exit_does_not_block_other_threads() {
         let runner = Runner::new(4, &[]).unwrap();
         let fault = |w: &Worker<'_>| match w.index() {
             0 => Ok(()),

@@ -303,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn threads_stay_where_they_were_put() {
+    fn threads_stay_on_their_assigned_cores() {
         let all = rustix::thread::sched_getaffinity(None).unwrap();
         let cpus: Vec<usize> = (0..CpuSet::MAX_CPU).filter(|&i| all.is_set(i)).collect();
         let cpu_sets: Vec<CpuSet> = { cpus.iter() }

@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn neighbours_as_threads_are_told_apart() {
+    fn adjacent_hardware_threads_of_a_core_are_recognised() {
         let tree = Tree::new(
             "neighbours",
             &[
@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn what_says_nothing_is_a_core() {
+    fn cpus_with_unreadable_topology_count_as_cores() {
         let tree = Tree::new(
             "odd",
             &[

@@ -106,7 +106,7 @@ fn graphs_run_without_allocating() {
                 norms_heads: false,
                 ..experts
             };
-            // What is fused with products is so whatever their type.
+            // The fusion of products does not depend on the weight type.
             let models = [model, experts, biases];
             let models = match weights {
                 Type::F16 | Type::Mxfp4 => &models[..],

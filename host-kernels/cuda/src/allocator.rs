@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_do_not_overlap_and_become_one_gap_again() {
+    fn parts_do_not_overlap_and_merge_when_freed() {
         let mut state = one_chunk();
         let mut random = 12345u64;
         let mut held: Vec<(Address, u64)> = Vec::new();
@@ -263,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn the_best_fitting_gap_is_taken() {
+    fn smallest_sufficient_gap_is_used() {
         let mut state = one_chunk();
         let parts: Vec<_> = { [8, 2, 4, 2, 1].iter() }
             .map(|&n| (state.take(n * ALIGN).unwrap(), n * ALIGN))

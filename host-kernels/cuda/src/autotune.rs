@@ -181,7 +181,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_nearest_that_was_measured_counts() {
+    fn nearest_measured_size_is_used() {
         let mut table = TuningTable::default();
         assert!(table.is_empty());
         assert_eq!(table.lookup(Type::Q4K, 4096, 512), None);
@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn files_are_read_as_they_were_written_and_on_the_same_gpu_alone() {
+    fn tuning_files_round_trip_and_apply_to_the_same_gpu_only() {
         let mut table = TuningTable::default();
         table.record(Type::Mxfp4, 4096, 512, GemmVariant::Wide);
         table.record(Type::Q4K, 1024, 64, GemmVariant::General);

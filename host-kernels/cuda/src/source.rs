@@ -192,7 +192,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_kernel_has_a_name_of_its_own() {
+    fn kernel_names_are_unique() {
         let mut names: Vec<_> = SOURCES.iter().flat_map(Source::kernels).collect();
         assert!(SOURCES.iter().all(|source| source.kernels().count() > 0));
         names.sort_unstable();
@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn names_of_code_change_with_what_it_is_made_of() {
+    fn code_names_depend_on_the_sources() {
         let source = |text| Source {
             name: "a",
             text,
@@ -249,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn special_files_are_for_an_architecture_that_is_made() {
+    fn architecture_specific_files_have_a_built_architecture() {
         let special = SOURCES.iter().filter_map(|source| source.only);
         assert!(special.clone().all(|only| ARCHITECTURES.contains(&only)));
         assert!(special.clone().any(|only| only == SM_90A));

@@ -359,7 +359,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cut_file_is_an_error_at_every_length() {
+    fn truncated_file_is_an_error_at_every_length() {
         let head = lay_out(&every_value(), &[]).unwrap().head;
         let end = head.len() - ALIGNMENT as usize;
         for len in 0..end {
@@ -371,7 +371,7 @@ mod tests {
     }
 
     #[test]
-    fn absurd_lengths_are_refused_before_memory_is_taken() {
+    fn excessive_lengths_are_refused_before_allocation() {
         let mut head = lay_out(&Metadata::default(), &[]).unwrap().head;
         head.truncate(16);
         head.extend(1u64.to_le_bytes()); // one entry
@@ -412,7 +412,7 @@ mod tests {
     }
 
     #[test]
-    fn a_row_that_is_no_whole_number_of_blocks_is_refused() {
+    fn row_of_a_partial_block_is_refused() {
         let tensor = Tensor {
             name: "bad".into(),
             dims: vec![128, 2],
@@ -425,7 +425,7 @@ mod tests {
     }
 
     #[test]
-    fn set_replaces_and_prefixes_select() {
+    fn set_replaces_values_and_prefix_selects_keys() {
         let mut metadata = every_value();
         metadata.set("u32", 5u32);
         assert_eq!(metadata.get("u32"), Some(&Value::U32(5)));

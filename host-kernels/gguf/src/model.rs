@@ -228,7 +228,7 @@ mod tests {
 
     /// Callers cache files by their seed.
     #[test]
-    fn the_bytes_of_a_seed_are_known_and_do_not_depend_on_threads() {
+    fn bytes_of_a_seed_are_fixed_and_do_not_depend_on_threads() {
         let on = |threads| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads);
             pool.build().unwrap().install(|| written(&model(1)))
@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn an_order_permutes_the_rows_of_a_stream() {
+    fn order_permutes_the_rows_of_a_stream() {
         let (model, file) = (model(1), written(&model(1)));
         let rows = |tensor: usize| {
             let start = model.layout.offsets[tensor] as usize;

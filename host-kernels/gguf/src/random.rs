@@ -184,7 +184,7 @@ mod tests {
 
     /// Cached models are named by their seed: the numbers must never change.
     #[test]
-    fn the_numbers_of_a_seed_are_known() {
+    fn numbers_of_a_seed_are_fixed() {
         let first = |stream| {
             let mut rng = Rng::new(1, stream);
             [rng.next_u64(), rng.next_u64(), rng.next_u64()]
@@ -341,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stream_is_reproducible_and_unlike_its_neighbour() {
+    fn stream_is_reproducible_and_differs_from_the_next_one() {
         let stream = |seed, stream| {
             let mut rng = Rng::new(seed, stream);
             (0..8).map(|_| rng.next_u64()).collect::<Vec<_>>()

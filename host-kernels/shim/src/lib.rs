@@ -179,14 +179,14 @@ mod tests {
     }
 
     #[test]
-    fn groups_multiply_what_was_copied() {
+    fn groups_multiply_the_copied_tiles() {
         // The first thread has columns 0 and 1 of every eight, in two equal rows.
         let expected: usize = (0..8).map(|j| 2 * (8 * j + 8 * j + 1)).sum();
         assert_eq!(check(0), Ok(expected as f32));
     }
 
     #[test]
-    fn what_a_gpu_does_not_forgive_is_caught() {
+    fn invalid_asynchronous_accesses_are_detected() {
         for (mistake, expected) in [
             (3, "a bulk copy to what a product under way reads"),
             (6, "a product that was not begun"),

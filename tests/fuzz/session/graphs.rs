@@ -1,8 +1,8 @@
-//! Graphs that are nearly right.
+//! Graphs that are almost valid.
 //!
-//! A random graph is refused at its first node, and nothing behind validation is ever reached. So
-//! nodes are made by recipes, which are right; their tensors are laid out in many ways; then a few
-//! things are broken.
+//! Validation refuses a random graph at its first node, so that no later code would be tested.
+//! Recipes therefore make valid nodes, with tensors in many layouts. Then a few numbers are
+//! changed.
 
 use vgpu_transport::ir::{
     BufferId, Capabilities, Graph, Node, OpKind, Rule, Shape, Sources, Tensor, Type, TypeSet,
@@ -26,8 +26,8 @@ pub(crate) fn graph(input: &mut Input<'_>, caps: &Capabilities, places: &[Place]
         if places.is_empty() || maker.input.is_empty() {
             break;
         }
-        // By its number in the list of all, so that the same input keeps its meaning as engines
-        // learn.
+        // The input holds the operator's index in the list of all operators. The index stays the
+        // same when an engine supports more of them.
         let kind = maker.input.pick(OpKind::ALL);
         maker.node(kind, caps);
     }
@@ -59,7 +59,7 @@ struct Maker<'a, 'i> {
     input: &'a mut Input<'i>,
     places: &'a [Place],
     graph: Graph,
-    /// The next tensors are laid out in the plain way.
+    /// The next tensors are contiguous.
     is_dense: bool,
 }
 
@@ -128,7 +128,7 @@ impl Maker<'_, '_> {
     /// A tensor of these extents in some layout, somewhere it fits. `None` when it fits nowhere.
     fn operand(&mut self, ty: Type, ne: [u64; 4]) -> Option<u32> {
         let shape = self.layout(ty, ne);
-        // There are few bytes, so tensors overlap often enough by themselves.
+        // The buffers are small, so random tensors overlap often.
         let extent = shape.extent().unwrap_or(u64::MAX);
         let fitting: Vec<Place> = self
             .places
@@ -149,7 +149,7 @@ impl Maker<'_, '_> {
             0 => 0,
             steps => (u64::from(self.input.byte()) * 7 % (steps + 1)) * element,
         };
-        // At the very end, where one step too far leaves the buffer.
+        // At the end of the buffer, where an access one element too far is outside.
         let offset = match self.input.chance(3) {
             true => free / element * element,
             false => offset,
@@ -226,7 +226,7 @@ mod tests {
 
     const TRIES: usize = 200;
 
-    /// Otherwise an operator would be left out in silence.
+    /// Ensures that the fuzzer does not silently omit an operator.
     #[test]
     fn every_operator_of_the_engine_is_reached() {
         let engine = CpuEngine::new(1, Some(0)).expect("a thread");

@@ -1,6 +1,6 @@
-//! Bytes of a fuzzer as a stream of decisions.
+//! A fuzzer's bytes as a stream of decisions.
 
-/// What is left of the input. At its end every decision is 0.
+/// The rest of the input. After its end every decision is 0.
 pub(crate) struct Input<'a> {
     bytes: &'a [u8],
 }
@@ -52,7 +52,7 @@ impl<'a> Input<'a> {
         u64::from_le_bytes(value)
     }
 
-    /// A number of the kind that arithmetic goes wrong with.
+    /// A number near the limits at which arithmetic overflows.
     pub(crate) fn odd_number(&mut self) -> u64 {
         match self.below(12) {
             0 => u64::from(self.byte()),
@@ -69,7 +69,7 @@ impl<'a> Input<'a> {
         }
     }
 
-    /// A number that a parameter may be: plain most of the time.
+    /// A number for a parameter, usually a small one.
     pub(crate) fn float(&mut self) -> f32 {
         match self.below(16) {
             0 => f32::NAN,
@@ -85,7 +85,7 @@ impl<'a> Input<'a> {
         }
     }
 
-    /// A number that a signed parameter may be: small most of the time.
+    /// A number for a signed parameter, usually a small one.
     pub(crate) fn integer(&mut self) -> i32 {
         match self.below(8) {
             0 => self.odd_number() as u32 as i32,

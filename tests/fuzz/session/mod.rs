@@ -1,5 +1,5 @@
-//! A fuzzed session: input bytes become requests, the real session with the real CPU engine
-//! executes them, and a model of what a guest may expect checks every answer.
+//! A fuzzed session: input bytes become requests, the real session executes them with the real CPU
+//! engine, and a model of the session checks every reply.
 //!
 //! Checked, beyond "no crash, no panic, no bad access":
 //! - a request that breaks a rule ends the session, and no other does (graphs excepted: the rules
@@ -61,7 +61,7 @@ fn limits() -> Limits {
     }
 }
 
-/// Runs a session as `data` says. Panics if anything is not as it should be.
+/// Runs the session that `data` encodes. Panics at the first difference from the model.
 pub(crate) fn run(data: &[u8]) {
     static ENGINE: OnceLock<Mutex<Arc<CpuEngine>>> = OnceLock::new();
     let engine = ENGINE.get_or_init(|| {
@@ -81,18 +81,18 @@ pub(crate) fn run(data: &[u8]) {
     assert_eq!(
         engine.memory().free,
         SETUP.memory,
-        "the session has left memory behind"
+        "the session did not free its memory"
     );
 }
 
-/// The guest and the link in one: hands out requests, takes replies.
+/// The guest and its link: sends requests and checks replies.
 struct Script<'a> {
     input: Input<'a>,
     engine: Arc<dyn Engine>,
     model: Model,
-    /// Requests that follow from an earlier one.
+    /// Requests that an earlier request has queued.
     queue: VecDeque<Request>,
-    /// The number of the last request, what it was, and what should come of it.
+    /// The last request: its number, its content, and the expected result.
     number: u64,
     message: Vec<u8>,
     payload: Vec<u8>,
@@ -124,10 +124,13 @@ impl<'a> Script<'a> {
         }
     }
 
-    /// The session has ended by itself or because nothing more came.
+    /// Checks the end of the session: by the host, or because the input is used up.
     fn finish(mut self, ending: &SessionEnd) {
         match ending {
-            SessionEnd::Closed => assert!(self.expect.is_none(), "it did not wait for the end"),
+            SessionEnd::Closed => assert!(
+                self.expect.is_none(),
+                "the session was closed before its end"
+            ),
             SessionEnd::Violation(violation) => {
                 let last = self.replies.pop();
                 let Some((Reply::Ended { reason }, _)) = last else {
@@ -150,7 +153,7 @@ impl<'a> Script<'a> {
         }
     }
 
-    /// Compares what came of the last request with what should have.
+    /// Compares the replies to the last request with the expected result.
     fn settle(&mut self) {
         let Some(expect) = self.expect.take() else {
             return;
@@ -221,11 +224,11 @@ impl<'a> Script<'a> {
                 assert_eq!(*request, number);
                 self.model.keeps(*buffer, wanted, &places.0);
             }
-            (Expect::Adopted { .. }, [(Reply::Missing { request }, [])]) => {
+            (Expect::LookedUp { .. }, [(Reply::Missing { request }, [])]) => {
                 assert_eq!(*request, number);
             }
             (
-                &Expect::Adopted {
+                &Expect::LookedUp {
                     buffer,
                     offset,
                     len,
@@ -238,7 +241,7 @@ impl<'a> Script<'a> {
                 bytes[offset as usize..][..len as usize].copy_from_slice(content);
             }
             (expect, replies) => panic!(
-                "{:?} led to {replies:?}, not {expect:?}",
+                "{:?} resulted in {replies:?}, expected {expect:?}",
                 Request::decode(&self.message)
             ),
         }
@@ -254,7 +257,7 @@ impl<'a> Script<'a> {
         }
     }
 
-    /// Compares bytes that were read with those that should be there.
+    /// Compares the bytes that were read with those of the model.
     fn compare(&mut self, buffer: u64, offset: u64, len: u64, read: &[u8]) {
         assert_eq!(read.len() as u64, len);
         let known = self
@@ -263,18 +266,18 @@ impl<'a> Script<'a> {
             .get_mut(&buffer)
             .expect("it could be read");
         let known = &mut known[offset as usize..][..read.len()];
-        // Right after a graph whole buffers are read, so masks and bytes go together.
+        // After a graph the guest reads whole buffers, so a mask has the length of the data.
         match self.changed.remove(&buffer) {
             None => assert!(
                 known == read,
-                "buffer {buffer} does not hold what was written"
+                "buffer {buffer} does not contain the written bytes"
             ),
             Some(mask) => {
                 let mut bytes = mask.iter().zip(known.iter().zip(read));
                 let changed = bytes.position(|(&may, (before, after))| !may && before != after);
                 if let Some(at) = changed {
                     panic!(
-                        "byte {at} of buffer {buffer} has changed, but it is no destination of:\n{}",
+                        "byte {at} of buffer {buffer} changed, but is in no destination of:\n{}",
                         self.model.describe_last_run()
                     );
                 }
@@ -295,7 +298,7 @@ impl<'a> Script<'a> {
         if self.input.is_empty() || self.requests > MAX_REQUESTS {
             return None;
         }
-        // Nearly always a greeting comes first.
+        // The first request is almost always HELLO.
         if self.requests == 1 && !self.input.chance(100) {
             hello().encode(&mut message);
             if !self.input.chance(8) {
@@ -321,8 +324,8 @@ impl<'a> Script<'a> {
         Some((message, payload))
     }
 
-    /// A few buffers to begin with: zeros (which are good indices, too), and numbers near 1 (0.97
-    /// as f32, 1.87 as f16).
+    /// Some buffers at the start: zeros, which are also valid indices, and numbers near 1 (0.97 as
+    /// f32, 1.87 as f16).
     fn furnish(&mut self) {
         for (buffer, size, value) in [(1, 16 << 10, 0), (2, 16 << 10, 0x3f), (3, 1 << 10, 0)] {
             let buffer = BufferId(buffer);
@@ -336,7 +339,7 @@ impl<'a> Script<'a> {
         }
     }
 
-    /// A request that is mostly in order. `None` for noise.
+    /// A request that is usually valid. `None` for random bytes.
     fn request(&mut self, payload: &mut Vec<u8>) -> Option<Request> {
         let choice = match self.input.below(32) {
             5..=27 if self.model.buffers.is_empty() && !self.input.chance(200) => 0,
@@ -355,7 +358,7 @@ impl<'a> Script<'a> {
                 *payload = self.input.take(len.min(64) as usize).to_vec();
                 Request::Write { buffer, offset }
             }
-            // Small indices: what operators that look up rows need to get anywhere.
+            // Small integers, which are valid indices for operators that look up rows.
             10 | 11 => {
                 let (buffer, offset, len) = self.range();
                 let ids = 0..(len / 4).min(16);
@@ -364,7 +367,7 @@ impl<'a> Script<'a> {
                     .collect();
                 Request::Write { buffer, offset }
             }
-            // Numbers that are ordinary: half floats of about 1 wherever one looks.
+            // Ordinary numbers: half floats near 1 at each even offset.
             12 => {
                 let (buffer, offset, len) = self.range();
                 *payload = [0x00, 0x3c].repeat(len.min(2048) as usize / 2);
@@ -422,7 +425,8 @@ impl<'a> Script<'a> {
         })
     }
 
-    /// Something about weights. Most of the time a buffer that is large enough has to come first.
+    /// A request about weights. Usually the guest must first allocate a buffer that is large
+    /// enough.
     fn weights(&mut self) -> Request {
         let large = |(_, bytes): &(&u64, &Vec<u8>)| bytes.len() as u64 >= MIN_EXTENT;
         let candidates: Vec<u64> = self
@@ -465,7 +469,7 @@ impl<'a> Script<'a> {
                 proof: ContentHash([self.input.byte(); 32]),
             },
             _ => {
-                // What some buffer holds, which may be known, for this one.
+                // The content of another buffer, which the host may know, for this buffer.
                 let from = match candidates.is_empty() {
                     true => buffer.0,
                     false => self.input.pick(&candidates),
@@ -495,7 +499,7 @@ impl<'a> Script<'a> {
         }
     }
 
-    /// Counted up, mostly.
+    /// A new buffer id, usually the next number.
     fn new_buffer(&mut self) -> BufferId {
         BufferId(match self.input.chance(32) {
             true => self.input.odd_number(),
@@ -503,7 +507,7 @@ impl<'a> Script<'a> {
         })
     }
 
-    /// A buffer that exists, mostly.
+    /// A buffer id, usually of an existing buffer.
     fn buffer(&mut self) -> BufferId {
         let known: Vec<u64> = self.model.buffers.keys().copied().collect();
         BufferId(match known.is_empty() || self.input.chance(200) {
@@ -521,7 +525,7 @@ impl<'a> Script<'a> {
         }
     }
 
-    /// A range inside a buffer, mostly.
+    /// A range, usually inside the buffer.
     fn range(&mut self) -> (BufferId, u64, u64) {
         let buffer = self.buffer();
         if self.input.chance(200) {
@@ -537,7 +541,7 @@ impl<'a> Script<'a> {
         (buffer, offset, len.min(size - offset))
     }
 
-    /// A graph, mostly whole. It is run right away, mostly.
+    /// A graph, usually complete. Usually the next request runs it.
     fn graph(&mut self, payload: &mut Vec<u8>) -> Request {
         let places: Vec<graphs::Place> = self
             .model
@@ -568,7 +572,7 @@ impl<'a> Script<'a> {
         }
     }
 
-    /// A graph that differs from another in a word or two.
+    /// A patch that changes one or two words of another graph.
     fn patch(&mut self, payload: &mut Vec<u8>) -> Request {
         let Request::Submit { graph: base } = self.submit() else {
             unreachable!("submit makes that request");
@@ -595,7 +599,7 @@ impl<'a> Script<'a> {
     }
 }
 
-/// The only failures that a guest can cause are those that it can read about.
+/// Checks that the reply is the failure of this request, with `why` in its reason.
 fn assert_failed(reply: &Reply, request: u64, why: &str) {
     match reply {
         Reply::Failed {

@@ -1,5 +1,4 @@
-//! What a guest may expect of its session: the memory it should see, the requests that should end
-//! it.
+//! A model of a session: the expected content of its memory, and the requests that must end it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,7 +7,7 @@ use vgpu_transport::wire::{
     ContentHash, GraphId, MAX_PAYLOAD, MAX_QUERIED, MIN_EXTENT, PROTOCOL_VERSION, Request,
 };
 
-/// What should come of a request.
+/// The expected result of a request.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Expect {
     Welcome,
@@ -24,70 +23,70 @@ pub(crate) enum Expect {
     Memory,
     /// The session ends.
     End,
-    /// A part of a graph, and the graph if this was the last part: the session ends or goes on, as
-    /// the graph is.
+    /// A part of a graph, with the graph if this is the last part. The session ends if the graph is
+    /// invalid.
     Part(Option<(GraphId, Vec<u8>)>),
     /// A graph runs, or fails because of an index in its data.
     Run(GraphId),
-    /// The buffer is for weights now.
+    /// The buffer is marked as weights.
     Held,
-    /// The session says which of these it keeps for the buffer.
+    /// The session replies which of these hashes it keeps for the buffer.
     Have {
         buffer: u64,
         wanted: Vec<(ContentHash, u64)>,
     },
-    /// The host has these bytes and they are in the buffer now, or it has them not. `None`: nobody
-    /// has them.
-    Adopted {
+    /// The host has the content and the buffer contains it now, or the host does not have the
+    /// content. `None`: no session has it.
+    LookedUp {
         buffer: u64,
         offset: u64,
         len: u64,
         content: Option<Vec<u8>>,
     },
-    /// A graph fails each time: the engine has not the memory to run it.
+    /// A graph fails each time, since the engine does not have the memory to run it.
     Fail,
 }
 
-/// The guest's idea of its session.
+/// The expected state of a session.
 #[derive(Default)]
 pub(crate) struct Model {
     greeted: bool,
-    /// Buffers and what they hold.
+    /// The content of each buffer.
     pub(crate) buffers: BTreeMap<u64, Vec<u8>>,
-    /// Those of them that are for weights.
+    /// The state of the buffers for weights.
     weights: BTreeMap<u64, Weights>,
-    /// What the session keeps for each of them.
+    /// The hashes that the session keeps for each of them.
     kept: BTreeMap<u64, BTreeSet<[u8; 32]>>,
-    /// What hashes the guest has asked for stand for.
+    /// The content of each hash that the guest has looked up.
     contents: BTreeMap<[u8; 32], Vec<u8>>,
     names: BTreeSet<u64>,
     graphs: BTreeMap<u64, Graph>,
-    /// The words that each graph came in. May have some of graphs that are gone.
+    /// The encoded words of each graph. Graphs that are forgotten may remain.
     images: BTreeMap<u64, Vec<u32>>,
-    /// Those of the graphs that the engine has no memory for.
+    /// The graphs that the engine does not have the memory to run.
     failing: BTreeSet<u64>,
     image: Vec<u8>,
     last_run: Option<GraphId>,
 }
 
-/// What became of a buffer for weights.
+/// The state of a buffer for weights.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 enum Weights {
     #[default]
     Open,
-    Settled,
-    /// Settled and written to: it takes twice its memory.
+    Sealed,
+    /// Sealed and written to: it takes twice its memory.
     Written,
 }
 
-/// What the session was set up with.
+/// The limits of the session.
 pub(crate) struct Setup {
     pub(crate) memory: u64,
     pub(crate) buffers: usize,
 }
 
 impl Model {
-    /// Bytes of all buffers.
+    /// The bytes of all buffers.
     pub(crate) fn used(&self) -> u64 {
         let size = |(buffer, bytes): (&u64, &Vec<u8>)| {
             let is_twice = self.weights.get(buffer) == Some(&Weights::Written);
@@ -96,10 +95,9 @@ impl Model {
         self.buffers.iter().map(size).sum()
     }
 
-    /// Somebody is about to write to a buffer. `false` when there is no room for a copy of what is
-    /// settled.
-    fn will_be_written(&mut self, buffer: u64, setup: &Setup) -> bool {
-        if self.weights.get(&buffer) != Some(&Weights::Settled) {
+    /// Prepares a write to a buffer. `false` if a copy of a sealed buffer does not fit the memory.
+    fn prepare_write(&mut self, buffer: u64, setup: &Setup) -> bool {
+        if self.weights.get(&buffer) != Some(&Weights::Sealed) {
             return true;
         }
         let fits = self.buffers[&buffer].len() as u64 <= setup.memory - self.used();
@@ -109,7 +107,7 @@ impl Model {
         fits
     }
 
-    /// A hash to ask for, and what it stands for.
+    /// The hash of a range of a buffer. Records the content for later lookups.
     pub(crate) fn hash_of(&mut self, buffer: u64, offset: u64, len: u64) -> ContentHash {
         let Some(bytes) = self.range(buffer, offset, len).map(|bytes| bytes.to_vec()) else {
             return ContentHash([7; 32]);
@@ -124,7 +122,7 @@ impl Model {
             .retain(|_, graph| !graph.buffers.contains(&buffer));
     }
 
-    /// Whether a buffer has had this name.
+    /// Whether this id was the id of a buffer.
     pub(crate) fn is_used(&self, name: u64) -> bool {
         self.names.contains(&name)
     }
@@ -134,7 +132,7 @@ impl Model {
         self.graphs.keys().copied().map(GraphId).collect()
     }
 
-    /// Foresees what comes of a request, and takes it as done.
+    /// Applies a request to the model. Returns the expected result.
     pub(crate) fn request(&mut self, message: &[u8], payload: &[u8], setup: &Setup) -> Expect {
         let Ok(request) = Request::decode(message) else {
             return Expect::End;
@@ -210,7 +208,7 @@ impl Model {
                 offset,
                 total,
             } => {
-                // Parts out of order end the session, so what goes on is in order.
+                // Parts out of order end the session, so this part is in order.
                 if offset == 0 {
                     self.image.clear();
                 }
@@ -266,7 +264,7 @@ impl Model {
                         && content
                             .as_ref()
                             .is_some_and(|bytes| bytes.len() as u64 == len);
-                    Expect::Adopted {
+                    Expect::LookedUp {
                         buffer: buffer.0,
                         offset,
                         len,
@@ -301,7 +299,7 @@ impl Model {
                     _ => Expect::End,
                 }
             }
-            // Nobody is asked for one: all is the guest's own.
+            // No proof is required, since all content is the guest's own.
             Request::Proof { .. } => Expect::End,
             Request::Extent {
                 buffer,
@@ -315,7 +313,7 @@ impl Model {
                 None => Expect::End,
                 Some(state) => {
                     if *state == Weights::Open {
-                        *state = Weights::Settled;
+                        *state = Weights::Sealed;
                         self.kept.remove(&buffer.0);
                         self.forget_users(buffer);
                     }
@@ -336,14 +334,14 @@ impl Model {
         if self.range(buffer, offset, len).is_none() {
             return Expect::End;
         }
-        if !self.will_be_written(buffer, setup) {
+        if !self.prepare_write(buffer, setup) {
             return Expect::Fail;
         }
         self.range(buffer, offset, len).map(change);
         Expect::Nothing
     }
 
-    /// The state of a buffer of which this may be an extent.
+    /// The state of a buffer for weights, if the range is a valid extent of it.
     fn extent(&mut self, buffer: u64, offset: u64, len: u64) -> Option<Weights> {
         self.range(buffer, offset, len)?;
         let state = self.weights.get(&buffer).copied();
@@ -378,21 +376,21 @@ impl Model {
         kept.is_some_and(|kept| kept.contains(&hash.0))
     }
 
-    /// The session keeps these for a buffer.
+    /// Records the hashes that the session keeps for a buffer.
     pub(crate) fn keeps(&mut self, buffer: u64, wanted: &[(ContentHash, u64)], places: &[u64]) {
         for &place in places {
             let (hash, len) = wanted[place as usize];
             let content = self
                 .contents
                 .get(&hash.0)
-                .expect("bytes that the guest has had");
+                .expect("content that the guest has hashed");
             assert_eq!(content.len() as u64, len);
             assert_eq!(self.weights[&buffer], Weights::Open);
             self.kept.entry(buffer).or_default().insert(hash.0);
         }
     }
 
-    /// The graph that was run last, a node on each line.
+    /// The graph of the last run, one node per line.
     pub(crate) fn describe_last_run(&self) -> String {
         let Some(graph) = self.last_run.and_then(|id| self.graphs.get(&id.0)) else {
             return "no graph".into();
@@ -417,7 +415,8 @@ impl Model {
         lines.join("\n")
     }
 
-    /// The session has taken a graph; the engine can run it, or it has not the memory.
+    /// Records a graph that the session has accepted. `can_run`: the engine has the memory to run
+    /// it.
     pub(crate) fn took_graph(&mut self, id: GraphId, image: &[u8], can_run: bool, setup: &Setup) {
         match can_run {
             true => self.failing.remove(&id.0),
@@ -433,14 +432,17 @@ impl Model {
             .collect();
         let fits = written
             .into_iter()
-            .all(|buffer| self.will_be_written(buffer, setup));
-        assert!(fits || !can_run, "it writes to weights that it cannot copy");
+            .all(|buffer| self.prepare_write(buffer, setup));
+        assert!(
+            fits || !can_run,
+            "the graph writes to weights whose copy does not fit"
+        );
         self.graphs.insert(id.0, graph);
         self.images.insert(id.0, words);
     }
 
-    /// Which bytes of which buffers a run of a graph may have changed: the elements of
-    /// destinations, and nothing between or beside them.
+    /// The bytes of each buffer that a run of a graph may change: exactly the elements of the
+    /// destinations.
     pub(crate) fn may_change(&self, id: GraphId) -> BTreeMap<u64, Vec<bool>> {
         let mut masks: BTreeMap<u64, Vec<bool>> = self
             .buffers
@@ -466,7 +468,7 @@ fn words(bytes: &[u8]) -> Vec<u32> {
         .collect()
 }
 
-/// What a node writes: its destination, and what optimisers keep in their sources.
+/// The tensors that a node writes: its destination, and the state that optimisers keep in sources.
 fn written<'g>(graph: &'g Graph, node: &'g Node) -> impl Iterator<Item = &'g Tensor> {
     let sources: &[usize] = match node.op {
         Op::OptStepAdamw {} => &[0, 2, 3],

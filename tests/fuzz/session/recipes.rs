@@ -1,8 +1,8 @@
-//! How each operator wants its operands.
+//! Valid operands for each operator.
 //!
-//! A recipe restates the rules of `vgpu_transport::ir::check` the other way round: not "are these
-//! extents right?" but "which are?". An operator without one is never run by the fuzzer; a test in
-//! `graphs` sees to it that every operator of the engine has one.
+//! A recipe is the inverse of the rules of `vgpu_transport::ir::check`: it generates extents that
+//! those rules accept. The fuzzer runs no operator without a recipe. A test in `graphs` ensures
+//! that every operator of the engine has one.
 
 use vgpu_transport::ir::{
     GluKind, Op, OpKind, PoolKind, Precision, RopeMode, ScaleMode, Shape, SortOrder, TriKind, Type,
@@ -17,11 +17,11 @@ pub(crate) struct Recipe {
     pub(crate) dst: [u64; 4],
     /// Some optional ones may be absent.
     pub(crate) src: Vec<Option<Operand>>,
-    /// Whether it wants all tensors contiguous.
+    /// Whether the operator requires contiguous tensors.
     pub(crate) is_dense: bool,
 }
 
-/// Type (`None`: what the engine's rule says) and extents.
+/// The type (`None`: from the engine's rule) and the extents.
 pub(crate) type Operand = (Option<Type>, [u64; 4]);
 
 impl Recipe {
@@ -111,7 +111,7 @@ pub(crate) fn recipe(
         OpKind::Set | OpKind::Acc => {
             let [_, nb1, nb2, nb3] = Shape::contiguous(dst_type, ne)?.nb;
             let view = ne.map(|n| n.min(u64::from(input.byte() % 8) + 1));
-            // Back from the end as far as the view leaves room.
+            // A view from the end, as long as the buffer permits.
             let offset = match input.chance(2) {
                 true => (n0 - view[0]) * dst_type.block_bytes(),
                 false => 0,
@@ -412,7 +412,7 @@ pub(crate) fn recipe(
             Recipe::new(Op::OptStepSgd {}, ne, [ne, ne]).with(Type::F32, [2, 1, 1, 1])
         }
 
-        // ggml can no longer make one, and no rule of ours lets one through.
+        // ggml no longer creates such a node, and validation accepts none.
         OpKind::FlashAttnBack => return None,
     })
 }
@@ -448,7 +448,7 @@ fn small(input: &mut Input<'_>, range: std::ops::Range<i32>) -> i32 {
     range.start + input.below(range.len()) as i32
 }
 
-/// ALiBi, where there is a mask for it.
+/// ALiBi if the operator has a mask.
 fn max_bias(input: &mut Input<'_>, has_mask: bool) -> f32 {
     match has_mask {
         true => input.pick(&[0.0, 8.0, f32::NAN]),
@@ -609,7 +609,7 @@ fn recurrent(input: &mut Input<'_>, kind: OpKind, ne: [u64; 4]) -> Option<Recipe
     })
 }
 
-/// How a kernel moves over one dimension.
+/// The parameters of a convolution kernel in one dimension.
 #[derive(Clone, Copy)]
 struct Line {
     input: u64,
@@ -630,7 +630,7 @@ impl Line {
         }
     }
 
-    /// How many places the kernel has.
+    /// The number of positions of the kernel.
     fn places(&self) -> Option<u64> {
         let room = self.input as i64 + 2 * i64::from(self.padding)
             - i64::from(self.dilation) * (self.kernel as i64 - 1)
@@ -638,7 +638,8 @@ impl Line {
         u64::try_from(room / i64::from(self.stride) + 1).ok()
     }
 
-    /// How far the kernels reach that each element lays down, a stride apart.
+    /// The extent of a transposed convolution, which places a kernel per element at the distance of
+    /// a stride.
     fn spread(&self) -> Option<u64> {
         Some(self.input.checked_sub(1)? * self.stride as u64 + self.kernel)
     }

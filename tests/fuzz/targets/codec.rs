@@ -1,4 +1,5 @@
-//! Messages, both ways: what can be read is written the same, and nothing else can be read.
+//! Messages in both directions. Each decoded message encodes to the same bytes; other bytes are
+//! refused.
 
 use vgpu_transport::wire::{Reply, Request};
 
@@ -17,7 +18,7 @@ pub(crate) fn run(data: &[u8]) {
     if let Ok(reply) = Reply::decode(data) {
         again.clear();
         reply.encode(&mut again);
-        // Capabilities come in any order and go in one.
+        // Capabilities are decoded in any order and encoded in a fixed one.
         assert_eq!(Reply::decode(&again).as_ref(), Ok(&reply));
     }
 }

@@ -1,4 +1,4 @@
-//! Configuration files: read, or refused with the place of the mistake.
+//! Configuration files: accepted, or refused with the position of the error.
 
 use vgpu_executor::config::Settings;
 
@@ -19,7 +19,7 @@ pub(crate) fn run(data: &[u8]) {
             let count = names.len();
             names.sort_unstable();
             names.dedup();
-            assert_eq!(names.len(), count, "a name twice in {text:?}");
+            assert_eq!(names.len(), count, "a duplicate name in {text:?}");
         }
         Err(problem) => assert!(!problem.to_string().is_empty()),
     }

@@ -1,5 +1,5 @@
-//! The host of a virtual machine whose driver writes anything into its device, and whose monitor
-//! takes its files, or does not, or goes.
+//! The host of a virtual machine whose driver writes arbitrary values to its device, and whose
+//! monitor accepts its files, refuses them, or disconnects.
 
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use vgpu_transport::shm::memory::{Memory as _, Window, sealed_file};
 
 use super::session::input::Input;
 
-/// Most steps of one case; each may open a session, which is a few system calls.
+/// The maximum number of steps. Each may open a session, which takes a few system calls.
 const STEPS: usize = 16;
 
 pub(crate) fn run(data: &[u8]) {
@@ -34,7 +34,7 @@ pub(crate) fn run(data: &[u8]) {
         match input.below(6) {
             0 => guest.store(word::request(input.below(SLOTS)), input.u64()),
             1 => guest.store(8 * input.below(PAGE / 8), input.odd_number()),
-            // Anywhere in the first pages of a slot's window: words, cursors, headers of records.
+            // Any position in the first pages of a slot's window: words, cursors, record headers.
             2 | 3 => {
                 let slot = directory.slot(input.below(SLOTS));
                 let at = slot.start + 8 * (input.u64() as usize % (PAGE / 4));
@@ -70,7 +70,7 @@ pub(crate) fn run(data: &[u8]) {
     }
 }
 
-/// A monitor that takes no files, has gone, or has been there all the time.
+/// A monitor that accepts no files, has disconnected, or is connected.
 fn handshake(input: &mut Input<'_>) {
     let (ours, theirs) = UnixStream::pair().expect("sockets");
     ours.set_nonblocking(true).expect("a socket");
@@ -83,7 +83,7 @@ fn handshake(input: &mut Input<'_>) {
             theirs.shutdown(std::net::Shutdown::Both).expect("a socket");
             None
         }
-        // Until the files are on their way.
+        // Until the files are sent.
         _ => Some(theirs),
     };
     let welcomed = ivshmem::welcome(ours.into(), MIN_SIZE);

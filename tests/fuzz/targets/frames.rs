@@ -1,5 +1,5 @@
-//! Frames on a stream, in pieces of any size, read by a guest's end. The host's end reads with the
-//! same code.
+//! Frames on a stream, in parts of any size, read by the guest's end. The host's end uses the same
+//! code.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -10,7 +10,7 @@ use vgpu_transport::link::LinkError;
 use vgpu_transport::link::stream::{Channel, StreamGuest};
 use vgpu_transport::wire::{MAX_MESSAGE, MAX_PAYLOAD};
 
-/// Hands the input out in pieces, and takes everything.
+/// A stream that returns the input in parts, and discards all writes.
 struct Script {
     bytes: Vec<u8>,
     at: usize,
@@ -53,7 +53,7 @@ pub(crate) fn run(data: &[u8]) {
     let mut retired = 0;
     let mut message = Vec::new();
     let mut room = vec![0; 256];
-    // The end of the input is the end of the stream, so this ends, too.
+    // The loop ends, since the end of the input is the end of the stream.
     loop {
         message.clear();
         let now = guest.retired();

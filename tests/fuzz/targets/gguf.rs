@@ -1,4 +1,4 @@
-//! GGUF files: what can be read is written the same.
+//! GGUF files: a file that was read is written with the same content.
 
 use vgpu_gguf::{Metadata, Tensor, TensorType, lay_out};
 
@@ -10,7 +10,7 @@ pub(crate) fn run(data: &[u8]) {
         let read = Metadata::read(&mut &written[..]).expect("what was written");
         assert_eq!(lay_out(&read, &[]).expect("metadata alone").head, written);
     }
-    // Tensors of any shape, laid out or refused.
+    // Tensors of any shape are laid out or refused.
     let mut input = Input::new(data);
     let tensors: Vec<Tensor> = (0..input.below(6))
         .map(|i| Tensor {

@@ -1,5 +1,5 @@
-//! Graph images: decoded, validated, patched. What is valid lies in its buffers, by an arithmetic
-//! of our own.
+//! Graph images: decoded, validated, patched. Every tensor of a valid graph is inside its buffer.
+//! The target computes the byte ranges independently.
 
 use std::sync::OnceLock;
 
@@ -50,7 +50,7 @@ pub(crate) fn run(data: &[u8]) {
     }
 }
 
-/// Where a tensor ends, in numbers that cannot wrap.
+/// The end of a tensor, computed without overflow.
 fn end(tensor: &Tensor) -> u128 {
     let shape = &tensor.shape;
     if shape.ne.contains(&0) {

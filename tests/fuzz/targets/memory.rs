@@ -1,4 +1,4 @@
-//! A window that a fuzzer writes into: plain bytes of one thread.
+//! A window in the memory of one thread, which the fuzzer writes to.
 
 use std::cell::RefCell;
 
@@ -11,7 +11,7 @@ impl Bytes {
         Bytes(RefCell::new(vec![0; len]))
     }
 
-    /// What a hostile peer does, which keeps to no rule.
+    /// A write by a hostile peer, at any offset.
     pub(crate) fn scribble(&self, at: usize, data: &[u8]) {
         let mut bytes = self.0.borrow_mut();
         let at = at % bytes.len();

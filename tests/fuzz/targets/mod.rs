@@ -1,8 +1,8 @@
-//! What is fuzzed, one module a target. Each turns bytes into a case and panics if anything is not
-//! as it should be.
+//! The fuzz targets, one module each. A target turns bytes into a test case and panics if a check
+//! fails.
 //!
-//! `session` runs everything behind the link at once; the others go at one reader of hostile input
-//! each, which is why they run a hundred times as often.
+//! `session` runs all code behind the link. Each other target runs one reader of hostile input, a
+//! hundred times as often in the same time.
 
 #[path = "../session/mod.rs"]
 pub(crate) mod session;

@@ -1,4 +1,4 @@
-//! What a monitor says over vfio-user: messages that pass the filter, and the function behind it.
+//! Messages of a monitor over vfio-user: the filter, and the PCI function behind it.
 
 use vgpu_executor::vm::fuzzing::Machine;
 

@@ -1,4 +1,4 @@
-//! The pages that say what a window or a device is, as a hostile host would write them.
+//! The pages that describe a window or a device, as written by a hostile host.
 
 use vgpu_transport::link::pci::directory::{self, Directory};
 use vgpu_transport::shm::layout::{self, Layout};
@@ -15,7 +15,7 @@ pub(crate) fn run(data: &[u8]) {
         true => layout::MIN_SIZE << input.below(4),
         false => directory::MIN_SIZE << input.below(4),
     };
-    // Mostly right, so that it is read to the end.
+    // Mostly valid, so that the reader does not stop early.
     match is_window {
         true => Layout::new(size, 5).expect("a good size").write(&memory),
         false => Directory::new(size, 5).expect("a good size").write(&memory),

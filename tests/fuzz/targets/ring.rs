@@ -1,8 +1,8 @@
-//! A ring whose other side writes anything, anywhere, at any time.
+//! A ring whose other side writes any value, anywhere, at any time.
 //!
-//! What arrives lies in the ring or in the bulk area and within the limits; a side that has seen a
-//! broken rule does not go on; what an honest producer sends to an honest consumer arrives as it
-//! was sent.
+//! Received records are in the ring or in the bulk area and within the limits. A side that has
+//! detected a violation does not continue. Records of a correct producer arrive unchanged at a
+//! correct consumer.
 
 use vgpu_transport::shm::memory::Memory as _;
 use vgpu_transport::shm::ring::{Consumer, Limits, Payload, Producer, RingArea};
@@ -32,7 +32,7 @@ pub(crate) fn run(data: &[u8]) {
         bulk: BULK,
     };
     let mut consumer = Consumer::new(place, limits);
-    // Nothing hostile so far: what was sent has to arrive.
+    // No hostile write so far: all records must arrive.
     let mut is_honest = true;
     let mut sent = std::collections::VecDeque::new();
     let mut number = 0;
@@ -50,7 +50,7 @@ pub(crate) fn run(data: &[u8]) {
                 is_honest = false;
                 memory.store(HEAD, u64::from(input.byte()) * 64);
             }
-            // A header somewhere in the ring, almost right.
+            // An almost valid header somewhere in the ring.
             2 => {
                 is_honest = false;
                 let at = RING.start + 64 * input.below(32);

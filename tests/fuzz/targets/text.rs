@@ -1,4 +1,4 @@
-//! What users write: endpoints, virtual machines, sizes.
+//! Texts from users: endpoints, virtual machines, sizes.
 
 use vgpu_executor::size;
 use vgpu_executor::vm::VmOptions;
@@ -12,7 +12,7 @@ pub(crate) fn run(data: &[u8]) {
         Ok(endpoint) => {
             let said = endpoint.to_string();
             assert_eq!(
-                said.parse::<Endpoint>().expect("what was said"),
+                said.parse::<Endpoint>().expect("the displayed endpoint"),
                 endpoint,
                 "{text:?}"
             );

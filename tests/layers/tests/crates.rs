@@ -67,7 +67,7 @@ const BANNED: [&str; 6] = [
 ];
 
 #[test]
-fn crates_depend_on_lower_ones_only() {
+fn crates_depend_on_lower_layers_only() {
     let packages = packages().unwrap();
     let mut below: BTreeSet<&str> = BTreeSet::new();
     for (name, allowed) in ALLOWED {
@@ -123,7 +123,7 @@ fn tree(package: &str) -> BTreeSet<String> {
 }
 
 #[test]
-fn the_plugin_brings_few_crates_and_no_command() {
+fn plugin_has_few_dependencies_and_no_binary() {
     let crates = tree("ggml-vgpu");
     assert!(
         crates.len() <= MAX_PLUGIN_CRATES,

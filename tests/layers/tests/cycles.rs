@@ -23,7 +23,7 @@ fn uses(graph: &Graph, from: &str, to: &str) -> bool {
 }
 
 #[test]
-fn a_planted_cycle_is_found() {
+fn artificial_cycle_is_detected() {
     let mut files = vec![
         ("lib.rs", "mod device; mod session; mod error;"),
         (
@@ -53,7 +53,7 @@ fn a_planted_cycle_is_found() {
 }
 
 #[test]
-fn two_cycles_are_told_apart() {
+fn two_cycles_are_reported_separately() {
     let graph = of(&[
         ("lib.rs", "mod a; mod b; mod c; mod d;"),
         ("a.rs", "pub struct A; fn f(_: crate::b::B) {}"),
@@ -104,7 +104,7 @@ fn a_parent_whose_children_use_what_it_defines_must_not_use_them() {
 }
 
 #[test]
-fn every_way_to_name_something_counts() {
+fn every_form_of_path_counts_as_use() {
     let ways = [
         "use crate::b::B; fn f(_: B) {}",
         "use crate::b::{self as other}; fn f(_: other::B) {}",
@@ -144,7 +144,7 @@ fn every_way_to_name_something_counts() {
 }
 
 #[test]
-fn what_is_no_use_does_not_count() {
+fn comments_and_strings_do_not_count_as_use() {
     let ways = [
         "#[cfg(test)] mod tests { use crate::b::B; }",
         "#[cfg(all(test, unix))] use crate::b::B;",
@@ -172,7 +172,7 @@ fn what_is_no_use_does_not_count() {
 }
 
 #[test]
-fn files_are_found_where_rust_looks_for_them() {
+fn module_files_are_found_by_the_rules_of_rust() {
     let graph = of(&[
         (
             "lib.rs",

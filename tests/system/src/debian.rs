@@ -1,4 +1,4 @@
-//! What `cargo xtask package` makes.
+//! The output of `cargo xtask package`.
 
 use std::path::{Path, PathBuf};
 
@@ -12,7 +12,7 @@ use xtask_common::workspace;
 pub(crate) const HOST: &str = "vgpu";
 pub(crate) const GUEST: &str = "vgpu-guest";
 
-/// The files that were made.
+/// The files of a package build.
 #[derive(Debug)]
 pub(crate) struct Packages {
     pub(crate) host: PathBuf,
@@ -22,7 +22,7 @@ pub(crate) struct Packages {
 }
 
 impl Packages {
-    /// Has `cargo xtask package` pack a build; what was in `folder` is removed.
+    /// Packs a build with `cargo xtask package`. Removes the previous content of `folder`.
     pub(crate) fn make(dist: &Dist, folder: &Path) -> Result<Packages> {
         let built = dist.plugin.parent().context("a build lies in a folder")?;
         let mut cargo = workspace::cargo();
@@ -36,7 +36,7 @@ impl Packages {
         let [host, guest, archive, checksums] = <[PathBuf; 4]>::try_from(files)
             .map_err(|files| anyhow::anyhow!("`cargo xtask package` named {files:?}"))?;
         for file in [&host, &guest, &archive, &checksums] {
-            ensure!(file.is_file(), "{} was not made", file.display());
+            ensure!(file.is_file(), "{} was not created", file.display());
         }
         Ok(Packages {
             host,
@@ -46,7 +46,7 @@ impl Packages {
         })
     }
 
-    /// The files that the checksums are of.
+    /// The files in the list of checksums.
     pub(crate) fn all(&self) -> [&Path; 3] {
         [&self.host, &self.guest, &self.archive]
     }

@@ -1,4 +1,4 @@
-//! A `llama-server` of our own, and the few requests it is asked.
+//! A `llama-server` and the requests of the tests.
 
 use std::io::{BufRead as _, BufReader};
 use std::path::Path;
@@ -13,11 +13,11 @@ use xtask_common::node_llama::{self, Backend};
 use xtask_common::process::{Daemon, free_port};
 use xtask_common::workspace;
 
-/// A timeout, not a measure of speed: a wait that takes longer has failed.
-const PATIENCE: Duration = Duration::from_secs(60);
-/// Log-probabilities asked for with every token.
+/// The timeout for every wait.
+const TIMEOUT: Duration = Duration::from_secs(60);
+/// The number of log-probabilities per token.
 const TOP: u32 = 16;
-/// Tokens of its context.
+/// The context size in tokens.
 const CONTEXT: u32 = 2048;
 
 /// A running server; killed on drop.
@@ -29,7 +29,7 @@ pub(crate) struct Server {
 }
 
 impl Server {
-    /// Starts a server with `model`, all layers on whatever `backend` offers.
+    /// Starts a server with `model`, all layers on the device of `backend`.
     pub(crate) fn start(
         bin: &Path,
         model: &Path,
@@ -53,7 +53,7 @@ impl Server {
         node_llama::set_backend(&mut command, backend, stats);
         let agent = ureq::Agent::config_builder()
             .http_status_as_error(false)
-            // llama-server closes connections when it likes: each request gets its own.
+            // llama-server may close a connection at any time, so each request gets its own.
             .max_idle_connections(0)
             .build()
             .into();
@@ -63,7 +63,7 @@ impl Server {
             agent,
         };
         let (agent, health) = (server.agent.clone(), format!("{}/health", server.address));
-        server.daemon.wait_until(PATIENCE, |_| {
+        server.daemon.wait_until(TIMEOUT, |_| {
             agent
                 .get(&health)
                 .call()
@@ -72,7 +72,7 @@ impl Server {
         Ok(server)
     }
 
-    /// Whether it answers, and is content.
+    /// Whether the server reports that it is healthy.
     pub(crate) fn is_healthy(&self) -> bool {
         let response = self.agent.get(&format!("{}/health", self.address)).call();
         response.is_ok_and(|response| response.status() == 200)
@@ -102,8 +102,8 @@ impl Server {
         choices.iter().map(choice).collect()
     }
 
-    /// Continues `prompt` for as long as the context lasts, and hands every line of the answer to
-    /// `line`; ends when the server ends the answer.
+    /// Continues `prompt` up to the end of the context. Calls `line` with every line of the
+    /// response until the server ends it.
     pub(crate) fn stream(&self, prompt: &str, mut line: impl FnMut(&str)) -> Result<()> {
         let response = self
             .agent
@@ -112,24 +112,24 @@ impl Server {
             .send(request(prompt, CONTEXT as usize, true).to_string())
             .context("asking llama-server")?;
         for text in BufReader::new(response.into_body().into_reader()).lines() {
-            // A connection cut off is an end, too.
+            // A closed connection also ends the response.
             let Ok(text) = text else { break };
             line(&text);
         }
         Ok(())
     }
 
-    /// What it has logged so far.
+    /// The server's log so far.
     pub(crate) fn log(&self) -> String {
         self.daemon.log()
     }
 
-    /// Ends it with SIGTERM and expects a clean end.
+    /// Ends the server with SIGTERM.
     pub(crate) fn stop(self) -> Result<()> {
-        self.daemon.stop(PATIENCE)
+        self.daemon.stop(TIMEOUT)
     }
 
-    /// Ends it with SIGKILL: it gets no chance to say goodbye.
+    /// Ends the server with SIGKILL, so that it cannot close its connections.
     pub(crate) fn kill(&self) -> Result<()> {
         self.daemon.kill()
     }
@@ -141,7 +141,7 @@ fn request(prompt: &str, tokens: usize, stream: bool) -> Value {
         "n_predict": tokens,
         "temperature": 0.0,
         "n_probs": if stream { 0 } else { TOP },
-        // An end-of-text token of a model with random weights means nothing: go on.
+        // The end-of-text token of a model with random weights has no meaning.
         "ignore_eos": true,
         "cache_prompt": false,
         "stream": stream,

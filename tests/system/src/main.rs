@@ -1,4 +1,5 @@
-//! The system tests: what `cargo xtask test`, `vm`, `ollama`, `ops-table` and `faults` start.
+//! The system tests: the program behind `cargo xtask test`, `vm`, `ollama`, `ops-table` and
+//! `faults`.
 
 mod debian;
 mod faults;
@@ -26,12 +27,11 @@ enum Arguments {
     Test(test_run::Options),
     /// Boot a guest under QEMU and run the tests inside
     Vm(test_run::VmOptions),
-    /// Build Ollama, install the plugin in it, and use it as a client would
+    /// Build Ollama, install the plugin in it, and test its API
     Ollama,
     /// Run test-backend-ops and write docs/OPS.md
     OpsTable(ops::table::Options),
-    /// Kill, suspend and exhaust executors and guests hundreds of times, and look for leaks, and
-    /// check what they leave behind
+    /// Kill, suspend and exhaust executors and guests hundreds of times, and check for leaks
     Faults(faults::Options),
 }
 

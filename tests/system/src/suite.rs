@@ -1,4 +1,4 @@
-//! `cargo xtask test`: everything that must hold, from formatting to real programs.
+//! `cargo xtask test`: all tests, from formatting to real programs.
 
 use std::cell::OnceCell;
 
@@ -14,7 +14,7 @@ use crate::parts::{
 use crate::test_run::{Options, PARTS, Part, TestRun};
 use crate::times::Times;
 
-/// Runs the tests; an error if one failed.
+/// Runs the tests. Returns an error if one failed.
 pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
     let reports = workspace::reports();
     std::fs::create_dir_all(&reports).with_context(|| format!("creating {}", reports.display()))?;
@@ -28,7 +28,7 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
     let wanted = |part: &Part| options.only.is_empty() || options.only.contains(part);
     if !options.full {
         println!(
-            "samples are drawn with --seed {}; --full runs everything",
+            "samples depend on --seed {}; --full runs all tests",
             options.seed()
         );
     }

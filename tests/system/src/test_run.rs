@@ -1,4 +1,4 @@
-//! What the parts of a run share: its options, the things under test, and the score.
+//! The state that all parts of a run share: options, programs under test, and results.
 
 use std::cell::OnceCell;
 use std::path::PathBuf;
@@ -15,7 +15,7 @@ use xtask_common::workspace;
 
 use crate::vm::Kind;
 
-/// What the models are asked to go on with.
+/// The prompt of the generations.
 pub(crate) const PROMPT: &str = "A virtual machine has no graphics processor of its own. It asks its \
     host for one, sends the work in a single message, and reads the answer back. What it needs for \
     that is";
@@ -23,11 +23,11 @@ pub(crate) const PROMPT: &str = "A virtual machine has no graphics processor of 
 /// Options of the tests.
 #[derive(Debug, Default, clap::Args)]
 pub(crate) struct Options {
-    /// Run everything there is, for hours: see the last lines of `--help` for what is left out
+    /// Run all tests, which takes hours: the last lines of `--help` list the tests that are skipped
     /// otherwise
     #[arg(long)]
     pub(crate) full: bool,
-    /// Decides which cases a sample holds [default: changes daily; printed]
+    /// Seed of the samples of cases [default: changes daily; printed]
     #[arg(long, value_name = "NUMBER")]
     pub(crate) seed: Option<u64>,
     /// Only these parts [default: all]
@@ -45,18 +45,19 @@ pub(crate) struct Options {
     pub(crate) machines: Vec<Kind>,
 }
 
-/// What `--full` adds, for the end of `--help`.
+/// The additional tests of `--full`, for the end of `--help`.
 pub(crate) const FULL: &str = "\
 Only `--full` runs:
   kernels   every GPU architecture instead of sm_80 and sm_90a
   ops       MUL_MAT_ID, FLASH_ATTN_EXT and fused products with every type instead of six; every case of ggml 0.26.0
             over inproc instead of a sample; the three cases of MUL_MAT_ID that take minutes each; every case again
             with the kernels of each lower SIMD level; docs/OPS.md against what was found
-  demo      the variant with the executor in the host's process, built by the demo itself
+  demo      the variant with the executor in the program's process, built by the demo itself
   faults    each fault twice as often (`cargo xtask faults`: hundreds of times)
-  ollama    everything again without flash attention
+  ollama    all checks again without flash attention
   deploy    KubeVirt's own types
-  vm        the guests with vfio-user, with vsock and TCP, and with systemd (`cargo xtask vm` runs these, too)";
+  vm        the guests with vfio-user, with vsock and TCP, and with systemd (`cargo xtask vm` also
+            runs these)";
 
 /// Options of `cargo xtask vm`.
 #[derive(Debug, clap::Args)]
@@ -83,7 +84,7 @@ impl From<&VmOptions> for Options {
 }
 
 impl Options {
-    /// What samples are drawn by.
+    /// The seed of the samples.
     pub(crate) fn seed(&self) -> u64 {
         const DAY: u64 = 24 * 60 * 60;
         self.seed.unwrap_or_else(|| {
@@ -92,7 +93,7 @@ impl Options {
         })
     }
 
-    /// As from the command line with `--only part`.
+    /// The options of the command line with `--only part`.
     pub(crate) fn only(part: Part) -> Options {
         Options {
             only: vec![part],
@@ -155,14 +156,14 @@ pub(crate) const PARTS: [Part; 15] = [
 ];
 
 impl Part {
-    /// Its name on the command line.
+    /// The name on the command line.
     pub(crate) fn name(self) -> String {
         let value = clap::ValueEnum::to_possible_value(&self);
         value.map_or_else(String::new, |value| value.get_name().to_owned())
     }
 }
 
-/// What the parts share: the things under test, and the score.
+/// The state that the parts share: programs under test, and results.
 pub(crate) struct TestRun<'a> {
     pub(crate) cache: &'a Cache,
     pub(crate) options: &'a Options,
@@ -191,7 +192,7 @@ impl TestRun<'_> {
         }
     }
 
-    /// Makes something that the checks of a part need; without it, they count as one failure.
+    /// Makes a prerequisite of a part's checks. If that fails, the part counts as one failure.
     pub(crate) fn prepare<T>(
         &mut self,
         what: &str,
@@ -207,7 +208,7 @@ impl TestRun<'_> {
         }
     }
 
-    /// The release build, made once.
+    /// The release build, built once per run.
     pub(crate) fn dist(&mut self) -> Option<Dist> {
         if let Some(folder) = &self.options.dist {
             let _ = self.dist.set(Some(dist::at(folder))); // the same each time
@@ -231,10 +232,10 @@ impl TestRun<'_> {
     }
 }
 
-/// An executor on a socket in a folder of its own.
+/// An executor on a socket in a separate folder.
 pub(crate) struct Served {
     pub(crate) executor: Executor,
-    // Behind the executor: the folder goes last.
+    // After the executor, so that the folder is removed last.
     _scratch: Scratch,
 }
 
@@ -243,7 +244,7 @@ impl Served {
         Served::start_command(&mut std::process::Command::new(&dist.vgpu), log)
     }
 
-    /// The same with `serve` as the command, whose environment the caller may have changed.
+    /// The same with the command `serve`, whose environment the caller may have changed.
     pub(crate) fn start_command(
         serve: &mut std::process::Command,
         log: &std::path::Path,

@@ -1,4 +1,4 @@
-//! How long each part took.
+//! The time of each part.
 
 use std::fmt;
 use std::time::{Duration, Instant};
@@ -20,7 +20,7 @@ struct Row {
     passed: u64,
     failed: usize,
     took: Duration,
-    /// Time on processors, of all that was started.
+    /// The CPU time of all processes that were started.
     cpu: Duration,
 }
 
@@ -34,7 +34,7 @@ pub(crate) struct Begun {
 }
 
 impl Times {
-    /// Notes the time and the score before a part.
+    /// Records the time and the results before a part.
     pub(crate) fn begin(&self, passed: u64, failed: usize) -> Begun {
         Begun {
             at: Instant::now(),
@@ -86,8 +86,7 @@ impl fmt::Display for Times {
     }
 }
 
-/// Time on processors of this process and of all that it has waited for; zero if the system does
-/// not tell.
+/// The CPU time of this process and of the children that it has waited for; zero if it is unknown.
 fn processor_time() -> Duration {
     let stat = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
     ticks(&stat).map_or(Duration::ZERO, |ticks| {
@@ -115,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn the_table_has_a_row_for_each_part_and_one_for_all() {
+    fn table_has_one_row_per_part_and_a_total() {
         let mut times = Times::default();
         for part in [Part::Unit, Part::Ops] {
             let begun = times.begin(1, 0);

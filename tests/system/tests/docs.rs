@@ -185,7 +185,7 @@ fn every_relative_link_resolves() {
 }
 
 #[test]
-fn the_functions_that_the_architecture_names_exist() {
+fn functions_named_in_the_architecture_exist() {
     let text = page("docs/ARCHITECTURE.md");
     let named = named_functions(&text);
     assert!(
@@ -200,7 +200,7 @@ fn the_functions_that_the_architecture_names_exist() {
 }
 
 #[test]
-fn the_files_that_the_documentation_names_exist() {
+fn files_named_in_the_documentation_exist() {
     const FOLDERS: [&str; 10] = [
         "benches/",
         "deploy/",
@@ -235,7 +235,7 @@ fn the_files_that_the_documentation_names_exist() {
 }
 
 #[test]
-fn the_tests_that_the_guarantees_name_exist() {
+fn tests_named_in_the_guarantees_exist() {
     for (file, least) in [("docs/guarantees.md", 25), ("docs/SECURITY.md", 25)] {
         let text = page(file);
         let named = named_functions(&text);
@@ -248,7 +248,7 @@ fn the_tests_that_the_guarantees_name_exist() {
 }
 
 #[test]
-fn the_messages_that_troubleshooting_quotes_exist() {
+fn messages_quoted_in_troubleshooting_exist() {
     // A string that goes on in the next line has a backslash and the next line's indentation in it.
     let mut sources = String::new();
     for (file, text) in files(&["rs"]) {
@@ -371,7 +371,7 @@ fn every_flag_of_serve_is_documented() {
 }
 
 #[test]
-fn the_commands_of_xtask_that_the_documentation_names_exist() {
+fn xtask_commands_named_in_the_documentation_exist() {
     let commands = |file: &str| {
         let text = page(file);
         let start = text.find("enum Arguments {").expect("the commands");
@@ -431,7 +431,7 @@ fn kebab(name: &str) -> String {
 }
 
 #[test]
-fn prose_keeps_to_its_columns() {
+fn prose_is_within_its_columns() {
     let mut long = Vec::new();
     for (file, text) in files(&["md"]) {
         for (number, line) in prose(&text) {
@@ -456,7 +456,7 @@ fn prose_keeps_to_its_columns() {
 }
 
 #[test]
-fn a_planted_error_is_found() {
+fn artificial_error_is_detected() {
     assert_eq!(
         anchor(" A process for each guest"),
         "a-process-for-each-guest"

@@ -327,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn outputs_are_counted_as_ggml_does() {
+    fn output_sizes_match_ggml() {
         // input, kernel, stride, padding, dilation
         assert_eq!(output_extent(5, 3, 1, 0, 1), Some(3));
         assert_eq!(output_extent(5, 3, 2, 1, 1), Some(3));

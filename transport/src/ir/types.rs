@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn row_bytes_wants_whole_blocks_and_does_not_wrap() {
+    fn row_bytes_requires_whole_blocks_and_does_not_overflow() {
         assert_eq!(Type::Q4K.row_bytes(512), Some(288));
         assert_eq!(Type::Q4K.row_bytes(100), None);
         assert_eq!(Type::F64.row_bytes(u64::MAX), None);

@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn the_death_of_the_peer_ends_every_wait() {
+    fn end_of_the_peer_process_ends_every_wait() {
         let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
         let doorbell = EventDoorbell::new(
             new_eventfd().unwrap(),

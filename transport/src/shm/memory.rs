@@ -405,7 +405,7 @@ mod tests {
     use std::os::fd::AsFd;
 
     #[test]
-    fn words_and_bytes_come_back() {
+    fn words_and_bytes_are_read_back() {
         let window = Window::anonymous(8192).unwrap();
         window.store(16, 0x0102_0304_0506_0708);
         assert_eq!(window.load(16), 0x0102_0304_0506_0708);
@@ -427,7 +427,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_outside_is_touched() {
+    fn nothing_outside_the_range_is_accessed() {
         let window = Window::anonymous(4096).unwrap();
         let outside: [&(dyn Fn() + std::panic::RefUnwindSafe); 6] = [
             &|| assert_eq!(window.load(4096), 0),
@@ -443,7 +443,7 @@ mod tests {
     }
 
     #[test]
-    fn a_foreign_file_is_not_trusted() {
+    fn foreign_file_is_validated_before_mapping() {
         let file = sealed_file(8192).unwrap();
         assert_eq!(
             Window::map_foreign(file.as_fd(), 8192).unwrap().size(),

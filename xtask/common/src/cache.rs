@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn two_at_once_make_an_entry_once() {
+    fn concurrent_fills_create_an_entry_once() {
         let scratch = Scratch::new().unwrap();
         let cache = Cache::at(scratch.path().join("cache")).unwrap();
         let made = std::sync::atomic::AtomicU32::new(0);

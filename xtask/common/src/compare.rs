@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_compared_behind_the_parting() {
+    fn tokens_after_the_first_difference_are_not_compared() {
         let a = [choice(1, &[(1, -0.5), (2, -0.6)]), choice(3, &[(3, -1.0)])];
         let b = [choice(2, &[(2, -0.5), (1, -0.6)]), choice(3, &[(3, -9.0)])];
         let comparison = compare(&a, &b);
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unconsidered_token_and_a_missing_end_are_partings() {
+    fn unconsidered_token_and_missing_end_are_differences() {
         let a = [choice(1, &[(1, -0.5)]), choice(2, &[])];
         let far = compare(&a, &[choice(7, &[(7, -0.5)]), choice(2, &[])]);
         assert_eq!(
@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn the_hosts_form_is_read() {
+    fn output_format_of_the_host_program_is_parsed() {
         let value = json!({"token": 5, "logprobs": [[5, -0.25], [6, -2.0]]});
         assert_eq!(
             Choice::parse(&value).unwrap(),

@@ -215,7 +215,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn the_right_artifact_is_taken() {
+    fn artifact_of_the_requested_kind_is_selected() {
         let message = |reason: &str, name: &str, kind: &str| {
             json!({
                 "reason": reason,

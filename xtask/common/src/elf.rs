@@ -141,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn the_plugins_face_is_exact() {
+    fn exports_of_the_plugin_are_exact() {
         plugin().check_plugin().unwrap();
         let wrong = [
             Library {
@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn the_newest_version_counts() {
+    fn newest_required_glibc_version_is_reported() {
         assert_eq!(plugin().glibc(), Some((2, 17)));
         let own = Library::read(&std::env::current_exe().unwrap()).unwrap();
         assert!(
@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn something_else_is_an_error() {
+    fn non_elf_file_is_an_error() {
         assert!(Library::parse(b"#!/bin/sh\n").is_err());
     }
 }

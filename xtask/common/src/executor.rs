@@ -13,7 +13,7 @@ use crate::median::median;
 use crate::process::{self, Daemon};
 
 /// A timeout, not a measure of speed: a wait that takes longer has failed.
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A running executor on the CPU engine; killed on drop.
 #[derive(Debug)]
@@ -66,7 +66,7 @@ impl Executor {
             .args(arguments);
         let mut daemon = Daemon::start(serve, log)?;
         // One line on stdout, the first it writes there.
-        daemon.wait_until(PATIENCE, |daemon| {
+        daemon.wait_until(TIMEOUT, |daemon| {
             daemon.log().lines().any(|line| line.starts_with("ready "))
         })?;
         Ok(Executor {
@@ -86,7 +86,7 @@ impl Executor {
             .arg(format!("unix:{}", socket.display()))
             .args(["--threads", &threads.to_string()]);
         let mut daemon = Daemon::start(&mut serve, Path::new("/dev/full"))?;
-        daemon.wait_until(PATIENCE, |_| socket.exists())?;
+        daemon.wait_until(TIMEOUT, |_| socket.exists())?;
         // Between the file and the listening lie two system calls, of which nothing tells.
         std::thread::sleep(Duration::from_millis(200));
         Ok(Executor {
@@ -170,7 +170,7 @@ impl Executor {
     /// # Errors
     /// If the executor has ended, does not end in time, or reports a failure.
     pub fn stop(self) -> Result<()> {
-        self.daemon.stop(PATIENCE)
+        self.daemon.stop(TIMEOUT)
     }
 }
 

@@ -13,7 +13,7 @@ pub fn median<T: Copy + Default + PartialOrd>(figures: impl IntoIterator<Item = 
 #[cfg(test)]
 mod tests {
     #[test]
-    fn the_middle_is_taken_whatever_the_order() {
+    fn median_does_not_depend_on_order() {
         assert_eq!(super::median([3, 1, 2]), 2);
         assert_eq!(super::median([4.0, 1.0, 3.0, 2.0]), 3.0);
         assert_eq!(super::median(Vec::<u64>::new()), 0);

@@ -369,7 +369,7 @@ mod tests {
     }
 
     #[test]
-    fn a_model_takes_the_tokenizer_over_and_is_reproducible() {
+    fn model_copies_the_tokenizer_and_is_reproducible() {
         let scratch = Scratch::new().unwrap();
         let vocabulary = vocabulary(scratch.path());
         let made = |name: &str, seed| {
@@ -409,7 +409,7 @@ mod tests {
     }
 
     #[test]
-    fn output_rows_are_embedding_rows_in_another_order() {
+    fn output_rows_are_permuted_embedding_rows() {
         let all = TINY.tensors(Weights::F16, 100, 1);
         let (embedding, output) = (&all[0], all.last().unwrap());
         let order = output.order.as_ref().unwrap();
@@ -428,7 +428,7 @@ mod tests {
     }
 
     #[test]
-    fn models_are_as_large_as_their_names_say() {
+    fn model_sizes_match_their_names() {
         for (shape, millions) in [(DEMO, 153.0), (BENCH, 256.0), (LARGE, 1100.0)] {
             let tensors = shape.tensors(Weights::F16, 32_000, 1);
             let parameters: u64 = tensors.iter().map(|p| p.tensor.elements()).sum();
@@ -438,7 +438,7 @@ mod tests {
     /// Cached files are named by shape, weights, seed and [`REVISION`]: their bytes must not change
     /// without a new revision.
     #[test]
-    fn the_bytes_of_a_seed_are_known() {
+    fn bytes_of_a_seed_are_fixed() {
         let scratch = Scratch::new().unwrap();
         let vocabulary = vocabulary(scratch.path());
         let sums = [

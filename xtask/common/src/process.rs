@@ -193,15 +193,11 @@ impl Daemon {
         read(&self.log)
     }
 
-    /// Waits up to `patience` until `ready` returns true.
+    /// Waits up to `timeout` until `ready` returns true.
     ///
     /// # Errors
     /// If the server ends, or is not ready in time. The error has the end of the log.
-    pub fn wait_until(
-        &mut self,
-        patience: Duration,
-        ready: impl Fn(&Daemon) -> bool,
-    ) -> Result<()> {
+    pub fn wait_until(&mut self, timeout: Duration, ready: impl Fn(&Daemon) -> bool) -> Result<()> {
         let started = Instant::now();
         loop {
             if ready(self) {
@@ -214,9 +210,9 @@ impl Daemon {
                     tail(&self.log)
                 );
             }
-            if started.elapsed() > patience {
+            if started.elapsed() > timeout {
                 bail!(
-                    "{} is not ready after {patience:?}\n{}",
+                    "{} is not ready after {timeout:?}\n{}",
                     self.name,
                     tail(&self.log)
                 );
@@ -268,12 +264,12 @@ impl Daemon {
     /// Ends the program with SIGTERM.
     ///
     /// # Errors
-    /// If the program has ended, does not end within `patience`, or reports a failure. The error
+    /// If the program has ended, does not end within `timeout`, or reports a failure. The error
     /// has the end of the log.
-    pub fn stop(mut self, patience: Duration) -> Result<()> {
+    pub fn stop(mut self, timeout: Duration) -> Result<()> {
         self.child.signal(Signal::TERM)?;
         let started = Instant::now();
-        while started.elapsed() < patience {
+        while started.elapsed() < timeout {
             if let Some(status) = self.exited()? {
                 return match (status.success(), status.signal()) {
                     (true, _) => Ok(()),
@@ -289,7 +285,7 @@ impl Daemon {
             std::thread::sleep(Duration::from_millis(20));
         }
         bail!(
-            "{} did not end within {patience:?} of SIGTERM\n{}",
+            "{} did not end within {timeout:?} of SIGTERM\n{}",
             self.name,
             tail(&self.log)
         );
@@ -334,12 +330,12 @@ impl Dialogue {
         })
     }
 
-    /// The next line that the program writes. Waits up to `patience`.
+    /// The next line that the program writes. Waits up to `timeout`.
     ///
     /// # Errors
     /// If the program writes no line in time, or has ended. The error has the end of the log.
-    pub fn hear(&mut self, patience: Duration) -> Result<String> {
-        self.lines.recv_timeout(patience).map_err(|reason| {
+    pub fn read_line(&mut self, timeout: Duration) -> Result<String> {
+        self.lines.recv_timeout(timeout).map_err(|reason| {
             let what = match reason {
                 RecvTimeoutError::Timeout => "says nothing",
                 RecvTimeoutError::Disconnected => "has ended",
@@ -352,7 +348,7 @@ impl Dialogue {
     ///
     /// # Errors
     /// If the program has ended. The error has the end of the log.
-    pub fn heard(&mut self) -> Result<Option<String>> {
+    pub fn try_read_line(&mut self) -> Result<Option<String>> {
         match self.lines.try_recv() {
             Ok(line) => Ok(Some(line)),
             Err(TryRecvError::Empty) => Ok(None),
@@ -366,7 +362,7 @@ impl Dialogue {
     ///
     /// # Errors
     /// If the program has closed its stdin or has ended.
-    pub fn say(&mut self, line: &str) -> Result<()> {
+    pub fn write_line(&mut self, line: &str) -> Result<()> {
         let stdin = self.child.0.stdin.as_mut().expect("stdin was piped");
         writeln!(stdin, "{line}").with_context(|| format!("talking to {}", self.name))
     }
@@ -384,14 +380,14 @@ impl Dialogue {
         self.child.signal(signal)
     }
 
-    /// Closes the program's stdin and waits up to `patience` for its end.
+    /// Closes the program's stdin and waits up to `timeout` for its end.
     ///
     /// # Errors
     /// If the program does not end in time, or reports a failure. The error has the end of the log.
-    pub fn finish(mut self, patience: Duration) -> Result<()> {
+    pub fn finish(mut self, timeout: Duration) -> Result<()> {
         drop(self.child.0.stdin.take());
         let started = Instant::now();
-        while started.elapsed() < patience {
+        while started.elapsed() < timeout {
             if let Some(status) = self.child.0.try_wait().context("looking after a program")? {
                 if status.success() {
                     return Ok(());

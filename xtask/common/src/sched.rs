@@ -124,7 +124,7 @@ node # 21 (FLASH_ATTN):              node_21 (   3K) [VGPU0         ] use=1,c=1:
     }
 
     #[test]
-    fn what_reads_a_table_of_embeddings_may_stay_on_the_cpu() {
+    fn embedding_lookup_may_stay_on_the_cpu() {
         let node = |reads: &str| {
             let line = format!(
                 "node # 89 (   MUL_MAT): result_output (   0K) [  CPU    ] use=0,c=1:{reads}"

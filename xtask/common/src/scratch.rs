@@ -39,7 +39,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_folder_is_private_and_goes_away() {
+    fn folder_is_private_and_is_removed() {
         let scratch = Scratch::new().unwrap();
         let path = scratch.path().to_owned();
         let mode = path.metadata().unwrap().permissions().mode();

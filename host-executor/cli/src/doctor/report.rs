@@ -96,7 +96,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_failure_makes_the_whole_fail() {
+    fn one_failed_check_fails_the_report() {
         let mut report = Report::default();
         report.ok("pci", "there");
         report.note("host", "slow");

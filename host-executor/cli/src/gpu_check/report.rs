@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_known_is_in_the_file_at_once() {
+    fn report_file_is_updated_after_each_result() {
         let folder = std::env::temp_dir().join(format!("vgpu-report-{}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
         let path = folder.join("check.json");
@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_cannot_be_written_is_told_at_the_end() {
+    fn unwritable_report_file_is_reported_at_the_end() {
         let engine = CpuEngine::new(1, None).unwrap();
         let path = Path::new("/proc/there is no such folder/check.json");
         let error = Report::new(&engine, Some(path)).end().unwrap_err();

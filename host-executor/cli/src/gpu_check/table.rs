@@ -200,7 +200,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_there_is_in_the_table_whatever_is_missing() {
+    fn table_shows_available_values_when_others_are_missing() {
         let name = format!("vgpu-gpu-check-{}", std::process::id());
         let folder = std::env::temp_dir().join(name);
         fs::create_dir(&folder).unwrap();

@@ -395,7 +395,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_measured_stands_beside_what_should_be() {
+    fn table_shows_measured_values_beside_targets() {
         let tests = |pp: f64, tg: f64| {
             format!(
                 r#"[{{"n_prompt": 2048, "n_gen": 0, "avg_ts": {pp}}}, {{"n_prompt": 0, "n_gen": 128, "avg_ts": {tg}}}]"#
@@ -452,7 +452,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_of_which_nothing_is_known_is_judged_by_what_was_measured() {
+    fn unknown_device_is_judged_by_its_measured_rates() {
         let (_, report) = tables_of(
             "measured",
             &[

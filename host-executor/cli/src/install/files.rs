@@ -269,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn files_come_and_go_together() {
+    fn files_are_installed_and_removed_together() {
         let scratch = Scratch::new("together");
         let changes = [
             change(&scratch, "a/b/one", "1"),
@@ -292,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn what_fails_half_way_leaves_everything_as_it_was() {
+    fn failed_installation_restores_all_files() {
         let scratch = Scratch::new("half");
         write(&[change(&scratch, "a/one", "old")]).expect("room for a file");
         fs::create_dir_all(scratch.0.join("d/two")).expect("a folder in the way");
@@ -333,7 +333,7 @@ mod tests {
     }
 
     #[test]
-    fn leftovers_of_a_killed_one_are_no_obstacle_and_two_at_once_are_refused() {
+    fn leftover_temporary_files_are_accepted_and_concurrent_installations_are_refused() {
         let scratch = Scratch::new("killed");
         for name in [NEW, OLD] {
             fs::write(scratch.0.join(name), "half").expect("a file");

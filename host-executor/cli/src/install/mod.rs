@@ -84,11 +84,11 @@ pub(crate) fn install(args: InstallArgs) -> Result<()> {
     } = args.place;
     let ollama = Ollama::find(&root, ollama.as_deref())?;
     let ggml = ollama.check_ggml(&plugin, &stamp)?;
-    if let [stranger, ..] = ollama.strangers()?.as_slice() {
+    if let [library, ..] = ollama.foreign_libraries()?.as_slice() {
         bail!(
             "{} does not belong to vgpu, and Ollama would load the first library in that folder. \
              Remove it",
-            stranger.display()
+            library.display()
         );
     }
 

@@ -139,16 +139,16 @@ impl Ollama {
     }
 
     /// Other libraries in the plugin's folder: Ollama loads the first one by name.
-    pub(crate) fn strangers(&self) -> Result<Vec<PathBuf>> {
+    pub(crate) fn foreign_libraries(&self) -> Result<Vec<PathBuf>> {
         let folder = self.backend_folder();
         if !folder.exists() {
             return Ok(Vec::new());
         }
         let names = names(&folder)?;
-        let strangers = names
+        let libraries = names
             .iter()
             .filter(|name| name.contains("ggml-") && *name != PLUGIN);
-        Ok(strangers.map(|name| folder.join(name)).collect())
+        Ok(libraries.map(|name| folder.join(name)).collect())
     }
 
     /// The folder for drop-ins of the service that runs this Ollama, if a service does.

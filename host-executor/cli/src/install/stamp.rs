@@ -134,7 +134,7 @@ mod tests {
     const LINE: &str = "plugin 0.1.0 (v1-3-gabc), ggml 0.21-0.25 (API 2), 0.26 (API 3)";
 
     #[test]
-    fn a_stamp_says_which_ggml_are_known() {
+    fn stamp_lists_the_supported_ggml_versions() {
         let stamp = Stamp::parse(LINE, "ggml_version ggml_op_name").expect("a stamp");
         assert_eq!(stamp.to_string(), "ggml-vgpu 0.1.0 (v1-3-gabc)");
         for (version, api) in [
@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn other_lines_are_refused() {
+    fn malformed_stamp_lines_are_refused() {
         for (line, needs) in [
             ("", "a"),
             ("plugin 0.1.0", "a"),

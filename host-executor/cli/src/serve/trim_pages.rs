@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn trimmed_code_is_not_resident_and_still_runs() {
+    fn trimmed_code_pages_are_not_resident_and_still_execute() {
         let parts = constant_parts(Scope::Program);
         let here = mapped as *const () as usize;
         let holds = |&(start, len): &(NonNull<c_void>, usize)| {

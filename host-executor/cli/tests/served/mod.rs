@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process};
 use vgpu_transport::link::unix::connect;
 
-use crate::common::{Guest, PATIENCE};
+use crate::common::{Guest, TIMEOUT};
 
 /// A directory of one test.
 pub(crate) struct Scratch(pub(crate) PathBuf);
@@ -76,7 +76,7 @@ impl Serve {
 
     /// A guest that has not sent HELLO.
     pub(crate) fn connect(&self, socket: &Path) -> Guest {
-        Guest::new(Box::new(connect(socket, PATIENCE).expect("a connection")))
+        Guest::new(Box::new(connect(socket, TIMEOUT).expect("a connection")))
     }
 
     pub(crate) fn guest(&self, socket: &Path) -> Guest {
@@ -96,7 +96,7 @@ impl Serve {
         let status = loop {
             match self.child.try_wait().expect("it can be waited for") {
                 Some(status) => break status,
-                None if start.elapsed() > PATIENCE => {
+                None if start.elapsed() > TIMEOUT => {
                     let _ = self.child.kill();
                     panic!("it does not end");
                 }

@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_crate_can_read_passes() {
+    fn filter_accepts_valid_messages() {
         let mut version = message(1, 23);
         version[20..].copy_from_slice(b"{}\0");
         assert_eq!(check(&version, false), Ok(()));
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn what_it_cannot_does_not() {
+    fn filter_rejects_invalid_messages() {
         // Commands before and after the negotiation.
         check(&message(4, 32), false).unwrap_err();
         let mut version = message(1, 23);
@@ -260,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn a_monitor_that_breaks_the_rules_is_hung_up_on() {
+    fn connection_closes_on_an_invalid_monitor_message() {
         for bytes in [
             vec![0xff; 64],
             vec![0; 64],

@@ -205,7 +205,7 @@ fn unit(ty: Type) -> usize {
 }
 
 #[test]
-fn every_level_is_right_at_the_edges_of_its_tiles() {
+fn every_simd_level_is_correct_at_tile_edges() {
     let mut random = Random(42);
     for ty in weights() {
         for (blocks, rows, cols) in [
@@ -224,7 +224,7 @@ fn every_level_is_right_at_the_edges_of_its_tiles() {
 }
 
 #[test]
-fn plain_floats_need_no_multiple_of_anything() {
+fn float_rows_may_have_any_length() {
     let mut random = Random(43);
     for ty in [Type::F32, Type::F16, Type::Bf16] {
         for k in [1, 2, 3, 7, 15, 16, 17, 31, 33, 63, 65, 100, 257, 1023] {
@@ -237,7 +237,7 @@ fn plain_floats_need_no_multiple_of_anything() {
 }
 
 #[test]
-fn rounding_kernels_give_the_products_of_what_they_round_to() {
+fn rounding_kernels_compute_products_of_the_rounded_values() {
     let mut random = Random(47);
     for level in levels() {
         for ty in weights() {
@@ -307,7 +307,7 @@ fn scaled_integers_hold_every_magnitude() {
 }
 
 #[test]
-fn no_columns_no_rows_and_no_elements_are_fine() {
+fn empty_dimensions_are_accepted() {
     let mut random = Random(44);
     for ty in weights() {
         let case = Case::new(ty, unit(ty), 2, 2, &mut random);

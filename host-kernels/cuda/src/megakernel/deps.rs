@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn what_shares_nothing_does_not_wait() {
+    fn independent_stages_do_not_wait() {
         let all = [
             stage(&[0], &[10, 20]),
             stage(&[10], &[30]),
@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn every_wait_is_needed() {
+    fn no_redundant_waits_are_generated() {
         let mut random = 1u64;
         let mut below = |n: u64| {
             random = random
@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn experts_are_fetched_when_they_are_chosen() {
+    fn expert_weights_are_prefetched_after_routing() {
         let mut all = vec![
             stage(&[0], &[10]),  // chooses
             stage(&[10], &[20]), // gate and up
@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stage_that_would_wait_for_too_many_is_the_next_one() {
+    fn stage_with_too_many_dependencies_starts_a_new_step() {
         let mut all: Vec<MemoryAccess> = (0..9).map(|i| stage(&[], &[100 * i])).collect();
         let everything: Vec<u64> = (0..9).map(|i| 100 * i).collect();
         all.push(stage(&everything, &[5000]));

@@ -118,7 +118,7 @@ mod tests {
     /// Both engines support the same operators and types, so that a graph is not split for one of
     /// them.
     #[test]
-    fn the_engine_runs_what_the_cpu_engine_runs() {
+    fn cuda_engine_supports_all_operators_of_the_cpu_engine() {
         let cpu = CpuEngine::new(1, None).expect("an engine");
         let (ours, theirs) = (
             combinations(&Capabilities::new(rules())),

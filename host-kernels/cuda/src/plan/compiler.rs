@@ -246,7 +246,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_gpu_cannot_read_is_found() {
+    fn operands_that_a_gpu_cannot_read_are_detected() {
         let tensor = |ty, offset, stride: u64| {
             let mut shape = Shape::contiguous(ty, [256, 4, 1, 1]).expect("a small shape");
             shape.nb[1] += stride;

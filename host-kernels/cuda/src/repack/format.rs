@@ -293,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn guests_bytes_come_back_whole_and_in_parts() {
+    fn repacked_tensors_are_read_back_whole_and_in_parts() {
         for ty in TYPES {
             // Larger than a piece, and several matrices with an odd number of blocks.
             for (blocks, matrices) in [(PIECE / 16 + 5, 1), (37, 3), (1, 1)] {
@@ -352,7 +352,7 @@ mod tests {
     }
 
     #[test]
-    fn only_dense_matrices_at_places_of_16_bytes_are_repacked() {
+    fn only_dense_matrices_aligned_to_16_bytes_are_repacked() {
         let tensor = |ne, offset| Tensor {
             shape: Shape::contiguous(Type::Mxfp4, ne).unwrap(),
             buffer: 0,

@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_brought_back_stays_and_what_was_forgotten_does_not() {
+    fn restored_tensors_stay_plain_and_forgotten_ones_are_removed() {
         let format = format();
         let bytes = format.bytes();
         let mut state = RepackedTensors::default();
@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn plans_hear_that_tensors_can_be_repacked_now() {
+    fn plans_are_notified_when_tensors_become_repackable() {
         let state = RepackState::default();
         assert!(!state.is_allowed());
         let before = state.changes();

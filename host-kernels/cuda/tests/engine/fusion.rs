@@ -60,7 +60,7 @@ fn of_a_layer(model: Model, fusion: bool) -> Vec<&'static str> {
 }
 
 #[test]
-fn a_dense_layer_is_few_launches() {
+fn dense_layer_takes_few_launches() {
     let plain = of_a_layer(TINY, false);
     let fused = of_a_layer(TINY, true);
     assert!(plain.len() >= 18, "{plain:?}");
@@ -80,7 +80,7 @@ fn a_dense_layer_is_few_launches() {
 }
 
 #[test]
-fn a_layer_of_experts_is_few_launches() {
+fn expert_layer_takes_few_launches() {
     let plain = of_a_layer(TINY_EXPERTS, false);
     let fused = of_a_layer(TINY_EXPERTS, true);
     assert!(plain.len() >= 30, "{plain:?}");
@@ -95,7 +95,7 @@ fn a_layer_of_experts_is_few_launches() {
 }
 
 #[test]
-fn biases_take_no_launches_of_their_own() {
+fn biases_take_no_separate_launches() {
     let count = |kernels: &[&str], name: &str| {
         { kernels.iter() }
             .filter(|kernel| kernel.contains(name))
@@ -118,7 +118,7 @@ fn biases_take_no_launches_of_their_own() {
 /// The q8 result of attention has exactly the bytes of a separate launch, with one block for all
 /// keys and with several, for few rows and for many.
 #[test]
-fn attention_rounds_what_it_gives() {
+fn attention_rounds_its_output() {
     let with = |cache, heads, head| Model {
         layers: 1,
         cache,
@@ -230,7 +230,7 @@ fn assert_same(fused: &[Vec<u8>], plain: &[Vec<u8>], what: &str) {
 }
 
 #[test]
-fn memory_is_the_same_in_the_end() {
+fn fused_graphs_leave_the_same_memory() {
     for (model, what) in [
         (TINY, "dense"),
         (TINY_EXPERTS, "experts"),
@@ -248,7 +248,7 @@ fn memory_is_the_same_in_the_end() {
 
 /// A result that another node reads is not left out.
 #[test]
-fn what_somebody_wants_is_not_left_out() {
+fn requested_intermediate_results_are_kept() {
     let built = Model { layers: 4, ..TINY }.graph(Step {
         tokens: 1,
         seen: 32,
@@ -326,7 +326,7 @@ pub(crate) fn displaced(model: Model, mut below: impl FnMut(usize) -> usize) -> 
 
 /// Fused launches give the results of their nodes even if tensors overlap at random.
 #[test]
-fn overlapping_memory_is_respected() {
+fn fusion_preserves_results_with_overlapping_memory() {
     let mut below = random(7);
     let (mut ran, mut tried) = (0, 0);
     while ran < 12 {

@@ -193,7 +193,7 @@ fn step_of(tokens: u64) -> Step {
 }
 
 #[test]
-fn a_token_is_one_step() {
+fn decoding_a_token_is_one_megakernel_step() {
     for (what, model, tokens) in cases() {
         let model = Model { layers: 4, ..model };
         let device = Arc::new(Spy::logging());
@@ -220,7 +220,7 @@ fn a_token_is_one_step() {
 }
 
 #[test]
-fn memory_is_the_same_in_any_order() {
+fn megakernel_results_do_not_depend_on_block_order() {
     let known = models().len();
     for (at, (what, model, tokens)) in cases().into_iter().enumerate() {
         let built = model.graph(step_of(tokens));
@@ -251,7 +251,7 @@ fn memory_is_the_same_in_any_order() {
 }
 
 #[test]
-fn overlapping_memory_is_the_same_in_any_order() {
+fn overlapping_memory_does_not_depend_on_block_order() {
     let mut below = random(11);
     let (mut ran, mut tried) = (0, 0);
     while ran < 16 {
@@ -282,7 +282,7 @@ fn overlapping_memory_is_the_same_in_any_order() {
 /// ids that the stages before it are still writing: this displaced graph, in this order of blocks,
 /// made it prefetch weights of other experts.
 #[test]
-fn experts_are_fetched_when_they_are_chosen() {
+fn expert_weights_are_prefetched_after_routing() {
     let mut below = random(11);
     let displaced = (1..=37).map(|case| displaced([TINY, TINY_EXPERTS][case % 2], &mut below));
     let built = displaced.last().flatten().expect("a graph");
@@ -343,7 +343,7 @@ impl Trial {
 }
 
 #[test]
-fn a_refused_step_goes_launch_by_launch() {
+fn refused_step_falls_back_to_single_launches() {
     let mut trial = Trial::new(TINY, policy());
     trial.run(0);
     assert_eq!(of_steps(&trial.device.take_log()), 1);
@@ -358,7 +358,7 @@ fn a_refused_step_goes_launch_by_launch() {
 }
 
 #[test]
-fn a_step_that_fails_leaves_nothing_behind() {
+fn failed_step_frees_its_resources() {
     let mut trial = Trial::new(TINY, policy());
     trial.run(0);
     trial.device.fail(Fails::Megakernel);
@@ -380,7 +380,7 @@ fn a_step_that_fails_leaves_nothing_behind() {
 }
 
 #[test]
-fn long_steps_are_cut() {
+fn long_steps_are_split() {
     for model in [TINY, TINY_EXPERTS] {
         let short = LaunchPolicy {
             time_slice: Duration::from_micros(25),
@@ -404,7 +404,7 @@ fn long_steps_are_cut() {
 }
 
 #[test]
-fn a_grown_cache_gets_a_new_table() {
+fn grown_kv_cache_gets_a_new_task_table() {
     let grown = TINY_EXPERTS.graph(Step {
         tokens: 1,
         seen: 64,
@@ -479,7 +479,7 @@ impl tracing::Subscriber for Log {
 }
 
 #[test]
-fn what_is_in_no_step_is_said_once() {
+fn nodes_outside_steps_are_logged_once() {
     let lines_of = |model: Model| {
         let log = Log::default();
         tracing::subscriber::with_default(log.clone(), || {

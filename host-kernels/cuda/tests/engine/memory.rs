@@ -25,7 +25,7 @@ fn allocations(log: &[Call]) -> Vec<u64> {
 }
 
 #[test]
-fn small_allocations_are_parts_of_large_ones() {
+fn small_allocations_are_suballocated() {
     let device = Arc::new(Spy::with_memory(1024 * MIB));
     let engine = engine_on(&device);
     device.take_log();
@@ -62,7 +62,7 @@ fn small_allocations_are_parts_of_large_ones() {
 }
 
 #[test]
-fn a_full_device_refuses_one_and_serves_others() {
+fn allocation_failure_affects_only_the_requesting_guest() {
     let device = Arc::new(Spy::with_memory(512 * MIB));
     let engine = engine_on(&device);
     let neighbour = engine.alloc(1000).unwrap();
@@ -91,7 +91,7 @@ fn a_full_device_refuses_one_and_serves_others() {
 }
 
 /// An engine that reopens a lost device, and all its devices.
-fn patient_engine() -> (CudaEngine, Arc<Mutex<Vec<Arc<Spy>>>>) {
+fn reopening_engine() -> (CudaEngine, Arc<Mutex<Vec<Arc<Spy>>>>) {
     let devices = Arc::new(Mutex::new(vec![Arc::new(Spy::running())]));
     let first = Arc::clone(&devices.lock().unwrap()[0]);
     let more = Arc::clone(&devices);
@@ -104,8 +104,8 @@ fn patient_engine() -> (CudaEngine, Arc<Mutex<Vec<Arc<Spy>>>>) {
 }
 
 #[test]
-fn a_device_that_fails_for_good_is_set_up_anew() {
-    let (engine, devices) = patient_engine();
+fn device_is_reset_after_a_permanent_failure() {
+    let (engine, devices) = reopening_engine();
     let first = Arc::clone(&devices.lock().unwrap()[0]);
     let built = TINY.graph(Step {
         tokens: 1,
@@ -173,7 +173,7 @@ fn a_device_that_fails_for_good_is_set_up_anew() {
 }
 
 #[test]
-fn a_device_that_stays_lost_is_not_tried_at_every_call() {
+fn recovery_of_a_lost_device_is_not_attempted_on_every_call() {
     let device = Arc::new(Spy::running());
     let tries = Arc::new(AtomicUsize::new(0));
     let count = Arc::clone(&tries);
@@ -201,10 +201,10 @@ fn a_device_that_stays_lost_is_not_tried_at_every_call() {
 }
 
 #[test]
-fn a_device_that_is_not_set_up_after_some_attempts_is_beyond_repair() {
+fn device_is_unrecoverable_after_repeated_failed_resets() {
     let device = Arc::new(Spy::running());
-    let heals = Arc::new(AtomicBool::new(false));
-    let works = Arc::clone(&heals);
+    let can_reopen = Arc::new(AtomicBool::new(false));
+    let works = Arc::clone(&can_reopen);
     let engine = engine_on(&device)
         .with_reopen(move || match works.load(Ordering::Relaxed) {
             true => Ok(Arc::new(Spy::running()) as Arc<dyn Device>),
@@ -226,7 +226,7 @@ fn a_device_that_is_not_set_up_after_some_attempts_is_beyond_repair() {
     assert_eq!(engine.fatal_error(), None, "it works");
     lose(&device);
     assert_eq!(engine.fatal_error(), None, "one attempt");
-    heals.store(true, Ordering::Relaxed);
+    can_reopen.store(true, Ordering::Relaxed);
     assert_eq!(engine.fatal_error(), None, "it works again");
     engine.alloc(1).unwrap();
 
@@ -253,7 +253,7 @@ fn a_device_that_is_not_set_up_after_some_attempts_is_beyond_repair() {
 }
 
 #[test]
-fn windows_are_prepared_until_they_are_not_needed() {
+fn pinned_windows_stay_mapped_until_unpinned() {
     let device = Arc::new(Spy::logging());
     let engine = engine_on(&device);
     device.take_log();

@@ -41,7 +41,7 @@ fn count(log: &[Call], of: &Call) -> usize {
 }
 
 #[test]
-fn products_are_done_in_the_way_that_was_the_fastest() {
+fn matrix_products_use_the_fastest_measured_kernel() {
     for (variant, kernel) in [
         (GemmVariant::General, "vg_gemm_q8_0_repacked"),
         (GemmVariant::Narrow, "vg_gemm_sm90_q8_0_repacked_128"),
@@ -107,7 +107,7 @@ fn assert_near(got: &[f32], want: &[f32]) {
 }
 
 #[test]
-fn the_second_run_is_a_replay() {
+fn second_run_replays_the_cuda_graph() {
     let device = Arc::new(Spy::logging());
     let engine = engine_on(&device);
     let built = TINY.graph(decode(32));
@@ -134,7 +134,7 @@ fn the_second_run_is_a_replay() {
 }
 
 #[test]
-fn a_grown_cache_changes_launches_in_place() {
+fn grown_kv_cache_updates_launches_in_place() {
     let device = Arc::new(Spy::logging());
     let engine = engine_on(&device);
     let small = TINY.graph(decode(32));
@@ -169,7 +169,7 @@ fn a_grown_cache_changes_launches_in_place() {
 }
 
 #[test]
-fn guests_do_not_share_recordings() {
+fn guests_do_not_share_cuda_graphs() {
     let device = Arc::new(Spy::logging());
     let engine = engine_on(&device);
     let built = TINY.graph(decode(32));
@@ -190,7 +190,7 @@ fn guests_do_not_share_recordings() {
 }
 
 #[test]
-fn what_is_replayed_is_right() {
+fn replayed_results_are_correct() {
     for model in [TINY, TINY_EXPERTS] {
         let device = Arc::new(Spy::running());
         let engine = engine_on(&device);
@@ -217,7 +217,7 @@ fn what_is_replayed_is_right() {
 }
 
 #[test]
-fn a_device_that_cannot_record_goes_launch_by_launch() {
+fn device_without_cuda_graphs_launches_kernels_one_by_one() {
     let device = Arc::new(Spy::running());
     device.fail(Fails::Graphs);
     let engine = engine_on(&device);
@@ -234,7 +234,7 @@ fn a_device_that_cannot_record_goes_launch_by_launch() {
 }
 
 #[test]
-fn faults_are_found_in_replays() {
+fn faults_are_detected_in_replays() {
     let device = Arc::new(Spy::running());
     let engine = engine_on(&device);
     let built = TINY.graph(decode(32));
@@ -262,7 +262,7 @@ fn faults_are_found_in_replays() {
 }
 
 #[test]
-fn a_plan_gives_way_and_goes_on() {
+fn plan_yields_and_resumes() {
     let device = Arc::new(Spy::running());
     let engine = engine_with(&device, SHORT_SLICES);
     let step = Step {
@@ -303,7 +303,7 @@ fn a_plan_gives_way_and_goes_on() {
 }
 
 #[test]
-fn a_fault_is_told_to_the_one_who_made_it() {
+fn fault_is_reported_to_the_submitting_guest() {
     let device = Arc::new(Spy::running());
     let engine = engine_with(&device, SHORT_SLICES);
     let built = TINY.graph(Step {
@@ -335,7 +335,7 @@ fn a_fault_is_told_to_the_one_who_made_it() {
 }
 
 #[test]
-fn working_memory_is_shared() {
+fn scratch_memory_is_shared_between_plans() {
     let device = Arc::new(Spy::logging());
     let engine = engine_on(&device);
     let backed = |log: Vec<Call>| -> i64 {
@@ -374,7 +374,7 @@ fn working_memory_is_shared() {
 }
 
 #[test]
-fn a_timeline_has_every_node_once_and_leaves_what_a_run_leaves() {
+fn timeline_has_every_node_once_and_the_results_of_a_run() {
     for model in [TINY, TINY_EXPERTS] {
         let device = Arc::new(Spy::running());
         let engine = engine_on(&device);
@@ -448,7 +448,7 @@ fn a_step_is_one_upload_one_replay_and_one_wait() {
 }
 
 #[test]
-fn a_fault_of_a_step_under_way_is_told_when_it_lands() {
+fn fault_of_a_step_in_flight_is_reported_at_completion() {
     let device = Arc::new(Spy::running());
     let engine = engine_on(&device);
     let built = TINY.graph(decode(32));

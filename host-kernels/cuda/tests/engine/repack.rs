@@ -196,7 +196,7 @@ fn plain_result(weights: &[u8], graph: &Graph) -> Vec<f32> {
 }
 
 #[test]
-fn weights_are_arranged_once_and_read_as_they_were_written() {
+fn weights_are_repacked_once_and_read_back_unchanged() {
     for ty in TYPES {
         // An odd number of rows that are no multiple of 16 bytes, and another tensor beside them.
         let length = 2880 / ty.block_elements() * ty.block_elements();
@@ -237,7 +237,7 @@ fn weights_are_arranged_once_and_read_as_they_were_written() {
 }
 
 #[test]
-fn each_expert_is_a_matrix_of_its_own() {
+fn each_expert_is_repacked_as_a_separate_matrix() {
     for ty in TYPES {
         let weights = tensor(WEIGHTS, ty, [256, 24, 3, 1], 0);
         let bytes = content_of(ty, size(&weights), 2);
@@ -262,7 +262,7 @@ fn each_expert_is_a_matrix_of_its_own() {
 }
 
 #[test]
-fn large_matrices_are_arranged_in_pieces() {
+fn large_matrices_are_repacked_in_pieces() {
     let weights = tensor(WEIGHTS, Type::Mxfp4, [8192, 4099, 1, 1], 0);
     assert!(size(&weights) > 16 << 20);
     let bytes = content(size(&weights), 3);
@@ -293,7 +293,7 @@ fn large_matrices_are_arranged_in_pieces() {
 }
 
 #[test]
-fn whatever_comes_in_between_memory_is_what_was_written() {
+fn memory_keeps_the_written_bytes_across_any_operations() {
     // Tensors beside each other and with a gap, the last one with experts.
     let tensors = [
         tensor(WEIGHTS, Type::Mxfp4, [64, 48, 1, 1], 0),
@@ -380,7 +380,7 @@ fn whatever_comes_in_between_memory_is_what_was_written() {
 }
 
 #[test]
-fn copies_to_and_from_other_memory_are_of_the_guests_bytes() {
+fn copies_transfer_the_original_bytes() {
     let weights = tensor(WEIGHTS, Type::Mxfp4, [64, 32, 1, 1], 0);
     let (bytes, other) = (content(size(&weights), 5), content(size(&weights), 6));
     let (engine, _device) = engine(true);
@@ -395,7 +395,7 @@ fn copies_to_and_from_other_memory_are_of_the_guests_bytes() {
 }
 
 #[test]
-fn weights_that_are_used_otherwise_stay_as_they_are() {
+fn weights_with_other_uses_are_not_repacked() {
     let weights = tensor(WEIGHTS, Type::Mxfp4, [64, 40, 1, 1], 256);
     let bytes = content(256 + size(&weights), 7);
     let (engine, device) = engine(true);
@@ -463,7 +463,7 @@ fn weights_that_are_used_otherwise_stay_as_they_are() {
 }
 
 #[test]
-fn products_without_a_kernel_for_planes_have_weights_as_they_are() {
+fn weights_without_a_repacked_kernel_are_not_repacked() {
     // The kernel for quantised activations reads weights element by element.
     let weights = tensor(WEIGHTS, Type::Mxfp4, [64, 40, 1, 1], 0);
     let bytes = content(size(&weights), 8);
@@ -488,7 +488,7 @@ fn products_without_a_kernel_for_planes_have_weights_as_they_are() {
 }
 
 #[test]
-fn memory_that_is_not_for_weights_and_a_full_device_are_left_alone() {
+fn other_memory_and_a_full_device_are_not_repacked() {
     let weights = tensor(WEIGHTS, Type::Mxfp4, [64, 40, 1, 1], 0);
     let bytes = content(size(&weights), 9);
     let graph = product(weights, 1);
@@ -532,7 +532,7 @@ fn memory_that_is_not_for_weights_and_a_full_device_are_left_alone() {
 }
 
 #[test]
-fn a_new_upload_is_arranged_anew() {
+fn new_upload_is_repacked_again() {
     let weights = tensor(WEIGHTS, Type::Mxfp4, [64, 40, 1, 1], 0);
     let (engine, device) = engine(true);
     let loaded = Loaded::new(&engine, &content(size(&weights), 10));

@@ -14,7 +14,7 @@ fn bytes_of(memory: &dyn Memory) -> Vec<u8> {
 }
 
 #[test]
-fn writes_arrive_wherever_they_lie() {
+fn writes_arrive_at_any_offset() {
     let device = Arc::new(Spy::running());
     let engine = engine_on(&device);
     let (a, b) = (engine.alloc(5000).unwrap(), engine.alloc(70_000).unwrap());
@@ -84,7 +84,7 @@ fn several_writes_are_one_launch() {
 }
 
 #[test]
-fn what_was_written_to_memory_that_is_freed_is_nobody_elses() {
+fn pending_writes_to_freed_memory_do_not_reach_its_next_owner() {
     let device = Arc::new(Spy::with_memory(256 << 20));
     let engine = engine_on(&device);
     for _ in 0..3 {
@@ -97,7 +97,7 @@ fn what_was_written_to_memory_that_is_freed_is_nobody_elses() {
 }
 
 #[test]
-fn more_than_there_is_room_for_goes_up_in_between() {
+fn full_batch_is_uploaded_before_the_next_write() {
     let device = Arc::new(Spy::running());
     let engine = engine_on(&device);
     let memory = engine.alloc(4 << 20).unwrap();

@@ -129,7 +129,7 @@ mod tests {
     const OTHER: (u64, u64) = (900, 8);
 
     #[test]
-    fn results_are_dead_when_they_are_overwritten() {
+    fn results_are_dead_after_they_are_overwritten() {
         let make = (0, 8);
         let used = [(100, 8), make, OTHER];
         // Not overwritten: the guest may read it after the run.

@@ -15,13 +15,19 @@ pub(crate) const FAULTS: [(&str, Fault); 12] = [
     ("executor killed at random points", kills::executors),
     ("guest killed at random points", kills::guests),
     ("executor and guest stopped for a while", suspend::both),
-    ("a guest that is slow", suspend::slow),
+    ("slow guest", suspend::slow),
     ("several guests at once", multi_guest::together),
-    ("a guest at its quota beside another", multi_guest::quota),
-    ("windows truncated under both", suspend::truncated),
+    (
+        "guest at its quota beside another guest",
+        multi_guest::quota,
+    ),
+    (
+        "windows of guest and executor truncated",
+        suspend::truncated,
+    ),
     ("clock jumps", suspend::clock),
     (
-        "guest's memory refused: the host has no more",
+        "guest's memory refused: the host has none left",
         exhaustion::memory,
     ),
     ("executor out of address space", exhaustion::address_space),
@@ -32,7 +38,7 @@ pub(crate) const FAULTS: [(&str, Fault); 12] = [
     ),
 ];
 
-/// A file with all that was found, for people.
+/// The results as text.
 pub(crate) fn table(rows: &[Row]) -> String {
     let width = rows.iter().map(|row| row.fault.len()).max().unwrap_or(0);
     rows.iter()

@@ -1,4 +1,4 @@
-//! Memory, address space, descriptors and disk that run out.
+//! Exhausted memory, address space, descriptors and disk.
 
 use std::process::Command;
 use std::time::Duration;
@@ -10,17 +10,17 @@ use xtask_common::executor::Executor;
 use xtask_common::progress::Step;
 
 use super::guest::{Guest, HANG, Outcome, Program};
-use super::leaks::{Holdings, expect_no_more};
+use super::leaks::{ResourceUsage, expect_no_more};
 use super::setup::{Row, Setup, TOKENS, exists};
 
-/// Memory that one guest fits into, and two do not: of the model some 21 MiB come to the host, and
-/// its context and graphs have some ten.
+/// Device memory for one guest, but not for two. The model takes some 21 MiB on the host, its
+/// context and graphs some 10 MiB.
 const FOR_ONE: &str = "48M";
 
-/// Address space for what a session needs, and not for a model.
+/// Bytes of address space that suffice for a session, but not for a model.
 const LITTLE: u64 = 16 << 20;
 
-/// The host's memory is full: the second guest cannot load, the first does not notice.
+/// The host's memory is full: the second guest cannot load, and the first is not affected.
 pub(super) fn memory(setup: &Setup<'_>, step: &Step) -> Result<Row> {
     const NAME: &str = "full";
     let times = setup.counts.others;
@@ -29,7 +29,7 @@ pub(super) fn memory(setup: &Setup<'_>, step: &Step) -> Result<Row> {
     let mut second = setup.guest(NAME, "full-second")?;
     first.begin(400)?;
     let long = first.end()?.tokens()?;
-    let before = Holdings::of(executor.pid())?;
+    let before = ResourceUsage::of(executor.pid())?;
     for round in 0..times {
         first.begin(400)?;
         first.token()?;
@@ -37,13 +37,13 @@ pub(super) fn memory(setup: &Setup<'_>, step: &Step) -> Result<Row> {
         let outcome = second.end()?;
         ensure!(
             matches!(outcome, Outcome::Failed(_)),
-            "two guests fit into {FOR_ONE}, so nothing was tried: {outcome:?}"
+            "two guests fit into {FOR_ONE}, so nothing was tested: {outcome:?}"
         );
         ensure!(
             first.end()?.tokens()? == long,
-            "the first guest generated something else"
+            "the first guest generated other tokens"
         );
-        setup.expect_run(&mut second, "the second guest, once there is room")?;
+        setup.expect_run(&mut second, "the second guest, after memory is free")?;
         step.note(&format!("{} of {times}", round + 1));
     }
     expect_no_more(executor.pid(), &before, "the executor", HANG)?;
@@ -52,45 +52,52 @@ pub(super) fn memory(setup: &Setup<'_>, step: &Step) -> Result<Row> {
     executor.stop()?;
     ensure!(
         std::fs::read_to_string(setup.log("full-vgpu-serve"))?.contains("refused"),
-        "the executor's log does not say that memory was refused"
+        "the executor's log has no refusal of memory"
     );
     Ok(Row {
         fault: "memory refused",
         times,
-        found: "the load fails, the guest beside generates the same tokens, the next load works"
+        found: "the load fails, the other guest generates the same tokens, the next load works"
             .into(),
     })
 }
 
-/// A limit on what the running executor may map.
+/// Limits the address space of the running executor.
 pub(super) fn address_space(setup: &Setup<'_>, step: &Step) -> Result<Row> {
     const NAME: &str = "narrow";
-    starved(setup, step, NAME, Resource::As, |pid| {
-        Ok(Holdings::of(pid)?.mapped + LITTLE)
+    limited(setup, step, NAME, Resource::As, |pid| {
+        Ok(ResourceUsage::of(pid)?.mapped + LITTLE)
     })?;
     Ok(Row {
         fault: "address space",
         times: setup.counts.others,
-        found: "loads fail while there is none, work when there is; the executor lives, and holds no more".into(),
+        found:
+            "loads fail under the limit and work without it; the executor keeps running and leaks \
+                nothing"
+                .into(),
     })
 }
 
-/// A limit on what the running executor may open.
+/// Limits the descriptors of the running executor.
 pub(super) fn descriptors(setup: &Setup<'_>, step: &Step) -> Result<Row> {
     const NAME: &str = "closed";
-    // One or none is left for a new guest.
-    starved(setup, step, NAME, Resource::Nofile, |pid| {
-        Ok(Holdings::of(pid)?.descriptors as u64 + 1)
+    // At most one descriptor is left for a new guest.
+    limited(setup, step, NAME, Resource::Nofile, |pid| {
+        Ok(ResourceUsage::of(pid)?.descriptors as u64 + 1)
     })?;
     Ok(Row {
         fault: "descriptors",
         times: setup.counts.others,
-        found: "loads fail while there are none, work when there are; the executor lives, and holds no more".into(),
+        found:
+            "loads fail under the limit and work without it; the executor keeps running and leaks \
+                nothing"
+                .into(),
     })
 }
 
-/// Loads while `resource` of the executor is limited to what `limit` says, and when it is not.
-fn starved(
+/// Loads models with and without a limit on `resource` of the executor. `limit` returns the limit
+/// for a process id.
+fn limited(
     setup: &Setup<'_>,
     step: &Step,
     name: &str,
@@ -99,11 +106,11 @@ fn starved(
 ) -> Result<()> {
     let executor = setup.serve(name, &[])?;
     let pid = Pid::from_raw(executor.pid().cast_signed()).context("a process id of 0")?;
-    // Ours, which it has inherited.
+    // The executor has inherited the limit of this process.
     let unlimited = rustix::process::getrlimit(resource);
-    let idle = Holdings::of(executor.pid())?;
+    let idle = ResourceUsage::of(executor.pid())?;
     let mut warm = setup.guest(name, &format!("{name}-warm"))?;
-    setup.expect_run(&mut warm, "a guest before")?;
+    setup.expect_run(&mut warm, "a guest before the limit")?;
     warm.finish()?;
     let before = expect_no_more(executor.pid(), &idle, "the executor", HANG)?;
     for round in 0..setup.counts.others {
@@ -112,17 +119,17 @@ fn starved(
             ..unlimited
         };
         rustix::process::prlimit(Some(pid), resource, limited).context("setting a limit")?;
-        // A guest that finds no executor runs on its CPU: told by what the program sees, so it is
-        // not asked to generate on a device, only not to hang or crash.
+        // A guest without an executor computes on its CPU. The test therefore requires only that
+        // the guest does not hang or crash.
         let mut guest = setup.guest(name, &format!("{name}-guest"))?;
         guest.begin(TOKENS)?;
-        let _either = guest.end().context("a guest while there is none")?;
+        let _either = guest.end().context("a guest under the limit")?;
         guest.finish()?;
         rustix::process::prlimit(Some(pid), resource, unlimited).context("lifting a limit")?;
         // A listener whose accept has failed pauses for a second.
         std::thread::sleep(Duration::from_millis(1200));
         let mut next = setup.guest(name, &format!("{name}-next"))?;
-        setup.expect_run(&mut next, "the guest after")?;
+        setup.expect_run(&mut next, "the guest after the limit")?;
         next.finish()?;
         expect_no_more(executor.pid(), &before, "the executor", HANG)?;
         step.note(&format!("{} of {}", round + 1, setup.counts.others));
@@ -130,12 +137,12 @@ fn starved(
     let log = std::fs::read_to_string(setup.log(&format!("{name}-vgpu-serve")))?;
     ensure!(
         log.contains("WARN") || log.contains("ERROR"),
-        "the executor's log does not say that it had none, so nothing was tried"
+        "the executor's log has no warning or error, so nothing was tested"
     );
     executor.stop()
 }
 
-/// A folder without room for one more file; logs and statistics that cannot be written.
+/// A folder without space for another file; logs and statistics that cannot be written.
 pub(super) fn disk(setup: &Setup<'_>, step: &Step) -> Result<Row> {
     let times = setup.counts.others;
     step.note("a socket in a full folder");
@@ -154,26 +161,30 @@ pub(super) fn disk(setup: &Setup<'_>, step: &Step) -> Result<Row> {
             Some((setup.dist, &endpoint)),
             std::path::Path::new("/dev/full"),
         )?;
-        setup.expect_run(&mut guest, "a guest with nowhere to write")?;
+        setup.expect_run(
+            &mut guest,
+            "a guest that cannot write its log and statistics",
+        )?;
         guest.finish()?;
         step.note(&format!("{} of {times}", round + 1));
     }
     executor.stop()?;
-    ensure!(!exists(&socket), "the executor has left its socket behind");
+    ensure!(!exists(&socket), "the executor did not remove its socket");
     Ok(Row {
         fault: "disk full",
         times,
         found: format!(
-            "logs and statistics are lost, tokens are not; a socket in a full folder: {said}"
+            "logs and statistics are lost, the tokens are the same; a socket in a full folder: \
+             {said}"
         ),
     })
 }
 
-/// What `vgpu serve` says when there is no room for its socket.
+/// Runs `vgpu serve` in a folder without space for its socket. Returns the outcome for the report.
 fn socket_in_a_full_folder(setup: &Setup<'_>) -> Result<String> {
     let folder = setup.scratch.path().join("full");
     std::fs::create_dir_all(&folder)?;
-    // A file system of two files, one of which is its root, in name spaces of our own.
+    // A file system with two inodes, one of them its root, in new user and mount namespaces.
     let script = format!(
         "mount -t tmpfs -o nr_inodes=2 none {folder} && touch {folder}/one && exec {vgpu} serve --engine cpu --threads 1 \
          --listen unix:{folder}/s",
@@ -194,7 +205,7 @@ fn socket_in_a_full_folder(setup: &Setup<'_>) -> Result<String> {
     let output = unshare.output().context("starting unshare")?;
     let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
     if stderr.contains("unshare:") || stderr.contains("mount:") {
-        return Ok("not tried, this user may not mount".into());
+        return Ok("not tested, this user may not mount".into());
     }
     ensure!(
         output.status.code() == Some(1),
@@ -202,7 +213,7 @@ fn socket_in_a_full_folder(setup: &Setup<'_>) -> Result<String> {
         output.status
     );
     let line = stderr.lines().find(|line| line.contains("cannot listen"));
-    let line = line.with_context(|| format!("vgpu serve does not say why: {stderr}"))?;
+    let line = line.with_context(|| format!("no reason in the output of vgpu serve: {stderr}"))?;
     ensure!(line.contains("No space left"), "{line}");
     Ok("refused with the reason".into())
 }

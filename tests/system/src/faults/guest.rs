@@ -1,4 +1,4 @@
-//! The guest: `tests/hosts/patient.c`, on llama.cpp.
+//! The guest: `tests/hosts/retrying_guest.c`, on llama.cpp.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -14,17 +14,16 @@ use xtask_common::node_llama::{self, Backend};
 use xtask_common::process::{self, Dialogue};
 use xtask_common::workspace;
 
-/// Waits that are longer than this are hangs. Not a measure of speed: the work takes a second or
-/// two, on a machine that does nothing else.
+/// Longer waits are hangs. The work takes one or two seconds on an idle machine.
 pub(super) const HANG: Duration = Duration::from_secs(120);
 
-/// The compiled program, and what it works with.
+/// The compiled program and its inputs.
 #[derive(Clone, Debug)]
 pub(super) struct Program {
     pub(super) path: PathBuf,
     pub(super) bin: PathBuf,
     pub(super) model: PathBuf,
-    /// A library that goes into guests before all others.
+    /// A library for `LD_PRELOAD`.
     pub(super) preload: Option<PathBuf>,
     pub(super) stats: PathBuf,
 }
@@ -32,12 +31,12 @@ pub(super) struct Program {
 impl Program {
     pub(super) fn build(cache: &Cache, bin: &Path, model: &Path, folder: &Path) -> Result<Program> {
         let source = llama::source(cache)?;
-        let path = folder.join("patient");
+        let path = folder.join("retrying_guest");
         let mut cc = Command::new("cc");
         cc.args(["-Wall", "-Wextra", "-Werror", "-O1"])
             .arg(format!("-I{}", source.join("include").display()))
             .arg(format!("-I{}", source.join("ggml/include").display()))
-            .arg(workspace::root().join("tests/hosts/patient.c"))
+            .arg(workspace::root().join("tests/hosts/retrying_guest.c"))
             .arg(format!("-L{}", bin.display()))
             .args(["-lllama", "-lggml", "-lggml-base"])
             .arg(format!("-Wl,-rpath,{}", bin.display()))
@@ -65,7 +64,7 @@ impl Outcome {
     pub(super) fn tokens(self) -> Result<Vec<u32>> {
         match self {
             Outcome::Tokens(tokens) => Ok(tokens),
-            Outcome::Failed(why) => bail!("it failed: {why}"),
+            Outcome::Failed(why) => bail!("the guest failed: {why}"),
         }
     }
 }
@@ -77,7 +76,7 @@ pub(super) struct Guest {
 }
 
 impl Guest {
-    /// Starts one, with the plugin and the executor it shall use, or with neither.
+    /// Starts a guest: with the plugin and the endpoint of an executor, or with neither.
     pub(super) fn start(
         program: &Program,
         plugin: Option<(&Dist, &str)>,
@@ -97,7 +96,7 @@ impl Guest {
         let mut guest = Guest {
             dialogue: Dialogue::start(&mut command, log)?,
         };
-        let ready = guest.dialogue.hear(HANG)?;
+        let ready = guest.dialogue.read_line(HANG)?;
         ensure!(ready.starts_with("ready "), "the guest said {ready:?}");
         Ok(guest)
     }
@@ -106,33 +105,38 @@ impl Guest {
         self.dialogue.pid()
     }
 
-    /// Lets it load its model and generate.
+    /// Begins to load the model and to generate `tokens` tokens.
     pub(super) fn begin(&mut self, tokens: usize) -> Result<()> {
-        self.dialogue.say(&format!("run {tokens}"))
+        self.dialogue.write_line(&format!("run {tokens}"))
     }
 
-    /// Waits for its next token.
+    /// Waits for the next token.
     pub(super) fn token(&mut self) -> Result<()> {
-        let said = self.dialogue.hear(HANG)?;
+        let said = self.dialogue.read_line(HANG)?;
         ensure!(said == "token", "{said:?} instead of a token");
         Ok(())
     }
 
-    /// Waits for the end of what it has begun. That it ends itself is an error, and so is a hang.
+    /// Waits for the end of the generation.
+    ///
+    /// # Errors
+    /// If the guest hangs, or its process has ended.
     pub(super) fn end(&mut self) -> Result<Outcome> {
         let started = Instant::now();
         loop {
             let left = HANG.saturating_sub(started.elapsed());
-            let line = self.dialogue.hear(left.max(Duration::from_millis(1)))?;
+            let line = self
+                .dialogue
+                .read_line(left.max(Duration::from_millis(1)))?;
             if let Some(outcome) = outcome(&line)? {
                 return Ok(outcome);
             }
         }
     }
 
-    /// How what it has begun has ended, if it has.
+    /// The outcome of the generation if it has ended.
     pub(super) fn ended(&mut self) -> Result<Option<Outcome>> {
-        while let Some(line) = self.dialogue.heard()? {
+        while let Some(line) = self.dialogue.try_read_line()? {
             if let Some(outcome) = outcome(&line)? {
                 return Ok(Some(outcome));
             }
@@ -144,13 +148,16 @@ impl Guest {
         self.dialogue.signal(signal)
     }
 
-    /// Lets it end, which it has to do well.
+    /// Ends the guest.
+    ///
+    /// # Errors
+    /// If its process hangs or reports a failure.
     pub(super) fn finish(self) -> Result<()> {
         self.dialogue.finish(HANG)
     }
 }
 
-/// What a line of the guest says of the end; nothing if it goes on.
+/// The outcome in a line of the guest; `None` if the generation continues.
 fn outcome(line: &str) -> Result<Option<Outcome>> {
     if let Some(tokens) = line.strip_prefix("tokens") {
         let numbers = tokens.split_whitespace().map(str::parse);

@@ -1,4 +1,4 @@
-//! SIGKILL, at random points of loading and generating.
+//! SIGKILL at random points of loading and generation.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -11,41 +11,46 @@ use xtask_common::process::Daemon;
 use xtask_common::progress::Step;
 
 use super::guest::{HANG, Outcome};
-use super::leaks::{Holdings, expect_no_more};
+use super::leaks::{ResourceUsage, expect_no_more};
 use super::setup::{Row, Setup, TOKENS, exists, moment};
 
-/// Rounds before resources are compared: allocators and libraries take some memory for good when
-/// they are first used.
+/// Rounds before resources are compared. Allocators and libraries keep some memory from their first
+/// use on.
 const WARM_UP: usize = 5;
 
-/// Tokens of a generation that is to be interrupted: so many that few end before the blow falls.
+/// Tokens of a generation that a kill shall interrupt. Few generations of this length end before
+/// the kill.
 const LONG: usize = 96;
 
-/// The timeout for guests that are killed.
-const VICTIMS: usize = 400;
+/// Tokens that a guest generates unless it is killed before.
+const KILLED_TOKENS: usize = 400;
 
-/// Blows that may miss for each that shall hit: what they aim at is a moment in somebody else's
-/// work.
+/// Kills that may miss for each required hit. A kill aims at a moment in another process and can be
+/// too early or too late.
 const MISSES: usize = 5;
 
-/// How often a blow came, and when. Only those that hit a load or a generation count.
+/// The number of kills by the state of the process. Only those during a load or a generation are
+/// hits.
 #[derive(Clone, Copy, Debug, Default)]
-struct Tally {
+struct KillCounts {
     loading: usize,
     generating: usize,
     missed: usize,
 }
 
-impl Tally {
+impl KillCounts {
     fn hits(&self) -> usize {
         self.loading + self.generating
     }
 
-    /// Whether there have to be more; an error if too many have missed.
-    fn goes_on(&self, times: usize) -> Result<bool> {
+    /// Whether more kills are required.
+    ///
+    /// # Errors
+    /// If too many have missed.
+    fn needs_more(&self, times: usize) -> Result<bool> {
         ensure!(
             self.missed <= WARM_UP + MISSES * times,
-            "{} blows of {times} have hit work, {} have missed it",
+            "{} kills of {times} hit a load or a generation, {} missed",
             self.hits(),
             self.missed
         );
@@ -53,7 +58,7 @@ impl Tally {
     }
 }
 
-/// One guest process lives through all of it; each time a new executor comes.
+/// Kills executors. One guest process runs during the whole test; a new executor follows each kill.
 pub(super) fn executors(setup: &Setup<'_>, step: &Step) -> Result<Row> {
     const NAME: &str = "killed";
     let times = setup.counts.kills;
@@ -72,11 +77,11 @@ pub(super) fn executors(setup: &Setup<'_>, step: &Step) -> Result<Row> {
     );
     let each = begun.elapsed().saturating_sub(load) / LONG as u32;
 
-    let (mut tally, mut before, mut round) = (Tally::default(), None, 0);
-    while before.is_none() || tally.goes_on(times)? {
+    let (mut counts, mut before, mut round) = (KillCounts::default(), None, 0);
+    while before.is_none() || counts.needs_more(times)? {
         if round == WARM_UP {
-            before = Some(Holdings::of(guest.pid())?);
-            tally = Tally::default();
+            before = Some(ResourceUsage::of(guest.pid())?);
+            counts = KillCounts::default();
         }
         guest.begin(LONG)?;
         if rng.next_u64().is_multiple_of(2) {
@@ -90,20 +95,20 @@ pub(super) fn executors(setup: &Setup<'_>, step: &Step) -> Result<Row> {
         executor.kill().context("killing the executor")?;
         match guest
             .end()
-            .with_context(|| format!("kill {round}: the guest hangs or has crashed"))?
+            .with_context(|| format!("kill {round}: the guest hangs or crashed"))?
         {
             Outcome::Failed(why) if why.contains("no model") || why.contains("no context") => {
-                tally.loading += 1;
+                counts.loading += 1;
             }
-            Outcome::Failed(_) => tally.generating += 1,
+            Outcome::Failed(_) => counts.generating += 1,
             Outcome::Tokens(tokens) => {
                 ensure!(tokens == whole, "kill {round}: other tokens: {tokens:?}");
-                tally.missed += 1;
+                counts.missed += 1;
             }
         }
         executor = setup.serve(NAME, &[])?;
         setup.expect_run(&mut guest, &format!("the load after kill {round}"))?;
-        step.note(&format!("{} of {times}", tally.hits()));
+        step.note(&format!("{} of {times}", counts.hits()));
         round += 1;
     }
     let before = before.context("no round was run")?;
@@ -112,40 +117,44 @@ pub(super) fn executors(setup: &Setup<'_>, step: &Step) -> Result<Row> {
     executor.stop()?;
     ensure!(
         !exists(&setup.socket(NAME)),
-        "the executor has left its socket behind"
+        "the executor did not remove its socket"
     );
-    let Tally {
+    let KillCounts {
         loading,
         generating,
         missed,
-    } = tally;
+    } = counts;
     Ok(Row {
         fault: "executor killed",
-        times: tally.hits(),
+        times: counts.hits(),
         found: format!(
-            "{loading} while loading, {generating} while generating, and {missed} just after the end, not counted; 0 hangs, 0 \
-             crashes; every next load gave the same tokens; guest before: {before}, after: {after}"
+            "{loading} during loading, {generating} during generation; {missed} after the end, not \
+             counted; 0 hangs, 0 crashes; each following load generated the same tokens; guest \
+             before: {before}, after: {after}"
         ),
     })
 }
 
-/// One executor and one guest beside live through all of it. Every other guest that is killed is
-/// llama.cpp's own `llama-completion`. The executor's log says what a guest still had when it
-/// went, and whether it had run anything.
+/// Kills guests. One executor and one other guest run during the whole test. Every second killed
+/// guest is llama.cpp's own `llama-completion`. The executor's log contains what the guest had
+/// allocated at its end, and how many graphs it had run.
 pub(super) fn guests(setup: &Setup<'_>, step: &Step) -> Result<Row> {
     const NAME: &str = "survivor";
     let times = setup.counts.kills;
     let mut rng = setup.rng(2);
     let executor = setup.serve(NAME, &[])?;
-    let mut bystander = setup.guest(NAME, "bystander")?;
-    setup.expect_run(&mut bystander, "the guest beside")?;
-    // From the word to load until the last token, in a process that has loaded nothing before.
-    let mut model = setup.guest(NAME, "victim")?;
+    let mut other_guest = setup.guest(NAME, "other-guest")?;
+    setup.expect_run(&mut other_guest, "the other guest")?;
+    // The time from the load command to the last token, in a new process.
+    let mut model = setup.guest(NAME, "killed-guest")?;
     let started = Instant::now();
-    model.begin(VICTIMS)?;
+    model.begin(KILLED_TOKENS)?;
     model.token()?;
     let load = started.elapsed();
-    model.end()?.tokens().context("a guest that is spared")?;
+    model
+        .end()?
+        .tokens()
+        .context("a guest that is not killed")?;
     let life = started.elapsed();
     model.finish()?;
 
@@ -154,95 +163,99 @@ pub(super) fn guests(setup: &Setup<'_>, step: &Step) -> Result<Row> {
     while ends.next(&log)?.is_none() {
         ensure!(
             started.elapsed() < HANG,
-            "the session of the guest that was spared goes on"
+            "the session of the guest that was not killed does not end"
         );
         std::thread::sleep(Duration::from_millis(10));
     }
-    let mut before = Holdings::of(executor.pid())?;
-    let (mut tally, mut after, mut round) = (Tally::default(), before, 0);
-    while round <= WARM_UP || tally.goes_on(times)? {
+    let mut before = ResourceUsage::of(executor.pid())?;
+    let (mut counts, mut after, mut round) = (KillCounts::default(), before, 0);
+    while round <= WARM_UP || counts.needs_more(times)? {
         if round == WARM_UP {
-            before = Holdings::of(executor.pid())?;
-            tally = Tally::default();
+            before = ResourceUsage::of(executor.pid())?;
+            counts = KillCounts::default();
         }
-        // Half of the blows are meant for the load, which is short.
+        // Half of the kills aim at the load, which is short.
         let span = if round % 4 < 2 { load } else { life };
-        bystander.begin(TOKENS)?;
+        other_guest.begin(TOKENS)?;
         if round % 2 == 0 {
-            let mut victim = setup.guest(NAME, "victim")?;
-            victim.begin(VICTIMS)?;
+            let mut killed = setup.guest(NAME, "killed-guest")?;
+            killed.begin(KILLED_TOKENS)?;
             std::thread::sleep(moment(&mut rng, span));
-            drop(victim); // SIGKILL
+            drop(killed); // SIGKILL
         } else {
-            let mut victim = completion(setup, NAME)?;
-            // Programs take a while until they load a model: only then does the clock run.
-            victim.wait_until(HANG, |_| {
-                Holdings::of(executor.pid()).is_ok_and(|now| now.threads > before.threads)
+            let mut killed = completion(setup, NAME)?;
+            // The delay starts when the program loads its model, not when the process starts.
+            killed.wait_until(HANG, |_| {
+                ResourceUsage::of(executor.pid()).is_ok_and(|now| now.threads > before.threads)
             })?;
             std::thread::sleep(moment(&mut rng, span));
-            victim.kill()?;
+            killed.kill()?;
         }
-        setup.expect_tokens(&mut bystander, &format!("the guest beside kill {round}"))?;
-        // Also waits until the thread of the session is gone, and with it has said what it had.
-        let patience = if round < WARM_UP { SETTLING } else { HANG };
+        setup.expect_tokens(
+            &mut other_guest,
+            &format!("the other guest during kill {round}"),
+        )?;
+        // Also waits for the end of the session's thread, which logs the session's end before.
+        let timeout = if round < WARM_UP { SETTLING } else { HANG };
         match expect_no_more(
             executor.pid(),
             &before,
             &format!("the executor after kill {round}"),
-            patience,
+            timeout,
         ) {
             Ok(now) => after = now,
             Err(_) if round < WARM_UP => {}
             Err(error) => return Err(error),
         }
         match ends.next(&log)? {
-            Some(End { freed: 0, .. }) | None => tally.missed += 1,
-            Some(End { graphs: 0, .. }) => tally.loading += 1,
-            Some(_) => tally.generating += 1,
+            Some(End { freed: 0, .. }) | None => counts.missed += 1,
+            Some(End { graphs: 0, .. }) => counts.loading += 1,
+            Some(_) => counts.generating += 1,
         }
-        step.note(&format!("{} of {times}", tally.hits()));
+        step.note(&format!("{} of {times}", counts.hits()));
         round += 1;
     }
     let mut next = setup.guest(NAME, "after-kills")?;
     setup.expect_run(&mut next, "the load after all kills")?;
     next.finish()?;
-    bystander.finish()?;
+    other_guest.finish()?;
     executor.stop()?;
-    let Tally {
+    let KillCounts {
         loading,
         generating,
         missed,
-    } = tally;
+    } = counts;
     Ok(Row {
         fault: "guest killed",
-        times: tally.hits(),
+        times: counts.hits(),
         found: format!(
-            "{loading} while loading, {generating} at work, and {missed} before or after, not counted; 0 hangs; the guest beside \
-             generated the same tokens {round} times; executor before: {before}, after: {after}"
+            "{loading} during loading, {generating} during generation; {missed} before or after, \
+             not counted; 0 hangs; the other guest generated the same tokens {round} times; \
+             executor before: {before}, after: {after}"
         ),
     })
 }
 
-/// How long an executor that has never lost a guest may take to come to rest: what it keeps for
-/// good is not known yet.
+/// The timeout for resources in the warm-up rounds. The memory that the executor keeps permanently
+/// is not known yet.
 const SETTLING: Duration = Duration::from_secs(1);
 
-/// The ends of sessions in an executor's log.
+/// The session ends in an executor's log.
 #[derive(Debug, Default)]
 struct Ends {
-    /// Bytes of the log that were read.
+    /// The number of bytes of the log that were read.
     read: usize,
 }
 
-/// What a session was doing when it ended.
+/// The state of a session at its end.
 struct End {
-    /// Bytes of buffers that it still had: none after a good end.
+    /// The bytes of the buffers that the session still had: 0 after an orderly end.
     freed: u64,
     graphs: u64,
 }
 
 impl Ends {
-    /// The session that has ended since the last call; none if the guest had not connected yet.
+    /// The session that has ended since the last call; `None` if the guest had not connected yet.
     fn next(&mut self, log: &Path) -> Result<Option<End>> {
         let text = std::fs::read_to_string(log).context("reading the executor's log")?;
         let new = &text[self.read..];
@@ -270,7 +283,7 @@ impl Ends {
     }
 }
 
-/// llama.cpp's own program, at work.
+/// Starts llama.cpp's own program.
 fn completion(setup: &Setup<'_>, executor: &str) -> Result<Daemon> {
     let endpoint = format!("unix:{}", setup.socket(executor).display());
     let mut command = Command::new(setup.program.bin.join("llama-completion"));
@@ -304,5 +317,5 @@ fn completion(setup: &Setup<'_>, executor: &str) -> Result<Daemon> {
         },
         &setup.program.stats,
     );
-    Daemon::start(&mut command, &setup.log("victim-completion"))
+    Daemon::start(&mut command, &setup.log("killed-completion"))
 }

@@ -5,16 +5,16 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
 
-/// Memory that an allocator keeps for later, or takes in another order: not a leak. One leaked
-/// model would be 38 MiB, one leaked window 2 MiB in each of hundreds of rounds.
+/// Bytes of resident memory that may be added without a leak, since allocators keep freed memory.
+/// A leaked model is 38 MiB; a leaked window is 2 MiB in each of hundreds of rounds.
 const SLACK: u64 = 16 << 20;
 
-/// What is counted.
+/// The resources of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Holdings {
+pub(super) struct ResourceUsage {
     /// Resident bytes, shared memory included.
     pub(super) resident: u64,
-    /// Bytes of its address space in use. Not compared: allocators keep what they have mapped.
+    /// Bytes of address space in use. Not compared, since allocators keep their mappings.
     pub(super) mapped: u64,
     pub(super) descriptors: usize,
     /// Shared memory files, open or mapped.
@@ -22,8 +22,8 @@ pub(super) struct Holdings {
     pub(super) threads: u64,
 }
 
-impl Holdings {
-    pub(super) fn of(pid: u32) -> Result<Holdings> {
+impl ResourceUsage {
+    pub(super) fn of(pid: u32) -> Result<ResourceUsage> {
         let status = std::fs::read_to_string(format!("/proc/{pid}/status"))
             .context("reading a process's status")?;
         let field = |name: &str| -> Result<u64> {
@@ -45,7 +45,7 @@ impl Holdings {
         let maps = std::fs::read_to_string(format!("/proc/{pid}/maps"))
             .context("reading a process's mappings")?;
         memory_files += maps.lines().filter(|line| line.contains("memfd:")).count();
-        Ok(Holdings {
+        Ok(ResourceUsage {
             resident: field("VmRSS:")? << 10,
             mapped: field("VmSize:")? << 10,
             descriptors,
@@ -54,9 +54,9 @@ impl Holdings {
         })
     }
 
-    /// What it holds more than `before`, if that is more than nothing. Resident memory may differ
-    /// by some slack.
-    fn excess(&self, before: &Holdings) -> Option<String> {
+    /// A description of the difference if the process holds more than `before`. Resident memory may
+    /// grow by [`SLACK`].
+    fn excess(&self, before: &ResourceUsage) -> Option<String> {
         let is_more = self.resident > before.resident + SLACK
             || self.descriptors > before.descriptors
             || self.memory_files > before.memory_files
@@ -65,7 +65,7 @@ impl Holdings {
     }
 }
 
-impl fmt::Display for Holdings {
+impl fmt::Display for ResourceUsage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
@@ -78,20 +78,23 @@ impl fmt::Display for Holdings {
     }
 }
 
-/// Waits until a process holds no more than it did; an error if it goes on holding more. What a
-/// session held is freed when its thread gets round to it.
+/// Waits up to `timeout` until a process holds no more resources than `before`. The thread of a
+/// session frees its resources some time after the guest has ended.
+///
+/// # Errors
+/// If the process holds more after `timeout`.
 pub(super) fn expect_no_more(
     pid: u32,
-    before: &Holdings,
+    before: &ResourceUsage,
     who: &str,
-    patience: Duration,
-) -> Result<Holdings> {
+    timeout: Duration,
+) -> Result<ResourceUsage> {
     let started = Instant::now();
     loop {
-        let now = Holdings::of(pid)?;
+        let now = ResourceUsage::of(pid)?;
         match now.excess(before) {
             None => return Ok(now),
-            Some(excess) if started.elapsed() > patience => bail!("{who} holds {excess}"),
+            Some(excess) if started.elapsed() > timeout => bail!("{who} holds {excess}"),
             Some(_) => std::thread::sleep(Duration::from_millis(20)),
         }
     }

@@ -21,7 +21,7 @@ pub(crate) struct Options {
     /// How often each other fault is injected
     #[arg(long, default_value_t = 20)]
     others: usize,
-    /// Decides when each fault strikes
+    /// Seed of the moments at which faults are injected
     #[arg(long, default_value_t = 1)]
     seed: u64,
     /// Only faults whose name contains this
@@ -73,6 +73,6 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
     std::fs::write(&file, table).with_context(|| format!("writing {}", file.display()))?;
     match failed {
         0 => Ok(()),
-        failed => bail!("{failed} faults did harm"),
+        failed => bail!("{failed} kinds of faults had an effect beyond the process concerned"),
     }
 }

@@ -1,9 +1,9 @@
-//! Faults on purpose: executors and guests that are killed at random points, stopped, starved of
-//! memory, disk and descriptors, with windows cut short and clocks that jump. The guest is a real
-//! llama.cpp program.
+//! Injected faults: executors and guests that are killed at random points, stopped, or run out of
+//! memory, disk space or descriptors; truncated windows; clock jumps. The guest is a real llama.cpp
+//! program.
 //!
-//! After each fault: no process hangs, no guest crashes, no resource leaks, guests beside
-//! the fault generate the same tokens as ever, and the next load works.
+//! After each fault: no process hangs, no guest crashes, no resource leaks, other guests generate
+//! the same tokens as before, and the next load works.
 
 mod all;
 mod exhaustion;

@@ -1,4 +1,4 @@
-//! Several guests of one executor: at the same time, and with one at its quota.
+//! Several guests of one executor: at the same time, and with one of them at its quota.
 
 use anyhow::{Context as _, Result, ensure};
 use serde_json::Value;
@@ -7,13 +7,13 @@ use xtask_common::executor;
 use xtask_common::progress::Step;
 
 use super::guest::{Guest, HANG, Outcome};
-use super::leaks::{Holdings, expect_no_more};
+use super::leaks::{ResourceUsage, expect_no_more};
 use super::setup::{Row, Setup, TOKENS};
 
-/// Programs that generate at once.
+/// Programs that generate at the same time.
 const MANY: usize = 3;
 
-/// Several real programs share one executor, and each generates what it does alone.
+/// Several programs share one executor. Each generates the same tokens as alone.
 pub(super) fn together(setup: &Setup<'_>, step: &Step) -> Result<Row> {
     const NAME: &str = "together";
     let times = setup.counts.others;
@@ -41,8 +41,8 @@ pub(super) fn together(setup: &Setup<'_>, step: &Step) -> Result<Row> {
     })
 }
 
-/// A guest whose quota its model does not fit into, beside one with room: the first is told with
-/// numbers, the second's figures do not move.
+/// The model of one guest does not fit its quota; the model of the other does. The refusal of the
+/// first contains numbers, and the figures of the second do not change.
 pub(super) fn quota(setup: &Setup<'_>, step: &Step) -> Result<Row> {
     const NAME: &str = "quota";
     const SMALL: u64 = 16 << 20;
@@ -63,14 +63,14 @@ pub(super) fn quota(setup: &Setup<'_>, step: &Step) -> Result<Row> {
 
     let mut large = setup.guest("large", "quota-large")?;
     let mut small = setup.guest("small", "quota-small")?;
-    let before = Holdings::of(executor.pid())?;
+    let before = ResourceUsage::of(executor.pid())?;
     for round in 0..times {
         large.begin(400)?;
         large.token()?;
         let held = status()?;
         ensure!(
             figure(&held, "large", "memory")? > SMALL && figure(&held, "large", "quota")? == LARGE,
-            "the guest with room holds {held}"
+            "the figures of the guest within its quota are wrong: {held}"
         );
         small.begin(TOKENS)?;
         let outcome = small.end()?;
@@ -83,17 +83,17 @@ pub(super) fn quota(setup: &Setup<'_>, step: &Step) -> Result<Row> {
             let (then, now) = (figure(&held, "large", name)?, figure(&now, "large", name)?);
             ensure!(
                 then == now,
-                "{name} of the guest beside: {then}, then {now}"
+                "{name} of the other guest changed from {then} to {now}"
             );
         }
         ensure!(
             figure(&now, "small", "failures")? > round as u64,
             "no refusal is counted"
         );
-        let tokens = large.end()?.tokens().context("the guest beside")?;
+        let tokens = large.end()?.tokens().context("the other guest")?;
         ensure!(
             tokens[..TOKENS] == setup.reference,
-            "the guest beside generated {tokens:?}"
+            "the other guest generated {tokens:?}"
         );
         step.note(&format!("{} of {times}", round + 1));
     }
@@ -112,7 +112,7 @@ pub(super) fn quota(setup: &Setup<'_>, step: &Step) -> Result<Row> {
         fault: "quota reached",
         times,
         found: format!(
-            "refused ({numbers}); memory, quota and tokens of the guest beside stay as they are"
+            "refused ({numbers}); memory, quota and tokens of the other guest do not change"
         ),
     })
 }

@@ -27,28 +27,28 @@ pub(crate) struct Counts {
     pub(crate) seed: u64,
 }
 
-/// What came of one kind of fault.
+/// The result of one kind of fault.
 #[derive(Clone, Debug)]
 pub(crate) struct Row {
     pub(crate) fault: &'static str,
     pub(crate) times: usize,
-    /// What the guests that were hit said, and what was found afterwards.
+    /// The outcome in the affected guests, and the state afterwards.
     pub(crate) found: String,
 }
 
-/// What every fault needs.
+/// The environment of every fault.
 pub(crate) struct Setup<'a> {
     pub(super) cache: &'a Cache,
     pub(super) dist: &'a Dist,
     pub(super) program: Program,
     pub(super) counts: Counts,
-    /// What the guest generates when nothing goes wrong: with ggml's own CPU backend.
+    /// The tokens that the guest generates without faults, with ggml's own CPU backend.
     pub(super) reference: Vec<u32>,
     pub(super) scratch: Scratch,
 }
 
 impl<'a> Setup<'a> {
-    /// Builds the guest program and lets it generate without us.
+    /// Builds the guest program and generates the reference without the plugin.
     pub(crate) fn new(cache: &'a Cache, dist: &'a Dist, counts: Counts) -> Result<Setup<'a>> {
         let bin = llama::build(cache, llama::Stage::Tools)?;
         let model = model::ensure(cache, &model::TINY, Weights::F16)?;
@@ -80,7 +80,7 @@ impl<'a> Setup<'a> {
         self.scratch.path().join(format!("{name}.sock"))
     }
 
-    /// An executor with one thread: two of them and their guests share the machine with the tests.
+    /// An executor with one thread, since executors, guests and tests share the machine.
     pub(super) fn serve(&self, name: &str, more: &[&str]) -> Result<Executor> {
         Executor::start_with(
             self.dist,
@@ -91,13 +91,13 @@ impl<'a> Setup<'a> {
         )
     }
 
-    /// A guest of the executor of that name, whether it is there or not.
+    /// A guest of the executor `executor`, which need not run.
     pub(super) fn guest(&self, executor: &str, name: &str) -> Result<Guest> {
         let endpoint = format!("unix:{}", self.socket(executor).display());
         Guest::start(&self.program, Some((self.dist, &endpoint)), &self.log(name))
     }
 
-    /// What the guest has begun must end with the tokens of the reference.
+    /// Waits for the end of a generation, which must have the tokens of the reference.
     pub(super) fn expect_tokens(&self, guest: &mut Guest, who: &str) -> Result<()> {
         match guest.end().with_context(|| who.to_owned())? {
             Outcome::Tokens(tokens) => ensure!(
@@ -110,7 +110,7 @@ impl<'a> Setup<'a> {
         Ok(())
     }
 
-    /// A generation from the loading to the last token, as it has to be.
+    /// Loads the model and generates, which must result in the tokens of the reference.
     pub(super) fn expect_run(&self, guest: &mut Guest, who: &str) -> Result<()> {
         guest.begin(TOKENS)?;
         self.expect_tokens(guest, who)

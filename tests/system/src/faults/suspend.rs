@@ -1,4 +1,4 @@
-//! Suspended executors and guests, truncated windows, and jumps of the clock.
+//! Suspended executors and guests, truncated windows, and clock jumps.
 
 use std::fs::OpenOptions;
 use std::path::PathBuf;
@@ -16,7 +16,7 @@ use xtask_common::workspace;
 use super::guest::{Guest, Program};
 use super::setup::{Row, Setup, TOKENS, moment};
 
-/// How long a side stands still.
+/// How long a process is stopped.
 const PAUSE: Duration = Duration::from_millis(1500);
 
 /// Tokens of a generation that is interrupted.
@@ -29,7 +29,7 @@ pub(super) fn both(setup: &Setup<'_>, step: &Step) -> Result<Row> {
     let mut rng = setup.rng(3);
     let executor = setup.serve(NAME, &[])?;
     let mut guest = setup.guest(NAME, "stopped-guest")?;
-    let mut bystander = setup.guest(NAME, "stopped-bystander")?;
+    let mut other_guest = setup.guest(NAME, "stopped-other-guest")?;
     guest.begin(LONG)?;
     let expected = guest.end()?.tokens()?;
     ensure!(
@@ -41,8 +41,8 @@ pub(super) fn both(setup: &Setup<'_>, step: &Step) -> Result<Row> {
         std::thread::sleep(moment(&mut rng, Duration::from_millis(300)));
         if round % 2 == 0 {
             guest.signal(Signal::STOP)?;
-            // The others go on while it stands.
-            let beside = setup.expect_run(&mut bystander, "the guest beside a stopped one");
+            // Other guests continue meanwhile.
+            let beside = setup.expect_run(&mut other_guest, "the guest beside a stopped guest");
             std::thread::sleep(PAUSE);
             guest.signal(Signal::CONT)?;
             beside?;
@@ -59,63 +59,65 @@ pub(super) fn both(setup: &Setup<'_>, step: &Step) -> Result<Row> {
         step.note(&format!("{} of {times}", round + 1));
     }
     guest.finish()?;
-    bystander.finish()?;
+    other_guest.finish()?;
     executor.stop()?;
     Ok(Row {
         fault: "stopped for a while",
         times,
         found: format!(
-            "{PAUSE:?} each, guest and executor in turn; the same tokens afterwards, and beside it"
+            "{PAUSE:?} each, guest and executor in turn; the same tokens afterwards, and in the \
+             other guest"
         ),
     })
 }
 
-/// A guest that has the processor for 2 ms of 20: it takes slowly what the executor has for it,
-/// and gives slowly what the executor waits for. The guest beside must not notice.
+/// A guest that runs for 2 ms of every 20 ms. The guest reads replies slowly and sends requests
+/// slowly. The other guest must not be affected.
 pub(super) fn slow(setup: &Setup<'_>, step: &Step) -> Result<Row> {
     const NAME: &str = "slow";
     const RUNS: Duration = Duration::from_millis(2);
-    const STANDS: Duration = Duration::from_millis(18);
+    const STOPPED: Duration = Duration::from_millis(18);
     let times = setup.counts.others;
     let executor = setup.serve(NAME, &[])?;
     let mut guest = setup.guest(NAME, "slow-guest")?;
-    let mut bystander = setup.guest(NAME, "slow-bystander")?;
-    setup.expect_run(&mut bystander, "the guest beside, alone")?;
+    let mut other_guest = setup.guest(NAME, "slow-other-guest")?;
+    setup.expect_run(&mut other_guest, "the other guest, alone")?;
     let mut beside = 0;
     for round in 0..times {
         guest.begin(TOKENS)?;
-        bystander.begin(TOKENS)?;
-        // Both from the load on, until the one beside is done.
+        other_guest.begin(TOKENS)?;
+        // Both begin with the load. The loop ends with the other guest.
         let tokens = loop {
             guest.signal(Signal::STOP)?;
-            std::thread::sleep(STANDS);
+            std::thread::sleep(STOPPED);
             guest.signal(Signal::CONT)?;
             std::thread::sleep(RUNS);
-            if let Some(outcome) = bystander.ended()? {
-                break outcome.tokens().context("the guest beside a slow one")?;
+            if let Some(outcome) = other_guest.ended()? {
+                break outcome.tokens().context("the guest beside a slow guest")?;
             }
         };
         ensure!(
             tokens == setup.reference,
-            "the guest beside a slow one generated {tokens:?}"
+            "the guest beside a slow guest generated {tokens:?}"
         );
         beside += 1;
         setup.expect_tokens(&mut guest, "the slow guest")?;
         step.note(&format!("{} of {times}", round + 1));
     }
     guest.finish()?;
-    bystander.finish()?;
+    other_guest.finish()?;
     executor.stop()?;
     Ok(Row {
         fault: "slow consumer",
         times,
         found: format!(
-            "a guest that stands still for {STANDS:?} of every 20; the same tokens, and beside it {beside} times"
+            "a guest stopped for {STOPPED:?} of every 20 ms; the same tokens, also {beside} times \
+             in the other guest"
         ),
     })
 }
 
-/// Every memory file of both sides is cut to nothing, from outside, while they work.
+/// Tries to truncate every memory file of guest and executor to 0 bytes while both run.
 pub(super) fn truncated(setup: &Setup<'_>, step: &Step) -> Result<Row> {
     const NAME: &str = "truncated";
     let times = setup.counts.others;
@@ -124,7 +126,7 @@ pub(super) fn truncated(setup: &Setup<'_>, step: &Step) -> Result<Row> {
     let (mut refused, mut cut) = (0, 0);
     for round in 0..times {
         guest.begin(TOKENS)?;
-        // Loaded: all windows and buffers are there.
+        // The model is loaded: all windows and buffers exist.
         guest.token()?;
         for pid in [executor.pid(), guest.pid()] {
             for file in memory_files(pid)? {
@@ -137,16 +139,16 @@ pub(super) fn truncated(setup: &Setup<'_>, step: &Step) -> Result<Row> {
                 }
             }
         }
-        setup.expect_tokens(&mut guest, "the guest whose windows were to be cut")?;
+        setup.expect_tokens(&mut guest, "the guest whose windows were to be truncated")?;
         step.note(&format!("{} of {times}", round + 1));
     }
     ensure!(
         refused > 0,
-        "no memory file could be opened, so nothing was tried"
+        "no memory file could be opened, so nothing was tested"
     );
     ensure!(
         cut == 0,
-        "{cut} of {} memory files could be cut",
+        "{cut} of {} memory files could be truncated",
         cut + refused
     );
     guest.finish()?;
@@ -154,11 +156,14 @@ pub(super) fn truncated(setup: &Setup<'_>, step: &Step) -> Result<Row> {
     Ok(Row {
         fault: "window truncated",
         times,
-        found: format!("{refused} files, each sealed: refused; the same tokens"),
+        found: format!(
+            "truncation of {refused} files refused, since each is sealed; the same tokens"
+        ),
     })
 }
 
-/// Descriptors, and mappings whose descriptor is closed (for those who may open them).
+/// The memory files of a process: open descriptors, and mappings with a closed descriptor if this
+/// user may open those.
 fn memory_files(pid: u32) -> Result<Vec<PathBuf>> {
     let mut found = Vec::new();
     for folder in ["fd", "map_files"] {
@@ -176,9 +181,8 @@ fn memory_files(pid: u32) -> Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// The wall clock of both sides jumps by years, back and forth, each time it is looked at. Clocks
-/// that measure time do not jump: Linux keeps them so, and whoever uses the wall clock for a wait
-/// is found out here.
+/// The wall clock of guest and executor jumps by years, back and forth, at each read. Linux keeps
+/// monotonic clocks monotonic. The test fails if a wait uses the wall clock.
 pub(super) fn clock(setup: &Setup<'_>, step: &Step) -> Result<Row> {
     let times = setup.counts.others;
     let library = setup.scratch.path().join("jumping_clock.so");
@@ -217,11 +221,13 @@ pub(super) fn clock(setup: &Setup<'_>, step: &Step) -> Result<Row> {
     let years: std::collections::BTreeSet<&str> =
         text.lines().filter_map(|line| line.get(..4)).collect();
     executor.stop()?;
-    // The log is stamped with the wall clock, which shows that it did jump.
-    ensure!(years.len() > 2, "the clock has not jumped: {years:?}");
+    // The timestamps of the log are wall-clock times and prove the jumps.
+    ensure!(years.len() > 2, "the clock did not jump: {years:?}");
     Ok(Row {
         fault: "clock jumps",
         times,
-        found: "the wall clock of both sides goes back and forth by years; the same tokens".into(),
+        found:
+            "the wall clock of guest and executor jumps back and forth by years; the same tokens"
+                .into(),
     })
 }

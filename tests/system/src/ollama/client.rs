@@ -1,4 +1,4 @@
-//! Ollama's HTTP API, as far as the tests use it.
+//! The part of Ollama's HTTP API that the tests use.
 
 use std::io::{BufRead as _, BufReader};
 use std::time::Duration;
@@ -6,19 +6,19 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, ensure};
 use serde_json::{Value, json};
 
-/// A generation's outcome.
+/// The result of a generation.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Answer {
     pub(crate) text: String,
-    /// Tokens generated.
+    /// The number of generated tokens.
     pub(crate) tokens: u64,
-    /// Tokens of the prompt that were computed.
+    /// The number of tokens of the prompt that were computed.
     pub(crate) prompt_tokens: u64,
-    /// Pieces it came in.
+    /// The number of parts of the response.
     pub(crate) pieces: usize,
 }
 
-/// A user of the API.
+/// A client of the API.
 #[derive(Clone, Debug)]
 pub(crate) struct Client {
     address: String,
@@ -30,7 +30,7 @@ impl Client {
         let agent = ureq::Agent::config_builder()
             .http_status_as_error(false)
             .max_idle_connections(0)
-            // Not a measure of speed: an answer that takes longer will never come.
+            // The timeout of every request.
             .timeout_global(Some(Duration::from_secs(600)))
             .build()
             .into();
@@ -57,7 +57,7 @@ impl Client {
             .clone())
     }
 
-    /// Continues a text, greedily, and hands each piece to `piece`; ends early when that says
+    /// Continues a text greedily and calls `piece` with each part. Ends early if `piece` returns
     /// false.
     pub(crate) fn generate(
         &self,
@@ -110,7 +110,7 @@ impl Client {
             .context("odd embeddings")
     }
 
-    /// Takes a model out of memory.
+    /// Unloads a model.
     pub(crate) fn unload(&self, model: &str) -> Result<()> {
         let request = json!({"model": model, "keep_alive": 0});
         let answer = self.post("/api/generate", &request)?;
@@ -118,8 +118,8 @@ impl Client {
         Ok(())
     }
 
-    /// Reads a streamed answer: a JSON object a line. An error in it, or an end without "done", is
-    /// one here.
+    /// Reads a streamed response: one JSON object per line. Returns an error if the response
+    /// contains one, or ends without "done".
     fn stream(
         &self,
         path: &str,
@@ -150,7 +150,7 @@ impl Client {
             answer.pieces += usize::from(text.is_some_and(|text| !text.is_empty()));
             if value["done"] == true {
                 answer.tokens = value["eval_count"].as_u64().context("no count of tokens")?;
-                // Absent when the whole prompt was known from the request before.
+                // Absent if the whole prompt was cached by the previous request.
                 answer.prompt_tokens = value["prompt_eval_count"].as_u64().unwrap_or(0);
                 return Ok(answer);
             }

@@ -12,15 +12,15 @@ use xtask_common::process;
 use xtask_common::progress::Step;
 use xtask_common::workspace;
 
-/// The Go module, checked against Go's checksum database when it is fetched.
+/// The Go module, verified with Go's checksum database when it is downloaded.
 const MODULE: &str = "github.com/ollama/ollama";
 pub(crate) const VERSION: &str = "0.33.0";
-/// Where an installer puts it.
+/// The prefix of Ollama's installer.
 pub(super) const PREFIX: &str = "usr/local";
-/// What a release carries beside its libraries.
+/// The programs of a release.
 const PROGRAMS: [&str; 2] = ["llama-server", "llama-quantize"];
 
-/// The program `ollama`, built once for each version.
+/// The program `ollama`, built once per version.
 pub(crate) fn binary(cache: &Cache) -> Result<PathBuf> {
     let name = format!("ollama-{VERSION}");
     let folder = cache.folder(&name, |dir| {
@@ -35,7 +35,8 @@ pub(crate) fn binary(cache: &Cache) -> Result<PathBuf> {
             .arg(format!("-s -w -X={MODULE}/version.Version={VERSION}"))
             .arg(format!("{MODULE}@v{VERSION}"))
             .env("GOBIN", dir)
-            // 600 MB that nobody needs again; without the flag they could not be removed.
+            // The module cache has 600 MB and is not needed again. Without the flag it could not be
+            // removed.
             .env("GOMODCACHE", dir.join("modules"))
             .env("GOCACHE", dir.join("objects"))
             .env("GOFLAGS", "-modcacherw -buildvcs=false")
@@ -43,7 +44,7 @@ pub(crate) fn binary(cache: &Cache) -> Result<PathBuf> {
             .env("CGO_ENABLED", "1");
         process::run(&mut install, &step, &cache.log(&name))?;
         for rest in ["modules", "objects"] {
-            fs::remove_dir_all(dir.join(rest)).context("removing what else was fetched")?;
+            fs::remove_dir_all(dir.join(rest)).context("removing the other downloads")?;
         }
         step.done("");
         Ok(())
@@ -51,9 +52,9 @@ pub(crate) fn binary(cache: &Cache) -> Result<PathBuf> {
     Ok(folder.join("ollama"))
 }
 
-/// Lays an installation out below `root`, as Ollama's installer does: program, libraries, service.
+/// Creates an installation below `root` like Ollama's installer: program, libraries, service.
 ///
-/// `llama` is a build of llama.cpp: Ollama's releases carry one, but its module does not.
+/// `llama` is a build of llama.cpp. Ollama's releases contain one, but its Go module does not.
 pub(crate) fn lay_out(root: &Path, ollama: &Path, llama: &Path) -> Result<()> {
     let (bin, lib) = (
         root.join(PREFIX).join("bin"),
@@ -81,7 +82,7 @@ fn place(from: &Path, to: &Path) -> Result<()> {
     let placing = || format!("placing {}", to.display());
     match fs::read_link(from) {
         Ok(target) => std::os::unix::fs::symlink(target, to).with_context(placing),
-        // A link takes no room; across file systems there is none.
+        // A hard link takes no space, but cannot cross file systems.
         Err(_) => fs::hard_link(from, to)
             .or_else(|_| fs::copy(from, to).map(drop))
             .with_context(placing),

@@ -1,4 +1,4 @@
-//! An installation of Ollama below a folder of its own, and its server.
+//! An installation of Ollama in a separate folder, and its server.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -13,14 +13,14 @@ use xtask_common::dist::Dist;
 use xtask_common::process::free_port;
 use xtask_common::process::{self, Daemon};
 
-/// A timeout, not a measure of speed: a wait that takes longer has failed.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// The timeout for every wait.
+const TIMEOUT: Duration = Duration::from_secs(60);
 const DROP_IN: &str = "etc/systemd/system/ollama.service.d/vgpu.conf";
 
-/// How a server is started.
+/// The settings of a server.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Settings {
-    /// Variables over those of the drop-in.
+    /// Variables that override those of the drop-in.
     pub(crate) environment: Vec<(&'static str, String)>,
 }
 
@@ -29,13 +29,13 @@ pub(crate) struct Settings {
 pub(crate) struct Instance {
     root: PathBuf,
     vgpu: PathBuf,
-    /// Kept from server to server: what a user has set up to reach it.
+    /// The same for every server of this installation, since clients use it.
     port: u16,
     server: Option<Daemon>,
 }
 
 impl Instance {
-    /// Lays Ollama out in `root` and installs the plugin with `vgpu install`.
+    /// Creates an installation in `root` and installs the plugin with `vgpu install`.
     pub(crate) fn install(
         root: &Path,
         ollama: &Path,
@@ -59,14 +59,14 @@ impl Instance {
         })
     }
 
-    /// Takes the plugin out again, with `vgpu uninstall`.
+    /// Removes the plugin with `vgpu uninstall`.
     pub(crate) fn uninstall(&self) -> Result<String> {
         let mut uninstall = Command::new(&self.vgpu);
         uninstall.arg("uninstall").arg("--root").arg(&self.root);
         process::output(&mut uninstall)
     }
 
-    /// `llama-server` as Ollama starts it to look for devices.
+    /// `llama-server` as Ollama starts it to list devices.
     pub(crate) fn probe(&self, endpoint: &str) -> Command {
         let lib = self.root.join(PREFIX).join("lib/ollama");
         let mut probe = Command::new(lib.join("llama-server"));
@@ -78,7 +78,7 @@ impl Instance {
         probe
     }
 
-    /// Starts the server with the environment that systemd would give it.
+    /// Starts the server with the environment of the systemd unit.
     pub(crate) fn start(&mut self, settings: &Settings, log: &Path) -> Result<()> {
         let home = self.root.join("home");
         fs::create_dir_all(&home).context("creating a home")?;
@@ -87,28 +87,28 @@ impl Instance {
         for (name, value) in self.drop_in()? {
             serve.env(name, value);
         }
-        // An answer must not depend on what somebody else's machine has to say.
+        // The result must not depend on Ollama's cloud service.
         serve.env("OLLAMA_NO_CLOUD", "1").env("OLLAMA_DEBUG", "1");
         serve.env_remove("GGML_BACKEND_PATH");
         for (name, value) in &settings.environment {
             serve.env(name, value);
         }
         let mut server = Daemon::start(&mut serve, log)?;
-        server.wait_until(PATIENCE, |server| {
+        server.wait_until(TIMEOUT, |server| {
             server.log().contains("inference compute") && self.client().version().is_ok()
         })?;
         self.server = Some(server);
         Ok(())
     }
 
-    /// Ends the server with SIGTERM and expects a clean end.
+    /// Ends the server with SIGTERM. Returns an error unless it succeeds.
     pub(crate) fn stop(&mut self) -> Result<()> {
         self.server
             .take()
-            .map_or(Ok(()), |server| server.stop(PATIENCE))
+            .map_or(Ok(()), |server| server.stop(TIMEOUT))
     }
 
-    /// What the server has logged so far.
+    /// The server's log so far.
     pub(crate) fn log(&self) -> String {
         self.server.as_ref().map(Daemon::log).unwrap_or_default()
     }
@@ -117,7 +117,7 @@ impl Instance {
         Client::new(self.port)
     }
 
-    /// Runs `ollama create`; returns what it says when it refuses.
+    /// Runs `ollama create`. The error contains its output.
     pub(crate) fn create(&self, name: &str, from: &Path) -> Result<()> {
         let file = self.root.join("Modelfile");
         fs::write(&file, format!("FROM {}\n", from.display())).context("writing a Modelfile")?;
@@ -126,7 +126,7 @@ impl Instance {
         process::output(&mut create).map(drop)
     }
 
-    /// The one file in which Ollama keeps the weights of a model.
+    /// The file of Ollama with the weights of a model.
     pub(crate) fn blob(&self, model: &str) -> Result<PathBuf> {
         let mut show = self.ollama();
         show.args(["show", "--modelfile", model]);
@@ -135,7 +135,7 @@ impl Instance {
         let blob = PathBuf::from(format!("/{}", line.context("the model has no file")?));
         ensure!(
             blob.starts_with(&self.root),
-            "{} is not ours",
+            "{} is not in the folder of this test",
             blob.display()
         );
         Ok(blob)

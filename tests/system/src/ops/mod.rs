@@ -1,4 +1,4 @@
-//! ggml's own `test-backend-ops` on VGPU0: what it lists, what it finds.
+//! ggml's own `test-backend-ops` on VGPU0: its list of cases and its results.
 
 mod report;
 mod suite;

@@ -13,9 +13,9 @@ pub(crate) const DEVICE: &str = "VGPU0";
 pub(crate) struct Counts {
     pub(crate) ok: u64,
     pub(crate) failed: u64,
-    /// Denied by the device: a program would run the op on its CPU.
+    /// Not supported by the device. A program would run the op on its CPU.
     pub(crate) unsupported: u64,
-    /// Denied by the reference alone: there is nothing to compare with.
+    /// Not supported by the reference only, so the result cannot be compared.
     pub(crate) incomparable: u64,
 }
 
@@ -38,14 +38,14 @@ impl Counts {
 #[derive(Debug, Default)]
 pub(crate) struct Report {
     cases: BTreeMap<String, Counts>,
-    /// What was written about each failed case.
+    /// The output of each failed case.
     failures: Vec<String>,
-    /// What the program itself counted: passed, run.
+    /// The program's own counts: passed, run.
     own_count: Option<(u64, u64)>,
 }
 
 impl Report {
-    /// Takes one line of the program's output; returns the case if it is one.
+    /// Parses one line of the program's output. Returns the case if the line has one.
     pub(crate) fn line(&mut self, line: &str) -> Option<String> {
         let line = without_colours(line);
         if let Some(count) = own_count(&line) {
@@ -57,7 +57,7 @@ impl Report {
             Outcome::Ok => counts.ok += 1,
             Outcome::Fail => {
                 counts.failed += 1;
-                // With what was said before it on the same line: the error's size.
+                // Including the error before the case on the same line.
                 self.failures.push(line.trim().to_owned());
             }
             Outcome::Unsupported(devices) if devices.contains(DEVICE) => counts.unsupported += 1,
@@ -66,8 +66,8 @@ impl Report {
         Some(case.to_owned())
     }
 
-    /// An error unless every case ran well that could run, and none of them was lost on the way
-    /// here.
+    /// Returns an error if a case failed, or if this report lacks a case of the program's own
+    /// count.
     pub(super) fn check(&self) -> Result<()> {
         if !self.failures.is_empty() {
             let shown: Vec<_> = self.failures.iter().take(10).cloned().collect();
@@ -80,7 +80,7 @@ impl Report {
         let (ok, own) = (self.totals().ok, self.own_count);
         ensure!(
             own == Some((ok, ok)),
-            "{ok} cases ended well, of which the program counts {own:?}"
+            "{ok} cases passed; the program counts {own:?}"
         );
         Ok(())
     }
@@ -100,7 +100,7 @@ impl Report {
         ops
     }
 
-    /// How often each case was denied by the device, and how often not.
+    /// The number of runs of each case that the device did not support, and that it did.
     pub(super) fn by_case(&self) -> BTreeMap<&str, (u64, u64)> {
         let split = |c: &Counts| (c.unsupported, c.all() - c.unsupported);
         self.cases
@@ -109,19 +109,19 @@ impl Report {
             .collect()
     }
 
-    /// The cases that the device denies, one of each.
+    /// The distinct cases that the device does not support.
     pub(crate) fn denied(&self) -> Vec<&str> {
         let denied = self.cases.iter().filter(|(_, c)| c.unsupported > 0);
         denied.map(|(case, _)| case.as_str()).collect()
     }
 
-    /// The cases that nothing was compared with, with how often each.
+    /// The cases without a reference, with the number of each.
     pub(crate) fn incomparable(&self) -> impl Iterator<Item = (&str, u64)> {
         let found = self.cases.iter().filter(|(_, c)| c.incomparable > 0);
         found.map(|(case, counts)| (case.as_str(), counts.incomparable))
     }
 
-    /// The ops of these cases.
+    /// The names of the ops of these cases.
     pub(crate) fn incomparable_ops(&self) -> BTreeSet<&str> {
         self.by_op()
             .into_iter()
@@ -130,7 +130,7 @@ impl Report {
             .collect()
     }
 
-    /// How often the case passed.
+    /// The number of runs of the case that passed.
     pub(crate) fn passed(&self, case: &str) -> u64 {
         self.cases.get(case).map_or(0, |counts| counts.ok)
     }
@@ -168,7 +168,7 @@ enum Outcome<'a> {
     Unsupported(&'a str),
 }
 
-/// Splits `  OP(parameters): outcome`. Messages about an error may stand before it on the line.
+/// Splits `  OP(parameters): outcome`. Error messages may precede the case on the line.
 fn case(line: &str) -> Option<(&str, Outcome<'_>)> {
     let (head, outcome) = line.rsplit_once("): ")?;
     let outcome = match outcome.trim_end() {
@@ -176,7 +176,7 @@ fn case(line: &str) -> Option<(&str, Outcome<'_>)> {
         "FAIL" => Outcome::Fail,
         other => Outcome::Unsupported(other.strip_prefix("not supported [")?.strip_suffix(']')?),
     };
-    // The case begins behind the last two spaces that an op's name follows.
+    // The case begins after the last two spaces before an op's name.
     let starts = head
         .match_indices("  ")
         .map(|(at, _)| at + (head[at..].len() - head[at..].trim_start().len()));
@@ -231,7 +231,7 @@ Failing tests:
 ";
 
     #[test]
-    fn an_output_is_counted() {
+    fn results_in_the_output_are_counted() {
         let mut report = Report::default();
         let cases: Vec<_> = OUTPUT
             .lines()
@@ -258,7 +258,7 @@ Failing tests:
     }
 
     #[test]
-    fn a_lost_case_is_noticed() {
+    fn missing_test_case_is_detected() {
         let mut report = Report::default();
         report.line("  ADD(type=f32): OK");
         assert!(report.check().is_err(), "the program did not end its list");

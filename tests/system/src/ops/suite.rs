@@ -1,4 +1,4 @@
-//! ggml's own `test-backend-ops` on VGPU0: what it lists, what it finds.
+//! ggml's own `test-backend-ops` on VGPU0: lists and runs of its cases.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -73,7 +73,7 @@ pub(crate) struct Suite<'a> {
     pub(crate) name: &'a str,
 }
 
-/// One line of the list: whether the device says that it runs the case.
+/// One line of the list: a case, and whether the device claims to support it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Claim {
     pub(crate) op: String,
@@ -91,7 +91,7 @@ impl Suite<'_> {
         }
         let stats = workspace::reports().join(format!("test-backend-ops-{}.stats.json", self.name));
         node_llama::set_backend(&mut program, &self.backend, &stats);
-        // What the plugin says of uploads would stand in the middle of the program's lines.
+        // The plugin's messages about uploads would split lines of the program.
         program.env("VGPU_LOG", "warn");
         if let Some(library) = &self.preload {
             preload::set(&mut program, library);
@@ -182,7 +182,7 @@ pub(crate) fn sample(claims: &[Claim], count: usize, rng: &mut Rng) -> Cases {
     Cases::Matching(format!("^(?:{})$", escaped.join("|")))
 }
 
-/// A text as a regular expression of itself.
+/// A regular expression that matches exactly this text.
 fn escape(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for letter in text.chars() {
@@ -194,13 +194,13 @@ fn escape(text: &str) -> String {
     escaped
 }
 
-/// Where a run keeps what the program wrote.
+/// The file for the program's output.
 pub(super) fn log(run: &str, mode: &str) -> PathBuf {
     workspace::reports().join(format!("test-backend-ops-{run}-{mode}.log"))
 }
 
-/// Reads what `test-backend-ops support --output csv` writes, or a file of the same form that ggml
-/// publishes.
+/// Reads the output of `test-backend-ops support --output csv`, or a file of the same format that
+/// ggml publishes.
 pub(super) fn parse_claims(csv: &str) -> Result<Vec<Claim>> {
     let mut reader = csv::Reader::from_reader(csv.as_bytes());
     let header = reader.headers().context("reading a list's header")?.clone();
@@ -226,8 +226,7 @@ pub(super) fn parse_claims(csv: &str) -> Result<Vec<Claim>> {
     Ok(claims)
 }
 
-/// Cases about which the list and the run disagree. The run has cases that the list has not: fused
-/// ops.
+/// The cases that differ between the list and the run. Fused ops are only in the run.
 pub(crate) fn disagreements(claims: &[Claim], report: &Report) -> Vec<String> {
     // Some cases occur more than once.
     let mut listed: BTreeMap<&str, [u64; 2]> = BTreeMap::new();
@@ -248,8 +247,8 @@ pub(crate) fn disagreements(claims: &[Claim], report: &Report) -> Vec<String> {
     found
 }
 
-/// Lists and runs everything: every case is claimed and run, and agrees with ggml's CPU backend
-/// where that can compute it.
+/// Lists and runs all cases. Each must be supported, and agree with ggml's CPU backend if that
+/// supports it.
 pub(crate) fn compare_with_cpu(suite: &Suite<'_>, step: &Step) -> Result<(Vec<Claim>, Report)> {
     let claims = suite.claims()?;
     let denied = claims.iter().filter(|claim| !claim.supported);
@@ -266,8 +265,9 @@ pub(crate) fn compare_with_cpu(suite: &Suite<'_>, step: &Step) -> Result<(Vec<Cl
     Ok((claims, report))
 }
 
-/// Runs what ggml's CPU backend could not compute against our reference in double precision.
-/// `suite` preloads it; `with_cpu` is the report of the same cases without it.
+/// Compares the cases that ggml's CPU backend does not support with the reference in double
+/// precision. `suite` preloads the reference. `with_cpu` is the report of the same cases without
+/// it.
 pub(crate) fn compare_with_reference(
     suite: &Suite<'_>,
     with_cpu: &Report,
@@ -284,8 +284,8 @@ pub(crate) fn compare_with_reference(
     Ok(report)
 }
 
-/// Whether floats are written to a format with a codebook: there are many right results, and the
-/// kernels' own tests look at their errors.
+/// Whether the case writes floats to a codebook format. Many results are correct, and the kernels'
+/// own tests check the errors.
 fn writes_codebook(case: &str) -> bool {
     let (from, to) = (parameter(case, "type_src="), parameter(case, "type_dst="));
     let codebook = |ty: &str| {
@@ -312,7 +312,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_sample_is_drawn_by_its_seed_and_names_whole_cases() {
+    fn sample_depends_on_the_seed_and_contains_whole_cases() {
         let claims: Vec<Claim> = (0..100)
             .map(|n| Claim {
                 op: "ADD".into(),
@@ -378,7 +378,7 @@ mod tests {
 ";
 
     #[test]
-    fn writes_to_codebooks_are_told() {
+    fn writes_to_codebook_types_are_detected() {
         assert!(writes_codebook(
             "CPY(type_src=f16,type_dst=iq2_xxs,ne_src=[256,4,4,4])"
         ));
@@ -393,7 +393,7 @@ mod tests {
     }
 
     #[test]
-    fn a_list_is_read() {
+    fn case_list_is_parsed() {
         let claims = parse_claims(LIST).unwrap();
         assert_eq!(claims.len(), 3);
         assert_eq!(claims[0].case, "ABS(type=f16,ne_a=[128,2,2,2],v=0)");
@@ -402,7 +402,7 @@ mod tests {
     }
 
     #[test]
-    fn a_list_and_a_run_are_compared() {
+    fn case_list_and_run_are_compared() {
         let claims = parse_claims(LIST).unwrap();
         let mut report = Report::default();
         for line in [

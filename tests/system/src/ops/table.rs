@@ -1,4 +1,4 @@
-//! `docs/OPS.md`: what runs, op by op, beside what ggml publishes about other backends.
+//! `docs/OPS.md`: the support of each op, beside ggml's published lists of other backends.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -21,10 +21,10 @@ use xtask_common::progress::{Step, heading};
 use xtask_common::scratch::Scratch;
 use xtask_common::workspace;
 
-/// How many other backends have a column: those that run most.
+/// The number of columns of other backends: those that support most cases.
 const OTHERS: usize = 7;
 
-/// Cases listed for an op, and those the backend claims.
+/// The number of cases of an op, and of those that the backend supports.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Share {
     listed: u64,
@@ -37,7 +37,7 @@ impl Share {
         self.supported += u64::from(claim.supported);
     }
 
-    /// In percent; a case short of all is not 100, one above none is not 0.
+    /// In percent. 100 only if all cases are supported, and 0 only if none is.
     fn percent(&self) -> String {
         match (self.supported, self.listed) {
             (_, 0) => "–".to_owned(),
@@ -48,7 +48,7 @@ impl Share {
     }
 }
 
-/// A backend of ggml, as its published list says.
+/// A backend of ggml with its published list.
 #[derive(Debug)]
 struct Other {
     name: String,
@@ -71,23 +71,23 @@ impl Other {
     }
 }
 
-/// What the runs of a release found.
+/// The results of the runs of a release.
 #[derive(Debug)]
 pub(crate) struct Findings {
-    /// Of which ggml.
+    /// The release of ggml.
     pub(crate) release: String,
     /// Every case without fusion.
     pub(crate) claims: Vec<Claim>,
     /// Compared with ggml's CPU backend.
     pub(crate) with_cpu: Report,
-    /// Compared with our reference in double precision.
+    /// Compared with the reference in double precision.
     pub(crate) with_reference: Report,
 }
 
 /// Options of `cargo xtask ops-table`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Options {
-    /// Run nothing: take what the last `cargo xtask test --only ops` found
+    /// Run nothing: use the results of the last `cargo xtask test --only ops`
     #[arg(long)]
     last_test: bool,
 }
@@ -106,7 +106,7 @@ pub(crate) fn write(cache: &Cache, options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// What the last test found, read from what it kept.
+/// The results of the last test, read from its files.
 fn of_last_test() -> Result<Findings> {
     let read = |run: &str, mode: &str| {
         let path = log(run, mode);
@@ -131,7 +131,7 @@ fn of_last_test() -> Result<Findings> {
     })
 }
 
-/// Lists and runs everything.
+/// Lists and runs all cases.
 fn run(cache: &Cache) -> Result<Findings> {
     let dist = dist::build(cache)?;
     let bin = llama::build(cache, llama::Stage::Ops)?;
@@ -178,7 +178,7 @@ fn run(cache: &Cache) -> Result<Findings> {
     })
 }
 
-/// An error if the table does not say what was found.
+/// Returns an error if the table differs from the results.
 pub(crate) fn check(cache: &Cache, findings: &Findings) -> Result<String> {
     let text = render(findings, &published(cache)?)?;
     let kept =
@@ -194,7 +194,7 @@ pub(crate) fn check(cache: &Cache, findings: &Findings) -> Result<String> {
     Ok(format!("{} lines", kept.lines().count()))
 }
 
-/// Where the table is kept.
+/// The path of the table.
 fn path() -> PathBuf {
     workspace::root().join("docs/OPS.md")
 }
@@ -284,7 +284,7 @@ fn render(findings: &Findings, published: &Path) -> Result<String> {
     Ok(text)
 }
 
-/// The backends in ggml's folder of lists, those that run most first.
+/// The backends in ggml's folder of lists, ordered by the number of supported cases.
 fn read_published(folder: &Path) -> Result<Vec<Other>> {
     let mut others = Vec::new();
     let entries =
@@ -329,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn percentages_do_not_flatter() {
+    fn percentages_round_to_0_or_100_only_if_exact() {
         let percent = |supported, listed| Share { listed, supported }.percent();
         assert_eq!(percent(0, 0), "–");
         assert_eq!(percent(999, 1000), "99");
@@ -338,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn ops_are_told_from_fused_ones() {
+    fn ops_and_fused_ops_are_distinguished() {
         let scratch = Scratch::new().unwrap();
         let list =
             "op_name,op_params,test_mode,error_message\nABS,a,support,yes\nABS,b,support,no\n";

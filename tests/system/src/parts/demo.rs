@@ -1,4 +1,4 @@
-//! `cargo xtask demo`, as a newcomer runs it, over both links.
+//! `cargo xtask demo` over both links, as a new user runs it.
 
 use anyhow::Context as _;
 
@@ -19,7 +19,8 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
         tests.check(name, |tests, step| {
             let mut cargo = workspace::cargo();
             cargo.args(["xtask", "demo"]).args(arguments);
-            // The first is built as a newcomer's is. The second is built like that with `--full`.
+            // The first run builds everything, as for a new user. The second does so only with
+            // `--full`.
             if arguments.contains(&"--inproc") && !tests.options.full {
                 let built = dist.plugin.parent().context("a build lies in a folder")?;
                 cargo.arg("--dist").arg(built);

@@ -1,7 +1,7 @@
-//! The rules of `deny.toml`: which licences, and where from.
+//! The rules of `deny.toml` for licences and sources.
 //!
-//! cargo-deny checks them all, where it is installed. Building it takes longer than everything
-//! here, so the two rules that matter most, licences and sources, are also checked without it.
+//! cargo-deny checks all rules if it is installed. Building it takes long, so the two most
+//! important rules, licences and sources, are also checked without it.
 
 use anyhow::{Context as _, Result, anyhow, bail, ensure};
 use serde_json::Value;
@@ -14,7 +14,7 @@ use xtask_common::workspace;
 
 use crate::test_run::TestRun;
 
-/// The source of a package from crates.io, as cargo writes it.
+/// The source of a package from crates.io in cargo's metadata.
 const CRATES_IO: &str = "registry+https://github.com/rust-lang/crates.io-index";
 
 pub(crate) fn run(tests: &mut TestRun<'_>) {
@@ -50,7 +50,7 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
     }
 }
 
-/// Checks one package of cargo's metadata.
+/// Checks the licence and the source of one package of cargo's metadata.
 fn judge(package: &Value, allowed: &[String]) -> Result<()> {
     let name = package["name"]
         .as_str()
@@ -81,12 +81,12 @@ fn allowed(rules: &str) -> Result<Vec<String>> {
     let names = list.iter().map(|name| name.as_str().map(str::to_owned));
     names
         .collect::<Option<_>>()
-        .context("a licence that is no text")
+        .context("a licence that is not a string")
 }
 
-/// Whether an SPDX expression can be met with the allowed licences.
+/// Whether the allowed licences satisfy an SPDX expression.
 fn permits(expression: &str, allowed: &[String]) -> Result<bool> {
-    // Some older packages write a slash for OR.
+    // Some older packages use a slash for OR.
     let parsed = Expression::parse_mode(expression, ParseMode::LAX);
     let parsed = parsed.map_err(|error| anyhow!("{expression:?}: {}", error.reason))?;
     Ok(parsed.evaluate(|licence| allowed.contains(&licence.to_string())))
@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn expressions_are_understood() {
+    fn licence_expressions_are_parsed() {
         let allowed = list(&["MIT", "Unicode-3.0", "Apache-2.0 WITH LLVM-exception"]);
         let permits = |expression| permits(expression, &allowed).unwrap();
         assert!(permits("MIT"));
@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_expression_is_an_error() {
+    fn invalid_licence_expression_is_an_error() {
         for expression in ["", "MIT OR", "(MIT", "MIT MIT", "MIT WITH"] {
             assert!(
                 permits(expression, &list(&["MIT"])).is_err(),
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn a_package_is_judged_by_licence_and_source() {
+    fn packages_are_checked_by_licence_and_source() {
         let package = |licence: Value, source: Value| json!({"name": "some", "license": licence, "source": source});
         let judge = |package| judge(&package, &list(&["MIT"]));
         judge(package(json!("MIT"), Value::Null)).unwrap();

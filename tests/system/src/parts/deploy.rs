@@ -1,5 +1,5 @@
-//! The files in `deploy/`, each handed to its own validator where this machine has one. (Units,
-//! users and udev's rule are at work in the virtual machines: see `vm`.)
+//! The files in `deploy/`, each checked by its validator if this machine has it. The part `vm`
+//! tests the units, the users and the udev rule.
 
 use std::process::Command;
 
@@ -58,7 +58,7 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
                 .map(|_| "KubeVirt's types".into())
         });
     }
-    tests.check("the QEMU line is the tested one", |_, _| {
+    tests.check("the QEMU command line is the tested one", |_, _| {
         for file in ["vm/qemu-ivshmem.sh", "vm/proxmox.conf"] {
             let text = std::fs::read_to_string(at(file)).context("reading it")?;
             ensure!(

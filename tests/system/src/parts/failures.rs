@@ -22,10 +22,10 @@ use xtask_common::workspace;
 
 use crate::test_run::{PROMPT, Served, TestRun};
 
-/// What the plugin promises: a dead executor is an error this soon, not a program that hangs.
+/// The time after which the plugin must report the end of an executor.
 const NOTICED_WITHIN: Duration = Duration::from_secs(2);
-/// A timeout, not a measure of speed: a wait that takes longer has failed.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// The timeout for every wait.
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 pub(crate) fn run(tests: &mut TestRun<'_>) {
     heading("failures");
@@ -42,7 +42,7 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
         no_executor(tests, &bin, &dist, &model)
     });
     tests.check(
-        "executor killed while generating: llama-server answers an error",
+        "executor killed during generation: llama-server returns an error",
         |tests, _| executor_killed(tests, &bin, &dist, &model),
     );
     tests.check(
@@ -50,7 +50,7 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
         |tests, _| executor_restarted(tests, &node, &dist, &model),
     );
     tests.check(
-        "guest killed while generating: the others go on",
+        "guest killed during generation: the others continue",
         |tests, _| guest_killed(tests, &bin, &dist, &model),
     );
 }
@@ -85,10 +85,10 @@ fn no_executor(tests: &TestRun<'_>, bin: &Path, dist: &Dist, model: &Path) -> Re
     );
     ensure!(
         said[0].contains("vgpu serve"),
-        "the log does not say what to start: {}",
+        "the log does not name the program to start: {}",
         said[0]
     );
-    // What ggml asked before it left the plugin alone.
+    // The functions that ggml calls before it ignores the plugin.
     let answers = answers(bin, &scratch, &backend, &stats)?;
     ensure!(
         answers == "0 no",
@@ -97,7 +97,7 @@ fn no_executor(tests: &TestRun<'_>, bin: &Path, dist: &Dist, model: &Path) -> Re
     Ok(String::new())
 }
 
-/// What the plugin's two symbols answer to a C program.
+/// The results of the plugin's two symbols in a C program.
 fn answers(bin: &Path, scratch: &Scratch, backend: &Backend<'_>, stats: &Path) -> Result<String> {
     let source = workspace::root().join("tests/hosts/score.c");
     let program = scratch.path().join("score");
@@ -110,7 +110,7 @@ fn answers(bin: &Path, scratch: &Scratch, backend: &Backend<'_>, stats: &Path) -
             .arg("-ldl"),
     )?;
     let Backend::Plugin { dist, .. } = backend else {
-        bail!("no plugin to ask")
+        bail!("the plugin could not be loaded")
     };
     let mut score = Command::new(&program);
     score.arg(bin.join("libggml-base.so")).arg(&dist.plugin);
@@ -149,7 +149,7 @@ fn executor_killed(tests: &TestRun<'_>, bin: &Path, dist: &Dist, model: &Path) -
         took <= NOTICED_WITHIN,
         "the error came after {took:?}: {error}"
     );
-    ensure!(server.is_healthy(), "llama-server does not answer any more");
+    ensure!(server.is_healthy(), "llama-server no longer responds");
     server.stop().context("llama-server did not survive")?;
     Ok(format!("after {} ms", took.as_millis()))
 }
@@ -184,12 +184,12 @@ fn executor_restarted(
     let mut host = Dialogue::start(&mut command, &tests.log("restarted"))?;
     let expect = |host: &mut Dialogue, event: &str| -> Result<Value> {
         let line = host
-            .hear(PATIENCE)
+            .read_line(TIMEOUT)
             .with_context(|| format!("waiting for {event:?}"))?;
         let said: Value = serde_json::from_str(&line).with_context(|| format!("reading {line}"))?;
         ensure!(
             said["event"] == event,
-            "the host said {line} instead of {event:?}"
+            "the program wrote {line} instead of {event:?}"
         );
         Ok(said)
     };
@@ -210,13 +210,13 @@ fn executor_restarted(
     );
 
     let executor = start("restarted-vgpu-serve-2")?;
-    host.say("again")?;
+    host.write_line("again")?;
     let second = expect(&mut host, "generated")?;
     ensure!(
         first["tokens"] == second["tokens"],
         "first {first}, then {second}"
     );
-    host.finish(PATIENCE)?;
+    host.finish(TIMEOUT)?;
     executor.stop().context("stopping the second executor")?;
     Ok(format!(
         "error after {} ms, same text afterwards",
@@ -241,7 +241,7 @@ fn guest_killed(tests: &TestRun<'_>, bin: &Path, dist: &Dist, model: &Path) -> R
     std::thread::scope(|scope| -> Result<()> {
         let (sender, receiver) = std::sync::mpsc::channel();
         let victim = &victim;
-        // Ends when the victim does: its connection breaks.
+        // Ends with the killed guest, whose connection is closed.
         scope.spawn(move || {
             let _ = victim.stream(PROMPT, |_| {
                 let _ = sender.send(()); // the receiver has been dropped
@@ -249,15 +249,15 @@ fn guest_killed(tests: &TestRun<'_>, bin: &Path, dist: &Dist, model: &Path) -> R
         });
         for _ in 0..8 {
             receiver
-                .recv_timeout(PATIENCE)
-                .context("the victim generates nothing")?;
+                .recv_timeout(TIMEOUT)
+                .context("the guest to be killed generates nothing")?;
         }
         victim.kill()
     })?;
     let after = survivor.complete(PROMPT, 16)?;
     ensure!(
         before == after,
-        "the survivor's text changed: {before:?}, then {after:?}"
+        "the text of the other guest changed: {before:?}, then {after:?}"
     );
     survivor.stop()?;
     served

@@ -7,7 +7,7 @@ use xtask_common::progress::heading;
 
 use crate::test_run::TestRun;
 
-/// Enough to find what goes wrong often; `cargo xtask faults` finds the rest.
+/// The counts of each fault: enough for frequent errors. `cargo xtask faults` finds rare ones.
 const FULL: Counts = Counts {
     kills: 6,
     others: 2,

@@ -1,4 +1,4 @@
-//! Text from `llama-server`: through the plugin the same as from ggml's CPU backend.
+//! Text from `llama-server`: the same through the plugin as from ggml's CPU backend.
 
 use std::path::Path;
 
@@ -99,7 +99,7 @@ fn compare_over(
     );
     ensure!(
         comparison.parting.is_none(),
-        "the text parts from the CPU's: {:?}; largest difference of a logit {largest:.4}",
+        "the text differs from the CPU's: {:?}; largest difference of a logit {largest:.4}",
         comparison.parting
     );
     ensure!(

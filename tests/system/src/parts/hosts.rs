@@ -1,4 +1,4 @@
-//! One plugin file in every ggml that it is made for, however that ggml got into its process.
+//! One plugin file in every supported ggml, loaded into the process in every possible way.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -17,7 +17,7 @@ use xtask_common::workspace;
 
 use crate::test_run::{PROMPT, Served, TestRun};
 
-/// Tokens that have to be equal.
+/// The number of tokens that must be equal.
 const TOKENS: usize = 32;
 
 pub(crate) fn run(tests: &mut TestRun<'_>) {
@@ -87,15 +87,15 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
     });
 }
 
-/// What the checks need.
+/// The prerequisites of the checks.
 struct Hosts {
-    /// Release, API version, how it is loaded, its file.
+    /// The release, the API version, the kind of loading, and the file.
     known: Vec<(&'static str, u32, &'static str, PathBuf)>,
     too_old: (&'static str, PathBuf),
     /// The program without a ggml, and the one with ggml 0.26.0 inside.
     breadth: PathBuf,
     breadth_with_ggml: PathBuf,
-    /// A program on the libllama of ggml 0.26.0.
+    /// A program that uses the libllama of ggml 0.26.0.
     complete: PathBuf,
     backends: PathBuf,
     _scratch: Scratch,
@@ -126,7 +126,7 @@ impl Hosts {
                 .arg(&source)
                 .args(["-x", "none", "-ldl"]);
         };
-        // The same objects under a name that says nothing, as a program's maker may give them.
+        // The same objects in a library with another name, as the author of a program may choose.
         let renamed = cc(
             &["-shared", "-Wl,-soname,libtensors.so.7"],
             "libtensors.so.7",
@@ -135,7 +135,7 @@ impl Hosts {
         let complete = cc(&["-std=c++17", "-Wall", "-O1"], "complete", &|cc| {
             let source = llama::newest_source(tests.cache).map(|dir| dir.join("llama.cpp"));
             for include in ["include", "ggml/include"] {
-                // A missing folder is reported by the compiler.
+                // The compiler reports a missing folder.
                 cc.arg("-I")
                     .arg(source.as_deref().unwrap_or(Path::new("")).join(include));
             }
@@ -177,7 +177,7 @@ impl Hosts {
         })
     }
 
-    /// Runs the program; returns its exit status and what it wrote.
+    /// Runs the program. Returns its exit status and its output.
     fn breadth(
         &self,
         dist: &Dist,

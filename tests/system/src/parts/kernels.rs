@@ -1,4 +1,4 @@
-//! The CUDA kernels compile, and hot ones do not spill registers. Needs no GPU.
+//! The CUDA kernels compile, and performance-critical ones do not spill registers. Needs no GPU.
 
 use std::process::Command;
 
@@ -11,8 +11,8 @@ use xtask_common::workspace;
 
 use crate::test_run::TestRun;
 
-/// The architectures of a default run: the oldest that runs all common kernels, and the one that
-/// has kernels of its own.
+/// The architectures of a default run: the oldest that runs all common kernels, and the one with
+/// architecture-specific kernels.
 const DEFAULT: [&str; 2] = ["sm_80", "sm_90a"];
 
 pub(crate) fn run(tests: &mut TestRun<'_>) {
@@ -22,7 +22,7 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
     };
     tests.check("machine code", |tests, step| {
         let log = tests.log("kernels");
-        // With the features of `cargo test --workspace`, which has built nearly all of it.
+        // Uses the features of `cargo test --workspace`, which has already built most crates.
         let mut cargo = workspace::cargo();
         cargo.args(["build", "--workspace", "--example", "kernels"]);
         process::run(&mut cargo, step, &tests.log("kernels-build"))?;

@@ -1,4 +1,4 @@
-//! Nothing that the compiler's tools would remark on.
+//! Formatting, clippy and rustdoc without a warning.
 
 use xtask_common::packages;
 use xtask_common::process;

@@ -22,7 +22,7 @@ use xtask_common::workspace;
 
 use crate::test_run::{Served, TestRun};
 
-/// Any number; the same one gives the same weights.
+/// The seed of the weights.
 const SEED: &str = "1";
 
 pub(crate) fn run(tests: &mut TestRun<'_>) {
@@ -56,7 +56,7 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
     });
 }
 
-/// Has `work` done with the plugin and an executor behind a socket.
+/// Runs `work` with the plugin and an executor on a socket.
 fn over_unix<T>(
     tests: &TestRun<'_>,
     dist: &Dist,
@@ -95,8 +95,8 @@ fn on_device(
     Ok(format!("{graphs} graphs"))
 }
 
-/// Random models of every architecture: the logits of the CPU, the same after saving and loading,
-/// and no node of the model on the CPU.
+/// Random models of every architecture: logits as on the CPU, the same logits after saving and
+/// loading, and no node of the model on the CPU.
 fn architectures(
     tests: &TestRun<'_>,
     bin: &Path,
@@ -123,32 +123,32 @@ fn architectures(
     })?;
     ensure!(
         status.success(),
-        "it ended with {status}\n{}",
+        "test-llama-archs ended with {status}\n{}",
         process::tail(&log)
     );
     seen.check()
 }
 
-/// What `test-llama-archs` said so far.
+/// The output of `test-llama-archs` so far.
 #[derive(Debug, Default)]
 struct Seen {
-    /// The row it is at: an architecture and its configuration.
+    /// The current row: an architecture and its configuration.
     row: String,
     graph: Vec<Node>,
     last_index: Option<u32>,
-    /// Graphs with nodes on the device, of each row.
+    /// The number of graphs with nodes on the device per row.
     on_device: BTreeMap<String, u64>,
-    /// Nodes on the CPU in these graphs that have no reason to be there.
+    /// Nodes of these graphs that should not be on the CPU.
     strays: Vec<String>,
     /// Rows that were not skipped.
     executed: BTreeSet<String>,
 }
 
 impl Seen {
-    /// Takes a line; returns the row that begins with it.
+    /// Parses a line. Returns the row if one begins with it.
     fn line(&mut self, line: &str) -> Option<&str> {
         if let Some((index, node)) = line.find("node #").and_then(|at| sched::parse(&line[at..])) {
-            // Indices grow within a graph: one that does not begins the next.
+            // Indices increase within a graph, so a smaller index begins the next graph.
             if self.last_index.is_some_and(|last| index <= last) {
                 self.end_graph();
             }
@@ -173,7 +173,7 @@ impl Seen {
     fn end_graph(&mut self) {
         self.last_index = None;
         let graph = std::mem::take(&mut self.graph);
-        // Others are those of the model on the CPU, which is compared with.
+        // Other graphs are those of the reference on the CPU.
         if graph.iter().any(|node| node.device == DEVICE) {
             *self.on_device.entry(self.row.clone()).or_default() += 1;
             let strays = sched::strays(&graph);
@@ -182,8 +182,8 @@ impl Seen {
         }
     }
 
-    /// After the program has ended well: it does so only if all results are right, but does not
-    /// always come to say so, because its log ends with it.
+    /// Checks the output after the program has ended successfully, which means that all results are
+    /// correct. The end of the output may be missing, since the program's log thread ends with it.
     fn check(&mut self) -> Result<String> {
         self.end_graph();
         if let Some(first) = self.strays.first() {
@@ -225,7 +225,7 @@ Summary: all 1 test(s) passed
 ";
 
     #[test]
-    fn graphs_of_the_cpu_and_of_the_device_are_told_apart() {
+    fn graphs_of_cpu_and_device_are_distinguished() {
         let mut seen = Seen::default();
         let rows = OUTPUT.lines().filter(|l| seen.line(l).is_some()).count();
         assert_eq!(rows, 2);
@@ -245,7 +245,7 @@ Summary: all 1 test(s) passed
     }
 
     #[test]
-    fn a_model_without_a_graph_on_the_device_is_noticed() {
+    fn model_without_a_graph_on_the_device_is_detected() {
         let mut seen = Seen::default();
         assert!(seen.check().is_err(), "there is no model");
         for line in OUTPUT.lines().take(6) {

@@ -1,4 +1,4 @@
-//! Ollama, with the plugin that `vgpu install` gave it, used as its clients use it.
+//! Ollama with the plugin that `vgpu install` installed, tested through its API.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -19,21 +19,21 @@ use xtask_common::workspace;
 
 use crate::test_run::{PROMPT, TestRun};
 
-/// Tokens of most answers.
+/// The number of tokens of most responses.
 const TOKENS: u64 = 16;
 /// Two language models and one for embeddings.
 const SMALL: &str = "small";
 const LARGE: &str = "large";
 const EMBEDDER: &str = "embedder";
-/// A window small enough to be outgrown.
+/// A context size that prompts and responses exceed.
 const WINDOW: u64 = 256;
-/// What the executor may use: several times what all models take.
+/// The executor's memory limit: several times the memory of all models.
 const MEMORY: &str = "3G";
-/// Texts to embed, and how much like the CPU's their vectors have to be.
+/// The number of texts to embed, and the required similarity of their vectors to those of the CPU.
 const SENTENCES: usize = 100;
 const LIKENESS: f64 = 0.9999;
-/// A timeout, not a measure of speed: a wait that takes longer has failed.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// The timeout for every wait.
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 pub(crate) fn run(tests: &mut TestRun<'_>) {
     heading("Ollama");
@@ -66,10 +66,10 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
         let mut cases: Vec<(&str, Case)> = vec![
             ("Ollama lists the device", discovery),
             ("memory figures follow what models use", memory),
-            ("probing is killed at any moment", probing_killed),
+            ("the probe is killed at any moment", probing_killed),
             ("two executors are two devices", two_devices),
             (
-                "a streamed answer, all on the GPU, as from the CPU",
+                "a streamed response, completely on the GPU, as from the CPU",
                 generate,
             ),
             ("the executor's counters", counters),
@@ -77,16 +77,16 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
             ("embeddings of 100 sentences, as from the CPU", embeddings),
             ("two models at once", two_models),
             ("unloaded and loaded again", reload),
-            ("a prompt longer than the window", long_prompt),
-            ("an answer longer than the window", long_answer),
+            ("a prompt longer than the context", long_prompt),
+            ("a response longer than the context", long_answer),
             ("a cancelled request", cancelled),
             ("requests in parallel", parallel),
             ("a broken model file", broken),
         ];
         if flash {
-            cases.push(("the executor stops and comes back", executor_restarts));
+            cases.push(("the executor ends and restarts", executor_restarts));
             cases.push((
-                "the executor comes back while Ollama is idle",
+                "the executor restarts while Ollama is idle",
                 executor_restarts_idle,
             ));
         }
@@ -112,11 +112,11 @@ struct Needed {
 struct Stage<'a> {
     needed: &'a Needed,
     executor: Option<Executor>,
-    /// The logs of the executors that were, and of the one that is.
+    /// The logs of all executors, the current one last.
     executor_logs: Vec<PathBuf>,
     ollama: Instance,
     flash: bool,
-    // Last: the folder goes when all that use it are gone.
+    // Last, so that the folder is removed after its users.
     scratch: Scratch,
 }
 
@@ -169,7 +169,8 @@ impl<'a> Stage<'a> {
             self.executor_logs.len()
         );
         let log = workspace::reports().join(name);
-        // Less than this machine has, so that what other programs use does not show in the figures.
+        // Less than this machine has, so that the memory of other programs does not affect the
+        // figures.
         let memory = ["--memory", MEMORY];
         let executor = Executor::start_with(
             &self.needed.dist,
@@ -187,7 +188,7 @@ impl<'a> Stage<'a> {
         self.executor.take().context("no executor to kill")?.kill()
     }
 
-    /// The text of an answer on the GPU.
+    /// The text of a response computed on the GPU.
     fn text(&self, model: &str, prompt: &str) -> Result<String> {
         let answer = self
             .ollama
@@ -201,7 +202,7 @@ impl<'a> Stage<'a> {
         Ok(answer.text)
     }
 
-    /// Takes a model out of memory and waits until its session with the executor has ended.
+    /// Unloads a model and waits for the end of its session.
     fn unload(&self, model: &str) -> Result<()> {
         self.forget(model)?;
         wait("the session of an unloaded model does not end", || {
@@ -209,7 +210,7 @@ impl<'a> Stage<'a> {
         })
     }
 
-    /// Sessions of the present executor that have not ended.
+    /// The number of sessions of the current executor that have not ended.
     fn open_sessions(&self) -> Result<usize> {
         let log = self.executor_logs.last().context("no executor")?;
         let text = std::fs::read_to_string(log).context("reading the executor's log")?;
@@ -217,7 +218,7 @@ impl<'a> Stage<'a> {
         Ok(count("session opened").saturating_sub(count("session closed")))
     }
 
-    /// Takes a model out of memory that is not on the GPU, or of which nothing is to be counted.
+    /// Unloads a model without waiting for the end of a session.
     fn forget(&self, model: &str) -> Result<()> {
         self.ollama.client().unload(model)?;
         wait("a model is not unloaded", || Ok(!self.is_loaded(model)?))
@@ -230,7 +231,7 @@ impl<'a> Stage<'a> {
             .any(|one| one["name"] == format!("{model}:latest")))
     }
 
-    /// The graphs that each session ran which has ended, in the order of their ends.
+    /// The number of graphs of each ended session, in the order of their ends.
     fn sessions(&self) -> Result<Vec<u64>> {
         let mut graphs = Vec::new();
         for log in &self.executor_logs {
@@ -248,7 +249,7 @@ impl<'a> Stage<'a> {
         Ok(graphs)
     }
 
-    /// Every model in memory is on the GPU, all of it; returns their names.
+    /// Checks that all loaded models are completely on the GPU. Returns their names.
     fn all_on_gpu(&self) -> Result<Vec<String>> {
         let running = self.ollama.client().running()?;
         running
@@ -279,7 +280,7 @@ fn on_cpu(mut options: Value) -> Value {
 fn wait(what: &str, mut done: impl FnMut() -> Result<bool>) -> Result<()> {
     let started = Instant::now();
     while !done()? {
-        ensure!(started.elapsed() < PATIENCE, "{what} within {PATIENCE:?}");
+        ensure!(started.elapsed() < TIMEOUT, "{what} within {TIMEOUT:?}");
         std::thread::sleep(Duration::from_millis(20));
     }
     Ok(())
@@ -311,7 +312,7 @@ fn discovery(stage: &mut Stage<'_>) -> Result<String> {
         .to_owned())
 }
 
-/// Total and free MiB of each device, as Ollama's probe of it says.
+/// Total and free MiB of each device from Ollama's probe.
 fn probe(stage: &Stage<'_>, endpoint: &str) -> Result<Vec<(u64, u64)>> {
     let said = process::output(stage.ollama.probe(endpoint).arg("--list-devices"))?;
     let figures = said.lines().filter_map(|line| {
@@ -344,13 +345,13 @@ fn memory(stage: &mut Stage<'_>) -> Result<String> {
         .context("looking at a model")?
         .len()
         >> 20;
-    // A model takes more than its file; rounding to MiB must not matter.
+    // A model takes more memory than its file, so rounding to MiB has no effect.
     let line = format!("{total} MiB: {before} free, {loaded} with a model of {size}");
     ensure!(
         total > 0 && before <= total && before > loaded + size / 2,
         "{line}"
     );
-    wait("the memory of a model is not given back", || {
+    wait("the memory of a model is not freed", || {
         Ok(figures()?.1 > loaded + size / 2)
     })?;
     Ok(line)
@@ -363,7 +364,7 @@ fn probing_killed(stage: &mut Stage<'_>) -> Result<String> {
         let log = workspace::reports().join("ollama-probe.log");
         let probe =
             process::Daemon::start(stage.ollama.probe(&endpoint).arg("--list-devices"), &log)?;
-        // From before it has loaded a library to when it is done.
+        // From before the probe loads a library up to its end.
         std::thread::sleep(Duration::from_millis(5 * time));
         drop(probe);
     }
@@ -412,7 +413,7 @@ fn generate(stage: &mut Stage<'_>) -> Result<String> {
         "= disabled"
     };
     let line = log.lines().find(|line| line.contains("flash_attn "));
-    let line = line.context("llama-server does not say whether flash attention is on")?;
+    let line = line.context("no line about flash attention in the log of llama-server")?;
     ensure!(
         line.contains(attention),
         "flash attention is not {attention}: {line}"
@@ -436,8 +437,8 @@ fn counters(stage: &mut Stage<'_>) -> Result<String> {
     stage.text(SMALL, PROMPT)?;
     stage.unload(SMALL)?;
     let graphs = stage.sessions()?.iter().sum::<u64>() - before;
-    // One for the prompt, which gives the first token; one for each other. A load warms up with a
-    // few.
+    // One graph for the prompt and the first token, one for each other token. A load runs a few
+    // warm-up graphs.
     ensure!(
         (TOKENS..TOKENS + 8).contains(&graphs),
         "the executor ran {graphs} graphs for {TOKENS} tokens"
@@ -482,9 +483,9 @@ fn embeddings(stage: &mut Stage<'_>) -> Result<String> {
     let least = likeness.iter().copied().fold(f64::INFINITY, f64::min);
     ensure!(
         least > LIKENESS,
-        "a vector is only {least:.6} like the CPU's"
+        "the cosine similarity of a vector to the CPU's is only {least:.6}"
     );
-    // A model that says the same of everything would pass, too.
+    // Otherwise a model with the same vector for every text would pass.
     let other = cosine(&ours[0], &ours[1]);
     ensure!(
         other < 0.95,
@@ -516,7 +517,7 @@ fn two_models(stage: &mut Stage<'_>) -> Result<String> {
 fn reload(stage: &mut Stage<'_>) -> Result<String> {
     let before = stage.text(SMALL, PROMPT)?;
     stage.unload(SMALL)?;
-    ensure!(!stage.is_loaded(SMALL)?, "it is still there");
+    ensure!(!stage.is_loaded(SMALL)?, "the model is still loaded");
     let after = stage.text(SMALL, PROMPT)?;
     ensure!(before == after, "first {before:?}, then {after:?}");
     Ok(String::new())
@@ -547,7 +548,7 @@ fn long_prompt(stage: &mut Stage<'_>) -> Result<String> {
 }
 
 fn long_answer(stage: &mut Stage<'_>) -> Result<String> {
-    // Close to the window's end, so that the answer goes beyond it.
+    // Close to the context size, so that the response exceeds it.
     let prompt = PROMPT.repeat(4);
     let options = json!({"num_predict": 128, "num_ctx": WINDOW});
     let client = stage.ollama.client();
@@ -589,7 +590,7 @@ fn cancelled(stage: &mut Stage<'_>) -> Result<String> {
     ensure!(before == after, "before {before:?}, after {after:?}");
     stage.unload(SMALL)?;
     let graphs = stage.sessions()?.iter().sum::<u64>() - ran;
-    ensure!(graphs < MANY, "the executor went on for {graphs} graphs");
+    ensure!(graphs < MANY, "the executor ran {graphs} more graphs");
     Ok(format!("{graphs} graphs instead of more than {MANY}"))
 }
 
@@ -623,22 +624,20 @@ fn broken(stage: &mut Stage<'_>) -> Result<String> {
     std::fs::copy(&stage.needed.small, &cut).context("copying a model")?;
     cut_in_half(&cut)?;
     let refused = stage.ollama.create("broken", &cut);
-    let error = refused
-        .err()
-        .context("Ollama took half a model for a model")?;
+    let error = refused.err().context("Ollama accepted a truncated model")?;
     ensure!(
         format!("{error:#}").contains("exceeds file size"),
         "{error:#}"
     );
 
-    // A file that was whole when Ollama took it.
+    // The file was complete when Ollama imported it.
     cut_in_half(&stage.ollama.blob(EMBEDDER)?)?;
     let client = stage.ollama.client();
     if stage.is_loaded(EMBEDDER)? {
         stage.forget(EMBEDDER)?;
     }
     let answer = client.embed(EMBEDDER, &sentences(), json!({}));
-    let error = answer.err().context("half a model gave an answer")?;
+    let error = answer.err().context("a truncated model gave a response")?;
     stage.text(SMALL, PROMPT).context("after a broken model")?;
     let error = format!("{error:#}");
     Ok(error.lines().next().unwrap_or_default().to_owned())
@@ -659,14 +658,14 @@ fn executor_restarts(stage: &mut Stage<'_>) -> Result<String> {
         }
         true
     });
-    killed.context("the answer ended before the executor was killed")??;
+    killed.context("the response ended before the executor was killed")??;
     let error = cut_off.err().context("an answer without an executor")?;
     let error = format!("{error:#}");
     ensure!(
         error.contains("ggml-vgpu: the executor is lost"),
         "an unclear error: {error}"
     );
-    client.version().context("Ollama did not survive")?;
+    client.version().context("Ollama no longer responds")?;
 
     let down = stage
         .text(SMALL, PROMPT)
@@ -697,7 +696,7 @@ fn executor_restarts_idle(stage: &mut Stage<'_>) -> Result<String> {
     let known = losses(stage);
     stage.kill_executor()?;
     stage.start_executor()?;
-    wait("a lost executor is not noticed", || {
+    wait("the loss of the executor is not detected", || {
         Ok(losses(stage) > known)
     })?;
     let after = stage.text(SMALL, PROMPT).context("the executor is back")?;
@@ -711,7 +710,7 @@ fn uninstall(mut stage: Stage<'_>) -> Result<String> {
     let said = stage.ollama.uninstall()?;
     ensure!(said.matches("remove ").count() == 2, "{said}");
     let left = stage.scratch.path().join("usr/local/lib/ollama/vgpu");
-    ensure!(!left.exists(), "{} is left behind", left.display());
+    ensure!(!left.exists(), "{} was not removed", left.display());
     stage
         .executor
         .take()
@@ -731,7 +730,7 @@ fn cut_in_half(file: &Path) -> Result<()> {
     open.set_len(len / 2).with_context(cutting)
 }
 
-/// Different ones, of different lengths.
+/// Different sentences of different lengths.
 fn sentences() -> Vec<String> {
     let subjects = [
         "A cat",
@@ -749,7 +748,7 @@ fn sentences() -> Vec<String> {
         ".",
     ];
     let mut sentences = Vec::with_capacity(SENTENCES);
-    // Neighbours share as little as possible.
+    // Consecutive sentences share as few parts as possible.
     for i in 0..SENTENCES {
         let (subject, verb, place) = (subjects[i % 5], verbs[i / 5 % 4], places[i / 20]);
         sentences.push(format!("{subject} {verb} {place}"));
@@ -767,14 +766,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sentences_differ() {
+    fn test_sentences_differ() {
         let sentences = sentences();
         let different: std::collections::BTreeSet<_> = sentences.iter().collect();
         assert_eq!((sentences.len(), different.len()), (SENTENCES, SENTENCES));
     }
 
     #[test]
-    fn likeness_is_that_of_directions() {
+    fn similarity_is_the_cosine_of_the_angle() {
         assert!((cosine(&[1.0, 2.0], &[2.0, 4.0]) - 1.0).abs() < 1e-12);
         assert!(cosine(&[1.0, 0.0], &[0.0, 3.0]).abs() < 1e-12);
     }

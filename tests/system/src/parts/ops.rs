@@ -1,4 +1,4 @@
-//! ggml's own `test-backend-ops`: every op it knows, on VGPU0 and on a reference, compared.
+//! ggml's own `test-backend-ops`: every op on VGPU0, compared with a reference.
 
 use std::cell::OnceCell;
 use std::path::Path;
@@ -17,8 +17,8 @@ use xtask_common::progress::{Step, heading};
 
 use crate::test_run::{Served, TestRun};
 
-/// Different parameters of cases in a sample: as many as fit into a regular expression that the
-/// program still takes.
+/// The number of different parameters in a sample, limited by the length of the regular expression
+/// that the program accepts.
 const SAMPLE: usize = 400;
 
 /// Types of weights and of KV caches that a default run draws for the ops that take most of the
@@ -92,16 +92,16 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
             },
             ..suite(tests, &newest, "inproc")
         };
-        let mut drawn = String::new();
+        let mut seed_note = String::new();
         if is_sampled {
             suite.cases = ops::sample(&suite.claims()?, SAMPLE, &mut Rng::new(seed, 0));
-            drawn = format!("; --seed {seed}");
+            seed_note = format!("; --seed {seed}");
         }
         let (claims, report) = ops::compare_with_cpu(&suite, step)?;
-        Ok(format!("{}{drawn}", summary(&claims, &report)))
+        Ok(format!("{}{seed_note}", summary(&claims, &report)))
     });
 
-    // What other processors run of our kernels, each a run as long as the first.
+    // The kernels for other CPUs. Each run takes as long as the first.
     for level in lower().into_iter().filter(|_| tests.options.full) {
         let name = format!("every op over unix, ggml 0.25.3, {level} kernels");
         tests.check(&name, |tests, step| {
@@ -139,13 +139,13 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
             with_cpu,
             with_reference,
         };
-        tests.check("docs/OPS.md says so", |tests, _| {
+        tests.check("docs/OPS.md matches the results", |tests, _| {
             table::check(tests.cache, &findings)
         });
     }
 }
 
-/// The suite of a build; the backend is still to be named.
+/// The suite of a build, without a backend.
 fn suite<'a>(tests: &TestRun<'a>, bin: &'a Path, name: &'a str) -> Suite<'a> {
     Suite {
         bin,
@@ -177,8 +177,8 @@ fn against_reference(
     })
 }
 
-/// Has `work` done by an executor behind a socket, whose kernels use no more than the instruction
-/// sets of `level`.
+/// Runs `work` with an executor on a socket, whose kernels use at most the instruction sets of
+/// `level`.
 fn over_unix<T>(
     dist: &Dist,
     tests: &TestRun<'_>,

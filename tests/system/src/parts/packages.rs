@@ -1,4 +1,4 @@
-//! The packages, installed and removed as an administrator would, in a file system of their own.
+//! The packages, installed and removed with dpkg in a separate root folder.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -46,7 +46,7 @@ fn checksums(packages: &Packages) -> Result<String> {
     Ok(String::new())
 }
 
-/// A file system with nothing but what dpkg and the packages' scripts look at.
+/// A root folder with only the files that dpkg and the packages' scripts read.
 struct Machine {
     scratch: Scratch,
 }
@@ -74,8 +74,8 @@ impl Machine {
     fn dpkg(&self, arguments: &[&str], files: &[&Path]) -> Result<String> {
         let mut dpkg = Command::new("dpkg");
         dpkg.arg("--root").arg(self.root());
-        // There is no shell to change root to, and nobody has to be the superuser. What the
-        // packages depend on from elsewhere is on this machine, not in that file system.
+        // The folder has no shell for chroot, and the test does not run as root. The other
+        // dependencies of the packages are on this machine, not in the folder.
         dpkg.args(["--force-script-chrootless", "--force-not-root"])
             .args(["--ignore-depends=libc6,libgcc-s1,passwd", "--log=/dev/null"])
             .args(arguments)
@@ -144,7 +144,7 @@ fn debian(packages: &Packages) -> Result<String> {
         .dpkg(&["--remove", GUEST, HOST], &[])
         .context("removing")?;
     let left: Vec<_> = machine.files()?.difference(&before).cloned().collect();
-    // Users and their backup files stay, as everywhere in Debian.
+    // Users and their backup files remain, as usual in Debian.
     let unexpected: Vec<_> = left
         .iter()
         .filter(|file| !file.starts_with("etc") && !file.starts_with("usr/local"))
@@ -161,7 +161,7 @@ fn debian(packages: &Packages) -> Result<String> {
     );
     ensure!(
         !status.unwrap_or_default().contains("vgpu"),
-        "dpkg still knows of it"
+        "dpkg still lists the package"
     );
     Ok(String::new())
 }
@@ -198,7 +198,7 @@ fn archive(packages: &Packages) -> Result<String> {
     Ok(String::new())
 }
 
-/// The command runs, and gives an Ollama the plugin that came with it.
+/// Checks that the command runs, and installs its plugin in an Ollama.
 fn works(vgpu: &Path, machine: &Machine) -> Result<()> {
     let version = process::output(Command::new(vgpu).arg("--version"))?;
     ensure!(

@@ -10,7 +10,7 @@ use crate::test_run::TestRun;
 
 pub(crate) fn run(tests: &mut TestRun<'_>) {
     heading("unit, property and ABI tests");
-    // Some compare with the real headers of both ggml releases, and with a real ggml.
+    // Some tests compare with the headers of both ggml releases and with a real ggml.
     let ready = tests.prepare("sources and build of ggml", |tests| {
         packages::libclang(tests.cache)?;
         llama::newest_source(tests.cache)?;
@@ -37,7 +37,7 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
             { counted.said.iter() }.for_each(|line| text.extend(["\n    ", line]));
             step.failed(&text);
         }
-        // It did not come to the tests, or they did not come to their end.
+        // cargo failed before the tests, or the tests did not complete.
         Ok(status) => {
             step.failed(&format!(
                 "cargo ended with {status}\n{}",
@@ -54,23 +54,24 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
     tests.failed.append(&mut counted.failed);
 }
 
-/// How many lines of what a failed test said are shown.
+/// The number of output lines that are shown per failed test.
 const SAID_LINES: usize = 20;
 
-/// What the test harness said.
+/// The output of the test harness.
 #[derive(Debug, Default)]
 struct Counted {
     passed: u64,
     failed: Vec<String>,
-    /// The first lines of what each failed test said, after a line with its name.
+    /// The first output lines of each failed test, after a line with its name.
     said: Vec<String>,
-    /// How many lines of the current one are still to be kept.
+    /// The number of lines of the current test that are still to be kept.
     wanted: usize,
 }
 
 impl Counted {
     fn line(&mut self, line: &str) {
-        // "---- name stdout ----" is before what each of them said, and "failures:" after the last.
+        // "---- name stdout ----" precedes the output of each failed test, and "failures:" follows
+        // the last.
         if line.starts_with("---- ") && line.ends_with(" ----") {
             self.wanted = SAID_LINES + 1;
         } else if line == "failures:" {
@@ -133,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn of_what_a_failed_test_said_the_first_lines_are_kept() {
+    fn first_lines_of_a_failed_test_are_kept() {
         let mut counted = Counted::default();
         for name in ["a", "b"] {
             counted.line(&format!("---- {name} stdout ----"));

@@ -74,7 +74,7 @@ fn systemd(tests: &mut TestRun<'_>, prepared: &Prepared) {
     tests.check("a virtual machine's connection is kept", |_, _| {
         booted.kept()
     });
-    tests.check("the services end well", |_, _| {
+    tests.check("the services end successfully", |_, _| {
         booted.stop().map(|()| String::new())
     });
 }
@@ -87,7 +87,9 @@ fn links(tests: &mut TestRun<'_>, prepared: &Prepared) {
     let Some(mut linked) = linked else { return };
     tests.check("vsock from the guest", |_, _| linked.vsock());
     tests.check("TCP with TLS from the guest", |_, _| linked.tcp());
-    tests.check("guests that may not", |_, _| linked.strangers());
+    tests.check("guests without a valid certificate", |_, _| {
+        linked.refused_guests()
+    });
     tests.check("the executor ends well", |_, _| {
         linked.stop().map(|()| String::new())
     });

@@ -7,7 +7,7 @@ use anyhow::{Context as _, Result};
 
 use xtask_common::process;
 
-/// The address of the host in QEMU's network for one guest, which leads to the host's loopback.
+/// The address of the host's loopback interface in QEMU's user network.
 pub(super) const HOST: &str = "10.0.2.2";
 const FILES: [&str; 3] = ["ca.pem", "cert.pem", "key.pem"];
 
@@ -37,7 +37,7 @@ impl Certificates {
         Ok(Certificates { host, files })
     }
 
-    /// What guests have: paths there and here.
+    /// The files for guests: the path in the guest and the path on the host.
     pub(super) fn for_guests(&self) -> Vec<(&str, &Path)> {
         self.files
             .iter()

@@ -1,4 +1,4 @@
-//! An initramfs: the archive that a kernel unpacks into its first root (cpio, format "newc").
+//! An initramfs: the archive that a kernel unpacks as its first root (cpio, format "newc").
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -30,7 +30,7 @@ impl Archive {
         })
     }
 
-    /// A folder, and those it lies in. Paths have no leading slash.
+    /// Adds a folder and its parents. Paths have no leading slash.
     pub(super) fn folder(&mut self, path: &str) -> Result<()> {
         for (end, _) in path.match_indices('/').chain([(path.len(), "")]) {
             let folder = &path[..end];
@@ -41,7 +41,7 @@ impl Archive {
         Ok(())
     }
 
-    /// A copy of the file at `from`.
+    /// Adds a copy of the file at `from`.
     pub(super) fn file(&mut self, path: &str, from: &Path) -> Result<()> {
         let read = || -> std::io::Result<(Vec<u8>, u32)> {
             Ok((std::fs::read(from)?, from.metadata()?.permissions().mode()))
@@ -50,19 +50,19 @@ impl Archive {
         self.content(path, mode & 0o777, &content)
     }
 
-    /// A file with this content.
+    /// Adds a file with this content.
     pub(super) fn content(&mut self, path: &str, mode: u32, content: &[u8]) -> Result<()> {
         self.parents(path)?;
         self.entry(path, REGULAR | mode, content)
     }
 
-    /// A symbolic link.
+    /// Adds a symbolic link.
     pub(super) fn link(&mut self, path: &str, target: &str) -> Result<()> {
         self.parents(path)?;
         self.entry(path, LINK | 0o777, target.as_bytes())
     }
 
-    /// Everything below the folder at `from`, but for what lies below `without`.
+    /// Adds all files below the folder `from`, except those below `without`.
     pub(super) fn tree(&mut self, from: &Path, without: &[&str]) -> Result<()> {
         self.branch(from, "", without)
     }
@@ -110,7 +110,7 @@ impl Archive {
             .with_context(|| format!("writing {path} to an initramfs"))
     }
 
-    /// Writes the end.
+    /// Writes the end of the archive.
     pub(super) fn finish(self) -> Result<()> {
         newc::trailer(self.out)
             .and_then(|mut out| out.flush())

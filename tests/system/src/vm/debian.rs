@@ -1,4 +1,5 @@
-//! Packages of Debian's current release with all they need, whatever release this machine has.
+//! Packages of a fixed Debian release with all dependencies, independent of the release of this
+//! machine.
 
 use std::path::Path;
 use std::process::Command;
@@ -11,19 +12,19 @@ use xtask_common::progress::Step;
 
 const RELEASE: &str = "trixie";
 
-/// Packages that are wanted.
+/// The requested packages.
 pub(super) struct Wanted<'a> {
-    /// What they are, for the log.
+    /// The name for the log.
     pub(super) name: &'a str,
-    /// Whether to take newer ones from the backports.
+    /// Whether to prefer packages from the backports.
     pub(super) backports: bool,
     pub(super) packages: &'a [&'a str],
 }
 
 impl Wanted<'_> {
-    /// Fetches them and everything they need with an apt of its own, from the host that this
-    /// machine gets its Debian packages from, and unpacks them into `dir`. Nothing of this
-    /// machine's system is touched, no script is run.
+    /// Downloads the packages and their dependencies with a separate apt configuration, from the
+    /// host of this machine's Debian packages, and unpacks them into `dir`. Changes nothing on this
+    /// machine and runs no package script.
     pub(super) fn unpack(&self, cache: &Cache, dir: &Path) -> Result<()> {
         let step = Step::new(&format!("fetching {} of Debian {RELEASE}", self.name));
         let log = cache.log(self.name);
@@ -61,7 +62,7 @@ impl Wanted<'_> {
             ] {
                 command.args(["-o", &format!("{key}={}", value.display())]);
             }
-            // The cache belongs to whoever runs this.
+            // The cache belongs to the current user.
             command.args([
                 "-o",
                 "APT::Sandbox::User=root",
@@ -90,7 +91,7 @@ impl Wanted<'_> {
                 process::run(unpack.arg("-x").arg(&archive).arg(dir), &step, &log)?;
             }
         }
-        std::fs::remove_dir_all(&apt).context("removing what else was fetched")?;
+        std::fs::remove_dir_all(&apt).context("removing the other downloads")?;
         step.done("");
         Ok(())
     }

@@ -7,17 +7,17 @@ use anyhow::{Context as _, Result, ensure};
 
 use super::guest::{Guest, Machine};
 use super::inside::{As, PLUGIN, PROMPT, TOKENS, Way};
-use super::prepared::{GUEST_PATIENCE, MEMORY, PATIENCE, Prepared};
+use super::prepared::{GUEST_TIMEOUT, MEMORY, Prepared, TIMEOUT};
 use super::qemu::Qemu;
 use xtask_common::cache::Cache;
 use xtask_common::process::Daemon;
 use xtask_common::progress::Step;
 use xtask_common::workspace;
 
-/// Executors killed in the middle of a generation.
+/// The number of executors that are killed during a generation.
 const KILLS: usize = 20;
 
-/// An executor that serves one virtual machine, and is started again when it is killed.
+/// An executor that serves one virtual machine and is restarted after a kill.
 struct Served {
     hold: Daemon,
     socket: PathBuf,
@@ -41,48 +41,49 @@ impl Served {
         Ok(served)
     }
 
-    /// Waits until the executor has said so many times that it is ready.
+    /// Waits until the log contains this number of ready lines.
     fn wait_for(&mut self, count: usize) -> Result<()> {
-        self.hold.wait_until(PATIENCE, |hold| {
+        self.hold.wait_until(TIMEOUT, |hold| {
             let log = hold.log();
             log.lines().filter(|l| l.starts_with("ready ")).count() >= count
         })
     }
 
-    /// The process that serves now.
+    /// The id of the current executor process.
     fn pid(&self) -> Result<i32> {
         let log = self.hold.log();
         let line = log
             .lines()
             .rev()
             .find(|line| line.starts_with("vgpu fd-store: pid ") && line.contains(" runs "))
-            .context("vgpu fd-store does not say what it runs")?;
+            .context("vgpu fd-store does not report what it runs")?;
         line.split_whitespace()
             .nth(3)
             .and_then(|pid| pid.parse().ok())
-            .context("vgpu fd-store does not say which process it runs")
+            .context("vgpu fd-store does not report which process it runs")
     }
 
-    /// Kills the executor, and returns when the next one serves.
+    /// Kills the executor. Returns when the next one is ready.
     fn kill(&mut self, count: usize) -> Result<()> {
         let pid = rustix::process::Pid::from_raw(self.pid()?).context("a process id")?;
-        // It is a child of `vgpu fd-store`, which has not said that it ended: the id is its own.
+        // The process is a child of `vgpu fd-store`, which has not reported its end, so its id is
+        // valid.
         rustix::process::kill_process(pid, rustix::process::Signal::KILL)
             .context("killing the executor")?;
         self.wait_for(count + 1)
     }
 
     fn stop(self) -> Result<()> {
-        self.hold.stop(PATIENCE)
+        self.hold.stop(TIMEOUT)
     }
 }
 
-/// How a virtual machine gets its vGPU.
+/// The kind of device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Device {
     /// The device of stock QEMU.
     Ivshmem,
-    /// Our own function, on a newer QEMU.
+    /// vgpu's own PCI function, on a newer QEMU.
     VfioUser,
 }
 
@@ -94,7 +95,7 @@ impl Device {
         }
     }
 
-    /// What QEMU is told.
+    /// QEMU's arguments.
     fn arguments(self, socket: &Path) -> Vec<String> {
         let socket = socket.display();
         match self {
@@ -118,7 +119,7 @@ impl Device {
     }
 }
 
-/// What programs of the guest do to find it.
+/// The environment in which programs of the guest find the device.
 const PCI: Way<'_> = Way {
     environment: "VGPU_ENDPOINT=pci",
     link: "pci:0000:",
@@ -155,14 +156,14 @@ pub(crate) fn boot(
         memory: MEMORY,
     };
     let mut guest = Guest::boot(&machine, &log("qemu"))?;
-    guest.patience(GUEST_PATIENCE);
+    guest.set_timeout(GUEST_TIMEOUT);
     Ok(Booted { guest, served })
 }
 
 impl Booted {
-    /// The guest's kernel sees our function where a program would look for a GPU.
+    /// The guest's kernel lists vgpu's PCI function as a GPU.
     pub(crate) fn lists(&mut self, wanted: &str) -> Result<String> {
-        // What `lspci -n` reads, too.
+        // The files that `lspci -n` reads.
         let list = self.guest.run(
             "cd /sys/bus/pci/devices; for d in *; do echo $d $(cat $d/class) $(cat $d/vendor):$(cat $d/device); done",
         )?;
@@ -174,7 +175,7 @@ impl Booted {
         Ok(wanted.to_owned())
     }
 
-    /// `vgpu doctor` finds nothing wrong.
+    /// `vgpu doctor` reports no failure.
     pub(crate) fn doctor(&mut self) -> Result<String> {
         self.guest.doctor(&PCI)
     }
@@ -184,14 +185,14 @@ impl Booted {
         self.guest.ops(&PCI)
     }
 
-    /// A generation through the plugin says what the CPU's says.
+    /// A generation through the plugin has the same text as one on the CPU.
     pub(crate) fn generations(&mut self) -> Result<String> {
         let reference = self.guest.reference()?;
         self.guest.generation(&PCI, &reference)
     }
 
-    /// A user without rights may not use the device before udev has read our rule, is told so, and
-    /// may afterwards.
+    /// An unprivileged user may not use the device before udev has applied vgpu's rule, gets an
+    /// error that says so, and may use the device afterwards.
     pub(crate) fn unprivileged(&mut self) -> Result<String> {
         let user = Way {
             who: As::User,
@@ -208,7 +209,7 @@ impl Booted {
         self.guest.generation(&user, &reference)
     }
 
-    /// Executors that are killed in the middle of a generation.
+    /// Kills executors during generations.
     pub(crate) fn kills(&mut self, step: &Step) -> Result<String> {
         let reference = self.guest.reference()?;
         let mut in_time = 0;
@@ -218,7 +219,7 @@ impl Booted {
                 "{PLUGIN} VGPU_ENDPOINT=pci llama-completion -m /vgpu/model.gguf -ngl 99 -n 400 --temp 0 -c 512 -t 2 -no-cnv \
                  --no-warmup --ignore-eos -p '{PROMPT}' > /tmp/out 2>/tmp/err; echo $? > /tmp/status"
             ))?;
-            // In the middle: it has begun to write.
+            // The program has begun to write.
             let wait = "i=0; while [ $(wc -c < /tmp/out) -lt 100 ] && [ ! -e /tmp/status ] && [ $i -lt 3000 ]; do \
                         usleep 100000; i=$((i+1)); done; wc -c < /tmp/out";
             self.guest.run(wait)?.good("waiting for a generation")?;
@@ -235,7 +236,8 @@ impl Booted {
                 .next()
                 .and_then(|line| line.parse().ok())
                 .with_context(|| format!("kill {count}: the program hangs: {end}"))?;
-            // 128 and more is a signal: a crash. 0 is a generation that was over before the kill.
+            // A status of 128 or more is a signal, so a crash. 0: the generation ended before the
+            // kill.
             ensure!(
                 status < 128,
                 "kill {count}: the program ended with {status}: {}",

@@ -1,4 +1,4 @@
-//! A running virtual machine, and its serial port as a way to run commands in it.
+//! A running virtual machine, whose serial port runs commands.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -8,16 +8,16 @@ use anyhow::{Context as _, Result, bail};
 use super::qemu::Qemu;
 use xtask_common::process::Dialogue;
 
-/// Not a measure of speed: how long a boot may take before something must be wrong.
+/// The timeout of a boot.
 const BOOT: Duration = Duration::from_secs(300);
 
 /// A booted guest. Killed on drop.
 pub(super) struct Guest {
     console: Dialogue,
-    patience: Duration,
+    timeout: Duration,
 }
 
-/// What a command in the guest wrote, and how it ended.
+/// The output of a command in the guest, and its exit status.
 #[derive(Debug)]
 pub(super) struct Ran {
     pub(super) status: i32,
@@ -25,7 +25,7 @@ pub(super) struct Ran {
 }
 
 impl Ran {
-    /// The output of a command that has to end well.
+    /// The output of a command that must succeed.
     pub(super) fn good(self, what: &str) -> Result<String> {
         if self.status != 0 {
             bail!(
@@ -44,14 +44,14 @@ pub(super) fn last(text: &str, lines: usize) -> String {
     all[all.len().saturating_sub(lines)..].join("\n")
 }
 
-/// What a virtual machine is made of.
+/// The parts of a virtual machine.
 pub(super) struct Machine<'a> {
     pub(super) qemu: &'a Qemu,
-    /// `kvm`, or what emulates.
+    /// The accelerator: `kvm`, or an emulator.
     pub(super) accelerator: &'a str,
     pub(super) kernel: &'a Path,
     pub(super) initramfs: &'a Path,
-    /// What starts first in the initramfs, and words for the kernel that go with it.
+    /// The first program of the initramfs, with further kernel parameters.
     pub(super) init: &'a str,
     /// Arguments for its devices.
     pub(super) devices: &'a [String],
@@ -86,7 +86,7 @@ impl Guest {
         let console = Dialogue::start(&mut qemu, log)?;
         let mut guest = Guest {
             console,
-            patience: BOOT,
+            timeout: BOOT,
         };
         guest
             .until("@@ready", Instant::now() + BOOT)
@@ -94,15 +94,15 @@ impl Guest {
         Ok(guest)
     }
 
-    /// How long commands may take from now on.
-    pub(super) fn patience(&mut self, patience: Duration) {
-        self.patience = patience;
+    /// Sets the timeout of later commands.
+    pub(super) fn set_timeout(&mut self, timeout: Duration) {
+        self.timeout = timeout;
     }
 
     /// Runs a line of shell in the guest.
     pub(super) fn run(&mut self, line: &str) -> Result<Ran> {
-        let deadline = Instant::now() + self.patience;
-        self.console.say(line)?;
+        let deadline = Instant::now() + self.timeout;
+        self.console.write_line(line)?;
         let (output, end) = self.until("@@done ", deadline)?;
         let status = end
             .trim()
@@ -111,19 +111,20 @@ impl Guest {
         Ok(Ran { status, output })
     }
 
-    /// Starts a line of shell and does not wait for its end.
+    /// Starts a line of shell without waiting for its end.
     pub(super) fn start(&mut self, line: &str) -> Result<()> {
         self.run(&format!("({line}) & "))
             .and_then(|ran| ran.good("starting a program"))
             .map(drop)
     }
 
-    /// What comes until a line that begins with `mark`, and what stands behind the mark.
+    /// Reads up to a line that begins with `mark`. Returns the text before the line and the text
+    /// after the mark.
     fn until(&mut self, mark: &str, deadline: Instant) -> Result<(String, String)> {
         let mut before = String::new();
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
-            let line = self.console.hear(left).with_context(|| {
+            let line = self.console.read_line(left).with_context(|| {
                 format!("waiting for the guest; so far:\n{}", last(&before, 20))
             })?;
             // A program may end without a line break.

@@ -1,4 +1,4 @@
-//! What the guest boots: Debian's cloud kernel, and an initramfs of what is tested.
+//! The guest's system: Debian's cloud kernel, and an initramfs with the programs under test.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -16,7 +16,7 @@ use xtask_common::workspace;
 /// The package that depends on the newest kernel made for virtual machines.
 const KERNEL: &str = "linux-image-cloud-amd64";
 
-/// Modules for a network and for vsock, each behind what it needs.
+/// The modules for a network and for vsock, each after its dependencies.
 const MODULES: &[&str] = &[
     "virtio_ring",
     "virtio",
@@ -31,20 +31,20 @@ const MODULES: &[&str] = &[
     "vmw_vsock_virtio_transport",
 ];
 
-/// udev, and of the libraries that it needs those which a small Debian may lack.
+/// udev, and those of its libraries that a minimal Debian may lack.
 const UDEV: &[&str] = &["udev", "libkmod2", "libblkid1", "libacl1", "libcap2"];
 
-/// A user who may do nothing but what the group vgpu may.
+/// A user with no rights but those of the group vgpu.
 const USERS: &str = "root:x:0:0::/tmp:/bin/sh\nuser:x:1000:1000::/tmp:/bin/sh\n";
 const GROUPS: &str = "root:x:0:\nuser:x:1000:\nvgpu:x:990:user\n";
 
-/// The first program of the guest: it runs the lines that come through the serial port.
+/// The first program of the guest. It runs each line from the serial port.
 const INIT: &str = include_str!("init.sh");
 
 /// The same under systemd.
 const SHELL: &str = include_str!("shell.sh");
 const TESTS_UNIT: &str = include_str!("vgpu-tests.service");
-/// A machine that has been set up.
+/// The parts of a prepared system.
 const MACHINE_ID: &str = "7667707500000000000000000000c0de\n";
 const SYSUSERS: &str = "u user 1000 - /tmp /bin/sh\nm user vgpu\n";
 
@@ -55,7 +55,7 @@ pub(super) struct Kernel {
     modules: BTreeMap<String, PathBuf>,
 }
 
-/// Debian packages, fetched by apt from wherever this machine gets its packages, and unpacked.
+/// Debian packages, downloaded by this machine's apt and unpacked.
 fn unpacked(cache: &Cache, name: &str, packages: &[&str]) -> Result<PathBuf> {
     cache.folder(name, |dir| {
         let step = Step::new(&format!("fetching {name}"));
@@ -92,7 +92,7 @@ pub(super) fn kernel(cache: &Cache) -> Result<Kernel> {
     let root = unpacked(cache, &package, &[&package])?;
     let release = package.trim_start_matches("linux-image-");
     let mut modules = BTreeMap::new();
-    // Debian 13 has them below /usr.
+    // Debian 13 has the modules below /usr.
     for lib in ["lib", "usr/lib"] {
         collect(&root.join(lib).join("modules").join(release), &mut modules)?;
     }
@@ -111,7 +111,7 @@ fn collect(dir: &Path, modules: &mut BTreeMap<String, PathBuf>) -> Result<()> {
         if path.is_dir() && !path.is_symlink() {
             collect(&path, modules)?;
         } else if let Some(name) = path.file_name().and_then(|name| name.to_str()) {
-            // Perhaps compressed: `.ko.xz`.
+            // Modules may be compressed: `.ko.xz`.
             if let Some((name, _)) = name.split_once(".ko") {
                 modules.insert(name.replace('-', "_"), path.clone());
             }
@@ -120,16 +120,16 @@ fn collect(dir: &Path, modules: &mut BTreeMap<String, PathBuf>) -> Result<()> {
     Ok(())
 }
 
-/// What goes into the guest.
+/// The files for the guest.
 #[derive(Debug)]
 pub(super) struct Content<'a> {
     pub(super) dist: &'a Dist,
     /// The folder of llama.cpp's programs.
     pub(super) bin: &'a Path,
-    /// ggml's CPU backend, for the processor that the guest sees.
+    /// ggml's CPU backend for the CPU of the guest.
     pub(super) cpu: &'a Path,
     pub(super) model: &'a Path,
-    /// More files: their paths in the guest.
+    /// Further files with their paths in the guest.
     pub(super) more: &'a [(&'a str, &'a Path)],
 }
 
@@ -159,7 +159,7 @@ pub(super) fn initramfs(
 
     let mut list = String::new();
     for name in MODULES {
-        // What is not there is built in, or is not needed by this kernel.
+        // A missing module is built in, or this kernel does not need it.
         if let Some(file) = kernel.modules.get(*name) {
             let target = file
                 .file_name()
@@ -179,7 +179,7 @@ pub(super) fn initramfs(
         .into_iter()
         .find(|place| place.exists())
         .context("the package udev holds no udevadm")?;
-    // It is what its name says.
+    // The file has this name in the guest.
     archive.file("bin/udevadm", &udevadm)?;
     archive.file("bin/systemd-udevd", &udevadm)?;
     let rules = "usr/lib/udev/rules.d/60-vgpu.rules";
@@ -189,7 +189,7 @@ pub(super) fn initramfs(
     archive.finish()
 }
 
-/// Writes an initramfs to `path` with Debian and its systemd, unpacked at `root`, and with our
+/// Writes an initramfs to `path` with Debian and systemd, unpacked at `root`, and with vgpu's
 /// packages.
 pub(super) fn with_systemd(
     root: &Path,
@@ -230,8 +230,8 @@ pub(super) fn with_systemd(
     archive.finish()
 }
 
-/// What is tested, with the libraries it needs unless the system at `root` has them; those of
-/// `more` as well.
+/// Adds the programs under test and their libraries, except those that the system at `root` has.
+/// Also adds the libraries of `more`.
 fn programs(
     archive: &mut Archive,
     content: &Content<'_>,
@@ -256,7 +256,7 @@ fn programs(
         archive.file(&format!("llama/{program}"), &file)?;
         objects.push(file);
     }
-    // The linker says where a library is once links are followed, and so must we.
+    // The linker prints paths with resolved links, so the paths here must be resolved, too.
     let bin = content.bin.canonicalize();
     let bin = bin.with_context(|| format!("resolving {}", content.bin.display()))?;
     for (name, file) in libraries(&objects, unpacked)? {
@@ -277,8 +277,7 @@ fn programs(
     Ok(())
 }
 
-/// The libraries that `objects` are linked with, by their names: this machine's, else those of an
-/// unpacked package.
+/// The libraries of `objects` by name: those of this machine, or else those of an unpacked package.
 fn libraries(objects: &[PathBuf], unpacked: Option<&Path>) -> Result<BTreeMap<String, PathBuf>> {
     let mut found = BTreeMap::new();
     for object in objects {

@@ -1,6 +1,5 @@
 #!/bin/busybox sh
-# The first program of the guest. It runs each line that comes through the serial port, and says
-# with what status it ended.
+# The first program of the guest. Runs each line from the serial port, and reports its exit status.
 /bin/busybox --install -s /bin
 mount -t proc proc /proc
 mount -t sysfs sysfs /sys

@@ -1,44 +1,44 @@
-//! Tests in a guest, the same for each link to the executor.
+//! Tests in a guest, for each link to the executor.
 
 use anyhow::{Context as _, Result, ensure};
 
 use super::guest::Guest;
 
-/// The sample of test-backend-ops: operators of language models whose cases do not take an
-/// emulated processor minutes.
+/// The sample of test-backend-ops: operators of language models whose cases are fast on an emulated
+/// CPU.
 const OPS: &str =
     "RMS_NORM,NORM,SOFT_MAX,SWIGLU,GEGLU,SCALE,SUM_ROWS,ARGMAX,CLAMP,SQR,SILU,GELU,REPEAT";
-/// And of matrix products, the small ones of the common types.
+/// The sample of matrix products: the small ones of the common types.
 const PRODUCTS: &str = "type_a=(f32|f16|bf16|q4_0|q8_0|q4_K|q5_K|q6_K|iq4_xs),type_b=f32,m=16,n=[1-9],k=256,bs=.[12],1.";
-/// Fewer cases than this, and something was not tested.
+/// The minimum number of cases. Fewer means that some were not run.
 const MIN_CASES: usize = 500;
 
-/// Tokens of a generation that is compared.
+/// Tokens of a compared generation.
 pub(super) const TOKENS: usize = 24;
-/// Without quotation marks of any kind.
+/// Contains no quotation marks, since the shell would interpret them.
 pub(super) const PROMPT: &str =
     "A virtual machine has no graphics processor of its own. It asks its host for one";
 
-/// Who runs a program in the guest.
+/// The user of a program in the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum As {
     Root,
-    /// Somebody who is in the group vgpu and nothing else.
+    /// A user in the group vgpu only.
     User,
 }
 
-/// How a program of the guest finds its executor, and who runs it.
+/// How a program of the guest finds its executor, and its user.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Way<'a> {
-    /// `VGPU_ENDPOINT`, and what else its link needs.
+    /// `VGPU_ENDPOINT` and the other variables of the link.
     pub(super) environment: &'a str,
-    /// How the link's name begins.
+    /// The start of the link's name.
     pub(super) link: &'a str,
     pub(super) who: As,
 }
 
 impl Way<'_> {
-    /// A command, without single quotes, that takes this way.
+    /// The shell line for a command, which contains no single quotes.
     fn command(&self, command: &str) -> String {
         let environment = self.environment;
         match self.who {
@@ -47,7 +47,7 @@ impl Way<'_> {
         }
     }
 
-    /// Where programs that take this way leave their statistics.
+    /// The file for the statistics of the programs.
     fn stats(&self) -> &'static str {
         match self.who {
             As::Root => "/tmp/stats",
@@ -57,23 +57,23 @@ impl Way<'_> {
 }
 
 impl Guest {
-    /// `vgpu doctor` finds nothing wrong.
+    /// `vgpu doctor` reports no failure.
     pub(super) fn doctor(&mut self, way: &Way<'_>) -> Result<String> {
         let output = self.ask_doctor(way)?.good("vgpu doctor")?;
         let lines = output
             .lines()
             .filter(|line| line.starts_with("ok "))
             .count();
-        ensure!(lines > 0, "it said nothing:\n{output}");
+        ensure!(lines > 0, "vgpu doctor printed nothing:\n{output}");
         Ok(format!("{lines} checks"))
     }
 
-    /// `vgpu doctor` finds something wrong, and says what.
+    /// `vgpu doctor` reports the failure `wanted`.
     pub(super) fn doctor_finds(&mut self, way: &Way<'_>, wanted: &str) -> Result<()> {
         let ran = self.ask_doctor(way)?;
         ensure!(
             ran.status != 0 && ran.output.contains(wanted),
-            "`vgpu doctor` ended with {} and did not say {wanted:?}:\n{}",
+            "`vgpu doctor` ended with {} and did not report {wanted:?}:\n{}",
             ran.status,
             ran.output
         );
@@ -103,7 +103,7 @@ impl Guest {
         let number = |i: usize| -> Result<usize> {
             let line = lines.get(i).copied().unwrap_or_default();
             line.parse()
-                .with_context(|| format!("the guest said:\n{output}"))
+                .with_context(|| format!("the guest's output:\n{output}"))
         };
         ensure!(
             lines.first() == Some(&"status 0"),
@@ -115,14 +115,14 @@ impl Guest {
         Ok(format!("{ran} cases, 0 failed"))
     }
 
-    /// What the model says on the guest's own processor.
+    /// The text of the model on the guest's CPU.
     pub(super) fn reference(&mut self) -> Result<String> {
         let text = self.complete(&format!("{} -ngl 0 -n {TOKENS}", completion()))?;
         ensure!(!text.is_empty(), "the CPU generated nothing");
         Ok(text)
     }
 
-    /// A generation through the plugin says what the CPU's says.
+    /// A generation through the plugin has the same text as one on the CPU.
     pub(super) fn generation(&mut self, way: &Way<'_>, reference: &str) -> Result<String> {
         let stats = way.stats();
         let ours = way.command(&format!(
@@ -132,9 +132,9 @@ impl Guest {
         let ours = self.complete(&ours)?;
         ensure!(
             reference == ours,
-            "the text parts from the CPU's:\n  CPU:   {reference:?}\n  VGPU0: {ours:?}"
+            "the text differs from the CPU's:\n  CPU:   {reference:?}\n  VGPU0: {ours:?}"
         );
-        // The plugin's own account: where its device was, and that graphs went there.
+        // The plugin's statistics show the link of its device, and that graphs ran on it.
         let stats = self
             .run(&format!("cat {stats}; rm {stats}"))?
             .good("the statistics")?;
@@ -149,7 +149,7 @@ impl Guest {
         let ran = self.run(&format!(
             "{command} 2>/tmp/log; s=$?; grep -i 'vgpu\\|error' /tmp/log | tail -n 5 >&2; exit $s"
         ))?;
-        // Without the serial port's line ends.
+        // Without the carriage returns of the serial port.
         Ok(ran
             .good("llama-completion")?
             .replace('\r', "")

@@ -1,5 +1,4 @@
-//! A guest without a vGPU among its devices: its programs reach the executor over vsock, or over a
-//! network.
+//! A guest without a vGPU device. Its programs reach the executor over vsock or a network.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -9,7 +8,7 @@ use anyhow::Result;
 use super::certificates::HOST;
 use super::guest::{Guest, Machine};
 use super::inside::{As, Way};
-use super::prepared::{GUEST_PATIENCE, MEMORY, PATIENCE, Prepared};
+use super::prepared::{GUEST_TIMEOUT, MEMORY, Prepared, TIMEOUT};
 use xtask_common::cache::Cache;
 use xtask_common::packages;
 use xtask_common::process::Daemon;
@@ -22,12 +21,12 @@ const VSOCK_PORT: u32 = 4780;
 pub(crate) struct Linked {
     guest: Guest,
     executor: Daemon,
-    /// vsock for the guest, as sockets of this machine.
+    /// The vsock device of the guest, which connects to sockets of this machine.
     vsock: Daemon,
     tcp: String,
 }
 
-/// Starts an executor and boots a guest that has no device of ours.
+/// Starts an executor and boots a guest without a vGPU device.
 pub(crate) fn boot_without_device(
     cache: &Cache,
     prepared: &Prepared,
@@ -35,7 +34,7 @@ pub(crate) fn boot_without_device(
 ) -> Result<Linked> {
     let folder = prepared.scratch.path();
     let port = free_port()?;
-    // The connections of the guest to port N of its host arrive at a socket that ends in _N.
+    // A connection of the guest to port N of its host arrives at the socket whose name ends in _N.
     let (control, vsock) = (folder.join("vhost.sock"), folder.join("vsock"));
     let mut serve = Command::new(&prepared.dist.vgpu);
     serve
@@ -46,7 +45,7 @@ pub(crate) fn boot_without_device(
         .arg(&prepared.certificates.host)
         .args(["--threads", &workspace::cores().to_string()]);
     let mut executor = Daemon::start(&mut serve, &logs("vm-links-vgpu-serve"))?;
-    executor.wait_until(PATIENCE, |serve| serve.log().contains("ready "))?;
+    executor.wait_until(TIMEOUT, |serve| serve.log().contains("ready "))?;
 
     let mut device = Command::new(packages::vhost_vsock(cache)?);
     device
@@ -55,7 +54,7 @@ pub(crate) fn boot_without_device(
         .arg("--uds-path")
         .arg(&vsock);
     let mut device = Daemon::start(&mut device, &logs("vm-links-vhost-device-vsock"))?;
-    device.wait_until(PATIENCE, |_| control.exists())?;
+    device.wait_until(TIMEOUT, |_| control.exists())?;
 
     let devices = [
         "-object".into(),
@@ -81,7 +80,7 @@ pub(crate) fn boot_without_device(
         memory: MEMORY,
     };
     let mut guest = Guest::boot(&machine, &logs("vm-links-qemu"))?;
-    guest.patience(GUEST_PATIENCE);
+    guest.set_timeout(GUEST_TIMEOUT);
     Ok(Linked {
         guest,
         executor,
@@ -91,7 +90,7 @@ pub(crate) fn boot_without_device(
 }
 
 impl Linked {
-    /// `vgpu doctor` and a generation over vsock, which programs find by themselves.
+    /// `vgpu doctor` and a generation over vsock, without a configured endpoint.
     pub(crate) fn vsock(&mut self) -> Result<String> {
         let way = Way {
             environment: "",
@@ -103,7 +102,7 @@ impl Linked {
         self.guest.generation(&way, &reference)
     }
 
-    /// The same over TCP with TLS, by a user without rights.
+    /// The same over TCP with TLS, by an unprivileged user.
     pub(crate) fn tcp(&mut self) -> Result<String> {
         self.guest
             .run("chown -R user /certs/guest")?
@@ -119,8 +118,9 @@ impl Linked {
         self.guest.generation(&way, &reference)
     }
 
-    /// A guest without a certificate, or with one of another authority, gets an error that says so.
-    pub(crate) fn strangers(&mut self) -> Result<String> {
+    /// A guest without a certificate, or with one of another authority, gets an error with the
+    /// reason.
+    pub(crate) fn refused_guests(&mut self) -> Result<String> {
         let (stranger, nobody) = (
             self.tcp_with("stranger"),
             format!("VGPU_ENDPOINT={}", self.tcp),
@@ -147,6 +147,6 @@ impl Linked {
     pub(crate) fn stop(self) -> Result<()> {
         drop(self.guest);
         drop(self.vsock);
-        self.executor.stop(PATIENCE)
+        self.executor.stop(TIMEOUT)
     }
 }

@@ -1,4 +1,4 @@
-//! `cargo xtask vm`: a real guest under QEMU, with everything in it that a user would have.
+//! `cargo xtask vm`: a real guest under QEMU, with the files of an ordinary installation.
 
 mod certificates;
 mod cpio;
@@ -26,7 +26,7 @@ pub(crate) enum Kind {
     VfioUser,
     /// Without the device: vsock, TCP with TLS
     Links,
-    /// With systemd and our Debian packages: services
+    /// With systemd and vgpu's Debian packages: services
     Systemd,
 }
 

@@ -1,4 +1,4 @@
-//! What every virtual machine needs, made once.
+//! The prerequisites of every virtual machine, made once.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -16,15 +16,15 @@ use super::certificates::Certificates;
 use super::image::{self, Content};
 use super::qemu::Qemu;
 
-/// A timeout, not a measure of speed: a wait that takes longer has failed.
-pub(super) const PATIENCE: Duration = Duration::from_secs(60);
+/// The timeout for every wait.
+pub(super) const TIMEOUT: Duration = Duration::from_secs(60);
 /// The timeout of a command in an emulated guest.
-pub(super) const GUEST_PATIENCE: Duration = Duration::from_secs(900);
+pub(super) const GUEST_TIMEOUT: Duration = Duration::from_secs(900);
 
 /// Memory of a guest.
 pub(super) const MEMORY: &str = "2G";
 
-/// What the tests need, made once.
+/// The prerequisites of the tests, made once.
 pub(crate) struct Prepared {
     pub(super) qemu: Qemu,
     pub(super) kernel: image::Kernel,
@@ -35,7 +35,7 @@ pub(crate) struct Prepared {
     pub(super) scratch: Scratch,
 }
 
-/// The programs and the model that go into every guest.
+/// The programs and the model for every guest.
 pub(super) struct Programs {
     pub(super) bin: PathBuf,
     pub(super) cpu: PathBuf,
@@ -58,7 +58,7 @@ impl Programs {
     }
 }
 
-/// Fetches and builds it.
+/// Downloads and builds the prerequisites.
 pub(crate) fn prepare(cache: &Cache, dist: &Dist) -> Result<Prepared> {
     let qemu = Qemu::stock(cache)?;
     let kernel = image::kernel(cache)?;

@@ -1,4 +1,4 @@
-//! QEMU: this machine's own, and for vfio-user a newer one.
+//! QEMU: the one of this machine, and a newer one for vfio-user.
 
 use std::ffi::OsString;
 use std::io::Write as _;
@@ -13,15 +13,15 @@ use xtask_common::packages;
 
 const QEMU: &str = "qemu-system-x86_64";
 
-/// The package of QEMU. Debian 13 has one that knows vfio-user (10.1 or newer) in its backports.
+/// The package of QEMU. The backports of Debian 13 have a QEMU with vfio-user (10.1 or newer).
 const PACKAGE: &str = "qemu-system-x86";
 
-/// A QEMU that can be started.
+/// A QEMU installation.
 #[derive(Clone, Debug)]
 pub(super) struct Qemu {
     program: PathBuf,
     before: Vec<OsString>,
-    /// Where its loadable parts are, if not where it was built for.
+    /// The folder of its modules, if it is not the one that QEMU was built for.
     modules: Option<PathBuf>,
 }
 
@@ -35,7 +35,7 @@ impl Qemu {
         command
     }
 
-    /// This machine's.
+    /// The QEMU of this machine.
     pub(super) fn stock(cache: &Cache) -> Result<Qemu> {
         if !packages::runs(QEMU, &["--version"]) {
             packages::apt(cache, &[PACKAGE], "QEMU")?;
@@ -47,8 +47,8 @@ impl Qemu {
         })
     }
 
-    /// A newer one, of the next Debian release: unpacked with all its libraries, and started by
-    /// its own dynamic linker, so that nothing of this machine's system is touched.
+    /// A newer QEMU of a later Debian release: unpacked with all its libraries, and started by its
+    /// own dynamic linker, so that this machine is not changed.
     pub(super) fn with_vfio_user(cache: &Cache) -> Result<Qemu> {
         let wanted = Wanted {
             name: "qemu",
@@ -82,8 +82,8 @@ impl Qemu {
         })
     }
 
-    /// The fastest way to run a guest that can be relied on here: KVM, or emulation. (KVM inside a
-    /// virtual machine may be there, start a guest, and never run it.)
+    /// The fastest accelerator that works on this machine: KVM or emulation. KVM inside a virtual
+    /// machine may exist and start a guest that then never runs.
     pub(super) fn accelerator(&self) -> &'static str {
         let probe = || -> std::io::Result<bool> {
             let mut probe = self
@@ -95,7 +95,7 @@ impl Qemu {
                 .stderr(Stdio::null())
                 .spawn()?;
             if let Some(mut monitor) = probe.stdin.take() {
-                // It may have ended already; its status says so.
+                // The process may have ended already; its status shows it.
                 let _ = monitor.write_all(b"quit\n");
             }
             Ok(probe.wait()?.success())

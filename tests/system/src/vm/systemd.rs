@@ -1,4 +1,4 @@
-//! A machine with systemd, and on it what an administrator installs: our Debian packages.
+//! A virtual machine with systemd and vgpu's Debian packages.
 
 use std::path::PathBuf;
 
@@ -8,13 +8,12 @@ use super::debian::Wanted;
 use super::guest::{Guest, Machine};
 use super::image;
 use super::inside::{As, Way};
-use super::prepared::{GUEST_PATIENCE, MEMORY, Prepared};
+use super::prepared::{GUEST_TIMEOUT, MEMORY, Prepared};
 use crate::debian::Packages;
 use xtask_common::cache::Cache;
 use xtask_common::progress::Step;
 
-/// Debian, as small as it starts; what llama.cpp's programs are linked with; a program that opens
-/// sockets.
+/// A minimal Debian, the libraries of llama.cpp's programs, and a program that opens sockets.
 const SYSTEM: Wanted<'_> = Wanted {
     name: "systemd",
     backports: false,
@@ -32,7 +31,7 @@ const SYSTEM: Wanted<'_> = Wanted {
     ],
 };
 
-/// The exposure, in tenths, that `systemd-analyze security` calls OK.
+/// The exposure in tenths that `systemd-analyze security` rates as OK.
 const EXPOSURE: u32 = 25;
 
 /// A shell loop that waits until a condition holds.
@@ -45,7 +44,7 @@ pub(crate) struct Systemd {
     guest: Guest,
 }
 
-/// Boots it.
+/// Boots the machine.
 pub(crate) fn boot_systemd(
     cache: &Cache,
     prepared: &Prepared,
@@ -70,12 +69,12 @@ pub(crate) fn boot_systemd(
         memory: MEMORY,
     };
     let mut guest = Guest::boot(&machine, &logs("vm-systemd-qemu"))?;
-    guest.patience(GUEST_PATIENCE);
+    guest.set_timeout(GUEST_TIMEOUT);
     Ok(Systemd { guest })
 }
 
 impl Systemd {
-    /// systemd's own checks of the units, udev's of the rule.
+    /// The checks of systemd for the units and of udev for the rule.
     pub(crate) fn verify(&mut self) -> Result<String> {
         self.guest
             .run("systemd-analyze verify vgpu.service vgpu@vm1.service 2>&1")?
@@ -92,14 +91,14 @@ impl Systemd {
             .map(|text| text.trim().trim_start_matches(['→', ' ']).to_owned())
     }
 
-    /// The service starts, and a user of its group generates text with it; so again after it was
-    /// killed.
+    /// The service starts, and a user of its group generates text, before and after a kill of the
+    /// executor.
     pub(crate) fn service(&mut self) -> Result<String> {
         self.guest
             .run("systemctl start vgpu && systemctl is-active vgpu && stat -c %U:%G:%a /run/vgpu/vgpu.sock")?
             .good("starting vgpu.service")
             .and_then(|said| {
-                ensure!(said.contains("vgpu:vgpu:660"), "the socket is not the group's:\n{said}");
+                ensure!(said.contains("vgpu:vgpu:660"), "not the group's socket:\n{said}");
                 Ok(())
             })?;
         let way = Way {
@@ -121,20 +120,20 @@ impl Systemd {
         self.guest.generation(&way, &reference)
     }
 
-    /// What a virtual machine is connected to outlives its executor, in systemd's hands.
+    /// systemd keeps the connection of a virtual machine while the executor is restarted.
     pub(crate) fn kept(&mut self) -> Result<String> {
         let stored = |wanted: &str| {
             until(&format!(
                 "[ \"$(systemctl show -p NFileDescriptorStore --value vgpu@vm1)\" {wanted} ]"
             ))
         };
-        // Whoever connects is a virtual machine's QEMU to the executor, and stays connected.
+        // The executor treats any client of this socket as QEMU and keeps the connection open.
         self.guest
             .run(&format!(
                 "systemctl start vgpu@vm1 && (tail -f /dev/null | socat - UNIX-CONNECT:/run/vgpu-vm1/vm.sock >/dev/null 2>&1 &) ; {}",
                 stored("-gt 0")
             ))?
-            .good("storing what a virtual machine is connected to")?;
+            .good("storing the connection of a virtual machine")?;
         let restarted = until(
             "[ \"$(systemctl show -p NRestarts --value vgpu@vm1)\" = 1 ] && systemctl is-active -q vgpu@vm1",
         );
@@ -144,15 +143,15 @@ impl Systemd {
                 "systemctl kill -s KILL vgpu@vm1; {restarted}; {}; journalctl --no-pager -o cat -u vgpu@vm1",
                 stored("-gt 0")
             ))?
-            .good("keeping it while the executor is restarted")?;
+            .good("keeping the connection while the executor is restarted")?;
         ensure!(
             said.contains(KEPT),
-            "the executor did not take it up again:\n{said}"
+            "the executor did not resume the connection:\n{said}"
         );
         Ok(String::new())
     }
 
-    /// A service that is told to stop, stops, and leaves nothing.
+    /// A stopped service ends and leaves no files.
     pub(crate) fn stop(mut self) -> Result<()> {
         self.guest
             .run("systemctl stop vgpu vgpu@vm1; systemctl is-failed vgpu vgpu@vm1; test ! -e /run/vgpu/vgpu.sock && [ \"$(systemctl show -p Result --value vgpu)\" = success ]")?
@@ -161,5 +160,5 @@ impl Systemd {
     }
 }
 
-/// What an executor says of a virtual machine that was there before it.
+/// The log line of an executor about a virtual machine of an earlier executor.
 const KEPT: &str = "serving it on";

@@ -1,6 +1,6 @@
-// A program that loads a model and generates, again and again, also after it has lost its executor.
+// A program that loads a model and generates repeatedly, also after the loss of its executor.
 //
-// patient BACKENDS MODEL LAYERS
+// retrying_guest BACKENDS MODEL LAYERS
 //
 // Loads the backends in the folder BACKENDS, and the one that GGML_BACKEND_PATH names. For each
 // line "run N" on stdin the program loads the model, generates N tokens greedily, frees everything,
@@ -86,7 +86,7 @@ static void run(const char * path, int layers, int count) {
 
 int main(int argc, char ** argv) {
     if (argc != 4) {
-        fprintf(stderr, "usage: patient BACKENDS MODEL LAYERS\n");
+        fprintf(stderr, "usage: retrying_guest BACKENDS MODEL LAYERS\n");
         return 2;
     }
     setvbuf(stdout, NULL, _IOLBF, 0);

@@ -35,7 +35,7 @@ pub(crate) enum Act {
 }
 
 /// An engine whose only operator is ADD on f32.
-pub(crate) struct Puppet {
+pub(crate) struct ScriptedEngine {
     cpu: CpuEngine,
     capabilities: Capabilities,
     act: Mutex<Act>,
@@ -47,10 +47,10 @@ pub(crate) const PANIC_SIZE: u64 = 6666;
 /// An allocation of this size returns memory that cannot be read.
 pub(crate) const UNREADABLE_SIZE: u64 = 4444;
 
-impl Puppet {
-    pub(crate) fn new() -> Arc<Puppet> {
+impl ScriptedEngine {
+    pub(crate) fn new() -> Arc<ScriptedEngine> {
         let f32s = TypeSet::of(&[Type::F32]);
-        Arc::new(Puppet {
+        Arc::new(ScriptedEngine {
             cpu: CpuEngine::new(1, Some(super::MEMORY)).expect("a thread and 64 MiB"),
             capabilities: Capabilities::new(vec![Rule::uniform(OpKind::Add, f32s, 2)]),
             act: Mutex::default(),
@@ -63,9 +63,9 @@ impl Puppet {
     }
 }
 
-impl Engine for Puppet {
+impl Engine for ScriptedEngine {
     fn name(&self) -> &str {
-        "puppet"
+        "scripted"
     }
 
     fn description(&self) -> &str {
@@ -101,14 +101,14 @@ impl Engine for Puppet {
                 op: "ADD",
                 why: "told to fail".into(),
             }),
-            act => Ok(Box::new(PuppetPlan(act, buffers.to_vec()))),
+            act => Ok(Box::new(ScriptedPlan(act, buffers.to_vec()))),
         }
     }
 }
 
-struct PuppetPlan(Act, Vec<Arc<dyn Memory>>);
+struct ScriptedPlan(Act, Vec<Arc<dyn Memory>>);
 
-impl Plan for PuppetPlan {
+impl Plan for ScriptedPlan {
     fn launch(&mut self, _: &Turn) -> Result<RunStatus, RunError> {
         match &self.0 {
             Act::RunPanics => panic!("told to panic"),
