@@ -8,7 +8,7 @@
 // loads are always in flight. Of a tile of quantised weights each half of the lanes has one row:
 // 64 elements for each lane, unpacked once for all columns (`vec_dot_q8.cuh`).
 //
-// The issue rate of a scheduler is hardly above what memory delivers; `docs/GPU.md` has instruction
+// The issue rate of a scheduler is hardly above what memory delivers; `docs/gpu-performance-model.md` has instruction
 // counts for each format. Pieces are therefore copied and multiplied without branches, and
 // invariants are computed before the first row.
 //
