@@ -28,7 +28,7 @@
 //! # Ordering
 //!
 //! - The release store of `tail` in [`Producer::publish`] pairs with the acquire load of `tail` in
-//!   [`Consumer::peek`]: a consumer that sees the tail sees the record.
+//!   `Consumer::look`: a consumer that sees the tail sees the record.
 //! - The release store of `head` in [`Consumer::release`] pairs with the acquire load of `head` in
 //!   [`Producer::reserve`]: the consumer has finished its reads of the bytes that the producer
 //!   reuses.
