@@ -154,7 +154,7 @@ fn a_second_guest_sends_nothing_and_neither_sees_the_other_write() {
 fn ask(guest: &mut Guest, buffer: BufferId, wanted: &[(ContentHash, u64)]) -> Vec<u64> {
     let wanted = Wanted(wanted.to_vec());
     match guest.ask(&Request::Query { buffer, wanted }) {
-        Reply::Have { places, .. } => places.0,
+        Reply::Have { indices, .. } => indices.0,
         other => panic!("{other:?}"),
     }
 }

@@ -8,7 +8,7 @@ use vgpu_engine::{EngineError, Extent};
 use vgpu_transport::ir::BufferId;
 use vgpu_transport::random;
 use vgpu_transport::wire::{
-    ContentHash, Lengths, MAX_EXTENTS, MAX_QUERIED, MIN_EXTENT, Reply, Request,
+    ContentHash, Indices, Lengths, MAX_EXTENTS, MAX_QUERIED, MIN_EXTENT, Reply, Request,
 };
 
 use super::answer::{Answer, failed};
@@ -53,7 +53,7 @@ impl Session {
                 let range = BufferRange::new(buffer, offset, len);
                 let reserved = self.check_extent(kind, range)?.reserved.get(&hash);
                 let reserved = reserved.filter(|extent| extent.size() == len);
-                let extent = reserved.ok_or(Violation::NotKept { buffer, len, hash })?;
+                let extent = reserved.ok_or(Violation::NotReserved { buffer, len, hash })?;
                 let source = Source::Memory(Arc::clone(extent));
                 Ok(match self.attach(range, &source) {
                     Ok(true) => Answer::Nothing,
@@ -206,8 +206,8 @@ impl Session {
                 known.push(index as u64);
             }
         }
-        let places = Lengths(known);
-        Ok(Answer::Message(Reply::Have { request, places }))
+        let indices = Indices(known);
+        Ok(Answer::Message(Reply::Have { request, indices }))
     }
 
     /// Checks a proof of possession, and attaches the extent if the proof is right.
