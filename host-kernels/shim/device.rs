@@ -153,22 +153,22 @@ impl Device for Shim {
     }
 
     unsafe fn download(&self, from: Address, mut to: BytesMut<'_>) -> Result<(), EngineError> {
-        // SAFETY: the caller of `download` guarantees that `to.len()` bytes at `from` are memory that
-        // `map` or `map_memory` has mapped; `to` borrows as many writable bytes.
+        // SAFETY: the caller of `download` guarantees that `to.len()` bytes at `from` are memory
+        // that `map` or `map_memory` has mapped; `to` borrows as many writable bytes.
         unsafe { (from as *const u8).copy_to(to.as_mut_ptr(), to.len()) };
         Ok(())
     }
 
     unsafe fn fill(&self, to: Address, size: u64, value: u8) -> Result<(), EngineError> {
-        // SAFETY: the caller of `fill` guarantees that `size` bytes at `to` are memory that `map` or
-        // `map_memory` has mapped.
+        // SAFETY: the caller of `fill` guarantees that `size` bytes at `to` are memory that `map`
+        // or `map_memory` has mapped.
         unsafe { (to as *mut u8).write_bytes(value, size as usize) };
         Ok(())
     }
 
     unsafe fn copy(&self, to: Address, from: Address, size: u64) -> Result<(), EngineError> {
-        // SAFETY: the caller of `copy` guarantees that `size` bytes at `from` and `size` bytes at `to`
-        // are memory that `map` or `map_memory` has mapped, and do not overlap.
+        // SAFETY: the caller of `copy` guarantees that `size` bytes at `from` and `size` bytes at
+        // `to` are memory that `map` or `map_memory` has mapped, and do not overlap.
         unsafe { (from as *const u8).copy_to_nonoverlapping(to as *mut u8, size as usize) };
         Ok(())
     }
@@ -260,8 +260,8 @@ impl Device for Shim {
     unsafe fn map_memory(&self, address: Address, size: u64) -> Result<(), EngineError> {
         let read_and_write = libc::PROT_READ | libc::PROT_WRITE;
         // What nobody wrote must not look like zeros.
-        // SAFETY: the caller of `map_memory` guarantees that the `size` bytes at `address` are whole
-        // pages of a mapping that `reserve_addresses` has made and that is never unmapped.
+        // SAFETY: the caller of `map_memory` guarantees that the `size` bytes at `address` are
+        // whole pages of a mapping that `reserve_addresses` has made and that is never unmapped.
         unsafe {
             let at = address as *mut u8;
             assert_eq!(libc::mprotect(at.cast(), size as usize, read_and_write), 0);
