@@ -15,7 +15,7 @@ const TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Why an executor could not be reached.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum ConnectError {
+pub(crate) enum ExecutorConnectError {
     /// There is no link to the executor.
     #[error("{endpoint}: {error}")]
     Link {
@@ -46,21 +46,28 @@ pub(crate) enum ConnectError {
 ///
 /// # Errors
 ///
-/// [`ConnectError`], which names the endpoint.
-pub(crate) fn connect(endpoint: &Endpoint, ggml: &Ggml) -> Result<Arc<Session>, ConnectError> {
+/// [`ExecutorConnectError`], which names the endpoint.
+pub(crate) fn connect(
+    endpoint: &Endpoint,
+    ggml: &Ggml,
+) -> Result<Arc<Session>, ExecutorConnectError> {
     let end: Box<dyn GuestEnd> = match endpoint {
         Endpoint::Inproc => inproc()?,
-        other => link::connect::connect(other, TIMEOUT).map_err(|error| ConnectError::Link {
-            endpoint: endpoint.clone(),
-            error: Box::new(error),
-        })?,
+        other => {
+            link::connect::connect(other, TIMEOUT).map_err(|error| ExecutorConnectError::Link {
+                endpoint: endpoint.clone(),
+                error: Box::new(error),
+            })?
+        }
     };
     // Over these two links bytes move at the speed of copying memory, about three times that of
     // hashing.
     let hashes_first = !matches!(endpoint, Endpoint::Unix(_) | Endpoint::Inproc);
-    Session::open(end, introduction(ggml), hashes_first).map_err(|error| ConnectError::Session {
-        endpoint: endpoint.clone(),
-        error,
+    Session::open(end, introduction(ggml), hashes_first).map_err(|error| {
+        ExecutorConnectError::Session {
+            endpoint: endpoint.clone(),
+            error,
+        }
     })
 }
 
@@ -92,7 +99,7 @@ pub(crate) enum InprocError {
 
 /// A link to the executor in this process. All of its sessions share one engine.
 #[cfg(feature = "inproc")]
-fn inproc() -> Result<Box<dyn GuestEnd>, ConnectError> {
+fn inproc() -> Result<Box<dyn GuestEnd>, ExecutorConnectError> {
     use std::sync::OnceLock;
     use vgpu_engine::Engine;
 
@@ -109,8 +116,8 @@ fn inproc() -> Result<Box<dyn GuestEnd>, ConnectError> {
 }
 
 #[cfg(not(feature = "inproc"))]
-fn inproc() -> Result<Box<dyn GuestEnd>, ConnectError> {
-    Err(ConnectError::NoInproc)
+fn inproc() -> Result<Box<dyn GuestEnd>, ExecutorConnectError> {
+    Err(ExecutorConnectError::NoInproc)
 }
 
 /// The number of threads that `VGPU_THREADS` asks for; 0, which leaves the choice to the engine, if

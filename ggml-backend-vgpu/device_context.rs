@@ -18,7 +18,7 @@ use crate::abi::{
     ggml_backend_buffer_type_v3, ggml_backend_dev_t, ggml_backend_device, ggml_backend_device_i,
     ggml_backend_reg_t,
 };
-use crate::connect::{ConnectError, connect};
+use crate::connect::{ExecutorConnectError, connect};
 use crate::ffi::object;
 use crate::ggml::Ggml;
 use crate::session::{Session, SessionError, Welcome};
@@ -60,7 +60,7 @@ struct CurrentSession {
 pub(crate) enum DeviceError {
     /// The executor was lost and cannot be reached.
     #[error("the executor is lost: {0}")]
-    Connect(#[from] ConnectError),
+    Connect(#[from] ExecutorConnectError),
     /// The executor was lost and could not be reached a moment ago.
     #[error(
         "the executor is lost; the next attempt to reach it is made in {} ms",

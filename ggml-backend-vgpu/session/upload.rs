@@ -62,8 +62,8 @@ struct OpenUpload {
     extents: usize,
     /// The files whose known hashes were queried.
     queried: Vec<Arc<MappedFile>>,
-    /// Hash and length of the bytes that the executor keeps for this buffer.
-    kept: HashSet<(ContentHash, u64)>,
+    /// Hash and length of the bytes that the executor reserves for this buffer.
+    reserved: HashSet<(ContentHash, u64)>,
     /// The parts of files whose hashes are stored when the upload ends.
     unstored: Vec<UnstoredHash>,
     /// Bytes sent.
@@ -200,7 +200,7 @@ impl OpenUpload {
             self.query_file(connection, to, range.file())?;
         }
         let cached = range.as_ref().and_then(FileRange::hash);
-        if let Some(hash) = cached.filter(|&hash| self.kept.contains(&(hash, len))) {
+        if let Some(hash) = cached.filter(|&hash| self.reserved.contains(&(hash, len))) {
             weight_requests::attach(connection, to, offset, len, hash)?;
             self.not_sent += len;
             return Ok(true);
@@ -247,9 +247,9 @@ impl OpenUpload {
             .take(MAX_EXTENTS)
             .collect();
         for chunk in wanted.chunks(MAX_QUERIED) {
-            let places = weight_requests::query(connection, to, chunk)?;
-            self.kept
-                .extend(places.into_iter().map(|place| chunk[place]));
+            let indices = weight_requests::query(connection, to, chunk)?;
+            self.reserved
+                .extend(indices.into_iter().map(|index| chunk[index]));
         }
         Ok(())
     }

@@ -78,7 +78,7 @@ pub(super) fn lookup(
 }
 
 /// Asks which of the `wanted` bytes (hash, length) the executor has. Returns their indices. The
-/// executor keeps these bytes for the buffer until [`seal`].
+/// executor reserves these bytes for the buffer until [`seal`].
 ///
 /// # Errors
 ///
@@ -94,16 +94,16 @@ pub(super) fn query(
         wanted: Wanted(wanted.to_vec()),
     };
     connection.with_conn(|c| match c.ask(&request)? {
-        Reply::Have { places, .. } => {
-            let places = places.0.into_iter();
-            let places = places.filter_map(|place| usize::try_from(place).ok());
-            Ok(places.filter(|&place| place < wanted.len()).collect())
+        Reply::Have { indices, .. } => {
+            let indices = indices.0.into_iter();
+            let indices = indices.filter_map(|index| usize::try_from(index).ok());
+            Ok(indices.filter(|&index| index < wanted.len()).collect())
         }
         other => Err(SessionError::unexpected(other)),
     })
 }
 
-/// Has the executor put bytes that it keeps for a buffer (see [`query`]) at `offset` of the buffer.
+/// Has the executor put bytes that it reserves for a buffer (see [`query`]) at `offset` of the buffer.
 /// One-way.
 ///
 /// # Errors

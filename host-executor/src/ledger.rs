@@ -215,6 +215,13 @@ impl Ledger {
         state.epoch += 1;
     }
 
+    /// The engine is about to free `size` bytes that stay charged, and to allocate as many for them.
+    pub(crate) fn reallocating(&self, size: u64) {
+        let mut state = self.lock();
+        state.pending += size;
+        state.epoch += 1;
+    }
+
     /// Gives `size` bytes back to a tenant, which the engine has freed.
     pub(crate) fn release(&self, id: TenantId, size: u64) {
         let mut state = self.lock();

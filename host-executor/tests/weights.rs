@@ -154,7 +154,7 @@ fn second_guest_uploads_nothing_and_writes_are_private() {
 fn ask(guest: &mut Guest, buffer: BufferId, wanted: &[(ContentHash, u64)]) -> Vec<u64> {
     let wanted = Wanted(wanted.to_vec());
     match guest.ask(&Request::Query { buffer, wanted }) {
-        Reply::Have { places, .. } => places.0,
+        Reply::Have { indices, .. } => indices.0,
         other => panic!("{other:?}"),
     }
 }

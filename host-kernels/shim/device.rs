@@ -146,25 +146,29 @@ impl Device for Shim {
     }
 
     unsafe fn upload(&self, to: Address, from: Bytes<'_>) -> Result<(), EngineError> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller of `upload` guarantees that `from.len()` bytes at `to` are memory that
+        // `map` or `map_memory` has mapped; `from` borrows as many readable bytes.
         unsafe { from.as_ptr().copy_to(to as *mut u8, from.len()) };
         Ok(())
     }
 
     unsafe fn download(&self, from: Address, mut to: BytesMut<'_>) -> Result<(), EngineError> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller of `download` guarantees that `to.len()` bytes at `from` are memory
+        // that `map` or `map_memory` has mapped; `to` borrows as many writable bytes.
         unsafe { (from as *const u8).copy_to(to.as_mut_ptr(), to.len()) };
         Ok(())
     }
 
     unsafe fn fill(&self, to: Address, size: u64, value: u8) -> Result<(), EngineError> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller of `fill` guarantees that `size` bytes at `to` are memory that `map`
+        // or `map_memory` has mapped.
         unsafe { (to as *mut u8).write_bytes(value, size as usize) };
         Ok(())
     }
 
     unsafe fn copy(&self, to: Address, from: Address, size: u64) -> Result<(), EngineError> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller of `copy` guarantees that `size` bytes at `from` and `size` bytes at
+        // `to` are memory that `map` or `map_memory` has mapped, and do not overlap.
         unsafe { (from as *const u8).copy_to_nonoverlapping(to as *mut u8, size as usize) };
         Ok(())
     }
@@ -205,13 +209,14 @@ impl Device for Shim {
                 return Err(EngineError::Unsupported { op, why: message });
             }
             let seed = self.seed.fetch_add(1, Ordering::Relaxed);
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller of `launch` guarantees that every address in `params` points to
+            // memory that the kernel may access, until the call returns: the shim is synchronous.
             return unsafe {
                 kernel.launch_cooperative(grid[0], threads, shared as usize, params, seed)
             }
             .map_err(|message| EngineError::Device { message });
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: as above: the addresses in `params` point to memory that the kernel may access.
         unsafe { kernel.launch(grid, threads, shared as usize, params) }
             .map_err(|message| EngineError::Device { message })
     }
@@ -254,8 +259,9 @@ impl Device for Shim {
 
     unsafe fn map_memory(&self, address: Address, size: u64) -> Result<(), EngineError> {
         let read_and_write = libc::PROT_READ | libc::PROT_WRITE;
-        // SAFETY: pages of a mapping of `reserve`, by the caller's promise; what nobody wrote must
-        // not look like zeros.
+        // What nobody wrote must not look like zeros.
+        // SAFETY: the caller of `map_memory` guarantees that the `size` bytes at `address` are
+        // whole pages of a mapping that `reserve_addresses` has made and that is never unmapped.
         unsafe {
             let at = address as *mut u8;
             assert_eq!(libc::mprotect(at.cast(), size as usize, read_and_write), 0);
@@ -300,7 +306,8 @@ impl Device for Shim {
     unsafe fn launch_graph(&self, graph: GraphExecId) -> Result<(), EngineError> {
         let graphs = { self.graphs.lock() }.unwrap_or_else(PoisonError::into_inner);
         for launch in &graphs[&graph.0] {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller of `launch_graph` guarantees the memory that the parameters of the
+            // graph's launches name, until the call returns.
             unsafe { self.launch(launch) }?;
         }
         Ok(())

@@ -14,7 +14,7 @@ pub enum LinkError {
     Stalled { seconds: u64 },
     /// The peer sent something that the link's protocol forbids.
     #[error("the peer violated the link's protocol: {0}")]
-    PeerMisbehaved(Violation),
+    PeerMisbehaved(LinkViolation),
     /// A system call of this process failed.
     #[error("{what}: {error}")]
     System { what: &'static str, error: Errno },
@@ -29,7 +29,7 @@ pub enum LinkError {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 #[allow(missing_docs)] // the messages name every field
-pub enum Violation {
+pub enum LinkViolation {
     /// A packet of the handshake, or one with a file, has the wrong size.
     #[error(
         "a packet of {bytes} bytes with {files} files, expected {expected} bytes and at most \
@@ -121,8 +121,8 @@ pub enum Violation {
     MachineSocket,
 }
 
-impl From<Violation> for LinkError {
-    fn from(violation: Violation) -> LinkError {
+impl From<LinkViolation> for LinkError {
+    fn from(violation: LinkViolation) -> LinkError {
         LinkError::PeerMisbehaved(violation)
     }
 }

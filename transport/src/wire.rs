@@ -218,7 +218,8 @@ messages! {
         /// Turns a buffer into a buffer for weights: memory that the guest writes once, and that
         /// the host may share between several buffers. The host zeroes the buffer, deletes the
         /// graphs that use it, and detaches a mapping of it. Answered by [`Reply::Held`]. A host
-        /// that keeps no weights answers [`Reply::Refused`] and leaves the buffer as it is.
+        /// that keeps no weights answers [`Reply::Refused`] and leaves the buffer as it is. A host
+        /// that finds no memory to share answers [`Reply::Held`] and then shares nothing.
         14 Weights {
             /// The buffer.
             buffer: BufferId,
@@ -361,14 +362,14 @@ messages! {
             /// The request.
             request: u64,
         },
-        /// The queried extents that the host has. The host keeps them for this buffer until the
+        /// The queried extents that the host has. The host reserves them for this buffer until the
         /// guest seals the buffer. The host may have further extents, which [`Request::Lookup`]
         /// finds.
         12 Have {
             /// The request.
             request: u64,
             /// Indices into the queried extents, from 0.
-            places: Lengths,
+            indices: Indices,
         },
         /// The host has the bytes from another tenant. The guest must prove that it has the bytes
         /// too, with [`Request::Proof`] as its next request.
@@ -381,9 +382,13 @@ messages! {
     }
 }
 
-/// Lengths of extents, or indices into a list.
+/// Lengths of extents, in bytes.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Lengths(pub Vec<u64>);
+
+/// Indices into a list of the message that is answered.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Indices(pub Vec<u64>);
 
 /// Extents by hash and length in bytes, at most [`MAX_QUERIED`].
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -474,21 +479,42 @@ impl Field for ContentHash {
     }
 }
 
+/// A count, then the numbers.
+impl Field for Vec<u64> {
+    fn put(&self, out: &mut Vec<u8>) {
+        (self.len() as u32).put(out);
+        self.iter().for_each(|number| number.put(out));
+    }
+
+    fn get(bytes: &mut Reader<'_>) -> Result<Vec<u64>, WireError> {
+        let count = u32::get(bytes)? as usize;
+        let raw = bytes.take(count.saturating_mul(8))?;
+        let numbers = raw.chunks_exact(8).map(|number| {
+            let mut raw = [0; 8];
+            raw.copy_from_slice(number);
+            u64::from_le_bytes(raw)
+        });
+        Ok(numbers.collect())
+    }
+}
+
 impl Field for Lengths {
     fn put(&self, out: &mut Vec<u8>) {
-        (self.0.len() as u32).put(out);
-        self.0.iter().for_each(|length| length.put(out));
+        self.0.put(out);
     }
 
     fn get(bytes: &mut Reader<'_>) -> Result<Lengths, WireError> {
-        let count = u32::get(bytes)? as usize;
-        let raw = bytes.take(count.saturating_mul(8))?;
-        let lengths = raw.chunks_exact(8).map(|length| {
-            let mut raw = [0; 8];
-            raw.copy_from_slice(length);
-            u64::from_le_bytes(raw)
-        });
-        Ok(Lengths(lengths.collect()))
+        Vec::get(bytes).map(Lengths)
+    }
+}
+
+impl Field for Indices {
+    fn put(&self, out: &mut Vec<u8>) {
+        self.0.put(out);
+    }
+
+    fn get(bytes: &mut Reader<'_>) -> Result<Indices, WireError> {
+        Vec::get(bytes).map(Indices)
     }
 }
 

@@ -20,7 +20,8 @@ use rustix::net::{
 
 use vgpu_transport::bytes::{Bytes, BytesMut};
 use vgpu_transport::link::unix::{
-    ConnectError, HandshakeError, ListenError, ListenOptions, Listener, SocketFileError, connect,
+    HandshakeError, ListenError, ListenOptions, Listener, SocketFileError, UnixConnectError,
+    connect,
 };
 use vgpu_transport::link::window::WindowGuest;
 use vgpu_transport::link::{GuestEnd, HostEnd, LinkError};
@@ -299,7 +300,10 @@ fn socket_of_a_killed_host_is_replaced(dir: &Dir) {
     host.kill();
     assert!(path.exists(), "SIGKILL leaves the file");
     let refused = connect(&path, WAIT).map(|_| ());
-    assert_eq!(refused, Err(ConnectError::Refused { path: path.clone() }));
+    assert_eq!(
+        refused,
+        Err(UnixConnectError::Refused { path: path.clone() })
+    );
     let mut host = Process::start("host", &path);
     host.wait_ready();
     let mut guest = connect(&path, WAIT).unwrap();
@@ -476,14 +480,14 @@ fn connect_errors_name_the_cause(dir: &Dir) {
     let path = dir.socket();
     let short = Duration::from_millis(60);
     let try_connect = || connect(&path, short).map(|_| ()).unwrap_err();
-    let not_vgpu = |why: &str| ConnectError::NotVgpu {
+    let not_vgpu = |why: &str| UnixConnectError::NotVgpu {
         path: path.clone(),
         why: why.into(),
     };
 
     assert_eq!(
         try_connect(),
-        ConnectError::NoSuchFile { path: path.clone() }
+        UnixConnectError::NoSuchFile { path: path.clone() }
     );
     std::fs::write(&path, "text").unwrap();
     assert_eq!(try_connect(), not_vgpu("the file is not a socket"));
@@ -497,7 +501,7 @@ fn connect_errors_name_the_cause(dir: &Dir) {
     let silent = Listener::bind(&path, ListenOptions::default()).unwrap();
     assert_eq!(
         try_connect(),
-        ConnectError::Timeout {
+        UnixConnectError::Timeout {
             path: path.clone(),
             ms: 60
         }
@@ -505,7 +509,7 @@ fn connect_errors_name_the_cause(dir: &Dir) {
     // The host does not accept, and its backlog is full.
     let queue: Vec<OwnedFd> = (0..).map_while(|_| raw_client_if_room(&path)).collect();
     assert!(queue.len() >= 10);
-    assert!(matches!(try_connect(), ConnectError::Timeout { .. }));
+    assert!(matches!(try_connect(), UnixConnectError::Timeout { .. }));
     drop((queue, silent));
 
     // The host sends something other than a welcome.
@@ -518,11 +522,11 @@ fn connect_errors_name_the_cause(dir: &Dir) {
     ];
     for words in words {
         let error = with_false_host(&path, |client| raw_send(client, words, &[]));
-        assert!(matches!(error, ConnectError::NotVgpu { .. }), "{error}");
+        assert!(matches!(error, UnixConnectError::NotVgpu { .. }), "{error}");
     }
     assert_eq!(
         with_false_host(&path, |client| raw_send(client, &[MAGIC, 1, 3, 0], &[])),
-        ConnectError::OtherLayout {
+        UnixConnectError::OtherLayout {
             path: path.clone(),
             ours: 1,
             theirs: 3
@@ -539,7 +543,7 @@ fn connect_errors_name_the_cause(dir: &Dir) {
         let error = with_false_host(&path, |client| {
             raw_send(client, &welcome, &vec![null.as_fd(); count]);
         });
-        assert!(matches!(error, ConnectError::NotVgpu { .. }), "{error}");
+        assert!(matches!(error, UnixConnectError::NotVgpu { .. }), "{error}");
     }
     let flags = rustix::event::EventfdFlags::NONBLOCK;
     let bell = rustix::event::eventfd(0, flags).unwrap();
@@ -571,7 +575,10 @@ fn connect_errors_name_the_cause(dir: &Dir) {
             connect(&path, WAIT).map(|_| ()).unwrap_err()
         })
     };
-    assert_eq!(refused.join().unwrap(), ConnectError::Permission { path });
+    assert_eq!(
+        refused.join().unwrap(),
+        UnixConnectError::Permission { path }
+    );
 }
 
 /// Another client of a listener, unless its backlog is full.
@@ -584,7 +591,7 @@ fn raw_client_if_room(path: &Path) -> Option<OwnedFd> {
 }
 
 /// The error of a guest whose hello the host answers with `answer`.
-fn with_false_host(path: &Path, answer: impl Fn(&OwnedFd)) -> ConnectError {
+fn with_false_host(path: &Path, answer: impl Fn(&OwnedFd)) -> UnixConnectError {
     let kind = SocketType::SEQPACKET;
     let socket =
         rustix::net::socket_with(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None).unwrap();

@@ -1,7 +1,6 @@
 //! A worker: the process of one guest. A server whose guests a supervisor hands over.
 #![forbid(unsafe_code)]
 
-use std::error::Error;
 use std::io;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -15,7 +14,7 @@ use vgpu_transport::link::stream::{tcp, vsock};
 use vgpu_transport::link::unix::{self, ListenOptions};
 
 use super::ipc::{Command, IpcSocket, Received, Rejection, WorkerReport};
-use crate::listener::{HANDSHAKE_TIMEOUT, IncomingGuest};
+use crate::listener::{HANDSHAKE_TIMEOUT, IncomingGuest, OpenError};
 use crate::peer::Peer;
 use crate::policy::LinkKind;
 use crate::server::Server;
@@ -145,7 +144,7 @@ fn open(
     socket: OwnedFd,
     kind: LinkKind,
     certificates: Option<Certificates>,
-) -> Result<Box<dyn HostEnd>, Box<dyn Error>> {
+) -> Result<Box<dyn HostEnd>, OpenError> {
     Ok(match kind {
         LinkKind::Unix => {
             Box::new(unix::Arrival::from_socket(socket, ListenOptions::default())?.handshake()?)
@@ -154,9 +153,7 @@ fn open(
             Box::new(tcp::Arrival::from_socket(socket, certificates)?.handshake(HANDSHAKE_TIMEOUT)?)
         }
         LinkKind::Vsock => Box::new(vsock::host(socket)?),
-        LinkKind::Pci => {
-            return Err("the link of a virtual machine cannot be handed to a worker".into());
-        }
+        LinkKind::Pci => return Err(OpenError::NoSocket),
     })
 }
 

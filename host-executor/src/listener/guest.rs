@@ -1,12 +1,14 @@
 //! What a listener does for a server and for a supervisor.
 #![forbid(unsafe_code)]
 
-use std::error::Error;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::time::Duration;
 
-use vgpu_transport::link::HostEnd;
+use vgpu_transport::link::pci::VmError;
+use vgpu_transport::link::stream::tcp::TcpError;
+use vgpu_transport::link::unix::HandshakeError;
+use vgpu_transport::link::{HostEnd, LinkError};
 
 use crate::peer::Peer;
 
@@ -40,4 +42,27 @@ pub struct IncomingGuest {
 
 /// Completes a link's handshake. Called on the session's own thread, since it may wait for the
 /// guest.
-pub type OpenLink = Box<dyn FnOnce() -> Result<Box<dyn HostEnd>, Box<dyn Error>> + Send>;
+pub type OpenLink = Box<dyn FnOnce() -> Result<Box<dyn HostEnd>, OpenError> + Send>;
+
+/// Why a link's handshake was not completed.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenError {
+    /// The handshake on a unix socket failed.
+    #[error(transparent)]
+    Unix(#[from] HandshakeError),
+    /// The handshake over TCP failed.
+    #[error(transparent)]
+    Tcp(#[from] TcpError),
+    /// The handshake with a program in a virtual machine failed.
+    #[error(transparent)]
+    Vm(#[from] VmError),
+    /// The guest's process is unknown: its socket failed.
+    #[error(transparent)]
+    Link(#[from] LinkError),
+    /// A system call of this process failed.
+    #[error(transparent)]
+    Io(#[from] io::Error),
+    /// The supervisor handed over a guest that has no socket: the supervisor's fault.
+    #[error("the link of a virtual machine cannot be handed to a worker")]
+    NoSocket,
+}

@@ -11,7 +11,7 @@ pub(crate) mod threads;
 mod unix;
 mod wait;
 
-pub use guest::{GuestListener, IncomingGuest, OpenLink, SocketListener};
+pub use guest::{GuestListener, IncomingGuest, OpenError, OpenLink, SocketListener};
 pub(crate) use stream::HANDSHAKE_TIMEOUT;
 pub use threads::ListenerId;
 pub(crate) use wait::wait_readable;

@@ -3,10 +3,11 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-use vgpu_engine::Memory;
+use vgpu_engine::{EngineError, Memory};
 use vgpu_transport::ir::BufferId;
 
 use super::error::Violation;
+use super::no_memory::NoMemory;
 use crate::tenant::Charge;
 
 /// The buffers of a session, and the ids that have been used.
@@ -22,7 +23,7 @@ pub(super) struct Buffers {
 struct Buffer {
     memory: Arc<dyn Memory>,
     /// Declared after `memory`, so that the memory is freed before the charge is released.
-    _charge: Charge,
+    charge: Charge,
 }
 
 impl Buffers {
@@ -47,8 +48,7 @@ impl Buffers {
     ) -> Result<(), Violation> {
         self.used.insert(buffer.0);
         self.bytes += memory.size();
-        let _charge = charge;
-        self.live.insert(buffer, Buffer { memory, _charge });
+        self.live.insert(buffer, Buffer { memory, charge });
         match self.used.ranges() {
             ranges if ranges > limit => Err(Violation::ScatteredIds { ranges }),
             _ => Ok(()),
@@ -93,16 +93,30 @@ impl Buffers {
         self.live.get(&buffer).map(|buffer| &buffer.memory)
     }
 
-    /// Replaces the memory of a buffer. Returns the old memory.
-    pub(super) fn replace(
+    /// Frees the memory of a buffer, and then allocates its new memory of the same size, so that
+    /// the exchange needs no extra room. The charge stays the same, and no other tenant is charged
+    /// for the memory in between.
+    ///
+    /// # Errors
+    /// The error of `allocate`. The old memory is lost, and writes to the buffer fail with this
+    /// error.
+    pub(super) fn exchange(
         &mut self,
         buffer: BufferId,
-        memory: Arc<dyn Memory>,
-    ) -> Option<Arc<dyn Memory>> {
-        let slot = self.live.get_mut(&buffer)?;
-        self.bytes = self.bytes + memory.size() - slot.memory.size();
-        // The charge stays the same: shared weights are charged in full.
-        Some(std::mem::replace(&mut slot.memory, memory))
+        allocate: impl FnOnce(u64) -> Result<Arc<dyn Memory>, EngineError>,
+    ) -> Result<(), EngineError> {
+        let Some(Buffer { memory, charge }) = self.live.get_mut(&buffer) else {
+            return Ok(());
+        };
+        let size = memory.size();
+        charge.reallocating();
+        *memory = Arc::new(NoMemory::new(size, EngineError::ForeignMemory));
+        let outcome = allocate(size).map(|new| *memory = new);
+        if let Err(error) = &outcome {
+            *memory = Arc::new(NoMemory::new(size, error.clone()));
+        }
+        charge.allocated();
+        outcome
     }
 
     pub(super) fn remove(&mut self, buffer: BufferId) -> Result<(), Violation> {

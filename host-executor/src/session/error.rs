@@ -117,7 +117,7 @@ pub enum Violation {
     TooMuchAsked { asked: usize },
     #[error("ATTACH names {len} bytes with hash {hash}, which QUERY has not reserved for buffer \
      {}", .buffer.0)]
-    NotKept {
+    NotReserved {
         buffer: BufferId,
         len: u64,
         hash: ContentHash,

@@ -8,14 +8,17 @@
 //! - `state`: the session and its figures.
 //! - `dispatch`: what each request does. `weights`: the requests on weights, with their state in
 //!   `weights_state`.
+//! - `buffers`: the buffers; `no_memory` stands for memory that is lost.
 //! - `run`: the loop that receives requests and sends replies.
 //! - `answer`: what a request calls for. `error`: why sessions end.
+#![forbid(unsafe_code)]
 
 mod answer;
 mod buffers;
 mod dispatch;
 mod error;
 mod graphs;
+mod no_memory;
 mod run;
 mod state;
 mod weights;

@@ -1,11 +1,11 @@
 //! The loop of a session: receives requests, executes them, sends replies.
 
-use std::any::Any;
 use std::os::fd::AsFd as _;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
 use tracing::{debug, error, info, warn};
+use vgpu_engine::panic_message;
 use vgpu_transport::bytes::Bytes;
 use vgpu_transport::link::{HostEnd, LinkError};
 use vgpu_transport::wire::{Reply, Request};
@@ -313,15 +313,5 @@ pub(crate) fn reject(link: &mut dyn HostEnd, end: &SessionEnd) {
     match link.send(&message, 0, &mut |_| {}) {
         Ok(()) | Err(LinkError::Closed) => {}
         Err(error) => debug!("the guest cannot be told why its session ends: {error}"),
-    }
-}
-
-fn panic_message(panic: &(dyn Any + Send)) -> String {
-    if let Some(message) = panic.downcast_ref::<&str>() {
-        (*message).to_owned()
-    } else if let Some(message) = panic.downcast_ref::<String>() {
-        message.clone()
-    } else {
-        "a panic without a message".to_owned()
     }
 }

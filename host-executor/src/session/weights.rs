@@ -1,5 +1,4 @@
 //! Requests on weights: buffers for weights, and what a session asks the store for.
-#![forbid(unsafe_code)]
 
 use std::io;
 use std::sync::Arc;
@@ -7,8 +6,9 @@ use std::sync::Arc;
 use tracing::{debug, info, warn};
 use vgpu_engine::{EngineError, Extent};
 use vgpu_transport::ir::BufferId;
+use vgpu_transport::random;
 use vgpu_transport::wire::{
-    ContentHash, Lengths, MAX_EXTENTS, MAX_QUERIED, MIN_EXTENT, Reply, Request,
+    ContentHash, Indices, Lengths, MAX_EXTENTS, MAX_QUERIED, MIN_EXTENT, Reply, Request,
 };
 
 use super::answer::{Answer, failed};
@@ -42,14 +42,7 @@ impl Session {
                 offset,
                 len,
                 hash,
-            } => {
-                let range = BufferRange {
-                    buffer,
-                    offset,
-                    len,
-                };
-                self.lookup(request, kind, range, hash)
-            }
+            } => self.lookup(request, kind, BufferRange::new(buffer, offset, len), hash),
             Request::Query { buffer, ref wanted } => self.query(request, kind, buffer, &wanted.0),
             Request::Attach {
                 buffer,
@@ -57,14 +50,10 @@ impl Session {
                 len,
                 hash,
             } => {
-                let range = BufferRange {
-                    buffer,
-                    offset,
-                    len,
-                };
+                let range = BufferRange::new(buffer, offset, len);
                 let reserved = self.check_extent(kind, range)?.reserved.get(&hash);
                 let reserved = reserved.filter(|extent| extent.size() == len);
-                let extent = reserved.ok_or(Violation::NotKept { buffer, len, hash })?;
+                let extent = reserved.ok_or(Violation::NotReserved { buffer, len, hash })?;
                 let source = Source::Memory(Arc::clone(extent));
                 Ok(match self.attach(range, &source) {
                     Ok(true) => Answer::Nothing,
@@ -81,11 +70,7 @@ impl Session {
                 offset,
                 len,
             } => {
-                let range = BufferRange {
-                    buffer,
-                    offset,
-                    len,
-                };
+                let range = BufferRange::new(buffer, offset, len);
                 self.name_extent(kind, range)?;
                 Ok(Answer::Nothing)
             }
@@ -115,26 +100,35 @@ impl Session {
         if !self.engine.supports_weights() || size < MIN_EXTENT {
             return refused("this memory cannot be shared");
         }
-        let lengths = Lengths(store.lengths());
+        let mut lengths = store.lengths();
         self.graphs.forget_users(buffer);
         self.weights.forget(buffer);
-        let failed = |error: EngineError| SessionEnd::Engine(error.to_string());
-        // Frees the old memory first, so that the new memory needs no extra room.
-        let nothing = self.engine.alloc(0).map_err(failed)?;
-        drop(self.buffers.replace(buffer, nothing));
-        let memory = self.engine.alloc_weights(size).map_err(failed)?;
-        let is_for_weights = memory.is_some();
-        let memory = match memory {
-            Some(memory) => memory,
-            None => self.engine.alloc(size).map_err(failed)?,
-        };
-        memory.mark_weights();
-        self.buffers.replace(buffer, memory);
-        self.update_gauges();
-        if !is_for_weights {
-            return refused("this memory cannot be shared");
+        let engine = self.engine.as_ref();
+        let mut is_for_weights = false;
+        let allocated = self.buffers.exchange(buffer, |size| {
+            let memory = engine.alloc_weights(size).unwrap_or_else(|error| {
+                warn!("buffer {} cannot be shared: {error}", buffer.0);
+                None
+            });
+            is_for_weights = memory.is_some();
+            memory.map_or_else(|| engine.alloc(size), Ok)
+        });
+        match allocated {
+            Ok(()) => self.buffers.get("WEIGHTS", buffer)?.mark_weights(),
+            Err(error) => warn!("buffer {} has lost its memory: {error}", buffer.0),
         }
-        self.weights.buffers.insert(buffer, WeightBuffer::default());
+        self.update_gauges();
+        // From here on the reply is HELD, which makes the guest unmap the old memory. Nothing is
+        // known, and nothing is shared, of a buffer that counts as sealed.
+        if !is_for_weights {
+            lengths.clear();
+        }
+        let state = WeightBuffer {
+            is_sealed: !is_for_weights,
+            ..WeightBuffer::default()
+        };
+        self.weights.buffers.insert(buffer, state);
+        let lengths = Lengths(lengths);
         Ok(Answer::Message(Reply::Held { request, lengths }))
     }
 
@@ -159,7 +153,7 @@ impl Session {
             LookupResult::Granted(source) => Ok(self.attach_and_reply(request, range, &source)),
             LookupResult::NeedsProof(source) => {
                 let mut nonce = ContentHash([0; 32]);
-                if let Err(error) = getrandom(&mut nonce.0) {
+                if let Err(error) = random::fill(&mut nonce.0) {
                     warn!("no random challenge, the weights have to be sent: {error}");
                     return missing;
                 }
@@ -212,8 +206,8 @@ impl Session {
                 known.push(index as u64);
             }
         }
-        let places = Lengths(known);
-        Ok(Answer::Message(Reply::Have { request, places }))
+        let indices = Indices(known);
+        Ok(Answer::Message(Reply::Have { request, indices }))
     }
 
     /// Checks a proof of possession, and attaches the extent if the proof is right.
@@ -323,12 +317,8 @@ impl Session {
         kind: &'static str,
         range: BufferRange,
     ) -> Result<&mut WeightBuffer, Violation> {
-        let BufferRange {
-            buffer,
-            offset,
-            len,
-        } = range;
-        self.buffers.range(kind, buffer, offset, len)?;
+        let BufferRange { buffer, len, .. } = range;
+        self.buffers.range(kind, buffer, range.offset, len)?;
         if len < MIN_EXTENT {
             return Err(Violation::ShortExtent { kind, len });
         }
@@ -414,17 +404,4 @@ impl Session {
         debug!(count = merges.len(), merged, "weights merged");
         self.update_gauges();
     }
-}
-
-/// Fills `out` with random bytes of the kernel.
-fn getrandom(out: &mut [u8]) -> io::Result<()> {
-    let mut done = 0;
-    while done < out.len() {
-        match rustix::rand::getrandom(&mut out[done..], rustix::rand::GetRandomFlags::empty()) {
-            Ok(count) => done += count,
-            Err(rustix::io::Errno::INTR) => {}
-            Err(error) => return Err(error.into()),
-        }
-    }
-    Ok(())
 }

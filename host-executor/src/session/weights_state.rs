@@ -1,5 +1,4 @@
 //! What a session stores about its buffers for weights.
-#![forbid(unsafe_code)]
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -54,6 +53,16 @@ pub(super) struct BufferRange {
     pub(super) buffer: BufferId,
     pub(super) offset: u64,
     pub(super) len: u64,
+}
+
+impl BufferRange {
+    pub(super) fn new(buffer: BufferId, offset: u64, len: u64) -> BufferRange {
+        BufferRange {
+            buffer,
+            offset,
+            len,
+        }
+    }
 }
 
 impl SessionWeights {

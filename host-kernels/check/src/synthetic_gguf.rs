@@ -10,7 +10,7 @@ use vgpu_gguf::{GgufError, Metadata, RandomModel, RandomTensor, Tensor, TensorTy
 pub struct SyntheticModel {
     /// Name, as given on the command line.
     pub name: &'static str,
-    family: Family,
+    architecture: Architecture,
     weights: Weights,
     layers: u32,
     width: u64,
@@ -25,7 +25,7 @@ pub struct SyntheticModel {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Family {
+enum Architecture {
     Llama,
     Qwen3Moe,
     GptOss,
@@ -46,7 +46,7 @@ pub const SHAPES: [SyntheticModel; 5] = [
     LLAMA_8B,
     SyntheticModel {
         name: "gpt-oss-20b-mxfp4",
-        family: Family::GptOss,
+        architecture: Architecture::GptOss,
         weights: Weights::Mxfp4,
         layers: 24,
         width: 2880,
@@ -59,7 +59,7 @@ pub const SHAPES: [SyntheticModel; 5] = [
     },
     SyntheticModel {
         name: "30b-a3b-q4_k_m",
-        family: Family::Qwen3Moe,
+        architecture: Architecture::Qwen3Moe,
         weights: Weights::Q4KM,
         layers: 48,
         width: 2048,
@@ -87,7 +87,7 @@ pub const SHAPES: [SyntheticModel; 5] = [
 
 const LLAMA_8B: SyntheticModel = SyntheticModel {
     name: "8b-q4_k_m",
-    family: Family::Llama,
+    architecture: Architecture::Llama,
     weights: Weights::Q4KM,
     layers: 32,
     width: 4096,
@@ -115,7 +115,7 @@ enum Use {
 }
 
 impl SyntheticModel {
-    /// A small model of the same family.
+    /// A small model of the same architecture.
     #[must_use]
     pub fn small(self) -> SyntheticModel {
         SyntheticModel {
@@ -181,10 +181,10 @@ impl SyntheticModel {
     }
 
     fn metadata(&self) -> Metadata {
-        let arch = match self.family {
-            Family::Llama => "llama",
-            Family::Qwen3Moe => "qwen3moe",
-            Family::GptOss => "gpt-oss",
+        let arch = match self.architecture {
+            Architecture::Llama => "llama",
+            Architecture::Qwen3Moe => "qwen3moe",
+            Architecture::GptOss => "gpt-oss",
         };
         let mut all = Metadata::default();
         all.set("general.architecture", arch);
@@ -206,7 +206,7 @@ impl SyntheticModel {
             number("expert_used_count", used);
             number("expert_feed_forward_length", self.inner);
         }
-        if self.family == Family::GptOss {
+        if self.architecture == Architecture::GptOss {
             number("attention.sliding_window", 128);
         }
         let epsilon = format!("{arch}.attention.layer_norm_rms_epsilon");
@@ -225,7 +225,7 @@ impl SyntheticModel {
             vocabulary,
             ..
         } = *self;
-        let is_oss = self.family == Family::GptOss;
+        let is_oss = self.architecture == Architecture::GptOss;
         let (plain, more, of_experts) = match self.weights {
             Weights::F16 => (TensorType::F16, TensorType::F16, TensorType::F16),
             Weights::Q4KM => (TensorType::Q4K, TensorType::Q6K, TensorType::Q4K),
@@ -266,13 +266,13 @@ impl SyntheticModel {
                 }
             }
             matrix(at("attn_output.weight"), plain, &[head * heads, width]);
-            match self.family {
-                Family::Llama => {}
-                Family::Qwen3Moe => {
+            match self.architecture {
+                Architecture::Llama => {}
+                Architecture::Qwen3Moe => {
                     matrix(at("attn_q_norm.weight"), TensorType::F32, &[head]);
                     matrix(at("attn_k_norm.weight"), TensorType::F32, &[head]);
                 }
-                Family::GptOss => {
+                Architecture::GptOss => {
                     matrix(at("attn_output.bias"), TensorType::F32, &[width]);
                     matrix(at("attn_sinks.weight"), TensorType::F32, &[heads]);
                 }

@@ -4,7 +4,7 @@ use std::any::Any;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use vgpu_engine::Turn;
+use vgpu_engine::{Turn, panic_message};
 
 /// What every thread executes between two barriers.
 pub(crate) type Kernel = Box<dyn Fn(&Worker<'_>) -> Result<(), Fault> + Send + Sync>;
@@ -49,12 +49,9 @@ pub(crate) enum Fault {
 impl Fault {
     /// The fault for a caught panic.
     pub(crate) fn panic(payload: &(dyn Any + Send)) -> Fault {
-        let message = payload
-            .downcast_ref::<String>()
-            .cloned()
-            .or_else(|| payload.downcast_ref::<&str>().map(|&s| s.to_owned()))
-            .unwrap_or_else(|| "a panic without a message".to_owned());
-        Fault::Panic { message }
+        Fault::Panic {
+            message: panic_message(payload),
+        }
     }
 }
 

@@ -220,9 +220,9 @@ impl<'a> Script<'a> {
                 self.read_everything();
             }
             (Expect::Held, [(Reply::Held { request, .. }, [])]) => assert_eq!(*request, number),
-            (Expect::Have { buffer, wanted }, [(Reply::Have { request, places }, [])]) => {
+            (Expect::Have { buffer, wanted }, [(Reply::Have { request, indices }, [])]) => {
                 assert_eq!(*request, number);
-                self.model.keeps(*buffer, wanted, &places.0);
+                self.model.keeps(*buffer, wanted, &indices.0);
             }
             (Expect::LookedUp { .. }, [(Reply::Missing { request }, [])]) => {
                 assert_eq!(*request, number);

@@ -22,7 +22,7 @@ pub const CERTIFICATES: &str = "VGPU_CERTS";
 pub enum ConnectError {
     /// The link over a unix socket has failed.
     #[error(transparent)]
-    Unix(#[from] unix::ConnectError),
+    Unix(#[from] unix::UnixConnectError),
     /// The link over a PCI device has failed.
     #[error(transparent)]
     Pci(#[from] PciError),

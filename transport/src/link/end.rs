@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::bytes::{Bytes, BytesMut};
-use crate::error::{LinkError, Violation};
+use crate::error::{LinkError, LinkViolation};
 use crate::shm::memory::Window;
 
 /// The size of the pieces of a transfer of `len` bytes, in bytes. One side copies a piece while the
@@ -97,7 +97,7 @@ pub trait GuestEnd: Send {
     /// [`LinkError::PeerMisbehaved`] when the host has sent no such file, or an unsealed one. The
     /// link stays usable.
     fn receive_shared(&mut self, size: u64) -> Result<Window, LinkError> {
-        Err(Violation::LinkWithoutFiles { size }.into())
+        Err(LinkViolation::LinkWithoutFiles { size }.into())
     }
 
     /// Whether this end knows that the host has gone. The call does not block.

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::packet::{self, PacketError};
-use crate::error::{LinkError, Violation};
+use crate::error::{LinkError, LinkViolation};
 
 /// The words of the packet that carries a file: magic, [`FILE`].
 const WORDS: usize = 2;
@@ -68,7 +68,7 @@ impl Files {
 
     /// Receives the next file. The guest calls this.
     pub(super) fn receive(&self) -> Result<OwnedFd, LinkError> {
-        let none = || LinkError::from(Violation::NoFile);
+        let none = || LinkError::from(LinkViolation::NoFile);
         match self {
             Files::Socket(socket) => {
                 let deadline = Instant::now() + PATIENCE;

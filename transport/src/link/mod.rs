@@ -31,6 +31,6 @@ mod vsock;
 pub mod window;
 mod window_end;
 
-pub use crate::error::{LinkError, Violation};
+pub use crate::error::{LinkError, LinkViolation};
 pub use end::{Counters, GuestEnd, HostEnd, Incoming, StagingRegion, piece_len};
 pub use endpoint::{Endpoint, EndpointError};

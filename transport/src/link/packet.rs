@@ -9,7 +9,7 @@ use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags};
 
 use super::scm_rights;
-use crate::error::{LinkError, Violation};
+use crate::error::{LinkError, LinkViolation};
 use crate::poll::poll;
 
 /// The first word of every packet: `VGPULINK`.
@@ -20,7 +20,7 @@ pub(super) enum PacketError {
     /// The deadline has passed.
     Late,
     /// The peer has sent something that is not the expected packet.
-    Garbage(Violation),
+    Garbage(LinkViolation),
     /// The socket has failed.
     Link(LinkError),
 }
@@ -80,7 +80,7 @@ pub(super) fn receive(
             return Err(LinkError::Closed.into());
         }
         if got.bytes != count * 8 || fds.len() > max_fds || got.is_truncated {
-            return Err(PacketError::Garbage(Violation::Packet {
+            return Err(PacketError::Garbage(LinkViolation::Packet {
                 bytes: got.bytes,
                 files: fds.len(),
                 expected: count * 8,
@@ -96,7 +96,7 @@ pub(super) fn receive(
             })
             .collect();
         if words[0] != MAGIC {
-            return Err(PacketError::Garbage(Violation::PacketMagic {
+            return Err(PacketError::Garbage(LinkViolation::PacketMagic {
                 found: words[0],
             }));
         }

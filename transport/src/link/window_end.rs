@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::end::Counters;
-use crate::error::{LinkError, Violation};
+use crate::error::{LinkError, LinkViolation};
 use crate::shm::doorbell::{Doorbell, Wake};
 use crate::shm::layout::{Layout, STATE_CLOSED, STATE_OPEN, word};
 use crate::shm::liveness::Liveness;
@@ -342,8 +342,8 @@ pub(super) fn too_large(message: &[u8], payload: usize) -> LinkError {
 pub(super) fn unmapped(error: MapError) -> LinkError {
     LinkError::PeerMisbehaved(match error {
         MapError::System { what, error } => return LinkError::System { what, error },
-        MapError::NotSealed { seals } => Violation::FileNotSealed { seals },
-        MapError::OtherSize { found, said } => Violation::FileSize { found, said },
-        MapError::OutOfFile { offset, len, size } => Violation::OutOfFile { offset, len, size },
+        MapError::NotSealed { seals } => LinkViolation::FileNotSealed { seals },
+        MapError::OtherSize { found, said } => LinkViolation::FileSize { found, said },
+        MapError::OutOfFile { offset, len, size } => LinkViolation::OutOfFile { offset, len, size },
     })
 }

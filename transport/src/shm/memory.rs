@@ -135,7 +135,9 @@ impl Window {
     pub fn map_foreign(file: BorrowedFd<'_>, said: u64) -> Result<Window, MapError> {
         let found = sealed_size(file)?;
         match usize::try_from(said) {
-            Ok(size) if found == said && size > 0 => Window::map_bytes(file, 0, size),
+            // SAFETY: the file has `found` bytes, which are `size`, and the seal that `sealed_size`
+            // has checked keeps anybody from shrinking it.
+            Ok(size) if found == said && size > 0 => unsafe { Window::map_bytes(file, 0, size) },
             _ => Err(MapError::OtherSize { found, said }),
         }
     }
@@ -150,7 +152,9 @@ impl Window {
     pub fn map_part(file: BorrowedFd<'_>, offset: u64, len: usize) -> Result<Window, MapError> {
         let size = sealed_size(file)?;
         match offset.checked_add(len as u64) {
-            Some(end) if end <= size => Window::map_bytes(file, offset, len),
+            // SAFETY: the bytes lie in the file's `size` bytes, and the seal that `sealed_size` has
+            // checked keeps anybody from shrinking it.
+            Some(end) if end <= size => unsafe { Window::map_bytes(file, offset, len) },
             _ => Err(MapError::OutOfFile { offset, len, size }),
         }
     }
@@ -173,13 +177,24 @@ impl Window {
         offset: u64,
         len: usize,
     ) -> Result<Window, MapError> {
-        let mut window = Window::map_bytes(resource, offset, len)?;
+        // SAFETY: the caller guarantees that the `len` bytes at `offset` of `resource` stay
+        // accessible while the window exists.
+        let mut window = unsafe { Window::map_bytes(resource, offset, len) }?;
         window.is_device = true;
         Ok(window)
     }
 
-    /// The callers guarantee that the bytes exist for as long as the mapping.
-    fn map_bytes(file: BorrowedFd<'_>, offset: u64, len: usize) -> Result<Window, MapError> {
+    /// Maps `len` bytes at `offset` of a file. `offset` is a multiple of the page size.
+    ///
+    /// # Errors
+    ///
+    /// [`MapError::System`] when the kernel refuses the mapping.
+    ///
+    /// # Safety
+    ///
+    /// The bytes must stay accessible while the window exists: nobody truncates the file below
+    /// `offset + len`, and the device of a file in sysfs is not removed.
+    unsafe fn map_bytes(file: BorrowedFd<'_>, offset: u64, len: usize) -> Result<Window, MapError> {
         let map = MmapOptions::new()
             .offset(offset)
             .len(len)

@@ -28,7 +28,7 @@
 //! # Ordering
 //!
 //! - The release store of `tail` in [`Producer::publish`] pairs with the acquire load of `tail` in
-//!   [`Consumer::peek`]: a consumer that sees the tail sees the record.
+//!   `Consumer::look`: a consumer that sees the tail sees the record.
 //! - The release store of `head` in [`Consumer::release`] pairs with the acquire load of `head` in
 //!   [`Producer::reserve`]: the consumer has finished its reads of the bytes that the producer
 //!   reuses.
@@ -37,7 +37,7 @@
 use std::ops::Range;
 
 use super::memory::Memory;
-use crate::error::{LinkError, Violation};
+use crate::error::{LinkError, LinkViolation};
 
 /// The alignment of records, in bytes: one cache line.
 pub const RECORD_ALIGN: usize = 64;
@@ -318,7 +318,7 @@ impl Consumer {
         let size = u64::from(header.size);
         let next = from + size;
         if size == self.area.size() || size != self.area.rest(from) || next == self.tail {
-            return Err(Violation::Pad {
+            return Err(LinkViolation::Pad {
                 size,
                 at: from,
                 ring: self.area.size(),
@@ -355,7 +355,7 @@ impl Consumer {
         let size = self.area.size();
         let used = tail.wrapping_sub(self.head);
         if tail < self.tail || used > size || !tail.is_multiple_of(RECORD_ALIGN as u64) {
-            return Err(Violation::RingTail {
+            return Err(LinkViolation::RingTail {
                 tail,
                 before: self.tail,
                 head: self.head,
@@ -377,7 +377,7 @@ impl Consumer {
         let room = (self.tail - cursor).min(self.area.rest(cursor));
         if size == 0 || !size.is_multiple_of(RECORD_ALIGN as u64) || size > room {
             let published = room;
-            return Err(Violation::RecordSize { size, published }.into());
+            return Err(LinkViolation::RecordSize { size, published }.into());
         }
         Ok(header)
     }
@@ -387,7 +387,7 @@ impl Consumer {
         let size = header.size as usize;
         let (message, payload) = (header.message as usize, header.payload as usize);
         let wrong = |what| {
-            LinkError::from(Violation::Record {
+            LinkError::from(LinkViolation::Record {
                 what,
                 kind: header.kind,
                 size,
@@ -479,7 +479,7 @@ impl Header {
 
 fn checked_head(head: u64, before: u64, tail: u64) -> Result<u64, LinkError> {
     if head < before || head > tail || !head.is_multiple_of(RECORD_ALIGN as u64) {
-        return Err(Violation::RingHead { head, before, tail }.into());
+        return Err(LinkViolation::RingHead { head, before, tail }.into());
     }
     Ok(head)
 }

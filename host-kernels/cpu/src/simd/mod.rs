@@ -110,14 +110,14 @@ pub(crate) struct Transpose {
 impl Transpose {
     /// Transposes.
     ///
+    /// # Panics
+    /// Unless `rows` and `columns` are multiples of 16, the lanes of the widest vector.
+    ///
     /// # Safety
-    /// - `rows` and `columns` are multiples of 16, the lanes of the widest vector;
-    /// - `src` is readable for `rows` rows of `columns` floats, `dst` writable for `columns` rows
-    ///   of `rows` floats, and they do not overlap.
+    /// `src` is readable for `rows` rows of `columns` floats, `dst` writable for `columns` rows of
+    /// `rows` floats, and they do not overlap.
     pub(crate) unsafe fn run(self) {
-        debug_assert!(
-            self.rows.is_multiple_of(MAX_LANES) && self.columns.is_multiple_of(MAX_LANES)
-        );
+        assert!(self.rows.is_multiple_of(MAX_LANES) && self.columns.is_multiple_of(MAX_LANES));
         // SAFETY: the caller guarantees `rows` rows of `columns` floats at `src` and the transposed
         // rows at `dst`, without overlap: the memory of the task.
         unsafe { dispatch_ptr(self) }

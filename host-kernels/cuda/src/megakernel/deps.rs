@@ -12,6 +12,21 @@ pub(crate) struct StageDeps {
     pub(crate) from: usize,
 }
 
+/// Two stages that are not in order, by their numbers.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum OrderError {
+    #[error("stage {stage} waits for {wait}, which comes later")]
+    WaitsForLater { stage: usize, wait: usize },
+    #[error("stage {stage} {what}, but does not wait for {before}")]
+    MissingWait {
+        stage: usize,
+        what: &'static str,
+        before: usize,
+    },
+    #[error("stage {stage} fetches before {before} is done")]
+    FetchesEarly { stage: usize, before: usize },
+}
+
 /// A set of stages.
 #[derive(Clone)]
 struct Set(Vec<u64>);
@@ -94,14 +109,14 @@ fn fetched_from(stages: &[&MemoryAccess], before: &[Set], at: usize) -> usize {
 ///
 /// # Errors
 /// The two stages that are not in order.
-pub(crate) fn verify(stages: &[&MemoryAccess], order: &[StageDeps]) -> Result<(), String> {
+pub(crate) fn verify(stages: &[&MemoryAccess], order: &[StageDeps]) -> Result<(), OrderError> {
     let count = stages.len();
     // reaches[b][a]: a block that has begun b knows that a is done.
     let mut reaches = vec![vec![false; count]; count];
     for b in 0..count {
         for &wait in &order[b].waits {
             if wait >= b {
-                return Err(format!("stage {b} waits for {wait}, which comes later"));
+                return Err(OrderError::WaitsForLater { stage: b, wait });
             }
             for a in 0..count {
                 if a == wait || reaches[wait][a] {
@@ -128,14 +143,21 @@ pub(crate) fn verify(stages: &[&MemoryAccess], order: &[StageDeps]) -> Result<()
             ];
             for (its, mine, what) in shared {
                 if overlap(its, mine) && !reaches[b][a] {
-                    return Err(format!("stage {b} {what}, but does not wait for {a}"));
+                    return Err(OrderError::MissingWait {
+                        stage: b,
+                        what,
+                        before: a,
+                    });
                 }
             }
             // A block prefetches when it has begun some stage from `from - 1` on.
             if overlap(&before.written, ahead) || overlap(&before.written, ids) {
                 let from = order[b].from;
                 if from == 0 || (from - 1..=b).any(|begun| !reaches[begun][a]) {
-                    return Err(format!("stage {b} fetches before {a} is done"));
+                    return Err(OrderError::FetchesEarly {
+                        stage: b,
+                        before: a,
+                    });
                 }
             }
         }

@@ -22,6 +22,7 @@ use crate::params::*;
 use vgpu_engine::EngineError;
 
 use super::deps::{self, StageDeps};
+use super::no_stage::NoStage;
 use super::stages::{Stage, THREADS};
 
 /// The fewest launches that are worth a megakernel.
@@ -77,14 +78,14 @@ pub(crate) fn lower(
         lowering.launches = plain.to_vec();
         return Ok(lowering);
     };
-    let stages: Vec<Result<Stage, &'static str>> =
+    let stages: Vec<Result<Stage, NoStage>> =
         plain.iter().map(|step| stage_kernels.stage(step)).collect();
     // The reasons for launches outside a megakernel, by operator.
-    let mut ends: BTreeSet<(&str, &str)> = BTreeSet::new();
+    let mut ends: BTreeSet<(&str, NoStage)> = BTreeSet::new();
     let mut first = 0;
     while first < plain.len() {
         if let Err(why) = &stages[first] {
-            ends.insert((ops[plain[first].node], why));
+            ends.insert((ops[plain[first].node], *why));
             lowering.launches.push(plain[first].clone());
             first += 1;
             continue;
@@ -121,7 +122,11 @@ pub(crate) fn lower(
             }
             None => {
                 let few = count < MIN_STAGES;
-                let why = if few { TOO_FEW } else { NO_ROOM };
+                let why = if few {
+                    NoStage::TooFewStages
+                } else {
+                    NoStage::NoRoom
+                };
                 ends.insert((ops[plain[first].node], why));
                 let alone = &plain[first..first + count.max(1)];
                 lowering.launches.extend_from_slice(alone);
@@ -137,10 +142,6 @@ pub(crate) fn lower(
     );
     Ok(lowering)
 }
-
-/// Reasons for launches that have stages but are in no megakernel.
-const TOO_FEW: &str = "too few consecutive launches have a stage";
-const NO_ROOM: &str = "the blocks of a cooperative launch do not fit on the device";
 
 /// The estimated cost of a stage in nanoseconds.
 fn cost(stage: &Stage, context: &ExecutionContext) -> f64 {

@@ -3,5 +3,6 @@
 mod access;
 mod deps;
 pub(crate) mod lowering;
+mod no_stage;
 pub(crate) mod report;
 pub(crate) mod stages;

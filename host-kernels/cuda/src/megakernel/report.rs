@@ -5,6 +5,8 @@ use std::sync::{Mutex, PoisonError};
 
 use tracing::{debug, info};
 
+use super::no_stage::NoStage;
+
 /// The reasons that were logged. Each set of reasons is logged once at level info, not for each
 /// plan.
 #[derive(Default)]
@@ -21,7 +23,7 @@ impl ReportedReasons {
         launches: usize,
         all: usize,
         steps: usize,
-        ends: &BTreeSet<(&str, &str)>,
+        ends: &BTreeSet<(&str, NoStage)>,
     ) {
         let reasons: Vec<String> = { ends.iter() }
             .map(|(op, why)| format!("{op}: {why}"))

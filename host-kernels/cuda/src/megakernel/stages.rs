@@ -6,6 +6,7 @@ use vgpu_transport::ir::Type;
 use zerocopy::{FromBytes, Immutable, KnownLayout};
 
 use super::access::MemoryAccess;
+use super::no_stage::NoStage;
 use crate::device::{Address, Device, KernelId, Launch};
 use crate::launch::planned::PlannedLaunch;
 use crate::launch::q8::q8_elements;
@@ -97,8 +98,6 @@ const TILE_ROWS: i64 = 16;
 /// The most tokens of a megakernel: the most columns of a matrix-vector kernel.
 const MAX_TOKENS: i64 = 8;
 
-const FOR_FEW: &str = "a megakernel takes up to 8 tokens";
-
 /// The stage of a kernel.
 #[derive(Debug, Clone, Copy)]
 struct StageKernel {
@@ -161,22 +160,22 @@ impl StageKernels {
     ///
     /// # Errors
     /// The reason why the launch has no stage, for the log.
-    pub(crate) fn stage(&self, step: &PlannedLaunch) -> Result<Stage, &'static str> {
+    pub(crate) fn stage(&self, step: &PlannedLaunch) -> Result<Stage, NoStage> {
         let launch = &step.launch;
         let stage_kernel = self.stage_kernels.get(&launch.kernel.0);
-        let stage_kernel = *stage_kernel.ok_or("its kernel has no stage")?;
+        let stage_kernel = *stage_kernel.ok_or(NoStage::OtherKernel)?;
         let mut body = stage_kernel.body;
         if launch.params.len() > MAX_PARAMS {
-            return Err("its parameters are larger than those of a stage");
+            return Err(NoStage::ParamsTooLarge);
         }
         let mut access = MemoryAccess::default();
         let [x, y, z] = launch.grid.map(u64::from);
         // Kernels with one thread per element loop over the grid.
         let each_element = (x * u64::from(launch.threads[0])).div_ceil(u64::from(THREADS));
-        let mut shape = Shape {
+        let mut shape = StageShape {
             grid: launch.grid,
             total: x * y * z,
-            ..Shape::default()
+            ..StageShape::default()
         };
         match body {
             VG_STAGE_MMV => access.products(&read(launch)?, &mut shape)?,
@@ -208,7 +207,7 @@ impl StageKernels {
             VG_STAGE_GET_ROWS => {
                 let it: VgRowsParams = read(launch)?;
                 if ![VG_F32, VG_F16, VG_BF16, VG_I32].contains(&it.src.type_) {
-                    return Err("no stage reads quantised rows");
+                    return Err(NoStage::QuantisedRows);
                 }
                 access.reads(&it.src);
                 access.reads(&it.ids);
@@ -250,9 +249,9 @@ impl StageKernels {
             }
         }
         if access.has_internal_conflict() {
-            return Err("its result depends on the order of its blocks");
+            return Err(NoStage::DependsOnOrder);
         }
-        let total = u32::try_from(shape.total).map_err(|_| "its grid is too large for a stage")?;
+        let total = u32::try_from(shape.total).map_err(|_| NoStage::GridTooLarge)?;
         Ok(Stage {
             body,
             weights: shape.weights,
@@ -298,14 +297,14 @@ impl Stage {
 }
 
 #[derive(Default)]
-struct Shape {
+struct StageShape {
     grid: [u32; 3],
     total: u64,
     arena: u32,
     weights: Option<VgType>,
 }
 
-impl Shape {
+impl StageShape {
     fn elements(&mut self, blocks: u64) {
         self.total = blocks;
         self.grid = [u32::try_from(blocks).unwrap_or(u32::MAX), 1, 1];
@@ -317,7 +316,7 @@ impl MemoryAccess {
     ///
     /// # Errors
     /// The reason why the launch has no stage, for the log.
-    fn products(&mut self, it: &VgMmvParams, shape: &mut Shape) -> Result<(), &'static str> {
+    fn products(&mut self, it: &VgMmvParams, shape: &mut StageShape) -> Result<(), NoStage> {
         let has_unit = it.unit != VG_OP_ADD;
         let all = &it.products[..it.count as usize];
         let (first, dst) = (&all[0], &all[0].dst);
@@ -325,7 +324,7 @@ impl MemoryAccess {
         let known = WEIGHTS.iter().any(|&(_, _, known)| known == of);
         let (ty, _) = { first.w.weights() }
             .filter(|_| known)
-            .ok_or("no stage multiplies weights of this type")?;
+            .ok_or(NoStage::WeightType)?;
         for (i, product) in all.iter().enumerate() {
             self.ahead.push(product.w.extent());
             match it.ids.data != 0 {
@@ -357,12 +356,12 @@ impl MemoryAccess {
         };
         let grid = [pairs, slots, batches].map(u32::try_from);
         let [Ok(x), Ok(y), Ok(z)] = grid else {
-            return Err("its grid is too large for a stage");
+            return Err(NoStage::GridTooLarge);
         };
         let units = u64::from(x).saturating_mul(u64::from(y) * u64::from(z));
         // Items are counted in 32 bits, with one more round of blocks.
         if units > 1 << 30 {
-            return Err("its grid is too large for a stage");
+            return Err(NoStage::GridTooLarge);
         }
         shape.grid = [x, y, z];
         shape.total = units.div_ceil(BLOCK_PAIRS);
@@ -400,17 +399,12 @@ impl MemoryAccess {
     ///
     /// # Errors
     /// The reason why the launch has no stage, for the log.
-    fn attend(
-        &mut self,
-        it: &VgFattnParams,
-        launch: &Launch,
-        width: i64,
-    ) -> Result<(), &'static str> {
+    fn attend(&mut self, it: &VgFattnParams, launch: &Launch, width: i64) -> Result<(), NoStage> {
         if it.q.ne[1] > MAX_TOKENS {
-            return Err(FOR_FEW);
+            return Err(NoStage::TooManyTokens);
         }
         if it.mask_tiles != 0 {
-            return Err("no stage uses classified mask tiles");
+            return Err(NoStage::MaskTiles);
         }
         for view in [&it.q, &it.k, &it.v, &it.mask, &it.sinks] {
             self.reads(view);
@@ -432,6 +426,6 @@ impl MemoryAccess {
 ///
 /// # Errors
 /// The reason why the launch has no stage: its parameters have another size than `T`.
-fn read<T: FromBytes + KnownLayout + Immutable>(launch: &Launch) -> Result<T, &'static str> {
-    T::read_from_bytes(&launch.params).map_err(|_| "its parameters are not those of its stage")
+fn read<T: FromBytes + KnownLayout + Immutable>(launch: &Launch) -> Result<T, NoStage> {
+    T::read_from_bytes(&launch.params).map_err(|_| NoStage::OtherParams)
 }

@@ -12,7 +12,7 @@ use vgpu_engine::EngineError;
 
 /// The tiles for a head size: the kernel of each [`KvPath`], the largest head sizes of keys and
 /// values, query rows, and keys.
-struct Shape {
+struct FattnShape {
     kernels: [&'static str; 4],
     k: i64,
     v: i64,
@@ -22,7 +22,7 @@ struct Shape {
 
 macro_rules! shape {
     ($name:literal, [$k:literal, $v:literal], [$rows:expr, $keys:expr]) => {
-        Shape {
+        FattnShape {
             kernels: [
                 concat!("vg_fattn_f16_", $name),
                 concat!("vg_fattn_bf16_", $name),
@@ -40,7 +40,7 @@ macro_rules! shape {
 /// The tiles for few rows and for many, by head size. For large heads the paths differ in what fits
 /// into shared memory: keys with few rows and rows with many for heads of 256, keys for heads of
 /// 576.
-const fn shapes(keys_of_256: i64, rows_of_256: i64, keys_of_576: i64) -> [[Shape; 2]; 4] {
+const fn shapes(keys_of_256: i64, rows_of_256: i64, keys_of_576: i64) -> [[FattnShape; 2]; 4] {
     [
         [
             shape!("64_decode", [64, 64], [16, 64]),
@@ -61,12 +61,12 @@ const fn shapes(keys_of_256: i64, rows_of_256: i64, keys_of_576: i64) -> [[Shape
     ]
 }
 
-const SHAPES: [[Shape; 2]; 4] = shapes(64, 64, 32);
+const SHAPES: [[FattnShape; 2]; 4] = shapes(64, 64, 32);
 /// Tiles of quantised keys and values are unpacked, which takes shared memory for their bytes.
-const SHAPES_QUANT: [[Shape; 2]; 4] = shapes(32, 64, 32);
-const SHAPES_F32: [[Shape; 2]; 4] = shapes(32, 32, 16);
+const SHAPES_QUANT: [[FattnShape; 2]; 4] = shapes(32, 64, 32);
+const SHAPES_F32: [[FattnShape; 2]; 4] = shapes(32, 32, 16);
 
-fn shapes_of(path: KvPath) -> &'static [[Shape; 2]] {
+fn shapes_of(path: KvPath) -> &'static [[FattnShape; 2]] {
     match path {
         KvPath::Quant => &SHAPES_QUANT,
         KvPath::F32 => &SHAPES_F32,
@@ -86,7 +86,7 @@ const MIN_TILES_PER_BLOCK: i64 = 2;
 /// A launch of a kernel on tensor cores.
 pub(crate) struct Tiles {
     kernel: &'static str,
-    shape: &'static Shape,
+    shape: &'static FattnShape,
     /// Query heads that share keys and values, and a tile.
     pub(crate) gqa_ratio: i64,
     quant_stride: i64,
@@ -180,7 +180,7 @@ impl Tiles {
         params: &VgFattnSimtParams,
     ) -> Result<(), EngineError> {
         let VgFattnSimtParams { q, k, mask, .. } = params;
-        let Shape { rows, keys, v, .. } = *self.shape;
+        let FattnShape { rows, keys, v, .. } = *self.shape;
         let across = div_ceil(q.ne[1] * self.gqa_ratio, rows);
         let tiles = div_ceil(k.ne[1], keys);
         let mask_tiles = match rows > FEW_ROWS {

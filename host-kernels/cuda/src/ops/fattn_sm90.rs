@@ -17,24 +17,24 @@ const THREADS: u32 = 384;
 const ROWS: i64 = 128;
 
 /// A kernel, its head size, and the keys of a tile.
-struct Shape {
+struct FattnSm90Shape {
     kernel: &'static str,
     width: i64,
     keys: i64,
 }
 
-const SHAPES: [Shape; 3] = [
-    Shape {
+const SHAPES: [FattnSm90Shape; 3] = [
+    FattnSm90Shape {
         kernel: "vg_fattn_sm90_64",
         width: 64,
         keys: 128,
     },
-    Shape {
+    FattnSm90Shape {
         kernel: "vg_fattn_sm90_128",
         width: 128,
         keys: 128,
     },
-    Shape {
+    FattnSm90Shape {
         kernel: "vg_fattn_sm90_256",
         width: 256,
         keys: 64,
@@ -43,7 +43,7 @@ const SHAPES: [Shape; 3] = [
 
 /// A launch of one of the kernels.
 pub(crate) struct FattnSm90 {
-    shape: &'static Shape,
+    shape: &'static FattnSm90Shape,
     /// Query heads that share a tile.
     gqa_ratio: i64,
     /// Tiles of rows.

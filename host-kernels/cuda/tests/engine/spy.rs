@@ -256,7 +256,8 @@ impl Device for Spy {
     unsafe fn free(&self, address: Address, size: u64) {
         self.state().used -= size;
         self.note(Call::Free(size));
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees that `address` is from `alloc`, which is the shim's, with
+        // this `size`, and that nothing uses the memory from now on.
         unsafe { self.shim.free(address, size) };
     }
 
@@ -271,13 +272,15 @@ impl Device for Spy {
     unsafe fn map_memory(&self, address: Address, size: u64) -> Result<(), EngineError> {
         self.check(Fails::Memory)?;
         self.note(Call::Map(size));
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees that the range is from `reserve_addresses`, which is the
+        // shim's, and has no memory.
         unsafe { self.shim.map_memory(address, size) }
     }
 
     unsafe fn unmap_memory(&self, address: Address, size: u64) {
         self.note(Call::Unmap(size));
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees that one call of `map_memory` has mapped this range, and
+        // that nothing uses the memory from now on.
         unsafe { self.shim.unmap_memory(address, size) };
     }
 
@@ -288,26 +291,27 @@ impl Device for Spy {
     unsafe fn upload(&self, to: Address, from: Bytes<'_>) -> Result<(), EngineError> {
         self.check_there()?;
         self.note(Call::Upload(from.len()));
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees `from.len()` bytes of memory at `to`, all of it the shim's.
         unsafe { self.shim.upload(to, from) }
     }
 
     unsafe fn download(&self, from: Address, to: BytesMut<'_>) -> Result<(), EngineError> {
         self.check_there()?;
         self.note(Call::Download(to.len()));
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees `to.len()` bytes of memory at `from`, all of it the shim's.
         unsafe { self.shim.download(from, to) }
     }
 
     unsafe fn fill(&self, to: Address, size: u64, value: u8) -> Result<(), EngineError> {
         self.check_there()?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees `size` bytes of memory at `to`, all of it the shim's.
         unsafe { self.shim.fill(to, size, value) }
     }
 
     unsafe fn copy(&self, to: Address, from: Address, size: u64) -> Result<(), EngineError> {
         self.check_there()?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees `size` bytes of the shim's memory at both addresses, which
+        // do not overlap.
         unsafe { self.shim.copy(to, from, size) }
     }
 
@@ -329,7 +333,8 @@ impl Device for Spy {
         if name == "vg_upload" {
             self.check_there()?;
             self.note(Call::UploadBatch);
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller guarantees that the addresses in the parameters are of memory that
+            // the kernel may use as it does, until `synchronize` has returned.
             return unsafe { self.shim.launch(launch) };
         }
         self.check(Fails::Launch(0))?;
@@ -347,7 +352,8 @@ impl Device for Spy {
             });
         }
         match self.runs {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller guarantees that the addresses in the parameters are of memory that
+            // the kernel may use as it does, until `synchronize` has returned.
             true => unsafe { self.shim.launch(launch) },
             false => Ok(()),
         }
@@ -374,7 +380,9 @@ impl Device for Spy {
         self.check(Fails::Launch(0))?;
         self.note(Call::LaunchGraph);
         match self.runs {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller guarantees that the addresses in the parameters of the graph's
+            // nodes are of memory that the kernels may use as they do, until `synchronize` has
+            // returned.
             true => unsafe { self.shim.launch_graph(graph) },
             false => Ok(()),
         }

@@ -22,7 +22,7 @@ use rustix::io::Errno;
 use rustix::net::SendFlags;
 
 use super::host::VmError;
-use crate::error::{LinkError, Violation};
+use crate::error::{LinkError, LinkViolation};
 use crate::link::scm_rights;
 use crate::shm::doorbell::new_eventfd;
 use crate::shm::memory::sealed_file;
@@ -73,7 +73,7 @@ fn send(socket: &OwnedFd, number: i64, file: Option<BorrowedFd<'_>>) -> Result<(
             // A new socket has room for five words. A socket without room is not QEMU's.
             Ok(8) => return Ok(()),
             Ok(_) | Err(Errno::AGAIN) => {
-                return Err(Violation::MachineSocket.into());
+                return Err(LinkViolation::MachineSocket.into());
             }
             Err(Errno::INTR) => {}
             Err(Errno::PIPE | Errno::CONNRESET) => return Err(LinkError::Closed),

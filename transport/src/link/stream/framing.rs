@@ -11,7 +11,7 @@ use rustix::event::PollFlags;
 use rustix::io::Errno;
 
 use super::channel::{self, Channel};
-use crate::error::{LinkError, Violation};
+use crate::error::{LinkError, LinkViolation};
 use crate::limits::{MAX_MESSAGE, MAX_PAYLOAD};
 
 /// The size of a frame's header, in bytes.
@@ -256,7 +256,7 @@ impl Framing {
             let outcome = match got {
                 // The received bytes are the alert record of a peer that expects TLS.
                 Ok(0) if self.header.starts_with(&[0x15, 0x03]) => {
-                    Err(Violation::ExpectsTls.into())
+                    Err(LinkViolation::ExpectsTls.into())
                 }
                 Ok(0) => Err(LinkError::Closed),
                 Ok(count) => {
@@ -312,7 +312,7 @@ impl Framing {
         if matches!(kind, Kind::Reply | Kind::Retired) {
             if number < self.retired {
                 let last = self.retired;
-                return Err(Violation::RetirementOrder { number, last }.into());
+                return Err(LinkViolation::RetirementOrder { number, last }.into());
             }
             self.retired = number;
         }
@@ -393,11 +393,11 @@ fn parse_header(header: &[u8]) -> Result<Partial, LinkError> {
         2 => Kind::Reply,
         3 => Kind::Retired,
         4 => Kind::Heartbeat,
-        kind => return Err(Violation::FrameKind { kind }.into()),
+        kind => return Err(LinkViolation::FrameKind { kind }.into()),
     };
     let is_empty = matches!(kind, Kind::Retired | Kind::Heartbeat);
     if message > MAX_MESSAGE || payload > MAX_PAYLOAD || (is_empty && message + payload > 0) {
-        return Err(Violation::Frame {
+        return Err(LinkViolation::Frame {
             kind: kind.name(),
             message,
             payload,
@@ -428,7 +428,7 @@ fn broken(error: &io::Error) -> LinkError {
         | io::ErrorKind::UnexpectedEof
         | io::ErrorKind::ConnectionAborted => LinkError::Closed,
         // `Secure` reports a TLS error this way.
-        io::ErrorKind::InvalidData => LinkError::PeerMisbehaved(Violation::Tls {
+        io::ErrorKind::InvalidData => LinkError::PeerMisbehaved(LinkViolation::Tls {
             reason: error.to_string(),
         }),
         // `TCP_USER_TIMEOUT` of `tcp` has passed.

@@ -7,7 +7,7 @@ use std::time::Instant;
 use super::channel::Channel;
 use super::framing::{Framing, HIGH_WATER, Kind, POLL_PERIOD, Shared, lock};
 use crate::bytes::{Bytes, BytesMut};
-use crate::error::{LinkError, Violation};
+use crate::error::{LinkError, LinkViolation};
 use crate::limits::{MAX_MESSAGE, MAX_PAYLOAD};
 use crate::link::end::{Counters, GuestEnd};
 use crate::shm::liveness::STALL;
@@ -93,7 +93,9 @@ impl GuestEnd for StreamGuest {
         let frame = self.pump_until(Framing::take_frame)?;
         let (sent, wanted) = (frame.payload().len(), payload.len());
         if sent > wanted {
-            return Err(lock(&self.framing).fail(Violation::ReplyPayload { sent, wanted }.into()));
+            return Err(
+                lock(&self.framing).fail(LinkViolation::ReplyPayload { sent, wanted }.into())
+            );
         }
         payload
             .reborrow()

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use super::channel::Channel;
 use super::framing::{Frame, Framing, HIGH_WATER, Kind, POLL_PERIOD, Shared, lock};
 use crate::bytes::{Bytes, BytesMut};
-use crate::error::{LinkError, Violation};
+use crate::error::{LinkError, LinkViolation};
 use crate::limits::{MAX_MESSAGE, MAX_PAYLOAD};
 use crate::link::end::{Counters, HostEnd, Incoming};
 use crate::shm::liveness::PERIOD;
@@ -112,7 +112,7 @@ impl HostEnd for StreamHost {
         };
         if frame.number() != self.received + 1 {
             let (number, last) = (frame.number(), self.received);
-            let violation = Violation::RequestOrder { number, last };
+            let violation = LinkViolation::RequestOrder { number, last };
             return Err(lock(&self.framing).fail(violation.into()));
         }
         self.received = frame.number();

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use super::handshake::{
     HELLO_WORDS, OPENED_WORDS, VERDICT_ACCEPTED, VERDICT_OTHER_LAYOUT, WELCOME_FILES, WELCOME_WORDS,
 };
-use crate::error::{LinkError, Violation};
+use crate::error::{LinkError, LinkViolation};
 use crate::link::credentials::{self, Peer};
 use crate::link::epoch::new_epoch;
 use crate::link::fd_passing::Files;
@@ -57,7 +57,7 @@ pub enum HandshakeError {
     #[error("the guest did not complete the handshake within {ms} ms")]
     Timeout { ms: u128 },
     #[error("the guest violated the handshake: {0}")]
-    Garbage(Violation),
+    Garbage(LinkViolation),
     #[error(
         "the guest supports window layouts {from} to {to}, this host supports {}",
         layout::VERSION
@@ -146,7 +146,7 @@ impl Arrival {
         let (words, _) =
             packet::receive(&self.socket, OPENED_WORDS, 0, deadline).map_err(failed)?;
         if words[1] != epoch {
-            return Err(HandshakeError::Garbage(Violation::Session {
+            return Err(HandshakeError::Garbage(LinkViolation::Session {
                 found: words[1],
                 expected: epoch,
             }));

@@ -26,7 +26,7 @@ use crate::shm::memory::{MapError, Window};
 /// Why the guest cannot connect.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)] // the messages name every field
-pub enum ConnectError {
+pub enum UnixConnectError {
     #[error(
         "{path}: no such socket; start `vgpu serve --listen unix:{path}` on the host",
         path = path.display()
@@ -54,26 +54,26 @@ pub enum ConnectError {
 ///
 /// # Errors
 ///
-/// A [`ConnectError`] that tells apart a missing executor, missing permission, another program at
+/// A [`UnixConnectError`] that tells apart a missing executor, missing permission, another program at
 /// `path`, and an executor that broke the handshake or did not answer in time.
-pub fn connect(path: &Path, timeout: Duration) -> Result<WindowGuest, ConnectError> {
+pub fn connect(path: &Path, timeout: Duration) -> Result<WindowGuest, UnixConnectError> {
     let path = path.to_path_buf();
     let deadline = Instant::now() + timeout;
-    let late = || ConnectError::Timeout {
+    let late = || UnixConnectError::Timeout {
         path: path.clone(),
         ms: timeout.as_millis(),
     };
     let failed = |error| match error {
         PacketError::Late => late(),
-        PacketError::Garbage(why) => ConnectError::NotVgpu {
+        PacketError::Garbage(why) => UnixConnectError::NotVgpu {
             path: path.clone(),
             why: why.to_string(),
         },
-        PacketError::Link(LinkError::Closed) => ConnectError::NotVgpu {
+        PacketError::Link(LinkError::Closed) => UnixConnectError::NotVgpu {
             path: path.clone(),
             why: "the peer closed the socket".into(),
         },
-        PacketError::Link(error) => ConnectError::Link {
+        PacketError::Link(error) => UnixConnectError::Link {
             path: path.clone(),
             error,
         },
@@ -99,13 +99,13 @@ pub fn connect(path: &Path, timeout: Duration) -> Result<WindowGuest, ConnectErr
     let (words, mut fds) =
         packet::receive(&socket, WELCOME_WORDS, WELCOME_FILES, deadline).map_err(failed)?;
     if words[1] == VERDICT_OTHER_LAYOUT {
-        return Err(ConnectError::OtherLayout {
+        return Err(UnixConnectError::OtherLayout {
             path,
             ours: layout::VERSION,
             theirs: words[2],
         });
     }
-    let garbage = |why: &str| ConnectError::NotVgpu {
+    let garbage = |why: &str| UnixConnectError::NotVgpu {
         path: path.clone(),
         why: why.into(),
     };
@@ -138,23 +138,23 @@ pub fn connect(path: &Path, timeout: Duration) -> Result<WindowGuest, ConnectErr
     Ok(guest.with_files(files))
 }
 
-fn not_connected(path: PathBuf, error: Errno) -> ConnectError {
+fn not_connected(path: PathBuf, error: Errno) -> UnixConnectError {
     match error {
-        Errno::NOENT => ConnectError::NoSuchFile { path },
+        Errno::NOENT => UnixConnectError::NoSuchFile { path },
         Errno::CONNREFUSED => match std::fs::symlink_metadata(&path) {
             // The kernel also refuses a connection to a file that is not a socket.
-            Ok(file) if !file.file_type().is_socket() => ConnectError::NotVgpu {
+            Ok(file) if !file.file_type().is_socket() => UnixConnectError::NotVgpu {
                 path,
                 why: "the file is not a socket".into(),
             },
-            _ => ConnectError::Refused { path },
+            _ => UnixConnectError::Refused { path },
         },
-        Errno::ACCESS | Errno::PERM => ConnectError::Permission { path },
-        Errno::PROTOTYPE => ConnectError::NotVgpu {
+        Errno::ACCESS | Errno::PERM => UnixConnectError::Permission { path },
+        Errno::PROTOTYPE => UnixConnectError::NotVgpu {
             path,
             why: "the socket has another type".into(),
         },
-        error => ConnectError::Link {
+        error => UnixConnectError::Link {
             path,
             error: LinkError::System {
                 what: "connecting",

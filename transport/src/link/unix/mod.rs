@@ -27,5 +27,5 @@ mod listener;
 pub use super::credentials::Peer;
 pub use super::socket_file::SocketFileError;
 pub use arrival::{Arrival, HandshakeError, ListenOptions};
-pub use guest::{ConnectError, connect};
+pub use guest::{UnixConnectError, connect};
 pub use listener::{ListenError, Listener};

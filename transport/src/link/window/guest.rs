@@ -7,7 +7,7 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 
 use crate::bytes::{Bytes, BytesMut};
-use crate::error::{LinkError, Violation};
+use crate::error::{LinkError, LinkViolation};
 use crate::limits::{MAX_MESSAGE, MAX_PAYLOAD};
 use crate::link::end::{Counters, GuestEnd, StagingRegion};
 use crate::link::fd_passing::Files;
@@ -128,7 +128,7 @@ impl WindowGuest {
                 break room;
             }
             if retired == self.sent {
-                return Err(self.end.fail(Violation::RingFull { retired }.into()));
+                return Err(self.end.fail(LinkViolation::RingFull { retired }.into()));
             }
             // Every retirement frees room.
             self.wait_progress(retired + 1)?;
@@ -191,7 +191,7 @@ impl WindowGuest {
             self.backlog.push_back((message, payload));
         }
         if self.backlog_bytes > MAX_BACKLOG {
-            let violation = Violation::Backlog {
+            let violation = LinkViolation::Backlog {
                 bytes: self.backlog_bytes,
                 most: MAX_BACKLOG,
             };
@@ -237,7 +237,7 @@ impl WindowGuest {
         if sent > wanted {
             return Err(self
                 .end
-                .fail(Violation::ReplyPayload { sent, wanted }.into()));
+                .fail(LinkViolation::ReplyPayload { sent, wanted }.into()));
         }
         room.reborrow().split_at(sent).0.copy_from(payload);
         Ok(())
@@ -355,7 +355,7 @@ impl GuestEnd for WindowGuest {
 
     fn receive_shared(&mut self, size: u64) -> Result<Window, LinkError> {
         let Some(files) = &self.files else {
-            return Err(Violation::LinkWithoutFiles { size }.into());
+            return Err(LinkViolation::LinkWithoutFiles { size }.into());
         };
         // A failure here is not stored as the error of the link: the ring is intact, and the link
         // goes on.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::bytes::{Bytes, BytesMut};
-use crate::error::{LinkError, Violation};
+use crate::error::{LinkError, LinkViolation};
 use crate::limits::{MAX_MESSAGE, MAX_PAYLOAD};
 use crate::link::end::{Counters, HostEnd, Incoming};
 use crate::link::fd_passing::Files;
@@ -97,7 +97,7 @@ impl HostEnd for WindowHost {
         };
         if arrived.request != self.received + 1 {
             let (number, last) = (arrived.request, self.received);
-            let violation = Violation::RequestOrder { number, last };
+            let violation = LinkViolation::RequestOrder { number, last };
             return Err(self.end.fail(violation.into()));
         }
         self.received = arrived.request;

@@ -6,7 +6,7 @@ use vgpu_transport::ir::{Op, Precision};
 use super::super::scratch::{Output, ScratchLayout};
 use super::activations::{Activations, converted};
 use super::hadamard;
-use super::tiles::Product;
+use super::tiles::TiledProduct;
 use crate::gemm::MatmulKernel;
 use crate::kernel::{Compiled, Kernel};
 use crate::operands::Operands;
@@ -28,7 +28,7 @@ pub(in super::super) fn mul_mat(operands: &Operands<'_>) -> Result<Compiled, Eng
     let kernel = kernel_of(operands);
     let activations = Activations::new(operands, x, kernel);
     let output = Output::new(dst, &[weight, x], &mut scratch);
-    let product = Product::new(operands, activations, output, None, 1);
+    let product = TiledProduct::new(operands, activations, output, None, 1);
     kernels.extend(converted(operands, activations));
     kernels.push(Box::new(move |w| {
         for tile in w.chunks(product.tiles(), 1).flatten() {

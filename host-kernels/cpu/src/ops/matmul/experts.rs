@@ -291,7 +291,7 @@ impl Columns {
 
 /// A product with the weights of experts, and its bias.
 #[derive(Clone, Copy)]
-struct Product {
+struct ExpertProduct {
     kernel: MatmulKernel,
     weight: View,
     bias: Option<View>,
@@ -301,9 +301,9 @@ struct Product {
     grain: usize,
 }
 
-impl Product {
-    fn new(weight: View, bias: Option<View>, columns: &Columns, grain: usize) -> Product {
-        Product {
+impl ExpertProduct {
+    fn new(weight: View, bias: Option<View>, columns: &Columns, grain: usize) -> ExpertProduct {
+        ExpertProduct {
             kernel: columns.activations.kernel,
             weight,
             bias,
@@ -327,7 +327,7 @@ impl Product {
     }
 
     /// Multiplies the rows of a tile from `row` on with its columns. The columns of `out` are
-    /// [`Product::grain`] floats apart.
+    /// [`ExpertProduct::grain`] floats apart.
     ///
     /// # Safety
     /// The columns of `tile` are converted. `row` is below the rows of the weights. `out` is
@@ -426,11 +426,11 @@ fn compile(terms: &[Term<'_>], outputs: &[Output], mut scratch: ScratchLayout) -
     let each = terms.iter().zip(outputs).map(|(term, &output)| {
         let grain = columns.grain_rows(&term.weight(), terms.len(), first.workers());
         (
-            Product::new(term.weight(), term.bias, &columns, grain),
+            ExpertProduct::new(term.weight(), term.bias, &columns, grain),
             output,
         )
     });
-    let products: Vec<(Product, Output)> = each.collect();
+    let products: Vec<(ExpertProduct, Output)> = each.collect();
     let row_tiles = products
         .iter()
         .map(|(product, _)| product.row_tiles())
@@ -491,7 +491,7 @@ pub(super) fn gated(first: &Operands<'_>, terms: &[Term<'_>; 2], unit: Unit) -> 
     let columns = Columns::new(first, activations(first), &mut scratch);
     let grain = columns.grain_rows(&terms[0].weight(), 1, first.workers());
     let [activated, factor] =
-        terms.map(|term| Product::new(term.weight(), term.bias, &columns, grain));
+        terms.map(|term| ExpertProduct::new(term.weight(), term.bias, &columns, grain));
     let row_tiles = activated.row_tiles();
     // Each thread has one tile for each product.
     let (own, floats) = own_floats(first, &columns, grain, 2, &mut scratch);

@@ -8,7 +8,7 @@ use super::activations::{Activations, converted};
 use super::dense::kernel_of;
 use super::experts;
 use super::term::{Term, Unit};
-use super::tiles::Product;
+use super::tiles::TiledProduct;
 use crate::kernel::{Compiled, Kernel};
 use crate::operands::Operands;
 
@@ -64,10 +64,10 @@ fn dense_products(terms: &[Term<'_>]) -> Option<Compiled> {
     let each = terms.iter().map(|term| {
         let output = Output::new(term.dst, &[], &mut scratch);
         let activations = activations.multiplied_by(kernel_of(term.node));
-        Product::new(term.node, activations, output, term.bias, terms.len())
+        TiledProduct::new(term.node, activations, output, term.bias, terms.len())
     });
-    let products: Vec<Product> = each.collect();
-    let tiles = products.iter().map(Product::tiles).sum();
+    let products: Vec<TiledProduct> = each.collect();
+    let tiles = products.iter().map(TiledProduct::tiles).sum();
     let mut kernels: Vec<Kernel> = Vec::from_iter(converted(first, activations));
     kernels.push(Box::new(move |w| {
         for mut tile in w.chunks(tiles, 1).flatten() {
@@ -138,7 +138,7 @@ fn dense_gated(first: &Operands<'_>, terms: &[Term<'_>; 2], unit: Unit) -> Optio
     let [activated, factor] = terms.map(|term| {
         let activations = activations.multiplied_by(kernel_of(term.node));
         let output = Output::new(dst, &[], &mut scratch);
-        Product::new(term.node, activations, output, term.bias, 1)
+        TiledProduct::new(term.node, activations, output, term.bias, 1)
     });
     // The activated product is computed in the destination, its factor in a tile of each thread.
     let (tile_floats, height) = (factor.tile_floats(), factor.grain_rows);

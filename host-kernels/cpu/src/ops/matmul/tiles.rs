@@ -139,7 +139,7 @@ impl Nest {
 }
 
 /// A MUL_MAT, divided into tiles.
-pub(super) struct Product {
+pub(super) struct TiledProduct {
     kernel: MatmulKernel,
     pub(super) weight: View,
     activations: Activations,
@@ -156,7 +156,7 @@ pub(super) struct Product {
     others: usize,
 }
 
-impl Product {
+impl TiledProduct {
     /// `bias` is a dense row with one float for each row of the weights. `beside` is the number of
     /// products that are computed at once, including this one.
     pub(super) fn new(
@@ -165,7 +165,7 @@ impl Product {
         output: Output,
         bias: Option<View>,
         beside: usize,
-    ) -> Product {
+    ) -> TiledProduct {
         let (weight, x, kernel) = (operands.src(0), operands.src(1), activations.kernel);
         let nest = Nest::new(&weight, &x, activations.strides(), output.strides());
         let (k, rows) = (weight.ne[0], weight.ne[1]);
@@ -176,7 +176,7 @@ impl Product {
         let at_once = grain_columns.min(columns);
         let workers = operands.workers();
         let grain_rows = tile_rows(&kernel, k, rows, at_once, others * beside, workers);
-        Product {
+        TiledProduct {
             kernel,
             weight,
             activations,
@@ -218,7 +218,7 @@ impl Product {
     /// Computes a tile in the destination.
     ///
     /// # Safety
-    /// As [`Product::multiply`]; no other thread computes this tile.
+    /// As [`TiledProduct::multiply`]; no other thread computes this tile.
     pub(super) unsafe fn tile(&self, w: &Worker<'_>, tile: usize) {
         let (rows, columns) = self.extent(tile);
         let at = self.offsets(tile);
