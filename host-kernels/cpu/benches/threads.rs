@@ -7,6 +7,9 @@
 //! one for each token, and samples the token in the pause. Median microseconds of a job beyond its
 //! work.
 
+#[path = "../../../xtask/common/src/median.rs"]
+#[allow(unreachable_pub)] // public in xtask-common
+mod median;
 #[allow(
     dead_code,
     unused_imports,
@@ -18,6 +21,7 @@ mod thread_team;
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
+use median::median;
 use thread_team::ThreadTeam;
 
 /// Jobs in a round.
@@ -35,17 +39,13 @@ fn spin(time: Duration) {
 
 /// The median time of `job` less `work`, in microseconds; `pause` after each.
 fn measure(work: Duration, pause: Duration, mut job: impl FnMut()) -> f64 {
-    let mut times: Vec<f64> = (0..JOBS)
-        .map(|_| {
-            let begun = Instant::now();
-            job();
-            let took = begun.elapsed();
-            spin(pause);
-            (took.as_secs_f64() - work.as_secs_f64()) * 1e6
-        })
-        .collect();
-    times.sort_by(f64::total_cmp);
-    times[JOBS / 2]
+    median((0..JOBS).map(|_| {
+        let begun = Instant::now();
+        job();
+        let took = begun.elapsed();
+        spin(pause);
+        (took.as_secs_f64() - work.as_secs_f64()) * 1e6
+    }))
 }
 
 fn main() {
@@ -93,10 +93,7 @@ fn main() {
                 });
             }));
         }
-        let [ours, rayons] = rounds.map(|mut round| {
-            round.sort_by(f64::total_cmp);
-            round[round.len() / 2]
-        });
+        let [ours, rayons] = rounds.map(median);
         let (work, pause) = (work.as_micros(), pause.as_micros());
         println!("{work:>8} {pause:>8} {ours:>12.2} {rayons:>12.2}");
     }

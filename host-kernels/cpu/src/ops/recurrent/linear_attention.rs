@@ -1,6 +1,6 @@
 //! RWKV_WKV6 and GATED_LINEAR_ATTN: linear attention with a state of `size * size` floats per head.
 
-use super::tokens::{Head, Tokens};
+use super::tokens::{Head, HeadOutput, Tokens, each_head};
 use crate::kernel::Compiled;
 use crate::simd::{Lanes, PtrTask, Simd, chunks, dispatch_ptr};
 use crate::view::View;
@@ -101,18 +101,14 @@ impl Cell for Gated {
 
 /// One head of one sequence.
 ///
-/// Contract: `state` and `before` have `size * size` floats; `k`, `v`, `y` and the factors of `cell`
-/// have `size` floats for each token; no other thread writes them.
+/// Contract: `out.state` and `out.before` have `size * size` floats; `k`, `v`, `out.y` and the
+/// factors of `cell` have `size` floats for each token; no other thread writes them.
 struct Attention<C> {
     cell: C,
     k: Tokens,
     v: Tokens,
     size: usize,
-    tokens: usize,
-    state: *mut f32,
-    before: *const f32,
-    y: *mut f32,
-    y_stride: usize,
+    out: HeadOutput,
 }
 
 impl<C: Cell> PtrTask for Attention<C> {
@@ -121,20 +117,21 @@ impl<C: Cell> PtrTask for Attention<C> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self, simd: S) {
         let Attention {
-            cell,
-            size,
+            cell, size, out, ..
+        } = self;
+        let HeadOutput {
             tokens,
             state,
             before,
             ..
-        } = self;
+        } = out;
         // SAFETY: the contract of `Attention` guarantees `size * size` floats at `state` and
         // `before`, and `size` floats at `k`, `v`, `y` and the factors for each token. `i` and
         // `j + len` are at most `size`.
         unsafe {
             for t in 0..tokens {
                 let (k, v) = (self.k.at_token(t), self.v.at_token(t));
-                let y = self.y.wrapping_add(t * self.y_stride);
+                let y = out.y.wrapping_add(t * out.y_stride);
                 let from = if t == 0 { before } else { state.cast_const() };
                 chunks::<S>(size, |j, len| {
                     let v = simd.load_ptr(v.add(j), len);
@@ -161,38 +158,19 @@ fn linear_attention<C: Cell + 'static>(
     state: View,
     cell: impl Fn(Head) -> C + Send + Sync + 'static,
 ) -> Compiled {
-    let [size, heads, tokens, _] = k.ne;
-    let seqs = state.ne[1];
-    let tokens = tokens.checked_div(seqs).unwrap_or(0);
-    Compiled::one(move |w| {
-        for unit in w.share(heads * seqs) {
-            let (h, seq) = (unit % heads, unit / heads);
-            let head = Head {
-                size,
-                heads,
-                head: h,
-                first_token: seq * tokens,
-            };
-            let at = (seq * heads + h) * size * size;
-            let out = dst.ptr().cast::<f32>();
-            // SAFETY: the check of the operator requires contiguous sources of `size * heads *
-            // tokens` floats for each sequence, a state of `size * size` floats for each head, and
-            // a destination that holds both. A unit is run by one thread and writes only its rows
-            // of the results and its state.
-            unsafe {
-                dispatch_ptr(Attention {
-                    cell: cell(head),
-                    k: head.of(&k),
-                    v: head.of(&v),
-                    size,
-                    tokens,
-                    state: out.wrapping_add(size * heads * tokens * seqs + at),
-                    before: state.ptr().cast::<f32>().cast_const().wrapping_add(at),
-                    y: out.wrapping_add((seq * tokens * heads + h) * size),
-                    y_stride: heads * size,
-                })
-            };
-        }
-        Ok(())
+    each_head(dst, k, state, move |head, out| {
+        // SAFETY: the check of the operator requires contiguous sources of `size * heads * tokens`
+        // floats for each sequence, a state of `size * size` floats for each head, and a
+        // destination that holds both. A head is run by one thread and writes only its rows of the
+        // results and its state.
+        unsafe {
+            dispatch_ptr(Attention {
+                cell: cell(head),
+                k: head.of(&k),
+                v: head.of(&v),
+                size: head.size,
+                out,
+            })
+        };
     })
 }

@@ -1,23 +1,19 @@
 //! RWKV_WKV7: the state update of RWKV 7.
 
-use super::tokens::{Head, Tokens};
+use super::tokens::{HeadOutput, Tokens, each_head};
 use crate::kernel::Compiled;
 use crate::simd::{PtrTask, Simd, chunks, dispatch_ptr};
 use crate::view::View;
 
 /// One head of one sequence.
 ///
-/// Contract: `state` and `before` have `size * size` floats; the inputs and `y` have `size` floats
-/// for each token; no other thread writes them.
+/// Contract: `out.state` and `out.before` have `size * size` floats; the inputs and `out.y` have
+/// `size` floats for each token; no other thread writes them.
 struct Wkv7 {
     /// r, w, k, v, a, b
     inputs: [Tokens; 6],
     size: usize,
-    tokens: usize,
-    state: *mut f32,
-    before: *const f32,
-    y: *mut f32,
-    y_stride: usize,
+    out: HeadOutput,
 }
 
 impl PtrTask for Wkv7 {
@@ -25,20 +21,20 @@ impl PtrTask for Wkv7 {
 
     #[inline(always)]
     unsafe fn run<S: Simd>(self, simd: S) {
-        let Wkv7 {
-            size,
+        let Wkv7 { size, out, .. } = self;
+        let HeadOutput {
             tokens,
             state,
             before,
             ..
-        } = self;
+        } = out;
         // SAFETY: the contract of `Wkv7` guarantees `size * size` floats at `state` and `before`,
         // and `size` floats at each input and at `y` for each token. `i` and `j + len` are at most
         // `size`.
         unsafe {
             for t in 0..tokens {
                 let [r, w, k, v, a, b] = self.inputs.map(|input| input.at_token(t));
-                let y = self.y.wrapping_add(t * self.y_stride);
+                let y = out.y.wrapping_add(t * out.y_stride);
                 let from = if t == 0 { before } else { state.cast_const() };
                 for i in 0..size {
                     let (from, to) = (from.add(i * size), state.add(i * size));
@@ -67,37 +63,18 @@ impl PtrTask for Wkv7 {
 pub(super) fn rwkv_wkv7(dst: View, sources: [View; 7]) -> Compiled {
     let [r, w, k, v, a, b, state] = sources;
     let inputs = [r, w, k, v, a, b];
-    let [size, heads, tokens, _] = r.ne;
-    let seqs = state.ne[1];
-    let tokens = tokens.checked_div(seqs).unwrap_or(0);
-    Compiled::one(move |w| {
-        for unit in w.share(heads * seqs) {
-            let (h, seq) = (unit % heads, unit / heads);
-            let head = Head {
-                size,
-                heads,
-                head: h,
-                first_token: seq * tokens,
-            };
-            let at = (seq * heads + h) * size * size;
-            let out = dst.ptr().cast::<f32>();
-            // SAFETY: the check of the operator requires contiguous sources of `size * heads *
-            // tokens` floats for each sequence, a state of `size * size` floats for each head, and
-            // a destination that holds both. A unit is run by one thread and writes only its rows
-            // of the results and its state.
-            unsafe {
-                dispatch_ptr(Wkv7 {
-                    inputs: inputs.map(|input| head.of(&input)),
-                    size,
-                    tokens,
-                    state: out.wrapping_add(size * heads * tokens * seqs + at),
-                    before: state.ptr().cast::<f32>().cast_const().wrapping_add(at),
-                    y: out.wrapping_add((seq * tokens * heads + h) * size),
-                    y_stride: heads * size,
-                })
-            };
-        }
-        Ok(())
+    each_head(dst, r, state, move |head, out| {
+        // SAFETY: the check of the operator requires contiguous sources of `size * heads * tokens`
+        // floats for each sequence, a state of `size * size` floats for each head, and a
+        // destination that holds both. A head is run by one thread and writes only its rows of the
+        // results and its state.
+        unsafe {
+            dispatch_ptr(Wkv7 {
+                inputs: inputs.map(|input| head.of(&input)),
+                size: head.size,
+                out,
+            })
+        };
     })
 }
 

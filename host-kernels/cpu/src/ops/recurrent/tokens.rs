@@ -1,5 +1,6 @@
 //! The rows of a source that belong to one head of one sequence, one row per token.
 
+use crate::kernel::Compiled;
 use crate::view::View;
 
 /// The rows of one head, one per token.
@@ -63,4 +64,56 @@ impl Head {
             .cast_const()
             .wrapping_add(self.head * self.size)
     }
+}
+
+/// What one head of one sequence writes, and the state that it starts from.
+#[derive(Clone, Copy)]
+pub(super) struct HeadOutput {
+    /// Tokens of the sequence.
+    pub(super) tokens: usize,
+    /// The new state, `size * size` floats of the destination.
+    pub(super) state: *mut f32,
+    /// The state before the first token, `size * size` floats of a source.
+    pub(super) before: *const f32,
+    /// The result of the first token, `size` floats of the destination.
+    pub(super) y: *mut f32,
+    /// Floats from the result of one token to that of the next.
+    pub(super) y_stride: usize,
+}
+
+/// Calls `run` for each head of each sequence. `source` is a view of [size, heads, tokens of all
+/// sequences], `state` one of [size * size * heads, sequences]; the destination holds the results
+/// of all tokens, then the states. A head is run by one thread.
+pub(super) fn each_head(
+    dst: View,
+    source: View,
+    state: View,
+    run: impl Fn(Head, HeadOutput) + Send + Sync + 'static,
+) -> Compiled {
+    let [size, heads, tokens, _] = source.ne;
+    let seqs = state.ne[1];
+    let tokens = tokens.checked_div(seqs).unwrap_or(0);
+    Compiled::one(move |w| {
+        for unit in w.share(heads * seqs) {
+            let (head, seq) = (unit % heads, unit / heads);
+            let at = unit * size * size;
+            let out = dst.ptr().cast::<f32>();
+            run(
+                Head {
+                    size,
+                    heads,
+                    head,
+                    first_token: seq * tokens,
+                },
+                HeadOutput {
+                    tokens,
+                    state: out.wrapping_add(size * heads * tokens * seqs + at),
+                    before: state.ptr().cast::<f32>().cast_const().wrapping_add(at),
+                    y: out.wrapping_add((seq * tokens * heads + head) * size),
+                    y_stride: heads * size,
+                },
+            );
+        }
+        Ok(())
+    })
 }
