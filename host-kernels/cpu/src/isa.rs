@@ -28,8 +28,20 @@ impl Level {
         Level::Avx512Bf16,
     ];
 
-    /// Whether the processor and the operating system support the level.
+    /// Whether kernels can run at the level: it is compiled in, and the processor and the operating
+    /// system support it.
     pub fn is_supported(self) -> bool {
+        let is_compiled = match self {
+            Level::Scalar => true,
+            Level::Avx2 => cfg!(feature = "avx2"),
+            Level::Avx2Vnni => cfg!(feature = "avx-vnni"),
+            Level::Avx512 | Level::Avx512Bf16 => cfg!(feature = "avx512"),
+        };
+        is_compiled && self.has_instructions()
+    }
+
+    /// Whether the processor and the operating system support the level's instructions.
+    fn has_instructions(self) -> bool {
         match self {
             Level::Scalar => true,
             #[cfg(target_arch = "x86_64")]
@@ -39,10 +51,12 @@ impl Level {
                     && is_x86_feature_detected!("f16c")
             }
             #[cfg(target_arch = "x86_64")]
-            Level::Avx2Vnni => Level::Avx2.is_supported() && is_x86_feature_detected!("avxvnni"),
+            Level::Avx2Vnni => {
+                Level::Avx2.has_instructions() && is_x86_feature_detected!("avxvnni")
+            }
             #[cfg(target_arch = "x86_64")]
             Level::Avx512 => {
-                Level::Avx2.is_supported()
+                Level::Avx2.has_instructions()
                     && is_x86_feature_detected!("avx512f")
                     && is_x86_feature_detected!("avx512bw")
                     && is_x86_feature_detected!("avx512dq")
@@ -51,7 +65,7 @@ impl Level {
             }
             #[cfg(target_arch = "x86_64")]
             Level::Avx512Bf16 => {
-                Level::Avx512.is_supported() && is_x86_feature_detected!("avx512bf16")
+                Level::Avx512.has_instructions() && is_x86_feature_detected!("avx512bf16")
             }
             #[cfg(not(target_arch = "x86_64"))]
             _ => false,

@@ -11,6 +11,12 @@
 //!   once and meet at a barrier after each phase.
 //! - `memory`, `region`, `weights`: allocations, mappings, and weights shared between buffers.
 
+// A build for one processor leaves out what only the kernels of other levels use.
+#![cfg_attr(
+    not(all(feature = "avx2", feature = "avx-vnni", feature = "avx512")),
+    allow(dead_code, unused_imports, unused_macros, unused_variables)
+)]
+
 mod barrier_schedule;
 mod convert;
 pub mod formats;

@@ -107,6 +107,9 @@ pub fn build_for_demo(cache: &Cache, plugin: Plugin, folder: &Path) -> Result<Di
     cargo.args(["build", "--package", "ggml-vgpu"]);
     if plugin == Plugin::Remote {
         cargo.args(["--no-default-features", "--package", "vgpu"]);
+        if let Some(level) = instruction_set() {
+            cargo.args(["--features", &format!("vgpu/{level}")]);
+        }
     }
     cargo.arg("--message-format=json-render-diagnostics");
     let mut built = artifacts_of(
@@ -125,6 +128,33 @@ pub fn build_for_demo(cache: &Cache, plugin: Plugin, folder: &Path) -> Result<Di
     }
     step.done("");
     Ok(dist)
+}
+
+/// The feature of `vgpu` with the kernels that the CPU engine chooses on this processor. Kernels for
+/// the others would be most of the demo's compile time. What a feature needs of the processor is in
+/// `host-kernels/cpu/src/isa.rs`.
+fn instruction_set() -> Option<&'static str> {
+    #[cfg(target_arch = "x86_64")]
+    {
+        let avx2 = is_x86_feature_detected!("avx2")
+            && is_x86_feature_detected!("fma")
+            && is_x86_feature_detected!("f16c");
+        let avx512 = is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512dq")
+            && is_x86_feature_detected!("avx512vl")
+            && is_x86_feature_detected!("avx512vnni");
+        if avx2 && avx512 {
+            return Some("avx512");
+        }
+        if avx2 && is_x86_feature_detected!("avxvnni") {
+            return Some("avx-vnni");
+        }
+        if avx2 {
+            return Some("avx2");
+        }
+    }
+    None
 }
 
 /// Runs `cargo`. Returns the file that it built for the target `name` of kind `kind`.

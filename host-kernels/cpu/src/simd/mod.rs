@@ -87,12 +87,13 @@ unsafe fn run_at<T: Task>(level: Level, task: T) -> T::Output {
     match level {
         Level::Scalar => task.run(Scalar(())),
         // SAFETY: the caller guarantees the level.
-        #[cfg(target_arch = "x86_64")]
+        #[cfg(all(target_arch = "x86_64", any(feature = "avx2", feature = "avx-vnni")))]
         Level::Avx2 | Level::Avx2Vnni => unsafe { x86::avx2(task) },
         // SAFETY: the caller guarantees the level.
-        #[cfg(target_arch = "x86_64")]
+        #[cfg(all(target_arch = "x86_64", feature = "avx512"))]
         Level::Avx512 | Level::Avx512Bf16 => unsafe { x86::avx512(task) },
-        #[cfg(not(target_arch = "x86_64"))]
+        // A level that is not compiled in is not supported.
+        #[allow(unreachable_patterns)]
         _ => task.run(Scalar(())),
     }
 }

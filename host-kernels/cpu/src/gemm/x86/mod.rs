@@ -115,13 +115,17 @@ macro_rules! entry_points {
     };
 }
 
+#[cfg(feature = "avx2")]
 entry_points!(avx2, crate::simd::Avx2, "avx2,fma,f16c");
+#[cfg(feature = "avx-vnni")]
 entry_points!(avx2_vnni, crate::simd::Avx2Vnni, "avx2,fma,f16c,avxvnni");
+#[cfg(feature = "avx512")]
 entry_points!(
     avx512,
     crate::simd::Avx512,
     "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni"
 );
+#[cfg(feature = "avx512")]
 gemm!(
     #[target_feature(
         enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16"
@@ -169,11 +173,15 @@ pub(super) fn kernel(weight: Type, level: Level) -> Option<MatmulKernel> {
         };
     }
     let gemm: Gemm = match (level, weight) {
-        (Level::Scalar, _) => return Some(portable),
-        (Level::Avx512Bf16, Type::Bf16) => bf16_dot_product::<bf16_dot::Bf16>,
+        #[cfg(feature = "avx2")]
         (Level::Avx2, _) => at_level!(avx2),
+        #[cfg(feature = "avx-vnni")]
         (Level::Avx2Vnni, _) => at_level!(avx2_vnni),
+        #[cfg(feature = "avx512")]
+        (Level::Avx512Bf16, Type::Bf16) => bf16_dot_product::<bf16_dot::Bf16>,
+        #[cfg(feature = "avx512")]
         (Level::Avx512 | Level::Avx512Bf16, _) => at_level!(avx512),
+        _ => return Some(portable),
     };
     let activation = portable.activation.format().ty;
     let panel_cols = match activation {
@@ -220,13 +228,17 @@ pub(super) fn rounded(
         }};
     }
     match (level, weight) {
+        #[cfg(feature = "avx512")]
         (Level::Avx512Bf16, Type::F16) => Some(MatmulKernel {
             weight,
             gemm: bf16_dot_product::<bf16_dot::F16>,
             ..kernel(Type::Bf16, level)?
         }),
+        #[cfg(feature = "avx2")]
         (Level::Avx2, _) if is_faster => rounded!(avx2),
+        #[cfg(feature = "avx-vnni")]
         (Level::Avx2Vnni, _) if is_faster => rounded!(avx2_vnni),
+        #[cfg(feature = "avx512")]
         (Level::Avx512, _) if is_faster => rounded!(avx512),
         _ => None,
     }
