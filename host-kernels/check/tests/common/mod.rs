@@ -5,6 +5,7 @@
 //! validation, compilation and execution, and compares every element of the destination. The
 //! reference computes the element from the elements of the sources by the operator's definition.
 
+use std::cell::OnceCell;
 use std::sync::Arc;
 
 use proptest::prelude::*;
@@ -61,6 +62,8 @@ pub(crate) struct Data {
     pub(crate) shape: Shape,
     offset: u64,
     memory: Vec<u8>,
+    /// All elements, in order, once one of them was read.
+    elements: OnceCell<Vec<f64>>,
 }
 
 impl Data {
@@ -86,6 +89,7 @@ impl Data {
             shape,
             offset,
             memory: vec![FILLER; size as usize],
+            elements: OnceCell::new(),
         }
     }
 
@@ -159,6 +163,7 @@ impl Data {
 
     /// Fills the tensor, element by element in order.
     pub(crate) fn fill(mut self, mut next: impl FnMut() -> f64) -> Data {
+        self.elements.take();
         let ty = self.shape.ty;
         let block = ty.block_elements();
         for index in self
@@ -176,6 +181,7 @@ impl Data {
 
     /// Fills the tensor with random bits.
     pub(crate) fn scribble(&mut self, random: &mut Random) {
+        self.elements.take();
         let covered = self.covered();
         for (byte, covered) in self.memory.iter_mut().zip(covered) {
             if covered {
@@ -202,6 +208,7 @@ impl Data {
             shape,
             offset: 0,
             memory,
+            elements: OnceCell::new(),
         }
     }
 
@@ -210,33 +217,51 @@ impl Data {
         let bytes = encode(self.shape.ty, &[value]);
         let place = self.place(index);
         self.memory[place..place + bytes.len()].copy_from_slice(&bytes);
+        let position = self.position(index);
+        if let Some(elements) = self.elements.get_mut() {
+            elements[position] = decode(self.shape.ty, &bytes)[0];
+        }
     }
 
     /// An element, rounded to the type.
     pub(crate) fn get(&self, index: Index) -> f64 {
-        let ty = self.shape.ty;
-        let bytes = &self.memory[self.place(index)..][..ty.block_bytes() as usize];
-        decode(ty, bytes)[(index[0] % ty.block_elements()) as usize]
+        self.elements()[self.position(index)]
+    }
+
+    /// The position of an element among all elements, in order.
+    fn position(&self, index: Index) -> usize {
+        let ne = self.shape.ne;
+        assert!(
+            (0..4).all(|d| index[d] < ne[d]),
+            "index {index:?} of {ne:?}"
+        );
+        let [i0, i1, i2, i3] = index;
+        (((i3 * ne[2] + i2) * ne[1] + i1) * ne[0] + i0) as usize
+    }
+
+    /// All elements, in order.
+    fn elements(&self) -> &[f64] {
+        self.elements.get_or_init(|| {
+            let ty = self.shape.ty;
+            let blocks = self
+                .indices()
+                .filter(|i| i[0].is_multiple_of(ty.block_elements()));
+            blocks
+                .flat_map(|i| {
+                    decode(
+                        ty,
+                        &self.memory[self.place(i)..][..ty.block_bytes() as usize],
+                    )
+                })
+                .collect()
+        })
     }
 
     /// The elements of a row.
-    pub(crate) fn row_values(&self, [i1, i2, i3]: [u64; 3]) -> Vec<f64> {
-        let ty = self.shape.ty;
-        let blocks = (0..self.shape.ne[0]).step_by(ty.block_elements() as usize);
-        blocks
-            .flat_map(|i0| {
-                let place = self.place([i0, i1, i2, i3]);
-                decode(ty, &self.memory[place..][..ty.block_bytes() as usize])
-            })
-            .collect()
-    }
-
-    /// The elements of all rows, read once.
-    pub(crate) fn decoded(&self) -> Decoded {
-        Decoded {
-            ne: self.shape.ne,
-            rows: self.row_indices().map(|row| self.row_values(row)).collect(),
-        }
+    pub(crate) fn row_values(&self, [i1, i2, i3]: [u64; 3]) -> &[f64] {
+        let [n0, n1, n2, _] = self.shape.ne;
+        let start = ((i3 * n2 + i2) * n1 + i1) * n0;
+        &self.elements()[start as usize..][..n0 as usize]
     }
 
     /// The indices of all rows, in order.
@@ -247,7 +272,7 @@ impl Data {
 
     /// All elements, in order.
     pub(crate) fn values(&self) -> Vec<f64> {
-        self.indices().map(|i| self.get(i)).collect()
+        self.elements().to_vec()
     }
 
     /// The bytes of all blocks, in order.
@@ -272,20 +297,6 @@ impl Data {
             covered[self.place(index)..][..ty.block_bytes() as usize].fill(true);
         }
         covered
-    }
-}
-
-/// The elements of a tensor, in rows.
-pub(crate) struct Decoded {
-    ne: [u64; 4],
-    rows: Vec<Vec<f64>>,
-}
-
-impl Decoded {
-    /// A row by its indices.
-    pub(crate) fn row(&self, [i1, i2, i3]: [u64; 3]) -> &[f64] {
-        let [_, n1, n2, _] = self.ne;
-        &self.rows[((i3 * n2 + i2) * n1 + i1) as usize]
     }
 }
 
@@ -464,6 +475,7 @@ fn execute_all(
         .zip(&memory)
         .map(|(&before, memory)| {
             let mut after = before.clone();
+            after.elements.take();
             memory
                 .read(0, after.memory.as_mut_slice().into())
                 .expect("the buffer has this size");

@@ -57,13 +57,7 @@ impl Attention {
     }
 
     /// The result for one query: the values weighted by the soft-max of the scores.
-    fn query(
-        &self,
-        keys: &Decoded,
-        values: &Decoded,
-        query: &[f64],
-        [head, token, sequence]: [u64; 3],
-    ) -> Vec<f64> {
+    fn query(&self, query: &[f64], [head, token, sequence]: [u64; 3]) -> Vec<f64> {
         let Attention { q, k, v, .. } = self;
         let [_, _, heads, sequences] = q.shape.ne;
         let shared = |x: &Data| {
@@ -82,7 +76,7 @@ impl Attention {
             if bias == f64::NEG_INFINITY {
                 return bias;
             }
-            let (dot, _) = dot(keys.row([i, k2, k3]), query);
+            let (dot, _) = dot(k.row_values([i, k2, k3]), query);
             let score = if cap == 0.0 {
                 dot * scale
             } else {
@@ -100,7 +94,7 @@ impl Attention {
         }
         let sum: f64 = all().map(|score| (score - largest).exp()).sum();
         for (i, score) in scores.into_iter().enumerate() {
-            for (out, value) in out.iter_mut().zip(values.row([i as u64, v2, v3])) {
+            for (out, value) in out.iter_mut().zip(v.row_values([i as u64, v2, v3])) {
                 *out += (score - largest).exp() / sum * value;
             }
         }
@@ -119,16 +113,14 @@ impl Attention {
         };
         let tolerance = halves.max(5.0 * tolerance(self.k.shape.ty));
         let (mut errors, mut results) = (0.0, 0.0);
-        let (keys, values) = (self.k.decoded(), self.v.decoded());
         for row in got.row_indices() {
             let got = got.row_values(row);
             let [head, token, sequence] = row;
             let query = self.q.row_values([token, head, sequence]);
             // Queries may be rounded to the type that keys are multiplied with: ggml rounds few
             // queries too.
-            let rounded = as_activation(self.k.shape.ty, &query);
-            let [exact, rounded] =
-                [query, rounded].map(|query| self.query(&keys, &values, &query, row));
+            let rounded = as_activation(self.k.shape.ty, query);
+            let [exact, rounded] = [query, &rounded].map(|query| self.query(query, row));
             let size = exact.iter().fold(1.0, |size: f64, x| size.max(x.abs()));
             let square = |x: f64| x * x;
             errors += (got.iter().zip(&exact).map(|(got, want)| square(got - want))).sum::<f64>();

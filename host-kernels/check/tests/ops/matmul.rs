@@ -175,18 +175,12 @@ fn check_mul_mat(
     let x = x.fill(|| random.between(-1.0, 1.0));
     let dst = Data::random_rows(Type::F32, [m, n, w2 * r2, w3 * r3], true, random);
     let got = run(engine, MUL_MAT, &dst, &[Some(&w), Some(&x)]);
-    let w = w.decoded();
     for row in got.row_indices() {
         let [_, i2, i3] = row;
         let x = x.row_values(row);
-        compare_with_activations(
-            types[0],
-            [k, n],
-            engine,
-            &got.row_values(row),
-            &x,
-            |i, x| dot(w.row([i, i2 / r2, i3 / r3]), x),
-        );
+        compare_with_activations(types[0], [k, n], engine, got.row_values(row), &x, |i, x| {
+            dot(w.row_values([i, i2 / r2, i3 / r3]), x)
+        });
     }
 }
 
@@ -369,8 +363,8 @@ pub(crate) fn hadamard(engine: &dyn Engine) {
         let got = run(engine, op, &dst, &[Some(&w), Some(&x)]);
         for row in got.row_indices() {
             let x = x.row_values(row);
-            compare_products(Type::F32, k, &got.row_values(row), |i| {
-                dot(&w.row_values([i, 0, 0]), &x)
+            compare_products(Type::F32, k, got.row_values(row), |i| {
+                dot(w.row_values([i, 0, 0]), x)
             });
         }
     }
@@ -397,7 +391,6 @@ pub(crate) fn mul_mat_id(engine: &dyn Engine) {
             .fill(|| random.below(experts) as f64);
         let dst = Data::random_rows(Type::F32, [m, used, tokens, 1], true, random);
         let got = run(engine, MUL_MAT_ID, &dst, &[Some(&w), Some(&x), Some(&ids)]);
-        let w = w.decoded();
         for row in got.row_indices() {
             let [slot, token, _] = row;
             let expert = ids.get([slot, token, 0, 0]) as u64;
@@ -407,9 +400,9 @@ pub(crate) fn mul_mat_id(engine: &dyn Engine) {
                 types[0],
                 extents,
                 engine,
-                &got.row_values(row),
+                got.row_values(row),
                 &x,
-                |i, x| dot(w.row([i, expert, 0]), x),
+                |i, x| dot(w.row_values([i, expert, 0]), x),
             );
         }
     });
@@ -432,7 +425,6 @@ pub(crate) fn few_and_many_tokens_of_experts(engine: &dyn Engine) {
                 .fill(|| [1, 1, 1, 1, 0, 2, 3][random.below(7) as usize] as f64);
             let dst = Data::dense(Type::F32, [21, used, tokens, 1]);
             let got = run(engine, MUL_MAT_ID, &dst, &[Some(&w), Some(&x), Some(&ids)]);
-            let w = w.decoded();
             for row in got.row_indices() {
                 let [slot, token, _] = row;
                 let expert = ids.get([slot, token, 0, 0]) as u64;
@@ -440,7 +432,7 @@ pub(crate) fn few_and_many_tokens_of_experts(engine: &dyn Engine) {
                 let extents = [k, tokens];
                 let got = got.row_values(row);
                 compare_with_activations(weight, extents, engine, &got, &x, |i, x| {
-                    dot(w.row([i, expert, 0]), x)
+                    dot(w.row_values([i, expert, 0]), x)
                 });
             }
         }
@@ -492,18 +484,17 @@ pub(crate) fn out_prod(engine: &dyn Engine) {
         let b = b.fill(|| random.between(-1.0, 1.0));
         let dst = Data::random_rows(Type::F32, [m, n, a2 * r2, a3 * r3], true, random);
         let got = run(engine, Op::OutProd {}, &dst, &[Some(&a), Some(&b)]);
-        let (a, b) = (a.decoded(), b.decoded());
         for row in got.row_indices() {
             let [j, i2, i3] = row;
             let mut sums = vec![(0.0, 0.0); m as usize];
             for t in 0..terms {
-                let weight = b.row([t, i2, i3])[j as usize];
-                for (sum, value) in sums.iter_mut().zip(a.row([t, i2 / r2, i3 / r3])) {
+                let weight = b.row_values([t, i2, i3])[j as usize];
+                for (sum, value) in sums.iter_mut().zip(a.row_values([t, i2 / r2, i3 / r3])) {
                     sum.0 += value * weight;
                     sum.1 += (value * weight).abs();
                 }
             }
-            compare_products(Type::F32, terms, &got.row_values(row), |i| sums[i as usize]);
+            compare_products(Type::F32, terms, got.row_values(row), |i| sums[i as usize]);
         }
     });
 }

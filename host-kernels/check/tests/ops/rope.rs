@@ -147,7 +147,7 @@ pub(crate) fn modes_types_and_strides(engine: &dyn Engine) {
             .flat_map(|row| {
                 let at = |axis| positions.get([axis * tokens + row[1], 0, 0, 0]);
                 let at: Vec<f64> = (0..axes).map(at).collect();
-                turned(&op, &x.row_values(row), &at, factors.as_deref())
+                turned(&op, x.row_values(row), &at, factors.as_deref())
             })
             .collect();
         compare(&format!("{op:?}"), &got, TOLERANCE, |[i0, i1, i2, i3]| {

@@ -56,7 +56,7 @@ pub(crate) fn masks_biases_and_sinks(engine: &dyn Engine) {
         let got = run(engine, op, &dst, &[Some(&x), mask.as_ref(), sinks]);
         for row in got.row_indices() {
             let [i1, head, i3] = row;
-            let mut logits = x.row_values(row);
+            let mut logits = x.row_values(row).to_vec();
             logits.iter_mut().for_each(|x| *x *= f64::from(scale));
             if let Some(mask) = &mask {
                 let [_, _, m2, m3] = mask.shape.ne;
@@ -73,7 +73,7 @@ pub(crate) fn masks_biases_and_sinks(engine: &dyn Engine) {
             let all = || logits.iter().copied().chain(sink);
             let largest = all().fold(f64::NEG_INFINITY, f64::max);
             let sum: f64 = all().map(|x| (x - largest).exp()).sum();
-            for (i, (got, logit)) in got.row_values(row).into_iter().zip(&logits).enumerate() {
+            for (i, (got, logit)) in got.row_values(row).iter().zip(&logits).enumerate() {
                 let want = (logit - largest).exp() / sum;
                 // A row that is masked completely has a sum of 0: the quotient is undefined.
                 let same = (got - want).abs() < TOLERANCE || got.is_nan() && want.is_nan();
