@@ -3,6 +3,8 @@
 //!
 //!     cargo run -p vgpu-cuda --example kernels -- <folder of libnvrtc> <output> [sm_90a ...]
 //!
+//! `sm_80:norm,rope` names an architecture and the source files that are compiled for it.
+//!
 //! Writes `<source>.<architecture>.cubin`, which `VGPU_CUBINS=<output>` builds into a program,
 //! and `report.json`. The folder `VGPU_KERNEL_CACHE` keeps machine code and compiler logs
 //! by a hash of all inputs, so that only changed kernels are compiled. Fails if a kernel does not
@@ -73,9 +75,9 @@ fn main() -> ExitCode {
         eprintln!("usage: kernels <folder of libnvrtc> <output folder> [sm_90a ...]");
         return ExitCode::FAILURE;
     };
-    let archs = match archs {
-        [] => ARCHITECTURES.to_vec(),
-        some => some.iter().map(String::as_str).collect(),
+    let archs: Vec<Wanted<'_>> = match archs {
+        [] => ARCHITECTURES.iter().copied().map(Wanted::all).collect(),
+        some => some.iter().map(|text| Wanted::parse(text)).collect(),
     };
     match run(Path::new(nvrtc), Path::new(out), &archs) {
         Ok(()) => ExitCode::SUCCESS,
@@ -86,13 +88,46 @@ fn main() -> ExitCode {
     }
 }
 
-fn run(nvrtc: &Path, out: &Path, archs: &[&str]) -> Result<(), Box<dyn Error>> {
+/// An architecture, and the source files that are compiled for it. `None`: all.
+#[derive(Debug)]
+struct Wanted<'a> {
+    arch: &'a str,
+    sources: Option<Vec<&'a str>>,
+}
+
+impl<'a> Wanted<'a> {
+    fn all(arch: &'a str) -> Wanted<'a> {
+        Wanted {
+            arch,
+            sources: None,
+        }
+    }
+
+    /// `arch`, or `arch:source,source`.
+    fn parse(text: &'a str) -> Wanted<'a> {
+        match text.split_once(':') {
+            None => Wanted::all(text),
+            Some((arch, sources)) => Wanted {
+                arch,
+                sources: Some(sources.split(',').collect()),
+            },
+        }
+    }
+
+    fn has(&self, source: &Source) -> bool {
+        source.is_for(self.arch) && { self.sources.as_ref() }
+            .is_none_or(|sources| sources.contains(&source.name))
+    }
+}
+
+fn run(nvrtc: &Path, out: &Path, archs: &[Wanted<'_>]) -> Result<(), Box<dyn Error>> {
     let nvrtc = Nvrtc::load(Some(nvrtc))?;
     fs::create_dir_all(out)?;
     let work: Vec<_> = SOURCES
         .iter()
-        .flat_map(|source| archs.iter().map(move |arch| (source, *arch)))
-        .filter(|(source, arch)| source.is_for(arch))
+        .flat_map(|source| archs.iter().map(move |wanted| (source, wanted)))
+        .filter(|(source, wanted)| wanted.has(source))
+        .map(|(source, wanted)| (source, wanted.arch))
         .collect();
     let next = AtomicUsize::new(0);
     let results = Mutex::new(Vec::new());

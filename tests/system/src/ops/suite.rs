@@ -153,7 +153,7 @@ pub(crate) fn draw_types(claims: &[Claim], count: usize, rng: &mut Rng) -> Vec<S
 }
 
 /// Leaves `count` elements, each as likely as any other.
-fn draw<T>(from: &mut Vec<T>, count: usize, rng: &mut Rng) {
+pub(crate) fn draw<T>(from: &mut Vec<T>, count: usize, rng: &mut Rng) {
     let count = count.min(from.len());
     for drawn in 0..count {
         // The remainder's bias is one in 2^64 / length.

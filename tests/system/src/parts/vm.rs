@@ -1,6 +1,8 @@
 //! A real guest under QEMU: `cargo xtask vm`.
 
-use crate::vm::{self, Booted, Device, Kind, Prepared};
+use vgpu_gguf::Rng;
+
+use crate::vm::{self, Booted, Device, GuestOps, Kind, Prepared};
 use xtask_common::progress::heading;
 
 use crate::test_run::TestRun;
@@ -37,10 +39,19 @@ fn ivshmem(tests: &mut TestRun<'_>, prepared: &Prepared) {
         return;
     };
     tests.check("vgpu doctor in the guest", |_, _| booted.doctor());
-    tests.check("test-backend-ops in the guest", |_, _| booted.ops());
+    let (cases, kills, drawn) = if tests.options.full {
+        (GuestOps::all(), 20, String::new())
+    } else {
+        let seed = tests.options.seed();
+        let sample = GuestOps::sample(&mut Rng::new(seed, 3));
+        (sample, 5, format!("; --seed {seed}"))
+    };
+    tests.check("test-backend-ops in the guest", |_, _| {
+        Ok(booted.ops(&cases)? + &drawn)
+    });
     tests.check("a generation in the guest", |_, _| booted.generations());
     tests.check("executors killed in mid-generation", |_, step| {
-        booted.kills(step)
+        booted.kills(kills, step)
     });
     tests.check("a user of the group vgpu", |_, _| booted.unprivileged());
     stop(tests, booted);

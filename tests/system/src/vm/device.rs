@@ -6,16 +6,13 @@ use std::process::Command;
 use anyhow::{Context as _, Result, ensure};
 
 use super::guest::{Guest, Machine};
-use super::inside::{As, PLUGIN, PROMPT, TOKENS, Way};
+use super::inside::{As, GuestOps, PLUGIN, PROMPT, TOKENS, Way};
 use super::prepared::{GUEST_TIMEOUT, MEMORY, Prepared, TIMEOUT};
 use super::qemu::Qemu;
 use xtask_common::cache::Cache;
 use xtask_common::process::Daemon;
 use xtask_common::progress::Step;
 use xtask_common::workspace;
-
-/// The number of executors that are killed during a generation.
-const KILLS: usize = 20;
 
 /// An executor that serves one virtual machine and is restarted after a kill.
 struct Served {
@@ -180,9 +177,9 @@ impl Booted {
         self.guest.doctor(&PCI)
     }
 
-    /// A sample of test-backend-ops on VGPU0.
-    pub(crate) fn ops(&mut self) -> Result<String> {
-        self.guest.ops(&PCI)
+    /// Cases of test-backend-ops on VGPU0.
+    pub(crate) fn ops(&mut self, cases: &GuestOps) -> Result<String> {
+        self.guest.ops(&PCI, cases)
     }
 
     /// A generation through the plugin has the same text as one on the CPU.
@@ -209,12 +206,12 @@ impl Booted {
         self.guest.generation(&user, &reference)
     }
 
-    /// Kills executors during generations.
-    pub(crate) fn kills(&mut self, step: &Step) -> Result<String> {
+    /// Kills this number of executors during generations.
+    pub(crate) fn kills(&mut self, kills: usize, step: &Step) -> Result<String> {
         let reference = self.guest.reference()?;
         let mut in_time = 0;
-        for count in 1..=KILLS {
-            step.note(&format!("{count} of {KILLS}"));
+        for count in 1..=kills {
+            step.note(&format!("{count} of {kills}"));
             self.guest.start(&format!(
                 "{PLUGIN} VGPU_ENDPOINT=pci llama-completion -m /vgpu/model.gguf -ngl 99 -n 400 --temp 0 -c 512 -t 2 -no-cnv \
                  --no-warmup --ignore-eos -p '{PROMPT}' > /tmp/out 2>/tmp/err; echo $? > /tmp/status"
@@ -246,12 +243,12 @@ impl Booted {
             in_time += usize::from(status != 0);
         }
         ensure!(
-            in_time * 2 > KILLS,
-            "only {in_time} of {KILLS} kills came in the middle of a generation"
+            in_time * 2 > kills,
+            "only {in_time} of {kills} kills came in the middle of a generation"
         );
         self.guest
             .generation(&PCI, &reference)
-            .with_context(|| format!("after {KILLS} kills"))?;
+            .with_context(|| format!("after {kills} kills"))?;
         Ok(format!(
             "{in_time} errors in the guest, no crash, no hang; then {TOKENS} tokens equal"
         ))

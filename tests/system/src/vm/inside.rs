@@ -2,16 +2,51 @@
 
 use anyhow::{Context as _, Result, ensure};
 
-use super::guest::Guest;
+use vgpu_gguf::Rng;
 
-/// The sample of test-backend-ops: operators of language models whose cases are fast on an emulated
-/// CPU.
-const OPS: &str =
-    "RMS_NORM,NORM,SOFT_MAX,SWIGLU,GEGLU,SCALE,SUM_ROWS,ARGMAX,CLAMP,SQR,SILU,GELU,REPEAT";
-/// The sample of matrix products: the small ones of the common types.
-const PRODUCTS: &str = "type_a=(f32|f16|bf16|q4_0|q8_0|q4_K|q5_K|q6_K|iq4_xs),type_b=f32,m=16,n=[1-9],k=256,bs=.[12],1.";
-/// The minimum number of cases. Fewer means that some were not run.
-const MIN_CASES: usize = 500;
+use super::guest::Guest;
+use crate::ops::draw;
+
+/// Operators of language models whose cases are fast on an emulated CPU.
+const OPS: [&str; 13] = [
+    "RMS_NORM", "NORM", "SOFT_MAX", "SWIGLU", "GEGLU", "SCALE", "SUM_ROWS", "ARGMAX", "CLAMP",
+    "SQR", "SILU", "GELU", "REPEAT",
+];
+/// The common types of weights, whose small products run.
+const TYPES: [&str; 9] = [
+    "f32", "f16", "bf16", "q4_0", "q8_0", "q4_K", "q5_K", "q6_K", "iq4_xs",
+];
+
+/// Cases of test-backend-ops for a guest.
+#[derive(Clone, Debug)]
+pub(crate) struct GuestOps {
+    ops: Vec<&'static str>,
+    types: Vec<&'static str>,
+}
+
+impl GuestOps {
+    /// Every operator and type that an emulated CPU is fast enough for.
+    pub(crate) fn all() -> GuestOps {
+        GuestOps {
+            ops: OPS.to_vec(),
+            types: TYPES.to_vec(),
+        }
+    }
+
+    /// Four of the operators and three of the types.
+    pub(crate) fn sample(rng: &mut Rng) -> GuestOps {
+        let mut sample = GuestOps::all();
+        draw(&mut sample.ops, 4, rng);
+        draw(&mut sample.types, 3, rng);
+        sample
+    }
+
+    /// The parameters of the small products, as a regular expression.
+    fn products(&self) -> String {
+        let types = self.types.join("|");
+        format!("type_a=({types}),type_b=f32,m=16,n=[1-9],k=256,bs=.[12],1.")
+    }
+}
 
 /// Tokens of a compared generation.
 pub(super) const TOKENS: usize = 24;
@@ -88,31 +123,42 @@ impl Guest {
         )
     }
 
-    /// A sample of test-backend-ops on VGPU0.
-    pub(super) fn ops(&mut self, way: &Way<'_>) -> Result<String> {
+    /// Cases of test-backend-ops on VGPU0. Each operator and each type has at least one.
+    pub(super) fn ops(&mut self, way: &Way<'_>, cases: &GuestOps) -> Result<String> {
         let environment = way.environment;
+        let (ops, products) = (cases.ops.join(","), cases.products());
+        let each: String = { cases.ops.iter() }
+            .map(|op| format!("{op}("))
+            .chain({ cases.types.iter() }.map(|ty| format!("MUL_MAT(type_a={ty},")))
+            .map(|start| format!("grep -F '{start}' /tmp/ops | grep -c '): .*OK'; "))
+            .collect();
         let output = self
             .run(&format!(
-                "export {PLUGIN} {environment}; (test-backend-ops test -b VGPU0 -o {OPS} && \
-                 test-backend-ops test -b VGPU0 -o MUL_MAT -p '{PRODUCTS}') > /tmp/ops 2>&1; \
-                 echo status $?; grep -c '): .*OK' /tmp/ops; grep -c FAIL /tmp/ops; \
+                "export {PLUGIN} {environment}; (test-backend-ops test -b VGPU0 -o {ops} && \
+                 test-backend-ops test -b VGPU0 -o MUL_MAT -p '{products}') > /tmp/ops 2>&1; \
+                 echo status $?; {each}grep -c FAIL /tmp/ops; \
                  grep -m5 FAIL /tmp/ops; tail -n 3 /tmp/ops"
             ))?
             .output;
         let lines: Vec<&str> = output.lines().map(str::trim).collect();
-        let number = |i: usize| -> Result<usize> {
-            let line = lines.get(i).copied().unwrap_or_default();
-            line.parse()
-                .with_context(|| format!("the guest's output:\n{output}"))
-        };
         ensure!(
             lines.first() == Some(&"status 0"),
             "test-backend-ops failed:\n{output}"
         );
-        let (ran, failed) = (number(1)?, number(2)?);
+        let kinds = cases.ops.len() + cases.types.len();
+        let counts = (1..kinds + 2)
+            .map(|i| lines.get(i).copied().unwrap_or_default().parse::<usize>())
+            .collect::<Result<Vec<_>, _>>()
+            .with_context(|| format!("the guest's output:\n{output}"))?;
+        let (ran, failed) = (&counts[..kinds], counts[kinds]);
         ensure!(failed == 0, "{failed} cases failed:\n{output}");
-        ensure!(ran >= MIN_CASES, "only {ran} cases ran:\n{output}");
-        Ok(format!("{ran} cases, 0 failed"))
+        ensure!(!ran.contains(&0), "an operator had no case:\n{output}");
+        Ok(format!(
+            "{} cases, 0 failed; {} and products with {}",
+            ran.iter().sum::<usize>(),
+            cases.ops.join(", "),
+            cases.types.join(", ")
+        ))
     }
 
     /// The text of the model on the guest's CPU.

@@ -13,6 +13,7 @@ mod qemu;
 mod systemd;
 
 pub(crate) use device::{Booted, Device, boot};
+pub(crate) use inside::GuestOps;
 pub(crate) use links::boot_without_device;
 pub(crate) use prepared::{Prepared, prepare};
 pub(crate) use systemd::boot_systemd;
