@@ -6,7 +6,7 @@
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
 
-use super::int_simd::IntSimd;
+use super::int_simd::{IntSimd, prefetch_line};
 use super::panel::{self, Panel, Prefetch, Tile};
 use crate::gemm::kernel::GemmArgs;
 use crate::simd::{Avx512, Simd};
@@ -204,7 +204,7 @@ unsafe fn tile<W: Bf16Weights, const R: usize, const C: usize>(
                 let w = w.add(r * call.w_stride + 2 * i);
                 if c == 0 {
                     // The next rows at the same offset.
-                    _mm_prefetch::<_MM_HINT_T0>(w.wrapping_add(R * call.w_stride).cast());
+                    prefetch_line::<_MM_HINT_T0>(w.wrapping_add(R * call.w_stride));
                 }
                 let w = W::load(w);
                 for c in 0..C {

@@ -1,9 +1,9 @@
 //! Products with F32, F16 and BF16, multiplied and summed in single precision.
 
-use std::arch::x86_64::*;
+use std::arch::x86_64::_MM_HINT_T1;
 use std::marker::PhantomData;
 
-use super::int_simd::IntSimd;
+use super::int_simd::{IntSimd, prefetch_line};
 use super::panel::{self, Panel, Prefetch, Tile};
 use super::scratch::{DECODED, PREPARED};
 use crate::gemm::kernel::GemmArgs;
@@ -287,8 +287,7 @@ impl Tiles<'_> {
         while self.pending >= self.tiles_per_row {
             self.pending -= self.tiles_per_row;
             let line = self.next.wrapping_add(64 * self.line);
-            // SAFETY: a prefetch is a hint, which accesses no memory. Any address is allowed.
-            unsafe { _mm_prefetch::<_MM_HINT_T1>(line.cast()) };
+            prefetch_line::<_MM_HINT_T1>(line);
             self.line += 1;
             if self.line == self.lines {
                 self.line = 0;

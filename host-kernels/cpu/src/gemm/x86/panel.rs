@@ -9,9 +9,9 @@
 //! cache lines at a time ([`Prefetch`]). Each result is a sum over the chunks of `k` in order,
 //! whatever the order of the loops around them.
 
-use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+use std::arch::x86_64::_MM_HINT_T0;
 
-use super::int_simd::IntSimd;
+use super::int_simd::{IntSimd, prefetch_line};
 use super::scratch::PREPARED;
 use crate::gemm::kernel::GemmArgs;
 
@@ -103,8 +103,7 @@ impl Prefetch {
     #[inline(always)]
     pub(super) fn step(&mut self) {
         for _ in 0..self.lines {
-            // SAFETY: a prefetch is a hint, which accesses no memory. Any address is allowed.
-            unsafe { _mm_prefetch::<_MM_HINT_T0>(self.next.cast()) };
+            prefetch_line::<_MM_HINT_T0>(self.next);
             self.next = self.next.wrapping_add(64);
         }
     }
@@ -222,7 +221,7 @@ unsafe fn multiply_block<S: IntSimd, T: Panel<S>>(
                 for r in row..call.rows.min(row + height) {
                     let from = call.w.wrapping_add(r * call.w_stride + chunk * T::BYTES);
                     for line in (0..T::BYTES).step_by(64) {
-                        _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(line).cast());
+                        prefetch_line::<_MM_HINT_T0>(from.wrapping_add(line));
                     }
                 }
                 let tile = Tile {
