@@ -37,7 +37,8 @@ pub(super) unsafe fn avx512<T: Task>(task: T) -> T::Output {
     task.run(Avx512(()))
 }
 
-/// Defines functions whose arguments are registers and numbers. Each body is one `unsafe` block.
+/// Defines functions whose arguments are registers, numbers, or unused. Each body is one `unsafe`
+/// block.
 ///
 /// # Safety
 /// A body accesses no memory but its own variables: it has no pointer to any other memory. So the
@@ -52,8 +53,8 @@ macro_rules! register_fns {
         $(#[$attribute])*
         #[inline(always)]
         $visibility unsafe fn $name $(<$($param: $bound),+>)? ($($arg: $ty),*) -> $result {
-            // SAFETY: the arguments are registers and numbers, so the body has no pointer to memory
-            // of the caller. The caller guarantees that the processor has the instructions of the
+            // SAFETY: no argument that the body uses is a pointer, so the body accesses no memory of
+            // the caller. The caller guarantees that the processor has the instructions of the
             // body: that is the whole contract of the functions of this macro.
             unsafe { $($body)* }
         }
