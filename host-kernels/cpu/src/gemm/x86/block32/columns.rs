@@ -80,9 +80,11 @@ pub(super) unsafe fn prepare<S: BlockSimd, B: Block32Kernel>(
     layout: &Columns,
 ) {
     let (bytes, quants) = activation::<B>();
-    // SAFETY: `g < groups` for each block of `x`. `half_offsets`, `scale_index` and `at` are below
-    // `padded` (`padded / 32` for scales and sums), and `layout` has these many bytes from each of
-    // its offsets to the next.
+    // SAFETY: `x` is readable for the blocks `g < groups`: the scale, the sum of a block with one,
+    // and 32 quants. Offsets of quants, magnitudes and corrections are below `padded` from their
+    // start, those of scales and sums below `padded / 32` floats, and `layout` has as many from
+    // each start to the next, up to `stride`. The caller guarantees `stride` bytes at `column` and
+    // the instructions of `S`.
     unsafe {
         let scales = column.add(layout.scales).cast::<f32>();
         let sums = column.add(layout.sums).cast::<f32>();
