@@ -53,8 +53,8 @@ macro_rules! register_fns {
         $(#[$attribute])*
         #[inline(always)]
         $visibility unsafe fn $name $(<$($param: $bound),+>)? ($($arg: $ty),*) -> $result {
-            // SAFETY: no argument that the body uses is a pointer, so the body accesses no memory of
-            // the caller. The caller guarantees that the processor has the instructions of the
+            // SAFETY: no argument that the body uses is a pointer, so the body accesses no memory
+            // of the caller. The caller guarantees that the processor has the instructions of the
             // body: that is the whole contract of the functions of this macro.
             unsafe { $($body)* }
         }

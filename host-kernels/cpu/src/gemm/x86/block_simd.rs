@@ -10,8 +10,8 @@ use crate::simd::{Avx512, Ymm, register_fns};
 ///
 /// # Safety
 /// Every function requires that the processor has the instructions of the type, as those of
-/// [`IntSimd`] do. `row` is as [`Block32Kernel`] requires it, for the groups that a function is asked
-/// for; `block` is as [`SuperBlockKernel`] requires it.
+/// [`IntSimd`] do. `row` is as [`Block32Kernel`] requires it, for the groups that a function is
+/// asked for; `block` is as [`SuperBlockKernel`] requires it.
 #[allow(clippy::missing_safety_doc)] // see above
 pub(super) trait BlockSimd: IntSimd {
     /// [`BlockSimd::scales`] in the order of [`IntSimd::QUADS`].

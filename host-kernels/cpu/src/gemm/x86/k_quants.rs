@@ -285,9 +285,10 @@ impl<S: BlockSimd, B: SuperBlockKernel> Panel<S> for KQuantPanel<S, B> {
         let height = S::PANEL * S::LANES;
         // SAFETY: `call.row` returns a row of the call, readable for `call.k > start` weights, so
         // block `start / 256` is. `r < height <= 32`, the rows of each array. A piece is below 8,
-        // so its 32 bytes are inside the 256 of a row; two vectors of scales and one of minimums
-        // are the 64 and 32 bytes that are read back. `interleave` reads `height` such rows and
-        // writes arrays of 32 rows. The contract of `Panel` includes the instructions of `S`.
+        // so its 32 bytes are inside the 256 of a row; two vectors of scales, or one of minimums,
+        // are inside the 64 bytes of theirs. `interleave` reads `height` such rows and writes 64
+        // words of quants, at most 16 of scales and of minimums, each of `height` rows. The
+        // contract of `Panel` includes the instructions of `S`.
         unsafe {
             for r in 0..height {
                 let from = call.row(row + r);

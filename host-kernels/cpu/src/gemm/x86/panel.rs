@@ -146,18 +146,19 @@ impl TileSums {
 /// As [`crate::gemm::Gemm`], with the features of `S`.
 #[inline(always)]
 pub(super) unsafe fn gemm<S: IntSimd, T: Panel<S>>(call: &GemmArgs) {
+    const { assert!(align_of::<T::Column>() <= align_of::<f32>()) }
     let height = T::VECTORS * S::LANES;
     if call.cols <= FEW_COLUMNS {
         // SAFETY: `by_panels` requires the contract of `Gemm` for `call`, as it is, and the
-        // features of `S`. The caller guarantees both.
+        // features of `S`. The caller guarantees both. `height` is the rows of a panel.
         return unsafe { by_panels::<S, T>(call, height) };
     }
     let (block_cols, block_rows) = (call.cols.min(COLUMNS), call.rows.min(ROWS));
     let sum_bytes = block_cols * block_rows.next_multiple_of(height) * size_of::<f32>();
     let mut memory = PREPARED.take(sum_bytes + block_cols * size_of::<T::Column>());
     let sums = memory.as_mut_ptr().cast::<f32>();
-    // SAFETY: `sum_bytes` is at most the size of `memory`, whose other `block_cols` columns begin
-    // there. `multiply_block` writes them before it reads them.
+    // SAFETY: `memory` has `sum_bytes` bytes, and behind them `block_cols` columns. `sum_bytes` is
+    // a multiple of four, so the columns, whose alignment is asserted above, are aligned.
     let columns = unsafe { memory.as_mut_ptr().byte_add(sum_bytes).cast::<T::Column>() };
     let mut panel = T::new();
     for first_col in (0..call.cols).step_by(COLUMNS) {

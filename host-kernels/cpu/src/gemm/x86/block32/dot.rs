@@ -21,7 +21,11 @@ register_fns! {
     ///
     /// # Safety
     /// The processor has the instructions of `S`.
-    pub(super) unsafe fn dot<S: BlockSimd, B: Block32Kernel>(acc: S::I, quants: S::I, x: S::I) -> S::I {
+    pub(super) unsafe fn dot<S: BlockSimd, B: Block32Kernel>(
+        acc: S::I,
+        quants: S::I,
+        x: S::I,
+    ) -> S::I {
         if B::WIDE {
             S::dot_wide(acc, quants, x)
         } else {

@@ -26,10 +26,11 @@ pub(super) unsafe fn rows<S: BlockSimd, B: Block32Kernel>(call: &GemmArgs) {
     let layout = Columns::new(padded);
     let mut memory = PREPARED.take(call.cols * layout.stride);
     let columns = memory.as_mut_ptr().cast::<u8>();
-    // SAFETY: `columns` has `layout.stride` bytes for each column, and `prepare` fills all before a
-    // row is multiplied; it reads `groups` blocks of each column of the call. `r < call.rows`, so
-    // the row has `groups` groups and each column a float of `dst`. Each arm multiplies at most the
-    // columns that are left. The caller guarantees the contract of `Gemm` and the features of `S`.
+    // SAFETY: `columns` has `layout.stride` bytes, a multiple of 64, for each column and is aligned
+    // to a cache line. `prepare` fills all columns before a row is multiplied; it reads `groups`
+    // blocks of each column of the call. `r < call.rows`, so the row has `groups` groups and each
+    // column a float of `dst`. Each arm multiplies at most the columns that are left. The caller
+    // guarantees the contract of `Gemm` and the features of `S`.
     unsafe {
         for c in 0..call.cols {
             prepare::<S, B>(
