@@ -139,7 +139,8 @@ unsafe fn rows<S: IntSimd, T: Float>(call: &GemmArgs) {
         }
         return;
     }
-    let padded_k = call.k.next_multiple_of(DEPTH);
+    // If `k` is 0 there is still one block ([`Block::all`]), which needs memory to point to.
+    let padded_k = call.k.max(1).next_multiple_of(DEPTH);
     let mut memory = PREPARED.take(call.cols * padded_k * size_of::<f32>());
     let columns = memory.as_mut_ptr().cast::<f32>();
     // SAFETY: a block ends at or before `call.k`, so its `len` elements of column `c` are readable.
@@ -342,10 +343,11 @@ impl Tiles<'_> {
         c: usize,
     ) -> usize {
         let Tiles { call, block, .. } = *self;
-        // SAFETY: rows `first + r .. + R` and columns `c .. c + C` are in the call, which the
-        // caller guarantees. Vectors of weights end at or before `block.len`; those of `columns`
-        // may end in the padding. `sums` has a vector for each row and column, and the block before
-        // this one has written those that are read. `dst` has a float for each.
+        // SAFETY: rows `first + r .. first + r + R` and columns `c .. c + C` are in the call, and
+        // `dst` has a float for each. Vectors of weights end at or before `block.len`; those of
+        // `columns` may end in the padding. `sums` has a vector for each row and column, and the
+        // block before this one has written those that are read. The caller guarantees the rest of
+        // the contract of `few`.
         unsafe {
             let w = call
                 .w
