@@ -32,7 +32,7 @@ mod x86;
 pub(crate) use task::{PtrTask, Task};
 pub(crate) use vector::{Lanes, Simd};
 #[cfg(target_arch = "x86_64")]
-pub(crate) use x86::{Avx2, Avx2Vnni, Avx512, Ymm};
+pub(crate) use x86::{Avx2, Avx2Vnni, Avx512, Ymm, register_fns};
 
 use crate::isa::Level;
 use scalar::Scalar;
@@ -52,7 +52,8 @@ pub(crate) fn dispatch<T: Task>(task: T) -> T::Output {
 /// The memory is as the type of `task` documents ([`PtrTask::run`]).
 #[inline]
 pub(crate) unsafe fn dispatch_ptr<T: PtrTask>(task: T) -> T::Output {
-    // SAFETY: the caller guarantees the memory; the task runs before this function returns.
+    // SAFETY: `Checked` requires the memory of `task` until the task has run. The caller guarantees
+    // it during this call, and `dispatch` runs the task before it returns.
     dispatch(unsafe { Checked::new(task) })
 }
 
@@ -66,7 +67,7 @@ pub(crate) fn dispatch_at<T: Task>(level: Level, task: T) -> T::Output {
         level.is_supported(),
         "this processor does not support {level:?}"
     );
-    // SAFETY: the level is supported.
+    // SAFETY: the assertion above: the processor supports `level`.
     unsafe { run_at(level, task) }
 }
 
@@ -76,7 +77,8 @@ pub(crate) fn dispatch_at<T: Task>(level: Level, task: T) -> T::Output {
 /// As [`dispatch_ptr`].
 #[cfg(test)]
 pub(crate) unsafe fn dispatch_ptr_at<T: PtrTask>(level: Level, task: T) -> T::Output {
-    // SAFETY: the caller guarantees the memory; the task runs before this function returns.
+    // SAFETY: the caller guarantees the memory of `task` during this call. `dispatch_at` runs the
+    // task before it returns, or panics and never runs it.
     dispatch_at(level, unsafe { Checked::new(task) })
 }
 
@@ -86,10 +88,12 @@ pub(crate) unsafe fn dispatch_ptr_at<T: PtrTask>(level: Level, task: T) -> T::Ou
 unsafe fn run_at<T: Task>(level: Level, task: T) -> T::Output {
     match level {
         Level::Scalar => task.run(Scalar(())),
-        // SAFETY: the caller guarantees the level.
+        // SAFETY: `x86::avx2` requires AVX2, FMA and F16C, which both levels include. The caller
+        // guarantees that the processor supports `level`.
         #[cfg(all(target_arch = "x86_64", any(feature = "avx2", feature = "avx-vnni")))]
         Level::Avx2 | Level::Avx2Vnni => unsafe { x86::avx2(task) },
-        // SAFETY: the caller guarantees the level.
+        // SAFETY: `x86::avx512` requires the instructions of `Level::Avx512`, which both levels
+        // include. The caller guarantees that the processor supports `level`.
         #[cfg(all(target_arch = "x86_64", feature = "avx512"))]
         Level::Avx512 | Level::Avx512Bf16 => unsafe { x86::avx512(task) },
         // A level that is not compiled in is not supported.
@@ -119,8 +123,9 @@ impl Transpose {
     /// `rows` floats, and they do not overlap.
     pub(crate) unsafe fn run(self) {
         assert!(self.rows.is_multiple_of(MAX_LANES) && self.columns.is_multiple_of(MAX_LANES));
-        // SAFETY: the caller guarantees `rows` rows of `columns` floats at `src` and the transposed
-        // rows at `dst`, without overlap: the memory of the task.
+        // SAFETY: the contract of the task is that of this function: the caller guarantees `rows`
+        // rows of `columns` floats at `src` and `columns` rows of `rows` floats at `dst`, without
+        // overlap.
         unsafe { dispatch_ptr(self) }
     }
 }
@@ -133,8 +138,10 @@ impl PtrTask for Transpose {
         const BYTES: usize = size_of::<f32>();
         for row in (0..self.rows).step_by(S::LANES) {
             for column in (0..self.columns).step_by(S::LANES) {
-                // SAFETY: the caller guarantees both matrices, of which this is a square of `LANES`
-                // rows and columns. The token proves the instructions.
+                // SAFETY: `Transpose::run` has checked that `LANES` divides `rows` and `columns`,
+                // so the square of `LANES` rows and columns from (`row`, `column`) on is inside
+                // both matrices, whose memory the caller guarantees. The token exists only where
+                // the processor has the instructions of `S`.
                 unsafe {
                     let src = self.src.add(row * self.src_stride + column).cast();
                     let dst = self.dst.add(column * self.dst_stride + row).cast();

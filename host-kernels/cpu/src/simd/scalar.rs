@@ -21,13 +21,15 @@ impl Simd for Scalar {
         if n == 0 {
             return 0.0;
         }
-        // SAFETY: the caller guarantees `n` floats.
+        // SAFETY: `0 < n <= LANES = 1`, so the caller guarantees one float at `ptr`: four readable
+        // bytes. The read is unaligned.
         unsafe { ptr.read_unaligned() }
     }
     #[inline(always)]
     unsafe fn v_store(x: f32, ptr: *mut f32, n: usize) {
         if n > 0 {
-            // SAFETY: the caller guarantees `n` floats.
+            // SAFETY: `0 < n <= LANES = 1`, so the caller guarantees one float at `ptr`: four
+            // writable bytes. The write is unaligned.
             unsafe { ptr.write_unaligned(x) }
         }
     }
@@ -36,13 +38,15 @@ impl Simd for Scalar {
         if n == 0 {
             return 0.0;
         }
-        // SAFETY: the caller guarantees `n` F16.
+        // SAFETY: `0 < n <= LANES = 1`, so the caller guarantees one F16 at `ptr`: two readable
+        // bytes. The read is unaligned.
         f16_to_f32(unsafe { ptr.read_unaligned() })
     }
     #[inline(always)]
     unsafe fn v_store_f16(x: f32, ptr: *mut u16, n: usize) {
         if n > 0 {
-            // SAFETY: the caller guarantees `n` F16.
+            // SAFETY: `0 < n <= LANES = 1`, so the caller guarantees one F16 at `ptr`: two writable
+            // bytes. The write is unaligned.
             unsafe { ptr.write_unaligned(f32_to_f16(x)) }
         }
     }
@@ -51,7 +55,8 @@ impl Simd for Scalar {
         if n == 0 {
             return 0.0;
         }
-        // SAFETY: the caller guarantees `n` BF16.
+        // SAFETY: `0 < n <= LANES = 1`, so the caller guarantees one BF16 at `ptr`: two readable
+        // bytes. The read is unaligned.
         bf16_to_f32(unsafe { ptr.read_unaligned() })
     }
     #[inline(always)]
@@ -145,7 +150,8 @@ impl Simd for Scalar {
     }
     #[inline(always)]
     unsafe fn v_transpose(src: *const u8, _: usize, dst: *mut u8, _: usize) {
-        // SAFETY: the caller guarantees a word of four bytes at both addresses.
+        // SAFETY: with `LANES = 1`, the caller guarantees one word of four bytes, readable at `src`
+        // and writable at `dst`, without overlap. The copy is by bytes.
         unsafe { src.copy_to_nonoverlapping(dst, size_of::<f32>()) }
     }
 }

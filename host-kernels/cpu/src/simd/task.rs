@@ -42,7 +42,8 @@ impl<T: PtrTask> Task for Checked<T> {
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) -> T::Output {
-        // SAFETY: the caller of `Checked::new` guarantees the memory.
+        // SAFETY: whoever created this value with `Checked::new` guarantees the memory of the task
+        // until the task has run, which is now.
         unsafe { self.0.run(simd) }
     }
 }

@@ -6,6 +6,16 @@ use std::ops::{Add, Div, Mul, Neg, Sub};
 /// Lanes of the widest vector.
 pub(super) const MAX_LANES: usize = 16;
 
+/// Calls a function of [`Simd`] that takes registers and numbers. `$token` is a value of `$simd`.
+macro_rules! with_token {
+    ($token:expr, $simd:ident::$function:ident($($operand:expr),*)) => {{
+        let _: $simd = $token;
+        // SAFETY: a value of `$simd`, such as `$token`, exists only where the processor has the
+        // instructions of `$simd`. `$function` requires nothing else: it takes no pointer.
+        unsafe { $simd::$function($($operand),*) }
+    }};
+}
+
 /// An instruction set.
 ///
 /// The implementing types are zero-sized tokens. A value exists only where the processor has the
@@ -14,7 +24,8 @@ pub(super) const MAX_LANES: usize = 16;
 ///
 /// # Safety
 /// The functions whose names begin with `v_` are the raw operations on registers. Their contract is
-/// that the processor has the instructions of the type, and what the function adds to that.
+/// that the processor has the instructions of the type, and what the function adds to that. A value
+/// of the type proves the first part.
 #[allow(clippy::missing_safety_doc)] // see above
 pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// A register of `LANES` floats.
@@ -96,15 +107,15 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     fn splat(self, x: f32) -> Lanes<Self> {
         Lanes {
             simd: self,
-            // SAFETY: `self` proves the instructions.
-            v: unsafe { Self::v_splat(x) },
+            v: with_token!(self, Self::v_splat(x)),
         }
     }
 
     /// The first values of `x`, at most a vector; 0 in the other lanes.
     #[inline(always)]
     fn load(self, x: &[f32]) -> Lanes<Self> {
-        // SAFETY: at most `x.len()` floats are read.
+        // SAFETY: `x` is readable for `x.len()` floats, and `n`, the number of floats that are
+        // read, is at most that and at most `LANES`.
         unsafe { self.load_ptr(x.as_ptr(), x.len().min(Self::LANES)) }
     }
 
@@ -114,7 +125,8 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// `ptr` is readable for `n <= LANES` floats; no alignment is needed.
     #[inline(always)]
     unsafe fn load_ptr(self, ptr: *const f32, n: usize) -> Lanes<Self> {
-        // SAFETY: the caller guarantees the memory; `self` proves the instructions.
+        // SAFETY: the caller guarantees `n <= LANES` floats, `4 * n` bytes, at `ptr`. The token
+        // `self` exists only where the processor has the instructions.
         let v = unsafe { Self::v_load(ptr, n) };
         Lanes { simd: self, v }
     }
@@ -125,7 +137,8 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// `ptr` is readable for `n <= LANES` F16; no alignment is needed.
     #[inline(always)]
     unsafe fn load_f16_ptr(self, ptr: *const u16, n: usize) -> Lanes<Self> {
-        // SAFETY: the caller guarantees the memory; `self` proves the instructions.
+        // SAFETY: the caller guarantees `n <= LANES` F16, `2 * n` bytes, at `ptr`. Their conversion
+        // needs the instructions that the token `self` stands for.
         let v = unsafe { Self::v_load_f16(ptr, n) };
         Lanes { simd: self, v }
     }
@@ -136,7 +149,8 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// `ptr` is readable for `n <= LANES` BF16; no alignment is needed.
     #[inline(always)]
     unsafe fn load_bf16_ptr(self, ptr: *const u16, n: usize) -> Lanes<Self> {
-        // SAFETY: the caller guarantees the memory; `self` proves the instructions.
+        // SAFETY: the caller guarantees `n <= LANES` BF16, `2 * n` bytes, at `ptr`. The token
+        // `self` exists only where the processor can widen them to floats.
         let v = unsafe { Self::v_load_bf16(ptr, n) };
         Lanes { simd: self, v }
     }
@@ -159,8 +173,7 @@ impl<S: Simd> Mask<S> {
     /// `a` in lanes that are true, `b` in the other lanes.
     #[inline(always)]
     pub(crate) fn select(self, a: Lanes<S>, b: Lanes<S>) -> Lanes<S> {
-        // SAFETY: the token in `a` proves the instructions.
-        a.with(unsafe { S::v_select(self.m, a.v, b.v) })
+        a.with(with_token!(a.simd, S::v_select(self.m, a.v, b.v)))
     }
 }
 
@@ -179,7 +192,8 @@ impl<S: Simd> Lanes<S> {
     /// Writes the first lanes to `out`, at most a vector.
     #[inline(always)]
     pub(crate) fn store(self, out: &mut [f32]) {
-        // SAFETY: at most `out.len()` floats are written.
+        // SAFETY: `out` is writable for `out.len()` floats, and the number of floats that are
+        // written is at most that and at most `LANES`.
         unsafe { self.store_ptr(out.as_mut_ptr(), out.len().min(S::LANES)) }
     }
 
@@ -189,7 +203,8 @@ impl<S: Simd> Lanes<S> {
     /// `ptr` is writable for `n <= LANES` floats; no alignment is needed.
     #[inline(always)]
     pub(crate) unsafe fn store_ptr(self, ptr: *mut f32, n: usize) {
-        // SAFETY: the caller guarantees the memory; `self.simd` proves the instructions.
+        // SAFETY: the caller guarantees that `ptr` is writable for `n <= LANES` floats, `4 * n`
+        // bytes. The token in `self` exists only where the processor has the instructions.
         unsafe { S::v_store(self.v, ptr, n) }
     }
 
@@ -199,60 +214,53 @@ impl<S: Simd> Lanes<S> {
     /// `ptr` is writable for `n <= LANES` F16; no alignment is needed.
     #[inline(always)]
     pub(crate) unsafe fn store_f16_ptr(self, ptr: *mut u16, n: usize) {
-        // SAFETY: the caller guarantees the memory; `self.simd` proves the instructions.
+        // SAFETY: the caller guarantees that `ptr` is writable for `n <= LANES` F16, `2 * n` bytes.
+        // Rounding to F16 needs the instructions that the token in `self` stands for.
         unsafe { S::v_store_f16(self.v, ptr, n) }
     }
 
     /// `self * b + c`, rounded once if there is an instruction for it.
     #[inline(always)]
     pub(crate) fn mul_add(self, b: Lanes<S>, c: Lanes<S>) -> Lanes<S> {
-        // SAFETY: `self.simd` proves the instructions.
-        self.with(unsafe { S::v_mul_add(self.v, b.v, c.v) })
+        self.with(with_token!(self.simd, S::v_mul_add(self.v, b.v, c.v)))
     }
 
     /// The smaller; `b` if they are equal or either is NaN.
     #[inline(always)]
     pub(crate) fn min(self, b: Lanes<S>) -> Lanes<S> {
-        // SAFETY: `self.simd` proves the instructions.
-        self.with(unsafe { S::v_min(self.v, b.v) })
+        self.with(with_token!(self.simd, S::v_min(self.v, b.v)))
     }
 
     /// The larger; `b` if they are equal or either is NaN.
     #[inline(always)]
     pub(crate) fn max(self, b: Lanes<S>) -> Lanes<S> {
-        // SAFETY: `self.simd` proves the instructions.
-        self.with(unsafe { S::v_max(self.v, b.v) })
+        self.with(with_token!(self.simd, S::v_max(self.v, b.v)))
     }
 
     #[inline(always)]
     pub(crate) fn sqrt(self) -> Lanes<S> {
-        // SAFETY: `self.simd` proves the instructions.
-        self.with(unsafe { S::v_sqrt(self.v) })
+        self.with(with_token!(self.simd, S::v_sqrt(self.v)))
     }
 
     #[inline(always)]
     pub(crate) fn floor(self) -> Lanes<S> {
-        // SAFETY: `self.simd` proves the instructions.
-        self.with(unsafe { S::v_floor(self.v) })
+        self.with(with_token!(self.simd, S::v_floor(self.v)))
     }
 
     #[inline(always)]
     pub(crate) fn ceil(self) -> Lanes<S> {
-        // SAFETY: `self.simd` proves the instructions.
-        self.with(unsafe { S::v_ceil(self.v) })
+        self.with(with_token!(self.simd, S::v_ceil(self.v)))
     }
 
     #[inline(always)]
     pub(crate) fn trunc(self) -> Lanes<S> {
-        // SAFETY: `self.simd` proves the instructions.
-        self.with(unsafe { S::v_trunc(self.v) })
+        self.with(with_token!(self.simd, S::v_trunc(self.v)))
     }
 
     /// The nearest whole number, ties to even.
     #[inline(always)]
     pub(crate) fn round_even(self) -> Lanes<S> {
-        // SAFETY: `self.simd` proves the instructions.
-        self.with(unsafe { S::v_round_even(self.v) })
+        self.with(with_token!(self.simd, S::v_round_even(self.v)))
     }
 
     /// The nearest whole number, ties away from zero.
@@ -270,38 +278,33 @@ impl<S: Simd> Lanes<S> {
     /// The magnitude of `self` with the sign of `sign`.
     #[inline(always)]
     pub(crate) fn copysign(self, sign: Lanes<S>) -> Lanes<S> {
-        // SAFETY: `self.simd` proves the instructions.
-        self.with(unsafe { S::v_copysign(self.v, sign.v) })
+        self.with(with_token!(self.simd, S::v_copysign(self.v, sign.v)))
     }
 
     /// `self * 2^n` for a whole `n` from -300 to 300.
     #[inline(always)]
     pub(crate) fn scale(self, n: Lanes<S>) -> Lanes<S> {
-        // SAFETY: `self.simd` proves the instructions.
-        self.with(unsafe { S::v_scale(self.v, n.v) })
+        self.with(with_token!(self.simd, S::v_scale(self.v, n.v)))
     }
 
     /// For positive normal numbers `m * 2^e` with `0.75 <= m < 1.5`: `(m, e)`.
     #[inline(always)]
     pub(crate) fn split(self) -> (Lanes<S>, Lanes<S>) {
-        // SAFETY: `self.simd` proves the instructions.
-        let (m, e) = unsafe { S::v_split(self.v) };
+        let (m, e) = with_token!(self.simd, S::v_split(self.v));
         (self.with(m), self.with(e))
     }
 
     #[inline(always)]
     pub(crate) fn lt(self, b: Lanes<S>) -> Mask<S> {
         Mask {
-            // SAFETY: `self.simd` proves the instructions.
-            m: unsafe { S::v_lt(self.v, b.v) },
+            m: with_token!(self.simd, S::v_lt(self.v, b.v)),
         }
     }
 
     #[inline(always)]
     pub(crate) fn le(self, b: Lanes<S>) -> Mask<S> {
         Mask {
-            // SAFETY: `self.simd` proves the instructions.
-            m: unsafe { S::v_le(self.v, b.v) },
+            m: with_token!(self.simd, S::v_le(self.v, b.v)),
         }
     }
 
@@ -340,8 +343,7 @@ impl<S: Simd> Lanes<S> {
     /// The sum of the lanes.
     #[inline(always)]
     pub(crate) fn sum(self) -> f32 {
-        // SAFETY: `self.simd` proves the instructions.
-        unsafe { S::v_sum(self.v) }
+        with_token!(self.simd, S::v_sum(self.v))
     }
 
     /// The largest of the first `n` lanes; `-inf` if `n` is 0. NaN is ignored.
@@ -359,8 +361,7 @@ macro_rules! operators {
             type Output = Lanes<S>;
             #[inline(always)]
             fn $method(self, b: Lanes<S>) -> Lanes<S> {
-                // SAFETY: `self.simd` proves the instructions.
-                self.with(unsafe { S::$raw(self.v, b.v) })
+                self.with(with_token!(self.simd, S::$raw(self.v, b.v)))
             }
         }
 

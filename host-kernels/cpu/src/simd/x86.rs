@@ -37,13 +37,36 @@ pub(super) unsafe fn avx512<T: Task>(task: T) -> T::Output {
     task.run(Avx512(()))
 }
 
-/// Operations on registers that are one intrinsic.
+/// Defines functions whose arguments are registers, numbers, or unused. Each body is one `unsafe`
+/// block.
+///
+/// # Safety
+/// A body accesses no memory but its own variables: it has no pointer to any other memory. So the
+/// contract of the functions is only that the processor has the instructions of the body. The
+/// function, its trait or its module documents which ones these are.
+macro_rules! register_fns {
+    ($(
+        $(#[$attribute:meta])*
+        $visibility:vis unsafe fn $name:ident $(<$($param:ident: $bound:ident),+>)?
+        ($($arg:tt: $ty:ty),* $(,)?) -> $result:ty { $($body:tt)* }
+    )*) => {$(
+        $(#[$attribute])*
+        #[inline(always)]
+        $visibility unsafe fn $name $(<$($param: $bound),+>)? ($($arg: $ty),*) -> $result {
+            // SAFETY: no argument that the body uses is a pointer, so the body accesses no memory
+            // of the caller. The caller guarantees that the processor has the instructions of the
+            // body: that is the whole contract of the functions of this macro.
+            unsafe { $($body)* }
+        }
+    )*};
+}
+pub(crate) use register_fns;
+
+/// Functions of [`Simd`] that are one intrinsic.
 macro_rules! intrinsics {
     ($($name:ident($($arg:ident),*) -> $result:ident = $intrinsic:expr;)*) => {$(
-        #[inline(always)]
-        unsafe fn $name($($arg: Self::Vector),*) -> Self::$result {
-            // SAFETY: the operands are registers. The caller guarantees the instruction.
-            unsafe { $intrinsic($($arg),*) }
+        register_fns! {
+            unsafe fn $name($($arg: Self::Vector),*) -> Self::$result { $intrinsic($($arg),*) }
         }
     )*};
 }
@@ -58,15 +81,16 @@ impl<const VNNI: bool> Simd for Ymm<VNNI> {
     type Mask = __m256;
     const LANES: usize = 8;
 
-    #[inline(always)]
-    unsafe fn v_splat(x: f32) -> __m256 {
-        // SAFETY: the operands are registers. The caller guarantees the instructions.
-        unsafe { _mm256_set1_ps(x) }
+    register_fns! {
+        unsafe fn v_splat(x: f32) -> __m256 {
+            _mm256_set1_ps(x)
+        }
     }
     #[inline(always)]
     unsafe fn v_load(ptr: *const f32, n: usize) -> __m256 {
-        // SAFETY: the caller guarantees `n` floats at `ptr` and the instructions. Masked lanes
-        // are not accessed.
+        // SAFETY: the caller guarantees `n <= 8` floats at `ptr`. Eight are read at once; otherwise
+        // lane `i` is read only if `i < n`, because a masked lane is not accessed. Both loads need
+        // AVX, which the caller guarantees with the level.
         unsafe {
             if n == 8 {
                 _mm256_loadu_ps(ptr)
@@ -77,8 +101,9 @@ impl<const VNNI: bool> Simd for Ymm<VNNI> {
     }
     #[inline(always)]
     unsafe fn v_store(x: __m256, ptr: *mut f32, n: usize) {
-        // SAFETY: the caller guarantees `n` floats at `ptr` and the instructions. Masked lanes
-        // are not accessed.
+        // SAFETY: the caller guarantees that `ptr` is writable for `n <= 8` floats. Eight are
+        // written at once; otherwise lane `i` is written only if `i < n`. Both stores need AVX,
+        // which the caller guarantees with the level.
         unsafe {
             if n == 8 {
                 _mm256_storeu_ps(ptr, x)
@@ -89,12 +114,15 @@ impl<const VNNI: bool> Simd for Ymm<VNNI> {
     }
     #[inline(always)]
     unsafe fn v_load_f16(ptr: *const u16, n: usize) -> __m256 {
-        // SAFETY: the caller guarantees `n` F16 at `ptr` and the instructions.
+        // SAFETY: `load_words` has the contract of this function: `n <= 8` words at `ptr`. The
+        // conversion takes a register and needs F16C, which the level includes.
         unsafe { _mm256_cvtph_ps(load_words(ptr, n)) }
     }
     #[inline(always)]
     unsafe fn v_store_f16(x: __m256, ptr: *mut u16, n: usize) {
-        // SAFETY: the caller guarantees `n` F16 at `ptr` and the instructions.
+        // SAFETY: the caller guarantees that `ptr` is writable for `n <= 8` F16. Eight are 16
+        // bytes, one store; otherwise `2 * n` of the 16 bytes of `stage` are copied. The conversion
+        // needs F16C, which the level includes.
         unsafe {
             let halves = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x);
             if n == 8 {
@@ -110,7 +138,8 @@ impl<const VNNI: bool> Simd for Ymm<VNNI> {
     }
     #[inline(always)]
     unsafe fn v_load_bf16(ptr: *const u16, n: usize) -> __m256 {
-        // SAFETY: the caller guarantees `n` BF16 at `ptr` and the instructions.
+        // SAFETY: `load_words` has the contract of this function: `n <= 8` words at `ptr`. The
+        // words are widened and shifted in registers with AVX2.
         unsafe {
             let words = _mm256_cvtepu16_epi32(load_words(ptr, n));
             _mm256_castsi256_ps(_mm256_slli_epi32::<16>(words))
@@ -133,20 +162,15 @@ impl<const VNNI: bool> Simd for Ymm<VNNI> {
         v_lt(a, b) -> Mask = _mm256_cmp_ps::<_CMP_LT_OQ>;
         v_le(a, b) -> Mask = _mm256_cmp_ps::<_CMP_LE_OQ>;
     }
-    #[inline(always)]
-    unsafe fn v_copysign(a: __m256, b: __m256) -> __m256 {
-        // SAFETY: the operands are registers. The caller guarantees the instructions.
-        unsafe {
+    register_fns! {
+        unsafe fn v_copysign(a: __m256, b: __m256) -> __m256 {
             let sign = _mm256_set1_ps(-0.0);
             _mm256_or_ps(_mm256_andnot_ps(sign, a), _mm256_and_ps(sign, b))
         }
-    }
-    #[inline(always)]
-    unsafe fn v_scale(a: __m256, n: __m256) -> __m256 {
-        // A power of two in f32 has an exponent of at most 127, so 2^300 needs three factors. The
-        // smallest factor is first, so that only the last product can round.
-        // SAFETY: the operands are registers. The caller guarantees the instructions.
-        unsafe {
+
+        unsafe fn v_scale(a: __m256, n: __m256) -> __m256 {
+            // A power of two in f32 has an exponent of at most 127, so 2^300 needs three factors.
+            // The smallest factor is first, so that only the last product can round.
             let n = _mm256_cvtps_epi32(n);
             let limit = |n| {
                 _mm256_max_epi32(
@@ -168,27 +192,20 @@ impl<const VNNI: bool> Simd for Ymm<VNNI> {
             let a = _mm256_mul_ps(a, power(second));
             _mm256_mul_ps(a, power(first))
         }
-    }
-    #[inline(always)]
-    unsafe fn v_split(a: __m256) -> (__m256, __m256) {
-        // SAFETY: the operands are registers. The caller guarantees the instructions.
-        unsafe {
+
+        unsafe fn v_split(a: __m256) -> (__m256, __m256) {
             let bits = _mm256_castps_si256(a);
             let up = _mm256_add_epi32(bits, _mm256_set1_epi32(0x0040_0000));
             let e = _mm256_sub_epi32(_mm256_srli_epi32::<23>(up), _mm256_set1_epi32(127));
             let m = _mm256_sub_epi32(bits, _mm256_slli_epi32::<23>(e));
             (_mm256_castsi256_ps(m), _mm256_cvtepi32_ps(e))
         }
-    }
-    #[inline(always)]
-    unsafe fn v_select(m: __m256, a: __m256, b: __m256) -> __m256 {
-        // SAFETY: the operands are registers. The caller guarantees the instructions.
-        unsafe { _mm256_blendv_ps(b, a, m) }
-    }
-    #[inline(always)]
-    unsafe fn v_sum(a: __m256) -> f32 {
-        // SAFETY: the operands are registers. The caller guarantees the instructions.
-        unsafe {
+
+        unsafe fn v_select(m: __m256, a: __m256, b: __m256) -> __m256 {
+            _mm256_blendv_ps(b, a, m)
+        }
+
+        unsafe fn v_sum(a: __m256) -> f32 {
             let v = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
             let v = _mm_add_ps(v, _mm_movehl_ps(v, v));
             _mm_cvtss_f32(_mm_add_ss(v, _mm_movehdup_ps(v)))
@@ -196,8 +213,9 @@ impl<const VNNI: bool> Simd for Ymm<VNNI> {
     }
     #[inline(always)]
     unsafe fn v_transpose(src: *const u8, src_stride: usize, dst: *mut u8, dst_stride: usize) {
-        // SAFETY: the caller guarantees `LANES` rows of one vector each at `src` and `dst`, without
-        // overlap, and the instructions. Loads and stores are unaligned.
+        // SAFETY: rows 0 to 7 are accessed, `src_stride` and `dst_stride` bytes apart, with one
+        // unaligned vector of 32 bytes each: the `LANES` words of a row. The caller guarantees
+        // these rows at `src` and `dst`, no overlap, and AVX2.
         unsafe {
             let load = |p: *const u8| _mm256_loadu_si256(p.cast());
             let store = |p: *mut u8, v| _mm256_storeu_si256(p.cast(), v);
@@ -233,7 +251,9 @@ impl<const VNNI: bool> Simd for Ymm<VNNI> {
 /// `ptr` is readable for `n <= 8` words; the processor has AVX2.
 #[inline(always)]
 unsafe fn load_words(ptr: *const u16, n: usize) -> __m128i {
-    // SAFETY: the caller guarantees the words and the instructions.
+    // SAFETY: eight words are one load of 16 bytes at `ptr`. For fewer, `2 * n` bytes are copied to
+    // the 16 bytes of `stage`, which the load then reads. The caller guarantees the `n` words and
+    // AVX2.
     unsafe {
         if n == 8 {
             return _mm_loadu_si128(ptr.cast());
@@ -246,14 +266,12 @@ unsafe fn load_words(ptr: *const u16, n: usize) -> __m128i {
     }
 }
 
-/// A mask of the first `n` of 8 lanes.
-///
-/// # Safety
-/// The processor has AVX2.
-#[inline(always)]
-unsafe fn first(n: usize) -> __m256i {
-    // SAFETY: the caller guarantees the instructions, which touch no memory.
-    unsafe {
+register_fns! {
+    /// A mask of the first `n` of 8 lanes.
+    ///
+    /// # Safety
+    /// The processor has AVX2.
+    unsafe fn first(n: usize) -> __m256i {
         let lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
         _mm256_cmpgt_epi32(_mm256_set1_epi32(n as i32), lane)
     }
@@ -265,8 +283,9 @@ unsafe fn first(n: usize) -> __m256i {
 /// `ptr` is readable for `n <= 16` words; the processor has AVX-512 BW and VL.
 #[inline(always)]
 unsafe fn load_wide_words(ptr: *const u16, n: usize) -> __m256i {
-    // SAFETY: the caller guarantees the words and the instructions. Masked words are not
-    // accessed.
+    // SAFETY: 16 words are one load of 32 bytes at `ptr`. For fewer, word `i` is read only if `i <
+    // n`, because a masked word is not accessed. The caller guarantees the `n` words, and AVX-512
+    // BW and VL for the mask.
     unsafe {
         if n == 16 {
             _mm256_loadu_si256(ptr.cast())
@@ -281,15 +300,16 @@ impl Simd for Avx512 {
     type Mask = __mmask16;
     const LANES: usize = 16;
 
-    #[inline(always)]
-    unsafe fn v_splat(x: f32) -> __m512 {
-        // SAFETY: the operands are registers. The caller guarantees the instructions.
-        unsafe { _mm512_set1_ps(x) }
+    register_fns! {
+        unsafe fn v_splat(x: f32) -> __m512 {
+            _mm512_set1_ps(x)
+        }
     }
     #[inline(always)]
     unsafe fn v_load(ptr: *const f32, n: usize) -> __m512 {
-        // SAFETY: the caller guarantees `n` floats at `ptr` and the instructions. Masked lanes
-        // are not accessed.
+        // SAFETY: the caller guarantees `n <= 16` floats at `ptr`. The mask of a shorter load has
+        // the low `n` bits, and a masked lane is not accessed. Both loads need AVX-512 F, which the
+        // caller guarantees with the level.
         unsafe {
             if n == 16 {
                 _mm512_loadu_ps(ptr)
@@ -300,8 +320,9 @@ impl Simd for Avx512 {
     }
     #[inline(always)]
     unsafe fn v_store(x: __m512, ptr: *mut f32, n: usize) {
-        // SAFETY: the caller guarantees `n` floats at `ptr` and the instructions. Masked lanes
-        // are not accessed.
+        // SAFETY: the caller guarantees that `ptr` is writable for `n <= 16` floats. The mask of a
+        // shorter store has the low `n` bits, and a masked lane is not written. Both stores need
+        // AVX-512 F, which the caller guarantees with the level.
         unsafe {
             if n == 16 {
                 _mm512_storeu_ps(ptr, x)
@@ -312,14 +333,15 @@ impl Simd for Avx512 {
     }
     #[inline(always)]
     unsafe fn v_load_f16(ptr: *const u16, n: usize) -> __m512 {
-        // SAFETY: the caller guarantees `n` F16 at `ptr` and the instructions. Masked lanes
-        // are not accessed.
+        // SAFETY: `load_wide_words` has the contract of this function: `n <= 16` words at `ptr`,
+        // and AVX-512 BW and VL, which the level includes. The conversion takes a register.
         unsafe { _mm512_cvtph_ps(load_wide_words(ptr, n)) }
     }
     #[inline(always)]
     unsafe fn v_store_f16(x: __m512, ptr: *mut u16, n: usize) {
-        // SAFETY: the caller guarantees `n` F16 at `ptr` and the instructions. Masked lanes
-        // are not accessed.
+        // SAFETY: the caller guarantees that `ptr` is writable for `n <= 16` F16. Sixteen are 32
+        // bytes, one store; otherwise the mask has the low `n` bits, and needs AVX-512 BW and VL,
+        // which the level includes.
         unsafe {
             let halves = _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x);
             if n == 16 {
@@ -331,8 +353,9 @@ impl Simd for Avx512 {
     }
     #[inline(always)]
     unsafe fn v_load_bf16(ptr: *const u16, n: usize) -> __m512 {
-        // SAFETY: the caller guarantees `n` BF16 at `ptr` and the instructions. Masked lanes
-        // are not accessed.
+        // SAFETY: `load_wide_words` has the contract of this function: `n <= 16` words at `ptr`,
+        // and AVX-512 BW and VL, which the level includes. The words are widened and shifted in
+        // registers.
         unsafe {
             let words = _mm512_cvtepu16_epi32(load_wide_words(ptr, n));
             _mm512_castsi512_ps(_mm512_slli_epi32::<16>(words))
@@ -354,53 +377,42 @@ impl Simd for Avx512 {
         v_round_even(a) -> Vector = _mm512_roundscale_ps::<NEAREST>;
         v_scale(a, n) -> Vector = _mm512_scalef_ps;
     }
-    #[inline(always)]
-    unsafe fn v_copysign(a: __m512, b: __m512) -> __m512 {
-        // SAFETY: the operands are registers. The caller guarantees the instructions.
-        unsafe {
+    register_fns! {
+        unsafe fn v_copysign(a: __m512, b: __m512) -> __m512 {
             let sign = _mm512_set1_ps(-0.0);
             _mm512_or_ps(_mm512_andnot_ps(sign, a), _mm512_and_ps(sign, b))
         }
-    }
-    #[inline(always)]
-    unsafe fn v_split(a: __m512) -> (__m512, __m512) {
-        // SAFETY: the operands are registers. The caller guarantees the instructions.
-        unsafe {
+
+        unsafe fn v_split(a: __m512) -> (__m512, __m512) {
             let bits = _mm512_castps_si512(a);
             let up = _mm512_add_epi32(bits, _mm512_set1_epi32(0x0040_0000));
             let e = _mm512_sub_epi32(_mm512_srli_epi32::<23>(up), _mm512_set1_epi32(127));
             let m = _mm512_sub_epi32(bits, _mm512_slli_epi32::<23>(e));
             (_mm512_castsi512_ps(m), _mm512_cvtepi32_ps(e))
         }
-    }
-    #[inline(always)]
-    unsafe fn v_lt(a: __m512, b: __m512) -> __mmask16 {
-        // SAFETY: the operands are registers. The caller guarantees the instructions.
-        unsafe { _mm512_cmp_ps_mask::<_CMP_LT_OQ>(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn v_le(a: __m512, b: __m512) -> __mmask16 {
-        // SAFETY: the operands are registers. The caller guarantees the instructions.
-        unsafe { _mm512_cmp_ps_mask::<_CMP_LE_OQ>(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn v_select(m: __mmask16, a: __m512, b: __m512) -> __m512 {
-        // SAFETY: the operands are registers. The caller guarantees the instructions.
-        unsafe { _mm512_mask_blend_ps(m, b, a) }
-    }
-    #[inline(always)]
-    unsafe fn v_sum(a: __m512) -> f32 {
-        // SAFETY: the operands are registers. The caller guarantees AVX-512, which includes
-        // AVX2.
-        unsafe {
+
+        unsafe fn v_lt(a: __m512, b: __m512) -> __mmask16 {
+            _mm512_cmp_ps_mask::<_CMP_LT_OQ>(a, b)
+        }
+
+        unsafe fn v_le(a: __m512, b: __m512) -> __mmask16 {
+            _mm512_cmp_ps_mask::<_CMP_LE_OQ>(a, b)
+        }
+
+        unsafe fn v_select(m: __mmask16, a: __m512, b: __m512) -> __m512 {
+            _mm512_mask_blend_ps(m, b, a)
+        }
+
+        unsafe fn v_sum(a: __m512) -> f32 {
             let high = _mm512_extractf32x8_ps(a, 1);
             Avx2::v_sum(_mm256_add_ps(_mm512_castps512_ps256(a), high))
         }
     }
     #[inline(always)]
     unsafe fn v_transpose(src: *const u8, src_stride: usize, dst: *mut u8, dst_stride: usize) {
-        // SAFETY: the caller guarantees `LANES` rows of one vector each at `src` and `dst`, without
-        // overlap, and the instructions. Loads and stores are unaligned.
+        // SAFETY: rows 0 to 15 are accessed, `src_stride` and `dst_stride` bytes apart, with one
+        // unaligned vector of 64 bytes each: the `LANES` words of a row. The caller guarantees
+        // these rows at `src` and `dst`, no overlap, and AVX-512 F.
         unsafe {
             let load = |p: *const u8| _mm512_loadu_si512(p.cast());
             let store = |p: *mut u8, v| _mm512_storeu_si512(p.cast(), v);

@@ -25,9 +25,9 @@ pub(super) fn quantizer(activation: Type, wide: bool) -> Option<QuantizeRow> {
 #[target_feature(enable = "avx2,f16c")]
 unsafe fn to_f16(src: *const f32, dst: *mut u8, n: usize) {
     const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT;
-    // SAFETY: the caller guarantees `n` floats at `src` and `2 * n` bytes at `dst`. Vectors are
-    // used for the first `whole <= n` elements; the last `n - whole < 8` are copied to and from
-    // arrays of eight on the stack.
+    // SAFETY: `src` is readable for `n` floats and `dst` writable for `n` F16, `2 * n` bytes.
+    // Vectors of eight are used up to `whole <= n`; the last `n - whole < 8` elements are copied to
+    // `tail` and from `bytes`, which have room for eight.
     unsafe {
         let whole = n / 8 * 8;
         for i in (0..whole).step_by(8) {
@@ -51,7 +51,8 @@ unsafe fn to_f16(src: *const f32, dst: *mut u8, n: usize) {
 #[target_feature(enable = "avx2")]
 unsafe fn to_bf16(src: *const f32, dst: *mut u8, n: usize) {
     for i in 0..n {
-        // SAFETY: `i < n`; the caller guarantees `n` elements. The compiler vectorises the loop.
+        // SAFETY: `i < n`: `src` is readable for `n` floats, and `dst` writable for `n` BF16 of two
+        // bytes. The write is unaligned. The compiler vectorises the loop.
         unsafe {
             dst.cast::<u16>()
                 .add(i)
@@ -65,8 +66,9 @@ unsafe fn to_bf16(src: *const f32, dst: *mut u8, n: usize) {
 #[target_feature(enable = "avx2,f16c")]
 unsafe fn to_q8_0(src: *const f32, dst: *mut u8, n: usize) {
     for g in 0..n / 32 {
-        // SAFETY: `g < n / 32`: the caller guarantees 32 floats of `src` and a block of `dst` for
-        // it.
+        // SAFETY: `g < n / 32`: float `32 g` of `src` begins 32 of its `n` floats, and `dst` is
+        // writable for `n / 32` blocks. A block has 34 bytes: two for the scale, then the 32 that
+        // `quantize_group` writes.
         unsafe {
             let block = dst.add(g * size_of::<BlockQ8_0>());
             let (d, _) = quantize_group(src.add(32 * g), block.add(2));
@@ -80,8 +82,9 @@ unsafe fn to_q8_0(src: *const f32, dst: *mut u8, n: usize) {
 #[target_feature(enable = "avx2,f16c")]
 unsafe fn to_q8_1(src: *const f32, dst: *mut u8, n: usize) {
     for g in 0..n / 32 {
-        // SAFETY: `g < n / 32`: the caller guarantees 32 floats of `src` and a block of `dst` for
-        // it.
+        // SAFETY: `g < n / 32`: float `32 g` of `src` begins 32 of its `n` floats, and `dst` is
+        // writable for `n / 32` blocks. A block has 36 bytes: two for the scale, two for the sum,
+        // then the 32 that `quantize_group` writes.
         unsafe {
             let block = dst.add(g * size_of::<BlockQ8_1>());
             let (d, sum) = quantize_group(src.add(32 * g), block.add(4));
@@ -99,8 +102,9 @@ unsafe fn to_q8_1(src: *const f32, dst: *mut u8, n: usize) {
 #[target_feature(enable = "avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
 unsafe fn to_q8_0_wide(src: *const f32, dst: *mut u8, n: usize) {
     for g in 0..n / 32 {
-        // SAFETY: `g < n / 32`: the caller guarantees 32 floats of `src` and a block of `dst` for
-        // it.
+        // SAFETY: `g < n / 32`: float `32 g` of `src` begins 32 of its `n` floats, and `dst` is
+        // writable for `n / 32` blocks. A block has 34 bytes: two for the scale, then the 32 that
+        // `quantize_group_wide` writes. This function has its features.
         unsafe {
             let block = dst.add(g * size_of::<BlockQ8_0>());
             let (d, _) = quantize_group_wide(src.add(32 * g), block.add(2));
@@ -114,8 +118,9 @@ unsafe fn to_q8_0_wide(src: *const f32, dst: *mut u8, n: usize) {
 #[target_feature(enable = "avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
 unsafe fn to_q8_1_wide(src: *const f32, dst: *mut u8, n: usize) {
     for g in 0..n / 32 {
-        // SAFETY: `g < n / 32`: the caller guarantees 32 floats of `src` and a block of `dst` for
-        // it.
+        // SAFETY: `g < n / 32`: float `32 g` of `src` begins 32 of its `n` floats, and `dst` is
+        // writable for `n / 32` blocks. A block has 36 bytes: two for the scale, two for the sum,
+        // then the 32 that `quantize_group_wide` writes. This function has its features.
         unsafe {
             let block = dst.add(g * size_of::<BlockQ8_1>());
             let (d, quants) = quantize_group_wide(src.add(32 * g), block.add(4));
@@ -130,12 +135,9 @@ unsafe fn to_q8_1_wide(src: *const f32, dst: *mut u8, n: usize) {
 }
 
 /// The half nearest to `value`.
-///
-/// # Safety
-/// F16C.
 #[inline]
 #[target_feature(enable = "f16c")]
-unsafe fn half_bits(value: f32) -> u16 {
+fn half_bits(value: f32) -> u16 {
     let halves = _mm_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(_mm_set_ss(value));
     _mm_extract_epi16::<0>(halves) as u16
 }
@@ -153,7 +155,8 @@ fn group_factor(amax: f32) -> f32 {
 #[inline]
 #[target_feature(enable = "avx2")]
 unsafe fn quantize_group(src: *const f32, quants: *mut u8) -> (f32, i32) {
-    // SAFETY: the caller guarantees 32 floats at `src`; the four vectors have eight each.
+    // SAFETY: four vectors of eight floats are the 32 that are readable at `src`. The loads are
+    // unaligned.
     let x = unsafe {
         [
             _mm256_loadu_ps(src),
@@ -174,7 +177,7 @@ unsafe fn quantize_group(src: *const f32, quants: *mut u8) -> (f32, i32) {
     // Packing works within 128-bit halves; the permutation restores the order of the words.
     let order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     let bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
-    // SAFETY: the caller guarantees 32 bytes at `quants`, the size of the vector.
+    // SAFETY: one unaligned store of 32 bytes, all of which are writable at `quants`.
     unsafe { _mm256_storeu_si256(quants.cast(), bytes) };
     let sums = _mm256_add_epi32(_mm256_add_epi32(q[0], q[1]), _mm256_add_epi32(q[2], q[3]));
     (amax / 127.0, sum_of_lanes(sums))
@@ -205,7 +208,8 @@ fn sum_of_lanes(v: __m256i) -> i32 {
 #[inline]
 #[target_feature(enable = "avx2,avx512f,avx512bw,avx512dq,avx512vl")]
 unsafe fn quantize_group_wide(src: *const f32, quants: *mut u8) -> (f32, __m512i) {
-    // SAFETY: the caller guarantees 32 floats at `src`; the two vectors have 16 each.
+    // SAFETY: two vectors of 16 floats are the 32 that are readable at `src`. The loads are
+    // unaligned.
     let (a, b) = unsafe { (_mm512_loadu_ps(src), _mm512_loadu_ps(src.add(16))) };
     let largest = _mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b));
     let high = _mm512_extractf32x8_ps::<1>(largest);
@@ -214,7 +218,7 @@ unsafe fn quantize_group_wide(src: *const f32, quants: *mut u8) -> (f32, __m512i
     // Conversion rounds to nearest, ties to even.
     let a = _mm512_cvtps_epi32(_mm512_mul_ps(a, factor));
     let b = _mm512_cvtps_epi32(_mm512_mul_ps(b, factor));
-    // SAFETY: the caller guarantees 32 bytes at `quants`; the two vectors have 16 each.
+    // SAFETY: two unaligned stores of 16 bytes are the 32 that are writable at `quants`.
     unsafe {
         _mm_storeu_si128(quants.cast(), _mm512_cvtsepi32_epi8(a));
         _mm_storeu_si128(quants.add(16).cast(), _mm512_cvtsepi32_epi8(b));
@@ -232,8 +236,10 @@ const MAGIC_ZERO: i32 = 0x0040_0000;
 #[target_feature(enable = "avx2")]
 unsafe fn to_q8_k(src: *const f32, dst: *mut u8, n: usize) {
     for b in 0..n / 256 {
-        // SAFETY: `b < n / 256`: the caller guarantees 256 floats of `src` and a block of `dst` for
-        // it. BlockQ8K is packed, so any address is aligned.
+        // SAFETY: `b < n / 256`: `src` is readable for the 256 floats of the block, and `dst`
+        // writable for `n / 256` blocks. `BlockQ8K` is packed, so any address is aligned, and
+        // consists of numbers, so any bytes are valid. The vectors of eight floats and of 16
+        // quants, and element `i + 7` at most, are inside the 256.
         unsafe {
             let src = src.add(256 * b);
             let block = &mut *dst.cast::<BlockQ8K>().add(b);
@@ -296,8 +302,11 @@ unsafe fn to_q8_k(src: *const f32, dst: *mut u8, n: usize) {
 #[target_feature(enable = "avx2,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 unsafe fn to_q8_k_wide(src: *const f32, dst: *mut u8, n: usize) {
     for b in 0..n / 256 {
-        // SAFETY: `b < n / 256`: the caller guarantees 256 floats of `src` and a block of `dst` for
-        // it. BlockQ8K is packed, so any address is aligned.
+        // SAFETY: `b < n / 256`: `src` is readable for the 256 floats of the block, and `dst`
+        // writable for `n / 256` blocks. `BlockQ8K` is packed, so any address is aligned, and
+        // consists of numbers, so any bytes are valid. The 16 vectors of 16 floats or quants are
+        // the 256 elements; so are the four of 64 quants. `bsums` has the 32 bytes of the last
+        // store.
         unsafe {
             let src = src.add(256 * b);
             let block = &mut *dst.cast::<BlockQ8K>().add(b);

@@ -6,10 +6,10 @@
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
 
-use super::int_simd::IntSimd;
+use super::int_simd::{IntSimd, prefetch_line};
 use super::panel::{self, Panel, Prefetch, Tile};
 use crate::gemm::kernel::GemmArgs;
-use crate::simd::{Avx512, Simd};
+use crate::simd::{Avx512, Simd, register_fns};
 
 /// The elements of `k` in a panel.
 const CHUNK: usize = 128;
@@ -25,7 +25,8 @@ const UNROLL: usize = 4;
 /// Weights that are loaded as bfloat16, two bytes each.
 ///
 /// # Safety
-/// The processor has AVX-512 BF16. `p` is readable for the weights that are loaded.
+/// The processor has AVX-512 BF16. `p` is readable for the weights that are loaded, two bytes each:
+/// 32, or `n`. No alignment is needed.
 pub(in crate::gemm) trait Bf16Weights: Copy + 'static {
     /// 32 weights whose bits are `halves`.
     unsafe fn round(halves: __m512i) -> __m512i;
@@ -33,15 +34,17 @@ pub(in crate::gemm) trait Bf16Weights: Copy + 'static {
     /// 32 weights.
     #[inline(always)]
     unsafe fn load(p: *const u8) -> __m512i {
-        // SAFETY: the caller guarantees 32 weights of two bytes at `p`, and the instructions.
+        // SAFETY: one vector of 64 bytes is the 32 weights that are readable at `p`. `round` takes
+        // it in a register and needs AVX-512 BF16, which the caller guarantees.
         unsafe { Self::round(Avx512::load_int(p)) }
     }
 
     /// `n < 32` weights, the rest 0.
     #[inline(always)]
     unsafe fn load_first(p: *const u8, n: usize) -> __m512i {
-        // SAFETY: the caller guarantees `n` weights at `p`, to which the mask limits the load, and
-        // the instructions.
+        // SAFETY: the mask has the low `n` of 32 bits, and a masked word is not accessed, so the
+        // `n` weights that are readable at `p` are read. The load needs AVX-512 BW and `round`
+        // AVX-512 BF16, which the caller guarantees.
         unsafe { Self::round(_mm512_maskz_loadu_epi16((1 << n) - 1, p.cast())) }
     }
 }
@@ -61,8 +64,8 @@ impl Bf16Weights for Bf16 {
 impl Bf16Weights for F16 {
     #[inline(always)]
     unsafe fn round(halves: __m512i) -> __m512i {
-        // SAFETY: the caller guarantees the instructions. `__m512bh` and `__m512i` have the same
-        // size, and every bit pattern is valid for both.
+        // SAFETY: `__m512bh` and `__m512i` both have 64 bytes, and every bit pattern is valid for
+        // both. The conversions take registers, and need AVX-512 BF16, which the caller guarantees.
         unsafe {
             let low = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
             let high = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
@@ -77,9 +80,9 @@ impl Bf16Weights for F16 {
 /// As [`crate::gemm::Gemm`], with AVX-512 BF16.
 #[inline(always)]
 pub(super) unsafe fn gemm<W: Bf16Weights>(call: &GemmArgs) {
-    // SAFETY: `call` is the unchanged argument of this function, whose caller guarantees the
-    // contract of `Gemm` and AVX-512 BF16. Row `r < call.rows` has `call.k` weights, and so has the
-    // only column.
+    // SAFETY: `panel::gemm` and `few` have the contract of this function for `call`, as it is. `r <
+    // call.rows`, so row `r` and the only column, `call.x`, are readable for `call.k` elements of
+    // two bytes, and `dst` is writable for float `r`. The caller guarantees AVX-512 BF16.
     unsafe {
         match call.cols {
             PANEL_COLS.. => panel::gemm::<Avx512, PairPanel<W>>(call),
@@ -108,8 +111,9 @@ unsafe fn few<W: Bf16Weights>(call: &GemmArgs) {
         let rows = if call.rows - r >= height { height } else { 1 };
         let mut c = 0;
         while c < call.cols {
-            // SAFETY: `R <= call.rows - r` and `C <= call.cols - c` in each arm. The caller
-            // guarantees the contract of `gemm` for the call.
+            // SAFETY: `tile::<R, C>(r, c)` is called only with `R = rows <= call.rows - r` and `C
+            // <= call.cols - c`. The rest of its contract is that of `gemm`, which the caller
+            // guarantees for `call`.
             c += unsafe {
                 match (rows, call.cols - c) {
                     (2, 8..) => tile::<W, 2, 8>(call, r, c),
@@ -133,8 +137,8 @@ unsafe fn few<W: Bf16Weights>(call: &GemmArgs) {
 /// The processor has AVX-512 BF16.
 #[inline(always)]
 unsafe fn dot(acc: __m512, a: __m512i, b: __m512i) -> __m512 {
-    // SAFETY: the caller guarantees the instruction. `__m512i` and `__m512bh` have the same size,
-    // and every bit pattern is valid for both.
+    // SAFETY: `__m512i` and `__m512bh` both have 64 bytes, and every bit pattern is valid for both.
+    // The product takes registers, and needs AVX-512 BF16, which the caller guarantees.
     unsafe {
         let a = std::mem::transmute::<__m512i, __m512bh>(a);
         let b = std::mem::transmute::<__m512i, __m512bh>(b);
@@ -148,8 +152,9 @@ unsafe fn dot(acc: __m512, a: __m512i, b: __m512i) -> __m512 {
 /// `row` and `x` are readable for `k` elements of two bytes. The processor has AVX-512 BF16.
 #[inline(always)]
 unsafe fn row_dot<W: Bf16Weights>(row: *const u8, x: *const u8, k: usize) -> f32 {
-    // SAFETY: the caller guarantees `k` elements at `row` and `x`. Whole vectors end at or before
-    // `k`; the mask limits the last load to the `k - i` elements that are left.
+    // SAFETY: `row` and `x` are readable for `k` elements. A vector of 32 elements is loaded from
+    // element `i` only if `i + 32 <= k`; the last mask has the low `k - i` bits, and a masked word
+    // is not accessed. The caller guarantees AVX-512 BF16.
     unsafe {
         let mut acc = [_mm512_setzero_ps(); UNROLL];
         let mut i = 0;
@@ -187,9 +192,10 @@ unsafe fn tile<W: Bf16Weights, const R: usize, const C: usize>(
     r: usize,
     c: usize,
 ) -> usize {
-    // SAFETY: the caller guarantees the rows from `r` to `r + R`, the columns from `c` to `c + C`,
-    // with `call.k` elements each, and their results. Whole vectors end at or before `k`; the mask
-    // limits the last load to the elements that are left.
+    // SAFETY: rows `r .. r + R` and columns `c .. c + C` are in the call, each readable for
+    // `call.k` elements. A whole vector is loaded from element `i` only if `i + 32 <= call.k`; the
+    // last loads are masked to `call.k - i`. `sums` has the 16 floats of a vector, and `R * C <=
+    // 16`. `dst` has a float for each row and column. The caller guarantees AVX-512 BF16.
     unsafe {
         let w = call.w.add(r * call.w_stride);
         let x = call.x.add(c * call.x_stride);
@@ -204,7 +210,7 @@ unsafe fn tile<W: Bf16Weights, const R: usize, const C: usize>(
                 let w = w.add(r * call.w_stride + 2 * i);
                 if c == 0 {
                     // The next rows at the same offset.
-                    _mm_prefetch::<_MM_HINT_T0>(w.wrapping_add(R * call.w_stride).cast());
+                    prefetch_line::<_MM_HINT_T0>(w.wrapping_add(R * call.w_stride));
                 }
                 let w = W::load(w);
                 for c in 0..C {
@@ -243,15 +249,13 @@ unsafe fn tile<W: Bf16Weights, const R: usize, const C: usize>(
     C
 }
 
-/// The sum of the lanes of each of 16 vectors, in two thirds of the instructions of 16 separate
-/// sums.
-///
-/// # Safety
-/// AVX-512.
-#[inline(always)]
-unsafe fn sum_each(v: [__m512; 16]) -> __m512 {
-    // SAFETY: the operands are registers. The caller guarantees AVX-512.
-    unsafe {
+register_fns! {
+    /// The sum of the lanes of each of 16 vectors, in two thirds of the instructions of 16 separate
+    /// sums.
+    ///
+    /// # Safety
+    /// AVX-512.
+    unsafe fn sum_each(v: [__m512; 16]) -> __m512 {
         // For each four vectors, the sums of their four 128-bit lanes.
         let mut fours = [_mm512_setzero_ps(); 4];
         for (i, four) in fours.iter_mut().enumerate() {
@@ -299,9 +303,10 @@ impl<W: Bf16Weights> Panel<Avx512> for PairPanel<W> {
 
     #[inline(always)]
     unsafe fn prepare(x: *const u8, start: usize, len: usize, column: *mut [u32; PAIRS]) {
-        // SAFETY: the caller guarantees `start + len` activations of two bytes at `x` and a
-        // writable column. `len <= CHUNK`, so `len` activations and the last pair are inside the
-        // `PAIRS` pairs.
+        // SAFETY: `x` is readable for `start + len` elements of two bytes, of which the last `len`
+        // are copied. `column` is a valid column, and `0 < len <= CHUNK = 2 * PAIRS`, so the copy
+        // and the last pair are inside it. `x` and `column` do not overlap: no one else accesses
+        // `column`.
         unsafe {
             (*column)[len.div_ceil(2) - 1] = 0;
             x.add(2 * start)
@@ -311,9 +316,11 @@ impl<W: Bf16Weights> Panel<Avx512> for PairPanel<W> {
 
     #[inline(always)]
     unsafe fn unpack(&mut self, call: &GemmArgs, row: usize, start: usize, len: usize) {
-        // SAFETY: `call.row` returns a row of the call, which has `call.k >= start + len` weights.
-        // The loads end at `len`. A row of `self.rows` has `CHUNK` elements, a multiple of the 32
-        // of a vector, and `len <= CHUNK`. `self.pairs` has `PAIRS` pairs of 32 rows.
+        // SAFETY: `call.row` returns a row of the call, readable for `call.k >= start + len`
+        // weights; the loads end at `start + len`. `len <= CHUNK`, a multiple of 32, so the stores
+        // are inside the `CHUNK` elements of `to`. `interleave` reads 32 rows of `CHUNK` elements
+        // and writes at most `PAIRS` pairs of 32 rows: `self.pairs`. The contract of `Panel`
+        // includes AVX-512.
         unsafe {
             for (r, to) in self.rows.iter_mut().enumerate() {
                 let from = call.row(row + r);
@@ -341,9 +348,10 @@ impl<W: Bf16Weights> Panel<Avx512> for PairPanel<W> {
         prefetch: &mut Prefetch,
     ) {
         let Tile { columns, sums, .. } = tile;
-        // SAFETY: `unpack` has filled `len` elements, so `len.div_ceil(2)` pairs, of the `P`
-        // vectors of rows of the panel. The caller guarantees `C` prepared columns of `PAIRS`
-        // pairs, and sums for them.
+        // SAFETY: pair `i < len.div_ceil(2) <= PAIRS` of the panel has 32 words, of which `P <= 2`
+        // vectors of 16 are read; `unpack` has written them. Column `c < C` of `columns` has
+        // `PAIRS` pairs. The contract of `Panel` includes `C` columns, their sums, and AVX-512
+        // BF16.
         unsafe {
             let mut acc = [[_mm512_setzero_ps(); C]; P];
             for p in 0..P {

@@ -1,6 +1,7 @@
 //! Decoding blocks of 32 weights, for the kernels that multiply their quants in 8 and in 16 bits.
 
 use std::arch::x86_64::*;
+use std::mem::offset_of;
 
 use super::block_simd::BlockSimd;
 use super::blocks::{Block32Kernel, Codes};
@@ -24,9 +25,9 @@ pub(super) const fn depth<S: BlockSimd>(max_quant: usize, words: usize) -> usize
 /// The bytes of a block of activations for weights of `B`, and the offset of its quants.
 pub(super) const fn activation<B: Block32Kernel>() -> (usize, usize) {
     if B::HAS_MIN {
-        (size_of::<BlockQ8_1>(), 4)
+        (size_of::<BlockQ8_1>(), offset_of!(BlockQ8_1, qs))
     } else {
-        (size_of::<BlockQ8_0>(), 2)
+        (size_of::<BlockQ8_0>(), offset_of!(BlockQ8_0, qs))
     }
 }
 
@@ -51,8 +52,9 @@ pub(super) unsafe fn chunk_scales<S: BlockSimd, B: Block32Kernel>(
     first: usize,
     groups: usize,
 ) -> (__m256, __m256) {
-    // SAFETY: both arms pass the arguments on; the caller guarantees the groups `first .. first +
-    // groups` of the row and the instructions.
+    // SAFETY: both arms ask for groups `first .. first + groups` of `row`, which the caller
+    // guarantees with `groups <= GROUPS`, and for the instructions of `S`. `GROUPS` is the value of
+    // `groups` in the first arm.
     unsafe {
         match groups {
             GROUPS => S::scales::<B>(row, first, GROUPS),
@@ -65,15 +67,17 @@ pub(super) unsafe fn chunk_scales<S: BlockSimd, B: Block32Kernel>(
 /// four elements `i`; `v` has these four elements of each row.
 ///
 /// # Safety
-/// As [`IntSimd::transpose_words`](super::int_simd::IntSimd::transpose_words), for each row.
+/// `rows` points to `S::LANES` pointers, each of which is readable for a block of `B` from byte
+/// `block` on. The processor has the instructions of `S`.
 #[inline(always)]
 pub(super) unsafe fn decode_words<S: BlockSimd, B: Block32Kernel>(
     rows: *const *const u8,
     block: usize,
     mut store: impl FnMut(usize, S::I),
 ) {
-    // SAFETY: the caller guarantees the block at offset `block` of each of the `S::LANES` rows. The
-    // 16 or 32 bytes of codes from `offset` on are inside the block.
+    // SAFETY: the block at byte `block` is readable in each of the `S::LANES` rows. `CODES` says
+    // where it has its codes: 16 bytes at `offset`, one call of `transpose_words`, or 32 bytes, two
+    // calls for 16 bytes each. The caller guarantees the rows and the instructions of `S`.
     unsafe {
         match B::CODES {
             Codes::Nibbles(offset) => {

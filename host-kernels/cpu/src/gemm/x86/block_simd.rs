@@ -4,13 +4,14 @@ use std::arch::x86_64::*;
 
 use super::blocks::{Block32Kernel, SuperBlockKernel};
 use super::int_simd::IntSimd;
-use crate::simd::{Avx512, Ymm};
+use crate::simd::{Avx512, Ymm, register_fns};
 
 /// How an instruction set unpacks blocks into vectors.
 ///
 /// # Safety
-/// Every function requires that the processor has the instructions of the type. `row` and `block`
-/// point to whole blocks of the format.
+/// Every function requires that the processor has the instructions of the type, as those of
+/// [`IntSimd`] do. `row` is as [`Block32Kernel`] requires it, for the groups that a function is
+/// asked for; `block` is as [`SuperBlockKernel`] requires it.
 #[allow(clippy::missing_safety_doc)] // see above
 pub(super) trait BlockSimd: IntSimd {
     /// [`BlockSimd::scales`] in the order of [`IntSimd::QUADS`].
@@ -45,20 +46,23 @@ impl BlockSimd for Avx512 {
         g: usize,
         n: usize,
     ) -> (__m256, __m256) {
-        // SAFETY: the caller guarantees `n` groups from `g` on in the row and the instructions.
+        // SAFETY: `Self::scales` reads the same `n <= 8` groups of `row` from `g` on and requires
+        // the same instructions. The order of `QUADS` is that of the groups.
         unsafe { Self::scales::<B>(row, g, n) }
     }
 
     #[inline(always)]
     unsafe fn groups<B: Block32Kernel>(row: *const u8, g: usize, last: usize) -> __m512i {
-        // SAFETY: the caller guarantees group `g` and the groups up to `last` in the row, and the
-        // instructions.
+        // SAFETY: groups `g` and `last` of `row` are readable and those between, so the one after
+        // `g`, at most `last`, is. The caller guarantees the AVX-512 of `pair`.
         unsafe { B::pair(row, g, (g + 1).min(last)) }
     }
 
     #[inline(always)]
     unsafe fn scales<B: Block32Kernel>(row: *const u8, g: usize, n: usize) -> (__m256, __m256) {
-        // SAFETY: the caller guarantees `n` groups from `g` on in the row and the instructions.
+        // SAFETY: `eight_scales` reads groups `g .. g + 8` of `row` and is called for `n = 8`;
+        // `scales` reads groups `g .. g + n`. The caller guarantees them, and the AVX-512 of the
+        // former.
         unsafe {
             match n {
                 8 => B::eight_scales(row, g),
@@ -69,7 +73,8 @@ impl BlockSimd for Avx512 {
 
     #[inline(always)]
     unsafe fn quants<B: SuperBlockKernel>(block: *const u8) -> [__m512i; 8] {
-        // SAFETY: the caller guarantees a whole block at `block` and the instructions.
+        // SAFETY: `quants_512` reads one block, which is readable at `block`. It needs AVX-512, as
+        // the zero vector does, and the caller guarantees it.
         unsafe {
             let [a, b, c, d] = B::quants_512(block);
             let zero = _mm512_setzero_si512();
@@ -84,8 +89,8 @@ impl BlockSimd for Avx512 {
 
     #[inline(always)]
     unsafe fn spread_superblock<B: SuperBlockKernel>(scales: __m256i, v: usize) -> __m512i {
-        // SAFETY: `B::SPREAD_512[v]` is one vector of indices. The caller guarantees the
-        // instructions.
+        // SAFETY: the load reads `SPREAD_512[v]`, 64 bytes of a constant, whose index is checked.
+        // The permutation of words needs AVX-512 BW, which the caller guarantees.
         unsafe {
             let lanes = _mm512_loadu_si512(B::SPREAD_512[v].as_ptr().cast());
             _mm512_permutexvar_epi16(lanes, _mm512_castsi256_si512(scales))
@@ -100,7 +105,9 @@ impl<const VNNI: bool> BlockSimd for Ymm<VNNI> {
         g: usize,
         n: usize,
     ) -> (__m256, __m256) {
-        // SAFETY: the caller guarantees `n` groups from `g` on in the row and the instructions.
+        // SAFETY: groups `g .. g + n` of `row` are readable. For `n = 8`, `QUADS` is the
+        // permutation of 0 to 7 that `scales_in_order` requires; otherwise `scales` reads the `n`
+        // groups. Both need AVX2 and F16C, which the caller guarantees.
         unsafe {
             if n == 8 {
                 return B::scales_in_order(row, g, Self::QUADS);
@@ -116,20 +123,22 @@ impl<const VNNI: bool> BlockSimd for Ymm<VNNI> {
 
     #[inline(always)]
     unsafe fn groups<B: Block32Kernel>(row: *const u8, g: usize, _: usize) -> __m256i {
-        // SAFETY: the caller guarantees group `g` and the groups up to `last` in the row, and the
-        // instructions.
+        // SAFETY: `single` reads group `g` of `row`, which is readable. It needs AVX2, which the
+        // caller guarantees.
         unsafe { B::single(row, g) }
     }
 
     #[inline(always)]
     unsafe fn scales<B: Block32Kernel>(row: *const u8, g: usize, n: usize) -> (__m256, __m256) {
-        // SAFETY: the caller guarantees `n` groups from `g` on in the row and the instructions.
+        // SAFETY: `B::scales` has the contract of this function: groups `g .. g + n` of `row` are
+        // readable, `n <= 8`, and the processor has AVX2 and F16C.
         unsafe { B::scales(row, g, n) }
     }
 
     #[inline(always)]
     unsafe fn quants<B: SuperBlockKernel>(block: *const u8) -> [__m256i; 8] {
-        // SAFETY: the caller guarantees a whole block at `block` and the instructions.
+        // SAFETY: `quants_256` reads one block, which is readable at `block`. It needs AVX2, which
+        // the caller guarantees.
         unsafe { B::quants_256(block) }
     }
 
@@ -138,11 +147,9 @@ impl<const VNNI: bool> BlockSimd for Ymm<VNNI> {
         i
     }
 
-    #[inline(always)]
-    unsafe fn spread_superblock<B: SuperBlockKernel>(scales: __m256i, v: usize) -> __m256i {
-        // Vector `v` is sub-block `v` of 32 elements, or sub-blocks `2 v` and `2 v + 1` of 16.
-        // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
-        unsafe {
+    register_fns! {
+        unsafe fn spread_superblock<B: SuperBlockKernel>(scales: __m256i, v: usize) -> __m256i {
+            // Vector `v` is sub-block `v` of 32 elements, or sub-blocks `2 v` and `2 v + 1` of 16.
             if B::SUB == 32 {
                 let both = _mm256_permute4x64_epi64(scales, 0b01_00_01_00);
                 let lane = _mm256_set1_epi16((2 * v + 256 * (2 * v + 1)) as i16);

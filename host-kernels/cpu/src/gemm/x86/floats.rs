@@ -1,9 +1,9 @@
 //! Products with F32, F16 and BF16, multiplied and summed in single precision.
 
-use std::arch::x86_64::*;
+use std::arch::x86_64::_MM_HINT_T1;
 use std::marker::PhantomData;
 
-use super::int_simd::IntSimd;
+use super::int_simd::{IntSimd, prefetch_line};
 use super::panel::{self, Panel, Prefetch, Tile};
 use super::scratch::{DECODED, PREPARED};
 use crate::gemm::kernel::GemmArgs;
@@ -18,7 +18,8 @@ pub(super) const PANEL_COLS: usize = 32;
 /// A float format as vectors of `f32`.
 ///
 /// # Safety
-/// The processor has the instructions of `S`. `p` is readable for the elements that are loaded.
+/// The processor has the instructions of `S`. `p` is readable for the elements that are loaded, of
+/// [`Float::BYTES`] bytes each: `S::LANES`, or `n`. No alignment is needed.
 pub(super) trait Float: Copy + 'static {
     /// Bytes of an element.
     const BYTES: usize;
@@ -29,8 +30,9 @@ pub(super) trait Float: Copy + 'static {
     #[inline(always)]
     unsafe fn load_first<S: IntSimd>(p: *const u8, n: usize) -> S::Vector {
         let mut elements = [0u8; 64];
-        // SAFETY: the caller guarantees `n < S::LANES <= 16` elements at `p`. An element has at
-        // most four bytes, so `elements` has a whole vector.
+        // SAFETY: the copy reads `n` elements, which are readable at `p`, and writes `n * BYTES`
+        // bytes: `n < S::LANES <= 16` and `BYTES <= 4`, so at most 60 of the 64 of `elements`.
+        // `load` reads at most 64. The caller guarantees the instructions of `S`.
         unsafe {
             p.copy_to_nonoverlapping(elements.as_mut_ptr(), n * Self::BYTES);
             Self::load::<S>(elements.as_ptr())
@@ -49,7 +51,8 @@ impl Float for F32 {
     const BYTES: usize = 4;
     #[inline(always)]
     unsafe fn load<S: IntSimd>(p: *const u8) -> S::Vector {
-        // SAFETY: the caller guarantees `S::LANES` elements at `p`, and the instructions.
+        // SAFETY: `v_load` reads `S::LANES` floats, which are readable at `p`, and has the
+        // instructions of `S` that this function has.
         unsafe { S::v_load(p.cast(), S::LANES) }
     }
 }
@@ -58,7 +61,8 @@ impl Float for F16 {
     const BYTES: usize = 2;
     #[inline(always)]
     unsafe fn load<S: IntSimd>(p: *const u8) -> S::Vector {
-        // SAFETY: the caller guarantees `S::LANES` elements at `p`, and the instructions.
+        // SAFETY: `v_load_f16` reads `S::LANES` F16, two bytes each, which are readable at `p`. Its
+        // conversion is among the instructions of `S`, which the caller guarantees.
         unsafe { S::v_load_f16(p.cast(), S::LANES) }
     }
 }
@@ -67,7 +71,8 @@ impl Float for Bf16 {
     const BYTES: usize = 2;
     #[inline(always)]
     unsafe fn load<S: IntSimd>(p: *const u8) -> S::Vector {
-        // SAFETY: the caller guarantees `S::LANES` elements at `p`, and the instructions.
+        // SAFETY: `v_load_bf16` reads `S::LANES` BF16, two bytes each, which are readable at `p`,
+        // and widens them with the instructions of `S`, which the caller guarantees.
         unsafe { S::v_load_bf16(p.cast(), S::LANES) }
     }
 }
@@ -78,8 +83,9 @@ impl Float for Bf16 {
 /// As [`crate::gemm::Gemm`], with the features of `S`.
 #[inline(always)]
 pub(super) unsafe fn gemm<S: IntSimd, T: Float>(call: &GemmArgs) {
-    // SAFETY: `call` is the unchanged argument of this function, whose caller guarantees the
-    // contract of `Gemm` and the features of `S`.
+    // SAFETY: `panel::gemm` and `rows` have the contract of this function: the `rows` rows and
+    // `cols` columns of `k` elements `T`, the results of `call`, and the features of `S`. `call` is
+    // passed on as it is.
     unsafe {
         if call.cols >= PANEL_COLS {
             panel::gemm::<S, FloatPanel<S, T>>(call);
@@ -96,9 +102,10 @@ pub(super) unsafe fn gemm<S: IntSimd, T: Float>(call: &GemmArgs) {
 /// The processor has the instructions of `S`.
 #[inline(always)]
 unsafe fn widen<S: IntSimd, T: Float>(x: *const u8, n: usize, padded: usize, to: *mut f32) {
-    // SAFETY: the caller guarantees `n` elements at `x` and `padded` floats at `to`. A load of a
-    // whole vector is made only if `S::LANES` elements are left, and `padded` is a multiple of
-    // `S::LANES`.
+    // SAFETY: `left = n - i` elements are readable from element `i` of `x` on: a whole vector is
+    // loaded only if at least `S::LANES` are left, otherwise `left`. `i < padded`, both multiples
+    // of `S::LANES`, so the store is inside the `padded` floats of `to`. The caller guarantees the
+    // instructions of `S`.
     unsafe {
         let mut i = 0;
         while i < padded {
@@ -122,8 +129,9 @@ unsafe fn widen<S: IntSimd, T: Float>(x: *const u8, n: usize, padded: usize, to:
 unsafe fn rows<S: IntSimd, T: Float>(call: &GemmArgs) {
     if call.cols == 1 {
         for r in 0..call.rows {
-            // SAFETY: `r < call.rows`: the caller guarantees `call.k` elements in the row and in
-            // the only column, and a float of `dst` for the row.
+            // SAFETY: `r < call.rows`, so the row is readable for `call.k` weights and `dst` is
+            // writable for float `r`. `call.x` is readable for the only column of `call.k`
+            // activations. The caller guarantees the features of `S`.
             unsafe {
                 let row = call.w.add(r * call.w_stride);
                 *call.dst.add(r) = dot::<S, T>(row, call.x, call.k);
@@ -131,11 +139,14 @@ unsafe fn rows<S: IntSimd, T: Float>(call: &GemmArgs) {
         }
         return;
     }
-    let padded_k = call.k.next_multiple_of(DEPTH);
+    // If `k` is 0 there is still one block ([`Block::all`]), which needs memory to point to.
+    let padded_k = call.k.max(1).next_multiple_of(DEPTH);
     let mut memory = PREPARED.take(call.cols * padded_k * size_of::<f32>());
     let columns = memory.as_mut_ptr().cast::<f32>();
-    // SAFETY: the caller guarantees `call.k` elements in each column, and a block ends at or before
-    // `call.k`. The memory has `DEPTH` floats for each block of each column, and `padded <= DEPTH`.
+    // SAFETY: a block ends at or before `call.k`, so its `len` elements of column `c` are readable.
+    // `columns` has `DEPTH` floats for each block of each column, and `padded <= DEPTH`. `few` gets
+    // the columns after all blocks are written. The caller guarantees the rest of the contract of
+    // `few`.
     unsafe {
         for block in Block::all(call) {
             let padded = block.len.next_multiple_of(S::LANES);
@@ -212,9 +223,10 @@ unsafe fn few<S: IntSimd, T: Float>(call: &GemmArgs, columns: *const f32) {
     };
     for first in (0..call.rows).step_by(FEW_ROWS) {
         let rows = FEW_ROWS.min(call.rows - first);
-        // SAFETY: `first + r + R <= call.rows` in each arm. `sums` has a vector for each of
-        // `FEW_ROWS` rows and each column. `call.row(first)` has `call.k > block.end()` elements
-        // where an offset is added to it.
+        // SAFETY: `tiles.row::<R>(r)` is called only with `R <= rows - r`, so `first + r + R <=
+        // call.rows`. `sums` has a vector for each of `FEW_ROWS` rows and each column.
+        // `call.row(first)` has more than `block.end()` elements where that offset is added. The
+        // caller guarantees `columns` and the contract of `Gemm`.
         unsafe {
             for block in Block::all(call) {
                 let mut tiles = Tiles {
@@ -287,8 +299,7 @@ impl Tiles<'_> {
         while self.pending >= self.tiles_per_row {
             self.pending -= self.tiles_per_row;
             let line = self.next.wrapping_add(64 * self.line);
-            // SAFETY: a prefetch is a hint, which accesses no memory. Any address is allowed.
-            unsafe { _mm_prefetch::<_MM_HINT_T1>(line.cast()) };
+            prefetch_line::<_MM_HINT_T1>(line);
             self.line += 1;
             if self.line == self.lines {
                 self.line = 0;
@@ -305,8 +316,8 @@ impl Tiles<'_> {
     unsafe fn row<S: IntSimd, T: Float, const R: usize>(&mut self, r: usize) -> usize {
         let mut c = 0;
         while c < self.call.cols {
-            // SAFETY: the caller guarantees `R` rows from `r` on, and each arm multiplies at most
-            // the columns that are left.
+            // SAFETY: `tile::<R, C>(r, c)` is called only with `C <= call.cols - c`. The caller
+            // guarantees the rows, `first + r + R <= call.rows`, and the contract of `few`.
             unsafe {
                 c += match self.call.cols - c {
                     WIDE_COLUMNS.. if S::LANES == 16 && R <= 3 => {
@@ -332,9 +343,11 @@ impl Tiles<'_> {
         c: usize,
     ) -> usize {
         let Tiles { call, block, .. } = *self;
-        // SAFETY: the caller guarantees the rows, the columns, which are padded to whole vectors,
-        // and the floats of `dst`. `self.sums` has a vector for each row and column; the block
-        // before this one has written the sums that are read.
+        // SAFETY: rows `first + r .. first + r + R` and columns `c .. c + C` are in the call, and
+        // `dst` has a float for each. Vectors of weights end at or before `block.len`; those of
+        // `columns` may end in the padding. `sums` has a vector for each row and column, and the
+        // block before this one has written those that are read. The caller guarantees the rest of
+        // the contract of `few`.
         unsafe {
             let w = call
                 .w
@@ -407,8 +420,9 @@ const UNROLL: usize = 4;
 /// `row` and `x` are readable for `k` elements. The processor has the instructions of `S`.
 #[inline(always)]
 unsafe fn dot<S: IntSimd, T: Float>(row: *const u8, x: *const u8, k: usize) -> f32 {
-    // SAFETY: the caller guarantees `k` elements at `row` and `x`. Whole vectors end at or before
-    // `k`; `load_first` reads the elements that are left.
+    // SAFETY: every vector of `row` and `x` starts at an element `i < k`. A whole vector is loaded
+    // only if `S::LANES` elements are left, otherwise `load_first` reads those that are. The caller
+    // guarantees `k` elements at both, and the instructions of `S`.
     unsafe {
         let mut acc = [S::v_splat(0.0); UNROLL];
         let mut i = 0;
@@ -464,8 +478,9 @@ impl<S: IntSimd, T: Float> Panel<S> for FloatPanel<S, T> {
 
     #[inline(always)]
     unsafe fn prepare(x: *const u8, start: usize, len: usize, column: *mut [f32; CHUNK]) {
-        // SAFETY: the caller guarantees `start + len` activations at `x`. `padded <= CHUNK`, a
-        // multiple of `S::LANES`, so the column has `padded` floats.
+        // SAFETY: `x` is readable for `start + len` elements, of which `widen` reads the last
+        // `len`. `padded <= CHUNK`, because `S::LANES` divides `CHUNK`, so the `CHUNK` floats of
+        // `column` have room. The contract of `Panel` includes the instructions of `S`.
         unsafe {
             let padded = len.next_multiple_of(S::LANES);
             widen::<S, T>(x.add(start * T::BYTES), len, padded, column.cast());
@@ -474,9 +489,10 @@ impl<S: IntSimd, T: Float> Panel<S> for FloatPanel<S, T> {
 
     #[inline(always)]
     unsafe fn unpack(&mut self, call: &GemmArgs, row: usize, start: usize, len: usize) {
-        // SAFETY: `call.row` returns a row of the call, which has `call.k >= start + len` weights.
-        // `padded <= CHUNK`, the floats of a row of `self.rows`; `2 * S::LANES <= 32` rows fit, and
-        // `self.elements` has `CHUNK` elements of 32 rows.
+        // SAFETY: `call.row` returns a row of the call, readable for `call.k >= start + len`
+        // weights. `padded <= CHUNK` floats fit row `r` of `self.rows`, `r < 2 * S::LANES <= 32`.
+        // `interleave` reads these rows up to `padded` words and writes as many elements of `2 *
+        // S::LANES` words to `self.elements`, which has `CHUNK` of 32.
         unsafe {
             let padded = len.next_multiple_of(S::LANES);
             for r in 0..2 * S::LANES {
@@ -503,8 +519,9 @@ impl<S: IntSimd, T: Float> Panel<S> for FloatPanel<S, T> {
         prefetch: &mut Prefetch,
     ) {
         let Tile { columns, sums, .. } = tile;
-        // SAFETY: `unpack` has filled `len` elements of `P` vectors of rows of the panel. The
-        // caller guarantees `C` prepared columns of `CHUNK` floats, and their sums.
+        // SAFETY: element `i < len <= CHUNK` of the panel has `P * S::LANES` floats, written by
+        // `unpack` with `P == VECTORS`. Column `c < C` of `columns` has `CHUNK` floats. The
+        // contract of `Panel` includes `C` columns, their sums, and the instructions of `S`.
         unsafe {
             let mut acc = [[S::v_splat(0.0); C]; P];
             for p in 0..P {

@@ -44,8 +44,9 @@ pub(super) const ELEMENTS: usize = CHUNK;
 /// [`round_column`].
 #[inline(always)]
 pub(super) unsafe fn gemm<S: BlockSimd, W: Float>(call: &GemmArgs) {
-    // SAFETY: `call` is the unchanged argument of this function, whose caller guarantees the
-    // contract of `Gemm`, activations of `round_column`, and the features of `S`.
+    // SAFETY: `panel::gemm` requires the contract of `Gemm` for `call`, as it is, with columns that
+    // `Rounded::prepare` can read: those of `round_column`. The caller guarantees both, and the
+    // features of `S`.
     unsafe { panel::gemm::<S, I16Panel<S, Rounded<W>>>(call) }
 }
 
@@ -59,9 +60,10 @@ pub(super) unsafe fn round_column<S: BlockSimd>(from: *const f32, to: *mut u8, k
     let to = to.cast::<I16Column>();
     for chunk in 0..k.div_ceil(CHUNK) {
         let start = chunk * CHUNK;
-        // SAFETY: the caller guarantees `k` floats at `from` and `column_bytes(k)` bytes at `to`,
-        // which is `size_of::<I16Column>()` bytes for each chunk. The column may be unaligned, so
-        // it is only accessed through raw pointers, unaligned.
+        // SAFETY: `from` is readable for `k` floats, and `start + len <= k`. `to` is writable for
+        // `size_of::<I16Column>()` bytes for each chunk: `len <= CHUNK` integers and a scale for
+        // each group. The column may be unaligned, so it is accessed only through raw pointers, and
+        // `round` needs no alignment.
         unsafe {
             let column = to.add(chunk);
             let (pairs, scales) = (&raw mut (*column).pairs, &raw mut (*column).scales);
@@ -87,9 +89,10 @@ unsafe fn round<S: BlockSimd, T: Float>(
     scales: *mut f32,
 ) {
     let whole = len / GROUP;
-    // SAFETY: the caller guarantees `len` elements at `from`, and memory for `len.div_ceil(GROUP)`
-    // groups at `to` and `scales`. The last `left < GROUP` elements are copied to an array on the
-    // stack with `GROUP` elements of the widest type.
+    // SAFETY: `from` is readable for `len` elements: `g < whole`, so group `g` has `GROUP`, and
+    // after the whole groups `left < GROUP` are copied to `group`, which has room for `GROUP`
+    // elements of up to four bytes. `to` and `scales` have room for `len.div_ceil(GROUP)` groups.
+    // The caller guarantees the instructions of `S`.
     unsafe {
         for g in 0..whole {
             let to = to.add(2 * g * GROUP);
@@ -116,8 +119,9 @@ unsafe fn round<S: BlockSimd, T: Float>(
 /// As [`round`], for `GROUP` elements.
 #[inline(always)]
 unsafe fn round_group<S: BlockSimd, T: Float>(from: *const u8, to: *mut u8) -> f32 {
-    // SAFETY: the caller guarantees `GROUP` elements at `from` and `2 * GROUP` bytes at `to`.
-    // `GROUP / S::LANES` vectors are one group, and half as many vectors of 16-bit integers.
+    // SAFETY: `GROUP / S::LANES` vectors, two or four, are the `GROUP` elements that are readable
+    // at `from`. Half as many vectors of 16-bit integers are the `2 * GROUP` bytes that are
+    // writable at `to`. The caller guarantees the instructions of `S`.
     unsafe {
         let mut x = [S::v_splat(0.0); 4];
         let vectors = GROUP / S::LANES;
@@ -189,9 +193,9 @@ impl<W: Float> Source for Rounded<W> {
     unsafe fn prepare(x: *const u8, start: usize, _: usize, column: *mut I16Column) {
         // The copy is adjacent to the same chunk of the other columns. Without the copy, the
         // columns would be whole pages apart.
-        // SAFETY: the caller guarantees a column of `round_column` at `x`, which has whole chunks,
-        // so the chunk at `column_bytes(start)` is readable. The copy is by bytes, for any
-        // alignment.
+        // SAFETY: `x` is readable for a column of `round_column`, which has a whole `I16Column` for
+        // each chunk, so the one at `column_bytes(start)` is readable. `column` is writable for
+        // one, and no one else accesses it. The copy is by bytes, for any alignment.
         unsafe {
             let chunk = x.add(column_bytes(start));
             let bytes = size_of::<I16Column>();
@@ -207,9 +211,10 @@ impl<W: Float> Source for Rounded<W> {
         start: usize,
         len: usize,
     ) {
-        // SAFETY: `call.row` returns a row of the call, which has `call.k >= start + len` weights.
-        // `len <= CHUNK` integers and their scales fit a row of `panel.rows` and of
-        // `panel.row_scales`. Interleaving rounds up to whole vectors, which both arrays have.
+        // SAFETY: `call.row` returns a row of the call, readable for `call.k >= start + len`
+        // weights. `len <= CHUNK`, so `round` writes at most `CHUNK` integers and `GROUPS` scales:
+        // a row of `panel.rows` has as many, one of `panel.row_scales` 16. `interleave` reads 32
+        // such rows, whole vectors of words, and writes at most `CHUNK / 2` pairs.
         unsafe {
             for r in 0..VECTORS * S::LANES {
                 let from = call.row(row + r);
@@ -234,8 +239,9 @@ impl<S: BlockSimd, W> I16Panel<S, W> {
     pub(super) unsafe fn set_pairs(&mut self, pair: usize, v: usize, pairs: S::I) {
         debug_assert!(pair < CHUNK / 2 && v < VECTORS);
         let to = self.pairs.as_mut_ptr().cast::<u32>();
-        // SAFETY: `self.pairs` has `CHUNK / 2` times 32 words, and `VECTORS * S::LANES <= 32`, so
-        // the vector is inside the array.
+        // SAFETY: `pair < CHUNK / 2` and `v < VECTORS`, so the vector ends at or before word
+        // `VECTORS * S::LANES * CHUNK / 2`, and `self.pairs` has `32 * CHUNK / 2` words, at least
+        // as many. The caller guarantees the instructions of `S`.
         unsafe { S::store_int(to.add((VECTORS * pair + v) * S::LANES).cast(), pairs) }
     }
 
@@ -253,9 +259,9 @@ impl<S: BlockSimd, W> I16Panel<S, W> {
     pub(super) unsafe fn interleave_scales(&mut self, groups: usize) {
         let rows = self.row_scales.as_ptr().cast();
         let scales = self.scales.as_mut_ptr().cast();
-        // SAFETY: `row_scales` has 32 rows of 64 bytes, and `scales` has 16 groups of 32 rows;
-        // `groups` rounded up to whole vectors is at most 16. The caller guarantees the
-        // instructions.
+        // SAFETY: the source has `VECTORS * S::LANES <= 32` rows of 16 floats, 64 bytes apart, and
+        // `groups <= GROUPS = 8`, rounded up to whole vectors, is at most 16. The destination has
+        // 16 groups of 32 rows. The caller guarantees the instructions of `S`.
         unsafe { panel::interleave::<S>(rows, 64, groups, VECTORS, scales) }
     }
 }
@@ -281,15 +287,15 @@ impl<S: BlockSimd, W: Source> Panel<S> for I16Panel<S, W> {
 
     #[inline(always)]
     unsafe fn prepare(x: *const u8, start: usize, len: usize, column: *mut I16Column) {
-        // SAFETY: the arguments are those of this function: the contract of `Source::prepare` is
-        // that of `Panel::prepare`.
+        // SAFETY: `Source::prepare` has the contract of `Panel::prepare`: a column of `start + len`
+        // activations at `x`, and a valid `column` that no one else accesses.
         unsafe { W::prepare(x, start, len, column) }
     }
 
     #[inline(always)]
     unsafe fn unpack(&mut self, call: &GemmArgs, row: usize, start: usize, len: usize) {
-        // SAFETY: the arguments are those of this function: the contract of `Source::unpack` is
-        // that of `Panel::unpack`.
+        // SAFETY: `Source::unpack` has the contract of `Panel::unpack`: that of `Gemm` for `call`,
+        // `row < call.rows`, and a chunk that ends at or before `call.k`.
         unsafe { W::unpack::<S>(self, call, row, start, len) }
     }
 
@@ -303,8 +309,10 @@ impl<S: BlockSimd, W: Source> Panel<S> for I16Panel<S, W> {
     ) {
         let Tile { columns, sums, .. } = tile;
         let height = P * S::LANES;
-        // SAFETY: `unpack` has filled `len.div_ceil(GROUP)` groups of `P` vectors of rows of the
-        // panel. The caller guarantees `C` prepared columns with as many groups, and their sums.
+        // SAFETY: group `g < len.div_ceil(GROUP) <= GROUPS` of the panel has `GROUP / 2` pairs and
+        // a scale for each of `P * S::LANES` rows, written by `unpack` with `P == VECTORS`. Column
+        // `c < C` of `columns` has as many groups. The contract of `Panel` includes `C` columns,
+        // their sums, and the instructions of `S`.
         unsafe {
             let mut acc = [[S::v_splat(0.0); C]; P];
             for p in 0..P {

@@ -8,17 +8,28 @@
 
 use std::arch::x86_64::*;
 
-use crate::simd::{Avx2, Avx512, Simd, Ymm};
+use crate::simd::{Avx2, Avx512, Simd, Ymm, register_fns};
 
 /// Distance of the software prefetch of weights in bytes: one page, because the hardware prefetcher
 /// stops at the end of a page.
 const PREFETCH_DISTANCE: usize = 4096;
 
+/// Prefetches the cache line of `p`, which may be any address. `HINT` is `_MM_HINT_T0` for all
+/// levels of the cache, `_MM_HINT_T1` for the L2 cache.
+#[inline(always)]
+pub(super) fn prefetch_line<const HINT: i32>(p: *const u8) {
+    // SAFETY: a prefetch is a hint: it neither reads nor writes memory, and an address that is not
+    // mapped has no effect. SSE, which has the instruction, is part of x86-64.
+    unsafe { _mm_prefetch::<HINT>(p.cast()) }
+}
+
 /// Integer operations of an instruction set, beside the operations on `f32` of [`Simd`].
 ///
 /// # Safety
-/// Every function requires that the processor has the instructions of the type. Functions that take
-/// pointers require memory of one vector behind them, unless they say otherwise, without alignment.
+/// Every function requires that the processor has the instructions of the type: those of the levels
+/// `Avx2` or `Avx2Vnni` for [`Ymm`], those of `Avx512` for [`Avx512`]
+/// ([`Level`](crate::isa::Level)). Functions with a pointer document what else they require. No
+/// alignment is needed.
 #[allow(clippy::missing_safety_doc)] // see above
 pub(super) trait IntSimd: Simd {
     /// Groups of 32 bytes in a vector.
@@ -43,13 +54,20 @@ pub(super) trait IntSimd: Simd {
     #[inline(always)]
     unsafe fn prefetch(p: *const u8, bytes: usize) {
         for i in (0..bytes).step_by(64) {
-            // SAFETY: a prefetch is a hint, which accesses no memory. Any address is allowed.
-            unsafe { _mm_prefetch::<_MM_HINT_T1>(p.wrapping_add(PREFETCH_DISTANCE + i).cast()) }
+            prefetch_line::<_MM_HINT_T1>(p.wrapping_add(PREFETCH_DISTANCE + i));
         }
     }
 
     unsafe fn zero_int() -> Self::I;
+    /// The vector at `p`.
+    ///
+    /// # Safety
+    /// `p` is readable for a vector: `4 * LANES` bytes.
     unsafe fn load_int(p: *const u8) -> Self::I;
+    /// Writes a vector to `p`.
+    ///
+    /// # Safety
+    /// `p` is writable for a vector: `4 * LANES` bytes.
     unsafe fn store_int(p: *mut u8, v: Self::I);
     /// Every lane the same 32 bits.
     unsafe fn splat_int(bits: u32) -> Self::I;
@@ -129,6 +147,9 @@ pub(super) trait IntSimd: Simd {
     unsafe fn add_128(v: Self::I) -> Self::I;
     /// The four words at byte `offset` of each of `LANES` rows. Vector `j` has word `j` of each
     /// row.
+    ///
+    /// # Safety
+    /// `rows` points to `LANES` pointers, each of which is readable for 16 bytes from `offset` on.
     unsafe fn transpose_words(rows: *const *const u8, offset: usize) -> [Self::I; 4];
 
     /// The order of the scales of eight groups for which [`IntSimd::spread_quads`] is one
@@ -136,19 +157,10 @@ pub(super) trait IntSimd: Simd {
     const QUADS: [usize; 8];
     /// A vector of pieces of 16 bytes, `stride` bytes apart from `p` on. Pieces after piece `last`
     /// repeat piece `last`.
+    ///
+    /// # Safety
+    /// `p` is readable for 16 bytes at each of the pieces 0 to `last` of the vector.
     unsafe fn load_quads(p: *const u8, stride: usize, last: usize) -> Self::I;
-}
-
-/// Functions of [`IntSimd`] whose operands are registers.
-macro_rules! register_ops {
-    ($(fn $name:ident($($arg:tt: $ty:ty),* $(,)?) -> $ret:ty = $body:expr;)*) => {$(
-        #[inline(always)]
-        unsafe fn $name($($arg: $ty),*) -> $ret {
-            // SAFETY: the operands are registers and values; no memory is accessed. The caller
-            // guarantees the instructions of the level.
-            unsafe { $body }
-        }
-    )*};
 }
 
 impl IntSimd for Avx512 {
@@ -159,61 +171,134 @@ impl IntSimd for Avx512 {
 
     type I = __m512i;
 
-    register_ops! {
-        fn zero_int() -> __m512i = _mm512_setzero_si512();
-        fn splat_int(bits: u32) -> __m512i = _mm512_set1_epi32(bits as i32);
-        fn sub_int(a: __m512i, b: __m512i) -> __m512i = _mm512_sub_epi32(a, b);
-        fn dot(acc: __m512i, quants: __m512i, x: __m512i) -> __m512i = _mm512_dpbusd_epi32(acc, quants, x);
-        fn dot_wide(acc: __m512i, quants: __m512i, x: __m512i) -> __m512i = _mm512_dpbusd_epi32(acc, quants, x);
-        fn dot_with_magnitudes(acc: __m512i, quants: __m512i, x: __m512i, _: __m512i) -> __m512i = Self::dot_signed(acc, quants, x);
-        fn magnitudes(x: __m512i) -> __m512i = _mm512_abs_epi8(x);
-        fn multiply_pairs(quants: __m512i, x: __m512i) -> __m512i = _mm512_maddubs_epi16(quants, x);
-        fn add_i16(a: __m512i, b: __m512i) -> __m512i = _mm512_add_epi16(a, b);
-        fn add_i16_pairs(acc: __m512i, pairs: __m512i) -> __m512i = _mm512_add_epi32(acc, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
-        fn low_nibbles(v: __m512i) -> __m512i = _mm512_and_si512(v, _mm512_set1_epi8(15));
-        fn high_nibbles(v: __m512i) -> __m512i = _mm512_and_si512(_mm512_srli_epi16(v, 4), _mm512_set1_epi8(15));
-        fn add_128(v: __m512i) -> __m512i = _mm512_xor_si512(v, _mm512_set1_epi8(-128));
-        fn dot_pairs(acc: __m512i, a: __m512i, b: __m512i) -> __m512i = _mm512_dpwssd_epi32(acc, a, b);
-        fn dot_scaled(acc: __m512i, quants: __m512i, x: __m512i, scales: __m512i) -> __m512i = _mm512_dpwssd_epi32(acc, _mm512_maddubs_epi16(quants, x), scales);
-        fn widen(v: __m256i) -> __m512i = _mm512_zextsi256_si512(v);
-        fn halves(v: __m512i) -> [__m256i; 2] = [_mm512_castsi512_si256(v), _mm512_extracti64x4_epi64(v, 1)];
-        fn to_floats(v: __m512i) -> __m512 = _mm512_cvtepi32_ps(v);
-        fn larger_magnitudes(acc: __m512i, v: __m512) -> __m512i = _mm512_max_epi32(acc, _mm512_castps_si512(_mm512_abs_ps(v)));
-        fn largest(v: __m512i) -> u32 = _mm512_reduce_max_epi32(v) as u32;
-        fn to_i16(a: __m512, b: __m512) -> __m512i = _mm512_packs_epi32(_mm512_cvtps_epi32(a), _mm512_cvtps_epi32(b));
-        fn second_halves(first: __m512, second: __m512) -> __m512 = _mm512_mask_mov_ps(first, 0xf0f0, second);
+    register_fns! {
+        unsafe fn zero_int() -> __m512i {
+            _mm512_setzero_si512()
+        }
+
+        unsafe fn splat_int(bits: u32) -> __m512i {
+            _mm512_set1_epi32(bits as i32)
+        }
+
+        unsafe fn sub_int(a: __m512i, b: __m512i) -> __m512i {
+            _mm512_sub_epi32(a, b)
+        }
+
+        unsafe fn dot(acc: __m512i, quants: __m512i, x: __m512i) -> __m512i {
+            _mm512_dpbusd_epi32(acc, quants, x)
+        }
+
+        unsafe fn dot_wide(acc: __m512i, quants: __m512i, x: __m512i) -> __m512i {
+            _mm512_dpbusd_epi32(acc, quants, x)
+        }
+
+        unsafe fn dot_with_magnitudes(
+            acc: __m512i,
+            quants: __m512i,
+            x: __m512i,
+            _: __m512i,
+        ) -> __m512i {
+            Self::dot_signed(acc, quants, x)
+        }
+
+        unsafe fn magnitudes(x: __m512i) -> __m512i {
+            _mm512_abs_epi8(x)
+        }
+
+        unsafe fn multiply_pairs(quants: __m512i, x: __m512i) -> __m512i {
+            _mm512_maddubs_epi16(quants, x)
+        }
+
+        unsafe fn add_i16(a: __m512i, b: __m512i) -> __m512i {
+            _mm512_add_epi16(a, b)
+        }
+
+        unsafe fn add_i16_pairs(acc: __m512i, pairs: __m512i) -> __m512i {
+            _mm512_add_epi32(acc, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)))
+        }
+
+        unsafe fn low_nibbles(v: __m512i) -> __m512i {
+            _mm512_and_si512(v, _mm512_set1_epi8(15))
+        }
+
+        unsafe fn high_nibbles(v: __m512i) -> __m512i {
+            _mm512_and_si512(_mm512_srli_epi16(v, 4), _mm512_set1_epi8(15))
+        }
+
+        unsafe fn add_128(v: __m512i) -> __m512i {
+            _mm512_xor_si512(v, _mm512_set1_epi8(-128))
+        }
+
+        unsafe fn dot_pairs(acc: __m512i, a: __m512i, b: __m512i) -> __m512i {
+            _mm512_dpwssd_epi32(acc, a, b)
+        }
+
+        unsafe fn dot_scaled(
+            acc: __m512i,
+            quants: __m512i,
+            x: __m512i,
+            scales: __m512i,
+        ) -> __m512i {
+            _mm512_dpwssd_epi32(acc, _mm512_maddubs_epi16(quants, x), scales)
+        }
+
+        unsafe fn widen(v: __m256i) -> __m512i {
+            _mm512_zextsi256_si512(v)
+        }
+
+        unsafe fn halves(v: __m512i) -> [__m256i; 2] {
+            [_mm512_castsi512_si256(v), _mm512_extracti64x4_epi64(v, 1)]
+        }
+
+        unsafe fn to_floats(v: __m512i) -> __m512 {
+            _mm512_cvtepi32_ps(v)
+        }
+
+        unsafe fn larger_magnitudes(acc: __m512i, v: __m512) -> __m512i {
+            _mm512_max_epi32(acc, _mm512_castps_si512(_mm512_abs_ps(v)))
+        }
+
+        unsafe fn largest(v: __m512i) -> u32 {
+            _mm512_reduce_max_epi32(v) as u32
+        }
+
+        unsafe fn to_i16(a: __m512, b: __m512) -> __m512i {
+            _mm512_packs_epi32(_mm512_cvtps_epi32(a), _mm512_cvtps_epi32(b))
+        }
+
+        unsafe fn second_halves(first: __m512, second: __m512) -> __m512 {
+            _mm512_mask_mov_ps(first, 0xf0f0, second)
+        }
     }
 
     #[inline(always)]
     unsafe fn load_int(p: *const u8) -> __m512i {
-        // SAFETY: the caller guarantees one readable vector at `p` and the instruction.
+        // SAFETY: one load of 64 bytes, all of which the caller guarantees to be readable at `p`.
+        // AVX-512 F, which the caller guarantees, has the instruction.
         unsafe { _mm512_loadu_si512(p.cast()) }
     }
     #[inline(always)]
     unsafe fn store_int(p: *mut u8, v: __m512i) {
-        // SAFETY: the caller guarantees one writable vector at `p` and the instruction.
+        // SAFETY: one store of 64 bytes, all of which the caller guarantees to be writable at `p`.
+        // AVX-512 F, which the caller guarantees, has the instruction.
         unsafe { _mm512_storeu_si512(p.cast(), v) }
     }
-    #[inline(always)]
-    unsafe fn dot_signed(acc: __m512i, quants: __m512i, x: __m512i) -> __m512i {
-        // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
-        unsafe {
+    register_fns! {
+        unsafe fn dot_signed(acc: __m512i, quants: __m512i, x: __m512i) -> __m512i {
             let negative = _mm512_movepi8_mask(quants);
             let x = _mm512_mask_sub_epi8(x, negative, _mm512_setzero_si512(), x);
             _mm512_dpbusd_epi32(acc, _mm512_abs_epi8(quants), x)
         }
-    }
-    #[inline(always)]
-    unsafe fn widen_pairs(v: __m512i) -> [__m512i; 2] {
-        // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
-        unsafe {
+
+        unsafe fn widen_pairs(v: __m512i) -> [__m512i; 2] {
             let first = _mm512_srai_epi16(_mm512_slli_epi16(v, 8), 8);
             [first, _mm512_srai_epi16(v, 8)]
         }
     }
     #[inline(always)]
     unsafe fn look_up(table: [u8; 16], v: __m512i) -> __m512i {
-        // SAFETY: `table` has the 16 bytes that are loaded. The caller guarantees the instructions.
+        // SAFETY: the load reads the 16 bytes of `table`, a variable of this function. The shuffle
+        // needs AVX-512 BW, which the caller guarantees.
         unsafe {
             let table = _mm_loadu_si128(table.as_ptr().cast());
             _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), v)
@@ -221,8 +306,9 @@ impl IntSimd for Avx512 {
     }
     #[inline(always)]
     unsafe fn transpose_words(rows: *const *const u8, offset: usize) -> [__m512i; 4] {
-        // SAFETY: the caller guarantees `LANES` pointers at `rows`, each with four readable
-        // words at `offset`, and the instructions.
+        // SAFETY: `load` is called with 0 to 15, so it reads the 16 pointers that the caller
+        // guarantees at `rows`, and 16 bytes, four words, at `offset` of each. Broadcasts and
+        // unpacking are on registers and need AVX-512 F.
         unsafe {
             let load = |r: usize| _mm_loadu_si128((*rows.add(r)).add(offset).cast());
             // Lane `l` of 128 bits has row `4 l + r`.
@@ -244,27 +330,21 @@ impl IntSimd for Avx512 {
         }
     }
 
-    #[inline(always)]
-    unsafe fn dot_scaled_wide(
-        acc: __m512i,
-        quants: __m512i,
-        x: __m512i,
-        scales: __m512i,
-    ) -> __m512i {
-        // The sign of a quant is applied to `x`, so that the sum of two products fits 16 bits.
-        // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
-        unsafe {
+    register_fns! {
+        unsafe fn dot_scaled_wide(
+            acc: __m512i,
+            quants: __m512i,
+            x: __m512i,
+            scales: __m512i,
+        ) -> __m512i {
+            // The sign of a quant is applied to `x`, so that the sum of two products fits 16 bits.
             let signed = _mm512_xor_si512(quants, _mm512_set1_epi8(-128));
             let negative = _mm512_movepi8_mask(signed);
             let x = _mm512_mask_sub_epi8(x, negative, _mm512_setzero_si512(), x);
             Self::dot_scaled(acc, _mm512_abs_epi8(signed), x, scales)
         }
-    }
 
-    #[inline(always)]
-    unsafe fn sum_both(v: __m512, more: __m256) -> f32 {
-        // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
-        unsafe {
+        unsafe fn sum_both(v: __m512, more: __m256) -> f32 {
             let high = _mm512_extractf32x8_ps(v, 1);
             <Avx2 as IntSimd>::sum_both(_mm256_add_ps(_mm512_castps512_ps256(v), high), more)
         }
@@ -277,8 +357,8 @@ impl IntSimd for Avx512 {
             [a, a, a, a, a, a, a, a, b, b, b, b, b, b, b, b]
         }
         const LANES: [[i32; 16]; 4] = [lanes(0), lanes(1), lanes(2), lanes(3)];
-        // SAFETY: `LANES[v]` is one vector of indices; an index beyond the table panics. The
-        // caller guarantees the instructions.
+        // SAFETY: the load reads `LANES[v]`, 64 bytes of a constant; `LANES` has four entries, and
+        // the index is checked. The permutation needs AVX-512 F, which the caller guarantees.
         unsafe {
             let lanes = _mm512_loadu_si512(LANES[v].as_ptr().cast());
             _mm512_permutexvar_ps(lanes, _mm512_castps256_ps512(scales))
@@ -292,8 +372,8 @@ impl IntSimd for Avx512 {
             [a, a, a, a, b, b, b, b, c, c, c, c, d, d, d, d]
         }
         const LANES: [[i32; 16]; 2] = [lanes(0), lanes(1)];
-        // SAFETY: the table has one vector of indices for each `v`. The caller guarantees the
-        // instructions.
+        // SAFETY: the load reads `LANES[v]`, 64 bytes of a constant; `LANES` has two entries, and
+        // the index is checked. The permutation needs AVX-512 F, which the caller guarantees.
         unsafe {
             let lanes = _mm512_loadu_si512(LANES[v].as_ptr().cast());
             _mm512_permutexvar_ps(lanes, _mm512_castps256_ps512(scales))
@@ -304,8 +384,9 @@ impl IntSimd for Avx512 {
 
     #[inline(always)]
     unsafe fn load_quads(p: *const u8, stride: usize, last: usize) -> __m512i {
-        // SAFETY: the caller guarantees 16 readable bytes at every multiple of `stride` up to
-        // `last`, which no index exceeds, and the instructions.
+        // SAFETY: four loads of 16 bytes, at pieces 0 to 3, or at `last` where a piece is after it.
+        // So each piece is at most `last`, and the caller guarantees its 16 bytes. The broadcasts
+        // need AVX-512 F.
         unsafe {
             let load = |i: usize| _mm_loadu_si128(p.add(stride * i.min(last)).cast());
             let v = _mm512_castsi128_si512(load(0));
@@ -324,79 +405,135 @@ impl<const VNNI: bool> IntSimd for Ymm<VNNI> {
 
     type I = __m256i;
 
-    register_ops! {
-        fn zero_int() -> __m256i = _mm256_setzero_si256();
-        fn splat_int(bits: u32) -> __m256i = _mm256_set1_epi32(bits as i32);
-        fn sub_int(a: __m256i, b: __m256i) -> __m256i = _mm256_sub_epi32(a, b);
-        fn dot_signed(acc: __m256i, quants: __m256i, x: __m256i) -> __m256i = Self::dot(acc, _mm256_abs_epi8(quants), _mm256_sign_epi8(x, quants));
-        fn dot_with_magnitudes(
-        acc: __m256i,
-        quants: __m256i,
-        x: __m256i,
-        magnitudes: __m256i,
-    ) -> __m256i = Self::dot(acc, magnitudes, _mm256_sign_epi8(quants, x));
-        fn magnitudes(x: __m256i) -> __m256i = _mm256_abs_epi8(x);
-        fn multiply_pairs(quants: __m256i, x: __m256i) -> __m256i = _mm256_maddubs_epi16(quants, x);
-        fn add_i16(a: __m256i, b: __m256i) -> __m256i = _mm256_add_epi16(a, b);
-        fn add_i16_pairs(acc: __m256i, pairs: __m256i) -> __m256i = Self::dot_pairs(acc, pairs, _mm256_set1_epi16(1));
-        fn low_nibbles(v: __m256i) -> __m256i = _mm256_and_si256(v, _mm256_set1_epi8(15));
-        fn high_nibbles(v: __m256i) -> __m256i = _mm256_and_si256(_mm256_srli_epi16(v, 4), _mm256_set1_epi8(15));
-        fn add_128(v: __m256i) -> __m256i = _mm256_xor_si256(v, _mm256_set1_epi8(-128));
-        fn dot_scaled(acc: __m256i, quants: __m256i, x: __m256i, scales: __m256i) -> __m256i = Self::dot_pairs(acc, _mm256_maddubs_epi16(quants, x), scales);
-        fn halves(v: __m256i) -> [__m256i; 2] = [v, _mm256_setzero_si256()];
-        fn to_floats(v: __m256i) -> __m256 = _mm256_cvtepi32_ps(v);
-        fn to_i16(a: __m256, b: __m256) -> __m256i = _mm256_packs_epi32(_mm256_cvtps_epi32(a), _mm256_cvtps_epi32(b));
-        fn sum_both(v: __m256, more: __m256) -> f32 = Self::v_sum(_mm256_add_ps(v, more));
-        fn spread_groups(scales: __m256, v: usize) -> __m256 = _mm256_permutevar8x32_ps(scales, _mm256_set1_epi32(v as i32));
-        fn second_halves(first: __m256, second: __m256) -> __m256 = _mm256_blend_ps(first, second, 0xf0);
+    register_fns! {
+        unsafe fn zero_int() -> __m256i {
+            _mm256_setzero_si256()
+        }
+
+        unsafe fn splat_int(bits: u32) -> __m256i {
+            _mm256_set1_epi32(bits as i32)
+        }
+
+        unsafe fn sub_int(a: __m256i, b: __m256i) -> __m256i {
+            _mm256_sub_epi32(a, b)
+        }
+
+        unsafe fn dot_signed(acc: __m256i, quants: __m256i, x: __m256i) -> __m256i {
+            Self::dot(acc, _mm256_abs_epi8(quants), _mm256_sign_epi8(x, quants))
+        }
+
+        unsafe fn dot_with_magnitudes(
+            acc: __m256i,
+            quants: __m256i,
+            x: __m256i,
+            magnitudes: __m256i,
+        ) -> __m256i {
+            Self::dot(acc, magnitudes, _mm256_sign_epi8(quants, x))
+        }
+
+        unsafe fn magnitudes(x: __m256i) -> __m256i {
+            _mm256_abs_epi8(x)
+        }
+
+        unsafe fn multiply_pairs(quants: __m256i, x: __m256i) -> __m256i {
+            _mm256_maddubs_epi16(quants, x)
+        }
+
+        unsafe fn add_i16(a: __m256i, b: __m256i) -> __m256i {
+            _mm256_add_epi16(a, b)
+        }
+
+        unsafe fn add_i16_pairs(acc: __m256i, pairs: __m256i) -> __m256i {
+            Self::dot_pairs(acc, pairs, _mm256_set1_epi16(1))
+        }
+
+        unsafe fn low_nibbles(v: __m256i) -> __m256i {
+            _mm256_and_si256(v, _mm256_set1_epi8(15))
+        }
+
+        unsafe fn high_nibbles(v: __m256i) -> __m256i {
+            _mm256_and_si256(_mm256_srli_epi16(v, 4), _mm256_set1_epi8(15))
+        }
+
+        unsafe fn add_128(v: __m256i) -> __m256i {
+            _mm256_xor_si256(v, _mm256_set1_epi8(-128))
+        }
+
+        unsafe fn dot_scaled(
+            acc: __m256i,
+            quants: __m256i,
+            x: __m256i,
+            scales: __m256i,
+        ) -> __m256i {
+            Self::dot_pairs(acc, _mm256_maddubs_epi16(quants, x), scales)
+        }
+
+        unsafe fn halves(v: __m256i) -> [__m256i; 2] {
+            [v, _mm256_setzero_si256()]
+        }
+
+        unsafe fn to_floats(v: __m256i) -> __m256 {
+            _mm256_cvtepi32_ps(v)
+        }
+
+        unsafe fn to_i16(a: __m256, b: __m256) -> __m256i {
+            _mm256_packs_epi32(_mm256_cvtps_epi32(a), _mm256_cvtps_epi32(b))
+        }
+
+        unsafe fn sum_both(v: __m256, more: __m256) -> f32 {
+            Self::v_sum(_mm256_add_ps(v, more))
+        }
+
+        unsafe fn spread_groups(scales: __m256, v: usize) -> __m256 {
+            _mm256_permutevar8x32_ps(scales, _mm256_set1_epi32(v as i32))
+        }
+
+        unsafe fn second_halves(first: __m256, second: __m256) -> __m256 {
+            _mm256_blend_ps(first, second, 0xf0)
+        }
     }
 
     #[inline(always)]
     unsafe fn load_int(p: *const u8) -> __m256i {
-        // SAFETY: the caller guarantees one readable vector at `p` and the instruction.
+        // SAFETY: one load of 32 bytes, all of which the caller guarantees to be readable at `p`.
+        // AVX, which the caller guarantees, has the instruction.
         unsafe { _mm256_loadu_si256(p.cast()) }
     }
     #[inline(always)]
     unsafe fn store_int(p: *mut u8, v: __m256i) {
-        // SAFETY: the caller guarantees one writable vector at `p` and the instruction.
+        // SAFETY: one store of 32 bytes, all of which the caller guarantees to be writable at `p`.
+        // AVX, which the caller guarantees, has the instruction.
         unsafe { _mm256_storeu_si256(p.cast(), v) }
     }
-    #[inline(always)]
-    unsafe fn dot(acc: __m256i, quants: __m256i, x: __m256i) -> __m256i {
-        // Without VNNI, the sum of two products is at most 2 * 127 * 128, which fits 16 bits.
-        // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
-        unsafe {
+    register_fns! {
+        unsafe fn dot(acc: __m256i, quants: __m256i, x: __m256i) -> __m256i {
+            // Without VNNI, the sum of two products is at most 2 * 127 * 128, which fits 16 bits.
             if VNNI {
                 return _mm256_dpbusd_avx_epi32(acc, quants, x);
             }
             let pairs = _mm256_maddubs_epi16(quants, x);
             Self::add_i16_pairs(acc, pairs)
         }
-    }
-    #[inline(always)]
-    unsafe fn dot_wide(acc: __m256i, quants: __m256i, x: __m256i) -> __m256i {
-        // Without VNNI, the magnitude of a quant minus 128 is at most 128, and its sign is applied
-        // to `x`.
-        // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
-        unsafe {
+
+        unsafe fn dot_wide(acc: __m256i, quants: __m256i, x: __m256i) -> __m256i {
+            // Without VNNI, the magnitude of a quant minus 128 is at most 128, and its sign is
+            // applied to `x`.
             if VNNI {
                 return _mm256_dpbusd_avx_epi32(acc, quants, x);
             }
             let signed = _mm256_xor_si256(quants, _mm256_set1_epi8(-128));
             Self::dot_signed(acc, signed, x)
         }
-    }
-    #[inline(always)]
-    unsafe fn widen_pairs(v: __m256i) -> [__m256i; 2] {
-        // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
-        unsafe {
+
+        unsafe fn widen_pairs(v: __m256i) -> [__m256i; 2] {
             let first = _mm256_srai_epi16(_mm256_slli_epi16(v, 8), 8);
             [first, _mm256_srai_epi16(v, 8)]
         }
     }
     #[inline(always)]
     unsafe fn look_up(table: [u8; 16], v: __m256i) -> __m256i {
-        // SAFETY: `table` has the 16 bytes that are loaded. The caller guarantees the instructions.
+        // SAFETY: the load reads the 16 bytes of `table`, a variable of this function. The shuffle
+        // needs AVX2, which the caller guarantees.
         unsafe {
             let table = _mm_loadu_si128(table.as_ptr().cast());
             _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), v)
@@ -404,8 +541,9 @@ impl<const VNNI: bool> IntSimd for Ymm<VNNI> {
     }
     #[inline(always)]
     unsafe fn transpose_words(rows: *const *const u8, offset: usize) -> [__m256i; 4] {
-        // SAFETY: the caller guarantees `LANES` pointers at `rows`, each with four readable
-        // words at `offset`, and the instructions.
+        // SAFETY: `load` is called with 0 to 7, so it reads the eight pointers that the caller
+        // guarantees at `rows`, and 16 bytes, four words, at `offset` of each. Unpacking is on
+        // registers and needs AVX2.
         unsafe {
             let load = |r: usize| _mm_loadu_si128((*rows.add(r)).add(offset).cast());
             let two = |r: usize| _mm256_set_m128i(load(r + 4), load(r));
@@ -420,26 +558,20 @@ impl<const VNNI: bool> IntSimd for Ymm<VNNI> {
             ]
         }
     }
-    #[inline(always)]
-    unsafe fn dot_pairs(acc: __m256i, a: __m256i, b: __m256i) -> __m256i {
-        // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
-        unsafe {
+    register_fns! {
+        unsafe fn dot_pairs(acc: __m256i, a: __m256i, b: __m256i) -> __m256i {
             match VNNI {
                 true => _mm256_dpwssd_avx_epi32(acc, a, b),
                 false => _mm256_add_epi32(acc, _mm256_madd_epi16(a, b)),
             }
         }
-    }
 
-    #[inline(always)]
-    unsafe fn dot_scaled_wide(
-        acc: __m256i,
-        quants: __m256i,
-        x: __m256i,
-        scales: __m256i,
-    ) -> __m256i {
-        // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
-        unsafe {
+        unsafe fn dot_scaled_wide(
+            acc: __m256i,
+            quants: __m256i,
+            x: __m256i,
+            scales: __m256i,
+        ) -> __m256i {
             let signed = _mm256_xor_si256(quants, _mm256_set1_epi8(-128));
             let x = _mm256_sign_epi8(x, signed);
             Self::dot_scaled(acc, _mm256_abs_epi8(signed), x, scales)
@@ -451,18 +583,13 @@ impl<const VNNI: bool> IntSimd for Ymm<VNNI> {
         v
     }
 
-    #[inline(always)]
-    unsafe fn larger_magnitudes(acc: __m256i, v: __m256) -> __m256i {
-        // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
-        unsafe {
+    register_fns! {
+        unsafe fn larger_magnitudes(acc: __m256i, v: __m256) -> __m256i {
             let magnitude = _mm256_andnot_ps(_mm256_set1_ps(-0.0), v);
             _mm256_max_epi32(acc, _mm256_castps_si256(magnitude))
         }
-    }
-    #[inline(always)]
-    unsafe fn largest(v: __m256i) -> u32 {
-        // SAFETY: the intrinsics touch no memory. The caller guarantees their instructions.
-        unsafe {
+
+        unsafe fn largest(v: __m256i) -> u32 {
             let v = _mm_max_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
             let v = _mm_max_epi32(v, _mm_shuffle_epi32(v, 0b00_00_11_10));
             let v = _mm_max_epi32(v, _mm_shuffle_epi32(v, 0b00_00_00_01));
@@ -470,11 +597,8 @@ impl<const VNNI: bool> IntSimd for Ymm<VNNI> {
         }
     }
 
-    #[inline(always)]
-    unsafe fn spread_quads(scales: __m256, v: usize) -> __m256 {
-        // SAFETY: the table has one vector of indices for each `v`. The caller guarantees the
-        // instructions.
-        unsafe {
+    register_fns! {
+        unsafe fn spread_quads(scales: __m256, v: usize) -> __m256 {
             match v {
                 0 => _mm256_permute_ps(scales, 0b00_00_00_00),
                 1 => _mm256_permute_ps(scales, 0b01_01_01_01),
@@ -489,8 +613,8 @@ impl<const VNNI: bool> IntSimd for Ymm<VNNI> {
 
     #[inline(always)]
     unsafe fn load_quads(p: *const u8, stride: usize, last: usize) -> __m256i {
-        // SAFETY: the caller guarantees 16 readable bytes at every multiple of `stride` up to
-        // `last`, which no index exceeds, and the instructions.
+        // SAFETY: two loads of 16 bytes, at pieces 0 and 1, or at piece 0 twice if `last` is 0. The
+        // caller guarantees the 16 bytes of each piece up to `last`, and AVX.
         unsafe {
             let load = |i: usize| _mm_loadu_si128(p.add(stride * i.min(last)).cast());
             _mm256_set_m128i(load(1), load(0))

@@ -3,6 +3,7 @@
 
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
+use std::mem::offset_of;
 
 use super::block_simd::BlockSimd;
 use super::block32_decode::depth;
@@ -18,9 +19,9 @@ const CHUNK: usize = 256;
 /// Bytes of a block of activations, which begins with the scale.
 const X_BYTES: usize = size_of::<BlockQ8K>();
 /// The offset of the quants in a block of activations.
-const X_QUANTS: usize = 4;
+const X_QUANTS: usize = offset_of!(BlockQ8K, qs);
 /// The offset of the sums of each 16 quants in a block of activations.
-const X_SUMS: usize = 4 + 256;
+const X_SUMS: usize = offset_of!(BlockQ8K, bsums);
 
 /// From this many columns on, a panel is faster than products row by row.
 pub(super) const PANEL_COLS: usize = 6;
@@ -31,8 +32,9 @@ pub(super) const PANEL_COLS: usize = 6;
 /// As [`crate::gemm::Gemm`], with the features of `S`.
 #[inline(always)]
 pub(super) unsafe fn gemm<S: BlockSimd, B: SuperBlockKernel>(call: &GemmArgs) {
-    // SAFETY: `call` is the unchanged argument of this function, whose caller guarantees the
-    // contract of `Gemm` and the features of `S`.
+    // SAFETY: `panel::gemm` and `rows` have the contract of this function: the `rows` rows of
+    // blocks of `B`, the `cols` columns of Q8_K, the results of `call`, and the features of `S`.
+    // `call` is passed on as it is.
     unsafe {
         if call.cols >= PANEL_COLS {
             panel::gemm::<S, KQuantPanel<S, B>>(call);
@@ -62,10 +64,11 @@ unsafe fn rows<S: BlockSimd, B: SuperBlockKernel>(call: &GemmArgs) {
     let blocks = call.k / 256;
     let mut memory = PREPARED.take(call.cols * blocks * size_of::<Column>());
     let columns = memory.as_mut_ptr().cast::<Column>();
-    // SAFETY: the memory has `call.cols * blocks` prepared blocks, and all are prepared before the
-    // first row is multiplied. The caller guarantees `blocks` blocks in each row and column, and a
-    // float of `dst` for each row and column; at least as many columns as each arm multiplies are
-    // left.
+    // SAFETY: `columns` has `blocks` blocks for each column, aligned to a cache line, and all are
+    // prepared before a row is multiplied. `c < call.cols` and `b < blocks`, so the block of Q8_K
+    // is readable; `r < call.rows`, so the row has `blocks` blocks and each column a float of
+    // `dst`. Each arm multiplies at most the columns that are left. The caller guarantees the
+    // contract of `Gemm` and the features of `S`.
     unsafe {
         for c in 0..call.cols {
             for b in 0..blocks {
@@ -106,9 +109,9 @@ unsafe fn rows<S: BlockSimd, B: SuperBlockKernel>(call: &GemmArgs) {
 /// the processor has the instructions of `S`.
 #[inline(always)]
 unsafe fn prepare<S: BlockSimd, B: SuperBlockKernel>(x: *const u8, column: *mut Column) {
-    // SAFETY: the caller guarantees a block of Q8_K at `x`, whose quants and sums are at `X_QUANTS`
-    // and `X_SUMS`. `S::order` is below 8, so each piece of 32 is inside the quants. `column` is
-    // valid.
+    // SAFETY: `x` is readable for a block of Q8_K: its scale, eight pieces of 32 quants from
+    // `X_QUANTS` on, as `S::order` is below 8, and 16 sums from `X_SUMS` on. `i < 8`, so each piece
+    // is written inside the 256 quants of `column`, which is valid and accessed by no one else.
     unsafe {
         let column = &mut *column;
         column.d = x.cast::<f32>().read_unaligned();
@@ -141,9 +144,10 @@ unsafe fn row_times<S: BlockSimd, B: SuperBlockKernel, const C: usize>(
     dst: *mut f32,
     dst_stride: usize,
 ) {
-    // SAFETY: the caller guarantees `blocks` blocks at `row`, `C` columns of `blocks` prepared
-    // blocks at `x`, and a float of `dst` for each column. `b < blocks` and `c < C`. `S::SUPER`
-    // vectors are the 256 quants of a block.
+    // SAFETY: `b < blocks`, so the block is readable in `row`, and `c * blocks + b` is one of the
+    // prepared blocks of the `C` columns at `x`. Of such a block, `S::SUPER` vectors are the 256
+    // quants, and one of 32 bytes the 16 sums. `c < C`, so `dst` is writable at `c * dst_stride`.
+    // The caller guarantees the instructions of `S`.
     unsafe {
         let mut acc = [S::v_splat(0.0); C];
         let mut acc_mins = [_mm256_setzero_ps(); C];
@@ -253,9 +257,10 @@ impl<S: BlockSimd, B: SuperBlockKernel> Panel<S> for KQuantPanel<S, B> {
 
     #[inline(always)]
     unsafe fn prepare(x: *const u8, start: usize, _: usize, column: *mut SuperColumn) {
-        // SAFETY: the caller guarantees `start + len` activations at `x`, so block `start / 256` is
-        // readable: its scale is at 0 and its 16 sums are at `X_SUMS`. `column` is writable and has
-        // room for 16 sums.
+        // SAFETY: `x` is readable for `start + len` activations, so block `start / 256` is: the
+        // scale is at 0, the 16 sums, 32 bytes, are at `X_SUMS`. `column` is valid and accessed by
+        // no one else, and its `sums` have 32 bytes. The contract of `Panel` includes the
+        // instructions of `S`.
         unsafe {
             let x = x.add(start / 256 * X_BYTES);
             (*column).d = x.cast::<f32>().read_unaligned();
@@ -278,9 +283,12 @@ impl<S: BlockSimd, B: SuperBlockKernel> Panel<S> for KQuantPanel<S, B> {
     #[inline(always)]
     unsafe fn unpack(&mut self, call: &GemmArgs, row: usize, start: usize, _: usize) {
         let height = S::PANEL * S::LANES;
-        // SAFETY: `call.row` returns a row of the call, which has `call.k > start` weights, so
-        // block `start / 256` is readable. `height <= 32`, the rows of each array of the panel;
-        // `S::order` is below 8, so each piece of 32 is inside a row of `CHUNK` quants.
+        // SAFETY: `call.row` returns a row of the call, readable for `call.k > start` weights, so
+        // block `start / 256` is. `r < height <= 32`, the rows of each array. A piece is below 8,
+        // so its 32 bytes are inside the 256 of a row; two vectors of scales, or one of minimums,
+        // are inside the 64 bytes of theirs. `interleave` reads `height` such rows and writes 64
+        // words of quants, at most 16 of scales and of minimums, each of `height` rows. The
+        // contract of `Panel` includes the instructions of `S`.
         unsafe {
             for r in 0..height {
                 let from = call.row(row + r);
@@ -347,9 +355,11 @@ impl<S: BlockSimd, B: SuperBlockKernel> Panel<S> for KQuantPanel<S, B> {
             columns,
             sums,
         } = tile;
-        // SAFETY: the caller guarantees `C` columns of `start + 256` activations at `tile.x`, `C`
-        // prepared columns, and their sums. `unpack` has filled the quants, scales and minimums of
-        // `P` vectors of rows.
+        // SAFETY: `unpack` has written 64 words of quants, `CHUNK / B::SUB` scales, and half as
+        // many pairs of minimums for `P * S::LANES` rows, with `P == VECTORS`. `x` is readable for
+        // `start + 256` activations of each of `C` columns, so word `i` of sub-block `j` is.
+        // `columns` has `C` columns. The contract of `Panel` includes these, their sums, and the
+        // instructions of `S`.
         unsafe {
             let x = x.add(start / 256 * X_BYTES);
             let mut scaled = [[S::v_splat(0.0); C]; P];

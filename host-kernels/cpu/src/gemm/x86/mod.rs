@@ -48,8 +48,9 @@ macro_rules! gemm {
         /// As [`crate::gemm::Gemm`].
         $(#[$attribute])*
         pub(super) unsafe fn $name $(<$format: $bound>)? (args: &GemmArgs) {
-            // SAFETY: `args` is the argument of this function, whose caller guarantees the contract
-            // of `Gemm`, and with it the instructions that this function is compiled for.
+            // SAFETY: `$body` has the contract of `Gemm` and requires the instructions of its
+            // level. `args` is passed on as it is, and the caller guarantees both: `Gemm` includes
+            // the level that a kernel is compiled for.
             unsafe { $body(args) }
         }
     };
@@ -97,8 +98,9 @@ macro_rules! entry_points {
             /// As [`int16::round_column`].
             #[target_feature(enable = $features)]
             pub(super) unsafe fn round_column(from: *const f32, to: *mut u8, k: usize) {
-                // SAFETY: the arguments are those of this function, whose caller guarantees their
-                // memory. The processor has the features that this function is compiled for.
+                // SAFETY: the contract of `int16::round_column` is that of this function: `k`
+                // floats at `from` and `column_bytes(k)` bytes at `to`. The features of `$simd` are
+                // those that this function is compiled for, so the processor has them.
                 unsafe { int16::round_column::<$simd>(from, to, k) }
             }
 
@@ -106,9 +108,9 @@ macro_rules! entry_points {
             /// As [`plain_kernels::multiply`].
             #[target_feature(enable = $features)]
             unsafe fn multiply_plain(args: &GemmArgs) {
-                // SAFETY: `args` is the argument of this function, whose caller guarantees the
-                // contract of `Gemm`. The processor has the features that this function is compiled
-                // for.
+                // SAFETY: the contract of `plain_kernels::multiply` is that of this function:
+                // `args` is passed on as it is. The features of `$simd` are those that this
+                // function is compiled for, so the processor has them.
                 unsafe { plain_kernels::multiply::<$simd>(args) }
             }
         }

@@ -9,9 +9,9 @@
 //! cache lines at a time ([`Prefetch`]). Each result is a sum over the chunks of `k` in order,
 //! whatever the order of the loops around them.
 
-use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+use std::arch::x86_64::_MM_HINT_T0;
 
-use super::int_simd::IntSimd;
+use super::int_simd::{IntSimd, prefetch_line};
 use super::scratch::PREPARED;
 use crate::gemm::kernel::GemmArgs;
 
@@ -26,7 +26,7 @@ const FEW_COLUMNS: usize = 32;
 ///
 /// # Safety
 /// The processor has the instructions of `S`. `start` is a multiple of `CHUNK`, `start + len <= k`
-/// and `len <= CHUNK`.
+/// and `0 < len <= CHUNK`.
 /// - [`Panel::prepare`]: `x` is readable for a column of `k` activations, `column` is a valid
 ///   column that no one else accesses;
 /// - [`Panel::unpack`]: the contract of [`crate::gemm::Gemm`] holds for the call, and
@@ -103,8 +103,7 @@ impl Prefetch {
     #[inline(always)]
     pub(super) fn step(&mut self) {
         for _ in 0..self.lines {
-            // SAFETY: a prefetch is a hint, which accesses no memory. Any address is allowed.
-            unsafe { _mm_prefetch::<_MM_HINT_T0>(self.next.cast()) };
+            prefetch_line::<_MM_HINT_T0>(self.next);
             self.next = self.next.wrapping_add(64);
         }
     }
@@ -122,8 +121,9 @@ impl TileSums {
     /// instructions of `S`.
     #[inline(always)]
     pub(super) unsafe fn load<S: IntSimd, const P: usize>(self, p: usize, c: usize) -> S::Vector {
-        // SAFETY: column `c` begins `c * P` vectors behind the first sum, and the caller guarantees
-        // vector `p` of it.
+        // SAFETY: the caller guarantees column `c`, which begins `c * P` vectors behind the first
+        // sum, and `p < P`, so the `S::LANES` floats of vector `p` are readable. The caller
+        // guarantees the instructions of `S`.
         unsafe { S::v_load(self.0.add((c * P + p) * S::LANES), S::LANES) }
     }
 
@@ -133,8 +133,9 @@ impl TileSums {
     /// As [`TileSums::load`].
     #[inline(always)]
     pub(super) unsafe fn store<S: IntSimd, const P: usize>(self, p: usize, c: usize, v: S::Vector) {
-        // SAFETY: column `c` begins `c * P` vectors behind the first sum, and the caller guarantees
-        // vector `p` of it.
+        // SAFETY: the caller guarantees column `c`, which begins `c * P` vectors behind the first
+        // sum, and `p < P`, so the `S::LANES` floats of vector `p` are writable. The caller
+        // guarantees the instructions of `S`.
         unsafe { S::v_store(v, self.0.add((c * P + p) * S::LANES), S::LANES) }
     }
 }
@@ -145,17 +146,19 @@ impl TileSums {
 /// As [`crate::gemm::Gemm`], with the features of `S`.
 #[inline(always)]
 pub(super) unsafe fn gemm<S: IntSimd, T: Panel<S>>(call: &GemmArgs) {
+    const { assert!(align_of::<T::Column>() <= align_of::<f32>()) }
     let height = T::VECTORS * S::LANES;
     if call.cols <= FEW_COLUMNS {
-        // SAFETY: `call` is the unchanged argument, for which the caller guarantees the contract.
+        // SAFETY: `by_panels` requires the contract of `Gemm` for `call`, as it is, and the
+        // features of `S`. The caller guarantees both. `height` is the rows of a panel.
         return unsafe { by_panels::<S, T>(call, height) };
     }
     let (block_cols, block_rows) = (call.cols.min(COLUMNS), call.rows.min(ROWS));
     let sum_bytes = block_cols * block_rows.next_multiple_of(height) * size_of::<f32>();
     let mut memory = PREPARED.take(sum_bytes + block_cols * size_of::<T::Column>());
     let sums = memory.as_mut_ptr().cast::<f32>();
-    // SAFETY: the memory has `sum_bytes` bytes for the sums, and behind them room for `block_cols`
-    // columns.
+    // SAFETY: `memory` has `sum_bytes` bytes, and behind them `block_cols` columns. `sum_bytes` is
+    // a multiple of four, so the columns, whose alignment is asserted above, are aligned.
     let columns = unsafe { memory.as_mut_ptr().byte_add(sum_bytes).cast::<T::Column>() };
     let mut panel = T::new();
     for first_col in (0..call.cols).step_by(COLUMNS) {
@@ -166,9 +169,10 @@ pub(super) unsafe fn gemm<S: IntSimd, T: Panel<S>>(call: &GemmArgs) {
                 first_col,
                 cols: COLUMNS.min(call.cols - first_col),
             };
-            // SAFETY: the rows and the columns of `block` are in the call. The memory has sums for
-            // `block_rows` rows, rounded up to whole panels, of `block_cols` columns, and
-            // `block_cols` prepared columns; a block is not larger.
+            // SAFETY: `block` is inside the destination: its rows end at or before `call.rows`, its
+            // columns at or before `call.cols`. It has at most `block_rows` rows and `block_cols`
+            // columns, so the memory has room for its sums, of whole panels, and for its prepared
+            // columns. The caller guarantees the contract of `Gemm`.
             unsafe { multiply_block::<S, T>(call, &mut panel, block, sums, columns, height) }
         }
     }
@@ -200,9 +204,11 @@ unsafe fn multiply_block<S: IntSimd, T: Panel<S>>(
     height: usize,
 ) {
     let panels = block.rows.div_ceil(height);
-    // SAFETY: the caller guarantees `call.k` elements in each row and column of the block, and
-    // `start + len <= call.k`. Panel `i` has its own `block.cols * height` sums. The rows of `dst`
-    // that are written are below `call.rows`.
+    // SAFETY: chunks end at or before `call.k`, the elements of each row and column of the call.
+    // Panel `i` has its own `block.cols * height` sums at `sums`, zeroed first. `columns` has room
+    // for `block.cols` columns, prepared before `tiles` reads them. The stores to `dst` are of
+    // `left` floats at most, which end at row `call.rows`. The caller guarantees the memory and the
+    // features of `S`.
     unsafe {
         sums.write_bytes(0, panels * block.cols * height);
         let x = call.x.add(block.first_col * call.x_stride);
@@ -222,7 +228,7 @@ unsafe fn multiply_block<S: IntSimd, T: Panel<S>>(
                 for r in row..call.rows.min(row + height) {
                     let from = call.w.wrapping_add(r * call.w_stride + chunk * T::BYTES);
                     for line in (0..T::BYTES).step_by(64) {
-                        _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(line).cast());
+                        prefetch_line::<_MM_HINT_T0>(from.wrapping_add(line));
                     }
                 }
                 let tile = Tile {
@@ -276,8 +282,9 @@ unsafe fn tiles<S: IntSimd, T: Panel<S>>(
                 $columns
             }};
         }
-        // SAFETY: each arm multiplies at most `left` columns, which the caller guarantees. The
-        // pointers advance by the columns that are done.
+        // SAFETY: each arm multiplies `done <= left` columns, with `P == T::VECTORS` vectors of
+        // rows. Then `tile` begins `done` columns later, in the activations, the prepared columns
+        // and the sums; all have `cols` columns, as the caller guarantees.
         unsafe {
             let done = match (T::VECTORS, left) {
                 (2, 12..) if T::COLS == 12 => multiply!(2, 12),
@@ -306,7 +313,7 @@ fn tiles_of(cols: usize, most: usize) -> usize {
 /// [`gemm`] for few columns.
 ///
 /// # Safety
-/// As [`crate::gemm::Gemm`].
+/// As [`crate::gemm::Gemm`], with the features of `S`. `height` is the rows of a panel of `T`.
 #[inline(always)]
 unsafe fn by_panels<S: IntSimd, T: Panel<S>>(call: &GemmArgs, height: usize) {
     let chunks = call.k.div_ceil(T::CHUNK);
@@ -317,9 +324,10 @@ unsafe fn by_panels<S: IntSimd, T: Panel<S>>(call: &GemmArgs, height: usize) {
     // Whether the rows of weights are dense enough to prefetch the memory between them.
     let dense = call.w_stride < 2 * chunks * T::BYTES;
     let steps = chunks * tiles_of(call.cols, T::COLS) * T::UNITS;
-    // SAFETY: the memory has `sum_bytes` bytes for the sums, and behind them room for the columns
-    // of each chunk. The caller guarantees `call.k` elements in each row and column of the call;
-    // `start + len <= call.k`, and the rows of `dst` that are written are below `call.rows`.
+    // SAFETY: the memory has `call.cols * height` sums, and from `sum_bytes` on, a multiple of 64,
+    // `call.cols` prepared columns for each chunk. All are prepared before `tiles` reads them.
+    // Chunks end at or before `call.k`. A store to `dst` is of `left` floats at most, which end at
+    // row `call.rows`. The caller guarantees the contract of `Gemm` and the features of `S`.
     unsafe {
         let columns = memory.as_mut_ptr().byte_add(sum_bytes).cast::<T::Column>();
         for chunk in 0..chunks {
@@ -383,8 +391,10 @@ pub(super) unsafe fn interleave<S: IntSimd>(
     let dst_stride = vectors * S::LANES * 4;
     for first in (0..words).step_by(S::LANES) {
         for v in 0..vectors {
-            // SAFETY: the caller guarantees the rows from `v * S::LANES` on, their words from
-            // `first` on, and the same square of `dst`.
+            // SAFETY: `first` and `v * S::LANES` begin a square of `S::LANES` words and rows of
+            // `src`, and of `dst` with words and rows exchanged: row `first + i` of `dst` has
+            // `vectors * S::LANES` words. The last words may be in the padding, which both have.
+            // The caller guarantees the memory and the instructions of `S`.
             unsafe {
                 S::v_transpose(
                     src.add(v * S::LANES * src_stride + first * 4),

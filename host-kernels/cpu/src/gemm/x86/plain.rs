@@ -3,6 +3,7 @@
 //! time either way.
 
 use std::arch::x86_64::*;
+use std::mem::offset_of;
 
 use super::block_simd::BlockSimd;
 use super::blocks::SuperBlockKernel;
@@ -29,6 +30,13 @@ struct PlainSuper {
     dmin: f32,
 }
 
+// The quants are read from the start of a block, scales and minimums at once, and `d` and `dmin`.
+const _: () = assert!(
+    offset_of!(PlainSuper, q) == 0
+        && offset_of!(PlainSuper, mins) == offset_of!(PlainSuper, scales) + 32
+        && offset_of!(PlainSuper, dmin) == offset_of!(PlainSuper, d) + 4
+);
+
 impl SuperBlockFormat for PlainSuper {
     const SUB: usize = 16;
     const OFFSET: i32 = 0;
@@ -51,28 +59,41 @@ impl SuperBlockKernel for PlainSuper {
 
     #[inline(always)]
     unsafe fn quants_256(block: *const u8) -> [__m256i; 8] {
-        // SAFETY: the caller guarantees a block at `block`, which begins with 256 bytes of quants.
+        // SAFETY: `block` is readable for a `PlainSuper`, which begins with the 256 bytes of `q`:
+        // eight vectors of 32 bytes. The read is unaligned; the caller guarantees AVX.
         unsafe { block.cast::<[__m256i; 8]>().read_unaligned() }
     }
 
     #[inline(always)]
     unsafe fn quants_512(block: *const u8) -> [__m512i; 4] {
-        // SAFETY: the caller guarantees a block at `block`, which begins with 256 bytes of quants.
+        // SAFETY: `block` is readable for a `PlainSuper`, which begins with the 256 bytes of `q`:
+        // four vectors of 64 bytes. The read is unaligned; the caller guarantees AVX-512 F.
         unsafe { block.cast::<[__m512i; 4]>().read_unaligned() }
     }
 
     #[inline(always)]
     unsafe fn scales(block: *const u8) -> (__m256i, __m256i) {
-        // SAFETY: the caller guarantees a block at `block`, which has 32 bytes of scales and 32 of
-        // minimums behind the 256 quants.
-        unsafe { block.add(256).cast::<(__m256i, __m256i)>().read_unaligned() }
+        // SAFETY: `block` is readable for a `PlainSuper`, whose 32 bytes of `scales` and 32 of
+        // `mins`, adjacent, are read as two vectors. The read is unaligned; the caller guarantees
+        // AVX.
+        unsafe {
+            block
+                .add(offset_of!(Self, scales))
+                .cast::<(__m256i, __m256i)>()
+                .read_unaligned()
+        }
     }
 
     #[inline(always)]
     unsafe fn d(block: *const u8) -> (f32, f32) {
-        // SAFETY: the caller guarantees a block at `block`, which has `d` and `dmin` from byte 320
-        // on.
-        unsafe { block.add(320).cast::<(f32, f32)>().read_unaligned() }
+        // SAFETY: `block` is readable for a `PlainSuper`, whose `d` and `dmin`, adjacent, are eight
+        // bytes. The read is unaligned, and every bit pattern is a float.
+        unsafe {
+            block
+                .add(offset_of!(Self, d))
+                .cast::<(f32, f32)>()
+                .read_unaligned()
+        }
     }
 }
 
@@ -96,18 +117,20 @@ pub(super) unsafe fn gemm<B: SuperBlockFormat>(call: &GemmArgs, multiply: unsafe
         let n = step.min(call.rows - first);
         for r in 0..n {
             for b in 0..blocks {
-                // SAFETY: `first + r < call.rows`, and the caller guarantees `blocks` blocks in
-                // each row. A block consists of integers, so any bytes are valid. The memory has
-                // `step > r` rows of `blocks` blocks. Both types are packed, so any address is
-                // aligned.
+                // SAFETY: `first + r < call.rows` and `b < blocks`, so the block of weights is
+                // readable. It consists of numbers, so any bytes are valid. The memory has `step *
+                // blocks` decoded blocks, and `r < n <= step`. Both types are packed, so any
+                // address is aligned.
                 unsafe {
                     let row = call.w.add((first + r) * call.w_stride);
                     decode(&*row.cast::<B>().add(b), &mut *rows.add(r * blocks + b));
                 }
             }
         }
-        // SAFETY: the `n` decoded rows have `blocks` blocks each and `first + n <= call.rows`. The
-        // columns and results are those of the call, which the caller guarantees.
+        // SAFETY: `multiply` gets `n <= step` rows of `blocks` blocks, all just decoded to `rows`.
+        // It writes `n` floats of each column from `dst + first` on, where `first + n <=
+        // call.rows`. Its columns are those of `call`. The caller guarantees columns, results and
+        // the instructions of `multiply`.
         unsafe {
             let dst = call.dst.add(first);
             multiply(&GemmArgs {
@@ -128,8 +151,8 @@ pub(super) unsafe fn gemm<B: SuperBlockFormat>(call: &GemmArgs, multiply: unsafe
 /// As [`crate::gemm::Gemm`], with the features of `S`; the weights are decoded.
 #[inline(always)]
 pub(super) unsafe fn multiply<S: BlockSimd>(call: &GemmArgs) {
-    // SAFETY: `call` is the unchanged argument of this function, whose caller guarantees the
-    // contract of `Gemm` for rows of `PlainSuper` and the features of `S`.
+    // SAFETY: `k_quants::gemm` has the contract of this function: `call.rows` rows of blocks of
+    // `PlainSuper`, the columns and results of `call`, and the features of `S`.
     unsafe { k_quants::gemm::<S, PlainSuper>(call) }
 }
 

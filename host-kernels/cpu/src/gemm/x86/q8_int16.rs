@@ -23,9 +23,10 @@ impl<B: Block32Kernel> Source for Q8AsI16<B> {
     unsafe fn prepare(x: *const u8, start: usize, len: usize, column: *mut I16Column) {
         const { assert!(!(B::WIDE && (B::HAS_MIN || B::HALF_SCALES))) }
         let (bytes, quants) = activation::<B>();
-        // SAFETY: the caller guarantees `start + len` activations at `x`, so block `start / 32 + g`
-        // is readable, and that `column` is valid and aligned. The two vectors of eight pairs are
-        // the `GROUP / 2 = 16` pairs of a group.
+        // SAFETY: `x` is readable for `start + len` activations, so block `start / 32 + g` is: two
+        // bytes of its scale and the 32 bytes of its quants. `column` is valid, aligned, and
+        // accessed by no one else; `g < GROUPS`. The two vectors are the 16 pairs, 64 bytes, of
+        // `pairs[g]`. The contract of `Source` includes AVX2 and F16C.
         unsafe {
             let column = &mut *column;
             for g in 0..len / 32 {
@@ -51,9 +52,10 @@ impl<B: Block32Kernel> Source for Q8AsI16<B> {
         const { assert!(!(B::WIDE && matches!(B::CODES, Codes::Other))) }
         let from = rows_from(call, row, VECTORS * S::LANES);
         let (first, groups) = (start / 32, len / 32);
-        // SAFETY: `from` points to rows of the call, each with `call.k >= start + len` weights, so
-        // the groups `first .. first + groups` are readable. The eight scales fit the 16 floats of
-        // a row. Each group has eight words of four elements, which are its 16 pairs.
+        // SAFETY: `rows_from` returns rows of the call, readable for `call.k >= start + len`
+        // weights: groups `first .. first + groups`, `groups <= 8`. Eight scales fit the 16 floats
+        // of a row. Word `i < 8` of group `g` is pairs `16 g + i` and `16 g + 8 + i`, below `CHUNK
+        // / 2`. The contract of `Source` includes the instructions of `S`.
         unsafe {
             for r in 0..VECTORS * S::LANES {
                 let (d, _) = chunk_scales::<S, B>(from[r], first, groups);

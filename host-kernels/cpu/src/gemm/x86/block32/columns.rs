@@ -69,8 +69,9 @@ const fn half_offsets<S: BlockSimd, B: Block32Kernel>(g: usize) -> (usize, usize
 /// Prepares one column of `groups` groups, padded with zeros to `padded` elements.
 ///
 /// # Safety
-/// `x` is readable for `groups` blocks of activations, `column` is writable for `layout.stride`
-/// bytes, and the processor has the instructions of `S`.
+/// `x` is readable for `groups` blocks of activations. `padded` is a multiple of 256 and at least
+/// `32 * groups`, and `layout` is that of `padded`. `column` is writable for `layout.stride` bytes
+/// and aligned to a float. The processor has the instructions of `S`.
 #[inline(always)]
 pub(super) unsafe fn prepare<S: BlockSimd, B: Block32Kernel>(
     x: *const u8,
@@ -80,9 +81,12 @@ pub(super) unsafe fn prepare<S: BlockSimd, B: Block32Kernel>(
     layout: &Columns,
 ) {
     let (bytes, quants) = activation::<B>();
-    // SAFETY: `g < groups` for each block of `x`. `half_offsets`, `scale_index` and `at` are below
-    // `padded` (`padded / 32` for scales and sums), and `layout` has these many bytes from each of
-    // its offsets to the next.
+    // SAFETY: `x` is readable for the blocks `g < groups`: the scale, the sum of a block with one,
+    // and 32 quants. Offsets of quants, magnitudes and corrections are below `padded` from their
+    // start, those of scales and sums below `padded / 32` floats, and `layout` has as many from
+    // each start to the next, up to `stride`. The starts are multiples of 32 from `column`, so the
+    // floats are aligned. The caller guarantees `stride` bytes at `column` and the instructions of
+    // `S`.
     unsafe {
         let scales = column.add(layout.scales).cast::<f32>();
         let sums = column.add(layout.sums).cast::<f32>();

@@ -5,6 +5,7 @@ use std::arch::x86_64::*;
 
 use crate::gemm::x86::block_simd::BlockSimd;
 use crate::gemm::x86::blocks::Block32Kernel;
+use crate::simd::register_fns;
 
 /// The offset of the quants of `B` that [`dot`] at level `S` does not subtract.
 pub(super) const fn offset<S: BlockSimd, B: Block32Kernel>() -> i32 {
@@ -15,14 +16,16 @@ pub(super) const fn offset<S: BlockSimd, B: Block32Kernel>() -> i32 {
     }
 }
 
-/// Each lane of `acc` plus the dot product of four quants of weights with four quants of activations.
-///
-/// # Safety
-/// The processor has the instructions of `S`.
-#[inline(always)]
-pub(super) unsafe fn dot<S: BlockSimd, B: Block32Kernel>(acc: S::I, quants: S::I, x: S::I) -> S::I {
-    // SAFETY: the operands are registers. The caller guarantees the instructions.
-    unsafe {
+register_fns! {
+    /// Each lane of `acc` plus the dot product of four quants of weights with four of activations.
+    ///
+    /// # Safety
+    /// The processor has the instructions of `S`.
+    pub(super) unsafe fn dot<S: BlockSimd, B: Block32Kernel>(
+        acc: S::I,
+        quants: S::I,
+        x: S::I,
+    ) -> S::I {
         if B::WIDE {
             S::dot_wide(acc, quants, x)
         } else {
@@ -31,21 +34,19 @@ pub(super) unsafe fn dot<S: BlockSimd, B: Block32Kernel>(acc: S::I, quants: S::I
     }
 }
 
-/// Whether the offset is subtracted as a minimum is: once per group, times the scale of the weights.
-/// Otherwise it is subtracted from every integer dot product. A format with scales of half groups
-/// has no scale for the whole group.
+/// Whether the offset is subtracted as a minimum is: once per group, times the scale of the
+/// weights. Otherwise it is subtracted from every integer dot product. A format with scales of half
+/// groups has no scale for the whole group.
 pub(super) const fn folds<S: BlockSimd, B: Block32Kernel>() -> bool {
     offset::<S, B>() != 0 && !B::HALF_SCALES
 }
 
-/// The sums of the first and the last 16 of 32 signed quants.
-///
-/// # Safety
-/// The processor has AVX2.
-#[inline(always)]
-pub(super) unsafe fn half_sums(x: __m256i) -> [i32; 2] {
-    // SAFETY: the operands are registers. The caller guarantees AVX2.
-    unsafe {
+register_fns! {
+    /// The sums of the first and the last 16 of 32 signed quants.
+    ///
+    /// # Safety
+    /// The processor has AVX2.
+    pub(super) unsafe fn half_sums(x: __m256i) -> [i32; 2] {
         // A byte plus 128 is unsigned. `sad` sums eight such bytes, and 16 * 128 is subtracted at
         // the end.
         let x = _mm256_xor_si256(x, _mm256_set1_epi8(-128));

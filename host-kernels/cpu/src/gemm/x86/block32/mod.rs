@@ -24,8 +24,9 @@ pub(super) const PANEL_COLS: usize = 5;
 /// As [`crate::gemm::Gemm`], with the features of `S`.
 #[inline(always)]
 pub(super) unsafe fn gemm<S: BlockSimd, B: Block32Kernel>(call: &GemmArgs) {
-    // SAFETY: `call` is the unchanged argument of this function, whose caller guarantees the contract
-    // of `Gemm` and the features of `S`.
+    // SAFETY: `panel_gemm` and `rows` have the contract of this function: the `rows` rows of blocks
+    // of `B`, the `cols` columns, the results of `call`, and the features of `S`. `call` is passed
+    // on as it is.
     unsafe {
         if call.cols >= PANEL_COLS {
             if B::WIDE && S::WIDE_IS_SIGNED {

@@ -65,8 +65,10 @@ impl<S: BlockSimd, B: Block32Kernel> Panel<S> for Block32Panel<S, B> {
     #[inline(always)]
     unsafe fn prepare(x: *const u8, start: usize, len: usize, column: *mut GroupColumn) {
         let (bytes, quants) = activation::<B>();
-        // SAFETY: the caller guarantees `start + len` activations at `x`, so block `start / 32 + g`
-        // is readable, and that `column` is a valid column that no one else accesses.
+        // SAFETY: `x` is readable for `start + len` activations, so block `start / 32 + g` is: the
+        // scale, the sum of a block with one, and 32 quants. `column` is valid and accessed by no
+        // one else, and `g < len / 32 <= GROUPS`. The contract of `Panel` includes the instructions
+        // of `S`.
         unsafe {
             let column = &mut *column;
             for g in 0..len / 32 {
@@ -92,9 +94,11 @@ impl<S: BlockSimd, B: Block32Kernel> Panel<S> for Block32Panel<S, B> {
     unsafe fn unpack(&mut self, call: &GemmArgs, row: usize, start: usize, len: usize) {
         let height = S::PANEL * S::LANES;
         let groups = len / 32;
-        // SAFETY: `rows_from` returns rows of the call, each with `call.k >= start + len` weights,
-        // so the groups from `first` to `last` are readable in all of them. `height <= 32` and
-        // `groups <= GROUPS` rows and groups fit the arrays of the panel.
+        // SAFETY: `rows_from` returns rows of the call, readable for `call.k >= start + len`
+        // weights: groups `first` to `last`. `height <= 32` rows and `groups <= GROUPS` groups fit
+        // the arrays: 16 scales a row, and word `8 g + i`, `i < 8`, of `S::PANEL` vectors of rows.
+        // A vector of `S::GROUPS` groups ends inside the `CHUNK` quants of a row. The contract of
+        // `Panel` includes the instructions of `S`.
         unsafe {
             let first = start / 32;
             let last = first + groups - 1;
@@ -150,9 +154,11 @@ impl<S: BlockSimd, B: Block32Kernel> Panel<S> for Block32Panel<S, B> {
             sums,
         } = tile;
         let (bytes, quants) = activation::<B>();
-        // SAFETY: `unpack` has filled `len / 32` groups of `P * S::LANES` rows of the panel. The
-        // caller guarantees that the tile has `C` columns with `start + len` activations at `x`,
-        // `len / 32` groups in `columns`, and sums for `P * S::LANES` rows.
+        // SAFETY: `unpack` has written the quants, eight words, and the scales of group `g < len /
+        // 32 <= GROUPS` for `P * S::LANES` rows, with `P == VECTORS`. `x` is readable for `start +
+        // len` activations of each of `C` columns, so word `part * words + i < 8` of block `g` is.
+        // `columns` has `C` columns of `len / 32` groups. The contract of `Panel` includes these,
+        // their sums, and the instructions of `S`.
         unsafe {
             let x = x.add(start / 32 * bytes + quants);
             let mut acc = [[S::v_splat(0.0); C]; P];

@@ -26,10 +26,11 @@ pub(super) unsafe fn rows<S: BlockSimd, B: Block32Kernel>(call: &GemmArgs) {
     let layout = Columns::new(padded);
     let mut memory = PREPARED.take(call.cols * layout.stride);
     let columns = memory.as_mut_ptr().cast::<u8>();
-    // SAFETY: `columns` has `call.cols * layout.stride` bytes, all prepared before the first row is
-    // multiplied. The caller guarantees `groups` groups in each row and column of `call`, and a
-    // float of `dst` for each row and column; `r < call.rows`, and at least as many columns as each
-    // arm multiplies are left from `c` on.
+    // SAFETY: `columns` has `layout.stride` bytes, a multiple of 64, for each column and is aligned
+    // to a cache line. `prepare` fills all columns before a row is multiplied; it reads `groups`
+    // blocks of each column of the call. `r < call.rows`, so the row has `groups` groups and each
+    // column a float of `dst`. Each arm multiplies at most the columns that are left. The caller
+    // guarantees the contract of `Gemm` and the features of `S`.
     unsafe {
         for c in 0..call.cols {
             prepare::<S, B>(
@@ -81,9 +82,9 @@ unsafe fn row_times<S: BlockSimd, B: Block32Kernel, const C: usize, const U: usi
     dst: *mut f32,
     dst_stride: usize,
 ) {
-    // SAFETY: `chunk + n <= groups` in both calls, so the groups are in the row. The columns are
-    // padded to whole chunks, so a vector of the last chunk is inside them. `c < C` for each float
-    // of `dst`.
+    // SAFETY: `chunk_times` gets groups `chunk .. chunk + n` with `chunk + n <= groups`, all in the
+    // row, and the `C` columns of `x`. `dst` is written for each `c < C`. The caller guarantees the
+    // row, the columns, `dst` and the instructions of `S`.
     unsafe {
         let mut acc = [[S::v_splat(0.0); U]; C];
         let mut mins = [_mm256_setzero_ps(); C];
@@ -128,10 +129,11 @@ unsafe fn chunk_times<S: BlockSimd, B: Block32Kernel, const C: usize, const U: u
     acc: &mut [[S::Vector; U]; C],
     mins: &mut [__m256; C],
 ) {
-    // SAFETY: the caller guarantees the groups `first .. first + n` in the row. `scales` and
-    // `load_quads` get the number of groups that are left, so nothing behind the row is read.
-    // Vectors of activations, corrections, scales and sums begin at a group of the columns, which
-    // are padded to whole chunks.
+    // SAFETY: groups `first .. first + n` are in the row. `scales` gets `n`, `load_quads` and
+    // `groups` the last group, so no byte behind the row is read. The columns are padded to whole
+    // chunks of eight groups, so a vector of activations, corrections, scales or sums that begins
+    // at one of these groups is inside them. The caller guarantees the row, the `C` columns and the
+    // instructions of `S`.
     unsafe {
         let (d, m) = match B::CODES {
             Codes::Nibbles(_) => S::scales_for_quads::<B>(row, first, n),

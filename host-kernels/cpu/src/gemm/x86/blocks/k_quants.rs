@@ -1,22 +1,28 @@
 //! Decoding of the super-block formats to vectors of quants.
 
 use std::arch::x86_64::*;
+use std::mem::offset_of;
 
-use super::{IQ4_TABLE, SuperBlockKernel, bits, half, look_up, look_up_pair, nibble_pair, nibbles};
+use super::{IQ4_TABLE, SuperBlockKernel, bits, half, nibble_pair, nibbles};
 use crate::formats::{BlockIq4Xs, BlockQ2K, BlockQ3K, BlockQ4K, BlockQ5K, BlockQ6K, BlockTq2_0};
+use crate::gemm::x86::int_simd::IntSimd;
+use crate::simd::{Avx2, Avx512, register_fns};
 
-/// `(a & a_mask) | (b & b_mask)`
-#[inline(always)]
-unsafe fn merge(a: __m512i, a_mask: __m512i, b: __m512i, b_mask: __m512i) -> __m512i {
-    // SAFETY: the operands are registers. The caller guarantees the instructions.
-    unsafe { _mm512_or_si512(_mm512_and_si512(a, a_mask), _mm512_and_si512(b, b_mask)) }
+register_fns! {
+    /// `(a & a_mask) | (b & b_mask)`
+    unsafe fn merge(a: __m512i, a_mask: __m512i, b: __m512i, b_mask: __m512i) -> __m512i {
+        _mm512_or_si512(_mm512_and_si512(a, a_mask), _mm512_and_si512(b, b_mask))
+    }
 }
 
 /// The eight 6-bit scales and minimums of Q4_K and Q5_K; see `unpack_scales` of the formats.
+///
+/// # Safety
+/// `packed` is readable for 12 bytes.
 #[inline(always)]
 unsafe fn six_bit_scales(packed: *const u8) -> (__m256i, __m256i) {
-    // SAFETY: the caller guarantees 12 bytes at `packed`, which are read as three words, and the
-    // instructions.
+    // SAFETY: three reads of four bytes are the 12 bytes at `packed` that the caller guarantees.
+    // `widen` takes numbers and needs AVX2, which the caller guarantees.
     unsafe {
         let (a, b, c) = (bits(packed), bits(packed.add(4)), bits(packed.add(8)));
         const SIX: u32 = 0x3f3f_3f3f;
@@ -28,25 +34,34 @@ unsafe fn six_bit_scales(packed: *const u8) -> (__m256i, __m256i) {
     }
 }
 
-/// Eight bytes as 16-bit lanes; the upper eight lanes are 0.
-#[inline(always)]
-unsafe fn widen(low: u32, high: u32) -> __m256i {
-    // SAFETY: the operands are registers. The caller guarantees the instructions.
-    unsafe {
+register_fns! {
+    /// Eight bytes as 16-bit lanes; the upper eight lanes are 0.
+    unsafe fn widen(low: u32, high: u32) -> __m256i {
         let bytes = u64::from(high) << 32 | u64::from(low);
         _mm256_zextsi128_si256(_mm_cvtepu8_epi16(_mm_cvtsi64_si128(bytes as i64)))
     }
 }
 
-/// The two F16 at the start of a block.
+/// The two F16 at `p`.
+///
+/// # Safety
+/// `p` is readable for four bytes.
 #[inline(always)]
-unsafe fn two_halves(block: *const u8) -> (f32, f32) {
-    // SAFETY: the caller guarantees four bytes at `block` and the instructions.
+unsafe fn two_halves(p: *const u8) -> (f32, f32) {
+    // SAFETY: `bits` reads the four bytes at `p` that the caller guarantees. The conversion takes a
+    // register and needs F16C, which the caller guarantees.
     unsafe {
-        let both = _mm_cvtph_ps(_mm_cvtsi32_si128(bits(block) as i32));
+        let both = _mm_cvtph_ps(_mm_cvtsi32_si128(bits(p) as i32));
         (_mm_cvtss_f32(both), _mm_cvtss_f32(_mm_movehdup_ps(both)))
     }
 }
+
+// `two_halves` reads the scale and the scale of the minimums at once.
+const _: () = assert!(
+    offset_of!(BlockQ2K, dmin) == offset_of!(BlockQ2K, d) + 2
+        && offset_of!(BlockQ4K, dmin) == offset_of!(BlockQ4K, d) + 2
+        && offset_of!(BlockQ5K, dmin) == offset_of!(BlockQ5K, d) + 2
+);
 
 /// The order of pieces of 32 elements if 64 bytes of nibbles of Q4_K and Q5_K are decoded at once:
 /// the low nibbles, then the high nibbles.
@@ -58,13 +73,13 @@ impl SuperBlockKernel for BlockQ4K {
 
     #[inline(always)]
     unsafe fn quants_256(block: *const u8) -> [__m256i; 8] {
-        // SAFETY: the caller guarantees a whole block at `block` and the instructions. In a block,
-        // 128 bytes of nibbles begin at byte 16.
+        // SAFETY: four loads of 32 bytes are the 128 bytes of `qs` of the block, which is readable.
+        // Loads and shifts need AVX2, which the caller guarantees.
         unsafe {
             let low = _mm256_set1_epi8(15);
             let mut q = [low; 8];
             for i in 0..4 {
-                let nibbles = _mm256_loadu_si256(block.add(16 + 32 * i).cast());
+                let nibbles = _mm256_loadu_si256(block.add(offset_of!(Self, qs) + 32 * i).cast());
                 q[2 * i] = _mm256_and_si256(nibbles, low);
                 q[2 * i + 1] = _mm256_and_si256(_mm256_srli_epi16(nibbles, 4), low);
             }
@@ -74,12 +89,12 @@ impl SuperBlockKernel for BlockQ4K {
 
     #[inline(always)]
     unsafe fn quants_512(block: *const u8) -> [__m512i; 4] {
-        // SAFETY: the caller guarantees a whole block at `block` and the instructions. In a block,
-        // 128 bytes of nibbles begin at byte 16.
+        // SAFETY: two loads of 64 bytes are the 128 bytes of `qs` of the block, which is readable.
+        // Loads and shifts need AVX-512 F and BW, which the caller guarantees.
         unsafe {
             let low = _mm512_set1_epi8(15);
-            let a = _mm512_loadu_si512(block.add(16).cast());
-            let b = _mm512_loadu_si512(block.add(80).cast());
+            let a = _mm512_loadu_si512(block.add(offset_of!(Self, qs)).cast());
+            let b = _mm512_loadu_si512(block.add(offset_of!(Self, qs) + 64).cast());
             [
                 _mm512_and_si512(a, low),
                 _mm512_and_si512(_mm512_srli_epi16(a, 4), low),
@@ -91,16 +106,16 @@ impl SuperBlockKernel for BlockQ4K {
 
     #[inline(always)]
     unsafe fn scales(block: *const u8) -> (__m256i, __m256i) {
-        // SAFETY: the caller guarantees a whole block at `block` and the instructions. In a block,
-        // the packed scales begin at byte 4.
-        unsafe { six_bit_scales(block.add(4)) }
+        // SAFETY: `six_bit_scales` reads 12 bytes: `scales` of the Q4_K block, which is readable.
+        // The caller guarantees AVX2.
+        unsafe { six_bit_scales(block.add(offset_of!(Self, scales))) }
     }
 
     #[inline(always)]
     unsafe fn d(block: *const u8) -> (f32, f32) {
-        // SAFETY: the caller guarantees a whole block at `block`, which begins with two F16 scales,
-        // and the instructions.
-        unsafe { two_halves(block) }
+        // SAFETY: `two_halves` reads four bytes: `d` and `dmin` of the Q4_K block, which is
+        // readable. The caller guarantees F16C.
+        unsafe { two_halves(block.add(offset_of!(Self, d))) }
     }
 }
 
@@ -110,11 +125,12 @@ impl SuperBlockKernel for BlockQ5K {
 
     #[inline(always)]
     unsafe fn quants_256(block: *const u8) -> [__m256i; 8] {
-        // SAFETY: the caller guarantees a whole block at `block` and the instructions. In a block,
-        // the fifth bits begin at byte 16, the nibbles at 48.
+        // SAFETY: one load of 32 bytes is `qh`, and four loads of 32 bytes are the 128 bytes of
+        // `qs`, of the block, which is readable. They and the shifts need AVX2, which the caller
+        // guarantees.
         unsafe {
             let (low, fifth) = (_mm256_set1_epi8(15), _mm256_set1_epi8(16));
-            let qh = _mm256_loadu_si256(block.add(16).cast());
+            let qh = _mm256_loadu_si256(block.add(offset_of!(Self, qh)).cast());
             // Bit `j` of a byte belongs to piece `j`. It is shifted to bit 4, and the other bits of
             // the 16-bit shift are masked.
             let fifths = [
@@ -129,7 +145,7 @@ impl SuperBlockKernel for BlockQ5K {
             ];
             let mut q = [low; 8];
             for i in 0..4 {
-                let nibbles = _mm256_loadu_si256(block.add(48 + 32 * i).cast());
+                let nibbles = _mm256_loadu_si256(block.add(offset_of!(Self, qs) + 32 * i).cast());
                 let pair = [
                     _mm256_and_si256(nibbles, low),
                     _mm256_and_si256(_mm256_srli_epi16(nibbles, 4), low),
@@ -145,13 +161,15 @@ impl SuperBlockKernel for BlockQ5K {
 
     #[inline(always)]
     unsafe fn quants_512(block: *const u8) -> [__m512i; 4] {
-        // SAFETY: the caller guarantees a whole block at `block` and the instructions. In a block,
-        // the fifth bits begin at byte 16, the nibbles at 48.
+        // SAFETY: one load of 32 bytes is `qh`, and two loads of 64 bytes are the 128 bytes of
+        // `qs`, of the block, which is readable. They and the shifts need AVX-512 F and BW, which
+        // the caller guarantees.
         unsafe {
             let (low, fifth) = (_mm512_set1_epi8(15), _mm512_set1_epi8(16));
-            let qh = _mm512_broadcast_i64x4(_mm256_loadu_si256(block.add(16).cast()));
-            let a = _mm512_loadu_si512(block.add(48).cast());
-            let b = _mm512_loadu_si512(block.add(112).cast());
+            let qh =
+                _mm512_broadcast_i64x4(_mm256_loadu_si256(block.add(offset_of!(Self, qh)).cast()));
+            let a = _mm512_loadu_si512(block.add(offset_of!(Self, qs)).cast());
+            let b = _mm512_loadu_si512(block.add(offset_of!(Self, qs) + 64).cast());
             // Shifts to the left move bits 0 to 3 to bit 4, shifts to the right bits 4 to 7.
             let first = _mm512_sllv_epi64(qh, _mm512_setr_epi64(4, 4, 4, 4, 2, 2, 2, 2));
             let second = _mm512_sllv_epi64(qh, _mm512_setr_epi64(3, 3, 3, 3, 1, 1, 1, 1));
@@ -168,16 +186,16 @@ impl SuperBlockKernel for BlockQ5K {
 
     #[inline(always)]
     unsafe fn scales(block: *const u8) -> (__m256i, __m256i) {
-        // SAFETY: the caller guarantees a whole block at `block` and the instructions. In a block,
-        // the packed scales begin at byte 4.
-        unsafe { six_bit_scales(block.add(4)) }
+        // SAFETY: `six_bit_scales` reads 12 bytes: `scales` of the Q5_K block, which is readable.
+        // The caller guarantees AVX2.
+        unsafe { six_bit_scales(block.add(offset_of!(Self, scales))) }
     }
 
     #[inline(always)]
     unsafe fn d(block: *const u8) -> (f32, f32) {
-        // SAFETY: the caller guarantees a whole block at `block`, which begins with two F16 scales,
-        // and the instructions.
-        unsafe { two_halves(block) }
+        // SAFETY: `two_halves` reads four bytes: `d` and `dmin` of the Q5_K block, which is
+        // readable. The caller guarantees F16C.
+        unsafe { two_halves(block.add(offset_of!(Self, d))) }
     }
 }
 
@@ -186,15 +204,16 @@ impl SuperBlockKernel for BlockQ6K {
 
     #[inline(always)]
     unsafe fn quants_256(block: *const u8) -> [__m256i; 8] {
-        // SAFETY: the caller guarantees a whole block at `block` and the instructions. In a block,
-        // the low bits begin at byte 0, the high ones at 128.
+        // SAFETY: for each `half`, two loads of 32 bytes are 64 of the 128 bytes of `ql`, and one
+        // is 32 of the 64 bytes of `qh`, of the block, which is readable. The caller guarantees
+        // AVX2.
         unsafe {
             let (low, high) = (_mm256_set1_epi8(15), _mm256_set1_epi8(0x30));
             let mut q = [low; 8];
             for half in 0..2 {
-                let a = _mm256_loadu_si256(block.add(64 * half).cast());
-                let b = _mm256_loadu_si256(block.add(64 * half + 32).cast());
-                let h = _mm256_loadu_si256(block.add(128 + 32 * half).cast());
+                let a = _mm256_loadu_si256(block.add(offset_of!(Self, ql) + 64 * half).cast());
+                let b = _mm256_loadu_si256(block.add(offset_of!(Self, ql) + 64 * half + 32).cast());
+                let h = _mm256_loadu_si256(block.add(offset_of!(Self, qh) + 32 * half).cast());
                 let pieces = [
                     (a, _mm256_slli_epi16(h, 4)),
                     (b, _mm256_slli_epi16(h, 2)),
@@ -212,14 +231,15 @@ impl SuperBlockKernel for BlockQ6K {
 
     #[inline(always)]
     unsafe fn quants_512(block: *const u8) -> [__m512i; 4] {
-        // SAFETY: the caller guarantees a whole block at `block` and the instructions. In a block,
-        // the low bits begin at byte 0, the high ones at 128.
+        // SAFETY: for each `half`, a load of 64 bytes is half of the 128 bytes of `ql`, and a load
+        // of 32 is half of the 64 bytes of `qh`, of the block, which is readable. The caller
+        // guarantees AVX-512 F and BW.
         unsafe {
             let (low, high) = (_mm512_set1_epi8(15), _mm512_set1_epi8(0x30));
             let mut q = [low; 4];
             for half in 0..2 {
-                let l = _mm512_loadu_si512(block.add(64 * half).cast());
-                let h = _mm256_loadu_si256(block.add(128 + 32 * half).cast());
+                let l = _mm512_loadu_si512(block.add(offset_of!(Self, ql) + 64 * half).cast());
+                let h = _mm256_loadu_si256(block.add(offset_of!(Self, qh) + 32 * half).cast());
                 let h = _mm512_broadcast_i64x4(h);
                 let first = _mm512_sllv_epi64(h, _mm512_setr_epi64(4, 4, 4, 4, 2, 2, 2, 2));
                 let second = _mm512_srlv_epi64(h, _mm512_setr_epi64(0, 0, 0, 0, 2, 2, 2, 2));
@@ -232,26 +252,41 @@ impl SuperBlockKernel for BlockQ6K {
 
     #[inline(always)]
     unsafe fn scales(block: *const u8) -> (__m256i, __m256i) {
-        // SAFETY: the caller guarantees a whole block at `block` and the instructions. In a block,
-        // 16 bytes of scales begin at byte 192.
+        // SAFETY: one load reads the 16 bytes of `scales` of the block, which is readable. Widening
+        // them needs AVX2, which the caller guarantees.
         unsafe {
-            let scales = _mm256_cvtepi8_epi16(_mm_loadu_si128(block.add(192).cast()));
+            let scales =
+                _mm256_cvtepi8_epi16(_mm_loadu_si128(block.add(offset_of!(Self, scales)).cast()));
             (scales, _mm256_setzero_si256())
         }
     }
 
     #[inline(always)]
     unsafe fn d(block: *const u8) -> (f32, f32) {
-        // SAFETY: the caller guarantees a whole block at `block` and the instructions. In a block,
-        // the scale is at 208.
-        unsafe { (half(block.add(208).cast::<u16>().read_unaligned()), 0.0) }
+        // SAFETY: one unaligned read of the two bytes of `d` of the Q6_K block, which is readable.
+        // `half` needs F16C, which the caller guarantees.
+        unsafe {
+            (
+                half(
+                    block
+                        .add(offset_of!(Self, d))
+                        .cast::<u16>()
+                        .read_unaligned(),
+                ),
+                0.0,
+            )
+        }
     }
 }
 
 /// The two-bit quants of 256 elements.
+///
+/// # Safety
+/// `qs` is readable for 64 bytes.
 #[inline(always)]
 unsafe fn two_bits_256(qs: *const u8) -> [__m256i; 8] {
-    // SAFETY: the caller guarantees 64 bytes at `qs`, which are two vectors, and the instructions.
+    // SAFETY: two loads of 32 bytes are the 64 bytes at `qs` that the caller guarantees. Loads and
+    // shifts need AVX2, which the caller guarantees.
     unsafe {
         let mask = _mm256_set1_epi8(3);
         let mut q = [mask; 8];
@@ -267,10 +302,13 @@ unsafe fn two_bits_256(qs: *const u8) -> [__m256i; 8] {
 }
 
 /// The two-bit quants of 256 elements.
+///
+/// # Safety
+/// `qs` is readable for 64 bytes.
 #[inline(always)]
 unsafe fn two_bits_512(qs: *const u8) -> [__m512i; 4] {
-    // SAFETY: the caller guarantees 64 bytes at `qs`, which are read in two halves, and the
-    // instructions.
+    // SAFETY: two loads of 32 bytes are the 64 bytes at `qs` that the caller guarantees. The shifts
+    // by lane need AVX-512 F, which the caller guarantees.
     unsafe {
         let mask = _mm512_set1_epi8(3);
         let mut q = [mask; 4];
@@ -291,24 +329,27 @@ impl SuperBlockKernel for BlockQ2K {
 
     #[inline(always)]
     unsafe fn quants_256(block: *const u8) -> [__m256i; 8] {
-        // SAFETY: the caller guarantees a whole block at `block` and the instructions. In a block,
-        // the quants begin at byte 16.
-        unsafe { two_bits_256(block.add(16)) }
+        // SAFETY: `two_bits_256` reads 64 bytes: `qs` of the Q2_K block, which is readable. The
+        // caller guarantees AVX2.
+        unsafe { two_bits_256(block.add(offset_of!(Self, qs))) }
     }
 
     #[inline(always)]
     unsafe fn quants_512(block: *const u8) -> [__m512i; 4] {
-        // SAFETY: the caller guarantees a whole block at `block` and the instructions. In a block,
-        // the quants begin at byte 16.
-        unsafe { two_bits_512(block.add(16)) }
+        // SAFETY: `two_bits_512` reads 64 bytes: `qs` of the Q2_K block, which is readable. The
+        // caller guarantees AVX-512 F.
+        unsafe { two_bits_512(block.add(offset_of!(Self, qs))) }
     }
 
     #[inline(always)]
     unsafe fn scales(block: *const u8) -> (__m256i, __m256i) {
-        // SAFETY: the caller guarantees a whole block at `block` and the instructions. In a block,
-        // 16 bytes of scales begin at byte 0.
+        // SAFETY: one load reads the 16 bytes of `scales` of the block, which have a scale and a
+        // minimum each. The block is readable. Widening needs AVX2, which the caller guarantees.
         unsafe {
-            let (both, low) = (_mm_loadu_si128(block.cast()), _mm_set1_epi8(15));
+            let (both, low) = (
+                _mm_loadu_si128(block.add(offset_of!(Self, scales)).cast()),
+                _mm_set1_epi8(15),
+            );
             let scales = _mm_and_si128(both, low);
             let mins = _mm_and_si128(_mm_srli_epi16(both, 4), low);
             (_mm256_cvtepu8_epi16(scales), _mm256_cvtepu8_epi16(mins))
@@ -317,9 +358,9 @@ impl SuperBlockKernel for BlockQ2K {
 
     #[inline(always)]
     unsafe fn d(block: *const u8) -> (f32, f32) {
-        // SAFETY: the caller guarantees a whole block at `block` and the instructions. In a block,
-        // the scales are at 80.
-        unsafe { two_halves(block.add(80)) }
+        // SAFETY: `two_halves` reads four bytes: `d` and `dmin` of the Q2_K block, which is
+        // readable. The caller guarantees F16C.
+        unsafe { two_halves(block.add(offset_of!(Self, d))) }
     }
 }
 
@@ -328,11 +369,12 @@ impl SuperBlockKernel for BlockQ3K {
 
     #[inline(always)]
     unsafe fn quants_256(block: *const u8) -> [__m256i; 8] {
-        // SAFETY: the caller guarantees a whole block at `block` and the instructions. In a block,
-        // the third bits begin at byte 0, the others at 32.
+        // SAFETY: one load reads the 32 bytes of `hmask`, and `two_bits_256` the 64 bytes of `qs`,
+        // of the block, which is readable. They and the shifts need AVX2, which the caller
+        // guarantees.
         unsafe {
             let third = _mm256_set1_epi8(4);
-            let mask = _mm256_loadu_si256(block.cast());
+            let mask = _mm256_loadu_si256(block.add(offset_of!(Self, hmask)).cast());
             // Bit `i` of a byte belongs to piece `i`. It is shifted to bit 2.
             let thirds = [
                 _mm256_slli_epi16(mask, 2),
@@ -344,7 +386,7 @@ impl SuperBlockKernel for BlockQ3K {
                 _mm256_srli_epi16(mask, 4),
                 _mm256_srli_epi16(mask, 5),
             ];
-            let mut q = two_bits_256(block.add(32));
+            let mut q = two_bits_256(block.add(offset_of!(Self, qs)));
             for (q, bits) in q.iter_mut().zip(thirds) {
                 *q = _mm256_or_si256(*q, _mm256_and_si256(bits, third));
             }
@@ -354,12 +396,15 @@ impl SuperBlockKernel for BlockQ3K {
 
     #[inline(always)]
     unsafe fn quants_512(block: *const u8) -> [__m512i; 4] {
-        // SAFETY: the caller guarantees a whole block at `block` and the instructions. In a block,
-        // the third bits begin at byte 0, the others at 32.
+        // SAFETY: one load reads the 32 bytes of `hmask`, and `two_bits_512` the 64 bytes of `qs`,
+        // of the block, which is readable. They and the shifts need AVX-512 F, which the caller
+        // guarantees.
         unsafe {
             let (low, third) = (_mm512_set1_epi8(3), _mm512_set1_epi8(4));
-            let mask = _mm512_broadcast_i64x4(_mm256_loadu_si256(block.cast()));
-            let q = two_bits_512(block.add(32));
+            let mask = _mm512_broadcast_i64x4(_mm256_loadu_si256(
+                block.add(offset_of!(Self, hmask)).cast(),
+            ));
+            let q = two_bits_512(block.add(offset_of!(Self, qs)));
             [
                 merge(
                     q[0],
@@ -391,15 +436,15 @@ impl SuperBlockKernel for BlockQ3K {
 
     #[inline(always)]
     unsafe fn scales(block: *const u8) -> (__m256i, __m256i) {
-        // SAFETY: the caller guarantees a whole block at `block` and the instructions. In a block,
-        // 12 bytes of scales begin at byte 96.
+        // SAFETY: three reads of four bytes are the 12 bytes of `scales` of the block, which is
+        // readable. Widening needs AVX2, which the caller guarantees.
         unsafe {
             const LOW: u32 = 0x0f0f_0f0f;
             const HIGH: u32 = 0x3030_3030;
             let (a, b, c) = (
-                bits(block.add(96)),
-                bits(block.add(100)),
-                bits(block.add(104)),
+                bits(block.add(offset_of!(Self, scales))),
+                bits(block.add(offset_of!(Self, scales) + 4)),
+                bits(block.add(offset_of!(Self, scales) + 8)),
             );
             // The two high bits of each scale, shifted to bits 4 and 5.
             let bytes = _mm_setr_epi32(
@@ -415,9 +460,19 @@ impl SuperBlockKernel for BlockQ3K {
 
     #[inline(always)]
     unsafe fn d(block: *const u8) -> (f32, f32) {
-        // SAFETY: the caller guarantees a whole block at `block` and the instructions. In a block,
-        // the scale is at 108.
-        unsafe { (half(block.add(108).cast::<u16>().read_unaligned()), 0.0) }
+        // SAFETY: one unaligned read of the two bytes of `d` of the Q3_K block, which is readable.
+        // `half` needs F16C, which the caller guarantees.
+        unsafe {
+            (
+                half(
+                    block
+                        .add(offset_of!(Self, d))
+                        .cast::<u16>()
+                        .read_unaligned(),
+                ),
+                0.0,
+            )
+        }
     }
 }
 
@@ -426,12 +481,12 @@ impl SuperBlockKernel for BlockIq4Xs {
 
     #[inline(always)]
     unsafe fn quants_256(block: *const u8) -> [__m256i; 8] {
-        // SAFETY: the caller guarantees a whole block at `block` and the instructions. In a block,
-        // 16 bytes of nibbles for each piece begin at byte 8.
+        // SAFETY: `nibbles` reads 16 bytes for each `i < 8`: the 128 bytes of `qs` of the block,
+        // which is readable. The table is looked up with AVX2, which the caller guarantees.
         unsafe {
             let mut q = [_mm256_setzero_si256(); 8];
             for (i, q) in q.iter_mut().enumerate() {
-                *q = look_up(IQ4_TABLE, nibbles(block.add(8 + 16 * i)));
+                *q = Avx2::look_up(IQ4_TABLE, nibbles(block.add(offset_of!(Self, qs) + 16 * i)));
             }
             q
         }
@@ -439,13 +494,14 @@ impl SuperBlockKernel for BlockIq4Xs {
 
     #[inline(always)]
     unsafe fn quants_512(block: *const u8) -> [__m512i; 4] {
-        // SAFETY: the caller guarantees a whole block at `block` and the instructions. In a block,
-        // 16 bytes of nibbles for each piece begin at byte 8.
+        // SAFETY: `nibble_pair` reads twice 16 bytes for each `i < 4`: the 128 bytes of `qs` of the
+        // block, which is readable. The table is looked up with AVX-512 BW, which the caller
+        // guarantees.
         unsafe {
             let mut q = [_mm512_setzero_si512(); 4];
             for (i, q) in q.iter_mut().enumerate() {
-                let qs = block.add(8 + 32 * i);
-                *q = look_up_pair(IQ4_TABLE, nibble_pair(qs, qs.add(16)));
+                let qs = block.add(offset_of!(Self, qs) + 32 * i);
+                *q = Avx512::look_up(IQ4_TABLE, nibble_pair(qs, qs.add(16)));
             }
             q
         }
@@ -453,17 +509,23 @@ impl SuperBlockKernel for BlockIq4Xs {
 
     #[inline(always)]
     unsafe fn scales(block: *const u8) -> (__m256i, __m256i) {
-        // SAFETY: the caller guarantees a whole block at `block` and the instructions. In a block,
-        // 16 high bits are at 2, 4 bytes of nibbles at 4.
+        // SAFETY: two unaligned reads: the four bytes of `scales_l` and the two bytes of `scales_h`
+        // of the block, which is readable. The rest is on registers of 128 and 256 bits, and needs
+        // AVX2, which the caller guarantees.
         unsafe {
-            let nibbles = _mm_cvtsi32_si128(bits(block.add(4)) as i32);
+            let nibbles = _mm_cvtsi32_si128(bits(block.add(offset_of!(Self, scales_l))) as i32);
             let low = _mm_set1_epi8(15);
             let low = _mm_unpacklo_epi8(
                 _mm_and_si128(nibbles, low),
                 _mm_and_si128(_mm_srli_epi16(nibbles, 4), low),
             );
             // Bits `2 j` and `2 j + 1` are moved to the top of lane `j`, then to bits 4 and 5.
-            let high = _mm_set1_epi16(block.add(2).cast::<i16>().read_unaligned());
+            let high = _mm_set1_epi16(
+                block
+                    .add(offset_of!(Self, scales_h))
+                    .cast::<i16>()
+                    .read_unaligned(),
+            );
             let to_top =
                 _mm_setr_epi16(1 << 14, 1 << 12, 1 << 10, 1 << 8, 1 << 6, 1 << 4, 1 << 2, 1);
             let high = _mm_slli_epi16(_mm_srli_epi16(_mm_mullo_epi16(high, to_top), 14), 4);
@@ -475,9 +537,19 @@ impl SuperBlockKernel for BlockIq4Xs {
 
     #[inline(always)]
     unsafe fn d(block: *const u8) -> (f32, f32) {
-        // SAFETY: the caller guarantees a whole block at `block` and the instructions. In a block,
-        // the scale is at 0.
-        unsafe { (half(block.cast::<u16>().read_unaligned()), 0.0) }
+        // SAFETY: one unaligned read of the two bytes of `d` of the IQ4_XS block, which is
+        // readable. `half` needs F16C, which the caller guarantees.
+        unsafe {
+            (
+                half(
+                    block
+                        .add(offset_of!(Self, d))
+                        .cast::<u16>()
+                        .read_unaligned(),
+                ),
+                0.0,
+            )
+        }
     }
 }
 
@@ -486,28 +558,38 @@ impl SuperBlockKernel for BlockTq2_0 {
 
     #[inline(always)]
     unsafe fn quants_256(block: *const u8) -> [__m256i; 8] {
-        // SAFETY: the caller guarantees a whole block at `block` and the instructions. In a block,
-        // the quants begin at byte 0.
-        unsafe { two_bits_256(block) }
+        // SAFETY: `two_bits_256` reads 64 bytes: `qs` of the TQ2_0 block, which is readable. The
+        // caller guarantees AVX2.
+        unsafe { two_bits_256(block.add(offset_of!(Self, qs))) }
     }
 
     #[inline(always)]
     unsafe fn quants_512(block: *const u8) -> [__m512i; 4] {
-        // SAFETY: the caller guarantees a whole block at `block` and the instructions. In a block,
-        // the quants begin at byte 0.
-        unsafe { two_bits_512(block) }
+        // SAFETY: `two_bits_512` reads 64 bytes: `qs` of the TQ2_0 block, which is readable. The
+        // caller guarantees AVX-512 F.
+        unsafe { two_bits_512(block.add(offset_of!(Self, qs))) }
     }
 
-    #[inline(always)]
-    unsafe fn scales(_: *const u8) -> (__m256i, __m256i) {
-        // SAFETY: the operands are registers. The caller guarantees the instructions.
-        unsafe { (_mm256_set1_epi16(1), _mm256_setzero_si256()) }
+    register_fns! {
+        unsafe fn scales(_: *const u8) -> (__m256i, __m256i) {
+            (_mm256_set1_epi16(1), _mm256_setzero_si256())
+        }
     }
 
     #[inline(always)]
     unsafe fn d(block: *const u8) -> (f32, f32) {
-        // SAFETY: the caller guarantees a whole block at `block` and the instructions. In a block,
-        // the scale is at 64.
-        unsafe { (half(block.add(64).cast::<u16>().read_unaligned()), 0.0) }
+        // SAFETY: one unaligned read of the two bytes of `d` of the TQ2_0 block, which is readable.
+        // `half` needs F16C, which the caller guarantees.
+        unsafe {
+            (
+                half(
+                    block
+                        .add(offset_of!(Self, d))
+                        .cast::<u16>()
+                        .read_unaligned(),
+                ),
+                0.0,
+            )
+        }
     }
 }

@@ -1,9 +1,12 @@
 //! Decoding of blocks to vectors of unsigned quants.
 //!
 //! # Safety
-//! As in [`super::int_simd`]: functions on `__m256i` need AVX2 and F16C, those on `__m512i`
-//! AVX-512. `row` and `block` point to whole blocks of the format, at least up to the requested
-//! group.
+//! A function with a `__m512i` in its signature, and [`Block32Kernel::eight_scales`], require the
+//! instructions of [`Level::Avx512`](crate::isa::Level::Avx512). The others require those of
+//! [`Level::Avx2`](crate::isa::Level::Avx2). Generic functions require those of their `S`.
+//!
+//! No pointer needs alignment. Each function documents the memory that it reads; the traits do so
+//! for their implementations.
 
 mod block32;
 mod k_quants;
@@ -13,6 +16,7 @@ use std::arch::x86_64::*;
 
 use super::int_simd::IntSimd;
 use crate::formats::{Block32Format, IQ4_VALUES, SuperBlockFormat};
+use crate::simd::register_fns;
 
 /// How the quants of a group are stored in a block of one group.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -26,6 +30,11 @@ pub(super) enum Codes {
 }
 
 /// A format with scales per 32 elements, decoded to vectors.
+///
+/// # Safety
+/// `row` points to blocks of the format, without gaps. All groups that a function is asked for are
+/// readable, each with its whole block: block `g * 32 / ELEMENTS` for group `g`. The instructions
+/// are those of the module.
 pub(super) trait Block32Kernel: Block32Format {
     /// Whether quants can be larger than 127.
     const WIDE: bool = Self::OFFSET > 64;
@@ -51,8 +60,8 @@ pub(super) trait Block32Kernel: Block32Format {
     /// The quants of groups `g` and `h` of a row.
     #[inline(always)]
     unsafe fn pair(row: *const u8, g: usize, h: usize) -> __m512i {
-        // SAFETY: the caller guarantees the blocks of groups `g` and `h` in the row and the
-        // instructions.
+        // SAFETY: groups `g` and `h` are readable for both calls as for this one. Joining takes
+        // registers, and needs AVX-512 F, which the caller guarantees for the result.
         unsafe { join(Self::single(row, g), Self::single(row, h)) }
     }
 
@@ -63,16 +72,18 @@ pub(super) trait Block32Kernel: Block32Format {
     /// As `scales`, for eight groups, with AVX-512.
     #[inline(always)]
     unsafe fn eight_scales(row: *const u8, g: usize) -> (__m256, __m256) {
-        // SAFETY: the caller guarantees the blocks of groups `g .. g + 8` in the row and the
-        // instructions.
+        // SAFETY: `scales` reads the same eight groups, `g .. g + 8`, and requires only AVX2, which
+        // the AVX-512 of the caller includes.
         unsafe { Self::scales(row, g, 8) }
     }
 
     /// As `scales`, for eight groups in another order, for formats of [`Codes::Nibbles`] with AVX2.
+    /// `order` is a permutation of 0 to 7.
     #[inline(always)]
     unsafe fn scales_in_order(row: *const u8, g: usize, order: [usize; 8]) -> (__m256, __m256) {
-        // SAFETY: the caller guarantees the blocks of groups `g .. g + 8` in the row and the
-        // instructions. `lanes` is one vector.
+        // SAFETY: the load reads the eight `i32` of `lanes`, a variable. `scales` reads groups `g
+        // .. g + 8`, which the caller guarantees with any `order`. All need AVX2, which the caller
+        // guarantees.
         unsafe {
             let lanes = order.map(|lane| lane as i32);
             let lanes = _mm256_loadu_si256(lanes.as_ptr().cast());
@@ -86,6 +97,10 @@ pub(super) trait Block32Kernel: Block32Format {
 }
 
 /// A super-block format, decoded to vectors.
+///
+/// # Safety
+/// `block` is readable for one block of the format, `size_of::<Self>()` bytes. The instructions are
+/// those of the module.
 pub(super) trait SuperBlockKernel: SuperBlockFormat {
     /// Whether quants can be larger than 127.
     const WIDE: bool = Self::OFFSET > 64;
@@ -122,24 +137,26 @@ pub(super) trait SuperBlockKernel: SuperBlockFormat {
     unsafe fn d(block: *const u8) -> (f32, f32);
 }
 
-/// Two halves as one vector.
-#[inline(always)]
-unsafe fn join(low: __m256i, high: __m256i) -> __m512i {
-    // SAFETY: the operands are registers. The caller guarantees the instructions.
-    unsafe { _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1) }
-}
+register_fns! {
+    /// Two halves as one vector.
+    unsafe fn join(low: __m256i, high: __m256i) -> __m512i {
+        _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1)
+    }
 
-/// The value of an F16.
-#[inline(always)]
-pub(super) unsafe fn half(bits: u16) -> f32 {
-    // SAFETY: the operands are registers. The caller guarantees the instructions.
-    unsafe { _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(i32::from(bits)))) }
+    /// The value of an F16.
+    pub(super) unsafe fn half(bits: u16) -> f32 {
+        _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(i32::from(bits))))
+    }
 }
 
 /// The low nibbles of 16 bytes, then the high ones.
+///
+/// # Safety
+/// `qs` is readable for 16 bytes.
 #[inline(always)]
 unsafe fn nibbles(qs: *const u8) -> __m256i {
-    // SAFETY: the caller guarantees 16 bytes at `qs` and the instructions.
+    // SAFETY: one load of the 16 bytes at `qs` that the caller guarantees. The rest is on
+    // registers, and needs AVX2, which the caller guarantees.
     unsafe {
         let twice = _mm256_broadcastsi128_si256(_mm_loadu_si128(qs.cast()));
         let shifted = _mm256_srlv_epi64(twice, _mm256_setr_epi64x(0, 0, 4, 4));
@@ -148,9 +165,14 @@ unsafe fn nibbles(qs: *const u8) -> __m256i {
 }
 
 /// [`nibbles`] of two groups.
+///
+/// # Safety
+/// `a` and `b` are readable for 16 bytes each.
 #[inline(always)]
 unsafe fn nibble_pair(a: *const u8, b: *const u8) -> __m512i {
-    // SAFETY: the caller guarantees 16 bytes at `a` and at `b`, and the instructions.
+    // SAFETY: two loads, of the 16 bytes at `a` and of the 16 bytes at `b`, which the caller
+    // guarantees. The rest is on registers, and needs AVX-512 F and BW, which the caller
+    // guarantees.
     unsafe {
         let twice = join(
             _mm256_broadcastsi128_si256(_mm_loadu_si128(a.cast())),
@@ -158,26 +180,6 @@ unsafe fn nibble_pair(a: *const u8, b: *const u8) -> __m512i {
         );
         let shifts = _mm512_setr_epi64(0, 0, 4, 4, 0, 0, 4, 4);
         _mm512_and_si512(_mm512_srlv_epi64(twice, shifts), _mm512_set1_epi8(15))
-    }
-}
-
-/// The entries of a table at the nibbles.
-#[inline(always)]
-unsafe fn look_up(table: [u8; 16], nibbles: __m256i) -> __m256i {
-    // SAFETY: `table` has the 16 bytes that are loaded. The caller guarantees the instructions.
-    unsafe {
-        let table = _mm_loadu_si128(table.as_ptr().cast());
-        _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), nibbles)
-    }
-}
-
-/// [`look_up`] of two groups.
-#[inline(always)]
-unsafe fn look_up_pair(table: [u8; 16], nibbles: __m512i) -> __m512i {
-    // SAFETY: `table` has the 16 bytes that are loaded. The caller guarantees the instructions.
-    unsafe {
-        let table = _mm_loadu_si128(table.as_ptr().cast());
-        _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), nibbles)
     }
 }
 
@@ -195,8 +197,12 @@ const fn unsigned(values: &[i8; 16], offset: i32) -> [u8; 16] {
 const IQ4_TABLE: [u8; 16] = unsigned(&IQ4_VALUES, 128);
 
 /// A 32-bit word.
+///
+/// # Safety
+/// `p` is readable for four bytes.
 #[inline(always)]
 unsafe fn bits(p: *const u8) -> u32 {
-    // SAFETY: the caller guarantees four bytes at `p`. The read is unaligned.
+    // SAFETY: one unaligned read of the four bytes at `p` that the caller guarantees. Every bit
+    // pattern is a `u32`.
     unsafe { p.cast::<u32>().read_unaligned() }
 }

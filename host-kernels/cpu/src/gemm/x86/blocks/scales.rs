@@ -1,8 +1,12 @@
 //! The scales of several groups, gathered from their blocks.
+//!
+//! # Safety
+//! The instructions are those of [`super`]; [`pick_words`] and [`halves_of_18`] require AVX-512.
 
 use std::arch::x86_64::*;
 
 use crate::formats::Block32Format;
+use crate::simd::register_fns;
 
 /// Makes the compiler assemble `bits` in integer registers. Otherwise it inserts them into vectors,
 /// and insertions take the few execution ports of shuffles.
@@ -16,9 +20,14 @@ fn in_integers(mut bits: u64) -> i64 {
 }
 
 /// The F16 at `p`, `p + stride`, ...: `n` of eight; 0 in the other lanes.
+///
+/// # Safety
+/// `p + i * stride` is readable for two bytes for each `i < n`, and `n <= 8`.
 #[inline(always)]
 pub(super) unsafe fn halves(p: *const u8, stride: usize, n: usize) -> __m256 {
-    // SAFETY: the caller guarantees `n` F16 at `p`, `stride` bytes apart, and the instructions.
+    // SAFETY: each of the at most eight reads is of the two bytes at `p + i * stride`, `i < n`,
+    // which the caller guarantees; `eight_halves` reads the same for `n = 8`. The vector is made of
+    // numbers, and its conversion needs F16C, which the caller guarantees.
     unsafe {
         if n == 8 {
             return eight_halves(p, stride, [0, 1, 2, 3, 4, 5, 6, 7]);
@@ -34,10 +43,14 @@ pub(super) unsafe fn halves(p: *const u8, stride: usize, n: usize) -> __m256 {
 }
 
 /// The eight F16 at `order[i]` strides from `p`.
+///
+/// # Safety
+/// `p + order[i] * stride` is readable for two bytes for each `i`.
 #[inline(always)]
 pub(super) unsafe fn eight_halves(p: *const u8, stride: usize, order: [usize; 8]) -> __m256 {
-    // SAFETY: the caller guarantees an F16 at `order[i] * stride` bytes from `p` for each `i`, and
-    // the instructions.
+    // SAFETY: `half(i)` is called for 0 to 7 and reads the two bytes at `p + order[i] * stride`,
+    // which the caller guarantees. The conversion takes a register and needs F16C, which the caller
+    // guarantees.
     unsafe {
         let half = |i: usize| u64::from(p.add(order[i] * stride).cast::<u16>().read_unaligned());
         let four = |i| half(i) | half(i + 1) << 16 | half(i + 2) << 32 | half(i + 3) << 48;
@@ -46,10 +59,13 @@ pub(super) unsafe fn eight_halves(p: *const u8, stride: usize, order: [usize; 8]
 }
 
 /// The eight bytes at `order[i]` strides from `p`, as 32-bit lanes.
+///
+/// # Safety
+/// `p + order[i] * stride` is readable for each `i`.
 #[inline(always)]
 pub(super) unsafe fn eight_bytes(p: *const u8, stride: usize, order: [usize; 8]) -> __m256i {
-    // SAFETY: the caller guarantees a byte at `order[i] * stride` bytes from `p` for each `i`, and
-    // the instructions.
+    // SAFETY: each of the eight reads is of the byte at `p + order[i] * stride`, which the caller
+    // guarantees. Widening takes a register and needs AVX2, which the caller guarantees.
     unsafe {
         let mut bytes = 0;
         for (i, index) in order.into_iter().enumerate() {
@@ -60,10 +76,14 @@ pub(super) unsafe fn eight_bytes(p: *const u8, stride: usize, order: [usize; 8])
 }
 
 /// Eight of the 64 words of 16 bits at `p`.
+///
+/// # Safety
+/// `p` is readable for 128 bytes. The processor has AVX-512 F and BW.
 #[inline(always)]
 pub(super) unsafe fn pick_words(p: *const u8, which: [i16; 8]) -> __m128i {
-    // SAFETY: the caller guarantees 128 bytes at `p`, which are two vectors, and the instructions.
-    // `which` has the 16 bytes that are loaded.
+    // SAFETY: two loads of 64 bytes are the 128 bytes at `p` that the caller guarantees, and a load
+    // of 16 bytes is the variable `which`. The permutation needs AVX-512 BW, which the caller
+    // guarantees.
     unsafe {
         let (low, high) = (
             _mm512_loadu_si512(p.cast()),
@@ -75,18 +95,19 @@ pub(super) unsafe fn pick_words(p: *const u8, which: [i16; 8]) -> __m128i {
 }
 
 /// The F16 scales at the start of eight blocks of 18 bytes.
+///
+/// # Safety
+/// `blocks` is readable for eight blocks. The processor has AVX-512 F and BW.
 #[inline(always)]
 pub(super) unsafe fn halves_of_18(blocks: *const u8) -> __m256 {
-    // SAFETY: the caller guarantees eight blocks of 18 bytes at `blocks`, 144 bytes, of which
-    // `pick_words` reads 128, and the instructions.
+    // SAFETY: eight blocks of 18 bytes are 144 bytes, all readable at `blocks`, and `pick_words`
+    // requires 128. The caller guarantees its AVX-512 BW, and F16C for the conversion.
     unsafe { _mm256_cvtph_ps(pick_words(blocks, [0, 9, 18, 27, 36, 45, 54, 63])) }
 }
 
-/// `2^(e - 128)` for each exponent `e`.
-#[inline(always)]
-pub(super) unsafe fn halved_powers(e: __m256i) -> __m256i {
-    // SAFETY: the operands are registers. The caller guarantees the instructions.
-    unsafe {
+register_fns! {
+    /// `2^(e - 128)` for each exponent `e`.
+    pub(super) unsafe fn halved_powers(e: __m256i) -> __m256i {
         let normal = _mm256_slli_epi32(_mm256_sub_epi32(e, _mm256_set1_epi32(1)), 23);
         // For exponents 0 and 1 the result is subnormal. For larger exponents, `small` is at most
         // the normal result.
@@ -98,6 +119,9 @@ pub(super) unsafe fn halved_powers(e: __m256i) -> __m256i {
 
 /// The scales of the blocks of the `n <= 8` groups from `g` on, for blocks that begin with their
 /// scale.
+///
+/// # Safety
+/// As [`Block32Kernel::scales`](super::Block32Kernel::scales).
 #[inline(always)]
 pub(super) unsafe fn scales_of_blocks<B: Block32Format>(
     row: *const u8,
@@ -108,10 +132,11 @@ pub(super) unsafe fn scales_of_blocks<B: Block32Format>(
     let mut bits = [0u16; 8];
     for (i, bits) in bits.iter_mut().enumerate().take(n) {
         let block = (g + i) / groups * size_of::<B>();
-        // SAFETY: the caller guarantees the blocks of groups `g .. g + n` in the row, which begin
-        // with their scale. The read is unaligned.
+        // SAFETY: `i < n`, so the caller guarantees the whole block of group `g + i`; its first two
+        // bytes are read, unaligned.
         *bits = unsafe { row.add(block).cast::<u16>().read_unaligned() };
     }
-    // SAFETY: `bits` has the 16 bytes that are loaded. The caller guarantees the instructions.
+    // SAFETY: the load reads the eight `u16` of `bits`, 16 bytes. The conversion needs F16C, which
+    // the caller guarantees.
     unsafe { _mm256_cvtph_ps(_mm_loadu_si128(bits.as_ptr().cast())) }
 }
