@@ -89,14 +89,15 @@ pub use vgpu_transport::ir::Type;
 ///
 /// # Safety
 /// `n` is a multiple of the format's block size. `src` is readable for `n` elements of the format,
-/// `dst` is writable for `n` floats, and they do not overlap.
+/// `dst` is aligned for floats and writable for `n` of them, and they do not overlap.
 pub type DequantizeRow = unsafe fn(src: *const u8, dst: *mut f32, n: usize);
 
 /// Writes `n` floats as elements of a format.
 ///
 /// # Safety
-/// `n` is a multiple of the format's block size. `src` is readable for `n` floats, `dst` is
-/// writable for `n` elements of the format, and they do not overlap.
+/// `n` is a multiple of the format's block size. `src` is aligned for floats and
+/// readable for `n` of them, `dst` is writable for `n` elements of the format, and they do not
+/// overlap.
 pub type QuantizeRow = unsafe fn(src: *const f32, dst: *mut u8, n: usize);
 
 /// How to read and write rows of one type.

@@ -43,8 +43,8 @@ impl GemmArgs {
 /// - `k` is a multiple of the block sizes of the weight type and of the activation type, if it has
 ///   one;
 /// - `w` is readable for `rows` rows of `k` weights, `x` for `cols` columns of `k` activations;
-/// - `dst` is writable for `cols` columns of `rows` floats, no two of which overlap, and overlaps
-///   neither `w` nor `x`;
+/// - `dst` is aligned for floats and writable for `cols` columns of `rows` floats, no two of which
+///   overlap, and overlaps neither `w` nor `x`;
 /// - the processor supports the level that the kernel was compiled for.
 pub type Gemm = unsafe fn(args: &GemmArgs);
 
