@@ -482,13 +482,21 @@ impl tracing::Subscriber for Log {
 fn nodes_outside_steps_are_logged_once() {
     let lines_of = |model: Model| {
         let log = Log::default();
-        tracing::subscriber::with_default(log.clone(), || {
+        let compile_two = || {
             let engine = engine_with(&Arc::new(Spy::logging()), policy());
             for seen in [32, 64] {
                 let built = model.graph(Step { tokens: 1, seen });
                 let loaded = built.load(&engine);
                 built.compile(&engine, &loaded);
             }
+        };
+        tracing::subscriber::with_default(log.clone(), || {
+            // Another test's thread, without a subscriber, may register a call site while this
+            // subscriber is added, and then turns the call site off.
+            compile_two();
+            tracing::callsite::rebuild_interest_cache();
+            log.0.lock().unwrap().clear();
+            compile_two();
         });
         let lines = log.0.lock().unwrap();
         lines.clone()
