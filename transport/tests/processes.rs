@@ -20,8 +20,8 @@ use rustix::net::{
 
 use vgpu_transport::bytes::{Bytes, BytesMut};
 use vgpu_transport::link::unix::{
-    HandshakeError, ListenError, ListenOptions, Listener, SocketFileError, UnixConnectError,
-    connect,
+    HandshakeError, ListenError, ListenOptions, Listener, SocketFileError, SocketMismatch,
+    UnixConnectError, connect,
 };
 use vgpu_transport::link::window::WindowGuest;
 use vgpu_transport::link::{GuestEnd, HostEnd, LinkError};
@@ -480,9 +480,9 @@ fn connect_errors_name_the_cause(dir: &Dir) {
     let path = dir.socket();
     let short = Duration::from_millis(60);
     let try_connect = || connect(&path, short).map(|_| ()).unwrap_err();
-    let not_vgpu = |why: &str| UnixConnectError::NotVgpu {
+    let not_vgpu = |cause| UnixConnectError::NotVgpu {
         path: path.clone(),
-        why: why.into(),
+        cause,
     };
 
     assert_eq!(
@@ -490,10 +490,10 @@ fn connect_errors_name_the_cause(dir: &Dir) {
         UnixConnectError::NoSuchFile { path: path.clone() }
     );
     std::fs::write(&path, "text").unwrap();
-    assert_eq!(try_connect(), not_vgpu("the file is not a socket"));
+    assert_eq!(try_connect(), not_vgpu(SocketMismatch::NotSocket));
     std::fs::remove_file(&path).unwrap();
     let other = UnixListener::bind(&path).unwrap();
-    assert_eq!(try_connect(), not_vgpu("the socket has another type"));
+    assert_eq!(try_connect(), not_vgpu(SocketMismatch::SocketType));
     drop(other);
     std::fs::remove_file(&path).unwrap();
 
@@ -534,7 +534,7 @@ fn connect_errors_name_the_cause(dir: &Dir) {
     );
     assert_eq!(
         with_false_host(&path, |_| {}),
-        not_vgpu("the peer closed the socket")
+        not_vgpu(SocketMismatch::Closed)
     );
     // The host sends wrong files.
     let null = std::fs::File::open("/dev/null").unwrap();
