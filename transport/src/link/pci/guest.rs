@@ -181,12 +181,12 @@ impl Device {
         &self.directory
     }
 
-    /// Whether the executor behind the device runs. Waits up to `patience` for a heartbeat, which
+    /// Whether the executor behind the device runs. Waits up to `timeout` for a heartbeat, which
     /// comes once a second.
-    pub fn is_alive(&self, patience: Duration) -> bool {
+    pub fn is_alive(&self, timeout: Duration) -> bool {
         let began = Instant::now();
         let before = self.page.load(directory::word::HEARTBEAT);
-        while began.elapsed() < patience {
+        while began.elapsed() < timeout {
             if self.page.load(directory::word::HEARTBEAT) != before {
                 return self.page.load(directory::word::HOST_STATE) == 1;
             }
