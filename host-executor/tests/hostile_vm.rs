@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use vgpu_gguf::Rng;
 use vgpu_transport::link::pci::directory;
 use vgpu_transport::shm::layout;
 use vgpu_transport::shm::memory::{Memory, Window};
@@ -21,59 +22,47 @@ use machine::{Dir, Machine, executor, wait_for};
 /// Duration of the attack.
 const ATTACK: Duration = Duration::from_secs(8);
 
-/// A deterministic generator of random numbers.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0
-    }
-
-    /// Values at which code fails: small ones, huge ones, and neighbours of the present value.
-    fn value(&mut self, there: u64) -> u64 {
-        match self.next() % 8 {
-            0 => 0,
-            1 => u64::MAX,
-            2 => self.next() % 4096,
-            3 => there.wrapping_add(64),
-            4 => there.wrapping_sub(64),
-            5 => 1 << (self.next() % 64),
-            6 => there ^ 1 << (self.next() % 64),
-            _ => self.next(),
-        }
+/// A value at which code fails: a small one, a huge one, or a neighbour of the present value.
+fn boundary_value(random: &mut Rng, present: u64) -> u64 {
+    match random.next_u64() % 8 {
+        0 => 0,
+        1 => u64::MAX,
+        2 => random.next_u64() % 4096,
+        3 => present.wrapping_add(64),
+        4 => present.wrapping_sub(64),
+        5 => 1 << (random.next_u64() % 64),
+        6 => present ^ 1 << (random.next_u64() % 64),
+        _ => random.next_u64(),
     }
 }
 
 /// Writes random values to the window: mostly to control words, sometimes to rings, the bulk area
 /// and the directory.
 fn attack(memory: &Window, size: usize, stop: &AtomicBool, seed: u64, writes: &AtomicU64) {
-    let mut random = Random(seed);
+    let mut random = Rng::new(seed, 0);
     let slot_size = size / directory::PARTS;
     while !stop.load(Ordering::Relaxed) {
-        let slot = (random.next() as usize % directory::SLOTS + 1) * slot_size;
-        let offset = match random.next() % 16 {
-            0 => random.next() as usize % directory::PAGE,
-            1..=9 => slot + random.next() as usize % layout::PAGE,
-            10..=13 => slot + layout::PAGE + random.next() as usize % (300 << 10),
-            _ => slot + random.next() as usize % slot_size,
+        let slot = (random.next_u64() as usize % directory::SLOTS + 1) * slot_size;
+        let offset = match random.next_u64() % 16 {
+            0 => random.next_u64() as usize % directory::PAGE,
+            1..=9 => slot + random.next_u64() as usize % layout::PAGE,
+            10..=13 => slot + layout::PAGE + random.next_u64() as usize % (300 << 10),
+            _ => slot + random.next_u64() as usize % slot_size,
         } & !7;
-        let there = memory.load(offset);
-        memory.store(offset, random.value(there));
+        let present = memory.load(offset);
+        memory.store(offset, boundary_value(&mut random, present));
         writes.fetch_add(1, Ordering::Relaxed);
         // Slowly enough for commands to run in between.
-        if random.next().is_multiple_of(4) {
-            thread::sleep(Duration::from_micros(random.next() % 300));
+        if random.next_u64().is_multiple_of(4) {
+            thread::sleep(Duration::from_micros(random.next_u64() % 300));
         }
-        if random.next().is_multiple_of(2000) {
-            thread::sleep(Duration::from_millis(random.next() % 50));
+        if random.next_u64().is_multiple_of(2000) {
+            thread::sleep(Duration::from_millis(random.next_u64() % 50));
         }
         if offset < 0x100 {
             // Without the facts in the directory, the machine's own programs could not connect any
             // more.
-            memory.store(offset, there);
+            memory.store(offset, present);
         }
     }
 }

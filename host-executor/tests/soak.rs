@@ -16,6 +16,7 @@ use common::{Build, Guest, MEMORY, TIMEOUT};
 use vgpu_cpu::CpuEngine;
 use vgpu_engine::Engine;
 use vgpu_executor::{Limits, Server};
+use vgpu_gguf::Rng;
 use vgpu_transport::ir::{BufferId, Graph, Op, Type, patch};
 use vgpu_transport::link::unix::{ListenOptions, Listener, connect};
 use vgpu_transport::shm::memory::Window;
@@ -111,7 +112,7 @@ impl ResourceUsage {
 /// A guest, and the expected contents of its buffers.
 struct RandomGuest {
     guest: Guest,
-    random: u64,
+    random: Rng,
     buffers: BTreeMap<u64, Held>,
     next_buffer: u64,
     /// Graphs that the host has stored: copies of a number of words from one buffer to another.
@@ -136,7 +137,7 @@ impl RandomGuest {
         guest.hello();
         RandomGuest {
             guest,
-            random: seed | 1,
+            random: Rng::new(seed, 0),
             buffers: BTreeMap::new(),
             next_buffer: 1,
             graphs: BTreeMap::new(),
@@ -144,12 +145,9 @@ impl RandomGuest {
         }
     }
 
-    /// A number below `count` (xorshift64*).
+    /// A random number below `count`.
     fn below(&mut self, count: u64) -> u64 {
-        self.random ^= self.random >> 12;
-        self.random ^= self.random << 25;
-        self.random ^= self.random >> 27;
-        (self.random.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 16) % count.max(1)
+        (self.random.next_u64() >> 16) % count.max(1)
     }
 
     /// A random buffer of the guest.
