@@ -31,7 +31,7 @@ fn corpus(name: &str, least: usize) {
         corpus.display()
     );
     for file in files {
-        // Shown when the test fails: the last line names the input.
+        // If the test fails, the last line of the output names the input.
         println!("{}", file.display());
         run(&fs::read(&file).expect("a file"));
     }

@@ -1,5 +1,5 @@
-//! A hostile driver in a virtual machine: it overwrites its window at random while commands run,
-//! and rings the doorbell without end. No other guest may be affected.
+//! A hostile driver in a virtual machine. The driver overwrites the window with random values while
+//! commands run, and rings the doorbell without end. No other guest may be affected.
 
 mod common;
 mod machine;
@@ -52,7 +52,7 @@ fn attack(memory: &Window, size: usize, stop: &AtomicBool, seed: u64, writes: &A
         let present = memory.load(offset);
         memory.store(offset, boundary_value(&mut random, present));
         writes.fetch_add(1, Ordering::Relaxed);
-        // Slowly enough for commands to run in between.
+        // The pauses let commands run between the writes.
         if random.next_u64().is_multiple_of(4) {
             thread::sleep(Duration::from_micros(random.next_u64() % 300));
         }
@@ -60,14 +60,13 @@ fn attack(memory: &Window, size: usize, stop: &AtomicBool, seed: u64, writes: &A
             thread::sleep(Duration::from_millis(random.next_u64() % 50));
         }
         if offset < 0x100 {
-            // Without the facts in the directory, the machine's own programs could not connect any
-            // more.
+            // With a wrong header of the directory, the programs of this machine cannot connect.
             memory.store(offset, present);
         }
     }
 }
 
-/// Steps of a well-behaved guest, whose results are known.
+/// A step of a guest that keeps to the protocol. The expected results are known.
 fn step(guest: &mut Guest, i: u64) -> Vec<f32> {
     let values: Vec<f32> = (0..1024).map(|k| (k as u64 + i) as f32).collect();
     let a = guest.alloc_with(&bytes(&values));
@@ -90,7 +89,8 @@ fn run_sessions(machine: &Machine, stop: &AtomicBool, sessions: &AtomicU64) {
             continue;
         };
         sessions.fetch_add(1, Ordering::Relaxed);
-        // The guest's end may detect the broken window at any point, which is allowed here.
+        // The guest's end may detect the broken window at any point. `Guest` then panics, which is
+        // allowed.
         let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             let mut guest = Guest::new(Box::new(end));
             guest.hello();
@@ -124,9 +124,9 @@ fn hostile_virtual_machine_affects_only_its_own_sessions() {
         }
         scope.spawn(move || {
             while !stop.load(Ordering::Relaxed) {
-                // Leaves processor time to the other threads of the test.
                 let _ = rustix::io::write(&bad.bell, &1u64.to_ne_bytes());
                 if rings.fetch_add(1, Ordering::Relaxed).is_multiple_of(100) {
+                    // The other threads of the test need processor time.
                     thread::sleep(Duration::from_millis(1));
                 }
             }
@@ -152,7 +152,7 @@ fn hostile_virtual_machine_affects_only_its_own_sessions() {
     assert!(writes > 1000 && rings > 100 && steps > 10 && sessions > 2);
     assert_eq!(untouched.load(directory::word::EPOCH), epoch);
 
-    // No session of the machine is left, and the other guest goes on.
+    // No session of the machine is left, and the other guest still computes.
     drop(memory);
     drop(bad);
     wait_for("the end of the attacked sessions", || {

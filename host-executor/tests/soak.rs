@@ -40,7 +40,8 @@ fn random_commands_of_four_guests_match_the_model_and_leak_nothing() {
     let mut server = Server::new(Arc::clone(&engine), Limits::default(), GUESTS);
     server.listen(listener).expect("a thread for the listener");
 
-    // The first round allocates what a process allocates once; the second one is measured.
+    // The first round makes the allocations that a process makes once. The second round is
+    // measured.
     run_guests(&server, &path, 1, GUESTS * 500);
     let before = ResourceUsage::now(engine.as_ref());
     run_guests(&server, &path, 2, commands);
@@ -52,7 +53,7 @@ fn random_commands_of_four_guests_match_the_model_and_leak_nothing() {
         after.mappings <= before.mappings + 16,
         "{after:?} after {before:?}"
     );
-    // Allocators keep some memory.
+    // The memory allocator keeps some freed memory.
     assert!(
         after.resident <= before.resident + (32 << 20),
         "{after:?} after {before:?}"
@@ -60,7 +61,7 @@ fn random_commands_of_four_guests_match_the_model_and_leak_nothing() {
     server.shutdown();
 }
 
-/// Runs all guests to their end.
+/// Runs all guests until they have sent their commands.
 fn run_guests(server: &Server, path: &Path, seed: u64, commands: usize) {
     std::thread::scope(|scope| {
         for guest in 0..GUESTS as u64 {
@@ -232,7 +233,8 @@ impl RandomGuest {
         self.expect(buffer, offset, &data);
     }
 
-    /// Writes like a guest that has mapped its buffer: only while no request is in flight.
+    /// Writes through the mapping of a buffer, which a guest may do only while no request is in
+    /// flight.
     fn write_mapped(&mut self) {
         let buffer = self.any();
         let (offset, len) = self.range(buffer);

@@ -1,6 +1,6 @@
-//! Ends of links whose peer writes arbitrary values into its words and rings meanwhile. An end must
-//! return valid data or an error, and an error at last. It must neither wait forever nor access
-//! memory outside the window.
+//! Ends of links whose peer writes arbitrary values into the words and rings of the window. An end
+//! must return valid data or an error, and an error after a finite number of calls. An end must
+//! neither wait forever nor access memory outside the window.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
