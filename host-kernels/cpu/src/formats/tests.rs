@@ -1,7 +1,7 @@
 use super::*;
 use proptest::prelude::*;
 use rand_xoshiro::Xoshiro256PlusPlus;
-use rand_xoshiro::rand_core::{Rng as _, SeedableRng as _};
+use rand_xoshiro::rand_core::SeedableRng as _;
 
 /// Every format, and the largest error of a round trip relative to the largest
 /// magnitude in a block of smooth data: half a quantisation step, and the rounding of the scales.

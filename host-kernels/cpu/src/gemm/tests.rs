@@ -2,7 +2,7 @@ use super::*;
 use crate::formats::Format;
 use proptest::prelude::*;
 use rand_xoshiro::Xoshiro256PlusPlus;
-use rand_xoshiro::rand_core::{Rng as _, SeedableRng as _};
+use rand_xoshiro::rand_core::SeedableRng as _;
 use std::cell::Cell;
 
 /// Columns that are enough for any kernel.
