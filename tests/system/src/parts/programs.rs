@@ -23,18 +23,18 @@ const TOKENS: usize = 32;
 pub(crate) fn run(tests: &mut TestRun<'_>) {
     heading("programs with every ggml");
     let Some(dist) = tests.dist() else { return };
-    let ready = tests.prepare("several ggml releases", Programs::gather);
-    let Some(programs) = ready else { return };
+    let ready = tests.prepare("several ggml releases", Releases::gather);
+    let Some(releases) = ready else { return };
     let served = tests.prepare("an executor", |tests| {
         Served::start(&dist, &tests.log("programs-vgpu-serve"))
     });
     let Some(served) = served else { return };
     let endpoint = served.executor.endpoint();
 
-    for (release, api, scope, library) in &programs.known {
+    for (release, api, scope, library) in &releases.known {
         let name = format!("ggml {release}, {scope}");
         tests.check(&name, |_, _| {
-            let (status, out, err) = programs.breadth(&dist, &endpoint, scope, library)?;
+            let (status, out, err) = releases.breadth(&dist, &endpoint, scope, library)?;
             let expected = format!("{release} api {api} VGPU0 ok");
             ensure!(
                 out == expected,
@@ -43,9 +43,9 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
             Ok(String::new())
         });
     }
-    let (release, library) = &programs.too_old;
+    let (release, library) = &releases.too_old;
     tests.check(&format!("ggml {release}, older than any known"), |_, _| {
-        let (status, _, err) = programs.breadth(&dist, &endpoint, "local", library)?;
+        let (status, _, err) = releases.breadth(&dist, &endpoint, "local", library)?;
         ensure!(status == Some(3), "exit status {status:?}: {err}");
         let line = err.lines().find(|line| line.contains("ggml-vgpu: no vGPU"));
         let line = line.with_context(|| format!("no log line: {err}"))?;
@@ -62,8 +62,8 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
             } else {
                 "99"
             };
-            let mut complete = Command::new(&programs.complete);
-            complete.arg(&programs.backends).arg(&model).args([
+            let mut complete = Command::new(&releases.complete);
+            complete.arg(&releases.backends).arg(&model).args([
                 layers,
                 &TOKENS.to_string(),
                 PROMPT,
@@ -89,7 +89,7 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
 }
 
 /// The prerequisites of the checks.
-struct Programs {
+struct Releases {
     /// The release, the API version, the kind of loading, and the file.
     known: Vec<(&'static str, u32, &'static str, PathBuf)>,
     too_old: (&'static str, PathBuf),
@@ -102,8 +102,8 @@ struct Programs {
     _scratch: Scratch,
 }
 
-impl Programs {
-    fn gather(tests: &TestRun<'_>) -> Result<Programs> {
+impl Releases {
+    fn gather(tests: &TestRun<'_>) -> Result<Releases> {
         let scratch = Scratch::new()?;
         let newest = llama::build_newest(tests.cache)?;
         let programs = workspace::root().join("tests/programs");
@@ -166,7 +166,7 @@ impl Programs {
         known.push(("0.26.0", 3, "renamed, global", renamed.clone()));
         known.push(("0.26.0", 3, "renamed, local", renamed));
         known.push(("0.26.0", 3, "inside the executable", archive.clone()));
-        Ok(Programs {
+        Ok(Releases {
             known,
             too_old: ("0.19.0", prebuilt("3.20.0")?),
             breadth: cc(&[], "breadth", &breadth)?,
