@@ -4,7 +4,7 @@ mod common;
 #[path = "../../host-kernels/shim/device.rs"]
 mod shim;
 #[path = "../../host-kernels/cuda/tests/engine/spy.rs"]
-#[allow(dead_code)] // the kernels' tests ask it for more
+#[allow(dead_code)] // the tests of the kernels use more of the module
 mod spy;
 
 use std::sync::Arc;
@@ -40,7 +40,7 @@ fn out_of_memory_is_an_error_to_that_guest_only() {
         panic!("{reply:?}")
     };
     assert!(reason.contains("memory"), "{reason}");
-    // The session goes on, and so do all others.
+    // This session and all other sessions continue.
     greedy.fence();
     modest.graph(GRAPH, &add(4, a, a, a));
     modest.submit(GRAPH);
@@ -88,7 +88,7 @@ fn a_guest_at_its_quota_is_refused_while_the_device_has_memory_for_others() {
         reason.starts_with("guest alice: out of memory: 20971520 bytes wanted"),
         "{reason}"
     );
-    // The guest keeps what it has, and another one allocates beside it.
+    // The guest keeps its memory, and another guest can allocate memory.
     let b = other.alloc_with(&bytes(&[2.0; 4]));
     let large = other.alloc(200 * MIB);
     for (guest, buffer, sum) in [(&mut alice, a, 2.0), (&mut other, b, 4.0)] {
@@ -122,7 +122,7 @@ fn memory_of_one_guest_is_zero_for_the_next() {
     drop(first);
     host.wait_until_empty();
     let mut second = host.guest();
-    // In another order, so that small buffers lie where large ones were.
+    // In reverse order, so that small buffers reuse the memory of large buffers.
     for size in sizes.into_iter().rev() {
         let buffer = second.alloc(size);
         for offset in (0..size).step_by(MAX_PAYLOAD) {
@@ -251,7 +251,7 @@ fn declared_weights_are_repacked_and_read_back_unchanged() {
         guest.submit(product);
         results.push(guest.read_f32(dst, 2048));
         assert!(read_all(&mut guest, weights, content.len() as u64) == content);
-        // Reading rows restores the original layout, and the earlier graph is compiled again.
+        // Reading rows restores the original layout. The engine compiles the earlier graph again.
         let ids = guest.alloc_with(&3i32.to_le_bytes());
         let row = guest.alloc(4 * 64);
         guest.graph(rows, &of_weights(weights, ne, [ids, row], Op::GetRows {}));

@@ -1,5 +1,5 @@
-//! A hostile driver in a virtual machine: it overwrites its window at random while commands run,
-//! and rings the doorbell without end. No other guest may be affected.
+//! A hostile driver in a virtual machine. The driver overwrites the window with random values while
+//! commands run, and rings the doorbell without end. No other guest may be affected.
 
 mod common;
 mod machine;
@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use vgpu_gguf::Rng;
 use vgpu_transport::link::pci::directory;
 use vgpu_transport::shm::layout;
 use vgpu_transport::shm::memory::{Memory, Window};
@@ -21,64 +22,51 @@ use machine::{Dir, Machine, executor, wait_for};
 /// Duration of the attack.
 const ATTACK: Duration = Duration::from_secs(8);
 
-/// A deterministic generator of random numbers.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0
-    }
-
-    /// Values at which code fails: small ones, huge ones, and neighbours of the present value.
-    fn value(&mut self, there: u64) -> u64 {
-        match self.next() % 8 {
-            0 => 0,
-            1 => u64::MAX,
-            2 => self.next() % 4096,
-            3 => there.wrapping_add(64),
-            4 => there.wrapping_sub(64),
-            5 => 1 << (self.next() % 64),
-            6 => there ^ 1 << (self.next() % 64),
-            _ => self.next(),
-        }
+/// A value at which code fails: a small one, a huge one, or a neighbour of the present value.
+fn boundary_value(random: &mut Rng, present: u64) -> u64 {
+    match random.next_u64() % 8 {
+        0 => 0,
+        1 => u64::MAX,
+        2 => random.next_u64() % 4096,
+        3 => present.wrapping_add(64),
+        4 => present.wrapping_sub(64),
+        5 => 1 << (random.next_u64() % 64),
+        6 => present ^ 1 << (random.next_u64() % 64),
+        _ => random.next_u64(),
     }
 }
 
 /// Writes random values to the window: mostly to control words, sometimes to rings, the bulk area
 /// and the directory.
 fn attack(memory: &Window, size: usize, stop: &AtomicBool, seed: u64, writes: &AtomicU64) {
-    let mut random = Random(seed);
+    let mut random = Rng::new(seed, 0);
     let slot_size = size / directory::PARTS;
     while !stop.load(Ordering::Relaxed) {
-        let slot = (random.next() as usize % directory::SLOTS + 1) * slot_size;
-        let offset = match random.next() % 16 {
-            0 => random.next() as usize % directory::PAGE,
-            1..=9 => slot + random.next() as usize % layout::PAGE,
-            10..=13 => slot + layout::PAGE + random.next() as usize % (300 << 10),
-            _ => slot + random.next() as usize % slot_size,
+        let slot = (random.next_u64() as usize % directory::SLOTS + 1) * slot_size;
+        let offset = match random.next_u64() % 16 {
+            0 => random.next_u64() as usize % directory::PAGE,
+            1..=9 => slot + random.next_u64() as usize % layout::PAGE,
+            10..=13 => slot + layout::PAGE + random.next_u64() as usize % (300 << 10),
+            _ => slot + random.next_u64() as usize % slot_size,
         } & !7;
-        let there = memory.load(offset);
-        memory.store(offset, random.value(there));
+        let present = memory.load(offset);
+        memory.store(offset, boundary_value(&mut random, present));
         writes.fetch_add(1, Ordering::Relaxed);
-        // Slowly enough for commands to run in between.
-        if random.next().is_multiple_of(4) {
-            thread::sleep(Duration::from_micros(random.next() % 300));
+        // The pauses let commands run between the writes.
+        if random.next_u64().is_multiple_of(4) {
+            thread::sleep(Duration::from_micros(random.next_u64() % 300));
         }
-        if random.next().is_multiple_of(2000) {
-            thread::sleep(Duration::from_millis(random.next() % 50));
+        if random.next_u64().is_multiple_of(2000) {
+            thread::sleep(Duration::from_millis(random.next_u64() % 50));
         }
         if offset < 0x100 {
-            // Without the facts in the directory, the machine's own programs could not connect any
-            // more.
-            memory.store(offset, there);
+            // With a wrong header of the directory, the programs of this machine cannot connect.
+            memory.store(offset, present);
         }
     }
 }
 
-/// Steps of a well-behaved guest, whose results are known.
+/// A step of a guest that keeps to the protocol. The expected results are known.
 fn step(guest: &mut Guest, i: u64) -> Vec<f32> {
     let values: Vec<f32> = (0..1024).map(|k| (k as u64 + i) as f32).collect();
     let a = guest.alloc_with(&bytes(&values));
@@ -101,7 +89,8 @@ fn run_sessions(machine: &Machine, stop: &AtomicBool, sessions: &AtomicU64) {
             continue;
         };
         sessions.fetch_add(1, Ordering::Relaxed);
-        // The guest's end may detect the broken window at any point, which is allowed here.
+        // The guest's end may detect the broken window at any point. `Guest` then panics, which is
+        // allowed.
         let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             let mut guest = Guest::new(Box::new(end));
             guest.hello();
@@ -135,9 +124,9 @@ fn hostile_virtual_machine_affects_only_its_own_sessions() {
         }
         scope.spawn(move || {
             while !stop.load(Ordering::Relaxed) {
-                // Leaves processor time to the other threads of the test.
                 let _ = rustix::io::write(&bad.bell, &1u64.to_ne_bytes());
                 if rings.fetch_add(1, Ordering::Relaxed).is_multiple_of(100) {
+                    // The other threads of the test need processor time.
                     thread::sleep(Duration::from_millis(1));
                 }
             }
@@ -163,7 +152,7 @@ fn hostile_virtual_machine_affects_only_its_own_sessions() {
     assert!(writes > 1000 && rings > 100 && steps > 10 && sessions > 2);
     assert_eq!(untouched.load(directory::word::EPOCH), epoch);
 
-    // No session of the machine is left, and the other guest goes on.
+    // No session of the machine is left, and the other guest still computes.
     drop(memory);
     drop(bad);
     wait_for("the end of the attacked sessions", || {

@@ -330,7 +330,8 @@ fn read_after_a_graph_is_started_before_the_host_waits() {
         runs.recv().unwrap();
         let request = guest.send(&read);
         go.send(()).unwrap();
-        // The plan writes 9 when the host waits for it: that shows what has been waited for.
+        // The plan writes 9 when the host waits for the plan. A read value of 9 shows that the host
+        // has waited.
         assert_eq!(guest.receive(), (Reply::Data { request }, vec![1; 4]));
         guest.end.wait_retired(submit).unwrap();
         assert_eq!(guest.read(a, 0, 4), [9; 4]);
@@ -499,7 +500,8 @@ fn buffers_are_shared_only_if_the_host_allows_it() {
     assert!(guest.alloc_mapped(BufferId(1), 5000).is_none());
 }
 
-/// Indices that a guest changes while the kernel reads them: each is in range, or the graph fails.
+/// A guest changes indices while the kernel reads them. Each index that the kernel uses is in
+/// range, or the graph fails.
 #[test]
 fn write_during_a_graph_does_not_affect_other_guests() {
     const ROWS: u64 = 64;

@@ -145,7 +145,7 @@ fn quotas_change_during_a_session() {
     apply(16384);
     assert_eq!(figures(&mut alice), (16384, 8192));
     alice.alloc(8192);
-    // The guest is no longer named: its session stays, and the next one is unnamed.
+    // The guest is no longer named. The session stays, and the next session is unnamed.
     host.server.apply(Rules::default()).expect("nothing to fit");
     assert_eq!(alice.read(buffer, 0, 8192), [7; 8192]);
     let (total, _) = figures(&mut host.guest_of(1));
@@ -178,7 +178,7 @@ fn refused_guests_receive_the_reason() {
     host.guest_of(2).fence();
 }
 
-/// Every way by which a guest could read another guest's data, or its own freed data.
+/// Attempts of a guest to read the data of another guest, or freed data of the guest itself.
 #[test]
 fn memory_of_one_guest_is_never_visible_to_another() {
     const SECRET: u8 = 0xa5;
@@ -194,7 +194,7 @@ fn memory_of_one_guest_is_never_visible_to_another() {
     });
     owner.fence();
 
-    // The owner's buffer by its id: ids belong to a session.
+    // The id of the owner's buffer. An id is valid in one session only.
     let read = |buffer, offset, len| Request::Read {
         buffer,
         offset,
@@ -203,7 +203,7 @@ fn memory_of_one_guest_is_never_visible_to_another() {
     let mut thief = host.guest_of(2);
     thief.send(&read(secret, 0, 64));
     assert!(thief.ended().contains("which the session does not have"));
-    // Ranges beyond the guest's own buffer, before it, and around the largest offset.
+    // Ranges after and before the guest's own buffer, and around the largest offset.
     for (offset, len) in [
         (4096, 1),
         (4095, 2),
@@ -275,7 +275,7 @@ fn memory_of_one_guest_is_never_visible_to_another() {
     look("after it has gone");
 }
 
-/// Guests with heavy and light graphs at once: all results are right.
+/// Guests with long and short graphs at once. All results are right.
 #[test]
 fn interleaved_graphs_compute_the_same_results_as_alone() {
     let host = Host::new(cpu());
@@ -338,7 +338,8 @@ fn products(side: u64, [w, x, b, c]: [BufferId; 4]) -> Graph {
     build.0
 }
 
-/// Products of many milliseconds that yield to other guests have the same bits as without yielding.
+/// Matrix products of many milliseconds yield to other guests. The results have the same bits as
+/// without yielding.
 #[test]
 fn interrupted_matrix_products_are_bit_identical() {
     const SIDE: u64 = 640;

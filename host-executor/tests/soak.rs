@@ -16,6 +16,7 @@ use common::{Build, Guest, MEMORY, TIMEOUT};
 use vgpu_cpu::CpuEngine;
 use vgpu_engine::Engine;
 use vgpu_executor::{Limits, Server};
+use vgpu_gguf::Rng;
 use vgpu_transport::ir::{BufferId, Graph, Op, Type, patch};
 use vgpu_transport::link::unix::{ListenOptions, Listener, connect};
 use vgpu_transport::shm::memory::Window;
@@ -39,7 +40,8 @@ fn random_commands_of_four_guests_match_the_model_and_leak_nothing() {
     let mut server = Server::new(Arc::clone(&engine), Limits::default(), GUESTS);
     server.listen(listener).expect("a thread for the listener");
 
-    // The first round allocates what a process allocates once; the second one is measured.
+    // The first round makes the allocations that a process makes once. The second round is
+    // measured.
     run_guests(&server, &path, 1, GUESTS * 500);
     let before = ResourceUsage::now(engine.as_ref());
     run_guests(&server, &path, 2, commands);
@@ -51,7 +53,7 @@ fn random_commands_of_four_guests_match_the_model_and_leak_nothing() {
         after.mappings <= before.mappings + 16,
         "{after:?} after {before:?}"
     );
-    // Allocators keep some memory.
+    // The memory allocator keeps some freed memory.
     assert!(
         after.resident <= before.resident + (32 << 20),
         "{after:?} after {before:?}"
@@ -59,7 +61,7 @@ fn random_commands_of_four_guests_match_the_model_and_leak_nothing() {
     server.shutdown();
 }
 
-/// Runs all guests to their end.
+/// Runs all guests until they have sent their commands.
 fn run_guests(server: &Server, path: &Path, seed: u64, commands: usize) {
     std::thread::scope(|scope| {
         for guest in 0..GUESTS as u64 {
@@ -111,7 +113,7 @@ impl ResourceUsage {
 /// A guest, and the expected contents of its buffers.
 struct RandomGuest {
     guest: Guest,
-    random: u64,
+    random: Rng,
     buffers: BTreeMap<u64, Held>,
     next_buffer: u64,
     /// Graphs that the host has stored: copies of a number of words from one buffer to another.
@@ -136,7 +138,7 @@ impl RandomGuest {
         guest.hello();
         RandomGuest {
             guest,
-            random: seed | 1,
+            random: Rng::new(seed, 0),
             buffers: BTreeMap::new(),
             next_buffer: 1,
             graphs: BTreeMap::new(),
@@ -144,12 +146,9 @@ impl RandomGuest {
         }
     }
 
-    /// A number below `count` (xorshift64*).
+    /// A random number below `count`.
     fn below(&mut self, count: u64) -> u64 {
-        self.random ^= self.random >> 12;
-        self.random ^= self.random << 25;
-        self.random ^= self.random >> 27;
-        (self.random.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 16) % count.max(1)
+        (self.random.next_u64() >> 16) % count.max(1)
     }
 
     /// A random buffer of the guest.
@@ -234,7 +233,8 @@ impl RandomGuest {
         self.expect(buffer, offset, &data);
     }
 
-    /// Writes like a guest that has mapped its buffer: only while no request is in flight.
+    /// Writes through the mapping of a buffer, which a guest may do only while no request is in
+    /// flight.
     fn write_mapped(&mut self) {
         let buffer = self.any();
         let (offset, len) = self.range(buffer);

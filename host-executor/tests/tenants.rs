@@ -14,7 +14,8 @@ use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, PROTOCOL_VERSION, Reply, Reques
 
 const GRAPH: GraphId = GraphId(1);
 
-/// A well-behaved guest: adds 1 to its numbers repeatedly, and checks the result.
+/// A guest that keeps to the protocol. The guest adds 1 to its numbers repeatedly, and checks the
+/// result.
 fn work(host: &Host, tenant: usize, rounds: usize) {
     const COUNT: u64 = 1000;
     let mut guest = host.guest();
@@ -35,7 +36,7 @@ fn work(host: &Host, tenant: usize, rounds: usize) {
     }
 }
 
-/// A misbehaving guest: breaks the protocol until its session ends, again and again.
+/// A guest that violates the protocol or disconnects. `round` selects the fault.
 fn misbehave(host: &Host, round: usize) {
     let mut guest = host.connect();
     match round % 6 {
@@ -62,7 +63,7 @@ fn misbehave(host: &Host, round: usize) {
             guest.submit(GRAPH);
             guest.send(&Request::Free { buffer });
         }
-        // Disconnects in the middle of a graph.
+        // The guest disconnects while a graph runs.
         _ => {
             guest.hello();
             guest.alloc(1 << 20);
@@ -159,8 +160,8 @@ fn disconnect_during_any_request_frees_all_resources() {
     let host = Host::new(cpu());
     let mut other_guest = host.guest();
     let kept = other_guest.alloc_with(b"mine");
-    // Disconnects before HELLO, after HELLO, in the middle of a graph, and with graphs and replies
-    // in flight.
+    // The guest disconnects before HELLO, after HELLO, while a graph runs, and with graphs and
+    // replies in flight.
     for stage in 0..4 {
         let mut guest = host.connect();
         if stage > 0 {
@@ -291,7 +292,7 @@ fn in_process_executor_serves_and_ends_with_its_guest() {
         guest.submit(GRAPH);
         assert_eq!(guest.read_f32(a, 2), [2.0, 4.0]);
         if round == 2 {
-            // With requests in flight.
+            // The guest disconnects with requests in flight.
             for _ in 0..100 {
                 guest.submit(GRAPH);
             }

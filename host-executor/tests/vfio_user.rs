@@ -64,7 +64,7 @@ fn monitor_finds_the_pci_function_and_guest_finds_its_window() {
     let page = Window::map_part(file.as_fd(), 0, 4096).unwrap();
     let found = directory::Directory::read(&page, 64 << 20).unwrap();
     assert_eq!(found.slots, directory::SLOTS);
-    // Messages can access the window, too, within its bounds.
+    // Messages can also access the window, within the bounds of the window.
     let mut magic = [0; 8];
     client.region_read(1, 0, &mut magic).unwrap();
     assert_eq!(u64::from_le_bytes(magic), directory::MAGIC);

@@ -1,7 +1,7 @@
-//! Every violation of the protocol ends the session that commits it, with the reason, and no other
-//! session.
+//! A violation of the protocol ends the session that commits the violation, with a reason. No other
+//! session ends.
 //!
-//! `cli/tests/cve.rs` has the known vulnerabilities of similar projects, each by its name.
+//! `cli/tests/cve.rs` tests the known vulnerabilities of similar projects.
 
 mod common;
 
@@ -558,7 +558,7 @@ fn graphs_above_the_limit() {
     }
 }
 
-// Failures of the host also end only one session.
+// A failure of the host also ends one session only.
 
 #[test]
 fn panics_of_the_host_while_it_serves_a_guest() {

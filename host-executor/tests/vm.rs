@@ -32,7 +32,7 @@ fn each_program_of_a_machine_has_its_own_session() {
     assert!(
         matches!(machine.connect(), Err(PciError::Full { slots, .. }) if slots == directory::SLOTS)
     );
-    // A session that ends makes room.
+    // The end of a session frees its slot.
     guests.remove(3);
     let mut late = machine.guest();
     late.alloc(64);
@@ -65,8 +65,8 @@ fn a_silent_program_loses_its_session() {
     let server = executor(&dir.0, &["a"], 5);
     let machine = Machine::plug(&dir.0.join("a.sock"));
     let lively = machine.guest();
-    // A program that dies: the lock on its slot is released, and its window stays. Here: a program
-    // that asks for a slot and never opens it.
+    // When a program dies, the kernel releases the lock on the slot, and the window stays. Here a
+    // program requests a slot and never opens the slot.
     let page = Window::map_part(machine.memory.as_fd(), 0, 4096).unwrap();
     page.store(directory::word::request(5), 12345);
     rustix::io::write(&machine.bell, &1u64.to_ne_bytes()).unwrap();

@@ -60,7 +60,7 @@ fn parts(model: &[u8]) -> [(u64, &[u8]); 2] {
     ]
 }
 
-/// Loads a model as a guest does. Returns the buffer, and the bytes that were not sent.
+/// Loads a model as a guest does. Returns the buffer, and the number of bytes that were not sent.
 fn load(guest: &mut Guest, model: &[u8]) -> (BufferId, u64) {
     let (buffer, lengths) = for_weights(guest, model.len() as u64);
     let mut not_sent = 0;
@@ -200,7 +200,7 @@ fn lookup_takes_kept_weights_without_waiting_even_after_their_guest_ended() {
     });
     let reason = small.ended();
     assert!(reason.contains("which QUERY has not reserved"), "{reason}");
-    // Other users are told nothing.
+    // The host tells other users of no extents.
     let mut other = guest(&host, 8);
     let (buffer, _) = for_weights(&mut other, MODEL);
     assert_eq!(ask(&mut other, buffer, &wanted).len(), 0);
@@ -237,7 +237,7 @@ fn graph_output_to_shared_weights_is_private() {
     assert_eq!(numbers(&read_all(&mut one, one_has, MODEL)), plus(1.0));
     assert_eq!(numbers(&read_all(&mut two, two_has, MODEL)), plus(2.0));
     assert!(read_all(&mut witness, witness_has, MODEL) == model);
-    // Freed contents are not offered.
+    // The host offers no freed contents.
     witness.send(&Request::Free {
         buffer: witness_has,
     });
@@ -327,7 +327,7 @@ fn equal_uploads_of_two_guests_are_merged() {
     let (host, weights) = host(Sharing::Tenant, None);
     let model = model(4);
     let mut guests: Vec<Guest> = (0..3).map(|_| guest(&host, 7)).collect();
-    // All at once, so that no content is known yet.
+    // All guests ask before the first upload, so that the host knows no content yet.
     let buffers: Vec<BufferId> = guests
         .iter_mut()
         .map(|guest| {
@@ -355,7 +355,7 @@ fn equal_uploads_of_two_guests_are_merged() {
     for (guest, &buffer) in guests.iter_mut().zip(&buffers) {
         assert!(read_all(guest, buffer, MODEL) == model);
     }
-    // The guests write different data from here on.
+    // From here on the guests write different data.
     for (i, (guest, &buffer)) in guests.iter_mut().zip(&buffers).enumerate() {
         guest.write(buffer, 5000, &[i as u8; 10_000]);
     }
@@ -415,7 +415,8 @@ fn lookup_returns_only_content_uploaded_under_the_same_hash() {
 fn sealed_extent_has_the_hash_of_its_actual_content() {
     let (host, weights) = host(Sharing::Tenant, None);
     let model = model(6);
-    // Named, never written, then sealed: zeros under the hash of zeros.
+    // The extent is named, never written, and sealed. The host stores zeros under the hash of
+    // zeros.
     let mut liar = guest(&host, 7);
     let (buffer, _) = for_weights(&mut liar, FIRST);
     let (offset, len) = (0, FIRST);
@@ -427,7 +428,8 @@ fn sealed_extent_has_the_hash_of_its_actual_content() {
     liar.send(&Request::Seal { buffer });
     liar.fence();
     wait("hashing", || weights.stats().extents == 1);
-    // Named, half written, never sealed. One of them is freed meanwhile.
+    // Each extent is named and written, and its buffer is never sealed. The first session ends at
+    // once.
     for is_staying in [false, true] {
         let mut slow = guest(&host, 7);
         let (buffer, _) = for_weights(&mut slow, FIRST);
@@ -517,7 +519,7 @@ fn sharing_among_all_users_requires_a_proof() {
     assert!(read_all(&mut other, buffer, len).iter().all(|&b| b == 0));
     assert!(lookup(&mut other, buffer, offset, part));
     assert!(read_all(&mut other, buffer, len) == part);
-    // An origin with a proof is not asked again.
+    // The host does not ask an origin for a second proof.
     let mut again = guest(&host, 8);
     let (buffer, _) = for_weights(&mut again, MODEL);
     let ask = Request::Lookup {
@@ -701,7 +703,7 @@ fn cached_model_is_not_sent_again_after_a_restart() {
         let (_one, _) = first(&host, &weights, 7, &model);
         wait("writing", || weights.stats().disk_bytes == FIRST + SECOND);
     }
-    // A temporary file of a crash.
+    // A temporary file that an earlier process left when it crashed.
     let [one, _] = &folder.files()[..] else {
         panic!("{:?}", folder.files());
     };
@@ -714,12 +716,12 @@ fn cached_model_is_not_sent_again_after_a_restart() {
     assert_eq!(not_sent, FIRST + SECOND);
     assert!(read_all(&mut two, two_has, MODEL) == model);
     assert_eq!(weights.stats().from_disk, FIRST + SECOND);
-    // From here on the extent is in memory, and shared.
+    // From here on the extent is in memory and is shared.
     wait("hashing", || weights.stats().extents == 2);
     let mut three = guest(&host, 7);
     assert_eq!(load(&mut three, &model).1, FIRST + SECOND);
     assert_eq!(weights.stats().from_disk, FIRST + SECOND);
-    // Other users have no access on disk, either.
+    // Other users have no access to the extents on disk.
     let mut other = guest(&host, 8);
     let (buffer, lengths) = for_weights(&mut other, MODEL);
     assert!(lengths.is_empty(), "{lengths:?}");
@@ -776,7 +778,7 @@ fn cache_stays_within_its_size_and_evicts_the_least_recently_used() {
             wait("hashing", || weights.stats().extents == 2);
             drop(guest);
             host.wait_until_empty();
-            // This guest's bytes were hashed, too.
+            // The host has also hashed the bytes of this guest.
             wait("hashing", || weights.stats().hashed == both * 3);
         }
         assert!(weights.stats().disk_bytes <= 2 * both);

@@ -1,4 +1,4 @@
-//! A buffer becomes one for weights while the memory is short.
+//! A buffer becomes a buffer for weights while the free memory does not suffice.
 
 mod common;
 
@@ -12,14 +12,14 @@ use vgpu_executor::{Process, WeightStore};
 use vgpu_transport::ir::{Capabilities, ValidGraph};
 use vgpu_transport::wire::{MIN_EXTENT, Reply, Request, Wanted};
 
-/// Does something when memory for weights is asked for: the old memory is free then.
+/// An action before an allocation of memory for weights. The old memory is free at that time.
 type Meanwhile = Box<dyn FnOnce() -> Result<(), EngineError> + Send>;
 
-/// The CPU engine, whose memory for weights is contended.
+/// The CPU engine, with an action at the next allocation of memory for weights.
 struct Contended {
     cpu: Arc<dyn Engine>,
     meanwhile: Mutex<Option<Meanwhile>>,
-    /// What the next allocation after that fails with.
+    /// The error of the next allocation after the action.
     fails: Mutex<Option<EngineError>>,
 }
 
@@ -112,7 +112,7 @@ fn no_other_guest_gets_the_memory_meanwhile() {
         let buffer = two.new_buffer();
         let size = MEMORY / 2;
         let reply = two.ask(&Request::Alloc { buffer, size });
-        // With its guest, whose memory would be freed otherwise.
+        // The message carries the guest, because dropping the guest would free the memory.
         refusals.send((reply, two)).expect("the test listens");
         Ok(())
     }));

@@ -1,12 +1,14 @@
-//! Ends of links whose peer writes arbitrary values into its words and rings meanwhile. An end must
-//! return valid data or an error, and an error at last. It must neither wait forever nor access
-//! memory outside the window.
+//! Ends of links whose peer writes arbitrary values into the words and rings of the window. An end
+//! must return valid data or an error, and an error after a finite number of calls. An end must
+//! neither wait forever nor access memory outside the window.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
+use rand_xoshiro::Xoshiro256PlusPlus;
+use rand_xoshiro::rand_core::{Rng as _, SeedableRng as _};
 use vgpu_transport::bytes::{Bytes, BytesMut};
 use vgpu_transport::link::window::{WindowGuest, WindowHost};
 use vgpu_transport::link::{GuestEnd, HostEnd, LinkError};
@@ -19,15 +21,16 @@ use vgpu_transport::wire::{MAX_MESSAGE, MAX_PAYLOAD};
 /// The number of sessions per test.
 const SESSIONS: u64 = 50;
 
-/// A pseudo-random generator (xorshift) with a fixed seed, so that a failure is reproducible.
-struct Numbers(u64);
+/// A random generator with a fixed sequence for each seed.
+struct Numbers(Xoshiro256PlusPlus);
 
 impl Numbers {
+    fn new(seed: u64) -> Numbers {
+        Numbers(Xoshiro256PlusPlus::seed_from_u64(seed))
+    }
+
     fn next(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0
+        self.0.next_u64()
     }
 
     fn below(&mut self, limit: u64) -> u64 {
@@ -94,7 +97,7 @@ fn host_does_not_crash_with_any_guest() {
                 word::GUEST_WAKE_ON,
             ],
             layout.submission(),
-            Numbers(session),
+            Numbers::new(session),
             Arc::clone(&stop),
         );
         let mut message = Vec::new();
@@ -141,7 +144,7 @@ fn guest_does_not_crash_with_any_host() {
                 word::HOST_WAKE_ON,
             ],
             layout.completion(),
-            Numbers(session),
+            Numbers::new(session),
             Arc::clone(&stop),
         );
         let payload = vec![3; MAX_PAYLOAD / 4];

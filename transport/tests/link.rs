@@ -301,7 +301,7 @@ fn host_receives_selected_requests_ahead((mut guest, mut host): (WindowGuest, Wi
     }
     host.receive(&mut message, WAIT).unwrap().unwrap();
     message.clear();
-    // An unwanted request stays in the ring.
+    // A request that the host does not want stays in the ring.
     let is_six = |m: &[u8]| m == b"six";
     assert_eq!(host.receive_ahead(&is_six, &mut message, WAIT), Ok(None));
     assert!(message.is_empty());

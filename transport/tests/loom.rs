@@ -49,7 +49,7 @@ impl ModelMemory {
         }
     }
 
-    /// The line of the `len` bytes at `offset`, and their range in the line.
+    /// The line of the `len` bytes at `offset`, and the range of these bytes in the line.
     fn line(&self, offset: usize, len: usize) -> (&UnsafeCell<[u8; LINE]>, std::ops::Range<usize>) {
         let at = offset - DATA;
         let begin = at % LINE;

@@ -1,7 +1,7 @@
 //! The unix link between processes: death of a peer, malformed packets, leaks, error messages.
 //!
-//! This program is both sides. Without a role it runs the tests in sequence, and starts itself with
-//! a role for a test with a second process.
+//! This program is both sides. Without a role the program runs the tests in sequence. For a test
+//! with a second process the program starts itself with a role.
 
 use std::env;
 use std::io::{IoSlice, Read};
@@ -20,8 +20,8 @@ use rustix::net::{
 
 use vgpu_transport::bytes::{Bytes, BytesMut};
 use vgpu_transport::link::unix::{
-    HandshakeError, ListenError, ListenOptions, Listener, SocketFileError, UnixConnectError,
-    connect,
+    HandshakeError, ListenError, ListenOptions, Listener, SocketFileError, SocketMismatch,
+    UnixConnectError, connect,
 };
 use vgpu_transport::link::window::WindowGuest;
 use vgpu_transport::link::{GuestEnd, HostEnd, LinkError};
@@ -29,8 +29,8 @@ use vgpu_transport::shm::layout::{DEFAULT_SIZE, MIN_SIZE};
 
 const WAIT: Duration = Duration::from_secs(20);
 
-/// The time limit for the detection of a dead peer. Detection is immediate; the limit distinguishes
-/// it from a hang.
+/// The time limit for the detection of a dead peer. Detection is immediate. The limit turns a hang
+/// into a failure.
 const NOTICED: Duration = Duration::from_secs(2);
 
 /// What a second process does, and on which socket.
@@ -132,8 +132,8 @@ fn say_ready() {
     println!("ready");
 }
 
-/// Answers each request with its own payload. Prints a line at the request "hold", and then does
-/// nothing.
+/// Answers each request with the payload of the request. At the request "hold" the function prints
+/// a line, and then does nothing.
 fn play_host(path: &Path) {
     let listener = Listener::bind(path, ListenOptions::default()).unwrap();
     say_ready();
@@ -142,7 +142,7 @@ fn play_host(path: &Path) {
             return;
         };
         let Ok(mut host) = arrival.handshake() else {
-            continue; // It only wanted to know whether somebody listens.
+            continue; // The peer only tests whether a process listens.
         };
         let mut message = Vec::new();
         loop {
@@ -229,7 +229,7 @@ fn killed_host_is_detected(dir: &Dir) {
         );
     }
 
-    // Without waiting for anything.
+    // The guest does not wait for a reply.
     let mut host = Process::start("host", &dir.socket());
     host.wait_ready();
     let mut guest = connect(&dir.socket(), WAIT).unwrap();
@@ -417,7 +417,7 @@ fn invalid_handshake_gets_no_session(dir: &Dir) {
         HandshakeError::OtherLayout { from: 9, to: 0 }
     );
     assert_eq!(try_with(&|_| {}), HandshakeError::Timeout { ms: 500 });
-    // A valid hello, then silence, or a wrong opened.
+    // A valid hello, then no packet or a wrong opened packet.
     let hello = [MAGIC, 1, 1, u64::MAX];
     assert_eq!(
         try_with(&|socket| raw_send(socket, &hello, &[])),
@@ -458,7 +458,7 @@ fn silent_guest_does_not_block_others(dir: &Dir) {
     let mut waiting = Vec::new();
     let mut host = loop {
         let arrival = listener.accept(WAIT).unwrap().unwrap();
-        // Each handshake runs on its own thread, as in a host.
+        // Each handshake runs on a thread of its own, as in the executor.
         let handshake = thread::spawn(move || arrival.handshake());
         if waiting.len() == silent.len() {
             break handshake.join().unwrap().unwrap();
@@ -480,9 +480,9 @@ fn connect_errors_name_the_cause(dir: &Dir) {
     let path = dir.socket();
     let short = Duration::from_millis(60);
     let try_connect = || connect(&path, short).map(|_| ()).unwrap_err();
-    let not_vgpu = |why: &str| UnixConnectError::NotVgpu {
+    let not_vgpu = |cause| UnixConnectError::NotVgpu {
         path: path.clone(),
-        why: why.into(),
+        cause,
     };
 
     assert_eq!(
@@ -490,10 +490,10 @@ fn connect_errors_name_the_cause(dir: &Dir) {
         UnixConnectError::NoSuchFile { path: path.clone() }
     );
     std::fs::write(&path, "text").unwrap();
-    assert_eq!(try_connect(), not_vgpu("the file is not a socket"));
+    assert_eq!(try_connect(), not_vgpu(SocketMismatch::NotSocket));
     std::fs::remove_file(&path).unwrap();
     let other = UnixListener::bind(&path).unwrap();
-    assert_eq!(try_connect(), not_vgpu("the socket has another type"));
+    assert_eq!(try_connect(), not_vgpu(SocketMismatch::SocketType));
     drop(other);
     std::fs::remove_file(&path).unwrap();
 
@@ -534,7 +534,7 @@ fn connect_errors_name_the_cause(dir: &Dir) {
     );
     assert_eq!(
         with_false_host(&path, |_| {}),
-        not_vgpu("the peer closed the socket")
+        not_vgpu(SocketMismatch::Closed)
     );
     // The host sends wrong files.
     let null = std::fs::File::open("/dev/null").unwrap();

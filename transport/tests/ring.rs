@@ -176,7 +176,8 @@ proptest! {
             }
             match step {
                 Step::Put { message, payload } => {
-                    // The consumer may have accepted a tail that the producer itself never had.
+                    // The consumer may have accepted a tail that the producer has never written
+                    // regularly.
                     if put(&memory, &mut producer, 1, message, payload).is_err() {
                         return Ok(());
                     }

@@ -70,8 +70,8 @@ fn messages_cross_both_ways() {
         assert!(reply.iter().eq(message.iter().rev()));
         assert!(room[..got].iter().eq(payload.iter().rev()));
     }
-    // The host sent the last reply before it retired the request. It reports the retirement when it
-    // is idle.
+    // The host sent the last reply before the host retired the request. An idle host reports the
+    // retirement.
     guest.wait_retired(7).unwrap();
     assert_eq!(guest.retired(), 7);
     drop(guest);
@@ -120,7 +120,7 @@ fn busy_host_is_not_reported_as_ended() {
     guest.send(b"long", (&[][..]).into()).unwrap();
     assert!(host.receive(&mut Vec::new(), WAIT).unwrap().is_some());
     let worker = thread::spawn(move || {
-        // Longer than the silence after which a guest closes the link.
+        // Longer than the time without data after which a guest closes the link.
         thread::sleep(Duration::from_secs(12));
         host.send(b"done", 0, &mut |_| {}).unwrap();
         host

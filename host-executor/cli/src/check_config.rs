@@ -6,7 +6,8 @@ use std::process::ExitCode;
 use clap::Parser;
 use serde_json::json;
 use vgpu_cpu::CpuEngine;
-use vgpu_engine::Engine as _;
+use vgpu_engine::{Engine as _, EngineError};
+use vgpu_executor::QuotaError;
 use vgpu_executor::config::{DEFAULT_PATH, LoadError, Settings};
 use vgpu_executor::engine::EngineKind;
 
@@ -27,6 +28,17 @@ pub(crate) struct Args {
     json: bool,
 }
 
+/// Why a configuration that was read cannot be used.
+#[derive(Debug, thiserror::Error)]
+enum CheckError {
+    /// The CPU engine, whose memory is compared with the quotas, does not start.
+    #[error(transparent)]
+    Engine(#[from] EngineError),
+    /// The quotas exceed the engine's memory.
+    #[error(transparent)]
+    Quota(#[from] QuotaError),
+}
+
 pub(crate) fn run(args: &Args) -> ExitCode {
     let file = args.file.display();
     let outcome = Settings::load(&args.file);
@@ -40,7 +52,7 @@ pub(crate) fn run(args: &Args) -> ExitCode {
             Err(reason) => (
                 1,
                 format!("{file}: {reason}"),
-                json!({"file": args.file, "ok": false, "reason": reason}),
+                json!({"file": args.file, "ok": false, "reason": reason.to_string()}),
             ),
         },
         Err(error @ LoadError::Read { error: cause, .. }) => (
@@ -69,18 +81,14 @@ pub(crate) fn run(args: &Args) -> ExitCode {
 }
 
 /// Checks the quotas against the engine's memory, where that is known without starting the engine.
-fn checked(settings: &Settings) -> Result<Option<u64>, String> {
+fn checked(settings: &Settings) -> Result<Option<u64>, CheckError> {
     let total = match (settings.memory, settings.engine) {
         (Some(memory), _) => memory,
-        (None, EngineKind::Cpu) => {
-            let engine = CpuEngine::new(1, None).map_err(|error| error.to_string())?;
-            engine.memory().total
-        }
+        (None, EngineKind::Cpu) => CpuEngine::new(1, None)?.memory().total,
         (None, _) => return Ok(None),
     };
-    let fits = settings.rules().check_memory(total);
-    fits.map(|()| Some(total))
-        .map_err(|error| error.to_string())
+    settings.rules().check_memory(total)?;
+    Ok(Some(total))
 }
 
 fn summary(settings: &Settings, memory: Option<u64>) -> String {

@@ -8,8 +8,8 @@ use rustix::thread::{CapabilitySet, CapabilitySets};
 
 use super::profile::SandboxError;
 
-/// How long the threads may take to handle the signal.
-const PATIENCE: Duration = Duration::from_secs(5);
+/// The time within which all threads must have handled the signal.
+const TIMEOUT: Duration = Duration::from_secs(5);
 
 const NONE: CapabilitySets = CapabilitySets {
     effective: CapabilitySet::empty(),
@@ -42,7 +42,7 @@ fn ask(signal: i32) -> Result<(), SandboxError> {
         let Some(first) = left.first() else {
             return Ok(());
         };
-        if start.elapsed() > PATIENCE {
+        if start.elapsed() > TIMEOUT {
             return Err(SandboxError::Stubborn {
                 name: first.name.clone(),
                 tid: first.tid,

@@ -1,5 +1,5 @@
 //! Helpers of the tests: a guest that sends given requests, and engines that misbehave.
-#![allow(dead_code)] // each test binary uses its part
+#![allow(dead_code)] // each test binary uses a part of this module
 
 pub(crate) mod model;
 pub(crate) mod scripted_engine;
@@ -21,7 +21,7 @@ use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, PROTOCOL_VERSION, Reply, Reques
 /// Memory of the engine that most tests run on.
 pub(crate) const MEMORY: u64 = 64 << 20;
 
-/// How long a test waits for an event before it fails.
+/// The time that a test waits for an event.
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
 
 pub(crate) fn cpu() -> Arc<dyn Engine> {
@@ -129,7 +129,7 @@ pub(crate) fn pair() -> (Box<dyn GuestEnd>, Box<dyn HostEnd>) {
     (Box::new(guest), Box::new(host))
 }
 
-/// A guest on the level of messages.
+/// A guest that sends and receives single messages.
 pub(crate) struct Guest {
     pub(crate) end: Box<dyn GuestEnd>,
     last_buffer: u64,
@@ -284,8 +284,8 @@ impl Guest {
         assert_eq!(self.receive().0, Reply::Done { request });
     }
 
-    /// The reason with which the host ends the session. It must be the host's next and last
-    /// message.
+    /// The reason with which the host ends the session. The reason must be the next and last
+    /// message of the host.
     pub(crate) fn ended(mut self) -> String {
         let (reply, _) = self.receive();
         let Reply::Ended { reason } = reply else {

@@ -23,10 +23,10 @@ pub(crate) enum Act {
     RunPanics,
     /// Fails like a kernel that has panicked.
     KernelPanics,
-    /// Announces that it runs, and waits for permission to go on.
+    /// Sends a message when the plan runs, and waits for a message before the plan continues.
     Waits(Sender<()>, Receiver<()>),
-    /// The same, and is in flight then. When it is waited for, it sets its first buffer to 9, or
-    /// fails.
+    /// As `Waits`. The plan is then in flight. When the host waits for the plan, the plan sets its
+    /// first buffer to 9, or fails.
     Launches {
         running: Sender<()>,
         go_on: Receiver<()>,

@@ -1,5 +1,5 @@
 //! A virtual machine without a hypervisor: a client that does what QEMU and the guest's kernel do.
-#![allow(dead_code)] // each test binary uses its part
+#![allow(dead_code)] // each test binary uses a part of this module
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -70,8 +70,8 @@ pub(crate) fn executor_with(
     server
 }
 
-/// QEMU and the guest's kernel: has the shared memory and the doorbell, and presents them like
-/// sysfs.
+/// QEMU and the guest's kernel. The machine holds the shared memory and the doorbell, and presents
+/// both as files like those of sysfs.
 pub(crate) struct Machine {
     pub(crate) sysfs: Dir,
     pub(crate) memory: OwnedFd,

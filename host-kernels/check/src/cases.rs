@@ -5,7 +5,7 @@ use vgpu_transport::ir::{
 };
 
 use super::CheckError;
-use super::graph::{Builder, Fill, Loaded, Operand, Random, numbers};
+use super::graph::{Builder, Fill, LoadedGraph, Operand, Random, numbers};
 use vgpu_cpu::formats::Format;
 use vgpu_cpu::gemm::MatmulKernel;
 use vgpu_engine::Engine;
@@ -105,7 +105,7 @@ fn difference(
         true => builder.on_weights(engine, 0, |_| Ok(())),
         false => builder.on(engine),
     };
-    let run = |loaded: &mut Loaded| {
+    let run = |loaded: &mut LoadedGraph| {
         if !is_product {
             builder.fill(loaded)?;
         }

@@ -106,7 +106,7 @@ impl Builder {
     /// # Errors
     ///
     /// If the engine refuses the graph or the memory.
-    pub(super) fn on(&self, engine: &dyn Engine) -> Result<Loaded, CheckError> {
+    pub(super) fn on(&self, engine: &dyn Engine) -> Result<LoadedGraph, CheckError> {
         let loaded = self.prepared(engine, 0, |_| Ok(()))?;
         self.fill(&loaded)?;
         Ok(loaded)
@@ -124,7 +124,7 @@ impl Builder {
         engine: &dyn Engine,
         size: u64,
         more: impl FnOnce(&dyn Memory) -> Result<(), CheckError>,
-    ) -> Result<Loaded, CheckError> {
+    ) -> Result<LoadedGraph, CheckError> {
         self.prepared(engine, size, |memory| {
             memory.mark_weights();
             memory.write(0, self.bytes.as_slice().into())?;
@@ -138,7 +138,7 @@ impl Builder {
         engine: &dyn Engine,
         size: u64,
         prepare: impl FnOnce(&dyn Memory) -> Result<(), CheckError>,
-    ) -> Result<Loaded, CheckError> {
+    ) -> Result<LoadedGraph, CheckError> {
         let mut graph = self.graph.clone();
         graph.buffers = vec![BufferId(0)];
         let size = size.max(self.bytes.len() as u64);
@@ -148,7 +148,7 @@ impl Builder {
         let memory = engine.alloc(size)?;
         prepare(&*memory)?;
         let plan = engine.compile(&valid, std::slice::from_ref(&memory))?;
-        Ok(Loaded { plan, memory })
+        Ok(LoadedGraph { plan, memory })
     }
 
     /// Writes the initial content of the buffer.
@@ -156,7 +156,7 @@ impl Builder {
     /// # Errors
     ///
     /// If the engine refuses the write.
-    pub(super) fn fill(&self, loaded: &Loaded) -> Result<(), CheckError> {
+    pub(super) fn fill(&self, loaded: &LoadedGraph) -> Result<(), CheckError> {
         loaded.memory.write(0, self.bytes.as_slice().into())?;
         Ok(())
     }
@@ -168,7 +168,7 @@ impl Builder {
 }
 
 /// A compiled graph and its memory.
-pub(super) struct Loaded {
+pub(super) struct LoadedGraph {
     pub(super) plan: Box<dyn Plan>,
     pub(super) memory: Arc<dyn Memory>,
 }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use vgpu_transport::ir::{Op, Precision, Shape, Type};
 
 use super::cublas::Cublas;
-use super::graph::{Builder, Fill, Loaded, Operand, Random};
+use super::graph::{Builder, Fill, LoadedGraph, Operand, Random};
 use super::{CheckError, Options};
 use vgpu_cpu::gemm::MatmulKernel;
 use vgpu_engine::roofline::Rates;
@@ -357,7 +357,11 @@ fn attention(
     measure(builder.on(engine)?, options, amount)
 }
 
-fn measure(mut loaded: Loaded, options: &Options, amount: f64) -> Result<(f64, f64), CheckError> {
+fn measure(
+    mut loaded: LoadedGraph,
+    options: &Options,
+    amount: f64,
+) -> Result<(f64, f64), CheckError> {
     let seconds = median(options.time, || Ok(loaded.plan.run()?))?;
     Ok((amount, seconds))
 }

@@ -10,6 +10,8 @@
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
+use rand_xoshiro::Xoshiro256PlusPlus;
+use rand_xoshiro::rand_core::{Rng as _, SeedableRng as _};
 use rustix::time::{ClockId, clock_gettime};
 
 use vgpu_cpu::formats::{Format, Type};
@@ -291,13 +293,8 @@ fn seconds(mut work: impl FnMut()) -> f64 {
 }
 
 fn random(n: usize, seed: u64) -> impl Iterator<Item = f32> {
-    let mut state = seed;
-    (0..n).map(move |_| {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        (state >> 40) as f32 / (1 << 24) as f32 - 0.5
-    })
+    let mut random = Xoshiro256PlusPlus::seed_from_u64(seed);
+    (0..n).map(move |_| (random.next_u64() >> 40) as f32 / (1 << 24) as f32 - 0.5)
 }
 
 /// `rows` rows of weights. Quantising is slow, so a few rows are repeated.

@@ -222,6 +222,7 @@ mod tests {
     use super::*;
     use vgpu_cpu::CpuEngine;
     use vgpu_engine::Engine;
+    use vgpu_gguf::Rng;
     use vgpu_transport::ir::{Limits, validate};
 
     const TRIES: usize = 200;
@@ -232,20 +233,11 @@ mod tests {
         let engine = CpuEngine::new(1, Some(0)).expect("a thread");
         let caps = engine.capabilities();
         let places = [(BufferId(1), 1 << 16)];
-        let mut state = 1u64;
-        let mut random_bytes = || {
-            let next = || {
-                state ^= state << 13;
-                state ^= state >> 7;
-                state ^= state << 17;
-                (state >> 24) as u8
-            };
-            std::iter::repeat_with(next).take(300).collect::<Vec<u8>>()
-        };
+        let mut random = Rng::new(1, 0);
         for rule in caps.rules() {
             let (mut valid, mut refusal) = (0, None);
             for _ in 0..TRIES {
-                let bytes = random_bytes();
+                let bytes: Vec<u8> = (0..300).map(|_| random.next_u64() as u8).collect();
                 let mut maker = Maker {
                     input: &mut Input::new(&bytes),
                     places: &places,

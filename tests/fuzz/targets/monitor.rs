@@ -6,5 +6,5 @@ pub(crate) fn run(data: &[u8]) {
     thread_local! {
         static MACHINE: std::cell::RefCell<Machine> = std::cell::RefCell::new(Machine::new());
     }
-    MACHINE.with_borrow_mut(|machine| machine.hear(data));
+    MACHINE.with_borrow_mut(|machine| machine.receive(data));
 }

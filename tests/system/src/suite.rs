@@ -8,8 +8,8 @@ use xtask_common::cache::Cache;
 use xtask_common::workspace;
 
 use crate::parts::{
-    demo, dependencies, deploy, failures, faults, generation, hosts, kernels, lints, models,
-    ollama, ops, packages, unit, vm,
+    demo, dependencies, deploy, failures, faults, generation, kernels, lints, models, ollama, ops,
+    packages, programs, unit, vm,
 };
 use crate::test_run::{Options, PARTS, Part, TestRun};
 use crate::times::Times;
@@ -47,7 +47,7 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
             Part::Failures => failures::run(&mut run),
             Part::Faults => faults::run(&mut run),
             Part::Packages => packages::run(&mut run),
-            Part::Hosts => hosts::run(&mut run),
+            Part::Programs => programs::run(&mut run),
             Part::Ollama => ollama::run(&mut run),
             Part::Deploy => deploy::run(&mut run),
             Part::Vm => vm::run(&mut run),

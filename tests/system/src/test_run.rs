@@ -129,7 +129,7 @@ pub(crate) enum Part {
     /// The Debian packages and the archive: installed, used, removed
     Packages,
     /// One plugin file in ggml 0.23 to 0.26, in every place a ggml can be
-    Hosts,
+    Programs,
     /// Ollama: the plugin installed in it, and its API used as a client would
     Ollama,
     /// The files in deploy/, by their own validators
@@ -150,7 +150,7 @@ pub(crate) const PARTS: [Part; 15] = [
     Part::Failures,
     Part::Faults,
     Part::Packages,
-    Part::Hosts,
+    Part::Programs,
     Part::Ollama,
     Part::Deploy,
     Part::Vm,

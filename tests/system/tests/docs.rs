@@ -474,7 +474,7 @@ fn artificial_error_is_detected() {
     assert!(missing_function(file, "Endpoint::defaults").is_none());
     assert!(missing_function(file, "NoSuchType::defaults").is_some());
     assert!(missing_test(file, "defaults").is_some());
-    let hosts = "tests/system/src/parts/hosts.rs";
-    assert!(missing_test(hosts, "run").is_none());
-    assert!(missing_test(hosts, "gather").is_some());
+    let programs = "tests/system/src/parts/programs.rs";
+    assert!(missing_test(programs, "run").is_none());
+    assert!(missing_test(programs, "gather").is_some());
 }

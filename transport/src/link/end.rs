@@ -130,7 +130,7 @@ pub trait HostEnd: Send {
     fn payload(&self) -> Bytes<'_>;
 
     /// Receives the next request before the last received one has retired, if it arrives within
-    /// `patience` and `wanted` accepts it. The two requests then retire together. `None` on a link
+    /// `timeout` and `wanted` accepts it. The two requests then retire together. `None` on a link
     /// without look-ahead.
     ///
     /// # Errors
@@ -140,9 +140,9 @@ pub trait HostEnd: Send {
         &mut self,
         wanted: &dyn Fn(&[u8]) -> bool,
         message: &mut Vec<u8>,
-        patience: Duration,
+        timeout: Duration,
     ) -> Result<Option<Incoming>, LinkError> {
-        let _ = (wanted, message, patience);
+        let _ = (wanted, message, timeout);
         Ok(None)
     }
 

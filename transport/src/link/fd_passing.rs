@@ -19,7 +19,7 @@ const WORDS: usize = 2;
 const FILE: u64 = u32::from_le_bytes(*b"FILE") as u64;
 
 /// The time that a guest waits for a file that should have arrived already.
-const PATIENCE: Duration = Duration::from_secs(1);
+const TIMEOUT: Duration = Duration::from_secs(1);
 
 /// One end of the channel for files.
 #[derive(Debug)]
@@ -71,7 +71,7 @@ impl Files {
         let none = || LinkError::from(LinkViolation::NoFile);
         match self {
             Files::Socket(socket) => {
-                let deadline = Instant::now() + PATIENCE;
+                let deadline = Instant::now() + TIMEOUT;
                 let (words, mut files) = match packet::receive(socket, WORDS, 1, deadline) {
                     Ok(packet) => packet,
                     Err(PacketError::Late) => return Err(none()),

@@ -7,7 +7,7 @@ use anyhow::{Context as _, Result};
 use serde_json::Value;
 
 use crate::cache::Cache;
-use crate::elf::Library;
+use crate::elf::ElfLibrary;
 use crate::packages;
 use crate::process;
 use crate::progress::Step;
@@ -70,7 +70,7 @@ pub fn build_with(cache: &Cache, cubins: Option<&Path>) -> Result<Dist> {
 
     let plugin = place(&library, &dist.join(PLUGIN))?;
     let vgpu = place(&command, &dist.join(COMMAND))?;
-    Library::read(&plugin)?
+    ElfLibrary::read(&plugin)?
         .check_plugin()
         .with_context(|| format!("{} is not as a program needs it", plugin.display()))?;
     step.done(&format!("{} KiB and {} KiB", kib(&plugin), kib(&vgpu)));

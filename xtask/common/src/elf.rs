@@ -11,7 +11,7 @@ use object::{Object as _, elf};
 
 /// The parts of a library that a dynamic linker acts on.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Library {
+pub struct ElfLibrary {
     /// The library's own name, `DT_SONAME`.
     pub soname: Option<String>,
     /// Names of the libraries that the library needs, `DT_NEEDED`.
@@ -24,17 +24,17 @@ pub struct Library {
     pub has_symbol_table: bool,
 }
 
-impl Library {
+impl ElfLibrary {
     /// Reads the library at `path`.
     ///
     /// # Errors
     /// If the file cannot be read, or is no 64-bit ELF file with a dynamic section.
-    pub fn read(path: &Path) -> Result<Library> {
+    pub fn read(path: &Path) -> Result<ElfLibrary> {
         let data = std::fs::read(path).with_context(|| format!("reading {}", path.display()))?;
-        Library::parse(&data).with_context(|| format!("reading {} as ELF", path.display()))
+        ElfLibrary::parse(&data).with_context(|| format!("reading {} as ELF", path.display()))
     }
 
-    fn parse(data: &[u8]) -> Result<Library> {
+    fn parse(data: &[u8]) -> Result<ElfLibrary> {
         let file = ElfFile64::<object::Endianness>::parse(data)?;
         let endian = file.endian();
         let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
@@ -75,7 +75,7 @@ impl Library {
             }
         }
         let has_symbol_table = !file.elf_symbol_table().is_empty();
-        Ok(Library {
+        Ok(ElfLibrary {
             soname: soname.map(text),
             needed,
             exports,
@@ -128,8 +128,8 @@ impl Library {
 mod tests {
     use super::*;
 
-    fn plugin() -> Library {
-        Library {
+    fn plugin() -> ElfLibrary {
+        ElfLibrary {
             soname: Some("libggml-vgpu.so".into()),
             needed: vec!["libc.so.6".into()],
             exports: vec!["ggml_backend_init".into(), "ggml_backend_score".into()],
@@ -144,23 +144,23 @@ mod tests {
     fn exports_of_the_plugin_are_exact() {
         plugin().check_plugin().unwrap();
         let wrong = [
-            Library {
+            ElfLibrary {
                 soname: Some("libggml_vgpu.so".into()),
                 ..plugin()
             },
-            Library {
+            ElfLibrary {
                 soname: None,
                 ..plugin()
             },
-            Library {
+            ElfLibrary {
                 needed: vec!["libggml-base.so.0".into()],
                 ..plugin()
             },
-            Library {
+            ElfLibrary {
                 exports: vec!["ggml_backend_init".into()],
                 ..plugin()
             },
-            Library {
+            ElfLibrary {
                 exports: [
                     "ggml_backend_init",
                     "ggml_backend_score",
@@ -170,7 +170,7 @@ mod tests {
                 .into(),
                 ..plugin()
             },
-            Library {
+            ElfLibrary {
                 has_symbol_table: true,
                 ..plugin()
             },
@@ -189,7 +189,7 @@ mod tests {
             .filter_map(|line| line.split_whitespace().last())
             .find(|path| path.contains("/libc.so") || path.contains("/libc-"))
             .expect("the test program is linked to libc");
-        let library = Library::read(Path::new(libc)).unwrap();
+        let library = ElfLibrary::read(Path::new(libc)).unwrap();
         assert_eq!(library.soname.as_deref(), Some("libc.so.6"));
         assert!(
             library
@@ -210,7 +210,7 @@ mod tests {
     #[test]
     fn newest_required_glibc_version_is_reported() {
         assert_eq!(plugin().glibc(), Some((2, 17)));
-        let own = Library::read(&std::env::current_exe().unwrap()).unwrap();
+        let own = ElfLibrary::read(&std::env::current_exe().unwrap()).unwrap();
         assert!(
             own.glibc().is_some_and(|version| version >= (2, 2)),
             "{own:?}"
@@ -219,6 +219,6 @@ mod tests {
 
     #[test]
     fn non_elf_file_is_an_error() {
-        assert!(Library::parse(b"#!/bin/sh\n").is_err());
+        assert!(ElfLibrary::parse(b"#!/bin/sh\n").is_err());
     }
 }

@@ -84,7 +84,7 @@ impl Node {
             .join(machine))
     }
 
-    /// A command that runs one of the scripts in `tests/hosts`.
+    /// A command that runs one of the scripts in `tests/programs`.
     pub fn script(&self, script: &Path) -> Command {
         let mut command = Command::new("node");
         command

@@ -111,7 +111,7 @@ pub fn generate(
         "top": TOP,
         "out": out,
     });
-    let mut command = node.script(&workspace::root().join("tests/hosts/generate.mjs"));
+    let mut command = node.script(&workspace::root().join("tests/programs/generate.mjs"));
     command
         .arg(arguments.to_string())
         .env("GGML_SCHED_DEBUG", "2");

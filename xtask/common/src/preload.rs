@@ -12,7 +12,7 @@ use crate::packages;
 use crate::process;
 use crate::workspace;
 
-/// A library in `tests/hosts`.
+/// A library in `tests/programs`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Library {
     /// Loads all backends there are before the program begins.
@@ -35,7 +35,7 @@ impl Library {
     /// If there is no C compiler, or the compilation fails.
     pub fn build(self, cache: &Cache, bin: &Path) -> Result<PathBuf> {
         packages::compiler(cache)?;
-        let source = workspace::root().join("tests/hosts").join(self.source());
+        let source = workspace::root().join("tests/programs").join(self.source());
         let folder = workspace::root().join("target/preload");
         std::fs::create_dir_all(&folder)
             .with_context(|| format!("creating {}", folder.display()))?;

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 /// One computed node of a graph (views are not printed: they compute nothing).
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Node {
+pub struct ScheduledNode {
     /// The op, cut to ten characters.
     pub op: String,
     /// The node's name, cut to twenty characters.
@@ -17,7 +17,7 @@ pub struct Node {
 }
 
 /// The nodes of the graph the scheduler printed last.
-pub fn last_graph(log: &str) -> Vec<Node> {
+pub fn last_graph(log: &str) -> Vec<ScheduledNode> {
     let mut graph = Vec::new();
     let mut previous = None;
     for (index, node) in log
@@ -36,7 +36,7 @@ pub fn last_graph(log: &str) -> Vec<Node> {
 
 /// Reads `node #  3 (   MUL_MAT):   Qcur-0 (   3K) [VGPU0         ] use=1,c=1:`: the index and the
 /// node. The op is cut to ten characters, names to twenty, the device to five.
-pub fn parse(text: &str) -> Option<(u32, Node)> {
+pub fn parse(text: &str) -> Option<(u32, ScheduledNode)> {
     let line = text.lines().next()?.strip_prefix("node #")?;
     let (index, rest) = line.split_once(" (")?;
     let (op, rest) = rest.split_once("):")?;
@@ -47,7 +47,7 @@ pub fn parse(text: &str) -> Option<(u32, Node)> {
         .get(device_at + 3..name_end)?
         .split_whitespace()
         .next()?;
-    let node = Node {
+    let node = ScheduledNode {
         op: op.trim().to_owned(),
         name: name.trim().to_owned(),
         device: device.trim_end_matches(']').to_owned(),
@@ -57,7 +57,7 @@ pub fn parse(text: &str) -> Option<(u32, Node)> {
 }
 
 /// How many nodes each device has.
-pub fn count_by_device(nodes: &[Node]) -> BTreeMap<&str, usize> {
+pub fn count_by_device(nodes: &[ScheduledNode]) -> BTreeMap<&str, usize> {
     let mut counts = BTreeMap::new();
     for node in nodes {
         *counts.entry(node.device.as_str()).or_insert(0) += 1;
@@ -68,14 +68,14 @@ pub fn count_by_device(nodes: &[Node]) -> BTreeMap<&str, usize> {
 /// The nodes on ggml's CPU that ought to be on the device. llama.cpp keeps tables of embeddings in
 /// the host's memory, whatever the device can do, and has the CPU compute what reads them: these
 /// are in order.
-pub fn strays(nodes: &[Node]) -> Vec<&Node> {
-    let lookup = |node: &Node| node.op == "GET_ROWS" && node.name.contains("embd");
+pub fn strays(nodes: &[ScheduledNode]) -> Vec<&ScheduledNode> {
+    let lookup = |node: &ScheduledNode| node.op == "GET_ROWS" && node.name.contains("embd");
     let table = [
         "token_embd.weight",
         "position_embd.weight",
         "per_layer_token_embd",
     ];
-    let reads_table = |node: &Node| table.iter().any(|table| node.reads.contains(table));
+    let reads_table = |node: &ScheduledNode| table.iter().any(|table| node.reads.contains(table));
     nodes
         .iter()
         .filter(|node| node.device == "CPU" && !lookup(node) && !reads_table(node))

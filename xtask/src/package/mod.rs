@@ -12,7 +12,7 @@ use anyhow::{Context as _, Result, ensure};
 
 use xtask_common::cache::Cache;
 use xtask_common::dist::{self, Dist};
-use xtask_common::elf::Library;
+use xtask_common::elf::ElfLibrary;
 use xtask_common::process;
 use xtask_common::progress::{Step, heading};
 use xtask_common::scratch::Scratch;
@@ -88,7 +88,7 @@ impl Packages {
 fn check_glibc(dist: &Dist) -> Result<String> {
     let mut newest = (0, 0);
     for file in [&dist.vgpu, &dist.plugin] {
-        let needs = Library::read(file)?
+        let needs = ElfLibrary::read(file)?
             .glibc()
             .context("it needs no C library")?;
         ensure!(

@@ -2,10 +2,11 @@
 
 use std::time::{Duration, Instant};
 
+use vgpu_transport::error::LinkError;
 use vgpu_transport::ir::IR_VERSION;
-use vgpu_transport::link::connect::{connect, expand};
+use vgpu_transport::link::connect::{ConnectError, connect, expand};
 use vgpu_transport::link::{Endpoint, GuestEnd};
-use vgpu_transport::wire::{PROTOCOL_VERSION, Reply, Request};
+use vgpu_transport::wire::{PROTOCOL_VERSION, Reply, Request, WireError};
 
 use super::report::Report;
 
@@ -13,6 +14,25 @@ const TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Round trips that are measured.
 const ROUNDS: usize = 32;
+
+/// Why a session cannot be opened or used.
+#[derive(Debug, thiserror::Error)]
+enum VisitError {
+    #[error(transparent)]
+    Connect(#[from] ConnectError),
+    #[error(transparent)]
+    Link(#[from] LinkError),
+    /// The executor has sent a message that is not a reply.
+    #[error(transparent)]
+    Wire(#[from] WireError),
+    #[error("the executor refuses: {reason}")]
+    Refused { reason: String },
+    #[error("unexpected reply to {request}: {reply:?}")]
+    Unexpected {
+        request: &'static str,
+        reply: Box<Reply>,
+    },
+}
 
 pub(super) fn check(given: &[Endpoint], report: &mut Report) {
     let variable = std::env::var("VGPU_ENDPOINT").unwrap_or_default();
@@ -75,8 +95,8 @@ pub(super) fn check(given: &[Endpoint], report: &mut Report) {
 }
 
 /// Opens a session, and sends the requests of a starting program.
-fn visit(endpoint: &Endpoint) -> Result<Vec<String>, String> {
-    let mut end = connect(endpoint, TIMEOUT).map_err(|error| error.to_string())?;
+fn visit(endpoint: &Endpoint) -> Result<Vec<String>, VisitError> {
+    let mut end = connect(endpoint, TIMEOUT)?;
     let hello = Request::Hello {
         protocol: PROTOCOL_VERSION,
         ir: IR_VERSION,
@@ -94,9 +114,12 @@ fn visit(endpoint: &Endpoint) -> Result<Vec<String>, String> {
     else {
         return Err(match welcome {
             Reply::Ended { reason } | Reply::Refused { reason, .. } => {
-                format!("the executor refuses: {reason}")
+                VisitError::Refused { reason }
             }
-            other => format!("unexpected reply to HELLO: {other:?}"),
+            other => VisitError::Unexpected {
+                request: "HELLO",
+                reply: Box::new(other),
+            },
         });
     };
     let mut times = Vec::new();
@@ -104,7 +127,12 @@ fn visit(endpoint: &Endpoint) -> Result<Vec<String>, String> {
         let began = Instant::now();
         match ask(end.as_mut(), &Request::Memory {})? {
             Reply::Memory { .. } => times.push(began.elapsed()),
-            other => return Err(format!("unexpected reply to MEMORY: {other:?}")),
+            other => {
+                return Err(VisitError::Unexpected {
+                    request: "MEMORY",
+                    reply: Box::new(other),
+                });
+            }
         }
     }
     times.sort();
@@ -123,13 +151,11 @@ fn visit(endpoint: &Endpoint) -> Result<Vec<String>, String> {
     ])
 }
 
-fn ask(end: &mut dyn GuestEnd, request: &Request) -> Result<Reply, String> {
+fn ask(end: &mut dyn GuestEnd, request: &Request) -> Result<Reply, VisitError> {
     let mut message = Vec::new();
     request.encode(&mut message);
-    end.send(&message, (&[][..]).into())
-        .map_err(|e| e.to_string())?;
+    end.send(&message, (&[][..]).into())?;
     message.clear();
-    end.receive(&mut message, (&mut [][..]).into())
-        .map_err(|e| e.to_string())?;
-    Reply::decode(&message).map_err(|e| e.to_string())
+    end.receive(&mut message, (&mut [][..]).into())?;
+    Ok(Reply::decode(&message)?)
 }

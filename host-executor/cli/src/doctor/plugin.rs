@@ -1,6 +1,7 @@
 //! The plugin's file, and the ggml that loads it.
 
-use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::ffi::{CStr, CString, NulError, c_char, c_int, c_void};
+use std::io;
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
@@ -129,18 +130,34 @@ fn check_ggml(file: &Path, report: &mut Report) -> bool {
     true
 }
 
+/// Why a file cannot be loaded into this process.
+#[derive(Debug, thiserror::Error)]
+enum LoadError {
+    /// The file is missing, or this process may not read it.
+    #[error(transparent)]
+    File(#[from] io::Error),
+    #[error(transparent)]
+    Name(#[from] NulError),
+    /// The file is not a shared object for this machine, or a library that it needs is missing. The
+    /// text is from the dynamic linker.
+    #[error("{0}")]
+    Linker(String),
+    /// The dynamic linker has failed without a text.
+    #[error("the file cannot be loaded")]
+    LinkerSilent,
+}
+
 /// A shared object in this process. Never unloaded.
 struct Object(*mut c_void);
 
 impl Object {
-    fn load(file: &Path) -> Result<Object, String> {
-        if let Err(error) = std::fs::File::open(file) {
-            return Err(error.to_string());
-        }
+    fn load(file: &Path) -> Result<Object, LoadError> {
+        // The error of the file system says more than the dynamic linker's.
+        std::fs::File::open(file)?;
         // A name without a slash would be searched for in the system's library folders.
-        let file = file.canonicalize().map_err(|e| e.to_string())?;
-        let name = CString::new(file.as_os_str().as_bytes()).map_err(|e| e.to_string())?;
-        // SAFETY: `path` is a terminated string. dlopen runs the initialisers of the file, which
+        let file = file.canonicalize()?;
+        let name = CString::new(file.as_os_str().as_bytes())?;
+        // SAFETY: `name` is a terminated string. dlopen runs the initialisers of the file, which
         // the user has named for that purpose.
         let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL) };
         if handle.is_null() {
@@ -150,7 +167,7 @@ impl Object {
                 let error = libc::dlerror();
                 (!error.is_null()).then(|| CStr::from_ptr(error).to_string_lossy().into_owned())
             };
-            return Err(error.unwrap_or_else(|| "the file cannot be loaded".into()));
+            return Err(error.map_or(LoadError::LinkerSilent, LoadError::Linker));
         }
         Ok(Object(handle))
     }

@@ -72,7 +72,7 @@ pub(super) fn private_listener() -> io::Result<(UnixStream, UnixListener)> {
 /// Passes messages on until one side disconnects or the monitor breaks the protocol.
 pub(super) fn run(monitor: &UnixStream, device: &UnixStream) -> io::Result<()> {
     monitor.set_nonblocking(false)?;
-    let mut has_met = false;
+    let mut is_negotiated = false;
     loop {
         let mut fds = [
             PollFd::new(monitor, PollFlags::IN),
@@ -90,8 +90,8 @@ pub(super) fn run(monitor: &UnixStream, device: &UnixStream) -> io::Result<()> {
             let Some(message) = receive(monitor)? else {
                 return Ok(());
             };
-            check(&message, has_met).map_err(io::Error::other)?;
-            has_met = true;
+            check(&message, is_negotiated).map_err(io::Error::other)?;
+            is_negotiated = true;
             (&*device).write_all(&message)?;
         }
     }
@@ -124,7 +124,7 @@ pub(super) fn size(head: &[u8]) -> Result<usize, MessageError> {
 }
 
 /// Checks that the crate can read the message.
-pub(super) fn check(message: &[u8], has_met: bool) -> Result<(), MessageError> {
+pub(super) fn check(message: &[u8], is_negotiated: bool) -> Result<(), MessageError> {
     let command = u16::from_le_bytes([message[2], message[3]]);
     let size = message.len();
     let exactly = |wanted: usize| {
@@ -138,8 +138,8 @@ pub(super) fn check(message: &[u8], has_met: bool) -> Result<(), MessageError> {
             })
         }
     };
-    if (command == 1) == has_met {
-        return Err(match has_met {
+    if (command == 1) == is_negotiated {
+        return Err(match is_negotiated {
             true => MessageError::NegotiatedTwice { command },
             false => MessageError::NotNegotiated { command },
         });

@@ -32,16 +32,16 @@ impl Machine {
     }
 
     /// Processes a stream of messages up to the first one that the filter rejects.
-    pub fn hear(&mut self, mut stream: &[u8]) {
-        let mut has_met = false;
+    pub fn receive(&mut self, mut stream: &[u8]) {
+        let mut is_negotiated = false;
         while let Some(head) = stream.get(..filter::HEAD) {
             let Some(message) = filter::size(head).ok().and_then(|size| stream.get(..size)) else {
                 return;
             };
-            if filter::check(message, has_met).is_err() {
+            if filter::check(message, is_negotiated).is_err() {
                 return;
             }
-            has_met = true;
+            is_negotiated = true;
             self.act(message);
             stream = &stream[message.len()..];
         }

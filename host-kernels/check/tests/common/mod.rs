@@ -12,6 +12,7 @@ use proptest::prelude::*;
 use proptest::test_runner::{TestCaseError, TestRunner};
 use vgpu_cpu::formats::Format;
 use vgpu_engine::{Engine, Memory, RunError};
+use vgpu_gguf::Rng;
 use vgpu_transport::ir::{
     BufferId, Graph, Invalid, Limits, Node, Op, Shape, Sources, Tensor, Type, validate,
 };
@@ -23,18 +24,15 @@ const FILLER: u8 = 0xa5;
 pub(crate) type Index = [u64; 4];
 
 /// A reproducible stream of numbers.
-pub(crate) struct Random(u64);
+pub(crate) struct Random(Rng);
 
 impl Random {
     pub(crate) fn new(seed: u64) -> Random {
-        Random(seed | 1)
+        Random(Rng::new(seed, 0))
     }
 
     pub(crate) fn bits(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0
+        self.0.next_u64()
     }
 
     pub(crate) fn below(&mut self, n: u64) -> u64 {

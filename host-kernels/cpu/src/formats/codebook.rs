@@ -389,6 +389,8 @@ fn best_step<W: Fn(&[f32; 8]) -> Octet>(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rand_xoshiro::Xoshiro256PlusPlus;
+    use rand_xoshiro::rand_core::{Rng as _, SeedableRng as _};
 
     /// The smallest squared distance of any entry.
     fn least_distance<const D: usize>(book: &Codebook<D>, x: &[f32; D]) -> f64 {
@@ -408,13 +410,8 @@ mod tests {
     /// farther one. Uniformly distributed values are the worst case, because codebooks have the
     /// likely combinations.
     fn finds_the_nearest<const D: usize>(book: &Codebook<D>, low: f32, high: f32) {
-        let mut state = 88_172_645_463_325_252u64;
-        let mut next = || {
-            state ^= state << 13;
-            state ^= state >> 7;
-            state ^= state << 17;
-            low + (high - low) * (state >> 40) as f32 / (1 << 24) as f32
-        };
+        let mut random = Xoshiro256PlusPlus::seed_from_u64(1);
+        let mut next = || low + (high - low) * (random.next_u64() >> 40) as f32 / (1 << 24) as f32;
         let (mut exact, mut ours, mut best) = (0, 0.0, 0.0);
         const VALUES: usize = 4000;
         for _ in 0..VALUES {
@@ -503,16 +500,13 @@ mod tests {
         steps: i32,
         ways: &[&Least<'_>],
     ) {
-        let mut state = 3_545_345_734_534_531u64;
+        let mut random = Xoshiro256PlusPlus::seed_from_u64(2);
         let (mut ours, mut least) = (0.0, 0.0);
         for _ in 0..2 {
             let x: [f32; 256] = std::array::from_fn(|_| {
                 let mut sum = 0.0;
                 for _ in 0..4 {
-                    state ^= state << 13;
-                    state ^= state >> 7;
-                    state ^= state << 17;
-                    sum += (state >> 40) as f32 / (1 << 24) as f32 - 0.5;
+                    sum += (random.next_u64() >> 40) as f32 / (1 << 24) as f32 - 0.5;
                 }
                 sum
             });

@@ -33,12 +33,12 @@ pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
             antialias,
         } => {
             let src = o.src(0);
-            let axes = Axes::new(dst, src, align_corners);
+            let resampling = Resampling::new(dst, src, align_corners);
             vec![match mode {
-                ScaleMode::Nearest => nearest(dst, src, axes),
-                ScaleMode::Bilinear if antialias => antialiased(dst, src, axes),
-                ScaleMode::Bilinear => bilinear(dst, src, axes),
-                ScaleMode::Bicubic => bicubic(dst, src, axes),
+                ScaleMode::Nearest => nearest(dst, src, resampling),
+                ScaleMode::Bilinear if antialias => antialiased(dst, src, resampling),
+                ScaleMode::Bilinear => bilinear(dst, src, resampling),
+                ScaleMode::Bicubic => bicubic(dst, src, resampling),
             }]
         }
         Op::TimestepEmbedding { dim, max_period } => {
@@ -64,13 +64,13 @@ pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
 /// How an image is resampled: the scale factor of each dimension, and the offset of the centre of a
 /// pixel.
 #[derive(Clone, Copy)]
-struct Axes {
+struct Resampling {
     factor: [f32; 4],
     middle: f32,
 }
 
-impl Axes {
-    fn new(dst: View, src: View, align_corners: bool) -> Axes {
+impl Resampling {
+    fn new(dst: View, src: View, align_corners: bool) -> Resampling {
         let factor = |d: usize| {
             if align_corners && d < 2 && dst.ne[d] > 1 && src.ne[d] > 1 {
                 (dst.ne[d] - 1) as f32 / (src.ne[d] - 1) as f32
@@ -78,7 +78,7 @@ impl Axes {
                 dst.ne[d] as f32 / src.ne[d] as f32
             }
         };
-        Axes {
+        Resampling {
             factor: std::array::from_fn(factor),
             middle: if align_corners { 0.0 } else { 0.5 },
         }
@@ -120,14 +120,14 @@ impl Plane {
 fn resample(
     dst: View,
     src: View,
-    axes: Axes,
+    resampling: Resampling,
     pixel: impl Fn(&Plane, usize, usize) -> f32 + Send + Sync + 'static,
 ) -> Kernel {
     each_row(dst, move |[y, i2, i3], row| {
         let plane = Plane {
             src,
-            i2: axes.nearest(&src, 2, i2),
-            i3: axes.nearest(&src, 3, i3),
+            i2: resampling.nearest(&src, 2, i2),
+            i3: resampling.nearest(&src, 3, i3),
         };
         for x in 0..dst.ne[0] {
             let value = pixel(&plane, x, y);
@@ -137,20 +137,20 @@ fn resample(
     })
 }
 
-fn nearest(dst: View, src: View, axes: Axes) -> Kernel {
-    resample(dst, src, axes, move |plane, x, y| {
+fn nearest(dst: View, src: View, resampling: Resampling) -> Kernel {
+    resample(dst, src, resampling, move |plane, x, y| {
         plane.pixel(
-            axes.nearest(&src, 0, x) as i64,
-            axes.nearest(&src, 1, y) as i64,
+            resampling.nearest(&src, 0, x) as i64,
+            resampling.nearest(&src, 1, y) as i64,
         )
     })
 }
 
-fn bilinear(dst: View, src: View, axes: Axes) -> Kernel {
-    resample(dst, src, axes, move |plane, x, y| {
+fn bilinear(dst: View, src: View, resampling: Resampling) -> Kernel {
+    resample(dst, src, resampling, move |plane, x, y| {
         // The distance is measured from the neighbour after clamping.
         let neighbour = |d: usize, i: usize| {
-            let position = axes.position(d, i);
+            let position = resampling.position(d, i);
             let low = (position.floor() as i64).clamp(0, src.ne[d] as i64 - 1);
             (
                 low,
@@ -166,12 +166,12 @@ fn bilinear(dst: View, src: View, axes: Axes) -> Kernel {
 }
 
 /// Bilinear with antialiasing: a triangle filter with the width of a pixel of the smaller image.
-fn antialiased(dst: View, src: View, axes: Axes) -> Kernel {
-    let support = [0, 1].map(|d| (1.0 / axes.factor[d]).max(1.0));
-    let middle = axes.middle;
+fn antialiased(dst: View, src: View, resampling: Resampling) -> Kernel {
+    let support = [0, 1].map(|d| (1.0 / resampling.factor[d]).max(1.0));
+    let middle = resampling.middle;
     let triangle = |x: f32| (1.0 - x.abs()).max(0.0);
-    resample(dst, src, axes, move |plane, x, y| {
-        let center = |d: usize, i: usize| (i as f32 + middle) / axes.factor[d];
+    resample(dst, src, resampling, move |plane, x, y| {
+        let center = |d: usize, i: usize| (i as f32 + middle) / resampling.factor[d];
         let range = |d: usize, center: f32| {
             let first = ((center - support[d] + middle) as i64).max(0);
             let last = ((center + support[d] + middle) as i64).min(src.ne[d] as i64);
@@ -193,13 +193,13 @@ fn antialiased(dst: View, src: View, axes: Axes) -> Kernel {
     })
 }
 
-fn bicubic(dst: View, src: View, axes: Axes) -> Kernel {
+fn bicubic(dst: View, src: View, resampling: Resampling) -> Kernel {
     const A: f32 = -0.75;
     let near = |x: f32| ((A + 2.0) * x - (A + 3.0)) * x * x + 1.0;
     let far = |x: f32| ((A * x - 5.0 * A) * x + 8.0 * A) * x - 4.0 * A;
     let weights = move |x: f32| [far(x + 1.0), near(x), near(1.0 - x), far(2.0 - x)];
-    resample(dst, src, axes, move |plane, x, y| {
-        let (px, py) = (axes.position(0, x), axes.position(1, y));
+    resample(dst, src, resampling, move |plane, x, y| {
+        let (px, py) = (resampling.position(0, x), resampling.position(1, y));
         let (wx, wy) = (weights(px - px.floor()), weights(py - py.floor()));
         let (x0, y0) = (px.floor() as i64, py.floor() as i64);
         let row = |j: usize| -> f32 {

@@ -12,7 +12,10 @@ use crate::nvrtc::CompileError;
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // the messages name every field
 pub enum GpuError {
-    #[error("NVIDIA's driver (libcuda.so.1) is not installed")]
+    #[error(
+        "NVIDIA's driver (libcuda.so.1) is not installed: install the driver for CUDA 12.0 or \
+         newer (version 525 or newer), or use the engine cpu"
+    )]
     NoDriver,
     #[error(
         "NVIDIA's driver supports CUDA {}.{}; 12.0 or newer is needed",

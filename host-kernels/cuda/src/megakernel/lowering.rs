@@ -134,7 +134,7 @@ pub(crate) fn lower(
         }
         first += count.max(1);
     }
-    context.reported.say(
+    context.reported.log(
         plain.len(),
         lowering.launches.len(),
         lowering.tables.len(),

@@ -18,7 +18,7 @@ const MAX_REPORTED: usize = 256;
 impl ReportedReasons {
     /// Logs how the launches of a plan were lowered: at level info if some are outside megakernels
     /// for a new set of reasons, else at level debug.
-    pub(crate) fn say(
+    pub(crate) fn log(
         &self,
         launches: usize,
         all: usize,
@@ -29,8 +29,8 @@ impl ReportedReasons {
             .map(|(op, why)| format!("{op}: {why}"))
             .collect();
         let reasons = reasons.join("; ");
-        let mut said = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if ends.is_empty() || said.len() >= MAX_REPORTED || said.contains(&reasons) {
+        let mut logged = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if ends.is_empty() || logged.len() >= MAX_REPORTED || logged.contains(&reasons) {
             debug!(
                 "a plan of {launches} launches runs as {all}, {steps} of them megakernels {reasons}"
             );
@@ -40,6 +40,6 @@ impl ReportedReasons {
             "a plan of {launches} launches runs as {all}, {steps} of them megakernels; \
              outside megakernels: {reasons}"
         );
-        said.insert(reasons);
+        logged.insert(reasons);
     }
 }

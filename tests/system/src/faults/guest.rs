@@ -1,4 +1,4 @@
-//! The guest: `tests/hosts/retrying_guest.c`, on llama.cpp.
+//! The guest: `tests/programs/retrying_guest.c`, on llama.cpp.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -36,7 +36,7 @@ impl Program {
         cc.args(["-Wall", "-Wextra", "-Werror", "-O1"])
             .arg(format!("-I{}", source.join("include").display()))
             .arg(format!("-I{}", source.join("ggml/include").display()))
-            .arg(workspace::root().join("tests/hosts/retrying_guest.c"))
+            .arg(workspace::root().join("tests/programs/retrying_guest.c"))
             .arg(format!("-L{}", bin.display()))
             .args(["-lllama", "-lggml", "-lggml-base"])
             .arg(format!("-Wl,-rpath,{}", bin.display()))

@@ -191,7 +191,7 @@ pub(super) fn clock(setup: &Setup<'_>, step: &Step) -> Result<Row> {
         "-Wall", "-Wextra", "-Werror", "-O1", "-shared", "-fPIC", "-o",
     ])
     .arg(&library)
-    .arg(workspace::root().join("tests/hosts/jumping_clock.c"));
+    .arg(workspace::root().join("tests/programs/jumping_clock.c"));
     process::output(&mut cc)?;
     let log = setup.log("clock-vgpu-serve");
     let socket = setup.socket("clock");

@@ -226,7 +226,7 @@ fn render(findings: &Findings, published: &Path) -> Result<String> {
          - **VGPU0**: percentage of these cases that is supported.\n\
          - **CPU**: cases whose result agrees with ggml's CPU backend.\n\
          - **f64**: cases that ggml's CPU backend cannot compute, and whose result agrees with our reference\n\
-         \x20\x20in double precision (`tests/hosts/reference.cpp`).\n\
+         \x20\x20in double precision (`tests/programs/reference.cpp`).\n\
          - The other columns: percentages that ggml {release} publishes about other backends (`docs/ops/*.csv`\n\
          \x20\x20in llama.cpp; the lists differ in age). The {shown} backends with the most cases are shown.\n\n\
          Several results are correct for floats written to the codebook formats (IQ1, IQ2, IQ3), so these\n\

@@ -30,15 +30,15 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 pub(crate) fn run(tests: &mut TestRun<'_>) {
     heading("failures");
     let Some(dist) = tests.dist() else { return };
-    let hosts = tests.prepare("real hosts", |tests| {
+    let programs = tests.prepare("real programs", |tests| {
         let bin = llama::build(tests.cache, llama::Stage::Tools)?;
         Ok((bin, Node::ensure(tests.cache)?, tests.model(Weights::Q4KM)?))
     });
-    let Some((bin, node, model)) = hosts else {
+    let Some((bin, node, model)) = programs else {
         return;
     };
 
-    tests.check("no executor: the host runs on its CPU", |tests, _| {
+    tests.check("no executor: the program runs on its CPU", |tests, _| {
         no_executor(tests, &bin, &dist, &model)
     });
     tests.check(
@@ -71,7 +71,7 @@ fn no_executor(tests: &TestRun<'_>, bin: &Path, dist: &Dist, model: &Path) -> Re
 
     ensure!(
         choices.len() == 4,
-        "the host generated {} tokens of 4",
+        "the program generated {} tokens of 4",
         choices.len()
     );
     let said: Vec<_> = log
@@ -99,7 +99,7 @@ fn no_executor(tests: &TestRun<'_>, bin: &Path, dist: &Dist, model: &Path) -> Re
 
 /// The results of the plugin's two symbols in a C program.
 fn answers(bin: &Path, scratch: &Scratch, backend: &Backend<'_>, stats: &Path) -> Result<String> {
-    let source = workspace::root().join("tests/hosts/score.c");
+    let source = workspace::root().join("tests/programs/score.c");
     let program = scratch.path().join("score");
     let mut cc = Command::new("cc");
     process::output(
@@ -170,7 +170,7 @@ fn executor_restarted(
         "model": model, "prompt": PROMPT, "tokens": 16, "gpuLayers": "max",
         "contextSize": 2048, "threads": workspace::cores(),
     });
-    let mut command = node.script(&workspace::root().join("tests/hosts/reload.mjs"));
+    let mut command = node.script(&workspace::root().join("tests/programs/reload.mjs"));
     command.arg(task.to_string());
     let stats = workspace::reports().join("restarted.stats.json");
     node_llama::set_backend(
@@ -181,9 +181,9 @@ fn executor_restarted(
         },
         &stats,
     );
-    let mut host = Dialogue::start(&mut command, &tests.log("restarted"))?;
-    let expect = |host: &mut Dialogue, event: &str| -> Result<Value> {
-        let line = host
+    let mut program = Dialogue::start(&mut command, &tests.log("restarted"))?;
+    let expect = |program: &mut Dialogue, event: &str| -> Result<Value> {
+        let line = program
             .read_line(TIMEOUT)
             .with_context(|| format!("waiting for {event:?}"))?;
         let said: Value = serde_json::from_str(&line).with_context(|| format!("reading {line}"))?;
@@ -194,15 +194,15 @@ fn executor_restarted(
         Ok(said)
     };
 
-    let first = expect(&mut host, "generated")?;
+    let first = expect(&mut program, "generated")?;
     ensure!(
         first["devices"].as_array().is_some_and(|d| !d.is_empty()),
         "no VGPU0: {first}"
     );
-    expect(&mut host, "generating")?;
+    expect(&mut program, "generating")?;
     executor.kill()?;
     let killed = Instant::now();
-    let failed = expect(&mut host, "failed")?;
+    let failed = expect(&mut program, "failed")?;
     let took = killed.elapsed();
     ensure!(
         took <= NOTICED_WITHIN,
@@ -210,13 +210,13 @@ fn executor_restarted(
     );
 
     let executor = start("restarted-vgpu-serve-2")?;
-    host.write_line("again")?;
-    let second = expect(&mut host, "generated")?;
+    program.write_line("again")?;
+    let second = expect(&mut program, "generated")?;
     ensure!(
         first["tokens"] == second["tokens"],
         "first {first}, then {second}"
     );
-    host.finish(TIMEOUT)?;
+    program.finish(TIMEOUT)?;
     executor.stop().context("stopping the second executor")?;
     Ok(format!(
         "error after {} ms, same text afterwards",

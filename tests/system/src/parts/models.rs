@@ -15,7 +15,7 @@ use xtask_common::node_llama::{self, Backend};
 use xtask_common::preload::{self, Library};
 use xtask_common::process;
 use xtask_common::progress::{Step, heading};
-use xtask_common::sched::{self, Node};
+use xtask_common::sched::{self, ScheduledNode};
 use xtask_common::scratch::Scratch;
 use xtask_common::stats::Stats;
 use xtask_common::workspace;
@@ -134,7 +134,7 @@ fn architectures(
 struct Seen {
     /// The current row: an architecture and its configuration.
     row: String,
-    graph: Vec<Node>,
+    graph: Vec<ScheduledNode>,
     last_index: Option<u32>,
     /// The number of graphs with nodes on the device per row.
     on_device: BTreeMap<String, u64>,
@@ -177,7 +177,8 @@ impl Seen {
         if graph.iter().any(|node| node.device == DEVICE) {
             *self.on_device.entry(self.row.clone()).or_default() += 1;
             let strays = sched::strays(&graph);
-            let describe = |node: &&Node| format!("{}: {} {}", self.row, node.op, node.name);
+            let describe =
+                |node: &&ScheduledNode| format!("{}: {} {}", self.row, node.op, node.name);
             self.strays.extend(strays.iter().map(describe));
         }
     }

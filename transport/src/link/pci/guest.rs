@@ -34,8 +34,11 @@ const RING: u32 = 0;
 pub enum PciError {
     #[error("there is no PCI device at {address}")]
     NoDevice { address: Address },
-    #[error("{device}: not a vGPU ({why})")]
-    NotVgpu { device: String, why: String },
+    #[error("{device}: not a vGPU ({cause})")]
+    NotVgpu {
+        device: String,
+        cause: DeviceMismatch,
+    },
     #[error("{device}: a physical GPU (subsystem {vendor:04x}:{id:04x}), not touched")]
     RealGpu {
         device: String,
@@ -76,6 +79,23 @@ pub enum PciError {
     Link { device: String, error: LinkError },
 }
 
+/// What shows that a PCI device is not a vGPU.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)] // the messages name every field
+pub enum DeviceMismatch {
+    #[error("the id is neither 1af4:1110 nor 10de:2331")]
+    Id,
+    #[error("the device has no region for a window")]
+    NoWindow,
+    /// A region of the device cannot be mapped. Never [`MapError::System`].
+    #[error(transparent)]
+    Map(#[from] MapError),
+    #[error(transparent)]
+    Directory(#[from] DirectoryError),
+    #[error("the executor answered with the verdict {verdict}")]
+    Verdict { verdict: u64 },
+}
+
 /// An open vGPU device without a session.
 pub struct Device {
     name: String,
@@ -108,7 +128,7 @@ impl Device {
             Kind::Other => {
                 return Err(PciError::NotVgpu {
                     device,
-                    why: "the id is neither 1af4:1110 nor 10de:2331".into(),
+                    cause: DeviceMismatch::Id,
                 });
             }
         }
@@ -135,14 +155,14 @@ impl Device {
             .and_then(|size| usize::try_from(size).ok())
             .ok_or_else(|| PciError::NotVgpu {
                 device: device.clone(),
-                why: "the device has no region for a window".into(),
+                cause: DeviceMismatch::NoWindow,
             })?;
         // SAFETY: `file` is the device's region in sysfs, and the kernel refuses to map more than
         // the region has. The region exists while the device does. Removing a device in use ends
         // its users by SIGBUS, which the crate documents.
         let page = unsafe { Window::map_device(file.as_fd(), 0, directory::PAGE) }
             .map_err(|error| unmapped(&device, error))?;
-        let directory = Directory::read(&page, size).map_err(|error| not_vgpu(&device, &error))?;
+        let directory = Directory::read(&page, size).map_err(|error| not_vgpu(&device, error))?;
         // SAFETY: as for `page`; the file is the region of the registers.
         let registers = unsafe { Registers::map(register_file.as_fd()) }
             .map_err(|error| unmapped(&device, error))?;
@@ -161,12 +181,12 @@ impl Device {
         &self.directory
     }
 
-    /// Whether the executor behind the device runs. Waits up to `patience` for a heartbeat, which
+    /// Whether the executor behind the device runs. Waits up to `timeout` for a heartbeat, which
     /// comes once a second.
-    pub fn is_alive(&self, patience: Duration) -> bool {
+    pub fn is_alive(&self, timeout: Duration) -> bool {
         let began = Instant::now();
         let before = self.page.load(directory::word::HEARTBEAT);
-        while began.elapsed() < patience {
+        while began.elapsed() < timeout {
             if self.page.load(directory::word::HEARTBEAT) != before {
                 return self.page.load(directory::word::HOST_STATE) == 1;
             }
@@ -250,7 +270,7 @@ impl Device {
             }),
             other => Err(PciError::NotVgpu {
                 device: self.name.clone(),
-                why: format!("the executor answered with the verdict {other}"),
+                cause: DeviceMismatch::Verdict { verdict: other },
             }),
         }
     }
@@ -264,7 +284,7 @@ impl Device {
                 .map_err(|error| unmapped(&self.name, error))?;
         let window = Arc::new(window);
         let layout = Layout::read(&*window, window.size())
-            .map_err(|error| not_vgpu(&self.name, &error.into()))?;
+            .map_err(|error| not_vgpu(&self.name, error.into()))?;
         liveness::start_at(&window, word::GUEST_HEARTBEAT).map_err(|error| PciError::Io {
             device: self.name.clone(),
             what: "starting the heartbeat thread",
@@ -398,15 +418,15 @@ fn unmapped(device: &str, error: MapError) -> PciError {
         },
         other => PciError::NotVgpu {
             device,
-            why: other.to_string(),
+            cause: other.into(),
         },
     }
 }
 
-fn not_vgpu(device: &str, error: &DirectoryError) -> PciError {
+fn not_vgpu(device: &str, error: DirectoryError) -> PciError {
     PciError::NotVgpu {
         device: device.to_owned(),
-        why: error.to_string(),
+        cause: error.into(),
     }
 }
 

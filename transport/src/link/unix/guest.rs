@@ -1,7 +1,7 @@
 //! The guest's side of the handshake.
 #![forbid(unsafe_code)]
 
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileTypeExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -13,13 +13,13 @@ use rustix::net::SocketType;
 use super::handshake::{
     HELLO_WORDS, VERDICT_ACCEPTED, VERDICT_OTHER_LAYOUT, WELCOME_FILES, WELCOME_WORDS,
 };
-use crate::error::LinkError;
+use crate::error::{LinkError, LinkViolation};
 use crate::link::fd_passing::Files;
 use crate::link::packet::{self, PacketError};
 use crate::link::socket_file;
 use crate::link::window::WindowGuest;
 use crate::shm::doorbell::{EventDoorbell, is_eventfd};
-use crate::shm::layout::{self, Layout, MAX_SIZE};
+use crate::shm::layout::{self, Layout, LayoutError, MAX_SIZE};
 use crate::shm::liveness::{Liveness, STALL};
 use crate::shm::memory::{MapError, Window};
 
@@ -36,8 +36,11 @@ pub enum UnixConnectError {
     Refused { path: PathBuf },
     #[error("{path}: no permission to open this socket (its owner and group may open it)", path = path.display())]
     Permission { path: PathBuf },
-    #[error("{path}: not the socket of a vgpu executor: {why}", path = path.display())]
-    NotVgpu { path: PathBuf, why: String },
+    #[error("{path}: not the socket of a vgpu executor: {cause}", path = path.display())]
+    NotVgpu {
+        path: PathBuf,
+        cause: SocketMismatch,
+    },
     #[error("{path}: no answer within {ms} ms", path = path.display())]
     Timeout { path: PathBuf, ms: u128 },
     #[error("{path}: the executor supports window layout {theirs}, this guest supports {ours}", path = path.display())]
@@ -48,6 +51,42 @@ pub enum UnixConnectError {
     },
     #[error("{path}: {error}", path = path.display())]
     Link { path: PathBuf, error: LinkError },
+}
+
+/// What shows that a socket is not the socket of a vgpu executor. Sizes are in bytes.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)] // the messages name every field
+pub enum SocketMismatch {
+    #[error("the file is not a socket")]
+    NotSocket,
+    /// The socket is not a `SOCK_SEQPACKET` socket.
+    #[error("the socket has another type")]
+    SocketType,
+    #[error("the peer closed the socket")]
+    Closed,
+    /// The peer has sent something other than a packet of the handshake.
+    #[error(transparent)]
+    Packet(#[from] LinkViolation),
+    #[error(
+        "its welcome is malformed: verdict {verdict}, window layout {layout}, {files} files; \
+         expected verdict {VERDICT_ACCEPTED}, window layout {expected}, {WELCOME_FILES} files",
+        expected = layout::VERSION
+    )]
+    Welcome {
+        verdict: u64,
+        layout: u64,
+        files: usize,
+    },
+    #[error("its doorbells are not non-blocking eventfds")]
+    Doorbells,
+    #[error("its window of {size} bytes is too large: the limit is {MAX_SIZE} bytes")]
+    WindowSize { size: u64 },
+    /// The window's file cannot be mapped. Never [`MapError::System`].
+    #[error(transparent)]
+    Map(#[from] MapError),
+    /// The window's memory is not a window.
+    #[error(transparent)]
+    Layout(#[from] LayoutError),
 }
 
 /// Connects to the executor that listens at `path`. `timeout` limits the whole call.
@@ -67,11 +106,11 @@ pub fn connect(path: &Path, timeout: Duration) -> Result<WindowGuest, UnixConnec
         PacketError::Late => late(),
         PacketError::Garbage(why) => UnixConnectError::NotVgpu {
             path: path.clone(),
-            why: why.to_string(),
+            cause: why.into(),
         },
         PacketError::Link(LinkError::Closed) => UnixConnectError::NotVgpu {
             path: path.clone(),
-            why: "the peer closed the socket".into(),
+            cause: SocketMismatch::Closed,
         },
         PacketError::Link(error) => UnixConnectError::Link {
             path: path.clone(),
@@ -96,7 +135,7 @@ pub fn connect(path: &Path, timeout: Duration) -> Result<WindowGuest, UnixConnec
 
     let hello: [u64; HELLO_WORDS] = [packet::MAGIC, layout::VERSION, layout::VERSION, 0];
     packet::send(&socket, &hello, &[], deadline).map_err(failed)?;
-    let (words, mut fds) =
+    let (words, fds) =
         packet::receive(&socket, WELCOME_WORDS, WELCOME_FILES, deadline).map_err(failed)?;
     if words[1] == VERDICT_OTHER_LAYOUT {
         return Err(UnixConnectError::OtherLayout {
@@ -105,30 +144,35 @@ pub fn connect(path: &Path, timeout: Duration) -> Result<WindowGuest, UnixConnec
             theirs: words[2],
         });
     }
-    let garbage = |why: &str| UnixConnectError::NotVgpu {
+    let not_vgpu = |cause| UnixConnectError::NotVgpu {
         path: path.clone(),
-        why: why.into(),
+        cause,
     };
-    if words[1] != VERDICT_ACCEPTED || words[2] != layout::VERSION || fds.len() != WELCOME_FILES {
-        return Err(garbage("its welcome is malformed"));
+    let welcome = SocketMismatch::Welcome {
+        verdict: words[1],
+        layout: words[2],
+        files: fds.len(),
+    };
+    if words[1] != VERDICT_ACCEPTED || words[2] != layout::VERSION {
+        return Err(not_vgpu(welcome));
     }
-    let (Some(host_bell), Some(guest_bell), Some(file)) = (fds.pop(), fds.pop(), fds.pop()) else {
-        return Err(garbage("its welcome lacks files"));
+    let Ok([file, guest_bell, host_bell]) = <[OwnedFd; WELCOME_FILES]>::try_from(fds) else {
+        return Err(not_vgpu(welcome));
     };
     if !is_eventfd(host_bell.as_fd()) || !is_eventfd(guest_bell.as_fd()) {
-        return Err(garbage("its doorbells are not non-blocking eventfds"));
+        return Err(not_vgpu(SocketMismatch::Doorbells));
     }
     if words[3] > MAX_SIZE as u64 {
-        return Err(garbage("its window is too large"));
+        return Err(not_vgpu(SocketMismatch::WindowSize { size: words[3] }));
     }
     let window = match Window::map_foreign(file.as_fd(), words[3]) {
         Ok(window) => Arc::new(window),
         Err(MapError::System { what, error }) => {
             return Err(failed(LinkError::System { what, error }.into()));
         }
-        Err(error) => return Err(garbage(&error.to_string())),
+        Err(error) => return Err(not_vgpu(error.into())),
     };
-    let layout = Layout::read(&*window, window.size()).map_err(|e| garbage(&e.to_string()))?;
+    let layout = Layout::read(&*window, window.size()).map_err(|error| not_vgpu(error.into()))?;
     packet::send(&socket, &[packet::MAGIC, layout.epoch()], &[], deadline).map_err(failed)?;
     let liveness = Liveness::new(&window, STALL);
     // Without a free file descriptor the link works, and the host shares no files.
@@ -145,14 +189,14 @@ fn not_connected(path: PathBuf, error: Errno) -> UnixConnectError {
             // The kernel also refuses a connection to a file that is not a socket.
             Ok(file) if !file.file_type().is_socket() => UnixConnectError::NotVgpu {
                 path,
-                why: "the file is not a socket".into(),
+                cause: SocketMismatch::NotSocket,
             },
             _ => UnixConnectError::Refused { path },
         },
         Errno::ACCESS | Errno::PERM => UnixConnectError::Permission { path },
         Errno::PROTOTYPE => UnixConnectError::NotVgpu {
             path,
-            why: "the socket has another type".into(),
+            cause: SocketMismatch::SocketType,
         },
         error => UnixConnectError::Link {
             path,

@@ -27,5 +27,5 @@ mod listener;
 pub use super::credentials::Peer;
 pub use super::socket_file::SocketFileError;
 pub use arrival::{Arrival, HandshakeError, ListenOptions};
-pub use guest::{UnixConnectError, connect};
+pub use guest::{SocketMismatch, UnixConnectError, connect};
 pub use listener::{ListenError, Listener};

@@ -129,7 +129,7 @@ impl HostEnd for WindowHost {
         &mut self,
         wanted: &dyn Fn(&[u8]) -> bool,
         message: &mut Vec<u8>,
-        patience: Duration,
+        timeout: Duration,
     ) -> Result<Option<Incoming>, LinkError> {
         let Some(current) = &self.current else {
             return Ok(None);
@@ -141,7 +141,7 @@ impl HostEnd for WindowHost {
             if let Some(arrived) = next.map_err(|e| self.end.fail(e))? {
                 break arrived;
             }
-            if began.elapsed() >= patience {
+            if began.elapsed() >= timeout {
                 return Ok(None);
             }
             std::hint::spin_loop();

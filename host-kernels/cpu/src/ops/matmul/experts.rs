@@ -143,7 +143,7 @@ impl Grouping {
 
 /// The columns of activations, and their experts.
 #[derive(Clone, Copy)]
-struct Columns {
+struct ExpertColumns {
     activations: Activations,
     ids: View,
     experts: usize,
@@ -160,20 +160,24 @@ struct Columns {
 }
 
 /// Columns that are multiplied with the same weights.
-struct Tile<'w> {
+struct ColumnTile<'w> {
     expert: usize,
     pairs: &'w [usize],
     columns: *const u8,
 }
 
-impl Columns {
-    fn new(first: &Operands<'_>, activations: Activations, scratch: &mut ScratchLayout) -> Columns {
+impl ExpertColumns {
+    fn new(
+        first: &Operands<'_>,
+        activations: Activations,
+        scratch: &mut ScratchLayout,
+    ) -> ExpertColumns {
         let (ids, experts) = (first.src(2), first.src(0).ne[2]);
         let [used, tokens, ..] = ids.ne;
         let pairs = used * tokens;
         let is_grouped = tokens > 1;
         let grain = if is_grouped { tile_columns(pairs) } else { 1 };
-        Columns {
+        ExpertColumns {
             activations,
             ids,
             experts,
@@ -196,7 +200,7 @@ impl Columns {
 
     /// The kernels that convert the activations and group them by expert.
     fn prepare(self, first: &Operands<'_>) -> Vec<Kernel> {
-        let Columns {
+        let ExpertColumns {
             activations,
             pairs,
             gathered,
@@ -243,7 +247,7 @@ impl Columns {
     /// The number of tiles of columns.
     ///
     /// # Safety
-    /// The kernels of [`Columns::prepare`] ran before the last barrier.
+    /// The kernels of [`ExpertColumns::prepare`] ran before the last barrier.
     unsafe fn tiles(&self, w: &Worker<'_>) -> usize {
         match self.grouping {
             None => self.pairs,
@@ -256,13 +260,13 @@ impl Columns {
     /// Tile `at`. Without grouping, `pair` holds the only pair of the tile.
     ///
     /// # Safety
-    /// As [`Columns::tiles`].
+    /// As [`ExpertColumns::tiles`].
     unsafe fn tile<'w>(
         &self,
         w: &'w Worker<'_>,
         at: usize,
         pair: &'w mut usize,
-    ) -> Result<Tile<'w>, Fault> {
+    ) -> Result<ColumnTile<'w>, Fault> {
         let Some(grouping) = self.grouping else {
             *pair = at;
             let id = self.ids.row_ptr([at / self.used, 0, 0]);
@@ -271,7 +275,7 @@ impl Columns {
             // The volatile read happens once: the checked value is the value that is used, even if
             // a guest changes the memory.
             let id = unsafe { id.cast::<i32>().read_volatile() };
-            return Ok(Tile {
+            return Ok(ColumnTile {
                 expert: check_index(i64::from(id), self.experts)?,
                 pairs: std::slice::from_ref(pair),
                 columns: self.column(w, at),
@@ -281,7 +285,7 @@ impl Columns {
         let (tiles, order) = unsafe { grouping.get(w) };
         let tile = tiles[at];
         let gathered = self.gathered + tile.first * self.activations.column_bytes;
-        Ok(Tile {
+        Ok(ColumnTile {
             expert: tile.expert,
             pairs: &order[tile.first..tile.first + tile.columns],
             columns: w.scratch().wrapping_add(gathered),
@@ -302,7 +306,12 @@ struct ExpertProduct {
 }
 
 impl ExpertProduct {
-    fn new(weight: View, bias: Option<View>, columns: &Columns, grain: usize) -> ExpertProduct {
+    fn new(
+        weight: View,
+        bias: Option<View>,
+        columns: &ExpertColumns,
+        grain: usize,
+    ) -> ExpertProduct {
         ExpertProduct {
             kernel: columns.activations.kernel,
             weight,
@@ -332,7 +341,7 @@ impl ExpertProduct {
     /// # Safety
     /// The columns of `tile` are converted. `row` is below the rows of the weights. `out` is
     /// writable for the columns of the tile, and no one else accesses it.
-    unsafe fn multiply(&self, tile: &Tile<'_>, row: usize, out: *mut f32) {
+    unsafe fn multiply(&self, tile: &ColumnTile<'_>, row: usize, out: *mut f32) {
         let (weight, columns) = (&self.weight, tile.pairs.len());
         // SAFETY: `tile.expert` is below the number of experts, which is the third extent of the
         // weights and the second of the bias (`is_plain`). `row + self.height(row)` is at most the
@@ -364,7 +373,7 @@ impl ExpertProduct {
 /// floats of a tile.
 fn own_floats(
     first: &Operands<'_>,
-    columns: &Columns,
+    columns: &ExpertColumns,
     grain: usize,
     count: usize,
     scratch: &mut ScratchLayout,
@@ -422,7 +431,7 @@ fn activations(first: &Operands<'_>) -> Activations {
 
 fn compile(terms: &[Term<'_>], outputs: &[Output], mut scratch: ScratchLayout) -> Compiled {
     let first = terms[0].node;
-    let columns = Columns::new(first, activations(first), &mut scratch);
+    let columns = ExpertColumns::new(first, activations(first), &mut scratch);
     let each = terms.iter().zip(outputs).map(|(term, &output)| {
         let grain = columns.grain_rows(&term.weight(), terms.len(), first.workers());
         (
@@ -488,7 +497,7 @@ pub(super) fn gated(first: &Operands<'_>, terms: &[Term<'_>; 2], unit: Unit) -> 
         return None;
     }
     let mut scratch = ScratchLayout::default();
-    let columns = Columns::new(first, activations(first), &mut scratch);
+    let columns = ExpertColumns::new(first, activations(first), &mut scratch);
     let grain = columns.grain_rows(&terms[0].weight(), 1, first.workers());
     let [activated, factor] =
         terms.map(|term| ExpertProduct::new(term.weight(), term.bias, &columns, grain));

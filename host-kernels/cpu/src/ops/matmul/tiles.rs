@@ -55,15 +55,15 @@ pub(super) fn tile_rows(
 
 /// A loop over matrices: the count, and the stride of each operand in bytes.
 #[derive(Debug, Clone, Copy, PartialEq)]
-struct Loop {
+struct MatrixLoop {
     count: usize,
     w: usize,
     x: usize,
     dst: usize,
 }
 
-impl Loop {
-    const ONCE: Loop = Loop {
+impl MatrixLoop {
+    const ONCE: MatrixLoop = MatrixLoop {
         count: 1,
         w: 0,
         x: 0,
@@ -74,9 +74,9 @@ impl Loop {
 /// The loops around the product of two matrices.
 struct Nest {
     /// The columns that are multiplied with the same weights at once.
-    columns: Loop,
+    columns: MatrixLoop,
     /// The other loops.
-    outer: [Loop; 4],
+    outer: [MatrixLoop; 4],
 }
 
 impl Nest {
@@ -84,7 +84,7 @@ impl Nest {
     /// distances, they become one matrix, so that the weights are read once.
     fn new(weight: &View, x: &View, x_strides: [usize; 3], dst_strides: [usize; 3]) -> Nest {
         let repeats = [x.ne[2] / weight.ne[2].max(1), x.ne[3] / weight.ne[3].max(1)];
-        let step = |count, d: usize| Loop {
+        let step = |count, d: usize| MatrixLoop {
             count,
             w: 0,
             x: x_strides[d],
@@ -92,7 +92,7 @@ impl Nest {
         };
         let mut same_weights = vec![step(x.ne[1], 0), step(repeats[0], 1), step(repeats[1], 2)];
         same_weights.retain(|l| l.count != 1);
-        let mut folded: Vec<Loop> = Vec::new();
+        let mut folded: Vec<MatrixLoop> = Vec::new();
         for l in same_weights {
             match folded.last_mut() {
                 Some(inner) if l.x == inner.x * inner.count && l.dst == inner.dst * inner.count => {
@@ -101,7 +101,7 @@ impl Nest {
                 _ => folded.push(l),
             }
         }
-        let weights = [0, 1].map(|d| Loop {
+        let weights = [0, 1].map(|d| MatrixLoop {
             count: weight.ne[d + 2],
             w: weight.nb[d + 2],
             x: x_strides[d + 1].saturating_mul(repeats[d]),
@@ -109,10 +109,10 @@ impl Nest {
         });
         let mut rest = folded.iter().skip(1).copied();
         Nest {
-            columns: folded.first().copied().unwrap_or(Loop::ONCE),
+            columns: folded.first().copied().unwrap_or(MatrixLoop::ONCE),
             outer: [
-                rest.next().unwrap_or(Loop::ONCE),
-                rest.next().unwrap_or(Loop::ONCE),
+                rest.next().unwrap_or(MatrixLoop::ONCE),
+                rest.next().unwrap_or(MatrixLoop::ONCE),
                 weights[0],
                 weights[1],
             ],
@@ -125,8 +125,8 @@ impl Nest {
     }
 
     /// The offset of each operand, in bytes, in iteration `batch` of the outer loops.
-    fn offsets(&self, mut batch: usize) -> Loop {
-        let mut at = Loop::ONCE;
+    fn offsets(&self, mut batch: usize) -> MatrixLoop {
+        let mut at = MatrixLoop::ONCE;
         for l in &self.outer {
             let i = batch % l.count;
             batch /= l.count;
@@ -233,7 +233,7 @@ impl TiledProduct {
     }
 
     /// The offset of the matrices of a tile in each operand, in bytes.
-    fn offsets(&self, tile: usize) -> Loop {
+    fn offsets(&self, tile: usize) -> MatrixLoop {
         self.nest.offsets(tile / self.row_tiles / self.column_tiles)
     }
 

@@ -103,7 +103,7 @@ impl Cell for Gated {
 ///
 /// Contract: `out.state` and `out.before` have `size * size` floats; `k`, `v`, `out.y` and the
 /// factors of `cell` have `size` floats for each token; no other thread writes them.
-struct Attention<C> {
+struct LinearAttention<C> {
     cell: C,
     k: Tokens,
     v: Tokens,
@@ -111,12 +111,12 @@ struct Attention<C> {
     out: HeadOutput,
 }
 
-impl<C: Cell> PtrTask for Attention<C> {
+impl<C: Cell> PtrTask for LinearAttention<C> {
     type Output = ();
 
     #[inline(always)]
     unsafe fn run<S: Simd>(self, simd: S) {
-        let Attention {
+        let LinearAttention {
             cell, size, out, ..
         } = self;
         let HeadOutput {
@@ -125,7 +125,7 @@ impl<C: Cell> PtrTask for Attention<C> {
             before,
             ..
         } = out;
-        // SAFETY: the contract of `Attention` guarantees `size * size` floats at `state` and
+        // SAFETY: the contract of `LinearAttention` guarantees `size * size` floats at `state` and
         // `before`, and `size` floats at `k`, `v`, `y` and the factors for each token. `i` and
         // `j + len` are at most `size`.
         unsafe {
@@ -164,7 +164,7 @@ fn linear_attention<C: Cell + 'static>(
         // destination that holds both. A head is run by one thread and writes only its rows of the
         // results and its state.
         unsafe {
-            dispatch_ptr(Attention {
+            dispatch_ptr(LinearAttention {
                 cell: cell(head),
                 k: head.of(&k),
                 v: head.of(&v),

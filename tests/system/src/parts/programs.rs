@@ -21,20 +21,20 @@ use crate::test_run::{PROMPT, Served, TestRun};
 const TOKENS: usize = 32;
 
 pub(crate) fn run(tests: &mut TestRun<'_>) {
-    heading("every ggml");
+    heading("programs with every ggml");
     let Some(dist) = tests.dist() else { return };
-    let ready = tests.prepare("several ggml releases", Hosts::gather);
-    let Some(hosts) = ready else { return };
+    let ready = tests.prepare("several ggml releases", Releases::gather);
+    let Some(releases) = ready else { return };
     let served = tests.prepare("an executor", |tests| {
-        Served::start(&dist, &tests.log("hosts-vgpu-serve"))
+        Served::start(&dist, &tests.log("programs-vgpu-serve"))
     });
     let Some(served) = served else { return };
     let endpoint = served.executor.endpoint();
 
-    for (release, api, scope, library) in &hosts.known {
+    for (release, api, scope, library) in &releases.known {
         let name = format!("ggml {release}, {scope}");
         tests.check(&name, |_, _| {
-            let (status, out, err) = hosts.breadth(&dist, &endpoint, scope, library)?;
+            let (status, out, err) = releases.breadth(&dist, &endpoint, scope, library)?;
             let expected = format!("{release} api {api} VGPU0 ok");
             ensure!(
                 out == expected,
@@ -43,9 +43,9 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
             Ok(String::new())
         });
     }
-    let (release, library) = &hosts.too_old;
+    let (release, library) = &releases.too_old;
     tests.check(&format!("ggml {release}, older than any known"), |_, _| {
-        let (status, _, err) = hosts.breadth(&dist, &endpoint, "local", library)?;
+        let (status, _, err) = releases.breadth(&dist, &endpoint, "local", library)?;
         ensure!(status == Some(3), "exit status {status:?}: {err}");
         let line = err.lines().find(|line| line.contains("ggml-vgpu: no vGPU"));
         let line = line.with_context(|| format!("no log line: {err}"))?;
@@ -55,18 +55,19 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
     });
     tests.check("tokens on ggml 0.26.0, as from its CPU", |tests, _| {
         let model = tests.model(Weights::F16)?;
-        let stats = workspace::reports().join("hosts.stats.json");
+        let stats = workspace::reports().join("programs.stats.json");
         let complete = |backend: &Backend<'_>| {
             let layers = if matches!(backend, Backend::Cpu) {
                 "0"
             } else {
                 "99"
             };
-            let mut complete = Command::new(&hosts.complete);
-            complete
-                .arg(&hosts.backends)
-                .arg(&model)
-                .args([layers, &TOKENS.to_string(), PROMPT]);
+            let mut complete = Command::new(&releases.complete);
+            complete.arg(&releases.backends).arg(&model).args([
+                layers,
+                &TOKENS.to_string(),
+                PROMPT,
+            ]);
             node_llama::set_backend(&mut complete, backend, &stats);
             process::output(&mut complete)
         };
@@ -88,7 +89,7 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
 }
 
 /// The prerequisites of the checks.
-struct Hosts {
+struct Releases {
     /// The release, the API version, the kind of loading, and the file.
     known: Vec<(&'static str, u32, &'static str, PathBuf)>,
     too_old: (&'static str, PathBuf),
@@ -101,11 +102,11 @@ struct Hosts {
     _scratch: Scratch,
 }
 
-impl Hosts {
-    fn gather(tests: &TestRun<'_>) -> Result<Hosts> {
+impl Releases {
+    fn gather(tests: &TestRun<'_>) -> Result<Releases> {
         let scratch = Scratch::new()?;
         let newest = llama::build_newest(tests.cache)?;
-        let hosts = workspace::root().join("tests/hosts");
+        let programs = workspace::root().join("tests/programs");
         let cc = |arguments: &[&str], output: &str, link: &dyn Fn(&mut Command)| {
             let output = scratch.path().join(output);
             let mut cc = Command::new("c++");
@@ -120,7 +121,7 @@ impl Hosts {
                 .arg("-Wl,--no-whole-archive");
             cc.args(["-fopenmp", "-ldl", "-lpthread", "-lm"]);
         };
-        let source = hosts.join("breadth.c");
+        let source = programs.join("breadth.c");
         let breadth = |cc: &mut Command| {
             cc.args(["-Wall", "-x", "c"])
                 .arg(&source)
@@ -140,7 +141,9 @@ impl Hosts {
                     .arg(source.as_deref().unwrap_or(Path::new("")).join(include));
             }
             let libraries = newest.join("shared/bin");
-            cc.arg(hosts.join("complete.cpp")).arg("-L").arg(&libraries);
+            cc.arg(programs.join("complete.cpp"))
+                .arg("-L")
+                .arg(&libraries);
             cc.arg(format!("-Wl,-rpath,{}", libraries.display()));
             cc.args(["-lllama", "-lggml", "-lggml-base"]);
         })?;
@@ -163,7 +166,7 @@ impl Hosts {
         known.push(("0.26.0", 3, "renamed, global", renamed.clone()));
         known.push(("0.26.0", 3, "renamed, local", renamed));
         known.push(("0.26.0", 3, "inside the executable", archive.clone()));
-        Ok(Hosts {
+        Ok(Releases {
             known,
             too_old: ("0.19.0", prebuilt("3.20.0")?),
             breadth: cc(&[], "breadth", &breadth)?,
@@ -193,7 +196,7 @@ impl Hosts {
         run.arg(scope).arg(library).arg(&dist.plugin);
         let none = workspace::reports().join("unused.stats.json");
         node_llama::set_backend(&mut run, &Backend::Plugin { dist, endpoint }, &none);
-        let output = run.output().context("starting a host")?;
+        let output = run.output().context("starting a program")?;
         let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim().to_owned();
         Ok((
             output.status.code(),

@@ -9,7 +9,7 @@
 // model.
 
 import { createInterface } from "node:readline/promises";
-import { generate, openLlama, openModel } from "./host.mjs";
+import { generate, openLlama, openModel } from "./llama.mjs";
 
 const task = JSON.parse(process.argv[2]);
 const say = (event, more = {}) => process.stdout.write(JSON.stringify({event, ...more}) + "\n");

@@ -7,7 +7,7 @@
 // llama.cpp's log goes to stderr.
 
 import { writeFileSync } from "node:fs";
-import { generate, generateWithLogprobs, openLlama, openModel } from "./host.mjs";
+import { generate, generateWithLogprobs, openLlama, openModel } from "./llama.mjs";
 
 const task = JSON.parse(process.argv[2]);
 const llama = await openLlama(task.threads);
