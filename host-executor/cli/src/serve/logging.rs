@@ -3,7 +3,7 @@
 use std::io::{IsTerminal, stderr};
 
 use anyhow::anyhow;
-use tracing_subscriber::filter::EnvFilter;
+use tracing_subscriber::filter::Targets;
 use tracing_subscriber::layer::SubscriberExt as _;
 use tracing_subscriber::util::SubscriberInitExt as _;
 use tracing_subscriber::{Registry, fmt, reload};
@@ -11,7 +11,7 @@ use vgpu_executor::config::{LogFormat, Settings};
 
 /// The log. Its filter can be changed.
 pub(super) struct Logging {
-    filter: reload::Handle<EnvFilter, Registry>,
+    filter: reload::Handle<Targets, Registry>,
 }
 
 impl Logging {
@@ -42,18 +42,18 @@ impl Logging {
     }
 
     /// Parses the filter of the settings.
-    pub(super) fn check(&self, settings: &Settings) -> anyhow::Result<EnvFilter> {
+    pub(super) fn check(&self, settings: &Settings) -> anyhow::Result<Targets> {
         filter(settings)
     }
 
     /// Changes the filter.
-    pub(super) fn change(&mut self, filter: EnvFilter) {
+    pub(super) fn change(&mut self, filter: Targets) {
         // Fails only if the subscriber is gone, and then there is no log.
         let _ = self.filter.reload(filter);
     }
 }
 
-fn filter(settings: &Settings) -> anyhow::Result<EnvFilter> {
+fn filter(settings: &Settings) -> anyhow::Result<Targets> {
     let (source, filter) = match &settings.log {
         Some(filter) => ("--log", filter.clone()),
         None => (
@@ -61,7 +61,7 @@ fn filter(settings: &Settings) -> anyhow::Result<EnvFilter> {
             std::env::var("VGPU_LOG").unwrap_or_else(|_| "info".into()),
         ),
     };
-    EnvFilter::try_new(&filter).map_err(|error| {
+    filter.parse::<Targets>().map_err(|error| {
         anyhow!(
             "{source}: {filter:?} is not a log filter ({error}); try info, debug or \
              vgpu_executor=trace"
