@@ -94,8 +94,9 @@ pub enum Plugin {
     Inproc,
 }
 
-/// Builds what the demo needs into `folder`, with the profile of `cargo xtask` itself: it takes a
-/// third of the release build's time.
+/// Builds what the demo needs into `folder`, without optimisation except for kernels: it takes a
+/// third of the release build's time. Third-party crates are those of `cargo xtask` itself where
+/// the features are equal.
 ///
 /// # Errors
 /// If the build fails.
@@ -111,6 +112,10 @@ pub fn build_for_demo(cache: &Cache, plugin: Plugin, folder: &Path) -> Result<Di
             cargo.args(["--features", &format!("vgpu/{level}")]);
         }
     }
+    // A token is a few messages: only the kernels, which have a profile of their own, need to be
+    // fast.
+    cargo.env("CARGO_PROFILE_DEV_OPT_LEVEL", "0");
+    cargo.env("CARGO_PROFILE_DEV_DEBUG", "false");
     cargo.arg("--message-format=json-render-diagnostics");
     let mut built = artifacts_of(
         &mut cargo,
