@@ -250,11 +250,23 @@ fn errors_contain_a_remedy() {
         text.contains("unknown unit \"LOTS\": use K, M, G or T"),
         "{text}"
     );
-    let text = fails(&mut vgpu(&["serve", "--log", "a=b=c"]));
-    assert!(
-        text.contains("--log") && text.contains("is not a log filter"),
-        "{text}"
-    );
+    for (filter, why) in [
+        ("a=b=c", "\"b=c\" is not a level"),
+        ("debugg", "\"debugg\" is not a level"),
+        ("info;debug", "\"info;debug\" is not a level"),
+        ("vgpu_executor=", "\"\" is not a level"),
+        (
+            "[session]=debug",
+            "\"[session]\" is not the name of a crate",
+        ),
+        (" , ", "it names no level"),
+    ] {
+        let text = fails(&mut vgpu(&["serve", "--log", filter]));
+        assert!(
+            text.contains("--log") && text.contains("is not a log filter") && text.contains(why),
+            "{filter:?}: {text}"
+        );
+    }
     let text = fails(vgpu(&["serve"]).env("VGPU_LOG", "a=b=c"));
     assert!(
         text.contains("VGPU_LOG") && text.contains("is not a log filter"),

@@ -11,8 +11,8 @@ pub enum Level {
     Avx2,
     /// AVX2 with AVX-VNNI: integer dot products in 256 bits.
     Avx2Vnni,
-    /// AVX-512 F, BW, DQ, VL and VNNI, and those of [`Level::Avx2`]. AVX-VNNI is not included: older
-    /// processors with AVX-512 lack it.
+    /// AVX-512 F, BW, DQ, VL and VNNI, and those of [`Level::Avx2`]. AVX-VNNI is not included:
+    /// older processors with AVX-512 lack it.
     Avx512,
     /// AVX-512 with the BF16 dot product.
     Avx512Bf16,
@@ -74,8 +74,8 @@ impl Level {
 
     /// The fastest level of this machine, determined once: the highest supported level that is not
     /// slower than the level below on this processor. For diagnosis, the environment variable
-    /// `VGPU_CPU_LEVEL` (`scalar`, `avx2`, `avx2vnni`, `avx512`, `avx512bf16`) selects another level;
-    /// if that is not supported, the next lower one is used.
+    /// `VGPU_CPU_LEVEL` (`scalar`, `avx2`, `avx2vnni`, `avx512`, `avx512bf16`) selects another
+    /// level; if that is not supported, the next lower one is used.
     pub fn best() -> Level {
         static BEST: OnceLock<Level> = OnceLock::new();
         *BEST.get_or_init(|| {
@@ -90,14 +90,24 @@ impl Level {
                 Some(limit) => *level <= limit,
                 None => level.pays(),
             };
-            { Level::ALL.into_iter().rev() }
-                .filter(is_fit)
+            let highest_first = || Level::ALL.into_iter().rev().filter(is_fit);
+            let best = highest_first()
                 .find(|level| level.is_supported())
-                .expect("the scalar level is always supported")
+                .expect("the scalar level is always supported");
+            let missing = highest_first().find(|level| *level > best && level.has_instructions());
+            if let Some(missing) = missing {
+                tracing::warn!(
+                    "this build has no kernels for {}; those for {} are slower",
+                    missing.name(),
+                    best.name()
+                );
+            }
+            best
         })
     }
 
-    /// Whether a processor that supports the level is at least as fast with it as with the level below.
+    /// Whether a processor that supports the level is at least as fast with it as with the level
+    /// below.
     ///
     /// On Intel processors, the BF16 dot product in 512 bits is no faster than other products of
     /// AVX-512. On one with AMX, a thread reaches 97 GFLOPS with many columns; as 16-bit integers, F16

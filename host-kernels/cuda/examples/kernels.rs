@@ -3,14 +3,14 @@
 //!
 //!     cargo run -p vgpu-cuda --example kernels -- <folder of libnvrtc> <output> [sm_90a ...]
 //!
-//! `sm_80:norm,rope` names an architecture and the source files that are compiled for it.
+//! `sm_80:norm` names one source file for one architecture. `kernels --list` prints all pairs.
 //!
 //! Writes `<source>.<architecture>.cubin`, which `VGPU_CUBINS=<output>` builds into a program,
 //! and `report.json`. The folder `VGPU_KERNEL_CACHE` keeps machine code and compiler logs
 //! by a hash of all inputs, so that only changed kernels are compiled. Fails if a kernel does not
 //! compile or a hot kernel spills registers.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::error::Error;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -69,17 +69,26 @@ struct Use {
     spilled: u32,
 }
 
+/// A source file, and an architecture that it is compiled for.
+type Pair = (&'static Source, &'static str);
+
 fn main() -> ExitCode {
     let arguments: Vec<String> = env::args().skip(1).collect();
-    let [nvrtc, out, archs @ ..] = arguments.as_slice() else {
-        eprintln!("usage: kernels <folder of libnvrtc> <output folder> [sm_90a ...]");
-        return ExitCode::FAILURE;
+    let outcome = match arguments.as_slice() {
+        [option] if option == "--list" => {
+            pairs().for_each(|(source, arch)| println!("{arch}:{}", source.name));
+            Ok(())
+        }
+        [nvrtc, out, named @ ..] => {
+            selection(named).and_then(|work| run(Path::new(nvrtc), Path::new(out), &work))
+        }
+        _ => Err(
+            "usage: kernels --list | <folder of libnvrtc> <output folder> \
+                  [sm_90a | sm_80:norm ...]"
+                .into(),
+        ),
     };
-    let archs: Vec<Wanted<'_>> = match archs {
-        [] => ARCHITECTURES.iter().copied().map(Wanted::all).collect(),
-        some => some.iter().map(|text| Wanted::parse(text)).collect(),
-    };
-    match run(Path::new(nvrtc), Path::new(out), &archs) {
+    match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("{error}");
@@ -88,47 +97,38 @@ fn main() -> ExitCode {
     }
 }
 
-/// An architecture, and the source files that are compiled for it. `None`: all.
-#[derive(Debug)]
-struct Wanted<'a> {
-    arch: &'a str,
-    sources: Option<Vec<&'a str>>,
+/// Every source file with every architecture that it is for.
+fn pairs() -> impl Iterator<Item = Pair> {
+    SOURCES.iter().flat_map(|source| {
+        let archs = ARCHITECTURES.iter().copied();
+        archs
+            .filter(|arch| source.is_for(arch))
+            .map(move |arch| (source, arch))
+    })
 }
 
-impl<'a> Wanted<'a> {
-    fn all(arch: &'a str) -> Wanted<'a> {
-        Wanted {
-            arch,
-            sources: None,
+/// The pairs that are named, as an architecture or as `architecture:source`. No name: all.
+///
+/// # Errors
+/// If a name is that of no pair.
+fn selection(named: &[String]) -> Result<Vec<Pair>, Box<dyn Error>> {
+    let is = |name: &String, (source, arch): &Pair| match name.split_once(':') {
+        None => name == arch,
+        Some((of, file)) => of == *arch && file == source.name,
+    };
+    for name in named {
+        if !pairs().any(|pair| is(name, &pair)) {
+            return Err(format!("no source is compiled for {name}; --list names all").into());
         }
     }
-
-    /// `arch`, or `arch:source,source`.
-    fn parse(text: &'a str) -> Wanted<'a> {
-        match text.split_once(':') {
-            None => Wanted::all(text),
-            Some((arch, sources)) => Wanted {
-                arch,
-                sources: Some(sources.split(',').collect()),
-            },
-        }
-    }
-
-    fn has(&self, source: &Source) -> bool {
-        source.is_for(self.arch) && { self.sources.as_ref() }
-            .is_none_or(|sources| sources.contains(&source.name))
-    }
+    Ok(pairs()
+        .filter(|pair| named.is_empty() || named.iter().any(|name| is(name, pair)))
+        .collect())
 }
 
-fn run(nvrtc: &Path, out: &Path, archs: &[Wanted<'_>]) -> Result<(), Box<dyn Error>> {
+fn run(nvrtc: &Path, out: &Path, work: &[Pair]) -> Result<(), Box<dyn Error>> {
     let nvrtc = Nvrtc::load(Some(nvrtc))?;
     fs::create_dir_all(out)?;
-    let work: Vec<_> = SOURCES
-        .iter()
-        .flat_map(|source| archs.iter().map(move |wanted| (source, wanted)))
-        .filter(|(source, wanted)| wanted.has(source))
-        .map(|(source, wanted)| (source, wanted.arch))
-        .collect();
     let next = AtomicUsize::new(0);
     let results = Mutex::new(Vec::new());
     thread::scope(|scope| {
@@ -165,7 +165,7 @@ fn run(nvrtc: &Path, out: &Path, archs: &[Wanted<'_>]) -> Result<(), Box<dyn Err
         .sum();
     if rows.len() != kernels {
         let reported = rows.len();
-        return Err(format!("{reported} kernels reported, not {kernels} for {archs:?}").into());
+        return Err(format!("{reported} kernels reported, not {kernels}").into());
     }
     fs::write(out.join("report.json"), json(&rows))?;
     println!("kernel                    architecture  registers  shared  stack  spilled");
@@ -184,6 +184,7 @@ fn run(nvrtc: &Path, out: &Path, archs: &[Wanted<'_>]) -> Result<(), Box<dyn Err
         .map(|(kernel, arch, used)| format!("{kernel} ({arch}: {} bytes)", used.spilled))
         .collect::<Vec<_>>();
     if spilling.is_empty() {
+        let archs: BTreeSet<&str> = work.iter().map(|(_, arch)| *arch).collect();
         println!("{kernels} kernels for {} architectures", archs.len());
         Ok(())
     } else {

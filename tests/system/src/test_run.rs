@@ -48,17 +48,19 @@ pub(crate) struct Options {
 /// The additional tests of `--full`, for the end of `--help`.
 pub(crate) const FULL: &str = "\
 Only `--full` runs:
-  kernels   every GPU architecture instead of sm_90a and a sample of another one
-  ops       MUL_MAT_ID, FLASH_ATTN_EXT and fused products with every type instead of six; every case of ggml 0.26.0
-            over inproc instead of a sample; the three cases of MUL_MAT_ID that take minutes each; every case again
-            with the kernels of each lower SIMD level; docs/OPS.md against what was found
+  lints     the CPU engine for each instruction set alone instead of for one
+  kernels   every GPU architecture instead of sm_90a and some sources for others
+  ops       MUL_MAT_ID, FLASH_ATTN_EXT and fused products with every type instead of six; every
+            case of ggml 0.26.0 over inproc instead of a sample; the three cases of MUL_MAT_ID that
+            take minutes each; every case again with the kernels of each lower SIMD level;
+            docs/OPS.md against what was found
   demo      the variant with the executor in the program's process, built by the demo itself
   faults    each fault twice as often (`cargo xtask faults`: hundreds of times)
   ollama    all checks again without flash attention
   deploy    KubeVirt's own types
-  vm        the guests with vfio-user, with vsock and TCP, and with systemd (`cargo xtask vm` also
-            runs these); test-backend-ops with 13 operators and products of nine types instead of four
-            and three; 20 killed executors instead of five";
+  vm        the guests with vfio-user, with vsock and TCP, and with systemd; test-backend-ops with
+            13 operators and products of nine types instead of four and three; 20 killed executors
+            instead of five (`cargo xtask vm` runs all of these, too)";
 
 /// Options of `cargo xtask vm`.
 #[derive(Debug, clap::Args)]
@@ -72,9 +74,10 @@ pub(crate) struct VmOptions {
 }
 
 impl From<&VmOptions> for Options {
-    /// Only the part with the virtual machine.
+    /// Only the part with the virtual machine, and all of it.
     fn from(options: &VmOptions) -> Options {
         Options {
+            full: true,
             dist: options.dist.clone(),
             machines: options
                 .only

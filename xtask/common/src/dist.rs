@@ -135,9 +135,9 @@ pub fn build_for_demo(cache: &Cache, plugin: Plugin, folder: &Path) -> Result<Di
     Ok(dist)
 }
 
-/// The feature of `vgpu` with the kernels that the CPU engine chooses on this processor. Kernels for
-/// the others would be most of the demo's compile time. What a feature needs of the processor is in
-/// `host-kernels/cpu/src/isa.rs`.
+/// The feature of `vgpu` with the kernels that the CPU engine chooses on this processor. Kernels of
+/// other instruction sets would be most of the demo's compile time. What a feature needs of the
+/// processor is in `host-kernels/cpu/src/isa.rs`; with a wrong one, the engine warns of slow kernels.
 fn instruction_set() -> Option<&'static str> {
     #[cfg(target_arch = "x86_64")]
     {

@@ -3,7 +3,7 @@
 use std::io::{IsTerminal, stderr};
 
 use anyhow::anyhow;
-use tracing_subscriber::filter::Targets;
+use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::layer::SubscriberExt as _;
 use tracing_subscriber::util::SubscriberInitExt as _;
 use tracing_subscriber::{Registry, fmt, reload};
@@ -58,13 +58,46 @@ fn filter(settings: &Settings) -> anyhow::Result<Targets> {
         Some(filter) => ("--log", filter.clone()),
         None => (
             "VGPU_LOG",
-            std::env::var("VGPU_LOG").unwrap_or_else(|_| "info".into()),
+            { std::env::var("VGPU_LOG").ok() }
+                .filter(|filter| !filter.is_empty())
+                .unwrap_or_else(|| "info".into()),
         ),
     };
-    filter.parse::<Targets>().map_err(|error| {
+    parse(&filter).map_err(|why| {
         anyhow!(
-            "{source}: {filter:?} is not a log filter ({error}); try info, debug or \
+            "{source}: {filter:?} is not a log filter ({why}); try info, debug or \
              vgpu_executor=trace"
         )
     })
+}
+
+/// Parses levels and `crate=level`, separated by commas. [`Targets`] alone would take a mistyped
+/// level for the name of a crate that logs nothing.
+fn parse(filter: &str) -> Result<Targets, String> {
+    let mut targets = Targets::new();
+    let parts: Vec<&str> = { filter.split(',') }
+        .map(str::trim)
+        .filter(|part| !part.is_empty())
+        .collect();
+    if parts.is_empty() {
+        return Err("it names no level".into());
+    }
+    for part in parts {
+        let level = |text: &str| {
+            let parsed = text.trim().parse::<LevelFilter>();
+            parsed.map_err(|_| format!("{text:?} is not a level"))
+        };
+        targets = match part.split_once('=') {
+            None => targets.with_default(level(part)?),
+            Some((target, text)) => {
+                let target = target.trim();
+                let is_path = |c: char| c.is_ascii_alphanumeric() || "_:-".contains(c);
+                if target.is_empty() || !target.chars().all(is_path) {
+                    return Err(format!("{target:?} is not the name of a crate or module"));
+                }
+                targets.with_target(target, level(text)?)
+            }
+        };
+    }
+    Ok(targets)
 }

@@ -60,7 +60,7 @@ pub(crate) struct Data {
     pub(crate) shape: Shape,
     offset: u64,
     memory: Vec<u8>,
-    /// All elements, in order, once one of them was read.
+    /// All elements, in order. The first access to an element decodes all.
     elements: OnceCell<Vec<f64>>,
 }
 
@@ -257,7 +257,8 @@ impl Data {
 
     /// The elements of a row.
     pub(crate) fn row_values(&self, [i1, i2, i3]: [u64; 3]) -> &[f64] {
-        let [n0, n1, n2, _] = self.shape.ne;
+        let [n0, n1, n2, n3] = self.shape.ne;
+        assert!(i1 < n1 && i2 < n2 && i3 < n3, "row {:?}", [i1, i2, i3]);
         let start = ((i3 * n2 + i2) * n1 + i1) * n0;
         &self.elements()[start as usize..][..n0 as usize]
     }

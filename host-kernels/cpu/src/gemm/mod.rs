@@ -47,11 +47,11 @@ impl MatmulKernel {
     /// The kernel for `weight` at a given level, for tests and comparisons.
     ///
     /// # Panics
-    /// If this machine does not support `level`: the kernel would execute an illegal instruction.
+    /// If `level` is not supported: the kernel would execute an illegal instruction.
     pub fn at(weight: Type, level: Level) -> Option<MatmulKernel> {
         assert!(
             level.is_supported(),
-            "this processor does not support {level:?}"
+            "{level:?} is not compiled in, or the processor lacks it"
         );
         #[cfg(target_arch = "x86_64")]
         return x86::kernel(weight, level);
@@ -92,7 +92,7 @@ impl MatmulKernel {
     ) -> Option<MatmulKernel> {
         assert!(
             level.is_supported(),
-            "this processor does not support {level:?}"
+            "{level:?} is not compiled in, or the processor lacks it"
         );
         #[cfg(target_arch = "x86_64")]
         return x86::rounded(weight, k, columns, level);

@@ -60,12 +60,12 @@ pub(crate) unsafe fn dispatch_ptr<T: PtrTask>(task: T) -> T::Output {
 /// Runs a kernel with the instructions of a level.
 ///
 /// # Panics
-/// If this machine does not support `level`.
+/// If `level` is not supported.
 #[cfg(test)]
 pub(crate) fn dispatch_at<T: Task>(level: Level, task: T) -> T::Output {
     assert!(
         level.is_supported(),
-        "this processor does not support {level:?}"
+        "{level:?} is not compiled in, or the processor lacks it"
     );
     // SAFETY: the assertion above: the processor supports `level`.
     unsafe { run_at(level, task) }

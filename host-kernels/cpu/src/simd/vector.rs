@@ -6,14 +6,40 @@ use std::ops::{Add, Div, Mul, Neg, Sub};
 /// Lanes of the widest vector.
 pub(super) const MAX_LANES: usize = 16;
 
-/// Calls a function of [`Simd`] that takes registers and numbers. `$token` is a value of `$simd`.
+/// Calls a function of [`Simd`] whose operands are registers and numbers. `$token` is a value of
+/// `$simd`. The function must not be one that takes a pointer.
 macro_rules! with_token {
     ($token:expr, $simd:ident::$function:ident($($operand:expr),*)) => {{
+        const {
+            assert!(
+                !is_access(stringify!($function)),
+                concat!(stringify!($function), " accesses memory")
+            );
+        }
         let _: $simd = $token;
         // SAFETY: a value of `$simd`, such as `$token`, exists only where the processor has the
-        // instructions of `$simd`. `$function` requires nothing else: it takes no pointer.
+        // instructions of `$simd`. `$function` requires nothing else: it is none of those that
+        // access memory (`is_access`).
         unsafe { $simd::$function($($operand),*) }
     }};
+}
+
+/// Whether a function of [`Simd`] has a pointer among its operands, by its name.
+const fn is_access(name: &str) -> bool {
+    const fn begins_with(name: &[u8], start: &[u8]) -> bool {
+        let mut i = 0;
+        while i < start.len() {
+            if i >= name.len() || name[i] != start[i] {
+                return false;
+            }
+            i += 1;
+        }
+        true
+    }
+    let name = name.as_bytes();
+    begins_with(name, b"v_load")
+        || begins_with(name, b"v_store")
+        || begins_with(name, b"v_transpose")
 }
 
 /// An instruction set.

@@ -89,8 +89,8 @@ impl<const VNNI: bool> Simd for Ymm<VNNI> {
     #[inline(always)]
     unsafe fn v_load(ptr: *const f32, n: usize) -> __m256 {
         // SAFETY: the caller guarantees `n <= 8` floats at `ptr`. Eight are read at once; otherwise
-        // lane `i` is read only if `i < n`, because a masked lane is not accessed. Both loads need
-        // AVX, which the caller guarantees with the level.
+        // lane `i` is read only if `i < n`, because a masked lane is not accessed. The loads need
+        // AVX and the mask AVX2, which the caller guarantees with the level.
         unsafe {
             if n == 8 {
                 _mm256_loadu_ps(ptr)
@@ -102,8 +102,8 @@ impl<const VNNI: bool> Simd for Ymm<VNNI> {
     #[inline(always)]
     unsafe fn v_store(x: __m256, ptr: *mut f32, n: usize) {
         // SAFETY: the caller guarantees that `ptr` is writable for `n <= 8` floats. Eight are
-        // written at once; otherwise lane `i` is written only if `i < n`. Both stores need AVX,
-        // which the caller guarantees with the level.
+        // written at once; otherwise lane `i` is written only if `i < n`. The stores need AVX and
+        // the mask AVX2, which the caller guarantees with the level.
         unsafe {
             if n == 8 {
                 _mm256_storeu_ps(ptr, x)

@@ -14,7 +14,7 @@ use crate::nvrtc::CompileError;
 pub enum GpuError {
     #[error(
         "NVIDIA's driver (libcuda.so.1) is not installed: install the driver for CUDA 12.0 or \
-         newer (version 525 or newer), or use the engine cpu"
+         newer (version 525 or newer), or use the CPU engine (--engine cpu, VGPU_ENGINE=cpu)"
     )]
     NoDriver,
     #[error(

@@ -13,34 +13,23 @@ use xtask_common::workspace;
 use crate::ops::draw;
 use crate::test_run::TestRun;
 
-/// The architecture that a default run compiles all kernels for: the one with kernels of its own.
+/// The architecture that a default run compiles every kernel for: the one with kernels of its own.
 const COMPLETE: &str = "sm_90a";
 
-/// The architectures of which a default run draws one.
-const OTHERS: [&str; 4] = ["sm_80", "sm_89", "sm_100a", "sm_120a"];
+/// The number of source files that a default run compiles for another architecture each.
+const SAMPLE: usize = 12;
 
-/// The number of source files that a default run draws for that one.
-const SOURCES: usize = 10;
-
-/// The arguments for a default run: `sm_90a`, and a sample as `<architecture>:<source>,...`.
-fn sample(rng: &mut Rng) -> Result<[String; 2]> {
-    let folder = workspace::root().join("host-kernels/cuda/kernels");
-    let mut sources = Vec::new();
-    for entry in std::fs::read_dir(&folder).context("listing the kernels")? {
-        let path = entry.context("listing the kernels")?.path();
-        if path.extension().is_some_and(|extension| extension == "cu") {
-            let name = path.file_stem().context("a kernel without a name")?;
-            sources.push(name.to_string_lossy().into_owned());
-        }
-    }
-    sources.sort_unstable();
-    draw(&mut sources, SOURCES, rng);
-    let mut others = OTHERS.to_vec();
-    draw(&mut others, 1, rng);
-    Ok([
-        COMPLETE.into(),
-        format!("{}:{}", others[0], sources.join(",")),
-    ])
+/// The arguments of `kernels` for a default run: `sm_90a`, and drawn sources as
+/// `<architecture>:<source>`. `list` is the output of `kernels --list`.
+fn sample(list: &str, rng: &mut Rng) -> Vec<String> {
+    let mut others: Vec<String> = { list.lines() }
+        .filter(|line| !line.starts_with(COMPLETE))
+        .map(str::to_owned)
+        .collect();
+    draw(&mut others, SAMPLE, rng);
+    others.sort_unstable();
+    others.insert(0, COMPLETE.to_owned());
+    others
 }
 
 pub(crate) fn run(tests: &mut TestRun<'_>) {
@@ -54,14 +43,17 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
         let mut cargo = workspace::cargo();
         cargo.args(["build", "--workspace", "--example", "kernels"]);
         process::run(&mut cargo, step, &tests.log("kernels-build"))?;
-        let seed = tests.options.seed();
+        let program = workspace::root().join("target/debug/examples/kernels");
         let (architectures, drawn) = if tests.options.full {
             (Vec::new(), String::new())
         } else {
-            let sample = sample(&mut Rng::new(seed, 4))?;
-            (sample.to_vec(), format!("; {}; --seed {seed}", sample[1]))
+            let seed = tests.options.seed();
+            let list = process::output(Command::new(&program).arg("--list"))?;
+            let sample = sample(&list, &mut Rng::new(seed, 4));
+            let drawn = format!("; {}; --seed {seed}", sample.join(" "));
+            (sample, drawn)
         };
-        let mut kernels = Command::new(workspace::root().join("target/debug/examples/kernels"));
+        let mut kernels = Command::new(&program);
         kernels
             .arg(&nvrtc)
             .arg(workspace::reports().join("kernels"))

@@ -1,11 +1,17 @@
 //! Formatting, clippy and rustdoc without a warning.
 
+use vgpu_gguf::Rng;
 use xtask_common::packages;
 use xtask_common::process;
 use xtask_common::progress::heading;
 use xtask_common::workspace;
 
+use crate::ops::draw;
 use crate::test_run::TestRun;
+
+/// The features of `vgpu-cpu` that builds for one processor have, and none. Of these, a default run
+/// compiles one that the seed draws; every other build has all.
+const INSTRUCTION_SETS: [&str; 4] = ["", "avx2", "avx-vnni", "avx512"];
 
 pub(crate) fn run(tests: &mut TestRun<'_>) {
     heading("lints");
@@ -32,6 +38,27 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
             ],
         ),
     ];
+    let mut instruction_sets = INSTRUCTION_SETS.to_vec();
+    if !tests.options.full {
+        draw(
+            &mut instruction_sets,
+            1,
+            &mut Rng::new(tests.options.seed(), 5),
+        );
+    }
+    for set in instruction_sets {
+        let name = match set {
+            "" => "the CPU engine without instruction sets".to_owned(),
+            set => format!("the CPU engine with {set} only"),
+        };
+        tests.check(&name, |tests, step| {
+            let mut cargo = workspace::cargo();
+            cargo.args(["clippy", "--package", "vgpu-cpu", "--no-default-features"]);
+            cargo.args(["--features", set, "--", "-D", "warnings"]);
+            process::run(&mut cargo, step, &tests.log("cargo-clippy-cpu"))?;
+            Ok(String::new())
+        });
+    }
     for (name, arguments) in lints {
         tests.check(name, |tests, step| {
             packages::libclang(tests.cache)?;

@@ -17,6 +17,9 @@ const TYPES: [&str; 9] = [
     "f32", "f16", "bf16", "q4_0", "q8_0", "q4_K", "q5_K", "q6_K", "iq4_xs",
 ];
 
+/// The minimum number of cases of all operators and types. Fewer means that some were not run.
+const MIN_CASES: usize = 500;
+
 /// Cases of test-backend-ops for a guest.
 #[derive(Clone, Debug)]
 pub(crate) struct GuestOps {
@@ -127,10 +130,12 @@ impl Guest {
     pub(super) fn ops(&mut self, way: &Way<'_>, cases: &GuestOps) -> Result<String> {
         let environment = way.environment;
         let (ops, products) = (cases.ops.join(","), cases.products());
-        let each: String = { cases.ops.iter() }
+        let kinds: Vec<String> = { cases.ops.iter() }
             .map(|op| format!("{op}("))
             .chain({ cases.types.iter() }.map(|ty| format!("MUL_MAT(type_a={ty},")))
-            .map(|start| format!("grep -F '{start}' /tmp/ops | grep -c '): .*OK'; "))
+            .collect();
+        let each: String = { kinds.iter() }
+            .map(|start| format!("grep -c '^ *{start}.*): .*OK' /tmp/ops; "))
             .collect();
         let output = self
             .run(&format!(
@@ -145,17 +150,23 @@ impl Guest {
             lines.first() == Some(&"status 0"),
             "test-backend-ops failed:\n{output}"
         );
-        let kinds = cases.ops.len() + cases.types.len();
-        let counts = (1..kinds + 2)
+        let counts = (1..kinds.len() + 2)
             .map(|i| lines.get(i).copied().unwrap_or_default().parse::<usize>())
             .collect::<Result<Vec<_>, _>>()
             .with_context(|| format!("the guest's output:\n{output}"))?;
-        let (ran, failed) = (&counts[..kinds], counts[kinds]);
+        let (ran, failed) = (&counts[..kinds.len()], counts[kinds.len()]);
         ensure!(failed == 0, "{failed} cases failed:\n{output}");
-        ensure!(!ran.contains(&0), "an operator had no case:\n{output}");
+        for (kind, &ran) in kinds.iter().zip(ran) {
+            ensure!(ran > 0, "no case of {kind}...) ran:\n{output}");
+        }
+        let is_complete = cases.ops.len() == OPS.len() && cases.types.len() == TYPES.len();
+        let all: usize = ran.iter().sum();
+        ensure!(
+            !is_complete || all >= MIN_CASES,
+            "only {all} cases ran:\n{output}"
+        );
         Ok(format!(
-            "{} cases, 0 failed; {} and products with {}",
-            ran.iter().sum::<usize>(),
+            "{all} cases, 0 failed; {} and products with {}",
             cases.ops.join(", "),
             cases.types.join(", ")
         ))

@@ -275,7 +275,8 @@ register_fns! {
     }
 }
 
-/// 32 rows of a chunk, interleaved by pairs.
+/// 32 rows of a chunk, interleaved by pairs. As a [`Panel`], it needs AVX-512 BF16 besides the
+/// instructions of [`Avx512`].
 #[repr(C, align(64))]
 struct PairPanel<W> {
     pairs: [[u32; 32]; PAIRS],

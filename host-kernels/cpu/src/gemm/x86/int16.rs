@@ -167,7 +167,7 @@ pub(super) struct I16Panel<S, W> {
 /// How weights and activations are converted to 16-bit integers.
 ///
 /// # Safety
-/// As in [`Panel`].
+/// As in [`Panel`], with at least AVX2, FMA and F16C.
 pub(super) trait Source: Sized {
     /// Bytes of a chunk of a row of weights.
     const BYTES: usize;

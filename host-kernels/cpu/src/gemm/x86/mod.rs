@@ -183,7 +183,11 @@ pub(super) fn kernel(weight: Type, level: Level) -> Option<MatmulKernel> {
         (Level::Avx512Bf16, Type::Bf16) => bf16_dot_product::<bf16_dot::Bf16>,
         #[cfg(feature = "avx512")]
         (Level::Avx512 | Level::Avx512Bf16, _) => at_level!(avx512),
-        _ => return Some(portable),
+        _ => {
+            // Callers ask for supported levels only, and a level that is left out is none.
+            debug_assert_eq!(level, Level::Scalar);
+            return Some(portable);
+        }
     };
     let activation = portable.activation.format().ty;
     let panel_cols = match activation {

@@ -25,8 +25,8 @@ const FEW_COLUMNS: usize = 32;
 /// How one family of formats fills and uses a panel.
 ///
 /// # Safety
-/// The processor has the instructions of `S`. `start` is a multiple of `CHUNK`, `start + len <= k`
-/// and `0 < len <= CHUNK`.
+/// The processor has the instructions of `S` and those that the implementing type documents.
+/// `start` is a multiple of `CHUNK`, `start + len <= k` and `0 < len <= CHUNK`.
 /// - [`Panel::prepare`]: `x` is readable for a column of `k` activations, `column` is a valid
 ///   column that no one else accesses;
 /// - [`Panel::unpack`]: the contract of [`crate::gemm::Gemm`] holds for the call, and

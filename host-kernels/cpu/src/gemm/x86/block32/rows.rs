@@ -116,7 +116,7 @@ unsafe fn row_times<S: BlockSimd, B: Block32Kernel, const C: usize, const U: usi
 /// `n` groups of [`row_times`], from group `first` of `groups` on.
 ///
 /// # Safety
-/// As [`row_times`].
+/// As [`row_times`], with `n <= 8`, `first + n <= groups`, and `first` a multiple of 8.
 #[allow(clippy::too_many_arguments)]
 #[inline(always)]
 unsafe fn chunk_times<S: BlockSimd, B: Block32Kernel, const C: usize, const U: usize>(
