@@ -2,7 +2,7 @@
 
 use std::process::Command;
 
-use anyhow::{Context as _, Result};
+use anyhow::Context as _;
 use vgpu_gguf::Rng;
 
 use xtask_common::packages;
