@@ -83,9 +83,10 @@ fn parse(filter: &str) -> Result<Targets, String> {
         return Err("it names no level".into());
     }
     for part in parts {
-        let level = |text: &str| {
-            let parsed = text.trim().parse::<LevelFilter>();
-            parsed.map_err(|_| format!("{text:?} is not a level"))
+        // An empty text is a level for the parser.
+        let level = |text: &str| match text.trim().parse::<LevelFilter>() {
+            Ok(level) if !text.is_empty() => Ok(level),
+            _ => Err(format!("{text:?} is not a level")),
         };
         targets = match part.split_once('=') {
             None => targets.with_default(level(part)?),
