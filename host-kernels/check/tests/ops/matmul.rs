@@ -178,7 +178,7 @@ fn check_mul_mat(
     for row in got.row_indices() {
         let [_, i2, i3] = row;
         let x = x.row_values(row);
-        compare_with_activations(types[0], [k, n], engine, got.row_values(row), &x, |i, x| {
+        compare_with_activations(types[0], [k, n], engine, got.row_values(row), x, |i, x| {
             dot(w.row_values([i, i2 / r2, i3 / r3]), x)
         });
     }
@@ -396,14 +396,9 @@ pub(crate) fn mul_mat_id(engine: &dyn Engine) {
             let expert = ids.get([slot, token, 0, 0]) as u64;
             let x = x.row_values([slot % columns, token, 0]);
             let extents = [k, tokens];
-            compare_with_activations(
-                types[0],
-                extents,
-                engine,
-                got.row_values(row),
-                &x,
-                |i, x| dot(w.row_values([i, expert, 0]), x),
-            );
+            compare_with_activations(types[0], extents, engine, got.row_values(row), x, |i, x| {
+                dot(w.row_values([i, expert, 0]), x)
+            });
         }
     });
 }
@@ -431,7 +426,7 @@ pub(crate) fn few_and_many_tokens_of_experts(engine: &dyn Engine) {
                 let x = x.row_values([slot % slots, token, 0]);
                 let extents = [k, tokens];
                 let got = got.row_values(row);
-                compare_with_activations(weight, extents, engine, &got, &x, |i, x| {
+                compare_with_activations(weight, extents, engine, got, x, |i, x| {
                     dot(w.row_values([i, expert, 0]), x)
                 });
             }
