@@ -243,7 +243,7 @@ impl Booted {
             in_time += usize::from(status != 0);
         }
         ensure!(
-            in_time * 3 > kills,
+            in_time * 2 > kills,
             "only {in_time} of {kills} kills came in the middle of a generation"
         );
         self.guest
