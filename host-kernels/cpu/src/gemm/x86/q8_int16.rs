@@ -31,7 +31,7 @@ impl<B: Block32Kernel> Source for Q8AsI16<B> {
             let column = &mut *column;
             for g in 0..len / 32 {
                 let block = x.add((start / 32 + g) * bytes);
-                column.scales[g] = half(block.cast::<u16>().read_unaligned());
+                column.scales[g] = half(block);
                 let x = _mm256_loadu_si256(block.add(quants).cast());
                 let to = column.pairs[g].as_mut_ptr();
                 for (i, pairs) in <Avx2 as IntSimd>::widen_pairs(x).into_iter().enumerate() {

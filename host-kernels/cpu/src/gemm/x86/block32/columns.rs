@@ -102,13 +102,13 @@ pub(super) unsafe fn prepare<S: BlockSimd, B: Block32Kernel>(
                 let block = x.add(g * bytes);
                 let x = block.add(quants).cast::<__m256i>().read_unaligned();
                 store(x);
-                let d = half(block.cast::<u16>().read_unaligned());
+                let d = half(block);
                 *scales.add(index) = d;
                 if folds::<S, B>() {
                     let [first, second] = half_sums(x);
                     *sums.add(index) = -d * (offset::<S, B>() * (first + second)) as f32;
                 } else if B::HAS_MIN {
-                    *sums.add(index) = half(block.cast::<u16>().add(1).read_unaligned());
+                    *sums.add(index) = half(block.add(2));
                 }
             } else {
                 store(_mm256_setzero_si256());

@@ -73,9 +73,9 @@ impl<S: BlockSimd, B: Block32Kernel> Panel<S> for Block32Panel<S, B> {
             let column = &mut *column;
             for g in 0..len / 32 {
                 let block = x.add((start / 32 + g) * bytes);
-                column.scales[g] = half(block.cast::<u16>().read_unaligned());
+                column.scales[g] = half(block);
                 if B::HAS_MIN {
-                    column.sums[g] = half(block.cast::<u16>().add(1).read_unaligned());
+                    column.sums[g] = half(block.add(2));
                 }
                 if offset::<S, B>() != 0 {
                     let x = _mm256_loadu_si256(block.add(quants).cast());

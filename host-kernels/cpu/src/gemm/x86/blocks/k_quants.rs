@@ -265,17 +265,7 @@ impl SuperBlockKernel for BlockQ6K {
     unsafe fn d(block: *const u8) -> (f32, f32) {
         // SAFETY: one unaligned read of the two bytes of `d` of the Q6_K block, which is readable.
         // `half` needs F16C, which the caller guarantees.
-        unsafe {
-            (
-                half(
-                    block
-                        .add(offset_of!(Self, d))
-                        .cast::<u16>()
-                        .read_unaligned(),
-                ),
-                0.0,
-            )
-        }
+        unsafe { (half(block.add(offset_of!(Self, d))), 0.0) }
     }
 }
 
@@ -462,17 +452,7 @@ impl SuperBlockKernel for BlockQ3K {
     unsafe fn d(block: *const u8) -> (f32, f32) {
         // SAFETY: one unaligned read of the two bytes of `d` of the Q3_K block, which is readable.
         // `half` needs F16C, which the caller guarantees.
-        unsafe {
-            (
-                half(
-                    block
-                        .add(offset_of!(Self, d))
-                        .cast::<u16>()
-                        .read_unaligned(),
-                ),
-                0.0,
-            )
-        }
+        unsafe { (half(block.add(offset_of!(Self, d))), 0.0) }
     }
 }
 
@@ -539,17 +519,7 @@ impl SuperBlockKernel for BlockIq4Xs {
     unsafe fn d(block: *const u8) -> (f32, f32) {
         // SAFETY: one unaligned read of the two bytes of `d` of the IQ4_XS block, which is
         // readable. `half` needs F16C, which the caller guarantees.
-        unsafe {
-            (
-                half(
-                    block
-                        .add(offset_of!(Self, d))
-                        .cast::<u16>()
-                        .read_unaligned(),
-                ),
-                0.0,
-            )
-        }
+        unsafe { (half(block.add(offset_of!(Self, d))), 0.0) }
     }
 }
 
@@ -580,16 +550,6 @@ impl SuperBlockKernel for BlockTq2_0 {
     unsafe fn d(block: *const u8) -> (f32, f32) {
         // SAFETY: one unaligned read of the two bytes of `d` of the TQ2_0 block, which is readable.
         // `half` needs F16C, which the caller guarantees.
-        unsafe {
-            (
-                half(
-                    block
-                        .add(offset_of!(Self, d))
-                        .cast::<u16>()
-                        .read_unaligned(),
-                ),
-                0.0,
-            )
-        }
+        unsafe { (half(block.add(offset_of!(Self, d))), 0.0) }
     }
 }

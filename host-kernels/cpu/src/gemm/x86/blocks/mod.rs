@@ -142,9 +142,18 @@ register_fns! {
     unsafe fn join(low: __m256i, high: __m256i) -> __m512i {
         _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1)
     }
+}
 
-    /// The value of an F16.
-    pub(super) unsafe fn half(bits: u16) -> f32 {
+/// The value of the F16 at `p`.
+///
+/// # Safety
+/// `p` is readable for two bytes, and the processor has F16C. No alignment is needed.
+#[inline(always)]
+pub(super) unsafe fn half(p: *const u8) -> f32 {
+    // SAFETY: one unaligned read of the two bytes at `p` that the caller guarantees. The conversion
+    // is on registers, and needs F16C, which the caller guarantees.
+    unsafe {
+        let bits = p.cast::<u16>().read_unaligned();
         _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(i32::from(bits))))
     }
 }
