@@ -147,6 +147,17 @@ impl Data {
         })
     }
 
+    /// The index of the first element of each block, in order.
+    fn blocks(&self) -> impl Iterator<Item = Index> + use<> {
+        let block = self.shape.ty.block_elements();
+        self.indices().filter(move |i| i[0].is_multiple_of(block))
+    }
+
+    /// The bytes of the block of an element.
+    fn block_bytes(&self, index: Index) -> &[u8] {
+        &self.memory[self.place(index)..][..self.shape.ty.block_bytes() as usize]
+    }
+
     /// The offset in memory of the block of an element, in bytes.
     fn place(&self, index: Index) -> usize {
         let Shape { ty, ne, nb } = self.shape;
@@ -164,11 +175,7 @@ impl Data {
         self.elements.take();
         let ty = self.shape.ty;
         let block = ty.block_elements();
-        for index in self
-            .indices()
-            .filter(|i| i[0].is_multiple_of(block))
-            .collect::<Vec<_>>()
-        {
+        for index in self.blocks() {
             let values: Vec<f64> = (0..block).map(|_| next()).collect();
             let bytes = encode(ty, &values);
             let place = self.place(index);
@@ -240,17 +247,8 @@ impl Data {
     /// All elements, in order.
     fn elements(&self) -> &[f64] {
         self.elements.get_or_init(|| {
-            let ty = self.shape.ty;
-            let blocks = self
-                .indices()
-                .filter(|i| i[0].is_multiple_of(ty.block_elements()));
-            blocks
-                .flat_map(|i| {
-                    decode(
-                        ty,
-                        &self.memory[self.place(i)..][..ty.block_bytes() as usize],
-                    )
-                })
+            self.blocks()
+                .flat_map(|i| decode(self.shape.ty, self.block_bytes(i)))
                 .collect()
         })
     }
@@ -276,24 +274,17 @@ impl Data {
 
     /// The bytes of all blocks, in order.
     pub(crate) fn bytes(&self) -> Vec<u8> {
-        let ty = self.shape.ty;
-        let blocks = self
-            .indices()
-            .filter(|i| i[0].is_multiple_of(ty.block_elements()));
-        blocks
-            .flat_map(|i| self.memory[self.place(i)..][..ty.block_bytes() as usize].to_vec())
+        self.blocks()
+            .flat_map(|i| self.block_bytes(i).to_vec())
             .collect()
     }
 
     /// For each byte of the memory, whether it belongs to an element.
     fn covered(&self) -> Vec<bool> {
-        let ty = self.shape.ty;
+        let len = self.shape.ty.block_bytes() as usize;
         let mut covered = vec![false; self.memory.len()];
-        for index in self
-            .indices()
-            .filter(|i| i[0].is_multiple_of(ty.block_elements()))
-        {
-            covered[self.place(index)..][..ty.block_bytes() as usize].fill(true);
+        for index in self.blocks() {
+            covered[self.place(index)..][..len].fill(true);
         }
         covered
     }
