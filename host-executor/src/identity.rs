@@ -8,8 +8,15 @@ use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
-use x509_parser::extensions::GeneralName;
-use x509_parser::prelude::{FromDer as _, X509Certificate};
+use x509_cert::Certificate;
+use x509_cert::attr::{AttributeTypeAndValue, AttributeValue};
+use x509_cert::der::oid::ObjectIdentifier;
+use x509_cert::der::{Decode as _, Tag, Tagged as _};
+use x509_cert::ext::pkix::SubjectAltName;
+use x509_cert::ext::pkix::name::GeneralName;
+
+/// `id-at-commonName` of RFC 5280, appendix A.1.
+const COMMON_NAME: ObjectIdentifier = ObjectIdentifier::new_unwrap("2.5.4.3");
 
 /// Bytes of a SHA-256 digest.
 const DIGEST: usize = 32;
@@ -44,17 +51,20 @@ impl Identity {
 }
 
 fn names(certificate: &[u8]) -> Vec<String> {
-    let Ok((_, certificate)) = X509Certificate::from_der(certificate) else {
+    let Ok(certificate) = Certificate::from_der(certificate) else {
         return Vec::new();
     };
-    let subject = certificate.subject().iter_common_name();
-    let common = subject.filter_map(|name| name.as_str().ok());
-    let alternative = certificate.subject_alternative_name().ok().flatten();
+    let certificate = certificate.tbs_certificate();
+    let is_common = |attribute: &&AttributeTypeAndValue| attribute.oid == COMMON_NAME;
+    let common = certificate.subject().iter().filter(is_common);
+    let common = common.filter_map(|name| text(&name.value));
+    let alternative = certificate.get_extension::<SubjectAltName>().ok().flatten();
+    let alternative = alternative.as_ref().map(|(_, names)| names.0.as_slice());
     let alternative = alternative
         .into_iter()
-        .flat_map(|extension| &extension.value.general_names)
+        .flatten()
         .filter_map(|name| match name {
-            GeneralName::DNSName(name) => Some(*name),
+            GeneralName::DnsName(name) => Some(name.as_str()),
             _ => None,
         });
     let is_sound = |name: &&str| {
@@ -68,6 +78,17 @@ fn names(certificate: &[u8]) -> Vec<String> {
         }
     }
     names
+}
+
+/// The text of an attribute, if the attribute has one of the types of text whose bytes are UTF-8.
+fn text(value: &AttributeValue) -> Option<&str> {
+    let is_utf8 = matches!(
+        value.tag(),
+        Tag::Utf8String | Tag::PrintableString | Tag::Ia5String | Tag::NumericString
+    );
+    is_utf8
+        .then(|| std::str::from_utf8(value.value()).ok())
+        .flatten()
 }
 
 impl fmt::Display for Identity {
