@@ -99,16 +99,14 @@ fn crates_depend_on_lower_layers_only() {
 
 /// The crates that a package is built with, itself included: lines such as `libc v0.2.191`.
 fn tree(package: &str) -> BTreeSet<String> {
+    tree_with(package, &["--edges", "normal"])
+}
+
+/// [`tree`] with further arguments of `cargo tree`.
+fn tree_with(package: &str, args: &[&str]) -> BTreeSet<String> {
     let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-    cargo.args([
-        "tree",
-        "--package",
-        package,
-        "--edges",
-        "normal",
-        "--prefix",
-        "none",
-    ]);
+    cargo.args(["tree", "--package", package, "--prefix", "none"]);
+    cargo.args(args);
     let output = cargo.current_dir(root()).output().unwrap();
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(
@@ -120,6 +118,36 @@ fn tree(package: &str) -> BTreeSet<String> {
     text.lines()
         .map(|line| line.trim_end_matches(" (*)").to_owned())
         .collect()
+}
+
+/// The CPU engine is the largest part of the plugin and of `vgpu`. Both are built in one target
+/// folder, and cargo compiles the engine once only if all crates below the engine have the same
+/// features in both builds.
+#[test]
+fn cpu_engine_is_compiled_once_for_plugin_and_command() {
+    let edges = ["--edges", "normal,build"];
+    let with_features = ["--edges", "normal,build", "--format", "{p} [{f}]"];
+    let below = tree_with("vgpu-cpu", &edges);
+    let below = |package: &str| -> BTreeSet<String> {
+        tree_with(package, &with_features)
+            .into_iter()
+            .filter(|line| below.contains(line.split(" [").next().unwrap_or_default()))
+            .collect()
+    };
+    let (plugin, command) = (below("ggml-vgpu"), below("vgpu"));
+    let only_plugin: Vec<&String> = plugin.difference(&command).collect();
+    assert!(
+        only_plugin.is_empty(),
+        "with other features than in vgpu: {only_plugin:#?}; in vgpu: {:#?}",
+        command.difference(&plugin).collect::<Vec<_>>()
+    );
+    // Read wrongly, the lists would hold nothing that differs either.
+    for name in ["libc v", "vgpu-cpu v", "vgpu-transport v"] {
+        assert!(
+            plugin.iter().any(|line| line.starts_with(name)),
+            "{plugin:#?}"
+        );
+    }
 }
 
 #[test]
