@@ -259,10 +259,15 @@ mod wide {
             for at in (0..steps * STEP).step_by(STEP) {
                 let source = from.add(at).cast::<__m256i>();
                 let target = to.add(at).cast::<__m256i>();
-                let parts = [0, 1, 2, 3].map(|i| _mm256_loadu_si256(source.add(i)));
-                for (i, part) in parts.into_iter().enumerate() {
-                    _mm256_storeu_si256(target.add(i), part);
-                }
+                // No closures: a function between this one and the instructions need not have AVX.
+                let first = _mm256_loadu_si256(source);
+                let second = _mm256_loadu_si256(source.add(1));
+                let third = _mm256_loadu_si256(source.add(2));
+                let fourth = _mm256_loadu_si256(source.add(3));
+                _mm256_storeu_si256(target, first);
+                _mm256_storeu_si256(target.add(1), second);
+                _mm256_storeu_si256(target.add(2), third);
+                _mm256_storeu_si256(target.add(3), fourth);
             }
             let done = steps * STEP;
             std::ptr::copy_nonoverlapping(from.add(done), to.add(done), len - done);
@@ -299,11 +304,16 @@ mod device {
             let (from_lines, to_lines) = (from.add(head), to.add(head));
             for at in (0..lines * LINE).step_by(LINE) {
                 let line = from_lines.add(at).cast::<__m128i>();
-                let parts = [0, 1, 2, 3].map(|i| _mm_stream_load_si128(line.add(i)));
                 let out = to_lines.add(at).cast::<__m128i>();
-                for (i, part) in parts.into_iter().enumerate() {
-                    _mm_storeu_si128(out.add(i), part);
-                }
+                // No closures, as in `wide`.
+                let first = _mm_stream_load_si128(line);
+                let second = _mm_stream_load_si128(line.add(1));
+                let third = _mm_stream_load_si128(line.add(2));
+                let fourth = _mm_stream_load_si128(line.add(3));
+                _mm_storeu_si128(out, first);
+                _mm_storeu_si128(out.add(1), second);
+                _mm_storeu_si128(out.add(2), third);
+                _mm_storeu_si128(out.add(3), fourth);
             }
             std::ptr::copy_nonoverlapping(from.add(done), to.add(done), len - done);
         }
