@@ -103,7 +103,7 @@ pub enum Plugin {
 pub fn build_for_demo(cache: &Cache, plugin: Plugin, folder: &Path) -> Result<Dist> {
     packages::libclang(cache)?;
     std::fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
-    let step = Step::new("building libggml-vgpu.so and vgpu (about two minutes on two cores)");
+    let step = Step::new("building libggml-vgpu.so and vgpu (one to two minutes on two cores)");
     let mut cargo = workspace::cargo();
     cargo.args(["build", "--package", "ggml-vgpu"]);
     if plugin == Plugin::Remote {
@@ -116,6 +116,8 @@ pub fn build_for_demo(cache: &Cache, plugin: Plugin, folder: &Path) -> Result<Di
     // fast.
     cargo.env("CARGO_PROFILE_DEV_OPT_LEVEL", "0");
     cargo.env("CARGO_PROFILE_DEV_DEBUG", "false");
+    // The kernels are compiled last, with nothing beside them to keep the other cores busy.
+    cargo.args(["--config", "profile.dev.package.vgpu-cpu.codegen-units=4"]);
     cargo.arg("--message-format=json-render-diagnostics");
     let mut built = artifacts_of(
         &mut cargo,

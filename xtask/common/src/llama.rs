@@ -69,7 +69,7 @@ impl Stage {
 pub fn source(cache: &Cache) -> Result<PathBuf> {
     let name = format!("{PYTHON_PACKAGE}-{PYTHON_VERSION}");
     let root = cache.folder(&name, |dir| {
-        let tools = packages::build_tools(cache)?;
+        let tools = packages::source_tools(cache)?;
         let step = Step::new(&format!("fetching the sources of {name}"));
         let log = cache.log(&name);
         let requirements = dir.join("requirements.txt");

@@ -14,9 +14,11 @@ use crate::cache::Cache;
 use crate::process;
 use crate::progress::Step;
 
-/// Build tools for llama.cpp, and the build backend its source distribution names: pip reads the
-/// archive's metadata through it, and would take minutes to fetch and run its own copy.
-const BUILD_TOOLS: &[&str] = &["cmake==4.4.4", "ninja==1.13.2", "scikit-build-core==1.1.2"];
+/// The build backend that the source distribution of llama.cpp names: pip reads the archive's
+/// metadata through it, and would take minutes to fetch and run its own copy.
+const SOURCE_TOOLS: &[&str] = &["scikit-build-core==1.1.2"];
+/// Build tools for llama.cpp.
+const BUILD_TOOLS: &[&str] = &["cmake==4.4.4", "ninja==1.13.2"];
 const LIBCLANG: &str = "libclang==18.1.1";
 const NVRTC: &str = "nvidia-cuda-nvrtc==13.0.88";
 /// ggml's CUDA backend as an npm package, and what of CUDA it needs.
@@ -172,7 +174,15 @@ fn need_python(cache: &Cache) -> Result<()> {
     )
 }
 
-/// A folder with `cmake`, `ninja` and a `python` that can unpack source distributions.
+/// A folder with a `python` that can unpack source distributions.
+///
+/// # Errors
+/// If a tool is missing and cannot be installed.
+pub fn source_tools(cache: &Cache) -> Result<PathBuf> {
+    python(cache, "build", SOURCE_TOOLS)
+}
+
+/// A folder with `cmake` and `ninja`.
 ///
 /// # Errors
 /// If a tool is missing and cannot be installed.
@@ -255,7 +265,7 @@ pub fn go(cache: &Cache) -> Result<PathBuf> {
 pub fn embedder(cache: &Cache) -> Result<PathBuf> {
     let name = EMBEDDER.replace("==", "-");
     let folder = cache.folder(&name, |dir| {
-        let bin = python(cache, "build", BUILD_TOOLS)?;
+        let bin = source_tools(cache)?;
         let step = Step::new(&format!("fetching {name}"));
         let log = cache.log(&name);
         let requirements = dir.join("requirements.txt");
