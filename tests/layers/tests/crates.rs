@@ -99,14 +99,13 @@ fn crates_depend_on_lower_layers_only() {
 
 /// The crates that a package is built with, itself included: lines such as `libc v0.2.191`.
 fn tree(package: &str) -> BTreeSet<String> {
-    tree_with(package, &["--edges", "normal"])
+    tree_with(&["--package", package, "--edges", "normal"])
 }
 
-/// [`tree`] with further arguments of `cargo tree`.
-fn tree_with(package: &str, args: &[&str]) -> BTreeSet<String> {
+/// What `cargo tree` lists.
+fn tree_with(args: &[&str]) -> BTreeSet<String> {
     let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-    cargo.args(["tree", "--package", package, "--prefix", "none"]);
-    cargo.args(args);
+    cargo.args(["tree", "--prefix", "none"]).args(args);
     let output = cargo.current_dir(root()).output().unwrap();
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(
@@ -120,34 +119,75 @@ fn tree_with(package: &str, args: &[&str]) -> BTreeSet<String> {
         .collect()
 }
 
+/// The crates that a build compiles, each with its features: lines such as `half v2.7.1 [std]`.
+fn units(args: &[&str]) -> BTreeSet<String> {
+    let mut all = vec!["--edges", "normal,build", "--format", "{p} [{f}]"];
+    all.extend(args);
+    tree_with(&all)
+}
+
+/// The crates of the first list that the second list has with other features only. Cargo compiles
+/// such a crate, and all that depends on it, for both builds.
+fn compiled_twice(first: &BTreeSet<String>, second: &BTreeSet<String>) -> Vec<String> {
+    let name = |line: &str| line.split(" [").next().unwrap_or_default().to_owned();
+    let known: BTreeSet<String> = second.iter().map(|line| name(line)).collect();
+    let differ = first.difference(second);
+    let twice: Vec<String> = differ
+        .filter(|line| known.contains(&name(line)))
+        .cloned()
+        .collect();
+    // Read wrongly, the lists would have nothing in common either.
+    for shared in ["libc v", "rustix v", "zerocopy v"] {
+        let in_both = first
+            .intersection(second)
+            .any(|line| line.starts_with(shared));
+        assert!(
+            in_both || twice.iter().any(|line| line.starts_with(shared)),
+            "{shared}: in {first:#?} and {second:#?}"
+        );
+    }
+    twice
+}
+
+#[test]
+fn crates_with_other_features_are_compiled_twice() {
+    let list = |lines: &[&str]| lines.iter().map(|line| (*line).to_owned()).collect();
+    let both = ["rustix v1 [fs]", "zerocopy v0.8.63 [derive]"];
+    let first: BTreeSet<String> = list(&[&both[..], &["libc v1 [std]", "syn v2 []"]].concat());
+    let second: BTreeSet<String> = list(&[&both[..], &["libc v1 []"]].concat());
+    assert_eq!(compiled_twice(&first, &second), ["libc v1 [std]"]);
+}
+
 /// The CPU engine is the largest part of the plugin and of `vgpu`. Both are built in one target
 /// folder, and cargo compiles the engine once only if all crates below the engine have the same
 /// features in both builds.
 #[test]
 fn cpu_engine_is_compiled_once_for_plugin_and_command() {
-    let edges = ["--edges", "normal,build"];
-    let with_features = ["--edges", "normal,build", "--format", "{p} [{f}]"];
-    let below = tree_with("vgpu-cpu", &edges);
-    let below = |package: &str| -> BTreeSet<String> {
-        tree_with(package, &with_features)
-            .into_iter()
-            .filter(|line| below.contains(line.split(" [").next().unwrap_or_default()))
-            .collect()
-    };
-    let (plugin, command) = (below("ggml-vgpu"), below("vgpu"));
-    let only_plugin: Vec<&String> = plugin.difference(&command).collect();
-    assert!(
-        only_plugin.is_empty(),
-        "with other features than in vgpu: {only_plugin:#?}; in vgpu: {:#?}",
-        command.difference(&plugin).collect::<Vec<_>>()
-    );
-    // Read wrongly, the lists would hold nothing that differs either.
-    for name in ["libc v", "vgpu-cpu v", "vgpu-transport v"] {
-        assert!(
-            plugin.iter().any(|line| line.starts_with(name)),
-            "{plugin:#?}"
-        );
-    }
+    let engine = tree_with(&["--package", "vgpu-cpu", "--edges", "normal,build"]);
+    let below: BTreeSet<String> = units(&["--package", "ggml-vgpu"])
+        .into_iter()
+        .filter(|line| engine.contains(line.split(" [").next().unwrap_or_default()))
+        .collect();
+    let command = units(&["--package", "vgpu"]);
+    let twice = compiled_twice(&below, &command);
+    assert!(twice.is_empty(), "{twice:#?}");
+}
+
+/// A newcomer waits for both.
+#[test]
+fn demo_shares_crates_with_xtask() {
+    // As `xtask_common::dist::build_for_demo` builds them.
+    let demo = [
+        "--package",
+        "ggml-vgpu",
+        "--package",
+        "vgpu",
+        "--no-default-features",
+        "--features",
+        "vgpu/avx2",
+    ];
+    let twice = compiled_twice(&units(&["--package", "xtask"]), &units(&demo));
+    assert!(twice.is_empty(), "{twice:#?}");
 }
 
 #[test]

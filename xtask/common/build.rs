@@ -1,0 +1,2 @@
+//! Does nothing: cargo regards build dependencies only of a package with a build script.
+fn main() {}
