@@ -29,6 +29,10 @@ const CLIENT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Longest command in bytes.
 const MAX_COMMAND: u64 = 64;
 
+/// Most bytes of an answer that are read: a worker that a guest has taken over may send any number.
+/// A snapshot has less than 4 KiB for each guest and session.
+const MAX_ANSWER: u64 = 64 << 20;
+
 /// Clients that are answered at once. Further clients are disconnected.
 const MAX_CLIENTS: usize = 16;
 
@@ -148,7 +152,12 @@ fn ask<T: for<'de> Deserialize<'de>>(
     socket.set_write_timeout(Some(CLIENT_TIMEOUT))?;
     socket.write_all(format!("{command}\n").as_bytes())?;
     let mut answer = String::new();
-    socket.read_to_string(&mut answer)?;
+    (&socket).take(MAX_ANSWER + 1).read_to_string(&mut answer)?;
+    if answer.len() as u64 > MAX_ANSWER {
+        return Err(io::Error::other(format!(
+            "an answer of more than {MAX_ANSWER} bytes"
+        )));
+    }
     serde_json::from_str(&answer).map_err(|error| {
         io::Error::other(format!(
             "invalid answer ({error}): is the executor a vgpu of another version?"

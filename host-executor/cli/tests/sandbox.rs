@@ -4,13 +4,13 @@
 mod common;
 mod served;
 
-use std::io;
+use std::io::{self, Read as _, Write as _};
 use std::process::Command;
 
 use common::{Guest, Host, add, bytes, cpu};
 use rustix::process::Signal;
 use served::{Scratch, Serve};
-use vgpu_executor::sandbox::{self, Profile};
+use vgpu_executor::sandbox::{self, FileIsolation, Profile, Role};
 use vgpu_transport::wire::GraphId;
 
 /// Set in the process that enters the sandbox: a test runs itself again, since a process cannot
@@ -69,7 +69,7 @@ fn forbidden_calls_fail_and_guests_are_served() {
     let host = Host::new(cpu());
     let mut before = host.guest();
     compute(&mut before);
-    let sandbox = sandbox::enter(profile).expect("a sandbox");
+    let sandbox = sandbox::enter(profile, Role::Server).expect("a sandbox");
     println!("{sandbox}");
 
     assert_refused("execve", call(libc::SYS_execve, [0, 0, 0]));
@@ -116,6 +116,30 @@ fn forbidden_calls_fail_and_guests_are_served() {
             "kill",
             call(libc::SYS_kill, [u64::from(std::process::id()), 0, 0]),
         );
+        // A pointer whose low half is zero is not null.
+        let limit = u64::from(libc::RLIMIT_NOFILE);
+        assert_refused("prlimit", call(libc::SYS_prlimit64, [0, limit, 1 << 32]));
+        let parent = u64::from(std::os::unix::process::parent_id());
+        for (what, number, arguments) in [
+            (
+                "prlimit of another",
+                libc::SYS_prlimit64,
+                [parent, limit, 0],
+            ),
+            (
+                "setpriority of another",
+                libc::SYS_setpriority,
+                [0, parent, 5],
+            ),
+            ("setpriority of a user", libc::SYS_setpriority, [2, 0, 5]),
+            (
+                "sched_setaffinity of another",
+                libc::SYS_sched_setaffinity,
+                [parent, 0, 0],
+            ),
+        ] {
+            assert_refused(what, call(number, arguments));
+        }
     }
     // The calls were made in this thread; the filter applies to all threads.
     std::thread::spawn(|| assert_refused("in a new thread", call(libc::SYS_execve, [0, 0, 0])))
@@ -125,6 +149,85 @@ fn forbidden_calls_fail_and_guests_are_served() {
     compute(&mut before);
     compute(&mut host.guest());
     assert_all_threads_sandboxed(std::process::id());
+}
+
+#[test]
+fn worker_reaches_no_file_socket_or_other_process() {
+    let profile = match std::env::var(INSIDE).as_deref() {
+        Err(_) => {
+            run_inside("worker_reaches_no_file_socket_or_other_process", "cpu");
+            return;
+        }
+        Ok(_) => Profile::Cpu,
+    };
+    let parent = std::os::unix::process::parent_id();
+    let memory_of_parent = || std::fs::File::open(format!("/proc/{parent}/mem"));
+    let file = || std::fs::read("/etc/passwd");
+    let (sent, mut received) = std::os::unix::net::UnixStream::pair().expect("a pair");
+    assert!(
+        memory_of_parent().is_ok() && file().is_ok(),
+        "reachable before"
+    );
+
+    // The harness has started this thread before: the rules hold for it and for its children.
+    let isolation = sandbox::isolate_files().expect("rules");
+    if isolation == FileIsolation::None {
+        println!("skipped: {isolation}");
+        return;
+    }
+    // Threads that start now are those of a worker.
+    std::thread::spawn(move || {
+        let host = Host::new(cpu());
+        let mut guest = host.guest();
+        compute(&mut guest);
+        sandbox::enter(profile, Role::Worker).expect("a sandbox");
+        for (what, outcome) in [
+            ("the memory of another process", memory_of_parent().err()),
+            ("a file", file().err()),
+            (
+                "a new file",
+                std::fs::write("/tmp/vgpu-worker-test", b"x").err(),
+            ),
+        ] {
+            let error = outcome.unwrap_or_else(|| panic!("{what} can be reached"));
+            assert_eq!(
+                error.kind(),
+                io::ErrorKind::PermissionDenied,
+                "{what}: {error}"
+            );
+        }
+        for family in [libc::AF_UNIX, libc::AF_INET, libc::AF_VSOCK] {
+            let stream = libc::SOCK_STREAM as u64;
+            assert_refused(
+                "a socket",
+                call(libc::SYS_socket, [family as u64, stream, 0]),
+            );
+        }
+        assert_refused("connect", call(libc::SYS_connect, [0, 0, 0]));
+        assert_refused("accept", call(libc::SYS_accept4, [0, 0, 0]));
+        // What a worker needs: the machine's memory, its open connections, and to compute.
+        assert!(std::fs::read_to_string("/proc/meminfo").is_ok());
+        assert!(std::fs::read_to_string("/proc/self/cgroup").is_ok());
+        (&sent)
+            .write_all(b"still open")
+            .expect("an open connection");
+        compute(&mut guest);
+        assert!(
+            !is_dumpable(),
+            "other processes of the user can read this one"
+        );
+    })
+    .join()
+    .expect("the worker's thread");
+    let mut text = [0; 10];
+    received.read_exact(&mut text).expect("what was sent");
+    assert_eq!(&text, b"still open");
+}
+
+/// Whether other processes of the user can read this process.
+fn is_dumpable() -> bool {
+    // SAFETY: PR_GET_DUMPABLE takes no arguments.
+    unsafe { libc::prctl(libc::PR_GET_DUMPABLE, 0, 0, 0, 0) != 0 }
 }
 
 /// Checks in /proc that no thread has capabilities or can get any, and that each is filtered.
@@ -167,7 +270,7 @@ fn vgpu_serve_is_sandboxed_by_default() {
     let (status, log) = serve.wait();
     assert_eq!(status.code(), Some(0), "{log}");
     assert!(
-        log.contains("sandboxed: no new privileges, no capabilities"),
+        log.contains("sandboxed: not dumpable, no new privileges, no capabilities"),
         "{log}"
     );
     assert!(!socket.exists(), "the socket is left behind");

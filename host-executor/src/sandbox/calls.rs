@@ -8,18 +8,18 @@ use seccompiler::{
     SeccompFilter, SeccompRule,
 };
 
-use super::profile::{FilterError, Profile, SandboxError};
+use super::profile::{FilterError, Profile, Role, SandboxError};
 
 /// Conditions on the arguments of a call: the rule matches if one of them holds. Empty: the rule
 /// always matches.
 type Rules = BTreeMap<c_long, Vec<SeccompRule>>;
 
-/// Installs the filters of `profile` for all threads of the process.
-pub(super) fn filter(profile: Profile) -> Result<(), SandboxError> {
+/// Installs the filters for all threads of the process.
+pub(super) fn filter(profile: Profile, role: Role) -> Result<(), SandboxError> {
     let refuse = SeccompAction::Errno(libc::EPERM as u32);
     let (rules, listed, others) = match profile {
-        Profile::Cpu => (allowed()?, SeccompAction::Allow, refuse),
-        Profile::Driver => (refused()?, refuse, SeccompAction::Allow),
+        Profile::Cpu => (allowed(role)?, SeccompAction::Allow, refuse),
+        Profile::Driver => (refused(role)?, refuse, SeccompAction::Allow),
     };
     // The flags of `clone3` are in memory, which a filter cannot read. The C library falls back to
     // `clone`, if `clone3` is not implemented.
@@ -56,11 +56,27 @@ const IOCTLS: [u64; 6] = [
     0x7b9, // IOCTL_VM_SOCKETS_GET_LOCAL_CID
 ];
 
-/// The requests of `prctl` that are used: names of threads, and names of memory by the C library.
-const PRCTLS: [i32; 3] = [libc::PR_SET_NAME, libc::PR_GET_NAME, libc::PR_SET_VMA];
+/// The requests of `prctl` that are used: names of threads, names of memory by the C library, and
+/// whether the process is dumpable.
+const PRCTLS: [i32; 4] = [
+    libc::PR_SET_NAME,
+    libc::PR_GET_NAME,
+    libc::PR_SET_VMA,
+    libc::PR_GET_DUMPABLE,
+];
+
+/// The system calls that reach a process outside through a new socket. A worker makes none.
+const CONNECTING: [c_long; 6] = [
+    libc::SYS_socket,
+    libc::SYS_connect,
+    libc::SYS_bind,
+    libc::SYS_listen,
+    libc::SYS_accept,
+    libc::SYS_accept4,
+];
 
 /// The system calls of an executor with the CPU engine.
-fn allowed() -> Result<Rules, SandboxError> {
+fn allowed(role: Role) -> Result<Rules, SandboxError> {
     let plain = [
         // Memory.
         libc::SYS_munmap,
@@ -87,10 +103,8 @@ fn allowed() -> Result<Rules, SandboxError> {
         libc::SYS_getppid,
         libc::SYS_sched_yield,
         libc::SYS_sched_getaffinity,
-        libc::SYS_sched_setaffinity,
         libc::SYS_getcpu,
         libc::SYS_getpriority,
-        libc::SYS_setpriority,
         libc::SYS_restart_syscall,
         libc::SYS_rt_sigaction,
         libc::SYS_rt_sigprocmask,
@@ -220,8 +234,16 @@ fn allowed() -> Result<Rules, SandboxError> {
     // Signals to this process, such as those of `abort`.
     let own = equals(0, u64::from(std::process::id()))?;
     rules.insert(libc::SYS_tgkill, vec![rule([own])?]);
-    // Resource limits of this process can be read.
-    rules.insert(libc::SYS_prlimit64, vec![rule([equals(2, 0)?])?]);
+    // Resource limits of this process can be read: no new limit, which is a pointer.
+    rules.insert(libc::SYS_prlimit64, vec![rule([equals(0, 0)?, null(2)?])?]);
+    // The processors of the calling thread.
+    rules.insert(libc::SYS_sched_setaffinity, vec![rule([equals(0, 0)?])?]);
+    // The priority of the calling thread.
+    let which = libc::PRIO_PROCESS as u64;
+    rules.insert(
+        libc::SYS_setpriority,
+        vec![rule([equals(0, which)?, equals(1, 0)?])?],
+    );
     let one_of = |values: &[u64], argument| {
         values
             .iter()
@@ -236,12 +258,17 @@ fn allowed() -> Result<Rules, SandboxError> {
         libc::SYS_prctl,
         one_of(&PRCTLS.map(|option| option as u64), 0)?,
     );
+    if role == Role::Worker {
+        for call in CONNECTING {
+            rules.remove(&call);
+        }
+    }
     Ok(rules)
 }
 
 /// The system calls that affect something outside this process, and that no driver uses once it is
 /// loaded.
-fn refused() -> Result<Rules, SandboxError> {
+fn refused(role: Role) -> Result<Rules, SandboxError> {
     let plain = [
         libc::SYS_execve,
         libc::SYS_execveat,
@@ -321,6 +348,11 @@ fn refused() -> Result<Rules, SandboxError> {
         libc::SYS_socket,
         vec![SeccompRule::new(other_families).map_err(failed)?],
     );
+    if role == Role::Worker {
+        for call in CONNECTING {
+            rules.insert(call, Vec::new());
+        }
+    }
     Ok(rules)
 }
 
@@ -334,7 +366,7 @@ fn rule<const N: usize>(conditions: [SeccompCondition; N]) -> Result<SeccompRule
     SeccompRule::new(conditions.to_vec()).map_err(failed)
 }
 
-/// A mask of all bits of an argument. The kernel reads more than the 32 bits that are in use today.
+/// A condition on an argument of which the kernel reads 32 bits.
 fn condition(
     argument: u8,
     how: SeccompCmpOp,
@@ -347,6 +379,13 @@ fn equals(argument: u8, value: u64) -> Result<SeccompCondition, SandboxError> {
     condition(argument, SeccompCmpOp::Eq, value)
 }
 
+/// A pointer argument that is null, in all of its bits.
+fn null(argument: u8) -> Result<SeccompCondition, SandboxError> {
+    SeccompCondition::new(argument, SeccompCmpArgLen::Qword, SeccompCmpOp::Eq, 0).map_err(failed)
+}
+
+/// A condition on some bits of an argument that is as long as a pointer.
 fn masked(argument: u8, mask: u64, value: u64) -> Result<SeccompCondition, SandboxError> {
-    condition(argument, SeccompCmpOp::MaskedEq(mask), value)
+    let how = SeccompCmpOp::MaskedEq(mask);
+    SeccompCondition::new(argument, SeccompCmpArgLen::Qword, how, value).map_err(failed)
 }

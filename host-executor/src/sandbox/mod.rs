@@ -13,14 +13,22 @@
 //! or BPF programs, or create io_urings or keys. A forbidden system call fails with EPERM and does
 //! not end the process: if a library begins to use another call, guests lose a feature and keep
 //! their sessions.
+//!
+//! A process is also not dumpable: other processes of its user can read neither its memory nor its
+//! descriptors. A worker, which has the connections of one guest only, opens no socket, and Landlock
+//! leaves it no file but those of [`isolate_files`].
 
 mod calls;
 mod capabilities;
+mod files;
 mod profile;
 
 use std::fmt;
 
-pub use profile::{FilterError, Profile, SandboxError};
+use rustix::process::DumpableBehavior;
+
+pub use files::{FileIsolation, isolate_files};
+pub use profile::{FilterError, Profile, Role, SandboxError};
 
 /// The restrictions that are in force.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,17 +42,19 @@ pub struct Sandbox {
 ///
 /// # Errors
 /// [`SandboxError`] names the step that failed. The process may have lost some rights by then.
-pub fn enter(profile: Profile) -> Result<Sandbox, SandboxError> {
+pub fn enter(profile: Profile, role: Role) -> Result<Sandbox, SandboxError> {
     rustix::thread::set_no_new_privs(true).map_err(SandboxError::Privileges)?;
+    rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable)
+        .map_err(SandboxError::Dumpable)?;
     let threads = capabilities::drop_everywhere()?;
     // Installing the filter sets `no_new_privs` on all other threads, too.
-    calls::filter(profile)?;
+    calls::filter(profile, role)?;
     Ok(Sandbox { profile, threads })
 }
 
 impl fmt::Display for Sandbox {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "no new privileges, ")?;
+        write!(f, "not dumpable, no new privileges, ")?;
         match self.threads {
             0 => write!(f, "no capabilities (there were none), ")?,
             threads => write!(f, "no capabilities (dropped by {threads} threads), ")?,

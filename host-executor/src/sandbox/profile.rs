@@ -14,12 +14,25 @@ pub enum Profile {
     Driver,
 }
 
+/// What the process does for guests.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Role {
+    /// Listens for guests, and reloads its configuration.
+    Server,
+    /// Serves guests whose connections another process hands over.
+    Worker,
+}
+
 /// Why the sandbox cannot be entered.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // the messages name every field
 pub enum SandboxError {
     #[error("capabilities cannot be dropped: {0}")]
     Privileges(Errno),
+    #[error("other processes of this user cannot be kept out: {0}")]
+    Dumpable(Errno),
+    #[error("the files of this user cannot be closed off: {0}")]
+    Files(#[from] landlock::RulesetError),
     #[error("the threads of this process cannot be listed: {0}")]
     Threads(io::Error),
     #[error("thread {name} ({tid}) keeps its capabilities: it does not handle signals")]

@@ -3,7 +3,7 @@
 use anyhow::Context as _;
 use tracing::{info, warn};
 use vgpu_engine::Engine;
-use vgpu_executor::sandbox::{self, Profile};
+use vgpu_executor::sandbox::{self, Profile, Role};
 
 use super::trim_pages::Scope;
 
@@ -24,13 +24,13 @@ pub(super) fn trim_scope(engine: &dyn Engine) -> Scope {
 }
 
 /// Enters the sandbox, unless the operator has disabled it.
-pub(super) fn enter(engine: &dyn Engine, is_disabled: bool) -> anyhow::Result<()> {
+pub(super) fn enter(engine: &dyn Engine, role: Role, is_disabled: bool) -> anyhow::Result<()> {
     if is_disabled {
         warn!("no sandbox: --no-sandbox");
         return Ok(());
     }
-    let sandbox =
-        sandbox::enter(profile(engine)).context("no sandbox; --no-sandbox starts without one")?;
+    let sandbox = sandbox::enter(profile(engine), role)
+        .context("no sandbox; --no-sandbox starts without one")?;
     info!("sandboxed: {sandbox}");
     Ok(())
 }

@@ -6,6 +6,7 @@ use std::sync::mpsc::{Receiver, Sender};
 use anyhow::Context as _;
 use tracing::info;
 use vgpu_executor::config::Settings;
+use vgpu_executor::sandbox::Role;
 use vgpu_executor::{Limits, Server, WeightStore, engine, service};
 
 use super::args::Args;
@@ -58,8 +59,9 @@ pub(super) fn run(
         );
     }
     let _files = observe::start(&settings, &server.status_handle(), sender)?;
+    // No guest is accepted before this.
+    sandboxing::enter(engine.as_ref(), Role::Server, args.no_sandbox)?;
     listeners.switch(&mut server, &settings, prepared)?;
-    sandboxing::enter(engine.as_ref(), args.no_sandbox)?;
     announce(&listeners.addresses());
     service::ready();
     trim_pages::trim(sandboxing::trim_scope(engine.as_ref()));

@@ -6,8 +6,10 @@ use std::sync::mpsc;
 
 use anyhow::Context as _;
 use clap::Parser;
+use tracing::info;
 use vgpu_executor::config::{LogFormat, Settings};
 use vgpu_executor::engine::{self, EngineKind};
+use vgpu_executor::sandbox::{self, Role};
 use vgpu_executor::{Limits, Server, StopFlag, WeightStore, isolate, size};
 use vgpu_transport::link::stream::tls::Certificates;
 
@@ -51,10 +53,14 @@ pub(crate) fn run_worker(args: WorkerArgs) -> anyhow::Result<()> {
         log_format,
         ..Settings::default()
     })?;
+    let certificates = certificates(args.certs.as_ref())?;
+    // Before any other thread starts, which would keep its files.
+    if !args.no_sandbox && args.engine == EngineKind::Cpu {
+        info!("files: {}", sandbox::isolate_files()?);
+    }
     let (sender, events) = mpsc::channel();
     catch_signals(sender)?;
     let socket = isolate::take_socket().context("standard input is not a socket")?;
-    let certificates = certificates(args.certs.as_ref())?;
     let engine = engine::start(args.engine, args.threads.into(), args.memory)?;
     let limits = Limits {
         share: !args.no_shared_buffers,
@@ -64,7 +70,7 @@ pub(crate) fn run_worker(args: WorkerArgs) -> anyhow::Result<()> {
     let server = Server::new(Arc::clone(&engine), limits, usize::MAX);
     let weights = WeightStore::new(args.share_weights.into(), None).context("weights")?;
     server.share_weights(weights);
-    sandboxing::enter(engine.as_ref(), args.no_sandbox)?;
+    sandboxing::enter(engine.as_ref(), Role::Worker, args.no_sandbox)?;
     trim_pages::trim(sandboxing::trim_scope(engine.as_ref()));
     let stop = StopFlag::new();
     let flag = stop.clone();
