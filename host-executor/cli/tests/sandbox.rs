@@ -161,7 +161,7 @@ fn worker_reaches_no_file_socket_or_other_process() {
         Ok(_) => Profile::Cpu,
     };
     let parent = std::os::unix::process::parent_id();
-    let memory_of_parent = || std::fs::File::open(format!("/proc/{parent}/mem"));
+    let memory_of_parent = move || std::fs::File::open(format!("/proc/{parent}/mem"));
     let file = || std::fs::read("/etc/passwd");
     let (sent, mut received) = std::os::unix::net::UnixStream::pair().expect("a pair");
     assert!(
