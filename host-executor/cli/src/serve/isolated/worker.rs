@@ -55,8 +55,11 @@ pub(crate) fn run_worker(args: WorkerArgs) -> anyhow::Result<()> {
     })?;
     let certificates = certificates(args.certs.as_ref())?;
     // Before any other thread starts, which would keep its files.
-    if !args.no_sandbox && args.engine == EngineKind::Cpu {
-        info!("files: {}", sandbox::isolate_files()?);
+    match args.engine {
+        _ if args.no_sandbox => {}
+        EngineKind::Cpu => info!("files: {}", sandbox::isolate_files()?),
+        // A driver opens files and devices, even if `auto` chooses the CPU engine in the end.
+        EngineKind::Cuda(_) | EngineKind::Auto => info!("files: all of the user, for the driver"),
     }
     let (sender, events) = mpsc::channel();
     catch_signals(sender)?;
