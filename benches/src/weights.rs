@@ -17,7 +17,7 @@ use crate::driver::{Driver, Guest};
 use crate::table::Row;
 use xtask_common::cache::Cache;
 use xtask_common::dist::Dist;
-use xtask_common::executor::Executor;
+use xtask_common::executor::{self, Executor};
 use xtask_common::median::median;
 use xtask_common::progress::{Step, heading};
 use xtask_common::scratch::Scratch;
@@ -130,7 +130,8 @@ impl Setting {
     fn executor(&self, name: &str, arguments: &[&str]) -> Result<Executor> {
         let socket = self.scratch.path().join(format!("{name}.sock"));
         let log = self.folder.join(format!("weights-{name}.log"));
-        Executor::start_with(&self.dist, &socket, self.threads, &log, arguments)
+        let arguments = [arguments, executor::inspected()].concat();
+        Executor::start_with(&self.dist, &socket, self.threads, &log, &arguments)
     }
 
     /// Starts a guest. Its cache of file hashes is in the folder of this name.

@@ -12,7 +12,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use tracing::{debug, error};
@@ -29,9 +29,13 @@ const CLIENT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Longest command in bytes.
 const MAX_COMMAND: u64 = 64;
 
-/// Most bytes of an answer that are read: a worker that a guest has taken over may send any number.
-/// A snapshot has less than 4 KiB for each guest and session.
-const MAX_ANSWER: u64 = 64 << 20;
+/// Most bytes of an answer that `vgpu ps` reads. A snapshot has less than 4 KiB for each guest and
+/// session.
+const MAX_ANSWER: usize = 64 << 20;
+
+/// Most bytes of a report that a supervisor reads: the process of a virtual machine that a guest has
+/// taken over may send any number. It has one guest and at most 7 sessions.
+const MAX_REPORT: usize = 256 << 10;
 
 /// Clients that are answered at once. Further clients are disconnected.
 const MAX_CLIENTS: usize = 16;
@@ -126,12 +130,12 @@ fn answer(client: UnixStream, status: &StatusHandle, reload: &Reload) -> io::Res
 /// # Errors
 /// Nothing listens at `path`, this user may not connect, or the answer is not one.
 pub fn status(path: &Path) -> io::Result<Status> {
-    ask(path, "status", ANSWER_TIMEOUT)
+    ask(path, "status", ANSWER_TIMEOUT, MAX_ANSWER)
 }
 
 /// Asks an executor that this process has started for its complete report.
 pub(crate) fn report(path: &Path, timeout: Duration) -> io::Result<Report> {
-    ask(path, "report", timeout)
+    ask(path, "report", timeout, MAX_REPORT)
 }
 
 /// Makes the executor at `path` reload its configuration.
@@ -139,28 +143,77 @@ pub(crate) fn report(path: &Path, timeout: Duration) -> io::Result<Report> {
 /// # Errors
 /// As [`status`]. A configuration with a mistake is no error here: see [`ReloadOutcome::ok`].
 pub fn reload(path: &Path) -> io::Result<ReloadOutcome> {
-    ask(path, "reload", ANSWER_TIMEOUT)
+    ask(path, "reload", ANSWER_TIMEOUT, MAX_ANSWER)
+}
+
+/// Reads up to the end of the stream, of a peer that may send forever.
+///
+/// # Errors
+/// The answer is not complete at `deadline`, is longer than `limit` bytes, or the socket fails.
+fn read_answer(mut socket: &UnixStream, deadline: Instant, limit: usize) -> io::Result<Vec<u8>> {
+    let mut answer = Vec::new();
+    let mut part = [0; 16 << 10];
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(io::Error::new(
+                io::ErrorKind::TimedOut,
+                format!("no complete answer in time, {} bytes so far", answer.len()),
+            ));
+        }
+        socket.set_read_timeout(Some(left))?;
+        match socket.read(&mut part)? {
+            0 => return Ok(answer),
+            count => answer.extend_from_slice(&part[..count]),
+        }
+        if answer.len() > limit {
+            return Err(io::Error::other(format!(
+                "an answer of more than {limit} bytes"
+            )));
+        }
+    }
 }
 
 fn ask<T: for<'de> Deserialize<'de>>(
     path: &Path,
     command: &str,
     timeout: Duration,
+    limit: usize,
 ) -> io::Result<T> {
     let mut socket = UnixStream::connect(path)?;
-    socket.set_read_timeout(Some(timeout))?;
     socket.set_write_timeout(Some(CLIENT_TIMEOUT))?;
     socket.write_all(format!("{command}\n").as_bytes())?;
-    let mut answer = String::new();
-    (&socket).take(MAX_ANSWER + 1).read_to_string(&mut answer)?;
-    if answer.len() as u64 > MAX_ANSWER {
-        return Err(io::Error::other(format!(
-            "an answer of more than {MAX_ANSWER} bytes"
-        )));
-    }
-    serde_json::from_str(&answer).map_err(|error| {
+    let answer = read_answer(&socket, Instant::now() + timeout, limit)?;
+    serde_json::from_slice(&answer).map_err(|error| {
         io::Error::other(format!(
             "invalid answer ({error}): is the executor a vgpu of another version?"
         ))
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn answer_that_is_too_long_or_never_ends_is_refused() {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        let later = || Instant::now() + Duration::from_secs(60);
+        theirs.write_all(&[b'x'; 100]).unwrap();
+        let error = read_answer(&ours, later(), 99).unwrap_err();
+        assert!(error.to_string().contains("more than 99 bytes"), "{error}");
+
+        // A byte now and then does not extend the time.
+        let slow = thread::spawn(move || while theirs.write_all(b"x").is_ok() {});
+        let soon = Instant::now() + Duration::from_millis(100);
+        let error = read_answer(&ours, soon, usize::MAX).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut, "{error}");
+        drop(ours);
+        slow.join().unwrap();
+
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        theirs.write_all(b"{}").unwrap();
+        drop(theirs);
+        assert_eq!(read_answer(&ours, later(), 2).unwrap(), b"{}");
+    }
 }

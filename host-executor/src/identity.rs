@@ -7,16 +7,8 @@
 use std::fmt;
 use std::str::FromStr;
 
+use der::{AnyRef, Decode as _, Reader as _, SliceReader, Tag, TagNumber, Tagged as _};
 use serde::{Deserialize, Serialize};
-use x509_cert::Certificate;
-use x509_cert::attr::{AttributeTypeAndValue, AttributeValue};
-use x509_cert::der::oid::ObjectIdentifier;
-use x509_cert::der::{Decode as _, Tag, Tagged as _};
-use x509_cert::ext::pkix::SubjectAltName;
-use x509_cert::ext::pkix::name::GeneralName;
-
-/// `id-at-commonName` of RFC 5280, appendix A.1.
-const COMMON_NAME: ObjectIdentifier = ObjectIdentifier::new_unwrap("2.5.4.3");
 
 /// Bytes of a SHA-256 digest.
 const DIGEST: usize = 32;
@@ -27,6 +19,11 @@ const SHA256: &str = "sha256:";
 /// Most names of a certificate that are read, and most characters of each.
 const MAX_NAMES: usize = 64;
 const MAX_CHARS: usize = 253;
+
+/// The contents of the object identifiers `id-at-commonName` and `id-ce-subjectAltName` (RFC 5280,
+/// appendix A): 2.5.4.3 and 2.5.29.17.
+const COMMON_NAME: &[u8] = &[0x55, 0x04, 0x03];
+const ALTERNATIVE_NAME: &[u8] = &[0x55, 0x1d, 0x11];
 
 /// The identity in a certificate.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -51,22 +48,19 @@ impl Identity {
 }
 
 fn names(certificate: &[u8]) -> Vec<String> {
-    let Ok(certificate) = Certificate::from_der(certificate) else {
+    let Some((subject, extensions)) = subject_and_extensions(certificate) else {
         return Vec::new();
     };
-    let certificate = certificate.tbs_certificate();
-    let is_common = |attribute: &&AttributeTypeAndValue| attribute.oid == COMMON_NAME;
-    let common = certificate.subject().iter().filter(is_common);
-    let common = common.filter_map(|name| text(&name.value));
-    let alternative = certificate.get_extension::<SubjectAltName>().ok().flatten();
-    let alternative = alternative.as_ref().map(|(_, names)| names.0.as_slice());
-    let alternative = alternative
-        .into_iter()
-        .flatten()
-        .filter_map(|name| match name {
-            GeneralName::DnsName(name) => Some(name.as_str()),
-            _ => None,
-        });
+    let common = elements(subject)
+        .flat_map(|set| elements(set.value()))
+        .filter_map(|attribute| value_of(attribute, COMMON_NAME))
+        .filter_map(text);
+    let alternative = elements(extensions)
+        .filter_map(|extension| value_of(extension, ALTERNATIVE_NAME))
+        .filter_map(|value| AnyRef::from_der(value.value()).ok())
+        .flat_map(|names| elements(names.value()))
+        .filter(|name| is_context(name.tag(), 2)) // a dNSName
+        .filter_map(|name| std::str::from_utf8(name.value()).ok());
     let is_sound = |name: &&str| {
         name.len() <= MAX_CHARS && !name.is_empty() && !name.chars().any(char::is_control)
     };
@@ -80,8 +74,47 @@ fn names(certificate: &[u8]) -> Vec<String> {
     names
 }
 
-/// The text of an attribute, if the attribute has one of the types of text whose bytes are UTF-8.
-fn text(value: &AttributeValue) -> Option<&str> {
+/// The contents of the subject and of the list of extensions of a certificate in DER (RFC 5280,
+/// section 4.1). Only these fields are decoded: whatever else TLS has accepted is accepted here.
+fn subject_and_extensions(certificate: &[u8]) -> Option<(&[u8], &[u8])> {
+    let certificate = AnyRef::from_der(certificate).ok()?;
+    let to_be_signed = elements(certificate.value()).next()?;
+    let mut fields = elements(to_be_signed.value()).peekable();
+    fields.next_if(|version| is_context(version.tag(), 0));
+    // The serial number, the algorithm, the issuer and the validity are before the subject.
+    let subject = fields.nth(4)?;
+    let extensions = fields.find(|field| is_context(field.tag(), 3));
+    let extensions = extensions.and_then(|field| elements(field.value()).next());
+    Some((
+        subject.value(),
+        extensions.map_or(&[][..], |list| list.value()),
+    ))
+}
+
+/// The elements of a SEQUENCE or SET with these contents, up to the first that is not DER.
+fn elements(contents: &[u8]) -> impl Iterator<Item = AnyRef<'_>> {
+    let mut reader = SliceReader::new(contents).ok();
+    std::iter::from_fn(move || {
+        let reader = reader.as_mut().filter(|reader| !reader.is_finished())?;
+        AnyRef::decode(reader).ok()
+    })
+}
+
+/// The last element of a SEQUENCE that begins with this object identifier.
+fn value_of<'a>(sequence: AnyRef<'a>, identifier: &[u8]) -> Option<AnyRef<'a>> {
+    let mut parts = elements(sequence.value());
+    let found = parts.next()?;
+    let is_it = found.tag() == Tag::ObjectIdentifier && found.value() == identifier;
+    is_it.then(|| parts.last())?
+}
+
+/// Whether a tag is `[number]`.
+fn is_context(tag: Tag, number: u32) -> bool {
+    matches!(tag, Tag::ContextSpecific { number: found, .. } if found == TagNumber(number))
+}
+
+/// The text of a value, if the value has one of the types of text whose bytes are UTF-8.
+fn text(value: AnyRef<'_>) -> Option<&str> {
     let is_utf8 = matches!(
         value.tag(),
         Tag::Utf8String | Tag::PrintableString | Tag::Ia5String | Tag::NumericString
@@ -183,7 +216,7 @@ impl fmt::Display for CertificateRule {
 
 #[cfg(test)]
 mod tests {
-    use rcgen::{CertificateParams, DnType, KeyPair};
+    use rcgen::{CertificateParams, CustomExtension, DnType, DnValue, KeyPair, SanType};
 
     use super::*;
 
@@ -212,6 +245,37 @@ mod tests {
                 .parse()
                 .is_ok_and(|rule: CertificateRule| rule.fits(&identity));
             assert!(!fits, "{rule}");
+        }
+    }
+
+    #[test]
+    fn names_are_read_beside_whatever_else_a_certificate_has() {
+        let mut params = CertificateParams::new(vec!["desk.example".into()]).unwrap();
+        params.subject_alt_names.splice(
+            0..0,
+            [
+                SanType::IpAddress([10, 0, 0, 1].into()),
+                SanType::URI("spiffe://example/desk".try_into().unwrap()),
+            ],
+        );
+        // A name in UUIDs (2.25), and a long serial number.
+        let long = CustomExtension::from_oid_content(&[2, 25, u64::MAX >> 1], vec![5, 0]);
+        params.custom_extensions.push(long);
+        params.serial_number = Some(vec![0x7f; 40].into());
+        for text in ["Laptop", "Desk"] {
+            params.distinguished_name.push(
+                DnType::CustomDnType(vec![2, 5, 4, 3]),
+                DnValue::PrintableString(text.try_into().unwrap()),
+            );
+        }
+        let certificate = params.self_signed(&KeyPair::generate().unwrap()).unwrap();
+        let names = Identity::of(certificate.der()).names;
+        assert!(names.contains(&"desk.example".into()), "{names:?}");
+        assert!(names.contains(&"Desk".into()), "{names:?}");
+        // Cut off anywhere, a certificate has no names that the whole one does not have.
+        for len in 0..certificate.der().len() {
+            let cut = Identity::of(&certificate.der()[..len]).names;
+            assert!(cut.iter().all(|name| names.contains(name)), "{cut:?}");
         }
     }
 

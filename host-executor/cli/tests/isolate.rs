@@ -182,6 +182,11 @@ fn each_guest_has_its_partition_and_partitions_limit_the_guests() {
     serve.signal(Signal::TERM);
     let (status, log) = serve.wait();
     assert_eq!(status.code(), Some(0), "{log}");
+    for said in ["files: ", "not dumpable"] {
+        assert!(log.contains(said), "{said:?} is not in {log}");
+    }
+    let keeps_files = log.contains("files: all files of the user");
+    assert!(!keeps_files || std::env::var_os("CI").is_none(), "{log}");
 }
 
 #[test]

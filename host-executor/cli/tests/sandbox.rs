@@ -4,7 +4,9 @@
 mod common;
 mod served;
 
+use std::fs;
 use std::io::{self, Read as _, Write as _};
+use std::os::unix::fs::PermissionsExt as _;
 use std::process::Command;
 
 use common::{Guest, Host, add, bytes, cpu};
@@ -16,6 +18,9 @@ use vgpu_transport::wire::GraphId;
 /// Set in the process that enters the sandbox: a test runs itself again, since a process cannot
 /// leave the sandbox.
 const INSIDE: &str = "VGPU_TEST_SANDBOX";
+
+/// The folder of the files that a worker is to reach no longer.
+const FILES_OF_WORKER: &str = "worker-files";
 
 /// Runs `test` of this file again, in a sandboxed process.
 fn run_inside(test: &str, profile: &str) {
@@ -116,6 +121,12 @@ fn forbidden_calls_fail_and_guests_are_served() {
             "kill",
             call(libc::SYS_kill, [u64::from(std::process::id()), 0, 0]),
         );
+        // Signals to another process, whenever a file can be read.
+        for request in [libc::F_SETOWN, 10, 15] {
+            let parent = u64::from(std::os::unix::process::parent_id());
+            let arguments = [0, request as u64, parent];
+            assert_refused("fcntl for signals", call(libc::SYS_fcntl, arguments));
+        }
         // A pointer whose low half is zero is not null.
         let limit = u64::from(libc::RLIMIT_NOFILE);
         assert_refused("prlimit", call(libc::SYS_prlimit64, [0, limit, 1 << 32]));
@@ -155,6 +166,9 @@ fn forbidden_calls_fail_and_guests_are_served() {
 fn worker_reaches_no_file_socket_or_other_process() {
     let profile = match std::env::var(INSIDE).as_deref() {
         Err(_) => {
+            // Here, because the process in the sandbox cannot remove it.
+            let scratch = Scratch::new(FILES_OF_WORKER);
+            fs::write(scratch.0.join("key"), "secret").expect("a file");
             run_inside("worker_reaches_no_file_socket_or_other_process", "cpu");
             return;
         }
@@ -163,15 +177,22 @@ fn worker_reaches_no_file_socket_or_other_process() {
     let parent = std::os::unix::process::parent_id();
     let memory_of_parent = move || std::fs::File::open(format!("/proc/{parent}/mem"));
     let file = || std::fs::read("/etc/passwd");
+    let folder = std::env::temp_dir().join(format!("vgpu-{FILES_OF_WORKER}-{parent}"));
+    let (key, new_file) = (folder.join("key"), folder.join("new"));
+    let change = move || fs::set_permissions(&key, fs::Permissions::from_mode(0o666));
+    let to_write = new_file.clone();
+    let write = move || fs::write(&to_write, "x");
     let (sent, mut received) = std::os::unix::net::UnixStream::pair().expect("a pair");
     assert!(
-        memory_of_parent().is_ok() && file().is_ok(),
+        memory_of_parent().is_ok() && file().is_ok() && write().is_ok() && change().is_ok(),
         "reachable before"
     );
+    fs::remove_file(&new_file).expect("a new file");
 
     // The harness has started this thread before: the rules hold for it and for its children.
     let isolation = sandbox::isolate_files().expect("rules");
     if isolation == FileIsolation::None {
+        assert!(std::env::var_os("CI").is_none(), "{isolation}");
         println!("skipped: {isolation}");
         return;
     }
@@ -184,10 +205,8 @@ fn worker_reaches_no_file_socket_or_other_process() {
         for (what, outcome) in [
             ("the memory of another process", memory_of_parent().err()),
             ("a file", file().err()),
-            (
-                "a new file",
-                std::fs::write("/tmp/vgpu-worker-test", b"x").err(),
-            ),
+            ("a new file", write().err()),
+            ("the permissions of a file", change().err()),
         ] {
             let error = outcome.unwrap_or_else(|| panic!("{what} can be reached"));
             assert_eq!(
@@ -203,6 +222,11 @@ fn worker_reaches_no_file_socket_or_other_process() {
                 call(libc::SYS_socket, [family as u64, stream, 0]),
             );
         }
+        let datagram = libc::SOCK_DGRAM as u64;
+        assert_refused(
+            "a pair of datagram sockets",
+            call(libc::SYS_socketpair, [libc::AF_UNIX as u64, datagram, 0]),
+        );
         assert_refused("connect", call(libc::SYS_connect, [0, 0, 0]));
         assert_refused("accept", call(libc::SYS_accept4, [0, 0, 0]));
         // What a worker needs: the machine's memory, its open connections, and to compute.
@@ -212,22 +236,12 @@ fn worker_reaches_no_file_socket_or_other_process() {
             .write_all(b"still open")
             .expect("an open connection");
         compute(&mut guest);
-        assert!(
-            !is_dumpable(),
-            "other processes of the user can read this one"
-        );
     })
     .join()
     .expect("the worker's thread");
     let mut text = [0; 10];
     received.read_exact(&mut text).expect("what was sent");
     assert_eq!(&text, b"still open");
-}
-
-/// Whether other processes of the user can read this process.
-fn is_dumpable() -> bool {
-    // SAFETY: PR_GET_DUMPABLE takes no arguments.
-    unsafe { libc::prctl(libc::PR_GET_DUMPABLE, 0, 0, 0, 0) != 0 }
 }
 
 /// Checks in /proc that no thread has capabilities or can get any, and that each is filtered.

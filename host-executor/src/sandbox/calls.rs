@@ -56,24 +56,58 @@ const IOCTLS: [u64; 6] = [
     0x7b9, // IOCTL_VM_SOCKETS_GET_LOCAL_CID
 ];
 
-/// The requests of `prctl` that are used: names of threads, names of memory by the C library, and
-/// whether the process is dumpable.
-const PRCTLS: [i32; 4] = [
-    libc::PR_SET_NAME,
-    libc::PR_GET_NAME,
-    libc::PR_SET_VMA,
-    libc::PR_GET_DUMPABLE,
-];
+/// The requests of `prctl` that are used: names of threads, and names of memory by the C library.
+const PRCTLS: [i32; 3] = [libc::PR_SET_NAME, libc::PR_GET_NAME, libc::PR_SET_VMA];
 
-/// The system calls that reach a process outside through a new socket. A worker makes none.
-const CONNECTING: [c_long; 6] = [
+/// The requests of `fcntl` that make the kernel send signals to other processes.
+const SIGNALLING: [i32; 3] = [libc::F_SETOWN, F_SETSIG, F_SETOWN_EX];
+const F_SETSIG: i32 = 10; // linux/fcntl.h
+const F_SETOWN_EX: i32 = 15;
+
+/// The system calls that reach a process outside through a new socket. A worker makes none. A pair
+/// of datagram sockets is among them: each can send to any address.
+const CONNECTING: [c_long; 7] = [
     libc::SYS_socket,
+    libc::SYS_socketpair,
     libc::SYS_connect,
     libc::SYS_bind,
     libc::SYS_listen,
     libc::SYS_accept,
     libc::SYS_accept4,
 ];
+
+/// The system calls on files that Landlock does not restrict, or that a worker has no file for.
+const ON_FILES: [c_long; 16] = [
+    libc::SYS_fchmod,
+    libc::SYS_fchmodat,
+    libc::SYS_utimensat,
+    libc::SYS_umask,
+    libc::SYS_flock,
+    libc::SYS_fsync,
+    libc::SYS_fdatasync,
+    libc::SYS_copy_file_range,
+    libc::SYS_renameat,
+    libc::SYS_renameat2,
+    libc::SYS_linkat,
+    libc::SYS_unlinkat,
+    libc::SYS_mkdirat,
+    libc::SYS_inotify_init1,
+    libc::SYS_inotify_add_watch,
+    libc::SYS_inotify_rm_watch,
+];
+
+/// Their older variants.
+#[cfg(target_arch = "x86_64")]
+const OLDER_ON_FILES: [c_long; 6] = [
+    libc::SYS_rename,
+    libc::SYS_link,
+    libc::SYS_unlink,
+    libc::SYS_mkdir,
+    libc::SYS_rmdir,
+    libc::SYS_chmod,
+];
+#[cfg(not(target_arch = "x86_64"))]
+const OLDER_ON_FILES: [c_long; 0] = [];
 
 /// The system calls of an executor with the CPU engine.
 fn allowed(role: Role) -> Result<Rules, SandboxError> {
@@ -140,7 +174,6 @@ fn allowed(role: Role) -> Result<Rules, SandboxError> {
         libc::SYS_readlinkat,
         libc::SYS_getdents64,
         libc::SYS_getcwd,
-        libc::SYS_fcntl,
         libc::SYS_ftruncate,
         libc::SYS_fallocate,
         libc::SYS_fadvise64,
@@ -253,14 +286,19 @@ fn allowed(role: Role) -> Result<Rules, SandboxError> {
     let families = FAMILIES.map(|family| family as u64);
     rules.insert(libc::SYS_socket, one_of(&families, 0)?);
     rules.insert(libc::SYS_socketpair, one_of(&families[..1], 0)?);
+    let no_signal = SIGNALLING.map(|request| condition(1, SeccompCmpOp::Ne, request as u64));
+    let no_signal = no_signal.into_iter().collect::<Result<Vec<_>, _>>()?;
+    let no_signal = SeccompRule::new(no_signal).map_err(failed)?;
+    rules.insert(libc::SYS_fcntl, vec![no_signal]);
     rules.insert(libc::SYS_ioctl, one_of(&IOCTLS, 1)?);
     rules.insert(
         libc::SYS_prctl,
         one_of(&PRCTLS.map(|option| option as u64), 0)?,
     );
     if role == Role::Worker {
-        for call in CONNECTING {
-            rules.remove(&call);
+        let calls = CONNECTING.iter().chain(&ON_FILES).chain(&OLDER_ON_FILES);
+        for call in calls {
+            rules.remove(call);
         }
     }
     Ok(rules)
@@ -276,6 +314,14 @@ fn refused(role: Role) -> Result<Rules, SandboxError> {
         libc::SYS_process_vm_readv,
         libc::SYS_process_vm_writev,
         libc::SYS_pidfd_getfd,
+        libc::SYS_pidfd_open,
+        libc::SYS_pidfd_send_signal,
+        libc::SYS_process_madvise,
+        libc::SYS_process_mrelease,
+        libc::SYS_tkill,
+        libc::SYS_rt_sigqueueinfo,
+        libc::SYS_rt_tgsigqueueinfo,
+        libc::SYS_kcmp,
         libc::SYS_mount,
         libc::SYS_umount2,
         libc::SYS_pivot_root,
@@ -340,6 +386,11 @@ fn refused(role: Role) -> Result<Rules, SandboxError> {
         libc::SYS_clone,
         vec![rule([masked(0, libc::CLONE_THREAD as u64, 0)?])?],
     );
+    // Signals to other processes.
+    let other = condition(0, SeccompCmpOp::Ne, u64::from(std::process::id()))?;
+    for call in [libc::SYS_kill, libc::SYS_tgkill] {
+        rules.insert(call, vec![rule([other.clone()])?]);
+    }
     let other_families = FAMILIES
         .into_iter()
         .map(|family| condition(0, SeccompCmpOp::Ne, family as u64))
@@ -348,6 +399,9 @@ fn refused(role: Role) -> Result<Rules, SandboxError> {
         libc::SYS_socket,
         vec![SeccompRule::new(other_families).map_err(failed)?],
     );
+    let signalling = SIGNALLING.map(|request| rule([equals(1, request as u64)?]));
+    let signalling = signalling.into_iter().collect::<Result<Vec<_>, _>>()?;
+    rules.insert(libc::SYS_fcntl, signalling);
     if role == Role::Worker {
         for call in CONNECTING {
             rules.insert(call, Vec::new());

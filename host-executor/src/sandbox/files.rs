@@ -65,8 +65,14 @@ impl fmt::Display for FileIsolation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             FileIsolation::Full => "no files, ports or other processes",
-            FileIsolation::Partial => "no files; the kernel's Landlock is older than Linux 6.12",
-            FileIsolation::None => "all files of the user: the kernel has no Landlock",
+            FileIsolation::Partial => {
+                "no files; the kernel's Landlock is older than Linux 6.12 and leaves some of TCP \
+                 ports, signals and abstract sockets"
+            }
+            FileIsolation::None => {
+                "all files of the user: Landlock is not available (the kernel, its parameter lsm=, \
+                 or the container's filter)"
+            }
         })
     }
 }

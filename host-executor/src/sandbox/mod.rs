@@ -14,9 +14,9 @@
 //! not end the process: if a library begins to use another call, guests lose a feature and keep
 //! their sessions.
 //!
-//! A process is also not dumpable: other processes of its user can read neither its memory nor its
-//! descriptors. A worker, which has the connections of one guest only, opens no socket, and Landlock
-//! leaves it no file but those of [`isolate_files`].
+//! A process is also not dumpable ([`hide`]): other processes of its user can read neither its
+//! memory nor its descriptors. A worker with the CPU engine, which has the connections of one guest
+//! only, opens no socket, and Landlock leaves it no file but those of [`isolate_files`].
 
 mod calls;
 mod capabilities;
@@ -38,14 +38,23 @@ pub struct Sandbox {
     pub threads: usize,
 }
 
+/// Makes the process not dumpable: only root can read its memory and its descriptors, and the kernel
+/// writes no core dump of it.
+///
+/// # Errors
+/// [`SandboxError::Dumpable`] if the kernel refuses.
+pub fn hide() -> Result<(), SandboxError> {
+    rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable)
+        .map_err(SandboxError::Dumpable)
+}
+
 /// Puts all threads of the process into the sandbox, for good.
 ///
 /// # Errors
 /// [`SandboxError`] names the step that failed. The process may have lost some rights by then.
 pub fn enter(profile: Profile, role: Role) -> Result<Sandbox, SandboxError> {
     rustix::thread::set_no_new_privs(true).map_err(SandboxError::Privileges)?;
-    rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable)
-        .map_err(SandboxError::Dumpable)?;
+    hide()?;
     let threads = capabilities::drop_everywhere()?;
     // Installing the filter sets `no_new_privs` on all other threads, too.
     calls::filter(profile, role)?;
@@ -61,7 +70,7 @@ impl fmt::Display for Sandbox {
         }
         match self.profile {
             Profile::Cpu => write!(f, "only the system calls of the cpu engine"),
-            Profile::Driver => write!(f, "no system calls that affect other processes"),
+            Profile::Driver => write!(f, "none of the system calls that no driver uses"),
         }
     }
 }

@@ -15,6 +15,15 @@ use crate::process::{self, Daemon};
 /// A timeout, not a measure of speed: a wait that takes longer has failed.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
+/// Arguments of an executor whose memory and descriptors the caller reads in `/proc`. A sandboxed
+/// executor is not dumpable, so only root can.
+pub fn inspected() -> &'static [&'static str] {
+    match rustix::process::geteuid().is_root() {
+        true => &[],
+        false => &["--no-sandbox"],
+    }
+}
+
 /// A running executor on the CPU engine; killed on drop.
 #[derive(Debug)]
 pub struct Executor {

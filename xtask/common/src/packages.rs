@@ -179,7 +179,7 @@ fn need_python(cache: &Cache) -> Result<()> {
 /// # Errors
 /// If a tool is missing and cannot be installed.
 pub fn source_tools(cache: &Cache) -> Result<PathBuf> {
-    python(cache, "build", SOURCE_TOOLS)
+    python(cache, "sources", SOURCE_TOOLS)
 }
 
 /// A folder with `cmake` and `ninja`.

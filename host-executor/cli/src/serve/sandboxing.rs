@@ -7,6 +7,9 @@ use vgpu_executor::sandbox::{self, Profile, Role};
 
 use super::trim_pages::Scope;
 
+/// What helps when the kernel refuses the sandbox.
+pub(super) const REMEDY: &str = "no sandbox; --no-sandbox starts without one";
+
 fn profile(engine: &dyn Engine) -> Profile {
     match engine.name() {
         "cpu" => Profile::Cpu,
@@ -29,8 +32,7 @@ pub(super) fn enter(engine: &dyn Engine, role: Role, is_disabled: bool) -> anyho
         warn!("no sandbox: --no-sandbox");
         return Ok(());
     }
-    let sandbox = sandbox::enter(profile(engine), role)
-        .context("no sandbox; --no-sandbox starts without one")?;
+    let sandbox = sandbox::enter(profile(engine), role).context(REMEDY)?;
     info!("sandboxed: {sandbox}");
     Ok(())
 }

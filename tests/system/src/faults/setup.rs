@@ -9,7 +9,7 @@ use super::guest::{Guest, Outcome, Program};
 use vgpu_gguf::Rng;
 use xtask_common::cache::Cache;
 use xtask_common::dist::Dist;
-use xtask_common::executor::Executor;
+use xtask_common::executor::{self, Executor};
 use xtask_common::llama;
 use xtask_common::model::{self, Weights};
 use xtask_common::scratch::Scratch;
@@ -87,7 +87,7 @@ impl<'a> Setup<'a> {
             &self.socket(name),
             1,
             &self.log(&format!("{name}-vgpu-serve")),
-            more,
+            &[more, executor::inspected()].concat(),
         )
     }
 

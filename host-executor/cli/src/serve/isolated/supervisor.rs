@@ -8,9 +8,9 @@ use anyhow::{Context as _, anyhow};
 use tracing::info;
 use vgpu_executor::config::{LogFormat, Settings, VmDevice};
 use vgpu_executor::isolate::{Resources, Supervisor};
-use vgpu_executor::service;
 use vgpu_executor::vm::VmOptions;
 use vgpu_executor::weights::Sharing;
+use vgpu_executor::{sandbox, service};
 
 use super::partition;
 use crate::runtime_dir;
@@ -19,6 +19,7 @@ use crate::serve::events::{Event, announce, describe_reload, wait_for_end};
 use crate::serve::listeners::Listeners;
 use crate::serve::logging::Logging;
 use crate::serve::observe;
+use crate::serve::sandboxing::REMEDY;
 use crate::serve::trim_pages::{self, Scope};
 
 pub(crate) fn run(
@@ -35,6 +36,10 @@ pub(crate) fn run(
     let prepared = listeners.prepare(&settings, &mut Default::default())?;
     // Child processes inherit this.
     rustix::thread::set_no_new_privs(true).context("giving up new privileges")?;
+    if !args.no_sandbox {
+        // A worker that a guest has taken over may run as the same user.
+        sandbox::hide().context(REMEDY)?;
+    }
     info!(
         version = env!("CARGO_PKG_VERSION"),
         engine = %settings.engine,

@@ -6,17 +6,17 @@ use std::sync::mpsc;
 
 use anyhow::Context as _;
 use clap::Parser;
-use tracing::info;
+use tracing::{info, warn};
 use vgpu_executor::config::{LogFormat, Settings};
 use vgpu_executor::engine::{self, EngineKind};
-use vgpu_executor::sandbox::{self, Role};
+use vgpu_executor::sandbox::{self, FileIsolation, Role};
 use vgpu_executor::{Limits, Server, StopFlag, WeightStore, isolate, size};
 use vgpu_transport::link::stream::tls::Certificates;
 
 use crate::serve::args::ShareWeights;
 use crate::serve::events::{Event, catch_signals};
 use crate::serve::logging::Logging;
-use crate::serve::sandboxing;
+use crate::serve::sandboxing::{self, REMEDY};
 use crate::serve::trim_pages;
 
 /// Serves one guest for the supervisor at the other end of standard input. Only `vgpu serve
@@ -53,11 +53,14 @@ pub(crate) fn run_worker(args: WorkerArgs) -> anyhow::Result<()> {
         log_format,
         ..Settings::default()
     })?;
+    if !args.no_sandbox {
+        // Before the process has the key of the certificate.
+        sandbox::hide().context(REMEDY)?;
+    }
     let certificates = certificates(args.certs.as_ref())?;
-    // Before any other thread starts, which would keep its files.
     match args.engine {
         _ if args.no_sandbox => {}
-        EngineKind::Cpu => info!("files: {}", sandbox::isolate_files()?),
+        EngineKind::Cpu => isolate_files()?,
         // A driver opens files and devices, even if `auto` chooses the CPU engine in the end.
         EngineKind::Cuda(_) | EngineKind::Auto => info!("files: all of the user, for the driver"),
     }
@@ -89,6 +92,22 @@ pub(crate) fn run_worker(args: WorkerArgs) -> anyhow::Result<()> {
         .context("no thread for signals")?;
     tracing::debug!(worker = args.worker, "the worker starts");
     isolate::serve(socket, server, certificates.as_ref(), &stop);
+    Ok(())
+}
+
+/// Takes the files of the user from this process, which must have no other thread yet: the kernel
+/// restricts only the calling thread and its children.
+fn isolate_files() -> anyhow::Result<()> {
+    let threads = std::fs::read_dir("/proc/self/task").context("counting threads")?;
+    let threads = threads.count();
+    anyhow::ensure!(
+        threads == 1,
+        "a fault of vgpu: {threads} threads run before the worker gives up its files"
+    );
+    match sandbox::isolate_files().context(REMEDY)? {
+        isolation @ FileIsolation::None => warn!("files: {isolation}"),
+        isolation => info!("files: {isolation}"),
+    }
     Ok(())
 }
 
