@@ -65,8 +65,10 @@ pub fn build_with(cache: &Cache, cubins: Option<&Path>) -> Result<Dist> {
         // Who looks at a GPU also wants to know what the way to an executor costs.
         plugin.args(["--features", "inproc-cuda"]);
     }
-    let library = artifact_of(&mut plugin, cache, &step, "cdylib", "ggml_vgpu")?;
+    // The larger first: beside the CPU engine, one unit of which is compiled for a minute, there is
+    // enough for the other cores.
     let command = artifact_of(&mut vgpu, cache, &step, "bin", COMMAND)?;
+    let library = artifact_of(&mut plugin, cache, &step, "cdylib", "ggml_vgpu")?;
 
     let plugin = place(&library, &dist.join(PLUGIN))?;
     let vgpu = place(&command, &dist.join(COMMAND))?;
