@@ -76,7 +76,7 @@ const CONNECTING: [c_long; 7] = [
     libc::SYS_accept4,
 ];
 
-/// The system calls on files that Landlock does not restrict, or that a worker has no file for.
+/// The system calls on files that only a server makes. Landlock does not restrict all of them.
 const ON_FILES: [c_long; 16] = [
     libc::SYS_fchmod,
     libc::SYS_fchmodat,
@@ -177,31 +177,10 @@ fn allowed(role: Role) -> Result<Rules, SandboxError> {
         libc::SYS_ftruncate,
         libc::SYS_fallocate,
         libc::SYS_fadvise64,
-        libc::SYS_fsync,
-        libc::SYS_fdatasync,
-        libc::SYS_copy_file_range,
-        libc::SYS_renameat,
-        libc::SYS_renameat2,
-        libc::SYS_linkat,
-        libc::SYS_unlinkat,
-        libc::SYS_mkdirat,
-        libc::SYS_fchmod,
-        libc::SYS_fchmodat,
-        libc::SYS_utimensat,
-        libc::SYS_umask,
-        libc::SYS_flock,
         libc::SYS_dup,
         libc::SYS_dup3,
         libc::SYS_pipe2,
-        libc::SYS_inotify_init1,
-        libc::SYS_inotify_add_watch,
-        libc::SYS_inotify_rm_watch,
-        // Sockets and polling. The rule for socket families is below.
-        libc::SYS_bind,
-        libc::SYS_listen,
-        libc::SYS_accept,
-        libc::SYS_accept4,
-        libc::SYS_connect,
+        // Connected sockets, and polling.
         libc::SYS_getsockname,
         libc::SYS_getpeername,
         libc::SYS_getsockopt,
@@ -238,12 +217,6 @@ fn allowed(role: Role) -> Result<Rules, SandboxError> {
         libc::SYS_lstat,
         libc::SYS_access,
         libc::SYS_readlink,
-        libc::SYS_rename,
-        libc::SYS_link,
-        libc::SYS_unlink,
-        libc::SYS_mkdir,
-        libc::SYS_rmdir,
-        libc::SYS_chmod,
         libc::SYS_dup2,
         libc::SYS_pipe,
         libc::SYS_poll,
@@ -283,9 +256,6 @@ fn allowed(role: Role) -> Result<Rules, SandboxError> {
             .map(|&value| rule([equals(argument, value)?]))
             .collect::<Result<Vec<_>, _>>()
     };
-    let families = FAMILIES.map(|family| family as u64);
-    rules.insert(libc::SYS_socket, one_of(&families, 0)?);
-    rules.insert(libc::SYS_socketpair, one_of(&families[..1], 0)?);
     let no_signal = SIGNALLING.map(|request| condition(1, SeccompCmpOp::Ne, request as u64));
     let no_signal = no_signal.into_iter().collect::<Result<Vec<_>, _>>()?;
     let no_signal = SeccompRule::new(no_signal).map_err(failed)?;
@@ -295,11 +265,12 @@ fn allowed(role: Role) -> Result<Rules, SandboxError> {
         libc::SYS_prctl,
         one_of(&PRCTLS.map(|option| option as u64), 0)?,
     );
-    if role == Role::Worker {
-        let calls = CONNECTING.iter().chain(&ON_FILES).chain(&OLDER_ON_FILES);
-        for call in calls {
-            rules.remove(call);
-        }
+    if role == Role::Server {
+        rules.extend(always(&ON_FILES, &OLDER_ON_FILES));
+        rules.extend(always(&CONNECTING, &[]));
+        let families = FAMILIES.map(|family| family as u64);
+        rules.insert(libc::SYS_socket, one_of(&families, 0)?);
+        rules.insert(libc::SYS_socketpair, one_of(&families[..1], 0)?);
     }
     Ok(rules)
 }
