@@ -5,6 +5,9 @@
 //!
 //! `sm_80:norm` names one source file for one architecture. `kernels --list` prints all pairs.
 //!
+//! NVRTC compiles one program at a time in a process: each is compiled by a process of its own, as
+//! many at once as there are cores.
+//!
 //! Writes `<source>.<architecture>.cubin`, which `VGPU_CUBINS=<output>` builds into a program,
 //! and `report.json`. The folder `VGPU_KERNEL_CACHE` keeps machine code and compiler logs
 //! by a hash of all inputs, so that only changed kernels are compiled. Fails if a kernel does not
@@ -13,10 +16,10 @@
 use std::collections::{BTreeSet, HashMap};
 use std::error::Error;
 use std::path::{Path, PathBuf};
-use std::process::ExitCode;
+use std::process::{Command, ExitCode};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::{env, fs, thread};
+use std::{env, fs, slice, thread};
 
 use vgpu_cuda::nvrtc::Nvrtc;
 use vgpu_cuda::source::{ARCHITECTURES, SOURCES, Source};
@@ -69,6 +72,9 @@ struct Use {
     spilled: u32,
 }
 
+/// Compiles one pair: the argument that this program gives itself.
+const COMPILE: &str = "--compile";
+
 /// A source file, and an architecture that it is compiled for.
 type Pair = (&'static Source, &'static str);
 
@@ -79,6 +85,8 @@ fn main() -> ExitCode {
             pairs().for_each(|(source, arch)| println!("{arch}:{}", source.name));
             Ok(())
         }
+        [option, nvrtc, cache, pair] if option == COMPILE => selection(slice::from_ref(pair))
+            .and_then(|work| compile_into(Path::new(nvrtc), Path::new(cache), &work)),
         [nvrtc, out, named @ ..] => {
             selection(named).and_then(|work| run(Path::new(nvrtc), Path::new(out), &work))
         }
@@ -127,7 +135,7 @@ fn selection(named: &[String]) -> Result<Vec<Pair>, Box<dyn Error>> {
 }
 
 fn run(nvrtc: &Path, out: &Path, work: &[Pair]) -> Result<(), Box<dyn Error>> {
-    let nvrtc = Nvrtc::load(Some(nvrtc))?;
+    let version = Nvrtc::load(Some(nvrtc))?.version();
     fs::create_dir_all(out)?;
     let next = AtomicUsize::new(0);
     let results = Mutex::new(Vec::new());
@@ -135,7 +143,7 @@ fn run(nvrtc: &Path, out: &Path, work: &[Pair]) -> Result<(), Box<dyn Error>> {
         for _ in 0..thread::available_parallelism().map_or(1, |n| n.get()) {
             scope.spawn(|| {
                 while let Some((source, arch)) = work.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    let compiled = compile(&nvrtc, source, arch, out);
+                    let compiled = compile(nvrtc, version, (*source, *arch), out);
                     println!("{}.cu for {arch}", source.name);
                     let mut results = results.lock().expect("nobody panics with it");
                     results.push((*arch, compiled));
@@ -194,31 +202,49 @@ fn run(nvrtc: &Path, out: &Path, work: &[Pair]) -> Result<(), Box<dyn Error>> {
 
 /// Writes the machine code of a file to the output folder, from the cache or compiled. Returns the
 /// compiler's log.
-fn compile(nvrtc: &Nvrtc, source: &Source, arch: &str, out: &Path) -> Result<String, String> {
+fn compile(
+    nvrtc: &Path,
+    version: (i32, i32),
+    (source, arch): Pair,
+    out: &Path,
+) -> Result<String, String> {
     let cache = env::var_os("VGPU_KERNEL_CACHE").map_or_else(|| out.join("cache"), PathBuf::from);
-    let name = source.code_name(arch, nvrtc.version());
+    let name = source.code_name(arch, version);
     let kept = |kind: &str| cache.join(format!("{name}.{kind}"));
     let cubin = out.join(format!("{}.{arch}.cubin", source.name));
     let failed = |error: std::io::Error| format!("{}: {error}", out.display());
     // The log is written last, so a log implies the code.
-    if let Ok(log) = fs::read_to_string(kept("log")) {
-        fs::copy(kept("cubin"), &cubin).map_err(failed)?;
-        return Ok(log);
+    if !kept("log").exists() {
+        let mut compiler = Command::new(env::current_exe().map_err(failed)?);
+        compiler.arg(COMPILE).arg(nvrtc).arg(&cache);
+        let ended = { compiler.arg(format!("{arch}:{}", source.name)).output() }.map_err(failed)?;
+        if !ended.status.success() {
+            return Err(String::from_utf8_lossy(&ended.stderr).into_owned());
+        }
     }
-    let compiled = nvrtc.compile(source, arch).map_err(|e| e.to_string())?;
-    fs::write(&cubin, &compiled.cubin).map_err(failed)?;
-    fs::create_dir_all(&cache).map_err(failed)?;
-    for (kind, bytes) in [
-        ("cubin", &compiled.cubin[..]),
-        ("log", compiled.log.as_bytes()),
-    ] {
-        // Other processes may write the same file, so it appears complete or not at all.
-        let part = kept(&format!("{kind}.{}", std::process::id()));
-        fs::write(&part, bytes)
-            .and_then(|()| fs::rename(&part, kept(kind)))
-            .map_err(failed)?;
+    fs::copy(kept("cubin"), &cubin).map_err(failed)?;
+    fs::read_to_string(kept("log")).map_err(failed)
+}
+
+/// Compiles pairs in this process, and keeps their machine code and logs in the cache.
+fn compile_into(nvrtc: &Path, cache: &Path, work: &[Pair]) -> Result<(), Box<dyn Error>> {
+    let nvrtc = Nvrtc::load(Some(nvrtc))?;
+    fs::create_dir_all(cache)?;
+    for (source, arch) in work {
+        let compiled = nvrtc.compile(source, arch)?;
+        let name = source.code_name(arch, nvrtc.version());
+        let kept = |kind: &str| cache.join(format!("{name}.{kind}"));
+        for (kind, bytes) in [
+            ("cubin", &compiled.cubin[..]),
+            ("log", compiled.log.as_bytes()),
+        ] {
+            // Other processes may write the same file, so it appears complete or not at all.
+            let part = kept(&format!("{kind}.{}", std::process::id()));
+            fs::write(&part, bytes)?;
+            fs::rename(&part, kept(kind))?;
+        }
     }
-    Ok(compiled.log)
+    Ok(())
 }
 
 /// The resources of each kernel, from a log of ptxas.

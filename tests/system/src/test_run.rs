@@ -37,7 +37,7 @@ pub(crate) struct Options {
     /// checked
     #[arg(long, value_name = "OPS")]
     pub(crate) ops: Option<String>,
-    /// Test libggml-vgpu.so and vgpu of this folder instead of a fresh release build
+    /// Test libggml-vgpu.so and vgpu of this folder instead of a fresh build
     #[arg(long, value_name = "FOLDER")]
     pub(crate) dist: Option<PathBuf>,
     /// Virtual machines of these kinds, instead of the default or all.
@@ -48,7 +48,9 @@ pub(crate) struct Options {
 /// The additional tests of `--full`, for the end of `--help`.
 pub(crate) const FULL: &str = "\
 Only `--full` runs:
+  all parts the release build, as it is shipped, instead of the build of `cargo test` with assertions
   lints     the CPU engine for each instruction set alone instead of for one
+  unit      every random case of the operators' tests instead of a third
   kernels   every GPU architecture instead of sm_90a and some sources for others
   ops       MUL_MAT_ID, FLASH_ATTN_EXT and fused products with every type instead of six; every
             case of ggml 0.26.0 over inproc instead of a sample; the three cases of MUL_MAT_ID that
@@ -68,7 +70,7 @@ pub(crate) struct VmOptions {
     /// Only the virtual machine of this kind [default: all]
     #[arg(long, value_enum)]
     pub(crate) only: Option<Kind>,
-    /// Test libggml-vgpu.so and vgpu of this folder instead of a fresh release build
+    /// Test libggml-vgpu.so and vgpu of this folder instead of a fresh build
     #[arg(long, value_name = "FOLDER")]
     pub(crate) dist: Option<PathBuf>,
 }
@@ -212,13 +214,20 @@ impl TestRun<'_> {
         }
     }
 
-    /// The release build, built once per run.
+    /// The plugin and `vgpu` under test, built once per run: with `--full` as they are shipped,
+    /// otherwise as `cargo test` has compiled them.
     pub(crate) fn dist(&mut self) -> Option<Dist> {
         if let Some(folder) = &self.options.dist {
             let _ = self.dist.set(Some(dist::at(folder))); // the same each time
         }
         if self.dist.get().is_none() {
-            let built = self.prepare("release build", |run| dist::build(run.cache));
+            let built = self.prepare("build under test", |run| match run.options.full {
+                true => dist::build(run.cache),
+                false => {
+                    let folder = workspace::root().join("target/test-dist");
+                    dist::build_for_tests(run.cache, &folder)
+                }
+            });
             self.passed += u64::from(built.is_some());
             let _ = self.dist.set(built); // it was empty
         }

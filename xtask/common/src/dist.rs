@@ -79,6 +79,41 @@ pub fn build_with(cache: &Cache, cubins: Option<&Path>) -> Result<Dist> {
     Ok(Dist { plugin, vgpu })
 }
 
+/// What `cargo test --workspace` builds: another selection would have other features, and cargo would
+/// compile most crates again.
+pub const AS_TESTS: [&str; 5] = ["--workspace", "--lib", "--bins", "--tests", "--examples"];
+
+/// Builds the plugin and `vgpu` into `folder` as `cargo test --workspace` compiles them, from the
+/// same crates: optimised less than what is shipped, and with assertions.
+///
+/// # Errors
+/// As [`build`].
+pub fn build_for_tests(cache: &Cache, folder: &Path) -> Result<Dist> {
+    packages::libclang(cache)?;
+    std::fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
+    let step = Step::new("building libggml-vgpu.so and vgpu with assertions");
+    let mut cargo = workspace::cargo();
+    cargo.arg("build").args(AS_TESTS);
+    cargo.arg("--message-format=json-render-diagnostics");
+    let mut built = artifacts_of(
+        &mut cargo,
+        &cache.log("cargo-build-tests"),
+        &step,
+        &[("cdylib", "ggml_vgpu"), ("bin", COMMAND)],
+    )?;
+    let dist = at(folder);
+    place(
+        &built.remove(0).context("cargo built no plugin")?,
+        &dist.plugin,
+    )?;
+    place(&built.remove(0).context("cargo built no vgpu")?, &dist.vgpu)?;
+    ElfLibrary::read(&dist.plugin)?
+        .check_plugin()
+        .with_context(|| format!("{} is not as a program needs it", dist.plugin.display()))?;
+    step.done("");
+    Ok(dist)
+}
+
 /// A release build of one package.
 fn release(package: &str) -> Command {
     let mut cargo = workspace::cargo();

@@ -25,7 +25,10 @@ pub const RELEASE: &str = "0.25.3";
 /// The release of ggml in the second.
 const NEWEST_RELEASE: &str = "0.26.0";
 
-/// A part of the build; the second takes several times as long as the first.
+/// What CMake is told about the targets of llama.cpp.
+const SETTINGS: &str = include_str!("llama.cmake");
+
+/// A part of the build.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stage {
     /// ggml with its CPU and RPC backends, and `test-backend-ops`.
@@ -170,8 +173,8 @@ pub fn build(cache: &Cache, stage: Stage) -> Result<PathBuf> {
             step.done(&instructions.name);
         }
         let step = Step::new(match stage {
-            Stage::Ops => "building ggml and test-backend-ops (about two minutes on two cores)",
-            Stage::Tools => "building libllama and its tools (about six minutes on two cores)",
+            Stage::Ops => "building ggml and test-backend-ops (about a minute on two cores)",
+            Stage::Tools => "building libllama and its tools (about a minute on two cores)",
         });
         process::run(&mut ninja(&tools, dir, stage.targets()), &step, &log)?;
         step.done("");
@@ -197,13 +200,13 @@ pub fn build_newest(cache: &Cache) -> Result<PathBuf> {
         let tools = packages::build_tools(cache)?;
         let log = cache.log(&format!("build-{CRATE}-{CRATE_VERSION}"));
         let step = Step::new(&format!(
-            "building libllama on ggml {NEWEST_RELEASE} (about three minutes on two cores)"
+            "building libllama on ggml {NEWEST_RELEASE} (about two minutes on two cores)"
         ));
         // What the crate leaves out cannot be configured either.
         let bare = ["COMMON", "TESTS", "TOOLS", "EXAMPLES", "SERVER", "APP"];
         let bare = bare.map(|part| format!("-DLLAMA_BUILD_{part}=OFF"));
         let build = |dir: &Path, options: &[String], targets: &[&str]| -> Result<()> {
-            let mut cmake = cmake(&tools, &source, dir, &instructions);
+            let mut cmake = cmake(&tools, &source, dir, &instructions)?;
             process::run(cmake.args(&bare).args(options), &step, &log)?;
             process::run(&mut ninja(&tools, dir, targets), &step, &log)
         };
@@ -318,7 +321,7 @@ fn configure(
     step: &Step,
     log: &Path,
 ) -> Result<()> {
-    let mut cmake = cmake(tools, source, dir, instructions);
+    let mut cmake = cmake(tools, source, dir, instructions)?;
     cmake.args([
         "-DGGML_RPC=ON",
         "-DLLAMA_BUILD_TESTS=ON",
@@ -331,7 +334,11 @@ fn configure(
 }
 
 /// A configuration of a shared release build with backends that are loaded.
-fn cmake(tools: &Path, source: &Path, dir: &Path, instructions: &Instructions) -> Command {
+fn cmake(tools: &Path, source: &Path, dir: &Path, instructions: &Instructions) -> Result<Command> {
+    std::fs::create_dir_all(dir).with_context(|| format!("creating {}", dir.display()))?;
+    let settings = dir.join("llama.cmake");
+    std::fs::write(&settings, SETTINGS)
+        .with_context(|| format!("writing {}", settings.display()))?;
     let mut cmake = Command::new(tools.join("cmake"));
     cmake
         .arg("-S")
@@ -352,7 +359,11 @@ fn cmake(tools: &Path, source: &Path, dir: &Path, instructions: &Instructions) -
         "-DGGML_NATIVE=OFF",
     ]);
     cmake.args(&instructions.flags);
-    cmake
+    cmake.arg(format!(
+        "-DCMAKE_PROJECT_llama.cpp_INCLUDE={}",
+        settings.display()
+    ));
+    Ok(cmake)
 }
 
 /// A build of `targets`.

@@ -5,17 +5,21 @@
 //! validation, compilation and execution, and compares every element of the destination. The
 //! reference computes the element from the elements of the sources by the operator's definition.
 
+mod sample;
+
 use std::cell::OnceCell;
 use std::sync::Arc;
 
 use proptest::prelude::*;
-use proptest::test_runner::{TestCaseError, TestRunner};
+use proptest::test_runner::{RngAlgorithm, TestCaseError, TestRng, TestRunner};
 use vgpu_cpu::formats::Format;
 use vgpu_engine::{Engine, Memory, RunError};
 use vgpu_gguf::Rng;
 use vgpu_transport::ir::{
     BufferId, Graph, Invalid, Limits, Node, Op, Shape, Sources, Tensor, Type, validate,
 };
+
+use sample::Sample;
 
 /// The content of memory before a test writes to it.
 const FILLER: u8 = 0xa5;
@@ -565,15 +569,25 @@ fn rounded(ty: Type, x: f64) -> (f64, f64) {
     }
 }
 
-/// Runs a body `cases` times, each time with another stream of random numbers. A failure names the
-/// seed.
+/// Runs a body `cases` times, each time with another stream of random numbers: a third as often in a
+/// sample. A failure names the seed.
 pub(crate) fn property(cases: u32, body: impl Fn(&mut Random)) {
-    let config = ProptestConfig {
+    let all = ProptestConfig {
         cases,
         failure_persistence: None,
         ..ProptestConfig::default()
     };
-    let outcome = TestRunner::new(config).run(&any::<u64>(), |seed| {
+    let mut runner = match Sample::asked() {
+        None => TestRunner::new(all),
+        Some(sample) => {
+            let cases = cases.div_ceil(sample.one_in() as u32);
+            let mut seed = [0; 32];
+            seed[..8].copy_from_slice(&sample.seed.to_le_bytes());
+            let random = TestRng::from_seed(RngAlgorithm::ChaCha, &seed);
+            TestRunner::new_with_rng(ProptestConfig { cases, ..all }, random)
+        }
+    };
+    let outcome = runner.run(&any::<u64>(), |seed| {
         body(&mut Random::new(seed));
         Ok::<(), TestCaseError>(())
     });

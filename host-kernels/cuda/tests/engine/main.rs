@@ -5,6 +5,8 @@ mod megakernel;
 mod memory;
 mod plans;
 mod repack;
+#[path = "../../../check/tests/common/sample.rs"]
+mod sample;
 #[path = "../../../shim/device.rs"]
 mod shim;
 mod spy;

@@ -16,6 +16,7 @@ use vgpu_transport::ir::Type;
 
 use crate::engine_with;
 use crate::fusion::{displaced, random};
+use crate::sample::Sample;
 use crate::shim::NO_BLOCKS;
 use crate::spy::{Call, Fails, Spy};
 
@@ -222,7 +223,11 @@ fn decoding_a_token_is_one_megakernel_step() {
 #[test]
 fn megakernel_results_do_not_depend_on_block_order() {
     let known = models().len();
+    let sample = Sample::asked();
     for (at, (what, model, tokens)) in cases().into_iter().enumerate() {
+        if sample.is_some_and(|sample| !sample.has(at)) {
+            continue;
+        }
         let built = model.graph(step_of(tokens));
         // With repacked and with plain weights.
         let policies = [true, false].map(|repack| LaunchPolicy { repack, ..policy() });

@@ -5,6 +5,7 @@ use std::process::Command;
 use anyhow::Context as _;
 use vgpu_gguf::Rng;
 
+use xtask_common::dist;
 use xtask_common::packages;
 use xtask_common::process;
 use xtask_common::progress::heading;
@@ -17,7 +18,7 @@ use crate::test_run::TestRun;
 const COMPLETE: &str = "sm_90a";
 
 /// The number of source files that a default run compiles for another architecture each.
-const SAMPLE: usize = 12;
+const SAMPLE: usize = 6;
 
 /// The arguments of `kernels` for a default run: `sm_90a`, and drawn sources as
 /// `<architecture>:<source>`. `list` is the output of `kernels --list`.
@@ -39,9 +40,8 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
     };
     tests.check("machine code", |tests, step| {
         let log = tests.log("kernels");
-        // Uses the features of `cargo test --workspace`, which has already built most crates.
         let mut cargo = workspace::cargo();
-        cargo.args(["build", "--workspace", "--example", "kernels"]);
+        cargo.arg("build").args(dist::AS_TESTS);
         process::run(&mut cargo, step, &tests.log("kernels-build"))?;
         let program = workspace::root().join("target/debug/examples/kernels");
         let (architectures, drawn) = if tests.options.full {

@@ -8,6 +8,9 @@ use xtask_common::workspace;
 
 use crate::test_run::TestRun;
 
+/// The variable with which some tests take a third of their cases (host-kernels/check/tests).
+const SAMPLE: &str = "VGPU_TEST_SAMPLE";
+
 pub(crate) fn run(tests: &mut TestRun<'_>) {
     heading("unit, property and ABI tests");
     // Some tests compare with the headers of both ggml releases and with a real ggml.
@@ -21,16 +24,22 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
     }
 
     let mut counted = Counted::default();
+    let seed = tests.options.seed();
     let step = Step::new("cargo test");
     let log = tests.log("cargo-test");
     let mut cargo = workspace::cargo();
     cargo.args(["test", "--workspace", "--no-fail-fast"]);
+    let mut drawn = String::new();
+    if !tests.options.full {
+        cargo.env(SAMPLE, seed.to_string());
+        drawn = format!("; a third of the operators' random cases; --seed {seed}");
+    }
     let ended = process::run_lines(&mut cargo, &log, |line| {
         counted.line(line);
         step.note(line);
     });
     match ended {
-        Ok(status) if status.success() => step.done(&format!("{} tests", counted.passed)),
+        Ok(status) if status.success() => step.done(&format!("{} tests{drawn}", counted.passed)),
         Ok(_) if !counted.failed.is_empty() => {
             let failed = counted.failed.len();
             let mut text = format!("{failed} tests, see {}", log.display());
