@@ -242,13 +242,15 @@ fn artifacts_of(
     Ok(built)
 }
 
-/// The file of an artifact message for the target `name` of kind `kind`.
+/// The file of an artifact message for the target `name` of kind `kind`. A target's tests are
+/// another artifact with the same name.
 fn artifact(message: &Value, kind: &str, name: &str) -> Option<PathBuf> {
     let target = message.get("target")?;
     let kinds = target.get("kind")?.as_array()?;
     if message.get("reason")? != "compiler-artifact"
         || target.get("name")? != name
         || !kinds.iter().any(|k| k == kind)
+        || message.pointer("/profile/test")? != false
     {
         return None;
     }
@@ -295,6 +297,7 @@ mod tests {
                 "reason": reason,
                 "target": {"name": name, "kind": [kind, "rlib"]},
                 "filenames": ["/t/libggml_vgpu.rlib", "/t/libggml_vgpu.so"],
+                "profile": {"test": false},
             })
         };
         let found = |m: &Value| artifact(m, "cdylib", "ggml_vgpu");
@@ -312,6 +315,9 @@ mod tests {
             found(&message("build-script-executed", "ggml_vgpu", "cdylib")),
             None
         );
+        let mut tests = plugin;
+        tests["profile"]["test"] = true.into();
+        assert_eq!(found(&tests), None);
         assert_eq!(found(&json!({"reason": "build-finished"})), None);
     }
 }
