@@ -95,18 +95,13 @@ pub fn build_for_tests(cache: &Cache, folder: &Path) -> Result<Dist> {
     let mut cargo = workspace::cargo();
     cargo.arg("build").args(AS_TESTS);
     cargo.arg("--message-format=json-render-diagnostics");
-    let mut built = artifacts_of(
+    let dist = both(
         &mut cargo,
         &cache.log("cargo-build-tests"),
         &step,
-        &[("cdylib", "ggml_vgpu"), ("bin", COMMAND)],
+        Plugin::Remote,
+        folder,
     )?;
-    let dist = at(folder);
-    place(
-        &built.remove(0).context("cargo built no plugin")?,
-        &dist.plugin,
-    )?;
-    place(&built.remove(0).context("cargo built no vgpu")?, &dist.vgpu)?;
     ElfLibrary::read(&dist.plugin)?
         .check_plugin()
         .with_context(|| format!("{} is not as a program needs it", dist.plugin.display()))?;
@@ -122,7 +117,7 @@ fn release(package: &str) -> Command {
     cargo
 }
 
-/// What [`build_for_demo`] makes of the plugin.
+/// What a build makes of the plugin.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Plugin {
     /// Reaches an executor in another process, for which `vgpu` is built.
@@ -156,12 +151,28 @@ pub fn build_for_demo(cache: &Cache, plugin: Plugin, folder: &Path) -> Result<Di
     // The kernels are compiled last, with nothing beside them to keep the other cores busy.
     cargo.args(["--config", "profile.dev.package.vgpu-cpu.codegen-units=4"]);
     cargo.arg("--message-format=json-render-diagnostics");
-    let mut built = artifacts_of(
+    let dist = both(
         &mut cargo,
         &cache.log("cargo-build-demo"),
         &step,
-        &[("cdylib", "ggml_vgpu"), ("bin", COMMAND)],
+        plugin,
+        folder,
     )?;
+    step.done("");
+    Ok(dist)
+}
+
+/// Runs `cargo`, which builds the plugin and, for one that is [`Plugin::Remote`], `vgpu`. Places what
+/// it built in `folder`.
+fn both(
+    cargo: &mut Command,
+    log: &Path,
+    step: &Step,
+    plugin: Plugin,
+    folder: &Path,
+) -> Result<Dist> {
+    let wanted = [("cdylib", "ggml_vgpu"), ("bin", COMMAND)];
+    let mut built = artifacts_of(cargo, log, step, &wanted)?;
     let dist = at(folder);
     place(
         &built.remove(0).context("cargo built no plugin")?,
@@ -170,7 +181,6 @@ pub fn build_for_demo(cache: &Cache, plugin: Plugin, folder: &Path) -> Result<Di
     if plugin == Plugin::Remote {
         place(&built.remove(0).context("cargo built no vgpu")?, &dist.vgpu)?;
     }
-    step.done("");
     Ok(dist)
 }
 
