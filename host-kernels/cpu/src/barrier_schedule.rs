@@ -187,7 +187,7 @@ impl MemoryAccess {
 pub(crate) fn only_shares(op: &Op) -> bool {
     !matches!(
         op,
-        Op::MulMat { .. } | Op::MulMatId { .. } | Op::OutProd {} | Op::FlashAttnExt { .. }
+        Op::MulMat { .. } | Op::MulMatId { .. } | Op::FlashAttnExt { .. }
     )
 }
 

@@ -1,8 +1,10 @@
 //! What threads execute: kernels, and the worker that a kernel is called with.
 
 use std::any::Any;
+use std::cell::Cell;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Duration;
 
 use vgpu_engine::{Turn, panic_message};
 
@@ -106,17 +108,32 @@ impl EarlyExit {
         self.after.load(Ordering::Relaxed)
     }
 
+    /// Whether chunks or units of the phase after which threads leave are left. Read after the
+    /// barrier of that phase.
+    pub(crate) fn in_phase(&self) -> bool {
+        self.in_phase.load(Ordering::Relaxed)
+    }
+
     /// The phase to continue with, if any of `phases` is left.
     pub(crate) fn next(&self, phases: usize) -> Option<usize> {
         let after = self.after();
-        match self.in_phase.load(Ordering::Relaxed) {
+        match self.in_phase() {
             true => Some(after),
             false => after.checked_add(1).filter(|&next| next < phases),
         }
     }
 }
 
-/// One thread in one phase.
+/// How far a thread has got in a phase. A run that has yielded continues from here.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Progress {
+    /// The kernels of the phase that the thread has finished.
+    pub(crate) parts: usize,
+    /// The units of its share of the next kernel that the thread has finished.
+    pub(crate) units: usize,
+}
+
+/// One thread in one kernel of a phase.
 pub(crate) struct Worker<'a> {
     pub(crate) index: usize,
     pub(crate) count: usize,
@@ -129,6 +146,14 @@ pub(crate) struct Worker<'a> {
     pub(crate) is_alone: bool,
     pub(crate) turn: &'a Turn,
     pub(crate) exit: &'a EarlyExit,
+    /// The units of this thread's share that earlier turns have finished.
+    pub(crate) finished: usize,
+    /// Whether this thread has finished a unit or a chunk in this turn.
+    pub(crate) has_worked: &'a Cell<bool>,
+    /// The finished units of this thread's share, if the end of the turn has cut the kernel short.
+    pub(crate) cut: Cell<Option<usize>>,
+    /// Whether the kernel has asked for its units or chunks.
+    pub(crate) has_asked: Cell<bool>,
 }
 
 impl Worker<'_> {
@@ -137,12 +162,43 @@ impl Worker<'_> {
         self.index
     }
 
-    /// This thread's part of `units` of equal work: one contiguous range.
-    pub(crate) fn share(&self, units: usize) -> Range<usize> {
-        let part = units / self.count;
-        let rest = units % self.count;
+    /// This thread's part of `units` of equal work, in order: one contiguous range. A kernel uses
+    /// this at most once, with the same argument in every turn.
+    ///
+    /// When the turn of the graph is over, no more units are returned, and the next turn calls the
+    /// kernel again for the rest. So work of a kernel before its units is repeated in each turn,
+    /// and a kernel must have no work after its units. A unit takes about a millisecond or less.
+    pub(crate) fn share(&self, units: usize) -> Share<'_> {
+        self.share_groups(units, 1)
+    }
+
+    /// As [`share`](Worker::share), of `groups` of `steps` units each. One thread has all units of
+    /// a group, in order. Unit `step` of group `group` has the number `group * steps + step`.
+    pub(crate) fn share_groups(&self, groups: usize, steps: usize) -> Share<'_> {
+        let part = groups / self.count;
+        let rest = groups % self.count;
         let start = self.index * part + self.index.min(rest);
-        start..start + part + usize::from(self.index < rest)
+        let end = start + part + usize::from(self.index < rest);
+        // A node with so many units is never completed.
+        self.units(start.saturating_mul(steps)..end.saturating_mul(steps))
+    }
+
+    /// All of `units` on the first thread, and none on the others. As [`share`](Worker::share)
+    /// otherwise.
+    pub(crate) fn alone(&self, units: usize) -> Share<'_> {
+        self.units(0..if self.index == 0 { units } else { 0 })
+    }
+
+    fn units(&self, range: Range<usize>) -> Share<'_> {
+        debug_assert!(!self.has_asked.replace(true), "two shares in one kernel");
+        Share {
+            worker: self,
+            next: range.start.saturating_add(self.finished).min(range.end),
+            range,
+            stride: 1,
+            left: 1,
+            looked: Duration::ZERO,
+        }
     }
 
     /// Chunks of up to `grain` out of `units`, each taken by the first free thread. A phase
@@ -153,21 +209,27 @@ impl Worker<'_> {
     /// turn, and a kernel must have no work after its chunks.
     pub(crate) fn chunks(&self, units: usize, grain: usize) -> impl Iterator<Item = Range<usize>> {
         debug_assert!(self.is_alone, "other kernels of the phase would run again");
+        debug_assert!(!self.has_asked.replace(true), "two shares in one kernel");
         let grain = grain.max(1);
-        let mut dealt_any = false;
         std::iter::from_fn(move || {
             // Not before the first chunk: every turn makes progress.
-            if dealt_any && self.turn.is_over() {
-                self.exit.request(self.phase, true);
+            if self.has_worked.get() && self.turn.is_over() {
+                self.stop(0);
                 return None;
             }
-            dealt_any = true;
+            self.has_worked.set(true);
             let start = self
                 .counter
                 .fetch_add(1, Ordering::Relaxed)
                 .checked_mul(grain)?;
             (start < units).then(|| start..units.min(start + grain))
         })
+    }
+
+    /// Ends the kernel on this thread, which has finished `units` of its share.
+    fn stop(&self, units: usize) {
+        self.cut.set(Some(units));
+        self.exit.request(self.phase, true);
     }
 
     /// The scratch memory that the operator asked for, shared by all threads, 64-byte aligned. Its
@@ -182,5 +244,69 @@ impl Worker<'_> {
     /// ([`Operands::cache_activations`](crate::operands::Operands::cache_activations)).
     pub(crate) fn activations(&self) -> *mut u8 {
         self.activations
+    }
+}
+
+/// The time between two readings of the clock, about.
+const LOOK: Duration = Duration::from_micros(100);
+
+/// The units of a thread that are left, until the turn is over.
+pub(crate) struct Share<'a> {
+    worker: &'a Worker<'a>,
+    /// The units of this thread in all turns.
+    range: Range<usize>,
+    next: usize,
+    /// The units between two readings of the clock.
+    stride: usize,
+    /// The units before the next reading.
+    left: usize,
+    /// When the clock was read, since the beginning of the turn.
+    looked: Duration,
+}
+
+impl Share<'_> {
+    /// The units that are left.
+    pub(crate) fn rest(&self) -> Range<usize> {
+        self.next..self.range.end
+    }
+
+    /// Whether the turn is over. Reads the clock about every [`LOOK`], however long a unit takes.
+    fn is_over(&mut self) -> bool {
+        let turn = self.worker.turn;
+        if !turn.has_end() {
+            return false;
+        }
+        self.left -= 1;
+        if self.left > 0 {
+            return false;
+        }
+        let now = turn.now();
+        let passed = now.saturating_sub(self.looked);
+        self.looked = now;
+        if passed < LOOK / 2 {
+            self.stride = self.stride.saturating_mul(2);
+        } else if passed > LOOK * 2 {
+            self.stride = (self.stride / 2).max(1);
+        }
+        self.left = self.stride;
+        turn.is_over()
+    }
+}
+
+impl Iterator for Share<'_> {
+    type Item = usize;
+
+    fn next(&mut self) -> Option<usize> {
+        if self.next == self.range.end {
+            return None;
+        }
+        // Not before the first unit: every turn makes progress.
+        if self.worker.has_worked.get() && self.is_over() {
+            self.worker.stop(self.next - self.range.start);
+            return None;
+        }
+        self.worker.has_worked.set(true);
+        self.next += 1;
+        Some(self.next - 1)
     }
 }

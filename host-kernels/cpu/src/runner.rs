@@ -1,6 +1,7 @@
 //! Runs the phases of a graph on the thread team. Threads enter a graph once and meet at a spinning
 //! barrier after each phase.
 
+use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -10,7 +11,7 @@ use rustix::thread::CpuSet;
 use vgpu_engine::{EngineError, RunError, Turn};
 
 use crate::barrier_schedule::Phase;
-use crate::kernel::{EarlyExit, Fault, Worker};
+use crate::kernel::{EarlyExit, Fault, Progress, Worker};
 use crate::thread_team::{Barrier, ThreadTeam};
 
 /// Scratch memories that are kept for later runs: as many as there are likely to be runs in
@@ -41,6 +42,9 @@ pub(crate) struct RunState {
 #[derive(Default)]
 struct Scratch {
     lines: Vec<CacheLine>,
+    /// How far each thread has got in the phase that a turn begins with. When a turn is over, how
+    /// far it has got in the phase that the next turn begins with.
+    progress: Vec<Mutex<Progress>>,
 }
 
 /// One cache line, so that scratch memory is aligned for every vector.
@@ -74,6 +78,10 @@ impl Runner {
         let lines = scratch_lines + activation_bytes.div_ceil(64);
         if scratch.lines.len() < lines {
             scratch.lines.resize(lines, CacheLine([0; 64]));
+        }
+        scratch.progress.resize_with(self.workers(), Mutex::default);
+        for progress in &mut scratch.progress {
+            *progress.get_mut().unwrap_or_else(PoisonError::into_inner) = Progress::default();
         }
         RunState {
             phase: 0,
@@ -128,16 +136,18 @@ impl Runner {
         let _guard = lock(&self.running);
         let mut dealt = [0, 0];
         dealt[state.phase % 2] = state.dealt;
+        let Scratch { lines, progress } = &mut state.scratch;
         let run = Run {
             phases,
             first: state.phase,
             barrier: Barrier::new(self.workers()),
             counters: dealt.map(AtomicUsize::new),
+            progress,
             turn,
             clock,
             exit: EarlyExit::default(),
             failure: Mutex::new(None),
-            scratch: ScratchPtr(state.scratch.lines.as_mut_ptr().cast()),
+            scratch: ScratchPtr(lines.as_mut_ptr().cast()),
             activations: state.activations,
         };
         let count = self.workers();
@@ -146,12 +156,12 @@ impl Runner {
         unsafe { self.team.run(&|index| run.work(index, count)) };
         let failure = run.failure.into_inner();
         let failure = failure.unwrap_or_else(PoisonError::into_inner);
-        let next = run.exit.next(phases.len());
-        match (failure, next) {
+        let (exit, counters) = (run.exit, run.counters);
+        match (failure, exit.next(phases.len())) {
             (None, Some(phase)) => Ok(Some(RunState {
                 phase,
-                dealt: match phase == run.exit.after() {
-                    true => run.counters[phase % 2].load(Ordering::Relaxed),
+                dealt: match exit.in_phase() {
+                    true => counters[phase % 2].load(Ordering::Relaxed),
                     false => 0,
                 },
                 scratch: state.scratch,
@@ -190,6 +200,8 @@ struct Run<'a> {
     /// Chunk counters of this phase and the next, alternating. The counter that is not in use is
     /// reset during the phase between its uses, when no thread can still count with it.
     counters: [AtomicUsize; 2],
+    /// [`Scratch::progress`]
+    progress: &'a [Mutex<Progress>],
     turn: &'a Turn,
     clock: Option<&'a Clock>,
     exit: EarlyExit,
@@ -206,14 +218,17 @@ struct Clock {
 
 impl Run<'_> {
     fn work(&self, index: usize, count: usize) {
+        let mut progress = *lock(&self.progress[index]);
+        let has_worked = Cell::new(false);
         for (i, phase) in self.phases.iter().enumerate().skip(self.first) {
             if index == 0 {
                 // Used by phase i - 1 and again by phase i + 1. The barriers before and after this
                 // phase keep both away from this store.
                 self.counters[(i + 1) % 2].store(0, Ordering::Relaxed);
             }
-            for part in &phase.parts {
+            while let Some(part) = phase.parts.get(progress.parts) {
                 if part.is_solo && index != 0 {
+                    progress.parts += 1;
                     continue;
                 }
                 let worker = Worker {
@@ -226,6 +241,10 @@ impl Run<'_> {
                     is_alone: phase.parts.len() == 1,
                     turn: self.turn,
                     exit: &self.exit,
+                    finished: progress.units,
+                    has_worked: &has_worked,
+                    cut: Cell::new(None),
+                    has_asked: Cell::new(false),
                 };
                 // A panic must not leave the other threads waiting at the barrier forever.
                 let outcome = catch_unwind(AssertUnwindSafe(|| (part.kernel)(&worker)));
@@ -235,6 +254,14 @@ impl Run<'_> {
                     self.exit.request(i, false);
                     break;
                 }
+                if let Some(units) = worker.cut.get() {
+                    progress.units = units;
+                    break;
+                }
+                progress = Progress {
+                    parts: progress.parts + 1,
+                    units: 0,
+                };
             }
             if index == 0 && self.turn.is_over() {
                 self.exit.request(i, false);
@@ -246,8 +273,13 @@ impl Run<'_> {
             // The barrier orders the requests of this phase before this load: all threads leave
             // here.
             if self.exit.after() == i {
+                *lock(&self.progress[index]) = match self.exit.in_phase() {
+                    true => progress,
+                    false => Progress::default(),
+                };
                 return;
             }
+            progress = Progress::default();
         }
     }
 }
@@ -290,7 +322,7 @@ mod tests {
                     if round % 2 == 0 {
                         w.chunks(1000, 7).for_each(add);
                     } else {
-                        add(w.share(1000));
+                        w.share(1000).for_each(|i| add(i..i + 1));
                     }
                     Ok(())
                 })
@@ -368,7 +400,7 @@ mod tests {
                             }
                         };
                         match round % 3 {
-                            0 => visit(w.share(UNITS)),
+                            0 => w.share(UNITS).for_each(|i| visit(i..i + 1)),
                             _ => w.chunks(UNITS, 3).for_each(visit),
                         }
                         Ok(())

@@ -136,6 +136,11 @@ impl Turn {
         self.end.store(end, Ordering::Relaxed);
     }
 
+    /// Whether the turn has an end. Does not read the clock.
+    pub fn has_end(&self) -> bool {
+        self.end.load(Ordering::Relaxed) != u64::MAX
+    }
+
     /// Whether the plan should stop. Reads the clock only if the turn has an end.
     pub fn is_over(&self) -> bool {
         match self.end.load(Ordering::Relaxed) {

@@ -9,11 +9,12 @@ mod sample;
 
 use std::cell::OnceCell;
 use std::sync::Arc;
+use std::time::Duration;
 
 use proptest::prelude::*;
 use proptest::test_runner::{RngAlgorithm, TestCaseError, TestRng, TestRunner};
 use vgpu_cpu::formats::Format;
-use vgpu_engine::{Engine, Memory, RunError};
+use vgpu_engine::{Engine, Memory, RunError, RunStatus, Turn};
 use vgpu_gguf::Rng;
 use vgpu_transport::ir::{
     BufferId, Graph, Invalid, Limits, Node, Op, Shape, Sources, Tensor, Type, validate,
@@ -429,7 +430,11 @@ fn execute(engine: &dyn Engine, operands: &[&Data], node: Node) -> Result<Vec<Da
     Ok(after)
 }
 
-/// Runs nodes over tensors with a buffer each. Returns the tensors after the run.
+/// Turns of one unit of work, after which a run has a turn without an end.
+const MAX_TURNS: usize = 50;
+
+/// Runs nodes over tensors with a buffer each, in one turn and in many, with the same results.
+/// Returns the tensors after the run.
 fn execute_all(
     engine: &dyn Engine,
     operands: &[&Data],
@@ -464,9 +469,37 @@ fn execute_all(
         .compile(&graph, &memory)
         .expect("what is claimed compiles");
     plan.run().map_err(Failure::Run)?;
-    let after = operands
+    let after = read_back(operands, &memory);
+    // The same run in turns that are over at once: each thread does one unit of work in a turn.
+    for (o, memory) in operands.iter().zip(&memory) {
+        memory
+            .write(0, o.memory.as_slice().into())
+            .expect("the buffer has this size");
+    }
+    let turn = Turn::new();
+    turn.set_end(Some(Duration::ZERO));
+    let mut turns = 0;
+    while plan.launch(&turn).map_err(Failure::Run)? == RunStatus::Yielded {
+        turns += 1;
+        if turns == MAX_TURNS {
+            turn.set_end(None);
+        }
+    }
+    plan.wait().map_err(Failure::Run)?;
+    for (i, (whole, cut)) in after.iter().zip(read_back(operands, &memory)).enumerate() {
+        assert!(
+            whole.memory[..] == cut.memory[..],
+            "tensor {i} differs after a run in {turns} turns"
+        );
+    }
+    Ok(after)
+}
+
+/// The operands as they are in memory now.
+fn read_back(operands: &[&Data], memory: &[Arc<dyn Memory>]) -> Vec<Data> {
+    operands
         .iter()
-        .zip(&memory)
+        .zip(memory)
         .map(|(&before, memory)| {
             let mut after = before.clone();
             after.elements.take();
@@ -475,8 +508,7 @@ fn execute_all(
                 .expect("the buffer has this size");
             after
         })
-        .collect();
-    Ok(after)
+        .collect()
 }
 
 /// Runs one node over tensors in one buffer, given by shape and offset, the destination first.

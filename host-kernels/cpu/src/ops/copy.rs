@@ -47,14 +47,16 @@ fn same_type(dst: View, src: View) -> Compiled {
     let size = dst.ty.block_bytes() as usize;
     let total = dst.elements() / dst.ty.block_elements() as usize;
     Compiled::one(move |w| {
-        let share = w.share(total);
-        to.pieces(share.start, share.len(), |to_start, done, len| {
-            from.pieces(share.start + done, len, |from_start, done, len| {
-                let to_start = to_start.wrapping_add(done * to.step());
-                // SAFETY: both sequences return `len` elements that are inside their tensors.
-                unsafe { copy_line(to_start, to.step(), from_start, from.step(), len, size) };
+        for piece in w.share(total.div_ceil(PIECE)) {
+            let start = piece * PIECE;
+            to.pieces(start, PIECE.min(total - start), |to_start, done, len| {
+                from.pieces(start + done, len, |from_start, done, len| {
+                    let to_start = to_start.wrapping_add(done * to.step());
+                    // SAFETY: both sequences return `len` elements that are inside their tensors.
+                    unsafe { copy_line(to_start, to.step(), from_start, from.step(), len, size) };
+                });
             });
-        });
+        }
         Ok(())
     })
 }

@@ -1,5 +1,7 @@
 //! Copies of elements of any type without conversion.
 
+use std::ops::Range;
+
 use vgpu_transport::ir::Type;
 
 use super::walk::Walk;
@@ -143,6 +145,25 @@ pub(super) fn fill(dst: View, element: Element) -> Kernel {
             // SAFETY: the walk returns `n` elements of the tensor, `step` bytes apart.
             unsafe { element.fill(dst, step, n) };
         });
+        Ok(())
+    })
+}
+
+/// Calls `body` for parts of up to `grain` elements of the rows of `dst`, with the indices and the
+/// address of the row, and the indices of the elements.
+pub(super) fn each_part(
+    dst: View,
+    grain: usize,
+    body: impl Fn([usize; 3], *mut u8, Range<usize>) + Send + Sync + 'static,
+) -> Kernel {
+    let (n, grain) = (dst.ne[0], grain.max(1));
+    let parts = n.div_ceil(grain);
+    Box::new(move |w| {
+        for unit in w.share(dst.rows() * parts) {
+            let (row, start) = (unit / parts, unit % parts * grain);
+            let index = dst.row_index(row);
+            body(index, dst.row_ptr(index), start..n.min(start + grain));
+        }
         Ok(())
     })
 }

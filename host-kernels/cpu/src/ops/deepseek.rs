@@ -220,7 +220,8 @@ fn lightning_indexer(
                 .wrapping_add(at + w.index() * bytes)
                 .cast::<f32>()
         };
-        for unit in w.share(tiles * streams) {
+        for unit in w.share_groups(tiles * streams, tokens) {
+            let (t, unit) = (unit % tokens, unit / tokens);
             let (start, s) = (unit % tiles * KEYS, unit / tiles);
             let count = KEYS.min(keys - start);
             let tile = part(tile_at, KEYS * row_bytes);
@@ -230,40 +231,40 @@ fn lightning_indexer(
             // dense elements. `start + count <= keys`, and `t`, `h` and `s` are below their
             // extents.
             unsafe {
-                for i in 0..count {
-                    let key = k.row_ptr([0, start + i, s]);
-                    key_rows.load(key, n, tile.add(i * n));
-                }
-                for t in 0..tokens {
-                    (product.gemm)(&GemmArgs {
-                        k: n,
-                        w: tile.cast_const().cast(),
-                        w_stride: row_bytes,
-                        rows: count,
-                        x: q.row_ptr([0, t, s]),
-                        x_stride: q.nb[1],
-                        cols: heads,
-                        dst: scores,
-                        dst_stride: KEYS,
-                    });
-                    let mut sums = [0.0; KEYS];
-                    let sums_ptr = sums.as_mut_ptr();
-                    let sum = (Access::direct(), sums_ptr.cast_const().cast());
-                    for h in 0..heads {
-                        let score = (Access::direct(), scores.add(h * KEYS).cast_const().cast());
-                        let weight = float(&weights, [h, t, 0, s]);
-                        apply(
-                            WeightedRelu { weight },
-                            (Access::direct(), sums_ptr.cast()),
-                            [score, sum],
-                            count,
-                        );
+                if t == 0 {
+                    for i in 0..count {
+                        let key = k.row_ptr([0, start + i, s]);
+                        key_rows.load(key, n, tile.add(i * n));
                     }
-                    let row = mask.row_ptr([t, 0, s % mask.ne[3]]);
-                    let masked = (masks, masks.at(row, start));
-                    let to = out.at(dst.row_ptr([t, 0, s]), start).cast_mut();
-                    apply(Add {}, (out, to), [sum, masked], count);
                 }
+                (product.gemm)(&GemmArgs {
+                    k: n,
+                    w: tile.cast_const().cast(),
+                    w_stride: row_bytes,
+                    rows: count,
+                    x: q.row_ptr([0, t, s]),
+                    x_stride: q.nb[1],
+                    cols: heads,
+                    dst: scores,
+                    dst_stride: KEYS,
+                });
+                let mut sums = [0.0; KEYS];
+                let sums_ptr = sums.as_mut_ptr();
+                let sum = (Access::direct(), sums_ptr.cast_const().cast());
+                for h in 0..heads {
+                    let score = (Access::direct(), scores.add(h * KEYS).cast_const().cast());
+                    let weight = float(&weights, [h, t, 0, s]);
+                    apply(
+                        WeightedRelu { weight },
+                        (Access::direct(), sums_ptr.cast()),
+                        [score, sum],
+                        count,
+                    );
+                }
+                let row = mask.row_ptr([t, 0, s % mask.ne[3]]);
+                let masked = (masks, masks.at(row, start));
+                let to = out.at(dst.row_ptr([t, 0, s]), start).cast_mut();
+                apply(Add {}, (out, to), [sum, masked], count);
             }
         }
         Ok(())

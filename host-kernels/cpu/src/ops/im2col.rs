@@ -3,7 +3,7 @@
 use vgpu_transport::ir::{ConvGeometry, Op, OpKind, Rule};
 
 use super::conv_axis::ConvAxis;
-use super::copy_raw::{self, Element, each_row};
+use super::copy_raw::{self, Element, each_part};
 use super::f32_rows::Access;
 use super::patches::{Images, Patches};
 use crate::kernel::{Compiled, Kernel};
@@ -68,6 +68,9 @@ pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
         _ => None,
     }
 }
+
+/// Taps that a unit of work adds, about.
+const UNIT_TAPS: usize = 1 << 18;
 
 /// The patches of IM2COL, in one dimension or two, and the images.
 fn patches_of(image: View, kernel: View, [x, y]: [ConvAxis; 2], is_2d: bool) -> (Patches, Images) {
@@ -157,8 +160,11 @@ fn im2col_back(dst: View, grad: View, patches: Patches, images: Images, is_2d: b
     let images_n = if is_2d { dst.ne[3] } else { dst.ne[2] };
     let gradient = Access::new(grad.ty, grad.nb[0]);
     let [x_axis, y_axis, _] = patches.axes;
+    let grain = (UNIT_TAPS / kw.saturating_mul(kh).max(1)).max(1);
+    let parts = iw.div_ceil(grain);
     Compiled::one(move |w| {
-        for unit in w.share(images_n * patches.channels * ih) {
+        for unit in w.share(images_n * patches.channels * ih * parts) {
+            let (start, unit) = (unit % parts * grain, unit / parts);
             let (y, c, n) = (
                 unit % ih,
                 unit / ih % patches.channels,
@@ -166,7 +172,7 @@ fn im2col_back(dst: View, grad: View, patches: Patches, images: Images, is_2d: b
             );
             let row = images.at(n).cast_mut();
             let row = row.wrapping_add(c * patches.channel_stride + y * patches.nb[1]);
-            for x in 0..iw {
+            for x in start..iw.min(start + grain) {
                 let mut sum = 0.0;
                 for ky in 0..kh {
                     let Some(oy) = y_axis.output_at(y, ky, oh) else {
@@ -201,8 +207,9 @@ fn col2im_1d(dst: View, src: View, axis: ConvAxis) -> Kernel {
         Access::new(src.ty, src.nb[0]),
     );
     let taps = src.ne[0].checked_div(dst.ne[1]).unwrap_or(0);
-    each_row(dst, move |[c, ..], row| {
-        for t in 0..dst.ne[0] {
+    let grain = UNIT_TAPS / taps.div_ceil(stride).min(src.ne[1]).max(1);
+    each_part(dst, grain, move |[c, ..], row, part| {
+        for t in part {
             let at = t + padding;
             let mut sum = 0.0;
             let first = (at + 1).saturating_sub(taps).div_ceil(stride);

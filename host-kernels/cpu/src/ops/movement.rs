@@ -35,7 +35,7 @@ pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
     let dst = o.dst();
     let kernels: Vec<Kernel> = match *op {
         Op::Repeat {} => vec![copy_raw::copy(dst, o.src(0))],
-        Op::RepeatBack {} => vec![repeat_back(dst, o.src(0))],
+        Op::RepeatBack {} => return Some(repeat_back(dst, o.src(0), o.workers())),
         Op::Concat { dim } => concat(dst, o.src(0), o.src(1), dim as usize),
         Op::Set {
             nb1,
@@ -123,45 +123,70 @@ fn placed(dst: View, part: View, nb: [u64; 3], offset: u64) -> View {
     )
 }
 
+/// Repetitions along a row in a unit of work.
+const REPETITIONS: usize = 1024;
+
 /// The gradient of REPEAT: the sum over all repetitions.
-fn repeat_back(dst: View, src: View) -> Kernel {
+fn repeat_back(dst: View, src: View, workers: usize) -> Compiled {
     let (out, values) = (Access::rows(&dst), Access::rows(&src));
     let mut times: [usize; 4] = std::array::from_fn(|d| src.ne[d] / dst.ne[d]);
     if times.contains(&0) {
         times = [0; 4]; // empty sums
     }
-    each_row(dst, move |index, row| {
-        let mut sums = [0.0; STAGE];
+    // The repetitions in dimensions 1 to 3, and a few of those in dimension 0 at a time.
+    let (parts, copies) = (dst.ne[0].div_ceil(STAGE), times[1] * times[2] * times[3]);
+    let along = times[0].div_ceil(REPETITIONS);
+    // The last step writes the sums.
+    let steps = copies * along + 1;
+    let kernel: Kernel = Box::new(move |w| {
         let mut stage = [0.0; STAGE];
-        for start in (0..dst.ne[0]).step_by(STAGE) {
+        for unit in w.share_groups(dst.rows() * parts, steps) {
+            let (step, unit) = (unit % steps, unit / steps);
+            let (start, index) = (unit % parts * STAGE, dst.row_index(unit / parts));
             let n = STAGE.min(dst.ne[0] - start);
-            sums.fill(0.0);
-            for copy in 0..times[1] * times[2] * times[3] {
-                let (c1, c2, c3) = (
-                    copy % times[1],
-                    copy / times[1] % times[2],
-                    copy / (times[1] * times[2]),
-                );
-                let line = src.row_ptr([
-                    index[0] + c1 * dst.ne[1],
-                    index[1] + c2 * dst.ne[2],
-                    index[2] + c3 * dst.ne[3],
-                ]);
-                for c0 in 0..times[0] {
-                    // SAFETY: `c0 * dst.ne[0] + start + n <= src.ne[0]`.
-                    unsafe {
-                        let part = values.at(line, c0 * dst.ne[0] + start);
-                        values.load(part, n, stage.as_mut_ptr());
-                    }
-                    sums.iter_mut()
-                        .zip(&stage[..n])
-                        .for_each(|(sum, x)| *sum += x);
+            // SAFETY: the scratch memory has `STAGE` floats for each worker. They are set here in
+            // the first step of a unit, and one worker does all its steps.
+            let sums = unsafe {
+                let sums = w.scratch().cast::<f32>().add(w.index() * STAGE);
+                if step == 0 {
+                    sums.write_bytes(0, STAGE);
                 }
+                std::slice::from_raw_parts_mut(sums, STAGE)
+            };
+            if step == steps - 1 {
+                let row = dst.row_ptr(index);
+                // SAFETY: `start + n <= dst.ne[0]`.
+                unsafe { out.store(sums.as_ptr(), n, out.at(row, start).cast_mut()) };
+                continue;
             }
-            // SAFETY: `start + n <= dst.ne[0]`.
-            unsafe { out.store(sums.as_ptr(), n, out.at(row, start).cast_mut()) };
+            let (copy, first) = (step / along, step % along * REPETITIONS);
+            let (c1, c2, c3) = (
+                copy % times[1],
+                copy / times[1] % times[2],
+                copy / (times[1] * times[2]),
+            );
+            let line = src.row_ptr([
+                index[0] + c1 * dst.ne[1],
+                index[1] + c2 * dst.ne[2],
+                index[2] + c3 * dst.ne[3],
+            ]);
+            for c0 in first..times[0].min(first + REPETITIONS) {
+                // SAFETY: `c0 * dst.ne[0] + start + n <= src.ne[0]`.
+                unsafe {
+                    let part = values.at(line, c0 * dst.ne[0] + start);
+                    values.load(part, n, stage.as_mut_ptr());
+                }
+                sums.iter_mut()
+                    .zip(&stage[..n])
+                    .for_each(|(sum, x)| *sum += x);
+            }
         }
-    })
+        Ok(())
+    });
+    Compiled {
+        kernels: vec![kernel],
+        scratch_bytes: workers * STAGE * size_of::<f32>(),
+    }
 }
 
 fn concat(dst: View, a: View, b: View, dim: usize) -> Vec<Kernel> {

@@ -30,7 +30,15 @@ pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
         Op::RmsNorm { eps } => rms_norm(dst, o.src(0), eps),
         Op::RmsNormBack { eps } => rms_norm_back(dst, o.src(0), o.src(1), eps),
         Op::L2Norm { eps } => l2_norm(dst, o.src(0), eps),
-        Op::GroupNorm { n_groups, eps } => group_norm(dst, o.src(0), n_groups as usize, eps),
+        Op::GroupNorm { n_groups, eps } => {
+            return Some(group_norm(
+                dst,
+                o.src(0),
+                n_groups as usize,
+                eps,
+                o.workers(),
+            ));
+        }
         // ALiBi adds a constant to the logits, which does not change the gradient.
         Op::SoftMaxBack { scale, .. } => soft_max_back(dst, o.src(0), o.src(1), scale),
         _ => return None,
@@ -111,8 +119,11 @@ fn l2_norm(dst: View, src: View, eps: f32) -> Kernel {
     })
 }
 
+/// Elements in a unit of work, about.
+const UNIT_ELEMENTS: usize = 1 << 18;
+
 /// NORM over groups of channels, which are dimension 2.
-fn group_norm(dst: View, src: View, n_groups: usize, eps: f32) -> Kernel {
+fn group_norm(dst: View, src: View, n_groups: usize, eps: f32, workers: usize) -> Compiled {
     let (out, x) = (Access::rows(&dst), Access::rows(&src));
     let [n, rows, channels, _] = dst.ne;
     let per_group = channels.div_ceil(n_groups);
@@ -120,29 +131,51 @@ fn group_norm(dst: View, src: View, n_groups: usize, eps: f32) -> Kernel {
     let groups = channels
         .checked_div(per_group)
         .map_or(0, |_| channels.div_ceil(per_group));
-    Box::new(move |w| {
-        for group in w.share(groups * dst.ne[3]) {
+    // A group is read for the mean, read for the variance, and written, some lines at a time.
+    let grain = (UNIT_ELEMENTS / n.max(1)).max(1);
+    let parts = (rows * per_group).div_ceil(grain);
+    let kernel: Kernel = Box::new(move |w| {
+        for unit in w.share_groups(groups * dst.ne[3], 3 * parts) {
+            let (step, group) = (unit % (3 * parts), unit / (3 * parts));
+            let (pass, part) = (step / parts, step % parts);
             let (first, i3) = (group % groups * per_group, group / groups);
-            let last = channels.min(first + per_group);
-            let lines = || {
-                let rows = (first..last).flat_map(|i2| (0..rows).map(move |i1| [i1, i2, i3]));
-                rows.map(|index| (dst.row_ptr(index), [(x, src.row_ptr(index).cast_const())]))
-            };
-            let count = (n * rows * (last - first)) as f64;
-            // SAFETY: all rows have `ne[0]` elements.
+            let lines_in_group = rows * (channels.min(first + per_group) - first);
+            let end = lines_in_group.min((part + 1) * grain);
+            let lines = (part * grain..end).map(|line| {
+                let index = [line % rows, first + line / rows, i3];
+                (dst.row_ptr(index), [(x, src.row_ptr(index).cast_const())])
+            });
+            let count = (n * lines_in_group) as f64;
+            // SAFETY: the scratch memory is aligned to 64 bytes and has two sums for each worker. A
+            // group is normalised by one worker, whose first step sets both sums. All rows have
+            // `ne[0]` elements.
             unsafe {
-                let total: f64 = lines().map(|(_, line)| sum(Identity {}, line, n)).sum();
-                let mean = (total / count) as f32;
-                let squares = lines().map(|(_, line)| sum(SquaredDistance { mean }, line, n));
-                let variance = (squares.sum::<f64>() / count) as f32;
-                let scale = 1.0 / (variance + eps).sqrt();
-                for (row, line) in lines() {
-                    apply(Standardize { mean, scale }, (out, row), line, n);
+                let sums = w.scratch().cast::<[f64; 2]>().add(w.index());
+                if step == 0 {
+                    sums.write([0.0; 2]);
                 }
+                let [mut total, mut squares] = sums.read();
+                let mean = (total / count) as f32;
+                match pass {
+                    0 => lines.for_each(|(_, line)| total += sum(Identity {}, line, n)),
+                    1 => lines
+                        .for_each(|(_, line)| squares += sum(SquaredDistance { mean }, line, n)),
+                    _ => {
+                        let scale = 1.0 / ((squares / count) as f32 + eps).sqrt();
+                        lines.for_each(|(row, line)| {
+                            apply(Standardize { mean, scale }, (out, row), line, n);
+                        });
+                    }
+                }
+                sums.write([total, squares]);
             }
         }
         Ok(())
-    })
+    });
+    Compiled {
+        kernels: vec![kernel],
+        scratch_bytes: workers * size_of::<[f64; 2]>(),
+    }
 }
 
 /// The gradient of SOFT_MAX with output `y`, for the gradient `dy` of its output.

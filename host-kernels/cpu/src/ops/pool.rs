@@ -3,7 +3,7 @@
 use vgpu_transport::ir::{Op, OpKind, PoolKind, PoolWindow, Rule};
 
 use super::conv_axis::PoolAxis;
-use super::copy_raw::{Element, each_row};
+use super::copy_raw::{Element, each_part};
 use super::f32_rows::Access;
 use crate::kernel::{Compiled, Kernel};
 use crate::operands::Operands;
@@ -73,15 +73,25 @@ fn add(kind: PoolKind, result: f32, value: f32) -> f32 {
     }
 }
 
+/// Elements of the source that a unit of work reads, about.
+const UNIT_READS: usize = 1 << 18;
+
+/// Results in a unit of work, for windows of these sizes over a source of these extents.
+fn grain<const N: usize>(windows: [PoolAxis; N], extents: [usize; N]) -> usize {
+    let reads = windows.iter().zip(extents).map(|(w, n)| w.size.min(n));
+    (UNIT_READS / reads.product::<usize>().max(1)).max(1)
+}
+
 /// An average is over the elements that the window covers.
 fn pool_1d(dst: View, src: View, kind: PoolKind, window: PoolAxis) -> Kernel {
     let (out, x) = (
         Access::new(dst.ty, dst.nb[0]),
         Access::new(src.ty, src.nb[0]),
     );
-    each_row(dst, move |index, row| {
+    let grain = grain([window], [src.ne[0]]);
+    each_part(dst, grain, move |index, row, part| {
         let line = src.row_ptr(index);
-        for i in 0..dst.ne[0] {
+        for i in part {
             let covered = window.covers(i, src.ne[0]);
             let count = covered.len();
             let mut result = start(kind);
@@ -105,8 +115,9 @@ fn pool_2d(dst: View, src: View, kind: PoolKind, [wx, wy]: [PoolAxis; 2]) -> Ker
         Access::new(src.ty, src.nb[0]),
     );
     let area = (wx.size * wy.size) as f32;
-    each_row(dst, move |[y, i2, i3], row| {
-        for i in 0..dst.ne[0] {
+    let grain = grain([wx, wy], [src.ne[0], src.ne[1]]);
+    each_part(dst, grain, move |[y, i2, i3], row, part| {
+        for i in part {
             let mut result = start(kind);
             for sy in wy.covers(y, src.ne[1]) {
                 let line = src.row_ptr([sy, i2, i3]);
@@ -137,16 +148,22 @@ fn pool_2d_back(
     let access = |view: &View| Access::new(view.ty, view.nb[0]);
     let (out, gradients, x) = (access(&dst), access(&grad), access(&forward));
     let area = (wx.size * wy.size) as f32;
+    let outputs = grad.ne[0] * grad.ne[1];
+    let grain = grain([wx, wy], [dst.ne[0], dst.ne[1]]);
+    // The zero rows of a plane, then its windows.
+    let (rows, parts) = (dst.ne[1], outputs.div_ceil(grain));
     Box::new(move |w| {
         // Windows overlap, so one thread computes a whole plane.
-        for plane in w.share(dst.ne[2] * dst.ne[3]) {
+        for unit in w.share_groups(dst.ne[2] * dst.ne[3], rows + parts) {
+            let (plane, step) = (unit / (rows + parts), unit % (rows + parts));
             let (i2, i3) = (plane % dst.ne[2], plane / dst.ne[2]);
-            for y in 0..dst.ne[1] {
+            if step < rows {
                 // SAFETY: a row of the destination has `dst.ne[0]` elements.
-                unsafe { zero.fill(dst.row_ptr([y, i2, i3]), dst.nb[0], dst.ne[0]) };
-            }
-            for oy in 0..grad.ne[1] {
-                for ox in 0..grad.ne[0] {
+                unsafe { zero.fill(dst.row_ptr([step, i2, i3]), dst.nb[0], dst.ne[0]) };
+            } else {
+                let first = (step - rows) * grain;
+                for output in first..outputs.min(first + grain) {
+                    let (ox, oy) = (output % grad.ne[0], output / grad.ne[0]);
                     // SAFETY: `ox < grad.ne[0]`, the length of the row.
                     let g = unsafe { element(gradients, grad.row_ptr([oy, i2, i3]), ox) };
                     let covered = || {

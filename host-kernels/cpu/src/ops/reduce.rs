@@ -4,6 +4,7 @@ use vgpu_transport::ir::{Op, OpKind, Rule, SortOrder, Type, TypeSet};
 
 use super::copy_raw::each_row;
 use super::f32_rows::{Access, Identity, STAGE, sum};
+use super::scratch::ScratchLayout;
 use super::sequence::Sequence;
 use crate::kernel::{Compiled, Kernel};
 use crate::operands::Operands;
@@ -211,14 +212,130 @@ fn sort_key(x: f32) -> u32 {
     }
 }
 
+/// A key with the order of the value, then of its index.
+fn ordered(order: SortOrder, value: f32, index: usize) -> u64 {
+    let key = match order {
+        _ if value.is_nan() => u32::MAX, // last in either order
+        SortOrder::Ascending => sort_key(value),
+        SortOrder::Descending => !sort_key(value),
+    };
+    u64::from(key) << 32 | index as u64
+}
+
+/// Longer rows are sorted in several units of work.
+const LONG_ROW: usize = 1 << 18;
+
+/// Elements of a long row in a unit of work.
+const SORT_PIECE: usize = 1 << 16;
+
+/// As [`argsort`], with a radix sort: for each of the four bytes of a value's key, the elements are
+/// counted and then moved in order.
+fn argsort_long(dst: View, src: View, order: SortOrder, workers: usize) -> Compiled {
+    const DIGITS: usize = 256;
+    const PASSES: usize = 4;
+    let x = Access::rows(&src);
+    let (n, wanted) = (src.ne[0], dst.ne[0]);
+    let busy = workers.min(dst.rows());
+    let parts = n.div_ceil(SORT_PIECE);
+    // The keys, the counts and moves of each byte, and the indices.
+    let writes = 1 + 2 * PASSES;
+    let steps = writes * parts + wanted.div_ceil(SORT_PIECE);
+    let mut scratch = ScratchLayout::default();
+    let keys_at = scratch.room(2 * busy, n * size_of::<u64>());
+    let counts_at = scratch.room(busy, DIGITS * size_of::<usize>());
+    let kernel: Kernel = Box::new(move |w| {
+        for unit in w.share_groups(dst.rows(), steps) {
+            let (row, step) = (unit / steps, unit % steps);
+            let (pass, part) = ((step / parts).min(writes), step % parts);
+            let index = dst.row_index(row);
+            let range = part * SORT_PIECE..n.min((part + 1) * SORT_PIECE);
+            // SAFETY: the first `busy` workers have rows, and the scratch memory has `2 * n` keys
+            // and `DIGITS` counts for each, aligned to 64 bytes. One worker does all steps of a
+            // row. Any bytes are valid integers, and the memory was initialised when it was
+            // allocated.
+            let (mut from, mut to, counts) = unsafe {
+                let keys = w
+                    .scratch()
+                    .add(keys_at)
+                    .cast::<u64>()
+                    .add(w.index() * 2 * n);
+                let counts = w.scratch().add(counts_at).cast::<usize>();
+                (
+                    std::slice::from_raw_parts_mut(keys, n),
+                    std::slice::from_raw_parts_mut(keys.add(n), n),
+                    std::slice::from_raw_parts_mut(counts.add(w.index() * DIGITS), DIGITS),
+                )
+            };
+            if pass == 0 {
+                let line = x.at(src.row_ptr(index).cast_const(), range.start);
+                // SAFETY: a row of the source has `n >= range.end` elements.
+                unsafe {
+                    each_value(x, line, range.len(), |i, value| {
+                        let i = range.start + i;
+                        from[i] = ordered(order, value, i);
+                    });
+                }
+                continue;
+            }
+            if pass == writes {
+                let line = dst.row_ptr(index);
+                for (i, key) in from[..wanted]
+                    .iter()
+                    .enumerate()
+                    .take(range.end)
+                    .skip(range.start)
+                {
+                    let to = line.wrapping_add(i * dst.nb[0]).cast::<i32>();
+                    // SAFETY: `i < wanted = dst.ne[0]`, the length of a row of i32. The low half of
+                    // a key is an index.
+                    unsafe { to.write(*key as u32 as i32) };
+                }
+                continue;
+            }
+            let byte = (pass - 1) / 2;
+            if byte % 2 == 1 {
+                std::mem::swap(&mut from, &mut to);
+            }
+            let digit = |key: u64| (key >> (32 + 8 * byte)) as usize % DIGITS;
+            if pass % 2 == 1 {
+                if part == 0 {
+                    counts.fill(0);
+                }
+                from[range].iter().for_each(|&key| counts[digit(key)] += 1);
+                continue;
+            }
+            if part == 0 {
+                // The place of the first element with each byte.
+                let mut sum = 0;
+                for count in counts.iter_mut() {
+                    sum += std::mem::replace(count, sum);
+                }
+            }
+            for &key in &from[range] {
+                let place = &mut counts[digit(key)];
+                to[*place] = key;
+                *place += 1;
+            }
+        }
+        Ok(())
+    });
+    Compiled {
+        kernels: vec![kernel],
+        scratch_bytes: scratch.bytes(),
+    }
+}
+
 /// The indices of the first `dst.ne[0]` elements of each row in sorted order. Equal elements are in
 /// the order of their indices.
 fn argsort(dst: View, src: View, order: SortOrder, workers: usize) -> Compiled {
+    if src.ne[0] > LONG_ROW {
+        return argsort_long(dst, src, order, workers);
+    }
     let x = Access::rows(&src);
     let (n, wanted) = (src.ne[0], dst.ne[0]);
     let kernel: Kernel = Box::new(move |w| {
         let rows = w.share(dst.rows());
-        if rows.is_empty() {
+        if rows.rest().is_empty() {
             return Ok(());
         }
         // SAFETY: the scratch memory is aligned to 64 bytes and has `n` keys for each worker with
@@ -233,12 +350,7 @@ fn argsort(dst: View, src: View, order: SortOrder, workers: usize) -> Compiled {
             // SAFETY: a row of the source has `n` elements.
             unsafe {
                 each_value(x, src.row_ptr(index), n, |i, value| {
-                    let key = match order {
-                        _ if value.is_nan() => u32::MAX, // last in either order
-                        SortOrder::Ascending => sort_key(value),
-                        SortOrder::Descending => !sort_key(value),
-                    };
-                    keys[i] = u64::from(key) << 32 | i as u64;
+                    keys[i] = ordered(order, value, i);
                 });
             }
             if wanted < n {

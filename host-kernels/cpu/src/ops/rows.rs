@@ -4,7 +4,7 @@ use std::mem::MaybeUninit;
 
 use vgpu_transport::ir::{Op, OpKind, Rule, Type};
 
-use super::copy_raw::copy_line;
+use super::copy_raw::{Element, copy_line};
 use super::elementwise::Add;
 use super::f32_rows::{Access, STAGE, apply};
 use super::gather::real_types;
@@ -26,7 +26,7 @@ pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
     let dst = o.dst();
     Some(match op {
         Op::GetRows {} => get_rows(dst, o.src(0), o.src(1)),
-        Op::GetRowsBack {} => get_rows_back(dst, o.src(0), o.src(1)),
+        Op::GetRowsBack {} => get_rows_back(dst, o.src(0), o.src(1), o.workers()),
         Op::SetRows {} => set_rows(dst, o.src(0), o.src(1)),
         _ => return None,
     })
@@ -98,25 +98,24 @@ fn get_rows(dst: View, a: View, ids: View) -> Compiled {
 }
 
 /// `dst[:, ids[i]] += a[:, i]`, from zero.
-fn get_rows_back(dst: View, a: View, ids: View) -> Compiled {
+fn get_rows_back(dst: View, a: View, ids: View, workers: usize) -> Compiled {
     let (sums, grads) = (Access::rows(&dst), Access::rows(&a));
+    // Threads divide the columns: rows with the same id are added in order by one thread.
+    let block = (a.ty.block_elements() as usize).max(16);
+    let n = dst.ne[0].div_ceil(workers).next_multiple_of(block);
+    let (zeros, steps) = (dst.ne[1], dst.ne[1] + ids.ne[0]);
     Compiled::one(move |w| {
-        // Threads divide the columns: rows with the same id are added in order by one thread.
-        let block = (a.ty.block_elements() as usize).max(16);
-        let columns = w.share(dst.ne[0].div_ceil(block));
-        let (start, end) = (columns.start * block, dst.ne[0].min(columns.end * block));
-        if start >= end {
-            return Ok(());
-        }
-        let n = end - start;
-        // SAFETY: `end <= dst.ne[0]`, the elements of a row of `a` and `dst`, and `start` is a
-        // multiple of the block. `index` has checked the ids.
-        unsafe {
-            for i in 0..dst.ne[1] {
-                let row = sums.at(dst.row_ptr([i, 0, 0]), start);
-                super::copy_raw::Element::zero(dst.ty).fill(row.cast_mut(), dst.nb[0], n);
-            }
-            for i in 0..ids.ne[0] {
+        for unit in w.share_groups(dst.ne[0].div_ceil(n), steps) {
+            let (step, start) = (unit % steps, unit / steps * n);
+            let n = n.min(dst.ne[0] - start);
+            // SAFETY: `start + n <= dst.ne[0]`, the elements of a row of `a` and `dst`, and `start`
+            // is a multiple of the block. `index` has checked the ids.
+            unsafe {
+                let Some(i) = step.checked_sub(zeros) else {
+                    let row = sums.at(dst.row_ptr([step, 0, 0]), start);
+                    Element::zero(dst.ty).fill(row.cast_mut(), dst.nb[0], n);
+                    continue;
+                };
                 let row = dst.row_ptr([index(&ids, [i, 0, 0], dst.ne[1])?, 0, 0]);
                 let row = sums.at(row, start);
                 let grad = grads.at(a.row_ptr([i, 0, 0]), start);

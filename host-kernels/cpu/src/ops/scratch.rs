@@ -77,8 +77,7 @@ impl Output {
         }
         kernels.push(Box::new(move |w| {
             let row_bytes = self.dst.ne[0] * size_of::<f32>();
-            let rows = if w.index() == 0 { self.dst.rows() } else { 0 };
-            for row in 0..rows {
+            for row in w.alone(self.dst.rows()) {
                 let from = self.base(w.scratch()).wrapping_add(row * row_bytes);
                 let to = self.dst.row_ptr(self.dst.row_index(row));
                 // SAFETY: `new` has reserved `rows` rows of `row_bytes` bytes in the scratch

@@ -169,10 +169,11 @@ impl<const N: usize> Walk<N> {
     ) {
         let per_line = self.line.count.div_ceil(grain);
         let units = w.share(self.lines * per_line);
-        if units.is_empty() {
+        let rest = units.rest();
+        if rest.is_empty() {
             return;
         }
-        let (mut line, mut piece) = (units.start / per_line, units.start % per_line);
+        let (mut line, mut piece) = (rest.start / per_line, rest.start % per_line);
         let mut index = [0; MAX_LOOPS];
         let (mut dst, mut src) = (self.dst.ptr(), self.src.map(|s| s.ptr().cast_const()));
         for (i, l) in index.iter_mut().zip(&self.outer) {

@@ -27,6 +27,9 @@ pub(super) const LINE_FLOATS: usize = 16;
 /// threads.
 pub(super) const UNITS: usize = 64;
 
+/// The most keys in a span. It bounds the time of a unit of work.
+const MAX_SPAN_KEYS: usize = 1 << 14;
+
 /// The fewest keys in a span.
 pub(super) const SPAN_KEYS: usize = 4 * TILE_KEYS;
 
@@ -198,11 +201,12 @@ impl Attention {
             sums: 0,
         };
         let blocks = attention.blocks();
+        let mut keys = k.ne[1];
         if blocks < UNITS {
-            let keys = k.ne[1].div_ceil(UNITS.div_ceil(blocks)).max(SPAN_KEYS);
-            attention.span_keys = keys.next_multiple_of(TILE_KEYS);
-            attention.spans = k.ne[1].div_ceil(attention.span_keys).max(1);
+            keys = keys.div_ceil(UNITS.div_ceil(blocks)).max(SPAN_KEYS);
         }
+        attention.span_keys = keys.min(MAX_SPAN_KEYS).next_multiple_of(TILE_KEYS);
+        attention.spans = k.ne[1].div_ceil(attention.span_keys.max(1)).max(1);
         let workers = operands.workers();
         let mut room = |count: usize, floats: usize| scratch.room(count, floats * size_of::<f32>());
         let rows = attention.block_rows();

@@ -8,6 +8,9 @@ use crate::ops::f32_rows::{Access, Map, STAGE, apply, maps};
 use crate::simd::{Lanes, Simd};
 use crate::view::View;
 
+/// Products in a unit of work, about.
+const UNIT_PRODUCTS: usize = 1 << 20;
+
 maps! {
     MulAdd |a, b, sum| a.mul_add(b, sum);
 }
@@ -32,15 +35,17 @@ pub(super) fn depthwise(
     };
     let (d_lane, d_other) = if by_channel { (2, 0) } else { (0, 2) };
     let out = Access::new(Type::F32, dst.nb[d_lane]);
-    let pieces = lanes.div_ceil(STAGE);
+    // The taps of a unit of work are bounded where the kernel is large.
+    let stage = (UNIT_PRODUCTS / (kw * kh).max(1)).clamp(16, STAGE);
+    let pieces = lanes.div_ceil(stage);
     Compiled::one(move |w| {
         let mut sums = [0.0; STAGE];
         for unit in w.share(pieces * others * dst.ne[1] * dst.ne[3]) {
             let (piece, rest) = (unit % pieces, unit / pieces);
             let (other, rest) = (rest % others, rest / others);
             let (oy, n) = (rest % dst.ne[1], rest / dst.ne[1]);
-            let start = piece * STAGE;
-            let len = STAGE.min(lanes - start);
+            let start = piece * stage;
+            let len = stage.min(lanes - start);
             sums.fill(0.0);
             let (ys, y0) = y_axis.taps(oy, kh, ih);
             for (y, ky) in ys.enumerate() {

@@ -15,9 +15,14 @@ const TILE_FLOATS: usize = 1 << 16;
 /// The most outputs of a tile.
 const TILE_OUTPUTS: usize = 128;
 
+/// The most products in a tile of several outputs.
+const TILE_PRODUCTS: usize = 1 << 26;
+
 /// The outputs of a tile, of `outputs`, for patches of `k` floats and `channels` output channels.
-pub(super) fn tile_outputs(k: usize, channels: usize, outputs: usize) -> usize {
+/// `products`: the products of an output.
+pub(super) fn tile_outputs(k: usize, channels: usize, products: usize, outputs: usize) -> usize {
     (TILE_FLOATS / k.max(channels).max(1))
+        .min(TILE_PRODUCTS / products.max(1))
         .clamp(1, TILE_OUTPUTS)
         .min(outputs.max(1))
 }

@@ -92,7 +92,7 @@ pub(super) fn convolution(
         return zero(out.dst);
     }
     let outputs = out.outputs();
-    let tile = tile_outputs(k, out.channels, outputs);
+    let tile = tile_outputs(k, out.channels, k.saturating_mul(out.channels), outputs);
     let tiles = outputs.div_ceil(tile);
     let busy = workers.min(tiles * out.images);
     let weight = Format::of(kernel.ty).expect("floats are a format");

@@ -55,24 +55,29 @@ pub(super) fn transposed(
         weights.format.row_bytes(channels),
         columns.format.row_bytes(channels),
     );
-    let tile = tile_outputs(taps, 1, pixels);
-    let units = outputs * images;
+    let tile = tile_outputs(taps, 1, taps.saturating_mul(channels), pixels);
+    let tiles = pixels.div_ceil(tile);
+    // A plane is summed tile by tile and then written row by row.
+    let (units, steps) = (outputs * images, tiles + oh);
     let busy = workers.min(units);
     let plane_at = layout.room(busy, ow * oh * size_of::<f32>());
     let tile_at = layout.room(busy, tile * taps * size_of::<f32>());
 
-    let prepare: Kernel = Box::new(move |w| {
-        weights.write(w);
-        columns.write(w);
-        Ok(())
-    });
+    let prepare = |operand: Prepared| -> Kernel {
+        Box::new(move |w| {
+            operand.write(w);
+            Ok(())
+        })
+    };
+    let prepare = [prepare(weights), prepare(columns)];
     let multiply: Kernel = Box::new(move |w| {
         let part = |at: usize, floats: usize| {
             w.scratch()
                 .wrapping_add(at + w.index() * floats * size_of::<f32>())
                 .cast::<f32>()
         };
-        for unit in w.share(units) {
+        for unit in w.share_groups(units, steps) {
+            let (step, unit) = (unit % steps, unit / steps);
             let (output, n) = (unit % outputs, unit / outputs);
             // SAFETY: the first `busy` workers have units, and each has its own plane of `ow * oh`
             // floats and its own tile of `tile * taps` floats in the scratch memory. The operands
@@ -82,8 +87,11 @@ pub(super) fn transposed(
             unsafe {
                 let plane = std::slice::from_raw_parts_mut(part(plane_at, ow * oh), ow * oh);
                 let values = part(tile_at, tile * taps);
-                plane.fill(0.0);
-                for start in (0..pixels).step_by(tile) {
+                if step == 0 {
+                    plane.fill(0.0);
+                }
+                if step < tiles {
+                    let start = step * tile;
                     let count = tile.min(pixels - start);
                     (product.gemm)(&GemmArgs {
                         k: channels,
@@ -109,7 +117,8 @@ pub(super) fn transposed(
                         }
                     }
                 }
-                for (y, row) in plane.chunks_exact(ow.max(1)).enumerate() {
+                if let Some(y) = step.checked_sub(tiles) {
+                    let row = &plane[y * ow..(y + 1) * ow];
                     let to = y * out.nb[1] + output * out.nb[2] + n * out.nb[3];
                     let to = out.view.ptr().wrapping_add(to);
                     copy_line(
@@ -126,7 +135,7 @@ pub(super) fn transposed(
         Ok(())
     });
     Compiled {
-        kernels: vec![prepare, multiply],
+        kernels: prepare.into_iter().chain([multiply]).collect(),
         scratch_bytes: layout.bytes(),
     }
 }

@@ -79,10 +79,7 @@ impl Activations {
         let pieces = k.div_ceil(PIECE);
         let mut buffer = [0f32; PIECE];
         let units = match self.by_rows {
-            true => {
-                let rows = w.share(self.source.rows());
-                rows.start * pieces..rows.end * pieces
-            }
+            true => w.share_groups(self.source.rows(), pieces),
             false => w.share(self.source.rows() * pieces),
         };
         for unit in units {

@@ -14,6 +14,9 @@ use crate::operands::Operands;
 use crate::view::View;
 use vgpu_engine::EngineError;
 
+/// Pairs of a token and an expert in a unit of work.
+const PAIRS: usize = 1 << 14;
+
 /// Columns of one expert that are multiplied with the same rows.
 #[derive(Clone, Copy)]
 struct ExpertTile {
@@ -67,67 +70,110 @@ impl Grouping {
         }
     }
 
-    /// Reads each id once, and groups the pairs. Called by one thread.
-    fn group(&self, w: &Worker<'_>) -> Result<(), Fault> {
+    /// The parts of the scratch memory: the expert of each pair, the first columns, the order, the
+    /// tiles and their number.
+    ///
+    /// # Safety
+    /// Until the next barrier only the calling thread accesses them, and only through this result.
+    #[expect(clippy::mut_from_ref, reason = "the scratch memory belongs to the run")]
+    unsafe fn parts<'w>(
+        &self,
+        w: &'w Worker<'_>,
+    ) -> (
+        &'w mut [u32],
+        &'w mut [usize],
+        &'w mut [usize],
+        &'w mut [ExpertTile],
+        &'w mut usize,
+    ) {
+        let part = |offset| w.scratch().wrapping_add(offset);
         // SAFETY: the slices are the parts of the scratch memory that `new` has reserved, aligned
-        // to 64 bytes. Until the next barrier only this thread accesses them. They hold integers,
-        // for which any bytes are valid.
-        let (chosen, starts, order, tiles, count) = unsafe {
-            let part = |offset| w.scratch().add(offset);
+        // to 64 bytes, and the caller guarantees that no other thread accesses them. They hold
+        // integers, for which any bytes are valid.
+        unsafe {
             (
-                std::slice::from_raw_parts_mut(part(self.chosen).cast::<u32>(), self.pairs),
-                std::slice::from_raw_parts_mut(part(self.starts).cast::<usize>(), self.experts + 1),
-                std::slice::from_raw_parts_mut(part(self.order).cast::<usize>(), self.pairs),
-                std::slice::from_raw_parts_mut(
-                    part(self.tiles).cast::<ExpertTile>(),
-                    self.max_tiles,
-                ),
-                &mut *part(self.count).cast::<usize>(),
+                std::slice::from_raw_parts_mut(part(self.chosen).cast(), self.pairs),
+                std::slice::from_raw_parts_mut(part(self.starts).cast(), self.experts + 1),
+                std::slice::from_raw_parts_mut(part(self.order).cast(), self.pairs),
+                std::slice::from_raw_parts_mut(part(self.tiles).cast(), self.max_tiles),
+                &mut *part(self.count).cast(),
             )
-        };
-        starts.fill(0);
-        let used = self.ids.ne[0];
-        for (pair, chosen) in chosen.iter_mut().enumerate() {
-            let (slot, token) = (pair % used, pair / used);
-            let id = self
-                .ids
-                .row_ptr([token, 0, 0])
-                .wrapping_add(slot * self.ids.nb[0]);
-            // SAFETY: `slot` and `token` are below the extents of the ids, which are aligned i32.
-            // The volatile read happens once: the checked value is the value that is used, even if
-            // a guest changes the memory.
-            let id = unsafe { id.cast::<i32>().read_volatile() };
-            let expert = check_index(i64::from(id), self.experts)?;
-            *chosen = expert as u32;
-            starts[expert + 1] += 1;
         }
-        *count = 0;
-        for expert in 0..self.experts {
-            let (first, columns) = (starts[expert], starts[expert + 1]);
-            starts[expert + 1] += first;
-            for offset in (0..columns).step_by(self.grain) {
-                tiles[*count] = ExpertTile {
-                    expert,
-                    first: first + offset,
-                    columns: self.grain.min(columns - offset),
-                };
-                *count += 1;
+    }
+
+    /// The kernels that group the pairs. The first thread executes them.
+    fn kernels(self) -> [Kernel; 3] {
+        let units = self.pairs.div_ceil(PAIRS);
+        let pairs = move |unit: usize| unit * PAIRS..self.pairs.min((unit + 1) * PAIRS);
+        let count: Kernel = Box::new(move |w| {
+            for unit in w.alone(units) {
+                // SAFETY: only the first thread has units.
+                let (chosen, starts, ..) = unsafe { self.parts(w) };
+                if unit == 0 {
+                    starts.fill(0);
+                }
+                for pair in pairs(unit) {
+                    let expert = self.expert(pair)?;
+                    chosen[pair] = expert as u32;
+                    starts[expert + 1] += 1;
+                }
             }
-        }
-        for (pair, &expert) in chosen.iter().enumerate() {
-            let next = &mut starts[expert as usize];
-            order[*next] = pair;
-            *next += 1;
-        }
-        Ok(())
+            Ok(())
+        });
+        let cut: Kernel = Box::new(move |w| {
+            for expert in w.alone(self.experts) {
+                // SAFETY: only the first thread has units.
+                let (_, starts, _, tiles, count) = unsafe { self.parts(w) };
+                if expert == 0 {
+                    *count = 0;
+                }
+                let (first, columns) = (starts[expert], starts[expert + 1]);
+                starts[expert + 1] += first;
+                for offset in (0..columns).step_by(self.grain) {
+                    tiles[*count] = ExpertTile {
+                        expert,
+                        first: first + offset,
+                        columns: self.grain.min(columns - offset),
+                    };
+                    *count += 1;
+                }
+            }
+            Ok(())
+        });
+        let order: Kernel = Box::new(move |w| {
+            for unit in w.alone(units) {
+                // SAFETY: only the first thread has units.
+                let (chosen, starts, order, ..) = unsafe { self.parts(w) };
+                for pair in pairs(unit) {
+                    let next = &mut starts[chosen[pair] as usize];
+                    order[*next] = pair;
+                    *next += 1;
+                }
+            }
+            Ok(())
+        });
+        [count, cut, order]
+    }
+
+    /// The expert of a pair, read from the ids.
+    fn expert(&self, pair: usize) -> Result<usize, Fault> {
+        let used = self.ids.ne[0];
+        let (slot, token) = (pair % used, pair / used);
+        let id = self.ids.row_ptr([token, 0, 0]);
+        let id = id.wrapping_add(slot * self.ids.nb[0]);
+        // SAFETY: `slot` and `token` are below the extents of the ids, which are aligned i32. The
+        // volatile read happens once: the checked value is the value that is used, even if a guest
+        // changes the memory.
+        let id = unsafe { id.cast::<i32>().read_volatile() };
+        check_index(i64::from(id), self.experts)
     }
 
     /// The tiles, and the pairs in the order of experts.
     ///
     /// # Safety
-    /// [`Grouping::group`] was called for this scratch memory before the last barrier.
+    /// The kernels of [`Grouping::kernels`] ran in this scratch memory before the last barrier.
     unsafe fn get<'w>(&self, w: &'w Worker<'_>) -> (&'w [ExpertTile], &'w [usize]) {
-        // SAFETY: `group` has written `count` tiles and `pairs` entries of the order, and no one
+        // SAFETY: the kernels have written `count` tiles and `pairs` entries of the order, and no one
         // writes them after the barrier.
         unsafe {
             let count = w.scratch().add(self.count).cast::<usize>().read();
@@ -176,7 +222,11 @@ impl ExpertColumns {
         let [used, tokens, ..] = ids.ne;
         let pairs = used * tokens;
         let is_grouped = tokens > 1;
-        let grain = if is_grouped { tile_columns(pairs) } else { 1 };
+        let grain = if is_grouped {
+            tile_columns(activations.source.ne[0], pairs)
+        } else {
+            1
+        };
         ExpertColumns {
             activations,
             ids,
@@ -209,31 +259,25 @@ impl ExpertColumns {
         let Some(grouping) = self.grouping else {
             return Vec::from_iter(converted(first, activations));
         };
-        vec![
-            Box::new(move |w| {
-                if w.index() == 0 {
-                    grouping.group(w)?;
+        let mut kernels: Vec<Kernel> = Vec::from_iter(converted(first, activations));
+        kernels.extend(grouping.kernels());
+        kernels.push(Box::new(move |w| {
+            // SAFETY: the kernels before this one are those of the grouping, and a barrier is
+            // between them.
+            let (_, order) = unsafe { grouping.get(w) };
+            let bytes = activations.column_bytes;
+            for column in w.share(pairs) {
+                // SAFETY: `from` is a converted column of `bytes` bytes. The scratch memory has
+                // `pairs > column` columns at `gathered`, and one worker writes this column.
+                unsafe {
+                    let from = self.column(w, order[column]);
+                    let to = w.scratch().add(gathered + column * bytes);
+                    from.copy_to_nonoverlapping(to, bytes);
                 }
-                activations.convert(w);
-                Ok(())
-            }),
-            Box::new(move |w| {
-                // SAFETY: the kernel before this one has called `group`, and a barrier is between
-                // them.
-                let (_, order) = unsafe { grouping.get(w) };
-                let bytes = activations.column_bytes;
-                for column in w.share(pairs) {
-                    // SAFETY: `from` is a converted column of `bytes` bytes. The scratch memory has
-                    // `pairs > column` columns at `gathered`, and one worker writes this column.
-                    unsafe {
-                        let from = self.column(w, order[column]);
-                        let to = w.scratch().add(gathered + column * bytes);
-                        from.copy_to_nonoverlapping(to, bytes);
-                    }
-                }
-                Ok(())
-            }),
-        ]
+            }
+            Ok(())
+        }));
+        kernels
     }
 
     /// The converted column of a pair.
@@ -251,8 +295,8 @@ impl ExpertColumns {
     unsafe fn tiles(&self, w: &Worker<'_>) -> usize {
         match self.grouping {
             None => self.pairs,
-            // SAFETY: the caller guarantees that `Grouping::group` was called before the last
-            // barrier.
+            // SAFETY: the caller guarantees that the kernels of the grouping ran before the
+            // last barrier.
             Some(grouping) => unsafe { grouping.get(w).0.len() },
         }
     }
@@ -281,7 +325,7 @@ impl ExpertColumns {
                 columns: self.column(w, at),
             });
         };
-        // SAFETY: the caller guarantees that `Grouping::group` was called before the last barrier.
+        // SAFETY: the caller guarantees that the kernels of the grouping ran before the last barrier.
         let (tiles, order) = unsafe { grouping.get(w) };
         let tile = tiles[at];
         let gathered = self.gathered + tile.first * self.activations.column_bytes;

@@ -16,6 +16,9 @@ const OUTER_COLUMNS: usize = 512;
 /// Rows of the sources that are multiplied at once.
 const OUTER_TERMS: usize = 64;
 
+/// Rows of the sources in a unit of work, a multiple of [`OUTER_TERMS`].
+const UNIT_TERMS: usize = 16 * OUTER_TERMS;
+
 /// OUT_PROD: `dst[m, n] = sum over k of a[m, k] * b[n, k]`, batch by batch.
 pub(in super::super) fn out_prod(operands: &Operands<'_>) -> Result<Compiled, EngineError> {
     let (a, b, dst) = (operands.src(0), operands.src(1), operands.dst());
@@ -32,6 +35,8 @@ pub(in super::super) fn out_prod(operands: &Operands<'_>) -> Result<Compiled, En
     let [m, n, ne2, ne3] = dst.ne;
     let terms = a.ne[1];
     let (column_tiles, row_tiles) = (m.div_ceil(OUTER_COLUMNS), n.div_ceil(OUTER_ROWS));
+    // One thread does the steps of a tile in order.
+    let steps = terms.div_ceil(UNIT_TERMS).max(1);
     // Each thread has a tile of rows of `a`, their factors from `b`, and the sums.
     let sizes = [
         OUTER_TERMS * OUTER_COLUMNS,
@@ -49,7 +54,8 @@ pub(in super::super) fn out_prod(operands: &Operands<'_>) -> Result<Compiled, En
             [own, own.add(sizes[0]), own.add(sizes[0] + sizes[1])]
         };
         let strides = output.strides();
-        for tile in w.chunks(column_tiles * row_tiles * ne2 * ne3, 1).flatten() {
+        for unit in w.share_groups(column_tiles * row_tiles * ne2 * ne3, steps) {
+            let (step, tile) = (unit % steps, unit / steps);
             let column = tile % column_tiles * OUTER_COLUMNS;
             let row = tile / column_tiles % row_tiles * OUTER_ROWS;
             let batch = tile / column_tiles / row_tiles;
@@ -61,9 +67,13 @@ pub(in super::super) fn out_prod(operands: &Operands<'_>) -> Result<Compiled, En
             // the sources, whose batches are broadcast to the destination. `column` and `width` are
             // multiples of a block. No other tile has this part of the destination.
             unsafe {
-                sums.write_bytes(0, height * OUTER_COLUMNS);
-                for first in (0..terms).step_by(OUTER_TERMS) {
-                    let count = OUTER_TERMS.min(terms - first);
+                if step == 0 {
+                    sums.write_bytes(0, height * OUTER_COLUMNS);
+                }
+                let first = step * UNIT_TERMS;
+                let last = terms.min(first + UNIT_TERMS);
+                for first in (first..last).step_by(OUTER_TERMS) {
+                    let count = OUTER_TERMS.min(last - first);
                     for t in 0..count {
                         let from = a.row_ptr([first + t, a2, a3]);
                         a_reader.read(from, column, width, rows.add(t * OUTER_COLUMNS));
@@ -88,6 +98,9 @@ pub(in super::super) fn out_prod(operands: &Operands<'_>) -> Result<Compiled, En
                         out_stride: OUTER_COLUMNS,
                     };
                     product.add();
+                }
+                if step < steps - 1 {
+                    continue;
                 }
                 for i in 0..height {
                     let to = (row + i) * strides[0] + i2 * strides[1] + i3 * strides[2];

@@ -16,6 +16,10 @@ const TILE_COLUMNS: usize = 256;
 /// The most rows in a tile of several columns: the block of rows of [`crate::gemm`].
 const TILE_ROWS: usize = 256;
 
+/// The most products in a tile, about: some milliseconds. Tiles of rows of up to 8192 elements are
+/// not limited by it.
+const TILE_PRODUCTS: usize = 1 << 29;
+
 /// Bytes of weights in a tile of one column: enough to make the cost of taking a tile small.
 const TILE_WEIGHT_BYTES: usize = 128 << 10;
 
@@ -25,8 +29,11 @@ pub(super) const LINE_FLOATS: usize = 16;
 
 /// The columns of a tile, of `columns`: whole cache lines of results, in parts that are as equal as
 /// possible.
-pub(super) fn tile_columns(columns: usize) -> usize {
-    let tiles = columns.div_ceil(TILE_COLUMNS).max(1);
+pub(super) fn tile_columns(k: usize, columns: usize) -> usize {
+    let most = TILE_PRODUCTS / LINE_FLOATS / k.max(1);
+    let tiles = columns
+        .div_ceil(most.clamp(LINE_FLOATS, TILE_COLUMNS))
+        .max(1);
     columns.div_ceil(tiles).max(1).next_multiple_of(LINE_FLOATS)
 }
 
@@ -44,7 +51,7 @@ pub(super) fn tile_rows(
     let most = if columns == 1 {
         TILE_WEIGHT_BYTES / format.row_bytes(k).max(1)
     } else {
-        TILE_ROWS
+        (TILE_PRODUCTS / k.saturating_mul(columns).max(1)).min(TILE_ROWS)
     };
     // At least four tiles for each thread, if there are enough rows.
     let cuts = (4 * workers).div_ceil(others.max(1));
@@ -170,7 +177,7 @@ impl TiledProduct {
         let nest = Nest::new(&weight, &x, activations.strides(), output.strides());
         let (k, rows) = (weight.ne[0], weight.ne[1]);
         let columns = nest.columns.count;
-        let grain_columns = tile_columns(columns);
+        let grain_columns = tile_columns(k, columns);
         let column_tiles = columns.div_ceil(grain_columns);
         let others = column_tiles * nest.batches();
         let at_once = grain_columns.min(columns);

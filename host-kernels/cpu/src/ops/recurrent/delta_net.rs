@@ -1,6 +1,8 @@
 //! GATED_DELTA_NET: the gated delta rule (arXiv:2412.06464).
 
-use super::tokens::Tokens;
+use std::ops::Range;
+
+use super::tokens::{TokenCut, Tokens};
 use crate::kernel::{Compiled, Kernel};
 use crate::simd::{PtrTask, Simd, chunks, dispatch_ptr};
 use crate::view::View;
@@ -22,7 +24,9 @@ struct DeltaNet {
     /// Scratch memory.
     decay: *mut f32,
     size: usize,
+    /// All tokens of the sequence, and those of this call. The calls are in order.
     tokens: usize,
+    now: Range<usize>,
     state: *mut f32,
     before: *const f32,
     y: *mut f32,
@@ -50,8 +54,10 @@ impl PtrTask for DeltaNet {
         // and each snapshot, `size` floats at `decay`, and the rows of each token. `i + len` and
         // `j` are at most `size`.
         unsafe {
-            std::ptr::copy(self.before, state, size * size);
-            for t in 0..tokens {
+            if self.now.start == 0 {
+                std::ptr::copy(self.before, state, size * size);
+            }
+            for t in self.now {
                 let (q, k, v) = (self.q.at_token(t), self.k.at_token(t), self.v.at_token(t));
                 let (gate, beta) = (self.gate.at_token(t), self.beta.at_token(t).read());
                 let y = self.y.wrapping_add(t * self.y_stride);
@@ -102,8 +108,10 @@ pub(super) fn gated_delta_net(
     let [size, heads, tokens, seqs] = v.ne;
     let units = heads * seqs;
     let busy = workers.min(units);
+    let cut = TokenCut::new(tokens, size * size);
     let kernel: Kernel = Box::new(move |w| {
-        for unit in w.share(units) {
+        for unit in w.share_groups(units, cut.steps) {
+            let (step, unit) = (unit % cut.steps, unit / cut.steps);
             let (h, seq) = (unit % heads, unit / heads);
             let shared =
                 |source: &View| Tokens::new(source, h % source.ne[1], seq / (seqs / source.ne[3]));
@@ -125,6 +133,7 @@ pub(super) fn gated_delta_net(
                     decay: w.scratch().cast::<f32>().wrapping_add(w.index() * size),
                     size,
                     tokens,
+                    now: cut.tokens(step),
                     state: out.wrapping_add(size * heads * tokens * seqs + at),
                     before: state.ptr().cast::<f32>().cast_const().wrapping_add(at),
                     y: out.wrapping_add((seq * tokens * heads + h) * size),

@@ -129,7 +129,7 @@ impl<C: Cell> PtrTask for LinearAttention<C> {
         // `before`, and `size` floats at `k`, `v`, `y` and the factors for each token. `i` and
         // `j + len` are at most `size`.
         unsafe {
-            for t in 0..tokens {
+            for t in tokens {
                 let (k, v) = (self.k.at_token(t), self.v.at_token(t));
                 let y = out.y.wrapping_add(t * out.y_stride);
                 let from = if t == 0 { before } else { state.cast_const() };

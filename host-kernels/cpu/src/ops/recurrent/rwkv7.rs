@@ -32,7 +32,7 @@ impl PtrTask for Wkv7 {
         // and `size` floats at each input and at `y` for each token. `i` and `j + len` are at most
         // `size`.
         unsafe {
-            for t in 0..tokens {
+            for t in tokens {
                 let [r, w, k, v, a, b] = self.inputs.map(|input| input.at_token(t));
                 let y = out.y.wrapping_add(t * out.y_stride);
                 let from = if t == 0 { before } else { state.cast_const() };

@@ -1,5 +1,7 @@
 //! SOLVE_TRI: forward substitution with a lower triangular matrix.
 
+use std::ops::Range;
+
 use crate::kernel::Compiled;
 use crate::simd::{PtrTask, Simd, chunks, dispatch_ptr};
 use crate::view::View;
@@ -16,6 +18,8 @@ struct Solve {
     matrix: [usize; 2],
     first: usize,
     columns: usize,
+    /// The rows to solve. All rows before them are solved.
+    rows: Range<usize>,
 }
 
 impl PtrTask for Solve {
@@ -30,6 +34,7 @@ impl PtrTask for Solve {
             matrix: [i2, i3],
             first,
             columns,
+            rows,
         } = self;
         // SAFETY: the contract of `Solve` guarantees dense rows and the columns from `first` on.
         // `j + len <= columns`, and `t <= i` is below the number of rows of each view.
@@ -40,7 +45,7 @@ impl PtrTask for Solve {
                         .cast::<f32>()
                         .wrapping_add(first + j)
                 };
-                for i in 0..a.ne[1] {
+                for i in rows.clone() {
                     let factors = a.row_ptr([i, i2, i3]).cast::<f32>();
                     let mut sum = simd.load_ptr(row(&b, i), len);
                     for t in 0..i {
@@ -57,12 +62,19 @@ impl PtrTask for Solve {
 /// Columns that a thread solves at once: two or more vectors of each instruction set.
 const SOLVE_COLUMNS: usize = 32;
 
+/// Products in a unit of work, about.
+const UNIT_PRODUCTS: usize = 1 << 22;
+
 /// Solves `a * dst = b` for a lower triangular `a`. Columns are independent.
 pub(super) fn solve_tri(dst: View, a: View, b: View) -> Compiled {
     let columns = b.ne[0];
     let pieces = columns.div_ceil(SOLVE_COLUMNS);
+    let n = a.ne[1];
+    let grain = (UNIT_PRODUCTS / SOLVE_COLUMNS / n.max(1)).max(1);
+    let steps = n.div_ceil(grain);
     Compiled::one(move |w| {
-        for unit in w.share(pieces * b.ne[2] * b.ne[3]) {
+        for unit in w.share_groups(pieces * b.ne[2] * b.ne[3], steps) {
+            let (start, unit) = (unit % steps * grain, unit / steps);
             let (piece, matrix) = (unit % pieces, unit / pieces);
             let first = piece * SOLVE_COLUMNS;
             // SAFETY: the check of the operator requires a square `a` with as many rows as `b`, and
@@ -76,6 +88,7 @@ pub(super) fn solve_tri(dst: View, a: View, b: View) -> Compiled {
                     matrix: [matrix % b.ne[2], matrix / b.ne[2]],
                     first,
                     columns: SOLVE_COLUMNS.min(columns - first),
+                    rows: start..n.min(start + grain),
                 })
             };
         }

@@ -9,6 +9,9 @@ use crate::view::View;
 /// From this many tokens on, a vector operation per tap is faster than scalar operations.
 const MANY_TOKENS: usize = 16;
 
+/// Products in a unit of work, about.
+const UNIT_PRODUCTS: usize = 1 << 20;
+
 /// `dst[c, t, s] = sum_i x[t + i, c, s] * kernel[i, c]`
 pub(super) fn ssm_conv(dst: View, x: View, kernel: View) -> Compiled {
     let [channels, tokens, seqs, _] = dst.ne;
@@ -18,9 +21,12 @@ pub(super) fn ssm_conv(dst: View, x: View, kernel: View) -> Compiled {
     let direct = Access::direct();
     // The tokens of a channel are a stride of the destination apart.
     let out = Access::new(Type::F32, dst.nb[1]);
+    let grain = (UNIT_PRODUCTS / taps.max(1)).clamp(MANY_TOKENS, STAGE);
+    let parts = tokens.div_ceil(grain);
     Compiled::one(move |w| {
         let mut sums = [0.0; STAGE];
-        for unit in w.share(channels * seqs) {
+        for unit in w.share(channels * seqs * parts) {
+            let (start, unit) = (unit % parts * grain, unit / parts);
             let (c, s) = (unit % channels, unit / channels);
             let row = x.row_ptr([c, s, 0]).cast_const();
             let weight = |i: usize| {
@@ -30,30 +36,28 @@ pub(super) fn ssm_conv(dst: View, x: View, kernel: View) -> Compiled {
                 value
             };
             let to = dst.ptr().wrapping_add(c * dst.nb[0] + s * dst.nb[2]);
-            for start in (0..tokens).step_by(STAGE) {
-                let n = STAGE.min(tokens - start);
-                sums[..n].fill(0.0);
-                for i in 0..taps {
-                    let (weight, from) = (weight(i), values.at(row, start + i));
-                    // SAFETY: the row of `x` has `tokens + taps - 1` elements, and `start + i + n`
-                    // is at most that. `sums` has `STAGE >= n` floats.
-                    unsafe {
-                        if n < MANY_TOKENS {
-                            for (t, sum) in sums[..n].iter_mut().enumerate() {
-                                let mut value = 0.0;
-                                values.load(values.at(from, t), 1, &mut value);
-                                *sum += value * weight;
-                            }
-                        } else {
-                            let sums = sums.as_mut_ptr();
-                            let src = [(values, from), (direct, sums.cast_const().cast())];
-                            apply(Weighted { weight }, (direct, sums.cast()), src, n);
+            let n = grain.min(tokens - start);
+            sums[..n].fill(0.0);
+            for i in 0..taps {
+                let (weight, from) = (weight(i), values.at(row, start + i));
+                // SAFETY: the row of `x` has `tokens + taps - 1` elements, and `start + i + n`
+                // is at most that. `sums` has `STAGE >= n` floats.
+                unsafe {
+                    if n < MANY_TOKENS {
+                        for (t, sum) in sums[..n].iter_mut().enumerate() {
+                            let mut value = 0.0;
+                            values.load(values.at(from, t), 1, &mut value);
+                            *sum += value * weight;
                         }
+                    } else {
+                        let sums = sums.as_mut_ptr();
+                        let src = [(values, from), (direct, sums.cast_const().cast())];
+                        apply(Weighted { weight }, (direct, sums.cast()), src, n);
                     }
                 }
-                // SAFETY: column `c` of the destination has `tokens >= start + n` elements.
-                unsafe { out.store(sums.as_ptr(), n, out.at(to, start).cast_mut()) };
             }
+            // SAFETY: column `c` of the destination has `tokens >= start + n` elements.
+            unsafe { out.store(sums.as_ptr(), n, out.at(to, start).cast_mut()) };
         }
         Ok(())
     })

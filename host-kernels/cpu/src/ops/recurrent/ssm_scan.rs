@@ -1,6 +1,8 @@
 //! SSM_SCAN: the selective scan of Mamba (arXiv:2312.00752).
 
-use super::tokens::Tokens;
+use std::ops::Range;
+
+use super::tokens::{TokenCut, Tokens};
 use crate::kernel::{Compiled, check_index};
 use crate::simd::{PtrTask, Simd, chunks, dispatch_ptr};
 use crate::view::View;
@@ -15,7 +17,9 @@ struct Scan {
     before: *const f32,
     rows: usize,
     n: usize,
+    /// All tokens of the sequence, and those of this call. The calls are in order.
     tokens: usize,
+    now: Range<usize>,
     x: Tokens,
     dt: Tokens,
     /// `decays` values: one for each of the `n` elements of a state, or one for all.
@@ -42,13 +46,14 @@ impl PtrTask for Scan {
             rows,
             n,
             tokens,
+            now,
             ..
         } = self;
         // SAFETY: the contract of `Scan` guarantees `rows * n` floats at `state`, at `before` and at
         // each snapshot, `decays` floats at `a`, and for each token a float at `dt`, `n` floats at
         // `b` and `c`, `rows` floats at `x` and `y`.
         unsafe {
-            for t in 0..tokens {
+            for t in now {
                 let dt = self.dt.at_token(t).read();
                 let dt = if dt > 20.0 { dt } else { dt.exp().ln_1p() };
                 let (x, b, c) = (self.x.at_token(t), self.b.at_token(t), self.c.at_token(t));
@@ -90,8 +95,10 @@ pub(super) fn ssm_scan(dst: View, sources: [View; 7], snapshots: usize) -> Compi
     let per_seq = n * rows * heads;
     let states = rows * heads * tokens * seqs;
     let per_group = heads / b.ne[1];
+    let cut = TokenCut::new(tokens, rows * n);
     Compiled::one(move |w| {
-        for unit in w.share(heads * seqs) {
+        for unit in w.share_groups(heads * seqs, cut.steps) {
+            let (step, unit) = (unit % cut.steps, unit / cut.steps);
             let (h, seq) = (unit % heads, unit / heads);
             let id = ids.ptr().wrapping_add(seq * ids.nb[0]).cast::<i32>();
             // SAFETY: `ids` has one element for each sequence. The read is volatile: the value that
@@ -110,6 +117,7 @@ pub(super) fn ssm_scan(dst: View, sources: [View; 7], snapshots: usize) -> Compi
                 rows,
                 n,
                 tokens,
+                now: cut.tokens(step),
                 x: Tokens::new(&x, h, seq),
                 dt: Tokens {
                     first: dt

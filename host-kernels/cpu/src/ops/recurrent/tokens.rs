@@ -1,5 +1,7 @@
 //! The rows of a source that belong to one head of one sequence, one row per token.
 
+use std::ops::Range;
+
 use crate::kernel::Compiled;
 use crate::view::View;
 
@@ -67,10 +69,10 @@ impl Head {
 }
 
 /// What one head of one sequence writes, and the state that it starts from.
-#[derive(Clone, Copy)]
+#[derive(Clone)]
 pub(super) struct HeadOutput {
-    /// Tokens of the sequence.
-    pub(super) tokens: usize,
+    /// The tokens of this call. The calls for a head are in order.
+    pub(super) tokens: Range<usize>,
     /// The new state, `size * size` floats of the destination.
     pub(super) state: *mut f32,
     /// The state before the first token, `size * size` floats of a source.
@@ -79,6 +81,37 @@ pub(super) struct HeadOutput {
     pub(super) y: *mut f32,
     /// Floats from the result of one token to that of the next.
     pub(super) y_stride: usize,
+}
+
+/// Elements of a state that a unit of work updates, about.
+const UNIT_UPDATES: usize = 1 << 20;
+
+/// How the tokens of a sequence are divided into units of work, which one thread does in order.
+#[derive(Clone, Copy)]
+pub(super) struct TokenCut {
+    tokens: usize,
+    grain: usize,
+    /// The number of units.
+    pub(super) steps: usize,
+}
+
+impl TokenCut {
+    /// A sequence of `tokens` tokens, each of which updates a state of `elements` elements. There
+    /// is at least one unit.
+    pub(super) fn new(tokens: usize, elements: usize) -> TokenCut {
+        let grain = (UNIT_UPDATES / elements.max(1)).max(1);
+        TokenCut {
+            tokens,
+            grain,
+            steps: tokens.div_ceil(grain).max(1),
+        }
+    }
+
+    /// The tokens of a unit.
+    pub(super) fn tokens(&self, step: usize) -> Range<usize> {
+        let start = step * self.grain;
+        start.min(self.tokens)..self.tokens.min(start + self.grain)
+    }
 }
 
 /// Calls `run` for each head of each sequence. `source` is a view of [size, heads, tokens of all
@@ -93,8 +126,10 @@ pub(super) fn each_head(
     let [size, heads, tokens, _] = source.ne;
     let seqs = state.ne[1];
     let tokens = tokens.checked_div(seqs).unwrap_or(0);
+    let cut = TokenCut::new(tokens, size * size);
     Compiled::one(move |w| {
-        for unit in w.share(heads * seqs) {
+        for unit in w.share_groups(heads * seqs, cut.steps) {
+            let (step, unit) = (unit % cut.steps, unit / cut.steps);
             let (head, seq) = (unit % heads, unit / heads);
             let at = unit * size * size;
             let out = dst.ptr().cast::<f32>();
@@ -106,7 +141,7 @@ pub(super) fn each_head(
                     first_token: seq * tokens,
                 },
                 HeadOutput {
-                    tokens,
+                    tokens: cut.tokens(step),
                     state: out.wrapping_add(size * heads * tokens * seqs + at),
                     before: state.ptr().cast::<f32>().cast_const().wrapping_add(at),
                     y: out.wrapping_add((seq * tokens * heads + head) * size),
