@@ -14,8 +14,8 @@ impl StopFlag {
         StopFlag::default()
     }
 
-    /// Sets the flag. Each session completes the request that it executes, tells its guest, and
-    /// ends.
+    /// Sets the flag. Each session completes the request that it executes, or cancels it at the end
+    /// of its turn if it is a graph, tells its guest, and ends.
     pub fn set(&self) {
         self.0.store(true, Ordering::Relaxed);
     }

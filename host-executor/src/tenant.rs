@@ -175,6 +175,11 @@ pub(crate) struct Charge {
 }
 
 impl Charge {
+    /// The charged bytes.
+    pub(crate) fn size(&self) -> u64 {
+        self.size
+    }
+
     /// The engine has allocated the memory.
     pub(crate) fn allocated(&mut self) {
         if std::mem::take(&mut self.is_pending) {

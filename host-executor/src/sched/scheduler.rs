@@ -9,6 +9,10 @@ use vgpu_engine::{Plan, RunError, RunStatus, Turn};
 
 use super::queue::{Queue, Share, TenantId, Ticket};
 
+/// The longest turn, also of a graph that no other graph waits for. A graph whose guest is gone has
+/// the device for this long at most.
+const MAX_TURN: Duration = Duration::from_millis(100);
+
 /// Grants turns on one device.
 #[derive(Debug, Default)]
 pub(crate) struct Scheduler {
@@ -62,6 +66,8 @@ pub(crate) enum RunState {
     Done(Result<(), RunError>, Times),
     /// The device executes the rest of the plan asynchronously.
     InFlight(InFlight),
+    /// The run was cancelled between two turns. The results are undefined.
+    Cancelled(Times),
 }
 
 /// A run of which the device executes the rest. No other graph gets the device until the run has
@@ -97,13 +103,15 @@ impl InFlight {
 
 impl Scheduler {
     /// Runs a plan, in as many turns as it takes, until all of it has been handed to the device.
-    /// Calls `after_turn` with the times of each turn that has ended.
+    /// Calls `after_turn` with the times of each turn that has ended, and `is_cancelled` between
+    /// two turns of the plan: at least once per [`MAX_TURN`] of device time.
     pub(crate) fn run(
         self: &Arc<Self>,
         tenant: TenantId,
         share: Share,
         plan: &mut dyn Plan,
         mut after_turn: impl FnMut(Times),
+        mut is_cancelled: impl FnMut() -> bool,
     ) -> RunState {
         let mut times = Times::default();
         let mut wait_began = self.turn.now();
@@ -121,11 +129,14 @@ impl Scheduler {
                     times,
                 });
             }
-            let turn = guard.end(queued, status != Ok(RunStatus::Yielded));
+            let yielded = status == Ok(RunStatus::Yielded);
+            let cancelled = yielded && is_cancelled();
+            let turn = guard.end(queued, !yielded || cancelled);
             wait_began = self.turn.now();
             times.add(turn);
             after_turn(turn);
             match status {
+                Ok(RunStatus::Yielded) if cancelled => return RunState::Cancelled(times),
                 Ok(RunStatus::Yielded) => {}
                 Ok(_) => return RunState::Done(Ok(()), times),
                 Err(error) => return RunState::Done(Err(error), times),
@@ -154,7 +165,8 @@ impl Scheduler {
             Some(holder) => {
                 let ran = now.saturating_sub(holder.since);
                 let cut = state.queue.cut(holder.tenant, ran);
-                self.turn.set_end(cut.map(|cut| holder.since + cut));
+                self.turn
+                    .set_end(Some(holder.since + cut.unwrap_or(MAX_TURN).min(MAX_TURN)));
             }
         }
         ticket
@@ -196,7 +208,8 @@ impl State {
         });
         let Some(holder) = self.holder else { return };
         let allowance = self.queue.allowance(holder.tenant);
-        turn.set_end(allowance.map(|allowance| holder.since + allowance));
+        let allowance = allowance.unwrap_or(MAX_TURN).min(MAX_TURN);
+        turn.set_end(Some(holder.since + allowance));
         if let Some(wakeup) = self.waiters.get(&holder.ticket) {
             wakeup.notify_one();
         }

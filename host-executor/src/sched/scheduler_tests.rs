@@ -45,10 +45,43 @@ fn run(
     share: Share,
     plan: &mut dyn Plan,
 ) -> (Result<(), RunError>, Times) {
-    match scheduler.run(TenantId(tenant), share, plan, |_| {}) {
+    match scheduler.run(TenantId(tenant), share, plan, |_| {}, || false) {
         RunState::Done(outcome, times) => (outcome, times),
         RunState::InFlight(_) => panic!("the plan is in flight"),
+        RunState::Cancelled(_) => panic!("nobody has cancelled the run"),
     }
+}
+
+#[test]
+fn cancelled_run_ends_between_two_turns_and_the_device_is_free() {
+    let scheduler = Arc::new(Scheduler::default());
+    let device = AtomicBool::new(false);
+    let share = Share {
+        weight: 1,
+        in_flight: 1,
+    };
+    let mut endless = Pieces {
+        device: &device,
+        left: u32::MAX,
+        fails: false,
+    };
+    let mut asked = 0;
+    let is_cancelled = || {
+        asked += 1;
+        asked == 3
+    };
+    let run_state = scheduler.run(TenantId(1), share, &mut endless, |_| {}, is_cancelled);
+    match run_state {
+        RunState::Cancelled(times) => assert_eq!(times.turns, 3),
+        _ => panic!("the run was not cancelled"),
+    }
+    let mut short = Pieces {
+        device: &device,
+        left: 10,
+        fails: false,
+    };
+    let (outcome, _) = run(&scheduler, 2, share, &mut short);
+    outcome.expect("the work does not fail");
 }
 
 #[test]
@@ -128,7 +161,9 @@ fn next_turn_waits_for_graphs_in_flight() {
                         is_in_flight: false,
                     };
                     let mut calls = 0;
-                    match scheduler.run(TenantId(guest), share, &mut plan, |_| calls += 1) {
+                    match scheduler.run(TenantId(guest), share, &mut plan, |_| calls += 1, || false)
+                    {
+                        RunState::Cancelled(_) => panic!("nobody has cancelled the run"),
                         RunState::InFlight(run) => {
                             thread::yield_now();
                             let (outcome, times) = run.wait(&mut plan, |_| calls += 1);

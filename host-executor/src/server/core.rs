@@ -158,8 +158,8 @@ impl Server {
             .collect()
     }
 
-    /// Closes the listeners, lets each session complete its request and tell its guest, and returns
-    /// when all sessions have ended.
+    /// Closes the listeners, cancels the graphs that run, lets each session tell its guest, and
+    /// returns when all sessions have ended.
     pub fn shutdown(mut self) {
         self.stop();
     }

@@ -7,6 +7,7 @@ use tracing::{debug, info, trace};
 use vgpu_engine::{RunError, SharedMemory};
 use vgpu_transport::bytes::Bytes;
 use vgpu_transport::ir::{BufferId, IR_VERSION};
+use vgpu_transport::link::HostEnd;
 use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, PROTOCOL_VERSION, Reply, Request};
 
 use super::answer::{Answer, ReadRange, Submitted, done, failed, refused};
@@ -15,6 +16,7 @@ use super::graphs::{CompileContext, GraphStatus};
 use super::state::{MODEL_SCALE, Session, count_turn};
 use crate::sched::{RunState, Times};
 use crate::stats::Kind;
+use crate::stop::StopFlag;
 
 /// Longest guest name that is kept, in characters.
 const MAX_NAME_CHARS: usize = 200;
@@ -25,8 +27,10 @@ impl Session {
         &mut self,
         request: u64,
         message: Request,
-        payload: Bytes<'_>,
+        link: &mut dyn HostEnd,
+        stop: &StopFlag,
     ) -> Result<Answer, SessionEnd> {
+        let payload = link.payload();
         let kind = Kind::of(&message);
         self.counters.request(kind);
         let kind = kind.name();
@@ -80,7 +84,7 @@ impl Session {
                 total,
             } => self.graph(request, graph, offset, total, payload),
             Request::Patch { graph, base } => self.patch(request, graph, base, payload),
-            Request::Submit { graph } => self.submit(request, graph),
+            Request::Submit { graph } => self.submit(request, graph, link, stop),
             Request::Forget { graph } => {
                 self.graphs.forget(graph);
                 self.update_gauges();
@@ -274,11 +278,19 @@ impl Session {
         answer
     }
 
-    fn submit(&mut self, request: u64, graph: GraphId) -> Result<Answer, SessionEnd> {
+    /// Runs a graph. The end of the guest and `stop` cancel it at the end of its turn.
+    fn submit(
+        &mut self,
+        request: u64,
+        graph: GraphId,
+        link: &mut dyn HostEnd,
+        stop: &StopFlag,
+    ) -> Result<Answer, SessionEnd> {
         let context = CompileContext {
             engine: self.engine.as_ref(),
             buffers: &self.buffers,
             limits: &self.limits,
+            tenant: &self.tenant,
         };
         let stored = self.graphs.get(graph, &context)?;
         let plan = match &mut stored.plan {
@@ -289,7 +301,20 @@ impl Session {
         let counters = &self.counters;
         // Counted turn by turn, so that a snapshot during a long graph is current.
         let count = |turn| count_turn(counters, turn);
-        match self.scheduler.run(tenant, share, plan.as_mut(), count) {
+        let mut end = None;
+        let is_cancelled = || {
+            end = match stop.is_set() {
+                true => Some(SessionEnd::Shutdown),
+                false => link.check_guest().err().map(SessionEnd::from),
+            };
+            end.is_some()
+        };
+        let state = { &self.scheduler }.run(tenant, share, plan.as_mut(), count, is_cancelled);
+        match state {
+            RunState::Cancelled(Times { ran, turns, .. }) => {
+                debug!(graph = graph.0, ?ran, turns, "graph cancelled");
+                Err(end.unwrap_or(SessionEnd::Shutdown))
+            }
             RunState::Done(outcome, times) => Ok(self.ran(request, graph, outcome, times)),
             RunState::InFlight(run) => Ok(Answer::InFlight(Submitted {
                 request,

@@ -11,6 +11,7 @@ use vgpu_transport::wire::{GraphId, MAX_GRAPH};
 use super::buffers::Buffers;
 use super::error::Violation;
 use crate::limits::Limits;
+use crate::tenant::{Charge, Tenant};
 
 /// Bytes of the assembly buffer that are kept between graphs.
 const MAX_IDLE_ASSEMBLY: usize = 4 << 20;
@@ -22,9 +23,35 @@ pub(super) struct Graphs {
     /// Sums over `stored`: bytes of the images, nodes.
     bytes: u64,
     nodes: usize,
+    /// The working memory of the graph that needs the most. A session runs one graph at a time.
+    working: WorkingMemory,
     assembly: Option<Assembly>,
     /// The part of the image that has been received.
     image: Vec<u8>,
+}
+
+/// The working memory of runs, which is charged to the tenant of the session.
+#[derive(Default)]
+struct WorkingMemory {
+    bytes: u64,
+    /// Charges that sum up to `bytes`.
+    charges: Vec<Charge>,
+}
+
+impl WorkingMemory {
+    /// Charges what is missing to `bytes`.
+    ///
+    /// # Errors
+    /// [`EngineError::OutOfMemory`] with the tenant's own figures.
+    fn reserve(&mut self, bytes: u64, context: &CompileContext<'_>) -> Result<(), EngineError> {
+        let Some(more) = bytes.checked_sub(self.bytes).filter(|&more| more > 0) else {
+            return Ok(());
+        };
+        let charge = context.tenant.charge(more, context.engine)?;
+        self.charges.push(charge);
+        self.bytes = bytes;
+        Ok(())
+    }
 }
 
 /// A graph that is being received.
@@ -107,7 +134,7 @@ impl Graphs {
         self.image.clear();
         self.image.shrink_to(MAX_IDLE_ASSEMBLY);
         let stored = compile(graph, words, context)?;
-        self.keep(graph, stored, context.limits)
+        self.keep(graph, stored, context)
     }
 
     /// Receives a graph as the difference `patch` to the stored graph `base`, and compiles it.
@@ -134,21 +161,23 @@ impl Graphs {
         let words = patch::apply(&stored.image, &words(&bytes))
             .map_err(|error| Violation::Image { graph, error })?;
         let stored = compile(graph, words, context)?;
-        self.keep(graph, stored, context.limits)
+        self.keep(graph, stored, context)
     }
 
     fn keep(
         &mut self,
         graph: GraphId,
-        stored: StoredGraph,
-        limits: &Limits,
+        mut stored: StoredGraph,
+        context: &CompileContext<'_>,
     ) -> Result<GraphStatus, Violation> {
+        let limits = context.limits;
+        self.forget(graph);
+        self.charge(&mut stored, context);
         let (bytes, nodes) = (stored.bytes(), stored.nodes);
         let status = match &stored.plan {
             Ok(_) => GraphStatus::Compiled { bytes, nodes },
             Err(error) => GraphStatus::Failed(error.clone()),
         };
-        self.forget(graph);
         self.bytes += bytes;
         self.nodes += nodes;
         self.stored.insert(graph, stored);
@@ -169,18 +198,32 @@ impl Graphs {
         Ok(status)
     }
 
+    /// Charges the working memory of a graph. The graph fails if the tenant has not that much.
+    fn charge(&mut self, stored: &mut StoredGraph, context: &CompileContext<'_>) {
+        let outcome = match &stored.plan {
+            Ok(plan) => self.working.reserve(plan.working_bytes(), context),
+            Err(_) => return,
+        };
+        if let Err(error) = outcome {
+            stored.plan = Err(error);
+        }
+    }
+
     /// A graph to run. Compiles it again if its memory has moved.
     pub(super) fn get(
         &mut self,
         graph: GraphId,
         context: &CompileContext<'_>,
     ) -> Result<&mut StoredGraph, Violation> {
-        let stored = self.stored.get_mut(&graph);
+        let stored = self.stored.get(&graph);
         let stored = stored.ok_or(Violation::UnknownGraph(graph))?;
         if stored.plan.as_ref().is_ok_and(|plan| !plan.is_current()) {
-            *stored = compile(graph, stored.image.to_vec(), context)?;
+            let mut again = compile(graph, stored.image.to_vec(), context)?;
+            self.charge(&mut again, context);
+            self.stored.insert(graph, again);
         }
-        Ok(stored)
+        let stored = self.stored.get_mut(&graph);
+        stored.ok_or(Violation::UnknownGraph(graph))
     }
 
     /// The plan of a graph that the device is executing.
@@ -200,6 +243,24 @@ impl Graphs {
         if let Some(stored) = self.stored.remove(&graph) {
             self.bytes -= stored.bytes();
             self.nodes -= stored.nodes;
+            self.give_back();
+        }
+    }
+
+    /// Gives the charge for working memory back when no graph needs as much.
+    fn give_back(&mut self) {
+        let plans = self
+            .stored
+            .values()
+            .filter_map(|stored| stored.plan.as_ref().ok());
+        let needed = plans.map(|plan| plan.working_bytes()).max().unwrap_or(0);
+        while let Some(last) = self.working.charges.last() {
+            let less = self.working.bytes - last.size();
+            if less < needed {
+                return;
+            }
+            self.working.charges.pop();
+            self.working.bytes = less;
         }
     }
 
@@ -214,6 +275,7 @@ impl Graphs {
             }
             !uses
         });
+        self.give_back();
     }
 
     pub(super) fn len(&self) -> usize {
@@ -226,6 +288,7 @@ pub(super) struct CompileContext<'a> {
     pub(super) engine: &'a dyn Engine,
     pub(super) buffers: &'a Buffers,
     pub(super) limits: &'a Limits,
+    pub(super) tenant: &'a Arc<Tenant>,
 }
 
 impl StoredGraph {

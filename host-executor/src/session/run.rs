@@ -6,7 +6,6 @@ use std::time::{Duration, Instant};
 
 use tracing::{debug, error, info, warn};
 use vgpu_engine::panic_message;
-use vgpu_transport::bytes::Bytes;
 use vgpu_transport::link::{HostEnd, LinkError};
 use vgpu_transport::wire::{Reply, Request};
 
@@ -103,12 +102,12 @@ impl Session {
                 Ok(None) => continue,
                 Err(error) => return error.into(),
             };
-            let answer = match self.execute(request, &messages.incoming, link.payload()) {
+            let answer = match self.execute(request, &messages.incoming, link, stop) {
                 Ok(answer) => answer,
                 Err(end) => return end,
             };
             let outcome = match answer {
-                Answer::InFlight(submitted) => self.complete(submitted, link, &mut messages),
+                Answer::InFlight(submitted) => self.complete(submitted, link, stop, &mut messages),
                 answer => self.answer(request, answer, link, &mut messages.outgoing),
             };
             if let Err(end) = outcome {
@@ -123,9 +122,10 @@ impl Session {
         &mut self,
         request: u64,
         message: &[u8],
-        payload: Bytes<'_>,
+        link: &mut dyn HostEnd,
+        stop: &StopFlag,
     ) -> Result<Answer, SessionEnd> {
-        let bytes = message.len() + payload.len();
+        let bytes = message.len() + link.payload().len();
         self.counters.bytes_in.add(bytes as u64);
         let decoded = Request::decode(message).map_err(|error| Violation::Message {
             request,
@@ -133,8 +133,10 @@ impl Session {
             error,
         })?;
         // The session ends after a panic, so nothing sees state that the panic left inconsistent.
-        catch_unwind(AssertUnwindSafe(|| self.perform(request, decoded, payload)))
-            .unwrap_or_else(|panic| Err(SessionEnd::Panic(panic_message(panic.as_ref()))))
+        catch_unwind(AssertUnwindSafe(|| {
+            self.perform(request, decoded, link, stop)
+        }))
+        .unwrap_or_else(|panic| Err(SessionEnd::Panic(panic_message(panic.as_ref()))))
     }
 
     /// Completes a graph that the device is executing. If the guest's next request is a READ, its
@@ -143,6 +145,7 @@ impl Session {
         &mut self,
         submitted: Submitted,
         link: &mut dyn HostEnd,
+        stop: &StopFlag,
         messages: &mut Messages,
     ) -> Result<(), SessionEnd> {
         let Messages { incoming, outgoing } = messages;
@@ -151,7 +154,7 @@ impl Session {
         let next = link.receive_ahead(&is_read, incoming, LOOK_AHEAD);
         let next = next.map(|next| {
             let request = next?.request;
-            Some((request, self.execute(request, incoming, link.payload())))
+            Some((request, self.execute(request, incoming, link, stop)))
         });
         let next = match next {
             // A guest that does not take its replies must not keep the device from other guests.

@@ -97,6 +97,7 @@ impl Session {
             engine: self.engine.as_ref(),
             buffers: &self.buffers,
             limits: &self.limits,
+            tenant: &self.tenant,
         };
         (&mut self.graphs, context)
     }

@@ -135,7 +135,8 @@ impl BarrierSchedule {
             self.phases.push(Phase { parts: Vec::new() });
         }
         part.scratch = self.open_bytes;
-        self.open_bytes += scratch_bytes.next_multiple_of(64);
+        let bytes = scratch_bytes.checked_next_multiple_of(64);
+        self.open_bytes = self.open_bytes.saturating_add(bytes.unwrap_or(usize::MAX));
         self.scratch_bytes = self.scratch_bytes.max(self.open_bytes);
         self.open.push((access, part.is_solo));
         let phase = self.phases.last_mut();

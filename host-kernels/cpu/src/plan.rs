@@ -11,6 +11,7 @@ use vgpu_transport::ir::{Graph, Node, Op, Tensor};
 use crate::barrier_schedule::{
     BarrierSchedule, MemoryAccess, Part, Phase, SOLO_ELEMENTS, elements, is_small, only_shares,
 };
+use crate::gemm::{self, MAX_PREPARED};
 use crate::kernel::Compiled;
 use crate::memory::CpuMemory;
 use crate::operands::{ActivationCache, Operands, Recorded};
@@ -24,6 +25,8 @@ pub(crate) struct CpuPlan {
     scratch_bytes: usize,
     /// Memory for converted activations, in bytes.
     activation_bytes: usize,
+    /// Memory in which threads prepare the operands of products, in bytes of all threads.
+    prepared_bytes: usize,
     runner: Arc<Runner>,
     /// A run that has yielded.
     yielded: Option<RunState>,
@@ -74,10 +77,17 @@ impl CpuPlan {
         }
         let activation_bytes = compiler.cache.bytes();
         let (phases, scratch_bytes) = compiler.schedule.finish();
+        let each = graph.nodes.iter().map(|node| prepared_bytes(graph, node));
+        let each = each.max().unwrap_or(0);
         Ok(CpuPlan {
             phases,
             scratch_bytes,
             activation_bytes,
+            // Threads keep so much, and it does not count.
+            prepared_bytes: match each > MAX_PREPARED {
+                true => each.saturating_mul(runner.workers()),
+                false => 0,
+            },
             runner: Arc::clone(runner),
             yielded: None,
             buffers: buffers.to_vec(),
@@ -220,12 +230,32 @@ fn written(node: &Node) -> impl Iterator<Item = usize> {
     sources.chain([&node.dst]).map(|&index| index as usize)
 }
 
+/// The most bytes in which a thread prepares the operands of the product of a node: activations as
+/// f32, and decoded weights.
+fn prepared_bytes(graph: &Graph, node: &Node) -> usize {
+    let Some(weights) = graph.src(node, 0) else {
+        return 0;
+    };
+    let size = |count: u64| usize::try_from(count).unwrap_or(usize::MAX);
+    let k = size(weights.shape.ne[0]);
+    match node.op {
+        Op::MulMat { .. } | Op::MulMatId { .. } => {
+            let columns = gemm::LEAST_COLUMNS.saturating_mul(size_of::<f32>());
+            k.saturating_mul(columns + gemm::DECODED_ROWS * 2)
+        }
+        Op::Conv2d { .. } | Op::Conv3d { .. } => {
+            size(elements(weights)).saturating_mul(size_of::<f32>())
+        }
+        _ => 0,
+    }
+}
+
 impl Plan for CpuPlan {
     fn launch(&mut self, turn: &Turn) -> Result<RunStatus, RunError> {
         let state = match self.yielded.take() {
             Some(state) => state,
             None if !self.is_current() => return Err(RunError::Stale),
-            None => (self.runner).start(self.scratch_bytes, self.activation_bytes),
+            None => (self.runner).start(self.scratch_bytes, self.activation_bytes)?,
         };
         self.yielded = self.runner.run(&self.phases, state, turn)?;
         Ok(match self.yielded {
@@ -240,7 +270,7 @@ impl Plan for CpuPlan {
         }
         // A run that has yielded starts again from the beginning.
         self.yielded = None;
-        let state = (self.runner).start(self.scratch_bytes, self.activation_bytes);
+        let state = (self.runner).start(self.scratch_bytes, self.activation_bytes)?;
         let ends = self.runner.run_timed(&self.phases, state)?;
         let (mut timings, mut before) = (Vec::<NodeTiming>::new(), Duration::ZERO);
         for (phase, end) in self.phases.iter().zip(ends) {
@@ -259,6 +289,11 @@ impl Plan for CpuPlan {
             before = end;
         }
         Ok(timings)
+    }
+
+    fn working_bytes(&self) -> u64 {
+        let bytes = self.scratch_bytes.saturating_add(self.activation_bytes);
+        bytes.saturating_add(self.prepared_bytes) as u64
     }
 
     fn is_current(&self) -> bool {

@@ -18,6 +18,9 @@ use crate::thread_team::{Barrier, ThreadTeam};
 /// progress.
 const MAX_FREE_SCRATCH: usize = 4;
 
+/// The largest scratch memory that is kept for later runs, in bytes.
+const MAX_KEPT_BYTES: usize = 32 << 20;
+
 /// A fixed set of threads and the scratch memory that they share. Runs one graph at a time.
 pub(crate) struct Runner {
     team: ThreadTeam,
@@ -38,7 +41,7 @@ pub(crate) struct RunState {
     activations: usize,
 }
 
-/// Working memory of a run. Grows to the largest size that was ever requested.
+/// Working memory of a run.
 #[derive(Default)]
 struct Scratch {
     lines: Vec<CacheLine>,
@@ -72,23 +75,36 @@ impl Runner {
     }
 
     /// A run that begins with the first phase.
-    pub(crate) fn start(&self, scratch_bytes: usize, activation_bytes: usize) -> RunState {
+    ///
+    /// # Errors
+    /// [`RunError::OutOfMemory`] if there is no memory of this size.
+    pub(crate) fn start(
+        &self,
+        scratch_bytes: usize,
+        activation_bytes: usize,
+    ) -> Result<RunState, RunError> {
         let mut scratch = lock(&self.scratch).pop().unwrap_or_default();
         let scratch_lines = scratch_bytes.div_ceil(64);
-        let lines = scratch_lines + activation_bytes.div_ceil(64);
-        if scratch.lines.len() < lines {
+        let lines = scratch_lines.saturating_add(activation_bytes.div_ceil(64));
+        let more = lines.saturating_sub(scratch.lines.len());
+        if scratch.lines.try_reserve_exact(more).is_err() {
+            self.give_back(scratch);
+            let wanted = (lines as u64).saturating_mul(64);
+            return Err(RunError::OutOfMemory { wanted });
+        }
+        if more > 0 {
             scratch.lines.resize(lines, CacheLine([0; 64]));
         }
         scratch.progress.resize_with(self.workers(), Mutex::default);
         for progress in &mut scratch.progress {
             *progress.get_mut().unwrap_or_else(PoisonError::into_inner) = Progress::default();
         }
-        RunState {
+        Ok(RunState {
             phase: 0,
             dealt: 0,
             scratch,
             activations: scratch_lines * 64,
-        }
+        })
     }
 
     /// Runs the phases in order, each on all threads, until the end, the first failure, or the end
@@ -174,9 +190,10 @@ impl Runner {
         }
     }
 
+    /// Keeps scratch memory for later runs, or frees it.
     fn give_back(&self, scratch: Scratch) {
         let mut free = lock(&self.scratch);
-        if free.len() < MAX_FREE_SCRATCH {
+        if free.len() < MAX_FREE_SCRATCH && scratch.lines.capacity() * 64 <= MAX_KEPT_BYTES {
             free.push(scratch);
         }
     }
@@ -297,7 +314,7 @@ mod tests {
 
     /// Runs to the end without ever yielding.
     fn run(runner: &Runner, phases: &[Phase]) -> Result<(), RunError> {
-        let left = runner.run(phases, runner.start(4096, 0), &Turn::new())?;
+        let left = runner.run(phases, runner.start(4096, 0)?, &Turn::new())?;
         assert!(left.is_none(), "the turn has no end");
         Ok(())
     }
@@ -411,7 +428,7 @@ mod tests {
         let graphs = [graph(1), graph(2), graph(3)];
         let mut states: Vec<_> = graphs
             .iter()
-            .map(|_| Some(runner.start(8 * UNITS, 0)))
+            .map(|_| Some(runner.start(8 * UNITS, 0).unwrap()))
             .collect();
         let mut turns = 0;
         while states.iter().any(Option::is_some) {
@@ -430,6 +447,23 @@ mod tests {
             lock(&runner.scratch).len() == graphs.len(),
             "scratch memory is lost"
         );
+    }
+
+    #[test]
+    fn scratch_memory_that_does_not_exist_is_an_error_and_large_memory_is_not_kept() {
+        let runner = Runner::new(1, &[]).unwrap();
+        let error = runner.start(usize::MAX, 64).err();
+        assert!(
+            matches!(error, Some(RunError::OutOfMemory { .. })),
+            "{error:?}"
+        );
+        for (bytes, kept) in [(2 * MAX_KEPT_BYTES, 0), (MAX_KEPT_BYTES, 1)] {
+            lock(&runner.scratch).clear();
+            let state = runner.start(bytes, 0).unwrap();
+            let left = runner.run(&[phase(|_| Ok(()))], state, &Turn::new());
+            assert!(left.unwrap().is_none());
+            assert_eq!(lock(&runner.scratch).len(), kept, "{bytes}");
+        }
     }
 
     #[test]

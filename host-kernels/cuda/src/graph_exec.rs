@@ -43,8 +43,8 @@ pub(crate) struct LaunchSequence {
     done: usize,
     /// The megakernel launch that the device has just refused.
     refused: Option<usize>,
-    /// Whether the current run has yielded, so that its duration is not a measurement.
-    has_yielded: bool,
+    /// The time of the turns of this run that are over. Each ended with the device idle.
+    spent: Duration,
 }
 
 /// An error of a launch, or of work under way when it was handed to the device.
@@ -127,7 +127,7 @@ impl LaunchSequence {
             template: templates.of(key),
             done: 0,
             refused: None,
-            has_yielded: false,
+            spent: Duration::ZERO,
         }
     }
 
@@ -190,7 +190,6 @@ impl LaunchSequence {
         let template = Arc::clone(&self.template);
         let mut template = template.lock().unwrap_or_else(PoisonError::into_inner);
         let failed = |node: usize, error| Failure { node, error };
-        self.has_yielded |= self.done > 0;
         let start = Instant::now();
         let (first, batch) = (self.done, template.batch.unwrap_or(FIRST_BATCH));
         if template.batch.is_some() && first == 0 {
@@ -238,13 +237,14 @@ impl LaunchSequence {
             }
             if turn.is_over() {
                 device.synchronize().map_err(|error| failed(here, error))?;
+                self.spent += start.elapsed();
                 return Ok(RunStatus::Yielded);
             }
         }
-        if template.batch.is_none() && !self.has_yielded {
+        if template.batch.is_none() {
             let last = self.last_node();
             device.synchronize().map_err(|error| failed(last, error))?;
-            template.learn(start.elapsed(), self.launches.len(), policy);
+            template.learn(self.spent + start.elapsed(), self.launches.len(), policy);
         }
         self.rewind();
         Ok(RunStatus::Done)
@@ -277,7 +277,7 @@ impl LaunchSequence {
     /// Starts the next run at the first launch.
     pub(crate) fn rewind(&mut self) {
         self.done = 0;
-        self.has_yielded = false;
+        self.spent = Duration::ZERO;
     }
 
     /// The end of the batch that begins with launch `at`.

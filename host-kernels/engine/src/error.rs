@@ -49,6 +49,10 @@ pub enum RunError {
         op: &'static str,
         message: String,
     },
+    /// The host has not the memory that a run needs besides the buffers of the graph.
+    #[error("out of memory: the graph needs {wanted} bytes of working memory")]
+    #[allow(missing_docs)]
+    OutOfMemory { wanted: u64 },
     /// The plan is not [current](crate::Plan::is_current): the fault of the caller, which must
     /// compile the graph again.
     #[error("the memory of the graph has moved since it was compiled")]

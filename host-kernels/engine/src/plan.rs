@@ -53,6 +53,13 @@ pub trait Plan: Send {
         let _ = label;
     }
 
+    /// Bytes of host memory that a run needs besides the buffers of the graph, at most. A run
+    /// allocates these bytes when it starts, and frees them when it ends. Memory that the engine
+    /// keeps for all plans does not count.
+    fn working_bytes(&self) -> u64 {
+        0
+    }
+
     /// Whether the memory of the graph still has the addresses and layouts that the plan was
     /// compiled for. If not, the graph must be compiled again: weights have been deduplicated,
     /// written, or converted to another layout.

@@ -649,6 +649,10 @@ impl HostEnd for Script<'_> {
         }))
     }
 
+    fn check_guest(&mut self) -> Result<(), LinkError> {
+        Ok(())
+    }
+
     fn payload(&self) -> Bytes<'_> {
         Bytes::from(&self.payload[..])
     }

@@ -165,6 +165,14 @@ pub trait HostEnd: Send {
         self.send_if(message, payload_len, &mut fill).map(|_| ())
     }
 
+    /// Checks, without waiting, that the guest is still there. A call costs a few system calls.
+    ///
+    /// # Errors
+    ///
+    /// [`LinkError::Closed`] if the guest has closed the link or its process has ended, and the
+    /// errors of a broken link.
+    fn check_guest(&mut self) -> Result<(), LinkError>;
+
     /// Whether the end can send a message with such a payload without waiting for the guest to
     /// receive others first. `false` on a link that does not know.
     fn has_room(&mut self, message_len: usize, payload_len: usize) -> bool {

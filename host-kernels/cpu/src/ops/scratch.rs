@@ -10,14 +10,15 @@ pub(super) struct ScratchLayout {
 }
 
 impl ScratchLayout {
-    /// Reserves `count` items of `size` bytes. Returns the offset of the first.
+    /// Reserves `count` items of `size` bytes. Returns the offset of the first. A layout whose size
+    /// does not fit a `usize` has `usize::MAX` bytes, which no run can allocate.
     pub(super) fn room(&mut self, count: usize, size: usize) -> usize {
         let offset = self.bytes;
         self.bytes = count
             .checked_mul(size)
             .and_then(|bytes| bytes.checked_next_multiple_of(64))
             .and_then(|bytes| bytes.checked_add(offset))
-            .expect("working memory is a small multiple of operands that were validated");
+            .unwrap_or(usize::MAX);
         offset
     }
 

@@ -29,7 +29,7 @@ pub(crate) fn at_node(ops: &[&'static str], at: usize, mut error: RunError) -> R
         RunError::Index { node, op, .. } | RunError::Kernel { node, op, .. } => {
             (*node, *op) = (at, ops[at]);
         }
-        RunError::Stale => {}
+        RunError::Stale | RunError::OutOfMemory { .. } => {}
     }
     error
 }

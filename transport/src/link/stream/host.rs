@@ -127,6 +127,10 @@ impl HostEnd for StreamHost {
         Ok(Some(incoming))
     }
 
+    fn check_guest(&mut self) -> Result<(), LinkError> {
+        lock(&self.framing).pump()
+    }
+
     fn payload(&self) -> Bytes<'_> {
         Bytes::from(self.current.as_ref().map_or(&[][..], Frame::payload))
     }

@@ -114,6 +114,10 @@ impl HostEnd for WindowHost {
         Ok(Some(incoming))
     }
 
+    fn check_guest(&mut self) -> Result<(), LinkError> {
+        self.end.check_peer_alive()
+    }
+
     fn window(&self) -> Option<&Arc<Window>> {
         Some(&self.window)
     }

@@ -3,6 +3,8 @@
 use std::cell::Cell;
 use std::thread::LocalKey;
 
+use crate::gemm::MAX_PREPARED;
+
 /// A cache line, so that the memory is aligned to one.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
@@ -33,8 +35,11 @@ impl Scratch {
         memory
     }
 
-    /// Keeps the memory for this thread's next call.
+    /// Keeps the memory for this thread's next call, or frees it if it is larger than
+    /// [`MAX_PREPARED`].
     pub(super) fn give_back(&self, memory: Vec<Line>) {
-        self.0.set(memory);
+        if memory.len() * size_of::<Line>() <= MAX_PREPARED {
+            self.0.set(memory);
+        }
     }
 }

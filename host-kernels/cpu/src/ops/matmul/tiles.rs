@@ -6,7 +6,7 @@ use super::super::scratch::Output;
 use super::activations::Activations;
 use super::term::add_row;
 use crate::formats::Format;
-use crate::gemm::{GemmArgs, MatmulKernel};
+use crate::gemm::{GemmArgs, LEAST_COLUMNS, MAX_PREPARED, MatmulKernel};
 use crate::kernel::Worker;
 use crate::operands::Operands;
 use crate::view::View;
@@ -28,12 +28,12 @@ const TILE_WEIGHT_BYTES: usize = 128 << 10;
 pub(super) const LINE_FLOATS: usize = 16;
 
 /// The columns of a tile, of `columns`: whole cache lines of results, in parts that are as equal as
-/// possible.
+/// possible. Longer columns have smaller tiles.
 pub(super) fn tile_columns(k: usize, columns: usize) -> usize {
-    let most = TILE_PRODUCTS / LINE_FLOATS / k.max(1);
-    let tiles = columns
-        .div_ceil(most.clamp(LINE_FLOATS, TILE_COLUMNS))
-        .max(1);
+    // The gemm of some types prepares the columns as f32.
+    let most = MAX_PREPARED / size_of::<f32>() / k.max(1);
+    let most = most.clamp(LEAST_COLUMNS, TILE_COLUMNS);
+    let tiles = columns.div_ceil(most).max(1);
     columns.div_ceil(tiles).max(1).next_multiple_of(LINE_FLOATS)
 }
 
