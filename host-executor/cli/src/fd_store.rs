@@ -6,7 +6,7 @@
 //! to its QEMU. This process does so with systemd's protocol: it receives files by `NOTIFY_SOCKET`
 //! and `FDSTORE`, passes them on by `LISTEN_FDS`, and starts the executor again when it has died.
 
-use std::io::{Write as _, stderr};
+use std::io::{ErrorKind, Write as _, stderr};
 use std::os::fd::{OwnedFd, RawFd};
 use std::os::unix::net::UnixDatagram;
 use std::os::unix::process::CommandExt as _;
@@ -18,11 +18,10 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, anyhow};
 use clap::Parser;
 use command_fds::{CommandFdExt as _, FdMapping};
-use rustix::net::RecvFlags;
 use rustix::process::{Pid, Signal};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use tempfile::TempDir;
-use vgpu_transport::link::scm_rights;
+use vgpu_transport::link::credentials::{self, Peer};
 
 use crate::runtime_dir;
 
@@ -46,6 +45,7 @@ const EARLY: Duration = Duration::from_secs(10);
 /// Runs a command such as `vgpu serve`, restarts it when it dies, and keeps the files of virtual
 /// machines for it.
 ///
+/// Only files from the process of the command are kept, none from a process that the command starts.
 /// Under systemd this command is not needed: FileDescriptorStoreMax= and Restart= do the same.
 #[derive(Parser)]
 pub(crate) struct Args {
@@ -84,7 +84,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         ));
         let mut forwarded = 0;
         let status = loop {
-            socket.receive(&mut stored)?;
+            socket.receive(child.id(), &mut stored)?;
             let received = signal.load(Ordering::Relaxed);
             if received != forwarded {
                 forwarded = received;
@@ -114,7 +114,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         ));
         let until = Instant::now() + pause;
         while Instant::now() < until && signal.load(Ordering::Relaxed) == 0 {
-            socket.receive(&mut stored)?; // messages that the dead executor has sent
+            socket.receive(child.id(), &mut stored)?; // messages that the dead executor has sent
         }
         if signal.load(Ordering::Relaxed) != 0 {
             return Ok(());
@@ -181,21 +181,44 @@ impl NotifySocket {
         socket
             .set_read_timeout(Some(POLL_INTERVAL))
             .context("preparing the socket")?;
+        credentials::report_senders(&socket).context("asking for the senders of messages")?;
         Ok(NotifySocket { socket, folder })
     }
 
-    /// Waits up to [`POLL_INTERVAL`] for a message, and carries it out.
-    fn receive(&self, stored: &mut Vec<(String, OwnedFd)>) -> anyhow::Result<()> {
+    /// Waits up to [`POLL_INTERVAL`] for a message, and carries it out if the process `executor` has
+    /// sent it.
+    fn receive(&self, executor: u32, stored: &mut Vec<(String, OwnedFd)>) -> anyhow::Result<()> {
         let mut bytes = [0; 4096];
-        let got = match scm_rights::receive(&self.socket, &mut bytes, RecvFlags::CMSG_CLOEXEC) {
+        let got = match credentials::receive(&self.socket, &mut bytes) {
             Ok(got) => got,
-            Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => return Ok(()),
+            Err(error)
+                if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) =>
+            {
+                return Ok(());
+            }
             Err(error) => return Err(error).context("receiving from the executor"),
         };
-        let text = String::from_utf8_lossy(&bytes[..got.bytes]).into_owned();
-        apply(&text, got.files.into_iter().next(), stored);
+        match is_from(executor, got.sender) {
+            true => {
+                let text = String::from_utf8_lossy(&bytes[..got.bytes]).into_owned();
+                apply(&text, got.file, stored);
+            }
+            false => log(&format!(
+                "a message of another process than pid {executor} is ignored: {:?}",
+                got.sender
+            )),
+        }
         Ok(())
     }
+}
+
+/// Whether a message is from the executor: from its process, and from this user. Another process of
+/// this user could exchange the files of a virtual machine.
+fn is_from(executor: u32, sender: Option<Peer>) -> bool {
+    sender.is_some_and(|sender| {
+        u32::try_from(sender.pid).is_ok_and(|pid| pid == executor)
+            && sender.uid == rustix::process::geteuid().as_raw()
+    })
 }
 
 /// Carries out a message with `FDSTORE` or `FDSTOREREMOVE`. Ignores all others.
@@ -219,7 +242,42 @@ fn apply<F>(text: &str, file: Option<F>, stored: &mut Vec<(String, F)>) {
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsFd as _;
+
     use super::*;
+
+    #[test]
+    fn files_of_other_processes_are_not_stored() {
+        let socket = NotifySocket::open().unwrap();
+        let path = socket.folder.path().join("notify");
+        let address = rustix::net::SocketAddrUnix::new(&path).unwrap();
+        let sender = UnixDatagram::unbound().unwrap();
+        let mut stored = Vec::new();
+        let mut send = |executor: u32| {
+            let file = OwnedFd::from(std::fs::File::open("/dev/null").unwrap());
+            let text = b"FDSTORE=1\nFDNAME=a\n";
+            vgpu_transport::link::scm_rights::send_to(&sender, &address, text, &[file.as_fd()])
+                .unwrap();
+            socket.receive(executor, &mut stored).unwrap();
+            stored.len()
+        };
+        // To the store of another executor, this process is any process of the user.
+        assert_eq!(send(std::process::id() + 1), 0);
+        assert_eq!(send(std::process::id()), 1);
+        let own = Peer {
+            pid: 7,
+            uid: rustix::process::geteuid().as_raw(),
+            gid: 0,
+        };
+        assert!(is_from(7, Some(own)));
+        let other_user = Peer {
+            uid: own.uid + 1,
+            ..own
+        };
+        assert!(!is_from(7, Some(other_user)) && !is_from(7, None));
+        // A process in another PID namespace.
+        assert!(!is_from(7, Some(Peer { pid: 0, ..own })));
+    }
 
     #[test]
     fn files_are_stored_by_name() {

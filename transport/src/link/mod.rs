@@ -16,7 +16,7 @@
 //! [`connect`] opens the guest's end of the link to an [`Endpoint`].
 
 pub mod connect;
-mod credentials;
+pub mod credentials;
 mod end;
 pub mod endpoint;
 mod epoch;
