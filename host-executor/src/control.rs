@@ -58,19 +58,27 @@ pub struct ReloadOutcome {
 /// Reloads the configuration.
 pub type Reload = Box<dyn Fn() -> ReloadOutcome + Send + Sync>;
 
-/// Serves the control socket at `path` on threads of its own, for the life of the process. Dropping
-/// the [`SocketFile`] removes the file.
+/// Binds the control socket at `path`, without serving anyone. Dropping the [`SocketFile`] removes
+/// the file.
 ///
 /// # Errors
-/// The socket cannot be bound, or no thread can be started.
-pub fn serve(path: &Path, status: StatusHandle, reload: Reload) -> io::Result<SocketFile> {
+/// The socket cannot be bound.
+pub fn bind(path: &Path) -> io::Result<(UnixListener, SocketFile)> {
     let (listener, file) = bind_stream(path, MODE).map_err(io::Error::other)?;
     listener.set_nonblocking(false)?;
+    Ok((listener, file))
+}
+
+/// Serves the control socket on threads of its own, for the life of the process.
+///
+/// # Errors
+/// No thread can be started.
+pub fn serve(listener: UnixListener, status: StatusHandle, reload: Reload) -> io::Result<()> {
     let reload = Arc::new(reload);
     thread::Builder::new()
         .name("vgpu-control".into())
         .spawn(move || accept(&listener, &status, &reload))?;
-    Ok(file)
+    Ok(())
 }
 
 /// Accepts clients, and answers each on a thread of its own.

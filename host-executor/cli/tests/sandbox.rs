@@ -102,6 +102,11 @@ fn forbidden_calls_fail_and_guests_are_served() {
         let raw = libc::SOCK_RAW as u64;
         assert_refused("a socket", call(libc::SYS_socket, [family as u64, raw, 0]));
     }
+    // The same calls by the numbers of the x32 ABI.
+    #[cfg(target_arch = "x86_64")]
+    for (what, number) in [("execve", 520), ("ptrace", 521), ("getpid", 39)] {
+        assert_refused(what, call(0x4000_0000 + number, [0, 0, 0]));
+    }
     // A new process: SIGCHLD is the only flag.
     assert_refused("clone", call(libc::SYS_clone, [libc::SIGCHLD as u64, 0, 0]));
     if profile == Profile::Cpu {
@@ -297,4 +302,141 @@ fn vgpu_serve_is_sandboxed_by_default() {
     serve.signal(Signal::TERM);
     let (_, log) = serve.wait();
     assert!(log.contains("no sandbox: --no-sandbox"), "{log}");
+}
+
+/// The processes of a supervisor: itself, its workers, the stores of files and the executors of
+/// virtual machines.
+fn processes_below(pid: u32) -> Vec<u32> {
+    let mut found = vec![pid];
+    let mut next = 0;
+    while let Some(pid) = found.get(next).copied() {
+        next += 1;
+        let Ok(threads) = fs::read_dir(format!("/proc/{pid}/task")) else {
+            continue; // it has ended
+        };
+        for thread in threads {
+            let path = thread.expect("a thread").path().join("children");
+            let children = fs::read_to_string(path).unwrap_or_default();
+            found.extend(children.split_whitespace().map(|pid| {
+                let pid: u32 = pid.parse().expect("a number");
+                pid
+            }));
+        }
+    }
+    found
+}
+
+/// No process of `--isolate` can be read by another process of its user, and none has capabilities,
+/// also if the supervisor was started with some.
+#[test]
+fn all_processes_of_isolation_are_hidden_and_have_no_capabilities() {
+    let scratch = Scratch::new("hidden");
+    fs::set_permissions(&scratch.0, fs::Permissions::from_mode(0o755)).expect("ours");
+    let socket = scratch.socket();
+    let serve = Serve::start(&socket, &["--isolate", "--guest-memory", "20M"]);
+    compute(&mut serve.guest(&socket));
+    let mut guest = serve.guest(&socket);
+    compute(&mut guest);
+    let processes = processes_below(serve.child.id());
+    assert!(processes.len() >= 2, "{processes:?}");
+    for pid in processes {
+        assert_no_capabilities(pid);
+    }
+    serve.signal(Signal::TERM);
+    let (status, log) = serve.wait();
+    assert_eq!(status.code(), Some(0), "{log}");
+    assert!(
+        log.contains("the supervisor is sandboxed: not dumpable"),
+        "{log}"
+    );
+}
+
+/// Checks in /proc that no thread of a process has capabilities.
+fn assert_no_capabilities(pid: u32) {
+    for entry in fs::read_dir(format!("/proc/{pid}/task")).expect("threads") {
+        let path = entry.expect("a thread").path().join("status");
+        let Ok(status) = fs::read_to_string(path) else {
+            continue; // the thread has ended
+        };
+        for set in ["CapInh:", "CapPrm:", "CapEff:", "CapAmb:"] {
+            let line = status.lines().find(|line| line.starts_with(set));
+            let line = line.unwrap_or_else(|| panic!("no {set} in {status}"));
+            let value = line[set.len()..].trim();
+            assert!(value.bytes().all(|b| b == b'0'), "{pid}: {line}");
+        }
+        for line in ["NoNewPrivs:\t1", "Seccomp:\t2"] {
+            assert!(status.contains(line), "{pid}: {status}");
+        }
+    }
+}
+
+/// The kernel gives the files in /proc of a process that is not dumpable to root.
+#[test]
+fn processes_of_a_user_are_hidden_from_the_user() {
+    use std::os::unix::fs::MetadataExt as _;
+    const NOBODY: u32 = 65534;
+    let scratch = Scratch::new("dumpable");
+    let copy = scratch.0.join("vgpu");
+    fs::copy(env!("CARGO_BIN_EXE_vgpu"), &copy).expect("room for a copy");
+    let is_root = rustix::process::geteuid().is_root();
+    let folder = scratch.0.join("sockets");
+    fs::create_dir(&folder).expect("a folder");
+    if is_root {
+        std::os::unix::fs::chown(&folder, Some(NOBODY), Some(NOBODY)).expect("root may");
+    }
+    let socket = folder.join("vgpu.sock");
+    for isolate in [&["--isolate", "--guest-memory", "20M"][..], &[]] {
+        let endpoint = format!("unix:{}", socket.display());
+        let mut command = Command::new(&copy);
+        command
+            .args([
+                "serve",
+                "--listen",
+                &endpoint,
+                "--threads",
+                "1",
+                "--memory",
+                "64M",
+            ])
+            .args(isolate)
+            .env_remove("VGPU_LOG");
+        if is_root {
+            std::os::unix::process::CommandExt::uid(&mut command, NOBODY);
+        }
+        let serve = Serve::of(command);
+        let mut guest = serve.guest(&socket);
+        compute(&mut guest);
+        let processes = processes_below(serve.child.id());
+        assert_eq!(
+            processes.len(),
+            1 + usize::from(!isolate.is_empty()),
+            "{processes:?}"
+        );
+        for pid in processes {
+            let memory = fs::metadata(format!("/proc/{pid}/mem")).expect("it runs");
+            assert_eq!(memory.uid(), 0, "its user can read the memory of {pid}");
+        }
+        drop(guest);
+        serve.signal(Signal::TERM);
+        let (status, log) = serve.wait();
+        assert_eq!(status.code(), Some(0), "{log}");
+    }
+}
+
+#[test]
+fn doctor_says_what_the_kernel_has_for_the_sandbox() {
+    let output = served::vgpu(&["doctor"]).output().expect("it starts");
+    let said = String::from_utf8_lossy(&output.stdout);
+    let lines: Vec<&str> = said.lines().filter(|l| l.contains("sandbox")).collect();
+    for (name, has) in [
+        ("seccomp", sandbox::seccomp_available().is_ok()),
+        (
+            "Landlock",
+            sandbox::landlock_version().is_ok_and(|v| v >= 6),
+        ),
+    ] {
+        let line = lines.iter().find(|line| line.contains(name));
+        let line = line.unwrap_or_else(|| panic!("no {name} in {said}"));
+        assert_eq!(line.trim_start().starts_with("ok"), has, "{line}");
+    }
 }

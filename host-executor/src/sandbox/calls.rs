@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use libc::c_long;
 use seccompiler::{
     BackendError, BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition,
-    SeccompFilter, SeccompRule,
+    SeccompFilter, SeccompRule, sock_filter,
 };
 
 use super::profile::{FilterError, Profile, Role, SandboxError};
@@ -21,6 +21,9 @@ pub(super) fn filter(profile: Profile, role: Role) -> Result<(), SandboxError> {
         Profile::Cpu => (allowed(role)?, SeccompAction::Allow, refuse),
         Profile::Driver => (refused(role)?, refuse, SeccompAction::Allow),
     };
+    // First, because the list of the CPU engine allows no further filter.
+    #[cfg(target_arch = "x86_64")]
+    apply(&no_x32())?;
     // The flags of `clone3` are in memory, which a filter cannot read. The C library falls back to
     // `clone`, if `clone3` is not implemented.
     let clone3 = Rules::from([(libc::SYS_clone3, Vec::new())]);
@@ -32,10 +35,35 @@ pub(super) fn filter(profile: Profile, role: Role) -> Result<(), SandboxError> {
         let architecture = std::env::consts::ARCH.try_into().map_err(failed)?;
         let filter = SeccompFilter::new(rules, others, listed, architecture).map_err(failed)?;
         let program: BpfProgram = filter.try_into().map_err(failed)?;
-        seccompiler::apply_filter_all_threads(&program)
-            .map_err(|error| SandboxError::Filter(FilterError::Kernel(error)))?;
+        apply(&program)?;
     }
     Ok(())
+}
+
+fn apply(program: &[sock_filter]) -> Result<(), SandboxError> {
+    seccompiler::apply_filter_all_threads(program)
+        .map_err(|error| SandboxError::Filter(FilterError::Kernel(error)))
+}
+
+/// A filter that refuses the system calls of the x32 ABI. To the kernel they have the same
+/// architecture as the others, so the rules for a number do not match the same call of x32.
+#[cfg(target_arch = "x86_64")]
+fn no_x32() -> [sock_filter; 4] {
+    const X32: u32 = 0x4000_0000; // __X32_SYSCALL_BIT of asm/unistd.h
+    let line = |code: u32, jt, jf, k| sock_filter {
+        code: code as u16,
+        jt,
+        jf,
+        k,
+    };
+    let refuse = libc::SECCOMP_RET_ERRNO | libc::EPERM as u32;
+    [
+        // The number of the call, the first word of `seccomp_data`.
+        line(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0, 0),
+        line(libc::BPF_JMP | libc::BPF_JGE | libc::BPF_K, 0, 1, X32),
+        line(libc::BPF_RET | libc::BPF_K, 0, 0, refuse),
+        line(libc::BPF_RET | libc::BPF_K, 0, 0, libc::SECCOMP_RET_ALLOW),
+    ]
 }
 
 fn failed(error: BackendError) -> SandboxError {
@@ -74,6 +102,24 @@ const CONNECTING: [c_long; 7] = [
     libc::SYS_listen,
     libc::SYS_accept,
     libc::SYS_accept4,
+];
+
+/// The system calls by which a supervisor starts and watches processes.
+#[cfg(target_arch = "x86_64")]
+const STARTING: [c_long; 6] = [
+    libc::SYS_execve,
+    libc::SYS_fork,
+    libc::SYS_vfork,
+    libc::SYS_pidfd_open,
+    libc::SYS_pidfd_send_signal,
+    libc::SYS_tkill,
+];
+#[cfg(not(target_arch = "x86_64"))]
+const STARTING: [c_long; 4] = [
+    libc::SYS_execve,
+    libc::SYS_pidfd_open,
+    libc::SYS_pidfd_send_signal,
+    libc::SYS_tkill,
 ];
 
 /// The system calls on files that only a server makes. Landlock does not restrict all of them.
@@ -353,6 +399,13 @@ fn refused(role: Role) -> Result<Rules, SandboxError> {
     #[cfg(not(target_arch = "x86_64"))]
     let older = &[];
     let mut rules = always(&plain, older);
+    if role == Role::Supervisor {
+        // It starts processes, which inherit these rules, and ends them.
+        for call in STARTING {
+            rules.remove(&call);
+        }
+        return Ok(rules);
+    }
     rules.insert(
         libc::SYS_clone,
         vec![rule([masked(0, libc::CLONE_THREAD as u64, 0)?])?],

@@ -21,6 +21,7 @@
 mod calls;
 mod capabilities;
 mod files;
+mod kernel;
 mod profile;
 
 use std::fmt;
@@ -28,6 +29,7 @@ use std::fmt;
 use rustix::process::DumpableBehavior;
 
 pub use files::{FileIsolation, isolate_files};
+pub use kernel::{landlock_version, seccomp_available};
 pub use profile::{FilterError, Profile, Role, SandboxError};
 
 /// The restrictions that are in force.
@@ -44,8 +46,30 @@ pub struct Sandbox {
 /// # Errors
 /// [`SandboxError::Dumpable`] if the kernel refuses.
 pub fn hide() -> Result<(), SandboxError> {
+    // `rustix` reads the auxiliary vector at the first use of a value of it, with a call that the
+    // filter refuses, or from a file that belongs to root from now on. It panics without it.
+    let _ = rustix::param::page_size();
     rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable)
         .map_err(SandboxError::Dumpable)
+}
+
+/// Takes all capabilities from all threads of the process, and the right to get new ones. Returns the
+/// number of threads that had some.
+fn drop_capabilities() -> Result<usize, SandboxError> {
+    rustix::thread::set_no_new_privs(true).map_err(SandboxError::Privileges)?;
+    capabilities::drop_everywhere()
+}
+
+/// Restricts a supervisor, which starts other processes: no capabilities, no right to get new ones,
+/// and none of the system calls that neither a supervisor nor a driver uses. Processes that it starts
+/// from now on inherit this. Returns the number of threads that had capabilities.
+///
+/// # Errors
+/// [`SandboxError`] names the step that failed. The process may have lost some rights by then.
+pub fn enter_supervisor() -> Result<usize, SandboxError> {
+    let threads = drop_capabilities()?;
+    calls::filter(Profile::Driver, Role::Supervisor)?;
+    Ok(threads)
 }
 
 /// Puts all threads of the process into the sandbox, for good.
@@ -53,9 +77,8 @@ pub fn hide() -> Result<(), SandboxError> {
 /// # Errors
 /// [`SandboxError`] names the step that failed. The process may have lost some rights by then.
 pub fn enter(profile: Profile, role: Role) -> Result<Sandbox, SandboxError> {
-    rustix::thread::set_no_new_privs(true).map_err(SandboxError::Privileges)?;
     hide()?;
-    let threads = capabilities::drop_everywhere()?;
+    let threads = drop_capabilities()?;
     // Installing the filter sets `no_new_privs` on all other threads, too.
     calls::filter(profile, role)?;
     Ok(Sandbox { profile, threads })

@@ -21,6 +21,8 @@ pub enum Role {
     Server,
     /// Serves guests whose connections another process hands over.
     Worker,
+    /// Starts and watches workers. Has no engine.
+    Supervisor,
 }
 
 /// Why the sandbox cannot be entered.

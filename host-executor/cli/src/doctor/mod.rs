@@ -5,6 +5,7 @@ mod host;
 mod link;
 mod plugin;
 mod report;
+mod sandbox;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -52,6 +53,7 @@ pub(crate) fn run(args: &Args) -> ExitCode {
         ),
     );
     host::check(&mut report);
+    sandbox::check(&mut report);
     devices::check(&mut report);
     link::check(&args.endpoint, &mut report);
     plugin::check(args.plugin.as_deref(), args.ggml.as_deref(), &mut report);

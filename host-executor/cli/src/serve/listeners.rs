@@ -19,6 +19,8 @@ use vgpu_transport::link::stream::tls::Certificates;
 use vgpu_transport::link::stream::{tcp, vsock};
 use vgpu_transport::link::unix::{self, ListenError, ListenOptions};
 
+use super::sandboxing::Confined;
+
 /// A listener that the settings ask for.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct ListenerSpec {
@@ -186,6 +188,7 @@ impl Listeners {
         acceptor: &mut impl Acceptor,
         settings: &Settings,
         prepared: Vec<BoundListener>,
+        _: &Confined,
     ) -> anyhow::Result<()> {
         let specs = self.specs(settings);
         let (kept, removed): (Vec<_>, Vec<_>) = std::mem::take(&mut self.open)

@@ -11,23 +11,22 @@ use vgpu_executor::metrics;
 use vgpu_executor::status::StatusHandle;
 use vgpu_transport::link::socket_file::{DEFAULT_MODE, SocketFile, bind_stream};
 
-/// Answers `GET /metrics` at `address` on a thread of its own. A unix socket's file is removed when
-/// the result is dropped.
-pub(super) fn serve(
+/// Binds a listener at `address`. A unix socket's file is removed when the result is dropped.
+pub(super) fn bind(
     address: &MetricsAddress,
-    status: StatusHandle,
-) -> io::Result<Option<SocketFile>> {
-    let mut file = None;
-    let listener: tiny_http::Listener = match address {
-        MetricsAddress::Tcp(address) => TcpListener::bind(address)?.into(),
+) -> io::Result<(tiny_http::Listener, Option<SocketFile>)> {
+    Ok(match address {
+        MetricsAddress::Tcp(address) => (TcpListener::bind(address)?.into(), None),
         MetricsAddress::Unix(path) => {
-            let (listener, socket_file) =
-                bind_stream(path, DEFAULT_MODE).map_err(io::Error::other)?;
+            let (listener, file) = bind_stream(path, DEFAULT_MODE).map_err(io::Error::other)?;
             listener.set_nonblocking(false)?;
-            file = Some(socket_file);
-            listener.into()
+            (listener.into(), Some(file))
         }
-    };
+    })
+}
+
+/// Answers `GET /metrics` on a thread of its own.
+pub(super) fn serve(listener: tiny_http::Listener, status: StatusHandle) -> io::Result<()> {
     let server = tiny_http::Server::from_listener(listener, None).map_err(io::Error::other)?;
     thread::Builder::new()
         .name("vgpu-metrics".into())
@@ -38,7 +37,7 @@ pub(super) fn serve(
                 }
             }
         })?;
-    Ok(file)
+    Ok(())
 }
 
 fn answer(request: tiny_http::Request, status: &StatusHandle) -> io::Result<()> {

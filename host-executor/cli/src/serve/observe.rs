@@ -1,5 +1,6 @@
 //! The sockets through which an executor is observed and reloaded.
 
+use std::os::unix::net::UnixListener;
 use std::sync::mpsc::{self, Sender};
 
 use anyhow::Context as _;
@@ -11,21 +12,53 @@ use vgpu_transport::link::socket_file::SocketFile;
 
 use super::events::Event;
 use super::metrics_http;
+use super::sandboxing::Confined;
 
-/// Serves metrics and the control socket, where the settings ask for them. The sockets' files are
-/// removed when the result is dropped.
-pub(super) fn start(
-    settings: &Settings,
-    status: &StatusHandle,
-    events: Sender<Event>,
-) -> anyhow::Result<Vec<SocketFile>> {
-    let mut files = Vec::new();
+/// The sockets that the settings ask for, bound. No client is answered yet.
+pub(super) struct Observers {
+    metrics: Option<tiny_http::Listener>,
+    control: Option<UnixListener>,
+    files: Vec<SocketFile>,
+}
+
+/// Binds the sockets for metrics and control, where the settings ask for them.
+pub(super) fn bind(settings: &Settings) -> anyhow::Result<Observers> {
+    let mut observers = Observers {
+        metrics: None,
+        control: None,
+        files: Vec::new(),
+    };
     if let Some(address) = &settings.metrics {
-        let file = metrics_http::serve(address, status.clone());
-        files.extend(file.with_context(|| format!("metrics at {address}"))?);
-        info!("metrics at {address}");
+        let (listener, file) =
+            metrics_http::bind(address).with_context(|| format!("metrics at {address}"))?;
+        observers.metrics = Some(listener);
+        observers.files.extend(file);
     }
     if let Some(path) = &settings.control {
+        let bound = control::bind(path);
+        let (listener, file) =
+            bound.with_context(|| format!("the control socket {}", path.display()))?;
+        observers.control = Some(listener);
+        observers.files.push(file);
+    }
+    Ok(observers)
+}
+
+impl Observers {
+    /// Answers clients from now on. The sockets' files are removed when the result is dropped.
+    pub(super) fn serve(
+        self,
+        settings: &Settings,
+        status: &StatusHandle,
+        events: Sender<Event>,
+        _: &Confined,
+    ) -> anyhow::Result<Vec<SocketFile>> {
+        if let Some(listener) = self.metrics {
+            metrics_http::serve(listener, status.clone()).context("no thread for metrics")?;
+            if let Some(address) = &settings.metrics {
+                info!("metrics at {address}");
+            }
+        }
         let reload = move || {
             let (sender, outcome) = mpsc::channel();
             let sent = events.send(Event::Reload(Some(sender)));
@@ -35,8 +68,10 @@ pub(super) fn start(
                 message: "the executor is ending".into(),
             })
         };
-        let file = control::serve(path, status.clone(), Box::new(reload));
-        files.push(file.with_context(|| format!("the control socket {}", path.display()))?);
+        if let Some(listener) = self.control {
+            control::serve(listener, status.clone(), Box::new(reload))
+                .context("no thread for the control socket")?;
+        }
+        Ok(self.files)
     }
-    Ok(files)
 }

@@ -26,13 +26,36 @@ pub(super) fn trim_scope(engine: &dyn Engine) -> Scope {
     }
 }
 
+/// Shows that the process has given up what it does not need, or that the operator has disabled
+/// that. Without this value no client is accepted.
+pub(super) struct Confined(());
+
 /// Enters the sandbox, unless the operator has disabled it.
-pub(super) fn enter(engine: &dyn Engine, role: Role, is_disabled: bool) -> anyhow::Result<()> {
+pub(super) fn enter(
+    engine: &dyn Engine,
+    role: Role,
+    is_disabled: bool,
+) -> anyhow::Result<Confined> {
     if is_disabled {
         warn!("no sandbox: --no-sandbox");
-        return Ok(());
+        return Ok(Confined(()));
     }
     let sandbox = sandbox::enter(profile(engine), role).context(REMEDY)?;
     info!("sandboxed: {sandbox}");
-    Ok(())
+    Ok(Confined(()))
+}
+
+/// Takes from a supervisor what it does not need to start and to watch processes. It opens its
+/// sockets before.
+pub(super) fn confine_supervisor(is_disabled: bool) -> anyhow::Result<Confined> {
+    if is_disabled {
+        warn!("no sandbox: --no-sandbox");
+        return Ok(Confined(()));
+    }
+    let threads = sandbox::enter_supervisor().context(REMEDY)?;
+    info!(
+        "the supervisor is sandboxed: not dumpable, no new privileges, no capabilities (dropped by \
+         {threads} threads), none of the system calls that it does not use"
+    );
+    Ok(Confined(()))
 }

@@ -13,6 +13,7 @@ use super::args::Args;
 use super::events::{Event, announce, describe_reload, wait_for_end};
 use super::listeners::Listeners;
 use super::logging::Logging;
+use super::sandboxing::Confined;
 use super::{observe, sandboxing, trim_pages};
 
 pub(super) fn run(
@@ -58,10 +59,10 @@ pub(super) fn run(
             file.display()
         );
     }
-    let _files = observe::start(&settings, &server.status_handle(), sender)?;
-    // No guest is accepted before this.
-    sandboxing::enter(engine.as_ref(), Role::Server, args.no_sandbox)?;
-    listeners.switch(&mut server, &settings, prepared)?;
+    let observers = observe::bind(&settings)?;
+    let confined = sandboxing::enter(engine.as_ref(), Role::Server, args.no_sandbox)?;
+    let _files = observers.serve(&settings, &server.status_handle(), sender, &confined)?;
+    listeners.switch(&mut server, &settings, prepared, &confined)?;
     announce(&listeners.addresses());
     service::ready();
     trim_pages::trim(sandboxing::trim_scope(engine.as_ref()));
@@ -70,7 +71,10 @@ pub(super) fn run(
     let outcome = wait_for_end(
         events,
         || engine.fatal_error(),
-        || reload(args, &mut server, &mut listeners, logging, &mut running),
+        || {
+            let (server, listeners) = (&mut server, &mut listeners);
+            reload(args, server, listeners, logging, &mut running, &confined)
+        },
     );
     service::stopping();
     server.shutdown();
@@ -86,6 +90,7 @@ fn reload(
     listeners: &mut Listeners,
     logging: &mut Logging,
     running: &mut Settings,
+    confined: &Confined,
 ) -> anyhow::Result<String> {
     let mut wanted = args.settings()?;
     let late = wanted.needs_restart(running);
@@ -96,7 +101,7 @@ fn reload(
         .context("memory of the guests")?;
     server.set_max_sessions(wanted.max_guests);
     logging.change(filter);
-    listeners.switch(server, &wanted, prepared)?;
+    listeners.switch(server, &wanted, prepared, confined)?;
     wanted.keep_until_restart(running);
     *running = wanted;
     Ok(describe_reload(running, &late))

@@ -65,7 +65,16 @@ impl Serve {
             "64M",
         ];
         arguments.extend(more);
-        let mut child = vgpu(&arguments).spawn().expect("the command starts");
+        Serve::of(vgpu(&arguments))
+    }
+
+    /// Starts a command that serves, and waits until it is ready.
+    pub(crate) fn of(mut command: Command) -> Serve {
+        command
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        let mut child = command.spawn().expect("the command starts");
         let mut ready = String::new();
         let stdout = child.stdout.as_mut().expect("piped");
         BufReader::new(stdout)

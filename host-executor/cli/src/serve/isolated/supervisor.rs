@@ -19,7 +19,7 @@ use crate::serve::events::{Event, announce, describe_reload, wait_for_end};
 use crate::serve::listeners::Listeners;
 use crate::serve::logging::Logging;
 use crate::serve::observe;
-use crate::serve::sandboxing::REMEDY;
+use crate::serve::sandboxing::{self, Confined, REMEDY};
 use crate::serve::trim_pages::{self, Scope};
 
 pub(crate) fn run(
@@ -69,9 +69,8 @@ pub(crate) fn run(
     };
     let mut supervisor =
         Supervisor::new(worker, resources, partition).context("memory of the guests")?;
-    let _files = observe::start(&settings, &supervisor.status_handle(), sender)?;
-    listeners.switch(&mut supervisor, &settings, prepared)?;
-    let mut addresses = listeners.addresses();
+    let observers = observe::bind(&settings)?;
+    let mut machines = Vec::new();
     let mut folder = None;
     for guest in &settings.guests {
         let Some(vm) = &guest.vm else { continue };
@@ -103,8 +102,14 @@ pub(crate) fn run(
             .map_err(|error| anyhow!("--vm {}: {error}", vm.name))?;
         let address = format!("vm:{}", vm.socket.display());
         info!("listening on {address}");
-        addresses.push(address);
+        machines.push(address);
     }
+    // The processes of virtual machines bind sockets and start drivers before they do the same.
+    let confined = sandboxing::confine_supervisor(args.no_sandbox)?;
+    let _files = observers.serve(&settings, &supervisor.status_handle(), sender, &confined)?;
+    listeners.switch(&mut supervisor, &settings, prepared, &confined)?;
+    let mut addresses = listeners.addresses();
+    addresses.extend(machines);
     announce(&addresses);
     service::ready();
     trim_pages::trim(Scope::Program);
@@ -122,6 +127,7 @@ pub(crate) fn run(
                 &mut listeners,
                 logging,
                 &mut running,
+                &confined,
             )
         },
     )?;
@@ -139,6 +145,7 @@ fn reload(
     listeners: &mut Listeners,
     logging: &mut Logging,
     running: &mut Settings,
+    confined: &Confined,
 ) -> anyhow::Result<String> {
     let mut wanted = args.settings()?;
     let mut late = wanted.needs_restart(running);
@@ -154,7 +161,7 @@ fn reload(
         .apply(partition)
         .context("memory of the guests")?;
     logging.change(filter);
-    listeners.switch(supervisor, &wanted, prepared)?;
+    listeners.switch(supervisor, &wanted, prepared, confined)?;
     *running = wanted;
     Ok(describe_reload(running, &late))
 }
