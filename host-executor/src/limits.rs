@@ -6,6 +6,12 @@ use std::time::Duration;
 use vgpu_transport::ir;
 use vgpu_transport::wire::MAX_GRAPHS;
 
+/// How many of `max_sessions` one guest may have: three quarters, so that no guest keeps out all
+/// others.
+pub(crate) fn sessions_of_one_guest(max_sessions: usize) -> usize {
+    max_sessions - max_sessions / 4
+}
+
 /// Limits of a session on host memory and host time that the memory ledger does not count. Device
 /// memory is limited by the tenant's quota.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

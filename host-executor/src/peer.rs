@@ -2,10 +2,11 @@
 #![forbid(unsafe_code)]
 
 use std::fmt;
+use std::net::{IpAddr, Ipv6Addr};
 
 use serde::{Deserialize, Serialize};
 
-use crate::identity::Identity;
+use crate::identity::{CertificateRule, Identity};
 use crate::policy::LinkKind;
 
 /// A guest as the host's kernel and the TLS handshake describe it. Nothing here comes from the
@@ -16,6 +17,8 @@ pub struct Peer {
     pub endpoint: String,
     /// The kind of link.
     pub link: LinkKind,
+    /// The guest's address, over TCP.
+    pub address: Option<IpAddr>,
     /// The guest's vsock context id, where the link has one.
     pub machine: Option<u32>,
     /// The guest's process, where the link tells.
@@ -41,10 +44,34 @@ impl Peer {
         Peer {
             endpoint,
             link,
+            address: None,
             machine: None,
             process: None,
             certificate: None,
         }
+    }
+
+    /// Who a guest without a name is: its certificate, its user on this machine, its virtual machine
+    /// or its address. `None` if nothing tells. An IPv6 network of 64 bits is one address: its users
+    /// choose the other bits.
+    pub(crate) fn source(&self) -> Option<String> {
+        if let Some(certificate) = &self.certificate {
+            let fingerprint = CertificateRule::Fingerprint(certificate.fingerprint);
+            return Some(format!("certificate {fingerprint}"));
+        }
+        if let Some(process) = &self.process {
+            return Some(format!("uid:{}", process.uid));
+        }
+        if let Some(cid) = self.machine {
+            return Some(format!("cid:{cid}"));
+        }
+        self.address.map(|address| match address.to_canonical() {
+            IpAddr::V4(address) => format!("tcp:{address}"),
+            IpAddr::V6(address) => {
+                let network = Ipv6Addr::from_bits(address.to_bits() >> 64 << 64);
+                format!("tcp:{network}/64")
+            }
+        })
     }
 }
 
@@ -56,5 +83,24 @@ impl fmt::Display for Peer {
             write!(f, " {program} pid {pid} uid {uid}")?;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn source_of_a_guest_is_what_it_cannot_choose() {
+        let from = |address: &str| Peer {
+            address: Some(address.parse().unwrap()),
+            ..Peer::new("test".into(), LinkKind::Tcp)
+        };
+        assert_eq!(from("10.0.0.1").source().unwrap(), "tcp:10.0.0.1");
+        assert_eq!(from("::ffff:10.0.0.1").source(), from("10.0.0.1").source());
+        assert_eq!(from("fd00::1").source().unwrap(), "tcp:fd00::/64");
+        assert_eq!(from("fd00::1").source(), from("fd00::ffff:0:2").source());
+        assert_ne!(from("fd00::1").source(), from("fd00:0:0:1::1").source());
+        assert_eq!(Peer::new("test".into(), LinkKind::Pci).source(), None);
     }
 }

@@ -1,7 +1,7 @@
 //! A tenant: a guest as the operator knows it, with what it may use and what it has used.
 //!
-//! A tenant has one session for each of its programs; they share its quota and its weight. A guest
-//! that the configuration does not name is a tenant of its own for each session.
+//! A tenant has one session for each of its programs; they share its quota and its weight. All
+//! programs of a source that the configuration does not name, such as a user, are one tenant.
 #![forbid(unsafe_code)]
 
 use std::sync::atomic::{AtomicU64, Ordering};

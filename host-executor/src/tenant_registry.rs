@@ -2,7 +2,7 @@
 #![forbid(unsafe_code)]
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
 
 use serde::{Deserialize, Serialize};
 
@@ -110,6 +110,8 @@ impl Rules {
 pub(crate) struct TenantRegistry {
     ledger: Arc<Ledger>,
     state: RwLock<State>,
+    /// The connected guests without a name, by what tells them apart ([`Peer::source`]).
+    sources: Mutex<BTreeMap<String, Weak<Tenant>>>,
     /// Stands for all guests without a name, in statistics.
     unnamed: Arc<Tenant>,
 }
@@ -153,6 +155,7 @@ impl TenantRegistry {
         TenantRegistry {
             unnamed: Tenant::unnamed("-".into(), Policy::default(), &ledger, latency),
             ledger,
+            sources: Mutex::default(),
             state: RwLock::new(State {
                 guests: Vec::new(),
                 unnamed: Some(Policy::default()),
@@ -226,14 +229,7 @@ impl TenantRegistry {
             (Some(guest), _, _) => Arc::clone(&guest.tenant),
             (None, Some(name), _) => return Err(AdmissionError::Removed { name: name.into() }),
             (None, None, None) => return Err(AdmissionError::Unnamed),
-            (None, None, Some(policy)) => {
-                let latency = Arc::clone(&self.unnamed.latency);
-                let name = match &peer.process {
-                    Some(process) => format!("uid:{}", process.uid),
-                    None => peer.link.to_string(),
-                };
-                Tenant::unnamed(name, policy.clone(), &self.ledger, latency)
-            }
+            (None, None, Some(policy)) => self.unnamed_tenant(peer, policy),
         };
         let allowed = tenant.policy().links;
         if !allowed.contains(&peer.link) {
@@ -244,6 +240,31 @@ impl TenantRegistry {
             });
         }
         Ok(tenant)
+    }
+
+    /// The tenant of a guest without a name: one for all programs of a source, so that a guest gets
+    /// no second weight and quota by connecting again.
+    fn unnamed_tenant(&self, peer: &Peer, policy: &Policy) -> Arc<Tenant> {
+        let new = |name| {
+            let latency = Arc::clone(&self.unnamed.latency);
+            Tenant::unnamed(name, policy.clone(), &self.ledger, latency)
+        };
+        let Some(source) = peer.source() else {
+            return new(peer.link.to_string());
+        };
+        let mut sources = self.sources.lock().unwrap_or_else(PoisonError::into_inner);
+        sources.retain(|_, tenant| tenant.strong_count() > 0);
+        match sources.get(&source).and_then(Weak::upgrade) {
+            Some(tenant) => {
+                tenant.set_policy(policy.clone());
+                tenant
+            }
+            None => {
+                let tenant = new(source.clone());
+                sources.insert(source, Arc::downgrade(&tenant));
+                tenant
+            }
+        }
     }
 
     /// Limits of each guest without a name.

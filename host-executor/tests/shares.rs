@@ -406,3 +406,49 @@ fn interrupted_matrix_products_are_bit_identical() {
         "{turns_together} turns of {graphs_together} graphs: nobody was cut"
     );
 }
+
+#[test]
+fn unnamed_guest_has_one_quota_and_one_weight_however_often_it_connects() {
+    let host = Host::new(cpu());
+    host.server
+        .apply(Rules {
+            unnamed: Some(quota(10 << 20)),
+            ..Rules::default()
+        })
+        .expect("nothing to fit");
+    let mut programs: Vec<Guest> = (0..5).map(|_| host.guest_of(1)).collect();
+    let mut other = host.guest_of(2);
+    programs[0].alloc(8 << 20);
+    for program in &mut programs {
+        assert_eq!(figures(program), (10 << 20, 2 << 20));
+    }
+    let reason = programs[4].refusal(4 << 20);
+    assert!(reason.contains("2097152 of 10485760 free"), "{reason}");
+    assert_eq!(figures(&mut other), (10 << 20, 10 << 20));
+    // A new policy holds for all of them, once one connects.
+    host.server
+        .apply(Rules {
+            unnamed: Some(quota(9 << 20)),
+            ..Rules::default()
+        })
+        .expect("nothing to fit");
+    host.guest_of(1).fence();
+    assert_eq!(figures(&mut programs[1]), (9 << 20, 1 << 20));
+}
+
+#[test]
+fn one_guest_cannot_take_all_sessions() {
+    let host = Host::limited(cpu(), vgpu_executor::Limits::default(), 8);
+    let mut programs: Vec<Guest> = (0..6).map(|_| host.guest_of(1)).collect();
+    let reason = host.connect_of(1).ended();
+    assert!(
+        reason.contains("guest uid:1 has 6 programs here, its limit is 6"),
+        "{reason}"
+    );
+    host.guest_of(2).fence();
+    programs.pop();
+    while host.server.sessions().len() > 5 {
+        thread::yield_now();
+    }
+    host.guest_of(1).fence();
+}

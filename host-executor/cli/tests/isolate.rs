@@ -189,6 +189,25 @@ fn each_guest_has_its_partition_and_partitions_limit_the_guests() {
     assert!(!keeps_files || std::env::var_os("CI").is_none(), "{log}");
 }
 
+/// A user who connects again and again starts no process for three quarters of the places and more.
+#[test]
+fn one_user_cannot_take_all_workers() {
+    let scratch = Scratch::new("isolate-user");
+    // Six places in 64M.
+    let serve = Serve::start(&scratch.socket(), &["--isolate", "--guest-memory", "10M"]);
+    let mut guests: Vec<Guest> = (0..5).map(|_| guest(&serve, &scratch).0).collect();
+    let reason = serve.connect(&scratch.socket()).ended();
+    assert!(
+        reason.contains("has 5 programs here, its limit is 5"),
+        "{reason}"
+    );
+    guests.iter_mut().for_each(compute);
+    serve.signal(Signal::TERM);
+    drop(guests);
+    let (status, log) = serve.wait();
+    assert_eq!(status.code(), Some(0), "{log}");
+}
+
 #[test]
 fn workers_are_sandboxed_and_end_with_their_supervisor() {
     let scratch = Scratch::new("isolate-box");

@@ -15,6 +15,7 @@ use rustix::process::Pid;
 use super::ipc::{Command, IpcSocket, MAX_WORKER_SESSIONS, Rejection, WorkerReport};
 use super::partition::{Partition, Resources};
 use super::totals::EndedWorkers;
+use crate::limits::sessions_of_one_guest;
 use crate::peer::Peer;
 use crate::stop::StopFlag;
 use crate::tenant_registry::{QuotaError, TenantRegistry};
@@ -157,8 +158,33 @@ impl Processes {
         })
     }
 
+    /// Why a guest gets no other program, if it has its share of them.
+    fn too_many(&self, guest: Option<&str>, peer: &Peer) -> Option<Rejection> {
+        let source = peer.source();
+        let is_own = |worker: &&Worker| worker.guest.as_deref() == guest && !worker.is_rejection;
+        let sessions = self.workers.values().filter(is_own);
+        let sessions = sessions.flat_map(|worker| worker.sessions.values());
+        let own = match (guest, &source) {
+            (Some(_), _) => sessions.count(),
+            (None, Some(_)) => sessions.filter(|(_, p)| p.source() == source).count(),
+            (None, None) => return None,
+        };
+        let all = match guest {
+            Some(_) => self.partition.max_sessions,
+            None => self.partition.max_unnamed.min(self.partition.max_sessions),
+        };
+        let limit = sessions_of_one_guest(all);
+        let name = guest.or(source.as_deref()).unwrap_or_default();
+        (own >= limit && own < all).then(|| Rejection::Rejected {
+            reason: format!(
+                "guest {name} has {own} programs here, its limit is {limit}: three quarters of the \
+                 {all} that can be served at once"
+            ),
+        })
+    }
+
     /// Why there is no room for another program of a guest. `None`: there is room.
-    pub(super) fn full(&self, guest: Option<&str>) -> Option<Rejection> {
+    pub(super) fn full(&self, guest: Option<&str>, peer: &Peer) -> Option<Rejection> {
         let served = self.workers.values().filter(|worker| !worker.is_rejection);
         let sessions = served.clone().map(|worker| worker.sessions.len()).sum();
         // A process holds its part of the memory until it has ended.
@@ -182,6 +208,9 @@ impl Processes {
                 sessions: own,
                 limit: MAX_WORKER_SESSIONS,
             });
+        }
+        if let Some(rejection) = self.too_many(guest, peer) {
+            return Some(rejection);
         }
         let limit = self.partition.max_sessions;
         (sessions >= limit).then_some(Rejection::Full { sessions, limit })

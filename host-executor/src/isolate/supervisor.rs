@@ -185,7 +185,7 @@ impl Shared {
         if self.stop.is_set() {
             return;
         }
-        let rejection = rejected.or_else(|| processes.full(guest.as_deref()));
+        let rejection = rejected.or_else(|| processes.full(guest.as_deref(), peer));
         let rejections = processes.workers.values().filter(|w| w.is_rejection);
         let count = rejections.count();
         if rejection.is_some() && count >= MAX_REJECTIONS {

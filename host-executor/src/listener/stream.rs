@@ -56,7 +56,10 @@ impl SocketListener for vsock::Listener {
 }
 
 fn tcp_peer(arrival: &tcp::Arrival) -> Peer {
-    Peer::new(format!("tcp from {}", arrival.from()), LinkKind::Tcp)
+    Peer {
+        address: Some(arrival.from()),
+        ..Peer::new(format!("tcp from {}", arrival.from()), LinkKind::Tcp)
+    }
 }
 
 fn vsock_peer(listener: &vsock::Listener, cid: Option<u32>) -> Peer {

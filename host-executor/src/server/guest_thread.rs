@@ -1,6 +1,7 @@
 //! The thread of one guest: handshake, admission, session.
 #![forbid(unsafe_code)]
 
+use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -11,6 +12,7 @@ use tracing::{error, info, info_span, warn};
 
 use super::shared::{Entry, Shared};
 use crate::identity::Identity;
+use crate::limits::sessions_of_one_guest;
 use crate::listener::{IncomingGuest, OpenLink};
 use crate::peer::Peer;
 use crate::session::{Session, SessionEnd, reject};
@@ -39,7 +41,7 @@ struct Guest {
 pub(super) fn start(shared: &Arc<Shared>, id: u64, owner: Option<&str>, incoming: IncomingGuest) {
     let IncomingGuest { peer, open } = incoming;
     let counters = Arc::new(Counters::default());
-    let (tenant, rejected) = tenant_of(shared, owner, &peer);
+    let (tenant, mut rejected) = tenant_of(shared, owner, &peer);
     let max_sessions = shared.max_sessions.load(Ordering::Relaxed);
     let open_sessions = {
         let mut sessions = shared.sessions();
@@ -49,6 +51,8 @@ pub(super) fn start(shared: &Arc<Shared>, id: u64, owner: Option<&str>, incoming
              {max_sessions}");
             return;
         }
+        let own = count_of(&sessions, &tenant);
+        rejected = rejected.or_else(|| too_many(&tenant, own, max_sessions));
         sessions.insert(
             id,
             Entry {
@@ -111,6 +115,24 @@ fn tenant_of(
     }
 }
 
+/// The sessions of a tenant.
+fn count_of(sessions: &BTreeMap<u64, Entry>, tenant: &Arc<Tenant>) -> usize {
+    let entries = sessions.values();
+    entries.filter(|e| Arc::ptr_eq(&e.tenant, tenant)).count()
+}
+
+/// Why a tenant with `own` sessions gets no other, if it has its share of them.
+fn too_many(tenant: &Tenant, own: usize, max_sessions: usize) -> Option<SessionEnd> {
+    let limit = sessions_of_one_guest(max_sessions);
+    (own >= limit && own < max_sessions).then(|| SessionEnd::Rejected {
+        reason: format!(
+            "guest {} has {own} programs here, its limit is {limit}: three quarters of the \
+             {max_sessions} of --max-guests",
+            tenant.name()
+        ),
+    })
+}
+
 fn serve(shared: &Shared, guest: Guest, open: OpenLink) {
     let Guest {
         id,
@@ -136,10 +158,15 @@ fn serve(shared: &Shared, guest: Guest, open: OpenLink) {
         if tenant.is_named() {
             info!("the certificate identifies guest {}", tenant.name());
         }
-        if let Some(entry) = shared.sessions().get_mut(&id) {
+        let mut sessions = shared.sessions();
+        if let Some(entry) = sessions.get_mut(&id) {
             entry.tenant = Arc::clone(&tenant);
             entry.peer.certificate.clone_from(&peer.certificate);
         }
+        let others = count_of(&sessions, &tenant).saturating_sub(1);
+        drop(sessions);
+        let max_sessions = shared.max_sessions.load(Ordering::Relaxed);
+        rejected = rejected.or_else(|| too_many(&tenant, others, max_sessions));
     }
     let origin = match tenant.is_named() {
         true => format!("guest {}", tenant.name()),

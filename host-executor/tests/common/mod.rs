@@ -81,6 +81,7 @@ impl Host {
             peer: Peer {
                 endpoint: "test".into(),
                 link: LinkKind::Unix,
+                address: None,
                 machine: None,
                 certificate: None,
                 process,

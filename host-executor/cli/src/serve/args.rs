@@ -79,7 +79,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     memory: Option<u64>,
 
-    /// Guests served at once; further guests are rejected. [default: 64]
+    /// Programs served at once; further ones are rejected. One guest has at most three quarters of
+    /// them. [default: 64]
     #[arg(long, value_name = "N")]
     max_guests: Option<usize>,
 
