@@ -14,7 +14,7 @@ use vgpu_transport::wire::{GraphId, Reply, Request};
 const MEMORY: u64 = 512 << 20;
 
 /// Bytes of the attacker's buffer.
-const BUFFER: u64 = 110 << 20;
+const BUFFER: u64 = 60 << 20;
 
 /// What the process may have besides its tenants' memory: code, threads, kept scratch memory.
 const CONSTANT: u64 = 256 << 20;
@@ -30,7 +30,7 @@ fn product() -> Op {
 /// A product of one row of weights with millions of columns of one element, all in one buffer. The
 /// columns have the same memory, and each is converted to a cache line.
 fn attack(buffer: BufferId) -> Graph {
-    let columns = BUFFER / 4 / 2;
+    let columns = BUFFER / 2 / 4 - 31;
     let mut build = Build::default();
     let weight = Shape::contiguous(Type::Q8_0, [32, 1, 1, 1]).expect("dense");
     let mut activations = Shape::contiguous(Type::F32, [32, columns, 1, 1]).expect("dense");
