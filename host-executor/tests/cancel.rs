@@ -176,7 +176,7 @@ fn others_run_beside_an_endless_graph_which_ends_with_its_guest() {
         let stats = running
             .iter()
             .find(|session| session.peer.process.as_ref().is_some_and(|p| p.uid == 1));
-        let stats = stats.expect("the attacker's session is open").stats.clone();
+        let stats = stats.expect("the attacker's session is open").stats;
         assert_eq!(stats.graphs_run, 0, "{name} is not endless");
         drop(attacker);
         let dropped = Instant::now();

@@ -10,6 +10,7 @@
 //! - what validation lets through can be compiled and run: kernels never panic, and fail for
 //!   nothing but an index in the data;
 //! - every reply is well-formed and belongs to the request before it; nothing follows the last one;
+//! - the working memory of graphs is charged with the graph, and given back with it;
 //! - when the session is over, all its memory is free.
 
 mod graphs;
@@ -101,6 +102,8 @@ struct Script<'a> {
     retired: bool,
     /// Bytes that the last graph may have changed, of buffers not read since.
     changed: BTreeMap<u64, Vec<bool>>,
+    /// Whether the session has compiled a graph since the last reply to MEMORY.
+    has_compiled: bool,
     requests: usize,
     runs: usize,
 }
@@ -119,6 +122,7 @@ impl<'a> Script<'a> {
             replies: Vec::new(),
             retired: true,
             changed: BTreeMap::new(),
+            has_compiled: false,
             requests: 0,
             runs: 0,
         }
@@ -204,10 +208,11 @@ impl<'a> Script<'a> {
                 ],
             ) => {
                 assert_eq!(*request, number);
-                assert_eq!(
-                    (*total, *free),
-                    (SETUP.memory, SETUP.memory - self.model.used())
-                );
+                assert_eq!(*total, SETUP.memory);
+                let working = (SETUP.memory - free).checked_sub(self.model.buffer_bytes());
+                let working = working.expect("the memory of the buffers is charged");
+                let has_compiled = std::mem::take(&mut self.has_compiled);
+                self.model.observe_working(working, has_compiled);
             }
             (&Expect::Run(graph), outcome) => {
                 match outcome {
@@ -244,6 +249,16 @@ impl<'a> Script<'a> {
                 "{:?} resulted in {replies:?}, expected {expect:?}",
                 Request::decode(&self.message)
             ),
+        }
+        match &expect {
+            Expect::Memory => {}
+            Expect::Part(Some(_)) | Expect::Run(_) => {
+                self.has_compiled = true;
+                self.queue.push_front(Request::Memory {});
+            }
+            // Freeing a buffer, sealing it and FORGET end graphs.
+            Expect::Nothing | Expect::Held => self.queue.push_front(Request::Memory {}),
+            _ => {}
         }
     }
 

@@ -67,6 +67,8 @@ pub(crate) struct Model {
     failing: BTreeSet<u64>,
     image: Vec<u8>,
     last_run: Option<GraphId>,
+    /// Bytes that the session is charged for the working memory of its graphs.
+    working: u64,
 }
 
 /// The state of a buffer for weights.
@@ -86,8 +88,30 @@ pub(crate) struct Setup {
 }
 
 impl Model {
-    /// The bytes of all buffers.
+    /// Takes over the bytes that the session is charged for besides its buffers: the working memory
+    /// of its graphs, which only a graph that the engine compiles can increase, and which ends with
+    /// the graphs.
+    pub(crate) fn observe_working(&mut self, bytes: u64, has_compiled: bool) {
+        assert!(
+            has_compiled || bytes <= self.working,
+            "working memory grew from {} to {bytes} bytes without a graph",
+            self.working
+        );
+        let has_graph = self.graphs.keys().any(|id| !self.failing.contains(id));
+        assert!(
+            has_graph || bytes == 0,
+            "{bytes} bytes of working memory without a graph"
+        );
+        self.working = bytes;
+    }
+
+    /// The bytes that the session is charged for.
     pub(crate) fn used(&self) -> u64 {
+        self.buffer_bytes() + self.working
+    }
+
+    /// The bytes of all buffers.
+    pub(crate) fn buffer_bytes(&self) -> u64 {
         let size = |(buffer, bytes): (&u64, &Vec<u8>)| {
             let is_twice = self.weights.get(buffer) == Some(&Weights::Written);
             bytes.len() as u64 * if is_twice { 2 } else { 1 }

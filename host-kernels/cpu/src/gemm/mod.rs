@@ -15,24 +15,16 @@
 //! threads.
 
 mod kernel;
+mod limits;
 mod scalar;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
 pub use crate::isa::Level;
 pub use kernel::{Activation, Gemm, GemmArgs, MatmulKernel, ROUNDED_COLUMNS};
+pub(crate) use limits::{DECODED_ROWS, LEAST_COLUMNS, MAX_PREPARED};
 
 use crate::formats::Type;
-
-/// The most bytes of prepared operands that a thread keeps between products.
-pub(crate) const MAX_PREPARED: usize = 16 << 20;
-
-/// The fewest columns that a product is cut into, however long they are. A thread prepares as many
-/// columns at once, of four bytes for each element.
-pub(crate) const LEAST_COLUMNS: usize = 16;
-
-/// The most rows of weights that a thread decodes at once, to less than two bytes for each element.
-pub(crate) const DECODED_ROWS: usize = 32;
 
 impl Activation {
     /// Bytes of a column of `k` activations.

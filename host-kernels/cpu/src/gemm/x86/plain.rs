@@ -13,7 +13,7 @@ use crate::formats::{Quants256, SuperBlockFormat};
 use crate::gemm::kernel::GemmArgs;
 
 /// Rows that are decoded at once for a panel.
-const PANEL_ROWS: usize = crate::gemm::DECODED_ROWS;
+const PANEL_ROWS: usize = crate::gemm::limits::DECODED_ROWS;
 /// Rows that are decoded at once for products row by row.
 const ROWS: usize = 4;
 

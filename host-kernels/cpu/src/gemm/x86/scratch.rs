@@ -3,7 +3,7 @@
 use std::cell::Cell;
 use std::thread::LocalKey;
 
-use crate::gemm::MAX_PREPARED;
+use crate::gemm::limits::MAX_PREPARED;
 
 /// A cache line, so that the memory is aligned to one.
 #[derive(Clone, Copy)]
