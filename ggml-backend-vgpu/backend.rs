@@ -5,12 +5,14 @@
 
 use std::ffi::{CStr, CString};
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use crate::abi::ggml_cgraph;
 use crate::device_context::{DeviceContext, DeviceError};
 use crate::encode::{EncodeError, Encoder};
+use crate::lock::{Rank, RankedMutex};
 use crate::session::{BackendId, Session, SessionError};
 
 /// A backend.
@@ -19,7 +21,9 @@ pub(crate) struct Backend {
     session: Arc<Session>,
     id: BackendId,
     name: CString,
-    encoder: Mutex<Encoder>,
+    encoder: RankedMutex<Encoder>,
+    /// Graphs that failed because the session is lost.
+    lost_graphs: AtomicU64,
 }
 
 /// Why a graph was not submitted.
@@ -43,10 +47,11 @@ impl Backend {
         let session = device.session()?;
         Ok(Backend {
             device,
-            id: session.open_backend(),
+            id: session.open_backend()?,
             session,
             name: CString::new(device.name()).unwrap_or_default(),
-            encoder: Mutex::default(),
+            encoder: RankedMutex::new(Rank::Encoder, Encoder::default()),
+            lost_graphs: AtomicU64::new(0),
         })
     }
 
@@ -85,7 +90,7 @@ impl Backend {
             return Ok(());
         }
         let began = Instant::now();
-        let mut encoder = self.encoder.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut encoder = self.encoder.lock();
         // SAFETY: a valid graph that nobody changes: this function's contract.
         let encoded = unsafe { encoder.encode(self.device, &self.session, cgraph) }?;
         let submitted = match encoded {
@@ -97,6 +102,23 @@ impl Backend {
         };
         encoder.clear();
         Ok(submitted?)
+    }
+
+    /// Logs that a graph was not computed. A program may submit graphs to a lost session without
+    /// end: of these only the first, the tenth, the hundredth, ... is logged, and their number at
+    /// the end.
+    pub(crate) fn log_failure(&self, error: &ComputeError) {
+        let name = self.device.name();
+        if !matches!(error, ComputeError::Session(SessionError::Lost(_))) {
+            tracing::error!("{name}: graph not computed: {error}");
+            return;
+        }
+        let count = self.lost_graphs.fetch_add(1, Ordering::Relaxed) + 1;
+        if count == 1 {
+            tracing::error!("{name}: graph not computed: {error}");
+        } else if is_power_of_ten(count) {
+            tracing::error!("{name}: {count} graphs not computed since: {error}");
+        }
     }
 
     /// Waits until everything before is done. Returns at once if it is. A failure is logged, and
@@ -114,7 +136,10 @@ impl Backend {
         let Some(path) = std::env::var_os("VGPU_STATS").map(PathBuf::from) else {
             return;
         };
-        let written = self.session.stats().write(
+        let Some(stats) = self.session.stats() else {
+            return;
+        };
+        let written = stats.write(
             &path,
             self.device.name(),
             &self.device.endpoint().to_string(),
@@ -127,7 +152,19 @@ impl Backend {
 
 impl Drop for Backend {
     fn drop(&mut self) {
+        let lost = self.lost_graphs.load(Ordering::Relaxed);
+        if lost > 1 && !is_power_of_ten(lost) {
+            let name = self.device.name();
+            tracing::error!("{name}: {lost} graphs not computed: the session was lost");
+        }
         self.session.close_backend(self.id);
         self.write_stats();
     }
+}
+
+/// Whether `count` is 1, 10, 100, ...
+fn is_power_of_ten(count: u64) -> bool {
+    count
+        .checked_ilog10()
+        .is_some_and(|digits| count == 10u64.pow(digits))
 }

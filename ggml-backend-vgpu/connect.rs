@@ -102,13 +102,16 @@ pub(crate) enum InprocError {
 fn inproc() -> Result<Box<dyn GuestEnd>, ExecutorConnectError> {
     use std::sync::OnceLock;
     use vgpu_engine::Engine;
+    use vgpu_transport::fork::PerProcess;
 
-    static ENGINE: OnceLock<Arc<dyn Engine>> = OnceLock::new();
-    let engine = match ENGINE.get() {
+    // A forked child has none of its parent's threads, and starts an engine of its own.
+    static ENGINE: PerProcess<OnceLock<Arc<dyn Engine>>> = PerProcess::new();
+    let started = ENGINE.get_or_init(OnceLock::new);
+    let engine = match started.get() {
         Some(engine) => Arc::clone(engine),
         None => {
             let engine = start_engine()?;
-            Arc::clone(ENGINE.get_or_init(|| engine))
+            Arc::clone(started.get_or_init(|| engine))
         }
     };
     let end = vgpu_executor::inproc::start(engine).map_err(InprocError::from)?;

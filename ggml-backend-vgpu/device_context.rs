@@ -7,9 +7,10 @@
 use std::cell::UnsafeCell;
 use std::ffi::{CStr, CString};
 use std::fmt::Write as _;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use vgpu_transport::fork::PerProcess;
 use vgpu_transport::ir::Capabilities;
 use vgpu_transport::link::Endpoint;
 
@@ -21,6 +22,7 @@ use crate::abi::{
 use crate::connect::{ExecutorConnectError, connect};
 use crate::ffi::object;
 use crate::ggml::Ggml;
+use crate::lock::{Rank, RankedGuard, RankedMutex};
 use crate::session::{Session, SessionError, Welcome};
 use crate::translate::Translator;
 
@@ -44,13 +46,17 @@ pub(crate) struct DeviceContext {
     name: CString,
     host_buffer_name: CString,
     description: CString,
-    current: Mutex<CurrentSession>,
+    /// What the executor has said about itself in the first session.
+    first_welcome: Welcome,
+    current: PerProcess<RankedMutex<CurrentSession>>,
     objects: Objects,
 }
 
 /// The session in use. A lost session stays until there is another one.
+#[derive(Default)]
 struct CurrentSession {
-    session: Arc<Session>,
+    /// `None` in a forked child, until it loads a model.
+    session: Option<Arc<Session>>,
     /// No attempt to replace a lost session is made before this time.
     next_attempt: Option<Instant>,
 }
@@ -158,17 +164,22 @@ impl DeviceContext {
             buffer_type: buffer_type(tables.buffer_type),
             host_buffer_type: buffer_type(tables.host_buffer_type),
         };
+        let current = PerProcess::new();
+        let first_welcome = session.welcome().clone();
+        let in_use = CurrentSession {
+            session: Some(session),
+            next_attempt: None,
+        };
+        current.get_or_init(|| RankedMutex::new(Rank::Device, in_use));
         let device = DeviceContext {
             name: c_string(format!("VGPU{index}")),
             host_buffer_name: c_string(format!("VGPU{index}_Host")),
-            description: c_string(describe(session.welcome())),
+            description: c_string(describe(&first_welcome)),
             ggml,
             translator,
             endpoint,
-            current: Mutex::new(CurrentSession {
-                session,
-                next_attempt: None,
-            }),
+            first_welcome,
+            current,
             objects,
         };
         // SAFETY: `this` comes from a box of the right size and alignment that nobody else knows
@@ -253,8 +264,8 @@ impl DeviceContext {
     /// an attempt has failed a moment ago.
     pub(crate) fn session(&self) -> Result<Arc<Session>, DeviceError> {
         let mut current = self.current();
-        if !current.session.is_lost() {
-            return Ok(Arc::clone(&current.session));
+        if let Some(session) = current.session.as_ref().filter(|s| !s.is_lost()) {
+            return Ok(Arc::clone(session));
         }
         let now = Instant::now();
         if let Some(then) = current.next_attempt.filter(|&then| now < then) {
@@ -265,13 +276,17 @@ impl DeviceContext {
             let pause = (now.elapsed() * RETRY_FACTOR).min(MAX_RETRY_PAUSE);
             current.next_attempt = Some(Instant::now() + pause);
         })?;
+        let whose = match current.session {
+            Some(_) => "",
+            None => " of this forked process",
+        };
         tracing::info!(
-            "{}: connected to the executor again, session {}",
+            "{}: connected to the executor again, session {}{whose}",
             self.name(),
             session.welcome().session
         );
         *current = CurrentSession {
-            session: Arc::clone(&session),
+            session: Some(Arc::clone(&session)),
             next_attempt: None,
         };
         Ok(session)
@@ -279,13 +294,13 @@ impl DeviceContext {
 
     /// Whether the executor of the session in use is gone. Does not wait.
     pub(crate) fn is_lost(&self) -> bool {
-        let session = Arc::clone(&self.current().session);
-        session.is_lost()
+        let session = self.current().session.clone();
+        session.is_none_or(|session| session.is_lost())
     }
 
     /// Total and free memory in bytes. A lost executor has no free memory.
     pub(crate) fn memory(&self) -> (u64, u64) {
-        let total = self.current().session.welcome().memory_total;
+        let total = self.with_welcome(|welcome| welcome.memory_total);
         self.session()
             .and_then(|session| Ok(session.memory()?))
             .unwrap_or_else(|error| {
@@ -296,12 +311,25 @@ impl DeviceContext {
 
     /// Calls `answer` with the capabilities of the executor, which the handshake has brought.
     pub(crate) fn with_capabilities<T>(&self, answer: impl FnOnce(&Capabilities) -> T) -> T {
-        let session = Arc::clone(&self.current().session);
-        answer(&session.welcome().capabilities)
+        self.with_welcome(|welcome| answer(&welcome.capabilities))
     }
 
-    fn current(&self) -> MutexGuard<'_, CurrentSession> {
-        self.current.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Calls `answer` with what the executor has said in the last handshake, or in the first one if
+    /// this forked process has had none.
+    fn with_welcome<T>(&self, answer: impl FnOnce(&Welcome) -> T) -> T {
+        let session = self.current().session.clone();
+        answer(
+            session
+                .as_deref()
+                .map_or(&self.first_welcome, Session::welcome),
+        )
+    }
+
+    fn current(&self) -> RankedGuard<'_, CurrentSession> {
+        let current = self
+            .current
+            .get_or_init(|| RankedMutex::new(Rank::Device, CurrentSession::default()));
+        current.lock()
     }
 }
 

@@ -3,21 +3,28 @@
 //! The requests of a session are numbered and done in order, so that an event is a session and a
 //! request number.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
+use vgpu_transport::fork::PerProcess;
+
+use crate::lock::{Rank, RankedGuard, RankedMutex};
 use crate::session::{Session, SessionError};
 
-/// An event. An event that was never recorded has passed.
+/// An event. An event that was never recorded has passed. In a forked child no event was.
 #[derive(Default)]
 pub(crate) struct Event {
-    /// The session, and the last request before the event.
-    point: Mutex<Option<(Arc<Session>, u64)>>,
+    point: PerProcess<RankedMutex<Option<Point>>>,
 }
+
+/// The session, and the last request before the event.
+type Point = (Arc<Session>, u64);
 
 impl Event {
     /// Puts the event behind all requests of the session so far.
     pub(crate) fn record(&self, session: &Arc<Session>) {
-        *self.point() = Some((Arc::clone(session), session.last_request()));
+        if let Some(request) = session.last_request() {
+            *self.point() = Some((Arc::clone(session), request));
+        }
     }
 
     /// Waits until the requests before the event are done.
@@ -45,7 +52,10 @@ impl Event {
         }
     }
 
-    fn point(&self) -> MutexGuard<'_, Option<(Arc<Session>, u64)>> {
-        self.point.lock().unwrap_or_else(PoisonError::into_inner)
+    fn point(&self) -> RankedGuard<'_, Option<Point>> {
+        let point = self
+            .point
+            .get_or_init(|| RankedMutex::new(Rank::Innermost, None));
+        point.lock()
     }
 }

@@ -5,7 +5,8 @@
 //!
 //! - [`abi`]: ggml's C interface. `ffi`: the mechanism of every function that ggml calls.
 //! - [`ggml`]: the ggml of this process. [`stamp`]: the version stamp in the library file.
-//! - `logging`, `load_progress`, `stats`: what people get to read. `fail_fast`: `VGPU_REQUIRED`.
+//! - `lock`: locks whose order is checked. `logging`, `load_progress`, `stats`: what people get to
+//!   read. `fail_fast`: `VGPU_REQUIRED`.
 //! - `translate`: from ggml's ids and parameters to the graph IR.
 //! - `graph_cache`: the graphs that the executor has. `weights`: what is known about the content of
 //!   weights.
@@ -35,6 +36,7 @@ mod graph_cache;
 mod host_buffer;
 mod iface;
 mod load_progress;
+mod lock;
 mod logging;
 mod session;
 pub mod stamp;

@@ -260,12 +260,12 @@ unsafe extern "C" fn graph_compute(
             let (Some(backend), Some(cgraph)) = (context(backend), object(cgraph)) else {
                 return GGML_STATUS_FAILED;
             };
-            backend.compute(cgraph)
+            (backend, backend.compute(cgraph))
         };
         match computed {
-            Ok(()) => GGML_STATUS_SUCCESS,
-            Err(error) => {
-                tracing::error!("graph not computed: {error}");
+            (_, Ok(())) => GGML_STATUS_SUCCESS,
+            (backend, Err(error)) => {
+                backend.log_failure(&error);
                 GGML_STATUS_FAILED
             }
         }

@@ -2,7 +2,10 @@
 
 use std::ffi::{c_char, c_void};
 use std::ptr;
+use std::sync::atomic::{AtomicPtr, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+
+use vgpu_transport::fork::PerProcess;
 
 use super::device;
 use crate::abi::{
@@ -37,16 +40,14 @@ struct Registry {
     devices: Vec<&'static DeviceContext>,
 }
 
-/// A pointer to a registry, which is never freed: ggml may use it until the process ends.
-#[derive(Clone, Copy)]
-struct RegistryPtr(*mut Registry);
+/// The registry, once there is a device. Complete before its address is stored here, only read from
+/// then on, and never freed: ggml may use it until the process ends. A forked child has the registry
+/// of its parent, because ggml does.
+static REGISTRY: AtomicPtr<Registry> = AtomicPtr::new(ptr::null_mut());
 
-// SAFETY: the registry is complete before the pointer is stored in `REGISTRY`, and only read from
-// then on.
-unsafe impl Send for RegistryPtr {}
-
-/// The registry, once there is a device.
-static REGISTRY: Mutex<Option<RegistryPtr>> = Mutex::new(None);
+/// Held while the registry is made. A thread of a forked child's parent may have held the lock
+/// during the fork, so that the child has a lock of its own.
+static MAKING: PerProcess<Mutex<()>> = PerProcess::new();
 
 /// 100 with an executor. 0, with one log line that says why, without.
 pub(crate) fn score() -> i32 {
@@ -56,11 +57,13 @@ pub(crate) fn score() -> i32 {
 /// The registry in ggml's form. Null without an executor. Never freed.
 pub(crate) fn init() -> ggml_backend_reg_t {
     // A pointer to the registry is a pointer to its first field, ggml's object.
-    find_or_make().map_or(ptr::null_mut(), |registry| registry.0.cast())
+    find_or_make().map_or(ptr::null_mut(), |registry| {
+        ptr::from_ref(registry).cast_mut().cast()
+    })
 }
 
 /// The registry, which the first call that finds an executor makes.
-fn find_or_make() -> Option<RegistryPtr> {
+fn find_or_make() -> Option<&'static Registry> {
     let ggml = match Ggml::find() {
         Ok(ggml) => ggml,
         Err(error) => {
@@ -69,30 +72,34 @@ fn find_or_make() -> Option<RegistryPtr> {
             return None;
         }
     };
-    let mut registry = REGISTRY.lock().unwrap_or_else(PoisonError::into_inner);
-    match *registry {
-        None => *registry = make(Arc::new(ggml)),
-        Some(known) => {
-            // SAFETY: the pointer comes from `make`, and a registry is never freed.
-            let served = unsafe { &*known.0 }.ggml.object();
-            if served != ggml.object() {
-                // The dynamic linker loads the plugin once for both, and the objects of one ggml
-                // mean nothing to another.
-                ggml.log(
-                    GGML_LOG_LEVEL_WARN,
-                    &format!(
-                        "ggml-vgpu: no vGPU for {}: in this process {served} uses the plugin\n",
-                        ggml.object()
-                    ),
-                );
-                return None;
-            }
-        }
+    let making = MAKING.get_or_init(Mutex::default);
+    let _making = making.lock().unwrap_or_else(PoisonError::into_inner);
+    let registry = REGISTRY.load(Ordering::Acquire);
+    if registry.is_null() {
+        let made = make(Arc::new(ggml))?;
+        REGISTRY.store(made, Ordering::Release);
+        // SAFETY: the pointer comes from `make`, and a registry is never freed.
+        return Some(unsafe { &*made });
     }
-    *registry
+    // SAFETY: as above.
+    let known = unsafe { &*registry };
+    let served = known.ggml.object();
+    if served != ggml.object() {
+        // The dynamic linker loads the plugin once for both, and the objects of one ggml mean
+        // nothing to another.
+        ggml.log(
+            GGML_LOG_LEVEL_WARN,
+            &format!(
+                "ggml-vgpu: no vGPU for {}: in this process {served} uses the plugin\n",
+                ggml.object()
+            ),
+        );
+        return None;
+    }
+    Some(known)
 }
 
-fn make(ggml: Arc<Ggml>) -> Option<RegistryPtr> {
+fn make(ggml: Arc<Ggml>) -> Option<*mut Registry> {
     logging::start(Arc::clone(&ggml));
     let discovery = match discover(&ggml) {
         Ok(discovery) => discovery,
@@ -145,7 +152,7 @@ fn make(ggml: Arc<Ggml>) -> Option<RegistryPtr> {
     // SAFETY: the pointer comes from a box, and nobody reads the registry before this function
     // returns: the devices only hold its address.
     unsafe { (*registry).devices = devices };
-    Some(RegistryPtr(registry))
+    Some(registry)
 }
 
 /// The registry behind ggml's object. `None` if the pointer is null.

@@ -8,6 +8,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use vgpu_transport::bytes::{Bytes, BytesMut};
+use vgpu_transport::fork::Owner;
 use vgpu_transport::ir::BufferId;
 use vgpu_transport::link::{Counters, GuestEnd};
 use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, Reply, Request};
@@ -25,6 +26,8 @@ const MAX_PENDING_READS: usize = 2 << 20;
 /// ([`SharedConnection`](super::shared::SharedConnection)).
 pub(super) struct Connection {
     pub(super) end: Box<dyn GuestEnd>,
+    /// The process that has opened the connection.
+    owner: Owner,
     /// The message that is being encoded or decoded.
     message: Vec<u8>,
     last_buffer: u64,
@@ -66,6 +69,7 @@ impl Connection {
     pub(super) fn new(end: Box<dyn GuestEnd>) -> Connection {
         Connection {
             end,
+            owner: Owner::current(),
             message: Vec::new(),
             last_buffer: 0,
             last_backend: 0,
@@ -503,7 +507,10 @@ impl Connection {
 
 impl Drop for Connection {
     fn drop(&mut self) {
-        self.poison_reads();
+        // The reads of a forked child's copy are those of its parent, which still waits for them.
+        if self.owner.is_current() {
+            self.poison_reads();
+        }
     }
 }
 

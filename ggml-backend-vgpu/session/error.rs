@@ -44,6 +44,10 @@ pub(crate) enum LossReason {
     /// The link is broken.
     #[error(transparent)]
     Link(LinkError),
+    /// The program has called `fork`, and this process is the child. Only the parent may use the
+    /// session.
+    #[error("the session belongs to the parent of this forked process")]
+    Forked,
     /// The executor has ended the session, with this reason.
     #[error("{0}")]
     Ended(String),

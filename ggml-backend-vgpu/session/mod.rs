@@ -15,7 +15,15 @@
 //!
 //! Encoding a graph, hashing weights for the first lookup and copying from mapped memory happen
 //! without lock 4. Every other lock (`Session::open_uploads`, `Event::point`, those in `weights`
-//! and `load_progress`) is innermost: a thread that holds it takes no other lock.
+//! and `load_progress`) is innermost: a thread that holds it takes no other lock. A build with debug
+//! assertions checks the order ([`lock`](crate::lock)).
+//!
+//! # Forked processes
+//!
+//! A session belongs to the process that has opened it. If the program calls `fork`, every function
+//! here fails in the child with [`SessionError::Lost`], and takes none of the locks above: a thread
+//! of the parent may have held one during the fork. The device opens a session of the child's own
+//! at the next load.
 
 mod allocation;
 mod connection;
@@ -31,7 +39,7 @@ pub(crate) use error::SessionError;
 pub(crate) use handshake::Welcome;
 pub(crate) use pending::BackendId;
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Instant;
 
 use vgpu_transport::bytes::{Bytes, BytesMut};
@@ -40,6 +48,7 @@ use vgpu_transport::link::{GuestEnd, StagingRegion};
 use vgpu_transport::wire::{Reply, Request};
 
 use crate::graph_cache::GraphImage;
+use crate::lock::{Rank, RankedMutex};
 use crate::stats::{Stats, SubmittedGraph};
 use allocation::Allocation;
 use connection::HostBufferRange;
@@ -58,7 +67,7 @@ pub(crate) struct Session {
     /// Whether the link is slower than hashing.
     hashes_first: bool,
     /// The buffers whose uploads the next graph seals.
-    open_uploads: Mutex<Vec<Arc<SessionBuffer>>>,
+    open_uploads: RankedMutex<Vec<Arc<SessionBuffer>>>,
 }
 
 /// A buffer of a session.
@@ -93,7 +102,7 @@ impl Session {
             connection: SharedConnection::new(end, &welcome),
             welcome,
             hashes_first,
-            open_uploads: Mutex::default(),
+            open_uploads: RankedMutex::new(Rank::Innermost, Vec::new()),
         }))
     }
 
@@ -105,6 +114,11 @@ impl Session {
     /// Whether the executor is known to be gone. Does not wait.
     pub(crate) fn is_lost(&self) -> bool {
         self.connection.is_lost()
+    }
+
+    /// Whether this process has opened the session, and is not a forked child of that process.
+    pub(crate) fn is_of_this_process(&self) -> bool {
+        self.connection.is_of_this_process()
     }
 
     /// Allocates a buffer of `size` zero bytes.
@@ -152,8 +166,12 @@ impl Session {
     ///
     /// [`SessionError::Lost`] if the session is lost, which frees all of its buffers.
     pub(crate) fn free(&self, buffer: &SessionBuffer) -> Result<(), SessionError> {
+        if !self.is_of_this_process() {
+            // A forked child gives back nothing of its parent's.
+            return Err(LossReason::Forked.into());
+        }
         let buffer = buffer.id();
-        self.open_uploads().retain(|open| open.id() != buffer);
+        self.open_uploads.lock().retain(|open| open.id() != buffer);
         self.connection.with_conn(|c| {
             c.forget_users(buffer)?;
             c.send(&Request::Free { buffer }).map(drop)
@@ -209,9 +227,10 @@ impl Session {
         data: Bytes<'_>,
         is_for_weights: bool,
     ) -> Result<bool, SessionError> {
+        self.connection.check()?;
         let (upload, allocation) = (&to.upload, &to.allocation);
         if upload.begin_write(&self.connection, allocation, is_for_weights)? {
-            self.open_uploads().push(Arc::clone(to));
+            self.open_uploads.lock().push(Arc::clone(to));
         }
         upload.offer(&self.connection, allocation, offset, data)
     }
@@ -219,7 +238,10 @@ impl Session {
     /// The buffer is used for something else than weights. Must be called before a request other
     /// than a write changes the buffer.
     pub(crate) fn mark_not_weights(&self, buffer: &SessionBuffer) {
-        buffer.upload.mark_not_weights();
+        // The next request reports a lost session.
+        if self.connection.check().is_ok() {
+            buffer.upload.mark_not_weights();
+        }
     }
 
     /// Fills `out` with the bytes at `offset` of a buffer, after all earlier requests.
@@ -289,21 +311,28 @@ impl Session {
         size: usize,
         staging: Option<&StagingRegion>,
     ) {
-        self.connection.lock().add_host_buffer(HostBufferRange {
-            base,
-            size,
-            staging_offset: staging.map(|staging| staging.range.start),
-        });
+        if let Some(mut connection) = self.connection.lock() {
+            connection.add_host_buffer(HostBufferRange {
+                base,
+                size,
+                staging_offset: staging.map(|staging| staging.range.start),
+            });
+        }
     }
 
     /// The opposite. Waits for everything under way from and to the memory, so that it can be
     /// freed.
     pub(crate) fn remove_host_buffer(&self, base: usize, staging: Option<StagingRegion>) {
+        if !self.is_of_this_process() {
+            return;
+        }
         let waited = self.connection.with_conn(|c| {
             c.wait(c.last_to_wait_for())?;
             c.receive_reads()
         });
-        let mut connection = self.connection.lock();
+        let Some(mut connection) = self.connection.lock() else {
+            return;
+        };
         connection.remove_host_buffer(base);
         if waited.is_err() {
             connection.poison_reads();
@@ -370,13 +399,19 @@ impl Session {
     }
 
     /// A new backend: an ordered queue of graphs and copies.
-    pub(crate) fn open_backend(&self) -> BackendId {
-        self.connection.lock().new_backend_id()
+    ///
+    /// # Errors
+    ///
+    /// [`SessionError::Lost`] if the session is lost.
+    pub(crate) fn open_backend(&self) -> Result<BackendId, SessionError> {
+        self.connection.with_conn(|c| Ok(c.new_backend_id()))
     }
 
     /// Ends a backend. Failures of its graphs are forgotten.
     pub(crate) fn close_backend(&self, backend: BackendId) {
-        self.connection.lock().forget_failures(backend);
+        if let Some(mut connection) = self.connection.lock() {
+            connection.forget_failures(backend);
+        }
     }
 
     /// Begins the submission of a graph of `ggml_nodes` nodes: seals the uploads before it, reports
@@ -428,6 +463,7 @@ impl Session {
         buffers: &[Arc<SessionBuffer>],
         began: Instant,
     ) -> Result<(), SessionError> {
+        self.connection.check()?;
         for buffer in buffers {
             buffer.upload.mark_not_weights();
         }
@@ -445,10 +481,11 @@ impl Session {
 
     /// Ends all open uploads, except those that another thread is writing to.
     fn seal_uploads(&self) -> Result<(), SessionError> {
-        let open = std::mem::take(&mut *self.open_uploads());
+        self.connection.check()?;
+        let open = std::mem::take(&mut *self.open_uploads.lock());
         for buffer in open {
             if !buffer.upload.seal(&self.connection, &buffer.allocation)? {
-                self.open_uploads().push(buffer);
+                self.open_uploads.lock().push(buffer);
             }
         }
         Ok(())
@@ -472,9 +509,10 @@ impl Session {
         })
     }
 
-    /// The number of the last request. All requests so far are done when this one is.
-    pub(crate) fn last_request(&self) -> u64 {
-        self.connection.lock().sent()
+    /// The number of the last request. All requests so far are done when this one is. `None` in a
+    /// forked child.
+    pub(crate) fn last_request(&self) -> Option<u64> {
+        Some(self.connection.lock()?.sent())
     }
 
     /// Waits until a request and all requests before it are done.
@@ -489,15 +527,9 @@ impl Session {
         })
     }
 
-    /// The statistics of the session so far.
-    pub(crate) fn stats(&self) -> Stats {
-        self.connection.lock().stats()
-    }
-
-    fn open_uploads(&self) -> MutexGuard<'_, Vec<Arc<SessionBuffer>>> {
-        self.open_uploads
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+    /// The statistics of the session so far. `None` in a forked child.
+    pub(crate) fn stats(&self) -> Option<Stats> {
+        Some(self.connection.lock()?.stats())
     }
 }
 
@@ -551,7 +583,7 @@ mod tests {
     }
 
     fn submit_empty_graph(session: &Session) {
-        let backend = session.open_backend();
+        let backend = session.open_backend().unwrap();
         assert!(!session.submit_known(backend, None, 0).unwrap());
         let mut image = GraphImage::default();
         image.encode(&Graph::default());
@@ -561,7 +593,7 @@ mod tests {
     }
 
     fn not_sent(session: &Session) -> u64 {
-        session.connection.lock().copied.not_sent
+        session.connection.lock().unwrap().copied.not_sent
     }
 
     fn data(size: u64) -> Vec<u8> {
@@ -646,7 +678,7 @@ mod tests {
         for uploads in [true, false] {
             let (session, data, done) = (Arc::clone(&session), data.clone(), done.clone());
             std::thread::spawn(move || {
-                let backend = session.open_backend();
+                let backend = session.open_backend().unwrap();
                 let mut image = GraphImage::default();
                 for _ in 0..200 {
                     let to = session.alloc(MIN_EXTENT).unwrap();

@@ -1,20 +1,30 @@
 //! A connection that several threads use: the lock, and what happens when the session is lost.
 
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
 
+use vgpu_transport::fork::Owner;
 use vgpu_transport::link::{GuestEnd, LinkError};
 
 use super::connection::Connection;
 use super::error::{LossReason, SessionError};
 use super::handshake::Welcome;
 use crate::fail_fast;
+use crate::lock::{Rank, RankedGuard, RankedMutex};
 
 /// A [`Connection`] under its lock. A lost connection stays lost: every later call fails at once.
+///
+/// The connection belongs to the process that has opened it. In a forked child every call fails at
+/// once, before it takes a lock that a thread of the parent may have held during the fork.
 pub(super) struct SharedConnection {
+    /// The process that has opened the connection.
+    owner: Owner,
+    /// Whether this process, a forked child, has logged that it cannot use the connection.
+    is_fork_logged: AtomicBool,
     /// The session, for the log.
     name: String,
     lost: OnceLock<LossReason>,
-    connection: Mutex<Connection>,
+    connection: RankedMutex<Connection>,
 }
 
 impl SharedConnection {
@@ -26,7 +36,9 @@ impl SharedConnection {
         SharedConnection {
             name: format!("session {session} with the executor ({engine})"),
             lost: OnceLock::new(),
-            connection: Mutex::new(Connection::new(end)),
+            owner: Owner::current(),
+            is_fork_logged: AtomicBool::new(false),
+            connection: RankedMutex::new(Rank::Connection, Connection::new(end)),
         }
     }
 
@@ -40,10 +52,8 @@ impl SharedConnection {
         &self,
         exchange: impl FnOnce(&mut Connection) -> Result<T, SessionError>,
     ) -> Result<T, SessionError> {
-        if let Some(reason) = self.lost.get() {
-            return Err(SessionError::Lost(reason.clone()));
-        }
-        let mut connection = self.lock();
+        self.check()?;
+        let mut connection = self.connection.lock();
         let outcome = exchange(&mut connection);
         if let Err(SessionError::Lost(reason)) = &outcome {
             connection.poison_reads();
@@ -52,22 +62,49 @@ impl SharedConnection {
         outcome
     }
 
-    /// The connection, lost or not.
-    pub(super) fn lock(&self) -> MutexGuard<'_, Connection> {
+    /// Whether this process has opened the connection, and is not a forked child of that process.
+    pub(super) fn is_of_this_process(&self) -> bool {
+        self.owner.is_current()
+    }
+
+    /// Checks that the connection belongs to this process and is not lost. Takes no lock. A forked
+    /// child must call this before it takes a lock of the session.
+    ///
+    /// # Errors
+    ///
+    /// [`SessionError::Lost`] if the connection is lost.
+    pub(super) fn check(&self) -> Result<(), SessionError> {
+        if !self.owner.is_current() {
+            if !self.is_fork_logged.swap(true, Ordering::Relaxed) {
+                tracing::error!(
+                    "this process was forked from the one that has opened the {}, and cannot use \
+                     it: the work on its models fails here. Loading a model in this process works",
+                    self.name
+                );
+                fail_fast::end_process_if_enabled("the executor's session belongs to the parent");
+            }
+            return Err(LossReason::Forked.into());
+        }
+        match self.lost.get() {
+            Some(reason) => Err(SessionError::Lost(reason.clone())),
+            None => Ok(()),
+        }
+    }
+
+    /// The connection, lost or not. `None` in a forked child.
+    pub(super) fn lock(&self) -> Option<RankedGuard<'_, Connection>> {
         // A panic during an exchange cannot leave half a message behind: the link sends whole
         // messages.
-        self.connection
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        self.owner.is_current().then(|| self.connection.lock())
     }
 
     /// Whether the connection is lost, including a loss that nobody has noticed yet. Does not wait.
     pub(super) fn is_lost(&self) -> bool {
-        if self.lost.get().is_some() {
+        if !self.owner.is_current() || self.lost.get().is_some() {
             return true;
         }
         // If the lock is taken, another thread talks to the executor and will notice the loss.
-        let Ok(mut connection) = self.connection.try_lock() else {
+        let Some(mut connection) = self.connection.try_lock() else {
             return false;
         };
         let is_closed = connection.end.is_closed();

@@ -22,7 +22,7 @@
 //! the hashes that the hash cache lacks, for the next load.
 
 use std::collections::HashSet;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::Arc;
 
 use vgpu_transport::bytes::Bytes;
 use vgpu_transport::wire::{ContentHash, MAX_EXTENTS, MAX_QUERIED, MIN_EXTENT};
@@ -31,6 +31,7 @@ use super::allocation::Allocation;
 use super::error::SessionError;
 use super::shared::SharedConnection;
 use super::weight_requests;
+use crate::lock::{Rank, RankedMutex};
 use crate::weights::background_hash::{UnstoredHash, store_in_background};
 use crate::weights::mapped_file::{FileRange, MappedFile};
 use crate::weights::{content_hash, keyed_hash};
@@ -39,7 +40,7 @@ use crate::weights::{content_hash, keyed_hash};
 pub(super) struct WeightUpload {
     /// Whether bytes of unknown hash are hashed to look them up.
     hashes_first: bool,
-    state: Mutex<State>,
+    state: RankedMutex<State>,
 }
 
 enum State {
@@ -77,14 +78,14 @@ impl WeightUpload {
     pub(super) fn new(hashes_first: bool) -> WeightUpload {
         WeightUpload {
             hashes_first,
-            state: Mutex::new(State::Unwritten),
+            state: RankedMutex::new(Rank::Upload, State::Unwritten),
         }
     }
 
     /// The buffer is used for something else than weights: its content must not be replaced any
     /// more.
     pub(super) fn mark_not_weights(&self) {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         if matches!(*state, State::Unwritten) {
             *state = State::NotWeights;
         }
@@ -102,7 +103,7 @@ impl WeightUpload {
         to: &Allocation,
         is_for_weights: bool,
     ) -> Result<bool, SessionError> {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         if !matches!(*state, State::Unwritten) {
             return Ok(false);
         }
@@ -128,7 +129,7 @@ impl WeightUpload {
         offset: u64,
         data: Bytes<'_>,
     ) -> Result<bool, SessionError> {
-        match &mut *self.state() {
+        match &mut *self.state.lock() {
             State::Open(upload) => upload.offer(connection, to, offset, data, self.hashes_first),
             State::Unwritten | State::NotWeights | State::Sealed => Ok(false),
         }
@@ -145,10 +146,8 @@ impl WeightUpload {
         connection: &SharedConnection,
         to: &Allocation,
     ) -> Result<bool, SessionError> {
-        let mut state = match self.state.try_lock() {
-            Ok(state) => state,
-            Err(TryLockError::Poisoned(state)) => state.into_inner(),
-            Err(TryLockError::WouldBlock) => return Ok(false),
+        let Some(mut state) = self.state.try_lock() else {
+            return Ok(false);
         };
         match std::mem::replace(&mut *state, State::Sealed) {
             State::Open(upload) => {
@@ -158,10 +157,6 @@ impl WeightUpload {
             other => *state = other,
         }
         Ok(true)
-    }
-
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -17,6 +17,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::SystemTime;
 
+use vgpu_transport::fork::PerProcess;
 use vgpu_transport::wire::ContentHash;
 
 use super::file_identity::FileIdentity;
@@ -83,8 +84,9 @@ impl FileRange {
 impl MappedFile {
     /// Opens the file of a mapping, or finds it open and unchanged.
     fn find(mapping: &Mapping) -> Option<Arc<MappedFile>> {
-        static OPEN: Mutex<Vec<Arc<MappedFile>>> = Mutex::new(Vec::new());
-        let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+        static OPEN: PerProcess<Mutex<Vec<Arc<MappedFile>>>> = PerProcess::new();
+        let open = OPEN.get_or_init(Mutex::default);
+        let mut open = open.lock().unwrap_or_else(PoisonError::into_inner);
         open.retain(|file| file.is_unchanged());
         let is_same = |file: &&Arc<MappedFile>| {
             (file.identity.device, file.identity.inode) == (mapping.device, mapping.inode)
@@ -186,14 +188,10 @@ impl Mapping {
     /// The mapping that contains `address`, if the mapping is readable, shared, not writable, and
     /// of a file.
     fn at(address: u64) -> Option<Mapping> {
-        static MAPS: Mutex<Option<(u32, Option<File>)>> = Mutex::new(None);
-        let mut maps = MAPS.lock().unwrap_or_else(PoisonError::into_inner);
         // After a fork, the descriptor of the parent shows the mappings of the parent.
-        let process = std::process::id();
-        if maps.as_ref().is_none_or(|(owner, _)| *owner != process) {
-            *maps = Some((process, File::open("/proc/self/maps").ok()));
-        }
-        let file = maps.as_ref()?.1.as_ref()?;
+        static MAPS: PerProcess<Option<File>> = PerProcess::new();
+        let maps = MAPS.get_or_init(|| File::open("/proc/self/maps").ok());
+        let file = maps.as_ref()?;
         let mut path = vec![0u8; libc::PATH_MAX as usize];
         let mut query = ProcmapQuery {
             size: size_of::<ProcmapQuery>() as u64,

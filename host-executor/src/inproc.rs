@@ -8,6 +8,7 @@ use std::thread::{self, JoinHandle};
 use tracing::{error, info_span};
 use vgpu_engine::Engine;
 use vgpu_transport::bytes::{Bytes, BytesMut};
+use vgpu_transport::fork::Owner;
 use vgpu_transport::link::window::{WindowGuest, inproc_pair};
 use vgpu_transport::link::{Counters, GuestEnd, LinkError, StagingRegion};
 use vgpu_transport::shm::memory::Window;
@@ -34,7 +35,7 @@ pub fn start(engine: Arc<dyn Engine>) -> io::Result<Inproc> {
         guest,
         _executor: Executor {
             thread: Some(thread),
-            process: std::process::id(),
+            owner: Owner::current(),
         },
     })
 }
@@ -99,7 +100,7 @@ impl GuestEnd for Inproc {
 /// The thread of the session. Dropping this waits for the thread.
 struct Executor {
     thread: Option<JoinHandle<()>>,
-    process: u32,
+    owner: Owner,
 }
 
 impl Drop for Executor {
@@ -108,7 +109,7 @@ impl Drop for Executor {
             return;
         };
         // The child of a fork does not have the thread, and would wait forever.
-        if std::process::id() == self.process && thread.join().is_err() {
+        if self.owner.is_current() && thread.join().is_err() {
             error!("the executor in this process panicked; this is a bug of vgpu");
         }
     }

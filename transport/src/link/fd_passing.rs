@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use super::packet::{self, PacketError};
 use crate::error::{LinkError, LinkViolation};
+use crate::fork::OwnFd;
 
 /// The words of the packet that carries a file: magic, [`FILE`].
 const WORDS: usize = 2;
@@ -25,7 +26,7 @@ const TIMEOUT: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 pub(super) enum Files {
     /// Between processes: the socket of the handshake.
-    Socket(OwnedFd),
+    Socket(OwnFd),
     /// Inside one process.
     Queue(Arc<Mutex<VecDeque<OwnedFd>>>),
 }
@@ -37,7 +38,12 @@ impl Files {
         // The kernel rounds the size up to its minimum. A failure only leaves more room in the
         // buffer.
         let _ = rustix::net::sockopt::set_socket_send_buffer_size(&socket, 1);
-        Files::Socket(socket)
+        Files::of_guest(socket)
+    }
+
+    /// The guest's end of a socket.
+    pub(super) fn of_guest(socket: OwnedFd) -> Files {
+        Files::Socket(OwnFd::new(socket))
     }
 
     /// Both ends inside one process.
@@ -101,7 +107,7 @@ mod tests {
     fn sockets() -> (Files, Files) {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let (a, b) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
-        (Files::of_host(a), Files::Socket(b))
+        (Files::of_host(a), Files::of_guest(b))
     }
 
     #[test]

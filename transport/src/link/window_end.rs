@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use super::end::Counters;
 use crate::error::{LinkError, LinkViolation};
+use crate::fork::Owner;
 use crate::shm::doorbell::{Doorbell, Wake};
 use crate::shm::layout::{Layout, STATE_CLOSED, STATE_OPEN, word};
 use crate::shm::liveness::Liveness;
@@ -66,7 +67,7 @@ pub(super) struct WindowEnd {
     /// The first error. It is final.
     error: Option<LinkError>,
     /// The process that has opened the link.
-    process: u32,
+    owner: Owner,
     pub(super) counters: Counters,
 }
 
@@ -93,7 +94,7 @@ impl WindowEnd {
             liveness,
             checked: Instant::now(),
             error: None,
-            process: std::process::id(),
+            owner: Owner::current(),
             counters: Counters::default(),
         }
     }
@@ -286,7 +287,7 @@ impl WindowEnd {
 impl Drop for WindowEnd {
     fn drop(&mut self) {
         // A forked child has a copy of this end, and must not close the link of its parent.
-        if std::process::id() != self.process {
+        if !self.owner.is_current() {
             return;
         }
         let own_state = match self.side {

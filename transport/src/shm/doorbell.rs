@@ -13,6 +13,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags};
 use rustix::io::Errno;
 
 use crate::error::LinkError;
+use crate::fork::OwnFd;
 use crate::poll::poll;
 
 /// The doorbell of one end.
@@ -54,12 +55,12 @@ pub enum Wake {
 #[derive(Debug)]
 pub struct EventDoorbell {
     /// The peer writes this eventfd.
-    own: OwnedFd,
+    own: OwnFd,
     /// This end writes this eventfd.
-    peer: OwnedFd,
+    peer: OwnFd,
     /// A socket without traffic; the peer's end is open while the peer lives. `None` inside one
     /// process.
-    lifeline: Option<OwnedFd>,
+    lifeline: Option<OwnFd>,
 }
 
 impl EventDoorbell {
@@ -67,9 +68,9 @@ impl EventDoorbell {
     /// end writes.
     pub fn new(own: OwnedFd, peer: OwnedFd, lifeline: Option<OwnedFd>) -> EventDoorbell {
         EventDoorbell {
-            own,
-            peer,
-            lifeline,
+            own: OwnFd::new(own),
+            peer: OwnFd::new(peer),
+            lifeline: lifeline.map(OwnFd::new),
         }
     }
 
@@ -94,7 +95,7 @@ impl EventDoorbell {
 
 impl Doorbell for EventDoorbell {
     fn ring(&self) -> Result<(), LinkError> {
-        match rustix::io::write(&self.peer, &1u64.to_ne_bytes()) {
+        match rustix::io::write(&*self.peer, &1u64.to_ne_bytes()) {
             // A saturated counter is pending already.
             Ok(_) | Err(Errno::AGAIN) => Ok(()),
             Err(error) => Err(LinkError::system("writing the peer's eventfd")(error)),
@@ -102,7 +103,7 @@ impl Doorbell for EventDoorbell {
     }
 
     fn clear(&self) -> Result<(), LinkError> {
-        match rustix::io::read(&self.own, &mut [0; 8]) {
+        match rustix::io::read(&*self.own, &mut [0; 8]) {
             Ok(_) | Err(Errno::AGAIN) => Ok(()),
             Err(error) => Err(LinkError::system("reading an eventfd")(error)),
         }
@@ -110,12 +111,12 @@ impl Doorbell for EventDoorbell {
 
     fn wait(&self, timeout: Duration) -> Result<Wake, LinkError> {
         let waiting = LinkError::system("waiting for the peer");
-        let rung = PollFd::new(&self.own, PollFlags::IN);
+        let rung = PollFd::new(&*self.own, PollFlags::IN);
         let Some(lifeline) = &self.lifeline else {
             poll(&mut [rung], timeout).map_err(waiting)?;
             return Ok(Wake::Look);
         };
-        let mut fds = [rung, PollFd::new(lifeline, PollFlags::RDHUP)];
+        let mut fds = [rung, PollFd::new(&**lifeline, PollFlags::RDHUP)];
         poll(&mut fds, timeout).map_err(waiting)?;
         // `poll` reports hang-ups and errors in addition to the requested events.
         let is_gone = !fds[1].revents().is_empty();

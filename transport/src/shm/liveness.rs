@@ -10,11 +10,12 @@
 //! time.
 #![forbid(unsafe_code)]
 
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use super::layout::word;
 use super::memory::{Memory, Window};
+use crate::fork::PerProcess;
 
 /// The period of the heartbeat.
 pub const PERIOD: Duration = Duration::from_secs(1);
@@ -25,8 +26,14 @@ pub const STALL: Duration = Duration::from_secs(10);
 /// A window, and the offset of the heartbeat word that this process increments in it.
 type Heartbeat = (Weak<Window>, usize);
 
-/// The heartbeats of this process. `None` while the thread does not run.
-static HEARTBEATS: Mutex<Option<Vec<Heartbeat>>> = Mutex::new(None);
+/// The heartbeats of this process. `None` while the thread does not run. A forked child does not have
+/// the thread, and starts one of its own.
+static HEARTBEATS: PerProcess<Mutex<Option<Vec<Heartbeat>>>> = PerProcess::new();
+
+fn heartbeats() -> MutexGuard<'static, Option<Vec<Heartbeat>>> {
+    let heartbeats = HEARTBEATS.get_or_init(Mutex::default);
+    heartbeats.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// Starts the host's heartbeat in a window. The heartbeat ends when the window is dropped.
 ///
@@ -44,7 +51,7 @@ pub fn start(window: &Arc<Window>) -> std::io::Result<()> {
 ///
 /// When the process cannot start another thread.
 pub fn start_at(window: &Arc<Window>, offset: usize) -> std::io::Result<()> {
-    let mut heartbeats = HEARTBEATS.lock().unwrap_or_else(|e| e.into_inner());
+    let mut heartbeats = heartbeats();
     let heartbeat = (Arc::downgrade(window), offset);
     match &mut *heartbeats {
         Some(all) => all.push(heartbeat),
@@ -62,7 +69,7 @@ pub fn start_at(window: &Arc<Window>, offset: usize) -> std::io::Result<()> {
 fn run() {
     for count in 1.. {
         {
-            let mut heartbeats = HEARTBEATS.lock().unwrap_or_else(|e| e.into_inner());
+            let mut heartbeats = heartbeats();
             let Some(all) = &mut *heartbeats else { return };
             all.retain(|(window, offset)| match window.upgrade() {
                 Some(window) => {
@@ -152,7 +159,7 @@ mod tests {
         drop(other);
         let gone = Arc::downgrade(&window);
         drop(window);
-        while gone.upgrade().is_some() || HEARTBEATS.lock().unwrap().is_some() {
+        while gone.upgrade().is_some() || heartbeats().is_some() {
             std::thread::sleep(Duration::from_millis(10));
         }
     }

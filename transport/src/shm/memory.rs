@@ -28,8 +28,8 @@
 //! # Unsafe code
 //!
 //! This module and [`bytes`](crate::bytes) contain the crate's unsafe memory accesses. The
-//! remaining unsafe blocks are three system calls that `rustix` lacks, and the mapping of a PCI BAR
-//! ([`Window::map_device`]).
+//! remaining unsafe blocks are three system calls that `rustix` lacks, the mapping of a PCI BAR
+//! ([`Window::map_device`]), and what a forked child must not share ([`fork`](crate::fork)).
 
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd};
@@ -40,6 +40,7 @@ use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::io::Errno;
 
 use crate::bytes::{Bytes, BytesMut};
+use crate::fork::Inherited;
 
 /// Shared memory as the rings access it. Offsets are in bytes from the start of the window.
 ///
@@ -95,9 +96,12 @@ impl MapError {
     }
 }
 
-/// Mapped shared memory. Dropping the window unmaps the memory.
+/// Mapped shared memory. Dropping the window unmaps the memory. A forked child finds zeros of its
+/// own there.
 #[derive(Debug)]
 pub struct Window {
+    // Fields are dropped in this order: the memory must be registered as long as it is mapped.
+    _inherited: Inherited,
     map: MmapRaw,
     /// Whether the memory may be device memory, which is not cached.
     is_device: bool,
@@ -203,7 +207,11 @@ impl Window {
                 what: "mapping the window",
                 error: Errno::from_io_error(&error).unwrap_or(Errno::INVAL),
             })?;
+        // SAFETY: `map` are `len` bytes of one mapping, which begins on a page and which `map`
+        // unmaps after `_inherited` is dropped. References to the bytes are to atomic words only.
+        let inherited = unsafe { Inherited::memory(map.as_mut_ptr(), map.len()) };
         Ok(Window {
+            _inherited: inherited,
             map,
             is_device: false,
         })

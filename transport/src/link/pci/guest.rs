@@ -15,6 +15,7 @@ use super::directory::{
 use super::discover::{Address, Found, Kind};
 use super::lock::lock_byte;
 use crate::error::LinkError;
+use crate::fork::OwnFd;
 use crate::link::epoch::new_epoch;
 use crate::link::window::WindowGuest;
 use crate::shm::doorbell::{Doorbell, Wake};
@@ -296,7 +297,7 @@ impl Device {
             page: self.page,
             epoch: self.directory.epoch,
             sleeps: Mutex::new(SleepTimes::new()),
-            _lock: lock,
+            _lock: OwnFd::new(lock),
         };
         Ok(WindowGuest::new(
             window,
@@ -326,7 +327,7 @@ struct PciDoorbell {
     epoch: u64,
     sleeps: Mutex<SleepTimes>,
     /// The open file that holds the lock of the slot.
-    _lock: File,
+    _lock: OwnFd,
 }
 
 impl Doorbell for PciDoorbell {

@@ -9,6 +9,7 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::net::{RecvFlags, SendFlags, Shutdown};
 
 use crate::error::LinkError;
+use crate::fork::OwnFd;
 use crate::poll::poll;
 
 /// A non-blocking byte stream. A call that would block returns `WouldBlock`.
@@ -47,24 +48,24 @@ pub trait Channel: Send {
 
 /// A connected, non-blocking stream socket of any address family, without encryption.
 #[derive(Debug)]
-pub struct Plain(OwnedFd);
+pub struct Plain(OwnFd);
 
 impl Plain {
     /// The channel of a connected, non-blocking stream socket.
     pub fn new(socket: impl Into<OwnedFd>) -> Plain {
-        Plain(socket.into())
+        Plain(OwnFd::new(socket))
     }
 }
 
 impl Channel for Plain {
     fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
-        let (count, _) = rustix::net::recv(&self.0, bytes, RecvFlags::empty())?;
+        let (count, _) = rustix::net::recv(&*self.0, bytes, RecvFlags::empty())?;
         Ok(count)
     }
 
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         // The plugin's host program may not ignore SIGPIPE.
-        Ok(rustix::net::send(&self.0, bytes, SendFlags::NOSIGNAL)?)
+        Ok(rustix::net::send(&*self.0, bytes, SendFlags::NOSIGNAL)?)
     }
 
     fn flush(&mut self) -> io::Result<bool> {
@@ -72,7 +73,7 @@ impl Channel for Plain {
     }
 
     fn close(&mut self) {
-        let _ = rustix::net::shutdown(&self.0, Shutdown::Both);
+        let _ = rustix::net::shutdown(&*self.0, Shutdown::Both);
     }
 
     fn socket(&self) -> io::Result<OwnedFd> {

@@ -3,7 +3,7 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::AsFd as _;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -12,6 +12,7 @@ use rustix::io::Errno;
 
 use super::channel::{self, Channel};
 use crate::error::{LinkError, LinkViolation};
+use crate::fork::OwnFd;
 use crate::limits::{MAX_MESSAGE, MAX_PAYLOAD};
 
 /// The size of a frame's header, in bytes.
@@ -95,7 +96,7 @@ struct Partial {
 /// Both directions of a link over a channel.
 pub(super) struct Framing {
     channel: Box<dyn Channel>,
-    socket: Option<Arc<OwnedFd>>,
+    socket: Option<Arc<OwnFd>>,
     /// Outgoing bytes. The channel has accepted the first `sent` of them.
     out: Vec<u8>,
     sent: usize,
@@ -119,7 +120,7 @@ pub(super) struct Framing {
 
 impl Framing {
     pub(super) fn new(channel: Box<dyn Channel>) -> Framing {
-        let socket = channel.socket().ok().map(Arc::new);
+        let socket = channel.socket().ok().map(OwnFd::new).map(Arc::new);
         Framing {
             channel,
             socket,
@@ -360,14 +361,14 @@ impl Framing {
 
 /// A wait for the socket. The caller releases the lock on the `Framing` before the wait.
 pub(super) struct Waiting {
-    socket: Option<Arc<OwnedFd>>,
+    socket: Option<Arc<OwnFd>>,
     events: PollFlags,
 }
 
 impl Waiting {
     pub(super) fn wait(&self, timeout: Duration) -> Result<(), LinkError> {
         match &self.socket {
-            Some(socket) => channel::wait(socket, self.events, timeout),
+            Some(socket) => channel::wait(socket.as_fd(), self.events, timeout),
             // The process had no descriptor left for a duplicate of the socket, so the caller
             // polls.
             None => {

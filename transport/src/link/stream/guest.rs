@@ -8,6 +8,7 @@ use super::channel::Channel;
 use super::framing::{Framing, HIGH_WATER, Kind, POLL_PERIOD, Shared, lock};
 use crate::bytes::{Bytes, BytesMut};
 use crate::error::{LinkError, LinkViolation};
+use crate::fork::Owner;
 use crate::limits::{MAX_MESSAGE, MAX_PAYLOAD};
 use crate::link::end::{Counters, GuestEnd};
 use crate::shm::liveness::STALL;
@@ -17,7 +18,7 @@ pub struct StreamGuest {
     framing: Shared,
     sent: u64,
     counters: Counters,
-    process: u32,
+    owner: Owner,
 }
 
 impl StreamGuest {
@@ -27,7 +28,7 @@ impl StreamGuest {
             framing: Arc::new(Mutex::new(Framing::new(channel))),
             sent: 0,
             counters: Counters::default(),
-            process: std::process::id(),
+            owner: Owner::current(),
         }
     }
 
@@ -154,7 +155,7 @@ impl GuestEnd for StreamGuest {
 impl Drop for StreamGuest {
     fn drop(&mut self) {
         // A forked child has a copy of this end, and must not close the link of its parent.
-        if std::process::id() == self.process {
+        if self.owner.is_current() {
             lock(&self.framing).close();
         }
     }

@@ -2,14 +2,15 @@
 #![forbid(unsafe_code)]
 
 use std::fmt;
-use std::io::{self, Read as _, Write as _};
+use std::io::{self, IoSlice, Read as _, Write as _};
 use std::net::TcpStream;
-use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
 use rustix::event::{PollFd, PollFlags};
+use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags, Shutdown};
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::server::{VerifierBuilderError, WebPkiClientVerifier};
@@ -18,6 +19,7 @@ use rustls::{
 };
 
 use super::channel::Channel;
+use crate::fork::OwnFd;
 use crate::poll::poll;
 
 /// The file of the authority's certificate, in a folder with certificates.
@@ -177,7 +179,34 @@ fn wrong(error: impl Into<ConfigurationError>) -> TlsError {
 /// An encrypted channel.
 pub(super) struct Secure {
     connection: Connection,
-    socket: TcpStream,
+    socket: Socket,
+}
+
+/// The socket under the encryption.
+struct Socket(OwnFd);
+
+impl io::Read for Socket {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        Ok(rustix::net::recv(&*self.0, bytes, RecvFlags::empty())?.0)
+    }
+}
+
+/// `TcpStream` writes several buffers with `writev`, which raises SIGPIPE on a closed connection:
+/// the plugin's program may not ignore that signal.
+impl io::Write for Socket {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        Ok(rustix::net::send(&*self.0, bytes, SendFlags::NOSIGNAL)?)
+    }
+
+    fn write_vectored(&mut self, parts: &[IoSlice<'_>]) -> io::Result<usize> {
+        let mut control = SendAncillaryBuffer::default();
+        let flags = SendFlags::NOSIGNAL;
+        Ok(rustix::net::sendmsg(&*self.0, parts, &mut control, flags)?)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
 }
 
 impl Secure {
@@ -186,7 +215,10 @@ impl Secure {
         socket: TcpStream,
         deadline: Instant,
     ) -> Result<Secure, TlsError> {
-        let mut secure = Secure { connection, socket };
+        let mut secure = Secure {
+            connection,
+            socket: Socket(OwnFd::new(socket)),
+        };
         let failed = TlsError::Handshake;
         loop {
             let flushed = secure.flush_out().map_err(failed)?;
@@ -201,7 +233,8 @@ impl Secure {
             if !flushed {
                 events |= PollFlags::OUT;
             }
-            poll(&mut [PollFd::new(&secure.socket, events)], left).map_err(|e| failed(e.into()))?;
+            poll(&mut [PollFd::new(&*secure.socket.0, events)], left)
+                .map_err(|e| failed(e.into()))?;
             if secure.connection.is_handshaking() {
                 match secure.read_encrypted() {
                     Ok(()) => {}
@@ -287,10 +320,10 @@ impl Channel for Secure {
     fn close(&mut self) {
         self.connection.send_close_notify();
         let _ = self.flush_out();
-        let _ = self.socket.shutdown(std::net::Shutdown::Both);
+        let _ = rustix::net::shutdown(&*self.socket.0, Shutdown::Both);
     }
 
     fn socket(&self) -> io::Result<OwnedFd> {
-        self.socket.as_fd().try_clone_to_owned()
+        self.socket.0.try_clone()
     }
 }

@@ -176,7 +176,7 @@ pub fn connect(path: &Path, timeout: Duration) -> Result<WindowGuest, UnixConnec
     packet::send(&socket, &[packet::MAGIC, layout.epoch()], &[], deadline).map_err(failed)?;
     let liveness = Liveness::new(&window, STALL);
     // Without a free file descriptor the link works, and the host shares no files.
-    let files = socket.try_clone().ok().map(Files::Socket);
+    let files = socket.try_clone().ok().map(Files::of_guest);
     let doorbell = EventDoorbell::new(guest_bell, host_bell, Some(socket));
     let guest = WindowGuest::new(window, &layout, Box::new(doorbell), Some(liveness));
     Ok(guest.with_files(files))
