@@ -9,6 +9,12 @@ pub enum LinkError {
     /// The peer ended the link, or its process died.
     #[error("the peer closed the link")]
     Closed,
+    /// The guest's program had no heartbeat, and another program of its virtual machine has taken
+    /// its slot.
+    #[error(
+        "the guest was evicted: its heartbeat had stopped, and another program needed its slot"
+    )]
+    Evicted,
     /// The peer's process exists, but its heartbeat has stopped or it reads no data.
     #[error("the peer has made no progress for {seconds} s")]
     Stalled { seconds: u64 },

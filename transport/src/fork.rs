@@ -221,9 +221,9 @@ impl Inherited {
     fn new(entry: Entry) -> Inherited {
         static LAST: AtomicU64 = AtomicU64::new(0);
         static INSTALLED: Once = Once::new();
-        // Without memory for the handlers the owner's checks remain.
-        // SAFETY: the handlers are functions without preconditions.
         INSTALLED.call_once(|| {
+            // Without memory for the handlers the owner's checks remain.
+            // SAFETY: the handlers are functions without preconditions.
             unsafe { libc::pthread_atfork(Some(before), Some(in_parent), Some(in_child)) };
         });
         let key = LAST.fetch_add(1, Ordering::Relaxed);

@@ -26,4 +26,6 @@ pub mod link;
 mod poll;
 pub mod random;
 pub mod shm;
+#[cfg(test)]
+mod signals;
 pub mod wire;

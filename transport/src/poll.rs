@@ -1,6 +1,6 @@
 //! `poll(2)` with a relative timeout.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, Timespec};
 use rustix::io::Errno;
@@ -19,5 +19,49 @@ pub(crate) fn poll(fds: &mut [PollFd<'_>], timeout: Duration) -> Result<usize, E
             Ok(0)
         }
         other => other,
+    }
+}
+
+/// Polls `fds` until one has an event or `deadline` has passed, whatever signals arrive meanwhile.
+/// Returns the number of descriptors with events.
+pub(crate) fn poll_until(fds: &mut [PollFd<'_>], deadline: Instant) -> Result<usize, Errno> {
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let ready = poll(fds, left)?;
+        if ready > 0 || left.is_zero() {
+            return Ok(ready);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::signals;
+    use rustix::event::PollFlags;
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    /// A program's profiler or timer interrupts every system call of the plugin.
+    #[test]
+    fn signals_do_not_end_a_wait_early() {
+        signals::catch(libc::SIGUSR2);
+        let waiting = signals::this_thread();
+        let (socket, _open) = std::os::unix::net::UnixStream::pair().unwrap();
+        let is_done = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !is_done.load(Ordering::Relaxed) {
+                    signals::send(waiting, libc::SIGUSR2);
+                    std::thread::sleep(Duration::from_millis(2));
+                }
+            });
+            let began = Instant::now();
+            let deadline = began + Duration::from_millis(100);
+            let ready = poll_until(&mut [PollFd::new(&socket, PollFlags::IN)], deadline);
+            is_done.store(true, Ordering::Relaxed);
+            assert_eq!(ready, Ok(0));
+            assert!(Instant::now() >= deadline, "after {:?}", began.elapsed());
+        });
+        assert!(signals::received() > 0);
     }
 }

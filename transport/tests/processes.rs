@@ -4,7 +4,7 @@
 //! with a second process the program starts itself with a role.
 
 use std::env;
-use std::io::{IoSlice, Read};
+use std::io::{BufRead as _, BufReader, IoSlice, Read};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixListener;
@@ -43,6 +43,7 @@ fn main() {
         return match role.as_str() {
             "host" => play_host(&path),
             "guest" => play_guest(&path),
+            "forking guest" => play_forking_guest(&path),
             other => panic!("no role {other}"),
         };
     }
@@ -52,6 +53,7 @@ fn main() {
     let checks = checks! {
         killed_host_is_detected
         killed_guest_is_detected
+        killed_guest_with_a_living_child_is_detected
         killed_guest_is_detected_by_a_host_waiting_for_ring_space
         socket_of_a_killed_host_is_replaced
         no_descriptor_or_mapping_is_leaked
@@ -179,6 +181,21 @@ fn play_guest(path: &Path) {
     thread::sleep(WAIT);
 }
 
+/// A guest with a child that keeps every descriptor: a bare `clone` runs no handler.
+fn play_forking_guest(path: &Path) {
+    let mut guest = connect(path, WAIT).unwrap();
+    guest.send(b"hello", Bytes::from(&[][..])).unwrap();
+    // SAFETY: without flags `clone` is `fork`. The child only sleeps and ends.
+    let child = unsafe { libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0) };
+    if child == 0 {
+        thread::sleep(WAIT);
+        // SAFETY: ends the child.
+        unsafe { libc::_exit(0) };
+    }
+    println!("{child}");
+    thread::sleep(WAIT);
+}
+
 fn echo(guest: &mut WindowGuest, len: usize) {
     let payload = vec![len as u8; len];
     let mut room = vec![0; len];
@@ -267,6 +284,27 @@ fn killed_guest_is_detected(dir: &Dir) {
     let (received, noticed) = waiter.join().unwrap();
     assert_eq!(received, Err(LinkError::Closed));
     assert!(noticed.saturating_duration_since(killed) < NOTICED);
+}
+
+fn killed_guest_with_a_living_child_is_detected(dir: &Dir) {
+    let listener = Listener::bind(&dir.socket(), ListenOptions::default()).unwrap();
+    let mut guest = Process::start("forking guest", &dir.socket());
+    let mut host = listener.accept(WAIT).unwrap().unwrap().handshake().unwrap();
+    let mut child = String::new();
+    let mut output = BufReader::new(guest.0.stdout.take().unwrap());
+    output.read_line(&mut child).unwrap();
+    let child: i32 = child.trim().parse().unwrap();
+    let mut message = Vec::new();
+    assert!(host.receive(&mut message, WAIT).unwrap().is_some());
+    host.retire();
+    let quiet = Duration::from_millis(100);
+    assert_eq!(host.receive(&mut message, quiet), Ok(None));
+    guest.kill();
+    let received = host.receive(&mut message, NOTICED);
+    // The child has held the socket meanwhile.
+    let child = rustix::process::Pid::from_raw(child).unwrap();
+    rustix::process::kill_process(child, rustix::process::Signal::KILL).unwrap();
+    assert_eq!(received, Err(LinkError::Closed));
 }
 
 fn killed_guest_is_detected_by_a_host_waiting_for_ring_space(dir: &Dir) {

@@ -51,6 +51,28 @@ pub(super) fn of(socket: &OwnedFd) -> Result<Peer, LinkError> {
     })
 }
 
+/// The process that connected to `socket`, as a descriptor that becomes readable when the process
+/// ends. `None` on Linux before 6.5 (`SO_PEERPIDFD`), or if the process has ended already: the socket
+/// alone then shows the end.
+pub(super) fn process(socket: &OwnedFd) -> Option<OwnedFd> {
+    /// `SO_PEERPIDFD` of `asm-generic/socket.h`, which x86-64 and AArch64 use.
+    const SO_PEERPIDFD: libc::c_int = 77;
+    let (mut process, mut len): (RawFd, _) = (-1, size_of::<RawFd>() as libc::socklen_t);
+    // SAFETY: the pointers refer to a local integer and to its length, and both outlive the call.
+    let result = unsafe {
+        libc::getsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            SO_PEERPIDFD,
+            (&raw mut process).cast(),
+            &raw mut len,
+        )
+    };
+    // SAFETY: the kernel has opened the descriptor for this call, close-on-exec, and nobody else
+    // knows it.
+    (result == 0 && process >= 0).then(|| unsafe { OwnedFd::from_raw_fd(process) })
+}
+
 /// A datagram, with the process that has sent it.
 #[derive(Debug)]
 pub struct Datagram {

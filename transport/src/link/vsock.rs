@@ -8,14 +8,14 @@
 use std::io;
 use std::mem::size_of;
 use std::os::fd::OwnedFd;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::net::addr::{SocketAddrArg, SocketAddrLen, SocketAddrOpaque};
 use rustix::net::{AddressFamily, SocketAddrAny, SocketFlags, SocketType};
 
-use crate::poll::poll;
+use crate::poll::poll_until;
 
 const FLAGS: SocketFlags = SocketFlags::CLOEXEC.union(SocketFlags::NONBLOCK);
 
@@ -58,7 +58,7 @@ pub(super) fn connect(cid: u32, port: u32, timeout: Duration) -> io::Result<Owne
         Err(error) => return Err(error.into()),
     }
     let mut fds = [PollFd::new(&socket, PollFlags::OUT)];
-    if poll(&mut fds, timeout)? == 0 {
+    if poll_until(&mut fds, Instant::now() + timeout)? == 0 {
         return Err(io::ErrorKind::TimedOut.into());
     }
     rustix::net::sockopt::socket_error(&socket)??;

@@ -130,6 +130,16 @@ impl WindowEnd {
         }
     }
 
+    /// [`check`](WindowEnd::check), and that no other session has begun in the same memory. A guest
+    /// calls this before it publishes: a program that was stopped for long may have lost its slot.
+    pub(super) fn check_session(&mut self) -> Result<(), LinkError> {
+        self.check()?;
+        if self.window.load(word::EPOCH) != self.epoch {
+            return Err(self.fail(LinkError::Closed));
+        }
+        Ok(())
+    }
+
     /// [`check`](WindowEnd::check), and once per [`CHECK_PERIOD`] the doorbell and the heartbeat.
     pub(super) fn check_peer_alive(&mut self) -> Result<(), LinkError> {
         self.check()?;
@@ -147,6 +157,9 @@ impl WindowEnd {
     /// Checks for a dead peer after a wait.
     fn check_wake(&mut self, wake: Wake) -> Result<(), LinkError> {
         // The epoch changes when another session begins in the same memory.
+        if wake == Wake::Evicted {
+            return Err(LinkError::Evicted);
+        }
         if wake == Wake::PeerGone || self.window.load(word::EPOCH) != self.epoch {
             return Err(LinkError::Closed);
         }

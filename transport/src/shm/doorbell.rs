@@ -49,6 +49,8 @@ pub enum Wake {
     Look,
     /// The peer has died or has closed its end. The peer will not ring again.
     PeerGone,
+    /// The peer's slot of a PCI device now belongs to another program.
+    Evicted,
 }
 
 /// A doorbell of two eventfds, and a socket that the kernel closes when the peer dies.
@@ -61,6 +63,8 @@ pub struct EventDoorbell {
     /// A socket without traffic; the peer's end is open while the peer lives. `None` inside one
     /// process.
     lifeline: Option<OwnFd>,
+    /// A pidfd of the peer, which is readable after the peer's end.
+    process: Option<OwnFd>,
 }
 
 impl EventDoorbell {
@@ -71,6 +75,16 @@ impl EventDoorbell {
             own: OwnFd::new(own),
             peer: OwnFd::new(peer),
             lifeline: lifeline.map(OwnFd::new),
+            process: None,
+        }
+    }
+
+    /// The same doorbell, which also watches the process behind a pidfd: a forked child of the peer
+    /// may hold the lifeline open after the peer's death.
+    pub fn watching(self, process: Option<OwnedFd>) -> EventDoorbell {
+        EventDoorbell {
+            process: process.map(OwnFd::new),
+            ..self
         }
     }
 
@@ -116,10 +130,20 @@ impl Doorbell for EventDoorbell {
             poll(&mut [rung], timeout).map_err(waiting)?;
             return Ok(Wake::Look);
         };
-        let mut fds = [rung, PollFd::new(&**lifeline, PollFlags::RDHUP)];
-        poll(&mut fds, timeout).map_err(waiting)?;
+        let hang_up = PollFd::new(&**lifeline, PollFlags::RDHUP);
         // `poll` reports hang-ups and errors in addition to the requested events.
-        let is_gone = !fds[1].revents().is_empty();
+        let is_gone = match &self.process {
+            Some(process) => {
+                let mut fds = [rung, hang_up, PollFd::new(&**process, PollFlags::IN)];
+                poll(&mut fds, timeout).map_err(waiting)?;
+                fds[1..].iter().any(|fd| !fd.revents().is_empty())
+            }
+            None => {
+                let mut fds = [rung, hang_up];
+                poll(&mut fds, timeout).map_err(waiting)?;
+                !fds[1].revents().is_empty()
+            }
+        };
         Ok(if is_gone { Wake::PeerGone } else { Wake::Look })
     }
 }

@@ -23,8 +23,16 @@ pub const PERIOD: Duration = Duration::from_secs(1);
 /// A peer without a heartbeat for this long has stopped.
 pub const STALL: Duration = Duration::from_secs(10);
 
-/// A window, and the offset of the heartbeat word that this process increments in it.
-type Heartbeat = (Weak<Window>, usize);
+/// A heartbeat word that this process increments.
+#[derive(Debug)]
+struct Heartbeat {
+    window: Weak<Window>,
+    /// The offset of the word in the window.
+    offset: usize,
+    /// The session that the heartbeat belongs to, by the window's epoch. The heartbeat ends when the
+    /// window has another one.
+    epoch: Option<u64>,
+}
 
 /// The heartbeats of this process. `None` while the thread does not run. A forked child does not have
 /// the thread, and starts one of its own.
@@ -51,8 +59,29 @@ pub fn start(window: &Arc<Window>) -> std::io::Result<()> {
 ///
 /// When the process cannot start another thread.
 pub fn start_at(window: &Arc<Window>, offset: usize) -> std::io::Result<()> {
+    add(Heartbeat {
+        window: Arc::downgrade(window),
+        offset,
+        epoch: None,
+    })
+}
+
+/// Starts the guest's heartbeat in a window. The heartbeat ends when the window is dropped, or when
+/// a session with another epoch than `epoch` begins in the same memory.
+///
+/// # Errors
+///
+/// When the process cannot start another thread.
+pub fn start_guest(window: &Arc<Window>, epoch: u64) -> std::io::Result<()> {
+    add(Heartbeat {
+        window: Arc::downgrade(window),
+        offset: word::GUEST_HEARTBEAT,
+        epoch: Some(epoch),
+    })
+}
+
+fn add(heartbeat: Heartbeat) -> std::io::Result<()> {
     let mut heartbeats = heartbeats();
-    let heartbeat = (Arc::downgrade(window), offset);
     match &mut *heartbeats {
         Some(all) => all.push(heartbeat),
         None => {
@@ -71,9 +100,13 @@ fn run() {
         {
             let mut heartbeats = heartbeats();
             let Some(all) = &mut *heartbeats else { return };
-            all.retain(|(window, offset)| match window.upgrade() {
+            all.retain(|heartbeat| match heartbeat.window.upgrade() {
                 Some(window) => {
-                    window.store(*offset, count);
+                    let epoch = window.load(word::EPOCH);
+                    if heartbeat.epoch.is_some_and(|own| own != epoch) {
+                        return false;
+                    }
+                    window.store(heartbeat.offset, count);
                     // Without the fence a store to write-combined memory may stay in the processor.
                     window.full_fence();
                     true

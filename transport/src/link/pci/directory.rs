@@ -68,13 +68,21 @@ pub mod word {
     pub const fn verdict(k: usize) -> usize {
         0x148 + k * 0x80
     }
+
+    /// Host: the number of the request whose guest owns slot `k`. The host stores the owner before
+    /// the verdict. A request has a random number, so that no other process, boot or virtual machine
+    /// has the same. The host alone decides which of several requests gets the slot: the region may
+    /// be device memory, where a compare-and-swap of the guests is not atomic.
+    pub const fn owner(k: usize) -> usize {
+        0x150 + k * 0x80
+    }
 }
 
-const _: () = assert!(word::verdict(SLOTS - 1) + 8 <= PAGE);
+const _: () = assert!(word::owner(SLOTS - 1) + 8 <= PAGE);
 
 /// A session begins in the slot.
 pub const VERDICT_ACCEPTED: u64 = 0;
-/// The previous session in the slot has not ended yet.
+/// The guest of the session in the slot lives, or the session has not ended yet.
 pub const VERDICT_BUSY: u64 = 1;
 /// The host could not create a session. Its log says why.
 pub const VERDICT_FAILED: u64 = 2;

@@ -19,7 +19,7 @@ use crate::fork::OwnFd;
 use crate::link::epoch::new_epoch;
 use crate::link::window::WindowGuest;
 use crate::shm::doorbell::{Doorbell, Wake};
-use crate::shm::layout::{Layout, word};
+use crate::shm::layout::Layout;
 use crate::shm::liveness::{self, Liveness, STALL};
 use crate::shm::memory::{MapError, Memory as _, Registers, Window};
 
@@ -247,13 +247,17 @@ impl Device {
 
     /// Requests a session in slot `k`. `false` when the slot is busy.
     fn request(&self, k: usize, deadline: Instant, timeout: Duration) -> Result<bool, PciError> {
-        use directory::word::{answered, request, verdict};
+        use directory::word::{answered, owner, request, verdict};
         let number = new_epoch();
         self.page.store(request(k), number);
         self.page.full_fence();
         self.registers.write(DOORBELL, RING);
         let mut sleep = Duration::from_micros(20);
         while self.page.load(answered(k)) != number {
+            if self.page.load(request(k)) != number {
+                // Another program has requested the slot, which did not see this one's lock.
+                return Ok(false);
+            }
             if Instant::now() > deadline {
                 return Err(PciError::Timeout {
                     device: self.name.clone(),
@@ -264,7 +268,8 @@ impl Device {
             sleep = (sleep * 2).min(Duration::from_millis(5));
         }
         match self.page.load(verdict(k)) {
-            VERDICT_ACCEPTED => Ok(true),
+            // The verdict may be that on a later request. An executor without this word leaves 0.
+            VERDICT_ACCEPTED => Ok([0, number].contains(&self.page.load(owner(k)))),
             VERDICT_BUSY => Ok(false),
             VERDICT_FAILED => Err(PciError::Refused {
                 device: self.name.clone(),
@@ -286,7 +291,7 @@ impl Device {
         let window = Arc::new(window);
         let layout = Layout::read(&*window, window.size())
             .map_err(|error| not_vgpu(&self.name, error.into()))?;
-        liveness::start_at(&window, word::GUEST_HEARTBEAT).map_err(|error| PciError::Io {
+        liveness::start_guest(&window, layout.epoch()).map_err(|error| PciError::Io {
             device: self.name.clone(),
             what: "starting the heartbeat thread",
             error,
@@ -434,6 +439,12 @@ fn not_vgpu(device: &str, error: DirectoryError) -> PciError {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::link::pci::host::{Bell, VmEvent, VmWindow};
+    use crate::link::{GuestEnd as _, HostEnd as _};
+    use crate::shm::doorbell::new_eventfd;
+    use crate::shm::layout::word;
+    use crate::shm::memory::sealed_file;
+    use std::sync::atomic::{AtomicBool, Ordering};
 
     #[test]
     fn sleeps_grow_with_the_wait() {
@@ -451,5 +462,96 @@ mod tests {
             sleeps.next(start + Duration::from_secs(10)),
             SleepTimes::MIN
         );
+    }
+
+    /// Ends the threads of a test, even if the test fails.
+    struct EndOnDrop<'a>(&'a AtomicBool);
+
+    impl Drop for EndOnDrop<'_> {
+        fn drop(&mut self) {
+            self.0.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// Both programs have locks of their own, as in two containers with mounts of sysfs of their
+    /// own: each device has the region's memory, and another file for the locks.
+    #[test]
+    fn programs_that_do_not_see_each_others_locks_get_slots_of_their_own() {
+        let size = directory::MIN_SIZE;
+        let memory = sealed_file(size).unwrap();
+        let bell = Bell::new(new_eventfd().unwrap(), None);
+        let region = memory.try_clone().unwrap();
+        let mut machine = VmWindow::new(region, size, bell, None).unwrap();
+        let ends = AtomicBool::new(false);
+        let folder = std::env::temp_dir().join(format!("vgpu-slots-{}", std::process::id()));
+        std::fs::create_dir(&folder).unwrap();
+        let device = |name: &str| {
+            let window_file = folder.join(name);
+            File::create(&window_file).unwrap();
+            let registers = sealed_file(4096).unwrap();
+            let page = Window::map_part(memory.as_fd(), 0, directory::PAGE).unwrap();
+            Device {
+                name: name.to_owned(),
+                window_file,
+                file: memory.try_clone().unwrap().into(),
+                // SAFETY: a sealed file of 4096 bytes.
+                registers: Arc::new(unsafe { Registers::map(registers.as_fd()) }.unwrap()),
+                directory: Directory::read(&page, size).unwrap(),
+                page: Arc::new(page),
+            }
+        };
+        let connect = |name: &str| device(name).connect(Duration::from_secs(20)).unwrap();
+        let works = |guest: &mut WindowGuest| {
+            let sent = guest.send(b"request", crate::bytes::Bytes::from(&[][..]));
+            sent.and_then(|request| guest.wait_retired(request))
+        };
+        let start = std::sync::Barrier::new(2);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let ends = &ends;
+                while !ends.load(Ordering::Relaxed) {
+                    let event = machine.next(Duration::from_millis(1)).unwrap();
+                    let VmEvent::Arrival(arrival) = event else {
+                        continue;
+                    };
+                    let mut host = arrival.handshake().unwrap();
+                    scope.spawn(move || {
+                        let timeout = Duration::from_millis(10);
+                        while !ends.load(Ordering::Relaxed)
+                            && host.receive(&mut Vec::new(), timeout).is_ok()
+                        {
+                        }
+                    });
+                }
+            });
+            let _end = EndOnDrop(&ends);
+            let mut one = connect("one");
+            assert_eq!(works(&mut one), Ok(()));
+            let mut two = connect("two");
+            for _ in 0..100 {
+                assert_eq!((works(&mut one), works(&mut two)), (Ok(()), Ok(())));
+            }
+            // Two at the same moment.
+            let both = ["three", "four"].map(|name| {
+                let (start, connect) = (&start, &connect);
+                scope.spawn(move || {
+                    start.wait();
+                    connect(name)
+                })
+            });
+            let [mut three, mut four] = both.map(|program| program.join().unwrap());
+            for guest in [&mut one, &mut two, &mut three, &mut four] {
+                assert_eq!(works(guest), Ok(()));
+            }
+            // A session begins in the slot of a program that was stopped: it publishes nothing more.
+            let epoch = Layout::read(&**one.window(), one.window().size())
+                .unwrap()
+                .epoch();
+            let tail = one.window().load(word::SUBMISSION_TAIL);
+            one.window().store(word::EPOCH, epoch ^ 1);
+            assert_eq!(works(&mut one), Err(LinkError::Closed));
+            assert_eq!(one.window().load(word::SUBMISSION_TAIL), tail);
+        });
+        std::fs::remove_dir_all(&folder).unwrap();
     }
 }

@@ -15,6 +15,7 @@ use super::directory::{
 use crate::error::LinkError;
 use crate::link::epoch::new_epoch;
 use crate::link::window::WindowHost;
+use crate::link::window_end::unmapped;
 use crate::shm::doorbell::{Doorbell, Wake, new_eventfd};
 use crate::shm::layout::{self, Layout};
 use crate::shm::liveness::{self, Liveness};
@@ -23,6 +24,10 @@ use crate::shm::memory::{MapError, Memory as _, Window};
 /// The time that a session has to end after another guest has requested its slot. After it, the
 /// host answers [`VERDICT_BUSY`].
 const EVICTION: Duration = Duration::from_millis(500);
+
+/// The time after its last heartbeat during which a guest keeps its slot. The heartbeat comes once a
+/// second ([`liveness::PERIOD`]).
+const ALIVE: Duration = Duration::from_secs(3);
 
 /// The doorbell of a virtual machine, and the detection of the machine's end.
 ///
@@ -111,6 +116,38 @@ struct Slot {
 struct Running {
     /// Dropped when the session has unmapped the slot's memory.
     token: Weak<Eviction>,
+    heart: Heart,
+}
+
+/// The heartbeat of the guest in a slot.
+#[derive(Debug)]
+struct Heart {
+    /// The first page of the slot's window.
+    page: Window,
+    beat: u64,
+    /// When the beat was seen to change, or when the session began.
+    changed: Instant,
+}
+
+impl Heart {
+    /// The heart of a guest that begins a session now.
+    fn new(page: Window) -> Heart {
+        Heart {
+            beat: page.load(layout::word::GUEST_HEARTBEAT),
+            page,
+            changed: Instant::now(),
+        }
+    }
+
+    /// Whether the guest's program lives.
+    fn is_beating(&mut self) -> bool {
+        let beat = self.page.load(layout::word::GUEST_HEARTBEAT);
+        if beat != self.beat {
+            self.beat = beat;
+            self.changed = Instant::now();
+        }
+        self.changed.elapsed() < ALIVE
+    }
 }
 
 /// The request to a session to release its slot.
@@ -206,8 +243,16 @@ impl VmWindow {
             let Some((number, since)) = slot.waiting else {
                 continue;
             };
-            let running = slot.running.as_ref();
-            if let Some(eviction) = running.and_then(|running| running.token.upgrade()) {
+            let running = slot.running.as_mut();
+            let session = running.and_then(|running| Some((running.token.upgrade()?, running)));
+            if let Some((eviction, running)) = session {
+                // Programs with mounts of sysfs of their own, such as containers, do not see each
+                // other's locks: a request is no sign that the slot's program has ended.
+                if running.heart.is_beating() {
+                    slot.waiting = None;
+                    answer(&self.page, k, number, VERDICT_BUSY);
+                    continue;
+                }
                 eviction.is_asked.store(true, Ordering::Relaxed);
                 let _ = rustix::io::write(&eviction.event, &1u64.to_ne_bytes());
                 if since.elapsed() > EVICTION {
@@ -221,9 +266,13 @@ impl VmWindow {
                 is_asked: AtomicBool::new(false),
                 event: new_eventfd()?,
             });
+            let begin = self.directory.slot(k).start as u64;
+            let page = Window::map_part(self.file.as_fd(), begin, layout::PAGE);
             slot.running = Some(Running {
                 token: Arc::downgrade(&token),
+                heart: Heart::new(page.map_err(unmapped)?),
             });
+            self.page.store(word::owner(k), number);
             return Ok(Some(PciArrival {
                 slot: k,
                 number,
@@ -359,7 +408,12 @@ impl Doorbell for SlotDoorbell {
 
     fn wait(&self, timeout: Duration) -> Result<Wake, LinkError> {
         let events = wait_events(&self.events, timeout)?;
-        let is_gone = events.contains(&GONE) || self.token.is_asked.load(Ordering::Relaxed);
-        Ok(if is_gone { Wake::PeerGone } else { Wake::Look })
+        Ok(if events.contains(&GONE) {
+            Wake::PeerGone
+        } else if self.token.is_asked.load(Ordering::Relaxed) {
+            Wake::Evicted
+        } else {
+            Wake::Look
+        })
     }
 }

@@ -61,25 +61,33 @@ pub fn connect(
         port,
         error,
     };
+    let addresses: Vec<SocketAddr> = addresses.collect();
+    if certificates.is_none() && !addresses.iter().all(|address| address.ip().is_loopback()) {
+        return Err(TcpError::Unprotected { host: host.into() });
+    }
+    let socket = connect_any(&addresses, deadline).map_err(failed)?;
+    prepare(&socket).map_err(failed)?;
+    let channel: Box<dyn Channel> = match certificates {
+        Some(certificates) => Box::new(certificates.connect(host, socket, deadline)?),
+        None => Box::new(Plain::new(socket)),
+    };
+    Ok(StreamGuest::new(channel))
+}
+
+/// Connects to the first of the addresses that answers. Each has an equal share of the time that is
+/// left: an address that does not answer, such as that of a host without IPv6, leaves time for the
+/// others.
+fn connect_any(addresses: &[SocketAddr], deadline: Instant) -> io::Result<TcpStream> {
     let mut last = io::Error::from(io::ErrorKind::NotFound);
-    for address in addresses {
+    for (address, waiting) in addresses.iter().zip((1..=addresses.len() as u32).rev()) {
         let left = deadline.saturating_duration_since(Instant::now());
-        if certificates.is_none() && !address.ip().is_loopback() {
-            return Err(TcpError::Unprotected { host: host.into() });
-        }
-        match TcpStream::connect_timeout(&address, left.max(Duration::from_millis(1))) {
-            Ok(socket) => {
-                prepare(&socket).map_err(failed)?;
-                let channel: Box<dyn Channel> = match certificates {
-                    Some(certificates) => Box::new(certificates.connect(host, socket, deadline)?),
-                    None => Box::new(Plain::new(socket)),
-                };
-                return Ok(StreamGuest::new(channel));
-            }
+        let share = (left / waiting).max(Duration::from_millis(1));
+        match TcpStream::connect_timeout(address, share) {
+            Ok(socket) => return Ok(socket),
             Err(error) => last = error,
         }
     }
-    Err(failed(last))
+    Err(last)
 }
 
 /// Sets the options of a connected socket.
@@ -228,5 +236,32 @@ impl Arrival {
         };
         let host = StreamHost::new(channel).map_err(failed)?;
         Ok(host.with_certificate(certificate))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn address_without_an_answer_leaves_time_for_the_next() {
+        // The kernel drops connections to a listener with a full backlog, as a network drops those
+        // to a dead address.
+        let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+        rustix::net::listen(&silent, 0).unwrap();
+        let address = silent.local_addr().unwrap();
+        let short = Duration::from_millis(200);
+        let mut backlog = Vec::new();
+        while let Ok(socket) = TcpStream::connect_timeout(&address, short) {
+            backlog.push(socket);
+        }
+        let good = TcpListener::bind("127.0.0.1:0").unwrap();
+        let addresses = [address, good.local_addr().unwrap()];
+        let socket = connect_any(&addresses, Instant::now() + 2 * short).unwrap();
+        assert_eq!(socket.peer_addr().unwrap(), addresses[1]);
+        let error = connect_any(&addresses[..1], Instant::now() + short).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+        let error = connect_any(&[], Instant::now() + short).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::NotFound);
     }
 }

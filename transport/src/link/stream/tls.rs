@@ -327,3 +327,37 @@ impl Channel for Secure {
         self.socket.0.try_clone()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::signals;
+
+    /// The plugin's program may have the default action for SIGPIPE, which ends the program.
+    #[test]
+    fn writing_to_a_closed_connection_raises_no_signal() {
+        signals::catch(libc::SIGPIPE);
+        let broken = || {
+            let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+            drop(theirs);
+            OwnedFd::from(ours)
+        };
+        let parts = [IoSlice::new(b"two"), IoSlice::new(b"parts")];
+        let mut socket = Socket(OwnFd::new(broken()));
+        let is_broken =
+            |written: io::Result<usize>| written.unwrap_err().kind() == io::ErrorKind::BrokenPipe;
+        assert!(is_broken(socket.write(b"part")));
+        assert!(is_broken(socket.write_vectored(&parts)));
+        assert!(is_broken(
+            super::super::channel::Plain::new(broken()).write(b"part")
+        ));
+        let sent =
+            crate::link::scm_rights::send(broken(), b"part", &[], rustix::net::SendFlags::empty());
+        assert_eq!(sent, Err(rustix::io::Errno::PIPE));
+        assert_eq!(signals::received(), 0);
+        // The check sees a signal.
+        let mut file = std::fs::File::from(broken());
+        assert!(is_broken(file.write_vectored(&parts)));
+        assert_eq!(signals::received(), 1);
+    }
+}

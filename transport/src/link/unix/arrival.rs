@@ -153,7 +153,10 @@ impl Arrival {
         }
         liveness::start(&window).map_err(LinkError::io("starting the heartbeat thread"))?;
         let files = self.socket.try_clone().ok().map(Files::of_host);
-        let doorbell = EventDoorbell::new(host_bell, guest_bell, Some(self.socket));
+        // A child that the guest's process has forked may keep the socket open.
+        let process = credentials::process(&self.socket);
+        let doorbell =
+            EventDoorbell::new(host_bell, guest_bell, Some(self.socket)).watching(process);
         let host = WindowHost::new(window, &layout, Box::new(doorbell), None);
         Ok(host.with_files(files))
     }

@@ -138,6 +138,7 @@ impl WindowGuest {
                 .bytes_mut(room.payload.clone())
                 .copy_from(inline);
         }
+        self.end.check_session()?;
         self.submissions.publish(&*self.window, room, message);
         self.sent = request;
         self.end.counters.messages_out += 1;
