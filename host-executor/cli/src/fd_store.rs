@@ -23,6 +23,7 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 use tempfile::TempDir;
 use vgpu_transport::link::credentials::{self, Peer};
 
+use crate::own_program::OWN_PROGRAM;
 use crate::runtime_dir;
 
 /// Most files that are kept: three per virtual machine.
@@ -74,9 +75,33 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let socket = NotifySocket::open()?;
     let mut stored: Vec<(String, OwnedFd)> = Vec::new();
     let mut pause = MIN_PAUSE;
+    let rest = |child: u32, pause: Duration, stored: &mut Vec<(String, OwnedFd)>| {
+        let until = Instant::now() + pause;
+        while Instant::now() < until && signal.load(Ordering::Relaxed) == 0 {
+            socket.receive(child, stored); // messages that the dead executor has sent
+        }
+        signal.load(Ordering::Relaxed) != 0
+    };
     loop {
         let started = Instant::now();
-        let mut child = start(&args.command, &socket, &stored)?;
+        let mut child = match start(&args.command, &socket, &stored) {
+            Ok(child) => child,
+            // A mistake in the command.
+            Err(error) if stored.is_empty() => return Err(error),
+            Err(error) => {
+                pause = (pause * 2).min(MAX_PAUSE);
+                log(&format!(
+                    "no executor can be started ({error:#}); {} files are kept, the next attempt is \
+                     made in {} ms",
+                    stored.len(),
+                    pause.as_millis()
+                ));
+                match rest(0, pause, &mut stored) {
+                    true => return Ok(()),
+                    false => continue,
+                }
+            }
+        };
         log(&format!(
             "pid {} runs {}",
             child.id(),
@@ -84,22 +109,30 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         ));
         let mut forwarded = 0;
         let status = loop {
-            socket.receive(child.id(), &mut stored)?;
+            socket.receive(child.id(), &mut stored);
             let received = signal.load(Ordering::Relaxed);
             if received != forwarded {
                 forwarded = received;
                 // The child has not been waited for, so the pid is its own.
                 let _ = rustix::process::kill_process(Pid::from_child(&child), Signal::TERM);
             }
-            if let Some(status) = child.try_wait().context("waiting for the executor")? {
-                break status;
+            match child.try_wait() {
+                Ok(None) => {}
+                Ok(Some(status)) => break status,
+                // Nothing but this process waits for its child: the kernel knows the child.
+                Err(error) if stored.is_empty() => {
+                    return Err(error).context("waiting for the executor");
+                }
+                Err(error) => {
+                    log(&format!("waiting for the executor: {error}"));
+                    std::thread::sleep(POLL_INTERVAL);
+                }
             }
         };
-        if status.success() {
-            return Ok(());
-        }
-        if forwarded != 0 {
-            return Err(anyhow!("{} ended with {status}", args.command[0]));
+        match after(status.success(), forwarded != 0, stored.len()) {
+            After::End => return Ok(()),
+            After::Fail => return Err(anyhow!("{} ended with {status}", args.command[0])),
+            After::Restart => {}
         }
         pause = if started.elapsed() > EARLY {
             MIN_PAUSE
@@ -112,13 +145,32 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             stored.len(),
             pause.as_millis()
         ));
-        let until = Instant::now() + pause;
-        while Instant::now() < until && signal.load(Ordering::Relaxed) == 0 {
-            socket.receive(child.id(), &mut stored)?; // messages that the dead executor has sent
-        }
-        if signal.load(Ordering::Relaxed) != 0 {
+        if rest(child.id(), pause, &mut stored) {
             return Ok(());
         }
+    }
+}
+
+/// What follows the end of the executor.
+#[derive(Debug, PartialEq, Eq)]
+enum After {
+    /// This process ends with success.
+    End,
+    /// This process ends with a failure.
+    Fail,
+    /// The next executor gets the files.
+    Restart,
+}
+
+/// What follows an executor that has ended, with success or not, after this process was told to end
+/// or not, with so many stored files. As long as a virtual machine depends on files, only a signal
+/// ends this process.
+fn after(is_success: bool, is_told: bool, files: usize) -> After {
+    match (is_success, is_told) {
+        (true, true) => After::End,
+        (false, true) => After::Fail,
+        (true, false) if files == 0 => After::End,
+        (_, false) => After::Restart,
     }
 }
 
@@ -133,9 +185,10 @@ fn start(
     socket: &NotifySocket,
     stored: &[(String, OwnedFd)],
 ) -> anyhow::Result<Child> {
-    let own = std::env::current_exe().context("finding this program")?;
-    let mut exec = Command::new(own);
-    exec.arg("fd-store-exec");
+    // The running program itself, even if an upgrade has replaced or removed its file: `exec` must
+    // understand the arguments. The command is that of the new version.
+    let mut exec = Command::new(OWN_PROGRAM);
+    exec.arg0("vgpu").arg("fd-store-exec");
     let mut mappings = Vec::new();
     for ((name, file), child_fd) in stored.iter().zip(FIRST_FD..) {
         exec.arg(format!("--file={name}"));
@@ -186,17 +239,21 @@ impl NotifySocket {
     }
 
     /// Waits up to [`POLL_INTERVAL`] for a message, and carries it out if the process `executor` has
-    /// sent it.
-    fn receive(&self, executor: u32, stored: &mut Vec<(String, OwnedFd)>) -> anyhow::Result<()> {
+    /// sent it. A failure is logged: it must not end a process that keeps files.
+    fn receive(&self, executor: u32, stored: &mut Vec<(String, OwnedFd)>) {
         let mut bytes = [0; 4096];
         let got = match credentials::receive(&self.socket, &mut bytes) {
             Ok(got) => got,
             Err(error)
                 if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) =>
             {
-                return Ok(());
+                return;
             }
-            Err(error) => return Err(error).context("receiving from the executor"),
+            Err(error) => {
+                log(&format!("receiving from the executor: {error}"));
+                std::thread::sleep(POLL_INTERVAL);
+                return;
+            }
         };
         match is_from(executor, got.sender) {
             true => {
@@ -208,7 +265,6 @@ impl NotifySocket {
                 got.sender
             )),
         }
-        Ok(())
     }
 }
 
@@ -258,7 +314,7 @@ mod tests {
             let text = b"FDSTORE=1\nFDNAME=a\n";
             vgpu_transport::link::scm_rights::send_to(&sender, &address, text, &[file.as_fd()])
                 .unwrap();
-            socket.receive(executor, &mut stored).unwrap();
+            socket.receive(executor, &mut stored);
             stored.len()
         };
         // To the store of another executor, this process is any process of the user.
@@ -277,6 +333,17 @@ mod tests {
         assert!(!is_from(7, Some(other_user)) && !is_from(7, None));
         // A process in another PID namespace.
         assert!(!is_from(7, Some(Peer { pid: 0, ..own })));
+    }
+
+    #[test]
+    fn process_with_files_ends_when_told_only() {
+        assert_eq!(after(true, false, 0), After::End);
+        assert_eq!(after(true, false, 3), After::Restart);
+        for files in [0, 3] {
+            assert_eq!(after(false, false, files), After::Restart);
+            assert_eq!(after(true, true, files), After::End);
+            assert_eq!(after(false, true, files), After::Fail);
+        }
     }
 
     #[test]

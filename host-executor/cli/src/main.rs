@@ -5,12 +5,14 @@ mod bench;
 #[cfg(feature = "tools")]
 mod cert;
 mod check_config;
+mod config_error;
 mod control_client;
 mod doctor;
 mod fd_store;
 #[cfg(feature = "tools")]
 mod gpu_check;
 mod install;
+mod own_program;
 mod ps;
 mod reload;
 mod runtime_dir;
@@ -89,7 +91,10 @@ fn main() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("vgpu: {error:#}");
-            ExitCode::FAILURE
+            match config_error::is_in(&error) {
+                true => ExitCode::from(config_error::EX_CONFIG),
+                false => ExitCode::FAILURE,
+            }
         }
     }
 }

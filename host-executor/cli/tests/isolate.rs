@@ -310,6 +310,51 @@ fn virtual_machine_keeps_running_after_its_worker_ends() {
     assert!(log.contains("the next executor starts"), "{log}");
 }
 
+/// The process that keeps the files of a machine dies. Its files are gone, but the socket is served
+/// again for the next QEMU.
+#[test]
+fn virtual_machine_is_served_again_after_its_fd_store_ends() {
+    let scratch = Scratch::new("isolate-fd-store");
+    let socket = scratch.0.join("vm1.sock");
+    let vm = format!("vm1,socket={},window=64M,silence=0", socket.display());
+    let serve = Serve::start(
+        &scratch.socket(),
+        &["--isolate", "--guest-memory", "20M", "--vm", &vm],
+    );
+    let fd_store = || {
+        let is_fd_store = |pid: &i32| {
+            fs::read_to_string(format!("/proc/{pid}/cmdline"))
+                .is_ok_and(|line| line.contains("fd-store"))
+        };
+        children(serve.child.id()).into_iter().find(is_fd_store)
+    };
+    let machine = Machine::plug(&socket);
+    compute(&mut machine.guest());
+    let first = fd_store().expect("it runs");
+    let executor = *children(first.cast_unsigned())
+        .first()
+        .expect("an executor");
+    let (first, executor) = (Pid::from_raw(first), Pid::from_raw(executor));
+    kill_process(first.expect("a process"), Signal::KILL).expect("it runs");
+    let start = Instant::now();
+    // The executor of the old one ends with it, and the next one listens.
+    while rustix::process::test_kill_process(executor.expect("a process")).is_ok()
+        || fd_store().is_none_or(|next| Pid::from_raw(next) == first)
+        || std::os::unix::net::UnixStream::connect(&socket).is_err()
+    {
+        assert!(start.elapsed() < TIMEOUT, "the machine is not served again");
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+    drop(machine);
+    let machine = Machine::plug(&socket);
+    compute(&mut machine.guest());
+    drop(machine);
+    serve.signal(Signal::TERM);
+    let (status, log) = serve.wait();
+    assert_eq!(status.code(), Some(0), "{log}");
+    assert!(log.contains("its process is started again"), "{log}");
+}
+
 #[test]
 fn missing_requirements_are_reported() {
     for (more, wanted) in [

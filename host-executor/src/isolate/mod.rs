@@ -24,6 +24,6 @@ mod totals;
 mod worker;
 
 pub use partition::{Partition, Resources};
-pub use state::MakeCommand;
+pub use state::{MakeCommand, MakeMachine};
 pub use supervisor::Supervisor;
 pub use worker::{serve, take_socket};

@@ -24,6 +24,9 @@ use crate::tenant_registry::{QuotaError, TenantRegistry};
 /// socket and a number.
 pub type MakeCommand = Box<dyn Fn(Option<u64>) -> process::Command + Send + Sync>;
 
+/// Makes the command of a process that serves a virtual machine.
+pub type MakeMachine = Box<dyn Fn() -> process::Command + Send + Sync>;
+
 /// What the threads of a supervisor share.
 pub(super) struct Shared {
     pub(super) command: MakeCommand,

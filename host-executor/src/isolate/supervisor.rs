@@ -4,7 +4,7 @@
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 use std::sync::{Arc, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -15,7 +15,7 @@ use tracing::{error, info, warn};
 use super::ipc::{self, IpcSocket, Received, Rejection, WorkerReport};
 use super::partition::{Partition, Resources};
 use super::process::{ExitReason, spawn};
-use super::state::{MakeCommand, Processes, Shared, VmProcess, Worker};
+use super::state::{MakeCommand, MakeMachine, Processes, Shared, VmProcess, Worker};
 use crate::listener::threads::ListenerThreads;
 use crate::listener::{ListenerId, SocketListener};
 use crate::peer::Peer;
@@ -24,6 +24,14 @@ use crate::tenant_registry::QuotaError;
 
 /// How long the supervisor waits for the process of a virtual machine to listen before it goes on.
 const READY_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Pause before the process of a virtual machine is started again: at first, and at most. Doubled
+/// while processes end early.
+const MIN_PAUSE: Duration = Duration::from_millis(100);
+const MAX_PAUSE: Duration = Duration::from_secs(5);
+
+/// How often a thread that pauses checks for a shutdown.
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Rejected guests that are told why by a worker. Further guests are disconnected without a
 /// message.
@@ -106,27 +114,22 @@ impl Supervisor {
 
     /// Starts `command`, which serves the virtual machine `name`, and ends it at shutdown. Returns
     /// when the process listens at `socket`, or after 10 s. The command restarts its executor
-    /// itself, so its end is an error. Its control socket is `control`.
+    /// itself. If the process of the command ends later, it is started again: the machine's files
+    /// are gone, but its QEMU can be restarted. Its control socket is `control`.
     ///
     /// # Errors
     /// The command cannot be started, or it has ended before it listens.
     pub fn start_vm(
         &mut self,
         name: &str,
-        mut command: Command,
+        command: MakeMachine,
         socket: &Path,
         control: &Path,
     ) -> io::Result<()> {
-        command.stdin(Stdio::null()).stdout(Stdio::null());
         let id = self.shared.new_id();
-        let nice = self.shared.processes().partition.nice(Some(name));
-        let mut child = spawn(&mut command, nice)?;
-        let machine = VmProcess {
-            name: name.into(),
-            pid: Pid::from_child(&child),
-            control: control.into(),
+        let Some(mut child) = self.shared.spawn_vm(id, name, &command, control)? else {
+            return Ok(()); // a shutdown
         };
-        self.shared.processes().machines.insert(id, machine);
         let start = Instant::now();
         while !socket.exists() {
             if let Some(status) = child.try_wait()? {
@@ -140,9 +143,10 @@ impl Supervisor {
             thread::sleep(Duration::from_millis(10));
         }
         let (shared, name) = (Arc::clone(&self.shared), name.to_owned());
+        let control = control.to_owned();
         thread::Builder::new()
             .name(format!("vgpu-vm-{name}"))
-            .spawn(move || shared.wait_for_vm(id, child, &name))?;
+            .spawn(move || shared.keep_vm(id, child, &name, &command, &control))?;
         Ok(())
     }
 
@@ -333,17 +337,78 @@ impl Shared {
         }
     }
 
-    fn wait_for_vm(&self, id: u64, mut process: Child, name: &str) {
-        let pid = process.id();
-        let status = process.wait();
-        // Between these two lines the kernel could give the pid to a new process, but it uses all
-        // other pids first.
-        self.processes().machines.remove(&id);
-        self.ended.notify_all();
-        match status {
-            Ok(status) if status.success() => {}
-            Ok(status) => error!(vm = name, pid, "its process {}", ExitReason(status)),
-            Err(error) => error!(vm = name, pid, "cannot wait for its process: {error}"),
+    /// Starts the process of a virtual machine and adds it to the list. `None` during a shutdown.
+    fn spawn_vm(
+        &self,
+        id: u64,
+        name: &str,
+        command: &MakeMachine,
+        control: &Path,
+    ) -> io::Result<Option<Child>> {
+        let mut command = command();
+        command.stdin(Stdio::null()).stdout(Stdio::null());
+        // Locked until the process is in the list, so that a shutdown does not miss it.
+        let mut processes = self.processes();
+        if self.stop.is_set() {
+            return Ok(None);
+        }
+        let child = spawn(&mut command, processes.partition.nice(Some(name)))?;
+        let machine = VmProcess {
+            name: name.into(),
+            pid: Pid::from_child(&child),
+            control: control.into(),
+        };
+        processes.machines.insert(id, machine);
+        Ok(Some(child))
+    }
+
+    /// Waits for the end of the process of a virtual machine and starts the next one, until the
+    /// shutdown.
+    fn keep_vm(
+        &self,
+        id: u64,
+        mut process: Child,
+        name: &str,
+        command: &MakeMachine,
+        control: &Path,
+    ) {
+        let mut pause = MIN_PAUSE;
+        loop {
+            let (pid, started) = (process.id(), Instant::now());
+            let status = process.wait();
+            // Between these two lines the kernel could give the pid to a new process, but it uses
+            // all other pids first.
+            self.processes().machines.remove(&id);
+            self.ended.notify_all();
+            match status {
+                Ok(status) if status.success() => {}
+                Ok(status) => error!(vm = name, pid, "its process {}", ExitReason(status)),
+                Err(error) => error!(vm = name, pid, "cannot wait for its process: {error}"),
+            }
+            pause = match started.elapsed() > MAX_PAUSE {
+                true => MIN_PAUSE,
+                false => (pause * 2).min(MAX_PAUSE),
+            };
+            process = loop {
+                let until = Instant::now() + pause;
+                while Instant::now() < until {
+                    if self.stop.is_set() {
+                        return;
+                    }
+                    thread::sleep(POLL_INTERVAL);
+                }
+                match self.spawn_vm(id, name, command, control) {
+                    Ok(Some(process)) => break process,
+                    Ok(None) => return,
+                    Err(error) => error!(vm = name, "its process cannot be started: {error}"),
+                }
+                pause = (pause * 2).min(MAX_PAUSE);
+            };
+            warn!(
+                vm = name,
+                pid = process.id(),
+                "its process is started again; a QEMU that was connected needs a restart"
+            );
         }
     }
 }

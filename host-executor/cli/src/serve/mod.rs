@@ -13,6 +13,7 @@ mod trim_pages;
 
 use std::sync::mpsc;
 
+use crate::config_error::ConfigError;
 use events::catch_signals;
 use logging::Logging;
 
@@ -20,8 +21,8 @@ pub(crate) use args::Args;
 pub(crate) use isolated::{WorkerArgs, run_worker};
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
-    let settings = args.settings()?;
-    let mut logging = Logging::start(&settings)?;
+    let settings = args.settings().map_err(ConfigError)?;
+    let mut logging = Logging::start(&settings).map_err(ConfigError)?;
     // First of all, so that a signal finds a handler as soon as there is something to clean up.
     let (sender, events) = mpsc::channel();
     catch_signals(sender.clone())?;

@@ -1,6 +1,7 @@
 //! The supervisor: starts a process for each guest.
 
 use std::ffi::OsString;
+use std::os::unix::process::CommandExt as _;
 use std::process::Command;
 use std::sync::mpsc::{Receiver, Sender};
 
@@ -13,6 +14,8 @@ use vgpu_executor::weights::Sharing;
 use vgpu_executor::{sandbox, service};
 
 use super::partition;
+use crate::config_error::ConfigError;
+use crate::own_program::OWN_PROGRAM;
 use crate::runtime_dir;
 use crate::serve::args::Args;
 use crate::serve::events::{Event, announce, describe_reload, wait_for_end};
@@ -29,7 +32,7 @@ pub(crate) fn run(
     events: &Receiver<Event>,
     logging: &mut Logging,
 ) -> anyhow::Result<()> {
-    partition::check(&settings)?;
+    partition::check(&settings).map_err(ConfigError)?;
     let memory = partition::memory(&settings)?;
     let partition = partition::partition(args, &settings, memory)?;
     let mut listeners = Listeners::without_machines(&settings)?;
@@ -54,8 +57,11 @@ pub(crate) fn run(
     let worker = {
         let (own, common, certs) = (own.clone(), common.clone(), settings.certs.clone());
         Box::new(move |memory: Option<u64>| {
-            let mut command = Command::new(&own);
-            command.arg("serve-guest").args(&common);
+            // The running program itself, even if an upgrade has replaced its file: supervisor and
+            // worker exchange messages of one version.
+            let mut command = Command::new(OWN_PROGRAM);
+            command.arg0(&own).arg("serve-guest").args(&common);
+            command.arg(format!("--supervisor={}", env!("CARGO_PKG_VERSION")));
             command.args(memory.map(|bytes| format!("--memory={bytes}")));
             if let Some(certs) = &certs {
                 command.arg("--certs").arg(certs);
@@ -80,25 +86,28 @@ pub(crate) fn run(
         };
         // `vgpu fd-store` keeps the machine's files when its executor dies, and starts the next
         // executor.
-        let mut command = Command::new(&own);
-        command
-            .args(["fd-store", "--"])
-            .arg(&own)
-            .arg("serve")
-            .args(&common);
-        let part = partition::part(args, guest).filter(|_| memory.is_some());
-        command.args(part.map(|bytes| format!("--memory={bytes}")));
         let control = folder.path().join(format!("{}.sock", vm.name));
+        let mut arguments: Vec<OsString> = vec!["fd-store".into(), "--".into()];
+        arguments.push(own.clone().into());
+        arguments.push("serve".into());
+        arguments.extend(common.iter().cloned());
+        let part = partition::part(args, guest).filter(|_| memory.is_some());
+        arguments.extend(part.map(|bytes| format!("--memory={bytes}").into()));
         // No file: all settings are in the arguments.
-        command
-            .args(["--config", "/dev/null", "--device"])
-            .arg(device(settings.device))
-            .arg("--control")
-            .arg(&control)
-            .arg("--vm")
-            .arg(argument(vm));
+        arguments.extend(["--config", "/dev/null", "--device"].map(OsString::from));
+        arguments.push(device(settings.device).into());
+        arguments.extend(["--control".into(), control.clone().into()]);
+        arguments.extend(["--vm".into(), argument(vm)]);
+        let command = {
+            let own = own.clone();
+            move || {
+                let mut command = Command::new(OWN_PROGRAM);
+                command.arg0(&own).args(&arguments);
+                command
+            }
+        };
         supervisor
-            .start_vm(&vm.name, command, &vm.socket, &control)
+            .start_vm(&vm.name, Box::new(command), &vm.socket, &control)
             .map_err(|error| anyhow!("--vm {}: {error}", vm.name))?;
         let address = format!("vm:{}", vm.socket.display());
         info!("listening on {address}");

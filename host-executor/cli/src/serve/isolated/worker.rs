@@ -26,6 +26,9 @@ pub(crate) struct WorkerArgs {
     /// The number of the worker, for people who look at processes
     #[arg(long)]
     worker: u64,
+    /// The version of the supervisor
+    #[arg(long)]
+    supervisor: Option<String>,
     #[arg(long)]
     certs: Option<PathBuf>,
     #[arg(long)]
@@ -47,6 +50,12 @@ pub(crate) struct WorkerArgs {
 }
 
 pub(crate) fn run_worker(args: WorkerArgs) -> anyhow::Result<()> {
+    let (own, supervisor) = (env!("CARGO_PKG_VERSION"), args.supervisor.as_deref());
+    anyhow::ensure!(
+        supervisor == Some(own),
+        "this worker is vgpu {own}, and its supervisor is vgpu {}: restart `vgpu serve --isolate`",
+        supervisor.unwrap_or("of an earlier version")
+    );
     let log_format: LogFormat = args.log_format.parse()?;
     let _logging = Logging::start(&Settings {
         log: args.log,
