@@ -40,7 +40,7 @@ pub(crate) struct Ggml {
     pub(crate) new_graph: extern "C" fn(*mut c_void) -> *mut abi::ggml_cgraph,
     pub(crate) build_forward_expand: extern "C" fn(*mut abi::ggml_cgraph, *mut ggml_tensor),
     pub(crate) nbytes: extern "C" fn(*const ggml_tensor) -> usize,
-    alloc_ctx_tensors:
+    pub(crate) alloc_ctx_tensors:
         extern "C" fn(*mut c_void, abi::ggml_backend_buffer_type_t) -> ggml_backend_buffer_t,
     buft_alloc_buffer:
         extern "C" fn(abi::ggml_backend_buffer_type_t, usize) -> ggml_backend_buffer_t,
@@ -65,7 +65,7 @@ pub(crate) struct Ggml {
         extern "C" fn(ggml_backend_t, *mut ggml_tensor, *const c_void, usize, usize),
     pub(crate) tensor_get_async:
         extern "C" fn(ggml_backend_t, *const ggml_tensor, *mut c_void, usize, usize),
-    tensor_copy_async:
+    pub(crate) tensor_copy_async:
         extern "C" fn(ggml_backend_t, ggml_backend_t, *const ggml_tensor, *mut ggml_tensor),
     pub(crate) tensor_set_2d: Set2d,
     pub(crate) tensor_get_2d: Get2d,
