@@ -81,13 +81,18 @@ fn connect_any(addresses: &[SocketAddr], deadline: Instant) -> io::Result<TcpStr
     let mut last = io::Error::from(io::ErrorKind::NotFound);
     for (address, waiting) in addresses.iter().zip((1..=addresses.len() as u32).rev()) {
         let left = deadline.saturating_duration_since(Instant::now());
-        let share = (left / waiting).max(Duration::from_millis(1));
-        match TcpStream::connect_timeout(address, share) {
+        match TcpStream::connect_timeout(address, share(left, waiting)) {
             Ok(socket) => return Ok(socket),
             Err(error) => last = error,
         }
     }
     Err(last)
+}
+
+/// The share of the time `left` for one of `waiting` addresses.
+fn share(left: Duration, waiting: u32) -> Duration {
+    // `connect_timeout` refuses zero.
+    (left / waiting).max(Duration::from_millis(1))
 }
 
 /// Sets the options of a connected socket.
@@ -251,6 +256,9 @@ mod tests {
         rustix::net::listen(&silent, 0).unwrap();
         let address = silent.local_addr().unwrap();
         let short = Duration::from_millis(200);
+        assert_eq!(share(2 * short, 2), short);
+        assert_eq!(share(short, 1), short);
+        assert!(share(Duration::ZERO, 1) > Duration::ZERO);
         let mut backlog = Vec::new();
         while let Ok(socket) = TcpStream::connect_timeout(&address, short) {
             backlog.push(socket);
