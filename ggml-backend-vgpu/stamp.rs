@@ -2,7 +2,7 @@
 //! library.
 //!
 //! ```text
-//! ggml-vgpu-stamp: plugin 0.1.0 (965ceec), ggml 0.21-0.25 (API 2), 0.26 (API 3)
+//! ggml-vgpu-stamp: plugin 0.1.0 (965ceec), ggml 0.20-0.25 (API 2), 0.26 (API 3)
 //! ggml-vgpu-needs: ggml_version ggml_backend_buffer_init ...
 //! ```
 //!

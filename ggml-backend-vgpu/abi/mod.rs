@@ -18,7 +18,7 @@ mod bindings {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(i32)]
 pub enum ApiVersion {
-    /// ggml 0.21 to 0.25.
+    /// ggml 0.20 to 0.25.
     V2 = GGML_BACKEND_API_VERSION_V2 as i32,
     /// ggml 0.26.
     V3 = GGML_BACKEND_API_VERSION_V3 as i32,

@@ -1,7 +1,8 @@
 //! The supported releases of ggml, and the API version of each.
 //!
 //! To support a new release, add its series here, after the layout test (`tests/abi.rs`) has
-//! compared the plugin's declarations with its headers.
+//! compared the plugin's declarations with its headers, and the differences of its operators have
+//! their place in `translate/releases.rs`. CONTRIBUTING.md has the steps.
 
 use std::fmt;
 
@@ -12,14 +13,14 @@ use crate::abi::ApiVersion;
 /// The supported releases, as text. A macro, because the version stamp is a literal.
 macro_rules! supported {
     () => {
-        "0.21-0.25 (API 2), 0.26 (API 3)"
+        "0.20-0.25 (API 2), 0.26 (API 3)"
     };
 }
 pub(crate) use supported;
 
 /// The supported releases: the first of each series, oldest series first.
 const SERIES: &[(Version, ApiVersion)] = &[
-    (Version::new(0, 21), ApiVersion::V2),
+    (Version::new(0, 20), ApiVersion::V2),
     (Version::new(0, 26), ApiVersion::V3),
 ];
 
@@ -40,18 +41,23 @@ pub enum UnsupportedVersion {
     #[error("`{0}` is not a ggml version (this plugin works with {known})", known = supported!())]
     Unreadable(String),
     /// The release is older than the first supported one.
-    #[error("ggml {0} is too old for this plugin, which works with {known}", known = supported!())]
+    #[error(
+        "ggml {0} is too old for this plugin, which works with {known}: update the program",
+        known = supported!()
+    )]
     TooOld(String),
     /// The release is newer than the last supported one.
     #[error(
-        "ggml {0} is newer than this plugin, which works with {known}: update the plugin",
+        "ggml {0} is newer than this plugin, which works with {known}: install a newer \
+         ggml-vgpu, or, if there is none, add this release as CONTRIBUTING.md says under Extend",
         known = supported!()
     )]
     TooNew(String),
 }
 
 impl Version {
-    const fn new(major: u32, minor: u32) -> Self {
+    /// The series `major.minor`.
+    pub(crate) const fn new(major: u32, minor: u32) -> Self {
         Self { major, minor }
     }
 
@@ -102,7 +108,7 @@ mod tests {
     #[test]
     fn releases_map_to_their_api_version() {
         for text in [
-            "0.21.0", "0.22.1", "0.23", "0.24.0", "0.25.1", "0.25.3", "0.25.99",
+            "0.20.2", "0.21.0", "0.22.1", "0.23", "0.24.0", "0.25.1", "0.25.3", "0.25.99",
         ] {
             assert_eq!(api(text), Ok(ApiVersion::V2), "{text}");
         }
@@ -127,8 +133,8 @@ mod tests {
     #[test]
     fn unsupported_releases_are_refused_with_their_version() {
         assert_eq!(
-            api("0.20.9"),
-            Err(UnsupportedVersion::TooOld("0.20.9".into()))
+            api("0.19.9"),
+            Err(UnsupportedVersion::TooOld("0.19.9".into()))
         );
         assert_eq!(
             api("0.27.0"),
@@ -145,6 +151,22 @@ mod tests {
                 "{text}"
             );
         }
+    }
+
+    #[test]
+    fn refusals_end_with_the_next_step() {
+        let text = |release| api(release).unwrap_err().to_string();
+        let newer = text("0.27.0");
+        assert!(
+            newer.starts_with("ggml 0.27.0 is newer than this plugin, which works with 0.20-"),
+            "{newer}"
+        );
+        assert!(
+            newer.ends_with("as CONTRIBUTING.md says under Extend"),
+            "{newer}"
+        );
+        let older = text("0.19.0");
+        assert!(older.ends_with(": update the program"), "{older}");
     }
 
     #[test]

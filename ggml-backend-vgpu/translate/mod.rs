@@ -1,15 +1,17 @@
 //! From ggml's ids and untyped parameters to the graph IR.
 //!
 //! Ids are translated by name ([`Ids`]), because their values move between ggml releases.
-//! `op_params` are decoded in [`op`] and [`params`] and nowhere else.
+//! `op_params` are decoded in [`op`] and [`params`] and nowhere else. [`releases`] has what differs
+//! between releases.
 
 mod op;
 mod params;
+mod releases;
 
 use vgpu_transport::ir::{GluKind, Op, OpKind, Shape, Type, UnaryKind};
 
 use crate::abi::ggml_tensor;
-use crate::ggml::{Ggml, Ids};
+use crate::ggml::{Ggml, Ids, Version};
 use params::Params;
 
 /// The ids of the ggml in this process.
@@ -19,6 +21,7 @@ pub(crate) struct Translator {
     unary: Ids<GgmlUnary>,
     glu: Ids<GluKind>,
     types: Ids<Type>,
+    release: Version,
 }
 
 /// An operator of ggml, in the IR's terms.
@@ -89,6 +92,7 @@ impl Translator {
             unary: ggml.unary_ops(GgmlUnary::from_name),
             glu: ggml.glu_ops(GluKind::from_ggml_name),
             types: ggml.types(Type::from_ggml_name),
+            release: ggml.version(),
         }
     }
 
@@ -130,15 +134,19 @@ impl Translator {
     ///
     /// As for [`shape`](Translator::shape).
     pub(crate) unsafe fn meaning(&self, tensor: &ggml_tensor) -> Option<Meaning> {
-        let p = Params::of(tensor);
         // SAFETY: the id is the operator of a valid tensor of the translator's ggml: this
         // function's contract.
-        let op = match unsafe { self.ops.get(tensor.op) }? {
+        let (kind, is_backward) = match unsafe { self.ops.get(tensor.op) }? {
             GgmlOp::View => return Some(Meaning::Nothing),
             GgmlOp::Callback => return None,
-            GgmlOp::RopeBack => op::rope(&p, true)?,
+            GgmlOp::RopeBack => (OpKind::Rope, true),
+            GgmlOp::Op(kind) => (kind, false),
+        };
+        let p = Params::of(tensor, kind, self.release);
+        let op = match kind {
+            OpKind::Rope if is_backward => op::rope(&p, true)?,
             // SAFETY: the first parameter of a UNARY node is an id of `ggml_unary_op`.
-            GgmlOp::Op(OpKind::Unary) => match unsafe { self.unary.get(p.i32(0)) }? {
+            OpKind::Unary => match unsafe { self.unary.get(p.i32(0)) }? {
                 GgmlUnary::Kind(kind) => Op::Unary { kind },
                 GgmlUnary::Xielu => Op::Xielu {
                     alpha_n: p.f32(1),
@@ -147,14 +155,14 @@ impl Translator {
                     eps: p.f32(4),
                 },
             },
-            GgmlOp::Op(OpKind::Glu) => Op::Glu {
+            OpKind::Glu => Op::Glu {
                 // SAFETY: the first parameter of a GLU node is an id of `ggml_glu_op`.
                 kind: unsafe { self.glu.get(p.i32(0)) }?,
                 swapped: p.flag(1),
                 alpha: p.f32(2),
                 limit: p.f32(3),
             },
-            GgmlOp::Op(kind) => op::with_params(kind, &p)?,
+            kind => op::with_params(kind, &p)?,
         };
         let kind = op.kind();
         // The other sources of these operators are the tensor that the result is a view of, or give
@@ -164,13 +172,16 @@ impl Translator {
             OpKind::SetRows | OpKind::GetRowsBack => 2,
             _ => kind.sources().1,
         };
-        // A source that the IR does not know could change the meaning: the node is left to another
-        // backend.
-        let has_unknown_source = tensor
-            .src
-            .iter()
-            .skip(kind.sources().1)
-            .any(|source| !source.is_null());
-        (!has_unknown_source).then_some(Meaning::Compute { op, sources })
+        // A parameter or a source that the IR does not know could change the meaning: the node is
+        // left to another backend.
+        let is_known = p.is_rest_zero()
+            && tensor.src.iter().enumerate().all(|(i, source)| {
+                if source.is_null() {
+                    releases::is_optional(self.release, kind, i)
+                } else {
+                    i < kind.sources().1
+                }
+            });
+        is_known.then_some(Meaning::Compute { op, sources })
     }
 }

@@ -1,11 +1,16 @@
 //! The operators of the IR with their parameters, from the `op_params` of a ggml node.
 //!
-//! The layout of the parameters of each operator is that of `ggml.c`, in every release that the
-//! plugin supports.
+//! The layout of the parameters is that of `ggml.c` in the newest release that the plugin supports.
+//! What older releases write differently is in [`releases`](super::releases).
 
 use vgpu_transport::ir::{Op, OpKind, RopeMode, ScaleMode, SortOrder, TriKind};
 
 use super::params::Params;
+use super::releases;
+
+/// The word of SET and ACC that says whether the result is the first source. The place of the
+/// result says so too.
+const IN_PLACE: usize = 4;
 
 /// The operator `kind` with its parameters. `None` if a parameter has a value that the IR does not
 /// know, and for the operators whose parameters contain an id.
@@ -18,18 +23,24 @@ pub(super) fn with_params(kind: OpKind, p: &Params<'_>) -> Option<Op> {
         OpKind::GetRows => Op::GetRows {},
         OpKind::GetRowsBack => Op::GetRowsBack {},
         OpKind::SetRows => Op::SetRows {},
-        OpKind::Set => Op::Set {
-            nb1: p.bytes(0)?,
-            nb2: p.bytes(1)?,
-            nb3: p.bytes(2)?,
-            offset: p.bytes(3)?,
-        },
-        OpKind::Acc => Op::Acc {
-            nb1: p.bytes(0)?,
-            nb2: p.bytes(1)?,
-            nb3: p.bytes(2)?,
-            offset: p.bytes(3)?,
-        },
+        OpKind::Set => {
+            p.ignore(IN_PLACE);
+            Op::Set {
+                nb1: p.bytes(0)?,
+                nb2: p.bytes(1)?,
+                nb3: p.bytes(2)?,
+                offset: p.bytes(3)?,
+            }
+        }
+        OpKind::Acc => {
+            p.ignore(IN_PLACE);
+            Op::Acc {
+                nb1: p.bytes(0)?,
+                nb2: p.bytes(1)?,
+                nb3: p.bytes(2)?,
+                offset: p.bytes(3)?,
+            }
+        }
         OpKind::Diag => Op::Diag {},
         OpKind::DiagMaskInf => Op::DiagMaskInf { n_past: p.i32(0) },
         OpKind::DiagMaskZero => Op::DiagMaskZero { n_past: p.i32(0) },
@@ -144,24 +155,27 @@ pub(super) fn with_params(kind: OpKind, p: &Params<'_>) -> Option<Op> {
         OpKind::LightningIndexer => Op::LightningIndexer {},
 
         OpKind::SsmConv => Op::SsmConv {},
-        // Releases without snapshots leave the parameter 0 and keep one state.
         OpKind::SsmScan => Op::SsmScan {
-            snapshots: p.u32(0)?.max(1),
+            snapshots: p.positive(0)?,
         },
         OpKind::RwkvWkv6 => Op::RwkvWkv6 {},
         OpKind::RwkvWkv7 => Op::RwkvWkv7 {},
         OpKind::GatedLinearAttn => Op::GatedLinearAttn { scale: p.f32(0) },
         OpKind::GatedDeltaNet => Op::GatedDeltaNet {
-            snapshots: p.u32(0)?.max(1),
+            snapshots: p.positive(0)?,
         },
         OpKind::Dsv4HcComb => Op::Dsv4HcComb {
             eps: p.f32(0),
             n_iter: p.u32(1)?,
         },
-        OpKind::Dsv4HcPre => Op::Dsv4HcPre {
-            scale: p.f32(0),
-            gated: p.flag(1),
-        },
+        OpKind::Dsv4HcPre => {
+            let (scale, gated) = (p.f32(0), p.flag(1));
+            let scale = match scale.to_bits() {
+                0 if !gated => releases::hc_pre_scale(p.release())?,
+                _ => scale,
+            };
+            Op::Dsv4HcPre { scale, gated }
+        }
         OpKind::Dsv4HcPost => Op::Dsv4HcPost {},
 
         OpKind::Im2col => Op::Im2col {
@@ -260,8 +274,8 @@ pub(super) fn with_params(kind: OpKind, p: &Params<'_>) -> Option<Op> {
             p1: p.i32(6),
         },
         OpKind::Upscale => Op::Upscale {
-            // The low byte is the mode. The bits above are flags (GGML_SCALE_FLAG_*).
-            mode: match p.i32(0) & 0xff {
+            // The low byte is the mode. Two bits above are flags (GGML_SCALE_FLAG_*).
+            mode: match p.i32(0) & !(3 << 8) {
                 0 => ScaleMode::Nearest,
                 1 => ScaleMode::Bilinear,
                 2 => ScaleMode::Bicubic,
@@ -281,7 +295,10 @@ pub(super) fn with_params(kind: OpKind, p: &Params<'_>) -> Option<Op> {
         },
         OpKind::WinUnpart => Op::WinUnpart { w: p.i32(0) },
         OpKind::GetRelPos => Op::GetRelPos {},
-        OpKind::AddRelPos => Op::AddRelPos {},
+        OpKind::AddRelPos => {
+            p.ignore(0); // whether the result is the first source
+            Op::AddRelPos {}
+        }
 
         OpKind::CrossEntropyLoss => Op::CrossEntropyLoss {},
         OpKind::CrossEntropyLossBack => Op::CrossEntropyLossBack {},
@@ -293,6 +310,8 @@ pub(super) fn with_params(kind: OpKind, p: &Params<'_>) -> Option<Op> {
 /// ROPE, or ROPE_BACK if `backward`. The parameters 0 and 3 were n_past and n_ctx and have no
 /// meaning any more.
 pub(super) fn rope(p: &Params<'_>, backward: bool) -> Option<Op> {
+    p.ignore(0);
+    p.ignore(3);
     Some(Op::Rope {
         // GGML_ROPE_TYPE_*: bits, with these combinations only
         mode: match p.i32(2) {
@@ -315,4 +334,127 @@ pub(super) fn rope(p: &Params<'_>, backward: bool) -> Option<Op> {
         beta_slow: p.f32(10),
         sections: [p.i32(11), p.i32(12), p.i32(13), p.i32(14)],
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::abi::ggml_tensor;
+    use crate::ggml::Version;
+
+    const OLDEST: Version = Version::new(0, 20);
+    const NEWEST: Version = Version::new(0, 26);
+
+    /// The operator of a node that `release` made with these words of `op_params`, from the first.
+    fn decode(release: Version, kind: OpKind, words: &[i32]) -> Option<Op> {
+        // SAFETY: every field is a number or a pointer that may be null.
+        let mut tensor: ggml_tensor = unsafe { std::mem::zeroed() };
+        tensor.op_params[..words.len()].copy_from_slice(words);
+        let p = Params::of(&tensor, kind, release);
+        with_params(kind, &p).filter(|_| p.is_rest_zero())
+    }
+
+    fn release(minor: u32) -> Version {
+        Version::new(0, minor)
+    }
+
+    fn bits(value: f32) -> i32 {
+        value.to_bits().cast_signed()
+    }
+
+    #[test]
+    fn hc_pre_without_parameters_neither_scales_nor_has_gates() {
+        let plain = Some(Op::Dsv4HcPre {
+            scale: 1.0,
+            gated: false,
+        });
+        let of = |minor, words: &[i32]| decode(release(minor), OpKind::Dsv4HcPre, words);
+        // Builds on the way from 0.24.0 to 0.25.0 call themselves 0.24.0.
+        for minor in 20..=24 {
+            assert_eq!(of(minor, &[]), plain, "0.{minor}");
+        }
+        for minor in 24..=26 {
+            assert_eq!(of(minor, &[bits(1.0)]), plain, "0.{minor}");
+            for scale in [0.5, 0.0] {
+                let gated = Some(Op::Dsv4HcPre { scale, gated: true });
+                assert_eq!(of(minor, &[bits(scale), 1]), gated, "0.{minor}");
+            }
+        }
+        // What no release writes is not guessed.
+        for minor in 20..24 {
+            assert_eq!(of(minor, &[bits(1.0)]), None, "0.{minor}");
+            assert_eq!(of(minor, &[0, 1]), None, "0.{minor}");
+        }
+        assert_eq!((of(25, &[]), of(26, &[])), (None, None));
+    }
+
+    #[test]
+    fn words_have_no_meaning_before_the_release_that_added_them() {
+        use vgpu_transport::ir::Precision::{Default, F32, Q8};
+        let of = |minor, words: &[i32]| match decode(release(minor), OpKind::MulMat, words)? {
+            Op::MulMat {
+                accumulator,
+                activation,
+                hadamard: false,
+            } => Some((accumulator, activation)),
+            _ => None,
+        };
+        assert_eq!(of(21, &[10]), Some((F32, Default)));
+        assert_eq!(of(21, &[10, 0, 0, 30]), None);
+        assert_eq!(of(22, &[10, 0, 0, 30]), Some((F32, Q8)));
+        // The accumulator of F16 has a number since the builds before 0.23.0.
+        assert_eq!(of(21, &[20]), None);
+        assert!(of(22, &[20]).is_some());
+
+        let bound = |minor| match decode(
+            release(minor),
+            OpKind::FlashAttnExt,
+            &[bits(1.0), 0, 0, 0, 64],
+        )? {
+            Op::FlashAttnExt { n_kv_max, .. } => Some(n_kv_max),
+            _ => None,
+        };
+        assert_eq!((bound(21), bound(22)), (None, Some(64)));
+
+        assert!(!releases::is_optional(release(23), OpKind::Dsv4HcPost, 3));
+        assert!(releases::is_optional(release(24), OpKind::Dsv4HcPost, 3));
+        assert!(releases::is_optional(OLDEST, OpKind::SoftMax, 1));
+    }
+
+    #[test]
+    fn nodes_with_words_of_unknown_meaning_are_refused() {
+        // The last word has a meaning for ROPE only.
+        for &kind in OpKind::ALL {
+            for release in [OLDEST, NEWEST] {
+                let mut words = [0; 16];
+                // Parameters that 0 is not valid for.
+                if matches!(kind, OpKind::SsmScan | OpKind::GatedDeltaNet) {
+                    words[0] = 1;
+                }
+                if kind == OpKind::Dsv4HcPre && release == NEWEST {
+                    words[0] = bits(1.0);
+                }
+                let known = decode(release, kind, &words);
+                let has_id = matches!(kind, OpKind::Unary | OpKind::Glu | OpKind::Xielu);
+                assert_eq!(known.is_none(), has_id, "{kind:?}");
+                words[15] = 1;
+                let is_known = kind == OpKind::Rope;
+                let unknown = decode(release, kind, &words);
+                assert_eq!(unknown.is_some(), is_known, "{kind:?} {release}");
+            }
+        }
+        // A flag of UPSCALE, a hint, a kind of TRI.
+        assert_eq!(decode(NEWEST, OpKind::Upscale, &[1 << 10]), None);
+        assert_eq!(decode(NEWEST, OpKind::MulMat, &[0, 0, 1]), None);
+        assert_eq!(decode(NEWEST, OpKind::Tri, &[4]), None);
+    }
+
+    #[test]
+    fn words_that_do_not_change_the_result_are_ignored() {
+        let in_place = [4, 8, 16, 0, 1];
+        assert!(decode(OLDEST, OpKind::Set, &in_place).is_some());
+        assert!(decode(OLDEST, OpKind::Acc, &in_place).is_some());
+        assert!(decode(OLDEST, OpKind::AddRelPos, &[1]).is_some());
+        assert!(decode(OLDEST, OpKind::Rope, &[7, 0, 0, 512]).is_some());
+    }
 }

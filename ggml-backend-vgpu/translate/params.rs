@@ -1,26 +1,70 @@
 //! The untyped parameters of a ggml node.
 
-use vgpu_transport::ir::{PoolKind, Precision};
+use std::cell::Cell;
 
+use vgpu_transport::ir::{OpKind, PoolKind, Precision};
+
+use super::releases;
 use crate::abi::ggml_tensor;
+use crate::ggml::Version;
 
-/// The parameters of a node. Every getter takes the index of a 32-bit word.
-pub(super) struct Params<'a>(&'a ggml_tensor);
+/// The parameters of a node. Every getter takes the index of a 32-bit word, and answers 0 for a
+/// word that no build of the release writes.
+pub(super) struct Params<'a> {
+    words: &'a [i32; WORDS],
+    op: OpKind,
+    release: Version,
+    /// Bit `i` is set if word `i` was read.
+    read: Cell<u32>,
+}
+
+/// The words of `op_params`.
+const WORDS: usize = 16;
 
 impl<'a> Params<'a> {
-    /// The parameters of `tensor`.
-    pub(super) fn of(tensor: &'a ggml_tensor) -> Params<'a> {
-        Params(tensor)
+    /// The parameters of `tensor`, an operator of kind `op`, made by `release`.
+    pub(super) fn of(tensor: &'a ggml_tensor, op: OpKind, release: Version) -> Params<'a> {
+        Params {
+            words: &tensor.op_params,
+            op,
+            release,
+            read: Cell::new(0),
+        }
+    }
+
+    /// The release of ggml that made the node.
+    pub(super) fn release(&self) -> Version {
+        self.release
+    }
+
+    /// Marks a word that says nothing about the result.
+    pub(super) fn ignore(&self, i: usize) {
+        self.read.set(self.read.get() | 1 << i);
+    }
+
+    /// Whether every word that was not read is 0. Another value has a meaning that is unknown.
+    pub(super) fn is_rest_zero(&self) -> bool {
+        let is_read = |i: usize| self.read.get() & 1 << i != 0;
+        (0..WORDS).all(|i| is_read(i) || self.words[i] == 0)
     }
 
     /// A signed number.
     pub(super) fn i32(&self, i: usize) -> i32 {
-        self.0.op_params[i]
+        if !releases::writes(self.release, self.op, i) {
+            return 0;
+        }
+        self.ignore(i);
+        self.words[i]
     }
 
     /// A number that is not negative.
     pub(super) fn u32(&self, i: usize) -> Option<u32> {
         u32::try_from(self.i32(i)).ok()
+    }
+
+    /// A number above 0.
+    pub(super) fn positive(&self, i: usize) -> Option<u32> {
+        self.u32(i).filter(|&number| number > 0)
     }
 
     /// A stride or an offset in bytes.
@@ -43,6 +87,7 @@ impl<'a> Params<'a> {
         Some(match self.i32(i) {
             0 => Precision::Default,
             10 => Precision::F32,
+            _ if !releases::has_all_precisions(self.release) => return None,
             15 => Precision::Bf16,
             20 => Precision::F16,
             30 => Precision::Q8,

@@ -7,7 +7,7 @@ use std::process::{Command, Output};
 
 const NEEDED: &str = "ggml_version ggml_backend_buffer_init ggml_op_name ggml_unary_op_name \
                       ggml_glu_op_name ggml_type_name";
-const SERIES: &str = "0.21-0.25 (API 2), 0.26 (API 3)";
+const SERIES: &str = "0.20-0.25 (API 2), 0.26 (API 3)";
 
 /// A file system with an Ollama and its service, and a plugin beside it.
 struct Machine {
@@ -235,8 +235,8 @@ fn unsupported_ggml_is_refused() {
     for (name, defines, words) in [
         (
             "old",
-            &["-DVERSION=\"0.20.1\""][..],
-            "is ggml 0.20.1; ggml-vgpu 1 (test) works with 0.21-0.25",
+            &["-DVERSION=\"0.19.1\""][..],
+            "is ggml 0.19.1; ggml-vgpu 1 (test) works with 0.20-0.25",
         ),
         ("new", &["-DVERSION=\"0.27.0\""], "is ggml 0.27.0"),
         ("odd", &["-DVERSION=\"unknown\""], "is ggml unknown"),

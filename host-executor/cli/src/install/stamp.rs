@@ -59,7 +59,7 @@ impl Stamp {
             .with_context(|| format!("{path} has a stamp that this version of vgpu cannot read"))
     }
 
-    /// Reads `plugin 0.1.0 (abc), ggml 0.21-0.25 (API 2), 0.26 (API 3)`.
+    /// Reads `plugin 0.1.0 (abc), ggml 0.20-0.25 (API 2), 0.26 (API 3)`.
     fn parse(stamp: &str, needs: &str) -> Result<Stamp> {
         let (plugin, ggml) = stamp
             .strip_prefix("plugin ")
@@ -104,7 +104,7 @@ impl fmt::Display for Stamp {
 }
 
 impl Series {
-    /// Reads `0.21-0.25 (API 2)` or `0.26 (API 3)`.
+    /// Reads `0.20-0.25 (API 2)` or `0.26 (API 3)`.
     fn parse(text: &str) -> Option<Series> {
         let (range, api) = text.strip_suffix(')')?.split_once(" (API ")?;
         let (first, last) = range.split_once('-').unwrap_or((range, range));
@@ -131,15 +131,15 @@ fn parse_version(text: &str) -> Option<Version> {
 mod tests {
     use super::*;
 
-    const LINE: &str = "plugin 0.1.0 (v1-3-gabc), ggml 0.21-0.25 (API 2), 0.26 (API 3)";
+    const LINE: &str = "plugin 0.1.0 (v1-3-gabc), ggml 0.20-0.25 (API 2), 0.26 (API 3)";
 
     #[test]
     fn stamp_lists_the_supported_ggml_versions() {
         let stamp = Stamp::parse(LINE, "ggml_version ggml_op_name").expect("a stamp");
         assert_eq!(stamp.to_string(), "ggml-vgpu 0.1.0 (v1-3-gabc)");
         for (version, api) in [
-            ("0.20.9", None),
-            ("0.21.0", Some(2)),
+            ("0.19.9", None),
+            ("0.20.2", Some(2)),
             ("0.25.3-dirty", Some(2)),
             ("0.26.0", Some(3)),
             ("0.27.0", None),
@@ -156,7 +156,7 @@ mod tests {
             ("", "a"),
             ("plugin 0.1.0", "a"),
             ("plugin 0.1.0 (x), ggml", "a"),
-            ("plugin 0.1.0 (x), ggml 0.21-0.25", "a"),
+            ("plugin 0.1.0 (x), ggml 0.20-0.25", "a"),
             ("plugin 0.1.0 (x), ggml new (API 2)", "a"),
             (LINE, ""),
         ] {

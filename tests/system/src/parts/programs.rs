@@ -49,7 +49,7 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
         ensure!(status == Some(3), "exit status {status:?}: {err}");
         let line = err.lines().find(|line| line.contains("ggml-vgpu: no vGPU"));
         let line = line.with_context(|| format!("no log line: {err}"))?;
-        let words = format!("ggml {release} is too old for this plugin, which works with 0.21");
+        let words = format!("ggml {release} is too old for this plugin, which works with 0.20");
         ensure!(line.contains(&words), "{line}");
         Ok(line.to_owned())
     });
