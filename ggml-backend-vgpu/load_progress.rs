@@ -1,4 +1,5 @@
-//! Log lines about the progress of loading a model.
+//! Log lines about the progress of loading a model: at level `info`, one when the model is loaded,
+//! at level `debug`, one in every second until then. Other large writes have lines at `debug` only.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -9,7 +10,8 @@ const MIN_MODEL_BYTES: u64 = 64 << 20;
 /// The time between two log lines.
 const PERIOD: Duration = Duration::from_secs(1);
 
-/// The progress of writing into one buffer, from the first write until the buffer is full.
+/// The progress of writing into one buffer, from the first write until the buffer is full. A model
+/// has one buffer on a device.
 #[derive(Debug)]
 pub(crate) struct LoadProgress {
     device: String,
@@ -37,14 +39,18 @@ impl LoadProgress {
         })
     }
 
-    /// Counts `bytes` more bytes as written, and logs the progress once a second and at the end.
-    pub(crate) fn advance(&self, bytes: u64) {
-        if let Some(line) = self.line(bytes, Instant::now()) {
-            tracing::info!("{line}");
+    /// Counts `bytes` more bytes as written, and logs the progress. `is_model`: the program uses the
+    /// buffer for weights.
+    pub(crate) fn advance(&self, bytes: u64, is_model: bool) {
+        match self.line(bytes, is_model, Instant::now()) {
+            Some((true, line)) => tracing::info!("{line}"),
+            Some((false, line)) => tracing::debug!("{line}"),
+            None => (),
         }
     }
 
-    fn line(&self, bytes: u64, now: Instant) -> Option<String> {
+    /// A log line, and whether everybody should read it.
+    fn line(&self, bytes: u64, is_model: bool, now: Instant) -> Option<(bool, String)> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         state.done += bytes;
         let (began, logged) = *state.times.get_or_insert((now, now));
@@ -59,9 +65,16 @@ impl LoadProgress {
         let seconds = (now - began).as_secs_f64();
         let rate = state.done as f64 / seconds.max(1e-3) / 1e6;
         let device = &self.device;
+        let what = if is_model { "model" } else { "buffer" };
         Some(match is_complete {
-            true => format!("{device}: {done} MiB loaded in {seconds:.2} s ({rate:.0} MB/s)"),
-            false => format!("{device}: {done} of {size} MiB loaded ({rate:.0} MB/s)"),
+            true => (
+                is_model,
+                format!("{device}: {what} of {done} MiB loaded in {seconds:.2} s ({rate:.0} MB/s)"),
+            ),
+            false => (
+                false,
+                format!("{device}: {done} of {size} MiB of a {what} loaded ({rate:.0} MB/s)"),
+            ),
         })
     }
 }
@@ -71,23 +84,32 @@ mod tests {
     use super::*;
 
     #[test]
-    fn progress_is_logged_once_a_second_and_at_the_end() {
+    fn one_line_says_that_a_model_is_loaded() {
         assert!(LoadProgress::new("VGPU0", 1 << 20).is_none());
-        let progress = LoadProgress::new("VGPU0", 200 << 20).unwrap();
-        let start = Instant::now();
-        let after = |ms| start + Duration::from_millis(ms);
-        assert_eq!(progress.line(50 << 20, after(0)), None);
-        assert_eq!(progress.line(10 << 20, after(900)), None);
-        assert_eq!(
-            progress.line(40 << 20, after(2000)).unwrap(),
-            "VGPU0: 100 of 200 MiB loaded (52 MB/s)"
-        );
-        assert_eq!(progress.line(50 << 20, after(2500)), None);
-        assert_eq!(
-            progress.line(48 << 20, after(2600)).unwrap(),
-            "VGPU0: 198 MiB loaded in 2.60 s (80 MB/s)"
-        );
-        // Writes after the end are not part of the loading.
-        assert_eq!(progress.line(48 << 20, after(9000)), None);
+        for is_model in [true, false] {
+            let progress = LoadProgress::new("VGPU0", 200 << 20).unwrap();
+            let start = Instant::now();
+            let line = |mib: u64, ms| {
+                progress.line(mib << 20, is_model, start + Duration::from_millis(ms))
+            };
+            assert_eq!(line(50, 0), None);
+            assert_eq!(line(10, 900), None);
+            let (is_for_all, text) = line(40, 2000).unwrap();
+            assert!(!is_for_all, "{text}");
+            let what = if is_model { "model" } else { "buffer" };
+            assert_eq!(
+                text,
+                format!("VGPU0: 100 of 200 MiB of a {what} loaded (52 MB/s)")
+            );
+            assert_eq!(line(50, 2500), None);
+            let (is_for_all, text) = line(48, 2600).unwrap();
+            assert_eq!(is_for_all, is_model, "{text}");
+            assert_eq!(
+                text,
+                format!("VGPU0: {what} of 198 MiB loaded in 2.60 s (80 MB/s)")
+            );
+            // Writes after the end are not part of the loading.
+            assert_eq!(line(48, 9000), None);
+        }
     }
 }

@@ -7,7 +7,7 @@ mod common;
 #[path = "common/ggml.rs"]
 mod ggml;
 
-use std::ffi::{c_int, c_void};
+use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::ptr;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -222,6 +222,39 @@ fn a_callback_into_the_program_is_refused_by_name_and_not_called() {
     assert_eq!(backend.compute(&graph, mapped), abi::GGML_STATUS_FAILED);
     graph.set(a, &[1.0f32; 24]);
     assert_eq!(backend.compute(&graph, sum), abi::GGML_STATUS_SUCCESS);
+}
+
+#[test]
+fn a_loaded_model_has_one_log_line_and_other_writes_have_none() {
+    static LINES: Mutex<Vec<(c_uint, String)>> = Mutex::new(Vec::new());
+    extern "C" fn log(level: c_uint, line: *const c_char, _: *mut c_void) {
+        let mut lines = LINES.lock().unwrap_or_else(PoisonError::into_inner);
+        lines.push((level, text(line)));
+    }
+    let _lock = exclusive();
+    let ggml = Ggml::get();
+    let count = |usage| {
+        let graph = Graph::new();
+        // 80 MiB. Some programs have buffers of this size that hold no model.
+        let tensor = graph.tensor(F32, [1 << 20, 20]);
+        let buffer = graph.place();
+        (ggml.buffer_set_usage)(buffer.0, usage);
+        (ggml.log_set)(Some(log), ptr::null_mut());
+        let half = vec![0.5f32; 10 << 20];
+        for offset in [0, 40 << 20] {
+            (ggml.tensor_set)(tensor, half.as_ptr().cast(), offset, 40 << 20);
+        }
+        (ggml.log_set)(None, ptr::null_mut());
+        let lines = std::mem::take(&mut *LINES.lock().unwrap_or_else(PoisonError::into_inner));
+        let of_info = |(level, _): &(c_uint, String)| *level == abi::GGML_LOG_LEVEL_INFO;
+        let lines: Vec<_> = lines.into_iter().filter(of_info).collect();
+        if let Some((_, line)) = lines.first() {
+            assert!(line.contains("VGPU0: model of 80 MiB loaded in"), "{line}");
+        }
+        lines.len()
+    };
+    assert_eq!(count(abi::GGML_BACKEND_BUFFER_USAGE_ANY), 0);
+    assert_eq!(count(abi::GGML_BACKEND_BUFFER_USAGE_WEIGHTS), 1);
 }
 
 #[test]
