@@ -1,10 +1,11 @@
-//! Developer commands: `cargo xtask setup | build | demo | package | gpu-check`, and those that
-//! are programs of their own: the system tests (`test`, `vm`, `ollama`, `ops-table`, `faults`) and
-//! the benchmarks (`bench`).
+//! Developer commands: `cargo xtask setup | build | demo | package | abi-diff | gpu-check`, and
+//! those that are programs of their own: the system tests (`test`, `vm`, `ollama`, `ops-table`,
+//! `faults`) and the benchmarks (`bench`).
 //!
 //! Each fetches and builds just what it needs, into a cache folder shared by all checkouts, and
 //! shows what it is doing. See [`xtask_common::cache`] for where that is.
 
+mod abi_diff;
 mod demo;
 mod gpu_check;
 mod package;
@@ -18,7 +19,7 @@ use clap::Parser;
 
 use xtask_common::cache::Cache;
 use xtask_common::progress::heading;
-use xtask_common::{dist, llama, model, node, packages, workspace};
+use xtask_common::{dist, ggml_releases, llama, model, node, packages, workspace};
 
 /// Builds ggml-vgpu and tries it in real programs.
 #[derive(Debug, Parser)]
@@ -32,6 +33,8 @@ enum Arguments {
     Demo(demo::Options),
     /// Make Debian packages and an archive in target/package
     Package(package::Options),
+    /// Print what another ggml changes in headers, enums and constructors
+    AbiDiff(abi_diff::Options),
     /// Collect the GPU tests in target/gpu-check, and run them if there is a GPU
     GpuCheck(gpu_check::Options),
     /// Run the tests, from formatting to real programs
@@ -83,6 +86,7 @@ fn run(arguments: &Arguments) -> Result<()> {
         }
         Arguments::Demo(options) => demo::run(&cache, options),
         Arguments::Package(options) => package::run(&cache, options),
+        Arguments::AbiDiff(options) => abi_diff::run(&cache, options),
         Arguments::GpuCheck(options) => gpu_check::run(&cache, options),
         Arguments::Test(passed) => start(TESTS, Some("test"), passed),
         Arguments::Vm(passed) => start(TESTS, Some("vm"), passed),
@@ -122,6 +126,7 @@ fn setup(cache: &Cache) -> Result<()> {
     packages::libclang(cache)?;
     node::Node::ensure(cache)?;
     llama::newest_source(cache)?;
+    ggml_releases::RELEASES[0].source(cache)?;
     for weights in [model::Weights::F16, model::Weights::Q4KM] {
         model::ensure(cache, &model::DEMO, weights)?;
     }

@@ -6,6 +6,7 @@ pub mod compare;
 pub mod dist;
 pub mod elf;
 pub mod executor;
+pub mod ggml_releases;
 pub mod llama;
 pub mod median;
 pub mod model;

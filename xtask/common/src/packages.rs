@@ -14,9 +14,14 @@ use crate::cache::Cache;
 use crate::process;
 use crate::progress::Step;
 
-/// The build backend that the source distribution of llama.cpp names: pip reads the archive's
-/// metadata through it, and would take minutes to fetch and run its own copy.
-const SOURCE_TOOLS: &[&str] = &["scikit-build-core==1.1.2"];
+/// The build backends that the source distributions of llama.cpp name: pip reads an archive's
+/// metadata through its backend, and would take minutes to fetch and run its own copy.
+const SOURCE_TOOLS: &[&str] = &[
+    "scikit-build-core==1.1.2",
+    "setuptools==84.2.1",
+    "setuptools-scm==10.3.4",
+    "wheel==0.48.0",
+];
 /// Build tools for llama.cpp.
 const BUILD_TOOLS: &[&str] = &["cmake==4.4.4", "ninja==1.13.2"];
 const LIBCLANG: &str = "libclang==18.1.1";
@@ -180,6 +185,64 @@ fn need_python(cache: &Cache) -> Result<()> {
 /// If a tool is missing and cannot be installed.
 pub fn source_tools(cache: &Cache) -> Result<PathBuf> {
     python(cache, "sources", SOURCE_TOOLS)
+}
+
+/// A source distribution on PyPI.
+#[derive(Debug)]
+pub struct SourceDistribution {
+    /// The name of the project.
+    pub project: &'static str,
+    /// The version.
+    pub version: String,
+    /// The SHA-256 of the archive in hexadecimal; `None` to take what the registry serves.
+    pub sha256: Option<&'static str>,
+}
+
+impl SourceDistribution {
+    /// Fetches the archive and unpacks it into `dir`: all of it, or only `parts`, which are paths
+    /// below the archive's one folder.
+    ///
+    /// # Errors
+    /// If pip or tar fails, or the archive has another hash.
+    pub fn unpack(&self, cache: &Cache, dir: &Path, parts: &[&str]) -> Result<()> {
+        let tools = source_tools(cache)?;
+        let (project, version) = (self.project, &self.version);
+        let name = format!("{project}-{version}");
+        let step = Step::new(&format!("fetching the sources of {name}"));
+        let log = cache.log(&name);
+        let mut pip = Command::new(tools.join("python"));
+        pip.args([
+            "-m",
+            "pip",
+            "download",
+            "--disable-pip-version-check",
+            "--no-deps",
+        ])
+        .args(["--no-build-isolation", "--no-binary", ":all:"]);
+        if let Some(sha256) = self.sha256 {
+            let requirements = dir.join("requirements.txt");
+            let pinned = format!("{project}=={version} --hash=sha256:{sha256}\n");
+            std::fs::write(&requirements, pinned).context("writing a requirements file")?;
+            pip.arg("--require-hashes").arg("-r").arg(&requirements);
+        } else {
+            pip.arg(format!("{project}=={version}"));
+        }
+        process::run(pip.arg("-d").arg(dir), &step, &log)?;
+        step.note("unpacking");
+        let folder = format!("{}-{version}", project.replace('-', "_"));
+        let archive = dir.join(format!("{folder}.tar.gz"));
+        let mut tar = Command::new("tar");
+        tar.arg("-xzf")
+            .arg(&archive)
+            .arg("--strip-components=1")
+            .arg("-C")
+            .arg(dir)
+            .args(parts.iter().map(|part| format!("{folder}/{part}")));
+        process::run(&mut tar, &step, &log)?;
+        std::fs::remove_file(&archive).context("removing the archive")?;
+        step.done("");
+        Ok(())
+    }
 }
 
 /// A folder with `cmake` and `ninja`.

@@ -169,16 +169,27 @@ fn parameter<'a>(case: &'a str, name: &str) -> Option<&'a str> {
     value.split([',', ')']).next()
 }
 
-/// Draws `count` of the listed cases. The sample also has the cases of other ops with the same
-/// parameters.
+/// Operators whose nodes differ between releases of ggml and that have few cases: DeepSeek-V4.
+/// Every sample has all of their cases.
+const ALWAYS: [&str; 3] = ["DSV4_HC_COMB", "DSV4_HC_PRE", "DSV4_HC_POST"];
+
+/// Draws `count` of the listed cases, and adds those of [`ALWAYS`]. The sample also has the cases
+/// of other ops with the same parameters.
 pub(crate) fn sample(claims: &[Claim], count: usize, rng: &mut Rng) -> Cases {
-    let mut parameters: Vec<&str> = { claims.iter() }
-        .filter_map(|claim| claim.case.split_once('(')?.1.strip_suffix(')'))
-        .collect();
-    parameters.sort_unstable();
-    parameters.dedup();
-    draw(&mut parameters, count, rng);
-    let escaped: Vec<String> = parameters.iter().map(|text| escape(text)).collect();
+    let parameters = |of: &dyn Fn(&Claim) -> bool| {
+        let mut parameters: Vec<&str> = { claims.iter() }
+            .filter(|claim| of(claim))
+            .filter_map(|claim| claim.case.split_once('(')?.1.strip_suffix(')'))
+            .collect();
+        parameters.sort_unstable();
+        parameters.dedup();
+        parameters
+    };
+    let always = parameters(&|claim| ALWAYS.contains(&claim.op.as_str()));
+    let mut drawn = parameters(&|_| true);
+    draw(&mut drawn, count, rng);
+    let more = always.iter().filter(|one| !drawn.contains(one));
+    let escaped: Vec<String> = drawn.iter().chain(more).map(|text| escape(text)).collect();
     Cases::Matching(format!("^(?:{})$", escaped.join("|")))
 }
 
@@ -336,6 +347,16 @@ mod tests {
                 .all(|case| claims.iter().any(|claim| claim.case == **case))
         );
         assert!(draw(1).contains("ne=\\["), "{}", draw(1));
+        let mut with_deepseek = claims.clone();
+        with_deepseek.push(Claim {
+            op: "DSV4_HC_PRE".into(),
+            case: "DSV4_HC_PRE(n_embd=31,n_tokens=17)".into(),
+            supported: true,
+        });
+        for seed in 0..20 {
+            let pattern = sample(&with_deepseek, 7, &mut Rng::new(seed, 0)).pattern();
+            assert!(pattern.contains("n_embd=31,n_tokens=17"), "{pattern}");
+        }
         assert_eq!(
             sample(&claims, 1000, &mut Rng::new(1, 0))
                 .pattern()

@@ -10,6 +10,7 @@ use crate::ops::table::{self, Findings};
 use crate::ops::{self, Cases, Claim, Report, Suite};
 use vgpu_gguf::Rng;
 use xtask_common::dist::Dist;
+use xtask_common::ggml_releases::{self, Release};
 use xtask_common::llama;
 use xtask_common::node_llama::Backend;
 use xtask_common::preload::Library;
@@ -79,26 +80,20 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
             Ok(summary(&claims, &report))
         });
     }
+    // Every other series of ggml, each with its own program and CPU backend.
+    for release in ggml_releases::RELEASES {
+        let is_oldest = *release == ggml_releases::RELEASES[0];
+        if tests.options.full || is_oldest {
+            of_release(tests, &dist, release, is_sampled);
+        }
+    }
     // The other link, and the other version of the plugin ABI.
     let name = match is_sampled {
         true => "a sample of the ops inproc, ggml 0.26.0",
         false => "every op inproc, ggml 0.26.0",
     };
     tests.check(name, |tests, step| {
-        let mut suite = Suite {
-            backend: Backend::Plugin {
-                dist: &dist,
-                endpoint: "inproc",
-            },
-            ..suite(tests, &newest, "inproc")
-        };
-        let mut seed_note = String::new();
-        if is_sampled {
-            suite.cases = ops::sample(&suite.claims()?, SAMPLE, &mut Rng::new(seed, 0));
-            seed_note = format!("; --seed {seed}");
-        }
-        let (claims, report) = ops::compare_with_cpu(&suite, step)?;
-        Ok(format!("{}{seed_note}", summary(&claims, &report)))
+        inproc(tests, &dist, &newest, "inproc", is_sampled, step)
     });
 
     // The kernels for other CPUs. Each run takes as long as the first.
@@ -143,6 +138,55 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
             table::check(tests.cache, &findings)
         });
     }
+}
+
+/// `test-backend-ops` of another release of ggml than the two that the other tests run on.
+fn of_release(tests: &mut TestRun<'_>, dist: &Dist, release: &Release, is_sampled: bool) {
+    let what = match is_sampled {
+        true => "a sample of the ops",
+        false => "every op",
+    };
+    let version = release.version;
+    let what_is_built = format!("ggml {version} and its test-backend-ops");
+    let built = tests.prepare(&what_is_built, |tests| release.ops(tests.cache));
+    let Some(bin) = built else { return };
+    tests.check(&format!("{what} inproc, ggml {version}"), |tests, step| {
+        inproc(
+            tests,
+            dist,
+            &bin,
+            &format!("ggml-{version}"),
+            is_sampled,
+            step,
+        )
+    });
+}
+
+/// Compares the ops of the ggml in `bin` with its CPU backend, all or a sample, with the executor in
+/// the plugin.
+fn inproc(
+    tests: &TestRun<'_>,
+    dist: &Dist,
+    bin: &Path,
+    name: &str,
+    is_sampled: bool,
+    step: &Step,
+) -> Result<String> {
+    let mut suite = Suite {
+        backend: Backend::Plugin {
+            dist,
+            endpoint: "inproc",
+        },
+        ..suite(tests, bin, name)
+    };
+    let mut seed_note = String::new();
+    if is_sampled {
+        let seed = tests.options.seed();
+        suite.cases = ops::sample(&suite.claims()?, SAMPLE, &mut Rng::new(seed, 0));
+        seed_note = format!("; --seed {seed}");
+    }
+    let (claims, report) = ops::compare_with_cpu(&suite, step)?;
+    Ok(format!("{}{seed_note}", summary(&claims, &report)))
 }
 
 /// The suite of a build, without a backend.

@@ -1,5 +1,6 @@
 //! `cargo test` over the whole workspace.
 
+use xtask_common::ggml_releases;
 use xtask_common::llama;
 use xtask_common::packages;
 use xtask_common::process;
@@ -13,10 +14,11 @@ const SAMPLE: &str = "VGPU_TEST_SAMPLE";
 
 pub(crate) fn run(tests: &mut TestRun<'_>) {
     heading("unit, property and ABI tests");
-    // Some tests compare with the headers of both ggml releases and with a real ggml.
+    // Some tests compare with the headers of three ggml releases and with a real ggml.
     let ready = tests.prepare("sources and build of ggml", |tests| {
         packages::libclang(tests.cache)?;
         llama::newest_source(tests.cache)?;
+        ggml_releases::RELEASES[0].source(tests.cache)?;
         llama::build(tests.cache, llama::Stage::Ops)
     });
     if ready.is_none() {
