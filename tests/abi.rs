@@ -28,8 +28,12 @@ const GGML_0_26: &str = "llama-cpp-sys-2-0.1.161/llama.cpp/ggml";
 
 #[test]
 fn layouts_and_types_are_those_of_ggml_0_20() {
-    // The function got a parameter in 0.22. The plugin does not provide the function.
-    let unused = ["ggml_backend_i.graph_optimize"];
+    // The function got a parameter of this type in 0.22. The plugin does not provide the function.
+    let unused = [
+        "STRUCT(ggml_backend_graph_optimize_params)",
+        "FIELD(ggml_backend_graph_optimize_params, ",
+        "FIELD(ggml_backend_i, graph_optimize)",
+    ];
     compare_with_ggml(ApiVersion::V2, &cached(GGML_0_20), &unused);
 }
 
@@ -45,11 +49,15 @@ fn layouts_and_types_are_those_of_ggml_0_26() {
 
 /// Compiles one program with the plugin's headers and with ggml's, and compares the output of both:
 /// the size of every structure, the offset, size and type of every field, every constant, the type
-/// of every function. The declarations of `unused` differ, in type only.
+/// of every function. Items that begin as one of `unused` are left out.
 fn compare_with_ggml(api: ApiVersion, ggml: &Path, unused: &[&str]) {
     let number = api.number();
     let folder = scratch(&format!("layout-v{number}-{}", unused.len()));
-    fs::write(folder.join("items.inc"), items(api)).expect("the scratch folder is writable");
+    let items = items(api);
+    let items: Vec<&str> = { items.lines() }
+        .filter(|item| !unused.iter().any(|start| item.starts_with(start)))
+        .collect();
+    fs::write(folder.join("items.inc"), items.join("\n")).expect("the scratch folder is writable");
     let describe = |name: &str, arguments: &[String]| {
         let program = folder.join(name);
         let mut compile = Command::new(env::var_os("CXX").unwrap_or("c++".into()));
@@ -82,16 +90,10 @@ fn compare_with_ggml(api: ApiVersion, ggml: &Path, unused: &[&str]) {
     );
 
     assert_eq!(ours.len(), theirs.len(), "both print a line for each item");
-    // `OWNER.FIELD at OFFSET, SIZE bytes: TYPE`
-    let is_unused = |ours: &str, theirs: &str| {
-        let parts = |line: &str| line.split_once(": ").map(|(place, _)| place.to_owned());
-        let named = |name: &&str| ours.strip_prefix(name).is_some_and(|l| l.starts_with(" at "));
-        unused.iter().any(|name| named(&name)) && parts(ours) == parts(theirs)
-    };
     let differences: Vec<String> = ours
         .iter()
         .zip(&theirs)
-        .filter(|(ours, theirs)| ours != theirs && !is_unused(ours, theirs))
+        .filter(|(ours, theirs)| ours != theirs)
         .map(|(ours, theirs)| format!("  vendor/  {ours}\n  ggml     {theirs}\n"))
         .collect();
     assert!(
