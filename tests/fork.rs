@@ -232,7 +232,7 @@ fn both_sides_of_a_fork_compute() {
     let host = HostBuffer::new(4 * LEN);
     let ours: Vec<f32> = (0..LEN).map(|i| i as f32).collect();
     host.floats().copy_from_slice(&ours);
-    (Ggml::get().log_set)(count_line, std::ptr::null_mut());
+    (Ggml::get().log_set)(Some(count_line), std::ptr::null_mut());
     let event = (Ggml::get().event_new)(Ggml::get().device);
     (Ggml::get().event_record)(event, model.backend.0);
 

@@ -7,7 +7,7 @@ mod common;
 #[path = "common/ggml.rs"]
 mod ggml;
 
-use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::ffi::{c_char, c_int, c_void};
 use std::ptr;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -226,8 +226,8 @@ fn a_callback_into_the_program_is_refused_by_name_and_not_called() {
 
 #[test]
 fn a_loaded_model_has_one_log_line_and_other_writes_have_none() {
-    static LINES: Mutex<Vec<(c_uint, String)>> = Mutex::new(Vec::new());
-    extern "C" fn log(level: c_uint, line: *const c_char, _: *mut c_void) {
+    static LINES: Mutex<Vec<(c_int, String)>> = Mutex::new(Vec::new());
+    extern "C" fn log(level: c_int, line: *const c_char, _: *mut c_void) {
         let mut lines = LINES.lock().unwrap_or_else(PoisonError::into_inner);
         lines.push((level, text(line)));
     }
@@ -246,7 +246,7 @@ fn a_loaded_model_has_one_log_line_and_other_writes_have_none() {
         }
         (ggml.log_set)(None, ptr::null_mut());
         let lines = std::mem::take(&mut *LINES.lock().unwrap_or_else(PoisonError::into_inner));
-        let of_info = |(level, _): &(c_uint, String)| *level == abi::GGML_LOG_LEVEL_INFO;
+        let of_info = |(level, _): &(c_int, String)| *level == abi::GGML_LOG_LEVEL_INFO as c_int;
         let lines: Vec<_> = lines.into_iter().filter(of_info).collect();
         if let Some((_, line)) = lines.first() {
             assert!(line.contains("VGPU0: model of 80 MiB loaded in"), "{line}");

@@ -4,7 +4,7 @@
 #![allow(dead_code)] // each test uses a part
 
 use std::env;
-use std::ffi::{CString, c_char, c_int, c_uint, c_void};
+use std::ffi::{CString, c_char, c_int, c_void};
 use std::path::PathBuf;
 use std::ptr;
 use std::sync::OnceLock;
@@ -45,8 +45,8 @@ pub(crate) struct Ggml {
     buft_alloc_buffer:
         extern "C" fn(abi::ggml_backend_buffer_type_t, usize) -> ggml_backend_buffer_t,
     pub(crate) buffer_free: extern "C" fn(ggml_backend_buffer_t),
-    pub(crate) buffer_set_usage: extern "C" fn(ggml_backend_buffer_t, c_uint),
-    pub(crate) log_set: extern "C" fn(Option<LogCallback>, *mut c_void),
+    pub(crate) buffer_set_usage:
+        extern "C" fn(ggml_backend_buffer_t, abi::ggml_backend_buffer_usage),
     pub(crate) buffer_get_base: extern "C" fn(ggml_backend_buffer_t) -> *mut c_void,
     pub(crate) buffer_get_size: extern "C" fn(ggml_backend_buffer_t) -> usize,
     pub(crate) tensor_set: extern "C" fn(*mut ggml_tensor, *const c_void, usize, usize),
@@ -81,7 +81,7 @@ pub(crate) struct Ggml {
     pub(crate) event_synchronize: extern "C" fn(abi::ggml_backend_event_t),
     pub(crate) graph_compute:
         extern "C" fn(ggml_backend_t, *mut abi::ggml_cgraph) -> abi::ggml_status,
-    pub(crate) log_set: extern "C" fn(LogCallback, *mut c_void),
+    pub(crate) log_set: extern "C" fn(Option<LogCallback>, *mut c_void),
     pub(crate) graph_compute_async:
         extern "C" fn(ggml_backend_t, *mut abi::ggml_cgraph) -> abi::ggml_status,
 }
@@ -204,7 +204,6 @@ impl Ggml {
             buft_alloc_buffer: symbol!("ggml_backend_buft_alloc_buffer"),
             buffer_free: symbol!("ggml_backend_buffer_free"),
             buffer_set_usage: symbol!("ggml_backend_buffer_set_usage"),
-            log_set: symbol!("ggml_log_set"),
             buffer_get_base: symbol!("ggml_backend_buffer_get_base"),
             buffer_get_size: symbol!("ggml_backend_buffer_get_size"),
             tensor_set: symbol!("ggml_backend_tensor_set"),
@@ -242,9 +241,6 @@ impl Ggml {
         (!buffer.is_null()).then_some(Buffer(buffer))
     }
 }
-
-/// `ggml_log_callback`.
-type LogCallback = extern "C" fn(c_uint, *const c_char, *mut c_void);
 
 pub(crate) struct Buffer(pub(crate) ggml_backend_buffer_t);
 
