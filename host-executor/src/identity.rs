@@ -7,8 +7,8 @@
 use std::fmt;
 use std::str::FromStr;
 
-use der::{AnyRef, Decode as _, Reader as _, SliceReader, Tag, TagNumber, Tagged as _};
 use serde::{Deserialize, Serialize};
+use vgpu_transport::link::stream::x509::CertificateInfo;
 
 /// Bytes of a SHA-256 digest.
 const DIGEST: usize = 32;
@@ -16,14 +16,8 @@ const DIGEST: usize = 32;
 /// Prefix of a fingerprint in text.
 const SHA256: &str = "sha256:";
 
-/// Most names of a certificate that are read, and most characters of each.
-const MAX_NAMES: usize = 64;
+/// Most characters of a name.
 const MAX_CHARS: usize = 253;
-
-/// The contents of the object identifiers `id-at-commonName` and `id-ce-subjectAltName` (RFC 5280,
-/// appendix A): 2.5.4.3 and 2.5.29.17.
-const COMMON_NAME: &[u8] = &[0x55, 0x04, 0x03];
-const ALTERNATIVE_NAME: &[u8] = &[0x55, 0x1d, 0x11];
 
 /// The identity in a certificate.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -41,87 +35,10 @@ impl Identity {
         let mut fingerprint = [0; DIGEST];
         fingerprint.copy_from_slice(digest.as_ref());
         Identity {
-            names: names(certificate),
+            names: CertificateInfo::of(certificate).names(),
             fingerprint,
         }
     }
-}
-
-fn names(certificate: &[u8]) -> Vec<String> {
-    let Some((subject, extensions)) = subject_and_extensions(certificate) else {
-        return Vec::new();
-    };
-    let common = elements(subject)
-        .flat_map(|set| elements(set.value()))
-        .filter_map(|attribute| value_of(attribute, COMMON_NAME))
-        .filter_map(text);
-    let alternative = elements(extensions)
-        .filter_map(|extension| value_of(extension, ALTERNATIVE_NAME))
-        .filter_map(|value| AnyRef::from_der(value.value()).ok())
-        .flat_map(|names| elements(names.value()))
-        .filter(|name| is_context(name.tag(), 2)) // a dNSName
-        .filter_map(|name| std::str::from_utf8(name.value()).ok());
-    let is_sound = |name: &&str| {
-        name.len() <= MAX_CHARS && !name.is_empty() && !name.chars().any(char::is_control)
-    };
-    let sound = common.chain(alternative).filter(is_sound);
-    let mut names: Vec<String> = Vec::new();
-    for name in sound.take(MAX_NAMES) {
-        if !names.iter().any(|known| known == name) {
-            names.push(name.to_owned());
-        }
-    }
-    names
-}
-
-/// The contents of the subject and of the list of extensions of a certificate in DER (RFC 5280,
-/// section 4.1). Only these fields are decoded: whatever else TLS has accepted is accepted here.
-fn subject_and_extensions(certificate: &[u8]) -> Option<(&[u8], &[u8])> {
-    let certificate = AnyRef::from_der(certificate).ok()?;
-    let to_be_signed = elements(certificate.value()).next()?;
-    let mut fields = elements(to_be_signed.value()).peekable();
-    fields.next_if(|version| is_context(version.tag(), 0));
-    // The serial number, the algorithm, the issuer and the validity are before the subject.
-    let subject = fields.nth(4)?;
-    let extensions = fields.find(|field| is_context(field.tag(), 3));
-    let extensions = extensions.and_then(|field| elements(field.value()).next());
-    Some((
-        subject.value(),
-        extensions.map_or(&[][..], |list| list.value()),
-    ))
-}
-
-/// The elements of a SEQUENCE or SET with these contents, up to the first that is not DER.
-fn elements(contents: &[u8]) -> impl Iterator<Item = AnyRef<'_>> {
-    let mut reader = SliceReader::new(contents).ok();
-    std::iter::from_fn(move || {
-        let reader = reader.as_mut().filter(|reader| !reader.is_finished())?;
-        AnyRef::decode(reader).ok()
-    })
-}
-
-/// The last element of a SEQUENCE that begins with this object identifier.
-fn value_of<'a>(sequence: AnyRef<'a>, identifier: &[u8]) -> Option<AnyRef<'a>> {
-    let mut parts = elements(sequence.value());
-    let found = parts.next()?;
-    let is_it = found.tag() == Tag::ObjectIdentifier && found.value() == identifier;
-    is_it.then(|| parts.last())?
-}
-
-/// Whether a tag is `[number]`.
-fn is_context(tag: Tag, number: u32) -> bool {
-    matches!(tag, Tag::ContextSpecific { number: found, .. } if found == TagNumber(number))
-}
-
-/// The text of a value, if the value has one of the types of text whose bytes are UTF-8.
-fn text(value: AnyRef<'_>) -> Option<&str> {
-    let is_utf8 = matches!(
-        value.tag(),
-        Tag::Utf8String | Tag::PrintableString | Tag::Ia5String | Tag::NumericString
-    );
-    is_utf8
-        .then(|| std::str::from_utf8(value.value()).ok())
-        .flatten()
 }
 
 impl fmt::Display for Identity {

@@ -1,12 +1,21 @@
 //! A request to stop.
 #![forbid(unsafe_code)]
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 
 /// A flag that asks sessions to stop. Clones share the flag.
 #[derive(Debug, Clone, Default)]
-pub struct StopFlag(Arc<AtomicBool>);
+pub struct StopFlag(Arc<State>);
+
+#[derive(Debug, Default)]
+struct State {
+    is_set: AtomicBool,
+    /// Why the host no longer serves the guest, if that is the cause.
+    refusal: OnceLock<String>,
+    /// The flag for all sessions, if this flag is for one of them.
+    all: Option<StopFlag>,
+}
 
 impl StopFlag {
     /// A flag that is not set.
@@ -14,14 +23,35 @@ impl StopFlag {
         StopFlag::default()
     }
 
+    /// A flag for one session, which is set if this flag is set.
+    pub(crate) fn for_one(&self) -> StopFlag {
+        StopFlag(Arc::new(State {
+            all: Some(self.clone()),
+            ..State::default()
+        }))
+    }
+
     /// Sets the flag. Each session completes the request that it executes, or cancels it at the end
     /// of its turn if it is a graph, tells its guest, and ends.
     pub fn set(&self) {
-        self.0.store(true, Ordering::Relaxed);
+        self.0.is_set.store(true, Ordering::Release);
+    }
+
+    /// Sets the flag, because the host no longer serves the guest.
+    pub(crate) fn refuse(&self, reason: String) {
+        // An earlier reason stays.
+        let _ = self.0.refusal.set(reason);
+        self.set();
     }
 
     /// Whether the flag is set.
     pub fn is_set(&self) -> bool {
-        self.0.load(Ordering::Relaxed)
+        let all = self.0.all.as_ref();
+        self.0.is_set.load(Ordering::Acquire) || all.is_some_and(StopFlag::is_set)
+    }
+
+    /// Why the host no longer serves the guest, if that is why the flag is set.
+    pub(crate) fn refusal(&self) -> Option<&str> {
+        self.0.refusal.get().map(String::as_str)
     }
 }

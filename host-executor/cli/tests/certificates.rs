@@ -1,53 +1,21 @@
 //! Guests over TCP that certificates identify: a real `vgpu serve`, real TLS, certificates of `vgpu
 //! cert`.
 
+mod certified;
 #[path = "../../tests/common/mod.rs"]
 mod common;
 mod served;
 
 use std::fs;
-use std::net::TcpListener;
-use std::path::Path;
 use std::time::Duration;
 
+use certified::{certify, fingerprint, port};
 use common::{Guest, TIMEOUT};
 use rustix::process::Signal;
 use served::{Scratch, Serve, vgpu};
 use vgpu_transport::link::stream::tcp;
 use vgpu_transport::link::stream::tls::Certificates;
 use vgpu_transport::wire::{Reply, Request};
-
-/// Makes a certificate, and reads its folder.
-fn certify(folder: &Path, side: &str, name: &str, more: &[&str]) -> Certificates {
-    let output = vgpu(&["cert", &folder.display().to_string(), side, name])
-        .args(more)
-        .output()
-        .expect("it starts");
-    assert!(
-        output.status.success(),
-        "{}",
-        String::from_utf8_lossy(&output.stderr)
-    );
-    Certificates::load(&folder.join(name)).expect("what vgpu cert has made can be loaded")
-}
-
-/// The SHA-256 of a guest's certificate, in the format of openssl.
-fn fingerprint(folder: &Path, name: &str) -> String {
-    let output = std::process::Command::new("openssl")
-        .args(["x509", "-noout", "-fingerprint", "-sha256", "-in"])
-        .arg(folder.join(name).join("cert.pem"))
-        .output()
-        .expect("openssl is installed");
-    let said = String::from_utf8(output.stdout).expect("text");
-    let (_, digits) = said.trim().split_once('=').expect("a fingerprint");
-    digits.to_owned()
-}
-
-/// A port that was free a moment ago.
-fn port() -> u16 {
-    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
-    listener.local_addr().expect("an address").port()
-}
 
 struct TlsExecutor {
     serve: Serve,

@@ -152,6 +152,9 @@ pub struct Settings {
     pub mode: u32,
     /// The folder with certificates for TCP.
     pub certs: Option<PathBuf>,
+    /// The file with the lists of revoked certificates. `None`: `crl.pem` in the folder, if it
+    /// exists.
+    pub crl: Option<PathBuf>,
     /// Guests served at once.
     pub max_guests: usize,
     /// Whether guests may map their buffers.
@@ -191,6 +194,7 @@ impl Default for Settings {
             listen: Vec::new(),
             mode: DEFAULT_MODE,
             certs: None,
+            crl: None,
             max_guests: 64,
             share_buffers: true,
             overcommit: false,

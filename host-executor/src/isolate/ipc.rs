@@ -32,6 +32,8 @@ pub(super) const MAX_WORKER_SESSIONS: usize = 96;
 pub(super) enum Command {
     /// The limits of the guest from now on.
     Rules(Rules),
+    /// The certificates of TCP links from now on, in the file that comes with the message.
+    Certificates,
     /// A program of the guest to serve. Its socket comes with the message.
     Serve {
         session: u64,

@@ -15,6 +15,7 @@
 //! the kernel's scheduler divides processor time: weights become nice levels (`partition`).
 
 mod aggregate;
+mod certificates;
 mod ipc;
 mod partition;
 mod process;

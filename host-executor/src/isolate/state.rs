@@ -11,12 +11,14 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use rustix::process::Pid;
+use tracing::error;
 
 use super::ipc::{Command, IpcSocket, MAX_WORKER_SESSIONS, Rejection, WorkerReport};
 use super::partition::{Partition, Resources};
 use super::totals::EndedWorkers;
 use crate::limits::sessions_of_one_guest;
 use crate::peer::Peer;
+use crate::policy::LinkKind;
 use crate::stop::StopFlag;
 use crate::tenant_registry::{QuotaError, TenantRegistry};
 
@@ -47,6 +49,8 @@ pub(super) struct Processes {
     pub(super) workers: BTreeMap<u64, Worker>,
     pub(super) machines: BTreeMap<u64, VmProcess>,
     pub(super) ended_workers: EndedWorkers,
+    /// The certificates of TCP links, for workers.
+    pub(super) certificates: Option<OwnedFd>,
 }
 
 /// A worker, until its process has ended.
@@ -60,6 +64,8 @@ pub(super) struct Worker {
     /// position in the order of giving.
     pub(super) sessions: BTreeMap<u64, (u64, Peer)>,
     given: u64,
+    /// Whether the worker has the certificates of TCP links.
+    has_certificates: bool,
     /// Whether the worker has been told to end, and gets no further programs.
     pub(super) is_closing: bool,
     /// The last report.
@@ -95,6 +101,7 @@ impl Shared {
                 workers: BTreeMap::new(),
                 machines: BTreeMap::new(),
                 ended_workers: EndedWorkers::default(),
+                certificates: None,
             }),
             ended: Condvar::new(),
         })
@@ -121,6 +128,7 @@ impl Worker {
             is_rejection,
             sessions: BTreeMap::new(),
             given: 0,
+            has_certificates: false,
             is_closing: false,
             report: None,
         }
@@ -130,14 +138,27 @@ impl Worker {
         self.ipc.send(command, socket)
     }
 
-    /// Gives the worker a program of its guest.
+    /// Tells the worker to end.
+    pub(super) fn close(&mut self) {
+        self.is_closing = true;
+        self.ipc.close();
+    }
+
+    /// Gives the worker a program of its guest. Only a worker with a program over TCP gets the
+    /// `certificates`, and so the private key.
     pub(super) fn give(
         &mut self,
         session: u64,
         peer: &Peer,
         rejection: Option<Rejection>,
         socket: &OwnedFd,
+        certificates: Option<&OwnedFd>,
     ) -> io::Result<()> {
+        if let (LinkKind::Tcp, false, Some(file)) = (peer.link, self.has_certificates, certificates)
+        {
+            self.send(&Command::Certificates, Some(file))?;
+            self.has_certificates = true;
+        }
         let command = Command::Serve {
             session,
             guest: self.guest.clone(),
@@ -152,13 +173,31 @@ impl Worker {
 }
 
 impl Processes {
-    /// A worker that serves a guest and has room for another program.
-    pub(super) fn worker_of(&mut self, guest: &str) -> Option<&mut Worker> {
-        self.workers.values_mut().find(|worker| {
+    /// Replaces the certificates of TCP links, also in the workers that have some. A worker that
+    /// cannot be told is told to end.
+    pub(super) fn set_certificates(&mut self, file: OwnedFd) {
+        let has_some = |worker: &&mut Worker| worker.has_certificates && !worker.is_closing;
+        for worker in self.workers.values_mut().filter(has_some) {
+            if let Err(error) = worker.send(&Command::Certificates, Some(&file)) {
+                error!(
+                    guest = worker.guest,
+                    "the worker cannot be sent new certificates, and ends: {error}"
+                );
+                worker.close();
+            }
+        }
+        self.certificates = Some(file);
+    }
+
+    /// A worker that serves a guest and has room for another program, and the certificates of TCP
+    /// links.
+    pub(super) fn worker_of(&mut self, guest: &str) -> Option<(&mut Worker, Option<&OwnedFd>)> {
+        let worker = self.workers.values_mut().find(|worker| {
             worker.guest.as_deref() == Some(guest)
                 && !worker.is_closing
                 && worker.sessions.len() < MAX_WORKER_SESSIONS
-        })
+        });
+        Some((worker?, self.certificates.as_ref()))
     }
 
     /// Why a guest gets no other program, if it has its share of them.

@@ -11,7 +11,9 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal};
 use tracing::{error, info, warn};
+use vgpu_transport::link::stream::tls::CertificateFiles;
 
+use super::certificates;
 use super::ipc::{self, IpcSocket, Received, Rejection, WorkerReport};
 use super::partition::{Partition, Resources};
 use super::process::{ExitReason, spawn};
@@ -79,6 +81,17 @@ impl Supervisor {
                 );
             }
         }
+        Ok(())
+    }
+
+    /// Sets the certificates of TCP links. Workers end the sessions whose guests could not connect
+    /// with their certificates any more.
+    ///
+    /// # Errors
+    /// No memory for the certificates: nothing has changed.
+    pub fn set_certificates(&self, files: &CertificateFiles) -> io::Result<()> {
+        let file = certificates::pack(files)?;
+        self.shared.processes().set_certificates(file);
         Ok(())
     }
 
@@ -201,7 +214,7 @@ impl Shared {
             _ => None,
         };
         let outcome = match worker {
-            Some(worker) => worker.give(id, peer, None, &socket),
+            Some((worker, certificates)) => worker.give(id, peer, None, &socket, certificates),
             None => self.start_worker(&mut processes, id, guest, rejection, &socket, peer),
         };
         if let Err(error) = outcome {
@@ -233,7 +246,13 @@ impl Shared {
         if let Some(rules) = processes.partition.rules_of(guest) {
             worker.send(&ipc::Command::Rules(rules), None)?;
         }
-        worker.give(session, peer, rejection, socket)?;
+        worker.give(
+            session,
+            peer,
+            rejection,
+            socket,
+            processes.certificates.as_ref(),
+        )?;
         let (shared, ipc) = (Arc::clone(self), Arc::clone(&worker.ipc));
         thread::Builder::new()
             .name(format!("vgpu-worker-{session}"))
@@ -332,8 +351,7 @@ impl Shared {
             .retain(|&session, (number, _)| *number > report.served || is_open(session));
         worker.report = Some(report);
         if worker.sessions.is_empty() && !worker.is_closing {
-            worker.is_closing = true;
-            worker.ipc.close();
+            worker.close();
         }
     }
 

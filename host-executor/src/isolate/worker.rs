@@ -13,6 +13,7 @@ use vgpu_transport::link::stream::tls::Certificates;
 use vgpu_transport::link::stream::{tcp, vsock};
 use vgpu_transport::link::unix::{self, ListenOptions};
 
+use super::certificates::unpack;
 use super::ipc::{Command, IpcSocket, Received, Rejection, WorkerReport};
 use crate::listener::{HANDSHAKE_TIMEOUT, IncomingGuest, OpenError};
 use crate::peer::Peer;
@@ -29,12 +30,8 @@ const REPORT_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Serves the programs of one guest that the supervisor at the other end of `socket` hands over,
 /// until the supervisor closes the socket or `stop` is set.
-pub fn serve(
-    socket: OwnedFd,
-    server: Server,
-    certificates: Option<&Certificates>,
-    stop: &StopFlag,
-) {
+pub fn serve(socket: OwnedFd, server: Server, stop: &StopFlag) {
+    let mut certificates: Option<Certificates> = None;
     let ipc = IpcSocket::new(socket);
     let (served, is_over) = (AtomicU64::new(0), AtomicBool::new(false));
     let handle = server.status_handle();
@@ -57,7 +54,7 @@ pub fn serve(
         while !stop.is_set() {
             match ipc.receive(Some(POLL_INTERVAL)) {
                 Ok(Received::Message(command, socket)) => {
-                    carry_out(&server, command, socket, certificates, &served);
+                    carry_out(&server, command, socket, &mut certificates, &served);
                     // A rejected guest has no session whose end would cause a report.
                     report_to_supervisor(served.load(Ordering::Acquire));
                 }
@@ -88,13 +85,30 @@ fn carry_out(
     server: &Server,
     command: Command,
     socket: Option<OwnedFd>,
-    certificates: Option<&Certificates>,
+    certificates: &mut Option<Certificates>,
     served: &AtomicU64,
 ) {
     match command {
         Command::Rules(rules) => {
             if let Err(error) = server.apply(rules) {
                 error!("the guest's limits stay unchanged: {error}");
+            }
+        }
+        Command::Certificates => {
+            let new = socket.ok_or_else(|| io::Error::other("no file has come with them"));
+            let new = new.and_then(unpack);
+            let new = new.and_then(|files| Certificates::check(files).map_err(io::Error::other));
+            match (new, &certificates) {
+                (Ok(new), Some(used)) => {
+                    used.replace(&new);
+                    server.recheck_certificates();
+                }
+                (Ok(new), None) => {
+                    server.use_certificates(new.clone());
+                    *certificates = Some(new);
+                }
+                // The supervisor has checked them.
+                (Err(error), _) => error!("the certificates cannot be used: {error}"),
             }
         }
         Command::Serve {
@@ -109,12 +123,12 @@ fn carry_out(
                     "the supervisor has sent no socket; this is a bug of the host"
                 ),
                 (Some(socket), None) => {
-                    let (kind, certificates) = (peer.link, certificates.cloned());
+                    let (kind, certificates) = (peer.link, certificates.clone());
                     let open = Box::new(move || open(socket, kind, certificates));
                     server.serve_guest(session, guest.as_deref(), IncomingGuest { peer, open });
                 }
                 (Some(socket), Some(rejection)) => {
-                    reject_guest(session, &peer, socket, rejection, certificates)
+                    reject_guest(session, &peer, socket, rejection, certificates.as_ref())
                 }
             }
             served.fetch_add(1, Ordering::Release);

@@ -7,8 +7,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
-use tracing::info;
+use tracing::{info, warn};
 use vgpu_engine::Engine;
+use vgpu_transport::link::stream::tls::Certificates;
 
 use super::guest_thread;
 use super::shared::{Entry, Shared};
@@ -67,6 +68,26 @@ impl Server {
     /// [`QuotaError`] if the quotas exceed the engine's memory: nothing has changed.
     pub fn apply(&self, rules: Rules) -> Result<(), QuotaError> {
         self.shared.registry.apply(rules)
+    }
+
+    /// Sets the certificates that guests over TCP are checked against. Later calls have no effect.
+    pub fn use_certificates(&self, certificates: Certificates) {
+        let _ = self.shared.certificates.set(certificates);
+    }
+
+    /// Ends the sessions whose guests could not connect with their certificates any more. Returns
+    /// their number.
+    pub fn recheck_certificates(&self) -> usize {
+        let sessions = self.shared.sessions();
+        let refused = sessions.iter().filter(|(id, entry)| {
+            let fault = self.shared.fault_of(&entry.certificates);
+            if let Some(fault) = &fault {
+                warn!(session = *id, peer = %entry.peer, "the session is ended: {fault}");
+                entry.stop.refuse(fault.to_string());
+            }
+            fault.is_some()
+        });
+        refused.count()
     }
 
     /// Changes how many guests are served at once. Connected guests stay.

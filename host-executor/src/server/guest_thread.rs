@@ -6,9 +6,11 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread;
-use std::time::Instant;
+use std::time::{Instant, SystemTime};
 
 use tracing::{error, info, info_span, warn};
+use vgpu_transport::link::stream::tls::Ending;
+use vgpu_transport::link::stream::x509::CertificateInfo;
 
 use super::shared::{Entry, Shared};
 use crate::identity::Identity;
@@ -17,6 +19,7 @@ use crate::listener::{IncomingGuest, OpenLink};
 use crate::peer::Peer;
 use crate::session::{Session, SessionEnd, reject};
 use crate::stats::Counters;
+use crate::stop::StopFlag;
 use crate::tenant::Tenant;
 
 /// Guests beyond the limit that are told why they are rejected. Further guests are disconnected
@@ -35,6 +38,8 @@ struct Guest {
     rejected: Option<SessionEnd>,
     /// Why there is no room for the guest, if there is none.
     full: Option<SessionEnd>,
+    /// Ends this session.
+    stop: StopFlag,
 }
 
 /// Enters a guest in the table of sessions and starts its thread.
@@ -43,6 +48,7 @@ pub(super) fn start(shared: &Arc<Shared>, id: u64, owner: Option<&str>, incoming
     let counters = Arc::new(Counters::default());
     let (tenant, mut rejected) = tenant_of(shared, owner, &peer);
     let max_sessions = shared.max_sessions.load(Ordering::Relaxed);
+    let stop = shared.stop.for_one();
     let open_sessions = {
         let mut sessions = shared.sessions();
         let count = sessions.len();
@@ -60,6 +66,8 @@ pub(super) fn start(shared: &Arc<Shared>, id: u64, owner: Option<&str>, incoming
                 since: Instant::now(),
                 counters: Arc::clone(&counters),
                 tenant: Arc::clone(&tenant),
+                certificates: Vec::new(),
+                stop: stop.clone(),
             },
         );
         count
@@ -79,6 +87,7 @@ pub(super) fn start(shared: &Arc<Shared>, id: u64, owner: Option<&str>, incoming
             sessions: open_sessions,
             limit: max_sessions,
         }),
+        stop,
     };
     let spawned = thread::Builder::new()
         .name(format!("vgpu-guest-{id}"))
@@ -142,6 +151,7 @@ fn serve(shared: &Shared, guest: Guest, open: OpenLink) {
         mut tenant,
         mut rejected,
         full,
+        stop,
     } = guest;
     let mut link = match open() {
         Ok(link) => link,
@@ -151,8 +161,14 @@ fn serve(shared: &Shared, guest: Guest, open: OpenLink) {
         }
     };
     // A certificate is known only after the handshake, and may change who the guest is.
-    if let Some(identity) = link.certificate().map(Identity::of) {
+    let certificates = link.certificates().to_vec();
+    if let Some(certificate) = certificates.first() {
+        let identity = Identity::of(certificate);
         info!("the guest presented the certificate {identity}");
+        let info = CertificateInfo::of(certificate);
+        if let Some(ending) = Ending::of(&info, SystemTime::now()) {
+            warn!("{ending}");
+        }
         peer.certificate = Some(identity);
         (tenant, rejected) = tenant_of(shared, owner.as_deref(), &peer);
         if tenant.is_named() {
@@ -162,11 +178,18 @@ fn serve(shared: &Shared, guest: Guest, open: OpenLink) {
         if let Some(entry) = sessions.get_mut(&id) {
             entry.tenant = Arc::clone(&tenant);
             entry.peer.certificate.clone_from(&peer.certificate);
+            entry.certificates.clone_from(&certificates);
         }
         let others = count_of(&sessions, &tenant).saturating_sub(1);
         drop(sessions);
         let max_sessions = shared.max_sessions.load(Ordering::Relaxed);
         rejected = rejected.or_else(|| too_many(&tenant, others, max_sessions));
+        // The certificates may have been replaced during the handshake. From here on, that ends
+        // the session.
+        let fault = shared.fault_of(&certificates);
+        rejected = rejected.or(fault.map(|fault| SessionEnd::Refused {
+            reason: fault.to_string(),
+        }));
     }
     let origin = match tenant.is_named() {
         true => format!("guest {}", tenant.name()),
@@ -184,7 +207,7 @@ fn serve(shared: &Shared, guest: Guest, open: OpenLink) {
         Some(weights) => session.sharing(weights, &origin),
         None => session,
     };
-    session.run(link.as_mut(), &shared.stop);
+    session.run(link.as_mut(), &stop);
 }
 
 /// Whose weights a guest without a name shares without proof: those of the same user of this

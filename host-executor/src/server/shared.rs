@@ -7,6 +7,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
 use vgpu_engine::Engine;
+use vgpu_transport::link::stream::tls::{CertificateFault, Certificates};
 
 use crate::limits::Limits;
 use crate::peer::Peer;
@@ -27,6 +28,8 @@ pub(super) struct Shared {
     pub(super) limits: Limits,
     /// Guests served at once.
     pub(super) max_sessions: AtomicUsize,
+    /// The certificates of TCP links.
+    pub(super) certificates: OnceLock<Certificates>,
     pub(super) stop: StopFlag,
     last_id: AtomicU64,
     sessions: Mutex<BTreeMap<u64, Entry>>,
@@ -40,6 +43,9 @@ pub(super) struct Entry {
     pub(super) since: Instant,
     pub(super) counters: Arc<Counters>,
     pub(super) tenant: Arc<Tenant>,
+    /// The certificates that the guest has shown, in DER, its own first.
+    pub(super) certificates: Vec<Vec<u8>>,
+    pub(super) stop: StopFlag,
 }
 
 impl Shared {
@@ -52,6 +58,7 @@ impl Shared {
             weights: OnceLock::new(),
             limits,
             max_sessions: AtomicUsize::new(max_sessions),
+            certificates: OnceLock::new(),
             stop: StopFlag::new(),
             last_id: AtomicU64::new(0),
             sessions: Mutex::default(),
@@ -62,6 +69,11 @@ impl Shared {
     /// The table of sessions.
     pub(super) fn sessions(&self) -> MutexGuard<'_, BTreeMap<u64, Entry>> {
         self.sessions.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Why a guest with these certificates could not connect now.
+    pub(super) fn fault_of(&self, shown: &[Vec<u8>]) -> Option<CertificateFault> {
+        self.certificates.get()?.check_guest(shown).err()
     }
 
     /// A session number that this server has not used.

@@ -303,10 +303,8 @@ impl Session {
         let count = |turn| count_turn(counters, turn);
         let mut end = None;
         let is_cancelled = || {
-            end = match stop.is_set() {
-                true => Some(SessionEnd::Shutdown),
-                false => link.check_guest().err().map(SessionEnd::from),
-            };
+            end = SessionEnd::asked_by(stop)
+                .or_else(|| link.check_guest().err().map(SessionEnd::from));
             end.is_some()
         };
         let state = { &self.scheduler }.run(tenant, share, plan.as_mut(), count, is_cancelled);

@@ -8,6 +8,8 @@ use vgpu_transport::wire::{
     ContentHash, GraphId, MAX_EXTENTS, MAX_QUERIED, MIN_EXTENT, PROTOCOL_VERSION, WireError,
 };
 
+use crate::stop::StopFlag;
+
 /// Why a session ended.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum SessionEnd {
@@ -26,6 +28,12 @@ pub enum SessionEnd {
     /// The host shuts down.
     #[error("the host is shutting down")]
     Shutdown,
+    /// The host has served this guest, and does so no longer.
+    #[error("the host no longer serves this guest: {reason}")]
+    Refused {
+        /// Why.
+        reason: String,
+    },
     /// The configuration of the host rejects this guest.
     #[error("the host does not serve this guest: {reason}")]
     Rejected {
@@ -46,6 +54,19 @@ pub enum SessionEnd {
     /// Code of the host panicked while it served this guest. This is a bug of the host.
     #[error("the host failed while it executed a request: {0}")]
     Panic(String),
+}
+
+impl SessionEnd {
+    /// The end that a flag asks for. `None`: the flag is not set.
+    pub(super) fn asked_by(stop: &StopFlag) -> Option<SessionEnd> {
+        match stop.refusal() {
+            _ if !stop.is_set() => None,
+            Some(reason) => Some(SessionEnd::Refused {
+                reason: reason.into(),
+            }),
+            None => Some(SessionEnd::Shutdown),
+        }
+    }
 }
 
 impl From<LinkError> for SessionEnd {

@@ -89,8 +89,8 @@ impl Session {
         let _pinned = link.window().and_then(|window| self.engine.pin(window));
         let mut messages = Messages::default();
         loop {
-            if stop.is_set() {
-                return SessionEnd::Shutdown;
+            if let Some(end) = SessionEnd::asked_by(stop) {
+                return end;
             }
             if self.guest().is_none() && connected.elapsed() > self.limits.hello {
                 return SessionEnd::NoHello(self.limits.hello);

@@ -89,6 +89,9 @@ pub fn connect(endpoint: &Endpoint, timeout: Duration) -> Result<Box<dyn GuestEn
                 .map(|folder| Certificates::load(Path::new(&folder)))
                 .transpose()
                 .map_err(ConnectError::Certificates)?;
+            for (file, ending) in certificates.iter().flat_map(Certificates::ending) {
+                tracing::warn!("{}: {ending}", file.display());
+            }
             let end = tcp::connect(host, *port, certificates.as_ref(), timeout)?;
             Ok(Box::new(end))
         }

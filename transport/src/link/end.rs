@@ -193,9 +193,10 @@ pub trait HostEnd: Send {
         fill: &mut dyn FnMut(BytesMut<'_>) -> bool,
     ) -> Result<bool, LinkError>;
 
-    /// The verified certificate of the guest, in DER. `None` on a link without certificates.
-    fn certificate(&self) -> Option<&[u8]> {
-        None
+    /// The verified certificate of the guest, in DER, and those of authorities that the guest has
+    /// sent with it. Empty on a link without certificates.
+    fn certificates(&self) -> &[Vec<u8>] {
+        &[]
     }
 
     /// Whether this end can share files with the guest.

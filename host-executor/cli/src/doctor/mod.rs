@@ -1,5 +1,6 @@
 //! `vgpu doctor`: checks each part from the machine to the executor, and says what to do.
 
+mod certificates;
 mod devices;
 mod host;
 mod link;
@@ -36,6 +37,11 @@ pub(crate) struct Args {
     #[arg(long, value_name = "FILE")]
     ggml: Option<PathBuf>,
 
+    /// A folder with certificates. May be given several times. The folders in VGPU_CERTS and in
+    /// /etc/vgpu/vgpu.toml are always checked
+    #[arg(long, value_name = "FOLDER")]
+    certs: Vec<PathBuf>,
+
     /// Print one JSON object instead of lines
     #[arg(long)]
     json: bool,
@@ -55,6 +61,7 @@ pub(crate) fn run(args: &Args) -> ExitCode {
     host::check(&mut report);
     sandbox::check(&mut report);
     devices::check(&mut report);
+    certificates::check(&args.certs, &mut report);
     link::check(&args.endpoint, &mut report);
     plugin::check(args.plugin.as_deref(), args.ggml.as_deref(), &mut report);
     if args.json {

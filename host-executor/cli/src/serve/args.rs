@@ -43,6 +43,12 @@ pub(crate) struct Args {
     #[arg(long, value_name = "FOLDER")]
     certs: Option<PathBuf>,
 
+    /// A file with the lists of revoked certificates (CRL, in PEM), one for each authority: what
+    /// `vgpu cert revoke` has made. Read again on a reload. [default: crl.pem in the folder of
+    /// --certs, if it exists]
+    #[arg(long, value_name = "FILE")]
+    crl: Option<PathBuf>,
+
     /// A virtual machine to serve: NAME,socket=PATH, with ",window=SIZE" and ",silence=SECONDS" for
     /// other values than the defaults. May be given several times.
     ///
@@ -235,6 +241,7 @@ impl Args {
         );
         settings.weights_cache = self.weights_cache.clone().or(settings.weights_cache);
         settings.certs = self.certs.clone().or(settings.certs);
+        settings.crl = self.crl.clone().or(settings.crl);
         settings.memory = self.memory.or(settings.memory);
         settings.log = self.log.clone().or(settings.log);
         settings.metrics = self.metrics.clone().or(settings.metrics);

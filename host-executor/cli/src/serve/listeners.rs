@@ -19,6 +19,7 @@ use vgpu_transport::link::stream::tls::Certificates;
 use vgpu_transport::link::stream::{tcp, vsock};
 use vgpu_transport::link::unix::{self, ListenError, ListenOptions};
 
+use super::certificates;
 use super::sandboxing::Confined;
 
 /// A listener that the settings ask for.
@@ -130,11 +131,8 @@ pub(super) struct BoundListener(ListenerSpec, AnyListener);
 
 impl Listeners {
     pub(super) fn new(settings: &Settings) -> anyhow::Result<Listeners> {
-        let folder = settings.certs.as_deref();
         Ok(Listeners {
-            certificates: folder
-                .map(|folder| Certificates::load(folder).context("certificates"))
-                .transpose()?,
+            certificates: certificates::load(settings)?,
             device: settings.device,
             has_machines: true,
             open: Vec::new(),
@@ -147,6 +145,11 @@ impl Listeners {
             has_machines: false,
             ..Listeners::new(settings)?
         })
+    }
+
+    /// The certificates of TCP links. Clones see when they are replaced.
+    pub(super) fn certificates(&self) -> Option<&Certificates> {
+        self.certificates.as_ref()
     }
 
     fn specs(&self, settings: &Settings) -> Vec<ListenerSpec> {

@@ -1,6 +1,7 @@
 //! `vgpu serve`.
 
 mod args;
+mod certificates;
 mod events;
 mod isolated;
 mod listeners;

@@ -10,6 +10,7 @@ use vgpu_executor::sandbox::Role;
 use vgpu_executor::{Limits, Server, WeightStore, engine, service};
 
 use super::args::Args;
+use super::certificates::{self, EndWatch};
 use super::events::{Event, announce, describe_reload, wait_for_end};
 use super::listeners::Listeners;
 use super::logging::Logging;
@@ -37,6 +38,9 @@ pub(super) fn run(
         .context("the cache of weights")?;
     server.share_weights(weights);
     let mut listeners = Listeners::new(&settings)?;
+    if let Some(certificates) = listeners.certificates() {
+        server.use_certificates(certificates.clone());
+    }
     let mut stored = service::stored_files();
     let prepared = listeners.prepare(&settings, &mut stored)?;
     // Files of virtual machines that the settings no longer have.
@@ -67,10 +71,14 @@ pub(super) fn run(
     service::ready();
     trim_pages::trim(sandboxing::trim_scope(engine.as_ref()));
 
+    let watch = EndWatch::new(listeners.certificates().cloned());
     let mut running = settings;
     let outcome = wait_for_end(
         events,
-        || engine.fatal_error(),
+        || {
+            watch.look();
+            engine.fatal_error()
+        },
         || {
             let (server, listeners) = (&mut server, &mut listeners);
             reload(args, server, listeners, logging, &mut running, &confined)
@@ -94,15 +102,29 @@ fn reload(
 ) -> anyhow::Result<String> {
     let mut wanted = args.settings()?;
     let late = wanted.needs_restart(running);
+    wanted.keep_until_restart(running);
     let filter = logging.check(&wanted)?;
+    let certificates = certificates::load(&wanted)?;
     let prepared = listeners.prepare(&wanted, &mut Default::default())?;
     server
         .apply(wanted.rules())
         .context("memory of the guests")?;
+    let refused = match (listeners.certificates(), &certificates) {
+        (Some(used), Some(new)) => {
+            used.replace(new);
+            server.recheck_certificates()
+        }
+        _ => 0,
+    };
     server.set_max_sessions(wanted.max_guests);
     logging.change(filter);
     listeners.switch(server, &wanted, prepared, confined)?;
-    wanted.keep_until_restart(running);
     *running = wanted;
-    Ok(describe_reload(running, &late))
+    let mut text = describe_reload(running, &late);
+    if refused > 0 {
+        text.push_str(&format!(
+            "; {refused} sessions are ended, because their certificates are no longer accepted"
+        ));
+    }
+    Ok(text)
 }

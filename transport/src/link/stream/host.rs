@@ -25,7 +25,7 @@ pub struct StreamHost {
     /// The last retired request that the guest knows of.
     reported: u64,
     counters: Counters,
-    certificate: Option<Vec<u8>>,
+    certificates: Vec<Vec<u8>>,
 }
 
 impl StreamHost {
@@ -47,13 +47,13 @@ impl StreamHost {
             retired: 0,
             reported: 0,
             counters: Counters::default(),
-            certificate: None,
+            certificates: Vec::new(),
         })
     }
 
-    /// The same end, for a guest with this verified certificate, in DER.
-    pub(super) fn with_certificate(mut self, certificate: Option<Vec<u8>>) -> StreamHost {
-        self.certificate = certificate;
+    /// The same end, for a guest with these verified certificates, in DER.
+    pub(super) fn with_certificates(mut self, certificates: Vec<Vec<u8>>) -> StreamHost {
+        self.certificates = certificates;
         self
     }
 }
@@ -78,8 +78,8 @@ fn send_heartbeats(framing: &Weak<Mutex<Framing>>) {
 }
 
 impl HostEnd for StreamHost {
-    fn certificate(&self) -> Option<&[u8]> {
-        self.certificate.as_deref()
+    fn certificates(&self) -> &[Vec<u8>] {
+        &self.certificates
     }
 
     fn receive(

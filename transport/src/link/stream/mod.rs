@@ -19,13 +19,17 @@
 //! [`STALL`](crate::shm::liveness::STALL) closes the link.
 
 mod accept;
+mod certificate_fault;
+mod certificate_files;
 mod channel;
 mod framing;
 mod guest;
 mod host;
+mod shown;
 pub mod tcp;
 pub mod tls;
 pub mod vsock;
+pub mod x509;
 
 pub use channel::{Channel, Plain};
 pub use guest::StreamGuest;

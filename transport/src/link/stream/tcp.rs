@@ -231,16 +231,16 @@ impl Arrival {
             error,
         };
         prepare(&self.socket).map_err(failed)?;
-        let (channel, certificate): (Box<dyn Channel>, _) = match &self.certificates {
+        let (channel, certificates): (Box<dyn Channel>, _) = match &self.certificates {
             Some(certificates) => {
                 let secure = certificates.accept(self.socket, Instant::now() + timeout)?;
-                let certificate = secure.certificate();
-                (Box::new(secure), certificate)
+                let shown = secure.peer_certificates();
+                (Box::new(secure), shown)
             }
-            None => (Box::new(Plain::new(self.socket)), None),
+            None => (Box::new(Plain::new(self.socket)), Vec::new()),
         };
         let host = StreamHost::new(channel).map_err(failed)?;
-        Ok(host.with_certificate(certificate))
+        Ok(host.with_certificates(certificates))
     }
 }
 

@@ -18,6 +18,7 @@ use crate::config_error::ConfigError;
 use crate::own_program::OWN_PROGRAM;
 use crate::runtime_dir;
 use crate::serve::args::Args;
+use crate::serve::certificates::{self, EndWatch};
 use crate::serve::events::{Event, announce, describe_reload, wait_for_end};
 use crate::serve::listeners::Listeners;
 use crate::serve::logging::Logging;
@@ -55,7 +56,7 @@ pub(crate) fn run(
     let own = std::env::current_exe().context("finding this program")?;
     let common = common(args, &settings);
     let worker = {
-        let (own, common, certs) = (own.clone(), common.clone(), settings.certs.clone());
+        let (own, common) = (own.clone(), common.clone());
         Box::new(move |memory: Option<u64>| {
             // The running program itself, even if an upgrade has replaced its file: supervisor and
             // worker exchange messages of one version.
@@ -63,9 +64,6 @@ pub(crate) fn run(
             command.arg0(&own).arg("serve-guest").args(&common);
             command.arg(format!("--supervisor={}", env!("CARGO_PKG_VERSION")));
             command.args(memory.map(|bytes| format!("--memory={bytes}")));
-            if let Some(certs) = &certs {
-                command.arg("--certs").arg(certs);
-            }
             command
         })
     };
@@ -75,6 +73,10 @@ pub(crate) fn run(
     };
     let mut supervisor =
         Supervisor::new(worker, resources, partition).context("memory of the guests")?;
+    if let Some(certificates) = listeners.certificates() {
+        let set = supervisor.set_certificates(&certificates.files());
+        set.context("certificates")?;
+    }
     let observers = observe::bind(&settings)?;
     let mut machines = Vec::new();
     let mut folder = None;
@@ -123,11 +125,15 @@ pub(crate) fn run(
     service::ready();
     trim_pages::trim(Scope::Program);
 
+    let watch = EndWatch::new(listeners.certificates().cloned());
     let mut running = settings;
     // The engines are in the workers, and each guest gets a new one.
     wait_for_end(
         events,
-        || None,
+        || {
+            watch.look();
+            None
+        },
         || {
             reload(
                 args,
@@ -165,10 +171,17 @@ fn reload(
     partition::check(&wanted)?;
     let partition = partition::partition(args, &wanted, memory)?;
     let filter = logging.check(&wanted)?;
+    let certificates = certificates::load(&wanted)?;
     let prepared = listeners.prepare(&wanted, &mut Default::default())?;
     supervisor
         .apply(partition)
         .context("memory of the guests")?;
+    if let (Some(used), Some(new)) = (listeners.certificates(), &certificates) {
+        supervisor
+            .set_certificates(&new.files())
+            .context("certificates")?;
+        used.replace(new);
+    }
     logging.change(filter);
     listeners.switch(supervisor, &wanted, prepared, confined)?;
     *running = wanted;

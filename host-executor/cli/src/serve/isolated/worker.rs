@@ -1,6 +1,5 @@
 //! The process of one guest.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc;
 
@@ -11,7 +10,6 @@ use vgpu_executor::config::{LogFormat, Settings};
 use vgpu_executor::engine::{self, EngineKind};
 use vgpu_executor::sandbox::{self, FileIsolation, Role};
 use vgpu_executor::{Limits, Server, StopFlag, WeightStore, isolate, size};
-use vgpu_transport::link::stream::tls::Certificates;
 
 use crate::serve::args::ShareWeights;
 use crate::serve::events::{Event, catch_signals};
@@ -29,8 +27,6 @@ pub(crate) struct WorkerArgs {
     /// The version of the supervisor
     #[arg(long)]
     supervisor: Option<String>,
-    #[arg(long)]
-    certs: Option<PathBuf>,
     #[arg(long)]
     engine: EngineKind,
     #[arg(long)]
@@ -63,10 +59,9 @@ pub(crate) fn run_worker(args: WorkerArgs) -> anyhow::Result<()> {
         ..Settings::default()
     })?;
     if !args.no_sandbox {
-        // Before the process has the key of the certificate.
+        // Before the process has anything of its guest.
         sandbox::hide().context(REMEDY)?;
     }
-    let certificates = certificates(args.certs.as_ref())?;
     match args.engine {
         _ if args.no_sandbox => {}
         EngineKind::Cpu => isolate_files()?,
@@ -100,7 +95,7 @@ pub(crate) fn run_worker(args: WorkerArgs) -> anyhow::Result<()> {
         })
         .context("no thread for signals")?;
     tracing::debug!(worker = args.worker, "the worker starts");
-    isolate::serve(socket, server, certificates.as_ref(), &stop);
+    isolate::serve(socket, server, &stop);
     Ok(())
 }
 
@@ -118,10 +113,4 @@ fn isolate_files() -> anyhow::Result<()> {
         isolation => info!("files: {isolation}"),
     }
     Ok(())
-}
-
-fn certificates(folder: Option<&PathBuf>) -> anyhow::Result<Option<Certificates>> {
-    folder
-        .map(|folder| Certificates::load(folder).context("certificates"))
-        .transpose()
 }

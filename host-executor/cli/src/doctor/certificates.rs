@@ -1,0 +1,67 @@
+//! The certificates of TCP links.
+
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+
+use vgpu_executor::config::{DEFAULT_PATH, Settings};
+use vgpu_transport::link::connect::CERTIFICATES;
+use vgpu_transport::link::stream::tls::{
+    CertificateFileFault, CertificateFiles, Certificates, TlsError,
+};
+use vgpu_transport::link::stream::x509::utc;
+
+use super::report::Report;
+
+const PART: &str = "certs";
+
+pub(super) fn check(given: &[PathBuf], report: &mut Report) {
+    for folder in given {
+        check_folder(folder, None, report);
+    }
+    let variable = std::env::var_os(CERTIFICATES).filter(|folder| !folder.is_empty());
+    if let Some(folder) = variable {
+        check_folder(Path::new(&folder), None, report);
+    }
+    // `vgpu check-config` says what is wrong with the file.
+    if let Ok(settings) = Settings::load(DEFAULT_PATH.as_ref())
+        && let Some(folder) = &settings.certs
+    {
+        check_folder(folder, settings.crl.as_deref(), report);
+    }
+}
+
+fn check_folder(folder: &Path, crl: Option<&Path>, report: &mut Report) {
+    let files = CertificateFiles::read(folder, crl);
+    let certificates = files.map_err(TlsError::from).and_then(Certificates::check);
+    let certificates = match certificates {
+        Ok(certificates) => certificates,
+        Err(error) if is_hidden(&error) => {
+            report.note(
+                PART,
+                format!("{error}: run vgpu doctor as the user of the folder"),
+            );
+            return;
+        }
+        Err(error) => {
+            report.fail(PART, error.to_string());
+            return;
+        }
+    };
+    let own = certificates.own();
+    let ends = own.not_after.map_or_else(|| "no known day".into(), utc);
+    report.ok(
+        PART,
+        format!("{}: of {}, until {ends}", folder.display(), own.name()),
+    );
+    for (file, ending) in certificates.ending() {
+        report.note(PART, format!("{}: {ending}", file.display()));
+    }
+}
+
+/// Whether this user may not read a file.
+fn is_hidden(error: &TlsError) -> bool {
+    let TlsError::File(error) = error else {
+        return false;
+    };
+    matches!(&error.cause, CertificateFileFault::Read(e) if e.kind() == ErrorKind::PermissionDenied)
+}
