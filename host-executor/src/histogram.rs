@@ -69,9 +69,15 @@ impl Distribution {
         for (mine, theirs) in self.buckets.iter_mut().zip(&other.buckets) {
             mine.1 = mine.1.saturating_add(theirs.1);
         }
-        self.sum += other.sum;
+        add_seconds(&mut self.sum, other.sum);
         self.count = self.count.saturating_add(other.count);
     }
+}
+
+/// Adds seconds that another process has counted. The sum stays finite, because JSON has no other
+/// numbers.
+pub(crate) fn add_seconds(sum: &mut f64, seconds: f64) {
+    *sum = (*sum + seconds.max(0.0)).min(f64::MAX);
 }
 
 impl Default for Distribution {

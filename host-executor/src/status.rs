@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use crate::histogram::Distribution;
+use crate::histogram::{Distribution, add_seconds};
 use crate::stats::Stats;
 
 /// Takes snapshots of an executor, from any thread, without delaying its sessions.
@@ -199,8 +199,8 @@ impl Usage {
         ] {
             *sum = sum.saturating_add(*count);
         }
-        self.busy += busy;
-        self.queued += queued;
+        add_seconds(&mut self.busy, *busy);
+        add_seconds(&mut self.queued, *queued);
     }
 }
 

@@ -1,7 +1,7 @@
 //! The figures of all workers, added up by guest.
 #![forbid(unsafe_code)]
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -56,7 +56,11 @@ impl Shared {
             snapshot.add(&counted, &report.report);
             // The supervisor itself knows the peer. The worker reports the figures and the program
             // name.
+            let mut seen = BTreeSet::new();
             for session in &report.report.status.sessions {
+                if !seen.insert(session.id) {
+                    continue;
+                }
                 if let Some((_, peer)) = worker.sessions.get(&session.id) {
                     let process = peer.process.as_ref();
                     snapshot.sessions.push(SessionStatus {

@@ -17,12 +17,16 @@
 mod aggregate;
 mod certificates;
 mod ipc;
+mod log_pipe;
 mod partition;
 mod process;
 mod state;
 mod supervisor;
 mod totals;
 mod worker;
+
+#[cfg(test)]
+mod hostile_tests;
 
 pub use partition::{Partition, Resources};
 pub use state::{MakeCommand, MakeMachine};

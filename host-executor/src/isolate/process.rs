@@ -4,6 +4,8 @@ use std::fmt;
 use std::io;
 use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
 use std::process::{Child, Command, ExitStatus};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 
@@ -23,6 +25,26 @@ pub(super) fn spawn(command: &mut Command, nice: i32) -> io::Result<Child> {
         });
     }
     command.spawn()
+}
+
+/// How often the end of a process is checked.
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
+
+/// Waits for the end of a process that has been told to end, and kills it after `timeout`. Returns
+/// its status, and whether it was killed.
+pub(super) fn wait_or_kill(
+    process: &mut Child,
+    timeout: Duration,
+) -> io::Result<(ExitStatus, bool)> {
+    let start = Instant::now();
+    while start.elapsed() < timeout {
+        if let Some(status) = process.try_wait()? {
+            return Ok((status, false));
+        }
+        thread::sleep(POLL_INTERVAL);
+    }
+    process.kill()?;
+    Ok((process.wait()?, true))
 }
 
 /// Describes how a process ended.

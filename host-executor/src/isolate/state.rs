@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use std::process;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rustix::process::Pid;
 use tracing::error;
@@ -29,8 +29,27 @@ pub type MakeCommand = Box<dyn Fn(Option<u64>) -> process::Command + Send + Sync
 /// Makes the command of a process that serves a virtual machine.
 pub type MakeMachine = Box<dyn Fn() -> process::Command + Send + Sync>;
 
+/// How long a supervisor waits for workers, which a guest may have taken over.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Timeouts {
+    /// For the end of a process that has been told to end. Then it is killed.
+    pub(super) end: Duration,
+    /// For a worker that tells a guest why it is rejected.
+    pub(super) rejection: Duration,
+}
+
+impl Default for Timeouts {
+    fn default() -> Timeouts {
+        Timeouts {
+            end: Duration::from_secs(10),
+            rejection: Duration::from_secs(30),
+        }
+    }
+}
+
 /// What the threads of a supervisor share.
 pub(super) struct Shared {
+    pub(super) timeouts: Timeouts,
     pub(super) command: MakeCommand,
     pub(super) resources: Resources,
     pub(super) since: Instant,
@@ -72,6 +91,10 @@ pub(super) struct Worker {
     pub(super) report: Option<WorkerReport>,
 }
 
+/// Most processes of one named guest that have been told to end and still run, for a new one to be
+/// started.
+const MAX_ENDING: usize = 2;
+
 /// The process that serves a virtual machine.
 #[derive(Debug)]
 pub(super) struct VmProcess {
@@ -86,10 +109,12 @@ impl Shared {
         command: MakeCommand,
         resources: Resources,
         partition: Partition,
+        timeouts: Timeouts,
     ) -> Result<Shared, QuotaError> {
         let registry = TenantRegistry::new(resources.memory.unwrap_or(u64::MAX));
         registry.apply(partition.rules.clone())?;
         Ok(Shared {
+            timeouts,
             command,
             resources,
             since: Instant::now(),
@@ -111,6 +136,12 @@ impl Shared {
         self.processes
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The number that was given last.
+    #[cfg(test)]
+    pub(super) fn last_session(&self) -> u64 {
+        self.last_id.load(Ordering::Relaxed)
     }
 
     /// A number that no session and no process of this supervisor has had.
@@ -249,6 +280,20 @@ impl Processes {
             return Some(Rejection::Full {
                 sessions: own,
                 limit: MAX_WORKER_SESSIONS,
+            });
+        }
+        // A worker that does not end keeps its memory. Without this limit, a guest that has taken
+        // its workers over would get its memory once more with each program.
+        let ending = self.workers.values();
+        let ending =
+            ending.filter(|w| w.is_closing && guest.is_some() && w.guest.as_deref() == guest);
+        let ending = ending.count();
+        if ending >= MAX_ENDING {
+            return Some(Rejection::Rejected {
+                reason: format!(
+                    "{ending} processes of this guest are ending, at most {MAX_ENDING} may: try \
+                     again in some seconds"
+                ),
             });
         }
         if let Some(rejection) = self.too_many(guest, peer) {

@@ -15,9 +15,10 @@ use vgpu_transport::link::stream::tls::CertificateFiles;
 
 use super::certificates;
 use super::ipc::{self, IpcSocket, Received, Rejection, WorkerReport};
+use super::log_pipe::LogPipe;
 use super::partition::{Partition, Resources};
-use super::process::{ExitReason, spawn};
-use super::state::{MakeCommand, MakeMachine, Processes, Shared, VmProcess, Worker};
+use super::process::{ExitReason, spawn, wait_or_kill};
+use super::state::{MakeCommand, MakeMachine, Processes, Shared, Timeouts, VmProcess, Worker};
 use crate::listener::threads::ListenerThreads;
 use crate::listener::{ListenerId, SocketListener};
 use crate::peer::Peer;
@@ -39,6 +40,28 @@ const POLL_INTERVAL: Duration = Duration::from_millis(50);
 /// message.
 const MAX_REJECTIONS: usize = 16;
 
+/// Reports of a worker that are received at once, and the interval of further ones.
+const REPORT_BURST: u32 = 64;
+const REPORT_INTERVAL: Duration = Duration::from_millis(20);
+
+/// How fast the reports of a worker are received. A worker whose reports are not received loses
+/// reports.
+#[derive(Debug, Default)]
+struct Pace {
+    /// When the reports so far would have been received, one in each interval.
+    due: Option<Instant>,
+}
+
+impl Pace {
+    /// How long to wait after a report.
+    fn delay(&mut self, now: Instant) -> Duration {
+        let due = self.due.map_or(now, |due| due.max(now)) + REPORT_INTERVAL;
+        self.due = Some(due);
+        let early = due.saturating_duration_since(now);
+        early.saturating_sub(REPORT_INTERVAL * REPORT_BURST)
+    }
+}
+
 /// Starts a worker for each guest.
 pub struct Supervisor {
     shared: Arc<Shared>,
@@ -56,10 +79,26 @@ impl Supervisor {
         resources: Resources,
         partition: Partition,
     ) -> Result<Supervisor, QuotaError> {
+        Supervisor::with_timeouts(command, resources, partition, Timeouts::default())
+    }
+
+    /// As [`new`](Supervisor::new), with other timeouts.
+    pub(super) fn with_timeouts(
+        command: MakeCommand,
+        resources: Resources,
+        partition: Partition,
+        timeouts: Timeouts,
+    ) -> Result<Supervisor, QuotaError> {
+        let shared = Shared::new(command, resources, partition, timeouts)?;
         Ok(Supervisor {
-            shared: Arc::new(Shared::new(command, resources, partition)?),
+            shared: Arc::new(shared),
             listeners: ListenerThreads::default(),
         })
+    }
+
+    #[cfg(test)]
+    pub(super) fn shared(&self) -> &Shared {
+        &self.shared
     }
 
     /// Applies a partition, and sends each worker its new limits.
@@ -140,13 +179,14 @@ impl Supervisor {
         control: &Path,
     ) -> io::Result<()> {
         let id = self.shared.new_id();
-        let Some(mut child) = self.shared.spawn_vm(id, name, &command, control)? else {
+        let Some((mut child, log)) = self.shared.spawn_vm(id, name, &command, control)? else {
             return Ok(()); // a shutdown
         };
         let start = Instant::now();
         while !socket.exists() {
             if let Some(status) = child.try_wait()? {
                 self.shared.processes().machines.remove(&id);
+                log.finish();
                 let reason = ExitReason(status);
                 return Err(io::Error::other(format!("its process {reason}")));
             }
@@ -159,7 +199,7 @@ impl Supervisor {
         let control = control.to_owned();
         thread::Builder::new()
             .name(format!("vgpu-vm-{name}"))
-            .spawn(move || shared.keep_vm(id, child, &name, &command, &control))?;
+            .spawn(move || shared.keep_vm(id, (child, log), &name, &command, &control))?;
         Ok(())
     }
 
@@ -254,6 +294,7 @@ impl Shared {
             processes.certificates.as_ref(),
         )?;
         let (shared, ipc) = (Arc::clone(self), Arc::clone(&worker.ipc));
+        let limit = worker.is_rejection.then_some(self.timeouts.rejection);
         thread::Builder::new()
             .name(format!("vgpu-worker-{session}"))
             .spawn(move || {
@@ -261,18 +302,25 @@ impl Shared {
                 command
                     .arg(format!("--worker={session}"))
                     .stdin(Stdio::from(theirs))
-                    .stdout(Stdio::null());
+                    .stdout(Stdio::null())
+                    .stderr(Stdio::piped());
                 let started = spawn(&mut command, nice);
                 // The command owns the worker's end of the socket, which must not stay open here.
                 drop(command);
-                shared.watch_worker(session, &ipc, started);
+                shared.watch_worker(session, &ipc, started, limit);
             })?;
         processes.workers.insert(session, worker);
         Ok(())
     }
 
-    /// Receives the reports of a worker until its process has ended.
-    fn watch_worker(&self, id: u64, ipc: &IpcSocket, started: io::Result<Child>) {
+    /// Receives the reports of a worker until its process has ended, or has lived for `limit`.
+    fn watch_worker(
+        &self,
+        id: u64,
+        ipc: &IpcSocket,
+        started: io::Result<Child>,
+        limit: Option<Duration>,
+    ) {
         let mut process = match started {
             Ok(process) => process,
             Err(error) => {
@@ -283,26 +331,24 @@ impl Shared {
                 return;
             }
         };
-        let mut has_logged = false;
-        loop {
-            match ipc.receive(None) {
-                Ok(Received::Message(report, _)) => self.on_report(id, report),
-                Ok(Received::Nothing) => {}
-                Ok(Received::Invalid(_)) if has_logged => {}
-                Ok(Received::Invalid(why)) => {
-                    has_logged = true;
-                    error!(worker = id, "invalid message from the worker: {why}");
-                }
-                Ok(Received::Closed) => break,
-                Err(error) => {
-                    error!(worker = id, "no connection to the worker any more: {error}");
-                    ipc.close();
-                    break;
-                }
-            }
-        }
         let pid = process.id();
-        let status = process.wait();
+        let log = LogPipe::start(process.stderr.take(), format!("worker {id}"));
+        self.receive_reports(id, ipc, limit);
+        // From here on the worker gets no program, whoever has closed the connection.
+        if let Some(worker) = self.processes().workers.get_mut(&id) {
+            worker.close();
+        }
+        let ended = wait_or_kill(&mut process, self.timeouts.end);
+        log.finish();
+        let status = ended.map(|(status, was_killed)| {
+            if was_killed {
+                error!(
+                    worker = id,
+                    pid, "the worker did not end within {:?}, and was killed", self.timeouts.end
+                );
+            }
+            status
+        });
         let is_good = matches!(&status, Ok(status) if status.success());
         self.remove_worker(id, |session, peer| match &status {
             Ok(_) if is_good => {}
@@ -319,6 +365,39 @@ impl Shared {
         });
         if !self.stop.is_set() {
             info!(worker = id, pid, "the worker has ended");
+        }
+    }
+
+    /// Receives the reports of a worker until the connection is closed, or `limit` has passed.
+    fn receive_reports(&self, id: u64, ipc: &IpcSocket, limit: Option<Duration>) {
+        let start = Instant::now();
+        let mut pace = Pace::default();
+        let mut has_logged = false;
+        loop {
+            let left = limit.map(|limit| limit.saturating_sub(start.elapsed()));
+            if left.is_some_and(|left| left.is_zero()) {
+                error!(
+                    worker = id,
+                    "the worker takes longer than {limit:?} to reject a guest"
+                );
+                return;
+            }
+            match ipc.receive(left) {
+                Ok(Received::Message(report, _)) => self.on_report(id, report),
+                Ok(Received::Nothing) => continue,
+                Ok(Received::Invalid(_)) if has_logged => {}
+                Ok(Received::Invalid(why)) => {
+                    has_logged = true;
+                    error!(worker = id, "invalid message from the worker: {why}");
+                }
+                Ok(Received::Closed) => return,
+                Err(error) => {
+                    error!(worker = id, "no connection to the worker any more: {error}");
+                    return;
+                }
+            }
+            // A worker that sends without end must not occupy a processor of the supervisor.
+            thread::sleep(pace.delay(Instant::now()));
         }
     }
 
@@ -362,22 +441,26 @@ impl Shared {
         name: &str,
         command: &MakeMachine,
         control: &Path,
-    ) -> io::Result<Option<Child>> {
+    ) -> io::Result<Option<(Child, LogPipe)>> {
         let mut command = command();
-        command.stdin(Stdio::null()).stdout(Stdio::null());
+        command
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped());
         // Locked until the process is in the list, so that a shutdown does not miss it.
         let mut processes = self.processes();
         if self.stop.is_set() {
             return Ok(None);
         }
-        let child = spawn(&mut command, processes.partition.nice(Some(name)))?;
+        let mut child = spawn(&mut command, processes.partition.nice(Some(name)))?;
+        let log = LogPipe::start(child.stderr.take(), format!("virtual machine {name}"));
         let machine = VmProcess {
             name: name.into(),
             pid: Pid::from_child(&child),
             control: control.into(),
         };
         processes.machines.insert(id, machine);
-        Ok(Some(child))
+        Ok(Some((child, log)))
     }
 
     /// Waits for the end of the process of a virtual machine and starts the next one, until the
@@ -385,7 +468,7 @@ impl Shared {
     fn keep_vm(
         &self,
         id: u64,
-        mut process: Child,
+        (mut process, mut log): (Child, LogPipe),
         name: &str,
         command: &MakeMachine,
         control: &Path,
@@ -394,6 +477,7 @@ impl Shared {
         loop {
             let (pid, started) = (process.id(), Instant::now());
             let status = process.wait();
+            log.finish();
             // Between these two lines the kernel could give the pid to a new process, but it uses
             // all other pids first.
             self.processes().machines.remove(&id);
@@ -407,7 +491,7 @@ impl Shared {
                 true => MIN_PAUSE,
                 false => (pause * 2).min(MAX_PAUSE),
             };
-            process = loop {
+            (process, log) = loop {
                 let until = Instant::now() + pause;
                 while Instant::now() < until {
                     if self.stop.is_set() {
@@ -427,6 +511,30 @@ impl Shared {
                 pid = process.id(),
                 "its process is started again; a QEMU that was connected needs a restart"
             );
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reports_without_end_are_received_at_a_limited_pace() {
+        let mut pace = Pace::default();
+        let mut now = Instant::now();
+        let start = now;
+        for _ in 0..REPORT_BURST {
+            assert_eq!(pace.delay(now), Duration::ZERO);
+        }
+        for _ in 0..100 {
+            now += pace.delay(now);
+        }
+        assert_eq!(now - start, REPORT_INTERVAL * 100);
+        // A worker that reports now and then never waits.
+        for _ in 0..1000 {
+            now += Duration::from_millis(500);
+            assert_eq!(pace.delay(now), Duration::ZERO);
         }
     }
 }

@@ -1,0 +1,387 @@
+//! A supervisor whose workers have been taken over: each test is one thing that such a worker does.
+
+use std::collections::VecDeque;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::{Arc, Mutex, mpsc};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::net::{AddressFamily, SendFlags, SocketAddrUnix, SocketType};
+use vgpu_cpu::CpuEngine;
+use vgpu_engine::Engine as _;
+use vgpu_transport::ir::IR_VERSION;
+use vgpu_transport::link::GuestEnd;
+use vgpu_transport::link::unix::{self, ListenOptions, Listener};
+use vgpu_transport::wire::{PROTOCOL_VERSION, Reply, Request};
+
+use super::ipc::{self, IpcSocket, Received, WorkerReport};
+use super::partition::{Partition, Resources};
+use super::state::Timeouts;
+use super::{Supervisor, serve, take_socket};
+use crate::limits::Limits;
+use crate::policy::Policy;
+use crate::server::Server;
+use crate::status::Status;
+use crate::stop::StopFlag;
+use crate::tenant_registry::{GuestRule, Rules};
+
+/// What the worker of a test does, in its environment.
+const DEED: &str = "VGPU_TEST_WORKER";
+
+/// How long a test waits for an event.
+const TIMEOUT: Duration = Duration::from_secs(60);
+
+const MEMORY: u64 = 16 << 20;
+
+/// The worker: this test program, started again by the tests below.
+#[test]
+fn worker_process() {
+    let Ok(deed) = std::env::var(DEED) else {
+        return;
+    };
+    let socket = take_socket().expect("a socket");
+    let engine = Arc::new(CpuEngine::new(1, Some(MEMORY)).expect("an engine"));
+    let server = Server::new(Arc::clone(&engine) as _, Limits::default(), 64);
+    if deed == "honest" {
+        serve(socket, server, &StopFlag::new());
+        std::process::exit(0);
+    }
+    let raw = socket.try_clone().expect("a descriptor");
+    let ipc = IpcSocket::new(socket);
+    let honest = server.status_handle().report();
+    match deed.as_str() {
+        "garbage" => {
+            for packet in [
+                &b"nonsense"[..],
+                b"{}",
+                b"[[[[[[[[",
+                b"\xff\xff",
+                &[b'['; 100_000],
+            ] {
+                let _ = rustix::net::send(&raw, packet, SendFlags::empty());
+            }
+        }
+        "flood" => {
+            let report = WorkerReport {
+                served: 0,
+                report: honest.clone(),
+            };
+            // Until the supervisor closes the connection.
+            while let Ok(()) | Err(FULL) = ipc.send(&report, None).map_err(|e| e.kind()) {}
+        }
+        "claims" => {
+            let Ok(Received::Message(ipc::Command::Rules(_), _)) = ipc.receive(None) else {
+                panic!("no rules");
+            };
+            let Ok(Received::Message(ipc::Command::Serve { session, .. }, _socket)) =
+                ipc.receive::<ipc::Command>(None)
+            else {
+                panic!("no program");
+            };
+            let _ = ipc.send(&claims(honest.clone(), session), None);
+            thread::sleep(TIMEOUT);
+        }
+        // All programs have ended, says the worker.
+        "ended" => {
+            let report = WorkerReport {
+                served: u64::MAX,
+                report: honest.clone(),
+            };
+            let _ = ipc.send(&report, None);
+        }
+        "closes" => ipc.close(),
+        "silent" => {}
+        other => panic!("{other}"),
+    }
+    assert!(engine.memory().total > 0);
+    // It never ends by itself.
+    thread::sleep(TIMEOUT * 10);
+}
+
+/// The socket has no room.
+const FULL: std::io::ErrorKind = std::io::ErrorKind::WouldBlock;
+
+/// Figures of a worker that claims the sessions and the figures of everyone.
+fn claims(mut report: crate::status::Report, own: u64) -> WorkerReport {
+    let mut guest = report.status.guests[0].clone();
+    guest.usage.memory = u64::MAX;
+    guest.usage.graphs = u64::MAX;
+    guest.usage.busy = f64::MAX;
+    guest.usage.queued = -f64::MAX;
+    report.status.guests = ["a", "b", "-", "-"]
+        .map(|name| crate::status::GuestStatus {
+            name: name.into(),
+            ..guest.clone()
+        })
+        .into();
+    let session = |id| crate::status::SessionStatus {
+        id,
+        guest: "b".into(),
+        endpoint: "\x1b[2J".into(),
+        pid: None,
+        uid: None,
+        program: Some("\x1b[2J".repeat(100)),
+        age: 0.0,
+        usage: guest.usage,
+    };
+    report.status.sessions = (0..20).chain([own; 100]).map(session).collect();
+    WorkerReport { served: 0, report }
+}
+
+/// A supervisor whose workers do given deeds, one after the other.
+struct Supervised {
+    supervisor: Option<Supervisor>,
+    folder: PathBuf,
+}
+
+impl Supervised {
+    /// `timeout`: for the end of a process.
+    fn new(test: &str, timeout: Duration, deeds: &[&'static str]) -> Supervised {
+        let folder = std::env::temp_dir().join(format!("vgpu-{test}-{}", std::process::id()));
+        std::fs::create_dir(&folder).expect("a new folder");
+        let deeds = Mutex::new(VecDeque::from(deeds.to_vec()));
+        let own = std::env::current_exe().expect("this program");
+        let worker = Box::new(move |_: Option<u64>| {
+            let deed = deeds
+                .lock()
+                .expect("no panic")
+                .pop_front()
+                .unwrap_or("silent");
+            // The shell drops the arguments that the supervisor adds.
+            let mut command = Command::new("/bin/sh");
+            command
+                .args([
+                    "-c",
+                    "exec \"$0\" --exact isolate::hostile_tests::worker_process",
+                ])
+                .arg(&own)
+                .env(DEED, deed);
+            command
+        });
+        let named = |name: &str| GuestRule {
+            name: name.into(),
+            uids: Vec::new(),
+            cids: Vec::new(),
+            certificates: Vec::new(),
+            policy: Policy {
+                memory: Some(MEMORY),
+                ..Policy::default()
+            },
+        };
+        let partition = Partition {
+            rules: Rules {
+                guests: vec![named("a"), named("b")],
+                unnamed: Some(Policy::default()),
+                overcommit: true,
+            },
+            max_unnamed: 16,
+            max_sessions: 16,
+        };
+        let resources = Resources {
+            engine: "cpu".into(),
+            memory: Some(MEMORY),
+        };
+        let timeouts = Timeouts {
+            end: timeout,
+            ..Timeouts::default()
+        };
+        let supervisor = Supervisor::with_timeouts(worker, resources, partition, timeouts);
+        let mut supervisor = supervisor.expect("room for the quotas");
+        for guest in ["a", "b"] {
+            let listener = Listener::bind(&folder.join(guest), ListenOptions::default());
+            let listener = listener.expect("a socket");
+            { supervisor.listen_for(Some(guest.into()), listener) }.expect("a thread");
+        }
+        Supervised {
+            supervisor: Some(supervisor),
+            folder,
+        }
+    }
+
+    fn path(&self, guest: &str) -> PathBuf {
+        self.folder.join(guest)
+    }
+
+    /// A program that says nothing, for a worker that does not serve.
+    fn program(&self, guest: &str) -> OwnedFd {
+        let programs = self.programs();
+        let (family, kind) = (AddressFamily::UNIX, SocketType::SEQPACKET);
+        let socket = rustix::net::socket(family, kind, None).expect("a socket");
+        let address = SocketAddrUnix::new(self.path(guest)).expect("an address");
+        rustix::net::connect(&socket, &address).expect("a connection");
+        eventually("it is accepted", || self.programs() > programs);
+        socket
+    }
+
+    /// How many programs the supervisor has accepted.
+    fn programs(&self) -> u64 {
+        self.shared().last_session()
+    }
+
+    fn shared(&self) -> &super::state::Shared {
+        self.supervisor.as_ref().expect("it runs").shared()
+    }
+
+    fn status(&self) -> Status {
+        let handle = self.supervisor.as_ref().expect("it runs").status_handle();
+        handle.status()
+    }
+
+    /// The processes of a guest.
+    fn processes(&self, guest: &str) -> usize {
+        let processes = self.shared().processes();
+        let workers = processes.workers.values();
+        workers
+            .filter(|w| w.guest.as_deref() == Some(guest) && !w.is_rejection)
+            .count()
+    }
+
+    /// Ends the supervisor, which has to come to an end.
+    fn shutdown(&mut self) {
+        let supervisor = self.supervisor.take().expect("it runs");
+        let (sender, done) = mpsc::channel();
+        thread::spawn(move || {
+            supervisor.shutdown();
+            let _ = sender.send(());
+        });
+        done.recv_timeout(TIMEOUT).expect("it ends");
+    }
+}
+
+impl Drop for Supervised {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.folder);
+    }
+}
+
+fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !is_so() {
+        assert!(start.elapsed() < TIMEOUT, "{what}: not within {TIMEOUT:?}");
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Connects to an honest worker, and asks for the size of its memory.
+fn served(path: &Path) -> Box<dyn GuestEnd> {
+    let mut end = unix::connect(path, TIMEOUT).expect("a link");
+    let mut message = Vec::new();
+    let hello = Request::Hello {
+        protocol: PROTOCOL_VERSION,
+        ir: IR_VERSION,
+        name: "test".into(),
+    };
+    hello.encode(&mut message);
+    end.send(&message, (&[][..]).into()).expect("a worker");
+    message.clear();
+    end.receive(&mut message, (&mut [][..]).into())
+        .expect("a reply");
+    let reply = Reply::decode(&message).expect("a reply");
+    assert!(matches!(reply, Reply::Welcome { .. }), "{reply:?}");
+    Box::new(end)
+}
+
+const SOON: Duration = Duration::from_millis(200);
+
+#[test]
+fn garbage_of_a_worker_affects_only_its_guest() {
+    let mut test = Supervised::new("garbage", SOON, &["garbage", "honest"]);
+    let _hostile = test.program("a");
+    let _guest = served(&test.path("b"));
+    eventually("b is shown", || {
+        test.status()
+            .sessions
+            .iter()
+            .any(|session| session.guest == "b")
+    });
+    // The guest of the worker is no better off than before.
+    assert_eq!(test.processes("a"), 1);
+    test.shutdown();
+}
+
+#[test]
+fn flood_of_reports_does_not_keep_others_from_being_served() {
+    let mut test = Supervised::new("flood", SOON, &["flood", "honest"]);
+    let _hostile = test.program("a");
+    for _ in 0..3 {
+        drop(served(&test.path("b")));
+    }
+    test.shutdown();
+}
+
+#[test]
+fn claims_of_a_worker_count_for_its_own_guest_only() {
+    let mut test = Supervised::new("claims", SOON, &["honest", "claims"]);
+    let _guest = served(&test.path("b"));
+    eventually("b is shown", || !test.status().sessions.is_empty());
+    let _hostile = test.program("a");
+    eventually("a is shown", || {
+        test.status()
+            .sessions
+            .iter()
+            .any(|session| session.guest == "a")
+    });
+    let status = test.status();
+    let of = |name: &str| {
+        let guests = status.guests.iter();
+        let guest = guests.clone().find(|guest| guest.name == name);
+        guest.expect("it is named").usage
+    };
+    assert_eq!(
+        (of("a").memory, of("b").memory, of("-").memory),
+        (u64::MAX, 0, 0)
+    );
+    let sessions = |guest: &str| {
+        let sessions = status
+            .sessions
+            .iter()
+            .filter(|session| session.guest == guest);
+        sessions.count()
+    };
+    assert_eq!(
+        (sessions("a"), sessions("b"), status.sessions.len()),
+        (1, 1, 2)
+    );
+    for session in &status.sessions {
+        let text = format!("{}{:?}", session.endpoint, session.program);
+        assert!(!text.contains('\x1b') && text.len() < 1000, "{text}");
+    }
+    // The figures are numbers, which `vgpu ps` can read.
+    let text = serde_json::to_string(&status).expect("text");
+    let read: Status = serde_json::from_str(&text).expect("numbers");
+    assert_eq!(read.sessions.len(), 2);
+    assert!(of("a").busy.is_finite() && of("a").queued >= 0.0);
+    test.shutdown();
+}
+
+#[test]
+fn worker_that_closes_its_connection_or_is_silent_is_killed() {
+    let mut test = Supervised::new("silent", SOON, &["closes", "silent"]);
+    let _closing = test.program("a");
+    eventually("it is killed", || test.processes("a") == 0);
+    let _silent = test.program("b");
+    eventually("it runs", || test.processes("b") == 1);
+    // A worker that does not answer does not keep the executor from ending.
+    test.shutdown();
+}
+
+#[test]
+fn guest_gets_no_further_memory_while_its_workers_do_not_end() {
+    let mut test = Supervised::new("ended", Duration::from_secs(3), &["ended"; 8]);
+    let mut programs = Vec::new();
+    let mut most = 0;
+    for _ in 0..6 {
+        programs.push(test.program("a"));
+        // Until the supervisor believes that the program has ended.
+        eventually("its worker is told to end", || {
+            let processes = test.shared().processes();
+            let mut workers = processes.workers.values();
+            workers.all(|worker| worker.is_closing || worker.is_rejection)
+        });
+        most = most.max(test.processes("a"));
+    }
+    assert!(most <= 3, "{most} processes of one guest at once");
+    test.shutdown();
+}

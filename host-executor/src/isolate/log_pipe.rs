@@ -1,0 +1,240 @@
+//! The log of a worker on its way to the log of the supervisor.
+//!
+//! A guest may have taken over its worker. The worker therefore does not get the supervisor's
+//! standard error, but a pipe: what is written to it is limited, and cannot control a terminal.
+#![forbid(unsafe_code)]
+
+use std::io::{ErrorKind, Read, Write};
+use std::process::ChildStderr;
+use std::sync::mpsc::{self, Receiver};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use tracing::warn;
+
+/// Bytes that a process may write into the log at once, and in each second.
+const BURST: u64 = 256 << 10;
+const PER_SECOND: u64 = 64 << 10;
+
+/// The longest line in bytes. A longer one is divided.
+const MAX_LINE: usize = 16 << 10;
+
+/// How long a process that has written too much waits, when it goes on.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// How often the log says that lines were dropped.
+const NOTICE_INTERVAL: Duration = Duration::from_secs(10);
+
+/// How long the last lines of a process that has ended may take.
+const LAST_LINES: Duration = Duration::from_secs(1);
+
+/// The thread that forwards the log of a process.
+pub(super) struct LogPipe(Option<Receiver<()>>);
+
+impl LogPipe {
+    /// Starts to forward what the process `who` writes.
+    pub(super) fn start(pipe: Option<ChildStderr>, who: String) -> LogPipe {
+        let Some(pipe) = pipe else {
+            return LogPipe(None);
+        };
+        let (sender, done) = mpsc::channel();
+        let thread = thread::Builder::new().name("vgpu-log".into());
+        let spawned = thread.spawn(move || {
+            let mut limit = LogLimit::new(Instant::now());
+            forward(
+                pipe,
+                std::io::stderr(),
+                &mut limit,
+                Instant::now,
+                thread::sleep,
+                |dropped| {
+                    warn!(
+                        "{dropped} bytes of the log of {who} were dropped: it may write {BURST} \
+                         bytes at once, and {PER_SECOND} in each second"
+                    );
+                },
+            );
+            let _ = sender.send(());
+        });
+        if let Err(error) = spawned {
+            warn!("no thread for the log of a process, which is lost: {error}");
+        }
+        LogPipe(Some(done))
+    }
+
+    /// Waits for the last lines of a process that has ended.
+    pub(super) fn finish(self) {
+        if let Some(done) = self.0 {
+            let _ = done.recv_timeout(LAST_LINES);
+        }
+    }
+}
+
+/// What a process may still write.
+struct LogLimit {
+    left: u64,
+    at: Instant,
+    dropped: u64,
+    told: Option<Instant>,
+}
+
+impl LogLimit {
+    fn new(now: Instant) -> LogLimit {
+        LogLimit {
+            left: BURST,
+            at: now,
+            dropped: 0,
+            told: None,
+        }
+    }
+
+    /// Whether a line of `len` bytes may be written. Counts the line.
+    fn admit(&mut self, len: usize, now: Instant) -> bool {
+        let passed = now.saturating_duration_since(self.at).as_millis();
+        let gained = u64::try_from(passed).unwrap_or(u64::MAX);
+        let gained = gained.saturating_mul(PER_SECOND) / 1000;
+        if gained > 0 {
+            self.left = self.left.saturating_add(gained).min(BURST);
+            self.at = now;
+        }
+        let len = len as u64;
+        let left = self.left.checked_sub(len);
+        match left {
+            Some(left) => self.left = left,
+            None => self.dropped = self.dropped.saturating_add(len),
+        }
+        left.is_some()
+    }
+
+    /// The bytes that were dropped, if it is time to say so.
+    fn notice(&mut self, now: Instant, is_over: bool) -> Option<u64> {
+        let is_due = |told: Instant| now.saturating_duration_since(told) >= NOTICE_INTERVAL;
+        if self.dropped == 0 || !(is_over || self.told.is_none_or(is_due)) {
+            return None;
+        }
+        self.told = Some(now);
+        Some(std::mem::take(&mut self.dropped))
+    }
+}
+
+/// Forwards lines until the pipe ends.
+fn forward(
+    mut pipe: impl Read,
+    mut out: impl Write,
+    limit: &mut LogLimit,
+    now: impl Fn() -> Instant,
+    pause: impl Fn(Duration),
+    mut notice: impl FnMut(u64),
+) {
+    let mut part = vec![0; 64 << 10];
+    let mut pending: Vec<u8> = Vec::new();
+    let mut is_over = false;
+    while !is_over {
+        match pipe.read(&mut part) {
+            Ok(0) => is_over = true,
+            Ok(count) => pending.extend_from_slice(&part[..count]),
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            Err(_) => is_over = true,
+        }
+        let mut lines = Vec::new();
+        let mut has_dropped = false;
+        while let Some(len) = line_len(&pending, is_over) {
+            let line: Vec<u8> = pending.drain(..len).collect();
+            match limit.admit(len, now()) {
+                true => lines.extend_from_slice(printable(&line).as_bytes()),
+                false => has_dropped = true,
+            }
+        }
+        // A line that cannot be written (a full disk) is lost.
+        let _ = out.write_all(&lines).and_then(|()| out.flush());
+        if let Some(dropped) = limit.notice(now(), is_over) {
+            notice(dropped);
+        }
+        if has_dropped && !is_over {
+            // Meanwhile the pipe is full, and the process that fills it waits.
+            pause(PAUSE);
+        }
+    }
+}
+
+/// The length of the first line, with its end. `None`: the line is not complete yet.
+fn line_len(pending: &[u8], is_over: bool) -> Option<usize> {
+    let end = pending
+        .iter()
+        .take(MAX_LINE)
+        .position(|byte| *byte == b'\n');
+    match end {
+        Some(end) => Some(end + 1),
+        None if pending.len() >= MAX_LINE => Some(MAX_LINE),
+        None if is_over && !pending.is_empty() => Some(pending.len()),
+        None => None,
+    }
+}
+
+/// A line without control characters, with its end.
+fn printable(line: &[u8]) -> String {
+    let text = String::from_utf8_lossy(line);
+    let is_bad = |c: char| c.is_control() && c != '\t';
+    let mut text: String = { text.trim_end_matches('\n').chars() }
+        .map(|c| if is_bad(c) { '?' } else { c })
+        .collect();
+    text.push('\n');
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::{Cell, RefCell};
+
+    use super::*;
+
+    /// Forwards `text` in a time that passes only in pauses. Returns what was written, the bytes
+    /// that were dropped, and the seconds that the writer had to wait.
+    fn forwarded(text: &[u8]) -> (String, u64, u64) {
+        let start = Instant::now();
+        let passed = Cell::new(Duration::ZERO);
+        let dropped = RefCell::new(0);
+        let mut out = Vec::new();
+        let mut limit = LogLimit::new(start);
+        forward(
+            text,
+            &mut out,
+            &mut limit,
+            || start + passed.get(),
+            |pause| passed.set(passed.get() + pause),
+            |bytes| *dropped.borrow_mut() += bytes,
+        );
+        let dropped = dropped.into_inner();
+        (
+            String::from_utf8(out).unwrap(),
+            dropped,
+            passed.get().as_secs(),
+        )
+    }
+
+    #[test]
+    fn flood_is_limited_and_its_writer_waits() {
+        let text = "0123456789abcdef012345678901234\n".repeat(1 << 20); // 32 MiB
+        let (out, dropped, seconds) = forwarded(text.as_bytes());
+        assert!(seconds >= 40, "32 MiB within {seconds} s");
+        let most = BURST + PER_SECOND * (seconds + 1);
+        assert!(
+            out.len() as u64 <= most,
+            "{} bytes of at most {most}",
+            out.len()
+        );
+        assert_eq!(out.len() as u64 + dropped, text.len() as u64);
+        // An honest process never waits, and loses nothing.
+        let text = &text[..BURST as usize];
+        assert_eq!(forwarded(text.as_bytes()), (text.to_owned(), 0, 0));
+    }
+
+    #[test]
+    fn lines_are_whole_bounded_and_cannot_control_a_terminal() {
+        let (out, ..) = forwarded(b"a\x1b[2Jb\rc\td\n\xff\xc2\x9bend");
+        assert_eq!(out, "a?[2Jb?c\td\n\u{fffd}?end\n");
+        let (out, ..) = forwarded(&vec![b'x'; 2 * MAX_LINE + 1]);
+        let lengths: Vec<usize> = out.lines().map(str::len).collect();
+        assert_eq!(lengths, [MAX_LINE, MAX_LINE, 1]);
+    }
+}
