@@ -308,6 +308,13 @@ fn virtual_machine_keeps_running_after_its_worker_ends() {
     let (status, log) = serve.wait();
     assert_eq!(status.code(), Some(0), "{log}");
     assert!(log.contains("the next executor starts"), "{log}");
+    // The worker of the other guest, and both executors of the machine, have no files.
+    assert_eq!(log.matches("sandboxing: files: ").count(), 3, "{log}");
+    assert!(!log.contains("a fault of vgpu"), "{log}");
+    assert!(
+        !scratch.0.join("vm1.sock").exists(),
+        "a socket is left behind"
+    );
 }
 
 /// The process that keeps the files of a machine dies. Its files are gone, but the socket is served

@@ -7,6 +7,7 @@ mod served;
 use std::fs;
 use std::io::{self, Read as _, Write as _};
 use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::net::UnixStream;
 use std::process::Command;
 
 use common::{Guest, Host, add, bytes, cpu};
@@ -169,16 +170,22 @@ fn forbidden_calls_fail_and_guests_are_served() {
 
 #[test]
 fn worker_reaches_no_file_socket_or_other_process() {
-    let profile = match std::env::var(INSIDE).as_deref() {
+    let test = "worker_reaches_no_file_socket_or_other_process";
+    let role = match std::env::var(INSIDE).as_deref() {
         Err(_) => {
             // Here, because the process in the sandbox cannot remove it.
             let scratch = Scratch::new(FILES_OF_WORKER);
             fs::write(scratch.0.join("key"), "secret").expect("a file");
-            run_inside("worker_reaches_no_file_socket_or_other_process", "cpu");
+            let control = scratch.0.join("control.sock");
+            let _listener = std::os::unix::net::UnixListener::bind(control).expect("a socket");
+            run_inside(test, "worker");
+            run_inside(test, "machine");
             return;
         }
-        Ok(_) => Profile::Cpu,
+        Ok("worker") => Role::Worker,
+        Ok(_) => Role::Machine,
     };
+    let profile = Profile::Cpu;
     let parent = std::os::unix::process::parent_id();
     let memory_of_parent = move || std::fs::File::open(format!("/proc/{parent}/mem"));
     let file = || std::fs::read("/etc/passwd");
@@ -187,7 +194,14 @@ fn worker_reaches_no_file_socket_or_other_process() {
     let change = move || fs::set_permissions(&key, fs::Permissions::from_mode(0o666));
     let to_write = new_file.clone();
     let write = move || fs::write(&to_write, "x");
-    let (sent, mut received) = std::os::unix::net::UnixStream::pair().expect("a pair");
+    let control = folder.join("control.sock");
+    assert!(UnixStream::connect(&control).is_ok(), "reachable before");
+    // What /proc says about another process: its memory, environment, mappings, descriptors.
+    let about_parent = move |what: &str| fs::read(format!("/proc/{parent}/{what}"));
+    let descriptors_of_parent = move || fs::read_link(format!("/proc/{parent}/fd/0"));
+    assert!(about_parent("environ").is_ok() && about_parent("maps").is_ok());
+    assert!(descriptors_of_parent().is_ok());
+    let (sent, mut received) = UnixStream::pair().expect("a pair");
     assert!(
         memory_of_parent().is_ok() && file().is_ok() && write().is_ok() && change().is_ok(),
         "reachable before"
@@ -206,9 +220,33 @@ fn worker_reaches_no_file_socket_or_other_process() {
         let host = Host::new(cpu());
         let mut guest = host.guest();
         compute(&mut guest);
-        sandbox::enter(profile, Role::Worker).expect("a sandbox");
+        sandbox::enter(profile, role).expect("a sandbox");
         for (what, outcome) in [
             ("the memory of another process", memory_of_parent().err()),
+            (
+                "the environment of another process",
+                about_parent("environ").err(),
+            ),
+            (
+                "the mappings of another process",
+                about_parent("maps").err(),
+            ),
+            (
+                "the memory map of another process",
+                about_parent("smaps").err(),
+            ),
+            (
+                "the system call of another process",
+                about_parent("syscall").err(),
+            ),
+            (
+                "the auxiliary vector of another process",
+                about_parent("auxv").err(),
+            ),
+            (
+                "the descriptors of another process",
+                descriptors_of_parent().err(),
+            ),
             ("a file", file().err()),
             ("a new file", write().err()),
             ("the permissions of a file", change().err()),
@@ -232,8 +270,20 @@ fn worker_reaches_no_file_socket_or_other_process() {
             "a pair of datagram sockets",
             call(libc::SYS_socketpair, [libc::AF_UNIX as u64, datagram, 0]),
         );
-        assert_refused("connect", call(libc::SYS_connect, [0, 0, 0]));
-        assert_refused("accept", call(libc::SYS_accept4, [0, 0, 0]));
+        assert_refused("bind", call(libc::SYS_bind, [0, 0, 0]));
+        assert_refused("listen", call(libc::SYS_listen, [0, 0, 0]));
+        assert!(UnixStream::connect(&control).is_err(), "the control socket");
+        if role == Role::Worker {
+            assert_refused("connect", call(libc::SYS_connect, [0, 0, 0]));
+            assert_refused("accept", call(libc::SYS_accept4, [0, 0, 0]));
+            let family = libc::AF_UNIX as u64;
+            assert_refused("a socket", call(libc::SYS_socket, [family, datagram, 0]));
+        } else {
+            // For messages to `vgpu fd-store`; they reach no listener.
+            let messages = std::os::unix::net::UnixDatagram::unbound().expect("allowed");
+            let error = messages.connect(&control).expect_err("the control socket");
+            assert_eq!(error.raw_os_error(), Some(libc::EPROTOTYPE), "{error}");
+        }
         // What a worker needs: the machine's memory, its open connections, and to compute.
         assert!(std::fs::read_to_string("/proc/meminfo").is_ok());
         assert!(std::fs::read_to_string("/proc/self/cgroup").is_ok());

@@ -3,6 +3,7 @@
 
 use std::io;
 use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Child, Stdio};
 use std::sync::{Arc, PoisonError};
@@ -19,6 +20,7 @@ use super::log_pipe::LogPipe;
 use super::partition::{Partition, Resources};
 use super::process::{ExitReason, spawn, wait_or_kill};
 use super::state::{MakeCommand, MakeMachine, Processes, Shared, Timeouts, VmProcess, Worker};
+use crate::control;
 use crate::listener::threads::ListenerThreads;
 use crate::listener::{ListenerId, SocketListener};
 use crate::peer::Peer;
@@ -39,6 +41,17 @@ const POLL_INTERVAL: Duration = Duration::from_millis(50);
 /// Rejected guests that are told why by a worker. Further guests are disconnected without a
 /// message.
 const MAX_REJECTIONS: usize = 16;
+
+/// How long the process of a virtual machine that starts may take to answer.
+const ANSWER_TIMEOUT: Duration = Duration::from_millis(100);
+
+/// Removes the socket of a process that has ended, and could not do so itself.
+fn remove_stale(socket: &Path) {
+    let error = UnixStream::connect(socket).err();
+    if error.is_some_and(|error| error.kind() == io::ErrorKind::ConnectionRefused) {
+        let _ = std::fs::remove_file(socket);
+    }
+}
 
 /// Reports of a worker that are received at once, and the interval of further ones.
 const REPORT_BURST: u32 = 64;
@@ -164,8 +177,8 @@ impl Supervisor {
         self.listeners.close(listener);
     }
 
-    /// Starts `command`, which serves the virtual machine `name`, and ends it at shutdown. Returns
-    /// when the process listens at `socket`, or after 10 s. The command restarts its executor
+    /// Starts `command`, which serves the virtual machine `name` at `socket`, and ends it at
+    /// shutdown. Returns when the process serves, or after 10 s. The command restarts its executor
     /// itself. If the process of the command ends later, it is started again: the machine's files
     /// are gone, but its QEMU can be restarted. Its control socket is `control`.
     ///
@@ -183,7 +196,8 @@ impl Supervisor {
             return Ok(()); // a shutdown
         };
         let start = Instant::now();
-        while !socket.exists() {
+        // The process opens its sockets before it starts its engine, and answers when it serves.
+        while control::report(control, ANSWER_TIMEOUT).is_err() {
             if let Some(status) = child.try_wait()? {
                 self.shared.processes().machines.remove(&id);
                 log.finish();
@@ -196,10 +210,13 @@ impl Supervisor {
             thread::sleep(Duration::from_millis(10));
         }
         let (shared, name) = (Arc::clone(&self.shared), name.to_owned());
-        let control = control.to_owned();
+        let (socket, control) = (socket.to_owned(), control.to_owned());
         thread::Builder::new()
             .name(format!("vgpu-vm-{name}"))
-            .spawn(move || shared.keep_vm(id, (child, log), &name, &command, &control))?;
+            .spawn(move || {
+                let paths = (socket.as_path(), control.as_path());
+                shared.keep_vm(id, (child, log), &name, &command, paths);
+            })?;
         Ok(())
     }
 
@@ -471,13 +488,14 @@ impl Shared {
         (mut process, mut log): (Child, LogPipe),
         name: &str,
         command: &MakeMachine,
-        control: &Path,
+        (socket, control): (&Path, &Path),
     ) {
         let mut pause = MIN_PAUSE;
         loop {
             let (pid, started) = (process.id(), Instant::now());
             let status = process.wait();
             log.finish();
+            remove_stale(socket);
             // Between these two lines the kernel could give the pid to a new process, but it uses
             // all other pids first.
             self.processes().machines.remove(&id);

@@ -19,6 +19,8 @@ pub enum Profile {
 pub enum Role {
     /// Listens for guests, and reloads its configuration.
     Server,
+    /// Serves one virtual machine for a supervisor, at a socket that it has opened before.
+    Machine,
     /// Serves guests whose connections another process hands over.
     Worker,
     /// Starts and watches workers. Has no engine.

@@ -26,11 +26,14 @@ pub struct IvshmemListener {
     listener: UnixListener,
     _file: SocketFile,
     machine: Option<VmWindow>,
+    /// The files of a running machine that is not served yet: its programs wait for an answer as
+    /// soon as it is.
+    stored: Option<ivshmem::Parts>,
 }
 
 impl IvshmemListener {
     /// Listens for a virtual machine's QEMU. If `stored` has the files of a machine that an earlier
-    /// executor has served, takes them, and serves that machine.
+    /// executor has served, takes them, and serves that machine from the first `accept` on.
     ///
     /// # Errors
     /// [`SocketFileError`] if the socket of `options` cannot be bound.
@@ -44,22 +47,15 @@ impl IvshmemListener {
             listener,
             _file: file,
             machine: None,
+            stored: None,
         };
         let [memory, bell, line] = FILES.map(|part| stored.remove(&this.stored_name(part)));
         if let (Some(memory), Some(bell), Some(line)) = (memory, bell, line) {
-            let size = rustix::fs::fstat(&memory).map_or(0, |stat| stat.st_size as usize);
-            info!(
-                vm = this.options.name,
-                "serving the running virtual machine, window {size}"
-            );
-            this.serve(
-                ivshmem::Parts {
-                    memory,
-                    bell,
-                    lifeline: line,
-                },
-                size,
-            );
+            this.stored = Some(ivshmem::Parts {
+                memory,
+                bell,
+                lifeline: line,
+            });
         }
         Ok(this)
     }
@@ -125,6 +121,14 @@ impl IvshmemListener {
 
 impl GuestListener for IvshmemListener {
     fn accept(&mut self, timeout: Duration) -> io::Result<Option<IncomingGuest>> {
+        if let Some(parts) = self.stored.take() {
+            let size = rustix::fs::fstat(&parts.memory).map_or(0, |stat| stat.st_size as usize);
+            info!(
+                vm = self.options.name,
+                "serving the running virtual machine, window {size}"
+            );
+            self.serve(parts, size);
+        }
         self.accept_qemu()?;
         let Some(machine) = &mut self.machine else {
             wait_readable(&self.listener, timeout)?;

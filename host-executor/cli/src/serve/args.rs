@@ -114,6 +114,11 @@ pub(crate) struct Args {
     #[arg(long, value_name = "SIZE", value_parser = size::parse, requires = "isolate")]
     pub(super) guest_memory: Option<u64>,
 
+    /// This is the process of a virtual machine of a supervisor: it opens its sockets first, and
+    /// then gives up the files of the user.
+    #[arg(long, hide = true)]
+    pub(super) isolated_machine: bool,
+
     /// Do not enter the sandbox.
     ///
     /// Without this option the process drops its capabilities after the start, and restricts its

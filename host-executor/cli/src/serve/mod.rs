@@ -24,11 +24,16 @@ pub(crate) use isolated::{WorkerArgs, run_worker};
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let settings = args.settings().map_err(ConfigError)?;
     let mut logging = Logging::start(&settings).map_err(ConfigError)?;
+    // The process of a virtual machine has one thread only when it gives up its files.
+    let sockets = match args.isolated_machine {
+        true => Some(single::bind_and_isolate(args, &settings)?),
+        false => None,
+    };
     // First of all, so that a signal finds a handler as soon as there is something to clean up.
     let (sender, events) = mpsc::channel();
     catch_signals(sender.clone())?;
     match args.isolate {
         true => isolated::run(args, settings, sender, &events, &mut logging),
-        false => single::run(args, settings, sender, &events, &mut logging),
+        false => single::run(args, settings, sockets, sender, &events, &mut logging),
     }
 }

@@ -3,7 +3,8 @@
 use anyhow::Context as _;
 use tracing::{info, warn};
 use vgpu_engine::Engine;
-use vgpu_executor::sandbox::{self, Profile, Role};
+use vgpu_executor::engine::EngineKind;
+use vgpu_executor::sandbox::{self, FileIsolation, Profile, Role};
 
 use super::trim_pages::Scope;
 
@@ -43,6 +44,27 @@ pub(super) fn enter(
     let sandbox = sandbox::enter(profile(engine), role).context(REMEDY)?;
     info!("sandboxed: {sandbox}");
     Ok(Confined(()))
+}
+
+/// Takes the files of the user from the process of a guest, which must have no other thread yet:
+/// the kernel restricts only the calling thread and its children.
+pub(super) fn isolate_files(engine: EngineKind) -> anyhow::Result<()> {
+    if engine != EngineKind::Cpu {
+        // A driver opens files and devices, even if `auto` chooses the CPU engine in the end.
+        info!("files: all of the user, for the driver");
+        return Ok(());
+    }
+    let threads = std::fs::read_dir("/proc/self/task").context("counting threads")?;
+    let threads = threads.count();
+    anyhow::ensure!(
+        threads == 1,
+        "a fault of vgpu: {threads} threads run before the process gives up its files"
+    );
+    match sandbox::isolate_files().context(REMEDY)? {
+        isolation @ FileIsolation::None => warn!("files: {isolation}"),
+        isolation => info!("files: {isolation}"),
+    }
+    Ok(())
 }
 
 /// Takes from a supervisor what it does not need to start and to watch processes. It opens its

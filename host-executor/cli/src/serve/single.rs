@@ -12,14 +12,48 @@ use vgpu_executor::{Limits, Server, WeightStore, engine, service};
 use super::args::Args;
 use super::certificates::{self, EndWatch};
 use super::events::{Event, announce, describe_reload, wait_for_end};
-use super::listeners::Listeners;
+use super::listeners::{BoundListener, Listeners};
 use super::logging::Logging;
+use super::observe::Observers;
 use super::sandboxing::Confined;
 use super::{observe, sandboxing, trim_pages};
 
+/// The sockets that the settings ask for. Nobody is served yet.
+pub(super) struct Sockets {
+    listeners: Listeners,
+    prepared: Vec<BoundListener>,
+    observers: Observers,
+}
+
+fn bind(settings: &Settings) -> anyhow::Result<Sockets> {
+    let listeners = Listeners::new(settings)?;
+    let mut stored = service::stored_files();
+    let prepared = listeners.prepare(settings, &mut stored)?;
+    // Files of virtual machines that the settings no longer have.
+    for (name, _file) in stored {
+        service::remove(&name);
+    }
+    Ok(Sockets {
+        listeners,
+        prepared,
+        observers: observe::bind(settings)?,
+    })
+}
+
+/// Opens the sockets of a virtual machine's process, and gives up the files of the user.
+pub(super) fn bind_and_isolate(args: &Args, settings: &Settings) -> anyhow::Result<Sockets> {
+    let sockets = bind(settings)?;
+    if !args.no_sandbox {
+        sandboxing::isolate_files(settings.engine)?;
+    }
+    Ok(sockets)
+}
+
+/// `sockets`: those that are open already.
 pub(super) fn run(
     args: &Args,
     settings: Settings,
+    sockets: Option<Sockets>,
     sender: Sender<Event>,
     events: &Receiver<Event>,
     logging: &mut Logging,
@@ -37,17 +71,17 @@ pub(super) fn run(
     let weights = WeightStore::new(settings.share_weights, settings.weights_cache.clone())
         .context("the cache of weights")?;
     server.share_weights(weights);
-    let mut listeners = Listeners::new(&settings)?;
+    let Sockets {
+        mut listeners,
+        prepared,
+        observers,
+    } = match sockets {
+        Some(sockets) => sockets,
+        None => bind(&settings)?,
+    };
     if let Some(certificates) = listeners.certificates() {
         server.use_certificates(certificates.clone());
     }
-    let mut stored = service::stored_files();
-    let prepared = listeners.prepare(&settings, &mut stored)?;
-    // Files of virtual machines that the settings no longer have.
-    for (name, _file) in stored {
-        service::remove(&name);
-    }
-
     info!(
         version = env!("CARGO_PKG_VERSION"),
         engine = engine.name(),
@@ -63,8 +97,11 @@ pub(super) fn run(
             file.display()
         );
     }
-    let observers = observe::bind(&settings)?;
-    let confined = sandboxing::enter(engine.as_ref(), Role::Server, args.no_sandbox)?;
+    let role = match args.isolated_machine {
+        true => Role::Machine,
+        false => Role::Server,
+    };
+    let confined = sandboxing::enter(engine.as_ref(), role, args.no_sandbox)?;
     let _files = observers.serve(&settings, &server.status_handle(), sender, &confined)?;
     listeners.switch(&mut server, &settings, prepared, &confined)?;
     announce(&listeners.addresses());

@@ -96,6 +96,7 @@ pub(crate) fn run(
         let part = partition::part(args, guest).filter(|_| memory.is_some());
         arguments.extend(part.map(|bytes| format!("--memory={bytes}").into()));
         // No file: all settings are in the arguments.
+        arguments.extend(isolation(settings.device).map(OsString::from));
         arguments.extend(["--config", "/dev/null", "--device"].map(OsString::from));
         arguments.push(device(settings.device).into());
         arguments.extend(["--control".into(), control.clone().into()]);
@@ -228,6 +229,15 @@ fn common(args: &Args, settings: &Settings) -> Vec<OsString> {
             .map(|log| format!("--log={log}").into()),
     );
     common
+}
+
+/// What the process of a virtual machine gives up beyond `vgpu serve`. The vfio-user library makes
+/// sockets for each monitor.
+fn isolation(device: VmDevice) -> Option<&'static str> {
+    match device {
+        VmDevice::Ivshmem => Some("--isolated-machine"),
+        VmDevice::VfioUser => None,
+    }
 }
 
 /// The value of `--device`.

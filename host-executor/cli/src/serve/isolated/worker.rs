@@ -5,10 +5,9 @@ use std::sync::mpsc;
 
 use anyhow::Context as _;
 use clap::Parser;
-use tracing::{info, warn};
 use vgpu_executor::config::{LogFormat, Settings};
 use vgpu_executor::engine::{self, EngineKind};
-use vgpu_executor::sandbox::{self, FileIsolation, Role};
+use vgpu_executor::sandbox::{self, Role};
 use vgpu_executor::{Limits, Server, StopFlag, WeightStore, isolate, size};
 
 use crate::serve::args::ShareWeights;
@@ -62,11 +61,8 @@ pub(crate) fn run_worker(args: WorkerArgs) -> anyhow::Result<()> {
         // Before the process has anything of its guest.
         sandbox::hide().context(REMEDY)?;
     }
-    match args.engine {
-        _ if args.no_sandbox => {}
-        EngineKind::Cpu => isolate_files()?,
-        // A driver opens files and devices, even if `auto` chooses the CPU engine in the end.
-        EngineKind::Cuda(_) | EngineKind::Auto => info!("files: all of the user, for the driver"),
+    if !args.no_sandbox {
+        sandboxing::isolate_files(args.engine)?;
     }
     let (sender, events) = mpsc::channel();
     catch_signals(sender)?;
@@ -96,21 +92,5 @@ pub(crate) fn run_worker(args: WorkerArgs) -> anyhow::Result<()> {
         .context("no thread for signals")?;
     tracing::debug!(worker = args.worker, "the worker starts");
     isolate::serve(socket, server, &stop);
-    Ok(())
-}
-
-/// Takes the files of the user from this process, which must have no other thread yet: the kernel
-/// restricts only the calling thread and its children.
-fn isolate_files() -> anyhow::Result<()> {
-    let threads = std::fs::read_dir("/proc/self/task").context("counting threads")?;
-    let threads = threads.count();
-    anyhow::ensure!(
-        threads == 1,
-        "a fault of vgpu: {threads} threads run before the worker gives up its files"
-    );
-    match sandbox::isolate_files().context(REMEDY)? {
-        isolation @ FileIsolation::None => warn!("files: {isolation}"),
-        isolation => info!("files: {isolation}"),
-    }
     Ok(())
 }
