@@ -13,13 +13,10 @@ use rustix::fs::FlockOperation;
 use vgpu_transport::link::stream::tls::{AUTHORITY, PemFile, REVOKED};
 use vgpu_transport::link::stream::x509::{CertificateInfo, RevokedCertificate, revoked, utc};
 
-use super::{replace, write_new};
+use super::files::{ISSUED, replace, write_new};
 
 /// The authority's private key, which must not leave this machine.
 const AUTHORITY_KEY: &str = "ca-key.pem";
-
-/// The folder with a copy of each certificate.
-pub(super) const ISSUED: &str = "issued";
 
 /// Days of validity of an authority.
 const AUTHORITY_DAYS: u32 = 3650;

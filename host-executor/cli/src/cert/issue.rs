@@ -9,7 +9,7 @@ use rcgen::{CertificateParams, DnType, ExtendedKeyUsagePurpose, KeyPair, KeyUsag
 use vgpu_transport::link::stream::tls::{AUTHORITY, CERTIFICATE, KEY, is_host_name};
 
 use super::authority::Authority;
-use super::{DAYS, check_name, write_new};
+use super::files::{DAYS, check_name, write_new};
 
 #[derive(Args)]
 pub(super) struct NewCertificate {

@@ -11,8 +11,8 @@ use vgpu_transport::link::stream::tls::{KEY, PemFile};
 use vgpu_transport::link::stream::x509::CertificateInfo;
 
 use super::authority::Authority;
+use super::files::{DAYS, check_name, replace};
 use super::issue::{Side, parameters};
-use super::{DAYS, check_name, replace};
 
 /// Makes a new certificate for the name, the addresses and the key of an existing one.
 ///
