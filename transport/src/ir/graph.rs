@@ -10,6 +10,9 @@ const MAGIC: u32 = u32::from_le_bytes(*b"VGIR");
 /// The version of the image. A host rejects every other version.
 pub const IR_VERSION: u32 = 1;
 
+/// The number of words before the table of buffers.
+const HEAD_WORDS: usize = 5;
+
 /// The number of words of one tensor in the image.
 const TENSOR_WORDS: usize = 20;
 
@@ -209,6 +212,87 @@ impl Sources {
     }
 }
 
+/// The numbers of entries that the head of an image announces. They bound the memory of the decoded
+/// graph before it is decoded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct GraphCounts {
+    /// Entries of [`Graph::buffers`].
+    pub buffers: usize,
+    /// Entries of [`Graph::tensors`].
+    pub tensors: usize,
+    /// Entries of [`Graph::nodes`].
+    pub nodes: usize,
+}
+
+impl GraphCounts {
+    /// Reads the head of an image. The rest of the image has room for all announced entries.
+    ///
+    /// # Errors
+    ///
+    /// A [`DecodeError`] that names the malformed part. The guest is at fault.
+    pub fn of_image(words: &[u32]) -> Result<GraphCounts, DecodeError> {
+        GraphCounts::read(&mut Reader::new(words))
+    }
+
+    fn read(words: &mut Reader<'_>) -> Result<GraphCounts, DecodeError> {
+        let len = words.remaining();
+        let magic = words.u32()?;
+        if magic != MAGIC {
+            return Err(DecodeError::Magic {
+                magic,
+                expected: MAGIC,
+            });
+        }
+        let version = words.u32()?;
+        if version != IR_VERSION {
+            return Err(DecodeError::Version {
+                version,
+                expected: IR_VERSION,
+            });
+        }
+        let [buffers, tensors, nodes] = <[u32; 3]>::get(words)?;
+        let mut left = words.remaining();
+        for (what, count, each) in [
+            ("buffers", buffers, 2),
+            ("tensors", tensors, TENSOR_WORDS),
+            ("nodes", nodes, NODE_WORDS_MIN),
+        ] {
+            match left.checked_sub((count as usize).saturating_mul(each)) {
+                Some(behind) => left = behind,
+                None => return Err(DecodeError::Count { what, count, len }),
+            }
+        }
+        let [buffers, tensors, nodes] = [buffers, tensors, nodes].map(|n| n as usize);
+        Ok(GraphCounts {
+            buffers,
+            tensors,
+            nodes,
+        })
+    }
+
+    /// The table of buffers of an image with these counts.
+    pub fn buffers_of(&self, image: &[u32]) -> Vec<BufferId> {
+        let table = image.get(HEAD_WORDS..).unwrap_or_default();
+        let ids = table.chunks_exact(2).take(self.buffers);
+        ids.map(|id| BufferId(u64::from(id[1]) << 32 | u64::from(id[0])))
+            .collect()
+    }
+
+    /// The bytes of the decoded graph: 1 for a byte of the image that lists buffers, 1.2 for one
+    /// that lists tensors, up to 18 for one that lists nodes.
+    pub fn decoded_bytes(&self) -> u64 {
+        let bytes = |count: usize, each: usize| (count as u64).saturating_mul(each as u64);
+        bytes(self.buffers, size_of::<BufferId>())
+            .saturating_add(bytes(self.tensors, size_of::<Tensor>()))
+            .saturating_add(bytes(self.nodes, size_of::<Node>()))
+    }
+}
+
+// The factors in the documentation of `decoded_bytes`.
+const _: () =
+    assert!(size_of::<BufferId>() == 8 && size_of::<Tensor>() * 5 <= TENSOR_WORDS * 4 * 6);
+const _: () = assert!(size_of::<Node>() <= NODE_WORDS_MIN * 4 * 18);
+
 /// A graph: nodes in execution order, a table of tensors and a table of buffers.
 ///
 /// A node sees the writes of all earlier nodes. An engine may use any other order with the same
@@ -253,7 +337,10 @@ impl Graph {
             words: std::mem::take(words),
         };
         out.words.reserve(
-            5 + 2 * self.buffers.len() + TENSOR_WORDS * self.tensors.len() + 6 * self.nodes.len(),
+            HEAD_WORDS
+                + 2 * self.buffers.len()
+                + TENSOR_WORDS * self.tensors.len()
+                + 6 * self.nodes.len(),
         );
         out.u32(MAGIC);
         out.u32(IR_VERSION);
@@ -290,33 +377,9 @@ impl Graph {
     ///
     /// A [`DecodeError`] that names the malformed part. The guest is at fault.
     pub fn decode(words: &[u32]) -> Result<Graph, DecodeError> {
-        let len = words.len();
         let mut words = Reader::new(words);
-        let magic = words.u32()?;
-        if magic != MAGIC {
-            return Err(DecodeError::Magic {
-                magic,
-                expected: MAGIC,
-            });
-        }
-        let version = words.u32()?;
-        if version != IR_VERSION {
-            return Err(DecodeError::Version {
-                version,
-                expected: IR_VERSION,
-            });
-        }
-        let [n_buffers, n_tensors, n_nodes] = <[u32; 3]>::get(&mut words)?;
         // The check of the counts against the remaining words precedes any allocation.
-        for (what, count, each) in [
-            ("buffers", n_buffers, 2),
-            ("tensors", n_tensors, TENSOR_WORDS),
-            ("nodes", n_nodes, NODE_WORDS_MIN),
-        ] {
-            if count as usize > words.remaining() / each {
-                return Err(DecodeError::Count { what, count, len });
-            }
-        }
+        let counts = GraphCounts::read(&mut words)?;
         let index = |what, index: u32, count: usize| {
             if (index as usize) < count {
                 Ok(index)
@@ -326,14 +389,14 @@ impl Graph {
         };
 
         let mut graph = Graph {
-            buffers: Vec::with_capacity(n_buffers as usize),
-            tensors: Vec::with_capacity(n_tensors as usize),
-            nodes: Vec::with_capacity(n_nodes as usize),
+            buffers: Vec::with_capacity(counts.buffers),
+            tensors: Vec::with_capacity(counts.tensors),
+            nodes: Vec::with_capacity(counts.nodes),
         };
-        for _ in 0..n_buffers {
+        for _ in 0..counts.buffers {
             graph.buffers.push(BufferId(u64::get(&mut words)?));
         }
-        for _ in 0..n_tensors {
+        for _ in 0..counts.tensors {
             let id = words.u32()?;
             let ty = u8::try_from(id).ok().and_then(Type::from_id);
             graph.tensors.push(Tensor {
@@ -349,7 +412,7 @@ impl Graph {
                 },
             });
         }
-        for node in 0..n_nodes as usize {
+        for node in 0..counts.nodes {
             let head = words.u32()?;
             let kind = OpKind::from_id(head as u16).ok_or(DecodeError::UnknownKind {
                 of: "operator",

@@ -26,7 +26,7 @@ pub use caps::{Capabilities, Rule};
 pub use check::{Refusal, check};
 pub use codec::DecodeError;
 pub use conv::{ConvGeometry, PoolWindow};
-pub use graph::{BufferId, Graph, IR_VERSION, Node, Shape, Sources, Tensor};
+pub use graph::{BufferId, Graph, GraphCounts, IR_VERSION, Node, Shape, Sources, Tensor};
 pub use ops::{
     GluKind, MAX_SOURCES, Op, OpKind, PoolKind, Precision, RopeMode, ScaleMode, SortOrder, TriKind,
     UnaryKind,

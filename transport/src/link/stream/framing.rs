@@ -21,8 +21,13 @@ const HEADER: usize = 24;
 /// The size of one read, in bytes.
 const CHUNK: usize = 256 << 10;
 
-/// The maximum size of the received frames that the link has not consumed, in bytes.
-const MAX_RECEIVED: usize = 256 << 20;
+/// The maximum size of the received frames that a guest has not consumed, in bytes. A guest must
+/// read replies while its request waits for room, so the limit is generous.
+pub(super) const GUEST_QUEUE: usize = 256 << 20;
+
+/// The maximum size of the received frames that a host has not consumed, in bytes. A host needs no
+/// request in order to send its replies, so some payloads are enough.
+pub(super) const HOST_QUEUE: usize = 4 << 20;
 
 /// The maximum number of received frames that the link has not consumed.
 const MAX_FRAMES: usize = 256;
@@ -74,6 +79,11 @@ impl Frame {
         self.number
     }
 
+    /// The bytes of memory that the frame takes.
+    fn size(&self) -> usize {
+        size_of::<Frame>() + self.bytes.capacity()
+    }
+
     pub(super) fn message(&self) -> &[u8] {
         &self.bytes[..self.message]
     }
@@ -108,6 +118,8 @@ pub(super) struct Framing {
     frames: VecDeque<Frame>,
     /// The size of `frames`, in bytes.
     received: usize,
+    /// The value of `received` from which on no byte is read.
+    max_received: usize,
     /// The last retired request that the peer has reported.
     retired: u64,
     /// Whether bytes have arrived since the last call of `take_activity`.
@@ -119,7 +131,9 @@ pub(super) struct Framing {
 }
 
 impl Framing {
-    pub(super) fn new(channel: Box<dyn Channel>) -> Framing {
+    /// Both directions over `channel`. Received frames of `max_received` bytes wait to be consumed;
+    /// further bytes stay in the kernel's buffer.
+    pub(super) fn new(channel: Box<dyn Channel>, max_received: usize) -> Framing {
         let socket = channel.socket().ok().map(OwnFd::new).map(Arc::new);
         Framing {
             channel,
@@ -131,6 +145,7 @@ impl Framing {
             partial: None,
             frames: VecDeque::new(),
             received: 0,
+            max_received,
             retired: 0,
             activity: false,
             error: None,
@@ -164,7 +179,7 @@ impl Framing {
     /// Consumes the next frame with a message.
     pub(super) fn take_frame(&mut self) -> Option<Frame> {
         let frame = self.frames.pop_front()?;
-        self.received -= frame.bytes.len();
+        self.received -= frame.size();
         Some(frame)
     }
 
@@ -249,9 +264,8 @@ impl Framing {
 
     fn pull_in(&mut self) -> Result<(), LinkError> {
         self.check()?;
-        // The limits leave further bytes in the kernel's buffer, and so apply backpressure. A guest
-        // must read replies while its request waits for room, so the limit in bytes is generous.
-        while self.received < MAX_RECEIVED {
+        // The limits leave further bytes in the kernel's buffer, and so apply backpressure.
+        while self.received < self.max_received {
             let mut chunk = std::mem::take(&mut self.chunk);
             let got = self.channel.read(&mut chunk);
             let outcome = match got {
@@ -318,12 +332,13 @@ impl Framing {
             self.retired = number;
         }
         if matches!(kind, Kind::Reply | Kind::Request) {
-            self.received += bytes.len();
-            self.frames.push_back(Frame {
+            let frame = Frame {
                 number,
                 bytes,
                 message,
-            });
+            };
+            self.received += frame.size();
+            self.frames.push_back(frame);
         }
         Ok(())
     }

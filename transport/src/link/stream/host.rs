@@ -6,7 +6,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::channel::Channel;
-use super::framing::{Frame, Framing, HIGH_WATER, Kind, POLL_PERIOD, Shared, lock};
+use super::framing::{Frame, Framing, HIGH_WATER, HOST_QUEUE, Kind, POLL_PERIOD, Shared, lock};
 use crate::bytes::{Bytes, BytesMut};
 use crate::error::{LinkError, LinkViolation};
 use crate::limits::{MAX_MESSAGE, MAX_PAYLOAD};
@@ -35,7 +35,7 @@ impl StreamHost {
     ///
     /// When the process cannot start the heartbeat thread.
     pub fn new(channel: Box<dyn Channel>) -> std::io::Result<StreamHost> {
-        let framing = Arc::new(Mutex::new(Framing::new(channel)));
+        let framing = Arc::new(Mutex::new(Framing::new(channel, HOST_QUEUE)));
         let weak = Arc::downgrade(&framing);
         thread::Builder::new()
             .name("vgpu-beat".into())
