@@ -7,6 +7,10 @@
 //! The quota of a named tenant is reserved for it, unless the operator allows overcommitment. All
 //! other tenants share the rest: what the engine reports as free, less what is reserved and not
 //! used. A tenant is charged for its buffers in full, shared weights included.
+//!
+//! A tenant is also charged for the memory of the host that its graphs need. On the CPU engine that
+//! is the memory of the device. On a GPU it is not, and the account has a second limit for it, the
+//! same for every tenant ([`HOST_MEMORY`]).
 #![forbid(unsafe_code)]
 
 use std::collections::BTreeMap;
@@ -16,6 +20,18 @@ use vgpu_engine::{EngineError, MemoryInfo};
 
 use crate::policy::Policy;
 use crate::sched::TenantId;
+
+/// Bytes of host memory that a tenant may use besides the memory of a device that has its own.
+pub(crate) const HOST_MEMORY: u64 = 1 << 30;
+
+/// The memory that a charge is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Pool {
+    /// The memory that the engine reports.
+    Device,
+    /// Memory of the host, if it is not the memory that the engine reports.
+    Host,
+}
 
 /// How often a charge asks the engine again because memory was allocated or freed between the
 /// engine's answer and the decision. The last attempt decides by the answer it has, and the engine
@@ -45,7 +61,10 @@ struct State {
 struct Account {
     is_named: bool,
     policy: Policy,
+    /// Bytes of [`Pool::Device`].
     used: u64,
+    /// Bytes of [`Pool::Host`].
+    host_used: u64,
 }
 
 impl State {
@@ -128,6 +147,7 @@ impl Ledger {
             is_named,
             policy,
             used: 0,
+            host_used: 0,
         };
         self.lock().accounts.insert(id, account);
     }
@@ -182,7 +202,29 @@ impl Ledger {
         self.lock().accounts.get(&id).map_or(0, |a| a.used)
     }
 
-    /// Charges `size` bytes to a tenant, before the engine allocates them. `engine_free` asks the
+    /// Charges `size` bytes of [`Pool::Host`] to a tenant.
+    ///
+    /// # Errors
+    /// [`EngineError::OutOfHostMemory`] with the tenant's own figures.
+    pub(crate) fn charge_host(&self, id: TenantId, size: u64) -> Result<(), EngineError> {
+        let mut state = self.lock();
+        let account = state.accounts.get_mut(&id);
+        let used = account.as_ref().map_or(HOST_MEMORY, |a| a.host_used);
+        let free = HOST_MEMORY.saturating_sub(used);
+        if size > free {
+            return Err(EngineError::OutOfHostMemory {
+                wanted: size,
+                free,
+                total: HOST_MEMORY,
+            });
+        }
+        if let Some(account) = account {
+            account.host_used += size;
+        }
+        Ok(())
+    }
+
+    /// Charges `size` bytes of [`Pool::Device`] to a tenant, before the engine allocates them. `engine_free` asks the
     /// engine what is free; it is called without a lock, and only if the answer matters.
     ///
     /// # Errors
@@ -222,11 +264,14 @@ impl Ledger {
         state.epoch += 1;
     }
 
-    /// Gives `size` bytes back to a tenant, which the engine has freed.
-    pub(crate) fn release(&self, id: TenantId, size: u64) {
+    /// Gives `size` bytes back to a tenant, which have been freed.
+    pub(crate) fn release(&self, id: TenantId, pool: Pool, size: u64) {
         let mut state = self.lock();
         if let Some(account) = state.accounts.get_mut(&id) {
-            account.used -= size;
+            match pool {
+                Pool::Device => account.used -= size,
+                Pool::Host => account.host_used -= size,
+            }
         }
         state.epoch += 1;
     }

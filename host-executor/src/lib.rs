@@ -26,6 +26,7 @@ pub mod config;
 pub mod control;
 #[cfg(feature = "engines")]
 pub mod engine;
+mod heap;
 mod histogram;
 #[cfg(feature = "server")]
 mod identity;

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use vgpu_engine::{Engine, EngineError, MemoryInfo};
 
 use crate::histogram::Histogram;
-use crate::ledger::Ledger;
+use crate::ledger::{Ledger, Pool};
 use crate::policy::Policy;
 use crate::sched::{Share, TenantId};
 use crate::stats::Stats;
@@ -132,6 +132,30 @@ impl Tenant {
         self.charge_with(size, || engine.memory().free)
     }
 
+    /// Charges `size` bytes of host memory to the tenant, before they are allocated, for as long as
+    /// the charge lives. On an engine whose memory is that of the host, it is a part of the quota.
+    ///
+    /// # Errors
+    /// [`EngineError::OutOfMemory`], or [`EngineError::OutOfHostMemory`] on an engine with a memory
+    /// of its own, with the tenant's own figures.
+    pub(crate) fn charge_host(
+        self: &Arc<Tenant>,
+        size: u64,
+        engine: &dyn Engine,
+    ) -> Result<Charge, EngineError> {
+        if engine.is_host_memory() {
+            // The engine reports these bytes as free for as long as they are charged.
+            return self.charge(size, engine);
+        }
+        self.ledger.charge_host(self.id, size)?;
+        Ok(Charge {
+            tenant: Arc::clone(self),
+            pool: Pool::Host,
+            size,
+            is_pending: false,
+        })
+    }
+
     fn charge_with(
         self: &Arc<Tenant>,
         size: u64,
@@ -140,6 +164,7 @@ impl Tenant {
         self.ledger.charge(self.id, size, engine_free)?;
         Ok(Charge {
             tenant: Arc::clone(self),
+            pool: Pool::Device,
             size,
             is_pending: true,
         })
@@ -169,6 +194,7 @@ impl Drop for Tenant {
 #[derive(Debug)]
 pub(crate) struct Charge {
     tenant: Arc<Tenant>,
+    pool: Pool,
     size: u64,
     /// Whether the engine still reports the memory as free.
     is_pending: bool,
@@ -187,6 +213,17 @@ impl Charge {
         }
     }
 
+    /// Gives back all but `size` bytes, if more are charged.
+    pub(crate) fn shrink(&mut self, size: u64) {
+        let less = self.size.saturating_sub(size);
+        self.size -= less;
+        let ledger = &self.tenant.ledger;
+        if self.is_pending {
+            ledger.allocated(less);
+        }
+        ledger.release(self.tenant.id, self.pool, less);
+    }
+
     /// The engine is about to free the memory and to allocate as much again. Until
     /// [`allocated`](Charge::allocated) no other tenant gets what the engine reports as free for it.
     pub(crate) fn reallocating(&mut self) {
@@ -199,7 +236,8 @@ impl Charge {
 impl Drop for Charge {
     fn drop(&mut self) {
         self.allocated();
-        self.tenant.ledger.release(self.tenant.id, self.size);
+        let Charge { tenant, pool, .. } = self;
+        tenant.ledger.release(tenant.id, *pool, self.size);
     }
 }
 
@@ -208,6 +246,7 @@ mod tests {
     use std::cell::RefCell;
 
     use super::*;
+    use crate::ledger::HOST_MEMORY;
 
     fn quota(memory: impl Into<Option<u64>>) -> Policy {
         Policy {
@@ -324,6 +363,53 @@ mod tests {
         // An engine that holds both in one place has 70 left, though 60 are charged.
         assert_eq!(figures(&guests[2], 70), (100, 70));
         drop((first, second));
+    }
+
+    #[test]
+    fn host_memory_beside_a_device_has_a_limit_of_its_own() {
+        let ledger = Ledger::new(100);
+        let (one, two) = (stranger(&ledger, None), stranger(&ledger, None));
+        let take = |tenant: &Arc<Tenant>, size| {
+            ledger.charge_host(tenant.id, size)?;
+            Ok::<_, EngineError>(Charge {
+                tenant: Arc::clone(tenant),
+                pool: Pool::Host,
+                size,
+                is_pending: false,
+            })
+        };
+        let mut charge = take(&one, HOST_MEMORY - 1).unwrap();
+        assert_eq!(
+            take(&one, 2).unwrap_err().to_string(),
+            "out of host memory: 2 bytes wanted, 1 of 1073741824 free"
+        );
+        take(&two, HOST_MEMORY).unwrap();
+        assert_eq!(figures(&one, 100), (100, 100), "the device is not used");
+        charge.shrink(10);
+        assert_eq!(charge.size(), 10);
+        let rest = take(&one, HOST_MEMORY - 10).unwrap();
+        assert!(take(&one, 1).is_err());
+        drop((charge, rest));
+        take(&one, HOST_MEMORY).unwrap();
+    }
+
+    #[test]
+    fn charges_shrink() {
+        let ledger = Ledger::new(100);
+        let tenant = stranger(&ledger, None);
+        let mut charge = tenant.charge_with(70, || 100).unwrap();
+        charge.shrink(90);
+        assert_eq!(figures(&tenant, 100), (100, 30), "never grows");
+        charge.shrink(20);
+        assert_eq!(figures(&tenant, 100), (100, 80));
+        charge.allocated();
+        charge.shrink(5);
+        assert_eq!(
+            (figures(&tenant, 95), ledger.used(tenant.id)),
+            ((100, 95), 5)
+        );
+        drop(charge);
+        assert_eq!(ledger.used(tenant.id), 0);
     }
 
     #[test]

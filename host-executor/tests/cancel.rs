@@ -23,7 +23,7 @@ const FLOATS: u64 = BUFFER / 4;
 
 /// An engine of one thread with room for three such buffers.
 fn engine() -> Arc<dyn Engine> {
-    Arc::new(CpuEngine::new(1, Some(256 << 20)).expect("a thread and 256 MiB"))
+    Arc::new(CpuEngine::new(1, Some(512 << 20)).expect("a thread and 512 MiB"))
 }
 
 /// A matrix whose rows overlap, so that it visits its buffer as often as the limits allow.

@@ -6,7 +6,7 @@ use std::sync::mpsc;
 use std::time::Duration;
 
 use common::scripted_engine::{Act, ScriptedEngine, UNREADABLE_SIZE};
-use common::{Guest, Host, MEMORY, add, bytes, cpu, floats, get_rows, image};
+use common::{Guest, Host, MEMORY, PAGE, add, bytes, cpu, floats, get_rows, image};
 use vgpu_executor::Limits;
 use vgpu_transport::ir::{BufferId, OpKind, patch};
 use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, PROTOCOL_VERSION, Reply, Request};
@@ -79,9 +79,9 @@ fn memory_is_zeroed_written_read_filled_copied_and_freed() {
         Reply::Memory { total, free, .. } => (total, free),
         other => panic!("{other:?}"),
     };
-    assert_eq!(memory(&mut guest), (MEMORY, MEMORY - (1 << 20) - 64));
+    assert_eq!(memory(&mut guest), (MEMORY, MEMORY - (1 << 20) - PAGE));
     guest.send(&Request::Free { buffer: a });
-    assert_eq!(memory(&mut guest), (MEMORY, MEMORY - 64));
+    assert_eq!(memory(&mut guest), (MEMORY, MEMORY - PAGE));
 }
 
 #[test]
@@ -208,13 +208,16 @@ fn requests_retire_in_order_without_a_message() {
 fn an_allocation_over_the_budget_is_refused_and_the_session_goes_on() {
     let host = Host::new(cpu());
     let mut guest = host.guest();
-    for size in [MEMORY + 1, u64::MAX] {
+    for (size, wanted) in [(MEMORY + 1, MEMORY + PAGE), (u64::MAX, u64::MAX)] {
         let buffer = guest.new_buffer();
         let reply = guest.ask(&Request::Alloc { buffer, size });
         let Reply::Refused { reason, .. } = reply else {
             panic!("{reply:?}")
         };
-        assert!(reason.contains(&format!("{size} bytes wanted")), "{reason}");
+        assert!(
+            reason.contains(&format!("{wanted} bytes wanted")),
+            "{reason}"
+        );
     }
     let buffer = guest.alloc(MEMORY / 2);
     assert_eq!(guest.read(buffer, MEMORY / 2 - 4, 4), [0; 4]);

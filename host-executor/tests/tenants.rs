@@ -6,7 +6,7 @@ use std::thread;
 use std::time::Duration;
 
 use common::scripted_engine::{Act, ScriptedEngine};
-use common::{Guest, Host, MEMORY, TIMEOUT, add, bytes, cpu};
+use common::{Guest, Host, MEMORY, PAGE, TIMEOUT, add, bytes, cpu};
 use vgpu_executor::{Limits, inproc};
 use vgpu_transport::ir::{BufferId, IR_VERSION};
 use vgpu_transport::link::GuestEnd;
@@ -142,14 +142,14 @@ fn guest_that_allocates_all_memory_does_not_affect_existing_allocations() {
     let mut modest = host.guest();
     let kept = modest.alloc_with(b"mine");
     let mut greedy = host.guest();
-    greedy.alloc(MEMORY - 4);
+    greedy.alloc(MEMORY - PAGE);
     let buffer = modest.new_buffer();
     let reply = modest.ask(&Request::Alloc { buffer, size: 1 });
     let Reply::Refused { reason, .. } = reply else {
         panic!("{reply:?}")
     };
     assert!(
-        reason.contains("out of memory: 1 bytes wanted, 0 of 67108864 free"),
+        reason.contains("out of memory: 4096 bytes wanted, 0 of 67108864 free"),
         "{reason}"
     );
     assert_eq!(modest.read(kept, 0, 4), b"mine");
@@ -199,7 +199,7 @@ fn disconnect_during_any_request_frees_all_resources() {
             );
             thread::sleep(Duration::from_millis(1));
         }
-        assert_eq!(host.engine.memory().free, MEMORY - 4, "stage {stage}");
+        assert_eq!(host.engine.memory().free, MEMORY - PAGE, "stage {stage}");
         assert_eq!(other_guest.read(kept, 0, 4), b"mine");
     }
 }

@@ -8,7 +8,7 @@ mod common;
 use std::time::Duration;
 
 use common::scripted_engine::{Act, PANIC_SIZE, ScriptedEngine, UNREADABLE_SIZE};
-use common::{Guest, Host, OtherGuest, add, bytes, cpu, image};
+use common::{Guest, Host, OtherGuest, PAGE, add, bytes, cpu, image};
 use vgpu_executor::Limits;
 use vgpu_transport::ir::{BufferId, Graph, IR_VERSION};
 use vgpu_transport::wire::{GraphId, MAX_GRAPH, MAX_PAYLOAD, PROTOCOL_VERSION, Reply, Request};
@@ -28,7 +28,7 @@ fn ends_only_its_session_on(host: Host, words: &[&str], violation: impl FnOnce(&
     other_guest.check_unaffected(host.connect(), words, violation);
     drop(other_guest);
     host.wait_until_empty();
-    assert_eq!(host.engine.memory().free, free + 8);
+    assert_eq!(host.engine.memory().free, free + PAGE);
     let mut newcomer = host.guest();
     newcomer.alloc(1 << 20);
 }
@@ -621,7 +621,7 @@ fn freed_buffer_removes_only_the_graphs_that_use_it() {
     assert_eq!(guest.read_f32(a, 1), [2.0]);
     assert_eq!(
         host.engine.memory().free,
-        free + 4,
+        free + PAGE,
         "a plan kept the memory"
     );
     guest.submit(GraphId(2));

@@ -5,11 +5,11 @@ mod common;
 use std::sync::{Arc, Mutex};
 
 use common::model::{for_weights, hash, lookup, upload};
-use common::{Guest, Host, MEMORY, cpu};
+use common::{Guest, Host, MEMORY, PAGE, cpu};
 use vgpu_engine::{Engine, EngineError, Memory, MemoryInfo, Plan};
 use vgpu_executor::weights::Sharing;
 use vgpu_executor::{Process, WeightStore};
-use vgpu_transport::ir::{Capabilities, ValidGraph};
+use vgpu_transport::ir::{Capabilities, GraphCounts, ValidGraph};
 use vgpu_transport::wire::{MIN_EXTENT, Reply, Request, Wanted};
 
 /// An action before an allocation of memory for weights. The old memory is free at that time.
@@ -65,6 +65,10 @@ impl Engine for Contended {
         let meanwhile = self.meanwhile.lock().unwrap().take();
         meanwhile.map_or(Ok(()), |act| act())?;
         self.cpu.alloc_weights(size)
+    }
+
+    fn compile_bytes(&self, counts: &GraphCounts) -> u64 {
+        self.cpu.compile_bytes(counts)
     }
 
     fn compile(
@@ -170,6 +174,6 @@ fn without_memory_writes_fail_with_the_numbers_and_the_session_goes_on() {
     guest.receive();
     guest.send(&Request::Free { buffer });
     assert_eq!(guest.read(other, 0, 4), b"mine");
-    assert_eq!(engine.memory().free, MEMORY - 4);
-    assert_eq!(guest.alloc(MEMORY - 4).0, buffer.0 + 1);
+    assert_eq!(engine.memory().free, MEMORY - PAGE);
+    assert_eq!(guest.alloc(MEMORY - PAGE).0, buffer.0 + 1);
 }

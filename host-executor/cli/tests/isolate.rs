@@ -6,7 +6,6 @@ mod common;
 mod machine;
 mod served;
 
-use std::collections::BTreeMap;
 use std::fs;
 use std::os::fd::AsFd as _;
 use std::time::Instant;
@@ -15,58 +14,12 @@ use common::model::{for_weights, lookup, read_all, upload};
 use common::{Guest, TIMEOUT, add, bytes};
 use machine::Machine;
 use rustix::process::{Pid, Signal, kill_process};
+use served::workers::{children, guest, workers};
 use served::{Scratch, Serve, vgpu};
 use vgpu_transport::ir::IR_VERSION;
 use vgpu_transport::link::pci::directory;
 use vgpu_transport::shm::memory::{Memory as _, Window};
 use vgpu_transport::wire::{GraphId, MIN_EXTENT, PROTOCOL_VERSION, Reply, Request};
-
-/// The workers of a supervisor, by the number of their first session, once there are `count` of
-/// them.
-fn workers(serve: &Serve, count: usize) -> BTreeMap<u64, Pid> {
-    let start = Instant::now();
-    loop {
-        let found: BTreeMap<u64, Pid> = children(serve.child.id())
-            .into_iter()
-            .filter_map(|pid| {
-                let line = fs::read_to_string(format!("/proc/{pid}/cmdline")).ok()?;
-                let session = line
-                    .split('\0')
-                    .find_map(|word| word.strip_prefix("--worker="))?;
-                Some((session.parse().ok()?, Pid::from_raw(pid)?))
-            })
-            .collect();
-        if found.len() == count {
-            return found;
-        }
-        assert!(
-            start.elapsed() < TIMEOUT,
-            "{found:?} instead of {count} workers"
-        );
-        std::thread::sleep(std::time::Duration::from_millis(5));
-    }
-}
-
-fn children(pid: u32) -> Vec<i32> {
-    let threads = fs::read_dir(format!("/proc/{pid}/task")).expect("the process is there");
-    threads
-        .filter_map(|thread| fs::read_to_string(thread.ok()?.path().join("children")).ok())
-        .flat_map(|list| {
-            list.split_whitespace()
-                .map(|pid| pid.parse().expect("a number"))
-                .collect::<Vec<i32>>()
-        })
-        .collect()
-}
-
-/// A guest that has sent HELLO, and the number of its session.
-fn guest(serve: &Serve, scratch: &Scratch) -> (Guest, u64) {
-    let mut guest = serve.connect(&scratch.socket());
-    match guest.hello() {
-        Reply::Welcome { session, .. } => (guest, session),
-        other => panic!("{other:?}"),
-    }
-}
 
 fn compute(guest: &mut Guest) {
     let a = guest.alloc_with(&bytes(&[1.0, 2.0]));

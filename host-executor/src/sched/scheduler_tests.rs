@@ -13,6 +13,10 @@ struct Pieces<'a> {
 }
 
 impl Plan for Pieces<'_> {
+    fn plan_bytes(&self) -> u64 {
+        0
+    }
+
     fn launch(&mut self, turn: &Turn) -> Result<RunStatus, RunError> {
         assert!(
             !self.device.swap(true, Ordering::Acquire),
@@ -127,6 +131,10 @@ struct Launches<'a> {
 }
 
 impl Plan for Launches<'_> {
+    fn plan_bytes(&self) -> u64 {
+        0
+    }
+
     fn launch(&mut self, _: &Turn) -> Result<RunStatus, RunError> {
         assert!(
             !self.device.swap(true, Ordering::Acquire),

@@ -172,7 +172,8 @@ impl Session {
             let reason = format!("the session already has {limit} buffers, which is the limit");
             return Ok(refused(request, buffer, reason));
         }
-        let mut charge = match self.tenant.charge(size, self.engine.as_ref()) {
+        let taken = self.engine.allocation_size(size);
+        let mut charge = match self.tenant.charge(taken, self.engine.as_ref()) {
             Ok(charge) => charge,
             Err(error) => {
                 let reason = format!("guest {}: {error}", self.tenant.name());

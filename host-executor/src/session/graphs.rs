@@ -5,16 +5,23 @@ use std::sync::Arc;
 
 use vgpu_engine::{Engine, EngineError, Memory, Plan};
 use vgpu_transport::bytes::Bytes;
-use vgpu_transport::ir::{BufferId, Graph, patch, validate};
+use vgpu_transport::ir::{BufferId, Graph, GraphCounts, Invalid, patch, validate};
 use vgpu_transport::wire::{GraphId, MAX_GRAPH};
 
 use super::buffers::Buffers;
 use super::error::Violation;
+use crate::heap;
 use crate::limits::Limits;
 use crate::tenant::{Charge, Tenant};
 
 /// Bytes of the assembly buffer that are kept between graphs.
-const MAX_IDLE_ASSEMBLY: usize = 4 << 20;
+const MAX_IDLE_ASSEMBLY: usize = 64 << 10;
+
+/// Charged bytes of graphs that are freed before the heap is given back to the kernel.
+const TRIM_BYTES: u64 = 64 << 20;
+
+/// Bytes of a stored graph besides its image and its plan: the entry in the table, at most.
+const ENTRY_BYTES: u64 = 512;
 
 /// The graphs of a session.
 #[derive(Default)]
@@ -25,9 +32,11 @@ pub(super) struct Graphs {
     nodes: usize,
     /// The working memory of the graph that needs the most. A session runs one graph at a time.
     working: WorkingMemory,
+    /// Charged bytes that were freed since the heap was given back.
+    freed: u64,
     assembly: Option<Assembly>,
-    /// The part of the image that has been received.
-    image: Vec<u8>,
+    /// The part of the image that has been received, unless the image is refused.
+    assembled: Vec<u8>,
 }
 
 /// The working memory of runs, which is charged to the tenant of the session.
@@ -47,7 +56,7 @@ impl WorkingMemory {
         let Some(more) = bytes.checked_sub(self.bytes).filter(|&more| more > 0) else {
             return Ok(());
         };
-        let charge = context.tenant.charge(more, context.engine)?;
+        let charge = context.tenant.charge_host(more, context.engine)?;
         self.charges.push(charge);
         self.bytes = bytes;
         Ok(())
@@ -55,21 +64,36 @@ impl WorkingMemory {
 }
 
 /// A graph that is being received.
-#[derive(Debug, Clone, Copy)]
 struct Assembly {
     graph: GraphId,
     total: u64,
+    received: u64,
+    /// The charge for the assembly buffer and the image, or why the tenant gets neither. The parts
+    /// of a refused image are dropped, and the graph fails when it is complete.
+    charge: Result<Charge, EngineError>,
 }
 
 /// A graph that has been received completely.
 pub(super) struct StoredGraph {
-    /// The encoded graph, the base of later patches.
-    image: Box<[u32]>,
     /// The compiled graph. With an error, every SUBMIT of the graph fails.
     pub(super) plan: Result<Box<dyn Plan>, EngineError>,
+    /// The charge for the plan, while there is one. Declared after `plan`, so that the memory is
+    /// freed before the charge is released.
+    charge: Option<Charge>,
+    /// The encoded graph, the base of later patches, or why the tenant has no memory for it.
+    image: Result<Image, EngineError>,
+    /// Bytes that were charged for its compilation and that the plan does not keep.
+    transient: u64,
     pub(super) nodes: usize,
     /// The buffers that the graph uses, sorted.
     buffers: Vec<BufferId>,
+}
+
+/// An encoded graph.
+struct Image {
+    words: Box<[u32]>,
+    /// Declared after `words`, as in [`StoredGraph`].
+    _charge: Charge,
 }
 
 /// What a received part of a graph led to.
@@ -105,35 +129,48 @@ impl Graphs {
                 limit: MAX_GRAPH,
             });
         }
-        let Assembly {
-            graph: expected_graph,
-            total: expected_total,
-        } = *self.assembly.get_or_insert(Assembly { graph, total });
-        let have = self.image.len();
-        let in_order = (graph, total, offset) == (expected_graph, expected_total, have as u64);
+        let assembly = self.assembly.get_or_insert_with(|| Assembly {
+            graph,
+            total,
+            received: 0,
+            // The assembly buffer, and the image that is made of it.
+            charge: (context.tenant).charge_host(2 * total + ENTRY_BYTES, context.engine),
+        });
+        let (expected_graph, expected_total) = (assembly.graph, assembly.total);
+        let have = assembly.received;
+        let in_order = (graph, total, offset) == (expected_graph, expected_total, have);
         // `total` is at most MAX_GRAPH and `have` at most `total`, so nothing here can wrap.
-        if !in_order || part.is_empty() || part.len() as u64 > total - have as u64 {
+        if !in_order || part.is_empty() || part.len() as u64 > total - have {
             return Err(Violation::Part {
                 graph,
                 offset,
                 len: part.len(),
                 total,
                 expected_graph,
-                expected_offset: have as u64,
+                expected_offset: have,
                 expected_total,
             });
         }
-        self.image.resize(have + part.len(), 0);
-        part.copy_to(&mut self.image[have..]);
-        if (self.image.len() as u64) < total {
+        assembly.received += part.len() as u64;
+        if assembly.charge.is_ok() {
+            let have = self.assembled.len();
+            self.assembled.reserve_exact(total as usize - have);
+            self.assembled.resize(have + part.len(), 0);
+            part.copy_to(&mut self.assembled[have..]);
+        }
+        if assembly.received < total {
             return Ok(GraphStatus::Incomplete);
         }
 
-        self.assembly = None;
-        let words = words(&self.image);
-        self.image.clear();
-        self.image.shrink_to(MAX_IDLE_ASSEMBLY);
-        let stored = compile(graph, words, context)?;
+        let charge = self.assembly.take().map(|assembly| assembly.charge);
+        let words = words(&self.assembled);
+        self.assembled.clear();
+        self.assembled.shrink_to(MAX_IDLE_ASSEMBLY);
+        let stored = match charge {
+            Some(Ok(charge)) => compile(graph, Image::new(words, charge), context)?,
+            Some(Err(error)) => StoredGraph::without_image(error),
+            None => return Ok(GraphStatus::Incomplete),
+        };
         self.keep(graph, stored, context)
     }
 
@@ -156,11 +193,21 @@ impl Graphs {
                 limit: MAX_GRAPH,
             });
         }
+        let charged = stored.image.as_ref().map_err(EngineError::clone);
+        let charged = charged.and_then(|image| {
+            let size = image.bytes() + ENTRY_BYTES;
+            let charge = context.tenant.charge_host(size, context.engine)?;
+            Ok((image, charge))
+        });
+        let (image, charge) = match charged {
+            Ok(charged) => charged,
+            Err(error) => return self.keep(graph, StoredGraph::without_image(error), context),
+        };
         let mut bytes = vec![0; patch.len()];
         patch.copy_to(&mut bytes);
-        let words = patch::apply(&stored.image, &words(&bytes))
+        let words = patch::apply(&image.words, &words(&bytes))
             .map_err(|error| Violation::Image { graph, error })?;
-        let stored = compile(graph, words, context)?;
+        let stored = compile(graph, Image::new(words, charge), context)?;
         self.keep(graph, stored, context)
     }
 
@@ -173,6 +220,7 @@ impl Graphs {
         let limits = context.limits;
         self.forget(graph);
         self.charge(&mut stored, context);
+        self.trim(stored.transient);
         let (bytes, nodes) = (stored.bytes(), stored.nodes);
         let status = match &stored.plan {
             Ok(_) => GraphStatus::Compiled { bytes, nodes },
@@ -206,6 +254,7 @@ impl Graphs {
         };
         if let Err(error) = outcome {
             stored.plan = Err(error);
+            stored.charge = None;
         }
     }
 
@@ -215,11 +264,18 @@ impl Graphs {
         graph: GraphId,
         context: &CompileContext<'_>,
     ) -> Result<&mut StoredGraph, Violation> {
-        let stored = self.stored.get(&graph);
+        let stored = self.stored.get_mut(&graph);
         let stored = stored.ok_or(Violation::UnknownGraph(graph))?;
-        if stored.plan.as_ref().is_ok_and(|plan| !plan.is_current()) {
-            let mut again = compile(graph, stored.image.to_vec(), context)?;
+        let is_stale = stored.plan.as_ref().is_ok_and(|plan| !plan.is_current());
+        if is_stale && let Some(old) = self.stored.remove(&graph) {
+            self.nodes -= old.nodes;
+            // The old plan is freed before the new one is made.
+            let image = old
+                .into_image()
+                .map_err(|_| Violation::UnknownGraph(graph))?;
+            let mut again = compile(graph, image, context)?;
             self.charge(&mut again, context);
+            self.nodes += again.nodes;
             self.stored.insert(graph, again);
         }
         let stored = self.stored.get_mut(&graph);
@@ -243,7 +299,10 @@ impl Graphs {
         if let Some(stored) = self.stored.remove(&graph) {
             self.bytes -= stored.bytes();
             self.nodes -= stored.nodes;
+            let freed = stored.charged();
+            drop(stored);
             self.give_back();
+            self.trim(freed);
         }
     }
 
@@ -266,20 +325,40 @@ impl Graphs {
 
     /// Drops every graph that uses `buffer`.
     pub(super) fn forget_users(&mut self, buffer: BufferId) {
-        let (bytes, nodes) = (&mut self.bytes, &mut self.nodes);
+        let (bytes, nodes, mut freed) = (&mut self.bytes, &mut self.nodes, 0);
         self.stored.retain(|_, stored| {
             let uses = stored.buffers.binary_search(&buffer).is_ok();
             if uses {
                 *bytes -= stored.bytes();
                 *nodes -= stored.nodes;
+                freed += stored.charged();
             }
             !uses
         });
         self.give_back();
+        self.trim(freed);
+    }
+
+    /// Counts freed bytes, and gives the heap back to the kernel when they are many.
+    fn trim(&mut self, freed: u64) {
+        self.freed += freed;
+        if self.freed >= TRIM_BYTES {
+            self.freed = 0;
+            heap::trim();
+        }
     }
 
     pub(super) fn len(&self) -> usize {
         self.stored.len()
+    }
+}
+
+impl Drop for Graphs {
+    fn drop(&mut self) {
+        let freed = self.stored.drain().map(|(_, stored)| stored.charged());
+        let freed = freed.sum::<u64>();
+        self.assembled = Vec::new();
+        self.trim(freed);
     }
 }
 
@@ -292,9 +371,59 @@ pub(super) struct CompileContext<'a> {
 }
 
 impl StoredGraph {
+    /// A graph whose tenant has not enough memory for the image.
+    fn without_image(error: EngineError) -> StoredGraph {
+        StoredGraph {
+            plan: Err(error.clone()),
+            charge: None,
+            image: Err(error),
+            transient: 0,
+            nodes: 0,
+            buffers: Vec::new(),
+        }
+    }
+
+    /// A graph of these buffers whose tenant has not enough memory for the plan.
+    fn without_plan(error: EngineError, image: Image, buffers: Vec<BufferId>) -> StoredGraph {
+        StoredGraph {
+            plan: Err(error),
+            charge: None,
+            image: Ok(image),
+            transient: 0,
+            nodes: 0,
+            buffers,
+        }
+    }
+
+    /// The charged bytes, most of which are in the heap.
+    fn charged(&self) -> u64 {
+        let image = self.image.as_ref().map_or(0, Image::bytes);
+        image + self.charge.as_ref().map_or(0, Charge::size)
+    }
+
+    /// The image, without the plan.
+    fn into_image(self) -> Result<Image, EngineError> {
+        self.image
+    }
+
     /// Bytes of its image.
     fn bytes(&self) -> u64 {
-        4 * self.image.len() as u64
+        self.image.as_ref().map_or(0, Image::bytes)
+    }
+}
+
+impl Image {
+    /// An image of `words`, for which at least their bytes and [`ENTRY_BYTES`] are charged.
+    fn new(words: Vec<u32>, mut charge: Charge) -> Image {
+        charge.shrink(4 * words.len() as u64 + ENTRY_BYTES);
+        Image {
+            words: words.into(),
+            _charge: charge,
+        }
+    }
+
+    fn bytes(&self) -> u64 {
+        4 * self.words.len() as u64
     }
 }
 
@@ -305,46 +434,70 @@ fn words(bytes: &[u8]) -> Vec<u32> {
         .collect()
 }
 
+/// Decodes, validates and compiles a graph. Its tenant is charged first for the most memory that
+/// this can need, which follows from the head of the image, and then for what the plan keeps.
 fn compile(
     id: GraphId,
-    words: Vec<u32>,
+    image: Image,
     context: &CompileContext<'_>,
 ) -> Result<StoredGraph, Violation> {
-    let graph = Graph::decode(&words).map_err(|error| Violation::Image { graph: id, error })?;
+    let broken = |error| Violation::Image { graph: id, error };
+    let invalid = |invalid| Violation::Graph { graph: id, invalid };
+    let counts = GraphCounts::of_image(&image.words).map_err(broken)?;
+    let limit = context.limits.graph.nodes;
+    if counts.nodes > limit {
+        let nodes = counts.nodes;
+        return Err(invalid(Invalid::TooManyNodes { nodes, limit }));
+    }
     // A table longer than the number of buffers repeats entries. Engines allocate memory per entry,
     // so the length has to be limited.
-    if graph.buffers.len() > context.buffers.len() {
+    if counts.buffers > context.buffers.len() {
         return Err(Violation::BufferTable {
             graph: id,
-            names: graph.buffers.len(),
+            names: counts.buffers,
             buffers: context.buffers.len(),
         });
     }
+    let mut buffers = counts.buffers_of(&image.words);
+    buffers.sort_unstable();
+    buffers.dedup();
+    let most = counts.decoded_bytes() + context.engine.compile_bytes(&counts);
+    let mut charge = match context.tenant.charge_host(most, context.engine) {
+        Ok(charge) => charge,
+        Err(error) => return Ok(StoredGraph::without_plan(error, image, buffers)),
+    };
+    let graph = Graph::decode(&image.words).map_err(broken)?;
     let size_of = |buffer| context.buffers.find(buffer).map(|memory| memory.size());
-    let graph = validate(
-        graph,
-        context.engine.capabilities(),
-        &context.limits.graph,
-        size_of,
-    )
-    .map_err(|invalid| Violation::Graph { graph: id, invalid })?;
+    let capabilities = context.engine.capabilities();
+    let graph = validate(graph, capabilities, &context.limits.graph, size_of).map_err(invalid)?;
     let memory: Vec<Arc<dyn Memory>> = graph
         .graph()
         .buffers
         .iter()
         .filter_map(|&buffer| context.buffers.find(buffer).cloned())
         .collect();
-    let mut buffers = graph.graph().buffers.clone();
-    buffers.sort_unstable();
-    buffers.dedup();
+    let nodes = graph.graph().nodes.len();
     let mut plan = context.engine.compile(&graph, &memory);
+    drop(graph);
     if let Ok(plan) = &mut plan {
         plan.set_label(&format!("graph {}", id.0));
     }
+    let table = size_of_val(buffers.as_slice()) as u64;
+    let needed = plan.as_ref().map_or(0, |plan| plan.plan_bytes()) + table;
+    if needed > charge.size() {
+        drop(charge);
+        charge = match context.tenant.charge_host(needed, context.engine) {
+            Ok(charge) => charge,
+            Err(error) => return Ok(StoredGraph::without_plan(error, image, buffers)),
+        };
+    }
+    charge.shrink(needed);
     Ok(StoredGraph {
         plan,
+        charge: Some(charge),
+        image: Ok(image),
+        transient: most.saturating_sub(needed),
+        nodes,
         buffers,
-        nodes: graph.graph().nodes.len(),
-        image: words.into(),
     })
 }

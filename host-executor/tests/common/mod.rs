@@ -21,6 +21,9 @@ use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, PROTOCOL_VERSION, Reply, Reques
 /// Memory of the engine that most tests run on.
 pub(crate) const MEMORY: u64 = 64 << 20;
 
+/// What a buffer of up to this many bytes takes of the memory of the CPU engine.
+pub(crate) const PAGE: u64 = 4096;
+
 /// The time that a test waits for an event.
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
 
@@ -327,6 +330,12 @@ impl OtherGuest {
         for word in words {
             assert!(reason.contains(word), "{word:?} is not in {reason:?}");
         }
+        self.compute();
+    }
+
+    /// Runs the graph and checks its result.
+    pub(crate) fn compute(&mut self) {
+        self.guest.write(self.data, 0, &bytes(&[1.0, 2.0]));
         self.guest.submit(OtherGuest::GRAPH);
         assert_eq!(self.guest.read_f32(self.data, 2), [2.0, 4.0]);
     }

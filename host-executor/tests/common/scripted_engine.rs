@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use vgpu_cpu::CpuEngine;
 use vgpu_engine::{Engine, EngineError, Memory, MemoryInfo, Plan, RunError, RunStatus, Turn};
 use vgpu_transport::bytes::{Bytes, BytesMut};
-use vgpu_transport::ir::{Capabilities, OpKind, Rule, Type, TypeSet, ValidGraph};
+use vgpu_transport::ir::{Capabilities, GraphCounts, OpKind, Rule, Type, TypeSet, ValidGraph};
 
 /// What the next graph does.
 #[derive(Default)]
@@ -89,6 +89,14 @@ impl Engine for ScriptedEngine {
         Ok(memory)
     }
 
+    fn allocation_size(&self, size: u64) -> u64 {
+        self.cpu.allocation_size(size)
+    }
+
+    fn compile_bytes(&self, counts: &GraphCounts) -> u64 {
+        self.cpu.compile_bytes(counts)
+    }
+
     fn compile(
         &self,
         graph: &ValidGraph,
@@ -109,6 +117,10 @@ impl Engine for ScriptedEngine {
 struct ScriptedPlan(Act, Vec<Arc<dyn Memory>>);
 
 impl Plan for ScriptedPlan {
+    fn plan_bytes(&self) -> u64 {
+        size_of::<ScriptedPlan>() as u64
+    }
+
     fn launch(&mut self, _: &Turn) -> Result<RunStatus, RunError> {
         match &self.0 {
             Act::RunPanics => panic!("told to panic"),

@@ -27,6 +27,22 @@ pub(crate) struct Phase {
     pub(crate) parts: Vec<Part>,
 }
 
+impl Phase {
+    /// Bytes of host memory of the kernels, without the phase itself.
+    pub(crate) fn bytes(&self) -> usize {
+        let parts = self.parts.iter().map(|part| {
+            let kernel = size_of_val(&*part.kernel);
+            let nodes = part.nodes.capacity() * size_of::<usize>();
+            kernel + nodes + PART_BYTES
+        });
+        parts.sum::<usize>() + self.parts.capacity() * size_of::<Part>()
+    }
+}
+
+/// Bytes of a part besides its kernel and its nodes: what the kernel itself has allocated, and what
+/// the allocator adds.
+const PART_BYTES: usize = 224;
+
 /// A kernel of the plan, and the nodes that it computes.
 pub(crate) struct Part {
     pub(crate) kernel: Kernel,
@@ -62,6 +78,9 @@ impl Part {
                 op,
                 index,
                 count,
+            },
+            Fault::OutOfMemory { bytes } => RunError::OutOfMemory {
+                wanted: bytes as u64,
             },
             Fault::Panic { message } => RunError::Kernel { node, op, message },
         }

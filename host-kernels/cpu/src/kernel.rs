@@ -41,6 +41,11 @@ pub(crate) enum Fault {
         /// The number of valid indices.
         count: u64,
     },
+    /// The machine, or what the plan has announced, has not the memory that the kernel needs.
+    OutOfMemory {
+        /// The bytes that the kernel wanted.
+        bytes: usize,
+    },
     /// The kernel panicked, which is a bug of the engine.
     Panic {
         /// The panic message.
@@ -48,9 +53,19 @@ pub(crate) enum Fault {
     },
 }
 
+/// What a kernel unwinds with if it gets no memory where it cannot return a [`Fault`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct OutOfMemory {
+    /// The bytes that the kernel wanted.
+    pub(crate) bytes: usize,
+}
+
 impl Fault {
     /// The fault for a caught panic.
     pub(crate) fn panic(payload: &(dyn Any + Send)) -> Fault {
+        if let Some(&OutOfMemory { bytes }) = payload.downcast_ref() {
+            return Fault::OutOfMemory { bytes };
+        }
         Fault::Panic {
             message: panic_message(payload),
         }

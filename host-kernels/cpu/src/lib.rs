@@ -10,6 +10,7 @@
 //! - `plan`, `barrier_schedule`, `runner`: a graph is compiled into phases. Threads enter a graph
 //!   once and meet at a barrier after each phase.
 //! - `memory`, `region`, `weights`: allocations, mappings, and weights shared between buffers.
+//! - `system_memory`: what the machine and the control groups have left.
 
 // A build for one processor leaves out what only the kernels of other levels use.
 #![cfg_attr(
@@ -38,6 +39,7 @@ mod plan;
 mod region;
 mod runner;
 mod simd;
+mod system_memory;
 mod thread_team;
 mod topology;
 mod view;
@@ -45,7 +47,7 @@ mod weights;
 
 use std::sync::Arc;
 
-use vgpu_transport::ir::{Capabilities, ValidGraph};
+use vgpu_transport::ir::{Capabilities, GraphCounts, ValidGraph};
 
 use memory::CpuMemory;
 use region::Budget;
@@ -138,6 +140,10 @@ impl Engine for CpuEngine {
         self.budget.info()
     }
 
+    fn allocation_size(&self, size: u64) -> u64 {
+        region::whole_pages(size)
+    }
+
     fn capabilities(&self) -> &Capabilities {
         &self.capabilities
     }
@@ -162,6 +168,10 @@ impl Engine for CpuEngine {
             0 => Ok(None),
             size => Ok(Some(Arc::new(CpuMemory::weights(size, &self.budget)?))),
         }
+    }
+
+    fn compile_bytes(&self, counts: &GraphCounts) -> u64 {
+        plan::compile_bytes(counts)
     }
 
     fn compile(

@@ -15,7 +15,7 @@ use memmap2::UncheckedAdvice;
 use vgpu_transport::bytes::{Bytes, BytesMut};
 use vgpu_transport::shm::memory::sealed_file_named;
 
-use super::region::{Budget, Charge, Region};
+use super::region::{Budget, Charge, Region, whole_pages};
 use super::weights::{CpuExtent, WeightRegion};
 use vgpu_engine::{EngineError, Extent, Memory, SharedMemory, check_range};
 
@@ -47,7 +47,7 @@ impl CpuMemory {
             return Ok(CpuMemory {
                 size,
                 kind: Kind::Empty,
-                _charge: Charge::take(budget, 0)?,
+                _charge: Charge::take(budget, whole_pages(0))?,
             });
         }
         CpuMemory::mapped(size, budget, |len| Region::private(len).map(Kind::Private))
@@ -85,7 +85,7 @@ impl CpuMemory {
         budget: &Arc<Budget>,
         map: impl FnOnce(usize) -> Option<Kind>,
     ) -> Result<CpuMemory, EngineError> {
-        let charge = Charge::take(budget, size)?;
+        let charge = Charge::take(budget, whole_pages(size))?;
         match usize::try_from(size).ok().and_then(map) {
             Some(kind) => Ok(CpuMemory {
                 size,
@@ -305,7 +305,7 @@ mod tests {
         assert!(matches!(
             CpuMemory::new((1 << 19) + 1, &budget),
             Err(EngineError::OutOfMemory {
-                wanted: 524_289,
+                wanted: 528_384, // whole pages
                 ..
             })
         ));
@@ -329,7 +329,7 @@ mod tests {
         assert_eq!(seen, [7; 10]);
         assert!(memory.read(4991, (&mut seen[..]).into()).is_err());
         // A guest that keeps its mapping does not keep the pages.
-        assert_eq!(budget.used(), 5000);
+        assert_eq!(budget.used(), 8192);
         drop(memory);
         assert_eq!(budget.used(), 0);
         guest.bytes(4990..5000).copy_to(&mut seen);

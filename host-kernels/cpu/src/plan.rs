@@ -5,13 +5,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use vgpu_engine::fuse::{Arrangement, Kind};
-use vgpu_engine::{EngineError, Memory, NodeTiming, Plan, RunError, RunStatus, Turn};
-use vgpu_transport::ir::{Graph, Node, Op, Tensor};
+use vgpu_engine::{
+    ALLOCATION_BYTES, EngineError, Memory, NodeTiming, Plan, RunError, RunStatus, Turn,
+};
+use vgpu_transport::ir::{Graph, GraphCounts, Node, Op, Tensor};
 
 use crate::barrier_schedule::{
     BarrierSchedule, MemoryAccess, Part, Phase, SOLO_ELEMENTS, elements, is_small, only_shares,
 };
-use crate::gemm::{self, MAX_PREPARED};
+use crate::gemm::{MAX_KEPT, prepared_bytes};
 use crate::kernel::Compiled;
 use crate::memory::CpuMemory;
 use crate::operands::{ActivationCache, Operands, Recorded};
@@ -19,13 +21,34 @@ use crate::ops;
 use crate::runner::{RunState, Runner};
 use crate::view::View;
 
+/// Bytes that a node needs at most while it is compiled, and afterwards in the plan: kernels with
+/// their operands, and the ranges that they access.
+const MAX_NODE_BYTES: u64 = 4 << 10;
+
+/// Bytes that a tensor needs at most while the graph is compiled, besides the graph.
+const MAX_TENSOR_BYTES: u64 = 256;
+
+/// Bytes that a plan needs at most, however small it is.
+const MAX_EMPTY_BYTES: u64 = 4 << 10;
+
+/// The most bytes of host memory that the compilation of a graph needs, with the plan and without
+/// the graph.
+pub(crate) fn compile_bytes(counts: &GraphCounts) -> u64 {
+    let bytes = |count: usize, each: u64| (count as u64).saturating_mul(each);
+    // The arrangement has a copy of the graph, and nodes are moved through another.
+    (2 * counts.decoded_bytes())
+        .saturating_add(bytes(counts.nodes, MAX_NODE_BYTES))
+        .saturating_add(bytes(counts.tensors, MAX_TENSOR_BYTES))
+        .saturating_add(MAX_EMPTY_BYTES)
+}
+
 /// A compiled graph: kernels with pointers into buffers that the plan keeps alive.
 pub(crate) struct CpuPlan {
     phases: Vec<Phase>,
     scratch_bytes: usize,
     /// Memory for converted activations, in bytes.
     activation_bytes: usize,
-    /// Memory in which threads prepare the operands of products, in bytes of all threads.
+    /// The most bytes that a product prepares in each of the two buffers of a thread.
     prepared_bytes: usize,
     runner: Arc<Runner>,
     /// A run that has yielded.
@@ -77,22 +100,32 @@ impl CpuPlan {
         }
         let activation_bytes = compiler.cache.bytes();
         let (phases, scratch_bytes) = compiler.schedule.finish();
-        let each = graph.nodes.iter().map(|node| prepared_bytes(graph, node));
-        let each = each.max().unwrap_or(0);
+        let each = graph.nodes.iter().map(|node| {
+            let k = product_terms(graph, node);
+            k.map_or(0, prepared_bytes)
+        });
+        let prepared_bytes = each.max().unwrap_or(0);
         Ok(CpuPlan {
             phases,
             scratch_bytes,
             activation_bytes,
-            // Threads keep so much, and it does not count.
-            prepared_bytes: match each > MAX_PREPARED {
-                true => each.saturating_mul(runner.workers()),
-                false => 0,
-            },
+            prepared_bytes,
             runner: Arc::clone(runner),
             yielded: None,
             buffers: buffers.to_vec(),
             moves,
         })
+    }
+}
+
+impl CpuPlan {
+    /// The first turn of a run.
+    ///
+    /// # Errors
+    /// [`RunError::OutOfMemory`] if there is no memory for it.
+    fn start(&self) -> Result<RunState, RunError> {
+        let (scratch, activations) = (self.scratch_bytes, self.activation_bytes);
+        (self.runner).start(scratch, activations, self.prepared_bytes)
     }
 }
 
@@ -230,23 +263,29 @@ fn written(node: &Node) -> impl Iterator<Item = usize> {
     sources.chain([&node.dst]).map(|&index| index as usize)
 }
 
-/// The most bytes in which a thread prepares the operands of the product of a node: activations as
-/// f32, and decoded weights.
-fn prepared_bytes(graph: &Graph, node: &Node) -> usize {
-    let Some(weights) = graph.src(node, 0) else {
-        return 0;
+/// The length of the rows and columns that a node multiplies with the kernels of
+/// [`crate::gemm`], at most; `None` if it does not.
+fn product_terms(graph: &Graph, node: &Node) -> Option<usize> {
+    let first = graph.src(node, 0)?.shape.ne;
+    let terms = match node.op {
+        Op::MulMat { .. } | Op::MulMatId { .. } | Op::FlashAttnExt { .. } => first[0],
+        Op::LightningIndexer { .. } => first[0],
+        Op::Conv2d { .. } => first[0].saturating_mul(first[1]).saturating_mul(first[2]),
+        Op::Conv3d { c, .. } => first[0]
+            .saturating_mul(first[1])
+            .saturating_mul(first[2])
+            .saturating_mul(u64::from(c.unsigned_abs())),
+        Op::ConvTranspose1d { .. } => first[2],
+        Op::ConvTranspose2d { .. } => first[3],
+        _ => return None,
     };
-    let size = |count: u64| usize::try_from(count).unwrap_or(usize::MAX);
-    let k = size(weights.shape.ne[0]);
-    match node.op {
-        Op::MulMat { .. } | Op::MulMatId { .. } => {
-            let columns = gemm::LEAST_COLUMNS.saturating_mul(size_of::<f32>());
-            k.saturating_mul(columns + gemm::DECODED_ROWS * 2)
-        }
-        Op::Conv2d { .. } | Op::Conv3d { .. } => {
-            size(elements(weights)).saturating_mul(size_of::<f32>())
-        }
-        _ => 0,
+    Some(usize::try_from(terms).unwrap_or(usize::MAX))
+}
+
+impl Drop for CpuPlan {
+    fn drop(&mut self) {
+        self.yielded = None;
+        self.runner.trim();
     }
 }
 
@@ -255,7 +294,7 @@ impl Plan for CpuPlan {
         let state = match self.yielded.take() {
             Some(state) => state,
             None if !self.is_current() => return Err(RunError::Stale),
-            None => (self.runner).start(self.scratch_bytes, self.activation_bytes)?,
+            None => self.start()?,
         };
         self.yielded = self.runner.run(&self.phases, state, turn)?;
         Ok(match self.yielded {
@@ -270,7 +309,7 @@ impl Plan for CpuPlan {
         }
         // A run that has yielded starts again from the beginning.
         self.yielded = None;
-        let state = (self.runner).start(self.scratch_bytes, self.activation_bytes)?;
+        let state = self.start()?;
         let ends = self.runner.run_timed(&self.phases, state)?;
         let (mut timings, mut before) = (Vec::<NodeTiming>::new(), Duration::ZERO);
         for (phase, end) in self.phases.iter().zip(ends) {
@@ -291,9 +330,24 @@ impl Plan for CpuPlan {
         Ok(timings)
     }
 
+    fn plan_bytes(&self) -> u64 {
+        let phases = self.phases.iter().map(Phase::bytes).sum::<usize>();
+        let tables = self.phases.capacity() * size_of::<Phase>()
+            + self.buffers.capacity() * size_of::<Arc<dyn Memory>>()
+            + self.moves.capacity() * size_of::<u64>();
+        (size_of::<CpuPlan>() + 4 * ALLOCATION_BYTES + tables + phases) as u64
+    }
+
     fn working_bytes(&self) -> u64 {
         let bytes = self.scratch_bytes.saturating_add(self.activation_bytes);
-        bytes.saturating_add(self.prepared_bytes) as u64
+        // Threads keep so much, and it does not count.
+        let prepared = match self.prepared_bytes > MAX_KEPT {
+            true => self
+                .prepared_bytes
+                .saturating_mul(2 * self.runner.workers()),
+            false => 0,
+        };
+        bytes.saturating_add(prepared) as u64
     }
 
     fn is_current(&self) -> bool {

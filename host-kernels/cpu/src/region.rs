@@ -1,6 +1,5 @@
 //! Memory mappings of this process, and the budget that they are charged to.
 
-use std::fs;
 use std::ops::Range;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -8,6 +7,7 @@ use std::sync::{Arc, OnceLock};
 
 use memmap2::{Advice, MmapMut, MmapOptions, MmapRaw, UncheckedAdvice};
 
+use super::system_memory::SystemMemory;
 use super::topology::memory_nodes;
 use vgpu_engine::{EngineError, MemoryInfo};
 
@@ -16,27 +16,46 @@ pub(super) fn page() -> u64 {
     rustix::param::page_size() as u64
 }
 
+/// The bytes of the pages that an allocation of `size` bytes takes. An allocation without bytes
+/// counts as a page, for what is stored about it.
+pub(super) fn whole_pages(size: u64) -> u64 {
+    let pages = size.max(1).checked_next_multiple_of(page());
+    pages.unwrap_or(u64::MAX)
+}
+
 /// The memory that the engine may allocate, and the memory that it has allocated.
 pub(super) struct Budget {
     total: u64,
     used: AtomicU64,
+    system: SystemMemory,
 }
 
 impl Budget {
     /// A budget of `limit` bytes; `None` for the memory of the machine or the limit of its control
     /// group.
     pub(super) fn new(limit: Option<u64>) -> Budget {
+        Budget::of(limit, SystemMemory::of_this_machine())
+    }
+
+    fn of(limit: Option<u64>, system: SystemMemory) -> Budget {
         Budget {
-            total: limit.unwrap_or_else(|| physical_memory().min(cgroup_limit())),
+            total: limit.unwrap_or_else(|| system.total()),
             used: AtomicU64::new(0),
+            system,
         }
     }
 
+    /// The memory of the budget. The machine reports allocated pages as available until somebody
+    /// touches them, so what this process has allocated and not touched is not free.
     pub(super) fn info(&self) -> MemoryInfo {
-        let left = self.total.saturating_sub(self.used.load(Ordering::Relaxed));
+        let used = self.used.load(Ordering::Relaxed);
+        let left = self.total.saturating_sub(used);
+        // What the process has touched besides (its own heap, and windows of guests) counts as if
+        // it were allocated here, so `untouched` is too small by as much.
+        let untouched = used.saturating_sub(self.system.touched());
         MemoryInfo {
             total: self.total,
-            free: left.min(available_memory()),
+            free: left.min(self.system.available().saturating_sub(untouched)),
         }
     }
 
@@ -188,43 +207,30 @@ fn interleave(mapping: &MmapRaw, nodes: &[usize]) -> bool {
     outcome == 0
 }
 
-/// The bytes of a `/proc/meminfo` line, which counts KiB.
-fn meminfo(key: &str) -> Option<u64> {
-    let text = fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text
-        .lines()
-        .find_map(|line| line.strip_prefix(key)?.strip_prefix(':'))?;
-    line.trim()
-        .strip_suffix(" kB")?
-        .parse::<u64>()
-        .ok()?
-        .checked_mul(1024)
-}
-
-fn physical_memory() -> u64 {
-    meminfo("MemTotal").unwrap_or(0)
-}
-
-fn available_memory() -> u64 {
-    meminfo("MemAvailable").unwrap_or(u64::MAX)
-}
-
-/// The memory limit of this process's control group (version 2), if it has one.
-fn cgroup_limit() -> u64 {
-    let group = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
-    let path = group
-        .lines()
-        .find_map(|line| line.strip_prefix("0::"))
-        .unwrap_or("/");
-    fs::read_to_string(format!("/sys/fs/cgroup{path}/memory.max"))
-        .ok()
-        .and_then(|limit| limit.trim().parse().ok())
-        .unwrap_or(u64::MAX)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::system_memory::tests::Machine;
+
+    const MIB: u64 = 1 << 20;
+
+    #[test]
+    fn memory_that_is_allocated_and_not_touched_is_not_free() {
+        let machine = Machine::new();
+        let budget = Arc::new(Budget::of(None, SystemMemory::below(machine.0.path())));
+        let free = || budget.info().free / MIB;
+        assert_eq!((budget.info().total / MIB, free()), (1000, 600));
+        let charge = Charge::take(&budget, 400 * MIB).unwrap();
+        // The process has touched 7 MiB. It may not get the rest twice.
+        assert_eq!(free(), 207);
+        assert!(Charge::take(&budget, 208 * MIB).is_err());
+        let status = format!("RssAnon: {} kB\nRssShmem: 0 kB\n", 300 << 10);
+        machine.write("proc/self/status", &status);
+        machine.available(300);
+        assert_eq!(free(), 200);
+        drop(charge);
+        assert_eq!(free(), 300);
+    }
 
     /// The policy of the page at `ptr`; `None` if the kernel refuses the system call.
     fn policy(ptr: *const u8) -> Option<libc::c_int> {

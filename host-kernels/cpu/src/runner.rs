@@ -11,6 +11,7 @@ use rustix::thread::CpuSet;
 use vgpu_engine::{EngineError, RunError, Turn};
 
 use crate::barrier_schedule::Phase;
+use crate::gemm::ThreadMemory;
 use crate::kernel::{EarlyExit, Fault, Progress, Worker};
 use crate::thread_team::{Barrier, ThreadTeam};
 
@@ -21,12 +22,17 @@ const MAX_FREE_SCRATCH: usize = 4;
 /// The largest scratch memory that is kept for later runs, in bytes.
 const MAX_KEPT_BYTES: usize = 32 << 20;
 
+/// The largest scratch memory that is kept when a plan ends, in bytes.
+const MAX_IDLE_BYTES: usize = 1 << 20;
+
 /// A fixed set of threads and the scratch memory that they share. Runs one graph at a time.
 pub(crate) struct Runner {
     team: ThreadTeam,
     running: Mutex<()>,
     /// Scratch memories that no run owns, the most recently used last.
     scratch: Mutex<Vec<Scratch>>,
+    /// For each thread of a run, the memory in which it prepares the operands of products.
+    thread_memory: Vec<Mutex<ThreadMemory>>,
 }
 
 /// A run between two turns.
@@ -39,6 +45,8 @@ pub(crate) struct RunState {
     scratch: Scratch,
     /// Offset of the activation memory in `scratch`, in bytes.
     activations: usize,
+    /// The most bytes that a product may prepare in each buffer of a thread.
+    prepared: usize,
 }
 
 /// Working memory of a run.
@@ -48,6 +56,13 @@ struct Scratch {
     /// How far each thread has got in the phase that a turn begins with. When a turn is over, how
     /// far it has got in the phase that the next turn begins with.
     progress: Vec<Mutex<Progress>>,
+}
+
+impl Scratch {
+    /// Bytes of the memory of kernels.
+    fn bytes(&self) -> usize {
+        self.lines.capacity() * size_of::<CacheLine>()
+    }
 }
 
 /// One cache line, so that scratch memory is aligned for every vector.
@@ -62,10 +77,13 @@ impl Runner {
     /// # Errors
     /// [`EngineError::Unsupported`] if a thread cannot be created or pinned.
     pub(crate) fn new(threads: usize, cpu_sets: &[CpuSet]) -> Result<Runner, EngineError> {
+        let team = ThreadTeam::new(threads, cpu_sets)?;
+        let thread_memory = (0..team.size()).map(|_| Mutex::default()).collect();
         Ok(Runner {
-            team: ThreadTeam::new(threads, cpu_sets)?,
+            team,
             running: Mutex::default(),
             scratch: Mutex::default(),
+            thread_memory,
         })
     }
 
@@ -82,6 +100,7 @@ impl Runner {
         &self,
         scratch_bytes: usize,
         activation_bytes: usize,
+        prepared: usize,
     ) -> Result<RunState, RunError> {
         let mut scratch = lock(&self.scratch).pop().unwrap_or_default();
         let scratch_lines = scratch_bytes.div_ceil(64);
@@ -104,6 +123,7 @@ impl Runner {
             dealt: 0,
             scratch,
             activations: scratch_lines * 64,
+            prepared,
         })
     }
 
@@ -165,6 +185,8 @@ impl Runner {
             failure: Mutex::new(None),
             scratch: ScratchPtr(lines.as_mut_ptr().cast()),
             activations: state.activations,
+            prepared: state.prepared,
+            thread_memory: &self.thread_memory,
         };
         let count = self.workers();
         // SAFETY: this function holds the lock on `running`, so no other call of `run` is in
@@ -182,6 +204,7 @@ impl Runner {
                 },
                 scratch: state.scratch,
                 activations: state.activations,
+                prepared: state.prepared,
             })),
             (failure, _) => {
                 self.give_back(state.scratch);
@@ -190,10 +213,15 @@ impl Runner {
         }
     }
 
+    /// Frees the scratch memory of a plan that ends. Small memory is kept.
+    pub(crate) fn trim(&self) {
+        lock(&self.scratch).retain(|scratch| scratch.bytes() <= MAX_IDLE_BYTES);
+    }
+
     /// Keeps scratch memory for later runs, or frees it.
     fn give_back(&self, scratch: Scratch) {
         let mut free = lock(&self.scratch);
-        if free.len() < MAX_FREE_SCRATCH && scratch.lines.capacity() * 64 <= MAX_KEPT_BYTES {
+        if free.len() < MAX_FREE_SCRATCH && scratch.bytes() <= MAX_KEPT_BYTES {
             free.push(scratch);
         }
     }
@@ -225,6 +253,10 @@ struct Run<'a> {
     failure: Mutex<Option<RunError>>,
     scratch: ScratchPtr,
     activations: usize,
+    /// [`RunState::prepared`]
+    prepared: usize,
+    /// [`Runner::thread_memory`]
+    thread_memory: &'a [Mutex<ThreadMemory>],
 }
 
 /// When the phases of a timed run ended.
@@ -235,6 +267,13 @@ struct Clock {
 
 impl Run<'_> {
     fn work(&self, index: usize, count: usize) {
+        let mut memory = lock(&self.thread_memory[index]);
+        memory.swap(self.prepared);
+        self.run_phases(index, count);
+        memory.swap(usize::MAX);
+    }
+
+    fn run_phases(&self, index: usize, count: usize) {
         let mut progress = *lock(&self.progress[index]);
         let has_worked = Cell::new(false);
         for (i, phase) in self.phases.iter().enumerate().skip(self.first) {
@@ -314,7 +353,7 @@ mod tests {
 
     /// Runs to the end without ever yielding.
     fn run(runner: &Runner, phases: &[Phase]) -> Result<(), RunError> {
-        let left = runner.run(phases, runner.start(4096, 0)?, &Turn::new())?;
+        let left = runner.run(phases, runner.start(4096, 0, usize::MAX)?, &Turn::new())?;
         assert!(left.is_none(), "the turn has no end");
         Ok(())
     }
@@ -452,17 +491,22 @@ mod tests {
     #[test]
     fn scratch_memory_that_does_not_exist_is_an_error_and_large_memory_is_not_kept() {
         let runner = Runner::new(1, &[]).unwrap();
-        let error = runner.start(usize::MAX, 64).err();
+        let error = runner.start(usize::MAX, 64, 0).err();
         assert!(
             matches!(error, Some(RunError::OutOfMemory { .. })),
             "{error:?}"
         );
         for (bytes, kept) in [(2 * MAX_KEPT_BYTES, 0), (MAX_KEPT_BYTES, 1)] {
             lock(&runner.scratch).clear();
-            let state = runner.start(bytes, 0).unwrap();
+            let state = runner.start(bytes, 0, 0).unwrap();
             let left = runner.run(&[phase(|_| Ok(()))], state, &Turn::new());
             assert!(left.unwrap().is_none());
             assert_eq!(lock(&runner.scratch).len(), kept, "{bytes}");
+            runner.trim();
+            assert!(
+                lock(&runner.scratch).is_empty(),
+                "{bytes}: the plan is gone"
+            );
         }
     }
 

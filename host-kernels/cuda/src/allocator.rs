@@ -20,6 +20,9 @@ const MAX_PART: u64 = 16 << 20;
 /// The alignment of parts in bytes.
 const ALIGN: u64 = 256;
 
+/// Bytes of the blocks that the driver divides the memory of a GPU into.
+const BLOCK: u64 = 2 << 20;
+
 /// The number of unused chunks that are kept.
 const SPARE_CHUNKS: usize = 2;
 
@@ -53,6 +56,18 @@ impl Allocator {
     /// Whether an allocation of this size is a part of a chunk.
     fn is_part(&self, size: u64) -> bool {
         size <= MAX_PART && self.device.prefers_suballocation()
+    }
+
+    /// The bytes that an allocation of `size` bytes takes. An allocation without bytes counts as the
+    /// smallest part.
+    pub(crate) fn allocation_size(&self, size: u64) -> u64 {
+        let unit = match size > MAX_PART && self.device.prefers_suballocation() {
+            true => BLOCK,
+            false => ALIGN,
+        };
+        size.max(1)
+            .checked_next_multiple_of(unit)
+            .unwrap_or(u64::MAX)
     }
 
     fn state(&self) -> MutexGuard<'_, State> {

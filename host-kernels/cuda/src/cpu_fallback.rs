@@ -182,6 +182,19 @@ pub(crate) struct FallbackNode {
 }
 
 impl FallbackNode {
+    /// Bytes of host memory, without the node itself.
+    pub(crate) fn bytes(&self) -> usize {
+        let ranges = self.ranges.iter().map(|(_, memory)| memory.size() as usize);
+        let table = self.ranges.capacity() * (size_of::<(Address, Arc<dyn Memory>)>() + 128);
+        ranges.sum::<usize>() + table + self.plan.plan_bytes() as usize
+    }
+
+    /// Bytes of host memory that a run needs besides.
+    pub(crate) fn working_bytes(&self) -> u64 {
+        let ranges = self.ranges.iter().map(|(_, memory)| memory.size());
+        ranges.max().unwrap_or(0) + self.plan.working_bytes()
+    }
+
     /// Runs the node, after all work that the device was asked for.
     ///
     /// # Errors
@@ -196,6 +209,12 @@ impl FallbackNode {
             message: error.to_string(),
         };
         let mut bytes = Vec::new();
+        let largest = self.ranges.iter().map(|(_, memory)| memory.size() as usize);
+        let wanted = largest.max().unwrap_or(0);
+        if bytes.try_reserve_exact(wanted).is_err() {
+            let wanted = wanted as u64;
+            return Err(RunError::OutOfMemory { wanted });
+        }
         for (address, memory) in &self.ranges {
             bytes.resize(memory.size() as usize, 0u8);
             // SAFETY: `bytes` has the size of the range, which lies in a buffer of the graph. The

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use tracing::{error, info, warn};
-use vgpu_transport::ir::{Capabilities, ValidGraph};
+use vgpu_transport::ir::{Capabilities, GraphCounts, ValidGraph};
 use vgpu_transport::shm::memory::Window;
 
 use crate::autotune::TuningTable;
@@ -13,7 +13,7 @@ use crate::context::ExecutionContext;
 use crate::device::Device;
 use crate::launch::policy::LaunchPolicy;
 use crate::memory::CudaMemory;
-use crate::plan::CudaPlan;
+use crate::plan::{CudaPlan, compile_bytes};
 use vgpu_engine::{Engine, EngineError, Memory, MemoryInfo, Plan};
 
 /// The pause after a failed attempt to reopen a lost device.
@@ -189,6 +189,15 @@ impl Engine for CudaEngine {
         )
     }
 
+    fn is_host_memory(&self) -> bool {
+        false
+    }
+
+    fn allocation_size(&self, size: u64) -> u64 {
+        self.context()
+            .map_or(size, |context| context.allocator.allocation_size(size))
+    }
+
     fn capabilities(&self) -> &Capabilities {
         &self.capabilities
     }
@@ -218,6 +227,10 @@ impl Engine for CudaEngine {
                 None
             }
         }
+    }
+
+    fn compile_bytes(&self, counts: &GraphCounts) -> u64 {
+        compile_bytes(counts)
     }
 
     fn compile(

@@ -17,7 +17,7 @@ use tracing::warn;
 use crate::device::{Device, Event, GraphExecId, Launch};
 use crate::launch::planned::PlannedLaunch;
 use crate::launch::policy::LaunchPolicy;
-use vgpu_engine::{EngineError, RunStatus, Turn};
+use vgpu_engine::{ALLOCATION_BYTES, EngineError, RunStatus, Turn};
 
 /// Launches of a batch until it is known how long they take.
 const FIRST_BATCH: usize = 32;
@@ -267,6 +267,19 @@ impl LaunchSequence {
             node: self.last_node(),
             error,
         })
+    }
+
+    /// Bytes of host memory, without the sequence itself. The graph instances of the driver do not
+    /// count.
+    pub(crate) fn bytes(&self) -> usize {
+        let params = self.launches.iter().map(|launch| launch.params.capacity());
+        // The last four bytes are of the key of the template.
+        let each = size_of::<Launch>() + ALLOCATION_BYTES + size_of::<u32>() + 4;
+        let tables = self.stops.capacity() + self.covers.capacity() * size_of::<usize>();
+        let plain = self.plain.as_deref();
+        let plain = plain.map_or(0, |plain| size_of::<LaunchSequence>() + plain.bytes());
+        let template = size_of::<GraphTemplate>() + 8 * ALLOCATION_BYTES;
+        params.sum::<usize>() + self.launches.len() * each + tables + plain + template
     }
 
     /// The node of the last launch.

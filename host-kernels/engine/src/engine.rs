@@ -6,7 +6,7 @@
 use std::any::Any;
 use std::sync::Arc;
 
-use vgpu_transport::ir::{Capabilities, ValidGraph};
+use vgpu_transport::ir::{Capabilities, GraphCounts, ValidGraph};
 use vgpu_transport::shm::memory::Window;
 
 use crate::error::EngineError;
@@ -23,6 +23,17 @@ pub trait Engine: Send + Sync + 'static {
 
     /// Present memory of the device, in bytes.
     fn memory(&self) -> MemoryInfo;
+
+    /// Whether [`memory`](Engine::memory) is memory of the host: buffers and plans then share it.
+    fn is_host_memory(&self) -> bool {
+        true
+    }
+
+    /// Bytes of [`memory`](Engine::memory) that an allocation of `size` bytes takes: whole pages, or
+    /// whole blocks of the device.
+    fn allocation_size(&self, size: u64) -> u64 {
+        size
+    }
 
     /// The operators, types and shapes that the engine can run. Constant for the life of the
     /// engine.
@@ -75,6 +86,10 @@ pub trait Engine: Send + Sync + 'static {
         let _ = window;
         None
     }
+
+    /// Bytes of host memory that [`compile`](Engine::compile) has allocated at any time, at most,
+    /// while it compiles a graph of so many tensors and nodes. The plan counts, the graph does not.
+    fn compile_bytes(&self, counts: &GraphCounts) -> u64;
 
     /// Compiles a graph for many runs. `buffers[i]` is the memory of the graph's buffer `i`, at
     /// least as large as the size that the graph was validated against. The plan keeps the buffers

@@ -7,6 +7,11 @@ pub enum EngineError {
     #[error("out of memory: {wanted} bytes wanted, {free} of {total} free")]
     #[allow(missing_docs)] // the message names every field
     OutOfMemory { wanted: u64, free: u64, total: u64 },
+    /// An allocation exceeds the host memory that a guest may use besides the memory of the device.
+    /// All numbers are bytes.
+    #[error("out of host memory: {wanted} bytes wanted, {free} of {total} free")]
+    #[allow(missing_docs)] // the message names every field
+    OutOfHostMemory { wanted: u64, free: u64, total: u64 },
     /// An access does not lie inside the buffer: the caller's fault. All numbers are bytes.
     #[error("access to bytes {offset}..+{len} of a buffer of {size}")]
     #[allow(missing_docs)]

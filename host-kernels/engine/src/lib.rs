@@ -21,4 +21,4 @@ pub use engine::Engine;
 pub use error::{EngineError, RunError, check_range};
 pub use memory::{Extent, Memory, MemoryInfo, SharedMemory};
 pub use panic::panic_message;
-pub use plan::{NodeTiming, Plan, RunStatus, Turn};
+pub use plan::{ALLOCATION_BYTES, NodeTiming, Plan, RunStatus, Turn};

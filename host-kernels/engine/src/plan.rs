@@ -5,6 +5,10 @@ use std::time::{Duration, Instant};
 
 use crate::error::RunError;
 
+/// Bytes that an allocator adds to an allocation, on average: its head, and the rounding of its
+/// size. For [`Plan::plan_bytes`].
+pub const ALLOCATION_BYTES: usize = 16;
+
 /// A compiled graph.
 ///
 /// [`launch`](Plan::launch) and [`wait`](Plan::wait) are the two steps of every run. Callers
@@ -52,6 +56,10 @@ pub trait Plan: Send {
     fn set_label(&mut self, label: &str) {
         let _ = label;
     }
+
+    /// Bytes of host memory that the plan itself holds, without buffers and working memory: at least
+    /// what the allocator has given to it, and at most twice as much.
+    fn plan_bytes(&self) -> u64;
 
     /// Bytes of host memory that a run needs besides the buffers of the graph, at most. A run
     /// allocates these bytes when it starts, and frees them when it ends. Memory that the engine

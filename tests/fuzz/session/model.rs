@@ -67,7 +67,7 @@ pub(crate) struct Model {
     failing: BTreeSet<u64>,
     image: Vec<u8>,
     last_run: Option<GraphId>,
-    /// Bytes that the session is charged for the working memory of its graphs.
+    /// Bytes that the session is charged for its graphs.
     working: u64,
 }
 
@@ -87,21 +87,25 @@ pub(crate) struct Setup {
     pub(crate) buffers: usize,
 }
 
+/// The bytes of the pages that a buffer of `size` bytes takes: at least one.
+fn pages(size: u64) -> u64 {
+    size.max(1)
+        .checked_next_multiple_of(4096)
+        .unwrap_or(u64::MAX)
+}
+
 impl Model {
-    /// Takes over the bytes that the session is charged for besides its buffers: the working memory
-    /// of its graphs, which only a graph that the engine compiles can increase, and which ends with
-    /// the graphs.
+    /// Takes over the bytes that the session is charged for besides its buffers: its graphs, whole or
+    /// incomplete, with their plans and working memory. Only a graph that arrives or is compiled can
+    /// increase them, and they end with the graphs.
     pub(crate) fn observe_working(&mut self, bytes: u64, has_compiled: bool) {
         assert!(
             has_compiled || bytes <= self.working,
-            "working memory grew from {} to {bytes} bytes without a graph",
+            "the memory of graphs grew from {} to {bytes} bytes without a graph",
             self.working
         );
-        let has_graph = self.graphs.keys().any(|id| !self.failing.contains(id));
-        assert!(
-            has_graph || bytes == 0,
-            "{bytes} bytes of working memory without a graph"
-        );
+        let has_graph = !self.graphs.is_empty() || !self.image.is_empty();
+        assert!(has_graph || bytes == 0, "{bytes} bytes without a graph");
         self.working = bytes;
     }
 
@@ -114,7 +118,7 @@ impl Model {
     pub(crate) fn buffer_bytes(&self) -> u64 {
         let size = |(buffer, bytes): (&u64, &Vec<u8>)| {
             let is_twice = self.weights.get(buffer) == Some(&Weights::Written);
-            bytes.len() as u64 * if is_twice { 2 } else { 1 }
+            pages(bytes.len() as u64) * if is_twice { 2 } else { 1 }
         };
         self.buffers.iter().map(size).sum()
     }
@@ -124,7 +128,8 @@ impl Model {
         if self.weights.get(&buffer) != Some(&Weights::Sealed) {
             return true;
         }
-        let fits = self.buffers[&buffer].len() as u64 <= setup.memory - self.used();
+        let size = pages(self.buffers[&buffer].len() as u64);
+        let fits = size <= setup.memory - self.used();
         if fits {
             self.weights.insert(buffer, Weights::Written);
         }
@@ -376,7 +381,7 @@ impl Model {
         if buffer == 0 || self.names.contains(&buffer) {
             return Expect::End;
         }
-        if self.buffers.len() >= setup.buffers || size > setup.memory - self.used() {
+        if self.buffers.len() >= setup.buffers || pages(size) > setup.memory - self.used() {
             return Expect::Refused;
         }
         self.buffers.insert(buffer, vec![0; size as usize]);
@@ -447,7 +452,11 @@ impl Model {
             false => self.failing.insert(id.0),
         };
         let words = words(image);
-        let graph = Graph::decode(&words).expect("the session has read it");
+        // Without memory for it, the session does not read the graph.
+        let graph = match Graph::decode(&words) {
+            Err(_) if !can_run => Graph::default(),
+            graph => graph.expect("the session has read it"),
+        };
         let written: Vec<u64> = graph
             .nodes
             .iter()

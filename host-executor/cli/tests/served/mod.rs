@@ -1,6 +1,8 @@
 //! A `vgpu serve` process for a test.
 #![allow(dead_code)] // each test binary uses its part
 
+pub(crate) mod workers;
+
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};

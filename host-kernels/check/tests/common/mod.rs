@@ -5,6 +5,7 @@
 //! validation, compilation and execution, and compares every element of the destination. The
 //! reference computes the element from the elements of the sources by the operator's definition.
 
+pub(crate) mod counting;
 mod sample;
 
 use std::cell::OnceCell;
@@ -14,12 +15,14 @@ use std::time::Duration;
 use proptest::prelude::*;
 use proptest::test_runner::{RngAlgorithm, TestCaseError, TestRng, TestRunner};
 use vgpu_cpu::formats::Format;
-use vgpu_engine::{Engine, Memory, RunError, RunStatus, Turn};
+use vgpu_engine::{Engine, Memory, Plan, RunError, RunStatus, Turn};
 use vgpu_gguf::Rng;
 use vgpu_transport::ir::{
-    BufferId, Graph, Invalid, Limits, Node, Op, Shape, Sources, Tensor, Type, validate,
+    BufferId, Graph, GraphCounts, Invalid, Limits, Node, Op, Shape, Sources, Tensor, Type,
+    ValidGraph, validate,
 };
 
+use counting::counted;
 use sample::Sample;
 
 /// The content of memory before a test writes to it.
@@ -430,6 +433,29 @@ fn execute(engine: &dyn Engine, operands: &[&Data], node: Node) -> Result<Vec<Da
     Ok(after)
 }
 
+/// Compiles a graph, and checks what the engine says about the memory that this needs.
+fn compile(engine: &dyn Engine, graph: &ValidGraph, memory: &[Arc<dyn Memory>]) -> Box<dyn Plan> {
+    let words = graph.graph().encode();
+    let counts = GraphCounts::of_image(&words).expect("an image");
+    // The first graph starts what an engine starts when it is needed.
+    drop(engine.compile(graph, memory));
+    let (plan, allocated) = counted(|| engine.compile(graph, memory));
+    let plan = plan.expect("what is claimed compiles");
+    let op = graph.graph().nodes[0].op;
+    let (bytes, most) = (plan.plan_bytes(), engine.compile_bytes(&counts));
+    assert!(
+        allocated.kept <= bytes,
+        "{op:?}: {} bytes are allocated, the plan reports {bytes}",
+        allocated.kept
+    );
+    assert!(
+        allocated.most <= most,
+        "{op:?}: {} bytes were allocated at a time, the engine announces {most}",
+        allocated.most
+    );
+    plan
+}
+
 /// Turns of one unit of work, after which a run has a turn without an end.
 const MAX_TURNS: usize = 50;
 
@@ -465,9 +491,7 @@ fn execute_all(
     let size = |id: BufferId| Some(operands[id.0 as usize - 1].memory.len() as u64);
     let graph = validate(graph, engine.capabilities(), &Limits::default(), size)
         .map_err(Failure::Invalid)?;
-    let mut plan = engine
-        .compile(&graph, &memory)
-        .expect("what is claimed compiles");
+    let mut plan = compile(engine, &graph, &memory);
     plan.run().map_err(Failure::Run)?;
     let after = read_back(operands, &memory);
     // The same run in turns that are over at once: each thread does one unit of work in a turn.
@@ -561,9 +585,7 @@ pub(crate) fn run_in(
     let size = |_| Some(size);
     let graph = validate(graph, engine.capabilities(), &Limits::default(), size)
         .map_err(Failure::Invalid)?;
-    let mut plan = engine
-        .compile(&graph, &[Arc::clone(memory)])
-        .expect("what is claimed compiles");
+    let mut plan = compile(engine, &graph, &[Arc::clone(memory)]);
     plan.run().map_err(Failure::Run)
 }
 

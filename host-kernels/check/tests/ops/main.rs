@@ -23,6 +23,9 @@ mod softmax;
 mod training;
 mod unary;
 
+#[global_allocator]
+static ALLOCATOR: common::counting::Counting = common::counting::Counting;
+
 /// Instantiates test bodies for an engine.
 macro_rules! for_engine {
     ($engine:ident: $($family:ident { $($test:ident)* })*) => {$(

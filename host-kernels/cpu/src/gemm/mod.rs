@@ -17,12 +17,14 @@
 mod kernel;
 mod limits;
 mod scalar;
+mod thread_memory;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
 pub use crate::isa::Level;
 pub use kernel::{Activation, Gemm, GemmArgs, MatmulKernel, ROUNDED_COLUMNS};
-pub(crate) use limits::{DECODED_ROWS, LEAST_COLUMNS, MAX_PREPARED};
+pub(crate) use limits::{LEAST_COLUMNS, MAX_KEPT, MAX_PREPARED, prepared_bytes};
+pub(crate) use thread_memory::ThreadMemory;
 
 use crate::formats::Type;
 

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use vgpu_transport::bytes::Bytes;
 
 use super::extent::{BaseRegion, CpuExtent, overlapping};
-use crate::region::{Budget, Charge, Region, page};
+use crate::region::{Budget, Charge, Region, page, whole_pages};
 use vgpu_engine::EngineError;
 
 /// The state of a buffer for weights.
@@ -104,7 +104,7 @@ impl State {
             (base.at(all.start), None)
         } else {
             let len = all.end - all.start;
-            let charge = Charge::take(budget, len)?;
+            let charge = Charge::take(budget, whole_pages(len))?;
             match Region::private(len as usize) {
                 None => return Err(charge.refused()),
                 Some(region) => (

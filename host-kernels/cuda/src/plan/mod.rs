@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use tracing::error;
-use vgpu_transport::ir::Graph;
+use vgpu_transport::ir::{Graph, GraphCounts};
 
 use crate::context::{DeviceGuard, ExecutionContext};
 use crate::device::Address;
@@ -21,7 +21,30 @@ use crate::scratch::Claim;
 use compiler::{Compiler, is_aligned};
 use part::{Part, at_node, failure};
 use vgpu_engine::fuse::Arrangement;
-use vgpu_engine::{EngineError, Memory, NodeTiming, Plan, RunError, RunStatus, Turn};
+use vgpu_engine::{
+    ALLOCATION_BYTES, EngineError, Memory, NodeTiming, Plan, RunError, RunStatus, Turn,
+};
+
+/// Bytes of host memory that a node needs at most while it is compiled, and afterwards in the plan:
+/// launches with their parameters, in several forms.
+const MAX_NODE_BYTES: u64 = 8 << 10;
+
+/// Bytes of host memory that a tensor needs at most while the graph is compiled, besides the graph.
+const MAX_TENSOR_BYTES: u64 = 512;
+
+/// Bytes of host memory that a plan needs at most, however small it is.
+const MAX_EMPTY_BYTES: u64 = 16 << 10;
+
+/// The most bytes of host memory that the compilation of a graph needs, with the plan and without
+/// the graph. The memory of nodes that run on the CPU is not touched before a run, and comes on top.
+pub(crate) fn compile_bytes(counts: &GraphCounts) -> u64 {
+    let bytes = |count: usize, each: u64| (count as u64).saturating_mul(each);
+    // The arrangement has a copy of the graph, and nodes are moved through another.
+    (2 * counts.decoded_bytes())
+        .saturating_add(bytes(counts.nodes, MAX_NODE_BYTES))
+        .saturating_add(bytes(counts.tensors, MAX_TENSOR_BYTES))
+        .saturating_add(MAX_EMPTY_BYTES)
+}
 
 /// A compiled graph: launches in order, and nodes for the CPU engine between them.
 pub(crate) struct CudaPlan {
@@ -44,7 +67,7 @@ pub(crate) struct CudaPlan {
     memory: Vec<(Arc<dyn Memory>, u64)>,
     _scratch: Claim,
     /// The stage tables of megakernels.
-    _tables: Vec<CudaMemory>,
+    tables: Vec<CudaMemory>,
 }
 
 /// The end of a run that the device works on.
@@ -132,7 +155,7 @@ impl CudaPlan {
             under_way: None,
             has_yielded: false,
             memory: buffers.iter().cloned().zip(changes).collect(),
-            _tables: tables,
+            tables,
             _scratch: scratch,
         })
     }
@@ -159,7 +182,7 @@ impl CudaPlan {
                 Part::Launches(sequence) => {
                     last = sequence.last_node();
                     // SAFETY: the launches were compiled from a validated graph over memory that
-                    // `self.memory`, `_tables` and `_scratch` keep alive. The caller has the
+                    // `self.memory`, `tables` and `_scratch` keep alive. The caller has the
                     // device, so no other plan uses it.
                     unsafe { sequence.advance(device, context.policy, turn) }
                         .map_err(|Failure { node, error }| failure(&self.ops, node, &error))
@@ -234,7 +257,7 @@ impl CudaPlan {
             match part {
                 Part::Launches(sequence) => {
                     // SAFETY: the launches were compiled from a validated graph over memory that
-                    // `self.memory`, `_tables` and `_scratch` keep alive. The caller has the
+                    // `self.memory`, `tables` and `_scratch` keep alive. The caller has the
                     // device, so no other plan uses it.
                     let outcome = unsafe { sequence.time(&*context.device) };
                     times.extend(
@@ -345,6 +368,28 @@ impl Plan for CudaPlan {
             seconds: times.by_ref().take(*count).sum(),
         });
         Ok(spans.collect())
+    }
+
+    fn plan_bytes(&self) -> u64 {
+        let parts = self.parts.iter().map(Part::bytes).sum::<usize>();
+        let groups = self
+            .groups
+            .iter()
+            .map(|(_, nodes)| nodes.capacity() * size_of::<usize>() + ALLOCATION_BYTES);
+        let tables = self.parts.capacity() * size_of::<Part>()
+            + self.groups.capacity() * size_of::<(usize, Vec<usize>)>()
+            + self.ops.capacity() * size_of::<&'static str>()
+            + self.memory.capacity() * size_of::<(Arc<dyn Memory>, u64)>()
+            + self.tables.capacity() * size_of::<CudaMemory>();
+        let own = size_of::<CudaPlan>() + self.name.capacity() + 8 * ALLOCATION_BYTES;
+        (own + parts + groups.sum::<usize>() + tables) as u64
+    }
+
+    fn working_bytes(&self) -> u64 {
+        { self.parts.iter() }
+            .map(Part::working_bytes)
+            .max()
+            .unwrap_or(0)
     }
 
     fn set_label(&mut self, label: &str) {

@@ -15,6 +15,24 @@ pub(crate) enum Part {
     },
 }
 
+impl Part {
+    /// Bytes of host memory, without the part itself.
+    pub(crate) fn bytes(&self) -> usize {
+        match self {
+            Part::Launches(sequence) => sequence.bytes(),
+            Part::Cpu { work, .. } => work.bytes(),
+        }
+    }
+
+    /// Bytes of host memory that a run needs besides.
+    pub(crate) fn working_bytes(&self) -> u64 {
+        match self {
+            Part::Launches(_) => 0,
+            Part::Cpu { work, .. } => work.working_bytes(),
+        }
+    }
+}
+
 pub(crate) fn failure(ops: &[&'static str], node: usize, error: &EngineError) -> RunError {
     RunError::Kernel {
         node,

@@ -5,8 +5,8 @@ use std::marker::PhantomData;
 
 use super::int_simd::{IntSimd, prefetch_line};
 use super::panel::{self, Panel, Prefetch, Tile};
-use super::scratch::{DECODED, PREPARED};
 use crate::gemm::kernel::GemmArgs;
+use crate::gemm::thread_memory::{DECODED, PREPARED};
 
 /// The elements of `k` in a panel: with the columns of a tile, half of the L1 cache.
 const CHUNK: usize = 128;

@@ -9,9 +9,9 @@ use super::block_simd::BlockSimd;
 use super::block32_decode::depth;
 use super::blocks::SuperBlockKernel;
 use super::panel::{self, Panel, Prefetch, Tile};
-use super::scratch::PREPARED;
 use crate::formats::BlockQ8K;
 use crate::gemm::kernel::GemmArgs;
+use crate::gemm::thread_memory::PREPARED;
 
 /// The elements of a block.
 const CHUNK: usize = 256;

@@ -27,7 +27,6 @@ mod k_quants;
 mod panel;
 mod plain;
 mod q8_int16;
-mod scratch;
 
 pub(super) use int16::column_bytes as i16_column_bytes;
 

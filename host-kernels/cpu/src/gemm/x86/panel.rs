@@ -12,8 +12,8 @@
 use std::arch::x86_64::_MM_HINT_T0;
 
 use super::int_simd::{IntSimd, prefetch_line};
-use super::scratch::PREPARED;
 use crate::gemm::kernel::GemmArgs;
+use crate::gemm::thread_memory::PREPARED;
 
 /// Columns of a block.
 const COLUMNS: usize = 256;

@@ -8,9 +8,9 @@ use std::mem::offset_of;
 use super::block_simd::BlockSimd;
 use super::blocks::SuperBlockKernel;
 use super::k_quants::{self, PANEL_COLS};
-use super::scratch::DECODED;
 use crate::formats::{Quants256, SuperBlockFormat};
 use crate::gemm::kernel::GemmArgs;
+use crate::gemm::thread_memory::DECODED;
 
 /// Rows that are decoded at once for a panel.
 const PANEL_ROWS: usize = crate::gemm::limits::DECODED_ROWS;

@@ -5,10 +5,10 @@ use std::arch::x86_64::*;
 use super::columns::{Columns, moves_signs, prepare};
 use super::dot::{dot, folds, offset};
 use crate::gemm::kernel::GemmArgs;
+use crate::gemm::thread_memory::PREPARED;
 use crate::gemm::x86::block_simd::BlockSimd;
 use crate::gemm::x86::block32_decode::{GROUPS, depth};
 use crate::gemm::x86::blocks::{Block32Kernel, Codes};
-use crate::gemm::x86::scratch::PREPARED;
 
 /// Elements of a chunk: the eight scales of its groups fill a vector.
 const CHUNK: usize = GROUPS * 32;

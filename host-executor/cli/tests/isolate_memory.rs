@@ -1,0 +1,167 @@
+//! `vgpu serve --isolate`: a guest that exhausts the memory of the machine affects no other guest.
+
+#[path = "../../tests/common/mod.rs"]
+mod common;
+mod served;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+
+use common::{Guest, add, bytes};
+use rustix::process::{Resource, Rlimit, Signal, prlimit};
+use served::workers::{guest, workers};
+use served::{Scratch, Serve, vgpu};
+use vgpu_transport::wire::{GraphId, Reply, Request};
+
+/// A control group with a memory limit, in which processes can be put.
+struct MemoryGroup(PathBuf);
+
+impl MemoryGroup {
+    /// A group of `bytes` in the hierarchy of version 2 or 1, if this user may make one.
+    fn new(bytes: u64) -> Option<MemoryGroup> {
+        let name = format!("vgpu-isolate-{}", std::process::id());
+        let hierarchies = [
+            ("/sys/fs/cgroup", "memory.max"),
+            ("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
+        ];
+        hierarchies.into_iter().find_map(|(mount, file)| {
+            let group = MemoryGroup(Path::new(mount).join(&name));
+            fs::create_dir(&group.0).ok()?;
+            // The file exists if the hierarchy counts memory. A hierarchy on a temporary file
+            // system takes any file.
+            let file = group.0.join(file);
+            let has_limit = file.exists() && fs::write(file, bytes.to_string()).is_ok();
+            has_limit.then_some(group)
+        })
+    }
+
+    fn add(&self, pid: u32) {
+        fs::write(self.0.join("cgroup.procs"), pid.to_string()).expect("a process of this group");
+    }
+}
+
+impl Drop for MemoryGroup {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir(&self.0);
+    }
+}
+
+/// The unit may have a limit for all processes together (`MemoryMax=`). If the worker of one guest
+/// exhausts it, that worker ends, and neither the supervisor nor another worker.
+#[test]
+fn worker_that_exhausts_the_memory_ends_alone() {
+    const LIMIT: u64 = 256 << 20;
+    const BUFFER: u64 = 32 << 20;
+    let scratch = Scratch::new("oom");
+    let group = MemoryGroup::new(LIMIT);
+    let endpoint = format!("unix:{}", scratch.socket().display());
+    let serve = Serve::of(vgpu(&[
+        "serve",
+        "--listen",
+        &endpoint,
+        "--threads",
+        "1",
+        "--isolate",
+        "--guest-memory",
+        "512M",
+        "--memory",
+        "2G",
+    ]));
+    if let Some(group) = &group {
+        group.add(serve.child.id());
+    }
+    let (mut other_guest, _) = guest(&serve, &scratch);
+    compute_once(&mut other_guest, 0);
+    let (mut attacker, session) = guest(&serve, &scratch);
+    let worker = workers(&serve, 2)[&session];
+    let score = |pid: u32| {
+        let score = fs::read_to_string(format!("/proc/{pid}/oom_score_adj"));
+        let score = score.expect("the process is there");
+        score.trim().parse::<i32>().expect("a number")
+    };
+    let worker_pid = worker.as_raw_pid() as u32;
+    assert!(score(worker_pid) > score(serve.child.id()));
+    if group.is_none() {
+        // Not root, or no hierarchy that counts memory: a limit of the worker's address space.
+        println!("no control group can be made here, the worker's address space is limited");
+        let status = fs::read_to_string(format!("/proc/{worker_pid}/status"));
+        let status = status.expect("the process is there");
+        let line = status.lines().find_map(|line| line.strip_prefix("VmSize:"));
+        let kib = line.and_then(|line| line.trim().strip_suffix(" kB"));
+        let size = kib.and_then(|kib| kib.trim().parse::<u64>().ok());
+        let size = size.map(|kib| (kib << 10) + LIMIT);
+        let limit = Rlimit {
+            current: size,
+            maximum: size,
+        };
+        prlimit(Some(worker), Resource::As, limit).expect("a process of this user");
+    }
+
+    let is_over = AtomicBool::new(false);
+    let told = thread::scope(|scope| {
+        let decoding = scope.spawn(|| {
+            let mut computed = 0;
+            while !is_over.load(Ordering::Relaxed) || computed == 0 {
+                compute_once(&mut other_guest, computed);
+                computed += 1;
+            }
+            computed
+        });
+        let told = exhaust(&mut attacker, BUFFER, 2 * LIMIT / BUFFER);
+        is_over.store(true, Ordering::Relaxed);
+        println!(
+            "{} graphs of the other guest",
+            decoding.join().expect("it computes")
+        );
+        told
+    });
+    println!("the attacker was told: {told}");
+    compute_once(&mut other_guest, 0);
+    // The supervisor serves the next guest.
+    drop(attacker);
+    let (mut next, _) = guest(&serve, &scratch);
+    compute_once(&mut next, 0);
+    drop((next, other_guest));
+    serve.signal(Signal::TERM);
+    let (status, log) = serve.wait();
+    assert!(status.success(), "{log}");
+    drop(group);
+}
+
+/// Allocates and fills up to `count` buffers. Returns how the executor has ended this: with a
+/// refusal, or with the end of the link.
+fn exhaust(guest: &mut Guest, size: u64, count: u64) -> String {
+    for _ in 0..count {
+        let buffer = guest.new_buffer();
+        guest.send(&Request::Alloc { buffer, size });
+        let mut message = Vec::new();
+        if let Err(error) = guest.end.receive(&mut message, (&mut [][..]).into()) {
+            return error.to_string();
+        }
+        match Reply::decode(&message).expect("a reply") {
+            Reply::Refused { reason, .. } => return reason,
+            Reply::Shared { size, .. } => drop(guest.end.receive_shared(size)),
+            Reply::Done { .. } => {}
+            other => panic!("{other:?}"),
+        }
+        guest.send(&Request::Fill {
+            buffer,
+            offset: 0,
+            len: size,
+            value: 7,
+        });
+    }
+    panic!("all of the memory was there");
+}
+
+/// Runs a graph on new memory, with a new number.
+fn compute_once(guest: &mut Guest, number: u64) {
+    let a = guest.alloc_with(&bytes(&[1.0, 2.0]));
+    let graph = GraphId(number + 2);
+    guest.graph(graph, &add(2, a, a, a));
+    guest.submit(graph);
+    assert_eq!(guest.read_f32(a, 2), [2.0, 4.0]);
+    guest.send(&Request::Free { buffer: a });
+}

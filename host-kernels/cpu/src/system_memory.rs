@@ -1,0 +1,249 @@
+//! The memory of the machine that this process may use: what `/proc/meminfo` and the control groups
+//! (version 2) report.
+//!
+//! A process is in a control group, which is in others up to the root. Each of them can have a limit
+//! that counts all processes below it.
+
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
+
+/// The largest file that is read, in bytes.
+const MAX_FILE: usize = 16 << 10;
+
+/// The files in which the kernel reports memory. Those of control groups are opened once: the
+/// process stays in its group, and a sandbox may close the file system.
+pub(super) struct SystemMemory {
+    root: PathBuf,
+    /// The group of this process and those around it.
+    groups: Vec<Group>,
+}
+
+/// A control group with a limit that can change.
+struct Group {
+    /// The limits of its memory: above the first the kernel slows it down, above the second it ends
+    /// processes.
+    limits: Vec<File>,
+    current: Option<File>,
+    stat: Option<File>,
+}
+
+impl SystemMemory {
+    /// The files of this machine.
+    pub(super) fn of_this_machine() -> SystemMemory {
+        SystemMemory::below(Path::new("/"))
+    }
+
+    /// The files below another root than `/`.
+    pub(super) fn below(root: &Path) -> SystemMemory {
+        let membership = fs::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
+        let own = membership
+            .lines()
+            .find_map(|line| line.strip_prefix("0::/"))
+            .unwrap_or("");
+        let mount = root.join("sys/fs/cgroup");
+        // A path with `..` is outside of what this process sees of the hierarchy.
+        let is_below = own.split('/').all(|name| name != "..");
+        let own = mount.join(if is_below { own } else { "" });
+        let groups = own
+            .ancestors()
+            .take_while(|group| group.starts_with(&mount));
+        SystemMemory {
+            root: root.to_owned(),
+            groups: groups.map(Group::open).collect(),
+        }
+    }
+
+    /// The memory of the machine, or the smallest limit of a control group, in bytes.
+    pub(super) fn total(&self) -> u64 {
+        let limits = self.groups.iter().map(Group::limit);
+        let physical = self.meminfo("MemTotal").unwrap_or(0);
+        limits.fold(physical, u64::min)
+    }
+
+    /// The bytes that this process can still use before the machine or a control group is full.
+    pub(super) fn available(&self) -> u64 {
+        let free = self.groups.iter().map(Group::free);
+        let available = self.meminfo("MemAvailable").unwrap_or(u64::MAX);
+        free.fold(available, u64::min)
+    }
+
+    /// The bytes of anonymous and shared memory that this process has touched: its resident memory
+    /// without files.
+    pub(super) fn touched(&self) -> u64 {
+        let status = self.read("proc/self/status");
+        let of = |key| kib(&status, key).unwrap_or(0);
+        of("RssAnon") + of("RssShmem")
+    }
+
+    fn meminfo(&self, key: &str) -> Option<u64> {
+        kib(&self.read("proc/meminfo"), key)
+    }
+
+    fn read(&self, path: &str) -> String {
+        fs::read_to_string(self.root.join(path)).unwrap_or_default()
+    }
+}
+
+/// The bytes of a line of `/proc/meminfo` or `/proc/self/status`, which count KiB.
+fn kib(text: &str, key: &str) -> Option<u64> {
+    let line = text
+        .lines()
+        .find_map(|line| line.strip_prefix(key)?.strip_prefix(':'))?;
+    let kib = line.trim().strip_suffix(" kB")?.trim();
+    kib.parse::<u64>().ok()?.checked_mul(1024)
+}
+
+impl Group {
+    fn open(folder: &Path) -> Group {
+        let open = |name: &str| File::open(folder.join(name)).ok();
+        Group {
+            limits: ["memory.high", "memory.max"]
+                .into_iter()
+                .filter_map(open)
+                .collect(),
+            current: open("memory.current"),
+            stat: open("memory.stat"),
+        }
+    }
+
+    /// The smallest limit in bytes; `u64::MAX` if there is none.
+    fn limit(&self) -> u64 {
+        let limits = self
+            .limits
+            .iter()
+            .filter_map(|file| number(&contents(file)));
+        limits.min().unwrap_or(u64::MAX)
+    }
+
+    /// The bytes below the limit. Pages of files that nobody has used for a while do not count as
+    /// used, because the kernel drops them first.
+    fn free(&self) -> u64 {
+        let limit = self.limit();
+        let current = self
+            .current
+            .as_ref()
+            .and_then(|file| number(&contents(file)));
+        let Some(current) = current.filter(|_| limit != u64::MAX) else {
+            return u64::MAX;
+        };
+        let stat = self.stat.as_ref().map(contents).unwrap_or_default();
+        let droppable = stat
+            .lines()
+            .find_map(|line| line.strip_prefix("inactive_file "))
+            .and_then(number);
+        limit.saturating_sub(current.saturating_sub(droppable.unwrap_or(0)))
+    }
+}
+
+/// The beginning of a file, as it is now.
+fn contents(file: &File) -> String {
+    let mut bytes = vec![0; MAX_FILE];
+    let len = file.read_at(&mut bytes, 0).unwrap_or(0);
+    String::from_utf8_lossy(&bytes[..len]).into_owned()
+}
+
+/// A number, or `None` for the word `max`.
+fn number(text: &str) -> Option<u64> {
+    text.trim().parse().ok()
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    /// A folder with the files of a machine of 1000 MiB, 600 of them available, and of a process
+    /// that has touched 7 MiB, in the control group `a/b`.
+    pub(crate) struct Machine(pub(crate) tempfile::TempDir);
+
+    impl Machine {
+        pub(crate) fn new() -> Machine {
+            let machine = Machine(tempfile::tempdir().expect("a folder"));
+            machine.write("proc/self/cgroup", "0::/a/b\n");
+            machine.write(
+                "proc/self/status",
+                "Name:\tvgpu\nRssAnon:\t    5120 kB\nRssFile:\t 99999 kB\nRssShmem:\t 2048 kB\n",
+            );
+            machine.available(600);
+            machine
+        }
+
+        pub(crate) fn available(&self, mib: u64) {
+            let text = format!(
+                "MemTotal:  {} kB\nMemAvailable:  {} kB\n",
+                1000 << 10,
+                mib << 10
+            );
+            self.write("proc/meminfo", &text);
+        }
+
+        pub(crate) fn write(&self, path: &str, text: &str) {
+            let path = self.0.path().join(path);
+            fs::create_dir_all(path.parent().expect("a folder")).expect("a folder");
+            fs::write(path, text).expect("a file");
+        }
+
+        pub(crate) fn group(&self, path: &str, files: &[(&str, u64)]) {
+            for (name, mib) in files {
+                let path = format!("sys/fs/cgroup/{path}/{name}");
+                self.write(&path, &format!("{}\n", mib << 20));
+            }
+        }
+    }
+
+    fn figures(machine: &Machine) -> (u64, u64) {
+        let memory = SystemMemory::below(machine.0.path());
+        (memory.total() / MIB, memory.available() / MIB)
+    }
+
+    #[test]
+    fn without_limits_the_machine_decides() {
+        let machine = Machine::new();
+        assert_eq!(figures(&machine), (1000, 600));
+        machine.write("sys/fs/cgroup/a/b/memory.max", "max\n");
+        machine.group("a/b", &[("memory.current", 50)]);
+        assert_eq!(figures(&machine), (1000, 600));
+        assert_eq!(SystemMemory::below(machine.0.path()).touched(), 7 * MIB);
+    }
+
+    #[test]
+    fn limits_of_the_group_and_of_its_parents_hold() {
+        let machine = Machine::new();
+        machine.group("a/b", &[("memory.max", 500), ("memory.current", 50)]);
+        assert_eq!(figures(&machine), (500, 450));
+        // Other processes in the parent have used most of what the parent has.
+        machine.group("a", &[("memory.max", 400), ("memory.current", 390)]);
+        assert_eq!(figures(&machine), (400, 10));
+        // Pages of files that the kernel can drop.
+        machine.write(
+            "sys/fs/cgroup/a/memory.stat",
+            &format!("anon 7\ninactive_file {}\n", 90 * MIB),
+        );
+        assert_eq!(figures(&machine), (400, 100));
+        machine.group("a/b", &[("memory.high", 60)]);
+        assert_eq!(figures(&machine), (60, 10));
+        // A group beside them.
+        machine.group("c", &[("memory.max", 1), ("memory.current", 1)]);
+        assert_eq!(figures(&machine), (60, 10));
+    }
+
+    #[test]
+    fn changes_of_a_limit_are_seen() {
+        let machine = Machine::new();
+        machine.group("a", &[("memory.max", 400), ("memory.current", 100)]);
+        let memory = SystemMemory::below(machine.0.path());
+        assert_eq!(memory.available(), 300 * MIB);
+        machine.group("a", &[("memory.current", 350)]);
+        assert_eq!(memory.available(), 50 * MIB);
+    }
+
+    #[test]
+    fn a_path_outside_of_the_hierarchy_counts_as_its_root() {
+        let machine = Machine::new();
+        machine.write("proc/self/cgroup", "1:memory:/x\n0::/../a\n");
+        machine.group("", &[("memory.max", 300), ("memory.current", 100)]);
+        assert_eq!(figures(&machine), (300, 200));
+    }
+}
