@@ -36,6 +36,13 @@ struct Executor {
     other: OtherGuest,
 }
 
+impl Drop for Executor {
+    fn drop(&mut self) {
+        let _ = self.serve.child.kill();
+        let _ = self.serve.child.wait();
+    }
+}
+
 /// What a guest was told about an attack.
 #[derive(Debug, Default)]
 struct Told {

@@ -467,7 +467,7 @@ mod tests {
         let graphs = [graph(1), graph(2), graph(3)];
         let mut states: Vec<_> = graphs
             .iter()
-            .map(|_| Some(runner.start(8 * UNITS, 0).unwrap()))
+            .map(|_| Some(runner.start(8 * UNITS, 0, 0).unwrap()))
             .collect();
         let mut turns = 0;
         while states.iter().any(Option::is_some) {
