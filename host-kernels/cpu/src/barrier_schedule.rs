@@ -41,7 +41,7 @@ impl Phase {
 
 /// Bytes of a part besides its kernel and its nodes: what the kernel itself has allocated, and what
 /// the allocator adds.
-const PART_BYTES: usize = 224;
+const PART_BYTES: usize = 384;
 
 /// A kernel of the plan, and the nodes that it computes.
 pub(crate) struct Part {
