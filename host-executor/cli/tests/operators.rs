@@ -258,10 +258,10 @@ fn status_lists_the_activity_of_all_guests() {
         assert!(text.contains(words), "{words} is not in\n{text}");
     }
     let log = site.end();
-    assert!(
-        log.contains("guest alice: out of memory: 2097152 bytes wanted, 1048568 of 1048576 free"),
-        "{log}"
-    );
+    // What is free depends on the plan of alice's graph.
+    let refusals = log.split("guest alice: out of memory: 2097152 bytes wanted, ");
+    let refusal = { refusals }.nth(1).unwrap_or_else(|| panic!("{log}"));
+    assert!(refusal.contains(" of 1048576 free"), "{log}");
 }
 
 #[test]
