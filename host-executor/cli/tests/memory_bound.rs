@@ -26,6 +26,9 @@ const PROCESS: u64 = 64;
 const THREAD: u64 = 10;
 const SESSION: u64 = 80;
 
+/// The graph of an attack over a buffer of [`BUFFER`] bytes.
+type Attack = fn(BufferId) -> Graph;
+
 /// Bytes of the buffer of most attacks.
 const BUFFER: u64 = 110 * MIB;
 
@@ -257,7 +260,7 @@ fn rope_of_a_long_row(buffer: BufferId) -> Graph {
 #[test]
 fn working_memory_of_kernels_stays_below_the_bound() {
     let mut executor = Executor::start("bound-working");
-    let attacks: [(&str, fn(BufferId) -> Graph); 5] = [
+    let attacks: [(&str, Attack); 5] = [
         ("a product of one term", product_of_one_term),
         ("an attention with long rows", attention_with_long_rows),
         ("an attention with long keys", attention_with_long_keys),
