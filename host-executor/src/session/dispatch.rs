@@ -36,6 +36,9 @@ impl Session {
         let kind = kind.name();
         trace!(request, kind, payload = payload.len(), "request");
         self.check(kind, &message, payload)?;
+        if let Err((buffer, error)) = self.settle_uploads(&message) {
+            return Ok(failed(request, kind, buffer.0, &error));
+        }
         match message {
             Request::Hello { protocol, ir, name } => self.hello(protocol, ir, &name),
             Request::Alloc { buffer, size } => self.alloc(request, buffer, size),
@@ -49,8 +52,9 @@ impl Session {
             }
             Request::Write { buffer, offset } => {
                 let len = payload.len() as u64;
-                let memory = self.buffers.range(kind, buffer, offset, len)?;
-                Ok(done(request, kind, buffer, memory.write(offset, payload)))
+                self.buffers.range(kind, buffer, offset, len)?;
+                let written = self.write(buffer, offset, payload);
+                Ok(done(request, kind, buffer, written))
             }
             Request::Read {
                 buffer,

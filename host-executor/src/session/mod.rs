@@ -7,7 +7,7 @@
 //!
 //! - `state`: the session and its figures.
 //! - `dispatch`: what each request does. `weights`: the requests on weights, with their state in
-//!   `weights_state`.
+//!   `weights_state`, and `extent_upload`, which compares what several guests upload.
 //! - `buffers`: the buffers; `no_memory` stands for memory that is lost.
 //! - `run`: the loop that receives requests and sends replies.
 //! - `answer`: what a request calls for. `error`: why sessions end.
@@ -17,6 +17,7 @@ mod answer;
 mod buffers;
 mod dispatch;
 mod error;
+mod extent_upload;
 mod graphs;
 mod no_memory;
 mod run;

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use tracing::{debug, info, warn};
 use vgpu_engine::{EngineError, Extent};
+use vgpu_transport::bytes::Bytes;
 use vgpu_transport::ir::BufferId;
 use vgpu_transport::random;
 use vgpu_transport::wire::{
@@ -13,8 +14,9 @@ use vgpu_transport::wire::{
 
 use super::answer::{Answer, failed};
 use super::error::{SessionEnd, Violation};
+use super::extent_upload::{ExtentUpload, Progress};
 use super::state::{MODEL_SCALE, Session};
-use super::weights_state::{BufferRange, Challenge, WeightBuffer};
+use super::weights_state::{BufferRange, Challenge, SessionWeights, WeightBuffer};
 use crate::weights::{ContentKey, LookupResult, Source};
 
 /// Why bytes cannot be read from the cache.
@@ -123,10 +125,7 @@ impl Session {
         if !is_for_weights {
             lengths.clear();
         }
-        let state = WeightBuffer {
-            is_sealed: !is_for_weights,
-            ..WeightBuffer::default()
-        };
+        let state = WeightBuffer::new(!is_for_weights);
         self.weights.buffers.insert(buffer, state);
         let lengths = Lengths(lengths);
         Ok(Answer::Message(Reply::Held { request, lengths }))
@@ -305,10 +304,102 @@ impl Session {
             return Ok(());
         }
         weights.name(range.offset, range.len, range.len);
-        match weights.extents.len() > MAX_EXTENTS {
-            true => Err(Violation::TooManyExtents(range.buffer).into()),
-            false => Ok(()),
+        if weights.extents.len() > MAX_EXTENTS {
+            return Err(Violation::TooManyExtents(range.buffer).into());
         }
+        let upload = ExtentUpload::new(range);
+        self.weights.uploads.insert(range.buffer, upload);
+        Ok(())
+    }
+
+    /// Writes bytes that the guest sends into a buffer that has the range. The next bytes of an extent
+    /// that the guest uploads are compared with those of other guests first.
+    pub(super) fn write(
+        &mut self,
+        buffer: BufferId,
+        offset: u64,
+        data: Bytes<'_>,
+    ) -> Result<(), EngineError> {
+        let Some(memory) = self.buffers.find(buffer) else {
+            return Ok(());
+        };
+        let SessionWeights {
+            store,
+            buffers,
+            uploads,
+            ..
+        } = &mut self.weights;
+        let (Some(store), Some(weights), Some(upload)) =
+            (store, buffers.get_mut(&buffer), uploads.get_mut(&buffer))
+        else {
+            return memory.write(offset, data);
+        };
+        let len = data.len() as u64;
+        if upload.continues_with(offset, len) {
+            let patience = &mut weights.patience;
+            let progress = upload.write(memory.as_ref(), store, patience, data);
+            let progress = progress.inspect_err(|_| drop(uploads.remove(&buffer)))?;
+            if let Progress::Complete { shared } = progress {
+                uploads.remove(&buffer);
+                if shared > 0 {
+                    weights.shared += shared;
+                    store.count_merged(shared);
+                    self.update_gauges();
+                }
+            }
+            return Ok(());
+        }
+        if upload.overlaps(offset, len)
+            && let Some(upload) = uploads.remove(&buffer)
+        {
+            upload.settle(memory.as_ref())?;
+        }
+        memory.write(offset, data)
+    }
+
+    /// Puts the bytes of unfinished uploads into the buffers that a request accesses, other than by
+    /// writing the next bytes.
+    ///
+    /// # Errors
+    /// The buffer, and what the engine reports.
+    pub(super) fn settle_uploads(
+        &mut self,
+        message: &Request,
+    ) -> Result<(), (BufferId, EngineError)> {
+        if self.weights.uploads.is_empty() {
+            return Ok(());
+        }
+        let buffers = match *message {
+            Request::Read { buffer, .. }
+            | Request::Fill { buffer, .. }
+            | Request::Lookup { buffer, .. }
+            | Request::Attach { buffer, .. }
+            | Request::Extent { buffer, .. }
+            | Request::Seal { buffer } => vec![buffer],
+            Request::Copy { dst, src, .. } => vec![dst, src],
+            // Graphs may use any buffer.
+            Request::Graph { .. } | Request::Patch { .. } | Request::Submit { .. } => {
+                self.weights.uploads.keys().copied().collect()
+            }
+            Request::Hello { .. }
+            | Request::Alloc { .. }
+            | Request::Free { .. }
+            | Request::Write { .. }
+            | Request::Forget { .. }
+            | Request::Memory {}
+            | Request::Fence {}
+            | Request::Weights { .. }
+            | Request::Query { .. }
+            | Request::Proof { .. } => return Ok(()),
+        };
+        for buffer in buffers {
+            let upload = self.weights.uploads.remove(&buffer);
+            if let (Some(upload), Some(memory)) = (upload, self.buffers.find(buffer)) {
+                let settled = upload.settle(memory.as_ref());
+                settled.map_err(|error| (buffer, error))?;
+            }
+        }
+        Ok(())
     }
 
     /// Checks that a range is inside a buffer for weights and long enough for an extent.

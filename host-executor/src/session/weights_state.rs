@@ -2,11 +2,13 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
+use std::time::Duration;
 
 use vgpu_engine::Extent;
 use vgpu_transport::ir::BufferId;
 use vgpu_transport::wire::ContentHash;
 
+use super::extent_upload::{ExtentUpload, PATIENCE};
 use crate::weights::{SessionStore, Source};
 
 /// The buffers for weights of a session.
@@ -15,12 +17,13 @@ pub(super) struct SessionWeights {
     /// The weight store, if this session shares weights.
     pub(super) store: Option<SessionStore>,
     pub(super) buffers: HashMap<BufferId, WeightBuffer>,
+    /// The extent that the guest uploads to each buffer, if it is not complete.
+    pub(super) uploads: HashMap<BufferId, ExtentUpload>,
     /// What the guest has to prove with its next request.
     pub(super) challenge: Option<Challenge>,
 }
 
 /// A buffer for weights.
-#[derive(Default)]
 pub(super) struct WeightBuffer {
     /// Offset to length of each named extent. Extents are disjoint.
     pub(super) extents: BTreeMap<u64, u64>,
@@ -37,6 +40,8 @@ pub(super) struct WeightBuffer {
     /// Bytes of `reserved`. At most the size of the buffer: what a session keeps alive has been
     /// charged to its tenant.
     pub(super) reserved_bytes: u64,
+    /// How long the session may still wait for other guests that upload the same.
+    pub(super) patience: Duration,
 }
 
 /// A proof of possession that the guest has been asked for.
@@ -76,6 +81,7 @@ impl SessionWeights {
     /// The buffer has been freed, or no longer holds weights.
     pub(super) fn forget(&mut self, buffer: BufferId) {
         self.buffers.remove(&buffer);
+        self.uploads.remove(&buffer);
     }
 
     /// The guest has sent another request than the PROOF that it was asked for.
@@ -90,6 +96,20 @@ impl SessionWeights {
 }
 
 impl WeightBuffer {
+    /// A buffer without extents.
+    pub(super) fn new(is_sealed: bool) -> WeightBuffer {
+        WeightBuffer {
+            extents: BTreeMap::new(),
+            is_sealed,
+            lookups: 0,
+            not_sent: 0,
+            shared: 0,
+            reserved: HashMap::new(),
+            reserved_bytes: 0,
+            patience: PATIENCE,
+        }
+    }
+
     /// Names `len` bytes at `offset` as an extent (0: none). Removes the extents that overlap the
     /// `covered` bytes at `offset`.
     pub(super) fn name(&mut self, offset: u64, len: u64, covered: u64) {

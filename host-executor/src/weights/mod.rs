@@ -18,10 +18,12 @@
 //! - `options`: whose weights are shared, and the size of the cache.
 //! - `disk`: the cache of weights on disk.
 //! - `store`: the entries, and the thread that hashes.
+//! - `uploads`: extents that guests upload at the same time, or one after the other, without hashes.
 
 mod disk;
 mod options;
 mod store;
+pub(crate) mod uploads;
 
 pub use disk::CacheError;
 pub(crate) use disk::ContentKey;

@@ -16,6 +16,7 @@ use vgpu_transport::wire::{ContentHash, MAX_LENGTHS};
 
 use super::disk::{CacheError, CachedExtent, ContentKey, Disk};
 use super::options::{CacheOptions, Sharing};
+use super::uploads::{self, Slot, Uploads};
 
 /// Bytes that are hashed at once: fits the caches of a core.
 const CHUNK: usize = 256 << 10;
@@ -31,6 +32,7 @@ pub struct WeightStore {
 struct Shared {
     sharing: Sharing,
     entries: Mutex<Entries>,
+    uploads: Uploads,
     disk: Option<Disk>,
     counters: Counters,
 }
@@ -140,6 +142,7 @@ impl WeightStore {
         let shared = Arc::new(Shared {
             sharing,
             entries: Mutex::default(),
+            uploads: Uploads::default(),
             disk,
             counters: Counters::default(),
         });
@@ -241,6 +244,16 @@ impl SessionStore {
         if is_from_disk {
             counters.from_disk.fetch_add(bytes, Ordering::Relaxed);
         }
+    }
+
+    /// The extents of this origin that have `len` bytes and begin with `start`.
+    pub(crate) fn uploads_like(&self, len: u64, start: &[u8]) -> Arc<Slot> {
+        let key = uploads::Key {
+            origin: Arc::clone(&self.origin),
+            len,
+            start: ContentHash(*blake3::hash(start).as_bytes()),
+        };
+        self.weights.shared.uploads.slot(key)
     }
 
     /// Queues the extents of a sealed buffer for hashing. [`merges`](SessionStore::merges) returns

@@ -248,11 +248,30 @@ impl Memory for CpuMemory {
         Ok(self.as_weights()?.extent(offset, len)?)
     }
 
+    fn begin_extent(&self, offset: u64, len: u64) -> Result<Arc<dyn Extent>, EngineError> {
+        check_range(offset, len, self.size)?;
+        Ok(self.as_weights()?.begin_extent(offset, len)?)
+    }
+
+    fn append(&self, extent: &Arc<dyn Extent>, data: Bytes<'_>) -> Result<(), EngineError> {
+        self.as_weights()?.append(&of_this_engine(extent)?, data)
+    }
+
+    fn is_untouched(&self, offset: u64, len: u64) -> bool {
+        check_range(offset, len, self.size).is_ok()
+            && self
+                .as_weights()
+                .is_ok_and(|weights| weights.is_untouched(offset..offset + len))
+    }
+
+    fn bytes_in_use(&self) -> u64 {
+        self.as_weights()
+            .map_or(self.size, |weights| weights.bytes_in_use())
+    }
+
     fn attach(&self, offset: u64, extent: &Arc<dyn Extent>) -> Result<u64, EngineError> {
         check_range(offset, extent.size(), self.size)?;
-        let weights = self.as_weights()?;
-        let extent = Arc::clone(extent).into_any().downcast::<CpuExtent>();
-        weights.attach(offset, &extent.map_err(|_| EngineError::ForeignMemory)?)
+        self.as_weights()?.attach(offset, &of_this_engine(extent)?)
     }
 
     fn is_unmodified(&self) -> bool {
@@ -262,6 +281,15 @@ impl Memory for CpuMemory {
     fn as_any(&self) -> &dyn Any {
         self
     }
+}
+
+/// The extent as this engine's type.
+///
+/// # Errors
+/// [`EngineError::ForeignMemory`] if it belongs to another engine.
+fn of_this_engine(extent: &Arc<dyn Extent>) -> Result<Arc<CpuExtent>, EngineError> {
+    let extent = Arc::clone(extent).into_any().downcast::<CpuExtent>();
+    extent.map_err(|_| EngineError::ForeignMemory)
 }
 
 /// The size of the largest buffer that is shared, in bytes. Linux backs memory files with huge

@@ -81,7 +81,8 @@ pub trait Memory: Send + Sync + Any {
     }
 
     /// Part of the contents at the time of [`freeze`](Memory::freeze). Extents of one memory do not
-    /// overlap.
+    /// overlap. A range that [is begun](Memory::begin_extent) or [attached](Memory::attach) as one
+    /// extent already is that extent.
     ///
     /// # Errors
     /// [`EngineError::OutOfBounds`] if the range does not lie inside;
@@ -89,6 +90,42 @@ pub trait Memory: Send + Sync + Any {
     fn extent(&self, offset: u64, len: u64) -> Result<Arc<dyn Extent>, EngineError> {
         let _ = (offset, len);
         Err(EngineError::ForeignMemory)
+    }
+
+    /// Begins an extent of this memory, which is not frozen. [`append`](Memory::append) writes its
+    /// bytes, from the first to the last, and others can read them from then on. Any other write to
+    /// the range, and another extent that begins in it, withdraws the extent: it ends, or keeps its
+    /// bytes as a copy for those who use it.
+    ///
+    /// # Errors
+    /// [`EngineError::OutOfBounds`] if the range does not lie inside or is shared already;
+    /// [`EngineError::ForeignMemory`] if this memory does not support extents.
+    fn begin_extent(&self, offset: u64, len: u64) -> Result<Arc<dyn Extent>, EngineError> {
+        let _ = (offset, len);
+        Err(EngineError::ForeignMemory)
+    }
+
+    /// Writes the next bytes of an extent that [`begin_extent`](Memory::begin_extent) of this
+    /// memory has begun.
+    ///
+    /// # Errors
+    /// [`EngineError::OutOfBounds`] if the extent has fewer bytes left, or was withdrawn;
+    /// [`EngineError::ForeignMemory`] if it is not an extent of this memory.
+    fn append(&self, extent: &Arc<dyn Extent>, data: Bytes<'_>) -> Result<(), EngineError> {
+        let _ = (extent, data);
+        Err(EngineError::ForeignMemory)
+    }
+
+    /// Whether no page that lies inside the range was ever written.
+    fn is_untouched(&self, offset: u64, len: u64) -> bool {
+        let _ = (offset, len);
+        false
+    }
+
+    /// Bytes that this memory needs: pages written, and bytes of attached extents. At most the
+    /// size.
+    fn bytes_in_use(&self) -> u64 {
+        self.size()
     }
 
     /// Replaces the contents at `offset` by those of `extent`, sharing pages with the extent where
@@ -112,15 +149,22 @@ pub trait Memory: Send + Sync + Any {
     fn as_any(&self) -> &dyn Any;
 }
 
-/// Immutable bytes in memory of an engine. The pages stay allocated while an extent refers to them.
+/// Bytes in memory of an engine that do not change once they exist. The pages stay allocated while an extent refers to them.
 pub trait Extent: Send + Sync + Any {
     /// Size in bytes.
     fn size(&self) -> u64;
 
+    /// Bytes from the first one on that exist: all, but for an extent that was
+    /// [begun](Memory::begin_extent) and is not complete.
+    fn filled(&self) -> u64 {
+        self.size()
+    }
+
     /// Reads `out.len()` bytes at `offset` into `out`. May run concurrently with anything else.
     ///
     /// # Errors
-    /// [`EngineError::OutOfBounds`] if the range does not lie inside; else what the device reports.
+    /// [`EngineError::OutOfBounds`] if the range does not lie inside the
+    /// [filled](Extent::filled) part; else what the device reports.
     fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), EngineError>;
 
     /// For engines to downcast to their own type.

@@ -3,11 +3,13 @@
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use memmap2::UncheckedAdvice;
 use vgpu_transport::bytes::Bytes;
 
+use super::page_set::PageSet;
 use crate::region::{Region, page};
 use vgpu_engine::{EngineError, Extent, check_range};
 
@@ -18,18 +20,22 @@ pub(super) struct BaseRegion {
 }
 
 /// What needs the pages of a base.
+#[derive(Default)]
 pub(super) struct Uses {
-    /// The buffer exists.
-    pub(super) has_owner: bool,
+    /// The pages with bytes of the buffer itself. All other pages of the buffer are zero, or the
+    /// buffer has their bytes in a piece.
+    touched: PageSet,
     /// The first byte of each extent, and one past its last. Disjoint.
     extents: BTreeMap<u64, u64>,
 }
 
-/// Bytes of a base that do not change while the extent exists.
+/// Bytes of a base. The filled part does not change while the extent exists.
 pub(crate) struct CpuExtent {
     pub(super) base: Arc<BaseRegion>,
     pub(super) offset: u64,
     pub(super) len: u64,
+    /// Bytes that exist. Only the buffer increases it, after it has written them.
+    filled: AtomicU64,
 }
 
 impl BaseRegion {
@@ -37,10 +43,7 @@ impl BaseRegion {
     pub(super) fn new(region: Region) -> BaseRegion {
         BaseRegion {
             region,
-            uses: Mutex::new(Uses {
-                has_owner: true,
-                extents: BTreeMap::new(),
-            }),
+            uses: Mutex::default(),
         }
     }
 
@@ -53,23 +56,50 @@ impl BaseRegion {
         self.uses.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// The buffer has bytes of its own in `range` from now on.
+    pub(super) fn touch(&self, range: &Range<u64>) {
+        self.uses().touched.insert(pages(range));
+    }
+
+    /// Whether the buffer never had bytes of its own in a page that lies inside `range`.
+    pub(super) fn is_untouched(&self, range: &Range<u64>) -> bool {
+        let inside = range.start.div_ceil(page())..range.end / page();
+        !self.uses().touched.has_any(inside)
+    }
+
+    /// Bytes of the pages with bytes of the buffer itself.
+    pub(super) fn touched_bytes(&self) -> u64 {
+        self.uses().touched.count() * page()
+    }
+
     /// Frees the pages of `range` that no extent uses. `range` begins and ends at page boundaries,
     /// and the buffer does not need its bytes.
     pub(super) fn release(&self, range: Range<u64>) {
-        let uses = self.uses();
+        let mut uses = self.uses();
+        uses.touched.remove(pages(&range));
+        self.discard_unused(&uses, range);
+    }
+
+    /// Frees the pages of `range` that no extent uses and the buffer has not touched.
+    fn discard_unused(&self, uses: &Uses, range: Range<u64>) {
         let discard = |range: Range<u64>| {
-            // SAFETY: the buffer does not need the bytes of `range`, and the loop below leaves out
-            // the pages of all extents, which `uses` keeps locked. So no one reads the bytes that
-            // are discarded.
+            // SAFETY: the callers pass pages that the buffer does not need, and the loop below
+            // leaves out the pages of all extents, which `uses` keeps locked. So no one reads the
+            // bytes that are discarded.
             unsafe { self.region.discard(range, UncheckedAdvice::DontNeed) };
         };
         let mut at = range.start;
-        for (&start, &end) in uses.touched(&range) {
+        for (&start, &end) in uses.extents_in(&range) {
             discard(at..(start - start % page()).min(range.end));
             at = at.max(end.next_multiple_of(page()));
         }
         discard(at..range.end);
     }
+}
+
+/// The pages that `range` overlaps.
+fn pages(range: &Range<u64>) -> Range<u64> {
+    range.start / page()..range.end.div_ceil(page())
 }
 
 impl Uses {
@@ -79,7 +109,7 @@ impl Uses {
     }
 
     /// The extents that overlap `range`.
-    pub(super) fn touched(&self, range: &Range<u64>) -> impl Iterator<Item = (&u64, &u64)> {
+    pub(super) fn extents_in(&self, range: &Range<u64>) -> impl Iterator<Item = (&u64, &u64)> {
         overlapping(&self.extents, range, |_, &end| end)
     }
 }
@@ -97,14 +127,30 @@ pub(super) fn overlapping<'m, T>(
 }
 
 impl CpuExtent {
+    /// `filled` of the `len` bytes exist. The caller adds the extent to the uses of `base`.
+    pub(super) fn new(base: Arc<BaseRegion>, offset: u64, len: u64, filled: u64) -> CpuExtent {
+        CpuExtent {
+            base,
+            offset,
+            len,
+            filled: AtomicU64::new(filled),
+        }
+    }
+
     /// One past the last byte, in the base.
     pub(super) fn end(&self) -> u64 {
         self.offset + self.len
     }
 
+    /// All bytes, of which only the [filled](Extent::filled) ones may be read.
     pub(super) fn bytes(&self) -> Bytes<'_> {
         // SAFETY: an extent is inside its base, and the extent keeps the mapping of the base alive.
         unsafe { Bytes::from_raw(self.base.at(self.offset), self.len as usize) }
+    }
+
+    /// The buffer has written all bytes up to `filled`.
+    pub(super) fn fill_up_to(&self, filled: u64) {
+        self.filled.store(filled, Ordering::Release);
     }
 }
 
@@ -113,8 +159,12 @@ impl Extent for CpuExtent {
         self.len
     }
 
+    fn filled(&self) -> u64 {
+        self.filled.load(Ordering::Acquire)
+    }
+
     fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), EngineError> {
-        check_range(offset, out.len() as u64, self.len)?;
+        check_range(offset, out.len() as u64, self.filled())?;
         let (_, rest) = self.bytes().split_at(offset as usize);
         rest.split_at(out.len()).0.copy_to(out);
         Ok(())
@@ -127,17 +177,14 @@ impl Extent for CpuExtent {
 
 impl Drop for CpuExtent {
     fn drop(&mut self) {
-        let has_owner = {
-            let mut uses = self.base.uses();
-            uses.extents.remove(&self.offset);
-            uses.has_owner
-        };
-        // An owner needs these pages, and frees them when it is dropped.
-        if !has_owner {
-            let len = self.base.region.len() as u64;
-            let start = self.offset - self.offset % page();
-            self.base
-                .release(start..self.end().next_multiple_of(page()).min(len));
+        let mut uses = self.base.uses();
+        uses.extents.remove(&self.offset);
+        // The buffer needs the pages that it has touched: the bytes of the extent too, unless it
+        // has moved them into a piece.
+        let len = self.base.region.len() as u64;
+        for gap in uses.touched.gaps(pages(&(self.offset..self.end()))) {
+            let range = gap.start * page()..(gap.end * page()).min(len);
+            self.base.discard_unused(&uses, range);
         }
     }
 }

@@ -11,10 +11,17 @@
 //! address of any byte changes, [`moves`](WeightRegion::moves) changes, and plans that were
 //! compiled before do not run again.
 //!
+//! An extent may begin before the memory is frozen: then the buffer appends its bytes from the first
+//! to the last, and others read what exists already.
+//!
 //! An extent may outlive the buffer that it was offered from. Pages of a base are freed when
-//! neither its buffer nor an extent needs them, and the base itself with the last of these.
+//! neither its buffer nor an extent needs them, and the base itself with the last of these. A buffer
+//! that has moved bytes into a piece does not need the pages under the piece. So each byte of a
+//! buffer has one place, and the pages in memory are at most those of all buffers, but for the two
+//! pages at the ends of an extent.
 
 mod extent;
+mod page_set;
 mod pieces;
 #[cfg(test)]
 mod tests;
@@ -22,13 +29,13 @@ mod tests;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use vgpu_transport::bytes::BytesMut;
+use vgpu_transport::bytes::{Bytes, BytesMut};
 
 use crate::region::{Budget, Region};
 use extent::BaseRegion;
 pub(crate) use extent::CpuExtent;
 use pieces::{Backing, Piece, State};
-use vgpu_engine::EngineError;
+use vgpu_engine::{EngineError, Extent};
 
 /// The memory of a buffer for weights.
 pub(super) struct WeightRegion {
@@ -70,6 +77,10 @@ impl WeightRegion {
         let mut state = self.state();
         if !state.is_frozen {
             state.is_frozen = true;
+            // Bytes that were not appended are what the memory has there, and stay so.
+            for extent in state.offered.values() {
+                extent.fill_up_to(extent.len);
+            }
             // Plans that write were compiled without copy-on-write.
             state.moves += 1;
         }
@@ -119,44 +130,133 @@ impl WeightRegion {
         parts
     }
 
-    /// Part of the frozen contents as an extent. The range lies inside.
+    /// Whether neither a piece nor a page that lies inside `range` has bytes of this memory.
+    pub(super) fn is_untouched(&self, range: Range<u64>) -> bool {
+        let state = self.state();
+        state.touched(&range).next().is_none() && self.base.is_untouched(&range)
+    }
+
+    /// Bytes of the pages that were written, and of all pieces. At most the size.
+    pub(super) fn bytes_in_use(&self) -> u64 {
+        let state = self.state();
+        let pieces: u64 = state.pieces.values().map(|piece| piece.len).sum();
+        (self.base.touched_bytes() + pieces).min(self.size())
+    }
+
+    /// Part of the frozen contents as an extent. The range lies inside. An extent of exactly this
+    /// range that exists already is returned.
     ///
     /// # Errors
     /// [`EngineError::OutOfBounds`] if the memory is not frozen, was written since, or if the range is
     /// empty or overlaps another extent.
     pub(super) fn extent(&self, offset: u64, len: u64) -> Result<Arc<CpuExtent>, EngineError> {
         let mut state = self.state();
+        let is_unmodified = state.is_frozen && !state.is_written;
+        let offered = state.offered.get(&offset);
+        let attached = state.pieces.get(&offset).and_then(Piece::shared);
+        let known = offered.or(attached).filter(|extent| extent.len == len);
+        match known {
+            Some(known) if is_unmodified => Ok(Arc::clone(known)),
+            _ => self.offer(&mut state, offset..offset + len, len, is_unmodified),
+        }
+    }
+
+    /// Begins an extent of memory that is not frozen. The range lies inside.
+    ///
+    /// # Errors
+    /// [`EngineError::OutOfBounds`] if the memory is frozen, or if the range is empty or overlaps
+    /// bytes that are shared.
+    pub(super) fn begin_extent(
+        &self,
+        offset: u64,
+        len: u64,
+    ) -> Result<Arc<CpuExtent>, EngineError> {
         let range = offset..offset + len;
+        let mut state = self.state();
+        state.forget_offers(&range);
+        // Plans that write were compiled without copy-on-write.
+        state.moves += 1;
+        let may_begin = !state.is_frozen;
+        self.offer(&mut state, range, 0, may_begin)
+    }
+
+    /// Offers `range`, of which `filled` bytes exist, as an extent.
+    fn offer(
+        &self,
+        state: &mut State,
+        range: Range<u64>,
+        filled: u64,
+        may_offer: bool,
+    ) -> Result<Arc<CpuExtent>, EngineError> {
+        let (offset, len) = (range.start, range.end - range.start);
         let mut uses = self.base.uses();
-        let fits = state.is_frozen
-            && !state.is_written
+        let fits = may_offer
             && len > 0
             && state.touched(&range).next().is_none()
-            && uses.touched(&range).next().is_none();
+            && uses.extents_in(&range).next().is_none();
         if !fits {
             let size = self.size();
             return Err(EngineError::OutOfBounds { offset, len, size });
         }
         uses.insert(range);
-        let extent = Arc::new(CpuExtent {
-            base: Arc::clone(&self.base),
-            offset,
-            len,
-        });
-        state.offered.push(Arc::clone(&extent));
+        let extent = CpuExtent::new(Arc::clone(&self.base), offset, len, filled);
+        let extent = Arc::new(extent);
+        state.offered.insert(offset, Arc::clone(&extent));
         Ok(extent)
+    }
+
+    /// Writes the next bytes of an extent that [`begin_extent`](WeightRegion::begin_extent) has
+    /// begun.
+    ///
+    /// # Errors
+    /// [`EngineError::OutOfBounds`] if the extent has fewer bytes left, or was withdrawn.
+    pub(super) fn append(
+        &self,
+        extent: &Arc<CpuExtent>,
+        data: Bytes<'_>,
+    ) -> Result<(), EngineError> {
+        let state = self.state();
+        let (filled, len) = (extent.filled(), data.len() as u64);
+        let offered = state.offered.get(&extent.offset);
+        let is_offered = offered.is_some_and(|offered| Arc::ptr_eq(offered, extent));
+        if !is_offered || len > extent.len - filled {
+            let (offset, size) = (extent.offset + filled, extent.end());
+            return Err(EngineError::OutOfBounds { offset, len, size });
+        }
+        let start = extent.offset + filled;
+        self.base.touch(&(start..start + len));
+        // SAFETY: an offered extent lies in this base and is disjoint from pieces. The bytes after
+        // the filled ones are not read through the extent, and the lock of the state, held here,
+        // excludes other writers. No Rust reference points to them.
+        unsafe { BytesMut::from_raw(self.base.at(start), data.len()) }.copy_from(data);
+        extent.fill_up_to(filled + len);
+        Ok(())
     }
 
     /// Replaces the bytes at `offset` by those of `extent`; they lie inside. Returns the number of
     /// bytes that are now shared. Frozen memory must already have the same bytes there.
     ///
     /// # Errors
-    /// [`EngineError::OutOfMemory`] if overlapping pieces cannot be merged.
+    /// [`EngineError::OutOfMemory`] if overlapping pieces cannot be merged;
+    /// [`EngineError::OutOfBounds`] if the extent is not complete, or if it overlaps the range in
+    /// this memory, which is not frozen.
     pub(super) fn attach(&self, offset: u64, extent: &Arc<CpuExtent>) -> Result<u64, EngineError> {
-        let range = offset..offset + extent.len;
+        let len = extent.len;
+        let range = offset..offset + len;
         let mut state = self.state();
-        if state.is_written || Arc::ptr_eq(&extent.base, &self.base) {
+        if state.is_written {
             return Ok(0);
+        }
+        let overlaps = Arc::ptr_eq(&extent.base, &self.base)
+            && extent.offset < range.end
+            && range.start < extent.end();
+        match overlaps {
+            true if state.is_frozen => return Ok(0),
+            _ if overlaps || extent.filled() < len => {
+                let size = extent.filled();
+                return Err(EngineError::OutOfBounds { offset, len, size });
+            }
+            _ => {}
         }
         let is_inside = |(&start, piece): (&u64, &Piece)| {
             range.start <= start && start + piece.len <= range.end
@@ -190,7 +290,6 @@ impl Drop for WeightRegion {
     fn drop(&mut self) {
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
         state.offered.clear();
-        self.base.uses().has_owner = false;
         self.base.release(0..self.base.region.len() as u64);
     }
 }

@@ -21,8 +21,8 @@ pub(super) struct State {
     pub(super) moves: u64,
     /// The bytes that are not in the base, by first byte. Disjoint.
     pub(super) pieces: BTreeMap<u64, Piece>,
-    /// The extents that are offered. Disjoint, and disjoint from `pieces`.
-    pub(super) offered: Vec<Arc<CpuExtent>>,
+    /// The extents that are offered, by first byte. Disjoint, and disjoint from `pieces`.
+    pub(super) offered: BTreeMap<u64, Arc<CpuExtent>>,
 }
 
 /// Bytes of a buffer that are not in its base.
@@ -57,8 +57,11 @@ impl State {
 
     /// Withdraws the offered extents that overlap `range`.
     pub(super) fn forget_offers(&mut self, range: &Range<u64>) {
-        self.offered
-            .retain(|extent| range.end <= extent.offset || extent.end() <= range.start);
+        let touched = overlapping(&self.offered, range, |_, extent| extent.end());
+        let touched: Vec<u64> = touched.map(|(&start, _)| start).collect();
+        for start in touched {
+            self.offered.remove(&start);
+        }
     }
 
     /// The address of exclusive, contiguous memory with the bytes of `range`.
@@ -85,7 +88,7 @@ impl State {
         loop {
             let mut more = all.clone();
             let pieces = self.touched(&all).map(|(&start, p)| (start, start + p.len));
-            let extents = uses.touched(&all).map(|(&start, &end)| (start, end));
+            let extents = uses.extents_in(&all).map(|(&start, &end)| (start, end));
             for (start, end) in pieces.chain(extents) {
                 more = more.start.min(start)..more.end.max(end);
             }
@@ -95,12 +98,14 @@ impl State {
             all = more;
         }
         let is_in_base = self.touched(&all).next().is_none();
-        let is_free = uses.touched(&all).next().is_none();
+        let is_free = uses.extents_in(&all).next().is_none();
         drop(uses);
         if is_in_base && is_free {
+            base.touch(&range);
             return Ok(base.at(range.start));
         }
         let (to, backing) = if is_free {
+            base.touch(&all);
             (base.at(all.start), None)
         } else {
             let len = all.end - all.start;
@@ -122,8 +127,10 @@ impl State {
             if range.start < range.end && from != to {
                 let len = (range.end - range.start) as usize;
                 // SAFETY: `from` has `len` bytes of the base or of a piece, and `to` has the bytes
-                // of `range` of the base or of a new region. `from` is in another region than `to`,
-                // or it is the same byte of the base, which `from != to` excludes.
+                // of `range` of the base or of a new region. They do not overlap: `from` is in
+                // another region than `to`; or it is the same byte of the base, which `from != to`
+                // excludes; or it is in an extent of this base, and `to` is in `all`, which no
+                // extent overlaps if `to` is in the base.
                 unsafe { to.copy_from_nonoverlapping(from, len) };
             }
         };
@@ -138,6 +145,8 @@ impl State {
         if let Some(backing) = backing {
             let len = all.end - all.start;
             self.pieces.insert(all.start, Piece { len, backing });
+            let unneeded = self.pages_under(base, &all);
+            base.release(unneeded);
         }
         Ok(to.wrapping_add((range.start - all.start) as usize))
     }
@@ -180,6 +189,14 @@ impl State {
 }
 
 impl Piece {
+    /// The extent that the piece is, if it is one.
+    pub(super) fn shared(&self) -> Option<&Arc<CpuExtent>> {
+        match &self.backing {
+            Backing::Shared(extent) => Some(extent),
+            Backing::Own { .. } => None,
+        }
+    }
+
     /// The address of byte `offset` of the piece.
     pub(super) fn at(&self, offset: u64) -> *mut u8 {
         match &self.backing {

@@ -1,8 +1,9 @@
 //! Buffers that share, write, merge and free weights.
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use super::extent::BaseRegion;
+use super::pieces::Backing;
 use crate::memory::CpuMemory;
 use crate::region::{Budget, page};
 use vgpu_engine::{EngineError, Extent, Memory};
@@ -40,6 +41,16 @@ fn held(base: &BaseRegion) -> u64 {
     };
     assert_eq!(asked, 0);
     resident.iter().filter(|&page| page & 1 != 0).count() as u64 * page()
+}
+
+/// The bytes of a base in pages that are not zero. Unlike [`held`], it does not count pages that
+/// were only read.
+fn filled(base: &BaseRegion) -> u64 {
+    let len = base.region.len();
+    // SAFETY: the range is the mapping of the base, which no one writes during the call.
+    let bytes = unsafe { std::slice::from_raw_parts(base.region.as_ptr(), len) };
+    let pages = bytes.chunks(page() as usize);
+    pages.filter(|page| page.iter().any(|&byte| byte != 0)).count() as u64 * page()
 }
 
 fn base(memory: &CpuMemory) -> Arc<BaseRegion> {
@@ -272,4 +283,266 @@ fn extents_do_not_overlap_and_need_frozen_memory() {
     one.extent(0, page()).unwrap();
     one.fill(0, 1, 0).unwrap();
     assert!(one.extent(4 * page(), page()).is_err(), "written to");
+}
+
+#[test]
+fn an_extent_is_read_while_it_is_written() {
+    let budget = Arc::new(Budget::new(Some(64 << 20)));
+    let bytes = content(PAGES * page());
+    let one = CpuMemory::weights(PAGES * page(), &budget).unwrap();
+    let (start, len) = (page() + 256, 4 * page());
+    let part = &bytes[start as usize..][..len as usize];
+    let extent = one.begin_extent(start, len).unwrap();
+    assert_eq!((extent.size(), extent.filled()), (len, 0));
+    let two = CpuMemory::weights(PAGES * page(), &budget).unwrap();
+    for piece in part.chunks(1000) {
+        assert!(two.attach(0, &extent).is_err(), "not complete");
+        one.append(&extent, piece.into()).unwrap();
+        let mut seen = vec![0; extent.filled() as usize];
+        extent.read(0, &mut seen).unwrap();
+        assert!(seen == part[..seen.len()]);
+        assert!(extent.read(1, &mut seen).is_err(), "one byte too many");
+    }
+    assert!(one.append(&extent, (&[0][..]).into()).is_err());
+    assert_eq!(two.attach(0, &extent).unwrap(), len);
+    // The buffer writes to it again, and the other one does not see that.
+    one.fill(start, 10, 1).unwrap();
+    assert!(one.append(&extent, (&[][..]).into()).is_err(), "withdrawn");
+    assert!(read(&two, 0, len) == part);
+    assert_eq!(read(&one, start, 10), [1; 10]);
+    assert!(read(&one, start + 10, len - 10) == part[10..]);
+    // An extent that begins where another one is in use.
+    assert!(one.begin_extent(start, len).is_err());
+    // An extent that ends when its range is written to, or when another one begins there.
+    let lost = Arc::downgrade(&one.begin_extent(10 * page(), page()).unwrap());
+    one.begin_extent(10 * page() + 5, page()).unwrap();
+    assert!(lost.upgrade().is_none());
+    // One that is not complete when the memory is frozen is complete with zeros.
+    let rest = one.begin_extent(12 * page(), page()).unwrap();
+    one.append(&rest, (&[7][..]).into()).unwrap();
+    one.freeze();
+    let mut seen = vec![1; page() as usize];
+    rest.read(0, &mut seen).unwrap();
+    assert!(seen[0] == 7 && seen[1..].iter().all(|&byte| byte == 0));
+    assert!(one.append(&rest, (&[7][..]).into()).is_err());
+    assert!(Arc::ptr_eq(&one.extent(12 * page(), page()).unwrap(), &rest));
+    two.freeze();
+    assert!(Arc::ptr_eq(&two.extent(0, len).unwrap(), &extent));
+    assert!(one.begin_extent(14 * page(), page()).is_err(), "frozen");
+}
+
+#[test]
+fn equal_bytes_of_one_buffer_are_shared() {
+    let budget = Arc::new(Budget::new(Some(64 << 20)));
+    let mut bytes = content(PAGES * page());
+    bytes.copy_within(..4 * page() as usize, 8 * page() as usize);
+    let one = weights(&budget, &bytes);
+    let extent = shared(&one, 0, 4 * page());
+    assert_eq!(one.attach(8 * page(), &extent).unwrap(), 4 * page());
+    assert_eq!(one.attach(page(), &extent).unwrap(), 0, "overlaps itself");
+    let weak = Arc::downgrade(&extent);
+    drop(extent);
+    let base = base(&one);
+    assert_eq!(filled(&base), (PAGES - 4) * page());
+    assert!(read(&one, 0, PAGES * page()) == bytes);
+    // A write to either part does not change the other.
+    one.fill(page(), 1, !bytes[page() as usize]).unwrap();
+    assert!(read(&one, 8 * page(), 4 * page()) == bytes[8 * page() as usize..][..4 * page() as usize]);
+    one.fill(8 * page(), 4 * page(), 3).unwrap();
+    assert!(weak.upgrade().is_none());
+    assert_eq!(read(&one, page(), 2)[0], !bytes[page() as usize]);
+    assert_eq!(filled(&base), (PAGES - 4) * page(), "the first part moved, its pages are freed");
+    drop(one);
+    assert_eq!((filled(&base), budget.used()), (0, 0));
+}
+
+#[test]
+fn pages_of_bytes_that_a_buffer_has_moved_are_freed_with_their_last_user() {
+    let budget = Arc::new(Budget::new(Some(64 << 20)));
+    let bytes = content(PAGES * page());
+    let one = weights(&budget, &bytes);
+    let extent = shared(&one, 0, 4 * page());
+    let other = one.extent(6 * page(), 2 * page()).unwrap();
+    let two = CpuMemory::weights(PAGES * page(), &budget).unwrap();
+    two.attach(0, &extent).unwrap();
+    two.attach(6 * page(), &other).unwrap();
+    drop((extent, other));
+    // The copy takes both extents and the bytes in between, which only the copy needs.
+    one.fill(3 * page(), 4 * page(), 9).unwrap();
+    let base = base(&one);
+    assert_eq!(held(&base), (PAGES - 2) * page());
+    drop(two);
+    assert_eq!(held(&base), (PAGES - 8) * page());
+    let mut one_has = bytes;
+    one_has[3 * page() as usize..][..4 * page() as usize].fill(9);
+    assert!(read(&one, 0, PAGES * page()) == one_has);
+}
+
+/// A buffer of the test below, and the bytes that it must have.
+struct Modelled {
+    memory: CpuMemory,
+    bytes: Vec<u8>,
+    is_frozen: bool,
+    is_written: bool,
+    /// What the buffer appends to, and how much of it exists.
+    open: Option<(Weak<dyn Extent>, u64, u64)>,
+}
+
+/// Random accesses to buffers that share extents. After each, all buffers and extents have the
+/// bytes of a model, and the pages in memory are at most those of the buffers that exist.
+#[test]
+fn random_accesses_keep_contents_and_no_page_without_a_buffer() {
+    for seed in 0..40 {
+        random_accesses(seed);
+    }
+}
+
+fn random_accesses(seed: u64) {
+    let mut random = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut next = |below: u64| {
+        random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        (random >> 33) % below
+    };
+    // Every second run uses whole pages, so that the count of pages is exact.
+    let unit = if seed % 2 == 0 { page() } else { 256 };
+    let size = PAGES * page();
+    let budget = Arc::new(Budget::new(Some(64 << 20)));
+    let mut bases: Vec<Arc<BaseRegion>> = Vec::new();
+    let mut buffers: Vec<Modelled> = Vec::new();
+    let mut extents: Vec<(Weak<dyn Extent>, Vec<u8>)> = Vec::new();
+    for step in 0..300 {
+        let count = buffers.len() as u64;
+        let which = next(count.max(1)) as usize;
+        let start = next(size / unit) * unit;
+        let len = (1 + next((size - start) / unit)).min(next(size / unit) + 1) * unit;
+        let range = start as usize..(start + len) as usize;
+        match next(12) {
+            0 if count < 4 => {
+                let memory = CpuMemory::weights(size, &budget).unwrap();
+                bases.push(base(&memory));
+                buffers.push(Modelled {
+                    memory,
+                    bytes: vec![0; size as usize],
+                    is_frozen: false,
+                    is_written: false,
+                    open: None,
+                });
+            }
+            1 if count > 2 => drop(buffers.swap_remove(which)),
+            _ if count == 0 => {}
+            2 => {
+                let value = 1 + next(255) as u8;
+                let buffer = &mut buffers[which];
+                buffer.memory.fill(start, len, value).unwrap();
+                buffer.bytes[range].fill(value);
+                buffer.is_written |= buffer.is_frozen;
+            }
+            3 => {
+                let from = next((size - len) / unit + 1) * unit;
+                let buffer = &mut buffers[which];
+                let memory = &buffer.memory;
+                memory.copy_from(start, memory, from, len).unwrap();
+                let from = from as usize;
+                buffer.bytes.copy_within(from..from + len as usize, range.start);
+                buffer.is_written |= buffer.is_frozen;
+            }
+            4 | 5 => {
+                let buffer = &mut buffers[which];
+                if let Ok(extent) = buffer.memory.begin_extent(start, len) {
+                    buffer.open = Some((Arc::downgrade(&extent), start, 0));
+                }
+            }
+            6 | 7 => {
+                let buffer = &mut buffers[which];
+                let Some((extent, at, done)) = buffer.open.take() else {
+                    continue;
+                };
+                let Some(extent) = extent.upgrade() else {
+                    continue;
+                };
+                let more = (extent.size() - done).min(unit * (1 + next(PAGES)));
+                let data: Vec<u8> = (0..more).map(|i| (i * 7 + next(3)) as u8).collect();
+                if buffer.memory.append(&extent, data[..].into()).is_err() {
+                    continue; // withdrawn, or frozen
+                }
+                buffer.bytes[(at + done) as usize..][..data.len()].copy_from_slice(&data);
+                if done + more < extent.size() {
+                    buffer.open = Some((Arc::downgrade(&extent), at, done + more));
+                } else {
+                    let bytes = buffer.bytes[at as usize..][..extent.size() as usize].to_vec();
+                    extents.push((Arc::downgrade(&extent), bytes));
+                }
+            }
+            8 if next(4) == 0 => {
+                buffers[which].memory.freeze();
+                buffers[which].is_frozen = true;
+            }
+            9 => {
+                if let Ok(extent) = buffers[which].memory.extent(start, len) {
+                    let bytes = buffers[which].bytes[range].to_vec();
+                    extents.push((Arc::downgrade(&extent), bytes));
+                }
+            }
+            10 => {
+                // The address of bytes in several places.
+                buffers[which].memory.locate(start, len).unwrap();
+            }
+            _ => {
+                let known = next(extents.len().max(1) as u64) as usize;
+                let Some((extent, bytes)) = extents.get(known) else {
+                    continue;
+                };
+                let Some(extent) = extent.upgrade() else {
+                    continue;
+                };
+                let buffer = &mut buffers[which];
+                let at = next((size - extent.size()) / unit + 1) * unit;
+                let there = at as usize..at as usize + bytes.len();
+                // Frozen memory may attach only what it has.
+                if buffer.is_frozen && buffer.bytes[there.clone()] != bytes[..] {
+                    continue;
+                }
+                match buffer.memory.attach(at, &extent) {
+                    Ok(_) if buffer.is_written => {}
+                    Ok(_) => buffer.bytes[there].copy_from_slice(bytes),
+                    // It overlaps itself.
+                    Err(_) => assert!(Arc::ptr_eq(&base(&buffer.memory), &downcast(&extent).base)),
+                }
+            }
+        }
+        extents.retain(|(extent, _)| extent.strong_count() > 0);
+        for (extent, bytes) in &extents {
+            let extent = extent.upgrade().unwrap();
+            let mut seen = vec![0; bytes.len()];
+            extent.read(0, &mut seen).unwrap();
+            assert!(seen == *bytes, "an extent has changed: seed {seed}, step {step}");
+        }
+        let (mut resident, mut slack) = (0, 0);
+        for buffer in &buffers {
+            let seen = read(&buffer.memory, 0, size);
+            assert!(seen == buffer.bytes, "other bytes: seed {seed}, step {step}");
+            let state = buffer.memory.as_weights().unwrap().state();
+            for piece in state.pieces.values() {
+                slack += if unit < page() { 2 * page() } else { 0 };
+                if matches!(piece.backing, Backing::Own { .. }) {
+                    resident += piece.len.next_multiple_of(page());
+                }
+            }
+        }
+        resident += bases.iter().map(|base| filled(base)).sum::<u64>();
+        let charged = buffers.len() as u64 * size;
+        assert!(
+            resident <= charged + slack,
+            "{resident} bytes resident, {charged} charged: seed {seed}, step {step}"
+        );
+        let in_use: u64 = buffers.iter().map(|b| b.memory.bytes_in_use()).sum();
+        assert!(resident <= in_use + slack, "{resident} of {in_use} in use: seed {seed}, step {step}");
+    }
+    drop(buffers);
+    assert_eq!(bases.iter().map(|base| filled(base)).sum::<u64>(), 0);
+    assert_eq!(budget.used(), 0);
+}
+
+fn downcast(extent: &Arc<dyn Extent>) -> Arc<super::CpuExtent> {
+    Arc::clone(extent).into_any().downcast().ok().unwrap()
 }

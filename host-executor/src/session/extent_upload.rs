@@ -1,0 +1,331 @@
+//! The upload of one extent: the session compares the bytes with those that another guest uploads,
+//! or has uploaded, and needs no memory for them while they are equal.
+
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use vgpu_engine::{EngineError, Extent, Memory};
+use vgpu_transport::bytes::Bytes;
+
+use super::weights_state::BufferRange;
+use crate::weights::SessionStore;
+use crate::weights::uploads::{FIRST_BYTES, Followed, Lead, MAX_COMPARED, Slot};
+
+/// Bytes that are compared at once: two such parts fit the first cache of a core.
+const CHUNK: usize = 16 << 10;
+
+/// How long a session waits at once for the guest that it follows.
+const MAX_WAIT: Duration = Duration::from_millis(500);
+
+/// How long a session waits in all for other guests while it uploads a buffer, besides the time that
+/// the bytes of the buffer take at [`MIN_RATE`].
+pub(super) const PATIENCE: Duration = Duration::from_secs(2);
+
+/// The bytes per second at which a guest that others follow does not use up their patience.
+const MIN_RATE: u64 = 128 << 20;
+
+/// An extent that the guest has named and uploads from its first byte to its last.
+pub(super) struct ExtentUpload {
+    range: BufferRange,
+    /// Bytes that the guest has sent.
+    done: u64,
+    role: Role,
+    /// Extents that have turned out to be different, or too slow.
+    left: Vec<Weak<dyn Extent>>,
+    ours: Vec<u8>,
+    theirs: Vec<u8>,
+}
+
+/// Where the bytes are.
+enum Role {
+    /// There are none yet.
+    Named,
+    /// In the memory of the buffer, where others may read them.
+    Leads(Lead),
+    /// All bytes so far are equal to those of another extent, and only there.
+    Follows(Followed, Arc<Slot>),
+    /// In the memory of the buffer, which others do not use.
+    Alone,
+}
+
+/// What a write has led to.
+pub(super) enum Progress {
+    /// The extent is not complete.
+    Incomplete,
+    /// The extent is complete, and so many of its bytes are those of another extent.
+    Complete { shared: u64 },
+}
+
+impl ExtentUpload {
+    /// The extent has been named.
+    pub(super) fn new(range: BufferRange) -> ExtentUpload {
+        ExtentUpload {
+            range,
+            done: 0,
+            role: Role::Named,
+            left: Vec::new(),
+            ours: Vec::new(),
+            theirs: Vec::new(),
+        }
+    }
+
+    /// Whether `len` bytes at `offset` are the next ones of the extent.
+    pub(super) fn continues_with(&self, offset: u64, len: u64) -> bool {
+        let next = self.range.offset + self.done;
+        offset == next && len <= self.range.len - self.done
+    }
+
+    /// Whether `len` bytes at `offset` are part of the extent.
+    pub(super) fn overlaps(&self, offset: u64, len: u64) -> bool {
+        offset < self.range.offset + self.range.len && self.range.offset < offset + len
+    }
+
+    /// Bytes that another guest's memory holds for this upload.
+    pub(super) fn followed_bytes(&self) -> u64 {
+        match &self.role {
+            Role::Follows(followed, _) => followed.extent.size(),
+            Role::Named | Role::Leads(_) | Role::Alone => 0,
+        }
+    }
+
+    /// Takes the next bytes of the extent. Waits for another guest at most as long as `patience`
+    /// says, from which the time is subtracted.
+    ///
+    /// # Errors
+    /// What the engine reports.
+    pub(super) fn write(
+        &mut self,
+        memory: &dyn Memory,
+        store: &SessionStore,
+        patience: &mut Duration,
+        data: Bytes<'_>,
+    ) -> Result<Progress, EngineError> {
+        let mut rest = data;
+        while !rest.is_empty() {
+            match &self.role {
+                Role::Named => self.start(memory, store, &mut rest)?,
+                Role::Leads(lead) => {
+                    memory.append(&lead.extent, rest)?;
+                    lead.advance();
+                    self.advance(rest.len(), &mut rest);
+                }
+                Role::Alone => {
+                    memory.write(self.range.offset + self.done, rest)?;
+                    self.advance(rest.len(), &mut rest);
+                }
+                Role::Follows(..) => self.follow(memory, patience, &mut rest)?,
+            }
+        }
+        if self.done < self.range.len {
+            return Ok(Progress::Incomplete);
+        }
+        let shared = match &self.role {
+            Role::Follows(followed, _) => memory.attach(self.range.offset, &followed.extent)?,
+            Role::Named | Role::Leads(_) | Role::Alone => 0,
+        };
+        Ok(Progress::Complete { shared })
+    }
+
+    /// Ends the upload early: puts the bytes that the guest has sent into the memory of the buffer.
+    ///
+    /// # Errors
+    /// What the engine reports.
+    pub(super) fn settle(mut self, memory: &dyn Memory) -> Result<(), EngineError> {
+        match std::mem::replace(&mut self.role, Role::Alone) {
+            Role::Follows(followed, _) => self.copy(&followed, |at, data| memory.write(at, data)),
+            Role::Named | Role::Leads(_) | Role::Alone => Ok(()),
+        }
+    }
+
+    /// Decides about an extent with the first bytes of it.
+    fn start(
+        &mut self,
+        memory: &dyn Memory,
+        store: &SessionStore,
+        rest: &mut Bytes<'_>,
+    ) -> Result<(), EngineError> {
+        let first = FIRST_BYTES.min(usize::try_from(self.range.len).unwrap_or(FIRST_BYTES));
+        if rest.len() < first {
+            self.role = Role::Alone;
+            return Ok(());
+        }
+        self.ours.resize(CHUNK, 0);
+        self.theirs.resize(CHUNK, 0);
+        let start = &mut self.ours[..first];
+        rest.split_at(first).0.copy_to(start);
+        let slot = store.uploads_like(self.range.len, start);
+        // An upload that follows another must not have pages of its own as well.
+        let may_follow = memory.is_untouched(self.range.offset, self.range.len);
+        self.choose(memory, slot, may_follow, rest)
+    }
+
+    /// Compares the next bytes with those of the extent that this upload follows.
+    fn follow(
+        &mut self,
+        memory: &dyn Memory,
+        patience: &mut Duration,
+        rest: &mut Bytes<'_>,
+    ) -> Result<(), EngineError> {
+        let Role::Follows(followed, slot) = &self.role else {
+            return Ok(());
+        };
+        let (followed, slot) = (followed.clone(), Arc::clone(slot));
+        if followed.extent.filled() <= self.done {
+            let limit = (*patience).min(MAX_WAIT);
+            let began = Instant::now();
+            followed.wait(self.done, limit);
+            *patience = patience.saturating_sub(began.elapsed());
+        }
+        let available = followed.extent.filled().saturating_sub(self.done);
+        let comparable = rest.len().min(usize::try_from(available).unwrap_or(usize::MAX));
+        let equal = self.equal_bytes(&followed.extent, rest.split_at(comparable).0)?;
+        self.advance(equal, rest);
+        let at_least = Duration::from_nanos(equal as u64 * 1_000_000_000 / MIN_RATE);
+        *patience = (*patience + at_least).min(PATIENCE);
+        if rest.is_empty() || (equal == comparable && comparable > 0) {
+            return Ok(());
+        }
+        self.left.push(Arc::downgrade(&followed.extent));
+        self.choose(memory, slot, true, rest)
+    }
+
+    /// Follows another extent that begins with the bytes so far and the next ones, or uploads this
+    /// extent for others to follow.
+    fn choose(
+        &mut self,
+        memory: &dyn Memory,
+        slot: Arc<Slot>,
+        may_follow: bool,
+        rest: &mut Bytes<'_>,
+    ) -> Result<(), EngineError> {
+        let followed = match std::mem::replace(&mut self.role, Role::Alone) {
+            Role::Follows(followed, _) => Some(followed),
+            Role::Named | Role::Leads(_) | Role::Alone => None,
+        };
+        let followed = followed.as_ref();
+        // Extents that others add meanwhile are compared as well, but not without end.
+        for is_last in [false, false, true] {
+            let (others, added) = slot.extents();
+            if may_follow && self.left.len() < MAX_COMPARED {
+                for other in others {
+                    if self.is_like(&other, followed, *rest)? {
+                        self.role = Role::Follows(other, slot);
+                        return Ok(());
+                    }
+                }
+            }
+            let mut list = match slot.lock_unchanged(added) {
+                Some(list) => list,
+                None if is_last => break,
+                None => continue,
+            };
+            let Ok(extent) = memory.begin_extent(self.range.offset, self.range.len) else {
+                break; // part of it is shared already
+            };
+            if let Some(followed) = followed {
+                self.copy(followed, |_, data| memory.append(&extent, data))?;
+            }
+            // The next bytes are appended before others look, so that they have some to compare.
+            memory.append(&extent, *rest)?;
+            self.role = Role::Leads(list.add(&extent));
+            self.advance(rest.len(), rest);
+            return Ok(());
+        }
+        if let Some(followed) = followed {
+            self.copy(followed, |at, data| memory.write(at, data))?;
+        }
+        Ok(())
+    }
+
+    /// Whether `other` begins with the bytes so far, which are those of `followed`, and has at least
+    /// some of the next ones.
+    fn is_like(
+        &mut self,
+        other: &Followed,
+        followed: Option<&Followed>,
+        rest: Bytes<'_>,
+    ) -> Result<bool, EngineError> {
+        let was_left = |left: &Weak<dyn Extent>| {
+            left.upgrade().is_some_and(|left| Arc::ptr_eq(&left, &other.extent))
+        };
+        let available = other.extent.filled().saturating_sub(self.done);
+        let next = rest.len().min(CHUNK).min(usize::try_from(available).unwrap_or(CHUNK));
+        if next == 0 || self.left.iter().any(was_left) {
+            return Ok(false);
+        }
+        if self.equal_bytes(&other.extent, rest.split_at(next).0)? < next {
+            return Ok(false);
+        }
+        let Some(followed) = followed else {
+            return Ok(true);
+        };
+        let mut is_equal = true;
+        self.each_chunk(followed, |at, chunk, theirs| {
+            other.extent.read(at, theirs)?;
+            is_equal &= chunk == &*theirs;
+            Ok(is_equal)
+        })?;
+        Ok(is_equal)
+    }
+
+    /// How many bytes of `data` are equal to the next ones of `extent`, which has as many. Chunks
+    /// are compared as a whole.
+    fn equal_bytes(
+        &mut self,
+        extent: &Arc<dyn Extent>,
+        data: Bytes<'_>,
+    ) -> Result<usize, EngineError> {
+        let (mut rest, mut equal) = (data, 0);
+        while !rest.is_empty() {
+            let (chunk, after) = rest.split_at(rest.len().min(CHUNK));
+            let (ours, theirs) = (&mut self.ours[..chunk.len()], &mut self.theirs[..chunk.len()]);
+            // The guest may change the payload meanwhile: it is read once, and this is what counts.
+            chunk.copy_to(ours);
+            extent.read(self.done + equal as u64, theirs)?;
+            if ours != theirs {
+                break;
+            }
+            equal += chunk.len();
+            rest = after;
+        }
+        Ok(equal)
+    }
+
+    /// Passes the bytes so far to `put`, with their offset in the buffer.
+    fn copy(
+        &mut self,
+        followed: &Followed,
+        mut put: impl FnMut(u64, Bytes<'_>) -> Result<(), EngineError>,
+    ) -> Result<(), EngineError> {
+        let offset = self.range.offset;
+        self.each_chunk(followed, |at, chunk, _| {
+            put(offset + at, (&*chunk).into())?;
+            Ok(true)
+        })
+    }
+
+    /// Passes the bytes so far to `take`, with their offset in the extent and with a chunk of the
+    /// same size to use, until `take` returns `false`.
+    fn each_chunk(
+        &mut self,
+        followed: &Followed,
+        mut take: impl FnMut(u64, &[u8], &mut [u8]) -> Result<bool, EngineError>,
+    ) -> Result<(), EngineError> {
+        let mut at = 0;
+        while at < self.done {
+            let len = (self.done - at).min(CHUNK as u64) as usize;
+            let (ours, theirs) = (&mut self.ours[..len], &mut self.theirs[..len]);
+            followed.extent.read(at, ours)?;
+            if !take(at, ours, theirs)? {
+                return Ok(());
+            }
+            at += len as u64;
+        }
+        Ok(())
+    }
+
+    fn advance(&mut self, count: usize, rest: &mut Bytes<'_>) {
+        self.done += count as u64;
+        *rest = rest.split_at(count).1;
+    }
+}

@@ -1,0 +1,195 @@
+//! Extents that guests upload, or have uploaded, by their first bytes.
+//!
+//! A guest that uploads the same bytes as another one of its origin follows it: the session compares
+//! each payload with the extent of the other guest, and needs no memory for bytes that are equal.
+//! So guests that load one model at the same time need one copy, not one each until their weights
+//! have been hashed. Bytes are compared, not hashes: a lone guest pays nothing but the hash of the
+//! first bytes of each extent.
+//!
+//! A guest that is ahead of the one that it follows waits, but only for a limited time. A guest
+//! whose bytes differ copies what was equal, and uploads the rest by itself.
+//!
+//! Extents of other origins are never compared, whatever [`Sharing`](super::Sharing) says: the time
+//! of a comparison tells how many bytes are equal.
+#![forbid(unsafe_code)]
+
+use std::collections::HashMap;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use vgpu_engine::Extent;
+use vgpu_transport::wire::ContentHash;
+
+/// How many extents with the same first bytes and length are compared with a new one.
+pub(crate) const MAX_COMPARED: usize = 8;
+
+/// The bytes by which extents are found that may be equal.
+pub(crate) const FIRST_BYTES: usize = 4096;
+
+/// Extents by origin, length and first bytes.
+#[derive(Default)]
+pub(super) struct Uploads {
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    slots: HashMap<Key, Arc<Slot>>,
+    /// When there are this many slots, those without extents are removed.
+    sweep_at: usize,
+}
+
+/// What extents that may be equal have in common.
+#[derive(PartialEq, Eq, Hash)]
+pub(super) struct Key {
+    pub(super) origin: Arc<str>,
+    /// Length in bytes.
+    pub(super) len: u64,
+    /// The hash of the first bytes.
+    pub(super) start: ContentHash,
+}
+
+/// Extents that may be equal.
+#[derive(Default)]
+pub(crate) struct Slot {
+    list: Mutex<List>,
+}
+
+/// The extents of a slot.
+#[derive(Default)]
+pub(crate) struct List {
+    uploads: Vec<Upload>,
+    /// How many extents were added so far.
+    added: u64,
+}
+
+/// An extent of a slot.
+#[derive(Clone)]
+struct Upload {
+    extent: Weak<dyn Extent>,
+    progress: Arc<Progress>,
+}
+
+/// An extent that the session of another guest, or of this one, uploads or has uploaded.
+#[derive(Clone)]
+pub(crate) struct Followed {
+    pub(crate) extent: Arc<dyn Extent>,
+    progress: Arc<Progress>,
+}
+
+/// An extent that this session uploads. Dropping it tells the followers not to wait any more.
+pub(crate) struct Lead {
+    pub(crate) extent: Arc<dyn Extent>,
+    progress: Arc<Progress>,
+}
+
+/// Wakes the followers of an upload.
+#[derive(Default)]
+struct Progress {
+    has_ended: Mutex<bool>,
+    changed: Condvar,
+}
+
+impl Uploads {
+    /// The slot of `key`, which is empty if it is new.
+    pub(super) fn slot(&self, key: Key) -> Arc<Slot> {
+        let mut state = lock(&self.state);
+        if state.slots.len() > state.sweep_at {
+            let is_used =
+                |slot: &Arc<Slot>| Arc::strong_count(slot) > 1 || slot.lock().has_extents();
+            state.slots.retain(|_, slot| is_used(slot));
+            state.sweep_at = 2 * state.slots.len() + 1024;
+        }
+        Arc::clone(state.slots.entry(key).or_default())
+    }
+}
+
+impl Slot {
+    /// The extents that exist, and how many were added so far.
+    pub(crate) fn extents(&self) -> (Vec<Followed>, u64) {
+        let list = self.lock();
+        let followed = |upload: &Upload| {
+            let extent = upload.extent.upgrade()?;
+            let progress = Arc::clone(&upload.progress);
+            Some(Followed { extent, progress })
+        };
+        let extents = list.uploads.iter().filter_map(followed).collect();
+        (extents, list.added)
+    }
+
+    /// Locks the slot, so that no extent is added meanwhile. `None` if an extent was added since
+    /// `added` were.
+    pub(crate) fn lock_unchanged(&self, added: u64) -> Option<MutexGuard<'_, List>> {
+        Some(self.lock()).filter(|list| list.added == added)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, List> {
+        lock(&self.list)
+    }
+}
+
+impl List {
+    /// Adds an extent that this session uploads, unless the slot is full.
+    pub(crate) fn add(&mut self, extent: &Arc<dyn Extent>) -> Lead {
+        let lead = Lead {
+            extent: Arc::clone(extent),
+            progress: Arc::default(),
+        };
+        self.uploads.retain(Upload::exists);
+        if self.uploads.len() < MAX_COMPARED {
+            self.uploads.push(Upload {
+                extent: Arc::downgrade(extent),
+                progress: Arc::clone(&lead.progress),
+            });
+            self.added += 1;
+        }
+        lead
+    }
+
+    fn has_extents(&self) -> bool {
+        self.uploads.iter().any(Upload::exists)
+    }
+}
+
+impl Upload {
+    fn exists(&self) -> bool {
+        self.extent.strong_count() > 0
+    }
+}
+
+impl Followed {
+    /// Waits until the extent has more than `done` bytes, its upload has ended, or `limit` is
+    /// over.
+    pub(crate) fn wait(&self, done: u64, limit: Duration) {
+        let end = Instant::now() + limit;
+        let mut has_ended = lock(&self.progress.has_ended);
+        while self.extent.filled() <= done && !*has_ended {
+            let left = end.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return;
+            }
+            let waited = self.progress.changed.wait_timeout(has_ended, left);
+            has_ended = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+}
+
+impl Lead {
+    /// Tells the followers that the extent has more bytes.
+    pub(crate) fn advance(&self) {
+        // A follower that has found too few bytes waits now, or has not released the lock yet.
+        drop(lock(&self.progress.has_ended));
+        self.progress.changed.notify_all();
+    }
+}
+
+impl Drop for Lead {
+    fn drop(&mut self) {
+        *lock(&self.progress.has_ended) = true;
+        self.progress.changed.notify_all();
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
