@@ -257,13 +257,6 @@ impl Ledger {
         state.epoch += 1;
     }
 
-    /// The engine is about to free `size` bytes that stay charged, and to allocate as many for them.
-    pub(crate) fn reallocating(&self, size: u64) {
-        let mut state = self.lock();
-        state.pending += size;
-        state.epoch += 1;
-    }
-
     /// Gives `size` bytes back to a tenant, which have been freed.
     pub(crate) fn release(&self, id: TenantId, pool: Pool, size: u64) {
         let mut state = self.lock();

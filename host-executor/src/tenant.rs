@@ -223,14 +223,6 @@ impl Charge {
         }
         ledger.release(self.tenant.id, self.pool, less);
     }
-
-    /// The engine is about to free the memory and to allocate as much again. Until
-    /// [`allocated`](Charge::allocated) no other tenant gets what the engine reports as free for it.
-    pub(crate) fn reallocating(&mut self) {
-        if !std::mem::replace(&mut self.is_pending, true) {
-            self.tenant.ledger.reallocating(self.size);
-        }
-    }
 }
 
 impl Drop for Charge {
@@ -310,21 +302,6 @@ mod tests {
         drop(charge);
         drop(one.charge_with(100, || 100).unwrap());
         assert_eq!(figures(&two, 100), (100, 100));
-    }
-
-    #[test]
-    fn exchanged_memory_stays_charged_until_the_exchange_ends() {
-        let ledger = Ledger::new(100);
-        let (one, two) = (stranger(&ledger, None), stranger(&ledger, None));
-        let mut charge = take(&one, 70, 100).unwrap();
-        charge.reallocating();
-        assert_eq!(figures(&two, 100), (100, 30), "the engine has freed it");
-        assert!(two.charge_with(31, || 100).is_err());
-        charge.allocated();
-        assert_eq!(figures(&two, 30), (100, 30));
-        charge.reallocating();
-        drop(charge);
-        assert_eq!(figures(&two, 100), (100, 100), "dropped in between");
     }
 
     #[test]

@@ -846,3 +846,150 @@ fn eight_guests_share_one_copy() {
     host.wait_until_empty();
     assert_eq!(host.engine.memory().free, MEMORY);
 }
+
+/// A reservation for `buffer` of the two parts of a model.
+fn reserve(guest: &mut Guest, buffer: BufferId, model: &[u8]) {
+    let wanted = parts(model).map(|(_, part)| (hash(part), part.len() as u64));
+    assert_eq!(ask(guest, buffer, &wanted), [0, 1]);
+}
+
+fn attach(guest: &mut Guest, buffer: BufferId, (offset, part): (u64, &[u8])) {
+    guest.send(&Request::Attach {
+        buffer,
+        offset,
+        len: part.len() as u64,
+        hash: hash(part),
+    });
+}
+
+#[test]
+fn reservations_end_when_their_buffer_is_full_of_other_bytes() {
+    let (host, weights) = host(Sharing::Tenant, None);
+    let model = model(40);
+    for attaches in [true, false] {
+        let (mut one, one_has) = first(&host, &weights, 7, &model);
+        let mut two = guest(&host, 7);
+        let (buffer, _) = for_weights(&mut two, MODEL);
+        reserve(&mut two, buffer, &model);
+        if attaches {
+            for part in parts(&model) {
+                attach(&mut two, buffer, part);
+            }
+        }
+        two.send(&Request::Fill {
+            buffer,
+            offset: 0,
+            len: MODEL,
+            value: 9,
+        });
+        two.fence();
+        one.send(&Request::Free { buffer: one_has });
+        one.fence();
+        // Both buffers were charged for, and one is left: so is its memory, and no other.
+        assert_eq!((weights.stats().extents, weights.stats().bytes), (0, 0));
+        assert_eq!(host.engine.memory().free, MEMORY - MODEL);
+        attach(&mut two, buffer, parts(&model)[1]);
+        two.send(&Request::Fence {});
+        let (reply, _) = two.receive();
+        let Reply::Failed { reason, .. } = reply else {
+            panic!("{reply:?}");
+        };
+        assert!(reason.contains("no longer on the host"), "{reason}");
+        two.receive();
+        assert!(
+            read_all(&mut two, buffer, MODEL)
+                .iter()
+                .all(|&byte| byte == 9)
+        );
+    }
+}
+
+#[test]
+fn a_challenge_keeps_no_weights() {
+    let (host, weights) = host(Sharing::All, None);
+    let model = model(41);
+    let (mut one, one_has) = first(&host, &weights, 7, &model);
+    let mut other = guest(&host, 8);
+    let (buffer, _) = for_weights(&mut other, MODEL);
+    let [(offset, part), _] = parts(&model);
+    let reply = other.ask(&Request::Lookup {
+        buffer,
+        offset,
+        len: part.len() as u64,
+        hash: hash(part),
+    });
+    let Reply::Prove { nonce, .. } = reply else {
+        panic!("{reply:?}");
+    };
+    one.send(&Request::Free { buffer: one_has });
+    one.fence();
+    assert_eq!((weights.stats().extents, weights.stats().bytes), (0, 0));
+    let proof = ContentHash(*blake3::keyed_hash(&nonce.0, part).as_bytes());
+    let answer = other.ask(&Request::Proof { proof });
+    assert!(matches!(answer, Reply::Missing { .. }), "{answer:?}");
+}
+
+#[test]
+fn wrong_proofs_are_limited_and_others_are_unaffected() {
+    const MAX_WRONG: usize = 16;
+    let (host, weights) = host(Sharing::All, None);
+    let model = model(42);
+    let (_one, _) = first(&host, &weights, 7, &model);
+    let [(offset, part), _] = parts(&model);
+    let mut proofs = 0;
+    // New sessions of the same user get no new attempts.
+    for _ in 0..3 {
+        let mut liar = guest(&host, 8);
+        let (buffer, _) = for_weights(&mut liar, MODEL);
+        for _ in 0..MAX_WRONG {
+            let reply = liar.ask(&Request::Lookup {
+                buffer,
+                offset,
+                len: part.len() as u64,
+                hash: hash(part),
+            });
+            if matches!(reply, Reply::Missing { .. }) {
+                break;
+            }
+            assert!(matches!(reply, Reply::Prove { .. }), "{reply:?}");
+            let proof = ContentHash([0; 32]);
+            let answer = liar.ask(&Request::Proof { proof });
+            assert!(matches!(answer, Reply::Missing { .. }), "{answer:?}");
+            proofs += 1;
+        }
+        // The session goes on.
+        liar.write(buffer, 0, &[1; 10]);
+        assert_eq!(liar.read(buffer, 0, 10), [1; 10]);
+    }
+    assert_eq!(proofs, MAX_WRONG);
+    let mut other = guest(&host, 9);
+    let (buffer, _) = for_weights(&mut other, MODEL);
+    assert!(lookup(&mut other, buffer, offset, part));
+}
+
+#[test]
+fn extents_taken_per_buffer_are_limited() {
+    let (host, weights) = host(Sharing::Tenant, None);
+    let model = model(43);
+    let (_one, _) = first(&host, &weights, 7, &model);
+    let mut two = guest(&host, 7);
+    let (buffer, _) = for_weights(&mut two, MODEL);
+    let (offset, part) = parts(&model)[1];
+    let request = Request::Lookup {
+        buffer,
+        offset,
+        len: part.len() as u64,
+        hash: hash(part),
+    };
+    for _ in 0..MAX_EXTENTS {
+        let answer = two.ask(&request);
+        assert!(matches!(answer, Reply::Done { .. }), "{answer:?}");
+    }
+    assert!(!lookup(&mut two, buffer, offset, part));
+    // The bytes can still be sent, and the buffer has those that it took.
+    upload(&mut two, buffer, 0, parts(&model)[0].1);
+    let read = read_all(&mut two, buffer, MODEL);
+    for (offset, part) in parts(&model) {
+        assert!(read[offset as usize..][..part.len()] == *part);
+    }
+}

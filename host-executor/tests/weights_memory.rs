@@ -1,26 +1,24 @@
-//! A buffer becomes a buffer for weights while the free memory does not suffice.
+//! A buffer becomes a buffer for weights while there is no free memory.
 
 mod common;
 
 use std::sync::{Arc, Mutex};
 
-use common::model::{for_weights, hash, lookup, upload};
-use common::{Guest, Host, MEMORY, PAGE, cpu};
+use common::model::for_weights;
+use common::{Guest, Host, MEMORY, cpu};
 use vgpu_engine::{Engine, EngineError, Memory, MemoryInfo, Plan};
 use vgpu_executor::weights::Sharing;
 use vgpu_executor::{Process, WeightStore};
 use vgpu_transport::ir::{Capabilities, GraphCounts, ValidGraph};
-use vgpu_transport::wire::{MIN_EXTENT, Reply, Request, Wanted};
+use vgpu_transport::wire::{MIN_EXTENT, Reply, Request};
 
-/// An action before an allocation of memory for weights. The old memory is free at that time.
+/// An action before an allocation of memory for weights.
 type Meanwhile = Box<dyn FnOnce() -> Result<(), EngineError> + Send>;
 
 /// The CPU engine, with an action at the next allocation of memory for weights.
 struct Contended {
     cpu: Arc<dyn Engine>,
     meanwhile: Mutex<Option<Meanwhile>>,
-    /// The error of the next allocation after the action.
-    fails: Mutex<Option<EngineError>>,
 }
 
 impl Contended {
@@ -28,7 +26,6 @@ impl Contended {
         Arc::new(Contended {
             cpu: cpu(),
             meanwhile: Mutex::default(),
-            fails: Mutex::default(),
         })
     }
 }
@@ -51,20 +48,20 @@ impl Engine for Contended {
     }
 
     fn alloc(&self, size: u64) -> Result<Arc<dyn Memory>, EngineError> {
-        match self.fails.lock().unwrap().take() {
-            Some(error) => Err(error),
-            None => self.cpu.alloc(size),
-        }
+        self.cpu.alloc(size)
     }
 
     fn supports_weights(&self) -> bool {
         true
     }
 
-    fn alloc_weights(&self, size: u64) -> Result<Option<Arc<dyn Memory>>, EngineError> {
+    fn alloc_weights(
+        &self,
+        instead: &Arc<dyn Memory>,
+    ) -> Result<Option<Arc<dyn Memory>>, EngineError> {
         let meanwhile = self.meanwhile.lock().unwrap().take();
         meanwhile.map_or(Ok(()), |act| act())?;
-        self.cpu.alloc_weights(size)
+        self.cpu.alloc_weights(instead)
     }
 
     fn compile_bytes(&self, counts: &GraphCounts) -> u64 {
@@ -98,14 +95,6 @@ fn guest(host: &Host) -> Guest {
     guest
 }
 
-fn out_of_memory(wanted: u64) -> EngineError {
-    EngineError::OutOfMemory {
-        wanted,
-        free: 5,
-        total: MEMORY,
-    }
-}
-
 #[test]
 fn no_other_guest_gets_the_memory_meanwhile() {
     let engine = Contended::new();
@@ -132,48 +121,47 @@ fn no_other_guest_gets_the_memory_meanwhile() {
 }
 
 #[test]
-fn memory_that_cannot_be_shared_holds_the_weights() {
+fn a_refused_exchange_keeps_the_buffer_usable() {
     let engine = Contended::new();
     let host = host(&engine);
     let mut guest = guest(&host);
-    *engine.meanwhile.lock().unwrap() = Some(Box::new(|| Err(out_of_memory(1))));
-    let (buffer, lengths) = for_weights(&mut guest, 2 * MIN_EXTENT);
-    assert!(lengths.is_empty(), "{lengths:?}");
-    let part = [3; MIN_EXTENT as usize];
-    assert!(!lookup(&mut guest, buffer, 0, &part));
-    let wanted = Wanted(vec![(hash(&part), MIN_EXTENT)]);
-    let reply = guest.ask(&Request::Query { buffer, wanted });
-    assert!(matches!(reply, Reply::Have { .. }), "{reply:?}");
-    upload(&mut guest, buffer, MIN_EXTENT, &part);
-    guest.send(&Request::Seal { buffer });
+    let buffer = guest.alloc_with(&[5; 3 * MIN_EXTENT as usize]);
+    let error = EngineError::OutOfMemory {
+        wanted: 1,
+        free: 5,
+        total: MEMORY,
+    };
+    *engine.meanwhile.lock().unwrap() = Some(Box::new(|| Err(error)));
+    let Reply::Refused { reason, .. } = guest.ask(&Request::Weights { buffer }) else {
+        panic!("the exchange was not refused");
+    };
+    assert!(reason.contains("1 bytes wanted, 5 of"), "{reason}");
+    // The buffer has its bytes, and takes an upload as one that is not for weights.
+    assert_eq!(guest.read(buffer, MIN_EXTENT, 4), [5; 4]);
+    guest.write(buffer, MIN_EXTENT, &[3; MIN_EXTENT as usize]);
     guest.fence();
-    assert_eq!(guest.read(buffer, MIN_EXTENT, MIN_EXTENT), part);
+    assert_eq!(
+        guest.read(buffer, MIN_EXTENT, MIN_EXTENT),
+        [3; MIN_EXTENT as usize]
+    );
+    assert_eq!(engine.memory().free, MEMORY - 3 * MIN_EXTENT);
+    // The guest may try again.
+    let reply = guest.ask(&Request::Weights { buffer });
+    assert!(matches!(reply, Reply::Held { .. }), "{reply:?}");
     assert_eq!(guest.read(buffer, 0, 4), [0; 4]);
-    assert_eq!(engine.memory().free, MEMORY - 2 * MIN_EXTENT);
 }
 
 #[test]
-fn without_memory_writes_fail_with_the_numbers_and_the_session_goes_on() {
+fn the_exchange_needs_no_further_memory() {
     let engine = Contended::new();
     let host = host(&engine);
-    let mut guest = guest(&host);
-    let other = guest.alloc_with(b"mine");
-    let taken = Arc::clone(&engine);
-    *engine.meanwhile.lock().unwrap() = Some(Box::new(move || {
-        *taken.fails.lock().unwrap() = Some(out_of_memory(2));
-        Err(out_of_memory(1))
-    }));
-    let (buffer, _) = for_weights(&mut guest, MIN_EXTENT);
-    guest.write(buffer, 0, &[1; 100]);
-    guest.send(&Request::Fence {});
-    let (reply, _) = guest.receive();
-    let Reply::Failed { reason, .. } = reply else {
-        panic!("{reply:?}");
-    };
-    assert!(reason.contains("2 bytes wanted, 5 of"), "{reason}");
-    guest.receive();
-    guest.send(&Request::Free { buffer });
-    assert_eq!(guest.read(other, 0, 4), b"mine");
-    assert_eq!(engine.memory().free, MEMORY - PAGE);
-    assert_eq!(guest.alloc(MEMORY - PAGE).0, buffer.0 + 1);
+    let mut one = guest(&host);
+    // All of the memory of the engine.
+    let (buffer, _) = for_weights(&mut one, MEMORY);
+    assert_eq!(engine.memory().free, 0);
+    one.write(buffer, MEMORY - 4, b"mine");
+    assert_eq!(one.read(buffer, MEMORY - 4, 4), b"mine");
+    one.send(&Request::Free { buffer });
+    one.fence();
+    assert_eq!(engine.memory().free, MEMORY);
 }

@@ -3,11 +3,10 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-use vgpu_engine::{EngineError, Memory};
+use vgpu_engine::Memory;
 use vgpu_transport::ir::BufferId;
 
 use super::error::Violation;
-use super::no_memory::NoMemory;
 use crate::tenant::Charge;
 
 /// The buffers of a session, and the ids that have been used.
@@ -23,7 +22,7 @@ pub(super) struct Buffers {
 struct Buffer {
     memory: Arc<dyn Memory>,
     /// Declared after `memory`, so that the memory is freed before the charge is released.
-    charge: Charge,
+    _charge: Charge,
 }
 
 impl Buffers {
@@ -48,7 +47,8 @@ impl Buffers {
     ) -> Result<(), Violation> {
         self.used.insert(buffer.0);
         self.bytes += memory.size();
-        self.live.insert(buffer, Buffer { memory, charge });
+        let _charge = charge;
+        self.live.insert(buffer, Buffer { memory, _charge });
         match self.used.ranges() {
             ranges if ranges > limit => Err(Violation::ScatteredIds { ranges }),
             _ => Ok(()),
@@ -93,30 +93,13 @@ impl Buffers {
         self.live.get(&buffer).map(|buffer| &buffer.memory)
     }
 
-    /// Frees the memory of a buffer, and then allocates its new memory of the same size, so that
-    /// the exchange needs no extra room. The charge stays the same, and no other tenant is charged
-    /// for the memory in between.
-    ///
-    /// # Errors
-    /// The error of `allocate`. The old memory is lost, and writes to the buffer fail with this
-    /// error.
-    pub(super) fn exchange(
-        &mut self,
-        buffer: BufferId,
-        allocate: impl FnOnce(u64) -> Result<Arc<dyn Memory>, EngineError>,
-    ) -> Result<(), EngineError> {
-        let Some(Buffer { memory, charge }) = self.live.get_mut(&buffer) else {
-            return Ok(());
-        };
-        let size = memory.size();
-        charge.reallocating();
-        *memory = Arc::new(NoMemory::new(size, EngineError::ForeignMemory));
-        let outcome = allocate(size).map(|new| *memory = new);
-        if let Err(error) = &outcome {
-            *memory = Arc::new(NoMemory::new(size, error.clone()));
+    /// Replaces the memory of a buffer by `new` memory of the same size, for which the engine has
+    /// charged nothing. The charge of the tenant stays the same.
+    pub(super) fn exchange(&mut self, buffer: BufferId, new: Arc<dyn Memory>) {
+        if let Some(Buffer { memory, .. }) = self.live.get_mut(&buffer) {
+            debug_assert_eq!(memory.size(), new.size());
+            *memory = new;
         }
-        charge.allocated();
-        outcome
     }
 
     pub(super) fn remove(&mut self, buffer: BufferId) -> Result<(), Violation> {

@@ -109,7 +109,7 @@ impl Session {
             | Request::Extent { .. }
             | Request::Seal { .. }
             | Request::Query { .. }
-            | Request::Attach { .. } => self.weights_request(request, kind, &message),
+            | Request::Attach { .. } => self.weights_request(request, kind, &message, link, stop),
         }
     }
 

@@ -177,7 +177,9 @@ impl ExtentUpload {
             *patience = patience.saturating_sub(began.elapsed());
         }
         let available = followed.extent.filled().saturating_sub(self.done);
-        let comparable = rest.len().min(usize::try_from(available).unwrap_or(usize::MAX));
+        let comparable = rest
+            .len()
+            .min(usize::try_from(available).unwrap_or(usize::MAX));
         let equal = self.equal_bytes(&followed.extent, rest.split_at(comparable).0)?;
         self.advance(equal, rest);
         let at_least = Duration::from_nanos(equal as u64 * 1_000_000_000 / MIN_RATE);
@@ -246,10 +248,14 @@ impl ExtentUpload {
         rest: Bytes<'_>,
     ) -> Result<bool, EngineError> {
         let was_left = |left: &Weak<dyn Extent>| {
-            left.upgrade().is_some_and(|left| Arc::ptr_eq(&left, &other.extent))
+            left.upgrade()
+                .is_some_and(|left| Arc::ptr_eq(&left, &other.extent))
         };
         let available = other.extent.filled().saturating_sub(self.done);
-        let next = rest.len().min(CHUNK).min(usize::try_from(available).unwrap_or(CHUNK));
+        let next = rest
+            .len()
+            .min(CHUNK)
+            .min(usize::try_from(available).unwrap_or(CHUNK));
         if next == 0 || self.left.iter().any(was_left) {
             return Ok(false);
         }
@@ -278,7 +284,10 @@ impl ExtentUpload {
         let (mut rest, mut equal) = (data, 0);
         while !rest.is_empty() {
             let (chunk, after) = rest.split_at(rest.len().min(CHUNK));
-            let (ours, theirs) = (&mut self.ours[..chunk.len()], &mut self.theirs[..chunk.len()]);
+            let (ours, theirs) = (
+                &mut self.ours[..chunk.len()],
+                &mut self.theirs[..chunk.len()],
+            );
             // The guest may change the payload meanwhile: it is read once, and this is what counts.
             chunk.copy_to(ours);
             extent.read(self.done + equal as u64, theirs)?;
@@ -299,7 +308,7 @@ impl ExtentUpload {
     ) -> Result<(), EngineError> {
         let offset = self.range.offset;
         self.each_chunk(followed, |at, chunk, _| {
-            put(offset + at, (&*chunk).into())?;
+            put(offset + at, chunk.into())?;
             Ok(true)
         })
     }

@@ -8,7 +8,7 @@
 //! - `state`: the session and its figures.
 //! - `dispatch`: what each request does. `weights`: the requests on weights, with their state in
 //!   `weights_state`, and `extent_upload`, which compares what several guests upload.
-//! - `buffers`: the buffers; `no_memory` stands for memory that is lost.
+//! - `buffers`: the buffers.
 //! - `run`: the loop that receives requests and sends replies.
 //! - `answer`: what a request calls for. `error`: why sessions end.
 #![forbid(unsafe_code)]
@@ -19,7 +19,6 @@ mod dispatch;
 mod error;
 mod extent_upload;
 mod graphs;
-mod no_memory;
 mod run;
 mod state;
 mod weights;

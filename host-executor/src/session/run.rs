@@ -134,7 +134,9 @@ impl Session {
         })?;
         // The session ends after a panic, so nothing sees state that the panic left inconsistent.
         catch_unwind(AssertUnwindSafe(|| {
-            self.perform(request, decoded, link, stop)
+            let answer = self.perform(request, decoded, link, stop);
+            self.weights.trim_reservations(&self.buffers);
+            answer
         }))
         .unwrap_or_else(|panic| Err(SessionEnd::Panic(panic_message(panic.as_ref()))))
     }

@@ -2,11 +2,13 @@
 
 use std::io;
 use std::sync::Arc;
+use std::time::Instant;
 
 use tracing::{debug, info, warn};
 use vgpu_engine::{EngineError, Extent};
 use vgpu_transport::bytes::Bytes;
 use vgpu_transport::ir::BufferId;
+use vgpu_transport::link::HostEnd;
 use vgpu_transport::random;
 use vgpu_transport::wire::{
     ContentHash, Indices, Lengths, MAX_EXTENTS, MAX_QUERIED, MIN_EXTENT, Reply, Request,
@@ -16,8 +18,20 @@ use super::answer::{Answer, failed};
 use super::error::{SessionEnd, Violation};
 use super::extent_upload::{ExtentUpload, Progress};
 use super::state::{MODEL_SCALE, Session};
-use super::weights_state::{BufferRange, Challenge, SessionWeights, WeightBuffer};
-use crate::weights::{ContentKey, LookupResult, Source};
+use super::weights_state::{BufferRange, Challenge, Reserved, SessionWeights, WeightBuffer};
+use crate::stop::StopFlag;
+use crate::weights::{ContentKey, LookupResult, MAX_WRONG_PROOFS, Source};
+
+/// Why an extent that the guest has reserved cannot be attached.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "the {len} bytes with hash {hash} are no longer on the host: the guest has written more to the \
+     buffer than the reservation left room for, and the last buffer with these bytes was freed"
+)]
+struct Withdrawn {
+    len: u64,
+    hash: ContentHash,
+}
 
 /// Why bytes cannot be read from the cache.
 #[derive(Debug, thiserror::Error)]
@@ -35,6 +49,8 @@ impl Session {
         request: u64,
         kind: &'static str,
         message: &Request,
+        link: &mut dyn HostEnd,
+        stop: &StopFlag,
     ) -> Result<Answer, SessionEnd> {
         let challenge = self.weights.challenge.take();
         match *message {
@@ -54,18 +70,25 @@ impl Session {
             } => {
                 let range = BufferRange::new(buffer, offset, len);
                 let reserved = self.check_extent(kind, range)?.reserved.get(&hash);
-                let reserved = reserved.filter(|extent| extent.size() == len);
-                let extent = reserved.ok_or(Violation::NotReserved { buffer, len, hash })?;
-                let source = Source::Memory(Arc::clone(extent));
-                Ok(match self.attach(range, &source) {
-                    Ok(true) => Answer::Nothing,
+                let reserved = reserved.filter(|reserved| reserved.len() == len);
+                let reserved = reserved.ok_or(Violation::NotReserved { buffer, len, hash })?;
+                let Some(extent) = reserved.extent() else {
+                    return Ok(failed(request, kind, buffer.0, &Withdrawn { len, hash }));
+                };
+                Ok(match self.attach(range, &Source::Memory(extent)) {
+                    Ok(true) => {
+                        if let Some(weights) = self.weights.buffers.get_mut(&buffer) {
+                            weights.attached(hash);
+                        }
+                        Answer::Nothing
+                    }
                     Ok(false) => failed(request, kind, buffer.0, &EngineError::ForeignMemory),
                     Err(error) => failed(request, kind, buffer.0, &error),
                 })
             }
             Request::Proof { proof } => {
                 let challenge = challenge.ok_or(Violation::UnaskedProof)?;
-                Ok(self.proof(request, challenge, proof))
+                self.proof(request, challenge, proof, link, stop)
             }
             Request::Extent {
                 buffer,
@@ -84,7 +107,8 @@ impl Session {
         }
     }
 
-    /// Turns a new buffer into one for weights. Its content is lost.
+    /// Turns a new buffer into one for weights. Its content is lost, unless the request is refused:
+    /// then the buffer stays as it was.
     fn make_weights(&mut self, request: u64, buffer: BufferId) -> Result<Answer, SessionEnd> {
         let memory = self.buffers.get("WEIGHTS", buffer)?;
         // Also if they cannot be shared: the engine may choose a layout for weights.
@@ -102,31 +126,22 @@ impl Session {
         if !self.engine.supports_weights() || size < MIN_EXTENT {
             return refused("this memory cannot be shared");
         }
-        let mut lengths = store.lengths();
+        let new = match self.engine.alloc_weights(memory) {
+            Ok(Some(new)) => new,
+            Ok(None) => return refused("this memory cannot be shared"),
+            Err(error) => {
+                warn!("buffer {} cannot be shared: {error}", buffer.0);
+                return refused(&format!("this memory cannot be shared: {error}"));
+            }
+        };
+        new.mark_weights();
+        let lengths = store.lengths();
         self.graphs.forget_users(buffer);
         self.weights.forget(buffer);
-        let engine = self.engine.as_ref();
-        let mut is_for_weights = false;
-        let allocated = self.buffers.exchange(buffer, |size| {
-            let memory = engine.alloc_weights(size).unwrap_or_else(|error| {
-                warn!("buffer {} cannot be shared: {error}", buffer.0);
-                None
-            });
-            is_for_weights = memory.is_some();
-            memory.map_or_else(|| engine.alloc(size), Ok)
-        });
-        match allocated {
-            Ok(()) => self.buffers.get("WEIGHTS", buffer)?.mark_weights(),
-            Err(error) => warn!("buffer {} has lost its memory: {error}", buffer.0),
-        }
+        self.buffers.exchange(buffer, new);
         self.update_gauges();
-        // From here on the reply is HELD, which makes the guest unmap the old memory. Nothing is
-        // known, and nothing is shared, of a buffer that counts as sealed.
-        if !is_for_weights {
-            lengths.clear();
-        }
-        let state = WeightBuffer::new(!is_for_weights);
-        self.weights.buffers.insert(buffer, state);
+        // From here on the reply is HELD, which makes the guest unmap the old memory.
+        self.weights.buffers.insert(buffer, WeightBuffer::new());
         let lengths = Lengths(lengths);
         Ok(Answer::Message(Reply::Held { request, lengths }))
     }
@@ -150,18 +165,17 @@ impl Session {
         let len = range.len;
         match store.find(ContentKey { hash, len }) {
             LookupResult::Granted(source) => Ok(self.attach_and_reply(request, range, &source)),
-            LookupResult::NeedsProof(source) => {
+            LookupResult::NeedsProof => {
+                let wrong = self.weights.wrong_proofs;
+                if wrong >= MAX_WRONG_PROOFS || !store.may_prove(Instant::now()) {
+                    return missing;
+                }
                 let mut nonce = ContentHash([0; 32]);
                 if let Err(error) = random::fill(&mut nonce.0) {
                     warn!("no random challenge, the weights have to be sent: {error}");
                     return missing;
                 }
-                self.weights.challenge = Some(Challenge {
-                    range,
-                    hash,
-                    nonce,
-                    source,
-                });
+                self.weights.challenge = Some(Challenge { range, hash, nonce });
                 Ok(Answer::Message(Reply::Prove { request, nonce }))
             }
             LookupResult::Missing => missing,
@@ -176,7 +190,8 @@ impl Session {
         buffer: BufferId,
         wanted: &[(ContentHash, u64)],
     ) -> Result<Answer, SessionEnd> {
-        let size = self.buffers.get(kind, buffer)?.size();
+        let memory = self.buffers.get(kind, buffer)?;
+        let mut room = self.weights.reservable(buffer, memory.as_ref());
         let weights = self.weights.buffers.get_mut(&buffer);
         let weights = weights.ok_or(Violation::NotForWeights { kind, buffer })?;
         if wanted.len() > MAX_QUERIED {
@@ -188,14 +203,14 @@ impl Session {
             let Some(store) = self.weights.store.as_ref().filter(|_| !weights.is_sealed) else {
                 break;
             };
-            let is_reserved = match weights.reserved.get(&hash) {
-                Some(reserved) => reserved.size() == len,
+            let reserved = weights.reserved.get(&hash);
+            let reserved = reserved.filter(|reserved| reserved.extent().is_some());
+            let is_reserved = match reserved {
+                Some(reserved) => reserved.len() == len,
                 None => match store.find(ContentKey { hash, len }) {
-                    LookupResult::Granted(Source::Memory(extent))
-                        if len <= size - weights.reserved_bytes =>
-                    {
-                        weights.reserved_bytes += len;
-                        weights.reserved.insert(hash, extent);
+                    LookupResult::Granted(Source::Memory(extent)) if len <= room => {
+                        room -= len;
+                        weights.reserved.insert(hash, Reserved::new(extent));
                         true
                     }
                     _ => false,
@@ -209,34 +224,63 @@ impl Session {
         Ok(Answer::Message(Reply::Have { request, indices }))
     }
 
-    /// Checks a proof of possession, and attaches the extent if the proof is right.
-    fn proof(&mut self, request: u64, challenge: Challenge, proof: ContentHash) -> Answer {
-        let Challenge {
-            range,
-            hash,
-            nonce,
-            source,
-        } = challenge;
-        let is_right = match source.proof(nonce) {
+    /// Checks a proof of possession, and attaches the extent if the proof is right. The session hashes
+    /// the whole extent for this, until the guest has gone.
+    fn proof(
+        &mut self,
+        request: u64,
+        challenge: Challenge,
+        proof: ContentHash,
+        link: &mut dyn HostEnd,
+        stop: &StopFlag,
+    ) -> Result<Answer, SessionEnd> {
+        let Challenge { range, hash, nonce } = challenge;
+        let missing = Ok(Answer::Message(Reply::Missing { request }));
+        let Some(store) = &self.weights.store else {
+            return missing;
+        };
+        // The content may have been freed since the challenge, which kept nothing alive.
+        let len = range.len;
+        let Some(source) = store.find_unproven(ContentKey { hash, len }) else {
+            return missing;
+        };
+        let mut end = None;
+        let may_go_on = || {
+            end = match stop.is_set() {
+                true => Some(SessionEnd::Shutdown),
+                false => link.check_guest().err().map(SessionEnd::from),
+            };
+            end.is_none()
+        };
+        let checked = store.check_proof(&source, nonce, may_go_on);
+        if let Some(end) = end {
+            return Err(end);
+        }
+        let is_right = match checked {
             // `blake3::Hash` compares in constant time.
-            Ok(expected) => {
+            Ok(Some(expected)) => {
                 blake3::Hash::from_bytes(expected.0) == blake3::Hash::from_bytes(proof.0)
             }
+            // Freed while it was hashed: no fault of the guest.
+            Ok(None) => return missing,
             Err(error) => {
                 warn!("a proof of possession cannot be checked: {error}");
-                false
+                return missing;
             }
         };
         if !is_right {
+            store.count_wrong_proof(Instant::now());
+            self.weights.wrong_proofs += 1;
             if self.may_log() {
                 warn!(%hash, "the guest cannot prove that it has the weights that it asks for");
             }
-            return Answer::Message(Reply::Missing { request });
+            return missing;
         }
-        if let Some(store) = &self.weights.store {
-            store.proven(hash);
+        store.proven(hash);
+        match source.upgrade() {
+            Some(source) => Ok(self.attach_and_reply(request, range, &source)),
+            None => missing,
         }
-        self.attach_and_reply(request, range, &source)
     }
 
     /// Attaches known bytes to a range of a buffer, and tells the guest.
@@ -483,7 +527,10 @@ impl Session {
             if !memory.is_unmodified() {
                 continue;
             }
-            match memory.attach(merge.offset, &merge.extent) {
+            let Some(extent) = merge.extent.upgrade() else {
+                continue; // freed since
+            };
+            match memory.attach(merge.offset, &extent) {
                 Ok(shared) => {
                     weights.shared += shared;
                     merged += shared;

@@ -1,15 +1,16 @@
 //! What a session stores about its buffers for weights.
 
 use std::collections::{BTreeMap, HashMap};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use vgpu_engine::Extent;
+use vgpu_engine::{Extent, Memory};
 use vgpu_transport::ir::BufferId;
 use vgpu_transport::wire::ContentHash;
 
+use super::buffers::Buffers;
 use super::extent_upload::{ExtentUpload, PATIENCE};
-use crate::weights::{SessionStore, Source};
+use crate::weights::SessionStore;
 
 /// The buffers for weights of a session.
 #[derive(Default)]
@@ -21,6 +22,8 @@ pub(super) struct SessionWeights {
     pub(super) uploads: HashMap<BufferId, ExtentUpload>,
     /// What the guest has to prove with its next request.
     pub(super) challenge: Option<Challenge>,
+    /// How many proofs of the guest were wrong.
+    pub(super) wrong_proofs: u32,
 }
 
 /// A buffer for weights.
@@ -36,20 +39,45 @@ pub(super) struct WeightBuffer {
     /// Bytes of the buffer that are a copy shared with another buffer.
     pub(super) shared: u64,
     /// Extents that the guest has asked for and may attach.
-    pub(super) reserved: HashMap<ContentHash, Arc<dyn Extent>>,
-    /// Bytes of `reserved`. At most the size of the buffer: what a session keeps alive has been
-    /// charged to its tenant.
-    pub(super) reserved_bytes: u64,
+    pub(super) reserved: HashMap<ContentHash, Reserved>,
     /// How long the session may still wait for other guests that upload the same.
     pub(super) patience: Duration,
 }
 
-/// A proof of possession that the guest has been asked for.
+/// An extent that the guest may attach to a buffer.
+pub(super) struct Reserved {
+    extent: Weak<dyn Extent>,
+    len: u64,
+    /// Keeps the extent alive, as long as the buffer has room for it: what a session keeps alive has
+    /// been charged to its tenant.
+    held: Option<Arc<dyn Extent>>,
+}
+
+impl Reserved {
+    pub(super) fn new(extent: Arc<dyn Extent>) -> Reserved {
+        Reserved {
+            extent: Arc::downgrade(&extent),
+            len: extent.size(),
+            held: Some(extent),
+        }
+    }
+
+    /// Length in bytes.
+    pub(super) fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// The extent, if it still exists.
+    pub(super) fn extent(&self) -> Option<Arc<dyn Extent>> {
+        self.extent.upgrade()
+    }
+}
+
+/// A proof of possession that the guest has been asked for. It keeps no memory alive.
 pub(super) struct Challenge {
     pub(super) range: BufferRange,
     pub(super) hash: ContentHash,
     pub(super) nonce: ContentHash,
-    pub(super) source: Source,
 }
 
 /// Bytes of a buffer.
@@ -89,23 +117,71 @@ impl SessionWeights {
         self.challenge = None;
     }
 
+    /// Gives up reservations that do not fit into the room that their buffer has left: the buffer and
+    /// what it reserves need at most the bytes that are charged for the buffer. A guest can still
+    /// attach such an extent while another buffer keeps it.
+    pub(super) fn trim_reservations(&mut self, buffers: &Buffers) {
+        for (&id, weights) in &mut self.buffers {
+            let held = weights.held_bytes();
+            let Some(memory) = buffers.find(id).filter(|_| held > 0) else {
+                continue;
+            };
+            let upload = self.uploads.get(&id);
+            let mut over = held.saturating_sub(room(memory.as_ref(), upload));
+            for reserved in weights.reserved.values_mut() {
+                if over == 0 {
+                    break;
+                }
+                if reserved.held.take().is_some() {
+                    over = over.saturating_sub(reserved.len);
+                }
+            }
+        }
+    }
+
+    /// Bytes that a buffer can reserve.
+    pub(super) fn reservable(&self, id: BufferId, memory: &dyn Memory) -> u64 {
+        let held = self.buffers.get(&id).map_or(0, WeightBuffer::held_bytes);
+        room(memory, self.uploads.get(&id)).saturating_sub(held)
+    }
+
     /// Bytes that are a copy shared with another buffer, in all buffers.
     pub(super) fn shared(&self) -> u64 {
         self.buffers.values().map(|buffer| buffer.shared).sum()
     }
 }
 
+/// Bytes of a buffer for which it needs no memory yet.
+fn room(memory: &dyn Memory, upload: Option<&ExtentUpload>) -> u64 {
+    let followed = upload.map_or(0, ExtentUpload::followed_bytes);
+    memory
+        .size()
+        .saturating_sub(memory.bytes_in_use() + followed)
+}
+
 impl WeightBuffer {
+    /// Bytes that the reservations keep alive.
+    fn held_bytes(&self) -> u64 {
+        let held = self.reserved.values().filter(|r| r.held.is_some());
+        held.map(Reserved::len).sum()
+    }
+
+    /// The buffer itself keeps an extent alive, since it has attached the extent.
+    pub(super) fn attached(&mut self, hash: ContentHash) {
+        if let Some(reserved) = self.reserved.get_mut(&hash) {
+            reserved.held = None;
+        }
+    }
+
     /// A buffer without extents.
-    pub(super) fn new(is_sealed: bool) -> WeightBuffer {
+    pub(super) fn new() -> WeightBuffer {
         WeightBuffer {
             extents: BTreeMap::new(),
-            is_sealed,
+            is_sealed: false,
             lookups: 0,
             not_sent: 0,
             shared: 0,
             reserved: HashMap::new(),
-            reserved_bytes: 0,
             patience: PATIENCE,
         }
     }

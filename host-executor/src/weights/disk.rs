@@ -13,7 +13,7 @@ use std::io::{self, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::SystemTime;
 
 use tracing::{info, warn};
@@ -197,17 +197,18 @@ impl Disk {
         })
     }
 
-    /// Writes an extent. Removes the least recently used files to make room. Errors are logged
-    /// once.
-    pub(super) fn put(&self, origin: Option<&str>, hash: ContentHash, extent: &dyn Extent) {
+    /// Writes an extent, unless it is freed meanwhile. Removes the least recently used files to make
+    /// room. Errors are logged once.
+    pub(super) fn put(&self, origin: Option<&str>, key: ContentKey, extent: &Weak<dyn Extent>) {
+        let ContentKey { hash, len } = key;
         let name: Name = (folder_name(origin).into(), hash);
-        let len = extent.size();
         if len > self.limit || self.index().files.contains_key(&name) {
             return;
         }
         self.make_room(len);
-        match self.write(&name, extent) {
+        match self.write(&name, len, extent) {
             Ok(()) => self.index().add(name, len),
+            Err(_) if extent.strong_count() == 0 => {}
             Err(error) => {
                 if !self.has_warned.swap(true, Ordering::Relaxed) {
                     let folder = self.folder.display();
@@ -217,14 +218,14 @@ impl Disk {
         }
     }
 
-    fn write(&self, name: &Name, extent: &dyn Extent) -> io::Result<()> {
+    fn write(&self, name: &Name, len: u64, extent: &Weak<dyn Extent>) -> io::Result<()> {
         let path = self.path(name);
         let folder = path.parent().unwrap_or(&self.folder);
         let mut builder = fs::DirBuilder::new();
         builder.recursive(true).mode(0o700).create(folder)?;
         let count = self.temporary.fetch_add(1, Ordering::Relaxed);
         let temporary = folder.join(format!("new-{}-{count}", std::process::id()));
-        let written = copy_to(&temporary, extent).and_then(|()| fs::rename(&temporary, &path));
+        let written = copy_to(&temporary, len, extent).and_then(|()| fs::rename(&temporary, &path));
         if written.is_err() {
             remove(&temporary);
         }
@@ -272,12 +273,18 @@ impl Index {
 }
 
 impl CachedExtent {
-    /// Feeds the content of the file to `hasher`.
-    pub(crate) fn hash(&self, mut hasher: blake3::Hasher) -> io::Result<ContentHash> {
-        self.chunks(|_, chunk| {
+    /// Feeds the content of the file to `hasher`. `None` if `may_go_on`, which is called after each
+    /// chunk, returns `false`.
+    pub(crate) fn hash(
+        &self,
+        mut hasher: blake3::Hasher,
+        may_go_on: &mut dyn FnMut() -> bool,
+    ) -> io::Result<Option<ContentHash>> {
+        let is_complete = self.chunks(|_, chunk| {
             hasher.update(chunk);
+            may_go_on()
         })?;
-        Ok(ContentHash(*hasher.finalize().as_bytes()))
+        Ok(is_complete.then(|| ContentHash(*hasher.finalize().as_bytes())))
     }
 
     /// Passes the content of the file to `take`, chunk by chunk with the offset. Returns whether
@@ -290,9 +297,8 @@ impl CachedExtent {
         let mut failed = None;
         self.chunks(|at, chunk| {
             hasher.update(chunk);
-            if failed.is_none() {
-                failed = take(at, chunk).err();
-            }
+            failed = take(at, chunk).err();
+            failed.is_none()
         })?;
         if let Some(error) = failed {
             return Err(error);
@@ -308,31 +314,36 @@ impl CachedExtent {
         Ok(is_right)
     }
 
-    fn chunks(&self, mut take: impl FnMut(u64, &[u8])) -> io::Result<()> {
+    /// Passes each chunk with its offset to `take`, until `take` returns `false`. Returns whether
+    /// all chunks were taken.
+    fn chunks(&self, mut take: impl FnMut(u64, &[u8]) -> bool) -> io::Result<bool> {
         use std::os::unix::fs::FileExt;
         let mut chunk = vec![0; CHUNK];
         let mut at = 0;
         while at < self.len {
             let len = (self.len - at).min(CHUNK as u64) as usize;
             self.file.read_exact_at(&mut chunk[..len], at)?;
-            take(at, &chunk[..len]);
+            if !take(at, &chunk[..len]) {
+                return Ok(false);
+            }
             at += len as u64;
         }
-        Ok(())
+        Ok(true)
     }
 }
 
-fn copy_to(path: &Path, extent: &dyn Extent) -> io::Result<()> {
+fn copy_to(path: &Path, len: u64, extent: &Weak<dyn Extent>) -> io::Result<()> {
     let mut file = File::create_new(path)?;
     let mut chunk = vec![0; CHUNK];
     let mut at = 0;
-    while at < extent.size() {
-        let len = (extent.size() - at).min(CHUNK as u64) as usize;
-        extent
-            .read(at, &mut chunk[..len])
-            .map_err(io::Error::other)?;
-        file.write_all(&chunk[..len])?;
-        at += len as u64;
+    while at < len {
+        let part = &mut chunk[..(len - at).min(CHUNK as u64) as usize];
+        // Kept only for the time of a chunk.
+        let extent = extent.upgrade().ok_or(io::ErrorKind::NotFound)?;
+        extent.read(at, part).map_err(io::Error::other)?;
+        drop(extent);
+        file.write_all(part)?;
+        at += part.len() as u64;
     }
     file.sync_all()
 }
@@ -465,29 +476,32 @@ mod tests {
         };
         let disk = Disk::open(options).unwrap();
         let (large, small) = (Bytes(vec![1; 3 << 20]), Bytes(vec![2; 100_000]));
-        disk.put(None, hash_of(&large), &large);
-        assert_eq!(
-            (disk.bytes(), disk.has_warned.load(Ordering::Relaxed)),
-            (0, true)
-        );
         let lookup = |bytes: &Bytes| ContentKey {
             hash: hash_of(bytes),
             len: bytes.size(),
         };
-        assert!(disk.find(None, lookup(&large)).is_none());
+        let (large_key, small_key) = (lookup(&large), lookup(&small));
+        let bytes = small.0.clone();
+        let [large, small]: [Arc<dyn Extent>; 2] = [Arc::new(large), Arc::new(small)];
+        disk.put(None, large_key, &Arc::downgrade(&large));
+        assert_eq!(
+            (disk.bytes(), disk.has_warned.load(Ordering::Relaxed)),
+            (0, true)
+        );
+        assert!(disk.find(None, large_key).is_none());
         let left = fs::read_dir(disk.folder.join(SHARED_FOLDER))
             .unwrap()
             .count();
         assert_eq!(left, 0, "nothing half-written is left");
         // What fits is kept all the same, and read.
-        disk.put(None, hash_of(&small), &small);
-        let cached = disk.find(None, lookup(&small)).unwrap();
+        disk.put(None, small_key, &Arc::downgrade(&small));
+        let cached = disk.find(None, small_key).unwrap();
         let mut read = Vec::new();
         let is_right = cached.read(|_, chunk| {
             read.extend_from_slice(chunk);
             Ok::<(), io::Error>(())
         });
-        assert!(is_right.unwrap() && read == small.0);
+        assert!(is_right.unwrap() && read == bytes);
     }
 
     #[test]

@@ -17,10 +17,12 @@
 //!
 //! - `options`: whose weights are shared, and the size of the cache.
 //! - `disk`: the cache of weights on disk.
+//! - `hash_queue`: the order in which extents are hashed, fair between tenants.
 //! - `store`: the entries, and the thread that hashes.
 //! - `uploads`: extents that guests upload at the same time, or one after the other, without hashes.
 
 mod disk;
+mod hash_queue;
 mod options;
 mod store;
 pub(crate) mod uploads;
@@ -28,5 +30,5 @@ pub(crate) mod uploads;
 pub use disk::CacheError;
 pub(crate) use disk::ContentKey;
 pub use options::{CacheOptions, ParseCacheError, Sharing};
-pub(crate) use store::{LookupResult, SessionStore, Source};
+pub(crate) use store::{LookupResult, MAX_WRONG_PROOFS, SessionStore, Source};
 pub use store::{WeightStore, WeightStoreStats};

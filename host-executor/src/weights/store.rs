@@ -4,10 +4,9 @@
 use std::collections::{BTreeSet, HashMap};
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::mpsc::{self, Receiver, Sender};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use tracing::{debug, info, warn};
 use vgpu_engine::{EngineError, Extent};
@@ -15,24 +14,53 @@ use vgpu_transport::ir::BufferId;
 use vgpu_transport::wire::{ContentHash, MAX_LENGTHS};
 
 use super::disk::{CacheError, CachedExtent, ContentKey, Disk};
+use super::hash_queue::{HashQueue, QUANTUM};
 use super::options::{CacheOptions, Sharing};
 use super::uploads::{self, Slot, Uploads};
 
 /// Bytes that are hashed at once: fits the caches of a core.
 const CHUNK: usize = 256 << 10;
 
+/// Wrong proofs of a session, and of an origin in [`PROOF_WINDOW`], after which the store does not
+/// ask for further proofs: the guest has to send its weights.
+pub(crate) const MAX_WRONG_PROOFS: u32 = 16;
+
+/// How long the wrong proofs of an origin count.
+const PROOF_WINDOW: Duration = Duration::from_secs(60);
+
 /// The shared weights of one engine. Clones share the store.
 #[derive(Clone)]
 pub struct WeightStore {
     shared: Arc<Shared>,
     /// When the last clone is dropped, the thread ends.
-    jobs: Sender<Job>,
+    _handle: Arc<Handle>,
+}
+
+/// Ends the hashing thread when dropped.
+struct Handle(Arc<Shared>);
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        lock(&self.0.queue).has_ended = true;
+        self.0.has_jobs.notify_all();
+    }
+}
+
+/// What waits for the hashing thread.
+#[derive(Default)]
+struct Queue {
+    jobs: HashQueue<Job>,
+    has_ended: bool,
 }
 
 struct Shared {
     sharing: Sharing,
     entries: Mutex<Entries>,
     uploads: Uploads,
+    queue: Mutex<Queue>,
+    has_jobs: Condvar,
+    /// When the present window of each origin began, and its wrong proofs since.
+    wrong_proofs: Mutex<HashMap<Arc<str>, (Instant, u32)>>,
     disk: Option<Disk>,
     counters: Counters,
 }
@@ -40,6 +68,8 @@ struct Shared {
 #[derive(Default)]
 struct Entries {
     by_key: HashMap<Key, Entry>,
+    /// The key of each extent, by its address in memory.
+    by_address: HashMap<usize, Key>,
     /// When `by_key` has this many entries, entries of freed extents are removed.
     sweep_at: usize,
 }
@@ -85,13 +115,15 @@ struct Counters {
     hashed: AtomicU64,
 }
 
-/// The extents of a sealed buffer, to be hashed.
+/// An extent of a sealed buffer, to be hashed. It keeps no memory of a guest that has disconnected.
 struct Job {
-    origin: Arc<str>,
     buffer: BufferId,
-    /// Offsets and extents. Weak, so that the queue keeps no memory of a guest that has
-    /// disconnected.
-    extents: Vec<(u64, Weak<dyn Extent>)>,
+    offset: u64,
+    extent: Weak<dyn Extent>,
+    /// The hash of the bytes so far.
+    hasher: Box<blake3::Hasher>,
+    /// Bytes hashed so far.
+    done: u64,
     inbox: Weak<Inbox>,
 }
 
@@ -106,7 +138,8 @@ struct Inbox {
 pub(crate) struct Merge {
     pub(crate) buffer: BufferId,
     pub(crate) offset: u64,
-    pub(crate) extent: Arc<dyn Extent>,
+    /// Weak, so that a session that is busy keeps no memory.
+    pub(crate) extent: Weak<dyn Extent>,
 }
 
 /// Where the bytes of a content are.
@@ -115,12 +148,18 @@ pub(crate) enum Source {
     Disk(CachedExtent),
 }
 
+/// As [`Source`], but keeps no memory.
+pub(crate) enum WeakSource {
+    Memory(Weak<dyn Extent>),
+    Disk(CachedExtent),
+}
+
 /// The result of a lookup.
 pub(crate) enum LookupResult {
     /// The origin may have the content.
     Granted(Source),
     /// The origin has to prove that it has the content.
-    NeedsProof(Source),
+    NeedsProof,
     /// The content is unknown.
     Missing,
 }
@@ -143,16 +182,19 @@ impl WeightStore {
             sharing,
             entries: Mutex::default(),
             uploads: Uploads::default(),
+            queue: Mutex::default(),
+            has_jobs: Condvar::new(),
+            wrong_proofs: Mutex::default(),
             disk,
             counters: Counters::default(),
         });
-        let (jobs, queue) = mpsc::channel();
         let worker = Arc::clone(&shared);
         thread::Builder::new()
             .name("vgpu-weights".into())
-            .spawn(move || worker.work(&queue))
+            .spawn(move || worker.work())
             .map_err(CacheError::Thread)?;
-        Ok(WeightStore { shared, jobs })
+        let _handle = Arc::new(Handle(Arc::clone(&shared)));
+        Ok(WeightStore { shared, _handle })
     }
 
     /// What the store has done so far.
@@ -213,19 +255,82 @@ impl SessionStore {
             (entry.len == wanted.len).then(|| (extent, entry.known_to.contains(&self.origin)))
         });
         if let Some((extent, is_known)) = in_memory {
-            let source = Source::Memory(extent);
             return match is_known {
-                true => LookupResult::Granted(source),
-                false => LookupResult::NeedsProof(source),
+                true => LookupResult::Granted(Source::Memory(extent)),
+                false => LookupResult::NeedsProof,
             };
         }
         let disk = shared.disk.as_ref();
         match disk.and_then(|disk| disk.find(key.origin.as_deref(), wanted)) {
             Some(cached) if key.origin.is_some() => LookupResult::Granted(Source::Disk(cached)),
             // The cache does not store which origins have uploaded a content.
-            Some(cached) => LookupResult::NeedsProof(Source::Disk(cached)),
+            Some(_) => LookupResult::NeedsProof,
             None => LookupResult::Missing,
         }
+    }
+
+    /// The content for which a proof is to be checked, if it exists.
+    pub(crate) fn find_unproven(&self, wanted: ContentKey) -> Option<WeakSource> {
+        let shared = &self.weights.shared;
+        let key = shared.key(&self.origin, wanted.hash);
+        let in_memory = shared.entries().by_key.get(&key).and_then(|entry| {
+            let is_wanted = entry.len == wanted.len && entry.is_live();
+            is_wanted.then(|| WeakSource::Memory(Weak::clone(&entry.extent)))
+        });
+        in_memory.or_else(|| {
+            let cached = shared.disk.as_ref()?.find(key.origin.as_deref(), wanted)?;
+            Some(WeakSource::Disk(cached))
+        })
+    }
+
+    /// The proof of possession for `nonce`: the keyed hash of all bytes. The bytes count like those
+    /// that are hashed for the origin. `None` if `may_go_on` has returned `false`, or if the content
+    /// was freed.
+    pub(crate) fn check_proof(
+        &self,
+        source: &WeakSource,
+        nonce: ContentHash,
+        mut may_go_on: impl FnMut() -> bool,
+    ) -> io::Result<Option<ContentHash>> {
+        let shared = &self.weights.shared;
+        let mut hasher = blake3::Hasher::new_keyed(&nonce.0);
+        match source {
+            WeakSource::Memory(extent) => {
+                let mut done = 0;
+                while may_go_on() {
+                    let step = hash_part(&mut hasher, extent, done).map_err(io::Error::other)?;
+                    let Some(step) = step else {
+                        return Ok(None);
+                    };
+                    lock(&shared.queue).jobs.used(&self.origin, step.bytes);
+                    done += step.bytes;
+                    if step.is_last {
+                        return Ok(Some(ContentHash(*hasher.finalize().as_bytes())));
+                    }
+                }
+                Ok(None)
+            }
+            WeakSource::Disk(cached) => {
+                lock(&shared.queue).jobs.used(&self.origin, cached.len);
+                cached.hash(hasher, &mut may_go_on)
+            }
+        }
+    }
+
+    /// Whether the origin may prove that it has a content.
+    pub(crate) fn may_prove(&self, now: Instant) -> bool {
+        let wrong = lock(&self.weights.shared.wrong_proofs);
+        wrong.get(&self.origin).is_none_or(|&(began, count)| {
+            now.saturating_duration_since(began) >= PROOF_WINDOW || count < MAX_WRONG_PROOFS
+        })
+    }
+
+    /// Counts a wrong proof of the origin.
+    pub(crate) fn count_wrong_proof(&self, now: Instant) {
+        let mut wrong = lock(&self.weights.shared.wrong_proofs);
+        let is_recent = |began: &Instant| now.saturating_duration_since(*began) < PROOF_WINDOW;
+        wrong.retain(|_, (began, _)| is_recent(began));
+        wrong.entry(Arc::clone(&self.origin)).or_insert((now, 0)).1 += 1;
     }
 
     /// Records that the origin has proven to have a content.
@@ -259,17 +364,31 @@ impl SessionStore {
     /// Queues the extents of a sealed buffer for hashing. [`merges`](SessionStore::merges) returns
     /// the duplicates.
     pub(crate) fn hash_later(&self, buffer: BufferId, extents: &[(u64, Arc<dyn Extent>)]) {
-        let weak = |(offset, extent): &(u64, Arc<dyn Extent>)| (*offset, Arc::downgrade(extent));
-        let job = Job {
-            origin: Arc::clone(&self.origin),
-            buffer,
-            extents: extents.iter().map(weak).collect(),
-            inbox: Arc::downgrade(&self.inbox),
-        };
-        if self.weights.jobs.send(job).is_err() {
-            warn!(
-                "weights are no longer shared: the hashing thread has ended; this is a bug of the \
-                 host"
+        let shared = &self.weights.shared;
+        let mut not_queued = 0;
+        let mut queue = lock(&shared.queue);
+        for (offset, extent) in extents {
+            let job = || Job {
+                buffer,
+                offset: *offset,
+                extent: Arc::downgrade(extent),
+                hasher: Box::default(),
+                done: 0,
+                inbox: Arc::downgrade(&self.inbox),
+            };
+            let size = extent.size();
+            if !queue.jobs.push(&self.origin, size, job()) {
+                // Those that were freed since do not count.
+                queue.jobs.retain(&self.origin, Job::is_wanted);
+                not_queued += usize::from(!queue.jobs.push(&self.origin, size, job()));
+            }
+        }
+        drop(queue);
+        shared.has_jobs.notify_one();
+        if not_queued > 0 {
+            debug!(
+                not_queued,
+                "too many weights of this guest wait to be hashed: not shared"
             );
         }
     }
@@ -291,14 +410,20 @@ impl SessionStore {
     }
 }
 
-impl Source {
-    /// The proof of possession for `nonce`: the keyed hash of all bytes.
-    pub(crate) fn proof(&self, nonce: ContentHash) -> io::Result<ContentHash> {
-        let hasher = blake3::Hasher::new_keyed(&nonce.0);
+impl WeakSource {
+    /// The source, if it still exists.
+    pub(crate) fn upgrade(self) -> Option<Source> {
         match self {
-            Source::Memory(extent) => hash(hasher, extent.as_ref()).map_err(io::Error::other),
-            Source::Disk(cached) => cached.hash(hasher),
+            WeakSource::Memory(extent) => extent.upgrade().map(Source::Memory),
+            WeakSource::Disk(cached) => Some(Source::Disk(cached)),
         }
+    }
+}
+
+impl Job {
+    /// Whether somebody still needs the result.
+    fn is_wanted(&self) -> bool {
+        self.extent.strong_count() > 0
     }
 }
 
@@ -321,35 +446,72 @@ impl Shared {
     }
 
     /// The hashing thread.
-    fn work(&self, queue: &Receiver<Job>) {
-        while let Ok(job) = queue.recv() {
-            let began = Instant::now();
-            let (mut bytes, mut count) = (0, 0);
-            for (offset, extent) in &job.extents {
-                let Some(extent) = extent.upgrade() else {
-                    continue; // freed
-                };
-                bytes += extent.size();
-                count += 1;
-                match hash(blake3::Hasher::new(), extent.as_ref()) {
-                    Ok(hash) => self.enter(&job, *offset, extent, hash),
-                    Err(error) => warn!("weights cannot be hashed: {error}"),
-                }
+    fn work(&self) {
+        let mut queue = lock(&self.queue);
+        while !queue.has_ended {
+            let Some((origin, mut job)) = queue.jobs.pop() else {
+                let waited = self.has_jobs.wait(queue);
+                queue = waited.unwrap_or_else(PoisonError::into_inner);
+                continue;
+            };
+            drop(queue);
+            let hashed = self.hash_next(&origin, &mut job);
+            queue = lock(&self.queue);
+            queue.jobs.used(&origin, hashed.bytes);
+            if !hashed.is_last {
+                let left = job.extent.upgrade().map_or(0, |extent| extent.size());
+                queue
+                    .jobs
+                    .put_back(&origin, left.saturating_sub(job.done), job);
             }
-            self.counters.hashed.fetch_add(bytes, Ordering::Relaxed);
-            let took = began.elapsed();
-            debug!(origin = %job.origin, count, bytes, ?took, "weights hashed");
+        }
+    }
+
+    /// Hashes the next bytes of a job, and enters its extent after the last ones.
+    fn hash_next(&self, origin: &Arc<str>, job: &mut Job) -> Hashed {
+        const DONE: Hashed = Hashed {
+            bytes: 0,
+            is_last: true,
+        };
+        let Some(extent) = job.extent.upgrade() else {
+            return DONE; // freed
+        };
+        if job.done == 0 && self.entries().has(&extent) {
+            return DONE; // another buffer has it, too
+        }
+        drop(extent);
+        match hash_part(&mut job.hasher, &job.extent, job.done) {
+            Ok(Some(hashed)) => {
+                job.done += hashed.bytes;
+                if hashed.is_last
+                    && let Some(extent) = job.extent.upgrade()
+                {
+                    let hash = ContentHash(*job.hasher.finalize().as_bytes());
+                    debug!(%origin, bytes = job.done, "weights hashed");
+                    self.enter(origin, job, extent, hash);
+                }
+                // Counted when the extent is an entry, and on disk.
+                self.counters
+                    .hashed
+                    .fetch_add(hashed.bytes, Ordering::Relaxed);
+                hashed
+            }
+            Ok(None) => DONE,
+            Err(error) => {
+                warn!("weights cannot be hashed: {error}");
+                DONE
+            }
         }
     }
 
     /// Makes an extent an entry, or reports it as a duplicate.
-    fn enter(&self, job: &Job, offset: u64, extent: Arc<dyn Extent>, hash: ContentHash) {
-        let key = self.key(&job.origin, hash);
+    fn enter(&self, origin: &Arc<str>, job: &Job, extent: Arc<dyn Extent>, hash: ContentHash) {
+        let key = self.key(origin, hash);
         let known = {
             let mut entries = self.entries();
             match entries.live(&key) {
                 Some((entry, first)) => {
-                    entry.make_known_to(&job.origin);
+                    entry.make_known_to(origin);
                     Some(first)
                 }
                 None => {
@@ -358,7 +520,7 @@ impl Shared {
                         Entry {
                             len: extent.size(),
                             extent: Arc::downgrade(&extent),
-                            known_to: vec![Arc::clone(&job.origin)],
+                            known_to: vec![Arc::clone(origin)],
                         },
                     );
                     None
@@ -372,8 +534,8 @@ impl Shared {
                 if let Some(inbox) = job.inbox.upgrade() {
                     lock(&inbox.merges).push(Merge {
                         buffer: job.buffer,
-                        offset,
-                        extent: first,
+                        offset: job.offset,
+                        extent: Arc::downgrade(&first),
                     });
                     inbox.is_full.store(true, Ordering::Release);
                 }
@@ -381,7 +543,9 @@ impl Shared {
             Some(_) => {}
             None => {
                 if let Some(disk) = &self.disk {
-                    disk.put(key.origin.as_deref(), hash, extent.as_ref());
+                    let len = extent.size();
+                    drop(extent);
+                    disk.put(key.origin.as_deref(), ContentKey { hash, len }, &job.extent);
                 }
             }
         }
@@ -395,10 +559,23 @@ impl Entries {
         Some((entry, extent))
     }
 
+    /// Whether an extent is an entry.
+    fn has(&self, extent: &Arc<dyn Extent>) -> bool {
+        let key = self.by_address.get(&address(extent));
+        let entry = key.and_then(|key| self.by_key.get(key));
+        let known = entry.and_then(|entry| entry.extent.upgrade());
+        known.is_some_and(|known| Arc::ptr_eq(&known, extent))
+    }
+
     fn insert(&mut self, key: Key, entry: Entry) {
+        if let Some(extent) = entry.extent.upgrade() {
+            self.by_address.insert(address(&extent), key.clone());
+        }
         self.by_key.insert(key, entry);
         if self.by_key.len() > self.sweep_at {
             self.by_key.retain(|_, entry| entry.is_live());
+            let by_key = &self.by_key;
+            self.by_address.retain(|_, key| by_key.contains_key(key));
             self.sweep_at = 2 * self.by_key.len() + 1024;
         }
     }
@@ -416,19 +593,40 @@ impl Entry {
     }
 }
 
-/// Feeds an extent to `hasher`.
-fn hash(mut hasher: blake3::Hasher, extent: &dyn Extent) -> Result<ContentHash, EngineError> {
-    let size = extent.size();
-    let mut chunk = vec![0; CHUNK.min(usize::try_from(size).unwrap_or(CHUNK))];
-    let mut at = 0;
-    while at < size {
-        let len = (size - at).min(CHUNK as u64);
-        let part = &mut chunk[..len as usize];
-        extent.read(at, part)?;
+fn address(extent: &Arc<dyn Extent>) -> usize {
+    Arc::as_ptr(extent).cast::<()>().addr()
+}
+
+/// Bytes that were hashed.
+struct Hashed {
+    bytes: u64,
+    /// Whether these were the last bytes of the extent.
+    is_last: bool,
+}
+
+/// Feeds the bytes of an extent from `at` on to `hasher`, at most [`QUANTUM`]. `None` if the extent
+/// was freed: it is kept only for the time of a chunk.
+fn hash_part(
+    hasher: &mut blake3::Hasher,
+    extent: &Weak<dyn Extent>,
+    at: u64,
+) -> Result<Option<Hashed>, EngineError> {
+    let mut chunk = vec![0; CHUNK];
+    let mut bytes = 0;
+    loop {
+        let Some(extent) = extent.upgrade() else {
+            return Ok(None);
+        };
+        let left = extent.size() - at - bytes;
+        if left == 0 || bytes >= QUANTUM {
+            let is_last = left == 0;
+            return Ok(Some(Hashed { bytes, is_last }));
+        }
+        let part = &mut chunk[..left.min(CHUNK as u64) as usize];
+        extent.read(at + bytes, part)?;
         hasher.update(part);
-        at += len;
+        bytes += part.len() as u64;
     }
-    Ok(ContentHash(*hasher.finalize().as_bytes()))
 }
 
 impl Drop for Shared {

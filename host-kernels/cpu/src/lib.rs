@@ -163,11 +163,13 @@ impl Engine for CpuEngine {
         true
     }
 
-    fn alloc_weights(&self, size: u64) -> Result<Option<Arc<dyn Memory>>, EngineError> {
-        match size {
-            0 => Ok(None),
-            size => Ok(Some(Arc::new(CpuMemory::weights(size, &self.budget)?))),
-        }
+    fn alloc_weights(
+        &self,
+        instead: &Arc<dyn Memory>,
+    ) -> Result<Option<Arc<dyn Memory>>, EngineError> {
+        let instead = instead.as_any().downcast_ref::<CpuMemory>();
+        let new = instead.ok_or(EngineError::ForeignMemory)?.for_weights()?;
+        Ok(new.map(|memory| Arc::new(memory) as _))
     }
 
     fn compile_bytes(&self, counts: &GraphCounts) -> u64 {

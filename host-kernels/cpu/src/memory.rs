@@ -26,7 +26,8 @@ const PAGE: usize = 4096;
 pub(super) struct CpuMemory {
     size: u64,
     kind: Kind,
-    _charge: Charge,
+    /// Shared with the memory that takes the place of this memory, or that this memory replaces.
+    charge: Arc<Charge>,
 }
 
 /// The kind of memory.
@@ -47,13 +48,38 @@ impl CpuMemory {
             return Ok(CpuMemory {
                 size,
                 kind: Kind::Empty,
-                _charge: Charge::take(budget, whole_pages(0))?,
+                charge: Arc::new(Charge::take(budget, whole_pages(0))?),
             });
         }
         CpuMemory::mapped(size, budget, |len| Region::private(len).map(Kind::Private))
     }
 
+    /// Memory for weights that takes the place of this memory, with the same charge. `None` if there
+    /// are no bytes.
+    ///
+    /// # Errors
+    /// [`EngineError::OutOfMemory`] if the kernel refuses the mapping.
+    pub(super) fn for_weights(&self) -> Result<Option<CpuMemory>, EngineError> {
+        let size = self.size;
+        if size == 0 {
+            return Ok(None);
+        }
+        let budget = self.charge.budget();
+        let region = usize::try_from(size)
+            .ok()
+            .map(|len| WeightRegion::create(len, budget));
+        let Some(region) = region.flatten() else {
+            return Err(budget.out_of_memory(size));
+        };
+        Ok(Some(CpuMemory {
+            size,
+            kind: Kind::Weights(region),
+            charge: Arc::clone(&self.charge),
+        }))
+    }
+
     /// Memory for weights; `size > 0`.
+    #[cfg(test)]
     pub(super) fn weights(size: u64, budget: &Arc<Budget>) -> Result<CpuMemory, EngineError> {
         CpuMemory::mapped(size, budget, |len| {
             WeightRegion::create(len, budget).map(Kind::Weights)
@@ -90,7 +116,7 @@ impl CpuMemory {
             Some(kind) => Ok(CpuMemory {
                 size,
                 kind,
-                _charge: charge,
+                charge: Arc::new(charge),
             }),
             None => Err(charge.refused()),
         }

@@ -65,7 +65,8 @@ impl Budget {
         self.used.load(Ordering::Relaxed)
     }
 
-    fn out_of_memory(&self, wanted: u64) -> EngineError {
+    /// The error of an allocation of `wanted` bytes that fails.
+    pub(super) fn out_of_memory(&self, wanted: u64) -> EngineError {
         let MemoryInfo { total, free } = self.info();
         EngineError::OutOfMemory {
             wanted,
@@ -100,6 +101,11 @@ impl Charge {
             budget: Arc::clone(budget),
             bytes,
         })
+    }
+
+    /// What the bytes are charged to.
+    pub(super) fn budget(&self) -> &Arc<Budget> {
+        &self.budget
     }
 
     /// The error for a mapping that failed although the budget allowed it.

@@ -62,14 +62,20 @@ pub trait Engine: Send + Sync + 'static {
         false
     }
 
-    /// As [`alloc`](Engine::alloc), in memory for weights: it can be [frozen](Memory::freeze), and
-    /// can share pages with [extents](crate::Extent) of other such memory. `None` if the engine has
+    /// Memory for weights of the size of `instead`, which is memory of this engine. It can be
+    /// [frozen](Memory::freeze), and can share pages with [extents](crate::Extent) of other such
+    /// memory. The caller drops `instead` and uses the new memory in its place: both count once
+    /// against the memory of the engine, so that it needs no room for both. `None` if the engine has
     /// no such memory.
     ///
     /// # Errors
-    /// As [`alloc`](Engine::alloc).
-    fn alloc_weights(&self, size: u64) -> Result<Option<Arc<dyn Memory>>, EngineError> {
-        let _ = size;
+    /// As [`alloc`](Engine::alloc), and [`EngineError::ForeignMemory`] if `instead` belongs to
+    /// another engine. `instead` is as before.
+    fn alloc_weights(
+        &self,
+        instead: &Arc<dyn Memory>,
+    ) -> Result<Option<Arc<dyn Memory>>, EngineError> {
+        let _ = instead;
         Ok(None)
     }
 

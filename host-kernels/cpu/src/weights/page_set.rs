@@ -82,7 +82,9 @@ mod tests {
         let mut model = std::collections::BTreeSet::new();
         let mut random = 1u64;
         let mut next = |below: u64| {
-            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            random = random
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1);
             (random >> 33) % below
         };
         for _ in 0..5000 {

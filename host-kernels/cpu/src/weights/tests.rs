@@ -50,7 +50,10 @@ fn filled(base: &BaseRegion) -> u64 {
     // SAFETY: the range is the mapping of the base, which no one writes during the call.
     let bytes = unsafe { std::slice::from_raw_parts(base.region.as_ptr(), len) };
     let pages = bytes.chunks(page() as usize);
-    pages.filter(|page| page.iter().any(|&byte| byte != 0)).count() as u64 * page()
+    pages
+        .filter(|page| page.iter().any(|&byte| byte != 0))
+        .count() as u64
+        * page()
 }
 
 fn base(memory: &CpuMemory) -> Arc<BaseRegion> {
@@ -325,7 +328,10 @@ fn an_extent_is_read_while_it_is_written() {
     rest.read(0, &mut seen).unwrap();
     assert!(seen[0] == 7 && seen[1..].iter().all(|&byte| byte == 0));
     assert!(one.append(&rest, (&[7][..]).into()).is_err());
-    assert!(Arc::ptr_eq(&one.extent(12 * page(), page()).unwrap(), &rest));
+    assert!(Arc::ptr_eq(
+        &one.extent(12 * page(), page()).unwrap(),
+        &rest
+    ));
     two.freeze();
     assert!(Arc::ptr_eq(&two.extent(0, len).unwrap(), &extent));
     assert!(one.begin_extent(14 * page(), page()).is_err(), "frozen");
@@ -347,11 +353,17 @@ fn equal_bytes_of_one_buffer_are_shared() {
     assert!(read(&one, 0, PAGES * page()) == bytes);
     // A write to either part does not change the other.
     one.fill(page(), 1, !bytes[page() as usize]).unwrap();
-    assert!(read(&one, 8 * page(), 4 * page()) == bytes[8 * page() as usize..][..4 * page() as usize]);
+    assert!(
+        read(&one, 8 * page(), 4 * page()) == bytes[8 * page() as usize..][..4 * page() as usize]
+    );
     one.fill(8 * page(), 4 * page(), 3).unwrap();
     assert!(weak.upgrade().is_none());
     assert_eq!(read(&one, page(), 2)[0], !bytes[page() as usize]);
-    assert_eq!(filled(&base), (PAGES - 4) * page(), "the first part moved, its pages are freed");
+    assert_eq!(
+        filled(&base),
+        (PAGES - 4) * page(),
+        "the first part moved, its pages are freed"
+    );
     drop(one);
     assert_eq!((filled(&base), budget.used()), (0, 0));
 }
@@ -400,7 +412,9 @@ fn random_accesses_keep_contents_and_no_page_without_a_buffer() {
 fn random_accesses(seed: u64) {
     let mut random = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next = |below: u64| {
-        random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        random = random
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1);
         (random >> 33) % below
     };
     // Every second run uses whole pages, so that the count of pages is exact.
@@ -443,7 +457,9 @@ fn random_accesses(seed: u64) {
                 let memory = &buffer.memory;
                 memory.copy_from(start, memory, from, len).unwrap();
                 let from = from as usize;
-                buffer.bytes.copy_within(from..from + len as usize, range.start);
+                buffer
+                    .bytes
+                    .copy_within(from..from + len as usize, range.start);
                 buffer.is_written |= buffer.is_frozen;
             }
             4 | 5 => {
@@ -515,12 +531,18 @@ fn random_accesses(seed: u64) {
             let extent = extent.upgrade().unwrap();
             let mut seen = vec![0; bytes.len()];
             extent.read(0, &mut seen).unwrap();
-            assert!(seen == *bytes, "an extent has changed: seed {seed}, step {step}");
+            assert!(
+                seen == *bytes,
+                "an extent has changed: seed {seed}, step {step}"
+            );
         }
         let (mut resident, mut slack) = (0, 0);
         for buffer in &buffers {
             let seen = read(&buffer.memory, 0, size);
-            assert!(seen == buffer.bytes, "other bytes: seed {seed}, step {step}");
+            assert!(
+                seen == buffer.bytes,
+                "other bytes: seed {seed}, step {step}"
+            );
             let state = buffer.memory.as_weights().unwrap().state();
             for piece in state.pieces.values() {
                 slack += if unit < page() { 2 * page() } else { 0 };
@@ -536,7 +558,10 @@ fn random_accesses(seed: u64) {
             "{resident} bytes resident, {charged} charged: seed {seed}, step {step}"
         );
         let in_use: u64 = buffers.iter().map(|b| b.memory.bytes_in_use()).sum();
-        assert!(resident <= in_use + slack, "{resident} of {in_use} in use: seed {seed}, step {step}");
+        assert!(
+            resident <= in_use + slack,
+            "{resident} of {in_use} in use: seed {seed}, step {step}"
+        );
     }
     drop(buffers);
     assert_eq!(bases.iter().map(|base| filled(base)).sum::<u64>(), 0);

@@ -1,0 +1,204 @@
+//! The order in which extents are hashed: start-time fair queueing of the bytes of each tenant.
+//!
+//! The tenant with the fewest bytes hashed is next. A tenant that returns from a pause has no credit
+//! for it. Between two decisions at most [`QUANTUM`] bytes are hashed. So a tenant that seals buffer
+//! after buffer gets one share like every other one, and waiting extents of others are hashed after
+//! as many bytes of this tenant as of their own.
+#![forbid(unsafe_code)]
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+
+/// Bytes that are hashed before another tenant may be next.
+pub(super) const QUANTUM: u64 = 16 << 20;
+
+/// Extents of one tenant that wait at once. Further ones are not hashed, and not shared by hash.
+pub(super) const MAX_WAITING: usize = 1 << 16;
+
+/// Bytes of one tenant that wait at once.
+pub(super) const MAX_WAITING_BYTES: u64 = 1 << 40;
+
+/// Items of several tenants that wait.
+pub(super) struct HashQueue<T> {
+    tenants: HashMap<Arc<str>, Tenant<T>>,
+    /// The virtual time at which the latest item began.
+    clock: u64,
+}
+
+struct Tenant<T> {
+    waiting: VecDeque<(u64, T)>,
+    /// Bytes of `waiting`.
+    bytes: u64,
+    /// Virtual time: bytes hashed, plus what the tenant has missed in pauses.
+    used: u64,
+}
+
+impl<T> Default for HashQueue<T> {
+    fn default() -> HashQueue<T> {
+        HashQueue {
+            tenants: HashMap::new(),
+            clock: 0,
+        }
+    }
+}
+
+impl<T> HashQueue<T> {
+    /// Adds an item of `bytes` bytes. Returns whether there was room.
+    pub(super) fn push(&mut self, tenant: &Arc<str>, bytes: u64, item: T) -> bool {
+        let clock = self.clock;
+        let tenant = self.tenant(tenant);
+        let total = tenant.bytes.saturating_add(bytes);
+        if tenant.waiting.len() >= MAX_WAITING || total > MAX_WAITING_BYTES {
+            return false;
+        }
+        if tenant.waiting.is_empty() {
+            tenant.used = tenant.used.max(clock);
+        }
+        tenant.bytes = total;
+        tenant.waiting.push_back((bytes, item));
+        true
+    }
+
+    /// Puts back an item that was taken, in front of the others of its tenant.
+    pub(super) fn put_back(&mut self, tenant: &Arc<str>, bytes: u64, item: T) {
+        let tenant = self.tenant(tenant);
+        tenant.bytes = tenant.bytes.saturating_add(bytes);
+        tenant.waiting.push_front((bytes, item));
+    }
+
+    /// Removes the items of a tenant that are not worth hashing any more.
+    pub(super) fn retain(&mut self, tenant: &Arc<str>, mut keep: impl FnMut(&T) -> bool) {
+        if let Some(tenant) = self.tenants.get_mut(tenant) {
+            tenant.waiting.retain(|(_, item)| keep(item));
+            tenant.bytes = tenant.waiting.iter().map(|(bytes, _)| bytes).sum();
+        }
+    }
+
+    /// Takes the next item.
+    pub(super) fn pop(&mut self) -> Option<(Arc<str>, T)> {
+        let waiting = self.tenants.iter_mut();
+        let waiting = waiting.filter(|(_, tenant)| !tenant.waiting.is_empty());
+        let (name, tenant) =
+            waiting.min_by_key(|(name, tenant)| (tenant.used, Arc::clone(name)))?;
+        let name = Arc::clone(name);
+        let (bytes, item) = tenant.waiting.pop_front()?;
+        tenant.bytes = tenant.bytes.saturating_sub(bytes);
+        self.clock = self.clock.max(tenant.used);
+        // What is known of an idle tenant matters only while it is ahead.
+        let clock = self.clock;
+        let is_needed = |is: &str, tenant: &Tenant<T>| {
+            *is == *name || !tenant.waiting.is_empty() || tenant.used > clock
+        };
+        self.tenants.retain(|is, tenant| is_needed(is, tenant));
+        Some((name, item))
+    }
+
+    /// Counts bytes that were hashed for a tenant.
+    pub(super) fn used(&mut self, tenant: &Arc<str>, bytes: u64) {
+        let clock = self.clock;
+        let tenant = self.tenant(tenant);
+        tenant.used = tenant.used.max(clock).saturating_add(bytes);
+    }
+
+    fn tenant(&mut self, name: &Arc<str>) -> &mut Tenant<T> {
+        let new = || Tenant {
+            waiting: VecDeque::new(),
+            bytes: 0,
+            used: 0,
+        };
+        self.tenants.entry(Arc::clone(name)).or_insert_with(new)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Hashes one quantum; returns its tenant and whether the item is complete.
+    fn step(queue: &mut HashQueue<u64>) -> Option<(Arc<str>, bool)> {
+        let (name, left) = queue.pop()?;
+        let bytes = left.min(QUANTUM);
+        if left > bytes {
+            queue.put_back(&name, left - bytes, left - bytes);
+        }
+        queue.used(&name, bytes);
+        Some((name, left == bytes))
+    }
+
+    #[test]
+    fn a_tenant_that_seals_again_and_again_gets_its_share_and_no_more() {
+        let (many, few): (Arc<str>, Arc<str>) = ("many".into(), "few".into());
+        for (size, refills) in [
+            (1 << 30, true),
+            (QUANTUM, true),
+            (64 << 10, true),
+            (1 << 30, false),
+        ] {
+            let mut queue = HashQueue::default();
+            for _ in 0..MAX_WAITING {
+                assert!(queue.push(&many, size.min(1 << 20), size));
+            }
+            for _ in 0..100 {
+                step(&mut queue);
+            }
+            // The other tenant seals a model of 20 extents.
+            for _ in 0..20 {
+                assert!(queue.push(&few, 5 * QUANTUM, 5 * QUANTUM));
+            }
+            let (mut of_many, mut done) = (0, 0);
+            while done < 20 {
+                let (name, is_complete) = step(&mut queue).unwrap();
+                if name == few {
+                    done += u32::from(is_complete);
+                } else {
+                    of_many += size.min(QUANTUM);
+                    if refills && is_complete {
+                        queue.push(&many, size.min(1 << 20), size);
+                    }
+                }
+            }
+            // As many bytes as its own, and one quantum.
+            assert!(
+                of_many <= 101 * QUANTUM,
+                "{of_many} bytes of extents of {size}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_tenant_that_returns_again_and_again_does_not_pass_others() {
+        let (pausing, waiting): (Arc<str>, Arc<str>) = ("a".into(), "b".into());
+        let mut queue = HashQueue::default();
+        queue.push(&waiting, 100 * QUANTUM, 100 * QUANTUM);
+        let mut hashed = HashMap::new();
+        for _ in 0..100 {
+            queue.push(&pausing, QUANTUM, QUANTUM);
+            let (name, _) = step(&mut queue).unwrap();
+            *hashed.entry(name).or_insert(0) += 1;
+        }
+        assert!((49..=51).contains(&hashed[&waiting]), "{hashed:?}");
+    }
+
+    #[test]
+    fn what_a_tenant_may_have_waiting_is_limited_and_forgotten() {
+        let (one, two): (Arc<str>, Arc<str>) = ("one".into(), "two".into());
+        let mut queue = HashQueue::default();
+        for _ in 0..MAX_WAITING {
+            assert!(queue.push(&one, 1, 1));
+        }
+        assert!(!queue.push(&one, 1, 1));
+        queue.retain(&one, |_| false);
+        assert!(queue.push(&one, MAX_WAITING_BYTES, 1));
+        assert!(!queue.push(&one, 1, 1), "bytes");
+        assert!(queue.push(&two, 1, 1), "of another tenant");
+        while step(&mut queue).is_some() {}
+        assert!(queue.push(&one, MAX_WAITING_BYTES, 1));
+        // Tenants that are gone take no memory.
+        for i in 0..1000 {
+            let name: Arc<str> = format!("{i}").into();
+            queue.push(&name, 1, 1);
+            step(&mut queue);
+        }
+        assert!(queue.tenants.len() < 5, "{}", queue.tenants.len());
+    }
+}
