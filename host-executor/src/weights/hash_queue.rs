@@ -18,6 +18,9 @@ pub(super) const MAX_WAITING: usize = 1 << 16;
 /// Bytes of one tenant that wait at once.
 pub(super) const MAX_WAITING_BYTES: u64 = 1 << 40;
 
+/// Tenants that are remembered while nothing waits.
+const MAX_IDLE: usize = 1024;
+
 /// Items of several tenants that wait.
 pub(super) struct HashQueue<T> {
     tenants: HashMap<Arc<str>, Tenant<T>>,
@@ -78,8 +81,12 @@ impl<T> HashQueue<T> {
     pub(super) fn pop(&mut self) -> Option<(Arc<str>, T)> {
         let waiting = self.tenants.iter_mut();
         let waiting = waiting.filter(|(_, tenant)| !tenant.waiting.is_empty());
-        let (name, tenant) =
-            waiting.min_by_key(|(name, tenant)| (tenant.used, Arc::clone(name)))?;
+        let next = waiting.min_by_key(|(name, tenant)| (tenant.used, Arc::clone(name)));
+        let Some((name, tenant)) = next else {
+            // Nobody waits, so nobody is ahead of anybody.
+            self.tenants.clear();
+            return None;
+        };
         let name = Arc::clone(name);
         let (bytes, item) = tenant.waiting.pop_front()?;
         tenant.bytes = tenant.bytes.saturating_sub(bytes);
@@ -95,6 +102,10 @@ impl<T> HashQueue<T> {
 
     /// Counts bytes that were hashed for a tenant.
     pub(super) fn used(&mut self, tenant: &Arc<str>, bytes: u64) {
+        let is_idle = || self.tenants.values().all(|t| t.waiting.is_empty());
+        if self.tenants.len() > MAX_IDLE && is_idle() {
+            self.tenants.clear();
+        }
         let clock = self.clock;
         let tenant = self.tenant(tenant);
         tenant.used = tenant.used.max(clock).saturating_add(bytes);
@@ -197,6 +208,15 @@ mod tests {
         for i in 0..1000 {
             let name: Arc<str> = format!("{i}").into();
             queue.push(&name, 1, 1);
+            while step(&mut queue).is_some() {}
+        }
+        assert!(queue.tenants.is_empty(), "{}", queue.tenants.len());
+        // Beside a tenant that always waits, too.
+        queue.push(&one, MAX_WAITING_BYTES, MAX_WAITING_BYTES);
+        for i in 0..1000 {
+            let name: Arc<str> = format!("{i}").into();
+            queue.push(&name, 1, 1);
+            step(&mut queue);
             step(&mut queue);
         }
         assert!(queue.tenants.len() < 5, "{}", queue.tenants.len());
