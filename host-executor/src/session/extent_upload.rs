@@ -7,7 +7,6 @@ use std::time::{Duration, Instant};
 use vgpu_engine::{EngineError, Extent, Memory};
 use vgpu_transport::bytes::Bytes;
 
-use super::weights_state::BufferRange;
 use crate::weights::SessionStore;
 use crate::weights::uploads::{FIRST_BYTES, Followed, Lead, MAX_COMPARED, Slot};
 
@@ -26,7 +25,7 @@ const MIN_RATE: u64 = 128 << 20;
 
 /// An extent that the guest has named and uploads from its first byte to its last.
 pub(super) struct ExtentUpload {
-    range: BufferRange,
+    range: Span,
     /// Bytes that the guest has sent.
     done: u64,
     role: Role,
@@ -34,6 +33,12 @@ pub(super) struct ExtentUpload {
     left: Vec<Weak<dyn Extent>>,
     ours: Vec<u8>,
     theirs: Vec<u8>,
+}
+
+/// Bytes of the buffer.
+struct Span {
+    offset: u64,
+    len: u64,
 }
 
 /// Where the bytes are.
@@ -57,10 +62,10 @@ pub(super) enum Progress {
 }
 
 impl ExtentUpload {
-    /// The extent has been named.
-    pub(super) fn new(range: BufferRange) -> ExtentUpload {
+    /// The extent of `len` bytes at `offset` of its buffer has been named.
+    pub(super) fn new(offset: u64, len: u64) -> ExtentUpload {
         ExtentUpload {
-            range,
+            range: Span { offset, len },
             done: 0,
             role: Role::Named,
             left: Vec::new(),

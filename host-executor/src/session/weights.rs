@@ -351,7 +351,7 @@ impl Session {
         if weights.extents.len() > MAX_EXTENTS {
             return Err(Violation::TooManyExtents(range.buffer).into());
         }
-        let upload = ExtentUpload::new(range);
+        let upload = ExtentUpload::new(range.offset, range.len);
         self.weights.uploads.insert(range.buffer, upload);
         Ok(())
     }
