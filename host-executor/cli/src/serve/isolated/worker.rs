@@ -5,6 +5,7 @@ use std::sync::mpsc;
 
 use anyhow::Context as _;
 use clap::Parser;
+use tracing::warn;
 use vgpu_executor::config::{LogFormat, Settings};
 use vgpu_executor::engine::{self, EngineKind};
 use vgpu_executor::sandbox::{self, Role};
