@@ -1,9 +1,7 @@
 //! `vgpu` under a service manager: exit statuses, the units, and `vgpu fd-store`.
 
 #[path = "../../tests/common/mod.rs"]
-#[allow(dead_code)] // these tests need no guest
 mod common;
-#[allow(dead_code)]
 mod served;
 
 use std::fs;

@@ -418,7 +418,7 @@ fn random_accesses(seed: u64) {
         (random >> 33) % below
     };
     // Every second run uses whole pages, so that the count of pages is exact.
-    let unit = if seed % 2 == 0 { page() } else { 256 };
+    let unit = if seed.is_multiple_of(2) { page() } else { 256 };
     let size = PAGES * page();
     let budget = Arc::new(Budget::new(Some(64 << 20)));
     let mut bases: Vec<Arc<BaseRegion>> = Vec::new();
