@@ -6,7 +6,8 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use vgpu_cuda::device::{Address, Device, Event, GraphExecId, KernelId, Launch, MappedHostMemory};
-use vgpu_cuda_shim::Kernel;
+use vgpu_cuda::source::sources_for;
+use vgpu_cuda_shim::{DeviceModel, Kernel};
 use vgpu_engine::{EngineError, MemoryInfo};
 use vgpu_transport::bytes::{Bytes, BytesMut};
 
@@ -14,13 +15,13 @@ const PAGE: usize = 4096;
 
 /// The device. A guard page follows each allocation, so that a kernel that accesses memory beyond
 /// the end crashes.
-#[derive(Default)]
 pub(crate) struct Shim {
+    /// The GPU whose limits the device has. Its SMs and its bandwidth are not those of the model.
+    model: DeviceModel,
     kernels: Mutex<Vec<(&'static str, Kernel)>>,
     /// The start and the length of the mapping of each allocation.
     mappings: Mutex<HashMap<Address, (usize, usize)>>,
     graphs: Mutex<HashMap<u64, Vec<Launch>>>,
-    is_sm90: bool,
     /// The most blocks of a cooperative launch; 0: [`BLOCKS`].
     pub(crate) blocks: AtomicU32,
     /// Bytes of shared memory of an SM; 0: those of a small GPU.
@@ -35,15 +36,33 @@ const BLOCKS: u32 = 5;
 /// A value of `blocks`: the device has no cooperative launches.
 pub(crate) const NO_BLOCKS: u32 = u32::MAX;
 
+impl Default for Shim {
+    /// A device with the limits of the supported GPU that has the least shared memory.
+    fn default() -> Shim {
+        Shim::of(DeviceModel::L4)
+    }
+}
+
 impl Shim {
+    /// A device with the limits of a GPU.
+    pub(crate) fn of(model: DeviceModel) -> Shim {
+        Shim {
+            model,
+            kernels: Mutex::default(),
+            mappings: Mutex::default(),
+            graphs: Mutex::default(),
+            blocks: AtomicU32::default(),
+            room: AtomicU32::default(),
+            seed: AtomicU64::default(),
+        }
+    }
+
     /// A device with the kernels for sm_90a.
     #[allow(dead_code)] // in the tests that have no operators
     pub(crate) fn sm90() -> Shim {
-        Shim {
-            is_sm90: true,
-            ..Shim::default()
-        }
+        Shim::of(DeviceModel::H100)
     }
+
 
     fn map(&self, size: u64) -> Address {
         let bytes = (size as usize).next_multiple_of(256);
@@ -96,20 +115,16 @@ impl Device for Shim {
     }
 
     fn architecture(&self) -> &str {
-        if self.is_sm90 { "sm_90a" } else { "sm_80" }
+        self.model.architecture
     }
 
-    fn max_shared_per_block(&self) -> u32 {
-        if self.is_sm90 {
-            227 << 10
-        } else {
-            96 << 10 // what GPUs from sm_80 on have at least
-        }
+    fn max_dynamic_shared(&self, kernel: KernelId) -> u32 {
+        self.model.max_dynamic_shared(self.kernel_name(kernel))
     }
 
     fn shared_per_sm(&self) -> u32 {
         match self.room.load(Ordering::Relaxed) {
-            0 => 100 << 10,
+            0 => self.model.shared_per_sm,
             room => room,
         }
     }
@@ -179,7 +194,11 @@ impl Device for Shim {
         let id = match known {
             Some(id) => id,
             None => {
-                let kernel = Kernel::find(name).ok_or_else(|| EngineError::Device {
+                // The shim has the kernels for all architectures, a module those for one.
+                let mut sources = sources_for(self.model.architecture);
+                let is_in_module = sources.any(|source| source.kernels().any(|own| own == name));
+                let kernel = Kernel::find(name).filter(|_| is_in_module);
+                let kernel = kernel.ok_or_else(|| EngineError::Device {
                     message: format!("there is no kernel {name}"),
                 })?;
                 kernels.push((name, kernel));
@@ -187,6 +206,10 @@ impl Device for Shim {
             }
         };
         Ok(KernelId(id as u32))
+    }
+
+    fn kernel_name(&self, kernel: KernelId) -> &'static str {
+        self.kernels.lock().unwrap_or_else(PoisonError::into_inner)[kernel.0 as usize].0
     }
 
     unsafe fn launch(&self, launch: &Launch) -> Result<(), EngineError> {
@@ -201,6 +224,13 @@ impl Device for Shim {
             ref params,
             ..
         } = *launch;
+        // As a driver does (`CUDA_ERROR_INVALID_VALUE`).
+        let limit = self.max_dynamic_shared(launch.kernel);
+        if shared > limit {
+            let name = self.kernel_name(launch.kernel);
+            let message = format!("{name}: {shared} bytes of dynamic shared memory of {limit}");
+            return Err(EngineError::Device { message });
+        }
         if launch.cooperative {
             let most = self.max_cooperative_blocks(launch.kernel, threads[0], shared);
             if grid[0] > most || grid[1..] != [1, 1] {

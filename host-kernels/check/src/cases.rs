@@ -1,5 +1,7 @@
 //! Cases of each family of operators, compared on two engines.
 
+use std::collections::BTreeSet;
+
 use vgpu_transport::ir::{
     GluKind, Op, PoolKind, Precision, RopeMode, ScaleMode, SortOrder, TriKind, Type, UnaryKind,
 };
@@ -38,6 +40,8 @@ pub struct Case {
     pub name: String,
     /// The outcome.
     pub outcome: Outcome,
+    /// The kernels of the engine's plan, if they have names.
+    pub kernels: Vec<&'static str>,
 }
 
 impl Case {
@@ -57,6 +61,48 @@ struct Operation {
     limit: f64,
 }
 
+impl Operation {
+    /// The graph of the operation, with its content, and its destination.
+    fn builder(&self) -> Result<(Builder, u32), CheckError> {
+        let mut random = Random::new(1);
+        let mut builder = Builder::default();
+        let mut add = |operand: &Operand| builder.tensor(*operand, &mut random);
+        let dst = add(&self.dst)?;
+        let mut src = Vec::new();
+        for source in &self.src {
+            src.push(source.as_ref().map(&mut add).transpose()?);
+        }
+        builder.node(self.op, dst, &src);
+        Ok((builder, dst))
+    }
+
+    /// Whether the operation reads weights in the layout of a served model, and writes its result
+    /// only.
+    fn is_product(&self) -> bool {
+        matches!(self.op, Op::MulMat { .. } | Op::MulMatId { .. })
+    }
+
+    /// The compiled graph of the operation.
+    fn on(&self, builder: &Builder, engine: &dyn Engine) -> Result<LoadedGraph, CheckError> {
+        match self.is_product() {
+            true => builder.on_weights(engine, 0, |_| Ok(())),
+            false => builder.on(engine),
+        }
+    }
+}
+
+/// Compiles the cases for a GPU, and returns the kernels of all plans.
+pub(super) fn planned_kernels(
+    engine: &dyn Engine,
+) -> Result<BTreeSet<&'static str>, CheckError> {
+    let mut kernels = BTreeSet::new();
+    for operation in operations(true) {
+        let (builder, _) = operation.builder()?;
+        kernels.extend(operation.on(&builder, engine)?.plan.kernels());
+    }
+    Ok(kernels)
+}
+
 pub(super) fn run(
     engine: &dyn Engine,
     oracle: &dyn Engine,
@@ -65,8 +111,9 @@ pub(super) fn run(
     // The shim, which runs kernels as fibers, would need minutes for products that fill a GPU.
     let is_gpu = engine.name().starts_with("cuda:");
     let outcomes = operations(is_gpu).into_iter().map(|operation| {
+        let mut kernels = Vec::new();
         let case = Case {
-            outcome: match difference(engine, oracle, &operation) {
+            outcome: match difference(engine, oracle, &operation, &mut kernels) {
                 Ok(error) => Outcome::Compared {
                     error,
                     limit: operation.limit,
@@ -74,6 +121,7 @@ pub(super) fn run(
                 Err(reason) => Outcome::Failed(reason),
             },
             name: operation.name,
+            kernels,
         };
         seen(&case);
         case
@@ -84,27 +132,17 @@ pub(super) fn run(
 /// Runs of each graph: an engine may capture the second run and replay the third.
 const RUNS: usize = 3;
 
-/// The largest normalised mean square error of all runs.
+/// The largest normalised mean square error of all runs. `kernels` receives the kernels of the
+/// engine's plan.
 fn difference(
     engine: &dyn Engine,
     oracle: &dyn Engine,
     operation: &Operation,
+    kernels: &mut Vec<&'static str>,
 ) -> Result<f64, CheckError> {
-    let mut random = Random::new(1);
-    let mut builder = Builder::default();
-    let mut add = |operand: &Operand| builder.tensor(*operand, &mut random);
-    let dst = add(&operation.dst)?;
-    let mut src = Vec::new();
-    for source in &operation.src {
-        src.push(source.as_ref().map(&mut add).transpose()?);
-    }
-    builder.node(operation.op, dst, &src);
-    // Matrix products read weights in the layout of a served model, and write their result only.
-    let is_product = matches!(operation.op, Op::MulMat { .. } | Op::MulMatId { .. });
-    let on = |engine| match is_product {
-        true => builder.on_weights(engine, 0, |_| Ok(())),
-        false => builder.on(engine),
-    };
+    let (builder, dst) = operation.builder()?;
+    let is_product = operation.is_product();
+    let on = |engine| operation.on(&builder, engine);
     let run = |loaded: &mut LoadedGraph| {
         if !is_product {
             builder.fill(loaded)?;
@@ -115,6 +153,7 @@ fn difference(
     let expected = on(oracle).and_then(|mut loaded| run(&mut loaded));
     let expected = expected.map_err(|error| CheckError::Reference(Box::new(error)))?;
     let mut loaded = on(engine)?;
+    *kernels = loaded.plan.kernels();
     let mut worst = 0.0;
     for number in 1..=RUNS {
         let got = run(&mut loaded).map_err(|error| CheckError::Repeat {

@@ -13,6 +13,7 @@ mod rates;
 mod synthetic_gguf;
 mod tune;
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use vgpu_cuda::autotune::{GemmVariant, TuningTable};
@@ -53,6 +54,23 @@ impl Default for Options {
 /// `seen` after each case.
 pub fn compare(engine: &dyn Engine, oracle: &dyn Engine, seen: impl FnMut(&Case)) -> Vec<Case> {
     cases::run(engine, oracle, seen)
+}
+
+/// The kernels that [`compare`] runs on a GPU: its cases are compiled on `engine`, and not run.
+///
+/// # Errors
+///
+/// If the engine refuses a case.
+pub fn planned_kernels(engine: &dyn Engine) -> Result<BTreeSet<&'static str>, CheckError> {
+    cases::planned_kernels(engine)
+}
+
+/// The families of kernels for the engine's own device that no case has run.
+pub fn untested_families(engine: &dyn Engine, cases: &[Case]) -> Vec<&'static str> {
+    let kernels: Vec<_> = cases.iter().flat_map(|case| &case.kernels).collect();
+    let is_untested = |family: &&str| !kernels.iter().any(|kernel| kernel.starts_with(*family));
+    let families = engine.kernel_families().iter().copied();
+    families.filter(is_untested).collect()
 }
 
 /// Decodes `tokens` tokens, [`MAX_TOKENS`] at most, greedily on both engines with small models of

@@ -44,6 +44,24 @@ pub struct Rate {
     pub rate: Result<f64, CheckError>,
     /// Seconds of one run.
     pub seconds: f64,
+    /// The kernels that were measured, if they have names.
+    pub kernels: Vec<&'static str>,
+}
+
+/// What a measurement has found.
+struct Measured {
+    /// The work of a run, in the unit of the subject.
+    amount: f64,
+    /// Seconds of one run.
+    seconds: f64,
+    kernels: Vec<&'static str>,
+}
+
+impl Measured {
+    /// Work per second.
+    fn rate(&self) -> f64 {
+        self.amount / self.seconds
+    }
 }
 
 /// The median time in seconds of `run`, over at least three runs and about `time`.
@@ -99,10 +117,10 @@ pub(super) fn peaks(engine: &dyn Engine, options: &Options) -> Result<Rates, Che
     };
     for ty in [Type::F32, Type::F16, Type::Q8_0] {
         let square = [options.size; 2];
-        let (bytes, seconds) = product(engine, options, ty, square, 1, Work::Bytes)?;
-        peaks.memory = peaks.memory.max(bytes / seconds);
-        let (operations, seconds) = product(engine, options, ty, square, 512, Work::Operations)?;
-        peaks.operations = peaks.operations.max(operations / seconds);
+        let bytes = product(engine, options, ty, square, 1, Work::Bytes)?;
+        peaks.memory = peaks.memory.max(bytes.rate());
+        let operations = product(engine, options, ty, square, 512, Work::Operations)?;
+        peaks.operations = peaks.operations.max(operations.rate());
     }
     Ok(peaks)
 }
@@ -185,13 +203,12 @@ impl Subject {
         }
     }
 
-    /// The amount of work and its time in seconds.
     fn measure(
         &self,
         engine: &dyn Engine,
         options: &Options,
         cublas: &Result<Cublas, CheckError>,
-    ) -> Result<(f64, f64), CheckError> {
+    ) -> Result<Measured, CheckError> {
         match *self {
             Subject::Product(ty, columns, work) => {
                 product(engine, options, ty, [options.size; 2], columns, work)
@@ -201,7 +218,11 @@ impl Subject {
                 let library = cublas.as_ref().map_err(Clone::clone)?;
                 let n = options.size;
                 let seconds = library.seconds(ordinal, ty, n, columns, options.time)?;
-                Ok((2.0 * (n * n * columns) as f64, seconds))
+                Ok(Measured {
+                    amount: 2.0 * (n * n * columns) as f64,
+                    seconds,
+                    kernels: Vec::new(),
+                })
             }
         }
     }
@@ -228,8 +249,10 @@ pub(super) fn run(
             name: subject.name(),
             work: subject.work(),
             is_ours: !matches!(subject, Subject::Cublas(..)),
-            seconds: measured.as_ref().map_or(0.0, |(_, seconds)| *seconds),
-            rate: measured.map(|(amount, seconds)| amount / seconds),
+            seconds: measured.as_ref().map_or(0.0, |measured| measured.seconds),
+            kernels: { measured.as_ref() }
+                .map_or_else(|_| Vec::new(), |measured| measured.kernels.clone()),
+            rate: measured.map(|measured| measured.rate()),
         };
         seen(&rate);
         all.push(rate);
@@ -246,12 +269,10 @@ pub(super) fn operations(
     columns: u64,
 ) -> Result<f64, CheckError> {
     let extents = [options.size, rows];
-    let (amount, seconds) = product(engine, options, ty, extents, columns, Work::Operations)?;
-    Ok(amount / seconds)
+    Ok(product(engine, options, ty, extents, columns, Work::Operations)?.rate())
 }
 
-/// Matrix products with different weights of `n` by `rows`, so that none is cached. Returns the
-/// total work and its time in seconds.
+/// Matrix products with different weights of `n` by `rows`, so that none is cached.
 fn product(
     engine: &dyn Engine,
     options: &Options,
@@ -259,7 +280,7 @@ fn product(
     [n, rows]: [u64; 2],
     columns: u64,
     work: Work,
-) -> Result<(f64, f64), CheckError> {
+) -> Result<Measured, CheckError> {
     let mut random = Random::new(3);
     let mut builder = Builder::default();
     let numbers = |ty, ne| Operand {
@@ -325,7 +346,7 @@ fn attention(
     ty: Type,
     tokens: u64,
     keys: u64,
-) -> Result<(f64, f64), CheckError> {
+) -> Result<Measured, CheckError> {
     let (size, heads, kv, mut random) = (128, 32, 8, Random::new(9));
     let mut builder = Builder::default();
     let mut add = |ty, ne, fill| builder.tensor(Operand { ty, ne, fill }, &mut random);
@@ -361,7 +382,11 @@ fn measure(
     mut loaded: LoadedGraph,
     options: &Options,
     amount: f64,
-) -> Result<(f64, f64), CheckError> {
+) -> Result<Measured, CheckError> {
     let seconds = median(options.time, || Ok(loaded.plan.run()?))?;
-    Ok((amount, seconds))
+    Ok(Measured {
+        amount,
+        seconds,
+        kernels: loaded.plan.kernels(),
+    })
 }

@@ -85,9 +85,45 @@ fn wrong_results_are_detected() {
             error: f64::NAN,
             limit: 1.0,
         },
+        kernels: Vec::new(),
     };
     assert!(!wrong.is_right());
     assert!(cpu().capabilities().rules().len() > 10);
+}
+
+/// A case that agrees, with these kernels.
+fn case_with(kernels: &[&'static str]) -> vgpu_check::Case {
+    vgpu_check::Case {
+        name: "a case".into(),
+        outcome: Outcome::Compared {
+            error: 0.0,
+            limit: 1.0,
+        },
+        kernels: kernels.to_vec(),
+    }
+}
+
+#[test]
+fn families_of_kernels_without_a_case_are_reported() {
+    let hopper = CudaEngine::new(Arc::new(shim::Shim::sm90())).expect("an engine");
+    let (gemm, fattn) = ("vg_gemm_sm90_q4_0_128", "vg_fattn_sm90_64");
+    let untested = |kernels: &[&'static str]| {
+        vgpu_check::untested_families(&hopper, &[case_with(&["vg_add"]), case_with(kernels)])
+    };
+    assert_eq!(untested(&[gemm, fattn]), [""; 0]);
+    assert_eq!(untested(&[gemm]), ["vg_fattn_sm90_"]);
+    assert_eq!(untested(&[]), ["vg_fattn_sm90_", "vg_gemm_sm90_"]);
+    let other = CudaEngine::new(Arc::new(shim::Shim::default())).expect("an engine");
+    assert_eq!(vgpu_check::untested_families(&other, &[]), [""; 0]);
+}
+
+#[test]
+fn cases_run_every_family_of_kernels_for_sm_90a() {
+    let hopper = CudaEngine::new(Arc::new(shim::Shim::sm90())).expect("an engine");
+    let kernels = vgpu_check::planned_kernels(&hopper).expect("all cases compile");
+    let kernels: Vec<&'static str> = kernels.into_iter().collect();
+    let untested = vgpu_check::untested_families(&hopper, &[case_with(&kernels)]);
+    assert_eq!(untested, [""; 0], "{kernels:?}");
 }
 
 #[test]

@@ -87,8 +87,9 @@ pub trait Device: Send + Sync + 'static {
     /// The number of SMs. A grid of as many blocks, or a few times as many, keeps the device busy.
     fn sm_count(&self) -> u32;
 
-    /// The most bytes of dynamic shared memory of a block, with the opt-in of the kernel.
-    fn max_shared_per_block(&self) -> u32;
+    /// The most bytes of dynamic shared memory of a block of `kernel`: the opt-in limit of the
+    /// device less the static shared memory of the kernel.
+    fn max_dynamic_shared(&self, kernel: KernelId) -> u32;
 
     /// Bytes of shared memory of an SM. The resident blocks of an SM share them, and each block
     /// takes 1 KiB more than it is given (CUDA programming guide, "Shared Memory" of compute
@@ -214,6 +215,9 @@ pub trait Device: Send + Sync + 'static {
     /// # Errors
     /// [`EngineError::Device`] if the device has no such kernel.
     fn kernel(&self, name: &'static str) -> Result<KernelId, EngineError>;
+
+    /// The name of a kernel that [`Device::kernel`] has returned.
+    fn kernel_name(&self, kernel: KernelId) -> &'static str;
 
     /// Launches a kernel.
     ///

@@ -14,6 +14,7 @@ use crate::device::Device;
 use crate::launch::policy::LaunchPolicy;
 use crate::memory::CudaMemory;
 use crate::plan::{CudaPlan, compile_bytes};
+use crate::source::SM_90A;
 use vgpu_engine::{Engine, EngineError, Memory, MemoryInfo, Plan};
 
 /// The pause after a failed attempt to reopen a lost device.
@@ -83,7 +84,7 @@ impl CudaEngine {
     /// Whether there is anything to tune: matrix products that several kernel variants can run.
     pub fn is_tunable(&self) -> bool {
         let architecture =
-            |context: Arc<ExecutionContext>| context.device.architecture() == crate::source::SM_90A;
+            |context: Arc<ExecutionContext>| context.device.architecture() == SM_90A;
         self.context().is_ok_and(architecture)
     }
 
@@ -200,6 +201,14 @@ impl Engine for CudaEngine {
 
     fn capabilities(&self) -> &Capabilities {
         &self.capabilities
+    }
+
+    fn kernel_families(&self) -> &'static [&'static str] {
+        let context = self.context();
+        match context.is_ok_and(|context| context.device.architecture() == SM_90A) {
+            true => &["vg_fattn_sm90_", "vg_gemm_sm90_"],
+            false => &[],
+        }
     }
 
     fn alloc(&self, size: u64) -> Result<Arc<dyn Memory>, EngineError> {

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use tracing::warn;
 
-use crate::device::{Device, Event, GraphExecId, Launch};
+use crate::device::{Device, Event, GraphExecId, KernelId, Launch};
 use crate::launch::planned::PlannedLaunch;
 use crate::launch::policy::LaunchPolicy;
 use vgpu_engine::{ALLOCATION_BYTES, EngineError, RunStatus, Turn};
@@ -45,6 +45,13 @@ pub(crate) struct LaunchSequence {
     refused: Option<usize>,
     /// The time of the turns of this run that are over. Each ended with the device idle.
     spent: Duration,
+}
+
+impl LaunchSequence {
+    /// The kernels of the launches, in order.
+    pub(crate) fn kernels(&self) -> impl Iterator<Item = KernelId> {
+        self.launches.iter().map(|launch| launch.kernel)
+    }
 }
 
 /// An error of a launch, or of work under way when it was handed to the device.

@@ -160,8 +160,8 @@ impl Device for UploadBatcher {
         self.device.sm_count()
     }
 
-    fn max_shared_per_block(&self) -> u32 {
-        self.device.max_shared_per_block()
+    fn max_dynamic_shared(&self, kernel: KernelId) -> u32 {
+        self.device.max_dynamic_shared(kernel)
     }
 
     fn shared_per_sm(&self) -> u32 {
@@ -308,6 +308,10 @@ impl Device for UploadBatcher {
 
     fn kernel(&self, name: &'static str) -> Result<KernelId, EngineError> {
         self.device.kernel(name)
+    }
+
+    fn kernel_name(&self, kernel: KernelId) -> &'static str {
+        self.device.kernel_name(kernel)
     }
 
     unsafe fn launch(&self, launch: &Launch) -> Result<(), EngineError> {

@@ -39,6 +39,12 @@ pub trait Engine: Send + Sync + 'static {
     /// engine.
     fn capabilities(&self) -> &Capabilities;
 
+    /// The families of kernels that are for this device's architecture only, as prefixes of names in
+    /// [`Plan::kernels`]. A self-test that has run none of a family has not tested the device.
+    fn kernel_families(&self) -> &'static [&'static str] {
+        &[]
+    }
+
     /// Allocates `size` zeroed bytes, aligned to at least 256 bytes. `size` may be 0.
     ///
     /// # Errors

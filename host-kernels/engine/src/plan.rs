@@ -52,6 +52,12 @@ pub trait Plan: Send {
         }])
     }
 
+    /// The names of the kernels that a run launches, sorted, for reports. Empty if the kernels of the
+    /// engine have no names.
+    fn kernels(&self) -> Vec<&'static str> {
+        Vec::new()
+    }
+
     /// Sets the name of the plan in logs and profiles.
     fn set_label(&mut self, label: &str) {
         let _ = label;

@@ -6,7 +6,11 @@
 //! not show performance, nor weak memory order between threads. The blocks of a cooperative launch
 //! run in many interleavings.
 
+mod models;
+
 use std::ffi::{CStr, CString, c_char, c_void};
+
+pub use models::{DeviceModel, static_shared};
 
 unsafe extern "C" {
     fn vgpu_shim_find(name: *const c_char, params: *mut usize) -> u32;

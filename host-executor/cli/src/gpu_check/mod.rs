@@ -29,7 +29,7 @@ use report::Report;
 ///
 /// Needs neither models nor guests. Rates of products with few columns are in bytes of weights per
 /// second, and in percent of the rate of a copy within the device's memory. The exit status is 0 if
-/// all cases agree.
+/// all cases agree, and cases have run every family of kernels for this GPU alone.
 #[derive(Parser)]
 pub(crate) struct Args {
     #[command(subcommand)]
@@ -209,12 +209,17 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let mut report = Report::new(&*engine, args.json.as_deref());
     let cases = vgpu_check::compare(&*engine, &oracle, |case| {
         if !case.is_right() {
-            println!("WRONG  {}: {}", case.name, outcome(case));
+            let kernels = case.kernels.join(" ");
+            println!("WRONG  {}: {} [{kernels}]", case.name, outcome(case));
         }
         report.case(case);
     });
     let right = cases.iter().filter(|case| case.is_right()).count();
     println!("{right} of {} cases agree with the CPU engine", cases.len());
+    let untested = vgpu_check::untested_families(&*engine, &cases);
+    for family in &untested {
+        println!("WRONG  no case ran a kernel {family}*, which this device has");
+    }
     let texts = match args.tokens {
         0 => Vec::new(),
         tokens => vgpu_check::compare_decoding(&*engine, &oracle, tokens, |text| {
@@ -251,7 +256,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     report.end()?;
     let ran = { rates.iter() }.all(|rate| rate.rate.is_ok() || !rate.is_ours);
     let same = texts.iter().all(Decoding::is_same);
-    Ok(match right == cases.len() && same && ran {
+    Ok(match right == cases.len() && untested.is_empty() && same && ran {
         true => ExitCode::SUCCESS,
         false => ExitCode::FAILURE,
     })
@@ -283,6 +288,7 @@ fn line(rate: &Rate, ceilings: &Ceilings) -> String {
         rate,
         seconds,
         is_ours,
+        kernels,
     } = rate;
     let value = match (rate, work) {
         (Err(reason), _) if *is_ours => format!("FAILED: {reason}"),
@@ -293,5 +299,6 @@ fn line(rate: &Rate, ceilings: &Ceilings) -> String {
         }
         (Ok(rate), Work::Operations) => format!("{:>11.2} TFLOPS", rate / 1e12),
     };
-    format!("{name:36} {value}  {:9.1} us", seconds * 1e6)
+    let kernels = kernels.join(" ");
+    format!("{name:36} {value}  {:9.1} us  {kernels}", seconds * 1e6)
 }

@@ -42,9 +42,11 @@ impl Report {
         let case = match &case.outcome {
             Outcome::Compared { error, limit } => json!({
                 "name": case.name, "right": case.is_right(), "error": error, "limit": limit,
+                "kernels": case.kernels,
             }),
             Outcome::Failed(reason) => {
-                json!({"name": case.name, "right": false, "failed": reason.to_string()})
+                let (name, failed) = (&case.name, reason.to_string());
+                json!({"name": name, "right": false, "failed": failed, "kernels": case.kernels})
             }
         };
         self.add("cases", case);
@@ -76,6 +78,7 @@ impl Report {
         let rate = match &rate.rate {
             Ok(value) => json!({
                 "name": rate.name, "unit": unit, "rate": value, "seconds": rate.seconds,
+                "kernels": rate.kernels,
             }),
             Err(reason) => json!({"name": rate.name, "failed": reason.to_string()}),
         };
@@ -130,6 +133,7 @@ mod tests {
         let case = Case {
             name: "ADD".to_owned(),
             outcome: Outcome::Failed(CheckError::DriverMissing),
+            kernels: vec!["vg_add"],
         };
         report.case(&case);
         let said = read(&path);
@@ -137,6 +141,7 @@ mod tests {
             said["cases"][0]["failed"],
             "NVIDIA's driver is not installed: install it (525 or newer), then run this again"
         );
+        assert_eq!(said["cases"][0]["kernels"][0], "vg_add");
         assert_eq!(said["complete"], false);
         report.end().unwrap();
         assert_eq!(read(&path)["complete"], true);

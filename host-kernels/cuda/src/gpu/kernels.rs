@@ -12,8 +12,16 @@ use crate::cubin::CubinLoader;
 use crate::device::KernelId;
 use crate::source::sources_for;
 
-/// All kernels of a context, by [`KernelId`]: name and function.
-pub(super) struct Kernels(Vec<(&'static str, sys::CUfunction)>);
+/// All kernels of a context, by [`KernelId`].
+pub(super) struct Kernels(Vec<Kernel>);
+
+/// A kernel that is loaded.
+struct Kernel {
+    name: &'static str,
+    function: sys::CUfunction,
+    /// The most bytes of dynamic shared memory of a block.
+    max_dynamic_shared: u32,
+}
 
 // SAFETY: a `CUfunction` is a driver handle, which any thread may use with the context current.
 unsafe impl Send for Kernels {}
@@ -50,8 +58,8 @@ impl Kernels {
             check("cuModuleLoadData", code)?;
             for name in source.kernels() {
                 // SAFETY: `module` was loaded into the current context above.
-                let function = unsafe { function(module, name, max_shared)? };
-                kernels.push((name, function));
+                let kernel = unsafe { find_function(module, name, max_shared)? };
+                kernels.push(kernel);
             }
         }
         Ok(Kernels(kernels))
@@ -62,7 +70,7 @@ impl Kernels {
     /// # Errors
     /// [`EngineError::Device`] if there is no such kernel for the architecture.
     pub(super) fn find(&self, name: &str) -> Result<KernelId, EngineError> {
-        let found = self.0.iter().position(|(known, _)| *known == name);
+        let found = self.0.iter().position(|kernel| kernel.name == name);
         found
             .map(|id| KernelId(id as u32))
             .ok_or_else(|| EngineError::Device {
@@ -72,7 +80,17 @@ impl Kernels {
 
     /// The driver's handle of a kernel that [`find`](Kernels::find) has returned.
     pub(super) fn function(&self, kernel: KernelId) -> sys::CUfunction {
-        self.0[kernel.0 as usize].1
+        self.0[kernel.0 as usize].function
+    }
+
+    /// The name of a kernel.
+    pub(super) fn name(&self, kernel: KernelId) -> &'static str {
+        self.0[kernel.0 as usize].name
+    }
+
+    /// The most bytes of dynamic shared memory of a block of a kernel.
+    pub(super) fn max_dynamic_shared(&self, kernel: KernelId) -> u32 {
+        self.0[kernel.0 as usize].max_dynamic_shared
     }
 }
 
@@ -84,11 +102,11 @@ impl Kernels {
 ///
 /// # Safety
 /// `module` belongs to the context that is current to the calling thread.
-unsafe fn function(
+unsafe fn find_function(
     module: sys::CUmodule,
     name: &'static str,
     max_shared: u32,
-) -> Result<sys::CUfunction, GpuError> {
+) -> Result<Kernel, GpuError> {
     let symbol = CString::new(name).expect("a kernel's name has no zero byte");
     let mut function = ptr::null_mut();
     // SAFETY: the caller guarantees that `module` is of the current context. `symbol` ends with a
@@ -106,14 +124,19 @@ unsafe fn function(
     };
     check("cuFuncGetAttribute", code)?;
     // The static shared memory of a kernel counts towards the limit of the block.
+    let max_dynamic = max_shared as c_int - of_kernel;
     // SAFETY: `function` is valid, from the call above.
     let code = unsafe {
         sys::cuFuncSetAttribute(
             function,
             Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-            max_shared as c_int - of_kernel,
+            max_dynamic,
         )
     };
     check("cuFuncSetAttribute", code)?;
-    Ok(function)
+    Ok(Kernel {
+        name,
+        function,
+        max_dynamic_shared: max_dynamic as u32,
+    })
 }

@@ -44,16 +44,12 @@ const MIN_DRIVER: c_int = 12000;
 /// The oldest compute capability: kernels use instructions that came with sm_80 (A100).
 const MIN_COMPUTE_CAPABILITY: (c_int, c_int) = (8, 0);
 
-/// Bytes of a block's shared memory that plans leave to the static shared memory of kernels.
-const STATIC_SHARED: u32 = 16 << 10;
-
 /// A GPU with its context, its stream and all kernels.
 pub struct Gpu {
     name: String,
     description: String,
     architecture: String,
     sm_count: u32,
-    max_shared_per_block: u32,
     shared_per_sm: u32,
     /// Bytes per second; 0 if the driver does not know.
     memory_bandwidth: u64,
@@ -132,7 +128,6 @@ impl Gpu {
             description: format!("{model}, {sm_count} SMs"),
             architecture,
             sm_count,
-            max_shared_per_block,
             shared_per_sm,
             memory_bandwidth,
             launcher: Launcher::new(
@@ -218,8 +213,8 @@ impl Device for Gpu {
         self.sm_count
     }
 
-    fn max_shared_per_block(&self) -> u32 {
-        self.max_shared_per_block - STATIC_SHARED
+    fn max_dynamic_shared(&self, kernel: KernelId) -> u32 {
+        self.kernels.max_dynamic_shared(kernel)
     }
 
     fn shared_per_sm(&self) -> u32 {
@@ -310,6 +305,10 @@ impl Device for Gpu {
 
     fn kernel(&self, name: &'static str) -> Result<KernelId, EngineError> {
         self.kernels.find(name)
+    }
+
+    fn kernel_name(&self, kernel: KernelId) -> &'static str {
+        self.kernels.name(kernel)
     }
 
     unsafe fn launch(&self, launch: &Launch) -> Result<(), EngineError> {

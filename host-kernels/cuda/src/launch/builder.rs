@@ -345,9 +345,11 @@ impl Builder<'_> {
         self.for_each("vg_move", dst.elements(), &copy)
     }
 
-    /// The most bytes of dynamic shared memory of a block.
-    pub(crate) fn max_shared_per_block(&self) -> u32 {
-        self.context.device.max_shared_per_block()
+    /// The most bytes of dynamic shared memory of a block of `kernel`. 0 if the device lacks the
+    /// kernel.
+    pub(crate) fn max_dynamic_shared(&self, kernel: &'static str) -> u32 {
+        let device = &self.context.device;
+        { device.kernel(kernel) }.map_or(0, |kernel| device.max_dynamic_shared(kernel))
     }
 
     /// The error for an operation that the engine cannot run.

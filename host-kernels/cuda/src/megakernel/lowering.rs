@@ -194,7 +194,7 @@ fn launch_config(
     let mut best: Option<(u64, LaunchConfig)> = None;
     for each in BLOCKS {
         let given = (device.shared_per_sm() / each).saturating_sub(OWN_SHARED);
-        let given = given.min(device.max_shared_per_block());
+        let given = given.min(device.max_dynamic_shared(kernel));
         let ring = (given.saturating_sub(arena) / warps) & !15;
         let ring = ring.min(MAX_PIECES * slot);
         if ring < slot {

@@ -58,7 +58,7 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
         };
         // A megakernel has attention with tiles of few rows only, for as many tokens as it takes.
         let is_few = b.uses_megakernel() && q.ne[1] <= FEW_COLUMNS;
-        match Tiles::of(&params, b.max_shared_per_block(), is_few) {
+        match Tiles::of(&params, |kernel| b.max_dynamic_shared(kernel), is_few) {
             Some(tiles) => match FattnSm90::of(b, &params, tiles.gqa_ratio).filter(|_| !is_few) {
                 Some(sm90) => sm90.attend(b, &params),
                 None => tiles.attend(b, &params),
@@ -78,7 +78,7 @@ fn launch_simt(b: &mut Builder<'_>, params: &VgFattnSimtParams) -> Result<(), En
     let shared = 4 * (dk + WARPS * dv);
     let shared = u32::try_from(shared)
         .ok()
-        .filter(|&bytes| bytes <= b.max_shared_per_block())
+        .filter(|&bytes| bytes <= b.max_dynamic_shared("vg_fattn_simt"))
         .ok_or_else(|| {
             b.unsupported(format!(
                 "heads of {dk} and {dv} elements do not fit into shared memory"

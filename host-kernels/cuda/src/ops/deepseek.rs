@@ -67,7 +67,7 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
             let n = params.q.ne[0];
             let shared = u32::try_from(4 * WARPS * n)
                 .ok()
-                .filter(|&bytes| bytes <= b.max_shared_per_block());
+                .filter(|&bytes| bytes <= b.max_dynamic_shared("vg_indexer"));
             let Some(shared) = shared else {
                 return Some(Err(b.unsupported(format!(
                     "keys of {n} elements do not fit into shared memory"

@@ -94,23 +94,24 @@ pub(crate) struct Tiles {
 }
 
 impl Tiles {
-    /// The kernel for an attention, if there is one for such operands. `is_few`: use the tiles for
-    /// few rows in any case.
+    /// The kernel for an attention, if there is one for such operands. `max_dynamic_shared`: the
+    /// most bytes of dynamic shared memory of a block of a kernel. `is_few`: use the tiles for few
+    /// rows in any case.
     pub(crate) fn of(
         params: &VgFattnSimtParams,
-        max_shared_per_block: u32,
+        max_dynamic_shared: impl Fn(&'static str) -> u32,
         is_few: bool,
     ) -> Option<Tiles> {
         let path = path_of(&params.k, &params.v);
         // The F32 path needs the least shared memory for wide heads.
         let paths = [path, KvPath::F32].into_iter();
-        { paths }.find_map(|path| Tiles::of_path(path, params, max_shared_per_block, is_few))
+        { paths }.find_map(|path| Tiles::of_path(path, params, &max_dynamic_shared, is_few))
     }
 
     fn of_path(
         path: KvPath,
         params: &VgFattnSimtParams,
-        max_shared_per_block: u32,
+        max_dynamic_shared: impl Fn(&'static str) -> u32,
         is_few: bool,
     ) -> Option<Tiles> {
         let VgFattnSimtParams {
@@ -157,12 +158,13 @@ impl Tiles {
             _ => queries + keys + values,
         };
         let shared = u32::try_from(2 * elements + 2 * shape.keys * quant_stride).ok()?;
-        let fits = shared <= max_shared_per_block
+        let kernel = shape.kernels[path as usize];
+        let fits = shared <= max_dynamic_shared(kernel)
             && q.ne[2] / gqa_ratio <= MAX_GRID_YZ
             && q.ne[3] <= MAX_GRID_YZ
             && (mask.data == 0 || mask.ne[2] * mask.ne[3] <= MAX_GRID_YZ);
         fits.then_some(Tiles {
-            kernel: shape.kernels[path as usize],
+            kernel,
             shape,
             gqa_ratio,
             quant_stride,
@@ -284,7 +286,7 @@ mod tests {
                         ..VgFattnSimtParams::default()
                     };
                     // Shared memory of a block on the smallest supported GPUs.
-                    let tiles = Tiles::of(&params, 99 << 10, false);
+                    let tiles = Tiles::of(&params, |_| 99 << 10, false);
                     assert!(tiles.is_some(), "{k:?} and {v:?}, {width} wide");
                 }
             }
@@ -313,7 +315,7 @@ mod tests {
             mask: view(Type::F16, [500, tokens, 1, 1]),
             ..VgFattnSimtParams::default()
         };
-        Tiles::of(&params, 96 << 10, false).map(|tiles| tiles.kernel)
+        Tiles::of(&params, |_| 96 << 10, false).map(|tiles| tiles.kernel)
     }
 
     #[test]

@@ -65,7 +65,7 @@ impl FattnSm90 {
         let across = div_ceil(rows, ROWS);
         let blocks = across * (q.ne[2] / gqa_ratio) * q.ne[3];
         let fits = b.is_sm90()
-            && b.max_shared_per_block() >= SHARED
+            && b.max_dynamic_shared(shape.kernel) >= SHARED
             && path_of(k, v) == KvPath::F16
             && v.ne[0] == shape.width
             && 2 * rows > ROWS

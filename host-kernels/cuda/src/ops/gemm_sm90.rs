@@ -98,7 +98,9 @@ impl GemmSm90 {
         let is_plain = dst.nb[0] == 4 && (ids.data == 0 || dst.nb[2] == dst.ne[1] * dst.nb[1]);
         let fits = b.is_sm90()
             && is_plain
-            && b.max_shared_per_block() >= SHARED
+            && [kernels.wide, kernels.narrow]
+                .iter()
+                .all(|kernel| b.max_dynamic_shared(kernel) >= SHARED)
             && columns >= MIN_COLUMNS
             && w.ne[0] <= MAX_ELEMENTS
             && tiles <= i64::from(i32::MAX)

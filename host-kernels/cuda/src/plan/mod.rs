@@ -3,6 +3,7 @@
 mod compiler;
 mod part;
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -12,7 +13,7 @@ use vgpu_transport::ir::{Graph, GraphCounts};
 
 use crate::context::{DeviceGuard, ExecutionContext};
 use crate::device::Address;
-use crate::graph_exec::Failure;
+use crate::graph_exec::{Failure, LaunchSequence};
 use crate::launch::q8::FEW_COLUMNS;
 use crate::memory::CudaMemory;
 use crate::params::{VgFault, VgView};
@@ -347,6 +348,17 @@ impl Plan for CudaPlan {
             },
         };
         outcome.map_err(|error| self.failed(error))
+    }
+
+    fn kernels(&self) -> Vec<&'static str> {
+        let sequences = self.parts.iter().filter_map(|part| match part {
+            Part::Launches(sequence) => Some(sequence),
+            Part::Cpu { .. } => None,
+        });
+        let device = &self.context.device;
+        let names = sequences.flat_map(LaunchSequence::kernels);
+        let names: BTreeSet<_> = names.map(|kernel| device.kernel_name(kernel)).collect();
+        names.into_iter().collect()
     }
 
     fn profile(&mut self) -> Result<Vec<NodeTiming>, RunError> {

@@ -1,12 +1,14 @@
 //! Plans: compiled once, run launch by launch, then as graphs, which are updated when the cache
 //! grows.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
 use vgpu_cpu::CpuEngine;
 use vgpu_cuda::LaunchPolicy;
 use vgpu_cuda::autotune::{GemmVariant, TuningTable};
+use vgpu_cuda_shim::DeviceModel;
 use vgpu_engine::{Engine, Plan, RunError, RunStatus, Turn};
 
 use crate::spy::{Call, Fails, Spy};
@@ -70,6 +72,72 @@ fn matrix_products_use_the_fastest_measured_kernel() {
             "{variant:?}: {products:?}"
         );
     }
+}
+
+/// A layer whose prefill of 1024 tokens fills 132 SMs with tiles of attention.
+const PREFILL: Model = Model {
+    layers: 1,
+    width: 256,
+    heads: 16,
+    key_heads: 8,
+    head: 64,
+    inner: 256,
+    context: 1024,
+    ..TINY
+};
+
+/// The kernels that a prefill launches on a device.
+fn kernels_of_prefill(device: Spy) -> BTreeSet<&'static str> {
+    let device = Arc::new(device);
+    let engine = engine_on(&device);
+    let built = PREFILL.graph(Step {
+        tokens: 1024,
+        seen: 1024,
+    });
+    let loaded = built.load(&engine);
+    let mut plan = built.compile(&engine, &loaded);
+    device.take_log();
+    plan.run().expect("it runs");
+    { device.take_log().into_iter() }
+        .filter_map(|call| match call {
+            Call::Launch(name) => Some(name),
+            _ => None,
+        })
+        .collect()
+}
+
+/// The families of kernels for sm_90a that a prefill has use for.
+const SM90_FAMILIES: [&str; 2] = ["vg_gemm_sm90_", "vg_fattn_sm90_"];
+
+fn uses(kernels: &BTreeSet<&'static str>, family: &str) -> bool {
+    kernels.iter().any(|kernel| kernel.starts_with(family))
+}
+
+#[test]
+fn kernels_for_sm_90a_run_on_h100_and_h200_only() {
+    for model in DeviceModel::ALL {
+        let kernels = kernels_of_prefill(Spy::on(model));
+        for family in SM90_FAMILIES {
+            let is_hopper = ["H100", "H200"].contains(&model.name);
+            assert_eq!(uses(&kernels, family), is_hopper, "{model:?}: {kernels:?}");
+        }
+    }
+}
+
+#[test]
+fn kernels_that_a_device_lacks_or_cannot_launch_are_replaced() {
+    for family in SM90_FAMILIES {
+        let kernels = kernels_of_prefill(Spy::on_sm90().without(family));
+        for each in SM90_FAMILIES {
+            assert_eq!(uses(&kernels, each), each != family, "{kernels:?}");
+        }
+    }
+    let less = DeviceModel {
+        shared_per_block: DeviceModel::H100.shared_per_block - 1,
+        ..DeviceModel::H100
+    };
+    let kernels = kernels_of_prefill(Spy::on(less));
+    assert!(!SM90_FAMILIES.iter().any(|family| uses(&kernels, family)));
 }
 
 /// The results of tokens one after the other, each from a run of the plan.

@@ -3,6 +3,7 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use vgpu_cuda::device::{Address, Device, Event, GraphExecId, KernelId, Launch, MappedHostMemory};
+use vgpu_cuda_shim::DeviceModel;
 use vgpu_engine::{EngineError, MemoryInfo};
 use vgpu_transport::bytes::{Bytes, BytesMut};
 
@@ -15,6 +16,8 @@ pub(crate) struct Spy {
     runs: bool,
     /// Bytes of memory, for a device that suballocates like a GPU.
     limit: Option<u64>,
+    /// The device lacks kernels whose names begin with this.
+    lacks: Option<&'static str>,
     state: Mutex<State>,
 }
 
@@ -93,9 +96,22 @@ impl Spy {
 
     /// A device for sm_90a that only records its calls.
     pub(crate) fn on_sm90() -> Spy {
+        Spy::on(DeviceModel::H100)
+    }
+
+    /// A device with the limits of a GPU that only records its calls.
+    pub(crate) fn on(model: DeviceModel) -> Spy {
         Spy {
-            shim: Shim::sm90(),
+            shim: Shim::of(model),
             ..Spy::logging()
+        }
+    }
+
+    /// The same device without the kernels whose names begin with `prefix`.
+    pub(crate) fn without(self, prefix: &'static str) -> Spy {
+        Spy {
+            lacks: Some(prefix),
+            ..self
         }
     }
 
@@ -104,6 +120,7 @@ impl Spy {
             shim: Shim::default(),
             runs,
             limit,
+            lacks: None,
             state: Mutex::default(),
         }
     }
@@ -221,8 +238,8 @@ impl Device for Spy {
         self.shim.architecture()
     }
 
-    fn max_shared_per_block(&self) -> u32 {
-        self.shim.max_shared_per_block()
+    fn max_dynamic_shared(&self, kernel: KernelId) -> u32 {
+        self.shim.max_dynamic_shared(kernel)
     }
 
     fn shared_per_sm(&self) -> u32 {
@@ -316,12 +333,20 @@ impl Device for Spy {
     }
 
     fn kernel(&self, name: &'static str) -> Result<KernelId, EngineError> {
+        if self.lacks.is_some_and(|prefix| name.starts_with(prefix)) {
+            let message = format!("there is no kernel {name}");
+            return Err(EngineError::Device { message });
+        }
         let id = self.shim.kernel(name)?;
         let mut state = self.state();
         if !state.names.contains(&(id, name)) {
             state.names.push((id, name));
         }
         Ok(id)
+    }
+
+    fn kernel_name(&self, kernel: KernelId) -> &'static str {
+        self.shim.kernel_name(kernel)
     }
 
     unsafe fn launch(&self, launch: &Launch) -> Result<(), EngineError> {
