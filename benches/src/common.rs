@@ -11,7 +11,7 @@ use crate::table::Row;
 use xtask_common::cache::Cache;
 use xtask_common::dist::{self, Dist};
 use xtask_common::llama;
-use xtask_common::model::{self, Weights};
+use xtask_common::model::{self, FileType};
 use xtask_common::process;
 use xtask_common::workspace;
 
@@ -48,7 +48,7 @@ impl Needs {
 
     /// The model of benchmarks that measure one.
     pub(crate) fn model(&self, cache: &Cache) -> Result<PathBuf> {
-        model::ensure(cache, &model::BENCH, Weights::Q4KM)
+        model::ensure(cache, &model::BENCH, FileType::Q4KM)
     }
 }
 

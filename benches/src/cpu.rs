@@ -18,7 +18,7 @@ use xtask_common::dist::Dist;
 use xtask_common::executor::Executor;
 use xtask_common::llama;
 use xtask_common::median::median;
-use xtask_common::model::{self, Shape, Weights};
+use xtask_common::model::{self, FileType, Shape};
 use xtask_common::process;
 use xtask_common::progress::{Step, heading};
 use xtask_common::scratch::Scratch;
@@ -40,8 +40,8 @@ pub(crate) struct Options {
     #[arg(long, value_enum, num_args = 1..)]
     only: Vec<Part>,
     /// Only these types of weights
-    #[arg(long, value_enum, num_args = 1..)]
-    types: Vec<Weights>,
+    #[arg(long, value_parser = model::file_type_parser(), num_args = 1..)]
+    types: Vec<FileType>,
     /// Only these models
     #[arg(long, value_enum, num_args = 1..)]
     models: Vec<Model>,
@@ -124,16 +124,6 @@ const UNIX: &str = "unix";
 const INPROC: &str = "inproc";
 const NATIVE: &str = "ggml-cpu";
 
-const TYPES: [Weights; 7] = [
-    Weights::F16,
-    Weights::Q8_0,
-    Weights::Q4_0,
-    Weights::Q4KM,
-    Weights::Q6K,
-    Weights::Iq4Nl,
-    Weights::Mxfp4,
-];
-
 /// Names of figures.
 const STEADY: &str = "while a model runs";
 const PEAK: &str = "most at once, with cache and activations";
@@ -179,7 +169,8 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
         rows.extend(setting.kernels()?);
         keep(&rows)?;
     }
-    let chosen = |weights: &Weights| options.types.is_empty() || options.types.contains(weights);
+    let chosen =
+        |file_type: &FileType| options.types.is_empty() || options.types.contains(file_type);
     for model in [Model::Small, Model::Large] {
         if !options.models.is_empty() && !options.models.contains(&model) {
             continue;
@@ -187,8 +178,8 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
         if !wanted(Part::Prefill) && !wanted(Part::Decode) {
             continue;
         }
-        for weights in TYPES.into_iter().filter(chosen) {
-            let found = setting.model(model.shape(), weights, &wanted)?;
+        for file_type in FileType::ALL.into_iter().filter(chosen) {
+            let found = setting.model(model.shape(), file_type, &wanted)?;
             found.iter().for_each(|row| println!("{}", row.lines()));
             rows.extend(found);
             keep(&rows)?;
@@ -244,10 +235,10 @@ impl Setting<'_> {
     fn model(
         &self,
         shape: &Shape,
-        weights: Weights,
+        file_type: FileType,
         wanted: &dyn Fn(Part) -> bool,
     ) -> Result<Vec<Row>> {
-        let path = model::ensure(self.cache, shape, weights)?;
+        let path = model::ensure(self.cache, shape, file_type)?;
         let mut measures = Vec::new();
         if wanted(Part::Decode) {
             measures.push(Measure::Decode);
@@ -267,7 +258,7 @@ impl Setting<'_> {
             let step = Step::new(&format!(
                 "{} {}, round {round} of {}",
                 shape.name,
-                weights.name(),
+                file_type.name(),
                 self.options.repeats
             ));
             for (measure, speeds) in measures.iter().zip(&mut speeds) {
@@ -305,7 +296,7 @@ impl Setting<'_> {
                         (what, PREFILL_TARGET)
                     }
                 };
-                let what = format!("{name} {}, {what}", weights.name());
+                let what = format!("{name} {}, {what}", file_type.name());
                 let mut row = Row::new(what, "tok/s");
                 for (way, speeds) in ways.iter().zip(speeds) {
                     row = row.figure(*way, median(speeds));
@@ -314,7 +305,7 @@ impl Setting<'_> {
                     .ratio(INPROC, NATIVE, true, None)
             })
             .collect();
-        let what = format!("{name} {}, memory of the executor", weights.name());
+        let what = format!("{name} {}, memory of the executor", file_type.name());
         let cache = shape.cache_bytes(self.context(&measures)) as f64;
         let memory = Row::new(what, "MB")
             .figure("the model's file", file / 1e6)
@@ -457,15 +448,15 @@ impl Setting<'_> {
             cargo.args(["--level", level]);
         }
         let types = if self.options.types.is_empty() {
-            &TYPES[..]
+            &FileType::ALL[..]
         } else {
             &self.options.types
         };
         // Q4_K_M is a mix.
-        let single = types.iter().flat_map(|weights| match weights {
-            Weights::Q4KM => vec!["q4_K", "q5_K", "q6_K"],
-            Weights::Q6K if types.contains(&Weights::Q4KM) => vec![],
-            Weights::Q6K => vec!["q6_K"],
+        let single = types.iter().flat_map(|file_type| match file_type {
+            FileType::Q4KM => vec!["q4_K", "q5_K", "q6_K"],
+            FileType::Q6K if types.contains(&FileType::Q4KM) => vec![],
+            FileType::Q6K => vec!["q6_K"],
             other => vec![other.name()],
         });
         cargo.args(single);

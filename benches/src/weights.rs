@@ -134,7 +134,7 @@ impl Setting {
         Executor::start_with(&self.dist, &socket, self.threads, &log, &arguments)
     }
 
-    /// Starts a guest. Its cache of file hashes is in the folder of this name.
+    /// Starts a guest, whose cache of file hashes is in the folder of this name.
     fn start(&self, executor: &Executor, memory: &str, number: usize) -> Result<Guest> {
         let stats = self.scratch.path().join(format!("stats-{number}.json"));
         let memory = self.scratch.path().join(memory);

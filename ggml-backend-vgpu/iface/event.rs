@@ -1,4 +1,4 @@
-//! `ggml_backend_event`. Its callbacks are part of the device's table.
+//! `ggml_backend_event`, whose callbacks are part of the device's table.
 
 use crate::abi::{ggml_backend_dev_t, ggml_backend_event, ggml_backend_event_t};
 use crate::event::Event;

@@ -103,8 +103,8 @@ pub(super) fn query(
     })
 }
 
-/// Has the executor put bytes that it reserves for a buffer (see [`query`]) at `offset` of the buffer.
-/// One-way.
+/// Has the executor put bytes that it reserves for a buffer (see [`query`]) at `offset` of the
+/// buffer. One-way.
 ///
 /// # Errors
 ///

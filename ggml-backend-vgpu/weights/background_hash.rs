@@ -16,7 +16,7 @@ const CHUNK: usize = 256 << 10;
 pub(crate) struct UnstoredHash {
     /// The part of the file.
     pub(crate) range: FileRange,
-    /// Its hash, if known. Otherwise the background thread computes it.
+    /// The hash of the range, if known. Otherwise the background thread computes it.
     pub(crate) hash: Option<ContentHash>,
 }
 

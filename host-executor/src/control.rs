@@ -33,8 +33,8 @@ const MAX_COMMAND: u64 = 64;
 /// session.
 const MAX_ANSWER: usize = 64 << 20;
 
-/// Most bytes of a report that a supervisor reads: the process of a virtual machine that a guest has
-/// taken over may send any number. It has one guest and at most 7 sessions.
+/// Most bytes of a report that a supervisor reads: the process of a virtual machine that a guest
+/// has taken over may send any number. Such a process has one guest and at most 7 sessions.
 const MAX_REPORT: usize = 256 << 10;
 
 /// Clients that are answered at once. Further clients are disconnected.

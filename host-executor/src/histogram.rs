@@ -18,7 +18,7 @@ pub(crate) struct Histogram {
     nanoseconds: AtomicU64,
 }
 
-/// A snapshot of a histogram. Its figures may be taken a graph apart.
+/// A snapshot of a histogram, whose figures may be taken a graph apart.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(from = "Counts", into = "Counts")]
 pub(crate) struct Distribution {

@@ -19,7 +19,7 @@ pub(crate) trait StatusSource: Send + Sync {
     fn latencies(&self) -> Vec<TenantLatency>;
 }
 
-/// A snapshot of an executor. Its figures may be taken a request apart.
+/// A snapshot of an executor, whose figures may be taken a request apart.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Status {
     /// Version of the program.

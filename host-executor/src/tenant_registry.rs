@@ -110,7 +110,7 @@ impl Rules {
 pub(crate) struct TenantRegistry {
     ledger: Arc<Ledger>,
     state: RwLock<State>,
-    /// The connected guests without a name, by what tells them apart ([`Peer::source`]).
+    /// The connected guests without a name, by what distinguishes them ([`Peer::source`]).
     sources: Mutex<BTreeMap<String, Weak<Tenant>>>,
     /// Stands for all guests without a name, in statistics.
     unnamed: Arc<Tenant>,

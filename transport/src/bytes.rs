@@ -6,7 +6,7 @@
 
 use std::marker::PhantomData;
 
-/// Readable bytes, valid for `'a`. Their contents may change during a read.
+/// Readable bytes, valid for `'a`. The bytes may change during a read.
 #[derive(Debug, Clone, Copy)]
 pub struct Bytes<'a> {
     ptr: *const u8,
@@ -16,7 +16,7 @@ pub struct Bytes<'a> {
     _memory: PhantomData<&'a [u8]>,
 }
 
-/// Writable bytes, valid for `'a`. Their contents may change during a write.
+/// Writable bytes, valid for `'a`. The bytes may change during a write.
 #[derive(Debug)]
 pub struct BytesMut<'a> {
     ptr: *mut u8,

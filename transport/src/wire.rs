@@ -212,7 +212,7 @@ messages! {
         13 Patch {
             /// The id of the graph. The graph replaces an earlier one with this id.
             graph: GraphId,
-            /// The earlier graph. It stays valid.
+            /// The earlier graph, which stays valid.
             base: GraphId,
         },
         /// Turns a buffer into a buffer for weights: memory that the guest writes once, and that

@@ -10,7 +10,7 @@ use xtask_common::compare::{self, Comparison};
 use xtask_common::dist;
 use xtask_common::executor::Executor;
 use xtask_common::median::median;
-use xtask_common::model::{self, Weights};
+use xtask_common::model::{self, FileType};
 use xtask_common::node::Node;
 use xtask_common::node_llama::{self, Backend, Generation, Task};
 use xtask_common::progress::{self, Step, heading};
@@ -31,8 +31,8 @@ pub(crate) struct Options {
     #[arg(long)]
     inproc: bool,
     /// How the model's weights are stored
-    #[arg(long = "type", value_enum, default_value = "f16")]
-    weights: Weights,
+    #[arg(long = "type", value_parser = model::file_type_parser(), default_value = "f16")]
+    file_type: FileType,
     /// Tokens to generate
     #[arg(long, default_value_t = TOKENS, value_parser = clap::value_parser!(u32).range(3..=500))]
     tokens: u32,
@@ -59,7 +59,7 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
     // The network brings the program and the model's vocabulary while the compiler works.
     let (fetched, built) = std::thread::scope(|scope| {
         let fetching = scope.spawn(|| -> Result<(Node, PathBuf)> {
-            let model = model::ensure(cache, &model::DEMO, options.weights)?;
+            let model = model::ensure(cache, &model::DEMO, options.file_type)?;
             Ok((Node::ensure(cache)?, model))
         });
         let built = match &options.dist {
@@ -121,7 +121,7 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
         format!("{:.1}", cpu.speed()),
     );
     let comparison = compare::compare(&cpu.choices, &vgpu.choices);
-    let verdict = report_comparison(&comparison, compare::tolerance(options.weights));
+    let verdict = report_comparison(&comparison, compare::tolerance(options.file_type));
     progress::say(&format!("\nlogs and raw figures: {}", dir.display()));
     used.and(verdict)
 }
@@ -172,12 +172,12 @@ fn report_use(vgpu: &Generation, tokens: usize) -> Result<()> {
         on("VGPU0") > 0,
         "no node ran on VGPU0: the program did not use the plugin"
     );
-    let strays = sched::strays(&nodes);
+    let misplaced = sched::misplaced(&nodes);
     ensure!(
-        strays.is_empty(),
+        misplaced.is_empty(),
         "{} nodes ran on the CPU, first {:?}",
-        strays.len(),
-        strays[0]
+        misplaced.len(),
+        misplaced[0]
     );
     Ok(())
 }
@@ -189,26 +189,26 @@ fn report_comparison(comparison: &Comparison, tolerance: f64) -> Result<()> {
     if difference > tolerance {
         bail!("a logit differs by {difference:.4}; rounding explains at most {tolerance}");
     }
-    match comparison.parting {
+    match comparison.divergence {
         None => {
             row("equal tokens", comparison.tokens);
             Ok(())
         }
         // Both sides found both tokens equally good: neither is wrong.
-        Some(parting)
-            if parting
-                .margin
+        Some(divergence)
+            if divergence
+                .log_probability_gap
                 .is_some_and(|margin| margin <= 2.0 * tolerance) =>
         {
-            let margin = parting.margin.unwrap_or_default();
-            row("equal tokens until a tie", parting.at);
+            let margin = divergence.log_probability_gap.unwrap_or_default();
+            row("equal tokens until a tie", divergence.at);
             println!("    there the two best tokens are {margin:.4} apart on the CPU");
             Ok(())
         }
-        Some(parting) => bail!(
+        Some(divergence) => bail!(
             "token {} differs, and it was no tie: the CPU preferred its own by {:?}",
-            parting.at,
-            parting.margin
+            divergence.at,
+            divergence.log_probability_gap
         ),
     }
 }

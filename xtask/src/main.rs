@@ -127,8 +127,8 @@ fn setup(cache: &Cache) -> Result<()> {
     node::Node::ensure(cache)?;
     llama::newest_source(cache)?;
     ggml_releases::RELEASES[0].source(cache)?;
-    for weights in [model::Weights::F16, model::Weights::Q4KM] {
-        model::ensure(cache, &model::DEMO, weights)?;
+    for file_type in [model::FileType::F16, model::FileType::Q4KM] {
+        model::ensure(cache, &model::DEMO, file_type)?;
     }
     let built = llama::build(cache, llama::Stage::Tools)?;
     llama::newest_ops(cache)?;

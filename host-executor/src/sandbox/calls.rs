@@ -145,7 +145,7 @@ const ON_FILES: [c_long; 16] = [
     libc::SYS_inotify_rm_watch,
 ];
 
-/// Their older variants.
+/// The older variants of these calls.
 #[cfg(target_arch = "x86_64")]
 const OLDER_ON_FILES: [c_long; 6] = [
     libc::SYS_rename,

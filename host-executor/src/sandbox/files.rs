@@ -10,8 +10,8 @@ use landlock::{
 
 use super::profile::SandboxError;
 
-/// The newest version of Landlock whose restrictions are used: signals and abstract sockets of other
-/// processes (Linux 6.12). An older kernel enforces what it has.
+/// The newest version of Landlock whose restrictions are used: signals and abstract sockets of
+/// other processes (Linux 6.12). An older kernel enforces what it has.
 const NEWEST: ABI = ABI::V6;
 
 /// What an engine reads: the machine's and the control group's memory, the processor, the NUMA

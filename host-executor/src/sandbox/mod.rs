@@ -40,8 +40,8 @@ pub struct Sandbox {
     pub threads: usize,
 }
 
-/// Makes the process not dumpable: only root can read its memory and its descriptors, and the kernel
-/// writes no core dump of it.
+/// Makes the process not dumpable: only root can read its memory and its descriptors, and the
+/// kernel writes no core dump of it.
 ///
 /// # Errors
 /// [`SandboxError::Dumpable`] if the kernel refuses.
@@ -53,16 +53,16 @@ pub fn hide() -> Result<(), SandboxError> {
         .map_err(SandboxError::Dumpable)
 }
 
-/// Takes all capabilities from all threads of the process, and the right to get new ones. Returns the
-/// number of threads that had some.
+/// Takes all capabilities from all threads of the process, and the right to get new ones. Returns
+/// the number of threads that had some.
 fn drop_capabilities() -> Result<usize, SandboxError> {
     rustix::thread::set_no_new_privs(true).map_err(SandboxError::Privileges)?;
     capabilities::drop_everywhere()
 }
 
 /// Restricts a supervisor, which starts other processes: no capabilities, no right to get new ones,
-/// and none of the system calls that neither a supervisor nor a driver uses. Processes that it starts
-/// from now on inherit this. Returns the number of threads that had capabilities.
+/// and none of the system calls that neither a supervisor nor a driver uses. Processes that it
+/// starts from now on inherit this. Returns the number of threads that had capabilities.
 ///
 /// # Errors
 /// [`SandboxError`] names the step that failed. The process may have lost some rights by then.

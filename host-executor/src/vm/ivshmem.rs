@@ -12,6 +12,7 @@ use tracing::{info, warn};
 use vgpu_transport::link::pci::{Bell, VmEvent, VmWindow, ivshmem};
 use vgpu_transport::link::socket_file::{DEFAULT_MODE, SocketFile, SocketFileError, bind_stream};
 
+use super::accept::accept_first;
 use super::options::VmOptions;
 use crate::listener::{GuestListener, IncomingGuest, wait_readable};
 use crate::service;
@@ -85,20 +86,11 @@ impl IvshmemListener {
 
     /// Gives a QEMU that has connected its device, unless the virtual machine has one.
     fn accept_qemu(&mut self) -> io::Result<()> {
-        let socket = match self.listener.accept() {
-            Ok((socket, _)) => socket,
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
-            Err(error) => return Err(error),
+        let has_device = self.machine.is_some();
+        let Some(socket) = accept_first(&self.listener, &self.options, has_device)? else {
+            return Ok(());
         };
         let vm = &self.options.name;
-        if self.machine.is_some() {
-            warn!(
-                vm,
-                "a second QEMU at {} is disconnected: each virtual machine needs its own --vm",
-                self.options.socket.display()
-            );
-            return Ok(());
-        }
         socket.set_nonblocking(true)?;
         let parts = match ivshmem::welcome(socket.into(), self.options.window) {
             Ok(parts) => parts,

@@ -3,6 +3,7 @@
 //! - `ivshmem`: stock QEMU's `ivshmem-doorbell` device.
 //! - `vfio_user`: a PCI function of our own, for monitors that speak vfio-user.
 
+mod accept;
 mod ivshmem;
 mod options;
 #[cfg(feature = "vfio-user")]

@@ -49,9 +49,9 @@ pub enum CacheError {
     Open {
         /// The folder.
         path: PathBuf,
-        /// Its owner.
+        /// The owner of the folder.
         owner: u32,
-        /// Its permissions.
+        /// The permissions of the folder.
         mode: u32,
     },
     /// The hashing thread cannot be started.
@@ -95,7 +95,7 @@ struct CacheEntry {
     used: u64,
 }
 
-/// A cached file. Its content has not been checked against its hash.
+/// A cached file, whose content has not been checked against the hash.
 #[derive(Debug)]
 pub(crate) struct CachedExtent {
     file: File,

@@ -3,7 +3,9 @@
 
 use std::fs::File;
 
-use vgpu_gguf::{GgufError, Metadata, RandomModel, RandomTensor, Tensor, TensorType};
+use vgpu_gguf::{
+    FileType, GgufError, Metadata, RandomModel, RandomTensor, Tensor, TensorType, use_more_bits,
+};
 
 /// The shape of a model whose weights are random.
 #[derive(Debug, Clone, Copy)]
@@ -11,7 +13,7 @@ pub struct SyntheticModel {
     /// Name, as given on the command line.
     pub name: &'static str,
     architecture: Architecture,
-    weights: Weights,
+    file_type: FileType,
     layers: u32,
     width: u64,
     heads: u64,
@@ -31,23 +33,13 @@ enum Architecture {
     GptOss,
 }
 
-/// Types of the matrices.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Weights {
-    F16,
-    /// Q4_K; Q6_K for the output, and for attn_v and ffn_down in half of the layers.
-    Q4KM,
-    /// MXFP4 for experts, Q8_0 otherwise.
-    Mxfp4,
-}
-
 /// The models of measurements, the most informative first and the largest last.
 pub const SHAPES: [SyntheticModel; 5] = [
     LLAMA_8B,
     SyntheticModel {
         name: "gpt-oss-20b-mxfp4",
         architecture: Architecture::GptOss,
-        weights: Weights::Mxfp4,
+        file_type: FileType::Mxfp4,
         layers: 24,
         width: 2880,
         heads: 64,
@@ -60,7 +52,7 @@ pub const SHAPES: [SyntheticModel; 5] = [
     SyntheticModel {
         name: "30b-a3b-q4_k_m",
         architecture: Architecture::Qwen3Moe,
-        weights: Weights::Q4KM,
+        file_type: FileType::Q4KM,
         layers: 48,
         width: 2048,
         heads: 32,
@@ -72,7 +64,7 @@ pub const SHAPES: [SyntheticModel; 5] = [
     },
     SyntheticModel {
         name: "8b-f16",
-        weights: Weights::F16,
+        file_type: FileType::F16,
         ..LLAMA_8B
     },
     SyntheticModel {
@@ -88,7 +80,7 @@ pub const SHAPES: [SyntheticModel; 5] = [
 const LLAMA_8B: SyntheticModel = SyntheticModel {
     name: "8b-q4_k_m",
     architecture: Architecture::Llama,
-    weights: Weights::Q4KM,
+    file_type: FileType::Q4KM,
     layers: 32,
     width: 4096,
     heads: 32,
@@ -226,10 +218,11 @@ impl SyntheticModel {
             ..
         } = *self;
         let is_oss = self.architecture == Architecture::GptOss;
-        let (plain, more, of_experts) = match self.weights {
-            Weights::F16 => (TensorType::F16, TensorType::F16, TensorType::F16),
-            Weights::Q4KM => (TensorType::Q4K, TensorType::Q6K, TensorType::Q4K),
-            Weights::Mxfp4 => (TensorType::Q8_0, TensorType::Q8_0, TensorType::Mxfp4),
+        let (output, of_experts) = (self.file_type.output(), self.file_type.base());
+        let (plain, more) = match self.file_type {
+            // Only experts are MXFP4.
+            FileType::Mxfp4 => (output, output),
+            other => (other.base(), other.more_bits()),
         };
         let mut all = Vec::new();
         let mut matrix = |name: String, kind: TensorType, ne: &[u64]| {
@@ -252,8 +245,10 @@ impl SyntheticModel {
         matrix(TABLE.into(), plain, &[width, vocabulary]);
         for layer in 0..self.layers {
             let at = |what: &str| format!("blk.{layer}.{what}");
-            // Approximates llama-quantize: every other layer.
-            let richer = if layer % 2 == 0 { more } else { plain };
+            let richer = match use_more_bits(layer.into(), self.layers.into()) {
+                true => more,
+                false => plain,
+            };
             matrix(at("attn_norm.weight"), TensorType::F32, &[width]);
             for (what, rows, ty) in [
                 ("attn_q", head * heads, plain),
@@ -321,7 +316,7 @@ impl SyntheticModel {
             }
         }
         matrix("output_norm.weight".into(), TensorType::F32, &[width]);
-        matrix(OUTPUT.into(), more, &[width, vocabulary]);
+        matrix(OUTPUT.into(), output, &[width, vocabulary]);
         all
     }
 }

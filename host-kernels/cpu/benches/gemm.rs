@@ -4,8 +4,8 @@
 //! `cargo bench -p vgpu-cpu --bench gemm -- [--level LEVEL] [--cols N,N,..] [--json] [TYPE ..]`
 //!
 //! ggml is taken from `$VGPU_GGML_BIN`, a folder with `libggml-base.so` and `libggml-cpu.so`;
-//! without the variable only our side is measured. It is measured twice, with the weights as they
-//! are in the file and, where it has a layout of its own for the type, repacked.
+//! without the variable only our side is measured. Our side is measured twice, with the weights as
+//! they are in the file and, where it has a layout of its own for the type, repacked.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};

@@ -223,6 +223,8 @@ mod tests {
     use crate::isa::Level;
     use crate::simd::dispatch_ptr_at;
     use proptest::prelude::*;
+    use rand_xoshiro::Xoshiro256PlusPlus;
+    use rand_xoshiro::rand_core::SeedableRng as _;
 
     /// Mixes rows of elements that were rounded to `T`, at every level.
     fn check<T: Element + Into<f64>>(
@@ -231,12 +233,9 @@ mod tests {
         seed: u32,
         round: impl Fn(f32) -> T,
     ) {
-        let mut state = seed | 1;
+        let mut rng = Xoshiro256PlusPlus::seed_from_u64(u64::from(seed));
         let mut floats = |count: usize| -> Vec<f32> {
-            let next = || {
-                state = state.wrapping_mul(0x0019_660d).wrapping_add(0x3c6e_f35f);
-                (state >> 8) as f32 / (1 << 23) as f32 - 1.0
-            };
+            let next = || (rng.next_u64() >> 40) as f32 / (1 << 23) as f32 - 1.0;
             std::iter::repeat_with(next).take(count).collect()
         };
         let (rows_stride, out_stride) = (n + 2 * pad, n + 3 * pad);

@@ -102,8 +102,8 @@ impl Barrier {
     }
 }
 
-/// The function that every thread calls with its index. It is valid until `ThreadTeam::run`
-/// returns.
+/// The function that every thread calls with its index. The pointer is valid until
+/// `ThreadTeam::run` returns.
 ///
 /// The pointer erases a lifetime, as `rayon::ThreadPool::broadcast` does internally.
 type Job = *const (dyn Fn(usize) + Sync);

@@ -46,7 +46,7 @@ const HOT: &[&str] = &[
 /// More of these kernels, by prefix.
 const HOT_FAMILIES: &[&str] = &["vg_fattn_", "vg_gemm_", "vg_mmv_"];
 
-/// The fallback for any type and layout, which calls a function for each element. It may spill.
+/// The fallback for any type and layout, which calls a function for each element, and may spill.
 const FALLBACK: &str = "vg_fattn_simt";
 
 fn is_hot(kernel: &str) -> bool {

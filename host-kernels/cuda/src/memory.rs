@@ -160,7 +160,7 @@ impl CudaMemory {
         Ok(())
     }
 
-    /// Restores all repacked tensors with bytes in `range`. They stay plain from then on.
+    /// Restores all repacked tensors with bytes in `range`. The tensors stay plain from then on.
     ///
     /// # Errors
     /// [`EngineError`] of the device.

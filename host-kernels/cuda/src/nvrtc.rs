@@ -221,7 +221,7 @@ impl Drop for Open<'_> {
 }
 
 /// Loads the library `libnvrtc-builtins` of a folder. NVRTC loads it by name when it compiles, and
-/// finds it only if it is loaded already. It is never unloaded.
+/// finds it only if it is loaded already. The library is never unloaded.
 fn builtins(folder: &Path) {
     for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
         let name = entry.file_name();

@@ -233,7 +233,7 @@ impl Metadata {
 
 /// The parts of a file. Offsets are in bytes from the start of the file.
 #[derive(Debug)]
-pub struct Layout {
+pub struct FileLayout {
     /// Header, metadata and tensor table, padded up to the tensor data.
     pub head: Vec<u8>,
     /// Offset of each tensor's data, in the order of the table.
@@ -247,7 +247,7 @@ pub struct Layout {
 /// # Errors
 ///
 /// If the rows of a tensor are no whole number of blocks, or the tensors are too large for a file.
-pub fn lay_out(metadata: &Metadata, tensors: &[Tensor]) -> Result<Layout> {
+pub fn lay_out(metadata: &Metadata, tensors: &[Tensor]) -> Result<FileLayout> {
     let mut head = Vec::new();
     head.extend(MAGIC);
     head.extend(VERSION.to_le_bytes());
@@ -292,7 +292,7 @@ pub fn lay_out(metadata: &Metadata, tensors: &[Tensor]) -> Result<Layout> {
 
     head.resize((head.len() as u64).next_multiple_of(ALIGNMENT) as usize, 0);
     let start = head.len() as u64;
-    Ok(Layout {
+    Ok(FileLayout {
         head,
         len: start.checked_add(data_len).ok_or(GgufError::FileSize)?,
         offsets: relative.into_iter().map(|offset| start + offset).collect(),

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use rayon::prelude::*;
 
-use crate::container::{self, Layout, Metadata};
+use crate::container::{self, FileLayout, Metadata};
 use crate::error::GgufError;
 use crate::random::{self, Rng};
 use crate::tensor::Tensor;
@@ -41,7 +41,7 @@ impl RandomTensor {
         self.tensor.bytes() / self.rows()
     }
 
-    /// The random numbers of row `row`. They do not depend on other rows.
+    /// The random numbers of row `row`, which do not depend on other rows.
     ///
     /// # Panics
     ///
@@ -58,7 +58,7 @@ impl RandomTensor {
 /// A GGUF file with random tensors, laid out.
 #[derive(Debug)]
 pub struct RandomModel {
-    layout: Layout,
+    layout: FileLayout,
     tensors: Vec<RandomTensor>,
     seed: u64,
 }
@@ -113,7 +113,7 @@ impl RandomModel {
     ///
     /// If the system refuses to write, for example because the disk is full.
     pub fn write(&self, file: &File, written: impl Fn(u64) + Sync) -> Result<(), GgufError> {
-        let Layout { head, len, .. } = &self.layout;
+        let FileLayout { head, len, .. } = &self.layout;
         // Emptied first: the padding between tensors is not written and must be zero.
         { file.set_len(0).and_then(|()| file.set_len(*len)) }
             .map_err(|error| GgufError::Reserve { len: *len, error })?;

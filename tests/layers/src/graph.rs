@@ -37,6 +37,14 @@ impl Graph {
             .is_some_and(|targets| targets.contains_key(to))
     }
 
+    /// All edges: the file that uses, the file that defines, the names of what is used.
+    pub fn edges(&self) -> impl Iterator<Item = (&Path, &Path, &BTreeSet<String>)> {
+        { self.edges.iter() }.flat_map(|(from, targets)| {
+            let targets = targets.iter();
+            targets.map(move |(to, names)| (from.as_path(), to.as_path(), names))
+        })
+    }
+
     /// All cycles; a graph without any is acyclic.
     pub fn cycles(&self) -> Vec<Cycle> {
         let files: BTreeSet<&Path> = { self.edges.iter() }

@@ -21,12 +21,14 @@
 //! The sources are parsed, not type-checked. A method call is an edge only if the file also names
 //! the type or the trait. The bodies of macro calls are read as a list of paths.
 
+mod external;
 mod graph;
 mod resolve;
 mod tree;
 mod uses;
 mod workspace;
 
+pub use external::external_paths;
 pub use graph::{Cycle, Graph};
 pub use tree::{Disk, Memory, Sources, Tree};
 pub use uses::graph;

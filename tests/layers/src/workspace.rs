@@ -9,7 +9,7 @@ use serde_json::Value;
 /// A package of the workspace.
 #[derive(Clone, Debug)]
 pub struct Package {
-    /// Its name.
+    /// The name of the package.
     pub name: String,
     /// The root files of its libraries and programs, relative to the workspace.
     pub roots: Vec<PathBuf>,

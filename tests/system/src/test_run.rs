@@ -8,7 +8,7 @@ use anyhow::Result;
 use xtask_common::cache::Cache;
 use xtask_common::dist::{self, Dist};
 use xtask_common::executor::Executor;
-use xtask_common::model::{self, Weights};
+use xtask_common::model::{self, FileType};
 use xtask_common::progress::{self, Step};
 use xtask_common::scratch::Scratch;
 use xtask_common::workspace;
@@ -240,8 +240,8 @@ impl TestRun<'_> {
     }
 
     /// A model with random weights.
-    pub(crate) fn model(&self, weights: Weights) -> Result<PathBuf> {
-        model::ensure(self.cache, &model::DEMO, weights)
+    pub(crate) fn model(&self, file_type: FileType) -> Result<PathBuf> {
+        model::ensure(self.cache, &model::DEMO, file_type)
     }
 }
 

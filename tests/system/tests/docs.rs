@@ -1,5 +1,5 @@
-//! The documentation against the sources: links, names of functions and tests, quoted messages, flags and
-//! environment variables.
+//! The documentation against the sources: links, names of functions and tests, quoted messages,
+//! flags and environment variables.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -10,7 +10,8 @@ use xtask_common::workspace;
 /// Prose has lines of at most this many characters.
 const MAX_COLUMNS: usize = 100;
 
-/// Every file of the repository with one of these extensions, with its text; paths are relative to the root.
+/// Every file of the repository with one of these extensions, with its text; paths are relative to
+/// the root.
 fn files(extensions: &[&str]) -> BTreeMap<PathBuf, String> {
     fn walk(
         folder: &Path,
@@ -184,18 +185,91 @@ fn every_relative_link_resolves() {
     assert!(broken.is_empty(), "broken links:\n{}", broken.join("\n"));
 }
 
+/// The names that a page places in a file: "`name` in `path`" and "`name` of `path`" on one line.
+fn names_in_files(text: &str) -> Vec<(&str, &str)> {
+    let mut named = Vec::new();
+    for (_, line) in prose(text) {
+        let parts: Vec<&str> = line.split('`').collect();
+        for parts in parts.windows(4).skip(1).step_by(2) {
+            let [name, between, path, _] = parts else {
+                continue;
+            };
+            let is_file = path.contains('/') && Path::new(path).extension().is_some();
+            if matches!(*between, " in " | " of ") && is_file && !path.contains('*') {
+                named.push((*name, *path));
+            }
+        }
+    }
+    named
+}
+
+/// The methods that a page names with the type: `Type::method` alone in a code span.
+fn methods(text: &str) -> Vec<(&str, &str)> {
+    let named = spans(text).into_iter().filter_map(|span| {
+        let (owner, method) = span.split_once("::")?;
+        let is_name = |name: &str| name.chars().all(|c| c.is_alphanumeric() || c == '_');
+        let is_type = owner.starts_with(|c: char| c.is_ascii_uppercase()) && is_name(owner);
+        let is_method = method.starts_with(|c: char| c.is_ascii_lowercase()) && is_name(method);
+        (is_type && is_method).then_some((owner, method))
+    });
+    named.collect()
+}
+
+/// Whether a text has a word, not as a part of a longer word.
+fn has_word(text: &str, word: &str) -> bool {
+    let is_part = |c: char| c.is_alphanumeric() || c == '_';
+    text.match_indices(word).any(|(at, _)| {
+        let (before, after) = (&text[..at], &text[at + word.len()..]);
+        !before.ends_with(is_part) && !after.starts_with(is_part)
+    })
+}
+
+/// Whether one of the sources declares the type and has a function of the method's name.
+fn is_method(sources: &BTreeMap<PathBuf, String>, owner: &str, method: &str) -> bool {
+    sources.values().any(|text| {
+        let kinds = ["struct", "enum", "trait", "type"];
+        let mut kinds = kinds.iter();
+        let declares = kinds.any(|kind| has_word(text, &format!("{kind} {owner}")));
+        declares && has_word(text, &format!("fn {method}"))
+    })
+}
+
 #[test]
-fn functions_named_in_the_architecture_exist() {
-    let text = page("docs/ARCHITECTURE.md");
-    let named = named_functions(&text);
-    assert!(
-        named.len() >= 20,
-        "only {} functions are named",
-        named.len()
-    );
-    let missing: Vec<_> = { named.iter() }
-        .filter_map(|(file, function)| missing_function(file, function))
-        .collect();
+fn functions_named_in_the_documentation_exist() {
+    let sources = files(&["rs"]);
+    let (mut of_architecture, mut placed, mut of_types) = (0, 0, 0);
+    let mut missing = Vec::new();
+    for (file, text) in files(&["md"]) {
+        // The changelog names what was, too.
+        if file == Path::new("CHANGELOG.md") {
+            continue;
+        }
+        let mut note = |what: String| missing.push(format!("{}: {what}", file.display()));
+        let named = named_functions(&text);
+        if file == Path::new("docs/ARCHITECTURE.md") {
+            of_architecture = named.len();
+        }
+        for (path, function) in named {
+            if let Some(reason) = missing_function(&path, function) {
+                note(reason);
+            }
+        }
+        for (name, path) in names_in_files(&text) {
+            placed += 1;
+            let found = fs::read_to_string(workspace::root().join(path));
+            if !found.is_ok_and(|text| has_word(&text, name)) {
+                note(format!("{path} has no {name}"));
+            }
+        }
+        for (owner, method) in methods(&text) {
+            of_types += 1;
+            if !is_method(&sources, owner, method) {
+                note(format!("no {owner} has a function {method}"));
+            }
+        }
+    }
+    assert!(of_architecture >= 20, "{of_architecture} functions");
+    assert!(placed > 0 && of_types > 0, "{placed}, {of_types}");
     assert!(missing.is_empty(), "{}", missing.join("\n"));
 }
 
@@ -286,7 +360,7 @@ fn messages_quoted_in_troubleshooting_exist() {
     assert!(missing.is_empty(), "no program says: {missing:#?}");
 }
 
-/// The names that begin with `VGPU_` in a text, where `is_name` takes what stands before and behind.
+/// The names that begin with `VGPU_` in a text.
 fn variables(text: &str) -> BTreeSet<String> {
     let is_part = |c: char| c.is_ascii_uppercase() || c.is_ascii_digit() || c == '_';
     let names = text
@@ -474,6 +548,15 @@ fn artificial_error_is_detected() {
     assert!(missing_function(file, "Endpoint::defaults").is_none());
     assert!(missing_function(file, "NoSuchType::defaults").is_some());
     assert!(missing_test(file, "defaults").is_some());
+    let text = "`gone` in `transport/src/lib.rs`, `ring` of `b.rs`; `Plan::gone` and `a::b`";
+    assert_eq!(names_in_files(text), [("gone", "transport/src/lib.rs")]);
+    assert_eq!(methods(text), [("Plan", "gone")]);
+    assert!(has_word("fn gone(", "gone") && !has_word("fn gone_by(", "gone"));
+    let sources = BTreeMap::from([(
+        PathBuf::from("a.rs"),
+        "pub trait Plan { fn profile(&self); }".to_owned(),
+    )]);
+    assert!(is_method(&sources, "Plan", "profile") && !is_method(&sources, "Plan", "timeline"));
     let programs = "tests/system/src/parts/programs.rs";
     assert!(missing_test(programs, "run").is_none());
     assert!(missing_test(programs, "gather").is_some());

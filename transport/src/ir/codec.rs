@@ -68,7 +68,7 @@ impl Writer {
     }
 }
 
-/// A decoder. It does not read behind the end.
+/// A decoder that does not read behind the end.
 #[derive(Debug)]
 pub(super) struct Reader<'a> {
     words: &'a [u32],

@@ -1,8 +1,8 @@
 //! Operators: stable ids, typed parameters, and their encoding.
 //!
-//! One table (`ops!`) declares all operators. It generates the [`Op`] enum, the [`OpKind`] ids,
-//! ggml's names and the encoding. The guest decodes the parameters from ggml's untyped `op_params`,
-//! so a change of their layout in ggml does not affect the host.
+//! One table (`ops!`) declares all operators. The table generates the [`Op`] enum, the [`OpKind`]
+//! ids, ggml's names and the encoding. The guest decodes the parameters from ggml's untyped
+//! `op_params`, so a change of their layout in ggml does not affect the host.
 
 use super::codec::{DecodeError, Reader, Word, Writer};
 

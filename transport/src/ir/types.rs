@@ -4,7 +4,7 @@ macro_rules! types {
     ($($id:literal $variant:ident $name:literal $block:literal $bytes:literal,)*) => {
         /// The element type of a tensor.
         ///
-        /// The discriminant is the id on the wire. It does not change when ggml changes `enum
+        /// The discriminant is the id on the wire. The id does not change when ggml changes `enum
         /// ggml_type`: a guest translates ggml's types by name ([`Type::from_ggml_name`]).
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
         #[repr(u8)]

@@ -88,7 +88,8 @@ impl StagingRing {
         }
     }
 
-    /// The oldest request that holds memory. Its retirement frees the next part of the ring.
+    /// The oldest request that holds memory. The retirement of this request frees the next part of
+    /// the ring.
     pub fn oldest(&self) -> Option<u64> {
         self.live.front().map(|&(request, _)| request)
     }

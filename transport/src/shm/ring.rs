@@ -10,10 +10,10 @@
 //!  record:  0 size | 4 kind | 8 request | 16 message | 20 payload | 24 offset | 32 message ... payload ...
 //! ```
 //!
-//! `head` and `tail` count bytes since the link was opened. They do not wrap: at 100 GB/s a wrap
-//! takes five years. A record is contiguous and begins on a cache line. A pad record fills the end
-//! of the ring when the next record does not fit there. A short message shares one cache line with
-//! its header.
+//! `head` and `tail` count bytes since the link was opened. The counters do not wrap: at 100 GB/s a
+//! wrap takes five years. A record is contiguous and begins on a cache line. A pad record fills the
+//! end of the ring when the next record does not fit there. A short message shares one cache line
+//! with its header.
 //!
 //! Invariants. The side that writes a word keeps its invariants, and the other side checks them:
 //!
@@ -238,7 +238,7 @@ pub struct Limits {
     pub bulk: Range<usize>,
 }
 
-/// A checked record in the ring. It stays in place until its [release](Consumer::release).
+/// A checked record in the ring, in place until its [release](Consumer::release).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Arrived {
     /// The number of the request or reply.

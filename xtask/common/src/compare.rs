@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use anyhow::{Context as _, Result};
 use serde_json::Value;
 
-use crate::model::Weights;
+use crate::model::FileType;
 
 /// One generated token and the largest log-probabilities it was chosen from.
 #[derive(Clone, Debug, PartialEq)]
@@ -41,14 +41,14 @@ impl Choice {
     }
 }
 
-/// Where two generations part.
+/// The first difference of two generations.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Parting {
+pub struct Divergence {
     /// Index of the first token that differs.
     pub at: usize,
-    /// By how much the reference preferred its own token; nothing if it did not even consider the
-    /// other one.
-    pub margin: Option<f64>,
+    /// The reference's log-probability of its own token minus that of the other token. `None` if
+    /// the reference does not list the other token.
+    pub log_probability_gap: Option<f64>,
 }
 
 /// What a comparison found.
@@ -57,7 +57,7 @@ pub struct Comparison {
     /// Tokens that were compared.
     pub tokens: usize,
     /// Where the two sides chose different tokens, if they did.
-    pub parting: Option<Parting>,
+    pub divergence: Option<Divergence>,
     /// The largest difference between log-probabilities of the same token after the same text.
     pub largest_difference: f64,
 }
@@ -67,9 +67,9 @@ pub struct Comparison {
 pub fn compare(reference: &[Choice], other: &[Choice]) -> Comparison {
     let mut comparison = Comparison {
         tokens: reference.len().min(other.len()),
-        parting: (reference.len() != other.len()).then(|| Parting {
+        divergence: (reference.len() != other.len()).then(|| Divergence {
             at: reference.len().min(other.len()),
-            margin: None,
+            log_probability_gap: None,
         }),
         largest_difference: 0.0,
     };
@@ -81,10 +81,11 @@ pub fn compare(reference: &[Choice], other: &[Choice]) -> Comparison {
             }
         }
         if a.token != b.token {
-            let margin = || Some(a.logprobs.get(&a.token)? - a.logprobs.get(&b.token)?);
-            comparison.parting = Some(Parting {
+            let log_probability_gap =
+                || Some(a.logprobs.get(&a.token)? - a.logprobs.get(&b.token)?);
+            comparison.divergence = Some(Divergence {
                 at,
-                margin: margin(),
+                log_probability_gap: log_probability_gap(),
             });
             break;
         }
@@ -97,9 +98,9 @@ pub fn compare(reference: &[Choice], other: &[Choice]) -> Comparison {
 /// ggml's CPU backend against itself, with flash attention and without, differs by 0.006 (F16) and
 /// 0.12 (Q4_K_M, whose activations are rounded to eight bits before every product) on the demo
 /// model; the bounds leave several times that for another order of summation in every op.
-pub fn tolerance(weights: Weights) -> f64 {
-    match weights {
-        Weights::F16 => 0.05,
+pub fn tolerance(file_type: FileType) -> f64 {
+    match file_type {
+        FileType::F16 => 0.05,
         // All quantised types round activations to eight bits.
         _ => 0.5,
     }
@@ -125,7 +126,7 @@ mod tests {
             choice(4, &[(4, -0.1), (9, -8.0)]),
         ];
         let comparison = compare(&a, &b);
-        assert_eq!(comparison.parting, None);
+        assert_eq!(comparison.divergence, None);
         assert_eq!(comparison.tokens, 2);
         assert!((comparison.largest_difference - 0.25).abs() < 1e-12);
     }
@@ -135,9 +136,9 @@ mod tests {
         let a = [choice(1, &[(1, -0.5), (2, -0.6)]), choice(3, &[(3, -1.0)])];
         let b = [choice(2, &[(2, -0.5), (1, -0.6)]), choice(3, &[(3, -9.0)])];
         let comparison = compare(&a, &b);
-        let parting = comparison.parting.unwrap();
-        assert_eq!(parting.at, 0);
-        assert!((parting.margin.unwrap() - 0.1).abs() < 1e-12);
+        let divergence = comparison.divergence.unwrap();
+        assert_eq!(divergence.at, 0);
+        assert!((divergence.log_probability_gap.unwrap() - 0.1).abs() < 1e-12);
         assert!((comparison.largest_difference - 0.1).abs() < 1e-12);
     }
 
@@ -146,18 +147,18 @@ mod tests {
         let a = [choice(1, &[(1, -0.5)]), choice(2, &[])];
         let far = compare(&a, &[choice(7, &[(7, -0.5)]), choice(2, &[])]);
         assert_eq!(
-            far.parting,
-            Some(Parting {
+            far.divergence,
+            Some(Divergence {
                 at: 0,
-                margin: None
+                log_probability_gap: None
             })
         );
         let short = compare(&a, &a[..1]);
         assert_eq!(
-            short.parting,
-            Some(Parting {
+            short.divergence,
+            Some(Divergence {
                 at: 1,
-                margin: None
+                log_probability_gap: None
             })
         );
     }

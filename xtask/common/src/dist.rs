@@ -79,8 +79,8 @@ pub fn build_with(cache: &Cache, cubins: Option<&Path>) -> Result<Dist> {
     Ok(Dist { plugin, vgpu })
 }
 
-/// What `cargo test --workspace` builds: another selection would have other features, and cargo would
-/// compile most crates again.
+/// What `cargo test --workspace` builds: another selection would have other features, and cargo
+/// would compile most crates again.
 pub const AS_TESTS: [&str; 5] = ["--workspace", "--lib", "--bins", "--tests", "--examples"];
 
 /// Builds the plugin and `vgpu` into `folder` as `cargo test --workspace` compiles them, from the
@@ -162,8 +162,8 @@ pub fn build_for_demo(cache: &Cache, plugin: Plugin, folder: &Path) -> Result<Di
     Ok(dist)
 }
 
-/// Runs `cargo`, which builds the plugin and, for one that is [`Plugin::Remote`], `vgpu`. Places what
-/// it built in `folder`.
+/// Runs `cargo`, which builds the plugin and, for one that is [`Plugin::Remote`], `vgpu`. Places
+/// what it built in `folder`.
 fn both(
     cargo: &mut Command,
     log: &Path,
@@ -186,7 +186,8 @@ fn both(
 
 /// The feature of `vgpu` with the kernels that the CPU engine chooses on this processor. Kernels of
 /// other instruction sets would be most of the demo's compile time. What a feature needs of the
-/// processor is in `host-kernels/cpu/src/isa.rs`; with a wrong one, the engine warns of slow kernels.
+/// processor is in `host-kernels/cpu/src/isa.rs`; with a wrong one, the engine warns of slow
+/// kernels.
 fn instruction_set() -> Option<&'static str> {
     #[cfg(target_arch = "x86_64")]
     {

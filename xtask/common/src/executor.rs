@@ -96,7 +96,8 @@ impl Executor {
             .args(["--threads", &threads.to_string()]);
         let mut daemon = Daemon::start(&mut serve, Path::new("/dev/full"))?;
         daemon.wait_until(TIMEOUT, |_| socket.exists())?;
-        // Between the file and the listening lie two system calls, of which nothing tells.
+        // The socket file appears two system calls before the executor listens. No event reports
+        // the second.
         std::thread::sleep(Duration::from_millis(200));
         Ok(Executor {
             daemon,
@@ -104,12 +105,12 @@ impl Executor {
         })
     }
 
-    /// Its process id.
+    /// The process id of the executor.
     pub fn pid(&self) -> u32 {
         self.daemon.pid()
     }
 
-    /// Sends it a signal.
+    /// Sends a signal to the executor.
     ///
     /// # Errors
     /// If it has ended.

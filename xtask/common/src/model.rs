@@ -9,7 +9,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context as _, Result};
-use vgpu_gguf::{Metadata, RandomModel, RandomTensor, Rng, Tensor, TensorType, Value};
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+use vgpu_gguf::{
+    Metadata, RandomModel, RandomTensor, Rng, Tensor, TensorType, Value, use_more_bits,
+};
+
+pub use vgpu_gguf::FileType;
 
 use crate::cache::Cache;
 use crate::llama;
@@ -22,89 +27,27 @@ const SEED: u64 = 1;
 /// Changes whenever the same arguments would give another file, so that an old cached one is not
 /// taken for it.
 const REVISION: u32 = 2;
-/// Deviation of the embedding, against about 2 for what the layers add to it: enough for a token's
-/// successor to stand out, not so much that the layers would not matter.
+/// Standard deviation of the embedding; the layers add about 2.
 const EMBEDDING_SD: f32 = 0.8;
 
-/// How the weights are stored.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum Weights {
-    /// 16-bit floats.
-    #[value(name = "f16")]
-    F16,
-    /// Blocks of 32 with 8 bits each.
-    #[value(name = "q8_0")]
-    Q8_0,
-    /// Blocks of 32 with 4 bits each.
-    #[value(name = "q4_0")]
-    Q4_0,
-    /// `Q4_K`, with `Q6_K` for some tensors.
-    #[value(name = "q4_k_m")]
-    Q4KM,
-    /// Super-blocks of 256 with 6 bits each.
-    #[value(name = "q6_k")]
-    Q6K,
-    /// Blocks of 32 with 4 bits each that index a table.
-    #[value(name = "iq4_nl")]
-    Iq4Nl,
-    /// Blocks of 32 four-bit floats with a shared exponent.
-    #[value(name = "mxfp4")]
-    Mxfp4,
+/// The type of one matrix of a model whose output matrix has the numbers of its embedding.
+fn matrix_type(file_type: FileType, role: Role, layer: u32, layers: u32) -> TensorType {
+    match role {
+        Role::Vocabulary => file_type.output(),
+        Role::Value | Role::Down if use_more_bits(layer.into(), layers.into()) => {
+            file_type.more_bits()
+        }
+        Role::Value | Role::Down | Role::Other => file_type.base(),
+    }
 }
 
-impl Weights {
-    /// The name on command lines and in file names; for a shape, the model's name.
-    pub fn name(self) -> &'static str {
-        match self {
-            Weights::F16 => "f16",
-            Weights::Q8_0 => "q8_0",
-            Weights::Q4_0 => "q4_0",
-            Weights::Q4KM => "q4_k_m",
-            Weights::Q6K => "q6_k",
-            Weights::Iq4Nl => "iq4_nl",
-            Weights::Mxfp4 => "mxfp4",
-        }
-    }
-
-    /// The value of `llama_ftype`.
-    fn file_type(self) -> u32 {
-        match self {
-            Weights::F16 => 1,
-            Weights::Q4_0 => 2,
-            Weights::Q8_0 => 7,
-            Weights::Q4KM => 15,
-            Weights::Q6K => 18,
-            Weights::Iq4Nl => 25,
-            Weights::Mxfp4 => 38,
-        }
-    }
-
-    /// The storage of one matrix. Q4_K_M is a mix: `llama-quantize` gives six bits to the output
-    /// and to an embedding that shares its numbers, and to the value and down projections of the
-    /// layers where errors hurt most. With other types of four bits it gives more to the
-    /// vocabulary alone.
-    fn matrix(self, role: Role, layer: u32, layers: u32) -> TensorType {
-        let precious = match role {
-            Role::Vocabulary => true,
-            Role::Value | Role::Down => {
-                let eighth = layers / 8;
-                layer < eighth || layer >= 7 * layers / 8 || (layer - eighth) % 3 == 2
-            }
-            Role::Other => false,
-        };
-        match (self, precious) {
-            (Weights::F16, _) => TensorType::F16,
-            (Weights::Q8_0, _) => TensorType::Q8_0,
-            (Weights::Q6K, _) => TensorType::Q6K,
-            (Weights::Q4_0 | Weights::Iq4Nl, _) if role == Role::Vocabulary => TensorType::Q6K,
-            (Weights::Mxfp4, _) if role == Role::Vocabulary => TensorType::Q8_0,
-            (Weights::Q4_0, _) => TensorType::Q4_0,
-            (Weights::Iq4Nl, _) => TensorType::Iq4Nl,
-            (Weights::Mxfp4, _) => TensorType::Mxfp4,
-            (Weights::Q4KM, true) => TensorType::Q6K,
-            (Weights::Q4KM, false) => TensorType::Q4K,
-        }
-    }
+/// Parses the name of a [`FileType`] on a command line.
+pub fn file_type_parser() -> impl TypedValueParser<Value = FileType> {
+    let names = FileType::ALL.map(FileType::name);
+    PossibleValuesParser::new(names).map(|name| {
+        let named = FileType::ALL.into_iter().find(|one| one.name() == name);
+        named.expect("the parser accepts these names only")
+    })
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -197,7 +140,7 @@ impl Shape {
     /// token has a successor that the model is fairly sure of. Trained models are; the logits of a
     /// purely random one lie so close together that rounding alone, which no two implementations
     /// share, would decide between the first two every few tokens.
-    fn tensors(&self, weights: Weights, vocabulary: u32, seed: u64) -> Vec<RandomTensor> {
+    fn tensors(&self, file_type: FileType, vocabulary: u32, seed: u64) -> Vec<RandomTensor> {
         let (d, ff, kv) = (
             self.embedding,
             self.feed_forward,
@@ -207,7 +150,7 @@ impl Shape {
             tensor: Tensor {
                 name,
                 dims: vec![inputs, outputs],
-                kind: weights.matrix(role, layer, self.layers),
+                kind: matrix_type(file_type, role, layer, self.layers),
             },
             mean: 0.0,
             // Keeps the deviation of the activations, as a trained model roughly does.
@@ -261,11 +204,11 @@ impl Shape {
         all
     }
 
-    fn metadata(&self, weights: Weights, vocabulary: u32, tokenizer: Metadata) -> Metadata {
+    fn metadata(&self, file_type: FileType, vocabulary: u32, tokenizer: Metadata) -> Metadata {
         let mut m = Metadata::default();
         m.set("general.architecture", "llama");
         m.set("general.name", self.name);
-        m.set("general.file_type", weights.file_type());
+        m.set("general.file_type", file_type.id());
         m.set("llama.vocab_size", vocabulary);
         m.set("llama.context_length", self.context);
         m.set("llama.embedding_length", self.embedding as u32);
@@ -284,18 +227,26 @@ impl Shape {
 ///
 /// # Errors
 /// If the vocabulary cannot be fetched or read, or the file system refuses.
-pub fn ensure(cache: &Cache, shape: &Shape, weights: Weights) -> Result<PathBuf> {
+pub fn ensure(cache: &Cache, shape: &Shape, file_type: FileType) -> Result<PathBuf> {
     let name = format!(
         "{}-{}-seed{SEED}-r{REVISION}.gguf",
         shape.name,
-        weights.name()
+        file_type.name()
     );
     let vocabulary = llama::source(cache)?.join(VOCABULARY);
-    cache.file(&name, |path| write(path, shape, weights, &vocabulary, SEED))
+    cache.file(&name, |path| {
+        write(path, shape, file_type, &vocabulary, SEED)
+    })
 }
 
 /// Writes the model to `path`; `vocabulary` is a GGUF file whose tokenizer it takes over.
-fn write(path: &Path, shape: &Shape, weights: Weights, vocabulary: &Path, seed: u64) -> Result<()> {
+fn write(
+    path: &Path,
+    shape: &Shape,
+    file_type: FileType,
+    vocabulary: &Path,
+    seed: u64,
+) -> Result<()> {
     let source = File::open(vocabulary)
         .with_context(|| format!("opening the vocabulary {}", vocabulary.display()))?;
     let tokenizer = Metadata::read(&mut BufReader::new(source))
@@ -306,8 +257,8 @@ fn write(path: &Path, shape: &Shape, weights: Weights, vocabulary: &Path, seed: 
     };
     let tokens = u32::try_from(tokens.len()).context("counting the tokens")?;
 
-    let metadata = shape.metadata(weights, tokens, tokenizer);
-    let tensors = shape.tensors(weights, tokens, seed);
+    let metadata = shape.metadata(file_type, tokens, tokenizer);
+    let tensors = shape.tensors(file_type, tokens, seed);
     let count = tensors.len();
     let model = RandomModel::new(&metadata, tensors, seed)
         .with_context(|| format!("laying out {}", shape.name))?;
@@ -316,7 +267,7 @@ fn write(path: &Path, shape: &Shape, weights: Weights, vocabulary: &Path, seed: 
         &format!(
             "writing {} {}: {:.0} M random parameters, {count} tensors",
             shape.name,
-            weights.name(),
+            file_type.name(),
             model.parameters() as f64 / 1e6,
         ),
         model.file_bytes(),
@@ -374,7 +325,7 @@ mod tests {
         let vocabulary = vocabulary(scratch.path());
         let made = |name: &str, seed| {
             let path = scratch.path().join(name);
-            write(&path, &TINY, Weights::Q4KM, &vocabulary, seed).unwrap();
+            write(&path, &TINY, FileType::Q4KM, &vocabulary, seed).unwrap();
             std::fs::read(path).unwrap()
         };
         let (first, again, other) = (made("a", 1), made("b", 1), made("c", 2));
@@ -391,7 +342,7 @@ mod tests {
     fn the_q4_k_m_mix_is_that_of_llama_quantize() {
         let six_bits = |role| {
             (0..12)
-                .filter(|&l| Weights::Q4KM.matrix(role, l, 12) == TensorType::Q6K)
+                .filter(|&l| matrix_type(FileType::Q4KM, role, l, 12) == TensorType::Q6K)
                 .collect::<Vec<_>>()
         };
         // Of twelve layers: the first eighth, the last eighth, and every third between.
@@ -399,18 +350,18 @@ mod tests {
         assert_eq!(six_bits(Role::Value), six_bits(Role::Down));
         assert!(six_bits(Role::Other).is_empty());
         assert_eq!(
-            Weights::Q4KM.matrix(Role::Vocabulary, 0, 12),
+            matrix_type(FileType::Q4KM, Role::Vocabulary, 0, 12),
             TensorType::Q6K
         );
         assert_eq!(
-            Weights::F16.matrix(Role::Vocabulary, 0, 12),
+            matrix_type(FileType::F16, Role::Vocabulary, 0, 12),
             TensorType::F16
         );
     }
 
     #[test]
     fn output_rows_are_permuted_embedding_rows() {
-        let all = TINY.tensors(Weights::F16, 100, 1);
+        let all = TINY.tensors(FileType::F16, 100, 1);
         let (embedding, output) = (&all[0], all.last().unwrap());
         let order = output.order.as_ref().unwrap();
         let mut sorted = order.to_vec();
@@ -430,7 +381,7 @@ mod tests {
     #[test]
     fn model_sizes_match_their_names() {
         for (shape, millions) in [(DEMO, 153.0), (BENCH, 256.0), (LARGE, 1100.0)] {
-            let tensors = shape.tensors(Weights::F16, 32_000, 1);
+            let tensors = shape.tensors(FileType::F16, 32_000, 1);
             let parameters: u64 = tensors.iter().map(|p| p.tensor.elements()).sum();
             assert_eq!((parameters as f64 / 1e6).round(), millions);
         }
@@ -443,39 +394,39 @@ mod tests {
         let vocabulary = vocabulary(scratch.path());
         let sums = [
             (
-                Weights::F16,
+                FileType::F16,
                 "9ce279584871324ab0a899079b0ac04064f4fe2f6c8ad2746de592a125ee73a0",
             ),
             (
-                Weights::Q8_0,
+                FileType::Q8_0,
                 "36faa27df8b035bb5a012644bda881be4acd73f514453397fdd89ba54b85f884",
             ),
             (
-                Weights::Q4_0,
+                FileType::Q4_0,
                 "293356b8302fc2157ee4bf9ee543163804b4142a3226f2a0ccef883597754820",
             ),
             (
-                Weights::Q4KM,
+                FileType::Q4KM,
                 "47b3da0639c23f3fbe0b9daccc6ae879e440c49529b1397151f31c901cd226a5",
             ),
             (
-                Weights::Q6K,
+                FileType::Q6K,
                 "80de38ccaf93a230ecbf025722e981ef9a6d3fe1918166eb9891fe5547be2073",
             ),
             (
-                Weights::Iq4Nl,
+                FileType::Iq4Nl,
                 "c011bcbc5aa645948e271a695999b4980b5de72113acedd3721d39f7a5f93be5",
             ),
             (
-                Weights::Mxfp4,
+                FileType::Mxfp4,
                 "6f1f0b53d46db562901ab674e751347fa610a9306728e5b2954467922ccd7444",
             ),
         ];
-        for (weights, sum) in sums {
-            let path = scratch.path().join(weights.name());
-            write(&path, &TINY, weights, &vocabulary, SEED).unwrap();
+        for (file_type, sum) in sums {
+            let path = scratch.path().join(file_type.name());
+            write(&path, &TINY, file_type, &vocabulary, SEED).unwrap();
             let hash = blake3::hash(&std::fs::read(path).unwrap()).to_hex();
-            assert_eq!((REVISION, hash.as_str()), (2, sum), "{weights:?}");
+            assert_eq!((REVISION, hash.as_str()), (2, sum), "{file_type:?}");
         }
     }
 }

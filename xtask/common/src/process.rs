@@ -188,7 +188,7 @@ impl Daemon {
         })
     }
 
-    /// What it has written so far.
+    /// The output of the program so far.
     pub fn log(&self) -> String {
         read(&self.log)
     }
@@ -248,7 +248,7 @@ impl Daemon {
         self.signal(Signal::KILL)
     }
 
-    /// Its process id.
+    /// The process id of the program.
     pub fn pid(&self) -> u32 {
         self.child.0.id()
     }
@@ -292,7 +292,8 @@ impl Daemon {
     }
 }
 
-/// A program that is talked with: a line each way at a time. Its stderr goes to a log.
+/// A program that is talked with: a line each way at a time. The stderr of the program goes to a
+/// log.
 #[derive(Debug)]
 pub struct Dialogue {
     child: Owned,
@@ -367,7 +368,7 @@ impl Dialogue {
         writeln!(stdin, "{line}").with_context(|| format!("talking to {}", self.name))
     }
 
-    /// Its process id.
+    /// The process id of the program.
     pub fn pid(&self) -> u32 {
         self.child.0.id()
     }

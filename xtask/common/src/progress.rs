@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 
-/// How often a step that is not shown on a terminal says that it is alive.
-const STILL_ALIVE: Duration = Duration::from_secs(30);
+/// The interval of progress lines where standard error is no terminal.
+const LINE_INTERVAL: Duration = Duration::from_secs(30);
 
 /// All moving lines: one step may be part of another.
 static BARS: LazyLock<MultiProgress> = LazyLock::new(MultiProgress::new);
@@ -85,7 +85,7 @@ impl Step {
     pub fn note(&self, message: &str) {
         match &self.bar {
             Some(bar) => bar.set_message(message.to_owned()),
-            None => self.say_alive(0, || message.to_owned()),
+            None => self.say_progress(0, || message.to_owned()),
         }
     }
 
@@ -93,14 +93,14 @@ impl Step {
     pub fn advance(&self, amount: u64) {
         match &self.bar {
             Some(bar) => bar.inc(amount),
-            None => self.say_alive(amount, String::new),
+            None => self.say_progress(amount, String::new),
         }
     }
 
-    fn say_alive(&self, amount: u64, message: impl Fn() -> String) {
+    fn say_progress(&self, amount: u64, message: impl Fn() -> String) {
         let mut plain = self.plain.lock().expect("no panic while holding it");
         plain.position += amount;
-        if plain.last_line.elapsed() < STILL_ALIVE {
+        if plain.last_line.elapsed() < LINE_INTERVAL {
             return;
         }
         plain.last_line = Instant::now();

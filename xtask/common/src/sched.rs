@@ -65,10 +65,10 @@ pub fn count_by_device(nodes: &[ScheduledNode]) -> BTreeMap<&str, usize> {
     counts
 }
 
-/// The nodes on ggml's CPU that ought to be on the device. llama.cpp keeps tables of embeddings in
-/// the host's memory, whatever the device can do, and has the CPU compute what reads them: these
-/// are in order.
-pub fn strays(nodes: &[ScheduledNode]) -> Vec<&ScheduledNode> {
+/// Nodes that ggml's CPU backend computes and VGPU0 should compute. Nodes that read a table of
+/// embeddings are not among these: llama.cpp keeps such tables in the host's memory, whatever the
+/// device can do.
+pub fn misplaced(nodes: &[ScheduledNode]) -> Vec<&ScheduledNode> {
     let lookup = |node: &ScheduledNode| node.op == "GET_ROWS" && node.name.contains("embd");
     let table = [
         "token_embd.weight",
@@ -131,9 +131,9 @@ node # 21 (FLASH_ATTN):              node_21 (   3K) [VGPU0         ] use=1,c=1:
             );
             vec![parse(&line).unwrap().1]
         };
-        assert!(strays(&node("  token_embd.weight ( 128K) [  CPU ]")).is_empty());
+        assert!(misplaced(&node("  token_embd.weight ( 128K) [  CPU ]")).is_empty());
         assert_eq!(
-            strays(&node("           inp_embd ( 128K) [  CPU ]")).len(),
+            misplaced(&node("           inp_embd ( 128K) [  CPU ]")).len(),
             1
         );
     }
@@ -141,8 +141,8 @@ node # 21 (FLASH_ATTN):              node_21 (   3K) [VGPU0         ] use=1,c=1:
     #[test]
     fn only_the_embedding_may_stay_on_the_cpu() {
         let nodes = last_graph(LOG);
-        let strays = strays(&nodes);
-        assert_eq!(strays.len(), 1);
-        assert_eq!(strays[0].name, "result_output");
+        let misplaced = misplaced(&nodes);
+        assert_eq!(misplaced.len(), 1);
+        assert_eq!(misplaced[0].name, "result_output");
     }
 }

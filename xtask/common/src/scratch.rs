@@ -7,7 +7,7 @@ use std::path::Path;
 use anyhow::{Context as _, Result};
 use tempfile::TempDir;
 
-/// A folder that only this user can enter, removed on drop. Its path is short: a Unix socket's
+/// A folder that only this user can enter, removed on drop. The path is short: a Unix socket's
 /// path has at most 107 bytes.
 #[derive(Debug)]
 pub struct Scratch {

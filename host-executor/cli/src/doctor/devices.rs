@@ -8,7 +8,8 @@ use vgpu_transport::link::pci::discover::{Kind, SYSFS, all};
 
 use super::report::Report;
 
-/// Time without a heartbeat after which an executor counts as dead. It beats once a second.
+/// Time without a heartbeat after which an executor counts as dead. A live executor beats once a
+/// second.
 const BEAT: Duration = Duration::from_secs(3);
 
 pub(super) fn check(report: &mut Report) {

@@ -201,9 +201,8 @@ mod tests {
 
     #[test]
     fn table_shows_available_values_when_others_are_missing() {
-        let name = format!("vgpu-gpu-check-{}", std::process::id());
-        let folder = std::env::temp_dir().join(name);
-        fs::create_dir(&folder).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let folder = folder.path();
         let write = |name: &str, text: &str| fs::write(folder.join(name), text).unwrap();
         write(
             "parts.tsv",
@@ -218,7 +217,7 @@ mod tests {
             r#"[{"n_prompt": 0, "n_gen": 128, "avg_ts": 150.0}]"#,
         );
         write("bench-vgpu-half.json", r#"[{"n_prompt": 512"#);
-        assert!(!print(&folder).unwrap());
+        assert!(!print(folder).unwrap());
         let summary = read(&folder.join("summary.json")).unwrap();
         let summary: Value = serde_json::from_str(&summary).unwrap();
         assert_eq!(summary["parts"].as_array().unwrap().len(), 3);
@@ -250,7 +249,7 @@ mod tests {
             &parts("check\t0\t1.5\nops\t1\t2\n"),
             &check,
             Some(&ops),
-            &speeds(&folder).unwrap(),
+            &speeds(folder).unwrap(),
         );
         for wanted in [
             "ok",
@@ -269,6 +268,5 @@ mod tests {
             assert!(table.contains(wanted), "{wanted}: {table}");
         }
         assert!(!table.contains("half"), "{table}");
-        fs::remove_dir_all(&folder).unwrap();
     }
 }

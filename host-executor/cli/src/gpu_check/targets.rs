@@ -376,16 +376,12 @@ mod tests {
     use super::*;
 
     /// A folder with these files, and the report about it.
-    fn tables_of(name: &str, files: &[(&str, &str)], is_small: bool) -> (String, Value) {
-        let name = format!("vgpu-targets-{name}-{}", std::process::id());
-        let folder = std::env::temp_dir().join(name);
-        fs::create_dir(&folder).unwrap();
+    fn tables_of(files: &[(&str, &str)], is_small: bool) -> (String, Value) {
+        let folder = tempfile::tempdir().unwrap();
         for (name, text) in files {
-            fs::write(folder.join(name), text).unwrap();
+            fs::write(folder.path().join(name), text).unwrap();
         }
-        let both = tables(&folder, is_small);
-        fs::remove_dir_all(&folder).unwrap();
-        both.unwrap()
+        tables(folder.path(), is_small).unwrap()
     }
 
     fn goal<'a>(report: &'a Value, what: &str) -> &'a Value {
@@ -402,7 +398,6 @@ mod tests {
             )
         };
         let (text, report) = tables_of(
-            "sheet",
             &[
                 ("parts.tsv", "plan-8b\t0\t3.0\nwrite-70b\t124\t60\n"),
                 (
@@ -454,7 +449,6 @@ mod tests {
     #[test]
     fn unknown_device_is_judged_by_its_measured_rates() {
         let (_, report) = tables_of(
-            "measured",
             &[
                 ("parts.tsv", ""),
                 (

@@ -223,14 +223,11 @@ mod tests {
     use super::*;
 
     /// A folder of one test.
-    struct Scratch(PathBuf);
+    struct Scratch(tempfile::TempDir);
 
     impl Scratch {
-        fn new(test: &str) -> Scratch {
-            let path =
-                std::env::temp_dir().join(format!("vgpu-files-{test}-{}", std::process::id()));
-            fs::create_dir(&path).expect("a new folder");
-            Scratch(path)
+        fn new() -> Scratch {
+            Scratch(tempfile::tempdir().expect("a new folder"))
         }
 
         fn all(&self) -> Vec<String> {
@@ -249,28 +246,22 @@ mod tests {
                 }
             }
             let mut all = Vec::new();
-            walk(&self.0, &self.0, &mut all);
+            walk(self.0.path(), self.0.path(), &mut all);
             all.sort();
             all
         }
     }
 
-    impl Drop for Scratch {
-        fn drop(&mut self) {
-            let _ = fs::remove_dir_all(&self.0);
-        }
-    }
-
     fn change<'a>(scratch: &Scratch, target: &str, contents: &'a str) -> Change<'a> {
         Change {
-            target: scratch.0.join(target),
+            target: scratch.0.path().join(target),
             contents: contents.as_bytes(),
         }
     }
 
     #[test]
     fn files_are_installed_and_removed_together() {
-        let scratch = Scratch::new("together");
+        let scratch = Scratch::new();
         let changes = [
             change(&scratch, "a/b/one", "1"),
             change(&scratch, "c/two", "2"),
@@ -282,20 +273,21 @@ mod tests {
         assert!(!again[0].is_done());
         write(&again).expect("the file is replaced");
         assert_eq!(
-            fs::read_to_string(scratch.0.join("a/b/one")).expect("a file"),
+            fs::read_to_string(scratch.0.path().join("a/b/one")).expect("a file"),
             "3"
         );
 
-        fs::write(scratch.0.join("c/other"), "").expect("a file");
-        remove(&["a/b/one", "c/two"].map(|name| scratch.0.join(name))).expect("they are there");
+        fs::write(scratch.0.path().join("c/other"), "").expect("a file");
+        remove(&["a/b/one", "c/two"].map(|name| scratch.0.path().join(name)))
+            .expect("they are there");
         assert_eq!(scratch.all(), ["a", "c", "c/other"]);
     }
 
     #[test]
     fn failed_installation_restores_all_files() {
-        let scratch = Scratch::new("half");
+        let scratch = Scratch::new();
         write(&[change(&scratch, "a/one", "old")]).expect("room for a file");
-        fs::create_dir_all(scratch.0.join("d/two")).expect("a folder in the way");
+        fs::create_dir_all(scratch.0.path().join("d/two")).expect("a folder in the way");
         let before = scratch.all();
 
         // Detected before anything is changed.
@@ -310,7 +302,7 @@ mod tests {
         );
         assert_eq!(scratch.all(), before);
         assert_eq!(
-            fs::read_to_string(scratch.0.join("a/one")).expect("a file"),
+            fs::read_to_string(scratch.0.path().join("a/one")).expect("a file"),
             "old"
         );
 
@@ -323,28 +315,28 @@ mod tests {
         write(&changes).expect_err("the second rename of one file");
         assert_eq!(scratch.all(), before, "the new folder is gone too");
         assert_eq!(
-            fs::read_to_string(scratch.0.join("a/one")).expect("a file"),
+            fs::read_to_string(scratch.0.path().join("a/one")).expect("a file"),
             "old"
         );
 
-        let error = remove(&["a/one", "a/none"].map(|name| scratch.0.join(name)));
+        let error = remove(&["a/one", "a/none"].map(|name| scratch.0.path().join(name)));
         error.expect_err("one is not there");
         assert_eq!(scratch.all(), before);
     }
 
     #[test]
     fn leftover_temporary_files_are_accepted_and_concurrent_installations_are_refused() {
-        let scratch = Scratch::new("killed");
+        let scratch = Scratch::new();
         for name in [NEW, OLD] {
-            fs::write(scratch.0.join(name), "half").expect("a file");
+            fs::write(scratch.0.path().join(name), "half").expect("a file");
         }
         write(&[change(&scratch, "one", "1")]).expect("room for a file");
         assert_eq!(scratch.all(), ["one"]);
 
-        let lock = Lock::take(&scratch.0).expect("nobody has it");
-        let error = Lock::take(&scratch.0).expect_err("it is taken");
+        let lock = Lock::take(scratch.0.path()).expect("nobody has it");
+        let error = Lock::take(scratch.0.path()).expect_err("it is taken");
         assert!(error.to_string().contains("is running"), "{error}");
         drop(lock);
-        Lock::take(&scratch.0).expect("it was given back");
+        Lock::take(scratch.0.path()).expect("it was given back");
     }
 }

@@ -9,7 +9,7 @@ use tracing_subscriber::util::SubscriberInitExt as _;
 use tracing_subscriber::{Registry, fmt, reload};
 use vgpu_executor::config::{LogFormat, Settings};
 
-/// The log. Its filter can be changed.
+/// The log, with a filter that can be changed.
 pub(super) struct Logging {
     filter: reload::Handle<Targets, Registry>,
 }

@@ -67,8 +67,8 @@ pub(super) fn isolate_files(engine: EngineKind) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Takes from a supervisor what it does not need to start and to watch processes. It opens its
-/// sockets before.
+/// Takes from a supervisor what it does not need to start and to watch processes. A supervisor
+/// opens its sockets before.
 pub(super) fn confine_supervisor(is_disabled: bool) -> anyhow::Result<Confined> {
     if is_disabled {
         warn!("no sandbox: --no-sandbox");

@@ -25,6 +25,7 @@ use vgpu_transport::link::socket_file::{DEFAULT_MODE, SocketFile, SocketFileErro
 use vgpu_transport::shm::doorbell::new_eventfd;
 use vgpu_transport::shm::memory::sealed_file;
 
+use super::accept::accept_first;
 use super::options::VmOptions;
 use crate::listener::{GuestListener, IncomingGuest, wait_readable};
 use device::{BAR0_SIZE, CONFIG_SIZE, Function};
@@ -68,20 +69,11 @@ impl VfioUserListener {
     /// one.
     fn accept_monitor(&mut self, timeout: Duration) -> io::Result<()> {
         wait_readable(&self.listener, timeout)?;
-        let socket = match self.listener.accept() {
-            Ok((socket, _)) => socket,
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
-            Err(error) => return Err(error),
+        let has_device = self.machine.is_some();
+        let Some(socket) = accept_first(&self.listener, &self.options, has_device)? else {
+            return Ok(());
         };
         let vm = &self.options.name;
-        if self.machine.is_some() {
-            warn!(
-                vm,
-                "a second monitor at {} is disconnected: each virtual machine needs its own --vm",
-                self.options.socket.display()
-            );
-            return Ok(());
-        }
         match self.serve(socket) {
             Ok(machine) => {
                 info!(

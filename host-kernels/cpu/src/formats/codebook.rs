@@ -4,11 +4,12 @@
 //! on an importance matrix, so there are no reference bytes. These quantisers minimise the sum of
 //! squared errors:
 //!
-//! 1. For each sub-block, try a range of scales. For each scale, every eight values take the nearest
-//!    entry of the codebook, and the scale becomes the best one for these quants (least squares).
-//! 2. The largest scale determines the scale of the block. Each sub-block takes the multiple of this
-//!    scale, and the entries for it, with the smallest error. The scale of the block becomes the best
-//!    one for all quants.
+//! 1. For each sub-block, try a range of scales. For each scale, every eight values take the
+//!    nearest entry of the codebook, and the scale becomes the best one for these quants (least
+//!    squares).
+//! 2. The largest scale determines the scale of the block. Each sub-block takes the multiple of
+//!    this scale, and the entries for it, with the smallest error. The scale of the block becomes
+//!    the best one for all quants.
 
 use std::sync::LazyLock;
 
@@ -249,7 +250,7 @@ pub(super) fn fit<W: Fn(&[f32; 8]) -> Octet>(x: &[f32; 256], range: QuantRange, 
     })
 }
 
-/// A block to be fitted. It is a task, so that it is compiled for the best instruction set.
+/// A block to be fitted, as a task, so that the fit is compiled for the best instruction set.
 struct FitBlock<'a, W> {
     x: [f32; 256],
     range: QuantRange,

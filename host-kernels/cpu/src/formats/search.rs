@@ -1,7 +1,7 @@
 //! Searches for the scales of a block, shared by several formats.
 //!
-//! They use the floating-point operations of ggml's reference in the same order and in single
-//! precision, because the bytes of a quantised model must be those of ggml.
+//! The searches use the floating-point operations of ggml's reference in the same order and in
+//! single precision, because the bytes of a quantised model must be those of ggml.
 
 use super::grids::{FP4_VALUES, IQ4_VALUES};
 
@@ -25,7 +25,7 @@ pub(super) struct ScaleFit {
     pub(super) scales: [u8; 8],
     /// Six-bit minimums.
     pub(super) mins: [u8; 8],
-    /// The quants of the best fit. They are used if the rounded scale is 0.
+    /// The quants of the best fit, used if the rounded scale is 0.
     pub(super) q: [u8; 256],
 }
 

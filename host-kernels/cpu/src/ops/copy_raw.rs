@@ -19,8 +19,8 @@ const TILE_SIDE: usize = 32;
 /// source and `dst_step` bytes apart in the destination.
 ///
 /// # Safety
-/// The elements are readable at `src` and writable at `dst`. They may overlap: then an element may
-/// be read after it was written.
+/// The elements are readable at `src` and writable at `dst`. The two may overlap: then an element
+/// may be read after it was written.
 pub(super) unsafe fn copy_line(
     dst: *mut u8,
     dst_step: usize,

@@ -217,7 +217,7 @@ impl<const N: usize, M: Map<N>> PtrTask for Apply<N, M> {
     }
 }
 
-/// Buffers for converted elements. They are not initialised, since most lines do not need them.
+/// Buffers for converted elements, not initialised, since most lines do not need the buffers.
 type Stages<const N: usize> = [MaybeUninit<[f32; STAGE]>; N];
 
 fn empty_stages<const N: usize>() -> Stages<N> {

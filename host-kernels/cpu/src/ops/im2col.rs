@@ -186,7 +186,8 @@ fn im2col_back(dst: View, grad: View, patches: Patches, images: Images, is_2d: b
                         let tap = grad.row_ptr(index);
                         let tap = gradient.at(tap, (c * kh + ky) * kw + kx);
                         let mut value = 0.0;
-                        // SAFETY: a patch has `channels * kh * kw` elements, and the index is below that.
+                        // SAFETY: a patch has `channels * kh * kw` elements, and the index is below
+                        // that.
                         unsafe { gradient.load(tap, 1, &mut value) };
                         sum += value;
                     }

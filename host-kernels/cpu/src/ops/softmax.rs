@@ -15,7 +15,7 @@ pub(super) fn rules() -> Vec<Rule> {
     vec![Rule::new(OpKind::SoftMax, f32, &[f32, masks, f32])]
 }
 
-/// Elements that are processed at once. Their mask is converted on the stack.
+/// Elements that are processed at once. The mask of these elements is converted on the stack.
 const CHUNK: usize = 512;
 
 /// The factor of the mask for each head (ALiBi, "attention with linear biases"): slopes decrease

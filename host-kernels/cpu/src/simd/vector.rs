@@ -49,9 +49,9 @@ const fn is_access(name: &str) -> bool {
 /// Kernels use the methods, which take `self` and return [`Lanes`].
 ///
 /// # Safety
-/// The functions whose names begin with `v_` are the raw operations on registers. Their contract is
-/// that the processor has the instructions of the type, and what the function adds to that. A value
-/// of the type proves the first part.
+/// The functions whose names begin with `v_` are the raw operations on registers. The contract of
+/// these functions is that the processor has the instructions of the type, and what the function
+/// adds to that. A value of the type proves the first part.
 #[allow(clippy::missing_safety_doc)] // see above
 pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// A register of `LANES` floats.

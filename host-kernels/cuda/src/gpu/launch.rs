@@ -191,7 +191,8 @@ impl<'a> TimedEvent<'a> {
     /// # Errors
     /// [`EngineError::Device`] if the driver reports an error, of this call or of earlier work.
     fn record(&self) -> Result<(), EngineError> {
-        // SAFETY: event and stream are of the same context, and alive.
+        // SAFETY: this object owns the event and borrows the stream, and both are of the stream's
+        // context.
         let code = unsafe { sys::cuEventRecord(self.raw, self.stream.raw()) };
         self.stream.context().check("cuEventRecord", code)
     }

@@ -115,8 +115,8 @@ impl DeviceMemory {
         }
     }
 
-    /// `size` zero bytes of host memory, at least 1, that the GPU reads and writes. They stay until
-    /// the context is destroyed.
+    /// `size` zero bytes of host memory, at least 1, that the GPU reads and writes. The bytes stay
+    /// until the context is destroyed.
     ///
     /// # Errors
     /// [`EngineError::Device`] if the driver cannot lock or map the pages.

@@ -40,7 +40,7 @@ pub(crate) struct Products<'a> {
     pub(crate) q8: Option<Q8Activations>,
     /// The expert of each slot of a token, if the weights are experts.
     pub(crate) ids: VgView,
-    /// The products. Their weights have the same type and row length.
+    /// The products, whose weights have the same type and row length.
     pub(crate) products: &'a [Product],
     /// A unit of the first of two products, gated by the second: REGLU, GEGLU, SWIGLU, or
     /// SWIGLU_OAI with alpha and limit.

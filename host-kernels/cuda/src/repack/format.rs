@@ -73,7 +73,7 @@ impl Block {
 /// The repacked format of a tensor: adjacent matrices of blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct RepackFormat {
-    /// Its type.
+    /// The type of the weights.
     pub(crate) ty: Type,
     /// The number of blocks of a matrix.
     blocks: u64,
@@ -85,11 +85,11 @@ pub(crate) struct RepackFormat {
 pub(crate) struct Part {
     /// The number of blocks.
     pub(crate) blocks: u64,
-    /// Their bytes in ggml's format.
+    /// The bytes of the blocks in ggml's format.
     pub(crate) whole: Range<u64>,
-    /// Their quants, repacked.
+    /// The quants of the blocks, repacked.
     pub(crate) quants: Range<u64>,
-    /// Their scales, repacked.
+    /// The scales of the blocks, repacked.
     pub(crate) scales: Range<u64>,
 }
 

@@ -283,9 +283,9 @@ fn overlapping_memory_does_not_depend_on_block_order() {
     }
 }
 
-/// A block without work items in some stages passes these without waiting. It must not use expert
-/// ids that the stages before it are still writing: this displaced graph, in this order of blocks,
-/// made it prefetch weights of other experts.
+/// A block without work items in some stages passes these without waiting. Such a block must not
+/// use expert ids that the stages before it are still writing: this displaced graph, in this order
+/// of blocks, made it prefetch weights of other experts.
 #[test]
 fn expert_weights_are_prefetched_after_routing() {
     let mut below = random(11);

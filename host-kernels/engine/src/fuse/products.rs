@@ -102,7 +102,7 @@ impl Term {
         self.nodes().map(|at| graph.dst(&graph.nodes[at]))
     }
 
-    /// Its final result.
+    /// The final result of the group.
     fn result<'g>(&self, finder: &Finder<'g>) -> &'g Tensor {
         finder.dst(self.add.unwrap_or(self.product))
     }

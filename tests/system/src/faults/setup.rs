@@ -11,7 +11,7 @@ use xtask_common::cache::Cache;
 use xtask_common::dist::Dist;
 use xtask_common::executor::{self, Executor};
 use xtask_common::llama;
-use xtask_common::model::{self, Weights};
+use xtask_common::model::{self, FileType};
 use xtask_common::scratch::Scratch;
 
 /// Tokens of one generation.
@@ -51,7 +51,7 @@ impl<'a> Setup<'a> {
     /// Builds the guest program and generates the reference without the plugin.
     pub(crate) fn new(cache: &'a Cache, dist: &'a Dist, counts: Counts) -> Result<Setup<'a>> {
         let bin = llama::build(cache, llama::Stage::Tools)?;
-        let model = model::ensure(cache, &model::TINY, Weights::F16)?;
+        let model = model::ensure(cache, &model::TINY, FileType::F16)?;
         let scratch = Scratch::new()?;
         let program = Program::build(cache, &bin, &model, scratch.path())?;
         let mut alone = Guest::start(&program, None, &cache.log("faults-reference"))?;

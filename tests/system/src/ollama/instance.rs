@@ -24,7 +24,7 @@ pub(crate) struct Settings {
     pub(crate) environment: Vec<(&'static str, String)>,
 }
 
-/// An Ollama with the plugin installed. Its server is killed on drop.
+/// An Ollama with the plugin installed. The server is killed on drop.
 #[derive(Debug)]
 pub(crate) struct Instance {
     root: PathBuf,

@@ -227,6 +227,8 @@ fn render(findings: &Findings, published: &Path) -> Result<String> {
          - **CPU**: cases whose result agrees with ggml's CPU backend.\n\
          - **f64**: cases that ggml's CPU backend cannot compute, and whose result agrees with our reference\n\
          \x20\x20in double precision (`tests/programs/reference.cpp`).\n\
+         - `test` runs more cases than `support` lists, so CPU plus f64 can exceed cases. `test` runs\n\
+         \x20\x20{run} cases in all, fused operators included.\n\
          - The other columns: percentages that ggml {release} publishes about other backends (`docs/ops/*.csv`\n\
          \x20\x20in llama.cpp; the lists differ in age). The {shown} backends with the most cases are shown.\n\n\
          Several results are correct for floats written to the codebook formats (IQ1, IQ2, IQ3), so these\n\
@@ -235,6 +237,7 @@ fn render(findings: &Findings, published: &Path) -> Result<String> {
          Not supported by design: `MAP_CUSTOM1` to `MAP_CUSTOM3` and `CUSTOM`, which call functions of the\n\
          guest program by their address.\n\n",
         release = findings.release,
+        run = findings.with_cpu.totals().all(),
         shown = others.len(),
     );
     let mut header = String::from("| op | cases | VGPU0 | CPU | f64 |");
@@ -360,6 +363,7 @@ mod tests {
             "| ABS | 1 | 100 | 1 | 0 | 50 |",
             "| SUM | 1 | 100 | 0 | 1 | – |",
             "| ABS_SUM | 1 | 1 |",
+            "  3 cases in all, fused operators included.",
         ] {
             assert!(text.contains(&format!("\n{line}\n")), "{line} in\n{text}");
         }

@@ -12,7 +12,7 @@ use crate::llama_server::Server;
 use xtask_common::dist::Dist;
 use xtask_common::executor::Executor;
 use xtask_common::llama;
-use xtask_common::model::Weights;
+use xtask_common::model::FileType;
 use xtask_common::node::Node;
 use xtask_common::node_llama::{self, Backend};
 use xtask_common::process::{self, Dialogue};
@@ -32,7 +32,11 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
     let Some(dist) = tests.dist() else { return };
     let programs = tests.prepare("real programs", |tests| {
         let bin = llama::build(tests.cache, llama::Stage::Tools)?;
-        Ok((bin, Node::ensure(tests.cache)?, tests.model(Weights::Q4KM)?))
+        Ok((
+            bin,
+            Node::ensure(tests.cache)?,
+            tests.model(FileType::Q4KM)?,
+        ))
     });
     let Some((bin, node, model)) = programs else {
         return;

@@ -9,7 +9,7 @@ use xtask_common::compare::{self, Choice};
 use xtask_common::dist::Dist;
 use xtask_common::llama;
 use xtask_common::median::median;
-use xtask_common::model::Weights;
+use xtask_common::model::FileType;
 use xtask_common::node_llama::Backend;
 use xtask_common::progress::heading;
 use xtask_common::sched;
@@ -27,20 +27,20 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
     });
     let Some(bin) = built else { return };
 
-    for weights in [Weights::F16, Weights::Q4KM] {
+    for file_type in [FileType::F16, FileType::Q4KM] {
         let reference = tests.prepare("text from ggml's CPU backend", |tests| {
             let none = workspace::reports().join("unused.stats.json");
-            let log = tests.log(&format!("llama-server-{}-cpu", weights.name()));
-            let server = Server::start(&bin, &tests.model(weights)?, &Backend::Cpu, &none, &log)?;
+            let log = tests.log(&format!("llama-server-{}-cpu", file_type.name()));
+            let server = Server::start(&bin, &tests.model(file_type)?, &Backend::Cpu, &none, &log)?;
             let choices = server.complete(PROMPT, TOKENS)?;
             server.stop()?;
             Ok(choices)
         });
         let Some(reference) = reference else { continue };
         for link in ["unix", "inproc"] {
-            let name = format!("{TOKENS} tokens, {}, over {link}", weights.name());
+            let name = format!("{TOKENS} tokens, {}, over {link}", file_type.name());
             tests.check(&name, |tests, _| {
-                compare_over(tests, &bin, &dist, weights, link, &reference)
+                compare_over(tests, &bin, &dist, file_type, link, &reference)
             });
         }
     }
@@ -50,11 +50,11 @@ fn compare_over(
     tests: &TestRun<'_>,
     bin: &Path,
     dist: &Dist,
-    weights: Weights,
+    file_type: FileType,
     link: &str,
     reference: &[Choice],
 ) -> Result<String> {
-    let name = format!("llama-server-{}-{link}", weights.name());
+    let name = format!("llama-server-{}-{link}", file_type.name());
     let served = match link {
         "unix" => Some(Served::start(
             dist,
@@ -70,7 +70,7 @@ fn compare_over(
         dist,
         endpoint: &endpoint,
     };
-    let model = tests.model(weights)?;
+    let model = tests.model(file_type)?;
     let server = Server::start(bin, &model, &backend, &stats, &tests.log(&name))?;
     let choices = server.complete(PROMPT, TOKENS)?;
     let log = server.log();
@@ -80,27 +80,27 @@ fn compare_over(
     }
 
     let nodes = sched::last_graph(&log);
-    let strays = sched::strays(&nodes);
+    let misplaced = sched::misplaced(&nodes);
     let on_device = nodes.iter().filter(|node| node.device == "VGPU0").count();
     ensure!(on_device > 0, "no node ran on VGPU0");
     ensure!(
-        strays.is_empty(),
+        misplaced.is_empty(),
         "{} nodes ran on the CPU, first {:?}",
-        strays.len(),
-        strays[0]
+        misplaced.len(),
+        misplaced[0]
     );
 
     let comparison = compare::compare(reference, &choices);
-    let (largest, bound) = (comparison.largest_difference, compare::tolerance(weights));
+    let (largest, bound) = (comparison.largest_difference, compare::tolerance(file_type));
     ensure!(
         comparison.tokens == TOKENS,
         "{} tokens instead of {TOKENS}",
         comparison.tokens
     );
     ensure!(
-        comparison.parting.is_none(),
+        comparison.divergence.is_none(),
         "the text differs from the CPU's: {:?}; largest difference of a logit {largest:.4}",
-        comparison.parting
+        comparison.divergence
     );
     ensure!(
         largest <= bound,

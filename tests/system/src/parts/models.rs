@@ -10,7 +10,7 @@ use anyhow::{Context as _, Result, bail, ensure};
 use crate::ops::DEVICE;
 use xtask_common::dist::Dist;
 use xtask_common::llama;
-use xtask_common::model::Weights;
+use xtask_common::model::FileType;
 use xtask_common::node_llama::{self, Backend};
 use xtask_common::preload::{self, Library};
 use xtask_common::process;
@@ -85,7 +85,7 @@ fn on_device(
     let _ = std::fs::remove_file(&stats); // an old one must not be taken for its own
     program
         .arg("--model")
-        .arg(tests.model(Weights::Q4KM)?)
+        .arg(tests.model(FileType::Q4KM)?)
         .args(["--gpu-layers", "99"])
         .args(["--threads", &workspace::cores().to_string()]);
     node_llama::set_backend(program, backend, &stats);
@@ -139,7 +139,7 @@ struct Seen {
     /// The number of graphs with nodes on the device per row.
     on_device: BTreeMap<String, u64>,
     /// Nodes of these graphs that should not be on the CPU.
-    strays: Vec<String>,
+    misplaced: Vec<String>,
     /// Rows that were not skipped.
     executed: BTreeSet<String>,
 }
@@ -176,10 +176,10 @@ impl Seen {
         // Other graphs are those of the reference on the CPU.
         if graph.iter().any(|node| node.device == DEVICE) {
             *self.on_device.entry(self.row.clone()).or_default() += 1;
-            let strays = sched::strays(&graph);
+            let misplaced = sched::misplaced(&graph);
             let describe =
                 |node: &&ScheduledNode| format!("{}: {} {}", self.row, node.op, node.name);
-            self.strays.extend(strays.iter().map(describe));
+            self.misplaced.extend(misplaced.iter().map(describe));
         }
     }
 
@@ -187,8 +187,11 @@ impl Seen {
     /// correct. The end of the output may be missing, since the program's log thread ends with it.
     fn check(&mut self) -> Result<String> {
         self.end_graph();
-        if let Some(first) = self.strays.first() {
-            bail!("{} nodes ran on the CPU, first {first}", self.strays.len());
+        if let Some(first) = self.misplaced.first() {
+            bail!(
+                "{} nodes ran on the CPU, first {first}",
+                self.misplaced.len()
+            );
         }
         let without: Vec<&String> = self
             .executed
@@ -242,7 +245,7 @@ Summary: all 1 test(s) passed
             seen.line(line);
         });
         assert!(seen.check().is_err());
-        assert_eq!(seen.strays, ["llama Dense: RMS_NORM norm-0"]);
+        assert_eq!(seen.misplaced, ["llama Dense: RMS_NORM norm-0"]);
     }
 
     #[test]

@@ -10,7 +10,7 @@ use crate::ollama::{self, Instance, Settings};
 use xtask_common::dist::Dist;
 use xtask_common::executor::Executor;
 use xtask_common::llama;
-use xtask_common::model::Weights;
+use xtask_common::model::FileType;
 use xtask_common::packages;
 use xtask_common::process;
 use xtask_common::progress::heading;
@@ -43,8 +43,8 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
             dist,
             ollama: ollama::binary(tests.cache)?,
             llama: llama::build(tests.cache, llama::Stage::Tools)?,
-            small: tests.model(Weights::Q4KM)?,
-            large: tests.model(Weights::F16)?,
+            small: tests.model(FileType::Q4KM)?,
+            large: tests.model(FileType::F16)?,
             embedder: packages::embedder(tests.cache)?,
         })
     });

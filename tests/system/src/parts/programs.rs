@@ -7,7 +7,7 @@ use anyhow::{Context as _, Result, ensure};
 
 use xtask_common::dist::Dist;
 use xtask_common::llama;
-use xtask_common::model::Weights;
+use xtask_common::model::FileType;
 use xtask_common::node::Node;
 use xtask_common::node_llama::{self, Backend};
 use xtask_common::process;
@@ -54,7 +54,7 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
         Ok(line.to_owned())
     });
     tests.check("tokens on ggml 0.26.0, as from its CPU", |tests, _| {
-        let model = tests.model(Weights::F16)?;
+        let model = tests.model(FileType::F16)?;
         let stats = workspace::reports().join("programs.stats.json");
         let complete = |backend: &Backend<'_>| {
             let layers = if matches!(backend, Backend::Cpu) {

@@ -124,13 +124,13 @@ mod tests {
 
     #[test]
     fn an_archive_has_aligned_entries_and_an_end() {
-        let path = std::env::temp_dir().join(format!("vgpu-cpio-{}", std::process::id()));
+        let scratch = xtask_common::scratch::Scratch::new().unwrap();
+        let path = scratch.path().join("archive");
         let mut archive = Archive::create(&path).unwrap();
         archive.content("a/b/c", 0o755, b"12345").unwrap();
         archive.link("a/l", "b/c").unwrap();
         archive.finish().unwrap();
         let bytes = std::fs::read(&path).unwrap();
-        std::fs::remove_file(&path).unwrap();
         assert_eq!(bytes.len() % 4, 0);
         let (mut at, mut names) = (0, Vec::new());
         while at < bytes.len() {

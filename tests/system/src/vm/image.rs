@@ -38,7 +38,7 @@ const UDEV: &[&str] = &["udev", "libkmod2", "libblkid1", "libacl1", "libcap2"];
 const USERS: &str = "root:x:0:0::/tmp:/bin/sh\nuser:x:1000:1000::/tmp:/bin/sh\n";
 const GROUPS: &str = "root:x:0:\nuser:x:1000:\nvgpu:x:990:user\n";
 
-/// The first program of the guest. It runs each line from the serial port.
+/// The first program of the guest, which runs each line from the serial port.
 const INIT: &str = include_str!("init.sh");
 
 /// The same under systemd.

@@ -1,4 +1,4 @@
-//! A guest without a vGPU device. Its programs reach the executor over vsock or a network.
+//! A guest without a vGPU device. The guest's programs reach the executor over vsock or a network.
 
 use std::path::PathBuf;
 use std::process::Command;

@@ -8,7 +8,7 @@ use anyhow::Result;
 use xtask_common::cache::Cache;
 use xtask_common::dist::Dist;
 use xtask_common::llama;
-use xtask_common::model::{self, Weights};
+use xtask_common::model::{self, FileType};
 use xtask_common::progress::Step;
 use xtask_common::scratch::Scratch;
 
@@ -65,7 +65,7 @@ pub(crate) fn prepare(cache: &Cache, dist: &Dist) -> Result<Prepared> {
     let programs = Programs {
         bin: llama::build(cache, llama::Stage::Tools)?,
         cpu: llama::cpu_for_guests(cache)?,
-        model: model::ensure(cache, &model::TINY, Weights::F16)?,
+        model: model::ensure(cache, &model::TINY, FileType::F16)?,
     };
     let scratch = Scratch::new()?;
     let initramfs = scratch.path().join("initramfs");

@@ -84,7 +84,7 @@ const _: () = assert!(word::owner(SLOTS - 1) + 8 <= PAGE);
 pub const VERDICT_ACCEPTED: u64 = 0;
 /// The guest of the session in the slot lives, or the session has not ended yet.
 pub const VERDICT_BUSY: u64 = 1;
-/// The host could not create a session. Its log says why.
+/// The host could not create a session. The log of the host says why.
 pub const VERDICT_FAILED: u64 = 2;
 
 /// A checked, private copy of the parameters.

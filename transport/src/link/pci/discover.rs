@@ -1,9 +1,9 @@
 //! Discovery of the vGPUs among this machine's PCI devices.
 //!
-//! The module reads ids, class and driver from sysfs. It does not touch devices with other ids, nor
-//! devices with a bound driver. A physical NVIDIA GPU may have the same id as the project's own
-//! function; its subsystem id differs, and the module checks it before any access to the device's
-//! memory.
+//! The module reads ids, class and driver from sysfs. The module does not touch devices with other
+//! ids, nor devices with a bound driver. A physical NVIDIA GPU may have the same id as the
+//! project's own function; its subsystem id differs, and the module checks it before any access to
+//! the device's memory.
 #![forbid(unsafe_code)]
 
 use std::fmt;

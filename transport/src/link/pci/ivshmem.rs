@@ -11,9 +11,9 @@
 //!  1    + eventfd     the virtual machine: nobody rings this eventfd
 //! ```
 //!
-//! QEMU sends nothing. It closes the socket when the virtual machine ends. QEMU expects one eventfd
-//! per vector, and its default is one vector. QEMU exits when the size of the memory is not a power
-//! of two.
+//! QEMU sends nothing, and closes the socket when the virtual machine ends. QEMU expects one
+//! eventfd per vector, and its default is one vector. QEMU exits when the size of the memory is not
+//! a power of two.
 #![forbid(unsafe_code)]
 
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};

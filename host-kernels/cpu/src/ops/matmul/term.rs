@@ -45,7 +45,7 @@ impl Term<'_> {
 /// Adds `row` to `to`.
 ///
 /// # Safety
-/// `to` is writable and `row` readable for `n` floats. They do not overlap.
+/// `to` is writable and `row` readable for `n` floats. The two rows do not overlap.
 pub(super) unsafe fn add_row(to: *mut f32, row: *const f32, n: usize) {
     let to = to.cast::<u8>();
     let src = [to.cast_const(), row.cast()].map(|row| (Access::direct(), row));

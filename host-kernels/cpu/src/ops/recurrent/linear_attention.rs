@@ -150,8 +150,8 @@ impl<C: Cell> PtrTask for LinearAttention<C> {
     }
 }
 
-/// Computes all heads of all sequences. The tokens of the sequences follow each other in the sources
-/// and in the destination. The destination holds the results, then the states.
+/// Computes all heads of all sequences. The tokens of the sequences follow each other in the
+/// sources and in the destination. The destination holds the results, then the states.
 fn linear_attention<C: Cell + 'static>(
     dst: View,
     [k, v]: [View; 2],

@@ -49,9 +49,9 @@ impl PtrTask for Scan {
             now,
             ..
         } = self;
-        // SAFETY: the contract of `Scan` guarantees `rows * n` floats at `state`, at `before` and at
-        // each snapshot, `decays` floats at `a`, and for each token a float at `dt`, `n` floats at
-        // `b` and `c`, `rows` floats at `x` and `y`.
+        // SAFETY: the contract of `Scan` guarantees `rows * n` floats at `state`, at `before` and
+        // at each snapshot, `decays` floats at `a`, and for each token a float at `dt`, `n` floats
+        // at `b` and `c`, `rows` floats at `x` and `y`.
         unsafe {
             for t in now {
                 let dt = self.dt.at_token(t).read();

@@ -1,5 +1,5 @@
-//! Products with the formats with one scale per 32 elements: `d_w * d_x * (integer dot product)` for
-//! every 32 elements.
+//! Products with the formats with one scale per 32 elements: `d_w * d_x * (integer dot product)`
+//! for every 32 elements.
 
 mod columns;
 mod dot;
