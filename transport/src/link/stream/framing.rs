@@ -21,13 +21,14 @@ const HEADER: usize = 24;
 /// The size of one read, in bytes.
 const CHUNK: usize = 256 << 10;
 
-/// The maximum size of the received frames that a guest has not consumed, in bytes. A guest must
-/// read replies while its request waits for room, so the limit is generous.
-pub(super) const GUEST_QUEUE: usize = 256 << 20;
+/// The size of received frames that the host's end has not consumed, in bytes, from which on it
+/// leaves further bytes in the kernel's buffer. One read more and one incomplete frame can be there
+/// besides.
+pub(super) const HOST_RECEIVED: usize = 4 << 20;
 
-/// The maximum size of the received frames that a host has not consumed, in bytes. A host needs no
-/// request in order to send its replies, so some payloads are enough.
-pub(super) const HOST_QUEUE: usize = 4 << 20;
+/// The same for the guest's end. A guest must read replies while its request waits for room, so the
+/// limit is generous.
+pub(super) const GUEST_RECEIVED: usize = 256 << 20;
 
 /// The maximum number of received frames that the link has not consumed.
 const MAX_FRAMES: usize = 256;
@@ -115,10 +116,12 @@ pub(super) struct Framing {
     /// The bytes of an incomplete header.
     header: Vec<u8>,
     partial: Option<Partial>,
+    /// The number of frames of which the header is complete.
+    begun: u64,
     frames: VecDeque<Frame>,
     /// The size of `frames`, in bytes.
     received: usize,
-    /// The value of `received` from which on no byte is read.
+    /// The size of `frames` from which on nothing is read.
     max_received: usize,
     /// The last retired request that the peer has reported.
     retired: u64,
@@ -131,8 +134,7 @@ pub(super) struct Framing {
 }
 
 impl Framing {
-    /// Both directions over `channel`. Received frames of `max_received` bytes wait to be consumed;
-    /// further bytes stay in the kernel's buffer.
+    /// `max_received` is [`HOST_RECEIVED`] or [`GUEST_RECEIVED`].
     pub(super) fn new(channel: Box<dyn Channel>, max_received: usize) -> Framing {
         let socket = channel.socket().ok().map(OwnFd::new).map(Arc::new);
         Framing {
@@ -143,6 +145,7 @@ impl Framing {
             is_buffered: false,
             header: Vec::with_capacity(HEADER),
             partial: None,
+            begun: 0,
             frames: VecDeque::new(),
             received: 0,
             max_received,
@@ -186,6 +189,21 @@ impl Framing {
     /// The payload size of the next frame with a message, in bytes.
     pub(super) fn front_payload(&self) -> Option<usize> {
         self.frames.front().map(|frame| frame.payload().len())
+    }
+
+    /// The number of the frame of which a part has arrived. `None` between frames.
+    pub(super) fn incomplete(&self) -> Option<u64> {
+        match (&self.partial, self.header.is_empty()) {
+            (Some(_), _) => Some(self.begun),
+            (None, false) => Some(self.begun + 1),
+            (None, true) => None,
+        }
+    }
+
+    /// The size of the received frames that the link has not consumed, in bytes.
+    #[cfg(test)]
+    pub(super) fn received(&self) -> usize {
+        self.received
     }
 
     /// Queues a frame. `fill` writes the payload.
@@ -299,6 +317,7 @@ impl Framing {
                 bytes = &bytes[wanted..];
                 if self.header.len() == HEADER {
                     self.partial = Some(parse_header(&self.header)?);
+                    self.begun += 1;
                     self.header.clear();
                 }
                 continue;

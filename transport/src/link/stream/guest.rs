@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use super::channel::Channel;
-use super::framing::{Framing, GUEST_QUEUE, HIGH_WATER, Kind, POLL_PERIOD, Shared, lock};
+use super::framing::{Framing, GUEST_RECEIVED, HIGH_WATER, Kind, POLL_PERIOD, Shared, lock};
 use crate::bytes::{Bytes, BytesMut};
 use crate::error::{LinkError, LinkViolation};
 use crate::fork::Owner;
@@ -25,7 +25,7 @@ impl StreamGuest {
     /// The guest's end of an open stream.
     pub fn new(channel: Box<dyn Channel>) -> StreamGuest {
         StreamGuest {
-            framing: Arc::new(Mutex::new(Framing::new(channel, GUEST_QUEUE))),
+            framing: Arc::new(Mutex::new(Framing::new(channel, GUEST_RECEIVED))),
             sent: 0,
             counters: Counters::default(),
             owner: Owner::current(),

@@ -1,12 +1,12 @@
 //! The host's end of a link over a byte stream.
 #![forbid(unsafe_code)]
 
-use std::sync::{Arc, Mutex, Weak};
-use std::thread;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use super::channel::Channel;
-use super::framing::{Frame, Framing, HIGH_WATER, HOST_QUEUE, Kind, POLL_PERIOD, Shared, lock};
+use super::framing::{Frame, Framing, HIGH_WATER, HOST_RECEIVED, Kind, POLL_PERIOD, Shared, lock};
+use super::heartbeat;
 use crate::bytes::{Bytes, BytesMut};
 use crate::error::{LinkError, LinkViolation};
 use crate::limits::{MAX_MESSAGE, MAX_PAYLOAD};
@@ -15,6 +15,10 @@ use crate::shm::liveness::PERIOD;
 
 /// The time that a host waits for a guest to receive replies.
 const GUEST_STALL: Duration = Duration::from_secs(60);
+
+/// The time that a host waits for the rest of a frame: its length is limited, so this is enough for
+/// slow networks. The time in which the host does not read does not count.
+const FRAME_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The host's end of a link over a byte stream.
 pub struct StreamHost {
@@ -26,6 +30,9 @@ pub struct StreamHost {
     reported: u64,
     counters: Counters,
     certificates: Vec<Vec<u8>>,
+    /// The number of the incomplete frame that the host has waited for last, and how long.
+    awaited: (u64, Duration),
+    frame_timeout: Duration,
 }
 
 impl StreamHost {
@@ -35,11 +42,8 @@ impl StreamHost {
     ///
     /// When the process cannot start the heartbeat thread.
     pub fn new(channel: Box<dyn Channel>) -> std::io::Result<StreamHost> {
-        let framing = Arc::new(Mutex::new(Framing::new(channel, HOST_QUEUE)));
-        let weak = Arc::downgrade(&framing);
-        thread::Builder::new()
-            .name("vgpu-beat".into())
-            .spawn(move || send_heartbeats(&weak))?;
+        let framing = Arc::new(Mutex::new(Framing::new(channel, HOST_RECEIVED)));
+        heartbeat::start(&framing)?;
         Ok(StreamHost {
             framing,
             current: None,
@@ -48,32 +52,29 @@ impl StreamHost {
             reported: 0,
             counters: Counters::default(),
             certificates: Vec::new(),
+            awaited: (0, Duration::ZERO),
+            frame_timeout: FRAME_TIMEOUT,
         })
+    }
+
+    /// Counts a wait for frame `number`, which has arrived in part.
+    fn count_wait(&mut self, number: u64, waited: Duration) -> Result<(), LinkError> {
+        let before = match self.awaited {
+            (last, sum) if last == number => sum,
+            _ => Duration::ZERO,
+        };
+        self.awaited = (number, before + waited);
+        if before + waited < self.frame_timeout {
+            return Ok(());
+        }
+        let seconds = self.frame_timeout.as_secs();
+        Err(lock(&self.framing).fail(LinkError::Stalled { seconds }))
     }
 
     /// The same end, for a guest with these verified certificates, in DER.
     pub(super) fn with_certificates(mut self, certificates: Vec<Vec<u8>>) -> StreamHost {
         self.certificates = certificates;
         self
-    }
-}
-
-/// The heartbeat thread of a link: sends a frame once per [`PERIOD`] until the link ends.
-fn send_heartbeats(framing: &Weak<Mutex<Framing>>) {
-    loop {
-        thread::sleep(PERIOD);
-        let Some(framing) = framing.upgrade() else {
-            return;
-        };
-        let mut framing = lock(&framing);
-        if framing.check().is_err() {
-            return;
-        }
-        // Unsent bytes prove later that the process runs, as a heartbeat does.
-        if framing.unsent() == 0 {
-            framing.push(Kind::Heartbeat, 0, &[], 0, |_| {});
-        }
-        let _ = framing.push_out(); // stored; the next call that returns a result reports it
     }
 }
 
@@ -96,7 +97,8 @@ impl HostEnd for StreamHost {
                 break frame;
             }
             pumped?;
-            if self.reported < self.retired {
+            // A guest that does not read learns of the last retirement when it reads again.
+            if self.reported < self.retired && framing.unsent() < HIGH_WATER {
                 self.reported = self.retired;
                 framing.push(Kind::Retired, self.retired, &[], 0, |_| {});
                 framing.push_out()?;
@@ -105,10 +107,14 @@ impl HostEnd for StreamHost {
             if left.is_zero() {
                 return Ok(None);
             }
-            let wait = framing.waiting();
+            let (wait, incomplete) = (framing.waiting(), framing.incomplete());
             drop(framing);
             self.counters.sleeps += 1;
+            let waits = Instant::now();
             wait.wait(left.min(POLL_PERIOD))?;
+            if let Some(number) = incomplete {
+                self.count_wait(number, waits.elapsed())?;
+            }
         };
         if frame.number() != self.received + 1 {
             let (number, last) = (frame.number(), self.received);
@@ -204,6 +210,134 @@ impl Drop for StreamHost {
             let wait = framing.waiting_out();
             drop(framing);
             let _ = wait.wait(POLL_PERIOD);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read as _, Write as _};
+    use std::os::unix::net::UnixStream;
+    use std::thread;
+
+    use super::super::channel::Plain;
+    use super::*;
+
+    const WAIT: Duration = Duration::from_secs(20);
+
+    /// A host's end, and the socket of its guest.
+    fn host() -> (StreamHost, UnixStream) {
+        let (near, far) = UnixStream::pair().unwrap();
+        near.set_nonblocking(true).unwrap();
+        (StreamHost::new(Box::new(Plain::new(near))).unwrap(), far)
+    }
+
+    /// The header of a request.
+    fn header(number: u64, message: u32, payload: u32) -> Vec<u8> {
+        let mut bytes: Vec<u8> = [Kind::Request as u32, message, payload, 0]
+            .iter()
+            .flat_map(|word| word.to_le_bytes())
+            .collect();
+        bytes.extend(number.to_le_bytes());
+        bytes
+    }
+
+    #[test]
+    fn frame_that_is_never_completed_ends_the_link() {
+        for begin in [&header(1, 8, 0)[..10], &header(1, 8, 1000)] {
+            let (mut host, mut guest) = host();
+            host.frame_timeout = Duration::from_millis(50);
+            // Between frames a guest may be silent for any time.
+            let silent = host.receive(&mut Vec::new(), Duration::from_millis(100));
+            assert_eq!(silent.map(|got| got.is_none()), Ok(true));
+            guest.write_all(begin).unwrap();
+            let start = Instant::now();
+            let error = loop {
+                assert!(start.elapsed() < WAIT, "it holds its resources for ever");
+                match host.receive(&mut Vec::new(), Duration::from_millis(20)) {
+                    Ok(None) => {}
+                    other => break other.map(|got| got.is_some()).unwrap_err(),
+                }
+            };
+            assert_eq!(error, LinkError::Stalled { seconds: 0 });
+        }
+    }
+
+    #[test]
+    fn frames_that_arrive_slowly_have_their_time_each() {
+        let (mut host, mut guest) = host();
+        host.frame_timeout = WAIT;
+        for number in 1..=3 {
+            host.awaited.1 = WAIT - Duration::from_nanos(1);
+            guest.write_all(&header(number, 1, 0)).unwrap();
+            guest.write_all(&[7]).unwrap();
+            let got = host.receive(&mut Vec::new(), WAIT).unwrap();
+            assert_eq!(got.unwrap().request, number);
+        }
+    }
+
+    #[test]
+    fn bytes_of_a_guest_are_queued_up_to_a_limit() {
+        const PAYLOAD: usize = MAX_PAYLOAD;
+        let (mut host, mut guest) = host();
+        let mut flood = guest.try_clone().unwrap();
+        let flood = thread::spawn(move || {
+            for number in 1..=64 {
+                let mut frame = header(number, 1, PAYLOAD as u32);
+                frame.resize(frame.len() + 1 + PAYLOAD, 9);
+                flood.write_all(&frame).unwrap();
+            }
+        });
+        // The host looks for requests again and again, as during a graph, and takes none.
+        let mut most = 0;
+        while most < HOST_RECEIVED {
+            host.check_guest().unwrap();
+            most = most.max(lock(&host.framing).received());
+        }
+        for _ in 0..100 {
+            host.check_guest().unwrap();
+            most = most.max(lock(&host.framing).received());
+        }
+        assert!(most < HOST_RECEIVED + PAYLOAD + (1 << 20), "{most} bytes");
+        for number in 1..=64 {
+            let got = host.receive(&mut Vec::new(), WAIT).unwrap();
+            assert_eq!(got.unwrap().request, number);
+        }
+        flood.join().unwrap();
+        drop(host);
+        let _ = guest.read(&mut [0]);
+    }
+
+    #[test]
+    fn guest_that_does_not_read_is_sent_no_further_retirements() {
+        let (mut host, mut guest) = host();
+        while lock(&host.framing).unsent() < HIGH_WATER {
+            let mut framing = lock(&host.framing);
+            framing.push(Kind::Reply, 0, &[1], MAX_PAYLOAD, |_| {});
+            framing.push_out().unwrap();
+        }
+        let before = lock(&host.framing).unsent();
+        for request in 1..1000 {
+            host.retired = request;
+            assert!(
+                host.receive(&mut Vec::new(), Duration::ZERO)
+                    .unwrap()
+                    .is_none()
+            );
+        }
+        assert!(lock(&host.framing).unsent() <= before);
+        // It learns of the last one when it reads again.
+        guest.set_nonblocking(true).unwrap();
+        let start = Instant::now();
+        let mut bytes = vec![0; 1 << 20];
+        while host.reported < 999 {
+            assert!(start.elapsed() < WAIT);
+            let _ = guest.read(&mut bytes);
+            assert!(
+                host.receive(&mut Vec::new(), Duration::ZERO)
+                    .unwrap()
+                    .is_none()
+            );
         }
     }
 }

@@ -24,6 +24,7 @@ mod certificate_files;
 mod channel;
 mod framing;
 mod guest;
+mod heartbeat;
 mod host;
 mod shown;
 pub mod tcp;

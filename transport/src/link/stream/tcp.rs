@@ -4,7 +4,7 @@
 
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use super::accept::accept_within;
@@ -190,6 +190,13 @@ pub struct Arrival {
     socket: TcpStream,
     from: IpAddr,
     certificates: Option<Certificates>,
+}
+
+impl AsFd for Arrival {
+    /// The guest's socket.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
 }
 
 impl Arrival {

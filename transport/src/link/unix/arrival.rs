@@ -70,6 +70,13 @@ pub enum HandshakeError {
     Link(#[from] LinkError),
 }
 
+impl AsFd for Arrival {
+    /// The guest's socket.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
 impl Arrival {
     /// The guest at the other end of `socket`. Another process may have accepted the socket and
     /// passed it on from [`into_socket`](Arrival::into_socket).
