@@ -300,6 +300,12 @@ impl Memory for CpuMemory {
         self.as_weights()?.attach(offset, &of_this_engine(extent)?)
     }
 
+    fn hold(&self, lease: Box<dyn Any + Send + Sync>) {
+        if let Ok(weights) = self.as_weights() {
+            weights.hold(lease);
+        }
+    }
+
     fn is_unmodified(&self) -> bool {
         self.as_weights().is_ok_and(WeightRegion::is_unmodified)
     }

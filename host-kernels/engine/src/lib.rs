@@ -19,6 +19,6 @@ pub mod types;
 
 pub use engine::Engine;
 pub use error::{EngineError, RunError, check_range};
-pub use memory::{Extent, Memory, MemoryInfo, SharedMemory};
+pub use memory::{Extent, MAX_COPIES, Memory, MemoryInfo, SharedMemory};
 pub use panic::panic_message;
 pub use plan::{ALLOCATION_BYTES, NodeTiming, Plan, RunStatus, Turn};

@@ -145,11 +145,24 @@ pub trait Memory: Send + Sync + Any {
         false
     }
 
+    /// Keeps `lease` for as long as the process has a mapping for this memory, which
+    /// [extents](Extent) can make longer than the life of the memory. Only the first lease is kept.
+    /// By default it is dropped: memory without extents has no mapping of its own or unmaps it when
+    /// it is dropped.
+    fn hold(&self, lease: Box<dyn Any + Send + Sync>) {
+        drop(lease);
+    }
+
     /// For engines to downcast to their own type.
     fn as_any(&self) -> &dyn Any;
 }
 
-/// Bytes in memory of an engine that do not change once they exist. The pages stay allocated while an extent refers to them.
+/// The mappings of the process that memory for weights takes at most besides its first one: for
+/// bytes that were written after [`freeze`](Memory::freeze) while extents kept the old ones.
+pub const MAX_COPIES: usize = 15;
+
+/// Bytes in memory of an engine that do not change once they exist. The pages stay allocated while
+/// an extent refers to them.
 pub trait Extent: Send + Sync + Any {
     /// Size in bytes.
     fn size(&self) -> u64;

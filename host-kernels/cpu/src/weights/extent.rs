@@ -4,7 +4,7 @@ use std::any::Any;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use memmap2::UncheckedAdvice;
 use vgpu_transport::bytes::Bytes;
@@ -17,6 +17,8 @@ use vgpu_engine::{EngineError, Extent, check_range};
 pub(super) struct BaseRegion {
     pub(super) region: Region,
     uses: Mutex<Uses>,
+    /// Declared after `region`, so that the region is unmapped before the lease is dropped.
+    lease: OnceLock<Box<dyn Any + Send + Sync>>,
 }
 
 /// What needs the pages of a base.
@@ -44,7 +46,14 @@ impl BaseRegion {
         BaseRegion {
             region,
             uses: Mutex::default(),
+            lease: OnceLock::new(),
         }
+    }
+
+    /// Keeps `lease` until the base is unmapped, unless the base has one.
+    pub(super) fn hold(&self, lease: Box<dyn Any + Send + Sync>) {
+        // A second lease is dropped.
+        let _ = self.lease.set(lease);
     }
 
     /// The address of byte `offset`.

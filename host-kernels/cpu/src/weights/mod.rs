@@ -26,6 +26,7 @@ mod pieces;
 #[cfg(test)]
 mod tests;
 
+use std::any::Any;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -52,6 +53,11 @@ impl WeightRegion {
             budget: Arc::clone(budget),
             state: Mutex::default(),
         })
+    }
+
+    /// Keeps `lease` until the base is unmapped, unless the base has one.
+    pub(super) fn hold(&self, lease: Box<dyn Any + Send + Sync>) {
+        self.base.hold(lease);
     }
 
     fn state(&self) -> MutexGuard<'_, State> {

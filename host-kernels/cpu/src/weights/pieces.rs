@@ -9,7 +9,7 @@ use vgpu_transport::bytes::Bytes;
 
 use super::extent::{BaseRegion, CpuExtent, overlapping};
 use crate::region::{Budget, Charge, Region, page, whole_pages};
-use vgpu_engine::EngineError;
+use vgpu_engine::{EngineError, MAX_COPIES};
 
 /// The state of a buffer for weights.
 #[derive(Default)]
@@ -64,7 +64,16 @@ impl State {
         }
     }
 
-    /// The address of exclusive, contiguous memory with the bytes of `range`.
+    /// The number of regions of their own outside of `range`.
+    fn copies_outside(&self, range: &Range<u64>) -> usize {
+        let outside = self.pieces.iter().filter(|(at, _)| !range.contains(at));
+        let is_copy = |piece: &Piece| matches!(piece.backing, Backing::Own { .. });
+        outside.filter(|(_, piece)| is_copy(piece)).count()
+    }
+
+    /// The address of exclusive, contiguous memory with the bytes of `range`. A buffer has at most
+    /// [`MAX_COPIES`] regions of its own besides the base: instead of one more, it gets one for all
+    /// its bytes.
     ///
     /// # Errors
     /// [`EngineError::OutOfMemory`] if memory is needed and `budget` or the machine has none.
@@ -97,8 +106,11 @@ impl State {
             }
             all = more;
         }
-        let is_in_base = self.touched(&all).next().is_none();
         let is_free = uses.extents_in(&all).next().is_none();
+        if !is_free && self.copies_outside(&all) >= MAX_COPIES {
+            all = 0..base.region.len() as u64;
+        }
+        let is_in_base = self.touched(&all).next().is_none();
         drop(uses);
         if is_in_base && is_free {
             base.touch(&range);

@@ -3,10 +3,10 @@
 use std::sync::{Arc, Weak};
 
 use super::extent::BaseRegion;
-use super::pieces::Backing;
+use super::pieces::{Backing, Piece};
 use crate::memory::CpuMemory;
 use crate::region::{Budget, page};
-use vgpu_engine::{EngineError, Extent, Memory};
+use vgpu_engine::{EngineError, Extent, MAX_COPIES, Memory};
 
 const PAGES: u64 = 16;
 
@@ -570,4 +570,53 @@ fn random_accesses(seed: u64) {
 
 fn downcast(extent: &Arc<dyn Extent>) -> Arc<super::CpuExtent> {
     Arc::clone(extent).into_any().downcast().ok().unwrap()
+}
+
+/// Each of many extents is in use elsewhere when its bytes are written.
+#[test]
+fn written_buffer_has_a_limited_number_of_regions() {
+    let budget = Arc::new(Budget::new(Some(64 << 20)));
+    let pages = 4 * MAX_COPIES as u64;
+    let bytes = content(pages * page());
+    let (one, two) = (
+        weights(&budget, &bytes),
+        CpuMemory::weights(pages * page(), &budget).unwrap(),
+    );
+    let places: Vec<u64> = (0..pages / 2).map(|i| 2 * i * page()).collect();
+    for &place in &places {
+        two.attach(place, &shared(&one, place, page())).unwrap();
+    }
+    let copies = || {
+        let state = one.as_weights().unwrap().state();
+        let own = |piece: &&Piece| matches!(piece.backing, Backing::Own { .. });
+        state.pieces.values().filter(own).count()
+    };
+    let mut expected = bytes.clone();
+    let mut most = 0;
+    for &place in &places {
+        one.fill(place, 10, 7).unwrap();
+        expected[place as usize..][..10].fill(7);
+        most = most.max(copies());
+        assert!(read(&one, 0, pages * page()) == expected);
+    }
+    assert_eq!((most, copies()), (MAX_COPIES, 1));
+    for &place in &places {
+        let at = place as usize..(place + page()) as usize;
+        assert!(read(&two, place, page()) == bytes[at]);
+    }
+}
+
+#[test]
+fn lease_is_held_while_an_extent_keeps_the_mapping() {
+    let budget = Arc::new(Budget::new(Some(64 << 20)));
+    let lease = Arc::new(());
+    let one = weights(&budget, &content(PAGES * page()));
+    one.hold(Box::new(Arc::clone(&lease)));
+    let extent = shared(&one, 0, page());
+    let two = CpuMemory::weights(PAGES * page(), &budget).unwrap();
+    two.attach(0, &extent).unwrap();
+    drop((one, extent));
+    assert_eq!(Arc::strong_count(&lease), 2);
+    drop(two);
+    assert_eq!(Arc::strong_count(&lease), 1);
 }
