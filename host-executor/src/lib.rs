@@ -26,6 +26,8 @@ pub mod config;
 pub mod control;
 #[cfg(feature = "engines")]
 pub mod engine;
+#[cfg(feature = "server")]
+mod handshakes;
 mod heap;
 mod histogram;
 #[cfg(feature = "server")]
@@ -38,10 +40,15 @@ mod limits;
 #[cfg(feature = "server")]
 pub mod listener;
 #[cfg(feature = "server")]
+mod log_limit;
+#[cfg(feature = "server")]
 pub mod metrics;
 #[cfg(feature = "server")]
 mod peer;
 mod policy;
+mod pool;
+#[cfg(feature = "server")]
+mod process_limits;
 #[cfg(feature = "server")]
 pub mod sandbox;
 mod sched;
@@ -64,7 +71,7 @@ pub mod weights;
 
 #[cfg(feature = "server")]
 pub use identity::{CertificateRule, Identity, ParseCertificateRuleError};
-pub use limits::Limits;
+pub use limits::{HandshakeLimits, Limits};
 #[cfg(feature = "server")]
 pub use peer::{Peer, Process};
 pub use policy::{LinkKind, ParseLinkKindError, Policy};

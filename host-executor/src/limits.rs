@@ -12,6 +12,30 @@ pub(crate) fn sessions_of_one_guest(max_sessions: usize) -> usize {
     max_sessions - max_sessions / 4
 }
 
+/// File descriptors of a session: sockets, eventfds, and a buffer's file on its way to the guest.
+#[cfg(feature = "server")]
+pub(crate) const SESSION_DESCRIPTORS: usize = 8;
+
+/// Limits on connections whose handshake is not complete, up to HELLO. Each has a thread.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HandshakeLimits {
+    /// Connections of all sources. Beyond that, the source with most of them loses its oldest one.
+    pub all: usize,
+    /// Connections of one source: a user of this machine, a virtual machine, or an address (with
+    /// IPv6, a network of 64 bits). Beyond that, the source loses its oldest one.
+    pub of_one_source: usize,
+}
+
+impl Default for HandshakeLimits {
+    fn default() -> HandshakeLimits {
+        HandshakeLimits {
+            all: 256,
+            // More than a guest may have sessions by default: all its programs can start at once.
+            of_one_source: 64,
+        }
+    }
+}
+
 /// Limits of a session on host memory and host time that the memory ledger does not count. Device
 /// memory is limited by the tenant's quota.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -26,8 +50,16 @@ pub struct Limits {
     pub graph_nodes: usize,
     /// Limits of a single graph.
     pub graph: ir::Limits,
-    /// How long a guest may take to send HELLO.
+    /// How long a guest may take to send HELLO, once the link is open.
     pub hello: Duration,
+    /// Connections that have not sent HELLO, of the whole process.
+    pub handshakes: HandshakeLimits,
+    /// Memory mappings of this process that buffers of all guests may take. One guest gets no more
+    /// than it leaves free.
+    pub mappings: usize,
+    /// File descriptors of this process that sessions may take. One guest gets no more than it
+    /// leaves free.
+    pub descriptors: usize,
     /// Whether guests may map buffers that are in memory of this machine.
     pub share: bool,
 }
@@ -35,8 +67,6 @@ pub struct Limits {
 impl Default for Limits {
     fn default() -> Limits {
         Limits {
-            // Each buffer is at least one mapping; Linux allows 65,530 per process
-            // (vm.max_map_count).
             buffers: 1 << 14,
             graphs: MAX_GRAPHS,
             graph_bytes: 256 << 20,
@@ -44,6 +74,10 @@ impl Default for Limits {
             graph_nodes: 4 << 20,
             graph: ir::Limits::default(),
             hello: Duration::from_secs(10),
+            handshakes: HandshakeLimits::default(),
+            // Of the usual 65,530 (vm.max_map_count) and 1024 (RLIMIT_NOFILE).
+            mappings: 49_148,
+            descriptors: 576,
             share: true,
         }
     }

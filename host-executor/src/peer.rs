@@ -51,19 +51,33 @@ impl Peer {
         }
     }
 
-    /// Who a guest without a name is: its certificate, its user on this machine, its virtual machine
-    /// or its address. `None` if nothing tells. An IPv6 network of 64 bits is one address: its users
-    /// choose the other bits.
+    /// Who a guest without a name is: its certificate, else its [place](Peer::place). `None` if
+    /// nothing tells.
     pub(crate) fn source(&self) -> Option<String> {
         if let Some(certificate) = &self.certificate {
             let fingerprint = CertificateRule::Fingerprint(certificate.fingerprint);
             return Some(format!("certificate {fingerprint}"));
         }
+        self.known_place()
+    }
+
+    /// Where a guest connects from, whatever certificate it has: its user on this machine, its
+    /// virtual machine, or its address. The endpoint if nothing tells. An IPv6 network of 64 bits
+    /// is one address: its users choose the other bits.
+    pub(crate) fn place(&self) -> String {
+        self.known_place().unwrap_or_else(|| self.endpoint.clone())
+    }
+
+    fn known_place(&self) -> Option<String> {
         if let Some(process) = &self.process {
             return Some(format!("uid:{}", process.uid));
         }
         if let Some(cid) = self.machine {
             return Some(format!("cid:{cid}"));
+        }
+        if self.link == LinkKind::Vsock {
+            // A monitor that connects to a unix socket. Each monitor has a socket of its own.
+            return Some(self.endpoint.clone());
         }
         self.address.map(|address| match address.to_canonical() {
             IpAddr::V4(address) => format!("tcp:{address}"),
@@ -102,5 +116,15 @@ mod tests {
         assert_eq!(from("fd00::1").source(), from("fd00::ffff:0:2").source());
         assert_ne!(from("fd00::1").source(), from("fd00:0:0:1::1").source());
         assert_eq!(Peer::new("test".into(), LinkKind::Pci).source(), None);
+        // A monitor's socket for vsock, behind which the kernel knows no context id.
+        let monitor = Peer::new("vsock at /run/vm1".into(), LinkKind::Vsock);
+        assert_eq!(monitor.source().unwrap(), "vsock at /run/vm1");
+        // Another certificate is another guest, at the same place.
+        let certified = Peer {
+            certificate: Some(Identity::of(&[1])),
+            ..from("10.0.0.1")
+        };
+        assert_ne!(certified.source(), from("10.0.0.1").source());
+        assert_eq!(certified.place(), from("10.0.0.1").place());
     }
 }

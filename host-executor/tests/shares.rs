@@ -6,7 +6,7 @@ mod common;
 use std::thread;
 
 use common::{Build, Guest, Host, MEMORY, add, bytes, cpu};
-use vgpu_executor::{GuestRule, LinkKind, Policy, Rules};
+use vgpu_executor::{GuestRule, Identity, LinkKind, Peer, Policy, Rules};
 use vgpu_transport::ir::{BufferId, Graph, Op, Precision, Type};
 use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, Reply, Request};
 
@@ -451,4 +451,99 @@ fn one_guest_cannot_take_all_sessions() {
         thread::yield_now();
     }
     host.guest_of(1).fence();
+}
+
+/// A guest over a network or from a virtual machine, about which nothing else is known.
+fn peer(link: LinkKind) -> Peer {
+    Peer {
+        endpoint: link.to_string(),
+        link,
+        address: None,
+        machine: None,
+        process: None,
+        certificate: None,
+    }
+}
+
+fn from_address(address: &str) -> Peer {
+    Peer {
+        address: Some(address.parse().expect("an address")),
+        ..peer(LinkKind::Tcp)
+    }
+}
+
+fn with_certificate(address: &str, number: u8) -> Peer {
+    Peer {
+        certificate: Some(Identity {
+            names: vec![format!("guest{number}")],
+            fingerprint: [number; 32],
+        }),
+        ..from_address(address)
+    }
+}
+
+fn served(host: &Host, peer: Peer) -> Guest {
+    let mut guest = host.connect_from(peer);
+    guest.hello();
+    guest
+}
+
+#[test]
+fn certificates_at_one_address_cannot_take_all_sessions() {
+    let host = Host::limited(cpu(), vgpu_executor::Limits::default(), 8);
+    // Addresses of one network of 64 bits.
+    let address = |i: u8| format!("2001:db8::{i}");
+    let programs: Vec<Guest> = (0..6)
+        .map(|i| served(&host, with_certificate(&address(i), i)))
+        .collect();
+    let reason = host
+        .connect_from(with_certificate("2001:db8::77", 7))
+        .ended();
+    assert!(
+        reason.contains("the guests without a name at tcp:2001:db8::/64 together have 6 programs"),
+        "{reason}"
+    );
+    let reason = host.connect_from(from_address("2001:db8::78")).ended();
+    assert!(reason.contains("its limit is 6"), "{reason}");
+    served(&host, with_certificate("2001:db8:0:1::1", 8)).fence();
+    served(&host, from_address("10.0.0.1")).fence();
+    drop(programs);
+}
+
+#[test]
+fn addresses_and_virtual_machines_have_one_quota_each() {
+    let host = Host::new(cpu());
+    host.server
+        .apply(Rules {
+            unnamed: Some(quota(10 << 20)),
+            ..Rules::default()
+        })
+        .expect("nothing to fit");
+    let machine = |cid| Peer {
+        machine: Some(cid),
+        ..peer(LinkKind::Vsock)
+    };
+    let monitor = |path: &str| Peer {
+        endpoint: format!("vsock at {path}"),
+        ..peer(LinkKind::Vsock)
+    };
+    for (one, same, other) in [
+        (
+            from_address("10.0.0.1"),
+            from_address("::ffff:10.0.0.1"),
+            from_address("10.0.0.2"),
+        ),
+        (
+            from_address("2001:db8::1"),
+            from_address("2001:db8::2"),
+            from_address("2001:db8:0:1::1"),
+        ),
+        (machine(5), machine(5), machine(6)),
+        (monitor("/run/a"), monitor("/run/a"), monitor("/run/b")),
+    ] {
+        let mut first = served(&host, one);
+        first.alloc(8 << 20);
+        assert_eq!(figures(&mut served(&host, same)), (10 << 20, 2 << 20));
+        assert_eq!(figures(&mut served(&host, other)), (10 << 20, 10 << 20));
+    }
 }

@@ -68,13 +68,21 @@ fn a_silent_program_loses_its_session() {
     // When a program dies, the kernel releases the lock on the slot, and the window stays. Here a
     // program requests a slot and never opens the slot.
     let page = Window::map_part(machine.memory.as_fd(), 0, 4096).unwrap();
-    page.store(directory::word::request(5), 12345);
-    rustix::io::write(&machine.bell, &1u64.to_ne_bytes()).unwrap();
-    wait_for("a session for the silent one", || {
-        server.sessions().len() == 2
+    let verdict = |number| {
+        page.store(directory::word::request(5), number);
+        rustix::io::write(&machine.bell, &1u64.to_ne_bytes()).unwrap();
+        wait_for("an answer", || {
+            page.load(directory::word::answered(5)) == number
+        });
+        page.load(directory::word::verdict(5))
+    };
+    assert_eq!(verdict(12345), directory::VERDICT_ACCEPTED);
+    assert_eq!(verdict(12346), directory::VERDICT_BUSY);
+    let mut numbers = 12347..;
+    wait_for("the end of the silent one", || {
+        verdict(numbers.next().unwrap()) == directory::VERDICT_ACCEPTED
     });
-    wait_for("the end of the silent one", || server.sessions().len() == 1);
-    assert_eq!(page.load(directory::word::answered(5)), 12345);
+    assert_eq!(server.sessions().len(), 1);
     drop(lively);
     wait_for("the end of the other", || server.sessions().is_empty());
 }
@@ -88,8 +96,8 @@ fn slot_of_a_terminated_program_is_reused() {
     for k in 0..directory::SLOTS {
         page.store(directory::word::request(k), 99);
     }
-    wait_for("sessions for all", || {
-        server.sessions().len() == directory::SLOTS
+    wait_for("answers to all", || {
+        (0..directory::SLOTS).all(|k| page.load(directory::word::answered(k)) == 99)
     });
     // No lock is held, so a living program may take the first slot.
     let mut guest = machine.guest();

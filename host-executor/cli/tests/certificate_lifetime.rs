@@ -323,9 +323,10 @@ fn revoke_at_a_reload(isolate: &[&str]) {
         let output = vgpu(&["reload", "--control", &control]).output();
         output.expect("it starts")
     };
+    // With --isolate, a program waits while an earlier one of its address has no session.
     let mut alice = connect(port, &keys.join("alice"));
-    let mut bob = connect(port, &keys.join("bob"));
     alice.hello();
+    let mut bob = connect(port, &keys.join("bob"));
     bob.hello();
     // A file that cannot be read changes nothing.
     let good = fs::read(&crl).expect("a list");

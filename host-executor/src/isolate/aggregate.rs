@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use tracing::debug;
 
-use super::state::Shared;
+use super::state::{Program, Shared};
 use super::totals::{GuestTotals, counted_as};
 use crate::control;
 use crate::status::{
@@ -61,7 +61,7 @@ impl Shared {
                 if !seen.insert(session.id) {
                     continue;
                 }
-                if let Some((_, peer)) = worker.sessions.get(&session.id) {
+                if let Some(Program { peer, .. }) = worker.sessions.get(&session.id) {
                     let process = peer.process.as_ref();
                     snapshot.sessions.push(SessionStatus {
                         guest: counted.clone(),

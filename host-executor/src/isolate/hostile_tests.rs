@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -66,6 +67,7 @@ fn worker_process() {
         "flood" => {
             let report = WorkerReport {
                 served: 0,
+                pending: Vec::new(),
                 report: honest.clone(),
             };
             // Until the supervisor closes the connection.
@@ -87,6 +89,7 @@ fn worker_process() {
         "ended" => {
             let report = WorkerReport {
                 served: u64::MAX,
+                pending: Vec::new(),
                 report: honest.clone(),
             };
             let _ = ipc.send(&report, None);
@@ -127,13 +130,19 @@ fn claims(mut report: crate::status::Report, own: u64) -> WorkerReport {
         usage: guest.usage,
     };
     report.status.sessions = (0..20).chain([own; 100]).map(session).collect();
-    WorkerReport { served: 0, report }
+    WorkerReport {
+        served: 0,
+        pending: Vec::new(),
+        report,
+    }
 }
 
 /// A supervisor whose workers do given deeds, one after the other.
 struct Supervised {
     supervisor: Option<Supervisor>,
     folder: PathBuf,
+    /// Workers that have been started.
+    started: Arc<AtomicUsize>,
 }
 
 impl Supervised {
@@ -143,7 +152,10 @@ impl Supervised {
         std::fs::create_dir(&folder).expect("a new folder");
         let deeds = Mutex::new(VecDeque::from(deeds.to_vec()));
         let own = std::env::current_exe().expect("this program");
+        let started = Arc::new(AtomicUsize::new(0));
+        let count = Arc::clone(&started);
         let worker = Box::new(move |_: Option<u64>| {
+            count.fetch_add(1, Ordering::Relaxed);
             let deed = deeds
                 .lock()
                 .expect("no panic")
@@ -187,7 +199,8 @@ impl Supervised {
             end: timeout,
             ..Timeouts::default()
         };
-        let supervisor = Supervisor::with_timeouts(worker, resources, partition, timeouts);
+        let limits = Limits::default().handshakes;
+        let supervisor = Supervisor::with_timeouts(worker, resources, partition, limits, timeouts);
         let mut supervisor = supervisor.expect("room for the quotas");
         for guest in ["a", "b"] {
             let listener = Listener::bind(&folder.join(guest), ListenOptions::default());
@@ -197,6 +210,7 @@ impl Supervised {
         Supervised {
             supervisor: Some(supervisor),
             folder,
+            started,
         }
     }
 
@@ -204,20 +218,19 @@ impl Supervised {
         self.folder.join(guest)
     }
 
-    /// A program that says nothing, for a worker that does not serve.
+    /// A program that sends one byte, for a new worker that does not serve.
     fn program(&self, guest: &str) -> OwnedFd {
-        let programs = self.programs();
+        let started = self.started.load(Ordering::Relaxed);
         let (family, kind) = (AddressFamily::UNIX, SocketType::SEQPACKET);
         let socket = rustix::net::socket(family, kind, None).expect("a socket");
         let address = SocketAddrUnix::new(self.path(guest)).expect("an address");
         rustix::net::connect(&socket, &address).expect("a connection");
-        eventually("it is accepted", || self.programs() > programs);
+        rustix::net::send(&socket, &[0], SendFlags::empty()).expect("a byte");
+        // The supervisor is locked until the worker is in its list.
+        eventually("it has a worker", || {
+            self.started.load(Ordering::Relaxed) > started
+        });
         socket
-    }
-
-    /// How many programs the supervisor has accepted.
-    fn programs(&self) -> u64 {
-        self.shared().last_session()
     }
 
     fn shared(&self) -> &super::state::Shared {

@@ -66,6 +66,8 @@ impl From<Rejection> for SessionEnd {
 pub(super) struct WorkerReport {
     /// How many [`Command::Serve`] the worker has carried out.
     pub(super) served: u64,
+    /// The programs among them that have neither a session yet nor ended.
+    pub(super) pending: Vec<u64>,
     pub(super) report: Report,
 }
 

@@ -16,11 +16,18 @@ use tracing::error;
 use super::ipc::{Command, IpcSocket, MAX_WORKER_SESSIONS, Rejection, WorkerReport};
 use super::partition::{Partition, Resources};
 use super::totals::EndedWorkers;
-use crate::limits::sessions_of_one_guest;
+use crate::handshakes::{Handshakes, PendingHandshake};
+use crate::limits::{HandshakeLimits, sessions_of_one_guest};
+use crate::log_limit::LogLimit;
 use crate::peer::Peer;
 use crate::policy::LinkKind;
 use crate::stop::StopFlag;
 use crate::tenant_registry::{QuotaError, TenantRegistry};
+
+/// Programs of one place that workers have been given and that have no session yet, at most, and
+/// not more than a quarter of the programs that can be served. Further ones wait, so that a place
+/// cannot fill the workers with programs that never complete their handshakes.
+const MAX_WORKER_HANDSHAKES: usize = 4;
 
 /// Makes the command of a worker whose engine has so many bytes of memory. The supervisor adds the
 /// socket and a number.
@@ -57,8 +64,12 @@ pub(super) struct Shared {
     pub(super) stop: StopFlag,
     last_id: AtomicU64,
     processes: Mutex<Processes>,
-    /// Notified when a process has ended.
-    pub(super) ended: Condvar,
+    /// Limits the lines about guests that get no worker.
+    pub(super) refusal_log: LogLimit,
+    /// Programs that have no session yet.
+    pub(super) handshakes: Arc<Handshakes>,
+    /// Notified when a process has ended, and when a program has got a session.
+    pub(super) changed: Condvar,
 }
 
 /// The processes of the guests.
@@ -79,12 +90,13 @@ pub(super) struct Worker {
     pub(super) guest: Option<String>,
     /// Whether the worker only tells a guest why it is rejected.
     pub(super) is_rejection: bool,
-    /// Programs that the worker has been given and has not reported as ended, each with its
-    /// position in the order of giving.
-    pub(super) sessions: BTreeMap<u64, (u64, Peer)>,
+    /// Programs that the worker has been given and has not reported as ended.
+    pub(super) sessions: BTreeMap<u64, Program>,
     given: u64,
     /// Whether the worker has the certificates of TCP links.
     has_certificates: bool,
+    /// The place of the first program, until a program has got a session.
+    pub(super) unproven: Option<String>,
     /// Whether the worker has been told to end, and gets no further programs.
     pub(super) is_closing: bool,
     /// The last report.
@@ -94,6 +106,15 @@ pub(super) struct Worker {
 /// Most processes of one named guest that have been told to end and still run, for a new one to be
 /// started.
 const MAX_ENDING: usize = 2;
+
+/// A program that a worker has been given.
+pub(super) struct Program {
+    /// The position in the order of giving.
+    pub(super) number: u64,
+    pub(super) peer: Peer,
+    /// Until the worker has reported that the program has a session.
+    pub(super) pending: Option<PendingHandshake>,
+}
 
 /// The process that serves a virtual machine.
 #[derive(Debug)]
@@ -109,6 +130,7 @@ impl Shared {
         command: MakeCommand,
         resources: Resources,
         partition: Partition,
+        handshakes: HandshakeLimits,
         timeouts: Timeouts,
     ) -> Result<Shared, QuotaError> {
         let registry = TenantRegistry::new(resources.memory.unwrap_or(u64::MAX));
@@ -128,7 +150,9 @@ impl Shared {
                 ended_workers: EndedWorkers::default(),
                 certificates: None,
             }),
-            ended: Condvar::new(),
+            refusal_log: LogLimit::new(10),
+            handshakes: Handshakes::new(handshakes),
+            changed: Condvar::new(),
         })
     }
 
@@ -138,16 +162,17 @@ impl Shared {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The number that was given last.
-    #[cfg(test)]
-    pub(super) fn last_session(&self) -> u64 {
-        self.last_id.load(Ordering::Relaxed)
-    }
-
     /// A number that no session and no process of this supervisor has had.
     pub(super) fn new_id(&self) -> u64 {
         self.last_id.fetch_add(1, Ordering::Relaxed) + 1
     }
+}
+
+/// A program that no worker has been given yet.
+pub(super) struct Arriving {
+    pub(super) socket: OwnedFd,
+    pub(super) peer: Peer,
+    pub(super) pending: PendingHandshake,
 }
 
 impl Worker {
@@ -160,6 +185,7 @@ impl Worker {
             sessions: BTreeMap::new(),
             given: 0,
             has_certificates: false,
+            unproven: None,
             is_closing: false,
             report: None,
         }
@@ -180,9 +206,12 @@ impl Worker {
     pub(super) fn give(
         &mut self,
         session: u64,
-        peer: &Peer,
+        Arriving {
+            socket,
+            peer,
+            pending,
+        }: Arriving,
         rejection: Option<Rejection>,
-        socket: &OwnedFd,
         certificates: Option<&OwnedFd>,
     ) -> io::Result<()> {
         if let (LinkKind::Tcp, false, Some(file)) = (peer.link, self.has_certificates, certificates)
@@ -196,9 +225,17 @@ impl Worker {
             peer: peer.clone(),
             rejection,
         };
-        self.send(&command, Some(socket))?;
+        self.send(&command, Some(&socket))?;
+        if self.given == 0 {
+            self.unproven = Some(peer.place());
+        }
         self.given += 1;
-        self.sessions.insert(session, (self.given, peer.clone()));
+        let program = Program {
+            number: self.given,
+            peer,
+            pending: Some(pending),
+        };
+        self.sessions.insert(session, program);
         Ok(())
     }
 }
@@ -231,6 +268,28 @@ impl Processes {
         Some((worker?, self.certificates.as_ref()))
     }
 
+    /// Whether a program of `guest` at `place` has to wait, because enough programs there have been
+    /// given to workers and have no session yet. A worker that has had no session counts until its
+    /// process has ended.
+    pub(super) fn has_to_wait(&self, guest: Option<&str>, place: &str) -> bool {
+        let programs = self.workers.values().flat_map(|w| w.sessions.values());
+        let pending = programs.filter(|program| program.pending.is_some());
+        let pending = pending.filter(|p| p.peer.place() == place).count();
+        let is_ending = |worker: &&Worker| {
+            worker.sessions.is_empty() && worker.unproven.as_deref() == Some(place)
+        };
+        let ending = self.workers.values().filter(is_ending).count();
+        pending + ending >= (self.places(guest) / 4).clamp(1, MAX_WORKER_HANDSHAKES)
+    }
+
+    /// How many programs can be served at once, of all guests like this one.
+    fn places(&self, guest: Option<&str>) -> usize {
+        match guest {
+            Some(_) => self.partition.max_sessions,
+            None => self.partition.max_unnamed.min(self.partition.max_sessions),
+        }
+    }
+
     /// Why a guest gets no other program, if it has its share of them.
     fn too_many(&self, guest: Option<&str>, peer: &Peer) -> Option<Rejection> {
         let source = peer.source();
@@ -239,13 +298,10 @@ impl Processes {
         let sessions = sessions.flat_map(|worker| worker.sessions.values());
         let own = match (guest, &source) {
             (Some(_), _) => sessions.count(),
-            (None, Some(_)) => sessions.filter(|(_, p)| p.source() == source).count(),
+            (None, Some(_)) => sessions.filter(|p| p.peer.source() == source).count(),
             (None, None) => return None,
         };
-        let all = match guest {
-            Some(_) => self.partition.max_sessions,
-            None => self.partition.max_unnamed.min(self.partition.max_sessions),
-        };
+        let all = self.places(guest);
         let limit = sessions_of_one_guest(all);
         let name = guest.or(source.as_deref()).unwrap_or_default();
         (own >= limit && own < all).then(|| Rejection::Rejected {

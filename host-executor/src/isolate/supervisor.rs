@@ -2,14 +2,16 @@
 #![forbid(unsafe_code)]
 
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Child, Stdio};
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::net::RecvFlags;
 use rustix::process::{Pid, Signal};
 use tracing::{error, info, warn};
 use vgpu_transport::link::stream::tls::CertificateFiles;
@@ -19,10 +21,13 @@ use super::ipc::{self, IpcSocket, Received, Rejection, WorkerReport};
 use super::log_pipe::LogPipe;
 use super::partition::{Partition, Resources};
 use super::process::{ExitReason, spawn, wait_or_kill};
-use super::state::{MakeCommand, MakeMachine, Processes, Shared, Timeouts, VmProcess, Worker};
+use super::state::{
+    Arriving, MakeCommand, MakeMachine, Processes, Shared, Timeouts, VmProcess, Worker,
+};
 use crate::control;
+use crate::limits::HandshakeLimits;
 use crate::listener::threads::ListenerThreads;
-use crate::listener::{ListenerId, SocketListener};
+use crate::listener::{HANDSHAKE_TIMEOUT, ListenerId, SocketListener};
 use crate::peer::Peer;
 use crate::status::StatusHandle;
 use crate::tenant_registry::QuotaError;
@@ -41,6 +46,9 @@ const POLL_INTERVAL: Duration = Duration::from_millis(50);
 /// Rejected guests that are told why by a worker. Further guests are disconnected without a
 /// message.
 const MAX_REJECTIONS: usize = 16;
+
+/// How long a program waits for a worker.
+const WORKER_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// How long the process of a virtual machine that starts may take to answer.
 const ANSWER_TIMEOUT: Duration = Duration::from_millis(100);
@@ -82,7 +90,8 @@ pub struct Supervisor {
 }
 
 impl Supervisor {
-    /// A supervisor without listeners. `command` makes the command of a worker, which has to call
+    /// A supervisor without listeners, with limits on connections whose handshake is not complete.
+    /// `command` makes the command of a worker, which has to call
     /// [`serve`](super::serve) with [`take_socket`](super::take_socket).
     ///
     /// # Errors
@@ -91,8 +100,15 @@ impl Supervisor {
         command: MakeCommand,
         resources: Resources,
         partition: Partition,
+        handshakes: HandshakeLimits,
     ) -> Result<Supervisor, QuotaError> {
-        Supervisor::with_timeouts(command, resources, partition, Timeouts::default())
+        Supervisor::with_timeouts(
+            command,
+            resources,
+            partition,
+            handshakes,
+            Timeouts::default(),
+        )
     }
 
     /// As [`new`](Supervisor::new), with other timeouts.
@@ -100,9 +116,10 @@ impl Supervisor {
         command: MakeCommand,
         resources: Resources,
         partition: Partition,
+        handshakes: HandshakeLimits,
         timeouts: Timeouts,
     ) -> Result<Supervisor, QuotaError> {
-        let shared = Shared::new(command, resources, partition, timeouts)?;
+        let shared = Shared::new(command, resources, partition, handshakes, timeouts)?;
         Ok(Supervisor {
             shared: Arc::new(shared),
             listeners: ListenerThreads::default(),
@@ -166,7 +183,7 @@ impl Supervisor {
         self.listeners
             .start(self.shared.stop.clone(), move |timeout| {
                 if let Some((socket, peer)) = listener.accept_socket(timeout)? {
-                    shared.admit(guest.as_deref(), socket, &peer);
+                    shared.start_guest(guest.as_deref(), socket, peer);
                 }
                 Ok(())
             })
@@ -225,6 +242,7 @@ impl Supervisor {
     pub fn shutdown(mut self) {
         self.shared.stop.set();
         self.listeners.close_all();
+        self.shared.wake_waiters();
         let mut processes = self.shared.processes();
         processes.workers.values().for_each(|w| w.ipc.close());
         for machine in processes.machines.values() {
@@ -235,17 +253,79 @@ impl Supervisor {
         while !processes.workers.is_empty() || !processes.machines.is_empty() {
             processes = self
                 .shared
-                .ended
+                .changed
                 .wait(processes)
                 .unwrap_or_else(PoisonError::into_inner);
         }
+        drop(processes);
+        self.shared.handshakes.close();
     }
 }
 
 impl Shared {
-    /// Gives a program to the worker of its guest.
-    fn admit(self: &Arc<Shared>, owner: Option<&str>, socket: OwnedFd, peer: &Peer) {
+    /// Starts the thread of a connection, which ends when a worker has been given the connection.
+    fn start_guest(self: &Arc<Shared>, owner: Option<&str>, socket: OwnedFd, peer: Peer) {
         let id = self.new_id();
+        let duplicate = socket.try_clone().ok();
+        let Some(pending) = self.handshakes.begin(id, &peer.place(), duplicate) else {
+            return;
+        };
+        let (shared, owner) = (Arc::clone(self), owner.map(str::to_owned));
+        let arriving = Arriving {
+            socket,
+            peer,
+            pending,
+        };
+        let spawned = thread::Builder::new()
+            .name(format!("vgpu-guest-{id}"))
+            .spawn(move || {
+                if has_sent(&arriving.socket, HANDSHAKE_TIMEOUT) {
+                    shared.admit(id, owner.as_deref(), arriving);
+                }
+            });
+        if let Err(error) = spawned
+            && let Some(others) = self.refusal_log.allow(Instant::now())
+        {
+            error!(
+                session = id,
+                "no thread for a guest, which is disconnected: {error}; {others} such lines were \
+                 left out"
+            );
+        }
+    }
+
+    /// Waits until few enough programs of a place are in their handshakes. `None` if they are too
+    /// many for too long, and if the program need not be served any more.
+    fn wait_for_turn(
+        &self,
+        guest: Option<&str>,
+        arriving: &Arriving,
+    ) -> Option<MutexGuard<'_, Processes>> {
+        let place = arriving.peer.place();
+        let has_to_wait = |processes: &mut Processes| {
+            processes.has_to_wait(guest, &place)
+                && !self.stop.is_set()
+                && !arriving.pending.is_cancelled()
+        };
+        let (processes, waited) = self
+            .changed
+            .wait_timeout_while(self.processes(), WORKER_TIMEOUT, has_to_wait)
+            .unwrap_or_else(PoisonError::into_inner);
+        let is_over = waited.timed_out() || self.stop.is_set() || arriving.pending.is_cancelled();
+        (!is_over && !has_hung_up(&arriving.socket)).then_some(processes)
+    }
+
+    /// Makes all that wait for `changed` check their conditions again.
+    fn wake_waiters(&self) {
+        // Under the lock: a thread between its check and its wait would miss the notification.
+        let processes = self.processes();
+        self.changed.notify_all();
+        drop(processes);
+    }
+
+    /// Gives a program to the worker of its guest.
+    fn admit(self: &Arc<Shared>, id: u64, owner: Option<&str>, arriving: Arriving) {
+        let peer = &arriving.peer.clone();
         let (guest, rejected) = match self.registry.admit(owner, peer) {
             Ok(tenant) => (tenant.is_named().then(|| tenant.name().to_owned()), None),
             Err(error) => {
@@ -255,15 +335,20 @@ impl Shared {
         };
         // Locked until the worker has the socket, so that no worker is told to end meanwhile, and a
         // shutdown misses none.
-        let mut processes = self.processes();
-        if self.stop.is_set() {
+        let Some(mut processes) = self.wait_for_turn(guest.as_deref(), &arriving) else {
             return;
-        }
+        };
         let rejection = rejected.or_else(|| processes.full(guest.as_deref(), peer));
         let rejections = processes.workers.values().filter(|w| w.is_rejection);
         let count = rejections.count();
         if rejection.is_some() && count >= MAX_REJECTIONS {
-            warn!(%peer, "disconnected without a message: {count} other guests are being rejected");
+            if let Some(others) = self.refusal_log.allow(Instant::now()) {
+                warn!(
+                    %peer,
+                    "disconnected without a message: {count} other guests are being rejected; \
+                     {others} such lines were left out"
+                );
+            }
             return;
         }
         let worker = match (&guest, &rejection) {
@@ -271,8 +356,8 @@ impl Shared {
             _ => None,
         };
         let outcome = match worker {
-            Some((worker, certificates)) => worker.give(id, peer, None, &socket, certificates),
-            None => self.start_worker(&mut processes, id, guest, rejection, &socket, peer),
+            Some((worker, certificates)) => worker.give(id, arriving, None, certificates),
+            None => self.start_worker(&mut processes, id, guest, rejection, arriving),
         };
         if let Err(error) = outcome {
             error!(session = id, %peer, "no worker for this guest, which is disconnected: {error}");
@@ -286,8 +371,7 @@ impl Shared {
         session: u64,
         guest: Option<String>,
         rejection: Option<Rejection>,
-        socket: &OwnedFd,
-        peer: &Peer,
+        arriving: Arriving,
     ) -> io::Result<()> {
         let (ipc, theirs) = IpcSocket::pair()?;
         let mut worker = Worker::new(ipc, guest, rejection.is_some());
@@ -305,9 +389,8 @@ impl Shared {
         }
         worker.give(
             session,
-            peer,
+            arriving,
             rejection,
-            socket,
             processes.certificates.as_ref(),
         )?;
         let (shared, ipc) = (Arc::clone(self), Arc::clone(&worker.ipc));
@@ -422,8 +505,8 @@ impl Shared {
     fn remove_worker(&self, id: u64, log: impl Fn(u64, &Peer)) {
         let mut processes = self.processes();
         if let Some(worker) = processes.workers.remove(&id) {
-            for (session, (_, peer)) in &worker.sessions {
-                log(*session, peer);
+            for (session, program) in &worker.sessions {
+                log(*session, &program.peer);
             }
             if let Some(WorkerReport { report, .. }) = &worker.report {
                 let guest = worker.guest.as_deref();
@@ -431,7 +514,7 @@ impl Shared {
             }
         }
         drop(processes);
-        self.ended.notify_all();
+        self.changed.notify_all();
     }
 
     /// Stores a report. Tells a worker without programs to end.
@@ -442,13 +525,19 @@ impl Shared {
         };
         let sessions = &report.report.status.sessions;
         let is_open = |session| sessions.iter().any(|s| s.id == session);
-        worker
-            .sessions
-            .retain(|&session, (number, _)| *number > report.served || is_open(session));
+        worker.sessions.retain(|&session, program| {
+            if is_open(session) {
+                program.pending = None;
+                worker.unproven = None;
+            }
+            program.number > report.served || is_open(session) || report.pending.contains(&session)
+        });
         worker.report = Some(report);
         if worker.sessions.is_empty() && !worker.is_closing {
             worker.close();
         }
+        drop(processes);
+        self.changed.notify_all();
     }
 
     /// Starts the process of a virtual machine and adds it to the list. `None` during a shutdown.
@@ -499,7 +588,7 @@ impl Shared {
             // Between these two lines the kernel could give the pid to a new process, but it uses
             // all other pids first.
             self.processes().machines.remove(&id);
-            self.ended.notify_all();
+            self.changed.notify_all();
             match status {
                 Ok(status) if status.success() => {}
                 Ok(status) => error!(vm = name, pid, "its process {}", ExitReason(status)),
@@ -531,6 +620,28 @@ impl Shared {
             );
         }
     }
+}
+
+/// Waits up to `timeout` for the first bytes of a guest, which stay unread. Returns whether the
+/// guest has sent any.
+fn has_sent(socket: impl AsFd, timeout: Duration) -> bool {
+    let mut fds = [PollFd::new(&socket, PollFlags::IN)];
+    let Ok(timeout) = Timespec::try_from(timeout) else {
+        return false;
+    };
+    if !matches!(rustix::event::poll(&mut fds, Some(&timeout)), Ok(1)) {
+        return false;
+    }
+    let peeked = rustix::net::recv(socket, &mut [0], RecvFlags::PEEK | RecvFlags::DONTWAIT);
+    peeked.is_ok_and(|(bytes, _)| bytes > 0)
+}
+
+/// Whether a guest has closed its socket. No process is worth starting then, whatever is unread.
+fn has_hung_up(socket: impl AsFd) -> bool {
+    let mut fds = [PollFd::new(&socket, PollFlags::RDHUP)];
+    let now = Timespec::default();
+    // The kernel reports hang-ups and errors in any case.
+    !matches!(rustix::event::poll(&mut fds, Some(&now)), Ok(0))
 }
 
 #[cfg(test)]

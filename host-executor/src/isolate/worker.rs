@@ -36,19 +36,26 @@ pub fn serve(socket: OwnedFd, server: Server, stop: &StopFlag) {
     let (served, is_over) = (AtomicU64::new(0), AtomicBool::new(false));
     let handle = server.status_handle();
     let report_to_supervisor = |served| {
+        // Before the sessions: a program that gets its session meanwhile is in both lists.
+        let pending = server.pending();
         let report = handle.report();
         let ids: Vec<u64> = report.status.sessions.iter().map(|s| s.id).collect();
-        if let Err(error) = ipc.send(&WorkerReport { served, report }, None) {
+        let message = WorkerReport {
+            served,
+            pending: pending.clone(),
+            report,
+        };
+        if let Err(error) = ipc.send(&message, None) {
             debug!("no report to the supervisor: {error}");
         }
-        ids
+        (ids, pending)
     };
     thread::scope(|scope| {
         let reporter = scope.spawn(|| {
             while !is_over.load(Ordering::Relaxed) {
-                // The counter is read first: a guest that it counts is in the table by then.
-                let known = report_to_supervisor(served.load(Ordering::Acquire));
-                server.wait_for_change(&known, &is_over, REPORT_INTERVAL);
+                // The counter is read first: a guest that it counts is in a list by then.
+                let (known, pending) = report_to_supervisor(served.load(Ordering::Acquire));
+                server.wait_for_change(&known, &pending, &is_over, REPORT_INTERVAL);
             }
         });
         while !stop.is_set() {
@@ -78,7 +85,15 @@ pub fn serve(socket: OwnedFd, server: Server, stop: &StopFlag) {
     let served = served.into_inner();
     server.shutdown();
     // The final figures of the sessions.
-    report_to_supervisor(served);
+    let (pending, report) = (Vec::new(), handle.report());
+    let message = WorkerReport {
+        served,
+        pending,
+        report,
+    };
+    if let Err(error) = ipc.send(&message, None) {
+        debug!("no last report to the supervisor: {error}");
+    }
 }
 
 fn carry_out(
@@ -124,8 +139,13 @@ fn carry_out(
                 ),
                 (Some(socket), None) => {
                     let (kind, certificates) = (peer.link, certificates.clone());
-                    let open = Box::new(move || open(socket, kind, certificates));
-                    server.serve_guest(session, guest.as_deref(), IncomingGuest { peer, open });
+                    let duplicate = socket.try_clone().ok();
+                    let incoming = IncomingGuest {
+                        peer,
+                        open: Box::new(move || open(socket, kind, certificates)),
+                        socket: duplicate,
+                    };
+                    server.serve_guest(session, guest.as_deref(), incoming);
                 }
                 (Some(socket), Some(rejection)) => {
                     reject_guest(session, &peer, socket, rejection, certificates.as_ref())

@@ -38,10 +38,13 @@ pub struct IncomingGuest {
     pub peer: Peer,
     /// Completes the link's handshake.
     pub open: OpenLink,
+    /// A duplicate of the guest's socket. Shutting it down cuts the handshake short. `None` if the
+    /// link has no socket.
+    pub socket: Option<OwnedFd>,
 }
 
-/// Completes a link's handshake. Called on the session's own thread, since it may wait for the
-/// guest.
+/// Completes a link's handshake, within a time limit of its own. Called on a thread of the
+/// connection, since it may wait for the guest.
 pub type OpenLink = Box<dyn FnOnce() -> Result<Box<dyn HostEnd>, OpenError> + Send>;
 
 /// Why a link's handshake was not completed.

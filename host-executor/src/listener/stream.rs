@@ -1,7 +1,7 @@
 //! Guests that connect over TCP or vsock.
 
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::time::Duration;
 
 use vgpu_transport::link::stream::{tcp, vsock};
@@ -18,6 +18,7 @@ impl GuestListener for tcp::Listener {
         let arrival = tcp::Listener::accept(self, timeout)?;
         Ok(arrival.map(|arrival| IncomingGuest {
             peer: tcp_peer(&arrival),
+            socket: arrival.as_fd().try_clone_to_owned().ok(),
             open: Box::new(move || Ok(Box::new(arrival.handshake(HANDSHAKE_TIMEOUT)?) as _)),
         }))
     }
@@ -40,6 +41,7 @@ impl GuestListener for vsock::Listener {
         };
         Ok(Some(IncomingGuest {
             peer: vsock_peer(self, cid),
+            socket: socket.try_clone().ok(),
             open: Box::new(move || Ok(Box::new(vsock::host(socket)?) as _)),
         }))
     }

@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::time::Duration;
 
 use vgpu_transport::link::unix::{Arrival, Listener};
@@ -16,8 +16,9 @@ impl GuestListener for Listener {
         let arrival = Listener::accept(self, timeout).map_err(io::Error::other)?;
         Ok(arrival.map(|arrival| {
             let peer = peer(self, &arrival);
+            let socket = arrival.as_fd().try_clone_to_owned().ok();
             let open = Box::new(move || Ok(Box::new(arrival.handshake()?) as _));
-            IncomingGuest { peer, open }
+            IncomingGuest { peer, open, socket }
         }))
     }
 }

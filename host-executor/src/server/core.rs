@@ -141,26 +141,36 @@ impl Server {
         guest_thread::start(&self.shared, id, guest, incoming);
     }
 
-    /// Waits until the open sessions differ from `known`, `is_over` is set, or `timeout` has
-    /// passed.
-    pub(crate) fn wait_for_change(&self, known: &[u64], is_over: &AtomicBool, timeout: Duration) {
+    /// The numbers of the connections that have no session yet.
+    pub(crate) fn pending(&self) -> Vec<u64> {
+        self.shared.handshakes.ids()
+    }
+
+    /// Waits until the open sessions differ from `known`, or the connections that have no session
+    /// from `pending`, until `is_over` is set, or `timeout` has passed.
+    pub(crate) fn wait_for_change(
+        &self,
+        known: &[u64],
+        pending: &[u64],
+        is_over: &AtomicBool,
+        timeout: Duration,
+    ) {
         let sessions = self.shared.sessions();
         let is_same = |sessions: &mut BTreeMap<u64, Entry>| {
-            sessions.keys().eq(known) && !is_over.load(Ordering::Relaxed)
+            sessions.keys().eq(known)
+                && self.shared.handshakes.ids() == pending
+                && !is_over.load(Ordering::Relaxed)
         };
         let waited = self
             .shared
-            .ended
+            .changed
             .wait_timeout_while(sessions, timeout, is_same);
         drop(waited.unwrap_or_else(PoisonError::into_inner));
     }
 
     /// Makes [`wait_for_change`](Server::wait_for_change) check its conditions again.
     pub(crate) fn wake_waiters(&self) {
-        // Under the lock: a thread between its check and its wait would miss the notification.
-        let sessions = self.shared.sessions();
-        self.shared.ended.notify_all();
-        drop(sessions);
+        self.shared.wake_waiters();
     }
 
     /// The open sessions.
@@ -188,11 +198,12 @@ impl Server {
     fn stop(&mut self) {
         self.shared.stop.set();
         self.listeners.close_all();
+        self.shared.handshakes.close();
         let mut sessions = self.shared.sessions();
         while !sessions.is_empty() {
             let (guard, wait) = self
                 .shared
-                .ended
+                .changed
                 .wait_timeout(sessions, REMINDER_INTERVAL)
                 .unwrap_or_else(PoisonError::into_inner);
             sessions = guard;

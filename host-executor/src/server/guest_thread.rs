@@ -1,10 +1,8 @@
-//! The thread of one guest: handshake, admission, session.
+//! The thread of one connection: handshake, admission, session.
 #![forbid(unsafe_code)]
 
-use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Instant, SystemTime};
 
@@ -12,98 +10,53 @@ use tracing::{error, info, info_span, warn};
 use vgpu_transport::link::stream::tls::Ending;
 use vgpu_transport::link::stream::x509::CertificateInfo;
 
+use super::seat::Seat;
 use super::shared::{Entry, Shared};
+use crate::handshakes::PendingHandshake;
 use crate::identity::Identity;
-use crate::limits::sessions_of_one_guest;
 use crate::listener::{IncomingGuest, OpenLink};
 use crate::peer::Peer;
-use crate::session::{Session, SessionEnd, reject};
+use crate::session::{Session, SessionEnd, SharedParts, receive_first, reject};
 use crate::stats::Counters;
-use crate::stop::StopFlag;
 use crate::tenant::Tenant;
 
-/// Guests beyond the limit that are told why they are rejected. Further guests are disconnected
-/// without a message.
-const MAX_REJECTIONS: usize = 16;
-
-/// A guest that has connected, on its own thread.
-struct Guest {
-    id: u64,
-    /// The guest to which the listener belongs.
-    owner: Option<String>,
-    peer: Peer,
-    counters: Arc<Counters>,
-    tenant: Arc<Tenant>,
-    /// Why the rules reject the guest, if they do.
-    rejected: Option<SessionEnd>,
-    /// Why there is no room for the guest, if there is none.
-    full: Option<SessionEnd>,
-    /// Ends this session.
-    stop: StopFlag,
-}
-
-/// Enters a guest in the table of sessions and starts its thread.
+/// Starts the thread of a connection, unless too many connections have not completed their
+/// handshakes.
 pub(super) fn start(shared: &Arc<Shared>, id: u64, owner: Option<&str>, incoming: IncomingGuest) {
-    let IncomingGuest { peer, open } = incoming;
-    let counters = Arc::new(Counters::default());
-    let (tenant, mut rejected) = tenant_of(shared, owner, &peer);
-    let max_sessions = shared.max_sessions.load(Ordering::Relaxed);
-    let stop = shared.stop.for_one();
-    let open_sessions = {
-        let mut sessions = shared.sessions();
-        let count = sessions.len();
-        if count >= max_sessions.saturating_add(MAX_REJECTIONS) {
-            warn!(%peer, "disconnected without a message: {count} sessions are open, the limit is \
-             {max_sessions}");
-            return;
-        }
-        let own = count_of(&sessions, &tenant);
-        rejected = rejected.or_else(|| too_many(&tenant, own, max_sessions));
-        sessions.insert(
-            id,
-            Entry {
-                peer: peer.clone(),
-                since: Instant::now(),
-                counters: Arc::clone(&counters),
-                tenant: Arc::clone(&tenant),
-                certificates: Vec::new(),
-                stop: stop.clone(),
-            },
-        );
-        count
+    let IncomingGuest { peer, open, socket } = incoming;
+    let Some(pending) = shared.handshakes.begin(id, &peer.place(), socket) else {
+        return;
     };
-    let registration = Registration {
-        id,
-        shared: Arc::clone(shared),
-    };
-    let guest = Guest {
-        id,
-        owner: owner.map(str::to_owned),
-        peer,
-        counters,
-        tenant,
-        rejected,
-        full: (open_sessions >= max_sessions).then_some(SessionEnd::Full {
-            sessions: open_sessions,
-            limit: max_sessions,
-        }),
-        stop,
-    };
+    let (owner, own_shared) = (owner.map(str::to_owned), Arc::clone(shared));
     let spawned = thread::Builder::new()
         .name(format!("vgpu-guest-{id}"))
         .spawn(move || {
-            let (tenant, peer) = (guest.tenant.name(), &guest.peer);
-            let _span = info_span!("session", id, tenant, %peer).entered();
+            let admitted = tenant_of(&own_shared, owner.as_deref(), &peer);
+            let _span = info_span!("session", id, tenant = admitted.0.name(), %peer).entered();
             // A panic in a link or in this code ends this guest's thread only. The log reports it.
             let outcome = catch_unwind(AssertUnwindSafe(|| {
-                serve(&registration.shared, guest, open);
+                serve(
+                    &own_shared,
+                    id,
+                    owner.as_deref(),
+                    peer,
+                    admitted,
+                    open,
+                    pending,
+                );
             }));
             if outcome.is_err() {
                 error!("the thread of the session panicked; this is a bug of the host");
             }
+            own_shared.wake_waiters();
         });
-    if let Err(error) = spawned {
-        error!("no thread for session {id}, its guest is disconnected: {error}");
+    if let Err(error) = spawned
+        && let Some(others) = shared.refusal_log.allow(Instant::now())
+    {
+        error!(
+            "no thread for session {id}, its guest is disconnected: {error}; {others} such lines \
+             were left out"
+        );
     }
 }
 
@@ -124,42 +77,33 @@ fn tenant_of(
     }
 }
 
-/// The sessions of a tenant.
-fn count_of(sessions: &BTreeMap<u64, Entry>, tenant: &Arc<Tenant>) -> usize {
-    let entries = sessions.values();
-    entries.filter(|e| Arc::ptr_eq(&e.tenant, tenant)).count()
-}
-
-/// Why a tenant with `own` sessions gets no other, if it has its share of them.
-fn too_many(tenant: &Tenant, own: usize, max_sessions: usize) -> Option<SessionEnd> {
-    let limit = sessions_of_one_guest(max_sessions);
-    (own >= limit && own < max_sessions).then(|| SessionEnd::Rejected {
-        reason: format!(
-            "guest {} has {own} programs here, its limit is {limit}: three quarters of the \
-             {max_sessions} of --max-guests",
-            tenant.name()
-        ),
-    })
-}
-
-fn serve(shared: &Shared, guest: Guest, open: OpenLink) {
-    let Guest {
-        id,
-        owner,
-        mut peer,
-        counters,
-        mut tenant,
-        mut rejected,
-        full,
-        stop,
-    } = guest;
-    let mut link = match open() {
-        Ok(link) => link,
-        Err(error) => {
-            warn!("the guest gets no session: {error}");
-            return;
+/// Serves a guest to its end. The guest gets a place in the table of sessions when it has sent its
+/// first message.
+fn serve(
+    shared: &Arc<Shared>,
+    id: u64,
+    owner: Option<&str>,
+    mut peer: Peer,
+    (mut tenant, mut rejected): (Arc<Tenant>, Option<SessionEnd>),
+    open: OpenLink,
+    pending: PendingHandshake,
+) {
+    // Everyone who can connect can cause these lines, so their number is limited.
+    let log = |why: &dyn std::fmt::Display| {
+        if !pending.is_cancelled()
+            && let Some(others) = shared.refusal_log.allow(Instant::now())
+        {
+            match others {
+                0 => warn!("{why}"),
+                others => warn!("{why}; {others} such lines were left out"),
+            }
         }
     };
+    let mut link = match open() {
+        Ok(link) => link,
+        Err(error) => return log(&format_args!("the guest gets no session: {error}")),
+    };
+    pending.link_is_open();
     // A certificate is known only after the handshake, and may change who the guest is.
     let certificates = link.certificates().to_vec();
     if let Some(certificate) = certificates.first() {
@@ -170,44 +114,79 @@ fn serve(shared: &Shared, guest: Guest, open: OpenLink) {
             warn!("{ending}");
         }
         peer.certificate = Some(identity);
-        (tenant, rejected) = tenant_of(shared, owner.as_deref(), &peer);
+        (tenant, rejected) = tenant_of(shared, owner, &peer);
         if tenant.is_named() {
             info!("the certificate identifies guest {}", tenant.name());
         }
-        let mut sessions = shared.sessions();
-        if let Some(entry) = sessions.get_mut(&id) {
-            entry.tenant = Arc::clone(&tenant);
-            entry.peer.certificate.clone_from(&peer.certificate);
-            entry.certificates.clone_from(&certificates);
-        }
-        let others = count_of(&sessions, &tenant).saturating_sub(1);
-        drop(sessions);
-        let max_sessions = shared.max_sessions.load(Ordering::Relaxed);
-        rejected = rejected.or_else(|| too_many(&tenant, others, max_sessions));
-        // The certificates may have been replaced during the handshake. From here on, that ends
-        // the session.
-        let fault = shared.fault_of(&certificates);
-        rejected = rejected.or(fault.map(|fault| SessionEnd::Refused {
-            reason: fault.to_string(),
-        }));
     }
+    let counters = Arc::new(Counters::default());
+    let stop = shared.stop.for_one();
+    // Why a guest with these certificates is not served, which a reload can have changed since the
+    // handshake.
+    let revoked = || {
+        let fault = shared.fault_of(&certificates)?;
+        Some(SessionEnd::Refused {
+            reason: fault.to_string(),
+        })
+    };
+    // Before the first message, too: a guest that gets no session need not send any.
+    let seat = match rejected
+        .or_else(|| Seat::refusal(shared, &peer, &tenant))
+        .or_else(revoked)
+    {
+        Some(end) => Err(end),
+        None => {
+            let first = receive_first(link.as_mut(), shared.limits.hello, &stop);
+            first.and_then(|first| {
+                let entry = Entry {
+                    peer: peer.clone(),
+                    since: Instant::now(),
+                    counters: Arc::clone(&counters),
+                    tenant: Arc::clone(&tenant),
+                    certificates: certificates.clone(),
+                    stop: stop.clone(),
+                };
+                let seat = Seat::take(shared, id, entry)?;
+                // From here on, new certificates end the session.
+                revoked().map_or(Ok((first, seat)), Err)
+            })
+        }
+    };
+    let (first, _seat) = match seat {
+        Ok(seat) => seat,
+        Err(SessionEnd::Closed) => {
+            return log(&"the guest disconnected before it had sent a message");
+        }
+        Err(end) => {
+            match &end {
+                SessionEnd::Rejected { .. }
+                | SessionEnd::Refused { .. }
+                | SessionEnd::Full { .. } => {
+                    log(&format_args!("rejected: {end}"));
+                }
+                end => log(&format_args!("the guest gets no session: {end}")),
+            }
+            return reject(link.as_mut(), &end);
+        }
+    };
+    drop(pending);
+    shared.wake_waiters();
     let origin = match tenant.is_named() {
         true => format!("guest {}", tenant.name()),
         false => origin(id, &peer),
     };
-    if let Some(end) = rejected.or(full) {
-        warn!("rejected: {end}");
-        reject(link.as_mut(), &end);
-        return;
-    }
-    let engine = Arc::clone(&shared.engine);
-    let scheduler = Arc::clone(&shared.scheduler);
-    let session = Session::of_tenant(id, engine, scheduler, tenant, shared.limits, counters);
+    let parts = SharedParts {
+        engine: Arc::clone(&shared.engine),
+        scheduler: Arc::clone(&shared.scheduler),
+        limits: shared.limits,
+        pools: shared.pools.clone(),
+    };
+    let session = Session::of_tenant(id, parts, tenant, counters);
     let session = match shared.weights.get() {
         Some(weights) => session.sharing(weights, &origin),
         None => session,
     };
-    session.run(link.as_mut(), &stop);
+    session.run_from(first, link.as_mut(), &stop);
 }
 
 /// Whose weights a guest without a name shares without proof: those of the same user of this
@@ -219,27 +198,5 @@ fn origin(id: u64, peer: &Peer) -> String {
         (Some(process), _) => format!("user {}", process.uid),
         (None, Some((name, _))) => format!("vm {name}"),
         (None, None) => format!("session {id}"),
-    }
-}
-
-/// An entry in the table of sessions. Removed when the session's thread ends, however it ends.
-struct Registration {
-    id: u64,
-    shared: Arc<Shared>,
-}
-
-impl Drop for Registration {
-    fn drop(&mut self) {
-        let mut sessions = self.shared.sessions();
-        // Under the lock of the table, so that a snapshot counts the session exactly once.
-        if let Some(entry) = sessions.remove(&self.id) {
-            let stats = entry.counters.snapshot();
-            match entry.tenant.is_named() {
-                true => entry.tenant.add_ended(&stats),
-                false => self.shared.registry.tenants().1.add_ended(&stats),
-            }
-        }
-        drop(sessions);
-        self.shared.ended.notify_all();
     }
 }

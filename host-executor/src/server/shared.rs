@@ -9,8 +9,11 @@ use std::time::Instant;
 use vgpu_engine::Engine;
 use vgpu_transport::link::stream::tls::{CertificateFault, Certificates};
 
+use crate::handshakes::Handshakes;
 use crate::limits::Limits;
+use crate::log_limit::LogLimit;
 use crate::peer::Peer;
+use crate::pool::Pools;
 use crate::sched::Scheduler;
 use crate::stats::Counters;
 use crate::stop::StopFlag;
@@ -26,6 +29,7 @@ pub(super) struct Shared {
     pub(super) registry: TenantRegistry,
     pub(super) weights: OnceLock<WeightStore>,
     pub(super) limits: Limits,
+    pub(super) pools: Pools,
     /// Guests served at once.
     pub(super) max_sessions: AtomicUsize,
     /// The certificates of TCP links.
@@ -33,8 +37,12 @@ pub(super) struct Shared {
     pub(super) stop: StopFlag,
     last_id: AtomicU64,
     sessions: Mutex<BTreeMap<u64, Entry>>,
-    /// Notified when a session has ended.
-    pub(super) ended: Condvar,
+    /// Connections that have no session yet.
+    pub(super) handshakes: Arc<Handshakes>,
+    /// Limits the lines about guests that get no session.
+    pub(super) refusal_log: LogLimit,
+    /// Notified when a session has begun or ended, and when a handshake has failed.
+    pub(super) changed: Condvar,
 }
 
 /// A session in the table of sessions.
@@ -56,13 +64,16 @@ impl Shared {
             scheduler: Arc::default(),
             engine,
             weights: OnceLock::new(),
+            pools: Pools::new(&limits),
             limits,
             max_sessions: AtomicUsize::new(max_sessions),
             certificates: OnceLock::new(),
             stop: StopFlag::new(),
             last_id: AtomicU64::new(0),
             sessions: Mutex::default(),
-            ended: Condvar::new(),
+            handshakes: Handshakes::new(limits.handshakes),
+            refusal_log: LogLimit::new(10),
+            changed: Condvar::new(),
         }
     }
 
@@ -74,6 +85,14 @@ impl Shared {
     /// Why a guest with these certificates could not connect now.
     pub(super) fn fault_of(&self, shown: &[Vec<u8>]) -> Option<CertificateFault> {
         self.certificates.get()?.check_guest(shown).err()
+    }
+
+    /// Makes all that wait for `changed` check their conditions again.
+    pub(super) fn wake_waiters(&self) {
+        // Under the lock: a thread between its check and its wait would miss the notification.
+        let sessions = self.sessions();
+        self.changed.notify_all();
+        drop(sessions);
     }
 
     /// A session number that this server has not used.

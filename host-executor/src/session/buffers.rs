@@ -7,6 +7,7 @@ use vgpu_engine::Memory;
 use vgpu_transport::ir::BufferId;
 
 use super::error::Violation;
+use crate::pool::Lease;
 use crate::tenant::Charge;
 
 /// The buffers of a session, and the ids that have been used.
@@ -23,6 +24,10 @@ struct Buffer {
     memory: Arc<dyn Memory>,
     /// Declared after `memory`, so that the memory is freed before the charge is released.
     _charge: Charge,
+    /// The mapping of the memory, by the same rule.
+    _mapping: Lease,
+    /// Further mappings that the memory can take.
+    copies: Option<Lease>,
 }
 
 impl Buffers {
@@ -43,12 +48,18 @@ impl Buffers {
         buffer: BufferId,
         memory: Arc<dyn Memory>,
         charge: Charge,
+        mapping: Lease,
         limit: usize,
     ) -> Result<(), Violation> {
         self.used.insert(buffer.0);
         self.bytes += memory.size();
-        let _charge = charge;
-        self.live.insert(buffer, Buffer { memory, _charge });
+        let entry = Buffer {
+            memory,
+            _charge: charge,
+            _mapping: mapping,
+            copies: None,
+        };
+        self.live.insert(buffer, entry);
         match self.used.ranges() {
             ranges if ranges > limit => Err(Violation::ScatteredIds { ranges }),
             _ => Ok(()),
@@ -99,6 +110,13 @@ impl Buffers {
         if let Some(Buffer { memory, .. }) = self.live.get_mut(&buffer) {
             debug_assert_eq!(memory.size(), new.size());
             *memory = new;
+        }
+    }
+
+    /// Sets the further mappings that the memory of a buffer can take.
+    pub(super) fn set_copies(&mut self, buffer: BufferId, lease: Lease) {
+        if let Some(buffer) = self.live.get_mut(&buffer) {
+            buffer.copies = Some(lease);
         }
     }
 

@@ -184,20 +184,34 @@ impl Session {
                 return Ok(refused(request, buffer, reason));
             }
         };
-        let shared = match self.can_share && size > 0 {
-            true => self.engine.alloc_shared(size),
-            false => Ok(None),
+        // A buffer without bytes has no mapping.
+        let count = usize::from(size > 0);
+        let mapping = match self.pools.mappings.take(self.tenant.id(), count) {
+            Ok(mapping) => mapping,
+            Err(error) => {
+                let reason = format!("guest {}: {error}", self.tenant.name());
+                return Ok(refused(request, buffer, reason));
+            }
         };
-        let allocated = shared.and_then(|shared| match shared {
+        let shared = match self.can_share && size > 0 {
+            // A process without a descriptor for the file has memory without a file.
+            true => self.engine.alloc_shared(size).unwrap_or_else(|error| {
+                debug!(buffer = buffer.0, size, "not shared: {error}");
+                None
+            }),
+            false => None,
+        };
+        let allocated = match shared {
             Some(SharedMemory { memory, file, size }) => Ok((memory, Some((file, size)))),
-            None => Ok((self.engine.alloc(size)?, None)),
-        });
+            None => self.engine.alloc(size).map(|memory| (memory, None)),
+        };
         let (memory, shared) = match allocated {
             Ok(allocated) => allocated,
             Err(error) => return Ok(refused(request, buffer, error.to_string())),
         };
         charge.allocated();
-        self.buffers.insert(buffer, memory, charge, limit)?;
+        self.buffers
+            .insert(buffer, memory, charge, mapping, limit)?;
         self.update_gauges();
         if size >= MODEL_SCALE && self.may_log() {
             let free = self.tenant.memory(self.engine.as_ref()).free;

@@ -26,6 +26,8 @@ mod weights_state;
 
 pub use error::{SessionEnd, Violation};
 pub use state::Session;
+#[cfg(feature = "server")]
+pub(crate) use state::SharedParts;
 
 #[cfg(feature = "server")]
-pub(crate) use run::reject;
+pub(crate) use run::{receive_first, reject};

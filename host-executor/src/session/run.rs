@@ -21,6 +21,39 @@ const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// guest that wants a result asks for it right after SUBMIT.
 const LOOK_AHEAD: Duration = Duration::from_micros(50);
 
+/// The first request of a guest, which is not carried out yet. Its payload is in the link.
+pub(crate) struct FirstRequest {
+    request: u64,
+    message: Vec<u8>,
+}
+
+/// Waits up to `limit` for the first request of a guest.
+///
+/// # Errors
+/// [`SessionEnd::NoHello`] if none arrives in time, the end that `stop` asks for, and
+/// the failures of the link.
+pub(crate) fn receive_first(
+    link: &mut dyn HostEnd,
+    limit: Duration,
+    stop: &StopFlag,
+) -> Result<FirstRequest, SessionEnd> {
+    let connected = Instant::now();
+    let mut message = Vec::new();
+    loop {
+        if let Some(end) = SessionEnd::asked_by(stop) {
+            return Err(end);
+        }
+        let left = limit.saturating_sub(connected.elapsed());
+        if left.is_zero() {
+            return Err(SessionEnd::NoHello(limit));
+        }
+        if let Some(incoming) = link.receive(&mut message, left.min(POLL_INTERVAL))? {
+            let request = incoming.request;
+            return Ok(FirstRequest { request, message });
+        }
+    }
+}
+
 /// Buffers of the loop for one received and one sent message.
 #[derive(Default)]
 struct Messages {
@@ -34,7 +67,24 @@ impl Session {
     /// The caller's tracing span identifies the guest.
     pub fn run(mut self, link: &mut dyn HostEnd, stop: &StopFlag) -> SessionEnd {
         let start = Instant::now();
-        let end = self.serve(link, stop);
+        let first = receive_first(link, self.limits.hello, stop);
+        let end = first.map_or_else(|end| end, |first| self.serve(first, link, stop));
+        self.end(end, start, link)
+    }
+
+    /// As [`run`](Session::run), with a first request that has been received.
+    pub(crate) fn run_from(
+        mut self,
+        first: FirstRequest,
+        link: &mut dyn HostEnd,
+        stop: &StopFlag,
+    ) -> SessionEnd {
+        let start = Instant::now();
+        let end = self.serve(first, link, stop);
+        self.end(end, start, link)
+    }
+
+    fn end(self, end: SessionEnd, start: Instant, link: &mut dyn HostEnd) -> SessionEnd {
         if !matches!(end, SessionEnd::Closed | SessionEnd::Link(_)) {
             reject(link, &end);
         }
@@ -82,25 +132,35 @@ impl Session {
         }
     }
 
-    fn serve(&mut self, link: &mut dyn HostEnd, stop: &StopFlag) -> SessionEnd {
-        let connected = Instant::now();
+    fn serve(
+        &mut self,
+        first: FirstRequest,
+        link: &mut dyn HostEnd,
+        stop: &StopFlag,
+    ) -> SessionEnd {
         self.can_share = self.limits.share && link.can_share();
         // Lets the device copy from and to the window directly, for as long as the session lives.
         let _pinned = link.window().and_then(|window| self.engine.pin(window));
         let mut messages = Messages::default();
+        let mut first = Some(first);
         loop {
             if let Some(end) = SessionEnd::asked_by(stop) {
                 return end;
             }
-            if self.guest().is_none() && connected.elapsed() > self.limits.hello {
-                return SessionEnd::NoHello(self.limits.hello);
-            }
             self.merge_weights();
-            messages.incoming.clear();
-            let request = match link.receive(&mut messages.incoming, POLL_INTERVAL) {
-                Ok(Some(incoming)) => incoming.request,
-                Ok(None) => continue,
-                Err(error) => return error.into(),
+            let request = match first.take() {
+                Some(FirstRequest { request, message }) => {
+                    messages.incoming = message;
+                    request
+                }
+                None => {
+                    messages.incoming.clear();
+                    match link.receive(&mut messages.incoming, POLL_INTERVAL) {
+                        Ok(Some(incoming)) => incoming.request,
+                        Ok(None) => continue,
+                        Err(error) => return error.into(),
+                    }
+                }
             };
             let answer = match self.execute(request, &messages.incoming, link, stop) {
                 Ok(answer) => answer,

@@ -12,6 +12,7 @@ use super::weights_state::SessionWeights;
 use crate::ledger::Ledger;
 use crate::limits::Limits;
 use crate::policy::Policy;
+use crate::pool::Pools;
 use crate::sched::{Scheduler, Times};
 use crate::stats::{Counters, Stats};
 use crate::tenant::Tenant;
@@ -33,6 +34,7 @@ pub struct Session {
     pub(super) scheduler: Arc<Scheduler>,
     pub(super) tenant: Arc<Tenant>,
     pub(super) limits: Limits,
+    pub(super) pools: Pools,
     pub(super) counters: Arc<Counters>,
     pub(super) buffers: Buffers,
     pub(super) graphs: Graphs,
@@ -42,29 +44,48 @@ pub struct Session {
     pub(super) can_share: bool,
 }
 
+/// What the sessions of a server share.
+pub(crate) struct SharedParts {
+    pub(crate) engine: Arc<dyn Engine>,
+    pub(crate) scheduler: Arc<Scheduler>,
+    pub(crate) limits: Limits,
+    pub(crate) pools: Pools,
+}
+
 impl Session {
     /// A session of a guest that has the engine to itself. `id` is for people.
     pub fn new(id: u64, engine: Arc<dyn Engine>, limits: Limits) -> Session {
         let ledger = Ledger::new(engine.memory().total);
         let tenant = Tenant::unnamed("-".into(), Policy::default(), &ledger, Arc::default());
-        Session::of_tenant(id, engine, Arc::default(), tenant, limits, Arc::default())
+        let shared = SharedParts {
+            engine,
+            scheduler: Arc::default(),
+            limits,
+            pools: Pools::new(&limits),
+        };
+        Session::of_tenant(id, shared, tenant, Arc::default())
     }
 
     /// A session of a tenant that shares the engine. Other threads may read `counters`.
     pub(crate) fn of_tenant(
         id: u64,
-        engine: Arc<dyn Engine>,
-        scheduler: Arc<Scheduler>,
+        shared: SharedParts,
         tenant: Arc<Tenant>,
-        limits: Limits,
         counters: Arc<Counters>,
     ) -> Session {
+        let SharedParts {
+            engine,
+            scheduler,
+            limits,
+            pools,
+        } = shared;
         Session {
             id,
             engine,
             scheduler,
             tenant,
             limits,
+            pools,
             counters,
             buffers: Buffers::default(),
             graphs: Graphs::default(),

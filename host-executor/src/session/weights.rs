@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use tracing::{debug, info, warn};
-use vgpu_engine::{EngineError, Extent};
+use vgpu_engine::{EngineError, Extent, MAX_COPIES};
 use vgpu_transport::bytes::Bytes;
 use vgpu_transport::ir::BufferId;
 use vgpu_transport::link::HostEnd;
@@ -126,6 +126,15 @@ impl Session {
         if !self.engine.supports_weights() || size < MIN_EXTENT {
             return refused("this memory cannot be shared");
         }
+        // The first region, which extents can keep longer than the buffer, and copies of parts.
+        let mappings = &self.pools.mappings;
+        let (first, copies) = match (
+            mappings.take(self.tenant.id(), 1),
+            mappings.take(self.tenant.id(), MAX_COPIES),
+        ) {
+            (Ok(first), Ok(copies)) => (first, copies),
+            (Err(error), _) | (_, Err(error)) => return refused(&error.to_string()),
+        };
         let new = match self.engine.alloc_weights(memory) {
             Ok(Some(new)) => new,
             Ok(None) => return refused("this memory cannot be shared"),
@@ -135,10 +144,12 @@ impl Session {
             }
         };
         new.mark_weights();
+        new.hold(Box::new(first));
         let lengths = store.lengths();
         self.graphs.forget_users(buffer);
         self.weights.forget(buffer);
         self.buffers.exchange(buffer, new);
+        self.buffers.set_copies(buffer, copies);
         self.update_gauges();
         // From here on the reply is HELD, which makes the guest unmap the old memory.
         self.weights.buffers.insert(buffer, WeightBuffer::new());

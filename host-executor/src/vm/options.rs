@@ -44,6 +44,7 @@ impl VmOptions {
         IncomingGuest {
             peer: Peer::new(endpoint, LinkKind::Pci),
             open: Box::new(move || Ok(Box::new(arrival.handshake()?) as _)),
+            socket: None,
         }
     }
 }

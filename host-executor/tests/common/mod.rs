@@ -79,17 +79,23 @@ impl Host {
 
     /// A guest with this process, as the host's kernel would report it.
     pub(crate) fn connect_as(&self, process: Option<Process>) -> Guest {
+        self.connect_from(Peer {
+            endpoint: "test".into(),
+            link: LinkKind::Unix,
+            address: None,
+            machine: None,
+            certificate: None,
+            process,
+        })
+    }
+
+    /// A guest that the host knows as `peer`.
+    pub(crate) fn connect_from(&self, peer: Peer) -> Guest {
         let (guest, host) = pair();
         let arriving = IncomingGuest {
-            peer: Peer {
-                endpoint: "test".into(),
-                link: LinkKind::Unix,
-                address: None,
-                machine: None,
-                certificate: None,
-                process,
-            },
+            peer,
             open: Box::new(move || Ok(host)),
+            socket: None,
         };
         self.guests.send(arriving).expect("the listener is open");
         Guest::new(guest)

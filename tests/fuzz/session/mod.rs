@@ -59,6 +59,7 @@ fn limits() -> Limits {
         },
         share: false,
         hello: Duration::from_secs(60),
+        ..Limits::default()
     }
 }
 

@@ -124,3 +124,16 @@ impl Serve {
         (status, log)
     }
 }
+
+/// Runs `work` on a thread of another user. `None` if this user may not become another one.
+pub(crate) fn as_another_user<T: Send>(work: impl FnOnce() -> T + Send) -> Option<T> {
+    const NOBODY: libc::uid_t = 65534;
+    thread::scope(|scope| {
+        let thread = scope.spawn(|| {
+            // SAFETY: the call changes the user of this thread only, and takes no pointer.
+            let changed = unsafe { libc::syscall(libc::SYS_setresuid, NOBODY, NOBODY, NOBODY) };
+            (changed == 0).then(work)
+        });
+        thread.join().expect("no panic")
+    })
+}

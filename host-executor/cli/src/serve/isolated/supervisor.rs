@@ -11,7 +11,7 @@ use vgpu_executor::config::{LogFormat, Settings, VmDevice};
 use vgpu_executor::isolate::{Resources, Supervisor};
 use vgpu_executor::vm::VmOptions;
 use vgpu_executor::weights::Sharing;
-use vgpu_executor::{sandbox, service};
+use vgpu_executor::{Limits, sandbox, service};
 
 use super::partition;
 use crate::config_error::ConfigError;
@@ -71,8 +71,9 @@ pub(crate) fn run(
         engine: settings.engine.to_string(),
         memory,
     };
-    let mut supervisor =
-        Supervisor::new(worker, resources, partition).context("memory of the guests")?;
+    let limits = Limits::of_this_process().context("limits of the kernel")?;
+    let mut supervisor = Supervisor::new(worker, resources, partition, limits.handshakes)
+        .context("memory of the guests")?;
     if let Some(certificates) = listeners.certificates() {
         let set = supervisor.set_certificates(&certificates.files());
         set.context("certificates")?;

@@ -73,7 +73,7 @@ pub(crate) fn run_worker(args: WorkerArgs) -> anyhow::Result<()> {
     let engine = engine::start(args.engine, args.threads.into(), args.memory)?;
     let limits = Limits {
         share: !args.no_shared_buffers,
-        ..Limits::default()
+        ..Limits::of_this_process().context("limits of the kernel")?
     };
     // The supervisor limits the number of sessions.
     let server = Server::new(Arc::clone(&engine), limits, usize::MAX);

@@ -1,0 +1,245 @@
+//! Connections that never complete their handshakes: a real `vgpu serve` serves the guests of other
+//! sources meanwhile.
+
+mod certified;
+#[path = "../../tests/common/mod.rs"]
+mod common;
+mod served;
+
+use std::fs;
+use std::io::{Read as _, Write as _};
+use std::net::TcpStream;
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::Path;
+use std::thread;
+use std::time::Instant;
+
+use certified::{certify, port};
+use common::{Guest, TIMEOUT, add, bytes};
+use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
+use rustix::process::Signal;
+use served::{Scratch, Serve, as_another_user};
+use vgpu_transport::link::stream::tcp;
+use vgpu_transport::wire::GraphId;
+
+/// More than the places of the executors of these tests, and than the connections that one source
+/// may leave half open.
+const FLOOD: usize = 150;
+
+/// Half open connections that one source may have: the default of `HandshakeLimits`.
+const OF_ONE_SOURCE: usize = 64;
+
+/// The isolated executors of these tests have six places, the others eight.
+const SINGLE: &[&str] = &["--max-guests", "8"];
+const ISOLATED: &[&str] = &["--isolate", "--guest-memory", "10M"];
+
+fn compute(guest: &mut Guest) {
+    let a = guest.alloc_with(&bytes(&[1.0, 2.0]));
+    guest.graph(GraphId(1), &add(2, a, a, a));
+    guest.submit(GraphId(1));
+    assert_eq!(guest.read_f32(a, 2), [2.0, 4.0]);
+}
+
+/// Connections of this user to a unix socket: every second one sends the first packet of the
+/// handshake, and no other.
+fn flood_unix(socket: &Path) -> Vec<OwnedFd> {
+    let address = SocketAddrUnix::new(socket).expect("a path");
+    let hello = [u64::from_le_bytes(*b"VGPULINK"), 1, u64::MAX, 0];
+    let hello: Vec<u8> = hello.iter().flat_map(|word| word.to_le_bytes()).collect();
+    (0..FLOOD)
+        .map(|i| {
+            let flags = SocketFlags::CLOEXEC;
+            let kind = SocketType::SEQPACKET;
+            let socket = rustix::net::socket_with(AddressFamily::UNIX, kind, flags, None);
+            let socket = socket.expect("a socket");
+            rustix::net::connect(&socket, &address).expect("the executor listens");
+            if i % 2 == 1 {
+                // The executor may have closed the connection.
+                let _ = rustix::net::send(&socket, &hello, SendFlags::NOSIGNAL);
+            }
+            socket
+        })
+        .collect()
+}
+
+/// Connections from 127.0.0.2: every second one sends the beginning of a TLS record, and no more.
+fn flood_tcp(port: u16) -> Vec<OwnedFd> {
+    (0..FLOOD)
+        .map(|i| {
+            let kind = SocketType::STREAM;
+            let flags = SocketFlags::CLOEXEC;
+            let socket = rustix::net::socket_with(AddressFamily::INET, kind, flags, None);
+            let socket = socket.expect("a socket");
+            let local = std::net::SocketAddr::from(([127, 0, 0, 2], 0));
+            rustix::net::bind(&socket, &local).expect("an address of the loopback interface");
+            let remote = std::net::SocketAddr::from(([127, 0, 0, 1], port));
+            rustix::net::connect(&socket, &remote).expect("the executor listens");
+            let mut stream = TcpStream::from(socket);
+            if i % 2 == 1 {
+                // The executor may have closed the connection.
+                let _ = stream.write_all(&[0x16, 3, 1, 2, 0, 1]);
+            }
+            stream.into()
+        })
+        .collect()
+}
+
+/// Connections that the executor has not closed.
+fn open(flood: &[OwnedFd]) -> usize {
+    let is_open = |socket: &&OwnedFd| {
+        let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
+        rustix::net::recv(socket.as_fd(), &mut [0], flags) == Err(rustix::io::Errno::AGAIN)
+    };
+    flood.iter().filter(is_open).count()
+}
+
+/// Waits until the executor has closed the connections beyond the limit of one source.
+fn wait_for_limit(flood: &[OwnedFd]) {
+    let start = Instant::now();
+    while open(flood) > OF_ONE_SOURCE {
+        assert!(start.elapsed() < TIMEOUT, "{} are open", open(flood));
+        thread::yield_now();
+    }
+}
+
+fn end(serve: Serve) -> String {
+    serve.signal(Signal::TERM);
+    let (status, log) = serve.wait();
+    assert_eq!(status.code(), Some(0), "{log}");
+    log
+}
+
+/// Another user is served, and the log stays short.
+fn other_users_are_served(name: &str, more: &[&str]) {
+    let scratch = Scratch::new(name);
+    let serve = Serve::start(&scratch.socket(), more);
+    let all = fs::Permissions::from_mode(0o666);
+    fs::set_permissions(scratch.socket(), all).expect("it is ours");
+    let flood = flood_unix(&scratch.socket());
+    let served = as_another_user(|| {
+        let mut guest = serve.guest(&scratch.socket());
+        compute(&mut guest);
+    });
+    if served.is_none() {
+        eprintln!("only root can connect as two users: the other one was not tested");
+    }
+    wait_for_limit(&flood);
+    // The flood's own user has not locked itself out.
+    drop(flood);
+    compute(&mut serve.guest(&scratch.socket()));
+    let log = end(serve);
+    let lines = log.matches("before its handshake was complete").count();
+    assert!((1..=3).contains(&lines), "{log}");
+    // A process logs some lines when it starts, and a program of the flood that is not served one.
+    assert!(log.lines().count() < 2 * FLOOD, "{log}");
+}
+
+/// A guest from another address is served over TLS, while the flood is there.
+fn other_addresses_are_served(name: &str, more: &[&str]) {
+    let scratch = Scratch::new(name);
+    let keys = scratch.0.join("keys");
+    certify(&keys, "host", "host", &["--address", "127.0.0.1"]);
+    let certificates = certify(&keys, "guest", "laptop", &[]);
+    let port = port();
+    let (endpoint, certs) = (format!("tcp:127.0.0.1:{port}"), keys.join("host"));
+    let certs = certs.display().to_string();
+    let mut arguments = vec!["--listen", &endpoint, "--certs", &certs];
+    arguments.extend(more);
+    let serve = Serve::start(&scratch.socket(), &arguments);
+    let flood = flood_tcp(port);
+    let end_of_guest = tcp::connect("127.0.0.1", port, Some(&certificates), TIMEOUT);
+    let mut guest = Guest::new(Box::new(end_of_guest.expect("TLS")));
+    guest.hello();
+    compute(&mut guest);
+    // A local user, too.
+    compute(&mut serve.guest(&scratch.socket()));
+    wait_for_limit(&flood);
+    compute(&mut guest);
+    drop(guest);
+    let log = end(serve);
+    assert!(log.contains("the limit is 64"), "{log}");
+}
+
+#[test]
+fn half_open_connections_of_a_user_keep_out_no_other_user() {
+    other_users_are_served("half-open-unix", SINGLE);
+}
+
+#[test]
+fn half_open_connections_of_a_user_keep_out_no_other_user_of_isolation() {
+    other_users_are_served("half-open-unix-isolate", ISOLATED);
+}
+
+#[test]
+fn half_open_connections_of_an_address_keep_out_no_other_address() {
+    other_addresses_are_served("half-open-tcp", SINGLE);
+}
+
+#[test]
+fn half_open_connections_of_an_address_keep_out_no_other_address_of_isolation() {
+    other_addresses_are_served("half-open-tcp-isolate", ISOLATED);
+}
+
+/// Programs that complete the link's handshake and never send HELLO have no places.
+#[test]
+fn connections_without_hello_have_no_session() {
+    let scratch = Scratch::new("no-hello");
+    let serve = Serve::start(&scratch.socket(), SINGLE);
+    let silent: Vec<Guest> = (0..20).map(|_| serve.connect(&scratch.socket())).collect();
+    let mut guests: Vec<Guest> = (0..6).map(|_| serve.guest(&scratch.socket())).collect();
+    guests.iter_mut().for_each(compute);
+    drop(silent);
+    drop(guests);
+    end(serve);
+}
+
+/// A connection that sends nothing is closed after the time for its handshake.
+#[test]
+fn silent_connection_is_closed_in_time() {
+    let scratch = Scratch::new("silent");
+    for more in [SINGLE, ISOLATED] {
+        let serve = Serve::start(&scratch.socket(), more);
+        let socket = flood_unix(&scratch.socket()).swap_remove(FLOOD - 2);
+        // Returns when the executor closes it. A signal of the test's own limit would come first.
+        let mut stream = std::os::unix::net::UnixStream::from(socket);
+        stream.set_read_timeout(Some(TIMEOUT)).expect("a socket");
+        assert_eq!(stream.read(&mut [0; 8]).expect("the end"), 0);
+        end(serve);
+    }
+}
+
+/// One thread. All unix sockets, and all streams, have one for their heartbeats.
+#[test]
+fn session_has_a_fixed_number_of_threads() {
+    const GUESTS: usize = 4;
+    let scratch = Scratch::new("threads");
+    let port = port();
+    let endpoint = format!("tcp:127.0.0.1:{port}");
+    let serve = Serve::start(&scratch.socket(), &["--listen", &endpoint]);
+    let tasks = format!("/proc/{}/task", serve.child.id());
+    let threads = || fs::read_dir(&tasks).expect("the process runs").count();
+    let before = threads();
+    let mut local: Vec<Guest> = (0..GUESTS)
+        .map(|_| serve.guest(&scratch.socket()))
+        .collect();
+    local.iter_mut().for_each(compute);
+    assert_eq!(threads(), before + GUESTS + 1);
+    let mut remote: Vec<Guest> = (0..GUESTS)
+        .map(|_| {
+            let end = tcp::connect("127.0.0.1", port, None, TIMEOUT).expect("a connection");
+            let mut guest = Guest::new(Box::new(end));
+            guest.hello();
+            guest
+        })
+        .collect();
+    remote.iter_mut().for_each(compute);
+    assert_eq!(threads(), before + GUESTS + 1 + GUESTS + 1);
+    drop((local, remote));
+    let start = Instant::now();
+    while threads() > before {
+        assert!(start.elapsed() < TIMEOUT, "{} threads", threads());
+        thread::yield_now();
+    }
+    end(serve);
+}

@@ -1,0 +1,111 @@
+//! Places in the table of sessions: who gets one, and who does not.
+#![forbid(unsafe_code)]
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use super::shared::{Entry, Shared};
+use crate::limits::{SESSION_DESCRIPTORS, sessions_of_one_guest};
+use crate::peer::Peer;
+use crate::pool::Lease;
+use crate::session::SessionEnd;
+use crate::tenant::Tenant;
+
+/// A place in the table of sessions. Given back when it is dropped.
+pub(super) struct Seat {
+    id: u64,
+    shared: Arc<Shared>,
+    _descriptors: Lease,
+}
+
+impl Seat {
+    /// Enters a session in the table.
+    ///
+    /// # Errors
+    /// Why the guest gets no session.
+    pub(super) fn take(shared: &Arc<Shared>, id: u64, entry: Entry) -> Result<Seat, SessionEnd> {
+        let tenant = &entry.tenant;
+        let mut sessions = shared.sessions();
+        refusal(shared, &sessions, &entry.peer, tenant).map_or(Ok(()), Err)?;
+        let descriptors = shared
+            .pools
+            .descriptors
+            .take(tenant.id(), SESSION_DESCRIPTORS);
+        let descriptors = descriptors.map_err(|error| SessionEnd::Rejected {
+            reason: format!("guest {}: {error}", tenant.name()),
+        })?;
+        sessions.insert(id, entry);
+        Ok(Seat {
+            id,
+            shared: Arc::clone(shared),
+            _descriptors: descriptors,
+        })
+    }
+
+    /// Why a guest would get no session now, if so.
+    pub(super) fn refusal(
+        shared: &Shared,
+        peer: &Peer,
+        tenant: &Arc<Tenant>,
+    ) -> Option<SessionEnd> {
+        refusal(shared, &shared.sessions(), peer, tenant)
+    }
+}
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        let mut sessions = self.shared.sessions();
+        // Under the lock of the table, so that a snapshot counts the session exactly once.
+        if let Some(entry) = sessions.remove(&self.id) {
+            let stats = entry.counters.snapshot();
+            match entry.tenant.is_named() {
+                true => entry.tenant.add_ended(&stats),
+                false => self.shared.registry.tenants().1.add_ended(&stats),
+            }
+        }
+        drop(sessions);
+        self.shared.changed.notify_all();
+    }
+}
+
+fn refusal(
+    shared: &Shared,
+    sessions: &BTreeMap<u64, Entry>,
+    peer: &Peer,
+    tenant: &Arc<Tenant>,
+) -> Option<SessionEnd> {
+    let max_sessions = shared.max_sessions.load(Ordering::Relaxed);
+    let entries = sessions.values();
+    let own = entries.filter(|e| Arc::ptr_eq(&e.tenant, tenant)).count();
+    let of_tenant = too_many(&format!("guest {} has", tenant.name()), own, max_sessions);
+    // Each certificate is a guest of its own, but all those at one place get the share of one.
+    let of_place = || {
+        if tenant.is_named() {
+            return None;
+        }
+        let place = peer.place();
+        let unnamed = sessions.values().filter(|e| !e.tenant.is_named());
+        let own = unnamed.filter(|e| e.peer.place() == place).count();
+        let who = format!("the guests without a name at {place} together have");
+        too_many(&who, own, max_sessions)
+    };
+    let open = sessions.len();
+    of_tenant.or_else(of_place).or_else(|| {
+        (open >= max_sessions).then_some(SessionEnd::Full {
+            sessions: open,
+            limit: max_sessions,
+        })
+    })
+}
+
+/// Why `who`, with `own` sessions, gets no other, if that is its share of them.
+fn too_many(who: &str, own: usize, max_sessions: usize) -> Option<SessionEnd> {
+    let limit = sessions_of_one_guest(max_sessions);
+    (own >= limit && own < max_sessions).then(|| SessionEnd::Rejected {
+        reason: format!(
+            "{who} {own} programs here, its limit is {limit}: three quarters of the \
+             {max_sessions} of --max-guests"
+        ),
+    })
+}
