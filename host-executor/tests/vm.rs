@@ -68,20 +68,12 @@ fn a_silent_program_loses_its_session() {
     // When a program dies, the kernel releases the lock on the slot, and the window stays. Here a
     // program requests a slot and never opens the slot.
     let page = Window::map_part(machine.memory.as_fd(), 0, 4096).unwrap();
-    let verdict = |number| {
-        page.store(directory::word::request(5), number);
-        rustix::io::write(&machine.bell, &1u64.to_ne_bytes()).unwrap();
-        wait_for("an answer", || {
-            page.load(directory::word::answered(5)) == number
-        });
-        page.load(directory::word::verdict(5))
-    };
-    assert_eq!(verdict(12345), directory::VERDICT_ACCEPTED);
-    assert_eq!(verdict(12346), directory::VERDICT_BUSY);
-    let mut numbers = 12347..;
-    wait_for("the end of the silent one", || {
-        verdict(numbers.next().unwrap()) == directory::VERDICT_ACCEPTED
+    page.store(directory::word::request(5), 12345);
+    rustix::io::write(&machine.bell, &1u64.to_ne_bytes()).unwrap();
+    wait_for("an answer to the silent one", || {
+        page.load(directory::word::answered(5)) == 12345
     });
+    wait_for("the end of the silent one", || server.pending().is_empty());
     assert_eq!(server.sessions().len(), 1);
     drop(lively);
     wait_for("the end of the other", || server.sessions().is_empty());

@@ -142,7 +142,7 @@ impl Server {
     }
 
     /// The numbers of the connections that have no session yet.
-    pub(crate) fn pending(&self) -> Vec<u64> {
+    pub fn pending(&self) -> Vec<u64> {
         self.shared.handshakes.ids()
     }
 
