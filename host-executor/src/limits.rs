@@ -50,6 +50,9 @@ pub struct Limits {
     pub graph_nodes: usize,
     /// Limits of a single graph.
     pub graph: ir::Limits,
+    /// The longest time of a node of a graph by estimate ([`vgpu_engine::work`]). A graph with a
+    /// longer node fails. `None`: the limit of the engine ([`vgpu_engine::Engine::max_node_time`]).
+    pub node_time: Option<Duration>,
     /// How long a guest may take to send HELLO, once the link is open.
     pub hello: Duration,
     /// Connections that have not sent HELLO, of the whole process.
@@ -73,6 +76,7 @@ impl Default for Limits {
             // A compiled node takes a few hundred bytes.
             graph_nodes: 4 << 20,
             graph: ir::Limits::default(),
+            node_time: None,
             hello: Duration::from_secs(10),
             handshakes: HandshakeLimits::default(),
             // Of the usual 65,530 (vm.max_map_count) and 1024 (RLIMIT_NOFILE).

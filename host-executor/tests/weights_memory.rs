@@ -72,8 +72,9 @@ impl Engine for Contended {
         &self,
         graph: &ValidGraph,
         buffers: &[Arc<dyn Memory>],
+        is_cancelled: &dyn Fn() -> bool,
     ) -> Result<Box<dyn Plan>, EngineError> {
-        self.cpu.compile(graph, buffers)
+        self.cpu.compile(graph, buffers, is_cancelled)
     }
 }
 

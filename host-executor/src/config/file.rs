@@ -3,9 +3,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
+use std::num::NonZeroU32;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use std::time::Duration;
 
 use serde::Deserialize;
 use serde::de::{Deserializer, Error as _, Visitor};
@@ -90,6 +92,8 @@ struct Engine {
     threads: usize,
     pin: bool,
     memory: Option<Size>,
+    /// Seconds.
+    max_node_time: Option<NonZeroU32>,
 }
 
 #[derive(Deserialize, Default)]
@@ -248,6 +252,8 @@ fn settings(file: File) -> Result<Settings, Mistake> {
             pin: file.engine.pin,
         },
         memory: file.engine.memory.map(|size| size.0),
+        max_node_time: { file.engine.max_node_time }
+            .map(|seconds| Duration::from_secs(seconds.get().into())),
         device: match file.server.vm_device {
             Some(Device::VfioUser) => VmDevice::VfioUser,
             Some(Device::Ivshmem) | None => VmDevice::Ivshmem,

@@ -5,6 +5,7 @@ use std::fmt;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use std::time::Duration;
 
 use vgpu_cpu::Threads;
 use vgpu_transport::link::Endpoint;
@@ -168,6 +169,8 @@ pub struct Settings {
     /// Bytes of memory that guests may use in all. `None`: what the machine or its control group
     /// has.
     pub memory: Option<u64>,
+    /// The longest time of a node of a graph by estimate. `None`: the engine's own limit.
+    pub max_node_time: Option<Duration>,
     /// The device of virtual machines.
     pub device: VmDevice,
     /// The log filter.
@@ -201,6 +204,7 @@ impl Default for Settings {
             engine: EngineKind::Cpu,
             threads: Threads::default(),
             memory: None,
+            max_node_time: None,
             device: VmDevice::default(),
             log: None,
             log_format: LogFormat::default(),
@@ -238,6 +242,7 @@ impl Settings {
         self.engine = running.engine;
         self.threads = running.threads;
         self.memory = running.memory;
+        self.max_node_time = running.max_node_time;
         self.certs.clone_from(&running.certs);
         self.share_buffers = running.share_buffers;
         self.device = running.device;
@@ -258,6 +263,10 @@ impl Settings {
             ),
             ("engine.pin", self.threads.pin != running.threads.pin),
             ("engine.memory", self.memory != running.memory),
+            (
+                "engine.max-node-time",
+                self.max_node_time != running.max_node_time,
+            ),
             ("server.certs", self.certs != running.certs),
             (
                 "server.share-buffers",

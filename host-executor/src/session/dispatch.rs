@@ -11,8 +11,9 @@ use vgpu_transport::link::HostEnd;
 use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, PROTOCOL_VERSION, Reply, Request};
 
 use super::answer::{Answer, ReadRange, Submitted, done, failed, refused};
+use super::ending::Ending;
 use super::error::{SessionEnd, Violation};
-use super::graphs::{CompileContext, GraphStatus};
+use super::graphs::{CompileContext, GraphStatus, Received};
 use super::state::{MODEL_SCALE, Session, count_turn};
 use crate::sched::{RunState, Times};
 use crate::stats::Kind;
@@ -86,8 +87,22 @@ impl Session {
                 graph,
                 offset,
                 total,
-            } => self.graph(request, graph, offset, total, payload),
-            Request::Patch { graph, base } => self.patch(request, graph, base, payload),
+            } => {
+                let (part, engine) = ((graph, offset, total), self.engine.as_ref());
+                match self.graphs.part(part, payload, &self.tenant, engine)? {
+                    None => Ok(Answer::Nothing),
+                    Some(received) => {
+                        self.counters.full_graphs.add(1);
+                        self.compile(request, kind, (graph, received), link, stop)
+                    }
+                }
+            }
+            Request::Patch { graph, base } => {
+                let (ids, engine) = ((graph, base), self.engine.as_ref());
+                let received = self.graphs.patch(ids, payload, &self.tenant, engine)?;
+                self.counters.patches.add(1);
+                self.compile(request, kind, (graph, received), link, stop)
+            }
             Request::Submit { graph } => self.submit(request, graph, link, stop),
             Request::Forget { graph } => {
                 self.graphs.forget(graph);
@@ -244,48 +259,22 @@ impl Session {
         }
     }
 
-    fn graph(
-        &mut self,
-        request: u64,
-        graph: GraphId,
-        offset: u64,
-        total: u64,
-        part: Bytes<'_>,
-    ) -> Result<Answer, SessionEnd> {
-        let start = Instant::now();
-        let (graphs, context) = self.compile_context();
-        let status = graphs.part(graph, offset, total, part, &context)?;
-        if !matches!(status, GraphStatus::Incomplete) {
-            self.counters.full_graphs.add(1);
-        }
-        Ok(self.compiled(request, "GRAPH", graph, status, start))
-    }
-
-    fn patch(
-        &mut self,
-        request: u64,
-        graph: GraphId,
-        base: GraphId,
-        patch: Bytes<'_>,
-    ) -> Result<Answer, SessionEnd> {
-        let start = Instant::now();
-        let (graphs, context) = self.compile_context();
-        let status = graphs.patch(graph, base, patch, &context)?;
-        self.counters.patches.add(1);
-        Ok(self.compiled(request, "PATCH", graph, status, start))
-    }
-
-    /// The answer to a request that has brought a graph, or a part of one.
-    fn compiled(
+    /// Compiles a graph that has been received. The end of the guest and `stop` cancel this.
+    fn compile(
         &mut self,
         request: u64,
         kind: &'static str,
-        graph: GraphId,
-        status: GraphStatus,
-        start: Instant,
-    ) -> Answer {
+        (graph, received): (GraphId, Received),
+        link: &mut dyn HostEnd,
+        stop: &StopFlag,
+    ) -> Result<Answer, SessionEnd> {
+        let start = Instant::now();
+        let ending = Ending::new(link, stop);
+        let is_cancelled = || ending.is_near();
+        let (graphs, context) = self.compile_context(&is_cancelled);
+        let status = graphs.compile(graph, received, &context)?;
+        ending.check()?;
         let answer = match status {
-            GraphStatus::Incomplete => return Answer::Nothing,
             GraphStatus::Compiled { bytes, nodes } => {
                 let took = start.elapsed();
                 debug!(kind, graph = graph.0, nodes, bytes, ?took, "graph compiled");
@@ -294,7 +283,7 @@ impl Session {
             GraphStatus::Failed(error) => failed(request, kind, graph.0, &error),
         };
         self.update_gauges();
-        answer
+        Ok(answer)
     }
 
     /// Runs a graph. The end of the guest and `stop` cancel it at the end of its turn.
@@ -305,13 +294,17 @@ impl Session {
         link: &mut dyn HostEnd,
         stop: &StopFlag,
     ) -> Result<Answer, SessionEnd> {
+        let ending = Ending::new(link, stop);
+        let is_cancelled = || ending.is_near();
         let context = CompileContext {
             engine: self.engine.as_ref(),
             buffers: &self.buffers,
             limits: &self.limits,
             tenant: &self.tenant,
+            is_cancelled: &is_cancelled,
         };
         let stored = self.graphs.get(graph, &context)?;
+        ending.check()?;
         let plan = match &mut stored.plan {
             Ok(plan) => plan,
             Err(error) => return Ok(failed(request, "SUBMIT", graph.0, error)),
@@ -320,17 +313,11 @@ impl Session {
         let counters = &self.counters;
         // Counted turn by turn, so that a snapshot during a long graph is current.
         let count = |turn| count_turn(counters, turn);
-        let mut end = None;
-        let is_cancelled = || {
-            end = SessionEnd::asked_by(stop)
-                .or_else(|| link.check_guest().err().map(SessionEnd::from));
-            end.is_some()
-        };
         let state = { &self.scheduler }.run(tenant, share, plan.as_mut(), count, is_cancelled);
         match state {
             RunState::Cancelled(Times { ran, turns, .. }) => {
                 debug!(graph = graph.0, ?ran, turns, "graph cancelled");
-                Err(end.unwrap_or(SessionEnd::Shutdown))
+                Err(ending.check().err().unwrap_or(SessionEnd::Shutdown))
             }
             RunState::Done(outcome, times) => Ok(self.ran(request, graph, outcome, times)),
             RunState::InFlight(run) => Ok(Answer::InFlight(Submitted {

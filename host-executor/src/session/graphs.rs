@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use vgpu_engine::work::{self, WorkLimits};
 use vgpu_engine::{Engine, EngineError, Memory, Plan};
 use vgpu_transport::bytes::Bytes;
 use vgpu_transport::ir::{BufferId, Graph, GraphCounts, Invalid, patch, validate};
@@ -90,17 +91,18 @@ pub(super) struct StoredGraph {
 }
 
 /// An encoded graph.
-struct Image {
+pub(super) struct Image {
     words: Box<[u32]>,
     /// Declared after `words`, as in [`StoredGraph`].
     _charge: Charge,
 }
 
-/// What a received part of a graph led to.
+/// A graph that has been received completely: its image, or why the tenant has no memory for it.
+pub(super) type Received = Result<Image, EngineError>;
+
+/// What the compilation of a graph led to.
 #[derive(Debug)]
 pub(super) enum GraphStatus {
-    /// Further parts are missing.
-    Incomplete,
     /// The graph can be submitted.
     Compiled {
         /// Bytes of its image.
@@ -113,15 +115,15 @@ pub(super) enum GraphStatus {
 }
 
 impl Graphs {
-    /// Receives a part of a graph. Compiles the graph when the part is the last.
+    /// Receives a part of a graph, for which the tenant is charged. Returns the graph when the part
+    /// is the last.
     pub(super) fn part(
         &mut self,
-        graph: GraphId,
-        offset: u64,
-        total: u64,
+        (graph, offset, total): (GraphId, u64, u64),
         part: Bytes<'_>,
-        context: &CompileContext<'_>,
-    ) -> Result<GraphStatus, Violation> {
+        tenant: &Arc<Tenant>,
+        engine: &dyn Engine,
+    ) -> Result<Option<Received>, Violation> {
         if total == 0 || total > MAX_GRAPH || !total.is_multiple_of(4) {
             return Err(Violation::ImageSize {
                 graph,
@@ -134,7 +136,7 @@ impl Graphs {
             total,
             received: 0,
             // The assembly buffer, and the image that is made of it.
-            charge: (context.tenant).charge_host(2 * total + ENTRY_BYTES, context.engine),
+            charge: tenant.charge_host(2 * total + ENTRY_BYTES, engine),
         });
         let (expected_graph, expected_total) = (assembly.graph, assembly.total);
         let have = assembly.received;
@@ -159,29 +161,25 @@ impl Graphs {
             part.copy_to(&mut self.assembled[have..]);
         }
         if assembly.received < total {
-            return Ok(GraphStatus::Incomplete);
+            return Ok(None);
         }
 
         let charge = self.assembly.take().map(|assembly| assembly.charge);
         let words = words(&self.assembled);
         self.assembled.clear();
         self.assembled.shrink_to(MAX_IDLE_ASSEMBLY);
-        let stored = match charge {
-            Some(Ok(charge)) => compile(graph, Image::new(words, charge), context)?,
-            Some(Err(error)) => StoredGraph::without_image(error),
-            None => return Ok(GraphStatus::Incomplete),
-        };
-        self.keep(graph, stored, context)
+        Ok(charge.map(|charge| Ok(Image::new(words, charge?))))
     }
 
-    /// Receives a graph as the difference `patch` to the stored graph `base`, and compiles it.
+    /// Receives a graph as the difference `patch` to the stored graph `base`. The tenant is charged
+    /// for the graph.
     pub(super) fn patch(
-        &mut self,
-        graph: GraphId,
-        base: GraphId,
+        &self,
+        (graph, base): (GraphId, GraphId),
         patch: Bytes<'_>,
-        context: &CompileContext<'_>,
-    ) -> Result<GraphStatus, Violation> {
+        tenant: &Arc<Tenant>,
+        engine: &dyn Engine,
+    ) -> Result<Received, Violation> {
         let Some(stored) = self.stored.get(&base) else {
             let bytes = patch.len();
             return Err(Violation::UnknownBase { base, bytes });
@@ -196,18 +194,31 @@ impl Graphs {
         let charged = stored.image.as_ref().map_err(EngineError::clone);
         let charged = charged.and_then(|image| {
             let size = image.bytes() + ENTRY_BYTES;
-            let charge = context.tenant.charge_host(size, context.engine)?;
+            let charge = tenant.charge_host(size, engine)?;
             Ok((image, charge))
         });
         let (image, charge) = match charged {
             Ok(charged) => charged,
-            Err(error) => return self.keep(graph, StoredGraph::without_image(error), context),
+            Err(error) => return Ok(Err(error)),
         };
         let mut bytes = vec![0; patch.len()];
         patch.copy_to(&mut bytes);
         let words = patch::apply(&image.words, &words(&bytes))
             .map_err(|error| Violation::Image { graph, error })?;
-        let stored = compile(graph, Image::new(words, charge), context)?;
+        Ok(Ok(Image::new(words, charge)))
+    }
+
+    /// Compiles and keeps a graph that has been received.
+    pub(super) fn compile(
+        &mut self,
+        graph: GraphId,
+        received: Received,
+        context: &CompileContext<'_>,
+    ) -> Result<GraphStatus, Violation> {
+        let stored = match received {
+            Ok(image) => compile(graph, image, context)?,
+            Err(error) => StoredGraph::without_image(error),
+        };
         self.keep(graph, stored, context)
     }
 
@@ -368,6 +379,8 @@ pub(super) struct CompileContext<'a> {
     pub(super) buffers: &'a Buffers,
     pub(super) limits: &'a Limits,
     pub(super) tenant: &'a Arc<Tenant>,
+    /// Whether the guest is gone, or the executor stops.
+    pub(super) is_cancelled: &'a dyn Fn() -> bool,
 }
 
 impl StoredGraph {
@@ -477,7 +490,14 @@ fn compile(
         .filter_map(|&buffer| context.buffers.find(buffer).cloned())
         .collect();
     let nodes = graph.graph().nodes.len();
-    let mut plan = context.engine.compile(&graph, &memory);
+    let engine = context.engine;
+    let limits = WorkLimits::of({ context.limits.node_time }.unwrap_or(engine.max_node_time()));
+    let work = work::check(graph.graph(), &engine.speed(), &limits);
+    let mut plan = match work {
+        _ if (context.is_cancelled)() => Err(EngineError::Cancelled),
+        Ok(()) => engine.compile(&graph, &memory, context.is_cancelled),
+        Err(error) => Err(error.into()),
+    };
     drop(graph);
     if let Ok(plan) = &mut plan {
         plan.set_label(&format!("graph {}", id.0));

@@ -113,12 +113,16 @@ impl Session {
     }
 
     /// What graphs are compiled against.
-    pub(super) fn compile_context(&mut self) -> (&mut Graphs, CompileContext<'_>) {
+    pub(super) fn compile_context<'a>(
+        &'a mut self,
+        is_cancelled: &'a dyn Fn() -> bool,
+    ) -> (&'a mut Graphs, CompileContext<'a>) {
         let context = CompileContext {
             engine: self.engine.as_ref(),
             buffers: &self.buffers,
             limits: &self.limits,
             tenant: &self.tenant,
+            is_cancelled,
         };
         (&mut self.graphs, context)
     }

@@ -19,6 +19,8 @@ pub(crate) enum Act {
     CompilePanics,
     /// Fails to compile.
     CompileFails,
+    /// Sends a message when compilation begins, and compiles until it is cancelled.
+    CompilesUntilCancelled(Sender<()>),
     /// Panics while it runs, on the session's thread.
     RunPanics,
     /// Fails like a kernel that has panicked.
@@ -101,6 +103,7 @@ impl Engine for ScriptedEngine {
         &self,
         graph: &ValidGraph,
         buffers: &[Arc<dyn Memory>],
+        is_cancelled: &dyn Fn() -> bool,
     ) -> Result<Box<dyn Plan>, EngineError> {
         assert_eq!(graph.graph().buffers.len(), buffers.len());
         match std::mem::take(&mut *self.act.lock().unwrap()) {
@@ -109,6 +112,13 @@ impl Engine for ScriptedEngine {
                 op: "ADD",
                 why: "told to fail".into(),
             }),
+            Act::CompilesUntilCancelled(began) => {
+                began.send(()).expect("the test listens");
+                while !is_cancelled() {
+                    std::thread::yield_now();
+                }
+                Err(EngineError::Cancelled)
+            }
             act => Ok(Box::new(ScriptedPlan(act, buffers.to_vec()))),
         }
     }

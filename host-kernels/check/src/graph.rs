@@ -147,7 +147,7 @@ impl Builder {
         })?;
         let memory = engine.alloc(size)?;
         prepare(&*memory)?;
-        let plan = engine.compile(&valid, std::slice::from_ref(&memory))?;
+        let plan = engine.compile(&valid, std::slice::from_ref(&memory), &|| false)?;
         Ok(LoadedGraph { plan, memory })
     }
 

@@ -89,7 +89,7 @@ impl Built {
 
     /// Compiles the graph over the memory of [`Built::load`].
     pub fn compile(&self, engine: &dyn Engine, loaded: &Loaded) -> Box<dyn Plan> {
-        { engine.compile(&self.valid(engine), &loaded.buffers) }
+        { engine.compile(&self.valid(engine), &loaded.buffers, &|| false) }
             .expect("the engine compiles a valid graph")
     }
 

@@ -34,8 +34,8 @@ fn check(engine: &dyn Engine) {
             let graph = built.valid(engine);
             let counts = GraphCounts::of_image(&graph.graph().encode()).expect("an image");
             // The first graph starts what an engine starts when it is needed.
-            drop(engine.compile(&graph, &loaded.buffers));
-            let (plan, allocated) = counted(|| engine.compile(&graph, &loaded.buffers));
+            drop(engine.compile(&graph, &loaded.buffers, &|| false));
+            let (plan, allocated) = counted(|| engine.compile(&graph, &loaded.buffers, &|| false));
             let plan = plan.expect("the engine runs these models");
             let (bytes, most) = (plan.plan_bytes(), engine.compile_bytes(&counts));
             let kept = allocated.kept;

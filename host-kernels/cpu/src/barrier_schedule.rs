@@ -17,10 +17,14 @@ use vgpu_transport::ir::{Graph, Op, Tensor};
 use vgpu_engine::RunError;
 use vgpu_engine::fuse::{ByteRange, reads, writes};
 
-use crate::kernel::{Fault, Kernel};
+use crate::kernel::{Estimate, Fault, Kernel};
 
 /// Elements up to which one thread computes faster than several threads that meet at a barrier.
 pub(crate) const SOLO_ELEMENTS: u64 = 4096;
+
+/// The most kernels in a phase. A kernel is compared with all others of its phase when the graph is
+/// compiled.
+const MAX_PARTS: usize = 64;
 
 /// What threads run between two barriers: kernels, in order.
 pub(crate) struct Phase {
@@ -55,10 +59,17 @@ pub(crate) struct Part {
     pub(crate) scratch: usize,
     /// Whether the first thread runs it alone.
     pub(crate) is_solo: bool,
+    /// Its estimated work on all threads.
+    pub(crate) work: Estimate,
 }
 
 impl Part {
-    pub(crate) fn new(kernel: Kernel, nodes: Vec<usize>, node: usize, op: &'static str) -> Part {
+    pub(crate) fn new(
+        kernel: Kernel,
+        nodes: Vec<usize>,
+        (node, op): (usize, &'static str),
+        work: Estimate,
+    ) -> Part {
         Part {
             kernel,
             nodes,
@@ -66,6 +77,7 @@ impl Part {
             op,
             scratch: 0,
             is_solo: false,
+            work,
         }
     }
 
@@ -146,6 +158,7 @@ impl BarrierSchedule {
             *is_solo && part.is_solo || access.is_independent(theirs)
         };
         let joins = self.merges
+            && self.open.len() < MAX_PARTS
             && last.is_some_and(|last| follows || is_free(last))
             && before.iter().all(is_free);
         if !joins {

@@ -4,9 +4,11 @@ use std::any::Any;
 use std::cell::Cell;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::time::Duration;
 
+use vgpu_engine::work::Work;
 use vgpu_engine::{Turn, panic_message};
+
+use crate::isa::Level;
 
 /// What every thread executes between two barriers.
 pub(crate) type Kernel = Box<dyn Fn(&Worker<'_>) -> Result<(), Fault> + Send + Sync>;
@@ -169,6 +171,8 @@ pub(crate) struct Worker<'a> {
     pub(crate) cut: Cell<Option<usize>>,
     /// Whether the kernel has asked for its units or chunks.
     pub(crate) has_asked: Cell<bool>,
+    /// The estimated work of the kernel on all threads.
+    pub(crate) work: Estimate,
 }
 
 impl Worker<'_> {
@@ -182,7 +186,8 @@ impl Worker<'_> {
     ///
     /// When the turn of the graph is over, no more units are returned, and the next turn calls the
     /// kernel again for the rest. So work of a kernel before its units is repeated in each turn,
-    /// and a kernel must have no work after its units. A unit takes about a millisecond or less.
+    /// and a kernel must have no work after its units. A unit takes about a millisecond or less,
+    /// unless a single row or result is more work.
     pub(crate) fn share(&self, units: usize) -> Share<'_> {
         self.share_groups(units, 1)
     }
@@ -195,24 +200,25 @@ impl Worker<'_> {
         let start = self.index * part + self.index.min(rest);
         let end = start + part + usize::from(self.index < rest);
         // A node with so many units is never completed.
-        self.units(start.saturating_mul(steps)..end.saturating_mul(steps))
+        let all = groups.saturating_mul(steps);
+        self.units(start.saturating_mul(steps)..end.saturating_mul(steps), all)
     }
 
     /// All of `units` on the first thread, and none on the others. As [`share`](Worker::share)
     /// otherwise.
     pub(crate) fn alone(&self, units: usize) -> Share<'_> {
-        self.units(0..if self.index == 0 { units } else { 0 })
+        self.units(0..if self.index == 0 { units } else { 0 }, units)
     }
 
-    fn units(&self, range: Range<usize>) -> Share<'_> {
+    fn units(&self, range: Range<usize>, all: usize) -> Share<'_> {
         debug_assert!(!self.has_asked.replace(true), "two shares in one kernel");
         Share {
             worker: self,
             next: range.start.saturating_add(self.finished).min(range.end),
             range,
-            stride: 1,
-            left: 1,
-            looked: Duration::ZERO,
+            each: self.work.part_of(all),
+            // Before the first unit: kernels before this one may have taken all of the turn.
+            unread: READ_INTERVAL,
         }
     }
 
@@ -262,48 +268,82 @@ impl Worker<'_> {
     }
 }
 
-/// The time between two readings of the clock, about.
-const LOOK: Duration = Duration::from_micros(100);
+/// Estimated work of one thread, in nanoseconds of a thread with AVX2.
+///
+/// The unit is the same at every level, so that plans divide their work in the same way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
+pub(crate) struct Estimate(pub(crate) u64);
+
+impl Estimate {
+    /// The estimate for this work.
+    pub(crate) fn of(work: &Work) -> Estimate {
+        let time = work.time(&Level::Avx2.speed()).as_nanos();
+        Estimate(u64::try_from(time).unwrap_or(u64::MAX))
+    }
+
+    /// The estimate for `n` products ([`Work::products`]).
+    pub(crate) fn products(n: usize) -> Estimate {
+        Estimate::of(&Work {
+            products: n as u64,
+            ..Work::default()
+        })
+    }
+
+    /// The estimate for `n` steps ([`Work::steps`]).
+    pub(crate) fn steps(n: usize) -> Estimate {
+        Estimate::of(&Work {
+            steps: n as u64,
+            ..Work::default()
+        })
+    }
+
+    /// One of `parts` equal parts, which is at least a call of a function.
+    fn part_of(self, parts: usize) -> Estimate {
+        Estimate(self.0.div_ceil(parts.max(1) as u64).max(10))
+    }
+}
+
+/// The estimated work between two readings of the clock. A reading takes some 30 ns.
+const READ_INTERVAL: Estimate = Estimate(100_000);
 
 /// The units of a thread that are left, until the turn is over.
+///
+/// The clock is read by estimated work, not by the measured time of the units before: units of a
+/// kernel can differ, and after a million units that had nothing to do, one measured time says
+/// nothing about the next million.
 pub(crate) struct Share<'a> {
     worker: &'a Worker<'a>,
     /// The units of this thread in all turns.
     range: Range<usize>,
     next: usize,
-    /// The units between two readings of the clock.
-    stride: usize,
-    /// The units before the next reading.
-    left: usize,
-    /// When the clock was read, since the beginning of the turn.
-    looked: Duration,
+    /// The work of a unit at most.
+    each: Estimate,
+    /// The work since the clock was read.
+    unread: Estimate,
 }
 
 impl Share<'_> {
+    /// The same units, of which each is at most this much work. Without, all units of a kernel are
+    /// the same part of its node's work.
+    #[must_use]
+    pub(crate) fn each(mut self, most: Estimate) -> Self {
+        self.each = most.part_of(1);
+        self
+    }
+
     /// The units that are left.
     pub(crate) fn rest(&self) -> Range<usize> {
         self.next..self.range.end
     }
 
-    /// Whether the turn is over. Reads the clock about every [`LOOK`], however long a unit takes.
+    /// Whether the turn is over. Reads the clock once in [`READ_INTERVAL`].
     fn is_over(&mut self) -> bool {
         let turn = self.worker.turn;
-        if !turn.has_end() {
-            return false;
+        let next = Estimate(self.unread.0.saturating_add(self.each.0));
+        if next <= READ_INTERVAL {
+            return turn.is_empty();
         }
-        self.left -= 1;
-        if self.left > 0 {
-            return false;
-        }
-        let now = turn.now();
-        let passed = now.saturating_sub(self.looked);
-        self.looked = now;
-        if passed < LOOK / 2 {
-            self.stride = self.stride.saturating_mul(2);
-        } else if passed > LOOK * 2 {
-            self.stride = (self.stride / 2).max(1);
-        }
-        self.left = self.stride;
+        self.unread = Estimate::default();
         turn.is_over()
     }
 }
@@ -316,11 +356,16 @@ impl Iterator for Share<'_> {
             return None;
         }
         // Not before the first unit: every turn makes progress.
-        if self.worker.has_worked.get() && self.is_over() {
-            self.worker.stop(self.next - self.range.start);
-            return None;
+        if self.worker.has_worked.get() {
+            if self.is_over() {
+                self.worker.stop(self.next - self.range.start);
+                return None;
+            }
+        } else {
+            self.unread = Estimate::default();
         }
         self.worker.has_worked.set(true);
+        self.unread.0 = self.unread.0.saturating_add(self.each.0);
         self.next += 1;
         Some(self.next - 1)
     }

@@ -53,6 +53,7 @@ use memory::CpuMemory;
 use region::Budget;
 use runner::Runner;
 use topology::Topology;
+use vgpu_engine::work::Speed;
 use vgpu_engine::{Engine, EngineError, Memory, MemoryInfo, Plan, SharedMemory};
 
 /// The engine that runs on the host's processors.
@@ -148,6 +149,10 @@ impl Engine for CpuEngine {
         &self.capabilities
     }
 
+    fn speed(&self) -> Speed {
+        isa::Level::best().speed().times(self.runner.workers())
+    }
+
     fn alloc(&self, size: u64) -> Result<Arc<dyn Memory>, EngineError> {
         Ok(Arc::new(CpuMemory::new(size, &self.budget)?))
     }
@@ -180,12 +185,14 @@ impl Engine for CpuEngine {
         &self,
         graph: &ValidGraph,
         buffers: &[Arc<dyn Memory>],
+        is_cancelled: &dyn Fn() -> bool,
     ) -> Result<Box<dyn Plan>, EngineError> {
         Ok(Box::new(plan::CpuPlan::compile(
             graph.graph(),
             buffers,
             &self.runner,
             self.fuses,
+            is_cancelled,
         )?))
     }
 }

@@ -5,8 +5,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use vgpu_engine::fuse::{Arrangement, Kind};
+use vgpu_engine::work::{self, Work};
 use vgpu_engine::{
-    ALLOCATION_BYTES, EngineError, Memory, NodeTiming, Plan, RunError, RunStatus, Turn,
+    ALLOCATION_BYTES, Cancellation, EngineError, Memory, NodeTiming, Plan, RunError, RunStatus,
+    Turn,
 };
 use vgpu_transport::ir::{Graph, GraphCounts, Node, Op, Tensor};
 
@@ -14,7 +16,7 @@ use crate::barrier_schedule::{
     BarrierSchedule, MemoryAccess, Part, Phase, SOLO_ELEMENTS, elements, is_small, only_shares,
 };
 use crate::gemm::{MAX_KEPT, prepared_bytes};
-use crate::kernel::Compiled;
+use crate::kernel::{Compiled, Estimate};
 use crate::memory::CpuMemory;
 use crate::operands::{ActivationCache, Operands, Recorded};
 use crate::ops;
@@ -66,17 +68,19 @@ impl CpuPlan {
     /// # Errors
     /// [`EngineError::ForeignMemory`] if a buffer belongs to another engine;
     /// [`EngineError::Unsupported`] if a node has no kernel; [`EngineError::OutOfMemory`] if
-    /// weights that the graph writes need memory of their own.
+    /// weights that the graph writes need memory of their own; [`EngineError::Cancelled`] once
+    /// `is_cancelled` returns `true`.
     pub(crate) fn compile(
         graph: &Graph,
         buffers: &[Arc<dyn Memory>],
         runner: &Arc<Runner>,
         fuses: bool,
+        is_cancelled: &dyn Fn() -> bool,
     ) -> Result<CpuPlan, EngineError> {
         let memories = memories(buffers).ok_or(EngineError::ForeignMemory)?;
         let (views, moves) = views(graph, &memories)?;
         let arrangement = match fuses {
-            true => Arrangement::of(graph, u64::MAX),
+            true => Arrangement::of(graph, u64::MAX, is_cancelled),
             false => Arrangement::plain(graph),
         };
         let mut compiler = Compiler {
@@ -87,8 +91,10 @@ impl CpuPlan {
             workers: runner.workers(),
             schedule: BarrierSchedule::new(fuses),
         };
+        let mut cancellation = Cancellation::new(is_cancelled);
         let mut at = 0;
         while at < arrangement.graph.nodes.len() {
+            cancellation.check(at)?;
             let group = arrangement.group_at(at);
             at = match group {
                 Some((kind, nodes)) if compiler.group(kind, nodes.clone())? => nodes.end,
@@ -183,6 +189,9 @@ impl Compiler<'_> {
         let all = self.origin[nodes.clone()].to_vec();
         let shares = shares && compiled.kernels.len() == 1;
         let scratch_bytes = compiled.scratch_bytes;
+        let each = graph.nodes[nodes.clone()].iter();
+        let work = each.map(|node| work::of(graph, node)).reduce(Work::and);
+        let work = Estimate::of(&work.unwrap_or_default());
         let Recorded { converts, follows } = self.cache.take_recorded();
         self.schedule.reserve(scratch_bytes);
         for (i, kernel) in compiled.kernels.into_iter().enumerate() {
@@ -191,10 +200,12 @@ impl Compiler<'_> {
                 true => Vec::new(),
                 false => all.clone(),
             };
-            let part = Part::new(kernel, computes, self.origin[reported], op);
+            let mut part = Part::new(kernel, computes, (self.origin[reported], op), work);
             if only_converts {
                 let x = { graph.nodes[nodes.start].src.as_slice() }[1].expect("activations");
                 let x = &graph.tensors[x as usize];
+                let steps = usize::try_from(elements(x)).unwrap_or(usize::MAX);
+                part.work = Estimate::steps(steps);
                 let is_small = elements(x) <= SOLO_ELEMENTS;
                 let access = MemoryAccess::reading(x);
                 (self.schedule).push_shared(part, access, is_small, 0, follows);

@@ -301,6 +301,7 @@ impl Run<'_> {
                     has_worked: &has_worked,
                     cut: Cell::new(None),
                     has_asked: Cell::new(false),
+                    work: part.work,
                 };
                 // A panic must not leave the other threads waiting at the barrier forever.
                 let outcome = catch_unwind(AssertUnwindSafe(|| (part.kernel)(&worker)));
@@ -344,10 +345,16 @@ impl Run<'_> {
 mod tests {
     use super::*;
     use crate::barrier_schedule::Part;
+    use crate::kernel::Estimate;
 
     fn phase(kernel: impl Fn(&Worker<'_>) -> Result<(), Fault> + Send + Sync + 'static) -> Phase {
         Phase {
-            parts: vec![Part::new(Box::new(kernel), vec![3], 3, "TEST")],
+            parts: vec![Part::new(
+                Box::new(kernel),
+                vec![3],
+                (3, "TEST"),
+                Estimate::default(),
+            )],
         }
     }
 

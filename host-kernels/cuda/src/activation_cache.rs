@@ -17,6 +17,10 @@ use crate::params::{VgConvertF16Sm90Params, VgView};
 /// Bytes of scratch memory for q8 activations.
 pub(crate) const ACTIVATION_CACHE_BYTES: u64 = 4 << 20;
 
+/// The most launches between which no other plan may run, because they use cached activations: more
+/// than those of a layer of a model.
+const MAX_OCCUPIED: usize = 64;
+
 /// The cache while a plan is compiled. It holds addresses, not data.
 pub(crate) struct ActivationCache {
     base: Address,
@@ -24,6 +28,8 @@ pub(crate) struct ActivationCache {
     entries: Vec<Entry>,
     /// Pairs of launches of the plan: the one that writes an entry and one that reads it.
     spans: Vec<(usize, usize)>,
+    /// The last launches between which no other plan may run: spans that overlap.
+    occupied: Range<usize>,
     is_used: bool,
     f16: Option<F16Activations>,
 }
@@ -78,6 +84,7 @@ impl ActivationCache {
             next: 0,
             entries: Vec::new(),
             spans: Vec::new(),
+            occupied: 0..0,
             is_used: false,
             f16: None,
         }
@@ -91,8 +98,23 @@ impl ActivationCache {
     /// The F16 activations with this key, for launch `user`.
     pub(crate) fn f16(&mut self, key: &[u8], user: usize) -> Option<VgConvertF16Sm90Params> {
         let entry = self.f16.as_ref().filter(|entry| entry.key == key)?;
-        self.spans.push((entry.made, user));
-        Some(entry.params)
+        let (made, params) = (entry.made, entry.params);
+        self.occupy(made, user).then_some(params)
+    }
+
+    /// Notes that `user` reads what `made` writes. Returns `false` if other plans would wait too
+    /// long: then the activations have to be converted again.
+    fn occupy(&mut self, made: usize, user: usize) -> bool {
+        let start = match made < self.occupied.end {
+            true => made.min(self.occupied.start),
+            false => made,
+        };
+        let is_short = user.saturating_sub(start) <= MAX_OCCUPIED;
+        if is_short {
+            self.occupied = start..user.max(self.occupied.end);
+            self.spans.push((made, user));
+        }
+        is_short
     }
 
     /// Caches the F16 activations that launch `made`, and those after it, write to `range` of the
@@ -129,8 +151,8 @@ impl ActivationCache {
     pub(crate) fn get(&mut self, x: &VgView, user: usize) -> Option<Q8Activations> {
         let key = Key::of(x)?;
         let entry = self.entries.iter().find(|entry| entry.key == key)?;
-        self.spans.push((entry.made, user));
-        Some(entry.q8)
+        let (made, q8) = (entry.made, entry.q8);
+        self.occupy(made, user).then_some(q8)
     }
 
     /// Allocates room for the q8 activations of `x`, which launch `made` writes. `is_result`: that
@@ -242,6 +264,31 @@ mod tests {
         cache.wrote(&(127..128), 6);
         assert!(cache.f16(&[1, 2], 7).is_none());
         assert_eq!(cache.reserved(), 0);
+    }
+
+    #[test]
+    fn entries_that_overlap_do_not_keep_other_plans_away_forever() {
+        let mut cache = ActivationCache::new(0);
+        let x = |i: u64| view(i << 20, [64, 1, 1, 1]);
+        let (mut longest, mut start, mut launch) = (0, 0, 0);
+        // Each entry is used again after the next one was made.
+        for i in 1..1000 {
+            cache.put(&x(i), launch, false).unwrap();
+            launch += 5;
+            if cache.get(&x(i - 1), launch).is_none() {
+                start = launch - 5;
+            }
+            longest = longest.max(launch - start);
+            launch += 5;
+        }
+        assert!(cache.spans().len() > 500, "few entries are used");
+        assert!(longest <= MAX_OCCUPIED, "{longest} launches");
+        let mut occupied = vec![false; launch];
+        for &(made, used) in cache.spans() {
+            occupied[made..used].fill(true);
+        }
+        let longest = { occupied.split(|is| !is) }.map(<[bool]>::len).max();
+        assert!(longest <= Some(MAX_OCCUPIED), "{longest:?} launches");
     }
 
     #[test]

@@ -122,7 +122,7 @@ impl CpuFallback {
             .iter()
             .map(|region| bases[region.buffer as usize] + region.bytes.start);
         Ok(FallbackNode {
-            plan: engine.compile(&valid, &memory)?,
+            plan: engine.compile(&valid, &memory, &|| false)?,
             result: valid.graph().tensors[0].buffer as usize,
             ranges: ranges.zip(memory).collect(),
         })

@@ -15,6 +15,7 @@ use crate::launch::policy::LaunchPolicy;
 use crate::memory::CudaMemory;
 use crate::plan::{CudaPlan, compile_bytes};
 use crate::source::SM_90A;
+use vgpu_engine::work::Speed;
 use vgpu_engine::{Engine, EngineError, Memory, MemoryInfo, Plan};
 
 /// The pause after a failed attempt to reopen a lost device.
@@ -211,6 +212,20 @@ impl Engine for CudaEngine {
         }
     }
 
+    /// A small part of what a GPU of compute capability 8.0 does: most kernels are not tuned.
+    fn speed(&self) -> Speed {
+        Speed {
+            products: 1e12,
+            steps: 2e10,
+            bytes: 2e11,
+        }
+    }
+
+    /// A minute: a kernel that runs cannot be stopped.
+    fn max_node_time(&self) -> Duration {
+        Duration::from_secs(60)
+    }
+
     fn alloc(&self, size: u64) -> Result<Arc<dyn Memory>, EngineError> {
         Ok(Arc::new(CudaMemory::new(&self.context()?.allocator, size)?))
     }
@@ -246,12 +261,14 @@ impl Engine for CudaEngine {
         &self,
         graph: &ValidGraph,
         buffers: &[Arc<dyn Memory>],
+        is_cancelled: &dyn Fn() -> bool,
     ) -> Result<Box<dyn Plan>, EngineError> {
         let context = self.context()?;
         Ok(Box::new(CudaPlan::compile(
             graph.graph(),
             buffers,
             &context,
+            is_cancelled,
         )?))
     }
 }

@@ -19,8 +19,9 @@ use crate::launch::planned::PlannedLaunch;
 use crate::launch::policy::LaunchPolicy;
 use vgpu_engine::{ALLOCATION_BYTES, EngineError, RunStatus, Turn};
 
-/// Launches of a batch until it is known how long they take.
-const FIRST_BATCH: usize = 32;
+/// The most launches of a batch until a run was measured. Such a run begins with a single launch,
+/// and adapts its batches to the time that each takes.
+const MAX_UNKNOWN_BATCH: usize = 32;
 
 /// Fewer launches are as fast one by one.
 const MIN_GRAPH_LAUNCHES: usize = 4;
@@ -45,6 +46,8 @@ pub(crate) struct LaunchSequence {
     refused: Option<usize>,
     /// The time of the turns of this run that are over. Each ended with the device idle.
     spent: Duration,
+    /// Launches of the next batch, until a run was measured.
+    unknown_batch: usize,
 }
 
 impl LaunchSequence {
@@ -135,6 +138,7 @@ impl LaunchSequence {
             done: 0,
             refused: None,
             spent: Duration::ZERO,
+            unknown_batch: 1,
         }
     }
 
@@ -198,13 +202,14 @@ impl LaunchSequence {
         let mut template = template.lock().unwrap_or_else(PoisonError::into_inner);
         let failed = |node: usize, error| Failure { node, error };
         let start = Instant::now();
-        let (first, batch) = (self.done, template.batch.unwrap_or(FIRST_BATCH));
-        if template.batch.is_some() && first == 0 {
+        if let (Some(batch), 0) = (template.batch, self.done) {
             self.prepare(&mut template, device, batch);
         }
         let mut under_way: Vec<Event> = Vec::new();
         while self.done < self.launches.len() {
-            let end = self.end_of_batch(self.done, batch);
+            let batch = template.batch.unwrap_or(self.unknown_batch);
+            let (begin, end) = (Instant::now(), self.end_of_batch(self.done, batch));
+            let launches = end - self.done;
             let graph = template
                 .has_params_of(self)
                 .and_then(|()| template.at(self.done));
@@ -236,11 +241,18 @@ impl LaunchSequence {
             }
             let here = self.nodes[end - 1] as usize;
             under_way.push(device.record_event().map_err(|error| failed(here, error))?);
-            if under_way.len() > BATCHES_AHEAD {
+            // The time of a batch is measured alone.
+            let ahead = template.batch.map_or(0, |_| BATCHES_AHEAD);
+            if under_way.len() > ahead {
                 let event = under_way.remove(0);
                 device
                     .wait_event(event)
                     .map_err(|error| failed(here, error))?;
+            }
+            if template.batch.is_none() {
+                let fitting = fitting_launches(begin.elapsed(), launches, policy.time_slice);
+                let most = MAX_UNKNOWN_BATCH.min(2 * self.unknown_batch);
+                self.unknown_batch = fitting.clamp(1, most);
             }
             if turn.is_over() {
                 device.synchronize().map_err(|error| failed(here, error))?;
@@ -375,6 +387,12 @@ impl LaunchSequence {
     }
 }
 
+/// How many launches fit a time slice, if `launches` have taken `took`.
+fn fitting_launches(took: Duration, launches: usize, time_slice: Duration) -> usize {
+    let fitting = time_slice.as_nanos() * launches as u128 / took.as_nanos().max(1);
+    usize::try_from(fitting).unwrap_or(usize::MAX)
+}
+
 impl GraphTemplate {
     /// `Some` if the graph instances have the parameters of this sequence.
     fn has_params_of(&self, sequence: &LaunchSequence) -> Option<()> {
@@ -390,8 +408,7 @@ impl GraphTemplate {
     /// Derives the size of batches from the duration of a whole run.
     fn learn(&mut self, took: Duration, launches: usize, policy: LaunchPolicy) {
         let each = took / launches.max(1) as u32;
-        let fitting = policy.time_slice.as_nanos() / each.as_nanos().max(1);
-        let fitting = usize::try_from(fitting).unwrap_or(usize::MAX).max(1);
+        let fitting = fitting_launches(took, launches, policy.time_slice).max(1);
         // A sequence of at most two batches is not cut.
         self.batch = Some(if fitting.saturating_mul(2) >= launches {
             usize::MAX

@@ -5,6 +5,7 @@
 
 use std::any::Any;
 use std::sync::Arc;
+use std::time::Duration;
 
 use vgpu_transport::ir::{Capabilities, GraphCounts, ValidGraph};
 use vgpu_transport::shm::memory::Window;
@@ -12,6 +13,13 @@ use vgpu_transport::shm::memory::Window;
 use crate::error::EngineError;
 use crate::memory::{Memory, MemoryInfo, SharedMemory};
 use crate::plan::Plan;
+use crate::work::Speed;
+
+/// The default of [`Engine::max_node_time`]. The largest products of real models take far less, also
+/// on a slow processor: 2 * 10^12 multiply-adds for 4096 tokens and a matrix of the feed-forward
+/// network of Llama 70B (8192 by 28672), half an hour at 10^9 per second; the estimate of a thread
+/// with AVX2 is 97 seconds.
+const MAX_NODE_TIME: Duration = Duration::from_secs(3600);
 
 /// A compute device.
 pub trait Engine: Send + Sync + 'static {
@@ -43,6 +51,17 @@ pub trait Engine: Send + Sync + 'static {
     /// [`Plan::kernels`]. A self-test that has run none of a family has not tested the device.
     fn kernel_families(&self) -> &'static [&'static str] {
         &[]
+    }
+
+    /// How fast the engine is at least, for estimates of the time that a node takes.
+    fn speed(&self) -> Speed {
+        Speed::default()
+    }
+
+    /// The longest time that a node may take by estimate, if the configuration says nothing else.
+    /// An engine that cannot stop in the middle of a node has a short one.
+    fn max_node_time(&self) -> Duration {
+        MAX_NODE_TIME
     }
 
     /// Allocates `size` zeroed bytes, aligned to at least 256 bytes. `size` may be 0.
@@ -105,9 +124,11 @@ pub trait Engine: Send + Sync + 'static {
 
     /// Compiles a graph for many runs. `buffers[i]` is the memory of the graph's buffer `i`, at
     /// least as large as the size that the graph was validated against. The plan keeps the buffers
-    /// alive.
+    /// alive. `is_cancelled` is called every few thousand nodes; compilation ends when the result is
+    /// no longer wanted.
     ///
     /// # Errors
+    /// [`EngineError::Cancelled`] if `is_cancelled` has returned `true`;
     /// [`EngineError::ForeignMemory`] if a buffer belongs to another engine;
     /// [`EngineError::Unsupported`] if there is no kernel for a node; [`EngineError::OutOfMemory`];
     /// or what the device reports.
@@ -115,5 +136,6 @@ pub trait Engine: Send + Sync + 'static {
         &self,
         graph: &ValidGraph,
         buffers: &[Arc<dyn Memory>],
+        is_cancelled: &dyn Fn() -> bool,
     ) -> Result<Box<dyn Plan>, EngineError>;
 }

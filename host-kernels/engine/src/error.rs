@@ -1,5 +1,7 @@
 //! Errors of the engine contract.
 
+use crate::work::TooMuchWork;
+
 /// Why an engine refused or failed an operation. The session that asked for it goes on.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum EngineError {
@@ -23,6 +25,12 @@ pub enum EngineError {
     #[error("the engine cannot compile {op}: {why}")]
     #[allow(missing_docs)]
     Unsupported { op: &'static str, why: String },
+    /// A node of a graph is too much work: the guest's fault.
+    #[error(transparent)]
+    TooMuchWork(#[from] TooMuchWork),
+    /// The caller has cancelled the operation.
+    #[error("the operation was cancelled")]
+    Cancelled,
     /// A call of the device's driver failed.
     #[error("the device failed: {message}")]
     #[allow(missing_docs)]

@@ -5,8 +5,10 @@
 //! - [`roofline`]: a lower bound of a graph's memory traffic and arithmetic.
 //! - [`rope`]: the parameters of ROPE, as kernels take them.
 //! - [`types`]: sets of tensor types.
+//! - [`work`]: how much work a node is, and how long it takes by estimate.
 
 mod byte_range;
+mod cancellation;
 mod engine;
 mod error;
 pub mod fuse;
@@ -16,7 +18,9 @@ mod plan;
 pub mod roofline;
 pub mod rope;
 pub mod types;
+pub mod work;
 
+pub use cancellation::Cancellation;
 pub use engine::Engine;
 pub use error::{EngineError, RunError, check_range};
 pub use memory::{Extent, MAX_COPIES, Memory, MemoryInfo, SharedMemory};

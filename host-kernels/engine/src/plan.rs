@@ -162,6 +162,12 @@ impl Turn {
         self.end.load(Ordering::Relaxed) != u64::MAX
     }
 
+    /// Whether the turn ended when it was created: a plan should stop after each unit of work. Does
+    /// not read the clock.
+    pub fn is_empty(&self) -> bool {
+        self.end.load(Ordering::Relaxed) == 0
+    }
+
     /// Whether the plan should stop. Reads the clock only if the turn has an end.
     pub fn is_over(&self) -> bool {
         match self.end.load(Ordering::Relaxed) {

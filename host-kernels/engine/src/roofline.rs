@@ -6,9 +6,10 @@ use std::collections::BTreeMap;
 use std::iter::Sum;
 use std::ops::{Add, Range};
 
-use vgpu_transport::ir::{Graph, Node, Op, Shape, Tensor};
+use vgpu_transport::ir::{Graph, Node, Op, Tensor};
 
 use crate::byte_range::ByteRange;
+use crate::work::{self, bytes, reads, written_part};
 
 /// A lower bound of the work of one or several nodes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -18,9 +19,9 @@ pub struct Cost {
     pub memory: u64,
     /// Bytes of intermediate results, read and written. Caches and registers can hold them.
     pub cached: u64,
-    /// Floating-point operations: two for each multiply-add of a matrix product or of attention,
-    /// one for each element of other operators, none for copies. Attention counts every key of the
-    /// graph, since only the mask tensor knows which keys are hidden.
+    /// Floating-point operations: two for each [product](crate::work::Work::products), one for each
+    /// step of other operators, none for copies. Attention counts every key of the graph, since
+    /// only the mask tensor knows which keys are hidden.
     pub operations: u64,
 }
 
@@ -82,10 +83,9 @@ pub fn of(graph: &Graph) -> Vec<Cost> {
             .filter_map(|(i, src)| Some((i, &graph.tensors[(*src)? as usize])))
         {
             match reads(graph, node, i, tensor) {
-                Reads::Nothing => {}
-                Reads::Part(bytes) => cost.memory += bytes,
-                Reads::All if accessed.has(tensor) => cost.cached += bytes(&tensor.shape),
-                Reads::All => {
+                Some(part) => cost.memory += part,
+                None if accessed.has(tensor) => cost.cached += bytes(&tensor.shape),
+                None => {
                     cost.memory += bytes(&tensor.shape);
                     accessed.take(tensor);
                 }
@@ -121,50 +121,6 @@ pub fn label(graph: &Graph, node: &Node) -> String {
     }
 }
 
-/// Bytes of a tensor's elements.
-fn bytes(shape: &Shape) -> u64 {
-    shape.rows().saturating_mul(shape.row_bytes())
-}
-
-enum Reads {
-    Nothing,
-    /// This number of bytes; another tensor holds the indices.
-    Part(u64),
-    All,
-}
-
-/// The bytes that a node reads of its source `i`.
-fn reads(graph: &Graph, node: &Node, i: usize, tensor: &Tensor) -> Reads {
-    let shape = &tensor.shape;
-    match (&node.op, i) {
-        // At most one expert for each slot of each token, and each expert once.
-        (Op::MulMatId { .. }, 0) => {
-            let slots = graph
-                .src(node, 2)
-                .map_or(0, |ids| ids.shape.ne[0] * ids.shape.ne[1]);
-            let experts = shape.ne[2].max(1);
-            Reads::Part(bytes(shape) / experts * slots.min(experts))
-        }
-        (Op::GetRows {}, 0) => {
-            Reads::Part(bytes(shape).min(graph.dst(node).shape.rows() * shape.row_bytes()))
-        }
-        // The destination, which SET_ROWS also has as a source.
-        (Op::SetRows {}, 2) => Reads::Nothing,
-        _ => Reads::All,
-    }
-}
-
-/// The bytes that a node writes, if it writes only part of its destination.
-fn written_part(graph: &Graph, node: &Node) -> Option<u64> {
-    match node.op {
-        Op::SetRows {} => {
-            let rows = graph.src(node, 0)?.shape.rows();
-            Some(rows * graph.dst(node).shape.row_bytes())
-        }
-        _ => None,
-    }
-}
-
 /// Whether a later node reads part of the result of node `at` before it is overwritten.
 fn is_read_later(graph: &Graph, at: usize) -> bool {
     let dst = graph.dst(&graph.nodes[at]);
@@ -187,20 +143,11 @@ fn is_read_later(graph: &Graph, at: usize) -> bool {
 }
 
 fn operations(graph: &Graph, node: &Node) -> u64 {
-    let elements = |tensor: &Tensor| tensor.shape.elements().unwrap_or(u64::MAX);
-    let dst = graph.dst(node);
-    let extent = |i: usize, d: usize| graph.src(node, i).map_or(0, |tensor| tensor.shape.ne[d]);
-    match node.op {
-        // Each result is a sum over a row of the first source; for OUT_PROD, over a column.
-        Op::MulMat { .. } | Op::MulMatId { .. } => 2 * elements(dst) * extent(0, 0),
-        Op::OutProd {} => 2 * elements(dst) * extent(0, 1),
-        // Queries times keys, and probabilities times values.
-        Op::FlashAttnExt { .. } => {
-            let queries = extent(0, 1) * extent(0, 2) * extent(0, 3);
-            2 * queries * extent(1, 1) * (extent(1, 0) + extent(2, 0))
-        }
-        Op::SetRows {} | Op::GetRows {} | Op::Copy {} => 0,
-        _ => elements(dst),
+    let loops = work::loops(graph, node);
+    match loops.kind {
+        work::Kind::Product => loops.count.saturating_mul(2),
+        work::Kind::Arithmetic => loops.count,
+        work::Kind::Move => 0,
     }
 }
 

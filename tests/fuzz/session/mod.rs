@@ -57,6 +57,7 @@ fn limits() -> Limits {
             nodes: 16,
             revisits: 8,
         },
+        node_time: None,
         share: false,
         hello: Duration::from_secs(60),
         ..Limits::default()

@@ -1,6 +1,8 @@
 //! The flags of `vgpu serve`, and how they change the settings of the file.
 
+use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use clap::{Parser, ValueEnum};
 use vgpu_executor::config::{
@@ -84,6 +86,11 @@ pub(crate) struct Args {
     /// machine or its control group]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     memory: Option<u64>,
+
+    /// The longest time of one node of a graph in seconds, by estimate. A graph with a longer node
+    /// fails, and its guest is told why. [default: 3600 on the cpu engine, 60 on a GPU]
+    #[arg(long, value_name = "SECONDS")]
+    max_node_time: Option<NonZeroU32>,
 
     /// Programs served at once; further ones are rejected. One guest has at most three quarters of
     /// them. [default: 64]
@@ -248,6 +255,10 @@ impl Args {
         settings.certs = self.certs.clone().or(settings.certs);
         settings.crl = self.crl.clone().or(settings.crl);
         settings.memory = self.memory.or(settings.memory);
+        let seconds = self
+            .max_node_time
+            .map(|n| Duration::from_secs(n.get().into()));
+        settings.max_node_time = seconds.or(settings.max_node_time);
         settings.log = self.log.clone().or(settings.log);
         settings.metrics = self.metrics.clone().or(settings.metrics);
         settings.control = self.control.clone().or(settings.control);

@@ -62,6 +62,7 @@ pub(super) fn run(
     let memory = engine.memory();
     let limits = Limits {
         share: settings.share_buffers,
+        node_time: settings.max_node_time,
         ..Limits::of_this_process().context("limits of the kernel")?
     };
     let mut server = Server::new(Arc::clone(&engine), limits, settings.max_guests);

@@ -438,8 +438,8 @@ fn compile(engine: &dyn Engine, graph: &ValidGraph, memory: &[Arc<dyn Memory>]) 
     let words = graph.graph().encode();
     let counts = GraphCounts::of_image(&words).expect("an image");
     // The first graph starts what an engine starts when it is needed.
-    drop(engine.compile(graph, memory));
-    let (plan, allocated) = counted(|| engine.compile(graph, memory));
+    drop(engine.compile(graph, memory, &|| false));
+    let (plan, allocated) = counted(|| engine.compile(graph, memory, &|| false));
     let plan = plan.expect("what is claimed compiles");
     let op = graph.graph().nodes[0].op;
     let (bytes, most) = (plan.plan_bytes(), engine.compile_bytes(&counts));

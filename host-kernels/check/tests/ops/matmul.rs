@@ -281,7 +281,9 @@ pub(crate) fn mul_mat_over_its_own_sources(engine: &dyn Engine) {
     };
     let size = |_| Some(bytes.len() as u64);
     let graph = validate(graph, engine.capabilities(), &Limits::default(), size).unwrap();
-    let mut plan = engine.compile(&graph, &[Arc::clone(&memory)]).unwrap();
+    let mut plan = engine
+        .compile(&graph, &[Arc::clone(&memory)], &|| false)
+        .unwrap();
     plan.run().unwrap();
     let mut after = vec![0; bytes.len()];
     memory.read(0, after.as_mut_slice().into()).unwrap();

@@ -7,7 +7,7 @@ use super::copy_raw::{self, Element, copy_line, each_row};
 use super::elementwise::Add;
 use super::f32_rows::{Access, STAGE, map};
 use super::walk::{laid_out, window};
-use crate::kernel::{Compiled, Kernel};
+use crate::kernel::{Compiled, Estimate, Kernel};
 use crate::operands::Operands;
 use crate::view::View;
 use vgpu_engine::types::{ANY, F32, FLOATS, PLAIN};
@@ -138,9 +138,10 @@ fn repeat_back(dst: View, src: View, workers: usize) -> Compiled {
     let along = times[0].div_ceil(REPETITIONS);
     // The last step writes the sums.
     let steps = copies * along + 1;
+    let most = Estimate::steps(STAGE.min(dst.ne[0]) * REPETITIONS.min(times[0]).max(1));
     let kernel: Kernel = Box::new(move |w| {
         let mut stage = [0.0; STAGE];
-        for unit in w.share_groups(dst.rows() * parts, steps) {
+        for unit in w.share_groups(dst.rows() * parts, steps).each(most) {
             let (step, unit) = (unit % steps, unit / steps);
             let (start, index) = (unit % parts * STAGE, dst.row_index(unit / parts));
             let n = STAGE.min(dst.ne[0] - start);

@@ -6,7 +6,7 @@ use super::copy_raw::each_row;
 use super::elementwise::{Mul, Scale};
 use super::f32_rows::{Access, Identity, Map, apply, maps, sum};
 use super::unary::Sqr;
-use crate::kernel::{Compiled, Kernel};
+use crate::kernel::{Compiled, Estimate, Kernel};
 use crate::operands::Operands;
 use crate::simd::{Lanes, Simd};
 use crate::view::View;
@@ -134,8 +134,9 @@ fn group_norm(dst: View, src: View, n_groups: usize, eps: f32, workers: usize) -
     // A group is read for the mean, read for the variance, and written, some lines at a time.
     let grain = (UNIT_ELEMENTS / n.max(1)).max(1);
     let parts = (rows * per_group).div_ceil(grain);
+    let most = Estimate::steps(n.saturating_mul(grain));
     let kernel: Kernel = Box::new(move |w| {
-        for unit in w.share_groups(groups * dst.ne[3], 3 * parts) {
+        for unit in w.share_groups(groups * dst.ne[3], 3 * parts).each(most) {
             let (step, group) = (unit % (3 * parts), unit / (3 * parts));
             let (pass, part) = (step / parts, step % parts);
             let (first, i3) = (group % groups * per_group, group / groups);

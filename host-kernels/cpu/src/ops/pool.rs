@@ -5,7 +5,7 @@ use vgpu_transport::ir::{Op, OpKind, PoolKind, PoolWindow, Rule};
 use super::conv_axis::PoolAxis;
 use super::copy_raw::{Element, each_part};
 use super::f32_rows::Access;
-use crate::kernel::{Compiled, Kernel};
+use crate::kernel::{Compiled, Estimate, Kernel};
 use crate::operands::Operands;
 use crate::view::View;
 use vgpu_engine::types::{F32, FLOATS};
@@ -78,8 +78,13 @@ const UNIT_READS: usize = 1 << 18;
 
 /// Results in a unit of work, for windows of these sizes over a source of these extents.
 fn grain<const N: usize>(windows: [PoolAxis; N], extents: [usize; N]) -> usize {
+    (UNIT_READS / reads(windows, extents).max(1)).max(1)
+}
+
+/// The most elements of a source of these extents that a window reads.
+fn reads<const N: usize>(windows: [PoolAxis; N], extents: [usize; N]) -> usize {
     let reads = windows.iter().zip(extents).map(|(w, n)| w.size.min(n));
-    (UNIT_READS / reads.product::<usize>().max(1)).max(1)
+    reads.product()
 }
 
 /// An average is over the elements that the window covers.
@@ -152,9 +157,14 @@ fn pool_2d_back(
     let grain = grain([wx, wy], [dst.ne[0], dst.ne[1]]);
     // The zero rows of a plane, then its windows.
     let (rows, parts) = (dst.ne[1], outputs.div_ceil(grain));
+    let window = reads([wx, wy], [dst.ne[0], dst.ne[1]]);
+    let most = Estimate::steps(dst.ne[0].max(window.saturating_mul(grain.min(outputs))));
     Box::new(move |w| {
         // Windows overlap, so one thread computes a whole plane.
-        for unit in w.share_groups(dst.ne[2] * dst.ne[3], rows + parts) {
+        for unit in w
+            .share_groups(dst.ne[2] * dst.ne[3], rows + parts)
+            .each(most)
+        {
             let (plane, step) = (unit / (rows + parts), unit % (rows + parts));
             let (i2, i3) = (plane % dst.ne[2], plane / dst.ne[2]);
             if step < rows {

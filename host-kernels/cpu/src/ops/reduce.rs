@@ -6,7 +6,7 @@ use super::copy_raw::each_row;
 use super::f32_rows::{Access, Identity, STAGE, sum};
 use super::scratch::ScratchLayout;
 use super::sequence::Sequence;
-use crate::kernel::{Compiled, Kernel};
+use crate::kernel::{Compiled, Estimate, Kernel};
 use crate::operands::Operands;
 use crate::view::View;
 use vgpu_engine::types::FLOATS;
@@ -244,7 +244,10 @@ fn argsort_long(dst: View, src: View, order: SortOrder, workers: usize) -> Compi
     let keys_at = scratch.room(2 * busy, n * size_of::<u64>());
     let counts_at = scratch.room(busy, DIGITS * size_of::<usize>());
     let kernel: Kernel = Box::new(move |w| {
-        for unit in w.share_groups(dst.rows(), steps) {
+        for unit in w
+            .share_groups(dst.rows(), steps)
+            .each(Estimate::steps(SORT_PIECE))
+        {
             let (row, step) = (unit / steps, unit % steps);
             let (pass, part) = ((step / parts).min(writes), step % parts);
             let index = dst.row_index(row);

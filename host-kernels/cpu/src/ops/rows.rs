@@ -8,7 +8,7 @@ use super::copy_raw::{Element, copy_line};
 use super::elementwise::Add;
 use super::f32_rows::{Access, STAGE, apply};
 use super::gather::real_types;
-use crate::kernel::{Compiled, Fault, check_index};
+use crate::kernel::{Compiled, Estimate, Fault, check_index};
 use crate::operands::Operands;
 use crate::view::View;
 use vgpu_engine::types::{F32, FLOATS, I32};
@@ -105,7 +105,7 @@ fn get_rows_back(dst: View, a: View, ids: View, workers: usize) -> Compiled {
     let n = dst.ne[0].div_ceil(workers).next_multiple_of(block);
     let (zeros, steps) = (dst.ne[1], dst.ne[1] + ids.ne[0]);
     Compiled::one(move |w| {
-        for unit in w.share_groups(dst.ne[0].div_ceil(n), steps) {
+        for unit in { w.share_groups(dst.ne[0].div_ceil(n), steps) }.each(Estimate::steps(n)) {
             let (step, start) = (unit % steps, unit / steps * n);
             let n = n.min(dst.ne[0] - start);
             // SAFETY: `start + n <= dst.ne[0]`, the elements of a row of `a` and `dst`, and `start`

@@ -1,6 +1,6 @@
 //! How an operator divides its scratch memory, and when its results are staged there.
 
-use crate::kernel::Kernel;
+use crate::kernel::{Estimate, Kernel};
 use crate::view::View;
 
 /// The parts of the scratch memory of an operator, one after the other, each aligned to 64 bytes.
@@ -78,7 +78,10 @@ impl Output {
         }
         kernels.push(Box::new(move |w| {
             let row_bytes = self.dst.ne[0] * size_of::<f32>();
-            for row in w.alone(self.dst.rows()) {
+            for row in w
+                .alone(self.dst.rows())
+                .each(Estimate::steps(self.dst.ne[0]))
+            {
                 let from = self.base(w.scratch()).wrapping_add(row * row_bytes);
                 let to = self.dst.row_ptr(self.dst.row_index(row));
                 // SAFETY: `new` has reserved `rows` rows of `row_bytes` bytes in the scratch

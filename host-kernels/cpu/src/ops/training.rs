@@ -85,7 +85,8 @@ fn cross_entropy_loss(dst: View, a: View, b: View) -> Compiled {
     let finish = move |total: f64| unsafe {
         dst.ptr().cast::<f32>().write((-total / rows as f64) as f32);
     };
-    total(rows, 1, partial, finish)
+    // One thread adds the partial results.
+    total(rows, rows.div_ceil(MAX_PARTIALS).max(1), partial, finish)
 }
 
 /// The gradient of the loss with respect to `a`, for the gradient `grad` of the loss.
@@ -107,6 +108,9 @@ fn cross_entropy_loss_back(dst: View, grad: View, a: View, b: View) -> Compiled 
         scratch_bytes: 0,
     }
 }
+
+/// The most partial results of a loss.
+const MAX_PARTIALS: usize = 1 << 20;
 
 /// The parameters of a step, read when the step runs.
 fn parameters<const N: usize>(view: View) -> [f32; N] {

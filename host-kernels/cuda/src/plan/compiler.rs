@@ -3,8 +3,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use vgpu_engine::EngineError;
 use vgpu_engine::fuse::{Arrangement, Kind};
+use vgpu_engine::{Cancellation, EngineError};
 use vgpu_transport::ir::{Graph, Op, Shape, Tensor, Type};
 
 use super::part::Part;
@@ -49,12 +49,12 @@ impl<'a> Compiler<'a> {
     ///
     /// # Errors
     /// [`EngineError::Unsupported`] if no kernel takes the operands of a node; [`EngineError`] of
-    /// the CPU engine for its nodes.
+    /// the CPU engine for its nodes; [`EngineError::Cancelled`] once `is_cancelled` returns `true`.
     pub(crate) fn of(
         arrangement: &'a Arrangement,
         views: &'a [VgView],
         bases: &'a [Address],
-        context: &'a Arc<ExecutionContext>,
+        (context, is_cancelled): (&'a Arc<ExecutionContext>, &dyn Fn() -> bool),
     ) -> Result<Compiler<'a>, EngineError> {
         let mut compiler = Compiler {
             context,
@@ -68,8 +68,10 @@ impl<'a> Compiler<'a> {
             scratch_bytes: 0,
             refused: Vec::new(),
         };
+        let mut cancellation = Cancellation::new(is_cancelled);
         let mut at = 0;
         while at < arrangement.graph.nodes.len() {
+            cancellation.check(at)?;
             at = match arrangement.group_at(at) {
                 Some((kind, nodes)) => {
                     compiler.group(kind, nodes.clone())?;

@@ -85,11 +85,12 @@ impl CudaPlan {
     /// [`EngineError::ForeignMemory`] if a buffer is not of this engine,
     /// [`EngineError::Unsupported`] if a tensor is not aligned or no kernel takes the operands of a
     /// node, [`EngineError::OutOfMemory`] if there is no scratch memory,
-    /// [`EngineError::DeviceLost`].
+    /// [`EngineError::DeviceLost`], [`EngineError::Cancelled`] once `is_cancelled` returns `true`.
     pub(crate) fn compile(
         graph: &Graph,
         buffers: &[Arc<dyn Memory>],
         context: &Arc<ExecutionContext>,
+        is_cancelled: &dyn Fn() -> bool,
     ) -> Result<CudaPlan, EngineError> {
         let memories = { buffers.iter() }
             .map(|memory| {
@@ -119,7 +120,7 @@ impl CudaPlan {
             .map(|t| VgView::new(bases[t.buffer as usize] + t.offset, &t.shape))
             .collect();
         let arrangement = match context.policy.fusion {
-            true => Arrangement::of(graph, FEW_COLUMNS as u64),
+            true => Arrangement::of(graph, FEW_COLUMNS as u64, is_cancelled),
             false => Arrangement::plain(graph),
         };
         let mut repack = RepackPass::of(graph, &memories, context)?;
@@ -127,7 +128,7 @@ impl CudaPlan {
         let mut compiler = loop {
             views = plain.clone();
             repack.mark(&mut views);
-            let compiler = Compiler::of(&arrangement, &views, &bases, context)?;
+            let compiler = Compiler::of(&arrangement, &views, &bases, (context, is_cancelled))?;
             if !repack.refuse(&compiler.refused) {
                 break compiler;
             }

@@ -149,7 +149,7 @@ fn device_is_reset_after_a_permanent_failure() {
     );
     lost(memory.fill(0, 1, 0).unwrap_err().to_string());
     lost(
-        { engine.compile(&built.valid(&engine), &theirs.buffers) }
+        { engine.compile(&built.valid(&engine), &theirs.buffers, &|| false) }
             .err()
             .unwrap()
             .to_string(),

@@ -434,7 +434,7 @@ fn scratch_memory_is_shared_between_plans() {
 
     // Without memory a plan is refused, and keeps nothing.
     device.fail(Fails::Memory);
-    let refused = engine.compile(&large.valid(&engine), &loaded.buffers);
+    let refused = engine.compile(&large.valid(&engine), &loaded.buffers, &|| false);
     let error = refused.err().expect("there is no memory");
     assert!(error.to_string().contains("out of memory"), "{error}");
     device.fail(None);
@@ -540,4 +540,54 @@ fn fault_of_a_step_in_flight_is_reported_at_completion() {
         built.write_inputs(&loaded, 0);
         plan.run().unwrap();
     }
+}
+
+/// The most launches that use the same converted activations in the graphs of these tests.
+const MAX_TIED: usize = 8;
+
+#[test]
+fn a_plan_that_never_ran_hands_few_launches_to_the_device_at_a_time() {
+    let device = Arc::new(Spy::logging());
+    let engine = engine_with(&device, SHORT_SLICES);
+    let built = TINY.graph(decode(32));
+    let loaded = built.load(&engine);
+    let over = Turn::new();
+    over.set_end(Some(Duration::ZERO));
+    let mut plan = built.compile(&engine, &loaded);
+    device.take_log();
+    let (mut turns, mut all) = (0, 0);
+    loop {
+        let status = plan.launch(&over).expect("it runs");
+        let launched = launches(&device.take_log());
+        assert!(launched <= MAX_TIED, "{launched} launches in turn {turns}");
+        (turns, all) = (turns + 1, all + launched);
+        if status != RunStatus::Yielded {
+            break;
+        }
+    }
+    assert!(
+        all > 2 * MAX_TIED && turns > 2,
+        "{all} launches in {turns} turns"
+    );
+}
+
+#[test]
+fn a_plan_is_cancelled_between_the_launches_of_its_first_run() {
+    let device = Arc::new(Spy::logging());
+    let engine = engine_on(&device);
+    let built = TINY.graph(decode(32));
+    let loaded = built.load(&engine);
+    let over = Turn::new();
+    over.set_end(Some(Duration::ZERO));
+    let mut plan = built.compile(&engine, &loaded);
+    device.take_log();
+    assert_eq!(plan.launch(&over), Ok(RunStatus::Yielded));
+    let launched = launches(&device.take_log());
+    assert!(
+        launched <= MAX_TIED,
+        "{launched} launches before the first check"
+    );
+    // A plan that is dropped hands nothing more to the device.
+    drop(plan);
+    assert_eq!(launches(&device.take_log()), 0);
 }

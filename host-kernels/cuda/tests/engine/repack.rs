@@ -142,7 +142,9 @@ impl Loaded {
             size,
         );
         let valid = valid.expect("a graph that the engine runs");
-        engine.compile(&valid, &self.buffers).expect("it compiles")
+        engine
+            .compile(&valid, &self.buffers, &|| false)
+            .expect("it compiles")
     }
 
     fn read(&self, offset: u64, len: u64) -> Vec<u8> {

@@ -5,6 +5,7 @@ use std::ops::Range;
 
 use vgpu_transport::ir::{Graph, Node, Op};
 
+use super::budget::Budget;
 use super::finder::{Finder, Group, Kind};
 use super::{experts, products, rows};
 
@@ -17,7 +18,7 @@ pub struct Arrangement {
     /// For each group, by the index of its first node in the guest's graph: its kind and its number
     /// of consecutive nodes.
     groups: BTreeMap<usize, (Kind, usize)>,
-    /// For each node of the guest's graph, whether it is in a group.
+    /// For each node, whether it is in a group.
     taken: Vec<bool>,
 }
 
@@ -33,14 +34,18 @@ impl Arrangement {
     }
 
     /// The graph with all groups that are found. Groups of products have up to `max_columns`
-    /// columns of activations.
-    pub fn of(graph: &Graph, max_columns: u64) -> Arrangement {
+    /// columns of activations. The time of the search is proportional to the number of nodes: in a
+    /// graph whose results live too long, the search ends before the last node. It also ends once
+    /// `is_cancelled`, which is called now and then, returns `true`.
+    pub fn of(graph: &Graph, max_columns: u64, is_cancelled: &dyn Fn() -> bool) -> Arrangement {
         let mut all = Arrangement::plain(graph);
         let mut first = 0;
-        while first < all.graph.nodes.len() {
+        let budget = Budget::of(graph, is_cancelled);
+        while first < all.graph.nodes.len() && !budget.is_spent() {
             let finder = Finder {
                 graph: &all.graph,
-                taken: { all.origin.iter() }.map(|&at| all.taken[at]).collect(),
+                taken: &all.taken,
+                budget: &budget,
                 max_columns,
             };
             match find_group(&finder, first) {
@@ -60,17 +65,18 @@ impl Arrangement {
             true => nodes.iter().copied().chain(others).collect(),
             false => others.chain(nodes.iter().copied()).collect(),
         };
-        for &at in nodes {
-            self.taken[self.origin[at]] = true;
-        }
         self.groups.insert(self.origin[first], (*kind, nodes.len()));
         // Earlier groups stay contiguous, because all other nodes keep their order.
         let moved: Vec<Node> = { order.iter() }
             .map(|&at| self.graph.nodes[at].clone())
             .collect();
         let origin: Vec<usize> = order.iter().map(|&at| self.origin[at]).collect();
+        let taken: Vec<bool> = { order.iter() }
+            .map(|at| self.taken[*at] || nodes.contains(at))
+            .collect();
         self.graph.nodes[first..=last].clone_from_slice(&moved);
         self.origin[first..=last].copy_from_slice(&origin);
+        self.taken[first..=last].copy_from_slice(&taken);
         match *place == first {
             true => first + nodes.len(),
             // Other nodes are now before it.

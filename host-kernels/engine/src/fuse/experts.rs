@@ -3,7 +3,6 @@
 use vgpu_transport::ir::{Op, SortOrder, Tensor, Type};
 
 use super::finder::{Finder, Group, Kind, is_apart, is_f32, is_reshaped, is_same};
-use super::liveness;
 
 /// SOFT_MAX, ARGSORT (or TOP_K), GET_ROWS, possibly SUM_ROWS, CLAMP and DIV, possibly SCALE.
 pub(super) fn route(finder: &Finder<'_>, soft_max: usize) -> Option<Group> {
@@ -52,7 +51,7 @@ pub(super) fn route(finder: &Finder<'_>, soft_max: usize) -> Option<Group> {
         && is_apart(ids, logits)
         && is_apart(weights, logits)
         && { left_out }.all(|&at| finder.is_dead(at, &nodes))
-        && liveness::is_dead(finder.graph(), sort, &nodes, Some(ids))
+        && finder.is_dead_but(sort, &nodes, ids)
         && finder.can_be_at(&nodes, place);
     fits.then_some(Group {
         kind: Kind::Route,
@@ -90,7 +89,7 @@ pub(super) fn route_first(finder: &Finder<'_>, sort: usize) -> Option<Group> {
         && is_apart(ids, logits)
         && is_apart(weights, logits)
         && finder.is_dead(rows, &nodes)
-        && liveness::is_dead(finder.graph(), sort, &nodes, Some(ids))
+        && finder.is_dead_but(sort, &nodes, ids)
         && finder.can_be_at(&nodes, soft_max);
     fits.then_some(Group {
         kind: Kind::Route,
@@ -134,6 +133,9 @@ fn normalised(finder: &Finder<'_>, rows: usize, used: u64, tokens: u64) -> Optio
     fits.then_some([sum, clamp, div])
 }
 
+/// The most experts of a token whose weighted sum is fused.
+const MAX_SLOTS: u64 = 64;
+
 /// MUL of the results of experts with their weights, and ADDs over a token's slots in order.
 pub(super) fn weighted_sum(finder: &Finder<'_>, mul: usize) -> Option<Group> {
     let (experts, weights) = (finder.src(mul, 0)?, finder.src(mul, 1)?);
@@ -142,7 +144,11 @@ pub(super) fn weighted_sum(finder: &Finder<'_>, mul: usize) -> Option<Group> {
     let shapes = experts.shape.ne == product.shape.ne
         && weights.shape.ne == [1, used, tokens, 1]
         && one == 1;
-    if !shapes || used < 2 || !is_f32(experts) || !is_f32(product) || weights.shape.ty != Type::F32
+    if !shapes
+        || !(2..=MAX_SLOTS).contains(&used)
+        || !is_f32(experts)
+        || !is_f32(product)
+        || weights.shape.ty != Type::F32
     {
         return None;
     }

@@ -2,6 +2,7 @@
 
 use vgpu_transport::ir::{Graph, Node, Op, Tensor, Type};
 
+use super::budget::Budget;
 use super::liveness;
 use crate::byte_range::ByteRange;
 
@@ -40,7 +41,9 @@ pub enum Kind {
 pub(super) struct Finder<'g> {
     pub(super) graph: &'g Graph,
     /// For each node, whether it is in a group.
-    pub(super) taken: Vec<bool>,
+    pub(super) taken: &'g [bool],
+    /// The nodes that the search may still look at.
+    pub(super) budget: &'g Budget<'g>,
     /// The maximum number of columns of activations in a group of products.
     pub(super) max_columns: u64,
 }
@@ -70,7 +73,8 @@ impl<'g> Finder<'g> {
     /// The next node after `at` with a non-empty result, if it is free and its operator is wanted.
     pub(super) fn next(&self, at: usize, is_wanted: impl Fn(&Op) -> bool) -> Option<usize> {
         let nodes = self.graph().nodes.len();
-        let next = { at + 1..nodes }.find(|&i| !self.dst(i).shape.is_empty())?;
+        let mut after = at + 1..nodes;
+        let next = after.find(|&i| !self.budget.spend() || !self.dst(i).shape.is_empty())?;
         (self.is_free(next) && is_wanted(&self.node(next).op)).then_some(next)
     }
 
@@ -82,14 +86,21 @@ impl<'g> Finder<'g> {
 
     /// Whether only the nodes of `group` read the result of node `of`.
     pub(super) fn is_dead(&self, of: usize, group: &[usize]) -> bool {
-        liveness::is_dead(self.graph(), of, group, None)
+        liveness::is_dead(self.graph(), of, group, None, self.budget)
+    }
+
+    /// Whether only the nodes of `group` read the result of node `of`, and other nodes at most the
+    /// part `live` of it.
+    pub(super) fn is_dead_but(&self, of: usize, group: &[usize], live: &Tensor) -> bool {
+        liveness::is_dead(self.graph(), of, group, Some(live), self.budget)
     }
 
     /// Whether all nodes can run at the place of node `place`.
     pub(super) fn can_be_at(&self, nodes: &[usize], place: usize) -> bool {
+        let (graph, budget) = (self.graph(), self.budget);
         nodes.iter().all(|&node| match node {
-            node if node < place => liveness::can_move_down(self.graph(), node, place, nodes),
-            node => liveness::can_move_up(self.graph(), node, place, nodes),
+            node if node < place => liveness::can_move_down(graph, node, place, nodes, budget),
+            node => liveness::can_move_up(graph, node, place, nodes, budget),
         })
     }
 }

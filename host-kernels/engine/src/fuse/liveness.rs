@@ -10,7 +10,12 @@ use std::ops::Range;
 
 use vgpu_transport::ir::{Graph, Node, Op, Tensor};
 
+use super::budget::Budget;
 use crate::byte_range::ByteRange;
+
+/// The most parts of a result that are not overwritten yet, while the graph is searched for the
+/// nodes that overwrite them.
+const MAX_HOLES: usize = 64;
 
 /// The bytes that a node reads.
 pub fn reads<'g>(graph: &'g Graph, node: &'g Node) -> impl Iterator<Item = ByteRange> + 'g {
@@ -32,8 +37,14 @@ fn covers(graph: &Graph, node: &Node) -> bool {
 }
 
 /// Whether only the nodes of `group` read the result of node `of`. Other nodes may read the part
-/// `live` of it.
-pub(super) fn is_dead(graph: &Graph, of: usize, group: &[usize], live: Option<&Tensor>) -> bool {
+/// `live` of it. `false` also if the budget is spent.
+pub(super) fn is_dead(
+    graph: &Graph,
+    of: usize,
+    group: &[usize],
+    live: Option<&Tensor>,
+    budget: &Budget<'_>,
+) -> bool {
     let whole = ByteRange::of(graph.dst(&graph.nodes[of]));
     let mut left = vec![whole.bytes.clone()];
     let remains = |left: &[Range<u64>], span: &ByteRange| {
@@ -42,6 +53,9 @@ pub(super) fn is_dead(graph: &Graph, of: usize, group: &[usize], live: Option<&T
             .any(|l| l.start < bytes.end && bytes.start < l.end)
     };
     for (at, node) in graph.nodes.iter().enumerate().skip(of + 1) {
+        if !budget.spend() || left.len() > MAX_HOLES {
+            return false;
+        }
         let sources = node.src.as_slice().iter().flatten();
         let mut sources = sources.map(|&source| &graph.tensors[source as usize]);
         let is_read =
@@ -71,22 +85,43 @@ pub(super) fn is_dead(graph: &Graph, of: usize, group: &[usize], live: Option<&T
 
 /// Whether node `at` can run before node `first` instead: no node between them reads or writes what
 /// it writes, or writes what it reads. `skipped` are nodes between them that move along.
-pub(super) fn can_move_up(graph: &Graph, at: usize, first: usize, skipped: &[usize]) -> bool {
-    can_pass(graph, at, first..at, skipped)
+pub(super) fn can_move_up(
+    graph: &Graph,
+    at: usize,
+    first: usize,
+    skipped: &[usize],
+    budget: &Budget<'_>,
+) -> bool {
+    can_pass(graph, at, first..at, skipped, budget)
 }
 
 /// Whether node `at` can run just before node `last` instead.
-pub(super) fn can_move_down(graph: &Graph, at: usize, last: usize, skipped: &[usize]) -> bool {
-    can_pass(graph, at, at + 1..last, skipped)
+pub(super) fn can_move_down(
+    graph: &Graph,
+    at: usize,
+    last: usize,
+    skipped: &[usize],
+    budget: &Budget<'_>,
+) -> bool {
+    can_pass(graph, at, at + 1..last, skipped, budget)
 }
 
 /// Whether the results are the same if node `at` runs before or after the nodes of `others`, except
-/// those in `skipped`.
-fn can_pass(graph: &Graph, at: usize, mut others: Range<usize>, skipped: &[usize]) -> bool {
+/// those in `skipped`. `false` also if the budget is spent.
+fn can_pass(
+    graph: &Graph,
+    at: usize,
+    mut others: Range<usize>,
+    skipped: &[usize],
+    budget: &Budget<'_>,
+) -> bool {
     let node = &graph.nodes[at];
     let (written, read): (Vec<_>, Vec<_>) =
         (writes(graph, node).collect(), reads(graph, node).collect());
     others.all(|other| {
+        if !budget.spend() {
+            return false;
+        }
         if skipped.contains(&other) || graph.dst(&graph.nodes[other]).shape.is_empty() {
             return true;
         }
@@ -128,12 +163,24 @@ mod tests {
 
     const OTHER: (u64, u64) = (900, 8);
 
+    fn is_dead_in(graph: &Graph, of: usize, group: &[usize], live: Option<&Tensor>) -> bool {
+        is_dead(graph, of, group, live, &Budget::of(graph, &|| false))
+    }
+
+    fn up_in(graph: &Graph, at: usize, first: usize, skipped: &[usize]) -> bool {
+        can_move_up(graph, at, first, skipped, &Budget::of(graph, &|| false))
+    }
+
+    fn down_in(graph: &Graph, at: usize, last: usize, skipped: &[usize]) -> bool {
+        can_move_down(graph, at, last, skipped, &Budget::of(graph, &|| false))
+    }
+
     #[test]
     fn results_are_dead_after_they_are_overwritten() {
         let make = (0, 8);
         let used = [(100, 8), make, OTHER];
         // Not overwritten: the guest may read it after the run.
-        assert!(!is_dead(
+        assert!(!is_dead_in(
             &sums(&[[make, OTHER, OTHER], used]),
             0,
             &[1],
@@ -143,9 +190,9 @@ mod tests {
         let first = [(0, 4), OTHER, OTHER];
         let second = [(4, 4), OTHER, OTHER];
         let graph = sums(&[[make, OTHER, OTHER], used, first, second]);
-        assert!(is_dead(&graph, 0, &[1], None));
+        assert!(is_dead_in(&graph, 0, &[1], None));
         // Overwritten only in part.
-        assert!(!is_dead(
+        assert!(!is_dead_in(
             &sums(&[[make, OTHER, OTHER], used, first]),
             0,
             &[1],
@@ -154,15 +201,15 @@ mod tests {
         // Another node reads the part that is not yet overwritten.
         let reads_left = [(200, 4), (4, 4), OTHER];
         let graph = sums(&[[make, OTHER, OTHER], used, first, reads_left, second]);
-        assert!(!is_dead(&graph, 0, &[1], None));
+        assert!(!is_dead_in(&graph, 0, &[1], None));
         // Another node reads the part that was overwritten before.
         let reads_gone = [(200, 4), (0, 4), OTHER];
         let graph = sums(&[[make, OTHER, OTHER], used, first, reads_gone, second]);
-        assert!(is_dead(&graph, 0, &[1], None));
+        assert!(is_dead_in(&graph, 0, &[1], None));
         // In place: the reader itself overwrites it.
         let graph = sums(&[[make, OTHER, OTHER], [make, make, OTHER]]);
-        assert!(is_dead(&graph, 0, &[1], None));
-        assert!(!is_dead(&graph, 1, &[], None));
+        assert!(is_dead_in(&graph, 0, &[1], None));
+        assert!(!is_dead_in(&graph, 1, &[], None));
     }
 
     #[test]
@@ -173,9 +220,9 @@ mod tests {
             [(100, 8), make, OTHER],
             [make, (300, 8), (400, 8)],
         ]);
-        assert!(is_dead(&graph, 0, &[1], None));
+        assert!(is_dead_in(&graph, 0, &[1], None));
         graph.nodes[2].op = Op::SetRows {};
-        assert!(!is_dead(&graph, 0, &[1], None));
+        assert!(!is_dead_in(&graph, 0, &[1], None));
     }
 
     #[test]
@@ -183,8 +230,8 @@ mod tests {
         let far = [(500, 8), (510, 8), (520, 8)];
         let node = [(0, 8), (100, 8), (200, 8)];
         let moves = |between| {
-            let up = can_move_up(&sums(&[between, node]), 1, 0, &[]);
-            let down = can_move_down(&sums(&[node, between, far]), 0, 2, &[]);
+            let up = up_in(&sums(&[between, node]), 1, 0, &[]);
+            let down = down_in(&sums(&[node, between, far]), 0, 2, &[]);
             assert_eq!(up, down, "{between:?}");
             up
         };
@@ -194,7 +241,7 @@ mod tests {
         assert!(!moves([(500, 8), (7, 2), (520, 8)]), "reads the result");
         assert!(!moves([(104, 1), (510, 8), (520, 8)]), "writes a source");
         let overlapping = sums(&[[(4, 1), OTHER, OTHER], node]);
-        assert!(can_move_up(&overlapping, 1, 0, &[0]), "moves along");
-        assert!(!can_move_up(&overlapping, 1, 0, &[]));
+        assert!(up_in(&overlapping, 1, 0, &[0]), "moves along");
+        assert!(!up_in(&overlapping, 1, 0, &[]));
     }
 }

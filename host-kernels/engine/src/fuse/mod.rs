@@ -6,6 +6,7 @@
 //! if not, the engine compiles the nodes one by one.
 
 mod arrangement;
+mod budget;
 mod experts;
 mod finder;
 mod liveness;

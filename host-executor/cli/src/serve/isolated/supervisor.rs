@@ -217,6 +217,9 @@ fn common(args: &Args, settings: &Settings) -> Vec<OsString> {
         format!("--log-format={format}").into(),
         format!("--share-weights={sharing}").into(),
     ];
+    if let Some(time) = settings.max_node_time {
+        common.push(format!("--max-node-time={}", time.as_secs()).into());
+    }
     if !settings.share_buffers {
         common.push("--no-shared-buffers".into());
     }

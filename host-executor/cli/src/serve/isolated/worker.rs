@@ -1,7 +1,9 @@
 //! The process of one guest.
 
+use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::sync::mpsc;
+use std::time::Duration;
 
 use anyhow::Context as _;
 use clap::Parser;
@@ -33,6 +35,8 @@ pub(crate) struct WorkerArgs {
     threads: usize,
     #[arg(long, value_parser = size::parse)]
     memory: Option<u64>,
+    #[arg(long)]
+    max_node_time: Option<NonZeroU32>,
     #[arg(long, value_enum)]
     share_weights: ShareWeights,
     #[arg(long)]
@@ -73,6 +77,7 @@ pub(crate) fn run_worker(args: WorkerArgs) -> anyhow::Result<()> {
     let engine = engine::start(args.engine, args.threads.into(), args.memory)?;
     let limits = Limits {
         share: !args.no_shared_buffers,
+        node_time: { args.max_node_time }.map(|seconds| Duration::from_secs(seconds.get().into())),
         ..Limits::of_this_process().context("limits of the kernel")?
     };
     // The supervisor limits the number of sessions.

@@ -27,7 +27,7 @@ use super::gather::real_types;
 use super::scratch::ScratchLayout;
 use crate::gemm::MatmulKernel;
 use crate::gemm_rows::{GemmRows, TILE_RESULTS};
-use crate::kernel::{Compiled, Kernel};
+use crate::kernel::{Compiled, Estimate, Kernel};
 use crate::operands::Operands;
 use state::{Attention, Block, Sums, TILE_KEYS, Workspace};
 use vgpu_engine::EngineError;
@@ -68,11 +68,13 @@ pub(super) fn flash_attn_ext(operands: &Operands<'_>) -> Result<Compiled, Engine
         Ok(())
     }));
     if spans > 1 {
+        let most = Estimate::steps(attention.block_rows() * attention.width);
         kernels.push(Box::new(move |w| {
-            for block in w.share(attention.blocks()) {
+            for unit in w.share_groups(attention.blocks(), spans - 1).each(most) {
+                let (block, span) = (unit / (spans - 1), unit % (spans - 1) + 1);
                 // SAFETY: all spans were computed before the barrier between the two kernels.
-                // `share` returns each block to one worker.
-                unsafe { attention.merge(w.scratch(), block) };
+                // `share_groups` returns the spans of a block to one worker, in order.
+                unsafe { attention.merge(w.scratch(), block, span) };
             }
             Ok(())
         }));
@@ -197,33 +199,33 @@ impl Attention {
         }
     }
 
-    /// Merges the spans of a block into the first and writes the results.
+    /// Merges span `span` of a block into the first. After the last span, writes the results.
     ///
     /// # Safety
-    /// `scratch` is the scratch memory of this operator. All spans have been computed. No other
-    /// thread accesses the states of the block.
-    unsafe fn merge(&self, scratch: *mut u8, index: usize) {
+    /// `scratch` is the scratch memory of this operator. All spans have been computed, and those
+    /// before `span` are merged. No other thread accesses the states of the block.
+    unsafe fn merge(&self, scratch: *mut u8, index: usize, span: usize) {
         let block = self.block(index);
         // SAFETY: the caller guarantees the states of the block. `sums` is the state of its first
         // span.
         let mut sums = unsafe { self.sums(scratch, index * self.spans) };
-        for span in 1..self.spans {
-            // SAFETY: the caller guarantees the states of the block. `span > 0`, so this state is
-            // not the state of `sums`.
-            let other = unsafe { self.sums(scratch, index * self.spans + span) };
-            for (r, ..) in block.queries() {
-                if other.weights[r] == 0.0 {
-                    continue;
-                }
-                let share = sums.raise_largest(r, other.largest[r]);
-                sums.weights[r] += other.weights[r] * share;
-                let at = r * self.width..(r + 1) * self.width;
-                for (sum, value) in sums.values[at.clone()].iter_mut().zip(&other.values[at]) {
-                    *sum += value * share;
-                }
+        // SAFETY: the caller guarantees the states of the block. `span > 0`, so this state is not
+        // the state of `sums`.
+        let other = unsafe { self.sums(scratch, index * self.spans + span) };
+        for (r, ..) in block.queries() {
+            if other.weights[r] == 0.0 {
+                continue;
+            }
+            let share = sums.raise_largest(r, other.largest[r]);
+            sums.weights[r] += other.weights[r] * share;
+            let at = r * self.width..(r + 1) * self.width;
+            for (sum, value) in sums.values[at.clone()].iter_mut().zip(&other.values[at]) {
+                *sum += value * share;
             }
         }
-        self.finish(scratch, block, &mut sums);
+        if span == self.spans - 1 {
+            self.finish(scratch, block, &mut sums);
+        }
     }
 
     /// Adds the sinks, divides by the sums of the weights and writes the results.

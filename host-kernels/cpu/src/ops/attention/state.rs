@@ -27,8 +27,11 @@ pub(super) const LINE_FLOATS: usize = 16;
 /// threads.
 pub(super) const UNITS: usize = 64;
 
-/// The most keys in a span. It bounds the time of a unit of work.
+/// The most keys in a span.
 const MAX_SPAN_KEYS: usize = 1 << 14;
+
+/// The most products in a span of more than a tile of keys. It bounds the time of a unit of work.
+const MAX_SPAN_PRODUCTS: usize = 1 << 29;
 
 /// The fewest keys in a span.
 pub(super) const SPAN_KEYS: usize = 4 * TILE_KEYS;
@@ -205,7 +208,9 @@ impl Attention {
         if blocks < UNITS {
             keys = keys.div_ceil(UNITS.div_ceil(blocks)).max(SPAN_KEYS);
         }
-        attention.span_keys = keys.min(MAX_SPAN_KEYS).next_multiple_of(TILE_KEYS);
+        let each = attention.block_rows() * (k.ne[0] + v.ne[0]);
+        let most = (MAX_SPAN_PRODUCTS / each.max(1)).min(MAX_SPAN_KEYS);
+        attention.span_keys = keys.min(most).max(1).next_multiple_of(TILE_KEYS);
         attention.spans = k.ne[1].div_ceil(attention.span_keys.max(1)).max(1);
         let workers = operands.workers();
         let mut room = |count: usize, floats: usize| scratch.room(count, floats * size_of::<f32>());

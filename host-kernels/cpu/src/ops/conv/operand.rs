@@ -2,7 +2,7 @@
 //! of the tiles.
 
 use crate::formats::Format;
-use crate::kernel::{Compiled, Worker};
+use crate::kernel::{Compiled, Estimate, Worker};
 use crate::ops::copy_raw::{self, Element};
 use crate::ops::f32_rows::{Access, STAGE};
 use crate::ops::scratch::ScratchLayout;
@@ -54,7 +54,7 @@ impl Prepared {
     /// Writes this worker's share of the elements.
     pub(super) fn write(&self, w: &Worker<'_>) {
         let mut stage = [0.0; STAGE];
-        for piece in w.share(self.elements.div_ceil(STAGE)) {
+        for piece in { w.share(self.elements.div_ceil(STAGE)) }.each(Estimate::steps(STAGE)) {
             let start = piece * STAGE;
             let n = STAGE.min(self.elements - start);
             let quantize = self.format.quantize_row;

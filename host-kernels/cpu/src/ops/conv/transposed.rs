@@ -4,7 +4,7 @@
 use super::operand::{Prepared, tile_outputs, zero};
 use crate::formats::Format;
 use crate::gemm::{GemmArgs, MatmulKernel};
-use crate::kernel::{Compiled, Kernel};
+use crate::kernel::{Compiled, Estimate, Kernel};
 use crate::ops::conv_axis::ConvAxis;
 use crate::ops::copy_raw::copy_line;
 use crate::ops::scratch::ScratchLayout;
@@ -57,8 +57,9 @@ pub(super) fn transposed(
     );
     let tile = tile_outputs(taps, 1, taps.saturating_mul(channels), pixels);
     let tiles = pixels.div_ceil(tile);
-    // A plane is summed tile by tile and then written row by row.
-    let (units, steps) = (outputs * images, tiles + oh);
+    // The rows of a plane are set to zero, tiles are added, and the rows are written.
+    let (units, steps) = (outputs * images, oh + tiles + oh);
+    let most = Estimate::products(tile * taps * channels).max(Estimate::steps(ow.max(tile * taps)));
     let busy = workers.min(units);
     let plane_at = layout.room(busy, ow * oh * size_of::<f32>());
     let tile_at = layout.room(busy, tile * taps * size_of::<f32>());
@@ -76,7 +77,7 @@ pub(super) fn transposed(
                 .wrapping_add(at + w.index() * floats * size_of::<f32>())
                 .cast::<f32>()
         };
-        for unit in w.share_groups(units, steps) {
+        for unit in w.share_groups(units, steps).each(most) {
             let (step, unit) = (unit % steps, unit / steps);
             let (output, n) = (unit % outputs, unit / outputs);
             // SAFETY: the first `busy` workers have units, and each has its own plane of `ow * oh`
@@ -87,9 +88,10 @@ pub(super) fn transposed(
             unsafe {
                 let plane = std::slice::from_raw_parts_mut(part(plane_at, ow * oh), ow * oh);
                 let values = part(tile_at, tile * taps);
-                if step == 0 {
-                    plane.fill(0.0);
-                }
+                let Some(step) = step.checked_sub(oh) else {
+                    plane[step * ow..(step + 1) * ow].fill(0.0);
+                    continue;
+                };
                 if step < tiles {
                     let start = step * tile;
                     let count = tile.min(pixels - start);

@@ -6,10 +6,9 @@ use vgpu_transport::ir::Op;
 use super::super::scratch::{Output, ScratchLayout};
 use super::activations::{Activations, converted};
 use super::term::{Term, Unit, add_row};
-use super::tiles::{LINE_FLOATS, tile_columns, tile_rows};
+use super::tiles::{LINE_FLOATS, TILE_PRODUCTS, tile_columns, tile_rows};
 use crate::gemm::{GemmArgs, MatmulKernel};
-use crate::kernel::Worker;
-use crate::kernel::{Compiled, Fault, Kernel, check_index};
+use crate::kernel::{Compiled, Estimate, Fault, Kernel, Worker, check_index};
 use crate::operands::Operands;
 use crate::view::View;
 use vgpu_engine::EngineError;
@@ -106,7 +105,7 @@ impl Grouping {
         let units = self.pairs.div_ceil(PAIRS);
         let pairs = move |unit: usize| unit * PAIRS..self.pairs.min((unit + 1) * PAIRS);
         let count: Kernel = Box::new(move |w| {
-            for unit in w.alone(units) {
+            for unit in w.alone(units).each(Estimate::steps(PAIRS)) {
                 // SAFETY: only the first thread has units.
                 let (chosen, starts, ..) = unsafe { self.parts(w) };
                 if unit == 0 {
@@ -121,7 +120,10 @@ impl Grouping {
             Ok(())
         });
         let cut: Kernel = Box::new(move |w| {
-            for expert in w.alone(self.experts) {
+            for expert in w
+                .alone(self.experts)
+                .each(Estimate::steps(self.pairs / self.grain + 1))
+            {
                 // SAFETY: only the first thread has units.
                 let (_, starts, _, tiles, count) = unsafe { self.parts(w) };
                 if expert == 0 {
@@ -141,7 +143,7 @@ impl Grouping {
             Ok(())
         });
         let order: Kernel = Box::new(move |w| {
-            for unit in w.alone(units) {
+            for unit in w.alone(units).each(Estimate::steps(PAIRS)) {
                 // SAFETY: only the first thread has units.
                 let (chosen, starts, order, ..) = unsafe { self.parts(w) };
                 for pair in pairs(unit) {
@@ -245,7 +247,14 @@ impl ExpertColumns {
         let at_once = self.pairs.div_ceil(others);
         let [k, rows, ..] = weight.ne;
         let kernel = &self.activations.kernel;
-        tile_rows(kernel, k, rows, at_once, others * beside, workers)
+        let rows = tile_rows(kernel, k, rows, at_once, others * beside, workers);
+        // The ids can give a tile more columns than the average.
+        let most = TILE_PRODUCTS / k.saturating_mul(self.grain).max(1);
+        let least = LINE_FLOATS.next_multiple_of(kernel.row_tile.max(1));
+        match self.grain {
+            1 => rows,
+            _ => rows.min((most / least).max(1) * least),
+        }
     }
 
     /// The kernels that convert the activations and group them by expert.

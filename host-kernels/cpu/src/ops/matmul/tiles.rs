@@ -18,7 +18,7 @@ const TILE_ROWS: usize = 256;
 
 /// The most products in a tile, about: some milliseconds. Tiles of rows of up to 8192 elements are
 /// not limited by it.
-const TILE_PRODUCTS: usize = 1 << 29;
+pub(super) const TILE_PRODUCTS: usize = 1 << 29;
 
 /// Bytes of weights in a tile of one column: enough to make the cost of taking a tile small.
 const TILE_WEIGHT_BYTES: usize = 128 << 10;

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::kernel::Compiled;
+use crate::kernel::{Compiled, Estimate};
 use crate::simd::{PtrTask, Simd, chunks, dispatch_ptr};
 use crate::view::View;
 
@@ -72,8 +72,9 @@ pub(super) fn solve_tri(dst: View, a: View, b: View) -> Compiled {
     let n = a.ne[1];
     let grain = (UNIT_PRODUCTS / SOLVE_COLUMNS / n.max(1)).max(1);
     let steps = n.div_ceil(grain);
+    let most = Estimate::products(grain.saturating_mul(SOLVE_COLUMNS).saturating_mul(n));
     Compiled::one(move |w| {
-        for unit in w.share_groups(pieces * b.ne[2] * b.ne[3], steps) {
+        for unit in w.share_groups(pieces * b.ne[2] * b.ne[3], steps).each(most) {
             let (start, unit) = (unit % steps * grain, unit / steps);
             let (piece, matrix) = (unit % pieces, unit / pieces);
             let first = piece * SOLVE_COLUMNS;

@@ -1,0 +1,537 @@
+//! The work of a node: how often the inner loops of its operator run. One table has every operator.
+//! The executor estimates from it how long a node of a guest takes, the CPU engine how long a unit
+//! of a kernel takes, and the [roofline model](crate::roofline) the arithmetic of a graph.
+//!
+//! The numbers come from the operator's parameters and from shapes, never from tensor data. They
+//! count what a kernel does at most: attention counts the keys that the mask hides, and
+//! convolutions count the taps in the padding.
+
+use std::time::Duration;
+
+use vgpu_transport::ir::{Graph, Node, Op, PoolWindow, ScaleMode, Shape, Tensor};
+
+/// The work of a node, in iterations of inner loops and in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Work {
+    /// Multiply-adds of matrix products, convolutions, attention and recurrences.
+    pub products: u64,
+    /// Elements that other operators compute, compare or move.
+    pub steps: u64,
+    /// Bytes of the operands, each as often as the shape of its tensor visits it.
+    pub bytes: u64,
+    /// The products or steps of the largest part that some engine does not divide: those of the
+    /// smallest tile of a matrix product, of one row of a norm.
+    pub part: u64,
+}
+
+/// How much work an engine does in a second. The rates are those that the engine reaches without
+/// tuned kernels, on any supported device: an estimate with these rates is rather too long.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Speed {
+    /// [`Work::products`] per second.
+    pub products: f64,
+    /// [`Work::steps`] per second.
+    pub steps: f64,
+    /// [`Work::bytes`] per second.
+    pub bytes: f64,
+}
+
+impl Default for Speed {
+    /// One thread of a slow processor, without vector instructions.
+    fn default() -> Speed {
+        Speed {
+            products: 5e8,
+            steps: 2.5e8,
+            bytes: 4e9,
+        }
+    }
+}
+
+impl Speed {
+    /// The speed of `count` such devices. They share their memory.
+    #[must_use]
+    pub fn times(self, count: usize) -> Speed {
+        Speed {
+            products: self.products * count as f64,
+            steps: self.steps * count as f64,
+            bytes: self.bytes,
+        }
+    }
+}
+
+impl Work {
+    /// The estimated time.
+    pub fn time(&self, speed: &Speed) -> Duration {
+        let seconds = self.products as f64 / speed.products
+            + self.steps as f64 / speed.steps
+            + self.bytes as f64 / speed.bytes;
+        Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)
+    }
+
+    /// The work of both.
+    #[must_use]
+    pub fn and(self, other: Work) -> Work {
+        Work {
+            products: self.products.saturating_add(other.products),
+            steps: self.steps.saturating_add(other.steps),
+            bytes: self.bytes.saturating_add(other.bytes),
+            part: self.part.max(other.part),
+        }
+    }
+}
+
+/// Limits of the work of one node.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct WorkLimits {
+    /// The longest estimated time of a node.
+    pub time: Duration,
+    /// The most [products](Work::products) in a part that is not divided.
+    pub part_products: u64,
+    /// The most [steps](Work::steps) in a part that is not divided.
+    pub part_steps: u64,
+}
+
+/// The limits of a part: a tenth of a second on a thread with vector instructions. A row has up to
+/// 2^24 elements, and a row of weights up to 2^20. Models have rows of some ten thousand.
+const PART_PRODUCTS: u64 = 1 << 28;
+const PART_STEPS: u64 = 1 << 24;
+
+impl WorkLimits {
+    /// The limits with this longest time of a node.
+    pub const fn of(time: Duration) -> WorkLimits {
+        WorkLimits {
+            time,
+            part_products: PART_PRODUCTS,
+            part_steps: PART_STEPS,
+        }
+    }
+}
+
+/// Why a node is too much work. The guest is at fault.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)] // the messages name every field
+pub enum TooMuchWork {
+    #[error(
+        "node {node} ({op}) would take {estimate:.1?} by estimate, the limit is {limit:?}: {} \
+         multiply-adds, {} steps, {} bytes", work.products, work.steps, work.bytes
+    )]
+    Time {
+        node: usize,
+        op: &'static str,
+        work: Work,
+        estimate: Duration,
+        limit: Duration,
+    },
+    #[error(
+        "node {node} ({op}) has a part of {part} {unit} that cannot be divided, the limit is \
+         {limit}"
+    )]
+    Part {
+        node: usize,
+        op: &'static str,
+        part: u64,
+        unit: &'static str,
+        limit: u64,
+    },
+}
+
+/// Checks the work of each node of a validated graph, on an engine of this speed.
+///
+/// # Errors
+/// [`TooMuchWork`] for the first node that exceeds a limit.
+pub fn check(graph: &Graph, speed: &Speed, limits: &WorkLimits) -> Result<(), TooMuchWork> {
+    for (at, node) in graph.nodes.iter().enumerate() {
+        let (work, op) = (of(graph, node), node.op.kind().ggml_name());
+        let (unit, limit) = match work.products > 0 {
+            true => ("multiply-adds", limits.part_products),
+            false => ("steps", limits.part_steps),
+        };
+        if work.part > limit {
+            return Err(TooMuchWork::Part {
+                node: at,
+                op,
+                part: work.part,
+                unit,
+                limit,
+            });
+        }
+        let estimate = work.time(speed);
+        if estimate > limits.time {
+            return Err(TooMuchWork::Time {
+                node: at,
+                op,
+                work,
+                estimate,
+                limit: limits.time,
+            });
+        }
+    }
+    Ok(())
+}
+
+/// The work of a node of a validated graph. Only a node without results has none.
+pub fn of(graph: &Graph, node: &Node) -> Work {
+    let dst = graph.dst(node);
+    let sources = node.src.as_slice().iter().enumerate();
+    let read = sources
+        .filter_map(|(i, src)| Some((i, &graph.tensors[(*src)? as usize])))
+        .map(|(i, tensor)| reads(graph, node, i, tensor).unwrap_or_else(|| bytes(&tensor.shape)));
+    let written = written_part(graph, node).unwrap_or_else(|| bytes(&dst.shape));
+    let bytes = read.fold(written, u64::saturating_add);
+    let loops = loops(graph, node);
+    let (products, steps) = match loops.kind {
+        Kind::Product => (loops.count, 0),
+        Kind::Arithmetic | Kind::Move => (0, loops.count),
+    };
+    Work {
+        products,
+        steps,
+        bytes,
+        part: loops.part.min(loops.count),
+    }
+}
+
+/// Bytes of a tensor's elements.
+pub(crate) fn bytes(shape: &Shape) -> u64 {
+    shape.rows().saturating_mul(shape.row_bytes())
+}
+
+/// The bytes that a node reads of its source `i`, if another tensor holds indices into the source.
+pub(crate) fn reads(graph: &Graph, node: &Node, i: usize, tensor: &Tensor) -> Option<u64> {
+    let shape = &tensor.shape;
+    match (&node.op, i) {
+        // At most one expert for each slot of each token, and each expert once.
+        (Op::MulMatId { .. }, 0) => {
+            let slots = graph
+                .src(node, 2)
+                .map_or(0, |ids| ids.shape.ne[0].saturating_mul(ids.shape.ne[1]));
+            let experts = shape.ne[2].max(1);
+            Some(bytes(shape) / experts * slots.min(experts))
+        }
+        (Op::GetRows {}, 0) => {
+            let read = { graph.dst(node).shape.rows() }.saturating_mul(shape.row_bytes());
+            Some(bytes(shape).min(read))
+        }
+        // The destination, which SET_ROWS also has as a source.
+        (Op::SetRows {}, 2) => Some(0),
+        _ => None,
+    }
+}
+
+/// The bytes that a node writes, if it writes only part of its destination.
+pub(crate) fn written_part(graph: &Graph, node: &Node) -> Option<u64> {
+    match node.op {
+        Op::SetRows {} => {
+            let rows = graph.src(node, 0)?.shape.rows();
+            Some(rows.saturating_mul(graph.dst(node).shape.row_bytes()))
+        }
+        _ => None,
+    }
+}
+
+/// What an inner loop does in an iteration.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// A multiply-add: two floating-point operations.
+    Product,
+    /// One element.
+    Arithmetic,
+    /// One element, without arithmetic.
+    Move,
+}
+
+/// The inner loops of an operator.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Loops {
+    pub(crate) kind: Kind,
+    /// Iterations.
+    pub(crate) count: u64,
+    /// Iterations of the largest part that is not divided.
+    part: u64,
+}
+
+/// Rows and columns of the smallest tile of results that engines compute at once.
+const TILE: u64 = 16;
+
+/// Queries, or keys, that attention computes at once.
+const BLOCK: u64 = 128;
+
+/// A product that saturates.
+fn times(factors: &[u64]) -> u64 {
+    // A factor of 0 wins over those that saturate.
+    match factors.contains(&0) {
+        true => 0,
+        false => factors.iter().fold(1, |all, &n| all.saturating_mul(n)),
+    }
+}
+
+/// The table of all operators.
+pub(crate) fn loops(graph: &Graph, node: &Node) -> Loops {
+    let dst = &graph.dst(node).shape;
+    let shape = |i: usize| graph.src(node, i).map(|tensor| &tensor.shape);
+    // Extents and elements of source `i`; those of an absent source are 0.
+    let ne = |i: usize| shape(i).map_or([0; 4], |shape| shape.ne);
+    let all = |shape: &Shape| times(&shape.ne);
+    let elements = |i: usize| shape(i).map_or(0, all);
+    let results = all(dst);
+    let row = dst.ne[0];
+    let of = |kind: Kind, count: u64, part: u64| Loops { kind, count, part };
+    use Kind::{Arithmetic, Move, Product};
+    match node.op {
+        Op::Copy {} | Op::Repeat {} | Op::Concat { .. } | Op::Fill { .. } => of(Move, results, 1),
+        Op::RepeatBack {} => of(Arithmetic, elements(0).saturating_add(results), 1),
+        Op::GetRows {} => of(Move, results, row),
+        Op::GetRowsBack {} => of(Arithmetic, elements(0).saturating_add(results), row),
+        Op::SetRows {} => of(Move, elements(0), row),
+        Op::Set { .. } => of(Move, results.saturating_add(elements(1)), 1),
+        Op::Acc { .. } => of(Arithmetic, results.saturating_add(elements(1)), 1),
+        Op::Diag {}
+        | Op::DiagMaskInf { .. }
+        | Op::DiagMaskZero { .. }
+        | Op::Pad { .. }
+        | Op::PadReflect1d { .. }
+        | Op::Roll { .. }
+        | Op::Tri { .. } => of(Move, results, row),
+        Op::Arange { .. } => of(Arithmetic, results, 1),
+
+        // Quantised rows are whole.
+        Op::Add {} if dst.ty.is_quantized() => of(Arithmetic, results, row),
+        Op::Add {}
+        | Op::Sub {}
+        | Op::Mul {}
+        | Op::Div {}
+        | Op::Add1 {}
+        | Op::Scale { .. }
+        | Op::Clamp { .. }
+        | Op::Sqr {}
+        | Op::Sqrt {}
+        | Op::Log {}
+        | Op::Sin {}
+        | Op::Cos {}
+        | Op::LeakyRelu { .. }
+        | Op::Unary { .. }
+        | Op::Xielu { .. }
+        | Op::Glu { .. }
+        | Op::SiluBack {} => of(Arithmetic, results, 1),
+        Op::AddId {} => of(Arithmetic, results, row),
+
+        Op::Sum {} | Op::CountEqual {} => of(Arithmetic, elements(0), 1),
+        Op::SumRows {} | Op::Mean {} | Op::Argmax {} => of(Arithmetic, elements(0), ne(0)[0]),
+        Op::Cumsum {} => of(Arithmetic, results, row),
+        // Comparisons of a sort.
+        Op::Argsort { .. } | Op::TopK {} => {
+            let levels = u64::from(ne(0)[0].max(2).ilog2()) + 1;
+            of(Arithmetic, elements(0).saturating_mul(levels), 1)
+        }
+
+        Op::Norm { .. }
+        | Op::RmsNorm { .. }
+        | Op::RmsNormBack { .. }
+        | Op::L2Norm { .. }
+        | Op::SoftMax { .. }
+        | Op::SoftMaxBack { .. } => of(Arithmetic, results, row),
+        // A group is divided into rows.
+        Op::GroupNorm { .. } => of(Arithmetic, results, row),
+
+        Op::MulMat { hadamard, .. } => {
+            let [k, rows, ..] = ne(0);
+            match hadamard && k == rows {
+                // The fast transform of each column.
+                true => {
+                    let levels = u64::from(k.max(2).ilog2()) + 1;
+                    of(
+                        Arithmetic,
+                        results.saturating_mul(levels),
+                        k.saturating_mul(levels),
+                    )
+                }
+                false => of(Product, times(&[results, k]), times(&[TILE, TILE, k])),
+            }
+        }
+        Op::MulMatId { .. } => {
+            // One thread counts the tokens of all experts.
+            let [k, _, experts, _] = ne(0);
+            let part = times(&[TILE, k]).max(experts);
+            of(Product, times(&[results, k]), times(&[TILE, part]))
+        }
+        Op::OutProd {} => of(Product, times(&[results, ne(0)[1]]), 1),
+        // Row i is a sum over i solved rows: on average half of all.
+        Op::SolveTri {} => {
+            let n = ne(0)[0];
+            of(
+                Product,
+                times(&[results, n]).div_ceil(2),
+                times(&[2 * TILE, n]),
+            )
+        }
+
+        Op::Rope { .. } => of(Arithmetic, results, row),
+        // Queries times keys, and probabilities times values.
+        Op::FlashAttnExt { .. } => {
+            let [width, queries, heads, sequences] = ne(0);
+            let widths = width.saturating_add(ne(2)[0]);
+            of(
+                Product,
+                times(&[queries, heads, sequences, ne(1)[1], widths]),
+                times(&[BLOCK, BLOCK, widths]),
+            )
+        }
+        // Validation refuses the operator. The scores are computed twice, and three gradients.
+        Op::FlashAttnBack { .. } => {
+            let [width, queries, heads, sequences] = ne(0);
+            of(
+                Product,
+                times(&[queries, heads, sequences, ne(1)[1], width, 5]),
+                width,
+            )
+        }
+        Op::LightningIndexer {} => {
+            let [width, heads, ..] = ne(0);
+            of(
+                Product,
+                times(&[results, heads, width]),
+                times(&[BLOCK, heads, width]),
+            )
+        }
+
+        Op::SsmConv {} => of(
+            Product,
+            times(&[results, ne(1)[0]]),
+            times(&[TILE, ne(1)[0]]),
+        ),
+        // Each token updates a state and multiplies it, and the states are stored.
+        Op::SsmScan { .. } => {
+            let (state, rows) = (ne(0)[0], ne(1)[0]);
+            let tokens = times(&[2, elements(1), state]);
+            of(
+                Product,
+                tokens.saturating_add(results),
+                times(&[2, state, rows]),
+            )
+        }
+        Op::RwkvWkv6 {} | Op::RwkvWkv7 {} | Op::GatedLinearAttn { .. } => {
+            let size = ne(0)[0];
+            let tokens = times(&[2, elements(0), size]);
+            of(
+                Product,
+                tokens.saturating_add(results),
+                times(&[2, size, size]),
+            )
+        }
+        Op::GatedDeltaNet { .. } => {
+            let size = ne(2)[0];
+            let tokens = times(&[3, elements(2), size]);
+            of(
+                Product,
+                tokens.saturating_add(results),
+                times(&[3, size, size]),
+            )
+        }
+        Op::Dsv4HcComb { n_iter, .. } => {
+            let rounds = 2 * u64::from(n_iter) + 2;
+            let each = times(&[rounds, dst.ne[0], dst.ne[1]]);
+            of(Arithmetic, times(&[each, dst.ne[2]]), each)
+        }
+        Op::Dsv4HcPre { .. } => of(Arithmetic, elements(0), ne(0)[1]),
+        Op::Dsv4HcPost {} => {
+            let streams = dst.ne[1].saturating_add(1);
+            of(Arithmetic, times(&[results, streams]), streams)
+        }
+
+        Op::Im2col { .. } | Op::Im2col3d { .. } => of(Move, results, row),
+        // Each element looks for itself under every tap.
+        Op::Im2colBack { is_2d, .. } => {
+            let [kw, kh, ..] = ne(1);
+            let taps = times(&[kw, if is_2d { kh } else { 1 }]);
+            of(Arithmetic, times(&[results, taps]), taps)
+        }
+        Op::Col2im1d { .. } => of(
+            Arithmetic,
+            elements(0).saturating_add(results),
+            ne(0)[1].min(ne(0)[0]),
+        ),
+        // A kernel for each output channel.
+        Op::Conv2d { .. } => {
+            let [kw, kh, channels, outputs] = ne(0);
+            let taps = times(&[kw, kh, channels]);
+            of(Product, times(&[results, taps]), times(&[taps, outputs]))
+        }
+        Op::Conv2dDw { .. } => {
+            let taps = times(&[ne(0)[0], ne(0)[1]]);
+            of(Product, times(&[results, taps]), times(&[TILE, taps]))
+        }
+        Op::Conv3d { c, oc, .. } => {
+            let [kw, kh, kd, _] = ne(0);
+            let [c, oc] = [c, oc].map(|n| u64::try_from(n).unwrap_or(0));
+            let taps = times(&[kw, kh, kd, c]);
+            of(Product, times(&[results, taps]), times(&[taps, oc]))
+        }
+        // The kernel is added to the results for each element of the image, and the results are
+        // written.
+        Op::ConvTranspose1d { .. } => {
+            let [k, outputs, channels, _] = ne(0);
+            let count = times(&[k, outputs, channels, ne(1)[0]]);
+            of(
+                Product,
+                count.saturating_add(results),
+                times(&[k, channels]),
+            )
+        }
+        Op::ConvTranspose2d { .. } => {
+            let [kw, kh, outputs, channels] = ne(0);
+            let [w, h, _, images] = ne(1);
+            let count = times(&[kw, kh, outputs, channels, w, h, images]);
+            of(
+                Product,
+                count.saturating_add(results),
+                times(&[kw, kh, channels]),
+            )
+        }
+        // A window has no more elements than the source.
+        Op::Pool1d { .. } => {
+            let window = PoolWindow::<1>::of(&node.op).map_or([0], |w| w.size);
+            let covered = covered(window, ne(0));
+            of(Arithmetic, times(&[results, covered]), covered)
+        }
+        Op::Pool2d { .. } => {
+            let window = PoolWindow::<2>::of(&node.op).map_or([0; 2], |w| w.size);
+            let covered = covered(window, ne(0));
+            of(Arithmetic, times(&[results, covered]), covered)
+        }
+        Op::Pool2dBack { .. } => {
+            let window = PoolWindow::<2>::of(&node.op).map_or([0; 2], |w| w.size);
+            let covered = covered(window, dst.ne);
+            let count = times(&[elements(0), covered]);
+            of(Arithmetic, count.saturating_add(results), covered.max(row))
+        }
+        Op::Upscale {
+            mode, antialias, ..
+        } => {
+            let taps = match mode {
+                ScaleMode::Nearest => 1,
+                ScaleMode::Bilinear if antialias => {
+                    // A triangle of the width of two elements of the smaller image.
+                    let width = |d: usize| 2 * ne(0)[d].div_ceil(dst.ne[d].max(1)) + 1;
+                    times(&[width(0), width(1)])
+                }
+                ScaleMode::Bilinear => 4,
+                ScaleMode::Bicubic => 16,
+            };
+            of(Arithmetic, times(&[results, taps]), times(&[row, taps]))
+        }
+        Op::TimestepEmbedding { .. } | Op::AddRelPos {} => of(Arithmetic, results, row),
+        Op::WinPart { .. } | Op::WinUnpart { .. } | Op::GetRelPos {} => of(Move, results, row),
+
+        Op::CrossEntropyLoss {} => of(Arithmetic, elements(0), ne(0)[0]),
+        Op::CrossEntropyLossBack {} => of(Arithmetic, results, row),
+        Op::OptStepAdamw {} | Op::OptStepSgd {} => of(Arithmetic, results, row),
+    }
+}
+
+/// The most elements of an image of extents `ne` that a window covers.
+fn covered<const N: usize>(window: [i32; N], ne: [u64; 4]) -> u64 {
+    let sides = window.iter().zip(ne);
+    sides
+        .map(|(&size, n)| u64::try_from(size).unwrap_or(0).min(n))
+        .fold(1, u64::saturating_mul)
+}
