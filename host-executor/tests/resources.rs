@@ -180,8 +180,9 @@ impl Engine for WithoutFiles {
         &self,
         graph: &ValidGraph,
         buffers: &[Arc<dyn Memory>],
+        is_cancelled: &dyn Fn() -> bool,
     ) -> Result<Box<dyn Plan>, EngineError> {
-        self.0.compile(graph, buffers)
+        self.0.compile(graph, buffers, is_cancelled)
     }
 }
 

@@ -63,7 +63,6 @@ impl Shim {
         Shim::of(DeviceModel::H100)
     }
 
-
     fn map(&self, size: u64) -> Address {
         let bytes = (size as usize).next_multiple_of(256);
         let len = bytes.next_multiple_of(PAGE) + PAGE;

@@ -92,9 +92,7 @@ impl Operation {
 }
 
 /// Compiles the cases for a GPU, and returns the kernels of all plans.
-pub(super) fn planned_kernels(
-    engine: &dyn Engine,
-) -> Result<BTreeSet<&'static str>, CheckError> {
+pub(super) fn planned_kernels(engine: &dyn Engine) -> Result<BTreeSet<&'static str>, CheckError> {
     let mut kernels = BTreeSet::new();
     for operation in operations(true) {
         let (builder, _) = operation.builder()?;

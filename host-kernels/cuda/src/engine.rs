@@ -84,8 +84,7 @@ impl CudaEngine {
 
     /// Whether there is anything to tune: matrix products that several kernel variants can run.
     pub fn is_tunable(&self) -> bool {
-        let architecture =
-            |context: Arc<ExecutionContext>| context.device.architecture() == SM_90A;
+        let architecture = |context: Arc<ExecutionContext>| context.device.architecture() == SM_90A;
         self.context().is_ok_and(architecture)
     }
 

@@ -256,10 +256,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     report.end()?;
     let ran = { rates.iter() }.all(|rate| rate.rate.is_ok() || !rate.is_ours);
     let same = texts.iter().all(Decoding::is_same);
-    Ok(match right == cases.len() && untested.is_empty() && same && ran {
-        true => ExitCode::SUCCESS,
-        false => ExitCode::FAILURE,
-    })
+    Ok(
+        match right == cases.len() && untested.is_empty() && same && ran {
+            true => ExitCode::SUCCESS,
+            false => ExitCode::FAILURE,
+        },
+    )
 }
 
 fn outcome(case: &Case) -> String {
