@@ -244,7 +244,7 @@ impl Buffer {
         let Some(from) = from.filter(|from| Arc::ptr_eq(&from.session, &self.session)) else {
             return false;
         };
-        let len = shape.and_then(|shape| shape.extent());
+        let len = shape.and_then(|shape| shape.byte_len());
         let offsets = (from.tensor_offset(src, 0), self.tensor_offset(dst, 0));
         let (Some(len), (Ok(from_at), Ok(to_at))) = (len, offsets) else {
             return false;

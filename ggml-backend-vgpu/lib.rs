@@ -10,7 +10,7 @@
 //! - `translate`: from ggml's ids and parameters to the graph IR.
 //! - `graph_cache`: the graphs that the executor has. `weights`: what is known about the content of
 //!   weights.
-//! - `session`: the guest's side of the wire. It documents the lock order of the crate.
+//! - `session`: the guest's side of the wire, with the lock order of the crate.
 //! - `connect`, `discovery`: finding executors.
 //! - `device_context`: a device and its session.
 //! - `buffer`, `host_buffer`, `event`: memory and events of a device.

@@ -39,8 +39,8 @@ impl LoadProgress {
         })
     }
 
-    /// Counts `bytes` more bytes as written, and logs the progress. `is_model`: the program uses the
-    /// buffer for weights.
+    /// Counts `bytes` more bytes as written, and logs the progress. `is_model`: the program uses
+    /// the buffer for weights.
     pub(crate) fn advance(&self, bytes: u64, is_model: bool) {
         match self.line(bytes, is_model, Instant::now()) {
             Some((true, line)) => tracing::info!("{line}"),

@@ -22,14 +22,14 @@ pub(crate) struct Stats {
     patches: u64,
     encoding: Duration,
     now: Traffic,
-    steps: VecDeque<Step>,
+    steps: VecDeque<GraphInterval>,
     /// The step that has begun, and the traffic before it.
-    current: Option<(Traffic, Step)>,
+    current: Option<(Traffic, GraphInterval)>,
 }
 
 /// What happened from the submission of one graph to the submission of the next.
 #[derive(Debug, Clone, Copy, Default)]
-struct Step {
+struct GraphInterval {
     graph: SubmittedGraph,
     traffic: Traffic,
 }
@@ -69,7 +69,7 @@ impl Stats {
         self.patches += u64::from(graph.sent == Sent::Patch);
         self.encoding += graph.encoding;
         let traffic = Traffic::default();
-        self.current = Some((now, Step { graph, traffic }));
+        self.current = Some((now, GraphInterval { graph, traffic }));
     }
 
     /// Ends the current step. `now` is the traffic of the session so far.
@@ -79,7 +79,7 @@ impl Stats {
             if self.steps.len() == MAX_STEPS {
                 self.steps.pop_front();
             }
-            self.steps.push_back(Step {
+            self.steps.push_back(GraphInterval {
                 traffic: now.since(before),
                 ..step
             });

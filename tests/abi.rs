@@ -108,7 +108,7 @@ fn compare_with_ggml(api: ApiVersion, ggml: &Path, unused: &[&str]) {
 
 /// All declarations of the plugin's headers, as calls of the macros of layout.cpp.
 ///
-/// They are taken from the translated headers, so that no declaration can be missing here.
+/// The items are taken from the translated headers, so that no declaration can be missing here.
 fn items(api: ApiVersion) -> String {
     let bindings = include_str!(concat!(env!("OUT_DIR"), "/ggml_abi.rs"));
     let mut items = Vec::new();

@@ -20,7 +20,7 @@ use xtask_common::executor::Executor;
 use xtask_common::median::median;
 use xtask_common::process::free_port;
 use xtask_common::process::{self, Daemon};
-use xtask_common::progress::{Step, heading};
+use xtask_common::progress::{Progress, heading};
 use xtask_common::scratch::Scratch;
 use xtask_common::stats::{self, Stats};
 use xtask_common::workspace;
@@ -167,7 +167,7 @@ impl Setting {
 
     /// Empty commands over the link, without ggml.
     fn link(&self) -> Result<Vec<Row>> {
-        let step = Step::new("round trips of the link");
+        let progress = Progress::new("round trips of the link");
         let mut cargo = workspace::cargo();
         cargo
             .args([
@@ -203,18 +203,18 @@ impl Setting {
             "{}",
             process::tail(&log)
         );
-        step.done("");
+        progress.done("");
         Ok(rows.into())
     }
 
     /// The smallest requests of programs.
     fn latency(&self) -> Result<Vec<Row>> {
-        let step = Step::new("smallest requests");
+        let progress = Progress::new("smallest requests");
         let repeats = self.repeats.to_string();
         let samples = self
             .driver
-            .run(&step, &["latency", &repeats, "VGPU0", "VGPU1", "RPC0"])?;
-        step.done("");
+            .run(&progress, &["latency", &repeats, "VGPU0", "VGPU1", "RPC0"])?;
+        progress.done("");
         let mut rows = Vec::new();
         for (what, name) in [
             ("memory", "asking for the memory"),
@@ -237,12 +237,12 @@ impl Setting {
     }
 
     fn transfer(&self) -> Result<Vec<Row>> {
-        let step = Step::new("uploads and downloads");
+        let progress = Progress::new("uploads and downloads");
         let repeats = self.repeats.to_string();
         let samples = self
             .driver
-            .run(&step, &["transfer", &repeats, "VGPU0", "VGPU1", "RPC0"])?;
-        step.done("");
+            .run(&progress, &["transfer", &repeats, "VGPU0", "VGPU1", "RPC0"])?;
+        progress.done("");
         let mut sizes: Vec<u64> = samples.iter().map(|sample| sample.size).collect();
         sizes.sort_unstable();
         sizes.dedup();
@@ -273,16 +273,17 @@ impl Setting {
     }
 
     fn load(&self) -> Result<Vec<Row>> {
-        let step = Step::new("loading the model");
+        let progress = Progress::new("loading the model");
         let repeats = self.repeats.to_string();
         let model = self
             .model
             .to_str()
             .context("the cache has a path of text")?;
-        let samples = self
-            .driver
-            .run(&step, &["load", &repeats, model, "VGPU0", "VGPU1", "RPC0"])?;
-        step.done("");
+        let samples = self.driver.run(
+            &progress,
+            &["load", &repeats, model, "VGPU0", "VGPU1", "RPC0"],
+        )?;
+        progress.done("");
         let rows = [
             ("load-mmap", "from a mapped file"),
             ("load-read", "--no-mmap"),
@@ -315,12 +316,13 @@ impl Setting {
         let ways = [UNIX, MESSAGES, INPROC, RPC, NATIVE];
         let mut speeds = vec![Vec::new(); ways.len()];
         for round in 1..=self.repeats {
-            let step = Step::new(&format!("decoding {SHORT} tokens each way, round {round}"));
+            let progress =
+                Progress::new(&format!("decoding {SHORT} tokens each way, round {round}"));
             for (way, speeds) in ways.iter().zip(&mut speeds) {
-                step.note(way);
+                progress.note(way);
                 speeds.push(self.bench(way, SHORT)?);
             }
-            step.done("");
+            progress.done("");
         }
         let mut row = Row::new("decoding, 256 M parameters, Q4_K_M", "tok/s");
         for (way, speeds) in ways.iter().zip(speeds) {
@@ -333,12 +335,12 @@ impl Setting {
             .ratio(UNIX, NATIVE, true, None)
             .ratio(RPC, NATIVE, true, None);
 
-        let step = Step::new(&format!("counting what crosses for {LONG} tokens"));
+        let progress = Progress::new(&format!("counting what crosses for {LONG} tokens"));
         self.bench(UNIX, LONG)?;
         let counted = Stats::read(&self.stats())?;
         self.bench(MESSAGES, LONG)?;
         let messages = Stats::read(&self.stats())?;
-        step.done("");
+        progress.done("");
         Ok([
             vec![row],
             counts(UNIX, &counted)?,

@@ -20,7 +20,7 @@ use xtask_common::llama;
 use xtask_common::median::median;
 use xtask_common::model::{self, FileType, Shape};
 use xtask_common::process;
-use xtask_common::progress::{Step, heading};
+use xtask_common::progress::{Progress, heading};
 use xtask_common::scratch::Scratch;
 use xtask_common::workspace;
 
@@ -255,7 +255,7 @@ impl Setting<'_> {
         };
         let mut speeds = vec![vec![Vec::new(); ways.len()]; measures.len()];
         for round in 1..=self.options.repeats {
-            let step = Step::new(&format!(
+            let progress = Progress::new(&format!(
                 "{} {}, round {round} of {}",
                 shape.name,
                 file_type.name(),
@@ -263,7 +263,7 @@ impl Setting<'_> {
             ));
             for (measure, speeds) in measures.iter().zip(&mut speeds) {
                 for (way, speeds) in ways.iter().zip(speeds) {
-                    step.note(&format!("{way}, {measure:?}"));
+                    progress.note(&format!("{way}, {measure:?}"));
                     let run = || self.bench(&path, *measure, way, &executor);
                     let (speed, memory) = executor.median_memory(run)?;
                     speeds.push(speed?);
@@ -272,7 +272,7 @@ impl Setting<'_> {
                     }
                 }
             }
-            step.done("");
+            progress.done("");
         }
         let file = std::fs::metadata(&path)
             .with_context(|| format!("looking at {}", path.display()))?
@@ -437,7 +437,7 @@ impl Setting<'_> {
 
     /// The benchmark of matrix products in one thread, compared with ggml's.
     fn kernels(&self) -> Result<Vec<Row>> {
-        let step = Step::new("products of one thread");
+        let progress = Progress::new("products of one thread");
         let mut cargo = workspace::cargo();
         cargo
             .args(["bench", "--package", "vgpu-cpu", "--bench", "gemm"])
@@ -463,12 +463,12 @@ impl Setting<'_> {
         let log = self.folder.join("kernels.log");
         let mut found = Vec::new();
         let status = process::run_lines(&mut cargo, &log, |line| {
-            step.note(line);
+            progress.note(line);
             found.extend(serde_json::from_str::<Value>(line).ok());
         })?;
         ensure!(status.success(), "cargo bench\n{}", process::tail(&log));
         ensure!(!found.is_empty(), "no figures\n{}", process::tail(&log));
-        step.done("");
+        progress.done("");
         let rows: Vec<Row> = found.iter().map(kernel_row).collect::<Result<_>>()?;
         rows.iter().for_each(|row| println!("{}", row.lines()));
         Ok(rows)

@@ -9,7 +9,7 @@ use anyhow::{Context as _, Result, ensure};
 use serde_json::Value;
 
 use xtask_common::process::{self, Dialogue};
-use xtask_common::progress::Step;
+use xtask_common::progress::Progress;
 use xtask_common::workspace;
 
 /// One measurement of the driver.
@@ -45,7 +45,7 @@ impl Driver {
         endpoints: String,
         rpc: String,
     ) -> Result<Driver> {
-        let step = Step::new("building the driver");
+        let progress = Progress::new("building the driver");
         let program = folder.join("driver");
         let mut cc = Command::new("cc");
         cc.args(["-O2", "-Wall", "-Wextra", "-Werror", "-o"])
@@ -57,7 +57,7 @@ impl Driver {
             .args(["-lllama", "-lggml", "-lggml-base"])
             .arg(format!("-Wl,-rpath,{}", bin.display()));
         process::output(&mut cc)?;
-        step.done("");
+        progress.done("");
         Ok(Driver {
             program,
             bin: bin.to_owned(),
@@ -69,7 +69,7 @@ impl Driver {
     }
 
     /// Runs one measurement: `arguments` are those behind the RPC server's address.
-    pub(crate) fn run(&self, step: &Step, arguments: &[&str]) -> Result<Vec<Sample>> {
+    pub(crate) fn run(&self, progress: &Progress, arguments: &[&str]) -> Result<Vec<Sample>> {
         let mut command = Command::new(&self.program);
         command
             .arg(&self.bin)
@@ -85,7 +85,7 @@ impl Driver {
                     Ok(sample) => samples.push(sample),
                     Err(error) => broken = Some(error),
                 }
-                step.note(line);
+                progress.note(line);
             }
         })?;
         ensure!(

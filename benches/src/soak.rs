@@ -4,7 +4,7 @@ use anyhow::Result;
 
 use xtask_common::cache::Cache;
 use xtask_common::process;
-use xtask_common::progress::{Step, heading};
+use xtask_common::progress::{Progress, heading};
 use xtask_common::workspace;
 
 /// Options of the soak.
@@ -18,16 +18,16 @@ pub(crate) struct Options {
 pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
     heading("soak");
     let commands = options.commands;
-    let step = Step::new(&format!("{commands} random commands of four guests"));
+    let progress = Progress::new(&format!("{commands} random commands of four guests"));
     let mut cargo = workspace::cargo();
     cargo
         .args(["test", "--release", "--package", "vgpu-executor"])
         .args(["--test", "soak", "--", "--nocapture"])
         .env("VGPU_SOAK", commands.to_string());
     let log = cache.log("soak");
-    process::run(&mut cargo, &step, &log)?;
+    process::run(&mut cargo, &progress, &log)?;
     let text = std::fs::read_to_string(&log).unwrap_or_default();
     let found = text.lines().find(|line| line.contains("commands; before"));
-    step.done(found.unwrap_or_default());
+    progress.done(found.unwrap_or_default());
     Ok(())
 }

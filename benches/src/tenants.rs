@@ -21,7 +21,7 @@ use xtask_common::dist::Dist;
 use xtask_common::executor::{self, Executor};
 use xtask_common::median::median;
 use xtask_common::process::Daemon;
-use xtask_common::progress::{Step, heading};
+use xtask_common::progress::{Progress, heading};
 use xtask_common::scratch::Scratch;
 use xtask_common::workspace;
 
@@ -163,7 +163,7 @@ impl Setting {
         ] {
             let (mut waits, mut parts, mut turns) = (Vec::new(), Vec::new(), Vec::new());
             for round in 1..=self.repeats {
-                let step = Step::new(&format!("a guest that {name} alone, round {round}"));
+                let progress = Progress::new(&format!("a guest that {name} alone, round {round}"));
                 let before = self.status()?;
                 self.finish("guest0", load)?;
                 self.wait_until_gone()?;
@@ -175,7 +175,7 @@ impl Setting {
                 waits.push(1e6 * more("queued") / graphs);
                 parts.push(100.0 * more("queued") / more("busy").max(f64::MIN_POSITIVE));
                 turns.push(more("turns") / graphs);
-                step.done("");
+                progress.done("");
             }
             rows.push(
                 Row::new(format!("a graph of a guest that {name} alone"), "us, turns")
@@ -201,7 +201,8 @@ impl Setting {
             let mut shares = Vec::new();
             let mut graphs = Vec::new();
             for round in 1..=self.repeats {
-                let step = Step::new(&format!("weights 1 and 3, both {name}, round {round}"));
+                let progress =
+                    Progress::new(&format!("weights 1 and 3, both {name}, round {round}"));
                 let guests = ["one", "three"].map(|guest| self.begin(guest, load));
                 let guests = guests.into_iter().collect::<Result<Vec<_>>>()?;
                 let before = self.wait_for_graphs(&["one", "three"])?;
@@ -218,7 +219,7 @@ impl Setting {
                 ensure!(time_1 > 0.0, "the guest of weight 1 got no engine time");
                 shares.push(time_3 / time_1);
                 graphs.push(graphs_3 / graphs_1.max(1.0));
-                step.done(&format!("{:.2} times the time", time_3 / time_1));
+                progress.done(&format!("{:.2} times the time", time_3 / time_1));
                 self.wait_until_gone()?;
             }
             let share = median(shares);
@@ -238,7 +239,7 @@ impl Setting {
         let (mut alone, mut beside) = (Vec::new(), Vec::new());
         let (mut waits, mut parts) = (Vec::new(), Vec::new());
         for round in 1..=self.repeats {
-            let step = Step::new(&format!(
+            let progress = Progress::new(&format!(
                 "decoding, alone and beside a prefill, round {round}"
             ));
             alone.push(self.finish("guest0", Load::Decode(64))?);
@@ -253,7 +254,7 @@ impl Setting {
             waits.push(1e3 * more("queued") / more("turns").max(1.0));
             // Other load of the machine increases both times, but not their ratio.
             parts.push(more("busy") / (more("busy") + more("queued")).max(f64::MIN_POSITIVE));
-            step.done("");
+            progress.done("");
             self.wait_until_gone()?;
         }
         let row = Row::new("decoding, 256 M parameters, Q4_K_M", "tok/s")
@@ -272,10 +273,10 @@ impl Setting {
 
     /// Many guests that decode at the same time.
     fn many(&self) -> Result<Vec<Row>> {
-        let step = Step::new("one guest");
+        let progress = Progress::new("one guest");
         let alone = self.finish("guest0", Load::Decode(32))?;
-        step.done("");
-        let step = Step::new(&format!("{MANY} guests"));
+        progress.done("");
+        let progress = Progress::new(&format!("{MANY} guests"));
         let names: Vec<String> = (0..MANY).map(|i| format!("guest{i}")).collect();
         let speeds = thread::scope(|scope| {
             let guests: Vec<_> = names
@@ -287,7 +288,7 @@ impl Setting {
                 .map(|speed| speed.unwrap_or_else(|_| bail!("a thread of the benchmark panicked")))
                 .collect::<Result<Vec<f64>>>()
         })?;
-        step.done("");
+        progress.done("");
         let (least, most) = speeds
             .iter()
             .fold((f64::MAX, 0.0), |(least, most): (f64, f64), &s| {

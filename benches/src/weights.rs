@@ -19,7 +19,7 @@ use xtask_common::cache::Cache;
 use xtask_common::dist::Dist;
 use xtask_common::executor::{self, Executor};
 use xtask_common::median::median;
-use xtask_common::progress::{Step, heading};
+use xtask_common::progress::{Progress, heading};
 use xtask_common::scratch::Scratch;
 use xtask_common::stats::Stats;
 use xtask_common::workspace;
@@ -170,7 +170,7 @@ impl Setting {
         let off = self.executor("off", &["--share-weights", "off"])?;
         let (mut unshared, mut first, mut second, mut stranger) = (vec![], vec![], vec![], vec![]);
         for round in 0..=repeats {
-            let step = Step::new(&format!("the same model again, round {round}"));
+            let progress = Progress::new(&format!("the same model again, round {round}"));
             let alone = self.load(&off, "none", 0)?;
             let one = self.load(&executor, "user", 1)?;
             // The guest has cached the file's hashes, and the host has hashed the weights.
@@ -193,7 +193,7 @@ impl Setting {
                 load.guest.finish(TIMEOUT)?;
             }
             wait_until_empty(&executor)?;
-            step.done("");
+            progress.done("");
         }
         executor.stop()?;
         off.stop()?;
@@ -221,7 +221,7 @@ impl Setting {
         let mut rows = Vec::new();
         let mut copy = 0.0;
         for (what, is_known) in [("one after the other", true), ("all at once", false)] {
-            let step = Step::new(&format!("{GUESTS} guests, {what}"));
+            let progress = Progress::new(&format!("{GUESTS} guests, {what}"));
             let executor = self.executor("eight", &[])?;
             let mut loads = Vec::new();
             if is_known {
@@ -255,14 +255,14 @@ impl Setting {
             }
             wait_until_empty(&executor)?;
             executor.stop()?;
-            step.done("");
+            progress.done("");
         }
         Ok(rows)
     }
 
     /// An executor that has the model in its cache on disk.
     fn restart(&self) -> Result<Vec<Row>> {
-        let step = Step::new("a restart with a cache on disk");
+        let progress = Progress::new("a restart with a cache on disk");
         let cache = self.scratch.path().join("disk");
         let cache = format!("{},size=1G", cache.display());
         let arguments = ["--weights-cache", cache.as_str()];
@@ -291,7 +291,7 @@ impl Setting {
             .figure("after, from disk", after.weights);
         after.guest.finish(TIMEOUT)?;
         executor.stop()?;
-        step.done("");
+        progress.done("");
         Ok(vec![row, time])
     }
 

@@ -41,8 +41,8 @@ struct Registry {
 }
 
 /// The registry, once there is a device. Complete before its address is stored here, only read from
-/// then on, and never freed: ggml may use it until the process ends. A forked child has the registry
-/// of its parent, because ggml does.
+/// then on, and never freed: ggml may use it until the process ends. A forked child has the
+/// registry of its parent, because ggml does.
 static REGISTRY: AtomicPtr<Registry> = AtomicPtr::new(ptr::null_mut());
 
 /// Held while the registry is made. A thread of a forked child's parent may have held the lock

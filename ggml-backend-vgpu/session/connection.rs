@@ -56,11 +56,11 @@ pub(super) struct Connection {
 /// The memory of a host buffer, which asynchronous reads and writes may use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct HostBufferRange {
-    /// Its address.
+    /// The address of the buffer.
     pub(super) base: usize,
-    /// Its bytes.
+    /// The bytes of the buffer.
     pub(super) size: usize,
-    /// Its offset in the memory of the link, if it is part of that memory.
+    /// The offset in the memory of the link, if the buffer is part of that memory.
     pub(super) staging_offset: Option<usize>,
 }
 

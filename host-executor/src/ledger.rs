@@ -224,8 +224,9 @@ impl Ledger {
         Ok(())
     }
 
-    /// Charges `size` bytes of [`Pool::Device`] to a tenant, before the engine allocates them. `engine_free` asks the
-    /// engine what is free; it is called without a lock, and only if the answer matters.
+    /// Charges `size` bytes of [`Pool::Device`] to a tenant, before the engine allocates them.
+    /// `engine_free` asks the engine what is free; it is called without a lock, and only if the
+    /// answer matters.
     ///
     /// # Errors
     /// [`EngineError::OutOfMemory`] with the tenant's own figures.

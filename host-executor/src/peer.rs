@@ -30,9 +30,9 @@ pub struct Peer {
 /// A process of this machine.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Process {
-    /// Its process id; 0 if the process is in a pid namespace that the host cannot see.
+    /// The process id; 0 if the process is in a pid namespace that the host cannot see.
     pub pid: i32,
-    /// Its user id.
+    /// The user id of the process.
     pub uid: u32,
     /// The name of its program, if `/proc` has one.
     pub program: Option<String>,

@@ -12,14 +12,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use sd_notify::NotifyState;
 use tracing::warn;
 
-/// The files of the fd store by name. Only the first call returns any.
-pub fn stored_files() -> BTreeMap<String, OwnedFd> {
+/// The file descriptors of the fd store by name. Only the first call returns any.
+pub fn stored_fds() -> BTreeMap<String, OwnedFd> {
     static TAKEN: AtomicBool = AtomicBool::new(false);
     if TAKEN.swap(true, Ordering::Relaxed) {
         return BTreeMap::new();
     }
     match sd_notify::listen_fds_with_names() {
-        Ok(files) => files
+        Ok(fds) => fds
             .map(|(fd, name)| {
                 // SAFETY: LISTEN_PID says that the service manager has opened these descriptors for
                 // this process, and the library has checked that they are open. `TAKEN` lets only
@@ -28,7 +28,7 @@ pub fn stored_files() -> BTreeMap<String, OwnedFd> {
             })
             .collect(),
         Err(error) => {
-            warn!("the files of the fd store cannot be used: {error}");
+            warn!("the file descriptors of the fd store cannot be used: {error}");
             BTreeMap::new()
         }
     }
@@ -49,18 +49,18 @@ pub fn stopping() {
     notify(&[NotifyState::Stopping], None);
 }
 
-/// Puts a copy of `file` into the fd store.
-pub fn store(name: &str, file: BorrowedFd<'_>) {
+/// Puts a copy of `fd` into the fd store.
+pub fn store(name: &str, fd: BorrowedFd<'_>) {
     let states = [
         NotifyState::FdStore,
         NotifyState::FdName(name),
-        // Otherwise the manager removes the file when its other end is closed.
+        // Otherwise the manager removes the file descriptor when its other end is closed.
         NotifyState::Custom("FDPOLL=0"),
     ];
-    notify(&states, Some(file));
+    notify(&states, Some(fd));
 }
 
-/// Removes the files of a name from the fd store.
+/// Removes the file descriptors of a name from the fd store.
 pub fn remove(name: &str) {
     notify(
         &[NotifyState::FdStoreRemove, NotifyState::FdName(name)],
@@ -68,8 +68,8 @@ pub fn remove(name: &str) {
     );
 }
 
-fn notify(states: &[NotifyState<'_>], file: Option<BorrowedFd<'_>>) {
-    if let Err(error) = sd_notify::notify_with_fds(states, file.as_slice()) {
+fn notify(states: &[NotifyState<'_>], fd: Option<BorrowedFd<'_>>) {
+    if let Err(error) = sd_notify::notify_with_fds(states, fd.as_slice()) {
         warn!("the service manager cannot be notified: {error}");
     }
 }

@@ -12,7 +12,7 @@ use vgpu_engine::{Engine, EngineError, MemoryInfo};
 use crate::histogram::Histogram;
 use crate::ledger::{Ledger, Pool};
 use crate::policy::Policy;
-use crate::sched::{Share, TenantId};
+use crate::sched::{Entitlement, TenantId};
 use crate::stats::Stats;
 
 /// The number of the tenant that was made last in this process.
@@ -91,8 +91,8 @@ impl Tenant {
     }
 
     /// What the scheduler grants the tenant.
-    pub(crate) fn share(&self) -> Share {
-        self.ledger.read_policy(self.id, |policy| Share {
+    pub(crate) fn share(&self) -> Entitlement {
+        self.ledger.read_policy(self.id, |policy| Entitlement {
             weight: policy.weight,
             in_flight: policy.graphs_in_flight,
         })

@@ -52,8 +52,7 @@ impl Default for Rules {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error(
     "the quotas of the guests add up to {promised} bytes, the engine has {total}: lower a quota, \
-     or \
-     set overcommit = true"
+     or set overcommit = true"
 )]
 pub struct QuotaError {
     /// Sum of the quotas in bytes.

@@ -30,23 +30,23 @@ fn host_on(device: &Arc<Spy>) -> Host {
 fn out_of_memory_is_an_error_to_that_guest_only() {
     let device = Arc::new(Spy::with_memory(512 * MIB));
     let host = host_on(&device);
-    let (mut greedy, mut modest) = (host.guest(), host.guest());
-    let a = modest.alloc_with(&bytes(&[1.0; 4]));
-    let held = greedy.alloc(300 * MIB);
-    let buffer = greedy.new_buffer();
+    let (mut large_guest, mut small_guest) = (host.guest(), host.guest());
+    let a = small_guest.alloc_with(&bytes(&[1.0; 4]));
+    let held = large_guest.alloc(300 * MIB);
+    let buffer = large_guest.new_buffer();
     let size = 300 * MIB;
-    let reply = greedy.ask(&Request::Alloc { buffer, size });
+    let reply = large_guest.ask(&Request::Alloc { buffer, size });
     let Reply::Refused { reason, .. } = reply else {
         panic!("{reply:?}")
     };
     assert!(reason.contains("memory"), "{reason}");
     // This session and all other sessions continue.
-    greedy.fence();
-    modest.graph(GRAPH, &add(4, a, a, a));
-    modest.submit(GRAPH);
-    assert_eq!(floats(&modest.read(a, 0, 16)), [2.0; 4]);
+    large_guest.fence();
+    small_guest.graph(GRAPH, &add(4, a, a, a));
+    small_guest.submit(GRAPH);
+    assert_eq!(floats(&small_guest.read(a, 0, 16)), [2.0; 4]);
     // Freed memory is zeroed before another guest gets it.
-    greedy.send_with(
+    large_guest.send_with(
         &Request::Fill {
             buffer: held,
             offset: 0,
@@ -55,10 +55,10 @@ fn out_of_memory_is_an_error_to_that_guest_only() {
         },
         &[],
     );
-    greedy.send(&Request::Free { buffer: held });
-    greedy.fence();
-    let large = modest.alloc(300 * MIB);
-    assert_eq!(modest.read(large, 100 * MIB, 64), [0; 64]);
+    large_guest.send(&Request::Free { buffer: held });
+    large_guest.fence();
+    let large = small_guest.alloc(300 * MIB);
+    assert_eq!(small_guest.read(large, 100 * MIB, 64), [0; 64]);
 }
 
 #[test]

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use vgpu_gguf::Rng;
 use vgpu_transport::link::pci::directory;
 use vgpu_transport::shm::layout;
-use vgpu_transport::shm::memory::{Memory, Window};
+use vgpu_transport::shm::memory::{SharedWords, Window};
 use vgpu_transport::wire::GraphId;
 
 use common::{Guest, add, bytes, floats};

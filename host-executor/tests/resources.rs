@@ -112,10 +112,10 @@ fn guest_with_many_small_buffers_does_not_affect_other_guests() {
     let host = Host::limited(Arc::new(engine), limits, 64);
     let mut other = host.guest_of(2);
     compute(&mut other);
-    let mut greedy: Vec<Guest> = (0..SESSIONS).map(|_| host.guest_of(1)).collect();
+    let mut large_guest: Vec<Guest> = (0..SESSIONS).map(|_| host.guest_of(1)).collect();
     let mut total = 0;
     let mut reasons = Vec::new();
-    for guest in &mut greedy {
+    for guest in &mut large_guest {
         let (count, reason) = fill(guest);
         total += count;
         reasons.push(reason);

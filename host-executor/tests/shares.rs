@@ -200,9 +200,9 @@ fn memory_of_one_guest_is_never_visible_to_another() {
         offset,
         len,
     };
-    let mut thief = host.guest_of(2);
-    thief.send(&read(secret, 0, 64));
-    assert!(thief.ended().contains("which the session does not have"));
+    let mut attacker = host.guest_of(2);
+    attacker.send(&read(secret, 0, 64));
+    assert!(attacker.ended().contains("which the session does not have"));
     // Ranges after and before the guest's own buffer, and around the largest offset.
     for (offset, len) in [
         (4096, 1),
@@ -212,59 +212,59 @@ fn memory_of_one_guest_is_never_visible_to_another() {
         (u64::MAX - 4095, 8192),
         (1 << 40, 64),
     ] {
-        let mut thief = host.guest_of(2);
-        let own = thief.alloc(4096);
-        thief.send(&read(own, offset, len));
-        let reason = thief.ended();
+        let mut attacker = host.guest_of(2);
+        let own = attacker.alloc(4096);
+        attacker.send(&read(own, offset, len));
+        let reason = attacker.ended();
         assert!(
             reason.contains("which has 4096"),
             "{offset}+{len}: {reason}"
         );
     }
     // Copies from such ranges.
-    let mut thief = host.guest_of(2);
-    let own = thief.alloc(8192);
-    thief.send(&Request::Copy {
+    let mut attacker = host.guest_of(2);
+    let own = attacker.alloc(8192);
+    attacker.send(&Request::Copy {
         dst: own,
         dst_offset: 0,
         src: BufferId(77),
         src_offset: 0,
         len: 64,
     });
-    assert!(thief.ended().contains("buffer 77"));
+    assert!(attacker.ended().contains("buffer 77"));
     // Graphs that read beyond a buffer, or from another session's buffer.
     for (a, count) in [(BufferId(1), 2048), (BufferId(2), 16)] {
-        let mut thief = host.guest_of(2);
-        let own = thief.alloc(4096);
-        thief.image(GRAPH, &common::image(&add(count, own, a, a)));
-        thief.submit(GRAPH);
-        assert!(thief.ended().contains("broke the protocol"));
+        let mut attacker = host.guest_of(2);
+        let own = attacker.alloc(4096);
+        attacker.image(GRAPH, &common::image(&add(count, own, a, a)));
+        attacker.submit(GRAPH);
+        assert!(attacker.ended().contains("broke the protocol"));
     }
     // The id of a freed buffer, and a graph that was compiled with it.
-    let mut thief = host.guest_of(2);
-    let own = thief.alloc_with(&bytes(&[1.0; 16]));
-    let kept = thief.alloc(64);
-    thief.graph(GRAPH, &add(16, kept, own, own));
-    thief.send(&Request::Free { buffer: own });
-    thief.submit(GRAPH);
-    assert!(thief.ended().contains("used a buffer that was freed"));
-    let mut thief = host.guest_of(2);
-    let own = thief.alloc(64);
-    thief.send(&Request::Free { buffer: own });
-    thief.send(&read(own, 0, 64));
-    assert!(thief.ended().contains("which the session does not have"));
+    let mut attacker = host.guest_of(2);
+    let own = attacker.alloc_with(&bytes(&[1.0; 16]));
+    let kept = attacker.alloc(64);
+    attacker.graph(GRAPH, &add(16, kept, own, own));
+    attacker.send(&Request::Free { buffer: own });
+    attacker.submit(GRAPH);
+    assert!(attacker.ended().contains("used a buffer that was freed"));
+    let mut attacker = host.guest_of(2);
+    let own = attacker.alloc(64);
+    attacker.send(&Request::Free { buffer: own });
+    attacker.send(&read(own, 0, 64));
+    assert!(attacker.ended().contains("which the session does not have"));
 
     // New memory of all sizes, before and after the owner has disconnected.
-    let mut thief = host.guest_of(2);
+    let mut attacker = host.guest_of(2);
     let mut look = |round: &str| {
         for size in [64, 4096, 65_536, SIZE, 2 * SIZE] {
-            let fresh = thief.alloc(size);
+            let fresh = attacker.alloc(size);
             for offset in (0..size).step_by(MAX_PAYLOAD) {
-                let bytes = thief.read(fresh, offset, (size - offset).min(MAX_PAYLOAD as u64));
+                let bytes = attacker.read(fresh, offset, (size - offset).min(MAX_PAYLOAD as u64));
                 let found = bytes.iter().filter(|&&byte| byte != 0).count();
                 assert_eq!(found, 0, "{round}, {size} bytes: not all zero");
             }
-            thief.send(&Request::Free { buffer: fresh });
+            attacker.send(&Request::Free { buffer: fresh });
         }
     };
     look("while the owner is there");

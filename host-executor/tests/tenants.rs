@@ -139,12 +139,12 @@ fn memory_freed_within_a_session_is_zero_again_too() {
 #[test]
 fn guest_that_allocates_all_memory_does_not_affect_existing_allocations() {
     let host = Host::new(cpu());
-    let mut modest = host.guest();
-    let kept = modest.alloc_with(b"mine");
-    let mut greedy = host.guest();
-    greedy.alloc(MEMORY - PAGE);
-    let buffer = modest.new_buffer();
-    let reply = modest.ask(&Request::Alloc { buffer, size: 1 });
+    let mut small_guest = host.guest();
+    let kept = small_guest.alloc_with(b"mine");
+    let mut large_guest = host.guest();
+    large_guest.alloc(MEMORY - PAGE);
+    let buffer = small_guest.new_buffer();
+    let reply = small_guest.ask(&Request::Alloc { buffer, size: 1 });
     let Reply::Refused { reason, .. } = reply else {
         panic!("{reply:?}")
     };
@@ -152,7 +152,7 @@ fn guest_that_allocates_all_memory_does_not_affect_existing_allocations() {
         reason.contains("out of memory: 4096 bytes wanted, 0 of 67108864 free"),
         "{reason}"
     );
-    assert_eq!(modest.read(kept, 0, 4), b"mine");
+    assert_eq!(small_guest.read(kept, 0, 4), b"mine");
 }
 
 #[test]

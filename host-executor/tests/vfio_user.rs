@@ -12,7 +12,7 @@ use vfio_user::Client;
 use vgpu_executor::vm::VfioUserListener;
 use vgpu_executor::{Limits, Server};
 use vgpu_transport::link::pci::{DOORBELL, directory};
-use vgpu_transport::shm::memory::{Memory as _, Window};
+use vgpu_transport::shm::memory::{SharedWords as _, Window};
 
 use common::cpu;
 use machine::{Dir, wait_for};
@@ -56,7 +56,7 @@ fn monitor_finds_the_pci_function_and_guest_finds_its_window() {
     assert_eq!(client.region(0).unwrap().size, 64 << 10);
     assert!(client.region(0).unwrap().file_offset.is_none(), "trapped");
 
-    // The monitor can map the window.
+    // The hypervisor can map the window.
     let region = client.region(1).unwrap();
     assert_eq!(region.size, 64 << 20);
     assert_eq!(region.sparse_areas.len(), 1);
@@ -82,10 +82,10 @@ fn monitor_finds_the_pci_function_and_guest_finds_its_window() {
     // The program has sent no message.
     assert!(server.sessions().is_empty());
 
-    // The monitor disconnects.
+    // The hypervisor disconnects.
     client.shutdown().unwrap();
     drop(client);
-    // Another monitor can connect.
+    // Another hypervisor can connect.
     wait_for("the next", || Client::new(&socket).is_ok());
 }
 
@@ -103,13 +103,13 @@ fn a_monitor_that_breaks_the_protocol_loses_only_its_own_device() {
         head
     };
     for bytes in [head(1, 3), head(9, u32::MAX), head(1, 16), vec![0xff; 4096]] {
-        let mut monitor = UnixStream::connect(&socket).unwrap();
-        let _ = monitor.write_all(&bytes);
-        // The device disconnects the monitor.
+        let mut hypervisor = UnixStream::connect(&socket).unwrap();
+        let _ = hypervisor.write_all(&bytes);
+        // The device disconnects the hypervisor.
         wait_for("its end", || {
-            let _ = monitor.set_read_timeout(Some(std::time::Duration::from_millis(100)));
-            matches!(std::io::Read::read(&mut monitor, &mut [0; 64]), Ok(0))
-                || std::io::Write::write(&mut monitor, &[0; 16]).is_err()
+            let _ = hypervisor.set_read_timeout(Some(std::time::Duration::from_millis(100)));
+            matches!(std::io::Read::read(&mut hypervisor, &mut [0; 64]), Ok(0))
+                || std::io::Write::write(&mut hypervisor, &[0; 16]).is_err()
         });
     }
     wait_for("a good one", || {

@@ -303,13 +303,13 @@ fn buffer_of_another_guest() {
     owner.alloc_mapped(secret, 8);
     owner.write(secret, 0, b"a secret");
     owner.fence();
-    let mut thief = host.guest();
-    thief.send(&Request::Read {
+    let mut attacker = host.guest();
+    attacker.send(&Request::Read {
         buffer: secret,
         offset: 0,
         len: 8,
     });
-    let reason = thief.ended();
+    let reason = attacker.ended();
     assert!(
         reason.contains("buffer 5000, which the session does not have"),
         "{reason}"

@@ -11,7 +11,7 @@ use std::os::unix::net::UnixStream;
 use vgpu_transport::ir::BufferId;
 use vgpu_transport::link::pci::discover::all;
 use vgpu_transport::link::pci::{Device, PciError, directory};
-use vgpu_transport::shm::memory::{Memory, Window};
+use vgpu_transport::shm::memory::{SharedWords, Window};
 
 use common::Guest;
 use machine::{Dir, Machine, executor, executor_with, wait_for};

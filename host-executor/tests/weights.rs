@@ -519,7 +519,7 @@ fn sharing_among_all_users_requires_a_proof() {
     assert!(read_all(&mut other, buffer, len).iter().all(|&b| b == 0));
     assert!(lookup(&mut other, buffer, offset, part));
     assert!(read_all(&mut other, buffer, len) == part);
-    // The host does not ask an origin for a second proof.
+    // The host does not ask a sharing domain for a second proof.
     let mut again = guest(&host, 8);
     let (buffer, _) = for_weights(&mut again, MODEL);
     let ask = Request::Lookup {

@@ -123,8 +123,8 @@ pub struct PerProcess<T> {
     node: AtomicPtr<(Owner, T)>,
 }
 
-// SAFETY: the pointer is that of a `(Owner, T)` which this value owns as a box does. Several threads
-// get `&T` and may make the `T`, so `T` must be both `Send` and `Sync`.
+// SAFETY: the pointer is that of a `(Owner, T)` which this value owns as a box does. Several
+// threads get `&T` and may make the `T`, so `T` must be both `Send` and `Sync`.
 unsafe impl<T: Send + Sync> Sync for PerProcess<T> {}
 // SAFETY: as for `Sync`.
 unsafe impl<T: Send + Sync> Send for PerProcess<T> {}
@@ -338,7 +338,7 @@ extern "C" fn in_child() {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::shm::memory::{Memory as _, Window};
+    use crate::shm::memory::{SharedWords as _, Window};
     use std::os::unix::net::UnixStream;
 
     /// Runs `child` in a forked child and returns its exit status. The closure must not allocate

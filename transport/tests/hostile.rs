@@ -15,7 +15,7 @@ use vgpu_transport::link::{GuestEnd, HostEnd, LinkError};
 use vgpu_transport::shm::doorbell::EventDoorbell;
 use vgpu_transport::shm::layout::{Layout, MIN_SIZE, STATE_CLOSED, word};
 use vgpu_transport::shm::liveness::Liveness;
-use vgpu_transport::shm::memory::{Memory, Window};
+use vgpu_transport::shm::memory::{SharedWords, Window};
 use vgpu_transport::wire::{MAX_MESSAGE, MAX_PAYLOAD};
 
 /// The number of sessions per test.

@@ -10,7 +10,7 @@ use loom::sync::atomic::{AtomicU64, Ordering, fence};
 use loom::sync::{Arc, Condvar, Mutex};
 use loom::thread;
 
-use vgpu_transport::shm::memory::Memory;
+use vgpu_transport::shm::memory::SharedWords;
 use vgpu_transport::shm::notify::{SleepWords, Sleeper, Waker};
 use vgpu_transport::shm::ring::{Arrived, Consumer, Limits, Payload, Producer, RingArea};
 
@@ -61,7 +61,7 @@ impl ModelMemory {
     }
 }
 
-impl Memory for ModelMemory {
+impl SharedWords for ModelMemory {
     fn load(&self, offset: usize) -> u64 {
         self.words[offset / 8].load(Ordering::Acquire)
     }

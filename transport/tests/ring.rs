@@ -7,7 +7,7 @@ use std::ops::Range;
 use proptest::prelude::*;
 
 use vgpu_transport::link::LinkError;
-use vgpu_transport::shm::memory::Memory;
+use vgpu_transport::shm::memory::SharedWords;
 use vgpu_transport::shm::ring::{
     Arrived, Consumer, HEADER, Limits, Payload, Producer, RECORD_ALIGN, RingArea,
 };
@@ -34,7 +34,7 @@ impl Plain {
     }
 }
 
-impl Memory for Plain {
+impl SharedWords for Plain {
     fn load(&self, offset: usize) -> u64 {
         assert!(offset == TAIL || offset == HEAD);
         u64::from_le_bytes(self.bytes(offset..offset + 8).try_into().unwrap())
@@ -80,12 +80,12 @@ fn limits() -> Limits {
 }
 
 #[derive(Debug, Clone)]
-enum Step {
+enum RingAction {
     Put { message: usize, payload: Payload },
     Take,
 }
 
-fn steps() -> impl Strategy<Value = Vec<Step>> {
+fn steps() -> impl Strategy<Value = Vec<RingAction>> {
     let inline = prop_oneof![Just(0), 0..64usize, 0..1400usize].prop_map(Payload::Inline);
     let bulk = (0..BULK.len()).prop_flat_map(|start| {
         (0..=8192.min(BULK.len() - start)).prop_map(move |len| Payload::Bulk {
@@ -94,8 +94,8 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         })
     });
     let put = (0..=500usize, prop_oneof![3 => inline, 1 => bulk])
-        .prop_map(|(message, payload)| Step::Put { message, payload });
-    prop::collection::vec(prop_oneof![4 => put, 3 => Just(Step::Take)], 1..120)
+        .prop_map(|(message, payload)| RingAction::Put { message, payload });
+    prop::collection::vec(prop_oneof![4 => put, 3 => Just(RingAction::Take)], 1..120)
 }
 
 /// Publishes a record whose bytes are all `request`, if the ring has room.
@@ -127,7 +127,7 @@ proptest! {
         let mut request = 0;
         for step in steps {
             match step {
-                Step::Put { message, payload } => {
+                RingAction::Put { message, payload } => {
                     if put(&memory, &mut producer, request + 1, message, payload).unwrap() {
                         request += 1;
                         inside.push_back((request, message, payload));
@@ -135,7 +135,7 @@ proptest! {
                         prop_assert!(!inside.is_empty(), "an empty ring refused a record");
                     }
                 }
-                Step::Take => {
+                RingAction::Take => {
                     let arrived = consumer.peek(&memory).unwrap();
                     prop_assert_eq!(consumer.peek(&memory).unwrap(), arrived.clone());
                     let Some((request, message, payload)) = inside.pop_front() else {
@@ -175,14 +175,14 @@ proptest! {
                 apply(&memory, mutation);
             }
             match step {
-                Step::Put { message, payload } => {
+                RingAction::Put { message, payload } => {
                     // The consumer may have accepted a tail that the producer has never written
                     // regularly.
                     if put(&memory, &mut producer, 1, message, payload).is_err() {
                         return Ok(());
                     }
                 }
-                Step::Take => {
+                RingAction::Take => {
                     if drain(&memory, &mut consumer).is_err() {
                         return Ok(());
                     }
@@ -203,14 +203,14 @@ proptest! {
         let mut heads = heads.into_iter().cycle();
         for step in steps {
             match step {
-                Step::Put { message, payload } => {
+                RingAction::Put { message, payload } => {
                     match put(&memory, &mut producer, 1, message, payload) {
                         Ok(_) => {}
                         Err(LinkError::PeerMisbehaved(_)) => return Ok(()),
                         Err(other) => panic!("{other}"),
                     }
                 }
-                Step::Take => memory.store(HEAD, heads.next().unwrap_or(0)),
+                RingAction::Take => memory.store(HEAD, heads.next().unwrap_or(0)),
             }
         }
     }

@@ -1,4 +1,4 @@
-//! Tensors with arbitrary strides. Validation computes their extent without overflow and accepts
+//! Tensors with arbitrary strides. Validation computes their length without overflow and accepts
 //! exactly the tensors that end in their buffer. The buffers have sizes only, and no memory.
 
 use proptest::prelude::*;

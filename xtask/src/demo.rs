@@ -13,7 +13,7 @@ use xtask_common::median::median;
 use xtask_common::model::{self, FileType};
 use xtask_common::node::Node;
 use xtask_common::node_llama::{self, Backend, Generation, Task};
-use xtask_common::progress::{self, Step, heading};
+use xtask_common::progress::{self, Progress, heading};
 use xtask_common::sched;
 use xtask_common::scratch::Scratch;
 use xtask_common::stats::Stats;
@@ -87,10 +87,10 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
     let executor = if options.inproc {
         None
     } else {
-        let step = Step::new("starting vgpu serve");
+        let progress = Progress::new("starting vgpu serve");
         let socket = scratch.path().join("vgpu.sock");
         let executor = Executor::start(&dist, &socket, threads, &dir.join("vgpu-serve.log"))?;
-        step.done(&executor.endpoint());
+        progress.done(&executor.endpoint());
         Some(executor)
     };
     let endpoint = executor
@@ -100,17 +100,17 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
         dist: &dist,
         endpoint: &endpoint,
     };
-    let step = Step::new(&format!("generating {tokens} tokens in node-llama-cpp"));
-    let vgpu = node_llama::generate(&node, &task, &backend, &step, &dir)?;
-    step.done(&speed(&vgpu));
+    let progress = Progress::new(&format!("generating {tokens} tokens in node-llama-cpp"));
+    let vgpu = node_llama::generate(&node, &task, &backend, &progress, &dir)?;
+    progress.done(&speed(&vgpu));
     if let Some(executor) = executor {
         executor.stop().context("stopping the executor")?;
     }
 
     heading("the same on ggml's CPU backend");
-    let step = Step::new(&format!("generating {tokens} tokens in node-llama-cpp"));
-    let cpu = node_llama::generate(&node, &task, &Backend::Cpu, &step, &dir)?;
-    step.done(&speed(&cpu));
+    let progress = Progress::new(&format!("generating {tokens} tokens in node-llama-cpp"));
+    let cpu = node_llama::generate(&node, &task, &Backend::Cpu, &progress, &dir)?;
+    progress.done(&speed(&cpu));
 
     println!("\n{}{}\n", task.prompt, vgpu.text);
     let used = report_use(&vgpu, tokens);

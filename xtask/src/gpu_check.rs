@@ -12,7 +12,7 @@ use xtask_common::llama;
 use xtask_common::packages;
 use xtask_common::preload::Library;
 use xtask_common::process;
-use xtask_common::progress::{Step, heading};
+use xtask_common::progress::{Progress, heading};
 use xtask_common::workspace;
 
 /// Gathers what looks at a GPU in target/gpu-check, and runs it if this machine has one.
@@ -105,7 +105,7 @@ fn gather(cache: &Cache, options: &Options) -> Result<PathBuf> {
     let bin = llama::build(cache, llama::Stage::Tools)?;
     let preloaded = Library::LoadBackends.build(cache, &bin)?;
 
-    let step = Step::new("gathering");
+    let progress = Progress::new("gathering");
     let bundle = options.folder();
     let (programs, places) = (bundle.join("bin"), bundle.join("models"));
     for folder in [&programs, &places] {
@@ -143,7 +143,7 @@ fn gather(cache: &Cache, options: &Options) -> Result<PathBuf> {
         let mut chmod = Command::new("chmod");
         process::output(chmod.arg("+x").arg(&script))?;
     }
-    step.done(&format!("{}", bundle.display()));
+    progress.done(&format!("{}", bundle.display()));
     if options.pack {
         pack(&bundle)?;
     }
@@ -158,7 +158,7 @@ fn strip(file: &Path) {
 
 /// Makes one small file of the bundle.
 fn pack(bundle: &Path) -> Result<()> {
-    let step = Step::new("packing");
+    let progress = Progress::new("packing");
     let packed = bundle.with_extension("tar.xz");
     let mut tar = Command::new("tar");
     let folder = bundle.parent().context("the bundle is in a folder")?;
@@ -169,7 +169,7 @@ fn pack(bundle: &Path) -> Result<()> {
     let bytes = std::fs::metadata(&packed)
         .context("the packed bundle")?
         .len();
-    step.done(&format!("{}, {} MiB", packed.display(), bytes >> 20));
+    progress.done(&format!("{}, {} MiB", packed.display(), bytes >> 20));
     Ok(())
 }
 
@@ -181,15 +181,15 @@ fn machine_code(cache: &Cache, archs: &[String]) -> Result<PathBuf> {
         [] => workspace::reports().join("kernels"),
         some => workspace::reports().join(format!("kernels-{}", some.join("-"))),
     };
-    let step = Step::new("compiling kernels for every architecture");
+    let progress = Progress::new("compiling kernels for every architecture");
     let mut cargo = workspace::cargo();
     cargo
         .args(["run", "-p", "vgpu-cuda", "--example", "kernels", "--"])
         .args([&nvrtc, &out])
         .args(archs)
         .env("VGPU_KERNEL_CACHE", cache.machine_code());
-    process::run(&mut cargo, &step, &cache.log("gpu-check-kernels"))?;
-    step.done("");
+    process::run(&mut cargo, &progress, &cache.log("gpu-check-kernels"))?;
+    progress.done("");
     Ok(out)
 }
 

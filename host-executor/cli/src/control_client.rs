@@ -22,8 +22,7 @@ fn explain(path: &Path, error: &io::Error) -> anyhow::Error {
     match error.kind() {
         io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => anyhow!(
             "{path}: {error}; is an executor running with this control socket (vgpu serve \
-             --control, \
-             or [control] in its configuration)?"
+             --control, or [control] in its configuration)?"
         ),
         io::ErrorKind::PermissionDenied => {
             anyhow!("{path}: {error}; only the executor's user and root may use the control socket")

@@ -1,10 +1,11 @@
-//! `vgpu fd-store`: keeps the files of virtual machines while an executor is replaced, where there
-//! is no systemd.
+//! `vgpu fd-store`: keeps the file descriptors of virtual machines while an executor is replaced,
+//! where there is no systemd.
 //!
 //! A QEMU connects to its device's server once. For an executor to be restarted under a running
 //! virtual machine, another process has to keep the machine's memory, its doorbell and the socket
-//! to its QEMU. This process does so with systemd's protocol: it receives files by `NOTIFY_SOCKET`
-//! and `FDSTORE`, passes them on by `LISTEN_FDS`, and starts the executor again when it has died.
+//! to its QEMU. This process does so with systemd's protocol: it receives file descriptors by
+//! `NOTIFY_SOCKET` and `FDSTORE`, passes these on by `LISTEN_FDS`, and starts the executor again
+//! when the executor has died.
 
 use std::io::{ErrorKind, Write as _, stderr};
 use std::os::fd::{OwnedFd, RawFd};
@@ -21,15 +22,15 @@ use command_fds::{CommandFdExt as _, FdMapping};
 use rustix::process::{Pid, Signal};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use tempfile::TempDir;
-use vgpu_transport::link::credentials::{self, Peer};
+use vgpu_transport::link::credentials::{self, PeerCredentials};
 
 use crate::own_program::OWN_PROGRAM;
 use crate::runtime_dir;
 
-/// Most files that are kept: three per virtual machine.
-const MAX_FILES: usize = 1024;
+/// Most file descriptors that are kept: three per virtual machine.
+const MAX_FDS: usize = 1024;
 
-/// Number of the first passed file (`SD_LISTEN_FDS_START`).
+/// Number of the first passed file descriptor (`SD_LISTEN_FDS_START`).
 const FIRST_FD: RawFd = 3;
 
 /// How often the state of the executor is checked while it sends nothing.
@@ -43,11 +44,12 @@ const MAX_PAUSE: Duration = Duration::from_secs(5);
 /// An executor that has lived shorter than this has died early.
 const EARLY: Duration = Duration::from_secs(10);
 
-/// Runs a command such as `vgpu serve`, restarts it when it dies, and keeps the files of virtual
-/// machines for it.
+/// Runs a command such as `vgpu serve`, restarts the command when it dies, and keeps the file
+/// descriptors of virtual machines for it.
 ///
-/// Only files from the process of the command are kept, none from a process that the command starts.
-/// Under systemd this command is not needed: FileDescriptorStoreMax= and Restart= do the same.
+/// Only file descriptors from the process of the command are kept, none from a process that the
+/// command starts. Under systemd this command is not needed: FileDescriptorStoreMax= and Restart=
+/// do the same.
 #[derive(Parser)]
 pub(crate) struct Args {
     /// The command: vgpu serve --vm vm1,socket=/run/vgpu/vm1.sock
@@ -59,9 +61,9 @@ pub(crate) struct Args {
 /// this.
 #[derive(Parser)]
 pub(crate) struct ExecArgs {
-    /// The names of the passed files, in the order of their numbers.
-    #[arg(long = "file", value_name = "NAME")]
-    files: Vec<String>,
+    /// The names of the passed file descriptors, in the order of their numbers.
+    #[arg(long = "fd-name", alias = "file", value_name = "NAME")]
+    fd_names: Vec<String>,
     #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
     command: Vec<String>,
 }
@@ -91,7 +93,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             Err(error) => {
                 pause = (pause * 2).min(MAX_PAUSE);
                 log(&format!(
-                    "no executor can be started ({error:#}); {} files are kept, the next attempt is \
+                    "no executor can be started ({error:#}); {} file descriptors are kept, the next attempt is \
                      made in {} ms",
                     stored.len(),
                     pause.as_millis()
@@ -140,7 +142,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             (pause * 2).min(MAX_PAUSE)
         };
         log(&format!(
-            "pid {} ended with {status}; {} files are kept, the next executor starts in {} ms",
+            "pid {} ended with {status}; {} file descriptors are kept, the next executor starts in {} ms",
             child.id(),
             stored.len(),
             pause.as_millis()
@@ -190,15 +192,16 @@ fn start(
     let mut exec = Command::new(OWN_PROGRAM);
     exec.arg0("vgpu").arg("fd-store-exec");
     let mut mappings = Vec::new();
-    for ((name, file), child_fd) in stored.iter().zip(FIRST_FD..) {
-        exec.arg(format!("--file={name}"));
-        let parent_fd = file.try_clone().context("duplicating a file")?;
+    for ((name, fd), child_fd) in stored.iter().zip(FIRST_FD..) {
+        exec.arg(format!("--fd-name={name}"));
+        let parent_fd = fd.try_clone().context("duplicating a file descriptor")?;
         mappings.push(FdMapping {
             parent_fd,
             child_fd,
         });
     }
-    exec.fd_mappings(mappings).context("passing files on")?;
+    exec.fd_mappings(mappings)
+        .context("passing file descriptors on")?;
     exec.arg("--")
         .args(command)
         .env("NOTIFY_SOCKET", socket.folder.path().join("notify"))
@@ -207,19 +210,20 @@ fn start(
 }
 
 pub(crate) fn exec(args: &ExecArgs) -> anyhow::Result<()> {
-    // The executor ends with the process that keeps its files.
+    // The executor ends with the process that keeps its file descriptors.
     rustix::process::set_parent_process_death_signal(Some(Signal::TERM))
         .context("asking for a signal at the end of vgpu fd-store")?;
     let error = Command::new(&args.command[0])
         .args(&args.command[1..])
         .env("LISTEN_PID", std::process::id().to_string())
-        .env("LISTEN_FDS", args.files.len().to_string())
-        .env("LISTEN_FDNAMES", args.files.join(":"))
+        .env("LISTEN_FDS", args.fd_names.len().to_string())
+        .env("LISTEN_FDNAMES", args.fd_names.join(":"))
         .exec();
     Err(anyhow!("{}: {error}", args.command[0]))
 }
 
-/// The socket by which the executor says which files to keep. Its folder is for this user only.
+/// The socket by which the executor says which file descriptors to keep. The folder of the socket
+/// is for this user only.
 struct NotifySocket {
     socket: UnixDatagram,
     folder: TempDir,
@@ -238,8 +242,8 @@ impl NotifySocket {
         Ok(NotifySocket { socket, folder })
     }
 
-    /// Waits up to [`POLL_INTERVAL`] for a message, and carries it out if the process `executor` has
-    /// sent it. A failure is logged: it must not end a process that keeps files.
+    /// Waits up to [`POLL_INTERVAL`] for a message, and carries it out if the process `executor`
+    /// has sent it. A failure is logged: it must not end a process that keeps file descriptors.
     fn receive(&self, executor: u32, stored: &mut Vec<(String, OwnedFd)>) {
         let mut bytes = [0; 4096];
         let got = match credentials::receive(&self.socket, &mut bytes) {
@@ -269,8 +273,8 @@ impl NotifySocket {
 }
 
 /// Whether a message is from the executor: from its process, and from this user. Another process of
-/// this user could exchange the files of a virtual machine.
-fn is_from(executor: u32, sender: Option<Peer>) -> bool {
+/// this user could exchange the file descriptors of a virtual machine.
+fn is_from(executor: u32, sender: Option<PeerCredentials>) -> bool {
     sender.is_some_and(|sender| {
         u32::try_from(sender.pid).is_ok_and(|pid| pid == executor)
             && sender.uid == rustix::process::geteuid().as_raw()
@@ -278,7 +282,7 @@ fn is_from(executor: u32, sender: Option<Peer>) -> bool {
 }
 
 /// Carries out a message with `FDSTORE` or `FDSTOREREMOVE`. Ignores all others.
-fn apply<F>(text: &str, file: Option<F>, stored: &mut Vec<(String, F)>) {
+fn apply<F>(text: &str, fd: Option<F>, stored: &mut Vec<(String, F)>) {
     let value = |key: &str| {
         text.lines()
             .find_map(|line| line.strip_prefix(key)?.strip_prefix('='))
@@ -287,11 +291,11 @@ fn apply<F>(text: &str, file: Option<F>, stored: &mut Vec<(String, F)>) {
     if value("FDSTOREREMOVE") == Some("1") {
         stored.retain(|(known, _)| *known != name);
     } else if value("FDSTORE") == Some("1")
-        && let Some(file) = file
+        && let Some(fd) = fd
     {
         stored.retain(|(known, _)| *known != name);
-        if stored.len() < MAX_FILES {
-            stored.push((name, file));
+        if stored.len() < MAX_FDS {
+            stored.push((name, fd));
         }
     }
 }
@@ -303,7 +307,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn files_of_other_processes_are_not_stored() {
+    fn fds_of_other_processes_are_not_stored() {
         let socket = NotifySocket::open().unwrap();
         let path = socket.folder.path().join("notify");
         let address = rustix::net::SocketAddrUnix::new(&path).unwrap();
@@ -320,19 +324,19 @@ mod tests {
         // To the store of another executor, this process is any process of the user.
         assert_eq!(send(std::process::id() + 1), 0);
         assert_eq!(send(std::process::id()), 1);
-        let own = Peer {
+        let own = PeerCredentials {
             pid: 7,
             uid: rustix::process::geteuid().as_raw(),
             gid: 0,
         };
         assert!(is_from(7, Some(own)));
-        let other_user = Peer {
+        let other_user = PeerCredentials {
             uid: own.uid + 1,
             ..own
         };
         assert!(!is_from(7, Some(other_user)) && !is_from(7, None));
         // A process in another PID namespace.
-        assert!(!is_from(7, Some(Peer { pid: 0, ..own })));
+        assert!(!is_from(7, Some(PeerCredentials { pid: 0, ..own })));
     }
 
     #[test]
@@ -347,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn files_are_stored_by_name() {
+    fn fds_are_stored_by_name() {
         let mut stored = Vec::new();
         apply("READY=1\n", None, &mut stored);
         apply("FDSTORE=1\nFDNAME=a\n", Some(1), &mut stored);

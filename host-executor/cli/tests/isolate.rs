@@ -18,7 +18,7 @@ use served::workers::{children, guest, workers};
 use served::{Scratch, Serve, vgpu};
 use vgpu_transport::ir::IR_VERSION;
 use vgpu_transport::link::pci::directory;
-use vgpu_transport::shm::memory::{Memory as _, Window};
+use vgpu_transport::shm::memory::{SharedWords as _, Window};
 use vgpu_transport::wire::{GraphId, MIN_EXTENT, PROTOCOL_VERSION, Reply, Request};
 
 fn compute(guest: &mut Guest) {

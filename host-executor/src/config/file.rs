@@ -402,8 +402,7 @@ fn endpoints_of(
             Endpoint::Inproc | Endpoint::Pci(_) => {
                 let reason = format!(
                     "an executor cannot listen on {endpoint}: use unix:PATH, tcp:HOST:PORT or \
-                     vsock:PORT, \
-                     and `vm` of a guest for virtual machines"
+                     vsock:PORT, and `vm` of a guest for virtual machines"
                 );
                 return Err((span, reason));
             }

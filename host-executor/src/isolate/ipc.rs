@@ -34,7 +34,7 @@ pub(super) enum Command {
     Rules(Rules),
     /// The certificates of TCP links from now on, in the file that comes with the message.
     Certificates,
-    /// A program of the guest to serve. Its socket comes with the message.
+    /// A program of the guest to serve. The socket of the program comes with the message.
     Serve {
         session: u64,
         /// The guest's name, if it has one.

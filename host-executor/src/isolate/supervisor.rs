@@ -197,7 +197,7 @@ impl Supervisor {
     /// Starts `command`, which serves the virtual machine `name` at `socket`, and ends it at
     /// shutdown. Returns when the process serves, or after 10 s. The command restarts its executor
     /// itself. If the process of the command ends later, it is started again: the machine's files
-    /// are gone, but its QEMU can be restarted. Its control socket is `control`.
+    /// are gone, but its QEMU can be restarted. The control socket of the process is `control`.
     ///
     /// # Errors
     /// The command cannot be started, or it has ended before it listens.
@@ -457,8 +457,7 @@ impl Shared {
                 %peer,
                 pid,
                 "the worker of this guest {}: the session has ended, no other guest is affected; \
-                 the \
-                 guest's next session gets a new worker",
+                 the guest's next session gets a new worker",
                 ExitReason(*status)
             ),
             Err(error) => error!(session, %peer, pid, "cannot wait for the worker: {error}"),

@@ -7,5 +7,5 @@
 mod queue;
 mod scheduler;
 
-pub(crate) use queue::{Share, TenantId};
+pub(crate) use queue::{Entitlement, TenantId};
 pub(crate) use scheduler::{InFlight, RunState, Scheduler, Times};

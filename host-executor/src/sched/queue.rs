@@ -38,7 +38,7 @@ pub(crate) struct Ticket(pub(crate) u64);
 
 /// What a tenant is granted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Share {
+pub(crate) struct Entitlement {
     /// Share of the device's time, relative to the other tenants. At least 1.
     pub(crate) weight: u32,
     /// Graphs of the tenant that may be started and unfinished at once. At least 1.
@@ -55,7 +55,7 @@ pub(crate) struct Queue {
 
 #[derive(Debug)]
 struct State {
-    share: Share,
+    share: Entitlement,
     time: u128,
     waiting: VecDeque<Waiting>,
     /// Graphs that have had a turn and have not ended.
@@ -93,7 +93,7 @@ impl State {
 
 impl Queue {
     /// Adds a graph that has had no turn yet.
-    pub(crate) fn enter(&mut self, tenant: TenantId, share: Share, ticket: Ticket) {
+    pub(crate) fn enter(&mut self, tenant: TenantId, share: Entitlement, ticket: Ticket) {
         if self.tenants.len() > MAX_IDLE_TENANTS {
             let now = self.now;
             self.tenants.retain(|_, s| !s.is_idle() || s.time > now);

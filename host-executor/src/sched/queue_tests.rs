@@ -42,7 +42,7 @@ fn simulate(guests: &[Guest], length: Duration) -> Vec<Got> {
         for (i, at) in submits.iter_mut().enumerate() {
             if at.is_some_and(|at| at <= now) {
                 waits[i] = at.take().unwrap_or(now);
-                let share = Share {
+                let share = Entitlement {
                     weight: guests[i].weight,
                     in_flight: 1,
                 };
@@ -190,7 +190,7 @@ fn decoding_gets_half_of_the_device_beside_a_continuous_prefill() {
 #[test]
 fn turn_of_a_single_tenant_has_no_limit() {
     let mut queue = Queue::default();
-    let share = Share {
+    let share = Entitlement {
         weight: 1,
         in_flight: 4,
     };
@@ -204,7 +204,7 @@ fn turn_of_a_single_tenant_has_no_limit() {
 #[test]
 fn started_graphs_of_a_tenant_are_limited() {
     let mut queue = Queue::default();
-    let share = Share {
+    let share = Entitlement {
         weight: 1,
         in_flight: 2,
     };
@@ -232,7 +232,7 @@ fn started_graphs_of_a_tenant_are_limited() {
 #[test]
 fn unused_time_gives_no_credit() {
     let mut queue = Queue::default();
-    let share = Share {
+    let share = Entitlement {
         weight: 1,
         in_flight: 1,
     };
@@ -252,7 +252,7 @@ fn unused_time_gives_no_credit() {
 #[test]
 fn idle_tenants_are_removed() {
     let mut queue = Queue::default();
-    let share = Share {
+    let share = Entitlement {
         weight: 1,
         in_flight: 1,
     };

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use vgpu_engine::{Plan, RunError, RunStatus, Turn};
 
-use super::queue::{Queue, Share, TenantId, Ticket};
+use super::queue::{Entitlement, Queue, TenantId, Ticket};
 
 /// The longest turn, also of a graph that no other graph waits for. A graph whose guest is gone has
 /// the device for this long at most.
@@ -108,7 +108,7 @@ impl Scheduler {
     pub(crate) fn run(
         self: &Arc<Self>,
         tenant: TenantId,
-        share: Share,
+        share: Entitlement,
         plan: &mut dyn Plan,
         mut after_turn: impl FnMut(Times),
         mut is_cancelled: impl FnMut() -> bool,
@@ -148,7 +148,7 @@ impl Scheduler {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn enter(&self, tenant: TenantId, share: Share) -> Ticket {
+    fn enter(&self, tenant: TenantId, share: Entitlement) -> Ticket {
         let mut state = self.lock();
         state.last_ticket += 1;
         let ticket = Ticket(state.last_ticket);

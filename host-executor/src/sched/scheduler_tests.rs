@@ -46,7 +46,7 @@ impl Plan for Pieces<'_> {
 fn run(
     scheduler: &Arc<Scheduler>,
     tenant: u64,
-    share: Share,
+    share: Entitlement,
     plan: &mut dyn Plan,
 ) -> (Result<(), RunError>, Times) {
     match scheduler.run(TenantId(tenant), share, plan, |_| {}, || false) {
@@ -60,7 +60,7 @@ fn run(
 fn cancelled_run_ends_between_two_turns_and_the_device_is_free() {
     let scheduler = Arc::new(Scheduler::default());
     let device = AtomicBool::new(false);
-    let share = Share {
+    let share = Entitlement {
         weight: 1,
         in_flight: 1,
     };
@@ -97,7 +97,7 @@ fn plans_of_many_threads_alternate_and_all_complete() {
         for guest in 0..6u64 {
             let (scheduler, device, graphs, turns) = (&scheduler, &device, &graphs, &turns);
             scope.spawn(move || {
-                let share = Share {
+                let share = Entitlement {
                     weight: guest as u32 + 1,
                     in_flight: 1 + guest as usize % 2,
                 };
@@ -155,7 +155,7 @@ impl Plan for Launches<'_> {
 fn next_turn_waits_for_graphs_in_flight() {
     let scheduler = Arc::new(Scheduler::default());
     let device = AtomicBool::new(false);
-    let share = Share {
+    let share = Entitlement {
         weight: 1,
         in_flight: 1,
     };
@@ -190,7 +190,7 @@ fn next_turn_waits_for_graphs_in_flight() {
 fn panicking_plan_releases_the_device() {
     let scheduler = Arc::new(Scheduler::default());
     let device = AtomicBool::new(false);
-    let share = Share {
+    let share = Entitlement {
         weight: 1,
         in_flight: 1,
     };
@@ -220,7 +220,7 @@ fn panicking_plan_releases_the_device() {
 fn single_plan_takes_one_turn() {
     let scheduler = Arc::new(Scheduler::default());
     let device = AtomicBool::new(false);
-    let share = Share {
+    let share = Entitlement {
         weight: 1,
         in_flight: 1,
     };

@@ -171,9 +171,9 @@ fn serve(
     };
     drop(pending);
     shared.wake_waiters();
-    let origin = match tenant.is_named() {
+    let domain = match tenant.is_named() {
         true => format!("guest {}", tenant.name()),
-        false => origin(id, &peer),
+        false => sharing_domain(id, &peer),
     };
     let parts = SharedParts {
         engine: Arc::clone(&shared.engine),
@@ -183,15 +183,15 @@ fn serve(
     };
     let session = Session::of_tenant(id, parts, tenant, counters);
     let session = match shared.weights.get() {
-        Some(weights) => session.sharing(weights, &origin),
+        Some(weights) => session.sharing(weights, &domain),
         None => session,
     };
     session.run_from(first, link.as_mut(), &stop);
 }
 
 /// Whose weights a guest without a name shares without proof: those of the same user of this
-/// machine, or of the same virtual machine. Every other session has an origin of its own.
-fn origin(id: u64, peer: &Peer) -> String {
+/// machine, or of the same virtual machine. Every other session has a sharing domain of its own.
+fn sharing_domain(id: u64, peer: &Peer) -> String {
     let machine = peer.endpoint.strip_prefix("vm ");
     let machine = machine.and_then(|rest| rest.rsplit_once(" slot "));
     match (&peer.process, machine) {

@@ -94,14 +94,12 @@ pub enum Violation {
     SecondHello,
     #[error(
         "the guest speaks protocol version {guest}, this host speaks {PROTOCOL_VERSION}: update \
-         the \
-         older of the two"
+         the older of the two"
     )]
     Protocol { guest: u32 },
     #[error(
         "the guest speaks graph IR version {guest}, this host speaks {IR_VERSION}: update the \
-         older \
-         of the two"
+         older of the two"
     )]
     Ir { guest: u32 },
     #[error("{kind} carries a payload of {payload} bytes, but takes none")]
@@ -154,9 +152,8 @@ pub enum Violation {
     )]
     UnknownGraph(GraphId),
     #[error(
-        "PATCH of {bytes} bytes is based on graph {}, which was never sent, was forgotten, or \
-         used a \
-         buffer that was freed",
+        "PATCH of {bytes} bytes is based on graph {}, which was never sent, was forgotten, or used \
+         a buffer that was freed",
         .base.0
     )]
     UnknownBase { base: GraphId, bytes: usize },

@@ -16,8 +16,8 @@ const CHUNK: usize = 16 << 10;
 /// How long a session waits at once for the guest that it follows.
 const MAX_WAIT: Duration = Duration::from_millis(500);
 
-/// How long a session waits in all for other guests while it uploads a buffer, besides the time that
-/// the bytes of the buffer take at [`MIN_RATE`].
+/// How long a session waits in all for other guests while it uploads a buffer, besides the time
+/// that the bytes of the buffer take at [`MIN_RATE`].
 pub(super) const PATIENCE: Duration = Duration::from_secs(2);
 
 /// The bytes per second at which a guest that others follow does not use up their patience.
@@ -244,8 +244,8 @@ impl ExtentUpload {
         Ok(())
     }
 
-    /// Whether `other` begins with the bytes so far, which are those of `followed`, and has at least
-    /// some of the next ones.
+    /// Whether `other` begins with the bytes so far, which are those of `followed`, and has at
+    /// least some of the next ones.
     fn is_like(
         &mut self,
         other: &Followed,

@@ -107,7 +107,7 @@ pub(super) enum GraphStatus {
     Compiled {
         /// Bytes of its image.
         bytes: u64,
-        /// Its nodes.
+        /// The number of nodes of the graph.
         nodes: usize,
     },
     /// The graph is valid, but the engine cannot compile it.

@@ -1,9 +1,8 @@
 //! A session: one guest, its buffers, its graphs.
 //!
-//! A session executes requests strictly in order, each to its end before the next one is read.
-//! Whatever a guest does wrong ends its own session and nothing else: a session owns all of its
-//! state, and the engine, which sessions share, is handed nothing that has not been checked here or
-//! by [`validate`](vgpu_transport::ir::validate).
+//! A session executes requests strictly in order, each to its end before the next one is read. A
+//! mistake of a guest ends the guest's own session only: a session owns its state. The engine gets
+//! only values that this module or [`validate`](vgpu_transport::ir::validate) has checked.
 //!
 //! - `state`: the session and its figures.
 //! - `dispatch`: what each request does. `weights`: the requests on weights, with their state in

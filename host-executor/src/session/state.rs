@@ -95,10 +95,10 @@ impl Session {
         }
     }
 
-    /// The same session, which shares weights with other sessions of `origin`.
+    /// The same session, which shares weights with other sessions of `domain`.
     #[must_use]
-    pub fn sharing(mut self, weights: &WeightStore, origin: &str) -> Session {
-        self.weights = SessionWeights::new(weights.for_origin(origin));
+    pub fn sharing(mut self, weights: &WeightStore, domain: &str) -> Session {
+        self.weights = SessionWeights::new(weights.for_domain(domain));
         self
     }
 

@@ -235,8 +235,8 @@ impl Session {
         Ok(Answer::Message(Reply::Have { request, indices }))
     }
 
-    /// Checks a proof of possession, and attaches the extent if the proof is right. The session hashes
-    /// the whole extent for this, until the guest has gone.
+    /// Checks a proof of possession, and attaches the extent if the proof is right. The session
+    /// hashes the whole extent for this, until the guest has gone.
     fn proof(
         &mut self,
         request: u64,
@@ -367,8 +367,8 @@ impl Session {
         Ok(())
     }
 
-    /// Writes bytes that the guest sends into a buffer that has the range. The next bytes of an extent
-    /// that the guest uploads are compared with those of other guests first.
+    /// Writes bytes that the guest sends into a buffer that has the range. The next bytes of an
+    /// extent that the guest uploads are compared with those of other guests first.
     pub(super) fn write(
         &mut self,
         buffer: BufferId,

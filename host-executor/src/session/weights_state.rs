@@ -48,8 +48,8 @@ pub(super) struct WeightBuffer {
 pub(super) struct Reserved {
     extent: Weak<dyn Extent>,
     len: u64,
-    /// Keeps the extent alive, as long as the buffer has room for it: what a session keeps alive has
-    /// been charged to its tenant.
+    /// Keeps the extent alive, as long as the buffer has room for it: what a session keeps alive
+    /// has been charged to its tenant.
     held: Option<Arc<dyn Extent>>,
 }
 
@@ -117,9 +117,9 @@ impl SessionWeights {
         self.challenge = None;
     }
 
-    /// Gives up reservations that do not fit into the room that their buffer has left: the buffer and
-    /// what it reserves need at most the bytes that are charged for the buffer. A guest can still
-    /// attach such an extent while another buffer keeps it.
+    /// Gives up reservations that do not fit into the room that their buffer has left: the buffer
+    /// and what it reserves need at most the bytes that are charged for the buffer. A guest can
+    /// still attach such an extent while another buffer keeps it.
     pub(super) fn trim_reservations(&mut self, buffers: &Buffers) {
         for (&id, weights) in &mut self.buffers {
             let held = weights.held_bytes();

@@ -9,7 +9,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use tracing::{info, warn};
-use vgpu_transport::link::pci::{Bell, VmEvent, VmWindow, ivshmem};
+use vgpu_transport::link::pci::{VmDoorbell, VmEvent, VmWindow, ivshmem};
 use vgpu_transport::link::socket_file::{DEFAULT_MODE, SocketFile, SocketFileError, bind_stream};
 
 use super::accept::accept_first;
@@ -55,7 +55,7 @@ impl IvshmemListener {
             this.stored = Some(ivshmem::Parts {
                 memory,
                 bell,
-                lifeline: line,
+                hangup_socket: line,
             });
         }
         Ok(this)
@@ -75,9 +75,9 @@ impl IvshmemListener {
         let ivshmem::Parts {
             memory,
             bell,
-            lifeline: line,
+            hangup_socket: line,
         } = parts;
-        let bell = Bell::new(bell, Some(line));
+        let bell = VmDoorbell::new(bell, Some(line));
         match VmWindow::new(memory, size, bell, self.options.silence) {
             Ok(machine) => self.machine = Some(machine),
             Err(error) => warn!(vm = self.options.name, "no vGPU for this machine: {error}"),
@@ -101,7 +101,7 @@ impl IvshmemListener {
         };
         info!(vm, "QEMU has connected, window {}", self.options.window);
         if service::has_fd_store() {
-            let files = [&parts.memory, &parts.bell, &parts.lifeline];
+            let files = [&parts.memory, &parts.bell, &parts.hangup_socket];
             for (part, file) in FILES.into_iter().zip(files) {
                 service::store(&self.stored_name(part), file.as_fd());
             }

@@ -1,7 +1,7 @@
-//! Virtual machines: each has a socket of its own, to which its monitor connects.
+//! Virtual machines: each has a socket of its own, to which its hypervisor connects.
 //!
 //! - `ivshmem`: stock QEMU's `ivshmem-doorbell` device.
-//! - `vfio_user`: a PCI function of our own, for monitors that speak vfio-user.
+//! - `vfio_user`: a PCI function of our own, for hypervisors that speak vfio-user.
 
 mod accept;
 mod ivshmem;

@@ -19,7 +19,7 @@ const SILENCE: Duration = Duration::from_secs(60);
 /// Longest name of a virtual machine.
 const MAX_NAME: usize = 64;
 
-/// Shortest accepted [`VmOptions::silence`]. A guest updates its sign of life once a second; a
+/// Shortest accepted [`VmOptions::silence`]. A guest sends a heartbeat once a second; a
 /// shorter limit would end the sessions of busy guests.
 const MIN_SILENCE: Duration = Duration::from_secs(5);
 
@@ -28,11 +28,11 @@ const MIN_SILENCE: Duration = Duration::from_secs(5);
 pub struct VmOptions {
     /// The name in logs, and in the fd store.
     pub name: String,
-    /// The socket to which the machine's monitor connects.
+    /// The socket to which the machine's hypervisor connects.
     pub socket: PathBuf,
     /// Bytes of the device's memory region: a power of two.
     pub window: usize,
-    /// How long a program in the machine may show no sign of life before its session ends, since
+    /// How long a program in the machine may send no heartbeat before its session ends, since
     /// the host cannot see the program die. `None`: no limit.
     pub silence: Option<Duration>,
 }

@@ -1,10 +1,10 @@
 //! The cache of weights on disk, which outlives a restart.
 //!
-//! Each content has one file, named after its hash, in the folder of its origin. A file is written
-//! under a temporary name, synced, and renamed: a crash leaves either the whole file or a temporary
-//! file, which the next start removes. Everything that is read is hashed again before a guest can
-//! see it. When the cache is full, the least recently used files are removed. When the disk is
-//! full, nothing is written, and the log says so once.
+//! Each content has one file, named after its hash, in the folder of its sharing domain. A file is
+//! written under a temporary name, synced, and renamed: a crash leaves either the whole file or a
+//! temporary file, which the next start removes. Everything that is read is hashed again before a
+//! guest can see it. When the cache is full, the least recently used files are removed. When the
+//! disk is full, nothing is written, and the log says so once.
 
 use std::collections::HashMap;
 use std::ffi::OsStr;
@@ -25,8 +25,8 @@ use super::options::CacheOptions;
 /// Bytes that are read or written at once.
 const CHUNK: usize = 256 << 10;
 
-/// The folder of contents that all origins share. Other folders are named after a hash of the
-/// origin.
+/// The folder of contents that all sharing domains share. Other folders are named after a hash of
+/// the domain.
 const SHARED_FOLDER: &str = "all";
 
 /// Why there is no weight store.
@@ -154,9 +154,9 @@ impl Disk {
         self.index().bytes
     }
 
-    /// Lengths of the contents of an origin.
-    pub(super) fn lengths(&self, origin: Option<&str>) -> Vec<u64> {
-        let folder = folder_name(origin);
+    /// Lengths of the contents of a sharing domain.
+    pub(super) fn lengths(&self, domain: Option<&str>) -> Vec<u64> {
+        let folder = folder_name(domain);
         let index = self.index();
         let of_origin = index
             .files
@@ -166,8 +166,8 @@ impl Disk {
     }
 
     /// Opens the file of a content.
-    pub(super) fn find(&self, origin: Option<&str>, wanted: ContentKey) -> Option<CachedExtent> {
-        let name: Name = (folder_name(origin).into(), wanted.hash);
+    pub(super) fn find(&self, domain: Option<&str>, wanted: ContentKey) -> Option<CachedExtent> {
+        let name: Name = (folder_name(domain).into(), wanted.hash);
         {
             let mut index = self.index();
             index.clock += 1;
@@ -197,11 +197,11 @@ impl Disk {
         })
     }
 
-    /// Writes an extent, unless it is freed meanwhile. Removes the least recently used files to make
-    /// room. Errors are logged once.
-    pub(super) fn put(&self, origin: Option<&str>, key: ContentKey, extent: &Weak<dyn Extent>) {
+    /// Writes an extent, unless it is freed meanwhile. Removes the least recently used files to
+    /// make room. Errors are logged once.
+    pub(super) fn put(&self, domain: Option<&str>, key: ContentKey, extent: &Weak<dyn Extent>) {
         let ContentKey { hash, len } = key;
-        let name: Name = (folder_name(origin).into(), hash);
+        let name: Name = (folder_name(domain).into(), hash);
         if len > self.limit || self.index().files.contains_key(&name) {
             return;
         }
@@ -387,11 +387,11 @@ fn remove(path: &Path) {
     }
 }
 
-/// The folder of an origin: a hash, since its name may be anything.
-fn folder_name(origin: Option<&str>) -> String {
-    match origin {
+/// The folder of a sharing domain: a hash, since its name may be anything.
+fn folder_name(domain: Option<&str>) -> String {
+    match domain {
         None => SHARED_FOLDER.to_owned(),
-        Some(origin) => ContentHash(*blake3::hash(origin.as_bytes()).as_bytes()).to_string(),
+        Some(domain) => ContentHash(*blake3::hash(domain.as_bytes()).as_bytes()).to_string(),
     }
 }
 

@@ -1,9 +1,9 @@
 //! The order in which extents are hashed: start-time fair queueing of the bytes of each tenant.
 //!
-//! The tenant with the fewest bytes hashed is next. A tenant that returns from a pause has no credit
-//! for it. Between two decisions at most [`QUANTUM`] bytes are hashed. So a tenant that seals buffer
-//! after buffer gets one share like every other one, and waiting extents of others are hashed after
-//! as many bytes of this tenant as of their own.
+//! The tenant with the fewest bytes hashed is next. A tenant that returns from a pause has no
+//! credit for it. Between two decisions at most [`QUANTUM`] bytes are hashed. So a tenant that
+//! seals buffer after buffer gets one share like every other one, and waiting extents of others are
+//! hashed after as many bytes of this tenant as of their own.
 #![forbid(unsafe_code)]
 
 use std::collections::{HashMap, VecDeque};

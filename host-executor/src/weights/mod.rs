@@ -10,16 +10,17 @@
 //! A hash from a guest is only ever looked up. Entries have hashes that the store has computed
 //! itself.
 //!
-//! Access: with [`Sharing::Tenant`] each origin has entries of its own, and the hash suffices,
-//! since the origin itself has uploaded the content. With [`Sharing::All`] all origins share
-//! entries; a guest whose origin has not uploaded a content has to prove that it has the content,
-//! with a hash of all bytes under a key that the host chooses anew each time.
+//! Access: with [`Sharing::Tenant`] each domain has entries of its own, and the hash suffices,
+//! since the sharing domain itself has uploaded the content. With [`Sharing::All`] all sharing
+//! domains share entries; a guest whose sharing domain has not uploaded a content has to prove that
+//! it has the content, with a hash of all bytes under a key that the host chooses anew each time.
 //!
 //! - `options`: whose weights are shared, and the size of the cache.
 //! - `disk`: the cache of weights on disk.
 //! - `hash_queue`: the order in which extents are hashed, fair between tenants.
 //! - `store`: the entries, and the thread that hashes.
-//! - `uploads`: extents that guests upload at the same time, or one after the other, without hashes.
+//! - `uploads`: extents that guests upload at the same time, or one after the other, without
+//!   hashes.
 
 mod disk;
 mod hash_queue;

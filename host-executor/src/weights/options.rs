@@ -11,8 +11,8 @@ use crate::size::{self, ParseSizeError};
 pub enum Sharing {
     /// Nothing is shared, not even among the buffers of one guest.
     Off,
-    /// Weights of the same origin: of the same user of this machine, the same virtual machine, or
-    /// the guest of the same name.
+    /// Weights of the same sharing domain: of the same user of this machine, the same virtual
+    /// machine, or the guest of the same name.
     #[default]
     Tenant,
     /// All weights. A guest can then find out whether another guest has the same content.

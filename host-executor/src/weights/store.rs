@@ -21,11 +21,11 @@ use super::uploads::{self, Slot, Uploads};
 /// Bytes that are hashed at once: fits the caches of a core.
 const CHUNK: usize = 256 << 10;
 
-/// Wrong proofs of a session, and of an origin in [`PROOF_WINDOW`], after which the store does not
-/// ask for further proofs: the guest has to send its weights.
+/// Wrong proofs of a session, and of a sharing domain in [`PROOF_WINDOW`], after which the store
+/// does not ask for further proofs: the guest has to send its weights.
 pub(crate) const MAX_WRONG_PROOFS: u32 = 16;
 
-/// How long the wrong proofs of an origin count.
+/// How long the wrong proofs of a sharing domain count.
 const PROOF_WINDOW: Duration = Duration::from_secs(60);
 
 /// The shared weights of one engine. Clones share the store.
@@ -59,7 +59,7 @@ struct Shared {
     uploads: Uploads,
     queue: Mutex<Queue>,
     has_jobs: Condvar,
-    /// When the present window of each origin began, and its wrong proofs since.
+    /// When the present window of each sharing domain began, and its wrong proofs since.
     wrong_proofs: Mutex<HashMap<Arc<str>, (Instant, u32)>>,
     disk: Option<Disk>,
     counters: Counters,
@@ -74,10 +74,10 @@ struct Entries {
     sweep_at: usize,
 }
 
-/// A content of an origin. `None`: shared by all origins.
+/// A content of a sharing domain. `None`: shared by all sharing domains.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Key {
-    origin: Option<Arc<str>>,
+    domain: Option<Arc<str>>,
     hash: ContentHash,
 }
 
@@ -156,9 +156,9 @@ pub(crate) enum WeakSource {
 
 /// The result of a lookup.
 pub(crate) enum LookupResult {
-    /// The origin may have the content.
+    /// The sharing domain may have the content.
     Granted(Source),
-    /// The origin has to prove that it has the content.
+    /// The sharing domain has to prove that it has the content.
     NeedsProof,
     /// The content is unknown.
     Missing,
@@ -167,7 +167,7 @@ pub(crate) enum LookupResult {
 /// Access of one session to the store.
 pub(crate) struct SessionStore {
     weights: WeightStore,
-    origin: Arc<str>,
+    domain: Arc<str>,
     inbox: Arc<Inbox>,
 }
 
@@ -214,11 +214,11 @@ impl WeightStore {
         }
     }
 
-    /// Access for a session of `origin`. `None` if nothing is shared.
-    pub(crate) fn for_origin(&self, origin: &str) -> Option<SessionStore> {
+    /// Access for a session of `domain`. `None` if nothing is shared.
+    pub(crate) fn for_domain(&self, domain: &str) -> Option<SessionStore> {
         (self.shared.sharing != Sharing::Off).then(|| SessionStore {
             weights: self.clone(),
-            origin: origin.into(),
+            domain: domain.into(),
             inbox: Arc::default(),
         })
     }
@@ -229,9 +229,9 @@ impl SessionStore {
     pub(crate) fn lengths(&self) -> Vec<u64> {
         let shared = &self.weights.shared;
         let is_for_us = |key: &Key| {
-            key.origin
+            key.domain
                 .as_ref()
-                .is_none_or(|origin| *origin == self.origin)
+                .is_none_or(|domain| *domain == self.domain)
         };
         let mut lengths: BTreeSet<u64> = shared
             .entries()
@@ -241,7 +241,7 @@ impl SessionStore {
             .map(|(_, entry)| entry.len)
             .collect();
         if let Some(disk) = &shared.disk {
-            lengths.extend(disk.lengths(shared.origin_of(&self.origin).as_deref()));
+            lengths.extend(disk.lengths(shared.domain_of(&self.domain).as_deref()));
         }
         lengths.into_iter().take(MAX_LENGTHS).collect()
     }
@@ -249,10 +249,10 @@ impl SessionStore {
     /// Looks a content up.
     pub(crate) fn find(&self, wanted: ContentKey) -> LookupResult {
         let shared = &self.weights.shared;
-        let key = shared.key(&self.origin, wanted.hash);
+        let key = shared.key(&self.domain, wanted.hash);
         let in_memory = shared.entries().by_key.get(&key).and_then(|entry| {
             let extent = entry.extent.upgrade()?;
-            (entry.len == wanted.len).then(|| (extent, entry.known_to.contains(&self.origin)))
+            (entry.len == wanted.len).then(|| (extent, entry.known_to.contains(&self.domain)))
         });
         if let Some((extent, is_known)) = in_memory {
             return match is_known {
@@ -261,9 +261,9 @@ impl SessionStore {
             };
         }
         let disk = shared.disk.as_ref();
-        match disk.and_then(|disk| disk.find(key.origin.as_deref(), wanted)) {
-            Some(cached) if key.origin.is_some() => LookupResult::Granted(Source::Disk(cached)),
-            // The cache does not store which origins have uploaded a content.
+        match disk.and_then(|disk| disk.find(key.domain.as_deref(), wanted)) {
+            Some(cached) if key.domain.is_some() => LookupResult::Granted(Source::Disk(cached)),
+            // The cache does not store which sharing domains have uploaded a content.
             Some(_) => LookupResult::NeedsProof,
             None => LookupResult::Missing,
         }
@@ -272,20 +272,20 @@ impl SessionStore {
     /// The content for which a proof is to be checked, if it exists.
     pub(crate) fn find_unproven(&self, wanted: ContentKey) -> Option<WeakSource> {
         let shared = &self.weights.shared;
-        let key = shared.key(&self.origin, wanted.hash);
+        let key = shared.key(&self.domain, wanted.hash);
         let in_memory = shared.entries().by_key.get(&key).and_then(|entry| {
             let is_wanted = entry.len == wanted.len && entry.is_live();
             is_wanted.then(|| WeakSource::Memory(Weak::clone(&entry.extent)))
         });
         in_memory.or_else(|| {
-            let cached = shared.disk.as_ref()?.find(key.origin.as_deref(), wanted)?;
+            let cached = shared.disk.as_ref()?.find(key.domain.as_deref(), wanted)?;
             Some(WeakSource::Disk(cached))
         })
     }
 
     /// The proof of possession for `nonce`: the keyed hash of all bytes. The bytes count like those
-    /// that are hashed for the origin. `None` if `may_go_on` has returned `false`, or if the content
-    /// was freed.
+    /// that are hashed for the sharing domain. `None` if `may_go_on` has returned `false`, or if
+    /// the content was freed.
     pub(crate) fn check_proof(
         &self,
         source: &WeakSource,
@@ -302,7 +302,7 @@ impl SessionStore {
                     let Some(step) = step else {
                         return Ok(None);
                     };
-                    lock(&shared.queue).jobs.used(&self.origin, step.bytes);
+                    lock(&shared.queue).jobs.used(&self.domain, step.bytes);
                     done += step.bytes;
                     if step.is_last {
                         return Ok(Some(ContentHash(*hasher.finalize().as_bytes())));
@@ -311,34 +311,34 @@ impl SessionStore {
                 Ok(None)
             }
             WeakSource::Disk(cached) => {
-                lock(&shared.queue).jobs.used(&self.origin, cached.len);
+                lock(&shared.queue).jobs.used(&self.domain, cached.len);
                 cached.hash(hasher, &mut may_go_on)
             }
         }
     }
 
-    /// Whether the origin may prove that it has a content.
+    /// Whether the sharing domain may prove that it has a content.
     pub(crate) fn may_prove(&self, now: Instant) -> bool {
         let wrong = lock(&self.weights.shared.wrong_proofs);
-        wrong.get(&self.origin).is_none_or(|&(began, count)| {
+        wrong.get(&self.domain).is_none_or(|&(began, count)| {
             now.saturating_duration_since(began) >= PROOF_WINDOW || count < MAX_WRONG_PROOFS
         })
     }
 
-    /// Counts a wrong proof of the origin.
+    /// Counts a wrong proof of the sharing domain.
     pub(crate) fn count_wrong_proof(&self, now: Instant) {
         let mut wrong = lock(&self.weights.shared.wrong_proofs);
         let is_recent = |began: &Instant| now.saturating_duration_since(*began) < PROOF_WINDOW;
         wrong.retain(|_, (began, _)| is_recent(began));
-        wrong.entry(Arc::clone(&self.origin)).or_insert((now, 0)).1 += 1;
+        wrong.entry(Arc::clone(&self.domain)).or_insert((now, 0)).1 += 1;
     }
 
-    /// Records that the origin has proven to have a content.
+    /// Records that the sharing domain has proven to have a content.
     pub(crate) fn proven(&self, hash: ContentHash) {
         let shared = &self.weights.shared;
-        let key = shared.key(&self.origin, hash);
+        let key = shared.key(&self.domain, hash);
         if let Some(entry) = shared.entries().by_key.get_mut(&key) {
-            entry.make_known_to(&self.origin);
+            entry.make_known_to(&self.domain);
         }
     }
 
@@ -351,10 +351,10 @@ impl SessionStore {
         }
     }
 
-    /// The extents of this origin that have `len` bytes and begin with `start`.
+    /// The extents of this sharing domain that have `len` bytes and begin with `start`.
     pub(crate) fn uploads_like(&self, len: u64, start: &[u8]) -> Arc<Slot> {
         let key = uploads::Key {
-            origin: Arc::clone(&self.origin),
+            domain: Arc::clone(&self.domain),
             len,
             start: ContentHash(*blake3::hash(start).as_bytes()),
         };
@@ -377,10 +377,10 @@ impl SessionStore {
                 inbox: Arc::downgrade(&self.inbox),
             };
             let size = extent.size();
-            if !queue.jobs.push(&self.origin, size, job()) {
+            if !queue.jobs.push(&self.domain, size, job()) {
                 // Those that were freed since do not count.
-                queue.jobs.retain(&self.origin, Job::is_wanted);
-                not_queued += usize::from(!queue.jobs.push(&self.origin, size, job()));
+                queue.jobs.retain(&self.domain, Job::is_wanted);
+                not_queued += usize::from(!queue.jobs.push(&self.domain, size, job()));
             }
         }
         drop(queue);
@@ -432,43 +432,44 @@ impl Shared {
         lock(&self.entries)
     }
 
-    /// The origin whose entries a session of `origin` uses. `None`: those of all origins.
-    fn origin_of(&self, origin: &Arc<str>) -> Option<Arc<str>> {
+    /// The sharing domain whose entries a session of `domain` uses. `None`: those of all sharing
+    /// domains.
+    fn domain_of(&self, domain: &Arc<str>) -> Option<Arc<str>> {
         match self.sharing {
             Sharing::All => None,
-            Sharing::Tenant | Sharing::Off => Some(Arc::clone(origin)),
+            Sharing::Tenant | Sharing::Off => Some(Arc::clone(domain)),
         }
     }
 
-    fn key(&self, origin: &Arc<str>, hash: ContentHash) -> Key {
-        let origin = self.origin_of(origin);
-        Key { origin, hash }
+    fn key(&self, domain: &Arc<str>, hash: ContentHash) -> Key {
+        let domain = self.domain_of(domain);
+        Key { domain, hash }
     }
 
     /// The hashing thread.
     fn work(&self) {
         let mut queue = lock(&self.queue);
         while !queue.has_ended {
-            let Some((origin, mut job)) = queue.jobs.pop() else {
+            let Some((domain, mut job)) = queue.jobs.pop() else {
                 let waited = self.has_jobs.wait(queue);
                 queue = waited.unwrap_or_else(PoisonError::into_inner);
                 continue;
             };
             drop(queue);
-            let hashed = self.hash_next(&origin, &mut job);
+            let hashed = self.hash_next(&domain, &mut job);
             queue = lock(&self.queue);
-            queue.jobs.used(&origin, hashed.bytes);
+            queue.jobs.used(&domain, hashed.bytes);
             if !hashed.is_last {
                 let left = job.extent.upgrade().map_or(0, |extent| extent.size());
                 queue
                     .jobs
-                    .put_back(&origin, left.saturating_sub(job.done), job);
+                    .put_back(&domain, left.saturating_sub(job.done), job);
             }
         }
     }
 
     /// Hashes the next bytes of a job, and enters its extent after the last ones.
-    fn hash_next(&self, origin: &Arc<str>, job: &mut Job) -> Hashed {
+    fn hash_next(&self, domain: &Arc<str>, job: &mut Job) -> Hashed {
         const DONE: Hashed = Hashed {
             bytes: 0,
             is_last: true,
@@ -487,8 +488,8 @@ impl Shared {
                     && let Some(extent) = job.extent.upgrade()
                 {
                     let hash = ContentHash(*job.hasher.finalize().as_bytes());
-                    debug!(%origin, bytes = job.done, "weights hashed");
-                    self.enter(origin, job, extent, hash);
+                    debug!(%domain, bytes = job.done, "weights hashed");
+                    self.enter(domain, job, extent, hash);
                 }
                 // Counted when the extent is an entry, and on disk.
                 self.counters
@@ -505,13 +506,13 @@ impl Shared {
     }
 
     /// Makes an extent an entry, or reports it as a duplicate.
-    fn enter(&self, origin: &Arc<str>, job: &Job, extent: Arc<dyn Extent>, hash: ContentHash) {
-        let key = self.key(origin, hash);
+    fn enter(&self, domain: &Arc<str>, job: &Job, extent: Arc<dyn Extent>, hash: ContentHash) {
+        let key = self.key(domain, hash);
         let known = {
             let mut entries = self.entries();
             match entries.live(&key) {
                 Some((entry, first)) => {
-                    entry.make_known_to(origin);
+                    entry.make_known_to(domain);
                     Some(first)
                 }
                 None => {
@@ -520,7 +521,7 @@ impl Shared {
                         Entry {
                             len: extent.size(),
                             extent: Arc::downgrade(&extent),
-                            known_to: vec![Arc::clone(origin)],
+                            known_to: vec![Arc::clone(domain)],
                         },
                     );
                     None
@@ -545,7 +546,7 @@ impl Shared {
                 if let Some(disk) = &self.disk {
                     let len = extent.size();
                     drop(extent);
-                    disk.put(key.origin.as_deref(), ContentKey { hash, len }, &job.extent);
+                    disk.put(key.domain.as_deref(), ContentKey { hash, len }, &job.extent);
                 }
             }
         }
@@ -586,9 +587,9 @@ impl Entry {
         self.extent.strong_count() > 0
     }
 
-    fn make_known_to(&mut self, origin: &Arc<str>) {
-        if !self.known_to.contains(origin) {
-            self.known_to.push(Arc::clone(origin));
+    fn make_known_to(&mut self, domain: &Arc<str>) {
+        if !self.known_to.contains(domain) {
+            self.known_to.push(Arc::clone(domain));
         }
     }
 }

@@ -1,16 +1,16 @@
 //! Extents that guests upload, or have uploaded, by their first bytes.
 //!
-//! A guest that uploads the same bytes as another one of its origin follows it: the session compares
-//! each payload with the extent of the other guest, and needs no memory for bytes that are equal.
-//! So guests that load one model at the same time need one copy, not one each until their weights
-//! have been hashed. Bytes are compared, not hashes: a lone guest pays nothing but the hash of the
-//! first bytes of each extent.
+//! A guest that uploads the same bytes as another one of its sharing domain follows it: the session
+//! compares each payload with the extent of the other guest, and needs no memory for bytes that are
+//! equal. So guests that load one model at the same time need one copy, not one each until their
+//! weights have been hashed. Bytes are compared, not hashes: a lone guest pays nothing but the hash
+//! of the first bytes of each extent.
 //!
 //! A guest that is ahead of the one that it follows waits, but only for a limited time. A guest
 //! whose bytes differ copies what was equal, and uploads the rest by itself.
 //!
-//! Extents of other origins are never compared, whatever [`Sharing`](super::Sharing) says: the time
-//! of a comparison tells how many bytes are equal.
+//! Extents of other sharing domains are never compared, whatever [`Sharing`](super::Sharing) says:
+//! the time of a comparison tells how many bytes are equal.
 #![forbid(unsafe_code)]
 
 use std::collections::HashMap;
@@ -26,7 +26,7 @@ pub(crate) const MAX_COMPARED: usize = 8;
 /// The bytes by which extents are found that may be equal.
 pub(crate) const FIRST_BYTES: usize = 4096;
 
-/// Extents by origin, length and first bytes.
+/// Extents by domain, length and first bytes.
 #[derive(Default)]
 pub(super) struct Uploads {
     state: Mutex<State>,
@@ -42,7 +42,7 @@ struct State {
 /// What extents that may be equal have in common.
 #[derive(PartialEq, Eq, Hash)]
 pub(super) struct Key {
-    pub(super) origin: Arc<str>,
+    pub(super) domain: Arc<str>,
     /// Length in bytes.
     pub(super) len: u64,
     /// The hash of the first bytes.

@@ -19,7 +19,7 @@ use vgpu_executor::{Limits, Server};
 use vgpu_transport::link::pci::discover::{Address, all};
 use vgpu_transport::link::pci::{DOORBELL, PciError, connect, directory};
 use vgpu_transport::link::window::WindowGuest;
-use vgpu_transport::shm::memory::{Memory as _, Registers, Window, sealed_file};
+use vgpu_transport::shm::memory::{Registers, SharedWords as _, Window, sealed_file};
 
 use crate::common::{Guest, TIMEOUT, cpu};
 

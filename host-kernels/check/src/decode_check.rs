@@ -3,7 +3,7 @@
 use vgpu_transport::ir::Type;
 
 use super::CheckError;
-use super::model::{Family, Model, Step, TINY};
+use super::model::{Family, Model, StepShape, TINY};
 use vgpu_engine::Engine;
 
 /// The largest number of tokens to decode.
@@ -78,7 +78,7 @@ fn compare(
     oracle: &dyn Engine,
     tokens: u64,
 ) -> Result<(u64, u64), CheckError> {
-    let built = model.graph(Step {
+    let built = model.graph(StepShape {
         tokens: 1,
         seen: model.context,
     });

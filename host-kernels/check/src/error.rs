@@ -19,7 +19,7 @@ pub enum CheckError {
     #[error("the graph is not valid for the engine: {0}")]
     Graph(#[from] Invalid),
     /// The size of a tensor does not fit 64 bits: the fault of the options' sizes.
-    #[error("the size of a tensor of type {ty:?} with extents {ne:?} does not fit 64 bits")]
+    #[error("the size of a tensor of type {ty:?} with lengths {ne:?} does not fit 64 bits")]
     #[allow(missing_docs)] // the message names every field
     TensorSize { ty: Type, ne: [u64; 4] },
     /// The reference engine failed.

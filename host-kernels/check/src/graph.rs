@@ -181,8 +181,8 @@ pub(super) struct LoadedGraph {
 pub(super) fn numbers(memory: &dyn Memory, tensor: &Tensor) -> Result<Vec<f32>, CheckError> {
     let Shape { ty, ne, .. } = tensor.shape;
     let size = CheckError::TensorSize { ty, ne };
-    let extent = tensor.shape.extent().ok_or_else(|| size.clone())?;
-    let mut bytes = vec![0; extent as usize];
+    let byte_len = tensor.shape.byte_len().ok_or_else(|| size.clone())?;
+    let mut bytes = vec![0; byte_len as usize];
     memory.read(tensor.offset, bytes.as_mut_slice().into())?;
     let n = tensor.shape.elements().ok_or(size)? as usize;
     Ok(match ty {
@@ -197,8 +197,8 @@ pub(super) fn numbers(memory: &dyn Memory, tensor: &Tensor) -> Result<Vec<f32>, 
         ty => {
             let format = Format::of(ty).expect("results are integers or real numbers");
             let mut out = vec![0.0; n];
-            // SAFETY: the tensor is contiguous, so `bytes`, which has the tensor's extent, holds
-            // `n` elements in whole blocks of `format`; `out` has room for `n` floats.
+            // SAFETY: the tensor is contiguous, so `bytes`, which has the tensor's byte length,
+            // holds `n` elements in whole blocks of `format`; `out` has room for `n` floats.
             unsafe { (format.dequantize_row)(bytes.as_ptr(), out.as_mut_ptr(), n) };
             out
         }

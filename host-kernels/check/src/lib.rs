@@ -1,7 +1,7 @@
 //! The self-test of an engine: results of each family of operators compared with the CPU engine,
 //! and rates of copies, matrix products and attention.
 //!
-//! `vgpu gpu-check` runs it on a new GPU. It takes a few minutes and needs no model files.
+//! `vgpu gpu-check` runs the self-test on a new GPU, in a few minutes and without model files.
 
 mod cases;
 mod cublas;
@@ -24,7 +24,7 @@ pub use decode_check::{Decoding, MAX_TOKENS};
 pub use error::CheckError;
 pub use rates::{Ceilings, Rate, Work};
 pub use synthetic_gguf::{SHAPES, SyntheticModel};
-pub use tune::{Extents, Tuned};
+pub use tune::{TuneShapes, Tuned};
 
 /// Extent of the measurements.
 #[derive(Debug, Clone, Copy)]
@@ -121,8 +121,8 @@ pub fn rates(
 pub fn tune(
     engines: &[(GemmVariant, &dyn Engine); 3],
     options: &Options,
-    extents: &Extents,
+    lengths: &TuneShapes,
     seen: impl FnMut(&Tuned),
 ) -> TuningTable {
-    tune::run(engines, options, extents, seen)
+    tune::run(engines, options, lengths, seen)
 }

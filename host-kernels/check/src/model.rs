@@ -16,8 +16,8 @@ use vgpu_engine::{Engine, Memory, Plan};
 
 pub use builder::{Built, ModelBuilder};
 pub use shapes::{
-    DENSE_1B, DENSE_8B, DENSE_70B, DENSE_256M, EXPERTS_20B, EXPERTS_30B, Family, Model, Step, TINY,
-    TINY_BIASES, TINY_EXPERTS, TINY_GPT_OSS,
+    DENSE_1B, DENSE_8B, DENSE_70B, DENSE_256M, EXPERTS_20B, EXPERTS_30B, Family, Model, StepShape,
+    TINY, TINY_BIASES, TINY_EXPERTS, TINY_GPT_OSS,
 };
 
 /// Random elements of a tensor, a multiple of the block size of every type. Larger tensors repeat
@@ -95,7 +95,7 @@ impl Built {
 
     /// Writes the inputs of the step at `position` of a sequence.
     pub fn write_inputs(&self, loaded: &Loaded, position: u64) {
-        let Step { tokens, seen } = self.step;
+        let StepShape { tokens, seen } = self.step;
         for (name, tensor) in &self.inputs {
             let each = position..position + tokens;
             let bytes: Vec<u8> = match *name {
@@ -135,7 +135,7 @@ impl Built {
 
     /// Reads the logits of the last run.
     pub fn read_result(&self, loaded: &Loaded) -> Vec<f32> {
-        let mut bytes = vec![0; self.result.shape.extent().unwrap() as usize];
+        let mut bytes = vec![0; self.result.shape.byte_len().unwrap() as usize];
         let read =
             loaded.buffers[COMPUTE as usize].read(self.result.offset, bytes.as_mut_slice().into());
         read.expect("the result lies in its buffer");

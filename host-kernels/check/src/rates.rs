@@ -34,7 +34,7 @@ pub enum Work {
 /// A measured rate, or why the measurement failed.
 #[derive(Debug, Clone)]
 pub struct Rate {
-    /// The operation and its extents.
+    /// The operation and its lengths.
     pub name: String,
     /// The unit of `rate`.
     pub work: Work,
@@ -268,8 +268,8 @@ pub(super) fn operations(
     rows: u64,
     columns: u64,
 ) -> Result<f64, CheckError> {
-    let extents = [options.size, rows];
-    Ok(product(engine, options, ty, extents, columns, Work::Operations)?.rate())
+    let lengths = [options.size, rows];
+    Ok(product(engine, options, ty, lengths, columns, Work::Operations)?.rate())
 }
 
 /// Matrix products with different weights of `n` by `rows`, so that none is cached.
@@ -296,7 +296,7 @@ fn product(
         builder.tensor_at(first).shape,
     );
     let bytes = shape
-        .extent()
+        .byte_len()
         .ok_or(CheckError::TensorSize { ty, ne: shape.ne })?;
     let step = bytes.next_multiple_of(256);
     // The rate of operations does not need distinct weights.
@@ -369,7 +369,7 @@ fn attention(
     };
     builder.node(op, dst, &[Some(q), Some(k), Some(v), Some(mask)]);
     let ne = [size, keys, kv, 1];
-    let cache = Shape::contiguous(ty, ne).and_then(|shape| shape.extent());
+    let cache = Shape::contiguous(ty, ne).and_then(|shape| shape.byte_len());
     let amount = match tokens {
         1 => 2.0 * cache.ok_or(CheckError::TensorSize { ty, ne })? as f64,
         // The causal mask hides half of the pairs.

@@ -1,4 +1,4 @@
-//! Autotuning: the fastest GEMM variant of a GPU for each weight type and extent.
+//! Autotuning: the fastest GEMM variant of a GPU for each weight type and length.
 
 use vgpu_transport::ir::Type;
 
@@ -9,7 +9,7 @@ use vgpu_engine::Engine;
 
 /// The grid of measurements.
 #[derive(Debug, Clone)]
-pub struct Extents {
+pub struct TuneShapes {
     /// Types of weights.
     pub types: Vec<Type>,
     /// Rows of weights.
@@ -28,11 +28,11 @@ const OTHERS: [Type; 6] = [
     Type::Q5_1,
 ];
 
-impl Default for Extents {
-    /// All types with several GEMM variants, at extents from half the smallest to twice the largest
+impl Default for TuneShapes {
+    /// All types with several GEMM variants, at lengths from half the smallest to twice the largest
     /// of common models.
-    fn default() -> Extents {
-        Extents {
+    fn default() -> TuneShapes {
+        TuneShapes {
             types: [&rates::POPULAR[..], &OTHERS].concat(),
             rows: vec![1024, 4096, 14336],
             columns: vec![64, 256, 1024, 4096],
@@ -66,13 +66,13 @@ impl Tuned {
 pub(super) fn run(
     engines: &[(GemmVariant, &dyn Engine); 3],
     options: &Options,
-    extents: &Extents,
+    lengths: &TuneShapes,
     mut seen: impl FnMut(&Tuned),
 ) -> TuningTable {
     let mut table = TuningTable::default();
-    for &ty in &extents.types {
-        for &rows in &extents.rows {
-            for &columns in &extents.columns {
+    for &ty in &lengths.types {
+        for &rows in &lengths.rows {
+            for &columns in &lengths.columns {
                 let rates = engines.map(|(variant, engine)| {
                     let rate = rates::operations(engine, options, ty, rows, columns);
                     (variant, rate)

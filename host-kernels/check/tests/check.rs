@@ -6,7 +6,7 @@ mod shim;
 use std::sync::Arc;
 use std::time::Duration;
 
-use vgpu_check::{Extents, Options, Outcome, Work};
+use vgpu_check::{Options, Outcome, TuneShapes, Work};
 use vgpu_cpu::CpuEngine;
 use vgpu_cuda::CudaEngine;
 use vgpu_cuda::autotune::{GemmVariant, TuningTable};
@@ -135,13 +135,13 @@ fn fastest_kernel_of_each_matrix_product_is_selected() {
     let variants = engines
         .each_ref()
         .map(|(variant, engine)| (*variant, engine as &dyn Engine));
-    let extents = Extents {
+    let lengths = TuneShapes {
         types: vec![Type::Q4_0, Type::F16],
         rows: vec![40],
         columns: vec![40],
     };
     let mut seen = Vec::new();
-    let table = vgpu_check::tune(&variants, &SMALL, &extents, |tuned| {
+    let table = vgpu_check::tune(&variants, &SMALL, &lengths, |tuned| {
         seen.push(tuned.clone())
     });
     assert_eq!((seen.len(), table.len()), (2, 2));

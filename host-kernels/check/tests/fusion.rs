@@ -1,7 +1,7 @@
 //! The CPU engine's plans that fuse nodes leave the same bytes in memory as plans that run them one
 //! by one.
 
-use vgpu_check::model::{Built, Model, Step, TINY, TINY_BIASES, TINY_EXPERTS, TINY_GPT_OSS};
+use vgpu_check::model::{Built, Model, StepShape, TINY, TINY_BIASES, TINY_EXPERTS, TINY_GPT_OSS};
 use vgpu_cpu::CpuEngine;
 use vgpu_engine::{Memory, Plan, Turn};
 use vgpu_transport::ir::{OpKind, Type};
@@ -75,7 +75,7 @@ fn fused_graphs_leave_the_same_memory() {
     ];
     for (model, what) in models {
         for tokens in [1, 3, 9, 32] {
-            let built = model.graph(Step { tokens, seen: 64 });
+            let built = model.graph(StepShape { tokens, seen: 64 });
             let plain = memory_after(&built, 1, false, false).expect("it runs");
             for threads in [1, 3] {
                 for cut in [false, true] {
@@ -104,7 +104,7 @@ fn fusion_preserves_results_with_overlapping_memory() {
         assert!(tried < 600, "most of them run");
         let tokens = [1, 4, 12][tried / 4 % 3];
         let models = [TINY, TINY_EXPERTS, TINY_BIASES, TINY_GPT_OSS];
-        let mut built = models[tried % 4].graph(Step { tokens, seen: 32 });
+        let mut built = models[tried % 4].graph(StepShape { tokens, seen: 32 });
         let compute: Vec<usize> = { 0..built.graph.tensors.len() }
             .filter(|&i| built.graph.tensors[i].buffer == 2)
             .collect();
@@ -131,7 +131,7 @@ fn fusion_preserves_results_with_overlapping_memory() {
 
 /// Which operators are computed together, in the guest's order.
 fn together(model: Model, tokens: u64) -> Vec<Vec<OpKind>> {
-    let built = model.graph(Step { tokens, seen: 32 });
+    let built = model.graph(StepShape { tokens, seen: 32 });
     let engine = CpuEngine::new(1, None).expect("an engine");
     let loaded = built.load(&engine);
     let mut plan = built.compile(&engine, &loaded);
@@ -183,7 +183,7 @@ fn matrix_products_are_fused_with_bias_and_gate() {
 #[test]
 fn timeline_has_every_node_once_and_the_results_of_a_run() {
     for (model, threads) in [(TINY, 1), (TINY, 2), (TINY_EXPERTS, 2), (TINY_GPT_OSS, 2)] {
-        let built = model.graph(Step {
+        let built = model.graph(StepShape {
             tokens: 1,
             seen: 32,
         });

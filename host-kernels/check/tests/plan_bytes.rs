@@ -10,7 +10,7 @@ mod shim;
 use std::sync::Arc;
 
 use counting::{Counting, counted};
-use vgpu_check::model::{Family, Model, Step, TINY, TINY_EXPERTS};
+use vgpu_check::model::{Family, Model, StepShape, TINY, TINY_EXPERTS};
 use vgpu_cpu::CpuEngine;
 use vgpu_cuda::CudaEngine;
 use vgpu_engine::Engine;
@@ -29,7 +29,7 @@ fn check(engine: &dyn Engine) {
             ..model
         };
         for tokens in [1, 20] {
-            let built = model.graph(Step { tokens, seen: 64 });
+            let built = model.graph(StepShape { tokens, seen: 64 });
             let loaded = built.load(engine);
             let graph = built.valid(engine);
             let counts = GraphCounts::of_image(&graph.graph().encode()).expect("an image");

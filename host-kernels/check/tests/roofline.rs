@@ -1,16 +1,16 @@
 //! What graphs cost at least.
 
-use vgpu_check::model::{Model, Step, TINY, TINY_EXPERTS};
+use vgpu_check::model::{Model, StepShape, TINY, TINY_EXPERTS};
 use vgpu_engine::roofline::*;
 use vgpu_transport::ir::Type;
 
-fn total(model: Model, step: Step) -> Cost {
+fn total(model: Model, step: StepShape) -> Cost {
     of(&model.graph(step).graph).into_iter().sum()
 }
 
 #[test]
 fn dense_step_reads_each_weight_once() {
-    let step = Step {
+    let step = StepShape {
         tokens: 1,
         seen: 32,
     };
@@ -42,14 +42,14 @@ fn dense_step_reads_each_weight_once() {
 fn more_tokens_add_operations_but_no_weight_reads() {
     let one = total(
         TINY,
-        Step {
+        StepShape {
             tokens: 1,
             seen: 32,
         },
     );
     let many = total(
         TINY,
-        Step {
+        StepShape {
             tokens: 16,
             seen: 32,
         },
@@ -65,21 +65,21 @@ fn expert_reads_are_bounded_by_the_selections_of_the_tokens() {
     let expert = 3 * 64 * 96 / 32 * 34;
     let one = total(
         TINY_EXPERTS,
-        Step {
+        StepShape {
             tokens: 1,
             seen: 32,
         },
     );
     let two = total(
         TINY_EXPERTS,
-        Step {
+        StepShape {
             tokens: 2,
             seen: 32,
         },
     );
     let four = total(
         TINY_EXPERTS,
-        Step {
+        StepShape {
             tokens: 4,
             seen: 32,
         },
@@ -116,7 +116,7 @@ fn roofline_time_is_the_maximum_of_memory_and_compute_time() {
 
 #[test]
 fn labels_name_operator_and_type() {
-    let built = TINY.graph(Step {
+    let built = TINY.graph(StepShape {
         tokens: 1,
         seen: 32,
     });

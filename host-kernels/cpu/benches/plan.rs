@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use median::median;
 use rustix::time::{ClockId, clock_gettime};
-use vgpu_check::model::{Model, Step, TINY};
+use vgpu_check::model::{Model, StepShape, TINY};
 use vgpu_cpu::CpuEngine;
 use vgpu_transport::ir::Type;
 
@@ -74,7 +74,7 @@ fn main() {
             ..MODEL
         };
         for &tokens in &tokens {
-            let built = model.graph(Step { tokens, seen: SEEN });
+            let built = model.graph(StepShape { tokens, seen: SEEN });
             let loaded = built.load(&engines[0]);
             let mut plans = { engines.iter() }.map(|engine| built.compile(engine, &loaded));
             let mut plans: [_; 2] = std::array::from_fn(|_| plans.next().expect("two engines"));

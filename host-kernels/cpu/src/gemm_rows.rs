@@ -260,7 +260,7 @@ mod tests {
                 out: out.as_mut_ptr(),
                 out_stride,
             };
-            // SAFETY: the vectors have the extents of the operands.
+            // SAFETY: the vectors have the lengths of the operands.
             unsafe { dispatch_ptr_at(level, Add(product)) };
             for (at, (&out, &before)) in out.iter().zip(&before).enumerate() {
                 let (i, c) = (at / out_stride, at % out_stride);
@@ -284,13 +284,13 @@ mod tests {
     proptest! {
         #[test]
         fn every_simd_level_writes_the_sums_and_nothing_else(
-            extents in [0usize..15, 0usize..20, 0usize..150, 0usize..5],
+            lengths in [0usize..15, 0usize..20, 0usize..150, 0usize..5],
             transposed in any::<bool>(),
             seed in any::<u32>(),
         ) {
-            check(extents, transposed, seed, |x| x);
-            check(extents, transposed, seed, f16::from_f32);
-            check(extents, transposed, seed, bf16::from_f32);
+            check(lengths, transposed, seed, |x| x);
+            check(lengths, transposed, seed, f16::from_f32);
+            check(lengths, transposed, seed, bf16::from_f32);
         }
     }
 }

@@ -112,8 +112,8 @@ impl Level {
     /// below.
     ///
     /// On Intel processors, the BF16 dot product in 512 bits is no faster than other products of
-    /// AVX-512. On one with AMX, a thread reaches 97 GFLOPS with many columns; as 16-bit integers, F16
-    /// and BF16 reach 218 and 230, and with eight columns in single precision 113 and 109
+    /// AVX-512. On one with AMX, a thread reaches 97 GFLOPS with many columns; as 16-bit integers,
+    /// F16 and BF16 reach 218 and 230, and with eight columns in single precision 113 and 109
     /// (`cargo bench -p vgpu-cpu --bench gemm -- --level avx512bf16`).
     fn pays(self) -> bool {
         #[cfg(target_arch = "x86_64")]

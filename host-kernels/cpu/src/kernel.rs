@@ -188,13 +188,13 @@ impl Worker<'_> {
     /// kernel again for the rest. So work of a kernel before its units is repeated in each turn,
     /// and a kernel must have no work after its units. A unit takes about a millisecond or less,
     /// unless a single row or result is more work.
-    pub(crate) fn share(&self, units: usize) -> Share<'_> {
+    pub(crate) fn share(&self, units: usize) -> RowShare<'_> {
         self.share_groups(units, 1)
     }
 
     /// As [`share`](Worker::share), of `groups` of `steps` units each. One thread has all units of
     /// a group, in order. Unit `step` of group `group` has the number `group * steps + step`.
-    pub(crate) fn share_groups(&self, groups: usize, steps: usize) -> Share<'_> {
+    pub(crate) fn share_groups(&self, groups: usize, steps: usize) -> RowShare<'_> {
         let part = groups / self.count;
         let rest = groups % self.count;
         let start = self.index * part + self.index.min(rest);
@@ -206,13 +206,13 @@ impl Worker<'_> {
 
     /// All of `units` on the first thread, and none on the others. As [`share`](Worker::share)
     /// otherwise.
-    pub(crate) fn alone(&self, units: usize) -> Share<'_> {
+    pub(crate) fn alone(&self, units: usize) -> RowShare<'_> {
         self.units(0..if self.index == 0 { units } else { 0 }, units)
     }
 
-    fn units(&self, range: Range<usize>, all: usize) -> Share<'_> {
+    fn units(&self, range: Range<usize>, all: usize) -> RowShare<'_> {
         debug_assert!(!self.has_asked.replace(true), "two shares in one kernel");
-        Share {
+        RowShare {
             worker: self,
             next: range.start.saturating_add(self.finished).min(range.end),
             range,
@@ -311,7 +311,7 @@ const READ_INTERVAL: Estimate = Estimate(100_000);
 /// The clock is read by estimated work, not by the measured time of the units before: units of a
 /// kernel can differ, and after a million units that had nothing to do, one measured time says
 /// nothing about the next million.
-pub(crate) struct Share<'a> {
+pub(crate) struct RowShare<'a> {
     worker: &'a Worker<'a>,
     /// The units of this thread in all turns.
     range: Range<usize>,
@@ -322,7 +322,7 @@ pub(crate) struct Share<'a> {
     unread: Estimate,
 }
 
-impl Share<'_> {
+impl RowShare<'_> {
     /// The same units, of which each is at most this much work. Without, all units of a kernel are
     /// the same part of its node's work.
     #[must_use]
@@ -348,7 +348,7 @@ impl Share<'_> {
     }
 }
 
-impl Iterator for Share<'_> {
+impl Iterator for RowShare<'_> {
     type Item = usize;
 
     fn next(&mut self) -> Option<usize> {

@@ -54,8 +54,8 @@ impl CpuMemory {
         CpuMemory::mapped(size, budget, |len| Region::private(len).map(Kind::Private))
     }
 
-    /// Memory for weights that takes the place of this memory, with the same charge. `None` if there
-    /// are no bytes.
+    /// Memory for weights that takes the place of this memory, with the same charge. `None` if
+    /// there are no bytes.
     ///
     /// # Errors
     /// [`EngineError::OutOfMemory`] if the kernel refuses the mapping.
@@ -133,7 +133,7 @@ impl CpuMemory {
         }
     }
 
-    /// The address of `len` contiguous bytes, for reading. It is valid until
+    /// The address of `len` contiguous bytes, for reading. The address is valid until
     /// [`moves`](CpuMemory::moves) changes.
     pub(super) fn locate(&self, offset: u64, len: u64) -> Result<*mut u8, EngineError> {
         self.address(offset, len, WeightRegion::locate)

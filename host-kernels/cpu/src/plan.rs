@@ -240,7 +240,7 @@ fn moves(memories: &[&CpuMemory]) -> Vec<u64> {
 fn views(graph: &Graph, memories: &[&CpuMemory]) -> Result<(Vec<View>, Vec<u64>), EngineError> {
     let place = |tensor: &Tensor| {
         // The same value as in validation.
-        let len = tensor.shape.extent().unwrap_or(u64::MAX);
+        let len = tensor.shape.byte_len().unwrap_or(u64::MAX);
         (memories[tensor.buffer as usize], tensor.offset, len)
     };
     for index in graph.nodes.iter().flat_map(written) {
@@ -253,7 +253,7 @@ fn views(graph: &Graph, memories: &[&CpuMemory]) -> Result<(Vec<View>, Vec<u64>)
             let (memory, offset, len) = place(tensor);
             let ptr = memory.locate(offset, len)?;
             // SAFETY: `locate` returns `len` contiguous bytes of the buffer, which the plan keeps
-            // alive with the views. Validation has checked the alignment and the extent of the
+            // alive with the views. Validation has checked the alignment and the length of the
             // shape. The plan does not run once the bytes have moved.
             Ok(unsafe { View::new(ptr, &tensor.shape) })
         });

@@ -1,8 +1,8 @@
 //! The memory of the machine that this process may use: what `/proc/meminfo` and the control groups
 //! (version 2) report.
 //!
-//! A process is in a control group, which is in others up to the root. Each of them can have a limit
-//! that counts all processes below it.
+//! A process is in a control group, which is in others up to the root. Each of them can have a
+//! limit that counts all processes below it.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt as _;

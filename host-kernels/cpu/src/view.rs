@@ -1,4 +1,4 @@
-//! A tensor as kernels see it: a pointer, extents and strides.
+//! A tensor as kernels see it: a pointer, lengths and strides.
 
 use std::ops::Range;
 
@@ -29,7 +29,7 @@ impl View {
     /// ([`Shape::with_plain_strides`]), so that kernels may compute with them.
     ///
     /// # Safety
-    /// - `shape` is valid, and its extent in bytes from `ptr` on lies inside one allocation that
+    /// - `shape` is valid, and its byte length from `ptr` on lies inside one allocation that
     ///   exists as long as kernels use the view or a copy of it;
     /// - `ptr` and the strides are aligned for the elements of plain types;
     /// - only the plan that owns the view accesses these bytes while its kernels run.
@@ -59,7 +59,7 @@ impl View {
         [row % ne1, row / ne1 % ne2, row / (ne1 * ne2)]
     }
 
-    /// The address of the row with these indices. The indices must be below the extents; the
+    /// The address of the row with these indices. The indices must be below the lengths; the
     /// address is then inside the buffer.
     pub(crate) fn row_ptr(&self, [i1, i2, i3]: [usize; 3]) -> *mut u8 {
         debug_assert!(i1 < self.ne[1] && i2 < self.ne[2] && i3 < self.ne[3]);
@@ -97,8 +97,8 @@ impl View {
     /// The addresses of the tensor, from its first byte to one past its last.
     pub(crate) fn span(&self) -> Range<usize> {
         let start = self.ptr.addr();
-        let extent = self.shape().extent().unwrap_or(0) as usize; // validated: there is one
-        start..start + extent
+        let length = self.shape().byte_len().unwrap_or(0) as usize; // validated: there is one
+        start..start + length
     }
 
     /// Whether the address ranges of both tensors intersect.
@@ -107,7 +107,7 @@ impl View {
         a.start < b.end && b.start < a.end
     }
 
-    /// Whether no two rows can share memory: the stride of each dimension is at least the extent of
+    /// Whether no two rows can share memory: the stride of each dimension is at least the length of
     /// all dimensions with smaller strides. (Rows interleaved in other ways count as shared.)
     pub(crate) fn distinct_rows(&self) -> bool {
         let mut outer: Vec<(usize, usize)> = (1..4)
@@ -116,9 +116,9 @@ impl View {
             .collect();
         outer.sort_unstable();
         let mut reach = self.shape().row_bytes() as usize;
-        outer.into_iter().all(|(stride, extent)| {
+        outer.into_iter().all(|(stride, length)| {
             let fits = stride >= reach;
-            reach = stride.saturating_mul(extent);
+            reach = stride.saturating_mul(length);
             fits
         })
     }

@@ -4,7 +4,7 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use vgpu_check::model::{Family, Model, Step, TINY, TINY_EXPERTS};
+use vgpu_check::model::{Family, Model, StepShape, TINY, TINY_EXPERTS};
 use vgpu_cpu::CpuEngine;
 use vgpu_transport::ir::Type;
 
@@ -40,7 +40,7 @@ static ALLOCATOR: Counting = Counting;
 
 /// Allocations of the later runs of a graph. In the first ones each thread gets the memory that its
 /// kernels keep.
-fn allocations(model: Model, step: Step, threads: usize) -> usize {
+fn allocations(model: Model, step: StepShape, threads: usize) -> usize {
     let engine = CpuEngine::new(threads, None).expect("an engine");
     let built = model.graph(step);
     let loaded = built.load(&engine);
@@ -114,7 +114,7 @@ fn graphs_run_without_allocating() {
             };
             for &model in models {
                 for tokens in [1, 8, 48] {
-                    let step = Step { tokens, seen: 64 };
+                    let step = StepShape { tokens, seen: 64 };
                     for threads in [1, 2] {
                         let count = allocations(model, step, threads);
                         let is_dense = model.experts.is_none();

@@ -3,7 +3,7 @@
 //!
 //! Q, K and V multiply the same activations, and so do gate and up: these are quantised once, or by
 //! the norm before them. Q8 activations lie in the first part of the scratch memory, which is used
-//! as a ring. They are valid until a launch writes to their source.
+//! as a ring. Cached activations are valid until a launch writes to their source.
 //!
 //! The F16 activations of products with many columns lie in the scratch memory of the node that
 //! made them, and later nodes leave this part alone. The cache holds one of these at a time.
@@ -21,7 +21,7 @@ pub(crate) const ACTIVATION_CACHE_BYTES: u64 = 4 << 20;
 /// than those of a layer of a model.
 const MAX_OCCUPIED: usize = 64;
 
-/// The cache while a plan is compiled. It holds addresses, not data.
+/// The cache while a plan is compiled: addresses, not data.
 pub(crate) struct ActivationCache {
     base: Address,
     next: u64,
@@ -39,7 +39,7 @@ struct F16Activations {
     /// What they were made of, and how, as bytes.
     key: Vec<u8>,
     sources: Vec<Range<Address>>,
-    /// Their range in the nodes' scratch memory.
+    /// The range of the activations in the nodes' scratch memory.
     range: Range<u64>,
     params: VgConvertF16Sm90Params,
     made: usize,
@@ -58,7 +58,7 @@ struct Entry {
     is_result: bool,
 }
 
-/// Dense activations: address, row length, number of rows and type. The other extents do not
+/// Dense activations: address, row length, number of rows and type. The other lengths do not
 /// matter.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct Key(Address, i64, i64, u32);
@@ -118,8 +118,8 @@ impl ActivationCache {
     }
 
     /// Caches the F16 activations that launch `made`, and those after it, write to `range` of the
-    /// nodes' scratch memory, and drops those cached before. They are valid until a launch writes
-    /// to `sources`.
+    /// nodes' scratch memory, and drops those cached before. The activations are valid until a
+    /// launch writes to `sources`.
     pub(crate) fn cache_f16(
         &mut self,
         key: Vec<u8>,
@@ -185,7 +185,7 @@ impl ActivationCache {
         };
         self.entries.push(Entry {
             key,
-            source: x.extent(),
+            source: x.address_range(),
             range,
             q8,
             made,
@@ -230,7 +230,7 @@ mod tests {
         assert_eq!(cache.get(&x, 0), None);
         let q8 = cache.put(&x, 0, true).unwrap();
         assert_eq!(cache.get(&x, 3), Some(q8));
-        // Other extents, the same rows.
+        // Other lengths, the same rows.
         assert_eq!(cache.get(&view(4096, [64, 1, 2, 1]), 4), Some(q8));
         assert_eq!(cache.get(&view(4096, [128, 1, 1, 1]), 4), None);
         assert_eq!(cache.spans(), [(0, 3), (0, 4)]);

@@ -58,8 +58,8 @@ impl Allocator {
         size <= MAX_PART && self.device.prefers_suballocation()
     }
 
-    /// The bytes that an allocation of `size` bytes takes. An allocation without bytes counts as the
-    /// smallest part.
+    /// The bytes that an allocation of `size` bytes takes. An allocation without bytes counts as
+    /// the smallest part.
     pub(crate) fn allocation_size(&self, size: u64) -> u64 {
         let unit = match size > MAX_PART && self.device.prefers_suballocation() {
             true => BLOCK,

@@ -1,7 +1,7 @@
 //! Which kernel variant of a matrix product is the fastest on a GPU.
 //!
 //! The kernels for any GPU can run a product of many columns, and on sm_90a also kernels with tiles
-//! of two widths. Which variant is the fastest depends on the weight type and the extents. `vgpu
+//! of two widths. Which variant is the fastest depends on the weight type and the lengths. `vgpu
 //! gpu-check tune` measures it and writes a file. For products that are not in the table, a rule of
 //! thumb decides (`ops/gemm_sm90.rs`).
 
@@ -54,13 +54,13 @@ impl GemmVariant {
 }
 
 /// Rows and columns of a result. A measurement holds for results of half to twice as many of both.
-type Extents = (u64, u64);
+type MatrixShape = (u64, u64);
 
 /// The fastest variants that were measured on a device.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TuningTable {
     forced: Option<GemmVariant>,
-    measured: BTreeMap<u8, Vec<(Extents, GemmVariant)>>,
+    measured: BTreeMap<u8, Vec<(MatrixShape, GemmVariant)>>,
 }
 
 impl TuningTable {
@@ -95,10 +95,11 @@ impl TuningTable {
             return self.forced;
         }
         let apart = |a: u64, b: u64| (a.max(1) as f64 / b.max(1) as f64).log2().abs();
-        let near = |&&((r, c), _): &&(Extents, GemmVariant)| {
+        let near = |&&((r, c), _): &&(MatrixShape, GemmVariant)| {
             apart(rows, r) <= MAX_LOG2_DISTANCE && apart(columns, c) <= MAX_LOG2_DISTANCE
         };
-        let distance = |((r, c), _): &(Extents, GemmVariant)| apart(rows, *r) + apart(columns, *c);
+        let distance =
+            |((r, c), _): &(MatrixShape, GemmVariant)| apart(rows, *r) + apart(columns, *c);
         let of_type = self.measured.get(&(ty as u8))?;
         { of_type.iter().filter(near) }
             .min_by(|a, b| distance(a).total_cmp(&distance(b)))

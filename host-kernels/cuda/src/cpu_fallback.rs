@@ -143,7 +143,7 @@ impl Region {
             .map(|tensor| Region {
                 buffer: tensor.buffer,
                 // Offsets keep the alignment of the device's memory.
-                bytes: tensor.offset & !255..tensor.offset + extent(tensor),
+                bytes: tensor.offset & !255..tensor.offset + byte_len(tensor),
             })
             .collect();
         all.sort_by_key(|region| (region.buffer, region.bytes.start));
@@ -158,7 +158,7 @@ impl Region {
     }
 
     fn holds(&self, tensor: &Tensor) -> bool {
-        let end = tensor.offset + extent(tensor);
+        let end = tensor.offset + byte_len(tensor);
         self.buffer == tensor.buffer && self.bytes.start <= tensor.offset && end <= self.bytes.end
     }
 
@@ -167,9 +167,9 @@ impl Region {
     }
 }
 
-fn extent(tensor: &Tensor) -> u64 {
-    let extent = tensor.shape.extent();
-    extent.expect("a validated tensor has a size")
+fn byte_len(tensor: &Tensor) -> u64 {
+    let byte_len = tensor.shape.byte_len();
+    byte_len.expect("a validated tensor has a size")
 }
 
 /// A node for the CPU engine, with host memory for its tensors.

@@ -2,7 +2,7 @@
 //! from then on.
 //!
 //! A graph instance outlives the plan that it was made for. When the KV cache has grown, the guest
-//! sends a graph with other extents and offsets, and its plan has the same kernels in the same
+//! sends a graph with other lengths and offsets, and its plan has the same kernels in the same
 //! order, on the same memory, with other parameters here and there. Such plans share a *template*
 //! ([`GraphTemplate`]) with its graph instances: nodes whose parameters differ are updated in
 //! place, about a microsecond each, and nothing is instantiated again. So parameters stay constants

@@ -93,14 +93,14 @@ impl VgView {
     }
 
     /// The addresses from the first byte to one past the last.
-    pub(crate) fn extent(&self) -> std::ops::Range<u64> {
+    pub(crate) fn address_range(&self) -> std::ops::Range<u64> {
         let ty = Type::from_id(self.type_ as u8).expect("views are of tensors, which have types");
         let shape = Shape {
             ty,
             ne: self.ne.map(|n| n as u64),
             nb: self.nb.map(|n| n as u64),
         };
-        self.data..self.data + shape.extent().expect("the tensor was validated")
+        self.data..self.data + shape.byte_len().expect("the tensor was validated")
     }
 
     /// Whether the extents of the two views have a byte in common.
@@ -108,7 +108,7 @@ impl VgView {
         if self.data == 0 || other.data == 0 {
             return false;
         }
-        let (a, b) = (self.extent(), other.extent());
+        let (a, b) = (self.address_range(), other.address_range());
         a.start < b.end && b.start < a.end
     }
 }

@@ -44,7 +44,7 @@ pub(crate) struct UploadBatcher {
 
 #[derive(Default)]
 struct State {
-    /// Uploads that were not yet launched. They do not overlap.
+    /// Uploads that were not yet launched, and do not overlap.
     uploads: Vec<VgUpload>,
     /// The offset of the next upload in the mapped memory. The device may still read the bytes
     /// before it.

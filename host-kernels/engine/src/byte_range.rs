@@ -18,13 +18,13 @@ impl ByteRange {
     /// with gaps does not use all of them.
     ///
     /// # Panics
-    /// If the extent of the tensor overflows, which validation excludes.
+    /// If the byte length of the tensor overflows, which validation excludes.
     pub fn of(tensor: &Tensor) -> ByteRange {
-        let extent = tensor.shape.extent();
-        let extent = extent.expect("a validated tensor has a size");
+        let byte_len = tensor.shape.byte_len();
+        let byte_len = byte_len.expect("a validated tensor has a size");
         ByteRange {
             buffer: tensor.buffer,
-            bytes: tensor.offset..tensor.offset + extent,
+            bytes: tensor.offset..tensor.offset + byte_len,
         }
     }
 

@@ -1,7 +1,7 @@
 //! The contract that every engine fulfils.
 //!
-//! An engine owns memory, compiles validated graphs into plans, and runs them. It knows nothing of
-//! guests, sessions or wires.
+//! An engine owns memory, compiles validated graphs into plans, and runs plans. An engine knows
+//! nothing of guests, sessions or wires.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -15,10 +15,10 @@ use crate::memory::{Memory, MemoryInfo, SharedMemory};
 use crate::plan::Plan;
 use crate::work::Speed;
 
-/// The default of [`Engine::max_node_time`]. The largest products of real models take far less, also
-/// on a slow processor: 2 * 10^12 multiply-adds for 4096 tokens and a matrix of the feed-forward
-/// network of Llama 70B (8192 by 28672), half an hour at 10^9 per second; the estimate of a thread
-/// with AVX2 is 97 seconds.
+/// The default of [`Engine::max_node_time`]. The largest products of real models take far less,
+/// also on a slow processor: 2 * 10^12 multiply-adds for 4096 tokens and a matrix of the
+/// feed-forward network of Llama 70B (8192 by 28672), half an hour at 10^9 per second; the estimate
+/// of a thread with AVX2 is 97 seconds.
 const MAX_NODE_TIME: Duration = Duration::from_secs(3600);
 
 /// A compute device.
@@ -37,8 +37,8 @@ pub trait Engine: Send + Sync + 'static {
         true
     }
 
-    /// Bytes of [`memory`](Engine::memory) that an allocation of `size` bytes takes: whole pages, or
-    /// whole blocks of the device.
+    /// Bytes of [`memory`](Engine::memory) that an allocation of `size` bytes takes: whole pages,
+    /// or whole blocks of the device.
     fn allocation_size(&self, size: u64) -> u64 {
         size
     }
@@ -47,8 +47,8 @@ pub trait Engine: Send + Sync + 'static {
     /// engine.
     fn capabilities(&self) -> &Capabilities;
 
-    /// The families of kernels that are for this device's architecture only, as prefixes of names in
-    /// [`Plan::kernels`]. A self-test that has run none of a family has not tested the device.
+    /// The families of kernels that are for this device's architecture only, as prefixes of names
+    /// in [`Plan::kernels`]. A self-test that has run none of a family has not tested the device.
     fn kernel_families(&self) -> &'static [&'static str] {
         &[]
     }
@@ -90,8 +90,8 @@ pub trait Engine: Send + Sync + 'static {
     /// Memory for weights of the size of `instead`, which is memory of this engine. It can be
     /// [frozen](Memory::freeze), and can share pages with [extents](crate::Extent) of other such
     /// memory. The caller drops `instead` and uses the new memory in its place: both count once
-    /// against the memory of the engine, so that it needs no room for both. `None` if the engine has
-    /// no such memory.
+    /// against the memory of the engine, so that it needs no room for both. `None` if the engine
+    /// has no such memory.
     ///
     /// # Errors
     /// As [`alloc`](Engine::alloc), and [`EngineError::ForeignMemory`] if `instead` belongs to
@@ -124,8 +124,8 @@ pub trait Engine: Send + Sync + 'static {
 
     /// Compiles a graph for many runs. `buffers[i]` is the memory of the graph's buffer `i`, at
     /// least as large as the size that the graph was validated against. The plan keeps the buffers
-    /// alive. `is_cancelled` is called every few thousand nodes; compilation ends when the result is
-    /// no longer wanted.
+    /// alive. `is_cancelled` is called every few thousand nodes; compilation ends when the result
+    /// is no longer wanted.
     ///
     /// # Errors
     /// [`EngineError::Cancelled`] if `is_cancelled` has returned `true`;

@@ -41,8 +41,8 @@ pub enum EngineError {
     DeviceLost { reason: String },
 }
 
-/// Why a graph failed while it ran. Its results are undefined. Memory outside the destinations of
-/// its nodes is unchanged.
+/// Why a graph failed while it ran. The results of the graph are undefined. Memory outside the
+/// destinations of the graph's nodes is unchanged.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum RunError {
     /// An index read from tensor data is out of range: the guest's fault.

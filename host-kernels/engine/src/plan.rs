@@ -52,8 +52,8 @@ pub trait Plan: Send {
         }])
     }
 
-    /// The names of the kernels that a run launches, sorted, for reports. Empty if the kernels of the
-    /// engine have no names.
+    /// The names of the kernels that a run launches, sorted, for reports. Empty if the kernels of
+    /// the engine have no names.
     fn kernels(&self) -> Vec<&'static str> {
         Vec::new()
     }
@@ -63,8 +63,8 @@ pub trait Plan: Send {
         let _ = label;
     }
 
-    /// Bytes of host memory that the plan itself holds, without buffers and working memory: at least
-    /// what the allocator has given to it, and at most twice as much.
+    /// Bytes of host memory that the plan itself holds, without buffers and working memory: at
+    /// least what the allocator has given to it, and at most twice as much.
     fn plan_bytes(&self) -> u64;
 
     /// Bytes of host memory that a run needs besides the buffers of the graph, at most. A run

@@ -269,7 +269,7 @@ fn times(factors: &[u64]) -> u64 {
 pub(crate) fn loops(graph: &Graph, node: &Node) -> Loops {
     let dst = &graph.dst(node).shape;
     let shape = |i: usize| graph.src(node, i).map(|tensor| &tensor.shape);
-    // Extents and elements of source `i`; those of an absent source are 0.
+    // Lengths and elements of source `i`; those of an absent source are 0.
     let ne = |i: usize| shape(i).map_or([0; 4], |shape| shape.ne);
     let all = |shape: &Shape| times(&shape.ne);
     let elements = |i: usize| shape(i).map_or(0, all);
@@ -528,7 +528,7 @@ pub(crate) fn loops(graph: &Graph, node: &Node) -> Loops {
     }
 }
 
-/// The most elements of an image of extents `ne` that a window covers.
+/// The most elements of an image of lengths `ne` that a window covers.
 fn covered<const N: usize>(window: [i32; N], ne: [u64; 4]) -> u64 {
     let sides = window.iter().zip(ne);
     sides

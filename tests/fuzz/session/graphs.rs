@@ -12,10 +12,10 @@ use super::input::Input;
 use super::recipes::recipe;
 
 /// A buffer that graphs may name, and its size.
-pub(crate) type Place = (BufferId, u64);
+pub(crate) type BufferOffset = (BufferId, u64);
 
 /// A graph for an engine with these capabilities, on some of these buffers.
-pub(crate) fn graph(input: &mut Input<'_>, caps: &Capabilities, places: &[Place]) -> Graph {
+pub(crate) fn graph(input: &mut Input<'_>, caps: &Capabilities, places: &[BufferOffset]) -> Graph {
     let mut maker = Maker {
         input,
         places,
@@ -57,7 +57,7 @@ pub(crate) fn image(input: &mut Input<'_>, graph: &Graph) -> Vec<u8> {
 
 struct Maker<'a, 'i> {
     input: &'a mut Input<'i>,
-    places: &'a [Place],
+    places: &'a [BufferOffset],
     graph: Graph,
     /// The next tensors are contiguous.
     is_dense: bool,
@@ -125,22 +125,22 @@ impl Maker<'_, '_> {
         }
     }
 
-    /// A tensor of these extents in some layout, somewhere it fits. `None` when it fits nowhere.
+    /// A tensor of these lengths in some layout, somewhere it fits. `None` when it fits nowhere.
     fn operand(&mut self, ty: Type, ne: [u64; 4]) -> Option<u32> {
         let shape = self.layout(ty, ne);
         // The buffers are small, so random tensors overlap often.
-        let extent = shape.extent().unwrap_or(u64::MAX);
-        let fitting: Vec<Place> = self
+        let byte_len = shape.byte_len().unwrap_or(u64::MAX);
+        let fitting: Vec<BufferOffset> = self
             .places
             .iter()
             .copied()
-            .filter(|p| p.1 >= extent)
+            .filter(|p| p.1 >= byte_len)
             .collect();
         if fitting.is_empty() {
             return None;
         }
         let (buffer, size) = self.input.pick(&fitting);
-        let free = size - extent;
+        let free = size - byte_len;
         let element = match ty.is_quantized() {
             true => 1,
             false => ty.block_bytes(),

@@ -185,8 +185,8 @@ impl<'a> Script<'a> {
                 self.model.took_graph(*graph, image, false, &SETUP);
             }
             (Expect::Fail, [(failed, [])]) => assert_failed(failed, number, "out of memory"),
-            // A graph for whose image there was no memory: its buffers are not known, so it does not
-            // end with them.
+            // A graph for whose image there was no memory: its buffers are not known, so it does
+            // not end with them.
             (Expect::End, [(failed @ Reply::Failed { .. }, [])]) => {
                 assert_failed(failed, number, "out of memory");
             }
@@ -565,7 +565,7 @@ impl<'a> Script<'a> {
 
     /// A graph, usually complete. Usually the next request runs it.
     fn graph(&mut self, payload: &mut Vec<u8>) -> Request {
-        let places: Vec<graphs::Place> = self
+        let places: Vec<graphs::BufferOffset> = self
             .model
             .buffers
             .iter()

@@ -54,7 +54,7 @@ pub(crate) struct Model {
     /// The content of each buffer.
     pub(crate) buffers: BTreeMap<u64, Vec<u8>>,
     /// The state of the buffers for weights.
-    weights: BTreeMap<u64, Weights>,
+    weights: BTreeMap<u64, WeightState>,
     /// The hashes that the session keeps for each of them.
     kept: BTreeMap<u64, BTreeSet<[u8; 32]>>,
     /// The content of each hash that the guest has looked up.
@@ -73,7 +73,7 @@ pub(crate) struct Model {
 
 /// The state of a buffer for weights.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-enum Weights {
+enum WeightState {
     #[default]
     Open,
     Sealed,
@@ -95,9 +95,9 @@ fn pages(size: u64) -> u64 {
 }
 
 impl Model {
-    /// Takes over the bytes that the session is charged for besides its buffers: its graphs, whole or
-    /// incomplete, with their plans and working memory. Only a graph that arrives or is compiled can
-    /// increase them, and they end with the graphs.
+    /// Takes over the bytes that the session is charged for besides its buffers: its graphs, whole
+    /// or incomplete, with their plans and working memory. Only a graph that arrives or is compiled
+    /// can increase them, and they end with the graphs.
     pub(crate) fn observe_working(&mut self, bytes: u64, has_compiled: bool) {
         assert!(
             has_compiled || bytes <= self.working,
@@ -117,7 +117,7 @@ impl Model {
     /// The bytes of all buffers.
     pub(crate) fn buffer_bytes(&self) -> u64 {
         let size = |(buffer, bytes): (&u64, &Vec<u8>)| {
-            let is_twice = self.weights.get(buffer) == Some(&Weights::Written);
+            let is_twice = self.weights.get(buffer) == Some(&WeightState::Written);
             pages(bytes.len() as u64) * if is_twice { 2 } else { 1 }
         };
         self.buffers.iter().map(size).sum()
@@ -125,13 +125,13 @@ impl Model {
 
     /// Prepares a write to a buffer. `false` if a copy of a sealed buffer does not fit the memory.
     fn prepare_write(&mut self, buffer: u64, setup: &Setup) -> bool {
-        if self.weights.get(&buffer) != Some(&Weights::Sealed) {
+        if self.weights.get(&buffer) != Some(&WeightState::Sealed) {
             return true;
         }
         let size = pages(self.buffers[&buffer].len() as u64);
         let fits = size <= setup.memory - self.used();
         if fits {
-            self.weights.insert(buffer, Weights::Written);
+            self.weights.insert(buffer, WeightState::Written);
         }
         fits
     }
@@ -274,7 +274,7 @@ impl Model {
                 Some(bytes) if (bytes.len() as u64) < MIN_EXTENT => Expect::Refused,
                 Some(bytes) => {
                     bytes.fill(0);
-                    self.weights.insert(buffer.0, Weights::Open);
+                    self.weights.insert(buffer.0, WeightState::Open);
                     self.kept.remove(&buffer.0);
                     self.forget_users(buffer);
                     Expect::Held
@@ -289,7 +289,7 @@ impl Model {
                 None => Expect::End,
                 Some(state) => {
                     let content = self.contents.get(&hash.0).cloned();
-                    let can_be = state == Weights::Open
+                    let can_be = state == WeightState::Open
                         && content
                             .as_ref()
                             .is_some_and(|bytes| bytes.len() as u64 == len);
@@ -341,8 +341,8 @@ impl Model {
             Request::Seal { buffer } => match self.weights.get_mut(&buffer.0) {
                 None => Expect::End,
                 Some(state) => {
-                    if *state == Weights::Open {
-                        *state = Weights::Sealed;
+                    if *state == WeightState::Open {
+                        *state = WeightState::Sealed;
                         self.kept.remove(&buffer.0);
                         self.forget_users(buffer);
                     }
@@ -371,7 +371,7 @@ impl Model {
     }
 
     /// The state of a buffer for weights, if the range is a valid extent of it.
-    fn extent(&mut self, buffer: u64, offset: u64, len: u64) -> Option<Weights> {
+    fn extent(&mut self, buffer: u64, offset: u64, len: u64) -> Option<WeightState> {
         self.range(buffer, offset, len)?;
         let state = self.weights.get(&buffer).copied();
         state.filter(|_| len >= MIN_EXTENT)
@@ -414,7 +414,7 @@ impl Model {
                 .get(&hash.0)
                 .expect("content that the guest has hashed");
             assert_eq!(content.len() as u64, len);
-            assert_eq!(self.weights[&buffer], Weights::Open);
+            assert_eq!(self.weights[&buffer], WeightState::Open);
             self.kept.entry(buffer).or_default().insert(hash.0);
         }
     }

@@ -1,6 +1,6 @@
 //! Valid operands for each operator.
 //!
-//! A recipe is the inverse of the rules of `vgpu_transport::ir::check`: it generates extents that
+//! A recipe is the inverse of the rules of `vgpu_transport::ir::check`: it generates lengths that
 //! those rules accept. The fuzzer runs no operator without a recipe. A test in `graphs` ensures
 //! that every operator of the engine has one.
 
@@ -11,7 +11,7 @@ use vgpu_transport::ir::{
 
 use super::input::Input;
 
-/// An operator, and the types and extents of its operands.
+/// An operator, and the types and lengths of its operands.
 pub(crate) struct Recipe {
     pub(crate) op: Op,
     pub(crate) dst: [u64; 4],
@@ -21,7 +21,7 @@ pub(crate) struct Recipe {
     pub(crate) is_dense: bool,
 }
 
-/// The type (`None`: from the engine's rule) and the extents.
+/// The type (`None`: from the engine's rule) and the lengths.
 pub(crate) type Operand = (Option<Type>, [u64; 4]);
 
 impl Recipe {
@@ -62,9 +62,9 @@ pub(crate) fn recipe(
 ) -> Option<Recipe> {
     let ne = [
         row(input, block),
-        extent(input),
-        extent(input),
-        extent(input),
+        length(input),
+        length(input),
+        length(input),
     ];
     let [n0, n1, n2, n3] = ne;
     let same = |op: Op| Recipe::new(op, ne, [ne]);
@@ -86,24 +86,24 @@ pub(crate) fn recipe(
             other[dim] = if dim == 0 {
                 row(input, block)
             } else {
-                extent(input)
+                length(input)
             };
             whole[dim] += other[dim];
             Recipe::new(Op::Concat { dim: dim as u32 }, whole, [ne, other])
         }
         OpKind::GetRows => {
-            let count = extent(input);
+            let count = length(input);
             Recipe::new(Op::GetRows {}, [n0, count, n2, n3], [ne])
                 .with(Type::I32, [count, n2, n3, 1])
         }
         OpKind::GetRowsBack => {
-            let rows = extent(input);
+            let rows = length(input);
             let ids = n1.saturating_sub(u64::from(input.chance(4)));
             Recipe::new(Op::GetRowsBack {}, [n0, rows, 1, 1], [[n0, n1, 1, 1]])
                 .with(Type::I32, [ids, 1, 1, 1])
         }
         OpKind::SetRows => {
-            let rows = [n0, extent(input), n2, n3];
+            let rows = [n0, length(input), n2, n3];
             let [_, _, p2, p3] = part(input, ne);
             let ty = input.pick(&[Type::I32, Type::I64]);
             Recipe::new(Op::SetRows {}, ne, [rows]).with(ty, [rows[1], p2, p3, 1])
@@ -186,7 +186,7 @@ pub(crate) fn recipe(
         OpKind::Div => Recipe::new(Op::Div {}, ne, [ne, part(input, ne)]),
         OpKind::AddId => {
             let ne = [n0, n1, n2, 1];
-            Recipe::new(Op::AddId {}, ne, [ne, [n0, extent(input), 1, 1]])
+            Recipe::new(Op::AddId {}, ne, [ne, [n0, length(input), 1, 1]])
                 .with(Type::I32, [n1, n2, 1, 1])
         }
         OpKind::Add1 => Recipe::new(Op::Add1 {}, ne, [ne, [1; 4]]),
@@ -259,7 +259,7 @@ pub(crate) fn recipe(
                 scale: input.float(),
                 max_bias: max_bias(input, has_mask),
             };
-            let mask = [n0, n1 + extent(input) / 2, p2, p3];
+            let mask = [n0, n1 + length(input) / 2, p2, p3];
             same(op)
                 .with_if(has_mask, mask_type, mask)
                 .with_if(has_sinks, Type::F32, [n2, 1, 1, 1])
@@ -278,7 +278,7 @@ pub(crate) fn recipe(
             };
             let [_, _, p2, p3] = part(input, ne);
             let n1 = if is_hadamard { n0 } else { n1 };
-            let columns = extent(input);
+            let columns = length(input);
             let sources = [[n0, n1, p2, p3], [n0, columns, n2, n3]];
             Recipe::new(op, [n1, columns, n2, n3], sources)
         }
@@ -287,14 +287,14 @@ pub(crate) fn recipe(
                 accumulator: input.pick(Precision::ALL),
                 activation: input.pick(Precision::ALL),
             };
-            let (used, tokens) = (extent(input), extent(input));
+            let (used, tokens) = (length(input), length(input));
             let repeated = if input.chance(2) { 1 } else { used };
             let sources = [[n0, n1, n2, 1], [n0, repeated, tokens, 1]];
             Recipe::new(op, [n1, used, tokens, 1], sources).with(Type::I32, [used, tokens, 1, 1])
         }
         OpKind::OutProd => {
             let [_, _, p2, p3] = part(input, ne);
-            let columns = extent(input);
+            let columns = length(input);
             let sources = [[n0, n1, p2, p3], [columns, n1, n2, n3]];
             Recipe::new(Op::OutProd {}, [n0, columns, n2, n3], sources)
         }
@@ -305,7 +305,7 @@ pub(crate) fn recipe(
 
         OpKind::Rope => rope(input, ne),
         OpKind::FlashAttnExt => {
-            let (keys, width) = (extent(input), row(input, block));
+            let (keys, width) = (length(input), row(input, block));
             let q = [n0, n1, n2.max(1), n3.max(1)];
             let [_, _, kv2, kv3] = part(input, q);
             let [_, _, m2, m3] = part(input, q);
@@ -317,14 +317,14 @@ pub(crate) fn recipe(
                 accumulator: input.pick(Precision::ALL),
                 n_kv_max: u32::from(input.byte()),
             };
-            let mask = [keys, n1 + extent(input) / 2, m2, m3];
+            let mask = [keys, n1 + length(input) / 2, m2, m3];
             let sources = [q, [n0, keys, kv2, kv3], [width, keys, kv2, kv3]];
             Recipe::new(op, [width, q[2], n1, q[3]], sources)
                 .with_if(has_mask, Type::F16, mask)
                 .with_if(has_sinks, Type::F32, [q[2], 1, 1, 1])
         }
         OpKind::LightningIndexer => {
-            let (heads, tokens, keys, streams) = (n1, n2, extent(input), n3);
+            let (heads, tokens, keys, streams) = (n1, n2, length(input), n3);
             let [_, _, _, masks] = part(input, ne);
             let sources = [
                 [n0, heads, tokens, streams],
@@ -366,9 +366,9 @@ pub(crate) fn recipe(
             };
             let whole = [
                 row(input, block),
-                extent(input),
-                extent(input),
-                extent(input),
+                length(input),
+                length(input),
+                length(input),
             ];
             Recipe::new(op, whole, [ne])
         }
@@ -417,7 +417,7 @@ pub(crate) fn recipe(
     })
 }
 
-fn extent(input: &mut Input<'_>) -> u64 {
+fn length(input: &mut Input<'_>) -> u64 {
     match input.byte() {
         0..=99 => 1,
         byte @ 100..=230 => u64::from(byte) % 9 + 1,
@@ -435,7 +435,7 @@ fn row(input: &mut Input<'_>, block: u64) -> u64 {
     }
 }
 
-/// Extents that repeat into `ne`.
+/// Lengths that repeat into `ne`.
 fn part(input: &mut Input<'_>, ne: [u64; 4]) -> [u64; 4] {
     ne.map(|n| match input.below(3) {
         0 => 1,
@@ -491,7 +491,7 @@ fn rope(input: &mut Input<'_>, [n0, n1, n2, n3]: [u64; 4]) -> Recipe {
         .with_if(input.chance(3), Type::F32, [n0.max(1), 1, 1, 1])
 }
 
-/// State-space and recurrent operators. Extents are those of one token's row, tokens, heads,
+/// State-space and recurrent operators. Lengths are those of one token's row, tokens, heads,
 /// sequences.
 fn recurrent(input: &mut Input<'_>, kind: OpKind, ne: [u64; 4]) -> Option<Recipe> {
     let [size, tokens, heads, seqs] = [ne[0] % 12 + 1, ne[1] % 6, ne[2] % 4 + 1, ne[3] % 3 + 1];
@@ -517,7 +517,7 @@ fn recurrent(input: &mut Input<'_>, kind: OpKind, ne: [u64; 4]) -> Option<Recipe
             };
             let results = dim * heads * tokens * seqs + snapshot * state * dim * heads * seqs;
             let sources = [
-                [state, dim, heads, extent(input)],
+                [state, dim, heads, length(input)],
                 [dim, heads, tokens, seqs],
                 [heads, tokens, seqs, 1],
                 [decays, heads, 1, 1],
@@ -638,7 +638,7 @@ impl Line {
         u64::try_from(room / i64::from(self.stride) + 1).ok()
     }
 
-    /// The extent of a transposed convolution, which places a kernel per element at the distance of
+    /// The length of a transposed convolution, which places a kernel per element at the distance of
     /// a stride.
     fn spread(&self) -> Option<u64> {
         Some(self.input.checked_sub(1)? * self.stride as u64 + self.kernel)

@@ -1,14 +1,14 @@
 //! The host of a virtual machine whose driver writes arbitrary values to its device, and whose
-//! monitor accepts its files, refuses them, or disconnects.
+//! hypervisor accepts its files, refuses them, or disconnects.
 
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use vgpu_transport::link::HostEnd as _;
 use vgpu_transport::link::pci::directory::{MIN_SIZE, PAGE, SLOTS, word};
-use vgpu_transport::link::pci::{Bell, VmEvent, VmWindow, ivshmem};
+use vgpu_transport::link::pci::{VmDoorbell, VmEvent, VmWindow, ivshmem};
 use vgpu_transport::shm::doorbell::new_eventfd;
-use vgpu_transport::shm::memory::{Memory as _, Window, sealed_file};
+use vgpu_transport::shm::memory::{SharedWords as _, Window, sealed_file};
 
 use super::session::input::Input;
 
@@ -22,7 +22,7 @@ pub(crate) fn run(data: &[u8]) {
     }
     let file = sealed_file(MIN_SIZE).expect("memory");
     let guest = Window::map(std::os::fd::AsFd::as_fd(&file), MIN_SIZE).expect("a mapping");
-    let bell = Bell::new(new_eventfd().expect("an eventfd"), None);
+    let bell = VmDoorbell::new(new_eventfd().expect("an eventfd"), None);
     let mut machine =
         VmWindow::new(file, MIN_SIZE, bell, Some(Duration::from_secs(60))).expect("a device");
     let directory = machine.directory().clone();
@@ -70,7 +70,7 @@ pub(crate) fn run(data: &[u8]) {
     }
 }
 
-/// A monitor that accepts no files, has disconnected, or is connected.
+/// A hypervisor that accepts no files, has disconnected, or is connected.
 fn handshake(input: &mut Input<'_>) {
     let (ours, theirs) = UnixStream::pair().expect("sockets");
     ours.set_nonblocking(true).expect("a socket");

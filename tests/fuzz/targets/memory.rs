@@ -2,7 +2,7 @@
 
 use std::cell::RefCell;
 
-use vgpu_transport::shm::memory::Memory;
+use vgpu_transport::shm::memory::SharedWords;
 
 pub(crate) struct Bytes(pub(crate) RefCell<Vec<u8>>);
 
@@ -20,7 +20,7 @@ impl Bytes {
     }
 }
 
-impl Memory for Bytes {
+impl SharedWords for Bytes {
     fn load(&self, offset: usize) -> u64 {
         let mut word = [0; 8];
         self.read(offset, &mut word);

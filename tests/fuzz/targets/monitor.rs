@@ -1,4 +1,4 @@
-//! Messages of a monitor over vfio-user: the filter, and the PCI function behind it.
+//! Messages of a hypervisor over vfio-user: the filter, and the PCI function behind it.
 
 use vgpu_executor::vm::fuzzing::Machine;
 

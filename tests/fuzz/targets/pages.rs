@@ -2,7 +2,7 @@
 
 use vgpu_transport::link::pci::directory::{self, Directory};
 use vgpu_transport::shm::layout::{self, Layout};
-use vgpu_transport::shm::memory::Memory as _;
+use vgpu_transport::shm::memory::SharedWords as _;
 
 use super::memory::Bytes;
 use super::session::input::Input;

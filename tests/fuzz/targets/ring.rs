@@ -4,7 +4,7 @@
 //! detected a violation does not continue. Records of a correct producer arrive unchanged at a
 //! correct consumer.
 
-use vgpu_transport::shm::memory::Memory as _;
+use vgpu_transport::shm::memory::SharedWords as _;
 use vgpu_transport::shm::ring::{Consumer, Limits, Payload, Producer, RingArea};
 
 use super::memory::Bytes;

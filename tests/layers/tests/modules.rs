@@ -9,6 +9,7 @@ use vgpu_layers::{Disk, Graph, Memory, Tree, external_paths, graph, packages, ro
 const TRANSPORT: &[(&str, &[&str])] = &[
     ("bytes", &[]),
     ("error", &[]),
+    ("fork", &[]),
     ("limits", &[]),
     ("poll", &[]),
     ("random", &[]),
@@ -16,17 +17,19 @@ const TRANSPORT: &[(&str, &[&str])] = &[
     ("shm", BASE),
     (
         "wire",
-        &["bytes", "error", "ir", "limits", "poll", "random", "shm"],
+        &[
+            "bytes", "error", "fork", "ir", "limits", "poll", "random", "shm",
+        ],
     ),
     // Not `ir` and not `wire`: a link carries bytes and does not know their meaning.
     (
         "link",
-        &["bytes", "error", "limits", "poll", "random", "shm"],
+        &["bytes", "error", "fork", "limits", "poll", "random", "shm"],
     ),
 ];
 
 /// The lowest layer.
-const BASE: &[&str] = &["bytes", "error", "limits", "poll", "random"];
+const BASE: &[&str] = &["bytes", "error", "fork", "limits", "poll", "random"];
 
 /// What an engine and the crates beside it import from `vgpu-transport`: the paths begin with one
 /// of these.

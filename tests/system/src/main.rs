@@ -26,7 +26,7 @@ enum Arguments {
     #[command(after_help = test_run::FULL)]
     Test(test_run::Options),
     /// Boot a guest under QEMU and run the tests inside
-    Vm(test_run::VmOptions),
+    Vm(test_run::VmTestOptions),
     /// Build Ollama, install the plugin in it, and test its API
     Ollama,
     /// Run test-backend-ops and write docs/OPS.md

@@ -9,7 +9,7 @@ use xtask_common::cache::Cache;
 use xtask_common::dist::{self, Dist};
 use xtask_common::executor::Executor;
 use xtask_common::model::{self, FileType};
-use xtask_common::progress::{self, Step};
+use xtask_common::progress::{self, Progress};
 use xtask_common::scratch::Scratch;
 use xtask_common::workspace;
 
@@ -66,7 +66,7 @@ Only `--full` runs:
 
 /// Options of `cargo xtask vm`.
 #[derive(Debug, clap::Args)]
-pub(crate) struct VmOptions {
+pub(crate) struct VmTestOptions {
     /// Only the virtual machine of this kind [default: all]
     #[arg(long, value_enum)]
     pub(crate) only: Option<Kind>,
@@ -75,9 +75,9 @@ pub(crate) struct VmOptions {
     pub(crate) dist: Option<PathBuf>,
 }
 
-impl From<&VmOptions> for Options {
+impl From<&VmTestOptions> for Options {
     /// Only the part with the virtual machine, and all of it.
-    fn from(options: &VmOptions) -> Options {
+    fn from(options: &VmTestOptions) -> Options {
         Options {
             full: true,
             dist: options.dist.clone(),
@@ -183,16 +183,16 @@ impl TestRun<'_> {
     pub(crate) fn check(
         &mut self,
         name: &str,
-        check: impl FnOnce(&TestRun<'_>, &Step) -> Result<String>,
+        check: impl FnOnce(&TestRun<'_>, &Progress) -> Result<String>,
     ) {
-        let step = Step::new(name);
-        match check(self, &step) {
+        let progress = Progress::new(name);
+        match check(self, &progress) {
             Ok(result) => {
-                step.done(&result);
+                progress.done(&result);
                 self.passed += 1;
             }
             Err(error) => {
-                step.failed(&format!("{error:#}"));
+                progress.failed(&format!("{error:#}"));
                 self.failed.push(name.to_owned());
             }
         }

@@ -529,8 +529,51 @@ fn prose_is_within_its_columns() {
     );
 }
 
+/// The line comments of a source that have more than [`MAX_COLUMNS`], by number. Tables and
+/// drawings may be wider.
+fn long_comments(text: &str) -> Vec<usize> {
+    let lines = (1..).zip(text.lines());
+    let long = lines.filter(|(_, line)| {
+        let comment = line.trim_start();
+        let Some(words) = comment.strip_prefix("//") else {
+            return false;
+        };
+        let words = words.trim_start_matches(['/', '!']);
+        let is_table = words.contains('|') || words.contains("─");
+        line.chars().count() > MAX_COLUMNS && !is_table && words.trim().contains(' ')
+    });
+    long.map(|(number, _)| number).collect()
+}
+
+#[test]
+fn comments_are_within_their_columns() {
+    let mut long = Vec::new();
+    for (file, text) in files(&["rs"]) {
+        let numbers = long_comments(&text).into_iter();
+        long.extend(numbers.map(|number| format!("{}:{number}", file.display())));
+    }
+    assert!(
+        long.is_empty(),
+        "comments of more than {MAX_COLUMNS} columns:
+{}",
+        long.join(
+            "
+"
+        )
+    );
+}
+
 #[test]
 fn artificial_error_is_detected() {
+    let long = format!(
+        "let x = 1;
+// {}
+//! | {}
+",
+        "word ".repeat(20),
+        "| ".repeat(60)
+    );
+    assert_eq!(long_comments(&long), [2]);
     assert_eq!(
         anchor(" A process for each guest"),
         "a-process-for-each-guest"

@@ -204,19 +204,19 @@ impl<const N: usize> ConvGeometry<N> {
 
     /// The number of outputs in dimension `dim`, for an input of `input` elements and a kernel of
     /// `kernel` elements. `None` when a parameter is out of range or the kernel does not fit.
-    pub fn output_extent(&self, dim: usize, input: u64, kernel: u64) -> Option<u64> {
+    pub fn output_length(&self, dim: usize, input: u64, kernel: u64) -> Option<u64> {
         let (stride, padding) = (self.stride[dim], self.padding[dim]);
-        output_extent(input, kernel, stride, padding, self.dilation[dim])
+        output_length(input, kernel, stride, padding, self.dilation[dim])
     }
 
     /// The number of outputs in each dimension. `None` when a parameter is out of range or the
     /// kernel does not fit.
-    pub fn output_extents(&self, input: &Shape, kernel: &Shape) -> Option<[u64; N]> {
-        let mut extents = [0; N];
-        for (dim, extent) in extents.iter_mut().enumerate() {
-            *extent = self.output_extent(dim, input.ne[dim], kernel.ne[dim])?;
+    pub fn output_lengths(&self, input: &Shape, kernel: &Shape) -> Option<[u64; N]> {
+        let mut lengths = [0; N];
+        for (dim, length) in lengths.iter_mut().enumerate() {
+            *length = self.output_length(dim, input.ne[dim], kernel.ne[dim])?;
         }
-        Some(extents)
+        Some(lengths)
     }
 }
 
@@ -224,7 +224,7 @@ impl<const N: usize> ConvGeometry<N> {
 ///
 /// The division rounds towards zero, as in ggml: a kernel that is slightly longer than the padded
 /// input still has one output.
-fn output_extent(input: u64, kernel: u64, stride: i32, padding: i32, dilation: i32) -> Option<u64> {
+fn output_length(input: u64, kernel: u64, stride: i32, padding: i32, dilation: i32) -> Option<u64> {
     if stride <= 0 || padding < 0 || dilation <= 0 {
         return None;
     }
@@ -329,13 +329,13 @@ mod tests {
     #[test]
     fn output_sizes_match_ggml() {
         // input, kernel, stride, padding, dilation
-        assert_eq!(output_extent(5, 3, 1, 0, 1), Some(3));
-        assert_eq!(output_extent(5, 3, 2, 1, 1), Some(3));
-        assert_eq!(output_extent(5, 3, 1, 0, 2), Some(1));
-        assert_eq!(output_extent(5, 6, 2, 0, 1), Some(1), "rounds towards zero");
-        assert_eq!(output_extent(5, 9, 1, 0, 1), None);
+        assert_eq!(output_length(5, 3, 1, 0, 1), Some(3));
+        assert_eq!(output_length(5, 3, 2, 1, 1), Some(3));
+        assert_eq!(output_length(5, 3, 1, 0, 2), Some(1));
+        assert_eq!(output_length(5, 6, 2, 0, 1), Some(1), "rounds towards zero");
+        assert_eq!(output_length(5, 9, 1, 0, 1), None);
         for (stride, padding, dilation) in [(0, 0, 1), (1, -1, 1), (1, 0, 0)] {
-            assert_eq!(output_extent(5, 3, stride, padding, dilation), None);
+            assert_eq!(output_length(5, 3, stride, padding, dilation), None);
         }
     }
 }

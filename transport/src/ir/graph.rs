@@ -25,7 +25,7 @@ const NODE_WORDS_MIN: usize = 2;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct BufferId(pub u64);
 
-/// Type, extents and strides of a tensor.
+/// Type, lengths and strides of a tensor.
 ///
 /// As in ggml, `ne[0]` is the fastest dimension. `nb[0]` is the stride from one *block* to the next
 /// for quantised types, from one element to the next for all others.
@@ -72,7 +72,7 @@ impl Shape {
     /// The distance from the first byte of the tensor to the end of its last, in bytes
     /// (`ggml_nbytes`). 0 for an empty tensor. `None` when the distance does not fit 64 bits or a
     /// row does not fill whole blocks.
-    pub fn extent(&self) -> Option<u64> {
+    pub fn byte_len(&self) -> Option<u64> {
         if self.is_empty() {
             return Some(0);
         }
@@ -104,7 +104,7 @@ impl Shape {
     }
 
     /// Whether all elements are adjacent in memory and in order (`ggml_is_contiguous`). The strides
-    /// of dimensions with extent 1 do not matter.
+    /// of dimensions with length 1 do not matter.
     pub fn is_contiguous(&self) -> bool {
         let mut expected = self.ty.block_bytes();
         if self.ne[0] != self.ty.block_elements() && self.nb[0] != expected {
@@ -145,12 +145,12 @@ impl Shape {
         Shape { ty, ne, nb }
     }
 
-    /// Whether both shapes have the same extents.
-    pub fn same_extents(&self, other: &Shape) -> bool {
+    /// Whether both shapes have the same lengths.
+    pub fn same_lengths(&self, other: &Shape) -> bool {
         self.ne == other.ne
     }
 
-    /// Whether `self`, repeated whole times in each dimension, gives the extents of `whole`
+    /// Whether `self`, repeated whole times in each dimension, gives the lengths of `whole`
     /// (`ggml_can_repeat`).
     pub fn repeats_into(&self, whole: &Shape) -> bool {
         if self.is_empty() {
@@ -166,7 +166,7 @@ impl Shape {
 /// A tensor: a shape at an offset of a buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Tensor {
-    /// Type, extents and strides.
+    /// Type, lengths and strides.
     pub shape: Shape,
     /// The index of the buffer in [`Graph::buffers`].
     pub buffer: u32,
@@ -370,8 +370,8 @@ impl Graph {
         *words = out.words;
     }
 
-    /// Decodes an image. The decoder checks that all indices exist. It does not check shapes and
-    /// bounds; [`validate()`](super::validate()) does.
+    /// Decodes an image. The decoder checks that all indices exist.
+    /// [`validate()`](super::validate()) checks shapes and bounds.
     ///
     /// # Errors
     ///

@@ -1,7 +1,7 @@
 //! The differences between two graph images of the same length.
 //!
 //! llama.cpp builds a new graph whenever the used part of the KV cache grows. The new graph has the
-//! same nodes, and only some extents and offsets differ. A patch lists the changed words as runs of
+//! same nodes, and only some lengths and offsets differ. A patch lists the changed words as runs of
 //! `position, count, words...`.
 
 use super::codec::DecodeError;

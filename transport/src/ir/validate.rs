@@ -137,8 +137,11 @@ fn bounds(
 ) -> Result<(), Invalid> {
     let overflow = Invalid::Overflow { tensor: i };
     let shape = &tensor.shape;
-    let extent = shape.extent().ok_or(overflow.clone())?;
-    let end = tensor.offset.checked_add(extent).ok_or(overflow.clone())?;
+    let byte_len = shape.byte_len().ok_or(overflow.clone())?;
+    let end = tensor
+        .offset
+        .checked_add(byte_len)
+        .ok_or(overflow.clone())?;
     if end > size {
         return Err(Invalid::OutOfBounds {
             tensor: i,

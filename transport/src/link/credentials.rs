@@ -10,7 +10,7 @@ use crate::error::LinkError;
 
 /// A peer's credentials, as the kernel reports them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Peer {
+pub struct PeerCredentials {
     /// The process id. 0 for a process in a PID namespace that is not visible from this one.
     pub pid: i32,
     /// The user id.
@@ -22,7 +22,7 @@ pub struct Peer {
 /// Reads the credentials of the process that connected to `socket` (`SO_PEERCRED`).
 ///
 /// `rustix` has this call too, but its process id cannot be 0.
-pub(super) fn of(socket: &OwnedFd) -> Result<Peer, LinkError> {
+pub(super) fn of(socket: &OwnedFd) -> Result<PeerCredentials, LinkError> {
     let mut credentials = libc::ucred {
         pid: 0,
         uid: 0,
@@ -44,7 +44,7 @@ pub(super) fn of(socket: &OwnedFd) -> Result<Peer, LinkError> {
         let error = std::io::Error::last_os_error();
         return Err(LinkError::io("reading the guest's credentials")(error));
     }
-    Ok(Peer {
+    Ok(PeerCredentials {
         pid: credentials.pid,
         uid: credentials.uid,
         gid: credentials.gid,
@@ -52,8 +52,8 @@ pub(super) fn of(socket: &OwnedFd) -> Result<Peer, LinkError> {
 }
 
 /// The process that connected to `socket`, as a descriptor that becomes readable when the process
-/// ends. `None` on Linux before 6.5 (`SO_PEERPIDFD`), or if the process has ended already: the socket
-/// alone then shows the end.
+/// ends. `None` on Linux before 6.5 (`SO_PEERPIDFD`), or if the process has ended already: the
+/// socket alone then shows the end.
 pub(super) fn process(socket: &OwnedFd) -> Option<OwnedFd> {
     /// `SO_PEERPIDFD` of `asm-generic/socket.h`, which x86-64 and AArch64 use.
     const SO_PEERPIDFD: libc::c_int = 77;
@@ -81,7 +81,7 @@ pub struct Datagram {
     /// The first file that came with the bytes. Further files are closed.
     pub file: Option<OwnedFd>,
     /// The sender, as the kernel reports it. `None` without [`report_senders`].
-    pub sender: Option<Peer>,
+    pub sender: Option<PeerCredentials>,
 }
 
 /// Makes the kernel report the sender of each datagram that arrives at `socket` from now on
@@ -143,7 +143,7 @@ pub fn receive(socket: impl AsFd, bytes: &mut [u8]) -> io::Result<Datagram> {
                 }
                 (libc::SOL_SOCKET, libc::SCM_CREDENTIALS) if len >= size_of::<libc::ucred>() => {
                     let libc::ucred { pid, uid, gid } = data.cast::<libc::ucred>().read_unaligned();
-                    sender = Some(Peer { pid, uid, gid });
+                    sender = Some(PeerCredentials { pid, uid, gid });
                 }
                 _ => {}
             }

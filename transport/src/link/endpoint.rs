@@ -27,10 +27,10 @@ pub enum Endpoint {
         /// The port.
         port: u32,
     },
-    /// For a listening executor: the guests of a virtual machine monitor that maps vsock ports to
+    /// For a listening executor: the guests of a hypervisor that maps vsock ports to
     /// unix sockets.
     VsockUnix {
-        /// The path in the monitor's configuration.
+        /// The path in the hypervisor's configuration.
         path: PathBuf,
         /// The port.
         port: u32,

@@ -12,7 +12,7 @@ use crate::fork::Owner;
 use crate::shm::doorbell::{Doorbell, Wake};
 use crate::shm::layout::{Layout, STATE_CLOSED, STATE_OPEN, word};
 use crate::shm::liveness::Liveness;
-use crate::shm::memory::{MapError, Memory, Window};
+use crate::shm::memory::{MapError, SharedWords, Window};
 use crate::shm::notify::{MAX_SLEEP, SleepWords, Sleeper, SpinBudget, Waker};
 use crate::shm::ring::RingArea;
 
@@ -64,7 +64,7 @@ pub(super) struct WindowEnd {
     liveness: Option<Liveness>,
     /// The time of the last check for a dead peer.
     checked: Instant,
-    /// The first error. It is final.
+    /// The first error, which is final.
     error: Option<LinkError>,
     /// The process that has opened the link.
     owner: Owner,

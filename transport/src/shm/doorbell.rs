@@ -62,7 +62,7 @@ pub struct EventDoorbell {
     peer: OwnFd,
     /// A socket without traffic; the peer's end is open while the peer lives. `None` inside one
     /// process.
-    lifeline: Option<OwnFd>,
+    hangup_socket: Option<OwnFd>,
     /// A pidfd of the peer, which is readable after the peer's end.
     process: Option<OwnFd>,
 }
@@ -70,17 +70,17 @@ pub struct EventDoorbell {
 impl EventDoorbell {
     /// A doorbell of two non-blocking eventfds: the one that the peer writes, and the one that this
     /// end writes.
-    pub fn new(own: OwnedFd, peer: OwnedFd, lifeline: Option<OwnedFd>) -> EventDoorbell {
+    pub fn new(own: OwnedFd, peer: OwnedFd, hangup_socket: Option<OwnedFd>) -> EventDoorbell {
         EventDoorbell {
             own: OwnFd::new(own),
             peer: OwnFd::new(peer),
-            lifeline: lifeline.map(OwnFd::new),
+            hangup_socket: hangup_socket.map(OwnFd::new),
             process: None,
         }
     }
 
     /// The same doorbell, which also watches the process behind a pidfd: a forked child of the peer
-    /// may hold the lifeline open after the peer's death.
+    /// may hold the hangup_socket open after the peer's death.
     pub fn watching(self, process: Option<OwnedFd>) -> EventDoorbell {
         EventDoorbell {
             process: process.map(OwnFd::new),
@@ -126,11 +126,11 @@ impl Doorbell for EventDoorbell {
     fn wait(&self, timeout: Duration) -> Result<Wake, LinkError> {
         let waiting = LinkError::system("waiting for the peer");
         let rung = PollFd::new(&*self.own, PollFlags::IN);
-        let Some(lifeline) = &self.lifeline else {
+        let Some(hangup_socket) = &self.hangup_socket else {
             poll(&mut [rung], timeout).map_err(waiting)?;
             return Ok(Wake::Look);
         };
-        let hang_up = PollFd::new(&**lifeline, PollFlags::RDHUP);
+        let hang_up = PollFd::new(&**hangup_socket, PollFlags::RDHUP);
         // `poll` reports hang-ups and errors in addition to the requested events.
         let is_gone = match &self.process {
             Some(process) => {

@@ -46,7 +46,7 @@
 use std::mem::offset_of;
 use std::ops::Range;
 
-use super::memory::Memory;
+use super::memory::SharedWords;
 use super::ring::RECORD_ALIGN;
 use crate::limits::{MAX_MESSAGE, MAX_PAYLOAD};
 
@@ -267,7 +267,7 @@ impl Layout {
     }
 
     /// Writes the header into zeroed memory. The host calls this.
-    pub fn write(&self, memory: &impl Memory) {
+    pub fn write(&self, memory: &impl SharedWords) {
         for (offset, value) in [
             (word::VERSION, VERSION),
             (word::FEATURES, 0),
@@ -292,7 +292,7 @@ impl Layout {
     /// # Errors
     ///
     /// A [`LayoutError`] that names the first wrong word. The host is at fault.
-    pub fn read(memory: &impl Memory, mapped: usize) -> Result<Layout, LayoutError> {
+    pub fn read(memory: &impl SharedWords, mapped: usize) -> Result<Layout, LayoutError> {
         let found = memory.load(word::MAGIC);
         if found != MAGIC {
             return Err(LayoutError::Magic { found });

@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use super::layout::word;
-use super::memory::{Memory, Window};
+use super::memory::{SharedWords, Window};
 use crate::fork::PerProcess;
 
 /// The period of the heartbeat.
@@ -29,13 +29,13 @@ struct Heartbeat {
     window: Weak<Window>,
     /// The offset of the word in the window.
     offset: usize,
-    /// The session that the heartbeat belongs to, by the window's epoch. The heartbeat ends when the
-    /// window has another one.
+    /// The session that the heartbeat belongs to, by the window's epoch. The heartbeat ends when
+    /// the window has another one.
     epoch: Option<u64>,
 }
 
-/// The heartbeats of this process. `None` while the thread does not run. A forked child does not have
-/// the thread, and starts one of its own.
+/// The heartbeats of this process. `None` while the thread does not run. A forked child does not
+/// have the thread, and starts one of its own.
 static HEARTBEATS: PerProcess<Mutex<Option<Vec<Heartbeat>>>> = PerProcess::new();
 
 fn heartbeats() -> MutexGuard<'static, Option<Vec<Heartbeat>>> {
@@ -94,7 +94,7 @@ fn add(heartbeat: Heartbeat) -> std::io::Result<()> {
     Ok(())
 }
 
-/// The heartbeat thread. It ends when no window is left.
+/// The heartbeat thread, which ends when no window is left.
 fn run() {
     for count in 1.. {
         {

@@ -17,8 +17,8 @@
 //! permits: the processor gathers stores and writes them to memory in any order, and does not cache
 //! loads. The accesses above are correct in such memory too:
 //!
-//! - [`drain_writes`](Memory::drain_writes), which empties the processor's write buffers, precedes
-//!   every publication.
+//! - [`drain_writes`](SharedWords::drain_writes), which empties the processor's write buffers,
+//!   precedes every publication.
 //! - A store may stay in a write buffer until the next fence. The full fence of
 //!   [`notify`](super::notify) follows every store that a peer may be waiting for, because a
 //!   producer checks for a sleeping peer after each publication.
@@ -45,7 +45,7 @@ use crate::fork::Inherited;
 /// Shared memory as the rings access it. Offsets are in bytes from the start of the window.
 ///
 /// The trait exists so that a model checker can run the rings over a memory model.
-pub trait Memory {
+pub trait SharedWords {
     /// Loads a word (acquire). `offset` is a multiple of 8.
     fn load(&self, offset: usize) -> u64;
 
@@ -59,7 +59,7 @@ pub trait Memory {
     fn write(&self, offset: usize, data: &[u8]);
 
     /// Makes every earlier write, by any kind of store, visible before any later
-    /// [`store`](Memory::store).
+    /// [`store`](SharedWords::store).
     fn drain_writes(&self);
 
     /// A sequentially consistent fence: orders every earlier access before every later one.
@@ -340,7 +340,7 @@ impl Registers {
     }
 }
 
-impl Memory for Window {
+impl SharedWords for Window {
     fn load(&self, offset: usize) -> u64 {
         u64::from_le(self.word(offset).load(Ordering::Acquire))
     }

@@ -27,7 +27,7 @@
 
 use std::time::Duration;
 
-use super::memory::Memory;
+use super::memory::SharedWords;
 
 /// The offsets of a sleeper's two words.
 #[derive(Debug, Clone, Copy)]
@@ -52,7 +52,7 @@ impl Sleeper {
     }
 
     /// S1 to S3. The caller then checks its condition, and waits only if the condition is false.
-    pub fn announce(&mut self, memory: &impl Memory, wake_on: u64) {
+    pub fn announce(&mut self, memory: &impl SharedWords, wake_on: u64) {
         self.number += 1;
         memory.store(self.words.wake_on, wake_on);
         memory.store(self.words.sleeping, self.number);
@@ -60,7 +60,7 @@ impl Sleeper {
     }
 
     /// S6.
-    pub fn awake(&mut self, memory: &impl Memory) {
+    pub fn awake(&mut self, memory: &impl SharedWords) {
         memory.store(self.words.sleeping, 0);
     }
 }
@@ -83,7 +83,7 @@ impl Waker {
     /// whether the publication satisfies a given wake-on value.
     pub fn must_ring(
         &mut self,
-        memory: &impl Memory,
+        memory: &impl SharedWords,
         is_awaited: impl FnOnce(u64) -> bool,
     ) -> bool {
         memory.full_fence();

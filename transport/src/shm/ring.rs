@@ -36,7 +36,7 @@
 
 use std::ops::Range;
 
-use super::memory::Memory;
+use super::memory::SharedWords;
 use crate::error::{LinkError, LinkViolation};
 
 /// The alignment of records, in bytes: one cache line.
@@ -146,7 +146,7 @@ impl Producer {
     /// If the ring cannot [hold](Producer::can_hold) such a record.
     pub fn reserve(
         &mut self,
-        memory: &impl Memory,
+        memory: &impl SharedWords,
         request: u64,
         message: usize,
         payload: Payload,
@@ -203,7 +203,7 @@ impl Producer {
     /// # Panics
     ///
     /// If the length of the message differs from the reserved one.
-    pub fn publish(&mut self, memory: &impl Memory, room: Room, message: &[u8]) {
+    pub fn publish(&mut self, memory: &impl SharedWords, room: Room, message: &[u8]) {
         assert_eq!(
             message.len(),
             room.header.message as usize,
@@ -282,7 +282,7 @@ impl Consumer {
     ///
     /// [`LinkError::PeerMisbehaved`] when the producer's tail or the record's header violates an
     /// invariant or a limit.
-    pub fn peek(&mut self, memory: &impl Memory) -> Result<Option<Arrived>, LinkError> {
+    pub fn peek(&mut self, memory: &impl SharedWords) -> Result<Option<Arrived>, LinkError> {
         self.peek_from(memory, self.head)
     }
 
@@ -294,7 +294,7 @@ impl Consumer {
     /// As [`peek`](Consumer::peek).
     pub fn peek_behind(
         &mut self,
-        memory: &impl Memory,
+        memory: &impl SharedWords,
         arrived: &Arrived,
     ) -> Result<Option<Arrived>, LinkError> {
         self.peek_from(memory, arrived.next)
@@ -302,7 +302,11 @@ impl Consumer {
 
     /// The record at `from`. `from` is the head or the end of a checked record, so it is at most
     /// the tail.
-    fn peek_from(&mut self, memory: &impl Memory, from: u64) -> Result<Option<Arrived>, LinkError> {
+    fn peek_from(
+        &mut self,
+        memory: &impl SharedWords,
+        from: u64,
+    ) -> Result<Option<Arrived>, LinkError> {
         if from == self.tail {
             self.look(memory)?;
             if from == self.tail {
@@ -331,7 +335,7 @@ impl Consumer {
     }
 
     /// Returns the memory of a record to the producer.
-    pub fn release(&mut self, memory: &impl Memory, arrived: &Arrived) {
+    pub fn release(&mut self, memory: &impl SharedWords, arrived: &Arrived) {
         self.head = arrived.next;
         // Pairs with the acquire load of the head in `Producer::reserve`: the producer overwrites
         // the record only after the reads of this side.
@@ -344,13 +348,13 @@ impl Consumer {
     /// # Errors
     ///
     /// [`LinkError::PeerMisbehaved`] when the producer's tail violates an invariant.
-    pub fn is_filling(&mut self, memory: &impl Memory) -> Result<bool, LinkError> {
+    pub fn is_filling(&mut self, memory: &impl SharedWords) -> Result<bool, LinkError> {
         self.look(memory)?;
         Ok(self.tail - self.head > self.area.size() / 4)
     }
 
     /// Loads and checks the tail.
-    fn look(&mut self, memory: &impl Memory) -> Result<(), LinkError> {
+    fn look(&mut self, memory: &impl SharedWords) -> Result<(), LinkError> {
         let tail = memory.load(self.area.tail);
         let size = self.area.size();
         let used = tail.wrapping_sub(self.head);
@@ -369,7 +373,7 @@ impl Consumer {
 
     /// A private copy of the header at `cursor`. The size of the record lies in the published
     /// bytes.
-    fn header(&self, memory: &impl Memory, cursor: u64) -> Result<Header, LinkError> {
+    fn header(&self, memory: &impl SharedWords, cursor: u64) -> Result<Header, LinkError> {
         let mut bytes = [0; HEADER];
         memory.read(self.area.offset(cursor), &mut bytes);
         let header = Header::decode(&bytes);

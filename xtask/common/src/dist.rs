@@ -10,7 +10,7 @@ use crate::cache::Cache;
 use crate::elf::ElfLibrary;
 use crate::packages;
 use crate::process;
-use crate::progress::Step;
+use crate::progress::Progress;
 use crate::workspace;
 
 /// The plugin's file: the name programs look for, in the folder they look in.
@@ -54,7 +54,7 @@ pub fn build_with(cache: &Cache, cubins: Option<&Path>) -> Result<Dist> {
     let dist = workspace::dist();
     std::fs::create_dir_all(&dist).with_context(|| format!("creating {}", dist.display()))?;
 
-    let step = Step::new("building libggml-vgpu.so and vgpu");
+    let progress = Progress::new("building libggml-vgpu.so and vgpu");
     // One cargo run each: in one run cargo would build what both depend on with the features of
     // both.
     let mut plugin = release("ggml-vgpu");
@@ -67,15 +67,15 @@ pub fn build_with(cache: &Cache, cubins: Option<&Path>) -> Result<Dist> {
     }
     // The larger first: beside the CPU engine, one unit of which is compiled for a minute, there is
     // enough for the other cores.
-    let command = artifact_of(&mut vgpu, cache, &step, "bin", COMMAND)?;
-    let library = artifact_of(&mut plugin, cache, &step, "cdylib", "ggml_vgpu")?;
+    let command = artifact_of(&mut vgpu, cache, &progress, "bin", COMMAND)?;
+    let library = artifact_of(&mut plugin, cache, &progress, "cdylib", "ggml_vgpu")?;
 
     let plugin = place(&library, &dist.join(PLUGIN))?;
     let vgpu = place(&command, &dist.join(COMMAND))?;
     ElfLibrary::read(&plugin)?
         .check_plugin()
         .with_context(|| format!("{} is not as a program needs it", plugin.display()))?;
-    step.done(&format!("{} KiB and {} KiB", kib(&plugin), kib(&vgpu)));
+    progress.done(&format!("{} KiB and {} KiB", kib(&plugin), kib(&vgpu)));
     Ok(Dist { plugin, vgpu })
 }
 
@@ -91,21 +91,21 @@ pub const AS_TESTS: [&str; 5] = ["--workspace", "--lib", "--bins", "--tests", "-
 pub fn build_for_tests(cache: &Cache, folder: &Path) -> Result<Dist> {
     packages::libclang(cache)?;
     std::fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
-    let step = Step::new("building libggml-vgpu.so and vgpu with assertions");
+    let progress = Progress::new("building libggml-vgpu.so and vgpu with assertions");
     let mut cargo = workspace::cargo();
     cargo.arg("build").args(AS_TESTS);
     cargo.arg("--message-format=json-render-diagnostics");
     let dist = both(
         &mut cargo,
         &cache.log("cargo-build-tests"),
-        &step,
+        &progress,
         Plugin::Remote,
         folder,
     )?;
     ElfLibrary::read(&dist.plugin)?
         .check_plugin()
         .with_context(|| format!("{} is not as a program needs it", dist.plugin.display()))?;
-    step.done("");
+    progress.done("");
     Ok(dist)
 }
 
@@ -135,7 +135,8 @@ pub enum Plugin {
 pub fn build_for_demo(cache: &Cache, plugin: Plugin, folder: &Path) -> Result<Dist> {
     packages::libclang(cache)?;
     std::fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
-    let step = Step::new("building libggml-vgpu.so and vgpu (one to two minutes on two cores)");
+    let progress =
+        Progress::new("building libggml-vgpu.so and vgpu (one to two minutes on two cores)");
     let mut cargo = workspace::cargo();
     cargo.args(["build", "--package", "ggml-vgpu"]);
     if plugin == Plugin::Remote {
@@ -154,11 +155,11 @@ pub fn build_for_demo(cache: &Cache, plugin: Plugin, folder: &Path) -> Result<Di
     let dist = both(
         &mut cargo,
         &cache.log("cargo-build-demo"),
-        &step,
+        &progress,
         plugin,
         folder,
     )?;
-    step.done("");
+    progress.done("");
     Ok(dist)
 }
 
@@ -167,12 +168,12 @@ pub fn build_for_demo(cache: &Cache, plugin: Plugin, folder: &Path) -> Result<Di
 fn both(
     cargo: &mut Command,
     log: &Path,
-    step: &Step,
+    progress: &Progress,
     plugin: Plugin,
     folder: &Path,
 ) -> Result<Dist> {
     let wanted = [("cdylib", "ggml_vgpu"), ("bin", COMMAND)];
-    let mut built = artifacts_of(cargo, log, step, &wanted)?;
+    let mut built = artifacts_of(cargo, log, progress, &wanted)?;
     let dist = at(folder);
     place(
         &built.remove(0).context("cargo built no plugin")?,
@@ -216,12 +217,12 @@ fn instruction_set() -> Option<&'static str> {
 fn artifact_of(
     cargo: &mut Command,
     cache: &Cache,
-    step: &Step,
+    progress: &Progress,
     kind: &str,
     name: &str,
 ) -> Result<PathBuf> {
     let log = cache.log(&format!("cargo-build-{name}"));
-    let mut built = artifacts_of(cargo, &log, step, &[(kind, name)])?;
+    let mut built = artifacts_of(cargo, &log, progress, &[(kind, name)])?;
     built
         .remove(0)
         .with_context(|| format!("cargo built no {name}"))
@@ -231,14 +232,14 @@ fn artifact_of(
 fn artifacts_of(
     cargo: &mut Command,
     log: &Path,
-    step: &Step,
+    progress: &Progress,
     wanted: &[(&str, &str)],
 ) -> Result<Vec<Option<PathBuf>>> {
     let mut built = vec![None; wanted.len()];
     let status = process::run_lines(cargo, log, |line| {
         // Cargo writes one JSON object per line to stdout, and its progress to stderr.
         if !line.starts_with('{') {
-            step.note(line);
+            progress.note(line);
         } else if let Ok(message) = serde_json::from_str::<Value>(line) {
             for ((kind, name), built) in wanted.iter().zip(&mut built) {
                 *built = artifact(&message, kind, name).or(built.take());

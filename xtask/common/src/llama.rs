@@ -8,7 +8,7 @@ use anyhow::{Context as _, Result, ensure};
 use crate::cache::Cache;
 use crate::packages;
 use crate::process;
-use crate::progress::Step;
+use crate::progress::Progress;
 use crate::workspace;
 
 /// PyPI `llama-cpp-python`, whose source distribution carries llama.cpp with its tests and tools:
@@ -95,7 +95,7 @@ pub fn source(cache: &Cache) -> Result<PathBuf> {
 pub fn newest_source(cache: &Cache) -> Result<PathBuf> {
     let name = format!("{CRATE}-{CRATE_VERSION}");
     cache.folder(&name, |dir| {
-        let step = Step::new(&format!("fetching the sources of {name}"));
+        let progress = Progress::new(&format!("fetching the sources of {name}"));
         // Cargo fetches for a package only: one that needs nothing but this crate.
         let manifest = format!(
             "[package]\nname = \"fetch\"\nversion = \"0.0.0\"\nedition = \"2024\"\n\
@@ -108,7 +108,7 @@ pub fn newest_source(cache: &Cache) -> Result<PathBuf> {
         std::fs::write(fetch.join("lib.rs"), "").context("writing a source file")?;
         let mut cargo = workspace::cargo();
         cargo.args(["vendor", "--versioned-dirs", "vendored"]).current_dir(&fetch);
-        process::run(&mut cargo, &step, &cache.log(&name))?;
+        process::run(&mut cargo, &progress, &cache.log(&name))?;
         let vendored = fetch.join("vendored").join(&name);
         for entry in std::fs::read_dir(&vendored).context("listing the fetched crate")? {
             let entry = entry.context("listing the fetched crate")?;
@@ -116,7 +116,7 @@ pub fn newest_source(cache: &Cache) -> Result<PathBuf> {
                 .context("moving the fetched crate")?;
         }
         std::fs::remove_dir_all(&fetch).context("removing what else was fetched")?;
-        step.done("");
+        progress.done("");
         Ok(())
     })
 }
@@ -137,16 +137,16 @@ pub fn build(cache: &Cache, stage: Stage) -> Result<PathBuf> {
         let tools = packages::build_tools(cache)?;
         let log = cache.log(&format!("{builds}-{}", stage.name()));
         if stage == Stage::Ops {
-            let step = Step::new("configuring ggml and llama.cpp");
-            configure(&tools, &source, dir, &instructions, &step, &log)?;
-            step.done(&instructions.name);
+            let progress = Progress::new("configuring ggml and llama.cpp");
+            configure(&tools, &source, dir, &instructions, &progress, &log)?;
+            progress.done(&instructions.name);
         }
-        let step = Step::new(match stage {
+        let progress = Progress::new(match stage {
             Stage::Ops => "building ggml and test-backend-ops (about a minute on two cores)",
             Stage::Tools => "building libllama and its tools (about a minute on two cores)",
         });
-        process::run(&mut ninja(&tools, dir, stage.targets()), &step, &log)?;
-        step.done("");
+        process::run(&mut ninja(&tools, dir, stage.targets()), &progress, &log)?;
+        progress.done("");
         Ok(())
     })?;
     // The build for this machine, for programs that know nothing of instruction sets.
@@ -168,7 +168,7 @@ pub fn build_newest(cache: &Cache) -> Result<PathBuf> {
     cache.staged(&newest_builds(&instructions), "all", |dir| {
         let tools = packages::build_tools(cache)?;
         let log = cache.log(&format!("build-{CRATE}-{CRATE_VERSION}"));
-        let step = Step::new(&format!(
+        let progress = Progress::new(&format!(
             "building libllama on ggml {NEWEST_RELEASE} (about two minutes on two cores)"
         ));
         // What the crate leaves out cannot be configured either.
@@ -176,8 +176,8 @@ pub fn build_newest(cache: &Cache) -> Result<PathBuf> {
         let bare = bare.map(|part| format!("-DLLAMA_BUILD_{part}=OFF"));
         let build = |dir: &Path, options: &[String], targets: &[&str]| -> Result<()> {
             let mut cmake = cmake(&tools, &source, dir, &instructions)?;
-            process::run(cmake.args(&bare).args(options), &step, &log)?;
-            process::run(&mut ninja(&tools, dir, targets), &step, &log)
+            process::run(cmake.args(&bare).args(options), &progress, &log)?;
+            process::run(&mut ninja(&tools, dir, targets), &progress, &log)
         };
         build(&dir.join("shared"), &[], &["ggml", "ggml-cpu", "llama"])?;
         let folder = dir.join("static");
@@ -189,7 +189,7 @@ pub fn build_newest(cache: &Cache) -> Result<PathBuf> {
             format!("-DCMAKE_ARCHIVE_OUTPUT_DIRECTORY={}", folder.display()),
         ];
         build(&folder, &archive, &["ggml-base"])?;
-        step.done("");
+        progress.done("");
         Ok(())
     })
 }
@@ -205,12 +205,12 @@ pub fn newest_ops(cache: &Cache) -> Result<PathBuf> {
     let program = source(cache)?.join("tests/test-backend-ops.cpp");
     let builds = newest_builds(&Instructions::of_this_machine());
     cache.staged(&builds, "ops", |_| {
-        let step = Step::new(&format!(
+        let progress = Progress::new(&format!(
             "building test-backend-ops for ggml {NEWEST_RELEASE} (about a minute)"
         ));
         let log = cache.log(&format!("build-{CRATE}-{CRATE_VERSION}-ops"));
-        compile_ops(&program, &include, &bin, &step, &log)?;
-        step.done("");
+        compile_ops(&program, &include, &bin, &progress, &log)?;
+        progress.done("");
         Ok(())
     })?;
     Ok(bin)
@@ -221,7 +221,7 @@ pub(crate) fn compile_ops(
     program: &Path,
     include: &Path,
     bin: &Path,
-    step: &Step,
+    progress: &Progress,
     log: &Path,
 ) -> Result<()> {
     let mut compiler = Command::new("c++");
@@ -235,7 +235,7 @@ pub(crate) fn compile_ops(
         .args(["-lggml", "-lggml-base", "-Wl,-rpath,$ORIGIN"])
         .arg("-o")
         .arg(bin.join("test-backend-ops"));
-    process::run(&mut compiler, step, log)
+    process::run(&mut compiler, progress, log)
 }
 
 /// Where the newest ggml is built.
@@ -274,19 +274,19 @@ fn cpu_built_for(cache: &Cache, instructions: &Instructions) -> Result<PathBuf> 
     let root = cache.staged(&name, "cpu", |dir| {
         let tools = packages::build_tools(cache)?;
         let log = cache.log(&format!("build-llama-{PYTHON_VERSION}-cpu"));
-        let step = Step::new(&format!(
+        let progress = Progress::new(&format!(
             "building ggml's CPU backend for {} (about a minute on two cores)",
             instructions.name
         ));
-        configure(&tools, &source, dir, instructions, &step, &log)?;
+        configure(&tools, &source, dir, instructions, &progress, &log)?;
         let mut ninja = Command::new(tools.join("ninja"));
         ninja
             .arg("-C")
             .arg(dir)
             .arg(format!("-j{}", workspace::cores()))
             .arg("ggml-cpu");
-        process::run(&mut ninja, &step, &log)?;
-        step.done(&instructions.name);
+        process::run(&mut ninja, &progress, &log)?;
+        progress.done(&instructions.name);
         Ok(())
     })?;
     Ok(root.join("bin/libggml-cpu.so"))
@@ -298,7 +298,7 @@ fn configure(
     source: &Path,
     dir: &Path,
     instructions: &Instructions,
-    step: &Step,
+    progress: &Progress,
     log: &Path,
 ) -> Result<()> {
     let mut cmake = cmake(tools, source, dir, instructions)?;
@@ -310,7 +310,7 @@ fn configure(
         "-DLLAMA_BUILD_UI=OFF",
         "-DLLAMA_USE_PREBUILT_UI=OFF",
     ]);
-    process::run(&mut cmake, step, log)
+    process::run(&mut cmake, progress, log)
 }
 
 /// A configuration of a shared release build with backends that are loaded.

@@ -18,7 +18,7 @@ pub use vgpu_gguf::FileType;
 
 use crate::cache::Cache;
 use crate::llama;
-use crate::progress::Step;
+use crate::progress::Progress;
 
 /// The vocabulary-only file in llama.cpp's sources whose tokenizer the models get.
 const VOCABULARY: &str = "models/ggml-vocab-llama-spm.gguf";
@@ -263,7 +263,7 @@ fn write(
     let model = RandomModel::new(&metadata, tensors, seed)
         .with_context(|| format!("laying out {}", shape.name))?;
 
-    let step = Step::with_total(
+    let progress = Progress::with_total(
         &format!(
             "writing {} {}: {:.0} M random parameters, {count} tensors",
             shape.name,
@@ -274,10 +274,10 @@ fn write(
     );
     let file = File::create(path).with_context(|| format!("creating {}", path.display()))?;
     model
-        .write(&file, |bytes| step.advance(bytes))
+        .write(&file, |bytes| progress.advance(bytes))
         .with_context(|| format!("writing {}", path.display()))?;
     file.sync_all().context("flushing the model")?;
-    step.done(&format!("{} MiB", model.file_bytes() >> 20));
+    progress.done(&format!("{} MiB", model.file_bytes() >> 20));
     Ok(())
 }
 

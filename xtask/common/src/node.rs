@@ -10,7 +10,7 @@ use anyhow::Result;
 use crate::cache::Cache;
 use crate::packages;
 use crate::process;
-use crate::progress::Step;
+use crate::progress::Progress;
 
 const VERSION: &str = "3.22.1";
 
@@ -33,7 +33,7 @@ impl Node {
         let machine = packages::machine()?;
         let name = format!("node-llama-cpp-{VERSION}");
         let modules = cache.folder(&name, |dir| {
-            let step = Step::new(&format!("installing {name} and its prebuilt llama.cpp"));
+            let progress = Progress::new(&format!("installing {name} and its prebuilt llama.cpp"));
             let mut npm = Command::new("npm");
             npm.env("PATH", &path)
                 .current_dir(dir)
@@ -43,8 +43,8 @@ impl Node {
                 .args(["--ignore-scripts", "--omit=optional"])
                 .arg(format!("node-llama-cpp@{VERSION}"))
                 .arg(format!("@node-llama-cpp/{machine}@{VERSION}"));
-            process::run(&mut npm, &step, &cache.log(&name))?;
-            step.done("");
+            process::run(&mut npm, &progress, &cache.log(&name))?;
+            progress.done("");
             Ok(())
         })?;
         Ok(Node { path, modules })
@@ -60,7 +60,7 @@ impl Node {
         let package = format!("@node-llama-cpp/{machine}");
         let name = format!("node-llama-cpp-prebuilt-{version}");
         let folder = cache.folder(&name, |dir| {
-            let step = Step::new(&format!("fetching {name}"));
+            let progress = Progress::new(&format!("fetching {name}"));
             let mut npm = Command::new("npm");
             npm.env("PATH", &path)
                 .current_dir(dir)
@@ -73,8 +73,8 @@ impl Node {
                     "--ignore-scripts",
                 ])
                 .arg(format!("{package}@{version}"));
-            process::run(&mut npm, &step, &cache.log(&name))?;
-            step.done("");
+            process::run(&mut npm, &progress, &cache.log(&name))?;
+            progress.done("");
             Ok(())
         })?;
         Ok(folder

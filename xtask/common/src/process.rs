@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, anyhow, bail};
 use rustix::process::{Pid, Signal};
 
-use crate::progress::Step;
+use crate::progress::Progress;
 
 /// How much of a log is shown when its program failed.
 const TAIL_LINES: usize = 30;
@@ -21,8 +21,8 @@ const TAIL_LINES: usize = 30;
 ///
 /// # Errors
 /// If the command cannot be started or fails. The error has the end of the log.
-pub fn run(command: &mut Command, step: &Step, log: &Path) -> Result<()> {
-    let status = run_lines(command, log, |line| step.note(line))?;
+pub fn run(command: &mut Command, progress: &Progress, log: &Path) -> Result<()> {
+    let status = run_lines(command, log, |line| progress.note(line))?;
     if !status.success() {
         bail!("{} ended with {status}\n{}", name(command), tail(log));
     }

@@ -16,9 +16,9 @@ const LINE_INTERVAL: Duration = Duration::from_secs(30);
 /// All moving lines: one step may be part of another.
 static BARS: LazyLock<MultiProgress> = LazyLock::new(MultiProgress::new);
 
-/// One long piece of work. Dropped without [`Step::done`], it counts as failed.
+/// One long piece of work. Dropped without [`Progress::done`], it counts as failed.
 #[derive(Debug)]
-pub struct Step {
+pub struct Progress {
     label: String,
     started: Instant,
     bar: Option<ProgressBar>,
@@ -34,18 +34,18 @@ struct Plain {
     total: Option<u64>,
 }
 
-impl Step {
+impl Progress {
     /// A step of unknown length.
-    pub fn new(label: &str) -> Step {
-        Step::start(label, None)
+    pub fn new(label: &str) -> Progress {
+        Progress::start(label, None)
     }
 
     /// A step of `total` bytes.
-    pub fn with_total(label: &str, total: u64) -> Step {
-        Step::start(label, Some(total))
+    pub fn with_total(label: &str, total: u64) -> Progress {
+        Progress::start(label, Some(total))
     }
 
-    fn start(label: &str, total: Option<u64>) -> Step {
+    fn start(label: &str, total: Option<u64>) -> Progress {
         let bar = std::io::stderr().is_terminal().then(|| {
             let (bar, template) = match total {
                 Some(total) => (
@@ -72,7 +72,7 @@ impl Step {
             position: 0,
             total,
         });
-        Step {
+        Progress {
             label: label.to_owned(),
             started,
             bar,
@@ -141,7 +141,7 @@ impl Step {
     }
 }
 
-impl Drop for Step {
+impl Drop for Progress {
     fn drop(&mut self) {
         if !self.finished {
             self.finish("FAILED", "");

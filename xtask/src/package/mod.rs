@@ -14,7 +14,7 @@ use xtask_common::cache::Cache;
 use xtask_common::dist::{self, Dist};
 use xtask_common::elf::ElfLibrary;
 use xtask_common::process;
-use xtask_common::progress::{Step, heading};
+use xtask_common::progress::{Progress, heading};
 use xtask_common::scratch::Scratch;
 use xtask_common::workspace;
 
@@ -60,7 +60,7 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
 }
 
 fn build(dist: &Dist, folder: &Path) -> Result<Packages> {
-    let step = Step::new("packing");
+    let progress = Progress::new("packing");
     let newest = check_glibc(dist)?;
     if folder.exists() {
         // A package of another version must not lie beside those that are listed.
@@ -74,7 +74,7 @@ fn build(dist: &Dist, folder: &Path) -> Result<Packages> {
         checksums: folder.join("SHA256SUMS"),
     };
     checksums(&packages, folder)?;
-    step.done(&format!("they need glibc {newest} or newer"));
+    progress.done(&format!("they need glibc {newest} or newer"));
     Ok(packages)
 }
 

@@ -10,7 +10,7 @@ use anyhow::{Context as _, anyhow, ensure};
 use clap::{Parser, ValueEnum};
 use serde::{Deserialize, Serialize};
 use vgpu_check::Options;
-use vgpu_check::model::{self, Built, Model, Step};
+use vgpu_check::model::{self, Built, Model, StepShape};
 use vgpu_engine::roofline::{self, Cost, Rates};
 use vgpu_engine::{Engine, NodeTiming};
 use vgpu_transport::ir::{Graph, Type};
@@ -224,7 +224,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         anyhow::Ok(figures)
     });
     let before = before.transpose()?;
-    let step = Step {
+    let step = StepShape {
         tokens: args.tokens,
         seen: (args.past + args.tokens).next_multiple_of(SEEN_STEP),
     };
@@ -293,7 +293,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     }
 }
 
-fn model_of(args: &Args, step: Step) -> anyhow::Result<Model> {
+fn model_of(args: &Args, step: StepShape) -> anyhow::Result<Model> {
     let mut model = args.model.model();
     let ty = |name: &str| {
         Type::from_ggml_name(name)

@@ -153,7 +153,7 @@ fn tune(engine: EngineKind, time: Duration) -> anyhow::Result<()> {
         time,
         ..vgpu_check::Options::default()
     };
-    let extents = vgpu_check::Extents::default();
+    let extents = vgpu_check::TuneShapes::default();
     let table = vgpu_check::tune(&variants, &options, &extents, |tuned| {
         let rates = tuned.rates.each_ref().map(|(variant, rate)| match rate {
             Ok(rate) => format!("{} {:.1}", variant.name(), rate / 1e12),

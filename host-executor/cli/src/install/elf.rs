@@ -18,7 +18,7 @@ use object::{Endianness, Object as _, ObjectSection as _};
 pub(super) const PLUGIN: &str = "libggml-vgpu.so";
 
 /// The largest library that is read into memory, far larger than any ggml.
-const LARGEST: u64 = 1 << 30;
+const MAX_LIBRARY_BYTES: u64 = 1 << 30;
 /// How many bytes of a function are searched for the instruction that loads its result.
 const FUNCTION_START: usize = 32;
 
@@ -38,7 +38,7 @@ impl Library {
         let file =
             std::fs::metadata(path).with_context(|| format!("reading {}", path.display()))?;
         ensure!(
-            file.is_file() && file.len() <= LARGEST,
+            file.is_file() && file.len() <= MAX_LIBRARY_BYTES,
             "{} is not a library: it has {} bytes, or is not a file",
             path.display(),
             file.len()

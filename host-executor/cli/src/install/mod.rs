@@ -36,7 +36,7 @@ const GROUP: &str = "vgpu";
 #[derive(Parser)]
 pub(crate) struct InstallArgs {
     #[command(flatten)]
-    place: Place,
+    place: OllamaTarget,
 
     /// The plugin to install. [default: libggml-vgpu.so beside this program, or in ../lib/vgpu]
     #[arg(long, value_name = "FILE")]
@@ -52,11 +52,11 @@ pub(crate) struct InstallArgs {
 #[derive(Parser)]
 pub(crate) struct UninstallArgs {
     #[command(flatten)]
-    place: Place,
+    place: OllamaTarget,
 }
 
 #[derive(Parser)]
-struct Place {
+struct OllamaTarget {
     /// Ollama's folder: the one with llama-server, the prefix above it, or the root of a container.
     /// [default: /usr/local/lib/ollama, /usr/lib/ollama, or the folder of the `ollama` on the
     /// search path]
@@ -77,7 +77,7 @@ pub(crate) fn install(args: InstallArgs) -> Result<()> {
     let file = plugin(args.plugin)?;
     let plugin = Library::read(&file)?;
     let stamp = Stamp::of(&plugin)?;
-    let Place {
+    let OllamaTarget {
         ollama,
         root,
         dry_run,
@@ -153,7 +153,7 @@ pub(crate) fn install(args: InstallArgs) -> Result<()> {
 }
 
 pub(crate) fn uninstall(args: UninstallArgs) -> Result<()> {
-    let Place {
+    let OllamaTarget {
         ollama,
         root,
         dry_run,

@@ -64,8 +64,7 @@ impl Ollama {
             let list: Vec<_> = candidates.iter().map(|c| c.display().to_string()).collect();
             bail!(
                 "no Ollama found: none of {} holds libggml-base.so. Name its folder with --ollama \
-                 DIR \
-                 (the one with llama-server, or the prefix above it)",
+                 DIR (the one with llama-server, or the prefix above it)",
                 list.join(", ")
             );
         };
@@ -75,8 +74,7 @@ impl Ollama {
         ensure!(
             lib.join("llama-server").exists(),
             "{} has no llama-server: this Ollama is older than 0.30, which loads no other \
-             backends; \
-             update Ollama",
+             backends; update Ollama",
             lib.display()
         );
         Ok(Ollama { lib })

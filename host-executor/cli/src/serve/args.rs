@@ -31,7 +31,7 @@ pub(crate) struct Args {
     pub(super) config: Option<PathBuf>,
 
     /// Where to listen: unix:/path/to/socket, tcp:HOST:PORT, vsock:PORT, or vsock:/path:PORT for
-    /// monitors with unix sockets for vsock, such as Firecracker. May be given several times.
+    /// hypervisors with unix sockets for vsock, such as Firecracker. May be given several times.
     /// [default: unix:/run/vgpu/vgpu.sock]
     ///
     /// Guests find the default address without configuration; for another one, set VGPU_ENDPOINT in
@@ -57,7 +57,7 @@ pub(crate) struct Args {
     /// QEMU (any version) gets the device by -chardev socket,id=vgpu0,path=PATH -device
     /// ivshmem-doorbell,chardev=vgpu0,vectors=1, and is started after this command. The window
     /// (256M, a power of two) is a memory region of the virtual machine, which up to 7 programs
-    /// there share. A program without a sign of life for SECONDS (60; 0: no limit) counts as dead.
+    /// there share. A program that sends no heartbeat for SECONDS (60; 0: no limit) counts as dead.
     /// With --vm and without --listen, only virtual machines are served.
     #[arg(long, value_name = "VM")]
     vm: Vec<VmOptions>,

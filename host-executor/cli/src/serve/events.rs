@@ -42,8 +42,7 @@ pub(super) fn wait_for_end(
                 None => continue,
                 Some(reason) => anyhow::bail!(
                     "{reason}; all data of the guests is lost, so vgpu serve ends, and a \
-                     supervisor can \
-                     start it again"
+                     supervisor can start it again"
                 ),
             },
             Err(RecvTimeoutError::Disconnected) => {

@@ -174,8 +174,8 @@ impl Listeners {
         if let (None, Some(guest)) = (&self.certificates, identified) {
             bail!(
                 "a certificate identifies guest {:?}, and this executor has none: make \
-                 certificates \
-                 with `vgpu cert`, and name their folder with certs in [server], or --certs",
+                 certificates with `vgpu cert`, and name their folder with certs in [server], or \
+                 --certs",
                 guest.rule.name
             );
         }

@@ -27,7 +27,7 @@ pub(super) struct Sockets {
 
 fn bind(settings: &Settings) -> anyhow::Result<Sockets> {
     let listeners = Listeners::new(settings)?;
-    let mut stored = service::stored_files();
+    let mut stored = service::stored_fds();
     let prepared = listeners.prepare(settings, &mut stored)?;
     // Files of virtual machines that the settings no longer have.
     for (name, _file) in stored {

@@ -126,7 +126,7 @@ impl ServerBackend for Function {
                     match usize::try_from(offset).ok().and_then(|o| o.checked_add(i)) {
                         Some(COMMAND) => self.config[COMMAND] = byte & COMMAND_MASK,
                         Some(INTERRUPT_LINE) => self.config[INTERRUPT_LINE] = *byte,
-                        // The monitor emulates the BARs. All other registers are read-only.
+                        // The hypervisor emulates the BARs. All other registers are read-only.
                         _ => {}
                     }
                 }

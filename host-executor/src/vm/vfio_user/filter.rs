@@ -1,10 +1,10 @@
-//! The filter between a monitor and the `vfio_user` crate: passes on only complete messages of the
-//! right size, without files.
+//! The filter between a hypervisor and the `vfio_user` crate: passes on only complete messages of
+//! the right size, without files.
 //!
 //! The crate reads the structure of a command regardless of the size in the header, allocates as
 //! much as a message asks for, and unwraps a string conversion. The filter reads each message
-//! completely and checks it before the crate sees it. The files that a monitor sends (the guest's
-//! memory) are closed: the device needs none.
+//! completely and checks it before the crate sees it. The files that a hypervisor sends (the
+//! guest's memory) are closed: the device needs none.
 #![forbid(unsafe_code)]
 
 use std::fs::DirBuilder;
@@ -24,10 +24,10 @@ pub(super) const HEAD: usize = 16;
 /// Largest access to a region in bytes.
 const MAX_ACCESS: usize = 4096;
 
-/// Longest capability string of a monitor in bytes.
+/// Longest capability string of a hypervisor in bytes.
 const MAX_TEXT: usize = 4096;
 
-/// A message of a monitor that the `vfio_user` crate cannot read. Sizes are in bytes.
+/// A message of a hypervisor that the `vfio_user` crate cannot read. Sizes are in bytes.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(super) enum MessageError {
     #[error("a message of {size} bytes; the limits are {HEAD} and {most}")]
@@ -69,13 +69,13 @@ pub(super) fn private_listener() -> io::Result<(UnixStream, UnixListener)> {
     both
 }
 
-/// Passes messages on until one side disconnects or the monitor breaks the protocol.
-pub(super) fn run(monitor: &UnixStream, device: &UnixStream) -> io::Result<()> {
-    monitor.set_nonblocking(false)?;
+/// Passes messages on until one side disconnects or the hypervisor breaks the protocol.
+pub(super) fn run(hypervisor: &UnixStream, device: &UnixStream) -> io::Result<()> {
+    hypervisor.set_nonblocking(false)?;
     let mut is_negotiated = false;
     loop {
         let mut fds = [
-            PollFd::new(monitor, PollFlags::IN),
+            PollFd::new(hypervisor, PollFlags::IN),
             PollFd::new(device, PollFlags::IN),
         ];
         match rustix::event::poll(&mut fds, None) {
@@ -83,11 +83,11 @@ pub(super) fn run(monitor: &UnixStream, device: &UnixStream) -> io::Result<()> {
             other => other?,
         };
         let [from_monitor, from_device] = [0, 1].map(|i| !fds[i].revents().is_empty());
-        if from_device && !pass_back(device, monitor)? {
+        if from_device && !pass_back(device, hypervisor)? {
             return Ok(());
         }
         if from_monitor {
-            let Some(message) = receive(monitor)? else {
+            let Some(message) = receive(hypervisor)? else {
                 return Ok(());
             };
             check(&message, is_negotiated).map_err(io::Error::other)?;
@@ -97,19 +97,20 @@ pub(super) fn run(monitor: &UnixStream, device: &UnixStream) -> io::Result<()> {
     }
 }
 
-/// Reads a message of the monitor, and closes its files. `None`: the monitor has disconnected.
-fn receive(monitor: &UnixStream) -> io::Result<Option<Vec<u8>>> {
+/// Reads a message of the hypervisor, and closes its files. `None`: the hypervisor has
+/// disconnected.
+fn receive(hypervisor: &UnixStream) -> io::Result<Option<Vec<u8>>> {
     let mut message = vec![0; HEAD];
     let mut got = 0;
     while got < HEAD {
-        match scm_rights::receive(monitor, &mut message[got..], RecvFlags::CMSG_CLOEXEC)?.bytes {
+        match scm_rights::receive(hypervisor, &mut message[got..], RecvFlags::CMSG_CLOEXEC)?.bytes {
             0 if got == 0 => return Ok(None),
             0 => return Err(io::ErrorKind::UnexpectedEof.into()),
             count => got += count,
         }
     }
     message.resize(size(&message).map_err(io::Error::other)?, 0);
-    (&*monitor).read_exact(&mut message[HEAD..])?;
+    (&*hypervisor).read_exact(&mut message[HEAD..])?;
     Ok(Some(message))
 }
 
@@ -185,16 +186,16 @@ pub(super) fn word(bytes: &[u8], at: usize) -> u32 {
 }
 
 /// Passes on a message of the device with its files. `false`: the device has disconnected.
-fn pass_back(device: &UnixStream, monitor: &UnixStream) -> io::Result<bool> {
+fn pass_back(device: &UnixStream, hypervisor: &UnixStream) -> io::Result<bool> {
     let mut bytes = [0; 16384];
     let got = scm_rights::receive(device, &mut bytes, RecvFlags::CMSG_CLOEXEC)?;
     if got.bytes == 0 {
         return Ok(false);
     }
     let files: Vec<_> = got.files.iter().map(|file| file.as_fd()).collect();
-    let sent = scm_rights::send(monitor, &bytes[..got.bytes], &files, SendFlags::empty())?;
+    let sent = scm_rights::send(hypervisor, &bytes[..got.bytes], &files, SendFlags::empty())?;
     // The files were sent with the first byte.
-    (&*monitor).write_all(&bytes[sent..got.bytes])?;
+    (&*hypervisor).write_all(&bytes[sent..got.bytes])?;
     Ok(true)
 }
 
@@ -267,9 +268,9 @@ mod tests {
             message(1, 16),
             b"GET / HTTP/1.1\r\n\r\n".to_vec(),
         ] {
-            let (mut monitor, ours) = UnixStream::pair().unwrap();
+            let (mut hypervisor, ours) = UnixStream::pair().unwrap();
             let (device, _crate) = UnixStream::pair().unwrap();
-            monitor.write_all(&bytes).unwrap();
+            hypervisor.write_all(&bytes).unwrap();
             run(&ours, &device).unwrap_err();
         }
     }

@@ -1,4 +1,4 @@
-//! The path of a monitor's message without sockets and threads, for the fuzzer.
+//! The path of a hypervisor's message without sockets and threads, for the fuzzer.
 
 use vfio_user::ServerBackend as _;
 use vgpu_transport::shm::doorbell::new_eventfd;
@@ -10,7 +10,7 @@ use super::filter;
 /// Bytes of the window.
 const SIZE: usize = 1 << 20;
 
-/// A PCI function, and the messages of a monitor.
+/// A PCI function, and the messages of a hypervisor.
 pub struct Machine(Function);
 
 impl Default for Machine {

@@ -1,10 +1,10 @@
-//! A virtual machine on a monitor that speaks vfio-user (QEMU 10.1 or newer, Cloud Hypervisor):
+//! A virtual machine on a hypervisor that speaks vfio-user (QEMU 10.1 or newer, Cloud Hypervisor):
 //! this executor is its PCI device.
 //!
 //! The function is 10de:2331, class 0302, with a subsystem id that no real GPU has. The `vfio_user`
 //! crate implements the protocol. The crate trusts the sizes in the messages that it reads, so a
-//! [filter] checks every message of the monitor first. A monitor that gets past the filter can end
-//! only the threads of its own virtual machine.
+//! [filter] checks every message of the hypervisor first. A hypervisor that gets past the filter
+//! can end only the threads of its own virtual machine.
 
 mod device;
 mod filter;
@@ -20,7 +20,7 @@ use std::time::Duration;
 
 use tracing::{info, warn};
 use vfio_user::{IrqInfo, Server, ServerRegion, SparseArea};
-use vgpu_transport::link::pci::{Bell, VmEvent, VmWindow};
+use vgpu_transport::link::pci::{VmDoorbell, VmEvent, VmWindow};
 use vgpu_transport::link::socket_file::{DEFAULT_MODE, SocketFile, SocketFileError, bind_stream};
 use vgpu_transport::shm::doorbell::new_eventfd;
 use vgpu_transport::shm::memory::sealed_file;
@@ -37,7 +37,7 @@ const CONFIG: u32 = 7;
 /// Kinds of interrupt of a VFIO PCI device. The function has no interrupts.
 const INTERRUPTS: u32 = 5;
 
-/// Listens for one monitor, and accepts the programs of its virtual machine.
+/// Listens for one hypervisor, and accepts the programs of its virtual machine.
 pub struct VfioUserListener {
     options: VmOptions,
     listener: UnixListener,
@@ -46,7 +46,7 @@ pub struct VfioUserListener {
 }
 
 impl VfioUserListener {
-    /// Listens for a virtual machine's monitor.
+    /// Listens for a virtual machine's hypervisor.
     ///
     /// # Errors
     /// [`SocketFileError`] if the socket of `options` cannot be bound.
@@ -65,9 +65,9 @@ impl VfioUserListener {
         &self.options.socket
     }
 
-    /// Waits up to `timeout` for a monitor, and gives it a device, unless the virtual machine has
-    /// one.
-    fn accept_monitor(&mut self, timeout: Duration) -> io::Result<()> {
+    /// Waits up to `timeout` for a hypervisor, and gives it a device, unless the virtual machine
+    /// has one.
+    fn accept_hypervisor(&mut self, timeout: Duration) -> io::Result<()> {
         wait_readable(&self.listener, timeout)?;
         let has_device = self.machine.is_some();
         let Some(socket) = accept_first(&self.listener, &self.options, has_device)? else {
@@ -78,7 +78,7 @@ impl VfioUserListener {
             Ok(machine) => {
                 info!(
                     vm,
-                    "the monitor has connected, window {}", self.options.window
+                    "the hypervisor has connected, window {}", self.options.window
                 );
                 self.machine = Some(machine);
             }
@@ -88,13 +88,13 @@ impl VfioUserListener {
     }
 
     /// Starts the device's threads.
-    fn serve(&self, monitor: UnixStream) -> io::Result<VmWindow> {
+    fn serve(&self, hypervisor: UnixStream) -> io::Result<VmWindow> {
         let size = self.options.window;
         let memory = sealed_file(size).map_err(io::Error::other)?;
         let bell = new_eventfd().map_err(io::Error::other)?;
         let ringer = bell.try_clone()?;
-        // `lifeline` is closed when the filter thread ends, for whatever reason.
-        let (lifeline, held) = UnixStream::pair()?;
+        // `hangup_socket` is closed when the filter thread ends, for whatever reason.
+        let (hangup_socket, held) = UnixStream::pair()?;
         let (near, listener) = filter::private_listener()?;
         let function =
             Function::new(memory.try_clone()?, size, ringer).map_err(io::Error::other)?;
@@ -112,7 +112,7 @@ impl VfioUserListener {
                     Ok(Err(error)) => info!(vm = name, "the device has ended: {error}"),
                     Err(_) => warn!(
                         vm = name,
-                        "the device panicked: the monitor broke the protocol"
+                        "the device panicked: the hypervisor broke the protocol"
                     ),
                 }
                 drop(file); // `regions` refers to the file by its number until here
@@ -121,15 +121,15 @@ impl VfioUserListener {
         thread::Builder::new()
             .name("vgpu-vfio-filter".into())
             .spawn(move || {
-                if let Err(error) = filter::run(&monitor, &near) {
-                    warn!(vm = name, "the monitor is disconnected: {error}");
+                if let Err(error) = filter::run(&hypervisor, &near) {
+                    warn!(vm = name, "the hypervisor is disconnected: {error}");
                 }
                 drop(held);
             })?;
         VmWindow::new(
             memory,
             size,
-            Bell::new(bell, Some(lifeline.into())),
+            VmDoorbell::new(bell, Some(hangup_socket.into())),
             self.options.silence,
         )
         .map_err(io::Error::other)
@@ -143,14 +143,14 @@ impl GuestListener for VfioUserListener {
         } else {
             timeout
         };
-        self.accept_monitor(idle)?;
+        self.accept_hypervisor(idle)?;
         let Some(machine) = &mut self.machine else {
             return Ok(None);
         };
         match machine.next(timeout).map_err(io::Error::other)? {
             VmEvent::Nothing => Ok(None),
             VmEvent::Gone => {
-                info!(vm = self.options.name, "the monitor has ended");
+                info!(vm = self.options.name, "the hypervisor has ended");
                 self.machine = None;
                 Ok(None)
             }
@@ -159,7 +159,7 @@ impl GuestListener for VfioUserListener {
     }
 }
 
-/// The regions of the device. The window is one area, so the monitor maps all of it.
+/// The regions of the device. The window is one area, so the hypervisor maps all of it.
 fn regions(window: usize, memory: i32) -> Vec<ServerRegion> {
     use vfio_bindings::bindings::vfio::{
         VFIO_REGION_INFO_FLAG_MMAP, VFIO_REGION_INFO_FLAG_READ, VFIO_REGION_INFO_FLAG_WRITE,

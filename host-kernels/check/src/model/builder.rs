@@ -6,7 +6,7 @@ use vgpu_transport::ir::{
     Type,
 };
 
-use super::shapes::{Family, Model, Step};
+use super::shapes::{Family, Model, StepShape};
 
 /// The buffers of a graph.
 pub(super) const WEIGHTS: u32 = 0;
@@ -56,7 +56,7 @@ pub struct Built {
     /// The logits.
     pub result: Tensor,
     pub(super) model: Model,
-    pub(super) step: Step,
+    pub(super) step: StepShape,
 }
 
 fn dense(ty: Type, ne: [u64; 4]) -> Shape {
@@ -76,7 +76,7 @@ impl ModelBuilder {
     fn weight(&mut self, ty: Type, ne: [u64; 4]) -> View {
         let shape = dense(ty, ne);
         let at = self.weights_end;
-        self.weights_end = (at + shape.extent().unwrap()).next_multiple_of(ALIGN);
+        self.weights_end = (at + shape.byte_len().unwrap()).next_multiple_of(ALIGN);
         self.root(shape, Some((WEIGHTS, at)))
     }
 
@@ -101,7 +101,7 @@ impl ModelBuilder {
     fn cache(&mut self, ne: [u64; 4]) -> View {
         let shape = dense(self.model.cache, ne);
         let at = self.cache_end;
-        self.cache_end = (at + shape.extent().unwrap()).next_multiple_of(ALIGN);
+        self.cache_end = (at + shape.byte_len().unwrap()).next_multiple_of(ALIGN);
         self.root(shape, Some((CACHE, at)))
     }
 
@@ -196,7 +196,7 @@ impl ModelBuilder {
         self.node(op, x.shape, &[x, positions])
     }
 
-    fn attention(&mut self, x: View, inputs: &Inputs, step: Step, layer: u64) -> View {
+    fn attention(&mut self, x: View, inputs: &Inputs, step: StepShape, layer: u64) -> View {
         let Model {
             head,
             heads,
@@ -206,7 +206,7 @@ impl ModelBuilder {
             norms_heads,
             ..
         } = self.model;
-        let Step { tokens, seen } = step;
+        let StepShape { tokens, seen } = step;
         let split = |view: View, heads| ModelBuilder::reshape(view, [head, heads, tokens, 1]);
         let wq = self.matrix(width, head * heads);
         let wv = self.weight(self.finer(layer), [width, head * key_heads, 1, 1]);
@@ -406,7 +406,7 @@ fn can_be_in_place(op: &Op) -> bool {
 
 impl Model {
     /// Builds the graph of a step.
-    pub fn graph(self, step: Step) -> Built {
+    pub fn graph(self, step: StepShape) -> Built {
         let mut builder = ModelBuilder {
             model: self,
             roots: Vec::new(),
@@ -415,7 +415,7 @@ impl Model {
             cache_end: 0,
             inputs: Vec::new(),
         };
-        let Step { tokens, seen } = step;
+        let StepShape { tokens, seen } = step;
         let ids = builder.input("tokens", Type::I32, [tokens, 1, 1, 1]);
         let inputs = Inputs {
             positions: builder.input("positions", Type::I32, [tokens, 1, 1, 1]),
@@ -455,7 +455,7 @@ impl Model {
 
 impl ModelBuilder {
     /// Allocates the intermediates by lifetime, as ggml-alloc does.
-    fn finish(self, step: Step) -> Built {
+    fn finish(self, step: StepShape) -> Built {
         let count = self.roots.len();
         let mut last_use = vec![0; count];
         for (at, (_, dst, src)) in self.nodes.iter().enumerate() {
@@ -475,7 +475,7 @@ impl ModelBuilder {
         let size = |root: usize| {
             self.roots[root]
                 .shape
-                .extent()
+                .byte_len()
                 .unwrap()
                 .next_multiple_of(ALIGN)
         };

@@ -173,9 +173,9 @@ pub const TINY_EXPERTS: Model = Model {
     ..TINY
 };
 
-/// The extents of a model step.
+/// The lengths of a model step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Step {
+pub struct StepShape {
     /// Tokens that the step computes.
     pub tokens: u64,
     /// KV positions that the attention reads; the mask may hide some.

@@ -1,7 +1,7 @@
 //! Operations on any engine, compared with slow and simple references in f64.
 //!
 //! A test body takes `&dyn Engine` and is instantiated once for each engine (`tests/ops/main.rs`).
-//! The body makes [`Data`] of random type, extents and layout, runs one operation through
+//! The body makes [`Data`] of random type, lengths and layout, runs one operation through
 //! validation, compilation and execution, and compares every element of the destination. The
 //! reference computes the element from the elements of the sources by the operator's definition.
 
@@ -90,7 +90,7 @@ impl Data {
         let shape = Shape { ty, ne, nb };
         // Not a multiple of anything larger than the largest plain element.
         let offset = 24;
-        let size = offset + shape.extent().expect("test shapes are small") + 40;
+        let size = offset + shape.byte_len().expect("test shapes are small") + 40;
         Data {
             shape,
             offset,
@@ -212,10 +212,10 @@ impl Data {
             nb,
         };
         let start = (self.offset + i1 * nb[1] + i2 * nb[2] + i3 * nb[3]) as usize;
-        let extent = shape.extent().expect("a row of a tensor") as usize;
-        let memory = match extent {
+        let byte_len = shape.byte_len().expect("a row of a tensor") as usize;
+        let memory = match byte_len {
             0 => Vec::new(), // an empty row may have any offset
-            _ => self.memory[start..start + extent].to_vec(),
+            _ => self.memory[start..start + byte_len].to_vec(),
         };
         Data {
             shape,
@@ -623,8 +623,8 @@ fn rounded(ty: Type, x: f64) -> (f64, f64) {
     }
 }
 
-/// Runs a body `cases` times, each time with another stream of random numbers: a third as often in a
-/// sample. A failure names the seed.
+/// Runs a body `cases` times, each time with another stream of random numbers: a third as often in
+/// a sample. A failure names the seed.
 pub(crate) fn property(cases: u32, body: impl Fn(&mut Random)) {
     let all = ProptestConfig {
         cases,
@@ -650,8 +650,8 @@ pub(crate) fn property(cases: u32, body: impl Fn(&mut Random)) {
     }
 }
 
-/// Random extents: mostly small, some empty, some a single element, some a long row.
-pub(crate) fn extents(random: &mut Random) -> [u64; 4] {
+/// Random lengths: mostly small, some empty, some a single element, some a long row.
+pub(crate) fn lengths(random: &mut Random) -> [u64; 4] {
     let mut ne = std::array::from_fn(|_| 1 + random.below(6));
     match random.below(8) {
         0 => ne[random.below(4) as usize] = 0,
@@ -663,7 +663,7 @@ pub(crate) fn extents(random: &mut Random) -> [u64; 4] {
     ne
 }
 
-/// Extents that repeat into `whole`.
+/// Lengths that repeat into `whole`.
 pub(crate) fn part_of(whole: [u64; 4], random: &mut Random) -> [u64; 4] {
     whole.map(|n| {
         let divisors: Vec<u64> = (1..=n).filter(|d| n.is_multiple_of(*d)).collect();
@@ -676,7 +676,7 @@ pub(crate) fn part_of(whole: [u64; 4], random: &mut Random) -> [u64; 4] {
     })
 }
 
-/// The index in a tensor of extents `part`, which is repeated, that corresponds to `index` of the
+/// The index in a tensor of lengths `part`, which is repeated, that corresponds to `index` of the
 /// whole.
 pub(crate) fn repeated(index: Index, part: [u64; 4]) -> Index {
     std::array::from_fn(|d| index[d] % part[d])

@@ -152,7 +152,7 @@ impl Attention {
     }
 }
 
-/// The extents of an attention.
+/// The lengths of an attention.
 struct Sizes {
     k: Type,
     v: Type,

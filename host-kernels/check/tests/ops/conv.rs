@@ -50,7 +50,7 @@ impl Line {
         }
     }
 
-    /// A dimension without extent.
+    /// A dimension without length.
     fn none() -> Line {
         Line {
             n: 1,

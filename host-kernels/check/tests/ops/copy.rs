@@ -16,17 +16,17 @@ fn quantised() -> Vec<Type> {
         .collect()
 }
 
-/// Extents with as many elements as `ne`, whose rows are whole blocks.
+/// Lengths with as many elements as `ne`, whose rows are whole blocks.
 fn reshaped(ne: [u64; 4], block: u64, random: &mut Random) -> [u64; 4] {
     let mut rest: u64 = ne.iter().product::<u64>() / block;
     if rest == 0 {
         return [0, ne[1], ne[2], ne[3]];
     }
     let mut out = [1; 4];
-    for extent in &mut out[..3] {
+    for length in &mut out[..3] {
         let divisors: Vec<u64> = (1..=rest).filter(|d| rest.is_multiple_of(*d)).collect();
-        *extent = random.pick(&divisors);
-        rest /= *extent;
+        *length = random.pick(&divisors);
+        rest /= *length;
     }
     out[3] = rest;
     out[0] *= block;
@@ -42,12 +42,12 @@ fn blocks_of(mut ne: [u64; 4], block: u64) -> [u64; 4] {
     ne
 }
 
-/// Every type to itself, bit by bit, with the same or with other extents.
+/// Every type to itself, bit by bit, with the same or with other lengths.
 pub(crate) fn same_type(engine: &dyn Engine) {
     for &ty in Type::ALL {
         let block = ty.block_elements();
         property(20, |random| {
-            let ne = blocks_of(extents(random), block);
+            let ne = blocks_of(lengths(random), block);
             let to = if random.chance(2) {
                 ne
             } else {
@@ -87,7 +87,7 @@ pub(crate) fn transpositions(engine: &dyn Engine) {
     });
 }
 
-/// Extents small enough for types that are slow to quantise: those with codebooks, which are
+/// Lengths small enough for types that are slow to quantise: those with codebooks, which are
 /// searched.
 fn most(ty: Type) -> u64 {
     match ty {
@@ -112,7 +112,7 @@ pub(crate) fn conversions(engine: &dyn Engine) {
                 return;
             }
             let block = from.block_elements().max(to.block_elements());
-            let ne = blocks_of(extents(random).map(|n| n.min(most(to))), block);
+            let ne = blocks_of(lengths(random).map(|n| n.min(most(to))), block);
             let shape = if random.chance(2) {
                 ne
             } else {
@@ -135,7 +135,7 @@ pub(crate) fn conversions(engine: &dyn Engine) {
 /// Floats are truncated to integers, integers are rounded to floats.
 pub(crate) fn integers(engine: &dyn Engine) {
     property(60, |random| {
-        let ne = extents(random);
+        let ne = lengths(random);
         let float = random.pick(&FLOATS);
         let src = Data::random(float, ne, random).fill(|| random.between(-300.0, 300.0));
         let dst = Data::random(Type::I32, reshaped(ne, 1, random), random);

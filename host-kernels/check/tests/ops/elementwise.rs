@@ -21,7 +21,7 @@ const OPERATORS: [Operator; 4] = [
 
 pub(crate) fn binary(engine: &dyn Engine) {
     property(400, |random| {
-        let ne = extents(random);
+        let ne = lengths(random);
         let (op, exact) = random.pick(&OPERATORS);
         let mut tensor = |ne| {
             let ty = random.pick(&FLOATS);
@@ -41,7 +41,7 @@ pub(crate) fn binary(engine: &dyn Engine) {
 
 pub(crate) fn in_place(engine: &dyn Engine) {
     property(100, |random| {
-        let ne = extents(random);
+        let ne = lengths(random);
         let (op, exact) = random.pick(&OPERATORS);
         let ty = random.pick(&FLOATS);
         let a = Data::random(ty, ne, random).fill(|| random.between(0.5, 9.0));
@@ -55,7 +55,7 @@ pub(crate) fn in_place(engine: &dyn Engine) {
 
 pub(crate) fn quantized_sum(engine: &dyn Engine) {
     property(60, |random| {
-        let mut ne = extents(random);
+        let mut ne = lengths(random);
         let ty = random.pick(&[Type::Q8_0, Type::Q5_0, Type::Q6K]);
         ne[0] = random.below(4) * ty.block_elements();
         let a = Data::random(ty, ne, random).fill(|| random.between(-2.0, 2.0));
@@ -77,7 +77,7 @@ pub(crate) fn quantized_sum(engine: &dyn Engine) {
 
 pub(crate) fn add_id(engine: &dyn Engine) {
     property(100, |random| {
-        let [n, used, tokens, _] = extents(random);
+        let [n, used, tokens, _] = lengths(random);
         let experts = 1 + random.below(5);
         let ne = [n, used, tokens, 1];
         let mut tensor =
@@ -121,7 +121,7 @@ pub(crate) fn ids_are_checked(engine: &dyn Engine) {
 
 pub(crate) fn scale_and_clamp(engine: &dyn Engine) {
     property(100, |random| {
-        let ne = extents(random);
+        let ne = lengths(random);
         let (ty, out) = (random.pick(&FLOATS), random.pick(&FLOATS));
         let x = Data::random(ty, ne, random).fill(|| random.between(-9.0, 9.0));
         let dst = Data::random(out, ne, random);

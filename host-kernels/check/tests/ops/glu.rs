@@ -33,7 +33,7 @@ fn glu(kind: GluKind, x: f64, g: f64) -> f64 {
 pub(crate) fn two_sources(engine: &dyn Engine) {
     for &kind in GluKind::ALL {
         property(25, |random| {
-            let ne = extents(random);
+            let ne = lengths(random);
             let mut tensor = || {
                 let ty = random.pick(&FLOATS);
                 Data::random(ty, ne, random).fill(|| random.between(-6.0, 6.0))
@@ -56,7 +56,7 @@ pub(crate) fn two_sources(engine: &dyn Engine) {
 pub(crate) fn halves(engine: &dyn Engine) {
     for &kind in GluKind::ALL {
         property(25, |random| {
-            let ne = extents(random);
+            let ne = lengths(random);
             let (ty, out) = (random.pick(&FLOATS), random.pick(&FLOATS));
             let both = [ne[0] * 2 + random.below(2), ne[1], ne[2], ne[3]];
             let x = Data::random(ty, both, random).fill(|| random.between(-6.0, 6.0));

@@ -7,8 +7,8 @@ use vgpu_transport::ir::{
 
 use crate::common::*;
 
-/// Operators, and how many sources each takes if all tensors have the same extents.
-fn same_extents() -> Vec<(Op, usize)> {
+/// Operators, and how many sources each takes if all tensors have the same lengths.
+fn same_lengths() -> Vec<(Op, usize)> {
     vec![
         (Op::Copy {}, 1),
         (Op::Repeat {}, 1),
@@ -128,9 +128,9 @@ fn shape(ty: Type, ne: [u64; 4]) -> Shape {
     })
 }
 
-/// A tensor with an extent of 0 takes no memory, whatever its other extents are. The operation must
+/// A tensor with a length of 0 takes no memory, whatever its other lengths are. The operation must
 /// take no time either.
-pub(crate) fn huge_extents_of_nothing(engine: &dyn Engine) {
+pub(crate) fn huge_lengths_of_nothing(engine: &dyn Engine) {
     const HUGE: u64 = 1 << 31;
     for ne in [
         [0, HUGE, 1 << 30, 1],
@@ -138,7 +138,7 @@ pub(crate) fn huge_extents_of_nothing(engine: &dyn Engine) {
         [HUGE, 1 << 30, 0, 1],
         [1, HUGE, 1 << 30, 0],
     ] {
-        for (op, sources) in same_extents() {
+        for (op, sources) in same_lengths() {
             let tensors = vec![(shape(Type::F32, ne), 0); sources + 1];
             match run_in_one_buffer(engine, op, &[1; 64], &tensors) {
                 Ok(after) => assert_eq!(after, [1; 64], "{op:?}"),
@@ -184,7 +184,7 @@ pub(crate) fn rows_far_apart(engine: &dyn Engine) {
         return; // the engine has too little memory for such strides
     };
     let mut random = Random::new(5);
-    for (op, sources) in same_extents() {
+    for (op, sources) in same_lengths() {
         let ne = [8, 2, 1, 1];
         let dense: Vec<Data> = (0..=sources)
             .map(|_| Data::dense(Type::F32, ne).fill(|| random.between(-1.0, 1.0)))
@@ -232,10 +232,10 @@ pub(crate) fn overlapping_memory(engine: &dyn Engine) {
             (data.shape, 4 * random.below(64))
         };
         let mut buffer: Vec<u8> = (0..16_384).map(|_| random.bits() as u8).collect();
-        for (op, sources) in same_extents() {
+        for (op, sources) in same_lengths() {
             let tensors: Vec<_> = (0..=sources).map(|_| place(random)).collect();
-            let extent = |&(shape, offset): &(Shape, u64)| shape.extent().unwrap() + offset;
-            let needed = tensors.iter().map(extent).max().unwrap() as usize;
+            let length = |&(shape, offset): &(Shape, u64)| shape.byte_len().unwrap() + offset;
+            let needed = tensors.iter().map(length).max().unwrap() as usize;
             buffer.resize(buffer.len().max(needed), 0x5a);
             let after = match run_in_one_buffer(engine, op, &buffer, &tensors) {
                 Ok(after) => after,

@@ -65,7 +65,7 @@ mod cpu {
             binary in_place quantized_sum add_id ids_are_checked scale_and_clamp refusals
         }
         glu { two_sources halves }
-        hostile { huge_extents_of_nothing overlapping_memory rows_far_apart }
+        hostile { huge_lengths_of_nothing overlapping_memory rows_far_apart }
         image { pooling upscale shrink timestep_embedding windows relative_positions }
         matmul {
             mul_mat few_and_many_columns mul_mat_of_many_tiles mul_mat_over_its_own_sources
@@ -115,7 +115,7 @@ mod cuda {
             binary in_place quantized_sum add_id ids_are_checked scale_and_clamp refusals
         }
         glu { two_sources halves }
-        hostile { huge_extents_of_nothing overlapping_memory rows_far_apart }
+        hostile { huge_lengths_of_nothing overlapping_memory rows_far_apart }
         image { pooling upscale shrink timestep_embedding windows relative_positions }
         matmul {
             mul_mat few_and_many_columns mul_mat_of_many_tiles mul_mat_over_its_own_sources

@@ -188,9 +188,9 @@ pub(crate) fn mul_mat(engine: &dyn Engine) {
     property(150, |random| {
         let types = [random.pick(&weights()), random.pick(&reals())];
         let k = length(random.below(4), types);
-        let extents = [k, random.below(70), random.below(40)];
+        let lengths = [k, random.below(70), random.below(40)];
         let batch = [random.below(3), 1, 1, 1].map(|n| n + random.below(3));
-        check_mul_mat(engine, random, types, extents, batch);
+        check_mul_mat(engine, random, types, lengths, batch);
     });
 }
 
@@ -201,8 +201,8 @@ pub(crate) fn few_and_many_columns(engine: &dyn Engine) {
     for weight in weights() {
         let block = weight.block_elements().max(32);
         for (blocks, m, n) in [(1, 5, 1), (1300 / block + 1, 19, 5), (3, 131, 20)] {
-            let extents = [blocks * block, m, n];
-            check_mul_mat(engine, &mut random, [weight, Type::F32], extents, [1; 4]);
+            let lengths = [blocks * block, m, n];
+            check_mul_mat(engine, &mut random, [weight, Type::F32], lengths, [1; 4]);
         }
     }
 }
@@ -241,14 +241,14 @@ pub(crate) fn many_columns_of_groups(engine: &dyn Engine) {
 }
 
 pub(crate) fn mul_mat_of_many_tiles(engine: &dyn Engine) {
-    for (weight, extents) in [
+    for (weight, lengths) in [
         (Type::F32, [4100, 150, 70]),
         (Type::F16, [2500, 300, 1]),
         (Type::Q4K, [4096, 70, 200]),
         (Type::Q8_0, [8192, 1, 130]),
     ] {
         let random = &mut Random::new(7);
-        check_mul_mat(engine, random, [weight, Type::F32], extents, [1; 4]);
+        check_mul_mat(engine, random, [weight, Type::F32], lengths, [1; 4]);
     }
 }
 
@@ -397,8 +397,8 @@ pub(crate) fn mul_mat_id(engine: &dyn Engine) {
             let [slot, token, _] = row;
             let expert = ids.get([slot, token, 0, 0]) as u64;
             let x = x.row_values([slot % columns, token, 0]);
-            let extents = [k, tokens];
-            compare_with_activations(types[0], extents, engine, got.row_values(row), x, |i, x| {
+            let lengths = [k, tokens];
+            compare_with_activations(types[0], lengths, engine, got.row_values(row), x, |i, x| {
                 dot(w.row_values([i, expert, 0]), x)
             });
         }
@@ -426,9 +426,9 @@ pub(crate) fn few_and_many_tokens_of_experts(engine: &dyn Engine) {
                 let [slot, token, _] = row;
                 let expert = ids.get([slot, token, 0, 0]) as u64;
                 let x = x.row_values([slot % slots, token, 0]);
-                let extents = [k, tokens];
+                let lengths = [k, tokens];
                 let got = got.row_values(row);
-                compare_with_activations(weight, extents, engine, got, x, |i, x| {
+                compare_with_activations(weight, lengths, engine, got, x, |i, x| {
                     dot(w.row_values([i, expert, 0]), x)
                 });
             }

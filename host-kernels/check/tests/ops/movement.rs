@@ -29,7 +29,7 @@ fn tensor(ty: Type, ne: [u64; 4], random: &mut Random) -> Data {
 
 pub(crate) fn repeat(engine: &dyn Engine) {
     property(200, |random| {
-        let mut ne = extents(random);
+        let mut ne = lengths(random);
         let ty = random.pick(&[&PLAIN[..], &[Type::Q4_0, Type::Q6K]].concat());
         let mut part = part_of(ne, random);
         ne[0] *= ty.block_elements();
@@ -46,7 +46,7 @@ pub(crate) fn repeat(engine: &dyn Engine) {
 
 pub(crate) fn repeat_back(engine: &dyn Engine) {
     property(100, |random| {
-        let ne = extents(random);
+        let ne = lengths(random);
         let part = part_of(ne, random);
         let ty = random.pick(&FLOATS);
         let src = Data::random(ty, ne, random).fill(|| random.between(0.0, 1.0));
@@ -65,7 +65,7 @@ pub(crate) fn repeat_back(engine: &dyn Engine) {
 pub(crate) fn concat(engine: &dyn Engine) {
     property(200, |random| {
         let ty = random.pick(&[&PLAIN[..], &[Type::Q8_0, Type::Q4K]].concat());
-        let mut ne = extents(random);
+        let mut ne = lengths(random);
         ne[0] = if ty.is_quantized() {
             ne[0].min(3) * ty.block_elements()
         } else {
@@ -93,7 +93,7 @@ pub(crate) fn concat(engine: &dyn Engine) {
     });
 }
 
-/// The strides of a dense tensor of these extents and a random window of it: start and extents.
+/// The strides of a dense tensor of these lengths and a random window of it: start and lengths.
 fn view_of(ne: [u64; 4], random: &mut Random) -> ([u64; 4], [u64; 4]) {
     let start = ne.map(|n| random.below(n.max(1)));
     let part = std::array::from_fn(|d| random.below(ne[d] - start[d].min(ne[d]) + 1));
@@ -102,7 +102,7 @@ fn view_of(ne: [u64; 4], random: &mut Random) -> ([u64; 4], [u64; 4]) {
 
 pub(crate) fn set_and_acc(engine: &dyn Engine) {
     property(200, |random| {
-        let ne = extents(random);
+        let ne = lengths(random);
         let ty = random.pick(&PLAIN);
         let (start, part) = view_of(ne, random);
         let a = Data::dense(ty, ne).fill(|| random.between(-50.0, 50.0).round());
@@ -156,7 +156,7 @@ pub(crate) fn set_and_acc(engine: &dyn Engine) {
 
 pub(crate) fn diagonals(engine: &dyn Engine) {
     property(100, |random| {
-        let [n, rows, i2, i3] = extents(random);
+        let [n, rows, i2, i3] = lengths(random);
         let (n, ty) = (n.min(300), random.pick(&PLAIN));
         let src = tensor(ty, [n, 1, i2, i3], random);
         let dst = Data::random(ty, [n, n, i2, i3], random);
@@ -219,7 +219,7 @@ pub(crate) fn diagonals(engine: &dyn Engine) {
 
 pub(crate) fn padding(engine: &dyn Engine) {
     property(200, |random| {
-        let ne = extents(random);
+        let ne = lengths(random);
         let ty = random.pick(&PLAIN);
         let src = tensor(ty, ne, random);
         let circular = random.chance(2) && !ne.contains(&0);
@@ -259,7 +259,7 @@ pub(crate) fn padding(engine: &dyn Engine) {
 
 pub(crate) fn reflection(engine: &dyn Engine) {
     property(100, |random| {
-        let mut ne = extents(random);
+        let mut ne = lengths(random);
         ne[0] = ne[0].max(1);
         let (p0, p1) = (random.below(ne[0]), random.below(ne[0]));
         let ty = random.pick(&PLAIN);
@@ -286,7 +286,7 @@ pub(crate) fn reflection(engine: &dyn Engine) {
 
 pub(crate) fn roll(engine: &dyn Engine) {
     property(100, |random| {
-        let ne = extents(random);
+        let ne = lengths(random);
         let ty = random.pick(&PLAIN);
         let src = tensor(ty, ne, random);
         let dst = Data::random(ty, ne, random);
@@ -302,7 +302,7 @@ pub(crate) fn roll(engine: &dyn Engine) {
 pub(crate) fn constants(engine: &dyn Engine) {
     property(60, |random| {
         let ty = random.pick(&FLOATS);
-        let dst = Data::random(ty, extents(random), random);
+        let dst = Data::random(ty, lengths(random), random);
         let value = random.between(-9.0, 9.0) as f32;
         let got = run(engine, Op::Fill { value }, &dst, &[]);
         compare("FILL", &got, 0.0, |_| value.into());

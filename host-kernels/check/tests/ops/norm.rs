@@ -45,7 +45,7 @@ fn short(mut ne: [u64; 4]) -> [u64; 4] {
 pub(crate) fn of_rows(engine: &dyn Engine) {
     let eps = f64::from(EPS);
     property(100, |random| {
-        let ne = short(extents(random));
+        let ne = short(lengths(random));
         let x = Data::random(random.pick(&FLOATS), ne, random).fill(|| random.between(-3.0, 5.0));
         let dst = Data::random(random.pick(&FLOATS), ne, random);
         let check = |op: Op, reference: &dyn Fn(f64, &[f64]) -> f64| {
@@ -76,7 +76,7 @@ pub(crate) fn of_rows(engine: &dyn Engine) {
 
 pub(crate) fn of_groups(engine: &dyn Engine) {
     property(100, |random| {
-        let ne = short(extents(random));
+        let ne = short(lengths(random));
         let ne = [ne[0].min(40), ne[1], random.below(9), ne[3]];
         let groups = 1 + random.below(6);
         let x = Data::random(random.pick(&FLOATS), ne, random).fill(|| random.between(-3.0, 5.0));
@@ -101,7 +101,7 @@ pub(crate) fn of_groups(engine: &dyn Engine) {
 
 pub(crate) fn gradients(engine: &dyn Engine) {
     property(100, |random| {
-        let ne = short(extents(random));
+        let ne = short(lengths(random));
         let mut tensor = || {
             let ty = random.pick(&FLOATS);
             Data::random(ty, ne, random).fill(|| random.between(0.1, 2.0))

@@ -140,7 +140,7 @@ pub(crate) fn scan_ids_are_checked(engine: &dyn Engine) {
     }
 }
 
-/// Extents of a linear attention: size, heads, tokens in each sequence, sequences.
+/// Lengths of a linear attention: size, heads, tokens in each sequence, sequences.
 fn attention(random: &mut Random) -> [u64; 4] {
     [
         random.pick(&[1, 5, 16, 40]),
@@ -182,7 +182,7 @@ fn recur(
 
 pub(crate) fn rwkv6_and_gated(engine: &dyn Engine) {
     property(60, |random| {
-        let extents @ [size, heads, tokens, seqs] = attention(random);
+        let lengths @ [size, heads, tokens, seqs] = attention(random);
         let n = size as usize;
         let ne = [size, heads, tokens * seqs, 1];
         let (k, v, r) = (dense(ne, random), dense(ne, random), dense(ne, random));
@@ -192,7 +192,7 @@ pub(crate) fn rwkv6_and_gated(engine: &dyn Engine) {
 
         let src = [&k, &v, &r, &bonus, &decay, &state].map(Some);
         let got = run(engine, Op::RwkvWkv6 {}, &dst, &src);
-        let want = recur(extents, &state, |h, t, state| {
+        let want = recur(lengths, &state, |h, t, state| {
             let at = |x: &Data, i: usize| x.get([i as u64, h, t, 0]);
             let mut y = vec![0.0; n];
             for i in 0..n {
@@ -208,7 +208,7 @@ pub(crate) fn rwkv6_and_gated(engine: &dyn Engine) {
 
         let src = [&k, &v, &r, &decay, &state].map(Some);
         let got = run(engine, Op::GatedLinearAttn { scale: 0.25 }, &dst, &src);
-        let want = recur(extents, &state, |h, t, state| {
+        let want = recur(lengths, &state, |h, t, state| {
             let at = |x: &Data, i: usize| x.get([i as u64, h, t, 0]);
             let mut y = vec![0.0; n];
             for i in 0..n {
@@ -225,7 +225,7 @@ pub(crate) fn rwkv6_and_gated(engine: &dyn Engine) {
 
 pub(crate) fn rwkv7(engine: &dyn Engine) {
     property(60, |random| {
-        let extents @ [size, heads, tokens, seqs] = attention(random);
+        let lengths @ [size, heads, tokens, seqs] = attention(random);
         let n = size as usize;
         let ne = [size, heads, tokens * seqs, 1];
         // Small values: otherwise the state grows without bound.
@@ -237,7 +237,7 @@ pub(crate) fn rwkv7(engine: &dyn Engine) {
         let dst = Data::dense(Type::F32, [size * heads, tokens * seqs + size * seqs, 1, 1]);
         let src = [&r, &w, &k, &v, &a, &b, &state].map(Some);
         let got = run(engine, Op::RwkvWkv7 {}, &dst, &src);
-        let want = recur(extents, &state, |h, t, state| {
+        let want = recur(lengths, &state, |h, t, state| {
             let at = |x: &Data, i: usize| x.get([i as u64, h, t, 0]);
             let mut y = vec![0.0; n];
             for i in 0..n {

@@ -21,7 +21,7 @@ pub(crate) fn sums(engine: &dyn Engine) {
         let ne = if random.chance(10) {
             [50_000, 1, 3, 1]
         } else {
-            extents(random)
+            lengths(random)
         };
         let dense_rows = random.chance(2);
         let x = Data::random_rows(random.pick(&FLOATS), ne, dense_rows, random);
@@ -61,7 +61,7 @@ pub(crate) fn sums(engine: &dyn Engine) {
 
 pub(crate) fn argmax(engine: &dyn Engine) {
     property(100, |random| {
-        let [n, rows, ..] = extents(random);
+        let [n, rows, ..] = lengths(random);
         let n = n.max(1);
         let x = Data::random(random.pick(&FLOATS), [n, rows, 1, 1], random)
             .fill(|| random.between(-5.0, 5.0).round());
@@ -80,7 +80,7 @@ pub(crate) fn count_equal(engine: &dyn Engine) {
         let ne = if random.chance(10) {
             [50_000, 1, 1, 1]
         } else {
-            extents(random)
+            lengths(random)
         };
         let mut tensor = || Data::random(Type::I32, ne, random).fill(|| random.below(3) as f64);
         let (a, b) = (tensor(), tensor());
@@ -108,7 +108,7 @@ fn sorted(row: &[f64], order: SortOrder) -> Vec<f64> {
 
 pub(crate) fn argsort(engine: &dyn Engine) {
     property(150, |random| {
-        let ne = extents(random);
+        let ne = lengths(random);
         let spread = random.pick(&[3.0, 1000.0]);
         let x = Data::random(random.pick(&FLOATS), ne, random)
             .fill(|| random.between(-spread, spread).round() / 16.0);

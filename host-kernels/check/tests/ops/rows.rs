@@ -27,7 +27,7 @@ fn row_length(ty: Type, random: &mut Random) -> u64 {
 pub(crate) fn get(engine: &dyn Engine) {
     for ty in types().chain([Type::I32]) {
         property(20, |random| {
-            let [rows, used, j, k] = extents(random);
+            let [rows, used, j, k] = lengths(random);
             let (n, rows) = (row_length(ty, random), rows.max(1));
             let a = Data::random(ty, [n, rows, j, k], random).fill(|| random.between(-9.0, 9.0));
             let ids =
@@ -70,7 +70,7 @@ pub(crate) fn set(engine: &dyn Engine) {
     for ty in types() {
         // Quantising with a codebook is slow.
         property(if ty.is_quantized() { 5 } else { 30 }, |random| {
-            let [rows, new, j, k] = extents(random);
+            let [rows, new, j, k] = lengths(random);
             let (n, new) = (row_length(ty, random), new.min(rows));
             let from = random.pick(&[Type::F32, Type::F16, Type::Bf16]);
             let a = Data::random(from, [n, new, j, k], random).fill(|| random.between(-9.0, 9.0));

@@ -32,7 +32,7 @@ pub(crate) fn mask_value(random: &mut Random) -> f64 {
 
 pub(crate) fn masks_biases_and_sinks(engine: &dyn Engine) {
     property(200, |random| {
-        let mut ne = extents(random);
+        let mut ne = lengths(random);
         ne[0] = ne[0].max(1); // an empty row has no sum of 1
         let [n, rows, heads, _] = ne;
         let x = Data::random_rows(Type::F32, ne, true, random).fill(|| random.between(-8.0, 8.0));

@@ -20,7 +20,7 @@ fn row(x: &Data, [_, i1, i2, i3]: Index) -> Vec<f64> {
 
 pub(crate) fn loss(engine: &dyn Engine) {
     property(80, |random| {
-        let mut ne = extents(random).map(|n| n.max(1));
+        let mut ne = lengths(random).map(|n| n.max(1));
         ne[0] = ne[0].min(600);
         let rows = (ne[1] * ne[2] * ne[3]) as f64;
         let (a, b) = (tensor(ne, -30.0, random), tensor(ne, 0.0, random));
@@ -50,7 +50,7 @@ pub(crate) fn loss(engine: &dyn Engine) {
 
 pub(crate) fn steps(engine: &dyn Engine) {
     property(80, |random| {
-        let ne = extents(random);
+        let ne = lengths(random);
         let (w, g) = (tensor(ne, -1.0, random), tensor(ne, -1.0, random));
         let (m, v) = (tensor(ne, -1.0, random), tensor(ne, 0.01, random));
         let settings =

@@ -111,7 +111,7 @@ fn lowest(op: Op) -> f64 {
 pub(crate) fn every_kind(engine: &dyn Engine) {
     for (op, exact) in kinds() {
         property(25, |random| {
-            let ne = extents(random);
+            let ne = lengths(random);
             let (ty, out) = (random.pick(&FLOATS), random.pick(&FLOATS));
             let x = Data::random(ty, ne, random).fill(|| random.between(lowest(op), 15.0));
             let dst = Data::random(out, ne, random);
@@ -126,7 +126,7 @@ pub(crate) fn in_place(engine: &dyn Engine) {
         property(5, |random| {
             let ty = random.pick(&FLOATS);
             let x =
-                Data::random(ty, extents(random), random).fill(|| random.between(lowest(op), 15.0));
+                Data::random(ty, lengths(random), random).fill(|| random.between(lowest(op), 15.0));
             let got = run_in_place(engine, op, &[Some(&x)]);
             compare(&format!("{op:?}"), &got, TOLERANCE, |i| exact(x.get(i)));
         });
@@ -135,7 +135,7 @@ pub(crate) fn in_place(engine: &dyn Engine) {
 
 pub(crate) fn parameters(engine: &dyn Engine) {
     property(60, |random| {
-        let ne = extents(random);
+        let ne = lengths(random);
         let ty = random.pick(&FLOATS);
         let mut tensor = || Data::random(ty, ne, random).fill(|| random.between(-8.0, 8.0));
         let (x, dy, dst) = (tensor(), tensor(), tensor());

@@ -1,14 +1,14 @@
 //! Limits of the memory that a product needs.
 
 /// The most bytes that the columns of a tile take as `f32`, if there are at least
-/// [`LEAST_COLUMNS`].
+/// [`MIN_COLUMNS`].
 pub(crate) const MAX_PREPARED: usize = 16 << 20;
 
 /// The most bytes that each of the two buffers of a thread keeps between products.
 pub(crate) const MAX_KEPT: usize = 4 << 20;
 
 /// The fewest columns that a product is cut into, however long they are.
-pub(crate) const LEAST_COLUMNS: usize = 16;
+pub(crate) const MIN_COLUMNS: usize = 16;
 
 /// The most rows of weights that a thread decodes at once, to less than two bytes for each element.
 pub(crate) const DECODED_ROWS: usize = 32;

@@ -10,8 +10,8 @@
 //!
 //! **What a result depends on.** `dst[c][r]` is a function of weight row `r`, activation column
 //! `c`, `k`, the level, and whether the call has one column, several, or at least
-//! [`MatmulKernel::panel_cols`]. It does not depend on the other rows or columns, on how rows are
-//! cut, or on addresses. So an engine that cuts rows gets the same bits for every number of
+//! [`MatmulKernel::panel_cols`]. A result does not depend on the other rows or columns, on how rows
+//! are cut, or on addresses. So an engine that cuts rows gets the same bits for every number of
 //! threads.
 
 mod kernel;
@@ -23,7 +23,7 @@ mod x86;
 
 pub use crate::isa::Level;
 pub use kernel::{Activation, Gemm, GemmArgs, MatmulKernel, ROUNDED_COLUMNS};
-pub(crate) use limits::{LEAST_COLUMNS, MAX_KEPT, MAX_PREPARED, prepared_bytes};
+pub(crate) use limits::{MAX_KEPT, MAX_PREPARED, MIN_COLUMNS, prepared_bytes};
 pub(crate) use thread_memory::ThreadMemory;
 
 use crate::formats::Type;
@@ -66,20 +66,20 @@ impl MatmulKernel {
     /// A kernel for products with `columns` columns of `k` elements that rounds weights *and*
     /// activations further than [`MatmulKernel::of`] and is up to twice as fast, if there is one.
     ///
-    /// **With the BF16 dot product**, F16 is rounded to BF16 from [`ROUNDED_COLUMNS`] columns on. An
-    /// operand of 8 significant bits has a relative error of at most 2^-8, with a root mean square of
-    /// 2^-9.3. Errors have either sign, so the error of a sum of products is about 5e-6 of its
-    /// variance; `test-backend-ops` allows 5e-4. ggml has the same error for a model published as
-    /// BF16, and ten times as much for Q8_0. Most F16 models were made from BF16 weights, which are not
-    /// rounded at all. Splitting each weight into two BF16 would be exact, but as slow as single
-    /// precision.
+    /// **With the BF16 dot product**, F16 is rounded to BF16 from [`ROUNDED_COLUMNS`] columns on.
+    /// An operand of 8 significant bits has a relative error of at most 2^-8, with a root mean
+    /// square of 2^-9.3. Errors have either sign, so the error of a sum of products is about 5e-6
+    /// of its variance; `test-backend-ops` allows 5e-4. ggml has the same error for a model
+    /// published as BF16, and ten times as much for Q8_0. Most F16 models were made from BF16
+    /// weights, which are not rounded at all. Splitting each weight into two BF16 would be exact,
+    /// but as slow as single precision.
     ///
-    /// **Without it**, F16 and BF16 are rounded to integers of 14 bits with one scale per 32 elements, if
-    /// there are enough columns to pay for the conversion and enough elements for errors to cancel.
-    /// The error of an operand is at most 2^-14 of the largest of its group. For values of similar
-    /// magnitude this is less than the 2^-12 by which ggml rounds the activations of F16 weights. In a
-    /// group with one value a thousand times as large as the others, the others keep 4 bits, more than
-    /// in the 8-bit activations of quantised weights.
+    /// **Without it**, F16 and BF16 are rounded to integers of 14 bits with one scale per 32
+    /// elements, if there are enough columns to pay for the conversion and enough elements for
+    /// errors to cancel. The error of an operand is at most 2^-14 of the largest of its group. For
+    /// values of similar magnitude this is less than the 2^-12 by which ggml rounds the activations
+    /// of F16 weights. In a group with one value a thousand times as large as the others, the
+    /// others keep 4 bits, more than in the 8-bit activations of quantised weights.
     pub fn rounded(weight: Type, k: usize, columns: usize) -> Option<MatmulKernel> {
         MatmulKernel::rounded_at(weight, k, columns, Level::best())
     }

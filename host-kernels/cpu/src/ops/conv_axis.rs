@@ -16,7 +16,7 @@ pub(super) struct ConvAxis {
 }
 
 impl ConvAxis {
-    /// A dimension of extent 1.
+    /// A dimension of length 1.
     pub(super) const UNIT: ConvAxis = ConvAxis {
         stride: 1,
         padding: 0,
@@ -99,9 +99,9 @@ impl PoolAxis {
         })
     }
 
-    /// The elements, of `extent`, that the window covers at output `output`.
-    pub(super) fn covers(&self, output: usize, extent: usize) -> Range<usize> {
-        let (taps, first) = self.axis.taps(output, self.size, extent);
+    /// The elements, of `length`, that the window covers at output `output`.
+    pub(super) fn covers(&self, output: usize, length: usize) -> Range<usize> {
+        let (taps, first) = self.axis.taps(output, self.size, length);
         first..first + taps.len()
     }
 }

@@ -107,7 +107,7 @@ impl Element {
     }
 }
 
-/// Copies `src` to `dst`, of the same type. A source with smaller extents is broadcast.
+/// Copies `src` to `dst`, of the same type. A source with smaller lengths is broadcast.
 pub(super) fn copy(dst: View, src: View) -> Kernel {
     let walk = Walk::new(dst, [src]);
     let line = *walk.line();

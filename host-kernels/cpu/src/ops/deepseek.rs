@@ -49,7 +49,7 @@ maps! {
 /// An element of a tensor of f32.
 ///
 /// # Safety
-/// Each index is below the extent of its dimension.
+/// Each index is below the length of its dimension.
 unsafe fn float(view: &View, [i0, i1, i2, i3]: [usize; 4]) -> f32 {
     let element = view.row_ptr([i1, i2, i3]).wrapping_add(i0 * view.nb[0]);
     // SAFETY: the caller guarantees the element, which is an aligned f32.
@@ -124,7 +124,7 @@ fn hc_pre(dst: View, x: View, w: View, scale: f32, gated: bool) -> Compiled {
             let sum = (Access::direct(), sums_ptr.cast_const().cast());
             let to = (Access::direct(), sums_ptr.cast());
             // SAFETY: rows of `x` and `dst` have `n >= start + len` elements, and so have gates.
-            // `len <= STAGE`, the length of `sums`. `h` and `t` are below the extents.
+            // `len <= STAGE`, the length of `sums`. `h` and `t` are below the lengths.
             unsafe {
                 for h in 0..streams {
                     let value = (values, values.at(x.row_ptr([h, t, 0]), start));
@@ -229,7 +229,7 @@ fn lightning_indexer(
             // SAFETY: the first `busy` workers have units, and each has `KEYS >= count` rows of `n`
             // floats and `heads * KEYS` scores in the scratch memory. Rows of q and k have `n`
             // dense elements. `start + count <= keys`, and `t`, `h` and `s` are below their
-            // extents.
+            // lengths.
             unsafe {
                 if t == 0 {
                     for i in 0..count {

@@ -48,7 +48,7 @@ fn norm(nodes: &[Operands<'_>]) -> Option<Compiled> {
     last.makes_rows(dst);
     let kernel = each_row(dst, move |index, row| {
         let line = x.row_ptr(index);
-        // SAFETY: `x`, the operands of the ADD and the destination have the same extents, so row
+        // SAFETY: `x`, the operands of the ADD and the destination have the same lengths, so row
         // `index` exists in each and has `n` elements. The weights are one row of `n` elements.
         unsafe {
             if let Some((a, b)) = added {

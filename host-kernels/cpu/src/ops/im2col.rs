@@ -13,7 +13,7 @@ use vgpu_engine::types::{ANY, F32, FLOATS};
 
 pub(super) fn rules() -> Vec<Rule> {
     vec![
-        // Of the kernel only the extents matter.
+        // Of the kernel only the lengths matter.
         Rule::new(OpKind::Im2col, FLOATS, &[ANY, F32]),
         Rule::new(OpKind::Im2col3d, FLOATS, &[ANY, F32]),
         Rule::new(OpKind::Im2colBack, F32, &[FLOATS, ANY]),
@@ -146,7 +146,7 @@ fn im2col(
 /// Each element of `dst` is the sum of its copies in the patches of `grad`.
 fn im2col_back(dst: View, grad: View, patches: Patches, images: Images, is_2d: bool) -> Compiled {
     if grad.elements() == 0 {
-        // Without patches, every sum is 0. The extents of the kernel may then be huge: only the
+        // Without patches, every sum is 0. The lengths of the kernel may then be huge: only the
         // size of the patches bounds them.
         let zero = Element::zero(dst.ty);
         return Compiled {

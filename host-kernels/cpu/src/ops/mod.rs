@@ -120,8 +120,8 @@ const FAMILIES: [Family; 15] = [
 /// # Errors
 /// [`EngineError::Unsupported`] if no family has a kernel for it.
 pub(super) fn compile(op: &Op, operands: &Operands<'_>) -> Result<Compiled, EngineError> {
-    // An empty result has no kernels. So kernels need not handle large extents together with an
-    // extent of 0.
+    // An empty result has no kernels. So kernels need not handle large lengths together with a
+    // length of 0.
     if operands.dst().elements() == 0 {
         return Ok(Compiled {
             kernels: Vec::new(),

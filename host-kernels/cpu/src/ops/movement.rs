@@ -112,7 +112,7 @@ fn start_from(dst: View, src: View) -> Vec<Kernel> {
     }
 }
 
-/// The view of `dst` that SET and ACC change: it has the extents of `part` and its own strides.
+/// The view of `dst` that SET and ACC change: it has the lengths of `part` and its own strides.
 fn placed(dst: View, part: View, nb: [u64; 3], offset: u64) -> View {
     let [nb1, nb2, nb3] = nb.map(|n| n as usize);
     laid_out(
@@ -260,8 +260,8 @@ fn pad(dst: View, src: View, left: [usize; 4]) -> Kernel {
 }
 
 /// The source index of index `i` of a padded dimension, if the padding is circular.
-fn wrap(i: usize, left: usize, extent: usize) -> usize {
-    (i + extent - left % extent) % extent
+fn wrap(i: usize, left: usize, length: usize) -> usize {
+    (i + length - left % length) % length
 }
 
 fn pad_circular(dst: View, src: View, left: [usize; 4]) -> Kernel {

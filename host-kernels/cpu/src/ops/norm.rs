@@ -64,7 +64,8 @@ fn norm(dst: View, src: View, eps: f32) -> Kernel {
     let (out, x, n) = (Access::rows(&dst), Access::rows(&src), dst.ne[0]);
     each_row(dst, move |index, row| {
         let line = [(x, src.row_ptr(index).cast_const())];
-        // SAFETY: both rows have `ne[0]` elements.
+        // SAFETY: both rows have `ne[0]` elements. One worker has this row, and no other worker
+        // writes the source rows.
         unsafe {
             let mean = (sum(Identity {}, line, n) / n as f64) as f32;
             let variance = sum(SquaredDistance { mean }, line, n) / n as f64;
@@ -79,7 +80,8 @@ fn rms_norm(dst: View, src: View, eps: f32) -> Kernel {
     let (out, x, n) = (Access::rows(&dst), Access::rows(&src), dst.ne[0]);
     each_row(dst, move |index, row| {
         let line = [(x, src.row_ptr(index).cast_const())];
-        // SAFETY: both rows have `ne[0]` elements.
+        // SAFETY: both rows have `ne[0]` elements. One worker has this row, and no other worker
+        // writes the source rows.
         unsafe {
             let mean = sum(Sqr {}, line, n) / n as f64;
             let scale = 1.0 / (mean as f32 + eps).sqrt();
@@ -95,7 +97,8 @@ fn rms_norm_back(dst: View, dz: View, x: View, eps: f32) -> Kernel {
     each_row(dst, move |index, row| {
         let dz = (dz_rows, dz.row_ptr(index).cast_const());
         let x = (x_rows, x.row_ptr(index).cast_const());
-        // SAFETY: all rows have `ne[0]` elements.
+        // SAFETY: all rows have `ne[0]` elements. One worker has this row, and no other worker
+        // writes the source rows.
         unsafe {
             let squares = sum(Sqr {}, [x], n) + f64::from(eps) * n as f64;
             let factor = (-sum(Mul {}, [dz, x], n) / squares) as f32;
@@ -110,7 +113,8 @@ fn l2_norm(dst: View, src: View, eps: f32) -> Kernel {
     let (out, x, n) = (Access::rows(&dst), Access::rows(&src), dst.ne[0]);
     each_row(dst, move |index, row| {
         let line = [(x, src.row_ptr(index).cast_const())];
-        // SAFETY: both rows have `ne[0]` elements.
+        // SAFETY: both rows have `ne[0]` elements. One worker has this row, and no other worker
+        // writes the source rows.
         unsafe {
             let length = sum(Sqr {}, line, n).sqrt() as f32;
             let scale = 1.0 / length.max(eps);
@@ -186,7 +190,8 @@ fn soft_max_back(dst: View, dy: View, y: View, scale: f32) -> Kernel {
     each_row(dst, move |index, row| {
         let dy = (dy_rows, dy.row_ptr(index).cast_const());
         let y = (y_rows, y.row_ptr(index).cast_const());
-        // SAFETY: all rows have `ne[0]` elements.
+        // SAFETY: all rows have `ne[0]` elements. One worker has this row, and no other worker
+        // writes the source rows.
         unsafe {
             let dot = sum(Mul {}, [dy, y], n) as f32;
             apply(SoftMaxGradient { dot, scale }, (out, row), [dy, y], n);

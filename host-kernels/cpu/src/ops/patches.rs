@@ -6,7 +6,7 @@ use crate::view::View;
 /// How patches are taken from an image of `f32` in up to three dimensions. Strides are in bytes.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Patches {
-    /// Extents and strides of one channel of the image.
+    /// Lengths and strides of one channel of the image.
     pub(super) ne: [usize; 3],
     pub(super) nb: [usize; 3],
     pub(super) channels: usize,
@@ -26,7 +26,7 @@ impl Patches {
     /// Writes the patch of output `output`. Elements outside the image are 0.
     ///
     /// # Safety
-    /// `image` is readable with these extents and strides. `out` is writable for [`Patches::len`]
+    /// `image` is readable with these lengths and strides. `out` is writable for [`Patches::len`]
     /// floats.
     pub(super) unsafe fn write(&self, image: *const u8, output: [usize; 3], out: *mut f32) {
         let [kw, kh, kd] = self.kernel;

@@ -76,14 +76,14 @@ fn add(kind: PoolKind, result: f32, value: f32) -> f32 {
 /// Elements of the source that a unit of work reads, about.
 const UNIT_READS: usize = 1 << 18;
 
-/// Results in a unit of work, for windows of these sizes over a source of these extents.
-fn grain<const N: usize>(windows: [PoolAxis; N], extents: [usize; N]) -> usize {
-    (UNIT_READS / reads(windows, extents).max(1)).max(1)
+/// Results in a unit of work, for windows of these sizes over a source of these lengths.
+fn grain<const N: usize>(windows: [PoolAxis; N], lengths: [usize; N]) -> usize {
+    (UNIT_READS / reads(windows, lengths).max(1)).max(1)
 }
 
-/// The most elements of a source of these extents that a window reads.
-fn reads<const N: usize>(windows: [PoolAxis; N], extents: [usize; N]) -> usize {
-    let reads = windows.iter().zip(extents).map(|(w, n)| w.size.min(n));
+/// The most elements of a source of these lengths that a window reads.
+fn reads<const N: usize>(windows: [PoolAxis; N], lengths: [usize; N]) -> usize {
+    let reads = windows.iter().zip(lengths).map(|(w, n)| w.size.min(n));
     reads.product()
 }
 
@@ -182,7 +182,7 @@ fn pool_2d_back(
                     };
                     let accumulate = |(y, x): (usize, usize), g: f32| {
                         let row = dst.row_ptr([y, i2, i3]);
-                        // SAFETY: `covers` returns indices below the extents of `dst`.
+                        // SAFETY: `covers` returns indices below the lengths of `dst`.
                         unsafe {
                             let sum = element(out, row, x) + g;
                             out.store(&sum, 1, out.at(row, x).cast_mut());
@@ -194,7 +194,7 @@ fn pool_2d_back(
                             let (mut largest, mut position) = (f32::MIN, None);
                             for at in covered() {
                                 let line = forward.row_ptr([at.0, i2, i3]);
-                                // SAFETY: `covers` returns indices below the extents of `dst`,
+                                // SAFETY: `covers` returns indices below the lengths of `dst`,
                                 // which are those of `forward`.
                                 let value = unsafe { element(x, line, at.1) };
                                 if value > largest {

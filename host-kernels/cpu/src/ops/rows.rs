@@ -37,7 +37,7 @@ pub(super) fn index(ids: &View, [i0, i1, i2]: [usize; 3], count: usize) -> Resul
     let id = ids
         .ptr()
         .wrapping_add(i0 * ids.nb[0] + i1 * ids.nb[1] + i2 * ids.nb[2]);
-    // SAFETY: the callers pass indices below the extents of `ids`. The volatile read happens once:
+    // SAFETY: the callers pass indices below the lengths of `ids`. The volatile read happens once:
     // the checked value is the value that is used, even if the destination overlaps the ids.
     let id = unsafe {
         match ids.ty {

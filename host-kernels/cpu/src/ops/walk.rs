@@ -6,7 +6,7 @@ use crate::kernel::Worker;
 use crate::view::View;
 
 /// Visits the elements of a destination together with the corresponding element of every source.
-/// Sources with smaller extents are broadcast.
+/// Sources with smaller lengths are broadcast.
 ///
 /// The four dimensions become few, long loops: dimensions that are contiguous in all tensors are
 /// merged, so that a dense operation of any shape is one line.
@@ -40,7 +40,7 @@ const SHORT_LINE: usize = 8;
 const MAX_LOOPS: usize = 8;
 
 impl<const N: usize> Walk<N> {
-    /// The loops of an operation. Each extent of a source divides that of the destination.
+    /// The loops of an operation. Each length of a source divides that of the destination.
     pub(super) fn new(dst: View, src: [View; N]) -> Walk<N> {
         let mut loops: Vec<Loop<N>> = Vec::new();
         for d in 0..4 {
@@ -224,7 +224,7 @@ fn advance<const N: usize>(
     src
 }
 
-/// The extent of dimension `d` in elements; in blocks for dimension 0 of a quantised type.
+/// The length of dimension `d` in elements; in blocks for dimension 0 of a quantised type.
 fn units(view: &View, d: usize) -> usize {
     match d {
         0 => view.ne[0] / view.ty.block_elements() as usize,
@@ -258,19 +258,19 @@ pub(super) fn window(view: View, start: [usize; 4], ne: [usize; 4]) -> View {
     laid_out(view, offset, ne, view.nb)
 }
 
-/// A view with other extents and strides in the memory of `view`, at byte `offset`.
+/// A view with other lengths and strides in the memory of `view`, at byte `offset`.
 pub(super) fn laid_out(view: View, offset: usize, ne: [usize; 4], nb: [usize; 4]) -> View {
     let shape = Shape {
         ty: view.ty,
         ne: ne.map(|n| n as u64),
         nb: nb.map(|n| n as u64),
     };
-    let extent = shape
-        .extent()
-        .and_then(|extent| usize::try_from(extent).ok());
-    let end = extent.and_then(|extent| extent.checked_add(offset));
+    let length = shape
+        .byte_len()
+        .and_then(|length| usize::try_from(length).ok());
+    let end = length.and_then(|length| length.checked_add(offset));
     assert!(
-        extent == Some(0) || end.is_some_and(|end| end <= view.span().len()),
+        length == Some(0) || end.is_some_and(|end| end <= view.span().len()),
         "a view of bytes {offset}.. with shape {shape:?} does not lie inside its tensor"
     );
     // SAFETY: the assertion above keeps the bytes inside the memory of `view`, for which the

@@ -7,18 +7,18 @@
 //! their huge pages.
 //!
 //! Plans ask for the [address](WeightRegion::locate) of a tensor when they are compiled. Before a
-//! write to bytes that other buffers may read, the bytes are copied: copy-on-write, by extents. When the
-//! address of any byte changes, [`moves`](WeightRegion::moves) changes, and plans that were
-//! compiled before do not run again.
+//! write to bytes that other buffers may read, the bytes are copied: copy-on-write, by extents.
+//! When the address of any byte changes, [`moves`](WeightRegion::moves) changes, and plans that
+//! were compiled before do not run again.
 //!
-//! An extent may begin before the memory is frozen: then the buffer appends its bytes from the first
-//! to the last, and others read what exists already.
+//! An extent may begin before the memory is frozen: then the buffer appends its bytes from the
+//! first to the last, and others read what exists already.
 //!
 //! An extent may outlive the buffer that it was offered from. Pages of a base are freed when
-//! neither its buffer nor an extent needs them, and the base itself with the last of these. A buffer
-//! that has moved bytes into a piece does not need the pages under the piece. So each byte of a
-//! buffer has one place, and the pages in memory are at most those of all buffers, but for the two
-//! pages at the ends of an extent.
+//! neither its buffer nor an extent needs them, and the base itself with the last of these. A
+//! buffer that has moved bytes into a piece does not need the pages under the piece. So each byte
+//! of a buffer has one place, and the pages in memory are at most those of all buffers, but for the
+//! two pages at the ends of an extent.
 
 mod extent;
 mod page_set;
@@ -153,8 +153,8 @@ impl WeightRegion {
     /// range that exists already is returned.
     ///
     /// # Errors
-    /// [`EngineError::OutOfBounds`] if the memory is not frozen, was written since, or if the range is
-    /// empty or overlaps another extent.
+    /// [`EngineError::OutOfBounds`] if the memory is not frozen, was written since, or if the range
+    /// is empty or overlaps another extent.
     pub(super) fn extent(&self, offset: u64, len: u64) -> Result<Arc<CpuExtent>, EngineError> {
         let mut state = self.state();
         let is_unmodified = state.is_frozen && !state.is_written;
@@ -272,8 +272,9 @@ impl WeightRegion {
             let is_frozen = state.is_frozen;
             let to = state.gather(&self.base, &self.budget, range)?;
             if !is_frozen {
-                // SAFETY: `gather` has returned the address of `extent.len` mapped bytes, which stay
-                // mapped while the lock of the state is held. No Rust reference points to them.
+                // SAFETY: `gather` has returned the address of `extent.len` mapped bytes, which
+                // stay mapped while the lock of the state is held. No Rust reference points to
+                // them.
                 unsafe { BytesMut::from_raw(to, extent.len as usize) }.copy_from(extent.bytes());
             }
             return Ok(0);

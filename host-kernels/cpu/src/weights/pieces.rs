@@ -1,5 +1,5 @@
-//! Where the bytes of a buffer for weights are: in its base, in an extent of another buffer, or in a
-//! region of their own.
+//! Where the bytes of a buffer for weights are: in its base, in an extent of another buffer, or in
+//! a region of their own.
 
 use std::collections::BTreeMap;
 use std::ops::Range;

@@ -103,7 +103,7 @@ impl Builder<'_> {
         self.views[self.node.dst as usize]
     }
 
-    /// The destination's type, extents and strides in the IR.
+    /// The destination's type, lengths and strides in the IR.
     pub(crate) fn dst_shape(&self) -> &Shape {
         &self.graph.tensors[self.node.dst as usize].shape
     }
@@ -190,7 +190,7 @@ impl Builder<'_> {
         params: VgConvertF16Sm90Params,
     ) {
         let sources = { sources.iter() }.filter(|source| source.data != 0);
-        let sources = sources.map(|source| source.extent()).collect();
+        let sources = sources.map(|source| source.address_range()).collect();
         self.cache.cache_f16(key, sources, range, params, made);
     }
 
@@ -332,7 +332,7 @@ impl Builder<'_> {
         }
         let shape = Shape::contiguous(Type::F32, dst.ne.map(|n| n as u64))
             .ok_or_else(|| self.unsupported("the result is larger than any memory"))?;
-        let bytes = shape.extent().unwrap_or(u64::MAX / 2);
+        let bytes = shape.byte_len().unwrap_or(u64::MAX / 2);
         let staged = VgView::new(self.scratch(bytes), &shape);
         body(self, staged)?;
         let copy = VgMoveParams {

@@ -70,7 +70,7 @@ impl MatmulKernels {
         }
     }
 
-    /// Whether the kernels can read weights with these extents and strides.
+    /// Whether the kernels can read weights with these lengths and strides.
     pub(crate) fn takes_weights(&self, w: &VgView, ty: Type) -> bool {
         // Repacked rows are adjacent, and only matrices begin at aligned addresses.
         let repacked = w.is_repacked();

@@ -44,7 +44,7 @@ impl MemoryAccess {
 
     pub(crate) fn reads(&mut self, view: &VgView) {
         if view.data != 0 {
-            self.read.push(view.extent());
+            self.read.push(view.address_range());
         }
     }
 
@@ -68,7 +68,7 @@ impl MemoryAccess {
 
     pub(crate) fn writes(&mut self, view: &VgView) {
         if view.data != 0 {
-            self.written.push(view.extent());
+            self.written.push(view.address_range());
         }
     }
 

@@ -2,10 +2,10 @@
 //! (`kernels/megakernel.cuh`).
 //!
 //! A plan is compiled to launches first. The longest runs of launches that have a stage (`stages`)
-//! then become one launch each. Its stage table in device memory says what each stage does and
-//! which stages it waits for (`deps`). A launch without a stage, or with too many dependencies,
-//! ends a megakernel. Long megakernels are cut where another plan may run. The plan keeps the
-//! launches for a device that refuses a megakernel.
+//! then become one launch each. The stage table of a megakernel, in device memory, says what each
+//! stage does and which stages it waits for (`deps`). A launch without a stage, or with too many
+//! dependencies, ends a megakernel. Long megakernels are cut where another plan may run. The plan
+//! keeps the launches for a device that refuses a megakernel.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;

@@ -244,7 +244,7 @@ impl StageKernels {
                 shape.elements(each_element);
             }
             _ => {
-                access.attend(&read(launch)?, launch, stage_kernel.width)?;
+                access.fattn(&read(launch)?, launch, stage_kernel.width)?;
                 shape.arena = launch.shared;
             }
         }
@@ -326,7 +326,7 @@ impl MemoryAccess {
             .filter(|_| known)
             .ok_or(NoStage::WeightType)?;
         for (i, product) in all.iter().enumerate() {
-            self.ahead.push(product.w.extent());
+            self.ahead.push(product.w.address_range());
             match it.ids.data != 0 {
                 true => self.reads(&product.add),
                 false => self.reads_at(&product.add, &[&all[if has_unit { 0 } else { i }].dst]),
@@ -337,7 +337,7 @@ impl MemoryAccess {
         }
         if it.ids.data != 0 {
             self.reads(&it.ids);
-            self.ids.push(it.ids.extent());
+            self.ids.push(it.ids.address_range());
         }
         if ty.is_quantized() {
             let elements = q8_elements(&it.x);
@@ -399,7 +399,7 @@ impl MemoryAccess {
     ///
     /// # Errors
     /// The reason why the launch has no stage, for the log.
-    fn attend(&mut self, it: &VgFattnParams, launch: &Launch, width: i64) -> Result<(), NoStage> {
+    fn fattn(&mut self, it: &VgFattnParams, launch: &Launch, width: i64) -> Result<(), NoStage> {
         if it.q.ne[1] > MAX_TOKENS {
             return Err(NoStage::TooManyTokens);
         }

@@ -60,8 +60,8 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
         let is_few = b.uses_megakernel() && q.ne[1] <= FEW_COLUMNS;
         match Tiles::of(&params, |kernel| b.max_dynamic_shared(kernel), is_few) {
             Some(tiles) => match FattnSm90::of(b, &params, tiles.gqa_ratio).filter(|_| !is_few) {
-                Some(sm90) => sm90.attend(b, &params),
-                None => tiles.attend(b, &params),
+                Some(sm90) => sm90.fattn(b, &params),
+                None => tiles.fattn(b, &params),
             },
             None => launch_simt(b, &params),
         }

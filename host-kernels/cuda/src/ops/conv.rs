@@ -1,7 +1,7 @@
 //! CONV_2D, CONV_3D, CONV_2D_DW, CONV_TRANSPOSE_1D, CONV_TRANSPOSE_2D, IM2COL, IM2COL_3D,
 //! IM2COL_BACK, COL2IM_1D.
 //!
-//! Kernels process three-dimensional images. Images of one or two dimensions have an extent of 1 in
+//! Kernels process three-dimensional images. Images of one or two dimensions have a length of 1 in
 //! the others.
 
 use vgpu_transport::ir::{ConvGeometry, Op, OpKind, Rule};
@@ -25,7 +25,7 @@ pub(crate) fn rules() -> Vec<Rule> {
     ];
     let mut rules = Vec::from(convolutions.map(|op| Rule::new(op, F32, &[FLOATS, F32])));
     rules.extend([
-        // Only the extents of the kernel matter.
+        // Only the lengths of the kernel matter.
         Rule::new(OpKind::Im2col, FLOATS, &[ANY, F32]),
         Rule::new(OpKind::Im2col3d, FLOATS, &[ANY, F32]),
         Rule::new(OpKind::Im2colBack, F32, &[FLOATS, ANY]),
@@ -113,7 +113,7 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
             let geometry = ConvGeometry::<2>::of(op)?;
             let mut params = patches(gradient, kernel, dst, geometry, is_2d);
             if gradient.elements() == 0 {
-                // All sums are empty. Only patches would limit the extents of the kernel.
+                // All sums are empty. Only patches would limit the lengths of the kernel.
                 params.taps = [0; 3];
             }
             b.for_each("vg_im2col_back", dst.elements(), &params)
@@ -131,7 +131,7 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
     })
 }
 
-/// The geometry in the kernels' three dimensions. Dimensions from `N` on have an extent of 1, so
+/// The geometry in the kernels' three dimensions. Dimensions from `N` on have a length of 1, so
 /// their stride and dilation are 1 and their padding is 0.
 fn kernel_geometry<const N: usize>(geometry: ConvGeometry<N>) -> VgConvGeometry {
     let extended = |values: [i32; N], rest: i64| {

@@ -176,7 +176,7 @@ impl Tiles {
     ///
     /// # Errors
     /// [`EngineError::Device`] if the device lacks a kernel.
-    pub(crate) fn attend(
+    pub(crate) fn fattn(
         &self,
         b: &mut Builder<'_>,
         params: &VgFattnSimtParams,
@@ -257,7 +257,7 @@ fn row_bytes(x: &VgView) -> i64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use vgpu_transport::ir::Shape as Extents;
+    use vgpu_transport::ir::Shape as TensorShape;
 
     /// The types that llama.cpp offers for the KV cache, keys and values independently.
     const TYPES_OF_CACHES: [Type; 9] = [
@@ -274,7 +274,12 @@ mod tests {
 
     #[test]
     fn every_pair_of_types_of_caches_has_kernels_on_tensor_cores() {
-        let view = |ty, ne| VgView::new(4096, &Extents::contiguous(ty, ne).expect("a small shape"));
+        let view = |ty, ne| {
+            VgView::new(
+                4096,
+                &TensorShape::contiguous(ty, ne).expect("a small shape"),
+            )
+        };
         for k in TYPES_OF_CACHES {
             for v in TYPES_OF_CACHES {
                 for (tokens, width) in [(1, 64), (1, 128), (512, 128), (512, 256), (1, 512)] {
@@ -304,7 +309,7 @@ mod tests {
         let view = |ty, ne| {
             VgView::new(
                 address,
-                &Extents::contiguous(ty, ne).expect("a small shape"),
+                &TensorShape::contiguous(ty, ne).expect("a small shape"),
             )
         };
         let params = VgFattnSimtParams {

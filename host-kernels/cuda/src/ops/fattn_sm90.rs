@@ -82,7 +82,7 @@ impl FattnSm90 {
     ///
     /// # Errors
     /// [`EngineError::Device`] if the device lacks a kernel.
-    pub(crate) fn attend(
+    pub(crate) fn fattn(
         &self,
         b: &mut Builder<'_>,
         params: &VgFattnSimtParams,

@@ -20,7 +20,7 @@ const BLOCKS: i64 = 8;
 /// The most products of a launch.
 pub(crate) const MAX_PRODUCTS: usize = 3;
 
-/// A product with `w` in `dst`, plus `add` if there is one. `add` has the extents of `dst`, or one
+/// A product with `w` in `dst`, plus `add` if there is one. `add` has the lengths of `dst`, or one
 /// row for all columns, or with expert ids one row for each expert. All but the weights are f32.
 #[derive(Clone, Copy)]
 pub(crate) struct Product {

@@ -272,7 +272,7 @@ fn start_from(b: &mut Builder<'_>) -> Result<(), EngineError> {
     }
 }
 
-/// The part of the destination that SET and ACC change: the extents of the second source, with the
+/// The part of the destination that SET and ACC change: the lengths of the second source, with the
 /// strides of the operator.
 fn placed(b: &Builder<'_>, nb: [u64; 3], offset: u64) -> VgView {
     let (dst, part) = (b.dst(), b.src(1));

@@ -101,7 +101,7 @@ fn sort(
 }
 
 /// A reduction of a whole tensor in two launches: each block reduces a part, then one block all
-/// parts. The number of parts depends on the extents only, so the result does too.
+/// parts. The number of parts depends on the lengths only, so the result does too.
 ///
 /// # Errors
 /// [`EngineError::Device`] if the device lacks a kernel.

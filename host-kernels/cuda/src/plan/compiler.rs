@@ -164,7 +164,7 @@ impl<'a> Compiler<'a> {
             let sources = node.src.as_slice().iter().flatten().filter(|_| also);
             for &written in sources.chain([&node.dst]) {
                 self.cache
-                    .wrote(&self.views[written as usize].extent(), since);
+                    .wrote(&self.views[written as usize].address_range(), since);
             }
         }
     }

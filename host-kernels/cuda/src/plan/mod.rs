@@ -37,7 +37,8 @@ const MAX_TENSOR_BYTES: u64 = 512;
 const MAX_EMPTY_BYTES: u64 = 16 << 10;
 
 /// The most bytes of host memory that the compilation of a graph needs, with the plan and without
-/// the graph. The memory of nodes that run on the CPU is not touched before a run, and comes on top.
+/// the graph. The memory of nodes that run on the CPU is not touched before a run, and comes on
+/// top.
 pub(crate) fn compile_bytes(counts: &GraphCounts) -> u64 {
     let bytes = |count: usize, each: u64| (count as u64).saturating_mul(each);
     // The arrangement has a copy of the graph, and nodes are moved through another.

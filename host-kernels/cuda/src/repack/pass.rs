@@ -23,7 +23,7 @@ use vgpu_engine::EngineError;
 pub(crate) struct RepackPass<'m> {
     memories: &'m [&'m CudaMemory],
     /// The tensors that kernels read repacked.
-    repacked: Vec<Weights>,
+    repacked: Vec<RepackedTensor>,
     /// Other bytes of weight memory that the graph uses: the index of the memory, and the range.
     plain: Vec<(usize, Range<u64>)>,
     /// The buffer to repack through, if a tensor is still plain.
@@ -31,7 +31,7 @@ pub(crate) struct RepackPass<'m> {
 }
 
 /// A tensor that is only a factor of products.
-struct Weights {
+struct RepackedTensor {
     /// The index of its memory.
     memory: usize,
     start: u64,
@@ -107,7 +107,7 @@ impl<'m> RepackPass<'m> {
         });
         match lies {
             Some((format, lies @ (Placement::Repacked | Placement::Plain))) => {
-                self.repacked.push(Weights {
+                self.repacked.push(RepackedTensor {
                     memory: first.memory,
                     start: first.bytes.start,
                     format,
@@ -142,7 +142,7 @@ impl<'m> RepackPass<'m> {
     }
 
     /// Leaves some tensors plain. Returns whether there were any.
-    fn leave(&mut self, which: impl Fn(&Weights) -> bool) -> bool {
+    fn leave(&mut self, which: impl Fn(&RepackedTensor) -> bool) -> bool {
         let before = self.repacked.len();
         self.repacked.retain(|it| {
             let is_left = which(it);
@@ -202,7 +202,7 @@ fn uses(graph: &Graph, memories: &[&CudaMemory]) -> Vec<Use> {
         for (is_weights, tensor) in sources.chain([(false, node.dst)]) {
             let it = &graph.tensors[tensor as usize];
             let memory = memories[it.buffer as usize];
-            let bytes = it.shape.extent().expect("a validated tensor has a size");
+            let bytes = it.shape.byte_len().expect("a validated tensor has a size");
             if bytes == 0 || !memory.repack_state().is_allowed() {
                 continue;
             }

@@ -7,7 +7,7 @@ use vgpu_transport::ir::{GluKind, Node, Op, Sources, Type};
 
 use crate::engine_with;
 use crate::spy::{Call, Spy};
-use vgpu_check::model::{Built, Model, Step, TINY, TINY_BIASES, TINY_EXPERTS, TINY_GPT_OSS};
+use vgpu_check::model::{Built, Model, StepShape, TINY, TINY_BIASES, TINY_EXPERTS, TINY_GPT_OSS};
 
 /// A policy with one launch after the other, so that launches can be counted.
 fn policy(fusion: bool) -> LaunchPolicy {
@@ -50,7 +50,7 @@ fn between_attentions(kernels: &[&'static str], which: usize) -> Vec<&'static st
 fn of_a_layer(model: Model, fusion: bool) -> Vec<&'static str> {
     let model = Model { layers: 4, ..model };
     let all = kernels(
-        &model.graph(Step {
+        &model.graph(StepShape {
             tokens: 1,
             seen: 32,
         }),
@@ -134,7 +134,7 @@ fn attention_rounds_its_output() {
         (with(Type::Bf16, 4, 128), 3, 512),
         (with(Type::F16, 4, 128), 6, 64),
     ] {
-        let mut built = model.graph(Step { tokens, seen });
+        let mut built = model.graph(StepShape { tokens, seen });
         let nodes = &built.graph.nodes;
         let first = { nodes.iter() }.position(|node| matches!(node.op, Op::FlashAttnExt { .. }));
         let first = first.expect("models attend");
@@ -238,7 +238,7 @@ fn fused_graphs_leave_the_same_memory() {
         (TINY_GPT_OSS, "gpt-oss"),
     ] {
         for tokens in [1, 3, 9] {
-            let built = model.graph(Step { tokens, seen: 32 });
+            let built = model.graph(StepShape { tokens, seen: 32 });
             let fused = memory_after(&built, true).expect("it runs");
             let plain = memory_after(&built, false).expect("it runs");
             assert_same(&fused, &plain, &format!("{what}, {tokens} tokens"));
@@ -249,7 +249,7 @@ fn fused_graphs_leave_the_same_memory() {
 /// A result that another node reads is not left out.
 #[test]
 fn requested_intermediate_results_are_kept() {
-    let built = Model { layers: 4, ..TINY }.graph(Step {
+    let built = Model { layers: 4, ..TINY }.graph(StepShape {
         tokens: 1,
         seen: 32,
     });
@@ -302,7 +302,7 @@ pub(crate) fn random(seed: u64) -> impl FnMut(usize) -> usize {
 
 /// A decode step with a tensor at a random wrong place; `None` if the place is an input.
 pub(crate) fn displaced(model: Model, mut below: impl FnMut(usize) -> usize) -> Option<Built> {
-    let mut built = model.graph(Step {
+    let mut built = model.graph(StepShape {
         tokens: 1,
         seen: 32,
     });

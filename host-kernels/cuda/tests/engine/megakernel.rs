@@ -9,7 +9,7 @@ use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Level, Metadata};
 
-use vgpu_check::model::{Built, Loaded, Model, Step, TINY, TINY_EXPERTS};
+use vgpu_check::model::{Built, Loaded, Model, StepShape, TINY, TINY_EXPERTS};
 use vgpu_cuda::LaunchPolicy;
 use vgpu_engine::{Memory, Plan, RunError, RunStatus, Turn};
 use vgpu_transport::ir::Type;
@@ -20,7 +20,7 @@ use crate::sample::Sample;
 use crate::shim::NO_BLOCKS;
 use crate::spy::{Call, Fails, Spy};
 
-const DECODE: Step = Step {
+const DECODE: StepShape = StepShape {
     tokens: 1,
     seen: 32,
 };
@@ -189,8 +189,8 @@ fn cases() -> Vec<(&'static str, Model, u64)> {
     all
 }
 
-fn step_of(tokens: u64) -> Step {
-    Step { tokens, ..DECODE }
+fn step_of(tokens: u64) -> StepShape {
+    StepShape { tokens, ..DECODE }
 }
 
 #[test]
@@ -410,7 +410,7 @@ fn long_steps_are_split() {
 
 #[test]
 fn grown_kv_cache_gets_a_new_task_table() {
-    let grown = TINY_EXPERTS.graph(Step {
+    let grown = TINY_EXPERTS.graph(StepShape {
         tokens: 1,
         seen: 64,
     });
@@ -490,7 +490,7 @@ fn nodes_outside_steps_are_logged_once() {
         let compile_two = || {
             let engine = engine_with(&Arc::new(Spy::logging()), policy());
             for seen in [32, 64] {
-                let built = model.graph(Step { tokens: 1, seen });
+                let built = model.graph(StepShape { tokens: 1, seen });
                 let loaded = built.load(&engine);
                 built.compile(&engine, &loaded);
             }

@@ -11,7 +11,7 @@ use vgpu_transport::shm::memory::Window;
 
 use crate::engine_on;
 use crate::spy::{Call, Fails, Spy};
-use vgpu_check::model::{Step, TINY};
+use vgpu_check::model::{StepShape, TINY};
 
 const MIB: u64 = 1 << 20;
 
@@ -107,7 +107,7 @@ fn reopening_engine() -> (CudaEngine, Arc<Mutex<Vec<Arc<Spy>>>>) {
 fn device_is_reset_after_a_permanent_failure() {
     let (engine, devices) = reopening_engine();
     let first = Arc::clone(&devices.lock().unwrap()[0]);
-    let built = TINY.graph(Step {
+    let built = TINY.graph(StepShape {
         tokens: 1,
         seen: 32,
     });
@@ -183,7 +183,7 @@ fn recovery_of_a_lost_device_is_not_attempted_on_every_call() {
             message: "no such device".into(),
         })
     });
-    let built = TINY.graph(Step {
+    let built = TINY.graph(StepShape {
         tokens: 1,
         seen: 32,
     });
@@ -214,7 +214,7 @@ fn device_is_unrecoverable_after_repeated_failed_resets() {
         })
         .with_retry_delay(Duration::ZERO);
     let lose = |device: &Spy| {
-        let built = TINY.graph(Step {
+        let built = TINY.graph(StepShape {
             tokens: 1,
             seen: 32,
         });
@@ -238,7 +238,7 @@ fn device_is_unrecoverable_after_repeated_failed_resets() {
             })
         })
         .with_retry_delay(Duration::ZERO);
-    let built = TINY.graph(Step {
+    let built = TINY.graph(StepShape {
         tokens: 1,
         seen: 32,
     });

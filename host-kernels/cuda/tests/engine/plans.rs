@@ -13,11 +13,11 @@ use vgpu_engine::{Engine, Plan, RunError, RunStatus, Turn};
 
 use crate::spy::{Call, Fails, Spy};
 use crate::{engine_on, engine_with};
-use vgpu_check::model::{Built, Loaded, Model, Step, TINY, TINY_EXPERTS};
+use vgpu_check::model::{Built, Loaded, Model, StepShape, TINY, TINY_EXPERTS};
 
 /// A decode step that reads this much of the cache.
-fn decode(seen: u64) -> Step {
-    Step { tokens: 1, seen }
+fn decode(seen: u64) -> StepShape {
+    StepShape { tokens: 1, seen }
 }
 
 /// Both engines quantise activations to 8 bits, and round the last place differently.
@@ -51,7 +51,7 @@ fn matrix_products_use_the_fastest_measured_kernel() {
     ] {
         let device = Arc::new(Spy::on_sm90());
         let engine = engine_on(&device).with_tuning(TuningTable::forced(variant));
-        let built = TINY.graph(Step {
+        let built = TINY.graph(StepShape {
             tokens: 40,
             seen: 64,
         });
@@ -90,7 +90,7 @@ const PREFILL: Model = Model {
 fn kernels_of_prefill(device: Spy) -> BTreeSet<&'static str> {
     let device = Arc::new(device);
     let engine = engine_on(&device);
-    let built = PREFILL.graph(Step {
+    let built = PREFILL.graph(StepShape {
         tokens: 1024,
         seen: 1024,
     });
@@ -333,7 +333,7 @@ fn faults_are_detected_in_replays() {
 fn plan_yields_and_resumes() {
     let device = Arc::new(Spy::running());
     let engine = engine_with(&device, SHORT_SLICES);
-    let step = Step {
+    let step = StepShape {
         tokens: 9,
         seen: 32,
     };
@@ -374,7 +374,7 @@ fn plan_yields_and_resumes() {
 fn fault_is_reported_to_the_submitting_guest() {
     let device = Arc::new(Spy::running());
     let engine = engine_with(&device, SHORT_SLICES);
-    let built = TINY.graph(Step {
+    let built = TINY.graph(StepShape {
         tokens: 9,
         seen: 32,
     });
@@ -422,7 +422,7 @@ fn scratch_memory_is_shared_between_plans() {
     assert!(one > 0, "quantised products round their activations there");
     let second = built.compile(&engine, &loaded);
     assert_eq!(backed(device.take_log()), 0);
-    let large = TINY.graph(Step {
+    let large = TINY.graph(StepShape {
         tokens: 512,
         seen: 64,
     });

@@ -37,7 +37,7 @@ fn tensor(buffer: u32, ty: Type, ne: [u64; 4], offset: u64) -> Tensor {
 }
 
 fn size(tensor: &Tensor) -> u64 {
-    tensor.shape.extent().expect("a small tensor")
+    tensor.shape.byte_len().expect("a small tensor")
 }
 
 /// A graph of nodes with operator, destination and sources.
@@ -420,7 +420,7 @@ fn weights_with_other_uses_are_not_repacked() {
         "a tied matrix",
     );
 
-    // A part of the matrix, or the same bytes with other extents.
+    // A part of the matrix, or the same bytes with other lengths.
     for other in [
         tensor(WEIGHTS, Type::Mxfp4, [64, 20, 1, 1], 256),
         tensor(WEIGHTS, Type::Mxfp4, [64, 20, 1, 1], 256 + 20 * 34),

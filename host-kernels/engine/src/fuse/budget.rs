@@ -4,8 +4,8 @@ use std::cell::Cell;
 
 use vgpu_transport::ir::Graph;
 
-/// Nodes that a search may look at for each node of the graph. In a graph of a language model, whose
-/// memory is reused within a layer, a search looks at some tens.
+/// Nodes that a search may look at for each node of the graph. In a graph of a language model,
+/// whose memory is reused within a layer, a search looks at some tens.
 const PER_NODE: u64 = 128;
 
 /// Nodes that every search may look at.

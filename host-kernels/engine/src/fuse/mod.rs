@@ -1,6 +1,6 @@
 //! Operator fusion: nodes that one kernel computes together, for every engine.
 //!
-//! [`Arrangement::of`] looks at the graph alone. It finds patterns and proves that results which
+//! [`Arrangement::of`] looks at the graph alone, finds patterns, and proves that results which
 //! the fused kernel does not store are dead, and that nodes can move to the place of the kernel
 //! (`liveness`). Whether a kernel exists for the types and layouts of a group is up to the engine;
 //! if not, the engine compiles the nodes one by one.

@@ -21,8 +21,8 @@ pub(super) fn norm(finder: &Finder<'_>, first: usize) -> Option<Group> {
     let mut outputs = Vec::new();
     if let Some(add) = add {
         let (a, b, sum) = (finder.src(add, 0)?, finder.src(add, 1)?, finder.dst(add));
-        let extents = sum.shape.ne;
-        if !is_same(sum, x) || a.shape.ne != extents || b.shape.ne != extents {
+        let lengths = sum.shape.ne;
+        if !is_same(sum, x) || a.shape.ne != lengths || b.shape.ne != lengths {
             return None;
         }
         inputs = vec![a, b];

@@ -2,13 +2,13 @@
 
 use anyhow::Result;
 
-use xtask_common::progress::Step;
+use xtask_common::progress::Progress;
 
 use super::setup::{Row, Setup};
 use super::{exhaustion, kills, multi_guest, suspend};
 
 /// A kind of fault.
-type Fault = fn(&Setup<'_>, &Step) -> Result<Row>;
+type Fault = fn(&Setup<'_>, &Progress) -> Result<Row>;
 
 /// All of them.
 pub(crate) const FAULTS: [(&str, Fault); 12] = [

@@ -7,7 +7,7 @@ use anyhow::{Context as _, Result, ensure};
 use rustix::process::{Pid, Resource, Rlimit};
 
 use xtask_common::executor::Executor;
-use xtask_common::progress::Step;
+use xtask_common::progress::Progress;
 
 use super::guest::{Guest, HANG, Outcome, Program};
 use super::leaks::{ResourceUsage, expect_no_more};
@@ -21,7 +21,7 @@ const FOR_ONE: &str = "48M";
 const LITTLE: u64 = 16 << 20;
 
 /// The host's memory is full: the second guest cannot load, and the first is not affected.
-pub(super) fn memory(setup: &Setup<'_>, step: &Step) -> Result<Row> {
+pub(super) fn memory(setup: &Setup<'_>, progress: &Progress) -> Result<Row> {
     const NAME: &str = "full";
     let times = setup.counts.others;
     let executor = setup.serve(NAME, &["--memory", FOR_ONE])?;
@@ -44,7 +44,7 @@ pub(super) fn memory(setup: &Setup<'_>, step: &Step) -> Result<Row> {
             "the first guest generated other tokens"
         );
         setup.expect_run(&mut second, "the second guest, after memory is free")?;
-        step.note(&format!("{} of {times}", round + 1));
+        progress.note(&format!("{} of {times}", round + 1));
     }
     expect_no_more(executor.pid(), &before, "the executor", HANG)?;
     first.finish()?;
@@ -63,9 +63,9 @@ pub(super) fn memory(setup: &Setup<'_>, step: &Step) -> Result<Row> {
 }
 
 /// Limits the address space of the running executor.
-pub(super) fn address_space(setup: &Setup<'_>, step: &Step) -> Result<Row> {
+pub(super) fn address_space(setup: &Setup<'_>, progress: &Progress) -> Result<Row> {
     const NAME: &str = "narrow";
-    limited(setup, step, NAME, Resource::As, |pid| {
+    limited(setup, progress, NAME, Resource::As, |pid| {
         Ok(ResourceUsage::of(pid)?.mapped + LITTLE)
     })?;
     Ok(Row {
@@ -79,10 +79,10 @@ pub(super) fn address_space(setup: &Setup<'_>, step: &Step) -> Result<Row> {
 }
 
 /// Limits the descriptors of the running executor.
-pub(super) fn descriptors(setup: &Setup<'_>, step: &Step) -> Result<Row> {
+pub(super) fn descriptors(setup: &Setup<'_>, progress: &Progress) -> Result<Row> {
     const NAME: &str = "closed";
     // At most one descriptor is left for a new guest.
-    limited(setup, step, NAME, Resource::Nofile, |pid| {
+    limited(setup, progress, NAME, Resource::Nofile, |pid| {
         Ok(ResourceUsage::of(pid)?.descriptors as u64 + 1)
     })?;
     Ok(Row {
@@ -99,7 +99,7 @@ pub(super) fn descriptors(setup: &Setup<'_>, step: &Step) -> Result<Row> {
 /// for a process id.
 fn limited(
     setup: &Setup<'_>,
-    step: &Step,
+    progress: &Progress,
     name: &str,
     resource: Resource,
     limit: impl Fn(u32) -> Result<u64>,
@@ -132,7 +132,7 @@ fn limited(
         setup.expect_run(&mut next, "the guest after the limit")?;
         next.finish()?;
         expect_no_more(executor.pid(), &before, "the executor", HANG)?;
-        step.note(&format!("{} of {}", round + 1, setup.counts.others));
+        progress.note(&format!("{} of {}", round + 1, setup.counts.others));
     }
     let log = std::fs::read_to_string(setup.log(&format!("{name}-vgpu-serve")))?;
     ensure!(
@@ -143,9 +143,9 @@ fn limited(
 }
 
 /// A folder without space for another file; logs and statistics that cannot be written.
-pub(super) fn disk(setup: &Setup<'_>, step: &Step) -> Result<Row> {
+pub(super) fn disk(setup: &Setup<'_>, progress: &Progress) -> Result<Row> {
     let times = setup.counts.others;
-    step.note("a socket in a full folder");
+    progress.note("a socket in a full folder");
     let said = socket_in_a_full_folder(setup)?;
 
     let socket = setup.socket("logless");
@@ -166,7 +166,7 @@ pub(super) fn disk(setup: &Setup<'_>, step: &Step) -> Result<Row> {
             "a guest that cannot write its log and statistics",
         )?;
         guest.finish()?;
-        step.note(&format!("{} of {times}", round + 1));
+        progress.note(&format!("{} of {times}", round + 1));
     }
     executor.stop()?;
     ensure!(!exists(&socket), "the executor did not remove its socket");

@@ -8,7 +8,7 @@ use anyhow::{Context as _, Result, ensure};
 
 use xtask_common::node_llama::{self, Backend};
 use xtask_common::process::Daemon;
-use xtask_common::progress::Step;
+use xtask_common::progress::Progress;
 
 use super::guest::{HANG, Outcome};
 use super::leaks::{ResourceUsage, expect_no_more};
@@ -59,7 +59,7 @@ impl KillCounts {
 }
 
 /// Kills executors. One guest process runs during the whole test; a new executor follows each kill.
-pub(super) fn executors(setup: &Setup<'_>, step: &Step) -> Result<Row> {
+pub(super) fn executors(setup: &Setup<'_>, progress: &Progress) -> Result<Row> {
     const NAME: &str = "killed";
     let times = setup.counts.kills;
     let mut rng = setup.rng(1);
@@ -108,7 +108,7 @@ pub(super) fn executors(setup: &Setup<'_>, step: &Step) -> Result<Row> {
         }
         executor = setup.serve(NAME, &[])?;
         setup.expect_run(&mut guest, &format!("the load after kill {round}"))?;
-        step.note(&format!("{} of {times}", counts.hits()));
+        progress.note(&format!("{} of {times}", counts.hits()));
         round += 1;
     }
     let before = before.context("no round was run")?;
@@ -138,7 +138,7 @@ pub(super) fn executors(setup: &Setup<'_>, step: &Step) -> Result<Row> {
 /// Kills guests. One executor and one other guest run during the whole test. Every second killed
 /// guest is llama.cpp's own `llama-completion`. The executor's log contains what the guest had
 /// allocated at its end, and how many graphs it had run.
-pub(super) fn guests(setup: &Setup<'_>, step: &Step) -> Result<Row> {
+pub(super) fn guests(setup: &Setup<'_>, progress: &Progress) -> Result<Row> {
     const NAME: &str = "survivor";
     let times = setup.counts.kills;
     let mut rng = setup.rng(2);
@@ -212,7 +212,7 @@ pub(super) fn guests(setup: &Setup<'_>, step: &Step) -> Result<Row> {
             Some(End { graphs: 0, .. }) => counts.loading += 1,
             Some(_) => counts.generating += 1,
         }
-        step.note(&format!("{} of {times}", counts.hits()));
+        progress.note(&format!("{} of {times}", counts.hits()));
         round += 1;
     }
     let mut next = setup.guest(NAME, "after-kills")?;

@@ -6,7 +6,7 @@ use anyhow::{Context as _, Result, bail};
 
 use xtask_common::cache::Cache;
 use xtask_common::dist;
-use xtask_common::progress::{Step, heading};
+use xtask_common::progress::{Progress, heading};
 use xtask_common::workspace;
 
 use super::all::{self, FAULTS};
@@ -53,14 +53,14 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
         {
             continue;
         }
-        let step = Step::new(name);
-        match inject(&setup, &step) {
+        let progress = Progress::new(name);
+        match inject(&setup, &progress) {
             Ok(row) => {
-                step.done(&format!("{} times", row.times));
+                progress.done(&format!("{} times", row.times));
                 rows.push(row);
             }
             Err(error) => {
-                step.failed(&format!("{error:#}"));
+                progress.failed(&format!("{error:#}"));
                 failed += 1;
             }
         }

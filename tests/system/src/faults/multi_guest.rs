@@ -4,7 +4,7 @@ use anyhow::{Context as _, Result, ensure};
 use serde_json::Value;
 
 use xtask_common::executor;
-use xtask_common::progress::Step;
+use xtask_common::progress::Progress;
 
 use super::guest::{Guest, HANG, Outcome};
 use super::leaks::{ResourceUsage, expect_no_more};
@@ -14,7 +14,7 @@ use super::setup::{Row, Setup, TOKENS};
 const MANY: usize = 3;
 
 /// Several programs share one executor. Each generates the same tokens as alone.
-pub(super) fn together(setup: &Setup<'_>, step: &Step) -> Result<Row> {
+pub(super) fn together(setup: &Setup<'_>, progress: &Progress) -> Result<Row> {
     const NAME: &str = "together";
     let times = setup.counts.others;
     let executor = setup.serve(NAME, &[])?;
@@ -28,7 +28,7 @@ pub(super) fn together(setup: &Setup<'_>, step: &Step) -> Result<Row> {
         for (number, guest) in (1..).zip(&mut guests) {
             setup.expect_tokens(guest, &format!("guest {number} of {MANY} at once"))?;
         }
-        step.note(&format!("{} of {times}", round + 1));
+        progress.note(&format!("{} of {times}", round + 1));
     }
     for guest in guests {
         guest.finish()?;
@@ -43,7 +43,7 @@ pub(super) fn together(setup: &Setup<'_>, step: &Step) -> Result<Row> {
 
 /// The model of one guest does not fit its quota; the model of the other does. The refusal of the
 /// first contains numbers, and the figures of the second do not change.
-pub(super) fn quota(setup: &Setup<'_>, step: &Step) -> Result<Row> {
+pub(super) fn quota(setup: &Setup<'_>, progress: &Progress) -> Result<Row> {
     const NAME: &str = "quota";
     const SMALL: u64 = 16 << 20;
     const LARGE: u64 = 64 << 20;
@@ -95,7 +95,7 @@ pub(super) fn quota(setup: &Setup<'_>, step: &Step) -> Result<Row> {
             tokens[..TOKENS] == setup.reference,
             "the other guest generated {tokens:?}"
         );
-        step.note(&format!("{} of {times}", round + 1));
+        progress.note(&format!("{} of {times}", round + 1));
     }
     large.finish()?;
     small.finish()?;

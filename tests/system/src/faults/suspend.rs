@@ -10,7 +10,7 @@ use rustix::process::Signal;
 
 use xtask_common::executor::Executor;
 use xtask_common::process;
-use xtask_common::progress::Step;
+use xtask_common::progress::Progress;
 use xtask_common::workspace;
 
 use super::guest::{Guest, Program};
@@ -23,7 +23,7 @@ const PAUSE: Duration = Duration::from_millis(1500);
 const LONG: usize = 96;
 
 /// SIGSTOP and SIGCONT, of the guest and of the executor in turn, during generation.
-pub(super) fn both(setup: &Setup<'_>, step: &Step) -> Result<Row> {
+pub(super) fn both(setup: &Setup<'_>, progress: &Progress) -> Result<Row> {
     const NAME: &str = "stopped";
     let times = setup.counts.others;
     let mut rng = setup.rng(3);
@@ -56,7 +56,7 @@ pub(super) fn both(setup: &Setup<'_>, step: &Step) -> Result<Row> {
             .tokens()
             .with_context(|| format!("stop {round}"))?;
         ensure!(tokens == expected, "stop {round}: other tokens: {tokens:?}");
-        step.note(&format!("{} of {times}", round + 1));
+        progress.note(&format!("{} of {times}", round + 1));
     }
     guest.finish()?;
     other_guest.finish()?;
@@ -73,7 +73,7 @@ pub(super) fn both(setup: &Setup<'_>, step: &Step) -> Result<Row> {
 
 /// A guest that runs for 2 ms of every 20 ms. The guest reads replies slowly and sends requests
 /// slowly. The other guest must not be affected.
-pub(super) fn slow(setup: &Setup<'_>, step: &Step) -> Result<Row> {
+pub(super) fn slow(setup: &Setup<'_>, progress: &Progress) -> Result<Row> {
     const NAME: &str = "slow";
     const RUNS: Duration = Duration::from_millis(2);
     const STOPPED: Duration = Duration::from_millis(18);
@@ -102,7 +102,7 @@ pub(super) fn slow(setup: &Setup<'_>, step: &Step) -> Result<Row> {
         );
         beside += 1;
         setup.expect_tokens(&mut guest, "the slow guest")?;
-        step.note(&format!("{} of {times}", round + 1));
+        progress.note(&format!("{} of {times}", round + 1));
     }
     guest.finish()?;
     other_guest.finish()?;
@@ -118,7 +118,7 @@ pub(super) fn slow(setup: &Setup<'_>, step: &Step) -> Result<Row> {
 }
 
 /// Tries to truncate every memory file of guest and executor to 0 bytes while both run.
-pub(super) fn truncated(setup: &Setup<'_>, step: &Step) -> Result<Row> {
+pub(super) fn truncated(setup: &Setup<'_>, progress: &Progress) -> Result<Row> {
     const NAME: &str = "truncated";
     let times = setup.counts.others;
     let executor = setup.serve(NAME, &[])?;
@@ -140,7 +140,7 @@ pub(super) fn truncated(setup: &Setup<'_>, step: &Step) -> Result<Row> {
             }
         }
         setup.expect_tokens(&mut guest, "the guest whose windows were to be truncated")?;
-        step.note(&format!("{} of {times}", round + 1));
+        progress.note(&format!("{} of {times}", round + 1));
     }
     ensure!(
         refused > 0,
@@ -183,7 +183,7 @@ fn memory_files(pid: u32) -> Result<Vec<PathBuf>> {
 
 /// The wall clock of guest and executor jumps by years, back and forth, at each read. Linux keeps
 /// monotonic clocks monotonic. The test fails if a wait uses the wall clock.
-pub(super) fn clock(setup: &Setup<'_>, step: &Step) -> Result<Row> {
+pub(super) fn clock(setup: &Setup<'_>, progress: &Progress) -> Result<Row> {
     let times = setup.counts.others;
     let library = setup.scratch.path().join("jumping_clock.so");
     let mut cc = Command::new("cc");
@@ -215,7 +215,7 @@ pub(super) fn clock(setup: &Setup<'_>, step: &Step) -> Result<Row> {
         )?;
         setup.expect_run(&mut guest, "the guest whose clock jumps")?;
         guest.finish()?;
-        step.note(&format!("{} of {times}", round + 1));
+        progress.note(&format!("{} of {times}", round + 1));
     }
     let text = std::fs::read_to_string(&log).unwrap_or_default();
     let years: std::collections::BTreeSet<&str> =

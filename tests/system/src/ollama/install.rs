@@ -9,7 +9,7 @@ use anyhow::{Context as _, Result};
 use xtask_common::cache::Cache;
 use xtask_common::packages;
 use xtask_common::process;
-use xtask_common::progress::Step;
+use xtask_common::progress::Progress;
 use xtask_common::workspace;
 
 /// The Go module, verified with Go's checksum database when it is downloaded.
@@ -25,7 +25,7 @@ pub(crate) fn binary(cache: &Cache) -> Result<PathBuf> {
     let name = format!("ollama-{VERSION}");
     let folder = cache.folder(&name, |dir| {
         let go = packages::go(cache)?;
-        let step = Step::new(&format!(
+        let progress = Progress::new(&format!(
             "building {name} (about three minutes on two cores)"
         ));
         let mut install = Command::new(go);
@@ -42,11 +42,11 @@ pub(crate) fn binary(cache: &Cache) -> Result<PathBuf> {
             .env("GOFLAGS", "-modcacherw -buildvcs=false")
             .env("GOTOOLCHAIN", "local")
             .env("CGO_ENABLED", "1");
-        process::run(&mut install, &step, &cache.log(&name))?;
+        process::run(&mut install, &progress, &cache.log(&name))?;
         for rest in ["modules", "objects"] {
             fs::remove_dir_all(dir.join(rest)).context("removing the other downloads")?;
         }
-        step.done("");
+        progress.done("");
         Ok(())
     })?;
     Ok(folder.join("ollama"))

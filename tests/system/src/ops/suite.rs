@@ -10,7 +10,7 @@ use vgpu_gguf::Rng;
 use xtask_common::node_llama::{self, Backend};
 use xtask_common::preload;
 use xtask_common::process;
-use xtask_common::progress::Step;
+use xtask_common::progress::Progress;
 use xtask_common::workspace;
 
 use super::report::{DEVICE, Report};
@@ -113,14 +113,14 @@ impl Suite<'_> {
     }
 
     /// Runs every case.
-    pub(crate) fn test(&self, step: &Step) -> Result<Report> {
+    pub(crate) fn test(&self, progress: &Progress) -> Result<Report> {
         let mut program = self.command("test");
         program.args(["-j", &workspace::cores().to_string()]);
         let mut report = Report::default();
         let log = log(self.name, "test");
         let status = process::run_lines(&mut program, &log, |line| {
             if let Some(case) = report.line(line) {
-                step.note(&format!("{}; {case}", report.summary()));
+                progress.note(&format!("{}; {case}", report.summary()));
             }
         })?;
         let path = workspace::reports().join(format!("test-backend-ops-{}.json", self.name));
@@ -260,14 +260,17 @@ pub(crate) fn disagreements(claims: &[Claim], report: &Report) -> Vec<String> {
 
 /// Lists and runs all cases. Each must be supported, and agree with ggml's CPU backend if that
 /// supports it.
-pub(crate) fn compare_with_cpu(suite: &Suite<'_>, step: &Step) -> Result<(Vec<Claim>, Report)> {
+pub(crate) fn compare_with_cpu(
+    suite: &Suite<'_>,
+    progress: &Progress,
+) -> Result<(Vec<Claim>, Report)> {
     let claims = suite.claims()?;
     let denied = claims.iter().filter(|claim| !claim.supported);
     none(
         "are listed as not supported",
         &denied.map(|claim| claim.case.as_str()).collect::<Vec<_>>(),
     )?;
-    let report = suite.test(step)?;
+    let report = suite.test(progress)?;
     none(&format!("are not supported [{DEVICE}"), &report.denied())?;
     none(
         "are listed one way and run another",
@@ -282,9 +285,9 @@ pub(crate) fn compare_with_cpu(suite: &Suite<'_>, step: &Step) -> Result<(Vec<Cl
 pub(crate) fn compare_with_reference(
     suite: &Suite<'_>,
     with_cpu: &Report,
-    step: &Step,
+    progress: &Progress,
 ) -> Result<Report> {
-    let report = suite.test(step)?;
+    let report = suite.test(progress)?;
     none(&format!("are not supported [{DEVICE}"), &report.denied())?;
     let unproven: Vec<&str> = with_cpu
         .incomparable()

@@ -17,7 +17,7 @@ use xtask_common::executor::Executor;
 use xtask_common::llama;
 use xtask_common::node_llama::Backend;
 use xtask_common::preload::Library;
-use xtask_common::progress::{Step, heading};
+use xtask_common::progress::{Progress, heading};
 use xtask_common::scratch::Scratch;
 use xtask_common::workspace;
 
@@ -154,10 +154,10 @@ fn run(cache: &Cache) -> Result<Findings> {
         name: "table",
     };
 
-    let step = Step::new("comparing with ggml's CPU backend");
-    let (claims, with_cpu) = compare_with_cpu(&suite(), &step)?;
-    step.done(&with_cpu.summary());
-    let step = Step::new("comparing with double precision");
+    let progress = Progress::new("comparing with ggml's CPU backend");
+    let (claims, with_cpu) = compare_with_cpu(&suite(), &progress)?;
+    progress.done(&with_cpu.summary());
+    let progress = Progress::new("comparing with double precision");
     let of = with_cpu.incomparable_ops();
     let of: Vec<&str> = of.into_iter().collect();
     let of = of.join(",");
@@ -166,8 +166,8 @@ fn run(cache: &Cache) -> Result<Findings> {
         preload: Some(Library::Reference.build(cache, &bin)?),
         ..suite()
     };
-    let with_reference = compare_with_reference(&against, &with_cpu, &step)?;
-    step.done(&with_reference.summary());
+    let with_reference = compare_with_reference(&against, &with_cpu, &progress)?;
+    progress.done(&with_reference.summary());
     executor.stop()?;
 
     Ok(Findings {

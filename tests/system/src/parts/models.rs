@@ -14,7 +14,7 @@ use xtask_common::model::FileType;
 use xtask_common::node_llama::{self, Backend};
 use xtask_common::preload::{self, Library};
 use xtask_common::process;
-use xtask_common::progress::{Step, heading};
+use xtask_common::progress::{Progress, heading};
 use xtask_common::sched::{self, ScheduledNode};
 use xtask_common::scratch::Scratch;
 use xtask_common::stats::Stats;
@@ -33,25 +33,25 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
     });
     let Some(bin) = built else { return };
 
-    tests.check("every architecture", |tests, step| {
+    tests.check("every architecture", |tests, progress| {
         over_unix(tests, &dist, "archs", |backend| {
-            architectures(tests, &bin, backend, step)
+            architectures(tests, &bin, backend, progress)
         })
     });
-    tests.check("states saved and restored", |tests, step| {
+    tests.check("states saved and restored", |tests, progress| {
         over_unix(tests, &dist, "save-load-state", |backend| {
             let mut program = Command::new(bin.join("test-save-load-state"));
             let scratch = Scratch::new()?;
             program.current_dir(scratch.path()); // it writes a file where it is
-            on_device(tests, &mut program, backend, "save-load-state", step)
+            on_device(tests, &mut program, backend, "save-load-state", progress)
         })
     });
-    tests.check("several contexts at once", |tests, step| {
+    tests.check("several contexts at once", |tests, progress| {
         over_unix(tests, &dist, "thread-safety", |backend| {
             let mut program = Command::new(bin.join("test-thread-safety"));
             program.args(["--parallel", "2", "--predict", "32", "--ctx-size", "256"]);
             program.args(["--prompt", "A virtual machine asks its host"]);
-            on_device(tests, &mut program, backend, "thread-safety", step)
+            on_device(tests, &mut program, backend, "thread-safety", progress)
         })
     });
 }
@@ -79,7 +79,7 @@ fn on_device(
     program: &mut Command,
     backend: &Backend<'_>,
     name: &str,
-    step: &Step,
+    progress: &Progress,
 ) -> Result<String> {
     let stats = workspace::reports().join(format!("{name}.stats.json"));
     let _ = std::fs::remove_file(&stats); // an old one must not be taken for its own
@@ -89,7 +89,7 @@ fn on_device(
         .args(["--gpu-layers", "99"])
         .args(["--threads", &workspace::cores().to_string()]);
     node_llama::set_backend(program, backend, &stats);
-    process::run(program, step, &tests.log(name))?;
+    process::run(program, progress, &tests.log(name))?;
     let graphs = Stats::read(&stats)?.graphs;
     ensure!(graphs > 0, "no graph ran on {DEVICE}");
     Ok(format!("{graphs} graphs"))
@@ -101,7 +101,7 @@ fn architectures(
     tests: &TestRun<'_>,
     bin: &Path,
     backend: &Backend<'_>,
-    step: &Step,
+    progress: &Progress,
 ) -> Result<String> {
     // The program itself loads no backends.
     let library = Library::LoadBackends.build(tests.cache, bin)?;
@@ -118,7 +118,7 @@ fn architectures(
     let log = tests.log("test-llama-archs");
     let status = process::run_lines(&mut program, &log, |line| {
         if let Some(architecture) = seen.line(line) {
-            step.note(architecture);
+            progress.note(architecture);
         }
     })?;
     ensure!(

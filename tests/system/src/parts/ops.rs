@@ -14,7 +14,7 @@ use xtask_common::ggml_releases::{self, Release};
 use xtask_common::llama;
 use xtask_common::node_llama::Backend;
 use xtask_common::preload::Library;
-use xtask_common::progress::{Step, heading};
+use xtask_common::progress::{Progress, heading};
 
 use crate::test_run::{Served, TestRun};
 
@@ -49,7 +49,7 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
     let is_sampled = !tests.options.full && tests.options.ops.is_none();
     let seed = tests.options.seed();
     let cases = OnceCell::new();
-    tests.check("every op over unix, ggml 0.25.3", |tests, step| {
+    tests.check("every op over unix, ggml 0.25.3", |tests, progress| {
         let (suite, mut drawn) = (suite(tests, &bin, "unix"), String::new());
         let pair = over_unix(&dist, tests, None, |backend| {
             let mut suite = Suite { backend, ..suite };
@@ -62,20 +62,20 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
                 suite.cases = ops::of_types(&types);
             }
             let _ = cases.set(suite.cases.clone()); // it was empty
-            ops::compare_with_cpu(&suite, step)
+            ops::compare_with_cpu(&suite, progress)
         })?;
         let result = format!("{}{drawn}", summary(&pair.0, &pair.1));
         let _ = found.set(pair); // it was empty
         Ok(result)
     });
     if tests.options.full {
-        tests.check("the cases that take minutes each", |tests, step| {
+        tests.check("the cases that take minutes each", |tests, progress| {
             let suite = Suite {
                 cases: Cases::Giants,
                 ..suite(tests, &bin, "giants")
             };
             let (claims, report) = over_unix(&dist, tests, None, |backend| {
-                ops::compare_with_cpu(&Suite { backend, ..suite }, step)
+                ops::compare_with_cpu(&Suite { backend, ..suite }, progress)
             })?;
             Ok(summary(&claims, &report))
         });
@@ -92,18 +92,18 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
         true => "a sample of the ops inproc, ggml 0.26.0",
         false => "every op inproc, ggml 0.26.0",
     };
-    tests.check(name, |tests, step| {
-        inproc(tests, &dist, &newest, "inproc", is_sampled, step)
+    tests.check(name, |tests, progress| {
+        inproc(tests, &dist, &newest, "inproc", is_sampled, progress)
     });
 
     // The kernels for other CPUs. Each run takes as long as the first.
     for level in lower().into_iter().filter(|_| tests.options.full) {
         let name = format!("every op over unix, ggml 0.25.3, {level} kernels");
-        tests.check(&name, |tests, step| {
+        tests.check(&name, |tests, progress| {
             let name = format!("unix-{level}");
             let suite = suite(tests, &bin, &name);
             let (claims, report) = over_unix(&dist, tests, Some(level), |backend| {
-                ops::compare_with_cpu(&Suite { backend, ..suite }, step)
+                ops::compare_with_cpu(&Suite { backend, ..suite }, progress)
             })?;
             Ok(summary(&claims, &report))
         });
@@ -119,9 +119,15 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
     let cases = cases.into_inner().unwrap_or(Cases::Usual);
     let name = "what ggml's CPU cannot compute, in double precision";
     let with_reference = OnceCell::new();
-    tests.check(name, |tests, step| {
-        let report =
-            against_reference(tests, &dist, (&bin, cases), &of.join(","), &with_cpu, step)?;
+    tests.check(name, |tests, progress| {
+        let report = against_reference(
+            tests,
+            &dist,
+            (&bin, cases),
+            &of.join(","),
+            &with_cpu,
+            progress,
+        )?;
         let result = format!("{} ok", report.totals().ok);
         let _ = with_reference.set(report); // it was empty
         Ok(result)
@@ -150,27 +156,30 @@ fn of_release(tests: &mut TestRun<'_>, dist: &Dist, release: &Release, is_sample
     let what_is_built = format!("ggml {version} and its test-backend-ops");
     let built = tests.prepare(&what_is_built, |tests| release.ops(tests.cache));
     let Some(bin) = built else { return };
-    tests.check(&format!("{what} inproc, ggml {version}"), |tests, step| {
-        inproc(
-            tests,
-            dist,
-            &bin,
-            &format!("ggml-{version}"),
-            is_sampled,
-            step,
-        )
-    });
+    tests.check(
+        &format!("{what} inproc, ggml {version}"),
+        |tests, progress| {
+            inproc(
+                tests,
+                dist,
+                &bin,
+                &format!("ggml-{version}"),
+                is_sampled,
+                progress,
+            )
+        },
+    );
 }
 
-/// Compares the ops of the ggml in `bin` with its CPU backend, all or a sample, with the executor in
-/// the plugin.
+/// Compares the ops of the ggml in `bin` with its CPU backend, all or a sample, with the executor
+/// in the plugin.
 fn inproc(
     tests: &TestRun<'_>,
     dist: &Dist,
     bin: &Path,
     name: &str,
     is_sampled: bool,
-    step: &Step,
+    progress: &Progress,
 ) -> Result<String> {
     let mut suite = Suite {
         backend: Backend::Plugin {
@@ -185,7 +194,7 @@ fn inproc(
         suite.cases = ops::sample(&suite.claims()?, SAMPLE, &mut Rng::new(seed, 0));
         seed_note = format!("; --seed {seed}");
     }
-    let (claims, report) = ops::compare_with_cpu(&suite, step)?;
+    let (claims, report) = ops::compare_with_cpu(&suite, progress)?;
     Ok(format!("{}{seed_note}", summary(&claims, &report)))
 }
 
@@ -207,7 +216,7 @@ fn against_reference(
     (bin, cases): (&Path, Cases),
     of: &str,
     with_cpu: &Report,
-    step: &Step,
+    progress: &Progress,
 ) -> Result<Report> {
     let library = Library::Reference.build(tests.cache, bin)?;
     let suite = Suite {
@@ -217,7 +226,7 @@ fn against_reference(
         ..suite(tests, bin, "reference")
     };
     over_unix(dist, tests, None, |backend| {
-        ops::compare_with_reference(&Suite { backend, ..suite }, with_cpu, step)
+        ops::compare_with_reference(&Suite { backend, ..suite }, with_cpu, progress)
     })
 }
 

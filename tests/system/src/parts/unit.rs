@@ -4,7 +4,7 @@ use xtask_common::ggml_releases;
 use xtask_common::llama;
 use xtask_common::packages;
 use xtask_common::process;
-use xtask_common::progress::{Step, heading};
+use xtask_common::progress::{Progress, heading};
 use xtask_common::workspace;
 
 use crate::test_run::TestRun;
@@ -27,7 +27,7 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
 
     let mut counted = Counted::default();
     let seed = tests.options.seed();
-    let step = Step::new("cargo test");
+    let progress = Progress::new("cargo test");
     let log = tests.log("cargo-test");
     let mut cargo = workspace::cargo();
     cargo.args(["test", "--workspace", "--no-fail-fast"]);
@@ -38,26 +38,28 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
     }
     let ended = process::run_lines(&mut cargo, &log, |line| {
         counted.line(line);
-        step.note(line);
+        progress.note(line);
     });
     match ended {
-        Ok(status) if status.success() => step.done(&format!("{} tests{drawn}", counted.passed)),
+        Ok(status) if status.success() => {
+            progress.done(&format!("{} tests{drawn}", counted.passed))
+        }
         Ok(_) if !counted.failed.is_empty() => {
             let failed = counted.failed.len();
             let mut text = format!("{failed} tests, see {}", log.display());
             { counted.said.iter() }.for_each(|line| text.extend(["\n    ", line]));
-            step.failed(&text);
+            progress.failed(&text);
         }
         // cargo failed before the tests, or the tests did not complete.
         Ok(status) => {
-            step.failed(&format!(
+            progress.failed(&format!(
                 "cargo ended with {status}\n{}",
                 process::tail(&log)
             ));
             counted.failed.push("cargo test".to_owned());
         }
         Err(error) => {
-            step.failed(&format!("{error:#}"));
+            progress.failed(&format!("{error:#}"));
             counted.failed.push("cargo test".to_owned());
         }
     }

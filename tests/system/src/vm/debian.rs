@@ -8,7 +8,7 @@ use anyhow::{Context as _, Result};
 
 use xtask_common::cache::Cache;
 use xtask_common::process;
-use xtask_common::progress::Step;
+use xtask_common::progress::Progress;
 
 const RELEASE: &str = "trixie";
 
@@ -26,7 +26,7 @@ impl Wanted<'_> {
     /// host of this machine's Debian packages, and unpacks them into `dir`. Changes nothing on this
     /// machine and runs no package script.
     pub(super) fn unpack(&self, cache: &Cache, dir: &Path) -> Result<()> {
-        let step = Step::new(&format!("fetching {} of Debian {RELEASE}", self.name));
+        let progress = Progress::new(&format!("fetching {} of Debian {RELEASE}", self.name));
         let log = cache.log(self.name);
         let sites = process::output(Command::new("apt-get").args([
             "indextargets",
@@ -71,7 +71,7 @@ impl Wanted<'_> {
             ]);
             command
         };
-        process::run(apt_get().arg("update"), &step, &log).context("updating package lists")?;
+        process::run(apt_get().arg("update"), &progress, &log).context("updating package lists")?;
         let install = [
             "install",
             "-y",
@@ -83,16 +83,16 @@ impl Wanted<'_> {
         if self.backports {
             fetch.args(["-t", &format!("{RELEASE}-backports")]);
         }
-        process::run(fetch.args(self.packages), &step, &log)?;
+        process::run(fetch.args(self.packages), &progress, &log)?;
         for archive in std::fs::read_dir(apt.join("cache/archives")).context("listing packages")? {
             let archive = archive.context("listing packages")?.path();
             if archive.extension() == Some("deb".as_ref()) {
                 let mut unpack = Command::new("dpkg-deb");
-                process::run(unpack.arg("-x").arg(&archive).arg(dir), &step, &log)?;
+                process::run(unpack.arg("-x").arg(&archive).arg(dir), &progress, &log)?;
             }
         }
         std::fs::remove_dir_all(&apt).context("removing the other downloads")?;
-        step.done("");
+        progress.done("");
         Ok(())
     }
 }

@@ -11,27 +11,28 @@ use super::prepared::{GUEST_TIMEOUT, MEMORY, Prepared, TIMEOUT};
 use super::qemu::Qemu;
 use xtask_common::cache::Cache;
 use xtask_common::process::Daemon;
-use xtask_common::progress::Step;
+use xtask_common::progress::Progress;
 use xtask_common::workspace;
 
 /// An executor that serves one virtual machine and is restarted after a kill.
 struct Served {
-    hold: Daemon,
+    fd_store: Daemon,
     socket: PathBuf,
 }
 
 impl Served {
     fn start(prepared: &Prepared, device: Device, log: &Path) -> Result<Served> {
         let socket = prepared.scratch.path().join("vm.sock");
-        let mut hold = Command::new(&prepared.dist.vgpu);
-        hold.args(["fd-store", "--"])
+        let mut fd_store = Command::new(&prepared.dist.vgpu);
+        fd_store
+            .args(["fd-store", "--"])
             .arg(&prepared.dist.vgpu)
             .args(["serve", "--engine", "cpu", "--vm"])
             .arg(format!("test,socket={},window=64M", socket.display()))
             .args(["--threads", &workspace::cores().to_string()])
             .args(["--device", device.name()]);
         let mut served = Served {
-            hold: Daemon::start(&mut hold, log)?,
+            fd_store: Daemon::start(&mut fd_store, log)?,
             socket,
         };
         served.wait_for(1)?;
@@ -40,15 +41,15 @@ impl Served {
 
     /// Waits until the log contains this number of ready lines.
     fn wait_for(&mut self, count: usize) -> Result<()> {
-        self.hold.wait_until(TIMEOUT, |hold| {
-            let log = hold.log();
+        self.fd_store.wait_until(TIMEOUT, |fd_store| {
+            let log = fd_store.log();
             log.lines().filter(|l| l.starts_with("ready ")).count() >= count
         })
     }
 
     /// The id of the current executor process.
     fn pid(&self) -> Result<i32> {
-        let log = self.hold.log();
+        let log = self.fd_store.log();
         let line = log
             .lines()
             .rev()
@@ -71,7 +72,7 @@ impl Served {
     }
 
     fn stop(self) -> Result<()> {
-        self.hold.stop(TIMEOUT)
+        self.fd_store.stop(TIMEOUT)
     }
 }
 
@@ -207,11 +208,11 @@ impl Booted {
     }
 
     /// Kills this number of executors during generations.
-    pub(crate) fn kills(&mut self, kills: usize, step: &Step) -> Result<String> {
+    pub(crate) fn kills(&mut self, kills: usize, progress: &Progress) -> Result<String> {
         let reference = self.guest.reference()?;
         let mut in_time = 0;
         for count in 1..=kills {
-            step.note(&format!("{count} of {kills}"));
+            progress.note(&format!("{count} of {kills}"));
             self.guest.start(&format!(
                 "{PLUGIN} VGPU_ENDPOINT=pci llama-completion -m /vgpu/model.gguf -ngl 99 -n 400 --temp 0 -c 512 -t 2 -no-cnv \
                  --no-warmup --ignore-eos -p '{PROMPT}' > /tmp/out 2>/tmp/err; echo $? > /tmp/status"

@@ -10,7 +10,7 @@ use super::cpio::Archive;
 use xtask_common::cache::Cache;
 use xtask_common::dist::Dist;
 use xtask_common::process;
-use xtask_common::progress::Step;
+use xtask_common::progress::Progress;
 use xtask_common::workspace;
 
 /// The package that depends on the newest kernel made for virtual machines.
@@ -58,11 +58,11 @@ pub(super) struct Kernel {
 /// Debian packages, downloaded by this machine's apt and unpacked.
 fn unpacked(cache: &Cache, name: &str, packages: &[&str]) -> Result<PathBuf> {
     cache.folder(name, |dir| {
-        let step = Step::new(&format!("fetching {name}"));
+        let progress = Progress::new(&format!("fetching {name}"));
         let log = cache.log(name);
         let mut fetch = Command::new("apt-get");
         fetch.arg("download").args(packages).current_dir(dir);
-        process::run(&mut fetch, &step, &log).with_context(|| {
+        process::run(&mut fetch, &progress, &log).with_context(|| {
             format!("fetching {name} (on a machine without apt, `cargo xtask vm` cannot run)")
         })?;
         let archives = std::fs::read_dir(dir).context("listing what was fetched")?;
@@ -72,10 +72,10 @@ fn unpacked(cache: &Cache, name: &str, packages: &[&str]) -> Result<PathBuf> {
                 continue;
             }
             let mut unpack = Command::new("dpkg-deb");
-            process::run(unpack.arg("-x").arg(&archive).arg(dir), &step, &log)?;
+            process::run(unpack.arg("-x").arg(&archive).arg(dir), &progress, &log)?;
             std::fs::remove_file(&archive).context("removing a package's archive")?;
         }
-        step.done("");
+        progress.done("");
         Ok(())
     })
 }

@@ -9,7 +9,7 @@ use xtask_common::cache::Cache;
 use xtask_common::dist::Dist;
 use xtask_common::llama;
 use xtask_common::model::{self, FileType};
-use xtask_common::progress::Step;
+use xtask_common::progress::Progress;
 use xtask_common::scratch::Scratch;
 
 use super::certificates::Certificates;
@@ -70,11 +70,11 @@ pub(crate) fn prepare(cache: &Cache, dist: &Dist) -> Result<Prepared> {
     let scratch = Scratch::new()?;
     let initramfs = scratch.path().join("initramfs");
     let certificates = Certificates::make(&dist.vgpu, scratch.path())?;
-    let step = Step::new("assembling an initramfs");
+    let progress = Progress::new("assembling an initramfs");
     let more = certificates.for_guests();
     image::initramfs(cache, &kernel, &programs.content(dist, &more), &initramfs)?;
     let mib = initramfs.metadata().map_or(0, |m| m.len() >> 20);
-    step.done(&format!("{mib} MiB"));
+    progress.done(&format!("{mib} MiB"));
     Ok(Prepared {
         qemu,
         kernel,

@@ -11,7 +11,7 @@ use super::inside::{As, Way};
 use super::prepared::{GUEST_TIMEOUT, MEMORY, Prepared};
 use crate::debian::Packages;
 use xtask_common::cache::Cache;
-use xtask_common::progress::Step;
+use xtask_common::progress::Progress;
 
 /// A minimal Debian, the libraries of llama.cpp's programs, and a program that opens sockets.
 const SYSTEM: Wanted<'_> = Wanted {
@@ -51,14 +51,14 @@ pub(crate) fn boot_systemd(
     logs: &dyn Fn(&str) -> PathBuf,
 ) -> Result<Systemd> {
     let root = cache.folder("debian-systemd-1", |dir| SYSTEM.unpack(cache, dir))?;
-    let step = Step::new("assembling a system with systemd");
+    let progress = Progress::new("assembling a system with systemd");
     let folder = prepared.scratch.path();
     let made = Packages::make(&prepared.dist, &folder.join("packages"))?;
     let packages = [made.host, made.guest];
     let initramfs = folder.join("initramfs-systemd");
     let content = prepared.programs.content(&prepared.dist, &[]);
     image::with_systemd(&root, &packages, &content, folder, &initramfs)?;
-    step.done("");
+    progress.done("");
     let machine = Machine {
         qemu: &prepared.qemu,
         accelerator: prepared.qemu.accelerator(),

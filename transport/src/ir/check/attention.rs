@@ -14,8 +14,8 @@ pub(super) fn rope(
     let (a, positions) = (o.src(0)?, o.src(1)?);
     let (n_dims, n_offs) = (u64::from(n_dims), u64::from(n_offs));
     o.ensure(
-        a.same_extents(o.dst) && a.ty == o.dst.ty,
-        "source 0 and destination differ in extents or type",
+        a.same_lengths(o.dst) && a.ty == o.dst.ty,
+        "source 0 and destination differ in lengths or type",
     )?;
     let ids_per_token = match mode {
         RopeMode::Normal | RopeMode::Neox => 1,
@@ -90,7 +90,7 @@ pub(super) fn flash_attn_ext(o: &Operation<'_>, max_bias: f32) -> Result<(), Ref
     }
     o.ensure(
         o.dst.ne == [v.ne[0], q.ne[2], q.ne[1], q.ne[3]],
-        "the destination has other extents",
+        "the destination has other lengths",
     )?;
     o.ensure(
         o.dst.ty == Type::F32 && o.dst.is_contiguous(),

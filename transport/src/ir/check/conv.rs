@@ -5,14 +5,14 @@ use crate::ir::conv::{ConvGeometry, PoolWindow};
 use crate::ir::graph::Shape;
 use crate::ir::types::Type;
 
-/// The output extents of a kernel on an input.
+/// The output lengths of a kernel on an input.
 fn outputs<const N: usize>(
     o: &Operation<'_>,
     geometry: ConvGeometry<N>,
     input: &Shape,
     kernel: &Shape,
 ) -> Result<[u64; N], Refusal> {
-    let outputs = geometry.output_extents(input, kernel);
+    let outputs = geometry.output_lengths(input, kernel);
     o.ensure(
         outputs.is_some(),
         "the kernel does not fit the padded input",
@@ -20,7 +20,7 @@ fn outputs<const N: usize>(
     Ok(outputs.unwrap_or([0; N]))
 }
 
-/// The extents of IM2COL's result: `[patch, output x, output y, image]`. A patch has the size of
+/// The lengths of IM2COL's result: `[patch, output x, output y, image]`. A patch has the size of
 /// the kernel.
 fn columns(
     o: &Operation<'_>,
@@ -60,7 +60,7 @@ pub(super) fn im2col(
     is_2d: bool,
 ) -> Result<(), Refusal> {
     let columns = columns(o, o.src(0)?, o.src(1)?, geometry, is_2d)?;
-    o.ensure(o.dst.ne == columns, "the destination has other extents")
+    o.ensure(o.dst.ne == columns, "the destination has other lengths")
 }
 
 /// The gradient of [`im2col`]: each element of the image is the sum over the patches that contain
@@ -73,7 +73,7 @@ pub(super) fn im2col_back(
     let columns = columns(o, o.src(1)?, o.dst, geometry, is_2d)?;
     o.ensure(
         o.src(0)?.ne == columns,
-        "source 0 has other extents than patches of the destination",
+        "source 0 has other lengths than patches of the destination",
     )
 }
 
@@ -96,7 +96,7 @@ pub(super) fn im2col_3d(
         .map(|(patch, depth)| [patch, ow, oh, depth]);
     o.ensure(
         columns == Some(o.dst.ne),
-        "the destination has other extents",
+        "the destination has other lengths",
     )
 }
 
@@ -124,7 +124,7 @@ pub(super) fn col2im_1d(
     };
     o.ensure(
         length().is_some_and(|n| n > 0 && o.dst.ne == [n, oc, 1, 1]),
-        "the destination has other extents",
+        "the destination has other lengths",
     )
 }
 
@@ -138,7 +138,7 @@ pub(super) fn conv_2d(o: &Operation<'_>, geometry: ConvGeometry<2>) -> Result<()
     let [ow, oh] = outputs(o, geometry, image, kernel)?;
     o.ensure(
         o.dst.ne == [ow, oh, kernel.ne[3], image.ne[3]],
-        "the destination has other extents",
+        "the destination has other lengths",
     )
 }
 
@@ -152,7 +152,7 @@ pub(super) fn conv_2d_dw(o: &Operation<'_>, geometry: ConvGeometry<2>) -> Result
     let [ow, oh] = outputs(o, geometry, image, kernel)?;
     o.ensure(
         o.dst.ne == [ow, oh, image.ne[2], image.ne[3]],
-        "the destination has other extents",
+        "the destination has other lengths",
     )
 }
 
@@ -175,12 +175,12 @@ pub(super) fn conv_3d(
     let [ow, oh, od] = outputs(o, geometry, image, kernel)?;
     o.ensure(
         product(oc, n).is_some_and(|m| o.dst.ne == [ow, oh, od, m]),
-        "the destination has other extents",
+        "the destination has other lengths",
     )
 }
 
-/// The output extent of a transposed convolution: `(input - 1) * stride + kernel`.
-fn transposed_extent(input: u64, kernel: u64, stride: i32) -> Option<u64> {
+/// The output length of a transposed convolution: `(input - 1) * stride + kernel`.
+fn transposed_length(input: u64, kernel: u64, stride: i32) -> Option<u64> {
     let stride = u64::try_from(stride).ok().filter(|&s| s > 0)?;
     let last = input.checked_sub(1)?.checked_mul(stride)?;
     last.checked_add(kernel).filter(|_| kernel > 0)
@@ -201,9 +201,9 @@ pub(super) fn conv_transpose_1d(
         "kernel and source 1 differ in channels, or have too many dimensions",
     )?;
     o.ensure(
-        transposed_extent(a.ne[0], kernel.ne[0], geometry.stride[0])
+        transposed_length(a.ne[0], kernel.ne[0], geometry.stride[0])
             .is_some_and(|n| o.dst.ne == [n, kernel.ne[1], 1, 1]),
-        "the destination has other extents",
+        "the destination has other lengths",
     )
 }
 
@@ -218,17 +218,17 @@ pub(super) fn conv_transpose_2d(
         kernel.ne[3] == image.ne[2],
         "kernel and image differ in channels",
     )?;
-    let extents = || {
+    let lengths = || {
         Some([
-            transposed_extent(image.ne[0], kernel.ne[0], sx)?,
-            transposed_extent(image.ne[1], kernel.ne[1], sy)?,
+            transposed_length(image.ne[0], kernel.ne[0], sx)?,
+            transposed_length(image.ne[1], kernel.ne[1], sy)?,
             kernel.ne[2],
             image.ne[3],
         ])
     };
     o.ensure(
-        extents() == Some(o.dst.ne),
-        "the destination has other extents",
+        lengths() == Some(o.dst.ne),
+        "the destination has other lengths",
     )
 }
 
@@ -247,13 +247,13 @@ fn pooled<const N: usize>(
             "the window is empty or larger than the padded source",
         )?;
         o.ensure(
-            window.geometry.output_extent(d, whole.ne[d], size) == Some(pooled.ne[d]),
+            window.geometry.output_length(d, whole.ne[d], size) == Some(pooled.ne[d]),
             "source and destination do not fit the window",
         )?;
     }
     o.ensure(
         pooled.ne[N..] == whole.ne[N..],
-        "source and destination differ in outer extents",
+        "source and destination differ in outer lengths",
     )
 }
 
@@ -269,13 +269,13 @@ pub(super) fn pool_2d(o: &Operation<'_>, window: PoolWindow<2>) -> Result<(), Re
 pub(super) fn pool_2d_back(o: &Operation<'_>, window: PoolWindow<2>) -> Result<(), Refusal> {
     let (gradient, forward) = (o.src(0)?, o.src(1)?);
     o.ensure(
-        forward.same_extents(o.dst),
-        "extents of source 1 and destination differ",
+        forward.same_lengths(o.dst),
+        "lengths of source 1 and destination differ",
     )?;
     pooled(o, o.dst, gradient, window)
 }
 
-/// Resampling accepts any extents, except an empty source for a non-empty destination.
+/// Resampling accepts any lengths, except an empty source for a non-empty destination.
 pub(super) fn upscale(o: &Operation<'_>) -> Result<(), Refusal> {
     let a = o.src(0)?;
     o.ensure(
@@ -301,12 +301,12 @@ pub(super) fn timestep_embedding(
     )
 }
 
-/// The number of windows of `w` elements that cover `extent` elements.
-fn windows(extent: u64, w: i32) -> Option<u64> {
+/// The number of windows of `w` elements that cover `length` elements.
+fn windows(length: u64, w: i32) -> Option<u64> {
     u64::try_from(w)
         .ok()
         .filter(|&w| w > 0)
-        .map(|w| extent.div_ceil(w))
+        .map(|w| length.div_ceil(w))
 }
 
 /// Partitions dimensions 1 and 2 of src0 into windows, padded with zeros.
@@ -321,7 +321,7 @@ pub(super) fn win_part(o: &Operation<'_>, npx: i32, npy: i32, w: i32) -> Result<
     o.ensure(
         npx.checked_mul(npy)
             .is_some_and(|n| o.dst.ne == [a.ne[0], w, w, n]),
-        "the destination has other extents",
+        "the destination has other lengths",
     )
 }
 
@@ -335,7 +335,7 @@ pub(super) fn win_unpart(o: &Operation<'_>, w: i32) -> Result<(), Refusal> {
     )
 }
 
-/// `dst[:, k, q] = src0[:, q - k + n - 1]`, n being the extent of both.
+/// `dst[:, k, q] = src0[:, q - k + n - 1]`, n being the length of both.
 pub(super) fn get_rel_pos(o: &Operation<'_>) -> Result<(), Refusal> {
     let (a, dst) = (o.src(0)?, o.dst);
     o.ensure(
@@ -353,12 +353,12 @@ pub(super) fn get_rel_pos(o: &Operation<'_>) -> Result<(), Refusal> {
 pub(super) fn add_rel_pos(o: &Operation<'_>) -> Result<(), Refusal> {
     let (a, pw, ph) = (o.src(0)?, o.src(1)?, o.src(2)?);
     o.ensure(
-        a.same_extents(o.dst),
-        "extents of source 0 and destination differ",
+        a.same_lengths(o.dst),
+        "lengths of source 0 and destination differ",
     )?;
     o.ensure(
-        pw.same_extents(ph),
-        "positions of width and height differ in extents",
+        pw.same_lengths(ph),
+        "positions of width and height differ in lengths",
     )?;
     o.ensure(
         [a, pw, ph, o.dst].iter().all(|t| t.is_contiguous()),

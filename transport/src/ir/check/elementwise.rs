@@ -3,18 +3,18 @@
 use super::operation::{Operation, Refusal};
 use crate::ir::Type;
 
-/// Destination and all sources have the same extents.
-pub(super) fn same_extents(o: &Operation<'_>) -> Result<(), Refusal> {
-    let same = o.src.iter().flatten().all(|s| s.same_extents(o.dst));
-    o.ensure(same, "extents of source and destination differ")
+/// Destination and all sources have the same lengths.
+pub(super) fn same_lengths(o: &Operation<'_>) -> Result<(), Refusal> {
+    let same = o.src.iter().flatten().all(|s| s.same_lengths(o.dst));
+    o.ensure(same, "lengths of source and destination differ")
 }
 
 /// `dst = src0 (op) src1`, with src1 broadcast to src0.
 pub(super) fn broadcast(o: &Operation<'_>) -> Result<(), Refusal> {
     let (a, b) = (o.src(0)?, o.src(1)?);
     o.ensure(
-        a.same_extents(o.dst),
-        "extents of source 0 and destination differ",
+        a.same_lengths(o.dst),
+        "lengths of source 0 and destination differ",
     )?;
     o.ensure(b.repeats_into(a), "source 1 does not repeat into source 0")
 }
@@ -22,8 +22,8 @@ pub(super) fn broadcast(o: &Operation<'_>) -> Result<(), Refusal> {
 /// `dst = src0 + src1`, where src1 is a single element.
 pub(super) fn add1(o: &Operation<'_>) -> Result<(), Refusal> {
     o.ensure(
-        o.src(0)?.same_extents(o.dst),
-        "extents of source 0 and destination differ",
+        o.src(0)?.same_lengths(o.dst),
+        "lengths of source 0 and destination differ",
     )?;
     o.ensure(o.src(1)?.ne == [1; 4], "source 1 is not a single element")
 }
@@ -32,8 +32,8 @@ pub(super) fn add1(o: &Operation<'_>) -> Result<(), Refusal> {
 pub(super) fn add_id(o: &Operation<'_>) -> Result<(), Refusal> {
     let (a, b, ids) = (o.src(0)?, o.src(1)?, o.src(2)?);
     o.ensure(
-        a.same_extents(o.dst),
-        "extents of source 0 and destination differ",
+        a.same_lengths(o.dst),
+        "lengths of source 0 and destination differ",
     )?;
     o.ensure(
         a.ne[0] == b.ne[0],
@@ -52,7 +52,7 @@ pub(super) fn add_id(o: &Operation<'_>) -> Result<(), Refusal> {
 pub(super) fn glu(o: &Operation<'_>) -> Result<(), Refusal> {
     let a = o.src(0)?;
     match o.optional(1) {
-        Some(_) => same_extents(o),
+        Some(_) => same_lengths(o),
         None => o.ensure(
             o.dst.ne[0] == a.ne[0] / 2 && a.ne[1..] == o.dst.ne[1..],
             "destination rows are not half as long as source rows",

@@ -24,7 +24,7 @@ pub(super) fn mul_mat(o: &Operation<'_>, hadamard: bool) -> Result<(), Refusal> 
     o.ensure(batches(a, b), "source 0 does not repeat into source 1")?;
     o.ensure(
         o.dst.ne == [a.ne[1], b.ne[1], b.ne[2], b.ne[3]],
-        "the destination has other extents",
+        "the destination has other lengths",
     )?;
     o.ensure(a.has_dense_rows(), "rows of source 0 are not dense")?;
     o.ensure(
@@ -63,7 +63,7 @@ pub(super) fn mul_mat_id(o: &Operation<'_>) -> Result<(), Refusal> {
     )?;
     o.ensure(
         o.dst.ne == [experts.ne[1], ids.ne[0], ids.ne[1], 1],
-        "the destination has other extents",
+        "the destination has other lengths",
     )?;
     o.ensure(experts.has_dense_rows(), "rows of source 0 are not dense")?;
     o.ensure(
@@ -82,7 +82,7 @@ pub(super) fn out_prod(o: &Operation<'_>) -> Result<(), Refusal> {
     o.ensure(batches(a, b), "source 0 does not repeat into source 1")?;
     o.ensure(
         o.dst.ne == [a.ne[0], b.ne[0], b.ne[2], b.ne[3]],
-        "the destination has other extents",
+        "the destination has other lengths",
     )?;
     o.ensure(
         o.dst.ty == Type::F32 && o.dst.has_dense_rows(),

@@ -1,4 +1,4 @@
-//! The shape rules of every operator: types that ggml fixes, extents, strides, parameters.
+//! The shape rules of every operator: types that ggml fixes, lengths, strides, parameters.
 //!
 //! A kernel may rely on the rules of this module and on the bounds that
 //! [`validate`](super::validate::validate) checks, and on nothing else: the graph comes from a
@@ -74,7 +74,7 @@ pub fn check(op: &Op, dst: &Shape, src: &[Option<&Shape>]) -> Result<(), Refusal
             circular,
         } => movement::pad(&o, left, right, circular),
         Op::PadReflect1d { p0, p1 } => movement::pad_reflect_1d(&o, p0, p1),
-        Op::Roll { .. } | Op::Tri { .. } => elementwise::same_extents(&o),
+        Op::Roll { .. } | Op::Tri { .. } => elementwise::same_lengths(&o),
         Op::Fill { .. } => Ok(()),
         Op::Arange { start, stop, step } => movement::arange(&o, start, stop, step),
 
@@ -91,22 +91,22 @@ pub fn check(op: &Op, dst: &Shape, src: &[Option<&Shape>]) -> Result<(), Refusal
         | Op::Cos {}
         | Op::LeakyRelu { .. }
         | Op::Unary { .. }
-        | Op::Xielu { .. } => elementwise::same_extents(&o),
-        Op::SiluBack {} => elementwise::same_extents(&o),
+        | Op::Xielu { .. } => elementwise::same_lengths(&o),
+        Op::SiluBack {} => elementwise::same_lengths(&o),
 
         Op::Sum {} => reduce::sum(&o),
         Op::SumRows {} | Op::Mean {} => reduce::rows_to_one(&o),
-        Op::Cumsum {} => elementwise::same_extents(&o),
+        Op::Cumsum {} => elementwise::same_lengths(&o),
         Op::Argmax {} => reduce::argmax(&o),
         Op::CountEqual {} => reduce::count_equal(&o),
         Op::Argsort { .. } => reduce::argsort(&o),
         Op::TopK {} => reduce::top_k(&o),
 
-        Op::Norm { .. } | Op::RmsNorm { .. } | Op::L2Norm { .. } => elementwise::same_extents(&o),
-        Op::RmsNormBack { .. } => elementwise::same_extents(&o),
+        Op::Norm { .. } | Op::RmsNorm { .. } | Op::L2Norm { .. } => elementwise::same_lengths(&o),
+        Op::RmsNormBack { .. } => elementwise::same_lengths(&o),
         Op::GroupNorm { n_groups, .. } => normalise::group_norm(&o, n_groups),
         Op::SoftMax { max_bias, .. } => normalise::soft_max(&o, max_bias),
-        Op::SoftMaxBack { .. } => elementwise::same_extents(&o),
+        Op::SoftMaxBack { .. } => elementwise::same_lengths(&o),
 
         Op::MulMat { hadamard, .. } => matmul::mul_mat(&o, hadamard),
         Op::MulMatId { .. } => matmul::mul_mat_id(&o),

@@ -41,11 +41,11 @@ pub(super) fn concat(o: &Operation<'_>, dim: u32) -> Result<(), Refusal> {
         .all(|d| a.ne[d] == b.ne[d] && a.ne[d] == o.dst.ne[d]);
     o.ensure(
         others,
-        "extents differ in a dimension that is not concatenated",
+        "lengths differ in a dimension that is not concatenated",
     )?;
     o.ensure(
         a.ne[dim].checked_add(b.ne[dim]) == Some(o.dst.ne[dim]),
-        "the concatenated extent is not the sum",
+        "the concatenated length is not the sum",
     )
 }
 
@@ -56,11 +56,11 @@ pub(super) fn get_rows(o: &Operation<'_>) -> Result<(), Refusal> {
     o.ensure(ids.ne[3] == 1, "row ids have four dimensions")?;
     o.ensure(
         a.ne[2] == ids.ne[1] && a.ne[3] == ids.ne[2],
-        "row ids and source 0 differ in outer extents",
+        "row ids and source 0 differ in outer lengths",
     )?;
     o.ensure(
         o.dst.ne == [a.ne[0], ids.ne[0], ids.ne[1], ids.ne[2]],
-        "the destination has other extents",
+        "the destination has other lengths",
     )
 }
 
@@ -75,7 +75,7 @@ pub(super) fn get_rows_back(o: &Operation<'_>) -> Result<(), Refusal> {
     o.ensure(ids.ne[0] <= a.ne[1], "there are more ids than rows")?;
     o.ensure(
         o.dst.ne[0] == a.ne[0] && o.dst.ne[2..] == [1, 1],
-        "the destination has other extents",
+        "the destination has other lengths",
     )
 }
 
@@ -85,7 +85,7 @@ pub(super) fn set_rows(o: &Operation<'_>) -> Result<(), Refusal> {
     o.ensure(is_index(ids.ty), "row ids are not i32 or i64")?;
     o.ensure(
         a.ne[0] == dst.ne[0] && a.ne[2..] == dst.ne[2..],
-        "source 0 and destination differ in extents",
+        "source 0 and destination differ in lengths",
     )?;
     o.ensure(
         ids.ne[0] == a.ne[1] && ids.ne[3] == 1,
@@ -103,8 +103,8 @@ pub(super) fn set_rows(o: &Operation<'_>) -> Result<(), Refusal> {
 pub(super) fn set(o: &Operation<'_>, nb: [u64; 3], offset: u64) -> Result<(), Refusal> {
     let (a, b) = (o.src(0)?, o.src(1)?);
     o.ensure(
-        a.same_extents(o.dst),
-        "extents of source 0 and destination differ",
+        a.same_lengths(o.dst),
+        "lengths of source 0 and destination differ",
     )?;
     o.ensure(
         a.ty == o.dst.ty && b.ty == a.ty && !a.ty.is_quantized(),
@@ -125,9 +125,11 @@ pub(super) fn set(o: &Operation<'_>, nb: [u64; 3], offset: u64) -> Result<(), Re
         nb: [element, nb[0], nb[1], nb[2]],
         ..*b
     };
-    let end = view.extent().and_then(|extent| extent.checked_add(offset));
+    let end = view
+        .byte_len()
+        .and_then(|length| length.checked_add(offset));
     o.ensure(
-        end.zip(o.dst.extent())
+        end.zip(o.dst.byte_len())
             .is_some_and(|(end, whole)| end <= whole),
         "the view ends behind the destination",
     )
@@ -143,7 +145,7 @@ pub(super) fn diag(o: &Operation<'_>) -> Result<(), Refusal> {
 
 pub(super) fn diag_mask(o: &Operation<'_>, n_past: i32) -> Result<(), Refusal> {
     o.ensure(n_past >= 0, "n_past is negative")?;
-    elementwise::same_extents(o)
+    elementwise::same_lengths(o)
 }
 
 pub(super) fn pad(
@@ -160,7 +162,7 @@ pub(super) fn pad(
         let whole = padding.and_then(|(l, r)| l.checked_add(r)?.checked_add(a.ne[d]));
         o.ensure(
             whole == Some(o.dst.ne[d]),
-            "the padded extent is not the sum",
+            "the padded length is not the sum",
         )?;
     }
     o.ensure(
@@ -180,7 +182,7 @@ pub(super) fn pad_reflect_1d(o: &Operation<'_>, p0: i32, p1: i32) -> Result<(), 
     )?;
     o.ensure(
         o.dst.ne[0] == a.ne[0] + p0 + p1 && o.dst.ne[1..] == a.ne[1..],
-        "the padded extent is not the sum",
+        "the padded length is not the sum",
     )
 }
 

@@ -6,7 +6,7 @@ use crate::ir::Type;
 
 pub(super) fn group_norm(o: &Operation<'_>, n_groups: i32) -> Result<(), Refusal> {
     o.ensure(n_groups > 0, "the number of groups is not positive")?;
-    elementwise::same_extents(o)
+    elementwise::same_lengths(o)
 }
 
 /// Soft-max over the rows of `src0 * scale + slope * mask`, with an optional extra logit (sink) per
@@ -14,8 +14,8 @@ pub(super) fn group_norm(o: &Operation<'_>, n_groups: i32) -> Result<(), Refusal
 pub(super) fn soft_max(o: &Operation<'_>, max_bias: f32) -> Result<(), Refusal> {
     let a = o.src(0)?;
     o.ensure(
-        a.same_extents(o.dst),
-        "extents of source 0 and destination differ",
+        a.same_lengths(o.dst),
+        "lengths of source 0 and destination differ",
     )?;
     o.ensure(
         a.has_dense_rows() && o.dst.has_dense_rows(),

@@ -86,20 +86,20 @@ pub(super) fn layout(o: &Operation<'_>, shape: &Shape) -> Result<(), Refusal> {
             "a stride is not a multiple of the element size",
         )?;
     }
-    // ggml's extents are signed. The check covers each extent, because the product of an empty
-    // tensor's extents is 0 whatever the other extents are.
+    // ggml's lengths are signed. The check covers each length, because the product of an empty
+    // tensor's lengths is 0 whatever the other lengths are.
     o.ensure(
         shape.ne.iter().all(|&n| n <= i64::MAX as u64),
-        "an extent does not fit a signed integer",
+        "a length does not fit a signed integer",
     )?;
-    // The product leaves out extents of 0, so that no partial product overflows.
+    // The product leaves out lengths of 0, so that no partial product overflows.
     let elements = shape
         .ne
         .iter()
         .filter(|&&n| n > 0)
         .try_fold(1u64, |all, &n| all.checked_mul(n));
     o.ensure(
-        elements.is_some_and(|n| n <= i64::MAX as u64) && shape.extent().is_some(),
+        elements.is_some_and(|n| n <= i64::MAX as u64) && shape.byte_len().is_some(),
         "the tensor's size does not fit 64 bits",
     )
 }

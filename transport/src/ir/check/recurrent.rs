@@ -3,9 +3,9 @@
 use super::operation::{Operation, Refusal};
 use crate::ir::{Shape, Type};
 
-/// The product of extents. `None` when it does not fit 64 bits.
-fn product(extents: &[u64]) -> Option<u64> {
-    extents.iter().try_fold(1u64, |n, &e| n.checked_mul(e))
+/// The product of lengths. `None` when it does not fit 64 bits.
+fn product(lengths: &[u64]) -> Option<u64> {
+    lengths.iter().try_fold(1u64, |n, &e| n.checked_mul(e))
 }
 
 /// Checks that all these tensors are contiguous `f32`.
@@ -42,13 +42,13 @@ pub(super) fn ssm_conv(o: &Operation<'_>) -> Result<(), Refusal> {
     let tokens = (x.ne[0] + 1).checked_sub(kernel.ne[0]);
     o.ensure(
         tokens.is_some_and(|t| o.dst.ne == [x.ne[1], t, x.ne[2], 1]),
-        "the destination has other extents",
+        "the destination has other lengths",
     )
 }
 
 /// A selective scan. s: [d_state, dim, n_head, ...], x: [dim, n_head, n_tokens, n_seqs], dt:
 /// [n_head, n_tokens, n_seqs], A: [d_state or 1, n_head], B, C: [d_state, n_group, n_tokens,
-/// n_seqs], ids: `[n_seqs]`. dst: outputs with the extents of x, then the states after the last
+/// n_seqs], ids: `[n_seqs]`. dst: outputs with the lengths of x, then the states after the last
 /// `snapshots` tokens.
 pub(super) fn ssm_scan(o: &Operation<'_>, snapshots: u32) -> Result<(), Refusal> {
     let (s, x, dt, a) = (o.src(0)?, o.src(1)?, o.src(2)?, o.src(3)?);
@@ -59,13 +59,13 @@ pub(super) fn ssm_scan(o: &Operation<'_>, snapshots: u32) -> Result<(), Refusal>
     dense_rows(o, &[x, b, c])?;
     o.ensure(
         s.ne[1] == dim && s.ne[2] == heads,
-        "states and source 1 differ in extents",
+        "states and source 1 differ in lengths",
     )?;
     o.ensure(
         dt.ne == [heads, tokens, seqs, 1],
         "the number of steps is not one per head and token",
     )?;
-    o.ensure(b.same_extents(c), "B and C differ in extents")?;
+    o.ensure(b.same_lengths(c), "B and C differ in lengths")?;
     o.ensure(
         b.ne[0] == state && b.ne[2] == tokens && b.ne[3] == seqs,
         "B or C does not match the states and tokens",
@@ -76,7 +76,7 @@ pub(super) fn ssm_scan(o: &Operation<'_>, snapshots: u32) -> Result<(), Refusal>
     )?;
     o.ensure(
         a.ne[1] == heads && a.ne[2..] == [1, 1] && (a.ne[0] == 1 || a.ne[0] == state),
-        "A has other extents",
+        "A has other lengths",
     )?;
     o.ensure(
         snapshots == 1 || snapshots > 1 && a.ne[0] == 1,
@@ -90,7 +90,7 @@ pub(super) fn ssm_scan(o: &Operation<'_>, snapshots: u32) -> Result<(), Refusal>
     let total = states.zip(x.elements()).and_then(|(a, b)| a.checked_add(b));
     o.ensure(
         total.is_some_and(|n| o.dst.ne == [n, 1, 1, 1]),
-        "the destination has other extents",
+        "the destination has other lengths",
     )
 }
 
@@ -109,7 +109,7 @@ pub(super) fn linear_attention(
         contiguous(o, &[source])?;
         o.ensure(
             source.ne == [size, heads, tokens, 1],
-            "sources differ in extents",
+            "sources differ in lengths",
         )?;
     }
     contiguous(o, &[state, o.dst])?;
@@ -129,7 +129,7 @@ pub(super) fn linear_attention(
     o.ensure(
         rows.zip(product(&[size, heads]))
             .is_some_and(|(rows, n)| o.dst.ne == [n, rows, 1, 1]),
-        "the destination has other extents",
+        "the destination has other lengths",
     )
 }
 
@@ -146,7 +146,7 @@ pub(super) fn rwkv_wkv6(o: &Operation<'_>) -> Result<(), Refusal> {
 
 /// q, k: [size, ..., n_tokens, ...], v: [size, n_head, n_tokens, n_seqs], g: [1 or size, n_head,
 /// n_tokens, n_seqs], beta: [1, n_head, n_tokens, n_seqs], state: [size, size, n_head, n_seqs].
-/// dst: outputs with the extents of v, then the states after the last `snapshots` tokens.
+/// dst: outputs with the lengths of v, then the states after the last `snapshots` tokens.
 pub(super) fn gated_delta_net(o: &Operation<'_>, snapshots: u32) -> Result<(), Refusal> {
     let (q, k, v) = (o.src(0)?, o.src(1)?, o.src(2)?);
     let (g, beta, state) = (o.src(3)?, o.src(4)?, o.src(5)?);
@@ -174,7 +174,7 @@ pub(super) fn gated_delta_net(o: &Operation<'_>, snapshots: u32) -> Result<(), R
     )?;
     o.ensure(
         state.ne == [size, size, heads, seqs],
-        "the state has other extents",
+        "the state has other lengths",
     )?;
     let rows = || {
         let states = product(&[snapshots.into(), size, seqs])?;
@@ -187,7 +187,7 @@ pub(super) fn gated_delta_net(o: &Operation<'_>, snapshots: u32) -> Result<(), R
     };
     o.ensure(
         rows() == Some(o.dst.ne),
-        "the destination has other extents",
+        "the destination has other lengths",
     )
 }
 
@@ -198,8 +198,8 @@ pub(super) fn solve_tri(o: &Operation<'_>) -> Result<(), Refusal> {
     o.ensure(a.ne[0] == a.ne[1], "source 0 is not square")?;
     o.ensure(a.ne[1..] == b.ne[1..], "sources differ in rows or batches")?;
     o.ensure(
-        b.same_extents(o.dst),
-        "extents of source 1 and destination differ",
+        b.same_lengths(o.dst),
+        "lengths of source 1 and destination differ",
     )
 }
 
@@ -222,10 +222,10 @@ pub(super) fn dsv4_hc_comb(o: &Operation<'_>, n_iter: u32) -> Result<(), Refusal
         scale.ne[0] >= 3 && scale.ne[1..] == [1, 1, 1],
         "the number of scales is less than three",
     )?;
-    o.ensure(base.ne == [factors, 1, 1, 1], "the base has other extents")?;
+    o.ensure(base.ne == [factors, 1, 1, 1], "the base has other lengths")?;
     o.ensure(
         o.dst.ne == [STREAMS, STREAMS, mixes.ne[1], 1],
-        "the destination has other extents",
+        "the destination has other lengths",
     )
 }
 
@@ -248,7 +248,7 @@ pub(super) fn dsv4_hc_pre(o: &Operation<'_>, gated: bool) -> Result<(), Refusal>
     )?;
     o.ensure(
         o.dst.ne == [n, tokens, 1, 1],
-        "the destination has other extents",
+        "the destination has other lengths",
     )
 }
 
@@ -259,7 +259,7 @@ pub(super) fn dsv4_hc_post(o: &Operation<'_>) -> Result<(), Refusal> {
     o.ensure(x.ne[2..] == [1, 1], "source 0 has too many dimensions")?;
     o.ensure(
         residual.ne == [n, streams, tokens, 1],
-        "the residual has other extents",
+        "the residual has other lengths",
     )?;
     o.ensure(
         post.ne == [streams, tokens, 1, 1],
@@ -269,12 +269,12 @@ pub(super) fn dsv4_hc_post(o: &Operation<'_>) -> Result<(), Refusal> {
         o.ensure(comb.ty == Type::F32, "the combination is not f32")?;
         o.ensure(
             comb.ne == [streams, streams, tokens, 1],
-            "the combination has other extents",
+            "the combination has other lengths",
         )?;
     }
     o.ensure(
         o.dst.ne == [n, streams, tokens, 1],
-        "the destination has other extents",
+        "the destination has other lengths",
     )
 }
 
@@ -302,6 +302,6 @@ pub(super) fn lightning_indexer(o: &Operation<'_>) -> Result<(), Refusal> {
     )?;
     o.ensure(
         o.dst.ne == [k.ne[2], tokens, 1, streams],
-        "the destination has other extents",
+        "the destination has other lengths",
     )
 }

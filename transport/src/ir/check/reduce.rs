@@ -37,8 +37,8 @@ pub(super) fn argmax(o: &Operation<'_>) -> Result<(), Refusal> {
 pub(super) fn count_equal(o: &Operation<'_>) -> Result<(), Refusal> {
     let (a, b) = (o.src(0)?, o.src(1)?);
     o.ensure(
-        a.same_extents(b) && a.ty == b.ty,
-        "sources differ in extents or type",
+        a.same_lengths(b) && a.ty == b.ty,
+        "sources differ in lengths or type",
     )?;
     o.ensure(
         o.dst.ne == [1; 4] && o.dst.ty == Type::I64,
@@ -54,8 +54,8 @@ pub(super) fn argsort(o: &Operation<'_>) -> Result<(), Refusal> {
         "rows are too long for an i32 index",
     )?;
     o.ensure(
-        a.same_extents(o.dst),
-        "extents of source and destination differ",
+        a.same_lengths(o.dst),
+        "lengths of source and destination differ",
     )
 }
 

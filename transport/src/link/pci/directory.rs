@@ -8,7 +8,7 @@
 use std::ops::Range;
 
 use crate::shm::layout::{self, LayoutError};
-use crate::shm::memory::Memory;
+use crate::shm::memory::SharedWords;
 
 /// The first word of a device: `VGPUPCI` and a newline, in memory order.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"VGPUPCI\n");
@@ -70,9 +70,9 @@ pub mod word {
     }
 
     /// Host: the number of the request whose guest owns slot `k`. The host stores the owner before
-    /// the verdict. A request has a random number, so that no other process, boot or virtual machine
-    /// has the same. The host alone decides which of several requests gets the slot: the region may
-    /// be device memory, where a compare-and-swap of the guests is not atomic.
+    /// the verdict. A request has a random number, so that no other process, boot or virtual
+    /// machine has the same. The host alone decides which of several requests gets the slot: the
+    /// region may be device memory, where a compare-and-swap of the guests is not atomic.
     pub const fn owner(k: usize) -> usize {
         0x150 + k * 0x80
     }
@@ -145,7 +145,7 @@ impl Directory {
 
     /// Writes the parameters. The host calls this. The call replaces the directory of an earlier
     /// run, whose guests then see another epoch.
-    pub fn write(&self, memory: &impl Memory) {
+    pub fn write(&self, memory: &impl SharedWords) {
         for (offset, value) in [
             (word::MAGIC, 0),
             (word::EPOCH, self.epoch),
@@ -168,7 +168,7 @@ impl Directory {
     ///
     /// A [`DirectoryError`] that names the wrong word. The host is at fault, or the device is not a
     /// vGPU.
-    pub fn read(memory: &impl Memory, mapped: usize) -> Result<Directory, DirectoryError> {
+    pub fn read(memory: &impl SharedWords, mapped: usize) -> Result<Directory, DirectoryError> {
         let found = memory.load(word::MAGIC);
         if found != MAGIC {
             return Err(DirectoryError::Magic { found });

@@ -21,7 +21,7 @@ use crate::link::window::WindowGuest;
 use crate::shm::doorbell::{Doorbell, Wake};
 use crate::shm::layout::Layout;
 use crate::shm::liveness::{self, Liveness, STALL};
-use crate::shm::memory::{MapError, Memory as _, Registers, Window};
+use crate::shm::memory::{MapError, Registers, SharedWords as _, Window};
 
 /// The offset of the doorbell's register, in bytes. Both devices have it at the same place.
 pub const DOORBELL: usize = 12;
@@ -439,7 +439,7 @@ fn not_vgpu(device: &str, error: DirectoryError) -> PciError {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::link::pci::host::{Bell, VmEvent, VmWindow};
+    use crate::link::pci::host::{VmDoorbell, VmEvent, VmWindow};
     use crate::link::{GuestEnd as _, HostEnd as _};
     use crate::shm::doorbell::new_eventfd;
     use crate::shm::layout::word;
@@ -479,7 +479,7 @@ mod tests {
     fn programs_that_do_not_see_each_others_locks_get_slots_of_their_own() {
         let size = directory::MIN_SIZE;
         let memory = sealed_file(size).unwrap();
-        let bell = Bell::new(new_eventfd().unwrap(), None);
+        let bell = VmDoorbell::new(new_eventfd().unwrap(), None);
         let region = memory.try_clone().unwrap();
         let mut machine = VmWindow::new(region, size, bell, None).unwrap();
         let ends = AtomicBool::new(false);
@@ -543,7 +543,8 @@ mod tests {
             for guest in [&mut one, &mut two, &mut three, &mut four] {
                 assert_eq!(works(guest), Ok(()));
             }
-            // A session begins in the slot of a program that was stopped: it publishes nothing more.
+            // A session begins in the slot of a program that was stopped: it publishes nothing
+            // more.
             let epoch = Layout::read(&**one.window(), one.window().size())
                 .unwrap()
                 .epoch();

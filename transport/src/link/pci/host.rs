@@ -19,14 +19,14 @@ use crate::link::window_end::unmapped;
 use crate::shm::doorbell::{Doorbell, Wake, new_eventfd};
 use crate::shm::layout::{self, Layout};
 use crate::shm::liveness::{self, Liveness};
-use crate::shm::memory::{MapError, Memory as _, Window};
+use crate::shm::memory::{MapError, SharedWords as _, Window};
 
 /// The time that a session has to end after another guest has requested its slot. After it, the
 /// host answers [`VERDICT_BUSY`].
 const EVICTION: Duration = Duration::from_millis(500);
 
-/// The time after its last heartbeat during which a guest keeps its slot. The heartbeat comes once a
-/// second ([`liveness::PERIOD`]).
+/// The time after its last heartbeat during which a guest keeps its slot. The heartbeat comes once
+/// a second ([`liveness::PERIOD`]).
 const ALIVE: Duration = Duration::from_secs(3);
 
 /// The doorbell of a virtual machine, and the detection of the machine's end.
@@ -35,10 +35,10 @@ const ALIVE: Duration = Duration::from_secs(3);
 /// and no session reads the eventfd. A ring therefore wakes all sessions, no session consumes the
 /// ring of another, and the 64-bit counter does not saturate.
 #[derive(Debug)]
-pub struct Bell {
+pub struct VmDoorbell {
     event: OwnedFd,
     /// A socket that the kernel closes when the virtual machine ends.
-    lifeline: Option<OwnedFd>,
+    hangup_socket: Option<OwnedFd>,
 }
 
 /// Epoll data: the virtual machine has rung its doorbell.
@@ -48,11 +48,14 @@ const GONE: u64 = 1;
 /// Epoll data: another guest has requested the slot.
 const EVICTED: u64 = 2;
 
-impl Bell {
+impl VmDoorbell {
     /// The doorbell of the eventfd that the virtual machine rings, and of a socket that the kernel
     /// closes when the machine ends.
-    pub fn new(event: OwnedFd, lifeline: Option<OwnedFd>) -> Bell {
-        Bell { event, lifeline }
+    pub fn new(event: OwnedFd, hangup_socket: Option<OwnedFd>) -> VmDoorbell {
+        VmDoorbell {
+            event,
+            hangup_socket,
+        }
     }
 
     /// A new epoll instance on the doorbell.
@@ -68,8 +71,8 @@ impl Bell {
             RUNG,
             epoll::EventFlags::IN | epoll::EventFlags::ET,
         )?;
-        if let Some(lifeline) = &self.lifeline {
-            add(lifeline.as_fd(), GONE, epoll::EventFlags::RDHUP)?;
+        if let Some(hangup_socket) = &self.hangup_socket {
+            add(hangup_socket.as_fd(), GONE, epoll::EventFlags::RDHUP)?;
         }
         Ok(set)
     }
@@ -96,7 +99,7 @@ pub struct VmWindow {
     file: Arc<OwnedFd>,
     page: Arc<Window>,
     directory: Directory,
-    bell: Arc<Bell>,
+    bell: Arc<VmDoorbell>,
     events: OwnedFd,
     slots: Vec<Slot>,
     silence: Option<Duration>,
@@ -180,7 +183,7 @@ impl VmWindow {
     pub fn new(
         file: OwnedFd,
         size: usize,
-        bell: Bell,
+        bell: VmDoorbell,
         silence: Option<Duration>,
     ) -> Result<VmWindow, VmError> {
         let directory = Directory::new(size, new_epoch())?;
@@ -322,7 +325,7 @@ pub struct PciArrival {
     range: std::ops::Range<usize>,
     file: Arc<OwnedFd>,
     page: Arc<Window>,
-    bell: Arc<Bell>,
+    bell: Arc<VmDoorbell>,
     token: Option<Arc<Eviction>>,
     silence: Option<Duration>,
 }
@@ -393,7 +396,7 @@ impl Drop for PciArrival {
 struct SlotDoorbell {
     events: OwnedFd,
     token: Arc<Eviction>,
-    _bell: Arc<Bell>,
+    _bell: Arc<VmDoorbell>,
 }
 
 impl Doorbell for SlotDoorbell {

@@ -38,7 +38,7 @@ pub struct Parts {
     /// The eventfd that the virtual machine rings.
     pub bell: OwnedFd,
     /// The socket to QEMU, which QEMU closes when it ends.
-    pub lifeline: OwnedFd,
+    pub hangup_socket: OwnedFd,
 }
 
 /// Sends a memory of `size` bytes and the doorbells to QEMU, which has connected to `socket`.
@@ -62,7 +62,7 @@ pub fn welcome(socket: OwnedFd, size: usize) -> Result<Parts, VmError> {
     Ok(Parts {
         memory,
         bell,
-        lifeline: socket,
+        hangup_socket: socket,
     })
 }
 

@@ -47,4 +47,4 @@ pub mod ivshmem;
 mod lock;
 
 pub use guest::{DOORBELL, Device, DeviceMismatch, PciError, connect};
-pub use host::{Bell, PciArrival, VmError, VmEvent, VmWindow};
+pub use host::{PciArrival, VmDoorbell, VmError, VmEvent, VmWindow};

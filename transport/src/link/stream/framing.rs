@@ -127,7 +127,7 @@ pub(super) struct Framing {
     retired: u64,
     /// Whether bytes have arrived since the last call of `take_activity`.
     activity: bool,
-    /// The first error. It is final.
+    /// The first error, which is final.
     error: Option<LinkError>,
     /// The buffer of one read.
     chunk: Vec<u8>,

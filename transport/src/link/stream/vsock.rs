@@ -1,9 +1,9 @@
 //! The link over vsock: out of a virtual machine without a window, to its host.
 //!
-//! A guest always opens a socket of the family `AF_VSOCK`. The host's socket depends on the virtual
-//! machine monitor. With the kernel's vhost-vsock the host has an `AF_VSOCK` socket too.
+//! A guest always opens a socket of the family `AF_VSOCK`. The host's socket depends on the
+//! hypervisor. With the kernel's vhost-vsock the host has an `AF_VSOCK` socket too.
 //! Firecracker, Cloud Hypervisor and `vhost-device-vsock` connect to a unix socket on the host. Its
-//! path is the one that the monitor was given, an underscore and the port.
+//! path is the one that the hypervisor was given, an underscore and the port.
 #![forbid(unsafe_code)]
 
 use std::io;
@@ -44,7 +44,7 @@ pub fn connect(cid: u32, port: u32, timeout: Duration) -> io::Result<StreamGuest
 pub enum Listener {
     /// An `AF_VSOCK` socket.
     Kernel(OwnedFd),
-    /// A unix socket that a virtual machine monitor connects to, and its file.
+    /// A unix socket that a hypervisor connects to, and its file.
     Unix(UnixListener, SocketFile),
 }
 
@@ -58,7 +58,7 @@ impl Listener {
         vsock::listen(port).map(Listener::Kernel)
     }
 
-    /// Listens for the guests of one monitor at the unix socket `path`. `mode` holds the
+    /// Listens for the guests of one hypervisor at the unix socket `path`. `mode` holds the
     /// permissions of the socket file. Dropping the listener removes the file.
     ///
     /// # Errors

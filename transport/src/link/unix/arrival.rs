@@ -9,7 +9,7 @@ use super::handshake::{
     HELLO_WORDS, OPENED_WORDS, VERDICT_ACCEPTED, VERDICT_OTHER_LAYOUT, WELCOME_FILES, WELCOME_WORDS,
 };
 use crate::error::{LinkError, LinkViolation};
-use crate::link::credentials::{self, Peer};
+use crate::link::credentials::{self, PeerCredentials};
 use crate::link::epoch::new_epoch;
 use crate::link::fd_passing::Files;
 use crate::link::packet::{self, PacketError};
@@ -46,7 +46,7 @@ impl Default for ListenOptions {
 #[derive(Debug)]
 pub struct Arrival {
     socket: OwnedFd,
-    peer: Peer,
+    peer: PeerCredentials,
     options: ListenOptions,
 }
 
@@ -98,7 +98,7 @@ impl Arrival {
     }
 
     /// The credentials of the guest's process.
-    pub fn peer(&self) -> Peer {
+    pub fn peer(&self) -> PeerCredentials {
         self.peer
     }
 

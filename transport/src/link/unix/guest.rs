@@ -93,8 +93,8 @@ pub enum SocketMismatch {
 ///
 /// # Errors
 ///
-/// A [`UnixConnectError`] that tells apart a missing executor, missing permission, another program at
-/// `path`, and an executor that broke the handshake or did not answer in time.
+/// A [`UnixConnectError`] that tells apart a missing executor, missing permission, another program
+/// at `path`, and an executor that broke the handshake or did not answer in time.
 pub fn connect(path: &Path, timeout: Duration) -> Result<WindowGuest, UnixConnectError> {
     let path = path.to_path_buf();
     let deadline = Instant::now() + timeout;

@@ -13,7 +13,7 @@
 //! The socket is a `SOCK_SEQPACKET` socket, so each packet is one whole message, and `connect`
 //! fails with an error of its own at the socket of another program. After the handshake the socket
 //! carries the files that the host [shares](crate::link::HostEnd::share). The socket stays open as
-//! the lifeline: the kernel closes it when either process dies.
+//! the hang-up signal: the kernel closes it when either process dies.
 //!
 //! The permissions of the socket file decide who may use the executor. Beyond that the host trusts
 //! a guest with nothing. Each step of the handshake has a time limit. [`Listener::accept`] does not
@@ -24,7 +24,7 @@ mod guest;
 mod handshake;
 mod listener;
 
-pub use super::credentials::Peer;
+pub use super::credentials::PeerCredentials;
 pub use super::socket_file::SocketFileError;
 pub use arrival::{Arrival, HandshakeError, ListenOptions};
 pub use guest::{SocketMismatch, UnixConnectError, connect};

@@ -19,7 +19,7 @@ use crate::shm::bulk::{StagingHeap, StagingRing};
 use crate::shm::doorbell::Doorbell;
 use crate::shm::layout::{Layout, STATE_OPEN, word};
 use crate::shm::liveness::Liveness;
-use crate::shm::memory::{Memory, Window};
+use crate::shm::memory::{SharedWords, Window};
 use crate::shm::ring::{Consumer, Limits, Payload, Producer};
 
 /// The largest payload that goes through the submission ring, in bytes. A larger payload would be

@@ -17,7 +17,7 @@ use crate::link::window_end::{
 use crate::shm::doorbell::Doorbell;
 use crate::shm::layout::{Layout, word};
 use crate::shm::liveness::Liveness;
-use crate::shm::memory::{Memory, Window};
+use crate::shm::memory::{SharedWords, Window};
 use crate::shm::ring::{Arrived, Consumer, Limits, Payload, Producer};
 
 /// The time that a host waits for a guest to receive replies.

@@ -20,21 +20,19 @@ pub(super) fn check(settings: &Settings) -> anyhow::Result<()> {
     ensure!(
         settings.weights_cache.is_none(),
         "--isolate and the cache of weights exclude each other: several processes would write to \
-         one \
-         folder, each with an index of its own"
+         one folder, each with an index of its own"
     );
     ensure!(
         settings.share_weights != Sharing::All,
         "--isolate and --share-weights all exclude each other: the weights of each guest are in \
-         its own \
-         process. The programs of one guest share weights with --share-weights tenant"
+         its own process. The programs of one guest share weights with --share-weights tenant"
     );
     let known = |guest: &&GuestSettings| !guest.rule.certificates.is_empty();
     if let Some(guest) = settings.guests.iter().find(known) {
         bail!(
             "--isolate and guests with certificates exclude each other: only a worker sees the \
-             certificate \
-             of guest {:?}, and the worker is chosen before; give the guest a listen of its own",
+             certificate of guest {:?}, and the worker is chosen before; give the guest a listen \
+             of its own",
             guest.rule.name
         );
     }
@@ -42,8 +40,7 @@ pub(super) fn check(settings: &Settings) -> anyhow::Result<()> {
     if let Some(guest) = settings.guests.iter().find(both) {
         bail!(
             "guest {:?} has a vm and a listen: with --isolate the process of a virtual machine \
-             serves no \
-             other programs; configure two guests",
+             serves no other programs; configure two guests",
             guest.rule.name
         );
     }
@@ -100,8 +97,7 @@ pub(super) fn partition(
     ensure!(
         settings.overcommit || promised <= all,
         "the named guests have {promised} bytes of memory in all, {all} are available: make their \
-         parts \
-         smaller, or set overcommit = true"
+         parts smaller, or set overcommit = true"
     );
     let mut max_unnamed = 0;
     if let Some(unnamed) = &mut rules.unnamed {

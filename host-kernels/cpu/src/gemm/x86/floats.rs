@@ -286,10 +286,10 @@ impl Tiles<'_> {
     /// read.
     ///
     /// The hardware prefetcher does not find the next block, because the reads go from row to row.
-    /// The prefetches are spread evenly, because the processor has few line fill buffers. They go
-    /// row by row, the order in which the hardware prefetcher continues. They go to the L2 cache,
-    /// because a block does not fit the L1 cache. They are at most one block ahead, because the
-    /// first block of a call is not prefetched.
+    /// The prefetches are spread evenly, because the processor has few line fill buffers.
+    /// Prefetches go row by row, the order in which the hardware prefetcher continues, and to the
+    /// L2 cache, because a block does not fit the L1 cache. Prefetches are at most one block ahead,
+    /// because the first block of a call is not prefetched.
     #[inline(always)]
     fn prefetch(&mut self, rows: usize) {
         if self.next.is_null() {

@@ -1,6 +1,6 @@
-//! Super-block formats without a kernel of their own. Their portable code decodes blocks into one
-//! plain format, which is then multiplied like any other. The codebook lookups take most of the
-//! time either way.
+//! Super-block formats without a kernel of their own. The portable code of a format decodes blocks
+//! into one plain format, which is then multiplied like any other. The codebook lookups take most
+//! of the time either way.
 
 use std::arch::x86_64::*;
 use std::mem::offset_of;

@@ -236,7 +236,7 @@ impl Attention {
     }
 
     /// The numbers of blocks of tokens, blocks of heads of a group, groups, and sequences.
-    pub(super) fn extents(&self) -> [usize; 4] {
+    pub(super) fn lengths(&self) -> [usize; 4] {
         [
             self.q.ne[1].div_ceil(self.cut.tokens),
             self.group.div_ceil(self.cut.heads),
@@ -247,11 +247,11 @@ impl Attention {
 
     /// The number of blocks.
     pub(super) fn blocks(&self) -> usize {
-        self.extents().into_iter().product()
+        self.lengths().into_iter().product()
     }
 
     pub(super) fn block(&self, index: usize) -> Block {
-        let [of_tokens, of_heads, groups, sequences] = self.extents();
+        let [of_tokens, of_heads, groups, sequences] = self.lengths();
         let (others, head) = (index / of_heads, index % of_heads * self.cut.heads);
         // With a causal mask, the last tokens see the most keys. Their blocks come first, so that
         // the last blocks are short and threads finish at about the same time.

@@ -101,7 +101,7 @@ pub(super) fn depthwise(
             }
             let to =
                 oy * dst.nb[1] + n * dst.nb[3] + start * dst.nb[d_lane] + other * dst.nb[d_other];
-            // SAFETY: `start + len <= lanes`, the extent of the destination in dimension `d_lane`.
+            // SAFETY: `start + len <= lanes`, the length of the destination in dimension `d_lane`.
             unsafe { out.store(sums.as_ptr(), len, dst.ptr().wrapping_add(to)) };
         }
         Ok(())

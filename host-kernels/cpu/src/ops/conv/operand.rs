@@ -1,5 +1,5 @@
-//! Operands of the matrix products in convolutions: tensors prepared in scratch memory, and the size
-//! of the tiles.
+//! Operands of the matrix products in convolutions: tensors prepared in scratch memory, and the
+//! size of the tiles.
 
 use crate::formats::Format;
 use crate::kernel::{Compiled, Estimate, Worker};

@@ -1,5 +1,5 @@
-//! CONV_TRANSPOSE_1D and CONV_TRANSPOSE_2D: a matrix product, whose results are added to the elements
-//! that the kernel covers (col2im).
+//! CONV_TRANSPOSE_1D and CONV_TRANSPOSE_2D: a matrix product, whose results are added to the
+//! elements that the kernel covers (col2im).
 
 use super::operand::{Prepared, tile_outputs, zero};
 use crate::formats::Format;
@@ -20,8 +20,8 @@ pub(super) struct Axes {
     pub(super) nb: [usize; 4],
 }
 
-/// Adds the kernel, times the value of each element of the image, to the destination. The kernels of
-/// adjacent elements are a stride apart.
+/// Adds the kernel, times the value of each element of the image, to the destination. The kernels
+/// of adjacent elements are a stride apart.
 pub(super) fn transposed(
     out: Axes,
     kernel: Axes,

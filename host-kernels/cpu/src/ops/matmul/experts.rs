@@ -163,7 +163,7 @@ impl Grouping {
         let (slot, token) = (pair % used, pair / used);
         let id = self.ids.row_ptr([token, 0, 0]);
         let id = id.wrapping_add(slot * self.ids.nb[0]);
-        // SAFETY: `slot` and `token` are below the extents of the ids, which are aligned i32. The
+        // SAFETY: `slot` and `token` are below the lengths of the ids, which are aligned i32. The
         // volatile read happens once: the checked value is the value that is used, even if a guest
         // changes the memory.
         let id = unsafe { id.cast::<i32>().read_volatile() };
@@ -175,8 +175,8 @@ impl Grouping {
     /// # Safety
     /// The kernels of [`Grouping::kernels`] ran in this scratch memory before the last barrier.
     unsafe fn get<'w>(&self, w: &'w Worker<'_>) -> (&'w [ExpertTile], &'w [usize]) {
-        // SAFETY: the kernels have written `count` tiles and `pairs` entries of the order, and no one
-        // writes them after the barrier.
+        // SAFETY: the kernels have written `count` tiles and `pairs` entries of the order, and no
+        // one writes them after the barrier.
         unsafe {
             let count = w.scratch().add(self.count).cast::<usize>().read();
             let tiles = w.scratch().add(self.tiles).cast::<ExpertTile>();
@@ -324,7 +324,7 @@ impl ExpertColumns {
             *pair = at;
             let id = self.ids.row_ptr([at / self.used, 0, 0]);
             let id = id.wrapping_add(at % self.used * self.ids.nb[0]);
-            // SAFETY: `slot` and `token` are below the extents of the ids, which are aligned i32.
+            // SAFETY: `slot` and `token` are below the lengths of the ids, which are aligned i32.
             // The volatile read happens once: the checked value is the value that is used, even if
             // a guest changes the memory.
             let id = unsafe { id.cast::<i32>().read_volatile() };
@@ -334,7 +334,8 @@ impl ExpertColumns {
                 columns: self.column(w, at),
             });
         };
-        // SAFETY: the caller guarantees that the kernels of the grouping ran before the last barrier.
+        // SAFETY: the caller guarantees that the kernels of the grouping ran before the last
+        // barrier.
         let (tiles, order) = unsafe { grouping.get(w) };
         let tile = tiles[at];
         let gathered = self.gathered + tile.first * self.activations.column_bytes;
@@ -396,7 +397,7 @@ impl ExpertProduct {
     /// writable for the columns of the tile, and no one else accesses it.
     unsafe fn multiply(&self, tile: &ColumnTile<'_>, row: usize, out: *mut f32) {
         let (weight, columns) = (&self.weight, tile.pairs.len());
-        // SAFETY: `tile.expert` is below the number of experts, which is the third extent of the
+        // SAFETY: `tile.expert` is below the number of experts, which is the third length of the
         // weights and the second of the bias (`is_plain`). `row + self.height(row)` is at most the
         // rows of the weights, which is the length of a row of the bias. The caller guarantees
         // columns and `out`.

@@ -146,7 +146,7 @@ fn dense_gated(first: &Operands<'_>, terms: &[Term<'_>; 2], unit: Unit) -> Optio
     let mut kernels: Vec<Kernel> = Vec::from_iter(converted(first, activations));
     kernels.push(Box::new(move |w| {
         for tile in w.chunks(activated.tiles(), 1).flatten() {
-            let (rows, columns) = factor.extent(tile);
+            let (rows, columns) = factor.ranges(tile);
             // SAFETY: the activations were converted before the barrier before this kernel. Both
             // products have the same tiles, and the scratch memory has `tile_floats` floats for
             // each worker. No other tile has these results, which overlap no source (`Term::fits`).

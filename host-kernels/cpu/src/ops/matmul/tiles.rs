@@ -6,7 +6,7 @@ use super::super::scratch::Output;
 use super::activations::Activations;
 use super::term::add_row;
 use crate::formats::Format;
-use crate::gemm::{GemmArgs, LEAST_COLUMNS, MAX_PREPARED, MatmulKernel};
+use crate::gemm::{GemmArgs, MAX_PREPARED, MIN_COLUMNS, MatmulKernel};
 use crate::kernel::Worker;
 use crate::operands::Operands;
 use crate::view::View;
@@ -32,7 +32,7 @@ pub(super) const LINE_FLOATS: usize = 16;
 pub(super) fn tile_columns(k: usize, columns: usize) -> usize {
     // The gemm of some types prepares the columns as f32.
     let most = MAX_PREPARED / size_of::<f32>() / k.max(1);
-    let most = most.clamp(LEAST_COLUMNS, TILE_COLUMNS);
+    let most = most.clamp(MIN_COLUMNS, TILE_COLUMNS);
     let tiles = columns.div_ceil(most).max(1);
     columns.div_ceil(tiles).max(1).next_multiple_of(LINE_FLOATS)
 }
@@ -210,7 +210,7 @@ impl TiledProduct {
     }
 
     /// The rows and columns of a tile of the result.
-    pub(super) fn extent(&self, tile: usize) -> (Range<usize>, Range<usize>) {
+    pub(super) fn ranges(&self, tile: usize) -> (Range<usize>, Range<usize>) {
         let cut = |part: usize, grain: usize, end: usize| part * grain..end.min((part + 1) * grain);
         let (row, column) = (
             tile % self.row_tiles,
@@ -227,10 +227,10 @@ impl TiledProduct {
     /// # Safety
     /// As [`TiledProduct::multiply`]; no other thread computes this tile.
     pub(super) unsafe fn tile(&self, w: &Worker<'_>, tile: usize) {
-        let (rows, columns) = self.extent(tile);
+        let (rows, columns) = self.ranges(tile);
         let at = self.offsets(tile);
         let stride = self.nest.columns.dst;
-        // SAFETY: `extent` and `offsets` are inside the destination, or inside the scratch memory
+        // SAFETY: `ranges` and `offsets` are inside the destination, or inside the scratch memory
         // that replaces it if it overlaps a source (`Output`). No other tile has these results.
         unsafe {
             let out = self.output.base(w.scratch());
@@ -257,7 +257,7 @@ impl TiledProduct {
         stride: usize,
     ) {
         let weight = &self.weight;
-        let (rows, columns) = self.extent(tile);
+        let (rows, columns) = self.ranges(tile);
         let at = self.offsets(tile);
         let x = self.nest.columns.x;
         // SAFETY: `rows` and `columns` are inside the weights and the activations at the offsets of

@@ -79,7 +79,7 @@ pub(super) fn solve_tri(dst: View, a: View, b: View) -> Compiled {
             let (piece, matrix) = (unit % pieces, unit / pieces);
             let first = piece * SOLVE_COLUMNS;
             // SAFETY: the check of the operator requires a square `a` with as many rows as `b`, and
-            // a destination with the extents of `b`; all rows are dense. A unit is run by one
+            // a destination with the lengths of `b`; all rows are dense. A unit is run by one
             // thread and writes only its columns of one matrix of the destination.
             unsafe {
                 dispatch_ptr(Solve {

@@ -4,7 +4,8 @@ use std::arch::x86_64::*;
 use std::mem::offset_of;
 
 use super::scales::{
-    eight_bytes, eight_halves, halved_powers, halves, halves_of_18, pick_words, scales_of_blocks,
+    eight_bytes, halved_powers, load_f16, load_f16x8, load_f16x8_stride18, pick_words,
+    scales_of_blocks,
 };
 use super::{Block32Kernel, Codes, IQ4_TABLE, bits, nibble_pair, nibbles, unsigned};
 use crate::formats::{
@@ -84,13 +85,13 @@ macro_rules! nibble_groups {
                 #[inline(always)]
                 unsafe fn scales(row: *const u8, g: usize, n: usize) -> (__m256, __m256) {
                     // SAFETY: blocks `g .. g + n` of `row` are readable, `$bytes` bytes apart.
-                    // `halves` reads the two bytes of `d`, the first field, of each, and the two
+                    // `load_f16` reads the two bytes of `d`, the first field, of each, and the two
                     // bytes of `m` of each. The caller guarantees `n <= 8` and F16C.
                     unsafe {
                         let block = row.add(g * $bytes);
-                        let d = halves(block, $bytes, n);
+                        let d = load_f16(block, $bytes, n);
                         match $m {
-                            Some(m) => (d, halves(block.add(m), $bytes, n)),
+                            Some(m) => (d, load_f16(block.add(m), $bytes, n)),
                             None => (d, _mm256_setzero_ps()),
                         }
                     }
@@ -99,11 +100,11 @@ macro_rules! nibble_groups {
                 #[inline(always)]
                 unsafe fn eight_scales(row: *const u8, g: usize) -> (__m256, __m256) {
                     // SAFETY: blocks `g .. g + 8` of `row` are readable: eight blocks of 18 bytes
-                    // for `halves_of_18`, or the eight groups of `scales`. The caller guarantees
-                    // AVX-512 BW.
+                    // for `load_f16x8_stride18`, or the eight groups of `scales`. The caller
+                    // guarantees AVX-512 BW.
                     unsafe {
                         match $bytes {
-                            18 => (halves_of_18(row.add(g * $bytes)), _mm256_setzero_ps()),
+                            18 => (load_f16x8_stride18(row.add(g * $bytes)), _mm256_setzero_ps()),
                             _ => Self::scales(row, g, 8),
                         }
                     }
@@ -115,14 +116,14 @@ macro_rules! nibble_groups {
                     g: usize,
                     order: [usize; 8],
                 ) -> (__m256, __m256) {
-                    // SAFETY: `order` is a permutation of 0 to 7, so `eight_halves` reads the two
+                    // SAFETY: `order` is a permutation of 0 to 7, so `load_f16x8` reads the two
                     // bytes of `d`, and of `m`, of blocks `g .. g + 8` of `row`, all readable. The
                     // caller guarantees F16C.
                     unsafe {
                         let block = row.add(g * $bytes);
-                        let d = eight_halves(block, $bytes, order);
+                        let d = load_f16x8(block, $bytes, order);
                         match $m {
-                            Some(m) => (d, eight_halves(block.add(m), $bytes, order)),
+                            Some(m) => (d, load_f16x8(block.add(m), $bytes, order)),
                             None => (d, _mm256_setzero_ps()),
                         }
                     }
@@ -163,10 +164,10 @@ impl Block32Kernel for BlockQ8_0 {
 
     #[inline(always)]
     unsafe fn scales(row: *const u8, g: usize, n: usize) -> (__m256, __m256) {
-        // SAFETY: `halves` reads the F16 at the start of each of the blocks `g .. g + n` of 34
+        // SAFETY: `load_f16` reads the F16 at the start of each of the blocks `g .. g + n` of 34
         // bytes, which are readable in `row`. The caller guarantees `n <= 8` and F16C.
         unsafe {
-            let d = halves(row.add(g * size_of::<Self>()), size_of::<Self>(), n);
+            let d = load_f16(row.add(g * size_of::<Self>()), size_of::<Self>(), n);
             (d, _mm256_setzero_ps())
         }
     }
@@ -216,10 +217,10 @@ impl Block32Kernel for BlockIq4Nl {
 
     #[inline(always)]
     unsafe fn scales(row: *const u8, g: usize, n: usize) -> (__m256, __m256) {
-        // SAFETY: `halves` reads the F16 at the start of each of the blocks `g .. g + n` of 18
+        // SAFETY: `load_f16` reads the F16 at the start of each of the blocks `g .. g + n` of 18
         // bytes, which are readable in `row`. The caller guarantees `n <= 8` and F16C.
         unsafe {
-            let d = halves(row.add(g * size_of::<Self>()), size_of::<Self>(), n);
+            let d = load_f16(row.add(g * size_of::<Self>()), size_of::<Self>(), n);
             (d, _mm256_setzero_ps())
         }
     }
@@ -227,20 +228,20 @@ impl Block32Kernel for BlockIq4Nl {
     #[inline(always)]
     unsafe fn eight_scales(row: *const u8, g: usize) -> (__m256, __m256) {
         const { assert!(size_of::<Self>() == 18) }
-        // SAFETY: `halves_of_18` requires eight readable blocks of 18 bytes, the size asserted
-        // above: blocks `g .. g + 8` of `row`. The caller guarantees AVX-512 BW.
+        // SAFETY: `load_f16x8_stride18` requires eight readable blocks of 18 bytes, the size
+        // asserted above: blocks `g .. g + 8` of `row`. The caller guarantees AVX-512 BW.
         unsafe {
-            let d = halves_of_18(row.add(g * size_of::<Self>()));
+            let d = load_f16x8_stride18(row.add(g * size_of::<Self>()));
             (d, _mm256_setzero_ps())
         }
     }
     #[inline(always)]
     unsafe fn scales_in_order(row: *const u8, g: usize, order: [usize; 8]) -> (__m256, __m256) {
-        // SAFETY: `order` is a permutation of 0 to 7, so `eight_halves` reads the F16 at the start
+        // SAFETY: `order` is a permutation of 0 to 7, so `load_f16x8` reads the F16 at the start
         // of each of the blocks `g .. g + 8` of `row`, all readable. The caller guarantees F16C.
         unsafe {
             let block = row.add(g * size_of::<Self>());
-            let d = eight_halves(block, size_of::<Self>(), order);
+            let d = load_f16x8(block, size_of::<Self>(), order);
             (d, _mm256_setzero_ps())
         }
     }

@@ -1,7 +1,8 @@
 //! The scales of several groups, gathered from their blocks.
 //!
 //! # Safety
-//! The instructions are those of [`super`]; [`pick_words`] and [`halves_of_18`] require AVX-512.
+//! The instructions are those of [`super`]; [`pick_words`] and [`load_f16x8_stride18`] require
+//! AVX-512.
 
 use std::arch::x86_64::*;
 
@@ -24,13 +25,13 @@ fn in_integers(mut bits: u64) -> i64 {
 /// # Safety
 /// `p + i * stride` is readable for two bytes for each `i < n`, and `n <= 8`.
 #[inline(always)]
-pub(super) unsafe fn halves(p: *const u8, stride: usize, n: usize) -> __m256 {
+pub(super) unsafe fn load_f16(p: *const u8, stride: usize, n: usize) -> __m256 {
     // SAFETY: each of the at most eight reads is of the two bytes at `p + i * stride`, `i < n`,
-    // which the caller guarantees; `eight_halves` reads the same for `n = 8`. The vector is made of
+    // which the caller guarantees; `load_f16x8` reads the same for `n = 8`. The vector is made of
     // numbers, and its conversion needs F16C, which the caller guarantees.
     unsafe {
         if n == 8 {
-            return eight_halves(p, stride, [0, 1, 2, 3, 4, 5, 6, 7]);
+            return load_f16x8(p, stride, [0, 1, 2, 3, 4, 5, 6, 7]);
         }
         let mut h = [0i16; 8];
         for (i, h) in h.iter_mut().enumerate().take(n) {
@@ -47,7 +48,7 @@ pub(super) unsafe fn halves(p: *const u8, stride: usize, n: usize) -> __m256 {
 /// # Safety
 /// `p + order[i] * stride` is readable for two bytes for each `i`.
 #[inline(always)]
-pub(super) unsafe fn eight_halves(p: *const u8, stride: usize, order: [usize; 8]) -> __m256 {
+pub(super) unsafe fn load_f16x8(p: *const u8, stride: usize, order: [usize; 8]) -> __m256 {
     // SAFETY: `half(i)` is called for 0 to 7 and reads the two bytes at `p + order[i] * stride`,
     // which the caller guarantees. The conversion takes a register and needs F16C, which the caller
     // guarantees.
@@ -99,7 +100,7 @@ pub(super) unsafe fn pick_words(p: *const u8, which: [i16; 8]) -> __m128i {
 /// # Safety
 /// `blocks` is readable for eight blocks. The processor has AVX-512 F and BW.
 #[inline(always)]
-pub(super) unsafe fn halves_of_18(blocks: *const u8) -> __m256 {
+pub(super) unsafe fn load_f16x8_stride18(blocks: *const u8) -> __m256 {
     // SAFETY: eight blocks of 18 bytes are 144 bytes, all readable at `blocks`, and `pick_words`
     // requires 128. The caller guarantees its AVX-512 BW, and F16C for the conversion.
     unsafe { _mm256_cvtph_ps(pick_words(blocks, [0, 9, 18, 27, 36, 45, 54, 63])) }

@@ -1,0 +1,177 @@
+//! Sessions with an executor in this process.
+
+use super::*;
+use std::time::Duration;
+
+use vgpu_cpu::CpuEngine;
+use vgpu_engine::Engine;
+use vgpu_executor::weights::Sharing;
+use vgpu_executor::{Limits, StopFlag};
+use vgpu_transport::ir::Graph;
+use vgpu_transport::link::window::inproc_pair;
+use vgpu_transport::wire::MIN_EXTENT;
+
+/// Executors in this process that share one store of weights.
+struct Executors {
+    engine: Arc<dyn Engine>,
+    store: vgpu_executor::WeightStore,
+}
+
+impl Executors {
+    fn new() -> Executors {
+        Executors {
+            engine: Arc::new(CpuEngine::new(1, Some(64 << 20)).unwrap()),
+            store: vgpu_executor::WeightStore::new(Sharing::All, None).unwrap(),
+        }
+    }
+
+    /// A session of this user.
+    fn open(&self, user: &'static str) -> Arc<Session> {
+        let (guest, mut host) = inproc_pair().unwrap();
+        let (engine, store) = (Arc::clone(&self.engine), self.store.clone());
+        std::thread::spawn(move || {
+            let session = vgpu_executor::Session::new(1, engine, Limits::default());
+            session
+                .sharing(&store, user)
+                .run(&mut host, &StopFlag::new())
+        });
+        Session::open(Box::new(guest), "test".into(), true).unwrap()
+    }
+
+    fn wait_for_hashes(&self) {
+        let start = Instant::now();
+        while self.store.stats().extents == 0 {
+            assert!(start.elapsed() < Duration::from_secs(60), "not hashed");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+fn submit_empty_graph(session: &Session) {
+    let backend = session.open_backend().unwrap();
+    assert!(!session.submit_known(backend, None, 0).unwrap());
+    let mut image = GraphImage::default();
+    image.encode(&Graph::default());
+    session
+        .submit(backend, None, 0, &mut image, &[], Instant::now())
+        .unwrap();
+}
+
+fn not_sent(session: &Session) -> u64 {
+    session.connection.lock().unwrap().copied.not_sent
+}
+
+fn data(size: u64) -> Vec<u8> {
+    (0..size).map(|i| (i % 251) as u8).collect()
+}
+
+/// Two programs with the same weights.
+#[test]
+fn second_session_sends_only_missing_weights_and_reads_all_of_them() {
+    let executors = Executors::new();
+    let size = 4 * MIN_EXTENT;
+    let data = data(size);
+    let (large, small) = data.split_at(3 * MIN_EXTENT as usize);
+    let (large, small) = (large, &small[..1000]);
+
+    // Another user than the first must prove that it has the bytes.
+    for (round, user) in ["one", "one", "two"].into_iter().enumerate() {
+        let session = executors.open(user);
+        let to = session.alloc(size).unwrap();
+        let parts = [(0, small), (MIN_EXTENT, large)];
+        for (at, data) in parts {
+            session.write(&to, at, data.into(), true).unwrap();
+        }
+        let expected = if round == 0 { 0 } else { large.len() as u64 };
+        assert_eq!(not_sent(&session), expected, "{user}");
+        submit_empty_graph(&session);
+        for (at, data) in parts {
+            let mut read = vec![0; data.len()];
+            session.read(&to, at, read[..].as_mut().into()).unwrap();
+            assert!(read == data, "round {round}");
+        }
+        if round == 0 {
+            executors.wait_for_hashes();
+        }
+        // The executor keeps the bytes as long as a session has them.
+        std::mem::forget(session);
+    }
+    assert_eq!(executors.store.stats().not_sent, 2 * large.len() as u64);
+
+    // A buffer that was used for something else first is not for weights.
+    let session = executors.open("one");
+    let to = session.alloc(size).unwrap();
+    session.mark_not_weights(&to);
+    session.write(&to, 0, large.into(), true).unwrap();
+    assert_eq!(not_sent(&session), 0);
+    let mut read = vec![0; large.len()];
+    session.read(&to, 0, read[..].as_mut().into()).unwrap();
+    assert!(read == large);
+}
+
+/// After the upload, the executor keeps nothing for the buffer any more: asking for it would be
+/// a protocol error.
+#[test]
+fn weights_rewritten_after_the_upload_are_sent_again() {
+    let executors = Executors::new();
+    let data = data(2 * MIN_EXTENT);
+    let first = executors.open("one");
+    let to = first.alloc(2 * MIN_EXTENT).unwrap();
+    first.write(&to, 0, data[..].into(), true).unwrap();
+    submit_empty_graph(&first);
+    executors.wait_for_hashes();
+
+    let second = executors.open("one");
+    let to = second.alloc(2 * MIN_EXTENT).unwrap();
+    second.write(&to, 0, data[..].into(), true).unwrap();
+    assert_eq!(not_sent(&second), data.len() as u64);
+    submit_empty_graph(&second);
+    second.write(&to, 0, data[..].into(), true).unwrap();
+    assert_eq!(not_sent(&second), data.len() as u64);
+    let mut read = vec![0; data.len()];
+    second.read(&to, 0, read[..].as_mut().into()).unwrap();
+    assert!(read == data);
+}
+
+/// A graph and an upload take the locks of the upload and of the connection in the same order.
+#[test]
+fn graphs_and_uploads_of_two_threads_do_not_deadlock() {
+    let executors = Executors::new();
+    let session = executors.open("one");
+    let data = data(MIN_EXTENT);
+    let (done, waiting) = std::sync::mpsc::channel();
+    for uploads in [true, false] {
+        let (session, data, done) = (Arc::clone(&session), data.clone(), done.clone());
+        std::thread::spawn(move || {
+            let backend = session.open_backend().unwrap();
+            let mut image = GraphImage::default();
+            for _ in 0..200 {
+                let to = session.alloc(MIN_EXTENT).unwrap();
+                if uploads {
+                    session.write(&to, 0, data[..].into(), true).unwrap();
+                } else {
+                    session.submit_known(backend, None, 0).unwrap();
+                    image.encode(&Graph {
+                        buffers: vec![to.id()],
+                        ..Graph::default()
+                    });
+                    session
+                        .submit(
+                            backend,
+                            None,
+                            0,
+                            &mut image,
+                            &[Arc::clone(&to)],
+                            Instant::now(),
+                        )
+                        .unwrap();
+                }
+                session.free(&to).unwrap();
+            }
+            done.send(()).unwrap();
+        });
+    }
+    for _ in 0..2 {
+        waiting.recv_timeout(Duration::from_secs(60)).unwrap();
+    }
+}
