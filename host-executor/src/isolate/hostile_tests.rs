@@ -316,7 +316,7 @@ fn garbage_of_a_worker_affects_only_its_guest() {
 
 #[test]
 fn flood_of_reports_does_not_keep_others_from_being_served() {
-    let mut test = Supervised::new("flood", SOON, &["flood", "honest"]);
+    let mut test = Supervised::new("flood", SOON, &["flood", "honest", "honest", "honest"]);
     let _hostile = test.program("a");
     for _ in 0..3 {
         drop(served(&test.path("b")));
