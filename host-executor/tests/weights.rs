@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use common::model::{for_weights, hash, lookup, read_all, upload, write};
-use common::{Guest, Host, MEMORY, TIMEOUT, add, bytes, cpu};
+use common::{Guest, Host, MEMORY, PAGE, TIMEOUT, add, bytes, cpu};
 use vgpu_cpu::CpuEngine;
 use vgpu_executor::weights::{CacheOptions, Sharing};
 use vgpu_executor::{Limits, Process, WeightStore};
@@ -887,7 +887,8 @@ fn reservations_end_when_their_buffer_is_full_of_other_bytes() {
         one.fence();
         // Both buffers were charged for, and one is left: so is its memory, and no other.
         assert_eq!((weights.stats().extents, weights.stats().bytes), (0, 0));
-        assert_eq!(host.engine.memory().free, MEMORY - MODEL);
+        let pages = MODEL.next_multiple_of(PAGE);
+        assert_eq!(host.engine.memory().free, MEMORY - pages);
         attach(&mut two, buffer, parts(&model)[1]);
         two.send(&Request::Fence {});
         let (reply, _) = two.receive();

@@ -56,12 +56,12 @@ struct Told {
 }
 
 impl Told {
-    /// Whether the guest was told of a lack of memory, with numbers.
+    /// Whether the guest was told of a lack of memory, or of a limit, with numbers.
     fn is_refused(&self) -> bool {
         let mut reasons = self.failures.iter().chain(&self.end);
         reasons.any(|reason| {
             let has_numbers = reason.contains(" bytes wanted, ") && reason.contains(" free");
-            reason.contains("out of memory") && has_numbers
+            reason.contains("out of memory") && has_numbers || reason.contains(", the limit is ")
         })
     }
 }

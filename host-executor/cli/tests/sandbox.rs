@@ -403,7 +403,10 @@ fn all_processes_of_isolation_are_hidden_and_have_no_capabilities() {
 
 /// Checks in /proc that no thread of a process has capabilities.
 fn assert_no_capabilities(pid: u32) {
-    for entry in fs::read_dir(format!("/proc/{pid}/task")).expect("threads") {
+    let Ok(threads) = fs::read_dir(format!("/proc/{pid}/task")) else {
+        return; // the process has ended
+    };
+    for entry in threads {
         let path = entry.expect("a thread").path().join("status");
         let Ok(status) = fs::read_to_string(path) else {
             continue; // the thread has ended

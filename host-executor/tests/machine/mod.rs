@@ -173,8 +173,20 @@ impl Machine {
         connect(&self.sysfs.0, self.address(), timeout)
     }
 
+    /// A guest. The slots of programs that have died are free after some seconds, and an executor
+    /// that starts takes a moment.
     pub(crate) fn guest(&self) -> Guest {
-        let mut guest = self.connect().unwrap();
+        let deadline = Instant::now() + TIMEOUT;
+        let mut guest = loop {
+            match self.connect() {
+                Err(PciError::Full { .. } | PciError::Ended { .. })
+                    if Instant::now() < deadline =>
+                {
+                    thread::sleep(Duration::from_millis(10));
+                }
+                other => break other.unwrap(),
+            }
+        };
         guest.hello();
         guest
     }

@@ -293,8 +293,11 @@ impl LaunchSequence {
     pub(crate) fn bytes(&self) -> usize {
         let params = self.launches.iter().map(|launch| launch.params.capacity());
         // The last four bytes are of the key of the template.
-        let each = size_of::<Launch>() + ALLOCATION_BYTES + size_of::<u32>() + 4;
-        let tables = self.stops.capacity() + self.covers.capacity() * size_of::<usize>();
+        let each = size_of::<Launch>() + ALLOCATION_BYTES + 4;
+        let tables = self.nodes.capacity() * size_of::<u32>()
+            + self.stops.capacity()
+            + self.covers.capacity() * size_of::<usize>()
+            + 4 * ALLOCATION_BYTES;
         let plain = self.plain.as_deref();
         let plain = plain.map_or(0, |plain| size_of::<LaunchSequence>() + plain.bytes());
         let template = size_of::<GraphTemplate>() + 8 * ALLOCATION_BYTES;
