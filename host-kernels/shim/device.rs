@@ -117,8 +117,10 @@ impl Device for Shim {
         self.model.architecture
     }
 
-    fn max_dynamic_shared(&self, kernel: KernelId) -> u32 {
-        self.model.max_dynamic_shared(self.kernel_name(kernel))
+    /// The limit of a kernel without static shared memory: the shim does not know the static shared
+    /// memory of kernels.
+    fn max_dynamic_shared(&self, _: KernelId) -> u32 {
+        self.model.shared_per_block
     }
 
     fn shared_per_sm(&self) -> u32 {

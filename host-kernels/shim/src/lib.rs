@@ -10,7 +10,7 @@ mod models;
 
 use std::ffi::{CStr, CString, c_char, c_void};
 
-pub use models::{DeviceModel, static_shared};
+pub use models::DeviceModel;
 
 unsafe extern "C" {
     fn vgpu_shim_find(name: *const c_char, params: *mut usize) -> u32;

@@ -76,21 +76,4 @@ impl DeviceModel {
         DeviceModel::H200,
         DeviceModel::B200,
     ];
-
-    /// The most bytes of dynamic shared memory of a block of `kernel`, after the kernel's opt-in.
-    pub fn max_dynamic_shared(&self, kernel: &str) -> u32 {
-        self.shared_per_block - static_shared(kernel)
-    }
-}
-
-/// The kernels that have static shared memory, with its bytes, as ptxas reports them. The program
-/// `kernels` of `vgpu-cuda` compares the table with its own report, and prints the table that
-/// would be right.
-static STATIC_SHARED: &str = include_str!("../static_shared.txt");
-
-/// Bytes of static shared memory of a block of `kernel` (`CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES`).
-pub fn static_shared(kernel: &str) -> u32 {
-    let rows = STATIC_SHARED.lines().filter_map(|row| row.split_once(' '));
-    let bytes = { rows }.find_map(|(name, bytes)| (name == kernel).then(|| bytes.parse()));
-    bytes.map_or(0, |bytes| bytes.expect("the table holds numbers"))
 }
