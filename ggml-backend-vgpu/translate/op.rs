@@ -1,7 +1,7 @@
 //! The operators of the IR with their parameters, from the `op_params` of a ggml node.
 //!
 //! The layout of the parameters is that of `ggml.c` in the newest release that the plugin supports.
-//! What older releases write differently is in [`releases`](super::releases).
+//! What older releases write differently is in [`releases`].
 
 use vgpu_transport::ir::{Op, OpKind, RopeMode, ScaleMode, SortOrder, TriKind};
 

@@ -7,7 +7,7 @@
 //!
 //! - [`Owner`] tells the process that has made a value from its forked children.
 //! - [`PerProcess`] is a value of which every process makes its own.
-//! - [`Inherited`] registers shared memory and open files. A handler of `pthread_atfork` replaces
+//! - `Inherited` registers shared memory and open files. A handler of `pthread_atfork` replaces
 //!   them in the child: the memory by zeros of the child's own, the files by an empty eventfd. The
 //!   addresses and the descriptors stay valid, so that a program that uses them neither crashes nor
 //!   hits a file that the child has opened since.
