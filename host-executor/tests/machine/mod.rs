@@ -176,17 +176,15 @@ impl Machine {
     /// A guest. The slots of programs that have died are free after some seconds, and an executor
     /// that starts takes a moment.
     pub(crate) fn guest(&self) -> Guest {
-        let deadline = Instant::now() + TIMEOUT;
-        let mut guest = loop {
-            match self.connect() {
-                Err(PciError::Full { .. } | PciError::Ended { .. })
-                    if Instant::now() < deadline =>
-                {
-                    thread::sleep(Duration::from_millis(10));
-                }
-                other => break other.unwrap(),
+        let mut guest = None;
+        wait_for("a free slot", || match self.connect() {
+            Err(PciError::Full { .. } | PciError::Ended { .. }) => false,
+            connected => {
+                guest = Some(connected.unwrap());
+                true
             }
-        };
+        });
+        let mut guest = guest.expect("it has connected");
         guest.hello();
         guest
     }

@@ -50,13 +50,6 @@ pub(crate) struct LaunchSequence {
     unknown_batch: usize,
 }
 
-impl LaunchSequence {
-    /// The kernels of the launches, in order.
-    pub(crate) fn kernels(&self) -> impl Iterator<Item = KernelId> {
-        self.launches.iter().map(|launch| launch.kernel)
-    }
-}
-
 /// An error of a launch, or of work under way when it was handed to the device.
 #[derive(Debug)]
 pub(crate) struct Failure {
@@ -302,6 +295,11 @@ impl LaunchSequence {
         let plain = plain.map_or(0, |plain| size_of::<LaunchSequence>() + plain.bytes());
         let template = size_of::<GraphTemplate>() + 8 * ALLOCATION_BYTES;
         params.sum::<usize>() + self.launches.len() * each + tables + plain + template
+    }
+
+    /// The kernels of the launches, in order.
+    pub(crate) fn kernels(&self) -> impl Iterator<Item = KernelId> {
+        self.launches.iter().map(|launch| launch.kernel)
     }
 
     /// The node of the last launch.
