@@ -26,7 +26,7 @@ pub(crate) const HOST_MEMORY: u64 = 1 << 30;
 
 /// The memory that a charge is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Pool {
+pub(crate) enum MemoryKind {
     /// The memory that the engine reports.
     Device,
     /// Memory of the host, if it is not the memory that the engine reports.
@@ -61,9 +61,9 @@ struct State {
 struct Account {
     is_named: bool,
     policy: Policy,
-    /// Bytes of [`Pool::Device`].
+    /// Bytes of [`MemoryKind::Device`].
     used: u64,
-    /// Bytes of [`Pool::Host`].
+    /// Bytes of [`MemoryKind::Host`].
     host_used: u64,
 }
 
@@ -202,7 +202,7 @@ impl Ledger {
         self.lock().accounts.get(&id).map_or(0, |a| a.used)
     }
 
-    /// Charges `size` bytes of [`Pool::Host`] to a tenant.
+    /// Charges `size` bytes of [`MemoryKind::Host`] to a tenant.
     ///
     /// # Errors
     /// [`EngineError::OutOfHostMemory`] with the tenant's own figures.
@@ -224,7 +224,7 @@ impl Ledger {
         Ok(())
     }
 
-    /// Charges `size` bytes of [`Pool::Device`] to a tenant, before the engine allocates them.
+    /// Charges `size` bytes of [`MemoryKind::Device`] to a tenant, before the engine allocates them.
     /// `engine_free` asks the engine what is free; it is called without a lock, and only if the
     /// answer matters.
     ///
@@ -259,12 +259,12 @@ impl Ledger {
     }
 
     /// Gives `size` bytes back to a tenant, which have been freed.
-    pub(crate) fn release(&self, id: TenantId, pool: Pool, size: u64) {
+    pub(crate) fn release(&self, id: TenantId, kind: MemoryKind, size: u64) {
         let mut state = self.lock();
         if let Some(account) = state.accounts.get_mut(&id) {
-            match pool {
-                Pool::Device => account.used -= size,
-                Pool::Host => account.host_used -= size,
+            match kind {
+                MemoryKind::Device => account.used -= size,
+                MemoryKind::Host => account.host_used -= size,
             }
         }
         state.epoch += 1;

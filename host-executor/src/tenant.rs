@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use vgpu_engine::{Engine, EngineError, MemoryInfo};
 
 use crate::histogram::Histogram;
-use crate::ledger::{Ledger, Pool};
+use crate::ledger::{Ledger, MemoryKind};
 use crate::policy::Policy;
 use crate::sched::{Entitlement, TenantId};
 use crate::stats::Stats;
@@ -150,7 +150,7 @@ impl Tenant {
         self.ledger.charge_host(self.id, size)?;
         Ok(Charge {
             tenant: Arc::clone(self),
-            pool: Pool::Host,
+            kind: MemoryKind::Host,
             size,
             is_pending: false,
         })
@@ -164,7 +164,7 @@ impl Tenant {
         self.ledger.charge(self.id, size, engine_free)?;
         Ok(Charge {
             tenant: Arc::clone(self),
-            pool: Pool::Device,
+            kind: MemoryKind::Device,
             size,
             is_pending: true,
         })
@@ -194,7 +194,7 @@ impl Drop for Tenant {
 #[derive(Debug)]
 pub(crate) struct Charge {
     tenant: Arc<Tenant>,
-    pool: Pool,
+    kind: MemoryKind,
     size: u64,
     /// Whether the engine still reports the memory as free.
     is_pending: bool,
@@ -221,15 +221,15 @@ impl Charge {
         if self.is_pending {
             ledger.allocated(less);
         }
-        ledger.release(self.tenant.id, self.pool, less);
+        ledger.release(self.tenant.id, self.kind, less);
     }
 }
 
 impl Drop for Charge {
     fn drop(&mut self) {
         self.allocated();
-        let Charge { tenant, pool, .. } = self;
-        tenant.ledger.release(tenant.id, *pool, self.size);
+        let Charge { tenant, kind, .. } = self;
+        tenant.ledger.release(tenant.id, *kind, self.size);
     }
 }
 
@@ -350,7 +350,7 @@ mod tests {
             ledger.charge_host(tenant.id, size)?;
             Ok::<_, EngineError>(Charge {
                 tenant: Arc::clone(tenant),
-                pool: Pool::Host,
+                kind: MemoryKind::Host,
                 size,
                 is_pending: false,
             })

@@ -16,7 +16,7 @@ void wait(const unsigned* count);
 unsigned current();
 unsigned threads();
 
-// The block's dynamic shared memory. It begins 16 bytes behind a multiple of 1024, as a GPU
+// The block's dynamic shared memory, which begins 16 bytes behind a multiple of 1024: a GPU
 // guarantees an alignment of 16 only.
 struct Shared {
     unsigned char* begin;

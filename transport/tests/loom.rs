@@ -93,12 +93,12 @@ impl SharedWords for ModelMemory {
 
 /// A doorbell with the semantics of an eventfd: a ring is pending until it is cleared.
 #[derive(Default)]
-struct Bell {
+struct TestDoorbell {
     rung: Mutex<bool>,
     waiting: Condvar,
 }
 
-impl Bell {
+impl TestDoorbell {
     fn ring(&self) {
         *self.rung.lock().unwrap() = true;
         self.waiting.notify_one();
@@ -208,7 +208,7 @@ fn no_wakeup_is_lost() {
     const RECORDS: u64 = 2;
     check(5, || {
         let memory = Arc::new(ModelMemory::new(4 * LINE));
-        let bell = Arc::new(Bell::default());
+        let bell = Arc::new(TestDoorbell::default());
         let (shared, shared_bell) = (Arc::clone(&memory), Arc::clone(&bell));
         let sender = thread::spawn(move || {
             let mut producer = Producer::new(place(4 * LINE));
@@ -243,7 +243,10 @@ fn no_wakeup_is_lost_between_two_sleepers() {
     const RING: usize = 2 * LINE;
     check(3, || {
         let memory = Arc::new(ModelMemory::new(RING));
-        let (bell, room_bell) = (Arc::new(Bell::default()), Arc::new(Bell::default()));
+        let (bell, room_bell) = (
+            Arc::new(TestDoorbell::default()),
+            Arc::new(TestDoorbell::default()),
+        );
         let (shared, shared_bell, own_bell) = (
             Arc::clone(&memory),
             Arc::clone(&bell),
@@ -298,7 +301,7 @@ fn waiter_for_a_sequence_number_is_woken() {
     const LAST: u64 = 3;
     check(5, || {
         let memory = Arc::new(ModelMemory::new(LINE));
-        let bell = Arc::new(Bell::default());
+        let bell = Arc::new(TestDoorbell::default());
         let (shared, shared_bell) = (Arc::clone(&memory), Arc::clone(&bell));
         let counter = thread::spawn(move || {
             let mut waker = Waker::new(CONSUMER);
@@ -327,7 +330,7 @@ fn waiter_for_a_sequence_number_is_woken() {
 /// One sleep of the sleeper's side of the protocol.
 fn sleep_for_record(
     memory: &ModelMemory,
-    bell: &Bell,
+    bell: &TestDoorbell,
     sleeper: &mut Sleeper,
     consumer: &mut Consumer,
 ) -> Option<Arrived> {

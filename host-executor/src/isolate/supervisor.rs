@@ -68,12 +68,12 @@ const REPORT_INTERVAL: Duration = Duration::from_millis(20);
 /// How fast the reports of a worker are received. A worker whose reports are not received loses
 /// reports.
 #[derive(Debug, Default)]
-struct Pace {
+struct ReportRateLimit {
     /// When the reports so far would have been received, one in each interval.
     due: Option<Instant>,
 }
 
-impl Pace {
+impl ReportRateLimit {
     /// How long to wait after a report.
     fn delay(&mut self, now: Instant) -> Duration {
         let due = self.due.map_or(now, |due| due.max(now)) + REPORT_INTERVAL;
@@ -470,7 +470,7 @@ impl Shared {
     /// Receives the reports of a worker until the connection is closed, or `limit` has passed.
     fn receive_reports(&self, id: u64, ipc: &IpcSocket, limit: Option<Duration>) {
         let start = Instant::now();
-        let mut pace = Pace::default();
+        let mut rate_limit = ReportRateLimit::default();
         let mut has_logged = false;
         loop {
             let left = limit.map(|limit| limit.saturating_sub(start.elapsed()));
@@ -496,7 +496,7 @@ impl Shared {
                 }
             }
             // A worker that sends without end must not occupy a processor of the supervisor.
-            thread::sleep(pace.delay(Instant::now()));
+            thread::sleep(rate_limit.delay(Instant::now()));
         }
     }
 
@@ -649,20 +649,20 @@ mod tests {
 
     #[test]
     fn reports_without_end_are_received_at_a_limited_pace() {
-        let mut pace = Pace::default();
+        let mut rate_limit = ReportRateLimit::default();
         let mut now = Instant::now();
         let start = now;
         for _ in 0..REPORT_BURST {
-            assert_eq!(pace.delay(now), Duration::ZERO);
+            assert_eq!(rate_limit.delay(now), Duration::ZERO);
         }
         for _ in 0..100 {
-            now += pace.delay(now);
+            now += rate_limit.delay(now);
         }
         assert_eq!(now - start, REPORT_INTERVAL * 100);
         // A worker that reports now and then never waits.
         for _ in 0..1000 {
             now += Duration::from_millis(500);
-            assert_eq!(pace.delay(now), Duration::ZERO);
+            assert_eq!(rate_limit.delay(now), Duration::ZERO);
         }
     }
 }

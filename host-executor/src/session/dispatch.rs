@@ -11,7 +11,7 @@ use vgpu_transport::link::HostEnd;
 use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, PROTOCOL_VERSION, Reply, Request};
 
 use super::answer::{Answer, ReadRange, Submitted, done, failed, refused};
-use super::ending::Ending;
+use super::end_check::EndCheck;
 use super::error::{SessionEnd, Violation};
 use super::graphs::{CompileContext, GraphStatus, Received};
 use super::state::{MODEL_SCALE, Session, count_turn};
@@ -269,11 +269,11 @@ impl Session {
         stop: &StopFlag,
     ) -> Result<Answer, SessionEnd> {
         let start = Instant::now();
-        let ending = Ending::new(link, stop);
-        let is_cancelled = || ending.is_near();
+        let end_check = EndCheck::new(link, stop);
+        let is_cancelled = || end_check.is_near();
         let (graphs, context) = self.compile_context(&is_cancelled);
         let status = graphs.compile(graph, received, &context)?;
-        ending.check()?;
+        end_check.check()?;
         let answer = match status {
             GraphStatus::Compiled { bytes, nodes } => {
                 let took = start.elapsed();
@@ -294,8 +294,8 @@ impl Session {
         link: &mut dyn HostEnd,
         stop: &StopFlag,
     ) -> Result<Answer, SessionEnd> {
-        let ending = Ending::new(link, stop);
-        let is_cancelled = || ending.is_near();
+        let end_check = EndCheck::new(link, stop);
+        let is_cancelled = || end_check.is_near();
         let context = CompileContext {
             engine: self.engine.as_ref(),
             buffers: &self.buffers,
@@ -304,7 +304,7 @@ impl Session {
             is_cancelled: &is_cancelled,
         };
         let stored = self.graphs.get(graph, &context)?;
-        ending.check()?;
+        end_check.check()?;
         let plan = match &mut stored.plan {
             Ok(plan) => plan,
             Err(error) => return Ok(failed(request, "SUBMIT", graph.0, error)),
@@ -317,7 +317,7 @@ impl Session {
         match state {
             RunState::Cancelled(Times { ran, turns, .. }) => {
                 debug!(graph = graph.0, ?ran, turns, "graph cancelled");
-                Err(ending.check().err().unwrap_or(SessionEnd::Shutdown))
+                Err(end_check.check().err().unwrap_or(SessionEnd::Shutdown))
             }
             RunState::Done(outcome, times) => Ok(self.ran(request, graph, outcome, times)),
             RunState::InFlight(run) => Ok(Answer::InFlight(Submitted {

@@ -54,7 +54,7 @@ enum Role {
 }
 
 /// What a write has led to.
-pub(super) enum Progress {
+pub(super) enum WriteOutcome {
     /// The extent is not complete.
     Incomplete,
     /// The extent is complete, and so many of its bytes are those of another extent.
@@ -104,7 +104,7 @@ impl ExtentUpload {
         store: &SessionStore,
         patience: &mut Duration,
         data: Bytes<'_>,
-    ) -> Result<Progress, EngineError> {
+    ) -> Result<WriteOutcome, EngineError> {
         let mut rest = data;
         while !rest.is_empty() {
             match &self.role {
@@ -122,13 +122,13 @@ impl ExtentUpload {
             }
         }
         if self.done < self.range.len {
-            return Ok(Progress::Incomplete);
+            return Ok(WriteOutcome::Incomplete);
         }
         let shared = match &self.role {
             Role::Follows(followed, _) => memory.attach(self.range.offset, &followed.extent)?,
             Role::Named | Role::Leads(_) | Role::Alone => 0,
         };
-        Ok(Progress::Complete { shared })
+        Ok(WriteOutcome::Complete { shared })
     }
 
     /// Ends the upload early: puts the bytes that the guest has sent into the memory of the buffer.

@@ -9,14 +9,14 @@
 //!   `weights_state`, and `extent_upload`, which compares what several guests upload.
 //! - `buffers`: the buffers.
 //! - `run`: the loop that receives requests and sends replies.
-//! - `answer`: what a request calls for. `error`: why sessions end. `ending`: whether a session is
-//!   to end while it does long work.
+//! - `answer`: what a request calls for. `error`: why sessions end. `end_check`: whether a session
+//!   is to end while it does long work.
 #![forbid(unsafe_code)]
 
 mod answer;
 mod buffers;
 mod dispatch;
-mod ending;
+mod end_check;
 mod error;
 mod extent_upload;
 mod graphs;

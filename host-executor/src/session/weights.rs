@@ -16,7 +16,7 @@ use vgpu_transport::wire::{
 
 use super::answer::{Answer, failed};
 use super::error::{SessionEnd, Violation};
-use super::extent_upload::{ExtentUpload, Progress};
+use super::extent_upload::{ExtentUpload, WriteOutcome};
 use super::state::{MODEL_SCALE, Session};
 use super::weights_state::{BufferRange, Challenge, Reserved, SessionWeights, WeightBuffer};
 use crate::stop::StopFlag;
@@ -107,8 +107,8 @@ impl Session {
         }
     }
 
-    /// Turns a new buffer into one for weights. Its content is lost, unless the request is refused:
-    /// then the buffer stays as it was.
+    /// Turns a new buffer into one for weights. The content of the buffer is lost, unless the
+    /// request is refused: then the buffer stays as it was.
     fn make_weights(&mut self, request: u64, buffer: BufferId) -> Result<Answer, SessionEnd> {
         let memory = self.buffers.get("WEIGHTS", buffer)?;
         // Also if they cannot be shared: the engine may choose a layout for weights.
@@ -392,9 +392,9 @@ impl Session {
         let len = data.len() as u64;
         if upload.continues_with(offset, len) {
             let patience = &mut weights.patience;
-            let progress = upload.write(memory.as_ref(), store, patience, data);
-            let progress = progress.inspect_err(|_| drop(uploads.remove(&buffer)))?;
-            if let Progress::Complete { shared } = progress {
+            let outcome = upload.write(memory.as_ref(), store, patience, data);
+            let outcome = outcome.inspect_err(|_| drop(uploads.remove(&buffer)))?;
+            if let WriteOutcome::Complete { shared } = outcome {
                 uploads.remove(&buffer);
                 if shared > 0 {
                     weights.shared += shared;

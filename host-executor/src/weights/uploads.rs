@@ -67,25 +67,25 @@ pub(crate) struct List {
 #[derive(Clone)]
 struct Upload {
     extent: Weak<dyn Extent>,
-    progress: Arc<Progress>,
+    upload_end: Arc<UploadEnd>,
 }
 
 /// An extent that the session of another guest, or of this one, uploads or has uploaded.
 #[derive(Clone)]
 pub(crate) struct Followed {
     pub(crate) extent: Arc<dyn Extent>,
-    progress: Arc<Progress>,
+    upload_end: Arc<UploadEnd>,
 }
 
 /// An extent that this session uploads. Dropping it tells the followers not to wait any more.
 pub(crate) struct Lead {
     pub(crate) extent: Arc<dyn Extent>,
-    progress: Arc<Progress>,
+    upload_end: Arc<UploadEnd>,
 }
 
 /// Wakes the followers of an upload.
 #[derive(Default)]
-struct Progress {
+struct UploadEnd {
     has_ended: Mutex<bool>,
     changed: Condvar,
 }
@@ -110,8 +110,8 @@ impl Slot {
         let list = self.lock();
         let followed = |upload: &Upload| {
             let extent = upload.extent.upgrade()?;
-            let progress = Arc::clone(&upload.progress);
-            Some(Followed { extent, progress })
+            let upload_end = Arc::clone(&upload.upload_end);
+            Some(Followed { extent, upload_end })
         };
         let extents = list.uploads.iter().filter_map(followed).collect();
         (extents, list.added)
@@ -133,13 +133,13 @@ impl List {
     pub(crate) fn add(&mut self, extent: &Arc<dyn Extent>) -> Lead {
         let lead = Lead {
             extent: Arc::clone(extent),
-            progress: Arc::default(),
+            upload_end: Arc::default(),
         };
         self.uploads.retain(Upload::exists);
         if self.uploads.len() < MAX_COMPARED {
             self.uploads.push(Upload {
                 extent: Arc::downgrade(extent),
-                progress: Arc::clone(&lead.progress),
+                upload_end: Arc::clone(&lead.upload_end),
             });
             self.added += 1;
         }
@@ -162,13 +162,13 @@ impl Followed {
     /// over.
     pub(crate) fn wait(&self, done: u64, limit: Duration) {
         let end = Instant::now() + limit;
-        let mut has_ended = lock(&self.progress.has_ended);
+        let mut has_ended = lock(&self.upload_end.has_ended);
         while self.extent.filled() <= done && !*has_ended {
             let left = end.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return;
             }
-            let waited = self.progress.changed.wait_timeout(has_ended, left);
+            let waited = self.upload_end.changed.wait_timeout(has_ended, left);
             has_ended = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
@@ -178,15 +178,15 @@ impl Lead {
     /// Tells the followers that the extent has more bytes.
     pub(crate) fn advance(&self) {
         // A follower that has found too few bytes waits now, or has not released the lock yet.
-        drop(lock(&self.progress.has_ended));
-        self.progress.changed.notify_all();
+        drop(lock(&self.upload_end.has_ended));
+        self.upload_end.changed.notify_all();
     }
 }
 
 impl Drop for Lead {
     fn drop(&mut self) {
-        *lock(&self.progress.has_ended) = true;
-        self.progress.changed.notify_all();
+        *lock(&self.upload_end.has_ended) = true;
+        self.upload_end.changed.notify_all();
     }
 }
 

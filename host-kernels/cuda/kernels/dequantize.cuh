@@ -2,8 +2,8 @@
 //
 //     element i = scale[i / 16] * byte i + offset[i / 16]
 //
-// This is the operand format of dp4a. Layouts are the `block_*` structs of ggml (ggml-common.h);
-// `formats.cuh` has the same per element.
+// The bytes are in the operand format of dp4a. Layouts are the `block_*` structs of ggml
+// (ggml-common.h); `formats.cuh` has the same per element.
 #pragma once
 #include "formats.cuh"
 

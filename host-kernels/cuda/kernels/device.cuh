@@ -2,8 +2,9 @@
 // reductions, fault reports.
 //
 // The same source is compiled for GPUs and, with VGPU_SHIM, for the CPU (`host-kernels/shim`),
-// where the tests run it. It includes no CUDA header and uses no vendor type; GPU instructions are
-// inline PTX in this file and in `sm90.cuh`. Section names below are those of the PTX ISA manual.
+// where the tests run it. The source includes no CUDA header and uses no vendor type; GPU
+// instructions are inline PTX in this file and in `sm90.cuh`. Section names below are those of the
+// PTX ISA manual.
 #pragma once
 
 #ifdef VGPU_SHIM
@@ -147,9 +148,9 @@ DEVICE u32 prmt_or_0(u32 a, u32 b, u32 selector) {
 
 // ---- Values that the compiler must not recompute.
 
-// These return their argument through a shuffle, so the compiler cannot see its origin. It keeps
-// the value in a register and does not rematerialise it at each use. All lanes of a warp must call
-// them.
+// The functions return their argument through a shuffle, so the compiler cannot see its origin. The
+// compiler keeps the value in a register and does not rematerialise it at each use. All lanes of a
+// warp must call such a function.
 #ifdef VGPU_SHIM
 DEVICE u32 opaque(u32 x) { return x; }
 template <class T> DEVICE T* opaque_shared(T* at) { return at; }
@@ -409,7 +410,7 @@ DEVICE u8* repeated(const View& v, Index at) {
     return address(v, at);
 }
 
-// Index of a block and extents of its grid: those of the launch, or of a stage of the megakernel.
+// Index of a block and dimensions of its grid: of the launch, or of a stage of the megakernel.
 struct BlockIndex {
     u32 x, y, z, nx, ny, nz;
 };

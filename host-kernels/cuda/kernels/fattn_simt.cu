@@ -1,6 +1,6 @@
 // FLASH_ATTN_EXT for K and V of any type and layout, on CUDA cores: a block for each query of each
-// head. Its warps split the KV positions; each has a running maximum, sum and weighted sum of V,
-// which are merged in the end.
+// head. The warps of a block split the KV positions; each warp has a running maximum, sum and
+// weighted sum of V, which are merged in the end.
 #include "formats.cuh"
 
 namespace {

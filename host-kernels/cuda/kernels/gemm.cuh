@@ -1,13 +1,14 @@
 // GEMM on tensor cores (mma.sync) for weights of any type: f16 operands, f32 accumulators.
 //
-// `vg_convert_f16` first converts the activations to f16. It scales each row by a power of two so
+// `vg_convert_f16` first converts the activations to f16, with each row scaled by a power of two so
 // that no element overflows. A block of threads has a tile of 128 rows by 128 columns and iterates
-// over k in steps of 64. While it multiplies one step from shared memory, each thread dequantises
-// 32 weights of the next step in registers, and cp.async loads the next activations.
+// over k in steps of 64. While a block multiplies one step from shared memory, each thread
+// dequantises 32 weights of the next step in registers, and cp.async loads the next activations.
 //
 // Weights in f32, and weights of any type with unusual strides (ANY_TYPE), are not rounded to f16.
 // Weights and activations (`vg_split_bf16`) become two bf16 terms each, with a relative error of
-// 2^-16, and three of the four products of terms are added. Their k step is half as long.
+// 2^-16, and three of the four products of terms are added. The k step of such weights is half as
+// long.
 #pragma once
 #include "dequantize.cuh"
 

@@ -2,7 +2,7 @@
 #pragma once
 #include "formats.cuh"
 
-// Extents of a tile of the result, and of a k step.
+// Rows and columns of a tile of the result, and elements of a k step.
 constexpr int TILE_ROWS = 64, TILE_COLS = 32, TILE_STEP = 32;
 // Results of a thread; a block has 256 threads.
 constexpr int THREAD_ROWS = 4, THREAD_COLS = 2;

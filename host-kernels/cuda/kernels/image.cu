@@ -10,11 +10,11 @@ struct Range {
     i64 first, last;
 };
 
-// Elements of dimension `d` that window `window` covers, clipped to `extent`.
-DEVICE Range covers(const VgPoolParams& p, int d, i64 window, i64 extent) {
+// Elements of dimension `d` that window `window` covers, clipped to `length`.
+DEVICE Range covers(const VgPoolParams& p, int d, i64 window, i64 length) {
     i64 first = window * p.stride[d] - p.padding[d], last = first + p.size[d];
     first = first > 0 ? first : 0;
-    return {first, last < extent ? last : extent};
+    return {first, last < length ? last : length};
 }
 
 } // namespace

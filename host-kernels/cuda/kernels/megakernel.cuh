@@ -253,21 +253,21 @@ DEVICE void mmv_stage(const VgStage& stage, const VgMmvParams& p, u32 started,
                 start += low_bits_per_tile(TYPE);
             };
             switch (type) {
-            case VG_F32: multiply(Weights<VG_F32>()); break;
-            case VG_F16: multiply(Weights<VG_F16>()); break;
-            case VG_BF16: multiply(Weights<VG_BF16>()); break;
-            case VG_Q4_0: multiply(Weights<VG_Q4_0>()); break;
-            case VG_Q8_0: multiply(Weights<VG_Q8_0>()); break;
-            case VG_IQ4_NL: multiply(Weights<VG_IQ4_NL>()); break;
-            case VG_MXFP4: multiply(Weights<VG_MXFP4>()); break;
-            case VG_Q4_0 | VG_REPACKED: multiply(Weights<VG_Q4_0 | VG_REPACKED>()); break;
-            case VG_Q8_0 | VG_REPACKED: multiply(Weights<VG_Q8_0 | VG_REPACKED>()); break;
-            case VG_IQ4_NL | VG_REPACKED: multiply(Weights<VG_IQ4_NL | VG_REPACKED>()); break;
-            case VG_MXFP4 | VG_REPACKED: multiply(Weights<VG_MXFP4 | VG_REPACKED>()); break;
-            case VG_Q4_K: multiply(Weights<VG_Q4_K>()); break;
-            case VG_Q5_K: multiply(Weights<VG_Q5_K>()); break;
-            case VG_Q6_K | VG_REPACKED: multiply(Weights<VG_Q6_K | VG_REPACKED>()); break;
-            default: multiply(Weights<VG_Q6_K>()); // the host rejects other types
+            case VG_F32: multiply(TypeTag<VG_F32>()); break;
+            case VG_F16: multiply(TypeTag<VG_F16>()); break;
+            case VG_BF16: multiply(TypeTag<VG_BF16>()); break;
+            case VG_Q4_0: multiply(TypeTag<VG_Q4_0>()); break;
+            case VG_Q8_0: multiply(TypeTag<VG_Q8_0>()); break;
+            case VG_IQ4_NL: multiply(TypeTag<VG_IQ4_NL>()); break;
+            case VG_MXFP4: multiply(TypeTag<VG_MXFP4>()); break;
+            case VG_Q4_0 | VG_REPACKED: multiply(TypeTag<VG_Q4_0 | VG_REPACKED>()); break;
+            case VG_Q8_0 | VG_REPACKED: multiply(TypeTag<VG_Q8_0 | VG_REPACKED>()); break;
+            case VG_IQ4_NL | VG_REPACKED: multiply(TypeTag<VG_IQ4_NL | VG_REPACKED>()); break;
+            case VG_MXFP4 | VG_REPACKED: multiply(TypeTag<VG_MXFP4 | VG_REPACKED>()); break;
+            case VG_Q4_K: multiply(TypeTag<VG_Q4_K>()); break;
+            case VG_Q5_K: multiply(TypeTag<VG_Q5_K>()); break;
+            case VG_Q6_K | VG_REPACKED: multiply(TypeTag<VG_Q6_K | VG_REPACKED>()); break;
+            default: multiply(TypeTag<VG_Q6_K>()); // the host rejects other types
             }
             pipeline.release(buffer_bytes);
         }
@@ -298,8 +298,8 @@ struct MegakernelState {
 // Shared by all functions below: a compile-time address needs no registers.
 __shared__ __align__(16) MegakernelState megakernel_state;
 
-// Thread index. It is read anew each time so that nothing derived from it occupies registers across
-// calls.
+// Thread index, read anew each time so that nothing derived from the index occupies registers
+// across calls.
 DEVICE u32 this_thread() {
 #ifdef VGPU_SHIM
     return threadIdx.x;

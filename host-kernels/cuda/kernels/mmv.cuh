@@ -3,14 +3,14 @@
 //
 // Activations for quantised weights are quantised to q8 first (`vg_quantize_q8`); for float weights
 // they are f32. A warp handles two rows of weights at a time: neighbours, or with a gated unit the
-// same row of both matrices. It copies tiles of both rows to shared memory with 16-byte cp.async
-// at any row alignment, a few tiles ahead of its arithmetic and across the ends of rows, so that
-// loads are always in flight. Of a tile of quantised weights each half of the lanes has one row:
-// 64 elements for each lane, unpacked once for all columns (`vec_dot_q8.cuh`).
+// same row of both matrices. The warp copies tiles of both rows to shared memory with 16-byte
+// cp.async at any row alignment, a few tiles ahead of the arithmetic and across the ends of rows,
+// so that loads are always in flight. Of a tile of quantised weights each half of the lanes has one
+// row: 64 elements for each lane, unpacked once for all columns (`vec_dot_q8.cuh`).
 //
-// The issue rate of a scheduler is hardly above what memory delivers; `docs/gpu-performance-model.md` has instruction
-// counts for each format. Pieces are therefore copied and multiplied without branches, and
-// invariants are computed before the first row.
+// The issue rate of a scheduler is hardly above what memory delivers;
+// `docs/gpu-performance-model.md` has instruction counts for each format. Pieces are therefore
+// copied and multiplied without branches, and invariants are computed before the first row.
 //
 // Several matrices with the same activations share a launch: their pairs of rows are counted
 // through.
@@ -35,7 +35,7 @@ DEVICE constexpr int tile_elements(int type) {
 }
 
 // Tag of a weight type for generic lambdas.
-template <int OF> struct Weights {
+template <int OF> struct TypeTag {
     static constexpr int TYPE = OF;
 };
 
@@ -93,7 +93,7 @@ struct BatchIndex {
             return reports ? check_index(p.site, expert, experts) : expert >= 0 && expert < experts;
         }
         by_expert = false, i1 = i2 = i3 = expert = 0;
-        // Slots and batches are grid extents and fit 32 bits, whose division needs few instructions
+        // Slots and batches are grid sizes and fit 32 bits, whose division needs few instructions
         // and no call. There is nearly always one batch.
         if (batch != 0) {
             u32 of_all = static_cast<u32>(batch), each = static_cast<u32>(dst.ne[2]);

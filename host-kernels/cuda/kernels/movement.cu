@@ -85,7 +85,7 @@ KERNEL(vg_move, VgMoveParams, 256) {
     }
 }
 
-// Copies elements in order between tensors of one type and different extents.
+// Copies elements in order between tensors of one type and different lengths.
 KERNEL(vg_copy_same, VgCopyParams, 256) {
     View dst = in_blocks(p.dst), src = in_blocks(p.src);
     u32 size = type_traits(dst.type).bytes;
@@ -113,7 +113,7 @@ KERNEL(vg_copy, VgCopyParams, 256) {
 
 KERNEL(vg_repeat_back, VgRepeatBackParams, 256) {
     i64 n = elements(p.dst);
-    // An empty source has no bound on its other extents.
+    // An empty source has no bound on its other lengths.
     bool any = elements(p.src) > 0;
     for (i64 e = thread_index(); e < n; e += thread_count()) {
         Index at = index_of(p.dst, e);

@@ -49,7 +49,7 @@ enum VgType {
  * strides remain those of ggml's type. */
 #define VG_REPACKED 0x100
 
-/* A tensor: address of the first element, extents (ne[0] is the fastest) and strides in bytes, as
+/* A tensor: address of the first element, lengths (ne[0] is the fastest) and strides in bytes, as
  * in `struct ggml_tensor`. For quantised types nb[0] is the size of a block. `data` is 0 for an
  * absent tensor. */
 struct VgView {
@@ -138,7 +138,7 @@ struct VgElementwiseParams {
     struct VgView dst, a, b;
     float c[4];
     unsigned op; /* enum VgElementwiseOp */
-    unsigned flat; /* all present operands are f32, contiguous and of equal extents */
+    unsigned flat; /* all present operands are f32, contiguous and of equal lengths */
 };
 
 /* vg_add_id: dst[:, u, t] = a[:, u, t] + b[:, ids[u, t]]. */
@@ -156,9 +156,9 @@ struct VgCopyParams {
 /* vg_move: dst[i] = src[f(i)]. Copies elements of `size` bytes unchanged; for quantised types an
  * element is a block, and dimension 0 counts blocks. */
 enum VgMove {
-    VG_MOVE_REPEAT,   /* i modulo the extents of src */
+    VG_MOVE_REPEAT,   /* i modulo the lengths of src */
     VG_MOVE_PAD,      /* i - shift; 0 outside src */
-    VG_MOVE_CIRCULAR, /* i - shift modulo the extents of src */
+    VG_MOVE_CIRCULAR, /* i - shift modulo the lengths of src */
     VG_MOVE_REFLECT,  /* i - shift, reflected at the ends of dimension 0 */
     VG_MOVE_DIAG,     /* src[i1] where i0 = i1, 0 elsewhere */
     VG_MOVE_BAND,     /* i where low <= i0 - i1 < high, `other` elsewhere */
@@ -295,7 +295,7 @@ struct VgTotalParams {
 
 /* vg_mul_mat, vg_mul_vec: dst[i, j, b] = sum over k of w[k, i, b / r] * x[k, j, b], b counting
  * dimensions 2 and 3. vg_mul_mat_id: dst[i, u, t] = sum over k of w[k, i, ids[u, t]] * x[k, u
- * modulo its extent, t]. vg_out_prod: dst[i, j, b] = sum over k of w[i, k, b / r] * x[j, k, b]. */
+ * modulo its length, t]. vg_out_prod: dst[i, j, b] = sum over k of w[i, k, b / r] * x[j, k, b]. */
 struct VgMulMatParams {
     struct VgView dst, w, x, ids;
     unsigned long long codebooks;
@@ -310,7 +310,7 @@ struct VgQuantizeQ8Params {
     unsigned long long quants, scales;
 };
 
-/* A matrix, its result, and an optional bias `add`: of the extents of dst, or one row for all
+/* A matrix, its result, and an optional bias `add`: of the lengths of dst, or one row for all
  * columns; with expert ids one row for each expert. */
 struct VgProduct {
     struct VgView dst, w, add;
@@ -326,7 +326,7 @@ struct VgMmvParams {
     unsigned long long quants, scales;
     unsigned long long codebooks;
     struct VgFaultSite site;
-    long long slots; /* extent of dimension 1 of the activations */
+    long long slots; /* length of dimension 1 of the activations */
     float c[2];
     unsigned count; /* number of products */
     unsigned unit;  /* enum VgElementwiseOp: the gated unit, or VG_OP_ADD for none */
@@ -425,7 +425,7 @@ struct VgGemmParams {
     unsigned long long values, row_scales;
     unsigned long long codebooks;
     unsigned long long moe_order;
-    long long slots; /* extent of dimension 1 of the activations */
+    long long slots; /* length of dimension 1 of the activations */
 };
 
 /* vg_convert_f16_sm90: vg_convert_f16 for vg_gemm_sm90_*. The output is a sequence of k steps of
@@ -484,7 +484,7 @@ struct VgFattnMaskTilesParams {
     unsigned long long mask_tiles;
     int keys, tokens;
     unsigned gqa_ratio;
-    unsigned rows, columns; /* extents of a tile */
+    unsigned rows, columns; /* of a tile */
     unsigned reserved;
 };
 
@@ -517,7 +517,7 @@ struct VgIm2colParams {
     struct VgView patches;
     struct VgVolume image;
     struct VgConvGeometry geometry;
-    long long taps[3]; /* extents of the kernel */
+    long long taps[3]; /* lengths of the kernel */
     long long channels, images, depth;
 };
 

@@ -41,7 +41,7 @@ DEVICE float2 load_float2(const u8* at) {
     return {__uint_as_float(static_cast<u32>(both)), __uint_as_float(static_cast<u32>(both >> 32))};
 }
 
-// Byte offsets relative to the tile. They depend on the lane's chunk only and are the same for all
+// Byte offsets relative to the tile, which depend on the lane's chunk only and are the same for all
 // tiles.
 struct LaneOffsets {
     int chunk;

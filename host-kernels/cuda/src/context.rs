@@ -209,7 +209,7 @@ impl Drop for DeviceGuard {
 /// The bytes of `VgCodebooks`, in the order of its fields.
 fn codebooks_of_formats() -> Vec<u8> {
     use vgpu_cpu::formats::grids::{IQ1, IQ2_S, IQ2_XS, IQ2_XXS, IQ3_S, IQ3_XXS};
-    let books: [&[u64]; 6] = [&IQ2_XXS, &IQ2_XS, &IQ2_S, &IQ3_XXS, &IQ3_S, &IQ1];
-    let entries = books.into_iter().flatten();
+    let grids: [&[u64]; 6] = [&IQ2_XXS, &IQ2_XS, &IQ2_S, &IQ3_XXS, &IQ3_S, &IQ1];
+    let entries = grids.into_iter().flatten();
     entries.flat_map(|entry| entry.to_le_bytes()).collect()
 }

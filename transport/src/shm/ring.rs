@@ -28,7 +28,7 @@
 //! # Ordering
 //!
 //! - The release store of `tail` in [`Producer::publish`] pairs with the acquire load of `tail` in
-//!   `Consumer::look`: a consumer that sees the tail sees the record.
+//!   `Consumer::load_tail`: a consumer that sees the tail sees the record.
 //! - The release store of `head` in [`Consumer::release`] pairs with the acquire load of `head` in
 //!   [`Producer::reserve`]: the consumer has finished its reads of the bytes that the producer
 //!   reuses.
@@ -218,9 +218,9 @@ impl Producer {
         }
         memory.write(room.record, &room.header.encode());
         memory.write(room.record + HEADER, message);
-        // Pairs with the acquire load of the tail in `Consumer::look`: a consumer that sees the new
-        // tail sees the header, the message and the payload, including those in write-combining
-        // buffers.
+        // Pairs with the acquire load of the tail in `Consumer::load_tail`: a consumer that sees
+        // the new tail sees the header, the message and the payload, including those in
+        // write-combining buffers.
         memory.drain_writes();
         self.tail = room.tail;
         memory.store(self.area.tail, self.tail);
@@ -308,7 +308,7 @@ impl Consumer {
         from: u64,
     ) -> Result<Option<Arrived>, LinkError> {
         if from == self.tail {
-            self.look(memory)?;
+            self.load_tail(memory)?;
             if from == self.tail {
                 return Ok(None);
             }
@@ -349,12 +349,12 @@ impl Consumer {
     ///
     /// [`LinkError::PeerMisbehaved`] when the producer's tail violates an invariant.
     pub fn is_filling(&mut self, memory: &impl SharedWords) -> Result<bool, LinkError> {
-        self.look(memory)?;
+        self.load_tail(memory)?;
         Ok(self.tail - self.head > self.area.size() / 4)
     }
 
     /// Loads and checks the tail.
-    fn look(&mut self, memory: &impl SharedWords) -> Result<(), LinkError> {
+    fn load_tail(&mut self, memory: &impl SharedWords) -> Result<(), LinkError> {
         let tail = memory.load(self.area.tail);
         let size = self.area.size();
         let used = tail.wrapping_sub(self.head);

@@ -42,12 +42,12 @@ impl EndWatch {
             certificates,
             next: Cell::new(Instant::now()),
         };
-        watch.look();
+        watch.check_if_due();
         watch
     }
 
-    /// Called now and then.
-    pub(super) fn look(&self) {
+    /// Checks the certificates if a check is due. Called now and then.
+    pub(super) fn check_if_due(&self) {
         if Instant::now() < self.next.get() {
             return;
         }

@@ -114,7 +114,7 @@ pub(super) fn run(
     let outcome = wait_for_end(
         events,
         || {
-            watch.look();
+            watch.check_if_due();
             engine.fatal_error()
         },
         || {

@@ -16,7 +16,7 @@ pub(crate) const FAULTS: [(&str, Fault); 12] = [
     ("guest killed at random points", kills::guests),
     ("executor and guest stopped for a while", suspend::both),
     ("slow guest", suspend::slow),
-    ("several guests at once", multi_guest::together),
+    ("several guests at once", multi_guest::concurrent_guests),
     (
         "guest at its quota beside another guest",
         multi_guest::quota,

@@ -14,7 +14,7 @@ use super::setup::{Row, Setup, TOKENS};
 const MANY: usize = 3;
 
 /// Several programs share one executor. Each generates the same tokens as alone.
-pub(super) fn together(setup: &Setup<'_>, progress: &Progress) -> Result<Row> {
+pub(super) fn concurrent_guests(setup: &Setup<'_>, progress: &Progress) -> Result<Row> {
     const NAME: &str = "together";
     let times = setup.counts.others;
     let executor = setup.serve(NAME, &[])?;

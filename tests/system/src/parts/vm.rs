@@ -83,7 +83,7 @@ fn systemd(tests: &mut TestRun<'_>, prepared: &Prepared) {
     tests.check("the units and the rule", |_, _| booted.verify());
     tests.check("vgpu.service", |_, _| booted.service());
     tests.check("a virtual machine's connection is kept", |_, _| {
-        booted.kept()
+        booted.fd_store()
     });
     tests.check("the services end successfully", |_, _| {
         booted.stop().map(|()| String::new())

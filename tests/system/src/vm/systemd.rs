@@ -121,7 +121,7 @@ impl Systemd {
     }
 
     /// systemd keeps the connection of a virtual machine while the executor is restarted.
-    pub(crate) fn kept(&mut self) -> Result<String> {
+    pub(crate) fn fd_store(&mut self) -> Result<String> {
         let stored = |wanted: &str| {
             until(&format!(
                 "[ \"$(systemctl show -p NFileDescriptorStore --value vgpu@vm1)\" {wanted} ]"

@@ -219,7 +219,7 @@ impl VmWindow {
     ///
     /// [`LinkError::System`] when a system call fails.
     pub fn next(&mut self, timeout: Duration) -> Result<VmEvent, LinkError> {
-        if let Some(arrival) = self.look()? {
+        if let Some(arrival) = self.next_request()? {
             return Ok(VmEvent::Arrival(arrival));
         }
         let is_slot_awaited = self.slots.iter().any(|slot| slot.waiting.is_some());
@@ -231,11 +231,11 @@ impl VmWindow {
         if wait_events(&self.events, wait)?.contains(&GONE) {
             return Ok(VmEvent::Gone);
         }
-        Ok(self.look()?.map_or(VmEvent::Nothing, VmEvent::Arrival))
+        Ok(self.next_request()?.map_or(VmEvent::Nothing, VmEvent::Arrival))
     }
 
     /// The next request whose slot is free.
-    fn look(&mut self) -> Result<Option<PciArrival>, LinkError> {
+    fn next_request(&mut self) -> Result<Option<PciArrival>, LinkError> {
         for k in 0..self.slots.len() {
             let number = self.page.load(word::request(k));
             let slot = &mut self.slots[k];

@@ -133,7 +133,7 @@ pub(crate) fn run(
     wait_for_end(
         events,
         || {
-            watch.look();
+            watch.check_if_due();
             None
         },
         || {

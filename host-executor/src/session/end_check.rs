@@ -8,7 +8,7 @@ use super::error::SessionEnd;
 use crate::stop::StopFlag;
 
 /// What ends a session in the middle of a request: its guest is gone, or the executor stops.
-pub(super) struct Ending<'a> {
+pub(super) struct EndCheck<'a> {
     state: RefCell<State<'a>>,
     stop: &'a StopFlag,
 }
@@ -18,10 +18,10 @@ struct State<'a> {
     end: Option<SessionEnd>,
 }
 
-impl<'a> Ending<'a> {
-    pub(super) fn new(link: &'a mut dyn HostEnd, stop: &'a StopFlag) -> Ending<'a> {
+impl<'a> EndCheck<'a> {
+    pub(super) fn new(link: &'a mut dyn HostEnd, stop: &'a StopFlag) -> EndCheck<'a> {
         let end = None;
-        Ending {
+        EndCheck {
             state: RefCell::new(State { link, end }),
             stop,
         }
@@ -37,7 +37,7 @@ impl<'a> Ending<'a> {
         end.is_some()
     }
 
-    /// Why the session is to end, if [`is_near`](Ending::is_near) has found that it is.
+    /// Why the session is to end, if [`is_near`](EndCheck::is_near) has found that it is.
     ///
     /// # Errors
     /// The reason.
