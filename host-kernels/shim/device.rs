@@ -7,7 +7,7 @@ use std::sync::{Mutex, PoisonError};
 
 use vgpu_cuda::device::{Address, Device, Event, GraphExecId, KernelId, Launch, MappedHostMemory};
 use vgpu_cuda::source::sources_for;
-use vgpu_cuda_shim::{DeviceModel, Kernel};
+use vgpu_cuda_shim::{DeviceModel, Kernel, ShimError};
 use vgpu_engine::{EngineError, MemoryInfo};
 use vgpu_transport::bytes::{Bytes, BytesMut};
 
@@ -16,7 +16,8 @@ const PAGE: usize = 4096;
 /// The device. A guard page follows each allocation, so that a kernel that accesses memory beyond
 /// the end crashes.
 pub(crate) struct Shim {
-    /// The GPU whose limits the device has. Its SMs and its bandwidth are not those of the model.
+    /// The GPU whose limits the device has. The device has neither the SMs nor the bandwidth of the
+    /// model.
     model: DeviceModel,
     kernels: Mutex<Vec<(&'static str, Kernel)>>,
     /// The start and the length of the mapping of each allocation.
@@ -35,6 +36,12 @@ const BLOCKS: u32 = 5;
 
 /// A value of `blocks`: the device has no cooperative launches.
 pub(crate) const NO_BLOCKS: u32 = u32::MAX;
+
+fn device_error(error: ShimError) -> EngineError {
+    EngineError::Device {
+        message: error.to_string(),
+    }
+}
 
 impl Default for Shim {
     /// A device with the limits of the supported GPU that has the least shared memory.
@@ -245,11 +252,10 @@ impl Device for Shim {
             return unsafe {
                 kernel.launch_cooperative(grid[0], threads, shared as usize, params, seed)
             }
-            .map_err(|message| EngineError::Device { message });
+            .map_err(device_error);
         }
         // SAFETY: as above: the addresses in `params` point to memory that the kernel may access.
-        unsafe { kernel.launch(grid, threads, shared as usize, params) }
-            .map_err(|message| EngineError::Device { message })
+        unsafe { kernel.launch(grid, threads, shared as usize, params) }.map_err(device_error)
     }
 
     fn prefers_suballocation(&self) -> bool {
@@ -273,7 +279,7 @@ impl Device for Shim {
     }
 
     fn reserve_addresses(&self, size: u64) -> Result<Address, EngineError> {
-        // SAFETY: a new private mapping overlaps nothing. It is never unmapped.
+        // SAFETY: a new private mapping overlaps nothing, and is never unmapped.
         let start = unsafe {
             libc::mmap(
                 ptr::null_mut(),

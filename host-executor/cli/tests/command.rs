@@ -259,7 +259,7 @@ fn errors_contain_a_remedy() {
             "[session]=debug",
             "\"[session]\" is not the name of a crate",
         ),
-        (" , ", "it names no level"),
+        (" , ", "the filter names no level"),
     ] {
         let text = fails(&mut vgpu(&["serve", "--log", filter]));
         assert!(

@@ -131,8 +131,8 @@ impl IpcSocket {
             return Ok(Received::Closed);
         }
         let message = match got.is_truncated {
-            true => Err(format!("a packet of more than {MAX_PACKET} bytes")),
-            false => serde_json::from_slice(&text[..got.bytes]).map_err(|error| error.to_string()),
+            true => Err(InvalidPacket::TooLong),
+            false => serde_json::from_slice(&text[..got.bytes]).map_err(InvalidPacket::from),
         };
         Ok(match message {
             Ok(message) => Received::Message(message, got.files.into_iter().next()),
@@ -147,12 +147,21 @@ impl IpcSocket {
     }
 }
 
+/// Why a packet is not a message.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum InvalidPacket {
+    #[error("a packet of more than {MAX_PACKET} bytes")]
+    TooLong,
+    #[error(transparent)]
+    Json(#[from] serde_json::Error),
+}
+
 /// The result of [`IpcSocket::receive`].
 #[derive(Debug)]
 pub(super) enum Received<T> {
     Message(T, Option<OwnedFd>),
     /// A packet that is not a message, and why.
-    Invalid(String),
+    Invalid(InvalidPacket),
     /// No message in time.
     Nothing,
     /// The other end is closed.

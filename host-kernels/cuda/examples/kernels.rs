@@ -14,14 +14,13 @@
 //! compile or a hot kernel spills registers.
 
 use std::collections::{BTreeSet, HashMap};
-use std::error::Error;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::{env, fs, slice, thread};
+use std::{env, fs, io, slice, thread};
 
-use vgpu_cuda::nvrtc::Nvrtc;
+use vgpu_cuda::nvrtc::{CompileError, Nvrtc};
 use vgpu_cuda::source::{ARCHITECTURES, SOURCES, Source};
 
 /// Kernels that must not spill registers, because they run in every decode step. Kernels for
@@ -72,6 +71,40 @@ struct Use {
     spilled: u32,
 }
 
+/// Why this program fails.
+#[derive(Debug, thiserror::Error)]
+enum KernelsError {
+    #[error(
+        "usage: kernels --list | <folder of libnvrtc> <output folder> [sm_90a | sm_80:norm ...]"
+    )]
+    Usage,
+    #[error("no source is compiled for {0}; --list names all")]
+    NoSuchPair(String),
+    #[error("{}: {error}", path.display())]
+    Io { path: PathBuf, error: io::Error },
+    #[error(transparent)]
+    Compile(#[from] CompileError),
+    /// The standard error of the process that has compiled one pair.
+    #[error("{0}")]
+    Process(String),
+    /// A line of a compiler's log that says that a kernel is slow.
+    #[error("{0}")]
+    SlowCode(String),
+    #[error("{reported} kernels reported, not {expected}")]
+    Count { reported: usize, expected: usize },
+    #[error("hot kernels spill registers: {0}")]
+    Spills(String),
+}
+
+/// Adds the path to the error of an operation on a file or folder.
+fn at(path: &Path) -> impl Fn(io::Error) -> KernelsError {
+    let path = path.to_owned();
+    move |error| KernelsError::Io {
+        path: path.clone(),
+        error,
+    }
+}
+
 /// Compiles one pair: the argument that this program gives itself.
 const COMPILE: &str = "--compile";
 
@@ -90,11 +123,7 @@ fn main() -> ExitCode {
         [nvrtc, out, named @ ..] => {
             selection(named).and_then(|work| run(Path::new(nvrtc), Path::new(out), &work))
         }
-        _ => Err(
-            "usage: kernels --list | <folder of libnvrtc> <output folder> \
-                  [sm_90a | sm_80:norm ...]"
-                .into(),
-        ),
+        _ => Err(KernelsError::Usage),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
@@ -118,15 +147,15 @@ fn pairs() -> impl Iterator<Item = Pair> {
 /// The pairs that are named, as an architecture or as `architecture:source`. No name: all.
 ///
 /// # Errors
-/// If a name is that of no pair.
-fn selection(named: &[String]) -> Result<Vec<Pair>, Box<dyn Error>> {
+/// [`KernelsError::NoSuchPair`] if a name is that of no pair.
+fn selection(named: &[String]) -> Result<Vec<Pair>, KernelsError> {
     let is = |name: &String, (source, arch): &Pair| match name.split_once(':') {
         None => name == arch,
         Some((of, file)) => of == *arch && file == source.name,
     };
     for name in named {
         if !pairs().any(|pair| is(name, &pair)) {
-            return Err(format!("no source is compiled for {name}; --list names all").into());
+            return Err(KernelsError::NoSuchPair(name.clone()));
         }
     }
     Ok(pairs()
@@ -134,9 +163,9 @@ fn selection(named: &[String]) -> Result<Vec<Pair>, Box<dyn Error>> {
         .collect())
 }
 
-fn run(nvrtc: &Path, out: &Path, work: &[Pair]) -> Result<(), Box<dyn Error>> {
+fn run(nvrtc: &Path, out: &Path, work: &[Pair]) -> Result<(), KernelsError> {
     let version = Nvrtc::load(Some(nvrtc))?.version();
-    fs::create_dir_all(out)?;
+    fs::create_dir_all(out).map_err(at(out))?;
     let next = AtomicUsize::new(0);
     let results = Mutex::new(Vec::new());
     thread::scope(|scope| {
@@ -161,21 +190,22 @@ fn run(nvrtc: &Path, out: &Path, work: &[Pair]) -> Result<(), Box<dyn Error>> {
         let complaint =
             { log.lines() }.find(|line| line.contains("serializ") || line.contains("setmaxnreg"));
         if let Some(line) = complaint {
-            return Err(line.into());
+            return Err(KernelsError::SlowCode(line.to_owned()));
         }
         for (kernel, used) in uses(&log) {
             rows.push((kernel, arch, used));
         }
     }
     rows.sort_by(|a, b| (&a.0, a.1).cmp(&(&b.0, b.1)));
-    let kernels: usize = { work.iter() }
-        .map(|(source, _)| source.kernels().count())
-        .sum();
-    if rows.len() != kernels {
-        let reported = rows.len();
-        return Err(format!("{reported} kernels reported, not {kernels}").into());
+    let (reported, expected) = (rows.len(), {
+        let sources = work.iter().map(|(source, _)| source);
+        sources.map(|source| source.kernels().count()).sum()
+    });
+    if reported != expected {
+        return Err(KernelsError::Count { reported, expected });
     }
-    fs::write(out.join("report.json"), json(&rows))?;
+    let report = out.join("report.json");
+    fs::write(&report, json(&rows)).map_err(at(&report))?;
     println!("kernel                    architecture  registers  shared  stack  spilled");
     for (kernel, arch, used) in &rows {
         let Use {
@@ -193,10 +223,10 @@ fn run(nvrtc: &Path, out: &Path, work: &[Pair]) -> Result<(), Box<dyn Error>> {
         .collect::<Vec<_>>();
     if spilling.is_empty() {
         let archs: BTreeSet<&str> = work.iter().map(|(_, arch)| *arch).collect();
-        println!("{kernels} kernels for {} architectures", archs.len());
+        println!("{expected} kernels for {} architectures", archs.len());
         Ok(())
     } else {
-        Err(format!("hot kernels spill registers: {}", spilling.join(", ")).into())
+        Err(KernelsError::Spills(spilling.join(", ")))
     }
 }
 
@@ -207,29 +237,31 @@ fn compile(
     version: (i32, i32),
     (source, arch): Pair,
     out: &Path,
-) -> Result<String, String> {
+) -> Result<String, KernelsError> {
     let cache = env::var_os("VGPU_KERNEL_CACHE").map_or_else(|| out.join("cache"), PathBuf::from);
     let name = source.code_name(arch, version);
     let kept = |kind: &str| cache.join(format!("{name}.{kind}"));
     let cubin = out.join(format!("{}.{arch}.cubin", source.name));
-    let failed = |error: std::io::Error| format!("{}: {error}", out.display());
+    let failed = at(out);
     // The log is written last, so a log implies the code.
     if !kept("log").exists() {
-        let mut compiler = Command::new(env::current_exe().map_err(failed)?);
+        let mut compiler = Command::new(env::current_exe().map_err(&failed)?);
         compiler.arg(COMPILE).arg(nvrtc).arg(&cache);
-        let ended = { compiler.arg(format!("{arch}:{}", source.name)).output() }.map_err(failed)?;
+        let ended =
+            { compiler.arg(format!("{arch}:{}", source.name)).output() }.map_err(&failed)?;
         if !ended.status.success() {
-            return Err(String::from_utf8_lossy(&ended.stderr).into_owned());
+            let message = String::from_utf8_lossy(&ended.stderr);
+            return Err(KernelsError::Process(message.into_owned()));
         }
     }
-    fs::copy(kept("cubin"), &cubin).map_err(failed)?;
-    fs::read_to_string(kept("log")).map_err(failed)
+    fs::copy(kept("cubin"), &cubin).map_err(&failed)?;
+    fs::read_to_string(kept("log")).map_err(&failed)
 }
 
 /// Compiles pairs in this process, and keeps their machine code and logs in the cache.
-fn compile_into(nvrtc: &Path, cache: &Path, work: &[Pair]) -> Result<(), Box<dyn Error>> {
+fn compile_into(nvrtc: &Path, cache: &Path, work: &[Pair]) -> Result<(), KernelsError> {
     let nvrtc = Nvrtc::load(Some(nvrtc))?;
-    fs::create_dir_all(cache)?;
+    fs::create_dir_all(cache).map_err(at(cache))?;
     for (source, arch) in work {
         let compiled = nvrtc.compile(source, arch)?;
         let name = source.code_name(arch, nvrtc.version());
@@ -240,8 +272,8 @@ fn compile_into(nvrtc: &Path, cache: &Path, work: &[Pair]) -> Result<(), Box<dyn
         ] {
             // Other processes may write the same file, so it appears complete or not at all.
             let part = kept(&format!("{kind}.{}", std::process::id()));
-            fs::write(&part, bytes)?;
-            fs::rename(&part, kept(kind))?;
+            fs::write(&part, bytes).map_err(at(&part))?;
+            fs::rename(&part, kept(kind)).map_err(at(&part))?;
         }
     }
     Ok(())

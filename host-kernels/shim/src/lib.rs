@@ -31,6 +31,40 @@ unsafe extern "C" {
     ) -> *const c_char;
 }
 
+/// Why a launch failed.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ShimError {
+    /// A block of the launch has no threads, or more than the kernel is made for.
+    #[error("{kernel:?} in blocks of {threads} threads, made for {max}")]
+    Threads {
+        /// The name of the kernel.
+        kernel: CString,
+        /// Threads of a block of the launch.
+        threads: u32,
+        /// The most threads of a block that the kernel is made for.
+        max: u32,
+    },
+    /// The size of the parameters is not that of the kernel's structure.
+    #[error("{kernel:?} with {given} bytes of parameters, it has {expected}")]
+    Parameters {
+        /// The name of the kernel.
+        kernel: CString,
+        /// Bytes of parameters of the launch.
+        given: usize,
+        /// Bytes of the kernel's structure.
+        expected: usize,
+    },
+    /// The kernel has done something invalid, such as an unaligned access, or its blocks wait for
+    /// each other for ever.
+    #[error("{kernel:?}: {reason}")]
+    Kernel {
+        /// The name of the kernel.
+        kernel: CString,
+        /// What the shim has detected.
+        reason: String,
+    },
+}
+
 /// A kernel, found by name.
 #[derive(Debug, Clone)]
 pub struct Kernel {
@@ -58,8 +92,9 @@ impl Kernel {
     ///
     /// # Errors
     ///
-    /// If `threads` or the size of `params` do not fit the kernel, or the kernel does something
-    /// invalid that the shim detects.
+    /// - [`ShimError::Threads`] and [`ShimError::Parameters`] if `threads` or the size of `params`
+    ///   do not fit the kernel. Nothing has run.
+    /// - [`ShimError::Kernel`] if the kernel does something invalid that the shim detects.
     ///
     /// # Safety
     ///
@@ -70,7 +105,7 @@ impl Kernel {
         threads: [u32; 3],
         shared: usize,
         params: &[u8],
-    ) -> Result<(), String> {
+    ) -> Result<(), ShimError> {
         let params = self.check(threads, params)?;
         // SAFETY: `check` has compared the size of `params` with that of the kernel's structure;
         // the caller guarantees the memory that the kernel accesses.
@@ -90,7 +125,7 @@ impl Kernel {
     ///
     /// # Errors
     ///
-    /// As for [`Kernel::launch`], and if the blocks deadlock.
+    /// As for [`Kernel::launch`], and [`ShimError::Kernel`] if the blocks deadlock.
     ///
     /// # Safety
     ///
@@ -102,7 +137,7 @@ impl Kernel {
         shared: usize,
         params: &[u8],
         seed: u64,
-    ) -> Result<(), String> {
+    ) -> Result<(), ShimError> {
         let params = self.check(threads, params)?;
         // SAFETY: as in `launch`.
         self.outcome(unsafe {
@@ -118,21 +153,21 @@ impl Kernel {
     }
 
     /// The parameters at their alignment, after a check of their size and of the number of threads.
-    fn check(&self, threads: [u32; 3], params: &[u8]) -> Result<Vec<u64>, String> {
+    fn check(&self, threads: [u32; 3], params: &[u8]) -> Result<Vec<u64>, ShimError> {
         let count = threads.iter().product::<u32>();
         if count == 0 || count > self.threads {
-            return Err(format!(
-                "{:?} in blocks of {count} threads, made for {}",
-                self.name, self.threads
-            ));
+            return Err(ShimError::Threads {
+                kernel: self.name.clone(),
+                threads: count,
+                max: self.threads,
+            });
         }
         if params.len() != self.params {
-            return Err(format!(
-                "{:?} with {} bytes of parameters, it has {}",
-                self.name,
-                params.len(),
-                self.params
-            ));
+            return Err(ShimError::Parameters {
+                kernel: self.name.clone(),
+                given: params.len(),
+                expected: self.params,
+            });
         }
         let words = { params.chunks(8) }.map(|bytes| {
             let mut word = [0; 8];
@@ -142,14 +177,18 @@ impl Kernel {
         Ok(words.collect())
     }
 
-    /// Converts the error string of a launch.
-    fn outcome(&self, error: *const c_char) -> Result<(), String> {
+    /// Converts the error string that a launch on this thread has just returned.
+    fn outcome(&self, error: *const c_char) -> Result<(), ShimError> {
         if error.is_null() {
             return Ok(());
         }
-        // SAFETY: a NUL-terminated string that is valid until this thread's next launch.
-        let error = unsafe { CStr::from_ptr(error) }.to_string_lossy();
-        Err(format!("{:?}: {error}", self.name))
+        // SAFETY: a NUL-terminated string that is valid until this thread's next launch. The string
+        // is copied here, and both callers pass what their launch has just returned.
+        let reason = unsafe { CStr::from_ptr(error) }.to_string_lossy();
+        Err(ShimError::Kernel {
+            kernel: self.name.clone(),
+            reason: reason.into_owned(),
+        })
     }
 }
 
@@ -158,7 +197,7 @@ mod tests {
     use super::*;
 
     /// Result of the first thread of `shim_check_group` with a mistake of `checks.cpp`, or none.
-    fn check(mistake: u64) -> Result<f32, String> {
+    fn check(mistake: u64) -> Result<f32, ShimError> {
         // Column `c` has ones in its first `c` elements; 16-byte units are swizzled within rows of
         // an atom.
         let mut matrix = vec![0u16; 64 * 64];
@@ -190,14 +229,41 @@ mod tests {
     }
 
     #[test]
+    fn launches_that_do_not_fit_the_kernel_are_refused() {
+        let kernel = Kernel::find("shim_check_group").expect("it is compiled in");
+        let (size, max) = (kernel.params, kernel.threads);
+        // SAFETY: neither launch runs the kernel.
+        let launch = |threads, params: &[u8]| unsafe { kernel.launch([1; 3], threads, 0, params) };
+        for threads in [0, max + 1] {
+            let error = ShimError::Threads {
+                kernel: c"shim_check_group".into(),
+                threads,
+                max,
+            };
+            assert_eq!(launch([threads, 1, 1], &vec![0; size]), Err(error));
+        }
+        let error = launch([max, 1, 1], &vec![0; size + 1]).expect_err("a byte too many");
+        assert_eq!(
+            error.to_string(),
+            format!(
+                "\"shim_check_group\" with {} bytes of parameters, it has {size}",
+                size + 1
+            )
+        );
+    }
+
+    #[test]
     fn invalid_asynchronous_accesses_are_detected() {
         for (mistake, expected) in [
             (3, "a bulk copy to what a product under way reads"),
             (6, "a product that was not begun"),
             (7, "wait for each other for ever"),
         ] {
-            let error = check(mistake).expect_err("it is wrong");
-            assert!(error.contains(expected), "{error}");
+            let Err(ShimError::Kernel { kernel, reason }) = check(mistake) else {
+                panic!("mistake {mistake} is not detected");
+            };
+            assert_eq!(kernel.to_bytes(), b"shim_check_group");
+            assert!(reason.contains(expected), "{reason}");
         }
         let right = check(0).expect("it is right");
         for mistake in [1, 2, 4, 5] {

@@ -71,22 +71,33 @@ fn filter(settings: &Settings) -> anyhow::Result<Targets> {
     })
 }
 
+/// Why a text is not a log filter.
+#[derive(Debug, thiserror::Error)]
+enum FilterError {
+    #[error("the filter names no level")]
+    Empty,
+    #[error("{0:?} is not a level")]
+    Level(String),
+    #[error("{0:?} is not the name of a crate or module")]
+    Target(String),
+}
+
 /// Parses levels and `crate=level`, separated by commas. [`Targets`] alone would take a mistyped
 /// level for the name of a crate that logs nothing.
-fn parse(filter: &str) -> Result<Targets, String> {
+fn parse(filter: &str) -> Result<Targets, FilterError> {
     let mut targets = Targets::new();
     let parts: Vec<&str> = { filter.split(',') }
         .map(str::trim)
         .filter(|part| !part.is_empty())
         .collect();
     if parts.is_empty() {
-        return Err("it names no level".into());
+        return Err(FilterError::Empty);
     }
     for part in parts {
         // An empty text is a level for the parser.
         let level = |text: &str| match text.trim().parse::<LevelFilter>() {
             Ok(level) if !text.is_empty() => Ok(level),
-            _ => Err(format!("{text:?} is not a level")),
+            _ => Err(FilterError::Level(text.to_owned())),
         };
         targets = match part.split_once('=') {
             None => targets.with_default(level(part)?),
@@ -94,7 +105,7 @@ fn parse(filter: &str) -> Result<Targets, String> {
                 let target = target.trim();
                 let is_path = |c: char| c.is_ascii_alphanumeric() || "_:-".contains(c);
                 if target.is_empty() || !target.chars().all(is_path) {
-                    return Err(format!("{target:?} is not the name of a crate or module"));
+                    return Err(FilterError::Target(target.to_owned()));
                 }
                 targets.with_target(target, level(text)?)
             }

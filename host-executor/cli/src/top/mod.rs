@@ -34,11 +34,20 @@ pub(crate) struct Args {
     interval: f64,
 }
 
-fn interval(text: &str) -> Result<f64, String> {
-    let seconds: f64 = text.parse().map_err(|_| "a number of seconds".to_owned())?;
+/// Why a text is not an interval between two updates.
+#[derive(Debug, thiserror::Error)]
+enum IntervalError {
+    #[error("not a number of seconds")]
+    NotANumber,
+    #[error("{0} s is outside of 0.1 to 3600 s")]
+    Range(f64),
+}
+
+fn interval(text: &str) -> Result<f64, IntervalError> {
+    let seconds: f64 = text.parse().map_err(|_| IntervalError::NotANumber)?;
     match (0.1..=3600.0).contains(&seconds) {
         true => Ok(seconds),
-        false => Err("from 0.1 to 3600 seconds".into()),
+        false => Err(IntervalError::Range(seconds)),
     }
 }
 
