@@ -1,12 +1,15 @@
 //! The estimated work of every operator, beside loops that count what the operator's definition
 //! does.
 
+#[path = "../../../transport/tests/common/ops.rs"]
+mod ops;
+
 use std::time::Duration;
 
+use ops::{Sliding, rope, slide, usual};
 use vgpu_engine::work::{self, Speed, TooMuchWork, Work, WorkLimits};
 use vgpu_transport::ir::{
-    BufferId, GluKind, Graph, Node, Op, OpKind, PoolKind, Precision, RopeMode, ScaleMode, Shape,
-    SortOrder, Sources, Tensor, TriKind, Type, UnaryKind, check,
+    BufferId, ConvGeometry, Graph, Node, Op, OpKind, PoolKind, Shape, Sources, Tensor, Type, check,
 };
 
 /// How much the estimate may differ from the count, either way. Estimates count the padding of
@@ -73,56 +76,102 @@ fn taps(n: u64, k: u64, [stride, padding, dilation]: [u64; 3]) -> (u64, u64) {
     (outputs, inside)
 }
 
-const MATMUL: Op = Op::MulMat {
-    accumulator: Precision::Default,
-    activation: Precision::Default,
-    hadamard: false,
-};
+fn usual_op(kind: OpKind) -> Op {
+    usual(kind).expect("the parameters do not depend on lengths")
+}
 
 /// An operator of each kind, of a size that grows with `s`.
 fn sample(kind: OpKind, s: u64) -> Sample {
     let (n, m) = (16 * s, 6 * s);
     let rows = f32([n, m, 3, 2]);
     let all = n * m * 6;
-    let plain = |op: Op, sources: usize| Sample {
-        op,
+    let plain = |sources: usize| Sample {
+        op: usual_op(kind),
         dst: rows,
         src: vec![rows; sources],
         count: all,
     };
-    let made = |op: Op, dst: [u64; 4], src: Vec<Shape>, count: u64| Sample {
+    let of = |op: Op, dst: [u64; 4], src: Vec<Shape>, count: u64| Sample {
         op,
         dst: f32(dst),
         src,
         count,
     };
+    let made = |dst: [u64; 4], src: Vec<Shape>, count: u64| of(usual_op(kind), dst, src, count);
+    let moves = |stride: [i32; 3], padding: [i32; 3]| {
+        let dilation = [1; 3];
+        let sliding = Sliding {
+            geometry: ConvGeometry {
+                stride,
+                padding,
+                dilation,
+            },
+            channels: 2,
+            results: 3,
+            ..Sliding::default()
+        };
+        slide(kind, &sliding).expect("a convolution")
+    };
+    let pools = |pool: PoolKind| {
+        let mut sliding = Sliding {
+            window: [4 * s as i32, 3],
+            pool,
+            ..Sliding::default()
+        };
+        sliding.geometry.padding = [2 * s as i32, 1, 0];
+        slide(kind, &sliding).expect("pooling")
+    };
     let ids = |ne: [u64; 4]| typed(Type::I32, ne);
     let (si, ni, mi) = (s as i32, n as i32, m as i32);
     match kind {
-        OpKind::Copy => plain(Op::Copy {}, 1),
-        OpKind::Repeat => made(Op::Repeat {}, rows.ne, vec![f32([n, 1, 1, 2])], all),
-        OpKind::RepeatBack => made(Op::RepeatBack {}, [n, 1, 1, 2], vec![rows], all),
+        OpKind::Copy
+        | OpKind::DiagMaskInf
+        | OpKind::DiagMaskZero
+        | OpKind::Roll
+        | OpKind::Tri
+        | OpKind::Fill
+        | OpKind::Scale
+        | OpKind::Clamp
+        | OpKind::Sqr
+        | OpKind::Sqrt
+        | OpKind::Log
+        | OpKind::Sin
+        | OpKind::Cos
+        | OpKind::LeakyRelu
+        | OpKind::Unary
+        | OpKind::Xielu
+        | OpKind::Cumsum
+        | OpKind::Norm
+        | OpKind::RmsNorm
+        | OpKind::GroupNorm
+        | OpKind::L2Norm
+        | OpKind::SoftMax => plain(1),
+        OpKind::Add
+        | OpKind::Sub
+        | OpKind::Mul
+        | OpKind::Div
+        | OpKind::Glu
+        | OpKind::SiluBack
+        | OpKind::RmsNormBack
+        | OpKind::SoftMaxBack => plain(2),
+        OpKind::Repeat => made(rows.ne, vec![f32([n, 1, 1, 2])], all),
+        OpKind::RepeatBack => made([n, 1, 1, 2], vec![rows], all),
         OpKind::Concat => {
             let half = f32([n, m, 3, 1]);
-            made(Op::Concat { dim: 3 }, rows.ne, vec![half; 2], all)
+            made(rows.ne, vec![half; 2], all)
         }
         OpKind::GetRows => {
             let table = f32([n, 100, 1, 1]);
-            made(
-                Op::GetRows {},
-                [n, m, 1, 1],
-                vec![table, ids([m, 1, 1, 1])],
-                n * m,
-            )
+            made([n, m, 1, 1], vec![table, ids([m, 1, 1, 1])], n * m)
         }
         OpKind::GetRowsBack => {
             let src = vec![f32([n, m, 1, 1]), ids([m, 1, 1, 1])];
             // Zeros, then sums.
-            made(Op::GetRowsBack {}, [n, 10, 1, 1], src, n * 10 + n * m)
+            made([n, 10, 1, 1], src, n * 10 + n * m)
         }
         OpKind::SetRows => {
             let src = vec![f32([n, m, 1, 1]), ids([m, 1, 1, 1])];
-            made(Op::SetRows {}, [n, 1000, 1, 1], src, n * m)
+            made([n, 1000, 1, 1], src, n * m)
         }
         OpKind::Set | OpKind::Acc => {
             let [nb1, nb2, nb3] = [4 * n, 4 * n * m, 4 * n * m * 3];
@@ -141,16 +190,9 @@ fn sample(kind: OpKind, s: u64) -> Sample {
                     offset,
                 },
             };
-            made(op, rows.ne, vec![rows, part], all + n * m / 2)
+            of(op, rows.ne, vec![rows, part], all + n * m / 2)
         }
-        OpKind::Diag => made(
-            Op::Diag {},
-            [n, n, 2, 1],
-            vec![f32([n, 1, 2, 1])],
-            2 * n * n,
-        ),
-        OpKind::DiagMaskInf => plain(Op::DiagMaskInf { n_past: 1 }, 1),
-        OpKind::DiagMaskZero => plain(Op::DiagMaskZero { n_past: 1 }, 1),
+        OpKind::Diag => made([n, n, 2, 1], vec![f32([n, 1, 2, 1])], 2 * n * n),
         OpKind::Pad => {
             let op = Op::Pad {
                 left: [si, 0, 0, 0],
@@ -158,98 +200,35 @@ fn sample(kind: OpKind, s: u64) -> Sample {
                 circular: false,
             };
             let dst = [n + 2 * s, m + s, 3 + s, 2 + s];
-            made(op, dst, vec![rows], dst.iter().product())
+            of(op, dst, vec![rows], dst.iter().product())
         }
         OpKind::PadReflect1d => {
             let op = Op::PadReflect1d { p0: si, p1: si };
-            made(op, [n + 2 * s, m, 3, 2], vec![rows], (n + 2 * s) * m * 6)
+            of(op, [n + 2 * s, m, 3, 2], vec![rows], (n + 2 * s) * m * 6)
         }
-        OpKind::Roll => plain(Op::Roll { shift: [1; 4] }, 1),
-        OpKind::Tri => plain(
-            Op::Tri {
-                kind: TriKind::Lower,
-            },
-            1,
-        ),
-        OpKind::Fill => plain(Op::Fill { value: 1.0 }, 1),
         OpKind::Arange => {
             let op = Op::Arange {
                 start: 0.0,
                 stop: n as f32,
                 step: 1.0,
             };
-            made(op, [n, 1, 1, 1], Vec::new(), n)
+            of(op, [n, 1, 1, 1], Vec::new(), n)
         }
-        OpKind::Add => plain(Op::Add {}, 2),
-        OpKind::Sub => plain(Op::Sub {}, 2),
-        OpKind::Mul => plain(Op::Mul {}, 2),
-        OpKind::Div => plain(Op::Div {}, 2),
         OpKind::AddId => {
             let [x, bias] = [f32([n, m, 3, 1]), f32([n, 5, 1, 1])];
-            made(
-                Op::AddId {},
-                x.ne,
-                vec![x, bias, ids([m, 3, 1, 1])],
-                n * m * 3,
-            )
+            made(x.ne, vec![x, bias, ids([m, 3, 1, 1])], n * m * 3)
         }
-        OpKind::Add1 => made(Op::Add1 {}, rows.ne, vec![rows, f32([1; 4])], all),
-        OpKind::Scale => plain(
-            Op::Scale {
-                scale: 2.0,
-                bias: 0.0,
-            },
-            1,
-        ),
-        OpKind::Clamp => plain(Op::Clamp { min: 0.0, max: 1.0 }, 1),
-        OpKind::Sqr => plain(Op::Sqr {}, 1),
-        OpKind::Sqrt => plain(Op::Sqrt {}, 1),
-        OpKind::Log => plain(Op::Log {}, 1),
-        OpKind::Sin => plain(Op::Sin {}, 1),
-        OpKind::Cos => plain(Op::Cos {}, 1),
-        OpKind::LeakyRelu => plain(
-            Op::LeakyRelu {
-                negative_slope: 0.1,
-            },
-            1,
-        ),
-        OpKind::Unary => plain(
-            Op::Unary {
-                kind: UnaryKind::Gelu,
-            },
-            1,
-        ),
-        OpKind::Xielu => {
-            let op = Op::Xielu {
-                alpha_n: 1.0,
-                alpha_p: 1.0,
-                beta: 1.0,
-                eps: 0.1,
-            };
-            plain(op, 1)
-        }
-        OpKind::Glu => {
-            let op = Op::Glu {
-                kind: GluKind::Swiglu,
-                swapped: false,
-                alpha: 0.0,
-                limit: 0.0,
-            };
-            plain(op, 2)
-        }
-        OpKind::SiluBack => plain(Op::SiluBack {}, 2),
-        OpKind::Sum => made(Op::Sum {}, [1; 4], vec![rows], all),
-        OpKind::SumRows => made(Op::SumRows {}, [1, m, 3, 2], vec![rows], all),
-        OpKind::Mean => made(Op::Mean {}, [1, m, 3, 2], vec![rows], all),
-        OpKind::Cumsum => plain(Op::Cumsum {}, 1),
+        OpKind::Add1 => made(rows.ne, vec![rows, f32([1; 4])], all),
+        OpKind::Sum => made([1; 4], vec![rows], all),
+        OpKind::SumRows | OpKind::Mean => made([1, m, 3, 2], vec![rows], all),
         OpKind::Argmax => Sample {
-            op: Op::Argmax {},
+            op: usual_op(kind),
             dst: ids([m, 1, 1, 1]),
             src: vec![f32([n, m, 1, 1])],
             count: n * m,
         },
         OpKind::CountEqual => Sample {
-            op: Op::CountEqual {},
+            op: usual_op(kind),
             dst: typed(Type::I64, [1; 4]),
             src: vec![ids(rows.ne); 2],
             count: all,
@@ -262,44 +241,13 @@ fn sample(kind: OpKind, s: u64) -> Sample {
                 count += all;
                 width *= 2;
             }
-            let (op, wanted) = match kind {
-                OpKind::TopK => (Op::TopK {}, 4),
-                _ => {
-                    let order = SortOrder::Ascending;
-                    (Op::Argsort { order }, n)
-                }
-            };
+            let wanted = if kind == OpKind::TopK { 4 } else { n };
             Sample {
-                op,
+                op: usual_op(kind),
                 dst: ids([wanted, m, 3, 2]),
                 src: vec![rows],
                 count,
             }
-        }
-        OpKind::Norm => plain(Op::Norm { eps: 0.1 }, 1),
-        OpKind::RmsNorm => plain(Op::RmsNorm { eps: 0.1 }, 1),
-        OpKind::RmsNormBack => plain(Op::RmsNormBack { eps: 0.1 }, 2),
-        OpKind::GroupNorm => {
-            let op = Op::GroupNorm {
-                n_groups: 3,
-                eps: 0.1,
-            };
-            plain(op, 1)
-        }
-        OpKind::L2Norm => plain(Op::L2Norm { eps: 0.1 }, 1),
-        OpKind::SoftMax => {
-            let op = Op::SoftMax {
-                scale: 1.0,
-                max_bias: 0.0,
-            };
-            plain(op, 1)
-        }
-        OpKind::SoftMaxBack => {
-            let op = Op::SoftMaxBack {
-                scale: 1.0,
-                max_bias: 0.0,
-            };
-            plain(op, 2)
         }
         OpKind::MulMat => {
             let src = vec![f32([n, m, 1, 2]), f32([n, 5, 3, 2])];
@@ -307,19 +255,15 @@ fn sample(kind: OpKind, s: u64) -> Sample {
             for _result in 0..m * 5 * 6 {
                 count += n;
             }
-            made(MATMUL, [m, 5, 3, 2], src, count)
+            made([m, 5, 3, 2], src, count)
         }
         OpKind::MulMatId => {
-            let op = Op::MulMatId {
-                accumulator: Precision::Default,
-                activation: Precision::Default,
-            };
             let src = vec![f32([n, m, 8, 1]), f32([n, 1, 5, 1]), ids([2, 5, 1, 1])];
-            made(op, [m, 2, 5, 1], src, n * m * 2 * 5)
+            made([m, 2, 5, 1], src, n * m * 2 * 5)
         }
         OpKind::OutProd => {
             let src = vec![f32([n, 7, 1, 1]), f32([m, 7, 1, 1])];
-            made(Op::OutProd {}, [n, m, 1, 1], src, n * m * 7)
+            made([n, m, 1, 1], src, n * m * 7)
         }
         OpKind::SolveTri => {
             let src = vec![f32([n, n, 2, 1]), f32([m, n, 2, 1])];
@@ -327,33 +271,13 @@ fn sample(kind: OpKind, s: u64) -> Sample {
             for row in 0..n {
                 count += m * (row + 1);
             }
-            made(Op::SolveTri {}, [m, n, 2, 1], src, 2 * count)
+            made([m, n, 2, 1], src, 2 * count)
         }
         OpKind::Rope => {
-            let op = Op::Rope {
-                mode: RopeMode::Neox,
-                backward: false,
-                n_dims: n as u32,
-                n_offs: 0,
-                n_ctx_orig: 0,
-                freq_base: 1e4,
-                freq_scale: 1.0,
-                ext_factor: 0.0,
-                attn_factor: 1.0,
-                beta_fast: 0.0,
-                beta_slow: 0.0,
-                sections: [0; 4],
-            };
-            made(op, rows.ne, vec![rows, ids([3, 1, 1, 1])], all)
+            let src = vec![rows, ids([3, 1, 1, 1])];
+            of(rope(n as u32), rows.ne, src, all)
         }
         OpKind::FlashAttnExt => {
-            let op = Op::FlashAttnExt {
-                scale: 1.0,
-                max_bias: 0.0,
-                logit_softcap: 0.0,
-                accumulator: Precision::Default,
-                n_kv_max: 0,
-            };
             let (queries, keys, heads, values) = (5, 40 * s, 4, 8);
             let src = vec![
                 f32([n, queries, heads, 1]),
@@ -366,13 +290,12 @@ fn sample(kind: OpKind, s: u64) -> Sample {
                     count += n + values;
                 }
             }
-            made(op, [values, heads, queries, 1], src, count)
+            made([values, heads, queries, 1], src, count)
         }
         // Validation refuses it.
         OpKind::FlashAttnBack => {
             let qkv = f32([n, m, 2, 1]);
-            let (op, src) = (Op::FlashAttnBack { masked: false }, vec![qkv; 4]);
-            made(op, qkv.ne, src, 5 * n * m * m * 2)
+            made(qkv.ne, vec![qkv; 4], 5 * n * m * m * 2)
         }
         OpKind::LightningIndexer => {
             let (heads, tokens, keys) = (4, 3, 10 * s);
@@ -382,22 +305,12 @@ fn sample(kind: OpKind, s: u64) -> Sample {
                 f32([heads, tokens, 1, 1]),
                 typed(Type::F16, [keys, tokens, 1, 1]),
             ];
-            made(
-                Op::LightningIndexer {},
-                [keys, tokens, 1, 1],
-                src,
-                keys * tokens * heads * n,
-            )
+            made([keys, tokens, 1, 1], src, keys * tokens * heads * n)
         }
         OpKind::SsmConv => {
             let (kernel, tokens) = (4, 8 * s);
             let src = vec![f32([tokens + kernel - 1, m, 2, 1]), f32([kernel, m, 1, 1])];
-            made(
-                Op::SsmConv {},
-                [m, tokens, 2, 1],
-                src,
-                m * tokens * 2 * kernel,
-            )
+            made([m, tokens, 2, 1], src, m * tokens * 2 * kernel)
         }
         OpKind::SsmScan => {
             let (state, dim, heads, tokens, seqs) = (n, 4, 2, 5 * s, 2);
@@ -416,25 +329,25 @@ fn sample(kind: OpKind, s: u64) -> Sample {
                 count += 2 * state;
             }
             let total = dim * heads * tokens * seqs + state * dim * heads * seqs;
-            made(Op::SsmScan { snapshots: 1 }, [total, 1, 1, 1], src, count)
+            made([total, 1, 1, 1], src, count)
         }
         OpKind::RwkvWkv6 | OpKind::RwkvWkv7 | OpKind::GatedLinearAttn => {
             let (size, heads, tokens, seqs) = (n, 2, 4 * s, 2);
             let each = f32([size, heads, tokens, 1]);
             let state = f32([size * size * heads, seqs, 1, 1]);
-            let (op, mut src) = match kind {
+            let mut src = match kind {
                 OpKind::RwkvWkv6 => {
                     let mut src = vec![each; 5];
                     src[3] = f32([size, heads, 1, 1]);
-                    (Op::RwkvWkv6 {}, src)
+                    src
                 }
-                OpKind::RwkvWkv7 => (Op::RwkvWkv7 {}, vec![each; 6]),
-                _ => (Op::GatedLinearAttn { scale: 1.0 }, vec![each; 4]),
+                OpKind::RwkvWkv7 => vec![each; 6],
+                _ => vec![each; 4],
             };
             src.push(state);
             let dst = [size * heads, tokens + size * seqs, 1, 1];
             // The new state, and its product with the query.
-            made(op, dst, src, 2 * tokens * heads * size * size)
+            made(dst, src, 2 * tokens * heads * size * size)
         }
         OpKind::GatedDeltaNet => {
             let (size, heads, tokens, seqs) = (n, 2, 4 * s, 2);
@@ -444,7 +357,7 @@ fn sample(kind: OpKind, s: u64) -> Sample {
             let dst = [size * heads, tokens * seqs + size * seqs, 1, 1];
             // What the state knows, the new state, and its product with the query.
             let count = 3 * tokens * seqs * heads * size * size;
-            made(Op::GatedDeltaNet { snapshots: 1 }, dst, src, count)
+            made(dst, src, count)
         }
         OpKind::Dsv4HcComb => {
             let op = Op::Dsv4HcComb {
@@ -452,15 +365,11 @@ fn sample(kind: OpKind, s: u64) -> Sample {
                 n_iter: 3 * s as u32,
             };
             let src = vec![f32([24, m, 1, 1]), f32([3, 1, 1, 1]), f32([24, 1, 1, 1])];
-            made(op, [4, 4, m, 1], src, m * 16 * 2 * 3 * s)
+            of(op, [4, 4, m, 1], src, m * 16 * 2 * 3 * s)
         }
         OpKind::Dsv4HcPre => {
-            let op = Op::Dsv4HcPre {
-                scale: 1.0,
-                gated: false,
-            };
             let src = vec![f32([n, 4, m, 1]), f32([4, m, 1, 1])];
-            made(op, [n, m, 1, 1], src, n * m * 4)
+            made([n, m, 1, 1], src, n * m * 4)
         }
         OpKind::Dsv4HcPost => {
             let src = vec![
@@ -469,60 +378,26 @@ fn sample(kind: OpKind, s: u64) -> Sample {
                 f32([4, m, 1, 1]),
                 f32([4, 4, m, 1]),
             ];
-            made(Op::Dsv4HcPost {}, [n, 4, m, 1], src, n * 4 * m * 5)
+            made([n, 4, m, 1], src, n * 4 * m * 5)
         }
         OpKind::Im2col => {
-            let op = Op::Im2col {
-                s0: 1,
-                s1: 1,
-                p0: 1,
-                p1: 1,
-                d0: 1,
-                d1: 1,
-                is_2d: true,
-            };
             let src = vec![f32([3, 3, 4, 1]), f32([n, m, 4, 2])];
-            made(op, [36, n, m, 2], src, 36 * n * m * 2)
+            of(moves([1; 3], [1; 3]), [36, n, m, 2], src, 36 * n * m * 2)
         }
         OpKind::Im2colBack => {
-            let op = Op::Im2colBack {
-                s0: 1,
-                s1: 1,
-                p0: 1,
-                p1: 1,
-                d0: 1,
-                d1: 1,
-                is_2d: true,
-            };
             let src = vec![f32([36, n, m, 2]), f32([3, 3, 4, 1])];
-            made(op, [n, m, 4, 2], src, 36 * n * m * 2)
+            of(moves([1; 3], [1; 3]), [n, m, 4, 2], src, 36 * n * m * 2)
         }
         OpKind::Im2col3d => {
-            let op = Op::Im2col3d {
-                s0: 1,
-                s1: 1,
-                s2: 1,
-                p0: 1,
-                p1: 1,
-                p2: 1,
-                d0: 1,
-                d1: 1,
-                d2: 1,
-                ic: 2,
-            };
             let src = vec![f32([3, 3, 3, 4]), f32([n, m, 4, 2])];
-            made(op, [54, n, m, 4], src, 54 * n * m * 4)
+            of(moves([1; 3], [1; 3]), [54, n, m, 4], src, 54 * n * m * 4)
         }
         OpKind::Col2im1d => {
-            let (taps, stride, columns) = (6, 2, n);
-            let op = Op::Col2im1d {
-                s0: stride as i32,
-                oc: 3,
-                p0: 1,
-            };
-            let length = (columns - 1) * stride + taps - 2;
+            let (taps, columns) = (6, n);
+            let op = moves([2, 1, 1], [1, 0, 0]);
+            let length = (columns - 1) * 2 + taps - 2;
             // Each tap is added to a result.
-            made(
+            of(
                 op,
                 [length, 3, 1, 1],
                 vec![f32([3 * taps, columns, 1, 1])],
@@ -532,55 +407,23 @@ fn sample(kind: OpKind, s: u64) -> Sample {
         OpKind::Conv2d | OpKind::Conv2dDw => {
             let (x, inside_x) = taps(n, 5, [2, 2, 1]);
             let (y, inside_y) = taps(m, 3, [1, 1, 1]);
-            let (s0, s1, p0, p1, d0, d1) = (2, 1, 2, 1, 1, 1);
-            let image = f32([n, m, 4, 2]);
-            match kind {
+            let (op, image) = (moves([2, 1, 1], [2, 1, 0]), f32([n, m, 4, 2]));
+            let (kernel, dst, count) = match kind {
                 OpKind::Conv2d => {
-                    let op = Op::Conv2d {
-                        s0,
-                        s1,
-                        p0,
-                        p1,
-                        d0,
-                        d1,
-                    };
                     let count = inside_x * inside_y * 4 * 7 * 2;
-                    made(op, [x, y, 7, 2], vec![f32([5, 3, 4, 7]), image], count)
+                    ([5, 3, 4, 7], [x, y, 7, 2], count)
                 }
-                _ => {
-                    let op = Op::Conv2dDw {
-                        s0,
-                        s1,
-                        p0,
-                        p1,
-                        d0,
-                        d1,
-                    };
-                    let count = inside_x * inside_y * 4 * 2;
-                    made(op, [x, y, 4, 2], vec![f32([5, 3, 1, 4]), image], count)
-                }
-            }
+                _ => ([5, 3, 1, 4], [x, y, 4, 2], inside_x * inside_y * 4 * 2),
+            };
+            of(op, dst, vec![f32(kernel), image], count)
         }
         OpKind::Conv3d => {
-            let op = Op::Conv3d {
-                s0: 1,
-                s1: 1,
-                s2: 1,
-                p0: 1,
-                p1: 1,
-                p2: 0,
-                d0: 1,
-                d1: 1,
-                d2: 1,
-                c: 2,
-                n: 1,
-                oc: 3,
-            };
+            let op = moves([1, 1, 1], [1, 1, 0]);
             let (x, inside_x) = taps(n, 3, [1, 1, 1]);
             let (y, inside_y) = taps(m, 3, [1, 1, 1]);
             let (z, inside_z) = taps(4, 2, [1, 0, 1]);
             let count = inside_x * inside_y * inside_z * 2 * 3;
-            made(
+            of(
                 op,
                 [x, y, z, 3],
                 vec![f32([3, 3, 2, 6]), f32([n, m, 4, 2])],
@@ -588,79 +431,42 @@ fn sample(kind: OpKind, s: u64) -> Sample {
             )
         }
         OpKind::ConvTranspose1d => {
-            let op = Op::ConvTranspose1d {
-                s0: 2,
-                p0: 0,
-                d0: 1,
-            };
+            let op = moves([2, 1, 1], [0; 3]);
             let src = vec![f32([4, 3, 5, 1]), f32([n, 5, 1, 1])];
             let mut count = 0;
             for _element in 0..n * 5 {
                 count += 4 * 3;
             }
-            made(op, [(n - 1) * 2 + 4, 3, 1, 1], src, count)
+            of(op, [(n - 1) * 2 + 4, 3, 1, 1], src, count)
         }
         OpKind::ConvTranspose2d => {
-            let op = Op::ConvTranspose2d { stride: 2 };
+            let op = moves([2, 1, 1], [0; 3]);
             let src = vec![f32([4, 4, 3, 5]), f32([n, m, 5, 2])];
             let dst = [(n - 1) * 2 + 4, (m - 1) * 2 + 4, 3, 2];
-            made(op, dst, src, n * m * 5 * 2 * 16 * 3)
+            of(op, dst, src, n * m * 5 * 2 * 16 * 3)
         }
         OpKind::Pool1d => {
-            let (k, padding) = (4 * s, 2 * s);
-            let op = Op::Pool1d {
-                kind: PoolKind::Max,
-                k0: k as i32,
-                s0: 1,
-                p0: padding as i32,
-            };
-            let (x, inside) = taps(n, k, [1, padding, 1]);
-            made(op, [x, m, 3, 2], vec![rows], inside * m * 6)
+            let (x, inside) = taps(n, 4 * s, [1, 2 * s, 1]);
+            of(
+                pools(PoolKind::Max),
+                [x, m, 3, 2],
+                vec![rows],
+                inside * m * 6,
+            )
         }
         OpKind::Pool2d | OpKind::Pool2dBack => {
-            let (k0, k1, s0, s1, p0, p1) = (4 * si, 3, 1, 1, 2 * si, 1);
             let (x, inside_x) = taps(n, 4 * s, [1, 2 * s, 1]);
             let (y, inside_y) = taps(m, 3, [1, 1, 1]);
-            let (kind_of, pooled) = (PoolKind::Average, f32([x, y, 3, 2]));
-            let count = inside_x * inside_y * 6;
+            let (pooled, count) = (f32([x, y, 3, 2]), inside_x * inside_y * 6);
+            let op = pools(PoolKind::Average);
             match kind {
-                OpKind::Pool2d => {
-                    let kind = kind_of;
-                    let op = Op::Pool2d {
-                        kind,
-                        k0,
-                        k1,
-                        s0,
-                        s1,
-                        p0,
-                        p1,
-                    };
-                    made(op, pooled.ne, vec![rows], count)
-                }
-                _ => {
-                    let kind = kind_of;
-                    let op = Op::Pool2dBack {
-                        kind,
-                        k0,
-                        k1,
-                        s0,
-                        s1,
-                        p0,
-                        p1,
-                    };
-                    made(op, rows.ne, vec![pooled, rows], count)
-                }
+                OpKind::Pool2d => of(op, pooled.ne, vec![rows], count),
+                _ => of(op, rows.ne, vec![pooled, rows], count),
             }
         }
         OpKind::Upscale => {
             // Shrinks by 8 and 2: each result averages a triangle of 16 by 4 elements.
-            let op = Op::Upscale {
-                mode: ScaleMode::Bilinear,
-                align_corners: false,
-                antialias: true,
-            };
             made(
-                op,
                 [n / 8, m / 2, 3, 2],
                 vec![rows],
                 n / 8 * (m / 2) * 6 * 16 * 4,
@@ -671,7 +477,7 @@ fn sample(kind: OpKind, s: u64) -> Sample {
                 dim: ni,
                 max_period: 10_000,
             };
-            made(op, [n, m, 1, 1], vec![f32([m, 1, 1, 1])], n * m)
+            of(op, [n, m, 1, 1], vec![f32([m, 1, 1, 1])], n * m)
         }
         OpKind::WinPart => {
             let op = Op::WinPart {
@@ -679,7 +485,7 @@ fn sample(kind: OpKind, s: u64) -> Sample {
                 npy: 2,
                 w: 2,
             };
-            made(
+            of(
                 op,
                 [n, 2, 2, 2 * m],
                 vec![f32([n, 2 * m, 3, 1])],
@@ -688,36 +494,26 @@ fn sample(kind: OpKind, s: u64) -> Sample {
         }
         OpKind::WinUnpart => {
             let src = vec![f32([n, 2, 2, 2 * m])];
-            made(Op::WinUnpart { w: 2 }, [n, 2 * m, 3, 1], src, n * 2 * m * 3)
+            made([n, 2 * m, 3, 1], src, n * 2 * m * 3)
         }
-        OpKind::GetRelPos => made(
-            Op::GetRelPos {},
-            [n, m, m, 1],
-            vec![f32([n, 2 * m - 1, 1, 1])],
-            n * m * m,
-        ),
+        OpKind::GetRelPos => made([n, m, m, 1], vec![f32([n, 2 * m - 1, 1, 1])], n * m * m),
         OpKind::AddRelPos => {
             let (side, batch) = (m, 2);
             let x = f32([side * side, side * 3, batch, 1]);
             let position = f32([side, side, 3, batch]);
             let count = side * side * side * 3 * batch;
-            made(Op::AddRelPos {}, x.ne, vec![x, position, position], count)
+            made(x.ne, vec![x, position, position], count)
         }
-        OpKind::CrossEntropyLoss => made(Op::CrossEntropyLoss {}, [1; 4], vec![rows; 2], all),
+        OpKind::CrossEntropyLoss => made([1; 4], vec![rows; 2], all),
         OpKind::CrossEntropyLossBack => {
             let src = vec![f32([1; 4]), rows, rows];
-            made(Op::CrossEntropyLossBack {}, rows.ne, src, all)
+            made(rows.ne, src, all)
         }
         OpKind::OptStepAdamw => {
             let src = vec![rows, rows, rows, rows, f32([7, 1, 1, 1])];
-            made(Op::OptStepAdamw {}, rows.ne, src, all)
+            made(rows.ne, src, all)
         }
-        OpKind::OptStepSgd => made(
-            Op::OptStepSgd {},
-            rows.ne,
-            vec![rows, rows, f32([2, 1, 1, 1])],
-            all,
-        ),
+        OpKind::OptStepSgd => made(rows.ne, vec![rows, rows, f32([2, 1, 1, 1])], all),
     }
 }
 
@@ -781,7 +577,7 @@ fn estimates_saturate() {
         ne: [1 << 20, 1 << 20, 1, 1],
         ..huge
     };
-    let work = estimate(MATMUL, dst, &[huge, huge]);
+    let work = estimate(usual_op(OpKind::MulMat), dst, &[huge, huge]);
     assert_eq!(work.products, u64::MAX);
     assert!(work.time(&Speed::default()) > Duration::from_secs(3600));
 }
@@ -793,15 +589,12 @@ fn checked(op: Op, dst: Shape, src: &[Shape]) -> Result<(), TooMuchWork> {
 
 #[test]
 fn pooling_of_a_plane_by_a_larger_window_is_refused_with_its_numbers() {
-    let op = Op::Pool2d {
-        kind: PoolKind::Max,
-        k0: 32768,
-        k1: 32768,
-        s0: 1,
-        s1: 1,
-        p0: 16383,
-        p1: 16383,
+    let mut sliding = Sliding {
+        window: [32768; 2],
+        ..Sliding::default()
     };
+    sliding.geometry.padding = [16383; 3];
+    let op = slide(OpKind::Pool2d, &sliding).expect("pooling");
     let (image, pooled) = (f32([4096, 4096, 1, 1]), f32([4095, 4095, 1, 1]));
     let error = checked(op, pooled, &[image]).expect_err("months of work");
     let steps = 4095u64.pow(2) * 4096u64.pow(2);
@@ -843,7 +636,7 @@ fn the_largest_products_of_models_are_within_the_default_limit() {
     let dense = |k: u64, rows: u64, columns: u64| {
         let weights = typed(Type::Q4_0, [k, rows, 1, 1]);
         checked(
-            MATMUL,
+            usual_op(OpKind::MulMat),
             f32([rows, columns, 1, 1]),
             &[weights, f32([k, columns, 1, 1])],
         )
@@ -854,13 +647,7 @@ fn the_largest_products_of_models_are_within_the_default_limit() {
     assert_eq!(dense(8192, 28672, 4096), Ok(()), "{slowest:?}");
     assert_eq!(dense(8192, 128_256, 512), Ok(()));
     assert_eq!(dense(53248, 16384, 512), Ok(()), "Llama 405B");
-    let attention = Op::FlashAttnExt {
-        scale: 1.0,
-        max_bias: 0.0,
-        logit_softcap: 0.0,
-        accumulator: Precision::Default,
-        n_kv_max: 0,
-    };
+    let attention = usual_op(OpKind::FlashAttnExt);
     let (q, kv) = (
         f32([128, 512, 64, 1]),
         typed(Type::F16, [128, 131_072, 8, 1]),

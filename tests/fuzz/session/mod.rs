@@ -16,6 +16,9 @@
 mod graphs;
 pub(crate) mod input;
 mod model;
+#[path = "../../../transport/tests/common/ops.rs"]
+#[allow(dead_code)] // a recipe varies all parameters that do not belong to a geometry
+mod ops;
 mod recipes;
 
 use std::collections::{BTreeMap, VecDeque};

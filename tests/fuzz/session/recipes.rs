@@ -5,11 +5,12 @@
 //! that every operator of the engine has one.
 
 use vgpu_transport::ir::{
-    GluKind, Op, OpKind, PoolKind, Precision, RopeMode, ScaleMode, Shape, SortOrder, TriKind, Type,
-    UnaryKind,
+    ConvGeometry, GluKind, Op, OpKind, PoolKind, Precision, RopeMode, ScaleMode, Shape, SortOrder,
+    TriKind, Type, UnaryKind,
 };
 
 use super::input::Input;
+use super::ops::{Sliding, slide};
 
 /// An operator, and the types and lengths of its operands.
 pub(crate) struct Recipe {
@@ -649,16 +650,28 @@ impl Line {
 fn convolution(input: &mut Input<'_>, kind: OpKind) -> Option<Recipe> {
     let lines = [0; 3].map(|_| Line::any(input));
     let [x, y, z] = lines;
-    let [s0, s1, s2] = lines.map(|line| line.stride);
-    let [p0, p1, p2] = lines.map(|line| line.padding);
-    let [d0, d1, d2] = lines.map(|line| line.dilation);
     let channels = u64::from(input.byte() % 4) + u64::from(!input.chance(32));
     let [results, images] =
         [0; 2].map(|_| u64::from(input.byte() % 4) + u64::from(!input.chance(32)));
     let image = [x.input, y.input, channels, images];
-    Some(match kind {
+    let sliding = Sliding {
+        window: [x.kernel as i32, y.kernel as i32],
+        geometry: ConvGeometry {
+            stride: lines.map(|line| line.stride),
+            padding: lines.map(|line| line.padding),
+            dilation: lines.map(|line| line.dilation),
+        },
+        // The parameters that 0 is not valid for.
+        channels: channels.max(1) as i32,
+        results: results as i32,
+        images: images as i32,
+        ..Sliding::default()
+    };
+    // The lengths of the destination and of the sources.
+    let (sliding, dst, src) = match kind {
         OpKind::Im2col | OpKind::Im2colBack => {
             let is_2d = input.chance(2);
+            let sliding = Sliding { is_2d, ..sliding };
             let (kernel, image, columns) = if is_2d {
                 let columns = [
                     x.kernel * y.kernel * channels,
@@ -676,171 +689,80 @@ fn convolution(input: &mut Input<'_>, kind: OpKind) -> Option<Recipe> {
                 )
             };
             match kind {
-                OpKind::Im2col => {
-                    let op = Op::Im2col {
-                        s0,
-                        s1,
-                        p0,
-                        p1,
-                        d0,
-                        d1,
-                        is_2d,
-                    };
-                    Recipe::new(op, columns, [kernel, image])
-                }
-                _ => {
-                    let op = Op::Im2colBack {
-                        s0,
-                        s1,
-                        p0,
-                        p1,
-                        d0,
-                        d1,
-                        is_2d,
-                    };
-                    Recipe::new(op, image, [columns, kernel])
-                }
+                OpKind::Im2col => (sliding, columns, vec![kernel, image]),
+                _ => (sliding, image, vec![columns, kernel]),
             }
         }
         OpKind::Im2col3d => {
             let ic = channels.max(1);
-            let op = Op::Im2col3d {
-                s0,
-                s1,
-                s2,
-                p0,
-                p1,
-                p2,
-                d0,
-                d1,
-                d2,
-                ic: ic as i32,
-            };
             let kernel = [x.kernel, y.kernel, z.kernel, ic * results];
             let image = [x.input, y.input, z.input, ic * images];
             let patch = x.kernel * y.kernel * z.kernel * ic;
             let columns = [patch, x.places()?, y.places()?, z.places()? * images];
-            Recipe::new(op, columns, [kernel, image])
+            (sliding, columns, vec![kernel, image])
         }
         OpKind::Col2im1d => {
             let oc = channels.max(1);
-            let length = x.spread()?.checked_sub(2 * p0 as u64)?;
-            let op = Op::Col2im1d {
-                s0,
-                oc: oc as i32,
-                p0,
+            let sliding = Sliding {
+                results: oc as i32,
+                ..sliding
             };
-            Recipe::new(op, [length, oc, 1, 1], [[oc * x.kernel, x.input, 1, 1]])
+            let length = x.spread()?.checked_sub(2 * x.padding as u64)?;
+            let columns = [oc * x.kernel, x.input, 1, 1];
+            (sliding, [length, oc, 1, 1], vec![columns])
         }
         OpKind::Conv2d => {
-            let op = Op::Conv2d {
-                s0,
-                s1,
-                p0,
-                p1,
-                d0,
-                d1,
-            };
             let kernel = [x.kernel, y.kernel, channels, results];
-            Recipe::new(
-                op,
-                [x.places()?, y.places()?, results, images],
-                [kernel, image],
-            )
+            let dst = [x.places()?, y.places()?, results, images];
+            (sliding, dst, vec![kernel, image])
         }
         OpKind::Conv2dDw => {
-            let op = Op::Conv2dDw {
-                s0,
-                s1,
-                p0,
-                p1,
-                d0,
-                d1,
-            };
             let kernel = [x.kernel, y.kernel, 1, channels];
-            Recipe::new(
-                op,
-                [x.places()?, y.places()?, channels, images],
-                [kernel, image],
-            )
+            let dst = [x.places()?, y.places()?, channels, images];
+            (sliding, dst, vec![kernel, image])
         }
         OpKind::Conv3d => {
             let c = channels.max(1);
-            let [c_, n, oc] = [c, images, results].map(|n| n as i32);
-            let op = Op::Conv3d {
-                s0,
-                s1,
-                s2,
-                p0,
-                p1,
-                p2,
-                d0,
-                d1,
-                d2,
-                c: c_,
-                n,
-                oc,
-            };
             let dst = [x.places()?, y.places()?, z.places()?, results * images];
             let kernel = [x.kernel, y.kernel, z.kernel, c * results];
-            Recipe::new(op, dst, [kernel, [x.input, y.input, z.input, c * images]])
+            let image = [x.input, y.input, z.input, c * images];
+            (sliding, dst, vec![kernel, image])
         }
         OpKind::ConvTranspose1d => {
-            let op = Op::ConvTranspose1d { s0, p0: 0, d0: 1 };
+            let mut sliding = sliding;
+            (sliding.geometry.padding, sliding.geometry.dilation) = ([0; 3], [1; 3]);
             let kernel = [x.kernel, results, channels, 1];
             let a = [x.input, channels, 1, 1];
-            Recipe::new(op, [x.spread()?, results, 1, 1], [kernel, a])
+            (sliding, [x.spread()?, results, 1, 1], vec![kernel, a])
         }
         OpKind::ConvTranspose2d => {
-            let y = Line { stride: s0, ..y };
+            let stride = x.stride;
+            let y = Line { stride, ..y };
             let kernel = [x.kernel, y.kernel, results, channels];
             let dst = [x.spread()?, y.spread()?, results, images];
-            Recipe::new(Op::ConvTranspose2d { stride: s0 }, dst, [kernel, image])
+            (sliding, dst, vec![kernel, image])
         }
         OpKind::Pool1d | OpKind::Pool2d | OpKind::Pool2dBack => {
             let pool = input.pick(PoolKind::ALL);
+            let sliding = Sliding { pool, ..sliding };
             let [x, y] = [x, y].map(|line| Line {
                 dilation: 1,
                 ..line
             });
-            let [k0, k1] = [x.kernel as i32, y.kernel as i32];
             let small = [x.places()?, y.places()?, channels, images];
             match kind {
-                OpKind::Pool1d => {
-                    let op = Op::Pool1d {
-                        kind: pool,
-                        k0,
-                        s0,
-                        p0,
-                    };
-                    Recipe::new(op, [small[0], y.input, channels, images], [image])
-                }
-                OpKind::Pool2d => {
-                    let op = Op::Pool2d {
-                        kind: pool,
-                        k0,
-                        k1,
-                        s0,
-                        s1,
-                        p0,
-                        p1,
-                    };
-                    Recipe::new(op, small, [image])
-                }
-                _ => {
-                    let op = Op::Pool2dBack {
-                        kind: pool,
-                        k0,
-                        k1,
-                        s0,
-                        s1,
-                        p0,
-                        p1,
-                    };
-                    Recipe::new(op, image, [small, image])
-                }
+                OpKind::Pool1d => (sliding, [small[0], y.input, channels, images], vec![image]),
+                OpKind::Pool2d => (sliding, small, vec![image]),
+                _ => (sliding, image, vec![small, image]),
             }
         }
         _ => return None,
+    };
+    let src = src.into_iter().map(|ne| Some((None, ne)));
+    Some(Recipe {
+        op: slide(kind, &sliding)?,
+        dst,
+        src: src.collect(),
+        is_dense: false,
     })
 }
