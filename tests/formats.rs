@@ -11,6 +11,7 @@ use std::path::Path;
 use common::cached;
 use vgpu_cpu::formats::{Format, Type};
 use vgpu_cpu::gemm::{GemmArgs, Level, MatmulKernel};
+use vgpu_gguf::Rng;
 
 type ToFloat = unsafe extern "C" fn(src: *const c_void, dst: *mut f32, n: i64);
 type FromFloat = unsafe extern "C" fn(src: *const f32, dst: *mut c_void, n: i64);
@@ -136,25 +137,15 @@ fn symbol(library: *mut c_void, name: &str) -> *mut c_void {
     symbol
 }
 
-struct Random(u64);
-
-impl Random {
-    fn bits(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0
-    }
-
-    fn float(&mut self) -> f32 {
-        (0..4)
-            .map(|_| (self.bits() >> 40) as f32 / (1 << 24) as f32 - 0.5)
-            .sum()
-    }
+/// The sum of four uniform numbers between -0.5 and 0.5.
+fn float(random: &mut Rng) -> f32 {
+    (0..4)
+        .map(|_| (random.next_u64() >> 40) as f32 / (1 << 24) as f32 - 0.5)
+        .sum()
 }
 
 /// Rows that distinguish quantisers: of several magnitudes, one-sided, sparse, flat, with ties.
-fn rows(random: &mut Random) -> Vec<Vec<f32>> {
+fn rows(random: &mut Rng) -> Vec<Vec<f32>> {
     const N: usize = 1024;
     let mut rows = vec![
         vec![0.0; N],
@@ -170,10 +161,10 @@ fn rows(random: &mut Random) -> Vec<Vec<f32>> {
     ];
     for scale in [1e-20, 1e-6, 0.02, 1.0, 300.0] {
         for _ in 0..40 {
-            rows.push((0..N).map(|_| scale * random.float()).collect());
+            rows.push((0..N).map(|_| scale * float(random)).collect());
         }
-        rows.push((0..N).map(|_| scale * (random.float() + 1.5)).collect());
-        rows.push((0..N).map(|_| scale * random.float().powi(5)).collect());
+        rows.push((0..N).map(|_| scale * (float(random) + 1.5)).collect());
+        rows.push((0..N).map(|_| scale * float(random).powi(5)).collect());
     }
     rows
 }
@@ -193,7 +184,7 @@ fn quantisers_produce_the_bytes_of_ggml() {
             continue;
         };
         compared += 1;
-        for x in rows(&mut Random(7)) {
+        for x in rows(&mut Rng::new(7, 0)) {
             let mut expected = vec![0; format.row_bytes(x.len())];
             let mut got = expected.clone();
             // SAFETY: the vectors hold the row.
@@ -240,7 +231,7 @@ fn codebook_quantisers_have_at_most_the_error_of_ggml() {
     for format in CODEBOOKS.map(|ty| Format::of(ty).unwrap()) {
         // Relative to the sum of squares of a row, summed over all rows.
         let (mut ours, mut theirs) = (0.0, 0.0);
-        for x in rows(&mut Random(17)) {
+        for x in rows(&mut Rng::new(17, 0)) {
             let squares: f64 = x.iter().map(|&x| f64::from(x).powi(2)).sum();
             if squares < 1e-2 {
                 continue; // the scale, a half-precision float, is 0 or nearly 0
@@ -282,7 +273,7 @@ fn codebook_quantisers_have_at_most_the_error_of_ggml() {
 #[test]
 fn dequantised_values_equal_those_of_ggml() {
     let ggml = Ggml::load();
-    let mut random = Random(11);
+    let mut random = Rng::new(11, 0);
     for format in formats() {
         let (traits, _) = ggml.traits(format.ty);
         // ggml has no conversion for F32.
@@ -293,7 +284,7 @@ fn dequantised_values_equal_those_of_ggml() {
         for _ in 0..200 {
             // Any bytes are a block. Scales that are infinite or NaN must agree, too.
             let bytes: Vec<u8> = (0..format.row_bytes(n))
-                .map(|_| random.bits() as u8)
+                .map(|_| random.next_u64() as u8)
                 .collect();
             let (mut got, mut expected) = (vec![0.0f32; n], vec![0.0f32; n]);
             // SAFETY: the vectors hold the row.
@@ -313,9 +304,9 @@ fn dequantised_values_equal_those_of_ggml() {
 }
 
 /// A row of quantised numbers.
-fn weights(format: &Format, k: usize, random: &mut Random) -> Vec<u8> {
+fn weights(format: &Format, k: usize, random: &mut Rng) -> Vec<u8> {
     let mut row = vec![0u8; format.row_bytes(k)];
-    let values: Vec<f32> = (0..k).map(|_| random.float()).collect();
+    let values: Vec<f32> = (0..k).map(|_| float(random)).collect();
     // SAFETY: the vectors hold the row.
     unsafe { (format.quantize_row)(values.as_ptr(), row.as_mut_ptr(), k) };
     row
@@ -325,7 +316,7 @@ fn weights(format: &Format, k: usize, random: &mut Random) -> Vec<u8> {
 fn dot_products_agree_with_ggml_up_to_the_order_of_sums() {
     let ggml = Ggml::load();
     const K: usize = 4096;
-    let mut random = Random(13);
+    let mut random = Rng::new(13, 0);
     for format in formats() {
         let Some(scalar) = MatmulKernel::at(format.ty, Level::Scalar) else {
             continue;
@@ -342,7 +333,7 @@ fn dot_products_agree_with_ggml_up_to_the_order_of_sums() {
         );
         let activation = scalar.activation.format();
         let w = weights(format, K, &mut random);
-        let x_values: Vec<f32> = (0..K).map(|_| random.float()).collect();
+        let x_values: Vec<f32> = (0..K).map(|_| float(&mut random)).collect();
         let mut x = vec![0; activation.row_bytes(K)];
         let mut w_values = vec![0.0; K];
         let mut expected = 0.0;

@@ -1,8 +1,8 @@
 //! `cargo xtask bench boundary`: the same work over vgpu's link, over ggml-rpc, and without a link.
 //!
-//! All configurations run on the CPUs of this machine with the same number of threads. Their
-//! repeats alternate, so that other load affects all of them. Every figure is the median of its
-//! repeats.
+//! All configurations run on the CPUs of this machine with the same number of threads. The repeats
+//! of the configurations alternate, so that other load affects all of them. Every figure is the
+//! median of its repeats.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

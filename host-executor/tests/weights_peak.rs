@@ -15,6 +15,7 @@ use common::{Guest, Host, TIMEOUT};
 use vgpu_cpu::CpuEngine;
 use vgpu_executor::weights::Sharing;
 use vgpu_executor::{Limits, Process, WeightStore};
+use vgpu_gguf::Rng;
 use vgpu_transport::ir::BufferId;
 use vgpu_transport::wire::{MAX_PAYLOAD, MIN_EXTENT, Request};
 
@@ -35,17 +36,8 @@ struct Model {
 
 impl Model {
     fn random(pairs: usize, seed: u64) -> Model {
-        let mut state = seed;
-        let mut next = || {
-            state = state
-                .wrapping_mul(6_364_136_223_846_793_005)
-                .wrapping_add(1);
-            (state ^ (state >> 29)).to_le_bytes()
-        };
         let mut bytes = vec![0; pairs * (LARGE + SMALL)];
-        bytes
-            .chunks_exact_mut(8)
-            .for_each(|word| word.copy_from_slice(&next()));
+        Rng::new(seed, 0).fill(&mut bytes);
         Model { bytes }
     }
 

@@ -1,4 +1,4 @@
-//! Random requests on weights, in several sessions of one user: every buffer has the bytes of a
+//! Rng requests on weights, in several sessions of one user: every buffer has the bytes of a
 //! model, and the memory in use is at most what the buffers are charged for.
 
 mod common;
@@ -13,6 +13,7 @@ use common::{Guest, Host};
 use vgpu_cpu::CpuEngine;
 use vgpu_executor::weights::Sharing;
 use vgpu_executor::{Limits, Process, WeightStore};
+use vgpu_gguf::Rng;
 use vgpu_transport::ir::BufferId;
 use vgpu_transport::wire::{ContentHash, MIN_EXTENT, Reply, Request, Wanted};
 
@@ -29,7 +30,7 @@ const BUFFERS: usize = 2;
 /// Different contents, with their hashes. Some differ in their last byte only.
 static CONTENTS: LazyLock<Vec<(Vec<u8>, ContentHash)>> = LazyLock::new(|| {
     let content = |seed: u64| {
-        let mut random = Random(seed / 2 + 1);
+        let mut random = Rng::new(seed / 2 + 1, 0);
         let mut bytes: Vec<u8> = (0..EXTENT).map(|_| 1 + random.below(255) as u8).collect();
         bytes[EXTENT as usize - 1] = seed as u8;
         let hash = hash(&bytes);
@@ -40,18 +41,6 @@ static CONTENTS: LazyLock<Vec<(Vec<u8>, ContentHash)>> = LazyLock::new(|| {
 
 /// The tests measure the memory of the process, so they run one after the other.
 static MEASURING: Mutex<()> = Mutex::new(());
-
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, limit: u64) -> u64 {
-        self.0 = self
-            .0
-            .wrapping_mul(6_364_136_223_846_793_005)
-            .wrapping_add(1);
-        (self.0 >> 33) % limit
-    }
-}
 
 fn host() -> (Host, WeightStore) {
     // PR_SET_THP_DISABLE: the first byte of a huge page counts as 2 MiB.
@@ -81,7 +70,7 @@ struct Driver {
     buffers: Vec<Buffer>,
     /// The bytes of buffers that were freed, for new ones: the model's own memory does not change.
     spare: Vec<Vec<u8>>,
-    random: Random,
+    random: Rng,
 }
 
 struct Buffer {
@@ -98,7 +87,7 @@ impl Driver {
             guest,
             buffers: Vec::new(),
             spare: vec![vec![1; BUFFER as usize]; BUFFERS],
-            random: Random(seed),
+            random: Rng::new(seed, 0),
         }
     }
 
@@ -274,7 +263,7 @@ fn random_requests_keep_contents_and_need_no_more_memory_than_is_charged() {
             .map(|i| Driver::new(connect(&host), seed * 100 + i))
             .collect();
         let before = resident();
-        let mut random = Random(seed);
+        let mut random = Rng::new(seed, 0);
         let mut used: HashMap<bool, u64> = HashMap::new();
         for step in 0..300 {
             let which = random.below(3) as usize;

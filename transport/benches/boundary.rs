@@ -6,7 +6,7 @@
 //! the same run. Every figure is a median. `--json` prints only the round trips, one JSON object
 //! per line.
 
-#[path = "../../xtask/common/src/median.rs"]
+#[path = "../../host-kernels/check/src/median.rs"]
 #[allow(unreachable_pub)] // public in xtask-common
 mod median;
 

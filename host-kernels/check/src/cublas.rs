@@ -12,7 +12,7 @@ use libloading::Library;
 use vgpu_transport::ir::Type;
 
 use super::CheckError;
-use super::rates::median;
+use super::rates::median_time;
 
 /// File names of the library, the newest first.
 const NAMES: [&str; 3] = ["libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so"];
@@ -124,7 +124,7 @@ impl Cublas {
         columns: u64,
         time: Duration,
     ) -> Result<f64, CheckError> {
-        // SAFETY: the call takes no pointer. It tries to load NVIDIA's driver library.
+        // SAFETY: the call takes no pointer, and tries to load NVIDIA's driver library.
         if !unsafe { sys::is_culib_present() } {
             return Err(CheckError::DriverMissing);
         }
@@ -265,7 +265,7 @@ impl Cublas {
                     sys::cuStreamSynchronize(ptr::null_mut()),
                 )
             };
-            Ok(median(time, run)? / BATCH as f64)
+            Ok(median_time(time, run)? / BATCH as f64)
         }
     }
 

@@ -24,7 +24,7 @@ impl Random {
 
     /// An integer below `n`, nearly uniform.
     pub(super) fn below(&mut self, n: u64) -> u64 {
-        (self.0.next_u64() >> 16) % n.max(1)
+        self.0.below(n.max(1))
     }
 
     /// A multiple of 2^-23 in [-1, 1).

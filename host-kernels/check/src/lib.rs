@@ -8,6 +8,8 @@ mod cublas;
 mod decode_check;
 mod error;
 mod graph;
+#[allow(unreachable_pub)] // public in xtask-common
+mod median;
 pub mod model;
 mod rates;
 mod synthetic_gguf;

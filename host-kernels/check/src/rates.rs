@@ -6,6 +6,7 @@ use vgpu_transport::ir::{Op, Precision, Shape, Type};
 
 use super::cublas::Cublas;
 use super::graph::{Builder, Fill, LoadedGraph, Operand, Random};
+use super::median::median;
 use super::{CheckError, Options};
 use vgpu_cpu::gemm::MatmulKernel;
 use vgpu_engine::roofline::Rates;
@@ -65,7 +66,7 @@ impl Measured {
 }
 
 /// The median time in seconds of `run`, over at least three runs and about `time`.
-pub(super) fn median(
+pub(super) fn median_time(
     time: Duration,
     mut run: impl FnMut() -> Result<(), CheckError>,
 ) -> Result<f64, CheckError> {
@@ -76,8 +77,7 @@ pub(super) fn median(
         run()?;
         times.push(start.elapsed().as_secs_f64());
     }
-    times.sort_by(f64::total_cmp);
-    Ok(times[times.len() / 2].max(1e-9))
+    Ok(median(times).max(1e-9))
 }
 
 pub(super) fn ceilings(engine: &dyn Engine, options: &Options) -> Result<Ceilings, CheckError> {
@@ -88,19 +88,19 @@ pub(super) fn ceilings(engine: &dyn Engine, options: &Options) -> Result<Ceiling
         .map(|_| random.below(256) as u8)
         .collect();
     let chunk = host.len() as u64;
-    let upload = median(options.time, || Ok(from.write(0, host.as_slice().into())?))?;
+    let upload = median_time(options.time, || Ok(from.write(0, host.as_slice().into())?))?;
     for start in (chunk..size).step_by(chunk as usize) {
         let len = chunk.min(size - start);
         to.copy_from(start, &*from, 0, len)?;
     }
     // A copy is asynchronous: reading a byte waits until the copy has ended.
-    let within = median(options.time, || {
+    let within = median_time(options.time, || {
         let mut last = [0];
         to.copy_from(0, &*from, 0, size)?;
         to.read(size - 1, last.as_mut_slice().into())?;
         Ok(())
     })?;
-    let download = median(options.time, || {
+    let download = median_time(options.time, || {
         Ok(from.read(0, host.as_mut_slice().into())?)
     })?;
     Ok(Ceilings {
@@ -383,7 +383,7 @@ fn measure(
     options: &Options,
     amount: f64,
 ) -> Result<Measured, CheckError> {
-    let seconds = median(options.time, || Ok(loaded.plan.run()?))?;
+    let seconds = median_time(options.time, || Ok(loaded.plan.run()?))?;
     Ok(Measured {
         amount,
         seconds,

@@ -4,6 +4,7 @@
 use vgpu_check::model::{Built, Model, StepShape, TINY, TINY_BIASES, TINY_EXPERTS, TINY_GPT_OSS};
 use vgpu_cpu::CpuEngine;
 use vgpu_engine::{Memory, Plan, Turn};
+use vgpu_gguf::Rng;
 use vgpu_transport::ir::{OpKind, Type};
 
 /// What is in the buffers that graphs write to after a run; `None` if the run fails.
@@ -91,13 +92,8 @@ fn fused_graphs_leave_the_same_memory() {
 /// Tensors that lie where no sane graph has them.
 #[test]
 fn fusion_preserves_results_with_overlapping_memory() {
-    let mut random = 7u64;
-    let mut below = |n: usize| {
-        random = random
-            .wrapping_mul(6_364_136_223_846_793_005)
-            .wrapping_add(1);
-        (random >> 33) as usize % n
-    };
+    let mut random = Rng::new(7, 0);
+    let mut below = |n: usize| random.below(n as u64) as usize;
     let (mut ran, mut tried) = (0, 0);
     while ran < 80 {
         tried += 1;
@@ -130,7 +126,7 @@ fn fusion_preserves_results_with_overlapping_memory() {
 }
 
 /// Which operators are computed together, in the guest's order.
-fn together(model: Model, tokens: u64) -> Vec<Vec<OpKind>> {
+fn fused_ops(model: Model, tokens: u64) -> Vec<Vec<OpKind>> {
     let built = model.graph(StepShape { tokens, seen: 32 });
     let engine = CpuEngine::new(1, None).expect("an engine");
     let loaded = built.load(&engine);
@@ -151,14 +147,14 @@ fn matrix_products_are_fused_with_bias_and_gate() {
     use OpKind::{Add, AddId, Glu, MulMat, MulMatId};
     for tokens in [1, 4, 40] {
         let has = |model: Model, wanted: &[OpKind]| {
-            // The result of the GLU is larger than the activations of its products. It cannot reuse
-            // their memory, which would prevent fusion.
+            // The result of the GLU is larger than the activations of its products, so the result
+            // cannot reuse their memory, which would prevent fusion.
             let model = Model {
                 layers: 4,
                 inner: 512,
                 ..model
             };
-            let all = together(model, tokens);
+            let all = fused_ops(model, tokens);
             let count = all.iter().filter(|kinds| *kinds == wanted).count() as u64;
             // No node overwrites the results of the last layer: the guest may read them.
             assert!(

@@ -105,7 +105,7 @@ fn main() {
         for &cols in &columns {
             let mut line = measure(ty, level, cols, ggml.as_ref());
             line.ceiling = match line.is_rounded {
-                // Those of bfloat16 have an instruction of their own.
+                // Products of bfloat16 have an instruction of their own.
                 true => int16.filter(|_| level < Level::Avx512Bf16),
                 false => ceiling.filter(|_| cols > 1 && ceiling::holds_for(ty, level)),
             };

@@ -3,7 +3,7 @@
 //!
 //! `cargo bench -p vgpu-cpu --bench plan -- [--threads N] [--repeats N] [--tokens N]... [TYPE]...`
 
-#[path = "../../../xtask/common/src/median.rs"]
+#[path = "../../check/src/median.rs"]
 #[allow(unreachable_pub)] // public in xtask-common
 mod median;
 

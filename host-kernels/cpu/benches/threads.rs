@@ -7,7 +7,7 @@
 //! one for each token, and samples the token in the pause. Median microseconds of a job beyond its
 //! work.
 
-#[path = "../../../xtask/common/src/median.rs"]
+#[path = "../../check/src/median.rs"]
 #[allow(unreachable_pub)] // public in xtask-common
 mod median;
 #[allow(

@@ -186,8 +186,8 @@ impl Allocator {
             if is_empty {
                 state.chunks.remove(&chunk);
                 drop(state);
-                // SAFETY: `chunk` was allocated with this size. It has no parts, and it was removed
-                // from the table, so it gets no new ones.
+                // SAFETY: `chunk` was allocated with this size. The chunk has no parts, and was
+                // removed from the table, so it gets no new ones.
                 unsafe { self.device.free(chunk, CHUNK) };
             }
         }
@@ -235,6 +235,8 @@ impl State {
 
 #[cfg(test)]
 mod tests {
+    use vgpu_gguf::Rng;
+
     use super::*;
 
     const AT: Address = 1 << 40;
@@ -248,13 +250,10 @@ mod tests {
     #[test]
     fn parts_do_not_overlap_and_merge_when_freed() {
         let mut state = one_chunk();
-        let mut random = 12345u64;
+        let mut random = Rng::new(12345, 0);
         let mut held: Vec<(Address, u64)> = Vec::new();
         for _ in 0..2000 {
-            random = random
-                .wrapping_mul(6_364_136_223_846_793_005)
-                .wrapping_add(1);
-            let choice = random >> 33;
+            let choice = random.below(1 << 31);
             if choice.is_multiple_of(3) && !held.is_empty() {
                 let (at, len) = held.swap_remove(choice as usize / 3 % held.len());
                 state.put(at, len);

@@ -45,7 +45,16 @@ impl Rng {
         self.0.next_u64()
     }
 
-    fn fill(&mut self, bytes: &mut [u8]) {
+    /// An integer below `n`, nearly uniform.
+    ///
+    /// # Panics
+    /// If `n` is 0.
+    pub fn below(&mut self, n: u64) -> u64 {
+        (self.next_u64() >> 16) % n
+    }
+
+    /// Fills `bytes` with random bits.
+    pub fn fill(&mut self, bytes: &mut [u8]) {
         for chunk in bytes.chunks_mut(8) {
             chunk.copy_from_slice(&self.next_u64().to_le_bytes()[..chunk.len()]);
         }

@@ -8,6 +8,7 @@ pub mod elf;
 pub mod executor;
 pub mod ggml_releases;
 pub mod llama;
+#[path = "../../../host-kernels/check/src/median.rs"]
 pub mod median;
 pub mod model;
 pub mod node;

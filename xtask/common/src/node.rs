@@ -38,8 +38,8 @@ impl Node {
             npm.env("PATH", &path)
                 .current_dir(dir)
                 .args(["install", "--prefix", ".", "--no-audit", "--no-fund"])
-                // Its install script would look for something to compile; its optional packages are
-                // the builds for other machines.
+                // The install script of node-llama-cpp would look for something to compile; the
+                // optional packages are the builds for other machines.
                 .args(["--ignore-scripts", "--omit=optional"])
                 .arg(format!("node-llama-cpp@{VERSION}"))
                 .arg(format!("@node-llama-cpp/{machine}@{VERSION}"));

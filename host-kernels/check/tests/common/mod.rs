@@ -44,7 +44,7 @@ impl Random {
     }
 
     pub(crate) fn below(&mut self, n: u64) -> u64 {
-        (self.bits() >> 16) % n
+        self.0.below(n)
     }
 
     pub(crate) fn chance(&mut self, one_in: u64) -> bool {

@@ -74,19 +74,16 @@ fn masks(pages: &Range<u64>) -> impl Iterator<Item = (usize, u64)> + use<> {
 
 #[cfg(test)]
 mod tests {
+    use vgpu_gguf::Rng;
+
     use super::*;
 
     #[test]
     fn a_page_set_does_what_a_set_of_numbers_does() {
         let mut set = PageSet::default();
         let mut model = std::collections::BTreeSet::new();
-        let mut random = 1u64;
-        let mut next = |below: u64| {
-            random = random
-                .wrapping_mul(6_364_136_223_846_793_005)
-                .wrapping_add(1);
-            (random >> 33) % below
-        };
+        let mut random = Rng::new(1, 0);
+        let mut next = |below: u64| random.below(below);
         for _ in 0..5000 {
             let start = next(300);
             let pages = start..start + next(140);

@@ -7,6 +7,7 @@ use super::pieces::{Backing, Piece};
 use crate::memory::CpuMemory;
 use crate::region::{Budget, page};
 use vgpu_engine::{EngineError, Extent, MAX_COPIES, Memory};
+use vgpu_gguf::Rng;
 
 const PAGES: u64 = 16;
 
@@ -410,13 +411,8 @@ fn random_accesses_keep_contents_and_no_page_without_a_buffer() {
 }
 
 fn random_accesses(seed: u64) {
-    let mut random = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut next = |below: u64| {
-        random = random
-            .wrapping_mul(6_364_136_223_846_793_005)
-            .wrapping_add(1);
-        (random >> 33) % below
-    };
+    let mut random = Rng::new(seed, 0);
+    let mut next = |below: u64| random.below(below);
     // Every second run uses whole pages, so that the count of pages is exact.
     let unit = if seed.is_multiple_of(2) { page() } else { 256 };
     let size = PAGES * page();
@@ -521,7 +517,7 @@ fn random_accesses(seed: u64) {
                 match buffer.memory.attach(at, &extent) {
                     Ok(_) if buffer.is_written => {}
                     Ok(_) => buffer.bytes[there].copy_from_slice(bytes),
-                    // It overlaps itself.
+                    // The extent overlaps itself.
                     Err(_) => assert!(Arc::ptr_eq(&base(&buffer.memory), &downcast(&extent).base)),
                 }
             }

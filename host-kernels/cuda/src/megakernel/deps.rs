@@ -167,6 +167,8 @@ pub(crate) fn verify(stages: &[&MemoryAccess], order: &[StageDeps]) -> Result<()
 
 #[cfg(test)]
 mod tests {
+    use vgpu_gguf::Rng;
+
     use super::*;
 
     fn stage(read: &[u64], written: &[u64]) -> MemoryAccess {
@@ -202,13 +204,8 @@ mod tests {
 
     #[test]
     fn no_redundant_waits_are_generated() {
-        let mut random = 1u64;
-        let mut below = |n: u64| {
-            random = random
-                .wrapping_mul(6_364_136_223_846_793_005)
-                .wrapping_add(1);
-            (random >> 33) % n
-        };
+        let mut random = Rng::new(1, 0);
+        let mut below = |n: u64| random.below(n);
         let mut found = 0;
         for _ in 0..50 {
             let mut all: Vec<MemoryAccess> = (0..20)

@@ -3,10 +3,11 @@
 use std::sync::Arc;
 
 use vgpu_cuda::LaunchPolicy;
+use vgpu_gguf::Rng;
 use vgpu_transport::ir::{GluKind, Node, Op, Sources, Type};
 
 use crate::engine_with;
-use crate::spy::{Call, Spy};
+use crate::spy::{Call, Spy, launched};
 use vgpu_check::model::{Built, Model, StepShape, TINY, TINY_BIASES, TINY_EXPERTS, TINY_GPT_OSS};
 
 /// A policy with one launch after the other, so that launches can be counted.
@@ -26,12 +27,7 @@ fn kernels(built: &Built, fusion: bool) -> Vec<&'static str> {
     let mut plan = built.compile(&engine, &loaded);
     device.take_log();
     plan.run().unwrap();
-    { device.take_log().into_iter() }
-        .filter_map(|call| match call {
-            Call::Launch(name) => Some(name),
-            _ => None,
-        })
-        .collect()
+    launched(&device.take_log())
 }
 
 /// The kernels from the attention of layer `which` up to that of the next layer. Layers may differ:
@@ -291,13 +287,8 @@ fn requested_intermediate_results_are_kept() {
 
 /// A generator of random numbers below a bound.
 pub(crate) fn random(seed: u64) -> impl FnMut(usize) -> usize {
-    let mut state = seed;
-    move |n| {
-        state = state
-            .wrapping_mul(6_364_136_223_846_793_005)
-            .wrapping_add(1);
-        (state >> 33) as usize % n
-    }
+    let mut rng = Rng::new(seed, 0);
+    move |n| rng.below(n as u64) as usize
 }
 
 /// A decode step with a tensor at a random wrong place; `None` if the place is an input.

@@ -11,7 +11,7 @@ use vgpu_cuda::autotune::{GemmVariant, TuningTable};
 use vgpu_cuda_shim::DeviceModel;
 use vgpu_engine::{Engine, Plan, RunError, RunStatus, Turn};
 
-use crate::spy::{Call, Fails, Spy};
+use crate::spy::{Call, Fails, Spy, launched};
 use crate::{engine_on, engine_with};
 use vgpu_check::model::{Built, Loaded, Model, StepShape, TINY, TINY_EXPERTS};
 
@@ -31,12 +31,6 @@ const SHORT_SLICES: LaunchPolicy = LaunchPolicy {
     megakernel: false,
     repack: true,
 };
-
-fn launches(log: &[Call]) -> usize {
-    { log.iter() }
-        .filter(|call| matches!(call, Call::Launch(_)))
-        .count()
-}
 
 fn count(log: &[Call], of: &Call) -> usize {
     log.iter().filter(|call| *call == of).count()
@@ -60,12 +54,8 @@ fn matrix_products_use_the_fastest_measured_kernel() {
         device.take_log();
         plan.run().expect("it runs");
         let log = device.take_log();
-        let products: Vec<&str> = { log.iter() }
-            .filter_map(|call| match call {
-                Call::Launch(name) if name.contains("gemm") => Some(*name),
-                _ => None,
-            })
-            .collect();
+        let mut products = launched(&log);
+        products.retain(|name| name.contains("gemm"));
         assert!(!products.is_empty(), "{log:?}");
         assert!(
             products.iter().all(|name| *name == kernel),
@@ -98,12 +88,7 @@ fn kernels_of_prefill(device: Spy) -> BTreeSet<&'static str> {
     let mut plan = built.compile(&engine, &loaded);
     device.take_log();
     plan.run().expect("it runs");
-    { device.take_log().into_iter() }
-        .filter_map(|call| match call {
-            Call::Launch(name) => Some(name),
-            _ => None,
-        })
-        .collect()
+    launched(&device.take_log()).into_iter().collect()
 }
 
 /// The families of kernels for sm_90a that a prefill has use for.
@@ -185,7 +170,7 @@ fn second_run_replays_the_cuda_graph() {
 
     plan.run().unwrap();
     let first = device.take_log();
-    let all = launches(&first);
+    let all = launched(&first).len();
     assert_eq!(first.len(), all, "launches and nothing else: {first:?}");
     assert!(all > 20);
     plan.run().unwrap();
@@ -220,7 +205,7 @@ fn grown_kv_cache_updates_launches_in_place() {
     let changes = { log.iter() }
         .filter(|e| matches!(e, Call::UpdateNode(_)))
         .count();
-    assert_eq!(launches(&log), 0);
+    assert_eq!(launched(&log).len(), 0);
     assert_eq!(count(&log, &Call::LaunchGraph), 1);
     assert_eq!(log.len(), changes + 1, "{log:?}");
     // Attention reads more of the cache in each layer. The mask is longer and moves the memory
@@ -298,7 +283,7 @@ fn device_without_cuda_graphs_launches_kernels_one_by_one() {
     }
     let log = device.take_log();
     assert_eq!(count(&log, &Call::LaunchGraph), 0);
-    assert!(launches(&log) > 60);
+    assert!(launched(&log).len() > 60);
 }
 
 #[test]
@@ -466,7 +451,7 @@ fn timeline_has_every_node_once_and_the_results_of_a_run() {
         let all: Vec<usize> = (0..built.graph.nodes.len()).collect();
         assert_eq!(nodes, all);
         assert!(
-            launches(&device.take_log()) >= spans.len(),
+            launched(&device.take_log()).len() >= spans.len(),
             "each part has a launch"
         );
         // The next run works as before.
@@ -558,9 +543,9 @@ fn a_plan_that_never_ran_hands_few_launches_to_the_device_at_a_time() {
     let (mut turns, mut all) = (0, 0);
     loop {
         let status = plan.launch(&over).expect("it runs");
-        let launched = launches(&device.take_log());
-        assert!(launched <= MAX_TIED, "{launched} launches in turn {turns}");
-        (turns, all) = (turns + 1, all + launched);
+        let count = launched(&device.take_log()).len();
+        assert!(count <= MAX_TIED, "{count} launches in turn {turns}");
+        (turns, all) = (turns + 1, all + count);
         if status != RunStatus::Yielded {
             break;
         }
@@ -582,12 +567,9 @@ fn a_plan_is_cancelled_between_the_launches_of_its_first_run() {
     let mut plan = built.compile(&engine, &loaded);
     device.take_log();
     assert_eq!(plan.launch(&over), Ok(RunStatus::Yielded));
-    let launched = launches(&device.take_log());
-    assert!(
-        launched <= MAX_TIED,
-        "{launched} launches before the first check"
-    );
+    let count = launched(&device.take_log()).len();
+    assert!(count <= MAX_TIED, "{count} launches before the first check");
     // A plan that is dropped hands nothing more to the device.
     drop(plan);
-    assert_eq!(launches(&device.take_log()), 0);
+    assert_eq!(launched(&device.take_log()).len(), 0);
 }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use vgpu_cuda::{CudaEngine, LaunchPolicy};
 use vgpu_engine::{Engine, Memory, Plan, RunError};
+use vgpu_gguf::Rng;
 use vgpu_transport::ir::{
     BufferId, Graph, Limits, Node, Op, Precision, Shape, Sources, Tensor, Type, validate,
 };
@@ -303,11 +304,8 @@ fn memory_keeps_the_written_bytes_across_any_operations() {
         tensor(WEIGHTS, Type::Mxfp4, [64, 16, 3, 1], 4096),
     ];
     let len = 4096 + size(&tensors[2]) + 77;
-    let mut state = 1u64;
-    let mut random = |below: u64| {
-        state = state.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1);
-        (state >> 33) % below
-    };
+    let mut rng = Rng::new(1, 0);
+    let mut random = |n: u64| rng.below(n);
     let mut counts = [0; 2];
     for round in 0..60 {
         let mut bytes = content(len, round);
@@ -455,7 +453,7 @@ fn weights_with_other_uses_are_not_repacked() {
     assert_eq!(first.profile(), Err(RunError::Stale));
     second.run().unwrap();
     assert_eq!(loaded.result(&rows), plain_result(&bytes, &rows));
-    // It stays plain from now on.
+    // The tensor stays plain from now on.
     let mut first = loaded.compile(&engine, &graph);
     assert_eq!(repacked(&device), 0);
     assert!(second.is_current());

@@ -68,6 +68,16 @@ pub(crate) enum Call {
     Wait,
 }
 
+/// The kernels that a log launches, in order.
+pub(crate) fn launched(log: &[Call]) -> Vec<&'static str> {
+    { log.iter() }
+        .filter_map(|call| match call {
+            Call::Launch(name) => Some(*name),
+            _ => None,
+        })
+        .collect()
+}
+
 impl Call {
     /// Whether the call is about data, not about launches and memory.
     fn is_traffic(&self) -> bool {

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use vgpu_engine::{Engine, Memory};
 
 use crate::engine_on;
+use crate::fusion::random;
 use crate::spy::{Call, Spy};
 
 fn bytes_of(memory: &dyn Memory) -> Vec<u8> {
@@ -19,11 +20,7 @@ fn writes_arrive_at_any_offset() {
     let engine = engine_on(&device);
     let (a, b) = (engine.alloc(5000).unwrap(), engine.alloc(70_000).unwrap());
     let mut want = [vec![0u8; 5000], vec![0u8; 70_000]];
-    let mut state = 1u64;
-    let mut random = |below: usize| {
-        state = state.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1);
-        (state >> 33) as usize % below
-    };
+    let mut random = random(1);
     for round in 0..400 {
         let which = random(2);
         let (memory, want) = ([&a, &b][which], &mut want[which]);
