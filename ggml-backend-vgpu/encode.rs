@@ -60,7 +60,7 @@ pub(crate) struct Encoder {
     buffers: Vec<Arc<SessionBuffer>>,
 }
 
-// SAFETY: the pointers in `tensors` are keys of a map. They are compared and never followed.
+// SAFETY: the pointers in `tensors` are keys of a map, which are compared and never followed.
 unsafe impl Send for Encoder {}
 
 /// A graph that was encoded.

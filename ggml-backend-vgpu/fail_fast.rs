@@ -30,15 +30,15 @@ pub(crate) fn end_process_if_enabled(reason: &str) {
     // Ollama copies a line that begins with "error:" into its answer.
     let line = format!("error: ggml-vgpu: {reason}; the process ends because VGPU_REQUIRED=1\n");
     let _ = std::io::stderr().write_all(line.as_bytes());
-    // SAFETY: `_exit` takes no pointer and does not return. It runs no exit handler and no
+    // SAFETY: `_exit` takes no pointer and does not return. `_exit` runs no exit handler and no
     // destructor, so that no code of the program runs while other threads still use what that code
     // would destroy.
     unsafe { libc::_exit(1) }
 }
 
-/// Starts a thread that calls `is_any_lost` until it returns `true`, if `VGPU_REQUIRED=1`. It
-/// detects the loss of an executor while the program is idle: a session that finds its executor
-/// gone calls [`end_process_if_enabled`].
+/// Starts a thread that calls `is_any_lost` until it returns `true`, if `VGPU_REQUIRED=1`. The
+/// thread detects the loss of an executor while the program is idle: a session that finds its
+/// executor gone calls [`end_process_if_enabled`].
 pub(crate) fn watch(is_any_lost: impl Fn() -> bool + Send + 'static) {
     if !is_enabled() {
         return;

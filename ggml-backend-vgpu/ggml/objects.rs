@@ -94,8 +94,9 @@ impl Handle {
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        // SAFETY: the handle comes from `dlopen` and is closed once. It is not the last reference
-        // to the object, which was loaded before the handle was taken, so that no finaliser runs.
+        // SAFETY: the handle comes from `dlopen` and is closed once. The handle is not the last
+        // reference to the object, which was loaded before the handle was taken, so that no
+        // finaliser runs.
         unsafe { libc::dlclose(self.0.as_ptr()) };
     }
 }

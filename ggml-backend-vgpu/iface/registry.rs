@@ -81,7 +81,8 @@ fn find_or_make() -> Option<&'static Registry> {
         // SAFETY: the pointer comes from `make`, and a registry is never freed.
         return Some(unsafe { &*made });
     }
-    // SAFETY: as above.
+    // SAFETY: `REGISTRY` holds what `make` has returned to an earlier call, and a registry is never
+    // freed.
     let known = unsafe { &*registry };
     let served = known.ggml.object();
     if served != ggml.object() {

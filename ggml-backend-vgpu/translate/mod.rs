@@ -145,7 +145,8 @@ impl Translator {
         let p = Params::of(tensor, kind, self.release);
         let op = match kind {
             OpKind::Rope if is_backward => op::rope(&p, true)?,
-            // SAFETY: the first parameter of a UNARY node is an id of `ggml_unary_op`.
+            // SAFETY: the first parameter of a UNARY node is an id of `ggml_unary_op`, here of the
+            // translator's ggml: this function's contract.
             OpKind::Unary => match unsafe { self.unary.get(p.i32(0)) }? {
                 GgmlUnary::Kind(kind) => Op::Unary { kind },
                 GgmlUnary::Xielu => Op::Xielu {

@@ -4,7 +4,7 @@
 //! file at the same address at any time. Only shared mappings without write permission count: what
 //! they show is the content of the file.
 //!
-//! A file is unchanged if its device, inode, size and times are ([`FileIdentity`]). That is as
+//! A file is unchanged if its device, inode, size and times are ([`FileIdentity`]). This rule is as
 //! reliable as the file system. Only file systems are trusted that update the times with every
 //! write, including a write through a mapping once the page was written back, and only files that
 //! have not changed for longer than a write-back takes.
@@ -103,7 +103,7 @@ impl MappedFile {
     }
 
     fn open(mapping: &Mapping) -> Option<MappedFile> {
-        // The path may name another file by now. That file has another device or inode.
+        // The path may name another file by now, which has another device or inode.
         let file = File::open(Path::new(OsStr::from_bytes(&mapping.path))).ok()?;
         let identity = FileIdentity::of(&file.metadata().ok()?);
         let is_same = (identity.device, identity.inode) == (mapping.device, mapping.inode);

@@ -48,7 +48,7 @@ struct Pending {
 enum Room {
     /// Nothing: there is room.
     Free,
-    /// This connection.
+    /// The connection of this number.
     Of(u64),
     /// The new connection: no other can be closed.
     None,

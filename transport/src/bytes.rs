@@ -230,8 +230,8 @@ unsafe fn copy_once(from: *const u8, to: *mut u8, len: usize) {
 ///
 /// The C library uses `rep movsb` for these sizes on processors that report fast `rep movsb`
 /// (ERMS). Zen processors are slow at it when the target's offset within its page is slightly
-/// greater than the source's. That is the case between a mapped buffer, at a page boundary, and a
-/// large block of `malloc`, 16 bytes behind one.
+/// greater than the source's, as between a mapped buffer, at a page boundary, and a large block of
+/// `malloc`, 16 bytes behind one.
 #[cfg(target_arch = "x86_64")]
 mod wide {
     use std::arch::x86_64::{__m256i, _mm256_loadu_si256, _mm256_storeu_si256};

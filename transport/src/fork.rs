@@ -33,7 +33,7 @@ pub struct Owner(u64);
 const PROCESS_ID: u64 = 1 << 63;
 
 impl Owner {
-    /// This process.
+    /// The calling process as an owner.
     pub fn current() -> Owner {
         let Some(number) = own_number() else {
             return Owner(u64::from(std::process::id()) | PROCESS_ID);

@@ -51,7 +51,8 @@ mod tests {
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 while !is_done.load(Ordering::Relaxed) {
-                    signals::send(waiting, libc::SIGUSR2);
+                    // SAFETY: `waiting` is the thread of the scope, which ends after this thread.
+                    unsafe { signals::send(waiting, libc::SIGUSR2) };
                     std::thread::sleep(Duration::from_millis(2));
                 }
             });

@@ -29,12 +29,15 @@ pub(crate) fn received() -> u64 {
 
 /// The thread that calls this, for [`send`].
 pub(crate) fn this_thread() -> libc::pthread_t {
-    // SAFETY: returns a number.
+    // SAFETY: `pthread_self` has no preconditions, and returns a number.
     unsafe { libc::pthread_self() }
 }
 
-/// Sends a signal to a thread, which must not have ended.
-pub(crate) fn send(thread: libc::pthread_t, signal: libc::c_int) {
-    // SAFETY: the thread has not ended: this function's contract, which only tests use.
+/// Sends a signal to a thread.
+///
+/// # Safety
+/// The thread has not ended, or was not joined yet.
+pub(crate) unsafe fn send(thread: libc::pthread_t, signal: libc::c_int) {
+    // SAFETY: the caller guarantees that `thread` still names a thread.
     unsafe { libc::pthread_kill(thread, signal) };
 }

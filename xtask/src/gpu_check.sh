@@ -1,10 +1,10 @@
 #!/bin/sh
-# Checks the GPU of this machine in less than ten minutes, with the files beside this script. It
+# Checks the GPU of this machine in less than ten minutes, with the files beside this script:
 # compares the results of vgpu's engine, measures the speed of its kernels and the tokens per second
 # of models with the shapes of published ones, and runs ggml's own tests through the plugin. If a
 # part fails or exceeds its time limit, the others still run. The script ends with a table, and
-# writes all results to summary.json. It needs NVIDIA's driver. It needs NVIDIA's compiler
-# (libnvrtc) only for a GPU without machine code in vgpu.
+# writes all results to summary.json. NVIDIA's driver is required. NVIDIA's compiler (libnvrtc) is
+# required only for a GPU without machine code in vgpu.
 #
 #     ./run.sh [folder for results]
 #

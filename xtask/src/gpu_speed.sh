@@ -2,8 +2,8 @@
 # Measures the speed of models on the GPU of this machine in less than ten minutes, with the files
 # beside this script: tokens per second, as shares of the limits of memory and tensor cores, and
 # beside ggml's own backend with the same files. If a part fails or exceeds its time limit, the
-# others still run. The script ends with a table, and writes all results to speed.json. It needs
-# NVIDIA's driver.
+# others still run. The script ends with a table, and writes all results to speed.json.
+# NVIDIA's driver is required.
 #
 #     ./speed.sh [folder for results]
 #

@@ -652,9 +652,9 @@ fn llama_cpp_27585_the_cache_of_weights_grows_until_the_disk_is_full() {
     serve.wait();
 }
 
-/// The client of ggml-rpc aborts its process when the server has ended, five times of five. That of
-/// ggml-virtgpu waits forever. (`cargo xtask test --only failures --only faults` tests the same
-/// with llama.cpp.)
+/// The client of ggml-rpc aborts its process when the server has ended, five times of five. The
+/// client of ggml-virtgpu waits forever. (`cargo xtask test --only failures --only faults` tests
+/// the same with llama.cpp.)
 #[test]
 fn ggml_rpc_client_aborts_when_the_server_ends() {
     let scratch = Scratch::new("cve-death");

@@ -270,8 +270,8 @@ fn virtual_machine_keeps_running_after_its_worker_ends() {
     );
 }
 
-/// The process that keeps the files of a machine dies. Its files are gone, but the socket is served
-/// again for the next QEMU.
+/// The process that keeps the file descriptors of a machine dies. The file descriptors are gone,
+/// but the socket is served again for the next QEMU.
 #[test]
 fn virtual_machine_is_served_again_after_its_fd_store_ends() {
     let scratch = Scratch::new("isolate-fd-store");

@@ -365,7 +365,7 @@ fn stored_graphs_and_their_parts_stay_below_the_bound() {
         assert!(told.end.is_none() && told.failures.is_empty(), "{told:?}");
     }
     executor.check("incomplete graphs", 6);
-    // Those that were refused are told when the last part has come.
+    // The guest is told of refused graphs when the last part has come.
     let last = Request::Graph {
         graph: GraphId(1),
         offset: total - MIB,

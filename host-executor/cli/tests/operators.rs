@@ -517,7 +517,7 @@ fn top_shows_guests_in_a_terminal() {
         thread::sleep(Duration::from_millis(10));
     };
     assert!(status.success());
-    // Its last output may still be on the way.
+    // The last output of `vgpu top` may still be on the way.
     while top
         .screen
         .lock()

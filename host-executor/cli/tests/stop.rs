@@ -15,8 +15,8 @@ use vgpu_transport::wire::GraphId;
 /// Bytes of each buffer.
 const BUFFER: u64 = 64 << 20;
 
-/// A process that has not ended after this time hangs. It takes a fraction of a second, more on a
-/// machine with other work.
+/// A process that has not ended after this time hangs. An orderly end takes a fraction of a second,
+/// more on a machine with other work.
 const HANG: Duration = Duration::from_secs(10);
 
 fn f32(ne: [u64; 4]) -> Shape {

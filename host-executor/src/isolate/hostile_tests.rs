@@ -99,7 +99,7 @@ fn worker_process() {
         other => panic!("{other}"),
     }
     assert!(engine.memory().total > 0);
-    // It never ends by itself.
+    // The worker never ends by itself.
     thread::sleep(TIMEOUT * 10);
 }
 

@@ -15,8 +15,8 @@ pub(super) fn spawn(command: &mut Command, nice: i32) -> io::Result<Child> {
     // makes two system calls, allocates nothing and takes no lock.
     unsafe {
         command.pre_exec(move || {
-            // The kernel sends the signal when the thread that forked ends. That thread waits for
-            // the child, or is the main thread of the supervisor.
+            // The kernel sends the signal when the thread that forked ends. The forking thread
+            // waits for the child, or is the main thread of the supervisor.
             rustix::process::set_parent_process_death_signal(Some(Signal::TERM))?;
             if nice > 0 {
                 rustix::process::setpriority_process(None, nice)?;

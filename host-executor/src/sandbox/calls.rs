@@ -412,7 +412,7 @@ fn refused(role: Role) -> Result<Rules, SandboxError> {
     let older = &[];
     let mut rules = always(&plain, older);
     if role == Role::Supervisor {
-        // It starts processes, which inherit these rules, and ends them.
+        // A supervisor starts processes, which inherit these rules, and ends them.
         for call in STARTING {
             rules.remove(&call);
         }

@@ -47,7 +47,8 @@ pub struct Sandbox {
 /// [`SandboxError::Dumpable`] if the kernel refuses.
 pub fn hide() -> Result<(), SandboxError> {
     // `rustix` reads the auxiliary vector at the first use of a value of it, with a call that the
-    // filter refuses, or from a file that belongs to root from now on. It panics without it.
+    // filter refuses, or from a file that belongs to root from now on. `rustix` panics without the
+    // vector.
     let _ = rustix::param::page_size();
     rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable)
         .map_err(SandboxError::Dumpable)

@@ -13,7 +13,7 @@ use crate::stop::StopFlag;
 /// Why a session ended.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum SessionEnd {
-    /// The guest disconnected. This is the normal end.
+    /// The guest disconnected: the normal end of a session.
     #[error("the guest disconnected")]
     Closed,
     /// The link failed, or the guest broke its rules.
@@ -51,7 +51,7 @@ pub enum SessionEnd {
     /// The engine could not read or write its own memory.
     #[error("the engine failed: {0}")]
     Engine(String),
-    /// Code of the host panicked while it served this guest. This is a bug of the host.
+    /// Code of the host panicked while it served this guest: a bug of the host.
     #[error("the host failed while it executed a request: {0}")]
     Panic(String),
 }

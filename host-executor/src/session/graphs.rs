@@ -447,8 +447,9 @@ fn words(bytes: &[u8]) -> Vec<u32> {
         .collect()
 }
 
-/// Decodes, validates and compiles a graph. Its tenant is charged first for the most memory that
-/// this can need, which follows from the head of the image, and then for what the plan keeps.
+/// Decodes, validates and compiles a graph. The tenant of the session is charged first for the most
+/// memory that the compilation can need, which follows from the head of the image, and then for
+/// what the plan keeps.
 fn compile(
     id: GraphId,
     image: Image,

@@ -21,7 +21,8 @@ const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// guest that wants a result asks for it right after SUBMIT.
 const LOOK_AHEAD: Duration = Duration::from_micros(50);
 
-/// The first request of a guest, which is not carried out yet. Its payload is in the link.
+/// The first request of a guest, which is not carried out yet. The payload of the request is in the
+/// link.
 pub(crate) struct FirstRequest {
     request: u64,
     message: Vec<u8>,

@@ -73,7 +73,7 @@ impl Reserved {
     }
 }
 
-/// A proof of possession that the guest has been asked for. It keeps no memory alive.
+/// A proof of possession that the guest has been asked for. A challenge keeps no memory alive.
 pub(super) struct Challenge {
     pub(super) range: BufferRange,
     pub(super) hash: ContentHash,

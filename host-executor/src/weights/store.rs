@@ -115,7 +115,8 @@ struct Counters {
     hashed: AtomicU64,
 }
 
-/// An extent of a sealed buffer, to be hashed. It keeps no memory of a guest that has disconnected.
+/// An extent of a sealed buffer, to be hashed. A job keeps no memory of a guest that has
+/// disconnected.
 struct Job {
     buffer: BufferId,
     offset: u64,
@@ -378,7 +379,7 @@ impl SessionStore {
             };
             let size = extent.size();
             if !queue.jobs.push(&self.domain, size, job()) {
-                // Those that were freed since do not count.
+                // Extents that were freed since do not count.
                 queue.jobs.retain(&self.domain, Job::is_wanted);
                 not_queued += usize::from(!queue.jobs.push(&self.domain, size, job()));
             }

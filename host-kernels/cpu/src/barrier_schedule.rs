@@ -55,11 +55,11 @@ pub(crate) struct Part {
     /// The node that errors report.
     node: usize,
     op: &'static str,
-    /// Offset of its scratch memory in bytes.
+    /// Offset of the part's scratch memory in bytes.
     pub(crate) scratch: usize,
-    /// Whether the first thread runs it alone.
+    /// Whether the first thread runs the part alone.
     pub(crate) is_solo: bool,
-    /// Its estimated work on all threads.
+    /// The estimated work of the part on all threads.
     pub(crate) work: Estimate,
 }
 

@@ -253,7 +253,7 @@ impl Worker<'_> {
         self.exit.request(self.phase, true);
     }
 
-    /// The scratch memory that the operator asked for, shared by all threads, 64-byte aligned. Its
+    /// The scratch memory that the operator asked for, shared by all threads, 64-byte aligned. The
     /// contents survive from one kernel of the operator to the next and are arbitrary before the
     /// first.
     pub(crate) fn scratch(&self) -> *mut u8 {

@@ -227,7 +227,7 @@ mod tests {
         let free = || budget.info().free / MIB;
         assert_eq!((budget.info().total / MIB, free()), (1000, 600));
         let charge = Charge::take(&budget, 400 * MIB).unwrap();
-        // The process has touched 7 MiB. It may not get the rest twice.
+        // The process has touched 7 MiB, and may not get the rest twice.
         assert_eq!(free(), 207);
         assert!(Charge::take(&budget, 208 * MIB).is_err());
         let status = format!("RssAnon: {} kB\nRssShmem: 0 kB\n", 300 << 10);

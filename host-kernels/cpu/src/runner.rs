@@ -452,7 +452,7 @@ mod tests {
                 .map(|round| {
                     phase(move |w| {
                         // SAFETY: each run has `8 * UNITS` bytes of scratch memory, aligned to 64
-                        // bytes. They are accessed as atomics only.
+                        // bytes. The bytes are accessed as atomics only.
                         let cells = unsafe {
                             std::slice::from_raw_parts(w.scratch().cast::<AtomicUsize>(), UNITS)
                         };

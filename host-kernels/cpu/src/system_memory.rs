@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 /// The largest file that is read, in bytes.
 const MAX_FILE: usize = 16 << 10;
 
-/// The files in which the kernel reports memory. Those of control groups are opened once: the
+/// The files in which the kernel reports memory. The files of control groups are opened once: the
 /// process stays in its group, and a sandbox may close the file system.
 pub(super) struct SystemMemory {
     root: PathBuf,

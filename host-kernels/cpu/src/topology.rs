@@ -19,7 +19,7 @@ pub(super) struct Topology {
 impl Topology {
     /// The topology that Linux reports. A hardware thread without an entry counts as a core.
     pub(super) fn of_this_process() -> Topology {
-        // It fails for threads that are gone.
+        // The call fails for threads that are gone.
         let allowed = sched_getaffinity(None);
         let allowed = allowed.map_or(vec![0], |set| {
             (0..CpuSet::MAX_CPU)

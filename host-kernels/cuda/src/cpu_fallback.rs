@@ -2,7 +2,7 @@
 //!
 //! These operators quantise to K-quants, IQ and FP4 types, which needs a search, and no model does
 //! it often. A plan copies the node's tensors to the host and the result back, so that a guest's
-//! graph is never split. This is slow but correct.
+//! graph is never split. The copies are slow but correct.
 
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};

@@ -337,7 +337,8 @@ impl Memory for CudaMemory {
         self.before_write(&(offset..offset + len))?;
         if to.abs_diff(from) >= len {
             // SAFETY: `range` has checked that the `len` bytes at `to` and at `from` are inside
-            // their memories. Their distance is at least `len`, so they do not overlap.
+            // their memories. The two ranges do not overlap, since their distance is at least
+            // `len`.
             return unsafe { self.allocator.device().copy(to, from, len) };
         }
         let through = CudaMemory::new(&self.allocator, len)?;

@@ -87,11 +87,11 @@ pub trait Engine: Send + Sync + 'static {
         false
     }
 
-    /// Memory for weights of the size of `instead`, which is memory of this engine. It can be
-    /// [frozen](Memory::freeze), and can share pages with [extents](crate::Extent) of other such
-    /// memory. The caller drops `instead` and uses the new memory in its place: both count once
-    /// against the memory of the engine, so that it needs no room for both. `None` if the engine
-    /// has no such memory.
+    /// Memory for weights of the size of `instead`, which is memory of this engine. The new memory
+    /// can be [frozen](Memory::freeze), and can share pages with [extents](crate::Extent) of other
+    /// such memory. The caller drops `instead` and uses the new memory in place of `instead`: both
+    /// count once against the memory of the engine, which needs no room for both. `None` if
+    /// the engine has no such memory.
     ///
     /// # Errors
     /// As [`alloc`](Engine::alloc), and [`EngineError::ForeignMemory`] if `instead` belongs to

@@ -2,8 +2,8 @@
 //! The executor estimates from it how long a node of a guest takes, the CPU engine how long a unit
 //! of a kernel takes, and the [roofline model](crate::roofline) the arithmetic of a graph.
 //!
-//! The numbers come from the operator's parameters and from shapes, never from tensor data. They
-//! count what a kernel does at most: attention counts the keys that the mask hides, and
+//! The numbers come from the operator's parameters and from shapes, never from tensor data. The
+//! numbers count what a kernel does at most: attention counts the keys that the mask hides, and
 //! convolutions count the taps in the padding.
 
 use std::time::Duration;
@@ -48,7 +48,7 @@ impl Default for Speed {
 }
 
 impl Speed {
-    /// The speed of `count` such devices. They share their memory.
+    /// The speed of `count` such devices, which share their memory.
     #[must_use]
     pub fn times(self, count: usize) -> Speed {
         Speed {

@@ -35,7 +35,7 @@ fn never_dead(triples: u32) -> Graph {
 }
 
 /// How often a search asks whether it is cancelled: once for some thousand nodes that it looks at.
-/// It is cancelled at question `last`.
+/// The search is cancelled at question `last`.
 fn questions(graph: &Graph, last: u64) -> u64 {
     let asked = Cell::new(0);
     let arrangement = Arrangement::of(graph, u64::MAX, &|| {

@@ -212,8 +212,8 @@ impl Sources {
     }
 }
 
-/// The numbers of entries that the head of an image announces. They bound the memory of the decoded
-/// graph before it is decoded.
+/// The numbers of entries that the head of an image announces, which bound the memory of the
+/// decoded graph before the graph is decoded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GraphCounts {
     /// Entries of [`Graph::buffers`].

@@ -163,8 +163,8 @@ impl Window {
         }
     }
 
-    /// Maps `len` bytes at `offset` of a PCI device's memory region by its file in sysfs. This is
-    /// the side of a guest in a virtual machine. `offset` is a multiple of the page size.
+    /// Maps `len` bytes at `offset` of a PCI device's memory region by its file in sysfs: the side
+    /// of a guest in a virtual machine. `offset` is a multiple of the page size.
     ///
     /// # Errors
     ///

@@ -2,8 +2,8 @@
 //!
 //! `xtask/common/src/elf.rs` reads libraries too. The command must not depend on xtask, and a crate
 //! below both would hold a dozen lines around `object`: the SONAME and the names of the exports.
-//! The rest differs. This module reads addresses and code; that one reads versions, visibility and
-//! the libraries that a library needs.
+//! The rest differs. This module reads addresses and code; xtask's module reads versions,
+//! visibility and the libraries that a library needs.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

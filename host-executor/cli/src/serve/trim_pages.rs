@@ -15,10 +15,10 @@ use tracing::debug;
 /// Whose code is unmapped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Scope {
-    /// That of the program.
+    /// The code of the program.
     Program,
-    /// That of the program and all libraries. Not for processes with drivers, which may treat their
-    /// own code specially.
+    /// The code of the program and of all libraries. Not for processes with drivers, which may
+    /// treat their own code specially.
     AllObjects,
 }
 

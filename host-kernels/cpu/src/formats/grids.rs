@@ -1,5 +1,5 @@
-//! The codebooks of the IQ formats, as in ggml: the combination of magnitudes for each index. They
-//! are stored as level numbers of a few bits, and expanded at compile time.
+//! The codebooks of the IQ formats, as in ggml: the combination of magnitudes for each index. The
+//! combinations are stored as level numbers of a few bits, and expanded at compile time.
 
 /// Magnitudes of IQ2_XXS by index, plus `SIGN_OFFSET`.
 pub static IQ2_XXS: [u64; 256] = expand(&IQ2_XXS_CODES, 2, &IQ2_LEVELS);

@@ -145,8 +145,8 @@ fn repeat_back(dst: View, src: View, workers: usize) -> Compiled {
             let (step, unit) = (unit % steps, unit / steps);
             let (start, index) = (unit % parts * STAGE, dst.row_index(unit / parts));
             let n = STAGE.min(dst.ne[0] - start);
-            // SAFETY: the scratch memory has `STAGE` floats for each worker. They are set here in
-            // the first step of a unit, and one worker does all its steps.
+            // SAFETY: the scratch memory has `STAGE` floats for each worker. The floats are set
+            // here in the first step of a unit, and one worker does all its steps.
             let sums = unsafe {
                 let sums = w.scratch().cast::<f32>().add(w.index() * STAGE);
                 if step == 0 {
@@ -156,7 +156,8 @@ fn repeat_back(dst: View, src: View, workers: usize) -> Compiled {
             };
             if step == steps - 1 {
                 let row = dst.row_ptr(index);
-                // SAFETY: `start + n <= dst.ne[0]`.
+                // SAFETY: `sums` has `STAGE >= n` floats. `start + n <= dst.ne[0]`, the elements of
+                // the row, and one worker has this part of the row.
                 unsafe { out.store(sums.as_ptr(), n, out.at(row, start).cast_mut()) };
                 continue;
             }
@@ -172,7 +173,8 @@ fn repeat_back(dst: View, src: View, workers: usize) -> Compiled {
                 index[2] + c3 * dst.ne[3],
             ]);
             for c0 in first..times[0].min(first + REPETITIONS) {
-                // SAFETY: `c0 * dst.ne[0] + start + n <= src.ne[0]`.
+                // SAFETY: `c0 * dst.ne[0] + start + n <= src.ne[0]`, the elements of the line, and
+                // `stage` has `STAGE >= n` floats.
                 unsafe {
                     let part = values.at(line, c0 * dst.ne[0] + start);
                     values.load(part, n, stage.as_mut_ptr());

@@ -81,7 +81,7 @@ fn cross_entropy_loss(dst: View, a: View, b: View) -> Compiled {
         }
         total
     };
-    // SAFETY: the destination is a single f32.
+    // SAFETY: the destination is a single f32, which `total` has one thread write.
     let finish = move |total: f64| unsafe {
         dst.ptr().cast::<f32>().write((-total / rows as f64) as f32);
     };

@@ -75,7 +75,7 @@ impl<const N: usize> Walk<N> {
             push(&mut loops, again);
         }
         if loops.is_empty() {
-            // A single element. Its strides are not used, and have the values of a dense line.
+            // A single element, whose strides are not used, and have the values of a dense line.
             let size = |v: &View| v.ty.block_bytes() as usize;
             loops.push(Loop {
                 count: 1,

@@ -163,7 +163,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// `ptr` is readable for `n <= LANES` F16; no alignment is needed.
     #[inline(always)]
     unsafe fn load_f16_ptr(self, ptr: *const u16, n: usize) -> Lanes<Self> {
-        // SAFETY: the caller guarantees `n <= LANES` F16, `2 * n` bytes, at `ptr`. Their conversion
+        // SAFETY: the caller guarantees `n <= LANES` F16, `2 * n` bytes, at `ptr`. The conversion
         // needs the instructions that the token `self` stands for.
         let v = unsafe { Self::v_load_f16(ptr, n) };
         Lanes { simd: self, v }

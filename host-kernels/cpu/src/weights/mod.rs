@@ -3,8 +3,8 @@
 //! A buffer for weights begins with a region of its own, its *base*, like any other buffer. Once it
 //! is frozen, parts of it can be offered to other buffers as *extents*. A buffer that attaches an
 //! extent records that these bytes are elsewhere, and the pages of its own base for them are never
-//! touched, or are freed. This needs no further mappings and no page faults, and weights keep
-//! their huge pages.
+//! touched, or are freed. Attached extents need no further mappings and no page faults, and weights
+//! keep their huge pages.
 //!
 //! Plans ask for the [address](WeightRegion::locate) of a tensor when they are compiled. Before a
 //! write to bytes that other buffers may read, the bytes are copied: copy-on-write, by extents.

@@ -139,10 +139,10 @@ impl State {
             if range.start < range.end && from != to {
                 let len = (range.end - range.start) as usize;
                 // SAFETY: `from` has `len` bytes of the base or of a piece, and `to` has the bytes
-                // of `range` of the base or of a new region. They do not overlap: `from` is in
-                // another region than `to`; or it is the same byte of the base, which `from != to`
-                // excludes; or it is in an extent of this base, and `to` is in `all`, which no
-                // extent overlaps if `to` is in the base.
+                // of `range` of the base or of a new region. The two ranges do not overlap: `from`
+                // is in another region than `to`; or `from` is the same byte of the base, which
+                // `from != to` excludes; or `from` is in an extent of this base, and `to` is in
+                // `all`, which no extent overlaps if `to` is in the base.
                 unsafe { to.copy_from_nonoverlapping(from, len) };
             }
         };

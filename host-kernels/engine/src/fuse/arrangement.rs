@@ -35,8 +35,8 @@ impl Arrangement {
 
     /// The graph with all groups that are found. Groups of products have up to `max_columns`
     /// columns of activations. The time of the search is proportional to the number of nodes: in a
-    /// graph whose results live too long, the search ends before the last node. It also ends once
-    /// `is_cancelled`, which is called now and then, returns `true`.
+    /// graph whose results live too long, the search ends before the last node. The search also
+    /// ends once `is_cancelled`, which is called now and then, returns `true`.
     pub fn of(graph: &Graph, max_columns: u64, is_cancelled: &dyn Fn() -> bool) -> Arrangement {
         let mut all = Arrangement::plain(graph);
         let mut first = 0;

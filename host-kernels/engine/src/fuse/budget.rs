@@ -23,7 +23,7 @@ pub(super) struct Budget<'a> {
 }
 
 impl Budget<'_> {
-    /// The budget for a graph. It is spent once `is_cancelled` returns `true`.
+    /// The budget for a graph, which is spent once `is_cancelled` returns `true`.
     pub(super) fn of<'a>(graph: &Graph, is_cancelled: &'a dyn Fn() -> bool) -> Budget<'a> {
         let nodes = graph.nodes.len() as u64;
         Budget {

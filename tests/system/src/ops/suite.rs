@@ -25,7 +25,7 @@ pub(crate) enum Cases {
     Usual,
     /// The three cases that take minutes each.
     Giants,
-    /// Those whose parameters this regular expression matches.
+    /// The cases whose parameters this regular expression matches.
     Matching(String),
 }
 

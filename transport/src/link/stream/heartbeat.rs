@@ -30,7 +30,7 @@ pub(super) fn start(framing: &Shared) -> std::io::Result<()> {
     Ok(())
 }
 
-/// The thread. It ends when no link is left.
+/// The thread, which ends when no link is left.
 fn run() {
     loop {
         thread::sleep(PERIOD);

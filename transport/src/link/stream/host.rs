@@ -326,7 +326,7 @@ mod tests {
             );
         }
         assert!(lock(&host.framing).unsent() <= before);
-        // It learns of the last one when it reads again.
+        // The host learns of the last one when the host reads again.
         guest.set_nonblocking(true).unwrap();
         let start = Instant::now();
         let mut bytes = vec![0; 1 << 20];

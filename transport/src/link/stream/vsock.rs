@@ -1,9 +1,9 @@
 //! The link over vsock: out of a virtual machine without a window, to its host.
 //!
 //! A guest always opens a socket of the family `AF_VSOCK`. The host's socket depends on the
-//! hypervisor. With the kernel's vhost-vsock the host has an `AF_VSOCK` socket too.
-//! Firecracker, Cloud Hypervisor and `vhost-device-vsock` connect to a unix socket on the host. Its
-//! path is the one that the hypervisor was given, an underscore and the port.
+//! hypervisor. With the kernel's vhost-vsock the host has an `AF_VSOCK` socket too. Firecracker,
+//! Cloud Hypervisor and `vhost-device-vsock` connect to a unix socket on the host. The path of the
+//! socket is the one that the hypervisor was given, an underscore and the port.
 #![forbid(unsafe_code)]
 
 use std::io;

@@ -73,8 +73,8 @@ impl BlockSimd for Avx512 {
 
     #[inline(always)]
     unsafe fn quants<B: SuperBlockKernel>(block: *const u8) -> [__m512i; 8] {
-        // SAFETY: `quants_512` reads one block, which is readable at `block`. It needs AVX-512, as
-        // the zero vector does, and the caller guarantees it.
+        // SAFETY: `quants_512` reads one block, which is readable at `block`. `quants_512` and the
+        // zero vector need AVX-512, which the caller guarantees.
         unsafe {
             let [a, b, c, d] = B::quants_512(block);
             let zero = _mm512_setzero_si512();
@@ -123,8 +123,8 @@ impl<const VNNI: bool> BlockSimd for Ymm<VNNI> {
 
     #[inline(always)]
     unsafe fn groups<B: Block32Kernel>(row: *const u8, g: usize, _: usize) -> __m256i {
-        // SAFETY: `single` reads group `g` of `row`, which is readable. It needs AVX2, which the
-        // caller guarantees.
+        // SAFETY: `single` reads group `g` of `row`, which is readable. `single` needs AVX2, which
+        // the caller guarantees.
         unsafe { B::single(row, g) }
     }
 
@@ -137,8 +137,8 @@ impl<const VNNI: bool> BlockSimd for Ymm<VNNI> {
 
     #[inline(always)]
     unsafe fn quants<B: SuperBlockKernel>(block: *const u8) -> [__m256i; 8] {
-        // SAFETY: `quants_256` reads one block, which is readable at `block`. It needs AVX2, which
-        // the caller guarantees.
+        // SAFETY: `quants_256` reads one block, which is readable at `block`. `quants_256` needs
+        // AVX2, which the caller guarantees.
         unsafe { B::quants_256(block) }
     }
 

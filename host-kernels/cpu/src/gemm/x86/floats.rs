@@ -61,7 +61,7 @@ impl Float for F16 {
     const BYTES: usize = 2;
     #[inline(always)]
     unsafe fn load<S: IntSimd>(p: *const u8) -> S::Vector {
-        // SAFETY: `v_load_f16` reads `S::LANES` F16, two bytes each, which are readable at `p`. Its
+        // SAFETY: `v_load_f16` reads `S::LANES` F16, two bytes each, which are readable at `p`. The
         // conversion is among the instructions of `S`, which the caller guarantees.
         unsafe { S::v_load_f16(p.cast(), S::LANES) }
     }

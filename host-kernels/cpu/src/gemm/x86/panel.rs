@@ -170,9 +170,9 @@ pub(super) unsafe fn gemm<S: IntSimd, T: Panel<S>>(call: &GemmArgs) {
                 cols: COLUMNS.min(call.cols - first_col),
             };
             // SAFETY: `block` is inside the destination: its rows end at or before `call.rows`, its
-            // columns at or before `call.cols`. It has at most `block_rows` rows and `block_cols`
-            // columns, so the memory has room for its sums, of whole panels, and for its prepared
-            // columns. The caller guarantees the contract of `Gemm`.
+            // columns at or before `call.cols`. The block has at most `block_rows` rows and
+            // `block_cols` columns, so the memory has room for its sums, of whole panels, and for
+            // its prepared columns. The caller guarantees the contract of `Gemm`.
             unsafe { multiply_block::<S, T>(call, &mut panel, block, sums, columns, height) }
         }
     }

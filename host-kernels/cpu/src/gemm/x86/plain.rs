@@ -118,9 +118,9 @@ pub(super) unsafe fn gemm<B: SuperBlockFormat>(call: &GemmArgs, multiply: unsafe
         for r in 0..n {
             for b in 0..blocks {
                 // SAFETY: `first + r < call.rows` and `b < blocks`, so the block of weights is
-                // readable. It consists of numbers, so any bytes are valid. The memory has `step *
-                // blocks` decoded blocks, and `r < n <= step`. Both types are packed, so any
-                // address is aligned.
+                // readable. A block consists of numbers, so any bytes are valid. The memory has
+                // `step * blocks` decoded blocks, and `r < n <= step`. Both types are packed, so
+                // any address is aligned.
                 unsafe {
                     let row = call.w.add((first + r) * call.w_stride);
                     decode(&*row.cast::<B>().add(b), &mut *rows.add(r * blocks + b));
@@ -128,9 +128,9 @@ pub(super) unsafe fn gemm<B: SuperBlockFormat>(call: &GemmArgs, multiply: unsafe
             }
         }
         // SAFETY: `multiply` gets `n <= step` rows of `blocks` blocks, all just decoded to `rows`.
-        // It writes `n` floats of each column from `dst + first` on, where `first + n <=
-        // call.rows`. Its columns are those of `call`. The caller guarantees columns, results and
-        // the instructions of `multiply`.
+        // `multiply` writes `n` floats of each column from `dst + first` on, where
+        // `first + n <= call.rows`. The columns are those of `call`. The caller guarantees columns,
+        // results and the instructions of `multiply`.
         unsafe {
             let dst = call.dst.add(first);
             multiply(&GemmArgs {

@@ -146,7 +146,7 @@ impl Attention {
             dst_stride: lanes,
         };
         // SAFETY: `masks` and `biases` have `block_rows() * TILE_KEYS` floats each, and
-        // `lanes <= block_rows()`. They do not overlap.
+        // `lanes <= block_rows()`. The two arrays do not overlap.
         unsafe { transpose.run() };
     }
 

@@ -72,8 +72,9 @@ pub(super) fn flash_attn_ext(operands: &Operands<'_>) -> Result<Compiled, Engine
         kernels.push(Box::new(move |w| {
             for unit in w.share_groups(attention.blocks(), spans - 1).each(most) {
                 let (block, span) = (unit / (spans - 1), unit % (spans - 1) + 1);
-                // SAFETY: all spans were computed before the barrier between the two kernels.
-                // `share_groups` returns the spans of a block to one worker, in order.
+                // SAFETY: the kernel has the scratch memory that `Attention::new` has reserved. All
+                // spans were computed before the barrier between the two kernels. `share_groups`
+                // returns the spans of a block to one worker, in order.
                 unsafe { attention.merge(w.scratch(), block, span) };
             }
             Ok(())

@@ -30,7 +30,8 @@ pub(super) const UNITS: usize = 64;
 /// The most keys in a span.
 const MAX_SPAN_KEYS: usize = 1 << 14;
 
-/// The most products in a span of more than a tile of keys. It bounds the time of a unit of work.
+/// The most products in a span of more than a tile of keys, which bounds the time of a unit of
+/// work.
 const MAX_SPAN_PRODUCTS: usize = 1 << 29;
 
 /// The fewest keys in a span.
@@ -253,8 +254,8 @@ impl Attention {
     pub(super) fn block(&self, index: usize) -> Block {
         let [of_tokens, of_heads, groups, sequences] = self.lengths();
         let (others, head) = (index / of_heads, index % of_heads * self.cut.heads);
-        // With a causal mask, the last tokens see the most keys. Their blocks come first, so that
-        // the last blocks are short and threads finish at about the same time.
+        // With a causal mask, the last tokens see the most keys. The blocks of the last tokens come
+        // first, so that the last blocks are short and threads finish at about the same time.
         let token = (of_tokens - 1 - others / groups / sequences) * self.cut.tokens;
         let tokens = self.cut.tokens.min(self.q.ne[1] - token);
         Block {

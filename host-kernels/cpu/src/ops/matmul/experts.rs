@@ -87,8 +87,8 @@ impl Grouping {
     ) {
         let part = |offset| w.scratch().wrapping_add(offset);
         // SAFETY: the slices are the parts of the scratch memory that `new` has reserved, aligned
-        // to 64 bytes, and the caller guarantees that no other thread accesses them. They hold
-        // integers, for which any bytes are valid.
+        // to 64 bytes, and the caller guarantees that no other thread accesses them. The slices
+        // hold integers, for which any bytes are valid.
         unsafe {
             (
                 std::slice::from_raw_parts_mut(part(self.chosen).cast(), self.pairs),
@@ -106,7 +106,8 @@ impl Grouping {
         let pairs = move |unit: usize| unit * PAIRS..self.pairs.min((unit + 1) * PAIRS);
         let count: Kernel = Box::new(move |w| {
             for unit in w.alone(units).each(Estimate::steps(PAIRS)) {
-                // SAFETY: only the first thread has units.
+                // SAFETY: the scratch memory is this operator's, and only the first thread has
+                // units: no other thread accesses the parts before the barrier behind this kernel.
                 let (chosen, starts, ..) = unsafe { self.parts(w) };
                 if unit == 0 {
                     starts.fill(0);
@@ -124,7 +125,8 @@ impl Grouping {
                 .alone(self.experts)
                 .each(Estimate::steps(self.pairs / self.grain + 1))
             {
-                // SAFETY: only the first thread has units.
+                // SAFETY: the scratch memory is this operator's, and only the first thread has
+                // units: no other thread accesses the parts before the barrier behind this kernel.
                 let (_, starts, _, tiles, count) = unsafe { self.parts(w) };
                 if expert == 0 {
                     *count = 0;
@@ -144,7 +146,8 @@ impl Grouping {
         });
         let order: Kernel = Box::new(move |w| {
             for unit in w.alone(units).each(Estimate::steps(PAIRS)) {
-                // SAFETY: only the first thread has units.
+                // SAFETY: the scratch memory is this operator's, and only the first thread has
+                // units: no other thread accesses the parts before the barrier behind this kernel.
                 let (chosen, starts, order, ..) = unsafe { self.parts(w) };
                 for pair in pairs(unit) {
                     let next = &mut starts[chosen[pair] as usize];

@@ -337,9 +337,9 @@ impl Block32Kernel for BlockNvfp4 {
 
     #[inline(always)]
     unsafe fn single(row: *const u8, g: usize) -> __m256i {
-        // SAFETY: block `g / 2`, which has group `g`, is readable in `row`. Its `qs` has 16 bytes
-        // for each of its two groups, and one load reads those of group `g`. The rest is on
-        // registers, and needs AVX2, which the caller guarantees.
+        // SAFETY: block `g / 2`, which has group `g`, is readable in `row`. The `qs` of a block has
+        // 16 bytes for each of its two groups, and one load reads those of group `g`. The rest is
+        // on registers, and needs AVX2, which the caller guarantees.
         unsafe {
             let qs = row.add(g / 2 * size_of::<Self>() + offset_of!(Self, qs) + g % 2 * 16);
             let (both, low) = (_mm_loadu_si128(qs.cast()), _mm_set1_epi8(15));
@@ -357,8 +357,9 @@ impl Block32Kernel for BlockNvfp4 {
         let (mut first, mut second) = ([0.0f32; 8], [0.0f32; 8]);
         for i in 0..n {
             let g = g + i;
-            // SAFETY: `g` is one of the `n` groups, so block `g / 2` of `row` is readable. Its `d`
-            // has two bytes for each of its two groups. They are bytes, so any address is aligned.
+            // SAFETY: `g` is one of the `n` groups, so block `g / 2` of `row` is readable. The `d`
+            // of a block has two bytes for each of its two groups. An array of bytes is aligned at
+            // any address.
             let [a, b] = unsafe {
                 let scales = row.add(g / 2 * size_of::<Self>() + offset_of!(Self, d) + g % 2 * 2);
                 scales.cast::<[u8; 2]>().read()
@@ -382,9 +383,9 @@ impl Block32Kernel for BlockQ1_0 {
 
     #[inline(always)]
     unsafe fn single(row: *const u8, g: usize) -> __m256i {
-        // SAFETY: block `g / 4`, which has group `g`, is readable in `row`. Its `qs` has four bytes
-        // for each of its four groups, and `bits` reads those of group `g`. The rest is on
-        // registers, and needs AVX2, which the caller guarantees.
+        // SAFETY: block `g / 4`, which has group `g`, is readable in `row`. The `qs` of a block has
+        // four bytes for each of its four groups, and `bits` reads those of group `g`. The rest is
+        // on registers, and needs AVX2, which the caller guarantees.
         unsafe {
             let signs = bits(row.add(g / 4 * size_of::<Self>() + offset_of!(Self, qs) + g % 4 * 4));
             _mm256_srli_epi16(fifth_bits(signs), 3)
@@ -404,9 +405,9 @@ impl Block32Kernel for BlockQ2_0 {
 
     #[inline(always)]
     unsafe fn single(row: *const u8, g: usize) -> __m256i {
-        // SAFETY: block `g / 2`, which has group `g`, is readable in `row`. Its `qs` has eight
-        // bytes for each of its two groups, and one load reads those of group `g`. The rest is on
-        // registers, and needs AVX2, which the caller guarantees.
+        // SAFETY: block `g / 2`, which has group `g`, is readable in `row`. The `qs` of a block has
+        // eight bytes for each of its two groups, and one load reads those of group `g`. The rest
+        // is on registers, and needs AVX2, which the caller guarantees.
         unsafe {
             let qs = row.add(g / 2 * size_of::<Self>() + offset_of!(Self, qs) + g % 2 * 8);
             // Expands the four quants of a byte to the four bytes of a word.

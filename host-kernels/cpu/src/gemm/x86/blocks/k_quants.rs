@@ -126,13 +126,13 @@ impl SuperBlockKernel for BlockQ5K {
     #[inline(always)]
     unsafe fn quants_256(block: *const u8) -> [__m256i; 8] {
         // SAFETY: one load of 32 bytes is `qh`, and four loads of 32 bytes are the 128 bytes of
-        // `qs`, of the block, which is readable. They and the shifts need AVX2, which the caller
-        // guarantees.
+        // `qs`, of the block, which is readable. The loads and the shifts need AVX2, which the
+        // caller guarantees.
         unsafe {
             let (low, fifth) = (_mm256_set1_epi8(15), _mm256_set1_epi8(16));
             let qh = _mm256_loadu_si256(block.add(offset_of!(Self, qh)).cast());
-            // Bit `j` of a byte belongs to piece `j`. It is shifted to bit 4, and the other bits of
-            // the 16-bit shift are masked.
+            // Bit `j` of a byte belongs to piece `j`. The bit is shifted to bit 4, and the other
+            // bits of the 16-bit shift are masked.
             let fifths = [
                 _mm256_slli_epi16(qh, 4),
                 _mm256_slli_epi16(qh, 3),
@@ -162,8 +162,8 @@ impl SuperBlockKernel for BlockQ5K {
     #[inline(always)]
     unsafe fn quants_512(block: *const u8) -> [__m512i; 4] {
         // SAFETY: one load of 32 bytes is `qh`, and two loads of 64 bytes are the 128 bytes of
-        // `qs`, of the block, which is readable. They and the shifts need AVX-512 F and BW, which
-        // the caller guarantees.
+        // `qs`, of the block, which is readable. The loads and the shifts need AVX-512 F and BW,
+        // which the caller guarantees.
         unsafe {
             let (low, fifth) = (_mm512_set1_epi8(15), _mm512_set1_epi8(16));
             let qh =
@@ -360,12 +360,12 @@ impl SuperBlockKernel for BlockQ3K {
     #[inline(always)]
     unsafe fn quants_256(block: *const u8) -> [__m256i; 8] {
         // SAFETY: one load reads the 32 bytes of `hmask`, and `two_bits_256` the 64 bytes of `qs`,
-        // of the block, which is readable. They and the shifts need AVX2, which the caller
+        // of the block, which is readable. The loads and the shifts need AVX2, which the caller
         // guarantees.
         unsafe {
             let third = _mm256_set1_epi8(4);
             let mask = _mm256_loadu_si256(block.add(offset_of!(Self, hmask)).cast());
-            // Bit `i` of a byte belongs to piece `i`. It is shifted to bit 2.
+            // Bit `i` of a byte belongs to piece `i`. The bit is shifted to bit 2.
             let thirds = [
                 _mm256_slli_epi16(mask, 2),
                 _mm256_slli_epi16(mask, 1),
@@ -387,8 +387,8 @@ impl SuperBlockKernel for BlockQ3K {
     #[inline(always)]
     unsafe fn quants_512(block: *const u8) -> [__m512i; 4] {
         // SAFETY: one load reads the 32 bytes of `hmask`, and `two_bits_512` the 64 bytes of `qs`,
-        // of the block, which is readable. They and the shifts need AVX-512 F, which the caller
-        // guarantees.
+        // of the block, which is readable. The loads and the shifts need AVX-512 F, which the
+        // caller guarantees.
         unsafe {
             let (low, third) = (_mm512_set1_epi8(3), _mm512_set1_epi8(4));
             let mask = _mm512_broadcast_i64x4(_mm256_loadu_si256(
