@@ -1,8 +1,9 @@
 // A reference for the operations that ggml's CPU backend cannot compute, in double precision.
 //
 // test-backend-ops compares a backend with the first CPU device. Preloaded into test-backend-ops,
-// this library is that device. It supports only the cases that ggml's CPU backend does not support,
-// so that a run with the library and a run without it cover every case that has a reference.
+// this library is that device. The library supports only the cases that ggml's CPU backend does not
+// support, so that a run with the library and a run without it cover every case that has a
+// reference.
 // Neither supports floats written to the codebook formats (IQ1, IQ2, IQ3), for which many results
 // are right.
 
