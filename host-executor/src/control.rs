@@ -1,5 +1,5 @@
-//! The control socket: `vgpu ps`, `vgpu top` and `vgpu reload` talk to a running executor through
-//! it.
+//! The control socket: `vgpu ps`, `vgpu top`, `vgpu dump` and `vgpu reload` talk to a running
+//! executor through it.
 //!
 //! The client sends one line with a command, the executor answers with one JSON document. The
 //! socket is for the executor's user and root (mode 600). The protocol is not HTTP, as that of the
@@ -121,11 +121,12 @@ fn answer(client: UnixStream, status: &StatusHandle, reload: &Reload) -> io::Res
     BufReader::new((&client).take(MAX_COMMAND)).read_line(&mut command)?;
     let answer = match command.trim() {
         "status" => serde_json::to_string(&status.status()),
+        "dump" => serde_json::to_string(&status.dump()),
         "report" => serde_json::to_string(&status.report()),
         "reload" => serde_json::to_string(&reload()),
         _ => serde_json::to_string(&ReloadOutcome {
             ok: false,
-            message: "unknown command: expected status or reload".into(),
+            message: "unknown command: expected status, dump or reload".into(),
         }),
     };
     let mut answer = answer.map_err(io::Error::other)?;
@@ -139,6 +140,19 @@ fn answer(client: UnixStream, status: &StatusHandle, reload: &Reload) -> io::Res
 /// Nothing listens at `path`, this user may not connect, or the answer is not one.
 pub fn status(path: &Path) -> io::Result<Status> {
     ask(path, "status", ANSWER_TIMEOUT, MAX_ANSWER)
+}
+
+/// Asks the executor at `path` what everybody does now.
+///
+/// # Errors
+/// As [`status`].
+pub fn dump(path: &Path) -> io::Result<String> {
+    ask(path, "dump", ANSWER_TIMEOUT, MAX_ANSWER)
+}
+
+/// Asks an executor that this process has started for a dump.
+pub(crate) fn dump_of_process(path: &Path, timeout: Duration) -> io::Result<String> {
+    ask(path, "dump", timeout, MAX_REPORT)
 }
 
 /// Asks an executor that this process has started for its complete report.

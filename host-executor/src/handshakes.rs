@@ -7,20 +7,21 @@
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar};
 use std::time::Instant;
 
 use rustix::net::Shutdown;
 use tracing::warn;
 
 use crate::limits::HandshakeLimits;
+use crate::lock::{Rank, RankedGuard, RankedMutex};
 use crate::log_limit::LogLimit;
 
 /// The connections whose handshake is not complete.
 #[derive(Debug)]
 pub(crate) struct Handshakes {
     limits: HandshakeLimits,
-    state: Mutex<State>,
+    state: RankedMutex<State>,
     /// Notified when a handshake has ended.
     ended: Condvar,
     log: LogLimit,
@@ -100,14 +101,14 @@ impl Handshakes {
     pub(crate) fn new(limits: HandshakeLimits) -> Arc<Handshakes> {
         Arc::new(Handshakes {
             limits,
-            state: Mutex::default(),
+            state: RankedMutex::new(Rank::Handshakes, State::default()),
             ended: Condvar::new(),
             log: LogLimit::new(1),
         })
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn state(&self) -> RankedGuard<'_, State> {
+        self.state.lock()
     }
 
     /// Begins the handshake of connection `id` from `source`. The numbers of connections grow.
@@ -173,10 +174,9 @@ impl Handshakes {
             .map(|(&id, _)| id)
             .collect();
         ids.into_iter().for_each(|id| state.cancel(id));
-        let waited = self
-            .ended
-            .wait_while(state, |state| !state.pending.is_empty());
-        drop(waited.unwrap_or_else(PoisonError::into_inner));
+        while !state.pending.is_empty() {
+            state = state.wait(&self.ended);
+        }
     }
 }
 

@@ -14,10 +14,11 @@
 #![forbid(unsafe_code)]
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use vgpu_engine::{EngineError, MemoryInfo};
 
+use crate::lock::{Rank, RankedGuard, RankedMutex};
 use crate::policy::Policy;
 use crate::sched::TenantId;
 
@@ -41,7 +42,7 @@ const MAX_ATTEMPTS: u32 = 8;
 /// The accounts of one engine's tenants.
 #[derive(Debug)]
 pub(crate) struct Ledger {
-    state: Mutex<State>,
+    state: RankedMutex<State>,
 }
 
 #[derive(Debug)]
@@ -121,13 +122,16 @@ impl Ledger {
     /// A ledger for an engine with `total` bytes of memory.
     pub(crate) fn new(total: u64) -> Arc<Ledger> {
         Arc::new(Ledger {
-            state: Mutex::new(State {
-                total,
-                overcommit: false,
-                accounts: BTreeMap::new(),
-                pending: 0,
-                epoch: 0,
-            }),
+            state: RankedMutex::new(
+                Rank::Ledger,
+                State {
+                    total,
+                    overcommit: false,
+                    accounts: BTreeMap::new(),
+                    pending: 0,
+                    epoch: 0,
+                },
+            ),
         })
     }
 
@@ -270,8 +274,8 @@ impl Ledger {
         state.epoch += 1;
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> RankedGuard<'_, State> {
+        self.state.lock()
     }
 }
 

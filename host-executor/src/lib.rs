@@ -20,12 +20,14 @@
 //! The `vgpu` command is the package in `cli/`.
 #![cfg_attr(not(feature = "server"), allow(dead_code))] // a single session uses a part
 
+mod activity;
 #[cfg(feature = "server")]
 pub mod config;
 #[cfg(feature = "server")]
 pub mod control;
 #[cfg(feature = "engines")]
 pub mod engine;
+mod engine_monitor;
 #[cfg(feature = "server")]
 mod handshakes;
 mod heap;
@@ -39,6 +41,7 @@ mod ledger;
 mod limits;
 #[cfg(feature = "server")]
 pub mod listener;
+mod lock;
 #[cfg(feature = "server")]
 mod log_limit;
 #[cfg(feature = "server")]
@@ -76,7 +79,7 @@ pub use limits::{HandshakeLimits, Limits};
 pub use peer::{Peer, Process};
 pub use policy::{LinkKind, ParseLinkKindError, Policy};
 #[cfg(feature = "server")]
-pub use server::{Server, SessionInfo};
+pub use server::{Health, Server, SessionInfo, Shutdown, log_dump};
 pub use session::{Session, SessionEnd, Violation};
 pub use stats::Stats;
 pub use stop::StopFlag;

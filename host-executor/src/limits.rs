@@ -3,6 +3,7 @@
 
 use std::time::Duration;
 
+use vgpu_engine::Engine;
 use vgpu_transport::ir;
 use vgpu_transport::wire::MAX_GRAPHS;
 
@@ -36,6 +37,10 @@ impl Default for HandshakeLimits {
     }
 }
 
+/// The default of [`Limits::turn_time`]. A turn ends after 0.1 s and one piece of work, which is at
+/// most a node of a graph: by estimate, 60 s on a GPU.
+const DEFAULT_TURN_TIME: Duration = Duration::from_secs(300);
+
 /// Limits of a session on host memory and host time that the memory ledger does not count. Device
 /// memory is limited by the tenant's quota.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -55,6 +60,12 @@ pub struct Limits {
     pub node_time: Option<Duration>,
     /// How long a guest may take to send HELLO, once the link is open.
     pub hello: Duration,
+    /// A request or a turn on the engine that lasts longer is reported in the log. A shutdown waits
+    /// for a session that does nothing new for so long, and no longer.
+    pub slow: Duration,
+    /// The longest turn on the engine, and the longest call of the engine by a session. Beyond it
+    /// the engine hangs, and the process is of no use any more. `None`: no limit.
+    pub turn_time: Option<Duration>,
     /// Connections that have not sent HELLO, of the whole process.
     pub handshakes: HandshakeLimits,
     /// Memory mappings of this process that buffers of all guests may take. One guest gets no more
@@ -65,6 +76,32 @@ pub struct Limits {
     pub descriptors: usize,
     /// Whether guests may map buffers that are in memory of this machine.
     pub share: bool,
+}
+
+impl Limits {
+    /// These limits with a longest node and a longest turn from the configuration. `node_time`:
+    /// `None` is the limit of the engine. `turn_time`: `None` is 300 s, or more on an engine that
+    /// cannot stop in the middle of a long node; zero is no limit.
+    #[must_use]
+    pub fn with_times(
+        self,
+        engine: &dyn Engine,
+        node_time: Option<Duration>,
+        turn_time: Option<Duration>,
+    ) -> Limits {
+        let longest_node = match engine.is_host_memory() {
+            // The CPU engine ends a turn in the middle of a node.
+            true => Duration::ZERO,
+            false => node_time.unwrap_or(engine.max_node_time()),
+        };
+        let usual = DEFAULT_TURN_TIME.max(longest_node.saturating_mul(2));
+        let turn_time = turn_time.unwrap_or(usual);
+        Limits {
+            node_time,
+            turn_time: (!turn_time.is_zero()).then_some(turn_time),
+            ..self
+        }
+    }
 }
 
 impl Default for Limits {
@@ -78,6 +115,8 @@ impl Default for Limits {
             graph: ir::Limits::default(),
             node_time: None,
             hello: Duration::from_secs(10),
+            slow: Duration::from_secs(10),
+            turn_time: Some(DEFAULT_TURN_TIME),
             handshakes: HandshakeLimits::default(),
             // Of the usual 65,530 (vm.max_map_count) and 1024 (RLIMIT_NOFILE).
             mappings: 49_148,

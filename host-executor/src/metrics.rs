@@ -123,6 +123,12 @@ impl Collector for MetricsCollector {
             &engine,
             free as f64,
         )?;
+        gauge(
+            "vgpu_turn_age_seconds",
+            "How long the present turn on the engine has lasted; 0 if no graph runs",
+            &engine,
+            status.engine.turn.unwrap_or(0.0),
+        )?;
 
         let weights = &status.engine.weights;
         for (name, help, value) in [
@@ -160,6 +166,17 @@ impl Collector for MetricsCollector {
                 .encode_descriptor(name, help, None, MetricType::Counter)?
                 .encode_family(&engine)?
                 .encode_counter::<[(&str, &str); 0], u64, f64>(&value, None)?;
+        }
+
+        let mut ends = encoder.encode_descriptor(
+            "vgpu_session_ended",
+            "Sessions that have ended, and guests that got none, by reason",
+            None,
+            MetricType::Counter,
+        )?;
+        for (reason, count) in status.ended.by_kind() {
+            ends.encode_family(&[("reason", reason)])?
+                .encode_counter::<[(&str, &str); 0], u64, f64>(&count, None)?;
         }
 
         let guests = &status.guests;

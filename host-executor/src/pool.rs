@@ -3,9 +3,10 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use crate::limits::Limits;
+use crate::lock::{Rank, RankedGuard, RankedMutex};
 use crate::sched::TenantId;
 
 /// The pools that the sessions of a process share.
@@ -32,7 +33,7 @@ pub(crate) struct Pool {
     /// What the things are, for messages.
     what: &'static str,
     total: usize,
-    used: Mutex<BTreeMap<TenantId, usize>>,
+    used: RankedMutex<BTreeMap<TenantId, usize>>,
 }
 
 /// A tenant gets no more of a pool.
@@ -54,12 +55,12 @@ impl Pool {
         Pool {
             what,
             total,
-            used: Mutex::default(),
+            used: RankedMutex::new(Rank::Pool, BTreeMap::new()),
         }
     }
 
-    fn used(&self) -> MutexGuard<'_, BTreeMap<TenantId, usize>> {
-        self.used.lock().unwrap_or_else(PoisonError::into_inner)
+    fn used(&self) -> RankedGuard<'_, BTreeMap<TenantId, usize>> {
+        self.used.lock()
     }
 
     /// Takes `wanted` things for a tenant. Dropping the lease gives them back.

@@ -5,9 +5,10 @@
 //! memory, doorbell and socket to its QEMU while an executor is replaced, since a QEMU cannot
 //! connect a second time.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{BorrowedFd, FromRawFd as _, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use sd_notify::NotifyState;
 use tracing::warn;
@@ -49,8 +50,41 @@ pub fn stopping() {
     notify(&[NotifyState::Stopping], None);
 }
 
+/// Tells the service manager that this process makes progress, if the manager wants to know
+/// (`WatchdogSec=`). A manager that does not hear this in time ends the process.
+pub fn alive() {
+    if sd_notify::watchdog_enabled().is_some() {
+        notify(&[NotifyState::Watchdog], None);
+    }
+}
+
+/// Ends the process at once, without the destructors and exit handlers that a hanging driver could
+/// block.
+pub fn end_at_once(status: i32) -> ! {
+    // SAFETY: the function takes no pointer and does not return. No memory of this process is used
+    // afterwards.
+    unsafe { libc::_exit(status) }
+}
+
+/// The names of the file descriptors that this process has put into the fd store.
+static STORED: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
+
+/// A line on the fd store, if there is one. Waits for no lock.
+pub(crate) fn dump() -> Option<String> {
+    let names = match STORED.try_lock() {
+        Ok(names) => names.iter().cloned().collect::<Vec<_>>().join(", "),
+        Err(_) => "unknown now".into(),
+    };
+    (!names.is_empty()).then(|| format!("files kept by the service manager: {names}"))
+}
+
+fn stored() -> MutexGuard<'static, BTreeSet<String>> {
+    STORED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// Puts a copy of `fd` into the fd store.
 pub fn store(name: &str, fd: BorrowedFd<'_>) {
+    stored().insert(name.to_owned());
     let states = [
         NotifyState::FdStore,
         NotifyState::FdName(name),
@@ -62,6 +96,7 @@ pub fn store(name: &str, fd: BorrowedFd<'_>) {
 
 /// Removes the file descriptors of a name from the fd store.
 pub fn remove(name: &str) {
+    stored().remove(name);
     notify(
         &[NotifyState::FdStoreRemove, NotifyState::FdName(name)],
         None,

@@ -18,6 +18,9 @@ const KINDS: [&str; 20] = [
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Kind(usize);
 
+/// The kind of the request that runs a graph.
+pub(crate) const SUBMIT: Kind = Kind(8);
+
 impl Kind {
     pub(crate) fn of(request: &Request) -> Kind {
         Kind(match request {
@@ -46,6 +49,26 @@ impl Kind {
 
     pub(crate) fn name(self) -> &'static str {
         KINDS[self.0]
+    }
+
+    /// Whether the request is a part of a graph, which the host compiles when it is complete.
+    pub(crate) fn compiles(self) -> bool {
+        matches!(self.name(), "GRAPH" | "PATCH")
+    }
+
+    /// The position in the order of the tags on the wire, from 0.
+    pub(crate) fn number(self) -> usize {
+        self.0
+    }
+
+    /// The name of the kind with this number.
+    pub(crate) fn name_of(number: usize) -> &'static str {
+        KINDS.get(number).copied().unwrap_or("unknown")
+    }
+
+    #[cfg(test)]
+    pub(crate) fn of_name(name: &str) -> Kind {
+        Kind(KINDS.iter().position(|kind| *kind == name).expect("a kind"))
     }
 }
 
@@ -217,5 +240,6 @@ mod tests {
         assert_eq!(bytes, 12u32.to_le_bytes());
         assert_eq!(Kind::of(&fence), Kind(11));
         assert_eq!(Kind::of(&fence).name(), "FENCE");
+        assert_eq!(SUBMIT.name(), "SUBMIT");
     }
 }

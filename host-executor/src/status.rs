@@ -5,6 +5,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use crate::histogram::{Distribution, add_seconds};
+use crate::session::END_KINDS;
 use crate::stats::Stats;
 
 /// Takes snapshots of an executor, from any thread, without delaying its sessions.
@@ -17,6 +18,8 @@ pub(crate) trait StatusSource: Send + Sync {
     fn status(&self) -> Status;
     /// How long the graphs of each tenant waited and ran.
     fn latencies(&self) -> Vec<TenantLatency>;
+    /// What everybody does now, as text for people. Answers while everything else hangs.
+    fn dump(&self) -> String;
 }
 
 /// A snapshot of an executor, whose figures may be taken a request apart.
@@ -32,6 +35,33 @@ pub struct Status {
     pub guests: Vec<GuestStatus>,
     /// The connected programs of the guests.
     pub sessions: Vec<SessionStatus>,
+    /// Sessions that have ended.
+    #[serde(default)]
+    pub ended: SessionEnds,
+}
+
+/// How many sessions have ended, by the kind of end. Connections that got no session are counted,
+/// too, except those that closed before their first message.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct SessionEnds([u64; END_KINDS.len()]);
+
+impl SessionEnds {
+    /// The number of each kind, by its index.
+    pub(crate) fn from_fn(count: impl FnMut(usize) -> u64) -> SessionEnds {
+        SessionEnds(std::array::from_fn(count))
+    }
+
+    /// Each kind of end with its number of sessions.
+    pub fn by_kind(&self) -> impl Iterator<Item = (&'static str, u64)> {
+        END_KINDS.into_iter().zip(self.0)
+    }
+
+    /// Adds the figures of another process.
+    pub(crate) fn add(&mut self, other: &SessionEnds) {
+        for (sum, count) in self.0.iter_mut().zip(other.0) {
+            *sum = sum.saturating_add(count);
+        }
+    }
 }
 
 /// An engine.
@@ -45,6 +75,9 @@ pub struct EngineStatus {
     pub memory_total: u64,
     /// Bytes that an allocation could still get.
     pub memory_free: u64,
+    /// Seconds that the present turn on the engine has lasted. `None`: no graph runs.
+    #[serde(default)]
+    pub turn: Option<f64>,
     /// The store of shared weights.
     pub weights: WeightsStatus,
 }
@@ -227,6 +260,11 @@ impl StatusHandle {
     /// Takes a snapshot.
     pub fn status(&self) -> Status {
         self.0.status()
+    }
+
+    /// What everybody does now, as text for people. Answers while everything else hangs.
+    pub fn dump(&self) -> String {
+        self.0.dump()
     }
 
     pub(crate) fn latencies(&self) -> Vec<TenantLatency> {

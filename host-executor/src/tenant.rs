@@ -4,13 +4,14 @@
 //! programs of a source that the configuration does not name, such as a user, are one tenant.
 #![forbid(unsafe_code)]
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 
 use vgpu_engine::{Engine, EngineError, MemoryInfo};
 
 use crate::histogram::Histogram;
 use crate::ledger::{Ledger, MemoryKind};
+use crate::lock::{Rank, RankedMutex, expect_unlocked};
 use crate::policy::Policy;
 use crate::sched::{Entitlement, TenantId};
 use crate::stats::Stats;
@@ -25,7 +26,7 @@ pub(crate) struct Tenant {
     name: String,
     ledger: Arc<Ledger>,
     /// Sums over the sessions that have ended.
-    ended: Mutex<Stats>,
+    ended: RankedMutex<Stats>,
     pub(crate) latency: Arc<LatencyHistograms>,
 }
 
@@ -67,7 +68,7 @@ impl Tenant {
             id,
             name,
             ledger: Arc::clone(ledger),
-            ended: Mutex::default(),
+            ended: RankedMutex::new(Rank::Totals, Stats::default()),
             latency,
         })
     }
@@ -111,7 +112,11 @@ impl Tenant {
 
     /// What the guest sees as the memory of its device.
     pub(crate) fn memory(&self, engine: &dyn Engine) -> MemoryInfo {
-        let device = engine.memory();
+        self.memory_of(engine.memory())
+    }
+
+    /// The same, for an engine that has reported `device`.
+    pub(crate) fn memory_of(&self, device: MemoryInfo) -> MemoryInfo {
         let limits = self.ledger.limits(self.id, device.free);
         MemoryInfo {
             total: limits.total.min(device.total),
@@ -129,7 +134,10 @@ impl Tenant {
         size: u64,
         engine: &dyn Engine,
     ) -> Result<Charge, EngineError> {
-        self.charge_with(size, || engine.memory().free)
+        self.charge_with(size, || {
+            expect_unlocked("Engine::memory");
+            engine.memory().free
+        })
     }
 
     /// Charges `size` bytes of host memory to the tenant, before they are allocated, for as long as
@@ -172,15 +180,12 @@ impl Tenant {
 
     /// Adds what a session has done, when it ends.
     pub(crate) fn add_ended(&self, stats: &Stats) {
-        self.ended
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .add(stats);
+        self.ended.lock().add(stats);
     }
 
     /// Sums over the sessions that have ended.
     pub(crate) fn ended(&self) -> Stats {
-        *self.ended.lock().unwrap_or_else(PoisonError::into_inner)
+        *self.ended.lock()
     }
 }
 

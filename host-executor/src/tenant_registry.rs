@@ -2,12 +2,13 @@
 #![forbid(unsafe_code)]
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
+use std::sync::{Arc, Weak};
 
 use serde::{Deserialize, Serialize};
 
 use crate::identity::{CertificateRule, Identity};
 use crate::ledger::Ledger;
+use crate::lock::{Rank, RankedMutex};
 use crate::peer::Peer;
 use crate::policy::{LinkKind, Policy};
 use crate::tenant::{LatencyHistograms, Tenant};
@@ -108,9 +109,9 @@ impl Rules {
 #[derive(Debug)]
 pub(crate) struct TenantRegistry {
     ledger: Arc<Ledger>,
-    state: RwLock<State>,
+    state: RankedMutex<State>,
     /// The connected guests without a name, by what distinguishes them ([`Peer::source`]).
-    sources: Mutex<BTreeMap<String, Weak<Tenant>>>,
+    sources: RankedMutex<BTreeMap<String, Weak<Tenant>>>,
     /// Stands for all guests without a name, in statistics.
     unnamed: Arc<Tenant>,
 }
@@ -154,11 +155,14 @@ impl TenantRegistry {
         TenantRegistry {
             unnamed: Tenant::unnamed("-".into(), Policy::default(), &ledger, latency),
             ledger,
-            sources: Mutex::default(),
-            state: RwLock::new(State {
-                guests: Vec::new(),
-                unnamed: Some(Policy::default()),
-            }),
+            sources: RankedMutex::new(Rank::Sources, BTreeMap::new()),
+            state: RankedMutex::new(
+                Rank::Registry,
+                State {
+                    guests: Vec::new(),
+                    unnamed: Some(Policy::default()),
+                },
+            ),
         }
     }
 
@@ -169,7 +173,7 @@ impl TenantRegistry {
     /// [`QuotaError`]: nothing has changed.
     pub(crate) fn apply(&self, rules: Rules) -> Result<(), QuotaError> {
         rules.check_memory(self.ledger.total())?;
-        let mut state = self.state.write().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.state.lock();
         self.ledger.set_overcommit(rules.overcommit);
         let mut known: BTreeMap<String, Arc<Tenant>> = std::mem::take(&mut state.guests)
             .into_iter()
@@ -207,7 +211,7 @@ impl TenantRegistry {
         owner: Option<&str>,
         peer: &Peer,
     ) -> Result<Arc<Tenant>, AdmissionError> {
-        let state = self.state.read().unwrap_or_else(PoisonError::into_inner);
+        let state = self.state.lock();
         let guest = state.guests.iter().find(|guest| match owner {
             Some(name) => guest.tenant.name() == name,
             None => guest.matches(peer),
@@ -251,7 +255,7 @@ impl TenantRegistry {
         let Some(source) = peer.source() else {
             return new(peer.link.to_string());
         };
-        let mut sources = self.sources.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut sources = self.sources.lock();
         sources.retain(|_, tenant| tenant.strong_count() > 0);
         match sources.get(&source).and_then(Weak::upgrade) {
             Some(tenant) => {
@@ -266,15 +270,20 @@ impl TenantRegistry {
         }
     }
 
+    /// Bytes of memory that the engine has.
+    pub(crate) fn total(&self) -> u64 {
+        self.ledger.total()
+    }
+
     /// Limits of each guest without a name.
     pub(crate) fn unnamed_policy(&self) -> Policy {
-        let state = self.state.read().unwrap_or_else(PoisonError::into_inner);
+        let state = self.state.lock();
         state.unnamed.clone().unwrap_or_default()
     }
 
     /// The guests with names, sorted by name, and a tenant that stands for all other guests.
     pub(crate) fn tenants(&self) -> (Vec<Arc<Tenant>>, Arc<Tenant>) {
-        let state = self.state.read().unwrap_or_else(PoisonError::into_inner);
+        let state = self.state.lock();
         let named = state.guests.iter().map(|guest| Arc::clone(&guest.tenant));
         let mut named: Vec<_> = named.collect();
         named.sort_by(|a, b| a.name().cmp(b.name()));

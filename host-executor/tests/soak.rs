@@ -37,7 +37,8 @@ fn random_commands_of_four_guests_match_the_model_and_leak_nothing() {
     let engine: Arc<dyn Engine> = Arc::new(CpuEngine::new(2, Some(MEMORY)).expect("two threads"));
     let path = std::env::temp_dir().join(format!("vgpu-soak-{}.sock", std::process::id()));
     let listener = Listener::bind(&path, ListenOptions::default()).expect("a socket");
-    let mut server = Server::new(Arc::clone(&engine), Limits::default(), 2 * GUESTS);
+    let mut server =
+        Server::new(Arc::clone(&engine), Limits::default(), 2 * GUESTS).expect("a thread");
     server.listen(listener).expect("a thread for the listener");
 
     // The first round makes the allocations that a process makes once. The second round is

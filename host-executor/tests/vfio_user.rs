@@ -20,7 +20,7 @@ use machine::{Dir, wait_for};
 const CONFIG: u32 = 7;
 
 fn executor(socket: &Path) -> Server {
-    let mut server = Server::new(cpu(), Limits::default(), 64);
+    let mut server = Server::new(cpu(), Limits::default(), 64).expect("a thread");
     let options = format!("a,socket={},window=64M,silence=0", socket.display());
     let listener = VfioUserListener::open(options.parse().unwrap()).unwrap();
     server.listen(listener).unwrap();

@@ -5,9 +5,13 @@ mod machine;
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::io::Read as _;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::time::Duration;
 
+use vgpu_executor::listener::GuestListener as _;
+use vgpu_executor::vm::IvshmemListener;
 use vgpu_transport::ir::BufferId;
 use vgpu_transport::link::pci::discover::all;
 use vgpu_transport::link::pci::{Device, PciError, directory};
@@ -57,6 +61,26 @@ fn end_of_a_machine_ends_its_sessions_and_frees_its_place() {
     drop((guest, machine));
     let machine = Machine::plug(&socket);
     machine.guest().alloc(4096);
+}
+
+#[test]
+fn qemu_that_is_started_again_gets_the_device_at_once() {
+    let dir = Dir::new();
+    let socket = dir.0.join("a.sock");
+    let text = format!("a,socket={},window=64M,silence=0", socket.display());
+    let options = text.parse().unwrap();
+    let mut listener = IvshmemListener::open(options, &mut BTreeMap::new()).unwrap();
+    let first = UnixStream::connect(&socket).unwrap();
+    assert!(listener.accept(Duration::ZERO).unwrap().is_none());
+    let mut version = [1; 8];
+    (&first).read_exact(&mut version).unwrap();
+    // The listener looks only after both: QEMU was killed, and another one has connected.
+    drop(first);
+    let second = UnixStream::connect(&socket).unwrap();
+    assert!(listener.accept(Duration::ZERO).unwrap().is_none());
+    // Nothing is left to wait for if the second one was disconnected.
+    (&second).read_exact(&mut version).expect("the device");
+    assert_eq!(version, [0; 8]);
 }
 
 #[test]

@@ -7,7 +7,7 @@
 //! | 4 | [`link`]: the ends of a link over shared memory, PCI, vsock and TCP |
 //! | 3 | [`wire`]: the requests and replies of a session |
 //! | 2 | [`ir`]: the graph IR; [`shm`]: shared memory, rings, doorbells. Independent of each other |
-//! | 1 | [`bytes`]: payloads that the peer may change; [`error`]; [`fork`]; [`limits`]; `poll`; [`random`] |
+//! | 1 | [`bytes`]: payloads that the peer may change; [`error`]; [`fork`]; [`limits`]; [`lock`]; `poll`; [`random`] |
 //!
 //! [`link`] does not import [`wire`]: a link carries bytes and does not know their meaning.
 //!
@@ -23,6 +23,7 @@ pub mod fork;
 pub mod ir;
 pub mod limits;
 pub mod link;
+pub mod lock;
 mod poll;
 pub mod random;
 pub mod shm;

@@ -12,6 +12,11 @@ pub(crate) fn status(path: &Path) -> anyhow::Result<Status> {
     control::status(path).map_err(|error| explain(path, &error))
 }
 
+/// Asks the executor what everybody does now.
+pub(crate) fn dump(path: &Path) -> anyhow::Result<String> {
+    control::dump(path).map_err(|error| explain(path, &error))
+}
+
 /// Makes the executor reload its configuration.
 pub(crate) fn reload(path: &Path) -> anyhow::Result<ReloadOutcome> {
     control::reload(path).map_err(|error| explain(path, &error))

@@ -8,6 +8,7 @@ mod check_config;
 mod config_error;
 mod control_client;
 mod doctor;
+mod dump;
 mod fd_store;
 #[cfg(feature = "tools")]
 mod gpu_check;
@@ -38,6 +39,7 @@ enum Command {
     Serve(serve::Args),
     CheckConfig(check_config::Args),
     Ps(ps::Args),
+    Dump(dump::Args),
     #[cfg(feature = "tools")]
     Top(top::Args),
     Reload(reload::Args),
@@ -66,6 +68,7 @@ fn main() -> ExitCode {
         Command::ServeGuest(args) => serve::run_worker(args),
         Command::CheckConfig(args) => return check_config::run(&args),
         Command::Ps(args) => ps::run(&args),
+        Command::Dump(args) => dump::run(&args),
         #[cfg(feature = "tools")]
         Command::Top(args) => top::run(&args),
         Command::Reload(args) => reload::run(&args),

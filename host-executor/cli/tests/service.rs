@@ -152,6 +152,7 @@ fn units_never_give_up() {
         for wanted in [
             ("[Unit]", "StartLimitIntervalSec=0"),
             ("[Service]", "Restart=always"),
+            ("[Service]", "WatchdogSec=60"),
             ("[Service]", "RestartSteps=8"),
             ("[Service]", "RestartMaxDelaySec=10s"),
             ("[Service]", "FileDescriptorStorePreserve=yes"),

@@ -94,6 +94,8 @@ struct Engine {
     memory: Option<Size>,
     /// Seconds.
     max_node_time: Option<NonZeroU32>,
+    /// Seconds. 0: no limit.
+    max_turn_time: Option<u32>,
 }
 
 #[derive(Deserialize, Default)]
@@ -254,6 +256,8 @@ fn settings(file: File) -> Result<Settings, Mistake> {
         memory: file.engine.memory.map(|size| size.0),
         max_node_time: { file.engine.max_node_time }
             .map(|seconds| Duration::from_secs(seconds.get().into())),
+        max_turn_time: { file.engine.max_turn_time }
+            .map(|seconds| Duration::from_secs(seconds.into())),
         device: match file.server.vm_device {
             Some(Device::VfioUser) => VmDevice::VfioUser,
             Some(Device::Ivshmem) | None => VmDevice::Ivshmem,

@@ -171,6 +171,8 @@ pub struct Settings {
     pub memory: Option<u64>,
     /// The longest time of a node of a graph by estimate. `None`: the engine's own limit.
     pub max_node_time: Option<Duration>,
+    /// The longest turn on the engine. `None`: the default. Zero: no limit.
+    pub max_turn_time: Option<Duration>,
     /// The device of virtual machines.
     pub device: VmDevice,
     /// The log filter.
@@ -205,6 +207,7 @@ impl Default for Settings {
             threads: Threads::default(),
             memory: None,
             max_node_time: None,
+            max_turn_time: None,
             device: VmDevice::default(),
             log: None,
             log_format: LogFormat::default(),
@@ -243,6 +246,7 @@ impl Settings {
         self.threads = running.threads;
         self.memory = running.memory;
         self.max_node_time = running.max_node_time;
+        self.max_turn_time = running.max_turn_time;
         self.certs.clone_from(&running.certs);
         self.share_buffers = running.share_buffers;
         self.device = running.device;
@@ -266,6 +270,10 @@ impl Settings {
             (
                 "engine.max-node-time",
                 self.max_node_time != running.max_node_time,
+            ),
+            (
+                "engine.max-turn-time",
+                self.max_turn_time != running.max_turn_time,
             ),
             ("server.certs", self.certs != running.certs),
             (

@@ -2,7 +2,9 @@
 #![forbid(unsafe_code)]
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::PathBuf;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::thread;
 use std::time::Duration;
 
 use tracing::debug;
@@ -11,8 +13,8 @@ use super::state::{Program, Shared};
 use super::totals::{GuestTotals, counted_as};
 use crate::control;
 use crate::status::{
-    EngineStatus, GuestStatus, Report, SessionStatus, Status, StatusSource, TenantLatency, Usage,
-    WeightsStatus,
+    EngineStatus, GuestStatus, Report, SessionEnds, SessionStatus, Status, StatusSource,
+    TenantLatency, Usage, WeightsStatus,
 };
 
 /// How long the process of a virtual machine may take to report.
@@ -27,6 +29,9 @@ struct Snapshot {
     programs: BTreeMap<String, usize>,
     sessions: Vec<SessionStatus>,
     weights: WeightsStatus,
+    ended: SessionEnds,
+    /// The longest present turn on an engine, in seconds.
+    turn: Option<f64>,
     /// Bytes of device memory in use.
     memory: u64,
     /// Bytes of memory of the largest engine of a worker. With a GPU, all workers share that
@@ -42,6 +47,8 @@ impl Shared {
             programs: BTreeMap::new(),
             sessions: Vec::new(),
             weights: processes.ended_workers.weights,
+            ended: processes.ended_workers.ended,
+            turn: None,
             memory: 0,
             largest: 0,
         };
@@ -82,10 +89,11 @@ impl Shared {
         drop(processes);
         // Each of these processes counts its sessions from 1, so their numbers need distinct upper
         // halves.
-        for ((name, control), base) in machines.iter().zip((1u64..).map(|n| n << 32)) {
-            match control::report(control, REPORT_TIMEOUT) {
+        let reports = ask_all(&machines, control::report);
+        for ((name, report), base) in reports.into_iter().zip((1u64..).map(|n| n << 32)) {
+            match report {
                 Ok(report) => {
-                    let counted = counted_as(Some(name), &self.registry);
+                    let counted = counted_as(Some(&name), &self.registry);
                     let sessions = &report.status.sessions;
                     *snapshot.programs.entry(counted.clone()).or_default() += sessions.len();
                     snapshot
@@ -106,10 +114,40 @@ impl Shared {
     }
 }
 
+/// Asks all processes of virtual machines at once, so that those that do not answer cost
+/// [`REPORT_TIMEOUT`] together. Returns each name with the answer.
+pub(super) fn ask_all<T: Send>(
+    machines: &[(String, PathBuf)],
+    ask: impl Fn(&Path, Duration) -> io::Result<T> + Sync,
+) -> Vec<(String, io::Result<T>)> {
+    let ask = &ask;
+    thread::scope(|scope| {
+        let asked: Vec<_> = machines
+            .iter()
+            .map(|(name, control)| {
+                let builder = thread::Builder::new().name("vgpu-ask".into());
+                (
+                    name,
+                    builder.spawn_scoped(scope, move || ask(control, REPORT_TIMEOUT)),
+                )
+            })
+            .collect();
+        let answers = asked.into_iter().map(|(name, thread)| {
+            let panicked = |_| Err(io::Error::other("the asking thread panicked"));
+            let answer = thread.and_then(|thread| thread.join().unwrap_or_else(panicked));
+            (name.clone(), answer)
+        });
+        answers.collect()
+    })
+}
+
 impl Snapshot {
     fn add(&mut self, counted: &str, report: &Report) {
         self.totals.entry(counted.into()).or_default().add(report);
         self.weights.add(&report.status.engine.weights);
+        self.ended.add(&report.status.ended);
+        let turn = report.status.engine.turn.filter(|turn| turn.is_finite());
+        self.turn = self.turn.into_iter().chain(turn).reduce(f64::max);
         self.largest = self.largest.max(report.status.engine.memory_total);
         for GuestStatus { usage, .. } in &report.status.guests {
             let held = usage.memory.saturating_sub(usage.weights_shared);
@@ -148,11 +186,17 @@ impl StatusSource for Shared {
                 description: "a process for each guest".into(),
                 memory_total: total,
                 memory_free: total.saturating_sub(snapshot.memory),
+                turn: snapshot.turn,
                 weights: snapshot.weights,
             },
             guests: guests.collect(),
             sessions: snapshot.sessions,
+            ended: snapshot.ended,
         }
+    }
+
+    fn dump(&self) -> String {
+        super::dump::dump(self)
     }
 
     fn latencies(&self) -> Vec<TenantLatency> {
@@ -176,4 +220,39 @@ impl StatusSource for Shared {
 fn printable(text: &str) -> String {
     let printable = text.chars().filter(|c| !c.is_control());
     printable.take(MAX_NAME_CHARS).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Condvar, Mutex};
+
+    use super::*;
+
+    #[test]
+    fn machines_are_asked_at_once() {
+        const COUNT: usize = 3;
+        let machines: Vec<_> = (0..COUNT)
+            .map(|i| (format!("vm{i}"), PathBuf::from(format!("/{i}"))))
+            .collect();
+        let (asked, changed) = (Mutex::new(0), Condvar::new());
+        // Each answer comes when all have been asked.
+        let ask = |path: &Path, _| {
+            let mut asked = asked.lock().unwrap();
+            *asked += 1;
+            changed.notify_all();
+            let limit = Duration::from_secs(10);
+            let (_asked, waited) = { &changed }
+                .wait_timeout_while(asked, limit, |asked| *asked < COUNT)
+                .unwrap();
+            match waited.timed_out() {
+                true => Err(io::Error::other("one after another")),
+                false => Ok(path.to_owned()),
+            }
+        };
+        let answers = ask_all(&machines, ask);
+        assert_eq!(answers.len(), COUNT);
+        for ((name, answer), (expected, path)) in answers.iter().zip(&machines) {
+            assert_eq!((name, answer.as_ref().unwrap()), (expected, path));
+        }
+    }
 }

@@ -44,7 +44,7 @@ fn worker_process() {
     };
     let socket = take_socket().expect("a socket");
     let engine = Arc::new(CpuEngine::new(1, Some(MEMORY)).expect("an engine"));
-    let server = Server::new(Arc::clone(&engine) as _, Limits::default(), 64);
+    let server = Server::new(Arc::clone(&engine) as _, Limits::default(), 64).expect("a thread");
     if deed == "honest" {
         serve(socket, server, &StopFlag::new());
         std::process::exit(0);

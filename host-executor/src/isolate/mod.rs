@@ -16,6 +16,7 @@
 
 mod aggregate;
 mod certificates;
+mod dump;
 mod ipc;
 mod log_pipe;
 mod partition;
@@ -30,5 +31,5 @@ mod hostile_tests;
 
 pub use partition::{Partition, Resources};
 pub use state::{MakeCommand, MakeMachine};
-pub use supervisor::Supervisor;
+pub use supervisor::{Supervisor, SupervisorHealth};
 pub use worker::{serve, take_socket};

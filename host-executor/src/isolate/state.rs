@@ -7,7 +7,7 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::process;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar};
 use std::time::{Duration, Instant};
 
 use rustix::process::Pid;
@@ -18,6 +18,7 @@ use super::partition::{Partition, Resources};
 use super::totals::EndedWorkers;
 use crate::handshakes::{Handshakes, PendingHandshake};
 use crate::limits::{HandshakeLimits, sessions_of_one_guest};
+use crate::lock::{Rank, RankedGuard, RankedMutex};
 use crate::log_limit::LogLimit;
 use crate::peer::Peer;
 use crate::policy::LinkKind;
@@ -63,7 +64,7 @@ pub(super) struct Shared {
     pub(super) registry: TenantRegistry,
     pub(super) stop: StopFlag,
     last_id: AtomicU64,
-    processes: Mutex<Processes>,
+    processes: RankedMutex<Processes>,
     /// Limits the lines about guests that get no worker.
     pub(super) refusal_log: LogLimit,
     /// Programs that have no session yet.
@@ -86,6 +87,8 @@ pub(super) struct Processes {
 /// A worker, until its process has ended.
 pub(super) struct Worker {
     pub(super) ipc: Arc<IpcSocket>,
+    /// The process, once it has been started.
+    pub(super) pid: Option<u32>,
     /// The guest's name, if it has one.
     pub(super) guest: Option<String>,
     /// Whether the worker only tells a guest why it is rejected.
@@ -143,23 +146,29 @@ impl Shared {
             registry,
             stop: StopFlag::new(),
             last_id: AtomicU64::new(0),
-            processes: Mutex::new(Processes {
-                partition,
-                workers: BTreeMap::new(),
-                machines: BTreeMap::new(),
-                ended_workers: EndedWorkers::default(),
-                certificates: None,
-            }),
+            processes: RankedMutex::new(
+                Rank::Processes,
+                Processes {
+                    partition,
+                    workers: BTreeMap::new(),
+                    machines: BTreeMap::new(),
+                    ended_workers: EndedWorkers::default(),
+                    certificates: None,
+                },
+            ),
             refusal_log: LogLimit::new(10),
             handshakes: Handshakes::new(handshakes),
             changed: Condvar::new(),
         })
     }
 
-    pub(super) fn processes(&self) -> MutexGuard<'_, Processes> {
-        self.processes
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+    pub(super) fn processes(&self) -> RankedGuard<'_, Processes> {
+        self.processes.lock()
+    }
+
+    /// The processes, if the table is not locked. Does not wait.
+    pub(super) fn try_processes(&self) -> Option<RankedGuard<'_, Processes>> {
+        self.processes.try_lock()
     }
 
     /// A number that no session and no process of this supervisor has had.
@@ -180,6 +189,7 @@ impl Worker {
     pub(super) fn new(ipc: IpcSocket, guest: Option<String>, is_rejection: bool) -> Worker {
         Worker {
             ipc: Arc::new(ipc),
+            pid: None,
             guest,
             is_rejection,
             sessions: BTreeMap::new(),

@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Child, Stdio};
-use std::sync::{Arc, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -28,6 +28,7 @@ use crate::control;
 use crate::limits::HandshakeLimits;
 use crate::listener::threads::ListenerThreads;
 use crate::listener::{HANDSHAKE_TIMEOUT, ListenerId, SocketListener};
+use crate::lock::RankedGuard;
 use crate::peer::Peer;
 use crate::status::StatusHandle;
 use crate::tenant_registry::QuotaError;
@@ -237,6 +238,11 @@ impl Supervisor {
         Ok(())
     }
 
+    /// A handle that says, on any thread, whether the supervisor makes progress.
+    pub fn health(&self) -> SupervisorHealth {
+        SupervisorHealth(Arc::clone(&self.shared))
+    }
+
     /// Closes the listeners, lets each worker complete its requests and tell its guest, and returns
     /// when all processes have ended.
     pub fn shutdown(mut self) {
@@ -251,11 +257,7 @@ impl Supervisor {
             let _ = rustix::process::kill_process(machine.pid, Signal::TERM);
         }
         while !processes.workers.is_empty() || !processes.machines.is_empty() {
-            processes = self
-                .shared
-                .changed
-                .wait(processes)
-                .unwrap_or_else(PoisonError::into_inner);
+            processes = processes.wait(&self.shared.changed);
         }
         drop(processes);
         self.shared.handshakes.close();
@@ -300,19 +302,19 @@ impl Shared {
         &self,
         guest: Option<&str>,
         arriving: &Arriving,
-    ) -> Option<MutexGuard<'_, Processes>> {
+    ) -> Option<RankedGuard<'_, Processes>> {
         let place = arriving.peer.place();
-        let has_to_wait = |processes: &mut Processes| {
-            processes.has_to_wait(guest, &place)
-                && !self.stop.is_set()
-                && !arriving.pending.is_cancelled()
-        };
-        let (processes, waited) = self
-            .changed
-            .wait_timeout_while(self.processes(), WORKER_TIMEOUT, has_to_wait)
-            .unwrap_or_else(PoisonError::into_inner);
-        let is_over = waited.timed_out() || self.stop.is_set() || arriving.pending.is_cancelled();
-        (!is_over && !has_hung_up(&arriving.socket)).then_some(processes)
+        let is_over = || self.stop.is_set() || arriving.pending.is_cancelled();
+        let end = Instant::now() + WORKER_TIMEOUT;
+        let mut processes = self.processes();
+        while !is_over() && processes.has_to_wait(guest, &place) {
+            let left = end.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return None;
+            }
+            processes = processes.wait_timeout(&self.changed, left);
+        }
+        (!is_over() && !has_hung_up(&arriving.socket)).then_some(processes)
     }
 
     /// Makes all that wait for `changed` check their conditions again.
@@ -432,6 +434,9 @@ impl Shared {
             }
         };
         let pid = process.id();
+        if let Some(worker) = self.processes().workers.get_mut(&id) {
+            worker.pid = Some(pid);
+        }
         let log = LogPipe::start(process.stderr.take(), format!("worker {id}"));
         self.receive_reports(id, ipc, limit);
         // From here on the worker gets no program, whoever has closed the connection.
@@ -618,6 +623,17 @@ impl Shared {
                 "its process is started again; a QEMU that was connected needs a restart"
             );
         }
+    }
+}
+
+/// Says whether a supervisor makes progress.
+#[derive(Clone)]
+pub struct SupervisorHealth(Arc<Shared>);
+
+impl SupervisorHealth {
+    /// Returns only if no thread keeps the lock that connections, reports and shutdown need.
+    pub fn check(&self) {
+        drop(self.0.processes());
     }
 }
 

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use crate::histogram::Distribution;
-use crate::status::{Report, Usage, WeightsStatus};
+use crate::status::{Report, SessionEnds, Usage, WeightsStatus};
 use crate::tenant_registry::TenantRegistry;
 
 /// Figures of the ended workers, by guest.
@@ -12,6 +12,7 @@ use crate::tenant_registry::TenantRegistry;
 pub(super) struct EndedWorkers {
     pub(super) guests: BTreeMap<String, GuestTotals>,
     pub(super) weights: WeightsStatus,
+    pub(super) ended: SessionEnds,
 }
 
 /// Figures of a guest.
@@ -52,6 +53,7 @@ impl EndedWorkers {
         // The memory has been freed with the process.
         totals.usage.memory = 0;
         totals.usage.weights_shared = 0;
+        self.ended.add(&report.status.ended);
         let weights = &report.status.engine.weights;
         self.weights.add(&WeightsStatus {
             bytes: 0,

@@ -18,7 +18,8 @@ use super::ipc::{Command, IpcSocket, Received, Rejection, WorkerReport};
 use crate::listener::{HANDSHAKE_TIMEOUT, IncomingGuest, OpenError};
 use crate::peer::Peer;
 use crate::policy::LinkKind;
-use crate::server::Server;
+use crate::server::{Server, Shutdown};
+use crate::service;
 use crate::session::{SessionEnd, reject};
 use crate::stop::StopFlag;
 
@@ -83,7 +84,10 @@ pub fn serve(socket: OwnedFd, server: Server, stop: &StopFlag) {
         }
     });
     let served = served.into_inner();
-    server.shutdown();
+    if let Shutdown::Stuck(why) = server.shutdown() {
+        error!("{why}: the worker ends all the same");
+        service::end_at_once(1);
+    }
     // The final figures of the sessions.
     let (pending, report) = (Vec::new(), handle.report());
     let message = WorkerReport {

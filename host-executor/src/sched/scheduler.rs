@@ -2,23 +2,33 @@
 #![forbid(unsafe_code)]
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar};
 use std::time::Duration;
 
 use vgpu_engine::{Plan, RunError, RunStatus, Turn};
 
 use super::queue::{Entitlement, Queue, TenantId, Ticket};
+use crate::lock::{Rank, RankedGuard, RankedMutex, expect_unlocked};
 
 /// The longest turn, also of a graph that no other graph waits for. A graph whose guest is gone has
 /// the device for this long at most.
 const MAX_TURN: Duration = Duration::from_millis(100);
 
 /// Grants turns on one device.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Scheduler {
-    state: Mutex<State>,
+    state: RankedMutex<State>,
     /// The turn that is in progress, shared with the plan that runs in it.
     turn: Turn,
+}
+
+impl Default for Scheduler {
+    fn default() -> Scheduler {
+        Scheduler {
+            state: RankedMutex::new(Rank::Scheduler, State::default()),
+            turn: Turn::default(),
+        }
+    }
 }
 
 #[derive(Debug, Default)]
@@ -59,6 +69,17 @@ impl Times {
     }
 }
 
+/// What a run does, for its session.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Turning {
+    /// The run waits for a turn.
+    Waits,
+    /// A turn begins.
+    Begins,
+    /// A turn has ended, with these times.
+    Ended(Times),
+}
+
 /// State of a plan after [`Scheduler::run`].
 #[must_use]
 pub(crate) enum RunState {
@@ -82,45 +103,49 @@ pub(crate) struct InFlight {
 }
 
 impl InFlight {
-    /// Waits until the run of `plan` has ended. Calls `after_turn` as [`Scheduler::run`] does.
+    /// Waits until the run of `plan` has ended. Calls `observe` as [`Scheduler::run`] does.
     pub(crate) fn wait(
         self,
         plan: &mut dyn Plan,
-        after_turn: impl FnOnce(Times),
+        observe: impl FnOnce(Turning),
     ) -> (Result<(), RunError>, Times) {
         let InFlight {
             guard,
             queued,
             mut times,
         } = self;
+        expect_unlocked("Plan::wait");
         let outcome = plan.wait();
         let turn = guard.end(queued, true);
         times.add(turn);
-        after_turn(turn);
+        observe(Turning::Ended(turn));
         (outcome, times)
     }
 }
 
 impl Scheduler {
     /// Runs a plan, in as many turns as it takes, until all of it has been handed to the device.
-    /// Calls `after_turn` with the times of each turn that has ended, and `is_cancelled` between
-    /// two turns of the plan: at least once per [`MAX_TURN`] of device time.
+    /// Calls `observe` before each wait and at both ends of each turn, without a lock, and
+    /// `is_cancelled` between two turns of the plan: at least once per [`MAX_TURN`] of device time.
     pub(crate) fn run(
         self: &Arc<Self>,
         tenant: TenantId,
         share: Entitlement,
         plan: &mut dyn Plan,
-        mut after_turn: impl FnMut(Times),
+        mut observe: impl FnMut(Turning),
         mut is_cancelled: impl FnMut() -> bool,
     ) -> RunState {
         let mut times = Times::default();
         let mut wait_began = self.turn.now();
         let ticket = self.enter(tenant, share);
         loop {
+            observe(Turning::Waits);
             let mut guard = self.wait(tenant, ticket);
+            observe(Turning::Begins);
             let start = self.turn.now();
             let queued = start.saturating_sub(wait_began);
             guard.start = start;
+            expect_unlocked("Plan::launch");
             let status = plan.launch(&self.turn);
             if status == Ok(RunStatus::InFlight) {
                 return RunState::InFlight(InFlight {
@@ -134,7 +159,7 @@ impl Scheduler {
             let turn = guard.end(queued, !yielded || cancelled);
             wait_began = self.turn.now();
             times.add(turn);
-            after_turn(turn);
+            observe(Turning::Ended(turn));
             match status {
                 Ok(RunStatus::Yielded) if cancelled => return RunState::Cancelled(times),
                 Ok(RunStatus::Yielded) => {}
@@ -144,8 +169,14 @@ impl Scheduler {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Takes the lock of the scheduler and releases it.
+    #[cfg(feature = "server")]
+    pub(crate) fn probe(&self) {
+        drop(self.lock());
+    }
+
+    fn lock(&self) -> RankedGuard<'_, State> {
+        self.state.lock()
     }
 
     fn enter(&self, tenant: TenantId, share: Entitlement) -> Ticket {
@@ -182,7 +213,7 @@ impl Scheduler {
                 state.waiters.insert(ticket, Arc::clone(&wakeup));
                 wakeup
             });
-            state = wakeup.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state = state.wait(wakeup);
         }
         if wakeup.is_some() {
             state.waiters.remove(&ticket);

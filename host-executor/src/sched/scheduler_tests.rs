@@ -168,14 +168,17 @@ fn next_turn_waits_for_graphs_in_flight() {
                         device,
                         is_in_flight: false,
                     };
-                    let mut calls = 0;
-                    match scheduler.run(TenantId(guest), share, &mut plan, |_| calls += 1, || false)
-                    {
+                    let mut seen = Vec::new();
+                    let observe = |turning| seen.push(turning);
+                    match scheduler.run(TenantId(guest), share, &mut plan, observe, || false) {
                         RunState::Cancelled(_) => panic!("nobody has cancelled the run"),
                         RunState::InFlight(run) => {
                             thread::yield_now();
-                            let (outcome, times) = run.wait(&mut plan, |_| calls += 1);
-                            assert_eq!((outcome, times.turns, calls), (Ok(()), 1, 1));
+                            let observe = |turning| seen.push(turning);
+                            let (outcome, times) = run.wait(&mut plan, observe);
+                            assert_eq!((outcome, times.turns), (Ok(()), 1));
+                            let all = [Turning::Waits, Turning::Begins, Turning::Ended(times)];
+                            assert_eq!(seen, all);
                         }
                         RunState::Done(..) => panic!("the plan was not in flight"),
                     }

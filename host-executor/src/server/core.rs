@@ -1,24 +1,24 @@
 //! The server: its listeners, its rules, its shutdown.
 #![forbid(unsafe_code)]
 
-use std::collections::BTreeMap;
 use std::io;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use tracing::{info, warn};
+use tracing::{Level, info, warn};
 use vgpu_engine::Engine;
 use vgpu_transport::link::stream::tls::Certificates;
 
 use super::guest_thread;
-use super::shared::{Entry, Shared};
+use super::shared::Shared;
+use super::watchdog::{self, log_lines};
 use crate::limits::Limits;
 use crate::listener::threads::ListenerThreads;
 use crate::listener::{GuestListener, IncomingGuest, ListenerId};
 use crate::peer::Peer;
 use crate::stats::Stats;
-use crate::status::StatusHandle;
+use crate::status::{StatusHandle, StatusSource as _};
 use crate::tenant_registry::{QuotaError, Rules};
 use crate::weights::WeightStore;
 
@@ -46,15 +46,35 @@ pub struct SessionInfo {
 pub struct Server {
     shared: Arc<Shared>,
     listeners: ListenerThreads,
+    is_stopped: bool,
 }
 
 impl Server {
     /// A server without listeners, for at most `max_sessions` guests at once.
-    pub fn new(engine: Arc<dyn Engine>, limits: Limits, max_sessions: usize) -> Server {
-        Server {
-            shared: Arc::new(Shared::new(engine, limits, max_sessions)),
+    ///
+    /// # Errors
+    /// No thread can be started.
+    pub fn new(engine: Arc<dyn Engine>, limits: Limits, max_sessions: usize) -> io::Result<Server> {
+        Ok(Server {
+            shared: Arc::new(Shared::new(engine, limits, max_sessions)?),
             listeners: ListenerThreads::default(),
-        }
+            is_stopped: false,
+        })
+    }
+
+    /// Reports requests and turns that last long ([`Limits::slow`]) in the log, on a thread of its
+    /// own. Calls `on_stuck` with the reason when the engine hangs ([`Limits::turn_time`]): no
+    /// session of this process can compute any more, and some cannot end.
+    ///
+    /// # Errors
+    /// No thread can be started.
+    pub fn watch(&self, on_stuck: impl Fn(&str) + Send + 'static) -> io::Result<()> {
+        watchdog::start(&self.shared, on_stuck)
+    }
+
+    /// A handle that says, on any thread, whether the server makes progress.
+    pub fn health(&self) -> Health {
+        Health(Arc::clone(&self.shared))
     }
 
     /// Sets the weight store of sessions that begin from now on. Later calls have no effect.
@@ -155,17 +175,18 @@ impl Server {
         is_over: &AtomicBool,
         timeout: Duration,
     ) {
-        let sessions = self.shared.sessions();
-        let is_same = |sessions: &mut BTreeMap<u64, Entry>| {
-            sessions.keys().eq(known)
-                && self.shared.handshakes.ids() == pending
-                && !is_over.load(Ordering::Relaxed)
-        };
-        let waited = self
-            .shared
-            .changed
-            .wait_timeout_while(sessions, timeout, is_same);
-        drop(waited.unwrap_or_else(PoisonError::into_inner));
+        let end = Instant::now() + timeout;
+        let mut sessions = self.shared.sessions();
+        while sessions.keys().eq(known)
+            && self.shared.handshakes.ids() == pending
+            && !is_over.load(Ordering::Relaxed)
+        {
+            let left = end.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return;
+            }
+            sessions = sessions.wait_timeout(&self.shared.changed, left);
+        }
     }
 
     /// Makes [`wait_for_change`](Server::wait_for_change) check its conditions again.
@@ -190,27 +211,78 @@ impl Server {
     }
 
     /// Closes the listeners, cancels the graphs that run, lets each session tell its guest, and
-    /// returns when all sessions have ended.
-    pub fn shutdown(mut self) {
-        self.stop();
+    /// returns when all sessions have ended, or when those that are left do nothing new for
+    /// [`Limits::slow`].
+    pub fn shutdown(mut self) -> Shutdown {
+        self.stop()
     }
 
-    fn stop(&mut self) {
+    fn stop(&mut self) -> Shutdown {
+        if std::mem::replace(&mut self.is_stopped, true) {
+            return Shutdown::Complete;
+        }
         self.shared.stop.set();
+        self.shared.monitor.close();
         self.listeners.close_all();
         self.shared.handshakes.close();
+        let slow = self.shared.limits.slow;
+        let period = (slow / 4).min(REMINDER_INTERVAL);
+        let (mut before, mut unchanged) = (Vec::new(), Duration::ZERO);
+        let (mut last_look, mut last_line) = (Instant::now(), Instant::now());
         let mut sessions = self.shared.sessions();
         while !sessions.is_empty() {
-            let (guard, wait) = self
-                .shared
-                .changed
-                .wait_timeout(sessions, REMINDER_INTERVAL)
-                .unwrap_or_else(PoisonError::into_inner);
-            sessions = guard;
-            if wait.timed_out() {
+            sessions = sessions.wait_timeout(&self.shared.changed, period);
+            // A process that could not run is not blamed for that time.
+            let passed = last_look.elapsed().min(2 * period);
+            last_look = Instant::now();
+            let left = self.shared.activities.snapshot();
+            let left = left.iter().filter(|one| sessions.contains_key(&one.id));
+            let steps: Vec<_> = left.map(|one| (one.id, one.steps)).collect();
+            unchanged = match steps == before {
+                true => unchanged + passed,
+                false => Duration::ZERO,
+            };
+            before = steps;
+            if unchanged >= slow && !sessions.is_empty() {
+                let count = sessions.len();
+                drop(sessions);
+                let why = format!("{count} sessions do not end, and did nothing new for {slow:?}");
+                log_lines(Level::ERROR, &self.shared.dump());
+                return Shutdown::Stuck(why);
+            }
+            if last_line.elapsed() >= REMINDER_INTERVAL {
+                last_line = Instant::now();
                 info!("waiting for {} sessions to end", sessions.len());
             }
         }
+        Shutdown::Complete
+    }
+}
+
+/// How a shutdown has ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Shutdown {
+    /// All sessions have ended.
+    Complete,
+    /// Some sessions do not end, for the given reason: their threads hang in a call of the engine.
+    /// Only the end of the process ends them.
+    Stuck(String),
+}
+
+/// Says whether a server makes progress.
+#[derive(Clone)]
+pub struct Health(Arc<Shared>);
+
+impl Health {
+    /// Returns only if no thread keeps one of the locks that admission, status and shutdown need.
+    pub fn check(&self) {
+        self.0.probe_locks();
+    }
+
+    /// Why the engine cannot work again in this process, as of its last answer. Does not call the
+    /// engine.
+    pub fn fatal_error(&self) -> Option<String> {
+        self.0.monitor.fatal_error()
     }
 }
 

@@ -12,6 +12,7 @@ use vgpu_transport::link::stream::x509::CertificateInfo;
 
 use super::seat::Seat;
 use super::shared::{Entry, Shared};
+use crate::activity::Phase;
 use crate::handshakes::PendingHandshake;
 use crate::identity::Identity;
 use crate::listener::{IncomingGuest, OpenLink};
@@ -99,6 +100,7 @@ fn serve(
             }
         }
     };
+    let activity = shared.activities.begin(id, tenant.name(), &peer.endpoint);
     let mut link = match open() {
         Ok(link) => link,
         Err(error) => return log(&format_args!("the guest gets no session: {error}")),
@@ -119,6 +121,9 @@ fn serve(
             info!("the certificate identifies guest {}", tenant.name());
         }
     }
+    let pid = peer.process.as_ref().map(|process| process.pid);
+    activity.identify(id, tenant.name(), &peer.endpoint, pid);
+    activity.set(Phase::FirstMessage);
     let counters = Arc::new(Counters::default());
     let stop = shared.stop.for_one();
     // Why a guest with these certificates is not served, which a reload can have changed since the
@@ -158,6 +163,7 @@ fn serve(
             return log(&"the guest disconnected before it had sent a message");
         }
         Err(end) => {
+            shared.count_end(&end);
             match &end {
                 SessionEnd::Rejected { .. }
                 | SessionEnd::Refused { .. }
@@ -180,13 +186,17 @@ fn serve(
         scheduler: Arc::clone(&shared.scheduler),
         limits: shared.limits,
         pools: shared.pools.clone(),
+        monitor: Some(Arc::clone(&shared.monitor)),
     };
-    let session = Session::of_tenant(id, parts, tenant, counters);
+    let session = Session::of_tenant(id, parts, tenant, counters, activity);
     let session = match shared.weights.get() {
         Some(weights) => session.sharing(weights, &domain),
         None => session,
     };
-    session.run_from(first, link.as_mut(), &stop);
+    let end = session.run_from(first, link.as_mut(), &stop);
+    shared.count_end(&end);
+    // Before the place in the table: a session that is no longer there has no descriptor open.
+    drop(link);
 }
 
 /// Whose weights a guest without a name shares without proof: those of the same user of this

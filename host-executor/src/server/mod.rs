@@ -3,6 +3,7 @@
 //! - `core`: the server, its listeners, its shutdown.
 //! - `guest_thread`: the thread of a connection, from its handshake to its end.
 //! - `seat`: the places in the table of sessions.
+//! - `watchdog`: the thread that reports what lasts too long.
 //! - `shared`, `status`: what the threads share, and snapshots of it.
 
 mod core;
@@ -10,5 +11,7 @@ mod guest_thread;
 mod seat;
 mod shared;
 mod status;
+mod watchdog;
 
-pub use core::{Server, SessionInfo};
+pub use core::{Health, Server, SessionInfo, Shutdown};
+pub use watchdog::log_dump;

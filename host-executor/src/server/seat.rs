@@ -57,7 +57,8 @@ impl Drop for Seat {
     fn drop(&mut self) {
         let mut sessions = self.shared.sessions();
         // Under the lock of the table, so that a snapshot counts the session exactly once.
-        if let Some(entry) = sessions.remove(&self.id) {
+        let entry = sessions.remove(&self.id);
+        if let Some(entry) = &entry {
             let stats = entry.counters.snapshot();
             match entry.tenant.is_named() {
                 true => entry.tenant.add_ended(&stats),
@@ -65,6 +66,8 @@ impl Drop for Seat {
             }
         }
         drop(sessions);
+        // Perhaps the last reference to the tenant.
+        drop(entry);
         self.shared.changed.notify_all();
     }
 }

@@ -2,24 +2,33 @@
 #![forbid(unsafe_code)]
 
 use std::collections::BTreeMap;
+use std::io;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, OnceLock};
 use std::time::Instant;
 
 use vgpu_engine::Engine;
 use vgpu_transport::link::stream::tls::{CertificateFault, Certificates};
 
+use crate::activity::Activities;
+use crate::engine_monitor::EngineMonitor;
 use crate::handshakes::Handshakes;
 use crate::limits::Limits;
+use crate::lock::{Rank, RankedGuard, RankedMutex};
 use crate::log_limit::LogLimit;
 use crate::peer::Peer;
 use crate::pool::Pools;
 use crate::sched::Scheduler;
+use crate::session::{END_KINDS, SessionEnd};
 use crate::stats::Counters;
 use crate::stop::StopFlag;
 use crate::tenant::Tenant;
 use crate::tenant_registry::TenantRegistry;
 use crate::weights::WeightStore;
+
+/// Threads of which it is known what they do: more than there are handshakes and sessions by
+/// default. Each takes some hundred bytes.
+const MAX_ACTIVITIES: usize = 1024;
 
 /// The engine, the tenants, and the table of sessions.
 pub(super) struct Shared {
@@ -36,11 +45,17 @@ pub(super) struct Shared {
     pub(super) certificates: OnceLock<Certificates>,
     pub(super) stop: StopFlag,
     last_id: AtomicU64,
-    sessions: Mutex<BTreeMap<u64, Entry>>,
+    sessions: RankedMutex<BTreeMap<u64, Entry>>,
     /// Connections that have no session yet.
     pub(super) handshakes: Arc<Handshakes>,
     /// Limits the lines about guests that get no session.
     pub(super) refusal_log: LogLimit,
+    /// What each thread that serves a guest does.
+    pub(super) activities: Arc<Activities>,
+    /// Asks the engine for its memory, and whether it still works.
+    pub(super) monitor: Arc<EngineMonitor>,
+    /// How many sessions have ended, by [`END_KINDS`].
+    pub(super) ended: [AtomicU64; END_KINDS.len()],
     /// Notified when a session has begun or ended, and when a handshake has failed.
     pub(super) changed: Condvar,
 }
@@ -57,8 +72,15 @@ pub(super) struct Entry {
 }
 
 impl Shared {
-    pub(super) fn new(engine: Arc<dyn Engine>, limits: Limits, max_sessions: usize) -> Shared {
-        Shared {
+    /// # Errors
+    /// No thread can be started.
+    pub(super) fn new(
+        engine: Arc<dyn Engine>,
+        limits: Limits,
+        max_sessions: usize,
+    ) -> io::Result<Shared> {
+        let monitor = EngineMonitor::start(Arc::clone(&engine))?;
+        Ok(Shared {
             registry: TenantRegistry::new(engine.memory().total),
             since: Instant::now(),
             scheduler: Arc::default(),
@@ -70,16 +92,35 @@ impl Shared {
             certificates: OnceLock::new(),
             stop: StopFlag::new(),
             last_id: AtomicU64::new(0),
-            sessions: Mutex::default(),
+            sessions: RankedMutex::new(Rank::Sessions, BTreeMap::new()),
             handshakes: Handshakes::new(limits.handshakes),
             refusal_log: LogLimit::new(10),
+            activities: Activities::new(MAX_ACTIVITIES),
+            monitor,
+            ended: [const { AtomicU64::new(0) }; END_KINDS.len()],
             changed: Condvar::new(),
-        }
+        })
+    }
+
+    /// Counts the end of a session, or of a connection that gets none.
+    pub(super) fn count_end(&self, end: &SessionEnd) {
+        self.ended[end.kind()].fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Takes each lock that admission, status and shutdown need, and releases it. Returns only if
+    /// no thread keeps one of them.
+    pub(super) fn probe_locks(&self) {
+        drop(self.sessions());
+        let _ = self.handshakes.ids();
+        let _ = self.registry.tenants();
+        let _ = self.registry.total();
+        self.scheduler.probe();
+        self.monitor.probe();
     }
 
     /// The table of sessions.
-    pub(super) fn sessions(&self) -> MutexGuard<'_, BTreeMap<u64, Entry>> {
-        self.sessions.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(super) fn sessions(&self) -> RankedGuard<'_, BTreeMap<u64, Entry>> {
+        self.sessions.lock()
     }
 
     /// Why a guest with these certificates could not connect now.

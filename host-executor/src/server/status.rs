@@ -2,12 +2,15 @@
 #![forbid(unsafe_code)]
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use super::shared::Shared;
+use crate::activity::{EngineFigures, dump};
+use crate::service;
 use crate::stats::Stats;
 use crate::status::{
-    EngineStatus, GuestStatus, SessionStatus, Status, StatusSource, TenantLatency, Usage,
-    WeightsStatus,
+    EngineStatus, GuestStatus, SessionEnds, SessionStatus, Status, StatusSource, TenantLatency,
+    Usage, WeightsStatus,
 };
 use crate::tenant::Tenant;
 use crate::weights::WeightStore;
@@ -57,7 +60,10 @@ impl StatusSource for Shared {
         }
         drop(entries);
         let guests = guests.iter().zip(counts);
-        let memory = shared.engine.memory();
+        let memory = shared.monitor.memory();
+        let turns = shared.activities.snapshot();
+        let turns = turns.iter().filter_map(|session| session.turn.as_ref());
+        let turn = turns.map(|turn| turn.age.as_secs_f64()).reduce(f64::max);
         let weights = shared
             .weights
             .get()
@@ -71,6 +77,7 @@ impl StatusSource for Shared {
                 description: shared.engine.description().into(),
                 memory_total: memory.total,
                 memory_free: memory.free,
+                turn,
                 weights: WeightsStatus {
                     bytes: weights.bytes,
                     disk_bytes: weights.disk_bytes,
@@ -95,7 +102,30 @@ impl StatusSource for Shared {
                 })
                 .collect(),
             sessions,
+            ended: SessionEnds::from_fn(|kind| shared.ended[kind].load(Ordering::Relaxed)),
         }
+    }
+
+    fn dump(&self) -> String {
+        let mut more = Vec::new();
+        if let Some(weights) = self.weights.get() {
+            more.push(match weights.backlog() {
+                Some((extents, bytes)) => {
+                    format!("weights: {extents} extents of {bytes} bytes wait to be hashed")
+                }
+                None => "weights: the queue of the hashing thread is locked now".into(),
+            });
+        }
+        more.extend(service::dump());
+        let unanswered = self.monitor.call().map(|(_, age)| age);
+        let figures = EngineFigures {
+            name: self.engine.name(),
+            description: self.engine.description(),
+            unanswered,
+            uptime: self.since.elapsed(),
+            more,
+        };
+        dump(&self.activities, &figures)
     }
 
     fn latencies(&self) -> Vec<TenantLatency> {

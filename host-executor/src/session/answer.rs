@@ -8,6 +8,7 @@ use vgpu_engine::{EngineError, Memory};
 use vgpu_transport::ir::BufferId;
 use vgpu_transport::wire::{GraphId, Reply};
 
+use crate::activity::GraphInfo;
 use crate::sched::InFlight;
 
 /// What a request calls for.
@@ -42,6 +43,7 @@ pub(super) struct Submitted {
     /// The number of the SUBMIT request.
     pub(super) request: u64,
     pub(super) graph: GraphId,
+    pub(super) info: GraphInfo,
     pub(super) run: InFlight,
 }
 

@@ -14,7 +14,8 @@ use super::answer::{Answer, ReadRange, Submitted, done, failed, refused};
 use super::end_check::EndCheck;
 use super::error::{SessionEnd, Violation};
 use super::graphs::{CompileContext, GraphStatus, Received};
-use super::state::{MODEL_SCALE, Session, count_turn};
+use super::state::{MODEL_SCALE, Session, observe_turn};
+use crate::activity::Phase;
 use crate::sched::{RunState, Times};
 use crate::stats::Kind;
 use crate::stop::StopFlag;
@@ -34,6 +35,11 @@ impl Session {
         let payload = link.payload();
         let kind = Kind::of(&message);
         self.counters.request(kind);
+        let phase = match kind.compiles() {
+            true => Phase::Compiles,
+            false => Phase::Executes,
+        };
+        self.activity.request(phase, kind, request);
         let kind = kind.name();
         trace!(request, kind, payload = payload.len(), "request");
         self.check(kind, &message, payload)?;
@@ -110,7 +116,7 @@ impl Session {
                 Ok(Answer::Nothing)
             }
             Request::Memory {} => {
-                let memory = self.tenant.memory(self.engine.as_ref());
+                let memory = self.memory();
                 Ok(Answer::Message(Reply::Memory {
                     request,
                     total: memory.total,
@@ -164,6 +170,7 @@ impl Session {
             .take(MAX_NAME_CHARS)
             .collect();
         info!(guest = %name, protocol, ir, "session opened");
+        self.activity.set_program(&name);
         // Cannot fail: the name is unset, and only this thread sets it.
         let _ = self.counters.guest.set(name);
         if protocol != PROTOCOL_VERSION {
@@ -172,7 +179,7 @@ impl Session {
         if ir != IR_VERSION {
             return Err(Violation::Ir { guest: ir }.into());
         }
-        let memory = self.tenant.memory(self.engine.as_ref());
+        let memory = self.memory();
         Ok(Answer::Message(Reply::Welcome {
             protocol: PROTOCOL_VERSION,
             session: self.id,
@@ -305,15 +312,15 @@ impl Session {
         };
         let stored = self.graphs.get(graph, &context)?;
         end_check.check()?;
+        let info = stored.info(graph);
         let plan = match &mut stored.plan {
             Ok(plan) => plan,
             Err(error) => return Ok(failed(request, "SUBMIT", graph.0, error)),
         };
         let (tenant, share) = (self.tenant.id(), self.tenant.share());
-        let counters = &self.counters;
-        // Counted turn by turn, so that a snapshot during a long graph is current.
-        let count = |turn| count_turn(counters, turn);
-        let state = { &self.scheduler }.run(tenant, share, plan.as_mut(), count, is_cancelled);
+        let (activity, counters) = (&self.activity, &self.counters);
+        let observe = |turning| observe_turn(activity, counters, request, &info, turning);
+        let state = { &self.scheduler }.run(tenant, share, plan.as_mut(), observe, is_cancelled);
         match state {
             RunState::Cancelled(Times { ran, turns, .. }) => {
                 debug!(graph = graph.0, ?ran, turns, "graph cancelled");
@@ -323,6 +330,7 @@ impl Session {
             RunState::InFlight(run) => Ok(Answer::InFlight(Submitted {
                 request,
                 graph,
+                info,
                 run,
             })),
         }

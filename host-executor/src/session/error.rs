@@ -56,7 +56,37 @@ pub enum SessionEnd {
     Panic(String),
 }
 
+/// Kinds of ends, for statistics.
+pub(crate) const END_KINDS: [&str; 10] = [
+    "closed",
+    "link",
+    "violation",
+    "no-hello",
+    "shutdown",
+    "refused",
+    "rejected",
+    "full",
+    "engine",
+    "panic",
+];
+
 impl SessionEnd {
+    /// The index of this kind of end in [`END_KINDS`].
+    pub(crate) fn kind(&self) -> usize {
+        match self {
+            SessionEnd::Closed => 0,
+            SessionEnd::Link(_) => 1,
+            SessionEnd::Violation(_) => 2,
+            SessionEnd::NoHello(_) => 3,
+            SessionEnd::Shutdown => 4,
+            SessionEnd::Refused { .. } => 5,
+            SessionEnd::Rejected { .. } => 6,
+            SessionEnd::Full { .. } => 7,
+            SessionEnd::Engine(_) => 8,
+            SessionEnd::Panic(_) => 9,
+        }
+    }
+
     /// The end that a flag asks for. `None`: the flag is not set.
     pub(super) fn asked_by(stop: &StopFlag) -> Option<SessionEnd> {
         match stop.refusal() {

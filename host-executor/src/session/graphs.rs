@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use vgpu_engine::work::{self, WorkLimits};
+use vgpu_engine::work::{self, LongestNode, WorkLimits};
 use vgpu_engine::{Engine, EngineError, Memory, Plan};
 use vgpu_transport::bytes::Bytes;
 use vgpu_transport::ir::{BufferId, Graph, GraphCounts, Invalid, patch, validate};
@@ -11,6 +11,7 @@ use vgpu_transport::wire::{GraphId, MAX_GRAPH};
 
 use super::buffers::Buffers;
 use super::error::Violation;
+use crate::activity::GraphInfo;
 use crate::heap;
 use crate::limits::Limits;
 use crate::tenant::{Charge, Tenant};
@@ -86,6 +87,8 @@ pub(super) struct StoredGraph {
     /// Bytes that were charged for its compilation and that the plan does not keep.
     transient: u64,
     pub(super) nodes: usize,
+    /// The node that takes longest by estimate.
+    longest: Option<LongestNode>,
     /// The buffers that the graph uses, sorted.
     buffers: Vec<BufferId>,
 }
@@ -384,6 +387,15 @@ pub(super) struct CompileContext<'a> {
 }
 
 impl StoredGraph {
+    /// The graph, for people.
+    pub(super) fn info(&self, graph: GraphId) -> GraphInfo {
+        GraphInfo {
+            graph: graph.0,
+            nodes: self.nodes,
+            longest: self.longest.map(|longest| (longest.node, longest.op)),
+        }
+    }
+
     /// A graph whose tenant has not enough memory for the image.
     fn without_image(error: EngineError) -> StoredGraph {
         StoredGraph {
@@ -392,6 +404,7 @@ impl StoredGraph {
             image: Err(error),
             transient: 0,
             nodes: 0,
+            longest: None,
             buffers: Vec::new(),
         }
     }
@@ -404,6 +417,7 @@ impl StoredGraph {
             image: Ok(image),
             transient: 0,
             nodes: 0,
+            longest: None,
             buffers,
         }
     }
@@ -494,9 +508,10 @@ fn compile(
     let engine = context.engine;
     let limits = WorkLimits::of({ context.limits.node_time }.unwrap_or(engine.max_node_time()));
     let work = work::check(graph.graph(), &engine.speed(), &limits);
+    let longest = work.as_ref().map_or(None, |longest| *longest);
     let mut plan = match work {
         _ if (context.is_cancelled)() => Err(EngineError::Cancelled),
-        Ok(()) => engine.compile(&graph, &memory, context.is_cancelled),
+        Ok(_) => engine.compile(&graph, &memory, context.is_cancelled),
         Err(error) => Err(error.into()),
     };
     drop(graph);
@@ -519,6 +534,7 @@ fn compile(
         image: Ok(image),
         transient: most.saturating_sub(needed),
         nodes,
+        longest,
         buffers,
     })
 }

@@ -25,6 +25,8 @@ mod state;
 mod weights;
 mod weights_state;
 
+#[cfg(feature = "server")]
+pub(crate) use error::END_KINDS;
 pub use error::{SessionEnd, Violation};
 pub use state::Session;
 #[cfg(feature = "server")]

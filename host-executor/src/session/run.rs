@@ -11,7 +11,9 @@ use vgpu_transport::wire::{Reply, Request};
 
 use super::answer::{Answer, ReadRange, Submitted};
 use super::error::{SessionEnd, Violation};
-use super::state::{Session, count_turn};
+use super::state::{Session, observe_turn};
+use crate::activity::Phase;
+use crate::lock::expect_unlocked;
 use crate::stop::StopFlag;
 
 /// How often an idle session checks its stop flag.
@@ -68,6 +70,7 @@ impl Session {
     /// The caller's tracing span identifies the guest.
     pub fn run(mut self, link: &mut dyn HostEnd, stop: &StopFlag) -> SessionEnd {
         let start = Instant::now();
+        self.activity.set(Phase::FirstMessage);
         let first = receive_first(link, self.limits.hello, stop);
         let end = first.map_or_else(|end| end, |first| self.serve(first, link, stop));
         self.end(end, start, link)
@@ -86,11 +89,32 @@ impl Session {
     }
 
     fn end(self, end: SessionEnd, start: Instant, link: &mut dyn HostEnd) -> SessionEnd {
+        self.activity.end_turn();
         if !matches!(end, SessionEnd::Closed | SessionEnd::Link(_)) {
+            self.activity.set(Phase::Replies);
             reject(link, &end);
         }
+        self.activity.set(Phase::Ends);
         self.log_end(link, start, &end);
+        self.free();
         end
+    }
+
+    /// Frees the memory of the session, while the activity still says that the session does so.
+    fn free(self) {
+        let Session {
+            activity,
+            pinned,
+            buffers,
+            graphs,
+            weights,
+            ..
+        } = self;
+        drop(pinned);
+        drop(buffers);
+        drop(graphs);
+        drop(weights);
+        drop(activity);
     }
 
     fn log_end(&self, link: &dyn HostEnd, start: Instant, end: &SessionEnd) {
@@ -140,8 +164,7 @@ impl Session {
         stop: &StopFlag,
     ) -> SessionEnd {
         self.can_share = self.limits.share && link.can_share();
-        // Lets the device copy from and to the window directly, for as long as the session lives.
-        let _pinned = link.window().and_then(|window| self.engine.pin(window));
+        self.activity.set_window(link.window());
         let mut messages = Messages::default();
         let mut first = Some(first);
         loop {
@@ -155,6 +178,14 @@ impl Session {
                     request
                 }
                 None => {
+                    // Lets the device copy from and to the window directly, for as long as the
+                    // session lives. Only after HELLO is answered: a call of a driver may hang.
+                    if self.pinned.is_none() {
+                        self.activity.set(Phase::Pins);
+                        let pin = |window| self.engine.pin(window);
+                        self.pinned = Some(link.window().and_then(pin));
+                        self.activity.set(Phase::Idle);
+                    }
                     messages.incoming.clear();
                     match link.receive(&mut messages.incoming, POLL_INTERVAL) {
                         Ok(Some(incoming)) => incoming.request,
@@ -175,6 +206,8 @@ impl Session {
                 return end;
             }
             link.retire();
+            self.activity.retired();
+            self.activity.set(Phase::Idle);
         }
     }
 
@@ -193,6 +226,7 @@ impl Session {
             len: message.len(),
             error,
         })?;
+        expect_unlocked("a request");
         // The session ends after a panic, so nothing sees state that the panic left inconsistent.
         catch_unwind(AssertUnwindSafe(|| {
             let answer = self.perform(request, decoded, link, stop);
@@ -276,16 +310,17 @@ impl Session {
         let Submitted {
             request,
             graph,
+            info,
             run,
         } = submitted;
         let Some(plan) = self.graphs.submitted(graph) else {
             // No request is executed between SUBMIT and this that could remove the graph.
             return Err(SessionEnd::Panic("a graph in flight is gone".into()));
         };
-        let counters = &self.counters;
-        let wait = AssertUnwindSafe(|| run.wait(plan, |turn| count_turn(counters, turn)));
-        let (outcome, times) =
-            catch_unwind(wait).map_err(|panic| SessionEnd::Panic(panic_message(panic.as_ref())))?;
+        let (activity, counters) = (&self.activity, &self.counters);
+        let observe = |turning| observe_turn(activity, counters, request, &info, turning);
+        let (outcome, times) = catch_unwind(AssertUnwindSafe(|| run.wait(plan, observe)))
+            .map_err(|panic| SessionEnd::Panic(panic_message(panic.as_ref())))?;
         Ok(self.ran(request, graph, outcome, times))
     }
 
@@ -328,6 +363,7 @@ impl Session {
             }
         };
         reply.encode(outgoing);
+        self.activity.phase(Phase::Replies);
         link.send(outgoing, 0, &mut |_| {})?;
         self.count_sent(outgoing.len());
         Ok(())
@@ -343,8 +379,12 @@ impl Session {
         self.counters.round_trips.add(1);
         Reply::Data { request }.encode(outgoing);
         let mut copied = Ok(());
+        // The link waits for room, which the guest makes, before it asks for the bytes.
+        self.activity.phase(Phase::Replies);
         link.send(outgoing, read.len, &mut |out| {
+            self.activity.phase(Phase::Executes);
             copied = read.memory.read(read.offset, out);
+            self.activity.phase(Phase::Replies);
         })?;
         self.count_sent(outgoing.len() + read.len);
         copied.map_err(|error| SessionEnd::Engine(error.to_string()))

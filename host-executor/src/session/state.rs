@@ -1,20 +1,23 @@
 //! The state of a session.
 
+use std::any::Any;
 use std::sync::Arc;
 use std::time::Duration;
 
 use tracing::warn;
-use vgpu_engine::Engine;
+use vgpu_engine::{Engine, MemoryInfo};
 
 use super::buffers::Buffers;
 use super::graphs::{CompileContext, Graphs};
 use super::weights_state::SessionWeights;
+use crate::activity::{Activities, Activity, GraphInfo, Phase};
+use crate::engine_monitor::EngineMonitor;
 use crate::ledger::Ledger;
 use crate::limits::Limits;
 use crate::policy::Policy;
 use crate::pool::Pools;
-use crate::sched::{Scheduler, Times};
-use crate::stats::{Counters, Stats};
+use crate::sched::{Scheduler, Times, Turning};
+use crate::stats::{Counters, SUBMIT, Stats};
 use crate::tenant::Tenant;
 use crate::weights::WeightStore;
 
@@ -40,6 +43,12 @@ pub struct Session {
     pub(super) graphs: Graphs,
     pub(super) weights: SessionWeights,
     logged_events: u32,
+    /// What the thread of the session does, for others.
+    pub(super) activity: Activity,
+    /// Asks the engine for its memory, for a session of a server.
+    pub(super) monitor: Option<Arc<EngineMonitor>>,
+    /// The registration of the link's memory with the device, once it has been tried.
+    pub(super) pinned: Option<Option<Box<dyn Any + Send>>>,
     /// Whether the link can share memory with the guest.
     pub(super) can_share: bool,
 }
@@ -50,6 +59,7 @@ pub(crate) struct SharedParts {
     pub(crate) scheduler: Arc<Scheduler>,
     pub(crate) limits: Limits,
     pub(crate) pools: Pools,
+    pub(crate) monitor: Option<Arc<EngineMonitor>>,
 }
 
 impl Session {
@@ -62,22 +72,27 @@ impl Session {
             scheduler: Arc::default(),
             limits,
             pools: Pools::new(&limits),
+            monitor: None,
         };
-        Session::of_tenant(id, shared, tenant, Arc::default())
+        let activity = Activities::new(1).begin(id, "-", "-");
+        Session::of_tenant(id, shared, tenant, Arc::default(), activity)
     }
 
-    /// A session of a tenant that shares the engine. Other threads may read `counters`.
+    /// A session of a tenant that shares the engine. Other threads may read `counters`, and what
+    /// `activity` publishes.
     pub(crate) fn of_tenant(
         id: u64,
         shared: SharedParts,
         tenant: Arc<Tenant>,
         counters: Arc<Counters>,
+        activity: Activity,
     ) -> Session {
         let SharedParts {
             engine,
             scheduler,
             limits,
             pools,
+            monitor,
         } = shared;
         Session {
             id,
@@ -91,6 +106,9 @@ impl Session {
             graphs: Graphs::default(),
             weights: SessionWeights::default(),
             logged_events: 0,
+            activity,
+            monitor,
+            pinned: None,
             can_share: false,
         }
     }
@@ -110,6 +128,15 @@ impl Session {
     /// The name that the guest gave in HELLO. `None` before HELLO.
     pub(super) fn guest(&self) -> Option<&str> {
         self.counters.guest.get().map(String::as_str)
+    }
+
+    /// What the guest sees as the memory of its device. A server's session does not call the engine
+    /// for it, so that HELLO is answered while a call of another session hangs.
+    pub(super) fn memory(&self) -> MemoryInfo {
+        match &self.monitor {
+            Some(monitor) => self.tenant.memory_of(monitor.memory()),
+            None => self.tenant.memory_of(self.engine.memory()),
+        }
     }
 
     /// What graphs are compiled against.
@@ -149,8 +176,30 @@ impl Session {
     }
 }
 
+/// Publishes what a run of a graph does, and counts its turns. The counters are current during a
+/// long graph.
+pub(super) fn observe_turn(
+    activity: &Activity,
+    counters: &Counters,
+    request: u64,
+    info: &GraphInfo,
+    turning: Turning,
+) {
+    match turning {
+        Turning::Waits => activity.request(Phase::WaitsForEngine, SUBMIT, request),
+        Turning::Begins => {
+            activity.request(Phase::Executes, SUBMIT, request);
+            activity.begin_turn(request, info);
+        }
+        Turning::Ended(times) => {
+            activity.end_turn();
+            count_turn(counters, times);
+        }
+    }
+}
+
 /// Adds the times of a turn to the session's counters.
-pub(super) fn count_turn(counters: &Counters, turn: Times) {
+fn count_turn(counters: &Counters, turn: Times) {
     let nanoseconds = |time: Duration| time.as_nanos() as u64;
     counters.busy_nanoseconds.add(nanoseconds(turn.ran));
     counters.queued_nanoseconds.add(nanoseconds(turn.queued));

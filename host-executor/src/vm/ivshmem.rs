@@ -111,19 +111,11 @@ impl IvshmemListener {
     }
 }
 
-impl GuestListener for IvshmemListener {
-    fn accept(&mut self, timeout: Duration) -> io::Result<Option<IncomingGuest>> {
-        if let Some(parts) = self.stored.take() {
-            let size = rustix::fs::fstat(&parts.memory).map_or(0, |stat| stat.st_size as usize);
-            info!(
-                vm = self.options.name,
-                "serving the running virtual machine, window {size}"
-            );
-            self.serve(parts, size);
-        }
-        self.accept_qemu()?;
+impl IvshmemListener {
+    /// The next program of the virtual machine, if there is a machine. Forgets a machine whose QEMU
+    /// has ended.
+    fn next(&mut self, timeout: Duration) -> io::Result<Option<IncomingGuest>> {
         let Some(machine) = &mut self.machine else {
-            wait_readable(&self.listener, timeout)?;
             return Ok(None);
         };
         match machine.next(timeout).map_err(io::Error::other)? {
@@ -140,5 +132,29 @@ impl GuestListener for IvshmemListener {
             }
             VmEvent::Arrival(arrival) => Ok(Some(self.options.incoming(arrival))),
         }
+    }
+}
+
+impl GuestListener for IvshmemListener {
+    fn accept(&mut self, timeout: Duration) -> io::Result<Option<IncomingGuest>> {
+        if let Some(parts) = self.stored.take() {
+            let size = rustix::fs::fstat(&parts.memory).map_or(0, |stat| stat.st_size as usize);
+            info!(
+                vm = self.options.name,
+                "serving the running virtual machine, window {size}"
+            );
+            self.serve(parts, size);
+        }
+        // The QEMU that has the device may have been killed and started again: its end comes before
+        // the connection of the new one.
+        if let Some(guest) = self.next(Duration::ZERO)? {
+            return Ok(Some(guest));
+        }
+        self.accept_qemu()?;
+        if self.machine.is_none() {
+            wait_readable(&self.listener, timeout)?;
+            return Ok(None);
+        }
+        self.next(timeout)
     }
 }

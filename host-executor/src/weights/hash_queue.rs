@@ -100,6 +100,14 @@ impl<T> HashQueue<T> {
         Some((name, item))
     }
 
+    /// How many items wait, and their bytes.
+    pub(super) fn waiting(&self) -> (usize, u64) {
+        let waiting = self.tenants.values();
+        waiting.fold((0, 0), |(count, bytes), tenant| {
+            (count + tenant.waiting.len(), bytes + tenant.bytes)
+        })
+    }
+
     /// Counts bytes that were hashed for a tenant.
     pub(super) fn used(&mut self, tenant: &Arc<str>, bytes: u64) {
         let is_idle = || self.tenants.values().all(|t| t.waiting.is_empty());

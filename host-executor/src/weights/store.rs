@@ -4,7 +4,7 @@
 use std::collections::{BTreeSet, HashMap};
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -215,6 +215,17 @@ impl WeightStore {
         }
     }
 
+    /// Extents that wait to be hashed, and their bytes. `None` if the queue is locked now.
+    #[cfg(feature = "server")]
+    pub(crate) fn backlog(&self) -> Option<(usize, u64)> {
+        let queue = match self.shared.queue.try_lock() {
+            Ok(queue) => queue,
+            Err(TryLockError::Poisoned(queue)) => queue.into_inner(),
+            Err(TryLockError::WouldBlock) => return None,
+        };
+        Some(queue.jobs.waiting())
+    }
+
     /// Access for a session of `domain`. `None` if nothing is shared.
     pub(crate) fn for_domain(&self, domain: &str) -> Option<SessionStore> {
         (self.shared.sharing != Sharing::Off).then(|| SessionStore {
@@ -252,8 +263,9 @@ impl SessionStore {
         let shared = &self.weights.shared;
         let key = shared.key(&self.domain, wanted.hash);
         let in_memory = shared.entries().by_key.get(&key).and_then(|entry| {
-            let extent = entry.extent.upgrade()?;
-            (entry.len == wanted.len).then(|| (extent, entry.known_to.contains(&self.domain)))
+            // An extent that is not wanted must not be dropped under this lock.
+            let extent = Some(&entry.extent).filter(|_| entry.len == wanted.len)?;
+            Some((extent.upgrade()?, entry.known_to.contains(&self.domain)))
         });
         if let Some((extent, is_known)) = in_memory {
             return match is_known {
@@ -565,14 +577,15 @@ impl Entries {
     fn has(&self, extent: &Arc<dyn Extent>) -> bool {
         let key = self.by_address.get(&address(extent));
         let entry = key.and_then(|key| self.by_key.get(key));
-        let known = entry.and_then(|entry| entry.extent.upgrade());
-        known.is_some_and(|known| Arc::ptr_eq(&known, extent))
+        // Not upgraded: the last reference to another extent must not be dropped under this lock.
+        // The caller keeps `extent`, so that no other one has its address.
+        let is_it = |entry: &Entry| entry.extent.as_ptr().cast::<()>().addr() == address(extent);
+        entry.is_some_and(is_it)
     }
 
     fn insert(&mut self, key: Key, entry: Entry) {
-        if let Some(extent) = entry.extent.upgrade() {
-            self.by_address.insert(address(&extent), key.clone());
-        }
+        let address = entry.extent.as_ptr().cast::<()>().addr();
+        self.by_address.insert(address, key.clone());
         self.by_key.insert(key, entry);
         if self.by_key.len() > self.sweep_at {
             self.by_key.retain(|_, entry| entry.is_live());

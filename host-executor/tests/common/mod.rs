@@ -1,6 +1,7 @@
 //! Helpers of the tests: a guest that sends given requests, and engines that misbehave.
 #![allow(dead_code)] // each test binary uses a part of this module
 
+pub(crate) mod hanging_engine;
 pub(crate) mod model;
 pub(crate) mod scripted_engine;
 
@@ -44,7 +45,7 @@ impl Host {
     }
 
     pub(crate) fn limited(engine: Arc<dyn Engine>, limits: Limits, max_sessions: usize) -> Host {
-        let mut server = Server::new(Arc::clone(&engine), limits, max_sessions);
+        let mut server = Server::new(Arc::clone(&engine), limits, max_sessions).expect("a thread");
         let (guests, arrivals) = mpsc::channel();
         server
             .listen(ChannelListener(arrivals))

@@ -55,7 +55,7 @@ pub(crate) fn executor_with(
     silence: u64,
     kept: &mut BTreeMap<String, OwnedFd>,
 ) -> Server {
-    let mut server = Server::new(cpu(), Limits::default(), 64);
+    let mut server = Server::new(cpu(), Limits::default(), 64).expect("a thread");
     for name in names {
         let socket = dir.join(format!("{name}.sock"));
         let text = format!(

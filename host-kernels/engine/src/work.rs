@@ -135,11 +135,28 @@ pub enum TooMuchWork {
     },
 }
 
-/// Checks the work of each node of a validated graph, on an engine of this speed.
+/// The node of a graph that takes longest by estimate.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LongestNode {
+    /// The index of the node.
+    pub node: usize,
+    /// The name of its operator in ggml.
+    pub op: &'static str,
+    /// The estimated time.
+    pub estimate: Duration,
+}
+
+/// Checks the work of each node of a validated graph, on an engine of this speed. Returns the node
+/// that takes longest; `None` for a graph without nodes.
 ///
 /// # Errors
 /// [`TooMuchWork`] for the first node that exceeds a limit.
-pub fn check(graph: &Graph, speed: &Speed, limits: &WorkLimits) -> Result<(), TooMuchWork> {
+pub fn check(
+    graph: &Graph,
+    speed: &Speed,
+    limits: &WorkLimits,
+) -> Result<Option<LongestNode>, TooMuchWork> {
+    let mut longest: Option<LongestNode> = None;
     for (at, node) in graph.nodes.iter().enumerate() {
         let (work, op) = (of(graph, node), node.op.kind().ggml_name());
         let (unit, limit) = match work.products > 0 {
@@ -165,8 +182,12 @@ pub fn check(graph: &Graph, speed: &Speed, limits: &WorkLimits) -> Result<(), To
                 limit: limits.time,
             });
         }
+        if longest.is_none_or(|longest| estimate > longest.estimate) {
+            let node = at;
+            longest = Some(LongestNode { node, op, estimate });
+        }
     }
-    Ok(())
+    Ok(longest)
 }
 
 /// The work of a node of a validated graph. Only a node without results has none.

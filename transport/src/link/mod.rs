@@ -24,12 +24,14 @@ mod fd_passing;
 mod packet;
 pub mod pci;
 pub mod scm_rights;
+mod slow_wait;
 pub mod socket_file;
 pub mod stream;
 pub mod unix;
 mod vsock;
 pub mod window;
 mod window_end;
+mod window_state;
 
 pub use crate::error::{LinkError, LinkViolation};
 pub use end::{Counters, GuestEnd, HostEnd, Incoming, StagingRegion, piece_len};

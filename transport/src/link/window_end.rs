@@ -7,6 +7,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::end::Counters;
+use super::slow_wait::SlowWait;
+use super::window_state::WindowState;
 use crate::error::{LinkError, LinkViolation};
 use crate::fork::Owner;
 use crate::shm::doorbell::{Doorbell, Wake};
@@ -64,6 +66,8 @@ pub(super) struct WindowEnd {
     liveness: Option<Liveness>,
     /// The time of the last check for a dead peer.
     checked: Instant,
+    /// Lines about long waits, of a guest.
+    slow_wait: SlowWait,
     /// The first error, which is final.
     error: Option<LinkError>,
     /// The process that has opened the link.
@@ -93,6 +97,7 @@ impl WindowEnd {
             side,
             liveness,
             checked: Instant::now(),
+            slow_wait: SlowWait::default(),
             error: None,
             owner: Owner::current(),
             counters: Counters::default(),
@@ -265,6 +270,10 @@ impl WindowEnd {
             }
             let once = left.map_or(MAX_SLEEP, |left| left.min(MAX_SLEEP));
             let found = self.sleep_once(wake_on, once, ready);
+            if self.side == Side::Guest {
+                let state = || WindowState::read(&self.window).to_string();
+                self.slow_wait.check(began.elapsed(), state);
+            }
             self.sleeper.awake(&*self.window);
             if let Some(found) = found.map_err(|e| self.fail(e))? {
                 return Ok(Some(found));

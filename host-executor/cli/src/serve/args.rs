@@ -18,7 +18,8 @@ use vgpu_transport::link::Endpoint;
 ///
 /// Guests are programs that load libggml-vgpu.so (llama.cpp, Ollama and others); they see this
 /// executor as a GPU. When guests can connect, the line "ready ENDPOINT..." is printed on standard
-/// output. Logs go to standard error. The first signal closes the listeners, completes the running
+/// output. Logs go to standard error. SIGUSR1 writes into the log what every session does now, as
+/// `vgpu dump` does. The first signal closes the listeners, completes the running
 /// graphs, and ends the process with exit status 0. A second signal ends the process at once.
 #[derive(Parser, Default)]
 pub(crate) struct Args {
@@ -92,6 +93,13 @@ pub(crate) struct Args {
     #[arg(long, value_name = "SECONDS")]
     max_node_time: Option<NonZeroU32>,
 
+    /// The longest turn of a graph on the engine, and the longest call of the engine, in seconds;
+    /// 0: no limit. Beyond it the engine hangs: the process writes into its log what every session
+    /// does, and ends with exit status 1, so that a service manager starts it again. [default: 300,
+    /// on a GPU at least twice --max-node-time]
+    #[arg(long, value_name = "SECONDS")]
+    max_turn_time: Option<u32>,
+
     /// Programs served at once; further ones are rejected. One guest has at most three quarters of
     /// them. [default: 64]
     #[arg(long, value_name = "N")]
@@ -162,8 +170,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "ADDRESS")]
     metrics: Option<MetricsAddress>,
 
-    /// The control socket for `vgpu ps`, `vgpu top` and `vgpu reload`. Only this user and root may
-    /// use it. [default: none without --config]
+    /// The control socket for `vgpu ps`, `vgpu top`, `vgpu dump` and `vgpu reload`. Only this user
+    /// and root may use it. [default: none without --config]
     #[arg(long, value_name = "PATH")]
     control: Option<PathBuf>,
 }
@@ -259,6 +267,8 @@ impl Args {
             .max_node_time
             .map(|n| Duration::from_secs(n.get().into()));
         settings.max_node_time = seconds.or(settings.max_node_time);
+        let seconds = self.max_turn_time.map(|n| Duration::from_secs(n.into()));
+        settings.max_turn_time = seconds.or(settings.max_turn_time);
         settings.log = self.log.clone().or(settings.log);
         settings.metrics = self.metrics.clone().or(settings.metrics);
         settings.control = self.control.clone().or(settings.control);

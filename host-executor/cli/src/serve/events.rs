@@ -2,14 +2,17 @@
 
 use std::io::{Write as _, stdout};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
 use tracing::{error, info, warn};
 use vgpu_executor::config::Settings;
 use vgpu_executor::control::ReloadOutcome;
+use vgpu_executor::status::StatusHandle;
+use vgpu_executor::{log_dump, service};
 
 /// Signals within this time of the first one count as one: `timeout` and some service managers
 /// signal a process and its process group.
@@ -26,7 +29,18 @@ pub(super) enum Event {
     Reload(Option<Sender<ReloadOutcome>>),
 }
 
+/// What SIGUSR1 dumps, once there is something.
+pub(super) type DumpSource = Arc<OnceLock<StatusHandle>>;
+
+/// Ends the process because the engine hangs. The log says why.
+pub(super) fn end_stuck(_: &str) {
+    error!("vgpu serve ends, and a supervisor can start it again");
+    // Destructors and exit handlers of a driver could wait for what hangs.
+    service::end_at_once(1);
+}
+
 /// Waits until the process is to end. Reloads the configuration whenever an event asks for it.
+/// Calls `engine_failure` about once a second, and after each event.
 ///
 /// Fails if the engine is lost for good: all data of the guests is lost with it, and only a new
 /// process can use the device.
@@ -38,13 +52,10 @@ pub(super) fn wait_for_end(
     loop {
         let event = match events.recv_timeout(POLL_INTERVAL) {
             Ok(event) => event,
-            Err(RecvTimeoutError::Timeout) => match engine_failure() {
-                None => continue,
-                Some(reason) => anyhow::bail!(
-                    "{reason}; all data of the guests is lost, so vgpu serve ends, and a \
-                     supervisor can start it again"
-                ),
-            },
+            Err(RecvTimeoutError::Timeout) => {
+                fail_with(engine_failure())?;
+                continue;
+            }
             Err(RecvTimeoutError::Disconnected) => {
                 anyhow::bail!("the thread for signals has ended")
             }
@@ -73,8 +84,19 @@ pub(super) fn wait_for_end(
                     // The client may have disconnected.
                     let _ = sender.send(outcome);
                 }
+                fail_with(engine_failure())?;
             }
         }
+    }
+}
+
+fn fail_with(engine_failure: Option<String>) -> anyhow::Result<()> {
+    match engine_failure {
+        None => Ok(()),
+        Some(reason) => anyhow::bail!(
+            "{reason}; all data of the guests is lost, so vgpu serve ends, and a supervisor can \
+             start it again"
+        ),
     }
 }
 
@@ -92,10 +114,10 @@ pub(super) fn describe_reload(settings: &Settings, late: &[&str]) -> String {
 }
 
 /// Sends an event for the first SIGTERM or SIGINT and for each SIGHUP. A second SIGTERM or SIGINT
-/// ends the process at once.
-pub(super) fn catch_signals(events: Sender<Event>) -> anyhow::Result<()> {
+/// ends the process at once. SIGUSR1 writes a dump into the log, whatever the main thread does.
+pub(super) fn catch_signals(events: Sender<Event>, dumps: DumpSource) -> anyhow::Result<()> {
     let mut signals =
-        Signals::new([SIGTERM, SIGINT, SIGHUP]).context("signals cannot be caught")?;
+        Signals::new([SIGTERM, SIGINT, SIGHUP, SIGUSR1]).context("signals cannot be caught")?;
     std::thread::Builder::new()
         .name("vgpu-signals".into())
         .spawn(move || {
@@ -104,6 +126,10 @@ pub(super) fn catch_signals(events: Sender<Event>) -> anyhow::Result<()> {
                 let name = signal_hook::low_level::signal_name(signal).unwrap_or("a signal");
                 match first {
                     // The receiver is gone if the start has failed.
+                    _ if signal == SIGUSR1 => match dumps.get() {
+                        Some(status) => log_dump(status),
+                        None => info!("{name} received: there is nothing to dump yet"),
+                    },
                     _ if signal == SIGHUP => drop(events.send(Event::Reload(None))),
                     None => {
                         first = Some(Instant::now());

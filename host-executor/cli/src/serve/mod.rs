@@ -12,10 +12,10 @@ mod sandboxing;
 mod single;
 mod trim_pages;
 
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 
 use crate::config_error::ConfigError;
-use events::catch_signals;
+use events::{DumpSource, catch_signals};
 use logging::Logging;
 
 pub(crate) use args::Args;
@@ -31,9 +31,13 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     };
     // First of all, so that a signal finds a handler as soon as there is something to clean up.
     let (sender, events) = mpsc::channel();
-    catch_signals(sender.clone())?;
+    let dumps = DumpSource::default();
+    catch_signals(sender.clone(), Arc::clone(&dumps))?;
     match args.isolate {
-        true => isolated::run(args, settings, sender, &events, &mut logging),
-        false => single::run(args, settings, sockets, sender, &events, &mut logging),
+        true => isolated::run(args, settings, sender, &events, &dumps, &mut logging),
+        false => {
+            let channel = (sender, &events);
+            single::run(args, settings, sockets, channel, &dumps, &mut logging)
+        }
     }
 }

@@ -4,14 +4,14 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender};
 
 use anyhow::Context as _;
-use tracing::info;
+use tracing::{error, info};
 use vgpu_executor::config::Settings;
 use vgpu_executor::sandbox::Role;
-use vgpu_executor::{Limits, Server, WeightStore, engine, service};
+use vgpu_executor::{Limits, Server, Shutdown, WeightStore, engine, service};
 
 use super::args::Args;
 use super::certificates::{self, EndWatch};
-use super::events::{Event, announce, describe_reload, wait_for_end};
+use super::events::{DumpSource, Event, announce, describe_reload, end_stuck, wait_for_end};
 use super::listeners::{BoundListener, Listeners};
 use super::logging::Logging;
 use super::observe::Observers;
@@ -54,18 +54,22 @@ pub(super) fn run(
     args: &Args,
     settings: Settings,
     sockets: Option<Sockets>,
-    sender: Sender<Event>,
-    events: &Receiver<Event>,
+    (sender, events): (Sender<Event>, &Receiver<Event>),
+    dumps: &DumpSource,
     logging: &mut Logging,
 ) -> anyhow::Result<()> {
     let engine = engine::start(settings.engine, settings.threads, settings.memory)?;
     let memory = engine.memory();
     let limits = Limits {
         share: settings.share_buffers,
-        node_time: settings.max_node_time,
         ..Limits::of_this_process().context("limits of the kernel")?
     };
-    let mut server = Server::new(Arc::clone(&engine), limits, settings.max_guests);
+    let (node_time, turn_time) = (settings.max_node_time, settings.max_turn_time);
+    let limits = limits.with_times(engine.as_ref(), node_time, turn_time);
+    let server = Server::new(Arc::clone(&engine), limits, settings.max_guests);
+    let mut server = server.context("no thread")?;
+    let _ = dumps.set(server.status_handle());
+    server.watch(end_stuck).context("no thread")?;
     server
         .apply(settings.rules())
         .context("memory of the guests")?;
@@ -111,11 +115,14 @@ pub(super) fn run(
 
     let watch = EndWatch::new(listeners.certificates().cloned());
     let mut running = settings;
+    let health = server.health();
     let outcome = wait_for_end(
         events,
         || {
             watch.check_if_due();
-            engine.fatal_error()
+            health.check();
+            service::alive();
+            health.fatal_error()
         },
         || {
             let (server, listeners) = (&mut server, &mut listeners);
@@ -123,7 +130,10 @@ pub(super) fn run(
         },
     );
     service::stopping();
-    server.shutdown();
+    if let Shutdown::Stuck(why) = server.shutdown() {
+        error!("{why}: vgpu serve ends all the same");
+        service::end_at_once(1);
+    }
     outcome?;
     info!("vgpu ends");
     Ok(())

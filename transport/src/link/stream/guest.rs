@@ -11,12 +11,14 @@ use crate::error::{LinkError, LinkViolation};
 use crate::fork::Owner;
 use crate::limits::{MAX_MESSAGE, MAX_PAYLOAD};
 use crate::link::end::{Counters, GuestEnd};
+use crate::link::slow_wait::SlowWait;
 use crate::shm::liveness::STALL;
 
 /// The guest's end of a link over a byte stream.
 pub struct StreamGuest {
     framing: Shared,
     sent: u64,
+    slow_wait: SlowWait,
     counters: Counters,
     owner: Owner,
 }
@@ -28,6 +30,7 @@ impl StreamGuest {
             framing: Arc::new(Mutex::new(Framing::new(channel, GUEST_RECEIVED))),
             sent: 0,
             counters: Counters::default(),
+            slow_wait: SlowWait::default(),
             owner: Owner::current(),
         }
     }
@@ -37,7 +40,8 @@ impl StreamGuest {
         &mut self,
         mut done: impl FnMut(&mut Framing) -> Option<T>,
     ) -> Result<T, LinkError> {
-        let mut active = Instant::now();
+        let began = Instant::now();
+        let mut active = began;
         loop {
             let mut framing = lock(&self.framing);
             // The bytes before the end of the stream count, so `done` comes before the error.
@@ -57,6 +61,9 @@ impl StreamGuest {
             drop(framing);
             self.counters.sleeps += 1;
             wait.wait(POLL_PERIOD)?;
+            let sent = self.sent;
+            let state = || format!("the last request was {sent}");
+            self.slow_wait.check(began.elapsed(), state);
         }
     }
 }

@@ -12,6 +12,7 @@ use std::sync::Arc;
 
 use rustix::io::Errno;
 
+pub use super::window_state::WindowState;
 pub use guest::WindowGuest;
 pub use host::WindowHost;
 

@@ -19,7 +19,7 @@ use crate::own_program::OWN_PROGRAM;
 use crate::runtime_dir;
 use crate::serve::args::Args;
 use crate::serve::certificates::{self, EndWatch};
-use crate::serve::events::{Event, announce, describe_reload, wait_for_end};
+use crate::serve::events::{DumpSource, Event, announce, describe_reload, wait_for_end};
 use crate::serve::listeners::Listeners;
 use crate::serve::logging::Logging;
 use crate::serve::observe;
@@ -31,6 +31,7 @@ pub(crate) fn run(
     settings: Settings,
     sender: Sender<Event>,
     events: &Receiver<Event>,
+    dumps: &DumpSource,
     logging: &mut Logging,
 ) -> anyhow::Result<()> {
     partition::check(&settings).map_err(ConfigError)?;
@@ -78,6 +79,7 @@ pub(crate) fn run(
         let set = supervisor.set_certificates(&certificates.files());
         set.context("certificates")?;
     }
+    let _ = dumps.set(supervisor.status_handle());
     let observers = observe::bind(&settings)?;
     let mut machines = Vec::new();
     let mut folder = None;
@@ -128,12 +130,15 @@ pub(crate) fn run(
     trim_pages::trim(Scope::Program);
 
     let watch = EndWatch::new(listeners.certificates().cloned());
+    let health = supervisor.health();
     let mut running = settings;
     // The engines are in the workers, and each guest gets a new one.
     wait_for_end(
         events,
         || {
             watch.check_if_due();
+            health.check();
+            service::alive();
             None
         },
         || {
@@ -219,6 +224,9 @@ fn common(args: &Args, settings: &Settings) -> Vec<OsString> {
     ];
     if let Some(time) = settings.max_node_time {
         common.push(format!("--max-node-time={}", time.as_secs()).into());
+    }
+    if let Some(time) = settings.max_turn_time {
+        common.push(format!("--max-turn-time={}", time.as_secs()).into());
     }
     if !settings.share_buffers {
         common.push("--no-shared-buffers".into());

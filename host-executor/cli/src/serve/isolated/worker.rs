@@ -14,7 +14,7 @@ use vgpu_executor::sandbox::{self, Role};
 use vgpu_executor::{Limits, Server, StopFlag, WeightStore, isolate, size};
 
 use crate::serve::args::ShareWeights;
-use crate::serve::events::{Event, catch_signals};
+use crate::serve::events::{DumpSource, Event, catch_signals, end_stuck};
 use crate::serve::logging::Logging;
 use crate::serve::sandboxing::{self, REMEDY};
 use crate::serve::trim_pages;
@@ -37,6 +37,8 @@ pub(crate) struct WorkerArgs {
     memory: Option<u64>,
     #[arg(long)]
     max_node_time: Option<NonZeroU32>,
+    #[arg(long)]
+    max_turn_time: Option<u32>,
     #[arg(long, value_enum)]
     share_weights: ShareWeights,
     #[arg(long)]
@@ -72,19 +74,25 @@ pub(crate) fn run_worker(args: WorkerArgs) -> anyhow::Result<()> {
         sandboxing::isolate_files(args.engine)?;
     }
     let (sender, events) = mpsc::channel();
-    catch_signals(sender)?;
+    let dumps = DumpSource::default();
+    catch_signals(sender, Arc::clone(&dumps))?;
     let socket = isolate::take_socket().context("standard input is not a socket")?;
     let engine = engine::start(args.engine, args.threads.into(), args.memory)?;
     let limits = Limits {
         share: !args.no_shared_buffers,
-        node_time: { args.max_node_time }.map(|seconds| Duration::from_secs(seconds.get().into())),
         ..Limits::of_this_process().context("limits of the kernel")?
     };
+    let seconds = |n: u32| Duration::from_secs(n.into());
+    let node_time = args.max_node_time.map(|n| seconds(n.get()));
+    let turn_time = args.max_turn_time.map(seconds);
+    let limits = limits.with_times(engine.as_ref(), node_time, turn_time);
     // The supervisor limits the number of sessions.
-    let server = Server::new(Arc::clone(&engine), limits, usize::MAX);
+    let server = Server::new(Arc::clone(&engine), limits, usize::MAX).context("no thread")?;
     let weights = WeightStore::new(args.share_weights.into(), None).context("weights")?;
     server.share_weights(weights);
     sandboxing::enter(engine.as_ref(), Role::Worker, args.no_sandbox)?;
+    let _ = dumps.set(server.status_handle());
+    server.watch(end_stuck).context("no thread")?;
     trim_pages::trim(sandboxing::trim_scope(engine.as_ref()));
     let stop = StopFlag::new();
     let flag = stop.clone();

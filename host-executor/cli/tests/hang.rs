@@ -1,0 +1,258 @@
+//! `vgpu serve` with an engine that hangs. The test stops the thread that computes, as a call of a
+//! driver would that never returns; all other threads go on.
+
+#[path = "../../tests/common/mod.rs"]
+mod common;
+mod served;
+
+use std::fs;
+use std::io::Read as _;
+use std::io::Write as _;
+use std::os::unix::net::{UnixDatagram, UnixStream};
+use std::process::ExitStatus;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use common::{Build, Guest, TIMEOUT};
+use rustix::process::Signal;
+use served::{Scratch, Serve, vgpu};
+use vgpu_transport::ir::{Op, PoolKind, Shape, Type};
+use vgpu_transport::wire::{GraphId, Request};
+
+/// A thread of another process that this thread has stopped with ptrace.
+struct StoppedThread(libc::pid_t);
+
+impl StoppedThread {
+    /// Stops the thread of `pid` with this name. `None` if the system does not permit it.
+    fn stop(pid: u32, name: &str) -> Option<StoppedThread> {
+        let tasks = fs::read_dir(format!("/proc/{pid}/task")).expect("the process is there");
+        let tid: libc::pid_t = tasks
+            .filter_map(|task| task.ok())
+            .find(|task| {
+                fs::read_to_string(task.path().join("comm")).is_ok_and(|comm| comm.trim() == name)
+            })
+            .and_then(|task| task.file_name().to_str()?.parse().ok())
+            .expect("a thread of this name");
+        let none = std::ptr::null_mut::<libc::c_void>();
+        // SAFETY: both requests take no memory of this process.
+        let done = unsafe {
+            libc::ptrace(libc::PTRACE_SEIZE, tid, none, none) == 0
+                && libc::ptrace(libc::PTRACE_INTERRUPT, tid, none, none) == 0
+        };
+        let stopped = StoppedThread(tid);
+        done.then(|| {
+            assert!(stopped.wait(0), "the thread stops");
+            stopped
+        })
+    }
+
+    /// Waits for a change of the thread's state. Returns whether there was one.
+    fn wait(&self, flags: libc::c_int) -> bool {
+        // SAFETY: the status is not asked for, so the call writes no memory.
+        let waited = unsafe { libc::waitpid(self.0, std::ptr::null_mut(), libc::__WALL | flags) };
+        waited == self.0
+    }
+}
+
+/// A guest whose graph takes two months.
+fn compute_forever(guest: &mut Guest) {
+    let f32 = |ne| Shape::contiguous(Type::F32, ne).expect("a dense tensor");
+    let [from, to] = [0; 2].map(|_| guest.alloc(64 << 20));
+    let op = Op::Pool2d {
+        kind: PoolKind::Max,
+        k0: 32768,
+        k1: 32768,
+        s0: 1,
+        s1: 1,
+        p0: 16383,
+        p1: 16383,
+    };
+    let mut build = Build::default();
+    let to = build.place(f32([4095, 4095, 1, 1]), to, 0);
+    let from = build.place(f32([4096, 4096, 1, 1]), from, 0);
+    build.node(op, to, &[from]);
+    guest.graph(GraphId(1), &build.0);
+    guest.fence();
+    guest.submit(GraphId(1));
+    guest.send(&Request::Fence {});
+}
+
+/// An executor whose engine hangs, with the guest that has it.
+struct Hanging {
+    serve: Serve,
+    stopped: StoppedThread,
+    _holder: Guest,
+}
+
+fn hanging(scratch: &Scratch, more: &[&str]) -> Option<Hanging> {
+    let endpoint = format!("unix:{}", scratch.socket().display());
+    let mut arguments = vec![
+        "serve",
+        "--listen",
+        &endpoint,
+        "--threads",
+        "1",
+        "--memory",
+        "512M",
+        "--max-node-time",
+        "4000000000",
+        // A process in the sandbox cannot be traced.
+        "--no-sandbox",
+    ];
+    arguments.extend(more);
+    let serve = Serve::of(vgpu(&arguments));
+    let mut holder = serve.guest(&scratch.socket());
+    compute_forever(&mut holder);
+    // Long enough for the turn to begin, in which almost all time passes.
+    thread::sleep(Duration::from_millis(200));
+    let Some(stopped) = StoppedThread::stop(serve.child.id(), "vgpu-guest-1") else {
+        println!("this system does not permit ptrace: nothing was tested");
+        return None;
+    };
+    Some(Hanging {
+        serve,
+        stopped,
+        _holder: holder,
+    })
+}
+
+impl Hanging {
+    /// Waits for the end of the process. Returns the exit status and the log.
+    fn wait(self) -> (ExitStatus, String) {
+        let Hanging {
+            mut serve, stopped, ..
+        } = self;
+        let start = Instant::now();
+        // The kernel reports the end of the process after that of the traced thread has been seen.
+        while !stopped.wait(libc::WNOHANG) {
+            assert!(start.elapsed() < TIMEOUT, "the process does not end");
+            assert!(serve.child.try_wait().expect("a child").is_none());
+            thread::sleep(Duration::from_millis(5));
+        }
+        serve.wait()
+    }
+}
+
+fn run(arguments: &[&str]) -> String {
+    let output = vgpu(arguments).output().expect("the command starts");
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    text(&output.stdout)
+}
+
+#[test]
+fn operator_sees_what_hangs_and_sigterm_ends_the_process() {
+    let scratch = Scratch::new("hang");
+    let path = |name: &str| scratch.0.join(name).display().to_string();
+    let (control, metrics) = (path("control.sock"), path("metrics.sock"));
+    let at = format!("unix:{metrics}");
+    let more = [
+        "--control",
+        &control,
+        "--metrics",
+        &at,
+        "--max-turn-time",
+        "0",
+    ];
+    let Some(hanging) = hanging(&scratch, &more) else {
+        return;
+    };
+    let mut other = hanging.serve.guest(&scratch.socket());
+    other.fence();
+    let dump = run(&["dump", "--control", &control]);
+    println!("{dump}");
+    for part in [
+        "turn: session 1 (guest uid:",
+        "program test",
+        "graph 1 of 1 nodes, node 0 (POOL_2D) takes longest by estimate",
+        "session 2 (guest uid:",
+        "waits for the guest's next request",
+        "link: requests put",
+    ] {
+        assert!(dump.contains(part), "{part:?} is not in:\n{dump}");
+    }
+    assert!(run(&["ps", "--control", &control]).contains("test"));
+    let mut scrape = UnixStream::connect(&metrics).expect("metrics");
+    scrape
+        .write_all(b"GET /metrics HTTP/1.0\r\n\r\n")
+        .expect("a request");
+    let mut text = String::new();
+    scrape.read_to_string(&mut text).expect("an answer");
+    assert!(text.contains("vgpu_turn_age_seconds"), "{text}");
+    hanging.serve.signal(Signal::USR1);
+    thread::sleep(Duration::from_millis(200));
+    hanging.serve.signal(Signal::TERM);
+    assert_eq!(other.ended(), "the host is shutting down");
+    let (status, log) = hanging.wait();
+    assert_eq!(status.code(), Some(1), "{log}");
+    assert!(log.contains("dump: turn: session 1"), "{log}");
+    assert!(log.contains("1 sessions do not end"), "{log}");
+}
+
+#[test]
+fn process_ends_when_a_turn_exceeds_its_limit() {
+    let scratch = Scratch::new("hang-limit");
+    let Some(hanging) = hanging(&scratch, &["--max-turn-time", "2"]) else {
+        return;
+    };
+    let (status, log) = hanging.wait();
+    assert_eq!(status.code(), Some(1), "{log}");
+    for part in [
+        "has had the engine without a pause",
+        "the engine hangs",
+        "dump: turn: session 1",
+        "a supervisor can start it again",
+    ] {
+        assert!(log.contains(part), "{part:?} is not in:\n{log}");
+    }
+}
+
+/// What a service manager receives within `time`.
+fn received(manager: &UnixDatagram, time: Duration) -> Vec<String> {
+    let end = Instant::now() + time;
+    let mut messages = Vec::new();
+    loop {
+        let left = end.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return messages;
+        }
+        manager.set_read_timeout(Some(left)).expect("a socket");
+        let mut message = [0; 1000];
+        if let Ok(len) = manager.recv(&mut message) {
+            messages.push(String::from_utf8_lossy(&message[..len]).into_owned());
+        }
+    }
+}
+
+#[test]
+fn service_manager_hears_of_progress_only_while_the_main_thread_runs() {
+    let scratch = Scratch::new("watchdog");
+    let path = scratch.0.join("notify.sock");
+    let manager = UnixDatagram::bind(&path).expect("a socket");
+    let endpoint = format!("unix:{}", scratch.socket().display());
+    let mut command = vgpu(&["serve", "--listen", &endpoint, "--no-sandbox"]);
+    command
+        .args(["--memory", "64M", "--threads", "1"])
+        .env("NOTIFY_SOCKET", &path)
+        .env("WATCHDOG_USEC", "60000000");
+    let mut serve = Serve::of(command);
+    let is_progress = |message: &String| message.trim() == "WATCHDOG=1";
+    let start = Instant::now();
+    let mut heard = 0;
+    while heard < 2 {
+        assert!(start.elapsed() < TIMEOUT, "{heard} reports");
+        let messages = received(&manager, Duration::from_millis(500));
+        heard += messages.iter().filter(|m| is_progress(m)).count();
+    }
+    match StoppedThread::stop(serve.child.id(), "vgpu") {
+        None => println!("this system does not permit ptrace: half of this was tested"),
+        Some(_stopped) => {
+            // What was on its way.
+            received(&manager, Duration::from_millis(100));
+            let messages = received(&manager, Duration::from_secs(3));
+            assert!(!messages.iter().any(is_progress), "{messages:?}");
+        }
+    }
+    serve.child.kill().expect("a child");
+    serve.child.wait().expect("a child");
+}

@@ -1,0 +1,186 @@
+//! What everybody does now, as text for people.
+#![forbid(unsafe_code)]
+
+use std::fmt::{self, Write as _};
+use std::time::Duration;
+
+use super::{Activities, Now, Phase, SessionActivity, TurnNow};
+
+/// What a dump says of the executor besides its sessions.
+pub(crate) struct EngineFigures<'a> {
+    pub(crate) name: &'a str,
+    pub(crate) description: &'a str,
+    /// How long the engine has not answered a call.
+    pub(crate) unanswered: Option<Duration>,
+    /// Since the start of the executor.
+    pub(crate) uptime: Duration,
+    /// Further lines.
+    pub(crate) more: Vec<String>,
+}
+
+impl Phase {
+    /// Whether the host works, so that the phase should end soon.
+    pub(super) fn is_work(self) -> bool {
+        match self {
+            Phase::Pins | Phase::Executes | Phase::Compiles | Phase::Ends => true,
+            Phase::Handshake
+            | Phase::FirstMessage
+            | Phase::Idle
+            | Phase::WaitsForEngine
+            | Phase::Replies => false,
+        }
+    }
+
+    fn text(self) -> &'static str {
+        match self {
+            Phase::Handshake => "opens the link",
+            Phase::FirstMessage => "waits for HELLO",
+            Phase::Pins => "registers the memory of the link with the device",
+            Phase::Idle => "waits for the guest's next request",
+            Phase::Executes => "executes",
+            Phase::Compiles => "receives or compiles a graph",
+            Phase::WaitsForEngine => "waits for the engine",
+            Phase::Replies => "sends a reply",
+            Phase::Ends => "frees the memory of the session",
+        }
+    }
+}
+
+impl Now {
+    /// Whether the engine is called, and nothing else can take long.
+    pub(super) fn is_engine_call(&self) -> bool {
+        match self.phase {
+            Phase::Pins | Phase::Ends => true,
+            Phase::Executes => matches!(
+                self.request,
+                Some((_, "ALLOC" | "FREE" | "READ" | "FILL" | "COPY"))
+            ),
+            _ => false,
+        }
+    }
+}
+
+impl fmt::Display for Now {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.phase.text())?;
+        match self.request {
+            Some((request, kind)) => write!(f, ", request {request} ({kind})"),
+            None => Ok(()),
+        }
+    }
+}
+
+impl fmt::Display for TurnNow {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "request {}: graph {} of {} nodes",
+            self.request, self.graph, self.nodes
+        )?;
+        match &self.longest {
+            Some((node, op)) => write!(f, ", node {node} ({op}) takes longest by estimate"),
+            None => Ok(()),
+        }
+    }
+}
+
+impl SessionActivity {
+    pub(super) fn is_in(&self, phase: Phase) -> bool {
+        self.now.is_some_and(|now| now.phase == phase)
+    }
+
+    /// The session and its guest.
+    pub(super) fn name(&self) -> String {
+        let mut name = format!("session {} (guest {}", self.id, self.guest);
+        // Writing to a string cannot fail.
+        if let Some(program) = &self.program {
+            let _ = write!(name, ", program {program}");
+        }
+        if let Some(pid) = self.pid {
+            let _ = write!(name, ", pid {pid}");
+        }
+        name.push(')');
+        name
+    }
+}
+
+/// The lines of a dump.
+pub(crate) fn dump(activities: &Activities, engine: &EngineFigures<'_>) -> String {
+    let sessions = activities.snapshot();
+    let mut text = String::new();
+    // Writing to a string cannot fail.
+    let _ = write_dump(&mut text, activities, &sessions, engine);
+    text
+}
+
+fn write_dump(
+    text: &mut String,
+    activities: &Activities,
+    sessions: &[SessionActivity],
+    engine: &EngineFigures<'_>,
+) -> fmt::Result {
+    writeln!(
+        text,
+        "vgpu {}, process {}, up {:.1?}",
+        env!("CARGO_PKG_VERSION"),
+        std::process::id(),
+        engine.uptime
+    )?;
+    write!(text, "engine {}: {}; ", engine.name, engine.description)?;
+    match engine.unanswered {
+        Some(age) => writeln!(text, "has not answered a call for {age:.1?}")?,
+        None => writeln!(text, "answers calls")?,
+    }
+    let waiting = { sessions.iter() }.filter(|s| s.is_in(Phase::WaitsForEngine));
+    let waiting = waiting.count();
+    let holders: Vec<_> = sessions.iter().filter(|s| s.turn.is_some()).collect();
+    if holders.is_empty() {
+        writeln!(
+            text,
+            "turn: no session has the engine, {waiting} wait for it"
+        )?;
+    }
+    for holder in &holders {
+        if let Some(turn) = &holder.turn {
+            writeln!(
+                text,
+                "turn: {} has the engine for {:.1?}, {turn}; {waiting} wait for it",
+                holder.name(),
+                turn.age
+            )?;
+        }
+    }
+    for line in &engine.more {
+        writeln!(text, "{line}")?;
+    }
+    for session in sessions {
+        writeln!(text, "{} at {}", session.name(), session.endpoint)?;
+        match &session.now {
+            Some(now) => write!(text, "  {now}, for {:.1?}", now.age)?,
+            None => write!(
+                text,
+                "  its thread was stopped while it published what it does"
+            )?,
+        }
+        if session.is_in(Phase::WaitsForEngine) {
+            for holder in &holders {
+                write!(text, "; session {} has it", holder.id)?;
+            }
+        }
+        if session.turn.is_some() {
+            write!(text, "; has the engine")?;
+        }
+        writeln!(
+            text,
+            "; {} requests received, {} done",
+            session.received, session.retired
+        )?;
+        if let Some(link) = &session.link {
+            writeln!(text, "  link: {link}")?;
+        }
+    }
+    match activities.without_slot() {
+        0 => Ok(()),
+        count => writeln!(text, "{count} further sessions, of which nothing is known"),
+    }
+}

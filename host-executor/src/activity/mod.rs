@@ -1,0 +1,450 @@
+//! What each session does now, readable while everything else hangs.
+//!
+//! A thread that serves a guest publishes what it is about to do: a few atomic words, without a
+//! lock. Readers ([`Activities::snapshot`]) take no lock that a session holds while it waits or
+//! calls the engine, so `vgpu dump` and the watchdog see a thread that hangs in a driver.
+#![forbid(unsafe_code)]
+
+#[cfg(feature = "server")]
+mod dump;
+mod seqlock;
+#[cfg(feature = "server")]
+mod watch;
+
+use std::cell::Cell;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, TryLockError};
+use std::time::{Duration, Instant};
+
+use vgpu_transport::link::window::WindowState;
+use vgpu_transport::shm::memory::Window;
+
+use self::seqlock::{SeqLock, text_of, words_of};
+use crate::stats::Kind;
+
+#[cfg(feature = "server")]
+pub(crate) use dump::{EngineFigures, dump};
+#[cfg(feature = "server")]
+pub(crate) use watch::{Notice, Watch};
+
+/// What a thread that serves a guest does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Phase {
+    /// Opens the link.
+    Handshake,
+    /// Waits for the first message.
+    FirstMessage,
+    /// Registers the memory of the link with the device.
+    Pins,
+    /// Waits for the next request.
+    Idle,
+    /// Executes a request.
+    Executes,
+    /// Compiles a graph.
+    Compiles,
+    /// Waits for a turn on the engine.
+    WaitsForEngine,
+    /// Sends a reply; waits if the guest takes none.
+    Replies,
+    /// Frees what the session has.
+    Ends,
+}
+
+/// By number.
+const PHASES: [Phase; 9] = [
+    Phase::Handshake,
+    Phase::FirstMessage,
+    Phase::Pins,
+    Phase::Idle,
+    Phase::Executes,
+    Phase::Compiles,
+    Phase::WaitsForEngine,
+    Phase::Replies,
+    Phase::Ends,
+];
+
+/// A graph, for people.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct GraphInfo {
+    /// The guest's number of the graph.
+    pub(crate) graph: u64,
+    pub(crate) nodes: usize,
+    /// The node that takes longest by estimate, and its operator.
+    pub(crate) longest: Option<(usize, &'static str)>,
+}
+
+/// Words of the name of a guest, of its program, of its endpoint, and of an operator.
+const GUEST: usize = 6;
+const PROGRAM: usize = 8;
+const ENDPOINT: usize = 8;
+const OP: usize = 3;
+
+/// The words of who is served: session, process id (0: unknown), and the texts.
+const WHO: usize = 2 + GUEST + ENDPOINT;
+
+/// The words of what is done: phase and kind of request, request, since when.
+const NOW: usize = 3;
+
+/// The words of a turn: since when (0: none), request, graph, nodes, node, operator.
+const TURN: usize = 5 + OP;
+
+/// What one thread publishes.
+#[derive(Debug, Default)]
+struct Slot {
+    is_used: AtomicBool,
+    who: SeqLock<WHO>,
+    program: SeqLock<PROGRAM>,
+    now: SeqLock<NOW>,
+    turn: SeqLock<TURN>,
+    /// Counts changes of `now` and `turn`.
+    steps: AtomicU64,
+    received: AtomicU64,
+    retired: AtomicU64,
+    /// The shared memory of the link. Locked to set and to clone it, never while a thread waits.
+    window: Mutex<Option<Arc<Window>>>,
+}
+
+/// What all threads of an executor that serve guests do.
+#[derive(Debug)]
+pub(crate) struct Activities {
+    /// Times are nanoseconds after this, plus 1.
+    epoch: Instant,
+    slots: Box<[Slot]>,
+    /// Threads that have found no free slot.
+    without_slot: AtomicU64,
+}
+
+/// What one thread does, in the words that it publishes.
+#[derive(Debug)]
+pub(crate) struct Activity {
+    all: Arc<Activities>,
+    /// `None`: there was no free slot, and the thread is counted only.
+    slot: Option<usize>,
+    /// The kind and the request that were published last. One thread writes, so no type that
+    /// several threads could share.
+    last: Cell<(u64, u64)>,
+}
+
+/// A session, or a connection that is about to become one.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct SessionActivity {
+    /// The number of the slot.
+    pub(crate) slot: usize,
+    pub(crate) id: u64,
+    pub(crate) guest: String,
+    /// The name that the program gave in HELLO.
+    pub(crate) program: Option<String>,
+    pub(crate) endpoint: String,
+    pub(crate) pid: Option<u64>,
+    /// `None`: the thread was stopped while it published.
+    pub(crate) now: Option<Now>,
+    /// The turn that the session has on the engine.
+    pub(crate) turn: Option<TurnNow>,
+    /// Counts what the thread has published.
+    pub(crate) steps: u64,
+    /// The number of the last request that was received, and of the last one that is done.
+    pub(crate) received: u64,
+    pub(crate) retired: u64,
+    /// The words of the link's shared memory.
+    pub(crate) link: Option<WindowState>,
+}
+
+/// What a thread does now.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Now {
+    pub(crate) phase: Phase,
+    /// The request that is executed or answered: its number and its kind.
+    pub(crate) request: Option<(u64, &'static str)>,
+    /// When it began, on the clock of the activities.
+    pub(crate) since: u64,
+    /// How long.
+    pub(crate) age: Duration,
+}
+
+/// A turn on the engine.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct TurnNow {
+    pub(crate) request: u64,
+    pub(crate) graph: u64,
+    pub(crate) nodes: u64,
+    /// The node that takes longest by estimate, and its operator.
+    pub(crate) longest: Option<(u64, String)>,
+    /// When it began, on the clock of the activities.
+    pub(crate) since: u64,
+    /// How long.
+    pub(crate) age: Duration,
+}
+
+impl Activities {
+    /// Room for `count` threads.
+    pub(crate) fn new(count: usize) -> Arc<Activities> {
+        Arc::new(Activities {
+            epoch: Instant::now(),
+            slots: (0..count).map(|_| Slot::default()).collect(),
+            without_slot: AtomicU64::new(0),
+        })
+    }
+
+    /// Begins to publish what this thread does.
+    pub(crate) fn begin(self: &Arc<Activities>, id: u64, guest: &str, endpoint: &str) -> Activity {
+        let free = self.slots.iter().position(|slot| {
+            let taken = { &slot.is_used }.compare_exchange(
+                false,
+                true,
+                Ordering::Acquire,
+                Ordering::Relaxed,
+            );
+            taken.is_ok()
+        });
+        if free.is_none() {
+            self.without_slot.fetch_add(1, Ordering::Relaxed);
+        }
+        let activity = Activity {
+            all: Arc::clone(self),
+            slot: free,
+            last: Cell::default(),
+        };
+        if let Some(slot) = activity.slot() {
+            slot.program.write([0; PROGRAM]);
+            slot.turn.write([0; TURN]);
+            slot.received.store(0, Ordering::Relaxed);
+            slot.retired.store(0, Ordering::Relaxed);
+        }
+        activity.identify(id, guest, endpoint, None);
+        activity.set(Phase::Handshake);
+        activity
+    }
+
+    /// Threads that publish nothing, because all slots were used.
+    pub(crate) fn without_slot(&self) -> u64 {
+        self.without_slot.load(Ordering::Relaxed)
+    }
+
+    /// What all threads do. Takes no lock that a thread holds while it waits.
+    pub(crate) fn snapshot(&self) -> Vec<SessionActivity> {
+        let now = self.time();
+        let slots = self.slots.iter().enumerate();
+        let used = slots.filter(|(_, slot)| slot.is_used.load(Ordering::Acquire));
+        let read = used.map(|(number, slot)| slot.snapshot(number, now));
+        // A thread that has just begun has not published who it serves.
+        read.filter(|session| session.id != 0).collect()
+    }
+
+    /// Nanoseconds, at least 1.
+    fn time(&self) -> u64 {
+        u64::try_from(self.epoch.elapsed().as_nanos()).unwrap_or(u64::MAX - 1) + 1
+    }
+}
+
+impl Slot {
+    fn snapshot(&self, number: usize, time: u64) -> SessionActivity {
+        let age = |since: u64| Duration::from_nanos(time.saturating_sub(since));
+        let who = self.who.read().unwrap_or_default();
+        let program = text_of(&self.program.read().unwrap_or_default());
+        let now = self.now.read().map(|[what, request, since]| {
+            let kind = (what >> 8)
+                .checked_sub(1)
+                .map(|kind| Kind::name_of(kind as usize));
+            Now {
+                phase: PHASES[(what & 0xff) as usize % PHASES.len()],
+                request: kind.map(|kind| (request, kind)),
+                since,
+                age: age(since),
+            }
+        });
+        let turn = self.turn.read().filter(|words| words[0] != 0);
+        let turn = turn.map(|[since, request, graph, nodes, node, op @ ..]| {
+            let op = text_of(&op);
+            TurnNow {
+                request,
+                graph,
+                nodes,
+                longest: (!op.is_empty()).then_some((node, op)),
+                since,
+                age: age(since),
+            }
+        });
+        let window = match self.window.try_lock() {
+            Ok(window) => window.clone(),
+            Err(TryLockError::Poisoned(window)) => window.into_inner().clone(),
+            Err(TryLockError::WouldBlock) => None,
+        };
+        SessionActivity {
+            slot: number,
+            id: who[0],
+            guest: text_of(&who[2..2 + GUEST]),
+            program: (!program.is_empty()).then_some(program),
+            endpoint: text_of(&who[2 + GUEST..]),
+            pid: (who[1] != 0).then_some(who[1]),
+            now,
+            turn,
+            steps: self.steps.load(Ordering::Relaxed),
+            received: self.received.load(Ordering::Relaxed),
+            retired: self.retired.load(Ordering::Relaxed),
+            link: window.map(|window| WindowState::read(&window)),
+        }
+    }
+}
+
+impl Activity {
+    fn slot(&self) -> Option<&Slot> {
+        self.slot.map(|slot| &self.all.slots[slot])
+    }
+
+    /// Who is served.
+    pub(crate) fn identify(&self, id: u64, guest: &str, endpoint: &str, pid: Option<i32>) {
+        let Some(slot) = self.slot() else { return };
+        let mut who = [0; WHO];
+        who[0] = id;
+        who[1] = pid.and_then(|pid| u64::try_from(pid).ok()).unwrap_or(0);
+        who[2..2 + GUEST].copy_from_slice(&words_of::<GUEST>(guest));
+        who[2 + GUEST..].copy_from_slice(&words_of::<ENDPOINT>(endpoint));
+        slot.who.write(who);
+    }
+
+    /// The name that the program gave in HELLO.
+    pub(crate) fn set_program(&self, name: &str) {
+        if let Some(slot) = self.slot() {
+            slot.program.write(words_of(name));
+        }
+    }
+
+    /// The shared memory of the link.
+    pub(crate) fn set_window(&self, window: Option<&Arc<Window>>) {
+        if let Some(slot) = self.slot() {
+            let mut shared = slot.window.lock().unwrap_or_else(PoisonError::into_inner);
+            let old = std::mem::replace(&mut *shared, window.cloned());
+            drop(shared);
+            drop(old);
+        }
+    }
+
+    /// The thread begins something that is no part of a request.
+    pub(crate) fn set(&self, phase: Phase) {
+        self.publish(phase, 0, 0);
+    }
+
+    /// The thread begins a part of a request.
+    pub(crate) fn request(&self, phase: Phase, kind: Kind, request: u64) {
+        self.publish(phase, kind.number() as u64 + 1, request);
+        if let Some(slot) = self.slot() {
+            slot.received.store(request, Ordering::Relaxed);
+        }
+    }
+
+    /// The thread begins another part of the same request.
+    pub(crate) fn phase(&self, phase: Phase) {
+        let (kind, request) = self.last.get();
+        self.publish(phase, kind, request);
+    }
+
+    fn publish(&self, phase: Phase, kind: u64, request: u64) {
+        self.last.set((kind, request));
+        let Some(slot) = self.slot() else { return };
+        let time = self.all.time();
+        slot.now.write([phase as u64 | kind << 8, request, time]);
+        slot.steps.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// All requests that were received are done.
+    pub(crate) fn retired(&self) {
+        if let Some(slot) = self.slot() {
+            let received = slot.received.load(Ordering::Relaxed);
+            slot.retired.store(received, Ordering::Relaxed);
+        }
+    }
+
+    /// A turn of a graph begins.
+    pub(crate) fn begin_turn(&self, request: u64, info: &GraphInfo) {
+        let Some(slot) = self.slot() else { return };
+        let (node, op) = info.longest.unwrap_or_default();
+        let mut turn = [0; TURN];
+        turn[0] = self.all.time();
+        turn[1] = request;
+        turn[2] = info.graph;
+        turn[3] = info.nodes as u64;
+        turn[4] = node as u64;
+        turn[5..].copy_from_slice(&words_of::<OP>(op));
+        slot.turn.write(turn);
+        slot.steps.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// The turn has ended.
+    pub(crate) fn end_turn(&self) {
+        if let Some(slot) = self.slot() {
+            slot.turn.write([0; TURN]);
+            slot.steps.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+}
+
+impl Drop for Activity {
+    fn drop(&mut self) {
+        self.set_window(None);
+        match self.slot() {
+            Some(slot) => {
+                slot.who.write([0; WHO]);
+                slot.is_used.store(false, Ordering::Release);
+            }
+            None => {
+                self.all.without_slot.fetch_sub(1, Ordering::Relaxed);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_snapshot_tells_what_a_thread_does_and_for_whom() {
+        let all = Activities::new(1);
+        let activity = all.begin(7, "user 0", "unix:/run/vgpu.sock");
+        let second = all.begin(8, "-", "-");
+        assert_eq!(all.without_slot(), 1);
+        activity.identify(7, "alice", "unix:/run/vgpu.sock", Some(42));
+        activity.set_program("llama-server");
+        activity.request(Phase::Executes, Kind::of_name("FENCE"), 8);
+        activity.retired();
+        activity.request(Phase::Executes, Kind::of_name("SUBMIT"), 9);
+        let longest = Some((3, "MUL_MAT"));
+        let (graph, nodes) = (2, 100);
+        activity.begin_turn(
+            9,
+            &GraphInfo {
+                graph,
+                nodes,
+                longest,
+            },
+        );
+        let [session] = &all.snapshot()[..] else {
+            panic!("{:?}", all.snapshot());
+        };
+        assert_eq!((session.id, session.guest.as_str()), (7, "alice"));
+        assert_eq!(session.program.as_deref(), Some("llama-server"));
+        assert_eq!(
+            (session.pid, session.received, session.retired),
+            (Some(42), 9, 8)
+        );
+        let now = session.now.expect("the thread does not write");
+        assert_eq!(
+            (now.phase, now.request),
+            (Phase::Executes, Some((9, "SUBMIT")))
+        );
+        let turn = session.turn.as_ref().expect("a turn");
+        assert_eq!((turn.graph, turn.nodes, turn.request), (2, 100, 9));
+        assert_eq!(turn.longest, Some((3, "MUL_MAT".into())));
+        activity.end_turn();
+        assert_eq!(all.snapshot()[0].turn, None);
+        drop((activity, second));
+        assert_eq!((all.snapshot(), all.without_slot()), (Vec::new(), 0));
+        // Nothing of an earlier thread is left.
+        let again = all.begin(9, "bob", "-");
+        let [session] = &all.snapshot()[..] else {
+            panic!("{:?}", all.snapshot());
+        };
+        assert_eq!((session.program.clone(), session.received), (None, 0));
+        drop(again);
+    }
+}

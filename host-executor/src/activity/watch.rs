@@ -1,0 +1,256 @@
+//! Finds what lasts too long.
+//!
+//! The rule has no thread and no clock of its own. Time is what passes between two looks, and a
+//! look counts for at most twice its period: a process that was stopped (SIGSTOP, a frozen control
+//! group, a paused virtual machine) is not blamed for the time in which it could not run.
+#![forbid(unsafe_code)]
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use super::{Phase, SessionActivity};
+
+/// What the watch reports.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Notice {
+    /// Something lasts long. For the log.
+    Slow(String),
+    /// The engine does not come back. The process is of no use any more.
+    Stuck(String),
+}
+
+/// What is watched.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Subject {
+    /// The turn of a slot that began at this time.
+    Turn(usize, u64),
+    /// What a slot does since this time.
+    Work(usize, u64),
+    /// A call of the engine that began at this time.
+    Call(u64),
+}
+
+#[derive(Debug, Default)]
+struct Seen {
+    /// Counted time.
+    lasts: Duration,
+    /// Reports so far.
+    reports: u32,
+}
+
+/// Watches an executor.
+#[derive(Debug)]
+pub(crate) struct Watch {
+    /// After this time, and after three times this time, there is a line in the log.
+    slow: Duration,
+    /// After this time the process is of no use any more. `None`: never.
+    limit: Option<Duration>,
+    seen: BTreeMap<Subject, Seen>,
+}
+
+impl Watch {
+    pub(crate) fn new(slow: Duration, limit: Option<Duration>) -> Watch {
+        Watch {
+            slow,
+            limit,
+            seen: BTreeMap::new(),
+        }
+    }
+
+    /// How often to [`look`](Watch::look).
+    pub(crate) fn period(&self) -> Duration {
+        let shortest = self.limit.map_or(self.slow, |limit| limit.min(self.slow));
+        (shortest / 4).clamp(Duration::from_millis(1), Duration::from_secs(1))
+    }
+
+    /// Looks at what all sessions do, and at the present call of the engine with its beginning and
+    /// its age. `passed`: since the last look.
+    pub(crate) fn look(
+        &mut self,
+        sessions: &[SessionActivity],
+        call: Option<(u64, Duration)>,
+        passed: Duration,
+    ) -> Vec<Notice> {
+        let most = 2 * self.period();
+        let mut subjects: Vec<(Subject, Duration, bool, String)> = Vec::new();
+        for session in sessions {
+            if let Some(turn) = &session.turn {
+                let subject = Subject::Turn(session.slot, turn.since);
+                let waiting = { sessions.iter() }
+                    .filter(|other| other.is_in(Phase::WaitsForEngine))
+                    .count();
+                let what = format!(
+                    "{} has had the engine without a pause, {turn}; {waiting} others wait for it",
+                    session.name()
+                );
+                subjects.push((subject, turn.age, true, what));
+            } else if let Some(now) = &session.now
+                && now.phase.is_work()
+            {
+                let subject = Subject::Work(session.slot, now.since);
+                let what = format!("{} {now}", session.name());
+                subjects.push((subject, now.age, now.is_engine_call(), what));
+            }
+        }
+        if let Some((since, age)) = call {
+            let what = "the engine has not answered how much memory is free".to_owned();
+            subjects.push((Subject::Call(since), age, true, what));
+        }
+        let mut notices = Vec::new();
+        let mut seen = BTreeMap::new();
+        for (subject, age, is_engine, what) in subjects {
+            let one = match self.seen.remove(&subject) {
+                Some(one) => Seen {
+                    lasts: one.lasts + passed.min(most),
+                    ..one
+                },
+                None => Seen {
+                    lasts: age.min(most),
+                    reports: 0,
+                },
+            };
+            let one = seen.entry(subject).or_insert(one);
+            let limit = self.limit.filter(|_| is_engine);
+            let lasts = one.lasts;
+            if limit.is_some_and(|limit| lasts >= limit) {
+                notices.push(Notice::Stuck(format!("{what}, for {lasts:.1?}")));
+            } else if one.reports < 2 && lasts >= self.slow * (1 + 2 * one.reports) {
+                one.reports += 1;
+                let end = limit.map_or(String::new(), |limit| {
+                    format!("; this process ends after {limit:?} (engine.max-turn-time)")
+                });
+                notices.push(Notice::Slow(format!("{what}, for {lasts:.1?}{end}")));
+            }
+        }
+        self.seen = seen;
+        notices
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Activities, Activity, GraphInfo};
+    use super::*;
+    use crate::stats::{Kind, SUBMIT};
+    use std::sync::Arc;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    fn busy(all: &Arc<Activities>) -> Activity {
+        let activity = all.begin(3, "alice", "-");
+        activity.request(Phase::Executes, SUBMIT, 9);
+        let longest = Some((3, "MUL_MAT"));
+        let (graph, nodes) = (1, 5);
+        activity.begin_turn(
+            9,
+            &GraphInfo {
+                graph,
+                nodes,
+                longest,
+            },
+        );
+        activity
+    }
+
+    /// The second of each notice, of `count` looks.
+    fn notices(watch: &mut Watch, all: &Activities, count: u64) -> Vec<(u64, Notice)> {
+        let each = (1..=count).map(|second| {
+            let notices = watch.look(&all.snapshot(), None, SECOND);
+            notices.into_iter().map(move |notice| (second, notice))
+        });
+        each.flatten().collect()
+    }
+
+    #[test]
+    fn a_turn_is_reported_twice_and_then_ends_the_process() {
+        let all = Activities::new(4);
+        let holder = busy(&all);
+        let waiter = all.begin(4, "bob", "-");
+        waiter.request(Phase::WaitsForEngine, SUBMIT, 2);
+        let mut watch = Watch::new(10 * SECOND, Some(40 * SECOND));
+        let found = notices(&mut watch, &all, 45);
+        let [first, second, stuck, ..] = &found[..] else {
+            panic!("{found:?}");
+        };
+        let Notice::Slow(text) = &first.1 else {
+            panic!("{first:?}");
+        };
+        for part in [
+            "session 3 (guest alice)",
+            "request 9",
+            "graph 1 of 5 nodes",
+            "node 3 (MUL_MAT)",
+            "1 others wait",
+            "10.0s",
+            "ends after 40s",
+        ] {
+            assert!(text.contains(part), "{part:?} is not in {text:?}");
+        }
+        assert!(matches!(second.1, Notice::Slow(_)));
+        assert!(matches!(stuck.1, Notice::Stuck(_)), "{stuck:?}");
+        // The first look sees a turn that has just begun.
+        assert_eq!([first.0, second.0, stuck.0], [11, 31, 41]);
+        // Another turn of the same session is another matter.
+        holder.end_turn();
+        drop(holder);
+        let again = busy(&all);
+        assert_eq!(notices(&mut watch, &all, 10), []);
+        drop((waiter, again));
+    }
+
+    #[test]
+    fn a_process_that_could_not_run_is_not_blamed() {
+        let all = Activities::new(1);
+        let _holder = busy(&all);
+        let mut watch = Watch::new(10 * SECOND, Some(40 * SECOND));
+        assert_eq!(notices(&mut watch, &all, 3), []);
+        // Stopped for an hour.
+        let late = watch.look(&all.snapshot(), None, 3600 * SECOND);
+        assert_eq!(late, []);
+    }
+
+    #[test]
+    fn waiting_is_no_work_and_a_guest_cannot_end_the_process() {
+        let all = Activities::new(8);
+        let of = |phase, kind| {
+            let activity = all.begin(1, "-", "-");
+            activity.request(phase, Kind::of_name(kind), 1);
+            activity
+        };
+        // A guest decides how long these take.
+        let _waits = [Phase::WaitsForEngine, Phase::Replies].map(|phase| of(phase, "READ"));
+        let idle = all.begin(1, "-", "-");
+        idle.set(Phase::Idle);
+        let mut watch = Watch::new(10 * SECOND, Some(20 * SECOND));
+        assert_eq!(notices(&mut watch, &all, 100), []);
+        // A proof of possession reads a disk, and a write can wait for another guest.
+        let _slow = [of(Phase::Executes, "PROOF"), of(Phase::Executes, "WRITE")];
+        let found = notices(&mut watch, &all, 100);
+        assert_eq!(found.len(), 4, "{found:?}");
+        assert!(found.iter().all(|(_, n)| matches!(n, Notice::Slow(_))));
+        // Allocating is a call of the driver.
+        let _call = of(Phase::Executes, "ALLOC");
+        let found = notices(&mut watch, &all, 100);
+        assert!(found.iter().any(|(_, n)| matches!(n, Notice::Stuck(_))));
+    }
+
+    #[test]
+    fn without_a_limit_nothing_ends_the_process() {
+        let all = Activities::new(1);
+        let _holder = busy(&all);
+        let mut watch = Watch::new(10 * SECOND, None);
+        let found = notices(&mut watch, &all, 100_000);
+        assert_eq!(found.len(), 2, "{found:?}");
+    }
+
+    #[test]
+    fn an_engine_that_does_not_answer_is_reported() {
+        let mut watch = Watch::new(10 * SECOND, Some(20 * SECOND));
+        let mut found = Vec::new();
+        for second in 0..25 {
+            found.extend(watch.look(&[], Some((7, second * SECOND)), SECOND));
+        }
+        assert!(matches!(found[0], Notice::Slow(_)), "{found:?}");
+        assert!(matches!(found[1], Notice::Stuck(_)), "{found:?}");
+    }
+}

@@ -1,0 +1,141 @@
+//! Asks the engine what it may take long to answer, on a thread that nobody waits for without end.
+//!
+//! An engine answers from a driver, and a call of a driver may hang. Status, metrics, HELLO and the
+//! main thread of an executor must not hang with it: they get what the engine has answered last.
+#![forbid(unsafe_code)]
+
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use vgpu_engine::{Engine, MemoryInfo};
+
+use crate::lock::expect_unlocked;
+
+/// How often the engine is asked if nobody wants to know.
+const PERIOD: Duration = Duration::from_secs(1);
+
+/// How long a caller waits for a new answer.
+const PATIENCE: Duration = Duration::from_millis(500);
+
+/// The last answers of an engine.
+#[derive(Debug)]
+pub(crate) struct EngineMonitor {
+    epoch: Instant,
+    /// When the present call of the engine began, in nanoseconds after `epoch` plus 1. 0: none.
+    calling: AtomicU64,
+    state: Mutex<State>,
+    /// Notified when the state has changed.
+    changed: Condvar,
+}
+
+#[derive(Debug)]
+struct State {
+    memory: MemoryInfo,
+    fatal: Option<String>,
+    /// The number of the latest question.
+    asked: u64,
+    /// All questions up to this one are answered.
+    answered: u64,
+    is_over: bool,
+}
+
+impl EngineMonitor {
+    /// Starts the thread that asks `engine`. The thread ends after [`close`](EngineMonitor::close).
+    ///
+    /// # Errors
+    /// No thread can be started.
+    pub(crate) fn start(engine: Arc<dyn Engine>) -> io::Result<Arc<EngineMonitor>> {
+        let monitor = Arc::new(EngineMonitor {
+            epoch: Instant::now(),
+            calling: AtomicU64::new(0),
+            state: Mutex::new(State {
+                memory: engine.memory(),
+                fatal: None,
+                asked: 0,
+                answered: 0,
+                is_over: false,
+            }),
+            changed: Condvar::new(),
+        });
+        let own = Arc::clone(&monitor);
+        thread::Builder::new()
+            .name("vgpu-engine".into())
+            .spawn(move || own.ask(engine.as_ref()))?;
+        Ok(monitor)
+    }
+
+    /// The memory of the engine: as it is now, or, if the engine does not answer in time, as it was
+    /// at its last answer.
+    pub(crate) fn memory(&self) -> MemoryInfo {
+        let mut state = self.lock();
+        state.asked += 1;
+        let question = state.asked;
+        self.changed.notify_all();
+        let end = Instant::now() + PATIENCE;
+        while state.answered < question {
+            let left = end.saturating_duration_since(Instant::now());
+            // While a call hangs, only the first callers wait.
+            if left.is_zero() || self.call().is_some_and(|(_, age)| age > PATIENCE) {
+                break;
+            }
+            let waited = self.changed.wait_timeout(state, left);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        state.memory
+    }
+
+    /// Why the engine cannot work again in this process, if it has said so.
+    pub(crate) fn fatal_error(&self) -> Option<String> {
+        self.lock().fatal.clone()
+    }
+
+    /// The call that the engine has not answered yet, if there is one: a number that no other call
+    /// has, and its age. Takes no lock.
+    pub(crate) fn call(&self) -> Option<(u64, Duration)> {
+        let since = self.calling.load(Ordering::Relaxed);
+        let age = || self.time().saturating_sub(since);
+        (since != 0).then(|| (since, Duration::from_nanos(age())))
+    }
+
+    /// Takes the lock of this monitor and releases it.
+    pub(crate) fn probe(&self) {
+        drop(self.lock());
+    }
+
+    /// Ends the thread, unless a call of the engine hangs. Does not wait.
+    pub(crate) fn close(&self) {
+        self.lock().is_over = true;
+        self.changed.notify_all();
+    }
+
+    fn ask(&self, engine: &dyn Engine) {
+        let mut state = self.lock();
+        while !state.is_over {
+            let question = state.asked;
+            drop(state);
+            expect_unlocked("Engine::memory");
+            self.calling.store(self.time(), Ordering::Relaxed);
+            let (memory, fatal) = (engine.memory(), engine.fatal_error());
+            self.calling.store(0, Ordering::Relaxed);
+            state = self.lock();
+            (state.memory, state.fatal) = (memory, fatal);
+            state.answered = question;
+            self.changed.notify_all();
+            let idle = |state: &mut State| state.asked == state.answered && !state.is_over;
+            let waited = self.changed.wait_timeout_while(state, PERIOD, idle);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Nanoseconds, at least 1.
+    fn time(&self) -> u64 {
+        u64::try_from(self.epoch.elapsed().as_nanos()).unwrap_or(u64::MAX - 1) + 1
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

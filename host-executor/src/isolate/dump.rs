@@ -1,0 +1,57 @@
+//! What a supervisor and its processes do now, as text for people.
+#![forbid(unsafe_code)]
+
+use std::fmt::Write as _;
+
+use super::aggregate::ask_all;
+use super::state::Shared;
+use crate::control;
+
+/// The supervisor's own lines, and the dumps of the processes of virtual machines. A worker has no
+/// control socket: the text says how to make it write its dump into the log.
+pub(super) fn dump(shared: &Shared) -> String {
+    let mut text = format!(
+        "vgpu {}, supervisor {}, up {:.1?}\n",
+        env!("CARGO_PKG_VERSION"),
+        std::process::id(),
+        shared.since.elapsed()
+    );
+    let Some(processes) = shared.try_processes() else {
+        text.push_str("the table of processes is locked now\n");
+        return text;
+    };
+    // Writing to a string cannot fail.
+    for (id, worker) in &processes.workers {
+        let _ = write!(
+            text,
+            "worker {id} of guest {}: {} programs",
+            worker.guest.as_deref().unwrap_or("-"),
+            worker.sessions.len(),
+        );
+        if worker.is_closing {
+            text.push_str(", is ending");
+        }
+        if worker.report.is_none() {
+            text.push_str(", has not reported yet");
+        }
+        let _ = match worker.pid {
+            Some(pid) => writeln!(text, "; kill -USR1 {pid} writes its dump into the log"),
+            None => writeln!(text, "; is not started yet"),
+        };
+    }
+    let machines: Vec<_> = { processes.machines.values() }
+        .map(|machine| (machine.name.clone(), machine.control.clone()))
+        .collect();
+    drop(processes);
+    for (name, answer) in ask_all(&machines, control::dump_of_process) {
+        let _ = match answer {
+            Ok(dump) => {
+                let lines = dump.lines().map(|line| line.replace(char::is_control, "?"));
+                let lines: String = lines.map(|line| format!("  {line}\n")).collect();
+                write!(text, "virtual machine {name}:\n{lines}")
+            }
+            Err(error) => writeln!(text, "virtual machine {name}: no answer: {error}"),
+        };
+    }
+    text
+}

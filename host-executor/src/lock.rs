@@ -1,0 +1,57 @@
+//! The ranks of the executor's locks: the order in which a thread takes them.
+//!
+//! No thread calls an engine, waits for a guest, reads a file or writes to the log under one of
+//! these locks: admission, status, metrics, reload and shutdown need them, and would hang with the
+//! call. A build with debug assertions checks the order at each use, and the calls of the engine
+//! that this crate makes from its sessions ([`expect_unlocked`]).
+//!
+//! Locks that are not here are innermost: nothing else is locked, called or waited for under them
+//! (`weights`, `log_limit`, `engine_monitor`, `activity`).
+#![forbid(unsafe_code)]
+
+use vgpu_transport::lock::{self, LockRank};
+
+pub(crate) use vgpu_transport::lock::RankedGuard;
+
+/// A mutex with a rank of the executor.
+pub(crate) type RankedMutex<T> = lock::RankedMutex<Rank, T>;
+
+/// The lowest level of the executor. Those below belong to the plugin, which may call an executor
+/// in its own process.
+const FIRST_LEVEL: usize = 16;
+
+/// The place of a lock in the order, lowest first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Rank {
+    /// The processes of a supervisor (`isolate::state`).
+    Processes,
+    /// The table of sessions (`server::shared`). Held for a snapshot of all sessions, and to admit
+    /// or remove one.
+    Sessions,
+    /// The connections without a session (`handshakes`).
+    Handshakes,
+    /// The rules of the configuration and their tenants (`tenant_registry`).
+    Registry,
+    /// The tenants without a name (`tenant_registry`).
+    Sources,
+    /// The memory accounts (`ledger`).
+    Ledger,
+    /// The queue of graphs (`sched`).
+    Scheduler,
+    /// Sums of a tenant (`tenant`).
+    Totals,
+    /// Mappings and descriptors (`pool`).
+    Pool,
+}
+
+impl LockRank for Rank {
+    fn level(self) -> usize {
+        FIRST_LEVEL + self as usize
+    }
+}
+
+/// Checks, with debug assertions, that the thread holds no lock of the executor: `what` calls an
+/// engine, and may hang in a driver.
+pub(crate) fn expect_unlocked(what: &str) {
+    lock::expect_unlocked(FIRST_LEVEL, what);
+}

@@ -1,0 +1,266 @@
+//! An engine that hangs: the executor still answers, says who hangs, and can end.
+
+mod common;
+
+use std::sync::{Arc, mpsc};
+use std::thread;
+use std::time::Duration;
+
+use common::hanging_engine::{Call, HangingEngine};
+use common::{Guest, Host, TIMEOUT, add, bytes};
+use vgpu_executor::{Limits, Shutdown, metrics};
+use vgpu_transport::ir::BufferId;
+use vgpu_transport::wire::{GraphId, Request};
+
+const GRAPH: GraphId = GraphId(1);
+
+/// Releases all calls at the end of a test, also of one that has failed: dropping a server waits
+/// for its sessions.
+struct Released(Arc<HangingEngine>);
+
+impl Drop for Released {
+    fn drop(&mut self) {
+        self.0.hang(&[]);
+    }
+}
+
+/// Does `work` on another thread. A test fails if the work hangs with the engine.
+fn answered<T: Send + 'static>(what: &str, work: impl FnOnce() -> T + Send + 'static) -> T {
+    let (sender, answer) = mpsc::channel();
+    thread::spawn(move || sender.send(work()));
+    let answer = answer.recv_timeout(TIMEOUT / 3);
+    answer.unwrap_or_else(|error| panic!("{what} hangs with the engine: {error}"))
+}
+
+/// A guest with a number and a graph, which the engine does not compute: the number stays.
+fn guest_with_graph(host: &Host) -> (Guest, BufferId) {
+    let mut guest = host.guest();
+    let number = guest.alloc_with(&bytes(&[3.0]));
+    guest.graph(GRAPH, &add(1, number, number, number));
+    guest.fence();
+    (guest, number)
+}
+
+fn contains_all(text: &str, parts: &[&str]) {
+    for part in parts {
+        assert!(text.contains(part), "{part:?} is not in:\n{text}");
+    }
+}
+
+/// Waits until the dump of the server contains `part`.
+fn dump_with(host: &Host, part: &str) -> String {
+    let status = host.server.status_handle();
+    let start = std::time::Instant::now();
+    loop {
+        let own = status.clone();
+        let text = answered("dump", move || own.dump());
+        if text.contains(part) {
+            return text;
+        }
+        assert!(start.elapsed() < TIMEOUT, "{part:?} is never in:\n{text}");
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn executor_answers_while_the_engine_hangs() {
+    for call in [Call::Launch, Call::Wait] {
+        let engine = HangingEngine::new();
+        let host = Host::new(engine.clone());
+        let _released = Released(engine.clone());
+        let (mut holder, of_holder) = guest_with_graph(&host);
+        let (mut other, of_other) = guest_with_graph(&host);
+        engine.hang(&[call, Call::Memory]);
+        holder.submit(GRAPH);
+        engine.wait_until_hanging(call);
+        engine.wait_until_hanging(Call::Memory);
+        other.submit(GRAPH);
+
+        let text = dump_with(&host, "waits for the engine");
+        contains_all(
+            &text,
+            &[
+                "engine hanging: an engine for tests; has not answered a call for",
+                "turn: session 1 (guest unix, program test) has the engine for",
+                "graph 1 of 1 nodes, node 0 (ADD) takes longest by estimate; 1 wait for it",
+                "waits for the engine, request 6 (SUBMIT), for",
+                "; session 1 has it; 6 requests received, 5 done",
+                "link: requests put",
+            ],
+        );
+        let handle = host.server.status_handle();
+        let of_metrics = handle.clone();
+        let status = answered("status", move || handle.status());
+        assert_eq!(status.sessions.len(), 2);
+        assert!(status.engine.turn.is_some());
+        let text = answered("metrics", move || metrics::render(&of_metrics)).unwrap();
+        let age = text
+            .lines()
+            .find(|l| l.starts_with("vgpu_turn_age_seconds"));
+        let age = age.and_then(|line| line.rsplit(' ').next());
+        assert!(age.is_some_and(|age| age.parse::<f64>().unwrap() > 0.0));
+        let health = host.server.health();
+        answered("the check of the locks", move || {
+            health.check();
+            health.fatal_error()
+        });
+        // A new guest is greeted, and can do what needs no engine.
+        let mut third = host.connect();
+        let third = answered("HELLO", move || {
+            third.hello();
+            third.fence();
+            third
+        });
+        drop(third);
+
+        engine.hang(&[]);
+        assert_eq!(holder.read_f32(of_holder, 1), [3.0]);
+        assert_eq!(other.read_f32(of_other, 1), [3.0]);
+    }
+}
+
+#[test]
+fn hello_is_answered_before_memory_is_registered_with_the_device() {
+    let engine = HangingEngine::new();
+    let host = Host::new(engine.clone());
+    let _released = Released(engine.clone());
+    engine.hang(&[Call::Pin]);
+    let mut guest = host.connect();
+    let guest = answered("HELLO", move || {
+        guest.hello();
+        guest
+    });
+    engine.wait_until_hanging(Call::Pin);
+    dump_with(
+        &host,
+        "registers the memory of the link with the device, for",
+    );
+    drop(guest);
+}
+
+#[test]
+fn shutdown_does_not_wait_for_a_session_that_hangs() {
+    let engine = HangingEngine::new();
+    let limits = Limits {
+        slow: Duration::from_millis(400),
+        ..Limits::default()
+    };
+    let host = Host::limited(engine.clone(), limits, 64);
+    let _released = Released(engine.clone());
+    let (mut holder, _) = guest_with_graph(&host);
+    let idle = host.guest();
+    engine.hang(&[Call::Launch]);
+    holder.submit(GRAPH);
+    engine.wait_until_hanging(Call::Launch);
+    let Host { server, .. } = host;
+    let shutdown = answered("shutdown", move || server.shutdown());
+    let Shutdown::Stuck(why) = shutdown else {
+        panic!("the session cannot have ended");
+    };
+    contains_all(&why, &["1 sessions do not end", "400ms"]);
+    assert_eq!(idle.ended(), "the host is shutting down");
+}
+
+#[test]
+fn shutdown_waits_for_sessions_that_go_on() {
+    let engine = HangingEngine::new();
+    let host = Host::new(engine.clone());
+    let (mut guest, number) = guest_with_graph(&host);
+    guest.submit(GRAPH);
+    assert_eq!(guest.read_f32(number, 1), [3.0]);
+    let Host { server, .. } = host;
+    assert_eq!(server.shutdown(), Shutdown::Complete);
+}
+
+#[test]
+fn turn_or_call_without_end_is_reported_as_a_hanging_engine() {
+    for call in [Call::Launch, Call::Wait, Call::Alloc, Call::Memory] {
+        let engine = HangingEngine::new();
+        let limits = Limits {
+            slow: Duration::from_millis(40),
+            turn_time: Some(Duration::from_millis(200)),
+            ..Limits::default()
+        };
+        let host = Host::limited(engine.clone(), limits, 64);
+        let _released = Released(engine.clone());
+        let (stuck, reports) = mpsc::channel();
+        let on_stuck = move |why: &str| drop(stuck.send(why.to_owned()));
+        host.server.watch(on_stuck).expect("a thread");
+        let (mut guest, _) = guest_with_graph(&host);
+        engine.hang(&[call]);
+        match call {
+            Call::Alloc => drop(guest.send(&Request::Alloc {
+                buffer: BufferId(100),
+                size: 1,
+            })),
+            _ => drop(guest.submit(GRAPH)),
+        }
+        let why = reports.recv_timeout(TIMEOUT).expect("a report");
+        let expected: &[&str] = match call {
+            Call::Memory => &["the engine has not answered how much memory is free"],
+            Call::Alloc => &[
+                "session 1 (guest unix, program test)",
+                "executes, request 6 (ALLOC)",
+            ],
+            _ => &[
+                "session 1 (guest unix, program test) has had the engine without a pause",
+                "request 6: graph 1 of 1 nodes",
+            ],
+        };
+        contains_all(&why, expected);
+    }
+}
+
+#[test]
+fn busy_engine_is_not_reported_as_hanging() {
+    let engine = HangingEngine::new();
+    let limits = Limits {
+        slow: Duration::from_millis(500),
+        turn_time: Some(Duration::from_secs(1)),
+        ..Limits::default()
+    };
+    let host = Host::limited(engine.clone(), limits, 64);
+    let (stuck, reports) = mpsc::channel();
+    let on_stuck = move |why: &str| drop(stuck.send(why.to_owned()));
+    host.server.watch(on_stuck).expect("a thread");
+    let (mut guest, number) = guest_with_graph(&host);
+    let start = std::time::Instant::now();
+    while start.elapsed() < Duration::from_secs(2) {
+        guest.submit(GRAPH);
+        guest.read_f32(number, 1);
+    }
+    assert_eq!(reports.try_recv().ok(), None);
+}
+
+#[test]
+fn ends_of_sessions_are_counted_by_reason() {
+    let engine = HangingEngine::new();
+    let host = Host::new(engine.clone());
+    let count = |reason: &str| {
+        let ended = host.server.status_handle().status().ended;
+        let found = ended.by_kind().find(|(kind, _)| *kind == reason);
+        found.expect("a kind").1
+    };
+    drop(host.guest());
+    host.wait_until_empty();
+    let mut bad = host.guest();
+    bad.send(&Request::Free {
+        buffer: BufferId(7),
+    });
+    bad.ended();
+    host.wait_until_empty();
+    let start = std::time::Instant::now();
+    while (count("closed"), count("violation")) != (1, 1) {
+        assert!(start.elapsed() < TIMEOUT);
+        thread::sleep(Duration::from_millis(1));
+    }
+    let text = metrics::render(&host.server.status_handle()).unwrap();
+    contains_all(
+        &text,
+        &[
+            "vgpu_session_ended_total{reason=\"closed\"} 1",
+            "vgpu_session_ended_total{reason=\"violation\"} 1",
+            "vgpu_session_ended_total{reason=\"panic\"} 0",
+        ],
+    );
+}
