@@ -7,6 +7,7 @@ mod common;
 
 use std::collections::BTreeSet;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::os::fd::{AsFd as _, AsRawFd};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::{env, fs};
@@ -334,6 +335,30 @@ fn interface_depends_on_the_ggml_version() {
 }
 
 #[test]
+fn newer_ggml_gets_score_0_and_one_line_with_the_next_step() {
+    alone(
+        "newer_ggml_gets_score_0_and_one_line_with_the_next_step",
+        || {
+            let library = fake("score", "0.27.0", Some("-DAPI_3"));
+            load(&library, libc::RTLD_LOCAL);
+            let printed = standard_error_of(|| {
+                assert_eq!(ggml_vgpu::ggml_backend_score(), 0);
+            });
+            assert_eq!(printed.lines().count(), 1, "{printed}");
+            for words in [
+                "ggml-vgpu: no vGPU: ",
+                library.to_str().expect("a plain path"),
+                "ggml 0.27.0 is newer than this plugin, which works with 0.20-",
+                "install a newer ggml-vgpu, or, if there is none, add this release",
+            ] {
+                assert!(printed.contains(words), "{words} is not in {printed}");
+            }
+            assert!(ggml_vgpu::ggml_backend_init().is_null());
+        },
+    );
+}
+
+#[test]
 fn incomplete_ggml_is_reported_with_the_missing_symbols() {
     alone(
         "incomplete_ggml_is_reported_with_the_missing_symbols",
@@ -535,6 +560,24 @@ fn load(library: &Path, scope: c_int) -> *mut c_void {
     let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | scope) };
     assert!(!handle.is_null(), "cannot load {}", library.display());
     handle
+}
+
+/// What `body` writes to standard error. No other thread may write meanwhile.
+fn standard_error_of(body: impl FnOnce()) -> String {
+    let path = scratch("standard-error").join(std::process::id().to_string());
+    let file = fs::File::create(&path).expect("the scratch folder is writable");
+    let duplicate = |from: &dyn AsRawFd| {
+        // SAFETY: both descriptors are open, and the call touches no memory.
+        let done = unsafe { libc::dup2(from.as_raw_fd(), libc::STDERR_FILENO) };
+        assert_eq!(done, libc::STDERR_FILENO);
+    };
+    let before = std::io::stderr().as_fd().try_clone_to_owned();
+    duplicate(&file);
+    body();
+    duplicate(&before.expect("standard error is open"));
+    let printed = fs::read_to_string(&path).expect("plain text");
+    fs::remove_file(&path).expect("the file was just read");
+    printed
 }
 
 fn symbol(library: *mut c_void, name: &CStr) -> *mut c_void {

@@ -11,8 +11,9 @@ mod releases;
 use vgpu_transport::ir::{GluKind, Op, OpKind, Shape, Type, UnaryKind};
 
 use crate::abi::ggml_tensor;
-use crate::ggml::{Ggml, Ids, Version};
+use crate::ggml::{Ggml, Ids};
 use params::Params;
+use releases::Release;
 
 /// The ids of the ggml in this process.
 #[derive(Debug)]
@@ -21,7 +22,7 @@ pub(crate) struct Translator {
     unary: Ids<GgmlUnary>,
     glu: Ids<GluKind>,
     types: Ids<Type>,
-    release: Version,
+    release: Release<'static>,
 }
 
 /// An operator of ggml, in the IR's terms.
@@ -92,7 +93,7 @@ impl Translator {
             unary: ggml.unary_ops(GgmlUnary::from_name),
             glu: ggml.glu_ops(GluKind::from_ggml_name),
             types: ggml.types(Type::from_ggml_name),
-            release: ggml.version(),
+            release: Release::of(ggml.version()),
         }
     }
 
@@ -178,7 +179,7 @@ impl Translator {
         let is_known = p.is_rest_zero()
             && tensor.src.iter().enumerate().all(|(i, source)| {
                 if source.is_null() {
-                    releases::is_optional(self.release, kind, i)
+                    self.release.is_optional(kind, i)
                 } else {
                     i < kind.sources().1
                 }

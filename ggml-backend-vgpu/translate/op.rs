@@ -1,12 +1,11 @@
 //! The operators of the IR with their parameters, from the `op_params` of a ggml node.
 //!
 //! The layout of the parameters is that of `ggml.c` in the newest release that the plugin supports.
-//! What older releases write differently is in [`releases`].
+//! What older releases write differently is in [`releases`](super::releases).
 
 use vgpu_transport::ir::{Op, OpKind, RopeMode, ScaleMode, SortOrder, TriKind};
 
 use super::params::Params;
-use super::releases;
 
 /// The word of SET and ACC that says whether the result is the first source. The place of the
 /// result says so too.
@@ -171,7 +170,7 @@ pub(super) fn with_params(kind: OpKind, p: &Params<'_>) -> Option<Op> {
         OpKind::Dsv4HcPre => {
             let (scale, gated) = (p.f32(0), p.flag(1));
             let scale = match scale.to_bits() {
-                0 if !gated => releases::hc_pre_scale(p.release())?,
+                0 if !gated => p.release().hc_pre_scale()?,
                 _ => scale,
             };
             Op::Dsv4HcPre { scale, gated }
@@ -341,12 +340,10 @@ mod tests {
     use super::*;
     use crate::abi::ggml_tensor;
     use crate::ggml::Version;
-
-    const OLDEST: Version = Version::new(0, 20);
-    const NEWEST: Version = Version::new(0, 26);
+    use crate::translate::releases::{Added, Optional, Release, TABLE, Table};
 
     /// The operator of a node that `release` made with these words of `op_params`, from the first.
-    fn decode(release: Version, kind: OpKind, words: &[i32]) -> Option<Op> {
+    fn decode(release: Release<'_>, kind: OpKind, words: &[i32]) -> Option<Op> {
         // SAFETY: every field is a number or a pointer that may be null.
         let mut tensor: ggml_tensor = unsafe { std::mem::zeroed() };
         tensor.op_params[..words.len()].copy_from_slice(words);
@@ -354,86 +351,216 @@ mod tests {
         with_params(kind, &p).filter(|_| p.is_rest_zero())
     }
 
-    fn release(minor: u32) -> Version {
+    fn number(minor: u32) -> Version {
         Version::new(0, minor)
+    }
+
+    fn oldest() -> Release<'static> {
+        Release::of(number(20))
+    }
+
+    fn newest() -> Release<'static> {
+        Release::of(number(26))
     }
 
     fn bits(value: f32) -> i32 {
         value.to_bits().cast_signed()
     }
 
-    #[test]
-    fn hc_pre_without_parameters_neither_scales_nor_has_gates() {
-        let plain = Some(Op::Dsv4HcPre {
-            scale: 1.0,
-            gated: false,
-        });
-        let of = |minor, words: &[i32]| decode(release(minor), OpKind::Dsv4HcPre, words);
+    /// Which number an example has, the operator and its words, and the meaning of the node. `None`
+    /// if the node must be refused.
+    type Example = (u32, OpKind, Vec<i32>, Option<Op>);
+
+    /// Nodes as the builds of a number write them, and nodes that no build of the number writes.
+    fn examples() -> Vec<Example> {
+        use vgpu_transport::ir::Precision::{self, Default, F32, Q8};
+        let mut all = Vec::new();
+        let mut add = |minor, kind, words: &[i32], op| all.push((minor, kind, words.to_vec(), op));
+
         // Builds on the way from 0.24.0 to 0.25.0 call themselves 0.24.0.
-        for minor in 20..=24 {
-            assert_eq!(of(minor, &[]), plain, "0.{minor}");
-        }
-        for minor in 24..=26 {
-            assert_eq!(of(minor, &[bits(1.0)]), plain, "0.{minor}");
+        let pre = |scale, gated| Some(Op::Dsv4HcPre { scale, gated });
+        for minor in 20..=26 {
+            let without = (minor < 25).then(|| pre(1.0, false)).flatten();
+            add(minor, OpKind::Dsv4HcPre, &[], without);
+            let with = |op: Option<Op>| op.filter(|_| minor >= 24);
+            add(
+                minor,
+                OpKind::Dsv4HcPre,
+                &[bits(1.0)],
+                with(pre(1.0, false)),
+            );
             for scale in [0.5, 0.0] {
-                let gated = Some(Op::Dsv4HcPre { scale, gated: true });
-                assert_eq!(of(minor, &[bits(scale), 1]), gated, "0.{minor}");
+                let op = with(pre(scale, true));
+                add(minor, OpKind::Dsv4HcPre, &[bits(scale), 1], op);
             }
         }
-        // What no release writes is not guessed.
-        for minor in 20..24 {
-            assert_eq!(of(minor, &[bits(1.0)]), None, "0.{minor}");
-            assert_eq!(of(minor, &[0, 1]), None, "0.{minor}");
-        }
-        assert_eq!((of(25, &[]), of(26, &[])), (None, None));
-    }
 
-    #[test]
-    fn words_have_no_meaning_before_the_release_that_added_them() {
-        use vgpu_transport::ir::Precision::{Default, F32, Q8};
-        let of = |minor, words: &[i32]| match decode(release(minor), OpKind::MulMat, words)? {
-            Op::MulMat {
+        type Product = fn(Precision, Precision) -> Op;
+        let products: [(OpKind, Product); 2] = [
+            (OpKind::MulMat, |accumulator, activation| Op::MulMat {
                 accumulator,
                 activation,
                 hadamard: false,
-            } => Some((accumulator, activation)),
-            _ => None,
-        };
-        assert_eq!(of(21, &[10]), Some((F32, Default)));
-        // A value that every release knows, in a word that 0.21 does not write.
-        assert_eq!(of(21, &[0, 0, 0, 10]), None);
-        assert_eq!(of(22, &[0, 0, 0, 10]), Some((Default, F32)));
-        assert_eq!(of(22, &[10, 0, 0, 30]), Some((F32, Q8)));
-        // The accumulator of F16 has a number since the builds before 0.23.0.
-        assert_eq!(of(21, &[20]), None);
-        assert!(of(22, &[20]).is_some());
+            }),
+            (OpKind::MulMatId, |accumulator, activation| Op::MulMatId {
+                accumulator,
+                activation,
+            }),
+        ];
+        for (kind, op) in products {
+            add(21, kind, &[10], Some(op(F32, Default)));
+            // A value that every number knows, in a word that builds of 0.21 do not write.
+            add(21, kind, &[0, 0, 0, 10], None);
+            add(22, kind, &[0, 0, 0, 10], Some(op(Default, F32)));
+            add(22, kind, &[10, 0, 0, 30], Some(op(F32, Q8)));
+            // The accumulator of F16 has a value since the builds before 0.23.0.
+            add(21, kind, &[20], None);
+            add(22, kind, &[20], Some(op(Precision::F16, Default)));
+        }
 
-        let bound = |minor| match decode(
-            release(minor),
-            OpKind::FlashAttnExt,
-            &[bits(1.0), 0, 0, 0, 64],
-        )? {
-            Op::FlashAttnExt { n_kv_max, .. } => Some(n_kv_max),
-            _ => None,
+        let attention = |n_kv_max| Op::FlashAttnExt {
+            scale: 1.0,
+            max_bias: 0.0,
+            logit_softcap: 0.0,
+            accumulator: Default,
+            n_kv_max,
         };
-        assert_eq!((bound(21), bound(22)), (None, Some(64)));
+        let words = [bits(1.0), 0, 0, 0, 64];
+        add(20, OpKind::FlashAttnExt, &words[..4], Some(attention(0)));
+        add(21, OpKind::FlashAttnExt, &words, None);
+        add(22, OpKind::FlashAttnExt, &words, Some(attention(64)));
 
-        assert!(!releases::is_optional(release(23), OpKind::Dsv4HcPost, 3));
-        assert!(releases::is_optional(release(24), OpKind::Dsv4HcPost, 3));
-        assert!(releases::is_optional(OLDEST, OpKind::SoftMax, 1));
+        // The offset has been written under every supported number.
+        let mut words = [0; 16];
+        words[15] = 8;
+        let rope = Op::Rope {
+            mode: RopeMode::Normal,
+            backward: false,
+            n_dims: 0,
+            n_offs: 8,
+            n_ctx_orig: 0,
+            freq_base: 0.0,
+            freq_scale: 0.0,
+            ext_factor: 0.0,
+            attn_factor: 0.0,
+            beta_fast: 0.0,
+            beta_slow: 0.0,
+            sections: [0; 4],
+        };
+        add(20, OpKind::Rope, &words, Some(rope));
+        all
+    }
+
+    /// The examples that `table` does not explain.
+    fn wrong(table: &Table<'_>) -> Vec<String> {
+        let mut wrong = Vec::new();
+        for (minor, kind, words, expected) in examples() {
+            let found = decode(Release::by(table, number(minor)), kind, &words);
+            if found != expected {
+                wrong.push(format!("0.{minor} {words:?}: {found:?}, not {expected:?}"));
+            }
+        }
+        for (minor, kind, source, expected) in [
+            (23, OpKind::Dsv4HcPost, 3, false),
+            (24, OpKind::Dsv4HcPost, 3, true),
+            (20, OpKind::SoftMax, 1, true),
+        ] {
+            let found = Release::by(table, number(minor)).is_optional(kind, source);
+            if found != expected {
+                wrong.push(format!("0.{minor} {kind:?}, source {source} null: {found}"));
+            }
+        }
+        wrong
+    }
+
+    #[test]
+    fn nodes_of_every_release_have_their_meaning() {
+        assert_eq!(wrong(&TABLE), [""; 0]);
+    }
+
+    #[test]
+    fn every_change_of_the_table_is_detected() {
+        let others = |than: Version| (20..=27).map(number).filter(move |&one| one != than);
+        let mut changes = 0;
+        let mut detect = |what: String, table: &Table<'_>| {
+            changes += 1;
+            assert!(!wrong(table).is_empty(), "{what} is not detected");
+        };
+        for (i, entry) in TABLE.added.iter().enumerate() {
+            let mut change = |entry: Option<Added>| {
+                let mut added = TABLE.added.to_vec();
+                match entry {
+                    Some(entry) => added[i] = entry,
+                    None => drop(added.remove(i)),
+                }
+                let what = format!("entry {i} as {entry:?}");
+                let table = Table {
+                    added: &added,
+                    ..TABLE
+                };
+                detect(what, &table);
+            };
+            change(None);
+            for word in (0..16).filter(|&word| word != entry.word) {
+                change(Some(Added { word, ..*entry }));
+            }
+            for from in others(entry.from) {
+                change(Some(Added { from, ..*entry }));
+            }
+            for skipped in 0..entry.ops.len() {
+                let ops = [&entry.ops[..skipped], &entry.ops[skipped + 1..]].concat();
+                change(Some(Added {
+                    ops: Box::leak(ops.into_boxed_slice()),
+                    ..*entry
+                }));
+            }
+        }
+        for (i, entry) in TABLE.optional.iter().enumerate() {
+            let sources = (0..10).filter(|&source| source != entry.source);
+            let sources = sources.map(|source| Optional { source, ..*entry });
+            let numbers = others(entry.from).map(|from| Optional { from, ..*entry });
+            for changed in sources.chain(numbers) {
+                let mut optional = TABLE.optional.to_vec();
+                optional[i] = changed;
+                let table = Table {
+                    optional: &optional,
+                    ..TABLE
+                };
+                detect(format!("{changed:?}"), &table);
+            }
+        }
+        for precisions in others(TABLE.precisions) {
+            let what = format!("precisions from {precisions}");
+            detect(
+                what,
+                &Table {
+                    precisions,
+                    ..TABLE
+                },
+            );
+        }
+        for hc_pre_has_parameters in others(TABLE.hc_pre_has_parameters) {
+            let table = Table {
+                hc_pre_has_parameters,
+                ..TABLE
+            };
+            detect(format!("parameters from {hc_pre_has_parameters}"), &table);
+        }
+        assert!(changes > 100, "{changes} changes");
     }
 
     #[test]
     fn nodes_with_words_of_unknown_meaning_are_refused() {
         // The last word has a meaning for ROPE only.
         for &kind in OpKind::ALL {
-            for release in [OLDEST, NEWEST] {
+            for minor in [20, 26] {
+                let release = Release::of(number(minor));
                 let mut words = [0; 16];
                 // Parameters that 0 is not valid for.
                 if matches!(kind, OpKind::SsmScan | OpKind::GatedDeltaNet) {
                     words[0] = 1;
                 }
-                if kind == OpKind::Dsv4HcPre && release == NEWEST {
+                if kind == OpKind::Dsv4HcPre && minor == 26 {
                     words[0] = bits(1.0);
                 }
                 let known = decode(release, kind, &words);
@@ -442,21 +569,21 @@ mod tests {
                 words[15] = 1;
                 let is_known = kind == OpKind::Rope;
                 let unknown = decode(release, kind, &words);
-                assert_eq!(unknown.is_some(), is_known, "{kind:?} {release}");
+                assert_eq!(unknown.is_some(), is_known, "{kind:?} 0.{minor}");
             }
         }
         // A flag of UPSCALE, a hint, a kind of TRI.
-        assert_eq!(decode(NEWEST, OpKind::Upscale, &[1 << 10]), None);
-        assert_eq!(decode(NEWEST, OpKind::MulMat, &[0, 0, 1]), None);
-        assert_eq!(decode(NEWEST, OpKind::Tri, &[4]), None);
+        assert_eq!(decode(newest(), OpKind::Upscale, &[1 << 10]), None);
+        assert_eq!(decode(newest(), OpKind::MulMat, &[0, 0, 1]), None);
+        assert_eq!(decode(newest(), OpKind::Tri, &[4]), None);
     }
 
     #[test]
     fn words_that_do_not_change_the_result_are_ignored() {
         let in_place = [4, 8, 16, 0, 1];
-        assert!(decode(OLDEST, OpKind::Set, &in_place).is_some());
-        assert!(decode(OLDEST, OpKind::Acc, &in_place).is_some());
-        assert!(decode(OLDEST, OpKind::AddRelPos, &[1]).is_some());
-        assert!(decode(OLDEST, OpKind::Rope, &[7, 0, 0, 512]).is_some());
+        assert!(decode(oldest(), OpKind::Set, &in_place).is_some());
+        assert!(decode(oldest(), OpKind::Acc, &in_place).is_some());
+        assert!(decode(oldest(), OpKind::AddRelPos, &[1]).is_some());
+        assert!(decode(oldest(), OpKind::Rope, &[7, 0, 0, 512]).is_some());
     }
 }

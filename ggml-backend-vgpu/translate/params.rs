@@ -4,16 +4,15 @@ use std::cell::Cell;
 
 use vgpu_transport::ir::{OpKind, PoolKind, Precision};
 
-use super::releases;
+use super::releases::Release;
 use crate::abi::ggml_tensor;
-use crate::ggml::Version;
 
 /// The parameters of a node. Every getter takes the index of a 32-bit word, and answers 0 for a
 /// word that no build of the release writes.
 pub(super) struct Params<'a> {
     words: &'a [i32; WORDS],
     op: OpKind,
-    release: Version,
+    release: Release<'a>,
     /// Bit `i` is set if word `i` was read.
     read: Cell<u32>,
 }
@@ -23,7 +22,7 @@ const WORDS: usize = 16;
 
 impl<'a> Params<'a> {
     /// The parameters of `tensor`, an operator of kind `op`, made by `release`.
-    pub(super) fn of(tensor: &'a ggml_tensor, op: OpKind, release: Version) -> Params<'a> {
+    pub(super) fn of(tensor: &'a ggml_tensor, op: OpKind, release: Release<'a>) -> Params<'a> {
         Params {
             words: &tensor.op_params,
             op,
@@ -33,7 +32,7 @@ impl<'a> Params<'a> {
     }
 
     /// The release of ggml that made the node.
-    pub(super) fn release(&self) -> Version {
+    pub(super) fn release(&self) -> Release<'a> {
         self.release
     }
 
@@ -50,7 +49,7 @@ impl<'a> Params<'a> {
 
     /// A signed number.
     pub(super) fn i32(&self, i: usize) -> i32 {
-        if !releases::writes(self.release, self.op, i) {
+        if !self.release.writes(self.op, i) {
             return 0;
         }
         self.ignore(i);
@@ -87,7 +86,7 @@ impl<'a> Params<'a> {
         Some(match self.i32(i) {
             0 => Precision::Default,
             10 => Precision::F32,
-            _ if !releases::has_all_precisions(self.release) => return None,
+            _ if !self.release.has_all_precisions() => return None,
             15 => Precision::Bf16,
             20 => Precision::F16,
             30 => Precision::Q8,

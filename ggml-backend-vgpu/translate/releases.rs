@@ -8,91 +8,134 @@
 //! introduced it. ggml leaves a word that it does not write 0. For all words here but those of
 //! DSV4_HC_PRE, 0 also is the value of a node that does not use the feature. A word that is not 0
 //! under an older number has an unknown meaning, and the node is refused.
+//!
+//! What builds of the oldest supported number may write has no entry: the offset of ROPE (word 15),
+//! which came in 0.21.0.
 
 use vgpu_transport::ir::OpKind;
 
 use crate::ggml::Version;
 
 /// A word of `op_params` that some supported releases do not write.
-struct Added {
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Added {
     /// The operators that have the word.
-    ops: &'static [OpKind],
-    word: usize,
+    pub(super) ops: &'static [OpKind],
+    pub(super) word: usize,
     /// The lowest number that a build with the word has.
-    from: Version,
+    pub(super) from: Version,
 }
 
-/// Every word that was added to an operator after the oldest supported release.
-const ADDED: &[Added] = &[
-    // n_offs, in 0.21.0. The element at which the rotation begins.
-    Added {
-        ops: &[OpKind::Rope],
-        word: 15,
-        from: Version::new(0, 20),
-    },
-    // The precision of the second source (`ggml_prec_set_src`), in 0.23.0.
-    Added {
-        ops: &[OpKind::MulMat, OpKind::MulMatId],
-        word: 3,
-        from: Version::new(0, 22),
-    },
-    // n_kv_max, in 0.23.0. How many entries of a row of the mask are finite.
-    Added {
-        ops: &[OpKind::FlashAttnExt],
-        word: 4,
-        from: Version::new(0, 22),
-    },
-    // scale and gated, in 0.25.0.
-    Added {
-        ops: &[OpKind::Dsv4HcPre],
-        word: 0,
+/// A source that became optional: null stands for the identity.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Optional {
+    pub(super) op: OpKind,
+    pub(super) source: usize,
+    /// The lowest number that a build with the option has.
+    pub(super) from: Version,
+}
+
+/// All differences between the supported releases.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Table<'a> {
+    /// Every word that was added to an operator after the oldest supported release.
+    pub(super) added: &'a [Added],
+    /// Every source that became optional after the oldest supported release.
+    pub(super) optional: &'a [Optional],
+    /// The first number under which every build writes the words of DSV4_HC_PRE. Below, a node
+    /// without them is one that neither scales nor has gates.
+    pub(super) hc_pre_has_parameters: Version,
+    /// The lowest number of a build with the values of `enum ggml_prec` other than default and F32.
+    pub(super) precisions: Version,
+}
+
+/// The table that the plugin uses.
+pub(super) const TABLE: Table<'static> = Table {
+    added: &[
+        // The precision of the second source (`ggml_prec_set_src`), in 0.23.0.
+        Added {
+            ops: &[OpKind::MulMat, OpKind::MulMatId],
+            word: 3,
+            from: Version::new(0, 22),
+        },
+        // n_kv_max, in 0.23.0. How many entries of a row of the mask are finite.
+        Added {
+            ops: &[OpKind::FlashAttnExt],
+            word: 4,
+            from: Version::new(0, 22),
+        },
+        // scale and gated, in 0.25.0.
+        Added {
+            ops: &[OpKind::Dsv4HcPre],
+            word: 0,
+            from: Version::new(0, 24),
+        },
+        Added {
+            ops: &[OpKind::Dsv4HcPre],
+            word: 1,
+            from: Version::new(0, 24),
+        },
+    ],
+    // comb, in 0.25.0.
+    optional: &[Optional {
+        op: OpKind::Dsv4HcPost,
+        source: 3,
         from: Version::new(0, 24),
-    },
-    Added {
-        ops: &[OpKind::Dsv4HcPre],
-        word: 1,
-        from: Version::new(0, 24),
-    },
-];
+    }],
+    hc_pre_has_parameters: Version::new(0, 25),
+    precisions: Version::new(0, 22),
+};
 
-/// The first number under which every build writes the words of DSV4_HC_PRE. Below, a node without
-/// them is one that neither scales nor has gates.
-const HC_PRE_HAS_PARAMETERS: Version = Version::new(0, 25);
-
-/// The sources that became optional: null stands for the identity. The number is the lowest that a
-/// build with the option has.
-const OPTIONAL: &[(OpKind, usize, Version)] = &[(OpKind::Dsv4HcPost, 3, Version::new(0, 24))];
-
-/// The lowest number of a build with the values of `enum ggml_prec` other than default and F32,
-/// which came in 0.23.0.
-const PRECISIONS: Version = Version::new(0, 22);
-
-/// Whether a build of `release` may write the word `word` of an operator of kind `op`, provided
-/// that the newest supported release does.
-pub(super) fn writes(release: Version, op: OpKind, word: usize) -> bool {
-    ADDED
-        .iter()
-        .find(|added| added.word == word && added.ops.contains(&op))
-        .is_none_or(|added| release >= added.from)
+/// What builds of one number write into nodes.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Release<'a> {
+    number: Version,
+    table: &'a Table<'a>,
 }
 
-/// The factor of DSV4_HC_PRE that a node without parameters has. `None` if every build of `release`
-/// writes the parameters. With them, a factor of 0 without gates does not occur.
-pub(super) fn hc_pre_scale(release: Version) -> Option<f32> {
-    (release < HC_PRE_HAS_PARAMETERS).then_some(1.0)
+impl Release<'static> {
+    /// The builds whose `ggml_version()` is `number`.
+    pub(super) fn of(number: Version) -> Release<'static> {
+        Release {
+            number,
+            table: &TABLE,
+        }
+    }
 }
 
-/// Whether null as source `source` of an operator of kind `op` has a meaning in `release`, provided
-/// that it has one in the newest supported release.
-pub(super) fn is_optional(release: Version, op: OpKind, source: usize) -> bool {
-    OPTIONAL
-        .iter()
-        .find(|&&(of, at, _)| of == op && at == source)
-        .is_none_or(|&(_, _, from)| release >= from)
-}
+impl<'a> Release<'a> {
+    /// The builds of `number` as `table` describes them.
+    #[cfg(test)]
+    pub(super) fn by(table: &'a Table<'a>, number: Version) -> Release<'a> {
+        Release { number, table }
+    }
 
-/// Whether a build of `release` may have all values of `enum ggml_prec`, and not only default and
-/// F32.
-pub(super) fn has_all_precisions(release: Version) -> bool {
-    release >= PRECISIONS
+    /// Whether a build may write the word `word` of an operator of kind `op`, provided that the
+    /// newest supported release does.
+    pub(super) fn writes(&self, op: OpKind, word: usize) -> bool {
+        let mut added = self.table.added.iter();
+        added
+            .find(|added| added.word == word && added.ops.contains(&op))
+            .is_none_or(|added| self.number >= added.from)
+    }
+
+    /// The factor of DSV4_HC_PRE that a node without parameters has. `None` if every build writes
+    /// the parameters. With them, a factor of 0 without gates does not occur.
+    pub(super) fn hc_pre_scale(&self) -> Option<f32> {
+        (self.number < self.table.hc_pre_has_parameters).then_some(1.0)
+    }
+
+    /// Whether null as source `source` of an operator of kind `op` has a meaning, provided that it
+    /// has one in the newest supported release.
+    pub(super) fn is_optional(&self, op: OpKind, source: usize) -> bool {
+        let mut optional = self.table.optional.iter();
+        optional
+            .find(|optional| optional.op == op && optional.source == source)
+            .is_none_or(|optional| self.number >= optional.from)
+    }
+
+    /// Whether a build may have all values of `enum ggml_prec`, and not only default and F32.
+    pub(super) fn has_all_precisions(&self) -> bool {
+        self.number >= self.table.precisions
+    }
 }
