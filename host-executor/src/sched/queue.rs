@@ -5,6 +5,13 @@
 //! tenants always have graphs waiting, their times on the device are proportional to their weights.
 //! Virtual time advances by measured time, not by estimates. (Goyal, Vin, Cheng: "Start-time Fair
 //! Queuing", SIGCOMM 1996.)
+//!
+//! A guest that decodes has no graph waiting for a moment after each token. If another tenant has a
+//! part that no engine interrupts, and the part began in each of these moments, the guest would get
+//! one token for each part, however long. So the device stays idle for a tenant that is about to
+//! return and would still be behind then: [`Next::Hold`]. The tenant pays for that time as for time
+//! on the device, so it gets no more than its share. (Iyer, Druschel: "Anticipatory Scheduling",
+//! SOSP 2001.)
 #![forbid(unsafe_code)]
 
 use std::collections::{BTreeMap, VecDeque};
@@ -20,6 +27,9 @@ pub(crate) const MIN_SLICE: Duration = Duration::from_micros(500);
 /// pauses after each token; without this credit it would lose that time to tenants that never
 /// pause.
 const CREDIT: Duration = Duration::from_millis(5);
+
+/// The longest pause between two graphs after which a tenant is expected to return as soon again.
+const LONGEST_PAUSE: Duration = Duration::from_millis(50);
 
 /// Virtual nanoseconds per nanosecond at weight 1. Makes rounding errors negligible for every
 /// weight.
@@ -53,6 +63,17 @@ pub(crate) struct Queue {
     now: u128,
 }
 
+/// What the device does next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Next {
+    /// It runs this graph, which is no longer in the queue.
+    Run(TenantId, Ticket),
+    /// It stays idle until this time for a tenant that is about to return. This graph waits.
+    Hold(Ticket, Duration),
+    /// It stays idle, as no graph waits.
+    Idle,
+}
+
 #[derive(Debug)]
 struct State {
     share: Entitlement,
@@ -60,6 +81,12 @@ struct State {
     waiting: VecDeque<Waiting>,
     /// Graphs that have had a turn and have not ended.
     started: usize,
+    /// The end of the last graph. While the tenant is idle only.
+    idle_since: Duration,
+    /// How long the tenant was idle before its last graph, if at most [`LONGEST_PAUSE`].
+    pause: Option<Duration>,
+    /// Begin and end of the time in which the device stays idle for the tenant.
+    hold: Option<(Duration, Duration)>,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -81,6 +108,22 @@ impl State {
         }
     }
 
+    /// Until when the device is to stay idle for this tenant, if a tenant at the virtual time `next`
+    /// could have the device instead.
+    fn hold(&self, at: Duration, next: u128) -> Option<Duration> {
+        let pause = self.pause.filter(|_| self.is_idle())?;
+        let behind = self.real_time(next.saturating_sub(self.time));
+        // Pauses differ. Not to wait can cost the tenant another part like the one before.
+        let slack = CREDIT + (behind / 4).min(LONGEST_PAUSE);
+        let expected = self.idle_since + 2 * pause + slack;
+        let behind_at_return = behind.saturating_sub((self.idle_since + pause).saturating_sub(at));
+        if at >= expected || behind_at_return <= CREDIT {
+            return None;
+        }
+        // What the tenant is behind by less than this, it does not lose when it returns.
+        Some(expected.min(at + (behind - CREDIT) + Duration::from_nanos(1)))
+    }
+
     fn virtual_time(&self, real: Duration) -> u128 {
         real.as_nanos() * SCALE / u128::from(self.share.weight.max(1))
     }
@@ -92,8 +135,15 @@ impl State {
 }
 
 impl Queue {
-    /// Adds a graph that has had no turn yet.
-    pub(crate) fn enter(&mut self, tenant: TenantId, share: Entitlement, ticket: Ticket) {
+    /// Adds a graph that has had no turn yet, at the time `at`.
+    pub(crate) fn enter(
+        &mut self,
+        tenant: TenantId,
+        share: Entitlement,
+        ticket: Ticket,
+        at: Duration,
+    ) {
+        self.end_holds(at);
         if self.tenants.len() > MAX_IDLE_TENANTS {
             let now = self.now;
             self.tenants.retain(|_, s| !s.is_idle() || s.time > now);
@@ -104,9 +154,14 @@ impl Queue {
             time: 0,
             waiting: VecDeque::new(),
             started: 0,
+            idle_since: Duration::MAX,
+            pause: None,
+            hold: None,
         });
         state.share = share;
         if state.is_idle() {
+            let pause = at.checked_sub(state.idle_since);
+            state.pause = pause.filter(|&pause| pause <= LONGEST_PAUSE);
             let earliest = now.saturating_sub(state.virtual_time(CREDIT));
             state.time = state.time.max(earliest);
         }
@@ -114,28 +169,62 @@ impl Queue {
         state.waiting.push_back(Waiting { ticket, started });
     }
 
-    /// Takes the graph that gets the device now out of the queue.
-    pub(crate) fn next(&mut self) -> Option<(TenantId, Ticket)> {
+    /// Decides what the idle device does from the time `at` on.
+    pub(crate) fn next(&mut self, at: Duration) -> Next {
+        self.end_holds(at);
+        self.choose(at).unwrap_or(Next::Idle)
+    }
+
+    fn choose(&mut self, at: Duration) -> Option<Next> {
         let tenant = self.first()?;
+        let state = self.tenants.get(&tenant)?;
+        let (place, time) = (state.next()?, state.time);
+        let ticket = state.waiting.get(place)?.ticket;
+        let mut until = None;
+        for other in self.tenants.values_mut() {
+            let end = other.hold(at, time);
+            other.hold = end.map(|end| (at, end));
+            until = until.into_iter().chain(end).min();
+        }
+        if let Some(until) = until {
+            return Some(Next::Hold(ticket, until));
+        }
+        self.now = self.now.max(time);
         let state = self.tenants.get_mut(&tenant)?;
-        let place = state.next()?;
         let waiting = state.waiting.remove(place)?;
-        self.now = self.now.max(state.time);
         if !waiting.started {
             state.started += 1;
         }
-        Some((tenant, waiting.ticket))
+        Some(Next::Run(tenant, ticket))
     }
 
-    /// Ends the turn of a graph. `took`: time on the device that [`progress`](Queue::progress) has
-    /// not reported. A graph that is not done waits again, ahead of the tenant's other graphs.
-    pub(crate) fn used(&mut self, tenant: TenantId, ticket: Ticket, took: Duration, is_done: bool) {
+    /// Charges the tenants for which the device has stayed idle.
+    fn end_holds(&mut self, at: Duration) {
+        for state in self.tenants.values_mut() {
+            if let Some((since, until)) = state.hold.take() {
+                state.time += state.virtual_time(at.min(until).saturating_sub(since));
+            }
+        }
+    }
+
+    /// Ends the turn of a graph at the time `at`. `took`: time on the device that
+    /// [`progress`](Queue::progress) has not reported. A graph that is not done waits again, ahead
+    /// of the tenant's other graphs.
+    pub(crate) fn used(
+        &mut self,
+        tenant: TenantId,
+        ticket: Ticket,
+        took: Duration,
+        is_done: bool,
+        at: Duration,
+    ) {
         let Some(state) = self.tenants.get_mut(&tenant) else {
             return;
         };
         state.time += state.virtual_time(took);
         if is_done {
             state.started = state.started.saturating_sub(1);
+            state.idle_since = at;
             let time = state.time;
             // No tenant waits, so nobody has lost time to this one: its lead is forgiven.
             if self.tenants.values().all(State::is_idle) {
@@ -156,6 +245,13 @@ impl Queue {
             state.time += state.virtual_time(more);
             self.now = self.now.max(state.time.min(ready));
         }
+    }
+
+    /// What has been charged to a tenant, as time at its weight.
+    #[cfg(test)]
+    pub(crate) fn time_of(&self, tenant: TenantId) -> Duration {
+        let state = &self.tenants[&tenant];
+        state.real_time(state.time)
     }
 
     /// How long `tenant`, whose turn begins now, may keep the device. `None`: no other graph waits.

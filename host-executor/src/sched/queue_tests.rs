@@ -14,6 +14,8 @@ struct Guest {
     /// The longest piece that the engine cannot interrupt.
     piece: Duration,
     pause: Duration,
+    /// The pause after every tenth graph.
+    tenth: Duration,
 }
 
 /// What a tenant has got.
@@ -46,7 +48,7 @@ fn simulate(guests: &[Guest], length: Duration) -> Vec<Got> {
                     weight: guests[i].weight,
                     in_flight: 1,
                 };
-                queue.enter(TenantId(i as u64), share, Ticket(i as u64));
+                queue.enter(TenantId(i as u64), share, Ticket(i as u64), now);
                 any = true;
             }
         }
@@ -54,14 +56,18 @@ fn simulate(guests: &[Guest], length: Duration) -> Vec<Got> {
     };
     while now < length {
         arrive(&mut queue, &mut submits, now, &mut waits_since);
-        let Some((tenant, ticket)) = queue.next() else {
-            now = submits
-                .iter()
-                .flatten()
-                .min()
-                .copied()
-                .expect("a tenant submits again");
-            continue;
+        let arrival = submits.iter().flatten().min().copied();
+        let (tenant, ticket) = match queue.next(now) {
+            Next::Run(tenant, ticket) => (tenant, ticket),
+            Next::Hold(_, until) => {
+                assert!(until > now, "a hold without an end");
+                now = until.min(arrival.unwrap_or(until));
+                continue;
+            }
+            Next::Idle => {
+                now = arrival.expect("a tenant submits again");
+                continue;
+            }
         };
         let i = tenant.0 as usize;
         got[i].longest_wait = got[i].longest_wait.max(now - waits_since[i]);
@@ -69,9 +75,17 @@ fn simulate(guests: &[Guest], length: Duration) -> Vec<Got> {
         let mut end = queue.allowance(tenant);
         loop {
             let piece = guests[i].piece.min(left[i]);
-            now += piece;
+            let piece_end = now + piece;
             left[i] -= piece;
-            queue.progress(tenant, piece);
+            while let Some(at) = { submits.iter().flatten().min() }.filter(|&&at| at < piece_end) {
+                let at = (*at).max(now);
+                queue.progress(tenant, at - now);
+                now = at;
+                arrive(&mut queue, &mut submits, now, &mut waits_since);
+                end = queue.cut(tenant, now - since);
+            }
+            queue.progress(tenant, piece_end - now);
+            now = piece_end;
             if arrive(&mut queue, &mut submits, now, &mut waits_since) {
                 end = queue.cut(tenant, now - since);
             }
@@ -80,13 +94,15 @@ fn simulate(guests: &[Guest], length: Duration) -> Vec<Got> {
             }
         }
         let is_done = left[i].is_zero();
-        queue.used(tenant, ticket, Duration::ZERO, is_done);
+        queue.used(tenant, ticket, Duration::ZERO, is_done, now);
         got[i].ran += now - since;
         waits_since[i] = now;
         if is_done {
             got[i].graphs += 1;
             left[i] = guests[i].graph;
-            submits[i] = Some(now + guests[i].pause);
+            let is_tenth = got[i].graphs.is_multiple_of(10);
+            let guest = &guests[i];
+            submits[i] = Some(now + if is_tenth { guest.tenth } else { guest.pause });
         }
     }
     got
@@ -98,6 +114,7 @@ fn busy(weight: u32, graph_us: u64, piece_us: u64) -> Guest {
         graph: Duration::from_micros(graph_us),
         piece: Duration::from_micros(piece_us),
         pause: Duration::ZERO,
+        tenth: Duration::ZERO,
     }
 }
 
@@ -142,10 +159,11 @@ proptest! {
             .into_iter()
             .map(|(w, graph, piece, pause)| Guest {
                 pause: Duration::from_micros(pause),
+                tenth: Duration::from_micros(pause),
                 ..busy(w, graph, piece)
             })
             .collect();
-        let got = simulate(&guests, Duration::from_secs(5));
+        let got = simulate(&guests, Duration::from_secs(10));
         for (i, (a, guest)) in got.iter().zip(&guests).enumerate() {
             prop_assert!(a.graphs > 0, "{guests:?}: {got:?}");
             // The lead of its own last turn, and the credit of each other tenant.
@@ -179,12 +197,141 @@ fn turn_shares_follow_weights_of_one_and_three() {
 fn decoding_gets_half_of_the_device_beside_a_continuous_prefill() {
     let decode = Guest {
         pause: MS / 3,
+        tenth: MS / 3,
         ..busy(1, 5_000, 20)
     };
     let alone = simulate(std::slice::from_ref(&decode), Duration::from_secs(10))[0].graphs;
     let beside = simulate(&[decode, busy(1, 400_000, 1_000)], Duration::from_secs(10))[0].graphs;
     let kept = f64::from(beside) / f64::from(alone);
     assert!(kept > 0.49, "{kept} of its speed alone");
+}
+
+/// A guest that decodes, and its graphs in ten seconds alone.
+fn decoding(graph: Duration, pause: Duration) -> (Guest, f64) {
+    let guest = Guest {
+        weight: 1,
+        graph,
+        piece: MIN_SLICE,
+        pause,
+        tenth: pause,
+    };
+    let alone = &simulate(std::slice::from_ref(&guest), LONG)[0];
+    (guest, f64::from(alone.graphs))
+}
+
+const LONG: Duration = Duration::from_secs(20);
+
+#[test]
+fn decoding_keeps_half_of_its_rate_beside_parts_of_any_length() {
+    let us = Duration::from_micros;
+    for graph in [us(200), MS, 5 * MS, 30 * MS] {
+        for pause in [us(50), us(300), 3 * MS, 20 * MS, 45 * MS] {
+            let (guest, alone) = decoding(graph, pause);
+            for part in [us(100), MS, 3 * MS, 7 * MS, 30 * MS, 100 * MS, 600 * MS] {
+                for (parts, between) in [(1, 0), (1, 100), (3, 0), (100_000, 0)] {
+                    let attacker = Guest {
+                        weight: 1,
+                        graph: part * parts,
+                        piece: part,
+                        pause: us(between),
+                        tenth: us(between),
+                    };
+                    let got = simulate(&[guest.clone(), attacker.clone()], LONG);
+                    let kept = f64::from(got[0].graphs) / alone;
+                    assert!(
+                        kept >= 0.47,
+                        "{guest:?} keeps {kept:.2} of its rate beside {attacker:?}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_longer_pause_now_and_then_costs_a_guest_no_more_than_its_length() {
+    let (mut guest, _) = decoding(5 * MS, MS / 3);
+    for tenth in [8 * MS, 12 * MS, 30 * MS] {
+        guest.tenth = tenth;
+        let alone = simulate(std::slice::from_ref(&guest), LONG)[0].graphs;
+        for part in [30_000, 100_000, 600_000] {
+            let got = simulate(&[guest.clone(), busy(1, 2 * part, part)], LONG);
+            let kept = f64::from(got[0].graphs) / f64::from(alone);
+            assert!(
+                kept >= 0.45,
+                "{kept} of its rate with {tenth:?} beside parts of {part} us"
+            );
+        }
+    }
+}
+
+#[test]
+fn pauses_of_one_guest_take_no_more_than_its_share_from_another() {
+    for (graph, pause) in [
+        (10, 1300),
+        (10, 1700),
+        (100, 2300),
+        (10, 10_000),
+        (500, 300),
+        (5000, 300),
+        (5000, 49_000),
+    ] {
+        for piece in [20, 500, 1000, 30_000, 200_000] {
+            let [graph, pause] = [graph, pause].map(Duration::from_micros);
+            let (guest, _) = decoding(graph, pause);
+            let got = simulate(&[guest.clone(), busy(1, 400_000, piece)], LONG);
+            let share = got[1].ran.as_secs_f64() / LONG.as_secs_f64();
+            assert!(
+                share > 0.48,
+                "{share} beside {guest:?} in pieces of {piece} us"
+            );
+            // A guest that needs less than half is not waited for without need.
+            let duty = graph.as_secs_f64() / (graph + pause).as_secs_f64();
+            if piece <= 1000 && duty < 0.05 {
+                assert!(
+                    share > 0.9,
+                    "{share} beside {guest:?} in pieces of {piece} us"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn device_does_not_wait_for_a_guest_that_is_gone_or_slow() {
+    let share = Entitlement {
+        weight: 1,
+        in_flight: 1,
+    };
+    let (decodes, overran) = (TenantId(1), TenantId(2));
+    for pause in [MS, 20 * MS, LONGEST_PAUSE + MS] {
+        let mut queue = Queue::default();
+        let mut at = MS;
+        // Each graph but the first waits for a part of 200 ms.
+        run_once(&mut queue, decodes, Ticket(0), MS, &mut at);
+        at += pause;
+        queue.enter(overran, share, Ticket(1), at);
+        assert_eq!(queue.next(at), Next::Run(overran, Ticket(1)));
+        queue.enter(decodes, share, Ticket(2), at);
+        at += 200 * MS;
+        queue.used(overran, Ticket(1), 200 * MS, false, at);
+        assert_eq!(queue.next(at), Next::Run(decodes, Ticket(2)));
+        at += MS;
+        queue.used(decodes, Ticket(2), MS, true, at);
+        // The guest does not return.
+        let since = at;
+        while let Next::Hold(ticket, until) = queue.next(at) {
+            assert_eq!(ticket, Ticket(1));
+            at = until;
+        }
+        match pause <= LONGEST_PAUSE {
+            true => assert!((pause..2 * pause + CREDIT + LONGEST_PAUSE).contains(&(at - since))),
+            false => assert_eq!(at, since, "a slow guest is waited for"),
+        }
+        // What it has been waited for is charged to it.
+        let charged = queue.time_of(decodes).saturating_sub(2 * MS);
+        assert!(charged + MS >= at - since, "{charged:?}");
+    }
 }
 
 #[test]
@@ -194,11 +341,11 @@ fn turn_of_a_single_tenant_has_no_limit() {
         weight: 1,
         in_flight: 4,
     };
-    queue.enter(TenantId(1), share, Ticket(1));
-    assert_eq!(queue.next(), Some((TenantId(1), Ticket(1))));
+    queue.enter(TenantId(1), share, Ticket(1), MS);
+    assert_eq!(queue.next(MS), Next::Run(TenantId(1), Ticket(1)));
     assert_eq!(queue.allowance(TenantId(1)), None);
     assert_eq!(queue.cut(TenantId(1), MS), None);
-    assert_eq!(queue.next(), None);
+    assert_eq!(queue.next(MS), Next::Idle);
 }
 
 #[test]
@@ -209,24 +356,43 @@ fn started_graphs_of_a_tenant_are_limited() {
         in_flight: 2,
     };
     for ticket in 1..=4 {
-        queue.enter(TenantId(1), share, Ticket(ticket));
+        queue.enter(TenantId(1), share, Ticket(ticket), Duration::ZERO);
     }
     let mut started = std::collections::BTreeSet::new();
     let mut done = Vec::new();
     for turn in 0u64.. {
-        let Some((tenant, ticket)) = queue.next() else {
+        let at = turn as u32 * MS;
+        let Next::Run(tenant, ticket) = queue.next(at) else {
             break;
         };
         started.insert(ticket);
         assert!(started.len() <= 2, "{started:?}");
         let is_done = turn % 3 == 2;
-        queue.used(tenant, ticket, MS, is_done);
+        queue.used(tenant, ticket, MS, is_done, at + MS);
         if is_done {
             started.remove(&ticket);
             done.push(ticket);
         }
     }
     assert_eq!(done.len(), 4);
+}
+
+/// Runs a graph that nothing else waits for.
+fn run_once(
+    queue: &mut Queue,
+    tenant: TenantId,
+    ticket: Ticket,
+    took: Duration,
+    at: &mut Duration,
+) {
+    let share = Entitlement {
+        weight: 1,
+        in_flight: 1,
+    };
+    queue.enter(tenant, share, ticket, *at);
+    assert_eq!(queue.next(*at), Next::Run(tenant, ticket));
+    *at += took;
+    queue.used(tenant, ticket, took, true, *at);
 }
 
 #[test]
@@ -236,15 +402,14 @@ fn unused_time_gives_no_credit() {
         weight: 1,
         in_flight: 1,
     };
+    let mut at = Duration::ZERO;
     for turn in 0..1000 {
-        queue.enter(TenantId(1), share, Ticket(turn));
-        let (tenant, ticket) = queue.next().expect("the graph waits");
-        queue.used(tenant, ticket, 10 * MS, true);
+        run_once(&mut queue, TenantId(1), Ticket(turn), 10 * MS, &mut at);
     }
     // After ten seconds a tenant enters for the first time.
-    queue.enter(TenantId(2), share, Ticket(5000));
-    queue.enter(TenantId(1), share, Ticket(5001));
-    assert_eq!(queue.next(), Some((TenantId(2), Ticket(5000))));
+    queue.enter(TenantId(2), share, Ticket(5000), at);
+    queue.enter(TenantId(1), share, Ticket(5001), at);
+    assert_eq!(queue.next(at), Next::Run(TenantId(2), Ticket(5000)));
     let allowance = queue.allowance(TenantId(2)).expect("the other one waits");
     assert!(allowance <= CREDIT + 10 * MS + SLICE, "{allowance:?}");
 }
@@ -252,14 +417,9 @@ fn unused_time_gives_no_credit() {
 #[test]
 fn idle_tenants_are_removed() {
     let mut queue = Queue::default();
-    let share = Entitlement {
-        weight: 1,
-        in_flight: 1,
-    };
+    let mut at = Duration::ZERO;
     for guest in 0..10_000 {
-        queue.enter(TenantId(guest), share, Ticket(guest));
-        let (tenant, ticket) = queue.next().expect("the graph waits");
-        queue.used(tenant, ticket, MS, true);
+        run_once(&mut queue, TenantId(guest), Ticket(guest), MS, &mut at);
     }
     assert!(
         queue.tenants.len() <= MAX_IDLE_TENANTS + 2,

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use vgpu_engine::{Plan, RunError, RunStatus, Turn};
 
-use super::queue::{Entitlement, Queue, TenantId, Ticket};
+use super::queue::{Entitlement, Next, Queue, TenantId, Ticket};
 use crate::lock::{Rank, RankedGuard, RankedMutex, expect_unlocked};
 
 /// The longest turn, also of a graph that no other graph waits for. A graph whose guest is gone has
@@ -37,6 +37,8 @@ struct State {
     last_ticket: u64,
     /// The graph that has the device; its thread may still be waking up.
     holder: Option<Holder>,
+    /// Until when nobody has the device, on the clock of `Scheduler::turn`: [`Next::Hold`].
+    hold: Option<Duration>,
     waiters: BTreeMap<Ticket, Arc<Condvar>>,
 }
 
@@ -190,7 +192,7 @@ impl Scheduler {
             holder.reported += more;
             queue.progress(holder.tenant, more);
         }
-        queue.enter(tenant, share, ticket);
+        queue.enter(tenant, share, ticket, now);
         match state.holder {
             None => state.hand_over(&self.turn),
             Some(holder) => {
@@ -213,7 +215,17 @@ impl Scheduler {
                 state.waiters.insert(ticket, Arc::clone(&wakeup));
                 wakeup
             });
-            state = state.wait(wakeup);
+            state = match state.hold {
+                None => state.wait(wakeup),
+                Some(until) => {
+                    let left = until.saturating_sub(self.turn.now());
+                    let mut state = state.wait_timeout(wakeup, left);
+                    if state.hold == Some(until) && self.turn.now() >= until {
+                        state.hand_over(&self.turn);
+                    }
+                    state
+                }
+            };
         }
         if wakeup.is_some() {
             state.waiters.remove(&ticket);
@@ -229,19 +241,38 @@ impl Scheduler {
 }
 
 impl State {
-    /// Gives the idle device to the next graph of the queue.
+    /// Gives the idle device to the next graph of the queue, now or after a hold.
     fn hand_over(&mut self, turn: &Turn) {
-        self.holder = self.queue.next().map(|(tenant, ticket)| Holder {
+        let since = turn.now();
+        (self.holder, self.hold) = (None, None);
+        match self.queue.next(since) {
+            Next::Idle => {}
+            Next::Hold(ticket, until) => {
+                self.hold = Some(until);
+                // The thread of this graph waits for the end of the hold.
+                self.wake(ticket);
+            }
+            Next::Run(tenant, ticket) => self.begin(tenant, ticket, turn, since),
+        }
+    }
+
+    /// Begins the turn of a graph.
+    fn begin(&mut self, tenant: TenantId, ticket: Ticket, turn: &Turn, since: Duration) {
+        let holder = Holder {
             tenant,
             ticket,
-            since: turn.now(),
+            since,
             reported: Duration::ZERO,
-        });
-        let Some(holder) = self.holder else { return };
+        };
+        self.holder = Some(holder);
         let allowance = self.queue.allowance(holder.tenant);
         let allowance = allowance.unwrap_or(MAX_TURN).min(MAX_TURN);
         turn.set_end(Some(holder.since + allowance));
-        if let Some(wakeup) = self.waiters.get(&holder.ticket) {
+        self.wake(ticket);
+    }
+
+    fn wake(&self, ticket: Ticket) {
+        if let Some(wakeup) = self.waiters.get(&ticket) {
             wakeup.notify_one();
         }
     }
@@ -274,10 +305,12 @@ impl Drop for DeviceGuard {
     fn drop(&mut self) {
         let Scheduler { turn, .. } = &*self.scheduler;
         let mut state = self.scheduler.lock();
-        let took = turn.now().saturating_sub(self.start);
+        let now = turn.now();
+        let reported = state.holder.map_or(self.start, |h| h.since + h.reported);
+        let took = now.saturating_sub(reported);
         state
             .queue
-            .used(self.tenant, self.ticket, took, self.is_done);
+            .used(self.tenant, self.ticket, took, self.is_done, now);
         state.hand_over(turn);
     }
 }

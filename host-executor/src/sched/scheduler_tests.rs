@@ -1,6 +1,7 @@
 //! The scheduler with threads.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc;
 use std::thread;
 
 use super::*;
@@ -229,9 +230,99 @@ fn single_plan_takes_one_turn() {
     };
     let mut work = Pieces {
         device: &device,
-        left: 1_000_000,
+        left: 1000,
         fails: false,
     };
     let (outcome, times) = run(&scheduler, 1, share, &mut work);
     assert_eq!((outcome, times.turns), (Ok(()), 1));
+}
+
+/// A plan of one piece that ends when told.
+struct Part {
+    began: mpsc::Sender<()>,
+    end: mpsc::Receiver<()>,
+}
+
+impl Plan for Part {
+    fn plan_bytes(&self) -> u64 {
+        0
+    }
+
+    fn launch(&mut self, _: &Turn) -> Result<RunStatus, RunError> {
+        self.began.send(()).expect("the test listens");
+        self.end.recv().expect("the test goes on");
+        Ok(RunStatus::Done)
+    }
+}
+
+/// A graph of `tenant` that has the device until the sender is used, on a thread of `scope`.
+fn start<'scope>(
+    scope: &'scope thread::Scope<'scope, '_>,
+    scheduler: &'scope Arc<Scheduler>,
+    tenant: u64,
+) -> (mpsc::Receiver<()>, mpsc::Sender<()>) {
+    let share = Entitlement {
+        weight: 1,
+        in_flight: 1,
+    };
+    let ((began, begins), (ends, end)) = (mpsc::channel(), mpsc::channel());
+    scope.spawn(move || {
+        let (outcome, _) = run(scheduler, tenant, share, &mut Part { began, end });
+        outcome.expect("the work does not fail");
+    });
+    (begins, ends)
+}
+
+#[test]
+fn time_during_which_others_arrive_is_charged_once() {
+    const RAN: Duration = Duration::from_millis(300);
+    let scheduler = &Arc::new(Scheduler::default());
+    let before = scheduler.turn.now();
+    thread::scope(|scope| {
+        let (begins, end) = start(scope, scheduler, 1);
+        begins.recv().expect("it begins");
+        thread::sleep(RAN);
+        let (begins_other, end_other) = start(scope, scheduler, 2);
+        while scheduler.lock().waiters.is_empty() {
+            thread::yield_now();
+        }
+        end.send(()).expect("it waits");
+        begins_other.recv().expect("it begins");
+        end_other.send(()).expect("it waits");
+    });
+    let took = scheduler.turn.now() - before;
+    let charged = scheduler.lock().queue.time_of(TenantId(1));
+    assert!(charged >= RAN && charged <= took, "{charged:?} of {took:?}");
+}
+
+#[test]
+fn graph_gets_the_device_when_the_guest_that_it_was_held_for_does_not_return() {
+    let scheduler = &Arc::new(Scheduler::default());
+    let decode = || {
+        thread::scope(|scope| {
+            let (begins, end) = start(scope, scheduler, 1);
+            begins.recv().expect("it begins");
+            end.send(()).expect("it waits");
+        });
+    };
+    decode();
+    thread::scope(|scope| {
+        // A long part, during which the first guest asks for its next token.
+        let (begins, end) = start(scope, scheduler, 2);
+        begins.recv().expect("it begins");
+        let (decodes, decoded) = start(scope, scheduler, 1);
+        while scheduler.lock().waiters.is_empty() {
+            thread::yield_now();
+        }
+        // A second graph of the guest that overran.
+        let (begins, end_second) = start(scope, scheduler, 2);
+        thread::sleep(Duration::from_millis(100));
+        end.send(()).expect("it waits");
+        decodes.recv().expect("it is its turn");
+        decoded.send(()).expect("it waits");
+        begins.recv().expect("the hold ends");
+        end_second.send(()).expect("it waits");
+    });
+    let state = scheduler.lock();
+    assert!(state.holder.is_none() && state.hold.is_none() && state.waiters.is_empty());
 }
