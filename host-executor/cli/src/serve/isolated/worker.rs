@@ -69,12 +69,12 @@ pub(crate) fn run_worker(args: WorkerArgs) -> anyhow::Result<()> {
         sandbox::hide().context(REMEDY)?;
     }
     if !args.no_sandbox {
-        sandboxing::isolate_files(args.engine)?;
+        sandboxing::isolate_files(&args.engine)?;
     }
     let (sender, events) = mpsc::channel();
     catch_signals(sender)?;
     let socket = isolate::take_socket().context("standard input is not a socket")?;
-    let engine = engine::start(args.engine, args.threads.into(), args.memory)?;
+    let engine = engine::start(&args.engine, args.threads.into(), args.memory)?;
     let limits = Limits {
         share: !args.no_shared_buffers,
         node_time: { args.max_node_time }.map(|seconds| Duration::from_secs(seconds.get().into())),
