@@ -8,28 +8,23 @@ use vgpu_cpu::CpuEngine;
 use vgpu_engine::Engine;
 use vgpu_ggml::{GgmlEngine, LibraryError};
 
-/// The builds of ggml that `cargo xtask setup` leaves in the cache, with the CPU backend as a file.
+/// The builds of ggml with a CPU backend as a file that are in the cache: after `cargo xtask setup`
+/// at least one, after `cargo xtask test` the oldest and the newest supported release.
 fn backends() -> Vec<PathBuf> {
-    let cache = ["VGPU_CACHE"]
-        .iter()
-        .find_map(std::env::var_os)
-        .map(PathBuf::from);
-    let cache = cache
-        .or_else(|| Some(PathBuf::from(std::env::var_os("XDG_CACHE_HOME")?).join("ggml-vgpu")))
-        .or_else(|| Some(PathBuf::from(std::env::var_os("HOME")?).join(".cache/ggml-vgpu")))
+    let folder = |name| std::env::var_os(name).map(PathBuf::from);
+    let cache = folder("VGPU_CACHE")
+        .or_else(|| Some(folder("XDG_CACHE_HOME")?.join("ggml-vgpu")))
+        .or_else(|| Some(folder("HOME")?.join(".cache/ggml-vgpu")))
         .expect("HOME is set");
     let mut found = Vec::new();
     for build in [
         "build-ggml-0.20.2",
-        "build-llama-0.3.36",
         "build-llama-cpp-sys-2-0.1.161",
+        "build-llama-0.3.36",
     ] {
         let mut folders = vec![cache.join(build)];
         while let Some(folder) = folders.pop() {
-            let Ok(entries) = std::fs::read_dir(&folder) else {
-                continue;
-            };
-            for entry in entries.flatten() {
+            for entry in std::fs::read_dir(&folder).into_iter().flatten().flatten() {
                 if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
                     folders.push(entry.path());
                 } else if entry.file_name() == "libggml-cpu.so" {
@@ -43,6 +38,7 @@ fn backends() -> Vec<PathBuf> {
         "no ggml in {}: run `cargo xtask setup`",
         cache.display()
     );
+    found.truncate(2);
     found
 }
 
