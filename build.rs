@@ -1,13 +1,8 @@
-//! Build script of the plugin: bindings for ggml's C interface, the SONAME, the version stamp.
-
-#[path = "vendor/libclang.rs"]
-mod libclang;
+//! Build script of the plugin: the SONAME and the version stamp.
 
 use std::env;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-
-use libclang::fail;
 
 fn main() {
     // The file name under which the library is installed. cargo names the file `libggml_vgpu.so`.
@@ -15,28 +10,6 @@ fn main() {
     // ggml unloads a plugin that has scored 0, while threads of the plugin may still be ending.
     println!("cargo::rustc-cdylib-link-arg=-Wl,-z,nodelete");
     stamp();
-    bindings();
-}
-
-/// Translates `vendor/*.h` to Rust, with an assertion at compile time for every size and offset.
-fn bindings() {
-    println!("cargo::rerun-if-changed=vendor");
-    libclang::load();
-    let bindings = bindgen::Builder::default()
-        .header("vendor/ggml-abi-v2.h")
-        .header("vendor/ggml-abi-v3.h")
-        .clang_arg("-std=c11")
-        .allowlist_file(".*ggml-abi-.*")
-        .prepend_enum_name(false)
-        .generate_comments(false)
-        .layout_tests(true)
-        .rust_edition(bindgen::RustEdition::Edition2024)
-        .generate()
-        .unwrap_or_else(|error| fail(&format!("vendor/: {error}")));
-    let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
-    bindings
-        .write_to_file(out.join("ggml_abi.rs"))
-        .unwrap_or_else(|error| fail(&format!("{}: {error}", out.display())));
 }
 
 /// Passes `git describe` to the version stamp in the library.

@@ -144,7 +144,7 @@ fn start_engine() -> Result<Arc<dyn vgpu_engine::Engine>, InprocError> {
     let value = std::env::var("VGPU_ENGINE").unwrap_or_else(|_| "cpu".to_owned());
     let kind = value.parse();
     let kind = kind.map_err(|reason| InprocError::UnknownEngine { value, reason })?;
-    Ok(vgpu_executor::engine::start(kind, threads().into(), None)?)
+    Ok(vgpu_executor::engine::start(&kind, threads().into(), None)?)
 }
 
 /// Who the guest is, for the executor's log: program, process id, versions.

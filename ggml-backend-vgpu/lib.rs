@@ -21,7 +21,6 @@
 //! never writes to standard output, never waits for an executor that is gone, and ends the process
 //! only if `VGPU_REQUIRED=1`.
 
-pub mod abi;
 mod backend;
 mod buffer;
 mod connect;
@@ -43,6 +42,8 @@ pub mod stamp;
 mod stats;
 mod translate;
 mod weights;
+
+pub use vgpu_ggml_abi as abi;
 
 /// How well the backend suits this machine: 100 with an executor. 0, with one log line that says
 /// why, without one: ggml then goes on without the plugin. Any thread may call.

@@ -111,7 +111,7 @@ fn compare_with_ggml(api: ApiVersion, ggml: &Path, unused: &[&str]) {
 ///
 /// The items are taken from the translated headers, so that no declaration can be missing here.
 fn items(api: ApiVersion) -> String {
-    let bindings = include_str!(concat!(env!("OUT_DIR"), "/ggml_abi.rs"));
+    let bindings = abi::BINDINGS;
     let mut items = Vec::new();
     let mut structs = BTreeSet::new();
     for line in bindings.lines().map(str::trim) {

@@ -395,6 +395,34 @@ typedef void ggml_log_internal_fn(enum ggml_log_level level, const char * format
 typedef ggml_backend_buffer_t ggml_backend_buffer_init_fn(ggml_backend_buffer_type_t buft,
     struct ggml_backend_buffer_i iface, void * context, size_t size);
 
+// Exported by ggml, for a program that computes with backends. These hide the layout of a buffer
+// type.
+typedef size_t ggml_backend_buft_get_max_size_fn(ggml_backend_buffer_type_t buft);
+typedef ggml_backend_buffer_t ggml_backend_buft_alloc_buffer_fn(ggml_backend_buffer_type_t buft,
+    size_t size);
+typedef void ggml_backend_buffer_free_fn(ggml_backend_buffer_t buffer);
+typedef void ggml_backend_free_fn(ggml_backend_t backend);
+
+// Arguments of ggml_init, by value.
+struct ggml_init_params {
+    // bytes of the memory that tensors and graphs are made in
+    size_t mem_size;
+    // that memory, or null: ggml allocates it
+    void * mem_buffer;
+    // whether tensors get no memory for their elements
+    bool no_alloc;
+};
+
+// Memory in which ggml makes tensors.
+struct ggml_context;
+typedef struct ggml_context * ggml_init_fn(struct ggml_init_params params);
+typedef void ggml_free_fn(struct ggml_context * ctx);
+typedef struct ggml_tensor * ggml_new_tensor_1d_fn(struct ggml_context * ctx, int type,
+    int64_t ne0);
+typedef struct ggml_tensor * ggml_trunc_fn(struct ggml_context * ctx, struct ggml_tensor * a);
+typedef struct ggml_tensor * ggml_geglu_quick_fn(struct ggml_context * ctx,
+    struct ggml_tensor * a);
+
 #ifdef __cplusplus
 }
 #endif

@@ -12,18 +12,17 @@
 
 mod ids;
 mod objects;
-mod versions;
 
 use std::ffi::{CStr, CString, c_char, c_void};
 
 use thiserror::Error;
 
-use crate::abi::{self, ApiVersion};
+use crate::abi::{self, ApiVersion, Function};
 use objects::{Handle, Object, Symbol};
 
+pub(crate) use abi::supported;
+pub use abi::versions::{UnsupportedVersion, Version};
 pub use ids::Ids;
-pub(crate) use versions::supported;
-pub use versions::{UnsupportedVersion, Version};
 
 /// The functions that the plugin calls and that every ggml has, separated by spaces. A macro,
 /// because the version stamp is a literal. [`GgmlObject::needed`] accepts no other names.
@@ -83,18 +82,6 @@ pub enum GgmlError {
     },
 }
 
-/// The function type of the C declaration `NAME_fn`, without null, which C allows.
-type Function<F> = <F as Nullable>::NonNull;
-
-/// A function pointer of the bindings, which may be null.
-trait Nullable {
-    type NonNull;
-}
-
-impl<F> Nullable for Option<F> {
-    type NonNull = F;
-}
-
 /// The functions of ggml that the plugin calls.
 #[derive(Debug)]
 struct Functions {
@@ -137,7 +124,7 @@ impl Ggml {
         let release = unsafe { text(version()) };
         let object = ggml.object.to_string();
         let (version, api) =
-            versions::api_of(&release).map_err(|reason| GgmlError::Unsupported {
+            abi::versions::api_of(&release).map_err(|reason| GgmlError::Unsupported {
                 object: object.clone(),
                 reason,
             })?;

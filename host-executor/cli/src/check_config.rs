@@ -82,7 +82,7 @@ pub(crate) fn run(args: &Args) -> ExitCode {
 
 /// Checks the quotas against the engine's memory, where that is known without starting the engine.
 fn checked(settings: &Settings) -> Result<Option<u64>, CheckError> {
-    let total = match (settings.memory, settings.engine) {
+    let total = match (settings.memory, &settings.engine) {
         (Some(memory), _) => memory,
         (None, EngineKind::Cpu) => CpuEngine::new(1, None)?.memory().total,
         (None, _) => return Ok(None),

@@ -96,6 +96,7 @@ struct Engine {
     max_node_time: Option<NonZeroU32>,
     /// Seconds. 0: no limit.
     max_turn_time: Option<u32>,
+    trust_guests: bool,
 }
 
 #[derive(Deserialize, Default)]
@@ -249,6 +250,7 @@ fn settings(file: File) -> Result<Settings, Mistake> {
         share_buffers: file.server.share_buffers.unwrap_or(true),
         overcommit: file.server.overcommit,
         engine: file.engine.kind.map_or(defaults.engine, |kind| kind.0),
+        trust_guests: file.engine.trust_guests,
         threads: Threads {
             count: file.engine.threads,
             pin: file.engine.pin,

@@ -164,6 +164,9 @@ pub struct Settings {
     pub overcommit: bool,
     /// Which engine executes graphs.
     pub engine: EngineKind,
+    /// Whether a guest may use an engine that it can end ([`EngineKind::needs_trust`]) in the
+    /// process of all guests.
+    pub trust_guests: bool,
     /// The threads of the CPU engine.
     pub threads: Threads,
     /// Bytes of memory that guests may use in all. `None`: what the machine or its control group
@@ -204,6 +207,7 @@ impl Default for Settings {
             share_buffers: true,
             overcommit: false,
             engine: EngineKind::Cpu,
+            trust_guests: false,
             threads: Threads::default(),
             memory: None,
             max_node_time: None,
@@ -242,7 +246,8 @@ impl Settings {
 
     /// Replaces the settings that need a restart by those of `running`.
     pub fn keep_until_restart(&mut self, running: &Settings) {
-        self.engine = running.engine;
+        self.engine.clone_from(&running.engine);
+        self.trust_guests = running.trust_guests;
         self.threads = running.threads;
         self.memory = running.memory;
         self.max_node_time = running.max_node_time;
@@ -264,6 +269,10 @@ impl Settings {
             (
                 "engine.threads",
                 self.threads.count != running.threads.count,
+            ),
+            (
+                "engine.trust-guests",
+                self.trust_guests != running.trust_guests,
             ),
             ("engine.pin", self.threads.pin != running.threads.pin),
             ("engine.memory", self.memory != running.memory),

@@ -16,6 +16,12 @@ pub enum StartError {
     },
     #[error("the engine cuda:{ordinal} does not start: {error}")]
     Cuda { ordinal: u32, error: EngineError },
+    #[cfg(feature = "ggml")]
+    #[error("the engine ggml does not start: {0}")]
+    Ggml(#[from] vgpu_ggml::LibraryError),
+    #[cfg(not(feature = "ggml"))]
+    #[error("the engine ggml:{} does not start: this program was built without it (cargo feature ggml)", path.display())]
+    NoGgml { path: std::path::PathBuf },
     #[cfg(not(feature = "cuda"))]
     #[error(
         "the engine cuda:{ordinal} does not start: this program was built without the CUDA engine \

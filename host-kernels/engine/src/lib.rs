@@ -1,6 +1,7 @@
 //! What all engines of the host share.
 //!
 //! - [`Engine`], [`Memory`], [`Plan`]: the contract between the executor and an engine.
+//! - [`SingleNode`]: one node of a graph on another engine.
 //! - [`fuse`]: operator fusion, which finds nodes that one kernel can compute.
 //! - [`roofline`]: a lower bound of a graph's memory traffic and arithmetic.
 //! - [`rope`]: the parameters of ROPE, as kernels take them.
@@ -17,6 +18,7 @@ mod panic;
 mod plan;
 pub mod roofline;
 pub mod rope;
+mod single_node;
 pub mod types;
 pub mod work;
 
@@ -26,3 +28,4 @@ pub use error::{EngineError, RunError, check_range};
 pub use memory::{Extent, MAX_COPIES, Memory, MemoryInfo, SharedMemory};
 pub use panic::panic_message;
 pub use plan::{ALLOCATION_BYTES, NodeTiming, Plan, RunStatus, Turn};
+pub use single_node::{DeviceMemory, SingleNode};

@@ -9,12 +9,17 @@ use vgpu_layers::{packages, root};
 /// Tests may use more.
 const ALLOWED: &[(&str, &[&str])] = &[
     ("vgpu-transport", &[]),
+    ("vgpu-ggml-abi", &[]),
     ("vgpu-gguf", &[]),
     ("vgpu-engine", &["vgpu-transport"]),
     ("vgpu-cpu", &["vgpu-engine", "vgpu-transport"]),
     ("vgpu-cuda-shim", &[]),
     // What a GPU does not compute, its engine computes on the CPU.
     ("vgpu-cuda", &["vgpu-cpu", "vgpu-engine", "vgpu-transport"]),
+    (
+        "vgpu-ggml",
+        &["vgpu-engine", "vgpu-ggml-abi", "vgpu-transport"],
+    ),
     (
         "vgpu-check",
         &[
@@ -27,7 +32,13 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ),
     (
         "vgpu-executor",
-        &["vgpu-cpu", "vgpu-cuda", "vgpu-engine", "vgpu-transport"],
+        &[
+            "vgpu-cpu",
+            "vgpu-cuda",
+            "vgpu-engine",
+            "vgpu-ggml",
+            "vgpu-transport",
+        ],
     ),
     (
         "vgpu",
@@ -42,7 +53,13 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ),
     (
         "ggml-vgpu",
-        &["vgpu-cpu", "vgpu-engine", "vgpu-executor", "vgpu-transport"],
+        &[
+            "vgpu-cpu",
+            "vgpu-engine",
+            "vgpu-executor",
+            "vgpu-ggml-abi",
+            "vgpu-transport",
+        ],
     ),
     ("xtask-common", &["vgpu-gguf"]),
     ("xtask", &["xtask-common"]),

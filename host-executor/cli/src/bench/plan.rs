@@ -235,7 +235,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 
     let engine = match args.floor_only {
         true => None,
-        false => Some(engine::start(args.engine, args.threads.into(), None)?),
+        false => Some(engine::start(&args.engine, args.threads.into(), None)?),
     };
     let rates = rates(args, engine.as_deref())?;
     let mut spans = Vec::new();

@@ -195,7 +195,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         "--size {}: not a multiple of 256",
         args.size
     );
-    let engine = engine::start(args.engine, 0.into(), None)?;
+    let engine = engine::start(&args.engine, 0.into(), None)?;
     let oracle = CpuEngine::new(0, None).context("the cpu engine does not start")?;
     let memory = engine.memory();
     println!(

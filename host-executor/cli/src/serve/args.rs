@@ -67,8 +67,9 @@ pub(crate) struct Args {
     #[arg(long, value_enum)]
     device: Option<Device>,
 
-    /// The engine that executes graphs: cpu, cuda (the first NVIDIA GPU), cuda:N, or auto (a GPU if
-    /// one can be used, else the CPU). With VGPU_MEGAKERNEL=on in the environment, a GPU runs a
+    /// The engine that executes graphs: cpu, cuda (the first NVIDIA GPU), cuda:N, ggml:PATH (the
+    /// first device of a backend library of ggml, such as libggml-vulkan.so), ggml:PATH:DEVICE, or
+    /// auto (an NVIDIA GPU if one can be used, else the CPU). With VGPU_MEGAKERNEL=on in the environment, a GPU runs a
     /// token as one persistent kernel instead of a CUDA graph. [default: cpu]
     #[arg(long, value_name = "ENGINE")]
     engine: Option<EngineKind>,
@@ -111,6 +112,11 @@ pub(crate) struct Args {
     /// With it, all data goes through messages.
     #[arg(long)]
     no_shared_buffers: bool,
+
+    /// With --engine ggml and without --isolate: serve guests although each of them can end this
+    /// process, and with it the work of all others. Backends of ggml trust the indices in tensors.
+    #[arg(long)]
+    trust_guests: bool,
 
     /// Serve each guest, and each virtual machine, in a process of its own, so that a fault affects
     /// one guest only.
@@ -245,6 +251,7 @@ impl Args {
         }
         replace(&mut settings.engine, &self.engine);
         replace(&mut settings.threads.count, &self.threads);
+        settings.trust_guests |= self.trust_guests;
         settings.threads.pin |= self.pin;
         replace(&mut settings.max_guests, &self.max_guests);
         let device = self.device.map(|device| match device {

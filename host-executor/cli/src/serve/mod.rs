@@ -24,6 +24,12 @@ pub(crate) use isolated::{WorkerArgs, run_worker};
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let settings = args.settings().map_err(ConfigError)?;
     let mut logging = Logging::start(&settings).map_err(ConfigError)?;
+    anyhow::ensure!(
+        !settings.engine.needs_trust() || settings.trust_guests || args.isolate,
+        "with the engine {} a guest can end this process, and with it the work of all other \
+         guests: give each guest a process with --isolate, or allow it with --trust-guests",
+        settings.engine
+    );
     // The process of a virtual machine has one thread only when it gives up its files.
     let sockets = match args.isolated_machine {
         true => Some(single::bind_and_isolate(args, &settings)?),

@@ -48,8 +48,8 @@ pub(super) fn enter(
 
 /// Takes the files of the user from the process of a guest, which must have no other thread yet:
 /// the kernel restricts only the calling thread and its children.
-pub(super) fn isolate_files(engine: EngineKind) -> anyhow::Result<()> {
-    if engine != EngineKind::Cpu {
+pub(super) fn isolate_files(engine: &EngineKind) -> anyhow::Result<()> {
+    if *engine != EngineKind::Cpu {
         // A driver opens files and devices, even if `auto` chooses the CPU engine in the end.
         info!("files: all of the user, for the driver");
         return Ok(());

@@ -44,7 +44,7 @@ fn bind(settings: &Settings) -> anyhow::Result<Sockets> {
 pub(super) fn bind_and_isolate(args: &Args, settings: &Settings) -> anyhow::Result<Sockets> {
     let sockets = bind(settings)?;
     if !args.no_sandbox {
-        sandboxing::isolate_files(settings.engine)?;
+        sandboxing::isolate_files(&settings.engine)?;
     }
     Ok(sockets)
 }
@@ -58,7 +58,7 @@ pub(super) fn run(
     dumps: &DumpSource,
     logging: &mut Logging,
 ) -> anyhow::Result<()> {
-    let engine = engine::start(settings.engine, settings.threads, settings.memory)?;
+    let engine = engine::start(&settings.engine, settings.threads, settings.memory)?;
     let memory = engine.memory();
     let limits = Limits {
         share: settings.share_buffers,

@@ -124,7 +124,7 @@ impl<'a> Compiler<'a> {
             let work = self
                 .context
                 .cpu_fallback
-                .compile(self.graph, node, self.bases)?;
+                .compile(self.graph, at, self.bases)?;
             self.work.push(Work::Cpu(work, self.origin[at]));
             self.groups.push((1, vec![self.origin[at]]));
             self.wrote(at..at + 1, usize::MAX);

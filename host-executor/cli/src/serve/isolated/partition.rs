@@ -50,7 +50,7 @@ pub(super) fn check(settings: &Settings) -> anyhow::Result<()> {
 /// The memory that is divided among the workers. `None`: the driver of the engine divides its
 /// memory.
 pub(super) fn memory(settings: &Settings) -> anyhow::Result<Option<u64>> {
-    Ok(match (settings.engine, settings.memory) {
+    Ok(match (&settings.engine, settings.memory) {
         (EngineKind::Cpu, Some(all)) => Some(all),
         // The memory of the machine or its control group.
         (EngineKind::Cpu, None) => {

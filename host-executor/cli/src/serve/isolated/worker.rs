@@ -71,13 +71,13 @@ pub(crate) fn run_worker(args: WorkerArgs) -> anyhow::Result<()> {
         sandbox::hide().context(REMEDY)?;
     }
     if !args.no_sandbox {
-        sandboxing::isolate_files(args.engine)?;
+        sandboxing::isolate_files(&args.engine)?;
     }
     let (sender, events) = mpsc::channel();
     let dumps = DumpSource::default();
     catch_signals(sender, Arc::clone(&dumps))?;
     let socket = isolate::take_socket().context("standard input is not a socket")?;
-    let engine = engine::start(args.engine, args.threads.into(), args.memory)?;
+    let engine = engine::start(&args.engine, args.threads.into(), args.memory)?;
     let limits = Limits {
         share: !args.no_shared_buffers,
         ..Limits::of_this_process().context("limits of the kernel")?

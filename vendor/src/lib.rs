@@ -1,4 +1,5 @@
-//! ggml's C interface for backend plugins: structures, constants and function types.
+//! ggml's C interface for backends: structures, constants and function types, and the
+//! [releases](versions) that have it. The plugin implements the interface, the engine `ggml` calls it.
 //!
 //! The names are those of C. The headers `vendor/ggml-abi-*.h` declare and describe them.
 //! `build.rs` translates the headers and asserts every size and offset at compile time.
@@ -6,12 +7,30 @@
 //!
 //! One structure depends on the version of the interface: [`BufferType`].
 
+pub mod versions;
+
 pub use bindings::*;
 
 /// The translated headers.
 #[allow(missing_docs, non_camel_case_types, unreachable_pub)] // C's names, documented in C
 mod bindings {
     include!(concat!(env!("OUT_DIR"), "/ggml_abi.rs"));
+}
+
+/// The translated headers as text, for the test that compares them with ggml's.
+pub const BINDINGS: &str = include_str!(concat!(env!("OUT_DIR"), "/ggml_abi.rs"));
+
+/// The function type of the C declaration `NAME_fn`, without null, which C allows.
+pub type Function<F> = <F as Nullable>::NonNull;
+
+/// A function pointer of the bindings, which may be null.
+pub trait Nullable {
+    /// The function pointer that is not null.
+    type NonNull;
+}
+
+impl<F> Nullable for Option<F> {
+    type NonNull = F;
 }
 
 /// `GGML_BACKEND_API_VERSION` of a ggml that the plugin supports.

@@ -1,22 +1,22 @@
 //! The supported releases of ggml, and the API version of each.
 //!
 //! To support a new release, add its series here, after the layout test (`tests/abi.rs`) has
-//! compared the plugin's declarations with its headers, and the differences of its operators have
+//! compared the declarations in `vendor/` with its headers, and the differences of its operators have
 //! their place in `translate/releases.rs`. CONTRIBUTING.md has the steps.
 
 use std::fmt;
 
 use thiserror::Error;
 
-use crate::abi::ApiVersion;
+use crate::ApiVersion;
 
 /// The supported releases, as text. A macro, because the version stamp is a literal.
+#[macro_export]
 macro_rules! supported {
     () => {
         "0.20-0.25 (API 2), 0.26 (API 3)"
     };
 }
-pub(crate) use supported;
 
 /// The supported releases: the first of each series, oldest series first.
 const SERIES: &[(Version, ApiVersion)] = &[
@@ -57,7 +57,7 @@ pub enum UnsupportedVersion {
 
 impl Version {
     /// The series `major.minor`.
-    pub(crate) const fn new(major: u32, minor: u32) -> Self {
+    pub const fn new(major: u32, minor: u32) -> Self {
         Self { major, minor }
     }
 
@@ -84,7 +84,7 @@ impl fmt::Display for Version {
 /// # Errors
 ///
 /// [`UnsupportedVersion`] if the release is not supported: its structures may have other layouts.
-pub(super) fn api_of(text: &str) -> Result<(Version, ApiVersion), UnsupportedVersion> {
+pub fn api_of(text: &str) -> Result<(Version, ApiVersion), UnsupportedVersion> {
     let version =
         Version::parse(text).ok_or_else(|| UnsupportedVersion::Unreadable(text.to_owned()))?;
     if version >= END {

@@ -1,0 +1,279 @@
+//! The engine: a device of a backend, and what runs the nodes that the device cannot.
+
+use std::ffi::c_int;
+use std::path::Path;
+use std::ptr::{self, NonNull};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use tracing::info;
+use vgpu_engine::work::Speed;
+use vgpu_engine::{Engine, EngineError, Memory, MemoryInfo, Plan};
+use vgpu_ggml_abi as abi;
+use vgpu_transport::ir::{Capabilities, GraphCounts, ValidGraph};
+
+use crate::library::{Library, LibraryError, text};
+use crate::memory::{Allocator, GgmlMemory, allocation_size};
+use crate::plan::{GgmlPlan, compile_bytes};
+use crate::tensors::Graph;
+
+/// The longest time of a node by estimate: a backend cannot stop in the middle of a node.
+const MAX_NODE_TIME: Duration = Duration::from_secs(60);
+
+/// What the estimates take a backend to do in a second.
+const SPEED: Speed = Speed {
+    products: 2e10,
+    steps: 2e9,
+    bytes: 8e9,
+};
+
+/// A device of a backend, with a queue for graphs.
+pub(crate) struct Device {
+    pub(crate) library: &'static Library,
+    device: NonNull<abi::ggml_backend_device>,
+    backend: NonNull<abi::ggml_backend>,
+    pub(crate) is_cpu: bool,
+    /// Held while the backend computes: ggml's backends have one user at a time.
+    computing: Mutex<()>,
+}
+
+// SAFETY: the device object is constant. The backend object is used under the lock only.
+unsafe impl Send for Device {}
+// SAFETY: as for `Send`.
+unsafe impl Sync for Device {}
+
+impl Device {
+    /// Whether the device computes this node.
+    ///
+    /// # Safety
+    /// `node` and the tensors that it points to must be valid, with their places.
+    pub(crate) unsafe fn supports(&self, node: *const abi::ggml_tensor) -> bool {
+        let device = self.device.as_ptr();
+        // SAFETY: the device object is constant and never freed, and the node is valid (this
+        // function's contract).
+        unsafe {
+            (*device)
+                .iface
+                .supports_op
+                .is_some_and(|supports| supports(device, node))
+        }
+    }
+
+    /// Computes a graph. All results are in memory on return.
+    ///
+    /// # Errors
+    /// `enum ggml_status` of the backend.
+    ///
+    /// # Safety
+    /// The tensors of the graph and their buffers must exist, and nothing may access them during
+    /// the call.
+    pub(crate) unsafe fn compute(&self, graph: &mut Graph) -> Result<(), c_int> {
+        let _computing = self
+            .computing
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        let backend = self.backend.as_ptr();
+        // SAFETY: the lock makes this the only call. The graph is valid (this function's contract),
+        // and the backend keeps no pointer to it behind `synchronize`.
+        unsafe {
+            let iface = &(*backend).iface;
+            let Some(compute) = iface.graph_compute else {
+                return Err(abi::GGML_STATUS_FAILED as c_int);
+            };
+            let status = compute(backend, graph.as_mut_ptr()) as c_int;
+            if let Some(synchronize) = iface.synchronize {
+                synchronize(backend);
+            }
+            match status {
+                0 => Ok(()),
+                status => Err(status),
+            }
+        }
+    }
+}
+
+impl Drop for Device {
+    fn drop(&mut self) {
+        // SAFETY: the object owns the backend, and plans keep the device alive.
+        unsafe { (self.library.functions().backend_free)(self.backend.as_ptr()) };
+    }
+}
+
+/// Runs graphs on a device of a backend of ggml. Nodes that the device lacks run on `fallback`.
+pub struct GgmlEngine {
+    name: String,
+    description: String,
+    device: Arc<Device>,
+    allocator: Arc<Allocator>,
+    fallback: Arc<dyn Engine>,
+}
+
+impl GgmlEngine {
+    /// Starts the backend at `path`, on the device with the name `device`, or on the first one.
+    /// `threads` is for a backend that computes on the CPU; 0 stands for the backend's default.
+    /// `memory` limits the bytes of all buffers. `fallback` is an engine of the host's memory that
+    /// has every operator.
+    ///
+    /// # Errors
+    /// [`LibraryError`] says why the backend cannot be used.
+    pub fn start(
+        path: &Path,
+        device: Option<&str>,
+        threads: usize,
+        memory: Option<u64>,
+        fallback: Arc<dyn Engine>,
+    ) -> Result<GgmlEngine, LibraryError> {
+        // A backend is never unloaded, so its description may live as long.
+        let library: &'static Library = Box::leak(Box::new(Library::load(path)?));
+        let devices: Vec<(String, NonNull<abi::ggml_backend_device>)> =
+            { library.devices().into_iter() }
+                // SAFETY: the device objects are constant and never freed.
+                .map(|device| (unsafe { name_of(device) }, device))
+                .collect();
+        let path = || library.path().to_owned();
+        let (name, found) = match device {
+            None => devices.first(),
+            Some(wanted) => devices.iter().find(|(name, _)| name == wanted),
+        }
+        .cloned()
+        .ok_or_else(|| match device {
+            Some(wanted) if !devices.is_empty() => LibraryError::UnknownDevice {
+                path: path(),
+                wanted: wanted.to_owned(),
+                known: devices.iter().map(|(name, _)| name.clone()).collect(),
+            },
+            _ => LibraryError::NoDevice { path: path() },
+        })?;
+        let failed = || LibraryError::Device {
+            path: path(),
+            device: name.clone(),
+        };
+        let raw = found.as_ptr();
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: the device object is constant and never freed, and its functions take the object
+        // itself. A null parameter stands for the default.
+        let (backend, buft, is_cpu, description) = unsafe {
+            let iface = &(*raw).iface;
+            let backend = iface
+                .init_backend
+                .and_then(|init| NonNull::new(init(raw, ptr::null())));
+            let buft = { iface.get_buffer_type }.map_or(ptr::null_mut(), |get| get(raw));
+            if let Some(get_memory) = iface.get_memory {
+                get_memory(raw, &raw mut free, &raw mut total);
+            }
+            let kind = iface.get_type.map(|get| get(raw));
+            let description = iface.get_description.map(|get| text(get(raw)));
+            let is_cpu = kind == Some(abi::GGML_BACKEND_DEVICE_TYPE_CPU);
+            (backend, buft, is_cpu, description.unwrap_or_default())
+        };
+        let backend = backend.filter(|_| !buft.is_null()).ok_or_else(failed)?;
+        if threads > 0 {
+            type SetThreads = unsafe extern "C" fn(*mut abi::ggml_backend, c_int);
+            // SAFETY: `ggml-backend.h` declares the function with this name and type
+            // (`ggml_backend_set_n_threads_t`). The backend is new and belongs to the library.
+            unsafe {
+                let set = library.proc_address::<SetThreads>(c"ggml_backend_set_n_threads");
+                if let Some(set) = set {
+                    set(backend.as_ptr(), threads as c_int);
+                }
+            }
+        }
+        let total = match total {
+            0 => fallback.memory().total, // the backend does not know
+            total => total as u64,
+        };
+        info!(
+            "ggml {} from {}: device {name} ({description})",
+            library.release(),
+            library.path().display()
+        );
+        Ok(GgmlEngine {
+            name: format!("ggml:{name}"),
+            description,
+            allocator: Arc::new(Allocator::new(
+                library.functions(),
+                buft,
+                memory.map_or(total, |memory| memory.min(total)),
+            )),
+            device: Arc::new(Device {
+                library,
+                device: found,
+                backend,
+                is_cpu,
+                computing: Mutex::new(()),
+            }),
+            fallback,
+        })
+    }
+}
+
+/// The name of a device.
+///
+/// # Safety
+/// The device object must exist.
+unsafe fn name_of(device: NonNull<abi::ggml_backend_device>) -> String {
+    // SAFETY: the object exists (this function's contract); the function takes the object itself and
+    // returns a C string.
+    unsafe {
+        let get = device.as_ref().iface.get_name;
+        get.map_or_else(String::new, |get| text(get(device.as_ptr())))
+    }
+}
+
+impl Engine for GgmlEngine {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn description(&self) -> &str {
+        &self.description
+    }
+
+    fn memory(&self) -> MemoryInfo {
+        let (total, free) = self.allocator.free();
+        MemoryInfo { total, free }
+    }
+
+    fn is_host_memory(&self) -> bool {
+        self.device.is_cpu
+    }
+
+    fn allocation_size(&self, size: u64) -> u64 {
+        allocation_size(size)
+    }
+
+    fn capabilities(&self) -> &Capabilities {
+        // The fallback runs what the device does not.
+        self.fallback.capabilities()
+    }
+
+    fn speed(&self) -> Speed {
+        SPEED
+    }
+
+    fn max_node_time(&self) -> Duration {
+        MAX_NODE_TIME
+    }
+
+    fn alloc(&self, size: u64) -> Result<Arc<dyn Memory>, EngineError> {
+        Ok(Arc::new(self.allocator.alloc(size)?))
+    }
+
+    fn compile_bytes(&self, counts: &GraphCounts) -> u64 {
+        compile_bytes(counts)
+    }
+
+    fn compile(
+        &self,
+        graph: &ValidGraph,
+        buffers: &[Arc<dyn Memory>],
+        is_cancelled: &dyn Fn() -> bool,
+    ) -> Result<Box<dyn Plan>, EngineError> {
+        if { buffers.iter() }.any(|buffer| !buffer.as_any().is::<GgmlMemory>()) {
+            return Err(EngineError::ForeignMemory);
+        }
+        let (device, fallback) = (Arc::clone(&self.device), &*self.fallback);
+        let plan = GgmlPlan::compile(device, fallback, graph.graph(), buffers, is_cancelled)?;
+        Ok(Box::new(plan))
+    }
+}

@@ -1,0 +1,24 @@
+//! The engine that runs graphs on a backend of ggml: `libggml-cuda.so`, `libggml-vulkan.so`,
+//! `libggml-hip.so` or any other that is loaded at run time.
+//!
+//! - [`library`]: the loaded backend and its devices. `ids`: the ids of its enums.
+//! - `memory`: buffers of a device.
+//! - `params`: from an operator of the IR to ggml's `op_params`. `tensors`: the tensors and the
+//!   graph that the backend gets.
+//! - `plan`: a compiled graph: parts for the device, and single nodes for another engine.
+//! - [`GgmlEngine`]: the engine.
+//!
+//! A backend of ggml ends the process if a tensor has content that it does not expect, such as a row
+//! index out of range. Only guests that are trusted, or a process for each guest, may use this
+//! engine.
+
+mod engine;
+mod ids;
+pub mod library;
+mod memory;
+mod params;
+mod plan;
+mod tensors;
+
+pub use engine::GgmlEngine;
+pub use library::{Library, LibraryError};

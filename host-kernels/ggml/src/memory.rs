@@ -1,0 +1,268 @@
+//! Buffers of a device.
+
+use std::any::Any;
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use vgpu_engine::{EngineError, Memory, check_range};
+use vgpu_ggml_abi as abi;
+use vgpu_transport::bytes::{Bytes, BytesMut};
+
+use crate::library::Functions;
+use crate::tensors;
+
+/// Bytes behind the end of a buffer. Kernels of ggml read whole blocks of up to 512 elements at the
+/// end of a row of quantised weights.
+const SLACK: u64 = 4096;
+
+/// The bytes that are copied at a time between buffers, or between parts of one that overlap.
+const CHUNK: usize = 1 << 20;
+
+/// What the buffers of one device share.
+pub(crate) struct Allocator {
+    /// The library's functions, which outlive every buffer.
+    functions: &'static Functions,
+    buft: abi::ggml_backend_buffer_type_t,
+    /// The most bytes that buffers may have together.
+    total: u64,
+    used: AtomicU64,
+}
+
+// SAFETY: the buffer type is a constant object of the backend, and its functions may be called by
+// any thread.
+unsafe impl Send for Allocator {}
+// SAFETY: as for `Send`.
+unsafe impl Sync for Allocator {}
+
+/// The bytes that an allocation of `size` bytes takes.
+pub(crate) fn allocation_size(size: u64) -> u64 {
+    size.saturating_add(SLACK).next_multiple_of(4096)
+}
+
+impl Allocator {
+    pub(crate) fn new(
+        functions: &'static Functions,
+        buft: abi::ggml_backend_buffer_type_t,
+        total: u64,
+    ) -> Allocator {
+        Allocator {
+            functions,
+            buft,
+            total,
+            used: AtomicU64::new(0),
+        }
+    }
+
+    /// The capacity, and what is not allocated.
+    pub(crate) fn free(&self) -> (u64, u64) {
+        let used = self.used.load(Ordering::Relaxed);
+        (self.total, self.total.saturating_sub(used))
+    }
+
+    /// A zeroed buffer of `size` bytes.
+    ///
+    /// # Errors
+    /// [`EngineError::OutOfMemory`].
+    pub(crate) fn alloc(self: &Arc<Self>, size: u64) -> Result<GgmlMemory, EngineError> {
+        let wanted = allocation_size(size);
+        let (total, free) = self.free();
+        let refused = EngineError::OutOfMemory {
+            wanted: size,
+            free,
+            total,
+        };
+        // SAFETY: the buffer type is a constant object of the backend.
+        let max = unsafe { (self.functions.buft_get_max_size)(self.buft) } as u64;
+        if wanted > max {
+            return Err(EngineError::OutOfMemory {
+                wanted: size,
+                free: free.min(max),
+                total,
+            });
+        }
+        let reserve = |used: u64| used.checked_add(wanted).filter(|&used| used <= total);
+        if self
+            .used
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, reserve)
+            .is_err()
+        {
+            return Err(refused);
+        }
+        // SAFETY: the buffer type is a constant object of the backend.
+        let buffer = unsafe { (self.functions.buft_alloc_buffer)(self.buft, wanted as usize) };
+        let Some(buffer) = NonNull::new(buffer) else {
+            self.used.fetch_sub(wanted, Ordering::Relaxed);
+            return Err(refused);
+        };
+        // SAFETY: the buffer is new, and its table is that of the backend. `get_base` and `clear`
+        // are not optional; a missing one is answered below.
+        let base = unsafe {
+            let iface = &buffer.as_ref().iface;
+            match (iface.get_base, iface.clear) {
+                (Some(get_base), Some(clear)) => {
+                    clear(buffer.as_ptr(), 0);
+                    get_base(buffer.as_ptr())
+                }
+                _ => ptr::null_mut(),
+            }
+        };
+        let memory = GgmlMemory {
+            whole: Box::new(tensors::whole(buffer, base, wanted)),
+            allocator: Arc::clone(self),
+            buffer,
+            size,
+        };
+        match base.is_null() {
+            true => Err(EngineError::Device {
+                message: "a buffer of the backend has no address".to_owned(),
+            }),
+            false => Ok(memory),
+        }
+    }
+}
+
+/// A buffer of a device.
+pub(crate) struct GgmlMemory {
+    allocator: Arc<Allocator>,
+    buffer: NonNull<abi::ggml_backend_buffer>,
+    /// The address of the first byte, in the address space of the device.
+    /// A tensor with all bytes, which every other tensor in this buffer is a view of.
+    whole: Box<abi::ggml_tensor>,
+    size: u64,
+}
+
+// SAFETY: the object owns its buffer. The functions in the buffer's table may be called by any
+// thread; callers order them with computations, as the contract of `Memory` says.
+unsafe impl Send for GgmlMemory {}
+// SAFETY: as for `Send`. Concurrent calls access different bytes, or only read.
+unsafe impl Sync for GgmlMemory {}
+
+impl GgmlMemory {
+    /// The tensor with all bytes of the buffer, valid as long as the memory.
+    pub(crate) fn whole(&self) -> *mut abi::ggml_tensor {
+        ptr::from_ref(&*self.whole).cast_mut()
+    }
+
+    fn has(&self, other: &GgmlMemory) -> bool {
+        Arc::ptr_eq(&self.allocator, &other.allocator)
+    }
+
+    fn lacks(name: &str) -> EngineError {
+        EngineError::Device {
+            message: format!("a buffer of the backend has no function {name}"),
+        }
+    }
+}
+
+impl Memory for GgmlMemory {
+    fn size(&self) -> u64 {
+        self.size
+    }
+
+    fn write(&self, offset: u64, data: Bytes<'_>) -> Result<(), EngineError> {
+        check_range(offset, data.len() as u64, self.size)?;
+        if data.is_empty() {
+            return Ok(());
+        }
+        // SAFETY: the buffer exists. The range lies inside `whole` (checked above), and `data` is
+        // readable. The function copies bytes, and does not interpret them.
+        unsafe {
+            let set = { self.buffer.as_ref() }.iface.set_tensor;
+            let set = set.ok_or_else(|| GgmlMemory::lacks("set_tensor"))?;
+            let from = data.as_ptr().cast();
+            set(
+                self.buffer.as_ptr(),
+                self.whole(),
+                from,
+                offset as usize,
+                data.len(),
+            );
+        }
+        Ok(())
+    }
+
+    fn read(&self, offset: u64, mut out: BytesMut<'_>) -> Result<(), EngineError> {
+        check_range(offset, out.len() as u64, self.size)?;
+        if out.is_empty() {
+            return Ok(());
+        }
+        // SAFETY: as for `write`; `out` is writable.
+        unsafe {
+            let get = { self.buffer.as_ref() }.iface.get_tensor;
+            let get = get.ok_or_else(|| GgmlMemory::lacks("get_tensor"))?;
+            let (to, len) = (out.as_mut_ptr().cast(), out.len());
+            get(self.buffer.as_ptr(), self.whole(), to, offset as usize, len);
+        }
+        Ok(())
+    }
+
+    fn fill(&self, offset: u64, len: u64, value: u8) -> Result<(), EngineError> {
+        check_range(offset, len, self.size)?;
+        if len == 0 {
+            return Ok(());
+        }
+        // SAFETY: the buffer exists, and the range lies inside `whole` (checked above).
+        let memset = unsafe { self.buffer.as_ref() }.iface.memset_tensor;
+        let Some(memset) = memset else {
+            // A slot that some backends leave empty.
+            let bytes = vec![value; CHUNK.min(len as usize)];
+            for at in (0..len).step_by(CHUNK) {
+                let part = &bytes[..CHUNK.min((len - at) as usize)];
+                self.write(offset + at, Bytes::from(part))?;
+            }
+            return Ok(());
+        };
+        // SAFETY: as above.
+        unsafe {
+            memset(
+                self.buffer.as_ptr(),
+                self.whole(),
+                value,
+                offset as usize,
+                len as usize,
+            )
+        };
+        Ok(())
+    }
+
+    fn copy_from(
+        &self,
+        offset: u64,
+        source: &dyn Memory,
+        source_offset: u64,
+        len: u64,
+    ) -> Result<(), EngineError> {
+        let source = { source.as_any().downcast_ref::<GgmlMemory>() }
+            .filter(|source| self.has(source))
+            .ok_or(EngineError::ForeignMemory)?;
+        check_range(offset, len, self.size)?;
+        check_range(source_offset, len, source.size)?;
+        let mut bytes = vec![0; CHUNK.min(len as usize)];
+        let mut copy = |at: u64| {
+            let part = &mut bytes[..CHUNK.min((len - at) as usize)];
+            source.read(source_offset + at, BytesMut::from(&mut *part))?;
+            self.write(offset + at, Bytes::from(&*part))
+        };
+        let mut chunks = (0..len.div_ceil(CHUNK as u64)).map(|chunk| chunk * CHUNK as u64);
+        // Where the ranges overlap, a chunk is read before it is overwritten.
+        let is_forward = self.buffer != source.buffer || offset <= source_offset;
+        match is_forward {
+            true => chunks.try_for_each(&mut copy),
+            false => chunks.rev().try_for_each(&mut copy),
+        }
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+impl Drop for GgmlMemory {
+    fn drop(&mut self) {
+        // SAFETY: the object owns the buffer. Plans keep their memory alive, so nothing uses it.
+        unsafe { (self.allocator.functions.buffer_free)(self.buffer.as_ptr()) };
+        let freed = allocation_size(self.size);
+        self.allocator.used.fetch_sub(freed, Ordering::Relaxed);
+    }
+}

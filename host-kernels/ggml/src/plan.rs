@@ -1,0 +1,285 @@
+//! A compiled graph: graphs for the device, and between them single nodes for another engine.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use vgpu_engine::{
+    Cancellation, DeviceMemory, Engine, EngineError, Memory, Plan, RunError, RunStatus, SingleNode,
+    Turn, work,
+};
+use vgpu_ggml_abi as abi;
+use vgpu_transport::bytes::{Bytes, BytesMut};
+use vgpu_transport::ir::{Graph as IrGraph, GraphCounts, Node, Op, OpKind, Shape, Type};
+
+use crate::engine::Device;
+use crate::memory::GgmlMemory;
+use crate::params;
+use crate::tensors::{Arena, Graph, compute, view};
+
+/// A graph for the device ends after so much work by estimate, so that a turn can end there.
+const PART: Duration = Duration::from_millis(5);
+
+/// What a device or another engine does in one go.
+enum Part {
+    /// The graph, and the index of its first node.
+    Device(Graph, usize),
+    Other(Box<SingleNode>),
+}
+
+/// A compiled graph.
+pub(crate) struct GgmlPlan {
+    device: Arc<Device>,
+    buffers: Vec<Arc<dyn Memory>>,
+    parts: Vec<Part>,
+    /// The part that the next launch begins with.
+    next: usize,
+    /// The tensors that the parts refer to.
+    arena: Arena,
+}
+
+// SAFETY: the tensors of the arena point to each other and to buffers, which the plan keeps alive.
+// No other object has these pointers, so that they move with the plan.
+unsafe impl Send for GgmlPlan {}
+
+/// The bytes that `compile` allocates for so many tensors and nodes, at most.
+pub(crate) fn compile_bytes(counts: &GraphCounts) -> u64 {
+    let tensor = size_of::<abi::ggml_tensor>() + 64;
+    // A node has a tensor of its own and, if it is a copy, another; and up to one graph.
+    let node = 2 * tensor + size_of::<abi::ggml_cgraph>() + size_of::<Part>() + 256;
+    let all = counts.tensors * (tensor + 16) + counts.nodes * node + counts.buffers * 32;
+    all as u64
+}
+
+impl GgmlPlan {
+    /// Compiles a valid graph. `buffers` are memory of the device.
+    ///
+    /// # Errors
+    /// [`EngineError::Cancelled`], or what `fallback` says of a node that the device lacks.
+    pub(crate) fn compile(
+        device: Arc<Device>,
+        fallback: &dyn Engine,
+        graph: &IrGraph,
+        buffers: &[Arc<dyn Memory>],
+        is_cancelled: &dyn Fn() -> bool,
+    ) -> Result<GgmlPlan, EngineError> {
+        let mut arena = Arena::default();
+        let mut cancellation = Cancellation::new(is_cancelled);
+        // The ggml tensor with the present value of each tensor of the graph.
+        let mut present = Vec::with_capacity(graph.tensors.len());
+        for tensor in &graph.tensors {
+            let memory = memory(buffers, tensor.buffer as usize)?;
+            // SAFETY: `whole` is the tensor of a buffer that the plan keeps alive.
+            present.push(arena.keep(unsafe { view(tensor, memory.whole()) }));
+        }
+        let (mut parts, mut nodes, mut first) = (Vec::new(), Vec::new(), 0);
+        let mut time = Duration::ZERO;
+        let speed = fallback.speed();
+        for (at, node) in graph.nodes.iter().enumerate() {
+            cancellation.check(at)?;
+            if graph.dst(node).shape.is_empty() {
+                continue;
+            }
+            let kept = arena.len();
+            let on_device = encode(&device, graph, node, buffers, &present, &mut arena)?;
+            let Some(dst) = on_device else {
+                arena.truncate(kept);
+                flush(&mut parts, &mut nodes, first);
+                let other = SingleNode::compile(fallback, graph, at)?;
+                parts.push(Part::Other(Box::new(other)));
+                continue;
+            };
+            if nodes.is_empty() {
+                (first, time) = (at, Duration::ZERO);
+            }
+            present[node.dst as usize] = dst;
+            nodes.push(dst);
+            time += work::of(graph, node).time(&speed);
+            if time > PART {
+                flush(&mut parts, &mut nodes, first);
+            }
+        }
+        flush(&mut parts, &mut nodes, first);
+        Ok(GgmlPlan {
+            device,
+            buffers: buffers.to_vec(),
+            parts,
+            next: 0,
+            arena,
+        })
+    }
+}
+
+fn flush(parts: &mut Vec<Part>, nodes: &mut Vec<*mut abi::ggml_tensor>, first: usize) {
+    if !nodes.is_empty() {
+        parts.push(Part::Device(Graph::new(std::mem::take(nodes)), first));
+    }
+}
+
+fn memory(buffers: &[Arc<dyn Memory>], index: usize) -> Result<&GgmlMemory, EngineError> {
+    buffers[index]
+        .as_any()
+        .downcast_ref()
+        .ok_or(EngineError::ForeignMemory)
+}
+
+/// The node as a tensor of ggml. `None` if the device does not compute it.
+///
+/// # Errors
+/// [`EngineError::ForeignMemory`].
+fn encode(
+    device: &Device,
+    graph: &IrGraph,
+    node: &Node,
+    buffers: &[Arc<dyn Memory>],
+    present: &[*mut abi::ggml_tensor],
+    arena: &mut Arena,
+) -> Result<Option<*mut abi::ggml_tensor>, EngineError> {
+    let to = graph.dst(node);
+    let in_place = graph
+        .src(node, 0)
+        .is_some_and(|from| (from.buffer, from.offset) == (to.buffer, to.offset));
+    // The kernels of ggml write to the first source and ignore the place of the result.
+    let must_be_in_place = matches!(node.op, Op::OptStepAdamw {} | Op::OptStepSgd {});
+    if must_be_in_place && !in_place {
+        return Ok(None);
+    }
+    let (library, release) = (device.library, device.library.version());
+    let Some(encoded) = params::encode(&node.op, in_place, library.ids(), release) else {
+        return Ok(None);
+    };
+    if device.is_cpu && !cpu_backend_computes(graph, node) {
+        return Ok(None);
+    }
+    let memory = memory(buffers, to.buffer as usize)?;
+    // SAFETY: `whole` is the tensor of a buffer that the plan keeps alive.
+    let mut dst = unsafe { view(to, memory.whole()) };
+    let mut sources: Vec<*mut abi::ggml_tensor> = { node.src.as_slice().iter() }
+        .map(|source| source.map_or(std::ptr::null_mut(), |index| present[index as usize]))
+        .collect();
+    // ggml's node has the place of the result as a further source.
+    let place = match node.op.kind() {
+        OpKind::Copy => Some(1),
+        OpKind::SetRows => Some(2),
+        _ => None,
+    };
+    if let Some(place) = place {
+        let same = arena.keep(dst);
+        sources.resize(place + 1, std::ptr::null_mut());
+        sources[place] = same;
+    }
+    compute(&mut dst, &node.op, &encoded, &sources);
+    let dst = arena.keep(dst);
+    // SAFETY: the node and its sources are tensors of the arena, with places in buffers that exist.
+    let supported = unsafe { device.supports(dst) };
+    Ok(supported.then_some(dst))
+}
+
+/// Whether ggml's CPU backend computes a node. Its `supports_op` answers yes for types that its
+/// kernels end the process for.
+fn cpu_backend_computes(graph: &IrGraph, node: &Node) -> bool {
+    let dst = &graph.dst(node).shape;
+    let src = |i| graph.src(node, i).map(|tensor| &tensor.shape);
+    let is = |shape: Option<&Shape>, types: &[Type]| shape.is_none_or(|s| types.contains(&s.ty));
+    let has_rows = |shape: Option<&Shape>| shape.is_none_or(Shape::has_dense_rows);
+    let floats = [Type::F32, Type::F16, Type::Bf16];
+    let is_weight = |ty: Type| {
+        floats.contains(&ty) || ty.is_quantized() && !matches!(ty, Type::Q8_1 | Type::Q8K)
+    };
+    match node.op {
+        Op::MulMat { .. } | Op::MulMatId { .. } => {
+            src(0).is_some_and(|weights| is_weight(weights.ty))
+                && is(src(1), &[Type::F32])
+                && dst.ty == Type::F32
+        }
+        Op::GetRows {} => src(0).is_some_and(|rows| is_weight(rows.ty)) && is(src(1), &[Type::I32]),
+        Op::SetRows {} => is(src(0), &[Type::F32]) && is_weight(dst.ty),
+        Op::Copy {} => {
+            let from = src(0).map(|from| from.ty);
+            let same = from == Some(dst.ty);
+            has_rows(src(0))
+                && dst.has_dense_rows()
+                && (is(src(0), &floats) && (floats.contains(&dst.ty) || is_weight(dst.ty))
+                    || same && matches!(dst.ty, Type::I32))
+        }
+        Op::FlashAttnExt { .. } => {
+            let kv = |i| {
+                is(
+                    src(i),
+                    &[Type::F32, Type::F16, Type::Bf16, Type::Q8_0, Type::Q4_0],
+                )
+            };
+            is(src(0), &[Type::F32]) && kv(1) && kv(2) && is(src(3), &[Type::F16])
+        }
+        Op::SoftMax { .. } => {
+            is(src(0), &[Type::F32])
+                && is(src(1), &[Type::F32, Type::F16])
+                && is(src(2), &[Type::F32])
+        }
+        // In releases before 0.23 only the first batch is computed.
+        Op::ConvTranspose2d { .. } => false,
+        _ => {
+            let all = (0..node.src.as_slice().len()).filter_map(src);
+            let integers = [Type::I32, Type::I64];
+            let mut types = all.map(|shape| shape.ty);
+            types.all(|ty| ty == Type::F32 || integers.contains(&ty))
+                && (dst.ty == Type::F32 || dst.ty == Type::I32)
+        }
+    }
+}
+
+/// The buffers of a plan.
+struct Buffers<'a>(&'a [Arc<dyn Memory>]);
+
+impl DeviceMemory for Buffers<'_> {
+    fn read(&mut self, buffer: usize, offset: u64, out: &mut [u8]) -> Result<(), EngineError> {
+        self.0[buffer].read(offset, BytesMut::from(out))
+    }
+
+    fn write(&mut self, buffer: usize, offset: u64, data: &[u8]) -> Result<(), EngineError> {
+        self.0[buffer].write(offset, Bytes::from(data))
+    }
+}
+
+impl Plan for GgmlPlan {
+    fn launch(&mut self, turn: &Turn) -> Result<RunStatus, RunError> {
+        let begin = std::mem::take(&mut self.next);
+        let count = self.parts.len();
+        for (at, part) in self.parts.iter_mut().enumerate().skip(begin) {
+            match part {
+                // SAFETY: the plan keeps the tensors and the buffers. The caller lets nothing access
+                // them during a run: the contract of `Memory`.
+                Part::Device(graph, first) => {
+                    unsafe { self.device.compute(graph) }.map_err(|status| RunError::Kernel {
+                        node: *first,
+                        op: "",
+                        message: format!("the backend of ggml returned status {status}"),
+                    })?;
+                }
+                Part::Other(node) => node.run(&mut Buffers(&self.buffers))?,
+            }
+            if at + 1 < count && turn.is_over() {
+                self.next = at + 1;
+                return Ok(RunStatus::Yielded);
+            }
+        }
+        Ok(RunStatus::Done)
+    }
+
+    fn plan_bytes(&self) -> u64 {
+        let parts = self.parts.iter().map(|part| match part {
+            Part::Device(graph, _) => graph.bytes(),
+            Part::Other(node) => size_of::<SingleNode>() + node.bytes(),
+        });
+        let own = self.parts.capacity() * size_of::<Part>()
+            + self.buffers.capacity() * size_of::<Arc<dyn Memory>>();
+        (parts.sum::<usize>() + own + self.arena.bytes() + size_of::<GgmlPlan>()) as u64
+    }
+
+    fn working_bytes(&self) -> u64 {
+        let others = self.parts.iter().filter_map(|part| match part {
+            Part::Device(..) => None,
+            Part::Other(node) => Some(node.working_bytes()),
+        });
+        others.max().unwrap_or(0)
+    }
+}

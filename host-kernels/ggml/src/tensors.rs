@@ -1,0 +1,169 @@
+//! The tensors and graphs that a backend gets. The structures are ggml's own, in memory of the
+//! engine: a backend reads them during a call and keeps no pointer to them.
+
+use std::ffi::{c_int, c_void};
+use std::ptr::{self, NonNull};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use vgpu_ggml_abi as abi;
+use vgpu_transport::ir::{Op, Shape, Tensor, Type};
+
+use crate::params::Encoded;
+
+/// `GGML_OP_NONE`: the first operator of every release.
+const NONE: c_int = 0;
+
+/// A tensor without a place.
+fn empty() -> abi::ggml_tensor {
+    // SAFETY: every field is a number or a pointer that may be null.
+    unsafe { std::mem::zeroed() }
+}
+
+/// A tensor of `size` bytes that is all of a buffer.
+pub(crate) fn whole(
+    buffer: NonNull<abi::ggml_backend_buffer>,
+    base: *mut c_void,
+    size: u64,
+) -> abi::ggml_tensor {
+    let bytes = size as usize;
+    abi::ggml_tensor {
+        type_: Type::I8 as c_int,
+        buffer: buffer.as_ptr(),
+        ne: [size as i64, 1, 1, 1],
+        nb: [1, bytes, bytes, bytes],
+        op: NONE,
+        data: base,
+        ..empty()
+    }
+}
+
+/// A tensor as a view of the tensor `whole` of its buffer.
+///
+/// # Safety
+/// `whole` must point to a tensor that [`whole`] has made.
+pub(crate) unsafe fn view(tensor: &Tensor, whole: *mut abi::ggml_tensor) -> abi::ggml_tensor {
+    let Shape { ty, ne, nb } = tensor.shape.with_plain_strides();
+    // SAFETY: this function's contract.
+    let (buffer, base) = unsafe { ((*whole).buffer, (*whole).data) };
+    abi::ggml_tensor {
+        type_: ty as c_int,
+        buffer,
+        ne: ne.map(|n| n as i64),
+        nb: nb.map(|n| n as usize),
+        op: NONE,
+        view_src: whole,
+        view_offs: tensor.offset as usize,
+        data: base.wrapping_byte_add(tensor.offset as usize),
+        ..empty()
+    }
+}
+
+/// The tensors and the node lists of graphs. Their addresses do not change.
+#[derive(Default)]
+pub(crate) struct Arena {
+    tensors: Vec<Box<abi::ggml_tensor>>,
+}
+
+impl Arena {
+    /// Bytes of host memory.
+    pub(crate) fn bytes(&self) -> usize {
+        self.tensors.len() * (size_of::<abi::ggml_tensor>() + 16)
+            + self.tensors.capacity() * size_of::<usize>()
+    }
+
+    /// Keeps a tensor and returns its address.
+    pub(crate) fn keep(&mut self, tensor: abi::ggml_tensor) -> *mut abi::ggml_tensor {
+        let mut tensor = Box::new(tensor);
+        let address = ptr::from_mut(&mut *tensor);
+        self.tensors.push(tensor);
+        address
+    }
+
+    /// Forgets tensors kept since there were `count`.
+    pub(crate) fn truncate(&mut self, count: usize) {
+        self.tensors.truncate(count);
+    }
+
+    /// How many tensors there are.
+    pub(crate) fn len(&self) -> usize {
+        self.tensors.len()
+    }
+}
+
+/// Makes `dst` the result of an operator.
+pub(crate) fn compute(
+    dst: &mut abi::ggml_tensor,
+    op: &Op,
+    encoded: &Encoded,
+    sources: &[*mut abi::ggml_tensor],
+) {
+    dst.op = encoded.op;
+    dst.op_params = encoded.words;
+    dst.flags = abi::GGML_TENSOR_FLAG_COMPUTE as i32;
+    dst.src[..sources.len()].copy_from_slice(sources);
+    // The engine gives tensors no names. A tensor of a graph has one in some backends' messages.
+    let name = op.kind().ggml_name().bytes().take(dst.name.len() - 1);
+    for (to, byte) in dst.name.iter_mut().zip(name) {
+        *to = byte.cast_signed();
+    }
+}
+
+/// A graph for one call of a backend, made of tensors of an [`Arena`].
+pub(crate) struct Graph {
+    graph: Box<abi::ggml_cgraph>,
+    nodes: Box<[*mut abi::ggml_tensor]>,
+    /// An empty set of tensors: nothing is known of how often a tensor is used.
+    _use_counts: Box<[i32; 1]>,
+    _used: Box<[u32; 1]>,
+    _keys: Box<[*mut abi::ggml_tensor; 1]>,
+}
+
+// SAFETY: the pointers are to tensors of the arena that is kept with the graph, and to the graph's
+// own memory. Both move between threads with the plan.
+unsafe impl Send for Graph {}
+
+impl Graph {
+    /// A graph of these nodes, in this order.
+    pub(crate) fn new(nodes: Vec<*mut abi::ggml_tensor>) -> Graph {
+        // Numbers that ggml's own graphs, which count from 1, do not reach.
+        static NEXT: AtomicU64 = AtomicU64::new(1 << 48);
+        let mut nodes = nodes.into_boxed_slice();
+        let mut use_counts = Box::new([0]);
+        let mut used = Box::new([0]);
+        let mut keys = Box::new([ptr::null_mut()]);
+        let graph = Box::new(abi::ggml_cgraph {
+            size: nodes.len() as c_int,
+            n_nodes: nodes.len() as c_int,
+            n_leafs: 0,
+            nodes: nodes.as_mut_ptr(),
+            grads: ptr::null_mut(),
+            grad_accs: ptr::null_mut(),
+            leafs: ptr::null_mut(),
+            use_counts: use_counts.as_mut_ptr(),
+            visited_hash_set: abi::ggml_hash_set {
+                size: 1,
+                used: used.as_mut_ptr(),
+                keys: keys.as_mut_ptr(),
+            },
+            order: 0,
+            uid: NEXT.fetch_add(1, Ordering::Relaxed),
+        });
+        Graph {
+            graph,
+            nodes,
+            _use_counts: use_counts,
+            _used: used,
+            _keys: keys,
+        }
+    }
+
+    /// For a call of a backend.
+    pub(crate) fn as_mut_ptr(&mut self) -> *mut abi::ggml_cgraph {
+        &raw mut *self.graph
+    }
+
+    /// Bytes of host memory.
+    pub(crate) fn bytes(&self) -> usize {
+        size_of::<abi::ggml_cgraph>() + size_of_val(&*self.nodes) + 5 * 16 + 16
+    }
+}
