@@ -119,7 +119,7 @@ fn work(job: &Job) -> anyhow::Result<ExitCode> {
             }
         }
         Job::Model { name, to, small } => write_model(name, to, *small)?,
-        Job::Tune { engine, time } => tune(*engine, Duration::from_millis(*time))?,
+        Job::Tune { engine, time } => tune(engine, Duration::from_millis(*time))?,
         Job::Table { folder } => {
             if !table::print(folder)? {
                 return Ok(ExitCode::FAILURE);
@@ -130,13 +130,13 @@ fn work(job: &Job) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn tune(engine: EngineKind, time: Duration) -> anyhow::Result<()> {
+fn tune(engine: &EngineKind, time: Duration) -> anyhow::Result<()> {
     let EngineKind::Cuda(ordinal) = engine else {
         anyhow::bail!("only GPUs have kernels to choose from: --engine cuda[:N]");
     };
     let mut engines = Vec::new();
     for variant in GemmVariant::ALL {
-        engines.push((variant, engine::cuda_forced(ordinal, variant)?));
+        engines.push((variant, engine::cuda_forced(*ordinal, variant)?));
     }
     let device = engines[0].1.description().to_owned();
     if !engines[0].1.is_tunable() {
