@@ -21,10 +21,10 @@ impl SlowWait {
     pub(super) fn check(&mut self, waited: Duration, state: impl FnOnce() -> String) {
         if is_worth_a_line(waited, self.last_line.map(|last| last.elapsed())) {
             self.last_line = Some(Instant::now());
+            let state = state();
             tracing::warn!(
                 "the executor is alive and has not answered for {waited:.1?}; its log and `vgpu \
-                 dump` say what it does; {}",
-                state()
+                 dump` say what it does; {state}"
             );
         }
     }
