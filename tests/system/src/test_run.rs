@@ -37,6 +37,9 @@ pub(crate) struct Options {
     /// checked
     #[arg(long, value_name = "OPS")]
     pub(crate) ops: Option<String>,
+    /// For test-backend-ops: only these releases of ggml, with every case
+    #[arg(long, value_name = "VERSION")]
+    pub(crate) ggml: Vec<String>,
     /// Test libggml-vgpu.so and vgpu of this folder instead of a fresh build
     #[arg(long, value_name = "FOLDER")]
     pub(crate) dist: Option<PathBuf>,
@@ -58,7 +61,7 @@ Only `--full` runs:
             again with the kernels of each lower SIMD level; docs/OPS.md against what was found
   demo      the variant with the executor in the program's process, built by the demo itself
   faults    each fault twice as often (`cargo xtask faults`: hundreds of times)
-  ollama    all checks again without flash attention
+  ollama    all checks again without flash attention, and both again with Ollama 0.33.0
   deploy    KubeVirt's own types
   vm        the guests with vfio-user, with vsock and TCP, and with systemd; test-backend-ops with
             13 operators and products of nine types instead of four and three; 20 killed executors
@@ -97,6 +100,21 @@ impl Options {
             let since = std::time::SystemTime::UNIX_EPOCH.elapsed();
             since.map_or(0, |since| since.as_secs() / DAY)
         })
+    }
+
+    /// Whether `test-backend-ops` of a release of ggml runs a sample of its cases. The caller asks
+    /// for all of them by naming releases or operators.
+    pub(crate) fn samples_ops(&self) -> bool {
+        !self.full && self.ops.is_none() && self.ggml.is_empty()
+    }
+
+    /// Whether the caller wants `test-backend-ops` of a release of ggml. `is_default`: whether the
+    /// release is one of those that run if the caller names none.
+    pub(crate) fn wants_ggml(&self, version: &str, is_default: bool) -> bool {
+        match self.ggml.as_slice() {
+            [] => self.full || is_default,
+            named => named.iter().any(|one| one == version),
+        }
     }
 
     /// The options of the command line with `--only part`.

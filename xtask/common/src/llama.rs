@@ -23,7 +23,7 @@ const CRATE_VERSION: &str = "0.1.161";
 /// The release of ggml in the first.
 pub const RELEASE: &str = "0.25.3";
 /// The release of ggml in the second.
-const NEWEST_RELEASE: &str = "0.26.0";
+pub const NEWEST_RELEASE: &str = "0.26.0";
 
 /// What CMake is told about the targets of llama.cpp.
 const SETTINGS: &str = include_str!("llama.cmake");
@@ -210,6 +210,70 @@ pub fn newest_ops(cache: &Cache) -> Result<PathBuf> {
         ));
         let log = cache.log(&format!("build-{CRATE}-{CRATE_VERSION}-ops"));
         compile_ops(&program, &include, &bin, &progress, &log)?;
+        progress.done("");
+        Ok(())
+    })?;
+    Ok(bin)
+}
+
+/// The folder of `test-llama-archs` and the libraries of the newest ggml: the program of 0.25.3,
+/// with the newest libllama.
+///
+/// # Errors
+/// As [`build`].
+pub fn newest_archs(cache: &Cache) -> Result<PathBuf> {
+    let bin = build_newest(cache)?.join("shared/bin");
+    let newest = newest_source(cache)?.join("llama.cpp");
+    let program = source(cache)?.join("tests/test-llama-archs.cpp");
+    let builds = newest_builds(&Instructions::of_this_machine());
+    cache.staged(&builds, "archs", |dir| {
+        let progress = Progress::new(&format!(
+            "building test-llama-archs for ggml {NEWEST_RELEASE} (about a minute)"
+        ));
+        // The program includes headers of libllama by their place beside its own folder.
+        let archs = dir.join("archs");
+        let tests = archs.join("tests");
+        let headers = archs.join("src");
+        if archs.exists() {
+            std::fs::remove_dir_all(&archs).context("removing an incomplete build")?;
+        }
+        std::fs::create_dir_all(&tests).context("creating a folder")?;
+        std::os::unix::fs::symlink(newest.join("src"), &headers).context("linking the headers")?;
+        let copy = tests.join("test-llama-archs.cpp");
+        std::fs::copy(&program, &copy).context("copying the program")?;
+        // CMake would fill in what the log says about the build.
+        let common = newest.join("common");
+        let template = std::fs::read_to_string(common.join("build-info.cpp.in"))
+            .context("reading the template of the build's description")?;
+        let description = template
+            .replace("@LLAMA_BUILD_NUMBER@", "0")
+            .replace('@', "");
+        let about = archs.join("build-info.cpp");
+        std::fs::write(&about, description).context("writing a source file")?;
+
+        let mut compiler = Command::new("c++");
+        compiler.args(["-std=c++17", "-O1", "-pthread"]);
+        // Most functions of these files are not used, and need libraries that are not built.
+        compiler.args([
+            "-ffunction-sections",
+            "-fdata-sections",
+            "-Wl,--gc-sections",
+        ]);
+        compiler.args([copy, about]);
+        for file in ["log.cpp", "common.cpp", "json.cpp"] {
+            compiler.arg(common.join(file));
+        }
+        for include in ["common", "vendor", "include", "ggml/include", "src"] {
+            compiler.arg("-I").arg(newest.join(include));
+        }
+        compiler
+            .arg("-L")
+            .arg(&bin)
+            .args(["-lllama", "-lggml", "-lggml-base", "-Wl,-rpath,$ORIGIN"])
+            .arg("-o")
+            .arg(bin.join("test-llama-archs"));
+        let log = cache.log(&format!("build-{CRATE}-{CRATE_VERSION}-archs"));
+        process::run(&mut compiler, &progress, &log)?;
         progress.done("");
         Ok(())
     })?;

@@ -239,6 +239,45 @@ pub fn ensure(cache: &Cache, shape: &Shape, file_type: FileType) -> Result<PathB
     })
 }
 
+/// A folder of the cache with the model of [`ensure`] in two files, named as `llama-gguf-split`
+/// names them.
+///
+/// # Errors
+/// As [`ensure`].
+pub fn ensure_split(cache: &Cache, shape: &Shape, file_type: FileType) -> Result<PathBuf> {
+    let name = format!(
+        "{}-{}-seed{SEED}-r{REVISION}-split",
+        shape.name,
+        file_type.name()
+    );
+    let vocabulary = llama::source(cache)?.join(VOCABULARY);
+    cache.folder(&name, |dir| {
+        let (metadata, tensors) = contents(shape, file_type, &vocabulary, SEED)?;
+        for (number, (metadata, tensors)) in split(metadata, tensors)?.into_iter().enumerate() {
+            let file = dir.join(format!("model-{:05}-of-00002.gguf", number + 1));
+            write_file(&file, shape.name, &metadata, tensors, SEED)?;
+        }
+        Ok(())
+    })
+}
+
+/// The metadata and the tensors of the two files of a model. Only the first file has metadata of
+/// the model.
+fn split(
+    mut metadata: Metadata,
+    mut tensors: Vec<RandomTensor>,
+) -> Result<[(Metadata, Vec<RandomTensor>); 2]> {
+    let count = i32::try_from(tensors.len()).context("counting the tensors")?;
+    let rest = tensors.split_off(tensors.len() / 2);
+    let mut second = Metadata::default();
+    for (number, metadata) in [(0, &mut metadata), (1, &mut second)] {
+        metadata.set("split.no", Value::U16(number));
+        metadata.set("split.count", Value::U16(2));
+        metadata.set("split.tensors.count", Value::I32(count));
+    }
+    Ok([(metadata, tensors), (second, rest)])
+}
+
 /// Writes the model to `path`; `vocabulary` is a GGUF file whose tokenizer it takes over.
 fn write(
     path: &Path,
@@ -247,6 +286,18 @@ fn write(
     vocabulary: &Path,
     seed: u64,
 ) -> Result<()> {
+    let (metadata, tensors) = contents(shape, file_type, vocabulary, seed)?;
+    let name = format!("{} {}", shape.name, file_type.name());
+    write_file(path, &name, &metadata, tensors, seed)
+}
+
+/// What a model consists of.
+fn contents(
+    shape: &Shape,
+    file_type: FileType,
+    vocabulary: &Path,
+    seed: u64,
+) -> Result<(Metadata, Vec<RandomTensor>)> {
     let source = File::open(vocabulary)
         .with_context(|| format!("opening the vocabulary {}", vocabulary.display()))?;
     let tokenizer = Metadata::read(&mut BufReader::new(source))
@@ -257,17 +308,27 @@ fn write(
     };
     let tokens = u32::try_from(tokens.len()).context("counting the tokens")?;
 
-    let metadata = shape.metadata(file_type, tokens, tokenizer);
-    let tensors = shape.tensors(file_type, tokens, seed);
+    Ok((
+        shape.metadata(file_type, tokens, tokenizer),
+        shape.tensors(file_type, tokens, seed),
+    ))
+}
+
+/// Writes one file of the model `name`.
+fn write_file(
+    path: &Path,
+    name: &str,
+    metadata: &Metadata,
+    tensors: Vec<RandomTensor>,
+    seed: u64,
+) -> Result<()> {
     let count = tensors.len();
-    let model = RandomModel::new(&metadata, tensors, seed)
-        .with_context(|| format!("laying out {}", shape.name))?;
+    let model =
+        RandomModel::new(metadata, tensors, seed).with_context(|| format!("laying out {name}"))?;
 
     let progress = Progress::with_total(
         &format!(
-            "writing {} {}: {:.0} M random parameters, {count} tensors",
-            shape.name,
-            file_type.name(),
+            "writing {name}: {:.0} M random parameters, {count} tensors",
             model.parameters() as f64 / 1e6,
         ),
         model.file_bytes(),

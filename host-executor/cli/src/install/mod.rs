@@ -27,6 +27,8 @@ const HEADER: &str = "# Written by `vgpu install`; `vgpu uninstall` removes it."
 /// The group whose members may use the executor's socket, and the vGPU's window in a virtual
 /// machine.
 const GROUP: &str = "vgpu";
+/// The releases of Ollama that `cargo xtask ollama` runs.
+const TESTED: [&str; 2] = ["0.33.0", "0.34.4"];
 
 /// Installs the vGPU plugin for Ollama.
 ///
@@ -93,7 +95,11 @@ pub(crate) fn install(args: InstallArgs) -> Result<()> {
     }
 
     println!("plugin   {} ({stamp})", file.display());
-    println!("ollama   {}", ollama.lib.display());
+    println!(
+        "ollama   {} (tested with Ollama {})",
+        ollama.lib.display(),
+        TESTED.join(" and ")
+    );
     println!(
         "ggml     {} (API {}), {}",
         ggml.version,

@@ -14,15 +14,16 @@ use xtask_common::workspace;
 
 /// The Go module, verified with Go's checksum database when it is downloaded.
 const MODULE: &str = "github.com/ollama/ollama";
-pub(crate) const VERSION: &str = "0.33.0";
+/// The releases that the tests run, oldest first. `vgpu install` names them.
+pub(crate) const VERSIONS: [&str; 2] = ["0.33.0", "0.34.4"];
 /// The prefix of Ollama's installer.
 pub(super) const PREFIX: &str = "usr/local";
 /// The programs of a release.
 const PROGRAMS: [&str; 2] = ["llama-server", "llama-quantize"];
 
-/// The program `ollama`, built once per version.
-pub(crate) fn binary(cache: &Cache) -> Result<PathBuf> {
-    let name = format!("ollama-{VERSION}");
+/// The program `ollama` of a release, built once.
+pub(crate) fn binary(cache: &Cache, version: &str) -> Result<PathBuf> {
+    let name = format!("ollama-{version}");
     let folder = cache.folder(&name, |dir| {
         let go = packages::go(cache)?;
         let progress = Progress::new(&format!(
@@ -32,8 +33,8 @@ pub(crate) fn binary(cache: &Cache) -> Result<PathBuf> {
         install
             .arg("install")
             .args(["-p", &workspace::cores().to_string(), "-ldflags"])
-            .arg(format!("-s -w -X={MODULE}/version.Version={VERSION}"))
-            .arg(format!("{MODULE}@v{VERSION}"))
+            .arg(format!("-s -w -X={MODULE}/version.Version={version}"))
+            .arg(format!("{MODULE}@v{version}"))
             .env("GOBIN", dir)
             // The module cache has 600 MB and is not needed again. Without the flag it could not be
             // removed.

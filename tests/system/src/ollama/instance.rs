@@ -8,10 +8,11 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, ensure};
 
 use super::client::Client;
-use super::install::{PREFIX, lay_out};
+use super::install::{PREFIX, VERSIONS, lay_out};
 use xtask_common::dist::Dist;
 use xtask_common::process::free_port;
 use xtask_common::process::{self, Daemon};
+use xtask_common::scratch::Scratch;
 
 /// The timeout for every wait.
 const TIMEOUT: Duration = Duration::from_secs(60);
@@ -22,6 +23,31 @@ const DROP_IN: &str = "etc/systemd/system/ollama.service.d/vgpu.conf";
 pub(crate) struct Settings {
     /// Variables that override those of the drop-in.
     pub(crate) environment: Vec<(&'static str, String)>,
+}
+
+/// Has the Ollama at `ollama`, without the plugin, import a model from the folder `from`, and
+/// copies the GGUF file that it makes of the model to `to`.
+pub(crate) fn to_gguf(
+    ollama: &Path,
+    llama: &Path,
+    from: &Path,
+    to: &Path,
+    log: &Path,
+) -> Result<()> {
+    const MODEL: &str = "imported";
+    let scratch = Scratch::new()?;
+    lay_out(scratch.path(), ollama, llama)?;
+    let mut instance = Instance {
+        root: scratch.path().to_owned(),
+        vgpu: PathBuf::new(),
+        port: free_port()?,
+        server: None,
+    };
+    instance.serve(Vec::new(), &Settings::default(), log)?;
+    instance.create(MODEL, from)?;
+    let blob = instance.blob(MODEL)?;
+    fs::copy(&blob, to).with_context(|| format!("copying {}", blob.display()))?;
+    instance.stop()
 }
 
 /// An Ollama with the plugin installed. The server is killed on drop.
@@ -50,7 +76,9 @@ impl Instance {
             .arg(root)
             .arg("--plugin")
             .arg(&dist.plugin);
-        process::output(&mut install)?;
+        let said = process::output(&mut install)?;
+        let tested = format!("(tested with Ollama {})", VERSIONS.join(" and "));
+        ensure!(said.contains(&tested), "{tested} is not in\n{said}");
         Ok(Instance {
             root: root.to_owned(),
             vgpu: dist.vgpu.clone(),
@@ -80,11 +108,21 @@ impl Instance {
 
     /// Starts the server with the environment of the systemd unit.
     pub(crate) fn start(&mut self, settings: &Settings, log: &Path) -> Result<()> {
+        self.serve(self.drop_in()?, settings, log)
+    }
+
+    /// Starts the server with `variables`.
+    fn serve(
+        &mut self,
+        variables: Vec<(String, String)>,
+        settings: &Settings,
+        log: &Path,
+    ) -> Result<()> {
         let home = self.root.join("home");
         fs::create_dir_all(&home).context("creating a home")?;
         let mut serve = self.ollama();
         serve.arg("serve");
-        for (name, value) in self.drop_in()? {
+        for (name, value) in variables {
             serve.env(name, value);
         }
         // The result must not depend on Ollama's cloud service.

@@ -4,5 +4,5 @@ mod client;
 mod install;
 mod instance;
 
-pub(crate) use install::binary;
-pub(crate) use instance::{Instance, Settings};
+pub(crate) use install::{VERSIONS, binary};
+pub(crate) use instance::{Instance, Settings, to_gguf};

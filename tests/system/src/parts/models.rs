@@ -35,9 +35,21 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
 
     tests.check("every architecture", |tests, progress| {
         over_unix(tests, &dist, "archs", |backend| {
-            architectures(tests, &bin, backend, progress)
+            architectures(tests, (&bin, "archs"), &[], backend, progress)
         })
     });
+    // The architecture whose operators differ most between releases of ggml.
+    let newest = tests.prepare("build of llama.cpp's tests for ggml 0.26.0", |b| {
+        llama::newest_archs(b.cache)
+    });
+    if let Some(newest) = newest {
+        tests.check("DeepSeek-V4, ggml 0.26.0", |tests, progress| {
+            over_unix(tests, &dist, "archs-newest", |backend| {
+                let build = (newest.as_path(), "archs-newest");
+                architectures(tests, build, &["-a", "deepseek4"], backend, progress)
+            })
+        });
+    }
     tests.check("states saved and restored", |tests, progress| {
         over_unix(tests, &dist, "save-load-state", |backend| {
             let mut program = Command::new(bin.join("test-save-load-state"));
@@ -95,11 +107,13 @@ fn on_device(
     Ok(format!("{graphs} graphs"))
 }
 
-/// Random models of every architecture: logits as on the CPU, the same logits after saving and
-/// loading, and no node of the model on the CPU.
+/// Random models of every architecture, or of those that `arguments` choose: logits as on the CPU,
+/// the same logits after saving and loading, and no node of the model on the CPU. `name` is for the
+/// names of logs and statistics.
 fn architectures(
     tests: &TestRun<'_>,
-    bin: &Path,
+    (bin, name): (&Path, &str),
+    arguments: &[&str],
     backend: &Backend<'_>,
     progress: &Progress,
 ) -> Result<String> {
@@ -109,13 +123,14 @@ fn architectures(
     // The scheduler's decisions are debug messages.
     program
         .args(["-b", DEVICE, "-s", SEED, "-v", "5"])
+        .args(arguments)
         .env("GGML_SCHED_DEBUG", "2");
-    let stats = workspace::reports().join("archs.stats.json");
+    let stats = workspace::reports().join(format!("{name}.stats.json"));
     node_llama::set_backend(&mut program, backend, &stats);
     preload::set(&mut program, &library);
 
     let mut seen = Seen::default();
-    let log = tests.log("test-llama-archs");
+    let log = tests.log(&format!("test-llama-{name}"));
     let status = process::run_lines(&mut program, &log, |line| {
         if let Some(architecture) = seen.line(line) {
             progress.note(architecture);

