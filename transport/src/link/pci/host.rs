@@ -231,7 +231,9 @@ impl VmWindow {
         if wait_events(&self.events, wait)?.contains(&GONE) {
             return Ok(VmEvent::Gone);
         }
-        Ok(self.next_request()?.map_or(VmEvent::Nothing, VmEvent::Arrival))
+        Ok(self
+            .next_request()?
+            .map_or(VmEvent::Nothing, VmEvent::Arrival))
     }
 
     /// The next request whose slot is free.
