@@ -119,7 +119,7 @@ fn work(job: &Job) -> anyhow::Result<ExitCode> {
             }
         }
         Job::Model { name, to, small } => write_model(name, to, *small)?,
-        Job::Tune { engine, time } => tune(*engine, Duration::from_millis(*time))?,
+        Job::Tune { engine, time } => tune(engine.clone(), Duration::from_millis(*time))?,
         Job::Table { folder } => {
             if !table::print(folder)? {
                 return Ok(ExitCode::FAILURE);
