@@ -10,6 +10,7 @@ use std::process::Command;
 
 use common::{Guest, TIMEOUT, add, bytes};
 use rustix::process::Signal;
+use served::program::copy_program;
 use served::{Scratch, Serve, vgpu};
 use vgpu_transport::link::unix::connect;
 use vgpu_transport::wire::{GraphId, Reply, Request};
@@ -280,7 +281,7 @@ fn a_directory_without_permission_is_explained() {
     // reach the build folder.
     let scratch = Scratch::new("permission");
     let copy = scratch.0.join("vgpu");
-    fs::copy(env!("CARGO_BIN_EXE_vgpu"), &copy).expect("room for a copy");
+    copy_program(&copy);
     fs::set_permissions(&scratch.0, fs::Permissions::from_mode(0o555)).expect("ours");
     let endpoint = format!("unix:{}", scratch.socket().display());
     let mut command = Command::new(copy);

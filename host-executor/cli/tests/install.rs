@@ -1,5 +1,8 @@
 //! `vgpu install` and `vgpu uninstall`, in file systems made for the test.
 
+#[path = "served/program.rs"]
+mod program;
+
 use std::fs;
 use std::os::unix::fs::{PermissionsExt as _, symlink};
 use std::path::{Path, PathBuf};
@@ -320,7 +323,7 @@ fn nothing_is_installed_without_permission() {
     // The superuser may write anywhere, so the command runs as another user, who may not be able to
     // reach the build folder.
     let copy = machine.root.join("vgpu");
-    fs::copy(env!("CARGO_BIN_EXE_vgpu"), &copy).expect("room for a copy");
+    program::copy_program(&copy);
     let before = machine.files();
     let run = |more: &[&str]| {
         let mut vgpu = Command::new(&copy);

@@ -12,6 +12,7 @@ use std::process::Command;
 
 use common::{Guest, Host, add, bytes, cpu};
 use rustix::process::Signal;
+use served::program::copy_program;
 use served::{Scratch, Serve};
 use vgpu_executor::sandbox::{self, FileIsolation, Profile, Role};
 use vgpu_transport::wire::GraphId;
@@ -364,8 +365,9 @@ fn processes_below(pid: u32) -> Vec<u32> {
         let Ok(threads) = fs::read_dir(format!("/proc/{pid}/task")) else {
             continue; // it has ended
         };
-        for thread in threads {
-            let path = thread.expect("a thread").path().join("children");
+        // A process that ends has no further threads.
+        for thread in threads.flatten() {
+            let path = thread.path().join("children");
             let children = fs::read_to_string(path).unwrap_or_default();
             found.extend(children.split_whitespace().map(|pid| {
                 let pid: u32 = pid.parse().expect("a number");
@@ -406,8 +408,8 @@ fn assert_no_capabilities(pid: u32) {
     let Ok(threads) = fs::read_dir(format!("/proc/{pid}/task")) else {
         return; // the process has ended
     };
-    for entry in threads {
-        let path = entry.expect("a thread").path().join("status");
+    for entry in threads.flatten() {
+        let path = entry.path().join("status");
         let Ok(status) = fs::read_to_string(path) else {
             continue; // the thread has ended
         };
@@ -430,7 +432,7 @@ fn processes_of_a_user_are_hidden_from_the_user() {
     const NOBODY: u32 = 65534;
     let scratch = Scratch::new("dumpable");
     let copy = scratch.0.join("vgpu");
-    fs::copy(env!("CARGO_BIN_EXE_vgpu"), &copy).expect("room for a copy");
+    copy_program(&copy);
     let is_root = rustix::process::geteuid().is_root();
     let folder = scratch.0.join("sockets");
     fs::create_dir(&folder).expect("a folder");

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use common::TIMEOUT;
 use rustix::process::{Pid, Signal, kill_process};
+use served::program::copy_program;
 use served::{Scratch, vgpu};
 
 /// `EX_CONFIG` of `sysexits.h`.
@@ -95,7 +96,7 @@ fn worker_of_another_version_refuses_its_supervisor() {
 fn fd_store_survives_the_replacement_of_its_program() {
     let scratch = Scratch::new("fd-store-upgrade");
     let program = scratch.0.join("vgpu");
-    fs::copy(env!("CARGO_BIN_EXE_vgpu"), &program).expect("a copy");
+    copy_program(&program);
     fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).expect("permissions");
     let runs = scratch.0.join("runs");
     // An executor that ends at once, and says so in a file.

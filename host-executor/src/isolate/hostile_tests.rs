@@ -221,15 +221,21 @@ impl Supervised {
     /// A program that sends one byte, for a new worker that does not serve.
     fn program(&self, guest: &str) -> OwnedFd {
         let started = self.started.load(Ordering::Relaxed);
+        let socket = self.connect(guest);
+        // The supervisor is locked until the worker is in its list.
+        eventually("it has a worker", || {
+            self.started.load(Ordering::Relaxed) > started
+        });
+        socket
+    }
+
+    /// A program that sends one byte.
+    fn connect(&self, guest: &str) -> OwnedFd {
         let (family, kind) = (AddressFamily::UNIX, SocketType::SEQPACKET);
         let socket = rustix::net::socket(family, kind, None).expect("a socket");
         let address = SocketAddrUnix::new(self.path(guest)).expect("an address");
         rustix::net::connect(&socket, &address).expect("a connection");
         rustix::net::send(&socket, &[0], SendFlags::empty()).expect("a byte");
-        // The supervisor is locked until the worker is in its list.
-        eventually("it has a worker", || {
-            self.started.load(Ordering::Relaxed) > started
-        });
         socket
     }
 
@@ -377,6 +383,21 @@ fn worker_that_closes_its_connection_or_is_silent_is_killed() {
     let _silent = test.program("b");
     eventually("it runs", || test.processes("b") == 1);
     // A worker that does not answer does not keep the executor from ending.
+    test.shutdown();
+}
+
+#[test]
+fn half_open_programs_of_a_guest_keep_out_no_other_guest_of_the_same_user() {
+    let mut test = Supervised::new("half-open", SOON, &["silent"]);
+    let mut programs = vec![test.program("a")];
+    for _ in 0..7 {
+        programs.push(test.connect("a"));
+    }
+    let place = format!("uid:{}", rustix::process::getuid().as_raw());
+    let has_to_wait = |guest| test.shared().processes().has_to_wait(Some(guest), &place);
+    eventually("further programs of the guest wait", || has_to_wait("a"));
+    assert!(!has_to_wait("b"), "another guest waits, too");
+    drop(programs);
     test.shutdown();
 }
 

@@ -25,9 +25,9 @@ use crate::policy::LinkKind;
 use crate::stop::StopFlag;
 use crate::tenant_registry::{QuotaError, TenantRegistry};
 
-/// Programs of one place that workers have been given and that have no session yet, at most, and
-/// not more than a quarter of the programs that can be served. Further ones wait, so that a place
-/// cannot fill the workers with programs that never complete their handshakes.
+/// Programs of one guest and place that workers have been given and that have no session yet, at
+/// most, and not more than a quarter of the programs that can be served. Further ones wait, so that
+/// a place cannot fill the workers with programs that never complete their handshakes.
 const MAX_WORKER_HANDSHAKES: usize = 4;
 
 /// Makes the command of a worker whose engine has so many bytes of memory. The supervisor adds the
@@ -278,17 +278,22 @@ impl Processes {
         Some((worker?, self.certificates.as_ref()))
     }
 
-    /// Whether a program of `guest` at `place` has to wait, because enough programs there have been
-    /// given to workers and have no session yet. A worker that has had no session counts until its
-    /// process has ended.
+    /// Whether a program of `guest` at `place` has to wait, because enough programs of the guest
+    /// there have been given to workers and have no session yet. A worker that has had no session
+    /// counts until its process has ended.
     pub(super) fn has_to_wait(&self, guest: Option<&str>, place: &str) -> bool {
-        let programs = self.workers.values().flat_map(|w| w.sessions.values());
+        // Another guest at the same place has workers and a quota of its own.
+        let own = self
+            .workers
+            .values()
+            .filter(|w| w.guest.as_deref() == guest);
+        let programs = own.clone().flat_map(|worker| worker.sessions.values());
         let pending = programs.filter(|program| program.pending.is_some());
         let pending = pending.filter(|p| p.peer.place() == place).count();
         let is_ending = |worker: &&Worker| {
             worker.sessions.is_empty() && worker.unproven.as_deref() == Some(place)
         };
-        let ending = self.workers.values().filter(is_ending).count();
+        let ending = own.filter(is_ending).count();
         pending + ending >= (self.places(guest) / 4).clamp(1, MAX_WORKER_HANDSHAKES)
     }
 

@@ -1,6 +1,7 @@
 //! A `vgpu serve` process for a test.
 #![allow(dead_code)] // each test binary uses its part
 
+pub(crate) mod program;
 pub(crate) mod workers;
 
 use std::fs;
