@@ -228,8 +228,8 @@ impl Ledger {
         Ok(())
     }
 
-    /// Charges `size` bytes of [`MemoryKind::Device`] to a tenant, before the engine allocates them.
-    /// `engine_free` asks the engine what is free; it is called without a lock, and only if the
+    /// Charges `size` bytes of [`MemoryKind::Device`] to a tenant, before the engine allocates
+    /// them. `engine_free` asks the engine what is free; it is called without a lock, and only if the
     /// answer matters.
     ///
     /// # Errors

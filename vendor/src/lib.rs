@@ -1,5 +1,6 @@
 //! ggml's C interface for backends: structures, constants and function types, and the
-//! [releases](versions) that have it. The plugin implements the interface, the engine `ggml` calls it.
+//! [releases](versions) that have it. The plugin implements the interface, and the engine `ggml`
+//! calls it.
 //!
 //! The names are those of C. The headers `vendor/ggml-abi-*.h` declare and describe them.
 //! `build.rs` translates the headers and asserts every size and offset at compile time.

@@ -1,8 +1,8 @@
 //! The supported releases of ggml, and the API version of each.
 //!
 //! To support a new release, add its series here, after the layout test (`tests/abi.rs`) has
-//! compared the declarations in `vendor/` with its headers, and the differences of its operators have
-//! their place in `translate/releases.rs`. CONTRIBUTING.md has the steps.
+//! compared the declarations in `vendor/` with its headers, and the differences of its operators
+//! have their place in `translate/releases.rs`. CONTRIBUTING.md has the steps.
 
 use std::fmt;
 

@@ -20,7 +20,11 @@ pub enum StartError {
     #[error("the engine ggml does not start: {0}")]
     Ggml(#[from] vgpu_ggml::LibraryError),
     #[cfg(not(feature = "ggml"))]
-    #[error("the engine ggml:{} does not start: this program was built without it (cargo feature ggml)", path.display())]
+    #[error(
+        "the engine ggml:{} does not start: this program was built without it (cargo feature \
+         ggml)",
+        path.display()
+    )]
     NoGgml { path: std::path::PathBuf },
     #[cfg(not(feature = "cuda"))]
     #[error(

@@ -212,8 +212,8 @@ impl GgmlEngine {
 /// # Safety
 /// The device object must exist.
 unsafe fn name_of(device: NonNull<abi::ggml_backend_device>) -> String {
-    // SAFETY: the object exists (this function's contract); the function takes the object itself and
-    // returns a C string.
+    // SAFETY: the object exists (this function's contract). The function takes the object itself
+    // and returns a C string.
     unsafe {
         let get = device.as_ref().iface.get_name;
         get.map_or_else(String::new, |get| text(get(device.as_ptr())))

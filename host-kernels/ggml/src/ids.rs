@@ -89,8 +89,8 @@ impl Ids {
         }
         let names = |name: Name, last: c_int| -> Vec<(String, c_int)> {
             (0..=last)
-                // SAFETY: ids up to that of a node of this ggml are in range, and the answer is null
-                // or a string literal.
+                // SAFETY: ids up to that of a node of this ggml are in range, and the answer is
+                // null or a string literal.
                 .map(|id| (unsafe { text(name(id)) }, id))
                 .collect()
         };

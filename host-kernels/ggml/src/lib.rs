@@ -8,8 +8,8 @@
 //! - `plan`: a compiled graph: parts for the device, and single nodes for another engine.
 //! - [`GgmlEngine`]: the engine.
 //!
-//! A backend of ggml ends the process if a tensor has content that it does not expect, such as a row
-//! index out of range. Only guests that are trusted, or a process for each guest, may use this
+//! A backend of ggml ends the process if a tensor has content that the backend does not expect, such
+//! as a row index out of range. Only trusted guests, or a process for each guest, may use this
 //! engine.
 
 mod engine;

@@ -86,8 +86,8 @@ pub struct Library {
     registry: NonNull<abi::ggml_backend_reg>,
 }
 
-// SAFETY: the registry object is constant, and ggml's functions that this module calls may be called
-// by any thread.
+// SAFETY: the registry object is constant, and any thread may call the functions of ggml that this
+// module calls.
 unsafe impl Send for Library {}
 // SAFETY: as for `Send`.
 unsafe impl Sync for Library {}

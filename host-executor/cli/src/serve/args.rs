@@ -69,8 +69,9 @@ pub(crate) struct Args {
 
     /// The engine that executes graphs: cpu, cuda (the first NVIDIA GPU), cuda:N, ggml:PATH (the
     /// first device of a backend library of ggml, such as libggml-vulkan.so), ggml:PATH:DEVICE, or
-    /// auto (an NVIDIA GPU if one can be used, else the CPU). With VGPU_MEGAKERNEL=on in the environment, a GPU runs a
-    /// token as one persistent kernel instead of a CUDA graph. [default: cpu]
+    /// auto (an NVIDIA GPU if one can be used, else the CPU). With VGPU_MEGAKERNEL=on in the
+    /// environment, a GPU runs a token as one persistent kernel instead of a CUDA graph.
+    /// [default: cpu]
     #[arg(long, value_name = "ENGINE")]
     engine: Option<EngineKind>,
 

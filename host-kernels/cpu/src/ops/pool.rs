@@ -168,8 +168,8 @@ fn pool_2d_back(
             let (plane, step) = (unit / (rows + parts), unit % (rows + parts));
             let (i2, i3) = (plane % dst.ne[2], plane / dst.ne[2]);
             if step < rows {
-                // SAFETY: a row of the destination has `dst.ne[0]` elements, `dst.nb[0]` bytes apart,
-                // and one worker has this plane.
+                // SAFETY: a row of the destination has `dst.ne[0]` elements, `dst.nb[0]` bytes
+                // apart, and one worker has this plane.
                 unsafe { zero.fill(dst.row_ptr([step, i2, i3]), dst.nb[0], dst.ne[0]) };
             } else {
                 let first = (step - rows) * grain;

@@ -109,8 +109,8 @@ fn get_rows_back(dst: View, a: View, ids: View, workers: usize) -> Compiled {
             let (step, start) = (unit % steps, unit / steps * n);
             let n = n.min(dst.ne[0] - start);
             // SAFETY: `start + n <= dst.ne[0]`, the elements of a row of `a` and `dst`, and `start`
-            // is a multiple of the block. `index` has checked the ids. One worker has these columns of
-            // all rows.
+            // is a multiple of the block. `index` has checked the ids. One worker has these columns
+            // of all rows.
             unsafe {
                 let Some(i) = step.checked_sub(zeros) else {
                     let row = sums.at(dst.row_ptr([step, 0, 0]), start);
