@@ -108,8 +108,8 @@ impl State {
         }
     }
 
-    /// Until when the device is to stay idle for this tenant, if a tenant at the virtual time `next`
-    /// could have the device instead.
+    /// Until when the device is to stay idle for this tenant, if a tenant at the virtual time
+    /// `next` could have the device instead.
     fn hold(&self, at: Duration, next: u128) -> Option<Duration> {
         let pause = self.pause.filter(|_| self.is_idle())?;
         let behind = self.real_time(next.saturating_sub(self.time));
