@@ -246,10 +246,11 @@ impl Plan for GgmlPlan {
         let count = self.parts.len();
         for (at, part) in self.parts.iter_mut().enumerate().skip(begin) {
             match part {
-                // SAFETY: the plan keeps the tensors and the buffers. The caller lets nothing
-                // access them during a run: the contract of `Memory`.
                 Part::Device(graph, first) => {
-                    unsafe { self.device.compute(graph) }.map_err(|status| RunError::Kernel {
+                    // SAFETY: the plan keeps the tensors and the buffers. The caller lets nothing
+                    // access them during a run: the contract of `Memory`.
+                    let computed = unsafe { self.device.compute(graph) };
+                    computed.map_err(|status| RunError::Kernel {
                         node: *first,
                         op: "",
                         message: format!("the backend of ggml returned status {status}"),
