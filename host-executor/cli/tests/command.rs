@@ -146,6 +146,28 @@ fn guests_see_the_memory_limit_as_device_memory() {
 }
 
 #[test]
+fn backend_of_ggml_needs_isolated_or_trusted_guests() {
+    let scratch = Scratch::new("ggml");
+    let endpoint = format!("unix:{}", scratch.socket().display());
+    let engine = [
+        "serve",
+        "--listen",
+        &endpoint,
+        "--engine",
+        "ggml:/nonexistent/libggml-hip.so",
+    ];
+    let refused = "give each guest a process with --isolate, or allow it with --trust-guests";
+    let text = fails(&mut vgpu(&engine));
+    assert!(text.contains(refused), "{text}");
+    let text = fails(vgpu(&engine).arg("--trust-guests"));
+    assert!(!text.contains(refused), "{text}");
+    assert!(
+        text.contains("the engine ggml does not start: /nonexistent/libggml-hip.so"),
+        "{text}"
+    );
+}
+
+#[test]
 fn executor_uses_a_gpu_when_one_is_present() {
     let scratch = Scratch::new("gpu");
     let socket = scratch.socket();
@@ -162,7 +184,7 @@ fn executor_uses_a_gpu_when_one_is_present() {
     );
     let text = fails(&mut vgpu(&["serve", "--engine", "abacus"]));
     assert!(
-        text.contains("expected cpu, cuda, cuda:N or auto"),
+        text.contains("expected cpu, cuda, cuda:N, ggml:PATH, ggml:PATH:DEVICE or auto"),
         "{text}"
     );
 
