@@ -2,13 +2,10 @@
 #![forbid(unsafe_code)]
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::io;
-use std::path::{Path, PathBuf};
-use std::thread;
-use std::time::Duration;
 
 use tracing::debug;
 
+use super::ask::ask_all;
 use super::state::{Program, Shared};
 use super::totals::{GuestTotals, counted_as};
 use crate::control;
@@ -16,9 +13,6 @@ use crate::status::{
     EngineStatus, GuestStatus, Report, SessionEnds, SessionStatus, Status, StatusSource,
     TenantLatency, Usage, WeightsStatus,
 };
-
-/// How long the process of a virtual machine may take to report.
-const REPORT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Longest program name that is passed on, in characters.
 const MAX_NAME_CHARS: usize = 200;
@@ -114,33 +108,6 @@ impl Shared {
     }
 }
 
-/// Asks all processes of virtual machines at once, so that those that do not answer cost
-/// [`REPORT_TIMEOUT`] together. Returns each name with the answer.
-pub(super) fn ask_all<T: Send>(
-    machines: &[(String, PathBuf)],
-    ask: impl Fn(&Path, Duration) -> io::Result<T> + Sync,
-) -> Vec<(String, io::Result<T>)> {
-    let ask = &ask;
-    thread::scope(|scope| {
-        let asked: Vec<_> = machines
-            .iter()
-            .map(|(name, control)| {
-                let builder = thread::Builder::new().name("vgpu-ask".into());
-                (
-                    name,
-                    builder.spawn_scoped(scope, move || ask(control, REPORT_TIMEOUT)),
-                )
-            })
-            .collect();
-        let answers = asked.into_iter().map(|(name, thread)| {
-            let panicked = |_| Err(io::Error::other("the asking thread panicked"));
-            let answer = thread.and_then(|thread| thread.join().unwrap_or_else(panicked));
-            (name.clone(), answer)
-        });
-        answers.collect()
-    })
-}
-
 impl Snapshot {
     fn add(&mut self, counted: &str, report: &Report) {
         self.totals.entry(counted.into()).or_default().add(report);
@@ -220,39 +187,4 @@ impl StatusSource for Shared {
 fn printable(text: &str) -> String {
     let printable = text.chars().filter(|c| !c.is_control());
     printable.take(MAX_NAME_CHARS).collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use std::sync::{Condvar, Mutex};
-
-    use super::*;
-
-    #[test]
-    fn machines_are_asked_at_once() {
-        const COUNT: usize = 3;
-        let machines: Vec<_> = (0..COUNT)
-            .map(|i| (format!("vm{i}"), PathBuf::from(format!("/{i}"))))
-            .collect();
-        let (asked, changed) = (Mutex::new(0), Condvar::new());
-        // Each answer comes when all have been asked.
-        let ask = |path: &Path, _| {
-            let mut asked = asked.lock().unwrap();
-            *asked += 1;
-            changed.notify_all();
-            let limit = Duration::from_secs(10);
-            let (_asked, waited) = { &changed }
-                .wait_timeout_while(asked, limit, |asked| *asked < COUNT)
-                .unwrap();
-            match waited.timed_out() {
-                true => Err(io::Error::other("one after another")),
-                false => Ok(path.to_owned()),
-            }
-        };
-        let answers = ask_all(&machines, ask);
-        assert_eq!(answers.len(), COUNT);
-        for ((name, answer), (expected, path)) in answers.iter().zip(&machines) {
-            assert_eq!((name, answer.as_ref().unwrap()), (expected, path));
-        }
-    }
 }

@@ -3,7 +3,7 @@
 
 use std::fmt::Write as _;
 
-use super::aggregate::ask_all;
+use super::ask::ask_all;
 use super::state::Shared;
 use crate::control;
 

@@ -15,6 +15,7 @@
 //! the kernel's scheduler divides processor time: weights become nice levels (`partition`).
 
 mod aggregate;
+mod ask;
 mod certificates;
 mod dump;
 mod ipc;

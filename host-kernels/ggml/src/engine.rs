@@ -3,7 +3,7 @@
 use std::ffi::c_int;
 use std::path::Path;
 use std::ptr::{self, NonNull};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tracing::info;
@@ -12,10 +12,11 @@ use vgpu_engine::{Engine, EngineError, Memory, MemoryInfo, Plan};
 use vgpu_ggml_abi as abi;
 use vgpu_transport::ir::{Capabilities, GraphCounts, ValidGraph};
 
-use crate::library::{Library, LibraryError, text};
+use crate::device::Device;
+use crate::library::Library;
+use crate::loader::{LibraryError, text};
 use crate::memory::{Allocator, GgmlMemory, allocation_size};
 use crate::plan::{GgmlPlan, compile_bytes};
-use crate::tensors::Graph;
 
 /// The longest time of a node by estimate: a backend cannot stop in the middle of a node.
 const MAX_NODE_TIME: Duration = Duration::from_secs(60);
@@ -26,78 +27,6 @@ const SPEED: Speed = Speed {
     steps: 2e9,
     bytes: 8e9,
 };
-
-/// A device of a backend, with a queue for graphs.
-pub(crate) struct Device {
-    pub(crate) library: &'static Library,
-    device: NonNull<abi::ggml_backend_device>,
-    backend: NonNull<abi::ggml_backend>,
-    pub(crate) is_cpu: bool,
-    /// Held while the backend computes: ggml's backends have one user at a time.
-    computing: Mutex<()>,
-}
-
-// SAFETY: the device object is constant. The backend object is used under the lock only.
-unsafe impl Send for Device {}
-// SAFETY: as for `Send`.
-unsafe impl Sync for Device {}
-
-impl Device {
-    /// Whether the device computes this node.
-    ///
-    /// # Safety
-    /// `node` and the tensors that it points to must be valid, with their places.
-    pub(crate) unsafe fn supports(&self, node: *const abi::ggml_tensor) -> bool {
-        let device = self.device.as_ptr();
-        // SAFETY: the device object is constant and never freed, and the node is valid (this
-        // function's contract).
-        unsafe {
-            (*device)
-                .iface
-                .supports_op
-                .is_some_and(|supports| supports(device, node))
-        }
-    }
-
-    /// Computes a graph. All results are in memory on return.
-    ///
-    /// # Errors
-    /// `enum ggml_status` of the backend.
-    ///
-    /// # Safety
-    /// The tensors of the graph and their buffers must exist, and nothing may access them during
-    /// the call.
-    pub(crate) unsafe fn compute(&self, graph: &mut Graph) -> Result<(), c_int> {
-        let _computing = self
-            .computing
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        let backend = self.backend.as_ptr();
-        // SAFETY: the lock makes this the only call. The graph is valid (this function's contract),
-        // and the backend keeps no pointer to it behind `synchronize`.
-        unsafe {
-            let iface = &(*backend).iface;
-            let Some(compute) = iface.graph_compute else {
-                return Err(abi::GGML_STATUS_FAILED as c_int);
-            };
-            let status = compute(backend, graph.as_mut_ptr()) as c_int;
-            if let Some(synchronize) = iface.synchronize {
-                synchronize(backend);
-            }
-            match status {
-                0 => Ok(()),
-                status => Err(status),
-            }
-        }
-    }
-}
-
-impl Drop for Device {
-    fn drop(&mut self) {
-        // SAFETY: the object owns the backend, and plans keep the device alive.
-        unsafe { (self.library.functions().backend_free)(self.backend.as_ptr()) };
-    }
-}
 
 /// Runs graphs on a device of a backend of ggml. Nodes that the device lacks run on `fallback`.
 pub struct GgmlEngine {

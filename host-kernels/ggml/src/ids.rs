@@ -16,7 +16,7 @@ use std::ffi::{c_char, c_int, c_void};
 use vgpu_ggml_abi as abi;
 use vgpu_transport::ir::{GluKind, OpKind, UnaryKind};
 
-use crate::library::{LibraryError, Namer, text};
+use crate::loader::{Handle, LibraryError, text};
 
 /// `GGML_TYPE_F32`.
 const F32: c_int = 0;
@@ -43,7 +43,7 @@ impl Ids {
     ///
     /// # Errors
     /// [`LibraryError::Symbol`] if ggml lacks a function.
-    pub(crate) fn of(ggml: &Namer<'_>) -> Result<Ids, LibraryError> {
+    pub(crate) fn of(ggml: &Handle) -> Result<Ids, LibraryError> {
         type Name = unsafe extern "C" fn(c_int) -> *const c_char;
         type Make = unsafe extern "C" fn(
             *mut abi::ggml_context,

@@ -1,24 +1,27 @@
 //! The engine that runs graphs on a backend of ggml: `libggml-cuda.so`, `libggml-vulkan.so`,
 //! `libggml-hip.so` or any other that is loaded at run time.
 //!
-//! - [`library`]: the loaded backend and its devices. `ids`: the ids of its enums.
+//! - `loader`: loading a library. `ids`: the ids of ggml's enums. [`library`]: the loaded backend.
 //! - `memory`: buffers of a device.
 //! - `params`: from an operator of the IR to ggml's `op_params`. `tensors`: the tensors and the
-//!   graph that the backend gets.
+//!   graph that the backend gets. `device`: a device of the backend.
 //! - `plan`: a compiled graph: parts for the device, and single nodes for another engine.
 //! - [`GgmlEngine`]: the engine.
 //!
-//! A backend of ggml ends the process if a tensor has content that the backend does not expect, such
-//! as a row index out of range. Only trusted guests, or a process for each guest, may use this
+//! A backend of ggml ends the process if a tensor has content that the backend does not expect,
+//! such as a row index out of range. Only trusted guests, or a process for each guest, may use this
 //! engine.
 
+mod device;
 mod engine;
 mod ids;
 pub mod library;
+mod loader;
 mod memory;
 mod params;
 mod plan;
 mod tensors;
 
 pub use engine::GgmlEngine;
-pub use library::{Library, LibraryError};
+pub use library::Library;
+pub use loader::LibraryError;

@@ -1,68 +1,15 @@
 //! A backend of ggml, loaded from its file together with the ggml that it was built with.
 
-use std::ffi::{CStr, CString, OsString, c_char, c_int, c_void};
-use std::os::unix::ffi::OsStrExt as _;
+use std::ffi::{CStr, OsString, c_void};
 use std::path::{Path, PathBuf};
-use std::ptr::{self, NonNull};
+use std::ptr::NonNull;
 
 use vgpu_ggml_abi as abi;
-use vgpu_ggml_abi::versions::{self, UnsupportedVersion, Version};
+use vgpu_ggml_abi::versions::{self, Version};
 use vgpu_ggml_abi::{ApiVersion, Function};
 
 use crate::ids::Ids;
-
-/// Why a backend cannot be used.
-#[derive(Debug, thiserror::Error)]
-pub enum LibraryError {
-    /// The dynamic linker refuses the file.
-    #[error("{path}: {reason}")]
-    #[allow(missing_docs)] // the message names every field
-    Load { path: PathBuf, reason: String },
-    /// The file is no backend of ggml, or of a ggml that lacks a function.
-    #[error("{path} is not a backend of ggml: no function `{symbol}` in it or what it depends on")]
-    #[allow(missing_docs)]
-    Symbol { path: PathBuf, symbol: String },
-    /// The release of ggml is not supported.
-    #[error("{path}: {reason}")]
-    #[allow(missing_docs)]
-    Release {
-        path: PathBuf,
-        reason: UnsupportedVersion,
-    },
-    /// The backend says that it cannot work on this machine.
-    #[error("{path} does not support this machine: ggml_backend_score() is 0")]
-    #[allow(missing_docs)]
-    Score { path: PathBuf },
-    /// The backend does not start: it has no driver, for example.
-    #[error("{path} does not start: ggml_backend_init() returns null. A driver may be missing")]
-    #[allow(missing_docs)]
-    Init { path: PathBuf },
-    /// The backend was built for another interface than the release of its ggml has.
-    #[error("{path} has API version {api}, but ggml {release} has {expected}")]
-    #[allow(missing_docs)]
-    Api {
-        path: PathBuf,
-        release: String,
-        api: c_int,
-        expected: c_int,
-    },
-    /// The backend has no device.
-    #[error("{path} has no device. A GPU or its driver may be missing")]
-    #[allow(missing_docs)]
-    NoDevice { path: PathBuf },
-    /// No device has the wanted name.
-    #[error("{path} has no device `{wanted}`: it has {known}", known = .known.join(", "))]
-    #[allow(missing_docs)]
-    UnknownDevice {
-        path: PathBuf,
-        wanted: String,
-        known: Vec<String>,
-    },
-    /// The device does not make a backend.
-    #[error("the device {device} of {path} does not start")]
-    #[allow(missing_docs)]
-    Device { path: PathBuf, device: String },
-}
+use crate::loader::{Handle, LibraryError, text};
 
 /// The functions of ggml that the engine calls. They hide the layout of a buffer type, which
 /// depends on the release.
@@ -92,55 +39,6 @@ unsafe impl Send for Library {}
 // SAFETY: as for `Send`.
 unsafe impl Sync for Library {}
 
-/// A handle of `dlopen`, which is never closed.
-struct Handle(NonNull<c_void>);
-
-impl Handle {
-    /// Loads the file at `path`.
-    ///
-    /// # Errors
-    /// [`LibraryError::Load`] with the message of the dynamic linker.
-    fn open(path: &Path, flags: c_int) -> Result<Handle, LibraryError> {
-        let failed = |reason: String| LibraryError::Load {
-            path: path.to_owned(),
-            reason,
-        };
-        let name = CString::new(path.as_os_str().as_bytes())
-            .map_err(|_| failed("the path has a zero byte".to_owned()))?;
-        // SAFETY: `name` is a C string. The constructors of a library that the operator names run
-        // with this process's rights: that is what the operator asks for.
-        let handle = unsafe { libc::dlopen(name.as_ptr(), flags) };
-        NonNull::new(handle).map(Handle).ok_or_else(|| {
-            // SAFETY: `dlerror` returns null or a C string that lives until the next call of a
-            // `dl` function by this thread.
-            let reason = unsafe { text(libc::dlerror()) };
-            failed(reason)
-        })
-    }
-
-    /// The function `name` of the library or of what it depends on.
-    ///
-    /// # Errors
-    /// [`LibraryError::Symbol`] if there is none.
-    ///
-    /// # Safety
-    /// `F` must be the type of a pointer to the function.
-    unsafe fn function<F: Copy>(&self, path: &Path, name: &CStr) -> Result<F, LibraryError> {
-        const { assert!(size_of::<F>() == size_of::<*mut c_void>()) };
-        // SAFETY: the handle is open, and `name` is a C string.
-        let symbol = unsafe { libc::dlsym(self.0.as_ptr(), name.as_ptr()) };
-        if symbol.is_null() {
-            return Err(LibraryError::Symbol {
-                path: path.to_owned(),
-                symbol: name.to_string_lossy().into_owned(),
-            });
-        }
-        // SAFETY: the address is not null and is that of the function, whose pointer type is `F`
-        // (this function's contract). The sizes are equal (asserted above).
-        Ok(unsafe { std::mem::transmute_copy(&symbol) })
-    }
-}
-
 impl Library {
     /// Loads the backend at `path`. If `libggml-base.so` lies in the same folder, it is loaded
     /// first, so that a backend without a run path finds it.
@@ -163,9 +61,9 @@ impl Library {
         // SAFETY: the type of each symbol is that of its declaration in vendor/, which tests/abi.rs
         // compares with the declaration in ggml's headers.
         unsafe {
-            version = handle.function(path, c"ggml_version")?;
-            init = handle.function(path, c"ggml_backend_init")?;
-            score = handle.function(path, c"ggml_backend_score").ok();
+            version = handle.function(c"ggml_version")?;
+            init = handle.function(c"ggml_backend_init")?;
+            score = handle.function(c"ggml_backend_score").ok();
         }
         // SAFETY: `ggml_version` takes no argument and returns a string literal of a library that
         // stays loaded.
@@ -178,17 +76,13 @@ impl Library {
         // SAFETY: the type of each symbol is that of its declaration in vendor/.
         let functions = unsafe {
             Functions {
-                buft_get_max_size: handle.function(path, c"ggml_backend_buft_get_max_size")?,
-                buft_alloc_buffer: handle.function(path, c"ggml_backend_buft_alloc_buffer")?,
-                buffer_free: handle.function(path, c"ggml_backend_buffer_free")?,
-                backend_free: handle.function(path, c"ggml_backend_free")?,
+                buft_get_max_size: handle.function(c"ggml_backend_buft_get_max_size")?,
+                buft_alloc_buffer: handle.function(c"ggml_backend_buft_alloc_buffer")?,
+                buffer_free: handle.function(c"ggml_backend_buffer_free")?,
+                backend_free: handle.function(c"ggml_backend_free")?,
             }
         };
-        let namer = Namer {
-            handle: &handle,
-            path,
-        };
-        let ids = Ids::of(&namer)?;
+        let ids = Ids::of(&handle)?;
         // SAFETY: the function takes no argument.
         if score.is_some_and(|score| unsafe { score() } == 0) {
             let path = path.to_owned();
@@ -270,38 +164,4 @@ impl Library {
         // (this function's contract).
         (!address.is_null()).then(|| unsafe { std::mem::transmute_copy(&address) })
     }
-}
-
-/// Resolves functions of a library that is being loaded.
-pub(crate) struct Namer<'a> {
-    handle: &'a Handle,
-    path: &'a Path,
-}
-
-impl Namer<'_> {
-    /// The function `name`.
-    ///
-    /// # Errors
-    /// [`LibraryError::Symbol`] if there is none.
-    ///
-    /// # Safety
-    /// `F` must be the type of a pointer to the function.
-    pub(crate) unsafe fn function<F: Copy>(&self, name: &CStr) -> Result<F, LibraryError> {
-        // SAFETY: this function's contract.
-        unsafe { self.handle.function(self.path, name) }
-    }
-}
-
-/// A copy of a string of C; empty if the pointer is null.
-///
-/// # Safety
-/// `string` must be null or a C string.
-pub(crate) unsafe fn text(string: *const c_char) -> String {
-    if ptr::eq(string, ptr::null()) {
-        return String::new();
-    }
-    // SAFETY: a C string, because it is not null: this function's contract.
-    unsafe { CStr::from_ptr(string) }
-        .to_string_lossy()
-        .into_owned()
 }

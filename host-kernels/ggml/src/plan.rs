@@ -11,7 +11,7 @@ use vgpu_ggml_abi as abi;
 use vgpu_transport::bytes::{Bytes, BytesMut};
 use vgpu_transport::ir::{Graph as IrGraph, GraphCounts, Node, Op, OpKind, Shape, Type};
 
-use crate::engine::Device;
+use crate::device::Device;
 use crate::memory::GgmlMemory;
 use crate::params;
 use crate::tensors::{Arena, Graph, compute, view};
