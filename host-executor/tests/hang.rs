@@ -142,7 +142,7 @@ fn hello_is_answered_before_memory_is_registered_with_the_device() {
 fn shutdown_does_not_wait_for_a_session_that_hangs() {
     let engine = HangingEngine::new();
     let limits = Limits {
-        slow: Duration::from_millis(400),
+        slow: Duration::from_secs(3),
         ..Limits::default()
     };
     let host = Host::limited(engine.clone(), limits, 64);
@@ -157,7 +157,7 @@ fn shutdown_does_not_wait_for_a_session_that_hangs() {
     let Shutdown::Stuck(why) = shutdown else {
         panic!("the session cannot have ended");
     };
-    contains_all(&why, &["1 sessions do not end", "400ms"]);
+    contains_all(&why, &["1 sessions do not end"]);
     assert_eq!(idle.ended(), "the host is shutting down");
 }
 
@@ -195,7 +195,6 @@ fn turn_or_call_without_end_is_reported_as_a_hanging_engine() {
             })),
             _ => drop(guest.submit(GRAPH)),
         }
-        let why = reports.recv_timeout(TIMEOUT).expect("a report");
         let expected: &[&str] = match call {
             Call::Memory => &["the engine has not answered how much memory is free"],
             Call::Alloc => &[
@@ -207,7 +206,13 @@ fn turn_or_call_without_end_is_reported_as_a_hanging_engine() {
                 "request 6: graph 1 of 1 nodes",
             ],
         };
-        contains_all(&why, expected);
+        // On a busy machine a call before the one that hangs may have taken as long.
+        let has_all = |why: &String| expected.iter().all(|part| why.contains(part));
+        let mut seen = Vec::new();
+        while !seen.iter().any(has_all) {
+            let why = reports.recv_timeout(TIMEOUT);
+            seen.push(why.unwrap_or_else(|_| panic!("{expected:?} is in none of {seen:#?}")));
+        }
     }
 }
 
@@ -216,7 +221,7 @@ fn busy_engine_is_not_reported_as_hanging() {
     let engine = HangingEngine::new();
     let limits = Limits {
         slow: Duration::from_millis(500),
-        turn_time: Some(Duration::from_secs(1)),
+        turn_time: Some(Duration::from_secs(4)),
         ..Limits::default()
     };
     let host = Host::limited(engine.clone(), limits, 64);
@@ -225,7 +230,7 @@ fn busy_engine_is_not_reported_as_hanging() {
     host.server.watch(on_stuck).expect("a thread");
     let (mut guest, number) = guest_with_graph(&host);
     let start = std::time::Instant::now();
-    while start.elapsed() < Duration::from_secs(2) {
+    while start.elapsed() < Duration::from_secs(5) {
         guest.submit(GRAPH);
         guest.read_f32(number, 1);
     }

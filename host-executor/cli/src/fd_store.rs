@@ -20,7 +20,7 @@ use anyhow::{Context as _, anyhow};
 use clap::Parser;
 use command_fds::{CommandFdExt as _, FdMapping};
 use rustix::process::{Pid, Signal};
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
 use tempfile::TempDir;
 use vgpu_transport::link::credentials::{self, PeerCredentials};
 
@@ -74,6 +74,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         signal_hook::flag::register_usize(number, Arc::clone(&signal), number as usize)
             .context("signals cannot be caught")?;
     }
+    // The signal asks the executor for a dump. Sent to all processes of a unit, it must not end this
+    // one.
+    signal_hook::flag::register(SIGUSR1, Arc::default()).context("signals cannot be caught")?;
     let socket = NotifySocket::open()?;
     let mut stored: Vec<(String, OwnedFd)> = Vec::new();
     let mut pause = MIN_PAUSE;

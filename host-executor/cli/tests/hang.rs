@@ -77,6 +77,31 @@ fn compute_forever(guest: &mut Guest) {
     guest.send(&Request::Fence {});
 }
 
+/// Waits until the thread of `pid` with this name has used the processor for 0.4 s. With one thread
+/// the thread of a session computes, and nothing before a graph takes so long.
+fn wait_until_computing(pid: u32, name: &str) {
+    const TICKS: u64 = 40; // of 10 ms
+    let start = Instant::now();
+    let ticks = || -> u64 {
+        let tasks = fs::read_dir(format!("/proc/{pid}/task"))
+            .into_iter()
+            .flatten();
+        tasks
+            .filter_map(|task| fs::read_to_string(task.ok()?.path().join("stat")).ok())
+            .filter_map(|stat| {
+                let (head, fields) = stat.rsplit_once(") ")?;
+                // Field 14 of proc_pid_stat(5): the fields behind the name begin with the third.
+                let user = fields.split(' ').nth(11)?.parse::<u64>().ok()?;
+                head.ends_with(&format!("({name}")).then_some(user)
+            })
+            .sum()
+    };
+    while ticks() < TICKS {
+        assert!(start.elapsed() < TIMEOUT, "the graph does not begin");
+        thread::sleep(Duration::from_millis(10));
+    }
+}
+
 /// An executor whose engine hangs, with the guest that has it.
 struct Hanging {
     serve: Serve,
@@ -103,8 +128,7 @@ fn hanging(scratch: &Scratch, more: &[&str]) -> Option<Hanging> {
     let serve = Serve::of(vgpu(&arguments));
     let mut holder = serve.guest(&scratch.socket());
     compute_forever(&mut holder);
-    // Long enough for the turn to begin, in which almost all time passes.
-    thread::sleep(Duration::from_millis(200));
+    wait_until_computing(serve.child.id(), "vgpu-guest-1");
     let Some(stopped) = StoppedThread::stop(serve.child.id(), "vgpu-guest-1") else {
         println!("this system does not permit ptrace: nothing was tested");
         return None;

@@ -146,7 +146,7 @@ fn start_ggml(
     threads: Threads,
     memory: Option<u64>,
 ) -> Result<Arc<dyn Engine>, StartError> {
-    let fallback = start(&EngineKind::Cpu, threads, None)?;
+    let fallback = start(&EngineKind::Cpu, threads, memory)?;
     let GgmlBackend { path, device } = backend;
     let engine =
         vgpu_ggml::GgmlEngine::start(path, device.as_deref(), threads.count, memory, fallback)?;

@@ -21,7 +21,7 @@ use crate::plan::{GgmlPlan, compile_bytes};
 /// The longest time of a node by estimate: a backend cannot stop in the middle of a node.
 const MAX_NODE_TIME: Duration = Duration::from_secs(60);
 
-/// What the estimates take a backend to do in a second.
+/// What the estimates take a GPU to do in a second.
 const SPEED: Speed = Speed {
     products: 2e10,
     steps: 2e9,
@@ -177,7 +177,10 @@ impl Engine for GgmlEngine {
     }
 
     fn speed(&self) -> Speed {
-        SPEED
+        match self.device.is_cpu {
+            true => self.fallback.speed(),
+            false => SPEED,
+        }
     }
 
     fn max_node_time(&self) -> Duration {

@@ -9,7 +9,7 @@ use vgpu_engine::{
 };
 use vgpu_ggml_abi as abi;
 use vgpu_transport::bytes::{Bytes, BytesMut};
-use vgpu_transport::ir::{Graph as IrGraph, GraphCounts, Node, Op, OpKind, Shape, Type};
+use vgpu_transport::ir::{Graph as IrGraph, GraphCounts, Node, Op, OpKind, Shape, Tensor, Type};
 
 use crate::device::Device;
 use crate::memory::GgmlMemory;
@@ -147,6 +147,16 @@ fn encode(
     let Some(encoded) = params::encode(&node.op, in_place, library.ids(), release) else {
         return Ok(None);
     };
+    // Backends for GPUs read rows of quantised weights up to the next 512 elements, and expect zeros
+    // or allocations of their own behind the row. Here another tensor may follow.
+    let is_padded = |tensor: &Tensor| {
+        let Shape { ty, ne, .. } = tensor.shape;
+        ty.is_quantized() && !ne[0].is_multiple_of(512)
+    };
+    let mut sources = (0..node.src.as_slice().len()).filter_map(|i| graph.src(node, i));
+    if !device.is_cpu && sources.any(is_padded) {
+        return Ok(None);
+    }
     if device.is_cpu && !cpu_backend_computes(graph, node) {
         return Ok(None);
     }

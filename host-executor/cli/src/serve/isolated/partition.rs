@@ -51,7 +51,7 @@ pub(super) fn check(settings: &Settings) -> anyhow::Result<()> {
 /// memory.
 pub(super) fn memory(settings: &Settings) -> anyhow::Result<Option<u64>> {
     Ok(match (&settings.engine, settings.memory) {
-        (EngineKind::Cpu, Some(all)) => Some(all),
+        (EngineKind::Cpu | EngineKind::Ggml(_), Some(all)) => Some(all),
         // The memory of the machine or its control group.
         (EngineKind::Cpu, None) => {
             let engine = CpuEngine::new(1, None).context("reading the size of the memory")?;

@@ -104,6 +104,10 @@ pub(crate) fn run(
         arguments.push(device(settings.device).into());
         arguments.extend(["--control".into(), control.clone().into()]);
         arguments.extend(["--vm".into(), argument(vm)]);
+        if settings.engine.needs_trust() {
+            // The process has one guest, which can end no other.
+            arguments.push("--trust-guests".into());
+        }
         let command = {
             let own = own.clone();
             move || {
