@@ -74,8 +74,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         signal_hook::flag::register_usize(number, Arc::clone(&signal), number as usize)
             .context("signals cannot be caught")?;
     }
-    // The signal asks the executor for a dump. Sent to all processes of a unit, it must not end this
-    // one.
+    // The signal asks the executor for a dump. Sent to all processes of a unit, it must not end
+    // this one.
     signal_hook::flag::register(SIGUSR1, Arc::default()).context("signals cannot be caught")?;
     let socket = NotifySocket::open()?;
     let mut stored: Vec<(String, OwnedFd)> = Vec::new();

@@ -147,8 +147,8 @@ fn encode(
     let Some(encoded) = params::encode(&node.op, in_place, library.ids(), release) else {
         return Ok(None);
     };
-    // Backends for GPUs read rows of quantised weights up to the next 512 elements, and expect zeros
-    // or allocations of their own behind the row. Here another tensor may follow.
+    // Backends for GPUs read rows of quantised weights up to the next 512 elements, and expect
+    // zeros or allocations of their own behind the row. Here another tensor may follow.
     let is_padded = |tensor: &Tensor| {
         let Shape { ty, ne, .. } = tensor.shape;
         ty.is_quantized() && !ne[0].is_multiple_of(512)
