@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use vgpu_transport::bytes::{Bytes, BytesMut};
-use vgpu_transport::ir::{BufferId, Graph, Limits, Node, Sources, Tensor, validate};
+use vgpu_transport::ir::{BufferId, Graph, Limits, Node, Op, Sources, Tensor, validate};
 
 use crate::engine::Engine;
 use crate::error::{EngineError, RunError};
@@ -86,8 +86,8 @@ pub trait DeviceMemory {
 pub struct SingleNode {
     plan: Box<dyn Plan>,
     ranges: Vec<Copied>,
-    /// The index in `ranges` of the range with the destination.
-    result: usize,
+    /// The indices in `ranges` of the ranges that the node writes.
+    results: Vec<usize>,
     /// The index of the node in the graph of the device.
     at: usize,
 }
@@ -147,9 +147,14 @@ impl SingleNode {
             offset: region.bytes.start,
             memory,
         });
+        let results = match node.op {
+            // The momenta, which are sources, are updated too.
+            Op::OptStepAdamw {} => (0..regions.len()).collect(),
+            _ => vec![valid.graph().tensors[0].buffer as usize],
+        };
         Ok(SingleNode {
             plan,
-            result: valid.graph().tensors[0].buffer as usize,
+            results,
             ranges: ranges.collect(),
             at,
         })
@@ -158,7 +163,7 @@ impl SingleNode {
     /// Bytes of host memory, without the structure itself.
     pub fn bytes(&self) -> usize {
         let ranges = self.ranges.iter().map(|range| range.memory.size() as usize);
-        let table = self.ranges.capacity() * (size_of::<Copied>() + 128);
+        let table = self.ranges.capacity() * (size_of::<Copied>() + size_of::<usize>() + 128);
         ranges.sum::<usize>() + table + self.plan.plan_bytes() as usize
     }
 
@@ -209,12 +214,14 @@ impl SingleNode {
             },
             other => other,
         })?;
-        let range = &self.ranges[self.result];
-        bytes.resize(range.memory.size() as usize, 0);
-        range
-            .memory
-            .read(0, BytesMut::from(bytes.as_mut_slice()))
-            .and_then(|()| device.write(range.buffer, range.offset, &bytes))
-            .map_err(failed)
+        for range in self.results.iter().map(|&result| &self.ranges[result]) {
+            bytes.resize(range.memory.size() as usize, 0);
+            range
+                .memory
+                .read(0, BytesMut::from(bytes.as_mut_slice()))
+                .and_then(|()| device.write(range.buffer, range.offset, &bytes))
+                .map_err(failed)?;
+        }
+        Ok(())
     }
 }
