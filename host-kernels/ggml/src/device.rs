@@ -11,7 +11,8 @@ use crate::tensors::Graph;
 
 /// A device of a backend, with a queue for graphs.
 pub(crate) struct Device {
-    pub(crate) library: &'static Library,
+    /// The ggml and the backend that the device belongs to.
+    pub(crate) ggml: &'static Library,
     pub(crate) device: NonNull<abi::ggml_backend_device>,
     pub(crate) backend: NonNull<abi::ggml_backend>,
     pub(crate) is_cpu: bool,
@@ -77,6 +78,6 @@ impl Device {
 impl Drop for Device {
     fn drop(&mut self) {
         // SAFETY: the object owns the backend, and plans keep the device alive.
-        unsafe { (self.library.functions().backend_free)(self.backend.as_ptr()) };
+        unsafe { (self.ggml.functions().backend_free)(self.backend.as_ptr()) };
     }
 }

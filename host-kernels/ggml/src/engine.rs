@@ -15,7 +15,7 @@ use vgpu_transport::ir::{Capabilities, GraphCounts, ValidGraph};
 use crate::device::Device;
 use crate::library::Library;
 use crate::loader::{LibraryError, text};
-use crate::memory::{Allocator, GgmlMemory, allocation_size};
+use crate::memory::{Allocator, allocation_size};
 use crate::plan::{GgmlPlan, compile_bytes};
 
 /// The longest time of a node by estimate: a backend cannot stop in the middle of a node.
@@ -125,7 +125,7 @@ impl GgmlEngine {
                 memory.map_or(total, |memory| memory.min(total)),
             )),
             device: Arc::new(Device {
-                library,
+                ggml: library,
                 device: found,
                 backend,
                 is_cpu,
@@ -201,9 +201,6 @@ impl Engine for GgmlEngine {
         buffers: &[Arc<dyn Memory>],
         is_cancelled: &dyn Fn() -> bool,
     ) -> Result<Box<dyn Plan>, EngineError> {
-        if { buffers.iter() }.any(|buffer| !buffer.as_any().is::<GgmlMemory>()) {
-            return Err(EngineError::ForeignMemory);
-        }
         let (device, fallback) = (Arc::clone(&self.device), &*self.fallback);
         let plan = GgmlPlan::compile(device, fallback, graph.graph(), buffers, is_cancelled)?;
         Ok(Box::new(plan))

@@ -62,7 +62,7 @@ pub enum LibraryError {
 
 /// A handle of `dlopen`, which is never closed.
 pub(crate) struct Handle {
-    library: NonNull<c_void>,
+    raw: NonNull<c_void>,
     path: PathBuf,
 }
 
@@ -81,14 +81,14 @@ impl Handle {
         // SAFETY: `name` is a C string. The constructors of a library that the operator names run
         // with this process's rights: that is what the operator asks for.
         let handle = unsafe { libc::dlopen(name.as_ptr(), flags) };
-        let library = NonNull::new(handle).ok_or_else(|| {
+        let raw = NonNull::new(handle).ok_or_else(|| {
             // SAFETY: `dlerror` returns null or a C string that lives until the next call of a
             // `dl` function by this thread.
             let reason = unsafe { text(libc::dlerror()) };
             failed(reason)
         })?;
         Ok(Handle {
-            library,
+            raw,
             path: path.to_owned(),
         })
     }
@@ -103,7 +103,7 @@ impl Handle {
     pub(crate) unsafe fn function<F: Copy>(&self, name: &CStr) -> Result<F, LibraryError> {
         const { assert!(size_of::<F>() == size_of::<*mut c_void>()) };
         // SAFETY: the handle is open, and `name` is a C string.
-        let symbol = unsafe { libc::dlsym(self.library.as_ptr(), name.as_ptr()) };
+        let symbol = unsafe { libc::dlsym(self.raw.as_ptr(), name.as_ptr()) };
         if symbol.is_null() {
             return Err(LibraryError::Symbol {
                 path: self.path.clone(),

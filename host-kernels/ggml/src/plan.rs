@@ -54,7 +54,8 @@ impl GgmlPlan {
     /// Compiles a valid graph. `buffers` are memory of the device.
     ///
     /// # Errors
-    /// [`EngineError::Cancelled`], or what `fallback` says of a node that the device lacks.
+    /// [`EngineError::Cancelled`], [`EngineError::ForeignMemory`], or what `fallback` says of a node
+    /// that the device lacks.
     pub(crate) fn compile(
         device: Arc<Device>,
         fallback: &dyn Engine,
@@ -62,12 +63,15 @@ impl GgmlPlan {
         buffers: &[Arc<dyn Memory>],
         is_cancelled: &dyn Fn() -> bool,
     ) -> Result<GgmlPlan, EngineError> {
+        let memory = buffers.iter().map(|buffer| buffer.as_any().downcast_ref());
+        let memory: Option<Vec<&GgmlMemory>> = memory.collect();
+        let memory = memory.ok_or(EngineError::ForeignMemory)?;
         let mut arena = Arena::default();
         let mut cancellation = Cancellation::new(is_cancelled);
         // The ggml tensor with the present value of each tensor of the graph.
         let mut present = Vec::with_capacity(graph.tensors.len());
         for tensor in &graph.tensors {
-            let memory = memory(buffers, tensor.buffer as usize)?;
+            let memory = memory[tensor.buffer as usize];
             // SAFETY: `whole` is the tensor of a buffer that the plan keeps alive.
             present.push(arena.keep(unsafe { view(tensor, memory.whole()) }));
         }
@@ -80,8 +84,7 @@ impl GgmlPlan {
                 continue;
             }
             let kept = arena.len();
-            let on_device = encode(&device, graph, node, buffers, &present, &mut arena)?;
-            let Some(dst) = on_device else {
+            let Some(dst) = encode(&device, graph, node, &memory, &present, &mut arena) else {
                 arena.truncate(kept);
                 flush(&mut parts, &mut nodes, first);
                 let other = SingleNode::compile(fallback, graph, at)?;
@@ -115,25 +118,15 @@ fn flush(parts: &mut Vec<Part>, nodes: &mut Vec<*mut abi::ggml_tensor>, first: u
     }
 }
 
-fn memory(buffers: &[Arc<dyn Memory>], index: usize) -> Result<&GgmlMemory, EngineError> {
-    buffers[index]
-        .as_any()
-        .downcast_ref()
-        .ok_or(EngineError::ForeignMemory)
-}
-
 /// The node as a tensor of ggml. `None` if the device does not compute it.
-///
-/// # Errors
-/// [`EngineError::ForeignMemory`].
 fn encode(
     device: &Device,
     graph: &IrGraph,
     node: &Node,
-    buffers: &[Arc<dyn Memory>],
+    memory: &[&GgmlMemory],
     present: &[*mut abi::ggml_tensor],
     arena: &mut Arena,
-) -> Result<Option<*mut abi::ggml_tensor>, EngineError> {
+) -> Option<*mut abi::ggml_tensor> {
     let to = graph.dst(node);
     let in_place = graph
         .src(node, 0)
@@ -141,12 +134,10 @@ fn encode(
     // The kernels of ggml write to the first source and ignore the place of the result.
     let must_be_in_place = matches!(node.op, Op::OptStepAdamw {} | Op::OptStepSgd {});
     if must_be_in_place && !in_place {
-        return Ok(None);
+        return None;
     }
-    let (library, release) = (device.library, device.library.version());
-    let Some(encoded) = params::encode(&node.op, in_place, library.ids(), release) else {
-        return Ok(None);
-    };
+    let (ids, release) = (device.ggml.ids(), device.ggml.version());
+    let encoded = params::encode(&node.op, in_place, ids, release)?;
     // Backends for GPUs read rows of quantised weights up to the next 512 elements, and expect
     // zeros or allocations of their own behind the row. Here another tensor may follow.
     let is_padded = |tensor: &Tensor| {
@@ -155,12 +146,12 @@ fn encode(
     };
     let mut sources = (0..node.src.as_slice().len()).filter_map(|i| graph.src(node, i));
     if !device.is_cpu && sources.any(is_padded) {
-        return Ok(None);
+        return None;
     }
     if device.is_cpu && !cpu_backend_computes(graph, node) {
-        return Ok(None);
+        return None;
     }
-    let memory = memory(buffers, to.buffer as usize)?;
+    let memory = memory[to.buffer as usize];
     // SAFETY: `whole` is the tensor of a buffer that the plan keeps alive.
     let mut dst = unsafe { view(to, memory.whole()) };
     let mut sources: Vec<*mut abi::ggml_tensor> = { node.src.as_slice().iter() }
@@ -181,7 +172,7 @@ fn encode(
     let dst = arena.keep(dst);
     // SAFETY: the node and its sources are tensors of the arena, with places in buffers that exist.
     let supported = unsafe { device.supports(dst) };
-    Ok(supported.then_some(dst))
+    supported.then_some(dst)
 }
 
 /// Whether ggml's CPU backend computes a node. Its `supports_op` answers yes for types that its

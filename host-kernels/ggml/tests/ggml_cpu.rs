@@ -1,8 +1,12 @@
 //! The engine on ggml's own CPU backend, compared with the CPU engine.
 
+#[path = "../../../tests/common/mod.rs"]
+mod common;
+
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use common::cached;
 use vgpu_check::{Case, Outcome};
 use vgpu_cpu::CpuEngine;
 use vgpu_engine::Engine;
@@ -11,11 +15,7 @@ use vgpu_ggml::{GgmlEngine, LibraryError};
 /// The builds of ggml with a CPU backend as a file that are in the cache: after `cargo xtask setup`
 /// at least one, after `cargo xtask test` the oldest and the newest supported release.
 fn backends() -> Vec<PathBuf> {
-    let folder = |name| std::env::var_os(name).map(PathBuf::from);
-    let cache = folder("VGPU_CACHE")
-        .or_else(|| Some(folder("XDG_CACHE_HOME")?.join("ggml-vgpu")))
-        .or_else(|| Some(folder("HOME")?.join(".cache/ggml-vgpu")))
-        .expect("HOME is set");
+    let cache = cached("");
     let mut found = Vec::new();
     for build in [
         "build-ggml-0.20.2",
