@@ -54,8 +54,8 @@ impl GgmlPlan {
     /// Compiles a valid graph. `buffers` are memory of the device.
     ///
     /// # Errors
-    /// [`EngineError::Cancelled`], [`EngineError::ForeignMemory`], or what `fallback` says of a node
-    /// that the device lacks.
+    /// [`EngineError::Cancelled`], [`EngineError::ForeignMemory`], or what `fallback` says of a
+    /// node that the device lacks.
     pub(crate) fn compile(
         device: Arc<Device>,
         fallback: &dyn Engine,
