@@ -11,7 +11,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, ensure};
 use serde_json::{Value, json};
 
-use crate::common::{Needs, keep, show, tokens_per_second};
+use crate::common::{Build, Needs, keep, show, tokens_per_second};
 use crate::driver::{Driver, Sample};
 use crate::table::Row;
 use xtask_common::cache::Cache;
@@ -48,6 +48,8 @@ pub(crate) struct Options {
     /// Only these parts
     #[arg(long, value_enum, num_args = 1..)]
     only: Vec<Part>,
+    #[command(flatten)]
+    build: Build,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -121,7 +123,7 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
 
 impl Setting {
     fn prepare(cache: &Cache, options: &Options) -> Result<Setting> {
-        let needs = Needs::prepare(cache, None)?;
+        let needs = Needs::prepare(cache, &options.build)?;
         let model = needs.model(cache)?;
         let Needs {
             source,

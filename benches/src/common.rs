@@ -26,12 +26,20 @@ pub(crate) struct Needs {
     pub(crate) folder: PathBuf,
 }
 
+/// Which build a benchmark measures.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Build {
+    /// Measure libggml-vgpu.so and vgpu of this folder instead of a fresh release build
+    #[arg(long, value_name = "FOLDER")]
+    dist: Option<PathBuf>,
+}
+
 impl Needs {
-    /// Measures the files in the folder `dist`, or else a new release build.
-    pub(crate) fn prepare(cache: &Cache, dist: Option<&Path>) -> Result<Needs> {
+    /// What the benchmarks need; fetches and builds what the cache does not have.
+    pub(crate) fn prepare(cache: &Cache, build: &Build) -> Result<Needs> {
         let source = llama::source(cache)?;
         let bin = llama::build(cache, llama::Stage::Tools)?;
-        let dist = match dist {
+        let dist = match &build.dist {
             Some(folder) => dist::at(folder),
             None => dist::build(cache)?,
         };

@@ -11,7 +11,7 @@ use std::process::Command;
 use anyhow::{Context as _, Result, ensure};
 use serde_json::{Value, json};
 
-use crate::common::{Needs, keep, ticks, tokens_per_second};
+use crate::common::{Build, Needs, keep, ticks, tokens_per_second};
 use crate::table::Row;
 use xtask_common::cache::Cache;
 use xtask_common::dist::Dist;
@@ -66,6 +66,8 @@ pub(crate) struct Options {
     /// Leave out the engine inside the program: a third less time
     #[arg(long)]
     no_inproc: bool,
+    #[command(flatten)]
+    build: Build,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -200,7 +202,7 @@ impl Setting<'_> {
     fn prepare<'a>(cache: &'a Cache, options: &'a Options) -> Result<Setting<'a>> {
         let Needs {
             bin, dist, folder, ..
-        } = Needs::prepare(cache, None)?;
+        } = Needs::prepare(cache, &options.build)?;
         let scratch = Scratch::new()?;
         let backend = match options.isa {
             None | Some(Isa::Avx512) => bin.join("libggml-cpu.so"),

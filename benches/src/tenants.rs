@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, bail, ensure};
 use serde_json::{Value, json};
 
-use crate::common::{Needs, keep, show, tokens_per_second};
+use crate::common::{Build, Needs, keep, show, tokens_per_second};
 use crate::table::Row;
 use xtask_common::cache::Cache;
 use xtask_common::dist::Dist;
@@ -46,9 +46,8 @@ pub(crate) struct Options {
     /// Only these parts
     #[arg(long, value_enum, num_args = 1..)]
     only: Vec<Part>,
-    /// Measure libggml-vgpu.so and vgpu of this folder instead of a fresh release build
-    #[arg(long, value_name = "FOLDER")]
-    dist: Option<PathBuf>,
+    #[command(flatten)]
+    build: Build,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -116,7 +115,7 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
 
 impl Setting {
     fn prepare(cache: &Cache, options: &Options) -> Result<Setting> {
-        let needs = Needs::prepare(cache, options.dist.as_deref())?;
+        let needs = Needs::prepare(cache, &options.build)?;
         let model = needs.model(cache)?;
         let Needs {
             bin, dist, folder, ..

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, ensure};
 use serde_json::json;
 
-use crate::common::{Needs, keep, show, ticks};
+use crate::common::{Build, Needs, keep, show, ticks};
 use crate::driver::{Driver, Guest};
 use crate::table::Row;
 use xtask_common::cache::Cache;
@@ -45,9 +45,8 @@ pub(crate) struct Options {
     /// Only these parts
     #[arg(long, value_enum, num_args = 1..)]
     only: Vec<Part>,
-    /// Measure libggml-vgpu.so and vgpu of this folder instead of a fresh release build
-    #[arg(long, value_name = "FOLDER")]
-    dist: Option<PathBuf>,
+    #[command(flatten)]
+    build: Build,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -106,7 +105,7 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
 
 impl Setting {
     fn prepare(cache: &Cache, options: &Options) -> Result<Setting> {
-        let needs = Needs::prepare(cache, options.dist.as_deref())?;
+        let needs = Needs::prepare(cache, &options.build)?;
         let model = needs.model(cache)?;
         let Needs {
             source,
