@@ -37,7 +37,7 @@ pub(crate) struct Options {
     /// checked
     #[arg(long, value_name = "OPS")]
     pub(crate) ops: Option<String>,
-    /// For test-backend-ops: only these releases of ggml, with every case
+    /// For `ops` and `models`: only these releases of ggml, with every case
     #[arg(long, value_name = "VERSION")]
     pub(crate) ggml: Vec<String>,
     /// Test libggml-vgpu.so and vgpu of this folder instead of a fresh build
@@ -59,6 +59,7 @@ Only `--full` runs:
             case of ggml 0.20.2 and 0.26.0 over inproc instead of a sample; ggml 0.21.0, 0.22.0,
             0.23.0 and 0.24.0; the three cases of MUL_MAT_ID that take minutes each; every case
             again with the kernels of each lower SIMD level; docs/OPS.md against what was found
+  models    DeepSeek-V4 with ggml 0.20.2, 0.21.0, 0.22.0, 0.23.0 and 0.24.0 besides
   demo      the variant with the executor in the program's process, built by the demo itself
   faults    each fault twice as often (`cargo xtask faults`: hundreds of times)
   ollama    all checks again without flash attention, and both again with Ollama 0.33.0
@@ -108,8 +109,8 @@ impl Options {
         !self.full && self.ops.is_none() && self.ggml.is_empty()
     }
 
-    /// Whether the caller wants `test-backend-ops` of a release of ggml. `is_default`: whether the
-    /// release is one of those that run if the caller names none.
+    /// Whether the caller wants the tests of a release of ggml. `is_default`: whether the release is
+    /// one of those that run if the caller names none.
     pub(crate) fn wants_ggml(&self, version: &str, is_default: bool) -> bool {
         match self.ggml.as_slice() {
             [] => self.full || is_default,

