@@ -105,7 +105,8 @@ impl Barrier {
 /// The function that every thread calls with its index. The pointer is valid until
 /// `ThreadTeam::run` returns.
 ///
-/// The pointer erases a lifetime, as `rayon::ThreadPool::broadcast` does internally.
+/// The pointer erases a lifetime, as `rayon::ThreadPool::broadcast` does internally. `broadcast`
+/// takes ten times as long to start and end a job (docs/cpu-engine.md has the figures).
 type Job = *const (dyn Fn(usize) + Sync);
 
 struct Shared {

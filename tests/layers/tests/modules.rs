@@ -11,6 +11,7 @@ const TRANSPORT: &[(&str, &[&str])] = &[
     ("error", &[]),
     ("fork", &[]),
     ("limits", &[]),
+    ("lock", &[]),
     ("poll", &[]),
     ("random", &[]),
     ("ir", BASE),
@@ -18,25 +19,33 @@ const TRANSPORT: &[(&str, &[&str])] = &[
     (
         "wire",
         &[
-            "bytes", "error", "fork", "ir", "limits", "poll", "random", "shm",
+            "bytes", "error", "fork", "ir", "limits", "lock", "poll", "random", "shm",
         ],
     ),
     // Not `ir` and not `wire`: a link carries bytes and does not know their meaning.
     (
         "link",
-        &["bytes", "error", "fork", "limits", "poll", "random", "shm"],
+        &[
+            "bytes", "error", "fork", "limits", "lock", "poll", "random", "shm",
+        ],
     ),
 ];
 
 /// The lowest layer.
-const BASE: &[&str] = &["bytes", "error", "fork", "limits", "poll", "random"];
+const BASE: &[&str] = &["bytes", "error", "fork", "limits", "lock", "poll", "random"];
 
 /// What an engine and the crates beside it import from `vgpu-transport`: the paths begin with one
 /// of these.
 const OF_ENGINES: &[&str] = &["bytes", "ir", "shm::memory"];
 
 /// The packages to which [`OF_ENGINES`] applies.
-const ENGINES: &[&str] = &["vgpu-engine", "vgpu-cpu", "vgpu-cuda", "vgpu-check"];
+const ENGINES: &[&str] = &[
+    "vgpu-engine",
+    "vgpu-cpu",
+    "vgpu-cuda",
+    "vgpu-ggml",
+    "vgpu-check",
+];
 
 /// The module below the root that a file is of: `link` for `src/link/pci/host.rs`. `None` for the
 /// root itself.

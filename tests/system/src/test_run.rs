@@ -51,7 +51,7 @@ pub(crate) struct Options {
 /// The additional tests of `--full`, for the end of `--help`.
 pub(crate) const FULL: &str = "\
 Only `--full` runs:
-  all parts the release build, as it is shipped, instead of the build of `cargo test` with assertions
+  all parts the release build, as it is shipped, instead of that of `cargo test` with assertions
   lints     the CPU engine for each instruction set alone instead of for one
   unit      every random case of the operators' tests instead of a third
   kernels   every GPU architecture instead of sm_90a and some sources for others
@@ -109,8 +109,8 @@ impl Options {
         !self.full && self.ops.is_none() && self.ggml.is_empty()
     }
 
-    /// Whether the caller wants the tests of a release of ggml. `is_default`: whether the release is
-    /// one of those that run if the caller names none.
+    /// Whether the caller wants the tests of a release of ggml. `is_default`: whether the release
+    /// is one of those that run if the caller names none.
     pub(crate) fn wants_ggml(&self, version: &str, is_default: bool) -> bool {
         match self.ggml.as_slice() {
             [] => self.full || is_default,

@@ -126,8 +126,19 @@ fn missing_function(file: &str, function: &str) -> Option<String> {
     if !is_defined('(') && !is_defined('<') {
         return Some(format!("{file} has no function {name}"));
     }
-    let owner = owner.filter(|owner| !text.contains(owner));
-    owner.map(|owner| format!("{file} does not mention {owner}"))
+    let owner = owner.filter(|owner| !implements(&text, owner));
+    owner.map(|owner| format!("{file} does not implement {owner}"))
+}
+
+/// Whether `text` has an `impl` block for the type `owner`, or declares the trait `owner`.
+fn implements(text: &str, owner: &str) -> bool {
+    let is_word = |c: char| c.is_alphanumeric() || c == '_';
+    text.lines().any(|line| {
+        let line = line.trim_start();
+        let line = line.strip_prefix("unsafe ").unwrap_or(line);
+        let declares = line.starts_with("impl") || line.contains("trait ");
+        declares && line.split(|c| !is_word(c)).any(|word| word == owner)
+    })
 }
 
 /// Why what a page names as a test is none. Below `tests/system/src/parts` a test is a check of the

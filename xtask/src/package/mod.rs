@@ -139,7 +139,7 @@ fn archive(dist: &Dist, folder: &Path) -> Result<PathBuf> {
     lay_out(&unpacked, &pages)?;
     let archive = folder.join(format!("{name}.tar.gz"));
     let mut tar = Command::new("tar");
-    // The same files give the same archive, whoever packs them.
+    // The same files give the same archive on any machine.
     tar.args(["--sort=name", "--owner=0", "--group=0", "--numeric-owner"])
         .arg(format!("--mtime=@{}", epoch()?))
         .args(["--use-compress-program", "gzip -9n", "-cf"])

@@ -40,9 +40,9 @@ pub(crate) fn int16(level: Level, seconds: impl Fn(fn()) -> f64) -> Option<f64> 
         level,
         [
             // SAFETY: the caller measures levels that the processor supports.
-            (|| unsafe { x86::avx2_shorts() }, 16),
+            (|| unsafe { x86::avx2_int16() }, 16),
             // SAFETY: `rate` calls this for the AVX-512 levels only, which the processor supports.
-            (|| unsafe { x86::avx512_shorts() }, 32),
+            (|| unsafe { x86::avx512_int16() }, 32),
         ],
         seconds,
     );
@@ -112,7 +112,7 @@ mod x86 {
     /// # Safety
     /// The processor has the instructions.
     #[target_feature(enable = "avx2")]
-    pub(super) unsafe fn avx2_shorts() {
+    pub(super) unsafe fn avx2_int16() {
         let a = black_box(_mm256_set1_epi16(3));
         let mut sums = black_box([_mm256_set1_epi16(5); SUMS]);
         for _ in 0..ROUNDS {
@@ -126,7 +126,7 @@ mod x86 {
     /// # Safety
     /// The processor has the instructions.
     #[target_feature(enable = "avx512f,avx512bw")]
-    pub(super) unsafe fn avx512_shorts() {
+    pub(super) unsafe fn avx512_int16() {
         let a = black_box(_mm512_set1_epi16(3));
         let mut sums = black_box([_mm512_set1_epi16(5); SUMS]);
         for _ in 0..ROUNDS {

@@ -42,7 +42,7 @@ impl<T: PtrTask> Task for Checked<T> {
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) -> T::Output {
-        // SAFETY: whoever created this value with `Checked::new` guarantees the memory of the task
+        // SAFETY: the creator of this value with `Checked::new` guarantees the memory of the task
         // until the task has run, which is now.
         unsafe { self.0.run(simd) }
     }

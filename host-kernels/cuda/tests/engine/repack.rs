@@ -1,4 +1,4 @@
-//! Repacked weights: repacked once, and whoever reads the memory finds ggml's bytes, whatever
+//! Repacked weights: repacked once, and readers of the memory find ggml's bytes, whatever
 //! happens in between.
 
 use std::sync::Arc;
