@@ -439,7 +439,8 @@ impl Shared {
         }
         let log = LogPipe::start(process.stderr.take(), format!("worker {id}"));
         self.receive_reports(id, ipc, limit);
-        // From here on the worker gets no program, even if another thread has closed the connection.
+        // From here on the worker gets no program, even if another thread has closed the
+        // connection.
         if let Some(worker) = self.processes().workers.get_mut(&id) {
             worker.close();
         }

@@ -124,7 +124,7 @@ impl Window {
     ///
     /// # Errors
     ///
-    /// [`MapError::NotSealed`] and [`MapError::OtherSize`] are the fault of the creator of the file;
+    /// [`MapError::NotSealed`] and [`MapError::OtherSize`] are the fault of the file's creator;
     /// [`MapError::System`] when a system call fails.
     pub fn map(file: BorrowedFd<'_>, size: usize) -> Result<Window, MapError> {
         Window::map_foreign(file, size as u64)

@@ -74,8 +74,8 @@ fn of_main_release(tests: &mut TestRun<'_>, dist: &Dist) {
     });
 }
 
-/// Random models of DeepSeek-V4 with the `test-llama-archs` of another release of ggml, which `build`
-/// builds.
+/// Random models of DeepSeek-V4 with the `test-llama-archs` of another release of ggml, which
+/// `build` builds.
 fn deepseek_v4(
     tests: &mut TestRun<'_>,
     dist: &Dist,
