@@ -3,6 +3,7 @@
 mod client;
 mod install;
 mod instance;
+pub(crate) mod stage;
 
 pub(crate) use install::{VERSIONS, binary};
 pub(crate) use instance::{Instance, Settings, to_gguf};
