@@ -11,10 +11,13 @@ use std::path::{Path, PathBuf};
 /// The largest file that is read, in bytes.
 const MAX_FILE: usize = 16 << 10;
 
-/// The files in which the kernel reports memory. The files of control groups are opened once: the
-/// process stays in its group, and a sandbox may close the file system.
+/// The files in which the kernel reports memory. The files are opened once: the process stays in its
+/// control group, a sandbox may close the file system, and an open file is read in half the time.
 pub(super) struct SystemMemory {
-    root: PathBuf,
+    /// `/proc/meminfo`.
+    meminfo: Option<File>,
+    /// `/proc/self/status`.
+    status: Option<File>,
     /// The group of this process and those around it.
     groups: Vec<Group>,
 }
@@ -48,8 +51,10 @@ impl SystemMemory {
         let groups = own
             .ancestors()
             .take_while(|group| group.starts_with(&mount));
+        let open = |path: &str| File::open(root.join(path)).ok();
         SystemMemory {
-            root: root.to_owned(),
+            meminfo: open("proc/meminfo"),
+            status: open("proc/self/status"),
             groups: groups.map(Group::open).collect(),
         }
     }
@@ -71,17 +76,13 @@ impl SystemMemory {
     /// The bytes of anonymous and shared memory that this process has touched: its resident memory
     /// without files.
     pub(super) fn touched(&self) -> u64 {
-        let status = self.read("proc/self/status");
+        let status = self.status.as_ref().map(contents).unwrap_or_default();
         let of = |key| kib(&status, key).unwrap_or(0);
         of("RssAnon") + of("RssShmem")
     }
 
     fn meminfo(&self, key: &str) -> Option<u64> {
-        kib(&self.read("proc/meminfo"), key)
-    }
-
-    fn read(&self, path: &str) -> String {
-        fs::read_to_string(self.root.join(path)).unwrap_or_default()
+        kib(&contents(self.meminfo.as_ref()?), key)
     }
 }
 
