@@ -72,11 +72,16 @@ impl fmt::Display for Now {
 
 impl fmt::Display for TurnNow {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "request {}: graph {} of {} nodes",
-            self.request, self.graph, self.nodes
-        )?;
+        let TurnNow {
+            request,
+            graph,
+            nodes,
+            ..
+        } = self;
+        match nodes {
+            0 => write!(f, "request {request}")?,
+            _ => write!(f, "request {request}: graph {graph} of {nodes} nodes")?,
+        }
         match &self.longest {
             Some((node, op)) => write!(f, ", node {node} ({op}) takes longest by estimate"),
             None => Ok(()),
