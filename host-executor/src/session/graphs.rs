@@ -3,10 +3,10 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use vgpu_engine::work::{self, LongestNode, WorkLimits};
+use vgpu_engine::work::{self, LongestNode};
 use vgpu_engine::{Engine, EngineError, Memory, Plan};
 use vgpu_transport::bytes::Bytes;
-use vgpu_transport::ir::{BufferId, Graph, GraphCounts, Invalid, patch, validate};
+use vgpu_transport::ir::{BufferId, Graph, GraphCounts, Invalid, Node, patch, validate};
 use vgpu_transport::wire::{GraphId, MAX_GRAPH};
 
 use super::buffers::Buffers;
@@ -506,8 +506,9 @@ fn compile(
         .collect();
     let nodes = graph.graph().nodes.len();
     let engine = context.engine;
-    let limits = WorkLimits::of({ context.limits.node_time }.unwrap_or(engine.max_node_time()));
-    let work = work::check(graph.graph(), &engine.speed(), &limits);
+    let limit = { context.limits.node_time }.unwrap_or(engine.max_node_time());
+    let speed = |node: &Node| engine.speed_of(graph.graph(), node);
+    let work = work::check(graph.graph(), speed, limit);
     let longest = work.as_ref().map_or(None, |longest| *longest);
     let mut plan = match work {
         _ if (context.is_cancelled)() => Err(EngineError::Cancelled),

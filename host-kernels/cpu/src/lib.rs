@@ -160,6 +160,10 @@ impl Engine for CpuEngine {
     fn alloc_shared(&self, size: u64) -> Result<Option<SharedMemory>, EngineError> {
         match size > self.max_shared {
             true => Ok(None),
+    fn stops_within_nodes(&self) -> bool {
+        true
+    }
+
             false => CpuMemory::shared(size, &self.budget).map(Some),
         }
     }

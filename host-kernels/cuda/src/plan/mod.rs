@@ -192,8 +192,7 @@ impl CudaPlan {
                 }
                 // SAFETY: `self.memory` keeps the memory of the graph alive that the node was
                 // compiled from.
-                Part::Cpu { work, node } => unsafe { work.run(&**device) }
-                    .map(|()| RunStatus::Done)
+                Part::Cpu { work, node } => unsafe { work.run(&**device, turn) }
                     .map_err(|error| at_node(&self.ops, *node, error)),
             };
             // Earlier launches may fail, too, and their fault comes first in the graph.
@@ -213,8 +212,9 @@ impl CudaPlan {
             if outcome.is_err() && device.synchronize().is_err() {
                 return outcome;
             }
-            // SAFETY: the turn yielded, after which `advance` has synchronised the device, or an
-            // error occurred and the device was synchronised above. The caller has the device.
+            // SAFETY: the turn yielded, after which `advance` or `run` has synchronised the device,
+            // or an error occurred and the device was synchronised above. The caller has the
+            // device.
             if let Some(fault) = unsafe { context.take_fault() } {
                 return Err(self.fault(&fault));
             }
@@ -272,7 +272,7 @@ impl CudaPlan {
                     let start = Instant::now();
                     // SAFETY: `self.memory` keeps the memory of the graph alive that the node was
                     // compiled from.
-                    unsafe { work.run(&*context.device) }
+                    unsafe { work.run(&*context.device, &Turn::new()) }
                         .map_err(|error| at_node(&self.ops, *node, error))?;
                     times.push(start.elapsed().as_secs_f64());
                 }
