@@ -298,10 +298,10 @@ const BLOCK: u64 = 128;
 const PIECE: u64 = 1024;
 
 /// Steps for an element that is converted to this type. Quantising tries several scales for each
-/// block, and looks for the nearest entries of a codebook. Measured on a thread of an Intel processor
-/// with AVX-512, in nanoseconds for an element: 0.1 to 9 for the types with one step; Q3_K 22; Q6_K,
-/// Q5_K and Q4_K 55 to 94; IQ4_NL, MXFP4 and NVFP4 42 to 64; Q2_K 234; IQ4_XS to IQ2_XS 406 to 562;
-/// IQ3_XXS, IQ3_S and IQ1_M 649 to 822. A step is 4 ns ([`Speed::default`]).
+/// block, and looks for the nearest entries of a codebook. Measured on a thread of an Intel
+/// processor with AVX-512, in nanoseconds for an element: 0.1 to 9 for the types with one step;
+/// Q3_K 22; Q6_K, Q5_K and Q4_K 55 to 94; IQ4_NL, MXFP4 and NVFP4 42 to 64; Q2_K 234; IQ4_XS to
+/// IQ2_XS 406 to 562; IQ3_XXS, IQ3_S and IQ1_M 649 to 822. A step is 4 ns ([`Speed::default`]).
 const fn search_steps(ty: Type) -> u64 {
     match ty {
         Type::Q3K => 8,

@@ -119,7 +119,7 @@ fn checked(op: Op, dst: Shape, src: &[Shape]) -> Result<(), TooMuchWork> {
     work::check(&graph(op, dst, src), |_| Speed::default(), limit).map(drop)
 }
 
-/// Pooling of an image of 4096 by 4096 by windows with sides of `side`, and `pooled` results a side.
+/// Pooling of an image of 4096 by 4096: windows with sides of `side`, `pooled` results a side.
 fn pooling(side: i32, padding: i32, pooled: u64) -> TooMuchWork {
     let mut sliding = Sliding {
         window: [side; 2],

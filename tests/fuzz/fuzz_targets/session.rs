@@ -1,5 +1,5 @@
-//! The target `session` under libFuzzer. Here the process has no other tests, so that what a session
-//! leaves behind is seen: mappings, threads, descriptors, resident memory.
+//! The target `session` under libFuzzer. Here the process has no other tests, so that what a
+//! session leaves behind is seen: mappings, threads, descriptors, resident memory.
 #![no_main]
 
 #[path = "../targets/mod.rs"]
@@ -31,7 +31,8 @@ impl Process {
         let kib = |key| {
             let line = status.lines().find_map(|line| line.strip_prefix(key));
             let kib = line.and_then(|line| line.trim().strip_suffix(" kB"));
-            kib.and_then(|kib| kib.trim().parse::<u64>().ok()).unwrap_or(0)
+            kib.and_then(|kib| kib.trim().parse::<u64>().ok())
+                .unwrap_or(0)
         };
         Process {
             mappings: text("/proc/self/maps").lines().count(),

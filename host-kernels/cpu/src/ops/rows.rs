@@ -132,8 +132,8 @@ fn get_rows_back(dst: View, a: View, ids: View, workers: usize) -> Compiled {
     })
 }
 
-/// Elements of a row that SET_ROWS converts as a unit of work: a multiple of every block. A row of a
-/// type with a codebook takes a microsecond for each element.
+/// Elements of a row that SET_ROWS converts as a unit of work: a multiple of every block.
+/// An element of a type with a codebook takes up to a microsecond.
 const PIECE: usize = 1024;
 
 /// `dst[:, ids[i, j, k], j, k] = a[:, i, j, k]`. The ids are broadcast over j and k.
