@@ -4,6 +4,7 @@ mod boundary;
 mod common;
 mod cpu;
 mod driver;
+mod fairness;
 mod plot;
 mod soak;
 mod table;
@@ -25,6 +26,8 @@ enum Arguments {
     Boundary(boundary::Options),
     /// Measure kernels, prefill and decoding of the CPU engine, beside ggml's CPU backend
     Cpu(cpu::Options),
+    /// Measure what guests with endless graphs of each operator leave to a guest that decodes
+    Fairness(fairness::Options),
     /// Draw what benchmarks have measured, from their JSON, as SVG
     Plot(plot::Options),
     /// Run a million random commands of four concurrent guests, and look for leaks
@@ -52,6 +55,7 @@ fn run(arguments: &Arguments) -> Result<()> {
     match arguments {
         Arguments::Boundary(options) => boundary::run(cache, options),
         Arguments::Cpu(options) => cpu::run(cache, options),
+        Arguments::Fairness(options) => fairness::run(cache, options),
         Arguments::Plot(options) => plot::run(options),
         Arguments::Soak(options) => soak::run(cache, options),
         Arguments::Tenants(options) => tenants::run(cache, options),

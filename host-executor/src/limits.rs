@@ -89,8 +89,7 @@ impl Limits {
         node_time: Option<Duration>,
         turn_time: Option<Duration>,
     ) -> Limits {
-        let longest_node = match engine.is_host_memory() {
-            // The CPU engine ends a turn in the middle of a node.
+        let longest_node = match engine.stops_within_nodes() {
             true => Duration::ZERO,
             false => node_time.unwrap_or(engine.max_node_time()),
         };

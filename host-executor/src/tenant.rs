@@ -164,6 +164,21 @@ impl Tenant {
         })
     }
 
+    /// As [`charge`](Tenant::charge), for memory that the engine has allocated already, or that the
+    /// sessions of the engine share.
+    ///
+    /// # Errors
+    /// [`EngineError::OutOfMemory`] with the tenant's own figures.
+    pub(crate) fn charge_allocated(
+        self: &Arc<Tenant>,
+        size: u64,
+        engine: &dyn Engine,
+    ) -> Result<Charge, EngineError> {
+        let mut charge = self.charge(size, engine)?;
+        charge.allocated();
+        Ok(charge)
+    }
+
     fn charge_with(
         self: &Arc<Tenant>,
         size: u64,

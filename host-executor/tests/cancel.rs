@@ -2,368 +2,27 @@
 //! graph ends with its guest and with the executor.
 
 mod common;
-#[path = "../../transport/tests/common/ops.rs"]
-#[allow(dead_code)] // not all operators have a kernel of their own
-mod ops;
+#[path = "common/endless.rs"]
+mod endless;
 
 use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use common::scripted_engine::{Act, ScriptedEngine};
-use common::{Build, Guest, Host, TIMEOUT, add, bytes};
-use ops::{Sliding, slide, usual};
-use vgpu_cpu::CpuEngine;
+use common::scripted_engine::{Act, HOLLOW_SIZE, ScriptedEngine};
+use common::{Guest, Host, TIMEOUT, add, bytes};
+use endless::{BUFFER, GRAPH, LONG_PARTS, OPERATORS, attack, engine, host, stats, wait_for_turns};
 use vgpu_engine::Engine;
-use vgpu_executor::{Limits, Stats};
-use vgpu_transport::ir::{BufferId, Graph, Op, OpKind, PoolKind, Precision, Shape, Type};
-use vgpu_transport::wire::{GraphId, Reply};
+use vgpu_executor::Limits;
+use vgpu_transport::ir::{BufferId, Graph, OpKind};
+use vgpu_transport::wire::{GraphId, Reply, Request};
 
-const GRAPH: GraphId = GraphId(1);
-
-/// Bytes of each buffer of an endless graph.
-const BUFFER: u64 = 64 << 20;
-
-/// Elements of f32 in a buffer.
-const FLOATS: u64 = BUFFER / 4;
-
-/// An engine of one thread with room for three such buffers and for working memory.
-fn engine() -> Arc<dyn Engine> {
-    Arc::new(CpuEngine::new(1, Some(1 << 30)).expect("a thread and 1 GiB"))
-}
-
-/// A host that accepts nodes of any time.
-fn host() -> Host {
-    let limits = Limits {
-        node_time: Some(Duration::MAX),
-        ..Limits::default()
-    };
-    Host::limited(engine(), limits, 64)
-}
-
-fn f32(ne: [u64; 4]) -> Shape {
-    typed(Type::F32, ne)
-}
-
-fn typed(ty: Type, ne: [u64; 4]) -> Shape {
-    Shape::contiguous(ty, ne).expect("a dense tensor")
-}
-
-/// A matrix whose rows overlap, so that it visits its buffer as often as the limits allow.
-fn overlapping(ty: Type, ne: [u64; 4]) -> Shape {
-    let mut shape = typed(ty, ne);
-    shape.nb[1] = shape.nb[0];
-    shape.nb[2] = shape.nb[0] * ne[1];
-    shape.nb[3] = shape.nb[2];
-    shape
-}
-
-/// The buffer of an operand of an endless graph.
-#[derive(Clone, Copy)]
-enum At {
-    /// The first or second buffer, which are read only.
-    A,
-    B,
-}
-use At::{A, B};
-
-/// An operation: operator, destination, sources, and how often the graph has it.
-type Operation = (Op, Shape, Vec<(Shape, At)>, usize);
-
-const SQUARE: [u64; 4] = [4096, 4096, 1, 1];
-
-/// An operation with the usual parameters.
-fn usual_op(kind: OpKind, dst: Shape, src: &[(Shape, At)], times: usize) -> Operation {
-    let op = usual(kind).expect("the parameters do not depend on lengths");
-    (op, dst, src.to_vec(), times)
-}
-
-/// Convolutions, pooling and resampling.
-fn images(kind: OpKind) -> Option<Operation> {
-    let (image, kernel) = (f32(SQUARE), f32([512, 512, 1, 1]));
-    let convolved = f32([4096 - 511, 4096 - 511, 1, 1]);
-    // A window of a row, or a window that is larger than the image.
-    let (row, larger) = ([1 << 22, 1], [32768, 32768]);
-    let (outputs, pooled) = (FLOATS - (1 << 22) + 1, f32([4095, 4095, 1, 1]));
-    let (none, around) = (0, 16383);
-    let (max, average) = (PoolKind::Max, PoolKind::Average);
-    let (window, padding, pool, dst, src, times) = match kind {
-        OpKind::Pool1d => {
-            let line = f32([FLOATS, 1, 1, 1]);
-            let dst = f32([outputs, 1, 1, 1]);
-            (row, none, max, dst, vec![(line, A)], 1)
-        }
-        OpKind::Pool2d => (larger, around, max, pooled, vec![(image, A)], 1),
-        OpKind::Pool2dBack => {
-            let src = vec![(pooled, A), (image, B)];
-            (larger, around, average, image, src, 1)
-        }
-        OpKind::Conv2d | OpKind::Conv2dDw => {
-            let src = vec![(kernel, B), (image, A)];
-            ([1; 2], none, max, convolved, src, 1)
-        }
-        OpKind::Conv3d => {
-            let src = vec![(f32([64, 64, 64, 1]), B), (f32([256, 256, 256, 1]), A)];
-            ([1; 2], none, max, f32([193, 193, 193, 1]), src, 4)
-        }
-        OpKind::ConvTranspose1d => {
-            let src = vec![(f32([1 << 14, 1, 64, 1]), B), (f32([1 << 18, 64, 1, 1]), A)];
-            let dst = f32([(1 << 18) + (1 << 14) - 1, 1, 1, 1]);
-            ([1; 2], none, max, dst, src, 16)
-        }
-        OpKind::ConvTranspose2d => {
-            let kernel = typed(Type::F16, [512, 512, 1, 1]);
-            let src = vec![(kernel, B), (f32([2048, 2048, 1, 1]), A)];
-            ([1; 2], none, max, f32([2559, 2559, 1, 1]), src, 1)
-        }
-        OpKind::Im2colBack => {
-            let patches = overlapping(Type::F32, [64 * 64, 257, 257, 1]);
-            let src = vec![(patches, A), (f32([64, 64, 1, 1]), B)];
-            ([1; 2], 32, max, f32([256, 256, 1, 1]), src, 64)
-        }
-        OpKind::Upscale => {
-            return Some(usual_op(kind, f32([512, 512, 1, 1]), &[(image, A)], 128));
-        }
-        _ => return None,
-    };
-    let mut sliding = Sliding {
-        window,
-        pool,
-        ..Sliding::default()
-    };
-    sliding.geometry.padding = [padding, padding, 0];
-    Some((slide(kind, &sliding)?, dst, src, times))
-}
-
-/// Matrix products and attention.
-fn products(kind: OpKind) -> Option<Operation> {
-    let (accumulator, activation) = (Precision::F32, Precision::F32);
-    // Elements of a row whose overlapping rows visit the buffer 60 times.
-    let long = 60 * FLOATS / 4096;
-    let square = f32(SQUARE);
-    let tall = overlapping(Type::F32, [long, 4096, 1, 1]);
-    Some(match kind {
-        OpKind::MulMat => {
-            let op = Op::MulMat {
-                accumulator,
-                activation,
-                hadamard: false,
-            };
-            (op, square, vec![(tall, A), (tall, B)], 1)
-        }
-        OpKind::MulMatId => {
-            let op = Op::MulMatId {
-                accumulator,
-                activation,
-            };
-            let ids = typed(Type::I32, [1, 4096, 1, 1]);
-            let src = vec![(square, A), (f32([4096, 1, 4096, 1]), B), (ids, A)];
-            (op, f32([4096, 1, 4096, 1]), src, 64)
-        }
-        OpKind::OutProd => {
-            let wide = overlapping(Type::F32, [4096, long, 1, 1]);
-            usual_op(kind, square, &[(wide, A), (wide, B)], 1)
-        }
-        OpKind::FlashAttnExt => {
-            let kv = overlapping(Type::F16, [128, 1 << 20, 1, 1]);
-            let src = [(f32([128, 128, 8, 1]), A), (kv, B), (kv, B)];
-            usual_op(kind, f32([128, 8, 128, 1]), &src, 32)
-        }
-        OpKind::LightningIndexer => {
-            let (keys, tokens) = (8192, 1024);
-            let src = [
-                (f32([128, 64, tokens, 1]), A),
-                (f32([128, 1, keys, 1]), B),
-                (f32([64, tokens, 1, 1]), B),
-                (typed(Type::F16, [keys, tokens, 1, 1]), B),
-            ];
-            usual_op(kind, f32([keys, tokens, 1, 1]), &src, 32)
-        }
-        OpKind::SolveTri => usual_op(kind, square, &[(square, A), (square, B)], 16),
-        _ => return None,
-    })
-}
-
-/// Recurrences over the tokens of a sequence.
-fn recurrences(kind: OpKind) -> Option<Operation> {
-    let (size, tokens) = (64, 1 << 17);
-    let (each, state) = (f32([size, 1, tokens, 1]), f32([size * size, 1, 1, 1]));
-    let (gate, dst) = (f32([1, 1, tokens, 1]), f32([size, tokens + size, 1, 1]));
-    let times = 128;
-    Some(match kind {
-        OpKind::SsmConv => {
-            let (taps, outputs) = (8192, 1 << 23);
-            let src = [
-                (f32([outputs + taps - 1, 1, 1, 1]), A),
-                (f32([taps, 1, 1, 1]), B),
-            ];
-            usual_op(kind, f32([1, outputs, 1, 1]), &src, 16)
-        }
-        OpKind::SsmScan => {
-            let (rows, scanned) = (64, f32([128, 1, tokens, 1]));
-            let src = [
-                (f32([128, rows, 1, 1]), A),
-                (f32([rows, 1, tokens, 1]), A),
-                (f32([1, tokens, 1, 1]), A),
-                (f32([1; 4]), A),
-                (scanned, B),
-                (scanned, B),
-                (typed(Type::I32, [1; 4]), A),
-            ];
-            let total = rows * tokens + 128 * rows;
-            usual_op(kind, f32([total, 1, 1, 1]), &src, times)
-        }
-        OpKind::RwkvWkv6 => {
-            let bonus = f32([size, 1, 1, 1]);
-            let src = [each, each, each, bonus, each].map(|shape| (shape, A));
-            usual_op(kind, dst, &[&src[..], &[(state, B)]].concat(), times)
-        }
-        OpKind::RwkvWkv7 => {
-            let src = [&[(each, A); 6][..], &[(state, B)]].concat();
-            usual_op(kind, dst, &src, times)
-        }
-        OpKind::GatedLinearAttn => {
-            let src = [&[(each, A); 4][..], &[(state, B)]].concat();
-            usual_op(kind, dst, &src, times)
-        }
-        OpKind::GatedDeltaNet => {
-            let state = f32([size, size, 1, 1]);
-            let src = [each, each, each, gate, gate, state].map(|shape| (shape, A));
-            usual_op(kind, dst, &src, times)
-        }
-        OpKind::Dsv4HcComb => {
-            let op = Op::Dsv4HcComb {
-                eps: 0.1,
-                n_iter: 1 << 16,
-            };
-            let tokens = 1 << 14;
-            let src = [
-                f32([24, tokens, 1, 1]),
-                f32([3, 1, 1, 1]),
-                f32([24, 1, 1, 1]),
-            ];
-            (
-                op,
-                f32([4, 4, tokens, 1]),
-                src.map(|shape| (shape, A)).to_vec(),
-                1,
-            )
-        }
-        _ => return None,
-    })
-}
-
-/// Operators of rows and of elements.
-fn rows(kind: OpKind) -> Option<Operation> {
-    let square = f32(SQUARE);
-    let (of_a, times) = ([(square, A)], 4000);
-    Some(match kind {
-        OpKind::Add | OpKind::Glu => usual_op(kind, square, &[(square, A), (square, B)], times),
-        OpKind::Copy => usual_op(kind, typed(Type::F16, SQUARE), &of_a, times),
-        OpKind::Argsort => {
-            let line = [1 << 22, 4, 1, 1];
-            usual_op(kind, typed(Type::I32, line), &[(f32(line), A)], 128)
-        }
-        OpKind::Cumsum | OpKind::RmsNorm | OpKind::GroupNorm | OpKind::SoftMax => {
-            usual_op(kind, square, &of_a, times)
-        }
-        OpKind::Sum => usual_op(kind, f32([1; 4]), &of_a, 2 * times),
-        OpKind::RepeatBack => {
-            let many = overlapping(Type::F32, [4096, 15 * 4096, 1, 1]);
-            usual_op(kind, f32([256, 1, 1, 1]), &[(many, A)], 400)
-        }
-        OpKind::GetRowsBack => {
-            let ids = typed(Type::I32, [4096, 1, 1, 1]);
-            let src = [(square, A), (ids, B)];
-            usual_op(kind, f32([4096, 1, 1, 1]), &src, times)
-        }
-        OpKind::CrossEntropyLoss => {
-            let src = [(square, A), (square, B)];
-            usual_op(kind, f32([1; 4]), &src, times)
-        }
-        _ => return None,
-    })
-}
-
-/// Each operator with a kernel of its own.
-const OPERATORS: [OpKind; 35] = [
-    OpKind::Pool1d,
-    OpKind::Pool2d,
-    OpKind::Pool2dBack,
-    OpKind::Conv2d,
-    OpKind::Conv2dDw,
-    OpKind::Conv3d,
-    OpKind::ConvTranspose1d,
-    OpKind::ConvTranspose2d,
-    OpKind::Im2colBack,
-    OpKind::Upscale,
-    OpKind::MulMat,
-    OpKind::MulMatId,
-    OpKind::OutProd,
-    OpKind::FlashAttnExt,
-    OpKind::LightningIndexer,
-    OpKind::SolveTri,
-    OpKind::SsmConv,
-    OpKind::SsmScan,
-    OpKind::RwkvWkv6,
-    OpKind::RwkvWkv7,
-    OpKind::GatedLinearAttn,
-    OpKind::GatedDeltaNet,
-    OpKind::Dsv4HcComb,
-    OpKind::Add,
-    OpKind::Glu,
-    OpKind::Copy,
-    OpKind::Argsort,
-    OpKind::Cumsum,
-    OpKind::Sum,
-    OpKind::RepeatBack,
-    OpKind::GetRowsBack,
-    OpKind::RmsNorm,
-    OpKind::GroupNorm,
-    OpKind::SoftMax,
-    OpKind::CrossEntropyLoss,
-];
-
-/// A graph that runs for much longer than a test.
-fn endless(kind: OpKind, [a, b, dst]: [BufferId; 3]) -> Graph {
-    let found = images(kind).or_else(|| products(kind));
-    let found = found.or_else(|| recurrences(kind)).or_else(|| rows(kind));
-    let (op, to, from, times) = found.expect("an operator of the list");
-    assert_eq!(op.kind(), kind);
-    let mut build = Build::default();
-    let to = build.place(to, dst, 0);
-    let from: Vec<u32> = { from.into_iter() }
-        .map(|(shape, at)| build.place(shape, if matches!(at, A) { a } else { b }, 0))
-        .collect();
-    for _ in 0..times {
-        build.node(op, to, &from);
-    }
-    build.0
-}
-
-/// Starts an endless graph of a new guest, which is user 1.
-fn attack(host: &Host, kind: OpKind) -> Guest {
-    let mut attacker = host.guest_of(1);
-    let buffers = [0; 3].map(|_| attacker.alloc(BUFFER));
-    attacker.graph(GRAPH, &endless(kind, buffers));
-    attacker.fence();
-    attacker.submit(GRAPH);
-    attacker
-}
-
-/// The figures of the session of this user.
-fn stats(host: &Host, uid: u32) -> Stats {
-    let sessions = host.server.sessions();
-    let of_user = |process: &vgpu_executor::Process| process.uid == uid;
-    let found = { sessions.into_iter() }.find(|s| s.peer.process.as_ref().is_some_and(of_user));
-    found.expect("the session is open").stats
-}
-
-#[test]
-fn others_run_beside_an_endless_graph_which_ends_with_its_guest() {
-    for kind in OPERATORS {
+/// Starts graphs of `attack` for each of `kinds`, beside which another guest computes. Each ends
+/// with its guest.
+fn others_run_beside(kinds: &[OpKind], graph: fn(OpKind, [BufferId; 3]) -> Graph) {
+    for &kind in kinds {
         let (host, name) = (host(), kind.ggml_name());
-        let attacker = attack(&host, kind);
+        let attacker = attack(&host, |buffers| graph(kind, buffers));
         let mut other = host.guest_of(2);
         let [x, y] = [0; 2].map(|_| other.alloc_with(&bytes(&[1.0, 2.0])));
         let sum = other.alloc(8);
@@ -388,25 +47,85 @@ fn others_run_beside_an_endless_graph_which_ends_with_its_guest() {
 }
 
 #[test]
+fn others_run_beside_an_endless_graph_which_ends_with_its_guest() {
+    others_run_beside(&OPERATORS, endless::endless);
+    others_run_beside(&LONG_PARTS, endless::endless_with_long_parts);
+}
+
+#[test]
+fn a_long_graph_of_any_operator_ends_with_its_guest() {
+    let others: Vec<OpKind> = { OpKind::ALL.iter().copied() }
+        .filter(|kind| !OPERATORS.contains(kind) && *kind != OpKind::FlashAttnBack)
+        .collect();
+    others_run_beside(&others, endless::endless);
+}
+
+#[test]
+fn fills_and_copies_of_any_length_end_with_their_guest_and_others_run() {
+    for is_copy in [false, true] {
+        let host = Host::new(ScriptedEngine::new());
+        let mut guest = host.guest_of(1);
+        let [buffer, src] = [0; 2].map(|_| guest.alloc(HOLLOW_SIZE));
+        guest.send(&match is_copy {
+            false => Request::Fill {
+                buffer,
+                offset: 0,
+                len: HOLLOW_SIZE,
+                value: 1,
+            },
+            true => Request::Copy {
+                dst: buffer,
+                dst_offset: 0,
+                src,
+                src_offset: 0,
+                len: HOLLOW_SIZE,
+            },
+        });
+        wait_for_turns(&host, 1, 2);
+        let mut other = host.guest_of(2);
+        let x = other.alloc(8);
+        other.graph(GRAPH, &add(2, x, x, x));
+        other.submit(GRAPH);
+        other.fence();
+        assert!(stats(&host, 1).busy > Duration::ZERO, "nobody pays");
+        drop((guest, other));
+        host.wait_until_empty();
+    }
+}
+
+#[test]
 fn shutdown_cancels_an_endless_graph_and_tells_the_guest() {
     for kind in OPERATORS {
         let (host, name) = (host(), kind.ggml_name());
-        let attacker = attack(&host, kind);
+        let attacker = attack(&host, |buffers| endless::endless(kind, buffers));
         host.server.shutdown();
         assert_eq!(attacker.ended(), "the host is shutting down", "{name}");
     }
 }
 
 #[test]
-fn a_node_that_would_take_months_is_refused_with_its_numbers_and_the_session_goes_on() {
+fn the_longest_turn_is_longer_than_a_node_that_no_turn_ends_in() {
+    let node_time = Some(Duration::from_secs(1000));
+    let turn_time = |engine: &dyn Engine| {
+        let limits = Limits::default().with_times(engine, node_time, None);
+        limits.turn_time
+    };
+    // Both engines have memory of the host.
+    let scripted = ScriptedEngine::new();
+    assert_eq!(turn_time(&*scripted), Some(Duration::from_secs(2000)));
+    assert_eq!(turn_time(&*engine()), Some(Duration::from_secs(300)));
+}
+
+#[test]
+fn a_node_that_would_take_hours_is_refused_with_its_numbers_and_the_session_goes_on() {
     let host = Host::new(engine());
     let mut guest = host.guest_of(1);
     let buffers = [0; 3].map(|_| guest.alloc(BUFFER));
-    guest.graph(GRAPH, &endless(OpKind::Pool2d, buffers));
+    guest.graph(GRAPH, &endless::endless(OpKind::Pool2d, buffers));
     let Reply::Failed { reason, .. } = guest.receive().0 else {
         panic!("the graph is refused");
     };
-    let steps = 4095u64.pow(2) * 4096u64.pow(2);
+    let steps = 3585u64.pow(2) * 512u64.pow(2);
     for words in [
         "node 0 (POOL_2D)",
         &format!("{steps} steps"),

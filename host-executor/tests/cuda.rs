@@ -8,13 +8,14 @@ mod shim;
 mod spy;
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use common::model::{read_all, write};
-use common::{Build, Host, add, bytes, floats};
+use common::{Build, Host, TIMEOUT, add, bytes, floats};
 use spy::{Call, Fails, Spy};
 use vgpu_cuda::CudaEngine;
 use vgpu_cuda::device::Device;
-use vgpu_executor::{GuestRule, Policy, Rules};
+use vgpu_executor::{GuestRule, Limits, Policy, Rules};
 use vgpu_transport::ir::{BufferId, Graph, Op, Precision, Type};
 use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, Reply, Request};
 
@@ -196,6 +197,126 @@ fn device_loss_is_reported_to_every_guest_with_memory_on_it() {
         reason.contains("the contents of its memory are lost"),
         "{reason}"
     );
+}
+
+/// A graph that quantises `count` floats of a buffer so often, which the CPU does.
+fn quantise(count: u64, times: usize, [from, to]: [BufferId; 2]) -> Graph {
+    let mut build = Build::default();
+    let from = build.tensor(Type::F32, [count, 1, 1, 1], from);
+    let to = build.tensor(Type::Iq2Xxs, [count, 1, 1, 1], to);
+    for _ in 0..times {
+        build.node(Op::Copy {}, to, &[from]);
+    }
+    build.0
+}
+
+#[test]
+fn a_node_that_the_cpu_runs_ends_with_its_guest() {
+    let device = Arc::new(Spy::with_memory(512 * MIB));
+    let host = host_on(&device);
+    let mut guest = host.guest();
+    let buffers = [0; 2].map(|_| guest.alloc(16 * MIB));
+    let random: Vec<f32> = (0..1u32 << 14).map(|i| (i as f32).sin()).collect();
+    guest.write(buffers[0], 0, &bytes(&random));
+    guest.graph(GRAPH, &quantise(4 * MIB, 16, buffers));
+    guest.submit(GRAPH);
+    // A turn has ended, and the graph goes on.
+    let begin = Instant::now();
+    loop {
+        let sessions = host.server.sessions();
+        let stats = &sessions[0].stats;
+        assert_eq!(stats.graphs_run, 0, "the graph has no end");
+        if stats.turns > 1 {
+            break;
+        }
+        assert!(begin.elapsed() < TIMEOUT, "no turn ends");
+        std::thread::yield_now();
+    }
+    drop(guest);
+    host.wait_until_empty();
+}
+
+#[test]
+fn a_node_that_takes_the_cpu_too_long_is_refused_with_its_numbers() {
+    let device: Arc<dyn Device> = Arc::new(Spy::with_memory(512 * MIB));
+    let limits = Limits {
+        node_time: Some(Duration::from_micros(600)),
+        ..Limits::default()
+    };
+    let engine = CudaEngine::new(device).expect("an engine");
+    let host = Host::limited(Arc::new(engine), limits, 1);
+    let mut guest = host.guest();
+    // The estimate is 0.5 ms at the speed of the device, and 19 ms on two threads.
+    let count = 64 << 10;
+    let buffers = [0; 2].map(|_| guest.alloc(4 * count));
+    guest.graph(GRAPH, &quantise(count, 1, buffers));
+    let (Reply::Failed { reason, .. }, _) = guest.receive() else {
+        panic!("the graph is refused");
+    };
+    assert!(
+        reason.contains("node 0 (CPY) would take") && reason.contains("the limit is 600µs"),
+        "{reason}"
+    );
+}
+
+#[test]
+fn scratch_memory_is_charged_refused_with_numbers_and_given_back() {
+    const QUOTA: u64 = 100 * MIB;
+    let device = Arc::new(Spy::with_memory(512 * MIB));
+    let host = host_on(&device);
+    let alice = GuestRule {
+        name: "alice".into(),
+        uids: vec![1],
+        cids: Vec::new(),
+        certificates: Vec::new(),
+        policy: Policy {
+            memory: Some(QUOTA),
+            ..Policy::default()
+        },
+    };
+    let rules = Rules {
+        guests: vec![alice],
+        ..Rules::default()
+    };
+    host.server.apply(rules).expect("it fits");
+    let mut guest = host.guest_of(1);
+    let free = |guest: &mut common::Guest| match guest.ask(&Request::Memory {}) {
+        Reply::Memory { free, .. } => free,
+        other => panic!("{other:?}"),
+    };
+    // The engine rounds the activations of such a product to 8 bits, in scratch memory.
+    let (k, columns) = (2048, 4096);
+    let [weights, x, dst] = [MIB, 4 * k * columns, MIB].map(|size| guest.alloc(size));
+    let mut build = Build::default();
+    let w = build.tensor(Type::Q8_0, [k, 16, 1, 1], weights);
+    let x = build.tensor(Type::F32, [k, columns, 1, 1], x);
+    let dst = build.tensor(Type::F32, [16, columns, 1, 1], dst);
+    let op = Op::MulMat {
+        accumulator: Precision::Default,
+        activation: Precision::Default,
+        hadamard: false,
+    };
+    build.node(op, dst, &[w, x]);
+    let before = free(&mut guest);
+    guest.graph(GRAPH, &build.0);
+    guest.fence();
+    let taken = before - free(&mut guest);
+    assert!(taken >= k * columns, "{taken} bytes are charged");
+    guest.send(&Request::Forget { graph: GRAPH });
+    assert_eq!(free(&mut guest), before);
+    // Not enough is left.
+    let held = guest.alloc(before - taken + MIB);
+    guest.graph(GRAPH, &build.0);
+    let (Reply::Failed { reason, .. }, _) = guest.receive() else {
+        panic!("the graph is refused");
+    };
+    let numbers = format!("out of memory: {taken} bytes wanted");
+    assert!(
+        reason.contains(&numbers) && reason.contains(&format!("of {QUOTA} free")),
+        "{reason}"
+    );
+    guest.send(&Request::Free { buffer: held });
+    assert_eq!(free(&mut guest), before);
 }
 
 /// A matrix product of weights with a column, or of a view of their rows.

@@ -8,9 +8,9 @@ mod common;
 use std::time::Duration;
 
 use common::scripted_engine::{Act, PANIC_SIZE, ScriptedEngine, UNREADABLE_SIZE};
-use common::{Guest, Host, OtherGuest, PAGE, add, bytes, cpu, image};
+use common::{Build, Guest, Host, OtherGuest, PAGE, add, bytes, cpu, image};
 use vgpu_executor::Limits;
-use vgpu_transport::ir::{BufferId, Graph, IR_VERSION};
+use vgpu_transport::ir::{BufferId, Graph, IR_VERSION, Op, Shape, Type};
 use vgpu_transport::wire::{GraphId, MAX_GRAPH, MAX_PAYLOAD, PROTOCOL_VERSION, Reply, Request};
 
 const GRAPH: GraphId = GraphId(7);
@@ -556,6 +556,22 @@ fn graphs_above_the_limit() {
             }
         });
     }
+}
+
+#[test]
+fn tensor_that_visits_its_buffer_too_often() {
+    ends_only_its_session(&["visits 286720 bytes of a buffer of 4372"], |guest| {
+        guest.hello();
+        // Rows of 1024 floats, each a float behind the one before.
+        let a = guest.alloc(4 * (1024 + 69));
+        let mut rows = Shape::contiguous(Type::F32, [1024, 70, 1, 1]).expect("dense");
+        rows.nb = [4, 4, 4 * 70, 4 * 70];
+        let mut build = Build::default();
+        let src = build.place(rows, a, 0);
+        let dst = build.tensor(Type::F32, [1, 70, 1, 1], a);
+        build.node(Op::SumRows {}, dst, &[src]);
+        guest.graph(GRAPH, &build.0);
+    });
 }
 
 // A failure of the host also ends one session only.

@@ -239,6 +239,14 @@ fn virtual_machine_keeps_running_after_its_worker_ends() {
     let page = Window::map_part(machine.memory.as_fd(), 0, 4096).expect("a mapping");
     let run = page.load(directory::word::EPOCH);
     let first = worker().expect("a worker");
+    // If memory runs out, the kernel ends it before those that keep the machine.
+    let score = |pid: u32| {
+        let score = fs::read_to_string(format!("/proc/{pid}/oom_score_adj"));
+        let score = score.expect("the process is there");
+        score.trim().parse::<i32>().expect("a number")
+    };
+    assert_eq!(score(first.cast_unsigned()), 500);
+    assert!(score(serve.child.id()) < 500);
     let start = Instant::now();
     while kill_process(Pid::from_raw(first).expect("a process"), Signal::SEGV).is_ok() {
         assert!(start.elapsed() < TIMEOUT, "it does not end");

@@ -34,18 +34,18 @@ fn graph(op: Op, to: (Shape, BufferId), from: &[(Shape, BufferId)]) -> Graph {
     build.0
 }
 
-/// Two months of pooling.
+/// Hours of pooling.
 fn pooling([a, _, dst]: [BufferId; 3]) -> Graph {
     let op = Op::Pool2d {
         kind: PoolKind::Max,
-        k0: 32768,
-        k1: 32768,
+        k0: 512,
+        k1: 512,
         s0: 1,
         s1: 1,
-        p0: 16383,
-        p1: 16383,
+        p0: 0,
+        p1: 0,
     };
-    let (image, pooled) = (f32([4096, 4096, 1, 1]), f32([4095, 4095, 1, 1]));
+    let (image, pooled) = (f32([4096, 4096, 1, 1]), f32([3585, 3585, 1, 1]));
     graph(op, (pooled, dst), &[(image, a)])
 }
 

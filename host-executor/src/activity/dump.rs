@@ -12,6 +12,8 @@ pub(crate) struct EngineFigures<'a> {
     pub(crate) description: &'a str,
     /// How long the engine has not answered a call.
     pub(crate) unanswered: Option<Duration>,
+    /// How long the engine stays idle at most for a guest that is about to return.
+    pub(crate) hold: Option<Duration>,
     /// Since the start of the executor.
     pub(crate) uptime: Duration,
     /// Further lines.
@@ -72,11 +74,16 @@ impl fmt::Display for Now {
 
 impl fmt::Display for TurnNow {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "request {}: graph {} of {} nodes",
-            self.request, self.graph, self.nodes
-        )?;
+        let TurnNow {
+            request,
+            graph,
+            nodes,
+            ..
+        } = self;
+        match nodes {
+            0 => write!(f, "request {request}")?,
+            _ => write!(f, "request {request}: graph {graph} of {nodes} nodes")?,
+        }
         match &self.longest {
             Some((node, op)) => write!(f, ", node {node} ({op}) takes longest by estimate"),
             None => Ok(()),
@@ -135,10 +142,17 @@ fn write_dump(
     let waiting = waiting.count();
     let holders: Vec<_> = sessions.iter().filter(|s| s.turn.is_some()).collect();
     if holders.is_empty() {
-        writeln!(
+        write!(
             text,
             "turn: no session has the engine, {waiting} wait for it"
         )?;
+        match engine.hold {
+            Some(hold) => writeln!(
+                text,
+                "; it stays idle for {hold:.1?} at most, for a guest that is about to return"
+            )?,
+            None => writeln!(text)?,
+        }
     }
     for holder in &holders {
         if let Some(turn) = &holder.turn {
@@ -182,5 +196,30 @@ fn write_dump(
     match activities.without_slot() {
         0 => Ok(()),
         count => writeln!(text, "{count} further sessions, of which nothing is known"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_dump_says_why_the_engine_is_idle_while_guests_wait() {
+        let activities = Activities::new(1);
+        let waits = activities.begin(7, "alice", "-");
+        waits.set(Phase::WaitsForEngine);
+        let mut engine = EngineFigures {
+            name: "cpu",
+            description: "an engine",
+            unanswered: None,
+            hold: Some(Duration::from_millis(12)),
+            uptime: Duration::ZERO,
+            more: Vec::new(),
+        };
+        let text = dump(&activities, &engine);
+        let idle = "no session has the engine, 1 wait for it; it stays idle for 12.0ms at most";
+        assert!(text.contains(idle), "{text}");
+        engine.hold = None;
+        assert!(!dump(&activities, &engine).contains("stays idle"));
     }
 }

@@ -63,8 +63,8 @@ const PHASES: [Phase; 9] = [
     Phase::Ends,
 ];
 
-/// A graph, for people.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// A graph, for people. Another request that takes turns has no nodes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct GraphInfo {
     /// The guest's number of the graph.
     pub(crate) graph: u64,

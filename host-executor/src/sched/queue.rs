@@ -85,8 +85,8 @@ struct State {
     idle_since: Duration,
     /// How long the tenant was idle before its last graph, if at most [`LONGEST_PAUSE`].
     pause: Option<Duration>,
-    /// Begin and end of the time in which the device stays idle for the tenant.
-    hold: Option<(Duration, Duration)>,
+    /// Since when the device stays idle for the tenant.
+    hold: Option<Duration>,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -183,7 +183,7 @@ impl Queue {
         let mut until = None;
         for other in self.tenants.values_mut() {
             let end = other.hold(at, time);
-            other.hold = end.map(|end| (at, end));
+            other.hold = end.map(|_| at);
             until = until.into_iter().chain(end).min();
         }
         if let Some(until) = until {
@@ -198,11 +198,12 @@ impl Queue {
         Some(Next::Run(tenant, ticket))
     }
 
-    /// Charges the tenants for which the device has stayed idle.
+    /// Charges the tenants for which the device has stayed idle, also for the time in which the
+    /// thread of the next graph woke up.
     fn end_holds(&mut self, at: Duration) {
         for state in self.tenants.values_mut() {
-            if let Some((since, until)) = state.hold.take() {
-                state.time += state.virtual_time(at.min(until).saturating_sub(since));
+            if let Some(since) = state.hold.take() {
+                state.time += state.virtual_time(at.saturating_sub(since));
             }
         }
     }

@@ -335,6 +335,36 @@ fn device_does_not_wait_for_a_guest_that_is_gone_or_slow() {
 }
 
 #[test]
+fn a_tenant_pays_for_all_the_time_that_the_device_has_stayed_idle_for_it() {
+    let share = Entitlement {
+        weight: 1,
+        in_flight: 1,
+    };
+    let (decodes, overran) = (TenantId(1), TenantId(2));
+    // The thread of the next graph wakes up on time, and late.
+    for late in [Duration::ZERO, 7 * MS] {
+        let mut queue = Queue::default();
+        let mut at = MS;
+        run_once(&mut queue, decodes, Ticket(0), MS, &mut at);
+        at += MS;
+        queue.enter(overran, share, Ticket(1), at);
+        assert_eq!(queue.next(at), Next::Run(overran, Ticket(1)));
+        queue.enter(decodes, share, Ticket(2), at);
+        at += 200 * MS;
+        queue.used(overran, Ticket(1), 200 * MS, false, at);
+        assert_eq!(queue.next(at), Next::Run(decodes, Ticket(2)));
+        at += MS;
+        queue.used(decodes, Ticket(2), MS, true, at);
+        let (since, before) = (at, queue.time_of(decodes));
+        while let Next::Hold(_, until) = queue.next(at) {
+            at = until + late;
+        }
+        assert!(at > since + late, "the device was not held");
+        assert_eq!(queue.time_of(decodes) - before, at - since, "{late:?} late");
+    }
+}
+
+#[test]
 fn turn_of_a_single_tenant_has_no_limit() {
     let mut queue = Queue::default();
     let share = Entitlement {

@@ -171,6 +171,14 @@ impl Scheduler {
         }
     }
 
+    /// How long the device still stays idle at most for a tenant that is about to return. `None` if
+    /// it does not, and while another thread has the lock.
+    #[cfg(any(feature = "server", test))]
+    pub(crate) fn hold(&self) -> Option<Duration> {
+        let until = self.state.try_lock()?.hold?;
+        Some(until.saturating_sub(self.turn.now()))
+    }
+
     /// Takes the lock of the scheduler and releases it.
     #[cfg(feature = "server")]
     pub(crate) fn probe(&self) {

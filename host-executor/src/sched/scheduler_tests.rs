@@ -295,34 +295,44 @@ fn time_during_which_others_arrive_is_charged_once() {
     assert!(charged >= RAN && charged <= took, "{charged:?} of {took:?}");
 }
 
-#[test]
-fn graph_gets_the_device_when_the_guest_that_it_was_held_for_does_not_return() {
+/// A guest that decodes and does not return, and one with a long part and another graph, which runs
+/// in the end. Returns whether the device was held for the first guest. It is not if the thread of
+/// that guest was so late that nobody expects the guest back.
+fn second_graph_runs_after_a_hold() -> bool {
     let scheduler = &Arc::new(Scheduler::default());
-    let decode = || {
-        thread::scope(|scope| {
-            let (begins, end) = start(scope, scheduler, 1);
-            begins.recv().expect("it begins");
-            end.send(()).expect("it waits");
-        });
-    };
-    decode();
+    thread::scope(|scope| {
+        let (begins, end) = start(scope, scheduler, 1);
+        begins.recv().expect("it begins");
+        end.send(()).expect("it waits");
+    });
+    let mut is_held = false;
     thread::scope(|scope| {
         // A long part, during which the first guest asks for its next token.
         let (begins, end) = start(scope, scheduler, 2);
         begins.recv().expect("it begins");
         let (decodes, decoded) = start(scope, scheduler, 1);
-        while scheduler.lock().waiters.is_empty() {
-            thread::yield_now();
-        }
         // A second graph of the guest that overran.
         let (begins, end_second) = start(scope, scheduler, 2);
+        while scheduler.lock().waiters.len() < 2 {
+            thread::yield_now();
+        }
         thread::sleep(Duration::from_millis(100));
         end.send(()).expect("it waits");
         decodes.recv().expect("it is its turn");
         decoded.send(()).expect("it waits");
-        begins.recv().expect("the hold ends");
+        while begins.try_recv().is_err() {
+            is_held |= scheduler.hold().is_some();
+            thread::yield_now();
+        }
         end_second.send(()).expect("it waits");
     });
     let state = scheduler.lock();
     assert!(state.holder.is_none() && state.hold.is_none() && state.waiters.is_empty());
+    is_held
+}
+
+#[test]
+fn graph_gets_the_device_when_the_guest_that_it_was_held_for_does_not_return() {
+    let is_held = (0..50).any(|_| second_graph_runs_after_a_hold());
+    assert!(is_held, "the device was never held");
 }

@@ -122,6 +122,7 @@ impl StatusSource for Shared {
             name: self.engine.name(),
             description: self.engine.description(),
             unanswered,
+            hold: self.scheduler.hold(),
             uptime: self.since.elapsed(),
             more,
         };

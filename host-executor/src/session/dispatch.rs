@@ -11,13 +11,14 @@ use vgpu_transport::link::HostEnd;
 use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, PROTOCOL_VERSION, Reply, Request};
 
 use super::answer::{Answer, ReadRange, Submitted, done, failed, refused};
+use super::bulk::{Bulk, Transfer};
 use super::end_check::EndCheck;
 use super::error::{SessionEnd, Violation};
 use super::graphs::{CompileContext, GraphStatus, Received};
 use super::state::{MODEL_SCALE, Session, observe_turn};
 use crate::activity::Phase;
 use crate::sched::{RunState, Times};
-use crate::stats::Kind;
+use crate::stats::{Kind, SUBMIT};
 use crate::stop::StopFlag;
 
 /// Longest guest name that is kept, in characters.
@@ -33,14 +34,14 @@ impl Session {
         stop: &StopFlag,
     ) -> Result<Answer, SessionEnd> {
         let payload = link.payload();
-        let kind = Kind::of(&message);
-        self.counters.request(kind);
-        let phase = match kind.compiles() {
+        let of_message = Kind::of(&message);
+        self.counters.request(of_message);
+        let phase = match of_message.compiles() {
             true => Phase::Compiles,
             false => Phase::Executes,
         };
-        self.activity.request(phase, kind, request);
-        let kind = kind.name();
+        self.activity.request(phase, of_message, request);
+        let kind = of_message.name();
         trace!(request, kind, payload = payload.len(), "request");
         self.check(kind, &message, payload)?;
         if let Err((buffer, error)) = self.settle_uploads(&message) {
@@ -75,7 +76,8 @@ impl Session {
                 value,
             } => {
                 let memory = self.buffers.range(kind, buffer, offset, len)?;
-                Ok(done(request, kind, buffer, memory.fill(offset, len, value)))
+                let fill = Transfer::new(Bulk::Fill { value }, memory, offset, len);
+                self.transfer((request, of_message), buffer, fill, link, stop)
             }
             Request::Copy {
                 dst,
@@ -86,8 +88,10 @@ impl Session {
             } => {
                 let from = self.buffers.range(kind, src, src_offset, len)?;
                 let to = self.buffers.range(kind, dst, dst_offset, len)?;
-                let copied = to.copy_from(dst_offset, from.as_ref(), src_offset, len);
-                Ok(done(request, kind, dst, copied))
+                let source = Arc::clone(from);
+                let from = src_offset;
+                let copy = Transfer::new(Bulk::Copy { source, from }, to, dst_offset, len);
+                self.transfer((request, of_message), dst, copy, link, stop)
             }
             Request::Graph {
                 graph,
@@ -319,7 +323,7 @@ impl Session {
         };
         let (tenant, share) = (self.tenant.id(), self.tenant.share());
         let (activity, counters) = (&self.activity, &self.counters);
-        let observe = |turning| observe_turn(activity, counters, request, &info, turning);
+        let observe = |turning| observe_turn(activity, counters, (request, SUBMIT), &info, turning);
         let state = { &self.scheduler }.run(tenant, share, plan.as_mut(), observe, is_cancelled);
         match state {
             RunState::Cancelled(Times { ran, turns, .. }) => {

@@ -3,10 +3,10 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use vgpu_engine::work::{self, LongestNode, WorkLimits};
+use vgpu_engine::work::{self, LongestNode};
 use vgpu_engine::{Engine, EngineError, Memory, Plan};
 use vgpu_transport::bytes::Bytes;
-use vgpu_transport::ir::{BufferId, Graph, GraphCounts, Invalid, patch, validate};
+use vgpu_transport::ir::{BufferId, Graph, GraphCounts, Invalid, Node, patch, validate};
 use vgpu_transport::wire::{GraphId, MAX_GRAPH};
 
 use super::buffers::Buffers;
@@ -34,6 +34,8 @@ pub(super) struct Graphs {
     nodes: usize,
     /// The working memory of the graph that needs the most. A session runs one graph at a time.
     working: WorkingMemory,
+    /// The same of the memory of a device that has its own.
+    device_working: WorkingMemory,
     /// Charged bytes that were freed since the heap was given back.
     freed: u64,
     assembly: Option<Assembly>,
@@ -50,18 +52,33 @@ struct WorkingMemory {
 }
 
 impl WorkingMemory {
-    /// Charges what is missing to `bytes`.
+    /// Charges what is missing to `bytes`, with `charge`.
     ///
     /// # Errors
     /// [`EngineError::OutOfMemory`] with the tenant's own figures.
-    fn reserve(&mut self, bytes: u64, context: &CompileContext<'_>) -> Result<(), EngineError> {
+    fn reserve(
+        &mut self,
+        bytes: u64,
+        charge: impl FnOnce(u64) -> Result<Charge, EngineError>,
+    ) -> Result<(), EngineError> {
         let Some(more) = bytes.checked_sub(self.bytes).filter(|&more| more > 0) else {
             return Ok(());
         };
-        let charge = context.tenant.charge_host(more, context.engine)?;
-        self.charges.push(charge);
+        self.charges.push(charge(more)?);
         self.bytes = bytes;
         Ok(())
+    }
+
+    /// Gives back what is charged beyond `needed`, as far as the charges allow.
+    fn give_back(&mut self, needed: u64) {
+        while let Some(last) = self.charges.last() {
+            let less = self.bytes - last.size();
+            if less < needed {
+                return;
+            }
+            self.charges.pop();
+            self.bytes = less;
+        }
     }
 }
 
@@ -79,9 +96,9 @@ struct Assembly {
 pub(super) struct StoredGraph {
     /// The compiled graph. With an error, every SUBMIT of the graph fails.
     pub(super) plan: Result<Box<dyn Plan>, EngineError>,
-    /// The charge for the plan, while there is one. Declared after `plan`, so that the memory is
-    /// freed before the charge is released.
-    charge: Option<Charge>,
+    /// The charges for the plan, in the memory of the host and of the device, while there is one.
+    /// Declared after `plan`, so that the memory is freed before the charges are released.
+    charges: Vec<Charge>,
     /// The encoded graph, the base of later patches, or why the tenant has no memory for it.
     image: Result<Image, EngineError>,
     /// Bytes that were charged for its compilation and that the plan does not keep.
@@ -262,13 +279,25 @@ impl Graphs {
 
     /// Charges the working memory of a graph. The graph fails if the tenant has not that much.
     fn charge(&mut self, stored: &mut StoredGraph, context: &CompileContext<'_>) {
-        let outcome = match &stored.plan {
-            Ok(plan) => self.working.reserve(plan.working_bytes(), context),
-            Err(_) => return,
+        let Ok(plan) = &mut stored.plan else {
+            return;
         };
+        let (tenant, engine) = (context.tenant, context.engine);
+        let outcome = { &mut self.working }
+            .reserve(plan.working_bytes(), |more| {
+                tenant.charge_host(more, engine)
+            })
+            .and_then(|()| {
+                let device = &mut self.device_working;
+                device.reserve(plan.device_working_bytes(), |more| {
+                    tenant.charge_allocated(more, engine)
+                })
+            })
+            .and_then(|()| plan.reserve());
         if let Err(error) = outcome {
             stored.plan = Err(error);
-            stored.charge = None;
+            stored.charges.clear();
+            self.give_back();
         }
     }
 
@@ -326,15 +355,12 @@ impl Graphs {
             .stored
             .values()
             .filter_map(|stored| stored.plan.as_ref().ok());
-        let needed = plans.map(|plan| plan.working_bytes()).max().unwrap_or(0);
-        while let Some(last) = self.working.charges.last() {
-            let less = self.working.bytes - last.size();
-            if less < needed {
-                return;
-            }
-            self.working.charges.pop();
-            self.working.bytes = less;
-        }
+        let needed = plans.map(|plan| [plan.working_bytes(), plan.device_working_bytes()]);
+        let [host, device] = needed
+            .reduce(|[a, b], [c, d]| [a.max(c), b.max(d)])
+            .unwrap_or_default();
+        self.working.give_back(host);
+        self.device_working.give_back(device);
     }
 
     /// Drops every graph that uses `buffer`.
@@ -400,7 +426,7 @@ impl StoredGraph {
     fn without_image(error: EngineError) -> StoredGraph {
         StoredGraph {
             plan: Err(error.clone()),
-            charge: None,
+            charges: Vec::new(),
             image: Err(error),
             transient: 0,
             nodes: 0,
@@ -413,7 +439,7 @@ impl StoredGraph {
     fn without_plan(error: EngineError, image: Image, buffers: Vec<BufferId>) -> StoredGraph {
         StoredGraph {
             plan: Err(error),
-            charge: None,
+            charges: Vec::new(),
             image: Ok(image),
             transient: 0,
             nodes: 0,
@@ -425,7 +451,7 @@ impl StoredGraph {
     /// The charged bytes, most of which are in the heap.
     fn charged(&self) -> u64 {
         let image = self.image.as_ref().map_or(0, Image::bytes);
-        image + self.charge.as_ref().map_or(0, Charge::size)
+        image + self.charges.iter().map(Charge::size).sum::<u64>()
     }
 
     /// The image, without the plan.
@@ -506,8 +532,9 @@ fn compile(
         .collect();
     let nodes = graph.graph().nodes.len();
     let engine = context.engine;
-    let limits = WorkLimits::of({ context.limits.node_time }.unwrap_or(engine.max_node_time()));
-    let work = work::check(graph.graph(), &engine.speed(), &limits);
+    let limit = { context.limits.node_time }.unwrap_or(engine.max_node_time());
+    let speed = |node: &Node| engine.speed_of(graph.graph(), node);
+    let work = work::check(graph.graph(), speed, limit);
     let longest = work.as_ref().map_or(None, |longest| *longest);
     let mut plan = match work {
         _ if (context.is_cancelled)() => Err(EngineError::Cancelled),
@@ -528,9 +555,17 @@ fn compile(
         };
     }
     charge.shrink(needed);
+    let mut charges = vec![charge];
+    match plan.as_ref().map_or(0, |plan| plan.device_bytes()) {
+        0 => {}
+        bytes => match context.tenant.charge_allocated(bytes, context.engine) {
+            Ok(of_device) => charges.push(of_device),
+            Err(error) => return Ok(StoredGraph::without_plan(error, image, buffers)),
+        },
+    }
     Ok(StoredGraph {
         plan,
-        charge: Some(charge),
+        charges,
         image: Ok(image),
         transient: most.saturating_sub(needed),
         nodes,

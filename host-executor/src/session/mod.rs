@@ -6,7 +6,8 @@
 //!
 //! - `state`: the session and its figures.
 //! - `dispatch`: what each request does. `weights`: the requests on weights, with their state in
-//!   `weights_state`, and `extent_upload`, which compares what several guests upload.
+//!   `weights_state`, and `extent_upload`, which compares what several guests upload. `bulk`: FILL
+//!   and COPY.
 //! - `buffers`: the buffers.
 //! - `run`: the loop that receives requests and sends replies.
 //! - `answer`: what a request calls for. `error`: why sessions end. `end_check`: whether a session
@@ -15,6 +16,7 @@
 
 mod answer;
 mod buffers;
+mod bulk;
 mod dispatch;
 mod end_check;
 mod error;

@@ -14,6 +14,7 @@ use super::error::{SessionEnd, Violation};
 use super::state::{Session, observe_turn};
 use crate::activity::Phase;
 use crate::lock::expect_unlocked;
+use crate::stats::SUBMIT;
 use crate::stop::StopFlag;
 
 /// How often an idle session checks its stop flag.
@@ -318,7 +319,7 @@ impl Session {
             return Err(SessionEnd::Panic("a graph in flight is gone".into()));
         };
         let (activity, counters) = (&self.activity, &self.counters);
-        let observe = |turning| observe_turn(activity, counters, request, &info, turning);
+        let observe = |turning| observe_turn(activity, counters, (request, SUBMIT), &info, turning);
         let (outcome, times) = catch_unwind(AssertUnwindSafe(|| run.wait(plan, observe)))
             .map_err(|panic| SessionEnd::Panic(panic_message(panic.as_ref())))?;
         Ok(self.ran(request, graph, outcome, times))

@@ -17,7 +17,7 @@ use crate::limits::Limits;
 use crate::policy::Policy;
 use crate::pool::Pools;
 use crate::sched::{Scheduler, Times, Turning};
-use crate::stats::{Counters, SUBMIT, Stats};
+use crate::stats::{Counters, Kind, Stats};
 use crate::tenant::Tenant;
 use crate::weights::WeightStore;
 
@@ -176,19 +176,19 @@ impl Session {
     }
 }
 
-/// Publishes what a run of a graph does, and counts its turns. The counters are current during a
-/// long graph.
+/// Publishes what a run of a graph does, or another request that takes turns, and counts the turns.
+/// The counters are current during a long graph.
 pub(super) fn observe_turn(
     activity: &Activity,
     counters: &Counters,
-    request: u64,
+    (request, kind): (u64, Kind),
     info: &GraphInfo,
     turning: Turning,
 ) {
     match turning {
-        Turning::Waits => activity.request(Phase::WaitsForEngine, SUBMIT, request),
+        Turning::Waits => activity.request(Phase::WaitsForEngine, kind, request),
         Turning::Begins => {
-            activity.request(Phase::Executes, SUBMIT, request);
+            activity.request(Phase::Executes, kind, request);
             activity.begin_turn(request, info);
         }
         Turning::Ended(times) => {

@@ -65,6 +65,9 @@ impl ScriptedEngine {
     }
 }
 
+/// An allocation of this size returns memory without bytes, of which every access succeeds at once.
+pub(crate) const HOLLOW_SIZE: u64 = 1 << 60;
+
 impl Engine for ScriptedEngine {
     fn name(&self) -> &str {
         "scripted"
@@ -84,6 +87,9 @@ impl Engine for ScriptedEngine {
 
     fn alloc(&self, size: u64) -> Result<Arc<dyn Memory>, EngineError> {
         assert_ne!(size, PANIC_SIZE, "told to panic");
+        if size == HOLLOW_SIZE {
+            return Ok(Arc::new(Hollow));
+        }
         let memory = self.cpu.alloc(size)?;
         if size == UNREADABLE_SIZE {
             return Ok(Arc::new(Unreadable(memory)));
@@ -92,7 +98,10 @@ impl Engine for ScriptedEngine {
     }
 
     fn allocation_size(&self, size: u64) -> u64 {
-        self.cpu.allocation_size(size)
+        match size {
+            HOLLOW_SIZE => 0,
+            size => self.cpu.allocation_size(size),
+        }
     }
 
     fn compile_bytes(&self, counts: &GraphCounts) -> u64 {
@@ -195,6 +204,35 @@ impl Memory for Unreadable {
 
     fn copy_from(&self, _: u64, _: &dyn Memory, _: u64, _: u64) -> Result<(), EngineError> {
         Err(EngineError::ForeignMemory)
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+/// Memory without bytes.
+struct Hollow;
+
+impl Memory for Hollow {
+    fn size(&self) -> u64 {
+        HOLLOW_SIZE
+    }
+
+    fn write(&self, _: u64, _: Bytes<'_>) -> Result<(), EngineError> {
+        Ok(())
+    }
+
+    fn read(&self, _: u64, _: BytesMut<'_>) -> Result<(), EngineError> {
+        Ok(())
+    }
+
+    fn fill(&self, _: u64, _: u64, _: u8) -> Result<(), EngineError> {
+        Ok(())
+    }
+
+    fn copy_from(&self, _: u64, _: &dyn Memory, _: u64, _: u64) -> Result<(), EngineError> {
+        Ok(())
     }
 
     fn as_any(&self) -> &dyn Any {

@@ -89,8 +89,10 @@ impl Built {
 
     /// Compiles the graph over the memory of [`Built::load`].
     pub fn compile(&self, engine: &dyn Engine, loaded: &Loaded) -> Box<dyn Plan> {
-        { engine.compile(&self.valid(engine), &loaded.buffers, &|| false) }
-            .expect("the engine compiles a valid graph")
+        let plan = engine.compile(&self.valid(engine), &loaded.buffers, &|| false);
+        let mut plan = plan.expect("the engine compiles a valid graph");
+        plan.reserve().expect("the device has memory");
+        plan
     }
 
     /// Writes the inputs of the step at `position` of a sequence.

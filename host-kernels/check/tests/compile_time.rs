@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use vgpu_cpu::CpuEngine;
-use vgpu_engine::work::{self, WorkLimits};
+use vgpu_engine::work;
 use vgpu_engine::{Engine, EngineError, Memory};
 use vgpu_transport::ir::{
     BufferId, Graph, Limits, Node, Op, Precision, Shape, Sources, Tensor, Type, ValidGraph,
@@ -86,8 +86,8 @@ fn compile_time(engine: &CpuEngine, nodes: usize) -> Duration {
     let memory: Arc<dyn Memory> = engine.alloc(size(nodes)).expect("memory");
     let begin = now();
     let graph = valid(engine, &words, nodes);
-    let limits = WorkLimits::of(engine.max_node_time());
-    work::check(graph.graph(), &engine.speed(), &limits).expect("little work");
+    let speed = |node: &Node| engine.speed_of(graph.graph(), node);
+    work::check(graph.graph(), speed, engine.max_node_time()).expect("little work");
     let plan = engine.compile(&graph, &[memory], &|| false);
     plan.expect("the engine compiles a valid graph");
     now() - begin

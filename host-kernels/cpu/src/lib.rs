@@ -121,6 +121,13 @@ impl CpuEngine {
         })
     }
 
+    /// The same engine with `memory` bytes, whatever the machine has left. To ask for the memory
+    /// then reads no file of the kernel: for fuzzers, which ask for it before every allocation.
+    pub fn with_fixed_memory(mut self, memory: u64) -> CpuEngine {
+        self.budget = Arc::new(Budget::fixed(memory));
+        self
+    }
+
     /// Sets whether nodes are fused. Without, the engine runs node by node, for comparisons.
     pub fn fusing(mut self, fuses: bool) -> CpuEngine {
         self.fuses = fuses;
@@ -151,6 +158,10 @@ impl Engine for CpuEngine {
 
     fn speed(&self) -> Speed {
         isa::Level::best().speed().times(self.runner.workers())
+    }
+
+    fn stops_within_nodes(&self) -> bool {
+        true
     }
 
     fn alloc(&self, size: u64) -> Result<Arc<dyn Memory>, EngineError> {

@@ -27,7 +27,8 @@ pub(super) fn whole_pages(size: u64) -> u64 {
 pub(super) struct Budget {
     total: u64,
     used: AtomicU64,
-    system: SystemMemory,
+    /// What the machine has left. `None`: enough for the budget.
+    system: Option<SystemMemory>,
 }
 
 impl Budget {
@@ -41,7 +42,16 @@ impl Budget {
         Budget {
             total: limit.unwrap_or_else(|| system.total()),
             used: AtomicU64::new(0),
-            system,
+            system: Some(system),
+        }
+    }
+
+    /// A budget of `total` bytes, which the machine is taken to have.
+    pub(super) fn fixed(total: u64) -> Budget {
+        Budget {
+            total,
+            used: AtomicU64::new(0),
+            system: None,
         }
     }
 
@@ -50,12 +60,15 @@ impl Budget {
     pub(super) fn info(&self) -> MemoryInfo {
         let used = self.used.load(Ordering::Relaxed);
         let left = self.total.saturating_sub(used);
-        // What the process has touched besides (its own heap, and windows of guests) counts as if
-        // it were allocated here, so `untouched` is too small by as much.
-        let untouched = used.saturating_sub(self.system.touched());
+        let of_system = self.system.as_ref().map_or(u64::MAX, |system| {
+            // What the process has touched besides (its own heap, and windows of guests) counts as
+            // if it were allocated here, so `untouched` is too small by as much.
+            let untouched = used.saturating_sub(system.touched());
+            system.available().saturating_sub(untouched)
+        });
         MemoryInfo {
             total: self.total,
-            free: left.min(self.system.available().saturating_sub(untouched)),
+            free: left.min(of_system),
         }
     }
 

@@ -13,7 +13,8 @@ use crate::device::{Address, Device};
 use crate::types::{READABLE, WRITABLE};
 use vgpu_cpu::CpuEngine;
 use vgpu_engine::types::FLOATS;
-use vgpu_engine::{DeviceMemory, EngineError, RunError, SingleNode};
+use vgpu_engine::work::Speed;
+use vgpu_engine::{DeviceMemory, Engine, EngineError, RunError, RunStatus, SingleNode, Turn};
 
 /// The operators and types of the fallback.
 pub(crate) fn rules() -> Vec<Rule> {
@@ -64,6 +65,12 @@ impl CpuFallback {
         }
     }
 
+    /// The speed of the CPU engine. If it does not start, that of a slow one.
+    pub(crate) fn speed(&self) -> Speed {
+        self.engine()
+            .map_or_else(|_| Speed::default(), Engine::speed)
+    }
+
     /// Compiles node `at` of `graph`, whose buffers begin at `bases`.
     ///
     /// # Errors
@@ -99,16 +106,26 @@ impl FallbackNode {
         self.node.working_bytes()
     }
 
-    /// Runs the node, after all work that the device was asked for.
+    /// Runs the node until `turn` is over, after all work that the device was asked for. The device
+    /// has no work left when the run yields.
     ///
     /// # Errors
     /// [`RunError`] of the CPU engine, or of a copy.
     ///
     /// # Safety
     /// The memory of the graph that the node was compiled from still exists.
-    pub(crate) unsafe fn run(&mut self, device: &dyn Device) -> Result<(), RunError> {
+    pub(crate) unsafe fn run(
+        &mut self,
+        device: &dyn Device,
+        turn: &Turn,
+    ) -> Result<RunStatus, RunError> {
         let bases = &self.bases;
-        self.node.run(&mut Buffers { device, bases })
+        let status = self.node.run(&mut Buffers { device, bases }, turn)?;
+        if status == RunStatus::Yielded {
+            let idle = device.synchronize();
+            idle.map_err(|error| self.node.failed(&error))?;
+        }
+        Ok(status)
     }
 }
 

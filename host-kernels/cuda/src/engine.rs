@@ -5,11 +5,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use tracing::{error, info, warn};
-use vgpu_transport::ir::{Capabilities, GraphCounts, ValidGraph};
+use vgpu_transport::ir::{Capabilities, Graph, GraphCounts, Node, ValidGraph};
 use vgpu_transport::shm::memory::Window;
 
 use crate::autotune::TuningTable;
 use crate::context::ExecutionContext;
+use crate::cpu_fallback::CpuFallback;
 use crate::device::Device;
 use crate::launch::policy::LaunchPolicy;
 use crate::memory::CudaMemory;
@@ -217,6 +218,14 @@ impl Engine for CudaEngine {
             products: 1e12,
             steps: 2e10,
             bytes: 2e11,
+        }
+    }
+
+    fn speed_of(&self, graph: &Graph, node: &Node) -> Speed {
+        let context = CpuFallback::takes(graph, node).then(|| self.context());
+        match context {
+            Some(Ok(context)) => context.cpu_fallback.speed(),
+            _ => self.speed(),
         }
     }
 

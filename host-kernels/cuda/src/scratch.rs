@@ -63,6 +63,11 @@ impl Scratch {
         self.base
     }
 
+    /// The bytes that a claim of `bytes` maps.
+    pub(crate) fn claimed(&self, bytes: u64) -> u64 {
+        bytes.div_ceil(self.piece).saturating_mul(self.piece)
+    }
+
     /// Maps memory for the first `bytes` bytes, for as long as the claim lives.
     ///
     /// # Errors

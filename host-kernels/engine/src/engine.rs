@@ -7,7 +7,7 @@ use std::any::Any;
 use std::sync::Arc;
 use std::time::Duration;
 
-use vgpu_transport::ir::{Capabilities, GraphCounts, ValidGraph};
+use vgpu_transport::ir::{Capabilities, Graph, GraphCounts, Node, ValidGraph};
 use vgpu_transport::shm::memory::Window;
 
 use crate::error::EngineError;
@@ -56,6 +56,19 @@ pub trait Engine: Send + Sync + 'static {
     /// How fast the engine is at least, for estimates of the time that a node takes.
     fn speed(&self) -> Speed {
         Speed::default()
+    }
+
+    /// The speed of what runs this node of a graph: of the engine, or of another engine that it
+    /// leaves the node to.
+    fn speed_of(&self, graph: &Graph, node: &Node) -> Speed {
+        let _ = (graph, node);
+        self.speed()
+    }
+
+    /// Whether a turn can end in the middle of every node, so that a turn is never as long as a
+    /// node.
+    fn stops_within_nodes(&self) -> bool {
+        false
     }
 
     /// The longest time that a node may take by estimate, if the configuration says nothing else.

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::error::RunError;
+use crate::error::{EngineError, RunError};
 
 /// Bytes that an allocator adds to an allocation, on average: its head, and the rounding of its
 /// size. For [`Plan::plan_bytes`].
@@ -72,6 +72,26 @@ pub trait Plan: Send {
     /// keeps for all plans does not count.
     fn working_bytes(&self) -> u64 {
         0
+    }
+
+    /// Bytes of the engine's memory that the plan itself holds, if that is not memory of the host.
+    fn device_bytes(&self) -> u64 {
+        0
+    }
+
+    /// Bytes of the engine's memory that a run needs besides the buffers of the graph, at most, if
+    /// that is not memory of the host. Plans of an engine may share them.
+    fn device_working_bytes(&self) -> u64 {
+        0
+    }
+
+    /// Takes the [`device_working_bytes`](Plan::device_working_bytes), for as long as the plan
+    /// lives. The first [`launch`](Plan::launch) does so otherwise.
+    ///
+    /// # Errors
+    /// [`EngineError::OutOfMemory`] if the device has not that much left.
+    fn reserve(&mut self) -> Result<(), EngineError> {
+        Ok(())
     }
 
     /// Whether the memory of the graph still has the addresses and layouts that the plan was

@@ -12,7 +12,10 @@ use vgpu_transport::ir::{BufferId, Graph, Limits, Node, Op, Sources, Tensor, val
 use crate::engine::Engine;
 use crate::error::{EngineError, RunError};
 use crate::memory::Memory;
-use crate::plan::Plan;
+use crate::plan::{Plan, RunStatus, Turn};
+
+/// Bytes that are copied between two questions whether the turn is over: about a millisecond.
+const COPY_BYTES: u64 = 4 << 20;
 
 /// A range of a buffer that contains tensors of a node.
 struct Region {
@@ -82,6 +85,17 @@ pub trait DeviceMemory {
     fn write(&mut self, buffer: usize, offset: u64, data: &[u8]) -> Result<(), EngineError>;
 }
 
+/// What a run does next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Step {
+    /// It copies from the device: the index in `SingleNode::ranges`, and the bytes that are there.
+    Read(usize, u64),
+    /// It computes.
+    Compute,
+    /// It copies to the device: the index in `SingleNode::results`, and the bytes that are there.
+    Write(usize, u64),
+}
+
 /// A compiled node, with memory for copies of its tensors.
 pub struct SingleNode {
     plan: Box<dyn Plan>,
@@ -90,6 +104,8 @@ pub struct SingleNode {
     results: Vec<usize>,
     /// The index of the node in the graph of the device.
     at: usize,
+    /// Where the next turn continues.
+    next: Step,
 }
 
 impl SingleNode {
@@ -157,6 +173,7 @@ impl SingleNode {
             results,
             ranges: ranges.collect(),
             at,
+            next: Step::Read(0, 0),
         })
     }
 
@@ -170,58 +187,106 @@ impl SingleNode {
     /// Bytes of host memory that a run needs besides.
     pub fn working_bytes(&self) -> u64 {
         let ranges = self.ranges.iter().map(|range| range.memory.size());
-        ranges.max().unwrap_or(0) + self.plan.working_bytes()
+        ranges.max().unwrap_or(0).min(COPY_BYTES) + self.plan.working_bytes()
     }
 
-    /// Copies the tensors from `device`, runs the node, and copies the result back.
+    /// Copies the tensors from `device`, runs the node, and copies the result back, until `turn` is
+    /// over. [`RunStatus::Yielded`]: the next call continues. Every call makes progress.
     ///
     /// # Errors
-    /// [`RunError`] of the other engine, or of a copy.
-    pub fn run(&mut self, device: &mut dyn DeviceMemory) -> Result<(), RunError> {
+    /// [`RunError`] of the other engine, or of a copy. The next call starts a new run.
+    pub fn run(
+        &mut self,
+        device: &mut dyn DeviceMemory,
+        turn: &Turn,
+    ) -> Result<RunStatus, RunError> {
+        let outcome = self.go_on(device, turn);
+        if outcome != Ok(RunStatus::Yielded) {
+            self.next = Step::Read(0, 0);
+        }
+        outcome
+    }
+
+    fn go_on(&mut self, device: &mut dyn DeviceMemory, turn: &Turn) -> Result<RunStatus, RunError> {
+        let mut bytes = Vec::new();
+        loop {
+            let next = match self.next {
+                Step::Read(at, done) => match self.ranges.get(at) {
+                    None => Some(Step::Compute),
+                    Some(range) => {
+                        let len = self.buffer(&mut bytes, range, done)?;
+                        let copied = device.read(range.buffer, range.offset + done, &mut bytes);
+                        copied
+                            .and_then(|()| range.memory.write(done, Bytes::from(&*bytes)))
+                            .map_err(|error| self.failed(&error))?;
+                        Some(match done + len < range.memory.size() {
+                            true => Step::Read(at, done + len),
+                            false => Step::Read(at + 1, 0),
+                        })
+                    }
+                },
+                Step::Compute => match self.compute(turn)? {
+                    RunStatus::Yielded => return Ok(RunStatus::Yielded),
+                    RunStatus::Done | RunStatus::InFlight => Some(Step::Write(0, 0)),
+                },
+                Step::Write(at, done) => match self.results.get(at) {
+                    None => None,
+                    Some(&result) => {
+                        let range = &self.ranges[result];
+                        let len = self.buffer(&mut bytes, range, done)?;
+                        let copied = range.memory.read(done, BytesMut::from(&mut *bytes));
+                        copied
+                            .and_then(|()| device.write(range.buffer, range.offset + done, &bytes))
+                            .map_err(|error| self.failed(&error))?;
+                        Some(match done + len < range.memory.size() {
+                            true => Step::Write(at, done + len),
+                            false => Step::Write(at + 1, 0),
+                        })
+                    }
+                },
+            };
+            let Some(next) = next else {
+                return Ok(RunStatus::Done);
+            };
+            self.next = next;
+            if turn.is_over() {
+                return Ok(RunStatus::Yielded);
+            }
+        }
+    }
+
+    /// Runs the plan of the node until `turn` is over.
+    fn compute(&mut self, turn: &Turn) -> Result<RunStatus, RunError> {
         let at = self.at;
-        let failed = |error: EngineError| RunError::Kernel {
-            node: at,
+        let outcome = match self.plan.launch(turn) {
+            Ok(RunStatus::InFlight) => self.plan.wait().map(|()| RunStatus::Done),
+            other => other,
+        };
+        outcome.map_err(|mut error| {
+            if let RunError::Index { node, .. } | RunError::Kernel { node, .. } = &mut error {
+                *node = at;
+            }
+            error
+        })
+    }
+
+    /// Makes `bytes` as long as the next part of `range`, behind `done` bytes.
+    fn buffer(&self, bytes: &mut Vec<u8>, range: &Copied, done: u64) -> Result<u64, RunError> {
+        let len = (range.memory.size() - done).min(COPY_BYTES);
+        bytes.clear();
+        if bytes.try_reserve_exact(len as usize).is_err() {
+            return Err(RunError::OutOfMemory { wanted: len });
+        }
+        bytes.resize(len as usize, 0);
+        Ok(len)
+    }
+
+    /// An error of the device in a run of the node.
+    pub fn failed(&self, error: &EngineError) -> RunError {
+        RunError::Kernel {
+            node: self.at,
             op: "",
             message: error.to_string(),
-        };
-        let mut bytes = Vec::new();
-        let largest = self.ranges.iter().map(|range| range.memory.size() as usize);
-        let wanted = largest.max().unwrap_or(0);
-        if bytes.try_reserve_exact(wanted).is_err() {
-            let wanted = wanted as u64;
-            return Err(RunError::OutOfMemory { wanted });
         }
-        for range in &self.ranges {
-            bytes.resize(range.memory.size() as usize, 0u8);
-            device
-                .read(range.buffer, range.offset, &mut bytes)
-                .and_then(|()| range.memory.write(0, Bytes::from(bytes.as_slice())))
-                .map_err(failed)?;
-        }
-        self.plan.run().map_err(|error| match error {
-            RunError::Index {
-                op, index, count, ..
-            } => RunError::Index {
-                node: at,
-                op,
-                index,
-                count,
-            },
-            RunError::Kernel { op, message, .. } => RunError::Kernel {
-                node: at,
-                op,
-                message,
-            },
-            other => other,
-        })?;
-        for range in self.results.iter().map(|&result| &self.ranges[result]) {
-            bytes.resize(range.memory.size() as usize, 0);
-            range
-                .memory
-                .read(0, BytesMut::from(bytes.as_mut_slice()))
-                .and_then(|()| device.write(range.buffer, range.offset, &bytes))
-                .map_err(failed)?;
-        }
-        Ok(())
     }
 }

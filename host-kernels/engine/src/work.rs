@@ -8,7 +8,7 @@
 
 use std::time::Duration;
 
-use vgpu_transport::ir::{Graph, Node, Op, PoolWindow, ScaleMode, Shape, Tensor};
+use vgpu_transport::ir::{Graph, Node, Op, PoolWindow, ScaleMode, Shape, Tensor, Type};
 
 /// The work of a node, in iterations of inner loops and in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -19,9 +19,45 @@ pub struct Work {
     pub steps: u64,
     /// Bytes of the operands, each as often as the shape of its tensor visits it.
     pub bytes: u64,
-    /// The products or steps of the largest part that some engine does not divide: those of the
-    /// smallest tile of a matrix product, of one row of a norm.
+    /// The products or steps of the largest part that some engine does not divide.
     pub part: u64,
+    /// What that part is.
+    pub part_kind: PartKind,
+}
+
+/// What the largest part of a node is that some engine does not divide.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum PartKind {
+    /// Steps over neighbouring elements, many at once: a row of a norm.
+    #[default]
+    Row,
+    /// Steps for one result, one after the other: a window of pooling.
+    Window,
+    /// Multiply-adds: the smallest tile of a matrix product.
+    Tile,
+}
+
+impl PartKind {
+    /// The most steps or multiply-adds of such a part. Measured as the processor time of one launch
+    /// in a turn that is over, on a thread of an Intel processor with AVX-512, beside other work: a
+    /// window 1.4 ms (POOL_1D), a row 6 to 8 ms (CUMSUM, RMS_NORM, SOFT_MAX), a tile 11 ms (MUL_MAT
+    /// of F32).
+    pub const fn limit(self) -> u64 {
+        match self {
+            PartKind::Row => 1 << 22,
+            PartKind::Window => 1 << 18,
+            PartKind::Tile => 1 << 26,
+        }
+    }
+
+    /// What a part of this kind consists of.
+    const fn unit(self) -> &'static str {
+        match self {
+            PartKind::Row => "steps of a row",
+            PartKind::Window => "steps of a window",
+            PartKind::Tile => "multiply-adds",
+        }
+    }
 }
 
 /// How much work an engine does in a second. The rates are those that the engine reaches without
@@ -57,6 +93,16 @@ impl Speed {
             bytes: self.bytes,
         }
     }
+
+    /// The speed of the device that is slower at each kind of work.
+    #[must_use]
+    pub fn slower(self, other: Speed) -> Speed {
+        Speed {
+            products: self.products.min(other.products),
+            steps: self.steps.min(other.steps),
+            bytes: self.bytes.min(other.bytes),
+        }
+    }
 }
 
 impl Work {
@@ -75,34 +121,7 @@ impl Work {
             products: self.products.saturating_add(other.products),
             steps: self.steps.saturating_add(other.steps),
             bytes: self.bytes.saturating_add(other.bytes),
-            part: self.part.max(other.part),
-        }
-    }
-}
-
-/// Limits of the work of one node.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct WorkLimits {
-    /// The longest estimated time of a node.
-    pub time: Duration,
-    /// The most [products](Work::products) in a part that is not divided.
-    pub part_products: u64,
-    /// The most [steps](Work::steps) in a part that is not divided.
-    pub part_steps: u64,
-}
-
-/// The limits of a part: a tenth of a second on a thread with vector instructions. A row has up to
-/// 2^24 elements, and a row of weights up to 2^20. Models have rows of some ten thousand.
-const PART_PRODUCTS: u64 = 1 << 28;
-const PART_STEPS: u64 = 1 << 24;
-
-impl WorkLimits {
-    /// The limits with this longest time of a node.
-    pub const fn of(time: Duration) -> WorkLimits {
-        WorkLimits {
-            time,
-            part_products: PART_PRODUCTS,
-            part_steps: PART_STEPS,
+            ..if self.part < other.part { other } else { self }
         }
     }
 }
@@ -146,40 +165,38 @@ pub struct LongestNode {
     pub estimate: Duration,
 }
 
-/// Checks the work of each node of a validated graph, on an engine of this speed. Returns the node
-/// that takes longest; `None` for a graph without nodes.
+/// Checks the work of each node of a validated graph: its time, of at most `limit` by estimate, and
+/// its largest part. `speed` is that of what runs the node
+/// ([`Engine::speed_of`](crate::Engine::speed_of)). Returns the node that takes longest; `None` for
+/// a graph without nodes.
 ///
 /// # Errors
 /// [`TooMuchWork`] for the first node that exceeds a limit.
 pub fn check(
     graph: &Graph,
-    speed: &Speed,
-    limits: &WorkLimits,
+    speed: impl Fn(&Node) -> Speed,
+    limit: Duration,
 ) -> Result<Option<LongestNode>, TooMuchWork> {
     let mut longest: Option<LongestNode> = None;
     for (at, node) in graph.nodes.iter().enumerate() {
         let (work, op) = (of(graph, node), node.op.kind().ggml_name());
-        let (unit, limit) = match work.products > 0 {
-            true => ("multiply-adds", limits.part_products),
-            false => ("steps", limits.part_steps),
-        };
-        if work.part > limit {
+        if work.part > work.part_kind.limit() {
             return Err(TooMuchWork::Part {
                 node: at,
                 op,
                 part: work.part,
-                unit,
-                limit,
+                unit: work.part_kind.unit(),
+                limit: work.part_kind.limit(),
             });
         }
-        let estimate = work.time(speed);
-        if estimate > limits.time {
+        let estimate = work.time(&speed(node));
+        if estimate > limit {
             return Err(TooMuchWork::Time {
                 node: at,
                 op,
                 work,
                 estimate,
-                limit: limits.time,
+                limit,
             });
         }
         if longest.is_none_or(|longest| estimate > longest.estimate) {
@@ -209,6 +226,7 @@ pub fn of(graph: &Graph, node: &Node) -> Work {
         steps,
         bytes,
         part: loops.part.min(loops.count),
+        part_kind: loops.part_kind,
     }
 }
 
@@ -269,6 +287,7 @@ pub(crate) struct Loops {
     pub(crate) count: u64,
     /// Iterations of the largest part that is not divided.
     part: u64,
+    part_kind: PartKind,
 }
 
 /// Rows and columns of the smallest tile of results that engines compute at once.
@@ -276,6 +295,32 @@ const TILE: u64 = 16;
 
 /// Queries, or keys, that attention computes at once.
 const BLOCK: u64 = 128;
+
+/// Elements of a row that are converted at once.
+const PIECE: u64 = 1024;
+
+/// Steps for an element that is converted to this type. Quantising tries several scales for each
+/// block, and looks for the nearest entries of a codebook. Measured on a thread of an Intel
+/// processor with AVX-512, in nanoseconds for an element: 0.1 to 9 for the types with one step;
+/// Q3_K 22; Q6_K, Q5_K and Q4_K 55 to 94; IQ4_NL, MXFP4 and NVFP4 42 to 64; Q2_K 234; IQ4_XS to
+/// IQ2_XS 406 to 562; IQ3_XXS, IQ3_S and IQ1_M 649 to 822. A step is 4 ns ([`Speed::default`]).
+const fn search_steps(ty: Type) -> u64 {
+    match ty {
+        Type::Q3K => 8,
+        Type::Iq4Nl | Type::Mxfp4 | Type::Nvfp4 => 16,
+        Type::Q4K | Type::Q5K | Type::Q6K => 24,
+        Type::Q2K => 64,
+        Type::Iq4Xs | Type::Iq1S | Type::Iq2Xxs | Type::Iq2Xs | Type::Iq2S => 144,
+        Type::Iq3Xxs | Type::Iq3S | Type::Iq1M => 208,
+        _ => 1,
+    }
+}
+
+/// Whether a node converts its source to another type.
+fn is_converted(graph: &Graph, node: &Node) -> bool {
+    let source = graph.src(node, 0);
+    source.is_some_and(|source| source.shape.ty != graph.dst(node).shape.ty)
+}
 
 /// A product that saturates.
 fn times(factors: &[u64]) -> u64 {
@@ -296,14 +341,36 @@ pub(crate) fn loops(graph: &Graph, node: &Node) -> Loops {
     let elements = |i: usize| shape(i).map_or(0, all);
     let results = all(dst);
     let row = dst.ne[0];
-    let of = |kind: Kind, count: u64, part: u64| Loops { kind, count, part };
+    let of = |kind: Kind, count: u64, part: u64| Loops {
+        kind,
+        count,
+        part,
+        part_kind: match kind {
+            Kind::Product => PartKind::Tile,
+            Kind::Arithmetic | Kind::Move => PartKind::Row,
+        },
+    };
+    let windows = |count: u64, part: u64| Loops {
+        part_kind: PartKind::Window,
+        ..of(Kind::Arithmetic, count, part)
+    };
+    // Elements that are converted to the type of the destination, some at once.
+    let converted = |count: u64| match search_steps(dst.ty) {
+        1 => of(Kind::Move, count, PIECE.min(count)),
+        each => of(
+            Kind::Arithmetic,
+            times(&[count, each]),
+            times(&[PIECE, each]),
+        ),
+    };
     use Kind::{Arithmetic, Move, Product};
     match node.op {
+        Op::Copy {} if is_converted(graph, node) => converted(results),
         Op::Copy {} | Op::Repeat {} | Op::Concat { .. } | Op::Fill { .. } => of(Move, results, 1),
         Op::RepeatBack {} => of(Arithmetic, elements(0).saturating_add(results), 1),
         Op::GetRows {} => of(Move, results, row),
         Op::GetRowsBack {} => of(Arithmetic, elements(0).saturating_add(results), row),
-        Op::SetRows {} => of(Move, elements(0), row),
+        Op::SetRows {} => converted(elements(0)),
         Op::Set { .. } => of(Move, results.saturating_add(elements(1)), 1),
         Op::Acc { .. } => of(Arithmetic, results.saturating_add(elements(1)), 1),
         Op::Diag {}
@@ -315,8 +382,7 @@ pub(crate) fn loops(graph: &Graph, node: &Node) -> Loops {
         | Op::Tri { .. } => of(Move, results, row),
         Op::Arange { .. } => of(Arithmetic, results, 1),
 
-        // Quantised rows are whole.
-        Op::Add {} if dst.ty.is_quantized() => of(Arithmetic, results, row),
+        Op::Add {} | Op::Add1 {} if dst.ty.is_quantized() => converted(results),
         Op::Add {}
         | Op::Sub {}
         | Op::Mul {}
@@ -451,7 +517,7 @@ pub(crate) fn loops(graph: &Graph, node: &Node) -> Loops {
         Op::Dsv4HcComb { n_iter, .. } => {
             let rounds = 2 * u64::from(n_iter) + 2;
             let each = times(&[rounds, dst.ne[0], dst.ne[1]]);
-            of(Arithmetic, times(&[each, dst.ne[2]]), each)
+            windows(times(&[each, dst.ne[2]]), each)
         }
         Op::Dsv4HcPre { .. } => of(Arithmetic, elements(0), ne(0)[1]),
         Op::Dsv4HcPost {} => {
@@ -464,22 +530,22 @@ pub(crate) fn loops(graph: &Graph, node: &Node) -> Loops {
         Op::Im2colBack { is_2d, .. } => {
             let [kw, kh, ..] = ne(1);
             let taps = times(&[kw, if is_2d { kh } else { 1 }]);
-            of(Arithmetic, times(&[results, taps]), taps)
+            windows(times(&[results, taps]), taps)
         }
-        Op::Col2im1d { .. } => of(
-            Arithmetic,
-            elements(0).saturating_add(results),
-            ne(0)[1].min(ne(0)[0]),
-        ),
+        Op::Col2im1d { .. } => windows(elements(0).saturating_add(results), ne(0)[1].min(ne(0)[0])),
         // A kernel for each output channel.
         Op::Conv2d { .. } => {
             let [kw, kh, channels, outputs] = ne(0);
             let taps = times(&[kw, kh, channels]);
             of(Product, times(&[results, taps]), times(&[taps, outputs]))
         }
+        // A tap of a few outputs takes as long as a step.
         Op::Conv2dDw { .. } => {
             let taps = times(&[ne(0)[0], ne(0)[1]]);
-            of(Product, times(&[results, taps]), times(&[TILE, taps]))
+            Loops {
+                part_kind: PartKind::Window,
+                ..of(Product, times(&[results, taps]), times(&[TILE, taps]))
+            }
         }
         Op::Conv3d { c, oc, .. } => {
             let [kw, kh, kd, _] = ne(0);
@@ -512,18 +578,18 @@ pub(crate) fn loops(graph: &Graph, node: &Node) -> Loops {
         Op::Pool1d { .. } => {
             let window = PoolWindow::<1>::of(&node.op).map_or([0], |w| w.size);
             let covered = covered(window, ne(0));
-            of(Arithmetic, times(&[results, covered]), covered)
+            windows(times(&[results, covered]), covered)
         }
         Op::Pool2d { .. } => {
             let window = PoolWindow::<2>::of(&node.op).map_or([0; 2], |w| w.size);
             let covered = covered(window, ne(0));
-            of(Arithmetic, times(&[results, covered]), covered)
+            windows(times(&[results, covered]), covered)
         }
         Op::Pool2dBack { .. } => {
             let window = PoolWindow::<2>::of(&node.op).map_or([0; 2], |w| w.size);
             let covered = covered(window, dst.ne);
             let count = times(&[elements(0), covered]);
-            of(Arithmetic, count.saturating_add(results), covered.max(row))
+            windows(count.saturating_add(results), covered.max(row))
         }
         Op::Upscale {
             mode, antialias, ..
@@ -538,7 +604,7 @@ pub(crate) fn loops(graph: &Graph, node: &Node) -> Loops {
                 ScaleMode::Bilinear => 4,
                 ScaleMode::Bicubic => 16,
             };
-            of(Arithmetic, times(&[results, taps]), times(&[row, taps]))
+            windows(times(&[results, taps]), taps)
         }
         Op::TimestepEmbedding { .. } | Op::AddRelPos {} => of(Arithmetic, results, row),
         Op::WinPart { .. } | Op::WinUnpart { .. } | Op::GetRelPos {} => of(Move, results, row),

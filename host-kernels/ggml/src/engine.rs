@@ -10,7 +10,7 @@ use tracing::info;
 use vgpu_engine::work::Speed;
 use vgpu_engine::{Engine, EngineError, Memory, MemoryInfo, Plan};
 use vgpu_ggml_abi as abi;
-use vgpu_transport::ir::{Capabilities, GraphCounts, ValidGraph};
+use vgpu_transport::ir::{Capabilities, Graph, GraphCounts, Node, Op, ValidGraph};
 
 use crate::device::Device;
 use crate::library::Library;
@@ -180,6 +180,15 @@ impl Engine for GgmlEngine {
         match self.device.is_cpu {
             true => self.fallback.speed(),
             false => SPEED,
+        }
+    }
+
+    fn speed_of(&self, _: &Graph, node: &Node) -> Speed {
+        match node.op {
+            // Every backend has the products, but for some types of operands.
+            Op::MulMat { .. } | Op::MulMatId { .. } | Op::FlashAttnExt { .. } => self.speed(),
+            // Which of the others the device leaves to the fallback is known at compilation only.
+            _ => self.speed().slower(self.fallback.speed()),
         }
     }
 

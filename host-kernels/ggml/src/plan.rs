@@ -257,7 +257,12 @@ impl Plan for GgmlPlan {
                         message: format!("the backend of ggml returned status {status}"),
                     })?;
                 }
-                Part::Other(node) => node.run(&mut Buffers(&self.buffers))?,
+                Part::Other(node) => {
+                    if node.run(&mut Buffers(&self.buffers), turn)? == RunStatus::Yielded {
+                        self.next = at;
+                        return Ok(RunStatus::Yielded);
+                    }
+                }
             }
             if at + 1 < count && turn.is_over() {
                 self.next = at + 1;

@@ -72,7 +72,7 @@ pub(crate) fn run(data: &[u8]) {
     static ENGINE: OnceLock<Mutex<Arc<CpuEngine>>> = OnceLock::new();
     let engine = ENGINE.get_or_init(|| {
         let engine = CpuEngine::new(1, Some(SETUP.memory)).expect("a thread");
-        Mutex::new(Arc::new(engine))
+        Mutex::new(Arc::new(engine.with_fixed_memory(SETUP.memory)))
     });
     // One session at a time, so that memory can be accounted for.
     let engine = engine.lock().unwrap_or_else(PoisonError::into_inner);

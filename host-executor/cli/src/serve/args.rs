@@ -141,6 +141,11 @@ pub(crate) struct Args {
     #[arg(long, hide = true)]
     pub(super) isolated_machine: bool,
 
+    /// This is a process of a supervisor: the kernel ends it before the supervisor if memory runs
+    /// out.
+    #[arg(long, hide = true)]
+    pub(super) supervised: bool,
+
     /// Do not enter the sandbox.
     ///
     /// Without this option the process drops its capabilities after the start, and restricts its

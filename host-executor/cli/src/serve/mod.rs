@@ -30,6 +30,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
          guests: give each guest a process with --isolate, or allow it with --trust-guests",
         settings.engine
     );
+    if args.supervised {
+        // Before the process gives up its files.
+        isolated::end_before_supervisor();
+    }
     // The process of a virtual machine has one thread only when it gives up its files.
     let sockets = match args.isolated_machine {
         true => Some(single::bind_and_isolate(args, &settings)?),

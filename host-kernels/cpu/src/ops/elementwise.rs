@@ -64,25 +64,24 @@ maps! {
 fn add_quantized(dst: View, a: View, b: View) -> Compiled {
     let (out, a_rows) = (Access::rows(&dst), Access::rows(&a));
     let b_element = Access::new(b.ty, b.nb[0]);
+    let parts = dst.ne[0].div_ceil(STAGE);
     Compiled::one(move |w| {
         let (mut x, mut y) = ([0.0; STAGE], [0.0; STAGE]);
-        for row in w.share(dst.rows()) {
-            let index = dst.row_index(row);
+        for unit in w.share(dst.rows() * parts) {
+            let (index, start) = (dst.row_index(unit / parts), unit % parts * STAGE);
             let (to, from) = (dst.row_ptr(index), a.row_ptr(index));
             let addend = b.row_ptr(std::array::from_fn(|d| index[d] % b.ne[d + 1]));
-            for start in (0..dst.ne[0]).step_by(STAGE) {
-                let n = STAGE.min(dst.ne[0] - start);
-                // SAFETY: the rows have `ne[0]` elements. `STAGE` is a multiple of every block, so
-                // each part of a row consists of whole blocks. Elements of `b` are read one at a
-                // time, since its row can be broadcast.
-                unsafe {
-                    a_rows.load(a_rows.at(from, start), n, x.as_mut_ptr());
-                    for (i, y) in y[..n].iter_mut().enumerate() {
-                        b_element.load(b_element.at(addend, (start + i) % b.ne[0]), 1, y);
-                    }
-                    x.iter_mut().zip(&y).for_each(|(x, y)| *x += y);
-                    out.store(x.as_ptr(), n, out.at(to, start).cast_mut());
+            let n = STAGE.min(dst.ne[0] - start);
+            // SAFETY: the rows have `ne[0]` elements. `STAGE` is a multiple of every block, so
+            // each part of a row consists of whole blocks. Elements of `b` are read one at a
+            // time, since its row can be broadcast.
+            unsafe {
+                a_rows.load(a_rows.at(from, start), n, x.as_mut_ptr());
+                for (i, y) in y[..n].iter_mut().enumerate() {
+                    b_element.load(b_element.at(addend, (start + i) % b.ne[0]), 1, y);
                 }
+                x.iter_mut().zip(&y).for_each(|(x, y)| *x += y);
+                out.store(x.as_ptr(), n, out.at(to, start).cast_mut());
             }
         }
         Ok(())

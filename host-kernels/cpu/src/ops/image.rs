@@ -3,7 +3,7 @@
 
 use vgpu_transport::ir::{Op, OpKind, Rule, ScaleMode, Type, TypeSet};
 
-use super::copy_raw::{self, Element, copy_line, each_row};
+use super::copy_raw::{self, Element, copy_line, each_part, each_row};
 use super::elementwise::Add;
 use super::f32_rows::map;
 use super::walk::laid_out;
@@ -116,29 +116,38 @@ impl Plane {
     }
 }
 
-/// Computes every pixel of `dst` from its coordinates and the nearest plane of `src`.
+/// Pixels of the source that a unit of work reads, about.
+const UNIT_READS: usize = 1 << 14;
+
+/// Computes every pixel of `dst` from its coordinates and the nearest plane of `src`, of which it
+/// reads about `reads` pixels.
 fn resample(
     dst: View,
     src: View,
     resampling: Resampling,
+    reads: usize,
     pixel: impl Fn(&Plane, usize, usize) -> f32 + Send + Sync + 'static,
 ) -> Kernel {
-    each_row(dst, move |[y, i2, i3], row| {
-        let plane = Plane {
-            src,
-            i2: resampling.nearest(&src, 2, i2),
-            i3: resampling.nearest(&src, 3, i3),
-        };
-        for x in 0..dst.ne[0] {
-            let value = pixel(&plane, x, y);
-            // SAFETY: `x < dst.ne[0]`, the length of the row. Elements of images are f32.
-            unsafe { row.wrapping_add(x * dst.nb[0]).cast::<f32>().write(value) };
-        }
-    })
+    each_part(
+        dst,
+        UNIT_READS / reads.max(1),
+        move |[y, i2, i3], row, part| {
+            let plane = Plane {
+                src,
+                i2: resampling.nearest(&src, 2, i2),
+                i3: resampling.nearest(&src, 3, i3),
+            };
+            for x in part {
+                let value = pixel(&plane, x, y);
+                // SAFETY: `x < dst.ne[0]`, the length of the row. Elements of images are f32.
+                unsafe { row.wrapping_add(x * dst.nb[0]).cast::<f32>().write(value) };
+            }
+        },
+    )
 }
 
 fn nearest(dst: View, src: View, resampling: Resampling) -> Kernel {
-    resample(dst, src, resampling, move |plane, x, y| {
+    resample(dst, src, resampling, 1, move |plane, x, y| {
         plane.pixel(
             resampling.nearest(&src, 0, x) as i64,
             resampling.nearest(&src, 1, y) as i64,
@@ -147,7 +156,7 @@ fn nearest(dst: View, src: View, resampling: Resampling) -> Kernel {
 }
 
 fn bilinear(dst: View, src: View, resampling: Resampling) -> Kernel {
-    resample(dst, src, resampling, move |plane, x, y| {
+    resample(dst, src, resampling, 4, move |plane, x, y| {
         // The distance is measured from the neighbour after clamping.
         let neighbour = |d: usize, i: usize| {
             let position = resampling.position(d, i);
@@ -170,7 +179,10 @@ fn antialiased(dst: View, src: View, resampling: Resampling) -> Kernel {
     let support = [0, 1].map(|d| (1.0 / resampling.factor[d]).max(1.0));
     let middle = resampling.middle;
     let triangle = |x: f32| (1.0 - x.abs()).max(0.0);
-    resample(dst, src, resampling, move |plane, x, y| {
+    let reads = { support.iter() }
+        .map(|radius| 2 * radius.ceil() as usize + 1)
+        .product();
+    resample(dst, src, resampling, reads, move |plane, x, y| {
         let center = |d: usize, i: usize| (i as f32 + middle) / resampling.factor[d];
         let range = |d: usize, center: f32| {
             let first = ((center - support[d] + middle) as i64).max(0);
@@ -198,7 +210,7 @@ fn bicubic(dst: View, src: View, resampling: Resampling) -> Kernel {
     let near = |x: f32| ((A + 2.0) * x - (A + 3.0)) * x * x + 1.0;
     let far = |x: f32| ((A * x - 5.0 * A) * x + 8.0 * A) * x - 4.0 * A;
     let weights = move |x: f32| [far(x + 1.0), near(x), near(1.0 - x), far(2.0 - x)];
-    resample(dst, src, resampling, move |plane, x, y| {
+    resample(dst, src, resampling, 16, move |plane, x, y| {
         let (px, py) = (resampling.position(0, x), resampling.position(1, y));
         let (wx, wy) = (weights(px - px.floor()), weights(py - py.floor()));
         let (x0, y0) = (px.floor() as i64, py.floor() as i64);

@@ -67,7 +67,10 @@ pub(crate) struct CudaPlan {
     /// The memory that the launches use, each with its
     /// [`RepackState::changes`](crate::repack::state::RepackState::changes) at compilation.
     memory: Vec<(Arc<dyn Memory>, u64)>,
-    _scratch: Claim,
+    /// Bytes of scratch memory that the launches use.
+    scratch_bytes: u64,
+    /// The scratch memory, once the plan has taken it.
+    scratch: Option<Claim>,
     /// The stage tables of megakernels.
     tables: Vec<CudaMemory>,
 }
@@ -85,7 +88,7 @@ impl CudaPlan {
     /// # Errors
     /// [`EngineError::ForeignMemory`] if a buffer is not of this engine,
     /// [`EngineError::Unsupported`] if a tensor is not aligned or no kernel takes the operands of a
-    /// node, [`EngineError::OutOfMemory`] if there is no scratch memory,
+    /// node, [`EngineError::OutOfMemory`] if there is no memory for a stage table,
     /// [`EngineError::DeviceLost`], [`EngineError::Cancelled`] once `is_cancelled` returns `true`.
     pub(crate) fn compile(
         graph: &Graph,
@@ -143,7 +146,6 @@ impl CudaPlan {
             .map(|memory| Arc::as_ptr(memory).cast::<()>() as usize)
             .collect();
         let (parts, tables) = compiler.into_parts(&places, &ops)?;
-        let scratch = context.scratch.claim(needed)?;
         repack.apply()?;
         let changes = memories
             .iter()
@@ -159,7 +161,8 @@ impl CudaPlan {
             has_yielded: false,
             memory: buffers.iter().cloned().zip(changes).collect(),
             tables,
-            _scratch: scratch,
+            scratch_bytes: needed,
+            scratch: None,
         })
     }
 
@@ -185,15 +188,14 @@ impl CudaPlan {
                 Part::Launches(sequence) => {
                     last = sequence.last_node();
                     // SAFETY: the launches were compiled from a validated graph over memory that
-                    // `self.memory`, `tables` and `_scratch` keep alive. The caller has the
+                    // `self.memory`, `tables` and `scratch` keep alive. The caller has the
                     // device, so no other plan uses it.
                     unsafe { sequence.advance(device, context.policy, turn) }
                         .map_err(|Failure { node, error }| failure(&self.ops, node, &error))
                 }
                 // SAFETY: `self.memory` keeps the memory of the graph alive that the node was
                 // compiled from.
-                Part::Cpu { work, node } => unsafe { work.run(&**device) }
-                    .map(|()| RunStatus::Done)
+                Part::Cpu { work, node } => unsafe { work.run(&**device, turn) }
                     .map_err(|error| at_node(&self.ops, *node, error)),
             };
             // Earlier launches may fail, too, and their fault comes first in the graph.
@@ -213,14 +215,26 @@ impl CudaPlan {
             if outcome.is_err() && device.synchronize().is_err() {
                 return outcome;
             }
-            // SAFETY: the turn yielded, after which `advance` has synchronised the device, or an
-            // error occurred and the device was synchronised above. The caller has the device.
+            // SAFETY: the turn yielded, after which `advance` or `run` has synchronised the device,
+            // or an error occurred and the device was synchronised above. The caller has the
+            // device.
             if let Some(fault) = unsafe { context.take_fault() } {
                 return Err(self.fault(&fault));
             }
             return outcome;
         }
         Ok((RunStatus::Done, last))
+    }
+
+    /// Takes the scratch memory before a run.
+    ///
+    /// # Errors
+    /// [`RunError::OutOfMemory`], or what the device reports.
+    fn prepare(&mut self) -> Result<(), RunError> {
+        self.reserve().map_err(|error| match error {
+            EngineError::OutOfMemory { wanted, .. } => RunError::OutOfMemory { wanted },
+            error => failure(&self.ops, 0, &error),
+        })
     }
 
     /// Starts the next run at the first part.
@@ -260,7 +274,7 @@ impl CudaPlan {
             match part {
                 Part::Launches(sequence) => {
                     // SAFETY: the launches were compiled from a validated graph over memory that
-                    // `self.memory`, `tables` and `_scratch` keep alive. The caller has the
+                    // `self.memory`, `tables` and `scratch` keep alive. The caller has the
                     // device, so no other plan uses it.
                     let outcome = unsafe { sequence.time(&*context.device) };
                     times.extend(
@@ -272,7 +286,7 @@ impl CudaPlan {
                     let start = Instant::now();
                     // SAFETY: `self.memory` keeps the memory of the graph alive that the node was
                     // compiled from.
-                    unsafe { work.run(&*context.device) }
+                    unsafe { work.run(&*context.device, &Turn::new()) }
                         .map_err(|error| at_node(&self.ops, *node, error))?;
                     times.push(start.elapsed().as_secs_f64());
                 }
@@ -313,6 +327,7 @@ impl Plan for CudaPlan {
             self.rewind();
             return Err(failure(&self.ops, 0, &EngineError::DeviceLost { reason }));
         }
+        self.prepare()?;
         // SAFETY: `taken` holds the device, until the end of this call or in `under_way`.
         match unsafe { self.go_on(turn) } {
             Ok((RunStatus::Done, node)) => {
@@ -373,6 +388,7 @@ impl Plan for CudaPlan {
         if let Some(reason) = context.device.lost() {
             return Err(failure(&self.ops, 0, &EngineError::DeviceLost { reason }));
         }
+        self.prepare()?;
         // SAFETY: `_device` holds the device until this function returns.
         let times = unsafe { self.time() };
         self.rewind();
@@ -404,6 +420,24 @@ impl Plan for CudaPlan {
             .map(Part::working_bytes)
             .max()
             .unwrap_or(0)
+    }
+
+    fn device_bytes(&self) -> u64 {
+        let tables = self.tables.iter().map(Memory::size);
+        tables
+            .map(|size| self.context.allocator.allocation_size(size))
+            .sum()
+    }
+
+    fn device_working_bytes(&self) -> u64 {
+        self.context.scratch.claimed(self.scratch_bytes)
+    }
+
+    fn reserve(&mut self) -> Result<(), EngineError> {
+        if self.scratch.is_none() {
+            self.scratch = Some(self.context.scratch.claim(self.scratch_bytes)?);
+        }
+        Ok(())
     }
 
     fn set_label(&mut self, label: &str) {

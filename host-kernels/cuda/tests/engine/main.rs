@@ -1,5 +1,6 @@
 //! The CUDA engine around its kernels: how plans reach a device, share its memory, and yield.
 
+mod cpu_nodes;
 mod fusion;
 mod megakernel;
 mod memory;

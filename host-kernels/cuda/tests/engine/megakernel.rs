@@ -525,3 +525,25 @@ fn nodes_outside_steps_are_logged_once() {
         assert!(line.contains(wanted), "{wanted}: {line}");
     }
 }
+
+#[test]
+fn stage_tables_count_as_memory_of_the_device() {
+    let device = Arc::new(Spy::running());
+    let engine = engine_with(&device, policy());
+    let built = TINY.graph(DECODE);
+    let loaded = built.load(&engine);
+    device.take_log();
+    let plan = built.compile(&engine, &loaded);
+    let log = device.take_log();
+    let (mut allocated, mut freed) = (0, 0);
+    for call in &log {
+        match call {
+            Call::Alloc(bytes) => allocated += bytes,
+            Call::Free(bytes) => freed += bytes,
+            _ => {}
+        }
+    }
+    let allocated = allocated - freed;
+    assert!(allocated > 0, "{log:?}");
+    assert_eq!(plan.device_bytes(), allocated);
+}

@@ -405,6 +405,7 @@ fn scratch_memory_is_shared_between_plans() {
     let first = built.compile(&engine, &loaded);
     let one = backed(device.take_log());
     assert!(one > 0, "quantised products round their activations there");
+    assert_eq!(first.device_working_bytes(), one as u64);
     let second = built.compile(&engine, &loaded);
     assert_eq!(backed(device.take_log()), 0);
     let large = TINY.graph(StepShape {
@@ -417,13 +418,19 @@ fn scratch_memory_is_shared_between_plans() {
     drop((first, second, third));
     assert_eq!(backed(device.take_log()), -(one + more));
 
-    // Without memory a plan is refused, and keeps nothing.
+    // Compilation takes none, so that the plan can be charged for it before. Without memory a run
+    // fails with the numbers, and the plan keeps nothing.
     device.fail(Fails::Memory);
-    let refused = engine.compile(&large.valid(&engine), &loaded.buffers, &|| false);
-    let error = refused.err().expect("there is no memory");
-    assert!(error.to_string().contains("out of memory"), "{error}");
+    let plan = engine.compile(&large.valid(&engine), &loaded.buffers, &|| false);
+    let mut plan = plan.expect("it needs no memory yet");
+    let error = plan.reserve().expect_err("there is no memory").to_string();
+    assert!(error.contains("out of memory"), "{error}");
+    let error = plan.run().expect_err("there is no memory").to_string();
+    assert!(error.contains("out of memory"), "{error}");
+    assert_eq!(backed(device.take_log()), 0);
     device.fail(None);
-    large.compile(&engine, &loaded);
+    plan.run().expect("there is memory");
+    assert_eq!(backed(device.take_log()), one + more);
 }
 
 #[test]

@@ -143,9 +143,10 @@ impl Loaded {
             size,
         );
         let valid = valid.expect("a graph that the engine runs");
-        engine
-            .compile(&valid, &self.buffers, &|| false)
-            .expect("it compiles")
+        let plan = engine.compile(&valid, &self.buffers, &|| false);
+        let mut plan = plan.expect("it compiles");
+        plan.reserve().expect("there is scratch memory");
+        plan
     }
 
     fn read(&self, offset: u64, len: u64) -> Vec<u8> {

@@ -100,7 +100,8 @@ pub(crate) fn run(
         arguments.extend(part.map(|bytes| format!("--memory={bytes}").into()));
         // No file: all settings are in the arguments.
         arguments.extend(isolation(settings.device).map(OsString::from));
-        arguments.extend(["--config", "/dev/null", "--device"].map(OsString::from));
+        let rest = ["--supervised", "--config", "/dev/null", "--device"];
+        arguments.extend(rest.map(OsString::from));
         arguments.push(device(settings.device).into());
         arguments.extend(["--control".into(), control.clone().into()]);
         arguments.extend(["--vm".into(), argument(vm)]);

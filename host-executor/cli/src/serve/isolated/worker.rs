@@ -116,7 +116,7 @@ pub(crate) fn run_worker(args: WorkerArgs) -> anyhow::Result<()> {
 const OOM_SCORE: &str = "500";
 
 /// Makes the kernel end this process before the supervisor if memory runs out.
-fn end_before_supervisor() {
+pub(in crate::serve) fn end_before_supervisor() {
     if let Err(error) = std::fs::write("/proc/self/oom_score_adj", OOM_SCORE) {
         warn!("without memory the kernel may end the supervisor before a worker: {error}");
     }
