@@ -129,7 +129,7 @@ impl Session {
     /// is lost.
     pub(crate) fn alloc(&self, size: u64) -> Result<Arc<SessionBuffer>, SessionError> {
         let allocation = self.connection.with_conn(|c| {
-            let buffer = c.new_buffer_id();
+            let buffer = c.new_buffer_id()?;
             let mapping = match c.ask(&Request::Alloc { buffer, size })? {
                 Reply::Done { .. } => None,
                 Reply::Shared { size: shared, .. } => match c.end.receive_shared(shared) {
@@ -405,7 +405,7 @@ impl Session {
     ///
     /// [`SessionError::Lost`] if the session is lost.
     pub(crate) fn open_backend(&self) -> Result<BackendId, SessionError> {
-        self.connection.with_conn(|c| Ok(c.new_backend_id()))
+        self.connection.with_conn(|c| c.new_backend_id())
     }
 
     /// Ends a backend. Failures of its graphs are forgotten.
@@ -470,7 +470,8 @@ impl Session {
         }
         self.connection.with_conn(|c| {
             let before = c.traffic();
-            let known = c.graphs.by_image(key, image);
+            let none_left = LossReason::NoneLeft { what: "graph ids" };
+            let known = c.graphs.by_image(key, image).ok_or(none_left)?;
             let graph = SubmittedGraph {
                 ggml_nodes,
                 encoding: began.elapsed(),

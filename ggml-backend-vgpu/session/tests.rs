@@ -27,7 +27,13 @@ impl Executors {
 
     /// A session of this user.
     fn open(&self, user: &'static str) -> Arc<Session> {
-        let (guest, mut host) = inproc_pair().unwrap();
+        self.open_after(user, 0)
+    }
+
+    /// A session whose first request has the number after `last`.
+    fn open_after(&self, user: &'static str, last: u64) -> Arc<Session> {
+        let (guest, host) = inproc_pair().unwrap();
+        let (guest, mut host) = (guest.continuing_after(last), host.continuing_after(last));
         let (engine, store) = (Arc::clone(&self.engine), self.store.clone());
         std::thread::spawn(move || {
             let session = vgpu_executor::Session::new(1, engine, Limits::default());
@@ -131,6 +137,79 @@ fn weights_rewritten_after_the_upload_are_sent_again() {
     let mut read = vec![0; data.len()];
     second.read(&to, 0, read[..].as_mut().into()).unwrap();
     assert!(read == data);
+}
+
+/// Works with a buffer for weights and a graph of its own, both new, and compares what it reads.
+fn work(session: &Session, size: u64) -> Result<(), SessionError> {
+    let data = data(size);
+    let buffer = session.alloc(size)?;
+    session.write(&buffer, 0, data[..].into(), true)?;
+    let backend = session.open_backend()?;
+    session.submit_known(backend, None, 0)?;
+    let mut image = GraphImage::default();
+    image.encode(&Graph {
+        buffers: vec![buffer.id()],
+        ..Graph::default()
+    });
+    let buffers = [Arc::clone(&buffer)];
+    session.submit(backend, None, 0, &mut image, &buffers, Instant::now())?;
+    let mut read = vec![0; size as usize];
+    session.read(&buffer, 0, read[..].as_mut().into())?;
+    assert!(read == data);
+    session.free(&buffer)
+}
+
+#[test]
+fn any_number_of_refused_allocations_leaves_the_session_usable() {
+    let executors = Executors::new();
+    let session = executors.open("one");
+    for _ in 0..20_000 {
+        let refused = session.alloc(1 << 40).err();
+        assert!(
+            matches!(refused, Some(SessionError::Refused(_))),
+            "{refused:?}"
+        );
+        // The ids of refused requests are not next to each other.
+        let buffer = session.alloc(0).unwrap();
+        session.free(&buffer).unwrap();
+    }
+    work(&session, 2 * MIN_EXTENT).unwrap();
+}
+
+#[test]
+fn numbers_that_are_used_up_end_the_session_with_a_reason_and_the_next_one_works() {
+    const LEFT: u64 = 40;
+    let last = u64::MAX - LEFT;
+    for what in ["buffer ids", "backend ids", "graph ids", "request numbers"] {
+        let executors = Executors::new();
+        let session = match what {
+            "request numbers" => executors.open_after("one", last),
+            _ => executors.open("one"),
+        };
+        let mut connection = session.connection.lock().unwrap();
+        match what {
+            "buffer ids" => connection.last_buffer = last,
+            "backend ids" => connection.last_backend = last,
+            "graph ids" => connection.graphs.set_last_id(last),
+            _ => {}
+        }
+        drop(connection);
+        let mut done = 0;
+        let error = loop {
+            match work(&session, 2 * MIN_EXTENT) {
+                Ok(()) => done += 1,
+                Err(error) => break error,
+            }
+        };
+        match what {
+            // Each round takes several requests.
+            "request numbers" => assert!((2..LEFT / 4).contains(&done), "{done}"),
+            _ => assert_eq!(done, LEFT, "{what}"),
+        }
+        assert!(matches!(error, SessionError::Lost(_)), "{what}: {error}");
+        assert!(error.to_string().contains(what), "{error}");
+        work(&executors.open("one"), 2 * MIN_EXTENT).unwrap();
+    }
 }
 
 /// A graph and an upload take the locks of the upload and of the connection in the same order.

@@ -24,6 +24,9 @@ pub enum LinkError {
     /// A system call of this process failed.
     #[error("{what}: {error}")]
     System { what: &'static str, error: Errno },
+    /// The guest has sent as many requests as there are numbers.
+    #[error("the link has no request numbers left")]
+    NoNumberLeft,
     /// The caller's message exceeds the limits of the link.
     #[error(
         "a message of {len} bytes with a payload of {payload} bytes exceeds the limits of the link"

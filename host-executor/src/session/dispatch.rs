@@ -232,8 +232,7 @@ impl Session {
             Err(error) => return Ok(refused(request, buffer, error.to_string())),
         };
         charge.allocated();
-        self.buffers
-            .insert(buffer, memory, charge, mapping, limit)?;
+        self.buffers.insert(buffer, memory, charge, mapping);
         self.update_gauges();
         if size >= MODEL_SCALE && self.may_log() {
             let free = self.tenant.memory(self.engine.as_ref()).free;

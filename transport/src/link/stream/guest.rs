@@ -76,15 +76,17 @@ impl GuestEnd for StreamGuest {
                 payload: payload.len(),
             });
         }
-        let number = self.sent + 1;
-        {
+        let number = self.sent.checked_add(1);
+        let number = {
             let mut framing = lock(&self.framing);
             framing.check()?;
+            let number = number.ok_or_else(|| framing.fail(LinkError::NoNumberLeft))?;
             framing.push(Kind::Request, number, message, payload.len(), |room| {
                 payload.copy_to(room);
             });
             framing.pump()?;
-        }
+            number
+        };
         self.sent = number;
         self.counters.messages_out += 1;
         self.counters.bytes_out += (message.len() + payload.len()) as u64;

@@ -116,7 +116,7 @@ impl HostEnd for StreamHost {
                 self.count_wait(number, waits.elapsed())?;
             }
         };
-        if frame.number() != self.received + 1 {
+        if Some(frame.number()) != self.received.checked_add(1) {
             let (number, last) = (frame.number(), self.received);
             let violation = LinkViolation::RequestOrder { number, last };
             return Err(lock(&self.framing).fail(violation.into()));
