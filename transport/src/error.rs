@@ -9,10 +9,11 @@ pub enum LinkError {
     /// The peer ended the link, or its process died.
     #[error("the peer closed the link")]
     Closed,
-    /// The guest's program had no heartbeat, and another program of its virtual machine has taken
-    /// its slot.
+    /// The guest's program had no heartbeat, and another program of its virtual machine needed its
+    /// slot or its memory.
     #[error(
-        "the guest was evicted: its heartbeat had stopped, and another program needed its slot"
+        "the guest was evicted: its heartbeat had stopped, and another program needed its slot or \
+         its memory"
     )]
     Evicted,
     /// The peer's process exists, but its heartbeat has stopped or it reads no data.

@@ -91,6 +91,7 @@ impl SessionEnd {
     pub(super) fn asked_by(stop: &StopFlag) -> Option<SessionEnd> {
         match stop.refusal() {
             _ if !stop.is_set() => None,
+            _ if stop.is_evicted() => Some(SessionEnd::Link(LinkError::Evicted)),
             Some(reason) => Some(SessionEnd::Refused {
                 reason: reason.into(),
             }),

@@ -10,6 +10,7 @@
 //! time.
 #![forbid(unsafe_code)]
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
@@ -22,6 +23,28 @@ pub const PERIOD: Duration = Duration::from_secs(1);
 
 /// A peer without a heartbeat for this long has stopped.
 pub const STALL: Duration = Duration::from_secs(10);
+
+/// A guest with a heartbeat within this time keeps its slot and its memory when another program of
+/// its virtual machine needs them.
+pub const ALIVE: Duration = Duration::from_secs(3);
+
+/// How long a peer has had no heartbeat, for other threads than that of the link. Clones share the
+/// figure.
+#[derive(Debug, Clone, Default)]
+pub struct Silence(Arc<AtomicU64>);
+
+impl Silence {
+    /// The time without a heartbeat, as the link has seen it last.
+    pub fn lasts(&self) -> Duration {
+        Duration::from_millis(self.0.load(Ordering::Relaxed))
+    }
+
+    /// Publishes the time without a heartbeat.
+    pub(crate) fn set(&self, still: Duration) {
+        let millis = u64::try_from(still.as_millis()).unwrap_or(u64::MAX);
+        self.0.store(millis, Ordering::Relaxed);
+    }
+}
 
 /// A heartbeat word that this process increments.
 #[derive(Debug)]
@@ -131,6 +154,8 @@ pub struct Liveness {
     checked: Instant,
     /// The time without a change that this end has observed.
     still: Duration,
+    /// The same, for other threads.
+    silence: Silence,
 }
 
 impl Liveness {
@@ -148,7 +173,13 @@ impl Liveness {
             last: window.load(word),
             checked: Instant::now(),
             still: Duration::ZERO,
+            silence: Silence::default(),
         }
+    }
+
+    /// How long the peer has had no heartbeat, for other threads.
+    pub fn silence(&self) -> Silence {
+        self.silence.clone()
     }
 
     /// The time without a heartbeat, if it has reached the limit. Time during which this process
@@ -169,6 +200,7 @@ impl Liveness {
             self.still += (now - self.checked).min(PERIOD);
         }
         self.checked = now;
+        self.silence.set(self.still);
         self.still
     }
 }

@@ -16,7 +16,7 @@ use crate::link::window_end::{
 };
 use crate::shm::doorbell::Doorbell;
 use crate::shm::layout::{Layout, word};
-use crate::shm::liveness::Liveness;
+use crate::shm::liveness::{Liveness, Silence};
 use crate::shm::memory::{SharedWords, Window};
 use crate::shm::ring::{Arrived, Consumer, Limits, Payload, Producer};
 
@@ -126,6 +126,10 @@ impl HostEnd for WindowHost {
 
     fn check_guest(&mut self) -> Result<(), LinkError> {
         self.end.check_peer_alive()
+    }
+
+    fn silence(&self) -> Option<Silence> {
+        self.end.silence()
     }
 
     fn window(&self) -> Option<&Arc<Window>> {
