@@ -1,13 +1,12 @@
 //! Sessions with an executor in this process.
 
 use super::*;
-use std::time::Duration;
 
 use vgpu_cpu::CpuEngine;
 use vgpu_engine::Engine;
 use vgpu_executor::weights::Sharing;
 use vgpu_executor::{Limits, StopFlag};
-use vgpu_transport::ir::Graph;
+use vgpu_transport::ir::{Graph, Node, Op, PoolKind, Shape, Sources, Tensor, Type};
 use vgpu_transport::link::window::inproc_pair;
 use vgpu_transport::wire::MIN_EXTENT;
 
@@ -32,11 +31,15 @@ impl Executors {
 
     /// A session whose first request has the number after `last`.
     fn open_after(&self, user: &'static str, last: u64) -> Arc<Session> {
+        self.open_with(user, last, Limits::default())
+    }
+
+    fn open_with(&self, user: &'static str, last: u64, limits: Limits) -> Arc<Session> {
         let (guest, host) = inproc_pair().unwrap();
         let (guest, mut host) = (guest.continuing_after(last), host.continuing_after(last));
         let (engine, store) = (Arc::clone(&self.engine), self.store.clone());
         std::thread::spawn(move || {
-            let session = vgpu_executor::Session::new(1, engine, Limits::default());
+            let session = vgpu_executor::Session::new(1, engine, limits);
             session
                 .sharing(&store, user)
                 .run(&mut host, &StopFlag::new())
@@ -210,6 +213,66 @@ fn numbers_that_are_used_up_end_the_session_with_a_reason_and_the_next_one_works
         assert!(error.to_string().contains(what), "{error}");
         work(&executors.open("one"), 2 * MIN_EXTENT).unwrap();
     }
+}
+
+/// A graph that takes months, from one buffer to another.
+fn endless_graph(from: BufferId, to: BufferId) -> Graph {
+    let tensor = |buffer, n| Tensor {
+        shape: Shape::contiguous(Type::F32, [n, n, 1, 1]).unwrap(),
+        buffer,
+        offset: 0,
+    };
+    Graph {
+        buffers: vec![from, to],
+        tensors: vec![tensor(0, 2048), tensor(1, 2047)],
+        nodes: vec![Node {
+            op: Op::Pool2d {
+                kind: PoolKind::Max,
+                k0: 32768,
+                k1: 32768,
+                s0: 1,
+                s1: 1,
+                p0: 16383,
+                p1: 16383,
+            },
+            dst: 1,
+            src: Sources::new([Some(0)]),
+        }],
+    }
+}
+
+#[test]
+fn memory_is_reported_while_a_graph_runs() {
+    const SIZE: u64 = 16 << 20;
+    let executors = Executors::new();
+    let limits = Limits {
+        node_time: Some(Duration::from_secs(1 << 32)),
+        ..Limits::default()
+    };
+    let session = executors.open_with("one", 0, limits);
+    let (total, free) = session.memory().unwrap();
+    let buffers = [(); 2].map(|()| session.alloc(SIZE).unwrap());
+    let expected = (total, free - 2 * SIZE);
+    assert_eq!(session.memory().unwrap(), expected);
+    let backend = session.open_backend().unwrap();
+    let mut image = GraphImage::default();
+    image.encode(&endless_graph(buffers[0].id(), buffers[1].id()));
+    session
+        .submit(backend, None, 0, &mut image, &buffers, Instant::now())
+        .unwrap();
+    let ask = || {
+        let (sender, answer) = std::sync::mpsc::channel();
+        let session = Arc::clone(&session);
+        std::thread::spawn(move || sender.send(session.memory()));
+        answer
+            .recv_timeout(Duration::from_secs(60))
+            .expect("an answer")
+            .unwrap()
+    };
+    assert_eq!(ask(), expected);
+    // A thread waits for the graph, and has the connection.
+    let _held = session.connection.lock().unwrap();
+    assert_eq!(ask(), expected);
 }
 
 /// A graph and an upload take the locks of the upload and of the connection in the same order.
