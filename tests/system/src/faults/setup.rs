@@ -24,6 +24,10 @@ pub(crate) struct Counts {
     pub(crate) kills: usize,
     /// Every other fault.
     pub(crate) others: usize,
+    /// Random events, one after the other.
+    pub(crate) events: usize,
+    /// The time after which no further random event happens.
+    pub(crate) time: Option<Duration>,
     pub(crate) seed: u64,
 }
 
