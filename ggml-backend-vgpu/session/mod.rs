@@ -15,8 +15,8 @@
 //!
 //! Encoding a graph, hashing weights for the first lookup and copying from mapped memory happen
 //! without lock 4. Every other lock (`Session::open_uploads`, `last_memory`, `Event::point`, those
-//! in `weights` and `load_progress`) is innermost: a thread that holds it takes no other lock. A build with
-//! debug assertions checks the order ([`lock`](crate::lock)).
+//! in `weights` and `load_progress`) is innermost: a thread that holds it takes no other lock. A
+//! build with debug assertions checks the order ([`lock`](crate::lock)).
 //!
 //! # Forked processes
 //!

@@ -2,8 +2,8 @@
 //!
 //! The host does not see a program in a virtual machine end. Its session ends after a time without
 //! a heartbeat that is long enough for a paused machine. When another program of the same machine
-//! needs memory, nobody has paused the machine, and such programs lose their sessions at once: after
-//! a reboot of the guest, the first model fits.
+//! needs memory, nobody has paused the machine, and such programs lose their sessions at once:
+//! after a reboot of the guest, the first model fits.
 #![forbid(unsafe_code)]
 
 use std::sync::Arc;
@@ -29,7 +29,8 @@ pub(super) struct SilentGuests {
 }
 
 impl SilentGuests {
-    /// Those beside session `id` of `peer`. `None` if the host sees the end of each of its programs.
+    /// Those beside session `id` of `peer`. `None` if the host sees the end of each of their
+    /// programs.
     pub(super) fn of(shared: &Arc<Shared>, id: u64, peer: &Peer) -> Option<Box<dyn Reclaim>> {
         let machine = peer.virtual_machine()?;
         let shared = Arc::clone(shared);

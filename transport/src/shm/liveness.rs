@@ -24,8 +24,9 @@ pub const PERIOD: Duration = Duration::from_secs(1);
 /// A peer without a heartbeat for this long has stopped.
 pub const STALL: Duration = Duration::from_secs(10);
 
-/// A guest without a heartbeat for this long has died, unless the operator says otherwise. A virtual
-/// machine may be paused for less. The same on every link whose host cannot see a program end.
+/// A guest without a heartbeat for this long has died, unless the operator says otherwise. A
+/// virtual machine may be paused for less. The same on every link whose host cannot see a program
+/// end.
 pub const SILENCE: Duration = Duration::from_secs(60);
 
 /// A guest with a heartbeat within this time keeps its slot and its memory when another program of

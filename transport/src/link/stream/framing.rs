@@ -47,9 +47,9 @@ impl Side {
         }
     }
 
-    /// The time that the kernel of this side waits for the acknowledgement of bytes over TCP. A host
-    /// waits as long for a paused machine as on every other link. A guest gives up a host without a
-    /// heartbeat for [`STALL`] in any case.
+    /// The time that the kernel of this side waits for the acknowledgement of bytes over TCP. A
+    /// host waits as long for a paused machine as on every other link. A guest gives up a host
+    /// without a heartbeat for [`STALL`] in any case.
     pub(super) fn user_timeout(self) -> Duration {
         match self {
             Side::Guest => STALL + Duration::from_secs(5),
