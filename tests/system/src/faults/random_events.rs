@@ -177,11 +177,12 @@ pub(super) fn run(setup: &Setup<'_>, progress: &Progress) -> Result<Row> {
         let event = random_event(&mut soak.rng);
         progress.note(&format!("{} of {times}: {event}", done + 1));
         let what = format!("event {} ({event})", done + 1);
-        soak.round(event).with_context(|| what.clone())?;
+        soak.round(event)
+            .with_context(|| format!("{}{what}", soak.logs()))?;
         *soak.counts.entry(event).or_default() += 1;
         done += 1;
         if done % ROUNDS == 0 {
-            soak.compare_resources().with_context(|| what.clone())?;
+            soak.compare_resources().with_context(|| what)?;
         }
     }
     soak.compare_resources()?;
@@ -505,6 +506,15 @@ impl<'a> Soak<'a> {
             expect_no_more(guest.pid(), before, name, HANG)?;
         }
         Ok(())
+    }
+
+    /// The ends of the logs of the executor and of the programs.
+    fn logs(&self) -> String {
+        let executor = format!("{NAME}-vgpu-serve");
+        let names = PROGRAMS.iter().map(|(name, _)| *name);
+        let logs = std::iter::once(executor.as_str()).chain(names);
+        logs.map(|name| process::tail(&self.setup.log(name)))
+            .collect()
     }
 
     fn end(self) -> Result<()> {
