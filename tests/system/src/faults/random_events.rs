@@ -548,7 +548,19 @@ fn serve(
 ) -> Result<Executor> {
     let tcp = format!("tcp:127.0.0.1:{port}");
     let config = config.display().to_string();
-    let executor = setup.serve(NAME, &["--listen", &tcp, "--config", &config])?;
+    let sharing = match setup.counts.shares_weights {
+        true => "tenant",
+        false => "off",
+    };
+    let arguments = [
+        "--listen",
+        &tcp,
+        "--config",
+        &config,
+        "--share-weights",
+        sharing,
+    ];
+    let executor = setup.serve(NAME, &arguments)?;
     freezer.map_or(Ok(()), |freezer| freezer.add(executor.pid()))?;
     Ok(executor)
 }

@@ -11,11 +11,14 @@ use super::framing::{Framing, Kind, Shared};
 use crate::fork::PerProcess;
 use crate::shm::liveness::PERIOD;
 
+/// The links with a heartbeat.
+type Links = Vec<Weak<Mutex<Framing>>>;
+
 /// The links of this process. `None` while the thread does not run. A forked child does not have
 /// the thread, and starts one of its own.
-static LINKS: PerProcess<Mutex<Option<Vec<Weak<Mutex<Framing>>>>>> = PerProcess::new();
+static LINKS: PerProcess<Mutex<Option<Links>>> = PerProcess::new();
 
-fn links() -> MutexGuard<'static, Option<Vec<Weak<Mutex<Framing>>>>> {
+fn links() -> MutexGuard<'static, Option<Links>> {
     let links = LINKS.get_or_init(Mutex::default);
     links.lock().unwrap_or_else(PoisonError::into_inner)
 }
