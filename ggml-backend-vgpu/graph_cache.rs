@@ -94,16 +94,17 @@ impl GraphCache {
     }
 
     /// The graph with this image. The graph is new to the executor unless the cache has the same
-    /// image. A new image is moved into the cache, and `image` is then empty.
-    pub(crate) fn by_image(&mut self, key: Option<u64>, image: &mut GraphImage) -> Known {
+    /// image. A new image is moved into the cache, and `image` is then empty. `None` if all ids are
+    /// used.
+    pub(crate) fn by_image(&mut self, key: Option<u64>, image: &mut GraphImage) -> Option<Known> {
         let is_same = |entry: &Entry| entry.hash == image.hash && entry.words == image.words;
         if let Some(at) = self.entries.iter().position(is_same) {
             self.entries[at].key = key;
-            return self.touch(at);
+            return Some(self.touch(at));
         }
+        self.last_id = self.last_id.checked_add(1)?;
         let evicted = self.make_room();
         let upload = self.upload(&image.words);
-        self.last_id += 1;
         self.entries.push(Entry {
             graph: GraphId(self.last_id),
             key,
@@ -113,11 +114,17 @@ impl GraphCache {
             nodes: image.nodes,
             used: 0,
         });
-        Known {
+        Some(Known {
             upload,
             evicted,
             ..self.touch(self.entries.len() - 1)
-        }
+        })
+    }
+
+    /// The next graph gets the id after `last`.
+    #[cfg(all(test, feature = "inproc"))]
+    pub(crate) fn set_last_id(&mut self, last: u64) {
+        self.last_id = last;
     }
 
     /// The words of a graph; none if the cache does not have the graph.
@@ -190,7 +197,7 @@ mod tests {
     fn add(cache: &mut GraphCache, key: Option<u64>, graph: &Graph) -> Known {
         let mut image = GraphImage::default();
         image.encode(graph);
-        cache.by_image(key, &mut image)
+        cache.by_image(key, &mut image).expect("an id")
     }
 
     /// Adds a graph without nodes that names one buffer.

@@ -30,8 +30,8 @@ pub(super) struct Connection {
     owner: Owner,
     /// The message that is being encoded or decoded.
     message: Vec<u8>,
-    last_buffer: u64,
-    last_backend: u64,
+    pub(super) last_buffer: u64,
+    pub(super) last_backend: u64,
     pub(super) graphs: GraphCache,
     /// The number of the last request.
     sent: u64,
@@ -88,15 +88,21 @@ impl Connection {
     }
 
     /// A buffer id that the session has not used.
-    pub(super) fn new_buffer_id(&mut self) -> BufferId {
-        self.last_buffer += 1;
-        BufferId(self.last_buffer)
+    ///
+    /// # Errors
+    ///
+    /// [`SessionError::Lost`] if there is none left.
+    pub(super) fn new_buffer_id(&mut self) -> Result<BufferId, SessionError> {
+        next(&mut self.last_buffer, "buffer ids").map(BufferId)
     }
 
     /// A backend id that the session has not used.
-    pub(super) fn new_backend_id(&mut self) -> BackendId {
-        self.last_backend += 1;
-        BackendId(self.last_backend)
+    ///
+    /// # Errors
+    ///
+    /// [`SessionError::Lost`] if there is none left.
+    pub(super) fn new_backend_id(&mut self) -> Result<BackendId, SessionError> {
+        next(&mut self.last_backend, "backend ids").map(BackendId)
     }
 
     /// The number of the last request.
@@ -512,6 +518,16 @@ impl Drop for Connection {
             self.poison_reads();
         }
     }
+}
+
+/// The number after `last`, which becomes the last one.
+///
+/// # Errors
+///
+/// [`SessionError::Lost`] if `last` is the largest number: the next load opens a new session.
+fn next(last: &mut u64, what: &'static str) -> Result<u64, SessionError> {
+    *last = last.checked_add(1).ok_or(LossReason::NoneLeft { what })?;
+    Ok(*last)
 }
 
 /// Words in the byte order of the wire.

@@ -51,6 +51,12 @@ pub(crate) enum LossReason {
     /// The executor has ended the session, with this reason.
     #[error("{0}")]
     Ended(String),
+    /// The session has used all numbers of a kind.
+    #[error("the session has no {what} left")]
+    NoneLeft {
+        /// The kind.
+        what: &'static str,
+    },
     /// The executor's fault: the message is not one.
     #[error("it sent a broken message: {0}")]
     BrokenMessage(WireError),

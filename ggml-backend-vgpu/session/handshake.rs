@@ -17,6 +17,8 @@ pub(crate) struct Welcome {
     pub(crate) description: String,
     /// Total memory of the device in bytes.
     pub(crate) memory_total: u64,
+    /// Free memory of the device in bytes, when the session began.
+    pub(crate) memory_free: u64,
     /// What the engine computes.
     pub(crate) capabilities: Capabilities,
 }
@@ -44,6 +46,7 @@ pub(super) fn handshake(end: &mut dyn GuestEnd, name: String) -> Result<Welcome,
             engine,
             description,
             memory_total,
+            memory_free,
             capabilities,
             ..
         } => Ok(Welcome {
@@ -51,6 +54,7 @@ pub(super) fn handshake(end: &mut dyn GuestEnd, name: String) -> Result<Welcome,
             engine,
             description,
             memory_total,
+            memory_free,
             capabilities,
         }),
         Reply::Ended { reason } | Reply::Refused { reason, .. } => {

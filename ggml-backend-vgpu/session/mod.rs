@@ -14,9 +14,9 @@
 //! 4. `SharedConnection::connection`: one exchange with the executor.
 //!
 //! Encoding a graph, hashing weights for the first lookup and copying from mapped memory happen
-//! without lock 4. Every other lock (`Session::open_uploads`, `Event::point`, those in `weights`
-//! and `load_progress`) is innermost: a thread that holds it takes no other lock. A build with
-//! debug assertions checks the order ([`lock`](crate::lock)).
+//! without lock 4. Every other lock (`Session::open_uploads`, `last_memory`, `Event::point`, those
+//! in `weights` and `load_progress`) is innermost: a thread that holds it takes no other lock. A
+//! build with debug assertions checks the order ([`lock`](crate::lock)).
 //!
 //! # Forked processes
 //!
@@ -40,7 +40,7 @@ pub(crate) use handshake::Welcome;
 pub(crate) use pending::BackendId;
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use vgpu_transport::bytes::{Bytes, BytesMut};
 use vgpu_transport::ir::BufferId;
@@ -60,6 +60,12 @@ use upload::WeightUpload;
 /// executor again and again makes the best use of it.
 const MAX_STAGED_BYTES: usize = 16 << 20;
 
+/// How long a question for the free memory waits for graphs that run.
+const MEMORY_PATIENCE: Duration = Duration::from_millis(100);
+
+/// How often such a question looks whether they are done.
+const MEMORY_POLL_PERIOD: Duration = Duration::from_millis(1);
+
 /// An open session with an executor.
 pub(crate) struct Session {
     welcome: Welcome,
@@ -68,6 +74,9 @@ pub(crate) struct Session {
     hashes_first: bool,
     /// The buffers whose uploads the next graph seals.
     open_uploads: RankedMutex<Vec<Arc<SessionBuffer>>>,
+    /// Total and free memory of the device in bytes: the executor's last answer, with what this
+    /// session has allocated and freed since.
+    last_memory: RankedMutex<(u64, u64)>,
 }
 
 /// A buffer of a session.
@@ -100,6 +109,10 @@ impl Session {
         let welcome = handshake::handshake(end.as_mut(), name)?;
         Ok(Arc::new(Session {
             connection: SharedConnection::new(end, &welcome),
+            last_memory: RankedMutex::new(
+                Rank::Innermost,
+                (welcome.memory_total, welcome.memory_free),
+            ),
             welcome,
             hashes_first,
             open_uploads: RankedMutex::new(Rank::Innermost, Vec::new()),
@@ -129,7 +142,7 @@ impl Session {
     /// is lost.
     pub(crate) fn alloc(&self, size: u64) -> Result<Arc<SessionBuffer>, SessionError> {
         let allocation = self.connection.with_conn(|c| {
-            let buffer = c.new_buffer_id();
+            let buffer = c.new_buffer_id()?;
             let mapping = match c.ask(&Request::Alloc { buffer, size })? {
                 Reply::Done { .. } => None,
                 Reply::Shared { size: shared, .. } => match c.end.receive_shared(shared) {
@@ -154,6 +167,7 @@ impl Session {
             };
             Ok(Allocation::new(buffer, size, mapping))
         })?;
+        self.count_free(|free| free.saturating_sub(size));
         Ok(Arc::new(SessionBuffer {
             allocation,
             upload: WeightUpload::new(self.hashes_first),
@@ -170,12 +184,20 @@ impl Session {
             // A forked child gives back nothing of its parent's.
             return Err(LossReason::Forked.into());
         }
-        let buffer = buffer.id();
+        let (size, buffer) = (buffer.allocation.size(), buffer.id());
         self.open_uploads.lock().retain(|open| open.id() != buffer);
         self.connection.with_conn(|c| {
             c.forget_users(buffer)?;
             c.send(&Request::Free { buffer }).map(drop)
-        })
+        })?;
+        self.count_free(|free| free.saturating_add(size));
+        Ok(())
+    }
+
+    /// Changes the free memory that is reported while the executor does not answer.
+    fn count_free(&self, change: impl FnOnce(u64) -> u64) {
+        let (total, free) = &mut *self.last_memory.lock();
+        *free = change(*free).min(*total);
     }
 
     /// Writes `data` to `offset` of a buffer, in order with all other requests. The data may change
@@ -386,17 +408,31 @@ impl Session {
         self.connection.with_conn(|c| c.send(&request).map(drop))
     }
 
-    /// Total and free memory of the device in bytes, as they are now.
+    /// Total and free memory of the device in bytes, as they are now. The executor answers after
+    /// the graphs that it has received before. If they take longer than [`MEMORY_PATIENCE`], the
+    /// figures are those of the last answer, with what this session has allocated and freed since.
     ///
     /// # Errors
     ///
     /// [`SessionError::Lost`] if the session is lost.
     pub(crate) fn memory(&self) -> Result<(u64, u64), SessionError> {
-        self.connection
-            .with_conn(|c| match c.ask(&Request::Memory {})? {
-                Reply::Memory { total, free, .. } => Ok((total, free)),
-                other => Err(SessionError::unexpected(other)),
-            })
+        let began = Instant::now();
+        loop {
+            let asked = self
+                .connection
+                .if_idle(|c| match c.ask(&Request::Memory {})? {
+                    Reply::Memory { total, free, .. } => Ok((total, free)),
+                    other => Err(SessionError::unexpected(other)),
+                })?;
+            if let Some(memory) = asked {
+                *self.last_memory.lock() = memory;
+                return Ok(memory);
+            }
+            if began.elapsed() >= MEMORY_PATIENCE {
+                return Ok(*self.last_memory.lock());
+            }
+            std::thread::sleep(MEMORY_POLL_PERIOD);
+        }
     }
 
     /// A new backend: an ordered queue of graphs and copies.
@@ -405,7 +441,7 @@ impl Session {
     ///
     /// [`SessionError::Lost`] if the session is lost.
     pub(crate) fn open_backend(&self) -> Result<BackendId, SessionError> {
-        self.connection.with_conn(|c| Ok(c.new_backend_id()))
+        self.connection.with_conn(|c| c.new_backend_id())
     }
 
     /// Ends a backend. Failures of its graphs are forgotten.
@@ -470,7 +506,8 @@ impl Session {
         }
         self.connection.with_conn(|c| {
             let before = c.traffic();
-            let known = c.graphs.by_image(key, image);
+            let none_left = LossReason::NoneLeft { what: "graph ids" };
+            let known = c.graphs.by_image(key, image).ok_or(none_left)?;
             let graph = SubmittedGraph {
                 ggml_nodes,
                 encoding: began.elapsed(),

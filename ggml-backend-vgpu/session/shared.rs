@@ -54,12 +54,40 @@ impl SharedConnection {
     ) -> Result<T, SessionError> {
         self.check()?;
         let mut connection = self.connection.lock();
-        let outcome = exchange(&mut connection);
+        self.exchange(&mut connection, exchange)
+    }
+
+    fn exchange<T>(
+        &self,
+        connection: &mut Connection,
+        exchange: impl FnOnce(&mut Connection) -> Result<T, SessionError>,
+    ) -> Result<T, SessionError> {
+        let outcome = exchange(connection);
         if let Err(SessionError::Lost(reason)) = &outcome {
             connection.poison_reads();
             self.set_lost(reason.clone());
         }
         outcome
+    }
+
+    /// As [`with_conn`](SharedConnection::with_conn), if no other thread talks to the executor and
+    /// all requests are done. `None`, without waiting, if not.
+    ///
+    /// # Errors
+    ///
+    /// As for [`with_conn`](SharedConnection::with_conn).
+    pub(super) fn if_idle<T>(
+        &self,
+        exchange: impl FnOnce(&mut Connection) -> Result<T, SessionError>,
+    ) -> Result<Option<T>, SessionError> {
+        self.check()?;
+        let Some(mut connection) = self.connection.try_lock() else {
+            return Ok(None);
+        };
+        if !connection.is_idle() && !connection.end.is_closed() {
+            return Ok(None);
+        }
+        self.exchange(&mut connection, exchange).map(Some)
     }
 
     /// Whether this process has opened the connection, and is not a forked child of that process.

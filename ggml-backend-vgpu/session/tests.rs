@@ -1,13 +1,12 @@
 //! Sessions with an executor in this process.
 
 use super::*;
-use std::time::Duration;
 
 use vgpu_cpu::CpuEngine;
 use vgpu_engine::Engine;
 use vgpu_executor::weights::Sharing;
 use vgpu_executor::{Limits, StopFlag};
-use vgpu_transport::ir::Graph;
+use vgpu_transport::ir::{Graph, Node, Op, PoolKind, Shape, Sources, Tensor, Type};
 use vgpu_transport::link::window::inproc_pair;
 use vgpu_transport::wire::MIN_EXTENT;
 
@@ -27,10 +26,20 @@ impl Executors {
 
     /// A session of this user.
     fn open(&self, user: &'static str) -> Arc<Session> {
-        let (guest, mut host) = inproc_pair().unwrap();
+        self.open_after(user, 0)
+    }
+
+    /// A session whose first request has the number after `last`.
+    fn open_after(&self, user: &'static str, last: u64) -> Arc<Session> {
+        self.open_with(user, last, Limits::default())
+    }
+
+    fn open_with(&self, user: &'static str, last: u64, limits: Limits) -> Arc<Session> {
+        let (guest, host) = inproc_pair().unwrap();
+        let (guest, mut host) = (guest.continuing_after(last), host.continuing_after(last));
         let (engine, store) = (Arc::clone(&self.engine), self.store.clone());
         std::thread::spawn(move || {
-            let session = vgpu_executor::Session::new(1, engine, Limits::default());
+            let session = vgpu_executor::Session::new(1, engine, limits);
             session
                 .sharing(&store, user)
                 .run(&mut host, &StopFlag::new())
@@ -131,6 +140,139 @@ fn weights_rewritten_after_the_upload_are_sent_again() {
     let mut read = vec![0; data.len()];
     second.read(&to, 0, read[..].as_mut().into()).unwrap();
     assert!(read == data);
+}
+
+/// Works with a buffer for weights and a graph of its own, both new, and compares what it reads.
+fn work(session: &Session, size: u64) -> Result<(), SessionError> {
+    let data = data(size);
+    let buffer = session.alloc(size)?;
+    session.write(&buffer, 0, data[..].into(), true)?;
+    let backend = session.open_backend()?;
+    session.submit_known(backend, None, 0)?;
+    let mut image = GraphImage::default();
+    image.encode(&Graph {
+        buffers: vec![buffer.id()],
+        ..Graph::default()
+    });
+    let buffers = [Arc::clone(&buffer)];
+    session.submit(backend, None, 0, &mut image, &buffers, Instant::now())?;
+    let mut read = vec![0; size as usize];
+    session.read(&buffer, 0, read[..].as_mut().into())?;
+    assert!(read == data);
+    session.free(&buffer)
+}
+
+#[test]
+fn any_number_of_refused_allocations_leaves_the_session_usable() {
+    let executors = Executors::new();
+    let session = executors.open("one");
+    for _ in 0..20_000 {
+        let refused = session.alloc(1 << 40).err();
+        assert!(
+            matches!(refused, Some(SessionError::Refused(_))),
+            "{refused:?}"
+        );
+        // The ids of refused requests are not next to each other.
+        let buffer = session.alloc(0).unwrap();
+        session.free(&buffer).unwrap();
+    }
+    work(&session, 2 * MIN_EXTENT).unwrap();
+}
+
+#[test]
+fn numbers_that_are_used_up_end_the_session_with_a_reason_and_the_next_one_works() {
+    const LEFT: u64 = 40;
+    let last = u64::MAX - LEFT;
+    for what in ["buffer ids", "backend ids", "graph ids", "request numbers"] {
+        let executors = Executors::new();
+        let session = match what {
+            "request numbers" => executors.open_after("one", last),
+            _ => executors.open("one"),
+        };
+        let mut connection = session.connection.lock().unwrap();
+        match what {
+            "buffer ids" => connection.last_buffer = last,
+            "backend ids" => connection.last_backend = last,
+            "graph ids" => connection.graphs.set_last_id(last),
+            _ => {}
+        }
+        drop(connection);
+        let mut done = 0;
+        let error = loop {
+            match work(&session, 2 * MIN_EXTENT) {
+                Ok(()) => done += 1,
+                Err(error) => break error,
+            }
+        };
+        match what {
+            // Each round takes several requests.
+            "request numbers" => assert!((2..LEFT / 4).contains(&done), "{done}"),
+            _ => assert_eq!(done, LEFT, "{what}"),
+        }
+        assert!(matches!(error, SessionError::Lost(_)), "{what}: {error}");
+        assert!(error.to_string().contains(what), "{error}");
+        work(&executors.open("one"), 2 * MIN_EXTENT).unwrap();
+    }
+}
+
+/// A graph that takes months, from one buffer to another.
+fn endless_graph(from: BufferId, to: BufferId) -> Graph {
+    let tensor = |buffer, n| Tensor {
+        shape: Shape::contiguous(Type::F32, [n, n, 1, 1]).unwrap(),
+        buffer,
+        offset: 0,
+    };
+    Graph {
+        buffers: vec![from, to],
+        tensors: vec![tensor(0, 2048), tensor(1, 2047)],
+        nodes: vec![Node {
+            op: Op::Pool2d {
+                kind: PoolKind::Max,
+                k0: 32768,
+                k1: 32768,
+                s0: 1,
+                s1: 1,
+                p0: 16383,
+                p1: 16383,
+            },
+            dst: 1,
+            src: Sources::new([Some(0)]),
+        }],
+    }
+}
+
+#[test]
+fn memory_is_reported_while_a_graph_runs() {
+    const SIZE: u64 = 16 << 20;
+    let executors = Executors::new();
+    let limits = Limits {
+        node_time: Some(Duration::from_secs(1 << 32)),
+        ..Limits::default()
+    };
+    let session = executors.open_with("one", 0, limits);
+    let (total, free) = session.memory().unwrap();
+    let buffers = [(); 2].map(|()| session.alloc(SIZE).unwrap());
+    let expected = (total, free - 2 * SIZE);
+    assert_eq!(session.memory().unwrap(), expected);
+    let backend = session.open_backend().unwrap();
+    let mut image = GraphImage::default();
+    image.encode(&endless_graph(buffers[0].id(), buffers[1].id()));
+    session
+        .submit(backend, None, 0, &mut image, &buffers, Instant::now())
+        .unwrap();
+    let ask = || {
+        let (sender, answer) = std::sync::mpsc::channel();
+        let session = Arc::clone(&session);
+        std::thread::spawn(move || sender.send(session.memory()));
+        answer
+            .recv_timeout(Duration::from_secs(60))
+            .expect("an answer")
+            .unwrap()
+    };
+    assert_eq!(ask(), expected);
+    // A thread waits for the graph, and has the connection.
+    let _held = session.connection.lock().unwrap();
+    assert_eq!(ask(), expected);
 }
 
 /// A graph and an upload take the locks of the upload and of the connection in the same order.

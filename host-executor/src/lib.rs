@@ -37,6 +37,8 @@ mod identity;
 pub mod inproc;
 #[cfg(feature = "server")]
 pub mod isolate;
+#[cfg(feature = "server")]
+mod last_log;
 mod ledger;
 mod limits;
 #[cfg(feature = "server")]
@@ -74,6 +76,8 @@ pub mod weights;
 
 #[cfg(feature = "server")]
 pub use identity::{CertificateRule, Identity, ParseCertificateRuleError};
+#[cfg(feature = "server")]
+pub use last_log::end_with_last_log;
 pub use limits::{HandshakeLimits, Limits};
 #[cfg(feature = "server")]
 pub use peer::{Peer, Process};

@@ -68,6 +68,19 @@ impl Peer {
         self.known_place().unwrap_or_else(|| self.endpoint.clone())
     }
 
+    /// The virtual machine that the guest is a program of, on a link on which the host sees no
+    /// program end.
+    pub(crate) fn virtual_machine(&self) -> Option<String> {
+        match self.link {
+            LinkKind::Pci => {
+                let (machine, _slot) = self.endpoint.rsplit_once(" slot ")?;
+                Some(machine.to_owned())
+            }
+            LinkKind::Vsock => self.known_place(),
+            LinkKind::Unix | LinkKind::Tcp => None,
+        }
+    }
+
     fn known_place(&self) -> Option<String> {
         if let Some(process) = &self.process {
             return Some(format!("uid:{}", process.uid));

@@ -11,6 +11,8 @@ pub struct StopFlag(Arc<State>);
 #[derive(Debug, Default)]
 struct State {
     is_set: AtomicBool,
+    /// Whether another guest needs what the guest has.
+    is_evicted: AtomicBool,
     /// Why the host no longer serves the guest, if that is the cause.
     refusal: OnceLock<String>,
     /// The flag for all sessions, if this flag is for one of them.
@@ -42,6 +44,17 @@ impl StopFlag {
         // An earlier reason stays.
         let _ = self.0.refusal.set(reason);
         self.set();
+    }
+
+    /// Sets the flag, because another program of the guest's machine needs what the guest has.
+    pub(crate) fn evict(&self) {
+        self.0.is_evicted.store(true, Ordering::Relaxed);
+        self.set();
+    }
+
+    /// Whether the flag is set because another program needs what the guest has.
+    pub(crate) fn is_evicted(&self) -> bool {
+        self.0.is_evicted.load(Ordering::Relaxed)
     }
 
     /// Whether the flag is set.

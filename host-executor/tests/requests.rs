@@ -223,6 +223,28 @@ fn an_allocation_over_the_budget_is_refused_and_the_session_goes_on() {
     assert_eq!(guest.read(buffer, MEMORY / 2 - 4, 4), [0; 4]);
 }
 
+/// A guest that counts up leaves a gap for each refused request.
+#[test]
+fn any_number_of_refused_allocations_leaves_the_session_usable() {
+    let host = Host::new(cpu());
+    let mut guest = host.guest();
+    for _ in 0..20_000 {
+        guest.refusal(MEMORY + 1);
+        let buffer = guest.alloc(0);
+        guest.send(&Request::Free { buffer });
+    }
+    let last = guest.alloc_with(&bytes(&[3.0]));
+    assert_eq!(last, BufferId(40_001));
+    guest.graph(GRAPH, &add(1, last, last, last));
+    guest.submit(GRAPH);
+    assert_eq!(guest.read_f32(last, 1), [6.0]);
+    // The ids end where they end, and the host does not count beyond.
+    let last = BufferId(u64::MAX);
+    guest.alloc_mapped(last, 4);
+    guest.write(last, 0, &bytes(&[5.0]));
+    assert_eq!(guest.read_f32(last, 1), [5.0]);
+}
+
 #[test]
 fn one_buffer_too_many_is_refused_and_the_session_goes_on() {
     let limits = Limits {

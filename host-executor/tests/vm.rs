@@ -5,19 +5,22 @@ mod machine;
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::io::Read as _;
+use std::io::{BufRead as _, BufReader, Read as _};
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use vgpu_executor::listener::GuestListener as _;
 use vgpu_executor::vm::IvshmemListener;
 use vgpu_transport::ir::BufferId;
 use vgpu_transport::link::pci::discover::all;
-use vgpu_transport::link::pci::{Device, PciError, directory};
+use vgpu_transport::link::pci::{Device, PciError, connect, directory};
 use vgpu_transport::shm::memory::{SharedWords, Window};
+use vgpu_transport::wire::{Reply, Request};
 
-use common::Guest;
+use common::{Guest, MEMORY, TIMEOUT};
 use machine::{Dir, Machine, executor, executor_with, wait_for};
 
 #[test]
@@ -101,6 +104,85 @@ fn a_silent_program_loses_its_session() {
     assert_eq!(server.sessions().len(), 1);
     drop(lively);
     wait_for("the end of the other", || server.sessions().is_empty());
+}
+
+/// The folder of the devices of a machine, for a second process of this test program.
+const DEVICES: &str = "VGPU_TEST_DEVICES";
+
+/// Bytes that a program of a machine takes; the engine has them for one program only.
+const MUCH: u64 = MEMORY / 4 * 3;
+
+#[test]
+#[ignore = "a second process of other tests"]
+fn program_that_takes_memory_and_waits() {
+    let Some(devices) = std::env::var_os(DEVICES) else {
+        return;
+    };
+    let devices = Path::new(&devices);
+    let end = connect(devices, all(devices)[0].address, TIMEOUT).expect("a slot");
+    let mut guest = Guest::new(Box::new(end));
+    guest.hello();
+    let size = std::env::var("VGPU_TEST_SIZE").expect("a size");
+    guest.alloc(size.parse().expect("a number"));
+    println!("ready");
+    // The parent kills this process.
+    std::thread::sleep(10 * TIMEOUT);
+}
+
+/// A program of a machine in a process of its own.
+fn start_program(machine: &Machine, size: u64) -> Child {
+    let mut child = Command::new(std::env::current_exe().expect("this program"))
+        .args(["--exact", "program_that_takes_memory_and_waits"])
+        .args(["--ignored", "--nocapture"])
+        .env(DEVICES, &machine.sysfs.0)
+        .env("VGPU_TEST_SIZE", size.to_string())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("this program");
+    let output = BufReader::new(child.stdout.take().expect("a pipe"));
+    let is_ready = { output.lines() }.any(|line| line.is_ok_and(|line| line.ends_with("ready")));
+    assert!(is_ready, "{:?}", child.wait());
+    child
+}
+
+#[test]
+fn killed_program_gives_its_memory_to_another_one_of_its_machine() {
+    let dir = Dir::new();
+    // Silence never ends a session.
+    let server = executor(&dir.0, &["a", "b"], 0);
+    let machine = Machine::plug(&dir.0.join("a.sock"));
+    let other = Machine::plug(&dir.0.join("b.sock"));
+    let mut killed_elsewhere = start_program(&other, 4096);
+    let mut program = start_program(&machine, MUCH);
+    for _ in 0..3 {
+        // One that lives keeps what it has.
+        let refused = machine.guest().refusal(MUCH);
+        assert!(refused.contains("out of memory"), "{refused}");
+        std::thread::sleep(Duration::from_secs(1));
+    }
+    let mut guest = machine.guest();
+    for child in [&mut killed_elsewhere, &mut program] {
+        child.kill().expect("a child");
+        child.wait().expect("a child");
+    }
+    let free = |guest: &mut Guest| match guest.ask(&Request::Memory {}) {
+        Reply::Memory { free, .. } => free,
+        other => panic!("{other:?}"),
+    };
+    assert!(free(&mut guest) < MUCH);
+    wait_for("the memory of the killed program to count as free", || {
+        free(&mut guest) >= MUCH
+    });
+    let buffer = guest.alloc(MUCH);
+    assert_eq!(guest.read(buffer, MUCH - 4, 4), [0; 4]);
+    // Nobody of the other machine needs memory: it may be paused.
+    let sessions = server.sessions().into_iter();
+    let peers: Vec<String> = sessions.map(|session| session.peer.endpoint).collect();
+    assert!(
+        peers.iter().any(|peer| peer.starts_with("vm b ")),
+        "{peers:?}"
+    );
+    assert_eq!(peers.len(), 2, "{peers:?}");
 }
 
 #[test]

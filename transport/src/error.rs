@@ -9,10 +9,11 @@ pub enum LinkError {
     /// The peer ended the link, or its process died.
     #[error("the peer closed the link")]
     Closed,
-    /// The guest's program had no heartbeat, and another program of its virtual machine has taken
-    /// its slot.
+    /// The guest's program had no heartbeat, and another program of its virtual machine needed its
+    /// slot or its memory.
     #[error(
-        "the guest was evicted: its heartbeat had stopped, and another program needed its slot"
+        "the guest was evicted: its heartbeat had stopped, and another program needed its slot or \
+         its memory"
     )]
     Evicted,
     /// The peer's process exists, but its heartbeat has stopped or it reads no data.
@@ -24,6 +25,9 @@ pub enum LinkError {
     /// A system call of this process failed.
     #[error("{what}: {error}")]
     System { what: &'static str, error: Errno },
+    /// The guest has sent as many requests as there are numbers.
+    #[error("the link has no request numbers left")]
+    NoNumberLeft,
     /// The caller's message exceeds the limits of the link.
     #[error(
         "a message of {len} bytes with a payload of {payload} bytes exceeds the limits of the link"

@@ -133,7 +133,8 @@ messages! {
         /// Allocates a zeroed buffer. Answered by [`Reply::Done`], [`Reply::Shared`] or
         /// [`Reply::Refused`].
         2 Alloc {
-            /// An id that the session has not used before.
+            /// An id greater than that of every buffer that the session has had. The id of a
+            /// refused request is not used.
             buffer: BufferId,
             /// The size in bytes.
             size: u64,

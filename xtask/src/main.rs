@@ -1,6 +1,6 @@
 //! Developer commands: `cargo xtask setup | build | demo | package | abi-diff | gpu-check`, and
 //! those that are programs of their own: the system tests (`test`, `vm`, `ollama`, `ops-table`,
-//! `faults`) and the benchmarks (`bench`).
+//! `faults`, `soak`) and the benchmarks (`bench`).
 //!
 //! Each fetches and builds just what it needs, into a cache folder shared by all checkouts, and
 //! shows what it is doing. See [`xtask_common::cache`] for where that is.
@@ -52,6 +52,9 @@ enum Arguments {
     /// Kill, suspend and exhaust executors and guests hundreds of times, and look for leaks
     #[command(disable_help_flag = true)]
     Faults(Passed),
+    /// Let random events happen to an executor and four guests, and compare every token
+    #[command(disable_help_flag = true)]
+    Soak(Passed),
     /// Run the benchmarks, each beside a peer in the same run
     #[command(disable_help_flag = true)]
     Bench(Passed),
@@ -93,6 +96,7 @@ fn run(arguments: &Arguments) -> Result<()> {
         Arguments::Ollama(passed) => start(TESTS, Some("ollama"), passed),
         Arguments::OpsTable(passed) => start(TESTS, Some("ops-table"), passed),
         Arguments::Faults(passed) => start(TESTS, Some("faults"), passed),
+        Arguments::Soak(passed) => start(TESTS, Some("soak"), passed),
         Arguments::Bench(passed) => start(BENCHES, None, passed),
     }
 }

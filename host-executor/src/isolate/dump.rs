@@ -31,13 +31,11 @@ pub(super) fn dump(shared: &Shared) -> String {
         if worker.is_closing {
             text.push_str(", is ending");
         }
-        if worker.report.is_none() {
-            text.push_str(", has not reported yet");
-        }
-        let _ = match worker.pid {
-            Some(pid) => writeln!(text, "; kill -USR1 {pid} writes its dump into the log"),
-            None => writeln!(text, "; is not started yet"),
-        };
+        let _ = writeln!(
+            text,
+            "; {}",
+            how_to_dump(worker.pid, worker.report.is_some())
+        );
     }
     let machines: Vec<_> = { processes.machines.values() }
         .map(|machine| (machine.name.clone(), machine.control.clone()))
@@ -54,4 +52,26 @@ pub(super) fn dump(shared: &Shared) -> String {
         };
     }
     text
+}
+
+/// How to get the dump of a worker. SIGUSR1 ends a process that does not catch it yet. A worker
+/// reports after it does.
+fn how_to_dump(pid: Option<u32>, has_reported: bool) -> String {
+    match pid {
+        Some(pid) if has_reported => format!("kill -USR1 {pid} writes its dump into the log"),
+        Some(pid) => format!("process {pid} has not reported yet"),
+        None => "is not started yet".into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn worker_that_may_not_catch_signals_yet_is_sent_none() {
+        assert!(how_to_dump(Some(7), true).contains("kill -USR1 7"));
+        assert!(!how_to_dump(Some(7), false).contains("kill"));
+        assert!(!how_to_dump(None, false).contains("kill"));
+    }
 }

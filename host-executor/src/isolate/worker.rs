@@ -15,11 +15,11 @@ use vgpu_transport::link::unix::{self, ListenOptions};
 
 use super::certificates::unpack;
 use super::ipc::{Command, IpcSocket, Received, Rejection, WorkerReport};
+use crate::last_log::end_with_last_log;
 use crate::listener::{HANDSHAKE_TIMEOUT, IncomingGuest, OpenError};
 use crate::peer::Peer;
 use crate::policy::LinkKind;
 use crate::server::{Server, Shutdown};
-use crate::service;
 use crate::session::{SessionEnd, reject};
 use crate::stop::StopFlag;
 
@@ -85,8 +85,7 @@ pub fn serve(socket: OwnedFd, server: Server, stop: &StopFlag) {
     });
     let served = served.into_inner();
     if let Shutdown::Stuck(why) = server.shutdown() {
-        error!("{why}: the worker ends all the same");
-        service::end_at_once(1);
+        end_with_last_log(1, move || error!("{why}: the worker ends all the same"));
     }
     // The final figures of the sessions.
     let (pending, report) = (Vec::new(), handle.report());

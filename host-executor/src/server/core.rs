@@ -13,6 +13,7 @@ use vgpu_transport::link::stream::tls::Certificates;
 use super::guest_thread;
 use super::shared::Shared;
 use super::watchdog::{self, log_lines};
+use crate::last_log::log_in_time;
 use crate::limits::Limits;
 use crate::listener::threads::ListenerThreads;
 use crate::listener::{GuestListener, IncomingGuest, ListenerId};
@@ -99,15 +100,17 @@ impl Server {
     /// their number.
     pub fn recheck_certificates(&self) -> usize {
         let sessions = self.shared.sessions();
-        let refused = sessions.iter().filter(|(id, entry)| {
-            let fault = self.shared.fault_of(&entry.certificates);
-            if let Some(fault) = &fault {
-                warn!(session = *id, peer = %entry.peer, "the session is ended: {fault}");
-                entry.stop.refuse(fault.to_string());
-            }
-            fault.is_some()
+        let refused = sessions.iter().filter_map(|(&id, entry)| {
+            let fault = self.shared.fault_of(&entry.certificates)?;
+            entry.stop.refuse(fault.to_string());
+            Some((id, entry.peer.clone(), fault))
         });
-        refused.count()
+        let refused: Vec<_> = refused.collect();
+        drop(sessions);
+        for (id, peer, fault) in &refused {
+            warn!(session = id, %peer, "the session is ended: {fault}");
+        }
+        refused.len()
     }
 
     /// Changes how many guests are served at once. Connected guests stay.
@@ -247,12 +250,16 @@ impl Server {
                 let count = sessions.len();
                 drop(sessions);
                 let why = format!("{count} sessions do not end, and did nothing new for {slow:?}");
-                log_lines(Level::ERROR, &self.shared.dump());
+                let dump = self.shared.dump();
+                log_in_time(move || log_lines(Level::ERROR, &dump));
                 return Shutdown::Stuck(why);
             }
             if last_line.elapsed() >= REMINDER_INTERVAL {
                 last_line = Instant::now();
-                info!("waiting for {} sessions to end", sessions.len());
+                let count = sessions.len();
+                drop(sessions);
+                info!("waiting for {count} sessions to end");
+                sessions = self.shared.sessions();
             }
         }
         Shutdown::Complete

@@ -12,11 +12,13 @@ use vgpu_transport::link::stream::x509::CertificateInfo;
 
 use super::seat::Seat;
 use super::shared::{Entry, Shared};
+use super::silent_guests::SilentGuests;
 use crate::activity::Phase;
 use crate::handshakes::PendingHandshake;
 use crate::identity::Identity;
 use crate::listener::{IncomingGuest, OpenLink};
 use crate::peer::Peer;
+use crate::policy::LinkKind;
 use crate::session::{Session, SessionEnd, SharedParts, receive_first, reject};
 use crate::stats::Counters;
 use crate::tenant::Tenant;
@@ -150,6 +152,7 @@ fn serve(
                     tenant: Arc::clone(&tenant),
                     certificates: certificates.clone(),
                     stop: stop.clone(),
+                    silence: link.silence(),
                 };
                 let seat = Seat::take(shared, id, entry)?;
                 // From here on, new certificates end the session.
@@ -187,6 +190,7 @@ fn serve(
         limits: shared.limits,
         pools: shared.pools.clone(),
         monitor: Some(Arc::clone(&shared.monitor)),
+        silent: SilentGuests::of(shared, id, &peer),
     };
     let session = Session::of_tenant(id, parts, tenant, counters, activity);
     let session = match shared.weights.get() {
@@ -202,11 +206,12 @@ fn serve(
 /// Whose weights a guest without a name shares without proof: those of the same user of this
 /// machine, or of the same virtual machine. Every other session has a sharing domain of its own.
 fn sharing_domain(id: u64, peer: &Peer) -> String {
-    let machine = peer.endpoint.strip_prefix("vm ");
-    let machine = machine.and_then(|rest| rest.rsplit_once(" slot "));
+    let machine = peer
+        .virtual_machine()
+        .filter(|_| peer.link == LinkKind::Pci);
     match (&peer.process, machine) {
         (Some(process), _) => format!("user {}", process.uid),
-        (None, Some((name, _))) => format!("vm {name}"),
+        (None, Some(machine)) => machine,
         (None, None) => format!("session {id}"),
     }
 }

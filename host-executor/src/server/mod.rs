@@ -10,6 +10,7 @@ mod core;
 mod guest_thread;
 mod seat;
 mod shared;
+mod silent_guests;
 mod status;
 mod watchdog;
 

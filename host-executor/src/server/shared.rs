@@ -9,6 +9,7 @@ use std::time::Instant;
 
 use vgpu_engine::Engine;
 use vgpu_transport::link::stream::tls::{CertificateFault, Certificates};
+use vgpu_transport::shm::liveness::Silence;
 
 use crate::activity::Activities;
 use crate::engine_monitor::EngineMonitor;
@@ -69,6 +70,8 @@ pub(super) struct Entry {
     /// The certificates that the guest has shown, in DER, its own first.
     pub(super) certificates: Vec<Vec<u8>>,
     pub(super) stop: StopFlag,
+    /// How long the guest has had no heartbeat, where the link tells.
+    pub(super) silence: Option<Silence>,
 }
 
 impl Shared {

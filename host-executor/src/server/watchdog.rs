@@ -1,8 +1,9 @@
-//! The thread that reports what lasts too long.
+//! The threads that report what lasts too long.
 #![forbid(unsafe_code)]
 
 use std::io;
 use std::sync::Arc;
+use std::sync::mpsc::{self, SyncSender};
 use std::thread;
 use std::time::Instant;
 
@@ -10,13 +11,33 @@ use tracing::{Level, error, info, warn};
 
 use super::shared::Shared;
 use crate::activity::{Notice, Watch};
+use crate::last_log::LOG_PATIENCE;
 use crate::status::{StatusHandle, StatusSource as _};
 
-/// Starts the thread, which ends with the server.
+/// Lines that wait for the log. Further ones are lost.
+const MAX_LINES: usize = 64;
+
+/// What the thread that writes the log gets.
+enum Report {
+    Slow(String),
+    Stuck {
+        what: String,
+        dump: String,
+        /// Dropped when the report is in the log.
+        _pending: SyncSender<()>,
+    },
+}
+
+/// Starts two threads, which end with the server. One watches. The other one writes into the log: a
+/// log that nobody reads must not keep the first one from its work.
 pub(super) fn start(
     shared: &Arc<Shared>,
     on_stuck: impl Fn(&str) + Send + 'static,
 ) -> io::Result<()> {
+    let (reports, queue) = mpsc::sync_channel(MAX_LINES);
+    thread::Builder::new()
+        .name("vgpu-watch-log".into())
+        .spawn(move || queue.into_iter().for_each(log))?;
     let mut watch = Watch::new(shared.limits.slow, shared.limits.turn_time);
     let weak = Arc::downgrade(shared);
     thread::Builder::new()
@@ -31,10 +52,17 @@ pub(super) fn start(
                 let sessions = shared.activities.snapshot();
                 for notice in watch.look(&sessions, shared.monitor.call(), passed) {
                     match notice {
-                        Notice::Slow(what) => warn!("{what}"),
+                        Notice::Slow(what) => drop(reports.try_send(Report::Slow(what))),
                         Notice::Stuck(what) => {
-                            error!("{what}: the engine hangs");
-                            log_lines(Level::ERROR, &shared.dump());
+                            let (_pending, logged) = mpsc::sync_channel(1);
+                            let (text, dump) = (what.clone(), shared.dump());
+                            let report = Report::Stuck {
+                                what: text,
+                                dump,
+                                _pending,
+                            };
+                            drop(reports.try_send(report));
+                            let _ = logged.recv_timeout(LOG_PATIENCE);
                             on_stuck(&what);
                         }
                     }
@@ -42,6 +70,16 @@ pub(super) fn start(
             }
         })?;
     Ok(())
+}
+
+fn log(report: Report) {
+    match report {
+        Report::Slow(what) => warn!("{what}"),
+        Report::Stuck { what, dump, .. } => {
+            error!("{what}: the engine hangs");
+            log_lines(Level::ERROR, &dump);
+        }
+    }
 }
 
 /// Writes the dump of an executor into the log.

@@ -1,6 +1,6 @@
 //! The buffers of a session.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use vgpu_engine::Memory;
@@ -10,13 +10,14 @@ use super::error::Violation;
 use crate::pool::Lease;
 use crate::tenant::Charge;
 
-/// The buffers of a session, and the ids that have been used.
+/// The buffers of a session.
 #[derive(Debug, Default)]
 pub(super) struct Buffers {
     live: HashMap<BufferId, Buffer>,
     /// Sum of the sizes of `live`.
     bytes: u64,
-    used: IdSet,
+    /// The largest id of a buffer so far. Ids of refused requests do not count.
+    last: u64,
 }
 
 #[derive(Debug)]
@@ -35,23 +36,23 @@ impl Buffers {
     pub(super) fn check_new(&self, buffer: BufferId) -> Result<(), Violation> {
         if buffer.0 == 0 {
             Err(Violation::BufferZero)
-        } else if self.used.contains(buffer.0) {
-            Err(Violation::BufferReused(buffer))
+        } else if buffer.0 <= self.last {
+            let last = self.last;
+            Err(Violation::BufferOrder { buffer, last })
         } else {
             Ok(())
         }
     }
 
-    /// Adds a buffer whose id has been checked. `limit` bounds the number of ranges of used ids.
+    /// Adds a buffer whose id has been checked.
     pub(super) fn insert(
         &mut self,
         buffer: BufferId,
         memory: Arc<dyn Memory>,
         charge: Charge,
         mapping: Lease,
-        limit: usize,
-    ) -> Result<(), Violation> {
-        self.used.insert(buffer.0);
+    ) {
+        self.last = buffer.0;
         self.bytes += memory.size();
         let entry = Buffer {
             memory,
@@ -60,10 +61,6 @@ impl Buffers {
             copies: None,
         };
         self.live.insert(buffer, entry);
-        match self.used.ranges() {
-            ranges if ranges > limit => Err(Violation::ScatteredIds { ranges }),
-            _ => Ok(()),
-        }
     }
 
     pub(super) fn get(
@@ -140,70 +137,5 @@ impl Buffers {
     /// Bytes of all buffers.
     pub(super) fn bytes(&self) -> u64 {
         self.bytes
-    }
-}
-
-/// A set of buffer ids, stored as ranges. Guests count up, so there are few ranges.
-#[derive(Debug, Default)]
-struct IdSet {
-    /// First to last id of each range. Ranges neither overlap nor touch.
-    ranges: BTreeMap<u64, u64>,
-}
-
-impl IdSet {
-    fn contains(&self, id: u64) -> bool {
-        self.before(id).is_some_and(|(_, last)| id <= last)
-    }
-
-    /// Adds an id that is not in the set.
-    fn insert(&mut self, id: u64) {
-        let last = match id.checked_add(1).and_then(|next| self.ranges.remove(&next)) {
-            Some(last) => last,
-            None => id,
-        };
-        let first = match self.before(id) {
-            Some((first, end)) if end.checked_add(1) == Some(id) => first,
-            _ => id,
-        };
-        self.ranges.insert(first, last);
-    }
-
-    fn ranges(&self) -> usize {
-        self.ranges.len()
-    }
-
-    /// The last range that starts at or before `id`.
-    fn before(&self, id: u64) -> Option<(u64, u64)> {
-        let (&first, &last) = self.ranges.range(..=id).next_back()?;
-        Some((first, last))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn consecutive_ids_take_one_range() {
-        let mut ids = IdSet::default();
-        for id in 1..=1000 {
-            assert!(!ids.contains(id));
-            ids.insert(id);
-            assert!(ids.contains(id));
-        }
-        assert_eq!(ids.ranges(), 1);
-    }
-
-    #[test]
-    fn ranges_merge_from_both_sides_and_at_the_ends() {
-        let mut ids = IdSet::default();
-        for id in [5, 3, 4, u64::MAX, u64::MAX - 1, 0] {
-            assert!(!ids.contains(id));
-            ids.insert(id);
-        }
-        assert_eq!(
-            ids.ranges.into_iter().collect::<Vec<_>>(),
-            [(0, 0), (3, 5), (u64::MAX - 1, u64::MAX)]
-        );
     }
 }

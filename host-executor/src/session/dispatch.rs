@@ -1,5 +1,7 @@
 //! What each request does, except those on weights.
 
+use std::error::Error;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -202,42 +204,14 @@ impl Session {
             let reason = format!("the session already has {limit} buffers, which is the limit");
             return Ok(refused(request, buffer, reason));
         }
-        let taken = self.engine.allocation_size(size);
-        let mut charge = match self.tenant.charge(taken, self.engine.as_ref()) {
-            Ok(charge) => charge,
-            Err(error) => {
-                let reason = format!("guest {}: {error}", self.tenant.name());
-                return Ok(refused(request, buffer, reason));
-            }
+        let mut allocated = self.try_alloc(buffer, size);
+        if allocated.is_err() && self.silent.as_ref().is_some_and(|silent| silent.reclaim()) {
+            allocated = self.try_alloc(buffer, size);
+        }
+        let shared = match allocated {
+            Ok(shared) => shared,
+            Err(reason) => return Ok(refused(request, buffer, reason)),
         };
-        // A buffer without bytes has no mapping.
-        let count = usize::from(size > 0);
-        let mapping = match self.pools.mappings.take(self.tenant.id(), count) {
-            Ok(mapping) => mapping,
-            Err(error) => {
-                let reason = format!("guest {}: {error}", self.tenant.name());
-                return Ok(refused(request, buffer, reason));
-            }
-        };
-        let shared = match self.can_share && size > 0 {
-            // A process without a descriptor for the file has memory without a file.
-            true => self.engine.alloc_shared(size).unwrap_or_else(|error| {
-                debug!(buffer = buffer.0, size, "not shared: {error}");
-                None
-            }),
-            false => None,
-        };
-        let allocated = match shared {
-            Some(SharedMemory { memory, file, size }) => Ok((memory, Some((file, size)))),
-            None => self.engine.alloc(size).map(|memory| (memory, None)),
-        };
-        let (memory, shared) = match allocated {
-            Ok(allocated) => allocated,
-            Err(error) => return Ok(refused(request, buffer, error.to_string())),
-        };
-        charge.allocated();
-        self.buffers
-            .insert(buffer, memory, charge, mapping, limit)?;
         self.update_gauges();
         if size >= MODEL_SCALE && self.may_log() {
             let free = self.tenant.memory(self.engine.as_ref()).free;
@@ -249,6 +223,40 @@ impl Session {
             Some((file, size)) => Answer::Shared { file, size },
             None => Answer::Message(Reply::Done { request }),
         })
+    }
+
+    /// Allocates a buffer whose id has been checked. Returns the file that the guest may map, with
+    /// its size in bytes, if there is one.
+    ///
+    /// # Errors
+    /// Why there is no memory.
+    fn try_alloc(&mut self, buffer: BufferId, size: u64) -> Result<Option<(OwnedFd, u64)>, String> {
+        let taken = self.engine.allocation_size(size);
+        let of_guest = |error: &dyn Error| format!("guest {}: {error}", self.tenant.name());
+        let charge = self.tenant.charge(taken, self.engine.as_ref());
+        let mut charge = charge.map_err(|error| of_guest(&error))?;
+        // A buffer without bytes has no mapping.
+        let count = usize::from(size > 0);
+        let mapping = self.pools.mappings.take(self.tenant.id(), count);
+        let mapping = mapping.map_err(|error| of_guest(&error))?;
+        let shared = match self.can_share && size > 0 {
+            // A process without a descriptor for the file has memory without a file.
+            true => self.engine.alloc_shared(size).unwrap_or_else(|error| {
+                debug!(buffer = buffer.0, size, "not shared: {error}");
+                None
+            }),
+            false => None,
+        };
+        let (memory, shared) = match shared {
+            Some(SharedMemory { memory, file, size }) => (memory, Some((file, size))),
+            None => {
+                let memory = self.engine.alloc(size);
+                (memory.map_err(|error| error.to_string())?, None)
+            }
+        };
+        charge.allocated();
+        self.buffers.insert(buffer, memory, charge, mapping);
+        Ok(shared)
     }
 
     fn read(

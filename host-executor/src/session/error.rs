@@ -91,6 +91,7 @@ impl SessionEnd {
     pub(super) fn asked_by(stop: &StopFlag) -> Option<SessionEnd> {
         match stop.refusal() {
             _ if !stop.is_set() => None,
+            _ if stop.is_evicted() => Some(SessionEnd::Link(LinkError::Evicted)),
             Some(reason) => Some(SessionEnd::Refused {
                 reason: reason.into(),
             }),
@@ -136,10 +137,11 @@ pub enum Violation {
     Payload { kind: &'static str, payload: usize },
     #[error("ALLOC names buffer 0, which is not a valid id")]
     BufferZero,
-    #[error("ALLOC names buffer {}, an id that the session has used before", .0.0)]
-    BufferReused(BufferId),
-    #[error("the ids of buffers form {ranges} separate ranges; a guest has to count up")]
-    ScatteredIds { ranges: usize },
+    #[error(
+        "ALLOC names buffer {}, but the session has had buffer {last}; a guest has to count up",
+        .buffer.0
+    )]
+    BufferOrder { buffer: BufferId, last: u64 },
     #[error("{kind} names buffer {}, which the session does not have", .buffer.0)]
     UnknownBuffer {
         kind: &'static str,

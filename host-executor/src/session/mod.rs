@@ -32,7 +32,7 @@ pub(crate) use error::END_KINDS;
 pub use error::{SessionEnd, Violation};
 pub use state::Session;
 #[cfg(feature = "server")]
-pub(crate) use state::SharedParts;
+pub(crate) use state::{Reclaim, SharedParts};
 
 #[cfg(feature = "server")]
 pub(crate) use run::{receive_first, reject};

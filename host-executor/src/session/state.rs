@@ -47,10 +47,21 @@ pub struct Session {
     pub(super) activity: Activity,
     /// Asks the engine for its memory, for a session of a server.
     pub(super) monitor: Option<Arc<EngineMonitor>>,
+    /// Other programs of the same virtual machine that have ended without a word.
+    pub(super) silent: Option<Box<dyn Reclaim>>,
     /// The registration of the link's memory with the device, once it has been tried.
     pub(super) pinned: Option<Option<Box<dyn Any + Send>>>,
     /// Whether the link can share memory with the guest.
     pub(super) can_share: bool,
+}
+
+/// Memory that a session can take from others that have no right to it any more.
+pub(crate) trait Reclaim: Send {
+    /// The bytes that they have.
+    fn bytes(&self) -> u64;
+
+    /// Ends those sessions. Returns whether there were any.
+    fn reclaim(&self) -> bool;
 }
 
 /// What the sessions of a server share.
@@ -60,6 +71,8 @@ pub(crate) struct SharedParts {
     pub(crate) limits: Limits,
     pub(crate) pools: Pools,
     pub(crate) monitor: Option<Arc<EngineMonitor>>,
+    /// Other programs of the same virtual machine that have ended without a word.
+    pub(crate) silent: Option<Box<dyn Reclaim>>,
 }
 
 impl Session {
@@ -73,6 +86,7 @@ impl Session {
             limits,
             pools: Pools::new(&limits),
             monitor: None,
+            silent: None,
         };
         let activity = Activities::new(1).begin(id, "-", "-");
         Session::of_tenant(id, shared, tenant, Arc::default(), activity)
@@ -93,6 +107,7 @@ impl Session {
             limits,
             pools,
             monitor,
+            silent,
         } = shared;
         Session {
             id,
@@ -108,6 +123,7 @@ impl Session {
             logged_events: 0,
             activity,
             monitor,
+            silent,
             pinned: None,
             can_share: false,
         }
@@ -131,11 +147,17 @@ impl Session {
     }
 
     /// What the guest sees as the memory of its device. A server's session does not call the engine
-    /// for it, so that HELLO is answered while a call of another session hangs.
+    /// for it, so that HELLO is answered while a call of another session hangs. What an allocation
+    /// would take from silent programs is free.
     pub(super) fn memory(&self) -> MemoryInfo {
-        match &self.monitor {
+        let MemoryInfo { total, free } = match &self.monitor {
             Some(monitor) => self.tenant.memory_of(monitor.memory()),
             None => self.tenant.memory_of(self.engine.memory()),
+        };
+        let silent = self.silent.as_ref().map_or(0, |silent| silent.bytes());
+        MemoryInfo {
+            total,
+            free: free.saturating_add(silent).min(total),
         }
     }
 

@@ -7,14 +7,12 @@ use std::time::Duration;
 
 use vgpu_transport::link::pci::PciArrival;
 use vgpu_transport::link::pci::directory::{DEFAULT_SIZE, MAX_SIZE, MIN_SIZE};
+use vgpu_transport::shm::liveness::SILENCE;
 
 use crate::listener::IncomingGuest;
 use crate::peer::Peer;
 use crate::policy::LinkKind;
 use crate::size::{self, ParseSizeError};
-
-/// Default of [`VmOptions::silence`].
-const SILENCE: Duration = Duration::from_secs(60);
 
 /// Longest name of a virtual machine.
 const MAX_NAME: usize = 64;

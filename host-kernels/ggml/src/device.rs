@@ -2,12 +2,39 @@
 
 use std::ffi::c_int;
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use vgpu_ggml_abi as abi;
 
 use crate::library::Library;
 use crate::tensors::Graph;
+
+/// The graphs in a row that a backend has to fail before the device counts as lost. Most backends
+/// end the process when the device is lost; the others fail every graph from then on.
+const LOST_AFTER: u32 = 3;
+
+/// The graphs in a row that a backend has failed.
+#[derive(Debug, Default)]
+pub(crate) struct Failures(AtomicU32);
+
+impl Failures {
+    /// Counts a graph that has ended with this status. A lack of memory says nothing of the device.
+    fn count(&self, status: c_int) {
+        if status == abi::GGML_STATUS_FAILED as c_int {
+            self.0.fetch_add(1, Ordering::Relaxed);
+        } else if status == abi::GGML_STATUS_SUCCESS as c_int {
+            self.0.store(0, Ordering::Relaxed);
+        }
+    }
+
+    /// Why the device is lost, if it is.
+    pub(crate) fn reason(&self) -> Option<String> {
+        let count = self.0.load(Ordering::Relaxed);
+        (count >= LOST_AFTER)
+            .then(|| format!("the backend of ggml has failed {count} graphs in a row"))
+    }
+}
 
 /// A device of a backend, with a queue for graphs.
 pub(crate) struct Device {
@@ -18,6 +45,7 @@ pub(crate) struct Device {
     pub(crate) is_cpu: bool,
     /// Held while the backend computes: ggml's backends have one user at a time.
     pub(crate) computing: Mutex<()>,
+    pub(crate) failures: Failures,
 }
 
 // SAFETY: the device object is constant. The backend object is used under the lock only.
@@ -67,6 +95,7 @@ impl Device {
             if let Some(synchronize) = iface.synchronize {
                 synchronize(backend);
             }
+            self.failures.count(status);
             match status {
                 0 => Ok(()),
                 status => Err(status),
@@ -79,5 +108,28 @@ impl Drop for Device {
     fn drop(&mut self) {
         // SAFETY: the object owns the backend, and plans keep the device alive.
         unsafe { (self.ggml.functions().backend_free)(self.backend.as_ptr()) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn device_that_fails_every_graph_is_lost() {
+        let [failed, no_memory, success] = [
+            abi::GGML_STATUS_FAILED as c_int,
+            abi::GGML_STATUS_ALLOC_FAILED as c_int,
+            abi::GGML_STATUS_SUCCESS as c_int,
+        ];
+        let failures = Failures::default();
+        for status in [
+            failed, failed, success, failed, failed, no_memory, no_memory,
+        ] {
+            failures.count(status);
+            assert_eq!(failures.reason(), None);
+        }
+        failures.count(failed);
+        assert!(failures.reason().unwrap().contains("3 graphs in a row"));
     }
 }

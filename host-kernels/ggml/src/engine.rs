@@ -12,7 +12,7 @@ use vgpu_engine::{Engine, EngineError, Memory, MemoryInfo, Plan};
 use vgpu_ggml_abi as abi;
 use vgpu_transport::ir::{Capabilities, Graph, GraphCounts, Node, Op, ValidGraph};
 
-use crate::device::Device;
+use crate::device::{Device, Failures};
 use crate::library::Library;
 use crate::loader::{LibraryError, text};
 use crate::memory::{Allocator, allocation_size};
@@ -130,6 +130,7 @@ impl GgmlEngine {
                 backend,
                 is_cpu,
                 computing: Mutex::new(()),
+                failures: Failures::default(),
             }),
             fallback,
         })
@@ -198,6 +199,10 @@ impl Engine for GgmlEngine {
 
     fn alloc(&self, size: u64) -> Result<Arc<dyn Memory>, EngineError> {
         Ok(Arc::new(self.allocator.alloc(size)?))
+    }
+
+    fn fatal_error(&self) -> Option<String> {
+        self.device.failures.reason()
     }
 
     fn compile_bytes(&self, counts: &GraphCounts) -> u64 {

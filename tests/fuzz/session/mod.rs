@@ -528,7 +528,7 @@ impl<'a> Script<'a> {
     fn new_buffer(&mut self) -> BufferId {
         BufferId(match self.input.chance(32) {
             true => self.input.odd_number(),
-            false => (1..).find(|name| !self.model.is_used(*name)).unwrap_or(1),
+            false => self.model.next_buffer(),
         })
     }
 

@@ -1,5 +1,5 @@
 //! The system tests: the program behind `cargo xtask test`, `vm`, `ollama`, `ops-table` and
-//! `faults`.
+//! `faults` and `soak`.
 
 mod debian;
 mod faults;
@@ -33,6 +33,8 @@ enum Arguments {
     OpsTable(ops::table::Options),
     /// Kill, suspend and exhaust executors and guests hundreds of times, and check for leaks
     Faults(faults::Options),
+    /// Let random events happen to an executor and four guests, and compare every token
+    Soak(faults::SoakOptions),
 }
 
 fn main() -> ExitCode {
@@ -53,5 +55,6 @@ fn run(arguments: &Arguments) -> Result<()> {
         Arguments::Ollama => suite::run(&cache, &test_run::Options::only(test_run::Part::Ollama)),
         Arguments::OpsTable(options) => ops::table::write(&cache, options),
         Arguments::Faults(options) => faults::run(&cache, options),
+        Arguments::Soak(options) => faults::soak(&cache, options),
     }
 }

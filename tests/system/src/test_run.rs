@@ -61,7 +61,8 @@ Only `--full` runs:
             again with the kernels of each lower SIMD level; docs/OPS.md against what was found
   models    DeepSeek-V4 with ggml 0.20.2, 0.21.0, 0.22.0, 0.23.0 and 0.24.0 besides
   demo      the variant with the executor in the program's process, built by the demo itself
-  faults    each fault twice as often (`cargo xtask faults`: hundreds of times)
+  faults    each fault twice as often (`cargo xtask faults`: hundreds of times); random events for
+            an hour instead of a minute (`cargo xtask soak`)
   ollama    all checks again without flash attention, and both again with Ollama 0.33.0
   deploy    KubeVirt's own types
   vm        the guests with vfio-user, with vsock and TCP, and with systemd; test-backend-ops with

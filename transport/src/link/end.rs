@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use crate::bytes::{Bytes, BytesMut};
 use crate::error::{LinkError, LinkViolation};
+use crate::shm::liveness::Silence;
 use crate::shm::memory::Window;
 
 /// The size of the pieces of a transfer of `len` bytes, in bytes. One side copies a piece while the
@@ -197,6 +198,11 @@ pub trait HostEnd: Send {
     /// sent with it. Empty on a link without certificates.
     fn certificates(&self) -> &[Vec<u8>] {
         &[]
+    }
+
+    /// How long the guest has had no heartbeat. `None` on a link whose guests have none.
+    fn silence(&self) -> Option<Silence> {
+        None
     }
 
     /// Whether this end can share files with the guest.

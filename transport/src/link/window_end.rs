@@ -13,7 +13,7 @@ use crate::error::{LinkError, LinkViolation};
 use crate::fork::Owner;
 use crate::shm::doorbell::{Doorbell, Wake};
 use crate::shm::layout::{Layout, STATE_CLOSED, STATE_OPEN, word};
-use crate::shm::liveness::Liveness;
+use crate::shm::liveness::{Liveness, Silence};
 use crate::shm::memory::{MapError, SharedWords, Window};
 use crate::shm::notify::{MAX_SLEEP, SleepWords, Sleeper, SpinBudget, Waker};
 use crate::shm::ring::RingArea;
@@ -102,6 +102,11 @@ impl WindowEnd {
             owner: Owner::current(),
             counters: Counters::default(),
         }
+    }
+
+    /// How long the peer has had no heartbeat, on a link where the peer has one.
+    pub(super) fn silence(&self) -> Option<Silence> {
+        self.liveness.as_ref().map(Liveness::silence)
     }
 
     /// Stores the first error and returns it.

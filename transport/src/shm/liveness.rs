@@ -10,6 +10,7 @@
 //! time.
 #![forbid(unsafe_code)]
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
@@ -22,6 +23,33 @@ pub const PERIOD: Duration = Duration::from_secs(1);
 
 /// A peer without a heartbeat for this long has stopped.
 pub const STALL: Duration = Duration::from_secs(10);
+
+/// A guest without a heartbeat for this long has died, unless the operator says otherwise. A
+/// virtual machine may be paused for less. The same on every link whose host cannot see a program
+/// end.
+pub const SILENCE: Duration = Duration::from_secs(60);
+
+/// A guest with a heartbeat within this time keeps its slot and its memory when another program of
+/// its virtual machine needs them.
+pub const ALIVE: Duration = Duration::from_secs(3);
+
+/// How long a peer has had no heartbeat, for other threads than that of the link. Clones share the
+/// figure.
+#[derive(Debug, Clone, Default)]
+pub struct Silence(Arc<AtomicU64>);
+
+impl Silence {
+    /// The time without a heartbeat, as the link has seen it last.
+    pub fn lasts(&self) -> Duration {
+        Duration::from_millis(self.0.load(Ordering::Relaxed))
+    }
+
+    /// Publishes the time without a heartbeat.
+    pub(crate) fn set(&self, still: Duration) {
+        let millis = u64::try_from(still.as_millis()).unwrap_or(u64::MAX);
+        self.0.store(millis, Ordering::Relaxed);
+    }
+}
 
 /// A heartbeat word that this process increments.
 #[derive(Debug)]
@@ -122,15 +150,52 @@ fn run() {
     }
 }
 
-/// The observer of the peer's heartbeat.
+/// The time without a sign of the peer. Time during which this process did not run does not count.
+#[derive(Debug)]
+pub(crate) struct StillTime {
+    checked: Instant,
+    still: Duration,
+    silence: Silence,
+}
+
+impl StillTime {
+    /// No time so far.
+    pub(crate) fn new() -> StillTime {
+        StillTime {
+            checked: Instant::now(),
+            still: Duration::ZERO,
+            silence: Silence::default(),
+        }
+    }
+
+    /// The same figure for other threads.
+    pub(crate) fn silence(&self) -> Silence {
+        self.silence.clone()
+    }
+
+    /// Checks the peer. `is_heard` says whether there was a sign since the last check. Returns the
+    /// time without one.
+    pub(crate) fn check(&mut self, is_heard: bool) -> Duration {
+        let now = Instant::now();
+        self.still = match is_heard {
+            true => Duration::ZERO,
+            // A stopped process or a paused machine delays both this check and the peer's
+            // heartbeat. One check therefore counts for one period at most.
+            false => self.still + (now - self.checked).min(PERIOD),
+        };
+        self.checked = now;
+        self.silence.set(self.still);
+        self.still
+    }
+}
+
+/// The observer of the peer's heartbeat in a window.
 #[derive(Debug)]
 pub struct Liveness {
     word: usize,
     limit: Duration,
     last: u64,
-    checked: Instant,
-    /// The time without a change that this end has observed.
-    still: Duration,
+    still: StillTime,
 }
 
 impl Liveness {
@@ -146,9 +211,13 @@ impl Liveness {
             word,
             limit,
             last: window.load(word),
-            checked: Instant::now(),
-            still: Duration::ZERO,
+            still: StillTime::new(),
         }
+    }
+
+    /// How long the peer has had no heartbeat, for other threads.
+    pub fn silence(&self) -> Silence {
+        self.still.silence()
     }
 
     /// The time without a heartbeat, if it has reached the limit. Time during which this process
@@ -159,17 +228,10 @@ impl Liveness {
     }
 
     fn still_for(&mut self, window: &Window) -> Duration {
-        let (now, beat) = (Instant::now(), window.load(self.word));
-        if beat != self.last {
-            self.last = beat;
-            self.still = Duration::ZERO;
-        } else {
-            // A stopped process or a paused machine delays both this check and the peer's
-            // heartbeat. One check therefore counts for one period at most.
-            self.still += (now - self.checked).min(PERIOD);
-        }
-        self.checked = now;
-        self.still
+        let beat = window.load(self.word);
+        let is_heard = beat != self.last;
+        self.last = beat;
+        self.still.check(is_heard)
     }
 }
 
@@ -202,13 +264,13 @@ mod tests {
         let window = Window::anonymous(4096).unwrap();
         let mut liveness = Liveness::new(&window, STALL);
         // This process was stopped for an hour: one check, one period.
-        liveness.checked -= Duration::from_secs(3600);
+        liveness.still.checked -= Duration::from_secs(3600);
         assert_eq!(liveness.still_for(&window), PERIOD);
-        liveness.checked -= Duration::from_secs(3600);
+        liveness.still.checked -= Duration::from_secs(3600);
         assert_eq!(liveness.still_for(&window), 2 * PERIOD);
         window.store(word::HEARTBEAT, 9);
         assert_eq!(liveness.still_for(&window), Duration::ZERO);
-        liveness.checked -= Duration::from_millis(300);
+        liveness.still.checked -= Duration::from_millis(300);
         let still = liveness.still_for(&window);
         assert!(still >= Duration::from_millis(300) && still <= PERIOD);
     }

@@ -33,10 +33,11 @@
 
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd};
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
 use memmap2::{MmapOptions, MmapRaw};
-use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::io::Errno;
 
 use crate::bytes::{Bytes, BytesMut};
@@ -397,11 +398,33 @@ pub fn sealed_file(size: usize) -> Result<OwnedFd, MapError> {
 ///
 /// [`MapError::System`] when a system call fails.
 pub fn sealed_file_named(name: &str, size: usize) -> Result<OwnedFd, MapError> {
+    new_file(name, size, is_overcommit_forbidden())
+}
+
+/// Whether the kernel promises no more memory than it has (`vm.overcommit_memory` is 2), as of the
+/// first call.
+fn is_overcommit_forbidden() -> bool {
+    static IS_FORBIDDEN: OnceLock<bool> = OnceLock::new();
+    *IS_FORBIDDEN.get_or_init(|| {
+        let setting = std::fs::read_to_string("/proc/sys/vm/overcommit_memory");
+        setting.is_ok_and(|setting| setting.trim() == "2")
+    })
+}
+
+/// Makes a sealed file. `is_reserved` says whether the kernel has to provide its pages now. Where
+/// overcommitment is forbidden, the kernel otherwise counts each page at its first access, and ends
+/// the process with SIGBUS if there is none.
+fn new_file(name: &str, size: usize, is_reserved: bool) -> Result<OwnedFd, MapError> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     let file = rustix::fs::memfd_create(name, flags)
         .map_err(MapError::system("creating the window's file"))?;
     rustix::fs::ftruncate(&file, size as u64)
         .map_err(MapError::system("setting the size of the window's file"))?;
+    if is_reserved && size > 0 {
+        rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, size as u64).map_err(
+            MapError::system("reserving the memory of the window's file"),
+        )?;
+    }
     rustix::fs::fcntl_add_seals(file.as_fd(), SEALS)
         .map_err(MapError::system("sealing the window's file"))?;
     Ok(file)
@@ -426,6 +449,17 @@ fn sealed_size(file: BorrowedFd<'_>) -> Result<u64, MapError> {
 mod tests {
     use super::*;
     use std::os::fd::AsFd;
+
+    #[test]
+    fn where_overcommitment_is_forbidden_memory_is_taken_at_once() {
+        const SIZE: usize = 1 << 20;
+        let pages = |is_reserved| {
+            let file = new_file("test", SIZE, is_reserved).unwrap();
+            rustix::fs::fstat(&file).unwrap().st_blocks as usize * 512
+        };
+        assert_eq!((pages(false), pages(true)), (0, SIZE));
+        assert!(new_file("test", 0, true).is_ok());
+    }
 
     #[test]
     fn words_and_bytes_are_read_back() {

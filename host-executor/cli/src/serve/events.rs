@@ -12,7 +12,7 @@ use tracing::{error, info, warn};
 use vgpu_executor::config::Settings;
 use vgpu_executor::control::ReloadOutcome;
 use vgpu_executor::status::StatusHandle;
-use vgpu_executor::{log_dump, service};
+use vgpu_executor::{end_with_last_log, log_dump};
 
 /// Signals within this time of the first one count as one: `timeout` and some service managers
 /// signal a process and its process group.
@@ -34,9 +34,9 @@ pub(super) type DumpSource = Arc<OnceLock<StatusHandle>>;
 
 /// Ends the process because the engine hangs. The log says why.
 pub(super) fn end_stuck(_: &str) {
-    error!("vgpu serve ends, and a supervisor can start it again");
-    // Destructors and exit handlers of a driver could wait for what hangs.
-    service::end_at_once(1);
+    end_with_last_log(1, || {
+        error!("vgpu serve ends, and a supervisor can start it again");
+    });
 }
 
 /// Waits until the process is to end. Reloads the configuration whenever an event asks for it.
@@ -137,8 +137,9 @@ pub(super) fn catch_signals(events: Sender<Event>, dumps: DumpSource) -> anyhow:
                     }
                     Some(first) if first.elapsed() < SAME_SIGNAL => {}
                     Some(_) => {
-                        warn!("{name} received again: ending at once");
-                        std::process::exit(1);
+                        end_with_last_log(1, move || {
+                            warn!("{name} received again: ending at once");
+                        });
                     }
                 }
             }

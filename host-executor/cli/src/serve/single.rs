@@ -7,7 +7,7 @@ use anyhow::Context as _;
 use tracing::{error, info};
 use vgpu_executor::config::Settings;
 use vgpu_executor::sandbox::Role;
-use vgpu_executor::{Limits, Server, Shutdown, WeightStore, engine, service};
+use vgpu_executor::{Limits, Server, Shutdown, WeightStore, end_with_last_log, engine, service};
 
 use super::args::Args;
 use super::certificates::{self, EndWatch};
@@ -131,8 +131,7 @@ pub(super) fn run(
     );
     service::stopping();
     if let Shutdown::Stuck(why) = server.shutdown() {
-        error!("{why}: vgpu serve ends all the same");
-        service::end_at_once(1);
+        end_with_last_log(1, move || error!("{why}: vgpu serve ends all the same"));
     }
     outcome?;
     info!("vgpu ends");

@@ -5,13 +5,16 @@ use anyhow::Result;
 use xtask_common::progress::Progress;
 
 use super::setup::{Row, Setup};
-use super::{exhaustion, kills, multi_guest, suspend};
+use super::{exhaustion, kills, multi_guest, random_events, suspend};
 
 /// A kind of fault.
 type Fault = fn(&Setup<'_>, &Progress) -> Result<Row>;
 
+/// The name of the fault that is many.
+pub(super) const RANDOM_EVENTS: &str = "random events against four guests";
+
 /// All of them.
-pub(crate) const FAULTS: [(&str, Fault); 12] = [
+pub(crate) const FAULTS: [(&str, Fault); 13] = [
     ("executor killed at random points", kills::executors),
     ("guest killed at random points", kills::guests),
     ("executor and guest stopped for a while", suspend::both),
@@ -36,6 +39,7 @@ pub(crate) const FAULTS: [(&str, Fault); 12] = [
         "disk full: sockets' folder, logs, statistics",
         exhaustion::disk,
     ),
+    (RANDOM_EVENTS, random_events::run),
 ];
 
 /// The results as text.

@@ -110,6 +110,12 @@ impl Guest {
         self.dialogue.write_line(&format!("run {tokens}"))
     }
 
+    /// The same, with a fork in the middle: the child must not be able to use the session of its
+    /// parent, and generates the same tokens with a session of its own.
+    pub(super) fn begin_fork(&mut self, tokens: usize) -> Result<()> {
+        self.dialogue.write_line(&format!("fork {tokens}"))
+    }
+
     /// Waits for the next token.
     pub(super) fn token(&mut self) -> Result<()> {
         let said = self.dialogue.read_line(HANG)?;

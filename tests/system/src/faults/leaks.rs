@@ -9,6 +9,10 @@ use anyhow::{Context as _, Result, bail};
 /// A leaked model is 38 MiB; a leaked window is 2 MiB in each of hundreds of rounds.
 const SLACK: u64 = 16 << 20;
 
+/// Mappings that may be added without a leak, for the same reason. A leaked window or buffer is one
+/// in each round.
+const MAPPINGS_SLACK: usize = 64;
+
 /// The resources of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ResourceUsage {
@@ -17,6 +21,8 @@ pub(super) struct ResourceUsage {
     /// Bytes of address space in use. Not compared, since allocators keep their mappings.
     pub(super) mapped: u64,
     pub(super) descriptors: usize,
+    /// Ranges of the address space.
+    pub(super) mappings: usize,
     /// Shared memory files, open or mapped.
     pub(super) memory_files: usize,
     pub(super) threads: u64,
@@ -49,16 +55,18 @@ impl ResourceUsage {
             resident: field("VmRSS:")? << 10,
             mapped: field("VmSize:")? << 10,
             descriptors,
+            mappings: maps.lines().count(),
             memory_files,
             threads: field("Threads:")?,
         })
     }
 
     /// A description of the difference if the process holds more than `before`. Resident memory may
-    /// grow by [`SLACK`].
+    /// grow by [`SLACK`], the mappings by [`MAPPINGS_SLACK`].
     fn excess(&self, before: &ResourceUsage) -> Option<String> {
         let is_more = self.resident > before.resident + SLACK
             || self.descriptors > before.descriptors
+            || self.mappings > before.mappings + MAPPINGS_SLACK
             || self.memory_files > before.memory_files
             || self.threads > before.threads;
         is_more.then(|| format!("{self}; before: {before}"))
@@ -69,9 +77,10 @@ impl fmt::Display for ResourceUsage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "{:.1} MiB, {} descriptors, {} memory files, {} threads",
+            "{:.1} MiB, {} descriptors, {} mappings, {} memory files, {} threads",
             self.resident as f64 / f64::from(1 << 20),
             self.descriptors,
+            self.mappings,
             self.memory_files,
             self.threads
         )

@@ -7,14 +7,17 @@
 
 mod all;
 mod exhaustion;
+mod freezer;
 mod guest;
 mod kills;
 mod leaks;
 mod long_run;
 mod multi_guest;
+mod proxy;
+mod random_events;
 mod setup;
 mod suspend;
 
 pub(crate) use all::FAULTS;
-pub(crate) use long_run::{Options, run};
+pub(crate) use long_run::{Options, SoakOptions, run, soak};
 pub(crate) use setup::{Counts, Setup};

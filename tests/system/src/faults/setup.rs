@@ -24,6 +24,12 @@ pub(crate) struct Counts {
     pub(crate) kills: usize,
     /// Every other fault.
     pub(crate) others: usize,
+    /// Random events, one after the other.
+    pub(crate) events: usize,
+    /// Whether the programs of the random events share weights.
+    pub(crate) shares_weights: bool,
+    /// The time after which no further random event happens.
+    pub(crate) time: Option<Duration>,
     pub(crate) seed: u64,
 }
 

@@ -1,4 +1,8 @@
 //! All faults, a few times each.
+//!
+//! In a default run as many random events happen as fit into a minute.
+
+use std::time::Duration;
 
 use anyhow::Context as _;
 
@@ -11,6 +15,9 @@ use crate::test_run::TestRun;
 const FULL: Counts = Counts {
     kills: 6,
     others: 2,
+    events: 1000,
+    shares_weights: false,
+    time: Some(Duration::from_secs(60 * 60)),
     seed: 1,
 };
 
@@ -18,6 +25,9 @@ const FULL: Counts = Counts {
 const DEFAULT: Counts = Counts {
     kills: 3,
     others: 1,
+    events: 20,
+    shares_weights: false,
+    time: Some(Duration::from_secs(60)),
     seed: 1,
 };
 

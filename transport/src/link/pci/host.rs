@@ -18,16 +18,12 @@ use crate::link::window::WindowHost;
 use crate::link::window_end::unmapped;
 use crate::shm::doorbell::{Doorbell, Wake, new_eventfd};
 use crate::shm::layout::{self, Layout};
-use crate::shm::liveness::{self, Liveness};
+use crate::shm::liveness::{self, ALIVE, Liveness};
 use crate::shm::memory::{MapError, SharedWords as _, Window};
 
 /// The time that a session has to end after another guest has requested its slot. After it, the
 /// host answers [`VERDICT_BUSY`].
 const EVICTION: Duration = Duration::from_millis(500);
-
-/// The time after its last heartbeat during which a guest keeps its slot. The heartbeat comes once
-/// a second ([`liveness::PERIOD`]).
-const ALIVE: Duration = Duration::from_secs(3);
 
 /// The doorbell of a virtual machine, and the detection of the machine's end.
 ///
@@ -356,9 +352,9 @@ impl PciArrival {
         }
         layout.write(&*window);
         liveness::start(&window).map_err(VmError::Heartbeat)?;
-        let liveness = self
-            .silence
-            .map(|silence| Liveness::at(&window, layout::word::GUEST_HEARTBEAT, silence));
+        // Without a limit the heartbeat still says who may lose its memory to others.
+        let limit = self.silence.unwrap_or(Duration::MAX);
+        let liveness = Liveness::at(&window, layout::word::GUEST_HEARTBEAT, limit);
         let events = self.bell.subscribe()?;
         let Some(token) = self.token.take() else {
             return Err(LinkError::Closed.into()); // unreachable: `handshake` consumes the arrival
@@ -380,7 +376,7 @@ impl PciArrival {
             window,
             &layout,
             Box::new(doorbell),
-            liveness,
+            Some(liveness),
         ))
     }
 }

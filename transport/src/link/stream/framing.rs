@@ -14,6 +14,7 @@ use super::channel::{self, Channel};
 use crate::error::{LinkError, LinkViolation};
 use crate::fork::OwnFd;
 use crate::limits::{MAX_MESSAGE, MAX_PAYLOAD};
+use crate::shm::liveness::{SILENCE, STALL, Silence, StillTime};
 
 /// The size of a frame's header, in bytes.
 const HEADER: usize = 24;
@@ -28,7 +29,34 @@ pub(super) const HOST_RECEIVED: usize = 4 << 20;
 
 /// The same for the guest's end. A guest must read replies while its request waits for room, so the
 /// limit is generous.
-pub(super) const GUEST_RECEIVED: usize = 256 << 20;
+const GUEST_RECEIVED: usize = 256 << 20;
+
+/// The side of a link that an end belongs to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Side {
+    Guest,
+    Host,
+}
+
+impl Side {
+    /// The size of the received frames from which on this side reads no more, in bytes.
+    fn max_received(self) -> usize {
+        match self {
+            Side::Guest => GUEST_RECEIVED,
+            Side::Host => HOST_RECEIVED,
+        }
+    }
+
+    /// The time that the kernel of this side waits for the acknowledgement of bytes over TCP. A
+    /// host waits as long for a paused machine as on every other link. A guest gives up a host
+    /// without a heartbeat for [`STALL`] in any case.
+    pub(super) fn user_timeout(self) -> Duration {
+        match self {
+            Side::Guest => STALL + Duration::from_secs(5),
+            Side::Host => SILENCE,
+        }
+    }
+}
 
 /// The maximum number of received frames that the link has not consumed.
 const MAX_FRAMES: usize = 256;
@@ -121,12 +149,15 @@ pub(super) struct Framing {
     frames: VecDeque<Frame>,
     /// The size of `frames`, in bytes.
     received: usize,
-    /// The size of `frames` from which on nothing is read.
-    max_received: usize,
+    side: Side,
     /// The last retired request that the peer has reported.
     retired: u64,
     /// Whether bytes have arrived since the last call of `take_activity`.
     activity: bool,
+    /// Whether the peer has sent a heartbeat.
+    has_heartbeat: bool,
+    /// The time without bytes of a peer that has a heartbeat.
+    still: StillTime,
     /// The first error, which is final.
     error: Option<LinkError>,
     /// The buffer of one read.
@@ -134,8 +165,7 @@ pub(super) struct Framing {
 }
 
 impl Framing {
-    /// `max_received` is [`HOST_RECEIVED`] or [`GUEST_RECEIVED`].
-    pub(super) fn new(channel: Box<dyn Channel>, max_received: usize) -> Framing {
+    pub(super) fn new(channel: Box<dyn Channel>, side: Side) -> Framing {
         let socket = channel.socket().ok().map(OwnFd::new).map(Arc::new);
         Framing {
             channel,
@@ -148,9 +178,11 @@ impl Framing {
             begun: 0,
             frames: VecDeque::new(),
             received: 0,
-            max_received,
+            side,
             retired: 0,
             activity: false,
+            has_heartbeat: false,
+            still: StillTime::new(),
             error: None,
             chunk: vec![0; CHUNK],
         }
@@ -172,6 +204,29 @@ impl Framing {
     /// Whether bytes have arrived since the last call.
     pub(super) fn take_activity(&mut self) -> bool {
         std::mem::take(&mut self.activity)
+    }
+
+    /// Checks, after a [`pump`](Framing::pump), that a peer with a heartbeat has sent something
+    /// within `limit`. The process of the peer may have ended without a word of its machine.
+    pub(super) fn check_heartbeat(&mut self, limit: Duration) -> Result<(), LinkError> {
+        let is_heard = self.take_activity();
+        // An end that does not read hears nothing.
+        let still = self.still.check(is_heard || !self.reads());
+        if !self.has_heartbeat || still < limit {
+            return Ok(());
+        }
+        let seconds = still.as_secs();
+        Err(self.fail(LinkError::Stalled { seconds }))
+    }
+
+    /// How long a peer with a heartbeat has sent nothing, for other threads.
+    pub(super) fn silence(&self) -> Option<Silence> {
+        self.has_heartbeat.then(|| self.still.silence())
+    }
+
+    /// Whether this end takes further bytes of the peer.
+    fn reads(&self) -> bool {
+        self.received < self.side.max_received() && self.frames.len() < MAX_FRAMES
     }
 
     /// The number of outgoing bytes that the socket has not accepted.
@@ -283,7 +338,7 @@ impl Framing {
     fn pull_in(&mut self) -> Result<(), LinkError> {
         self.check()?;
         // The limits leave further bytes in the kernel's buffer, and so apply backpressure.
-        while self.received < self.max_received {
+        while self.received < self.side.max_received() {
             let mut chunk = std::mem::take(&mut self.chunk);
             let got = self.channel.read(&mut chunk);
             let outcome = match got {
@@ -297,7 +352,7 @@ impl Framing {
                     self.parse(&chunk[..count]).map(|()| true)
                 }
                 Err(error) if would_block(&error) => Ok(false),
-                Err(error) => Err(broken(&error)),
+                Err(error) => Err(broken(&error, self.side)),
             };
             self.chunk = chunk;
             match outcome {
@@ -350,6 +405,7 @@ impl Framing {
             }
             self.retired = number;
         }
+        self.has_heartbeat |= kind == Kind::Heartbeat;
         if matches!(kind, Kind::Reply | Kind::Request) {
             let frame = Frame {
                 number,
@@ -389,7 +445,7 @@ impl Framing {
     }
 
     fn broken(&mut self, error: &io::Error) -> LinkError {
-        self.fail(broken(error))
+        self.fail(broken(error, self.side))
     }
 }
 
@@ -456,7 +512,7 @@ fn would_block(error: &io::Error) -> bool {
     )
 }
 
-fn broken(error: &io::Error) -> LinkError {
+fn broken(error: &io::Error, side: Side) -> LinkError {
     match error.kind() {
         io::ErrorKind::ConnectionReset
         | io::ErrorKind::BrokenPipe
@@ -466,8 +522,9 @@ fn broken(error: &io::Error) -> LinkError {
         io::ErrorKind::InvalidData => LinkError::PeerMisbehaved(LinkViolation::Tls {
             reason: error.to_string(),
         }),
-        // `TCP_USER_TIMEOUT` of `tcp` has passed.
-        io::ErrorKind::TimedOut => LinkError::Stalled { seconds: 15 },
+        io::ErrorKind::TimedOut => LinkError::Stalled {
+            seconds: side.user_timeout().as_secs(),
+        },
         _ => LinkError::System {
             what: "the peer's stream",
             error: Errno::from_io_error(error).unwrap_or(Errno::IO),

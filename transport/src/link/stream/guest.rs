@@ -5,7 +5,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use super::channel::Channel;
-use super::framing::{Framing, GUEST_RECEIVED, HIGH_WATER, Kind, POLL_PERIOD, Shared, lock};
+use super::framing::{Framing, HIGH_WATER, Kind, POLL_PERIOD, Shared, Side, lock};
+use super::heartbeat;
 use crate::bytes::{Bytes, BytesMut};
 use crate::error::{LinkError, LinkViolation};
 use crate::fork::Owner;
@@ -27,12 +28,25 @@ impl StreamGuest {
     /// The guest's end of an open stream.
     pub fn new(channel: Box<dyn Channel>) -> StreamGuest {
         StreamGuest {
-            framing: Arc::new(Mutex::new(Framing::new(channel, GUEST_RECEIVED))),
+            framing: Arc::new(Mutex::new(Framing::new(channel, Side::Guest))),
             sent: 0,
             counters: Counters::default(),
             slow_wait: SlowWait::default(),
             owner: Owner::current(),
         }
+    }
+
+    /// The same end, with a heartbeat: the host can tell a program that does not ask for anything
+    /// from one that has ended together with its machine.
+    ///
+    /// # Errors
+    ///
+    /// When the process cannot start the heartbeat thread.
+    pub fn with_heartbeat(self) -> std::io::Result<StreamGuest> {
+        // The first one goes ahead of the first request.
+        lock(&self.framing).push(Kind::Heartbeat, 0, &[], 0, |_| {});
+        heartbeat::start(&self.framing)?;
+        Ok(self)
     }
 
     /// Moves bytes in both directions until `done` returns a value.
@@ -76,15 +90,17 @@ impl GuestEnd for StreamGuest {
                 payload: payload.len(),
             });
         }
-        let number = self.sent + 1;
-        {
+        let number = self.sent.checked_add(1);
+        let number = {
             let mut framing = lock(&self.framing);
             framing.check()?;
+            let number = number.ok_or_else(|| framing.fail(LinkError::NoNumberLeft))?;
             framing.push(Kind::Request, number, message, payload.len(), |room| {
                 payload.copy_to(room);
             });
             framing.pump()?;
-        }
+            number
+        };
         self.sent = number;
         self.counters.messages_out += 1;
         self.counters.bytes_out += (message.len() + payload.len()) as u64;

@@ -1,17 +1,27 @@
-//! Heartbeats of the host: one thread sends those of all stream links of the process.
+//! Heartbeats of both ends: one thread sends those of all stream links of the process.
 //!
 //! A thread for each link would outlive the link by up to a period, so that a peer that connects
 //! again and again would have many.
 #![forbid(unsafe_code)]
 
-use std::sync::{Arc, Mutex, PoisonError, TryLockError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
 use std::thread;
 
 use super::framing::{Framing, Kind, Shared};
+use crate::fork::PerProcess;
 use crate::shm::liveness::PERIOD;
 
-/// The links of this process. `None` while the thread does not run.
-static LINKS: Mutex<Option<Vec<Weak<Mutex<Framing>>>>> = Mutex::new(None);
+/// The links with a heartbeat.
+type Links = Vec<Weak<Mutex<Framing>>>;
+
+/// The links of this process. `None` while the thread does not run. A forked child does not have
+/// the thread, and starts one of its own.
+static LINKS: PerProcess<Mutex<Option<Links>>> = PerProcess::new();
+
+fn links() -> MutexGuard<'static, Option<Links>> {
+    let links = LINKS.get_or_init(Mutex::default);
+    links.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// Sends a heartbeat over a link once per [`PERIOD`] until the link ends.
 ///
@@ -19,7 +29,7 @@ static LINKS: Mutex<Option<Vec<Weak<Mutex<Framing>>>>> = Mutex::new(None);
 ///
 /// When the process cannot start the thread.
 pub(super) fn start(framing: &Shared) -> std::io::Result<()> {
-    let mut links = LINKS.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut links = links();
     match &mut *links {
         Some(all) => all.push(Arc::downgrade(framing)),
         None => {
@@ -34,7 +44,7 @@ pub(super) fn start(framing: &Shared) -> std::io::Result<()> {
 fn run() {
     loop {
         thread::sleep(PERIOD);
-        let mut links = LINKS.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut links = links();
         let Some(all) = &mut *links else { return };
         all.retain(|framing| framing.upgrade().is_some_and(|framing| beat(&framing)));
         if all.is_empty() {
@@ -69,13 +79,13 @@ mod tests {
     use std::os::unix::net::UnixStream;
 
     use super::super::channel::Plain;
-    use super::super::framing::{HOST_RECEIVED, lock};
+    use super::super::framing::{Side, lock};
     use super::*;
 
     fn link() -> (Shared, UnixStream) {
         let (near, far) = UnixStream::pair().unwrap();
         near.set_nonblocking(true).unwrap();
-        let framing = Framing::new(Box::new(Plain::new(near)), HOST_RECEIVED);
+        let framing = Framing::new(Box::new(Plain::new(near)), Side::Host);
         (Arc::new(Mutex::new(framing)), far)
     }
 

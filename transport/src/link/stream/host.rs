@@ -5,13 +5,13 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use super::channel::Channel;
-use super::framing::{Frame, Framing, HIGH_WATER, HOST_RECEIVED, Kind, POLL_PERIOD, Shared, lock};
+use super::framing::{Frame, Framing, HIGH_WATER, Kind, POLL_PERIOD, Shared, Side, lock};
 use super::heartbeat;
 use crate::bytes::{Bytes, BytesMut};
 use crate::error::{LinkError, LinkViolation};
 use crate::limits::{MAX_MESSAGE, MAX_PAYLOAD};
 use crate::link::end::{Counters, HostEnd, Incoming};
-use crate::shm::liveness::PERIOD;
+use crate::shm::liveness::{PERIOD, SILENCE, Silence};
 
 /// The time that a host waits for a guest to receive replies.
 const GUEST_STALL: Duration = Duration::from_secs(60);
@@ -33,6 +33,8 @@ pub struct StreamHost {
     /// The number of the incomplete frame that the host has waited for last, and how long.
     awaited: (u64, Duration),
     frame_timeout: Duration,
+    /// The time without a byte after which a guest with a heartbeat has died.
+    silence: Duration,
 }
 
 impl StreamHost {
@@ -42,7 +44,7 @@ impl StreamHost {
     ///
     /// When the process cannot start the heartbeat thread.
     pub fn new(channel: Box<dyn Channel>) -> std::io::Result<StreamHost> {
-        let framing = Arc::new(Mutex::new(Framing::new(channel, HOST_RECEIVED)));
+        let framing = Arc::new(Mutex::new(Framing::new(channel, Side::Host)));
         heartbeat::start(&framing)?;
         Ok(StreamHost {
             framing,
@@ -54,6 +56,7 @@ impl StreamHost {
             certificates: Vec::new(),
             awaited: (0, Duration::ZERO),
             frame_timeout: FRAME_TIMEOUT,
+            silence: SILENCE,
         })
     }
 
@@ -97,6 +100,7 @@ impl HostEnd for StreamHost {
                 break frame;
             }
             pumped?;
+            framing.check_heartbeat(self.silence)?;
             // A guest that does not read learns of the last retirement when it reads again.
             if self.reported < self.retired && framing.unsent() < HIGH_WATER {
                 self.reported = self.retired;
@@ -116,7 +120,7 @@ impl HostEnd for StreamHost {
                 self.count_wait(number, waits.elapsed())?;
             }
         };
-        if frame.number() != self.received + 1 {
+        if Some(frame.number()) != self.received.checked_add(1) {
             let (number, last) = (frame.number(), self.received);
             let violation = LinkViolation::RequestOrder { number, last };
             return Err(lock(&self.framing).fail(violation.into()));
@@ -134,7 +138,13 @@ impl HostEnd for StreamHost {
     }
 
     fn check_guest(&mut self) -> Result<(), LinkError> {
-        lock(&self.framing).pump()
+        let mut framing = lock(&self.framing);
+        framing.pump()?;
+        framing.check_heartbeat(self.silence)
+    }
+
+    fn silence(&self) -> Option<Silence> {
+        lock(&self.framing).silence()
     }
 
     fn payload(&self) -> Bytes<'_> {
@@ -221,6 +231,8 @@ mod tests {
     use std::thread;
 
     use super::super::channel::Plain;
+    use super::super::framing::HOST_RECEIVED;
+    use super::super::guest::StreamGuest;
     use super::*;
 
     const WAIT: Duration = Duration::from_secs(20);
@@ -230,6 +242,13 @@ mod tests {
         let (near, far) = UnixStream::pair().unwrap();
         near.set_nonblocking(true).unwrap();
         (StreamHost::new(Box::new(Plain::new(near))).unwrap(), far)
+    }
+
+    /// The frame of a heartbeat.
+    fn heartbeat() -> Vec<u8> {
+        let mut bytes = (Kind::Heartbeat as u32).to_le_bytes().to_vec();
+        bytes.resize(24, 0);
+        bytes
     }
 
     /// The header of a request.
@@ -260,6 +279,78 @@ mod tests {
                 }
             };
             assert_eq!(error, LinkError::Stalled { seconds: 0 });
+        }
+    }
+
+    #[test]
+    fn guest_with_a_heartbeat_that_falls_silent_loses_its_link() {
+        for has_heartbeat in [true, false] {
+            let (mut host, mut guest) = host();
+            host.silence = Duration::from_millis(300);
+            if has_heartbeat {
+                guest.write_all(&heartbeat()).unwrap();
+            }
+            let start = Instant::now();
+            let mut outcome = Ok(None);
+            while matches!(outcome, Ok(None)) && start.elapsed() < 3 * host.silence {
+                outcome = host.receive(&mut Vec::new(), Duration::from_millis(20));
+            }
+            match has_heartbeat {
+                true => assert_eq!(outcome.map(drop), Err(LinkError::Stalled { seconds: 0 })),
+                // A guest of an earlier version.
+                false => assert_eq!(outcome.map(drop), Ok(())),
+            }
+            let silence = host.silence().map(|silence| silence.lasts());
+            assert_eq!(silence.is_some(), has_heartbeat);
+            assert!(silence.is_none_or(|silence| silence >= host.silence));
+        }
+    }
+
+    #[test]
+    fn guest_that_the_host_does_not_read_is_not_silent() {
+        let (mut host, mut guest) = host();
+        let mut flood = guest.try_clone().unwrap();
+        let flood = thread::spawn(move || {
+            flood.write_all(&heartbeat()).unwrap();
+            for number in 1..=64 {
+                let mut frame = header(number, 1, MAX_PAYLOAD as u32);
+                frame.resize(frame.len() + 1 + MAX_PAYLOAD, 9);
+                flood.write_all(&frame).unwrap();
+            }
+        });
+        // As during a long graph: the host looks for the end of the guest, and takes no request.
+        while lock(&host.framing).received() < HOST_RECEIVED {
+            host.check_guest().unwrap();
+        }
+        host.silence = Duration::from_millis(50);
+        let start = Instant::now();
+        while start.elapsed() < 10 * host.silence {
+            host.check_guest().unwrap();
+            thread::sleep(Duration::from_millis(5));
+        }
+        host.silence = WAIT;
+        for number in 1..=64 {
+            let got = host.receive(&mut Vec::new(), WAIT).unwrap();
+            assert_eq!(got.unwrap().request, number);
+        }
+        flood.join().unwrap();
+        drop(host);
+        let _ = guest.read(&mut [0]);
+    }
+
+    #[test]
+    fn program_that_asks_for_nothing_has_a_heartbeat() {
+        let (near, far) = UnixStream::pair().unwrap();
+        near.set_nonblocking(true).unwrap();
+        far.set_nonblocking(true).unwrap();
+        let guest = StreamGuest::new(Box::new(Plain::new(near)));
+        let _guest = guest.with_heartbeat().unwrap();
+        let mut host = StreamHost::new(Box::new(Plain::new(far))).unwrap();
+        host.silence = 3 * PERIOD;
+        let start = Instant::now();
+        while start.elapsed() < 2 * host.silence {
+            let got = host.receive(&mut Vec::new(), Duration::from_millis(100));
+            assert_eq!(got.map(|got| got.is_none()), Ok(true));
         }
     }
 

@@ -9,12 +9,10 @@ use std::time::{Duration, Instant};
 
 use super::accept::accept_within;
 use super::channel::{Channel, Plain};
+use super::framing::Side;
 use super::guest::StreamGuest;
 use super::host::StreamHost;
 use super::tls::{Certificates, TlsError};
-
-/// The time that the peer may leave bytes unacknowledged (`TCP_USER_TIMEOUT`).
-const USER_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// Why a TCP link cannot be opened.
 #[derive(Debug, thiserror::Error)]
@@ -66,12 +64,12 @@ pub fn connect(
         return Err(TcpError::Unprotected { host: host.into() });
     }
     let socket = connect_any(&addresses, deadline).map_err(failed)?;
-    prepare(&socket).map_err(failed)?;
+    prepare(&socket, Side::Guest).map_err(failed)?;
     let channel: Box<dyn Channel> = match certificates {
         Some(certificates) => Box::new(certificates.connect(host, socket, deadline)?),
         None => Box::new(Plain::new(socket)),
     };
-    Ok(StreamGuest::new(channel))
+    StreamGuest::new(channel).with_heartbeat().map_err(failed)
 }
 
 /// Connects to the first of the addresses that answers. Each has an equal share of the time that is
@@ -95,16 +93,18 @@ fn share(left: Duration, waiting: u32) -> Duration {
     (left / waiting).max(Duration::from_millis(1))
 }
 
-/// Sets the options of a connected socket.
-fn prepare(socket: &TcpStream) -> io::Result<()> {
+/// Sets the options of a connected socket of this side.
+fn prepare(socket: &TcpStream, side: Side) -> io::Result<()> {
     socket.set_nodelay(true)?;
     socket.set_nonblocking(true)?;
-    // Keep-alive probes detect a peer machine that has lost power or network.
+    // Keep-alive probes detect a peer machine that has lost power or network. The time limit below
+    // decides for how long they may stay without an answer, instead of their number.
     rustix::net::sockopt::set_socket_keepalive(socket, true)?;
     rustix::net::sockopt::set_tcp_keepidle(socket, Duration::from_secs(5))?;
     rustix::net::sockopt::set_tcp_keepintvl(socket, Duration::from_secs(2))?;
     rustix::net::sockopt::set_tcp_keepcnt(socket, 5)?;
-    rustix::net::sockopt::set_tcp_user_timeout(socket, USER_TIMEOUT.as_millis() as u32)?;
+    let limit = side.user_timeout().as_millis();
+    rustix::net::sockopt::set_tcp_user_timeout(socket, limit as u32)?;
     Ok(())
 }
 
@@ -237,7 +237,7 @@ impl Arrival {
             port: 0,
             error,
         };
-        prepare(&self.socket).map_err(failed)?;
+        prepare(&self.socket, Side::Host).map_err(failed)?;
         let (channel, certificates): (Box<dyn Channel>, _) = match &self.certificates {
             Some(certificates) => {
                 let secure = certificates.accept(self.socket, Instant::now() + timeout)?;
@@ -254,6 +254,21 @@ impl Arrival {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::shm::liveness::{SILENCE, STALL};
+
+    #[test]
+    fn host_waits_as_long_for_a_paused_machine_as_on_other_links() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let guest = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (host, _) = listener.accept().unwrap();
+        let limit = |socket: &TcpStream, side| {
+            prepare(socket, side).unwrap();
+            let limit = rustix::net::sockopt::tcp_user_timeout(socket).unwrap();
+            Duration::from_millis(limit.into())
+        };
+        assert_eq!(limit(&host, Side::Host), SILENCE);
+        assert!(limit(&guest, Side::Guest) > STALL);
+    }
 
     #[test]
     fn address_without_an_answer_leaves_time_for_the_next() {

@@ -36,7 +36,7 @@ pub const ANY: u32 = u32::MAX;
 /// has no vsock device.
 pub fn connect(cid: u32, port: u32, timeout: Duration) -> io::Result<StreamGuest> {
     let socket = vsock::connect(cid, port, timeout)?;
-    Ok(StreamGuest::new(Box::new(Plain::new(socket))))
+    StreamGuest::new(Box::new(Plain::new(socket))).with_heartbeat()
 }
 
 /// A listening socket for guests.

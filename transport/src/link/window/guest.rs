@@ -95,9 +95,22 @@ impl WindowGuest {
         WindowGuest { files, ..self }
     }
 
+    /// The same end of a new link, whose first request gets the number after `last`. For tests of
+    /// links that have lasted long; the host's end must
+    /// [continue](super::WindowHost::continuing_after) there, too.
+    pub fn continuing_after(self, last: u64) -> WindowGuest {
+        WindowGuest { sent: last, ..self }
+    }
+
     /// The window, for access to staging memory.
     pub fn window(&self) -> &Arc<Window> {
         &self.window
+    }
+
+    /// The number of the next request.
+    fn next_request(&mut self) -> Result<u64, LinkError> {
+        let next = self.sent.checked_add(1);
+        next.ok_or_else(|| self.end.fail(LinkError::NoNumberLeft))
     }
 
     /// Reserves a record in the submission ring, writes the record and publishes it. Waits for
@@ -115,7 +128,7 @@ impl WindowGuest {
         if message.len() > MAX_MESSAGE || len > MAX_PAYLOAD || inline_len > INLINE_PAYLOAD {
             return Err(too_large(message, len));
         }
-        let request = self.sent + 1;
+        let request = self.next_request()?;
         let room = loop {
             // The order matters: the host takes a request out of the ring before it retires the
             // request.
@@ -255,8 +268,9 @@ impl GuestEnd for WindowGuest {
         if message.len() > MAX_MESSAGE || len > MAX_PAYLOAD || len > self.staging_ring.capacity() {
             return Err(too_large(message, len));
         }
+        let request = self.next_request()?;
         let range = loop {
-            if let Some(range) = self.staging_ring.reserve(len, self.sent + 1) {
+            if let Some(range) = self.staging_ring.reserve(len, request) {
                 break range;
             }
             // The host writes the cache line of `retired` often, so this end loads it only when it

@@ -16,7 +16,7 @@ use crate::link::window_end::{
 };
 use crate::shm::doorbell::Doorbell;
 use crate::shm::layout::{Layout, word};
-use crate::shm::liveness::Liveness;
+use crate::shm::liveness::{Liveness, Silence};
 use crate::shm::memory::{SharedWords, Window};
 use crate::shm::ring::{Arrived, Consumer, Limits, Payload, Producer};
 
@@ -71,6 +71,16 @@ impl WindowHost {
         }
     }
 
+    /// The same end of a new link, which expects the request after `last` first. For tests; see
+    /// [`WindowGuest::continuing_after`](super::WindowGuest::continuing_after).
+    pub fn continuing_after(self, last: u64) -> WindowHost {
+        self.window.store(word::RETIRED, last);
+        WindowHost {
+            received: last,
+            ..self
+        }
+    }
+
     /// The same end, which shares files through `files`.
     pub(in crate::link) fn with_files(self, files: Option<Files>) -> WindowHost {
         WindowHost { files, ..self }
@@ -95,7 +105,7 @@ impl HostEnd for WindowHost {
         let Some(arrived) = arrived else {
             return Ok(None);
         };
-        if arrived.request != self.received + 1 {
+        if Some(arrived.request) != self.received.checked_add(1) {
             let (number, last) = (arrived.request, self.received);
             let violation = LinkViolation::RequestOrder { number, last };
             return Err(self.end.fail(violation.into()));
@@ -116,6 +126,10 @@ impl HostEnd for WindowHost {
 
     fn check_guest(&mut self) -> Result<(), LinkError> {
         self.end.check_peer_alive()
+    }
+
+    fn silence(&self) -> Option<Silence> {
+        self.end.silence()
     }
 
     fn window(&self) -> Option<&Arc<Window>> {
@@ -153,7 +167,8 @@ impl HostEnd for WindowHost {
         let start = message.len();
         read_message(window, &arrived.message, message);
         // `receive` reports a request out of sequence.
-        if arrived.request != self.received + 1 || !wanted(&message[start..]) {
+        let is_next = Some(arrived.request) == self.received.checked_add(1);
+        if !is_next || !wanted(&message[start..]) {
             message.truncate(start);
             return Ok(None);
         }

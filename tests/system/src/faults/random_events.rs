@@ -1,0 +1,611 @@
+//! Random events, one after the other, against four programs of one executor: two over a unix
+//! socket, one over TCP through a [`Proxy`], one with a quota of its own. In each round some of the
+//! programs load a model and generate while one event happens.
+//!
+//! After each event every program has either failed because of the event, or has the tokens of a
+//! program that is alone. Between rounds, executor and programs hold no more memory, descriptors,
+//! mappings and threads than before.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::io::Write as _;
+use std::net::{Ipv4Addr, TcpStream};
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, ensure};
+use rustix::net::{AddressFamily, SendFlags, SocketAddrUnix, SocketType};
+use rustix::process::Signal;
+use vgpu_gguf::Rng;
+use xtask_common::executor::Executor;
+use xtask_common::process;
+use xtask_common::progress::Progress;
+
+use super::freezer::Freezer;
+use super::guest::{Guest, HANG, Outcome};
+use super::leaks::{ResourceUsage, expect_no_more};
+use super::proxy::{Direction, Proxy};
+use super::setup::{Row, Setup, TOKENS, moment};
+
+const NAME: &str = "events";
+
+/// The programs, by the endpoint that they use.
+const PROGRAMS: [(&str, Link); 4] = [
+    ("events-one", Link::Unix),
+    ("events-two", Link::Unix),
+    ("events-remote", Link::Tcp),
+    ("events-named", Link::Named),
+];
+
+/// The program over TCP.
+const REMOTE: usize = 2;
+
+/// Bytes of the quota of the named program: its model fits.
+const QUOTA: u64 = 64 << 20;
+
+/// Bytes of the quota of a program whose model does not fit.
+const SMALL: u64 = 16 << 20;
+
+/// A guest gives up a host without a heartbeat after 10 s (docs/life-events.md).
+const STALL: Duration = Duration::from_secs(10);
+
+/// What a busy machine may add to a stated time.
+const SLOW_MACHINE: Duration = Duration::from_secs(30);
+
+/// Rounds between two comparisons of resources.
+const ROUNDS: usize = 8;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Link {
+    Unix,
+    Tcp,
+    Named,
+}
+
+/// What happens in a round.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Event {
+    Nothing,
+    GuestKilled,
+    GuestStopped,
+    GuestEnds,
+    GuestForks,
+    ExecutorKilled,
+    ExecutorRestarted,
+    ExecutorStopped,
+    ExecutorFrozen,
+    ModelsLoadedAgain,
+    QuotaExceeded,
+    Reloaded,
+    Observed,
+    PeerTalksNonsense,
+    ConnectionCut,
+    NetworkStops,
+    GuestDoesNotRead,
+    Blackhole,
+}
+
+/// How often each event happens, in relation to the others.
+const WEIGHTS: [(Event, u64); 18] = [
+    (Event::Nothing, 3),
+    (Event::GuestKilled, 10),
+    (Event::GuestStopped, 6),
+    (Event::GuestEnds, 6),
+    (Event::GuestForks, 8),
+    (Event::ExecutorKilled, 3),
+    (Event::ExecutorRestarted, 2),
+    (Event::ExecutorStopped, 5),
+    (Event::ExecutorFrozen, 4),
+    (Event::ModelsLoadedAgain, 6),
+    (Event::QuotaExceeded, 6),
+    (Event::Reloaded, 6),
+    (Event::Observed, 6),
+    (Event::PeerTalksNonsense, 6),
+    (Event::ConnectionCut, 8),
+    (Event::NetworkStops, 6),
+    (Event::GuestDoesNotRead, 6),
+    (Event::Blackhole, 1),
+];
+
+fn random_event(rng: &mut Rng) -> Event {
+    let mut left = rng.below(WEIGHTS.iter().map(|(_, weight)| weight).sum());
+    for (event, weight) in WEIGHTS {
+        if left < weight {
+            return event;
+        }
+        left -= weight;
+    }
+    Event::Nothing
+}
+
+/// The programs that an event may make fail.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Fails {
+    None,
+    One(usize),
+    All,
+}
+
+impl Fails {
+    fn has(self, program: usize) -> bool {
+        match self {
+            Fails::None => false,
+            Fails::One(one) => one == program,
+            Fails::All => true,
+        }
+    }
+}
+
+struct Program {
+    name: &'static str,
+    endpoint: String,
+    guest: Guest,
+    /// What its process held after its first model.
+    before: ResourceUsage,
+}
+
+struct Soak<'a> {
+    setup: &'a Setup<'a>,
+    rng: Rng,
+    port: u16,
+    proxy: Proxy,
+    config: PathBuf,
+    control: PathBuf,
+    /// `None` while it is replaced.
+    executor: Option<Executor>,
+    // After the executor, so that the group is empty when it is removed.
+    freezer: Option<Freezer>,
+    /// What the executor held after each program has had a model.
+    before: ResourceUsage,
+    programs: Vec<Program>,
+    /// The time from the load of a model to the last token of a program that is alone.
+    life: Duration,
+    reloads: u64,
+    counts: BTreeMap<Event, usize>,
+}
+
+/// Injects `setup.counts.events` events, or as many as fit into `setup.counts.time`.
+pub(super) fn run(setup: &Setup<'_>, progress: &Progress) -> Result<Row> {
+    let times = setup.counts.events;
+    let began = Instant::now();
+    let mut soak = Soak::new(setup)?;
+    let mut done = 0;
+    while done < times && setup.counts.time.is_none_or(|time| began.elapsed() < time) {
+        let event = random_event(&mut soak.rng);
+        progress.note(&format!("{} of {times}: {event}", done + 1));
+        let what = format!("event {} ({event})", done + 1);
+        soak.round(event)
+            .with_context(|| format!("{}{what}", soak.logs()))?;
+        *soak.counts.entry(event).or_default() += 1;
+        done += 1;
+        if done % ROUNDS == 0 {
+            soak.compare_resources().with_context(|| what)?;
+        }
+    }
+    soak.compare_resources()?;
+    let counts: Vec<String> = { soak.counts.iter() }
+        .map(|(event, count)| format!("{event} {count}"))
+        .collect();
+    let (before, after) = (soak.before, ResourceUsage::of(soak.executor()?.pid())?);
+    let skipped = match soak.freezer {
+        Some(_) => "",
+        None => "; nothing was frozen: this user may make no control group",
+    };
+    soak.end()?;
+    Ok(Row {
+        fault: "random events",
+        times: done,
+        found: format!(
+            "{}; 0 hangs, 0 wrong tokens; executor since its last start: {before}, after: \
+             {after}{skipped}",
+            counts.join(", ")
+        ),
+    })
+}
+
+impl<'a> Soak<'a> {
+    fn new(setup: &'a Setup<'a>) -> Result<Soak<'a>> {
+        let port = process::free_port()?;
+        let at = |name: &str| setup.scratch.path().join(format!("{NAME}-{name}"));
+        let (config, control) = (at("vgpu.toml"), at("control.sock"));
+        let proxy = Proxy::start(port)?;
+        write_config(setup, &config, &control, 1)?;
+        let freezer = Freezer::new();
+        let executor = serve(setup, &config, port, freezer.as_ref())?;
+        let before = ResourceUsage::of(executor.pid())?;
+        let mut soak = Soak {
+            setup,
+            rng: setup.rng(9),
+            port,
+            proxy,
+            freezer,
+            config,
+            control,
+            executor: Some(executor),
+            before,
+            programs: Vec::new(),
+            life: Duration::ZERO,
+            reloads: 0,
+            counts: BTreeMap::new(),
+        };
+        for (name, link) in PROGRAMS {
+            let endpoint = match link {
+                Link::Unix => format!("unix:{}", setup.socket(NAME).display()),
+                Link::Named => format!("unix:{}", setup.socket("events-named").display()),
+                Link::Tcp => format!("tcp:127.0.0.1:{}", soak.proxy.port()),
+            };
+            let program = soak.start(name, endpoint)?;
+            soak.programs.push(program);
+        }
+        soak.settle()?;
+        Ok(soak)
+    }
+
+    fn executor(&self) -> Result<&Executor> {
+        self.executor.as_ref().context("no executor runs")
+    }
+
+    /// Starts a program, which loads its first model.
+    fn start(&mut self, name: &'static str, endpoint: String) -> Result<Program> {
+        let plugin = Some((self.setup.dist, endpoint.as_str()));
+        let mut guest = Guest::start(&self.setup.program, plugin, &self.setup.log(name))?;
+        let began = Instant::now();
+        self.setup.expect_run(&mut guest, name)?;
+        self.life = self.life.max(began.elapsed());
+        Ok(Program {
+            name,
+            endpoint,
+            before: ResourceUsage::of(guest.pid())?,
+            guest,
+        })
+    }
+
+    /// Replaces a program that has ended.
+    fn restart(&mut self, program: usize) -> Result<()> {
+        self.programs[program] = self.start_again(program)?;
+        Ok(())
+    }
+
+    /// Starts another process of a program.
+    fn start_again(&mut self, program: usize) -> Result<Program> {
+        let Program { name, endpoint, .. } = &self.programs[program];
+        let (name, endpoint) = (*name, endpoint.clone());
+        self.start(name, endpoint)
+    }
+
+    /// Every program loads a model, after which the resources of the executor count as its ordinary
+    /// ones.
+    fn settle(&mut self) -> Result<()> {
+        for _ in 0..2 {
+            for program in &mut self.programs {
+                self.setup.expect_run(&mut program.guest, program.name)?;
+            }
+        }
+        self.before = at_rest(self.executor()?.pid())?;
+        Ok(())
+    }
+
+    /// One event, while some programs work.
+    fn round(&mut self, event: Event) -> Result<()> {
+        let subject = match event {
+            Event::ConnectionCut
+            | Event::NetworkStops
+            | Event::GuestDoesNotRead
+            | Event::Blackhole => REMOTE,
+            _ => self.rng.below(PROGRAMS.len() as u64) as usize,
+        };
+        let working: Vec<usize> = (0..PROGRAMS.len())
+            .filter(|&program| program == subject || self.rng.below(2) == 0)
+            .collect();
+        for &program in &working {
+            let forks = event == Event::GuestForks && program == subject;
+            match forks {
+                true => self.programs[program].guest.begin_fork(TOKENS)?,
+                false => self.programs[program].guest.begin(TOKENS)?,
+            }
+        }
+        thread::sleep(moment(&mut self.rng, self.life));
+        let fails = self.inject(event, subject)?;
+        let happened = Instant::now();
+        for program in working {
+            if matches!(event, Event::GuestKilled | Event::GuestEnds) && program == subject {
+                continue; // another process by now
+            }
+            let Program { name, guest, .. } = &mut self.programs[program];
+            let outcome = guest
+                .end()
+                .with_context(|| format!("{name} hangs or has crashed"))?;
+            match outcome {
+                Outcome::Tokens(tokens) => ensure!(
+                    tokens == self.setup.reference,
+                    "{name} has the tokens {tokens:?} instead of {:?}",
+                    self.setup.reference
+                ),
+                Outcome::Failed(why) => {
+                    ensure!(fails.has(program), "{name} failed: {why}");
+                    let took = happened.elapsed();
+                    ensure!(
+                        took < STALL + SLOW_MACHINE,
+                        "{name} failed after {took:?} only"
+                    );
+                }
+            }
+        }
+        if fails != Fails::None {
+            // The next load works.
+            for program in 0..PROGRAMS.len() {
+                if fails.has(program) {
+                    let Program { name, guest, .. } = &mut self.programs[program];
+                    let what = format!("the next load of {name}");
+                    self.setup.expect_run(guest, &what)?;
+                }
+            }
+        }
+        if matches!(event, Event::ExecutorKilled | Event::ExecutorRestarted) {
+            self.settle()?;
+        }
+        Ok(())
+    }
+
+    /// Makes an event happen. Returns the programs that may fail.
+    fn inject(&mut self, event: Event, subject: usize) -> Result<Fails> {
+        let short = |rng: &mut Rng| moment(rng, Duration::from_millis(1500));
+        match event {
+            Event::Nothing | Event::GuestForks => Ok(Fails::None),
+            Event::GuestKilled => {
+                self.programs[subject].guest.signal(Signal::KILL)?;
+                self.restart(subject)?;
+                Ok(Fails::None)
+            }
+            Event::GuestStopped => {
+                let pause = short(&mut self.rng);
+                let guest = &self.programs[subject].guest;
+                guest.signal(Signal::STOP)?;
+                thread::sleep(pause);
+                guest.signal(Signal::CONT)?;
+                Ok(Fails::None)
+            }
+            Event::GuestEnds => {
+                // The program reads the end of its input when it has generated.
+                let outcome = self.programs[subject].guest.end()?;
+                ensure!(
+                    outcome == Outcome::Tokens(self.setup.reference.clone()),
+                    "{outcome:?}"
+                );
+                let next = self.start_again(subject)?;
+                let last = std::mem::replace(&mut self.programs[subject], next);
+                last.guest.finish()?;
+                Ok(Fails::None)
+            }
+            Event::ExecutorKilled => {
+                let executor = self.executor.take().context("no executor runs")?;
+                executor.kill()?;
+                self.replace_executor()
+            }
+            Event::ExecutorRestarted => {
+                let executor = self.executor.take().context("no executor runs")?;
+                executor.stop()?;
+                self.replace_executor()
+            }
+            Event::ExecutorStopped => {
+                let pause = short(&mut self.rng);
+                let executor = self.executor()?;
+                executor.signal(Signal::STOP)?;
+                thread::sleep(pause);
+                executor.signal(Signal::CONT)?;
+                Ok(Fails::None)
+            }
+            Event::ExecutorFrozen => {
+                if let Some(freezer) = &self.freezer {
+                    freezer.set(true)?;
+                    thread::sleep(short(&mut self.rng));
+                    freezer.set(false)?;
+                }
+                Ok(Fails::None)
+            }
+            Event::ModelsLoadedAgain => {
+                // A fifth program, which comes and goes.
+                let endpoint = format!("unix:{}", self.setup.socket(NAME).display());
+                let mut other = self.start("events-other", endpoint)?;
+                for _ in 0..3 {
+                    self.setup.expect_run(&mut other.guest, other.name)?;
+                }
+                other.guest.finish()?;
+                Ok(Fails::None)
+            }
+            Event::QuotaExceeded => {
+                let mut small = self.setup.guest("events-small", "events-small")?;
+                small.begin(TOKENS)?;
+                let outcome = small.end()?;
+                ensure!(
+                    matches!(outcome, Outcome::Failed(_)),
+                    "a model fits into {SMALL} bytes: {outcome:?}"
+                );
+                small.finish()?;
+                Ok(Fails::None)
+            }
+            Event::Reloaded => {
+                self.reloads += 1;
+                write_config(
+                    self.setup,
+                    &self.config,
+                    &self.control,
+                    1 + self.reloads % 5,
+                )?;
+                self.vgpu("reload")?;
+                Ok(Fails::None)
+            }
+            Event::Observed => {
+                for command in ["ps", "dump"] {
+                    self.vgpu(command)?;
+                }
+                self.executor()?.signal(Signal::USR1)?;
+                Ok(Fails::None)
+            }
+            Event::PeerTalksNonsense => {
+                let mut bytes = vec![0; self.rng.below(5000) as usize];
+                self.rng.fill(&mut bytes);
+                for socket in [NAME, "events-named"] {
+                    let peer = packet_socket(&self.setup.socket(socket))
+                        .context("connecting to the executor")?;
+                    // The executor may have hung up.
+                    let _ = rustix::net::send(&peer, &bytes, SendFlags::NOSIGNAL);
+                }
+                let peer = TcpStream::connect((Ipv4Addr::LOCALHOST, self.port));
+                let _ = { peer }
+                    .context("connecting to the executor")?
+                    .write_all(&bytes);
+                Ok(Fails::None)
+            }
+            Event::ConnectionCut => {
+                self.proxy.cut();
+                Ok(Fails::One(REMOTE))
+            }
+            Event::NetworkStops => {
+                let both = [Direction::ToHost, Direction::ToGuest];
+                self.proxy.stop(&both, short(&mut self.rng));
+                Ok(Fails::None)
+            }
+            Event::GuestDoesNotRead => {
+                self.proxy.stop(&[Direction::ToGuest], short(&mut self.rng));
+                Ok(Fails::None)
+            }
+            Event::Blackhole => {
+                let both = [Direction::ToHost, Direction::ToGuest];
+                self.proxy.stop(&both, STALL + Duration::from_secs(3));
+                Ok(Fails::One(REMOTE))
+            }
+        }
+    }
+
+    fn replace_executor(&mut self) -> Result<Fails> {
+        let freezer = self.freezer.as_ref();
+        self.executor = Some(serve(self.setup, &self.config, self.port, freezer)?);
+        Ok(Fails::All)
+    }
+
+    /// Runs a command of `vgpu` that talks to the executor.
+    fn vgpu(&self, command: &str) -> Result<String> {
+        let mut vgpu = Command::new(&self.setup.dist.vgpu);
+        process::output(vgpu.arg(command).arg("--control").arg(&self.control))
+    }
+
+    /// Executor and programs hold no more than before. No program works now.
+    fn compare_resources(&mut self) -> Result<()> {
+        expect_no_more(self.executor()?.pid(), &self.before, "the executor", HANG)?;
+        for Program {
+            name,
+            guest,
+            before,
+            ..
+        } in &self.programs
+        {
+            expect_no_more(guest.pid(), before, name, HANG)?;
+        }
+        Ok(())
+    }
+
+    /// The ends of the logs of the executor and of the programs.
+    fn logs(&self) -> String {
+        let executor = format!("{NAME}-vgpu-serve");
+        let names = PROGRAMS.iter().map(|(name, _)| *name);
+        let logs = std::iter::once(executor.as_str()).chain(names);
+        logs.map(|name| process::tail(&self.setup.log(name)))
+            .collect()
+    }
+
+    fn end(self) -> Result<()> {
+        for program in self.programs {
+            program.guest.finish()?;
+        }
+        self.executor.context("no executor runs")?.stop()
+    }
+}
+
+/// What a process holds when it holds the same for a while. A session frees the memory of a model
+/// some time after its program has asked for it.
+fn at_rest(pid: u32) -> Result<ResourceUsage> {
+    let began = Instant::now();
+    let (mut last, mut equal) = (ResourceUsage::of(pid)?, 0);
+    while equal < 5 && began.elapsed() < HANG {
+        thread::sleep(Duration::from_millis(40));
+        let now = ResourceUsage::of(pid)?;
+        equal = if now == last { equal + 1 } else { 0 };
+        last = now;
+    }
+    Ok(last)
+}
+
+/// Starts the executor, in the control group of `freezer`.
+fn serve(
+    setup: &Setup<'_>,
+    config: &Path,
+    port: u16,
+    freezer: Option<&Freezer>,
+) -> Result<Executor> {
+    let tcp = format!("tcp:127.0.0.1:{port}");
+    let config = config.display().to_string();
+    let sharing = match setup.counts.shares_weights {
+        true => "tenant",
+        false => "off",
+    };
+    let arguments = [
+        "--listen",
+        &tcp,
+        "--config",
+        &config,
+        "--share-weights",
+        sharing,
+    ];
+    let executor = setup.serve(NAME, &arguments)?;
+    freezer.map_or(Ok(()), |freezer| freezer.add(executor.pid()))?;
+    Ok(executor)
+}
+
+/// Connects to the executor as the guest of a unix socket does.
+fn packet_socket(path: &Path) -> rustix::io::Result<OwnedFd> {
+    let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None)?;
+    rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
+    Ok(socket)
+}
+
+/// Writes the configuration. `weight` is what a reload changes.
+fn write_config(setup: &Setup<'_>, file: &Path, control: &Path, weight: u64) -> Result<()> {
+    let mut text = format!("control.socket = {control:?}\n");
+    for (name, memory) in [("events-named", QUOTA), ("events-small", SMALL)] {
+        let listener = format!("unix:{}", setup.socket(name).display());
+        text += &format!(
+            "[[guest]]\nname = {name:?}\nmemory = {memory}\nweight = {weight}\nlisten = \
+             [{listener:?}]\n"
+        );
+    }
+    std::fs::write(file, text).context("writing a configuration")
+}
+
+impl fmt::Display for Event {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Event::Nothing => "nothing",
+            Event::GuestKilled => "guest killed",
+            Event::GuestStopped => "guest stopped",
+            Event::GuestEnds => "guest replaced",
+            Event::GuestForks => "guest forks",
+            Event::ExecutorKilled => "executor killed",
+            Event::ExecutorRestarted => "executor restarted",
+            Event::ExecutorStopped => "executor stopped",
+            Event::ExecutorFrozen => "executor frozen",
+            Event::ModelsLoadedAgain => "models loaded again",
+            Event::QuotaExceeded => "quota exceeded",
+            Event::Reloaded => "configuration reloaded",
+            Event::Observed => "status and dump",
+            Event::PeerTalksNonsense => "random bytes",
+            Event::ConnectionCut => "connection cut",
+            Event::NetworkStops => "network stops",
+            Event::GuestDoesNotRead => "guest does not read",
+            Event::Blackhole => "blackhole",
+        })
+    }
+}
