@@ -279,9 +279,13 @@ impl<'a> Soak<'a> {
     /// Every program loads a model, after which the resources of the executor count as its ordinary
     /// ones.
     fn settle(&mut self) -> Result<()> {
-        for _ in 0..2 {
+        // At once, since each thread of the executor keeps some freed memory.
+        for _ in 0..3 {
             for program in &mut self.programs {
-                self.setup.expect_run(&mut program.guest, program.name)?;
+                program.guest.begin(TOKENS)?;
+            }
+            for Program { name, guest, .. } in &mut self.programs {
+                self.setup.expect_tokens(guest, name)?;
             }
         }
         self.before = at_rest(self.executor()?.pid())?;
