@@ -6,7 +6,7 @@
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// The largest file that is read, in bytes.
 const MAX_FILE: usize = 16 << 10;
