@@ -11,8 +11,9 @@ use std::path::Path;
 /// The largest file that is read, in bytes.
 const MAX_FILE: usize = 16 << 10;
 
-/// The files in which the kernel reports memory. The files are opened once: the process stays in its
-/// control group, a sandbox may close the file system, and an open file is read in half the time.
+/// The files in which the kernel reports memory. The files are opened once: the process stays in
+/// its control group, a sandbox may close the file system, and to open a file takes most of the
+/// time.
 pub(super) struct SystemMemory {
     /// `/proc/meminfo`.
     meminfo: Option<File>,
