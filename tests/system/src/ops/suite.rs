@@ -91,7 +91,8 @@ impl Suite<'_> {
         }
         let stats = workspace::reports().join(format!("test-backend-ops-{}.stats.json", self.name));
         node_llama::set_backend(&mut program, &self.backend, &stats);
-        // The plugin's messages (uploads, a case of more than 10 s) would split lines of the program.
+        // The plugin's messages (uploads, a case of more than 10 s) would split lines of the
+        // program.
         program.env("VGPU_LOG", "error");
         if let Some(library) = &self.preload {
             preload::set(&mut program, library);
