@@ -146,8 +146,8 @@ proptest! {
         }
     }
 
-    /// No graph waits longer than one turn of each other tenant plus the lead of its own, and every
-    /// tenant makes progress.
+    /// No graph waits longer than one turn of each other tenant plus the lead of its own and the
+    /// pauses in which the device stays idle for the others, and every tenant makes progress.
     #[test]
     fn waiting_time_of_each_tenant_is_bounded(
         guests in prop::collection::vec(
@@ -166,13 +166,14 @@ proptest! {
         let got = simulate(&guests, Duration::from_secs(10));
         for (i, (a, guest)) in got.iter().zip(&guests).enumerate() {
             prop_assert!(a.graphs > 0, "{guests:?}: {got:?}");
-            // The lead of its own last turn, and the credit of each other tenant.
+            // The lead of its own last turn; for each other tenant its credit, and the pause after
+            // which it returns.
             let own = (SLICE + MIN_SLICE + 2 * guest.piece).as_secs_f64() / f64::from(guest.weight);
             let others = guests.iter().enumerate().filter(|&(j, _)| j != i);
             let bound: f64 = others
                 .map(|(_, g)| {
                     own * f64::from(g.weight)
-                        + (SLICE + MIN_SLICE + 2 * g.piece + CREDIT).as_secs_f64()
+                        + (SLICE + MIN_SLICE + 2 * g.piece + CREDIT + g.pause).as_secs_f64()
                 })
                 .sum();
             prop_assert!(a.longest_wait.as_secs_f64() <= bound, "{i} waited {:?}, {bound}: \
