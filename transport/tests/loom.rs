@@ -12,7 +12,7 @@ use loom::thread;
 
 use vgpu_transport::shm::memory::SharedWords;
 use vgpu_transport::shm::notify::{SleepWords, Sleeper, Waker};
-use vgpu_transport::shm::ring::{Arrived, Consumer, Limits, Payload, Producer, RingArea};
+use vgpu_transport::shm::ring::{Consumer, Limits, Payload, Producer, Record, RingArea};
 
 const LINE: usize = 64;
 
@@ -150,7 +150,7 @@ fn try_put(producer: &mut Producer, memory: &ModelMemory, request: u64, payload:
 }
 
 /// Checks and releases a record.
-fn take(consumer: &mut Consumer, memory: &ModelMemory, arrived: &Arrived, expected: u64) {
+fn take(consumer: &mut Consumer, memory: &ModelMemory, arrived: &Record, expected: u64) {
     assert_eq!(arrived.request, expected);
     let mut message = [0; 8];
     memory.read(arrived.message.start, &mut message);
@@ -333,7 +333,7 @@ fn sleep_for_record(
     bell: &TestDoorbell,
     sleeper: &mut Sleeper,
     consumer: &mut Consumer,
-) -> Option<Arrived> {
+) -> Option<Record> {
     bell.clear();
     sleeper.announce(memory, 0);
     let mut found = consumer.peek(memory).unwrap();

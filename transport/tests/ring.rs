@@ -9,7 +9,7 @@ use proptest::prelude::*;
 use vgpu_transport::link::LinkError;
 use vgpu_transport::shm::memory::SharedWords;
 use vgpu_transport::shm::ring::{
-    Arrived, Consumer, HEADER, Limits, Payload, Producer, RECORD_ALIGN, RingArea,
+    Consumer, HEADER, Limits, Payload, Producer, RECORD_ALIGN, Record, RingArea,
 };
 
 const TAIL: usize = 0;
@@ -280,8 +280,8 @@ fn drain(memory: &Plain, consumer: &mut Consumer) -> Result<(), LinkError> {
     panic!("more records than the ring has lines");
 }
 
-fn assert_allowed(arrived: &Arrived) {
-    let Arrived {
+fn assert_allowed(arrived: &Record) {
+    let Record {
         message, payload, ..
     } = arrived;
     assert!(message.start >= DATA.start + HEADER && message.end <= DATA.end);

@@ -17,7 +17,7 @@ use vgpu_transport::link::GuestEnd;
 use vgpu_transport::link::unix::{self, ListenOptions, Listener};
 use vgpu_transport::wire::{PROTOCOL_VERSION, Reply, Request};
 
-use super::ipc::{self, IpcSocket, Received, WorkerReport};
+use super::ipc::{self, IpcSocket, ReceiveOutcome, WorkerReport};
 use super::partition::{Partition, Resources};
 use super::state::Timeouts;
 use super::{Supervisor, serve, take_socket};
@@ -74,10 +74,10 @@ fn worker_process() {
             while let Ok(()) | Err(FULL) = ipc.send(&report, None).map_err(|e| e.kind()) {}
         }
         "claims" => {
-            let Ok(Received::Message(ipc::Command::Rules(_), _)) = ipc.receive(None) else {
+            let Ok(ReceiveOutcome::Message(ipc::Command::Rules(_), _)) = ipc.receive(None) else {
                 panic!("no rules");
             };
-            let Ok(Received::Message(ipc::Command::Serve { session, .. }, _socket)) =
+            let Ok(ReceiveOutcome::Message(ipc::Command::Serve { session, .. }, _socket)) =
                 ipc.receive::<ipc::Command>(None)
             else {
                 panic!("no program");

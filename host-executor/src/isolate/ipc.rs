@@ -109,12 +109,12 @@ impl IpcSocket {
     pub(super) fn receive<T: DeserializeOwned>(
         &self,
         timeout: Option<Duration>,
-    ) -> io::Result<Received<T>> {
+    ) -> io::Result<ReceiveOutcome<T>> {
         if let Some(timeout) = timeout {
             let mut fds = [PollFd::new(&self.0, PollFlags::IN)];
             let timeout = Timespec::try_from(timeout).map_err(io::Error::other)?;
             match rustix::event::poll(&mut fds, Some(&timeout)) {
-                Ok(0) | Err(Errno::INTR) => return Ok(Received::Nothing),
+                Ok(0) | Err(Errno::INTR) => return Ok(ReceiveOutcome::Nothing),
                 Ok(_) => {}
                 Err(error) => return Err(error.into()),
             }
@@ -122,21 +122,21 @@ impl IpcSocket {
         let mut text = vec![0; MAX_PACKET];
         let got = match scm_rights::receive(&self.0, &mut text, RecvFlags::CMSG_CLOEXEC) {
             Ok(got) => got,
-            Err(Errno::INTR) => return Ok(Received::Nothing),
+            Err(Errno::INTR) => return Ok(ReceiveOutcome::Nothing),
             // The other end was closed with unread messages.
-            Err(Errno::CONNRESET) => return Ok(Received::Closed),
+            Err(Errno::CONNRESET) => return Ok(ReceiveOutcome::Closed),
             Err(error) => return Err(error.into()),
         };
         if got.bytes == 0 {
-            return Ok(Received::Closed);
+            return Ok(ReceiveOutcome::Closed);
         }
         let message = match got.is_truncated {
             true => Err(InvalidPacket::TooLong),
             false => serde_json::from_slice(&text[..got.bytes]).map_err(InvalidPacket::from),
         };
         Ok(match message {
-            Ok(message) => Received::Message(message, got.files.into_iter().next()),
-            Err(why) => Received::Invalid(why),
+            Ok(message) => ReceiveOutcome::Message(message, got.files.into_iter().next()),
+            Err(why) => ReceiveOutcome::Invalid(why),
         })
     }
 
@@ -158,7 +158,7 @@ pub(super) enum InvalidPacket {
 
 /// The result of [`IpcSocket::receive`].
 #[derive(Debug)]
-pub(super) enum Received<T> {
+pub(super) enum ReceiveOutcome<T> {
     Message(T, Option<OwnedFd>),
     /// A packet that is not a message, and why.
     Invalid(InvalidPacket),
@@ -185,7 +185,7 @@ mod tests {
         };
         let (file, _) = IpcSocket::pair().unwrap();
         ours.send(&order, Some(&file.0)).unwrap();
-        let Received::Message(Command::Serve { session: 7, .. }, Some(_)) =
+        let ReceiveOutcome::Message(Command::Serve { session: 7, .. }, Some(_)) =
             theirs.receive(None).unwrap()
         else {
             panic!("an unexpected message");
@@ -193,14 +193,14 @@ mod tests {
         let none = theirs
             .receive::<Command>(Some(Duration::from_millis(1)))
             .unwrap();
-        assert!(matches!(none, Received::Nothing), "{none:?}");
+        assert!(matches!(none, ReceiveOutcome::Nothing), "{none:?}");
         theirs.send(&"nonsense", None).unwrap();
         let invalid = ours.receive::<WorkerReport>(None).unwrap();
-        assert!(matches!(invalid, Received::Invalid(_)), "{invalid:?}");
+        assert!(matches!(invalid, ReceiveOutcome::Invalid(_)), "{invalid:?}");
         ours.close();
         assert!(matches!(
             theirs.receive::<Command>(None).unwrap(),
-            Received::Closed
+            ReceiveOutcome::Closed
         ));
     }
 }

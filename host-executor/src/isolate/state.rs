@@ -178,7 +178,7 @@ impl Shared {
 }
 
 /// A program that no worker has been given yet.
-pub(super) struct Arriving {
+pub(super) struct UnassignedProgram {
     pub(super) socket: OwnedFd,
     pub(super) peer: Peer,
     pub(super) pending: PendingHandshake,
@@ -216,11 +216,11 @@ impl Worker {
     pub(super) fn give(
         &mut self,
         session: u64,
-        Arriving {
+        UnassignedProgram {
             socket,
             peer,
             pending,
-        }: Arriving,
+        }: UnassignedProgram,
         rejection: Option<Rejection>,
         certificates: Option<&OwnedFd>,
     ) -> io::Result<()> {

@@ -17,12 +17,12 @@ use tracing::{error, info, warn};
 use vgpu_transport::link::stream::tls::CertificateFiles;
 
 use super::certificates;
-use super::ipc::{self, IpcSocket, Received, Rejection, WorkerReport};
+use super::ipc::{self, IpcSocket, ReceiveOutcome, Rejection, WorkerReport};
 use super::log_pipe::LogPipe;
 use super::partition::{Partition, Resources};
 use super::process::{ExitReason, spawn, wait_or_kill};
 use super::state::{
-    Arriving, MakeCommand, MakeMachine, Processes, Shared, Timeouts, VmProcess, Worker,
+    MakeCommand, MakeMachine, Processes, Shared, Timeouts, UnassignedProgram, VmProcess, Worker,
 };
 use crate::control;
 use crate::limits::HandshakeLimits;
@@ -273,7 +273,7 @@ impl Shared {
             return;
         };
         let (shared, owner) = (Arc::clone(self), owner.map(str::to_owned));
-        let arriving = Arriving {
+        let program = UnassignedProgram {
             socket,
             peer,
             pending,
@@ -281,8 +281,8 @@ impl Shared {
         let spawned = thread::Builder::new()
             .name(format!("vgpu-guest-{id}"))
             .spawn(move || {
-                if has_sent(&arriving.socket, HANDSHAKE_TIMEOUT) {
-                    shared.admit(id, owner.as_deref(), arriving);
+                if has_sent(&program.socket, HANDSHAKE_TIMEOUT) {
+                    shared.admit(id, owner.as_deref(), program);
                 }
             });
         if let Err(error) = spawned
@@ -301,10 +301,10 @@ impl Shared {
     fn wait_for_turn(
         &self,
         guest: Option<&str>,
-        arriving: &Arriving,
+        program: &UnassignedProgram,
     ) -> Option<RankedGuard<'_, Processes>> {
-        let place = arriving.peer.place();
-        let is_over = || self.stop.is_set() || arriving.pending.is_cancelled();
+        let place = program.peer.place();
+        let is_over = || self.stop.is_set() || program.pending.is_cancelled();
         let end = Instant::now() + WORKER_TIMEOUT;
         let mut processes = self.processes();
         while !is_over() && processes.has_to_wait(guest, &place) {
@@ -314,7 +314,7 @@ impl Shared {
             }
             processes = processes.wait_timeout(&self.changed, left);
         }
-        (!is_over() && !has_hung_up(&arriving.socket)).then_some(processes)
+        (!is_over() && !has_hung_up(&program.socket)).then_some(processes)
     }
 
     /// Makes all that wait for `changed` check their conditions again.
@@ -326,8 +326,8 @@ impl Shared {
     }
 
     /// Gives a program to the worker of its guest.
-    fn admit(self: &Arc<Shared>, id: u64, owner: Option<&str>, arriving: Arriving) {
-        let peer = &arriving.peer.clone();
+    fn admit(self: &Arc<Shared>, id: u64, owner: Option<&str>, program: UnassignedProgram) {
+        let peer = &program.peer.clone();
         let (guest, rejected) = match self.registry.admit(owner, peer) {
             Ok(tenant) => (tenant.is_named().then(|| tenant.name().to_owned()), None),
             Err(error) => {
@@ -337,7 +337,7 @@ impl Shared {
         };
         // Locked until the worker has the socket, so that no worker is told to end meanwhile, and a
         // shutdown misses none.
-        let Some(mut processes) = self.wait_for_turn(guest.as_deref(), &arriving) else {
+        let Some(mut processes) = self.wait_for_turn(guest.as_deref(), &program) else {
             return;
         };
         let rejection = rejected.or_else(|| processes.full(guest.as_deref(), peer));
@@ -358,8 +358,8 @@ impl Shared {
             _ => None,
         };
         let outcome = match worker {
-            Some((worker, certificates)) => worker.give(id, arriving, None, certificates),
-            None => self.start_worker(&mut processes, id, guest, rejection, arriving),
+            Some((worker, certificates)) => worker.give(id, program, None, certificates),
+            None => self.start_worker(&mut processes, id, guest, rejection, program),
         };
         if let Err(error) = outcome {
             error!(session = id, %peer, "no worker for this guest, which is disconnected: {error}");
@@ -373,7 +373,7 @@ impl Shared {
         session: u64,
         guest: Option<String>,
         rejection: Option<Rejection>,
-        arriving: Arriving,
+        program: UnassignedProgram,
     ) -> io::Result<()> {
         let (ipc, theirs) = IpcSocket::pair()?;
         let mut worker = Worker::new(ipc, guest, rejection.is_some());
@@ -389,12 +389,7 @@ impl Shared {
         if let Some(rules) = processes.partition.rules_of(guest) {
             worker.send(&ipc::Command::Rules(rules), None)?;
         }
-        worker.give(
-            session,
-            arriving,
-            rejection,
-            processes.certificates.as_ref(),
-        )?;
+        worker.give(session, program, rejection, processes.certificates.as_ref())?;
         let (shared, ipc) = (Arc::clone(self), Arc::clone(&worker.ipc));
         let limit = worker.is_rejection.then_some(self.timeouts.rejection);
         thread::Builder::new()
@@ -488,14 +483,14 @@ impl Shared {
                 return;
             }
             match ipc.receive(left) {
-                Ok(Received::Message(report, _)) => self.on_report(id, report),
-                Ok(Received::Nothing) => continue,
-                Ok(Received::Invalid(_)) if has_logged => {}
-                Ok(Received::Invalid(why)) => {
+                Ok(ReceiveOutcome::Message(report, _)) => self.on_report(id, report),
+                Ok(ReceiveOutcome::Nothing) => continue,
+                Ok(ReceiveOutcome::Invalid(_)) if has_logged => {}
+                Ok(ReceiveOutcome::Invalid(why)) => {
                     has_logged = true;
                     error!(worker = id, "invalid message from the worker: {why}");
                 }
-                Ok(Received::Closed) => return,
+                Ok(ReceiveOutcome::Closed) => return,
                 Err(error) => {
                     error!(worker = id, "no connection to the worker any more: {error}");
                     return;

@@ -14,7 +14,7 @@ use vgpu_transport::link::stream::{tcp, vsock};
 use vgpu_transport::link::unix::{self, ListenOptions};
 
 use super::certificates::unpack;
-use super::ipc::{Command, IpcSocket, Received, Rejection, WorkerReport};
+use super::ipc::{Command, IpcSocket, ReceiveOutcome, Rejection, WorkerReport};
 use crate::last_log::end_with_last_log;
 use crate::listener::{HANDSHAKE_TIMEOUT, IncomingGuest, OpenError};
 use crate::peer::Peer;
@@ -61,16 +61,16 @@ pub fn serve(socket: OwnedFd, server: Server, stop: &StopFlag) {
         });
         while !stop.is_set() {
             match ipc.receive(Some(POLL_INTERVAL)) {
-                Ok(Received::Message(command, socket)) => {
+                Ok(ReceiveOutcome::Message(command, socket)) => {
                     carry_out(&server, command, socket, &mut certificates, &served);
                     // A rejected guest has no session whose end would cause a report.
                     report_to_supervisor(served.load(Ordering::Acquire));
                 }
-                Ok(Received::Nothing) => {}
-                Ok(Received::Invalid(why)) => {
+                Ok(ReceiveOutcome::Nothing) => {}
+                Ok(ReceiveOutcome::Invalid(why)) => {
                     error!("invalid message from the supervisor: {why}; this is a bug of the host");
                 }
-                Ok(Received::Closed) => break,
+                Ok(ReceiveOutcome::Closed) => break,
                 Err(error) => {
                     error!("no connection to the supervisor any more: {error}");
                     break;

@@ -8,4 +8,4 @@ mod queue;
 mod scheduler;
 
 pub(crate) use queue::{Entitlement, TenantId};
-pub(crate) use scheduler::{InFlight, RunState, Scheduler, Times, Turning};
+pub(crate) use scheduler::{InFlight, RunState, Scheduler, Times, TurnEvent};

@@ -1,4 +1,4 @@
-//! The scheduling rule: start-time fair queuing, without threads and without a clock.
+//! The scheduling rule: start-time fair queueing, without threads and without a clock.
 //!
 //! Every tenant has a virtual time: the time that its graphs have had the device, divided by its
 //! weight. The tenant with the lowest virtual time runs next. Over any interval in which two
@@ -7,8 +7,8 @@
 //! Queuing", SIGCOMM 1996.)
 //!
 //! A guest that decodes has no graph waiting for a moment after each token. If another tenant has a
-//! part that no engine interrupts, and the part began in each of these moments, the guest would get
-//! one token for each part, however long. So the device stays idle for a tenant that is about to
+//! piece that no engine interrupts, and the piece began in each of these moments, the guest would
+//! get one token for each piece, however long. So the device stays idle for a tenant that is about to
 //! return and would still be behind then: [`Next::Hold`]. The tenant pays for that time as for time
 //! on the device, so it gets no more than its share. (Iyer, Druschel: "Anticipatory Scheduling",
 //! SOSP 2001.)
@@ -66,11 +66,11 @@ pub(crate) struct Queue {
 /// What the device does next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Next {
-    /// It runs this graph, which is no longer in the queue.
+    /// The device runs this graph, which is no longer in the queue.
     Run(TenantId, Ticket),
-    /// It stays idle until this time for a tenant that is about to return. This graph waits.
+    /// The device stays idle until this time for a tenant that is about to return. This graph waits.
     Hold(Ticket, Duration),
-    /// It stays idle, as no graph waits.
+    /// The device stays idle, as no graph waits.
     Idle,
 }
 
@@ -113,7 +113,7 @@ impl State {
     fn hold(&self, at: Duration, next: u128) -> Option<Duration> {
         let pause = self.pause.filter(|_| self.is_idle())?;
         let behind = self.real_time(next.saturating_sub(self.time));
-        // Pauses differ. Not to wait can cost the tenant another part like the one before.
+        // Pauses differ. Not to wait can cost the tenant another piece like the one before.
         let slack = CREDIT + (behind / 4).min(LONGEST_PAUSE);
         let expected = self.idle_since + 2 * pause + slack;
         let behind_at_return = behind.saturating_sub((self.idle_since + pause).saturating_sub(at));

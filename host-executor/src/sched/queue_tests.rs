@@ -223,17 +223,17 @@ fn decoding(graph: Duration, pause: Duration) -> (Guest, f64) {
 const LONG: Duration = Duration::from_secs(20);
 
 #[test]
-fn decoding_keeps_half_of_its_rate_beside_parts_of_any_length() {
+fn decoding_keeps_half_of_its_rate_beside_pieces_of_any_length() {
     let us = Duration::from_micros;
     for graph in [us(200), MS, 5 * MS, 30 * MS] {
         for pause in [us(50), us(300), 3 * MS, 20 * MS, 45 * MS] {
             let (guest, alone) = decoding(graph, pause);
-            for part in [us(100), MS, 3 * MS, 7 * MS, 30 * MS, 100 * MS, 600 * MS] {
-                for (parts, between) in [(1, 0), (1, 100), (3, 0), (100_000, 0)] {
+            for piece in [us(100), MS, 3 * MS, 7 * MS, 30 * MS, 100 * MS, 600 * MS] {
+                for (pieces, between) in [(1, 0), (1, 100), (3, 0), (100_000, 0)] {
                     let attacker = Guest {
                         weight: 1,
-                        graph: part * parts,
-                        piece: part,
+                        graph: piece * pieces,
+                        piece,
                         pause: us(between),
                         tenth: us(between),
                     };
@@ -255,12 +255,12 @@ fn a_longer_pause_now_and_then_costs_a_guest_no_more_than_its_length() {
     for tenth in [8 * MS, 12 * MS, 30 * MS] {
         guest.tenth = tenth;
         let alone = simulate(std::slice::from_ref(&guest), LONG)[0].graphs;
-        for part in [30_000, 100_000, 600_000] {
-            let got = simulate(&[guest.clone(), busy(1, 2 * part, part)], LONG);
+        for piece in [30_000, 100_000, 600_000] {
+            let got = simulate(&[guest.clone(), busy(1, 2 * piece, piece)], LONG);
             let kept = f64::from(got[0].graphs) / f64::from(alone);
             assert!(
                 kept >= 0.45,
-                "{kept} of its rate with {tenth:?} beside parts of {part} us"
+                "{kept} of its rate with {tenth:?} beside pieces of {piece} us"
             );
         }
     }
@@ -308,7 +308,7 @@ fn device_does_not_wait_for_a_guest_that_is_gone_or_slow() {
     for pause in [MS, 20 * MS, LONGEST_PAUSE + MS] {
         let mut queue = Queue::default();
         let mut at = MS;
-        // Each graph but the first waits for a part of 200 ms.
+        // Each graph but the first waits for a piece of 200 ms.
         run_once(&mut queue, decodes, Ticket(0), MS, &mut at);
         at += pause;
         queue.enter(overran, share, Ticket(1), at);

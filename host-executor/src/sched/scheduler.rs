@@ -73,7 +73,7 @@ impl Times {
 
 /// What a run does, for its session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Turning {
+pub(crate) enum TurnEvent {
     /// The run waits for a turn.
     Waits,
     /// A turn begins.
@@ -109,7 +109,7 @@ impl InFlight {
     pub(crate) fn wait(
         self,
         plan: &mut dyn Plan,
-        observe: impl FnOnce(Turning),
+        observe: impl FnOnce(TurnEvent),
     ) -> (Result<(), RunError>, Times) {
         let InFlight {
             guard,
@@ -120,7 +120,7 @@ impl InFlight {
         let outcome = plan.wait();
         let turn = guard.end(queued, true);
         times.add(turn);
-        observe(Turning::Ended(turn));
+        observe(TurnEvent::Ended(turn));
         (outcome, times)
     }
 }
@@ -134,16 +134,16 @@ impl Scheduler {
         tenant: TenantId,
         share: Entitlement,
         plan: &mut dyn Plan,
-        mut observe: impl FnMut(Turning),
+        mut observe: impl FnMut(TurnEvent),
         mut is_cancelled: impl FnMut() -> bool,
     ) -> RunState {
         let mut times = Times::default();
         let mut wait_began = self.turn.now();
         let ticket = self.enter(tenant, share);
         loop {
-            observe(Turning::Waits);
+            observe(TurnEvent::Waits);
             let mut guard = self.wait(tenant, ticket);
-            observe(Turning::Begins);
+            observe(TurnEvent::Begins);
             let start = self.turn.now();
             let queued = start.saturating_sub(wait_began);
             guard.start = start;
@@ -161,7 +161,7 @@ impl Scheduler {
             let turn = guard.end(queued, !yielded || cancelled);
             wait_began = self.turn.now();
             times.add(turn);
-            observe(Turning::Ended(turn));
+            observe(TurnEvent::Ended(turn));
             match status {
                 Ok(RunStatus::Yielded) if cancelled => return RunState::Cancelled(times),
                 Ok(RunStatus::Yielded) => {}

@@ -170,15 +170,16 @@ fn next_turn_waits_for_graphs_in_flight() {
                         is_in_flight: false,
                     };
                     let mut seen = Vec::new();
-                    let observe = |turning| seen.push(turning);
+                    let observe = |event| seen.push(event);
                     match scheduler.run(TenantId(guest), share, &mut plan, observe, || false) {
                         RunState::Cancelled(_) => panic!("nobody has cancelled the run"),
                         RunState::InFlight(run) => {
                             thread::yield_now();
-                            let observe = |turning| seen.push(turning);
+                            let observe = |event| seen.push(event);
                             let (outcome, times) = run.wait(&mut plan, observe);
                             assert_eq!((outcome, times.turns), (Ok(()), 1));
-                            let all = [Turning::Waits, Turning::Begins, Turning::Ended(times)];
+                            let all =
+                                [TurnEvent::Waits, TurnEvent::Begins, TurnEvent::Ended(times)];
                             assert_eq!(seen, all);
                         }
                         RunState::Done(..) => panic!("the plan was not in flight"),
@@ -238,12 +239,12 @@ fn single_plan_takes_one_turn() {
 }
 
 /// A plan of one piece that ends when told.
-struct Part {
+struct Piece {
     began: mpsc::Sender<()>,
     end: mpsc::Receiver<()>,
 }
 
-impl Plan for Part {
+impl Plan for Piece {
     fn plan_bytes(&self) -> u64 {
         0
     }
@@ -267,7 +268,7 @@ fn start<'scope>(
     };
     let ((began, begins), (ends, end)) = (mpsc::channel(), mpsc::channel());
     scope.spawn(move || {
-        let (outcome, _) = run(scheduler, tenant, share, &mut Part { began, end });
+        let (outcome, _) = run(scheduler, tenant, share, &mut Piece { began, end });
         outcome.expect("the work does not fail");
     });
     (begins, ends)
@@ -295,7 +296,7 @@ fn time_during_which_others_arrive_is_charged_once() {
     assert!(charged >= RAN && charged <= took, "{charged:?} of {took:?}");
 }
 
-/// A guest that decodes and does not return, and one with a long part and another graph, which runs
+/// A guest that decodes and does not return, and one with a long piece and another graph, which runs
 /// in the end. Returns whether the device was held for the first guest. It is not if the thread of
 /// that guest was so late that nobody expects the guest back.
 fn second_graph_runs_after_a_hold() -> bool {
@@ -307,7 +308,7 @@ fn second_graph_runs_after_a_hold() -> bool {
     });
     let mut is_held = false;
     thread::scope(|scope| {
-        // A long part, during which the first guest asks for its next token.
+        // A long piece, during which the first guest asks for its next token.
         let (begins, end) = start(scope, scheduler, 2);
         begins.recv().expect("it begins");
         let (decodes, decoded) = start(scope, scheduler, 1);

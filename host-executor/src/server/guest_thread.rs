@@ -10,7 +10,7 @@ use tracing::{error, info, info_span, warn};
 use vgpu_transport::link::stream::tls::Ending;
 use vgpu_transport::link::stream::x509::CertificateInfo;
 
-use super::seat::Seat;
+use super::registration::Registration;
 use super::shared::{Entry, Shared};
 use super::silent_guests::SilentGuests;
 use crate::activity::Phase;
@@ -137,8 +137,8 @@ fn serve(
         })
     };
     // Before the first message, too: a guest that gets no session need not send any.
-    let seat = match rejected
-        .or_else(|| Seat::refusal(shared, &peer, &tenant))
+    let registration = match rejected
+        .or_else(|| Registration::refusal(shared, &peer, &tenant))
         .or_else(revoked)
     {
         Some(end) => Err(end),
@@ -154,14 +154,14 @@ fn serve(
                     stop: stop.clone(),
                     silence: link.silence(),
                 };
-                let seat = Seat::take(shared, id, entry)?;
+                let registration = Registration::take(shared, id, entry)?;
                 // From here on, new certificates end the session.
-                revoked().map_or(Ok((first, seat)), Err)
+                revoked().map_or(Ok((first, registration)), Err)
             })
         }
     };
-    let (first, _seat) = match seat {
-        Ok(seat) => seat,
+    let (first, _registration) = match registration {
+        Ok(registration) => registration,
         Err(SessionEnd::Closed) => {
             return log(&"the guest disconnected before it had sent a message");
         }

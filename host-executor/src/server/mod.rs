@@ -2,13 +2,13 @@
 //!
 //! - `core`: the server, its listeners, its shutdown.
 //! - `guest_thread`: the thread of a connection, from its handshake to its end.
-//! - `seat`: the places in the table of sessions.
+//! - `registration`: the entries in the table of sessions.
 //! - `watchdog`: the thread that reports what lasts too long.
 //! - `shared`, `status`: what the threads share, and snapshots of it.
 
 mod core;
 mod guest_thread;
-mod seat;
+mod registration;
 mod shared;
 mod silent_guests;
 mod status;

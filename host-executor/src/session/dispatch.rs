@@ -16,7 +16,7 @@ use super::answer::{Answer, ReadRange, Submitted, done, failed, refused};
 use super::bulk::{Bulk, Transfer};
 use super::end_check::EndCheck;
 use super::error::{SessionEnd, Violation};
-use super::graphs::{CompileContext, GraphStatus, Received};
+use super::graphs::{CompileContext, GraphStatus, ImageResult};
 use super::state::{MODEL_SCALE, Session, observe_turn};
 use crate::activity::Phase;
 use crate::sched::{RunState, Times};
@@ -283,7 +283,7 @@ impl Session {
         &mut self,
         request: u64,
         kind: &'static str,
-        (graph, received): (GraphId, Received),
+        (graph, received): (GraphId, ImageResult),
         link: &mut dyn HostEnd,
         stop: &StopFlag,
     ) -> Result<Answer, SessionEnd> {

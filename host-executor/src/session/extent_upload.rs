@@ -8,7 +8,7 @@ use vgpu_engine::{EngineError, Extent, Memory};
 use vgpu_transport::bytes::Bytes;
 
 use crate::weights::SessionStore;
-use crate::weights::uploads::{FIRST_BYTES, Followed, Lead, MAX_COMPARED, Slot};
+use crate::weights::uploads::{FIRST_BYTES, FollowedUpload, MAX_COMPARED, Slot, UploadLeader};
 
 /// Bytes that are compared at once: two such parts fit the first cache of a core.
 const CHUNK: usize = 16 << 10;
@@ -46,9 +46,9 @@ enum Role {
     /// There are none yet.
     Named,
     /// In the memory of the buffer, where others may read them.
-    Leads(Lead),
+    Leads(UploadLeader),
     /// All bytes so far are equal to those of another extent, and only there.
-    Follows(Followed, Arc<Slot>),
+    Follows(FollowedUpload, Arc<Slot>),
     /// In the memory of the buffer, which others do not use.
     Alone,
 }
@@ -248,8 +248,8 @@ impl ExtentUpload {
     /// least some of the next ones.
     fn is_like(
         &mut self,
-        other: &Followed,
-        followed: Option<&Followed>,
+        other: &FollowedUpload,
+        followed: Option<&FollowedUpload>,
         rest: Bytes<'_>,
     ) -> Result<bool, EngineError> {
         let was_left = |left: &Weak<dyn Extent>| {
@@ -308,7 +308,7 @@ impl ExtentUpload {
     /// Passes the bytes so far to `put`, with their offset in the buffer.
     fn copy(
         &mut self,
-        followed: &Followed,
+        followed: &FollowedUpload,
         mut put: impl FnMut(u64, Bytes<'_>) -> Result<(), EngineError>,
     ) -> Result<(), EngineError> {
         let offset = self.range.offset;
@@ -322,7 +322,7 @@ impl ExtentUpload {
     /// same size to use, until `take` returns `false`.
     fn each_chunk(
         &mut self,
-        followed: &Followed,
+        followed: &FollowedUpload,
         mut take: impl FnMut(u64, &[u8], &mut [u8]) -> Result<bool, EngineError>,
     ) -> Result<(), EngineError> {
         let mut at = 0;

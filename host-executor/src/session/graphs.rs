@@ -118,7 +118,7 @@ pub(super) struct Image {
 }
 
 /// A graph that has been received completely: its image, or why the tenant has no memory for it.
-pub(super) type Received = Result<Image, EngineError>;
+pub(super) type ImageResult = Result<Image, EngineError>;
 
 /// What the compilation of a graph led to.
 #[derive(Debug)]
@@ -143,7 +143,7 @@ impl Graphs {
         part: Bytes<'_>,
         tenant: &Arc<Tenant>,
         engine: &dyn Engine,
-    ) -> Result<Option<Received>, Violation> {
+    ) -> Result<Option<ImageResult>, Violation> {
         if total == 0 || total > MAX_GRAPH || !total.is_multiple_of(4) {
             return Err(Violation::ImageSize {
                 graph,
@@ -199,7 +199,7 @@ impl Graphs {
         patch: Bytes<'_>,
         tenant: &Arc<Tenant>,
         engine: &dyn Engine,
-    ) -> Result<Received, Violation> {
+    ) -> Result<ImageResult, Violation> {
         let Some(stored) = self.stored.get(&base) else {
             let bytes = patch.len();
             return Err(Violation::UnknownBase { base, bytes });
@@ -232,7 +232,7 @@ impl Graphs {
     pub(super) fn compile(
         &mut self,
         graph: GraphId,
-        received: Received,
+        received: ImageResult,
         context: &CompileContext<'_>,
     ) -> Result<GraphStatus, Violation> {
         let stored = match received {

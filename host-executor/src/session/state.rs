@@ -16,7 +16,7 @@ use crate::ledger::Ledger;
 use crate::limits::Limits;
 use crate::policy::Policy;
 use crate::pool::Pools;
-use crate::sched::{Scheduler, Times, Turning};
+use crate::sched::{Scheduler, Times, TurnEvent};
 use crate::stats::{Counters, Kind, Stats};
 use crate::tenant::Tenant;
 use crate::weights::WeightStore;
@@ -205,15 +205,15 @@ pub(super) fn observe_turn(
     counters: &Counters,
     (request, kind): (u64, Kind),
     info: &GraphInfo,
-    turning: Turning,
+    event: TurnEvent,
 ) {
-    match turning {
-        Turning::Waits => activity.request(Phase::WaitsForEngine, kind, request),
-        Turning::Begins => {
+    match event {
+        TurnEvent::Waits => activity.request(Phase::WaitsForEngine, kind, request),
+        TurnEvent::Begins => {
             activity.request(Phase::Executes, kind, request);
             activity.begin_turn(request, info);
         }
-        Turning::Ended(times) => {
+        TurnEvent::Ended(times) => {
             activity.end_turn();
             count_turn(counters, times);
         }

@@ -72,13 +72,13 @@ struct Upload {
 
 /// An extent that the session of another guest, or of this one, uploads or has uploaded.
 #[derive(Clone)]
-pub(crate) struct Followed {
+pub(crate) struct FollowedUpload {
     pub(crate) extent: Arc<dyn Extent>,
     upload_end: Arc<UploadEnd>,
 }
 
 /// An extent that this session uploads. Dropping it tells the followers not to wait any more.
-pub(crate) struct Lead {
+pub(crate) struct UploadLeader {
     pub(crate) extent: Arc<dyn Extent>,
     upload_end: Arc<UploadEnd>,
 }
@@ -106,12 +106,12 @@ impl Uploads {
 
 impl Slot {
     /// The extents that exist, and how many were added so far.
-    pub(crate) fn extents(&self) -> (Vec<Followed>, u64) {
+    pub(crate) fn extents(&self) -> (Vec<FollowedUpload>, u64) {
         let list = self.lock();
         let followed = |upload: &Upload| {
             let extent = upload.extent.upgrade()?;
             let upload_end = Arc::clone(&upload.upload_end);
-            Some(Followed { extent, upload_end })
+            Some(FollowedUpload { extent, upload_end })
         };
         let extents = list.uploads.iter().filter_map(followed).collect();
         (extents, list.added)
@@ -130,8 +130,8 @@ impl Slot {
 
 impl List {
     /// Adds an extent that this session uploads, unless the slot is full.
-    pub(crate) fn add(&mut self, extent: &Arc<dyn Extent>) -> Lead {
-        let lead = Lead {
+    pub(crate) fn add(&mut self, extent: &Arc<dyn Extent>) -> UploadLeader {
+        let lead = UploadLeader {
             extent: Arc::clone(extent),
             upload_end: Arc::default(),
         };
@@ -157,7 +157,7 @@ impl Upload {
     }
 }
 
-impl Followed {
+impl FollowedUpload {
     /// Waits until the extent has more than `done` bytes, its upload has ended, or `limit` is
     /// over.
     pub(crate) fn wait(&self, done: u64, limit: Duration) {
@@ -174,7 +174,7 @@ impl Followed {
     }
 }
 
-impl Lead {
+impl UploadLeader {
     /// Tells the followers that the extent has more bytes.
     pub(crate) fn advance(&self) {
         // A follower that has found too few bytes waits now, or has not released the lock yet.
@@ -183,7 +183,7 @@ impl Lead {
     }
 }
 
-impl Drop for Lead {
+impl Drop for UploadLeader {
     fn drop(&mut self) {
         *lock(&self.upload_end.has_ended) = true;
         self.upload_end.changed.notify_all();

@@ -28,7 +28,7 @@ const MAX_PARTS: usize = 64;
 
 /// What threads run between two barriers: kernels, in order.
 pub(crate) struct Phase {
-    pub(crate) parts: Vec<Part>,
+    pub(crate) parts: Vec<PlannedKernel>,
 }
 
 impl Phase {
@@ -39,7 +39,7 @@ impl Phase {
             let nodes = part.nodes.capacity() * size_of::<usize>();
             kernel + nodes + PART_BYTES
         });
-        parts.sum::<usize>() + self.parts.capacity() * size_of::<Part>()
+        parts.sum::<usize>() + self.parts.capacity() * size_of::<PlannedKernel>()
     }
 }
 
@@ -48,7 +48,7 @@ impl Phase {
 const PART_BYTES: usize = 384;
 
 /// A kernel of the plan, and the nodes that it computes.
-pub(crate) struct Part {
+pub(crate) struct PlannedKernel {
     pub(crate) kernel: Kernel,
     /// The nodes that it computes; empty if it only prepares data for another kernel.
     pub(crate) nodes: Vec<usize>,
@@ -63,14 +63,14 @@ pub(crate) struct Part {
     pub(crate) work: Estimate,
 }
 
-impl Part {
+impl PlannedKernel {
     pub(crate) fn new(
         kernel: Kernel,
         nodes: Vec<usize>,
         (node, op): (usize, &'static str),
         work: Estimate,
-    ) -> Part {
-        Part {
+    ) -> PlannedKernel {
+        PlannedKernel {
             kernel,
             nodes,
             node,
@@ -129,7 +129,7 @@ impl BarrierSchedule {
     }
 
     /// Adds a kernel with a barrier before and after it.
-    pub(crate) fn push_alone(&mut self, part: Part) {
+    pub(crate) fn push_alone(&mut self, part: PlannedKernel) {
         self.open.clear();
         self.open_bytes = 0;
         self.phases.push(Phase { parts: vec![part] });
@@ -140,7 +140,7 @@ impl BarrierSchedule {
     /// nothing else that this phase has written.
     pub(crate) fn push_shared(
         &mut self,
-        mut part: Part,
+        mut part: PlannedKernel,
         access: MemoryAccess,
         is_small: bool,
         scratch_bytes: usize,

@@ -13,7 +13,8 @@ use vgpu_engine::{
 use vgpu_transport::ir::{Graph, GraphCounts, Node, Op, Tensor};
 
 use crate::barrier_schedule::{
-    BarrierSchedule, MemoryAccess, Part, Phase, SOLO_ELEMENTS, elements, is_small, only_shares,
+    BarrierSchedule, MemoryAccess, Phase, PlannedKernel, SOLO_ELEMENTS, elements, is_small,
+    only_shares,
 };
 use crate::gemm::{MAX_KEPT, prepared_bytes};
 use crate::kernel::{Compiled, Estimate};
@@ -200,7 +201,7 @@ impl Compiler<'_> {
                 true => Vec::new(),
                 false => all.clone(),
             };
-            let mut part = Part::new(kernel, computes, (self.origin[reported], op), work);
+            let mut part = PlannedKernel::new(kernel, computes, (self.origin[reported], op), work);
             if only_converts {
                 let x = { graph.nodes[nodes.start].src.as_slice() }[1].expect("activations");
                 let x = &graph.tensors[x as usize];

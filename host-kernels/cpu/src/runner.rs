@@ -344,12 +344,12 @@ impl Run<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::barrier_schedule::Part;
+    use crate::barrier_schedule::PlannedKernel;
     use crate::kernel::Estimate;
 
     fn phase(kernel: impl Fn(&Worker<'_>) -> Result<(), Fault> + Send + Sync + 'static) -> Phase {
         Phase {
-            parts: vec![Part::new(
+            parts: vec![PlannedKernel::new(
                 Box::new(kernel),
                 vec![3],
                 (3, "TEST"),

@@ -17,10 +17,10 @@ use crate::params;
 use crate::tensors::{Arena, Graph, compute, view};
 
 /// A graph for the device ends after so much work by estimate, so that a turn can end there.
-const PART: Duration = Duration::from_millis(5);
+const MAX_SPLIT: Duration = Duration::from_millis(5);
 
-/// What a device or another engine does in one go.
-enum Part {
+/// Consecutive nodes that the device or another engine runs.
+enum Split {
     /// The graph, and the index of its first node.
     Device(Graph, usize),
     Other(Box<SingleNode>),
@@ -30,10 +30,10 @@ enum Part {
 pub(crate) struct GgmlPlan {
     device: Arc<Device>,
     buffers: Vec<Arc<dyn Memory>>,
-    parts: Vec<Part>,
-    /// The part that the next launch begins with.
+    splits: Vec<Split>,
+    /// The split that the next launch begins with.
     next: usize,
-    /// The tensors that the parts refer to.
+    /// The tensors that the splits refer to.
     arena: Arena,
 }
 
@@ -45,7 +45,7 @@ unsafe impl Send for GgmlPlan {}
 pub(crate) fn compile_bytes(counts: &GraphCounts) -> u64 {
     let tensor = size_of::<abi::ggml_tensor>() + 64;
     // A node has a tensor of its own and, if it is a copy, another; and up to one graph.
-    let node = 2 * tensor + size_of::<abi::ggml_cgraph>() + size_of::<Part>() + 256;
+    let node = 2 * tensor + size_of::<abi::ggml_cgraph>() + size_of::<Split>() + 256;
     let all = counts.tensors * (tensor + 16) + counts.nodes * node + counts.buffers * 32;
     all as u64
 }
@@ -75,7 +75,7 @@ impl GgmlPlan {
             // SAFETY: `whole` is the tensor of a buffer that the plan keeps alive.
             present.push(arena.keep(unsafe { view(tensor, memory.whole()) }));
         }
-        let (mut parts, mut nodes, mut first) = (Vec::new(), Vec::new(), 0);
+        let (mut splits, mut nodes, mut first) = (Vec::new(), Vec::new(), 0);
         let mut time = Duration::ZERO;
         let speed = fallback.speed();
         for (at, node) in graph.nodes.iter().enumerate() {
@@ -86,9 +86,9 @@ impl GgmlPlan {
             let kept = arena.len();
             let Some(dst) = encode(&device, graph, node, &memory, &present, &mut arena) else {
                 arena.truncate(kept);
-                flush(&mut parts, &mut nodes, first);
+                flush(&mut splits, &mut nodes, first);
                 let other = SingleNode::compile(fallback, graph, at)?;
-                parts.push(Part::Other(Box::new(other)));
+                splits.push(Split::Other(Box::new(other)));
                 continue;
             };
             if nodes.is_empty() {
@@ -97,24 +97,24 @@ impl GgmlPlan {
             present[node.dst as usize] = dst;
             nodes.push(dst);
             time += work::of(graph, node).time(&speed);
-            if time > PART {
-                flush(&mut parts, &mut nodes, first);
+            if time > MAX_SPLIT {
+                flush(&mut splits, &mut nodes, first);
             }
         }
-        flush(&mut parts, &mut nodes, first);
+        flush(&mut splits, &mut nodes, first);
         Ok(GgmlPlan {
             device,
             buffers: buffers.to_vec(),
-            parts,
+            splits,
             next: 0,
             arena,
         })
     }
 }
 
-fn flush(parts: &mut Vec<Part>, nodes: &mut Vec<*mut abi::ggml_tensor>, first: usize) {
+fn flush(splits: &mut Vec<Split>, nodes: &mut Vec<*mut abi::ggml_tensor>, first: usize) {
     if !nodes.is_empty() {
-        parts.push(Part::Device(Graph::new(std::mem::take(nodes)), first));
+        splits.push(Split::Device(Graph::new(std::mem::take(nodes)), first));
     }
 }
 
@@ -244,10 +244,10 @@ impl DeviceMemory for Buffers<'_> {
 impl Plan for GgmlPlan {
     fn launch(&mut self, turn: &Turn) -> Result<RunStatus, RunError> {
         let begin = std::mem::take(&mut self.next);
-        let count = self.parts.len();
-        for (at, part) in self.parts.iter_mut().enumerate().skip(begin) {
-            match part {
-                Part::Device(graph, first) => {
+        let count = self.splits.len();
+        for (at, split) in self.splits.iter_mut().enumerate().skip(begin) {
+            match split {
+                Split::Device(graph, first) => {
                     // SAFETY: the plan keeps the tensors and the buffers. The caller lets nothing
                     // access them during a run: the contract of `Memory`.
                     let computed = unsafe { self.device.compute(graph) };
@@ -257,7 +257,7 @@ impl Plan for GgmlPlan {
                         message: format!("the backend of ggml returned status {status}"),
                     })?;
                 }
-                Part::Other(node) => {
+                Split::Other(node) => {
                     if node.run(&mut Buffers(&self.buffers), turn)? == RunStatus::Yielded {
                         self.next = at;
                         return Ok(RunStatus::Yielded);
@@ -273,19 +273,19 @@ impl Plan for GgmlPlan {
     }
 
     fn plan_bytes(&self) -> u64 {
-        let parts = self.parts.iter().map(|part| match part {
-            Part::Device(graph, _) => graph.bytes(),
-            Part::Other(node) => size_of::<SingleNode>() + node.bytes(),
+        let splits = self.splits.iter().map(|split| match split {
+            Split::Device(graph, _) => graph.bytes(),
+            Split::Other(node) => size_of::<SingleNode>() + node.bytes(),
         });
-        let own = self.parts.capacity() * size_of::<Part>()
+        let own = self.splits.capacity() * size_of::<Split>()
             + self.buffers.capacity() * size_of::<Arc<dyn Memory>>();
-        (parts.sum::<usize>() + own + self.arena.bytes() + size_of::<GgmlPlan>()) as u64
+        (splits.sum::<usize>() + own + self.arena.bytes() + size_of::<GgmlPlan>()) as u64
     }
 
     fn working_bytes(&self) -> u64 {
-        let others = self.parts.iter().filter_map(|part| match part {
-            Part::Device(..) => None,
-            Part::Other(node) => Some(node.working_bytes()),
+        let others = self.splits.iter().filter_map(|split| match split {
+            Split::Device(..) => None,
+            Split::Other(node) => Some(node.working_bytes()),
         });
         others.max().unwrap_or(0)
     }

@@ -95,7 +95,7 @@ pub enum Payload {
 /// A reserved record. The consumer does not see it before [`Producer::publish`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[must_use]
-pub struct Room {
+pub struct Reservation {
     /// The range for an inline payload; empty for a payload in the bulk area.
     pub payload: Range<usize>,
     record: usize,
@@ -150,7 +150,7 @@ impl Producer {
         request: u64,
         message: usize,
         payload: Payload,
-    ) -> Result<Option<Room>, LinkError> {
+    ) -> Result<Option<Reservation>, LinkError> {
         let inline = match payload {
             Payload::Inline(len) => len,
             Payload::Bulk { .. } => 0,
@@ -173,7 +173,7 @@ impl Producer {
         let record = self.area.offset(self.tail + pad);
         let inline_offset = payload_offset(message, inline);
         let start = record + inline_offset;
-        Ok(Some(Room {
+        Ok(Some(Reservation {
             payload: start..start + inline,
             record,
             header: Header {
@@ -203,26 +203,26 @@ impl Producer {
     /// # Panics
     ///
     /// If the length of the message differs from the reserved one.
-    pub fn publish(&mut self, memory: &impl SharedWords, room: Room, message: &[u8]) {
+    pub fn publish(&mut self, memory: &impl SharedWords, reservation: Reservation, message: &[u8]) {
         assert_eq!(
             message.len(),
-            room.header.message as usize,
+            reservation.header.message as usize,
             "message's length"
         );
-        if room.pad > 0 {
+        if reservation.pad > 0 {
             let pad = Header {
-                size: room.pad as u32,
+                size: reservation.pad as u32,
                 ..Header::default()
             };
             memory.write(self.area.offset(self.tail), &pad.encode());
         }
-        memory.write(room.record, &room.header.encode());
-        memory.write(room.record + HEADER, message);
+        memory.write(reservation.record, &reservation.header.encode());
+        memory.write(reservation.record + HEADER, message);
         // Pairs with the acquire load of the tail in `Consumer::load_tail`: a consumer that sees
         // the new tail sees the header, the message and the payload, including those in
         // write-combining buffers.
         memory.drain_writes();
-        self.tail = room.tail;
+        self.tail = reservation.tail;
         memory.store(self.area.tail, self.tail);
     }
 }
@@ -240,7 +240,7 @@ pub struct Limits {
 
 /// A checked record in the ring, in place until its [release](Consumer::release).
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Arrived {
+pub struct Record {
     /// The number of the request or reply.
     pub request: u64,
     /// The range of the message in the window.
@@ -282,7 +282,7 @@ impl Consumer {
     ///
     /// [`LinkError::PeerMisbehaved`] when the producer's tail or the record's header violates an
     /// invariant or a limit.
-    pub fn peek(&mut self, memory: &impl SharedWords) -> Result<Option<Arrived>, LinkError> {
+    pub fn peek(&mut self, memory: &impl SharedWords) -> Result<Option<Record>, LinkError> {
         self.peek_from(memory, self.head)
     }
 
@@ -295,9 +295,9 @@ impl Consumer {
     pub fn peek_behind(
         &mut self,
         memory: &impl SharedWords,
-        arrived: &Arrived,
-    ) -> Result<Option<Arrived>, LinkError> {
-        self.peek_from(memory, arrived.next)
+        record: &Record,
+    ) -> Result<Option<Record>, LinkError> {
+        self.peek_from(memory, record.next)
     }
 
     /// The record at `from`. `from` is the head or the end of a checked record, so it is at most
@@ -306,7 +306,7 @@ impl Consumer {
         &mut self,
         memory: &impl SharedWords,
         from: u64,
-    ) -> Result<Option<Arrived>, LinkError> {
+    ) -> Result<Option<Record>, LinkError> {
         if from == self.tail {
             self.load_tail(memory)?;
             if from == self.tail {
@@ -315,7 +315,7 @@ impl Consumer {
         }
         let header = self.header(memory, from)?;
         if header.kind != KIND_PAD {
-            return self.arrived(header, from).map(Some);
+            return self.record_at(header, from).map(Some);
         }
         // A pad reaches to the end of the ring, and a record follows the pad in the same
         // publication.
@@ -331,19 +331,19 @@ impl Consumer {
             .into());
         }
         let header = self.header(memory, next)?;
-        self.arrived(header, next).map(Some)
+        self.record_at(header, next).map(Some)
     }
 
     /// Returns the memory of a record to the producer.
-    pub fn release(&mut self, memory: &impl SharedWords, arrived: &Arrived) {
-        self.head = arrived.next;
+    pub fn release(&mut self, memory: &impl SharedWords, record: &Record) {
+        self.head = record.next;
         // Pairs with the acquire load of the head in `Producer::reserve`: the producer overwrites
         // the record only after the reads of this side.
         memory.store(self.area.head, self.head);
     }
 
     /// Whether more than a quarter of the ring is in use. The producer may then be waiting for
-    /// room.
+    /// reservation.
     ///
     /// # Errors
     ///
@@ -378,15 +378,15 @@ impl Consumer {
         memory.read(self.area.offset(cursor), &mut bytes);
         let header = Header::decode(&bytes);
         let size = u64::from(header.size);
-        let room = (self.tail - cursor).min(self.area.rest(cursor));
-        if size == 0 || !size.is_multiple_of(RECORD_ALIGN as u64) || size > room {
-            let published = room;
+        let available = (self.tail - cursor).min(self.area.rest(cursor));
+        if size == 0 || !size.is_multiple_of(RECORD_ALIGN as u64) || size > available {
+            let published = available;
             return Err(LinkViolation::RecordSize { size, published }.into());
         }
         Ok(header)
     }
 
-    fn arrived(&self, header: Header, cursor: u64) -> Result<Arrived, LinkError> {
+    fn record_at(&self, header: Header, cursor: u64) -> Result<Record, LinkError> {
         let record = self.area.offset(cursor);
         let size = header.size as usize;
         let (message, payload) = (header.message as usize, header.payload as usize);
@@ -424,7 +424,7 @@ impl Consumer {
             .filter(|range| within.start <= range.start && range.end <= within.end)
             .ok_or_else(|| wrong("a record whose payload lies out of bounds"))?;
         let message = record + HEADER..record + HEADER + message;
-        Ok(Arrived {
+        Ok(Record {
             request: header.request,
             message,
             payload,

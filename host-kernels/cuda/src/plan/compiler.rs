@@ -7,7 +7,7 @@ use vgpu_engine::fuse::{Arrangement, Kind};
 use vgpu_engine::{Cancellation, EngineError};
 use vgpu_transport::ir::{Graph, Op, Shape, Tensor, Type};
 
-use super::part::Part;
+use super::split::Split;
 use crate::activation_cache::{ACTIVATION_CACHE_BYTES, ActivationCache};
 use crate::context::ExecutionContext;
 use crate::cpu_fallback::{CpuFallback, FallbackNode};
@@ -177,16 +177,16 @@ impl<'a> Compiler<'a> {
         }
     }
 
-    /// The parts of the plan, over the memory with these addresses, and the stage tables of its
+    /// The splits of the plan, over the memory with these addresses, and the stage tables of its
     /// megakernels.
     ///
     /// # Errors
     /// [`EngineError::OutOfMemory`] if there is no memory for a stage table.
-    pub(crate) fn into_parts(
+    pub(crate) fn into_splits(
         mut self,
         memory: &[usize],
         ops: &[&'static str],
-    ) -> Result<(Vec<Part>, Vec<CudaMemory>), EngineError> {
+    ) -> Result<(Vec<Split>, Vec<CudaMemory>), EngineError> {
         for &(made, used) in self.cache.spans() {
             for work in &mut self.work[made..used] {
                 if let Work::Launch(step) = work {
@@ -196,33 +196,33 @@ impl<'a> Compiler<'a> {
         }
         let templates = &self.context.templates;
         let mut tables = Vec::new();
-        let mut sequence = |plain: Vec<PlannedLaunch>| -> Result<Part, EngineError> {
+        let mut sequence = |plain: Vec<PlannedLaunch>| -> Result<Split, EngineError> {
             let lowered = lowering::lower(&plain, self.context, ops)?;
             let has_megakernels = !lowered.tables.is_empty();
             tables.extend(lowered.tables);
             let plain = LaunchSequence::new(plain, memory, templates);
-            Ok(Part::Launches(match has_megakernels {
+            Ok(Split::Launches(match has_megakernels {
                 true => LaunchSequence::new(lowered.launches, memory, templates).or(plain),
                 false => plain,
             }))
         };
-        let mut parts = Vec::new();
+        let mut splits = Vec::new();
         let mut steps: Vec<PlannedLaunch> = Vec::new();
         for work in self.work {
             match work {
                 Work::Launch(step) => steps.push(step),
                 Work::Cpu(work, node) => {
                     if !steps.is_empty() {
-                        parts.push(sequence(std::mem::take(&mut steps))?);
+                        splits.push(sequence(std::mem::take(&mut steps))?);
                     }
-                    parts.push(Part::Cpu { work, node });
+                    splits.push(Split::Cpu { work, node });
                 }
             }
         }
         if !steps.is_empty() {
-            parts.push(sequence(steps)?);
+            splits.push(sequence(steps)?);
         }
-        Ok((parts, tables))
+        Ok((splits, tables))
     }
 }
 

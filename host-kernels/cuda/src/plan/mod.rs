@@ -1,7 +1,7 @@
 //! Plans: compiled graphs, and running them.
 
 mod compiler;
-mod part;
+mod split;
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ use crate::params::{VgFault, VgView};
 use crate::repack::pass::RepackPass;
 use crate::scratch::Claim;
 use compiler::{Compiler, is_aligned};
-use part::{Part, at_node, failure};
+use split::{Split, at_node, failure};
 use vgpu_engine::fuse::Arrangement;
 use vgpu_engine::{
     ALLOCATION_BYTES, EngineError, Memory, NodeTiming, Plan, RunError, RunStatus, Turn,
@@ -51,8 +51,8 @@ pub(crate) fn compile_bytes(counts: &GraphCounts) -> u64 {
 /// A compiled graph: launches in order, and nodes for the CPU engine between them.
 pub(crate) struct CudaPlan {
     context: Arc<ExecutionContext>,
-    parts: Vec<Part>,
-    /// The part that a run that has yielded resumes with.
+    splits: Vec<Split>,
+    /// The split that a run that has yielded resumes with.
     at: usize,
     /// For each group of nodes, in order: the number of launches or CPU nodes, and the nodes.
     groups: Vec<(usize, Vec<usize>)>,
@@ -145,14 +145,14 @@ impl CudaPlan {
         let places: Vec<usize> = { buffers.iter() }
             .map(|memory| Arc::as_ptr(memory).cast::<()>() as usize)
             .collect();
-        let (parts, tables) = compiler.into_parts(&places, &ops)?;
+        let (splits, tables) = compiler.into_splits(&places, &ops)?;
         repack.apply()?;
         let changes = memories
             .iter()
             .map(|memory| memory.repack_state().changes());
         Ok(CudaPlan {
             context: Arc::clone(context),
-            parts,
+            splits,
             at: 0,
             groups,
             ops,
@@ -183,9 +183,9 @@ impl CudaPlan {
         // lost: no kernel runs.
         unsafe { context.reset_counters() }.map_err(|error| failure(&self.ops, 0, &error))?;
         let mut last = 0;
-        while let Some(part) = self.parts.get_mut(self.at) {
-            let outcome = match part {
-                Part::Launches(sequence) => {
+        while let Some(split) = self.splits.get_mut(self.at) {
+            let outcome = match split {
+                Split::Launches(sequence) => {
                     last = sequence.last_node();
                     // SAFETY: the launches were compiled from a validated graph over memory that
                     // `self.memory`, `tables` and `scratch` keep alive. The caller has the
@@ -195,7 +195,7 @@ impl CudaPlan {
                 }
                 // SAFETY: `self.memory` keeps the memory of the graph alive that the node was
                 // compiled from.
-                Part::Cpu { work, node } => unsafe { work.run(&**device, turn) }
+                Split::Cpu { work, node } => unsafe { work.run(&**device, turn) }
                     .map_err(|error| at_node(&self.ops, *node, error)),
             };
             // Earlier launches may fail, too, and their fault comes first in the graph.
@@ -237,11 +237,11 @@ impl CudaPlan {
         })
     }
 
-    /// Starts the next run at the first part.
+    /// Starts the next run at the first split.
     fn rewind(&mut self) {
         (self.at, self.has_yielded) = (0, false);
-        for part in &mut self.parts {
-            if let Part::Launches(sequence) = part {
+        for split in &mut self.splits {
+            if let Split::Launches(sequence) = split {
                 sequence.rewind();
             }
         }
@@ -260,7 +260,7 @@ impl CudaPlan {
         error
     }
 
-    /// Runs part by part, and returns the seconds of each launch and of each CPU node.
+    /// Runs split by split, and returns the seconds of each launch and of each CPU node.
     ///
     /// # Errors
     /// As for [`go_on`](CudaPlan::go_on).
@@ -270,9 +270,9 @@ impl CudaPlan {
     unsafe fn time(&mut self) -> Result<Vec<f64>, RunError> {
         let context = Arc::clone(&self.context);
         let mut times = Vec::new();
-        for part in &mut self.parts {
-            match part {
-                Part::Launches(sequence) => {
+        for split in &mut self.splits {
+            match split {
+                Split::Launches(sequence) => {
                     // SAFETY: the launches were compiled from a validated graph over memory that
                     // `self.memory`, `tables` and `scratch` keep alive. The caller has the
                     // device, so no other plan uses it.
@@ -282,7 +282,7 @@ impl CudaPlan {
                             .map_err(|Failure { node, error }| failure(&self.ops, node, &error))?,
                     );
                 }
-                Part::Cpu { work, node } => {
+                Split::Cpu { work, node } => {
                     let start = Instant::now();
                     // SAFETY: `self.memory` keeps the memory of the graph alive that the node was
                     // compiled from.
@@ -368,9 +368,9 @@ impl Plan for CudaPlan {
     }
 
     fn kernels(&self) -> Vec<&'static str> {
-        let sequences = self.parts.iter().filter_map(|part| match part {
-            Part::Launches(sequence) => Some(sequence),
-            Part::Cpu { .. } => None,
+        let sequences = self.splits.iter().filter_map(|split| match split {
+            Split::Launches(sequence) => Some(sequence),
+            Split::Cpu { .. } => None,
         });
         let device = &self.context.device;
         let names = sequences.flat_map(LaunchSequence::kernels);
@@ -401,23 +401,23 @@ impl Plan for CudaPlan {
     }
 
     fn plan_bytes(&self) -> u64 {
-        let parts = self.parts.iter().map(Part::bytes).sum::<usize>();
+        let splits = self.splits.iter().map(Split::bytes).sum::<usize>();
         let groups = self
             .groups
             .iter()
             .map(|(_, nodes)| nodes.capacity() * size_of::<usize>() + ALLOCATION_BYTES);
-        let tables = self.parts.capacity() * size_of::<Part>()
+        let tables = self.splits.capacity() * size_of::<Split>()
             + self.groups.capacity() * size_of::<(usize, Vec<usize>)>()
             + self.ops.capacity() * size_of::<&'static str>()
             + self.memory.capacity() * size_of::<(Arc<dyn Memory>, u64)>()
             + self.tables.capacity() * size_of::<CudaMemory>();
         let own = size_of::<CudaPlan>() + self.name.capacity() + 8 * ALLOCATION_BYTES;
-        (own + parts + groups.sum::<usize>() + tables) as u64
+        (own + splits + groups.sum::<usize>() + tables) as u64
     }
 
     fn working_bytes(&self) -> u64 {
-        { self.parts.iter() }
-            .map(Part::working_bytes)
+        { self.splits.iter() }
+            .map(Split::working_bytes)
             .max()
             .unwrap_or(0)
     }

@@ -82,7 +82,7 @@ pub(crate) struct RepackFormat {
 
 /// The ranges of some blocks of a matrix in their tensor.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Part {
+pub(crate) struct BlockRange {
     /// The number of blocks.
     pub(crate) blocks: u64,
     /// The bytes of the blocks in ggml's format.
@@ -93,7 +93,7 @@ pub(crate) struct Part {
     pub(crate) scales: Range<u64>,
 }
 
-impl Part {
+impl BlockRange {
     /// The number of 16-byte units of quants.
     pub(crate) fn quants_of_16(&self) -> u64 {
         (self.quants.end - self.quants.start) / ALIGN
@@ -141,7 +141,7 @@ impl RepackFormat {
     }
 
     /// The matrices in order, each in parts of about `bytes` bytes, at least one block.
-    pub(crate) fn parts(&self, bytes: u64) -> impl DoubleEndedIterator<Item = Vec<Part>> {
+    pub(crate) fn parts(&self, bytes: u64) -> impl DoubleEndedIterator<Item = Vec<BlockRange>> {
         let format = *self;
         let step = (bytes / format.block().bytes()).max(1);
         (0..format.matrices).map(move |matrix| {
@@ -153,13 +153,13 @@ impl RepackFormat {
     }
 
     /// A range of blocks of a matrix.
-    fn part(&self, matrix: u64, blocks: Range<u64>) -> Part {
+    fn part(&self, matrix: u64, blocks: Range<u64>) -> BlockRange {
         let Block { quants, scale, .. } = self.block();
         let begin = matrix * self.of_matrix();
         let scales = begin + self.blocks * quants;
         let times =
             |begin: u64, bytes: u64| begin + blocks.start * bytes..begin + blocks.end * bytes;
-        Part {
+        BlockRange {
             blocks: blocks.end - blocks.start,
             whole: times(begin, quants + scale),
             quants: times(begin, quants),

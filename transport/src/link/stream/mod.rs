@@ -26,7 +26,7 @@ mod framing;
 mod guest;
 mod heartbeat;
 mod host;
-mod shown;
+mod recording_verifier;
 pub mod tcp;
 pub mod tls;
 pub mod vsock;

@@ -36,7 +36,7 @@ pub use super::certificate_files::{
 
 use super::certificate_fault::FaultFiles;
 use super::channel::Channel;
-use super::shown::Shown;
+use super::recording_verifier::RecordingVerifier;
 use super::x509::{CertificateInfo, utc};
 use crate::fork::OwnFd;
 use crate::poll::poll;
@@ -195,34 +195,34 @@ impl Certificates {
         let name =
             ServerName::try_from(host.to_owned()).map_err(|_| TlsError::Name(host.into()))?;
         let current = self.current();
-        let shown = Arc::new(Shown::new(Arc::clone(&current.hosts)));
+        let verifier = Arc::new(RecordingVerifier::new(Arc::clone(&current.hosts)));
         let mut config = ClientConfig::builder_with_provider(Arc::clone(&current.provider))
             .with_protocol_versions(&[&rustls::version::TLS13])
             .map_err(wrong)?
-            .dangerous() // `shown` asks the verifier of rustls
-            .with_custom_certificate_verifier(Arc::clone(&shown) as _)
+            .dangerous() // `verifier` asks the verifier of rustls
+            .with_custom_certificate_verifier(Arc::clone(&verifier) as _)
             .with_client_cert_resolver(Arc::clone(&current.identity) as _);
         config.resumption = Resumption::disabled();
         let connection = ClientConnection::new(Arc::new(config), name).map_err(wrong)?;
         Secure::begin(connection.into(), socket, deadline, current, || {
-            shown.certificate()
+            verifier.certificate()
         })
     }
 
     /// Opens the host's side of a connection.
     pub(super) fn accept(&self, socket: TcpStream, deadline: Instant) -> Result<Secure, TlsError> {
         let current = self.current();
-        let shown = Arc::new(Shown::new(Arc::clone(&current.guests)));
+        let verifier = Arc::new(RecordingVerifier::new(Arc::clone(&current.guests)));
         let mut config = ServerConfig::builder_with_provider(Arc::clone(&current.provider))
             .with_protocol_versions(&[&rustls::version::TLS13])
             .map_err(wrong)?
-            .with_client_cert_verifier(Arc::clone(&shown) as _)
+            .with_client_cert_verifier(Arc::clone(&verifier) as _)
             .with_cert_resolver(Arc::clone(&current.identity) as _);
         config.session_storage = Arc::new(NoServerSessionStorage {});
         config.send_tls13_tickets = 0;
         let connection = ServerConnection::new(Arc::new(config)).map_err(wrong)?;
         Secure::begin(connection.into(), socket, deadline, current, || {
-            shown.certificate()
+            verifier.certificate()
         })
     }
 }

@@ -18,7 +18,7 @@ use crate::shm::doorbell::Doorbell;
 use crate::shm::layout::{Layout, word};
 use crate::shm::liveness::{Liveness, Silence};
 use crate::shm::memory::{SharedWords, Window};
-use crate::shm::ring::{Arrived, Consumer, Limits, Payload, Producer};
+use crate::shm::ring::{Consumer, Limits, Payload, Producer, Record};
 
 /// The time that a host waits for a guest to receive replies.
 const GUEST_STALL: Duration = Duration::from_secs(60);
@@ -30,7 +30,7 @@ pub struct WindowHost {
     submissions: Consumer,
     completions: Producer,
     /// The last received request, until its retirement.
-    current: Option<Arrived>,
+    current: Option<Record>,
     /// The number of the last received request.
     received: u64,
     /// The number of the last sent message.

@@ -12,14 +12,14 @@ use rustls::{DigitallySignedStruct, DistinguishedName, Error, SignatureScheme};
 
 /// The verifier of one connection. `inner`, a verifier of rustls, decides.
 #[derive(Debug)]
-pub(super) struct Shown<V> {
+pub(super) struct RecordingVerifier<V> {
     certificate: Mutex<Option<CertificateDer<'static>>>,
     inner: V,
 }
 
-impl<V> Shown<V> {
-    pub(super) fn new(inner: V) -> Shown<V> {
-        Shown {
+impl<V> RecordingVerifier<V> {
+    pub(super) fn new(inner: V) -> RecordingVerifier<V> {
+        RecordingVerifier {
             certificate: Mutex::default(),
             inner,
         }
@@ -40,7 +40,7 @@ impl<V> Shown<V> {
     }
 }
 
-impl ServerCertVerifier for Shown<Arc<WebPkiServerVerifier>> {
+impl ServerCertVerifier for RecordingVerifier<Arc<WebPkiServerVerifier>> {
     fn verify_server_cert(
         &self,
         end_entity: &CertificateDer<'_>,
@@ -77,7 +77,7 @@ impl ServerCertVerifier for Shown<Arc<WebPkiServerVerifier>> {
     }
 }
 
-impl ClientCertVerifier for Shown<Arc<dyn ClientCertVerifier>> {
+impl ClientCertVerifier for RecordingVerifier<Arc<dyn ClientCertVerifier>> {
     fn root_hint_subjects(&self) -> &[DistinguishedName] {
         self.inner.root_hint_subjects()
     }

@@ -1,4 +1,4 @@
-//! Places in the table of sessions: who gets one, and who does not.
+//! Entries in the table of sessions: which guests get one.
 #![forbid(unsafe_code)]
 
 use std::collections::BTreeMap;
@@ -12,19 +12,23 @@ use crate::pool::Lease;
 use crate::session::SessionEnd;
 use crate::tenant::Tenant;
 
-/// A place in the table of sessions. Given back when it is dropped.
-pub(super) struct Seat {
+/// An entry in the table of sessions. Dropping the registration removes the entry.
+pub(super) struct Registration {
     id: u64,
     shared: Arc<Shared>,
     _descriptors: Lease,
 }
 
-impl Seat {
+impl Registration {
     /// Enters a session in the table.
     ///
     /// # Errors
     /// Why the guest gets no session.
-    pub(super) fn take(shared: &Arc<Shared>, id: u64, entry: Entry) -> Result<Seat, SessionEnd> {
+    pub(super) fn take(
+        shared: &Arc<Shared>,
+        id: u64,
+        entry: Entry,
+    ) -> Result<Registration, SessionEnd> {
         let tenant = &entry.tenant;
         let mut sessions = shared.sessions();
         refusal(shared, &sessions, &entry.peer, tenant).map_or(Ok(()), Err)?;
@@ -36,7 +40,7 @@ impl Seat {
             reason: format!("guest {}: {error}", tenant.name()),
         })?;
         sessions.insert(id, entry);
-        Ok(Seat {
+        Ok(Registration {
             id,
             shared: Arc::clone(shared),
             _descriptors: descriptors,
@@ -53,7 +57,7 @@ impl Seat {
     }
 }
 
-impl Drop for Seat {
+impl Drop for Registration {
     fn drop(&mut self) {
         let mut sessions = self.shared.sessions();
         // Under the lock of the table, so that a snapshot counts the session exactly once.

@@ -1,12 +1,12 @@
-//! The parts of a plan, and errors that name a node.
+//! The splits of a plan, and errors that name a node.
 
 use vgpu_engine::{EngineError, RunError};
 
 use crate::cpu_fallback::FallbackNode;
 use crate::graph_exec::LaunchSequence;
 
-/// A part of a plan. Parts run in order.
-pub(crate) enum Part {
+/// Consecutive nodes of a plan that one engine runs. The splits of a plan run in order.
+pub(crate) enum Split {
     Launches(LaunchSequence),
     /// A node for the CPU engine.
     Cpu {
@@ -15,20 +15,20 @@ pub(crate) enum Part {
     },
 }
 
-impl Part {
-    /// Bytes of host memory, without the part itself.
+impl Split {
+    /// Bytes of host memory, without the split itself.
     pub(crate) fn bytes(&self) -> usize {
         match self {
-            Part::Launches(sequence) => sequence.bytes(),
-            Part::Cpu { work, .. } => work.bytes(),
+            Split::Launches(sequence) => sequence.bytes(),
+            Split::Cpu { work, .. } => work.bytes(),
         }
     }
 
     /// Bytes of host memory that a run needs besides.
     pub(crate) fn working_bytes(&self) -> u64 {
         match self {
-            Part::Launches(_) => 0,
-            Part::Cpu { work, .. } => work.working_bytes(),
+            Split::Launches(_) => 0,
+            Split::Cpu { work, .. } => work.working_bytes(),
         }
     }
 }
