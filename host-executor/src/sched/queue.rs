@@ -8,10 +8,10 @@
 //!
 //! A guest that decodes has no graph waiting for a moment after each token. If another tenant has a
 //! piece that no engine interrupts, and the piece began in each of these moments, the guest would
-//! get one token for each piece, however long. So the device stays idle for a tenant that is about to
-//! return and would still be behind then: [`Next::Hold`]. The tenant pays for that time as for time
-//! on the device, so it gets no more than its share. (Iyer, Druschel: "Anticipatory Scheduling",
-//! SOSP 2001.)
+//! get one token for each piece, however long. So the device stays idle for a tenant that is about
+//! to return and would still be behind then: [`Next::Hold`]. The tenant pays for that time as for
+//! time on the device, so it gets no more than its share. (Iyer, Druschel: "Anticipatory
+//! Scheduling", SOSP 2001.)
 #![forbid(unsafe_code)]
 
 use std::collections::{BTreeMap, VecDeque};
@@ -68,7 +68,7 @@ pub(crate) struct Queue {
 pub(crate) enum Next {
     /// The device runs this graph, which is no longer in the queue.
     Run(TenantId, Ticket),
-    /// The device stays idle until this time for a tenant that is about to return. This graph waits.
+    /// The device stays idle until this time for a tenant about to return. This graph waits.
     Hold(Ticket, Duration),
     /// The device stays idle, as no graph waits.
     Idle,
