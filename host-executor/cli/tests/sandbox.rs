@@ -14,7 +14,7 @@ use common::{Guest, Host, add, bytes, cpu};
 use rustix::process::Signal;
 use served::program::copy_program;
 use served::{Scratch, Serve};
-use vgpu_executor::sandbox::{self, FileIsolation, Profile, Role};
+use vgpu_executor::sandbox::{self, FileIsolation, Profile, Role, SandboxError};
 use vgpu_transport::wire::GraphId;
 
 /// Set in the process that enters the sandbox: a test runs itself again, since a process cannot
@@ -167,6 +167,55 @@ fn forbidden_calls_fail_and_guests_are_served() {
     compute(&mut before);
     compute(&mut host.guest());
     assert_all_threads_sandboxed(std::process::id());
+}
+
+/// Starts a thread like those of a driver: it handles no signal.
+fn start_thread_without_signals() {
+    let (sender, started) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        // SAFETY: the set is filled in before its use, and the third pointer may be null.
+        unsafe {
+            let mut all: libc::sigset_t = std::mem::zeroed();
+            libc::sigfillset(&raw mut all);
+            libc::pthread_sigmask(libc::SIG_SETMASK, &raw const all, std::ptr::null_mut());
+        }
+        sender.send(()).expect("the test waits");
+        loop {
+            std::thread::park();
+        }
+    });
+    started.recv().expect("the thread runs");
+}
+
+#[test]
+fn capabilities_are_dropped_before_a_driver_starts_threads_without_signals() {
+    if !rustix::process::geteuid().is_root() {
+        return; // no other user has capabilities
+    }
+    let test = "capabilities_are_dropped_before_a_driver_starts_threads_without_signals";
+    let is_before = match std::env::var(INSIDE).as_deref() {
+        Err(_) => {
+            run_inside(test, "before");
+            run_inside(test, "after");
+            return;
+        }
+        Ok(when) => when == "before",
+    };
+    if is_before {
+        assert_ne!(sandbox::drop_before_driver().expect("capabilities"), 0);
+    }
+    start_thread_without_signals();
+    let entered = sandbox::enter(Profile::Driver, Role::Server);
+    match is_before {
+        true => {
+            entered.expect("a sandbox");
+            assert_no_capabilities(std::process::id());
+        }
+        false => assert!(
+            matches!(entered, Err(SandboxError::Stubborn { .. })),
+            "{entered:?}"
+        ),
+    }
 }
 
 #[test]

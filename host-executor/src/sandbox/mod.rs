@@ -61,6 +61,16 @@ fn drop_capabilities() -> Result<usize, SandboxError> {
     capabilities::drop_everywhere()
 }
 
+/// Takes all capabilities from all threads of the process, before an engine loads a driver. A driver
+/// may start threads that handle no signal, and [`enter`] cannot take theirs. Returns the number of
+/// threads that had capabilities.
+///
+/// # Errors
+/// [`SandboxError`] names the step that failed.
+pub fn drop_before_driver() -> Result<usize, SandboxError> {
+    capabilities::drop_everywhere()
+}
+
 /// Restricts a supervisor, which starts other processes: no capabilities, no right to get new ones,
 /// and none of the system calls that neither a supervisor nor a driver uses. Processes that it
 /// starts from now on inherit this. Returns the number of threads that had capabilities.

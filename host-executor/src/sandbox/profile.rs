@@ -39,7 +39,7 @@ pub enum SandboxError {
     Files(#[from] landlock::RulesetError),
     #[error("the threads of this process cannot be listed: {0}")]
     Threads(io::Error),
-    #[error("thread {name} ({tid}) keeps its capabilities: it does not handle signals")]
+    #[error("thread {name} ({tid}) keeps its capabilities: it handles no signal")]
     Stubborn { name: String, tid: i32 },
     #[error("the seccomp filter cannot be installed: {0}")]
     Filter(FilterError),

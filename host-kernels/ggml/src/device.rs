@@ -1,13 +1,14 @@
 //! A device of a backend: which nodes it computes, and computing graphs.
 
 use std::ffi::c_int;
-use std::ptr::NonNull;
+use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use vgpu_ggml_abi as abi;
 
 use crate::library::Library;
+use crate::memory::Allocator;
 use crate::tensors::Graph;
 
 /// The graphs in a row that a backend has to fail before the device counts as lost. Most backends
@@ -36,19 +37,70 @@ impl Failures {
     }
 }
 
-/// A device of a backend, with a queue for graphs.
+/// A queue of a device for graphs: `ggml_backend_t`.
+pub(crate) struct Backend {
+    ggml: &'static Library,
+    raw: NonNull<abi::ggml_backend>,
+}
+
+// SAFETY: a backend has one user at a time, which may be any thread.
+unsafe impl Send for Backend {}
+
+impl Backend {
+    /// A new backend of the device. `threads` is for a backend that computes on the CPU; 0 stands
+    /// for the backend's default. `None` if the device makes none.
+    ///
+    /// # Safety
+    /// `device` must be a device of `ggml`.
+    pub(crate) unsafe fn new(
+        ggml: &'static Library,
+        device: NonNull<abi::ggml_backend_device>,
+        threads: usize,
+    ) -> Option<Backend> {
+        let device = device.as_ptr();
+        // SAFETY: the device object is constant and never freed (this function's contract), and its
+        // function takes the object itself. A null parameter stands for the default.
+        let raw = unsafe { NonNull::new((*device).iface.init_backend?(device, ptr::null()))? };
+        if threads > 0 {
+            type SetThreads = unsafe extern "C" fn(*mut abi::ggml_backend, c_int);
+            // SAFETY: `ggml-backend.h` declares the function with this name and type
+            // (`ggml_backend_set_n_threads_t`). The backend is new and belongs to the library.
+            unsafe {
+                let set = ggml.proc_address::<SetThreads>(c"ggml_backend_set_n_threads");
+                if let Some(set) = set {
+                    set(raw.as_ptr(), threads as c_int);
+                }
+            }
+        }
+        Some(Backend { ggml, raw })
+    }
+}
+
+impl Drop for Backend {
+    fn drop(&mut self) {
+        // SAFETY: the object owns the backend, which computes nothing: `Device::compute` returns
+        // after `synchronize`.
+        unsafe { (self.ggml.functions().backend_free)(self.raw.as_ptr()) };
+    }
+}
+
+/// A device of a backend library, with a queue for graphs.
 pub(crate) struct Device {
     /// The ggml and the backend that the device belongs to.
     pub(crate) ggml: &'static Library,
     pub(crate) device: NonNull<abi::ggml_backend_device>,
-    pub(crate) backend: NonNull<abi::ggml_backend>,
+    /// Locked while it computes: ggml's backends have one user at a time.
+    pub(crate) backend: Mutex<Backend>,
+    pub(crate) allocator: Arc<Allocator>,
     pub(crate) is_cpu: bool,
-    /// Held while the backend computes: ggml's backends have one user at a time.
-    pub(crate) computing: Mutex<()>,
+    /// Whether a backend must not outlive a buffer that it has computed with. In ggml, a context
+    /// frees its backend together with its buffers. The Vulkan backend of ggml 0.25.1 on Mesa 22.3
+    /// uses freed memory if its backend computes another graph after that.
+    pub(crate) renews_backend: bool,
     pub(crate) failures: Failures,
 }
 
-// SAFETY: the device object is constant. The backend object is used under the lock only.
+// SAFETY: the device object is constant.
 unsafe impl Send for Device {}
 // SAFETY: as for `Send`.
 unsafe impl Sync for Device {}
@@ -79,11 +131,15 @@ impl Device {
     /// The tensors of the graph and their buffers must exist, and nothing may access them during
     /// the call.
     pub(crate) unsafe fn compute(&self, graph: &mut Graph) -> Result<(), c_int> {
-        let _computing = self
-            .computing
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        let backend = self.backend.as_ptr();
+        let mut current = { self.backend.lock() }.unwrap_or_else(PoisonError::into_inner);
+        if self.renews_backend && self.allocator.has_freed() {
+            // SAFETY: the device belongs to the library. Threads are for the CPU backend only.
+            match unsafe { Backend::new(self.ggml, self.device, 0) } {
+                Some(new) => *current = new,
+                None => return Err(abi::GGML_STATUS_FAILED as c_int),
+            }
+        }
+        let backend = current.raw.as_ptr();
         // SAFETY: the lock makes this the only call. The graph is valid (this function's contract),
         // and the backend keeps no pointer to it behind `synchronize`.
         unsafe {
@@ -101,13 +157,6 @@ impl Device {
                 status => Err(status),
             }
         }
-    }
-}
-
-impl Drop for Device {
-    fn drop(&mut self) {
-        // SAFETY: the object owns the backend, and plans keep the device alive.
-        unsafe { (self.ggml.functions().backend_free)(self.backend.as_ptr()) };
     }
 }
 

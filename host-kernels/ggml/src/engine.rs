@@ -1,6 +1,5 @@
 //! The engine: a device of a backend, and what runs the nodes that the device cannot.
 
-use std::ffi::c_int;
 use std::path::Path;
 use std::ptr::{self, NonNull};
 use std::sync::{Arc, Mutex};
@@ -12,7 +11,7 @@ use vgpu_engine::{Engine, EngineError, Memory, MemoryInfo, Plan};
 use vgpu_ggml_abi as abi;
 use vgpu_transport::ir::{Capabilities, Graph, GraphCounts, Node, Op, ValidGraph};
 
-use crate::device::{Device, Failures};
+use crate::device::{Backend, Device, Failures};
 use crate::library::Library;
 use crate::loader::{LibraryError, text};
 use crate::memory::{Allocator, allocation_size};
@@ -81,11 +80,8 @@ impl GgmlEngine {
         let (mut free, mut total) = (0, 0);
         // SAFETY: the device object is constant and never freed, and its functions take the object
         // itself. A null parameter stands for the default.
-        let (backend, buft, is_cpu, description) = unsafe {
+        let (buft, is_cpu, description) = unsafe {
             let iface = &(*raw).iface;
-            let backend = iface
-                .init_backend
-                .and_then(|init| NonNull::new(init(raw, ptr::null())));
             let buft = { iface.get_buffer_type }.map_or(ptr::null_mut(), |get| get(raw));
             if let Some(get_memory) = iface.get_memory {
                 get_memory(raw, &raw mut free, &raw mut total);
@@ -93,20 +89,11 @@ impl GgmlEngine {
             let kind = iface.get_type.map(|get| get(raw));
             let description = iface.get_description.map(|get| text(get(raw)));
             let is_cpu = kind == Some(abi::GGML_BACKEND_DEVICE_TYPE_CPU);
-            (backend, buft, is_cpu, description.unwrap_or_default())
+            (buft, is_cpu, description.unwrap_or_default())
         };
+        // SAFETY: the device is one of the library's.
+        let backend = unsafe { Backend::new(library, found, threads) };
         let backend = backend.filter(|_| !buft.is_null()).ok_or_else(failed)?;
-        if threads > 0 {
-            type SetThreads = unsafe extern "C" fn(*mut abi::ggml_backend, c_int);
-            // SAFETY: `ggml-backend.h` declares the function with this name and type
-            // (`ggml_backend_set_n_threads_t`). The backend is new and belongs to the library.
-            unsafe {
-                let set = library.proc_address::<SetThreads>(c"ggml_backend_set_n_threads");
-                if let Some(set) = set {
-                    set(backend.as_ptr(), threads as c_int);
-                }
-            }
-        }
         let total = match total {
             0 => fallback.memory().total, // the backend does not know
             total => total as u64,
@@ -116,22 +103,21 @@ impl GgmlEngine {
             library.release(),
             library.path().display()
         );
+        let total = memory.map_or(total, |memory| memory.min(total));
+        let allocator = Arc::new(Allocator::new(library.functions(), buft, total));
         Ok(GgmlEngine {
-            name: format!("ggml:{name}"),
             description,
-            allocator: Arc::new(Allocator::new(
-                library.functions(),
-                buft,
-                memory.map_or(total, |memory| memory.min(total)),
-            )),
+            allocator: Arc::clone(&allocator),
             device: Arc::new(Device {
                 ggml: library,
                 device: found,
-                backend,
+                backend: Mutex::new(backend),
+                allocator,
                 is_cpu,
-                computing: Mutex::new(()),
+                renews_backend: name.starts_with("Vulkan"),
                 failures: Failures::default(),
             }),
+            name: format!("ggml:{name}"),
             fallback,
         })
     }

@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use vgpu_engine::{EngineError, Memory, check_range};
 use vgpu_ggml_abi as abi;
@@ -27,6 +27,8 @@ pub(crate) struct Allocator {
     /// The most bytes that buffers may have together.
     total: u64,
     used: AtomicU64,
+    /// Whether a buffer was freed since [`has_freed`](Allocator::has_freed) was called.
+    has_freed: AtomicBool,
 }
 
 // SAFETY: the buffer type is a constant object of the backend, and its functions may be called by
@@ -51,7 +53,13 @@ impl Allocator {
             buft,
             total,
             used: AtomicU64::new(0),
+            has_freed: AtomicBool::new(false),
         }
+    }
+
+    /// Whether a buffer was freed since the last call.
+    pub(crate) fn has_freed(&self) -> bool {
+        self.has_freed.swap(false, Ordering::Relaxed)
     }
 
     /// The capacity, and what is not allocated.
@@ -126,7 +134,6 @@ impl Allocator {
 pub(crate) struct GgmlMemory {
     allocator: Arc<Allocator>,
     buffer: NonNull<abi::ggml_backend_buffer>,
-    /// The address of the first byte, in the address space of the device.
     /// A tensor with all bytes, which every other tensor in this buffer is a view of.
     whole: Box<abi::ggml_tensor>,
     size: u64,
@@ -264,5 +271,6 @@ impl Drop for GgmlMemory {
         unsafe { (self.allocator.functions.buffer_free)(self.buffer.as_ptr()) };
         let freed = allocation_size(self.size);
         self.allocator.used.fetch_sub(freed, Ordering::Relaxed);
+        self.allocator.has_freed.store(true, Ordering::Relaxed);
     }
 }

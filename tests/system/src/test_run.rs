@@ -282,9 +282,20 @@ impl Served {
         serve: &mut std::process::Command,
         log: &std::path::Path,
     ) -> Result<Served> {
+        Served::start_engine(serve, "cpu", &[], log)
+    }
+
+    /// The same with another engine, the value of `--engine`, and further arguments.
+    pub(crate) fn start_engine(
+        serve: &mut std::process::Command,
+        engine: &str,
+        arguments: &[&str],
+        log: &std::path::Path,
+    ) -> Result<Served> {
         let scratch = Scratch::new()?;
         let socket = scratch.path().join("vgpu.sock");
-        let executor = Executor::start_command(serve, &socket, workspace::cores(), log, &[])?;
+        let threads = workspace::cores();
+        let executor = Executor::start_engine(serve, engine, &socket, threads, log, arguments)?;
         Ok(Served {
             executor,
             _scratch: scratch,

@@ -24,7 +24,7 @@ pub fn inspected() -> &'static [&'static str] {
     }
 }
 
-/// A running executor on the CPU engine; killed on drop.
+/// A running executor, most often on the CPU engine; killed on drop.
 #[derive(Debug)]
 pub struct Executor {
     daemon: Daemon,
@@ -68,8 +68,23 @@ impl Executor {
         log: &Path,
         arguments: &[&str],
     ) -> Result<Executor> {
+        Executor::start_engine(serve, "cpu", socket, threads, log, arguments)
+    }
+
+    /// [`Executor::start_command`] with another engine: the value of `--engine`.
+    ///
+    /// # Errors
+    /// As [`Executor::start`].
+    pub fn start_engine(
+        serve: &mut Command,
+        engine: &str,
+        socket: &Path,
+        threads: usize,
+        log: &Path,
+        arguments: &[&str],
+    ) -> Result<Executor> {
         serve
-            .args(["serve", "--engine", "cpu", "--listen"])
+            .args(["serve", "--engine", engine, "--listen"])
             .arg(format!("unix:{}", socket.display()))
             .args(["--threads", &threads.to_string()])
             .args(arguments);

@@ -31,17 +31,31 @@ pub(super) fn trim_scope(engine: &dyn Engine) -> Scope {
 /// that. Without this value no client is accepted.
 pub(super) struct Confined(());
 
-/// Enters the sandbox, unless the operator has disabled it.
+/// Gives up the capabilities before an engine with a driver starts, unless the operator has disabled
+/// the sandbox: threads of a driver may handle no signal, and a thread can only drop its own. What
+/// needs capabilities, such as opening the sockets, comes before. Returns the number of threads that
+/// had some.
+pub(super) fn before_engine(engine: &EngineKind, is_disabled: bool) -> anyhow::Result<usize> {
+    if is_disabled || *engine == EngineKind::Cpu {
+        return Ok(0);
+    }
+    sandbox::drop_before_driver().context(REMEDY)
+}
+
+/// Enters the sandbox, unless the operator has disabled it. `dropped`: what [`before_engine`] has
+/// returned.
 pub(super) fn enter(
     engine: &dyn Engine,
     role: Role,
     is_disabled: bool,
+    dropped: usize,
 ) -> anyhow::Result<Confined> {
     if is_disabled {
         warn!("no sandbox: --no-sandbox");
         return Ok(Confined(()));
     }
-    let sandbox = sandbox::enter(profile(engine), role).context(REMEDY)?;
+    let mut sandbox = sandbox::enter(profile(engine), role).context(REMEDY)?;
+    sandbox.threads += dropped;
     info!("sandboxed: {sandbox}");
     Ok(Confined(()))
 }

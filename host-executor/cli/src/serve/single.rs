@@ -58,6 +58,15 @@ pub(super) fn run(
     dumps: &DumpSource,
     logging: &mut Logging,
 ) -> anyhow::Result<()> {
+    let Sockets {
+        mut listeners,
+        prepared,
+        observers,
+    } = match sockets {
+        Some(sockets) => sockets,
+        None => bind(&settings)?,
+    };
+    let dropped = sandboxing::before_engine(&settings.engine, args.no_sandbox)?;
     let engine = engine::start(&settings.engine, settings.threads, settings.memory)?;
     let memory = engine.memory();
     let limits = Limits {
@@ -76,14 +85,6 @@ pub(super) fn run(
     let weights = WeightStore::new(settings.share_weights, settings.weights_cache.clone())
         .context("the cache of weights")?;
     server.share_weights(weights);
-    let Sockets {
-        mut listeners,
-        prepared,
-        observers,
-    } = match sockets {
-        Some(sockets) => sockets,
-        None => bind(&settings)?,
-    };
     if let Some(certificates) = listeners.certificates() {
         server.use_certificates(certificates.clone());
     }
@@ -106,7 +107,7 @@ pub(super) fn run(
         true => Role::Machine,
         false => Role::Server,
     };
-    let confined = sandboxing::enter(engine.as_ref(), role, args.no_sandbox)?;
+    let confined = sandboxing::enter(engine.as_ref(), role, args.no_sandbox, dropped)?;
     let _files = observers.serve(&settings, &server.status_handle(), sender, &confined)?;
     listeners.switch(&mut server, &settings, prepared, &confined)?;
     announce(&listeners.addresses());

@@ -90,7 +90,7 @@ pub(crate) fn run_worker(args: WorkerArgs) -> anyhow::Result<()> {
     let server = Server::new(Arc::clone(&engine), limits, usize::MAX).context("no thread")?;
     let weights = WeightStore::new(args.share_weights.into(), None).context("weights")?;
     server.share_weights(weights);
-    sandboxing::enter(engine.as_ref(), Role::Worker, args.no_sandbox)?;
+    sandboxing::enter(engine.as_ref(), Role::Worker, args.no_sandbox, 0)?;
     let _ = dumps.set(server.status_handle());
     server.watch(end_stuck).context("no thread")?;
     trim_pages::trim(sandboxing::trim_scope(engine.as_ref()));
