@@ -17,6 +17,10 @@ use crate::lock::expect_unlocked;
 /// How often the engine is asked if nobody wants to know.
 const PERIOD: Duration = Duration::from_secs(1);
 
+/// How old an answer may be for a caller that only reports it. Other processes can change what is
+/// free meanwhile; what this process allocates and frees is seen at once.
+const MAX_AGE: Duration = Duration::from_millis(5);
+
 /// How long a caller waits for a new answer.
 const PATIENCE: Duration = Duration::from_millis(500);
 
@@ -34,12 +38,25 @@ pub(crate) struct EngineMonitor {
 #[derive(Debug)]
 struct State {
     memory: MemoryInfo,
+    /// When the engine was asked for `memory`.
+    asked_at: Instant,
+    /// The latest epoch of the ledger that was known then.
+    asked_epoch: u64,
+    /// The latest epoch of the ledger that a caller has named.
+    epoch: u64,
     fatal: Option<String>,
     /// The number of the latest question.
     asked: u64,
     /// All questions up to this one are answered.
     answered: u64,
     is_over: bool,
+}
+
+impl State {
+    /// Whether `memory` is of the last [`MAX_AGE`] and of this epoch.
+    fn is_recent(&self, epoch: u64, now: Instant) -> bool {
+        self.asked_epoch == epoch && now.saturating_duration_since(self.asked_at) < MAX_AGE
+    }
 }
 
 impl EngineMonitor {
@@ -52,7 +69,10 @@ impl EngineMonitor {
             epoch: Instant::now(),
             calling: AtomicU64::new(0),
             state: Mutex::new(State {
+                asked_at: Instant::now(),
                 memory: engine.memory(),
+                asked_epoch: 0,
+                epoch: 0,
                 fatal: None,
                 asked: 0,
                 answered: 0,
@@ -70,7 +90,22 @@ impl EngineMonitor {
     /// The memory of the engine: as it is now, or, if the engine does not answer in time, as it was
     /// at its last answer.
     pub(crate) fn memory(&self) -> MemoryInfo {
+        self.ask_now(self.lock())
+    }
+
+    /// The same for a caller that only reports the answer: an answer of the last [`MAX_AGE`] will
+    /// do, if the sessions have allocated and freed nothing since. `epoch` is the present epoch of
+    /// their ledger.
+    pub(crate) fn recent_memory(&self, epoch: u64) -> MemoryInfo {
         let mut state = self.lock();
+        if state.is_recent(epoch, Instant::now()) {
+            return state.memory;
+        }
+        state.epoch = state.epoch.max(epoch);
+        self.ask_now(state)
+    }
+
+    fn ask_now(&self, mut state: MutexGuard<'_, State>) -> MemoryInfo {
         state.asked += 1;
         let question = state.asked;
         self.changed.notify_all();
@@ -114,7 +149,7 @@ impl EngineMonitor {
     fn ask(&self, engine: &dyn Engine) {
         let mut state = self.lock();
         while !state.is_over {
-            let question = state.asked;
+            let (question, epoch, now) = (state.asked, state.epoch, Instant::now());
             drop(state);
             expect_unlocked("Engine::memory");
             self.calling.store(self.time(), Ordering::Relaxed);
@@ -122,6 +157,7 @@ impl EngineMonitor {
             self.calling.store(0, Ordering::Relaxed);
             state = self.lock();
             (state.memory, state.fatal) = (memory, fatal);
+            (state.asked_at, state.asked_epoch) = (now, epoch);
             state.answered = question;
             self.changed.notify_all();
             let idle = |state: &mut State| state.asked == state.answered && !state.is_over;
@@ -137,5 +173,31 @@ impl EngineMonitor {
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn answers_are_used_again_until_they_are_old_or_memory_was_allocated_or_freed() {
+        let asked_at = Instant::now();
+        let state = State {
+            memory: MemoryInfo::default(),
+            asked_at,
+            asked_epoch: 7,
+            epoch: 7,
+            fatal: None,
+            asked: 1,
+            answered: 1,
+            is_over: false,
+        };
+        let later = asked_at + MAX_AGE;
+        assert!(state.is_recent(7, asked_at));
+        assert!(state.is_recent(7, later - Duration::from_nanos(1)));
+        assert!(!state.is_recent(7, later));
+        // Something was allocated or freed after the engine was asked.
+        assert!(!state.is_recent(8, asked_at));
     }
 }

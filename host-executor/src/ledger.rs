@@ -200,6 +200,11 @@ impl Ledger {
         account.map_or_else(MemoryInfo::default, |account| state.limits(account, free))
     }
 
+    /// A number that grows when an allocation is complete and when memory has been freed.
+    pub(crate) fn epoch(&self) -> u64 {
+        self.lock().epoch
+    }
+
     /// Bytes that a tenant uses.
     #[cfg(test)]
     pub(crate) fn used(&self, id: TenantId) -> u64 {

@@ -5,15 +5,17 @@ mod machine;
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::io::{BufRead as _, BufReader, Read as _};
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
+use rustix::process::{Pid, Signal, kill_process};
 use vgpu_executor::listener::GuestListener as _;
 use vgpu_executor::vm::IvshmemListener;
+use vgpu_transport::error::LinkError;
 use vgpu_transport::ir::BufferId;
 use vgpu_transport::link::pci::discover::all;
 use vgpu_transport::link::pci::{Device, PciError, connect, directory};
@@ -145,6 +147,102 @@ fn start_program(machine: &Machine, size: u64) -> Child {
     child
 }
 
+/// A program that reads a buffer for each line on its standard input, and opens a new session when
+/// it has lost the last one.
+#[test]
+#[ignore = "a second process of other tests"]
+fn program_that_reads_for_each_line() {
+    const BYTES: [u8; 64] = [7; 64];
+    let Some(devices) = std::env::var_os(DEVICES) else {
+        return;
+    };
+    let open = || {
+        let devices = Path::new(&devices);
+        let end = connect(devices, all(devices)[0].address, TIMEOUT).expect("a slot");
+        let mut guest = Guest::new(Box::new(end));
+        guest.hello();
+        let buffer = guest.alloc_with(&BYTES);
+        (guest, buffer)
+    };
+    let read = |guest: &mut Guest, buffer| -> Result<(), LinkError> {
+        let (mut message, mut bytes) = (Vec::new(), [0; BYTES.len()]);
+        let request = Request::Read {
+            buffer,
+            offset: 0,
+            len: BYTES.len() as u64,
+        };
+        request.encode(&mut message);
+        guest.end.send(&message, (&[][..]).into())?;
+        message.clear();
+        let len = guest
+            .end
+            .receive(&mut message, bytes.as_mut_slice().into())?;
+        assert_eq!((len, bytes), (BYTES.len(), BYTES));
+        Ok(())
+    };
+    let (mut guest, mut buffer) = open();
+    println!("\nready");
+    for _ in std::io::stdin().lines() {
+        match read(&mut guest, buffer) {
+            Ok(()) => println!("has read"),
+            Err(error) => {
+                println!("has lost its session: {error}");
+                (guest, buffer) = open();
+            }
+        }
+    }
+}
+
+/// A process that is stopped, as all programs of a paused machine are.
+#[test]
+fn paused_machine_keeps_its_sessions_for_the_silence_and_loses_them_after() {
+    const SILENCE: u64 = 5;
+    let dir = Dir::new();
+    let server = executor(&dir.0, &["a", "b"], SILENCE);
+    let machine = Machine::plug(&dir.0.join("a.sock"));
+    let other = Machine::plug(&dir.0.join("b.sock"));
+    let mut witness = other.guest();
+    let witness_has = witness.alloc_with(&[1; 64]);
+    let mut child = Command::new(std::env::current_exe().expect("this program"))
+        .args(["--exact", "program_that_reads_for_each_line"])
+        .args(["--ignored", "--nocapture"])
+        .env(DEVICES, &machine.sysfs.0)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("this program");
+    let mut input = child.stdin.take().expect("a pipe");
+    let mut lines = BufReader::new(child.stdout.take().expect("a pipe")).lines();
+    let mut line = || lines.next().expect("a line").expect("text");
+    while line() != "ready" {}
+    let mut answer = || {
+        input.write_all(b"\n").expect("a program");
+        line()
+    };
+    assert_eq!(answer(), "has read");
+
+    let process = Pid::from_child(&child);
+    let signal = |signal| kill_process(process, signal).expect("a program");
+    signal(Signal::STOP);
+    std::thread::sleep(Duration::from_secs(SILENCE / 2));
+    signal(Signal::CONT);
+    assert_eq!(answer(), "has read");
+    assert_eq!(server.sessions().len(), 2);
+
+    signal(Signal::STOP);
+    wait_for("the end of the paused program's session", || {
+        server.sessions().len() == 1
+    });
+    assert_eq!(witness.read(witness_has, 0, 64), [1; 64]);
+    signal(Signal::CONT);
+    let lost = answer();
+    assert!(lost.starts_with("has lost its session"), "{lost}");
+    // It has opened another one.
+    assert_eq!(answer(), "has read");
+    drop(input);
+    assert!(child.wait().expect("a child").success());
+}
+
 #[test]
 fn killed_program_gives_its_memory_to_another_one_of_its_machine() {
     let dir = Dir::new();
@@ -183,6 +281,10 @@ fn killed_program_gives_its_memory_to_another_one_of_its_machine() {
         "{peers:?}"
     );
     assert_eq!(peers.len(), 2, "{peers:?}");
+    // The log and the metrics say that the link ended, not that the guest closed it.
+    let ended = server.status_handle().status().ended;
+    let ended: Vec<_> = ended.by_kind().filter(|(_, count)| *count > 0).collect();
+    assert_eq!(ended, [("link", 1)]);
 }
 
 #[test]

@@ -905,6 +905,54 @@ fn reservations_end_when_their_buffer_is_full_of_other_bytes() {
     }
 }
 
+/// A model of small tensors: no tensor begins or ends at a page boundary, and each page between
+/// two of them also has bytes of a part that is too small to be shared. The last other owner of the
+/// tensors ends when the guest has attached some of them, for each number of them.
+#[test]
+fn reservations_of_a_model_last_while_its_other_parts_are_sent() {
+    const TENSORS: usize = 8;
+    const TENSOR: usize = (MIN_EXTENT + SMALL) as usize;
+    const STRIDE: usize = TENSOR + SMALL as usize;
+    const SIZE: u64 = (TENSORS * STRIDE) as u64;
+    let bytes = &model(44)[..SIZE as usize];
+    let tensor = |i: usize| ((i * STRIDE) as u64, &bytes[i * STRIDE..][..TENSOR]);
+    let write_small_parts = |guest: &mut Guest, buffer| {
+        for i in 0..TENSORS {
+            let at = i * STRIDE + TENSOR;
+            write(guest, buffer, at as u64, &bytes[at..][..SMALL as usize]);
+        }
+    };
+    for attached in 0..TENSORS {
+        let (host, weights) = host(Sharing::Tenant, None);
+        let mut one = guest(&host, 7);
+        let (one_has, _) = for_weights(&mut one, SIZE);
+        for (offset, content) in (0..TENSORS).map(tensor) {
+            upload(&mut one, one_has, offset, content);
+        }
+        write_small_parts(&mut one, one_has);
+        one.send(&Request::Seal { buffer: one_has });
+        wait("hashing", || weights.stats().extents == TENSORS as u64);
+
+        let mut two = guest(&host, 7);
+        let (buffer, _) = for_weights(&mut two, SIZE);
+        let wanted = (0..TENSORS).map(|i| (hash(tensor(i).1), TENSOR as u64));
+        let known = ask(&mut two, buffer, &wanted.collect::<Vec<_>>());
+        assert_eq!(known.len(), TENSORS);
+        for i in 0..attached {
+            attach(&mut two, buffer, tensor(i));
+        }
+        write_small_parts(&mut two, buffer);
+        two.fence();
+        one.send(&Request::Free { buffer: one_has });
+        one.fence();
+        for i in attached..TENSORS {
+            attach(&mut two, buffer, tensor(i));
+        }
+        two.fence();
+        assert!(read_all(&mut two, buffer, SIZE) == bytes);
+    }
+}
+
 #[test]
 fn a_challenge_keeps_no_weights() {
     let (host, weights) = host(Sharing::All, None);

@@ -21,6 +21,8 @@ mod serve;
 #[cfg(feature = "tools")]
 mod top;
 mod units;
+mod visit;
+mod wait;
 
 use std::process::ExitCode;
 
@@ -46,6 +48,7 @@ enum Command {
     Install(install::InstallArgs),
     Uninstall(install::UninstallArgs),
     Doctor(doctor::Args),
+    Wait(wait::Args),
     #[cfg(feature = "tools")]
     GpuCheck(gpu_check::Args),
     #[cfg(feature = "tools")]
@@ -75,6 +78,7 @@ fn main() -> ExitCode {
         Command::Install(args) => install::install(args),
         Command::Uninstall(args) => install::uninstall(args),
         Command::Doctor(args) => return doctor::run(&args),
+        Command::Wait(args) => wait::run(&args),
         #[cfg(feature = "tools")]
         Command::GpuCheck(args) => match gpu_check::run(&args) {
             Ok(code) => return code,

@@ -6,7 +6,8 @@ mod served;
 
 use std::fs;
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
-use std::process::Command;
+use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use common::{Guest, TIMEOUT, add, bytes};
 use rustix::process::Signal;
@@ -68,6 +69,31 @@ fn serves_guests_until_sigterm() {
     ] {
         assert!(log.contains(words), "{words:?} is not in the log:\n{log}");
     }
+}
+
+#[test]
+fn a_service_can_wait_for_the_executor() {
+    let scratch = Scratch::new("wait");
+    let endpoint = format!("unix:{}", scratch.socket().display());
+    let wait = |timeout| {
+        let mut command = vgpu(&["wait", "--endpoint", &endpoint, "--timeout", timeout]);
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        command
+    };
+    let error = fails(&mut wait("1"));
+    assert!(error.contains("no executor within 1 s"), "{error}");
+    assert!(error.contains(&endpoint), "{error}");
+    // The executor starts while somebody waits.
+    let mut waiting = wait("60").spawn().expect("the command starts");
+    std::thread::sleep(Duration::from_millis(300));
+    assert_eq!(waiting.try_wait().expect("a child"), None);
+    let _serve = Serve::start(&scratch.socket(), &[]);
+    assert!(waiting.wait().expect("a child").success());
+    // Each named executor has to answer.
+    let other = format!("unix:{}", scratch.0.join("other.sock").display());
+    let error = fails(wait("0").args(["--endpoint", &other]));
+    assert!(error.contains(&other), "{error}");
+    assert!(!error.contains(&format!("{endpoint}:")), "{error}");
 }
 
 #[test]

@@ -80,6 +80,40 @@ fn compute_forever(guest: &mut Guest) {
     guest.send(&Request::Fence {});
 }
 
+/// A line of a dump without what differs from run to run: numbers with their units, paths, the
+/// processor, and whether a side sleeps.
+fn shape(line: &str) -> String {
+    let words = line.split(' ').map(|word| match word.split_once("unix:") {
+        Some((before, _)) => format!("{before}unix:PATH"),
+        None => word.to_owned(),
+    });
+    let line = words.collect::<Vec<_>>().join(" ");
+    let mut shape = String::new();
+    let mut rest = line.as_str();
+    while let Some(at) = rest.find(|c: char| c.is_ascii_digit()) {
+        let (text, number) = rest.split_at(at);
+        let end = number.find(|c: char| !c.is_ascii_digit() && c != '.');
+        rest = number.split_at(end.unwrap_or(number.len())).1;
+        for unit in ["ns", "µs", "ms", "s"] {
+            let is_unit = |after: &str| !after.starts_with(char::is_alphanumeric);
+            if let Some(after) = rest.strip_prefix(unit).filter(|after| is_unit(after)) {
+                rest = after;
+                break;
+            }
+        }
+        shape += text;
+        shape.push('#');
+    }
+    shape += rest;
+    if let Some((engine, (_, state))) = { shape.split_once(": ") }
+        .filter(|(engine, _)| engine.starts_with("engine "))
+        .and_then(|(engine, rest)| Some((engine, rest.rsplit_once("; ")?)))
+    {
+        return format!("{engine}: PROCESSOR; {state}");
+    }
+    shape.replace("sleep # until #", "awake")
+}
+
 /// Waits until the thread of `pid` with this name has used the processor for 0.4 s. With one thread
 /// the thread of a session computes, and nothing before a graph takes so long.
 fn wait_until_computing(pid: u32, name: &str) {
@@ -199,6 +233,13 @@ fn operator_sees_what_hangs_and_sigterm_ends_the_process() {
     ] {
         assert!(dump.contains(part), "{part:?} is not in:\n{dump}");
     }
+    // The documentation has such a dump.
+    let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/troubleshooting.md");
+    let page = fs::read_to_string(page).expect("a page");
+    let documented = page.split_once("$ vgpu dump\n").expect("a transcript").1;
+    let documented = documented.split("```").next().unwrap_or_default();
+    let shapes = |text: &str| text.lines().map(shape).collect::<Vec<_>>();
+    assert_eq!(shapes(documented), shapes(&dump), "{dump}");
     assert!(run(&["ps", "--control", &control]).contains("test"));
     let mut scrape = UnixStream::connect(&metrics).expect("metrics");
     scrape

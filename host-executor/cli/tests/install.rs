@@ -202,12 +202,16 @@ fn an_update_replaces_the_plugin_and_a_group_gives_access() {
     machine.install(&[]);
     compile_plugin(&machine.plugin, "2");
     fs::write(machine.root.join("etc/group"), "root:x:0:\nvgpu:x:990:\n").expect("a file");
+    // The package with this program.
+    fs::create_dir_all(machine.root.join("usr/bin")).expect("a folder");
+    fs::write(machine.root.join("usr/bin/vgpu"), "").expect("a file");
     let said = machine.install(&[]);
     assert!(said.contains("ggml-vgpu 2"), "{said}");
     let plugin = machine.lib("vgpu/libggml-vgpu.so");
     assert_eq!(fs::read(plugin).ok(), fs::read(&machine.plugin).ok());
     let drop_in = fs::read_to_string(machine.drop_in()).expect("a drop-in");
-    assert!(drop_in.ends_with("SupplementaryGroups=vgpu\n"), "{drop_in}");
+    let waits = "ExecStartPre=-/usr/bin/vgpu wait\nSupplementaryGroups=vgpu\n";
+    assert!(drop_in.ends_with(waits), "{drop_in}");
     assert!(!drop_in.contains("VGPU_ENDPOINT"), "{drop_in}");
 }
 

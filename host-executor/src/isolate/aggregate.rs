@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use tracing::debug;
 
 use super::ask::ask_all;
+use super::printable::printable;
 use super::state::{Program, Shared};
 use super::totals::{GuestTotals, counted_as};
 use crate::control;
@@ -70,7 +71,7 @@ impl Shared {
                         endpoint: peer.endpoint.clone(),
                         pid: process.map(|process| process.pid),
                         uid: process.map(|process| process.uid),
-                        program: session.program.as_deref().map(printable),
+                        program: session.program.as_deref().map(shown),
                         ..session.clone()
                     });
                 }
@@ -96,8 +97,8 @@ impl Shared {
                         .extend(sessions.iter().map(|session| SessionStatus {
                             id: session.id | base,
                             guest: counted.clone(),
-                            program: session.program.as_deref().map(printable),
-                            endpoint: printable(&session.endpoint),
+                            program: session.program.as_deref().map(shown),
+                            endpoint: shown(&session.endpoint),
                             ..session.clone()
                         }));
                     snapshot.add(&counted, &report);
@@ -184,8 +185,7 @@ impl StatusSource for Shared {
     }
 }
 
-/// Text of a guest, made safe for terminals.
-fn printable(text: &str) -> String {
-    let printable = text.chars().filter(|c| !c.is_control());
-    printable.take(MAX_NAME_CHARS).collect()
+/// A name that a worker reports, made safe for terminals.
+fn shown(text: &str) -> String {
+    printable(text).chars().take(MAX_NAME_CHARS).collect()
 }

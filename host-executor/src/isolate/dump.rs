@@ -4,6 +4,7 @@
 use std::fmt::Write as _;
 
 use super::ask::ask_all;
+use super::printable::printable;
 use super::state::Shared;
 use crate::control;
 
@@ -44,7 +45,7 @@ pub(super) fn dump(shared: &Shared) -> String {
     for (name, answer) in ask_all(&machines, control::dump_of_process) {
         let _ = match answer {
             Ok(dump) => {
-                let lines = dump.lines().map(|line| line.replace(char::is_control, "?"));
+                let lines = dump.lines().map(printable);
                 let lines: String = lines.map(|line| format!("  {line}\n")).collect();
                 write!(text, "virtual machine {name}:\n{lines}")
             }

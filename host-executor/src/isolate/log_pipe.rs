@@ -12,6 +12,8 @@ use std::time::{Duration, Instant};
 
 use tracing::warn;
 
+use super::printable::printable;
+
 /// Bytes that a process may write into the log at once, and in each second.
 const BURST: u64 = 256 << 10;
 const PER_SECOND: u64 = 64 << 10;
@@ -141,7 +143,7 @@ fn forward(
         while let Some(len) = line_len(&pending, is_over) {
             let line: Vec<u8> = pending.drain(..len).collect();
             match limit.admit(len, now()) {
-                true => lines.extend_from_slice(printable(&line).as_bytes()),
+                true => lines.extend_from_slice(line_of(&line).as_bytes()),
                 false => has_dropped = true,
             }
         }
@@ -172,14 +174,9 @@ fn line_len(pending: &[u8], is_over: bool) -> Option<usize> {
 }
 
 /// A line without control characters, with its end.
-fn printable(line: &[u8]) -> String {
-    let text = String::from_utf8_lossy(line);
-    let is_bad = |c: char| c.is_control() && c != '\t';
-    let mut text: String = { text.trim_end_matches('\n').chars() }
-        .map(|c| if is_bad(c) { '?' } else { c })
-        .collect();
-    text.push('\n');
-    text
+fn line_of(bytes: &[u8]) -> String {
+    let text = String::from_utf8_lossy(bytes);
+    printable(text.trim_end_matches('\n')) + "\n"
 }
 
 #[cfg(test)]

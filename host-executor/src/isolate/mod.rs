@@ -21,6 +21,7 @@ mod dump;
 mod ipc;
 mod log_pipe;
 mod partition;
+mod printable;
 mod process;
 mod state;
 mod supervisor;

@@ -3,7 +3,6 @@
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Child, Stdio};
 use std::sync::Arc;
@@ -11,9 +10,10 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
-use rustix::net::RecvFlags;
+use rustix::net::{RecvFlags, SocketType};
 use rustix::process::{Pid, Signal};
 use tracing::{error, info, warn};
+use vgpu_transport::link::socket_file;
 use vgpu_transport::link::stream::tls::CertificateFiles;
 
 use super::certificates;
@@ -53,14 +53,6 @@ const WORKER_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// How long the process of a virtual machine that starts may take to answer.
 const ANSWER_TIMEOUT: Duration = Duration::from_millis(100);
-
-/// Removes the socket of a process that has ended, and could not do so itself.
-fn remove_stale(socket: &Path) {
-    let error = UnixStream::connect(socket).err();
-    if error.is_some_and(|error| error.kind() == io::ErrorKind::ConnectionRefused) {
-        let _ = std::fs::remove_file(socket);
-    }
-}
 
 /// Reports of a worker that are received at once, and the interval of further ones.
 const REPORT_BURST: u32 = 64;
@@ -584,7 +576,10 @@ impl Shared {
             let (pid, started) = (process.id(), Instant::now());
             let status = process.wait();
             log.finish();
-            remove_stale(socket);
+            // The process could not remove its socket if it was killed.
+            if let Err(error) = socket_file::remove_stale(socket, SocketType::STREAM) {
+                warn!(vm = name, "the socket of its process stays: {error}");
+            }
             // Between these two lines the kernel could give the pid to a new process, but it uses
             // all other pids first.
             self.processes().machines.remove(&id);

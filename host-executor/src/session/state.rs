@@ -147,11 +147,14 @@ impl Session {
     }
 
     /// What the guest sees as the memory of its device. A server's session does not call the engine
-    /// for it, so that HELLO is answered while a call of another session hangs. What an allocation
-    /// would take from silent programs is free.
+    /// for it, so that HELLO is answered while a call of another session hangs, and takes an answer
+    /// that is a few milliseconds old. What an allocation would take from silent programs is free.
     pub(super) fn memory(&self) -> MemoryInfo {
         let MemoryInfo { total, free } = match &self.monitor {
-            Some(monitor) => self.tenant.memory_of(monitor.memory()),
+            Some(monitor) => {
+                let device = monitor.recent_memory(self.tenant.memory_epoch());
+                self.tenant.memory_of(device)
+            }
             None => self.tenant.memory_of(self.engine.memory()),
         };
         let silent = self.silent.as_ref().map_or(0, |silent| silent.bytes());

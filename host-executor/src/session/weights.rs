@@ -18,7 +18,9 @@ use super::answer::{Answer, failed};
 use super::error::{SessionEnd, Violation};
 use super::extent_upload::{ExtentUpload, WriteOutcome};
 use super::state::{MODEL_SCALE, Session};
-use super::weights_state::{BufferRange, Challenge, Reserved, SessionWeights, WeightBuffer};
+use super::weights_state::{
+    BufferRange, Challenge, Reserved, SessionWeights, WeightBuffer, counted,
+};
 use crate::stop::StopFlag;
 use crate::weights::{ContentKey, LookupResult, MAX_WRONG_PROOFS, Source};
 
@@ -219,8 +221,8 @@ impl Session {
             let is_reserved = match reserved {
                 Some(reserved) => reserved.len() == len,
                 None => match store.find(ContentKey { hash, len }) {
-                    LookupResult::Granted(Source::Memory(extent)) if len <= room => {
-                        room -= len;
+                    LookupResult::Granted(Source::Memory(extent)) if counted(len) <= room => {
+                        room -= counted(len);
                         weights.reserved.insert(hash, Reserved::new(extent));
                         true
                     }

@@ -118,8 +118,9 @@ impl SessionWeights {
     }
 
     /// Gives up reservations that do not fit into the room that their buffer has left: the buffer
-    /// and what it reserves need at most the bytes that are charged for the buffer. A guest can
-    /// still attach such an extent while another buffer keeps it.
+    /// and what it reserves need at most the bytes that are charged for the buffer, and the pages
+    /// at the ends of each extent ([`counted`]). A guest can still attach such an extent while
+    /// another buffer keeps it.
     pub(super) fn trim_reservations(&mut self, buffers: &Buffers) {
         for (&id, weights) in &mut self.buffers {
             let held = weights.held_bytes();
@@ -133,7 +134,7 @@ impl SessionWeights {
                     break;
                 }
                 if reserved.held.take().is_some() {
-                    over = over.saturating_sub(reserved.len);
+                    over = over.saturating_sub(counted(reserved.len));
                 }
             }
         }
@@ -156,14 +157,25 @@ fn room(memory: &dyn Memory, upload: Option<&ExtentUpload>) -> u64 {
     let followed = upload.map_or(0, ExtentUpload::followed_bytes);
     memory
         .size()
-        .saturating_sub(memory.bytes_in_use() + followed)
+        .saturating_sub(memory.bytes_in_use() + counted(followed))
+}
+
+/// What an extent of `len` bytes, which another buffer has, takes of the room of a buffer.
+///
+/// A buffer uses whole pages. The first and the last page of an extent can also have bytes of the
+/// buffer beside the extent, and count as used. These bytes of the extent are not counted a second
+/// time: a model whose tensors do not begin at page boundaries fits exactly into its buffer. Where
+/// two pages are more than half of the extent, half of the extent counts.
+pub(super) fn counted(len: u64) -> u64 {
+    let ends = 2 * rustix::param::page_size() as u64;
+    len - ends.min(len / 2)
 }
 
 impl WeightBuffer {
-    /// Bytes that the reservations keep alive.
+    /// What the extents that the reservations keep alive take of the room of the buffer.
     fn held_bytes(&self) -> u64 {
         let held = self.reserved.values().filter(|r| r.held.is_some());
-        held.map(Reserved::len).sum()
+        held.map(|reserved| counted(reserved.len)).sum()
     }
 
     /// The buffer itself keeps an extent alive, since it has attached the extent.

@@ -16,7 +16,7 @@ use vgpu_transport::wire::{ContentHash, MAX_LENGTHS};
 use super::disk::{CacheError, CachedExtent, ContentKey, Disk};
 use super::hash_queue::{HashQueue, QUANTUM};
 use super::options::{CacheOptions, Sharing};
-use super::uploads::{self, Slot, Uploads};
+use super::uploads::{self, MAX_FREED, Slot, Uploads};
 
 /// Bytes that are hashed at once: fits the caches of a core.
 const CHUNK: usize = 256 << 10;
@@ -73,6 +73,11 @@ struct Entries {
     /// When `by_key` has this many entries, entries of freed extents are removed.
     sweep_at: usize,
 }
+
+/// Sharing domains that an entry remembers. A session over TCP is a domain of its own, so that the
+/// entry of a model in use would remember ever more of them. A domain that is forgotten proves
+/// again that it has the content.
+const MAX_KNOWN_TO: usize = 256;
 
 /// A content of a sharing domain. `None`: shared by all sharing domains.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -579,30 +584,42 @@ impl Entries {
         let entry = key.and_then(|key| self.by_key.get(key));
         // Not upgraded: the last reference to another extent must not be dropped under this lock.
         // The caller keeps `extent`, so that no other one has its address.
-        let is_it = |entry: &Entry| entry.extent.as_ptr().cast::<()>().addr() == address(extent);
+        let is_it = |entry: &Entry| entry.address() == address(extent);
         entry.is_some_and(is_it)
     }
 
     fn insert(&mut self, key: Key, entry: Entry) {
-        let address = entry.extent.as_ptr().cast::<()>().addr();
-        self.by_address.insert(address, key.clone());
+        let old = self.by_key.get(&key).map(Entry::address);
+        // The address of a freed extent may be that of another entry by now.
+        if let Some(old) = old.filter(|old| self.by_address.get(old) == Some(&key)) {
+            self.by_address.remove(&old);
+        }
+        self.by_address.insert(entry.address(), key.clone());
         self.by_key.insert(key, entry);
         if self.by_key.len() > self.sweep_at {
             self.by_key.retain(|_, entry| entry.is_live());
             let by_key = &self.by_key;
             self.by_address.retain(|_, key| by_key.contains_key(key));
-            self.sweep_at = 2 * self.by_key.len() + 1024;
+            self.sweep_at = 2 * self.by_key.len() + MAX_FREED;
         }
     }
 }
 
 impl Entry {
+    /// The address of the extent, which may have been freed.
+    fn address(&self) -> usize {
+        self.extent.as_ptr().cast::<()>().addr()
+    }
+
     fn is_live(&self) -> bool {
         self.extent.strong_count() > 0
     }
 
     fn make_known_to(&mut self, domain: &Arc<str>) {
         if !self.known_to.contains(domain) {
+            if self.known_to.len() >= MAX_KNOWN_TO {
+                self.known_to.remove(0);
+            }
             self.known_to.push(Arc::clone(domain));
         }
     }
@@ -657,4 +674,81 @@ impl Drop for Shared {
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::any::Any;
+
+    use super::*;
+
+    /// An extent without bytes, which has an address of its own.
+    struct Empty {
+        _number: usize,
+    }
+
+    impl Extent for Empty {
+        fn size(&self) -> u64 {
+            0
+        }
+
+        fn filled(&self) -> u64 {
+            0
+        }
+
+        fn read(&self, _: u64, _: &mut [u8]) -> Result<(), EngineError> {
+            Ok(())
+        }
+
+        fn into_any(self: Arc<Self>) -> Arc<dyn Any + Send + Sync> {
+            self
+        }
+    }
+
+    #[test]
+    fn contents_that_come_and_go_leave_nothing_behind() {
+        let key = |i: usize| Key {
+            domain: None,
+            hash: ContentHash([i as u8; 32]),
+        };
+        let mut entries = Entries::default();
+        // All extents stay, as the memory of others takes their addresses: each is at another one.
+        let mut extents: Vec<Arc<dyn Extent>> = Vec::new();
+        for round in 0..100 {
+            for i in 0..3 {
+                let extent: Arc<dyn Extent> = Arc::new(Empty { _number: round });
+                let entry = Entry {
+                    len: 0,
+                    extent: Arc::downgrade(&extent),
+                    known_to: Vec::new(),
+                };
+                entries.insert(key(i), entry);
+                assert!(entries.has(&extent));
+                extents.push(extent);
+            }
+        }
+        assert_eq!((entries.by_key.len(), entries.by_address.len()), (3, 3));
+        extents.clear();
+        for i in 3..3 + 2 * MAX_FREED {
+            let freed: Arc<dyn Extent> = Arc::new(Empty { _number: i });
+            let entry = Entry {
+                len: 0,
+                extent: Arc::downgrade(&freed),
+                known_to: Vec::new(),
+            };
+            entries.insert(key(i), entry);
+        }
+        assert!(entries.by_key.len() <= MAX_FREED + 1);
+        let extent: Arc<dyn Extent> = Arc::new(Empty { _number: 0 });
+        let mut entry = Entry {
+            len: 0,
+            extent: Arc::downgrade(&extent),
+            known_to: Vec::new(),
+        };
+        let domain = |i: usize| Arc::from(format!("tcp {i}"));
+        (0..2 * MAX_KNOWN_TO).for_each(|i| entry.make_known_to(&domain(i)));
+        assert_eq!(entry.known_to.len(), MAX_KNOWN_TO);
+        assert!(entry.known_to.contains(&domain(2 * MAX_KNOWN_TO - 1)));
+        assert!(entries.by_address.len() <= MAX_FREED + 1);
+    }
 }

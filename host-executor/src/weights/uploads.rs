@@ -26,6 +26,10 @@ pub(crate) const MAX_COMPARED: usize = 8;
 /// The bytes by which extents are found that may be equal.
 pub(crate) const FIRST_BYTES: usize = 4096;
 
+/// Entries of freed extents that a table keeps, besides as many as it has others, before it looks
+/// for them.
+pub(super) const MAX_FREED: usize = 64;
+
 /// Extents by domain, length and first bytes.
 #[derive(Default)]
 pub(super) struct Uploads {
@@ -98,7 +102,7 @@ impl Uploads {
             let is_used =
                 |slot: &Arc<Slot>| Arc::strong_count(slot) > 1 || slot.lock().has_extents();
             state.slots.retain(|_, slot| is_used(slot));
-            state.sweep_at = 2 * state.slots.len() + 1024;
+            state.sweep_at = 2 * state.slots.len() + MAX_FREED;
         }
         Arc::clone(state.slots.entry(key).or_default())
     }

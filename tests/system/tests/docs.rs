@@ -149,6 +149,18 @@ fn missing_test(file: &str, name: &str) -> Option<String> {
     }
     let text = page(file);
     let definition = format!("fn {name}(");
+    if let Some(module) = file.strip_prefix("tests/system/src/faults/") {
+        let module = module.trim_end_matches(".rs");
+        let is_fault =
+            page("tests/system/src/faults/all.rs").contains(&format!("{module}::{name}"));
+        return (!is_fault).then(|| format!("{file}: {name} is not a fault"));
+    }
+    // A test program with a `main` of its own, which calls the tests.
+    if text.contains("\nfn main(") {
+        let words = text.split(|c: char| !c.is_alphanumeric() && c != '_');
+        let is_called = words.filter(|word| *word == name).count() > 1;
+        return (!is_called).then(|| format!("{file}: {name} is not called"));
+    }
     let is_test = match file.starts_with("tests/system/src/parts/") {
         true => text.split(&definition).skip(1).any(|rest| {
             let signature = rest.split('{').next().unwrap_or_default();
@@ -321,7 +333,11 @@ fn files_named_in_the_documentation_exist() {
 
 #[test]
 fn tests_named_in_the_guarantees_exist() {
-    for (file, least) in [("docs/guarantees.md", 25), ("docs/SECURITY.md", 25)] {
+    for (file, least) in [
+        ("docs/guarantees.md", 25),
+        ("docs/SECURITY.md", 25),
+        ("docs/life-events.md", 40),
+    ] {
         let text = page(file);
         let named = named_functions(&text);
         assert!(named.len() > least, "{file} names {} tests", named.len());
@@ -330,6 +346,32 @@ fn tests_named_in_the_guarantees_exist() {
             .collect();
         assert!(missing.is_empty(), "{file}:\n{}", missing.join("\n"));
     }
+}
+
+#[test]
+fn every_life_event_names_a_test_or_says_why_there_is_none() {
+    let text = page("docs/life-events.md");
+    let (mut events, mut bare) = (0, Vec::new());
+    for (number, line) in prose(&text) {
+        let Some(row) = line
+            .strip_prefix("| ")
+            .filter(|row| !row.starts_with("event |"))
+        else {
+            continue;
+        };
+        events += 1;
+        let test = row.trim_end_matches('|').rsplit('|').next();
+        let test = test.unwrap_or_default().trim();
+        // "no test" is followed by a reason.
+        let has_reason = test
+            .split_once("no test")
+            .is_some_and(|(_, why)| why.len() > 10);
+        if named_functions(test).is_empty() && !has_reason {
+            bare.push(format!("line {number}: {line}"));
+        }
+    }
+    assert!(events > 40, "only {events} events");
+    assert!(bare.is_empty(), "{}", bare.join("\n"));
 }
 
 #[test]

@@ -104,8 +104,14 @@ pub(super) fn bind(
     Ok((socket, file))
 }
 
-/// Removes a socket file on which no process listens.
-fn remove_stale(path: &Path, kind: SocketType) -> Result<(), SocketFileError> {
+/// Removes a socket file of type `kind` on which no process listens, if there is one.
+///
+/// # Errors
+///
+/// [`SocketFileError::NotASocket`] if the path is another kind of file, [`SocketFileError::InUse`]
+/// if a process listens there or the socket is of another type, and [`SocketFileError::System`] if
+/// a system call fails.
+pub fn remove_stale(path: &Path, kind: SocketType) -> Result<(), SocketFileError> {
     let Ok(file) = rustix::fs::lstat(path) else {
         // Another process has removed the file meanwhile.
         return Ok(());

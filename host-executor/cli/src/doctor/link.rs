@@ -2,54 +2,27 @@
 
 use std::time::{Duration, Instant};
 
-use vgpu_transport::error::LinkError;
 use vgpu_transport::ir::IR_VERSION;
-use vgpu_transport::link::connect::{ConnectError, connect, expand};
-use vgpu_transport::link::{Endpoint, GuestEnd};
-use vgpu_transport::wire::{PROTOCOL_VERSION, Reply, Request, WireError};
+use vgpu_transport::link::Endpoint;
+use vgpu_transport::link::connect::expand;
+use vgpu_transport::wire::{PROTOCOL_VERSION, Reply, Request};
 
 use super::report::Report;
+use crate::visit::{self, Visit, VisitError};
 
-const TIMEOUT: Duration = Duration::from_secs(2);
+/// How long one executor may take in all.
+const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Round trips that are measured.
 const ROUNDS: usize = 32;
 
-/// Why a session cannot be opened or used.
-#[derive(Debug, thiserror::Error)]
-enum VisitError {
-    #[error(transparent)]
-    Connect(#[from] ConnectError),
-    #[error(transparent)]
-    Link(#[from] LinkError),
-    /// The executor has sent a message that is not a reply.
-    #[error(transparent)]
-    Wire(#[from] WireError),
-    #[error("the executor refuses: {reason}")]
-    Refused { reason: String },
-    #[error("unexpected reply to {request}: {reply:?}")]
-    Unexpected {
-        request: &'static str,
-        reply: Box<Reply>,
-    },
-}
-
 pub(super) fn check(given: &[Endpoint], report: &mut Report) {
-    let variable = std::env::var("VGPU_ENDPOINT").unwrap_or_default();
-    let (endpoints, are_named) = if !given.is_empty() {
-        (given.to_vec(), true)
-    } else if !variable.is_empty() {
-        let parsed = variable.split(',').map(|one| one.trim().parse());
-        match parsed.collect() {
-            Ok(endpoints) => (endpoints, true),
-            Err(error) => {
-                let error: vgpu_transport::link::EndpointError = error;
-                report.fail("link", format!("VGPU_ENDPOINT: {error}"));
-                return;
-            }
+    let (endpoints, are_named) = match visit::endpoints(given) {
+        Ok(endpoints) => endpoints,
+        Err(error) => {
+            report.fail("link", format!("VGPU_ENDPOINT: {error}"));
+            return;
         }
-    } else {
-        (Endpoint::defaults(), false)
     };
     let mut reached = 0;
     let mut misses = Vec::new();
@@ -67,7 +40,8 @@ pub(super) fn check(given: &[Endpoint], report: &mut Report) {
             }
         };
         for endpoint in here {
-            match visit(&endpoint) {
+            let visited = endpoint.clone();
+            match visit::within(TIMEOUT, move || visit(&visited)) {
                 Ok(lines) => {
                     reached += 1;
                     for line in lines {
@@ -96,13 +70,7 @@ pub(super) fn check(given: &[Endpoint], report: &mut Report) {
 
 /// Opens a session, and sends the requests of a starting program.
 fn visit(endpoint: &Endpoint) -> Result<Vec<String>, VisitError> {
-    let mut end = connect(endpoint, TIMEOUT)?;
-    let hello = Request::Hello {
-        protocol: PROTOCOL_VERSION,
-        ir: IR_VERSION,
-        name: format!("vgpu doctor[{}]", std::process::id()),
-    };
-    let welcome = ask(end.as_mut(), &hello)?;
+    let mut visit = Visit::begin(endpoint, "vgpu doctor")?;
     let Reply::Welcome {
         session,
         engine,
@@ -110,22 +78,14 @@ fn visit(endpoint: &Endpoint) -> Result<Vec<String>, VisitError> {
         memory_total,
         memory_free,
         ..
-    } = welcome
+    } = visit.welcome.clone()
     else {
-        return Err(match welcome {
-            Reply::Ended { reason } | Reply::Refused { reason, .. } => {
-                VisitError::Refused { reason }
-            }
-            other => VisitError::Unexpected {
-                request: "HELLO",
-                reply: Box::new(other),
-            },
-        });
+        return Ok(Vec::new()); // `begin` has checked it
     };
     let mut times = Vec::new();
     for _ in 0..ROUNDS {
         let began = Instant::now();
-        match ask(end.as_mut(), &Request::Memory {})? {
+        match visit.ask(&Request::Memory {})? {
             Reply::Memory { .. } => times.push(began.elapsed()),
             other => {
                 return Err(VisitError::Unexpected {
@@ -149,13 +109,4 @@ fn visit(endpoint: &Endpoint) -> Result<Vec<String>, VisitError> {
             times[0]
         ),
     ])
-}
-
-fn ask(end: &mut dyn GuestEnd, request: &Request) -> Result<Reply, VisitError> {
-    let mut message = Vec::new();
-    request.encode(&mut message);
-    end.send(&message, (&[][..]).into())?;
-    message.clear();
-    end.receive(&mut message, (&mut [][..]).into())?;
-    Ok(Reply::decode(&message)?)
 }

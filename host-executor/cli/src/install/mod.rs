@@ -27,6 +27,8 @@ const HEADER: &str = "# Written by `vgpu install`; `vgpu uninstall` removes it."
 /// The group whose members may use the executor's socket, and the vGPU's window in a virtual
 /// machine.
 const GROUP: &str = "vgpu";
+/// Where the packages place this program.
+const PROGRAM: &str = "/usr/bin/vgpu";
 /// The releases of Ollama that `cargo xtask ollama` runs.
 const TESTED: [&str; 2] = ["0.33.0", "0.34.4"];
 
@@ -277,6 +279,11 @@ fn drop_in(root: &Path, environment: &[String]) -> String {
     let mut text = format!("{HEADER}\n[Unit]\nAfter=vgpu.service\n\n[Service]\n");
     for variable in environment {
         text += &format!("Environment=\"{variable}\"\n");
+    }
+    // In a virtual machine the executor is another machine's service. Without an executor Ollama
+    // starts all the same, after a minute.
+    if root.join(&PROGRAM[1..]).exists() {
+        text += &format!("ExecStartPre=-{PROGRAM} wait\n");
     }
     let groups = fs::read_to_string(root.join("etc/group")).unwrap_or_default();
     if groups

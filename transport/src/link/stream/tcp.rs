@@ -63,7 +63,7 @@ pub fn connect(
     if certificates.is_none() && !addresses.iter().all(|address| address.ip().is_loopback()) {
         return Err(TcpError::Unprotected { host: host.into() });
     }
-    let socket = connect_any(&addresses, deadline).map_err(failed)?;
+    let socket = connect_any(&addresses, deadline, TcpStream::connect_timeout).map_err(failed)?;
     prepare(&socket, Side::Guest).map_err(failed)?;
     let channel: Box<dyn Channel> = match certificates {
         Some(certificates) => Box::new(certificates.connect(host, socket, deadline)?),
@@ -74,12 +74,16 @@ pub fn connect(
 
 /// Connects to the first of the addresses that answers. Each has an equal share of the time that is
 /// left: an address that does not answer, such as that of a host without IPv6, leaves time for the
-/// others.
-fn connect_any(addresses: &[SocketAddr], deadline: Instant) -> io::Result<TcpStream> {
+/// others. `connect` connects to one address within a time.
+fn connect_any<T>(
+    addresses: &[SocketAddr],
+    deadline: Instant,
+    mut connect: impl FnMut(&SocketAddr, Duration) -> io::Result<T>,
+) -> io::Result<T> {
     let mut last = io::Error::from(io::ErrorKind::NotFound);
     for (address, waiting) in addresses.iter().zip((1..=addresses.len() as u32).rev()) {
         let left = deadline.saturating_duration_since(Instant::now());
-        match TcpStream::connect_timeout(address, share(left, waiting)) {
+        match connect(address, share(left, waiting)) {
             Ok(socket) => return Ok(socket),
             Err(error) => last = error,
         }
@@ -272,26 +276,50 @@ mod tests {
 
     #[test]
     fn address_without_an_answer_leaves_time_for_the_next() {
+        let [dead, good] = [1, 2].map(|port| SocketAddr::from(([127, 0, 0, 1], port)));
+        let limit = Duration::from_secs(10);
+        let mut times = Vec::new();
+        let mut connect = |address: &SocketAddr, time: Duration| {
+            times.push(time);
+            match *address == good {
+                true => Ok(*address),
+                false => Err(io::Error::from(io::ErrorKind::TimedOut)),
+            }
+        };
+        let found = connect_any(&[dead, good], Instant::now() + limit, &mut connect);
+        assert_eq!(found.ok(), Some(good));
+        let error = connect_any(&[dead], Instant::now() + limit, &mut connect).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+        let error = connect_any(&[], Instant::now() + limit, &mut connect).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::NotFound);
+        let [first, second, alone] = times[..] else {
+            panic!("{times:?}");
+        };
+        assert!(
+            first <= limit / 2 && second > first && alone > limit / 2,
+            "{times:?}"
+        );
+        assert!(share(Duration::ZERO, 1) > Duration::ZERO);
+    }
+
+    #[test]
+    fn address_that_drops_packets_does_not_hide_the_next() {
         // The kernel drops connections to a listener with a full backlog, as a network drops those
         // to a dead address.
         let silent = TcpListener::bind("127.0.0.1:0").unwrap();
         rustix::net::listen(&silent, 0).unwrap();
         let address = silent.local_addr().unwrap();
         let short = Duration::from_millis(200);
-        assert_eq!(share(2 * short, 2), short);
-        assert_eq!(share(short, 1), short);
-        assert!(share(Duration::ZERO, 1) > Duration::ZERO);
         let mut backlog = Vec::new();
         while let Ok(socket) = TcpStream::connect_timeout(&address, short) {
             backlog.push(socket);
         }
         let good = TcpListener::bind("127.0.0.1:0").unwrap();
         let addresses = [address, good.local_addr().unwrap()];
-        let socket = connect_any(&addresses, Instant::now() + 2 * short).unwrap();
+        let connect = TcpStream::connect_timeout;
+        let socket = connect_any(&addresses, Instant::now() + 2 * short, connect).unwrap();
         assert_eq!(socket.peer_addr().unwrap(), addresses[1]);
-        let error = connect_any(&addresses[..1], Instant::now() + short).unwrap_err();
+        let error = connect_any(&addresses[..1], Instant::now() + short, connect).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
-        let error = connect_any(&[], Instant::now() + short).unwrap_err();
-        assert_eq!(error.kind(), io::ErrorKind::NotFound);
     }
 }

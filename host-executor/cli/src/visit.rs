@@ -1,0 +1,134 @@
+//! A session with an executor, as a program opens one.
+
+use std::io;
+use std::sync::mpsc;
+use std::thread;
+use std::time::Duration;
+
+use vgpu_transport::error::LinkError;
+use vgpu_transport::ir::IR_VERSION;
+use vgpu_transport::link::connect::{ConnectError, connect};
+use vgpu_transport::link::{Endpoint, EndpointError, GuestEnd};
+use vgpu_transport::wire::{PROTOCOL_VERSION, Reply, Request, WireError};
+
+/// How long a link may take.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Why a session cannot be opened or used.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum VisitError {
+    #[error(transparent)]
+    Connect(#[from] ConnectError),
+    #[error(transparent)]
+    Link(#[from] LinkError),
+    /// The executor has sent a message that is not a reply.
+    #[error(transparent)]
+    Wire(#[from] WireError),
+    #[error("the executor refuses: {reason}")]
+    Refused { reason: String },
+    #[error("unexpected reply to {request}: {reply:?}")]
+    Unexpected {
+        request: &'static str,
+        reply: Box<Reply>,
+    },
+    #[error("the executor has not answered for {} s", limit.as_secs())]
+    Silent { limit: Duration },
+    #[error("starting a thread: {0}")]
+    Thread(io::Error),
+}
+
+/// An open session.
+pub(crate) struct Visit {
+    end: Box<dyn GuestEnd>,
+    /// The answer to HELLO: a [`Reply::Welcome`].
+    pub(crate) welcome: Reply,
+}
+
+impl Visit {
+    /// Opens a session as the program `name`.
+    pub(crate) fn begin(endpoint: &Endpoint, name: &str) -> Result<Visit, VisitError> {
+        let mut end = connect(endpoint, CONNECT_TIMEOUT)?;
+        let hello = Request::Hello {
+            protocol: PROTOCOL_VERSION,
+            ir: IR_VERSION,
+            name: format!("{name}[{}]", std::process::id()),
+        };
+        match ask(end.as_mut(), &hello)? {
+            welcome @ Reply::Welcome { .. } => Ok(Visit { end, welcome }),
+            Reply::Ended { reason } | Reply::Refused { reason, .. } => {
+                Err(VisitError::Refused { reason })
+            }
+            other => Err(VisitError::Unexpected {
+                request: "HELLO",
+                reply: Box::new(other),
+            }),
+        }
+    }
+
+    /// The reply to a request.
+    pub(crate) fn ask(&mut self, request: &Request) -> Result<Reply, VisitError> {
+        ask(self.end.as_mut(), request)
+    }
+}
+
+fn ask(end: &mut dyn GuestEnd, request: &Request) -> Result<Reply, VisitError> {
+    let mut message = Vec::new();
+    request.encode(&mut message);
+    end.send(&message, (&[][..]).into())?;
+    message.clear();
+    end.receive(&mut message, (&mut [][..]).into())?;
+    Ok(Reply::decode(&message)?)
+}
+
+/// The result of `work`, for which a thread has `limit`. An executor that is alive may not answer
+/// for as long as it likes: its heartbeat comes from a thread of its own. The thread ends with the
+/// process if it does not end before.
+pub(crate) fn within<T: Send + 'static>(
+    limit: Duration,
+    work: impl FnOnce() -> Result<T, VisitError> + Send + 'static,
+) -> Result<T, VisitError> {
+    let (sender, outcome) = mpsc::channel();
+    let spawned = thread::Builder::new().spawn(move || {
+        // Nobody waits any more after the limit.
+        let _ = sender.send(work());
+    });
+    spawned.map_err(VisitError::Thread)?;
+    outcome
+        .recv_timeout(limit)
+        .unwrap_or(Err(VisitError::Silent { limit }))
+}
+
+/// The endpoints to visit: `given`, or those of VGPU_ENDPOINT, or the defaults. The second value
+/// says whether the user has named them.
+///
+/// # Errors
+/// VGPU_ENDPOINT is malformed.
+pub(crate) fn endpoints(given: &[Endpoint]) -> Result<(Vec<Endpoint>, bool), EndpointError> {
+    if !given.is_empty() {
+        return Ok((given.to_vec(), true));
+    }
+    let variable = std::env::var("VGPU_ENDPOINT").unwrap_or_default();
+    if variable.is_empty() {
+        return Ok((Endpoint::defaults(), false));
+    }
+    let parsed = variable.split(',').map(|one| one.trim().parse());
+    Ok((parsed.collect::<Result<_, _>>()?, true))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn work_without_an_answer_ends_at_its_limit() {
+        let limit = Duration::from_millis(20);
+        let (open, never) = mpsc::channel::<()>();
+        let silent = within(limit, move || {
+            let _ = never.recv();
+            Ok(())
+        });
+        assert!(matches!(silent, Err(VisitError::Silent { .. })));
+        drop(open);
+        assert_eq!(within(Duration::from_secs(60), || Ok(7)).ok(), Some(7));
+    }
+}

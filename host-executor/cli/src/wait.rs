@@ -1,0 +1,74 @@
+//! `vgpu wait`.
+
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, bail};
+use clap::Parser;
+use vgpu_transport::link::Endpoint;
+use vgpu_transport::link::connect::expand;
+
+use crate::visit::{self, Visit};
+
+/// How long an executor that is connected may take to greet.
+const GREETING: Duration = Duration::from_secs(5);
+
+/// The pause between two attempts.
+const PAUSE: Duration = Duration::from_millis(200);
+
+/// Waits until an executor greets programs.
+///
+/// For services that look for a device once, when they start, such as Ollama: ExecStartPre=vgpu
+/// wait. Every named executor must greet, or one at the default addresses. The exit status is 1,
+/// with the reason, if none does in time.
+#[derive(Parser)]
+pub(crate) struct Args {
+    /// The executor's address, as in VGPU_ENDPOINT. May be given several times. [default:
+    /// VGPU_ENDPOINT, or the addresses that the plugin tries]
+    #[arg(long, value_name = "ENDPOINT")]
+    endpoint: Vec<Endpoint>,
+
+    /// How long to wait, in seconds
+    #[arg(long, value_name = "SECONDS", default_value_t = 60)]
+    timeout: u64,
+}
+
+pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    let began = Instant::now();
+    let timeout = Duration::from_secs(args.timeout);
+    let (mut missing, are_named) = visit::endpoints(&args.endpoint).context("VGPU_ENDPOINT")?;
+    loop {
+        let before = missing.len();
+        let mut reasons = Vec::new();
+        missing.retain(|endpoint| match greets(endpoint) {
+            Ok(()) => false,
+            Err(error) => {
+                reasons.push(format!("{endpoint}: {error:#}"));
+                true
+            }
+        });
+        if missing.is_empty() || (!are_named && missing.len() < before) {
+            return Ok(());
+        }
+        if began.elapsed() + PAUSE > timeout {
+            bail!(
+                "no executor within {} s: {}",
+                args.timeout,
+                reasons.join("; ")
+            );
+        }
+        thread::sleep(PAUSE);
+    }
+}
+
+/// Whether an executor greets a program at `endpoint`.
+fn greets(endpoint: &Endpoint) -> anyhow::Result<()> {
+    if *endpoint == Endpoint::Inproc {
+        return Ok(());
+    }
+    let all = expand(endpoint)?;
+    for one in all {
+        visit::within(GREETING, move || Visit::begin(&one, "vgpu wait").map(drop))?;
+    }
+    Ok(())
+}
