@@ -4,6 +4,7 @@
 pub(crate) mod hanging_engine;
 pub(crate) mod model;
 pub(crate) mod scripted_engine;
+pub(crate) mod weights;
 
 use std::io;
 use std::sync::Arc;
