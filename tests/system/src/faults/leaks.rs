@@ -17,7 +17,7 @@ const SLACK: u64 = 24 << 20;
 
 /// Bytes of the heap that may be added without a leak: what threads and sessions keep for the next
 /// ones, and tables that have room for twice as much.
-const HEAP_SLACK: i64 = 128 << 10;
+const HEAP_SLACK: i64 = 256 << 10;
 
 /// Bytes of the heap that a link over TCP keeps: a queue for each direction, which holds 8 MiB
 /// (`HIGH_WATER` in `transport/src/link/stream/framing.rs`).
