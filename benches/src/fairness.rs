@@ -17,9 +17,13 @@ const SHARE: f64 = 0.45;
 /// Options of the measurement.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Options {
-    /// Seconds of each measurement; each operator has four
+    /// Seconds of each measurement; each attacker has three, and the second after its end
     #[arg(long, default_value_t = 3.0)]
     seconds: f64,
+    /// Only these attackers, by the names that the figures have: operators, "no graph", and
+    /// "MUL_MAT, long parts"
+    #[arg(long, value_delimiter = ';')]
+    attackers: Vec<String>,
 }
 
 pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
@@ -30,6 +34,9 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
         .args(["test", "--release", "--package", "vgpu-executor"])
         .args(["--test", "fairness", "--", "--nocapture"])
         .env("VGPU_FAIRNESS", options.seconds.to_string());
+    if !options.attackers.is_empty() {
+        cargo.env("VGPU_FAIRNESS_OF", options.attackers.join(";"));
+    }
     let log = cache.log("fairness");
     process::run(&mut cargo, &progress, &log)?;
     let text =
@@ -53,26 +60,27 @@ fn row(line: &Value) -> Result<Row> {
         let value = line[name].as_f64();
         value.with_context(|| format!("no {name} in {line}"))
     };
-    let operator = line["operator"].as_str().context("no operator")?;
-    let long = if line["long_parts"] == true {
-        ", long parts"
-    } else {
-        ""
-    };
+    let attacker = line["attacker"].as_str().context("no attacker")?;
     let alone = figure("alone_tokens_per_second")?;
-    let row = Row::new(format!("decoding beside {operator}{long}"), "tok/s")
-        .figure("alone", alone)
-        .figure("beside", alone * figure("share")?)
-        .figure(
-            "second after",
-            alone * figure("share_in_the_first_second_after")?,
-        )
-        .ratio("beside", "alone", true, Some(SHARE))
-        .ratio("second after", "alone", true, None);
+    let rates = [
+        ("beside", "share"),
+        ("slowest half second", "lowest_share"),
+        ("second after", "share_in_the_second_after"),
+        ("after a second", "share_after_a_second"),
+    ];
+    let row = Row::new(format!("decoding beside {attacker}"), "tok/s").figure("alone", alone);
+    let row = rates.iter().try_fold(row, |row, (name, share)| {
+        anyhow::Ok(row.figure(*name, alone * figure(share)?))
+    })?;
+    let target = |name| matches!(name, "beside").then_some(SHARE);
+    let row = { rates.iter() }.fold(row, |row, &(name, _)| {
+        row.ratio(name, "alone", true, target(name))
+    });
     Ok(row
         .figure(
             "share of the engine's time",
             figure("share_of_engine_time")?,
         )
-        .figure("longest wait, ms", figure("longest_wait_ms")?))
+        .figure("longest wait, ms", figure("longest_wait_ms")?)
+        .figure("longest wait alone, ms", figure("longest_wait_alone_ms")?))
 }

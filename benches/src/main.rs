@@ -5,6 +5,7 @@ mod common;
 mod cpu;
 mod driver;
 mod fairness;
+mod parts;
 mod plot;
 mod soak;
 mod table;
@@ -28,6 +29,8 @@ enum Arguments {
     Cpu(cpu::Options),
     /// Measure what guests with endless graphs of each operator leave to a guest that decodes
     Fairness(fairness::Options),
+    /// Measure the longest parts of nodes that the CPU engine does not divide, for every operator
+    Parts(parts::Options),
     /// Draw what benchmarks have measured, from their JSON, as SVG
     Plot(plot::Options),
     /// Run a million random commands of four concurrent guests, and look for leaks
@@ -56,6 +59,7 @@ fn run(arguments: &Arguments) -> Result<()> {
         Arguments::Boundary(options) => boundary::run(cache, options),
         Arguments::Cpu(options) => cpu::run(cache, options),
         Arguments::Fairness(options) => fairness::run(cache, options),
+        Arguments::Parts(options) => parts::run(cache, options),
         Arguments::Plot(options) => plot::run(options),
         Arguments::Soak(options) => soak::run(cache, options),
         Arguments::Tenants(options) => tenants::run(cache, options),

@@ -34,16 +34,41 @@ struct Decoding {
     tokens: u64,
 }
 
+/// Within an interval, the rate is also looked at in each part of this length.
+const WINDOW: Duration = Duration::from_millis(500);
+
 /// What a guest has got in an interval.
 struct Decoded {
-    tokens: u32,
-    seconds: f64,
+    /// When each token was there, since the start of the interval.
+    tokens: Vec<Duration>,
     longest: Duration,
 }
 
 impl Decoded {
     fn rate(&self) -> f64 {
-        f64::from(self.tokens) / self.seconds
+        let end = self.tokens.last().map_or(1.0, Duration::as_secs_f64);
+        self.tokens.len() as f64 / end
+    }
+
+    /// The lowest rate in any [`WINDOW`] that begins or ends with a token.
+    fn lowest_rate(&self) -> f64 {
+        let mut windows = Vec::new();
+        let mut first = 0;
+        for (last, &end) in self.tokens.iter().enumerate() {
+            let start = |token: usize| match token {
+                0 => Duration::ZERO,
+                _ => self.tokens[token - 1],
+            };
+            // The shortest span of whole tokens that is as long as the window.
+            while end - start(first + 1) >= WINDOW {
+                first += 1;
+            }
+            let span = end - start(first);
+            if span >= WINDOW {
+                windows.push((last + 1 - first) as f64 / span.as_secs_f64());
+            }
+        }
+        windows.into_iter().fold(self.rate(), f64::min)
     }
 }
 
@@ -66,22 +91,18 @@ impl Decoding {
     /// Decodes for `time`, and at least one token.
     fn decode(&mut self, time: Duration) -> Decoded {
         let (begin, mut longest) = (Instant::now(), Duration::ZERO);
-        let mut tokens = 0;
-        while tokens == 0 || begin.elapsed() < time {
+        let mut tokens = Vec::new();
+        while tokens.is_empty() || begin.elapsed() < time {
             let asked = Instant::now();
             self.guest.submit(GRAPH);
             // All weights are 0, and each token adds 1.
             let first = self.guest.read_f32(self.state, 1)[0];
             self.tokens += 1;
             assert_eq!(first, 1.0 + self.tokens as f32);
-            tokens += 1;
+            tokens.push(begin.elapsed());
             longest = longest.max(asked.elapsed());
         }
-        Decoded {
-            tokens,
-            seconds: begin.elapsed().as_secs_f64(),
-            longest,
-        }
+        Decoded { tokens, longest }
     }
 }
 
@@ -107,27 +128,54 @@ fn model(weights: BufferId, state: BufferId, product: BufferId) -> Graph {
     build.0
 }
 
-/// Measures one attacker for `time` each: before, beside it, and from its end on.
-fn measure(kind: OpKind, has_long_parts: bool, time: Duration) -> Value {
-    let (host, name) = (host(), kind.ggml_name());
+/// An attacker's graph.
+#[derive(Clone, Copy)]
+enum Attack {
+    /// A guest that is connected, and has no graph: how much the rate differs by itself.
+    Nothing,
+    Endless(OpKind),
+    LongParts(OpKind),
+}
+
+impl Attack {
+    fn name(self) -> String {
+        match self {
+            Attack::Nothing => "no graph".into(),
+            Attack::Endless(kind) => kind.ggml_name().into(),
+            Attack::LongParts(kind) => format!("{}, long parts", kind.ggml_name()),
+        }
+    }
+
+    fn start(self, host: &Host) -> Guest {
+        match self {
+            Attack::Nothing => host.guest_of(1),
+            Attack::Endless(kind) => attack(host, |buffers| endless(kind, buffers)),
+            Attack::LongParts(kind) => {
+                attack(host, |buffers| endless_with_long_parts(kind, buffers))
+            }
+        }
+    }
+}
+
+/// Measures one attacker for `time` each: before, beside it, in the second from its end on, and
+/// after that.
+fn measure(by: Attack, time: Duration) -> Value {
+    let (host, name) = (host(), by.name());
     let mut decoding = Decoding::start(&host);
     decoding.decode(time / 4);
-    let alone = decoding.decode(time);
-    let attacker = attack(&host, |buffers| match has_long_parts {
-        true => endless_with_long_parts(kind, buffers),
-        false => endless(kind, buffers),
-    });
+    let before = decoding.decode(time);
+    let attacker = by.start(&host);
     let stats = |uid| endless::stats(&host, uid);
     let engine_time = || [2, 1].map(|uid| stats(uid).busy.as_secs_f64());
-    let before = engine_time();
+    let then = engine_time();
     let beside = decoding.decode(time);
     assert_eq!(stats(1).graphs_run, 0, "{name} is not endless");
     let now = engine_time();
-    let [own, of_attacker] = [0, 1].map(|i| now[i] - before[i]);
+    let [own, of_attacker] = [0, 1].map(|i| now[i] - then[i]);
     drop(attacker);
     // Part of this interval are the attacker's last piece and the release of its memory.
-    let after = decoding.decode(Duration::from_secs(1).min(time));
-    let later = decoding.decode(time);
+    let second = decoding.decode(Duration::from_secs(1).min(time));
+    let after = decoding.decode(time);
     let begin = Instant::now();
     while host.server.sessions().len() > 1 {
         assert!(
@@ -137,16 +185,17 @@ fn measure(kind: OpKind, has_long_parts: bool, time: Duration) -> Value {
         thread::yield_now();
     }
     // The rate alone, before and after: other programs of the machine change it.
-    let reference = (alone.rate() + later.rate()) / 2.0;
+    let alone = (before.rate() + after.rate()) / 2.0;
     json!({
-        "operator": name,
-        "long_parts": has_long_parts,
-        "alone_tokens_per_second": reference,
-        "share": beside.rate() / reference,
+        "attacker": name,
+        "alone_tokens_per_second": alone,
+        "share": beside.rate() / alone,
+        "lowest_share": beside.lowest_rate() / alone,
         "share_of_engine_time": own / (own + of_attacker).max(1e-9),
         "longest_wait_ms": beside.longest.as_secs_f64() * 1e3,
-        "longest_wait_alone_ms": alone.longest.as_secs_f64() * 1e3,
-        "share_in_the_first_second_after": after.rate() / reference,
+        "longest_wait_alone_ms": before.longest.as_secs_f64() * 1e3,
+        "share_in_the_second_after": second.rate() / before.rate(),
+        "share_after_a_second": after.rate() / before.rate(),
     })
 }
 
@@ -154,18 +203,46 @@ fn measure(kind: OpKind, has_long_parts: bool, time: Duration) -> Value {
 fn attackers_of_every_operator() {
     let seconds = std::env::var("VGPU_FAIRNESS").ok();
     let Some(seconds) = seconds.map(|s| s.parse::<f64>().expect("seconds")) else {
-        let row = measure(OpKind::Pool1d, false, Duration::from_millis(50));
+        let by = Attack::Endless(OpKind::Pool1d);
+        let row = measure(by, Duration::from_millis(50));
         assert!(
             row["share"].as_f64().is_some_and(|share| share > 0.0),
             "{row}"
         );
         return;
     };
-    let all = OPERATORS.iter().map(|&kind| (kind, false));
-    for (kind, has_long_parts) in all.chain(LONG_PARTS.map(|kind| (kind, true))) {
-        println!(
-            "{}",
-            measure(kind, has_long_parts, Duration::from_secs_f64(seconds))
-        );
+    let only = std::env::var("VGPU_FAIRNESS_OF").ok();
+    let is_asked = |name: &str| {
+        let only = only.as_deref().map(|names| names.split(';'));
+        only.is_none_or(|mut names| names.any(|asked| asked == name))
+    };
+    let all = OPERATORS.map(Attack::Endless).into_iter();
+    let all = all.chain(LONG_PARTS.map(Attack::LongParts));
+    for by in [Attack::Nothing].into_iter().chain(all) {
+        if is_asked(&by.name()) {
+            println!("{}", measure(by, Duration::from_secs_f64(seconds)));
+        }
     }
+}
+
+#[test]
+fn the_lowest_rate_is_that_of_the_slowest_half_second() {
+    // A token each 10 ms, then one after 400 ms, then each 10 ms again.
+    let times = (1..=100).map(|i: u32| Duration::from_millis(10) * i);
+    let late = |time: Duration| match time > Duration::from_millis(500) {
+        true => time + Duration::from_millis(390),
+        false => time,
+    };
+    let decoded = Decoded {
+        tokens: times.clone().map(late).collect(),
+        longest: Duration::ZERO,
+    };
+    // Eleven tokens in half a second: one after 400 ms, and ten more.
+    let lowest = decoded.lowest_rate();
+    assert!((lowest - 22.0).abs() < 0.1, "{lowest}");
+    let even = Decoded {
+        tokens: times.collect(),
+        longest: Duration::ZERO,
+    };
+    assert!((even.lowest_rate() - 100.0).abs() < 1e-9);
 }

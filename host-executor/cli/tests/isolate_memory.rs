@@ -130,6 +130,28 @@ fn worker_that_exhausts_the_memory_ends_alone() {
     drop(group);
 }
 
+/// With `MemoryMax=`, systemd would stop the whole service when the kernel has ended one of its
+/// processes, unless the unit says otherwise.
+#[test]
+fn the_units_go_on_when_the_kernel_has_ended_a_worker() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../deploy/host");
+    for unit in ["vgpu.service", "vgpu@.service"] {
+        let text = fs::read_to_string(folder.join(unit)).expect("a unit");
+        let service = text.split("[Service]").nth(1).expect("a section");
+        let service = service.split("\n[").next().unwrap_or_default();
+        let values = |key: &str| -> Vec<&str> {
+            let lines = service.lines().filter_map(|line| line.split_once('='));
+            lines
+                .filter(|(name, _)| *name == key)
+                .map(|(_, value)| value)
+                .collect()
+        };
+        assert_eq!(values("OOMPolicy"), ["continue"], "{unit}");
+        // The kernel picks the worker by its score, which a unit could set for all processes.
+        assert_eq!(values("OOMScoreAdjust"), [""; 0], "{unit}");
+    }
+}
+
 /// Allocates and fills up to `count` buffers. Returns how the executor has ended this: with a
 /// refusal, or with the end of the link.
 fn exhaust(guest: &mut Guest, size: u64, count: u64) -> String {

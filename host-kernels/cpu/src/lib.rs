@@ -124,7 +124,23 @@ impl CpuEngine {
     /// The same engine with `memory` bytes, whatever the machine has left. To ask for the memory
     /// then reads no file of the kernel: for fuzzers, which ask for it before every allocation.
     pub fn with_fixed_memory(mut self, memory: u64) -> CpuEngine {
-        self.budget = Arc::new(Budget::fixed(memory));
+        let mut budget = Budget::fixed(memory);
+        budget.has_guards = self.budget.has_guards;
+        self.budget = Arc::new(budget);
+        self
+    }
+
+    /// The same engine with checks for tests: the kernel ends the process at an access beyond the
+    /// last page of a buffer that no guest maps, and working memory has other contents in each run,
+    /// so that a result depends on them if a kernel reads what it has not written.
+    ///
+    /// # Panics
+    /// If the engine has allocated memory or compiled a plan.
+    pub fn with_checks(mut self) -> CpuEngine {
+        let budget = Arc::get_mut(&mut self.budget);
+        budget.expect("no memory is allocated").has_guards = true;
+        let runner = Arc::get_mut(&mut self.runner);
+        runner.expect("no plan is compiled").fills_scratch = true;
         self
     }
 

@@ -51,7 +51,11 @@ impl CpuMemory {
                 charge: Arc::new(Charge::take(budget, whole_pages(0))?),
             });
         }
-        CpuMemory::mapped(size, budget, |len| Region::private(len).map(Kind::Private))
+        let map = match budget.has_guards {
+            true => Region::guarded,
+            false => Region::private,
+        };
+        CpuMemory::mapped(size, budget, |len| map(len).map(Kind::Private))
     }
 
     /// Memory for weights that takes the place of this memory, with the same charge. `None` if

@@ -29,6 +29,8 @@ pub(super) struct Budget {
     used: AtomicU64,
     /// What the machine has left. `None`: enough for the budget.
     system: Option<SystemMemory>,
+    /// Whether a page without access follows each private allocation.
+    pub(super) has_guards: bool,
 }
 
 impl Budget {
@@ -43,6 +45,7 @@ impl Budget {
             total: limit.unwrap_or_else(|| system.total()),
             used: AtomicU64::new(0),
             system: Some(system),
+            has_guards: false,
         }
     }
 
@@ -52,6 +55,7 @@ impl Budget {
             total,
             used: AtomicU64::new(0),
             system: None,
+            has_guards: false,
         }
     }
 
@@ -139,6 +143,8 @@ impl Drop for Charge {
 /// A mapping with one owner, readable and writable. Unmapped when dropped.
 pub(super) struct Region {
     mapping: MmapRaw,
+    /// The requested size in bytes.
+    len: usize,
 }
 
 impl Region {
@@ -146,6 +152,21 @@ impl Region {
     pub(super) fn private(len: usize) -> Option<Region> {
         let mapping = MmapMut::map_anon(len).ok()?;
         Some(Region::new(mapping.into()))
+    }
+
+    /// As [`private`](Region::private), followed by a page that nobody can access. The kernel ends
+    /// a process that accesses a byte beyond the last page of the region.
+    pub(super) fn guarded(len: usize) -> Option<Region> {
+        let page = page() as usize;
+        let pages = len.checked_next_multiple_of(page)?;
+        let mapping = MmapMut::map_anon(pages.checked_add(page)?).ok()?;
+        let end = mapping.as_ptr().wrapping_add(pages).cast_mut();
+        // SAFETY: `end` is the last page of a mapping that this function has made, and of which
+        // nobody has another pointer or reference.
+        let outcome = unsafe { libc::mprotect(end.cast(), page, libc::PROT_NONE) };
+        let mut region = Region::new(mapping.into());
+        region.len = len;
+        (outcome == 0).then_some(region)
     }
 
     /// A shared mapping of the first `len > 0` bytes of a file that cannot shrink, so that no
@@ -161,7 +182,8 @@ impl Region {
         if nodes().len() > 1 {
             interleave(&mapping, nodes());
         }
-        Region { mapping }
+        let len = mapping.len();
+        Region { mapping, len }
     }
 
     /// The address of the first byte.
@@ -171,7 +193,7 @@ impl Region {
 
     /// The requested size in bytes; the mapping has whole pages.
     pub(super) fn len(&self) -> usize {
-        self.mapping.len()
+        self.len
     }
 
     /// Frees the pages of `range`, which are zero afterwards.
@@ -262,6 +284,19 @@ mod tests {
             libc::syscall(libc::SYS_get_mempolicy, mode, none, 0, ptr, OF_ADDRESS)
         };
         (outcome == 0).then_some(mode)
+    }
+
+    #[test]
+    fn a_page_without_access_follows_a_guarded_region() {
+        let region = Region::guarded(page() as usize + 1).unwrap();
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        let end = region.as_ptr() as usize + 2 * page() as usize;
+        let next = maps.lines().find(|line| {
+            let start = line.split('-').next().unwrap_or_default();
+            usize::from_str_radix(start, 16) == Ok(end)
+        });
+        assert!(next.is_some_and(|line| line.contains(" ---p ")), "{maps}");
+        assert_eq!(region.len() as u64, page() + 1);
     }
 
     #[test]

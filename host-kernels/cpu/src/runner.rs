@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use memmap2::MmapMut;
 use rustix::thread::CpuSet;
 use vgpu_engine::{EngineError, RunError, Turn};
 
@@ -33,7 +34,15 @@ pub(crate) struct Runner {
     scratch: Mutex<Vec<Scratch>>,
     /// For each thread of a run, the memory in which it prepares the operands of products.
     thread_memory: Vec<Mutex<ThreadMemory>>,
+    /// Whether each run begins with other contents of working memory, for tests.
+    pub(crate) fills_scratch: bool,
+    /// The runs so far that have filled their working memory.
+    filled: AtomicUsize,
 }
+
+/// What working memory is filled with, in turn: numbers that are not finite, zeros, large numbers,
+/// small ones, and ones (half floats).
+const FILLERS: [u8; 5] = [0xff, 0x00, 0x7f, 0x01, 0x3c];
 
 /// A run between two turns.
 pub(crate) struct RunState {
@@ -52,7 +61,7 @@ pub(crate) struct RunState {
 /// Working memory of a run.
 #[derive(Default)]
 struct Scratch {
-    lines: Vec<CacheLine>,
+    lines: Lines,
     /// How far each thread has got in the phase that a turn begins with. When a turn is over, how
     /// far it has got in the phase that the next turn begins with.
     progress: Vec<Mutex<Progress>>,
@@ -61,7 +70,60 @@ struct Scratch {
 impl Scratch {
     /// Bytes of the memory of kernels.
     fn bytes(&self) -> usize {
-        self.lines.capacity() * size_of::<CacheLine>()
+        self.lines.len() * size_of::<CacheLine>()
+    }
+}
+
+/// Initialised cache lines.
+enum Lines {
+    Allocated(Vec<CacheLine>),
+    /// Pages that the kernel clears when they are first accessed. To clear gigabytes at once would
+    /// be work that no turn can end in.
+    Mapped(MmapMut),
+}
+
+impl Default for Lines {
+    fn default() -> Lines {
+        Lines::Allocated(Vec::new())
+    }
+}
+
+/// The fewest bytes that are mapped.
+const MIN_MAPPED: usize = 1 << 20;
+
+impl Lines {
+    /// `count` lines; `None` if there is no memory.
+    fn zeroed(count: usize) -> Option<Lines> {
+        let bytes = count.checked_mul(size_of::<CacheLine>())?;
+        if bytes >= MIN_MAPPED {
+            return MmapMut::map_anon(bytes).ok().map(Lines::Mapped);
+        }
+        let mut lines = Vec::new();
+        lines.try_reserve_exact(count).ok()?;
+        lines.resize(count, CacheLine([0; 64]));
+        Some(Lines::Allocated(lines))
+    }
+
+    fn len(&self) -> usize {
+        match self {
+            Lines::Allocated(lines) => lines.len(),
+            Lines::Mapped(pages) => pages.len() / size_of::<CacheLine>(),
+        }
+    }
+
+    /// The first line, aligned to a cache line: pages are.
+    fn as_mut_ptr(&mut self) -> *mut u8 {
+        match self {
+            Lines::Allocated(lines) => lines.as_mut_ptr().cast(),
+            Lines::Mapped(pages) => pages.as_mut_ptr(),
+        }
+    }
+
+    fn fill(&mut self, filler: u8) {
+        match self {
+            Lines::Allocated(lines) => lines.fill(CacheLine([filler; 64])),
+            Lines::Mapped(pages) => pages.fill(filler),
+        }
     }
 }
 
@@ -84,6 +146,8 @@ impl Runner {
             running: Mutex::default(),
             scratch: Mutex::default(),
             thread_memory,
+            fills_scratch: false,
+            filled: AtomicUsize::new(0),
         })
     }
 
@@ -105,14 +169,22 @@ impl Runner {
         let mut scratch = lock(&self.scratch).pop().unwrap_or_default();
         let scratch_lines = scratch_bytes.div_ceil(64);
         let lines = scratch_lines.saturating_add(activation_bytes.div_ceil(64));
-        let more = lines.saturating_sub(scratch.lines.len());
-        if scratch.lines.try_reserve_exact(more).is_err() {
-            self.give_back(scratch);
-            let wanted = (lines as u64).saturating_mul(64);
-            return Err(RunError::OutOfMemory { wanted });
+        if lines > scratch.lines.len() {
+            // Not both at once: a run has the memory that its tenant is charged for.
+            scratch.lines = Lines::default();
+            let Some(zeroed) = Lines::zeroed(lines) else {
+                let wanted = (lines as u64).saturating_mul(64);
+                return Err(RunError::OutOfMemory { wanted });
+            };
+            scratch.lines = zeroed;
         }
-        if more > 0 {
-            scratch.lines.resize(lines, CacheLine([0; 64]));
+        if self.fills_scratch {
+            let run = self.filled.fetch_add(1, Ordering::Relaxed);
+            let filler = FILLERS[run % FILLERS.len()];
+            scratch.lines.fill(filler);
+            for memory in &self.thread_memory {
+                lock(memory).fill(filler);
+            }
         }
         scratch.progress.resize_with(self.workers(), Mutex::default);
         for progress in &mut scratch.progress {
@@ -183,7 +255,7 @@ impl Runner {
             clock,
             exit: EarlyExit::default(),
             failure: Mutex::new(None),
-            scratch: ScratchPtr(lines.as_mut_ptr().cast()),
+            scratch: ScratchPtr(lines.as_mut_ptr()),
             activations: state.activations,
             prepared: state.prepared,
             thread_memory: &self.thread_memory,
@@ -393,6 +465,31 @@ mod tests {
             .collect();
         run(&runner, &phases).unwrap();
         assert!(done.iter().all(|n| n.load(Ordering::Relaxed) == 50));
+    }
+
+    #[test]
+    fn a_kernel_that_reads_what_it_has_not_written_differs_in_each_run() {
+        let mut runner = Runner::new(1, &[]).unwrap();
+        runner.fills_scratch = true;
+        let read: &'static AtomicUsize = Box::leak(Box::default());
+        let faulty = || {
+            phase(move |w| {
+                // SAFETY: the run has 4096 bytes of initialised working memory.
+                read.store(unsafe { *w.scratch().add(4000) }.into(), Ordering::Relaxed);
+                Ok(())
+            })
+        };
+        let results = [0; 3].map(|_| {
+            run(&runner, &[faulty()]).unwrap();
+            read.load(Ordering::Relaxed)
+        });
+        assert!(
+            results[0] != results[1] && results[1] != results[2],
+            "{results:?}"
+        );
+        runner.fills_scratch = false;
+        run(&runner, &[faulty()]).unwrap();
+        assert_eq!(read.load(Ordering::Relaxed), results[2]);
     }
 
     #[test]

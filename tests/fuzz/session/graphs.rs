@@ -21,6 +21,7 @@ pub(crate) fn graph(input: &mut Input<'_>, caps: &Capabilities, places: &[Buffer
         places,
         graph: Graph::default(),
         is_dense: false,
+        searched: 0,
     };
     for _ in 0..=maker.input.below(4) {
         if places.is_empty() || maker.input.is_empty() {
@@ -61,6 +62,28 @@ struct Maker<'a, 'i> {
     graph: Graph,
     /// The next tensors are contiguous.
     is_dense: bool,
+    /// Elements that the graph so far converts to a type with [`is_searched`].
+    searched: u64,
+}
+
+/// The most elements that a graph converts to such types: a few blocks. An element takes up to
+/// 0.8 µs, so that a session with more would take longer than a hundred others.
+const MAX_SEARCHED: u64 = 2048;
+
+/// Whether the conversion to this type looks for the best scales or entries of a codebook.
+fn is_searched(ty: Type) -> bool {
+    matches!(
+        ty,
+        Type::Q2K
+            | Type::Iq1S
+            | Type::Iq1M
+            | Type::Iq2Xxs
+            | Type::Iq2Xs
+            | Type::Iq2S
+            | Type::Iq3Xxs
+            | Type::Iq3S
+            | Type::Iq4Xs
+    )
 }
 
 impl Maker<'_, '_> {
@@ -89,6 +112,13 @@ impl Maker<'_, '_> {
         let Some(recipe) = recipe(self.input, kind, dst_type, block) else {
             return;
         };
+        if is_searched(dst_type) {
+            let elements = recipe.dst.iter().fold(1u64, |n, &d| n.saturating_mul(d));
+            if self.searched.saturating_add(elements) > MAX_SEARCHED {
+                return;
+            }
+            self.searched += elements;
+        }
         self.is_dense = recipe.is_dense || self.input.chance(2);
         let Some(dst) = self.operand(dst_type, recipe.dst) else {
             return;
@@ -243,6 +273,7 @@ mod tests {
                     places: &places,
                     graph: Graph::default(),
                     is_dense: false,
+                    searched: 0,
                 };
                 maker.node(rule.op, caps);
                 if !maker.graph.nodes.is_empty() {

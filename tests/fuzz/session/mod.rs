@@ -70,17 +70,25 @@ fn limits() -> Limits {
 /// Runs the session that `data` encodes. Panics at the first difference from the model.
 pub(crate) fn run(data: &[u8]) {
     static ENGINE: OnceLock<Mutex<Arc<CpuEngine>>> = OnceLock::new();
-    let engine = ENGINE.get_or_init(|| {
-        let engine = CpuEngine::new(1, Some(SETUP.memory)).expect("a thread");
-        Mutex::new(Arc::new(engine.with_fixed_memory(SETUP.memory)))
-    });
+    let engine = ENGINE.get_or_init(|| Mutex::new(Arc::new(cpu_engine())));
     // One session at a time, so that memory can be accounted for.
     let engine = engine.lock().unwrap_or_else(PoisonError::into_inner);
-    let mut script = Script::new(data, Arc::clone(&engine) as Arc<dyn Engine>);
+    run_on(&(Arc::clone(&engine) as Arc<dyn Engine>), data);
+}
+
+/// An engine with the memory of a session, whose buffers end at pages that nobody can access.
+pub(crate) fn cpu_engine() -> CpuEngine {
+    let engine = CpuEngine::new(1, Some(SETUP.memory)).expect("a thread");
+    engine.with_fixed_memory(SETUP.memory).with_checks()
+}
+
+/// As [`run`], on an engine that nobody else uses.
+pub(crate) fn run_on(engine: &Arc<dyn Engine>, data: &[u8]) {
+    let mut script = Script::new(data, Arc::clone(engine));
     static WEIGHTS: OnceLock<WeightStore> = OnceLock::new();
     let weights = WEIGHTS
         .get_or_init(|| WeightStore::new(Sharing::Tenant, None).expect("a thread for weights"));
-    let session = Session::new(1, Arc::clone(&engine) as Arc<dyn Engine>, limits());
+    let session = Session::new(1, Arc::clone(engine), limits());
     let session = session.sharing(weights, "fuzz");
     let ending = session.run(&mut script, &StopFlag::new());
     script.finish(&ending);

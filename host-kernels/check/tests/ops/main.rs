@@ -49,7 +49,8 @@ mod cpu {
     /// Three threads: work that does not divide evenly, on any machine.
     fn engine() -> &'static dyn Engine {
         static ENGINE: OnceLock<CpuEngine> = OnceLock::new();
-        ENGINE.get_or_init(|| CpuEngine::new(3, None).expect("an engine"))
+        let engine = || CpuEngine::new(3, None).expect("an engine").with_checks();
+        ENGINE.get_or_init(engine)
     }
 
     for_engine! {

@@ -47,6 +47,13 @@ impl ThreadMemory {
         *self = own;
     }
 
+    /// Fills both buffers, for tests.
+    pub(crate) fn fill(&mut self, filler: u8) {
+        for buffer in &mut self.buffers {
+            buffer.fill(Line([filler; 64]));
+        }
+    }
+
     /// Bytes of both buffers.
     #[cfg(test)]
     pub(crate) fn bytes(&self) -> usize {

@@ -6,7 +6,7 @@ use vgpu_transport::ir::Op;
 use super::super::scratch::{Output, ScratchLayout};
 use super::activations::{Activations, converted};
 use super::term::{Term, Unit, add_row};
-use super::tiles::{LINE_FLOATS, TILE_PRODUCTS, tile_columns, tile_rows};
+use super::tiles::{LINE_FLOATS, tile_columns, tile_products, tile_rows};
 use crate::gemm::{GemmArgs, MatmulKernel};
 use crate::kernel::{Compiled, Estimate, Fault, Kernel, Worker, check_index};
 use crate::operands::Operands;
@@ -252,7 +252,7 @@ impl ExpertColumns {
         let kernel = &self.activations.kernel;
         let rows = tile_rows(kernel, k, rows, at_once, others * beside, workers);
         // The ids can give a tile more columns than the average.
-        let most = TILE_PRODUCTS / k.saturating_mul(self.grain).max(1);
+        let most = tile_products(k) / k.saturating_mul(self.grain).max(1);
         let least = LINE_FLOATS.next_multiple_of(kernel.row_tile.max(1));
         match self.grain {
             1 => rows,

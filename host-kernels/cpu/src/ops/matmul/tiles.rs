@@ -17,8 +17,14 @@ const TILE_COLUMNS: usize = 256;
 const TILE_ROWS: usize = 256;
 
 /// The most products in a tile, about: some milliseconds. Tiles of rows of up to 8192 elements are
-/// not limited by it.
-pub(super) const TILE_PRODUCTS: usize = 1 << 29;
+/// not limited by it. Longer rows than those of models do not stay in the caches, and a product
+/// takes several times as long.
+pub(super) const fn tile_products(k: usize) -> usize {
+    match k <= 1 << 16 {
+        true => 1 << 29,
+        false => 1 << 26,
+    }
+}
 
 /// Bytes of weights in a tile of one column: enough to make the cost of taking a tile small.
 const TILE_WEIGHT_BYTES: usize = 128 << 10;
@@ -51,7 +57,7 @@ pub(super) fn tile_rows(
     let most = if columns == 1 {
         TILE_WEIGHT_BYTES / format.row_bytes(k).max(1)
     } else {
-        (TILE_PRODUCTS / k.saturating_mul(columns).max(1)).min(TILE_ROWS)
+        (tile_products(k) / k.saturating_mul(columns).max(1)).min(TILE_ROWS)
     };
     // At least four tiles for each thread, if there are enough rows.
     let cuts = (4 * workers).div_ceil(others.max(1));

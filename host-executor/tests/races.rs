@@ -1,0 +1,277 @@
+//! A guest that writes to its buffers while graphs of every operator run: to row ids, expert ids,
+//! masks, blocks and numbers, in source and destination. A graph gives some result, or fails
+//! because of an index. Nothing beside its destination changes.
+
+mod common;
+#[path = "../../transport/tests/common/ops.rs"]
+#[allow(dead_code)]
+mod ops;
+#[path = "../../transport/tests/common/samples.rs"]
+#[allow(dead_code)]
+mod samples;
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+
+use common::{Build, Guest, Host, OtherGuest, cpu};
+use ops::usual;
+use samples::{f32, sample, typed};
+use vgpu_gguf::Rng;
+use vgpu_transport::ir::{BufferId, Op, OpKind, Precision, Shape, Type};
+use vgpu_transport::shm::memory::Window;
+use vgpu_transport::wire::{GraphId, Reply, Request};
+
+const GRAPH: GraphId = GraphId(1);
+
+/// Runs of each graph.
+const RUNS: usize = 12;
+
+/// An operation: operator, destination, and sources. A source may lie in the destination.
+struct Operation {
+    name: String,
+    op: Op,
+    dst: Shape,
+    src: Vec<Shape>,
+    is_in_place: bool,
+}
+
+/// An operation of every operator.
+fn every_operator() -> Vec<Operation> {
+    let kinds = OpKind::ALL.iter().filter(|&&k| k != OpKind::FlashAttnBack);
+    kinds
+        .map(|&kind| {
+            let sample = sample(kind, 8);
+            // The engines have GET_REL_POS for half floats only.
+            let of_type = |shape: Shape| match kind {
+                OpKind::GetRelPos => typed(Type::F16, shape.ne),
+                _ => shape,
+            };
+            Operation {
+                name: kind.ggml_name().into(),
+                op: sample.op,
+                dst: of_type(sample.dst),
+                src: sample.src.into_iter().map(of_type).collect(),
+                is_in_place: false,
+            }
+        })
+        .collect()
+}
+
+/// Operations with blocks, masks and long rows.
+fn of_types() -> Vec<Operation> {
+    let (accumulator, activation) = (Precision::Default, Precision::Default);
+    let ids = |ne: [u64; 4]| typed(Type::I32, ne);
+    let of = |name: &str, op: Op, dst: Shape, src: Vec<Shape>| Operation {
+        name: name.into(),
+        op,
+        dst,
+        src,
+        is_in_place: false,
+    };
+    let mut all = Vec::new();
+    let types = [
+        Type::F16,
+        Type::Q4_0,
+        Type::Q8_0,
+        Type::Q4K,
+        Type::Q6K,
+        Type::Iq2Xs,
+        Type::Iq4Xs,
+        Type::Mxfp4,
+    ];
+    for ty in types {
+        let named = |op: &str| format!("{op} of {ty:?}");
+        let (n, rows) = (512, 96);
+        let table = typed(ty, [n, rows, 1, 1]);
+        let dense = f32([n, 40, 1, 1]);
+        all.push(of(
+            &named("SET_ROWS"),
+            Op::SetRows {},
+            table,
+            vec![dense, ids([40, 1, 1, 1])],
+        ));
+        all.push(of(
+            &named("GET_ROWS"),
+            Op::GetRows {},
+            dense,
+            vec![table, ids([40, 1, 1, 1])],
+        ));
+        all.push(of(
+            &named("MUL_MAT_ID"),
+            Op::MulMatId {
+                accumulator,
+                activation,
+            },
+            f32([64, 4, 40, 1]),
+            vec![
+                typed(ty, [n, 64, 8, 1]),
+                f32([n, 1, 40, 1]),
+                ids([4, 40, 1, 1]),
+            ],
+        ));
+        all.push(of(
+            &named("MUL_MAT"),
+            Op::MulMat {
+                accumulator,
+                activation,
+                hadamard: false,
+            },
+            f32([rows, 40, 1, 1]),
+            vec![table, dense],
+        ));
+        all.push(of(
+            &named("CPY to"),
+            Op::Copy {},
+            table,
+            vec![f32(table.ne)],
+        ));
+        // The sum is quantised to where its first term is read.
+        all.push(Operation {
+            is_in_place: true,
+            ..of(
+                &named("ADD in place"),
+                Op::Add {},
+                table,
+                vec![table, f32(table.ne)],
+            )
+        });
+    }
+    let rows = f32([1 << 12, 8, 1, 1]);
+    let order = usual(OpKind::Argsort).expect("an order");
+    all.push(of("ARGSORT of long rows", order, ids(rows.ne), vec![rows]));
+    let mask = typed(Type::F16, [512, 32, 1, 1]);
+    let (q, kv) = (f32([64, 32, 4, 1]), typed(Type::F16, [64, 512, 2, 1]));
+    all.push(of(
+        "FLASH_ATTN_EXT with a mask",
+        usual(OpKind::FlashAttnExt).expect("usual parameters"),
+        f32([64, 4, 32, 1]),
+        vec![q, kv, kv, mask],
+    ));
+    all.push(of(
+        "SOFT_MAX with a mask",
+        usual(OpKind::SoftMax).expect("usual parameters"),
+        f32([512, 32, 4, 1]),
+        vec![f32([512, 32, 4, 1]), mask],
+    ));
+    all
+}
+
+/// A buffer that the guest has mapped, if the engine shares it.
+fn mapped(guest: &mut Guest, shape: &Shape) -> (BufferId, Option<Window>) {
+    let buffer = guest.new_buffer();
+    let size = shape.byte_len().expect("a small shape").max(4);
+    let window = guest.alloc_mapped(buffer, size);
+    (buffer, window)
+}
+
+/// Writes words to windows until it is told to stop: numbers, small indices, and wild ones.
+fn scribble(windows: &[&Window], seed: u64, stop: &AtomicBool) {
+    let mut random = Rng::new(seed, 0);
+    while !stop.load(Ordering::Relaxed) {
+        for window in windows {
+            let words = window.size() as u64 / 4;
+            for _ in 0..words.min(64) {
+                let at = 4 * random.below(words) as usize;
+                let word = match random.below(8) {
+                    0 => random.next_u64() as u32,
+                    1 => u32::MAX - random.below(4) as u32,
+                    2 => 1 << 31,
+                    3 => 0x3f80_0000,
+                    _ => random.below(4) as u32,
+                };
+                window
+                    .bytes_mut(at..at + 4)
+                    .copy_from((&word.to_le_bytes()[..]).into());
+            }
+        }
+    }
+}
+
+/// Runs the operation while all its buffers change. Returns whether all runs had valid indices.
+fn run_while_buffers_change(host: &Host, operation: &Operation, seed: u64) -> bool {
+    let name = &operation.name;
+    let mut guest = host.guest_of(1);
+    let content: Vec<u8> = (0..1 << 12).map(|i: u32| i as u8).collect();
+    // Buffers before and behind those of the graph.
+    let before = guest.alloc_with(&content);
+    let mut build = Build::default();
+    let mut windows = Vec::new();
+    let (dst, window) = mapped(&mut guest, &operation.dst);
+    windows.extend(window);
+    let dst = build.place(operation.dst, dst, 0);
+    let mut src = Vec::new();
+    for (i, shape) in operation.src.iter().enumerate() {
+        if operation.is_in_place && i == 0 {
+            src.push(dst);
+            continue;
+        }
+        let (buffer, window) = mapped(&mut guest, shape);
+        windows.extend(window);
+        src.push(build.place(*shape, buffer, 0));
+    }
+    let behind = guest.alloc_with(&content);
+    assert!(!windows.is_empty(), "{name}: no buffer is shared");
+    build.node(operation.op, dst, &src);
+    guest.graph(GRAPH, &build.0);
+    guest.fence();
+    let stop = AtomicBool::new(false);
+    let windows: Vec<&Window> = windows.iter().collect();
+    let all_valid = thread::scope(|scope| {
+        scope.spawn(|| scribble(&windows, seed, &stop));
+        let runs = (0..RUNS).map(|_| {
+            let submitted = guest.submit(GRAPH);
+            let fence = guest.send(&Request::Fence {});
+            match guest.receive().0 {
+                Reply::Failed { request, reason } => {
+                    assert_eq!(request, submitted, "{name}");
+                    assert!(reason.contains("out of range"), "{name}: {reason}");
+                    assert_eq!(guest.receive().0, Reply::Done { request: fence }, "{name}");
+                    false
+                }
+                reply => {
+                    assert_eq!(reply, Reply::Done { request: fence }, "{name}");
+                    true
+                }
+            }
+        });
+        // All runs, also after one that failed.
+        let outcomes: Vec<bool> = runs.collect();
+        stop.store(true, Ordering::Relaxed);
+        outcomes.iter().all(|&is_valid| is_valid)
+    });
+    for buffer in [before, behind] {
+        assert!(
+            guest.read(buffer, 0, content.len() as u64) == content,
+            "{name} has changed another buffer"
+        );
+    }
+    all_valid
+}
+
+#[test]
+fn a_guest_that_rewrites_its_buffers_while_any_operator_runs_harms_nobody() {
+    let host = Host::new(cpu());
+    let mut other = OtherGuest::new(host.guest_of(2));
+    let mut failed = Vec::new();
+    let operations = every_operator().into_iter().chain(of_types());
+    for (seed, operation) in operations.enumerate() {
+        if !run_while_buffers_change(&host, &operation, seed as u64) {
+            failed.push(operation.name);
+        }
+        other.compute();
+    }
+    // Every operator that has indices has seen wrong ones.
+    for kind in [
+        OpKind::GetRows,
+        OpKind::SetRows,
+        OpKind::AddId,
+        OpKind::MulMatId,
+        OpKind::SsmScan,
+    ] {
+        let name = kind.ggml_name();
+        assert!(
+            failed.iter().any(|operation| operation.starts_with(name)),
+            "{name} has never failed: {failed:?}"
+        );
+    }
+}
