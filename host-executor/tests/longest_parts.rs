@@ -10,7 +10,6 @@
 #[allow(dead_code)]
 mod ops;
 #[path = "../../transport/tests/common/samples.rs"]
-#[allow(dead_code)]
 mod samples;
 
 use std::sync::Arc;

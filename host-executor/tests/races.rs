@@ -7,7 +7,6 @@ mod common;
 #[allow(dead_code)]
 mod ops;
 #[path = "../../transport/tests/common/samples.rs"]
-#[allow(dead_code)]
 mod samples;
 
 use std::sync::atomic::{AtomicBool, Ordering};
