@@ -1,5 +1,6 @@
 //! ggml's own `test-backend-ops` on VGPU0: its list of cases and its results.
 
+pub(crate) mod by_version;
 mod report;
 mod suite;
 pub(crate) mod table;

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result, bail, ensure};
 
+use super::by_version;
 use super::report::Report;
 use super::suite::{
     Cases, Claim, Suite, compare_with_cpu, compare_with_reference, disagreements, log, none,
@@ -284,6 +285,7 @@ fn render(findings: &Findings, published: &Path) -> Result<String> {
     for (op, counts) in cpu.iter().filter(|(op, _)| !ops.contains_key(*op)) {
         writeln!(text, "| {op} | {} | {} |", counts.all(), counts.ok).context("formatting")?;
     }
+    text.push_str(&by_version::section()?);
     Ok(text)
 }
 

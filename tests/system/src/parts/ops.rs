@@ -6,6 +6,7 @@ use std::process::Command;
 
 use anyhow::{Context as _, Result};
 
+use crate::ops::by_version;
 use crate::ops::table::{self, Findings};
 use crate::ops::{self, Cases, Claim, Report, Suite};
 use vgpu_gguf::Rng;
@@ -17,6 +18,9 @@ use xtask_common::preload::Library;
 use xtask_common::progress::{Progress, heading};
 
 use crate::test_run::{Served, TestRun};
+
+/// The number of different parameters in the sample for another engine than the CPU engine.
+const ENGINE_SAMPLE: usize = 100;
 
 /// The number of different parameters in a sample, limited by the length of the regular expression
 /// that the program accepts.
@@ -63,7 +67,12 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
             false => "every op inproc, ggml 0.26.0",
         };
         tests.check(name, |tests, progress| {
-            inproc(tests, &dist, &newest, "inproc", is_sampled, progress)
+            let version = llama::NEWEST_RELEASE;
+            inproc(tests, &dist, &newest, version, is_sampled, progress)
+        });
+        let name = "guest ggml 0.25.3, the engine ggml over ggml-cpu 0.26.0";
+        tests.check(name, |tests, progress| {
+            on_ggml_cpu(tests, &dist, &bin, &newest, progress)
         });
     }
 }
@@ -150,6 +159,7 @@ fn of_main_release(tests: &mut TestRun<'_>, dist: &Dist, bin: &Path, is_sampled:
             with_reference,
         };
         tests.check("docs/OPS.md matches the results", |tests, _| {
+            by_version::check(&findings.release, &findings.claims, &findings.with_cpu)?;
             table::check(tests.cache, &findings)
         });
     }
@@ -167,35 +177,27 @@ fn of_release(tests: &mut TestRun<'_>, dist: &Dist, release: &Release, is_sample
     let Some(bin) = built else { return };
     tests.check(
         &format!("{what} inproc, ggml {version}"),
-        |tests, progress| {
-            inproc(
-                tests,
-                dist,
-                &bin,
-                &format!("ggml-{version}"),
-                is_sampled,
-                progress,
-            )
-        },
+        |tests, progress| inproc(tests, dist, &bin, version, is_sampled, progress),
     );
 }
 
-/// Compares the ops of the ggml in `bin` with its CPU backend, all or a sample, with the executor
-/// in the plugin.
+/// Compares the ops of the ggml in `bin`, which is `version`, with its CPU backend, all or a
+/// sample, with the executor in the plugin. A whole run must have the counts of `docs/OPS.md`.
 fn inproc(
     tests: &TestRun<'_>,
     dist: &Dist,
     bin: &Path,
-    name: &str,
+    version: &str,
     is_sampled: bool,
     progress: &Progress,
 ) -> Result<String> {
+    let name = format!("ggml-{version}");
     let mut suite = Suite {
         backend: Backend::Plugin {
             dist,
             endpoint: "inproc",
         },
-        ..suite(tests, bin, name)
+        ..suite(tests, bin, &name)
     };
     let mut seed_note = String::new();
     if is_sampled {
@@ -204,6 +206,41 @@ fn inproc(
         seed_note = format!("; --seed {seed}");
     }
     let (claims, report) = ops::compare_with_cpu(&suite, progress)?;
+    if tests.options.ops.is_none() && !is_sampled {
+        by_version::check(version, &claims, &report)?;
+    }
+    Ok(format!("{}{seed_note}", summary(&claims, &report)))
+}
+
+/// Compares the ops of the ggml in `bin` with its CPU backend, all or a sample, on an executor whose
+/// engine is the CPU backend of the ggml in `host`.
+fn on_ggml_cpu(
+    tests: &TestRun<'_>,
+    dist: &Dist,
+    bin: &Path,
+    host: &Path,
+    progress: &Progress,
+) -> Result<String> {
+    let engine = format!("ggml:{}", host.join("libggml-cpu.so").display());
+    let mut serve = Command::new(&dist.vgpu);
+    let log = tests.log("ops-ggml-cpu-vgpu-serve");
+    let served = Served::start_engine(&mut serve, &engine, &["--trust-guests"], &log)?;
+    let endpoint = served.executor.endpoint();
+    let mut suite = Suite {
+        backend: Backend::Plugin {
+            dist,
+            endpoint: &endpoint,
+        },
+        ..suite(tests, bin, "engine-ggml-cpu")
+    };
+    let mut seed_note = String::new();
+    if tests.options.samples_ops() {
+        let seed = tests.options.seed();
+        suite.cases = ops::sample(&suite.claims()?, ENGINE_SAMPLE, &mut Rng::new(seed, 2));
+        seed_note = format!("; --seed {seed}");
+    }
+    let (claims, report) = ops::compare_with_cpu(&suite, progress)?;
+    served.executor.stop().context("stopping the executor")?;
     Ok(format!("{}{seed_note}", summary(&claims, &report)))
 }
 

@@ -1,0 +1,156 @@
+//! The counts of whole runs by version of ggml, kept in a file that a run is compared with.
+
+use std::fmt::Write as _;
+
+use anyhow::{Context as _, Result, bail};
+
+use super::report::Report;
+use super::suite::Claim;
+
+/// The file, one row per version. Its first line names the columns.
+const FILE: &str = "tests/system/ops-by-version.csv";
+const ROWS: &str = include_str!("../../ops-by-version.csv");
+
+/// The counts of a run without a failed case.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Counts {
+    /// What `ggml_version()` says.
+    version: String,
+    /// Cases that `test-backend-ops support` lists.
+    listed: u64,
+    /// Cases that `test-backend-ops test` runs, fused operators included.
+    run: u64,
+    /// Cases whose result agrees with ggml's CPU backend.
+    ok: u64,
+    /// Cases that ggml's CPU backend cannot compute.
+    incomparable: u64,
+}
+
+impl Counts {
+    fn of(version: &str, claims: &[Claim], report: &Report) -> Counts {
+        let counts = report.totals();
+        Counts {
+            version: version.to_owned(),
+            listed: claims.len() as u64,
+            run: counts.all(),
+            ok: counts.ok,
+            incomparable: counts.incomparable,
+        }
+    }
+
+    fn row(&self) -> String {
+        let (listed, run, ok) = (self.listed, self.run, self.ok);
+        format!("{},{listed},{run},{ok},{}", self.version, self.incomparable)
+    }
+}
+
+/// Compares a whole run of a version with the file.
+///
+/// # Errors
+/// If the file has other counts for the version, or none.
+pub(crate) fn check(version: &str, claims: &[Claim], report: &Report) -> Result<String> {
+    let found = Counts::of(version, claims, report);
+    let kept = parse(ROWS)?
+        .into_iter()
+        .find(|kept| kept.version == version);
+    if kept.as_ref() == Some(&found) {
+        return Ok(format!("{} cases run", found.run));
+    }
+    let kept = kept.map_or("no row".to_owned(), |kept| {
+        format!("the row {}", kept.row())
+    });
+    bail!(
+        "{FILE} has {kept} of ggml {version}. The run gives {}. Correct the file, then run \
+         `cargo xtask ops-table --last-test`",
+        found.row()
+    );
+}
+
+fn parse(text: &str) -> Result<Vec<Counts>> {
+    let mut reader = csv::Reader::from_reader(text.as_bytes());
+    let mut all = Vec::new();
+    for record in reader.records() {
+        let record = record.with_context(|| format!("reading {FILE}"))?;
+        let number = |column: usize| -> Result<u64> {
+            let field = record.get(column).context("a row is short")?;
+            field
+                .parse()
+                .with_context(|| format!("{FILE}: {field:?} is no number"))
+        };
+        all.push(Counts {
+            version: record.get(0).context("an empty row")?.to_owned(),
+            listed: number(1)?,
+            run: number(2)?,
+            ok: number(3)?,
+            incomparable: number(4)?,
+        });
+    }
+    Ok(all)
+}
+
+/// The section of `docs/OPS.md`.
+///
+/// # Errors
+/// If the file cannot be read.
+pub(crate) fn section() -> Result<String> {
+    let mut text = String::from(
+        "\n## By version of ggml\n\n\
+         Each version was tested as a whole with its own `test-backend-ops` against its own CPU backend.\n\
+         No case failed and none was unsupported. `cargo xtask test --only ops --ggml VERSION` repeats a\n\
+         run and fails if a count differs. 0.26.0 has the operators of 0.25.3, and its sources have no\n\
+         `test-backend-ops`, so the program of 0.25.3 tests it. The sources of each version are in\n\
+         [ggml-versions.md](ggml-versions.md#tests).\n\n\
+         - **listed**: cases that `test-backend-ops support` lists.\n\
+         - **run**: cases that `test-backend-ops test` runs, fused operators included.\n\
+         - **CPU**: cases whose result agrees with that version's CPU backend.\n\
+         - **no CPU**: cases that this CPU backend cannot compute.\n\n\
+         | ggml | listed | run | CPU | no CPU |\n|---|--:|--:|--:|--:|\n",
+    );
+    for counts in parse(ROWS)? {
+        let (listed, run) = (counts.listed, counts.run);
+        writeln!(
+            text,
+            "| {} | {listed} | {run} | {} | {} |",
+            counts.version, counts.ok, counts.incomparable
+        )
+        .context("formatting")?;
+    }
+    Ok(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use xtask_common::ggml_releases::RELEASES;
+    use xtask_common::{llama, workspace};
+
+    #[test]
+    fn page_has_the_counts_of_every_tested_version() {
+        let page = std::fs::read_to_string(workspace::root().join("docs/OPS.md")).unwrap();
+        assert!(
+            page.ends_with(&section().unwrap()),
+            "docs/OPS.md: run `cargo xtask ops-table`, or put this at its end:\n{}",
+            section().unwrap()
+        );
+        let rows = parse(ROWS).unwrap();
+        let mut versions: Vec<&str> = RELEASES.iter().map(|release| release.version).collect();
+        versions.extend([llama::RELEASE, llama::NEWEST_RELEASE]);
+        let kept: Vec<&str> = rows.iter().map(|row| row.version.as_str()).collect();
+        assert_eq!(kept, versions);
+        for row in &rows {
+            assert_eq!(row.run, row.ok + row.incomparable, "{row:?}");
+        }
+    }
+
+    #[test]
+    fn other_counts_than_those_of_the_file_are_an_error() {
+        let mut report = Report::default();
+        for line in ["  ABS(a): OK", "  SUM(): not supported [CPU]"] {
+            assert!(report.line(line).is_some(), "{line}");
+        }
+        let error = check("0.25.3", &[], &report).unwrap_err().to_string();
+        assert!(error.contains("The run gives 0.25.3,0,2,1,1."), "{error}");
+        let error = check("0.1", &[], &report).unwrap_err().to_string();
+        assert!(error.contains("no row of ggml 0.1"), "{error}");
+    }
+}
