@@ -9,8 +9,11 @@ use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 
-/// Starts a process that receives SIGTERM when its parent thread ends, at the nice level `nice`.
+/// Starts a process that receives SIGTERM when its parent thread ends, `nice` levels nicer than
+/// this process.
 pub(super) fn spawn(command: &mut Command, nice: i32) -> io::Result<Child> {
+    // The kernel lets nobody lower a level, and has none beyond 19.
+    let level = (rustix::process::getpriority_process(None)? + nice).min(19);
     // SAFETY: between fork and exec only async-signal-safe functions may be called. The closure
     // makes two system calls, allocates nothing and takes no lock.
     unsafe {
@@ -19,7 +22,7 @@ pub(super) fn spawn(command: &mut Command, nice: i32) -> io::Result<Child> {
             // waits for the child, or is the main thread of the supervisor.
             rustix::process::set_parent_process_death_signal(Some(Signal::TERM))?;
             if nice > 0 {
-                rustix::process::setpriority_process(None, nice)?;
+                rustix::process::setpriority_process(None, level)?;
             }
             Ok(())
         });

@@ -61,9 +61,9 @@ fn drop_capabilities() -> Result<usize, SandboxError> {
     capabilities::drop_everywhere()
 }
 
-/// Takes all capabilities from all threads of the process, before an engine loads a driver. A driver
-/// may start threads that handle no signal, and [`enter`] cannot take theirs. Returns the number of
-/// threads that had capabilities.
+/// Takes all capabilities from all threads of the process, before an engine loads a driver. A
+/// driver may start threads that handle no signal, and [`enter`] cannot take theirs. Returns the
+/// number of threads that had capabilities.
 ///
 /// # Errors
 /// [`SandboxError`] names the step that failed.

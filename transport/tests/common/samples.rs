@@ -158,7 +158,8 @@ pub(crate) fn sample(kind: OpKind, s: u64) -> Sample {
                 circular: false,
             };
             let dst = [n + 2 * s, m + s, 3 + s, 2 + s];
-            of(op, dst, vec![rows], dst.iter().product())
+            let all = dst.iter().fold(1u64, |all, &n| all.saturating_mul(n));
+            of(op, dst, vec![rows], all)
         }
         OpKind::PadReflect1d => {
             let op = Op::PadReflect1d { p0: si, p1: si };

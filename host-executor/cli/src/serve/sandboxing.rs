@@ -31,10 +31,10 @@ pub(super) fn trim_scope(engine: &dyn Engine) -> Scope {
 /// that. Without this value no client is accepted.
 pub(super) struct Confined(());
 
-/// Gives up the capabilities before an engine with a driver starts, unless the operator has disabled
-/// the sandbox: threads of a driver may handle no signal, and a thread can only drop its own. What
-/// needs capabilities, such as opening the sockets, comes before. Returns the number of threads that
-/// had some.
+/// Gives up the capabilities before an engine with a driver starts, unless the operator has
+/// disabled the sandbox: threads of a driver may handle no signal, and a thread can only drop its
+/// own. What needs capabilities, such as opening the sockets, comes before. Returns the number of
+/// threads that had some.
 pub(super) fn before_engine(engine: &EngineKind, is_disabled: bool) -> anyhow::Result<usize> {
     if is_disabled || *engine == EngineKind::Cpu {
         return Ok(0);

@@ -212,8 +212,8 @@ fn inproc(
     Ok(format!("{}{seed_note}", summary(&claims, &report)))
 }
 
-/// Compares the ops of the ggml in `bin` with its CPU backend, all or a sample, on an executor whose
-/// engine is the CPU backend of the ggml in `host`.
+/// Compares the ops of the ggml in `bin` with its CPU backend, all or a sample, on an executor
+/// whose engine is the CPU backend of the ggml in `host`.
 fn on_ggml_cpu(
     tests: &TestRun<'_>,
     dist: &Dist,
