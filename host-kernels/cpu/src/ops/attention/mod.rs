@@ -252,8 +252,8 @@ impl Attention {
             values.iter_mut().for_each(|value| *value *= inverse);
             let to = head * strides[0] + token * strides[1] + block.sequence * strides[2];
             // SAFETY: `to` is a row of the destination, or of the scratch memory that replaces it,
-            // with `v.ne[0]` floats. No other block has this row, and no other thread has this block
-            // (this function's contract).
+            // with `v.ne[0]` floats. No other block has this row, and no other thread has this
+            // block (this function's contract).
             unsafe {
                 let to = self.output.base(scratch).add(to).cast::<f32>();
                 to.copy_from_nonoverlapping(values.as_ptr(), values.len());
