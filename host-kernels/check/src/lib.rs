@@ -24,6 +24,7 @@ use vgpu_engine::Engine;
 pub use cases::{Case, Outcome};
 pub use decode_check::{Decoding, MAX_TOKENS};
 pub use error::CheckError;
+pub use median::median;
 pub use rates::{Ceilings, Rate, Work};
 pub use synthetic_gguf::{SHAPES, SyntheticModel};
 pub use tune::{TuneShapes, Tuned};

@@ -67,7 +67,10 @@ Only `--full` runs:
   deploy    KubeVirt's own types
   vm        the guests with vfio-user, with vsock and TCP, and with systemd; test-backend-ops with
             13 operators and products of nine types instead of four and three; 20 killed executors
-            instead of five (`cargo xtask vm` runs all of these, too)";
+            instead of five (`cargo xtask vm` runs all of these, too)
+
+Not even `--full` runs what has no end of its own: the fuzzing of tests/fuzz, and the benchmarks
+(`cargo xtask bench`), among them `soak`, with a million commands, `parts` and `fairness`";
 
 /// Options of `cargo xtask vm`.
 #[derive(Debug, clap::Args)]

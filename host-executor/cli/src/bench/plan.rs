@@ -378,25 +378,22 @@ fn measure(
     for _ in 0..2 {
         plan.run()?;
     }
-    let mut times = (0..args.repeats)
+    let times = (0..args.repeats)
         .map(|_| {
             let start = Instant::now();
             plan.run()?;
             Ok(start.elapsed())
         })
         .collect::<anyhow::Result<Vec<Duration>>>()?;
-    times.sort();
     let mut lines = (0..args.repeats)
         .map(|_| plan.profile())
         .collect::<Result<Vec<Vec<NodeTiming>>, _>>()?;
     let mut spans = lines.pop().unwrap_or_default();
     for (at, span) in spans.iter_mut().enumerate() {
         let others = lines.iter().map(|line| line[at].seconds);
-        let mut seconds: Vec<f64> = others.chain([span.seconds]).collect();
-        seconds.sort_by(f64::total_cmp);
-        span.seconds = seconds[seconds.len() / 2];
+        span.seconds = vgpu_check::median(others.chain([span.seconds]));
     }
-    Ok((times[times.len() / 2].as_secs_f64(), spans))
+    Ok((vgpu_check::median(times).as_secs_f64(), spans))
 }
 
 /// A part of the plan: its name, the number of its nodes, their cost, and its time.

@@ -61,7 +61,7 @@ pub(crate) struct CudaPlan {
     /// The label in logs.
     name: String,
     /// The end of a run that the device works on.
-    under_way: Option<UnderWay>,
+    under_way: Option<RunInFlight>,
     /// Whether a run has yielded and not ended.
     has_yielded: bool,
     /// The memory that the launches use, each with its
@@ -76,7 +76,7 @@ pub(crate) struct CudaPlan {
 }
 
 /// The end of a run that the device works on.
-struct UnderWay {
+struct RunInFlight {
     /// The node of the last launch.
     node: usize,
     _device: DeviceGuard,
@@ -331,7 +331,7 @@ impl Plan for CudaPlan {
         // SAFETY: `taken` holds the device, until the end of this call or in `under_way`.
         match unsafe { self.go_on(turn) } {
             Ok((RunStatus::Done, node)) => {
-                self.under_way = Some(UnderWay {
+                self.under_way = Some(RunInFlight {
                     node,
                     _device: taken,
                 });

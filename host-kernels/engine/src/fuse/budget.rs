@@ -9,7 +9,7 @@ use vgpu_transport::ir::Graph;
 const PER_NODE: u64 = 128;
 
 /// Nodes that every search may look at.
-const LEAST: u64 = 1 << 20;
+const MIN_NODES: u64 = 1 << 20;
 
 /// Nodes between two questions whether the search is cancelled.
 const QUESTION: u64 = 1 << 16;
@@ -27,7 +27,7 @@ impl Budget<'_> {
     pub(super) fn of<'a>(graph: &Graph, is_cancelled: &'a dyn Fn() -> bool) -> Budget<'a> {
         let nodes = graph.nodes.len() as u64;
         Budget {
-            left: Cell::new(LEAST + PER_NODE * nodes),
+            left: Cell::new(MIN_NODES + PER_NODE * nodes),
             is_cancelled,
         }
     }

@@ -115,12 +115,12 @@ struct Slot {
 struct Running {
     /// Dropped when the session has unmapped the slot's memory.
     token: Weak<Eviction>,
-    heart: Heart,
+    heartbeat: GuestHeartbeat,
 }
 
 /// The heartbeat of the guest in a slot.
 #[derive(Debug)]
-struct Heart {
+struct GuestHeartbeat {
     /// The first page of the slot's window.
     page: Window,
     beat: u64,
@@ -128,10 +128,10 @@ struct Heart {
     changed: Instant,
 }
 
-impl Heart {
-    /// The heart of a guest that begins a session now.
-    fn new(page: Window) -> Heart {
-        Heart {
+impl GuestHeartbeat {
+    /// The heartbeat of a guest that begins a session now.
+    fn new(page: Window) -> GuestHeartbeat {
+        GuestHeartbeat {
             beat: page.load(layout::word::GUEST_HEARTBEAT),
             page,
             changed: Instant::now(),
@@ -139,7 +139,7 @@ impl Heart {
     }
 
     /// Whether the guest's program lives.
-    fn is_beating(&mut self) -> bool {
+    fn is_alive(&mut self) -> bool {
         let beat = self.page.load(layout::word::GUEST_HEARTBEAT);
         if beat != self.beat {
             self.beat = beat;
@@ -249,7 +249,7 @@ impl VmWindow {
             if let Some((eviction, running)) = session {
                 // Programs with mounts of sysfs of their own, such as containers, do not see each
                 // other's locks: a request is no sign that the slot's program has ended.
-                if running.heart.is_beating() {
+                if running.heartbeat.is_alive() {
                     slot.waiting = None;
                     answer(&self.page, k, number, VERDICT_BUSY);
                     continue;
@@ -271,7 +271,7 @@ impl VmWindow {
             let page = Window::map_part(self.file.as_fd(), begin, layout::PAGE);
             slot.running = Some(Running {
                 token: Arc::downgrade(&token),
-                heart: Heart::new(page.map_err(unmapped)?),
+                heartbeat: GuestHeartbeat::new(page.map_err(unmapped)?),
             });
             self.page.store(word::owner(k), number);
             return Ok(Some(PciArrival {

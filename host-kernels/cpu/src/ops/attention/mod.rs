@@ -142,7 +142,8 @@ impl Attention {
             }
         }
         if self.spans == 1 {
-            self.finish(scratch, block, &mut sums);
+            // SAFETY: the caller guarantees what `finish` requires.
+            unsafe { self.finish(scratch, block, &mut sums) };
         }
     }
 
@@ -225,12 +226,17 @@ impl Attention {
             }
         }
         if span == self.spans - 1 {
-            self.finish(scratch, block, &mut sums);
+            // SAFETY: the caller guarantees what `finish` requires.
+            unsafe { self.finish(scratch, block, &mut sums) };
         }
     }
 
     /// Adds the sinks, divides by the sums of the weights and writes the results.
-    fn finish(&self, scratch: *mut u8, block: Block, sums: &mut Sums<'_>) {
+    ///
+    /// # Safety
+    /// `scratch` must be the scratch memory of this operator, and no other thread may compute
+    /// `block` meanwhile.
+    unsafe fn finish(&self, scratch: *mut u8, block: Block, sums: &mut Sums<'_>) {
         let strides = self.output.strides();
         for (r, token, head) in block.queries() {
             if let Some(sinks) = self.sinks {
@@ -246,7 +252,8 @@ impl Attention {
             values.iter_mut().for_each(|value| *value *= inverse);
             let to = head * strides[0] + token * strides[1] + block.sequence * strides[2];
             // SAFETY: `to` is a row of the destination, or of the scratch memory that replaces it,
-            // with `v.ne[0]` floats. No other block has this row.
+            // with `v.ne[0]` floats. No other block has this row, and no other thread has this
+            // block (this function's contract).
             unsafe {
                 let to = self.output.base(scratch).add(to).cast::<f32>();
                 to.copy_from_nonoverlapping(values.as_ptr(), values.len());
