@@ -126,6 +126,14 @@ impl Serve {
     }
 }
 
+impl Drop for Serve {
+    /// A test that fails leaves no process behind.
+    fn drop(&mut self) {
+        let _ = self.child.kill(); // it may have ended
+        let _ = self.child.wait();
+    }
+}
+
 /// Runs `work` on a thread of another user. `None` if this user may not become another one.
 pub(crate) fn as_another_user<T: Send>(work: impl FnOnce() -> T + Send) -> Option<T> {
     const NOBODY: libc::uid_t = 65534;
