@@ -37,11 +37,19 @@ pub(crate) enum VisitError {
     Thread(io::Error),
 }
 
-/// An open session.
+/// An open session, and what the executor has answered to HELLO.
 pub(crate) struct Visit {
     end: Box<dyn GuestEnd>,
-    /// The answer to HELLO: a [`Reply::Welcome`].
-    pub(crate) welcome: Reply,
+    /// The number of the session.
+    pub(crate) session: u64,
+    /// The engine's name.
+    pub(crate) engine: String,
+    /// The model of the engine's device.
+    pub(crate) description: String,
+    /// The memory of the guest's device, in bytes.
+    pub(crate) memory_total: u64,
+    /// What is free of it, in bytes.
+    pub(crate) memory_free: u64,
 }
 
 impl Visit {
@@ -54,7 +62,21 @@ impl Visit {
             name: format!("{name}[{}]", std::process::id()),
         };
         match ask(end.as_mut(), &hello)? {
-            welcome @ Reply::Welcome { .. } => Ok(Visit { end, welcome }),
+            Reply::Welcome {
+                session,
+                engine,
+                description,
+                memory_total,
+                memory_free,
+                ..
+            } => Ok(Visit {
+                end,
+                session,
+                engine,
+                description,
+                memory_total,
+                memory_free,
+            }),
             Reply::Ended { reason } | Reply::Refused { reason, .. } => {
                 Err(VisitError::Refused { reason })
             }

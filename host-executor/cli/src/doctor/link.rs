@@ -71,17 +71,6 @@ pub(super) fn check(given: &[Endpoint], report: &mut Report) {
 /// Opens a session, and sends the requests of a starting program.
 fn visit(endpoint: &Endpoint) -> Result<Vec<String>, VisitError> {
     let mut visit = Visit::begin(endpoint, "vgpu doctor")?;
-    let Reply::Welcome {
-        session,
-        engine,
-        description,
-        memory_total,
-        memory_free,
-        ..
-    } = visit.welcome.clone()
-    else {
-        return Ok(Vec::new()); // `begin` has checked it
-    };
     let mut times = Vec::new();
     for _ in 0..ROUNDS {
         let began = Instant::now();
@@ -97,11 +86,16 @@ fn visit(endpoint: &Endpoint) -> Result<Vec<String>, VisitError> {
     }
     times.sort();
     Ok(vec![
-        format!("session {session}, protocol {PROTOCOL_VERSION}, graphs {IR_VERSION}"),
         format!(
-            "engine {engine}, {description}, {} of {} MiB free",
-            memory_free >> 20,
-            memory_total >> 20
+            "session {}, protocol {PROTOCOL_VERSION}, graphs {IR_VERSION}",
+            visit.session
+        ),
+        format!(
+            "engine {}, {}, {} of {} MiB free",
+            visit.engine,
+            visit.description,
+            visit.memory_free >> 20,
+            visit.memory_total >> 20
         ),
         format!(
             "a round trip takes {:?}, the fastest {:?}",
