@@ -361,7 +361,8 @@ fn windows() -> Vec<Shapes> {
                 let op = slide(OpKind::Pool1d, &sliding)?;
                 Some((op, f32([3 * n + 1, 1, 1, 1]), vec![line]))
             }));
-            all.push(shapes(at("POOL_2D"), move |n| {
+            // The operator, the image, and the result of POOL_2D.
+            let pool_2d = move |kind: OpKind, n: u64| {
                 let side = n.isqrt();
                 let sliding = Sliding {
                     window: [side as i32; 2],
@@ -369,20 +370,19 @@ fn windows() -> Vec<Shapes> {
                     ..Sliding::default()
                 };
                 let image = strided(Type::F32, [2 * side, 2 * side, 1, 1], stride);
-                let op = slide(OpKind::Pool2d, &sliding)?;
-                Some((op, f32([side + 1, side + 1, 1, 1]), vec![image]))
+                Some((
+                    slide(kind, &sliding)?,
+                    image,
+                    f32([side + 1, side + 1, 1, 1]),
+                ))
+            };
+            all.push(shapes(at("POOL_2D"), move |n| {
+                let (op, image, pooled) = pool_2d(OpKind::Pool2d, n)?;
+                Some((op, pooled, vec![image]))
             }));
             all.push(shapes(at("POOL_2D_BACK"), move |n| {
-                let side = n.isqrt();
-                let sliding = Sliding {
-                    window: [side as i32; 2],
-                    pool,
-                    ..Sliding::default()
-                };
-                let image = strided(Type::F32, [2 * side, 2 * side, 1, 1], stride);
-                let op = slide(OpKind::Pool2dBack, &sliding)?;
-                let from = f32([side + 1, side + 1, 1, 1]);
-                Some((op, f32([2 * side, 2 * side, 1, 1]), vec![from, image]))
+                let (op, image, pooled) = pool_2d(OpKind::Pool2dBack, n)?;
+                Some((op, f32(image.ne), vec![pooled, image]))
             }));
         }
         all.push(shapes(at("CONV_2D"), move |n| {
