@@ -18,7 +18,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
 /// How far a tenant may get ahead of a waiting one before its turn ends.
-pub(crate) const SLICE: Duration = Duration::from_millis(2);
+pub(crate) const SLICE: Duration = Duration::from_millis(4);
 
 /// The shortest turn. A switch costs about 10 µs and the contents of the caches.
 pub(crate) const MIN_SLICE: Duration = Duration::from_micros(500);
@@ -29,7 +29,7 @@ pub(crate) const MIN_SLICE: Duration = Duration::from_micros(500);
 const CREDIT: Duration = Duration::from_millis(5);
 
 /// The longest pause between two graphs after which a tenant is expected to return as soon again.
-const LONGEST_PAUSE: Duration = Duration::from_millis(50);
+const MAX_PAUSE: Duration = Duration::from_millis(50);
 
 /// Virtual nanoseconds per nanosecond at weight 1. Makes rounding errors negligible for every
 /// weight.
@@ -83,7 +83,7 @@ struct State {
     started: usize,
     /// The end of the last graph. While the tenant is idle only.
     idle_since: Duration,
-    /// How long the tenant was idle before its last graph, if at most [`LONGEST_PAUSE`].
+    /// How long the tenant was idle before its last graph, if at most [`MAX_PAUSE`].
     pause: Option<Duration>,
     /// Since when the device stays idle for the tenant.
     hold: Option<Duration>,
@@ -114,7 +114,7 @@ impl State {
         let pause = self.pause.filter(|_| self.is_idle())?;
         let behind = self.real_time(next.saturating_sub(self.time));
         // Pauses differ. Not to wait can cost the tenant another piece like the one before.
-        let slack = CREDIT + (behind / 4).min(LONGEST_PAUSE);
+        let slack = CREDIT + (behind / 4).min(MAX_PAUSE);
         let expected = self.idle_since + 2 * pause + slack;
         let behind_at_return = behind.saturating_sub((self.idle_since + pause).saturating_sub(at));
         if at >= expected || behind_at_return <= CREDIT {
@@ -161,7 +161,7 @@ impl Queue {
         state.share = share;
         if state.is_idle() {
             let pause = at.checked_sub(state.idle_since);
-            state.pause = pause.filter(|&pause| pause <= LONGEST_PAUSE);
+            state.pause = pause.filter(|&pause| pause <= MAX_PAUSE);
             let earliest = now.saturating_sub(state.virtual_time(CREDIT));
             state.time = state.time.max(earliest);
         }
