@@ -1,7 +1,7 @@
-//! Connections whose handshake is not complete: how many there may be, in all and of one source.
+//! Connections whose handshake is not complete: how many there may be, in all and of one origin.
 //!
 //! Such a connection has a thread and a socket, but no place in the table of sessions. Beyond a
-//! limit, the oldest connection of the same source is closed. A source therefore cannot keep out
+//! limit, the oldest connection of the same origin is closed. An origin therefore cannot keep out
 //! another one with connections that it leaves half open.
 #![forbid(unsafe_code)]
 
@@ -35,7 +35,7 @@ struct State {
 
 #[derive(Debug)]
 struct Pending {
-    source: String,
+    origin: String,
     /// Shutting this socket down ends the handshake.
     socket: Option<OwnedFd>,
     /// Whether the link is open, and only the first message is missing.
@@ -60,28 +60,28 @@ impl State {
         self.pending.iter().filter(|(_, one)| !one.is_cancelled)
     }
 
-    /// Makes room for a connection of `source`. Beyond the limit of one source, this takes the
-    /// oldest connection of the source; beyond the limit of all, the oldest of the source that has
+    /// Makes room for a connection of `origin`. Beyond the limit of one origin, this takes the
+    /// oldest connection of the origin; beyond the limit of all, the oldest of the origin that has
     /// most.
-    fn room(&self, source: &str, limits: HandshakeLimits) -> Room {
+    fn room(&self, origin: &str, limits: HandshakeLimits) -> Room {
         // A cancelled connection counts until its thread has ended.
         if self.pending.len() >= limits.all.saturating_mul(2) {
             return Room::None;
         }
         let mut counts = BTreeMap::<&str, usize>::new();
         for (_, one) in self.live() {
-            *counts.entry(&one.source).or_default() += 1;
+            *counts.entry(&one.origin).or_default() += 1;
         }
-        let own = counts.get(source).copied().unwrap_or_default();
-        let from = if own >= limits.of_one_source {
-            source
+        let own = counts.get(origin).copied().unwrap_or_default();
+        let from = if own >= limits.of_one_origin {
+            origin
         } else if counts.values().sum::<usize>() >= limits.all {
             let most = counts.iter().max_by_key(|(_, count)| **count);
-            most.map_or(source, |(source, _)| source)
+            most.map_or(origin, |(origin, _)| origin)
         } else {
             return Room::Free;
         };
-        let mut candidates = self.live().filter(|(_, one)| one.source == from);
+        let mut candidates = self.live().filter(|(_, one)| one.origin == from);
         let oldest = candidates.find(|(_, one)| one.socket.is_some());
         oldest.map_or(Room::None, |(&id, _)| Room::Of(id))
     }
@@ -111,24 +111,24 @@ impl Handshakes {
         self.state.lock()
     }
 
-    /// Begins the handshake of connection `id` from `source`. The numbers of connections grow.
+    /// Begins the handshake of connection `id` from `origin`. The numbers of connections grow.
     /// `socket` is a duplicate of the connection's socket. `None`: there is no room, and the
     /// connection is to be closed.
     pub(crate) fn begin(
         self: &Arc<Handshakes>,
         id: u64,
-        source: &str,
+        origin: &str,
         socket: Option<OwnedFd>,
     ) -> Option<PendingHandshake> {
         let mut state = self.state();
-        let room = state.room(source, self.limits);
+        let room = state.room(origin, self.limits);
         if let Room::Of(oldest) = room {
             state.cancel(oldest);
         }
         let is_admitted = room != Room::None;
         if is_admitted {
             let pending = Pending {
-                source: source.to_owned(),
+                origin: origin.to_owned(),
                 socket,
                 is_open: false,
                 is_cancelled: false,
@@ -136,20 +136,20 @@ impl Handshakes {
             state.pending.insert(id, pending);
         }
         let all = state.live().count();
-        let own = state.live().filter(|(_, one)| one.source == source).count();
+        let own = state.live().filter(|(_, one)| one.origin == origin).count();
         drop(state);
         if room != Room::Free
             && let Some(others) = self.log.allow(Instant::now())
         {
             let HandshakeLimits {
                 all: max,
-                of_one_source,
+                of_one_origin,
             } = self.limits;
             warn!(
-                source,
+                origin,
                 "a connection was closed before its handshake was complete, and {others} others \
-                 since the last such line: {own} are pending from this source, the limit is \
-                 {of_one_source}; {all} in all, the limit is {max}"
+                 since the last such line: {own} are pending from this origin, the limit is \
+                 {of_one_origin}; {all} in all, the limit is {max}"
             );
         }
         is_admitted.then(|| PendingHandshake {
@@ -222,7 +222,7 @@ mod tests {
 
     const LIMITS: HandshakeLimits = HandshakeLimits {
         all: 6,
-        of_one_source: 3,
+        of_one_origin: 3,
     };
 
     /// Connections, and their other ends.
@@ -239,13 +239,13 @@ mod tests {
             }
         }
 
-        fn arrive(&mut self, source: &str) -> (Option<PendingHandshake>, UnixStream) {
+        fn arrive(&mut self, origin: &str) -> (Option<PendingHandshake>, UnixStream) {
             let (near, far) = UnixStream::pair().unwrap();
             far.set_nonblocking(true).unwrap();
             self.last += 1;
             let ticket =
                 self.handshakes
-                    .begin(self.last, source, Some(near.try_clone().unwrap().into()));
+                    .begin(self.last, origin, Some(near.try_clone().unwrap().into()));
             (ticket, far)
         }
     }
@@ -255,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn a_source_closes_its_own_oldest_connection_and_no_other() {
+    fn an_origin_closes_its_own_oldest_connection_and_no_other() {
         let mut arrivals = Arrivals::new();
         let other = arrivals.arrive("b");
         let flood: Vec<_> = (0..5).map(|_| arrivals.arrive("a")).collect();
@@ -267,9 +267,9 @@ mod tests {
     }
 
     #[test]
-    fn beyond_the_limit_of_all_the_largest_source_loses_a_connection() {
+    fn beyond_the_limit_of_all_the_largest_origin_loses_a_connection() {
         let mut arrivals = Arrivals::new();
-        let small: Vec<_> = ["b", "c", "d"].map(|source| arrivals.arrive(source)).into();
+        let small: Vec<_> = ["b", "c", "d"].map(|origin| arrivals.arrive(origin)).into();
         let large: Vec<_> = (0..3).map(|_| arrivals.arrive("a")).collect();
         let (new, _far) = arrivals.arrive("e");
         assert!(new.is_some());

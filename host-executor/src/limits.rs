@@ -22,9 +22,9 @@ pub(crate) const SESSION_DESCRIPTORS: usize = 8;
 pub struct HandshakeLimits {
     /// Connections of all sources. Beyond that, the source with most of them loses its oldest one.
     pub all: usize,
-    /// Connections of one source: a user of this machine, a virtual machine, or an address (with
-    /// IPv6, a network of 64 bits). Beyond that, the source loses its oldest one.
-    pub of_one_source: usize,
+    /// Connections of one origin: a user of this machine, a virtual machine, or an address (with
+    /// IPv6, a network of 64 bits). Beyond that, the origin loses its oldest one.
+    pub of_one_origin: usize,
 }
 
 impl Default for HandshakeLimits {
@@ -32,7 +32,7 @@ impl Default for HandshakeLimits {
         HandshakeLimits {
             all: 256,
             // More than a guest may have sessions by default: all its programs can start at once.
-            of_one_source: 64,
+            of_one_origin: 64,
         }
     }
 }

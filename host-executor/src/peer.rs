@@ -51,21 +51,21 @@ impl Peer {
         }
     }
 
-    /// Who a guest without a name is: its certificate, else its [place](Peer::place). `None` if
+    /// Who a guest without a name is: its certificate, else its [origin](Peer::origin). `None` if
     /// nothing tells.
     pub(crate) fn source(&self) -> Option<String> {
         if let Some(certificate) = &self.certificate {
             let fingerprint = CertificateRule::Fingerprint(certificate.fingerprint);
             return Some(format!("certificate {fingerprint}"));
         }
-        self.known_place()
+        self.known_origin()
     }
 
     /// Where a guest connects from, whatever certificate it has: its user on this machine, its
     /// virtual machine, or its address. The endpoint if nothing tells. An IPv6 network of 64 bits
     /// is one address: its users choose the other bits.
-    pub(crate) fn place(&self) -> String {
-        self.known_place().unwrap_or_else(|| self.endpoint.clone())
+    pub(crate) fn origin(&self) -> String {
+        self.known_origin().unwrap_or_else(|| self.endpoint.clone())
     }
 
     /// The virtual machine that the guest is a program of, on a link on which the host sees no
@@ -76,12 +76,12 @@ impl Peer {
                 let (machine, _slot) = self.endpoint.rsplit_once(" slot ")?;
                 Some(machine.to_owned())
             }
-            LinkKind::Vsock => self.known_place(),
+            LinkKind::Vsock => self.known_origin(),
             LinkKind::Unix | LinkKind::Tcp => None,
         }
     }
 
-    fn known_place(&self) -> Option<String> {
+    fn known_origin(&self) -> Option<String> {
         if let Some(process) = &self.process {
             return Some(format!("uid:{}", process.uid));
         }
@@ -132,12 +132,12 @@ mod tests {
         // A monitor's socket for vsock, behind which the kernel knows no context id.
         let monitor = Peer::new("vsock at /run/vm1".into(), LinkKind::Vsock);
         assert_eq!(monitor.source().unwrap(), "vsock at /run/vm1");
-        // Another certificate is another guest, at the same place.
+        // Another certificate is another guest, of the same origin.
         let certified = Peer {
             certificate: Some(Identity::of(&[1])),
             ..from("10.0.0.1")
         };
         assert_ne!(certified.source(), from("10.0.0.1").source());
-        assert_eq!(certified.place(), from("10.0.0.1").place());
+        assert_eq!(certified.origin(), from("10.0.0.1").origin());
     }
 }

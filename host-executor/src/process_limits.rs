@@ -46,7 +46,7 @@ impl Limits {
             descriptors: descriptors.saturating_sub(reserved),
             handshakes: HandshakeLimits {
                 all,
-                of_one_source: (all / 4).min(most.of_one_source),
+                of_one_origin: (all / 4).min(most.of_one_origin),
             },
             ..self
         }
@@ -82,7 +82,7 @@ mod tests {
         assert_eq!(usual.descriptors, 524_288 - 128 - 2560);
         let small = Limits::default().with_kernel_limits(1000, 256);
         assert_eq!((small.mappings, small.descriptors), (750, 48));
-        assert_eq!(small.handshakes.of_one_source, 2);
+        assert_eq!(small.handshakes.of_one_origin, 2);
         assert_eq!(Limits::default().with_kernel_limits(0, 20).descriptors, 0);
     }
 

@@ -254,7 +254,8 @@ impl Device for Shim {
             }
             .map_err(device_error);
         }
-        // SAFETY: as above: the addresses in `params` point to memory that the kernel may access.
+        // SAFETY: the caller of `launch` guarantees that every address in `params` points to memory
+        // that the kernel may access, until this synchronous call returns.
         unsafe { kernel.launch(grid, threads, shared as usize, params) }.map_err(device_error)
     }
 

@@ -18,10 +18,10 @@ mod ps;
 mod reload;
 mod runtime_dir;
 mod serve;
+mod session_client;
 #[cfg(feature = "tools")]
 mod top;
 mod units;
-mod visit;
 mod wait;
 
 use std::process::ExitCode;

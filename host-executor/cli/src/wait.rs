@@ -8,7 +8,7 @@ use clap::Parser;
 use vgpu_transport::link::Endpoint;
 use vgpu_transport::link::connect::expand;
 
-use crate::visit::{self, Visit};
+use crate::session_client::{self, Client};
 
 /// How long an executor that is connected may take to greet.
 const GREETING: Duration = Duration::from_secs(5);
@@ -36,7 +36,8 @@ pub(crate) struct Args {
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let began = Instant::now();
     let timeout = Duration::from_secs(args.timeout);
-    let (mut missing, are_named) = visit::endpoints(&args.endpoint).context("VGPU_ENDPOINT")?;
+    let (mut missing, are_named) =
+        session_client::endpoints(&args.endpoint).context("VGPU_ENDPOINT")?;
     loop {
         let before = missing.len();
         let mut reasons = Vec::new();
@@ -68,7 +69,9 @@ fn greets(endpoint: &Endpoint) -> anyhow::Result<()> {
     }
     let all = expand(endpoint)?;
     for one in all {
-        visit::within(GREETING, move || Visit::begin(&one, "vgpu wait").map(drop))?;
+        session_client::within(GREETING, move || {
+            Client::connect(&one, "vgpu wait").map(drop)
+        })?;
     }
     Ok(())
 }

@@ -23,11 +23,11 @@ use served::{Scratch, Serve, as_another_user};
 use vgpu_transport::link::stream::tcp;
 use vgpu_transport::wire::GraphId;
 
-/// More than the places of the executors of these tests, and than the connections that one source
+/// More than the places of the executors of these tests, and than the connections that one origin
 /// may leave half open.
 const FLOOD: usize = 150;
 
-/// Half open connections that one source may have: the default of `HandshakeLimits`.
+/// Half open connections that one origin may have: the default of `HandshakeLimits`.
 const OF_ONE_SOURCE: usize = 64;
 
 /// The isolated executors of these tests have six places, the others eight.
@@ -94,7 +94,7 @@ fn open(flood: &[OwnedFd]) -> usize {
     flood.iter().filter(is_open).count()
 }
 
-/// Waits until the executor has closed the connections beyond the limit of one source.
+/// Waits until the executor has closed the connections beyond the limit of one origin.
 fn wait_for_limit(flood: &[OwnedFd]) {
     let start = Instant::now();
     while open(flood) > OF_ONE_SOURCE {

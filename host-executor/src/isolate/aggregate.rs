@@ -6,8 +6,8 @@ use std::path::PathBuf;
 
 use tracing::debug;
 
-use super::ask::ask_all;
 use super::printable::printable;
+use super::query::query_all;
 use super::state::{Program, Shared};
 use super::totals::{GuestTotals, counted_as};
 use crate::control;
@@ -85,7 +85,7 @@ impl Shared {
         drop(processes);
         // Each of these processes counts its sessions from 1, so their numbers need distinct upper
         // halves.
-        let reports = ask_all(&machines, control::report);
+        let reports = query_all(&machines, control::report);
         for ((name, report), base) in reports.into_iter().zip((1u64..).map(|n| n << 32)) {
             match report {
                 Ok(report) => {

@@ -3,8 +3,8 @@
 
 use std::fmt::Write as _;
 
-use super::ask::ask_all;
 use super::printable::printable;
+use super::query::query_all;
 use super::state::Shared;
 use crate::control;
 
@@ -42,7 +42,7 @@ pub(super) fn dump(shared: &Shared) -> String {
         .map(|machine| (machine.name.clone(), machine.control.clone()))
         .collect();
     drop(processes);
-    for (name, answer) in ask_all(&machines, control::dump_of_process) {
+    for (name, answer) in query_all(&machines, control::dump_of_process) {
         let _ = match answer {
             Ok(dump) => {
                 let lines = dump.lines().map(printable);

@@ -397,8 +397,8 @@ fn half_open_programs_of_a_guest_keep_out_no_other_guest_of_the_same_user() {
     for _ in 0..7 {
         programs.push(test.connect("a"));
     }
-    let place = format!("uid:{}", rustix::process::getuid().as_raw());
-    let has_to_wait = |guest| test.shared().processes().has_to_wait(Some(guest), &place);
+    let origin = format!("uid:{}", rustix::process::getuid().as_raw());
+    let has_to_wait = |guest| test.shared().processes().has_to_wait(Some(guest), &origin);
     eventually("further programs of the guest wait", || has_to_wait("a"));
     assert!(!has_to_wait("b"), "another guest waits, too");
     drop(programs);

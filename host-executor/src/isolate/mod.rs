@@ -15,7 +15,6 @@
 //! the kernel's scheduler divides processor time: weights become nice levels (`partition`).
 
 mod aggregate;
-mod ask;
 mod certificates;
 mod dump;
 mod ipc;
@@ -23,6 +22,7 @@ mod log_pipe;
 mod partition;
 mod printable;
 mod process;
+mod query;
 mod state;
 mod supervisor;
 mod totals;

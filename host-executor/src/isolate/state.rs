@@ -25,9 +25,9 @@ use crate::policy::LinkKind;
 use crate::stop::StopFlag;
 use crate::tenant_registry::{QuotaError, TenantRegistry};
 
-/// Programs of one guest and place that workers have been given and that have no session yet, at
+/// Programs of one guest and origin that workers have been given and that have no session yet, at
 /// most, and not more than a quarter of the programs that can be served. Further ones wait, so that
-/// a place cannot fill the workers with programs that never complete their handshakes.
+/// an origin cannot fill the workers with programs that never complete their handshakes.
 const MAX_WORKER_HANDSHAKES: usize = 4;
 
 /// Makes the command of a worker whose engine has so many bytes of memory. The supervisor adds the
@@ -98,7 +98,7 @@ pub(super) struct Worker {
     given: u64,
     /// Whether the worker has the certificates of TCP links.
     has_certificates: bool,
-    /// The place of the first program, until a program has got a session.
+    /// The origin of the first program, until a program has got a session.
     pub(super) unproven: Option<String>,
     /// Whether the worker has been told to end, and gets no further programs.
     pub(super) is_closing: bool,
@@ -237,7 +237,7 @@ impl Worker {
         };
         self.send(&command, Some(&socket))?;
         if self.given == 0 {
-            self.unproven = Some(peer.place());
+            self.unproven = Some(peer.origin());
         }
         self.given += 1;
         let program = Program {
@@ -278,20 +278,20 @@ impl Processes {
         Some((worker?, self.certificates.as_ref()))
     }
 
-    /// Whether a program of `guest` at `place` has to wait, because enough programs of the guest
+    /// Whether a program of `guest` from `origin` has to wait, because enough programs of the guest
     /// there have been given to workers and have no session yet. A worker that has had no session
     /// counts until its process has ended.
-    pub(super) fn has_to_wait(&self, guest: Option<&str>, place: &str) -> bool {
-        // Another guest at the same place has workers and a quota of its own.
+    pub(super) fn has_to_wait(&self, guest: Option<&str>, origin: &str) -> bool {
+        // Another guest of the same origin has workers and a quota of its own.
         let own = self
             .workers
             .values()
             .filter(|w| w.guest.as_deref() == guest);
         let programs = own.clone().flat_map(|worker| worker.sessions.values());
         let pending = programs.filter(|program| program.pending.is_some());
-        let pending = pending.filter(|p| p.peer.place() == place).count();
+        let pending = pending.filter(|p| p.peer.origin() == origin).count();
         let is_ending = |worker: &&Worker| {
-            worker.sessions.is_empty() && worker.unproven.as_deref() == Some(place)
+            worker.sessions.is_empty() && worker.unproven.as_deref() == Some(origin)
         };
         let ending = own.filter(is_ending).count();
         pending + ending >= (self.places(guest) / 4).clamp(1, MAX_WORKER_HANDSHAKES)

@@ -261,7 +261,7 @@ impl Shared {
     fn start_guest(self: &Arc<Shared>, owner: Option<&str>, socket: OwnedFd, peer: Peer) {
         let id = self.new_id();
         let duplicate = socket.try_clone().ok();
-        let Some(pending) = self.handshakes.begin(id, &peer.place(), duplicate) else {
+        let Some(pending) = self.handshakes.begin(id, &peer.origin(), duplicate) else {
             return;
         };
         let (shared, owner) = (Arc::clone(self), owner.map(str::to_owned));
@@ -288,18 +288,18 @@ impl Shared {
         }
     }
 
-    /// Waits until few enough programs of a place are in their handshakes. `None` if they are too
+    /// Waits until few enough programs of an origin are in their handshakes. `None` if they are too
     /// many for too long, and if the program need not be served any more.
     fn wait_for_turn(
         &self,
         guest: Option<&str>,
         program: &UnassignedProgram,
     ) -> Option<RankedGuard<'_, Processes>> {
-        let place = program.peer.place();
+        let origin = program.peer.origin();
         let is_over = || self.stop.is_set() || program.pending.is_cancelled();
         let end = Instant::now() + WORKER_TIMEOUT;
         let mut processes = self.processes();
-        while !is_over() && processes.has_to_wait(guest, &place) {
+        while !is_over() && processes.has_to_wait(guest, &origin) {
             let left = end.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return None;

@@ -27,7 +27,7 @@ use crate::tenant::Tenant;
 /// handshakes.
 pub(super) fn start(shared: &Arc<Shared>, id: u64, owner: Option<&str>, incoming: IncomingGuest) {
     let IncomingGuest { peer, open, socket } = incoming;
-    let Some(pending) = shared.handshakes.begin(id, &peer.place(), socket) else {
+    let Some(pending) = shared.handshakes.begin(id, &peer.origin(), socket) else {
         return;
     };
     let (owner, own_shared) = (owner.map(str::to_owned), Arc::clone(shared));

@@ -86,19 +86,19 @@ fn refusal(
     let entries = sessions.values();
     let own = entries.filter(|e| Arc::ptr_eq(&e.tenant, tenant)).count();
     let of_tenant = too_many(&format!("guest {} has", tenant.name()), own, max_sessions);
-    // Each certificate is a guest of its own, but all those at one place get the share of one.
-    let of_place = || {
+    // Each certificate is a guest of its own, but all those of one origin get the share of one.
+    let of_origin = || {
         if tenant.is_named() {
             return None;
         }
-        let place = peer.place();
+        let origin = peer.origin();
         let unnamed = sessions.values().filter(|e| !e.tenant.is_named());
-        let own = unnamed.filter(|e| e.peer.place() == place).count();
-        let who = format!("the guests without a name at {place} together have");
+        let own = unnamed.filter(|e| e.peer.origin() == origin).count();
+        let who = format!("the guests without a name at {origin} together have");
         too_many(&who, own, max_sessions)
     };
     let open = sessions.len();
-    of_tenant.or_else(of_place).or_else(|| {
+    of_tenant.or_else(of_origin).or_else(|| {
         (open >= max_sessions).then_some(SessionEnd::Full {
             sessions: open,
             limit: max_sessions,

@@ -17,12 +17,16 @@
 //!
 //! - `options`: whose weights are shared, and the size of the cache.
 //! - `disk`: the cache of weights on disk.
+//! - `entries`: which content each extent has.
+//! - `hash_job`: the hashing of one extent.
 //! - `hash_queue`: the order in which extents are hashed, fair between tenants.
-//! - `store`: the entries, and the thread that hashes.
+//! - `store`: what sessions ask and report, and the thread that hashes.
 //! - `uploads`: extents that guests upload at the same time, or one after the other, without
 //!   hashes.
 
 mod disk;
+mod entries;
+mod hash_job;
 mod hash_queue;
 mod options;
 mod store;

@@ -3,23 +3,22 @@
 
 use std::collections::{BTreeSet, HashMap};
 use std::io;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use tracing::{debug, info, warn};
-use vgpu_engine::{EngineError, Extent};
+use vgpu_engine::Extent;
 use vgpu_transport::ir::BufferId;
 use vgpu_transport::wire::{ContentHash, MAX_LENGTHS};
 
 use super::disk::{CacheError, CachedExtent, ContentKey, Disk};
-use super::hash_queue::{HashQueue, QUANTUM};
+use super::entries::{Entries, Entry, Key};
+use super::hash_job::{Hashed, Inbox, Job, Merge, hash_part};
+use super::hash_queue::HashQueue;
 use super::options::{CacheOptions, Sharing};
-use super::uploads::{self, MAX_FREED, Slot, Uploads};
-
-/// Bytes that are hashed at once: fits the caches of a core.
-const CHUNK: usize = 256 << 10;
+use super::uploads::{self, Slot, Uploads};
 
 /// Wrong proofs of a session, and of a sharing domain in [`PROOF_WINDOW`], after which the store
 /// does not ask for further proofs: the guest has to send its weights.
@@ -65,34 +64,6 @@ struct Shared {
     counters: Counters,
 }
 
-#[derive(Default)]
-struct Entries {
-    by_key: HashMap<Key, Entry>,
-    /// The key of each extent, by its address in memory.
-    by_address: HashMap<usize, Key>,
-    /// When `by_key` has this many entries, entries of freed extents are removed.
-    sweep_at: usize,
-}
-
-/// Sharing domains that an entry remembers. A session over TCP is a domain of its own, so that the
-/// entry of a model in use would remember ever more of them. A domain that is forgotten proves
-/// again that it has the content.
-const MAX_KNOWN_TO: usize = 256;
-
-/// A content of a sharing domain. `None`: shared by all sharing domains.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
-struct Key {
-    domain: Option<Arc<str>>,
-    hash: ContentHash,
-}
-
-struct Entry {
-    len: u64,
-    extent: Weak<dyn Extent>,
-    /// Origins that have uploaded the content, or have proven that they have it.
-    known_to: Vec<Arc<str>>,
-}
-
 /// What the store has done since its start.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct WeightStoreStats {
@@ -118,34 +89,6 @@ struct Counters {
     from_disk: AtomicU64,
     merged: AtomicU64,
     hashed: AtomicU64,
-}
-
-/// An extent of a sealed buffer, to be hashed. A job keeps no memory of a guest that has
-/// disconnected.
-struct Job {
-    buffer: BufferId,
-    offset: u64,
-    extent: Weak<dyn Extent>,
-    /// The hash of the bytes so far.
-    hasher: Box<blake3::Hasher>,
-    /// Bytes hashed so far.
-    done: u64,
-    inbox: Weak<Inbox>,
-}
-
-/// Duplicates that the store has found for a session.
-#[derive(Default)]
-struct Inbox {
-    is_full: AtomicBool,
-    merges: Mutex<Vec<Merge>>,
-}
-
-/// The bytes at `offset` of a buffer are a duplicate of `extent`.
-pub(crate) struct Merge {
-    pub(crate) buffer: BufferId,
-    pub(crate) offset: u64,
-    /// Weak, so that a session that is busy keeps no memory.
-    pub(crate) extent: Weak<dyn Extent>,
 }
 
 /// Where the bytes of a content are.
@@ -438,13 +381,6 @@ impl WeakSource {
     }
 }
 
-impl Job {
-    /// Whether somebody still needs the result.
-    fn is_wanted(&self) -> bool {
-        self.extent.strong_count() > 0
-    }
-}
-
 impl Shared {
     fn entries(&self) -> MutexGuard<'_, Entries> {
         lock(&self.entries)
@@ -571,96 +507,6 @@ impl Shared {
     }
 }
 
-impl Entries {
-    fn live(&mut self, key: &Key) -> Option<(&mut Entry, Arc<dyn Extent>)> {
-        let entry = self.by_key.get_mut(key)?;
-        let extent = entry.extent.upgrade()?;
-        Some((entry, extent))
-    }
-
-    /// Whether an extent is an entry.
-    fn has(&self, extent: &Arc<dyn Extent>) -> bool {
-        let key = self.by_address.get(&address(extent));
-        let entry = key.and_then(|key| self.by_key.get(key));
-        // Not upgraded: the last reference to another extent must not be dropped under this lock.
-        // The caller keeps `extent`, so that no other one has its address.
-        let is_it = |entry: &Entry| entry.address() == address(extent);
-        entry.is_some_and(is_it)
-    }
-
-    fn insert(&mut self, key: Key, entry: Entry) {
-        let old = self.by_key.get(&key).map(Entry::address);
-        // The address of a freed extent may be that of another entry by now.
-        if let Some(old) = old.filter(|old| self.by_address.get(old) == Some(&key)) {
-            self.by_address.remove(&old);
-        }
-        self.by_address.insert(entry.address(), key.clone());
-        self.by_key.insert(key, entry);
-        if self.by_key.len() > self.sweep_at {
-            self.by_key.retain(|_, entry| entry.is_live());
-            let by_key = &self.by_key;
-            self.by_address.retain(|_, key| by_key.contains_key(key));
-            self.sweep_at = 2 * self.by_key.len() + MAX_FREED;
-        }
-    }
-}
-
-impl Entry {
-    /// The address of the extent, which may have been freed.
-    fn address(&self) -> usize {
-        self.extent.as_ptr().cast::<()>().addr()
-    }
-
-    fn is_live(&self) -> bool {
-        self.extent.strong_count() > 0
-    }
-
-    fn make_known_to(&mut self, domain: &Arc<str>) {
-        if !self.known_to.contains(domain) {
-            if self.known_to.len() >= MAX_KNOWN_TO {
-                self.known_to.remove(0);
-            }
-            self.known_to.push(Arc::clone(domain));
-        }
-    }
-}
-
-fn address(extent: &Arc<dyn Extent>) -> usize {
-    Arc::as_ptr(extent).cast::<()>().addr()
-}
-
-/// Bytes that were hashed.
-struct Hashed {
-    bytes: u64,
-    /// Whether these were the last bytes of the extent.
-    is_last: bool,
-}
-
-/// Feeds the bytes of an extent from `at` on to `hasher`, at most [`QUANTUM`]. `None` if the extent
-/// was freed: it is kept only for the time of a chunk.
-fn hash_part(
-    hasher: &mut blake3::Hasher,
-    extent: &Weak<dyn Extent>,
-    at: u64,
-) -> Result<Option<Hashed>, EngineError> {
-    let mut chunk = vec![0; CHUNK];
-    let mut bytes = 0;
-    loop {
-        let Some(extent) = extent.upgrade() else {
-            return Ok(None);
-        };
-        let left = extent.size() - at - bytes;
-        if left == 0 || bytes >= QUANTUM {
-            let is_last = left == 0;
-            return Ok(Some(Hashed { bytes, is_last }));
-        }
-        let part = &mut chunk[..left.min(CHUNK as u64) as usize];
-        extent.read(at + bytes, part)?;
-        hasher.update(part);
-        bytes += part.len() as u64;
-    }
-}
-
 impl Drop for Shared {
     fn drop(&mut self) {
         let counters = &self.counters;
@@ -674,81 +520,4 @@ impl Drop for Shared {
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-#[cfg(test)]
-mod tests {
-    use std::any::Any;
-
-    use super::*;
-
-    /// An extent without bytes, which has an address of its own.
-    struct Empty {
-        _number: usize,
-    }
-
-    impl Extent for Empty {
-        fn size(&self) -> u64 {
-            0
-        }
-
-        fn filled(&self) -> u64 {
-            0
-        }
-
-        fn read(&self, _: u64, _: &mut [u8]) -> Result<(), EngineError> {
-            Ok(())
-        }
-
-        fn into_any(self: Arc<Self>) -> Arc<dyn Any + Send + Sync> {
-            self
-        }
-    }
-
-    #[test]
-    fn contents_that_come_and_go_leave_nothing_behind() {
-        let key = |i: usize| Key {
-            domain: None,
-            hash: ContentHash([i as u8; 32]),
-        };
-        let mut entries = Entries::default();
-        // All extents stay, as the memory of others takes their addresses: each is at another one.
-        let mut extents: Vec<Arc<dyn Extent>> = Vec::new();
-        for round in 0..100 {
-            for i in 0..3 {
-                let extent: Arc<dyn Extent> = Arc::new(Empty { _number: round });
-                let entry = Entry {
-                    len: 0,
-                    extent: Arc::downgrade(&extent),
-                    known_to: Vec::new(),
-                };
-                entries.insert(key(i), entry);
-                assert!(entries.has(&extent));
-                extents.push(extent);
-            }
-        }
-        assert_eq!((entries.by_key.len(), entries.by_address.len()), (3, 3));
-        extents.clear();
-        for i in 3..3 + 2 * MAX_FREED {
-            let freed: Arc<dyn Extent> = Arc::new(Empty { _number: i });
-            let entry = Entry {
-                len: 0,
-                extent: Arc::downgrade(&freed),
-                known_to: Vec::new(),
-            };
-            entries.insert(key(i), entry);
-        }
-        assert!(entries.by_key.len() <= MAX_FREED + 1);
-        let extent: Arc<dyn Extent> = Arc::new(Empty { _number: 0 });
-        let mut entry = Entry {
-            len: 0,
-            extent: Arc::downgrade(&extent),
-            known_to: Vec::new(),
-        };
-        let domain = |i: usize| Arc::from(format!("tcp {i}"));
-        (0..2 * MAX_KNOWN_TO).for_each(|i| entry.make_known_to(&domain(i)));
-        assert_eq!(entry.known_to.len(), MAX_KNOWN_TO);
-        assert!(entry.known_to.contains(&domain(2 * MAX_KNOWN_TO - 1)));
-        assert!(entries.by_address.len() <= MAX_FREED + 1);
-    }
 }

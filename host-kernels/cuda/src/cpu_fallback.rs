@@ -144,7 +144,8 @@ impl DeviceMemory for Buffers<'_> {
     }
 
     fn write(&mut self, buffer: usize, offset: u64, data: &[u8]) -> Result<(), EngineError> {
-        // SAFETY: as for `read`.
+        // SAFETY: the buffer exists, as this structure says, and no other code uses its bytes now.
+        // The range lies inside: the node was compiled from a valid graph.
         unsafe { (self.device).upload(self.bases[buffer] + offset, Bytes::from(data)) }
     }
 }

@@ -28,7 +28,7 @@ impl GroupNode {
 
 /// Adds the launch of a group. `None` if there is no kernel for the group; then nothing was added.
 /// `needs_q8`: whether the next products quantise a result.
-pub(crate) fn emit(
+pub(crate) fn add_launch(
     kind: Kind,
     nodes: &[GroupNode],
     needs_q8: impl Fn(&VgView) -> bool,

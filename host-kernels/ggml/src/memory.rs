@@ -220,7 +220,8 @@ impl Memory for GgmlMemory {
             }
             return Ok(());
         };
-        // SAFETY: as above.
+        // SAFETY: `memset` is the function of this buffer's own table. The tensor of `whole` covers
+        // the buffer, and `offset + len` lies inside (checked above).
         unsafe {
             memset(
                 self.buffer.as_ptr(),

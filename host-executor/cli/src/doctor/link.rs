@@ -8,7 +8,7 @@ use vgpu_transport::link::connect::expand;
 use vgpu_transport::wire::{PROTOCOL_VERSION, Reply, Request};
 
 use super::report::Report;
-use crate::visit::{self, Visit, VisitError};
+use crate::session_client::{self, Client, ClientError};
 
 /// How long one executor may take in all.
 const TIMEOUT: Duration = Duration::from_secs(10);
@@ -17,7 +17,7 @@ const TIMEOUT: Duration = Duration::from_secs(10);
 const ROUNDS: usize = 32;
 
 pub(super) fn check(given: &[Endpoint], report: &mut Report) {
-    let (endpoints, are_named) = match visit::endpoints(given) {
+    let (endpoints, are_named) = match session_client::endpoints(given) {
         Ok(endpoints) => endpoints,
         Err(error) => {
             report.fail("link", format!("VGPU_ENDPOINT: {error}"));
@@ -40,8 +40,8 @@ pub(super) fn check(given: &[Endpoint], report: &mut Report) {
             }
         };
         for endpoint in here {
-            let visited = endpoint.clone();
-            match visit::within(TIMEOUT, move || visit(&visited)) {
+            let measured = endpoint.clone();
+            match session_client::within(TIMEOUT, move || measure(&measured)) {
                 Ok(lines) => {
                     reached += 1;
                     for line in lines {
@@ -69,15 +69,15 @@ pub(super) fn check(given: &[Endpoint], report: &mut Report) {
 }
 
 /// Opens a session, and sends the requests of a starting program.
-fn visit(endpoint: &Endpoint) -> Result<Vec<String>, VisitError> {
-    let mut visit = Visit::begin(endpoint, "vgpu doctor")?;
+fn measure(endpoint: &Endpoint) -> Result<Vec<String>, ClientError> {
+    let mut client = Client::connect(endpoint, "vgpu doctor")?;
     let mut times = Vec::new();
     for _ in 0..ROUNDS {
         let began = Instant::now();
-        match visit.ask(&Request::Memory {})? {
+        match client.request(&Request::Memory {})? {
             Reply::Memory { .. } => times.push(began.elapsed()),
             other => {
-                return Err(VisitError::Unexpected {
+                return Err(ClientError::Unexpected {
                     request: "MEMORY",
                     reply: Box::new(other),
                 });
@@ -88,14 +88,14 @@ fn visit(endpoint: &Endpoint) -> Result<Vec<String>, VisitError> {
     Ok(vec![
         format!(
             "session {}, protocol {PROTOCOL_VERSION}, graphs {IR_VERSION}",
-            visit.session
+            client.session
         ),
         format!(
             "engine {}, {}, {} of {} MiB free",
-            visit.engine,
-            visit.description,
-            visit.memory_free >> 20,
-            visit.memory_total >> 20
+            client.engine,
+            client.description,
+            client.memory_free >> 20,
+            client.memory_total >> 20
         ),
         format!(
             "a round trip takes {:?}, the fastest {:?}",

@@ -12,7 +12,7 @@ use crate::activation_cache::{ACTIVATION_CACHE_BYTES, ActivationCache};
 use crate::context::ExecutionContext;
 use crate::cpu_fallback::{CpuFallback, FallbackNode};
 use crate::device::Address;
-use crate::fused_launch::{GroupNode, emit};
+use crate::fused_launch::{GroupNode, add_launch};
 use crate::graph_exec::LaunchSequence;
 use crate::launch::builder::Builder;
 use crate::launch::planned::PlannedLaunch;
@@ -103,7 +103,7 @@ impl<'a> Compiler<'a> {
         let (graph, views) = (self.graph, self.views);
         let needs_q8 = |x: &VgView| next_product_quantizes(graph, views, nodes.end, x);
         let added = self.build(nodes.clone(), |builder| {
-            emit(kind, &seen, needs_q8, builder)
+            add_launch(kind, &seen, needs_q8, builder)
         });
         match added {
             Some(outcome) => outcome,

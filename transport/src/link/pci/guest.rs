@@ -164,7 +164,8 @@ impl Device {
         let page = unsafe { Window::map_device(file.as_fd(), 0, directory::PAGE) }
             .map_err(|error| unmapped(&device, error))?;
         let directory = Directory::read(&page, size).map_err(|error| not_vgpu(&device, error))?;
-        // SAFETY: as for `page`; the file is the region of the registers.
+        // SAFETY: `register_file` is the device's region of registers in sysfs, which the kernel
+        // maps only to its size, and which exists while the device does.
         let registers = unsafe { Registers::map(register_file.as_fd()) }
             .map_err(|error| unmapped(&device, error))?;
         Ok(Device {

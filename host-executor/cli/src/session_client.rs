@@ -1,4 +1,4 @@
-//! A session with an executor, as a program opens one.
+//! A client of the executor: a session as a program opens one.
 
 use std::io;
 use std::sync::mpsc;
@@ -16,7 +16,7 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Why a session cannot be opened or used.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum VisitError {
+pub(crate) enum ClientError {
     #[error(transparent)]
     Connect(#[from] ConnectError),
     #[error(transparent)]
@@ -38,7 +38,7 @@ pub(crate) enum VisitError {
 }
 
 /// An open session, and what the executor has answered to HELLO.
-pub(crate) struct Visit {
+pub(crate) struct Client {
     end: Box<dyn GuestEnd>,
     /// The number of the session.
     pub(crate) session: u64,
@@ -52,16 +52,16 @@ pub(crate) struct Visit {
     pub(crate) memory_free: u64,
 }
 
-impl Visit {
+impl Client {
     /// Opens a session as the program `name`.
-    pub(crate) fn begin(endpoint: &Endpoint, name: &str) -> Result<Visit, VisitError> {
+    pub(crate) fn connect(endpoint: &Endpoint, name: &str) -> Result<Client, ClientError> {
         let mut end = connect(endpoint, CONNECT_TIMEOUT)?;
         let hello = Request::Hello {
             protocol: PROTOCOL_VERSION,
             ir: IR_VERSION,
             name: format!("{name}[{}]", std::process::id()),
         };
-        match ask(end.as_mut(), &hello)? {
+        match exchange(end.as_mut(), &hello)? {
             Reply::Welcome {
                 session,
                 engine,
@@ -69,7 +69,7 @@ impl Visit {
                 memory_total,
                 memory_free,
                 ..
-            } => Ok(Visit {
+            } => Ok(Client {
                 end,
                 session,
                 engine,
@@ -78,9 +78,9 @@ impl Visit {
                 memory_free,
             }),
             Reply::Ended { reason } | Reply::Refused { reason, .. } => {
-                Err(VisitError::Refused { reason })
+                Err(ClientError::Refused { reason })
             }
-            other => Err(VisitError::Unexpected {
+            other => Err(ClientError::Unexpected {
                 request: "HELLO",
                 reply: Box::new(other),
             }),
@@ -88,12 +88,12 @@ impl Visit {
     }
 
     /// The reply to a request.
-    pub(crate) fn ask(&mut self, request: &Request) -> Result<Reply, VisitError> {
-        ask(self.end.as_mut(), request)
+    pub(crate) fn request(&mut self, request: &Request) -> Result<Reply, ClientError> {
+        exchange(self.end.as_mut(), request)
     }
 }
 
-fn ask(end: &mut dyn GuestEnd, request: &Request) -> Result<Reply, VisitError> {
+fn exchange(end: &mut dyn GuestEnd, request: &Request) -> Result<Reply, ClientError> {
     let mut message = Vec::new();
     request.encode(&mut message);
     end.send(&message, (&[][..]).into())?;
@@ -107,20 +107,20 @@ fn ask(end: &mut dyn GuestEnd, request: &Request) -> Result<Reply, VisitError> {
 /// process if it does not end before.
 pub(crate) fn within<T: Send + 'static>(
     limit: Duration,
-    work: impl FnOnce() -> Result<T, VisitError> + Send + 'static,
-) -> Result<T, VisitError> {
+    work: impl FnOnce() -> Result<T, ClientError> + Send + 'static,
+) -> Result<T, ClientError> {
     let (sender, outcome) = mpsc::channel();
     let spawned = thread::Builder::new().spawn(move || {
         // Nobody waits any more after the limit.
         let _ = sender.send(work());
     });
-    spawned.map_err(VisitError::Thread)?;
+    spawned.map_err(ClientError::Thread)?;
     outcome
         .recv_timeout(limit)
-        .unwrap_or(Err(VisitError::Silent { limit }))
+        .unwrap_or(Err(ClientError::Silent { limit }))
 }
 
-/// The endpoints to visit: `given`, or those of VGPU_ENDPOINT, or the defaults. The second value
+/// The endpoints to try: `given`, or those of VGPU_ENDPOINT, or the defaults. The second value
 /// says whether the user has named them.
 ///
 /// # Errors
@@ -149,7 +149,7 @@ mod tests {
             let _ = never.recv();
             Ok(())
         });
-        assert!(matches!(silent, Err(VisitError::Silent { .. })));
+        assert!(matches!(silent, Err(ClientError::Silent { .. })));
         drop(open);
         assert_eq!(within(Duration::from_secs(60), || Ok(7)).ok(), Some(7));
     }

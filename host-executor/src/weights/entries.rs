@@ -1,0 +1,182 @@
+//! The entries of the weight store: which content each extent has, and which sharing domains know
+//! the content.
+#![forbid(unsafe_code)]
+
+use std::collections::HashMap;
+use std::sync::{Arc, Weak};
+
+use vgpu_engine::Extent;
+use vgpu_transport::wire::ContentHash;
+
+use super::uploads::MAX_FREED;
+
+/// The entries, by their contents.
+#[derive(Default)]
+pub(super) struct Entries {
+    pub(super) by_key: HashMap<Key, Entry>,
+    /// The key of each extent, by its address in memory.
+    by_address: HashMap<usize, Key>,
+    /// When `by_key` has this many entries, entries of freed extents are removed.
+    sweep_at: usize,
+}
+
+/// Sharing domains that an entry remembers. A session over TCP is a domain of its own, so that the
+/// entry of a model in use would remember ever more of them. A domain that is forgotten proves
+/// again that it has the content.
+pub(super) const MAX_KNOWN_TO: usize = 256;
+
+/// A content of a sharing domain. `None`: shared by all sharing domains.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(super) struct Key {
+    pub(super) domain: Option<Arc<str>>,
+    pub(super) hash: ContentHash,
+}
+
+/// An extent whose content is known.
+pub(super) struct Entry {
+    pub(super) len: u64,
+    pub(super) extent: Weak<dyn Extent>,
+    /// Origins that have uploaded the content, or have proven that they have it.
+    pub(super) known_to: Vec<Arc<str>>,
+}
+
+impl Entries {
+    /// The entry of a content, and its extent, if the extent still exists.
+    pub(super) fn live(&mut self, key: &Key) -> Option<(&mut Entry, Arc<dyn Extent>)> {
+        let entry = self.by_key.get_mut(key)?;
+        let extent = entry.extent.upgrade()?;
+        Some((entry, extent))
+    }
+
+    /// Whether an extent is an entry.
+    pub(super) fn has(&self, extent: &Arc<dyn Extent>) -> bool {
+        let key = self.by_address.get(&address(extent));
+        let entry = key.and_then(|key| self.by_key.get(key));
+        // Not upgraded: the last reference to another extent must not be dropped under this lock.
+        // The caller keeps `extent`, so that no other one has its address.
+        let is_it = |entry: &Entry| entry.address() == address(extent);
+        entry.is_some_and(is_it)
+    }
+
+    /// Enters a content. Replaces an entry of the same content whose extent was freed.
+    pub(super) fn insert(&mut self, key: Key, entry: Entry) {
+        let old = self.by_key.get(&key).map(Entry::address);
+        // The address of a freed extent may be that of another entry by now.
+        if let Some(old) = old.filter(|old| self.by_address.get(old) == Some(&key)) {
+            self.by_address.remove(&old);
+        }
+        self.by_address.insert(entry.address(), key.clone());
+        self.by_key.insert(key, entry);
+        if self.by_key.len() > self.sweep_at {
+            self.by_key.retain(|_, entry| entry.is_live());
+            let by_key = &self.by_key;
+            self.by_address.retain(|_, key| by_key.contains_key(key));
+            self.sweep_at = 2 * self.by_key.len() + MAX_FREED;
+        }
+    }
+}
+
+impl Entry {
+    /// The address of the extent, which may have been freed.
+    fn address(&self) -> usize {
+        self.extent.as_ptr().cast::<()>().addr()
+    }
+
+    /// Whether the extent still exists.
+    pub(super) fn is_live(&self) -> bool {
+        self.extent.strong_count() > 0
+    }
+
+    /// Remembers that a sharing domain has the content.
+    pub(super) fn make_known_to(&mut self, domain: &Arc<str>) {
+        if !self.known_to.contains(domain) {
+            if self.known_to.len() >= MAX_KNOWN_TO {
+                self.known_to.remove(0);
+            }
+            self.known_to.push(Arc::clone(domain));
+        }
+    }
+}
+
+fn address(extent: &Arc<dyn Extent>) -> usize {
+    Arc::as_ptr(extent).cast::<()>().addr()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::any::Any;
+
+    use vgpu_engine::EngineError;
+
+    use super::*;
+
+    /// An extent without bytes, which has an address of its own.
+    struct Empty {
+        _number: usize,
+    }
+
+    impl Extent for Empty {
+        fn size(&self) -> u64 {
+            0
+        }
+
+        fn filled(&self) -> u64 {
+            0
+        }
+
+        fn read(&self, _: u64, _: &mut [u8]) -> Result<(), EngineError> {
+            Ok(())
+        }
+
+        fn into_any(self: Arc<Self>) -> Arc<dyn Any + Send + Sync> {
+            self
+        }
+    }
+
+    #[test]
+    fn contents_that_come_and_go_leave_nothing_behind() {
+        let key = |i: usize| Key {
+            domain: None,
+            hash: ContentHash([i as u8; 32]),
+        };
+        let mut entries = Entries::default();
+        // All extents stay, as the memory of others takes their addresses: each is at another one.
+        let mut extents: Vec<Arc<dyn Extent>> = Vec::new();
+        for round in 0..100 {
+            for i in 0..3 {
+                let extent: Arc<dyn Extent> = Arc::new(Empty { _number: round });
+                let entry = Entry {
+                    len: 0,
+                    extent: Arc::downgrade(&extent),
+                    known_to: Vec::new(),
+                };
+                entries.insert(key(i), entry);
+                assert!(entries.has(&extent));
+                extents.push(extent);
+            }
+        }
+        assert_eq!((entries.by_key.len(), entries.by_address.len()), (3, 3));
+        extents.clear();
+        for i in 3..3 + 2 * MAX_FREED {
+            let freed: Arc<dyn Extent> = Arc::new(Empty { _number: i });
+            let entry = Entry {
+                len: 0,
+                extent: Arc::downgrade(&freed),
+                known_to: Vec::new(),
+            };
+            entries.insert(key(i), entry);
+        }
+        assert!(entries.by_key.len() <= MAX_FREED + 1);
+        let extent: Arc<dyn Extent> = Arc::new(Empty { _number: 0 });
+        let mut entry = Entry {
+            len: 0,
+            extent: Arc::downgrade(&extent),
+            known_to: Vec::new(),
+        };
+        let domain = |i: usize| Arc::from(format!("tcp {i}"));
+        (0..2 * MAX_KNOWN_TO).for_each(|i| entry.make_known_to(&domain(i)));
+        assert_eq!(entry.known_to.len(), MAX_KNOWN_TO);
+        assert!(entry.known_to.contains(&domain(2 * MAX_KNOWN_TO - 1)));
+        assert!(entries.by_address.len() <= MAX_FREED + 1);
+    }
+}
