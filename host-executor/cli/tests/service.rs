@@ -168,6 +168,57 @@ fn units_never_give_up() {
     }
 }
 
+/// The script that Debian runs after it has unpacked a new version: a configuration that the new
+/// version rejects leaves the old executor running.
+#[test]
+fn an_upgrade_restarts_the_service_only_with_a_configuration_that_is_valid() {
+    let scratch = Scratch::new("postinst");
+    let at = |name: &str| scratch.0.join(name);
+    let (programs, systemd, config) = (at("bin"), at("systemd"), at("vgpu.toml"));
+    for folder in [&programs, &systemd] {
+        fs::create_dir(folder).expect("a folder");
+    }
+    // What the script calls, other than `vgpu`, writes down its arguments.
+    let calls = at("calls");
+    let recorder = format!("#!/bin/sh\necho \"${{0##*/}} $*\" >> {}\n", calls.display());
+    for name in ["systemctl", "groupadd", "useradd"] {
+        let path = programs.join(name);
+        fs::write(&path, &recorder).expect("a program");
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).expect("a program");
+    }
+    std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_vgpu"), programs.join("vgpu")).expect("a link");
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../deploy/debian/vgpu.postinst");
+    let script = fs::read_to_string(source).expect("the script");
+    for path in ["/run/systemd/system", "/etc/vgpu/vgpu.toml"] {
+        assert!(script.contains(path), "the script does not look at {path}");
+    }
+    let script = script
+        .replace("/run/systemd/system", systemd.to_str().expect("text"))
+        .replace("/etc/vgpu/vgpu.toml", config.to_str().expect("text"));
+    let path = std::env::var("PATH").expect("a path");
+    let configure = || {
+        let _ = fs::remove_file(&calls);
+        let output = Command::new("sh")
+            .args(["-c", &script, "postinst", "configure"])
+            .env("PATH", format!("{}:{path}", programs.display()))
+            .output()
+            .expect("a shell");
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.success(), "{said}");
+        let called = fs::read_to_string(&calls).expect("calls");
+        assert!(called.contains("systemctl daemon-reload"), "{called}");
+        (called.contains("systemctl try-restart vgpu.service"), said)
+    };
+    assert!(configure().0, "without a configuration");
+    fs::write(&config, "[engine]\nmemory = \"1G\"\n").expect("a file");
+    assert!(configure().0, "with a valid configuration");
+    fs::write(&config, "[engine]\nmemroy = \"1G\"\n").expect("a file");
+    let (is_restarted, said) = configure();
+    assert!(!is_restarted, "with a mistake in the configuration");
+    assert!(said.contains("memroy"), "{said}");
+    assert!(said.contains("vgpu.service was not restarted"), "{said}");
+}
+
 /// `systemd-analyze verify`, where this machine has it. The program's path is replaced, because the
 /// check demands that the program exists.
 #[test]

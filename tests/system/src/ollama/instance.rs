@@ -87,6 +87,16 @@ impl Instance {
         })
     }
 
+    /// Another server of the same installation and models, on a port of its own.
+    pub(crate) fn another(&self) -> Result<Instance> {
+        Ok(Instance {
+            root: self.root.clone(),
+            vgpu: self.vgpu.clone(),
+            port: free_port()?,
+            server: None,
+        })
+    }
+
     /// Removes the plugin with `vgpu uninstall`.
     pub(crate) fn uninstall(&self) -> Result<String> {
         let mut uninstall = Command::new(&self.vgpu);

@@ -8,7 +8,8 @@ use serde_json::{Value, json};
 
 use super::{Instance, Settings};
 use xtask_common::dist::Dist;
-use xtask_common::executor::Executor;
+use xtask_common::executor::{self, Executor};
+use xtask_common::process;
 use xtask_common::scratch::Scratch;
 use xtask_common::workspace;
 
@@ -105,11 +106,25 @@ impl<'a> Stage<'a> {
             &socket,
             workspace::cores(),
             &log,
-            &["--memory", memory],
+            &[
+                "--memory",
+                memory,
+                "--control",
+                &self.control().to_string_lossy(),
+            ],
         )?;
         self.executor_logs.push(log);
         self.executor = Some(executor);
         Ok(())
+    }
+
+    fn control(&self) -> PathBuf {
+        self.scratch.path().join("control.sock")
+    }
+
+    /// The executor's status, as `vgpu ps --json` prints it.
+    pub(crate) fn status(&self) -> Result<Value> {
+        executor::status(&self.needed.dist.vgpu, &self.control())
     }
 
     pub(crate) fn kill_executor(&mut self) -> Result<()> {
@@ -136,6 +151,37 @@ impl<'a> Stage<'a> {
         wait("the session of an unloaded model does not end", || {
             Ok(self.open_sessions()? <= self.ollama.client().running()?.len())
         })
+    }
+
+    /// Unloads every model.
+    pub(crate) fn unload_all(&self) -> Result<()> {
+        for model in [SMALL, LARGE, EMBEDDER] {
+            if self.is_loaded(model)? {
+                self.unload(model)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Total and free MiB of each device of an endpoint, from Ollama's probe.
+    pub(crate) fn devices(&self, endpoint: &str) -> Result<Vec<(u64, u64)>> {
+        let said = process::output(self.ollama.probe(endpoint).arg("--list-devices"))?;
+        let figures = said.lines().filter_map(|line| {
+            let (_, figures) = line.trim().strip_prefix("VGPU")?.rsplit_once('(')?;
+            let (total, free) = figures.split_once(" MiB, ")?;
+            Some((
+                total.parse().ok()?,
+                free.strip_suffix(" MiB free)")?.parse().ok()?,
+            ))
+        });
+        Ok(figures.collect())
+    }
+
+    /// The free memory of the device in MiB, as Ollama sees it.
+    pub(crate) fn free_memory(&self) -> Result<u64> {
+        let endpoint = self.executor.as_ref().context("no executor")?.endpoint();
+        let devices = self.devices(&endpoint)?;
+        Ok(devices.first().context("no device")?.1)
     }
 
     /// The number of sessions of the current executor that have not ended.

@@ -10,6 +10,7 @@ pub(crate) mod kernels;
 pub(crate) mod lints;
 pub(crate) mod models;
 pub(crate) mod ollama;
+mod ollama_events;
 pub(crate) mod ops;
 pub(crate) mod packages;
 pub(crate) mod programs;

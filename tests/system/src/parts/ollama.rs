@@ -18,6 +18,7 @@ use xtask_common::process;
 use xtask_common::progress::heading;
 use xtask_common::workspace;
 
+use crate::parts::ollama_events;
 use crate::test_run::{PROMPT, TestRun};
 
 /// The model [`SMALL`] in two files.
@@ -97,6 +98,14 @@ fn with_release(tests: &mut TestRun<'_>, needed: &Needed, version: &str, flash: 
         ("a cancelled request", cancelled),
         ("requests in parallel", parallel),
         ("a broken model file", broken),
+        (
+            "the runner is killed in a long prompt",
+            ollama_events::runner_killed,
+        ),
+        (
+            "two servers want the memory of one executor",
+            ollama_events::two_servers,
+        ),
     ];
     // Older releases import only models of one file.
     if version == ollama::VERSIONS[1] {
@@ -146,24 +155,10 @@ fn discovery(stage: &mut Stage<'_>) -> Result<String> {
         .to_owned())
 }
 
-/// Total and free MiB of each device from Ollama's probe.
-fn probe(stage: &Stage<'_>, endpoint: &str) -> Result<Vec<(u64, u64)>> {
-    let said = process::output(stage.ollama.probe(endpoint).arg("--list-devices"))?;
-    let figures = said.lines().filter_map(|line| {
-        let (_, figures) = line.trim().strip_prefix("VGPU")?.rsplit_once('(')?;
-        let (total, free) = figures.split_once(" MiB, ")?;
-        Some((
-            total.parse().ok()?,
-            free.strip_suffix(" MiB free)")?.parse().ok()?,
-        ))
-    });
-    Ok(figures.collect())
-}
-
 fn memory(stage: &mut Stage<'_>) -> Result<String> {
     let endpoint = stage.executor.as_ref().context("no executor")?.endpoint();
     let figures = || -> Result<(u64, u64)> {
-        let all = probe(stage, &endpoint)?;
+        let all = stage.devices(&endpoint)?;
         all.first()
             .copied()
             .with_context(|| format!("the probe lists {} devices", all.len()))
@@ -202,7 +197,7 @@ fn probing_killed(stage: &mut Stage<'_>) -> Result<String> {
         std::thread::sleep(Duration::from_millis(5 * time));
         drop(probe);
     }
-    let devices = probe(stage, &endpoint)?;
+    let devices = stage.devices(&endpoint)?;
     ensure!(
         devices.len() == 1,
         "the probe lists {} devices",
@@ -220,7 +215,7 @@ fn two_devices(stage: &mut Stage<'_>) -> Result<String> {
     let log = workspace::reports().join("ollama-second-vgpu-serve.log");
     let second = Executor::start(&stage.needed.dist, &socket, workspace::cores(), &log)?;
     let both = format!("{first},{}", second.endpoint());
-    let devices = probe(stage, &both)?;
+    let devices = stage.devices(&both)?;
     ensure!(
         devices.len() == 2,
         "the probe lists {} devices",
@@ -576,26 +571,12 @@ fn out_of_memory(stage: &mut Stage<'_>) -> Result<String> {
         let client = stage.ollama.client();
         client.generate(model, PROMPT, options, |_| true)
     };
-    let free = |stage: &Stage<'_>| -> Result<u64> {
-        let endpoint = stage.executor.as_ref().context("no executor")?.endpoint();
-        let devices = probe(stage, &endpoint)?;
-        Ok(devices.first().context("no device")?.1)
-    };
-    let unload_all = |stage: &Stage<'_>| {
-        let loaded = [SMALL, LARGE, EMBEDDER].into_iter();
-        let mut loaded = loaded.filter_map(|model| match stage.is_loaded(model) {
-            Ok(true) => Some(Ok(model)),
-            Ok(false) => None,
-            Err(error) => Some(Err(error)),
-        });
-        loaded.try_for_each(|model| stage.unload(model?))
-    };
-    unload_all(stage)?;
+    stage.unload_all()?;
     let (mut used, mut expected) = (Vec::new(), String::new());
     for model in [SMALL, LARGE] {
-        let before = free(stage)?;
+        let before = stage.free_memory()?;
         expected = generate(stage, model)?.text;
-        used.push(before.saturating_sub(free(stage)?));
+        used.push(before.saturating_sub(stage.free_memory()?));
         stage.unload(model)?;
     }
 
@@ -616,7 +597,7 @@ fn out_of_memory(stage: &mut Stage<'_>) -> Result<String> {
         stage.is_loaded(LARGE)? && !stage.is_loaded(SMALL)?,
         "the first model is still loaded"
     );
-    unload_all(stage)?;
+    stage.unload_all()?;
     stage.executor.take().context("no executor")?.stop()?;
     stage.start_executor(MEMORY)?;
     let reason = log.lines().find(|line| line.contains("cannot allocate"));

@@ -1,0 +1,132 @@
+//! Events around Ollama: its runner is killed, and two servers want the memory of one executor.
+
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context as _, Result, ensure};
+use serde_json::json;
+use xtask_common::workspace;
+
+use crate::ollama::Settings;
+use crate::ollama::stage::{LARGE, MEMORY, SMALL, Stage, TOKENS, tokens, wait};
+use crate::test_run::PROMPT;
+
+/// The runner of Ollama is killed while the executor computes a long prompt. The session and its
+/// memory are gone, although the graph is not done, so that the next model is placed as before.
+pub(super) fn runner_killed(stage: &mut Stage<'_>) -> Result<String> {
+    stage.unload_all()?;
+    let before = stage.free_memory()?;
+    let prompt = PROMPT.repeat(200);
+    let failed = std::thread::scope(|scope| {
+        let client = stage.ollama.client();
+        let options = json!({"num_predict": TOKENS, "num_ctx": 8192});
+        let prompt = &prompt;
+        let answer = scope.spawn(move || client.generate(LARGE, prompt, options, |_| true));
+        // The first graphs warm up. A graph of the prompt takes the engine for longer.
+        let has_begun = || {
+            let status = stage.status()?;
+            let turn = status["engine"]["turn"].as_f64().unwrap_or_default();
+            let sessions = status["sessions"].as_array().context("no sessions")?;
+            let graphs = sessions.iter().filter_map(|one| one["graphs"].as_u64());
+            Ok(turn > 0.1 && graphs.sum::<u64>() > 2)
+        };
+        let killed = wait("the prompt does not begin", has_begun).and_then(|()| {
+            let root = fs::canonicalize(stage.scratch.path()).context("the folder")?;
+            kill_runners(&root)
+        });
+        let answer = answer.join().expect("it does not panic");
+        ensure!(killed? == 1, "not one runner was killed");
+        anyhow::Ok(answer.is_err())
+    })?;
+    ensure!(failed, "the answer of a killed runner was complete");
+    wait("the session of a killed runner does not end", || {
+        Ok(stage.open_sessions()? == 0)
+    })?;
+    let after = stage.free_memory()?;
+    ensure!(
+        after >= before,
+        "{before} MiB were free before, {after} after"
+    );
+    stage.text(LARGE, PROMPT)?;
+    stage.all_on_gpu()?;
+    stage.unload_all()?;
+    Ok(format!("{after} MiB are free"))
+}
+
+/// Kills every `llama-server` whose program lies below `root` and that has a model. Returns how
+/// many there were.
+fn kill_runners(root: &Path) -> Result<usize> {
+    let mut killed = 0;
+    for entry in fs::read_dir("/proc").context("reading /proc")? {
+        let entry = entry?;
+        let Some(pid) = entry
+            .file_name()
+            .to_str()
+            .and_then(|name| name.parse().ok())
+        else {
+            continue;
+        };
+        let program = fs::read_link(entry.path().join("exe")).unwrap_or_default();
+        let words = fs::read(entry.path().join("cmdline")).unwrap_or_default();
+        let has_model = words
+            .split(|&byte| byte == 0)
+            .any(|word| word == b"--model");
+        if program.starts_with(root) && program.ends_with("llama-server") && has_model {
+            let pid = rustix::process::Pid::from_raw(pid).context("a process has number 0")?;
+            rustix::process::kill_process(pid, rustix::process::Signal::KILL)?;
+            killed += 1;
+        }
+    }
+    Ok(killed)
+}
+
+/// Two servers load the same model at once into an executor that has memory for one and a half.
+/// Both see the memory free when they look. Both answer, and none gets more than there is.
+pub(super) fn two_servers(stage: &mut Stage<'_>) -> Result<String> {
+    stage.unload_all()?;
+    let before = stage.free_memory()?;
+    let expected = stage.text(LARGE, PROMPT)?;
+    let of_one = before.saturating_sub(stage.free_memory()?);
+    stage.unload_all()?;
+    let memory = of_one * 3 / 2;
+    stage.executor.take().context("no executor")?.stop()?;
+    stage.start_executor(&format!("{memory}M"))?;
+    let mut second = stage.ollama.another()?;
+    second.start(
+        &Settings::default(),
+        &workspace::reports().join("ollama-second.log"),
+    )?;
+    let clients = [stage.ollama.client(), second.client()];
+    let answers = std::thread::scope(|scope| {
+        let threads = clients.each_ref().map(|client| {
+            scope.spawn(move || client.generate(LARGE, PROMPT, tokens(TOKENS), |_| true))
+        });
+        threads.map(|thread| thread.join().expect("it does not panic"))
+    });
+    let mut on_gpu = Vec::new();
+    for (client, answer) in clients.iter().zip(answers) {
+        let answer = answer.context("a server that competes for memory")?;
+        ensure!(answer.tokens == TOKENS, "{} tokens", answer.tokens);
+        let running = client.running()?;
+        let model = running.first().context("no model is loaded")?;
+        let bytes = |name: &str| model[name].as_u64().context("no size");
+        let (size, vram) = (bytes("size")?, bytes("size_vram")?);
+        // Layers on the CPU are computed in another order.
+        ensure!(
+            size > vram || answer.text == expected,
+            "{:?} instead of {expected:?}",
+            answer.text
+        );
+        on_gpu.push(vram >> 20);
+    }
+    ensure!(
+        on_gpu.iter().sum::<u64>() <= memory,
+        "{on_gpu:?} MiB in an executor of {memory}"
+    );
+    second.stop().context("the second server")?;
+    stage.unload_all()?;
+    stage.executor.take().context("no executor")?.stop()?;
+    stage.start_executor(MEMORY)?;
+    stage.text(SMALL, PROMPT)?;
+    Ok(format!("{on_gpu:?} of {memory} MiB"))
+}
