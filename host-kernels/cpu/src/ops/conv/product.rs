@@ -4,7 +4,7 @@
 
 use vgpu_transport::ir::Type;
 
-use super::operand::{Prepared, tile_outputs, zero};
+use super::operand::{Prepared, block_channels, tile_outputs, zero};
 use crate::formats::Format;
 use crate::gemm::{GemmArgs, MatmulKernel};
 use crate::kernel::{Compiled, Kernel};
@@ -94,7 +94,10 @@ pub(super) fn convolution(
     let outputs = out.outputs();
     let tile = tile_outputs(k, out.channels, k.saturating_mul(out.channels), outputs);
     let tiles = outputs.div_ceil(tile);
-    let busy = workers.min(tiles * out.images);
+    let block = block_channels(k, out.channels, tile);
+    let blocks = out.channels.div_ceil(block);
+    let units = tiles * blocks * out.images;
+    let busy = workers.min(units);
     let weight = Format::of(kernel.ty).expect("floats are a format");
 
     let mut layout = ScratchLayout::default();
@@ -103,7 +106,7 @@ pub(super) fn convolution(
     let kernel_bytes = kernels.format.row_bytes(k);
     let patch_at = layout.room(busy, k * size_of::<f32>());
     let patches_at = layout.room(busy, tile * weight.row_bytes(k));
-    let results_at = layout.room(busy, tile * out.channels * size_of::<f32>());
+    let results_at = layout.room(busy, tile * block * size_of::<f32>());
 
     let prepare: Kernel = Box::new(move |w| {
         kernels.write(w);
@@ -111,16 +114,19 @@ pub(super) fn convolution(
     });
     let multiply: Kernel = Box::new(move |w| {
         let part = |at: usize, size: usize| w.scratch().wrapping_add(at + w.index() * size);
-        for unit in w.share(tiles * out.images) {
+        for unit in w.share(units) {
+            let (unit, first) = (unit / blocks, unit % blocks * block);
+            let channels = block.min(out.channels - first);
             let (image, start) = (unit / tiles, unit % tiles * tile);
             let n = tile.min(outputs - start);
             let patch = part(patch_at, k * size_of::<f32>()).cast::<f32>();
             let rows = part(patches_at, tile * weight.row_bytes(k));
-            let results = part(results_at, tile * out.channels * size_of::<f32>()).cast::<f32>();
+            let results = part(results_at, tile * block * size_of::<f32>()).cast::<f32>();
             // SAFETY: the first `busy` workers have units, and each has its own part of the scratch
             // memory for one patch, for `tile >= n` patches and for their results in
-            // `out.channels` channels. The kernels were prepared before the barrier between the
-            // two kernels. The outputs of a unit are written by one worker.
+            // `block >= channels` channels. The kernels were prepared before the barrier between
+            // the two kernels, and kernel `first` has `channels - 1` behind it. The outputs of a
+            // unit are written by one worker.
             unsafe {
                 for i in 0..n {
                     let output = out.coordinates(start + i);
@@ -137,14 +143,20 @@ pub(super) fn convolution(
                     w: rows,
                     w_stride: weight.row_bytes(k),
                     rows: n,
-                    x: w.scratch().add(kernels_at),
+                    x: w.scratch().add(kernels_at + first * kernel_bytes),
                     x_stride: kernel_bytes,
-                    cols: out.channels,
+                    cols: channels,
                     dst: results,
                     dst_stride: tile,
                 });
-                for channel in 0..out.channels {
-                    out.write(image, channel, start, results.add(channel * tile), n);
+                for channel in 0..channels {
+                    out.write(
+                        image,
+                        first + channel,
+                        start,
+                        results.add(channel * tile),
+                        n,
+                    );
                 }
             }
         }
