@@ -7,13 +7,15 @@
 //! The plugin keeps its own state in the `context` field of ggml's objects. [`into_context`] puts a
 //! value there, [`drop_context`] frees it.
 
-use std::ffi::c_void;
+use std::ffi::{c_int, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
 
 /// Runs `body`. If `body` panics, logs the panic with the name of the C function and returns
-/// `failure`.
+/// `failure`. The thread is not cancelled (`pthread_cancel`) before the end: cancellation would
+/// unwind Rust frames and leave locks taken.
 pub(crate) fn guard<T>(function: &'static str, failure: T, body: impl FnOnce() -> T) -> T {
+    let _cancellation = CancellationOff::new();
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(value) => value,
         Err(payload) => {
@@ -28,6 +30,37 @@ pub(crate) fn guard<T>(function: &'static str, failure: T, body: impl FnOnce() -
             }));
             failure
         }
+    }
+}
+
+/// Keeps this thread from being cancelled until the value is dropped.
+struct CancellationOff {
+    before: c_int,
+}
+
+unsafe extern "C" {
+    /// POSIX `pthread_setcancelstate`, which the crate `libc` does not declare for Linux.
+    fn pthread_setcancelstate(state: c_int, old: *mut c_int) -> c_int;
+}
+
+/// `PTHREAD_CANCEL_DISABLE` of Linux' `pthread.h`.
+const PTHREAD_CANCEL_DISABLE: c_int = 1;
+
+impl CancellationOff {
+    fn new() -> CancellationOff {
+        let mut before = 0;
+        // SAFETY: the function writes the state before to `before`, which is valid. The constant is
+        // one of the two states, so the call cannot fail.
+        unsafe { pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &raw mut before) };
+        CancellationOff { before }
+    }
+}
+
+impl Drop for CancellationOff {
+    fn drop(&mut self) {
+        // SAFETY: `before` is a state that the same function has returned. The function is no
+        // cancellation point, and it accepts a null pointer for the old state.
+        unsafe { pthread_setcancelstate(self.before, ptr::null_mut()) };
     }
 }
 
@@ -87,6 +120,38 @@ mod tests {
     fn a_panic_becomes_the_failure_value() {
         assert_eq!(guard("test", -1, || 7), 7);
         assert_eq!(guard("test", -1, || panic!("boom")), -1);
+    }
+
+    /// Cancellation acts after the call. Without the guard, `pthread_testcancel` would unwind the
+    /// frames of this test, which ends the process.
+    #[test]
+    fn a_thread_is_not_cancelled_inside_a_call() {
+        use std::os::unix::thread::JoinHandleExt as _;
+        use std::sync::mpsc;
+
+        unsafe extern "C" {
+            fn pthread_testcancel();
+            fn pthread_cancel(thread: libc::pthread_t) -> c_int;
+        }
+        let (inside, is_inside) = mpsc::channel();
+        let (cancelled, is_cancelled) = mpsc::channel::<()>();
+        let thread = std::thread::spawn(move || {
+            let returned = guard("test", -1, || {
+                inside.send(()).unwrap();
+                is_cancelled.recv().unwrap();
+                // SAFETY: cancellation is off, so the function returns.
+                unsafe { pthread_testcancel() };
+                7
+            });
+            // The request is pending now. It must not act in the frames of this test.
+            std::mem::forget(CancellationOff::new());
+            returned
+        });
+        is_inside.recv().unwrap();
+        // SAFETY: the thread runs until `cancelled` is sent to, so its handle is valid.
+        assert_eq!(unsafe { pthread_cancel(thread.as_pthread_t()) }, 0);
+        cancelled.send(()).unwrap();
+        assert_eq!(thread.join().unwrap(), 7);
     }
 
     #[test]

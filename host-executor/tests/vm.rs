@@ -19,6 +19,7 @@ use vgpu_transport::error::LinkError;
 use vgpu_transport::ir::BufferId;
 use vgpu_transport::link::pci::discover::all;
 use vgpu_transport::link::pci::{Device, PciError, connect, directory};
+use vgpu_transport::shm::liveness;
 use vgpu_transport::shm::memory::{SharedWords, Window};
 use vgpu_transport::wire::{Reply, Request};
 
@@ -286,6 +287,31 @@ fn killed_program_gives_its_memory_to_another_one_of_its_machine() {
     let ended: Vec<_> = ended.by_kind().filter(|(_, count)| *count > 0).collect();
     // Three programs were refused memory and left.
     assert_eq!(ended, [("closed", 3), ("link", 1)]);
+}
+
+/// All programs of a paused machine are silent, also for a moment after the pause. One that needs
+/// memory then does not take it from the others.
+#[test]
+fn paused_program_keeps_its_memory_when_another_one_needs_some() {
+    let dir = Dir::new();
+    let server = executor(&dir.0, &["a"], 0);
+    let machine = Machine::plug(&dir.0.join("a.sock"));
+    let mut program = start_program(&machine, MUCH);
+    let mut guest = machine.guest();
+    let process = Pid::from_child(&program);
+    kill_process(process, Signal::STOP).expect("a program");
+    std::thread::sleep(liveness::ALIVE + Duration::from_secs(2));
+    let goes_on = std::thread::spawn(move || {
+        // After the request, and before the next heartbeat is missing.
+        std::thread::sleep(Duration::from_millis(500));
+        kill_process(process, Signal::CONT).expect("a program");
+    });
+    let refused = guest.refusal(MUCH);
+    assert!(refused.contains("out of memory"), "{refused}");
+    assert_eq!(server.sessions().len(), 2);
+    goes_on.join().expect("it does not panic");
+    program.kill().expect("a child");
+    program.wait().expect("a child");
 }
 
 #[test]

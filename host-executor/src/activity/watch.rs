@@ -26,6 +26,8 @@ enum Subject {
     Turn(usize, u64),
     /// What a slot does since this time.
     Work(usize, u64),
+    /// A slot that waits since this time for an engine that nobody has.
+    Wait(usize, u64),
     /// A call of the engine that began at this time.
     Call(u64),
 }
@@ -73,6 +75,7 @@ impl Watch {
     ) -> Vec<Notice> {
         let most = 2 * self.period();
         let mut subjects: Vec<(Subject, Duration, bool, String)> = Vec::new();
+        let is_engine_taken = sessions.iter().any(|session| session.turn.is_some());
         for session in sessions {
             if let Some(turn) = &session.turn {
                 let subject = Subject::Turn(session.slot, turn.since);
@@ -90,6 +93,13 @@ impl Watch {
                 let subject = Subject::Work(session.slot, now.since);
                 let what = format!("{} {now}", session.name());
                 subjects.push((subject, now.age, now.is_engine_call(), what));
+            } else if let Some(now) = &session.now
+                && now.phase == Phase::WaitsForEngine
+                && !is_engine_taken
+            {
+                let subject = Subject::Wait(session.slot, now.since);
+                let what = format!("{} {now}, which no session has", session.name());
+                subjects.push((subject, now.age, false, what));
             }
         }
         if let Some((since, age)) = call {
@@ -217,8 +227,8 @@ mod tests {
             activity.request(phase, Kind::of_name(kind), 1);
             activity
         };
-        // A guest decides how long these take.
-        let _waits = [Phase::WaitsForEngine, Phase::Replies].map(|phase| of(phase, "READ"));
+        // A guest decides how long this takes.
+        let _replies = of(Phase::Replies, "READ");
         let idle = all.begin(1, "-", "-");
         idle.set(Phase::Idle);
         let mut watch = Watch::new(10 * SECOND, Some(20 * SECOND));
@@ -232,6 +242,20 @@ mod tests {
         let _call = of(Phase::Executes, "ALLOC");
         let found = notices(&mut watch, &all, 100);
         assert!(found.iter().any(|(_, n)| matches!(n, Notice::Stuck(_))));
+    }
+
+    #[test]
+    fn an_engine_that_nobody_gets_is_reported() {
+        let all = Activities::new(2);
+        let waiter = all.begin(1, "alice", "-");
+        waiter.request(Phase::WaitsForEngine, SUBMIT, 2);
+        let mut watch = Watch::new(10 * SECOND, Some(20 * SECOND));
+        let found = notices(&mut watch, &all, 100);
+        let [(11, Notice::Slow(text)), (31, Notice::Slow(_))] = &found[..] else {
+            panic!("{found:?}");
+        };
+        assert!(text.contains("waits for the engine"), "{text}");
+        assert!(text.contains("no session has"), "{text}");
     }
 
     #[test]

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tracing::warn;
-use vgpu_transport::shm::liveness::ALIVE;
+use vgpu_transport::shm::liveness::{ALIVE, PERIOD};
 
 use super::shared::{Entry, Shared};
 use crate::peer::Peer;
@@ -60,6 +60,21 @@ impl Reclaim for SilentGuests {
 
     fn reclaim(&self) -> bool {
         let mut sessions = self.shared.sessions();
+        if !sessions
+            .iter()
+            .any(|(&id, entry)| self.is_silent(id, entry))
+        {
+            return false;
+        }
+        // All programs of a machine that was paused are silent until their next heartbeat.
+        let end = Instant::now() + 2 * PERIOD;
+        loop {
+            let left = end.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            sessions = sessions.wait_timeout(&self.shared.changed, left);
+        }
         let silent: Vec<u64> = { sessions.iter() }
             .filter(|(id, entry)| self.is_silent(**id, entry))
             .map(|(&id, entry)| {

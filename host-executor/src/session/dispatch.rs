@@ -205,7 +205,7 @@ impl Session {
             return Ok(refused(request, buffer, reason));
         }
         let mut allocated = self.try_alloc(buffer, size);
-        if allocated.is_err() && self.silent.as_ref().is_some_and(|silent| silent.reclaim()) {
+        if allocated.is_err() && self.reclaim(size) {
             allocated = self.try_alloc(buffer, size);
         }
         let shared = match allocated {
@@ -230,6 +230,18 @@ impl Session {
     ///
     /// # Errors
     /// Why there is no memory.
+    /// Takes memory from silent programs, if an allocation of `size` bytes fits with it and not
+    /// without it. Returns whether there was some.
+    fn reclaim(&self, size: u64) -> bool {
+        let Some(silent) = &self.silent else {
+            return false;
+        };
+        let wanted = self.engine.allocation_size(size);
+        let free = self.tenant.memory(self.engine.as_ref()).free;
+        (free..free.saturating_add(silent.bytes())).contains(&wanted.saturating_sub(1))
+            && silent.reclaim()
+    }
+
     fn try_alloc(&mut self, buffer: BufferId, size: u64) -> Result<Option<(OwnedFd, u64)>, String> {
         let taken = self.engine.allocation_size(size);
         let of_guest = |error: &dyn Error| format!("guest {}: {error}", self.tenant.name());

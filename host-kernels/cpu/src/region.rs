@@ -23,6 +23,19 @@ pub(super) fn whole_pages(size: u64) -> u64 {
     pages.unwrap_or(u64::MAX)
 }
 
+/// The most memory of the machine that is not allocated, for its other programs and for what this
+/// process needs besides. Smaller machines keep a 64th.
+const MAX_RESERVE: u64 = 256 << 20;
+
+/// The memory of the machine at one time, in bytes.
+#[derive(Debug, Clone, Copy)]
+struct SystemNow {
+    /// What may still be used, without the reserve.
+    available: u64,
+    /// What this process has touched.
+    touched: u64,
+}
+
 /// The memory that the engine may allocate, and the memory that it has allocated.
 pub(super) struct Budget {
     total: u64,
@@ -63,17 +76,32 @@ impl Budget {
     /// touches them, so what this process has allocated and not touched is not free.
     pub(super) fn info(&self) -> MemoryInfo {
         let used = self.used.load(Ordering::Relaxed);
-        let left = self.total.saturating_sub(used);
-        let of_system = self.system.as_ref().map_or(u64::MAX, |system| {
-            // What the process has touched besides (its own heap, and windows of guests) counts as
-            // if it were allocated here, so `untouched` is too small by as much.
-            let untouched = used.saturating_sub(system.touched());
-            system.available().saturating_sub(untouched)
-        });
         MemoryInfo {
             total: self.total,
-            free: left.min(of_system),
+            free: self.free(used, self.system_now()),
         }
+    }
+
+    /// What the machine says now. `None`: it has enough for the budget.
+    fn system_now(&self) -> Option<SystemNow> {
+        let system = self.system.as_ref()?;
+        let reserve = MAX_RESERVE.min(system.total() / 64);
+        Some(SystemNow {
+            available: system.available().saturating_sub(reserve),
+            touched: system.touched(),
+        })
+    }
+
+    /// What is free when `used` bytes are allocated.
+    fn free(&self, used: u64, now: Option<SystemNow>) -> u64 {
+        let left = self.total.saturating_sub(used);
+        let of_system = now.map_or(u64::MAX, |now| {
+            // What the process has touched besides (its own heap, and windows of guests) counts as
+            // if it were allocated here, so `untouched` is too small by as much.
+            let untouched = used.saturating_sub(now.touched);
+            now.available.saturating_sub(untouched)
+        });
+        left.min(of_system)
     }
 
     /// Allocated bytes.
@@ -105,10 +133,11 @@ impl Charge {
     /// # Errors
     /// [`EngineError::OutOfMemory`] if the budget has fewer.
     pub(super) fn take(budget: &Arc<Budget>, bytes: u64) -> Result<Charge, EngineError> {
-        let MemoryInfo { total, free } = budget.info();
+        // Other threads may charge meanwhile: what is free depends on what they have charged.
+        let now = budget.system_now();
         let fits = |used: u64| {
-            used.checked_add(bytes)
-                .filter(|&used| used <= total && bytes <= free)
+            let sum = used.checked_add(bytes)?;
+            (sum <= budget.total && bytes <= budget.free(used, now)).then_some(sum)
         };
         budget
             .used
@@ -260,17 +289,39 @@ mod tests {
         let machine = Machine::new();
         let budget = Arc::new(Budget::of(None, SystemMemory::below(machine.0.path())));
         let free = || budget.info().free / MIB;
-        assert_eq!((budget.info().total / MIB, free()), (1000, 600));
+        // A 64th of the machine stays free.
+        assert_eq!((budget.info().total / MIB, free()), (1000, 584));
         let charge = Charge::take(&budget, 400 * MIB).unwrap();
         // The process has touched 7 MiB, and may not get the rest twice.
-        assert_eq!(free(), 207);
-        assert!(Charge::take(&budget, 208 * MIB).is_err());
+        assert_eq!(free(), 191);
+        assert!(Charge::take(&budget, 192 * MIB).is_err());
         let status = format!("RssAnon: {} kB\nRssShmem: 0 kB\n", 300 << 10);
         machine.write("proc/self/status", &status);
         machine.available(300);
-        assert_eq!(free(), 200);
+        assert_eq!(free(), 184);
         drop(charge);
-        assert_eq!(free(), 300);
+        assert_eq!(free(), 284);
+    }
+
+    /// Both threads see the memory free before one has charged it.
+    #[test]
+    fn memory_is_not_promised_to_two_threads() {
+        const THREADS: usize = 2;
+        for _ in 0..200 {
+            let machine = Machine::new();
+            let budget = Arc::new(Budget::of(None, SystemMemory::below(machine.0.path())));
+            let start = std::sync::Barrier::new(THREADS);
+            let charges: Vec<_> = std::thread::scope(|scope| {
+                let take = || {
+                    start.wait();
+                    Charge::take(&budget, 400 * MIB).ok()
+                };
+                let threads = [(); THREADS].map(|()| scope.spawn(take));
+                let charges = threads.map(|thread| thread.join().unwrap());
+                charges.into_iter().flatten().collect()
+            });
+            assert_eq!(charges.len(), 1);
+        }
     }
 
     /// The policy of the page at `ptr`; `None` if the kernel refuses the system call.

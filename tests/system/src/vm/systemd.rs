@@ -161,4 +161,4 @@ impl Systemd {
 }
 
 /// The log line of an executor about a virtual machine of an earlier executor.
-const KEPT: &str = "serving it on";
+const KEPT: &str = "serving the running virtual machine";

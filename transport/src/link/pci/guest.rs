@@ -159,8 +159,8 @@ impl Device {
                 cause: DeviceMismatch::NoWindow,
             })?;
         // SAFETY: `file` is the device's region in sysfs, and the kernel refuses to map more than
-        // the region has. The region exists while the device does. Removing a device in use ends
-        // its users by SIGBUS, which the crate documents.
+        // the region has. The region exists while the device does. The kernel ends the programs
+        // that use a device in removal (SIGBUS), as docs/life-events.md says.
         let page = unsafe { Window::map_device(file.as_fd(), 0, directory::PAGE) }
             .map_err(|error| unmapped(&device, error))?;
         let directory = Directory::read(&page, size).map_err(|error| not_vgpu(&device, error))?;
@@ -285,7 +285,8 @@ impl Device {
     /// Maps slot `k` and opens the link. `lock` is the file that holds the slot's lock.
     fn open_slot(self, k: usize, lock: File) -> Result<WindowGuest, PciError> {
         let slot = self.directory.slot(k);
-        // SAFETY: as for the page of the directory in `open`; `file` is the same region.
+        // SAFETY: `self.file` is the device's region, which keeps its size while the device exists.
+        // The slot lies inside the region: `Directory::read` has checked the sizes.
         let window =
             unsafe { Window::map_device(self.file.as_fd(), slot.start as u64, slot.len()) }
                 .map_err(|error| unmapped(&self.name, error))?;

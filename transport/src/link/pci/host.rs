@@ -138,13 +138,19 @@ impl GuestHeartbeat {
         }
     }
 
-    /// Whether the guest's program lives.
-    fn is_alive(&mut self) -> bool {
+    /// Looks whether the heartbeat has changed. Called often, so that a program that has ended is
+    /// known to be dead when another one asks for its slot.
+    fn sample(&mut self) {
         let beat = self.page.load(layout::word::GUEST_HEARTBEAT);
         if beat != self.beat {
             self.beat = beat;
             self.changed = Instant::now();
         }
+    }
+
+    /// Whether the guest's program lives.
+    fn is_alive(&mut self) -> bool {
+        self.sample();
         self.changed.elapsed() < ALIVE
     }
 }
@@ -237,6 +243,9 @@ impl VmWindow {
         for k in 0..self.slots.len() {
             let number = self.page.load(word::request(k));
             let slot = &mut self.slots[k];
+            if let Some(running) = &mut slot.running {
+                running.heartbeat.sample();
+            }
             if number != slot.seen {
                 slot.seen = number;
                 slot.waiting = Some((number, Instant::now()));
@@ -416,5 +425,41 @@ impl Doorbell for SlotDoorbell {
         } else {
             Wake::Look
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::link::pci::directory;
+    use crate::shm::memory::sealed_file;
+
+    /// A program that had a heartbeat and ended long ago loses its slot to the first request.
+    #[test]
+    fn slot_of_a_program_that_is_dead_is_free_at_the_first_request() {
+        let size = directory::MIN_SIZE;
+        let memory = sealed_file(size).unwrap();
+        let bell = VmDoorbell::new(new_eventfd().unwrap(), None);
+        let mut machine = VmWindow::new(memory.try_clone().unwrap(), size, bell, None).unwrap();
+        let slot = machine.directory().slot(0);
+        let page = Window::map_part(memory.as_fd(), slot.start as u64, PAGE).unwrap();
+        let beat = Window::map_part(memory.as_fd(), slot.start as u64, PAGE).unwrap();
+        let eviction = Arc::new(Eviction {
+            is_asked: AtomicBool::new(false),
+            event: new_eventfd().unwrap(),
+        });
+        machine.slots[0].running = Some(Running {
+            token: Arc::downgrade(&eviction),
+            heartbeat: GuestHeartbeat::new(page),
+        });
+        let mut next = || machine.next(Duration::from_millis(1)).unwrap();
+        beat.store(layout::word::GUEST_HEARTBEAT, 7);
+        assert!(matches!(next(), VmEvent::Nothing));
+        std::thread::sleep(ALIVE);
+        let directory = Window::map_part(memory.as_fd(), 0, PAGE).unwrap();
+        directory.store(word::request(0), 99);
+        next();
+        assert_ne!(directory.load(word::answered(0)), 99, "busy");
+        assert!(eviction.is_asked.load(Ordering::Relaxed));
     }
 }
