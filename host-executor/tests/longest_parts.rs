@@ -400,6 +400,13 @@ fn windows() -> Vec<Shapes> {
             let image = strided(Type::F32, [4, 4, side, 1], stride);
             Some((op, f32([4, 4, side, 1]), vec![kernel, image]))
         }));
+        all.push(shapes(at("CONV_2D of 1 by 1, half as many"), move |n| {
+            let side = n.isqrt();
+            let op = slide(OpKind::Conv2d, &Sliding::default())?;
+            let kernel = f32([1, 1, side, side / 2]);
+            let image = strided(Type::F32, [4, 4, side, 1], stride);
+            Some((op, f32([4, 4, side / 2, 1]), vec![kernel, image]))
+        }));
         all.push(shapes(at("CONV_2D_DW"), move |n| {
             let side = n.isqrt();
             let op = slide(OpKind::Conv2dDw, &Sliding::default())?;

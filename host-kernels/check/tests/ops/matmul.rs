@@ -47,7 +47,7 @@ pub(crate) fn as_activation(weight: Type, row: &[f64]) -> Vec<f64> {
     let format = kernel.activation.format();
     let mut values: Vec<f32> = row.iter().map(|&x| x as f32).collect();
     let mut bytes = vec![0; format.row_bytes(row.len())];
-    // SAFETY: all hold a row.
+    // SAFETY: `values` holds the `row.len()` floats of a row, and `bytes` its blocks.
     unsafe {
         (kernel.quantize_activation)(values.as_ptr(), bytes.as_mut_ptr(), row.len());
         (format.dequantize_row)(bytes.as_ptr(), values.as_mut_ptr(), row.len());

@@ -278,7 +278,7 @@ fn win_unpart(dst: View, src: View, w: usize) -> Kernel {
     let npx = dst.ne[1].div_ceil(w);
     each_row(dst, move |[x, y, _], row| {
         let from = src.row_ptr([x % w, y % w, y / w * npx + x / w]);
-        // SAFETY: both rows have `ne[0]` elements.
+        // SAFETY: both rows have `ne[0]` elements, and one worker writes this row of `dst`.
         unsafe { copy_line(row, dst.nb[0], from, src.nb[0], dst.ne[0], size) };
     })
 }

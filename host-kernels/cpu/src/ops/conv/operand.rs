@@ -27,23 +27,19 @@ pub(super) fn tile_outputs(k: usize, channels: usize, products: usize, outputs: 
         .min(outputs.max(1))
 }
 
-/// The most products of one output that are computed without a pause, about: the operands of that
-/// many products come from memory, not from a cache.
+/// The most products of one output in a block, about: the operands of that many products come from
+/// memory, not from a cache.
 const BLOCK_PRODUCTS: usize = 1 << 22;
 
 /// The fewest channels of a block: a patch is copied for each block.
 const BLOCK_CHANNELS: usize = 64;
 
-/// The output channels, of `channels`, of a block. `k`: floats of a patch. `tile`: the outputs of a
-/// tile; the products of several outputs are few enough for one block.
-pub(super) fn block_channels(k: usize, channels: usize, tile: usize) -> usize {
-    match tile {
-        1 => (BLOCK_PRODUCTS / k.max(1))
-            .max(BLOCK_CHANNELS)
-            .min(channels),
-        _ => channels,
-    }
-    .max(1)
+/// The output channels, of `channels`, of a block, for patches of `k` floats.
+pub(super) fn block_channels(k: usize, channels: usize) -> usize {
+    (BLOCK_PRODUCTS / k.max(1))
+        .max(BLOCK_CHANNELS)
+        .min(channels)
+        .max(1)
 }
 
 /// A matrix in scratch memory: the elements of a tensor in order, converted to the type that the

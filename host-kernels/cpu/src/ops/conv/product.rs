@@ -94,7 +94,7 @@ pub(super) fn convolution(
     let outputs = out.outputs();
     let tile = tile_outputs(k, out.channels, k.saturating_mul(out.channels), outputs);
     let tiles = outputs.div_ceil(tile);
-    let block = block_channels(k, out.channels, tile);
+    let block = block_channels(k, out.channels);
     let blocks = out.channels.div_ceil(block);
     let units = tiles * blocks * out.images;
     let busy = workers.min(units);
