@@ -313,13 +313,14 @@ fn fork_while_other_threads_use_the_session() {
         }
         for round in 0..20 {
             let child = || model.is_failed(1.0) && Model::load().is_right(round as f32);
-            // SAFETY: as in `fork`, without a loop of the parent.
+            // SAFETY: the child calls the plugin, which is prepared for a fork beside other threads,
+            // and ends with `_exit`.
             let id = unsafe { libc::fork() };
             if id == 0 {
                 // SAFETY: takes a number.
                 unsafe { libc::alarm(HANG) };
                 let is_right = std::panic::catch_unwind(std::panic::AssertUnwindSafe(child));
-                // SAFETY: as in `fork`.
+                // SAFETY: `_exit` takes a number, and runs no code of the parent's threads.
                 unsafe { libc::_exit(i32::from(!is_right.unwrap_or(false))) };
             }
             let mut status = -1;

@@ -1,6 +1,6 @@
 //! What is logged before the process ends.
 //!
-//! Whoever reads the log may have stopped reading, such as a full pipe's other end. A write to the
+//! The reader of the log may have stopped reading, such as a full pipe's other end. A write to the
 //! log then never returns. The end of a process whose engine hangs must not wait for it.
 #![forbid(unsafe_code)]
 

@@ -20,7 +20,7 @@ pub(crate) const SESSION_DESCRIPTORS: usize = 8;
 /// Limits on connections whose handshake is not complete, up to HELLO. Each has a thread.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HandshakeLimits {
-    /// Connections of all sources. Beyond that, the source with most of them loses its oldest one.
+    /// Connections of all origins. Beyond that, the origin with most of them loses its oldest one.
     pub all: usize,
     /// Connections of one origin: a user of this machine, a virtual machine, or an address (with
     /// IPv6, a network of 64 bits). Beyond that, the origin loses its oldest one.

@@ -32,7 +32,7 @@ pub(crate) enum Rank {
     Handshakes,
     /// The rules of the configuration and their tenants (`tenant_registry`).
     Registry,
-    /// The tenants without a name (`tenant_registry`).
+    /// The unnamed tenants (`tenant_registry`).
     Sources,
     /// The memory accounts (`ledger`).
     Ledger,

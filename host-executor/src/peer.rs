@@ -51,7 +51,7 @@ impl Peer {
         }
     }
 
-    /// Who a guest without a name is: its certificate, else its [origin](Peer::origin). `None` if
+    /// Who an unnamed guest is: its certificate, else its [origin](Peer::origin). `None` if
     /// nothing tells.
     pub(crate) fn source(&self) -> Option<String> {
         if let Some(certificate) = &self.certificate {

@@ -122,7 +122,7 @@ impl WeightsStatus {
 /// A tenant.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct GuestStatus {
-    /// The name in the configuration; `-` for all guests without a name.
+    /// The name in the configuration; `-` for all unnamed guests.
     pub name: String,
     /// Quota of device memory in bytes. `None`: the memory that no quota reserves.
     pub quota: Option<u64>,

@@ -33,7 +33,7 @@ pub struct GuestRule {
 pub struct Rules {
     /// Guests with names.
     pub guests: Vec<GuestRule>,
-    /// Limits of each guest without a name. `None`: guests without a name are rejected.
+    /// Limits of each unnamed guest. `None`: unnamed guests are rejected.
     pub unnamed: Option<Policy>,
     /// Whether the sum of the quotas may exceed the engine's memory.
     pub overcommit: bool,
@@ -72,7 +72,7 @@ pub enum AdmissionError {
     NoCertificate { name: String },
     #[error("the configuration no longer names guest {name}")]
     Removed { name: String },
-    #[error("the configuration does not name this guest, and rejects guests without a name")]
+    #[error("the configuration does not name this guest, and rejects unnamed guests")]
     Unnamed,
     #[error(
         "guest {name} may not connect over {link}, only over {}",
@@ -110,16 +110,16 @@ impl Rules {
 pub(crate) struct TenantRegistry {
     ledger: Arc<Ledger>,
     state: RankedMutex<State>,
-    /// The connected guests without a name, by what distinguishes them ([`Peer::source`]).
+    /// The connected unnamed guests, by what distinguishes them ([`Peer::source`]).
     sources: RankedMutex<BTreeMap<String, Weak<Tenant>>>,
-    /// Stands for all guests without a name, in statistics.
+    /// Stands for all unnamed guests, in statistics.
     unnamed: Arc<Tenant>,
 }
 
 #[derive(Debug, Default)]
 struct State {
     guests: Vec<NamedGuest>,
-    /// Limits of each guest without a name.
+    /// Limits of each unnamed guest.
     unnamed: Option<Policy>,
 }
 
@@ -245,7 +245,7 @@ impl TenantRegistry {
         Ok(tenant)
     }
 
-    /// The tenant of a guest without a name: one for all programs of a source, so that a guest gets
+    /// The tenant of an unnamed guest: one for all programs of a source, so that a guest gets
     /// no second weight and quota by connecting again.
     fn unnamed_tenant(&self, peer: &Peer, policy: &Policy) -> Arc<Tenant> {
         let new = |name| {
@@ -275,7 +275,7 @@ impl TenantRegistry {
         self.ledger.total()
     }
 
-    /// Limits of each guest without a name.
+    /// Limits of each unnamed guest.
     pub(crate) fn unnamed_policy(&self) -> Policy {
         let state = self.state.lock();
         state.unnamed.clone().unwrap_or_default()

@@ -104,7 +104,7 @@ fn executor_answers_while_the_engine_hangs() {
             health.check();
             health.fatal_error()
         });
-        // A new guest is greeted, and can do what needs no engine.
+        // A new guest is accepted, and can do what needs no engine.
         let mut third = host.connect();
         let third = answered("HELLO", move || {
             third.hello();

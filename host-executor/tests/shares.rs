@@ -174,7 +174,7 @@ fn refused_guests_receive_the_reason() {
         "{reason}"
     );
     let reason = host.connect_of(3).ended();
-    assert!(reason.contains("rejects guests without a name"), "{reason}");
+    assert!(reason.contains("rejects unnamed guests"), "{reason}");
     host.guest_of(2).fence();
 }
 
@@ -489,7 +489,7 @@ fn certificates_at_one_address_cannot_take_all_sessions() {
         .connect_from(with_certificate("2001:db8::77", 7))
         .ended();
     assert!(
-        reason.contains("the guests without a name at tcp:2001:db8::/64 together have 6 programs"),
+        reason.contains("the unnamed guests at tcp:2001:db8::/64 together have 6 programs"),
         "{reason}"
     );
     let reason = host.connect_from(from_address("2001:db8::78")).ended();

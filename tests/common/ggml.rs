@@ -130,7 +130,7 @@ pub(crate) struct InitParams {
 
 // SAFETY: function pointers, and a device that any thread may use.
 unsafe impl Send for Ggml {}
-// SAFETY: as for Send.
+// SAFETY: nothing changes the pointers after `load`, and ggml allows calls of several threads.
 unsafe impl Sync for Ggml {}
 
 impl Ggml {

@@ -126,7 +126,7 @@ pub struct PerProcess<T> {
 // SAFETY: the pointer is that of a `(Owner, T)` which this value owns as a box does. Several
 // threads get `&T` and may make the `T`, so `T` must be both `Send` and `Sync`.
 unsafe impl<T: Send + Sync> Sync for PerProcess<T> {}
-// SAFETY: as for `Sync`.
+// SAFETY: the value owns the `(Owner, T)` behind the pointer, and `T` is `Send`.
 unsafe impl<T: Send + Sync> Send for PerProcess<T> {}
 
 impl<T> PerProcess<T> {

@@ -10,16 +10,16 @@ use vgpu_transport::link::connect::expand;
 
 use crate::session_client::{self, Client};
 
-/// How long an executor that is connected may take to greet.
-const GREETING: Duration = Duration::from_secs(5);
+/// How long an executor that is connected may take to accept a session.
+const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The pause between two attempts.
 const PAUSE: Duration = Duration::from_millis(200);
 
-/// Waits until an executor greets programs.
+/// Waits until an executor accepts sessions.
 ///
 /// For services that look for a device once, when they start, such as Ollama: ExecStartPre=vgpu
-/// wait. Every named executor must greet, or one at the default addresses. The exit status is 1,
+/// wait. Every named executor must accept one, or one at the default addresses. The exit status is 1,
 /// with the reason, if none does in time.
 #[derive(Parser)]
 pub(crate) struct Args {
@@ -41,7 +41,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     loop {
         let before = missing.len();
         let mut reasons = Vec::new();
-        missing.retain(|endpoint| match greets(endpoint) {
+        missing.retain(|endpoint| match accepts(endpoint) {
             Ok(()) => false,
             Err(error) => {
                 reasons.push(format!("{endpoint}: {error:#}"));
@@ -62,14 +62,14 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     }
 }
 
-/// Whether an executor greets a program at `endpoint`.
-fn greets(endpoint: &Endpoint) -> anyhow::Result<()> {
+/// Whether an executor accepts a session at `endpoint`.
+fn accepts(endpoint: &Endpoint) -> anyhow::Result<()> {
     if *endpoint == Endpoint::Inproc {
         return Ok(());
     }
     let all = expand(endpoint)?;
     for one in all {
-        session_client::within(GREETING, move || {
+        session_client::within(HELLO_TIMEOUT, move || {
             Client::connect(&one, "vgpu wait").map(drop)
         })?;
     }

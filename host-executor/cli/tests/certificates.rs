@@ -147,7 +147,7 @@ fn unknown_certificate_is_refused_when_only_listed_guests_are_admitted() {
     assert_eq!(executor.memory(executor.common, "Laptop"), 20 << 20);
     let reason = executor.connect(executor.common, "stranger").ended();
     assert!(
-        reason.contains("does not name this guest, and rejects guests without a name"),
+        reason.contains("does not name this guest, and rejects unnamed guests"),
         "{reason}"
     );
     // A certificate of another authority fails in the TLS handshake.

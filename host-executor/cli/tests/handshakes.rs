@@ -1,5 +1,5 @@
 //! Connections that never complete their handshakes: a real `vgpu serve` serves the guests of other
-//! sources meanwhile.
+//! origins meanwhile.
 
 mod certified;
 #[path = "../../tests/common/mod.rs"]
@@ -28,7 +28,7 @@ use vgpu_transport::wire::GraphId;
 const FLOOD: usize = 150;
 
 /// Half open connections that one origin may have: the default of `HandshakeLimits`.
-const OF_ONE_SOURCE: usize = 64;
+const OF_ONE_ORIGIN: usize = 64;
 
 /// The isolated executors of these tests have six places, the others eight.
 const SINGLE: &[&str] = &["--max-guests", "8"];
@@ -97,7 +97,7 @@ fn open(flood: &[OwnedFd]) -> usize {
 /// Waits until the executor has closed the connections beyond the limit of one origin.
 fn wait_for_limit(flood: &[OwnedFd]) {
     let start = Instant::now();
-    while open(flood) > OF_ONE_SOURCE {
+    while open(flood) > OF_ONE_ORIGIN {
         assert!(start.elapsed() < TIMEOUT, "{} are open", open(flood));
         thread::yield_now();
     }

@@ -190,7 +190,7 @@ pub struct Settings {
     pub share_weights: Sharing,
     /// The cache of weights on disk.
     pub weights_cache: Option<CacheOptions>,
-    /// Limits of a guest without a name. `None`: guests without a name are rejected.
+    /// Limits of an unnamed guest. `None`: unnamed guests are rejected.
     pub unnamed: Option<Policy>,
     /// Guests with names.
     pub guests: Vec<GuestSettings>,

@@ -8,7 +8,7 @@
 //! from the log, and the guest's next program gets a new worker.
 //!
 //! A guest that the configuration names has one worker for all its programs, which share the
-//! guest's quota and weights. A guest without a name has one worker per program. Workers report to
+//! guest's quota and weights. An unnamed guest has one worker per program. Workers report to
 //! their supervisor (`ipc`), which adds up their figures for metrics and `vgpu ps` (`aggregate`).
 //!
 //! Processes cannot share a device turn by turn. Each guest therefore has a part of the memory, and

@@ -16,9 +16,9 @@ pub struct Resources {
 /// How the resources are divided.
 #[derive(Debug, Clone)]
 pub struct Partition {
-    /// The named guests, each with its memory, and the limits of a guest without a name.
+    /// The named guests, each with its memory, and the limits of an unnamed guest.
     pub rules: Rules,
-    /// Guests without a name that are served at once: as many as the remaining memory is enough
+    /// Unnamed guests that are served at once: as many as the remaining memory is enough
     /// for.
     pub max_unnamed: usize,
     /// Programs that are served at once, of all guests.

@@ -203,7 +203,7 @@ fn serve(
     drop(link);
 }
 
-/// Whose weights a guest without a name shares without proof: those of the same user of this
+/// Whose weights an unnamed guest shares without proof: those of the same user of this
 /// machine, or of the same virtual machine. Every other session has a sharing domain of its own.
 fn sharing_domain(id: u64, peer: &Peer) -> String {
     let machine = peer

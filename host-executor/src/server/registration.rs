@@ -94,7 +94,7 @@ fn refusal(
         let origin = peer.origin();
         let unnamed = sessions.values().filter(|e| !e.tenant.is_named());
         let own = unnamed.filter(|e| e.peer.origin() == origin).count();
-        let who = format!("the guests without a name at {origin} together have");
+        let who = format!("the unnamed guests at {origin} together have");
         too_many(&who, own, max_sessions)
     };
     let open = sessions.len();

@@ -158,11 +158,11 @@ impl Disk {
     pub(super) fn lengths(&self, domain: Option<&str>) -> Vec<u64> {
         let folder = folder_name(domain);
         let index = self.index();
-        let of_origin = index
+        let of_domain = index
             .files
             .iter()
             .filter(|((name, _), _)| **name == *folder);
-        of_origin.map(|(_, place)| place.len).collect()
+        of_domain.map(|(_, place)| place.len).collect()
     }
 
     /// Opens the file of a content.

@@ -36,7 +36,7 @@ pub(super) struct Key {
 pub(super) struct Entry {
     pub(super) len: u64,
     pub(super) extent: Weak<dyn Extent>,
-    /// Origins that have uploaded the content, or have proven that they have it.
+    /// Sharing domains that have uploaded the content, or have proven that they have it.
     pub(super) known_to: Vec<Arc<str>>,
 }
 

@@ -1,4 +1,4 @@
-//! The entries of the weight store, and the thread that hashes.
+//! What sessions ask and report of the weight store, and the thread that hashes.
 #![forbid(unsafe_code)]
 
 use std::collections::{BTreeSet, HashMap};

@@ -187,7 +187,7 @@ impl Worker<'_> {
     /// When the turn of the graph is over, no more units are returned, and the next turn calls the
     /// kernel again for the rest. So work of a kernel before its units is repeated in each turn,
     /// and a kernel must have no work after its units. A unit takes about a millisecond or less,
-    /// unless a single row or result is more work.
+    /// unless a single row or result is more work: `docs/performance.md` has the longest.
     pub(crate) fn share(&self, units: usize) -> RowShare<'_> {
         self.share_groups(units, 1)
     }

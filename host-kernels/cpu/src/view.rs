@@ -21,7 +21,7 @@ pub(crate) struct View {
 
 // SAFETY: a view is an address without access. Each kernel argues why its accesses do not race.
 unsafe impl Send for View {}
-// SAFETY: as for `Send`: a shared view gives no access.
+// SAFETY: a reference to a view gives its address, and no access to the memory there.
 unsafe impl Sync for View {}
 
 impl View {

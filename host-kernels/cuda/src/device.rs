@@ -57,7 +57,7 @@ pub struct MappedHostMemory {
 // SAFETY: the structure holds two addresses. Who reads or writes there has to argue for that
 // access.
 unsafe impl Send for MappedHostMemory {}
-// SAFETY: as for `Send`.
+// SAFETY: a reference gives the two addresses, and no access to the memory there.
 unsafe impl Sync for MappedHostMemory {}
 
 /// A device. All work happens in the order in which it was asked for, as on one CUDA stream.

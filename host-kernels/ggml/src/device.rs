@@ -43,7 +43,8 @@ pub(crate) struct Backend {
     raw: NonNull<abi::ggml_backend>,
 }
 
-// SAFETY: a backend has one user at a time, which may be any thread.
+// SAFETY: no ggml backend that this crate loads keeps state in thread-local memory: ggml's scheduler
+// moves its backends between threads, too. `&mut` or a lock gives the backend one user at a time.
 unsafe impl Send for Backend {}
 
 impl Backend {
@@ -100,9 +101,10 @@ pub(crate) struct Device {
     pub(crate) failures: Failures,
 }
 
-// SAFETY: the device object is constant.
+// SAFETY: the device object belongs to the backend's library, which is never unloaded, and not to a
+// thread.
 unsafe impl Send for Device {}
-// SAFETY: as for `Send`.
+// SAFETY: the device object is constant: no method of `Device` changes it through `&self`.
 unsafe impl Sync for Device {}
 
 impl Device {

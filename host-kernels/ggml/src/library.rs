@@ -36,7 +36,7 @@ pub struct Library {
 // SAFETY: the registry object is constant, and any thread may call the functions of ggml that this
 // module calls.
 unsafe impl Send for Library {}
-// SAFETY: as for `Send`.
+// SAFETY: the registry object is constant: no method changes it through `&self`.
 unsafe impl Sync for Library {}
 
 impl Library {

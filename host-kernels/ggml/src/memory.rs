@@ -34,7 +34,7 @@ pub(crate) struct Allocator {
 // SAFETY: the buffer type is a constant object of the backend, and its functions may be called by
 // any thread.
 unsafe impl Send for Allocator {}
-// SAFETY: as for `Send`.
+// SAFETY: the buffer type is constant, and the flag is atomic.
 unsafe impl Sync for Allocator {}
 
 /// The bytes that an allocation of `size` bytes takes.
@@ -142,7 +142,8 @@ pub(crate) struct GgmlMemory {
 // SAFETY: the object owns its buffer. The functions in the buffer's table may be called by any
 // thread; callers order them with computations, as the contract of `Memory` says.
 unsafe impl Send for GgmlMemory {}
-// SAFETY: as for `Send`. Concurrent calls access different bytes, or only read.
+// SAFETY: the contract of `Memory` orders calls that access the same bytes, unless all of them read,
+// and the functions of the table change nothing else of the buffer.
 unsafe impl Sync for GgmlMemory {}
 
 impl GgmlMemory {
@@ -194,7 +195,8 @@ impl Memory for GgmlMemory {
         if out.is_empty() {
             return Ok(());
         }
-        // SAFETY: as for `write`; `out` is writable.
+        // SAFETY: the buffer exists. The range lies inside `whole` (checked above), and `out` is
+        // writable for its length.
         unsafe {
             let get = { self.buffer.as_ref() }.iface.get_tensor;
             let get = get.ok_or_else(|| GgmlMemory::lacks("get_tensor"))?;

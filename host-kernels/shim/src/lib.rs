@@ -139,7 +139,8 @@ impl Kernel {
         seed: u64,
     ) -> Result<(), ShimError> {
         let params = self.check(threads, params)?;
-        // SAFETY: as in `launch`.
+        // SAFETY: `check` has compared `params` with the parameters of the kernel. The caller
+        // guarantees that the addresses in them are valid until this synchronous call returns.
         self.outcome(unsafe {
             vgpu_shim_launch_cooperative(
                 self.name.as_ptr(),

@@ -50,7 +50,7 @@ pub(crate) enum Expect {
 /// The expected state of a session.
 #[derive(Default)]
 pub(crate) struct Model {
-    greeted: bool,
+    is_open: bool,
     /// The content of each buffer.
     pub(crate) buffers: BTreeMap<u64, Vec<u8>>,
     /// The state of the buffers for weights.
@@ -172,12 +172,12 @@ impl Model {
             Request::Write { .. } | Request::Graph { .. } | Request::Patch { .. }
         );
         let is_hello = matches!(request, Request::Hello { .. });
-        if is_hello == self.greeted || !takes_payload && !payload.is_empty() {
+        if is_hello == self.is_open || !takes_payload && !payload.is_empty() {
             return Expect::End;
         }
         match request {
             Request::Hello { protocol, ir, .. } => {
-                self.greeted = true;
+                self.is_open = true;
                 match (protocol, ir) {
                     (PROTOCOL_VERSION, IR_VERSION) => Expect::Welcome,
                     _ => Expect::End,

@@ -123,7 +123,7 @@ pub(crate) struct Args {
     /// one guest only.
     ///
     /// Each process has its own engine. A guest that the configuration names has one process for
-    /// all its programs, with its quota. A guest without a name has one process per program, with
+    /// all its programs, with its quota. An unnamed guest has one process per program, with
     /// --guest-memory; the number of these processes is limited by --memory. The kernel divides
     /// processor time; weights become nice levels. The programs of one guest share the weights of
     /// models. The cache of weights, --share-weights all and guests with certificates need a single

@@ -30,7 +30,8 @@ pub(super) struct Context {
 // SAFETY: `raw` is a driver handle. The driver allows any thread to use a context that the thread
 // has made current, which `enter` does. All other fields are `Send`.
 unsafe impl Send for Context {}
-// SAFETY: as for `Send`; the driver synchronises calls of several threads in one context.
+// SAFETY: the driver synchronises calls of several threads in one context, and the counter of calls
+// is atomic.
 unsafe impl Sync for Context {}
 
 impl Context {

@@ -25,7 +25,7 @@ struct Kernel {
 
 // SAFETY: a `CUfunction` is a driver handle, which any thread may use with the context current.
 unsafe impl Send for Kernels {}
-// SAFETY: as for `Send`; the table does not change after `load`.
+// SAFETY: the table of handles does not change after `load`; launches change nothing in it.
 unsafe impl Sync for Kernels {}
 
 impl Kernels {

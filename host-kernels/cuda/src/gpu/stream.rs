@@ -33,7 +33,7 @@ struct EventRing {
 // SAFETY: stream and events are driver handles, which any thread may use with the context current;
 // every method enters the context first.
 unsafe impl Send for Stream {}
-// SAFETY: as for `Send`; the driver synchronises calls on one stream, and `events` has a lock.
+// SAFETY: the driver synchronises calls of several threads on one stream, and `events` has a lock.
 unsafe impl Sync for Stream {}
 
 impl Stream {

@@ -55,7 +55,7 @@ pub(crate) fn to_gguf(
 pub(crate) struct Instance {
     root: PathBuf,
     vgpu: PathBuf,
-    /// The same for every server of this installation, since clients use it.
+    /// The same for every start of this server, since clients use it.
     port: u16,
     server: Option<Daemon>,
 }
