@@ -38,9 +38,10 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
         deepseek_v4(tests, &dist, (llama::NEWEST_RELEASE, Logs::Nodes), build);
     }
     for release in ggml_releases::RELEASES {
-        if tests.options.wants_ggml(release.version, false) {
-            let version = (release.version, Logs::Results);
-            deepseek_v4(tests, &dist, version, |b| release.archs(b.cache));
+        if tests.options.wants_build(release, false) {
+            let version = (release.name(), Logs::Results);
+            let build = |b: &TestRun<'_>| release.archs(b.cache);
+            deepseek_v4(tests, &dist, (&version.0, version.1), build);
         }
     }
 }
@@ -89,7 +90,7 @@ fn deepseek_v4(
     tests.check(
         &format!("DeepSeek-V4, ggml {version}"),
         |tests, progress| {
-            let name = format!("archs-{version}");
+            let name = format!("archs-{}", version.replace(' ', "-"));
             over_unix(tests, dist, &name, |backend| {
                 let build = (bin.as_path(), name.as_str(), logs);
                 architectures(tests, build, &["-a", "deepseek4"], backend, progress)

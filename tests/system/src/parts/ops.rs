@@ -53,10 +53,9 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
     if tests.options.wants_ggml(llama::RELEASE, true) {
         of_main_release(tests, &dist, &bin, is_sampled);
     }
-    // Every other series of ggml, each with its own program and CPU backend.
+    // Every other series of ggml, each build with its own program and CPU backend.
     for release in ggml_releases::RELEASES {
-        let is_oldest = *release == ggml_releases::RELEASES[0];
-        if tests.options.wants_ggml(release.version, is_oldest) {
+        if tests.options.wants_build(release, release.is_default) {
             of_release(tests, &dist, release, is_sampled);
         }
     }
@@ -171,27 +170,25 @@ fn of_release(tests: &mut TestRun<'_>, dist: &Dist, release: &Release, is_sample
         true => "a sample of the ops",
         false => "every op",
     };
-    let version = release.version;
-    let what_is_built = format!("ggml {version} and its test-backend-ops");
+    let name = &release.name();
+    let what_is_built = format!("ggml {name} and its test-backend-ops");
     let built = tests.prepare(&what_is_built, |tests| release.ops(tests.cache));
     let Some(bin) = built else { return };
-    tests.check(
-        &format!("{what} inproc, ggml {version}"),
-        |tests, progress| inproc(tests, dist, &bin, version, is_sampled, progress),
-    );
+    tests.check(&format!("{what} inproc, ggml {name}"), |tests, progress| {
+        inproc(tests, dist, &bin, name, is_sampled, progress)
+    });
 }
 
-/// Compares the ops of the ggml in `bin`, which is `version`, with its CPU backend, all or a
-/// sample, with the executor in the plugin. A whole run must have the counts of `docs/OPS.md`.
+/// Compares the ops of the ggml in `bin`, which is `ggml`, with its CPU backend, all or a sample, with the executor in the plugin. A whole run must have the counts of `docs/OPS.md`.
 fn inproc(
     tests: &TestRun<'_>,
     dist: &Dist,
     bin: &Path,
-    version: &str,
+    ggml: &str,
     is_sampled: bool,
     progress: &Progress,
 ) -> Result<String> {
-    let name = format!("ggml-{version}");
+    let name = format!("ggml-{}", ggml.replace(' ', "-"));
     let mut suite = Suite {
         backend: Backend::Plugin {
             dist,
@@ -207,7 +204,7 @@ fn inproc(
     }
     let (claims, report) = ops::compare_with_cpu(&suite, progress)?;
     if tests.options.ops.is_none() && !is_sampled {
-        by_version::check(version, &claims, &report)?;
+        by_version::check(ggml, &claims, &report)?;
     }
     Ok(format!("{}{seed_note}", summary(&claims, &report)))
 }
