@@ -53,7 +53,25 @@ pub enum UnsupportedVersion {
         known = supported!()
     )]
     TooNew(String),
+    /// The build has the number of the last supported release, and a later interface.
+    #[error(
+        "ggml {release} here is a build after that release: it has no `{symbol}`, so that its \
+         interface is newer than this plugin, which works with {known}: install a newer \
+         ggml-vgpu, or, if there is none, add this release as CONTRIBUTING.md says under Extend",
+        symbol = V3_SYMBOL,
+        known = supported!()
+    )]
+    TooNewBuild {
+        /// What `ggml_version()` says.
+        release: String,
+    },
 }
+
+/// The function that every ggml with API version 3 has, and no other: API version 4 removes it.
+///
+/// `ggml_version()` names the last release before a build, so that the function is better evidence
+/// of the interface than the number.
+pub const V3_SYMBOL: &str = "ggml_backend_buft_alloc_buffer_n";
 
 impl Version {
     /// The series `major.minor`.
@@ -97,6 +115,26 @@ pub fn api_of(text: &str) -> Result<(Version, ApiVersion), UnsupportedVersion> {
     Ok((version, *api))
 }
 
+/// The API version of a build whose `ggml_version()` is `text`. `has_v3_symbol`: whether the build
+/// exports [`V3_SYMBOL`].
+///
+/// # Errors
+///
+/// [`UnsupportedVersion`] as for [`api_of`], and if the interface of the build is newer than that of
+/// the release which the number names.
+pub fn api_of_build(
+    text: &str,
+    has_v3_symbol: bool,
+) -> Result<(Version, ApiVersion), UnsupportedVersion> {
+    match (api_of(text)?, has_v3_symbol) {
+        ((version, _), true) => Ok((version, ApiVersion::V3)),
+        ((version, ApiVersion::V2), false) => Ok((version, ApiVersion::V2)),
+        ((_, ApiVersion::V3), false) => Err(UnsupportedVersion::TooNewBuild {
+            release: text.to_owned(),
+        }),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -115,6 +153,33 @@ mod tests {
         for text in ["0.26.0", "0.26.7"] {
             assert_eq!(api(text), Ok(ApiVersion::V3), "{text}");
         }
+    }
+
+    #[test]
+    fn function_of_api_3_decides_between_builds_of_one_number() {
+        let api = |text, has| api_of_build(text, has).map(|(_, api)| api);
+        assert_eq!(api("0.25.3", false), Ok(ApiVersion::V2));
+        assert_eq!(api("0.25.3", true), Ok(ApiVersion::V3));
+        assert_eq!(api("0.26.0", true), Ok(ApiVersion::V3));
+        let error = api("0.26.0", false).unwrap_err();
+        assert_eq!(
+            error,
+            UnsupportedVersion::TooNewBuild {
+                release: "0.26.0".into()
+            }
+        );
+        let text = error.to_string();
+        for words in [
+            "is a build after that release",
+            V3_SYMBOL,
+            "add this release",
+        ] {
+            assert!(text.contains(words), "{words} is not in {text}");
+        }
+        assert_eq!(
+            api("0.27.0", true),
+            Err(UnsupportedVersion::TooNew("0.27.0".into()))
+        );
     }
 
     #[test]
