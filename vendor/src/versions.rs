@@ -263,4 +263,52 @@ mod tests {
             assert!(page.contains(&row), "{row} is not in docs/programs.md");
         }
     }
+
+    /// The first column of the table of whole runs, as series.
+    fn tested(table: &str) -> Vec<Version> {
+        let rows = table.lines().skip(1);
+        let mut series: Vec<Version> = { rows.filter_map(|row| row.split([',', ' ']).next()) }
+            .map(|number| Version::parse(number).expect("a number of ggml"))
+            .collect();
+        series.dedup();
+        series
+    }
+
+    /// What is wrong with the table of whole runs.
+    fn differences(table: &str) -> Vec<String> {
+        let (first, _) = SERIES[0];
+        let supported = { first.minor..END.minor }.map(|minor| Version::new(first.major, minor));
+        let supported: Vec<Version> = supported.collect();
+        let tested = tested(table);
+        let missing = { supported.iter() }
+            .filter(|series| !tested.contains(series))
+            .map(|series| format!("{series} is supported, and has no whole run"));
+        let extra = { tested.iter() }
+            .filter(|series| !supported.contains(series))
+            .map(|series| format!("{series} has a whole run, and is not supported"));
+        missing.chain(extra).collect()
+    }
+
+    #[test]
+    fn every_supported_series_has_a_whole_run_of_its_operators() {
+        const TABLE: &str = include_str!("../../tests/system/ops-by-version.csv");
+        assert_eq!(
+            SERIES[0].0.major, END.major,
+            "the series count within a major number"
+        );
+        assert_eq!(differences(TABLE), [""; 0]);
+        // A row less, and a row too many.
+        let without: Vec<&str> = TABLE
+            .lines()
+            .filter(|row| !row.starts_with("0.23."))
+            .collect();
+        assert_eq!(
+            differences(&without.join("\n")),
+            ["0.23 is supported, and has no whole run"]
+        );
+        assert_eq!(
+            differences(&format!("{TABLE}0.27.0 b12000,1,1,1,0\n")),
+            ["0.27 has a whole run, and is not supported"]
+        );
+    }
 }
