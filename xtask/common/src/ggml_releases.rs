@@ -123,6 +123,26 @@ pub const RELEASES: &[Release] = &[
     },
 ];
 
+/// Further builds, whose sources are compared with what the plugin knows, and which no test builds.
+pub const READ: &[Release] = &[
+    // The last under this number, with `n_kv_max` of FLASH_ATTN_EXT.
+    Release {
+        version: "0.22.0",
+        build: 10798,
+        also: &[],
+        is_default: false,
+        sha256: "a34d52c633097b9f97097c2a20f57cd33450326701bbfd6255e463d8ebfa9852",
+    },
+    // Without the precisions of b10883.
+    Release {
+        version: "0.23.0",
+        build: 10852,
+        also: &[],
+        is_default: false,
+        sha256: "4191796cf97d6e4eac0c53d5a6adaac3e5c72344473278fa439c44e9b055a439",
+    },
+];
+
 /// Whether `text` names a release that the tests build: a number (`0.24.0`, all builds that have
 /// it) or a build (`b11076`).
 pub fn is_name(text: &str) -> bool {

@@ -4,6 +4,7 @@ pub(crate) mod by_version;
 mod report;
 mod suite;
 pub(crate) mod table;
+pub(crate) mod words;
 
 pub(crate) use report::{DEVICE, Report};
 pub(crate) use suite::{

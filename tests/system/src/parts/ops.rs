@@ -8,6 +8,7 @@ use anyhow::{Context as _, Result};
 
 use crate::ops::by_version;
 use crate::ops::table::{self, Findings};
+use crate::ops::words;
 use crate::ops::{self, Cases, Claim, Report, Suite};
 use vgpu_gguf::Rng;
 use xtask_common::dist::Dist;
@@ -49,6 +50,10 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
     });
     let Some((bin, newest)) = built else { return };
 
+    if tests.options.ggml.is_empty() {
+        let name = "the words that each release writes, against translate/releases.rs";
+        tests.check(name, |tests, _| words::check(tests.cache));
+    }
     let is_sampled = tests.options.samples_ops();
     if tests.options.wants_ggml(llama::RELEASE, true) {
         of_main_release(tests, &dist, &bin, is_sampled);
