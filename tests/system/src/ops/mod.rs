@@ -1,6 +1,7 @@
 //! ggml's own `test-backend-ops` on VGPU0: its list of cases and its results.
 
 pub(crate) mod by_version;
+pub(crate) mod constructors;
 mod report;
 mod suite;
 pub(crate) mod table;

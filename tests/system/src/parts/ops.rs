@@ -8,8 +8,8 @@ use anyhow::{Context as _, Result};
 
 use crate::ops::by_version;
 use crate::ops::table::{self, Findings};
-use crate::ops::words;
 use crate::ops::{self, Cases, Claim, Report, Suite};
+use crate::ops::{constructors, words};
 use vgpu_gguf::Rng;
 use xtask_common::dist::Dist;
 use xtask_common::ggml_releases::{self, Release};
@@ -57,6 +57,7 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
     let is_sampled = tests.options.samples_ops();
     if tests.options.wants_ggml(llama::RELEASE, true) {
         of_main_release(tests, &dist, &bin, is_sampled);
+        without_cases(tests, &dist, (llama::RELEASE, &bin));
     }
     // Every other series of ggml, each build with its own program and CPU backend.
     for release in ggml_releases::RELEASES {
@@ -74,6 +75,7 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
             let version = llama::NEWEST_RELEASE;
             inproc(tests, &dist, &newest, version, is_sampled, progress)
         });
+        without_cases(tests, &dist, (llama::NEWEST_RELEASE, &newest));
         let name = "guest ggml 0.25.3, the engine ggml over ggml-cpu 0.26.0";
         tests.check(name, |tests, progress| {
             on_ggml_cpu(tests, &dist, &bin, &newest, progress)
@@ -182,9 +184,24 @@ fn of_release(tests: &mut TestRun<'_>, dist: &Dist, release: &Release, is_sample
     tests.check(&format!("{what} inproc, ggml {name}"), |tests, progress| {
         inproc(tests, dist, &bin, name, is_sampled, progress)
     });
+    without_cases(tests, dist, (name, &bin));
 }
 
-/// Compares the ops of the ggml in `bin`, which is `ggml`, with its CPU backend, all or a sample, with the executor in the plugin. A whole run must have the counts of `docs/OPS.md`.
+/// The operators of a ggml of which `test-backend-ops` has no case. The libraries are in `bin`.
+fn without_cases(tests: &mut TestRun<'_>, dist: &Dist, (release, bin): (&str, &Path)) {
+    let name = format!("operators without cases, ggml {release}");
+    tests.check(&name, |tests, _| {
+        let backend = Backend::Plugin {
+            dist,
+            endpoint: "inproc",
+        };
+        let seed = tests.options.seed();
+        constructors::compare(tests.cache, (release, bin), &backend, seed)
+    });
+}
+
+/// Compares the ops of the ggml in `bin`, which is `ggml`, with its CPU backend, all or a sample,
+/// with the executor in the plugin. A whole run must have the counts of `docs/OPS.md`.
 fn inproc(
     tests: &TestRun<'_>,
     dist: &Dist,
