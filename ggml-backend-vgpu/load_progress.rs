@@ -137,8 +137,8 @@ impl LoadLog {
         self.buffers().retain(|(one, _)| *one != id);
     }
 
-    /// A graph computes: logs the buffers that were loaded before it, in one line. `shared`: weights
-    /// that were not sent, and all weights of the uploads that the graph ends, in bytes.
+    /// A graph computes: logs the buffers that were loaded before the graph, in one line. `shared`:
+    /// weights that were not sent, and all weights of the uploads that the graph ends.
     pub(crate) fn graph_begins(&self, shared: SharedBytes) {
         if let Some(line) = self.line(shared) {
             tracing::info!("{line}");

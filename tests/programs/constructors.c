@@ -39,8 +39,8 @@ static int from_to(int low, int high) {
     return low + (int) (next() % (uint64_t) (high - low + 1));
 }
 
-static struct ggml_tensor * tensor(struct ggml_context * ctx, enum ggml_type type, int64_t ne0, int64_t ne1,
-        int64_t ne2, int64_t ne3) {
+static struct ggml_tensor * tensor(struct ggml_context * ctx, enum ggml_type type, int64_t ne0,
+        int64_t ne1, int64_t ne2, int64_t ne3) {
     return ggml_new_tensor_4d(ctx, type, ne0, ne1, ne2, ne3);
 }
 
@@ -49,7 +49,8 @@ typedef struct ggml_tensor * build_t(struct ggml_context * ctx, char * text);
 
 static struct ggml_tensor * add1(struct ggml_context * ctx, char * text) {
     bool inplace = next() & 1;
-    struct ggml_tensor * a = tensor(ctx, GGML_TYPE_F32, from_to(1, 70), from_to(1, 5), from_to(1, 4), from_to(1, 3));
+    struct ggml_tensor * a = tensor(ctx, GGML_TYPE_F32, from_to(1, 70), from_to(1, 5),
+            from_to(1, 4), from_to(1, 3));
     struct ggml_tensor * b = ggml_new_tensor_1d(ctx, GGML_TYPE_F32, 1);
     sprintf(text, "inplace=%d", inplace);
     return inplace ? ggml_add1_inplace(ctx, a, b) : ggml_add1(ctx, a, b);
@@ -57,10 +58,12 @@ static struct ggml_tensor * add1(struct ggml_context * ctx, char * text) {
 
 static struct ggml_tensor * diag_mask_zero(struct ggml_context * ctx, char * text) {
     bool inplace = next() & 1;
-    struct ggml_tensor * a = tensor(ctx, GGML_TYPE_F32, from_to(1, 40), from_to(1, 40), from_to(1, 4), from_to(1, 3));
+    struct ggml_tensor * a = tensor(ctx, GGML_TYPE_F32, from_to(1, 40), from_to(1, 40),
+            from_to(1, 4), from_to(1, 3));
     int n_past = from_to(0, (int) a->ne[0]);
     sprintf(text, "n_past=%d,inplace=%d", n_past, inplace);
-    return inplace ? ggml_diag_mask_zero_inplace(ctx, a, n_past) : ggml_diag_mask_zero(ctx, a, n_past);
+    return inplace ? ggml_diag_mask_zero_inplace(ctx, a, n_past)
+                   : ggml_diag_mask_zero(ctx, a, n_past);
 }
 
 static struct ggml_tensor * im2col_back(struct ggml_context * ctx, char * text) {
@@ -80,25 +83,29 @@ static struct ggml_tensor * im2col_back(struct ggml_context * ctx, char * text) 
                                         : tensor(ctx, GGML_TYPE_F32, kw, ic, oc, 1);
     int64_t ne_2d[4] = { iw, ih, ic, n };
     int64_t ne_1d[4] = { iw, ic, n, 1 };
-    sprintf(text, "k=%dx%d,s=%d,%d,p=%d,%d,d=%d,%d,is_2d=%d", kw, kh, s0, s1, p0, p1, d0, d1, is_2d);
-    return ggml_im2col_back(ctx, gradient, kernel, is_2d ? ne_2d : ne_1d, s0, s1, p0, p1, d0, d1, is_2d);
+    sprintf(text, "k=%dx%d,s=%d,%d,p=%d,%d,d=%d,%d,is_2d=%d", kw, kh, s0, s1, p0, p1, d0, d1,
+            is_2d);
+    return ggml_im2col_back(ctx, gradient, kernel, is_2d ? ne_2d : ne_1d, s0, s1, p0, p1, d0, d1,
+            is_2d);
 }
 
 static struct ggml_tensor * pool_2d_back(struct ggml_context * ctx, char * text) {
     bool max = next() & 1;
     int k0 = from_to(1, 3), k1 = from_to(1, 3), s0 = from_to(1, 3), s1 = from_to(1, 3);
     int p0 = from_to(0, k0 - 1), p1 = from_to(0, k1 - 1);
-    struct ggml_tensor * input = tensor(ctx, GGML_TYPE_F32, from_to(4, 20), from_to(4, 20), from_to(1, 4), from_to(1, 3));
+    struct ggml_tensor * input = tensor(ctx, GGML_TYPE_F32, from_to(4, 20), from_to(4, 20),
+            from_to(1, 4), from_to(1, 3));
     int64_t ow = (input->ne[0] + 2 * p0 - k0) / s0 + 1, oh = (input->ne[1] + 2 * p1 - k1) / s1 + 1;
     struct ggml_tensor * gradient = tensor(ctx, GGML_TYPE_F32, ow, oh, input->ne[2], input->ne[3]);
     sprintf(text, "%s,k=%dx%d,s=%d,%d,p=%d,%d", max ? "max" : "avg", k0, k1, s0, s1, p0, p1);
-    return ggml_pool_2d_back(ctx, gradient, input, max ? GGML_OP_POOL_MAX : GGML_OP_POOL_AVG, k0, k1, s0, s1,
-            (float) p0, (float) p1);
+    enum ggml_op_pool kind = max ? GGML_OP_POOL_MAX : GGML_OP_POOL_AVG;
+    return ggml_pool_2d_back(ctx, gradient, input, kind, k0, k1, s0, s1, (float) p0, (float) p1);
 }
 
 static struct ggml_tensor * win_part(struct ggml_context * ctx, char * text) {
     int w = from_to(1, 9);
-    struct ggml_tensor * a = tensor(ctx, GGML_TYPE_F32, from_to(1, 40), from_to(1, 30), from_to(1, 30), 1);
+    struct ggml_tensor * a = tensor(ctx, GGML_TYPE_F32, from_to(1, 40), from_to(1, 30),
+            from_to(1, 30), 1);
     sprintf(text, "w=%d", w);
     return ggml_win_part(ctx, a, w);
 }
@@ -143,7 +150,8 @@ static const struct {
 };
 
 static float value(enum ggml_type type, const void * values, size_t i) {
-    return type == GGML_TYPE_F16 ? ggml_fp16_to_fp32(((const ggml_fp16_t *) values)[i]) : ((const float *) values)[i];
+    return type == GGML_TYPE_F16 ? ggml_fp16_to_fp32(((const ggml_fp16_t *) values)[i])
+            : ((const float *) values)[i];
 }
 
 // Fills a tensor with values from -1 to 1.
@@ -163,7 +171,8 @@ static void fill(struct ggml_tensor * t) {
 }
 
 // The result of an operator as floats, `*n` of them.
-static float * compute(ggml_backend_t backend, build_t * build, uint64_t seed, char * text, size_t * n, const char * name) {
+static float * compute(ggml_backend_t backend, build_t * build, uint64_t seed, char * text,
+        size_t * n, const char * name) {
     state = seed;
     struct ggml_init_params params = {
         .mem_size = MAX_TENSORS * ggml_tensor_overhead() + ggml_graph_overhead(),

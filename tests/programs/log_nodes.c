@@ -1,7 +1,7 @@
-/* A library to preload into a program of llama.cpp that prints no debug messages: loads all backends
- * as load_backends.c does, and prints every message of ggml and llama.cpp, whatever the program asks
- * for. With GGML_SCHED_DEBUG=2 the device of each node is among the messages. The messages go to
- * standard output, so that their order with the program's own lines is kept. */
+/* A library to preload into a program of llama.cpp that prints no debug messages: loads all
+ * backends as load_backends.c does, and prints every message of ggml and llama.cpp, whatever the
+ * program asks for. With GGML_SCHED_DEBUG=2 the device of each node is among the messages. The
+ * messages go to standard output, so that their order with the program's own lines is kept. */
 
 #include <stdio.h>
 

@@ -120,8 +120,8 @@ pub fn api_of(text: &str) -> Result<(Version, ApiVersion), UnsupportedVersion> {
 ///
 /// # Errors
 ///
-/// [`UnsupportedVersion`] as for [`api_of`], and if the interface of the build is newer than that of
-/// the release which the number names.
+/// [`UnsupportedVersion`] as for [`api_of`], and if the interface of the build is newer than that
+/// of the release which the number names.
 pub fn api_of_build(
     text: &str,
     has_v3_symbol: bool,

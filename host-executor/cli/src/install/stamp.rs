@@ -11,8 +11,9 @@ const SONAME: &str = "libggml-vgpu.so";
 /// The prefixes of the stamp's two lines. The plugin's `abi/stamp.rs` writes the lines.
 const STAMP: &str = "ggml-vgpu-stamp: ";
 const NEEDS: &str = "ggml-vgpu-needs: ";
-/// The function that every ggml with API version 3 exports, and no other. `ggml_version()` names the
-/// last release before a build, so that a build can have another interface than its number says.
+/// The function that every ggml with API version 3 exports, and no other. `ggml_version()` names
+/// the last release before a build, so that a build can have another interface than its number
+/// says.
 pub(crate) const V3_SYMBOL: &str = "ggml_backend_buft_alloc_buffer_n";
 
 /// A plugin's stamp.
@@ -84,7 +85,8 @@ impl Stamp {
     }
 
     /// The API version of a build of ggml whose `ggml_version()` is `version`, if the plugin
-    /// supports it. `has_v3_symbol`: whether the build exports [`V3_SYMBOL`]. As the plugin decides.
+    /// supports it. `has_v3_symbol`: whether the build exports [`V3_SYMBOL`]. The plugin decides
+    /// the same way.
     pub(crate) fn api_of(&self, version: &str, has_v3_symbol: bool) -> Option<u32> {
         let version = parse_version(version)?;
         let series = self
