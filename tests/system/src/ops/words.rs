@@ -390,7 +390,7 @@ fn indices(lines: &[&str], at: usize) -> Result<Vec<usize>> {
         .split_once("op_params")
         .and_then(|(_, rest)| rest.split_once("] ="));
     ensure!(
-        !assigned.is_some_and(|(_, value)| !value.starts_with('=')),
+        assigned.is_none_or(|(_, value)| value.starts_with('=')),
         "a write that this test cannot read"
     );
     Ok(Vec::new())
