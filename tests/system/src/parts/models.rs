@@ -148,7 +148,8 @@ enum Logs {
 }
 
 /// Random models of every architecture, or of those that `arguments` choose: logits as on the CPU,
-/// the same logits after saving and loading, and no node of the model on the CPU. `name` is for the names of logs and statistics.
+/// the same logits after saving and loading, and no node of the model on the CPU. `name` is for the
+/// names of logs and statistics.
 fn architectures(
     tests: &TestRun<'_>,
     (bin, name, logs): (&Path, &str, Logs),
