@@ -136,9 +136,9 @@ impl WeightUpload {
         }
     }
 
-    /// Ends the upload, if it is open. Returns what was sent and what was not, or `None`, and leaves
-    /// the upload open, if another thread is writing to the buffer: then the model is not loaded
-    /// yet.
+    /// Ends the upload, if it is open. Returns what was sent and what was not. Returns `None`, and
+    /// leaves the upload open, if another thread is writing to the buffer: then the model is not
+    /// loaded yet.
     ///
     /// # Errors
     ///
