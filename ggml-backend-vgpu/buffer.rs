@@ -151,7 +151,8 @@ impl Buffer {
 
     fn finish_write(&self, bytes: usize, written: Result<(), SessionError>) {
         if let Some(progress) = self.progress.as_ref().filter(|_| written.is_ok()) {
-            progress.advance(bytes as u64, self.is_for_weights());
+            let log = self.session.load_log();
+            progress.advance(bytes as u64, self.is_for_weights(), self.id(), log);
         }
         self.log("write to", written);
     }

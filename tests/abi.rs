@@ -300,6 +300,14 @@ fn interface_depends_on_the_ggml_version() {
         ("0.26.1-dirty", Some("-DAPI_3"), Ok(ApiVersion::V3)),
         // Built from sources on the way from 0.25.3 to 0.26.0.
         ("0.25.3", Some("-DAPI_3"), Ok(ApiVersion::V3)),
+        // Built from sources after 0.26.0, whose interface has lost a function.
+        (
+            "0.26.0",
+            None,
+            Err(UnsupportedVersion::TooNewBuild {
+                release: "0.26.0".into(),
+            }),
+        ),
         (
             "0.19.5",
             None,
@@ -349,6 +357,30 @@ fn newer_ggml_gets_score_0_and_one_line_with_the_next_step() {
                 "ggml-vgpu: no vGPU: ",
                 library.to_str().expect("a plain path"),
                 "ggml 0.27.0 is newer than this plugin, which works with 0.20-",
+                "install a newer ggml-vgpu, or, if there is none, add this release",
+            ] {
+                assert!(printed.contains(words), "{words} is not in {printed}");
+            }
+            assert!(ggml_vgpu::ggml_backend_init().is_null());
+        },
+    );
+}
+
+#[test]
+fn build_after_the_newest_release_gets_score_0_and_one_line() {
+    alone(
+        "build_after_the_newest_release_gets_score_0_and_one_line",
+        || {
+            let library = fake("score", "0.26.0", None);
+            load(&library, libc::RTLD_LOCAL);
+            let printed = standard_error_of(|| {
+                assert_eq!(ggml_vgpu::ggml_backend_score(), 0);
+            });
+            assert_eq!(printed.lines().count(), 1, "{printed}");
+            for words in [
+                "ggml-vgpu: no vGPU: ",
+                "ggml 0.26.0 here is a build after that release",
+                "it has no `ggml_backend_buft_alloc_buffer_n`",
                 "install a newer ggml-vgpu, or, if there is none, add this release",
             ] {
                 assert!(printed.contains(words), "{words} is not in {printed}");

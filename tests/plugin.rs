@@ -233,28 +233,49 @@ fn a_loaded_model_has_one_log_line_and_other_writes_have_none() {
     }
     let _lock = exclusive();
     let ggml = Ggml::get();
-    let count = |usage| {
-        let graph = Graph::new();
-        // 80 MiB. Some programs have buffers of this size that hold no model.
-        let tensor = graph.tensor(F32, [1 << 20, 20]);
-        let buffer = graph.place();
-        (ggml.buffer_set_usage)(buffer.0, usage);
-        (ggml.log_set)(Some(log), ptr::null_mut());
-        let half = vec![0.5f32; 10 << 20];
-        for offset in [0, 40 << 20] {
-            (ggml.tensor_set)(tensor, half.as_ptr().cast(), offset, 40 << 20);
-        }
-        (ggml.log_set)(None, ptr::null_mut());
+    let taken = || {
         let lines = std::mem::take(&mut *LINES.lock().unwrap_or_else(PoisonError::into_inner));
         let of_info = |(level, _): &(c_int, String)| *level == abi::GGML_LOG_LEVEL_INFO as c_int;
-        let lines: Vec<_> = lines.into_iter().filter(of_info).collect();
-        if let Some((_, line)) = lines.first() {
-            assert!(line.contains("VGPU0: model of 80 MiB loaded in"), "{line}");
-        }
-        lines.len()
+        let of_info = lines.into_iter().filter(of_info);
+        of_info.map(|(_, line)| line).collect::<Vec<_>>()
     };
-    assert_eq!(count(abi::GGML_BACKEND_BUFFER_USAGE_ANY), 0);
-    assert_eq!(count(abi::GGML_BACKEND_BUFFER_USAGE_WEIGHTS), 1);
+    let backend = Backend::new();
+    let lines = |usage| {
+        // A model in two buffers of 80 MiB. Some programs have buffers of this size that hold no
+        // model.
+        let parts = [Graph::new(), Graph::new()];
+        let tensors = parts.each_ref().map(|part| part.tensor(F32, [1 << 20, 20]));
+        let buffers = parts.each_ref().map(Graph::place);
+        let graph = Graph::new();
+        let a = graph.tensor(F32, [8, 3]);
+        let sum = graph.add(a, a);
+        let _buffer = graph.place();
+        graph.set(a, &[1.0f32; 24]);
+        (ggml.log_set)(Some(log), ptr::null_mut());
+        let half = vec![0.5f32; 10 << 20];
+        for (buffer, tensor) in buffers.iter().zip(tensors) {
+            (ggml.buffer_set_usage)(buffer.0, usage);
+            for offset in [0, 40 << 20] {
+                (ggml.tensor_set)(tensor, half.as_ptr().cast(), offset, 40 << 20);
+            }
+        }
+        let while_loading = taken();
+        for _ in 0..2 {
+            assert_eq!(backend.compute(&graph, sum), abi::GGML_STATUS_SUCCESS);
+        }
+        (ggml.log_set)(None, ptr::null_mut());
+        (while_loading, taken())
+    };
+    let none = Vec::<String>::new();
+    let other = lines(abi::GGML_BACKEND_BUFFER_USAGE_ANY);
+    assert_eq!(other, (none.clone(), none.clone()));
+    let (while_loading, with_graphs) = lines(abi::GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+    assert_eq!(while_loading, none);
+    let [line] = with_graphs.as_slice() else {
+        panic!("{with_graphs:?}");
+    };
+    let start = "VGPU0: model of 160 MiB in 2 buffers loaded in";
+    assert!(line.contains(start), "{line}");
 }
 
 #[test]

@@ -37,10 +37,6 @@ pub(crate) use needed;
 /// An object that exports this function is a ggml.
 const MARKER_SYMBOL: &CStr = c"ggml_backend_buffer_init";
 
-/// A ggml that exports this function speaks API version 3. A development build has the version
-/// number of the release before it, so that the function is better evidence than the number.
-const V3_SYMBOL: &CStr = c"ggml_backend_buft_alloc_buffer_n";
-
 /// The ggml of this process.
 #[derive(Debug)]
 pub struct Ggml {
@@ -123,15 +119,15 @@ impl Ggml {
         // which is loaded as long as `ggml` holds its handle.
         let release = unsafe { text(version()) };
         let object = ggml.object.to_string();
+        let v3_symbol = CString::new(abi::versions::V3_SYMBOL).expect("a name without a zero");
+        let has_v3_symbol = ggml.symbol(&v3_symbol).is_some();
         let (version, api) =
-            abi::versions::api_of(&release).map_err(|reason| GgmlError::Unsupported {
-                object: object.clone(),
-                reason,
+            abi::versions::api_of_build(&release, has_v3_symbol).map_err(|reason| {
+                GgmlError::Unsupported {
+                    object: object.clone(),
+                    reason,
+                }
             })?;
-        let api = match ggml.symbol(V3_SYMBOL) {
-            Some(_) => api.max(ApiVersion::V3),
-            None => api,
-        };
         ggml.handle.keep();
         let found = Self {
             object,

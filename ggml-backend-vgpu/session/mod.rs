@@ -48,6 +48,7 @@ use vgpu_transport::link::{GuestEnd, StagingRegion};
 use vgpu_transport::wire::{Reply, Request};
 
 use crate::graph_cache::GraphImage;
+use crate::load_progress::{LoadLog, SharedBytes};
 use crate::lock::{Rank, RankedMutex};
 use crate::stats::{Stats, SubmittedGraph};
 use allocation::Allocation;
@@ -74,6 +75,8 @@ pub(crate) struct Session {
     hashes_first: bool,
     /// The buffers whose uploads the next graph seals.
     open_uploads: RankedMutex<Vec<Arc<SessionBuffer>>>,
+    /// What the next graph logs.
+    load_log: LoadLog,
     /// Total and free memory of the device in bytes: the executor's last answer, with what this
     /// session has allocated and freed since.
     last_memory: RankedMutex<(u64, u64)>,
@@ -116,6 +119,7 @@ impl Session {
             welcome,
             hashes_first,
             open_uploads: RankedMutex::new(Rank::Innermost, Vec::new()),
+            load_log: LoadLog::default(),
         }))
     }
 
@@ -174,6 +178,11 @@ impl Session {
         }))
     }
 
+    /// The weights that were loaded since the last graph.
+    pub(crate) fn load_log(&self) -> &LoadLog {
+        &self.load_log
+    }
+
     /// Frees a buffer, and forgets every graph that uses it.
     ///
     /// # Errors
@@ -186,6 +195,7 @@ impl Session {
         }
         let (size, buffer) = (buffer.allocation.size(), buffer.id());
         self.open_uploads.lock().retain(|open| open.id() != buffer);
+        self.load_log.forget(buffer);
         self.connection.with_conn(|c| {
             c.forget_users(buffer)?;
             c.send(&Request::Free { buffer }).map(drop)
@@ -517,15 +527,22 @@ impl Session {
         })
     }
 
-    /// Ends all open uploads, except those that another thread is writing to.
+    /// Ends all open uploads, except those that another thread is writing to, and logs the model
+    /// that was loaded, if one was.
     fn seal_uploads(&self) -> Result<(), SessionError> {
         self.connection.check()?;
         let open = std::mem::take(&mut *self.open_uploads.lock());
+        let mut shared = SharedBytes::default();
         for buffer in open {
-            if !buffer.upload.seal(&self.connection, &buffer.allocation)? {
-                self.open_uploads.lock().push(buffer);
+            match buffer.upload.seal(&self.connection, &buffer.allocation)? {
+                Some(bytes) => {
+                    shared.not_sent += bytes.not_sent;
+                    shared.all += bytes.all;
+                }
+                None => self.open_uploads.lock().push(buffer),
             }
         }
+        self.load_log.graph_begins(shared);
         Ok(())
     }
 

@@ -31,6 +31,7 @@ use super::allocation::Allocation;
 use super::error::SessionError;
 use super::shared::SharedConnection;
 use super::weight_requests;
+use crate::load_progress::SharedBytes;
 use crate::lock::{Rank, RankedMutex};
 use crate::weights::background_hash::{UnstoredHash, store_in_background};
 use crate::weights::mapped_file::{FileRange, MappedFile};
@@ -135,8 +136,9 @@ impl WeightUpload {
         }
     }
 
-    /// Ends the upload, if it is open. Returns `false`, and leaves the upload open, if another
-    /// thread is writing to the buffer: then the model is not loaded yet.
+    /// Ends the upload, if it is open. Returns what was sent and what was not. Returns `None`, and
+    /// leaves the upload open, if another thread is writing to the buffer: then the model is not
+    /// loaded yet.
     ///
     /// # Errors
     ///
@@ -145,18 +147,20 @@ impl WeightUpload {
         &self,
         connection: &SharedConnection,
         to: &Allocation,
-    ) -> Result<bool, SessionError> {
+    ) -> Result<Option<SharedBytes>, SessionError> {
         let Some(mut state) = self.state.try_lock() else {
-            return Ok(false);
+            return Ok(None);
         };
         match std::mem::replace(&mut *state, State::Sealed) {
             State::Open(upload) => {
                 weight_requests::seal(connection, to.id())?;
-                upload.finish();
+                Ok(Some(upload.finish()))
             }
-            other => *state = other,
+            other => {
+                *state = other;
+                Ok(Some(SharedBytes::default()))
+            }
         }
-        Ok(true)
     }
 }
 
@@ -249,12 +253,12 @@ impl OpenUpload {
         Ok(())
     }
 
-    /// Logs what was not sent, and stores the hashes of the file parts.
-    fn finish(self) {
-        if self.not_sent > 0 {
-            let (not_sent, all) = (self.not_sent >> 20, (self.not_sent + self.sent) >> 20);
-            tracing::info!("{not_sent} MiB of {all} MiB of weights were on the host already");
-        }
+    /// Stores the hashes of the file parts. Returns what was sent and what was not.
+    fn finish(self) -> SharedBytes {
         store_in_background(self.unstored);
+        SharedBytes {
+            not_sent: self.not_sent,
+            all: self.not_sent + self.sent,
+        }
     }
 }

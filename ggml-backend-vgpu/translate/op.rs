@@ -408,14 +408,18 @@ mod tests {
             }),
         ];
         for (kind, op) in products {
-            add(21, kind, &[10], Some(op(F32, Default)));
-            // A value that every number knows, in a word that builds of 0.21 do not write.
-            add(21, kind, &[0, 0, 0, 10], None);
-            add(22, kind, &[0, 0, 0, 10], Some(op(Default, F32)));
-            add(22, kind, &[10, 0, 0, 30], Some(op(F32, Q8)));
-            // The accumulator of F16 has a value since the builds before 0.23.0.
-            add(21, kind, &[20], None);
-            add(22, kind, &[20], Some(op(Precision::F16, Default)));
+            // No build before 0.23.0 sets a precision of MUL_MAT_ID.
+            let has_accumulator = kind == OpKind::MulMat;
+            let before = has_accumulator.then(|| op(F32, Default));
+            add(22, kind, &[10], before);
+            add(23, kind, &[10], Some(op(F32, Default)));
+            // A value that every number knows, in a word that builds of 0.22 do not write.
+            add(22, kind, &[0, 0, 0, 10], None);
+            add(23, kind, &[0, 0, 0, 10], Some(op(Default, F32)));
+            add(23, kind, &[10, 0, 0, 30], Some(op(F32, Q8)));
+            // The accumulator of F16 has a value since builds after 0.23.0.
+            add(22, kind, &[20], None);
+            add(23, kind, &[20], Some(op(Precision::F16, Default)));
         }
 
         let attention = |n_kv_max| Op::FlashAttnExt {

@@ -52,13 +52,20 @@ pub(super) struct Table<'a> {
 /// The table that the plugin uses.
 pub(super) const TABLE: Table<'static> = Table {
     added: &[
-        // The precision of the second source (`ggml_prec_set_src`), in 0.23.0.
+        // The precision of the second source (`ggml_prec_set_src`), in builds after 0.23.0.
         Added {
             ops: &[OpKind::MulMat, OpKind::MulMatId],
             word: 3,
-            from: Version::new(0, 22),
+            from: Version::new(0, 23),
         },
-        // n_kv_max, in 0.23.0. How many entries of a row of the mask are finite.
+        // The precision of the sum (`ggml_prec_set_acc`), in the same builds. MUL_MAT has always
+        // had it.
+        Added {
+            ops: &[OpKind::MulMatId],
+            word: 0,
+            from: Version::new(0, 23),
+        },
+        // n_kv_max, in builds after 0.22.0. How many entries of a row of the mask are finite.
         Added {
             ops: &[OpKind::FlashAttnExt],
             word: 4,
@@ -83,7 +90,7 @@ pub(super) const TABLE: Table<'static> = Table {
         from: Version::new(0, 24),
     }],
     hc_pre_has_parameters: Version::new(0, 25),
-    precisions: Version::new(0, 22),
+    precisions: Version::new(0, 23),
 };
 
 /// What builds of one number write into nodes.

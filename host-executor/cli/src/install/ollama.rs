@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, Result, bail, ensure};
 
 use super::elf::{Library, PLUGIN};
-use super::stamp::Stamp;
+use super::stamp::{Stamp, V3_SYMBOL};
 
 /// Library folders of the usual Ollama packages.
 const PLACES: [&str; 3] = [
@@ -102,10 +102,16 @@ impl Ollama {
             let version = ggml
                 .returned_string("ggml_version")
                 .context("the version of Ollama's ggml cannot be read")?;
-            let api = stamp.api_of(&version).with_context(|| {
+            let has_v3_symbol = ggml.exports(V3_SYMBOL);
+            let api = stamp.api_of(&version, has_v3_symbol).with_context(|| {
+                // Only the function can be missing if the number is supported.
+                let build = match stamp.api_of(&version, true) {
+                    Some(_) => format!(" of a later build, without `{V3_SYMBOL}`"),
+                    None => String::new(),
+                };
                 format!(
-                    "{path} is ggml {version}; {stamp} works with {}. Install a plugin for that \
-                     release",
+                    "{path} is ggml {version}{build}; {stamp} works with {}. Install a plugin for \
+                     that release",
                     stamp.ggml
                 )
             })?;

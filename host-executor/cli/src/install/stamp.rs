@@ -11,6 +11,10 @@ const SONAME: &str = "libggml-vgpu.so";
 /// The prefixes of the stamp's two lines. The plugin's `abi/stamp.rs` writes the lines.
 const STAMP: &str = "ggml-vgpu-stamp: ";
 const NEEDS: &str = "ggml-vgpu-needs: ";
+/// The function that every ggml with API version 3 exports, and no other. `ggml_version()` names
+/// the last release before a build, so that a build can have another interface than its number
+/// says.
+pub(crate) const V3_SYMBOL: &str = "ggml_backend_buft_alloc_buffer_n";
 
 /// A plugin's stamp.
 #[derive(Debug, PartialEq, Eq)]
@@ -80,14 +84,21 @@ impl Stamp {
         })
     }
 
-    /// The API version of the ggml release `version`, if the plugin supports it.
-    pub(crate) fn api_of(&self, version: &str) -> Option<u32> {
+    /// The API version of a build of ggml whose `ggml_version()` is `version`, if the plugin
+    /// supports it. `has_v3_symbol`: whether the build exports [`V3_SYMBOL`]. The plugin decides
+    /// the same way.
+    pub(crate) fn api_of(&self, version: &str, has_v3_symbol: bool) -> Option<u32> {
         let version = parse_version(version)?;
         let series = self
             .series
             .iter()
             .find(|s| s.first <= version && version <= s.last)?;
-        Some(series.api)
+        match (series.api, has_v3_symbol) {
+            (2, true) => Some(3),
+            (3, false) => None,
+
+            (api, _) => Some(api),
+        }
     }
 
     /// The functions that the plugin needs and `ggml` does not export.
@@ -137,16 +148,20 @@ mod tests {
     fn stamp_lists_the_supported_ggml_versions() {
         let stamp = Stamp::parse(LINE, "ggml_version ggml_op_name").expect("a stamp");
         assert_eq!(stamp.to_string(), "ggml-vgpu 0.1.0 (v1-3-gabc)");
-        for (version, api) in [
-            ("0.19.9", None),
-            ("0.20.2", Some(2)),
-            ("0.25.3-dirty", Some(2)),
-            ("0.26.0", Some(3)),
-            ("0.27.0", None),
-            ("1.0.0", None),
-            ("unknown", None),
+        for (version, has_v3_symbol, api) in [
+            ("0.19.9", false, None),
+            ("0.20.2", false, Some(2)),
+            ("0.25.3-dirty", false, Some(2)),
+            ("0.25.3", true, Some(3)),
+            ("0.26.0", true, Some(3)),
+            ("0.26.0", false, None),
+            ("0.27.0", true, None),
+            ("0.27.0", false, None),
+            ("1.0.0", false, None),
+            ("unknown", false, None),
         ] {
-            assert_eq!(stamp.api_of(version), api, "{version}");
+            let found = stamp.api_of(version, has_v3_symbol);
+            assert_eq!(found, api, "{version} {has_v3_symbol}");
         }
     }
 

@@ -1,6 +1,7 @@
 //! An installation of Ollama in a separate folder, and its server.
 
 use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
@@ -172,6 +173,33 @@ impl Instance {
         let mut create = self.ollama();
         create.args(["create", name, "-f"]).arg(&file);
         process::output(&mut create).map(drop)
+    }
+
+    /// Runs `work` with a `llama-server` that ends with the line `error` the first time that it is
+    /// to load a model, and is the real one otherwise.
+    pub(crate) fn with_failing_load<T>(
+        &self,
+        error: &str,
+        work: impl FnOnce() -> Result<T>,
+    ) -> Result<T> {
+        let program = self.root.join(PREFIX).join("lib/ollama/llama-server");
+        let (real, mark) = (program.with_extension("real"), self.root.join("fail-once"));
+        // A link to the file of a build: it must not be written to.
+        fs::rename(&program, &real).context("moving llama-server")?;
+        let script = format!(
+            "#!/bin/sh\ncase \"$*\" in *--model*) if rm {mark} 2>/dev/null; then\n\
+             echo '{error}' >&2; exit 1; fi;; esac\nexec {real} \"$@\"\n",
+            mark = mark.display(),
+            real = real.display()
+        );
+        fs::write(&program, script).context("writing a script")?;
+        fs::set_permissions(&program, fs::Permissions::from_mode(0o755))
+            .context("making a script executable")?;
+        fs::write(&mark, "").context("writing a mark")?;
+        let done = work();
+        fs::rename(&real, &program).context("moving llama-server back")?;
+        ensure!(!mark.exists(), "no load of a model began");
+        done
     }
 
     /// The file of Ollama with the weights of a model.

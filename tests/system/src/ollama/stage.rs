@@ -207,20 +207,25 @@ impl<'a> Stage<'a> {
 
     /// The number of graphs of each ended session, in the order of their ends.
     pub(crate) fn sessions(&self) -> Result<Vec<u64>> {
-        let mut graphs = Vec::new();
+        self.closed("graphs_run")
+    }
+
+    /// A counter of each closed session.
+    pub(crate) fn closed(&self, counter: &str) -> Result<Vec<u64>> {
+        let mut counts = Vec::new();
         for log in &self.executor_logs {
             let text = std::fs::read_to_string(log).context("reading the executor's log")?;
             for line in text.lines().filter(|line| line.contains("session closed")) {
-                let count = line.split("graphs_run=").nth(1).and_then(|rest| {
+                let count = line.split(&format!(" {counter}=")).nth(1).and_then(|rest| {
                     rest.split(|c: char| !c.is_ascii_digit())
                         .next()?
                         .parse()
                         .ok()
                 });
-                graphs.push(count.with_context(|| format!("no count of graphs in {line}"))?);
+                counts.push(count.with_context(|| format!("no {counter} in {line}"))?);
             }
         }
-        Ok(graphs)
+        Ok(counts)
     }
 
     /// Checks that all loaded models are completely on the GPU. Returns their names.

@@ -35,12 +35,13 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
     // The architecture whose operators differ most between releases of ggml.
     if tests.options.wants_ggml(llama::NEWEST_RELEASE, true) {
         let build = |b: &TestRun<'_>| llama::newest_archs(b.cache);
-        deepseek_v4(tests, &dist, (llama::NEWEST_RELEASE, Logs::Nodes), build);
+        deepseek_v4(tests, &dist, (llama::NEWEST_RELEASE, Logs::Option), build);
     }
     for release in ggml_releases::RELEASES {
-        if tests.options.wants_ggml(release.version, false) {
-            let version = (release.version, Logs::Results);
-            deepseek_v4(tests, &dist, version, |b| release.archs(b.cache));
+        if tests.options.wants_build(release, false) {
+            let version = (release.name(), Logs::Preloaded);
+            let build = |b: &TestRun<'_>| release.archs(b.cache);
+            deepseek_v4(tests, &dist, (&version.0, version.1), build);
         }
     }
 }
@@ -53,7 +54,7 @@ fn of_main_release(tests: &mut TestRun<'_>, dist: &Dist) {
     let Some(bin) = built else { return };
     tests.check("every architecture", |tests, progress| {
         over_unix(tests, dist, "archs", |backend| {
-            architectures(tests, (&bin, "archs", Logs::Nodes), &[], backend, progress)
+            architectures(tests, (&bin, "archs", Logs::Option), &[], backend, progress)
         })
     });
     tests.check("states saved and restored", |tests, progress| {
@@ -89,7 +90,7 @@ fn deepseek_v4(
     tests.check(
         &format!("DeepSeek-V4, ggml {version}"),
         |tests, progress| {
-            let name = format!("archs-{version}");
+            let name = format!("archs-{}", version.replace(' ', "-"));
             over_unix(tests, dist, &name, |backend| {
                 let build = (bin.as_path(), name.as_str(), logs);
                 architectures(tests, build, &["-a", "deepseek4"], backend, progress)
@@ -137,18 +138,18 @@ fn on_device(
     Ok(format!("{graphs} graphs"))
 }
 
-/// What a `test-llama-archs` can log.
+/// How the scheduler's decisions get into the output of a `test-llama-archs`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Logs {
-    /// Results only. The program of older releases has no option for debug messages.
-    Results,
-    /// The device of each node, too.
-    Nodes,
+    /// By a preloaded library. The program of older releases has no option for debug messages.
+    Preloaded,
+    /// By an option of the program.
+    Option,
 }
 
 /// Random models of every architecture, or of those that `arguments` choose: logits as on the CPU,
-/// the same logits after saving and loading, and no node of the model on the CPU, where the program
-/// logs nodes. `name` is for the names of logs and statistics.
+/// the same logits after saving and loading, and no node of the model on the CPU. `name` is for the
+/// names of logs and statistics.
 fn architectures(
     tests: &TestRun<'_>,
     (bin, name, logs): (&Path, &str, Logs),
@@ -157,14 +158,18 @@ fn architectures(
     progress: &Progress,
 ) -> Result<String> {
     // The program itself loads no backends.
-    let library = Library::LoadBackends.build(tests.cache, bin)?;
+    let library = match logs {
+        Logs::Preloaded => Library::LogNodes,
+        Logs::Option => Library::LoadBackends,
+    };
+    let library = library.build(tests.cache, bin)?;
     let mut program = Command::new(bin.join("test-llama-archs"));
     program.args(["-s", SEED]).args(arguments);
-    if logs == Logs::Nodes {
-        // The scheduler's decisions are debug messages.
+    if logs == Logs::Option {
         program.args(["-b", DEVICE, "-v", "5"]);
-        program.env("GGML_SCHED_DEBUG", "2");
     }
+    // The scheduler's decisions are debug messages.
+    program.env("GGML_SCHED_DEBUG", "2");
     let stats = workspace::reports().join(format!("{name}.stats.json"));
     let _ = std::fs::remove_file(&stats); // an old one must not be taken for its own
     node_llama::set_backend(&mut program, backend, &stats);
@@ -182,18 +187,9 @@ fn architectures(
         "test-llama-archs ended with {status}\n{}",
         process::tail(&log)
     );
-    match logs {
-        Logs::Nodes => seen.check(),
-        Logs::Results => {
-            let graphs = Stats::read(&stats)?.graphs;
-            let models = seen.executed.len();
-            ensure!(
-                models > 0 && graphs > 0,
-                "{models} models, {graphs} graphs on {DEVICE}"
-            );
-            Ok(format!("{models} models, {graphs} graphs"))
-        }
-    }
+    let graphs = Stats::read(&stats)?.graphs;
+    ensure!(graphs > 0, "no graph ran on {DEVICE}");
+    seen.check()
 }
 
 /// The output of `test-llama-archs` so far.
@@ -205,6 +201,8 @@ struct Seen {
     last_index: Option<u32>,
     /// The number of graphs with nodes on the device per row.
     on_device: BTreeMap<String, u64>,
+    /// The number of nodes that the device computes.
+    nodes: u64,
     /// Nodes of these graphs that should not be on the CPU.
     misplaced: Vec<String>,
     /// Rows that were not skipped.
@@ -243,6 +241,7 @@ impl Seen {
         // Other graphs are those of the reference on the CPU.
         if graph.iter().any(|node| node.device == DEVICE) {
             *self.on_device.entry(self.row.clone()).or_default() += 1;
+            self.nodes += graph.iter().filter(|node| node.device == DEVICE).count() as u64;
             let misplaced = sched::misplaced(&graph);
             let describe =
                 |node: &&ScheduledNode| format!("{}: {} {}", self.row, node.op, node.name);
@@ -271,9 +270,10 @@ impl Seen {
             self.executed.len()
         );
         Ok(format!(
-            "{} models, {} graphs, no node on the CPU",
+            "{} models, {} graphs, {} nodes on {DEVICE}, none on the CPU",
             self.executed.len(),
-            self.on_device.values().sum::<u64>()
+            self.on_device.values().sum::<u64>(),
+            self.nodes
         ))
     }
 }
@@ -300,7 +300,11 @@ Summary: all 1 test(s) passed
         let mut seen = Seen::default();
         let rows = OUTPUT.lines().filter(|l| seen.line(l).is_some()).count();
         assert_eq!(rows, 2);
-        assert!(seen.check().unwrap().starts_with("1 models, 1 graphs"));
+        let found = seen.check().unwrap();
+        assert!(
+            found.starts_with("1 models, 1 graphs, 1 nodes on VGPU0"),
+            "{found}"
+        );
 
         let stray = OUTPUT.replace("norm-0 (   1K) [VGPU0", "norm-0 (   1K) [  CPU");
         let stray = stray.replace(

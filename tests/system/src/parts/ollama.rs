@@ -121,6 +121,7 @@ fn with_release(tests: &mut TestRun<'_>, needed: &Needed, version: &str, flash: 
     // Older releases report the failure of a load instead of unloading another model.
     if version == ollama::VERSIONS[1] {
         cases.push(("a load that runs out of memory", out_of_memory));
+        cases.push(("a graph that cannot be reserved", reserve_fails));
     }
     for (name, case) in cases {
         let name = format!("{name}, {suffix}");
@@ -473,9 +474,13 @@ fn broken(stage: &mut Stage<'_>) -> Result<String> {
 }
 
 fn split_model(stage: &mut Stage<'_>) -> Result<String> {
+    // The model in one file stays loaded: the weights in the files are the same. llama.cpp keeps
+    // the table of embeddings in the program's memory, a fifth of this model.
     let whole = stage.text(SMALL, PROMPT)?;
-    stage.unload(SMALL)?;
     stage.ollama.create(SPLIT, &stage.needed.split)?;
+    let size = stage.needed.small.metadata();
+    let size = size.context("looking at a model")?.len();
+    let mut shared = Vec::new();
     // Twice: what the plugin has learnt about the files in one load must hold for the next, which
     // sees the files under other names.
     for load in ["first", "second"] {
@@ -487,14 +492,29 @@ fn split_model(stage: &mut Stage<'_>) -> Result<String> {
         let loaded = stage.all_on_gpu()?;
         ensure!(loaded.contains(&format!("{SPLIT}:latest")), "{loaded:?}");
         stage.unload(SPLIT)?;
+        let of_sessions = stage.closed("weights_shared")?;
+        shared.push(
+            of_sessions
+                .last()
+                .copied()
+                .context("no session has ended")?,
+        );
     }
+    stage.unload(SMALL)?;
+    ensure!(
+        shared.iter().all(|&bytes| bytes >= size / 4 * 3),
+        "of {size} bytes, the loads through hard links have {shared:?} in common with the model in \
+         one file"
+    );
     let log = stage.ollama.log();
     let links = log
         .lines()
         .filter(|line| line.contains("starting llama-server") && line.contains("/.ollama-split-"));
     let links = links.count();
     ensure!(links == 2, "{links} loads through hard links instead of 2");
-    Ok(String::new())
+    Ok(format!(
+        "{shared:?} bytes of {size} in the memory of the other model"
+    ))
 }
 
 fn executor_restarts(stage: &mut Stage<'_>) -> Result<String> {
@@ -605,6 +625,31 @@ fn out_of_memory(stage: &mut Stage<'_>) -> Result<String> {
         "{used:?} MiB into {memory}: {}",
         reason.unwrap_or("")
     ))
+}
+
+/// ggml's scheduler reports a device without memory for a graph with a line of its own. Ollama must
+/// count the line as out of memory: unload the other model, and load again.
+fn reserve_fails(stage: &mut Stage<'_>) -> Result<String> {
+    const LINE: &str = "ggml_backend_sched_alloc_splits: failed to reserve graph buffers";
+    let expected = stage.text(LARGE, PROMPT)?;
+    stage.unload(LARGE)?;
+    stage.text(SMALL, PROMPT)?;
+    let before = stage.ollama.log().len();
+    let text = stage
+        .ollama
+        .with_failing_load(LINE, || stage.text(LARGE, PROMPT))?;
+    ensure!(text == expected, "{text:?} instead of {expected:?}");
+    let log = stage.ollama.log();
+    let log = log.get(before..).unwrap_or_default();
+    for words in [LINE, "evicting all other models and retrying once"] {
+        ensure!(log.contains(words), "{words:?} is not in Ollama's log");
+    }
+    ensure!(
+        stage.is_loaded(LARGE)? && !stage.is_loaded(SMALL)?,
+        "the first model is still loaded"
+    );
+    stage.unload(LARGE)?;
+    Ok(String::new())
 }
 
 fn uninstall(mut stage: Stage<'_>) -> Result<String> {

@@ -9,6 +9,7 @@ use anyhow::{Context as _, Result};
 use crate::ops::by_version;
 use crate::ops::table::{self, Findings};
 use crate::ops::{self, Cases, Claim, Report, Suite};
+use crate::ops::{constructors, words};
 use vgpu_gguf::Rng;
 use xtask_common::dist::Dist;
 use xtask_common::ggml_releases::{self, Release};
@@ -49,14 +50,18 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
     });
     let Some((bin, newest)) = built else { return };
 
+    if tests.options.ggml.is_empty() {
+        let name = "the words that each release writes, against translate/releases.rs";
+        tests.check(name, |tests, _| words::check(tests.cache));
+    }
     let is_sampled = tests.options.samples_ops();
     if tests.options.wants_ggml(llama::RELEASE, true) {
         of_main_release(tests, &dist, &bin, is_sampled);
+        without_cases(tests, &dist, (llama::RELEASE, &bin));
     }
-    // Every other series of ggml, each with its own program and CPU backend.
+    // Every other series of ggml, each build with its own program and CPU backend.
     for release in ggml_releases::RELEASES {
-        let is_oldest = *release == ggml_releases::RELEASES[0];
-        if tests.options.wants_ggml(release.version, is_oldest) {
+        if tests.options.wants_build(release, release.is_default) {
             of_release(tests, &dist, release, is_sampled);
         }
     }
@@ -70,6 +75,7 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
             let version = llama::NEWEST_RELEASE;
             inproc(tests, &dist, &newest, version, is_sampled, progress)
         });
+        without_cases(tests, &dist, (llama::NEWEST_RELEASE, &newest));
         let name = "guest ggml 0.25.3, the engine ggml over ggml-cpu 0.26.0";
         tests.check(name, |tests, progress| {
             on_ggml_cpu(tests, &dist, &bin, &newest, progress)
@@ -171,27 +177,40 @@ fn of_release(tests: &mut TestRun<'_>, dist: &Dist, release: &Release, is_sample
         true => "a sample of the ops",
         false => "every op",
     };
-    let version = release.version;
-    let what_is_built = format!("ggml {version} and its test-backend-ops");
+    let name = &release.name();
+    let what_is_built = format!("ggml {name} and its test-backend-ops");
     let built = tests.prepare(&what_is_built, |tests| release.ops(tests.cache));
     let Some(bin) = built else { return };
-    tests.check(
-        &format!("{what} inproc, ggml {version}"),
-        |tests, progress| inproc(tests, dist, &bin, version, is_sampled, progress),
-    );
+    tests.check(&format!("{what} inproc, ggml {name}"), |tests, progress| {
+        inproc(tests, dist, &bin, name, is_sampled, progress)
+    });
+    without_cases(tests, dist, (name, &bin));
 }
 
-/// Compares the ops of the ggml in `bin`, which is `version`, with its CPU backend, all or a
-/// sample, with the executor in the plugin. A whole run must have the counts of `docs/OPS.md`.
+/// The operators of a ggml of which `test-backend-ops` has no case. The libraries are in `bin`.
+fn without_cases(tests: &mut TestRun<'_>, dist: &Dist, (release, bin): (&str, &Path)) {
+    let name = format!("operators without cases, ggml {release}");
+    tests.check(&name, |tests, _| {
+        let backend = Backend::Plugin {
+            dist,
+            endpoint: "inproc",
+        };
+        let seed = tests.options.seed();
+        constructors::compare(tests.cache, (release, bin), &backend, seed)
+    });
+}
+
+/// Compares the ops of the ggml in `bin`, which is `ggml`, with its CPU backend, all or a sample,
+/// with the executor in the plugin. A whole run must have the counts of `docs/OPS.md`.
 fn inproc(
     tests: &TestRun<'_>,
     dist: &Dist,
     bin: &Path,
-    version: &str,
+    ggml: &str,
     is_sampled: bool,
     progress: &Progress,
 ) -> Result<String> {
-    let name = format!("ggml-{version}");
+    let name = format!("ggml-{}", ggml.replace(' ', "-"));
     let mut suite = Suite {
         backend: Backend::Plugin {
             dist,
@@ -207,7 +226,7 @@ fn inproc(
     }
     let (claims, report) = ops::compare_with_cpu(&suite, progress)?;
     if tests.options.ops.is_none() && !is_sampled {
-        by_version::check(version, &claims, &report)?;
+        by_version::check(ggml, &claims, &report)?;
     }
     Ok(format!("{}{seed_note}", summary(&claims, &report)))
 }
