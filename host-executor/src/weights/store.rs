@@ -4,7 +4,7 @@
 use std::collections::{BTreeSet, HashMap};
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -168,8 +168,8 @@ impl WeightStore {
     pub(crate) fn backlog(&self) -> Option<(usize, u64)> {
         let queue = match self.shared.queue.try_lock() {
             Ok(queue) => queue,
-            Err(TryLockError::Poisoned(queue)) => queue.into_inner(),
-            Err(TryLockError::WouldBlock) => return None,
+            Err(std::sync::TryLockError::Poisoned(queue)) => queue.into_inner(),
+            Err(std::sync::TryLockError::WouldBlock) => return None,
         };
         Some(queue.jobs.waiting())
     }
