@@ -19,8 +19,8 @@ const PAUSE: Duration = Duration::from_millis(200);
 /// Waits until an executor accepts sessions.
 ///
 /// For services that look for a device once, when they start, such as Ollama: ExecStartPre=vgpu
-/// wait. Every named executor must accept one, or one at the default addresses. The exit status is 1,
-/// with the reason, if none does in time.
+/// wait. Every named executor must accept one, or one at the default addresses. The exit status is
+/// 1, with the reason, if none does in time.
 #[derive(Parser)]
 pub(crate) struct Args {
     /// The executor's address, as in VGPU_ENDPOINT. May be given several times. [default:

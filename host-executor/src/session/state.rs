@@ -60,8 +60,8 @@ pub(crate) trait Reclaim: Send {
     /// The bytes that they have.
     fn bytes(&self) -> u64;
 
-    /// Ends those sessions, after a wait that shows that they are silent. Returns whether there were
-    /// any.
+    /// Ends those sessions, after a wait that shows that they are silent. Returns whether there
+    /// were any.
     fn reclaim(&self) -> bool;
 }
 

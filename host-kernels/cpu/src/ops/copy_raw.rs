@@ -142,8 +142,8 @@ pub(super) fn fill(dst: View, element: Element) -> Kernel {
     let step = walk.line().dst;
     Box::new(move |w| {
         walk.pieces(w, GRAIN_BYTES / element.size, |dst, [], n| {
-            // SAFETY: the walk returns `n` elements of the tensor, `step` bytes apart, which no other
-            // worker writes.
+            // SAFETY: the walk returns `n` elements of the tensor, `step` bytes apart, which no
+            // other worker writes.
             unsafe { element.fill(dst, step, n) };
         });
         Ok(())
