@@ -126,8 +126,8 @@ struct Shared {
 // SAFETY: `run` writes the job while no thread runs one. The threads read it between the change of
 // `orders` and their decrement of `left`, which order the accesses. The job is `Sync`.
 unsafe impl Sync for Shared {}
-// SAFETY: no field belongs to a particular thread. The job is a pointer to a closure that is `Sync`,
-// and `run` waits until no thread runs it.
+// SAFETY: no field belongs to a particular thread. The job is a pointer to a closure that is
+// `Sync`, and `run` waits until no thread runs it.
 unsafe impl Send for Shared {}
 
 /// A fixed set of threads that run one job at a time together.

@@ -43,8 +43,8 @@ pub(crate) struct Backend {
     raw: NonNull<abi::ggml_backend>,
 }
 
-// SAFETY: no ggml backend that this crate loads keeps state in thread-local memory: ggml's scheduler
-// moves its backends between threads, too. `&mut` or a lock gives the backend one user at a time.
+// SAFETY: ggml's scheduler moves backends between threads, too, so that none of their state belongs
+// to a thread. `&mut` or a lock gives the backend one user at a time.
 unsafe impl Send for Backend {}
 
 impl Backend {

@@ -142,8 +142,8 @@ pub(crate) struct GgmlMemory {
 // SAFETY: the object owns its buffer. The functions in the buffer's table may be called by any
 // thread; callers order them with computations, as the contract of `Memory` says.
 unsafe impl Send for GgmlMemory {}
-// SAFETY: the contract of `Memory` orders calls that access the same bytes, unless all of them read,
-// and the functions of the table change nothing else of the buffer.
+// SAFETY: the contract of `Memory` orders calls that access the same bytes, unless all of them
+// read, and the functions of the table change nothing else of the buffer.
 unsafe impl Sync for GgmlMemory {}
 
 impl GgmlMemory {
