@@ -313,8 +313,8 @@ fn fork_while_other_threads_use_the_session() {
         }
         for round in 0..20 {
             let child = || model.is_failed(1.0) && Model::load().is_right(round as f32);
-            // SAFETY: the child calls the plugin, which is prepared for a fork beside other threads,
-            // and ends with `_exit`.
+            // SAFETY: the child calls the plugin, which is prepared for a fork beside other
+            // threads, and ends with `_exit`.
             let id = unsafe { libc::fork() };
             if id == 0 {
                 // SAFETY: takes a number.

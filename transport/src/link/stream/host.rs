@@ -286,6 +286,7 @@ mod tests {
     fn guest_with_a_heartbeat_that_falls_silent_loses_its_link() {
         for has_heartbeat in [true, false] {
             let (mut host, mut guest) = host();
+            assert_eq!(host.silence, SILENCE);
             host.silence = Duration::from_millis(300);
             if has_heartbeat {
                 guest.write_all(&heartbeat()).unwrap();
