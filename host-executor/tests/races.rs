@@ -247,6 +247,9 @@ fn run_while_buffers_change(host: &Host, operation: &Operation, seed: u64) -> bo
     all_valid
 }
 
+/// Further tries of an operator that has seen no wrong index.
+const MORE: u64 = 100;
+
 #[test]
 fn a_guest_that_rewrites_its_buffers_while_any_operator_runs_harms_nobody() {
     let host = Host::new(cpu());
@@ -268,8 +271,16 @@ fn a_guest_that_rewrites_its_buffers_while_any_operator_runs_harms_nobody() {
         OpKind::SsmScan,
     ] {
         let name = kind.ggml_name();
+        let has_failed = failed.iter().any(|operation| operation.starts_with(name));
+        // On a machine without a free core, the thread that changes buffers may not have run.
+        let mut more = (0..MORE).flat_map(|round| {
+            let operations = every_operator().into_iter();
+            let operations = operations.filter(|operation| operation.name.starts_with(name));
+            operations.map(move |operation| (1000 + round, operation))
+        });
+        let fails = |(seed, operation)| !run_while_buffers_change(&host, &operation, seed);
         assert!(
-            failed.iter().any(|operation| operation.starts_with(name)),
+            has_failed || more.any(fails),
             "{name} has never failed: {failed:?}"
         );
     }
