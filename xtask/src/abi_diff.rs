@@ -10,6 +10,7 @@ use std::process::Command;
 
 use anyhow::{Context as _, Result, bail};
 
+use xtask_common::c_source::{self, code};
 use xtask_common::cache::Cache;
 use xtask_common::progress::heading;
 use xtask_common::{ggml_releases, llama};
@@ -149,11 +150,6 @@ fn diff(old: &Path, new: &Path) -> Result<String> {
     Ok(lines.collect())
 }
 
-/// A line without its comment and without spaces around it.
-fn code(line: &str) -> &str {
-    line.split("//").next().unwrap_or_default().trim()
-}
-
 /// The values of the enums of a header, by `enum NAME: VALUE`. The value is a number where no
 /// expression gives it.
 fn enums(header: &str) -> BTreeMap<String, String> {
@@ -280,39 +276,13 @@ fn changes(old: &BTreeMap<String, String>, new: &BTreeMap<String, String>) -> St
     lines
 }
 
-/// The functions of a C file in ggml's style, in which a definition begins and ends in the first
-/// column: their lines by name, without comments and blank lines.
+/// The functions of a C file: their lines by name.
 fn functions(source: &str) -> BTreeMap<String, Vec<String>> {
-    let mut functions = BTreeMap::new();
-    let mut lines = source.lines();
-    while let Some(line) = lines.next() {
-        let begins = line.starts_with(|c: char| c.is_ascii_alphabetic());
-        let Some((before, _)) = line.split_once('(').filter(|_| begins) else {
-            continue;
-        };
-        let name = before.rsplit([' ', '*']).next().unwrap_or_default();
-        if name.is_empty() {
-            continue;
-        }
-        let (mut all, mut is_open) = (Vec::new(), false);
-        let mut next = Some(line);
-        while let Some(line) = next.filter(|line| !matches!(*line, "}" | "};")) {
-            let code = code(line);
-            is_open |= code.ends_with('{');
-            if !is_open && code.ends_with(';') {
-                break; // only a declaration
-            }
-            if !code.is_empty() {
-                all.push(code.to_owned());
-            }
-            next = lines.next();
-        }
-        if !is_open {
-            continue;
-        }
-        functions.insert(name.to_owned(), all);
-    }
+    let owned = |lines: Vec<&str>| lines.into_iter().map(str::to_owned).collect();
+    let functions = c_source::functions(source).into_iter();
     functions
+        .map(|(name, lines)| (name.to_owned(), owned(lines)))
+        .collect()
 }
 
 /// The functions that make nodes: those that write the operator, the sources or the words of a

@@ -1,6 +1,7 @@
 //! What `cargo xtask`, the system tests and the benchmarks share: the cache folder, builds of ggml
 //! and llama.cpp, models with random weights, the programs under test.
 
+pub mod c_source;
 pub mod cache;
 pub mod compare;
 pub mod dist;

@@ -9,6 +9,7 @@ use std::path::Path;
 
 use anyhow::{Context as _, Result, bail, ensure};
 
+use xtask_common::c_source;
 use xtask_common::cache::Cache;
 use xtask_common::ggml_releases::{self, READ, RELEASES};
 use xtask_common::{llama, workspace};
@@ -306,39 +307,15 @@ fn calls(line: &str, call: &str) -> bool {
     })
 }
 
-/// The functions of a C file in ggml's style, in which a definition begins and ends in the first
-/// column.
+/// The functions of a C file by name.
 fn functions(source: &str) -> BTreeMap<&str, Function<'_>> {
-    let mut functions = BTreeMap::new();
-    let mut lines = source.lines();
-    while let Some(line) = lines.next() {
-        let begins = line.starts_with(|c: char| c.is_ascii_alphabetic());
-        let Some((before, _)) = line.split_once('(').filter(|_| begins) else {
-            continue;
-        };
-        let name = before.rsplit([' ', '*']).next().unwrap_or_default();
-        let mut function = Function::default();
-        let mut next = Some(line);
-        let mut is_open = false;
-        while let Some(line) = next.filter(|line| !line.starts_with('}')) {
-            let code = line.split("//").next().unwrap_or_default().trim();
-            is_open |= code.ends_with('{');
-            if !is_open && code.ends_with(';') {
-                break; // only a declaration
-            }
-            if !code.is_empty() {
-                function.lines.push(code);
-            }
-            next = lines.next();
-        }
-        if is_open {
-            for line in &function.lines {
-                function.ops.extend(ops(line));
-            }
-            functions.insert(name, function);
-        }
-    }
+    let functions = c_source::functions(source).into_iter();
     functions
+        .map(|(name, lines)| {
+            let ops = lines.iter().flat_map(|line| ops(line)).collect();
+            (name, Function { lines, ops })
+        })
+        .collect()
 }
 
 /// The operators that a line names.

@@ -1,0 +1,42 @@
+//! C files in ggml's style, as text.
+
+use std::collections::BTreeMap;
+
+/// A line without its comment and without spaces around it.
+pub fn code(line: &str) -> &str {
+    line.split("//").next().unwrap_or_default().trim()
+}
+
+/// The functions of a file, in which a definition begins and ends in the first column: their lines
+/// by name, the declaration included, without comments and blank lines.
+pub fn functions(source: &str) -> BTreeMap<&str, Vec<&str>> {
+    let mut functions = BTreeMap::new();
+    let mut lines = source.lines();
+    while let Some(line) = lines.next() {
+        let begins = line.starts_with(|c: char| c.is_ascii_alphabetic());
+        let Some((before, _)) = line.split_once('(').filter(|_| begins) else {
+            continue;
+        };
+        let name = before.rsplit([' ', '*']).next().unwrap_or_default();
+        if name.is_empty() {
+            continue;
+        }
+        let (mut all, mut is_open) = (Vec::new(), false);
+        let mut next = Some(line);
+        while let Some(line) = next.filter(|line| !matches!(*line, "}" | "};")) {
+            let code = code(line);
+            is_open |= code.ends_with('{');
+            if !is_open && code.ends_with(';') {
+                break; // only a declaration
+            }
+            if !code.is_empty() {
+                all.push(code);
+            }
+            next = lines.next();
+        }
+        if is_open {
+            functions.insert(name, all);
+        }
+    }
+    functions
+}
