@@ -302,7 +302,7 @@ fn paused_program_keeps_its_memory_when_another_one_needs_some() {
     kill_process(process, Signal::STOP).expect("a program");
     std::thread::sleep(liveness::ALIVE + Duration::from_secs(2));
     let goes_on = std::thread::spawn(move || {
-        // After the request, and before the next heartbeat is missing.
+        // The request has come by now, and the executor waits for the next heartbeat.
         std::thread::sleep(Duration::from_millis(500));
         kill_process(process, Signal::CONT).expect("a program");
     });

@@ -39,6 +39,8 @@ struct SystemNow {
 /// The memory that the engine may allocate, and the memory that it has allocated.
 pub(super) struct Budget {
     total: u64,
+    /// What is left to the machine.
+    reserve: u64,
     used: AtomicU64,
     /// What the machine has left. `None`: enough for the budget.
     system: Option<SystemMemory>,
@@ -54,8 +56,10 @@ impl Budget {
     }
 
     fn of(limit: Option<u64>, system: SystemMemory) -> Budget {
+        let of_system = system.total();
         Budget {
-            total: limit.unwrap_or_else(|| system.total()),
+            total: limit.unwrap_or(of_system),
+            reserve: MAX_RESERVE.min(of_system / 64),
             used: AtomicU64::new(0),
             system: Some(system),
             has_guards: false,
@@ -66,6 +70,7 @@ impl Budget {
     pub(super) fn fixed(total: u64) -> Budget {
         Budget {
             total,
+            reserve: 0,
             used: AtomicU64::new(0),
             system: None,
             has_guards: false,
@@ -85,9 +90,8 @@ impl Budget {
     /// What the machine says now. `None`: it has enough for the budget.
     fn system_now(&self) -> Option<SystemNow> {
         let system = self.system.as_ref()?;
-        let reserve = MAX_RESERVE.min(system.total() / 64);
         Some(SystemNow {
-            available: system.available().saturating_sub(reserve),
+            available: system.available().saturating_sub(self.reserve),
             touched: system.touched(),
         })
     }
