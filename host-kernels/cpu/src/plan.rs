@@ -255,7 +255,11 @@ fn views(graph: &Graph, memories: &[&CpuMemory]) -> Result<(Vec<View>, Vec<u64>)
             let ptr = memory.locate(offset, len)?;
             // SAFETY: `locate` returns `len` contiguous bytes of the buffer, which the plan keeps
             // alive with the views. Validation has checked the alignment and the length of the
-            // shape. The plan does not run once the bytes have moved.
+            // shape. The plan does not run once the bytes have moved. A session carries out one
+            // request after another, and buffers of other sessions share only frozen bytes: so no
+            // other code of the executor writes these bytes during a run. A plugin in the same
+            // process waits until no graph of its session runs. A guest process that has mapped
+            // the buffer may write at any time, which the contract permits.
             Ok(unsafe { View::new(ptr, &tensor.shape) })
         });
         let views = views.collect::<Result<Vec<View>, EngineError>>()?;

@@ -11,6 +11,11 @@ use vgpu_transport::ir::{Shape, Type};
 /// way (operations in place, or a hostile graph). So a kernel never creates a `&mut [T]` of one
 /// view while it reads another: where source and destination can be the same memory, it uses raw
 /// pointers.
+///
+/// A guest that has mapped a buffer can write the buffer's bytes from another process at any time.
+/// A kernel therefore takes nothing from a tensor's bytes that must stay true. An element that
+/// leads to an address (a row id, an expert id) is read once, volatile, and the copy is checked
+/// and used. Any other element is a number: every value of it gives a result or a reported failure.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct View {
     ptr: *mut u8,
@@ -32,7 +37,9 @@ impl View {
     /// - `shape` is valid, and its byte length from `ptr` on lies inside one allocation that
     ///   exists as long as kernels use the view or a copy of it;
     /// - `ptr` and the strides are aligned for the elements of plain types;
-    /// - only the plan that owns the view accesses these bytes while its kernels run.
+    /// - no code of this process but the plan that owns the view writes these bytes while its
+    ///   kernels run. Another process may write them, if the memory is mapped there: a kernel
+    ///   reads an index once, volatile, and uses only the value that it has checked.
     pub(crate) unsafe fn new(ptr: *mut u8, shape: &Shape) -> View {
         let shape = shape.with_plain_strides();
         View {
