@@ -1,12 +1,14 @@
 //! The ranks of the executor's locks: the order in which a thread takes them.
 //!
-//! No thread calls an engine, waits for a guest, reads a file or writes to the log under one of
+//! No thread calls an engine, waits for a guest, uses a file or writes to the log under one of
 //! these locks: admission, status, metrics, reload and shutdown need them, and would hang with the
-//! call. A build with debug assertions checks the order at each use, and the calls of the engine
-//! that this crate makes from its sessions ([`expect_unlocked`]).
+//! call. [`Rank::Upload`] is the one exception. A build with debug assertions checks the order at
+//! each use, and that a thread holds none of these locks where it begins a request, launches a plan
+//! or waits for one, asks an engine for its memory, or changes files of the weight cache
+//! ([`expect_unlocked`]).
 //!
 //! Locks that are not here are innermost: nothing else is locked, called or waited for under them
-//! (`weights`, `log_limit`, `engine_monitor`, `activity`).
+//! (`log_limit`, `engine_monitor`, `activity`, `service`).
 #![forbid(unsafe_code)]
 
 use vgpu_transport::lock::{self, LockRank};
@@ -42,6 +44,13 @@ pub(crate) enum Rank {
     Totals,
     /// Mappings and descriptors (`pool`).
     Pool,
+    /// The extents of a sharing domain that begin with the same bytes (`weights::uploads`). A
+    /// session holds this lock while it copies bytes into the engine's memory, so that no other
+    /// session uploads the same extent meanwhile. Only sessions of the domain that upload such an
+    /// extent wait for it.
+    Upload,
+    /// Everything else of the weight store (`weights`). A thread holds one of these locks at most.
+    Weights,
 }
 
 impl LockRank for Rank {

@@ -58,6 +58,11 @@ impl<R: LockRank, T> RankedMutex<R, T> {
         }
     }
 
+    /// The value, which no other thread can use.
+    pub fn get_mut(&mut self) -> &mut T {
+        self.mutex.get_mut().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// The lock, if it is free. Never waits, so that any order is right.
     pub fn try_lock(&self) -> Option<RankedGuard<'_, T>> {
         let guard = match self.mutex.try_lock() {

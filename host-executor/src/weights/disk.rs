@@ -13,7 +13,7 @@ use std::io::{self, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::SystemTime;
 
 use tracing::{info, warn};
@@ -21,6 +21,7 @@ use vgpu_engine::Extent;
 use vgpu_transport::wire::ContentHash;
 
 use super::options::CacheOptions;
+use crate::lock::{Rank, RankedGuard, RankedMutex, expect_unlocked};
 
 /// Bytes that are read or written at once.
 const CHUNK: usize = 256 << 10;
@@ -72,7 +73,9 @@ pub(crate) struct ContentKey {
 pub(super) struct Disk {
     folder: PathBuf,
     limit: u64,
-    index: Mutex<Index>,
+    /// What the folder has. No file is used under this lock: a hung file system delays only
+    /// the threads that use files.
+    index: RankedMutex<Index>,
     has_warned: AtomicBool,
     temporary: AtomicU64,
 }
@@ -140,7 +143,7 @@ impl Disk {
         let disk = Disk {
             folder,
             limit: size,
-            index: Mutex::new(index),
+            index: RankedMutex::new(Rank::Weights, index),
             has_warned: AtomicBool::new(false),
             temporary: AtomicU64::new(0),
         };
@@ -236,13 +239,10 @@ impl Disk {
 
     /// Removes the least recently used files until `len` more bytes fit.
     fn make_room(&self, len: u64) {
-        let mut index = self.index();
-        while index.bytes.saturating_add(len) > self.limit {
-            let oldest = index.files.iter().min_by_key(|(_, place)| place.used);
-            let Some(name) = oldest.map(|(name, _)| name.clone()) else {
-                return;
-            };
-            index.forget(&name);
+        let evicted = self.index().evict(self.limit.saturating_sub(len));
+        // Only the hashing thread adds files, and it is this thread: no new file has the name of
+        // one of these.
+        for name in evicted {
             remove(&self.path(&name));
         }
     }
@@ -251,8 +251,8 @@ impl Disk {
         self.folder.join(&**folder).join(hash.to_string())
     }
 
-    fn index(&self) -> MutexGuard<'_, Index> {
-        self.index.lock().unwrap_or_else(PoisonError::into_inner)
+    fn index(&self) -> RankedGuard<'_, Index> {
+        self.index.lock()
     }
 }
 
@@ -263,6 +263,21 @@ impl Index {
         if self.files.insert(name, CacheEntry { len, used }).is_none() {
             self.bytes += len;
         }
+    }
+
+    /// Forgets the least recently used files until at most `limit` bytes are left. Returns their
+    /// names.
+    fn evict(&mut self, limit: u64) -> Vec<Name> {
+        let mut evicted = Vec::new();
+        while self.bytes > limit {
+            let oldest = self.files.iter().min_by_key(|(_, place)| place.used);
+            let Some(name) = oldest.map(|(name, _)| name.clone()) else {
+                break;
+            };
+            self.forget(&name);
+            evicted.push(name);
+        }
+        evicted
     }
 
     fn forget(&mut self, name: &Name) {
@@ -333,6 +348,7 @@ impl CachedExtent {
 }
 
 fn copy_to(path: &Path, len: u64, extent: &Weak<dyn Extent>) -> io::Result<()> {
+    expect_unlocked("a write to the weight cache");
     let mut file = File::create_new(path)?;
     let mut chunk = vec![0; CHUNK];
     let mut at = 0;
@@ -380,6 +396,7 @@ fn list(folder: &Path) -> Result<Vec<fs::DirEntry>, CacheError> {
 }
 
 fn remove(path: &Path) {
+    expect_unlocked("the removal of a file");
     match fs::remove_file(path) {
         Ok(()) => {}
         Err(error) if error.kind() == io::ErrorKind::NotFound => {}
@@ -502,6 +519,25 @@ mod tests {
             Ok::<(), io::Error>(())
         });
         assert!(is_right.unwrap() && read == bytes);
+    }
+
+    /// `remove` panics if the thread holds the lock of the index, or any other of the executor.
+    #[test]
+    fn files_are_removed_without_the_lock_of_the_index() {
+        let folder = tempfile::tempdir().unwrap();
+        let options = CacheOptions {
+            folder: folder.path().join("weights"),
+            size: 250,
+        };
+        let disk = Disk::open(options).unwrap();
+        for value in 1..=3 {
+            let bytes = Bytes(vec![value; 100]);
+            let (hash, len) = (hash_of(&bytes), bytes.size());
+            let extent: Arc<dyn Extent> = Arc::new(bytes);
+            disk.put(None, ContentKey { hash, len }, &Arc::downgrade(&extent));
+        }
+        let files = fs::read_dir(disk.folder.join(SHARED_FOLDER)).unwrap();
+        assert_eq!((disk.bytes(), files.count()), (200, 2));
     }
 
     #[test]

@@ -1,13 +1,14 @@
 //! A job of the hashing thread, and what the thread reports to a session.
 #![forbid(unsafe_code)]
 
+use std::sync::Weak;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Mutex, Weak};
 
 use vgpu_engine::{EngineError, Extent};
 use vgpu_transport::ir::BufferId;
 
 use super::hash_queue::QUANTUM;
+use crate::lock::{Rank, RankedMutex};
 
 /// Bytes that are hashed at once: fits the caches of a core.
 const CHUNK: usize = 256 << 10;
@@ -26,10 +27,18 @@ pub(super) struct Job {
 }
 
 /// Duplicates that the store has found for a session.
-#[derive(Default)]
 pub(super) struct Inbox {
     pub(super) is_full: AtomicBool,
-    pub(super) merges: Mutex<Vec<Merge>>,
+    pub(super) merges: RankedMutex<Vec<Merge>>,
+}
+
+impl Default for Inbox {
+    fn default() -> Inbox {
+        Inbox {
+            is_full: AtomicBool::new(false),
+            merges: RankedMutex::new(Rank::Weights, Vec::new()),
+        }
+    }
 }
 
 /// The bytes at `offset` of a buffer are a duplicate of `extent`.

@@ -4,7 +4,7 @@
 use std::collections::{BTreeSet, HashMap};
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -19,6 +19,7 @@ use super::hash_job::{Hashed, Inbox, Job, Merge, hash_part};
 use super::hash_queue::HashQueue;
 use super::options::{CacheOptions, Sharing};
 use super::uploads::{self, Slot, Uploads};
+use crate::lock::{Rank, RankedGuard, RankedMutex};
 
 /// Wrong proofs of a session, and of a sharing domain in [`PROOF_WINDOW`], after which the store
 /// does not ask for further proofs: the guest has to send its weights.
@@ -40,7 +41,7 @@ struct Handle(Arc<Shared>);
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        lock(&self.0.queue).has_ended = true;
+        self.0.queue.lock().has_ended = true;
         self.0.has_jobs.notify_all();
     }
 }
@@ -54,12 +55,12 @@ struct Queue {
 
 struct Shared {
     sharing: Sharing,
-    entries: Mutex<Entries>,
+    entries: RankedMutex<Entries>,
     uploads: Uploads,
-    queue: Mutex<Queue>,
+    queue: RankedMutex<Queue>,
     has_jobs: Condvar,
     /// When the present window of each sharing domain began, and its wrong proofs since.
-    wrong_proofs: Mutex<HashMap<Arc<str>, (Instant, u32)>>,
+    wrong_proofs: RankedMutex<HashMap<Arc<str>, (Instant, u32)>>,
     disk: Option<Disk>,
     counters: Counters,
 }
@@ -129,11 +130,11 @@ impl WeightStore {
         let disk = cache.map(Disk::open).transpose()?;
         let shared = Arc::new(Shared {
             sharing,
-            entries: Mutex::default(),
+            entries: RankedMutex::new(Rank::Weights, Entries::default()),
             uploads: Uploads::default(),
-            queue: Mutex::default(),
+            queue: RankedMutex::new(Rank::Weights, Queue::default()),
             has_jobs: Condvar::new(),
-            wrong_proofs: Mutex::default(),
+            wrong_proofs: RankedMutex::new(Rank::Weights, HashMap::new()),
             disk,
             counters: Counters::default(),
         });
@@ -149,9 +150,11 @@ impl WeightStore {
     /// What the store has done so far.
     pub fn stats(&self) -> WeightStoreStats {
         let counters = &self.shared.counters;
-        let entries = self.shared.entries();
-        let live = entries.by_key.values().filter(|entry| entry.is_live());
-        let (extents, bytes) = live.fold((0, 0), |(n, sum), entry| (n + 1, sum + entry.len));
+        let (extents, bytes) = {
+            let entries = self.shared.entries();
+            let live = entries.by_key.values().filter(|entry| entry.is_live());
+            live.fold((0, 0), |(n, sum), entry| (n + 1, sum + entry.len))
+        };
         WeightStoreStats {
             not_sent: counters.not_sent.load(Ordering::Relaxed),
             from_disk: counters.from_disk.load(Ordering::Relaxed),
@@ -166,12 +169,7 @@ impl WeightStore {
     /// Extents that wait to be hashed, and their bytes. `None` if the queue is locked now.
     #[cfg(feature = "server")]
     pub(crate) fn backlog(&self) -> Option<(usize, u64)> {
-        let queue = match self.shared.queue.try_lock() {
-            Ok(queue) => queue,
-            Err(std::sync::TryLockError::Poisoned(queue)) => queue.into_inner(),
-            Err(std::sync::TryLockError::WouldBlock) => return None,
-        };
-        Some(queue.jobs.waiting())
+        Some(self.shared.queue.try_lock()?.jobs.waiting())
     }
 
     /// Access for a session of `domain`. `None` if nothing is shared.
@@ -263,7 +261,7 @@ impl SessionStore {
                     let Some(step) = step else {
                         return Ok(None);
                     };
-                    lock(&shared.queue).jobs.used(&self.domain, step.bytes);
+                    shared.queue.lock().jobs.used(&self.domain, step.bytes);
                     done += step.bytes;
                     if step.is_last {
                         return Ok(Some(ContentHash(*hasher.finalize().as_bytes())));
@@ -272,7 +270,7 @@ impl SessionStore {
                 Ok(None)
             }
             WeakSource::Disk(cached) => {
-                lock(&shared.queue).jobs.used(&self.domain, cached.len);
+                shared.queue.lock().jobs.used(&self.domain, cached.len);
                 cached.hash(hasher, &mut may_go_on)
             }
         }
@@ -280,7 +278,7 @@ impl SessionStore {
 
     /// Whether the sharing domain may prove that it has a content.
     pub(crate) fn may_prove(&self, now: Instant) -> bool {
-        let wrong = lock(&self.weights.shared.wrong_proofs);
+        let wrong = self.weights.shared.wrong_proofs.lock();
         wrong.get(&self.domain).is_none_or(|&(began, count)| {
             now.saturating_duration_since(began) >= PROOF_WINDOW || count < MAX_WRONG_PROOFS
         })
@@ -288,7 +286,7 @@ impl SessionStore {
 
     /// Counts a wrong proof of the sharing domain.
     pub(crate) fn count_wrong_proof(&self, now: Instant) {
-        let mut wrong = lock(&self.weights.shared.wrong_proofs);
+        let mut wrong = self.weights.shared.wrong_proofs.lock();
         let is_recent = |began: &Instant| now.saturating_duration_since(*began) < PROOF_WINDOW;
         wrong.retain(|_, (began, _)| is_recent(began));
         wrong.entry(Arc::clone(&self.domain)).or_insert((now, 0)).1 += 1;
@@ -326,9 +324,10 @@ impl SessionStore {
     /// the duplicates.
     pub(crate) fn hash_later(&self, buffer: BufferId, extents: &[(u64, Arc<dyn Extent>)]) {
         let shared = &self.weights.shared;
+        let sizes: Vec<u64> = extents.iter().map(|(_, extent)| extent.size()).collect();
         let mut not_queued = 0;
-        let mut queue = lock(&shared.queue);
-        for (offset, extent) in extents {
+        let mut queue = shared.queue.lock();
+        for ((offset, extent), size) in extents.iter().zip(sizes) {
             let job = || Job {
                 buffer,
                 offset: *offset,
@@ -337,7 +336,6 @@ impl SessionStore {
                 done: 0,
                 inbox: Arc::downgrade(&self.inbox),
             };
-            let size = extent.size();
             if !queue.jobs.push(&self.domain, size, job()) {
                 // Extents that were freed since do not count.
                 queue.jobs.retain(&self.domain, Job::is_wanted);
@@ -359,7 +357,7 @@ impl SessionStore {
         // Pairs with the release in `Shared::enter`. A merge that is missed now is seen by the next
         // call.
         match self.inbox.is_full.swap(false, Ordering::AcqRel) {
-            true => std::mem::take(&mut *lock(&self.inbox.merges)),
+            true => std::mem::take(&mut *self.inbox.merges.lock()),
             false => Vec::new(),
         }
     }
@@ -382,8 +380,8 @@ impl WeakSource {
 }
 
 impl Shared {
-    fn entries(&self) -> MutexGuard<'_, Entries> {
-        lock(&self.entries)
+    fn entries(&self) -> RankedGuard<'_, Entries> {
+        self.entries.lock()
     }
 
     /// The sharing domain whose entries a session of `domain` uses. `None`: those of all sharing
@@ -402,22 +400,21 @@ impl Shared {
 
     /// The hashing thread.
     fn work(&self) {
-        let mut queue = lock(&self.queue);
+        let mut queue = self.queue.lock();
         while !queue.has_ended {
             let Some((domain, mut job)) = queue.jobs.pop() else {
-                let waited = self.has_jobs.wait(queue);
-                queue = waited.unwrap_or_else(PoisonError::into_inner);
+                queue = queue.wait(&self.has_jobs);
                 continue;
             };
             drop(queue);
             let hashed = self.hash_next(&domain, &mut job);
-            queue = lock(&self.queue);
+            // This may be the last reference to the extent, which must not be dropped under a lock.
+            let size = job.extent.upgrade().map_or(0, |extent| extent.size());
+            queue = self.queue.lock();
             queue.jobs.used(&domain, hashed.bytes);
             if !hashed.is_last {
-                let left = job.extent.upgrade().map_or(0, |extent| extent.size());
-                queue
-                    .jobs
-                    .put_back(&domain, left.saturating_sub(job.done), job);
+                let left = size.saturating_sub(job.done);
+                queue.jobs.put_back(&domain, left, job);
             }
         }
     }
@@ -487,7 +484,7 @@ impl Shared {
                 // The merge frees the pages of this extent, so no reference may be left.
                 drop(extent);
                 if let Some(inbox) = job.inbox.upgrade() {
-                    lock(&inbox.merges).push(Merge {
+                    inbox.merges.lock().push(Merge {
                         buffer: job.buffer,
                         offset: job.offset,
                         extent: Arc::downgrade(&first),
@@ -516,8 +513,4 @@ impl Drop for Shared {
             info!(not_sent, merged, hashed, "weights shared");
         }
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -14,11 +14,13 @@
 #![forbid(unsafe_code)]
 
 use std::collections::HashMap;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Weak};
 use std::time::{Duration, Instant};
 
 use vgpu_engine::Extent;
 use vgpu_transport::wire::ContentHash;
+
+use crate::lock::{Rank, RankedGuard, RankedMutex};
 
 /// How many extents with the same first bytes and length are compared with a new one.
 pub(crate) const MAX_COMPARED: usize = 8;
@@ -31,9 +33,8 @@ pub(crate) const FIRST_BYTES: usize = 4096;
 pub(super) const MAX_FREED: usize = 64;
 
 /// Extents by domain, length and first bytes.
-#[derive(Default)]
 pub(super) struct Uploads {
-    state: Mutex<State>,
+    state: RankedMutex<State>,
 }
 
 #[derive(Default)]
@@ -54,9 +55,8 @@ pub(super) struct Key {
 }
 
 /// Extents that may be equal.
-#[derive(Default)]
 pub(crate) struct Slot {
-    list: Mutex<List>,
+    list: RankedMutex<List>,
 }
 
 /// The extents of a slot.
@@ -88,19 +88,53 @@ pub(crate) struct UploadLeader {
 }
 
 /// Wakes the followers of an upload.
-#[derive(Default)]
 struct UploadEnd {
-    has_ended: Mutex<bool>,
+    progress: RankedMutex<Progress>,
     changed: Condvar,
+}
+
+/// What followers wait for.
+#[derive(Clone, Copy, PartialEq, Eq, Default)]
+struct Progress {
+    /// How often the extent got more bytes.
+    advances: u64,
+    has_ended: bool,
+}
+
+impl Default for Uploads {
+    fn default() -> Uploads {
+        Uploads {
+            state: RankedMutex::new(Rank::Weights, State::default()),
+        }
+    }
+}
+
+impl Default for Slot {
+    fn default() -> Slot {
+        Slot {
+            list: RankedMutex::new(Rank::Upload, List::default()),
+        }
+    }
+}
+
+impl Default for UploadEnd {
+    fn default() -> UploadEnd {
+        UploadEnd {
+            progress: RankedMutex::new(Rank::Weights, Progress::default()),
+            changed: Condvar::new(),
+        }
+    }
 }
 
 impl Uploads {
     /// The slot of `key`, which is empty if it is new.
     pub(super) fn slot(&self, key: Key) -> Arc<Slot> {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         if state.slots.len() > state.sweep_at {
-            let is_used =
-                |slot: &Arc<Slot>| Arc::strong_count(slot) > 1 || slot.lock().has_extents();
+            // A slot that a session uses stays. No other slot can be locked.
+            let is_used = |slot: &mut Arc<Slot>| {
+                Arc::get_mut(slot).is_none_or(|slot| slot.list.get_mut().has_extents())
+            };
             state.slots.retain(|_, slot| is_used(slot));
             state.sweep_at = 2 * state.slots.len() + MAX_FREED;
         }
@@ -111,7 +145,7 @@ impl Uploads {
 impl Slot {
     /// The extents that exist, and how many were added so far.
     pub(crate) fn extents(&self) -> (Vec<FollowedUpload>, u64) {
-        let list = self.lock();
+        let list = self.list.lock();
         let followed = |upload: &Upload| {
             let extent = upload.extent.upgrade()?;
             let upload_end = Arc::clone(&upload.upload_end);
@@ -123,12 +157,8 @@ impl Slot {
 
     /// Locks the slot, so that no extent is added meanwhile. `None` if an extent was added since
     /// `added` were.
-    pub(crate) fn lock_unchanged(&self, added: u64) -> Option<MutexGuard<'_, List>> {
-        Some(self.lock()).filter(|list| list.added == added)
-    }
-
-    fn lock(&self) -> MutexGuard<'_, List> {
-        lock(&self.list)
+    pub(crate) fn lock_unchanged(&self, added: u64) -> Option<RankedGuard<'_, List>> {
+        Some(self.list.lock()).filter(|list| list.added == added)
     }
 }
 
@@ -165,15 +195,23 @@ impl FollowedUpload {
     /// Waits until the extent has more than `done` bytes, its upload has ended, or `limit` is
     /// over.
     pub(crate) fn wait(&self, done: u64, limit: Duration) {
+        let UploadEnd { progress, changed } = &*self.upload_end;
         let end = Instant::now() + limit;
-        let mut has_ended = lock(&self.upload_end.has_ended);
-        while self.extent.filled() <= done && !*has_ended {
-            let left = end.saturating_duration_since(Instant::now());
-            if left.is_zero() {
+        loop {
+            // The engine is asked without the lock. The progress is read first: bytes that are
+            // added after the engine's answer change it.
+            let seen = *progress.lock();
+            if seen.has_ended || self.extent.filled() > done {
                 return;
             }
-            let waited = self.upload_end.changed.wait_timeout(has_ended, left);
-            has_ended = waited.unwrap_or_else(PoisonError::into_inner).0;
+            let mut now = progress.lock();
+            while *now == seen {
+                let left = end.saturating_duration_since(Instant::now());
+                if left.is_zero() {
+                    return;
+                }
+                now = now.wait_timeout(changed, left);
+            }
         }
     }
 }
@@ -181,19 +219,19 @@ impl FollowedUpload {
 impl UploadLeader {
     /// Tells the followers that the extent has more bytes.
     pub(crate) fn advance(&self) {
-        // A follower that has found too few bytes waits now, or has not released the lock yet.
-        drop(lock(&self.upload_end.has_ended));
-        self.upload_end.changed.notify_all();
+        self.upload_end.change(|progress| progress.advances += 1);
     }
 }
 
 impl Drop for UploadLeader {
     fn drop(&mut self) {
-        *lock(&self.upload_end.has_ended) = true;
-        self.upload_end.changed.notify_all();
+        self.upload_end.change(|progress| progress.has_ended = true);
     }
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+impl UploadEnd {
+    fn change(&self, change: impl FnOnce(&mut Progress)) {
+        change(&mut self.progress.lock());
+        self.changed.notify_all();
+    }
 }
