@@ -8,6 +8,7 @@ use vgpu_engine::{EngineError, Memory};
 use vgpu_transport::ir::BufferId;
 use vgpu_transport::wire::{GraphId, Reply};
 
+use super::error::AllocError;
 use crate::activity::GraphInfo;
 use crate::sched::InFlight;
 
@@ -74,13 +75,12 @@ pub(super) fn failed(request: u64, kind: &'static str, on: u64, error: &dyn Erro
 }
 
 /// The answer to an ALLOC that is refused.
-pub(super) fn refused(request: u64, buffer: BufferId, why: String) -> Answer {
-    let reason = format!("ALLOC {} refused: {why}", buffer.0);
+pub(super) fn refused(request: u64, buffer: BufferId, error: &AllocError) -> Answer {
     Answer::Failure {
         reply: Reply::Refused {
             request,
-            reason: why,
+            reason: error.to_string(),
         },
-        reason,
+        reason: format!("ALLOC {} refused: {error}", buffer.0),
     }
 }

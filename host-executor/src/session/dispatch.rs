@@ -1,6 +1,5 @@
 //! What each request does, except those on weights.
 
-use std::error::Error;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Instant;
@@ -15,7 +14,7 @@ use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, PROTOCOL_VERSION, Reply, Reques
 use super::answer::{Answer, ReadRange, Submitted, done, failed, refused};
 use super::bulk::{Bulk, Transfer};
 use super::end_check::EndCheck;
-use super::error::{SessionEnd, Violation};
+use super::error::{AllocError, SessionEnd, Violation};
 use super::graphs::{CompileContext, GraphStatus, ImageResult};
 use super::state::{MODEL_SCALE, Session, observe_turn};
 use crate::activity::Phase;
@@ -201,8 +200,7 @@ impl Session {
         self.buffers.check_new(buffer)?;
         let limit = self.limits.buffers;
         if self.buffers.len() >= limit {
-            let reason = format!("the session already has {limit} buffers, which is the limit");
-            return Ok(refused(request, buffer, reason));
+            return Ok(refused(request, buffer, &AllocError::Count { limit }));
         }
         let mut allocated = self.try_alloc(buffer, size);
         if allocated.is_err() && self.reclaim(size) {
@@ -210,7 +208,7 @@ impl Session {
         }
         let shared = match allocated {
             Ok(shared) => shared,
-            Err(reason) => return Ok(refused(request, buffer, reason)),
+            Err(error) => return Ok(refused(request, buffer, &error)),
         };
         self.update_gauges();
         if size >= MODEL_SCALE && self.may_log() {
@@ -225,11 +223,6 @@ impl Session {
         })
     }
 
-    /// Allocates a buffer whose id has been checked. Returns the file that the guest may map, with
-    /// its size in bytes, if there is one.
-    ///
-    /// # Errors
-    /// Why there is no memory.
     /// Takes memory from silent programs, if an allocation of `size` bytes fits with it and not
     /// without it. Returns whether there was some.
     fn reclaim(&self, size: u64) -> bool {
@@ -242,15 +235,30 @@ impl Session {
             && silent.reclaim()
     }
 
-    fn try_alloc(&mut self, buffer: BufferId, size: u64) -> Result<Option<(OwnedFd, u64)>, String> {
+    /// Allocates a buffer whose id has been checked. Returns the file that the guest may map, with
+    /// its size in bytes, if there is one.
+    ///
+    /// # Errors
+    /// [`AllocError::Quota`], [`AllocError::Pool`], [`AllocError::Engine`].
+    fn try_alloc(
+        &mut self,
+        buffer: BufferId,
+        size: u64,
+    ) -> Result<Option<(OwnedFd, u64)>, AllocError> {
         let taken = self.engine.allocation_size(size);
-        let of_guest = |error: &dyn Error| format!("guest {}: {error}", self.tenant.name());
+        let guest = || self.tenant.name().to_owned();
         let charge = self.tenant.charge(taken, self.engine.as_ref());
-        let mut charge = charge.map_err(|error| of_guest(&error))?;
+        let mut charge = charge.map_err(|error| AllocError::Quota {
+            guest: guest(),
+            error,
+        })?;
         // A buffer without bytes has no mapping.
         let count = usize::from(size > 0);
         let mapping = self.pools.mappings.take(self.tenant.id(), count);
-        let mapping = mapping.map_err(|error| of_guest(&error))?;
+        let mapping = mapping.map_err(|error| AllocError::Pool {
+            guest: guest(),
+            error,
+        })?;
         let shared = match self.can_share && size > 0 {
             // A process without a descriptor for the file has memory without a file.
             true => self.engine.alloc_shared(size).unwrap_or_else(|error| {
@@ -261,10 +269,7 @@ impl Session {
         };
         let (memory, shared) = match shared {
             Some(SharedMemory { memory, file, size }) => (memory, Some((file, size))),
-            None => {
-                let memory = self.engine.alloc(size);
-                (memory.map_err(|error| error.to_string())?, None)
-            }
+            None => (self.engine.alloc(size)?, None),
         };
         charge.allocated();
         self.buffers.insert(buffer, memory, charge, mapping);

@@ -1,13 +1,15 @@
-//! Why sessions end.
+//! Why sessions end, and why a buffer is refused.
 
 use std::time::Duration;
 
+use vgpu_engine::EngineError;
 use vgpu_transport::ir::{BufferId, DecodeError, IR_VERSION, Invalid};
 use vgpu_transport::link::LinkError;
 use vgpu_transport::wire::{
     ContentHash, GraphId, MAX_EXTENTS, MAX_QUERIED, MIN_EXTENT, PROTOCOL_VERSION, WireError,
 };
 
+use crate::pool::PoolError;
 use crate::stop::StopFlag;
 
 /// Why a session ended.
@@ -107,6 +109,23 @@ impl From<LinkError> for SessionEnd {
             other => SessionEnd::Link(other),
         }
     }
+}
+
+/// Why a guest gets no buffer. Its session goes on.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub(super) enum AllocError {
+    /// The session has as many buffers as its limit allows.
+    #[error("the session already has {limit} buffers, which is the limit")]
+    Count { limit: usize },
+    /// The tenant's account has no room.
+    #[error("guest {guest}: {error}")]
+    Quota { guest: String, error: EngineError },
+    /// The tenant gets no more memory mappings.
+    #[error("guest {guest}: {error}")]
+    Pool { guest: String, error: PoolError },
+    /// The engine cannot allocate.
+    #[error(transparent)]
+    Engine(#[from] EngineError),
 }
 
 /// How a guest broke the protocol. Ends its session.
