@@ -97,9 +97,9 @@ pub(crate) unsafe fn drop_context<T>(context: &mut *mut c_void) {
     }
 }
 
-/// The offsets of each piece of a 2D copy: in the tensor, which ggml has checked, and in the
+/// The offsets of each row of a 2D copy: in the tensor, which ggml has checked, and in the
 /// program's memory. Both in bytes.
-pub(crate) fn pieces(
+pub(crate) fn rows_2d(
     copies: usize,
     offset: usize,
     stride_tensor: usize,

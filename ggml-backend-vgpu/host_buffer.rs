@@ -2,7 +2,7 @@
 //! by the guest.
 //!
 //! ggml programs use host buffers for what goes to the device again and again: inputs, results, the
-//! pieces of a model file. The memory is part of the link's memory as long as the link has some
+//! parts of a model file. The memory is part of the link's memory as long as the link has some
 //! left. Otherwise it is ordinary memory, and every transfer costs one more copy.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};

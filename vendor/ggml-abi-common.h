@@ -189,7 +189,7 @@ struct ggml_backend_buffer_i {
         size_t offset, size_t size);
     void (*get_tensor)(ggml_backend_buffer_t buffer, const struct ggml_tensor * tensor, void * data,
         size_t offset, size_t size);
-    // optional; n_copies pieces of `size` bytes, at multiples of a stride on each side
+    // optional; n_copies rows of `size` bytes, at multiples of a stride on each side
     void (*set_tensor_2d)(ggml_backend_buffer_t buffer, struct ggml_tensor * tensor,
         const void * data, size_t offset, size_t size, size_t n_copies, size_t stride_tensor,
         size_t stride_data);

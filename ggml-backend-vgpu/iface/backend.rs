@@ -13,7 +13,7 @@ use crate::abi::{
 use crate::backend::Backend;
 use crate::buffer::Buffer;
 use crate::device_context::DeviceContext;
-use crate::ffi::{drop_context, guard, into_context, object, pieces};
+use crate::ffi::{drop_context, guard, into_context, object, rows_2d};
 
 /// Tells the backends of this plugin from those of others. 16 random bytes.
 static GUID: ggml_guid = [
@@ -164,10 +164,10 @@ unsafe extern "C" fn set_tensor_2d_async(
     stride_tensor: usize,
     stride_data: usize,
 ) {
-    for (at, from) in pieces(copies, offset, stride_tensor, stride_data) {
-        let piece = data.wrapping_byte_add(from);
-        // SAFETY: ggml passes what `set_tensor_async` needs for each piece.
-        unsafe { set_tensor_async(backend, tensor, piece, at, size) };
+    for (at, from) in rows_2d(copies, offset, stride_tensor, stride_data) {
+        let row = data.wrapping_byte_add(from);
+        // SAFETY: ggml passes what `set_tensor_async` needs for each row.
+        unsafe { set_tensor_async(backend, tensor, row, at, size) };
     }
 }
 
@@ -183,10 +183,10 @@ unsafe extern "C" fn get_tensor_2d_async(
     stride_tensor: usize,
     stride_data: usize,
 ) {
-    for (at, from) in pieces(copies, offset, stride_tensor, stride_data) {
-        let piece = data.wrapping_byte_add(from);
-        // SAFETY: ggml passes what `get_tensor_async` needs for each piece.
-        unsafe { get_tensor_async(backend, tensor, piece, at, size) };
+    for (at, from) in rows_2d(copies, offset, stride_tensor, stride_data) {
+        let row = data.wrapping_byte_add(from);
+        // SAFETY: ggml passes what `get_tensor_async` needs for each row.
+        unsafe { get_tensor_async(backend, tensor, row, at, size) };
     }
 }
 

@@ -11,7 +11,7 @@ use crate::abi::{
 };
 use crate::buffer::Buffer;
 use crate::device_context::DeviceContext;
-use crate::ffi::{drop_context, guard, into_context, object, pieces};
+use crate::ffi::{drop_context, guard, into_context, object, rows_2d};
 
 const CALLBACKS: ggml_backend_buffer_i = ggml_backend_buffer_i {
     free_buffer: Some(free_buffer),
@@ -188,10 +188,10 @@ unsafe extern "C" fn set_tensor_2d(
     stride_tensor: usize,
     stride_data: usize,
 ) {
-    for (at, from) in pieces(copies, offset, stride_tensor, stride_data) {
-        let piece = data.wrapping_byte_add(from);
-        // SAFETY: ggml passes what `set_tensor` needs for each piece.
-        unsafe { set_tensor(buffer, tensor, piece, at, size) };
+    for (at, from) in rows_2d(copies, offset, stride_tensor, stride_data) {
+        let row = data.wrapping_byte_add(from);
+        // SAFETY: ggml passes what `set_tensor` needs for each row.
+        unsafe { set_tensor(buffer, tensor, row, at, size) };
     }
 }
 
@@ -207,10 +207,10 @@ unsafe extern "C" fn get_tensor_2d(
     stride_tensor: usize,
     stride_data: usize,
 ) {
-    for (at, from) in pieces(copies, offset, stride_tensor, stride_data) {
-        let piece = data.wrapping_byte_add(from);
-        // SAFETY: ggml passes what `get_tensor` needs for each piece.
-        unsafe { get_tensor(buffer, tensor, piece, at, size) };
+    for (at, from) in rows_2d(copies, offset, stride_tensor, stride_data) {
+        let row = data.wrapping_byte_add(from);
+        // SAFETY: ggml passes what `get_tensor` needs for each row.
+        unsafe { get_tensor(buffer, tensor, row, at, size) };
     }
 }
 

@@ -18,8 +18,8 @@ const CALLBACKS: ggml_backend_buffer_i = ggml_backend_buffer_i {
     memset_tensor: Some(memset_tensor),
     set_tensor: Some(set_tensor),
     get_tensor: Some(get_tensor),
-    set_tensor_2d: None, // ggml calls set_tensor for each piece
-    get_tensor_2d: None, // ggml calls get_tensor for each piece
+    set_tensor_2d: None, // ggml calls set_tensor for each row
+    get_tensor_2d: None, // ggml calls get_tensor for each row
     cpy_tensor: None,    // ggml copies from and to host memory by itself
     clear: Some(clear),
     reset: None, // init_tensor attaches nothing

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use vgpu_transport::bytes::{Bytes, BytesMut};
-use vgpu_transport::link::piece_len;
+use vgpu_transport::link::chunk_len;
 use vgpu_transport::wire::{MAX_PAYLOAD, Reply, Request};
 
 use super::allocation::Allocation;
@@ -19,7 +19,7 @@ const MIN_WAIT_BYTES: usize = 256 << 10;
 /// copied, which costs less than the bookkeeping.
 const MIN_STAGED_BYTES: usize = 16 << 10;
 
-/// The number of pieces of a read that are requested before the first answer is awaited.
+/// The number of chunks of a read that are requested before the first answer is awaited.
 const READS_IN_FLIGHT: usize = 4;
 
 /// Writes `data` to `offset` of a buffer, in order with all other requests. The data may change
@@ -57,9 +57,9 @@ pub(super) fn write(
     }
     connection.with_conn(|c| {
         let (mut data, mut offset) = (data, offset);
-        let (buffer, piece) = (to.id(), piece_len(data.len()));
+        let (buffer, chunk) = (to.id(), chunk_len(data.len()));
         while !data.is_empty() {
-            let (part, rest) = data.split_at(data.len().min(piece));
+            let (part, rest) = data.split_at(data.len().min(chunk));
             c.send_with(&Request::Write { buffer, offset }, part)?;
             offset += part.len() as u64;
             data = rest;
@@ -135,12 +135,12 @@ pub(super) fn read(
     }
     connection.with_conn(|c| {
         let total = out.len();
-        let piece = piece_len(total);
-        c.round_trips += 1; // one for all pieces: they are requested ahead
+        let chunk = chunk_len(total);
+        c.round_trips += 1; // one for all chunks: they are requested ahead
         let (mut out, mut requested, mut waiting) = (out, 0, VecDeque::new());
         while requested < total || !waiting.is_empty() {
             while requested < total && waiting.len() < READS_IN_FLIGHT {
-                let len = piece.min(total - requested);
+                let len = chunk.min(total - requested);
                 let request = c.send(&Request::Read {
                     buffer,
                     offset: offset + requested as u64,

@@ -22,7 +22,7 @@ const EXTENT: u64 = 20 * MIN_EXTENT + 512;
 const BUFFER: u64 = 4 * EXTENT;
 
 /// Payload of a WRITE.
-const PIECE: usize = 8 * MIN_EXTENT as usize;
+const CHUNK: usize = 8 * MIN_EXTENT as usize;
 
 /// Buffers that a session has at most.
 const BUFFERS: usize = 2;
@@ -114,8 +114,8 @@ impl Driver {
 
     fn check(&mut self) {
         for buffer in &self.buffers {
-            for (i, part) in buffer.bytes.chunks(PIECE).enumerate() {
-                let offset = (i * PIECE) as u64;
+            for (i, part) in buffer.bytes.chunks(CHUNK).enumerate() {
+                let offset = (i * CHUNK) as u64;
                 let seen = self.guest.read(buffer.id, offset, part.len() as u64);
                 assert!(
                     seen == part,
@@ -174,8 +174,8 @@ impl Driver {
                     0 => self.random.below(EXTENT) as usize,
                     _ => content.len(),
                 };
-                for (i, piece) in content[..sent].chunks(PIECE).enumerate() {
-                    guest.write(id, offset + (i * PIECE) as u64, piece);
+                for (i, chunk) in content[..sent].chunks(CHUNK).enumerate() {
+                    guest.write(id, offset + (i * CHUNK) as u64, chunk);
                 }
                 buffer.bytes[range][..sent].copy_from_slice(&content[..sent]);
             }

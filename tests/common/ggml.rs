@@ -93,7 +93,7 @@ pub(crate) type LogCallback = extern "C" fn(c_int, *const c_char, *mut c_void);
 pub(crate) type Callback =
     extern "C" fn(*mut ggml_tensor, *const ggml_tensor, c_int, c_int, *mut c_void);
 
-/// Parameters after the pointers: offset, size, number of pieces, stride in the tensor, stride in
+/// Parameters after the pointers: offset, size, number of rows, stride in the tensor, stride in
 /// the data.
 pub(crate) type Set2d =
     extern "C" fn(*mut ggml_tensor, *const c_void, usize, usize, usize, usize, usize);

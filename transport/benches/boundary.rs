@@ -21,7 +21,7 @@ use median::median;
 use vgpu_transport::bytes::{Bytes, BytesMut};
 use vgpu_transport::link::unix::{ListenOptions, Listener, connect};
 use vgpu_transport::link::window::{WindowGuest, WindowHost, inproc_pair};
-use vgpu_transport::link::{GuestEnd, HostEnd, LinkError, piece_len};
+use vgpu_transport::link::{GuestEnd, HostEnd, LinkError, chunk_len};
 
 /// The size of the largest transfer, in bytes.
 const BUFFER: usize = 256 << 20;
@@ -154,10 +154,10 @@ fn measure(name: &str, mut guest: WindowGuest) {
                 }
             }));
             upload.push(timed(|| {
-                let last = put(&mut guest, at, source, piece_len(size));
+                let last = put(&mut guest, at, source, chunk_len(size));
                 guest.wait_retired(last).unwrap();
             }));
-            download.push(timed(|| get(&mut guest, at, target, piece_len(size))));
+            download.push(timed(|| get(&mut guest, at, target, chunk_len(size))));
         }
         compare(
             &format!("{} KiB", size >> 10),
@@ -176,10 +176,10 @@ fn measure(name: &str, mut guest: WindowGuest) {
             black_box(&mut *target).copy_from_slice(black_box(source))
         }));
         upload.push(timed(|| {
-            let last = put(&mut guest, at, source, piece_len(size));
+            let last = put(&mut guest, at, source, chunk_len(size));
             guest.wait_retired(last).unwrap();
         }));
-        download.push(timed(|| get(&mut guest, at, target, piece_len(size))));
+        download.push(timed(|| get(&mut guest, at, target, chunk_len(size))));
     }
     compare("64, alone", size, memcpy, upload, download);
     println!("  {:?}", guest.counters());
@@ -201,34 +201,34 @@ fn compare(
     );
 }
 
-/// Uploads in pieces. Returns the last request.
-fn put(guest: &mut WindowGuest, at: usize, data: &[u8], piece: usize) -> u64 {
+/// Uploads in chunks. Returns the last request.
+fn put(guest: &mut WindowGuest, at: usize, data: &[u8], chunk: usize) -> u64 {
     let mut last = 0;
-    for (i, part) in data.chunks(piece).enumerate() {
+    for (i, part) in data.chunks(chunk).enumerate() {
         let mut message = [0; 9];
         message[0] = WRITE;
-        message[1..].copy_from_slice(&((at + i * piece) as u64).to_le_bytes());
+        message[1..].copy_from_slice(&((at + i * chunk) as u64).to_le_bytes());
         last = guest.send(&message, Bytes::from(part)).unwrap();
     }
     last
 }
 
-/// Downloads in pieces, with several requests in flight.
-fn get(guest: &mut WindowGuest, at: usize, data: &mut [u8], piece: usize) {
+/// Downloads in chunks, with several requests in flight.
+fn get(guest: &mut WindowGuest, at: usize, data: &mut [u8], chunk: usize) {
     const AHEAD: usize = 4;
     let len = data.len();
-    let mut ask = (0..len).step_by(piece).map(|start| {
+    let mut ask = (0..len).step_by(chunk).map(|start| {
         let mut message = [0; 17];
         message[0] = READ;
         message[1..9].copy_from_slice(&((at + start) as u64).to_le_bytes());
-        message[9..].copy_from_slice(&(piece.min(len - start) as u64).to_le_bytes());
+        message[9..].copy_from_slice(&(chunk.min(len - start) as u64).to_le_bytes());
         message
     });
     for message in ask.by_ref().take(AHEAD) {
         guest.send(&message, Bytes::from(&[][..])).unwrap();
     }
     let mut reply = Vec::new();
-    for part in data.chunks_mut(piece) {
+    for part in data.chunks_mut(chunk) {
         reply.clear();
         let part_len = part.len();
         let got = guest.receive(&mut reply, BytesMut::from(part)).unwrap();

@@ -326,9 +326,9 @@ impl Session {
         let (shared, is_from_disk) = match source {
             Source::Memory(extent) => (memory.attach(offset, extent)?, false),
             Source::Disk(cached) => {
-                let read = cached.read(|at, piece| {
+                let read = cached.read(|at, chunk| {
                     memory
-                        .write(offset + at, piece.into())
+                        .write(offset + at, chunk.into())
                         .map_err(ReadError::Memory)
                 });
                 match read {

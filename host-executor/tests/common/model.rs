@@ -53,15 +53,15 @@ pub(crate) fn upload(guest: &mut Guest, buffer: BufferId, offset: u64, content: 
 }
 
 pub(crate) fn write(guest: &mut Guest, buffer: BufferId, offset: u64, content: &[u8]) {
-    for (i, piece) in content.chunks(MIN_EXTENT as usize).enumerate() {
-        guest.write(buffer, offset + i as u64 * MIN_EXTENT, piece);
+    for (i, chunk) in content.chunks(MIN_EXTENT as usize).enumerate() {
+        guest.write(buffer, offset + i as u64 * MIN_EXTENT, chunk);
     }
 }
 
 pub(crate) fn read_all(guest: &mut Guest, buffer: BufferId, len: u64) -> Vec<u8> {
-    let piece = MIN_EXTENT;
+    let chunk = MIN_EXTENT;
     (0..len)
-        .step_by(piece as usize)
-        .flat_map(|at| guest.read(buffer, at, piece.min(len - at)))
+        .step_by(chunk as usize)
+        .flat_map(|at| guest.read(buffer, at, chunk.min(len - at)))
         .collect()
 }

@@ -263,8 +263,8 @@ fn views(graph: &Graph, memories: &[&CpuMemory]) -> Result<(Vec<View>, Vec<u64>)
             Ok(unsafe { View::new(ptr, &tensor.shape) })
         });
         let views = views.collect::<Result<Vec<View>, EngineError>>()?;
-        // Locating a tensor that was in several pieces merges them, which may move other tensors.
-        // The loop ends because each iteration reduces the number of pieces.
+        // Locating a tensor that was in several segments merges them, which may move other tensors.
+        // The loop ends because each iteration reduces the number of segments.
         if moves(memories) == before {
             return Ok((views, before));
         }

@@ -24,7 +24,7 @@ pub(crate) struct CudaMemory {
 }
 
 /// Bytes of weights that one launch repacks.
-const PIECE: u64 = 16 << 20;
+const CHUNK: u64 = 16 << 20;
 
 /// The grid and block limits of `vg_repack`.
 const THREADS: u64 = 256;
@@ -37,12 +37,12 @@ pub(crate) struct RepackBuffer {
 }
 
 impl RepackBuffer {
-    /// The bytes that repacking a tensor needs: one piece, and the scales of a matrix that is
-    /// larger than a piece.
+    /// The bytes that repacking a tensor needs: one chunk, and the scales of a matrix that is
+    /// larger than a chunk.
     pub(crate) fn bytes_for(format: &RepackFormat) -> u64 {
         match format.of_matrix() {
-            bytes if bytes <= PIECE => bytes,
-            _ => PIECE + format.scales(),
+            bytes if bytes <= CHUNK => bytes,
+            _ => CHUNK + format.scales(),
         }
     }
 
@@ -115,12 +115,12 @@ impl CudaMemory {
     ) -> Result<(), EngineError> {
         let device = self.allocator.device();
         let (at, from) = (self.address + start, buffer.memory.address);
-        for parts in format.parts(PIECE) {
+        for parts in format.parts(CHUNK) {
             let begin = parts[0].scales.start;
             let end = parts[parts.len() - 1].scales.end;
             // The final place of a matrix's scales still holds its last plain blocks, so the scales
-            // of a matrix of several pieces are collected in the buffer.
-            let staged = (parts.len() > 1).then_some(from + PIECE);
+            // of a matrix of several chunks are collected in the buffer.
+            let staged = (parts.len() > 1).then_some(from + CHUNK);
             for part in &parts {
                 let bytes = part.whole.end - part.whole.start;
                 let params = VgRepackParams {
@@ -141,7 +141,7 @@ impl CudaMemory {
                     cooperative: false,
                 };
                 // SAFETY: the part lies inside this memory. The buffer is another allocation with
-                // room for a piece. The kernel writes quants only where this and earlier parts
+                // room for a chunk. The kernel writes quants only where this and earlier parts
                 // lay, which were copied to the buffer, and scales to the end of the buffer or of a
                 // matrix of one part.
                 unsafe {
@@ -151,7 +151,7 @@ impl CudaMemory {
             }
             if let Some(staged) = staged {
                 // SAFETY: the scales lie behind the quants, inside this memory; the buffer has
-                // room for a piece and the scales of a matrix.
+                // room for a chunk and the scales of a matrix.
                 unsafe { device.copy(at + begin, staged, end - begin)? };
             }
         }
@@ -291,7 +291,7 @@ impl Memory for CudaMemory {
             let give = |bytes: &[u8]| {
                 let buffer = here
                     .take()
-                    .expect("pieces are given until there is no buffer left");
+                    .expect("chunks are given until there is no buffer left");
                 let (mut first, left) = buffer.split_at(bytes.len());
                 first.copy_from(bytes.into());
                 here = Some(left);

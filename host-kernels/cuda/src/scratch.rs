@@ -12,7 +12,7 @@ use crate::device::{Address, Device};
 use vgpu_engine::EngineError;
 
 /// The unit in bytes in which the memory grows and shrinks.
-const PIECE: u64 = 32 << 20;
+const CHUNK: u64 = 32 << 20;
 
 /// The most bytes of addresses that are reserved.
 const MAX_RESERVED: u64 = 1 << 38;
@@ -22,15 +22,15 @@ pub(crate) struct Scratch {
     device: Arc<dyn Device>,
     base: Address,
     reserved: u64,
-    piece: u64,
+    chunk: u64,
     state: Mutex<State>,
 }
 
 #[derive(Default)]
 struct State {
-    /// The number of pieces with memory, from the start.
+    /// The number of chunks with memory, from the start.
     backed: u64,
-    /// The number of plans for each number of pieces that they need.
+    /// The number of plans for each number of chunks that they need.
     needs: BTreeMap<u64, usize>,
 }
 
@@ -42,18 +42,18 @@ impl Scratch {
     pub(crate) fn new(device: &Arc<dyn Device>) -> Result<Scratch, EngineError> {
         let unit = device.map_granularity();
         // Test devices have small units, so that accesses beyond the end are detected.
-        let piece = if unit < 1 << 16 {
+        let chunk = if unit < 1 << 16 {
             unit
         } else {
-            unit.max(PIECE)
+            unit.max(CHUNK)
         };
-        let total = device.memory().total.clamp(piece, MAX_RESERVED);
-        let reserved = total.next_multiple_of(piece);
+        let total = device.memory().total.clamp(chunk, MAX_RESERVED);
+        let reserved = total.next_multiple_of(chunk);
         Ok(Scratch {
             base: device.reserve_addresses(reserved)?,
             device: Arc::clone(device),
             reserved,
-            piece,
+            chunk,
             state: Mutex::default(),
         })
     }
@@ -65,7 +65,7 @@ impl Scratch {
 
     /// The bytes that a claim of `bytes` maps.
     pub(crate) fn claimed(&self, bytes: u64) -> u64 {
-        bytes.div_ceil(self.piece).saturating_mul(self.piece)
+        bytes.div_ceil(self.chunk).saturating_mul(self.chunk)
     }
 
     /// Maps memory for the first `bytes` bytes, for as long as the claim lives.
@@ -84,14 +84,14 @@ impl Scratch {
         if bytes > self.reserved {
             return Err(out_of_memory());
         }
-        let pieces = bytes.div_ceil(self.piece);
+        let chunks = bytes.div_ceil(self.chunk);
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let before = state.backed;
-        while state.backed < pieces {
-            let at = self.base + state.backed * self.piece;
-            // SAFETY: the piece is in the reserved range, a multiple of the granularity, behind the
-            // pieces with memory.
-            if let Err(error) = unsafe { self.device.map_memory(at, self.piece) } {
+        while state.backed < chunks {
+            let at = self.base + state.backed * self.chunk;
+            // SAFETY: the chunk is in the reserved range, a multiple of the granularity, behind the
+            // chunks with memory.
+            if let Err(error) = unsafe { self.device.map_memory(at, self.chunk) } {
                 self.shrink(&mut state, before);
                 return Err(match error {
                     EngineError::OutOfMemory { .. } => out_of_memory(),
@@ -100,21 +100,21 @@ impl Scratch {
             }
             state.backed += 1;
         }
-        *state.needs.entry(pieces).or_default() += 1;
+        *state.needs.entry(chunks).or_default() += 1;
         Ok(Claim {
             scratch: Arc::clone(self),
-            pieces,
+            chunks,
         })
     }
 
-    /// Unmaps all pieces but the first `keep`, which no plan needs.
+    /// Unmaps all chunks but the first `keep`, which no plan needs.
     fn shrink(&self, state: &mut State, keep: u64) {
         while state.backed > keep {
             state.backed -= 1;
-            let at = self.base + state.backed * self.piece;
-            // SAFETY: `claim` has mapped this piece with one call. No plan needs it, and the device
+            let at = self.base + state.backed * self.chunk;
+            // SAFETY: `claim` has mapped this chunk with one call. No plan needs it, and the device
             // unmaps it after all work that was asked for.
-            unsafe { self.device.unmap_memory(at, self.piece) };
+            unsafe { self.device.unmap_memory(at, self.chunk) };
         }
     }
 }
@@ -130,7 +130,7 @@ impl Drop for Scratch {
 /// A plan's claim of scratch memory.
 pub(crate) struct Claim {
     scratch: Arc<Scratch>,
-    pieces: u64,
+    chunks: u64,
 }
 
 impl Drop for Claim {
@@ -140,16 +140,16 @@ impl Drop for Claim {
             .state
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
-        if let Some(plans) = state.needs.get_mut(&self.pieces) {
+        if let Some(plans) = state.needs.get_mut(&self.chunks) {
             *plans -= 1;
             if *plans == 0 {
-                state.needs.remove(&self.pieces);
+                state.needs.remove(&self.chunks);
             }
         }
         let needed = state
             .needs
             .last_key_value()
-            .map_or(0, |(&pieces, _)| pieces);
+            .map_or(0, |(&chunks, _)| chunks);
         // The next plan needs about as much as this one, and is often compiled before this one is
         // dropped. So only a large excess is unmapped.
         if state.backed > 2 * needed + 2 {

@@ -323,7 +323,7 @@ const TILE: u64 = 16;
 const BLOCK: u64 = 128;
 
 /// Elements of a row that are converted at once.
-const PIECE: u64 = 1024;
+const STRIP: u64 = 1024;
 
 /// Multiply-adds of a part for one that a kernel does not do in tiles, measured on a thread of an
 /// AMD EPYC (model 17): 0.8 ns in a recurrence and in SSM_CONV, 5 ns in CONV_TRANSPOSE_1D, 13 ns in
@@ -391,11 +391,11 @@ pub(crate) fn loops(graph: &Graph, node: &Node) -> Loops {
     };
     // Elements that are converted to the type of the destination, some at once.
     let converted = |count: u64| match search_steps(dst.ty) {
-        1 => of(Kind::Move, count, PIECE.min(count)),
+        1 => of(Kind::Move, count, STRIP.min(count)),
         each => of(
             Kind::Arithmetic,
             times(&[count, each]),
-            times(&[PIECE, each]),
+            times(&[STRIP, each]),
         ),
     };
     use Kind::{Arithmetic, Move, Product};

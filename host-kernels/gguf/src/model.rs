@@ -12,8 +12,8 @@ use crate::error::GgufError;
 use crate::random::{self, Rng};
 use crate::tensor::Tensor;
 
-/// The rows of a tensor are written in pieces of about this many bytes, in parallel.
-const PIECE_BYTES: u64 = 1 << 20;
+/// The rows of a tensor are written in chunks of about this many bytes, in parallel.
+const CHUNK_BYTES: u64 = 1 << 20;
 
 /// A tensor with random content: row `r` holds the random numbers of (`stream`, `row(r)`).
 #[derive(Clone, Debug)]
@@ -64,7 +64,7 @@ pub struct RandomModel {
 }
 
 /// Consecutive rows of a tensor.
-struct Piece<'a> {
+struct RowChunk<'a> {
     tensor: &'a RandomTensor,
     rows: Range<u64>,
     /// Offset of the first row from the start of the file.
@@ -105,7 +105,7 @@ impl RandomModel {
     }
 
     /// Writes the file from its start, on all cores. `file` must be a regular file; bytes that it
-    /// has are overwritten or cut off. Calls `written` with the length of every piece written.
+    /// has are overwritten or cut off. Calls `written` with the length of every chunk written.
     ///
     /// Every call writes the same bytes.
     ///
@@ -121,40 +121,40 @@ impl RandomModel {
             len: head.len(),
             error,
         })?;
-        self.pieces()
+        self.chunks()
             .par_iter()
-            .try_for_each_init(Vec::new, |buffer, piece| {
-                self.write_piece(file, piece, buffer)?;
+            .try_for_each_init(Vec::new, |buffer, chunk| {
+                self.write_chunk(file, chunk, buffer)?;
                 written(buffer.len() as u64);
                 Ok(())
             })
     }
 
-    fn pieces(&self) -> Vec<Piece<'_>> {
-        let mut pieces = Vec::new();
+    fn chunks(&self) -> Vec<RowChunk<'_>> {
+        let mut chunks = Vec::new();
         for (tensor, &start) in self.tensors.iter().zip(&self.layout.offsets) {
             let (row, rows) = (tensor.row_bytes(), tensor.rows());
-            let at_once = (PIECE_BYTES / row).max(1);
-            pieces.extend((0..rows).step_by(at_once as usize).map(|first| Piece {
+            let at_once = (CHUNK_BYTES / row).max(1);
+            chunks.extend((0..rows).step_by(at_once as usize).map(|first| RowChunk {
                 tensor,
                 rows: first..rows.min(first + at_once),
                 offset: start + first * row,
             }));
         }
-        pieces
+        chunks
     }
 
-    fn write_piece(
+    fn write_chunk(
         &self,
         file: &File,
-        piece: &Piece<'_>,
+        chunk: &RowChunk<'_>,
         buffer: &mut Vec<u8>,
     ) -> Result<(), GgufError> {
-        let Piece {
+        let RowChunk {
             tensor,
             rows,
             offset,
-        } = piece;
+        } = chunk;
         let row_bytes = tensor.row_bytes() as usize;
         buffer.resize(row_bytes * (rows.end - rows.start) as usize, 0);
         for (row, bytes) in rows.clone().zip(buffer.chunks_exact_mut(row_bytes)) {

@@ -10,10 +10,10 @@ use crate::error::{LinkError, LinkViolation};
 use crate::shm::liveness::Silence;
 use crate::shm::memory::Window;
 
-/// The size of the pieces of a transfer of `len` bytes, in bytes. One side copies a piece while the
-/// other side copies the next one. By measurement, smaller pieces cost more messages, and larger
-/// pieces overlap less and do not stay in the cache of one core.
-pub fn piece_len(len: usize) -> usize {
+/// The size of the chunks of a transfer of `len` bytes, in bytes. One side copies a chunk while the
+/// other side copies the next one. By measurement, smaller chunks cost more messages, and larger
+/// chunks overlap less and do not stay in the cache of one core.
+pub fn chunk_len(len: usize) -> usize {
     const MIN: usize = 64 << 10;
     const MAX: usize = 256 << 10;
     (len / 4).next_multiple_of(MIN).clamp(MIN, MAX)

@@ -34,5 +34,5 @@ mod window_end;
 mod window_state;
 
 pub use crate::error::{LinkError, LinkViolation};
-pub use end::{Counters, GuestEnd, HostEnd, Incoming, StagingRegion, piece_len};
+pub use end::{Counters, GuestEnd, HostEnd, Incoming, StagingRegion, chunk_len};
 pub use endpoint::{Endpoint, EndpointError};

@@ -12,7 +12,7 @@ use crate::view::View;
 use vgpu_engine::types::{ANY, FLOATS};
 
 /// Elements of a unit of work, which are converted on the stack: a multiple of every block.
-const PIECE: usize = 1024;
+const STRIP: usize = 1024;
 
 pub(super) fn rules() -> Vec<Rule> {
     let integers = TypeSet::of(&[Type::I32]);
@@ -47,10 +47,10 @@ fn same_type(dst: View, src: View) -> Compiled {
     let size = dst.ty.block_bytes() as usize;
     let total = dst.elements() / dst.ty.block_elements() as usize;
     Compiled::one(move |w| {
-        for piece in w.share(total.div_ceil(PIECE)) {
-            let start = piece * PIECE;
-            to.pieces(start, PIECE.min(total - start), |to_start, done, len| {
-                from.pieces(start + done, len, |from_start, done, len| {
+        for strip in w.share(total.div_ceil(STRIP)) {
+            let start = strip * STRIP;
+            to.strips(start, STRIP.min(total - start), |to_start, done, len| {
+                from.strips(start + done, len, |from_start, done, len| {
                     let to_start = to_start.wrapping_add(done * to.step());
                     // SAFETY: both sequences return `len` elements that are inside their tensors.
                     unsafe { copy_line(to_start, to.step(), from_start, from.step(), len, size) };
@@ -73,19 +73,19 @@ fn convert(dst: View, src: View) -> Compiled {
     );
     let total = dst.elements();
     Compiled::one(move |w| {
-        let mut stage = [0.0; PIECE];
-        for piece in w.share(total.div_ceil(PIECE)) {
-            let start = piece * PIECE;
-            let n = PIECE.min(total - start);
+        let mut stage = [0.0; STRIP];
+        for strip in w.share(total.div_ceil(STRIP)) {
+            let start = strip * STRIP;
+            let n = STRIP.min(total - start);
             // SAFETY: both sequences return elements that are inside their tensors. Rows consist of
-            // whole blocks, and `start` and `PIECE` are multiples of every block, so pieces are
-            // whole blocks. `done + len` elements fit the `PIECE >= n` floats of the stage.
+            // whole blocks, and `start` and `STRIP` are multiples of every block, so strips are
+            // whole blocks. `done + len` elements fit the `STRIP >= n` floats of the stage.
             unsafe {
-                from.pieces(start / from_block, n / from_block, |src, done, len| {
+                from.strips(start / from_block, n / from_block, |src, done, len| {
                     let to = stage.as_mut_ptr().add(done * from_block);
                     reader.load(src, len * from_block, to);
                 });
-                to.pieces(start / to_block, n / to_block, |dst, done, len| {
+                to.strips(start / to_block, n / to_block, |dst, done, len| {
                     let from = stage.as_ptr().add(done * to_block);
                     writer.store(from, len * to_block, dst);
                 });

@@ -128,7 +128,7 @@ pub(super) fn copy(dst: View, src: View) -> Kernel {
         });
     }
     Box::new(move |w| {
-        walk.pieces(w, GRAIN_BYTES / size, |dst, [src], n| {
+        walk.strips(w, GRAIN_BYTES / size, |dst, [src], n| {
             // SAFETY: the walk returns `n` elements of both tensors with the strides of `line`.
             unsafe { copy_line(dst, line.dst, src, line.src[0], n, size) };
         });
@@ -141,7 +141,7 @@ pub(super) fn fill(dst: View, element: Element) -> Kernel {
     let walk = Walk::new(dst, []);
     let step = walk.line().dst;
     Box::new(move |w| {
-        walk.pieces(w, GRAIN_BYTES / element.size, |dst, [], n| {
+        walk.strips(w, GRAIN_BYTES / element.size, |dst, [], n| {
             // SAFETY: the walk returns `n` elements of the tensor, `step` bytes apart, which no
             // other worker writes.
             unsafe { element.fill(dst, step, n) };

@@ -113,11 +113,11 @@ fn hc_pre(dst: View, x: View, w: View, scale: f32, gated: bool) -> Compiled {
     let (out, values) = (Access::rows(&dst), Access::rows(&x));
     let gates = Access::rows(&w);
     let [n, streams, ..] = x.ne;
-    let pieces = n.div_ceil(STAGE);
+    let strips = n.div_ceil(STAGE);
     Compiled::one(move |worker| {
         let mut sums = [0.0; STAGE];
-        for unit in worker.share(pieces * dst.ne[1]) {
-            let (start, t) = (unit % pieces * STAGE, unit / pieces);
+        for unit in worker.share(strips * dst.ne[1]) {
+            let (start, t) = (unit % strips * STAGE, unit / strips);
             let len = STAGE.min(n - start);
             sums.fill(0.0);
             let sums_ptr = sums.as_mut_ptr();
@@ -153,11 +153,11 @@ fn hc_post(dst: View, x: View, residual: View, post: View, comb: Option<View>) -
         Access::rows(&residual),
     );
     let [n, streams, tokens, _] = dst.ne;
-    let pieces = n.div_ceil(STAGE);
+    let strips = n.div_ceil(STAGE);
     Compiled::one(move |worker| {
         let mut sums = [0.0; STAGE];
-        for unit in worker.share(pieces * streams * tokens) {
-            let (start, rest) = (unit % pieces * STAGE, unit / pieces);
+        for unit in worker.share(strips * streams * tokens) {
+            let (start, rest) = (unit % strips * STAGE, unit / strips);
             let (d, t) = (rest % streams, rest / streams);
             let len = STAGE.min(n - start);
             sums.fill(0.0);

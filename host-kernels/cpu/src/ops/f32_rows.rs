@@ -303,7 +303,7 @@ pub(super) fn map<const N: usize, M: Map<N>>(dst: View, src: [View; N], f: M) ->
     let out = Access::new(dst.ty, line.dst);
     let ins: [Access; N] = std::array::from_fn(|i| Access::new(src[i].ty, line.src[i]));
     Compiled::one(move |w| {
-        walk.pieces(w, GRAIN, |dst, src, n| {
+        walk.strips(w, GRAIN, |dst, src, n| {
             let src = std::array::from_fn(|i| (ins[i], src[i]));
             // SAFETY: the walk returns `n` elements of each tensor, with the strides of its
             // innermost loop, which are the steps of the accesses.

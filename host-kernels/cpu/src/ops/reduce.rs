@@ -12,7 +12,7 @@ use crate::view::View;
 use vgpu_engine::types::FLOATS;
 
 /// Elements whose sum is one partial result.
-const PIECE: usize = 1 << 14;
+const STRIP: usize = 1 << 14;
 
 pub(super) fn rules() -> Vec<Rule> {
     let (i32s, i64s) = (TypeSet::of(&[Type::I32]), TypeSet::of(&[Type::I64]));
@@ -47,21 +47,21 @@ pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
     })
 }
 
-/// A reduction of a whole tensor to one value: partial results of `piece` elements (or rows) each,
+/// A reduction of a whole tensor to one value: partial results of `strip` elements (or rows) each,
 /// and then their sum in order. The result does not depend on the number of threads.
 pub(super) fn total<T: Copy + std::iter::Sum<T> + 'static>(
     elements: usize,
-    piece: usize,
+    strip: usize,
     partial: impl Fn(usize, usize) -> T + Send + Sync + 'static,
     finish: impl Fn(T) + Send + Sync + 'static,
 ) -> Compiled {
-    let pieces = elements.div_ceil(piece);
+    let strips = elements.div_ceil(strip);
     let partials: Kernel = Box::new(move |w| {
-        for i in w.share(pieces) {
-            let start = i * piece;
-            let value = partial(start, piece.min(elements - start));
-            // SAFETY: the scratch memory is aligned to 64 bytes and has `pieces > i` values of `T`.
-            // Only this worker has piece `i`.
+        for i in w.share(strips) {
+            let start = i * strip;
+            let value = partial(start, strip.min(elements - start));
+            // SAFETY: the scratch memory is aligned to 64 bytes and has `strips > i` values of `T`.
+            // Only this worker has strip `i`.
             unsafe { w.scratch().cast::<T>().add(i).write(value) };
         }
         Ok(())
@@ -69,14 +69,14 @@ pub(super) fn total<T: Copy + std::iter::Sum<T> + 'static>(
     let sum: Kernel = Box::new(move |w| {
         if w.index() == 0 {
             let scratch = w.scratch().cast::<T>();
-            // SAFETY: the first kernel has written all `pieces` values before the barrier.
-            finish((0..pieces).map(|i| unsafe { scratch.add(i).read() }).sum());
+            // SAFETY: the first kernel has written all `strips` values before the barrier.
+            finish((0..strips).map(|i| unsafe { scratch.add(i).read() }).sum());
         }
         Ok(())
     });
     Compiled {
         kernels: vec![partials, sum],
-        scratch_bytes: pieces * size_of::<T>(),
+        scratch_bytes: strips * size_of::<T>(),
     }
 }
 
@@ -90,7 +90,7 @@ fn sum_all(dst: View, mut src: View) -> Compiled {
     let out = Access::rows(&dst);
     let partial = move |start, n| {
         let mut total = 0.0;
-        sequence.pieces(start, n, |src, _, len| {
+        sequence.strips(start, n, |src, _, len| {
             // SAFETY: the sequence returns `len` elements that are inside the tensor.
             total += unsafe { sum(Identity {}, [(access, src.cast_const())], len) };
         });
@@ -98,7 +98,7 @@ fn sum_all(dst: View, mut src: View) -> Compiled {
     };
     // SAFETY: the destination is a single element.
     let finish = move |total: f64| unsafe { out.store(&(total as f32), 1, dst.ptr()) };
-    total(src.elements(), PIECE, partial, finish)
+    total(src.elements(), STRIP, partial, finish)
 }
 
 fn count_equal(dst: View, a: View, b: View) -> Compiled {
@@ -106,8 +106,8 @@ fn count_equal(dst: View, a: View, b: View) -> Compiled {
     let elements = a.elements();
     let partial = move |start, n| {
         let mut count = 0i64;
-        a_elements.pieces(start, n, |a_start, done, len| {
-            b_elements.pieces(start + done, len, |b_start, done, len| {
+        a_elements.strips(start, n, |a_start, done, len| {
+            b_elements.strips(start + done, len, |b_start, done, len| {
                 for i in 0..len {
                     let a = a_start
                         .wrapping_add((done + i) * a_elements.step())
@@ -122,7 +122,7 @@ fn count_equal(dst: View, a: View, b: View) -> Compiled {
         count
     };
     // SAFETY: the destination is a single i64.
-    total(elements, PIECE, partial, move |count| unsafe {
+    total(elements, STRIP, partial, move |count| unsafe {
         dst.ptr().cast::<i64>().write(count)
     })
 }
@@ -226,7 +226,7 @@ fn ordered(order: SortOrder, value: f32, index: usize) -> u64 {
 const LONG_ROW: usize = 1 << 18;
 
 /// Elements of a long row in a unit of work.
-const SORT_PIECE: usize = 1 << 16;
+const SORT_STRIP: usize = 1 << 16;
 
 /// As [`argsort`], with a radix sort: for each of the four bytes of a value's key, the elements are
 /// counted and then moved in order.
@@ -236,22 +236,22 @@ fn argsort_long(dst: View, src: View, order: SortOrder, workers: usize) -> Compi
     let x = Access::rows(&src);
     let (n, wanted) = (src.ne[0], dst.ne[0]);
     let busy = workers.min(dst.rows());
-    let parts = n.div_ceil(SORT_PIECE);
+    let parts = n.div_ceil(SORT_STRIP);
     // The keys, the counts and moves of each byte, and the indices.
     let writes = 1 + 2 * PASSES;
-    let steps = writes * parts + wanted.div_ceil(SORT_PIECE);
+    let steps = writes * parts + wanted.div_ceil(SORT_STRIP);
     let mut scratch = ScratchLayout::default();
     let keys_at = scratch.room(2 * busy, n * size_of::<u64>());
     let counts_at = scratch.room(busy, DIGITS * size_of::<usize>());
     let kernel: Kernel = Box::new(move |w| {
         for unit in w
             .share_groups(dst.rows(), steps)
-            .each(Estimate::steps(SORT_PIECE))
+            .each(Estimate::steps(SORT_STRIP))
         {
             let (row, step) = (unit / steps, unit % steps);
             let (pass, part) = ((step / parts).min(writes), step % parts);
             let index = dst.row_index(row);
-            let range = part * SORT_PIECE..n.min((part + 1) * SORT_PIECE);
+            let range = part * SORT_STRIP..n.min((part + 1) * SORT_STRIP);
             // SAFETY: the first `busy` workers have rows, and the scratch memory has `2 * n` keys
             // and `DIGITS` counts for each, aligned to 64 bytes. One worker does all steps of a
             // row. Any bytes are valid integers, and the memory was initialised when it was

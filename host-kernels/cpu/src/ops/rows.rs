@@ -134,16 +134,16 @@ fn get_rows_back(dst: View, a: View, ids: View, workers: usize) -> Compiled {
 
 /// Elements of a row that SET_ROWS converts as a unit of work: a multiple of every block.
 /// An element of a type with a codebook takes up to a microsecond.
-const PIECE: usize = 1024;
+const STRIP: usize = 1024;
 
 /// `dst[:, ids[i, j, k], j, k] = a[:, i, j, k]`. The ids are broadcast over j and k.
 fn set_rows(dst: View, a: View, ids: View) -> Compiled {
     let (writer, reader) = (Access::rows(&dst), Access::rows(&a));
-    let pieces = a.ne[0].div_ceil(PIECE);
+    let strips = a.ne[0].div_ceil(STRIP);
     Compiled::one(move |w| {
-        for unit in w.share(a.rows() * pieces) {
-            let (row, start) = (unit / pieces, unit % pieces * PIECE);
-            let n = PIECE.min(a.ne[0] - start);
+        for unit in w.share(a.rows() * strips) {
+            let (row, start) = (unit / strips, unit % strips * STRIP);
+            let n = STRIP.min(a.ne[0] - start);
             let [i, j, k] = a.row_index(row);
             let id = index(&ids, [i, j % ids.ne[1], k % ids.ne[2]], dst.ne[1])?;
             let (to, from) = (dst.row_ptr([id, j, k]), a.row_ptr([i, j, k]));

@@ -62,9 +62,9 @@ impl Sequence {
         (address, self.line - on_line)
     }
 
-    /// Calls `body` for each piece of the positions `start..start + n` that is in one line, with
+    /// Calls `body` for each strip of the positions `start..start + n` that is in one line, with
     /// its address, its offset from `start`, and its length.
-    pub(super) fn pieces(
+    pub(super) fn strips(
         &self,
         start: usize,
         n: usize,

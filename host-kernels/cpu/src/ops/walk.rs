@@ -159,9 +159,9 @@ impl<const N: usize> Walk<N> {
         }
     }
 
-    /// Calls `body` for each piece of this worker's share of all elements, with the addresses of
+    /// Calls `body` for each strip of this worker's share of all elements, with the addresses of
     /// its first element and its number of elements: at most `grain` elements of a line.
-    pub(super) fn pieces(
+    pub(super) fn strips(
         &self,
         w: &Worker<'_>,
         grain: usize,
@@ -173,7 +173,7 @@ impl<const N: usize> Walk<N> {
         if rest.is_empty() {
             return;
         }
-        let (mut line, mut piece) = (rest.start / per_line, rest.start % per_line);
+        let (mut line, mut strip) = (rest.start / per_line, rest.start % per_line);
         let mut index = [0; MAX_LOOPS];
         let (mut dst, mut src) = (self.dst.ptr(), self.src.map(|s| s.ptr().cast_const()));
         for (i, l) in index.iter_mut().zip(&self.outer) {
@@ -183,18 +183,18 @@ impl<const N: usize> Walk<N> {
             src = advance(src, l.src, *i);
         }
         for _ in units {
-            let start = piece * grain;
+            let start = strip * grain;
             let n = grain.min(self.line.count - start);
             body(
                 dst.wrapping_add(start * self.line.dst),
                 advance(src, self.line.src, start),
                 n,
             );
-            piece += 1;
-            if piece < per_line {
+            strip += 1;
+            if strip < per_line {
                 continue;
             }
-            piece = 0;
+            strip = 0;
             for (i, l) in index.iter_mut().zip(&self.outer) {
                 *i += 1;
                 if *i < l.count {

@@ -25,7 +25,7 @@ pub(super) struct BaseRegion {
 #[derive(Default)]
 pub(super) struct Uses {
     /// The pages with bytes of the buffer itself. All other pages of the buffer are zero, or the
-    /// buffer has their bytes in a piece.
+    /// buffer has their bytes in a segment.
     touched: PageSet,
     /// The first byte of each extent, and one past its last. Disjoint.
     extents: BTreeMap<u64, u64>,
@@ -112,8 +112,8 @@ impl Uses {
         self.touched.count() * page()
     }
 
-    /// Bytes of `range`, which is a piece, outside the pages with bytes of the buffer itself. Only
-    /// the first and the last page of a piece can have such bytes.
+    /// Bytes of `range`, which is a segment, outside the pages with bytes of the buffer itself.
+    /// Only the first and the last page of a segment can have such bytes.
     pub(super) fn untouched_bytes(&self, range: &Range<u64>) -> u64 {
         let pages = pages(range);
         let ends = [pages.start, (pages.end - 1).max(pages.start)];
@@ -205,7 +205,7 @@ impl Drop for CpuExtent {
         let mut uses = self.base.uses();
         uses.extents.remove(&self.offset);
         // The buffer needs the pages that it has touched: the bytes of the extent too, unless it
-        // has moved them into a piece.
+        // has moved them into a segment.
         let len = self.base.region.len() as u64;
         for gap in uses.touched.gaps(pages(&(self.offset..self.end()))) {
             let range = gap.start * page()..(gap.end * page()).min(len);

@@ -16,13 +16,13 @@
 //!
 //! An extent may outlive the buffer that it was offered from. Pages of a base are freed when
 //! neither its buffer nor an extent needs them, and the base itself with the last of these. A
-//! buffer that has moved bytes into a piece does not need the pages under the piece. So each byte
-//! of a buffer has one place, and the pages in memory are at most those of all buffers, but for the
-//! two pages at the ends of an extent.
+//! buffer that has moved bytes into a segment does not need the pages under the segment. So each
+//! byte of a buffer has one place, and the pages in memory are at most those of all buffers, but
+//! for the two pages at the ends of an extent.
 
 mod extent;
 mod page_set;
-mod pieces;
+mod segments;
 #[cfg(test)]
 mod tests;
 
@@ -35,7 +35,7 @@ use vgpu_transport::bytes::{Bytes, BytesMut};
 use crate::region::{Budget, Region};
 use extent::BaseRegion;
 pub(crate) use extent::CpuExtent;
-use pieces::{Backing, Piece, State};
+use segments::{Backing, Segment, State};
 use vgpu_engine::{EngineError, Extent};
 
 /// The memory of a buffer for weights.
@@ -95,7 +95,7 @@ impl WeightRegion {
     /// The address of the bytes of `range`, contiguous, for reading. The range lies inside.
     ///
     /// # Errors
-    /// [`EngineError::OutOfMemory`] if the bytes are in several pieces and cannot be merged.
+    /// [`EngineError::OutOfMemory`] if the bytes are in several segments and cannot be merged.
     pub(super) fn locate(&self, range: Range<u64>) -> Result<*mut u8, EngineError> {
         let mut state = self.state();
         if let Some(address) = state.find(&self.base, &range) {
@@ -126,31 +126,31 @@ impl WeightRegion {
                 parts.push((address, len as usize));
             }
         };
-        for (&start, piece) in state.touched(&range) {
-            let (from, to) = (start.max(range.start), (start + piece.len).min(range.end));
+        for (&start, segment) in state.touched(&range) {
+            let (from, to) = (start.max(range.start), (start + segment.len).min(range.end));
             part(self.base.at(at), from - at);
-            part(piece.at(from - start), to - from);
+            part(segment.at(from - start), to - from);
             at = to;
         }
         part(self.base.at(at), range.end - at);
         parts
     }
 
-    /// Whether neither a piece nor a page that lies inside `range` has bytes of this memory.
+    /// Whether neither a segment nor a page that lies inside `range` has bytes of this memory.
     pub(super) fn is_untouched(&self, range: Range<u64>) -> bool {
         let state = self.state();
         state.touched(&range).next().is_none() && self.base.is_untouched(&range)
     }
 
-    /// Bytes of the pages that were written, and of all pieces outside these pages. At most the
+    /// Bytes of the pages that were written, and of all segments outside these pages. At most the
     /// size.
     pub(super) fn bytes_in_use(&self) -> u64 {
         let state = self.state();
         let uses = self.base.uses();
-        let pieces = state.pieces.iter();
-        let pieces =
-            pieces.map(|(&start, piece)| uses.untouched_bytes(&(start..start + piece.len)));
-        (uses.touched_bytes() + pieces.sum::<u64>()).min(self.size())
+        let segments = state.segments.iter();
+        let segments =
+            segments.map(|(&start, segment)| uses.untouched_bytes(&(start..start + segment.len)));
+        (uses.touched_bytes() + segments.sum::<u64>()).min(self.size())
     }
 
     /// Part of the frozen contents as an extent. The range lies inside. An extent of exactly this
@@ -163,7 +163,7 @@ impl WeightRegion {
         let mut state = self.state();
         let is_unmodified = state.is_frozen && !state.is_written;
         let offered = state.offered.get(&offset);
-        let attached = state.pieces.get(&offset).and_then(Piece::shared);
+        let attached = state.segments.get(&offset).and_then(Segment::shared);
         let known = offered.or(attached).filter(|extent| extent.len == len);
         match known {
             Some(known) if is_unmodified => Ok(Arc::clone(known)),
@@ -235,9 +235,9 @@ impl WeightRegion {
         }
         let start = extent.offset + filled;
         self.base.touch(&(start..start + len));
-        // SAFETY: an offered extent lies in this base and is disjoint from pieces. The bytes after
-        // the filled ones are not read through the extent, and the lock of the state, held here,
-        // excludes other writers. No Rust reference points to them.
+        // SAFETY: an offered extent lies in this base and is disjoint from segments. The bytes
+        // after the filled ones are not read through the extent, and the lock of the state, held
+        // here, excludes other writers. No Rust reference points to them.
         unsafe { BytesMut::from_raw(self.base.at(start), data.len()) }.copy_from(data);
         extent.fill_up_to(filled + len);
         Ok(())
@@ -247,7 +247,7 @@ impl WeightRegion {
     /// bytes that are now shared. Frozen memory must already have the same bytes there.
     ///
     /// # Errors
-    /// [`EngineError::OutOfMemory`] if overlapping pieces cannot be merged;
+    /// [`EngineError::OutOfMemory`] if overlapping segments cannot be merged;
     /// [`EngineError::OutOfBounds`] if the extent is not complete, or if it overlaps the range in
     /// this memory, which is not frozen.
     pub(super) fn attach(&self, offset: u64, extent: &Arc<CpuExtent>) -> Result<u64, EngineError> {
@@ -268,8 +268,8 @@ impl WeightRegion {
             }
             _ => {}
         }
-        let is_inside = |(&start, piece): (&u64, &Piece)| {
-            range.start <= start && start + piece.len <= range.end
+        let is_inside = |(&start, segment): (&u64, &Segment)| {
+            range.start <= start && start + segment.len <= range.end
         };
         if !state.touched(&range).all(is_inside) {
             // Bytes that were merged for a plan stay contiguous.
@@ -284,12 +284,12 @@ impl WeightRegion {
             return Ok(0);
         }
         state.forget_offers(&range);
-        state.pieces.retain(|&start, _| !range.contains(&start));
-        let piece = Piece {
+        state.segments.retain(|&start, _| !range.contains(&start));
+        let segment = Segment {
             len: extent.len,
             backing: Backing::Shared(Arc::clone(extent)),
         };
-        state.pieces.insert(offset, piece);
+        state.segments.insert(offset, segment);
         state.moves += 1;
         let unneeded = state.pages_under(&self.base, &range);
         self.base.release(unneeded);

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Weak};
 
 use super::extent::BaseRegion;
-use super::pieces::{Backing, Piece};
+use super::segments::{Backing, Segment};
 use crate::memory::CpuMemory;
 use crate::region::{Budget, page};
 use vgpu_engine::{EngineError, Extent, MAX_COPIES, Memory};
@@ -121,7 +121,7 @@ fn a_write_does_not_change_the_bytes_of_other_buffers() {
     assert!(read(&one, 0, PAGES * page()) == one_has);
     assert!(read(&two, page(), 4 * page()) == bytes[page() as usize..][..4 * page() as usize]);
     assert_eq!(budget.used(), (2 * PAGES + 4) * page());
-    // A tensor in two pieces becomes contiguous.
+    // A tensor in two segments becomes contiguous.
     let at = one.locate(0, 2 * page()).unwrap();
     // SAFETY: `locate` has returned the address of two pages, which do not change.
     let there = unsafe { std::slice::from_raw_parts(at, 2 * page() as usize) };
@@ -299,9 +299,9 @@ fn an_extent_is_read_while_it_is_written() {
     let extent = one.begin_extent(start, len).unwrap();
     assert_eq!((extent.size(), extent.filled()), (len, 0));
     let two = CpuMemory::weights(PAGES * page(), &budget).unwrap();
-    for piece in part.chunks(1000) {
+    for chunk in part.chunks(1000) {
         assert!(two.attach(0, &extent).is_err(), "not complete");
-        one.append(&extent, piece.into()).unwrap();
+        one.append(&extent, chunk.into()).unwrap();
         let mut seen = vec![0; extent.filled() as usize];
         extent.read(0, &mut seen).unwrap();
         assert!(seen == part[..seen.len()]);
@@ -540,10 +540,10 @@ fn random_accesses(seed: u64) {
                 "other bytes: seed {seed}, step {step}"
             );
             let state = buffer.memory.as_weights().unwrap().state();
-            for piece in state.pieces.values() {
+            for segment in state.segments.values() {
                 slack += if unit < page() { 2 * page() } else { 0 };
-                if matches!(piece.backing, Backing::Own { .. }) {
-                    resident += piece.len.next_multiple_of(page());
+                if matches!(segment.backing, Backing::Own { .. }) {
+                    resident += segment.len.next_multiple_of(page());
                 }
             }
         }
@@ -606,8 +606,8 @@ fn written_buffer_has_a_limited_number_of_regions() {
     }
     let copies = || {
         let state = one.as_weights().unwrap().state();
-        let own = |piece: &&Piece| matches!(piece.backing, Backing::Own { .. });
-        state.pieces.values().filter(own).count()
+        let own = |segment: &&Segment| matches!(segment.backing, Backing::Own { .. });
+        state.segments.values().filter(own).count()
     };
     let mut expected = bytes.clone();
     let mut most = 0;

@@ -35,7 +35,7 @@ const BLOCKS: [u32; 3] = [3, 2, 1];
 /// memory of the kernel, and 1 KiB that CUDA reserves.
 const OWN_SHARED: u32 = 21 << 8;
 
-/// The most pieces of weights in the ring of a warp.
+/// The most chunks of weights in the ring of a warp.
 const MAX_PIECES: u32 = 12;
 
 /// The time in microseconds from a request for weights to their arrival under full load: twice the

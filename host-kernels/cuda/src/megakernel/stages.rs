@@ -282,16 +282,16 @@ pub(crate) struct Stage {
 }
 
 impl Stage {
-    /// Bytes of a warp's ring for one piece of two weight rows: twice `stage_bytes` of `mmv.cuh`,
+    /// Bytes of a warp's ring for one chunk of two weight rows: twice `stage_bytes` of `mmv.cuh`,
     /// plain or repacked.
     pub(crate) fn slot(&self) -> u32 {
         let plain = |of: VgType| Type::from_id((of & !VG_REPACKED) as u8);
         self.weights.and_then(plain).map_or(0, |ty| {
-            let piece = match ty.is_quantized() {
+            let chunk = match ty.is_quantized() {
                 true => 1024 / ty.block_elements() * ty.block_bytes(),
                 false => 1024,
             };
-            2 * (piece.next_multiple_of(16) + 16) as u32
+            2 * (chunk.next_multiple_of(16) + 16) as u32
         })
     }
 }

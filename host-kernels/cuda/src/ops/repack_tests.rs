@@ -89,7 +89,7 @@ fn few_columns() {
     let mut bench = Bench::new();
     for ty in TYPES {
         let block = ty.block_elements();
-        // Rows whose last piece has any length, and scales at any byte.
+        // Rows whose last chunk has any length, and scales at any byte.
         for k in [1, 3, 17, 33, 90, 128].map(|blocks| (blocks * 32 / block).max(1) * block) {
             for (m, n) in [(5, 1), (19, 8), (2, 3)] {
                 check(&mut bench, ty, [k, m, n], [1; 4]);

@@ -1,6 +1,6 @@
 //! The repacked format of weights: which tensors may have it, and the way back to ggml's format.
 //!
-//! Blocks of 17, 18, 34 or 210 bytes are not aligned, so a kernel reads them in small pieces.
+//! Blocks of 17, 18, 34 or 210 bytes are not aligned, so a kernel reads them in small loads.
 //! Repacked, a matrix is a structure of arrays: the quants of all blocks, each aligned to 16 bytes,
 //! then the scales of all blocks in the same order. The bytes are the same in number, so a tensor
 //! is repacked in place. `kernels/repack.cu` (`vg_repack`) repacks. The way back is on the host: it
@@ -17,7 +17,7 @@ use vgpu_engine::EngineError;
 const ALIGN: u64 = 16;
 
 /// About the number of bytes that are restored at a time.
-const PIECE: u64 = 1 << 20;
+const CHUNK: u64 = 1 << 20;
 
 /// The layout of a block: bytes of quants and of the scale, whether ggml's block begins with the
 /// scale, and whether its bytes have elements `i` and `i + 16`, which become nibbles in element
@@ -179,7 +179,7 @@ impl RepackFormat {
     }
 
     /// Passes the bytes in `range` of the tensor, in ggml's format, to `give`, in order and in
-    /// pieces. `fetch` reads repacked bytes.
+    /// chunks. `fetch` reads repacked bytes.
     ///
     /// # Errors
     /// The first error of `fetch` or `give`.
@@ -190,7 +190,7 @@ impl RepackFormat {
         mut give: impl FnMut(&[u8]) -> Result<(), EngineError>,
     ) -> Result<(), EngineError> {
         let (matrix, block) = (self.of_matrix(), self.block().bytes());
-        let step = (PIECE / block).max(1);
+        let step = (CHUNK / block).max(1);
         let mut at = range.start;
         while at < range.end {
             let (of, first) = (at / matrix, at % matrix / block);
@@ -213,7 +213,7 @@ impl RepackFormat {
         mut fetch: impl FnMut(Range<u64>) -> Result<Vec<u8>, EngineError>,
         mut put: impl FnMut(u64, &[u8]) -> Result<(), EngineError>,
     ) -> Result<(), EngineError> {
-        for parts in self.parts(PIECE) {
+        for parts in self.parts(CHUNK) {
             let (Some(first), Some(last)) = (parts.first(), parts.last()) else {
                 continue;
             };
@@ -295,8 +295,8 @@ mod tests {
     #[test]
     fn repacked_tensors_are_read_back_whole_and_in_parts() {
         for ty in TYPES {
-            // Larger than a piece, and several matrices with an odd number of blocks.
-            for (blocks, matrices) in [(PIECE / 16 + 5, 1), (37, 3), (1, 1)] {
+            // Larger than a chunk, and several matrices with an odd number of blocks.
+            for (blocks, matrices) in [(CHUNK / 16 + 5, 1), (37, 3), (1, 1)] {
                 let format = RepackFormat {
                     ty,
                     blocks,

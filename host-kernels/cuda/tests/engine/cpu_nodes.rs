@@ -87,7 +87,7 @@ fn a_turn_ends_in_the_middle_of_a_node_on_the_cpu() {
             }
         }
         plan.wait().expect("it ends");
-        // Each thread computes a piece of 1024 elements in a turn.
+        // Each thread computes a strip of 1024 elements in a turn.
         let threads = std::thread::available_parallelism().map_or(1, |n| n.get() as u64);
         assert!(pauses > COUNT / 1024 / threads, "{pauses} pauses");
         let log = device.take_whole_log();

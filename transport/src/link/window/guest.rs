@@ -26,8 +26,8 @@ use crate::shm::ring::{Consumer, Limits, Payload, Producer};
 /// as fast there, but would leave room for fewer messages.
 const INLINE_PAYLOAD: usize = 16384;
 
-/// The size of the staging ring, in bytes: one payload of maximum size, or the pieces of a transfer
-/// ([`piece_len`](crate::link::piece_len)), of which the guest fills one while others are in
+/// The size of the staging ring, in bytes: one payload of maximum size, or the chunks of a transfer
+/// ([`chunk_len`](crate::link::chunk_len)), of which the guest fills one while others are in
 /// transit. A ring of this size stays in the caches.
 const STAGING_RING_SIZE: usize = 1 << 20;
 

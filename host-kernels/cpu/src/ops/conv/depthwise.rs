@@ -37,14 +37,14 @@ pub(super) fn depthwise(
     let out = Access::new(Type::F32, dst.nb[d_lane]);
     // The taps of a unit of work are bounded where the kernel is large.
     let stage = (UNIT_PRODUCTS / (kw * kh).max(1)).clamp(16, STAGE);
-    let pieces = lanes.div_ceil(stage);
+    let strips = lanes.div_ceil(stage);
     Compiled::one(move |w| {
         let mut sums = [0.0; STAGE];
-        for unit in w.share(pieces * others * dst.ne[1] * dst.ne[3]) {
-            let (piece, rest) = (unit % pieces, unit / pieces);
+        for unit in w.share(strips * others * dst.ne[1] * dst.ne[3]) {
+            let (strip, rest) = (unit % strips, unit / strips);
             let (other, rest) = (rest % others, rest / others);
             let (oy, n) = (rest % dst.ne[1], rest / dst.ne[1]);
-            let start = piece * stage;
+            let start = strip * stage;
             let len = stage.min(lanes - start);
             sums.fill(0.0);
             let (ys, y0) = y_axis.taps(oy, kh, ih);

@@ -69,15 +69,15 @@ impl Prepared {
     /// Writes this worker's share of the elements.
     pub(super) fn write(&self, w: &Worker<'_>) {
         let mut stage = [0.0; STAGE];
-        for piece in { w.share(self.elements.div_ceil(STAGE)) }.each(Estimate::steps(STAGE)) {
-            let start = piece * STAGE;
+        for strip in { w.share(self.elements.div_ceil(STAGE)) }.each(Estimate::steps(STAGE)) {
+            let start = strip * STAGE;
             let n = STAGE.min(self.elements - start);
             let quantize = self.format.quantize_row;
             // SAFETY: the sequence visits elements of the tensor; `n <= STAGE`. The scratch memory
             // has room for `elements` elements from `offset` on, and only this worker writes the
             // elements `start .. start + n`.
             unsafe {
-                self.sequence.pieces(start, n, |src, done, len| {
+                self.sequence.strips(start, n, |src, done, len| {
                     self.reader.load(src, len, stage.as_mut_ptr().add(done));
                 });
                 let to = w.scratch().add(self.offset + start * self.format.bytes);

@@ -8,7 +8,7 @@ use crate::operands::Operands;
 use crate::view::View;
 
 /// The elements of a column that a thread converts at once: a multiple of every block and chunk.
-const PIECE: usize = 2048;
+const STRIP: usize = 2048;
 
 /// Columns of activations, in the format that the weights are multiplied with.
 #[derive(Clone, Copy)]
@@ -76,19 +76,19 @@ impl Activations {
             return;
         }
         let k = self.source.ne[0];
-        let pieces = k.div_ceil(PIECE);
-        let mut buffer = [0f32; PIECE];
+        let strips = k.div_ceil(STRIP);
+        let mut buffer = [0f32; STRIP];
         let units = match self.by_rows {
-            true => w.share_groups(self.source.rows(), pieces),
-            false => w.share(self.source.rows() * pieces),
+            true => w.share_groups(self.source.rows(), strips),
+            false => w.share(self.source.rows() * strips),
         };
         for unit in units {
-            let (column, start) = (unit / pieces, unit % pieces * PIECE);
-            let n = PIECE.min(k - start);
+            let (column, start) = (unit / strips, unit % strips * STRIP);
+            let n = STRIP.min(k - start);
             let row = self.source.row_ptr(self.source.row_index(column));
             let to = column * self.column_bytes + self.kernel.activation.column_bytes(start);
-            // SAFETY: the row has `k >= start + n` elements. `to` is the offset of this piece in
-            // the activation memory that `new` has reserved, and one worker writes it. `PIECE` is a
+            // SAFETY: the row has `k >= start + n` elements. `to` is the offset of this strip in
+            // the activation memory that `new` has reserved, and one worker writes it. `STRIP` is a
             // multiple of every block and chunk, and `k` is a multiple of the block by the check of
             // the IR.
             unsafe {

@@ -68,16 +68,16 @@ const UNIT_PRODUCTS: usize = 1 << 22;
 /// Solves `a * dst = b` for a lower triangular `a`. Columns are independent.
 pub(super) fn solve_tri(dst: View, a: View, b: View) -> Compiled {
     let columns = b.ne[0];
-    let pieces = columns.div_ceil(SOLVE_COLUMNS);
+    let strips = columns.div_ceil(SOLVE_COLUMNS);
     let n = a.ne[1];
     let grain = (UNIT_PRODUCTS / SOLVE_COLUMNS / n.max(1)).max(1);
     let steps = n.div_ceil(grain);
     let most = Estimate::products(grain.saturating_mul(SOLVE_COLUMNS).saturating_mul(n));
     Compiled::one(move |w| {
-        for unit in w.share_groups(pieces * b.ne[2] * b.ne[3], steps).each(most) {
+        for unit in w.share_groups(strips * b.ne[2] * b.ne[3], steps).each(most) {
             let (start, unit) = (unit % steps * grain, unit / steps);
-            let (piece, matrix) = (unit % pieces, unit / pieces);
-            let first = piece * SOLVE_COLUMNS;
+            let (strip, matrix) = (unit % strips, unit / strips);
+            let first = strip * SOLVE_COLUMNS;
             // SAFETY: the check of the operator requires a square `a` with as many rows as `b`, and
             // a destination with the lengths of `b`; all rows are dense. A unit is run by one
             // thread and writes only its columns of one matrix of the destination.

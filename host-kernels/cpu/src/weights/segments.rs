@@ -20,18 +20,18 @@ pub(super) struct State {
     /// How often addresses of bytes have changed.
     pub(super) moves: u64,
     /// The bytes that are not in the base, by first byte. Disjoint.
-    pub(super) pieces: BTreeMap<u64, Piece>,
-    /// The extents that are offered, by first byte. Disjoint, and disjoint from `pieces`.
+    pub(super) segments: BTreeMap<u64, Segment>,
+    /// The extents that are offered, by first byte. Disjoint, and disjoint from `segments`.
     pub(super) offered: BTreeMap<u64, Arc<CpuExtent>>,
 }
 
 /// Bytes of a buffer that are not in its base.
-pub(super) struct Piece {
+pub(super) struct Segment {
     pub(super) len: u64,
     pub(super) backing: Backing,
 }
 
-/// The memory of a [`Piece`].
+/// The memory of a [`Segment`].
 pub(super) enum Backing {
     /// In the base of this or another buffer, read-only.
     Shared(Arc<CpuExtent>),
@@ -40,9 +40,9 @@ pub(super) enum Backing {
 }
 
 impl State {
-    /// The pieces that overlap `range`.
-    pub(super) fn touched(&self, range: &Range<u64>) -> impl Iterator<Item = (&u64, &Piece)> {
-        overlapping(&self.pieces, range, |start, piece| start + piece.len)
+    /// The segments that overlap `range`.
+    pub(super) fn touched(&self, range: &Range<u64>) -> impl Iterator<Item = (&u64, &Segment)> {
+        overlapping(&self.segments, range, |start, segment| start + segment.len)
     }
 
     /// The address of the bytes of `range`, if they are contiguous.
@@ -50,8 +50,8 @@ impl State {
         let mut touched = self.touched(range);
         match touched.next() {
             None => Some(base.at(range.start)),
-            Some((&start, piece)) => (start <= range.start && range.end <= start + piece.len)
-                .then(|| piece.at(range.start - start)),
+            Some((&start, segment)) => (start <= range.start && range.end <= start + segment.len)
+                .then(|| segment.at(range.start - start)),
         }
     }
 
@@ -66,9 +66,9 @@ impl State {
 
     /// The number of regions of their own outside of `range`.
     fn copies_outside(&self, range: &Range<u64>) -> usize {
-        let outside = self.pieces.iter().filter(|(at, _)| !range.contains(at));
-        let is_copy = |piece: &Piece| matches!(piece.backing, Backing::Own { .. });
-        outside.filter(|(_, piece)| is_copy(piece)).count()
+        let outside = self.segments.iter().filter(|(at, _)| !range.contains(at));
+        let is_copy = |segment: &Segment| matches!(segment.backing, Backing::Own { .. });
+        outside.filter(|(_, segment)| is_copy(segment)).count()
     }
 
     /// The address of exclusive, contiguous memory with the bytes of `range`. A buffer has at most
@@ -85,20 +85,20 @@ impl State {
     ) -> Result<*mut u8, EngineError> {
         // Offers that no buffer has taken end here. An extent in use keeps its bytes.
         self.forget_offers(&range);
-        if let Some((&start, piece)) = self.touched(&range).next()
-            && matches!(piece.backing, Backing::Own { .. })
+        if let Some((&start, segment)) = self.touched(&range).next()
+            && matches!(segment.backing, Backing::Own { .. })
             && start <= range.start
-            && range.end <= start + piece.len
+            && range.end <= start + segment.len
         {
-            return Ok(piece.at(range.start - start));
+            return Ok(segment.at(range.start - start));
         }
         let uses = base.uses();
         let mut all = range.clone();
         loop {
             let mut more = all.clone();
-            let pieces = self.touched(&all).map(|(&start, p)| (start, start + p.len));
+            let segments = self.touched(&all).map(|(&start, p)| (start, start + p.len));
             let extents = uses.extents_in(&all).map(|(&start, &end)| (start, end));
-            for (start, end) in pieces.chain(extents) {
+            for (start, end) in segments.chain(extents) {
                 more = more.start.min(start)..more.end.max(end);
             }
             if more == all {
@@ -138,33 +138,33 @@ impl State {
             let to = to.wrapping_add((range.start - all.start) as usize);
             if range.start < range.end && from != to {
                 let len = (range.end - range.start) as usize;
-                // SAFETY: `from` has `len` bytes of the base or of a piece, and `to` has the bytes
-                // of `range` of the base or of a new region. The two ranges do not overlap: `from`
-                // is in another region than `to`; or `from` is the same byte of the base, which
-                // `from != to` excludes; or `from` is in an extent of this base, and `to` is in
-                // `all`, which no extent overlaps if `to` is in the base.
+                // SAFETY: `from` has `len` bytes of the base or of a segment, and `to` has the
+                // bytes of `range` of the base or of a new region. The two ranges do not overlap:
+                // `from` is in another region than `to`; or `from` is the same byte of the base,
+                // which `from != to` excludes; or `from` is in an extent of this base, and `to` is
+                // in `all`, which no extent overlaps if `to` is in the base.
                 unsafe { to.copy_from_nonoverlapping(from, len) };
             }
         };
-        for (&start, piece) in self.touched(&all) {
+        for (&start, segment) in self.touched(&all) {
             copy(base.at(at), at..start);
-            copy(piece.at(0), start..start + piece.len);
-            at = start + piece.len;
+            copy(segment.at(0), start..start + segment.len);
+            at = start + segment.len;
         }
         copy(base.at(at), at..all.end);
-        self.pieces.retain(|start, _| !all.contains(start));
+        self.segments.retain(|start, _| !all.contains(start));
         self.moves += 1;
         if let Some(backing) = backing {
             let len = all.end - all.start;
-            self.pieces.insert(all.start, Piece { len, backing });
+            self.segments.insert(all.start, Segment { len, backing });
             let unneeded = self.pages_under(base, &all);
             base.release(unneeded);
         }
         Ok(to.wrapping_add((range.start - all.start) as usize))
     }
 
-    /// The pages of `base` that are not needed when the bytes of `range` are in a piece: all pages
-    /// that overlap `range`, except a page at either end whose other bytes are not all zero.
+    /// The pages of `base` that are not needed when the bytes of `range` are in a segment: all
+    /// pages that overlap `range`, except a page at either end whose other bytes are not all zero.
     pub(super) fn pages_under(&self, base: &BaseRegion, range: &Range<u64>) -> Range<u64> {
         let is_zero = |part: Range<u64>| {
             let len = part.end.saturating_sub(part.start) as usize;
@@ -175,11 +175,11 @@ impl State {
         };
         let is_empty = |part: Range<u64>| {
             let mut at = part.start;
-            for (&start, piece) in self.touched(&part) {
+            for (&start, segment) in self.touched(&part) {
                 if !is_zero(at..start) {
                     return false;
                 }
-                at = start + piece.len;
+                at = start + segment.len;
             }
             is_zero(at..part.end)
         };
@@ -200,8 +200,8 @@ impl State {
     }
 }
 
-impl Piece {
-    /// The extent that the piece is, if it is one.
+impl Segment {
+    /// The extent that the segment is, if it is one.
     pub(super) fn shared(&self) -> Option<&Arc<CpuExtent>> {
         match &self.backing {
             Backing::Shared(extent) => Some(extent),
@@ -209,7 +209,7 @@ impl Piece {
         }
     }
 
-    /// The address of byte `offset` of the piece.
+    /// The address of byte `offset` of the segment.
     pub(super) fn at(&self, offset: u64) -> *mut u8 {
         match &self.backing {
             Backing::Shared(extent) => extent.base.at(extent.offset + offset),
