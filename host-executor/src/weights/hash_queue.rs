@@ -1,45 +1,46 @@
-//! The order in which extents are hashed: start-time fair queueing of the bytes of each tenant.
+//! The order in which extents are hashed: start-time fair queueing of the bytes of each sharing
+//! domain. Each session of an unnamed guest over vsock or TCP is a domain of its own.
 //!
-//! The tenant with the fewest bytes hashed is next. A tenant that returns from a pause has no
-//! credit for it. Between two decisions at most [`QUANTUM`] bytes are hashed. So a tenant that
+//! The domain with the fewest bytes hashed is next. A domain that returns from a pause has no
+//! credit for it. Between two decisions at most [`QUANTUM`] bytes are hashed. So a domain that
 //! seals buffer after buffer gets one share like every other one, and waiting extents of others are
-//! hashed after as many bytes of this tenant as of their own.
+//! hashed after as many bytes of this domain as of their own.
 #![forbid(unsafe_code)]
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
-/// Bytes that are hashed before another tenant may be next.
+/// Bytes that are hashed before another domain may be next.
 pub(super) const QUANTUM: u64 = 16 << 20;
 
-/// Extents of one tenant that wait at once. Further ones are not hashed, and not shared by hash.
+/// Extents of one domain that wait at once. Further ones are not hashed, and not shared by hash.
 pub(super) const MAX_WAITING: usize = 1 << 16;
 
-/// Bytes of one tenant that wait at once.
+/// Bytes of one domain that wait at once.
 pub(super) const MAX_WAITING_BYTES: u64 = 1 << 40;
 
-/// Tenants that are remembered while nothing waits.
+/// Domains that are remembered while nothing waits.
 const MAX_IDLE: usize = 1024;
 
-/// Items of several tenants that wait.
+/// Items of several domains that wait.
 pub(super) struct HashQueue<T> {
-    tenants: HashMap<Arc<str>, Tenant<T>>,
+    domains: HashMap<Arc<str>, Domain<T>>,
     /// The virtual time at which the latest item began.
     clock: u64,
 }
 
-struct Tenant<T> {
+struct Domain<T> {
     waiting: VecDeque<(u64, T)>,
     /// Bytes of `waiting`.
     bytes: u64,
-    /// Virtual time: bytes hashed, plus what the tenant has missed in pauses.
+    /// Virtual time: bytes hashed, plus what the domain has missed in pauses.
     used: u64,
 }
 
 impl<T> Default for HashQueue<T> {
     fn default() -> HashQueue<T> {
         HashQueue {
-            tenants: HashMap::new(),
+            domains: HashMap::new(),
             clock: 0,
         }
     }
@@ -47,85 +48,85 @@ impl<T> Default for HashQueue<T> {
 
 impl<T> HashQueue<T> {
     /// Adds an item of `bytes` bytes. Returns whether there was room.
-    pub(super) fn push(&mut self, tenant: &Arc<str>, bytes: u64, item: T) -> bool {
+    pub(super) fn push(&mut self, domain: &Arc<str>, bytes: u64, item: T) -> bool {
         let clock = self.clock;
-        let tenant = self.tenant(tenant);
-        let total = tenant.bytes.saturating_add(bytes);
-        if tenant.waiting.len() >= MAX_WAITING || total > MAX_WAITING_BYTES {
+        let domain = self.domain(domain);
+        let total = domain.bytes.saturating_add(bytes);
+        if domain.waiting.len() >= MAX_WAITING || total > MAX_WAITING_BYTES {
             return false;
         }
-        if tenant.waiting.is_empty() {
-            tenant.used = tenant.used.max(clock);
+        if domain.waiting.is_empty() {
+            domain.used = domain.used.max(clock);
         }
-        tenant.bytes = total;
-        tenant.waiting.push_back((bytes, item));
+        domain.bytes = total;
+        domain.waiting.push_back((bytes, item));
         true
     }
 
-    /// Puts back an item that was taken, in front of the others of its tenant.
-    pub(super) fn put_back(&mut self, tenant: &Arc<str>, bytes: u64, item: T) {
-        let tenant = self.tenant(tenant);
-        tenant.bytes = tenant.bytes.saturating_add(bytes);
-        tenant.waiting.push_front((bytes, item));
+    /// Puts back an item that was taken, in front of the others of its domain.
+    pub(super) fn put_back(&mut self, domain: &Arc<str>, bytes: u64, item: T) {
+        let domain = self.domain(domain);
+        domain.bytes = domain.bytes.saturating_add(bytes);
+        domain.waiting.push_front((bytes, item));
     }
 
-    /// Removes the items of a tenant that are not worth hashing any more.
-    pub(super) fn retain(&mut self, tenant: &Arc<str>, mut keep: impl FnMut(&T) -> bool) {
-        if let Some(tenant) = self.tenants.get_mut(tenant) {
-            tenant.waiting.retain(|(_, item)| keep(item));
-            tenant.bytes = tenant.waiting.iter().map(|(bytes, _)| bytes).sum();
+    /// Removes the items of a domain that are not worth hashing any more.
+    pub(super) fn retain(&mut self, domain: &Arc<str>, mut keep: impl FnMut(&T) -> bool) {
+        if let Some(domain) = self.domains.get_mut(domain) {
+            domain.waiting.retain(|(_, item)| keep(item));
+            domain.bytes = domain.waiting.iter().map(|(bytes, _)| bytes).sum();
         }
     }
 
     /// Takes the next item.
     pub(super) fn pop(&mut self) -> Option<(Arc<str>, T)> {
-        let waiting = self.tenants.iter_mut();
-        let waiting = waiting.filter(|(_, tenant)| !tenant.waiting.is_empty());
-        let next = waiting.min_by_key(|(name, tenant)| (tenant.used, Arc::clone(name)));
-        let Some((name, tenant)) = next else {
+        let waiting = self.domains.iter_mut();
+        let waiting = waiting.filter(|(_, domain)| !domain.waiting.is_empty());
+        let next = waiting.min_by_key(|(name, domain)| (domain.used, Arc::clone(name)));
+        let Some((name, domain)) = next else {
             // Nobody waits, so nobody is ahead of anybody.
-            self.tenants.clear();
+            self.domains.clear();
             return None;
         };
         let name = Arc::clone(name);
-        let (bytes, item) = tenant.waiting.pop_front()?;
-        tenant.bytes = tenant.bytes.saturating_sub(bytes);
-        self.clock = self.clock.max(tenant.used);
-        // What is known of an idle tenant matters only while it is ahead.
+        let (bytes, item) = domain.waiting.pop_front()?;
+        domain.bytes = domain.bytes.saturating_sub(bytes);
+        self.clock = self.clock.max(domain.used);
+        // What is known of an idle domain matters only while it is ahead.
         let clock = self.clock;
-        let is_needed = |is: &str, tenant: &Tenant<T>| {
-            *is == *name || !tenant.waiting.is_empty() || tenant.used > clock
+        let is_needed = |is: &str, domain: &Domain<T>| {
+            *is == *name || !domain.waiting.is_empty() || domain.used > clock
         };
-        self.tenants.retain(|is, tenant| is_needed(is, tenant));
+        self.domains.retain(|is, domain| is_needed(is, domain));
         Some((name, item))
     }
 
     /// How many items wait, and their bytes.
     pub(super) fn waiting(&self) -> (usize, u64) {
-        let waiting = self.tenants.values();
-        waiting.fold((0, 0), |(count, bytes), tenant| {
-            (count + tenant.waiting.len(), bytes + tenant.bytes)
+        let waiting = self.domains.values();
+        waiting.fold((0, 0), |(count, bytes), domain| {
+            (count + domain.waiting.len(), bytes + domain.bytes)
         })
     }
 
-    /// Counts bytes that were hashed for a tenant.
-    pub(super) fn used(&mut self, tenant: &Arc<str>, bytes: u64) {
-        let is_idle = || self.tenants.values().all(|t| t.waiting.is_empty());
-        if self.tenants.len() > MAX_IDLE && is_idle() {
-            self.tenants.clear();
+    /// Counts bytes that were hashed for a domain.
+    pub(super) fn used(&mut self, domain: &Arc<str>, bytes: u64) {
+        let is_idle = || self.domains.values().all(|t| t.waiting.is_empty());
+        if self.domains.len() > MAX_IDLE && is_idle() {
+            self.domains.clear();
         }
         let clock = self.clock;
-        let tenant = self.tenant(tenant);
-        tenant.used = tenant.used.max(clock).saturating_add(bytes);
+        let domain = self.domain(domain);
+        domain.used = domain.used.max(clock).saturating_add(bytes);
     }
 
-    fn tenant(&mut self, name: &Arc<str>) -> &mut Tenant<T> {
-        let new = || Tenant {
+    fn domain(&mut self, name: &Arc<str>) -> &mut Domain<T> {
+        let new = || Domain {
             waiting: VecDeque::new(),
             bytes: 0,
             used: 0,
         };
-        self.tenants.entry(Arc::clone(name)).or_insert_with(new)
+        self.domains.entry(Arc::clone(name)).or_insert_with(new)
     }
 }
 
@@ -133,7 +134,7 @@ impl<T> HashQueue<T> {
 mod tests {
     use super::*;
 
-    /// Hashes one quantum; returns its tenant and whether the item is complete.
+    /// Hashes one quantum; returns its domain and whether the item is complete.
     fn step(queue: &mut HashQueue<u64>) -> Option<(Arc<str>, bool)> {
         let (name, left) = queue.pop()?;
         let bytes = left.min(QUANTUM);
@@ -145,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tenant_that_seals_again_and_again_gets_its_share_and_no_more() {
+    fn a_domain_that_seals_again_and_again_gets_its_share_and_no_more() {
         let (many, few): (Arc<str>, Arc<str>) = ("many".into(), "few".into());
         for (size, refills) in [
             (1 << 30, true),
@@ -160,7 +161,7 @@ mod tests {
             for _ in 0..100 {
                 step(&mut queue);
             }
-            // The other tenant seals a model of 20 extents.
+            // The other domain seals a model of 20 extents.
             for _ in 0..20 {
                 assert!(queue.push(&few, 5 * QUANTUM, 5 * QUANTUM));
             }
@@ -185,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tenant_that_returns_again_and_again_does_not_pass_others() {
+    fn a_domain_that_returns_again_and_again_does_not_pass_others() {
         let (pausing, waiting): (Arc<str>, Arc<str>) = ("a".into(), "b".into());
         let mut queue = HashQueue::default();
         queue.push(&waiting, 100 * QUANTUM, 100 * QUANTUM);
@@ -199,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_tenant_may_have_waiting_is_limited_and_forgotten() {
+    fn what_a_domain_may_have_waiting_is_limited_and_forgotten() {
         let (one, two): (Arc<str>, Arc<str>) = ("one".into(), "two".into());
         let mut queue = HashQueue::default();
         for _ in 0..MAX_WAITING {
@@ -209,17 +210,17 @@ mod tests {
         queue.retain(&one, |_| false);
         assert!(queue.push(&one, MAX_WAITING_BYTES, 1));
         assert!(!queue.push(&one, 1, 1), "bytes");
-        assert!(queue.push(&two, 1, 1), "of another tenant");
+        assert!(queue.push(&two, 1, 1), "of another domain");
         while step(&mut queue).is_some() {}
         assert!(queue.push(&one, MAX_WAITING_BYTES, 1));
-        // Tenants that are gone take no memory.
+        // Domains that are gone take no memory.
         for i in 0..1000 {
             let name: Arc<str> = format!("{i}").into();
             queue.push(&name, 1, 1);
             while step(&mut queue).is_some() {}
         }
-        assert!(queue.tenants.is_empty(), "{}", queue.tenants.len());
-        // Beside a tenant that always waits, too.
+        assert!(queue.domains.is_empty(), "{}", queue.domains.len());
+        // Beside a domain that always waits, too.
         queue.push(&one, MAX_WAITING_BYTES, MAX_WAITING_BYTES);
         for i in 0..1000 {
             let name: Arc<str> = format!("{i}").into();
@@ -227,6 +228,6 @@ mod tests {
             step(&mut queue);
             step(&mut queue);
         }
-        assert!(queue.tenants.len() < 5, "{}", queue.tenants.len());
+        assert!(queue.domains.len() < 5, "{}", queue.domains.len());
     }
 }

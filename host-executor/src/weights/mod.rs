@@ -19,7 +19,7 @@
 //! - `disk`: the cache of weights on disk.
 //! - `entries`: which content each extent has.
 //! - `hash_job`: the hashing of one extent.
-//! - `hash_queue`: the order in which extents are hashed, fair between tenants.
+//! - `hash_queue`: the order in which extents are hashed, fair between sharing domains.
 //! - `store`: what sessions ask and report, and the thread that hashes.
 //! - `uploads`: extents that guests upload at the same time, or one after the other, without
 //!   hashes.
