@@ -69,6 +69,14 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
             Ok(String::new())
         });
     }
+    tests.check("the features of the demo", |tests, step| {
+        packages::libclang(tests.cache)?;
+        let mut cargo = workspace::cargo();
+        cargo.args(["clippy", "--package", "ggml-vgpu", "--package", "vgpu"]);
+        cargo.args(["--no-default-features", "--", "-D", "warnings"]);
+        process::run(&mut cargo, step, &tests.log("cargo-clippy-demo"))?;
+        Ok(String::new())
+    });
     for (name, arguments) in lints {
         tests.check(name, |tests, step| {
             packages::libclang(tests.cache)?;
