@@ -31,13 +31,36 @@ const SAMPLE: usize = 400;
 /// time.
 const TYPES: usize = 6;
 
-/// Instruction sets below those that machines of developers have.
-fn lower() -> Vec<&'static str> {
-    let mut levels = vec!["avx2", "scalar"];
+/// The SIMD levels of this processor, by their names in `VGPU_CPU_LEVEL`, without the one that the
+/// CPU engine chooses (`host-kernels/cpu/src/isa.rs: best`).
+fn other_levels() -> Vec<&'static str> {
+    let mut levels = vec!["scalar"];
+    let mut chosen = 0;
     #[cfg(target_arch = "x86_64")]
-    if std::arch::is_x86_feature_detected!("avxvnni") {
-        levels.push("avx2vnni");
+    {
+        use std::arch::is_x86_feature_detected as has;
+        let avx2 = has!("avx2") && has!("fma") && has!("f16c");
+        let avx512 = avx2
+            && has!("avx512f")
+            && has!("avx512bw")
+            && has!("avx512dq")
+            && has!("avx512vl")
+            && has!("avx512vnni");
+        let processor = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+        let is_intel = processor.contains("GenuineIntel");
+        for (name, is_supported, is_slower) in [
+            ("avx2", avx2, false),
+            ("avx2vnni", avx2 && has!("avxvnni"), false),
+            ("avx512", avx512, false),
+            ("avx512bf16", avx512 && has!("avx512bf16"), is_intel),
+        ] {
+            if is_supported {
+                levels.push(name);
+                chosen = if is_slower { chosen } else { levels.len() - 1 };
+            }
+        }
     }
+    levels.remove(chosen);
     levels
 }
 
@@ -120,8 +143,8 @@ fn of_main_release(tests: &mut TestRun<'_>, dist: &Dist, bin: &Path, is_sampled:
             Ok(summary(&claims, &report))
         });
     }
-    // The kernels for other CPUs. Each run takes as long as the first.
-    for level in lower().into_iter().filter(|_| tests.options.full) {
+    // The kernels of other levels. Each run takes as long as the first.
+    for level in other_levels().into_iter().filter(|_| tests.options.full) {
         let name = format!("every op over unix, ggml 0.25.3, {level} kernels");
         tests.check(&name, |tests, progress| {
             let name = format!("unix-{level}");
