@@ -17,7 +17,7 @@ use crate::table::Row;
 use xtask_common::cache::Cache;
 use xtask_common::dist::Dist;
 use xtask_common::executor::Executor;
-use xtask_common::median::median;
+use xtask_common::median;
 use xtask_common::process::free_port;
 use xtask_common::process::{self, Daemon};
 use xtask_common::progress::{Progress, heading};

@@ -17,7 +17,7 @@ use xtask_common::cache::Cache;
 use xtask_common::dist::Dist;
 use xtask_common::executor::Executor;
 use xtask_common::llama;
-use xtask_common::median::median;
+use xtask_common::median;
 use xtask_common::model::{self, FileType, Shape};
 use xtask_common::process;
 use xtask_common::progress::{Progress, heading};

@@ -19,7 +19,7 @@ use crate::table::Row;
 use xtask_common::cache::Cache;
 use xtask_common::dist::Dist;
 use xtask_common::executor::{self, Executor};
-use xtask_common::median::median;
+use xtask_common::median;
 use xtask_common::process::Daemon;
 use xtask_common::progress::{Progress, heading};
 use xtask_common::scratch::Scratch;

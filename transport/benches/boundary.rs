@@ -6,10 +6,6 @@
 //! the same run. Every figure is a median. `--json` prints only the round trips, one JSON object
 //! per line.
 
-#[path = "../../host-kernels/check/src/median.rs"]
-#[allow(unreachable_pub)] // public in xtask-common
-mod median;
-
 use std::env;
 use std::hint::black_box;
 use std::path::{Path, PathBuf};
@@ -17,7 +13,7 @@ use std::process::{Child, Command};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use median::median;
+use vgpu_median::median;
 use vgpu_transport::bytes::{Bytes, BytesMut};
 use vgpu_transport::link::unix::{ListenOptions, Listener, connect};
 use vgpu_transport::link::window::{WindowGuest, WindowHost, inproc_pair};

@@ -9,7 +9,7 @@ use xtask_common::cache::Cache;
 use xtask_common::compare::{self, Comparison};
 use xtask_common::dist;
 use xtask_common::executor::Executor;
-use xtask_common::median::median;
+use xtask_common::median;
 use xtask_common::model::{self, FileType};
 use xtask_common::node::Node;
 use xtask_common::node_llama::{self, Backend, Generation, Task};

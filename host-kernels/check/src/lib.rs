@@ -9,7 +9,6 @@ mod decode_check;
 mod error;
 mod graph;
 #[allow(unreachable_pub)] // public in xtask-common
-mod median;
 pub mod model;
 mod rates;
 mod synthetic_gguf;
@@ -24,7 +23,6 @@ use vgpu_engine::Engine;
 pub use cases::{Case, Outcome};
 pub use decode_check::{Decoding, MAX_TOKENS};
 pub use error::CheckError;
-pub use median::median;
 pub use rates::{Ceilings, Rate, Work};
 pub use synthetic_gguf::{SHAPES, SyntheticModel};
 pub use tune::{TuneShapes, Tuned};

@@ -6,11 +6,11 @@ use vgpu_transport::ir::{Op, Precision, Shape, Type};
 
 use super::cublas::Cublas;
 use super::graph::{Builder, Fill, LoadedGraph, Operand, Random};
-use super::median::median;
 use super::{CheckError, Options};
 use vgpu_cpu::gemm::MatmulKernel;
 use vgpu_engine::roofline::Rates;
 use vgpu_engine::{Engine, Memory};
+use vgpu_median::median;
 
 /// Rates of copies in bytes per second: upper bounds of the device's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]

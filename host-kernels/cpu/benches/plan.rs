@@ -3,16 +3,12 @@
 //!
 //! `cargo bench -p vgpu-cpu --bench plan -- [--threads N] [--repeats N] [--tokens N]... [TYPE]...`
 
-#[path = "../../check/src/median.rs"]
-#[allow(unreachable_pub)] // public in xtask-common
-mod median;
-
 use std::time::{Duration, Instant};
 
-use median::median;
 use rustix::time::{ClockId, clock_gettime};
 use vgpu_check::model::{Model, StepShape, TINY};
 use vgpu_cpu::CpuEngine;
+use vgpu_median::median;
 use vgpu_transport::ir::Type;
 
 /// The shape of the small model that `cargo xtask bench` measures.

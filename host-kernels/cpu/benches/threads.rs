@@ -7,9 +7,6 @@
 //! one for each token, and samples the token in the pause. Median microseconds of a job beyond its
 //! work.
 
-#[path = "../../check/src/median.rs"]
-#[allow(unreachable_pub)] // public in xtask-common
-mod median;
 #[allow(
     dead_code,
     unused_imports,
@@ -21,8 +18,8 @@ mod thread_team;
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
-use median::median;
 use thread_team::ThreadTeam;
+use vgpu_median::median;
 
 /// Jobs in a round.
 const JOBS: usize = 400;

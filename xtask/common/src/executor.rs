@@ -9,8 +9,8 @@ use rustix::process::Signal;
 use serde_json::Value;
 
 use crate::dist::Dist;
-use crate::median::median;
 use crate::process::{self, Daemon};
+use vgpu_median::median;
 
 /// A timeout, not a measure of speed: a wait that takes longer has failed.
 const TIMEOUT: Duration = Duration::from_secs(30);

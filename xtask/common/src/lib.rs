@@ -9,8 +9,6 @@ pub mod elf;
 pub mod executor;
 pub mod ggml_releases;
 pub mod llama;
-#[path = "../../../host-kernels/check/src/median.rs"]
-pub mod median;
 pub mod model;
 pub mod node;
 pub mod node_llama;
@@ -22,3 +20,5 @@ pub mod sched;
 pub mod scratch;
 pub mod stats;
 pub mod workspace;
+
+pub use vgpu_median::median;

@@ -5,7 +5,7 @@ use std::path::Path;
 use anyhow::{Context as _, Result, ensure};
 use serde_json::Value;
 
-use crate::median::median;
+use vgpu_median::median;
 
 /// Traffic of a number of graph submissions.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -391,9 +391,9 @@ fn measure(
     let mut spans = lines.pop().unwrap_or_default();
     for (at, span) in spans.iter_mut().enumerate() {
         let others = lines.iter().map(|line| line[at].seconds);
-        span.seconds = vgpu_check::median(others.chain([span.seconds]));
+        span.seconds = vgpu_median::median(others.chain([span.seconds]));
     }
-    Ok((vgpu_check::median(times).as_secs_f64(), spans))
+    Ok((vgpu_median::median(times).as_secs_f64(), spans))
 }
 
 /// A part of the plan: its name, the number of its nodes, their cost, and its time.

@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use vgpu_median::median;
 use vgpu_transport::ir::IR_VERSION;
 use vgpu_transport::link::Endpoint;
 use vgpu_transport::link::connect::expand;
@@ -84,7 +85,6 @@ fn measure(endpoint: &Endpoint) -> Result<Vec<String>, ClientError> {
             }
         }
     }
-    times.sort();
     Ok(vec![
         format!(
             "session {}, protocol {PROTOCOL_VERSION}, graphs {IR_VERSION}",
@@ -99,8 +99,8 @@ fn measure(endpoint: &Endpoint) -> Result<Vec<String>, ClientError> {
         ),
         format!(
             "a round trip takes {:?}, the fastest {:?}",
-            times[ROUNDS / 2],
-            times[0]
+            median(times.iter().copied()),
+            times.iter().min().copied().unwrap_or_default()
         ),
     ])
 }

@@ -8,7 +8,7 @@ use crate::llama_server::Server;
 use xtask_common::compare::{self, Choice};
 use xtask_common::dist::Dist;
 use xtask_common::llama;
-use xtask_common::median::median;
+use xtask_common::median;
 use xtask_common::model::FileType;
 use xtask_common::node_llama::Backend;
 use xtask_common::progress::heading;

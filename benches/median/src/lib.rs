@@ -1,5 +1,5 @@
-//! The median, which all repeated measurements are reported as. Packages that do not depend on this
-//! one include the file by its path: a package of its own for one function would be more to keep.
+//! The median, which all repeated measurements are reported as.
+#![forbid(unsafe_code)]
 
 /// The median of `figures`: of an even number the upper of the two in the middle, and zero of none.
 ///
