@@ -22,6 +22,7 @@ use vgpu_cpu::CpuEngine;
 use vgpu_engine::work::{self, Work};
 use vgpu_engine::{Engine, EngineError, Memory, RunStatus, Turn};
 use vgpu_gguf::Rng;
+use vgpu_median::median;
 use vgpu_transport::ir::{
     BufferId, Graph, Limits, Node, Op, OpKind, PoolKind, Precision, RopeMode, Shape, SortOrder,
     Sources, Tensor, Type, ValidGraph, validate,
@@ -707,7 +708,7 @@ fn the_longest_parts_of_every_operator() {
                 "products": work.products,
                 "steps": work.steps,
                 "launches": launches.len(),
-                "median_ms": ms(launches[launches.len() / 2]),
+                "median_ms": ms(median(launches.iter().copied())),
                 "second_ms": ms(launches[launches.len().saturating_sub(2)]),
                 "longest_ms": ms(launches[launches.len() - 1]),
             })

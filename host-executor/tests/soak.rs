@@ -35,7 +35,8 @@ const FEW: usize = 20_000;
 fn random_commands_of_four_guests_match_the_model_and_leak_nothing() {
     let commands = std::env::var("VGPU_SOAK").map_or(FEW, |count| count.parse().expect("a number"));
     let engine: Arc<dyn Engine> = Arc::new(CpuEngine::new(2, Some(MEMORY)).expect("two threads"));
-    let path = std::env::temp_dir().join(format!("vgpu-soak-{}.sock", std::process::id()));
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("vgpu.sock");
     let listener = Listener::bind(&path, ListenOptions::default()).expect("a socket");
     let mut server =
         Server::new(Arc::clone(&engine), Limits::default(), 2 * GUESTS).expect("a thread");

@@ -11,13 +11,12 @@ use vgpu_executor::WeightStore;
 use vgpu_executor::weights::{CacheOptions, Sharing};
 
 /// A private folder of a test.
-struct Folder(PathBuf);
+struct Folder(PathBuf, #[allow(dead_code)] tempfile::TempDir);
 
 impl Folder {
     fn new(name: &str) -> Folder {
-        let path = std::env::temp_dir().join(format!("vgpu-{name}-{}", std::process::id()));
-        let _ = fs::remove_dir_all(&path);
-        Folder(path)
+        let folder = tempfile::Builder::new().prefix(name).tempdir().unwrap();
+        Folder(folder.path().join("weights"), folder)
     }
 
     fn cache(&self, size: u64) -> Option<CacheOptions> {
@@ -39,12 +38,6 @@ impl Folder {
         let mut found = Vec::new();
         walk(&self.0, &mut found);
         found
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
     }
 }
 

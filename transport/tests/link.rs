@@ -14,19 +14,12 @@ use vgpu_transport::wire::{MAX_MESSAGE, MAX_PAYLOAD};
 const WAIT: Duration = Duration::from_secs(20);
 
 /// A temporary directory for sockets.
-struct Dir(PathBuf);
+struct Dir(PathBuf, #[allow(dead_code)] tempfile::TempDir);
 
 impl Dir {
     fn new(name: &str) -> Dir {
-        let path = std::env::temp_dir().join(format!("vgpu-{}-{name}", std::process::id()));
-        std::fs::create_dir(&path).unwrap();
-        Dir(path)
-    }
-}
-
-impl Drop for Dir {
-    fn drop(&mut self) {
-        std::fs::remove_dir_all(&self.0).unwrap();
+        let folder = tempfile::Builder::new().prefix(name).tempdir().unwrap();
+        Dir(folder.path().to_owned(), folder)
     }
 }
 

@@ -72,23 +72,16 @@ fn main() {
 }
 
 /// A temporary directory for sockets.
-struct Dir(PathBuf);
+struct Dir(PathBuf, #[allow(dead_code)] tempfile::TempDir);
 
 impl Dir {
     fn new(name: &str) -> Dir {
-        let path = env::temp_dir().join(format!("vgpu-{}-{name}", std::process::id()));
-        std::fs::create_dir(&path).unwrap();
-        Dir(path)
+        let folder = tempfile::Builder::new().prefix(name).tempdir().unwrap();
+        Dir(folder.path().to_owned(), folder)
     }
 
     fn socket(&self) -> PathBuf {
         self.0.join("s")
-    }
-}
-
-impl Drop for Dir {
-    fn drop(&mut self) {
-        std::fs::remove_dir_all(&self.0).unwrap();
     }
 }
 

@@ -14,6 +14,7 @@ const SERIES: &str = "0.20-0.25 (API 2), 0.26 (API 3)";
 
 /// A file system with an Ollama and its service, and a plugin beside it.
 struct Machine {
+    _folder: tempfile::TempDir,
     root: PathBuf,
     plugin: PathBuf,
 }
@@ -24,7 +25,9 @@ impl Machine {
     }
 
     fn with_ggml(test: &str, defines: &[&str]) -> Machine {
-        let root = std::env::temp_dir().join(format!("vgpu-install-{test}-{}", std::process::id()));
+        let folder = tempfile::Builder::new().prefix(test).tempdir();
+        let folder = folder.expect("a new folder");
+        let root = folder.path().to_owned();
         let lib = root.join("usr/local/lib/ollama");
         fs::create_dir_all(&lib).expect("a new folder");
         let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/abi/fake_ggml.c");
@@ -41,7 +44,11 @@ impl Machine {
         fs::write(units.join("ollama.service"), unit).expect("a file");
         let plugin = root.join("libggml-vgpu.so");
         compile_plugin(&plugin, "1");
-        Machine { root, plugin }
+        Machine {
+            _folder: folder,
+            root,
+            plugin,
+        }
     }
 
     fn vgpu(&self, command: &str, more: &[&str]) -> Output {
@@ -98,12 +105,6 @@ impl Machine {
         }
         files.sort();
         files
-    }
-}
-
-impl Drop for Machine {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.root);
     }
 }
 

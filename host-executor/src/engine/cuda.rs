@@ -141,19 +141,17 @@ mod tests {
 
     #[test]
     fn a_tuning_table_is_used_for_the_device_it_was_measured_on() {
-        let name = format!("vgpu-tuning-{}", std::process::id());
-        let cache = std::env::temp_dir().join(name);
-        std::fs::create_dir(&cache).expect("a new folder");
-        assert!(load_tuning(&cache, "a GPU").is_empty());
+        let folder = tempfile::tempdir().expect("a new folder");
+        let cache = folder.path();
+        assert!(load_tuning(cache, "a GPU").is_empty());
         let mut table = TuningTable::default();
         table.record(Type::Q4K, 4096, 512, GemmVariant::Wide);
-        let file_of = |device| tuning_file(&cache, &autotune::fingerprint(device));
+        let file_of = |device| tuning_file(cache, &autotune::fingerprint(device));
         let text = table.to_text(&autotune::fingerprint("a GPU"));
         std::fs::write(file_of("a GPU"), &text).expect("a file");
-        assert_eq!(load_tuning(&cache, "a GPU"), table);
-        assert!(load_tuning(&cache, "another").is_empty());
+        assert_eq!(load_tuning(cache, "a GPU"), table);
+        assert!(load_tuning(cache, "another").is_empty());
         std::fs::write(file_of("another"), text).expect("a file");
-        assert!(load_tuning(&cache, "another").is_empty());
-        std::fs::remove_dir_all(&cache).expect("it is ours");
+        assert!(load_tuning(cache, "another").is_empty());
     }
 }

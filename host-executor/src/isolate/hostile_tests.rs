@@ -140,16 +140,15 @@ fn claims(mut report: crate::status::Report, own: u64) -> WorkerReport {
 /// A supervisor whose workers do given deeds, one after the other.
 struct Supervised {
     supervisor: Option<Supervisor>,
-    folder: PathBuf,
+    folder: tempfile::TempDir,
     /// Workers that have been started.
     started: Arc<AtomicUsize>,
 }
 
 impl Supervised {
     /// `timeout`: for the end of a process.
-    fn new(test: &str, timeout: Duration, deeds: &[&'static str]) -> Supervised {
-        let folder = std::env::temp_dir().join(format!("vgpu-{test}-{}", std::process::id()));
-        std::fs::create_dir(&folder).expect("a new folder");
+    fn new(timeout: Duration, deeds: &[&'static str]) -> Supervised {
+        let folder = tempfile::tempdir().expect("a new folder");
         let deeds = Mutex::new(VecDeque::from(deeds.to_vec()));
         let own = std::env::current_exe().expect("this program");
         let started = Arc::new(AtomicUsize::new(0));
@@ -203,7 +202,7 @@ impl Supervised {
         let supervisor = Supervisor::with_timeouts(worker, resources, partition, limits, timeouts);
         let mut supervisor = supervisor.expect("room for the quotas");
         for guest in ["a", "b"] {
-            let listener = Listener::bind(&folder.join(guest), ListenOptions::default());
+            let listener = Listener::bind(&folder.path().join(guest), ListenOptions::default());
             let listener = listener.expect("a socket");
             { supervisor.listen_for(Some(guest.into()), listener) }.expect("a thread");
         }
@@ -215,7 +214,7 @@ impl Supervised {
     }
 
     fn path(&self, guest: &str) -> PathBuf {
-        self.folder.join(guest)
+        self.folder.path().join(guest)
     }
 
     /// A program that sends one byte, for a new worker that does not serve.
@@ -269,12 +268,6 @@ impl Supervised {
     }
 }
 
-impl Drop for Supervised {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.folder);
-    }
-}
-
 fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
     let start = Instant::now();
     while !is_so() {
@@ -306,7 +299,7 @@ const SOON: Duration = Duration::from_millis(200);
 
 #[test]
 fn garbage_of_a_worker_affects_only_its_guest() {
-    let mut test = Supervised::new("garbage", SOON, &["garbage", "honest"]);
+    let mut test = Supervised::new(SOON, &["garbage", "honest"]);
     let _hostile = test.program("a");
     let _guest = served(&test.path("b"));
     eventually("b is shown", || {
@@ -324,7 +317,7 @@ fn garbage_of_a_worker_affects_only_its_guest() {
 fn flood_of_reports_does_not_keep_others_from_being_served() {
     // Time enough for the end of an honest worker beside the flood.
     let end = Duration::from_secs(2);
-    let mut test = Supervised::new("flood", end, &["flood", "honest", "honest", "honest"]);
+    let mut test = Supervised::new(end, &["flood", "honest", "honest", "honest"]);
     let _hostile = test.program("a");
     for _ in 0..3 {
         drop(served(&test.path("b")));
@@ -336,7 +329,7 @@ fn flood_of_reports_does_not_keep_others_from_being_served() {
 
 #[test]
 fn claims_of_a_worker_count_for_its_own_guest_only() {
-    let mut test = Supervised::new("claims", SOON, &["honest", "claims"]);
+    let mut test = Supervised::new(SOON, &["honest", "claims"]);
     let _guest = served(&test.path("b"));
     eventually("b is shown", || !test.status().sessions.is_empty());
     let _hostile = test.program("a");
@@ -381,7 +374,7 @@ fn claims_of_a_worker_count_for_its_own_guest_only() {
 
 #[test]
 fn worker_that_closes_its_connection_or_is_silent_is_killed() {
-    let mut test = Supervised::new("silent", SOON, &["closes", "silent"]);
+    let mut test = Supervised::new(SOON, &["closes", "silent"]);
     let _closing = test.program("a");
     eventually("it is killed", || test.processes("a") == 0);
     let _silent = test.program("b");
@@ -392,7 +385,7 @@ fn worker_that_closes_its_connection_or_is_silent_is_killed() {
 
 #[test]
 fn half_open_programs_of_a_guest_keep_out_no_other_guest_of_the_same_user() {
-    let mut test = Supervised::new("half-open", SOON, &["silent"]);
+    let mut test = Supervised::new(SOON, &["silent"]);
     let mut programs = vec![test.program("a")];
     for _ in 0..7 {
         programs.push(test.connect("a"));
@@ -407,7 +400,7 @@ fn half_open_programs_of_a_guest_keep_out_no_other_guest_of_the_same_user() {
 
 #[test]
 fn guest_gets_no_further_memory_while_its_workers_do_not_end() {
-    let mut test = Supervised::new("ended", Duration::from_secs(3), &["ended"; 8]);
+    let mut test = Supervised::new(Duration::from_secs(3), &["ended"; 8]);
     let mut programs = Vec::new();
     let mut most = 0;
     for _ in 0..6 {

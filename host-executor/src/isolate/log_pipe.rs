@@ -42,7 +42,7 @@ impl LogPipe {
         let (sender, done) = mpsc::channel();
         let thread = thread::Builder::new().name("vgpu-log".into());
         let spawned = thread.spawn(move || {
-            let mut limit = LogLimit::new(Instant::now());
+            let mut limit = ByteRateLimit::new(Instant::now());
             forward(
                 pipe,
                 std::io::stderr(),
@@ -73,16 +73,16 @@ impl LogPipe {
 }
 
 /// What a process may still write.
-struct LogLimit {
+struct ByteRateLimit {
     left: u64,
     at: Instant,
     dropped: u64,
     told: Option<Instant>,
 }
 
-impl LogLimit {
-    fn new(now: Instant) -> LogLimit {
-        LogLimit {
+impl ByteRateLimit {
+    fn new(now: Instant) -> ByteRateLimit {
+        ByteRateLimit {
             left: BURST,
             at: now,
             dropped: 0,
@@ -123,7 +123,7 @@ impl LogLimit {
 fn forward(
     mut pipe: impl Read,
     mut out: impl Write,
-    limit: &mut LogLimit,
+    limit: &mut ByteRateLimit,
     now: impl Fn() -> Instant,
     pause: impl Fn(Duration),
     mut notice: impl FnMut(u64),
@@ -192,7 +192,7 @@ mod tests {
         let passed = Cell::new(Duration::ZERO);
         let dropped = RefCell::new(0);
         let mut out = Vec::new();
-        let mut limit = LogLimit::new(start);
+        let mut limit = ByteRateLimit::new(start);
         forward(
             text,
             &mut out,

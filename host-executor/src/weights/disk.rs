@@ -460,14 +460,13 @@ mod tests {
         if let Some(folder) = std::env::var_os(CHILD) {
             return on_a_full_disk(PathBuf::from(folder));
         }
-        let folder = std::env::temp_dir().join(format!("vgpu-full-{}", std::process::id()));
+        let folder = tempfile::tempdir().unwrap();
         let mut child = Command::new(std::env::current_exe().unwrap());
         child.args([
             "--exact",
             "weights::disk::tests::full_disk_disables_only_the_cache",
         ]);
-        let output = child.env(CHILD, &folder).output().unwrap();
-        let _ = fs::remove_dir_all(&folder);
+        let output = child.env(CHILD, folder.path()).output().unwrap();
         assert!(
             output.status.success(),
             "{}",

@@ -9,7 +9,7 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -26,21 +26,12 @@ use crate::common::{Guest, TIMEOUT, cpu};
 const PAGE: usize = 4096;
 
 /// A private folder, removed when dropped.
-pub(crate) struct Dir(pub(crate) PathBuf);
+pub(crate) struct Dir(pub(crate) PathBuf, #[allow(dead_code)] tempfile::TempDir);
 
 impl Dir {
     pub(crate) fn new() -> Dir {
-        static COUNT: AtomicU32 = AtomicU32::new(0);
-        let n = COUNT.fetch_add(1, Ordering::Relaxed);
-        let path = std::env::temp_dir().join(format!("vgpu-vm-{}-{n}", std::process::id()));
-        fs::create_dir(&path).unwrap();
-        Dir(path)
-    }
-}
-
-impl Drop for Dir {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
+        let folder = tempfile::tempdir().unwrap();
+        Dir(folder.path().to_owned(), folder)
     }
 }
 

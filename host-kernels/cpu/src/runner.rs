@@ -4,7 +4,7 @@
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use memmap2::MmapMut;
@@ -14,7 +14,7 @@ use vgpu_engine::{EngineError, RunError, Turn};
 use crate::barrier_schedule::Phase;
 use crate::gemm::ThreadMemory;
 use crate::kernel::{EarlyExit, Fault, Progress, Worker};
-use crate::thread_team::{Barrier, ThreadTeam};
+use crate::thread_team::{Barrier, ThreadTeam, lock};
 
 /// Scratch memories that are kept for later runs: as many as there are likely to be runs in
 /// progress.
@@ -297,10 +297,6 @@ impl Runner {
             free.push(scratch);
         }
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 struct ScratchPtr(*mut u8);

@@ -101,23 +101,18 @@ mod tests {
     use std::path::PathBuf;
 
     /// A temporary tree of files.
-    struct Tree(PathBuf);
+    struct Tree(PathBuf, #[allow(dead_code)] tempfile::TempDir);
 
     impl Tree {
-        fn new(name: &str, files: &[(&str, &str)]) -> Tree {
-            let root = std::env::temp_dir().join(format!("vgpu-{name}-{}", std::process::id()));
+        fn new(files: &[(&str, &str)]) -> Tree {
+            let folder = tempfile::tempdir().unwrap();
+            let root = folder.path().to_owned();
             for (path, text) in files {
                 let path = root.join(path);
                 fs::create_dir_all(path.parent().unwrap()).unwrap();
                 fs::write(path, text).unwrap();
             }
-            Tree(root)
-        }
-    }
-
-    impl Drop for Tree {
-        fn drop(&mut self) {
-            let _ = fs::remove_dir_all(&self.0);
+            Tree(root, folder)
         }
     }
 
@@ -130,19 +125,16 @@ mod tests {
     fn threads_of_a_core_count_once() {
         // Four cores of two threads, numbered as many servers do; a file of an older kernel among
         // them.
-        let tree = Tree::new(
-            "cores",
-            &[
-                ("cpu/cpu0/topology/core_cpus_list", "0,4\n"),
-                ("cpu/cpu1/topology/core_cpus_list", "1,5\n"),
-                ("cpu/cpu2/topology/thread_siblings_list", "2,6\n"),
-                ("cpu/cpu3/topology/core_cpus_list", "3,7\n"),
-                ("cpu/cpu4/topology/core_cpus_list", "0,4\n"),
-                ("cpu/cpu5/topology/core_cpus_list", "1,5\n"),
-                ("cpu/cpu6/topology/core_cpus_list", "2,6\n"),
-                ("cpu/cpu7/topology/core_cpus_list", "3,7\n"),
-            ],
-        );
+        let tree = Tree::new(&[
+            ("cpu/cpu0/topology/core_cpus_list", "0,4\n"),
+            ("cpu/cpu1/topology/core_cpus_list", "1,5\n"),
+            ("cpu/cpu2/topology/thread_siblings_list", "2,6\n"),
+            ("cpu/cpu3/topology/core_cpus_list", "3,7\n"),
+            ("cpu/cpu4/topology/core_cpus_list", "0,4\n"),
+            ("cpu/cpu5/topology/core_cpus_list", "1,5\n"),
+            ("cpu/cpu6/topology/core_cpus_list", "2,6\n"),
+            ("cpu/cpu7/topology/core_cpus_list", "3,7\n"),
+        ]);
         let all = Topology::read(&tree.0, &[0, 1, 2, 3, 4, 5, 6, 7]);
         assert_eq!(all.cores(), 4);
         assert_eq!(places(&all), [0, 1, 2, 3, 4, 5, 6, 7]);
@@ -154,30 +146,24 @@ mod tests {
 
     #[test]
     fn adjacent_hardware_threads_of_a_core_are_recognised() {
-        let tree = Tree::new(
-            "neighbours",
-            &[
-                ("cpu/cpu0/topology/core_cpus_list", "0-1"),
-                ("cpu/cpu1/topology/core_cpus_list", "0-1"),
-                ("cpu/cpu2/topology/core_cpus_list", "2-3"),
-                ("cpu/cpu3/topology/core_cpus_list", "2-3"),
-            ],
-        );
+        let tree = Tree::new(&[
+            ("cpu/cpu0/topology/core_cpus_list", "0-1"),
+            ("cpu/cpu1/topology/core_cpus_list", "0-1"),
+            ("cpu/cpu2/topology/core_cpus_list", "2-3"),
+            ("cpu/cpu3/topology/core_cpus_list", "2-3"),
+        ]);
         let all = Topology::read(&tree.0, &[0, 1, 2, 3]);
         assert_eq!((all.cores(), places(&all)), (2, vec![0, 2, 1, 3]));
     }
 
     #[test]
     fn cpus_with_unreadable_topology_count_as_cores() {
-        let tree = Tree::new(
-            "odd",
-            &[
-                ("cpu/cpu0/topology/core_cpus_list", "nonsense"),
-                ("cpu/cpu1/topology/core_cpus_list", "2-3"), // not itself
-                ("cpu/cpu2/topology/core_cpus_list", ""),
-                ("cpu/cpu3/topology/core_cpus_list", "0-99999999999"),
-            ],
-        );
+        let tree = Tree::new(&[
+            ("cpu/cpu0/topology/core_cpus_list", "nonsense"),
+            ("cpu/cpu1/topology/core_cpus_list", "2-3"), // not itself
+            ("cpu/cpu2/topology/core_cpus_list", ""),
+            ("cpu/cpu3/topology/core_cpus_list", "0-99999999999"),
+        ]);
         assert_eq!(Topology::read(&tree.0, &[0, 1, 2, 3, 4]).cores(), 5);
         assert_eq!(Topology::read(Path::new("/nowhere"), &[]).cores(), 1);
         let here = Topology::of_this_process();
@@ -189,10 +175,10 @@ mod tests {
 
     #[test]
     fn nodes_with_memory_are_listed() {
-        let tree = Tree::new("nodes", &[("node/has_memory", "0-1,3\n")]);
+        let tree = Tree::new(&[("node/has_memory", "0-1,3\n")]);
         assert_eq!(nodes_below(&tree.0), [0, 1, 3]);
         assert_eq!(nodes_below(Path::new("/nowhere")), [0]);
-        let tree = Tree::new("no-nodes", &[("node/has_memory", "\n")]);
+        let tree = Tree::new(&[("node/has_memory", "\n")]);
         assert_eq!(nodes_below(&tree.0), [0]);
     }
 }

@@ -124,9 +124,8 @@ mod tests {
 
     #[test]
     fn report_file_is_updated_after_each_result() {
-        let folder = std::env::temp_dir().join(format!("vgpu-report-{}", std::process::id()));
-        std::fs::create_dir_all(&folder).unwrap();
-        let path = folder.join("check.json");
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("check.json");
         let engine = CpuEngine::new(1, None).unwrap();
         let mut report = Report::new(&engine, Some(&path));
         assert_eq!(read(&path)["engine"], "cpu");
@@ -145,7 +144,6 @@ mod tests {
         assert_eq!(said["complete"], false);
         report.end().unwrap();
         assert_eq!(read(&path)["complete"], true);
-        std::fs::remove_dir_all(&folder).unwrap();
     }
 
     #[test]

@@ -7,12 +7,9 @@
 //! guest's memory) are closed: the device needs none.
 #![forbid(unsafe_code)]
 
-use std::fs::DirBuilder;
 use std::io::{self, Read, Write};
 use std::os::fd::AsFd as _;
-use std::os::unix::fs::DirBuilderExt as _;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::sync::atomic::{AtomicU32, Ordering};
 
 use rustix::event::{PollFd, PollFlags};
 use rustix::net::{RecvFlags, SendFlags};
@@ -54,19 +51,11 @@ pub(super) enum MessageError {
 
 /// A listener on an address that no other process knows, and a connection to it.
 pub(super) fn private_listener() -> io::Result<(UnixStream, UnixListener)> {
-    static COUNT: AtomicU32 = AtomicU32::new(0);
-    let name = format!(
-        "vgpu-vfio-{}-{}",
-        std::process::id(),
-        COUNT.fetch_add(1, Ordering::Relaxed) // makes the address unique
-    );
-    let folder = std::env::temp_dir().join(name);
-    DirBuilder::new().mode(0o700).create(&folder)?;
-    let path = folder.join("s");
-    let both =
-        UnixListener::bind(&path).and_then(|listener| Ok((UnixStream::connect(&path)?, listener)));
-    let _ = std::fs::remove_dir_all(&folder);
-    both
+    // Only the owner can use the folder, which is removed with its content.
+    let folder = tempfile::Builder::new().prefix("vgpu-vfio-").tempdir()?;
+    let path = folder.path().join("s");
+    let listener = UnixListener::bind(&path)?;
+    Ok((UnixStream::connect(&path)?, listener))
 }
 
 /// Passes messages on until one side disconnects or the hypervisor breaks the protocol.

@@ -12,6 +12,7 @@ use crate::launch::policy::LaunchPolicy;
 use crate::launch::q8::Q8Activations;
 use crate::params::*;
 use vgpu_engine::EngineError;
+use vgpu_gguf::Rng;
 
 type Added = Option<Result<(), EngineError>>;
 
@@ -26,7 +27,7 @@ pub(crate) struct Bench {
     pub(crate) device: Arc<dyn Device>,
     pub(crate) context: ExecutionContext,
     graph: Graph,
-    seed: u64,
+    rng: Rng,
 }
 
 impl Bench {
@@ -59,15 +60,12 @@ impl Bench {
                     src: Sources::new([Some(0)]),
                 }],
             },
-            seed: 88_172_645_463_325_252,
+            rng: Rng::new(1, 0),
         }
     }
 
     pub(crate) fn random(&mut self) -> f32 {
-        self.seed ^= self.seed << 13;
-        self.seed ^= self.seed >> 7;
-        self.seed ^= self.seed << 17;
-        (self.seed >> 40) as f32 / (1 << 23) as f32 - 1.0
+        (self.rng.next_u64() >> 40) as f32 / (1 << 23) as f32 - 1.0
     }
 
     /// A dense tensor of these bytes.

@@ -231,13 +231,12 @@ pub fn all(sysfs: &Path) -> Vec<Found> {
 mod tests {
     use super::*;
 
-    struct Tree(PathBuf);
+    struct Tree(PathBuf, #[allow(dead_code)] tempfile::TempDir);
 
     impl Tree {
-        fn new(name: &str) -> Tree {
-            let path = std::env::temp_dir().join(format!("vgpu-pci-{}-{name}", std::process::id()));
-            fs::create_dir(&path).unwrap();
-            Tree(path)
+        fn new() -> Tree {
+            let folder = tempfile::tempdir().unwrap();
+            Tree(folder.path().to_owned(), folder)
         }
 
         fn device(&self, address: &str, files: &[(&str, &str)]) {
@@ -246,12 +245,6 @@ mod tests {
             for (name, text) in files {
                 fs::write(dir.join(name), format!("{text}\n")).unwrap();
             }
-        }
-    }
-
-    impl Drop for Tree {
-        fn drop(&mut self) {
-            fs::remove_dir_all(&self.0).unwrap();
         }
     }
 
@@ -282,7 +275,7 @@ mod tests {
 
     #[test]
     fn devices_are_classified() {
-        let tree = Tree::new("kinds");
+        let tree = Tree::new();
         let ids = |vendor: &'static str, device, sub_vendor, sub_device| {
             [
                 ("vendor", vendor),

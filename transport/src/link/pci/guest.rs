@@ -485,10 +485,9 @@ mod tests {
         let region = memory.try_clone().unwrap();
         let mut machine = VmWindow::new(region, size, bell, None).unwrap();
         let ends = AtomicBool::new(false);
-        let folder = std::env::temp_dir().join(format!("vgpu-slots-{}", std::process::id()));
-        std::fs::create_dir(&folder).unwrap();
+        let folder = tempfile::tempdir().unwrap();
         let device = |name: &str| {
-            let window_file = folder.join(name);
+            let window_file = folder.path().join(name);
             File::create(&window_file).unwrap();
             let registers = sealed_file(4096).unwrap();
             let page = Window::map_part(memory.as_fd(), 0, directory::PAGE).unwrap();
@@ -555,6 +554,5 @@ mod tests {
             assert_eq!(works(&mut one), Err(LinkError::Closed));
             assert_eq!(one.window().load(word::SUBMISSION_TAIL), tail);
         });
-        std::fs::remove_dir_all(&folder).unwrap();
     }
 }

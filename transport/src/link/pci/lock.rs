@@ -34,7 +34,8 @@ mod tests {
 
     #[test]
     fn a_byte_has_one_holder() {
-        let path = std::env::temp_dir().join(format!("vgpu-lock-{}", std::process::id()));
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("lock");
         let open = || {
             File::options()
                 .read(true)
@@ -50,6 +51,5 @@ mod tests {
         assert!(lock_byte(&b, 1).unwrap());
         drop(a);
         assert!(lock_byte(&b, 0).unwrap());
-        std::fs::remove_file(&path).unwrap();
     }
 }
