@@ -75,7 +75,7 @@ pub struct Limits {
     /// leaves free.
     pub descriptors: usize,
     /// Whether guests may map buffers that are in memory of this machine.
-    pub share: bool,
+    pub map_buffers: bool,
 }
 
 impl Limits {
@@ -120,7 +120,7 @@ impl Default for Limits {
             // Of the usual 65,530 (vm.max_map_count) and 1024 (RLIMIT_NOFILE).
             mappings: 49_148,
             descriptors: 576,
-            share: true,
+            map_buffers: true,
         }
     }
 }

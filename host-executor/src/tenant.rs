@@ -92,7 +92,7 @@ impl Tenant {
     }
 
     /// What the scheduler grants the tenant.
-    pub(crate) fn share(&self) -> Entitlement {
+    pub(crate) fn entitlement(&self) -> Entitlement {
         self.ledger.read_policy(self.id, |policy| Entitlement {
             weight: policy.weight,
             in_flight: policy.graphs_in_flight,

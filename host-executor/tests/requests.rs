@@ -517,7 +517,7 @@ fn a_shared_buffer_is_written_and_read_without_a_message() {
 #[test]
 fn buffers_are_shared_only_if_the_host_allows_it() {
     let limits = Limits {
-        share: false,
+        map_buffers: false,
         ..Limits::default()
     };
     let host = Host::limited(cpu(), limits, 1);

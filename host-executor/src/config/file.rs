@@ -129,16 +129,8 @@ struct Control {
 #[derive(Deserialize, Default)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
 struct WeightsTable {
-    share: Option<Share>,
+    share: Option<Sharing>,
     cache: Option<Cache>,
-}
-
-#[derive(Deserialize, Clone, Copy)]
-#[serde(rename_all = "kebab-case")]
-enum Share {
-    Off,
-    Tenant,
-    All,
 }
 
 #[derive(Deserialize)]
@@ -271,12 +263,7 @@ fn settings(file: File) -> Result<Settings, Mistake> {
             .map_or(LogFormat::Text, |text| text.0),
         metrics: file.metrics.listen.map(|text| text.0),
         control: file.control.socket,
-        share_weights: match file.weights.share {
-            None => Sharing::default(),
-            Some(Share::Off) => Sharing::Off,
-            Some(Share::Tenant) => Sharing::Tenant,
-            Some(Share::All) => Sharing::All,
-        },
+        share_weights: file.weights.share.unwrap_or_default(),
         weights_cache: file.weights.cache.map(|cache| CacheOptions {
             folder: cache.folder,
             size: cache.size.0,

@@ -76,7 +76,7 @@ pub(crate) enum Next {
 
 #[derive(Debug)]
 struct State {
-    share: Entitlement,
+    entitlement: Entitlement,
     time: u128,
     waiting: VecDeque<Waiting>,
     /// Graphs that have had a turn and have not ended.
@@ -102,7 +102,7 @@ impl State {
 
     /// Index in `waiting` of the graph that may run next.
     fn next(&self) -> Option<usize> {
-        match self.started < self.share.in_flight {
+        match self.started < self.entitlement.in_flight {
             true => (!self.waiting.is_empty()).then_some(0),
             false => self.waiting.iter().position(|w| w.started),
         }
@@ -125,11 +125,11 @@ impl State {
     }
 
     fn virtual_time(&self, real: Duration) -> u128 {
-        real.as_nanos() * SCALE / u128::from(self.share.weight.max(1))
+        real.as_nanos() * SCALE / u128::from(self.entitlement.weight.max(1))
     }
 
     fn real_time(&self, time: u128) -> Duration {
-        let nanos = time * u128::from(self.share.weight.max(1)) / SCALE;
+        let nanos = time * u128::from(self.entitlement.weight.max(1)) / SCALE;
         Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
     }
 }
@@ -139,7 +139,7 @@ impl Queue {
     pub(crate) fn enter(
         &mut self,
         tenant: TenantId,
-        share: Entitlement,
+        entitlement: Entitlement,
         ticket: Ticket,
         at: Duration,
     ) {
@@ -150,7 +150,7 @@ impl Queue {
         }
         let now = self.now;
         let state = self.tenants.entry(tenant).or_insert(State {
-            share,
+            entitlement,
             time: 0,
             waiting: VecDeque::new(),
             started: 0,
@@ -158,7 +158,7 @@ impl Queue {
             pause: None,
             hold: None,
         });
-        state.share = share;
+        state.entitlement = entitlement;
         if state.is_idle() {
             let pause = at.checked_sub(state.idle_since);
             state.pause = pause.filter(|&pause| pause <= MAX_PAUSE);

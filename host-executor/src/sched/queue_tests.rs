@@ -44,11 +44,11 @@ fn simulate(guests: &[Guest], length: Duration) -> Vec<Got> {
         for (i, at) in submits.iter_mut().enumerate() {
             if at.is_some_and(|at| at <= now) {
                 waits[i] = at.take().unwrap_or(now);
-                let share = Entitlement {
+                let entitlement = Entitlement {
                     weight: guests[i].weight,
                     in_flight: 1,
                 };
-                queue.enter(TenantId(i as u64), share, Ticket(i as u64), now);
+                queue.enter(TenantId(i as u64), entitlement, Ticket(i as u64), now);
                 any = true;
             }
         }
@@ -300,7 +300,7 @@ fn pauses_of_one_guest_take_no_more_than_its_share_from_another() {
 
 #[test]
 fn device_does_not_wait_for_a_guest_that_is_gone_or_slow() {
-    let share = Entitlement {
+    let entitlement = Entitlement {
         weight: 1,
         in_flight: 1,
     };
@@ -311,9 +311,9 @@ fn device_does_not_wait_for_a_guest_that_is_gone_or_slow() {
         // Each graph but the first waits for a piece of 200 ms.
         run_once(&mut queue, decodes, Ticket(0), MS, &mut at);
         at += pause;
-        queue.enter(overran, share, Ticket(1), at);
+        queue.enter(overran, entitlement, Ticket(1), at);
         assert_eq!(queue.next(at), Next::Run(overran, Ticket(1)));
-        queue.enter(decodes, share, Ticket(2), at);
+        queue.enter(decodes, entitlement, Ticket(2), at);
         at += 200 * MS;
         queue.used(overran, Ticket(1), 200 * MS, false, at);
         assert_eq!(queue.next(at), Next::Run(decodes, Ticket(2)));
@@ -337,7 +337,7 @@ fn device_does_not_wait_for_a_guest_that_is_gone_or_slow() {
 
 #[test]
 fn a_tenant_pays_for_all_the_time_that_the_device_has_stayed_idle_for_it() {
-    let share = Entitlement {
+    let entitlement = Entitlement {
         weight: 1,
         in_flight: 1,
     };
@@ -348,9 +348,9 @@ fn a_tenant_pays_for_all_the_time_that_the_device_has_stayed_idle_for_it() {
         let mut at = MS;
         run_once(&mut queue, decodes, Ticket(0), MS, &mut at);
         at += MS;
-        queue.enter(overran, share, Ticket(1), at);
+        queue.enter(overran, entitlement, Ticket(1), at);
         assert_eq!(queue.next(at), Next::Run(overran, Ticket(1)));
-        queue.enter(decodes, share, Ticket(2), at);
+        queue.enter(decodes, entitlement, Ticket(2), at);
         at += 200 * MS;
         queue.used(overran, Ticket(1), 200 * MS, false, at);
         assert_eq!(queue.next(at), Next::Run(decodes, Ticket(2)));
@@ -368,11 +368,11 @@ fn a_tenant_pays_for_all_the_time_that_the_device_has_stayed_idle_for_it() {
 #[test]
 fn turn_of_a_single_tenant_has_no_limit() {
     let mut queue = Queue::default();
-    let share = Entitlement {
+    let entitlement = Entitlement {
         weight: 1,
         in_flight: 4,
     };
-    queue.enter(TenantId(1), share, Ticket(1), MS);
+    queue.enter(TenantId(1), entitlement, Ticket(1), MS);
     assert_eq!(queue.next(MS), Next::Run(TenantId(1), Ticket(1)));
     assert_eq!(queue.allowance(TenantId(1)), None);
     assert_eq!(queue.cut(TenantId(1), MS), None);
@@ -382,12 +382,12 @@ fn turn_of_a_single_tenant_has_no_limit() {
 #[test]
 fn started_graphs_of_a_tenant_are_limited() {
     let mut queue = Queue::default();
-    let share = Entitlement {
+    let entitlement = Entitlement {
         weight: 1,
         in_flight: 2,
     };
     for ticket in 1..=4 {
-        queue.enter(TenantId(1), share, Ticket(ticket), Duration::ZERO);
+        queue.enter(TenantId(1), entitlement, Ticket(ticket), Duration::ZERO);
     }
     let mut started = std::collections::BTreeSet::new();
     let mut done = Vec::new();
@@ -416,11 +416,11 @@ fn run_once(
     took: Duration,
     at: &mut Duration,
 ) {
-    let share = Entitlement {
+    let entitlement = Entitlement {
         weight: 1,
         in_flight: 1,
     };
-    queue.enter(tenant, share, ticket, *at);
+    queue.enter(tenant, entitlement, ticket, *at);
     assert_eq!(queue.next(*at), Next::Run(tenant, ticket));
     *at += took;
     queue.used(tenant, ticket, took, true, *at);
@@ -429,7 +429,7 @@ fn run_once(
 #[test]
 fn unused_time_gives_no_credit() {
     let mut queue = Queue::default();
-    let share = Entitlement {
+    let entitlement = Entitlement {
         weight: 1,
         in_flight: 1,
     };
@@ -438,8 +438,8 @@ fn unused_time_gives_no_credit() {
         run_once(&mut queue, TenantId(1), Ticket(turn), 10 * MS, &mut at);
     }
     // After ten seconds a tenant enters for the first time.
-    queue.enter(TenantId(2), share, Ticket(5000), at);
-    queue.enter(TenantId(1), share, Ticket(5001), at);
+    queue.enter(TenantId(2), entitlement, Ticket(5000), at);
+    queue.enter(TenantId(1), entitlement, Ticket(5001), at);
     assert_eq!(queue.next(at), Next::Run(TenantId(2), Ticket(5000)));
     let allowance = queue.allowance(TenantId(2)).expect("the other one waits");
     assert!(allowance <= CREDIT + 10 * MS + SLICE, "{allowance:?}");

@@ -132,14 +132,14 @@ impl Scheduler {
     pub(crate) fn run(
         self: &Arc<Self>,
         tenant: TenantId,
-        share: Entitlement,
+        entitlement: Entitlement,
         plan: &mut dyn Plan,
         mut observe: impl FnMut(TurnEvent),
         mut is_cancelled: impl FnMut() -> bool,
     ) -> RunState {
         let mut times = Times::default();
         let mut wait_began = self.turn.now();
-        let ticket = self.enter(tenant, share);
+        let ticket = self.enter(tenant, entitlement);
         loop {
             observe(TurnEvent::Waits);
             let mut guard = self.wait(tenant, ticket);
@@ -189,7 +189,7 @@ impl Scheduler {
         self.state.lock()
     }
 
-    fn enter(&self, tenant: TenantId, share: Entitlement) -> Ticket {
+    fn enter(&self, tenant: TenantId, entitlement: Entitlement) -> Ticket {
         let mut state = self.lock();
         state.last_ticket += 1;
         let ticket = Ticket(state.last_ticket);
@@ -200,7 +200,7 @@ impl Scheduler {
             holder.reported += more;
             queue.progress(holder.tenant, more);
         }
-        queue.enter(tenant, share, ticket, now);
+        queue.enter(tenant, entitlement, ticket, now);
         match state.holder {
             None => state.hand_over(&self.turn),
             Some(holder) => {

@@ -47,10 +47,10 @@ impl Plan for Pieces<'_> {
 fn run(
     scheduler: &Arc<Scheduler>,
     tenant: u64,
-    share: Entitlement,
+    entitlement: Entitlement,
     plan: &mut dyn Plan,
 ) -> (Result<(), RunError>, Times) {
-    match scheduler.run(TenantId(tenant), share, plan, |_| {}, || false) {
+    match scheduler.run(TenantId(tenant), entitlement, plan, |_| {}, || false) {
         RunState::Done(outcome, times) => (outcome, times),
         RunState::InFlight(_) => panic!("the plan is in flight"),
         RunState::Cancelled(_) => panic!("nobody has cancelled the run"),
@@ -61,7 +61,7 @@ fn run(
 fn cancelled_run_ends_between_two_turns_and_the_device_is_free() {
     let scheduler = Arc::new(Scheduler::default());
     let device = AtomicBool::new(false);
-    let share = Entitlement {
+    let entitlement = Entitlement {
         weight: 1,
         in_flight: 1,
     };
@@ -75,7 +75,7 @@ fn cancelled_run_ends_between_two_turns_and_the_device_is_free() {
         asked += 1;
         asked == 3
     };
-    let run_state = scheduler.run(TenantId(1), share, &mut endless, |_| {}, is_cancelled);
+    let run_state = scheduler.run(TenantId(1), entitlement, &mut endless, |_| {}, is_cancelled);
     match run_state {
         RunState::Cancelled(times) => assert_eq!(times.turns, 3),
         _ => panic!("the run was not cancelled"),
@@ -85,7 +85,7 @@ fn cancelled_run_ends_between_two_turns_and_the_device_is_free() {
         left: 10,
         fails: false,
     };
-    let (outcome, _) = run(&scheduler, 2, share, &mut short);
+    let (outcome, _) = run(&scheduler, 2, entitlement, &mut short);
     outcome.expect("the work does not fail");
 }
 
@@ -98,7 +98,7 @@ fn plans_of_many_threads_alternate_and_all_complete() {
         for guest in 0..6u64 {
             let (scheduler, device, graphs, turns) = (&scheduler, &device, &graphs, &turns);
             scope.spawn(move || {
-                let share = Entitlement {
+                let entitlement = Entitlement {
                     weight: guest as u32 + 1,
                     in_flight: 1 + guest as usize % 2,
                 };
@@ -110,7 +110,7 @@ fn plans_of_many_threads_alternate_and_all_complete() {
                         fails: false,
                     };
                     // Two threads are one tenant.
-                    let (outcome, times) = run(scheduler, guest / 2, share, &mut work);
+                    let (outcome, times) = run(scheduler, guest / 2, entitlement, &mut work);
                     outcome.expect("the work does not fail");
                     assert_eq!(work.left, 0);
                     graphs.fetch_add(1, Ordering::Relaxed);
@@ -156,7 +156,7 @@ impl Plan for Launches<'_> {
 fn next_turn_waits_for_graphs_in_flight() {
     let scheduler = Arc::new(Scheduler::default());
     let device = AtomicBool::new(false);
-    let share = Entitlement {
+    let entitlement = Entitlement {
         weight: 1,
         in_flight: 1,
     };
@@ -171,7 +171,8 @@ fn next_turn_waits_for_graphs_in_flight() {
                     };
                     let mut seen = Vec::new();
                     let observe = |event| seen.push(event);
-                    match scheduler.run(TenantId(guest), share, &mut plan, observe, || false) {
+                    match scheduler.run(TenantId(guest), entitlement, &mut plan, observe, || false)
+                    {
                         RunState::Cancelled(_) => panic!("nobody has cancelled the run"),
                         RunState::InFlight(run) => {
                             thread::yield_now();
@@ -195,7 +196,7 @@ fn next_turn_waits_for_graphs_in_flight() {
 fn panicking_plan_releases_the_device() {
     let scheduler = Arc::new(Scheduler::default());
     let device = AtomicBool::new(false);
-    let share = Entitlement {
+    let entitlement = Entitlement {
         weight: 1,
         in_flight: 1,
     };
@@ -206,7 +207,7 @@ fn panicking_plan_releases_the_device() {
                 left: 50,
                 fails: true,
             };
-            let _ = run(&scheduler, 1, share, &mut work);
+            let _ = run(&scheduler, 1, entitlement, &mut work);
         });
         assert!(panics.join().is_err());
     });
@@ -216,7 +217,7 @@ fn panicking_plan_releases_the_device() {
             left: 50,
             fails: false,
         };
-        let (outcome, _) = run(&scheduler, tenant, share, &mut work);
+        let (outcome, _) = run(&scheduler, tenant, entitlement, &mut work);
         outcome.expect("the device is free");
     }
 }
@@ -225,7 +226,7 @@ fn panicking_plan_releases_the_device() {
 fn single_plan_takes_one_turn() {
     let scheduler = Arc::new(Scheduler::default());
     let device = AtomicBool::new(false);
-    let share = Entitlement {
+    let entitlement = Entitlement {
         weight: 1,
         in_flight: 1,
     };
@@ -234,7 +235,7 @@ fn single_plan_takes_one_turn() {
         left: 1000,
         fails: false,
     };
-    let (outcome, times) = run(&scheduler, 1, share, &mut work);
+    let (outcome, times) = run(&scheduler, 1, entitlement, &mut work);
     assert_eq!((outcome, times.turns), (Ok(()), 1));
 }
 
@@ -262,13 +263,13 @@ fn start<'scope>(
     scheduler: &'scope Arc<Scheduler>,
     tenant: u64,
 ) -> (mpsc::Receiver<()>, mpsc::Sender<()>) {
-    let share = Entitlement {
+    let entitlement = Entitlement {
         weight: 1,
         in_flight: 1,
     };
     let ((began, begins), (ends, end)) = (mpsc::channel(), mpsc::channel());
     scope.spawn(move || {
-        let (outcome, _) = run(scheduler, tenant, share, &mut Piece { began, end });
+        let (outcome, _) = run(scheduler, tenant, entitlement, &mut Piece { began, end });
         outcome.expect("the work does not fail");
     });
     (begins, ends)

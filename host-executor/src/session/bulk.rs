@@ -123,9 +123,9 @@ impl Session {
         let (activity, counters) = (&self.activity, &self.counters);
         let info = GraphInfo::default();
         let observe = |turning| observe_turn(activity, counters, (request, kind), &info, turning);
-        let (tenant, share) = (self.tenant.id(), self.tenant.share());
+        let (tenant, entitlement) = (self.tenant.id(), self.tenant.entitlement());
         let is_cancelled = || end_check.is_near();
-        match { &self.scheduler }.run(tenant, share, &mut transfer, observe, is_cancelled) {
+        match { &self.scheduler }.run(tenant, entitlement, &mut transfer, observe, is_cancelled) {
             RunState::Cancelled(_) => Err(end_check.check().err().unwrap_or(SessionEnd::Shutdown)),
             RunState::Done(..) | RunState::InFlight(_) => {
                 let outcome = transfer.error.map_or(Ok(()), Err);

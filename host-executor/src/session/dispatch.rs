@@ -346,10 +346,11 @@ impl Session {
             Ok(plan) => plan,
             Err(error) => return Ok(failed(request, "SUBMIT", graph.0, error)),
         };
-        let (tenant, share) = (self.tenant.id(), self.tenant.share());
+        let (tenant, entitlement) = (self.tenant.id(), self.tenant.entitlement());
         let (activity, counters) = (&self.activity, &self.counters);
         let observe = |turning| observe_turn(activity, counters, (request, SUBMIT), &info, turning);
-        let state = { &self.scheduler }.run(tenant, share, plan.as_mut(), observe, is_cancelled);
+        let state =
+            { &self.scheduler }.run(tenant, entitlement, plan.as_mut(), observe, is_cancelled);
         match state {
             RunState::Cancelled(Times { ran, turns, .. }) => {
                 debug!(graph = graph.0, ?ran, turns, "graph cancelled");

@@ -164,7 +164,7 @@ impl Session {
         link: &mut dyn HostEnd,
         stop: &StopFlag,
     ) -> SessionEnd {
-        self.can_share = self.limits.share && link.can_share();
+        self.can_share = self.limits.map_buffers && link.can_share();
         self.activity.set_window(link.window());
         let mut messages = Messages::default();
         let mut first = Some(first);

@@ -4,10 +4,13 @@
 use std::path::PathBuf;
 use std::str::FromStr;
 
+use serde::Deserialize;
+
 use crate::size::{self, ParseSizeError};
 
 /// Whose weights a guest may share.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Sharing {
     /// Nothing is shared, not even among the buffers of one guest.
     Off,

@@ -61,7 +61,7 @@ fn limits() -> Limits {
             revisits: 8,
         },
         node_time: None,
-        share: false,
+        map_buffers: false,
         hello: Duration::from_secs(60),
         ..Limits::default()
     }

@@ -70,7 +70,7 @@ pub(super) fn run(
     let engine = engine::start(&settings.engine, settings.threads, settings.memory)?;
     let memory = engine.memory();
     let limits = Limits {
-        share: settings.share_buffers,
+        map_buffers: settings.share_buffers,
         ..Limits::of_this_process().context("limits of the kernel")?
     };
     let (node_time, turn_time) = (settings.max_node_time, settings.max_turn_time);

@@ -79,7 +79,7 @@ pub(crate) fn run_worker(args: WorkerArgs) -> anyhow::Result<()> {
     let socket = isolate::take_socket().context("standard input is not a socket")?;
     let engine = engine::start(&args.engine, args.threads.into(), args.memory)?;
     let limits = Limits {
-        share: !args.no_shared_buffers,
+        map_buffers: !args.no_shared_buffers,
         ..Limits::of_this_process().context("limits of the kernel")?
     };
     let seconds = |n: u32| Duration::from_secs(n.into());
