@@ -1,4 +1,4 @@
-//! One plugin file in every supported ggml, loaded into the process in every possible way.
+//! One plugin file in four releases of ggml, loaded into the process in every possible way.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -34,7 +34,7 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
     for (release, api, scope, library) in &releases.known {
         let name = format!("ggml {release}, {scope}");
         tests.check(&name, |_, _| {
-            let (status, out, err) = releases.breadth(&dist, &endpoint, scope, library)?;
+            let (status, out, err) = releases.any_ggml(&dist, &endpoint, scope, library)?;
             let expected = format!("{release} api {api} VGPU0 ok");
             ensure!(
                 out == expected,
@@ -45,7 +45,7 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
     }
     let (release, library) = &releases.too_old;
     tests.check(&format!("ggml {release}, older than any known"), |_, _| {
-        let (status, _, err) = releases.breadth(&dist, &endpoint, "local", library)?;
+        let (status, _, err) = releases.any_ggml(&dist, &endpoint, "local", library)?;
         ensure!(status == Some(3), "exit status {status:?}: {err}");
         let line = err.lines().find(|line| line.contains("ggml-vgpu: no vGPU"));
         let line = line.with_context(|| format!("no log line: {err}"))?;
@@ -94,8 +94,8 @@ struct Releases {
     known: Vec<(&'static str, u32, &'static str, PathBuf)>,
     too_old: (&'static str, PathBuf),
     /// The program without a ggml, and the one with ggml 0.26.0 inside.
-    breadth: PathBuf,
-    breadth_with_ggml: PathBuf,
+    any_ggml: PathBuf,
+    any_ggml_inside: PathBuf,
     /// A program that uses the libllama of ggml 0.26.0.
     complete: PathBuf,
     backends: PathBuf,
@@ -121,8 +121,8 @@ impl Releases {
                 .arg("-Wl,--no-whole-archive");
             cc.args(["-fopenmp", "-ldl", "-lpthread", "-lm"]);
         };
-        let source = programs.join("breadth.c");
-        let breadth = |cc: &mut Command| {
+        let source = programs.join("any_ggml.c");
+        let any_ggml = |cc: &mut Command| {
             cc.args(["-Wall", "-x", "c"])
                 .arg(&source)
                 .args(["-x", "none", "-ldl"]);
@@ -169,9 +169,9 @@ impl Releases {
         Ok(Releases {
             known,
             too_old: ("0.19.0", prebuilt("3.20.0")?),
-            breadth: cc(&[], "breadth", &breadth)?,
-            breadth_with_ggml: cc(&["-rdynamic"], "breadth-with-ggml", &|cc| {
-                breadth(cc);
+            any_ggml: cc(&[], "any-ggml", &any_ggml)?,
+            any_ggml_inside: cc(&["-rdynamic"], "any-ggml-inside", &|cc| {
+                any_ggml(cc);
                 whole(cc);
             })?,
             complete,
@@ -181,7 +181,7 @@ impl Releases {
     }
 
     /// Runs the program. Returns its exit status and its output.
-    fn breadth(
+    fn any_ggml(
         &self,
         dist: &Dist,
         endpoint: &str,
@@ -189,8 +189,8 @@ impl Releases {
         library: &Path,
     ) -> Result<(Option<i32>, String, String)> {
         let (program, scope) = match scope {
-            "inside the executable" => (&self.breadth_with_ggml, "self"),
-            other => (&self.breadth, other.trim_start_matches("renamed, ")),
+            "inside the executable" => (&self.any_ggml_inside, "self"),
+            other => (&self.any_ggml, other.trim_start_matches("renamed, ")),
         };
         let mut run = Command::new(program);
         run.arg(scope).arg(library).arg(&dist.plugin);

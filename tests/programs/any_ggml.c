@@ -1,6 +1,6 @@
 // Computes on the plugin's device with a ggml of any release, loaded in any way.
 //
-// breadth SCOPE GGML PLUGIN
+// any_ggml SCOPE GGML PLUGIN
 //
 // SCOPE is the scope of GGML's symbols: `global` or `local`, as in dlopen, or `self` if this
 // program contains a ggml (the argument GGML is then not used). Prints "RELEASE api VERSION DEVICE
