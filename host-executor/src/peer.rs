@@ -19,6 +19,8 @@ pub struct Peer {
     pub link: LinkKind,
     /// The guest's address, over TCP.
     pub address: Option<IpAddr>,
+    /// The name of the virtual machine in the configuration, over PCI.
+    pub vm: Option<String>,
     /// The guest's vsock context id, where the link has one.
     pub machine: Option<u32>,
     /// The guest's process, where the link tells.
@@ -45,6 +47,7 @@ impl Peer {
             endpoint,
             link,
             address: None,
+            vm: None,
             machine: None,
             process: None,
             certificate: None,
@@ -72,10 +75,7 @@ impl Peer {
     /// program end.
     pub(crate) fn virtual_machine(&self) -> Option<String> {
         match self.link {
-            LinkKind::Pci => {
-                let (machine, _slot) = self.endpoint.rsplit_once(" slot ")?;
-                Some(machine.to_owned())
-            }
+            LinkKind::Pci => self.vm.as_ref().map(|name| format!("vm {name}")),
             LinkKind::Vsock => self.known_origin(),
             LinkKind::Unix | LinkKind::Tcp => None,
         }
@@ -138,6 +138,15 @@ mod tests {
             ..from("10.0.0.1")
         };
         assert_ne!(certified.source(), from("10.0.0.1").source());
+        // Two machines, although the listener's text for logs is one.
+        let vm = |name: &str| Peer {
+            vm: Some(name.into()),
+            ..Peer::new("vm a slot 0".into(), LinkKind::Pci)
+        };
+        assert_eq!(vm("a").virtual_machine().unwrap(), "vm a");
+        assert_eq!(vm("b").virtual_machine().unwrap(), "vm b");
+        let unknown = Peer::new("vm a slot 0".into(), LinkKind::Pci);
+        assert_eq!(unknown.virtual_machine(), None);
         assert_eq!(certified.origin(), from("10.0.0.1").origin());
     }
 }

@@ -448,6 +448,7 @@ fn peer(link: LinkKind) -> Peer {
         endpoint: link.to_string(),
         link,
         address: None,
+        vm: None,
         machine: None,
         process: None,
         certificate: None,

@@ -40,7 +40,10 @@ impl VmOptions {
     pub(super) fn incoming(&self, arrival: PciArrival) -> IncomingGuest {
         let endpoint = format!("vm {} slot {}", self.name, arrival.slot());
         IncomingGuest {
-            peer: Peer::new(endpoint, LinkKind::Pci),
+            peer: Peer {
+                vm: Some(self.name.clone()),
+                ..Peer::new(endpoint, LinkKind::Pci)
+            },
             open: Box::new(move || Ok(Box::new(arrival.handshake()?) as _)),
             socket: None,
         }

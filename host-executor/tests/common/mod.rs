@@ -85,6 +85,7 @@ impl Host {
             endpoint: "test".into(),
             link: LinkKind::Unix,
             address: None,
+            vm: None,
             machine: None,
             certificate: None,
             process,
