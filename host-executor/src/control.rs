@@ -55,6 +55,32 @@ pub struct ReloadOutcome {
     pub message: String,
 }
 
+/// Why an executor does not answer.
+#[derive(Debug, thiserror::Error)]
+pub enum ControlError {
+    /// Nothing listens at the socket, this user may not connect, or the socket fails.
+    #[error(transparent)]
+    Socket(#[from] io::Error),
+    /// The answer takes too long.
+    #[error("no complete answer in time, {bytes} bytes so far")]
+    Late {
+        /// Bytes of the answer that have arrived.
+        bytes: usize,
+    },
+    /// The answer is too long.
+    #[error("an answer of more than {limit} bytes")]
+    TooLong {
+        /// The most bytes of an answer.
+        limit: usize,
+    },
+    /// The answer is not what this version expects.
+    #[error("invalid answer ({0}): is the executor a vgpu of another version?")]
+    Invalid(serde_json::Error),
+    /// The thread that asks has panicked.
+    #[error("the querying thread panicked")]
+    Panicked,
+}
+
 /// Reloads the configuration.
 pub type Reload = Box<dyn Fn() -> ReloadOutcome + Send + Sync>;
 
@@ -137,8 +163,8 @@ fn answer(client: UnixStream, status: &StatusHandle, reload: &Reload) -> io::Res
 /// Asks the executor at `path` for a snapshot.
 ///
 /// # Errors
-/// Nothing listens at `path`, this user may not connect, or the answer is not one.
-pub fn status(path: &Path) -> io::Result<Status> {
+/// [`ControlError`] says why there is no answer.
+pub fn status(path: &Path) -> Result<Status, ControlError> {
     ask(path, "status", ANSWER_TIMEOUT, MAX_ANSWER)
 }
 
@@ -146,17 +172,17 @@ pub fn status(path: &Path) -> io::Result<Status> {
 ///
 /// # Errors
 /// As [`status`].
-pub fn dump(path: &Path) -> io::Result<String> {
+pub fn dump(path: &Path) -> Result<String, ControlError> {
     ask(path, "dump", ANSWER_TIMEOUT, MAX_ANSWER)
 }
 
 /// Asks an executor that this process has started for a dump.
-pub(crate) fn dump_of_process(path: &Path, timeout: Duration) -> io::Result<String> {
+pub(crate) fn dump_of_process(path: &Path, timeout: Duration) -> Result<String, ControlError> {
     ask(path, "dump", timeout, MAX_REPORT)
 }
 
 /// Asks an executor that this process has started for its complete report.
-pub(crate) fn report(path: &Path, timeout: Duration) -> io::Result<Report> {
+pub(crate) fn report(path: &Path, timeout: Duration) -> Result<Report, ControlError> {
     ask(path, "report", timeout, MAX_REPORT)
 }
 
@@ -164,7 +190,7 @@ pub(crate) fn report(path: &Path, timeout: Duration) -> io::Result<Report> {
 ///
 /// # Errors
 /// As [`status`]. A configuration with a mistake is no error here: see [`ReloadOutcome::ok`].
-pub fn reload(path: &Path) -> io::Result<ReloadOutcome> {
+pub fn reload(path: &Path) -> Result<ReloadOutcome, ControlError> {
     ask(path, "reload", ANSWER_TIMEOUT, MAX_ANSWER)
 }
 
@@ -172,16 +198,18 @@ pub fn reload(path: &Path) -> io::Result<ReloadOutcome> {
 ///
 /// # Errors
 /// The answer is not complete at `deadline`, is longer than `limit` bytes, or the socket fails.
-fn read_answer(mut socket: &UnixStream, deadline: Instant, limit: usize) -> io::Result<Vec<u8>> {
+fn read_answer(
+    mut socket: &UnixStream,
+    deadline: Instant,
+    limit: usize,
+) -> Result<Vec<u8>, ControlError> {
     let mut answer = Vec::new();
     let mut part = [0; 16 << 10];
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
-            return Err(io::Error::new(
-                io::ErrorKind::TimedOut,
-                format!("no complete answer in time, {} bytes so far", answer.len()),
-            ));
+            let bytes = answer.len();
+            return Err(ControlError::Late { bytes });
         }
         socket.set_read_timeout(Some(left))?;
         match socket.read(&mut part)? {
@@ -189,9 +217,7 @@ fn read_answer(mut socket: &UnixStream, deadline: Instant, limit: usize) -> io::
             count => answer.extend_from_slice(&part[..count]),
         }
         if answer.len() > limit {
-            return Err(io::Error::other(format!(
-                "an answer of more than {limit} bytes"
-            )));
+            return Err(ControlError::TooLong { limit });
         }
     }
 }
@@ -201,16 +227,12 @@ fn ask<T: for<'de> Deserialize<'de>>(
     command: &str,
     timeout: Duration,
     limit: usize,
-) -> io::Result<T> {
+) -> Result<T, ControlError> {
     let mut socket = UnixStream::connect(path)?;
     socket.set_write_timeout(Some(CLIENT_TIMEOUT))?;
     socket.write_all(format!("{command}\n").as_bytes())?;
     let answer = read_answer(&socket, Instant::now() + timeout, limit)?;
-    serde_json::from_slice(&answer).map_err(|error| {
-        io::Error::other(format!(
-            "invalid answer ({error}): is the executor a vgpu of another version?"
-        ))
-    })
+    serde_json::from_slice(&answer).map_err(ControlError::Invalid)
 }
 
 #[cfg(test)]
@@ -223,13 +245,14 @@ mod tests {
         let later = || Instant::now() + Duration::from_secs(60);
         theirs.write_all(&[b'x'; 100]).unwrap();
         let error = read_answer(&ours, later(), 99).unwrap_err();
-        assert!(error.to_string().contains("more than 99 bytes"), "{error}");
+        let is_expected = matches!(error, ControlError::TooLong { limit: 99 });
+        assert!(is_expected, "{error}");
 
         // A byte now and then does not extend the time.
         let slow = thread::spawn(move || while theirs.write_all(b"x").is_ok() {});
         let soon = Instant::now() + Duration::from_millis(100);
         let error = read_answer(&ours, soon, usize::MAX).unwrap_err();
-        assert_eq!(error.kind(), io::ErrorKind::TimedOut, "{error}");
+        assert!(matches!(error, ControlError::Late { .. }), "{error}");
         drop(ours);
         slow.join().unwrap();
 

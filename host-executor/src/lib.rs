@@ -82,9 +82,12 @@ pub use limits::{HandshakeLimits, Limits};
 #[cfg(feature = "server")]
 pub use peer::{Peer, Process};
 pub use policy::{LinkKind, ParseLinkKindError, Policy};
+pub use pool::PoolError;
+#[cfg(feature = "server")]
+pub use process_limits::ProcessLimitsError;
 #[cfg(feature = "server")]
 pub use server::{Health, Server, SessionInfo, Shutdown, log_dump};
-pub use session::{Session, SessionEnd, Violation};
+pub use session::{RejectReason, Session, SessionEnd, Violation};
 pub use stats::Stats;
 pub use stop::StopFlag;
 #[cfg(feature = "server")]

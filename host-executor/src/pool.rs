@@ -42,12 +42,13 @@ pub(crate) struct Pool {
     "out of {what}: {wanted} wanted, the guest has {own}, {free} of {total} are free, and one guest \
      gets no more than it leaves free for others"
 )]
-pub(crate) struct PoolError {
-    pub(crate) what: &'static str,
-    pub(crate) wanted: usize,
-    pub(crate) own: usize,
-    pub(crate) free: usize,
-    pub(crate) total: usize,
+#[allow(missing_docs)] // the message names every field
+pub struct PoolError {
+    pub what: &'static str,
+    pub wanted: usize,
+    pub own: usize,
+    pub free: usize,
+    pub total: usize,
 }
 
 impl Pool {

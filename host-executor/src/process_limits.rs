@@ -3,6 +3,7 @@
 
 use std::fs;
 use std::io;
+use std::num::ParseIntError;
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
@@ -18,6 +19,20 @@ const OWN_DESCRIPTORS: usize = 128;
 /// Descriptors of a connection in its handshake: sockets, eventfds, a window.
 const OF_A_HANDSHAKE: usize = 5;
 
+/// The file with the kernel's limit of memory mappings.
+const MAX_MAP_COUNT: &str = "/proc/sys/vm/max_map_count";
+
+/// Why the kernel's limits are not known.
+#[derive(Debug, thiserror::Error)]
+pub enum ProcessLimitsError {
+    /// The file of a limit cannot be read.
+    #[error("{MAX_MAP_COUNT}: {0}")]
+    Read(#[from] io::Error),
+    /// The file of a limit has no number.
+    #[error("{MAX_MAP_COUNT}: {0}")]
+    Parse(#[from] ParseIntError),
+}
+
 impl Limits {
     /// The limits by default, with the parts of the kernel's limits that guests of this process may
     /// use: three quarters of the memory mappings, and the file descriptors that neither the
@@ -26,11 +41,8 @@ impl Limits {
     ///
     /// # Errors
     /// `vm.max_map_count` cannot be read.
-    pub fn of_this_process() -> io::Result<Limits> {
-        let path = "/proc/sys/vm/max_map_count";
-        let mappings = fs::read_to_string(path)
-            .and_then(|text| text.trim().parse::<usize>().map_err(io::Error::other))
-            .map_err(|error| io::Error::other(format!("{path}: {error}")))?;
+    pub fn of_this_process() -> Result<Limits, ProcessLimitsError> {
+        let mappings: usize = fs::read_to_string(MAX_MAP_COUNT)?.trim().parse()?;
         Ok(Limits::default().with_kernel_limits(mappings, raise_descriptors()))
     }
 

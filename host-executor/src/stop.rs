@@ -4,6 +4,8 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
+use vgpu_transport::link::stream::tls::CertificateFault;
+
 /// A flag that asks sessions to stop. Clones share the flag.
 #[derive(Debug, Clone, Default)]
 pub struct StopFlag(Arc<State>);
@@ -14,7 +16,7 @@ struct State {
     /// Whether another guest needs what the guest has.
     is_evicted: AtomicBool,
     /// Why the host no longer serves the guest, if that is the cause.
-    refusal: OnceLock<String>,
+    refusal: OnceLock<CertificateFault>,
     /// The flag for all sessions, if this flag is for one of them.
     all: Option<StopFlag>,
 }
@@ -40,9 +42,9 @@ impl StopFlag {
     }
 
     /// Sets the flag, because the host no longer serves the guest.
-    pub(crate) fn refuse(&self, reason: String) {
-        // An earlier reason stays.
-        let _ = self.0.refusal.set(reason);
+    pub(crate) fn refuse(&self, fault: CertificateFault) {
+        // An earlier fault stays.
+        let _ = self.0.refusal.set(fault);
         self.set();
     }
 
@@ -64,7 +66,7 @@ impl StopFlag {
     }
 
     /// Why the host no longer serves the guest, if that is why the flag is set.
-    pub(crate) fn refusal(&self) -> Option<&str> {
-        self.0.refusal.get().map(String::as_str)
+    pub(crate) fn refusal(&self) -> Option<&CertificateFault> {
+        self.0.refusal.get()
     }
 }

@@ -4,7 +4,7 @@ use std::io;
 use std::path::Path;
 
 use anyhow::anyhow;
-use vgpu_executor::control::{self, ReloadOutcome};
+use vgpu_executor::control::{self, ControlError, ReloadOutcome};
 use vgpu_executor::status::Status;
 
 /// Asks the executor for a snapshot.
@@ -22,14 +22,18 @@ pub(crate) fn reload(path: &Path) -> anyhow::Result<ReloadOutcome> {
     control::reload(path).map_err(|error| explain(path, &error))
 }
 
-fn explain(path: &Path, error: &io::Error) -> anyhow::Error {
+fn explain(path: &Path, error: &ControlError) -> anyhow::Error {
     let path = path.display();
-    match error.kind() {
-        io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => anyhow!(
+    let kind = match error {
+        ControlError::Socket(error) => Some(error.kind()),
+        _ => None,
+    };
+    match kind {
+        Some(io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) => anyhow!(
             "{path}: {error}; is an executor running with this control socket (vgpu serve \
              --control, or [control] in its configuration)?"
         ),
-        io::ErrorKind::PermissionDenied => {
+        Some(io::ErrorKind::PermissionDenied) => {
             anyhow!("{path}: {error}; only the executor's user and root may use the control socket")
         }
         _ => anyhow!("{path}: {error}"),

@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use vgpu_transport::link::scm_rights;
 
 use crate::peer::Peer;
-use crate::session::SessionEnd;
+use crate::session::{RejectReason, SessionEnd};
 use crate::status::Report;
 use crate::tenant_registry::Rules;
 
@@ -56,7 +56,7 @@ impl From<Rejection> for SessionEnd {
     fn from(rejection: Rejection) -> SessionEnd {
         match rejection {
             Rejection::Full { sessions, limit } => SessionEnd::Full { sessions, limit },
-            Rejection::Rejected { reason } => SessionEnd::Rejected { reason },
+            Rejection::Rejected { reason } => RejectReason::OfSupervisor(reason).into(),
         }
     }
 }

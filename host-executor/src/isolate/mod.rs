@@ -33,5 +33,5 @@ mod hostile_tests;
 
 pub use partition::{Partition, Resources};
 pub use state::{MakeCommand, MakeMachine};
-pub use supervisor::{Supervisor, SupervisorHealth};
+pub use supervisor::{StartVmError, Supervisor, SupervisorHealth};
 pub use worker::{serve, take_socket};

@@ -1,10 +1,11 @@
 //! Queries to the processes of virtual machines, over their control sockets.
 #![forbid(unsafe_code)]
 
-use std::io;
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Duration;
+
+use crate::control::ControlError;
 
 /// How long the process of a virtual machine may take to answer.
 const REPORT_TIMEOUT: Duration = Duration::from_secs(2);
@@ -13,8 +14,8 @@ const REPORT_TIMEOUT: Duration = Duration::from_secs(2);
 /// [`REPORT_TIMEOUT`] together. Returns each name with the answer.
 pub(super) fn query_all<T: Send>(
     machines: &[(String, PathBuf)],
-    query: impl Fn(&Path, Duration) -> io::Result<T> + Sync,
-) -> Vec<(String, io::Result<T>)> {
+    query: impl Fn(&Path, Duration) -> Result<T, ControlError> + Sync,
+) -> Vec<(String, Result<T, ControlError>)> {
     let query = &query;
     thread::scope(|scope| {
         let threads: Vec<_> = machines
@@ -28,8 +29,10 @@ pub(super) fn query_all<T: Send>(
             })
             .collect();
         let answers = threads.into_iter().map(|(name, thread)| {
-            let panicked = |_| Err(io::Error::other("the querying thread panicked"));
-            let answer = thread.and_then(|thread| thread.join().unwrap_or_else(panicked));
+            let panicked = |_| Err(ControlError::Panicked);
+            let answer = thread
+                .map_err(ControlError::from)
+                .and_then(|thread| thread.join().unwrap_or_else(panicked));
             (name.clone(), answer)
         });
         answers.collect()
@@ -59,7 +62,7 @@ mod tests {
                 .wait_timeout_while(begun, limit, |begun| *begun < COUNT)
                 .unwrap();
             match waited.timed_out() {
-                true => Err(io::Error::other("one after another")),
+                true => Err(ControlError::Late { bytes: 0 }),
                 false => Ok(path.to_owned()),
             }
         };

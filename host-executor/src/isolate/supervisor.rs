@@ -4,7 +4,7 @@
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
-use std::process::{Child, Stdio};
+use std::process::{Child, ExitStatus, Stdio};
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -57,6 +57,17 @@ const ANSWER_TIMEOUT: Duration = Duration::from_millis(100);
 /// Reports of a worker that are received at once, and the interval of further ones.
 const REPORT_BURST: u32 = 64;
 const REPORT_INTERVAL: Duration = Duration::from_millis(20);
+
+/// Why the process of a virtual machine does not serve.
+#[derive(Debug, thiserror::Error)]
+pub enum StartVmError {
+    /// The process, or the thread that watches it, cannot be started.
+    #[error(transparent)]
+    Start(#[from] io::Error),
+    /// The process has ended before it listens.
+    #[error("its process {}", ExitReason(*.0))]
+    Ended(ExitStatus),
+}
 
 /// How fast the reports of a worker are received. A worker whose reports are not received loses
 /// reports.
@@ -193,14 +204,14 @@ impl Supervisor {
     /// are gone, but its QEMU can be restarted. The control socket of the process is `control`.
     ///
     /// # Errors
-    /// The command cannot be started, or it has ended before it listens.
+    /// [`StartVmError`] if the command cannot be started, or has ended before it listens.
     pub fn start_vm(
         &mut self,
         name: &str,
         command: MakeMachine,
         socket: &Path,
         control: &Path,
-    ) -> io::Result<()> {
+    ) -> Result<(), StartVmError> {
         let id = self.shared.new_id();
         let Some((mut child, log)) = self.shared.spawn_vm(id, name, &command, control)? else {
             return Ok(()); // a shutdown
@@ -211,8 +222,7 @@ impl Supervisor {
             if let Some(status) = child.try_wait()? {
                 self.shared.processes().machines.remove(&id);
                 log.finish();
-                let reason = ExitReason(status);
-                return Err(io::Error::other(format!("its process {reason}")));
+                return Err(StartVmError::Ended(status));
             }
             if start.elapsed() > READY_TIMEOUT {
                 break; // The log of the process says why it does not listen.

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use tracing::{debug, error, info_span, warn};
 use vgpu_transport::link::HostEnd;
-use vgpu_transport::link::stream::tls::Certificates;
+use vgpu_transport::link::stream::tls::{Certificates, TlsError};
 use vgpu_transport::link::stream::{tcp, vsock};
 use vgpu_transport::link::unix::{self, ListenOptions};
 
@@ -99,6 +99,23 @@ pub fn serve(socket: OwnedFd, server: Server, stop: &StopFlag) {
     }
 }
 
+/// Why certificates that the supervisor has sent cannot be used.
+#[derive(Debug, thiserror::Error)]
+enum CertificatesError {
+    #[error("no file has come with them")]
+    NoFile,
+    #[error(transparent)]
+    File(#[from] io::Error),
+    #[error(transparent)]
+    Tls(#[from] TlsError),
+}
+
+/// The certificates in the file that has come with a command.
+fn received(file: Option<OwnedFd>) -> Result<Certificates, CertificatesError> {
+    let files = unpack(file.ok_or(CertificatesError::NoFile)?)?;
+    Ok(Certificates::check(files)?)
+}
+
 fn carry_out(
     server: &Server,
     command: Command,
@@ -113,10 +130,7 @@ fn carry_out(
             }
         }
         Command::Certificates => {
-            let new = socket.ok_or_else(|| io::Error::other("no file has come with them"));
-            let new = new.and_then(unpack);
-            let new = new.and_then(|files| Certificates::check(files).map_err(io::Error::other));
-            match (new, &certificates) {
+            match (received(socket), &certificates) {
                 (Ok(new), Some(used)) => {
                     used.replace(&new);
                     server.recheck_certificates();

@@ -102,7 +102,7 @@ impl Server {
         let sessions = self.shared.sessions();
         let refused = sessions.iter().filter_map(|(&id, entry)| {
             let fault = self.shared.fault_of(&entry.certificates)?;
-            entry.stop.refuse(fault.to_string());
+            entry.stop.refuse(fault.clone());
             Some((id, entry.peer.clone(), fault))
         });
         let refused: Vec<_> = refused.collect();

@@ -19,7 +19,7 @@ use crate::identity::Identity;
 use crate::listener::{IncomingGuest, OpenLink};
 use crate::peer::Peer;
 use crate::policy::LinkKind;
-use crate::session::{Session, SessionEnd, SharedParts, receive_first, reject};
+use crate::session::{RejectReason, Session, SessionEnd, SharedParts, receive_first, reject};
 use crate::stats::Counters;
 use crate::tenant::Tenant;
 
@@ -73,9 +73,7 @@ fn tenant_of(
         Ok(tenant) => (tenant, None),
         Err(error) => (
             shared.registry.tenants().1,
-            Some(SessionEnd::Rejected {
-                reason: error.to_string(),
-            }),
+            Some(RejectReason::from(error).into()),
         ),
     }
 }
@@ -132,9 +130,7 @@ fn serve(
     // handshake.
     let revoked = || {
         let fault = shared.fault_of(&certificates)?;
-        Some(SessionEnd::Refused {
-            reason: fault.to_string(),
-        })
+        Some(SessionEnd::Refused(fault))
     };
     // Before the first message, too: a guest that gets no session need not send any.
     let registration = match rejected
@@ -168,9 +164,7 @@ fn serve(
         Err(end) => {
             shared.count_end(&end);
             match &end {
-                SessionEnd::Rejected { .. }
-                | SessionEnd::Refused { .. }
-                | SessionEnd::Full { .. } => {
+                SessionEnd::Rejected(_) | SessionEnd::Refused(_) | SessionEnd::Full { .. } => {
                     log(&format_args!("rejected: {end}"));
                 }
                 end => log(&format_args!("the guest gets no session: {end}")),

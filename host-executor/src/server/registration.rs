@@ -9,7 +9,7 @@ use super::shared::{Entry, Shared};
 use crate::limits::{SESSION_DESCRIPTORS, sessions_of_one_guest};
 use crate::peer::Peer;
 use crate::pool::Lease;
-use crate::session::SessionEnd;
+use crate::session::{RejectReason, SessionEnd};
 use crate::tenant::Tenant;
 
 /// An entry in the table of sessions. Dropping the registration removes the entry.
@@ -36,8 +36,9 @@ impl Registration {
             .pools
             .descriptors
             .take(tenant.id(), SESSION_DESCRIPTORS);
-        let descriptors = descriptors.map_err(|error| SessionEnd::Rejected {
-            reason: format!("guest {}: {error}", tenant.name()),
+        let descriptors = descriptors.map_err(|error| RejectReason::Pool {
+            guest: tenant.name().to_owned(),
+            error,
         })?;
         sessions.insert(id, entry);
         Ok(Registration {
@@ -109,10 +110,12 @@ fn refusal(
 /// Why `who`, with `own` sessions, gets no other, if that is its share of them.
 fn too_many(who: &str, own: usize, max_sessions: usize) -> Option<SessionEnd> {
     let limit = sessions_of_one_guest(max_sessions);
-    (own >= limit && own < max_sessions).then(|| SessionEnd::Rejected {
-        reason: format!(
-            "{who} {own} programs here, its limit is {limit}: three quarters of the \
-             {max_sessions} of --max-guests"
-        ),
+    (own >= limit && own < max_sessions).then(|| {
+        SessionEnd::from(RejectReason::TooManyPrograms {
+            who: who.to_owned(),
+            own,
+            limit,
+            max_sessions,
+        })
     })
 }

@@ -5,12 +5,15 @@ use std::time::Duration;
 use vgpu_engine::EngineError;
 use vgpu_transport::ir::{BufferId, DecodeError, IR_VERSION, Invalid};
 use vgpu_transport::link::LinkError;
+use vgpu_transport::link::stream::tls::CertificateFault;
 use vgpu_transport::wire::{
     ContentHash, GraphId, MAX_EXTENTS, MAX_QUERIED, MIN_EXTENT, PROTOCOL_VERSION, WireError,
 };
 
 use crate::pool::PoolError;
 use crate::stop::StopFlag;
+#[cfg(feature = "server")]
+use crate::tenant_registry::AdmissionError;
 
 /// Why a session ended.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -31,17 +34,11 @@ pub enum SessionEnd {
     #[error("the host is shutting down")]
     Shutdown,
     /// The host has served this guest, and does so no longer.
-    #[error("the host no longer serves this guest: {reason}")]
-    Refused {
-        /// Why.
-        reason: String,
-    },
-    /// The configuration of the host rejects this guest.
-    #[error("the host does not serve this guest: {reason}")]
-    Rejected {
-        /// The rule that rejects the guest.
-        reason: String,
-    },
+    #[error("the host no longer serves this guest: {0}")]
+    Refused(CertificateFault),
+    /// A rule of the host rejects this guest.
+    #[error("the host does not serve this guest: {0}")]
+    Rejected(#[from] RejectReason),
     /// The host serves as many guests as its limit allows.
     #[error("the host already serves {sessions} guests, its limit is {limit}")]
     Full {
@@ -52,7 +49,7 @@ pub enum SessionEnd {
     },
     /// The engine could not read or write its own memory.
     #[error("the engine failed: {0}")]
-    Engine(String),
+    Engine(EngineError),
     /// Code of the host panicked while it served this guest: a bug of the host.
     #[error("the host failed while it executed a request: {0}")]
     Panic(String),
@@ -81,8 +78,8 @@ impl SessionEnd {
             SessionEnd::Violation(_) => 2,
             SessionEnd::NoHello(_) => 3,
             SessionEnd::Shutdown => 4,
-            SessionEnd::Refused { .. } => 5,
-            SessionEnd::Rejected { .. } => 6,
+            SessionEnd::Refused(_) => 5,
+            SessionEnd::Rejected(_) => 6,
             SessionEnd::Full { .. } => 7,
             SessionEnd::Engine(_) => 8,
             SessionEnd::Panic(_) => 9,
@@ -94,9 +91,7 @@ impl SessionEnd {
         match stop.refusal() {
             _ if !stop.is_set() => None,
             _ if stop.is_evicted() => Some(SessionEnd::Link(LinkError::Evicted)),
-            Some(reason) => Some(SessionEnd::Refused {
-                reason: reason.into(),
-            }),
+            Some(fault) => Some(SessionEnd::Refused(fault.clone())),
             None => Some(SessionEnd::Shutdown),
         }
     }
@@ -109,6 +104,30 @@ impl From<LinkError> for SessionEnd {
             other => SessionEnd::Link(other),
         }
     }
+}
+
+/// The rule that rejects a guest.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)] // the messages name every field
+pub enum RejectReason {
+    #[cfg(feature = "server")]
+    #[error(transparent)]
+    Admission(#[from] AdmissionError),
+    #[error("guest {guest}: {error}")]
+    Pool { guest: String, error: PoolError },
+    #[error(
+        "{who} {own} programs here, its limit is {limit}: three quarters of the {max_sessions} of \
+         --max-guests"
+    )]
+    TooManyPrograms {
+        who: String,
+        own: usize,
+        limit: usize,
+        max_sessions: usize,
+    },
+    /// What a supervisor has told its worker.
+    #[error("{0}")]
+    OfSupervisor(String),
 }
 
 /// Why a guest gets no buffer. Its session goes on.

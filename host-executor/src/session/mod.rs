@@ -29,7 +29,7 @@ mod weights_state;
 
 #[cfg(feature = "server")]
 pub(crate) use error::END_KINDS;
-pub use error::{SessionEnd, Violation};
+pub use error::{RejectReason, SessionEnd, Violation};
 pub use state::Session;
 #[cfg(feature = "server")]
 pub(crate) use state::{Reclaim, SharedParts};

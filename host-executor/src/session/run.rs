@@ -388,7 +388,7 @@ impl Session {
             self.activity.phase(Phase::Replies);
         })?;
         self.count_sent(outgoing.len() + read.len);
-        copied.map_err(|error| SessionEnd::Engine(error.to_string()))
+        copied.map_err(SessionEnd::Engine)
     }
 
     fn count_sent(&self, bytes: usize) {

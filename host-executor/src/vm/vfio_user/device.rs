@@ -77,8 +77,16 @@ impl Function {
         start
             .and_then(|start| Some(start..start.checked_add(len)?))
             .filter(|part| part.end <= self.size)
-            .ok_or_else(|| io::Error::other(format!("no {len} bytes at {offset:#x} in the window")))
+            .ok_or_else(|| io::Error::other(OutsideWindow { offset, len }))
     }
+}
+
+/// A hypervisor accesses bytes that the window does not have.
+#[derive(Debug, thiserror::Error)]
+#[error("no {len} bytes at {offset:#x} in the window")]
+struct OutsideWindow {
+    offset: u64,
+    len: usize,
 }
 
 impl ServerBackend for Function {

@@ -98,6 +98,22 @@ pub enum Kind {
     Other,
 }
 
+/// Why sysfs does not describe a device.
+#[derive(Debug, thiserror::Error)]
+pub enum SysfsError {
+    /// A file cannot be read.
+    #[error(transparent)]
+    Read(#[from] io::Error),
+    /// A file has no hexadecimal number.
+    #[error("{name} says {text:?}")]
+    Number {
+        /// The file's name.
+        name: &'static str,
+        /// What the file has instead.
+        text: String,
+    },
+}
+
 /// A PCI device, as sysfs describes it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Found {
@@ -136,13 +152,15 @@ impl Found {
     /// # Errors
     ///
     /// When the device does not exist, or sysfs has no valid id or class of it.
-    pub fn read(sysfs: &Path, address: Address) -> io::Result<Found> {
+    pub fn read(sysfs: &Path, address: Address) -> Result<Found, SysfsError> {
         let path = sysfs.join(address.to_string());
-        let number = |name: &str| {
+        let number = |name: &'static str| {
             let text = fs::read_to_string(path.join(name))?;
             let digits = text.trim().trim_start_matches("0x");
-            u32::from_str_radix(digits, 16)
-                .map_err(|_| io::Error::other(format!("{name} says {:?}", text.trim())))
+            u32::from_str_radix(digits, 16).map_err(|_| SysfsError::Number {
+                name,
+                text: text.trim().to_owned(),
+            })
         };
         let id = (number("vendor")? as u16, number("device")? as u16);
         let subsystem = (
