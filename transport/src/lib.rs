@@ -15,7 +15,8 @@
 //!
 //! The guest plugin and the executor use every layer. Engines (`host-kernels`) compute graphs and
 //! know nothing of messages or links: an engine imports [`ir`], [`bytes`] and [`shm::memory`], and
-//! no other module of this crate.
+//! no other module of this crate. `shm::memory` is the mapping of a window, without the rings in
+//! it: an engine pins the mapping for DMA (`Engine::pin`), and keeps it mapped while it is pinned.
 
 pub mod bytes;
 pub mod error;

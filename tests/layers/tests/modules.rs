@@ -35,7 +35,8 @@ const TRANSPORT: &[(&str, &[&str])] = &[
 const BASE: &[&str] = &["bytes", "error", "fork", "limits", "lock", "poll", "random"];
 
 /// What an engine and the crates beside it import from `vgpu-transport`: the paths begin with one
-/// of these.
+/// of these. `shm::memory` is a mapping of memory, not what a link stores there: `Engine::pin`
+/// registers it for DMA, and CPU memory that guests map is one.
 const OF_ENGINES: &[&str] = &["bytes", "ir", "shm::memory"];
 
 /// The packages to which [`OF_ENGINES`] applies.
