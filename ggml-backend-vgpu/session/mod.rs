@@ -14,9 +14,11 @@
 //! 4. `SharedConnection::connection`: one exchange with the executor.
 //!
 //! Encoding a graph, hashing weights for the first lookup and copying from mapped memory happen
-//! without lock 4. Every other lock (`Session::open_uploads`, `last_memory`, `Event::point`, those
-//! in `weights` and `load_progress`) is innermost: a thread that holds it takes no other lock. A
-//! build with debug assertions checks the order ([`lock`](crate::lock)).
+//! without lock 4. Comparing an encoded graph with the known ones, for a patch, happens under lock
+//! 4: the known graphs are those of the connection, in the order in which it has sent them. Every
+//! other lock (`Session::open_uploads`, `last_memory`, `Event::point`, those in `weights` and
+//! `load_progress`) is innermost: a thread that holds it takes no other lock. A build with debug
+//! assertions checks the order ([`lock`](crate::lock)).
 //!
 //! # Forked processes
 //!
