@@ -1,5 +1,5 @@
-//! The measurement of `host-executor/tests/longest_parts.rs`: how long the parts run that no kernel
-//! of the CPU engine divides.
+//! The measurement of `host-executor/tests/longest_parts/main.rs`: how long the parts run that no
+//! kernel of the CPU engine divides.
 
 use anyhow::{Context as _, Result, ensure};
 use serde_json::{Value, json};
