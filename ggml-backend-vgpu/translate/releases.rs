@@ -1,4 +1,5 @@
-//! Where the supported releases of ggml differ in what they write into a node: the one place.
+//! Where the supported releases of ggml differ in what they write into a node. The numbers are
+//! those of [`Since`], which the engine over a backend of ggml uses, too.
 //!
 //! docs/ggml-versions.md has the same differences with their reasons and tests, beside those that
 //! need nothing here.
@@ -14,6 +15,7 @@
 
 use vgpu_transport::ir::OpKind;
 
+use crate::abi::versions::Since;
 use crate::ggml::Version;
 
 /// A word of `op_params` that some supported releases do not write.
@@ -56,41 +58,41 @@ pub(super) const TABLE: Table<'static> = Table {
         Added {
             ops: &[OpKind::MulMat, OpKind::MulMatId],
             word: 3,
-            from: Version::new(0, 23),
+            from: Since::PRECISIONS.some_builds,
         },
         // The precision of the sum (`ggml_prec_set_acc`), in the same builds. MUL_MAT has always
         // had it.
         Added {
             ops: &[OpKind::MulMatId],
             word: 0,
-            from: Version::new(0, 23),
+            from: Since::PRECISIONS.some_builds,
         },
         // n_kv_max, in builds after 0.22.0. How many entries of a row of the mask are finite.
         Added {
             ops: &[OpKind::FlashAttnExt],
             word: 4,
-            from: Version::new(0, 22),
+            from: Since::N_KV_MAX.some_builds,
         },
         // scale and gated, in 0.25.0.
         Added {
             ops: &[OpKind::Dsv4HcPre],
             word: 0,
-            from: Version::new(0, 24),
+            from: Since::HC_PRE_PARAMETERS.some_builds,
         },
         Added {
             ops: &[OpKind::Dsv4HcPre],
             word: 1,
-            from: Version::new(0, 24),
+            from: Since::HC_PRE_PARAMETERS.some_builds,
         },
     ],
     // comb, in 0.25.0.
     optional: &[Optional {
         op: OpKind::Dsv4HcPost,
         source: 3,
-        from: Version::new(0, 24),
+        from: Since::HC_POST_WITHOUT_COMB.some_builds,
     }],
-    hc_pre_has_parameters: Version::new(0, 25),
-    precisions: Version::new(0, 23),
+    hc_pre_has_parameters: Since::HC_PRE_PARAMETERS.every_build,
+    precisions: Since::PRECISIONS.some_builds,
 };
 
 /// What builds of one number write into nodes.

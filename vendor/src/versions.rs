@@ -27,6 +27,40 @@ const SERIES: &[(Version, ApiVersion)] = &[
 /// The first release that is not supported.
 const END: Version = Version::new(0, 27);
 
+/// Since when builds of ggml have something, as numbers of `ggml_version()`.
+///
+/// The number is that of the last release before a build, so that builds with a change and without
+/// it can have one number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Since {
+    /// The lowest number of a build that has it.
+    pub some_builds: Version,
+    /// The lowest number under which every build has it.
+    pub every_build: Version,
+}
+
+impl Since {
+    /// In builds of the series 0.`before`, and in every build from the next series on.
+    const fn release_after(before: u32) -> Self {
+        Self {
+            some_builds: Version::new(0, before),
+            every_build: Version::new(0, before + 1),
+        }
+    }
+
+    /// The offset of ROPE, word 15.
+    pub const ROPE_OFFSET: Self = Self::release_after(20);
+    /// `n_kv_max` of FLASH_ATTN_EXT, word 4.
+    pub const N_KV_MAX: Self = Self::release_after(22);
+    /// The precisions of the sum of MUL_MAT_ID (word 0) and of the second source of MUL_MAT and
+    /// MUL_MAT_ID (word 3), and the values of `enum ggml_prec` other than default and F32.
+    pub const PRECISIONS: Self = Self::release_after(23);
+    /// The words of DSV4_HC_PRE.
+    pub const HC_PRE_PARAMETERS: Self = Self::release_after(24);
+    /// DSV4_HC_POST with null for the source `comb`.
+    pub const HC_POST_WITHOUT_COMB: Self = Self::release_after(24);
+}
+
 /// The major and minor number of a ggml release. Patch releases do not change the interface.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Version {
@@ -180,6 +214,16 @@ mod tests {
             api("0.27.0", true),
             Err(UnsupportedVersion::TooNew("0.27.0".into()))
         );
+    }
+
+    #[test]
+    fn changes_arrive_under_the_number_of_the_release_before() {
+        let Since {
+            some_builds,
+            every_build,
+        } = Since::PRECISIONS;
+        assert_eq!(some_builds.to_string(), "0.23");
+        assert_eq!(every_build.to_string(), "0.24");
     }
 
     #[test]

@@ -3,7 +3,7 @@
 
 use std::ffi::c_int;
 
-use vgpu_ggml_abi::versions::Version;
+use vgpu_ggml_abi::versions::{Since, Version};
 use vgpu_transport::ir::{Op, PoolKind, Precision, RopeMode, ScaleMode, SortOrder, TriKind};
 
 use crate::ids::Ids;
@@ -20,24 +20,30 @@ pub(crate) struct Encoded {
     pub(crate) words: Words,
 }
 
-/// The release from which every build has an extension that arrived under the number of the release
-/// before it.
-const ROPE_OFFSET: Version = Version::new(0, 21);
-const PRECISIONS: Version = Version::new(0, 23);
-const HC_PRE_PARAMETERS: Version = Version::new(0, 25);
+/// Whether every build whose `ggml_version()` is `release` has what came with `since`.
+fn has(release: Version, since: Since) -> bool {
+    release >= since.every_build
+}
 
 /// `enum ggml_prec`. A precision below F32 is a permission: an older release, which does not know
-/// it, gets the default.
+/// it, gets the default. F32 is a demand, which every release has a value for.
 fn precision(precision: Precision, release: Version) -> i32 {
     match precision {
         Precision::Default => 0,
         Precision::F32 => 10,
-        _ if release < PRECISIONS => 0,
+        _ if !has(release, Since::PRECISIONS) => 0,
         Precision::Bf16 => 15,
         Precision::F16 => 20,
         Precision::Q8 => 30,
         Precision::Q4 => 40,
     }
+}
+
+/// The same for a word that came with [`Since::PRECISIONS`]. `None` for a demand that this release
+/// would not see.
+fn new_precision(wanted: Precision, release: Version) -> Option<i32> {
+    let is_seen = has(release, Since::PRECISIONS) || wanted != Precision::F32;
+    is_seen.then(|| precision(wanted, release))
 }
 
 fn pool(kind: PoolKind) -> i32 {
@@ -65,7 +71,9 @@ fn bytes(value: u64) -> Option<i32> {
 
 /// `op` in terms of the ggml with these ids. `in_place`: whether the destination has the place of
 /// the first source. `None` if this release of ggml does not have the operator or a parameter.
+/// [`takes_sources`] says which sources the operator needs.
 pub(crate) fn encode(op: &Op, in_place: bool, ids: &Ids, release: Version) -> Option<Encoded> {
+    let new_precision = |p| new_precision(p, release);
     let precision = |p| precision(p, release);
     let strided = |nb1: u64, nb2, nb3, offset| {
         Some(words([
@@ -159,12 +167,17 @@ pub(crate) fn encode(op: &Op, in_place: bool, ids: &Ids, release: Version) -> Op
             precision(accumulator),
             hadamard.into(),
             0,
-            precision(activation),
+            new_precision(activation)?,
         ]),
         Op::MulMatId {
             accumulator,
             activation,
-        } => words([precision(accumulator), 0, 0, precision(activation)]),
+        } => words([
+            new_precision(accumulator)?,
+            0,
+            0,
+            new_precision(activation)?,
+        ]),
         Op::Rope {
             mode,
             backward: _,
@@ -179,7 +192,7 @@ pub(crate) fn encode(op: &Op, in_place: bool, ids: &Ids, release: Version) -> Op
             beta_slow,
             sections,
         } => {
-            if n_offs != 0 && release < ROPE_OFFSET {
+            if n_offs != 0 && !has(release, Since::ROPE_OFFSET) {
                 return None;
             }
             words([
@@ -219,10 +232,9 @@ pub(crate) fn encode(op: &Op, in_place: bool, ids: &Ids, release: Version) -> Op
             float(logit_softcap),
             precision(accumulator),
             // A hint: 0 stands for any number.
-            if release < PRECISIONS {
-                0
-            } else {
-                unsigned(n_kv_max)?
+            match has(release, Since::N_KV_MAX) {
+                true => unsigned(n_kv_max)?,
+                false => 0,
             },
         ]),
         Op::FlashAttnBack { masked } => words([masked.into()]),
@@ -232,7 +244,7 @@ pub(crate) fn encode(op: &Op, in_place: bool, ids: &Ids, release: Version) -> Op
         Op::GatedLinearAttn { scale } => words([float(scale)]),
         Op::Dsv4HcComb { eps, n_iter } => words([float(eps), unsigned(n_iter)?]),
         Op::Dsv4HcPre { scale, gated } => {
-            if release < HC_PRE_PARAMETERS && (scale != 1.0 || gated) {
+            if !has(release, Since::HC_PRE_PARAMETERS) && (scale != 1.0 || gated) {
                 return None;
             }
             words([float(scale), gated.into()])
@@ -380,4 +392,55 @@ pub(crate) fn encode(op: &Op, in_place: bool, ids: &Ids, release: Version) -> Op
         _ => ids.op(op.kind())?,
     };
     Some(Encoded { op, words })
+}
+
+/// Whether this release of ggml computes `op` with these sources missing: `is_null` says whether
+/// source `i` is.
+pub(crate) fn takes_sources(op: &Op, is_null: impl Fn(usize) -> bool, release: Version) -> bool {
+    match op {
+        Op::Dsv4HcPost {} => !is_null(COMB) || has(release, Since::HC_POST_WITHOUT_COMB),
+        _ => true,
+    }
+}
+
+/// The source `comb` of DSV4_HC_POST.
+const COMB: usize = 3;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn number(minor: u32) -> Version {
+        Version::new(0, minor)
+    }
+
+    #[test]
+    fn demand_that_a_release_would_not_see_is_refused() {
+        for minor in 20..=26 {
+            let written = |wanted| new_precision(wanted, number(minor));
+            // Builds of 0.23 are with the word and without it.
+            assert_eq!(
+                written(Precision::F32),
+                (minor >= 24).then_some(10),
+                "0.{minor}"
+            );
+            assert_eq!(written(Precision::Default), Some(0), "0.{minor}");
+            // A permission is left out.
+            let q8 = if minor >= 24 { 30 } else { 0 };
+            assert_eq!(written(Precision::Q8), Some(q8), "0.{minor}");
+            // The sum of MUL_MAT has had the word in every release.
+            assert_eq!(precision(Precision::F32, number(minor)), 10, "0.{minor}");
+        }
+    }
+
+    #[test]
+    fn null_for_the_factors_of_mixing_is_new() {
+        let takes = |minor, is_null: bool| {
+            takes_sources(&Op::Dsv4HcPost {}, |i| is_null && i == COMB, number(minor))
+        };
+        for minor in 20..=26 {
+            assert!(takes(minor, false), "0.{minor}");
+            assert_eq!(takes(minor, true), minor >= 25, "0.{minor}");
+        }
+    }
 }

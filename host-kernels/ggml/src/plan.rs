@@ -138,6 +138,9 @@ fn encode(
     }
     let (ids, release) = (device.ggml.ids(), device.ggml.version());
     let encoded = params::encode(&node.op, in_place, ids, release)?;
+    if !params::takes_sources(&node.op, |i| graph.src(node, i).is_none(), release) {
+        return None;
+    }
     // Backends for GPUs read rows of quantised weights up to the next 512 elements, and expect
     // zeros or allocations of their own behind the row. Here another tensor may follow.
     let is_padded = |tensor: &Tensor| {
