@@ -645,6 +645,13 @@ fn recurrent(list: &mut List) {
             f32s([size, size, heads, seqs]),
         ],
     );
+    // The streams of DeepSeek-V4, with factors of their own and without.
+    let streams = f32s([300, 4, tokens, 1]);
+    let (input, post) = (f32s([300, tokens, 1, 1]), f32s([4, tokens, 1, 1]));
+    for comb in [Some(f32s([4, 4, tokens, 1])), None] {
+        let sources = [Some(input), Some(streams), Some(post), comb];
+        list.with(Op::Dsv4HcPost {}, EXACT, streams, &sources);
+    }
 }
 
 fn training(list: &mut List) {

@@ -11,14 +11,16 @@ use crate::test_run::TestRun;
 
 /// The variable with which some tests take a third of their cases (host-kernels/check/tests).
 const SAMPLE: &str = "VGPU_TEST_SAMPLE";
+/// The variable with which a test fails if a build of ggml is missing (host-kernels/ggml/tests).
+const ALL_GGML: &str = "VGPU_TEST_ALL_GGML";
 
 pub(crate) fn run(tests: &mut TestRun<'_>) {
     heading("unit, property and ABI tests");
-    // Some tests compare with the headers of three ggml releases and with a real ggml.
-    let ready = tests.prepare("sources and build of ggml", |tests| {
+    // Some tests compare with real ggmls: the oldest, the newest, and that of most tests.
+    let ready = tests.prepare("sources and builds of ggml", |tests| {
         packages::libclang(tests.cache)?;
-        llama::newest_source(tests.cache)?;
-        ggml_releases::RELEASES[0].source(tests.cache)?;
+        llama::newest_ops(tests.cache)?;
+        ggml_releases::RELEASES[0].ops(tests.cache)?;
         llama::build(tests.cache, llama::Stage::Ops)
     });
     if ready.is_none() {
@@ -31,6 +33,7 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
     let log = tests.log("cargo-test");
     let mut cargo = workspace::cargo();
     cargo.args(["test", "--workspace", "--no-fail-fast"]);
+    cargo.env(ALL_GGML, "1");
     let mut drawn = String::new();
     if !tests.options.full {
         cargo.env(SAMPLE, seed.to_string());
