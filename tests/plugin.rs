@@ -225,6 +225,19 @@ fn a_callback_into_the_program_is_refused_by_name_and_not_called() {
 }
 
 #[test]
+fn a_node_with_an_unknown_flag_is_left_to_the_program() {
+    let _lock = exclusive();
+    let (ggml, graph) = (Ggml::get(), Graph::new());
+    let a = graph.tensor(F32, [8, 3]);
+    let sum = graph.add(a, a);
+    let _buffer = graph.place();
+    assert!((ggml.dev_supports_op)(ggml.device, sum));
+    // SAFETY: a tensor of the graph, which nothing else uses now.
+    unsafe { (*sum).flags |= 2 * abi::GGML_TENSOR_FLAG_COMPUTE as i32 };
+    assert!(!(ggml.dev_supports_op)(ggml.device, sum));
+}
+
+#[test]
 fn a_loaded_model_has_one_log_line_and_other_writes_have_none() {
     static LINES: Mutex<Vec<(c_int, String)>> = Mutex::new(Vec::new());
     extern "C" fn log(level: c_int, line: *const c_char, _: *mut c_void) {

@@ -10,7 +10,10 @@ mod releases;
 
 use vgpu_transport::ir::{GluKind, Op, OpKind, Shape, Type, UnaryKind};
 
-use crate::abi::ggml_tensor;
+use crate::abi::{
+    GGML_TENSOR_FLAG_COMPUTE, GGML_TENSOR_FLAG_INPUT, GGML_TENSOR_FLAG_LOSS,
+    GGML_TENSOR_FLAG_OUTPUT, GGML_TENSOR_FLAG_PARAM, ggml_tensor,
+};
 use crate::ggml::{Ggml, Ids};
 use params::Params;
 use releases::Release;
@@ -135,6 +138,9 @@ impl Translator {
     ///
     /// As for [`shape`](Translator::shape).
     pub(crate) unsafe fn meaning(&self, tensor: &ggml_tensor) -> Option<Meaning> {
+        if !has_known_flags(tensor) {
+            return None;
+        }
         // SAFETY: the id is the operator of a valid tensor of the translator's ggml: this
         // function's contract.
         let (kind, is_backward) = match unsafe { self.ops.get(tensor.op) }? {
@@ -185,5 +191,31 @@ impl Translator {
                 }
             });
         is_known.then_some(Meaning::Compute { op, sources })
+    }
+}
+
+/// Whether every flag of a node is one that the supported releases have. A new flag could change
+/// the meaning.
+fn has_known_flags(tensor: &ggml_tensor) -> bool {
+    let known = GGML_TENSOR_FLAG_INPUT
+        | GGML_TENSOR_FLAG_OUTPUT
+        | GGML_TENSOR_FLAG_PARAM
+        | GGML_TENSOR_FLAG_LOSS
+        | GGML_TENSOR_FLAG_COMPUTE;
+    tensor.flags.cast_unsigned() & !known == 0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn flags_of_no_supported_release_are_unknown() {
+        for bit in 0..32 {
+            // SAFETY: every field is a number or a pointer that may be null.
+            let mut tensor: ggml_tensor = unsafe { std::mem::zeroed() };
+            tensor.flags = (1u32 << bit | GGML_TENSOR_FLAG_COMPUTE).cast_signed();
+            assert_eq!(has_known_flags(&tensor), bit < 5, "bit {bit}");
+        }
     }
 }

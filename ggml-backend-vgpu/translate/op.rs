@@ -132,8 +132,11 @@ pub(super) fn with_params(kind: OpKind, p: &Params<'_>) -> Option<Op> {
         OpKind::MulMat => Op::MulMat {
             accumulator: p.precision(0)?,
             activation: p.precision(3)?,
-            // GGML_HINT_SRC0_IS_HADAMARD. Other hints may be ignored.
-            hadamard: p.i32(1) == 1,
+            hadamard: match p.i32(1) {
+                0 => false,
+                1 => true, // GGML_HINT_SRC0_IS_HADAMARD
+                _ => return None,
+            },
         },
         OpKind::MulMatId => Op::MulMatId {
             accumulator: p.precision(0)?,
@@ -306,11 +309,9 @@ pub(super) fn with_params(kind: OpKind, p: &Params<'_>) -> Option<Op> {
     })
 }
 
-/// ROPE, or ROPE_BACK if `backward`. The parameters 0 and 3 were n_past and n_ctx and have no
-/// meaning any more.
+/// ROPE, or ROPE_BACK if `backward`. The words 0 and 3 were n_past and n_ctx, and every supported
+/// release writes 0 there.
 pub(super) fn rope(p: &Params<'_>, backward: bool) -> Option<Op> {
-    p.ignore(0);
-    p.ignore(3);
     Some(Op::Rope {
         // GGML_ROPE_TYPE_*: bits, with these combinations only
         mode: match p.i32(2) {
@@ -576,10 +577,17 @@ mod tests {
                 assert_eq!(unknown.is_some(), is_known, "{kind:?} 0.{minor}");
             }
         }
-        // A flag of UPSCALE, a hint, a kind of TRI.
+        // A flag of UPSCALE, a hint and a precision of MUL_MAT, a kind of TRI, and the words of
+        // ROPE that had a meaning once.
         assert_eq!(decode(newest(), OpKind::Upscale, &[1 << 10]), None);
+        assert_eq!(decode(newest(), OpKind::MulMat, &[0, 2]), None);
+        assert_eq!(decode(newest(), OpKind::MulMat, &[0, -1]), None);
         assert_eq!(decode(newest(), OpKind::MulMat, &[0, 0, 1]), None);
         assert_eq!(decode(newest(), OpKind::Tri, &[4]), None);
+        for release in [oldest(), newest()] {
+            assert_eq!(decode(release, OpKind::Rope, &[7]), None);
+            assert_eq!(decode(release, OpKind::Rope, &[0, 0, 0, 512]), None);
+        }
     }
 
     #[test]
@@ -588,6 +596,5 @@ mod tests {
         assert!(decode(oldest(), OpKind::Set, &in_place).is_some());
         assert!(decode(oldest(), OpKind::Acc, &in_place).is_some());
         assert!(decode(oldest(), OpKind::AddRelPos, &[1]).is_some());
-        assert!(decode(oldest(), OpKind::Rope, &[7, 0, 0, 512]).is_some());
     }
 }
