@@ -36,8 +36,8 @@ pub(crate) struct Buffer {
     base: usize,
     /// Bytes.
     size: usize,
-    /// For a buffer that is large enough for a model.
-    progress: Option<LoadProgress>,
+    /// The bytes written so far, for the log.
+    progress: LoadProgress,
     /// ggml's object for the buffer, which says what ggml uses the buffer for. Null until there is
     /// one.
     object: AtomicPtr<ggml_backend_buffer>,
@@ -150,9 +150,11 @@ impl Buffer {
     }
 
     fn finish_write(&self, bytes: usize, written: Result<(), SessionError>) {
-        if let Some(progress) = self.progress.as_ref().filter(|_| written.is_ok()) {
+        if written.is_ok() {
             let log = self.session.load_log();
-            progress.advance(bytes as u64, self.is_for_weights(), self.id(), log);
+            let is_model = self.is_for_weights();
+            self.progress
+                .advance(bytes as u64, is_model, self.id(), log);
         }
         self.log("write to", written);
     }

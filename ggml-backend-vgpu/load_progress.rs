@@ -9,8 +9,15 @@ use std::time::{Duration, Instant};
 
 use vgpu_transport::ir::BufferId;
 
-/// Buffers of at least so many bytes may hold a model.
-const MIN_MODEL_BYTES: u64 = 64 << 20;
+/// A buffer that is not for weights has log lines from so many bytes on.
+const MIN_BUFFER_BYTES: u64 = 64 << 20;
+
+/// Weights of fewer bytes are no model: `test-backend-ops` has some for nearly every case.
+const MIN_MODEL_BYTES: u64 = 1 << 20;
+
+/// A buffer that lacks at most so many bytes holds all of its tensors. Padding between tensors is
+/// never written: some bytes for each tensor.
+const MAX_PADDING: u64 = 1 << 20;
 
 /// The time between two log lines.
 const PERIOD: Duration = Duration::from_secs(1);
@@ -34,37 +41,43 @@ struct State {
 }
 
 impl LoadProgress {
-    /// For a buffer of `size` bytes; `None` if the buffer is too small to hold a model.
-    pub(crate) fn new(device: &str, size: u64) -> Option<LoadProgress> {
-        (size >= MIN_MODEL_BYTES).then(|| LoadProgress {
+    /// For a buffer of `size` bytes.
+    pub(crate) fn new(device: &str, size: u64) -> LoadProgress {
+        LoadProgress {
             device: device.to_owned(),
             size,
             state: Mutex::default(),
-        })
+        }
     }
 
     /// Counts `bytes` more bytes as written to the buffer `id`, and logs the progress. `is_model`:
-    /// the program uses the buffer for weights. A complete one is added to `log`.
+    /// the program uses the buffer for weights, whose progress is added to `log`.
     pub(crate) fn advance(&self, bytes: u64, is_model: bool, id: BufferId, log: &LoadLog) {
-        match self.step(bytes, is_model, Instant::now()) {
-            Some(Step::Line(line)) => tracing::debug!("{line}"),
-            Some(Step::Complete(buffer)) if is_model => log.add(id, buffer),
-            Some(Step::Complete(buffer)) => tracing::debug!("{}", buffer.line("buffer")),
-            None => (),
+        if !is_model && self.size < MIN_BUFFER_BYTES {
+            return;
+        }
+        let Some(step) = self.step(bytes, is_model, Instant::now()) else {
+            return;
+        };
+        if let Some(line) = step.line {
+            tracing::debug!("{line}");
+        }
+        if is_model {
+            let has_all = step.loaded.bytes + MAX_PADDING >= self.size;
+            log.update(id, step.loaded, step.is_complete || has_all);
         }
     }
 
+    /// What is known after a write of `bytes` bytes. `None` after the end of the loading.
     fn step(&self, bytes: u64, is_model: bool, now: Instant) -> Option<Step> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if state.is_complete {
+            return None;
+        }
         state.done += bytes;
         let (began, logged) = *state.times.get_or_insert((now, now));
         // Padding between tensors is never written: 99 % counts as complete.
-        let is_complete = state.done + self.size / 100 >= self.size;
-        if state.is_complete || !is_complete && now - logged < PERIOD {
-            return None;
-        }
-        state.is_complete = is_complete;
-        state.times = Some((began, now));
+        state.is_complete = state.done + self.size / 100 >= self.size;
         let loaded = Loaded {
             device: self.device.clone(),
             buffers: 1,
@@ -72,28 +85,41 @@ impl LoadProgress {
             began,
             ended: now,
         };
-        if is_complete {
-            return Some(Step::Complete(loaded));
-        }
-        let (device, rate) = (&self.device, loaded.rate());
         let (done, size) = (state.done >> 20, self.size >> 20);
-        let what = if is_model { "model" } else { "buffer" };
-        Some(Step::Line(format!(
-            "{device}: {done} of {size} MiB of a {what} loaded ({rate:.0} MB/s)"
-        )))
+        let line = match (state.is_complete, is_model) {
+            (true, true) => Some(loaded.line("buffer with weights")),
+            (true, false) => Some(loaded.line("buffer")),
+            (false, _) if now - logged < PERIOD => None,
+            (false, _) => {
+                let (device, rate) = (&self.device, loaded.rate());
+                let what = if is_model { "model" } else { "buffer" };
+                Some(format!(
+                    "{device}: {done} of {size} MiB of a {what} loaded ({rate:.0} MB/s)"
+                ))
+            }
+        };
+        if line.is_some() {
+            state.times = Some((began, now));
+        }
+        Some(Step {
+            loaded,
+            line,
+            is_complete: state.is_complete,
+        })
     }
 }
 
 /// What is known after a write.
 #[derive(Debug, PartialEq)]
-enum Step {
-    /// It is time for a line.
-    Line(String),
-    /// The buffer is complete.
-    Complete(Loaded),
+struct Step {
+    /// The bytes so far.
+    loaded: Loaded,
+    /// A line, if it is time for one.
+    line: Option<String>,
+    is_complete: bool,
 }
 
-/// Buffers that are complete.
+/// What was written to buffers.
 #[derive(Clone, Debug, PartialEq)]
 struct Loaded {
     device: String,
@@ -122,19 +148,39 @@ impl Loaded {
     }
 }
 
-/// The buffers of a session with weights that were loaded since the last graph.
+/// The buffers of a session with weights.
 #[derive(Debug, Default)]
-pub(crate) struct LoadLog(Mutex<Vec<(BufferId, Loaded)>>);
+pub(crate) struct LoadLog(Mutex<Vec<WeightBuffer>>);
+
+/// A buffer with weights.
+#[derive(Debug)]
+struct WeightBuffer {
+    id: BufferId,
+    loaded: Loaded,
+    /// Whether all tensors may have been written.
+    is_ready: bool,
+    /// Whether the buffer was part of a line.
+    is_logged: bool,
+}
 
 impl LoadLog {
-    fn add(&self, id: BufferId, buffer: Loaded) {
-        tracing::debug!("{}", buffer.line("buffer with weights"));
-        self.buffers().push((id, buffer));
+    /// So much was written to a buffer.
+    fn update(&self, id: BufferId, loaded: Loaded, is_ready: bool) {
+        let mut buffers = self.buffers();
+        match buffers.iter_mut().find(|buffer| buffer.id == id) {
+            Some(buffer) => (buffer.loaded, buffer.is_ready) = (loaded, is_ready),
+            None => buffers.push(WeightBuffer {
+                id,
+                loaded,
+                is_ready,
+                is_logged: false,
+            }),
+        }
     }
 
     /// The buffer is freed.
     pub(crate) fn forget(&self, id: BufferId) {
-        self.buffers().retain(|(one, _)| *one != id);
+        self.buffers().retain(|buffer| buffer.id != id);
     }
 
     /// A graph computes: logs the buffers that were loaded before the graph, in one line. `shared`:
@@ -146,9 +192,13 @@ impl LoadLog {
     }
 
     fn line(&self, shared: SharedBytes) -> Option<String> {
-        let buffers = std::mem::take(&mut *self.buffers());
-        let model = { buffers.into_iter() }
-            .map(|(_, buffer)| buffer)
+        let mut buffers = self.buffers();
+        let new = { buffers.iter_mut() }.filter(|buffer| buffer.is_ready && !buffer.is_logged);
+        let model = new
+            .map(|buffer| {
+                buffer.is_logged = true;
+                buffer.loaded.clone()
+            })
             .reduce(|a, b| Loaded {
                 buffers: a.buffers + b.buffers,
                 bytes: a.bytes + b.bytes,
@@ -156,6 +206,7 @@ impl LoadLog {
                 ended: a.ended.max(b.ended),
                 device: a.device,
             });
+        let model = model.filter(|model| model.bytes >= MIN_MODEL_BYTES);
         let loaded = model.map(|model| model.line("model"));
         let not_sent = (shared.not_sent > 0).then(|| {
             let (not_sent, all) = (shared.not_sent >> 20, shared.all >> 20);
@@ -167,7 +218,7 @@ impl LoadLog {
         }
     }
 
-    fn buffers(&self) -> MutexGuard<'_, Vec<(BufferId, Loaded)>> {
+    fn buffers(&self) -> MutexGuard<'_, Vec<WeightBuffer>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -187,29 +238,57 @@ mod tests {
 
     #[test]
     fn progress_has_lines_and_an_end() {
-        assert!(LoadProgress::new("VGPU0", 1 << 20).is_none());
         for is_model in [true, false] {
-            let progress = LoadProgress::new("VGPU0", 200 << 20).unwrap();
+            let progress = LoadProgress::new("VGPU0", 200 << 20);
             let start = Instant::now();
             let step = |mib: u64, ms| {
-                progress.step(mib << 20, is_model, start + Duration::from_millis(ms))
+                let now = start + Duration::from_millis(ms);
+                let step = progress.step(mib << 20, is_model, now)?;
+                Some((step.line, step.is_complete))
             };
-            assert_eq!(step(50, 0), None);
-            assert_eq!(step(10, 900), None);
+            assert_eq!(step(50, 0), Some((None, false)));
+            assert_eq!(step(10, 900), Some((None, false)));
             let what = if is_model { "model" } else { "buffer" };
             let line = format!("VGPU0: 100 of 200 MiB of a {what} loaded (52 MB/s)");
-            assert_eq!(step(40, 2000), Some(Step::Line(line)));
-            assert_eq!(step(50, 2500), None);
-            let Some(Step::Complete(loaded)) = step(48, 2600) else {
-                panic!("the buffer is complete");
+            assert_eq!(step(40, 2000), Some((Some(line), false)));
+            assert_eq!(step(50, 2500), Some((None, false)));
+            let what = match is_model {
+                true => "buffer with weights",
+                false => "buffer",
             };
-            assert_eq!(
-                loaded.line(what),
-                format!("VGPU0: {what} of 198 MiB loaded in 2.60 s (80 MB/s)")
-            );
+            let line = format!("VGPU0: {what} of 198 MiB loaded in 2.60 s (80 MB/s)");
+            assert_eq!(step(48, 2600), Some((Some(line), true)));
             // Writes after the end are not part of the loading.
             assert_eq!(step(48, 9000), None);
         }
+    }
+
+    #[test]
+    fn small_model_has_a_line_and_other_small_buffers_have_none() {
+        let none = SharedBytes::default();
+        let lines = |is_model, size: u64, written: &[u64]| {
+            let (log, id) = (LoadLog::default(), BufferId(1));
+            let progress = LoadProgress::new("VGPU0", size);
+            for &bytes in written {
+                progress.advance(bytes, is_model, id, &log);
+            }
+            let first = log.line(none);
+            // A later write, as of a program that trains, is no other model.
+            progress.advance(4096, is_model, id, &log);
+            (first, log.line(none))
+        };
+        let of = |line: &Option<String>, words: &str| {
+            line.as_ref().is_some_and(|line| line.contains(words))
+        };
+        // Two tensors of 10 MiB, with padding of 500 KiB.
+        let size = (20 << 20) + (500 << 10);
+        let (first, later) = lines(true, size, &[10 << 20, 10 << 20]);
+        assert!(of(&first, "VGPU0: model of 20 MiB loaded in"), "{first:?}");
+        assert_eq!(later, None);
+        assert_eq!(lines(false, size, &[10 << 20, 10 << 20]), (None, None));
+        // A part of a model, and weights that are no model.
+        assert_eq!(lines(true, size, &[10 << 20]), (None, None));
+        assert_eq!(lines(true, 64 << 10, &[64 << 10]), (None, None));
     }
 
     #[test]
@@ -231,9 +310,11 @@ mod tests {
         let shared = "150 MiB of 300 MiB of weights were on the host already";
         assert_eq!(log.line(none), None);
         assert_eq!(log.line(some).as_deref(), Some(shared));
-        log.add(BufferId(1), buffer(200, 0, 2));
-        log.add(BufferId(2), buffer(100, 1, 4));
-        log.add(BufferId(3), buffer(500, 0, 9));
+        log.update(BufferId(1), buffer(100, 0, 1), false);
+        assert_eq!(log.line(none), None, "the buffer is not complete");
+        log.update(BufferId(1), buffer(200, 0, 2), true);
+        log.update(BufferId(2), buffer(100, 1, 4), true);
+        log.update(BufferId(3), buffer(500, 0, 9), true);
         log.forget(BufferId(3));
         let line = "VGPU0: model of 300 MiB in 2 buffers loaded in 4.00 s (79 MB/s)";
         assert_eq!(log.line(some), Some(format!("{line}; {shared}")));

@@ -253,11 +253,11 @@ fn a_loaded_model_has_one_log_line_and_other_writes_have_none() {
         of_info.map(|(_, line)| line).collect::<Vec<_>>()
     };
     let backend = Backend::new();
-    let lines = |usage| {
-        // A model in two buffers of 80 MiB. Some programs have buffers of this size that hold no
-        // model.
+    let lines = |usage, rows: i64| {
+        // A model in two buffers of `rows` times 4 MiB. Some programs have buffers of this size
+        // that hold no model.
         let parts = [Graph::new(), Graph::new()];
-        let tensors = parts.each_ref().map(|part| part.tensor(F32, [1 << 20, 20]));
+        let tensors = { parts.each_ref() }.map(|part| part.tensor(F32, [1 << 20, rows]));
         let buffers = parts.each_ref().map(Graph::place);
         let graph = Graph::new();
         let a = graph.tensor(F32, [8, 3]);
@@ -265,11 +265,12 @@ fn a_loaded_model_has_one_log_line_and_other_writes_have_none() {
         let _buffer = graph.place();
         graph.set(a, &[1.0f32; 24]);
         (ggml.log_set)(Some(log), ptr::null_mut());
-        let half = vec![0.5f32; 10 << 20];
+        let half = vec![0.5f32; (rows as usize) << 19];
         for (buffer, tensor) in buffers.iter().zip(tensors) {
             (ggml.buffer_set_usage)(buffer.0, usage);
-            for offset in [0, 40 << 20] {
-                (ggml.tensor_set)(tensor, half.as_ptr().cast(), offset, 40 << 20);
+            let bytes = size_of_val(half.as_slice());
+            for offset in [0, bytes] {
+                (ggml.tensor_set)(tensor, half.as_ptr().cast(), offset, bytes);
             }
         }
         let while_loading = taken();
@@ -280,15 +281,18 @@ fn a_loaded_model_has_one_log_line_and_other_writes_have_none() {
         (while_loading, taken())
     };
     let none = Vec::<String>::new();
-    let other = lines(abi::GGML_BACKEND_BUFFER_USAGE_ANY);
-    assert_eq!(other, (none.clone(), none.clone()));
-    let (while_loading, with_graphs) = lines(abi::GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
-    assert_eq!(while_loading, none);
-    let [line] = with_graphs.as_slice() else {
-        panic!("{with_graphs:?}");
-    };
-    let start = "VGPU0: model of 160 MiB in 2 buffers loaded in";
-    assert!(line.contains(start), "{line}");
+    for (rows, mib) in [(20, 160), (3, 24)] {
+        let other = lines(abi::GGML_BACKEND_BUFFER_USAGE_ANY, rows);
+        assert_eq!(other, (none.clone(), none.clone()));
+        let usage = abi::GGML_BACKEND_BUFFER_USAGE_WEIGHTS;
+        let (while_loading, with_graphs) = lines(usage, rows);
+        assert_eq!(while_loading, none);
+        let [line] = with_graphs.as_slice() else {
+            panic!("{with_graphs:?}");
+        };
+        let start = format!("VGPU0: model of {mib} MiB in 2 buffers loaded in");
+        assert!(line.contains(&start), "{line}");
+    }
 }
 
 #[test]
