@@ -26,6 +26,13 @@ use crate::test_run::{Served, TestRun};
 /// The seed of the weights.
 const SEED: &str = "1";
 
+/// What llama.cpp logs if a fused operator is not computed by the device of its layer. It then
+/// builds the model's graphs from simple operators, none of which is on the CPU.
+const DISABLED: &str = "not supported, set to disabled";
+
+/// The architecture with operators of its own, and these, as the scheduler prints them.
+const DEEPSEEK: (&str, [&str; 3]) = ("deepseek4", ["DSV4_HC_PR", "DSV4_HC_CO", "DSV4_HC_PO"]);
+
 pub(crate) fn run(tests: &mut TestRun<'_>) {
     heading("llama.cpp's tests of models on VGPU0");
     let Some(dist) = tests.dist() else { return };
@@ -93,7 +100,7 @@ fn deepseek_v4(
             let name = format!("archs-{}", version.replace(' ', "-"));
             over_unix(tests, dist, &name, |backend| {
                 let build = (bin.as_path(), name.as_str(), logs);
-                architectures(tests, build, &["-a", "deepseek4"], backend, progress)
+                architectures(tests, build, &["-a", DEEPSEEK.0], backend, progress)
             })
         },
     );
@@ -207,11 +214,18 @@ struct Seen {
     misplaced: Vec<String>,
     /// Rows that were not skipped.
     executed: BTreeSet<String>,
+    /// The operators that the device computes, per row.
+    ops: BTreeMap<String, BTreeSet<String>>,
+    /// Messages about operators that llama.cpp has replaced.
+    disabled: Vec<String>,
 }
 
 impl Seen {
     /// Parses a line. Returns the row if one begins with it.
     fn line(&mut self, line: &str) -> Option<&str> {
+        if line.contains(DISABLED) {
+            self.disabled.push(format!("{}: {line}", self.row));
+        }
         if let Some((index, node)) = line.find("node #").and_then(|at| sched::parse(&line[at..])) {
             // Indices increase within a graph, so a smaller index begins the next graph.
             if self.last_index.is_some_and(|last| index <= last) {
@@ -241,7 +255,10 @@ impl Seen {
         // Other graphs are those of the reference on the CPU.
         if graph.iter().any(|node| node.device == DEVICE) {
             *self.on_device.entry(self.row.clone()).or_default() += 1;
-            self.nodes += graph.iter().filter(|node| node.device == DEVICE).count() as u64;
+            let of_device = { graph.iter() }.filter(|node| node.device == DEVICE);
+            let ops: Vec<String> = of_device.map(|node| node.op.clone()).collect();
+            self.nodes += ops.len() as u64;
+            self.ops.entry(self.row.clone()).or_default().extend(ops);
             let misplaced = sched::misplaced(&graph);
             let describe =
                 |node: &&ScheduledNode| format!("{}: {} {}", self.row, node.op, node.name);
@@ -258,6 +275,21 @@ impl Seen {
                 "{} nodes ran on the CPU, first {first}",
                 self.misplaced.len()
             );
+        }
+        if let Some(first) = self.disabled.first() {
+            bail!(
+                "llama.cpp has replaced {} operators, first {first}",
+                self.disabled.len()
+            );
+        }
+        let (architecture, ops) = DEEPSEEK;
+        let rows = { self.executed.iter() }.filter(|row| row.starts_with(architecture));
+        for row in rows {
+            let found = self.ops.get(row).cloned().unwrap_or_default();
+            let missing: Vec<&str> = { ops.into_iter() }
+                .filter(|&op| !found.contains(op))
+                .collect();
+            ensure!(missing.is_empty(), "{row}: no node {missing:?} on {DEVICE}");
         }
         let without: Vec<&String> = self
             .executed
@@ -317,6 +349,40 @@ Summary: all 1 test(s) passed
         });
         assert!(seen.check().is_err());
         assert_eq!(seen.misplaced, ["llama Dense: RMS_NORM norm-0"]);
+    }
+
+    #[test]
+    fn replaced_operators_are_detected() {
+        let check = |output: &str| {
+            let mut seen = Seen::default();
+            output.lines().for_each(|line| {
+                seen.line(line);
+            });
+            seen.check().map_err(|error| error.to_string())
+        };
+        let node = "0.1 D node #  2 (";
+        let disabled = OUTPUT.replace(
+            "0.1 D node #  1",
+            &format!("0.1 W resolve_fused_ops: fused DSV4 hc_pre {DISABLED}\n0.1 D node #  1"),
+        );
+        let error = check(&disabled).unwrap_err();
+        assert!(error.contains("llama Dense: 0.1 W resolve"), "{error}");
+
+        // The simple operators of DeepSeek-V4 in place of its own.
+        let deepseek = OUTPUT.replace("llama|", "deepseek4|");
+        let error = check(&deepseek).unwrap_err();
+        assert!(error.contains("deepseek4 Dense: no node"), "{error}");
+        let of = |ops: &[&str]| {
+            let nodes = ops.iter().enumerate().map(|(i, op)| {
+                let node = node.replace('2', &(i + 2).to_string());
+                format!("{node}{op}):  x (   1K) [VGPU0  ] use=1,c=1:\n")
+            });
+            deepseek.replace("Summary", &format!("{}Summary", nodes.collect::<String>()))
+        };
+        let (_, ops) = DEEPSEEK;
+        check(&of(&ops)).unwrap();
+        let error = check(&of(&ops[..2])).unwrap_err();
+        assert!(error.contains("DSV4_HC_PO"), "{error}");
     }
 
     #[test]
