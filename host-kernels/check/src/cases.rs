@@ -284,6 +284,21 @@ fn products(list: &mut List) {
             );
         }
     }
+    // Activations beyond F16, which must stay F32.
+    for ty in [Type::F16, Type::Bf16, Type::Q4_1, Type::Q8_0] {
+        for n in [1, 70] {
+            let op = Op::MulMat {
+                accumulator: Precision::Default,
+                activation: Precision::F32,
+                hadamard: false,
+            };
+            let sources = [
+                numbers_of(ty, [512, 96, 1, 1]),
+                between(-1e6, 1e6, [512, n, 1, 1]),
+            ];
+            list.add(op, ROUNDED, f32s([96, n, 1, 1]), &sources);
+        }
+    }
     // Lengths that are no multiple of a k step, as attention without FLASH_ATTN_EXT has.
     for ty in [Type::F16, Type::F32] {
         let op = Op::MulMat {

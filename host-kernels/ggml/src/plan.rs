@@ -9,7 +9,9 @@ use vgpu_engine::{
 };
 use vgpu_ggml_abi as abi;
 use vgpu_transport::bytes::{Bytes, BytesMut};
-use vgpu_transport::ir::{Graph as IrGraph, GraphCounts, Node, Op, OpKind, Shape, Tensor, Type};
+use vgpu_transport::ir::{
+    Graph as IrGraph, GraphCounts, Node, Op, OpKind, Precision, Shape, Tensor, Type,
+};
 
 use crate::device::Device;
 use crate::memory::GgmlMemory;
@@ -190,8 +192,13 @@ fn cpu_backend_computes(graph: &IrGraph, node: &Node) -> bool {
         floats.contains(&ty) || ty.is_quantized() && !matches!(ty, Type::Q8_1 | Type::Q8K)
     };
     match node.op {
-        Op::MulMat { .. } | Op::MulMatId { .. } => {
-            src(0).is_some_and(|weights| is_weight(weights.ty))
+        Op::MulMat { activation, .. } | Op::MulMatId { activation, .. } => {
+            // The backend ignores a demand for F32, and has activations and their sums in F16, or
+            // BF16, for these weights.
+            let rounds = |ty| matches!(ty, Type::F16 | Type::Bf16 | Type::Q4_1 | Type::Q5_1);
+            let may_round = activation != Precision::F32;
+            src(0)
+                .is_some_and(|weights| is_weight(weights.ty) && (may_round || !rounds(weights.ty)))
                 && is(src(1), &[Type::F32])
                 && dst.ty == Type::F32
         }

@@ -71,7 +71,7 @@ mod cpu {
         matmul {
             mul_mat few_and_many_columns mul_mat_of_many_tiles mul_mat_over_its_own_sources
             hadamard mul_mat_id few_and_many_tokens_of_experts experts_are_checked out_prod
-            mul_mat_of_what_was_multiplied_before
+            mul_mat_of_what_was_multiplied_before activations_beyond_f16
         }
         movement {
             repeat repeat_back concat set_and_acc diagonals padding reflection roll constants
@@ -121,6 +121,7 @@ mod cuda {
         matmul {
             mul_mat few_and_many_columns mul_mat_of_many_tiles mul_mat_over_its_own_sources
             hadamard mul_mat_id few_and_many_tokens_of_experts experts_are_checked out_prod
+            activations_beyond_f16
         }
         movement {
             repeat repeat_back concat set_and_acc diagonals padding reflection roll constants

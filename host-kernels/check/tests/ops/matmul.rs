@@ -405,6 +405,74 @@ pub(crate) fn mul_mat_id(engine: &dyn Engine) {
     });
 }
 
+/// Activations beyond F16, of nodes that demand F32 for them.
+pub(crate) fn activations_beyond_f16(engine: &dyn Engine) {
+    let (accumulator, activation) = (Precision::Default, Precision::F32);
+    let mul_mat = Op::MulMat {
+        accumulator,
+        activation,
+        hadamard: false,
+    };
+    let mul_mat_id = Op::MulMatId {
+        accumulator,
+        activation,
+    };
+    // F16 ends at 65504. The activations of 8 bits for some of these types have scales of F16, one
+    // for each block, and end at 127 times that.
+    let largest = 4e6;
+    let mut random = Random::new(24);
+    let weights = [
+        Type::F32,
+        Type::F16,
+        Type::Bf16,
+        Type::Q4_1,
+        Type::Q8_0,
+        Type::Q4K,
+    ];
+    for weight in weights {
+        let (k, experts, used) = (256, 3, 2);
+        let w = Data::dense(weight, [k, 37, experts, 1]).aligned();
+        let w = w.fill(|| random.between(-1.0, 1.0));
+        let compare = |columns, got: &[f64], x: &[f64], expert| {
+            let exact = |i, x: &[f64]| dot(w.row_values([i, expert, 0]), x);
+            if weight.is_quantized() {
+                let lengths = [k, columns];
+                compare_with_activations(weight, lengths, engine, got, x, exact);
+                return;
+            }
+            for (i, &got) in got.iter().enumerate() {
+                let (exact, size) = exact(i as u64, x);
+                let error = (got - exact).abs() / size;
+                assert!(
+                    error <= TOLERANCE_OF_PAIRS,
+                    "{weight:?}, {columns}: {error}"
+                );
+            }
+        };
+        for columns in [1, 7, 40] {
+            let x = Data::dense(Type::F32, [k, columns, experts, 1]).aligned();
+            let x = x.fill(|| random.between(-largest, largest));
+            let dst = Data::dense(Type::F32, [37, columns, experts, 1]);
+            let got = run(engine, mul_mat, &dst, &[Some(&w), Some(&x)]);
+            for row in got.row_indices() {
+                compare(columns, got.row_values(row), x.row_values(row), row[1]);
+            }
+            let tokens = columns;
+            let x = Data::dense(Type::F32, [k, used, tokens, 1]).aligned();
+            let x = x.fill(|| random.between(-largest, largest));
+            let ids = Data::dense(Type::I32, [used, tokens, 1, 1]);
+            let ids = ids.fill(|| random.below(experts) as f64);
+            let dst = Data::dense(Type::F32, [37, used, tokens, 1]);
+            let got = run(engine, mul_mat_id, &dst, &[Some(&w), Some(&x), Some(&ids)]);
+            for row in got.row_indices() {
+                let [slot, token, _] = row;
+                let expert = ids.get([slot, token, 0, 0]) as u64;
+                compare(tokens, got.row_values(row), x.row_values(row), expert);
+            }
+        }
+    }
+}
+
 /// Every type of weights with few and many tokens for some experts, and none for others.
 pub(crate) fn few_and_many_tokens_of_experts(engine: &dyn Engine) {
     let mut random = Random::new(23);

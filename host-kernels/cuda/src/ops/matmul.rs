@@ -1,6 +1,6 @@
 //! MUL_MAT, MUL_MAT_ID, OUT_PROD.
 
-use vgpu_transport::ir::{Op, OpKind, Rule, Type};
+use vgpu_transport::ir::{Op, OpKind, Precision, Rule, Type};
 
 use super::fused::MAX_EXPERTS;
 use super::gemm_sm90::GemmSm90;
@@ -62,7 +62,18 @@ pub(crate) fn multiply(
     let has_ids = matches!(op, Op::MulMatId { .. });
     let is_outer = matches!(op, Op::OutProd {});
     let is_few = has_ids || n <= FEW_COLUMNS;
-    if let (true, Some(gemm)) = (has_ids && dst.ne[2] > FEW_COLUMNS, Gemm::of(params))
+    let needs_f32 = matches!(
+        op,
+        Op::MulMat {
+            activation: Precision::F32,
+            ..
+        } | Op::MulMatId {
+            activation: Precision::F32,
+            ..
+        }
+    );
+    let gemm = || Gemm::of(params, needs_f32);
+    if let (true, Some(gemm)) = (has_ids && dst.ne[2] > FEW_COLUMNS, gemm())
         && takes_groups(params)
     {
         return match gemm.sm90(b, params) {
@@ -88,7 +99,7 @@ pub(crate) fn multiply(
             return added;
         }
     }
-    if let (false, Some(gemm)) = (is_few || is_outer, Gemm::of(params)) {
+    if let (false, Some(gemm)) = (is_few || is_outer, gemm()) {
         return match gemm.sm90(b, params) {
             Some(sm90) => sm90.multiply(b, params),
             None => gemm.multiply_tiles(b, params),
@@ -152,8 +163,10 @@ struct Gemm {
 
 impl Gemm {
     /// The kernel for a product: that of the weight type if the weights are aligned for it, else
-    /// one with split f32.
-    fn of(params: &VgMulMatParams) -> Option<Gemm> {
+    /// one with split f32. `needs_f32`: the node demands that activations stay F32, so that weights
+    /// of F16 and BF16 get the kernel with split f32, too. Quantised weights keep theirs, whose
+    /// activations are F16 with a scale for each row.
+    fn of(params: &VgMulMatParams, needs_f32: bool) -> Option<Gemm> {
         let VgMulMatParams { dst, w, x, .. } = params;
         let fits = w.ne[0] > 0
             && x.rows() <= i64::from(i32::MAX)
@@ -164,6 +177,7 @@ impl Gemm {
         }
         if let Some((ty, kernels)) = MatmulKernels::of_vectors(w)
             && ty != Type::F32
+            && (ty.is_quantized() || !needs_f32)
             && kernels.takes_weights(w, ty)
             && FLOATS.contains(Type::from_id(x.type_ as u8)?)
         {

@@ -7,7 +7,9 @@ use super::super::scratch::{Output, ScratchLayout};
 use super::activations::{Activations, converted};
 use super::hadamard;
 use super::tiles::TiledProduct;
-use crate::gemm::MatmulKernel;
+use super::weight_rows::WeightRows;
+use crate::formats::Type;
+use crate::gemm::{Activation, MatmulKernel};
 use crate::kernel::{Compiled, Kernel};
 use crate::operands::Operands;
 
@@ -28,13 +30,14 @@ pub(in super::super) fn mul_mat(operands: &Operands<'_>) -> Result<Compiled, Eng
     let kernel = kernel_of(operands);
     let activations = Activations::new(operands, x, kernel);
     let output = Output::new(dst, &[weight, x], &mut scratch);
+    let rows = WeightRows::new(operands, &kernel, &mut scratch);
     let product = TiledProduct::new(operands, activations, output, None, 1);
     kernels.extend(converted(operands, activations));
     kernels.push(Box::new(move |w| {
         for tile in w.chunks(product.tiles(), 1).flatten() {
             // SAFETY: the activations were converted before the barrier before this kernel, and
             // `chunks` returns each tile to one worker.
-            unsafe { product.tile(w, tile) };
+            unsafe { product.tile(w, tile, rows) };
         }
         Ok(())
     }));
@@ -45,11 +48,28 @@ pub(in super::super) fn mul_mat(operands: &Operands<'_>) -> Result<Compiled, Eng
     })
 }
 
-/// The kernel of a MUL_MAT: rounded if the node allows it and the kernel exists.
+/// The kernel of a product. A MUL_MAT without demands gets the rounded kernel, if there is one.
+///
+/// Where a node demands that activations stay F32, weights whose own kernel rounds activations to
+/// F16 or BF16, or keeps sums of activations in F16, get the kernel of F32. All others are
+/// multiplied with activations of 8 bits whatever a node demands, as in ggml's CPU backend, which
+/// does not read the demand. The scales of such activations hold values of up to 127 * 65504.
 pub(super) fn kernel_of(operands: &Operands<'_>) -> MatmulKernel {
     let (weight, x) = (operands.src(0), operands.src(1));
-    let exact = MatmulKernel::of(weight.ty).expect("the rules claim no other weights");
-    match operands.op() {
+    let kernel = |ty| MatmulKernel::of(ty).expect("the rules claim no other weights");
+    let exact = kernel(weight.ty);
+    match *operands.op() {
+        Op::MulMat {
+            activation: Precision::F32,
+            ..
+        }
+        | Op::MulMatId {
+            activation: Precision::F32,
+            ..
+        } => match exact.activation {
+            Activation::Typed(Type::F16 | Type::Bf16 | Type::Q8_1) => kernel(Type::F32),
+            _ => exact,
+        },
         Op::MulMat {
             accumulator: Precision::Default,
             ..

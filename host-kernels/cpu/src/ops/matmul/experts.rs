@@ -5,8 +5,10 @@ use vgpu_transport::ir::Op;
 
 use super::super::scratch::{Output, ScratchLayout};
 use super::activations::{Activations, converted};
+use super::dense::kernel_of;
 use super::term::{Term, Unit, add_row};
 use super::tiles::{LINE_FLOATS, tile_columns, tile_products, tile_rows};
+use super::weight_rows::WeightRows;
 use crate::gemm::{GemmArgs, MatmulKernel};
 use crate::kernel::{Compiled, Estimate, Fault, Kernel, Worker, check_index};
 use crate::operands::Operands;
@@ -397,15 +399,22 @@ impl ExpertProduct {
     ///
     /// # Safety
     /// The columns of `tile` are converted. `row` is below the rows of the weights. `out` is
-    /// writable for the columns of the tile, and no one else accesses it.
-    unsafe fn multiply(&self, tile: &ColumnTile<'_>, row: usize, out: *mut f32) {
+    /// writable for the columns of the tile, and no one else accesses it. `weights` was made for
+    /// these weights and this kernel.
+    unsafe fn multiply(
+        &self,
+        (w, weights): (&Worker<'_>, WeightRows),
+        tile: &ColumnTile<'_>,
+        row: usize,
+        out: *mut f32,
+    ) {
         let (weight, columns) = (&self.weight, tile.pairs.len());
         // SAFETY: `tile.expert` is below the number of experts, which is the third length of the
         // weights and the second of the bias (`is_plain`). `row + self.height(row)` is at most the
         // rows of the weights, which is the length of a row of the bias. The caller guarantees
-        // columns and `out`.
+        // columns, `out` and `weights`.
         unsafe {
-            (self.kernel.gemm)(&GemmArgs {
+            let args = GemmArgs {
                 k: weight.ne[0],
                 w: { weight.ptr() }.add(tile.expert * weight.nb[2] + row * weight.nb[1]),
                 w_stride: weight.nb[1],
@@ -415,7 +424,8 @@ impl ExpertProduct {
                 cols: columns,
                 dst: out,
                 dst_stride: self.grain,
-            });
+            };
+            weights.multiply(w, &self.kernel, &args);
             if let Some(bias) = &self.bias {
                 let bias = bias.row_ptr([tile.expert, 0, 0]).cast::<f32>().add(row);
                 for column in 0..columns {
@@ -482,13 +492,13 @@ fn is_plain(first: &Term<'_>, term: &Term<'_>) -> bool {
 }
 
 fn activations(first: &Operands<'_>) -> Activations {
-    let kernel = MatmulKernel::of(first.src(0).ty).expect("the rules claim no other weights");
-    Activations::new(first, first.src(1), kernel)
+    Activations::new(first, first.src(1), kernel_of(first))
 }
 
 fn compile(terms: &[Term<'_>], outputs: &[Output], mut scratch: ScratchLayout) -> Compiled {
     let first = terms[0].node;
     let columns = ExpertColumns::new(first, activations(first), &mut scratch);
+    let weight_rows = WeightRows::new(first, &columns.activations.kernel, &mut scratch);
     let each = terms.iter().zip(outputs).map(|(term, &output)| {
         let grain = columns.grain_rows(&term.weight(), terms.len(), first.workers());
         (
@@ -526,7 +536,7 @@ fn compile(terms: &[Term<'_>], outputs: &[Output], mut scratch: ScratchLayout) -
             unsafe {
                 let result = w.scratch().add(own).cast::<f32>();
                 let result = result.add(w.index() * floats);
-                product.multiply(&tile, row, result);
+                product.multiply((w, weight_rows), &tile, row, result);
                 for (column, &pair) in tile.pairs.iter().enumerate() {
                     let (slot, token) = (pair % columns.used, pair / columns.used);
                     let to =
@@ -577,8 +587,8 @@ pub(super) fn gated(first: &Operands<'_>, terms: &[Term<'_>; 2], unit: Unit) -> 
             // worker. No other part writes these results, which overlap no source (`Term::fits`).
             unsafe {
                 let tile = columns.tile(w, part / row_tiles, &mut pair)?;
-                activated.multiply(&tile, row, a);
-                factor.multiply(&tile, row, b);
+                activated.multiply((w, WeightRows::InPlace), &tile, row, a);
+                factor.multiply((w, WeightRows::InPlace), &tile, row, b);
                 for (column, &pair) in tile.pairs.iter().enumerate() {
                     let (slot, token) = (pair % columns.used, pair / columns.used);
                     let to = unit.dst.row_ptr([slot, token, 0]).cast::<f32>().add(row);

@@ -9,14 +9,19 @@ use super::dense::kernel_of;
 use super::experts;
 use super::term::{Term, Unit};
 use super::tiles::TiledProduct;
+use super::weight_rows::WeightRows;
 use crate::kernel::{Compiled, Kernel};
 use crate::operands::Operands;
 
-/// The products of a group of nodes, each with the node that adds its bias, if there is one.
+/// The products of a group of nodes, each with the node that adds its bias, if there is one. `None`
+/// if weights are converted: such a product is computed alone.
 fn terms<'a>(nodes: &'a [Operands<'a>]) -> Option<Vec<Term<'a>>> {
     let mut terms: Vec<Term<'a>> = Vec::new();
     for node in nodes {
         match node.op() {
+            Op::MulMat { .. } | Op::MulMatId { .. } if kernel_of(node).weight != node.src(0).ty => {
+                return None;
+            }
             Op::MulMat {
                 hadamard: false, ..
             }
@@ -76,7 +81,7 @@ fn dense_products(terms: &[Term<'_>]) -> Option<Compiled> {
                     // SAFETY: the activations were converted before the barrier before this kernel.
                     // `chunks` returns each tile to one worker, and the destinations of a group do
                     // not overlap.
-                    unsafe { product.tile(w, tile) };
+                    unsafe { product.tile(w, tile, WeightRows::InPlace) };
                     break;
                 }
                 tile -= product.tiles();
@@ -153,8 +158,8 @@ fn dense_gated(first: &Operands<'_>, terms: &[Term<'_>; 2], unit: Unit) -> Optio
             unsafe {
                 let own = w.scratch().add(own).cast::<f32>();
                 let factors = own.add(w.index() * tile_floats);
-                activated.tile(w, tile);
-                factor.multiply(w, tile, factors, height);
+                activated.tile(w, tile, WeightRows::InPlace);
+                factor.multiply(w, tile, (factors, height), WeightRows::InPlace);
                 for (i, column) in columns.enumerate() {
                     let to = dst.row_ptr([column, 0, 0]).cast::<f32>().add(rows.start);
                     unit.apply(to, [to, factors.add(i * height)], rows.len());

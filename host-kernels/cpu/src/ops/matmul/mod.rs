@@ -17,6 +17,7 @@ mod hadamard;
 mod outer;
 mod term;
 mod tiles;
+mod weight_rows;
 
 use vgpu_transport::ir::{OpKind, Rule, Type, TypeSet};
 

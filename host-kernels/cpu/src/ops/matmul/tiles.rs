@@ -5,6 +5,7 @@ use std::ops::Range;
 use super::super::scratch::Output;
 use super::activations::Activations;
 use super::term::add_row;
+use super::weight_rows::WeightRows;
 use crate::formats::Format;
 use crate::gemm::{GemmArgs, MAX_PREPARED, MIN_COLUMNS, MatmulKernel};
 use crate::kernel::Worker;
@@ -228,11 +229,11 @@ impl TiledProduct {
         )
     }
 
-    /// Computes a tile in the destination.
+    /// Computes a tile in the destination. `weights`: how the kernel gets the weights.
     ///
     /// # Safety
     /// As [`TiledProduct::multiply`]; no other thread computes this tile.
-    pub(super) unsafe fn tile(&self, w: &Worker<'_>, tile: usize) {
+    pub(super) unsafe fn tile(&self, w: &Worker<'_>, tile: usize, weights: WeightRows) {
         let (rows, columns) = self.ranges(tile);
         let at = self.offsets(tile);
         let stride = self.nest.columns.dst;
@@ -241,7 +242,8 @@ impl TiledProduct {
         unsafe {
             let out = self.output.base(w.scratch());
             let out = out.add(at.dst + columns.start * stride).cast::<f32>();
-            self.multiply(w, tile, out.add(rows.start), stride / size_of::<f32>());
+            let out = (out.add(rows.start), stride / size_of::<f32>());
+            self.multiply(w, tile, out, weights);
         }
     }
 
@@ -254,13 +256,14 @@ impl TiledProduct {
     ///
     /// # Safety
     /// The activations were converted before the last barrier. `out` is writable for the columns of
-    /// the tile, overlaps no source, and no other thread accesses it.
+    /// the tile, overlaps no source, and no other thread accesses it. `weights` was made for these
+    /// weights and this kernel.
     pub(super) unsafe fn multiply(
         &self,
         w: &Worker<'_>,
         tile: usize,
-        out: *mut f32,
-        stride: usize,
+        (out, stride): (*mut f32, usize),
+        weights: WeightRows,
     ) {
         let weight = &self.weight;
         let (rows, columns) = self.ranges(tile);
@@ -268,9 +271,9 @@ impl TiledProduct {
         let x = self.nest.columns.x;
         // SAFETY: `rows` and `columns` are inside the weights and the activations at the offsets of
         // the tile. The bias is a dense row with a float for each row of the weights. The caller
-        // guarantees the memory of the results.
+        // guarantees the memory of the results, and `weights`.
         unsafe {
-            (self.kernel.gemm)(&GemmArgs {
+            let args = GemmArgs {
                 k: weight.ne[0],
                 w: weight.ptr().add(at.w + rows.start * weight.nb[1]),
                 w_stride: weight.nb[1],
@@ -280,7 +283,8 @@ impl TiledProduct {
                 cols: columns.len(),
                 dst: out,
                 dst_stride: stride,
-            });
+            };
+            weights.multiply(w, &self.kernel, &args);
             if let Some(bias) = &self.bias {
                 let bias = bias.ptr().cast::<f32>().add(rows.start);
                 for column in 0..columns.len() {
