@@ -40,3 +40,60 @@ pub fn functions(source: &str) -> BTreeMap<&str, Vec<&str>> {
     }
     functions
 }
+
+/// The constant arrays of a file whose definition begins and ends in the first column: their lines
+/// by name, without comments and blank lines.
+pub fn arrays(source: &str) -> BTreeMap<&str, Vec<&str>> {
+    let mut arrays = BTreeMap::new();
+    let mut lines = source.lines();
+    while let Some(line) = lines.next() {
+        let begins = line.starts_with(|c: char| c.is_ascii_alphabetic());
+        let declared = code(line)
+            .strip_suffix("= {")
+            .and_then(|declared| declared.split_once('['))
+            .filter(|_| begins);
+        let Some((before, _)) = declared else {
+            continue;
+        };
+        let name = before.rsplit([' ', '*']).next().unwrap_or_default();
+        let elements = { lines.by_ref() }.take_while(|line| *line != "};");
+        let elements = elements.map(code).filter(|line| !line.is_empty());
+        arrays.insert(name, elements.collect());
+    }
+    arrays
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn arrays_have_their_elements_and_functions_their_lines() {
+        let source = "\
+static const char * NAMES[COUNT] = {
+    \"NONE\",
+
+    \"DUP\", // a copy
+};
+
+static_assert(COUNT == 2, \"COUNT != 2\");
+static const struct traits TRAITS[COUNT] = {
+    [A] = {
+        .size = 1,
+    },
+};
+
+const char * name(int i) {
+    int local[2] = {
+        1, 2
+    };
+    return NAMES[i];
+}
+";
+        let arrays = arrays(source);
+        assert_eq!(arrays.keys().collect::<Vec<_>>(), [&"NAMES", &"TRAITS"]);
+        assert_eq!(arrays["NAMES"], ["\"NONE\",", "\"DUP\","]);
+        assert_eq!(arrays["TRAITS"], ["[A] = {", ".size = 1,", "},"]);
+        assert_eq!(functions(source).keys().collect::<Vec<_>>(), [&"name"]);
+    }
+}

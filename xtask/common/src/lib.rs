@@ -12,6 +12,7 @@ pub mod llama;
 pub mod model;
 pub mod node;
 pub mod node_llama;
+pub mod op_params;
 pub mod packages;
 pub mod preload;
 pub mod process;

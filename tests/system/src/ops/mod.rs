@@ -2,10 +2,10 @@
 
 pub(crate) mod by_version;
 pub(crate) mod constructors;
+pub(crate) mod op_params;
 mod report;
 mod suite;
 pub(crate) mod table;
-pub(crate) mod words;
 
 pub(crate) use report::{DEVICE, Report};
 pub(crate) use suite::{

@@ -9,7 +9,7 @@ use anyhow::{Context as _, Result};
 use crate::ops::by_version;
 use crate::ops::table::{self, Findings};
 use crate::ops::{self, Cases, Claim, Report, Suite};
-use crate::ops::{constructors, words};
+use crate::ops::{constructors, op_params};
 use vgpu_gguf::Rng;
 use xtask_common::dist::Dist;
 use xtask_common::ggml_releases::{self, Release};
@@ -73,10 +73,8 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
     });
     let Some((bin, newest)) = built else { return };
 
-    if tests.options.ggml.is_empty() {
-        let name = "the words that each release writes, against translate/releases.rs";
-        tests.check(name, |tests, _| words::check(tests.cache));
-    }
+    let name = "what each release writes into nodes, against translate/releases.rs";
+    tests.check(name, |tests, _| op_params::check(tests.cache));
     let is_sampled = tests.options.samples_ops();
     if tests.options.wants_ggml(llama::RELEASE, true) {
         of_main_release(tests, &dist, &bin, is_sampled);
