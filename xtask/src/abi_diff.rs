@@ -12,6 +12,7 @@ use anyhow::{Context as _, Result, bail};
 
 use xtask_common::c_source::{self, code};
 use xtask_common::cache::Cache;
+use xtask_common::op_params::{Build, TABLE, Table};
 use xtask_common::progress::heading;
 use xtask_common::{ggml_releases, llama};
 
@@ -26,17 +27,26 @@ pub(crate) struct Options {
     with: Option<String>,
 }
 
-/// The files whose every line matters: the interfaces of backends, allocation and operators.
-const HEADERS: [&str; 4] = [
+/// The files whose every line matters: the interfaces of backends, allocation and operators, and
+/// the blocks of quantised types.
+const HEADERS: [&str; 5] = [
     "src/ggml-backend-impl.h",
     "include/ggml-backend.h",
     "include/ggml-alloc.h",
     "src/ggml-impl.h",
+    "src/ggml-common.h",
 ];
 /// The file of enums, structures and functions that programs use.
 const DECLARATIONS: &str = "include/ggml.h";
 /// The file of the constructors of nodes.
 const CONSTRUCTORS: &str = "src/ggml.c";
+/// Its arrays by which the plugin looks up operators, kinds and types.
+const ARRAYS: [&str; 4] = [
+    "GGML_OP_NAME",
+    "GGML_UNARY_OP_NAME",
+    "GGML_GLU_OP_NAME",
+    "type_traits",
+];
 
 pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
     let with = options.with.as_deref().unwrap_or(llama::NEWEST_RELEASE);
@@ -48,7 +58,27 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
     );
     heading(&format!("ggml {} against {}", versions.1, versions.0));
     println!("{}", compare(&old, &new)?);
+    let newest = sources(cache, llama::NEWEST_RELEASE)?;
+    println!("\nnodes of ggml {}, against {TABLE}", versions.1);
+    println!(
+        "{}",
+        against_table(&Build::read(&newest)?, &Build::read(&new)?)?
+    );
     Ok(())
+}
+
+/// What a build writes into nodes and the table does not explain. `newest`: the newest build that
+/// the plugin supports.
+///
+/// # Errors
+/// If the table cannot be read.
+fn against_table(newest: &Build, build: &Build) -> Result<String> {
+    let lines = Table::of_workspace()?.contradictions(newest, build);
+    let lines = lines.into_iter().map(|line| format!("    {line}\n"));
+    Ok(part(
+        "words, sources and precisions",
+        &lines.collect::<String>(),
+    ))
 }
 
 /// What differs between two folders of ggml's sources. A file that one of them does not have counts
@@ -73,8 +103,19 @@ fn compare(old: &Path, new: &Path) -> Result<String> {
     text += &part("enums", &of(enums));
     text += &part("macros", &of(macros));
 
-    text += "\nconstructors (ggml-backend-vgpu/translate/releases.rs)\n";
     let (before, after) = (read(old, CONSTRUCTORS)?, read(new, CONSTRUCTORS)?);
+    let (arrays_before, arrays_after) = (arrays(&before), arrays(&after));
+    for name in ARRAYS {
+        let (old, new) = (arrays_before.get(name), arrays_after.get(name));
+        let changed = if old == new {
+            String::new()
+        } else {
+            lines_changed(old, new)
+        };
+        text += &part(name, &changed);
+    }
+
+    text += "\nconstructors (ggml-backend-vgpu/translate/)\n";
     let (before, after) = (functions(&before), functions(&after));
     let mut names = constructors(&before);
     names.extend(constructors(&after));
@@ -278,10 +319,19 @@ fn changes(old: &BTreeMap<String, String>, new: &BTreeMap<String, String>) -> St
 
 /// The functions of a C file: their lines by name.
 fn functions(source: &str) -> BTreeMap<String, Vec<String>> {
-    let owned = |lines: Vec<&str>| lines.into_iter().map(str::to_owned).collect();
-    let functions = c_source::functions(source).into_iter();
-    functions
-        .map(|(name, lines)| (name.to_owned(), owned(lines)))
+    owned(c_source::functions(source))
+}
+
+/// The constant arrays of a C file: their lines by name.
+fn arrays(source: &str) -> BTreeMap<String, Vec<String>> {
+    owned(c_source::arrays(source))
+}
+
+fn owned(parts: BTreeMap<&str, Vec<&str>>) -> BTreeMap<String, Vec<String>> {
+    let own = |lines: Vec<&str>| lines.into_iter().map(str::to_owned).collect();
+    let parts = parts.into_iter();
+    parts
+        .map(|(name, lines)| (name.to_owned(), own(lines)))
         .collect()
 }
 
@@ -343,6 +393,7 @@ fn lines_changed(old: Option<&Vec<String>>, new: Option<&Vec<String>>) -> String
 #[cfg(test)]
 mod tests {
     use super::*;
+    use xtask_common::op_params::Written;
     use xtask_common::scratch::Scratch;
 
     const OLD: &str = "\
@@ -447,6 +498,11 @@ struct ggml_tensor * ggml_pre(struct ggml_context * ctx, struct ggml_tensor * x)
         \"another\");
 ";
     const SOURCE: &str = "\
+static const char * GGML_OP_NAME[GGML_OP_COUNT] = {
+    \"NONE\",
+    \"SCALE\",
+};
+
 static struct ggml_tensor * ggml_scale_impl(
         struct ggml_context * ctx,
         float                 s) {
@@ -465,6 +521,30 @@ size_t ggml_nbytes(const struct ggml_tensor * tensor) {
     return 0;
 }
 ";
+
+    #[test]
+    fn word_that_is_in_no_entry_of_the_table_is_shown() {
+        let build = |words: &[(&str, usize)]| Build {
+            minor: 27,
+            written: Written {
+                words: words
+                    .iter()
+                    .map(|&(op, word)| (op.to_owned(), word))
+                    .collect(),
+                ..Written::default()
+            },
+            precisions: BTreeMap::from([("Q2".to_owned(), 50)]),
+        };
+        let (newest, new) = (build(&[("ROPE", 15)]), build(&[("ROPE", 15), ("SCALE", 2)]));
+        let text = against_table(&newest, &new).expect("the table");
+        for line in [
+            "    word 2 of SCALE is new: it is in no entry of the table\n",
+            "    GGML_PREC_Q2 is new, with the value 50\n",
+        ] {
+            assert!(text.contains(line), "{line} is not in\n{text}");
+        }
+        assert!(!text.contains("ROPE"), "{text}");
+    }
 
     #[test]
     fn every_planted_change_of_the_sources_is_shown() {
@@ -495,7 +575,7 @@ size_t ggml_nbytes(const struct ggml_tensor * tensor) {
         let same = compare(&old, &write("same", ("", "", ""))).expect("a comparison");
         assert_eq!(
             same.matches(": no change").count(),
-            HEADERS.len() + 4,
+            HEADERS.len() + 4 + ARRAYS.len(),
             "{same}"
         );
         assert!(same.contains("0 constructors differ"), "{same}");
@@ -532,6 +612,11 @@ size_t ggml_nbytes(const struct ggml_tensor * tensor) {
                     "GGML_OP_NEW, GGML_OP_SCALE = 7,",
                 ),
                 "enum ggml_op: GGML_OP_",
+            ),
+            (
+                "name",
+                (CONSTRUCTORS, "\"SCALE\",", "\"SCALE2\","),
+                "GGML_OP_NAME:\n    - \"SCALE\",\n    + \"SCALE2\",",
             ),
             (
                 "word",
