@@ -2,14 +2,14 @@
 
 use std::fmt::Write as _;
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Context as _, Result, bail, ensure};
 
 use super::report::Report;
 use super::suite::Claim;
 
 /// The file, one row per version. Its first line names the columns.
 const FILE: &str = "tests/system/ops-by-version.csv";
-/// Builds that have not been tested as a whole.
+/// Builds of which not every case was run.
 #[cfg(test)]
 const NOT_WHOLE: &[&str] = &["0.20.2 b10549", "0.22.0 b10644"];
 const ROWS: &str = include_str!("../../ops-by-version.csv");
@@ -27,6 +27,8 @@ struct Counts {
     ok: u64,
     /// Cases that ggml's CPU backend cannot compute.
     incomparable: u64,
+    /// Cases of ours, of operators without a case in `test-backend-ops`.
+    ours: u64,
 }
 
 impl Counts {
@@ -38,12 +40,20 @@ impl Counts {
             run: counts.all(),
             ok: counts.ok,
             incomparable: counts.incomparable,
+            ours: 0, // of another run: `check_ours`
         }
     }
 
     fn row(&self) -> String {
-        let (listed, run, ok) = (self.listed, self.run, self.ok);
-        format!("{},{listed},{run},{ok},{}", self.ggml, self.incomparable)
+        let Counts {
+            ggml,
+            listed,
+            run,
+            ok,
+            incomparable,
+            ours,
+        } = self;
+        format!("{ggml},{listed},{run},{ok},{incomparable},{ours}")
     }
 }
 
@@ -52,8 +62,9 @@ impl Counts {
 /// # Errors
 /// If the file has other counts for the version, or none.
 pub(crate) fn check(ggml: &str, claims: &[Claim], report: &Report) -> Result<String> {
-    let found = Counts::of(ggml, claims, report);
-    let kept = parse(ROWS)?.into_iter().find(|kept| kept.ggml == ggml);
+    let mut found = Counts::of(ggml, claims, report);
+    let kept = row_of(ggml)?;
+    found.ours = kept.as_ref().map_or(0, |kept| kept.ours);
     if kept.as_ref() == Some(&found) {
         return Ok(format!("{} cases run", found.run));
     }
@@ -65,6 +76,33 @@ pub(crate) fn check(ggml: &str, claims: &[Claim], report: &Report) -> Result<Str
          `cargo xtask ops-table --last-test`",
         found.row()
     );
+}
+
+/// Compares the number of our own cases of a version with the file. Of a version without a row, not
+/// every case was run.
+///
+/// # Errors
+/// If the file has another number for the version.
+pub(crate) fn check_ours(ggml: &str, cases: u64) -> Result<()> {
+    let Some(kept) = row_of(ggml)? else {
+        return Ok(());
+    };
+    let found = Counts {
+        ours: cases,
+        ..kept.clone()
+    };
+    ensure!(
+        kept == found,
+        "{FILE} has the row {}, the run gives {}",
+        kept.row(),
+        found.row()
+    );
+    Ok(())
+}
+
+/// The row of a version.
+fn row_of(ggml: &str) -> Result<Option<Counts>> {
+    Ok(parse(ROWS)?.into_iter().find(|kept| kept.ggml == ggml))
 }
 
 fn parse(text: &str) -> Result<Vec<Counts>> {
@@ -84,6 +122,7 @@ fn parse(text: &str) -> Result<Vec<Counts>> {
             run: number(2)?,
             ok: number(3)?,
             incomparable: number(4)?,
+            ours: number(5)?,
         });
     }
     Ok(all)
@@ -96,25 +135,22 @@ fn parse(text: &str) -> Result<Vec<Counts>> {
 pub(crate) fn section() -> Result<String> {
     let mut text = String::from(
         "\n## By version of ggml\n\n\
-         Each build was tested as a whole with its own `test-backend-ops` against its own CPU backend.\n\
-         No case failed and none was unsupported. `cargo xtask test --only ops --ggml VERSION` repeats a\n\
-         run and fails if a count differs. 0.26.0 has the operators of 0.25.3, and its sources have no\n\
-         `test-backend-ops`, so the program of 0.25.3 tests it. The sources of each version are in\n\
-         [ggml-versions.md](ggml-versions.md#tests).\n\n\
+         Each build ran every case of its own `test-backend-ops` against its own CPU backend, without\n\
+         three cases of MUL_MAT_ID, as above. No case failed and none was unsupported.\n\
+         `cargo xtask test --only ops --ggml VERSION` repeats a run and fails if a count differs. 0.26.0\n\
+         is a package without `test-backend-ops`; it has the operators of 0.25.3, so the program of\n\
+         0.25.3 tests it. The sources of each version are in [ggml-versions.md](ggml-versions.md#tests).\n\n\
          - **listed**: cases that `test-backend-ops support` lists.\n\
          - **run**: cases that `test-backend-ops test` runs, fused operators included.\n\
          - **CPU**: cases whose result agrees with that version's CPU backend.\n\
-         - **no CPU**: cases that this CPU backend cannot compute.\n\n\
-         | ggml | listed | run | CPU | no CPU |\n|---|--:|--:|--:|--:|\n",
+         - **no CPU**: cases that this CPU backend cannot compute.\n\
+         - **ours**: cases of ours, of operators that `test-backend-ops` has no case of, whose result\n\
+         \x20\x20agrees with that CPU backend.\n\n\
+         | ggml | listed | run | CPU | no CPU | ours |\n|---|--:|--:|--:|--:|--:|\n",
     );
     for counts in parse(ROWS)? {
-        let (listed, run) = (counts.listed, counts.run);
-        writeln!(
-            text,
-            "| {} | {listed} | {run} | {} | {} |",
-            counts.ggml, counts.ok, counts.incomparable
-        )
-        .context("formatting")?;
+        let cells = counts.row().replace(',', " | ");
+        writeln!(text, "| {cells} |").context("formatting")?;
     }
     Ok(text)
 }
@@ -152,8 +188,18 @@ mod tests {
             assert!(report.line(line).is_some(), "{line}");
         }
         let error = check("0.25.3", &[], &report).unwrap_err().to_string();
-        assert!(error.contains("The run gives 0.25.3,0,2,1,1."), "{error}");
+        assert!(
+            error.contains("The run gives 0.25.3,0,2,1,1,192."),
+            "{error}"
+        );
         let error = check("0.1", &[], &report).unwrap_err().to_string();
         assert!(error.contains("no row of ggml 0.1"), "{error}");
+        check_ours("0.25.3", 192).unwrap();
+        check_ours("0.1", 7).unwrap();
+        let error = check_ours("0.25.3", 191).unwrap_err().to_string();
+        assert!(
+            error.ends_with(",191") && error.contains(",192,"),
+            "{error}"
+        );
     }
 }

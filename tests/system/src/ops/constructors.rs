@@ -23,7 +23,8 @@ const OPERATORS: [&str; 8] = [
 ];
 
 /// Runs the program with the ggml `release`, whose libraries are in `bin`: once as it is, and once
-/// for each operator with a wrong result, which the program must detect.
+/// for each operator with a wrong result, which the program must detect. Returns the number of
+/// cases and a line.
 ///
 /// # Errors
 /// If the program cannot be compiled, a result differs, or a wrong result is not detected.
@@ -32,7 +33,7 @@ pub(crate) fn compare(
     (release, bin): (&str, &Path),
     backend: &Backend<'_>,
     seed: u64,
-) -> Result<String> {
+) -> Result<(u64, String)> {
     let program = compile(cache, release, bin)?;
     let run = |wrong: Option<&str>| {
         let mut command = Command::new(&program);
@@ -73,10 +74,11 @@ pub(crate) fn compare(
         );
     }
     let cases = text.lines().filter(|line| line.contains("): OK")).count();
-    Ok(format!(
+    let line = format!(
         "{cases} cases of {} operators, each wrong result detected; --seed {seed}",
         OPERATORS.len()
-    ))
+    );
+    Ok((cases as u64, line))
 }
 
 /// Compiles the program against the headers and libraries of the release.

@@ -217,7 +217,9 @@ fn without_cases(tests: &mut TestRun<'_>, dist: &Dist, (release, bin): (&str, &P
             endpoint: "inproc",
         };
         let seed = tests.options.seed();
-        constructors::compare(tests.cache, (release, bin), &backend, seed)
+        let (cases, line) = constructors::compare(tests.cache, (release, bin), &backend, seed)?;
+        by_version::check_ours(release, cases)?;
+        Ok(line)
     });
 }
 
