@@ -56,8 +56,8 @@ pub struct Release {
     sha256: &'static str,
 }
 
-/// Builds of each series that the plugin supports and [`crate::llama`] does not have, oldest first:
-/// two where the number of one stands for different operators.
+/// Builds of each series that the plugin supports, beside the releases of [`crate::llama`], oldest
+/// first: two where the number of one stands for different operators.
 pub const RELEASES: &[Release] = &[
     // Ollama 0.33.0.
     Release {
@@ -121,6 +121,14 @@ pub const RELEASES: &[Release] = &[
         is_default: true,
         sha256: "d7bff68f0cb33e1b19513f97f107c2a1d3e5d7b0c098667ce4fd32ef214a33ac",
     },
+    // After 0.26.0, with tests of its own.
+    Release {
+        version: "0.26.0",
+        build: 11434,
+        also: &[],
+        is_default: false,
+        sha256: "b0a2feb64c6fbd09f12af230734f072dd819ecb0ebd259565e1d6e9c34007e45",
+    },
 ];
 
 /// Further builds, whose sources are compared with what the plugin knows, and which no test builds.
@@ -141,6 +149,29 @@ pub const READ: &[Release] = &[
         is_default: false,
         sha256: "4191796cf97d6e4eac0c53d5a6adaac3e5c72344473278fa439c44e9b055a439",
     },
+    // The next after b11076.
+    Release {
+        version: "0.24.0",
+        build: 11095,
+        also: &[],
+        is_default: false,
+        sha256: "184cdee894f8469a2969474aeb904b1dcb94679ab58147b1c866ab44fff68d98",
+    },
+    Release {
+        version: "0.25.0",
+        build: 11138,
+        also: &[],
+        is_default: false,
+        sha256: "3b1ab0b2fc6ada0cc5362d2e96da93416f6b32f6e2af0a232870b8816106b9ef",
+    },
+    // With API 3.
+    Release {
+        version: "0.25.3",
+        build: 11401,
+        also: &[],
+        is_default: false,
+        sha256: "c2efd06791c2b151c2c130219f249a40904a260fa0afbba818366e05af7c5aaa",
+    },
 ];
 
 /// Whether `text` names a release that the tests build: a number (`0.24.0`, all builds that have
@@ -153,7 +184,8 @@ pub fn is_name(text: &str) -> bool {
 pub fn names() -> Vec<String> {
     let mut names: Vec<String> = Vec::new();
     for release in RELEASES {
-        if names.iter().all(|name| name != release.version) {
+        let is_new = names.iter().all(|name| name != release.version);
+        if is_new && !NUMBERED.contains(&release.version) {
             names.push(release.version.to_owned());
         }
         names.extend(release.builds().map(|build| format!("b{build}")));
@@ -162,16 +194,16 @@ pub fn names() -> Vec<String> {
     names
 }
 
-/// The folder of ggml's sources in the release that `text` names as [`is_name`] says, the first
-/// build if the number has several. `None` if `text` names none.
+/// The folder of ggml's sources in the release that `text` names as [`is_name`] says: of a number,
+/// that of the package which names no build, or else the first build. `None` if `text` names none.
 ///
 /// # Errors
 /// If the sources cannot be fetched, or are those of another release.
 pub fn source_of(cache: &Cache, text: &str) -> Result<Option<PathBuf>> {
     let llama = match RELEASES.iter().find(|release| release.is_named(text)) {
+        _ if text == llama::RELEASE => llama::source(cache)?,
+        _ if text == llama::NEWEST_RELEASE => llama::newest_source(cache)?.join("llama.cpp"),
         Some(release) => release.source(cache)?,
-        None if text == llama::RELEASE => llama::source(cache)?,
-        None if text == llama::NEWEST_RELEASE => llama::newest_source(cache)?.join("llama.cpp"),
         None => return Ok(None),
     };
     Ok(Some(llama.join("ggml")))
@@ -329,6 +361,7 @@ mod tests {
         assert_eq!(named("0.24.0"), [10985, 11076]);
         assert_eq!(named("b11076"), [11076]);
         assert_eq!(named("b11081"), [11076], "Ollama 0.34.4");
+        assert_eq!(named("0.26.0"), [11434]);
         for text in ["0.24", "0.24.1", "11076", "b", "b1", "bb11076", ""] {
             assert!(!is_name(text) && named(text).is_empty(), "{text}");
         }
@@ -336,6 +369,8 @@ mod tests {
         assert_eq!(names[..3], ["0.20.2", "b10488", "b10549"]);
         assert_eq!(names[names.len() - 2..], ["0.25.3", "0.26.0"]);
         assert!(names.iter().all(|name| is_name(name)), "{names:?}");
+        let once: std::collections::BTreeSet<&String> = names.iter().collect();
+        assert_eq!(once.len(), names.len(), "{names:?}");
         assert!(RELEASES.is_sorted_by_key(|release| release.build));
     }
 }

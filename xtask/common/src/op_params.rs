@@ -202,7 +202,9 @@ impl Table {
         let offset = numbers
             .get("ROPE_OFFSET")
             .context("no number of ROPE's offset")?;
-        table.added.insert(("ROPE".to_owned(), 15), *offset);
+        for op in ["ROPE", "ROPE_BACK"] {
+            table.added.insert((op.to_owned(), 15), *offset);
+        }
         Ok(table)
     }
 

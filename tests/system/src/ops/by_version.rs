@@ -11,7 +11,7 @@ use super::suite::Claim;
 const FILE: &str = "tests/system/ops-by-version.csv";
 /// Builds of which not every case was run.
 #[cfg(test)]
-const NOT_WHOLE: &[&str] = &["0.20.2 b10549", "0.22.0 b10644"];
+const NOT_WHOLE: &[&str] = &["0.20.2 b10549", "0.22.0 b10644", "0.26.0 b11434"];
 const ROWS: &str = include_str!("../../ops-by-version.csv");
 
 /// The counts of a run without a failed case.
@@ -171,10 +171,11 @@ mod tests {
         );
         let rows = parse(ROWS).unwrap();
         let kept: Vec<&str> = rows.iter().map(|row| row.ggml.as_str()).collect();
-        let builds: Vec<String> = { RELEASES.iter().map(Release::name) }
+        let mut builds: Vec<String> = { RELEASES.iter().map(Release::name) }
             .chain([llama::RELEASE.to_owned(), llama::NEWEST_RELEASE.to_owned()])
             .filter(|name| !NOT_WHOLE.contains(&name.as_str()))
             .collect();
+        builds.sort_unstable();
         assert_eq!(kept, builds);
         for row in &rows {
             assert_eq!(row.run, row.ok + row.incomparable, "{row:?}");
