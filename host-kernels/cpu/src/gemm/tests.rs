@@ -28,6 +28,10 @@ impl Random {
         Random(Xoshiro256PlusPlus::seed_from_u64(seed))
     }
 
+    fn byte(&mut self) -> u8 {
+        (self.0.next_u64() >> 56) as u8
+    }
+
     /// Roughly normal: the sum of four uniform numbers, so that a block has small and large values.
     fn float(&mut self) -> f32 {
         (0..4)
@@ -345,6 +349,45 @@ fn a_result_depends_on_its_row_and_column_only() {
                     let mut pieces = case.run(level, 0..71, 0..cut);
                     pieces.extend(case.run(level, 0..71, cut..cols));
                     assert_eq!(pieces, whole, "{ty:?} at {level:?}");
+                }
+            }
+        }
+    }
+}
+
+/// Results as bits. All NaN are equal: which operand a NaN comes from is not promised.
+fn bits(results: &[f32]) -> Vec<u32> {
+    let canonical = |x: &f32| if x.is_nan() { f32::NAN } else { *x }.to_bits();
+    results.iter().map(canonical).collect()
+}
+
+/// A product of floats has the same bits alone and among other columns, as long as there are fewer
+/// than a panel has. The bytes of the weights are numbers, or any that a guest may write.
+#[test]
+fn a_product_of_floats_does_not_depend_on_the_columns_beside_it() {
+    let mut random = Random::new(49);
+    for ty in [Type::F32, Type::F16, Type::Bf16] {
+        for level in levels() {
+            let panel = MatmulKernel::at(ty, level).unwrap().panel_cols;
+            // The dot product of bfloat16 pairs has one order for one column and one for several.
+            let alone = match (ty, level) {
+                (Type::Bf16, Level::Avx512Bf16) => continue,
+                _ => panel.max(32) - 1,
+            };
+            for (k, rows, is_noise) in [(1, 5, false), (77, 9, false), (600, 3, true)] {
+                let mut case = Case::new(ty, k, rows, alone, &mut random);
+                if is_noise {
+                    case.w.iter_mut().for_each(|byte| *byte = random.byte());
+                }
+                let expected: Vec<u32> = (0..alone)
+                    .flat_map(|c| bits(&case.run(level, 0..rows, c..c + 1)))
+                    .collect();
+                for cols in 2..=alone {
+                    let together = bits(&case.run(level, 0..rows, alone - cols..alone));
+                    assert!(
+                        together == expected[(alone - cols) * rows..],
+                        "{ty:?} at {level:?}, k {k}, {cols} columns"
+                    );
                 }
             }
         }

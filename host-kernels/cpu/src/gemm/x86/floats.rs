@@ -128,14 +128,16 @@ unsafe fn widen<S: IntSimd, T: Float>(x: *const u8, n: usize, padded: usize, to:
 #[inline(always)]
 unsafe fn rows<S: IntSimd, T: Float>(call: &GemmArgs) {
     if call.cols == 1 {
-        for r in 0..call.rows {
-            // SAFETY: `r < call.rows`, so the row is readable for `call.k` weights and `dst` is
-            // writable for float `r`. `call.x` is readable for the only column of `call.k`
-            // activations. The caller guarantees the features of `S`.
-            unsafe {
-                let row = call.w.add(r * call.w_stride);
-                *call.dst.add(r) = dot::<S, T>(row, call.x, call.k);
-            }
+        let mut r = 0;
+        while r < call.rows {
+            // SAFETY: `dots::<R>(r)` is called only with `R <= call.rows - r`. There is one column.
+            // The caller guarantees the contract of `Gemm` and the features of `S`.
+            r += unsafe {
+                match call.rows - r {
+                    ROWS_AT_ONCE.. => dots::<S, T, ROWS_AT_ONCE>(call, r),
+                    _ => dots::<S, T, 1>(call, r),
+                }
+            };
         }
         return;
     }
@@ -411,43 +413,47 @@ impl Tiles<'_> {
     }
 }
 
-/// Independent sums of one product, which hide the latency of an addition.
-const UNROLL: usize = 4;
+/// Rows that are multiplied at once with one column: independent sums hide the latency of an
+/// addition.
+const ROWS_AT_ONCE: usize = 4;
 
-/// One row times one column. The weights are read sequentially, which is fastest for the memory.
+/// Rows `r .. r + R` times the only column, in the order of [`Tiles::tile`]. Returns `R`.
 ///
 /// # Safety
-/// `row` and `x` are readable for `k` elements. The processor has the instructions of `S`.
+/// As [`rows`]; `call.cols == 1` and `r + R <= call.rows`.
 #[inline(always)]
-unsafe fn dot<S: IntSimd, T: Float>(row: *const u8, x: *const u8, k: usize) -> f32 {
-    // SAFETY: every vector of `row` and `x` starts at an element `i < k`. A whole vector is loaded
-    // only if `S::LANES` elements are left, otherwise `load_first` reads those that are. The caller
-    // guarantees `k` elements at both, and the instructions of `S`.
+unsafe fn dots<S: IntSimd, T: Float, const R: usize>(call: &GemmArgs, r: usize) -> usize {
+    // SAFETY: rows `r .. r + R` and the column are readable for `call.k` elements, and `dst` is
+    // writable for as many floats. A whole vector is loaded from element `i` only if `S::LANES`
+    // elements are left, otherwise `load_first` reads those that are. The caller guarantees the
+    // instructions of `S`.
     unsafe {
-        let mut acc = [S::v_splat(0.0); UNROLL];
-        let mut i = 0;
-        while i + UNROLL * S::LANES <= k {
-            S::prefetch(row.add(i * T::BYTES), UNROLL * S::LANES * T::BYTES);
-            for u in 0..UNROLL {
-                let at = (i + u * S::LANES) * T::BYTES;
-                acc[u] = S::v_mul_add(T::load::<S>(row.add(at)), T::load::<S>(x.add(at)), acc[u]);
-            }
-            i += UNROLL * S::LANES;
-        }
-        while i < k {
-            let (w, x) = (row.add(i * T::BYTES), x.add(i * T::BYTES));
-            let (w, x) = match k - i {
-                left if left < S::LANES => {
-                    (T::load_first::<S>(w, left), T::load_first::<S>(x, left))
+        let w = call.w.add(r * call.w_stride);
+        let mut acc = [S::v_splat(0.0); R];
+        let whole = call.k / S::LANES * S::LANES;
+        for i in (0..whole).step_by(S::LANES) {
+            let x = T::load::<S>(call.x.add(i * T::BYTES));
+            for r in 0..R {
+                let w = w.add(r * call.w_stride + i * T::BYTES);
+                if i * T::BYTES % 64 == 0 {
+                    prefetch_line::<_MM_HINT_T1>(w.wrapping_add(R * call.w_stride));
                 }
-                _ => (T::load::<S>(w), T::load::<S>(x)),
-            };
-            acc[0] = S::v_mul_add(w, x, acc[0]);
-            i += S::LANES;
+                acc[r] = S::v_mul_add(T::load::<S>(w), x, acc[r]);
+            }
         }
-        let (low, high) = (S::v_add(acc[0], acc[1]), S::v_add(acc[2], acc[3]));
-        S::v_sum(S::v_add(low, high))
+        if whole < call.k {
+            let left = call.k - whole;
+            let x = T::load_first::<S>(call.x.add(whole * T::BYTES), left);
+            for r in 0..R {
+                let w = w.add(r * call.w_stride + whole * T::BYTES);
+                acc[r] = S::v_mul_add(T::load_first::<S>(w, left), x, acc[r]);
+            }
+        }
+        for r_tile in 0..R {
+            *call.dst.add(r + r_tile) = S::v_sum(acc[r_tile]);
+        }
     }
+    R
 }
 
 /// A chunk of `2 * S::LANES` rows of weights, interleaved.
