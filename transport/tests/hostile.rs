@@ -192,6 +192,18 @@ fn guest_detects_a_removed_window() {
     }
 }
 
+/// The words of a removed device would otherwise be a violation of the protocol.
+#[test]
+fn guest_does_not_blame_the_host_for_a_removed_window() {
+    let (window, layout) = window();
+    let (guest_bell, _host_bell) = EventDoorbell::pair().unwrap();
+    let mut guest = WindowGuest::new(Arc::clone(&window), &layout, Box::new(guest_bell), None);
+    window.store(word::EPOCH, u64::MAX);
+    window.store(word::COMPLETION_TAIL, u64::MAX);
+    let received = guest.try_receive(&mut Vec::new());
+    assert_eq!(received, Err(LinkError::Closed));
+}
+
 /// A host whose process is stopped: no descriptor closes, and no word changes.
 #[test]
 fn guest_closes_link_when_heartbeat_stops() {

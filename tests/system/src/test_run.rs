@@ -80,9 +80,10 @@ Only `--full` runs:
             an hour instead of a minute (`cargo xtask soak`)
   ollama    all checks again without flash attention, and both again with Ollama 0.33.0
   deploy    KubeVirt's own types
-  vm        the guests with vfio-user, with vsock and TCP, and with systemd; test-backend-ops with
-            13 operators and products of nine types instead of four and three; 20 killed executors
-            instead of five (`cargo xtask vm` runs all of these, too)
+  vm        the guests with vfio-user, with vsock and TCP, and with systemd; a guest that is paused,
+            put to sleep, reset, unplugged and killed; test-backend-ops with 13 operators and
+            products of nine types instead of four and three; 20 killed executors instead of five
+            (`cargo xtask vm` runs all of these, too)
 
 Not even `--full` runs what has no end of its own: the fuzzing of tests/fuzz, and the benchmarks
 (`cargo xtask bench`), among them `soak`, with a million commands, `parts` and `fairness`";

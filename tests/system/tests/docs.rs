@@ -155,6 +155,11 @@ fn missing_test(file: &str, name: &str) -> Option<String> {
             page("tests/system/src/faults/all.rs").contains(&format!("{module}::{name}"));
         return (!is_fault).then(|| format!("{file}: {name} is not a fault"));
     }
+    // The checks of a virtual machine, which the part calls.
+    if file.starts_with("tests/system/src/vm/") {
+        let is_called = page("tests/system/src/parts/vm.rs").contains(&format!("booted.{name}()"));
+        return (!is_called).then(|| format!("{file}: {name} is not called"));
+    }
     // A test program with a `main` of its own, which calls the tests.
     if text.contains("\nfn main(") {
         let words = text.split(|c: char| !c.is_alphanumeric() && c != '_');

@@ -111,6 +111,13 @@ impl WindowEnd {
 
     /// Stores the first error and returns it.
     pub(super) fn fail(&mut self, error: LinkError) -> LinkError {
+        // A removed device has other bytes than a host would write: zeros under an emulator, ones
+        // on real buses.
+        let is_removed = || self.side == Side::Guest && self.window.load(word::EPOCH) != self.epoch;
+        let error = match error {
+            LinkError::PeerMisbehaved(_) if is_removed() => LinkError::Closed,
+            error => error,
+        };
         self.error.get_or_insert(error).clone()
     }
 

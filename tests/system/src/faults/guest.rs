@@ -19,8 +19,8 @@ pub(super) const HANG: Duration = Duration::from_secs(120);
 
 /// The compiled program and its inputs.
 #[derive(Clone, Debug)]
-pub(super) struct Program {
-    pub(super) path: PathBuf,
+pub(crate) struct Program {
+    pub(crate) path: PathBuf,
     pub(super) bin: PathBuf,
     pub(super) model: PathBuf,
     /// A library for `LD_PRELOAD`.
@@ -29,7 +29,8 @@ pub(super) struct Program {
 }
 
 impl Program {
-    pub(super) fn build(cache: &Cache, bin: &Path, model: &Path, folder: &Path) -> Result<Program> {
+    /// Compiles the program into `folder`, with the libraries in `bin`.
+    pub(crate) fn build(cache: &Cache, bin: &Path, model: &Path, folder: &Path) -> Result<Program> {
         let source = llama::source(cache)?;
         let path = folder.join("retrying_guest");
         let mut cc = Command::new("cc");

@@ -19,5 +19,6 @@ mod setup;
 mod suspend;
 
 pub(crate) use all::FAULTS;
+pub(crate) use guest::Program;
 pub(crate) use long_run::{Options, SoakOptions, run, soak};
 pub(crate) use setup::{Counts, Setup};

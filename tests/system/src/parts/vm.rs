@@ -31,6 +31,9 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
     if wanted(Kind::Systemd) {
         systemd(tests, &prepared);
     }
+    if wanted(Kind::Events) {
+        events(tests, &prepared);
+    }
 }
 
 fn ivshmem(tests: &mut TestRun<'_>, prepared: &Prepared) {
@@ -101,8 +104,33 @@ fn links(tests: &mut TestRun<'_>, prepared: &Prepared) {
     tests.check("guests without a valid certificate", |_, _| {
         linked.refused_guests()
     });
+    tests.check("a paused machine, over TCP and vsock", |_, _| {
+        linked.paused()
+    });
     tests.check("the executor ends well", |_, _| {
         linked.stop().map(|()| String::new())
+    });
+}
+
+fn events(tests: &mut TestRun<'_>, prepared: &Prepared) {
+    heading("events in the life of a virtual machine");
+    let booted = tests.prepare("a booted guest, for events", |tests| {
+        vm::boot_events(prepared, &|name| tests.log(name))
+    });
+    let Some(mut booted) = booted else { return };
+    tests.check("a paused machine", |_, _| booted.paused());
+    tests.check("a machine paused for long", |_, _| booted.paused_for_long());
+    tests.check("migration and snapshot", |_, _| booted.migrated());
+    tests.check("a processor offline", |_, _| booted.processor_offline());
+    tests.check("no overcommitment", |_, _| {
+        booted.overcommitment_forbidden()
+    });
+    tests.check("the device unplugged", |_, _| booted.unplugged());
+    tests.check("a machine that sleeps (S3)", |_, _| booted.suspended());
+    tests.check("a reset", |_, _| booted.reset());
+    tests.check("QEMU killed and started again", |_, _| booted.qemu_killed());
+    tests.check("the executor ends well", |_, _| {
+        booted.stop().map(|()| String::new())
     });
 }
 

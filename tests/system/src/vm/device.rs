@@ -15,13 +15,19 @@ use xtask_common::progress::Progress;
 use xtask_common::workspace;
 
 /// An executor that serves one virtual machine and is restarted after a kill.
-struct Served {
+pub(super) struct Served {
     fd_store: Daemon,
     socket: PathBuf,
 }
 
 impl Served {
-    fn start(prepared: &Prepared, device: Device, log: &Path) -> Result<Served> {
+    /// Starts the executor with the further arguments `more`.
+    pub(super) fn start(
+        prepared: &Prepared,
+        device: Device,
+        log: &Path,
+        more: &[&str],
+    ) -> Result<Served> {
         let socket = prepared.scratch.path().join("vm.sock");
         let mut fd_store = Command::new(&prepared.dist.vgpu);
         fd_store
@@ -30,7 +36,8 @@ impl Served {
             .args(["serve", "--engine", "cpu", "--vm"])
             .arg(format!("test,socket={},window=64M", socket.display()))
             .args(["--threads", &workspace::cores().to_string()])
-            .args(["--device", device.name()]);
+            .args(["--device", device.name()])
+            .args(more);
         let mut served = Served {
             fd_store: Daemon::start(&mut fd_store, log)?,
             socket,
@@ -71,7 +78,18 @@ impl Served {
         self.wait_for(count + 1)
     }
 
-    fn stop(self) -> Result<()> {
+    /// The socket that QEMU connects to.
+    pub(super) fn socket(&self) -> &Path {
+        &self.socket
+    }
+
+    /// The log so far.
+    pub(super) fn log(&self) -> String {
+        self.fd_store.log()
+    }
+
+    /// Ends the executor.
+    pub(super) fn stop(self) -> Result<()> {
         self.fd_store.stop(TIMEOUT)
     }
 }
@@ -118,7 +136,7 @@ impl Device {
 }
 
 /// The environment in which programs of the guest find the device.
-const PCI: Way<'_> = Way {
+pub(super) const PCI: Way<'_> = Way {
     environment: "VGPU_ENDPOINT=pci",
     link: "pci:0000:",
     who: As::Root,
@@ -143,7 +161,7 @@ pub(crate) fn boot(
     };
     let qemu = newer.as_ref().unwrap_or(&prepared.qemu);
     let log = |name: &str| logs(&format!("vm-{}-{name}", device.name()));
-    let served = Served::start(prepared, device, &log("vgpu-serve"))?;
+    let served = Served::start(prepared, device, &log("vgpu-serve"), &[])?;
     let machine = Machine {
         qemu,
         accelerator: qemu.accelerator(),

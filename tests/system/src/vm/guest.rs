@@ -4,6 +4,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
+use rustix::process::Signal;
 
 use super::qemu::Qemu;
 use xtask_common::process::Dialogue;
@@ -94,6 +95,18 @@ impl Guest {
         Ok(guest)
     }
 
+    /// Waits until the guest has booted again.
+    pub(super) fn wait_for_boot(&mut self) -> Result<()> {
+        self.until("@@ready", Instant::now() + BOOT)
+            .context("the guest does not boot again")
+            .map(drop)
+    }
+
+    /// Ends QEMU with SIGKILL.
+    pub(super) fn kill(&self) -> Result<()> {
+        self.console.signal(Signal::KILL)
+    }
+
     /// Sets the timeout of later commands.
     pub(super) fn set_timeout(&mut self, timeout: Duration) {
         self.timeout = timeout;
@@ -101,8 +114,18 @@ impl Guest {
 
     /// Runs a line of shell in the guest.
     pub(super) fn run(&mut self, line: &str) -> Result<Ran> {
+        self.begin(line)?;
+        self.finish()
+    }
+
+    /// Begins to run a line of shell. [`Guest::finish`] waits for its end.
+    pub(super) fn begin(&mut self, line: &str) -> Result<()> {
+        self.console.write_line(line)
+    }
+
+    /// Waits for the end of the line of shell that [`Guest::begin`] has begun.
+    pub(super) fn finish(&mut self) -> Result<Ran> {
         let deadline = Instant::now() + self.timeout;
-        self.console.write_line(line)?;
         let (output, end) = self.until("@@done ", deadline)?;
         let status = end
             .trim()

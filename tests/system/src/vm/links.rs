@@ -3,12 +3,14 @@
 use std::path::PathBuf;
 use std::process::Command;
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 
 use super::certificates::HOST;
 use super::guest::{Guest, Machine};
-use super::inside::{As, Way};
+use super::inside::{As, PLUGIN, Way};
 use super::prepared::{GUEST_TIMEOUT, MEMORY, Prepared, TIMEOUT};
+use super::program::{LONG, Outcome, Program, SHORT, SILENCE};
+use super::qmp::{self, Qmp};
 use xtask_common::cache::Cache;
 use xtask_common::packages;
 use xtask_common::process::Daemon;
@@ -20,6 +22,7 @@ const VSOCK_PORT: u32 = 4780;
 /// A booted guest with a network and vsock.
 pub(crate) struct Linked {
     guest: Guest,
+    qmp: Qmp,
     executor: Daemon,
     /// The vsock device of the guest, which connects to sockets of this machine.
     vsock: Daemon,
@@ -56,7 +59,10 @@ pub(crate) fn boot_without_device(
     let mut device = Daemon::start(&mut device, &logs("vm-links-vhost-device-vsock"))?;
     device.wait_until(TIMEOUT, |_| control.exists())?;
 
+    let monitor = folder.join("links-qmp.sock");
     let devices = [
+        "-qmp".into(),
+        qmp::argument(&monitor),
         "-object".into(),
         format!("memory-backend-memfd,id=mem,size={MEMORY},share=on"),
         "-machine".into(),
@@ -83,6 +89,7 @@ pub(crate) fn boot_without_device(
     guest.set_timeout(GUEST_TIMEOUT);
     Ok(Linked {
         guest,
+        qmp: Qmp::connect(&monitor)?,
         executor,
         vsock: device,
         tcp: format!("tcp:{HOST}:{port}"),
@@ -137,6 +144,55 @@ impl Linked {
             self.guest.doctor_finds(&way, wanted)?;
         }
         Ok(String::new())
+    }
+
+    /// The machine is paused for less than the host waits for its programs, and for longer, over
+    /// both links.
+    pub(crate) fn paused(&mut self) -> Result<String> {
+        let tcp = format!("{PLUGIN} {}", self.tcp_with("guest"));
+        let vsock = format!("{PLUGIN} VGPU_ENDPOINT=vsock:{VSOCK_PORT}");
+        let (guest, qmp) = (&mut self.guest, &mut self.qmp);
+        let programs = [
+            Program::start(guest, "tcp", &tcp, 99)?,
+            Program::start(guest, "vsock", &vsock, 99)?,
+        ];
+        let expected = programs[0].tokens(guest, LONG)?;
+        ensure!(
+            programs[1].tokens(guest, LONG)? == expected,
+            "the links have other tokens"
+        );
+        for (pause, is_lost) in [(SHORT, false), (SILENCE + SHORT, true)] {
+            for program in &programs {
+                program.begin(guest, LONG)?;
+            }
+            for program in &programs {
+                program.wait_for_tokens(guest, 2)?;
+            }
+            qmp.pause(pause)?;
+            for program in &programs {
+                let end = program.end(guest)?;
+                let is_right = match &end {
+                    Outcome::Tokens(tokens) => !is_lost && *tokens == expected,
+                    Outcome::Failed(_) => is_lost,
+                    Outcome::Ended(_) => false,
+                };
+                ensure!(
+                    is_right,
+                    "after a pause of {pause:?}: {end:?}\n{}",
+                    program.errors(guest)?
+                );
+            }
+        }
+        for program in &programs {
+            ensure!(
+                program.tokens(guest, LONG)? == expected,
+                "other tokens after the loss"
+            );
+        }
+        Ok(format!(
+            "{SHORT:?}: {LONG} tokens equal; {:?}: an error, then {LONG} tokens equal",
+            SILENCE + SHORT
+        ))
     }
 
     fn tcp_with(&self, name: &str) -> String {

@@ -4,15 +4,19 @@ mod certificates;
 mod cpio;
 mod debian;
 mod device;
+mod events;
 mod guest;
 mod image;
 mod inside;
 mod links;
 mod prepared;
+mod program;
 mod qemu;
+mod qmp;
 mod systemd;
 
 pub(crate) use device::{Booted, Device, boot};
+pub(crate) use events::boot_events;
 pub(crate) use inside::GuestOps;
 pub(crate) use links::boot_without_device;
 pub(crate) use prepared::{Prepared, prepare};
@@ -29,9 +33,17 @@ pub(crate) enum Kind {
     Links,
     /// With systemd and vgpu's Debian packages: services
     Systemd,
+    /// With a vGPU that is paused, put to sleep, reset, unplugged and killed
+    Events,
 }
 
 impl Kind {
     /// All kinds.
-    pub(crate) const ALL: [Kind; 4] = [Kind::Ivshmem, Kind::VfioUser, Kind::Links, Kind::Systemd];
+    pub(crate) const ALL: [Kind; 5] = [
+        Kind::Ivshmem,
+        Kind::VfioUser,
+        Kind::Links,
+        Kind::Systemd,
+        Kind::Events,
+    ];
 }

@@ -14,7 +14,9 @@ use xtask_common::scratch::Scratch;
 
 use super::certificates::Certificates;
 use super::image::{self, Content};
+use super::program;
 use super::qemu::Qemu;
+use crate::faults;
 
 /// The timeout for every wait.
 pub(super) const TIMEOUT: Duration = Duration::from_secs(60);
@@ -71,7 +73,9 @@ pub(crate) fn prepare(cache: &Cache, dist: &Dist) -> Result<Prepared> {
     let initramfs = scratch.path().join("initramfs");
     let certificates = Certificates::make(&dist.vgpu, scratch.path())?;
     let progress = Progress::new("assembling an initramfs");
-    let more = certificates.for_guests();
+    let retrying = faults::Program::build(cache, &programs.bin, &programs.model, scratch.path())?;
+    let mut more = certificates.for_guests();
+    more.push((program::PATH, retrying.path.as_path()));
     image::initramfs(cache, &kernel, &programs.content(dist, &more), &initramfs)?;
     let mib = initramfs.metadata().map_or(0, |m| m.len() >> 20);
     progress.done(&format!("{mib} MiB"));

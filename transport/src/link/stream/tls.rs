@@ -591,6 +591,43 @@ mod tests {
         }
     }
 
+    /// The guest's end of a connection, and the host's.
+    fn connected() -> [Secure; 2] {
+        let [host, guest] = two_sides().map(|files| Certificates::check(files).unwrap());
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let socket = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (accepted, _) = listener.accept().unwrap();
+        [&socket, &accepted].map(|socket| socket.set_nonblocking(true).unwrap());
+        let deadline = Instant::now() + Duration::from_secs(60);
+        std::thread::scope(|scope| {
+            let host = scope.spawn(|| host.accept(accepted, deadline).unwrap());
+            let guest = guest.connect("127.0.0.1", socket, deadline).unwrap();
+            [guest, host.join().unwrap()]
+        })
+    }
+
+    /// rustls updates the keys by itself after 2^24 records.
+    #[test]
+    fn connection_goes_on_across_key_updates() {
+        let [mut sender, mut receiver] = connected();
+        for round in 0..6 {
+            sender.connection.refresh_traffic_keys().unwrap();
+            assert!(sender.connection.wants_write(), "no update");
+            assert_eq!(sender.write(&[round]).unwrap(), 1);
+            while !sender.flush().unwrap() {}
+            let mut byte = [u8::MAX];
+            let count = loop {
+                match receiver.read(&mut byte) {
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                    other => break other.unwrap(),
+                }
+            };
+            assert_eq!((count, byte), (1, [round]));
+            // The next sender has the request for an update of its own keys to answer.
+            std::mem::swap(&mut sender, &mut receiver);
+        }
+    }
+
     #[test]
     fn clones_use_replaced_certificates_and_guests_of_the_old_authority_are_refused() {
         let [host, guest] = two_sides();
