@@ -40,8 +40,8 @@
 //! | state | [`STATE_NEW`], then [`STATE_OPEN`], then [`STATE_CLOSED`] | the release store of `STATE_CLOSED`, after the last record, pairs with the peer's acquire load before its last check of the ring |
 //! | heartbeat | changes about once a second while the host process runs; the guest's word only on links into virtual machines | nothing: only the change matters |
 //!
-//! The memory of a removed PCI device reads as all ones. All ones is no valid state, so the reader
-//! treats the peer as closed.
+//! The memory of a removed PCI device reads as all ones, or as zeros under emulation. Neither is
+//! [`STATE_OPEN`], so a guest treats its host as closed.
 
 use std::mem::offset_of;
 use std::ops::Range;

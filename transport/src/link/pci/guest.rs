@@ -159,8 +159,8 @@ impl Device {
                 cause: DeviceMismatch::NoWindow,
             })?;
         // SAFETY: `file` is the device's region in sysfs, and the kernel refuses to map more than
-        // the region has. The region exists while the device does. The kernel ends the programs
-        // that use a device in removal (SIGBUS), as docs/life-events.md says.
+        // the region has. The region exists while the device does. The mapping of a removed device
+        // either reads as zeros or ones, or its next access ends the program (SIGBUS).
         let page = unsafe { Window::map_device(file.as_fd(), 0, directory::PAGE) }
             .map_err(|error| unmapped(&device, error))?;
         let directory = Directory::read(&page, size).map_err(|error| not_vgpu(&device, error))?;
@@ -357,7 +357,7 @@ impl Doorbell for PciDoorbell {
             lock().woke(Instant::now());
         }
         // An executor that ends closes the slot's window after its last reply. An executor that was
-        // killed is replaced by another, with another epoch. A removed device reads as all ones.
+        // killed is replaced by another, with another epoch. So has a removed device.
         let is_there = self.page.load(directory::word::EPOCH) == self.epoch;
         Ok(if is_there { Wake::Look } else { Wake::PeerGone })
     }

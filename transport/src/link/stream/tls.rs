@@ -597,7 +597,9 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let socket = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let (accepted, _) = listener.accept().unwrap();
-        [&socket, &accepted].map(|socket| socket.set_nonblocking(true).unwrap());
+        for socket in [&socket, &accepted] {
+            socket.set_nonblocking(true).unwrap();
+        }
         let deadline = Instant::now() + Duration::from_secs(60);
         std::thread::scope(|scope| {
             let host = scope.spawn(|| host.accept(accepted, deadline).unwrap());
