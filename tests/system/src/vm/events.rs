@@ -14,6 +14,7 @@ use super::prepared::{GUEST_TIMEOUT, MEMORY, Prepared};
 use super::program::{LONG, Outcome, Program, SHORT, SILENCE, ensure_begins, until};
 use super::qmp::{self, Qmp};
 use xtask_common::executor;
+use xtask_common::process::Daemon;
 use xtask_common::workspace;
 
 /// The limit of a wait for something that happens at once.
@@ -28,6 +29,9 @@ const SOME: usize = 12;
 /// QEMU's message about a migration and a snapshot.
 const NO_MIGRATION: &str =
     "Migration is disabled when using feature 'peer mode' in device 'ivshmem'";
+
+/// QEMU's message about a device that may be migrated.
+const NO_MASTER: &str = "master must connect to the server before any peers";
 
 /// A booted guest whose device can be unplugged, and what drives it.
 pub(crate) struct Events<'a> {
@@ -259,10 +263,12 @@ impl Events<'_> {
         }
         let page = workspace::root().join("docs/virtual-machines.md");
         let page = std::fs::read_to_string(page).context("reading the documentation")?;
-        ensure!(
-            page.contains(NO_MIGRATION),
-            "docs/virtual-machines.md does not quote {NO_MIGRATION:?}"
-        );
+        for message in [NO_MIGRATION, NO_MASTER] {
+            ensure!(
+                page.contains(message),
+                "docs/virtual-machines.md does not quote {message:?}"
+            );
+        }
         self.expect()?;
         self.ensure_same_sessions(&before)?;
         Ok("migrate and savevm refused".into())
@@ -420,6 +426,19 @@ impl Events<'_> {
         self.qmp.run("chardev-remove", json!({ "id": "vgpu0" }))?;
         let took = self.wait_for_no_session(SOON)?;
 
+        self.plug_in()?;
+        let there = until("grep -qs 0x1110 /sys/bus/pci/devices/*/device");
+        self.guest.run(&there)?.good("waiting for the new device")?;
+        self.generate()?;
+        Ok(format!(
+            "an error ({lost}); sessions ended {} ms after chardev-remove; with a new device \
+             {LONG} tokens equal",
+            took.as_millis()
+        ))
+    }
+
+    /// Plugs in a device.
+    fn plug_in(&mut self) -> Result<()> {
         let address = json!({ "type": "unix", "data": { "path": self.served.socket() } });
         let data = json!({ "addr": address, "server": false });
         let backend = json!({ "type": "socket", "data": data });
@@ -432,15 +451,7 @@ impl Events<'_> {
             "vectors": 1,
             "bus": "port0",
         });
-        self.qmp.run("device_add", device)?;
-        let there = until("grep -qs 0x1110 /sys/bus/pci/devices/*/device");
-        self.guest.run(&there)?.good("waiting for the new device")?;
-        self.generate()?;
-        Ok(format!(
-            "an error ({lost}); sessions ended {} ms after chardev-remove; with a new device \
-             {LONG} tokens equal",
-            took.as_millis()
-        ))
+        self.qmp.run("device_add", device).map(drop)
     }
 
     /// Waits for the end of a generation that has lost its session. Returns the error.
@@ -501,6 +512,7 @@ impl Events<'_> {
         self.begin()?;
         self.guest.kill()?;
         let took = self.wait_for_no_session(SOON)?;
+        self.ensure_no_master()?;
         (self.guest, self.qmp) = boot(self.prepared, self.served.socket(), &self.qemu_log)?;
         self.program = start_programs(&mut self.guest)?;
         self.generate()?;
@@ -508,6 +520,20 @@ impl Events<'_> {
             "sessions ended after {} ms; the next machine: {LONG} tokens equal",
             took.as_millis()
         ))
+    }
+
+    /// QEMU does not start with a device that it would migrate.
+    fn ensure_no_master(&self) -> Result<()> {
+        let mut qemu = self.prepared.qemu.command();
+        let socket = self.served.socket().display();
+        qemu.args(["-nodefaults", "-display", "none", "-S", "-machine", "q35"])
+            .args(["-chardev", &format!("socket,id=vgpu0,path={socket}")])
+            .args([
+                "-device",
+                "ivshmem-doorbell,chardev=vgpu0,vectors=1,master=on",
+            ]);
+        let mut qemu = Daemon::start(&mut qemu, &self.qemu_log)?;
+        qemu.wait_until(SOON, |qemu| qemu.log().contains(NO_MASTER))
     }
 
     /// Ends the guest and the executor.
