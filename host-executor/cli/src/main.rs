@@ -37,6 +37,7 @@ struct Cli {
 }
 
 #[derive(Subcommand)]
+#[allow(clippy::large_enum_variant)] // a process has one of them
 enum Command {
     Serve(serve::Args),
     CheckConfig(check_config::Args),
