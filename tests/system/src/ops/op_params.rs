@@ -1,5 +1,5 @@
 //! What the constructors of ggml's releases write into nodes, against the plugin's table of what
-//! differs ([`op_params::TABLE`]).
+//! differs ([`TABLE`]).
 //!
 //! The unit tests of the table have examples by the author of the table. Here the constructors
 //! themselves are the source.
