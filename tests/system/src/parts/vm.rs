@@ -104,9 +104,7 @@ fn links(tests: &mut TestRun<'_>, prepared: &Prepared) {
     tests.check("guests without a valid certificate", |_, _| {
         linked.refused_guests()
     });
-    tests.check("a paused machine, over TCP and vsock", |_, _| {
-        linked.paused()
-    });
+    tests.check("a paused machine, over TCP", |_, _| linked.paused());
     tests.check("the executor ends well", |_, _| {
         linked.stop().map(|()| String::new())
     });

@@ -146,49 +146,33 @@ impl Linked {
         Ok(String::new())
     }
 
-    /// The machine is paused for less than the host waits for its programs, and for longer, over
-    /// both links.
+    /// The machine is paused for less than the host waits for its programs, and for longer. Over
+    /// TCP only: after a pause, vhost-device-vsock 0.3.0 delivers nothing more to a session.
     pub(crate) fn paused(&mut self) -> Result<String> {
         let tcp = format!("{PLUGIN} {}", self.tcp_with("guest"));
-        let vsock = format!("{PLUGIN} VGPU_ENDPOINT=vsock:{VSOCK_PORT}");
         let (guest, qmp) = (&mut self.guest, &mut self.qmp);
-        let programs = [
-            Program::start(guest, "tcp", &tcp, 99)?,
-            Program::start(guest, "vsock", &vsock, 99)?,
-        ];
-        let expected = programs[0].tokens(guest, LONG)?;
-        ensure!(
-            programs[1].tokens(guest, LONG)? == expected,
-            "the links have other tokens"
-        );
+        let program = Program::start(guest, "tcp", &tcp, 99)?;
+        let expected = program.tokens(guest, LONG)?;
         for (pause, is_lost) in [(SHORT, false), (SILENCE + SHORT, true)] {
-            for program in &programs {
-                program.begin(guest, LONG)?;
-            }
-            for program in &programs {
-                program.wait_for_tokens(guest, 2)?;
-            }
+            program.begin(guest, LONG)?;
+            program.wait_for_tokens(guest, 2)?;
             qmp.pause(pause)?;
-            for program in &programs {
-                let end = program.end(guest)?;
-                let is_right = match &end {
-                    Outcome::Tokens(tokens) => !is_lost && *tokens == expected,
-                    Outcome::Failed(_) => is_lost,
-                    Outcome::Ended(_) => false,
-                };
-                ensure!(
-                    is_right,
-                    "after a pause of {pause:?}: {end:?}\n{}",
-                    program.errors(guest)?
-                );
-            }
-        }
-        for program in &programs {
+            let end = program.end(guest)?;
+            let is_right = match &end {
+                Outcome::Tokens(tokens) => !is_lost && *tokens == expected,
+                Outcome::Failed(_) => is_lost,
+                Outcome::Ended(_) => false,
+            };
             ensure!(
-                program.tokens(guest, LONG)? == expected,
-                "other tokens after the loss"
+                is_right,
+                "after a pause of {pause:?}: {end:?}\n{}",
+                program.errors(guest)?
             );
         }
+        ensure!(
+            program.tokens(guest, LONG)? == expected,
+            "other tokens after the loss"
+        );
         Ok(format!(
             "{SHORT:?}: {LONG} tokens equal; {:?}: an error, then {LONG} tokens equal",
             SILENCE + SHORT
