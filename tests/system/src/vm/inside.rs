@@ -204,7 +204,8 @@ impl Guest {
 
     fn complete(&mut self, command: &str) -> Result<String> {
         let ran = self.run(&format!(
-            "{command} 2>/tmp/log; s=$?; grep -i 'vgpu\\|error' /tmp/log | tail -n 5 >&2; exit $s"
+            "{command} 2>/tmp/log && exit; s=$?; grep -i 'vgpu\\|error' /tmp/log | tail -n 5 >&2; \
+             exit $s"
         ))?;
         // Without the carriage returns of the serial port.
         Ok(ran
