@@ -10,10 +10,10 @@
 //!
 //! **What a result depends on.** `dst[c][r]` is a function of weight row `r`, activation column
 //! `c`, `k`, the level, and whether the call has at least [`MatmulKernel::panel_cols`] columns. For
-//! quantised weights, and for the dot product of bfloat16 pairs, it also depends on whether the call
-//! has one column, two or three, or more. A result does not depend on the other rows or columns, on how rows
-//! are cut, or on addresses. So an engine that cuts rows gets the same bits for every number of
-//! threads.
+//! quantised weights, and for the dot product of bfloat16 pairs, it also depends on whether the
+//! call has one column, two or three, or more. A result does not depend on the other rows or
+//! columns, on how rows are cut, or on addresses. So an engine that cuts rows gets the same bits
+//! for every number of threads.
 
 mod kernel;
 mod limits;
