@@ -20,6 +20,8 @@ pub(super) enum WeightRows {
         reader: RowReader,
         /// The offset of this memory in the scratch memory.
         own: usize,
+        /// Bytes of this memory for each thread.
+        each: usize,
     },
 }
 
@@ -36,10 +38,11 @@ impl WeightRows {
         }
         debug_assert_eq!(kernel.weight, Type::F32);
         let floats = ROWS.saturating_mul(weight.ne[0]);
-        let bytes = floats.saturating_mul(size_of::<f32>());
+        let each = floats.saturating_mul(size_of::<f32>()).next_multiple_of(64);
         WeightRows::Converted {
             reader: RowReader::new(&weight),
-            own: scratch.room(operands.workers(), bytes.next_multiple_of(64)),
+            own: scratch.room(operands.workers(), each),
+            each,
         }
     }
 
@@ -51,19 +54,15 @@ impl WeightRows {
     ///
     /// [`new`]: WeightRows::new
     pub(super) unsafe fn multiply(&self, w: &Worker<'_>, kernel: &MatmulKernel, args: &GemmArgs) {
-        let WeightRows::Converted { reader, own } = *self else {
-            // SAFETY: the weights have the type of the kernel. The caller guarantees the rest.
+        let WeightRows::Converted { reader, own, each } = *self else {
+            // SAFETY: the weights have the type of the kernel (`new`). The caller guarantees the
+            // rest of the contract of `Gemm` for `args`, which is passed on as it is.
             unsafe { (kernel.gemm)(args) };
             return;
         };
-        let (k, each) = (
-            args.k,
-            (ROWS * args.k * size_of::<f32>()).next_multiple_of(64),
-        );
-        let rows = w
-            .scratch()
-            .wrapping_add(own + w.index() * each)
-            .cast::<f32>();
+        let k = args.k;
+        let own = own + w.index() * each;
+        let rows = w.scratch().wrapping_add(own).cast::<f32>();
         for first in (0..args.rows).step_by(ROWS) {
             let count = ROWS.min(args.rows - first);
             // SAFETY: the caller guarantees `args.rows` rows of `k` weights, and results for them.
