@@ -11,7 +11,6 @@ mod common;
 mod ggml;
 
 use std::ffi::{c_char, c_int, c_void};
-use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -22,6 +21,7 @@ use ggml::{Backend, Buffer, F32, Ggml, Graph, HostBuffer};
 use ggml_vgpu::abi::{
     GGML_STATUS_FAILED, GGML_STATUS_SUCCESS, ggml_cgraph, ggml_status, ggml_tensor,
 };
+use tempfile::TempDir;
 use vgpu_cpu::CpuEngine;
 use vgpu_engine::Engine;
 use vgpu_executor::{Limits, Session, StopFlag};
@@ -79,16 +79,21 @@ fn main() {
     }
 }
 
+/// The name of the executor's socket.
+const SOCKET: &str = "vgpu.sock";
+
 /// An executor in this process.
 struct Executor {
-    path: PathBuf,
+    /// The folder of the socket.
+    folder: TempDir,
     sessions: Arc<AtomicU64>,
     ended: Arc<AtomicU64>,
 }
 
 impl Executor {
     fn start() -> Executor {
-        let path = env::temp_dir().join(format!("vgpu-fork-{}.sock", std::process::id()));
+        let folder = tempfile::tempdir().expect("a new folder");
+        let path = folder.path().join(SOCKET);
         let listener = Listener::bind(&path, ListenOptions::default()).expect("a free path");
         let engine: Arc<dyn Engine> =
             Arc::new(CpuEngine::new(1, Some(256 << 20)).expect("a CPU engine"));
@@ -108,20 +113,14 @@ impl Executor {
             }
         });
         Executor {
-            path,
+            folder,
             sessions,
             ended,
         }
     }
 
     fn endpoint(&self) -> String {
-        format!("unix:{}", self.path.display())
-    }
-}
-
-impl Drop for Executor {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.path);
+        format!("unix:{}", self.folder.path().join(SOCKET).display())
     }
 }
 

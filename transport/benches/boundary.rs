@@ -13,6 +13,7 @@ use std::process::{Child, Command};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use tempfile::TempDir;
 use vgpu_median::median;
 use vgpu_transport::bytes::{Bytes, BytesMut};
 use vgpu_transport::link::unix::{ListenOptions, Listener, connect};
@@ -256,16 +257,22 @@ fn show(what: &str, mut times: Vec<Duration>) {
 struct HostProcess {
     child: Child,
     path: PathBuf,
+    _folder: TempDir,
 }
 
 impl HostProcess {
     fn start() -> HostProcess {
-        let path = env::temp_dir().join(format!("vgpu-bench-{}.sock", std::process::id()));
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("vgpu.sock");
         let child = Command::new(env::current_exe().unwrap())
             .env(HOST_VARIABLE, &path)
             .spawn()
             .unwrap();
-        HostProcess { child, path }
+        HostProcess {
+            child,
+            path,
+            _folder: folder,
+        }
     }
 }
 

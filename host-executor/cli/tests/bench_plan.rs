@@ -25,7 +25,7 @@ const RATES: [&str; 4] = ["--bandwidth", "4800", "--tflops", "989"];
 #[test]
 fn lower_bound_needs_neither_engine_nor_memory() {
     let scratch = Scratch::new("bench-plan-floor");
-    let json = scratch.0.join("floor.json");
+    let json = scratch.path().join("floor.json");
     let file = json.to_str().expect("a path of text");
     let mut args = vec!["--floor-only", "--model", "8b", "--json", file];
     args.extend(RATES);
@@ -49,7 +49,7 @@ fn lower_bound_needs_neither_engine_nor_memory() {
 #[test]
 fn a_step_is_measured_and_compared() {
     let scratch = Scratch::new("bench-plan-step");
-    let json = scratch.0.join("step.json");
+    let json = scratch.path().join("step.json");
     let file = json.to_str().expect("a path of text");
     let args = [
         "--engine",

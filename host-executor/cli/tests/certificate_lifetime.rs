@@ -53,7 +53,7 @@ fn end(serve: Serve) -> String {
 #[test]
 fn certificates_are_valid_for_the_days_asked_for() {
     let scratch = Scratch::new("cert-days");
-    let keys = scratch.0.join("keys");
+    let keys = scratch.path().join("keys");
     let folder = keys.display().to_string();
     let left = |name: &str| {
         let end = info(&keys, name).not_after.expect("an end");
@@ -78,7 +78,7 @@ fn certificates_are_valid_for_the_days_asked_for() {
 #[test]
 fn addresses_are_a_list_and_anything_else_is_refused() {
     let scratch = Scratch::new("cert-addresses");
-    let keys = scratch.0.join("keys");
+    let keys = scratch.path().join("keys");
     let folder = keys.display().to_string();
     let list = [
         "--address",
@@ -128,13 +128,13 @@ fn addresses_are_a_list_and_anything_else_is_refused() {
 #[test]
 fn renewed_certificate_has_the_same_names_and_key() {
     let scratch = Scratch::new("cert-renew");
-    let keys = scratch.0.join("keys");
+    let keys = scratch.path().join("keys");
     let folder = keys.display().to_string();
     let names = ["--days", "3", "--address", "127.0.0.1,gpu1.example.org"];
     certify(&keys, "host", "gpu1", &names);
     certify(&keys, "guest", "alice", &["--days", "3"]);
     let (port, old) = (port(), info(&keys, "gpu1"));
-    let control = scratch.0.join("control.sock").display().to_string();
+    let control = scratch.path().join("control.sock").display().to_string();
     let serve = serve(&scratch, port, &keys.join("gpu1"), &["--control", &control]);
     connect(port, &keys.join("alice")).hello();
 
@@ -197,7 +197,7 @@ fn renewed_certificate_has_the_same_names_and_key() {
 #[test]
 fn certificate_outside_its_validity_is_refused_on_both_sides() {
     let scratch = Scratch::new("cert-expired");
-    let keys = scratch.0.join("keys");
+    let keys = scratch.path().join("keys");
     certify(&keys, "host", "gpu1", &["--address", "127.0.0.1"]);
     certify(&keys, "guest", "alice", &[]);
     forge(&keys, "guest", "late", 2019, 2020);
@@ -306,7 +306,7 @@ fn revoked_certificate_is_refused_and_its_sessions_end_at_a_reload() {
 
 fn revoke_at_a_reload(isolate: &[&str]) {
     let scratch = Scratch::new(&format!("cert-revoked{}", isolate.len()));
-    let keys = scratch.0.join("keys");
+    let keys = scratch.path().join("keys");
     let folder = keys.display().to_string();
     certify(&keys, "host", "gpu1", &["--address", "127.0.0.1"]);
     for guest in ["alice", "bob", "carol"] {
@@ -314,7 +314,7 @@ fn revoke_at_a_reload(isolate: &[&str]) {
     }
     // An empty list, so that the file exists.
     cert_ok(&["revoke", &folder]);
-    let (crl, control) = (keys.join("crl.pem"), scratch.0.join("control.sock"));
+    let (crl, control) = (keys.join("crl.pem"), scratch.path().join("control.sock"));
     let (crl, control) = (crl.display().to_string(), control.display().to_string());
     let more = [&["--crl", &crl, "--control", &control], isolate].concat();
     let port = port();
@@ -413,7 +413,7 @@ fn revoke_at_a_reload(isolate: &[&str]) {
 #[test]
 fn unusable_lists_of_revoked_certificates_are_refused_with_the_reason() {
     let scratch = Scratch::new("cert-lists");
-    let (keys, others) = (scratch.0.join("keys"), scratch.0.join("others"));
+    let (keys, others) = (scratch.path().join("keys"), scratch.path().join("others"));
     let folder = keys.display().to_string();
     certify(&keys, "host", "gpu1", &["--address", "127.0.0.1"]);
     certify(&others, "host", "gpu1", &["--address", "127.0.0.1"]);
@@ -439,7 +439,7 @@ fn unusable_lists_of_revoked_certificates_are_refused_with_the_reason() {
     cert_ok(&["revoke", &folder, "gpu1"]);
     let good = fs::read_to_string(keys.join("crl.pem")).expect("a list");
     let changed: Vec<&str> = good.lines().collect();
-    let broken = scratch.0.join("broken.pem");
+    let broken = scratch.path().join("broken.pem");
     for line in 1..changed.len() - 1 {
         let mut lines: Vec<String> = changed.iter().map(|line| (*line).to_string()).collect();
         let first = if lines[line].starts_with('A') {
@@ -470,7 +470,7 @@ fn unusable_lists_of_revoked_certificates_are_refused_with_the_reason() {
 #[test]
 fn certificates_that_end_soon_cause_warnings() {
     let scratch = Scratch::new("cert-ending");
-    let keys = scratch.0.join("keys");
+    let keys = scratch.path().join("keys");
     certify(
         &keys,
         "host",

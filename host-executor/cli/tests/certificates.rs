@@ -27,13 +27,13 @@ struct TlsExecutor {
 impl TlsExecutor {
     fn start(name: &str, accept: bool) -> TlsExecutor {
         let scratch = Scratch::new(name);
-        let keys = scratch.0.join("keys");
+        let keys = scratch.path().join("keys");
         certify(&keys, "host", "host", &["--address", "127.0.0.1"]);
         for guest in ["Laptop", "desk", "stranger"] {
             certify(&keys, "guest", guest, &[]);
         }
         let (common, own) = (port(), port());
-        let config = scratch.0.join("vgpu.toml");
+        let config = scratch.path().join("vgpu.toml");
         let text = format!(
             r#"
             [server]
@@ -70,7 +70,7 @@ impl TlsExecutor {
     }
 
     fn connect(&self, port: u16, who: &str) -> Guest {
-        let certificates = Certificates::load(&self.scratch.0.join("keys").join(who));
+        let certificates = Certificates::load(&self.scratch.path().join("keys").join(who));
         let certificates = certificates.expect("certificates");
         let end = tcp::connect("127.0.0.1", port, Some(&certificates), TIMEOUT);
         Guest::new(Box::new(end.expect("TLS")))
@@ -151,7 +151,12 @@ fn unknown_certificate_is_refused_when_only_listed_guests_are_admitted() {
         "{reason}"
     );
     // A certificate of another authority fails in the TLS handshake.
-    let forged = certify(&executor.scratch.0.join("forged"), "guest", "Laptop", &[]);
+    let forged = certify(
+        &executor.scratch.path().join("forged"),
+        "guest",
+        "Laptop",
+        &[],
+    );
     let end = tcp::connect(
         "127.0.0.1",
         executor.common,
@@ -166,7 +171,7 @@ fn unknown_certificate_is_refused_when_only_listed_guests_are_admitted() {
 #[test]
 fn unusable_certificate_settings_are_refused_with_the_reason() {
     let scratch = Scratch::new("certs-wrong");
-    let config = scratch.0.join("vgpu.toml");
+    let config = scratch.path().join("vgpu.toml");
     let guest = "[[guest]]\nname = \"a\"\nmemory = \"1MiB\"\n";
     for (text, more, reason) in [
         (

@@ -90,7 +90,7 @@ fn a_service_can_wait_for_the_executor() {
     let _serve = Serve::start(&scratch.socket(), &[]);
     assert!(waiting.wait().expect("a child").success());
     // Each named executor has to answer.
-    let other = format!("unix:{}", scratch.0.join("other.sock").display());
+    let other = format!("unix:{}", scratch.path().join("other.sock").display());
     let error = fails(wait("0").args(["--endpoint", &other]));
     assert!(error.contains(&other), "{error}");
     assert!(!error.contains(&format!("{endpoint}:")), "{error}");
@@ -140,7 +140,10 @@ fn killed_executor_is_detected_and_its_socket_replaced() {
 #[test]
 fn executor_serves_several_endpoints_and_limits_guests() {
     let scratch = Scratch::new("several");
-    let (one, two) = (scratch.0.join("one.sock"), scratch.0.join("two.sock"));
+    let (one, two) = (
+        scratch.path().join("one.sock"),
+        scratch.path().join("two.sock"),
+    );
     let endpoint = format!("unix:{}", two.display());
     let serve = Serve::start(&one, &["--listen", &endpoint, "--max-guests", "2"]);
     assert_eq!(
@@ -268,14 +271,14 @@ fn errors_contain_a_remedy() {
     serve.signal(Signal::TERM);
     serve.wait();
 
-    let nowhere = format!("unix:{}/no/such/vgpu.sock", scratch.0.display());
+    let nowhere = format!("unix:{}/no/such/vgpu.sock", scratch.path().display());
     let text = fails(&mut vgpu(&["serve", "--listen", &nowhere]));
     assert!(
-        text.contains(&format!("mkdir -p {}/no/such", scratch.0.display())),
+        text.contains(&format!("mkdir -p {}/no/such", scratch.path().display())),
         "{text}"
     );
 
-    let file = scratch.0.join("file");
+    let file = scratch.path().join("file");
     fs::write(&file, "precious").expect("a file");
     let text = fails(&mut vgpu(&[
         "serve",
@@ -328,9 +331,9 @@ fn a_directory_without_permission_is_explained() {
     // The superuser may write anywhere, so the command runs as another user, who may not be able to
     // reach the build folder.
     let scratch = Scratch::new("permission");
-    let copy = scratch.0.join("vgpu");
+    let copy = scratch.path().join("vgpu");
     copy_program(&copy);
-    fs::set_permissions(&scratch.0, fs::Permissions::from_mode(0o555)).expect("ours");
+    fs::set_permissions(scratch.path(), fs::Permissions::from_mode(0o555)).expect("ours");
     let endpoint = format!("unix:{}", scratch.socket().display());
     let mut command = Command::new(copy);
     command
@@ -340,7 +343,7 @@ fn a_directory_without_permission_is_explained() {
         std::os::unix::process::CommandExt::uid(&mut command, 65534);
     }
     let text = fails(&mut command);
-    fs::set_permissions(&scratch.0, fs::Permissions::from_mode(0o755)).expect("ours");
+    fs::set_permissions(scratch.path(), fs::Permissions::from_mode(0o755)).expect("ours");
     assert!(text.contains("Permission denied"), "{text}");
     assert!(
         text.contains("may not write to") && text.contains("VGPU_ENDPOINT"),

@@ -559,7 +559,7 @@ fn files(folder: &Path) -> Vec<(PathBuf, u64)> {
 #[test]
 fn ggml_rpc_cached_weights_are_used_without_verification() {
     let scratch = Scratch::new("cve-cache");
-    let folder = scratch.0.join("cache");
+    let folder = scratch.path().join("cache");
     let cache = format!("{},size=1G", folder.display());
     let options = ["--weights-cache", &cache];
     let content = content(1);
@@ -615,7 +615,7 @@ fn ggml_rpc_cached_weights_are_used_without_verification() {
 #[test]
 fn llama_cpp_27585_the_cache_of_weights_grows_until_the_disk_is_full() {
     let scratch = Scratch::new("cve-growth");
-    let folder = scratch.0.join("cache");
+    let folder = scratch.path().join("cache");
     const MAX_SIZE: u64 = 12 * MIN_EXTENT;
     let cache = format!("{},size={MAX_SIZE}", folder.display());
     let serve = Serve::start(&scratch.socket(), &["--weights-cache", &cache]);

@@ -35,8 +35,8 @@ fn end(serve: Serve) -> String {
 #[test]
 fn sessions_leave_descriptors_for_other_guests_reload_and_metrics() {
     let scratch = Scratch::new("descriptors");
-    let config = scratch.0.join("vgpu.toml");
-    let [metrics, control] = ["metrics", "control"].map(|name| scratch.0.join(name));
+    let config = scratch.path().join("vgpu.toml");
+    let [metrics, control] = ["metrics", "control"].map(|name| scratch.path().join(name));
     let text = format!(
         "[metrics]\nlisten = \"unix:{}\"\n[control]\nsocket = \"{}\"\n",
         metrics.display(),

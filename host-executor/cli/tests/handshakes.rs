@@ -138,7 +138,7 @@ fn other_users_are_served(name: &str, more: &[&str]) {
 /// A guest from another address is served over TLS, while the flood is there.
 fn other_addresses_are_served(name: &str, more: &[&str]) {
     let scratch = Scratch::new(name);
-    let keys = scratch.0.join("keys");
+    let keys = scratch.path().join("keys");
     certify(&keys, "host", "host", &["--address", "127.0.0.1"]);
     let certificates = certify(&keys, "guest", "laptop", &[]);
     let port = port();

@@ -205,7 +205,7 @@ fn run(arguments: &[&str]) -> String {
 #[test]
 fn operator_sees_what_hangs_and_sigterm_ends_the_process() {
     let scratch = Scratch::new("hang");
-    let path = |name: &str| scratch.0.join(name).display().to_string();
+    let path = |name: &str| scratch.path().join(name).display().to_string();
     let (control, metrics) = (path("control.sock"), path("metrics.sock"));
     let at = format!("unix:{metrics}");
     let more = [
@@ -296,7 +296,7 @@ fn received(manager: &UnixDatagram, time: Duration) -> Vec<String> {
 #[test]
 fn service_manager_hears_of_progress_only_while_the_main_thread_runs() {
     let scratch = Scratch::new("watchdog");
-    let path = scratch.0.join("notify.sock");
+    let path = scratch.path().join("notify.sock");
     let manager = UnixDatagram::bind(&path).expect("a socket");
     let endpoint = format!("unix:{}", scratch.socket().display());
     let mut command = vgpu(&["serve", "--listen", &endpoint, "--no-sandbox"]);

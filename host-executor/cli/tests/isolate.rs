@@ -192,7 +192,7 @@ fn workers_are_sandboxed_and_end_with_their_supervisor() {
 #[test]
 fn virtual_machine_keeps_running_after_its_worker_ends() {
     let scratch = Scratch::new("isolate-vm");
-    let socket = scratch.0.join("vm1.sock");
+    let socket = scratch.path().join("vm1.sock");
     let vm = format!("vm1,socket={},window=64M,silence=0", socket.display());
     let serve = Serve::start(
         &scratch.socket(),
@@ -203,7 +203,7 @@ fn virtual_machine_keeps_running_after_its_worker_ends() {
             "--vm",
             &vm,
             "--control",
-            &scratch.0.join("control.sock").display().to_string(),
+            &scratch.path().join("control.sock").display().to_string(),
         ],
     );
     assert!(serve.ready.contains("vm:"), "{}", serve.ready);
@@ -273,7 +273,7 @@ fn virtual_machine_keeps_running_after_its_worker_ends() {
     assert_eq!(log.matches("sandboxing: files: ").count(), 3, "{log}");
     assert!(!log.contains("a fault of vgpu"), "{log}");
     assert!(
-        !scratch.0.join("vm1.sock").exists(),
+        !scratch.path().join("vm1.sock").exists(),
         "a socket is left behind"
     );
 }
@@ -283,7 +283,7 @@ fn virtual_machine_keeps_running_after_its_worker_ends() {
 #[test]
 fn virtual_machine_is_served_again_after_its_fd_store_ends() {
     let scratch = Scratch::new("isolate-fd-store");
-    let socket = scratch.0.join("vm1.sock");
+    let socket = scratch.path().join("vm1.sock");
     let vm = format!("vm1,socket={},window=64M,silence=0", socket.display());
     let serve = Serve::start(
         &scratch.socket(),
@@ -373,12 +373,12 @@ fn missing_requirements_are_reported() {
 
 /// Writes a configuration, and returns its path.
 fn configure(scratch: &Scratch, text: &str) -> String {
-    let path = scratch.0.join("vgpu.toml");
-    let address = |name: &str| format!("unix:{}", scratch.0.join(name).display());
+    let path = scratch.path().join("vgpu.toml");
+    let address = |name: &str| format!("unix:{}", scratch.path().join(name).display());
     let text = text
         .replace(
             "@CONTROL@",
-            &scratch.0.join("control.sock").display().to_string(),
+            &scratch.path().join("control.sock").display().to_string(),
         )
         .replace("@METRICS@", &address("metrics.sock"))
         .replace("@A@", &address("a.sock"))
@@ -389,7 +389,7 @@ fn configure(scratch: &Scratch, text: &str) -> String {
 
 /// The output of `vgpu ps --json`, once `is_so` holds.
 fn status_when(scratch: &Scratch, is_so: impl Fn(&serde_json::Value) -> bool) -> serde_json::Value {
-    let control = scratch.0.join("control.sock").display().to_string();
+    let control = scratch.path().join("control.sock").display().to_string();
     let start = Instant::now();
     loop {
         let output = vgpu(&["ps", "--json", "--control", &control])
@@ -414,7 +414,7 @@ fn of_guest<'a>(status: &'a serde_json::Value, name: &str) -> &'a serde_json::Va
 }
 
 fn reload(scratch: &Scratch) -> String {
-    let control = scratch.0.join("control.sock").display().to_string();
+    let control = scratch.path().join("control.sock").display().to_string();
     let output = vgpu(&["reload", "--control", &control])
         .output()
         .expect("it starts");
@@ -423,7 +423,7 @@ fn reload(scratch: &Scratch) -> String {
 
 fn metrics(scratch: &Scratch) -> String {
     use std::io::{Read as _, Write as _};
-    let mut socket = std::os::unix::net::UnixStream::connect(scratch.0.join("metrics.sock"))
+    let mut socket = std::os::unix::net::UnixStream::connect(scratch.path().join("metrics.sock"))
         .expect("metrics are served");
     socket
         .write_all(b"GET /metrics HTTP/1.0\r\n\r\n")
@@ -460,7 +460,7 @@ fn each_named_guest_has_a_worker_with_its_quota_and_weight() {
     let isolate = ["--config", &config, "--isolate", "--guest-memory", "20M"];
     let serve = Serve::start(&scratch.socket(), &isolate);
     let enter = |socket: &str| {
-        let mut guest = serve.connect(&scratch.0.join(socket));
+        let mut guest = serve.connect(&scratch.path().join(socket));
         let Reply::Welcome { session, .. } = guest.hello() else {
             panic!("no welcome");
         };
@@ -567,9 +567,9 @@ fn weights_are_shared_within_a_guest_and_not_between_guests() {
     let config = configure(&scratch, TWO_GUESTS);
     let isolate = ["--config", &config, "--isolate", "--guest-memory", "20M"];
     let serve = Serve::start(&scratch.socket(), &isolate);
-    let mut first = serve.guest(&scratch.0.join("a.sock"));
-    let mut second = serve.guest(&scratch.0.join("a.sock"));
-    let mut other = serve.guest(&scratch.0.join("b.sock"));
+    let mut first = serve.guest(&scratch.path().join("a.sock"));
+    let mut second = serve.guest(&scratch.path().join("a.sock"));
+    let mut other = serve.guest(&scratch.path().join("b.sock"));
     let content: Vec<u8> = (0..4 * MIN_EXTENT).map(|i| ((i * i) >> 5) as u8).collect();
     let (buffer, _) = for_weights(&mut first, content.len() as u64);
     upload(&mut first, buffer, 0, &content);
@@ -607,7 +607,7 @@ fn reload_is_applied_to_running_workers() {
     let config = configure(&scratch, TWO_GUESTS);
     let isolate = ["--config", &config, "--isolate", "--guest-memory", "20M"];
     let serve = Serve::start(&scratch.socket(), &isolate);
-    let mut guest = serve.guest(&scratch.0.join("b.sock"));
+    let mut guest = serve.guest(&scratch.path().join("b.sock"));
     let total = |guest: &mut Guest| match guest.ask(&Request::Memory {}) {
         Reply::Memory { total, .. } => total,
         other => panic!("{other:?}"),
@@ -629,7 +629,7 @@ fn reload_is_applied_to_running_workers() {
     }
     compute(&mut guest);
     assert!(
-        !scratch.0.join("a.sock").exists(),
+        !scratch.path().join("a.sock").exists(),
         "its listener is still open"
     );
 

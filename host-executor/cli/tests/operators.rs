@@ -35,7 +35,7 @@ impl Site {
     /// it.
     fn start(test: &str, config: &str) -> Site {
         let scratch = Scratch::new(test);
-        let folder = scratch.0.clone();
+        let folder = scratch.path().to_owned();
         let path = folder.join("vgpu.toml");
         let site_config = Site::text(&folder, config);
         fs::write(&path, site_config).expect("a file");
@@ -533,7 +533,7 @@ fn top_shows_guests_in_a_terminal() {
 #[test]
 fn top_reports_a_missing_terminal_or_executor() {
     let scratch = Scratch::new("no-top");
-    let path = scratch.0.join("control.sock");
+    let path = scratch.path().join("control.sock");
     let control = path.to_str().expect("text");
     let text = fails(&mut vgpu(&["top", "--control", control]));
     assert!(text.contains("not a terminal"), "{text}");
@@ -585,7 +585,7 @@ fn logs_can_be_json() {
 #[test]
 fn check_config_validates_without_serving() {
     let scratch = Scratch::new("check");
-    let path = scratch.0.join("vgpu.toml");
+    let path = scratch.path().join("vgpu.toml");
     let file = path.to_str().expect("text");
     let check = |text: &str, more: &[&str]| {
         fs::write(&path, text).expect("a file");

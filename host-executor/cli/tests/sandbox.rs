@@ -8,6 +8,7 @@ use std::fs;
 use std::io::{self, Read as _, Write as _};
 use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use common::{Guest, Host, add, bytes, cpu};
@@ -21,14 +22,20 @@ use vgpu_transport::wire::GraphId;
 /// leave the sandbox.
 const INSIDE: &str = "VGPU_TEST_SANDBOX";
 
-/// The folder of the files that a worker is to reach no longer.
-const FILES_OF_WORKER: &str = "worker-files";
+/// The variable with the folder of the files that a worker is to reach no longer.
+const FOLDER: &str = "VGPU_TEST_FOLDER";
 
 /// Runs `test` of this file again, in a sandboxed process.
 fn run_inside(test: &str, profile: &str) {
+    run_with_folder(test, profile, Path::new(""));
+}
+
+/// As [`run_inside`], with a folder for [`FOLDER`].
+fn run_with_folder(test: &str, profile: &str, folder: &Path) {
     let output = Command::new(std::env::current_exe().expect("this program"))
         .args(["--exact", test, "--nocapture", "--test-threads", "1"])
         .env(INSIDE, profile)
+        .env(FOLDER, folder)
         .output()
         .expect("it starts");
     let text = String::from_utf8_lossy(&output.stdout).into_owned()
@@ -224,12 +231,12 @@ fn worker_reaches_no_file_socket_or_other_process() {
     let role = match std::env::var(INSIDE).as_deref() {
         Err(_) => {
             // Here, because the process in the sandbox cannot remove it.
-            let scratch = Scratch::new(FILES_OF_WORKER);
-            fs::write(scratch.0.join("key"), "secret").expect("a file");
-            let control = scratch.0.join("control.sock");
+            let scratch = Scratch::new("worker-files");
+            fs::write(scratch.path().join("key"), "secret").expect("a file");
+            let control = scratch.path().join("control.sock");
             let _listener = std::os::unix::net::UnixListener::bind(control).expect("a socket");
-            run_inside(test, "worker");
-            run_inside(test, "machine");
+            run_with_folder(test, "worker", scratch.path());
+            run_with_folder(test, "machine", scratch.path());
             return;
         }
         Ok("worker") => Role::Worker,
@@ -239,7 +246,7 @@ fn worker_reaches_no_file_socket_or_other_process() {
     let parent = std::os::unix::process::parent_id();
     let memory_of_parent = move || std::fs::File::open(format!("/proc/{parent}/mem"));
     let file = || std::fs::read("/etc/passwd");
-    let folder = std::env::temp_dir().join(format!("vgpu-{FILES_OF_WORKER}-{parent}"));
+    let folder = PathBuf::from(std::env::var_os(FOLDER).expect("a folder"));
     let (key, new_file) = (folder.join("key"), folder.join("new"));
     let change = move || fs::set_permissions(&key, fs::Permissions::from_mode(0o666));
     let to_write = new_file.clone();
@@ -432,7 +439,7 @@ fn processes_below(pid: u32) -> Vec<u32> {
 #[test]
 fn all_processes_of_isolation_are_hidden_and_have_no_capabilities() {
     let scratch = Scratch::new("hidden");
-    fs::set_permissions(&scratch.0, fs::Permissions::from_mode(0o755)).expect("ours");
+    fs::set_permissions(scratch.path(), fs::Permissions::from_mode(0o755)).expect("ours");
     let socket = scratch.socket();
     let serve = Serve::start(&socket, &["--isolate", "--guest-memory", "20M"]);
     compute(&mut serve.guest(&socket));
@@ -480,10 +487,10 @@ fn processes_of_a_user_are_hidden_from_the_user() {
     use std::os::unix::fs::MetadataExt as _;
     const NOBODY: u32 = 65534;
     let scratch = Scratch::new("dumpable");
-    let copy = scratch.0.join("vgpu");
+    let copy = scratch.path().join("vgpu");
     copy_program(&copy);
     let is_root = rustix::process::geteuid().is_root();
-    let folder = scratch.0.join("sockets");
+    let folder = scratch.path().join("sockets");
     fs::create_dir(&folder).expect("a folder");
     if is_root {
         std::os::unix::fs::chown(&folder, Some(NOBODY), Some(NOBODY)).expect("root may");

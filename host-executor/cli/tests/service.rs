@@ -22,7 +22,7 @@ const EX_CONFIG: i32 = 78;
 fn mistakes_of_the_configuration_have_their_own_exit_status() {
     let scratch = Scratch::new("exit-status");
     let file = |name: &str, text: &str| {
-        let path = scratch.0.join(name);
+        let path = scratch.path().join(name);
         fs::write(&path, text).expect("a file");
         path.display().to_string()
     };
@@ -31,7 +31,7 @@ fn mistakes_of_the_configuration_have_their_own_exit_status() {
         "quota.toml",
         "[engine]\nmemory = \"1M\"\n[[guest]]\nname = \"a\"\nmemory = \"1G\"\nusers = [0]\n",
     );
-    let absent = scratch.0.join("absent.toml").display().to_string();
+    let absent = scratch.path().join("absent.toml").display().to_string();
     let status = |arguments: &[&str]| {
         let output = vgpu(arguments)
             .stdin(Stdio::null())
@@ -95,10 +95,10 @@ fn worker_of_another_version_refuses_its_supervisor() {
 #[test]
 fn fd_store_survives_the_replacement_of_its_program() {
     let scratch = Scratch::new("fd-store-upgrade");
-    let program = scratch.0.join("vgpu");
+    let program = scratch.path().join("vgpu");
     copy_program(&program);
     fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).expect("permissions");
-    let runs = scratch.0.join("runs");
+    let runs = scratch.path().join("runs");
     // An executor that ends at once, and says so in a file.
     let script = format!("echo run >> {}; exit 1", runs.display());
     let mut store = Command::new(&program)
@@ -173,7 +173,7 @@ fn units_never_give_up() {
 #[test]
 fn an_upgrade_restarts_the_service_only_with_a_configuration_that_is_valid() {
     let scratch = Scratch::new("postinst");
-    let at = |name: &str| scratch.0.join(name);
+    let at = |name: &str| scratch.path().join(name);
     let (programs, systemd, config) = (at("bin"), at("systemd"), at("vgpu.toml"));
     for folder in [&programs, &systemd] {
         fs::create_dir(folder).expect("a folder");
@@ -243,7 +243,7 @@ fn units_are_valid() {
     for name in UNITS {
         let text = fs::read_to_string(unit(name)).expect("a unit");
         let verify = |text: &str| {
-            let path = scratch.0.join(name.replace('@', "@vm1"));
+            let path = scratch.path().join(name.replace('@', "@vm1"));
             fs::write(
                 &path,
                 text.replace("/usr/bin/vgpu", env!("CARGO_BIN_EXE_vgpu")),
@@ -259,7 +259,7 @@ fn units_are_valid() {
                 |line: &&str| number < 254 && newer.iter().any(|key| line.contains(key));
             let unexpected: Vec<String> = said
                 .lines()
-                .filter(|line| line.contains(scratch.0.to_str().expect("text")))
+                .filter(|line| line.contains(scratch.path().to_str().expect("text")))
                 .filter(|line| !is_expected(line))
                 .map(str::to_owned)
                 .collect();

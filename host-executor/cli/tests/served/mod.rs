@@ -6,34 +6,36 @@ pub(crate) mod workers;
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
+use tempfile::TempDir;
 use vgpu_transport::link::unix::connect;
 
 use crate::common::{Guest, TIMEOUT};
 
-/// A directory of one test.
-pub(crate) struct Scratch(pub(crate) PathBuf);
+/// A directory of one test, which other users can read.
+pub(crate) struct Scratch(TempDir);
 
 impl Scratch {
     pub(crate) fn new(test: &str) -> Scratch {
-        let path = std::env::temp_dir().join(format!("vgpu-{test}-{}", std::process::id()));
-        fs::create_dir(&path).expect("a new directory");
-        Scratch(path)
+        let folder = tempfile::Builder::new()
+            .prefix(&format!("vgpu-{test}-"))
+            .permissions(fs::Permissions::from_mode(0o755))
+            .tempdir();
+        Scratch(folder.expect("a new directory"))
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        self.0.path()
     }
 
     pub(crate) fn socket(&self) -> PathBuf {
-        self.0.join("vgpu.sock")
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
+        self.path().join("vgpu.sock")
     }
 }
 

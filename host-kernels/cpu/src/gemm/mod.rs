@@ -6,7 +6,7 @@
 //!
 //! A [`MatmulKernel`] is chosen once per weight type by the instruction set ([`Level`]). Kernels
 //! are single-threaded and access only their arguments and a thread-local scratch buffer. The
-//! engine cuts rows into pieces, one call per piece.
+//! engine cuts rows into parts, one call per part.
 //!
 //! **What a result depends on.** `dst[c][r]` is a function of weight row `r`, activation column
 //! `c`, `k`, the level, and whether the call has at least [`MatmulKernel::panel_cols`] columns. For

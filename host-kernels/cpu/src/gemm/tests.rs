@@ -341,14 +341,14 @@ fn a_result_depends_on_its_row_and_column_only() {
                         assert_eq!(part, &whole[c * 71..][rows.clone()], "{ty:?} at {level:?}");
                     }
                 }
-                // Cutting by columns is exact as long as a piece stays on its side of the
+                // Cutting by columns is exact as long as a part stays on its side of the
                 // threshold.
                 let cut = cols / 2;
                 let same_side = |n: usize| n > 1 && (n < panel) == (cols < panel);
                 if same_side(cut) && same_side(cols - cut) {
-                    let mut pieces = case.run(level, 0..71, 0..cut);
-                    pieces.extend(case.run(level, 0..71, cut..cols));
-                    assert_eq!(pieces, whole, "{ty:?} at {level:?}");
+                    let mut parts = case.run(level, 0..71, 0..cut);
+                    parts.extend(case.run(level, 0..71, cut..cols));
+                    assert_eq!(parts, whole, "{ty:?} at {level:?}");
                 }
             }
         }

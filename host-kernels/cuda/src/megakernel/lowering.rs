@@ -155,14 +155,14 @@ fn cost(stage: &Stage, context: &ExecutionContext) -> f64 {
 /// How many of these launches become one megakernel: all, or as many as take one time slice, up to
 /// a launch that may yield, if all of them take longer than two.
 fn launches_to_take(steps: &[PlannedLaunch], costs: &[f64], policy: LaunchPolicy) -> usize {
-    let piece = policy.time_slice.as_nanos() as f64;
-    if costs.iter().sum::<f64>() <= 2.0 * piece {
+    let time_slice = policy.time_slice.as_nanos() as f64;
+    if costs.iter().sum::<f64>() <= 2.0 * time_slice {
         return steps.len();
     }
     let mut taken = 0.0;
     for (at, cost) in costs.iter().enumerate() {
         taken += cost;
-        if taken >= piece && steps[at].may_yield {
+        if taken >= time_slice && steps[at].may_yield {
             return at + 1;
         }
     }

@@ -125,17 +125,17 @@ impl Bench {
             self.bytes(it.quants, elements),
             self.bytes(it.scales, elements / 2),
         );
-        let pieces = elements / 1024 / x.rows() as usize;
+        let groups = elements / 1024 / x.rows() as usize;
         let of_row = 0..x.ne[0] as usize / 32;
         let position =
-            |row: usize, block: usize| (row * pieces + block / 32, block % 32 / 2, block % 2);
+            |row: usize, block: usize| (row * groups + block / 32, block % 32 / 2, block % 2);
         { 0..x.rows() as usize }
             .flat_map(|row| of_row.clone().map(move |block| position(row, block)))
-            .map(|(piece, chunk, which)| {
+            .map(|(group, chunk, which)| {
                 let half =
-                    |h: usize| &quants[piece * 1024 + (2 * which + h) * 256 + chunk * 16..][..16];
+                    |h: usize| &quants[group * 1024 + (2 * which + h) * 256 + chunk * 16..][..16];
                 let number = |at: usize| {
-                    let at = piece * 512 + chunk * 16 + which * 4 + at;
+                    let at = group * 512 + chunk * 16 + which * 4 + at;
                     u32::from_le_bytes(scales[at..at + 4].try_into().expect("four"))
                 };
                 let numbers = [number(0), number(8), number(256), number(264)];

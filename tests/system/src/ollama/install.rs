@@ -7,6 +7,7 @@ use std::process::Command;
 use anyhow::{Context as _, Result};
 
 use xtask_common::cache::Cache;
+use xtask_common::ggml_releases::{PROGRAMS, RELEASES, Release};
 use xtask_common::packages;
 use xtask_common::process;
 use xtask_common::progress::Progress;
@@ -18,8 +19,17 @@ const MODULE: &str = "github.com/ollama/ollama";
 pub(crate) const VERSIONS: [&str; 2] = ["0.33.0", "0.34.4"];
 /// The prefix of Ollama's installer.
 pub(super) const PREFIX: &str = "usr/local";
-/// The programs of a release.
-const PROGRAMS: [&str; 2] = ["llama-server", "llama-quantize"];
+/// The builds of llama.cpp that the releases of [`VERSIONS`] carry.
+const LLAMA_CPP: [&str; 2] = ["b10488", "b11081"];
+
+/// The build of llama.cpp that a release of Ollama carries, or one with the same operators.
+pub(crate) fn llama_cpp(version: &str) -> Result<&'static Release> {
+    let at = VERSIONS.iter().position(|known| *known == version);
+    let build = at.map(|at| LLAMA_CPP[at]);
+    { RELEASES.iter() }
+        .find(|release| build.is_some_and(|build| release.is_named(build)))
+        .with_context(|| format!("the llama.cpp of Ollama {version} is not known"))
+}
 
 /// The program `ollama` of a release, built once.
 pub(crate) fn binary(cache: &Cache, version: &str) -> Result<PathBuf> {

@@ -8,6 +8,11 @@ use serde_json::{Value, json};
 /// The device under test.
 pub(crate) const DEVICE: &str = "VGPU0";
 
+/// Operators of which `test-backend-ops` compares indices that computed values select. Two values
+/// whose difference is below the rounding error of one function are selected in either order, so a
+/// correct result differs from the reference in a few of 100,000 rows of random values.
+const SELECTING: [&str; 1] = ["TOPK_MOE"];
+
 /// Cases by outcome.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Counts {
@@ -35,11 +40,19 @@ impl Counts {
     }
 }
 
+#[derive(Debug)]
+struct Failure {
+    case: String,
+    /// What the program printed: the error, the case and the outcome.
+    output: String,
+}
+
 #[derive(Debug, Default)]
 pub(crate) struct Report {
     cases: BTreeMap<String, Counts>,
-    /// The output of each failed case.
-    failures: Vec<String>,
+    failures: Vec<Failure>,
+    /// Failures that were near ties, with what shows it.
+    near_ties: Vec<String>,
     /// The program's own counts: passed, run.
     own_count: Option<(u64, u64)>,
 }
@@ -57,8 +70,11 @@ impl Report {
             Outcome::Ok => counts.ok += 1,
             Outcome::Fail => {
                 counts.failed += 1;
-                // Including the error before the case on the same line.
-                self.failures.push(line.trim().to_owned());
+                self.failures.push(Failure {
+                    case: case.to_owned(),
+                    // Including the error before the case on the same line.
+                    output: line.trim().to_owned(),
+                });
             }
             Outcome::Unsupported(devices) if devices.contains(DEVICE) => counts.unsupported += 1,
             Outcome::Unsupported(_) => counts.incomparable += 1,
@@ -70,7 +86,8 @@ impl Report {
     /// count.
     pub(super) fn check(&self) -> Result<()> {
         if !self.failures.is_empty() {
-            let shown: Vec<_> = self.failures.iter().take(10).cloned().collect();
+            let first = self.failures.iter().take(10);
+            let shown: Vec<&str> = first.map(|failure| failure.output.as_str()).collect();
             bail!(
                 "{}; the first: \n    {}",
                 self.summary(),
@@ -83,6 +100,44 @@ impl Report {
             "{ok} cases passed; the program counts {own:?}"
         );
         Ok(())
+    }
+
+    /// The failed cases if each may be a near tie: of an operator of [`SELECTING`], and no case
+    /// twice.
+    pub(super) fn possible_near_ties(&self) -> Vec<String> {
+        let cases = self.failures.iter().map(|failure| failure.case.clone());
+        let mut cases: Vec<String> = cases.collect();
+        cases.sort_unstable();
+        let is_near_tie = |case: &String| {
+            let op = case.split('(').next().unwrap_or_default();
+            SELECTING.contains(&op)
+        };
+        let is_once = cases.windows(2).all(|pair| pair[0] != pair[1]);
+        match is_once && cases.iter().all(is_near_tie) {
+            true => cases,
+            false => Vec::new(),
+        }
+    }
+
+    /// Counts the failure of `case` as a pass, because of `repeats`.
+    pub(super) fn accept_near_tie(&mut self, case: &str, repeats: &str) {
+        let Some(at) = self.failures.iter().position(|failed| failed.case == case) else {
+            return;
+        };
+        let Failure { case, output } = self.failures.remove(at);
+        if let Some(counts) = self.cases.get_mut(&case) {
+            counts.failed -= 1;
+            counts.ok += 1;
+        }
+        if let Some((passed, _)) = &mut self.own_count {
+            *passed += 1;
+        }
+        self.near_ties.push(format!("{output}; {repeats}"));
+    }
+
+    /// Failures that were accepted.
+    pub(crate) fn near_ties(&self) -> &[String] {
+        &self.near_ties
     }
 
     pub(crate) fn totals(&self) -> Counts {
@@ -157,7 +212,11 @@ impl Report {
             .iter()
             .map(|(&op, counts)| (op.to_owned(), row(counts)))
             .collect();
-        json!({"totals": row(&self.totals()), "ops": ops, "failures": self.failures})
+        let failures: Vec<&str> = { self.failures.iter() }
+            .map(|failure| failure.output.as_str())
+            .collect();
+        json!({"totals": row(&self.totals()), "ops": ops, "failures": failures,
+               "near_ties": self.near_ties})
     }
 }
 

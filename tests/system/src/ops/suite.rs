@@ -15,6 +15,11 @@ use xtask_common::workspace;
 
 use super::report::{DEVICE, Report};
 
+/// How often a case that may be a near tie is repeated with new random values, and how many of the
+/// repeats may fail. A case of TOPK_MOE has a near tie in less than one of 1000 runs.
+const NEAR_TIE_REPEATS: u64 = 50;
+const NEAR_TIE_FAILURES: u64 = 1;
+
 /// The parameters of three cases whose random weights take five minutes each to quantise.
 const GIANTS: &str = "n_mats=128,n_used=4,b=0,m=4096";
 
@@ -124,16 +129,51 @@ impl Suite<'_> {
                 progress.note(&format!("{}; {case}", report.summary()));
             }
         })?;
+        for case in report.possible_near_ties() {
+            let failed = self.repeat(&case, progress)?;
+            if failed <= NEAR_TIE_FAILURES {
+                let repeats = format!("{failed} of {NEAR_TIE_REPEATS} repeats failed");
+                report.accept_near_tie(&case, &repeats);
+            }
+        }
         let path = workspace::reports().join(format!("test-backend-ops-{}.json", self.name));
         let text = serde_json::to_string_pretty(&report.to_json()).context("writing a report")?;
         std::fs::write(&path, text).with_context(|| format!("writing {}", path.display()))?;
         report.check()?;
         ensure!(
-            status.success(),
+            status.success() || !report.near_ties().is_empty(),
             "it ended with {status}\n{}",
             process::tail(&log)
         );
         Ok(report)
+    }
+
+    /// Runs one case [`NEAR_TIE_REPEATS`] times, each with new random values. Returns the number of
+    /// runs that did not pass.
+    fn repeat(&self, case: &str, progress: &Progress) -> Result<u64> {
+        let (op, parameters) = { case.strip_suffix(')') }
+            .and_then(|case| case.split_once('('))
+            .with_context(|| format!("{case} has no parameters"))?;
+        let name = format!("{}-repeat", self.name);
+        let suite = Suite {
+            bin: self.bin,
+            backend: self.backend.clone(),
+            ops: Some(op),
+            cases: Cases::Matching(format!("^{}$", escape(parameters))),
+            preload: self.preload.clone(),
+            name: &name,
+        };
+        let mut failed = 0;
+        for repeat in 0..NEAR_TIE_REPEATS {
+            progress.note(&format!("repeat {repeat} of {case}: {failed} failed"));
+            let mut report = Report::default();
+            let mut program = suite.command("test");
+            process::run_lines(&mut program, &log(&name, "test"), |line| {
+                report.line(line);
+            })?;
+            failed += u64::from(report.passed(case) == 0 || report.totals().failed > 0);
+        }
+        Ok(failed)
     }
 }
 
@@ -393,6 +433,59 @@ mod tests {
         let excludes = "(?!type_a=(?!(?:f16|q4_K),)[^,]*,.*n_mats=)";
         assert!(cases.pattern().contains(excludes), "{cases:?}");
         assert!(cases.pattern().starts_with("^(?!"), "{cases:?}");
+    }
+
+    /// A `test-backend-ops` with one case of `op` that fails if the number of earlier runs is one
+    /// of `fails`, a list of patterns of the shell.
+    fn program(folder: &Path, op: &str, fails: &str) {
+        use std::os::unix::fs::PermissionsExt as _;
+        let path = folder.join("test-backend-ops");
+        let script = format!(
+            "#!/bin/sh\n\
+             runs=$(cat \"$0.runs\" 2>/dev/null || echo 0)\n\
+             echo $((runs + 1)) > \"$0.runs\"\n\
+             case $runs in\n\
+             {fails}) echo '[VIEW] ERR = 0.0004 > 0.0000001   {op}(ne=[288,22,1,1]): FAIL'\n\
+             echo '  0/1 tests passed'; exit 1;;\n\
+             *) echo '  {op}(ne=[288,22,1,1]): OK'; echo '  1/1 tests passed';;\n\
+             esac\n"
+        );
+        std::fs::write(&path, script).unwrap();
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+    }
+
+    fn run(op: &str, fails: &str) -> Result<Report> {
+        let folder = tempfile::tempdir().unwrap();
+        program(folder.path(), op, fails);
+        let suite = Suite {
+            bin: folder.path(),
+            backend: Backend::Cpu,
+            ops: None,
+            cases: Cases::Usual,
+            preload: None,
+            name: "near-tie",
+        };
+        suite.test(&Progress::new("near ties"))
+    }
+
+    #[test]
+    fn near_tie_is_accepted_if_its_case_passes_with_other_values() {
+        let report = run("TOPK_MOE", "0|17").unwrap();
+        assert_eq!((report.totals().ok, report.totals().failed), (1, 0));
+        let [tie] = report.near_ties() else {
+            panic!("{report:?}")
+        };
+        assert!(tie.contains("ERR = 0.0004"), "{tie}");
+        assert!(tie.ends_with("1 of 50 repeats failed"), "{tie}");
+        assert!(run("TOPK_MOE", "none").unwrap().near_ties().is_empty());
+    }
+
+    #[test]
+    fn failure_that_is_no_near_tie_is_an_error() {
+        for (op, fails) in [("TOPK_MOE", "0|5|49"), ("TOPK_MOE", "*"), ("ARGSORT", "0")] {
+            let error = run(op, fails).unwrap_err().to_string();
+            assert!(error.contains("0 ok, 1 failed"), "{error}");
+        }
     }
 
     const LIST: &str = "\

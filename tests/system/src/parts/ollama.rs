@@ -46,7 +46,11 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
             Ok(Needed {
                 dist: dist.clone(),
                 ollama: ollama::binary(tests.cache, version)?,
-                llama: llama::build(tests.cache, llama::Stage::Tools)?,
+                // The default run takes what other tests have built.
+                llama: match tests.options.full {
+                    true => ollama::llama_cpp(version)?.programs(tests.cache)?,
+                    false => llama::build(tests.cache, llama::Stage::Tools)?,
+                },
                 small: tests.model(FileType::Q4KM)?,
                 split: model::ensure_split(tests.cache, &model::DEMO, FileType::Q4KM)?,
                 large: tests.model(FileType::F16)?,

@@ -1,6 +1,7 @@
 //! ggml's own `test-backend-ops`: every op on VGPU0, compared with a reference.
 
 use std::cell::OnceCell;
+use std::fmt::Write as _;
 use std::path::Path;
 use std::process::Command;
 
@@ -342,11 +343,15 @@ fn over_unix<T>(
 
 fn summary(claims: &[Claim], report: &Report) -> String {
     let counts = report.totals();
-    format!(
+    let mut text = format!(
         "{} cases and {} fused ones, all supported: {} ok, {} that ggml's CPU cannot compute",
         claims.len(),
         counts.all() - claims.len() as u64,
         counts.ok,
         counts.incomparable
-    )
+    );
+    for tie in report.near_ties() {
+        let _ = write!(text, "; a near tie: {tie}"); // a string accepts everything
+    }
+    text
 }

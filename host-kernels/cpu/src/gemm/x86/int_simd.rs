@@ -155,11 +155,11 @@ pub(super) trait IntSimd: Simd {
     /// The order of the scales of eight groups for which [`IntSimd::spread_quads`] is one
     /// instruction.
     const QUADS: [usize; 8];
-    /// A vector of pieces of 16 bytes, `stride` bytes apart from `p` on. Pieces after piece `last`
-    /// repeat piece `last`.
+    /// A vector of lanes of 16 bytes, `stride` bytes apart from `p` on. Lanes after lane `last`
+    /// repeat lane `last`.
     ///
     /// # Safety
-    /// `p` is readable for 16 bytes at each of the pieces 0 to `last` of the vector.
+    /// `p` is readable for 16 bytes at each of the lanes 0 to `last` of the vector.
     unsafe fn load_quads(p: *const u8, stride: usize, last: usize) -> Self::I;
 }
 
@@ -384,8 +384,8 @@ impl IntSimd for Avx512 {
 
     #[inline(always)]
     unsafe fn load_quads(p: *const u8, stride: usize, last: usize) -> __m512i {
-        // SAFETY: four loads of 16 bytes, at pieces 0 to 3, or at `last` where a piece is after it.
-        // So each piece is at most `last`, and the caller guarantees its 16 bytes. The broadcasts
+        // SAFETY: four loads of 16 bytes, at lanes 0 to 3, or at `last` where a lane is after it.
+        // So each lane is at most `last`, and the caller guarantees its 16 bytes. The broadcasts
         // need AVX-512 F.
         unsafe {
             let load = |i: usize| _mm_loadu_si128(p.add(stride * i.min(last)).cast());
@@ -613,8 +613,8 @@ impl<const VNNI: bool> IntSimd for Ymm<VNNI> {
 
     #[inline(always)]
     unsafe fn load_quads(p: *const u8, stride: usize, last: usize) -> __m256i {
-        // SAFETY: two loads of 16 bytes, at pieces 0 and 1, or at piece 0 twice if `last` is 0. The
-        // caller guarantees the 16 bytes of each piece up to `last`, and AVX.
+        // SAFETY: two loads of 16 bytes, at lanes 0 and 1, or at lane 0 twice if `last` is 0. The
+        // caller guarantees the 16 bytes of each lane up to `last`, and AVX.
         unsafe {
             let load = |i: usize| _mm_loadu_si128(p.add(stride * i.min(last)).cast());
             _mm256_set_m128i(load(1), load(0))

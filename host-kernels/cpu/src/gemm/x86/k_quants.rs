@@ -109,16 +109,16 @@ unsafe fn rows<S: BlockSimd, B: SuperBlockKernel>(call: &GemmArgs) {
 /// the processor has the instructions of `S`.
 #[inline(always)]
 unsafe fn prepare<S: BlockSimd, B: SuperBlockKernel>(x: *const u8, column: *mut Column) {
-    // SAFETY: `x` is readable for a block of Q8_K: its scale, eight pieces of 32 quants from
-    // `X_QUANTS` on, as `S::order` is below 8, and 16 sums from `X_SUMS` on. `i < 8`, so each piece
+    // SAFETY: `x` is readable for a block of Q8_K: its scale, eight sub-blocks of 32 quants from
+    // `X_QUANTS` on, as `S::order` is below 8, and 16 sums from `X_SUMS` on. `i < 8`, so each sub-block
     // is written inside the 256 quants of `column`, which is valid and accessed by no one else.
     unsafe {
         let column = &mut *column;
         column.d = x.cast::<f32>().read_unaligned();
         for i in 0..8 {
-            let piece = x.add(X_QUANTS + 32 * S::order::<B>(i)).cast::<__m256i>();
+            let sub_block = x.add(X_QUANTS + 32 * S::order::<B>(i)).cast::<__m256i>();
             let to = column.quants.as_mut_ptr().add(32 * i).cast::<__m256i>();
-            to.write_unaligned(piece.read_unaligned());
+            to.write_unaligned(sub_block.read_unaligned());
         }
         let sums = x.add(X_SUMS).cast::<[i16; 16]>().read_unaligned();
         column.sums = sums;
@@ -284,7 +284,7 @@ impl<S: BlockSimd, B: SuperBlockKernel> Panel<S> for KQuantPanel<S, B> {
     unsafe fn unpack(&mut self, call: &GemmArgs, row: usize, start: usize, _: usize) {
         let height = S::PANEL * S::LANES;
         // SAFETY: `call.row` returns a row of the call, readable for `call.k > start` weights, so
-        // block `start / 256` is. `r < height <= 32`, the rows of each array. A piece is below 8,
+        // block `start / 256` is. `r < height <= 32`, the rows of each array. A sub-block is below 8,
         // so its 32 bytes are inside the 256 of a row; two vectors of scales, or one of minimums,
         // are inside the 64 bytes of theirs. `interleave` reads `height` such rows and writes 64
         // words of quants, at most 16 of scales and of minimums, each of `height` rows. The
@@ -299,8 +299,10 @@ impl<S: BlockSimd, B: SuperBlockKernel> Panel<S> for KQuantPanel<S, B> {
                 for v in 0..S::SUPER {
                     let halves = S::halves(q[v]);
                     for (h, half) in halves.into_iter().enumerate().take(S::GROUPS) {
-                        let piece = S::order::<B>(v * S::GROUPS + h);
-                        to.add(32 * piece).cast::<__m256i>().write_unaligned(half);
+                        let sub_block = S::order::<B>(v * S::GROUPS + h);
+                        to.add(32 * sub_block)
+                            .cast::<__m256i>()
+                            .write_unaligned(half);
                     }
                 }
                 let (scales, mins) = B::scales(block);

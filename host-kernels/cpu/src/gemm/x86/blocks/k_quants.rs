@@ -63,7 +63,7 @@ const _: () = assert!(
         && offset_of!(BlockQ5K, dmin) == offset_of!(BlockQ5K, d) + 2
 );
 
-/// The order of pieces of 32 elements if 64 bytes of nibbles of Q4_K and Q5_K are decoded at once:
+/// The order of sub-blocks of 32 elements if 64 bytes of nibbles of Q4_K and Q5_K are decoded at once:
 /// the low nibbles, then the high nibbles.
 const NIBBLE_ORDER: [usize; 8] = [0, 2, 1, 3, 4, 6, 5, 7];
 
@@ -131,7 +131,7 @@ impl SuperBlockKernel for BlockQ5K {
         unsafe {
             let (low, fifth) = (_mm256_set1_epi8(15), _mm256_set1_epi8(16));
             let qh = _mm256_loadu_si256(block.add(offset_of!(Self, qh)).cast());
-            // Bit `j` of a byte belongs to piece `j`. The bit is shifted to bit 4, and the other
+            // Bit `j` of a byte belongs to sub-block `j`. The bit is shifted to bit 4, and the other
             // bits of the 16-bit shift are masked.
             let fifths = [
                 _mm256_slli_epi16(qh, 4),
@@ -214,13 +214,13 @@ impl SuperBlockKernel for BlockQ6K {
                 let a = _mm256_loadu_si256(block.add(offset_of!(Self, ql) + 64 * half).cast());
                 let b = _mm256_loadu_si256(block.add(offset_of!(Self, ql) + 64 * half + 32).cast());
                 let h = _mm256_loadu_si256(block.add(offset_of!(Self, qh) + 32 * half).cast());
-                let pieces = [
+                let sub_blocks = [
                     (a, _mm256_slli_epi16(h, 4)),
                     (b, _mm256_slli_epi16(h, 2)),
                     (_mm256_srli_epi16(a, 4), h),
                     (_mm256_srli_epi16(b, 4), _mm256_srli_epi16(h, 2)),
                 ];
-                for (i, (l, h)) in pieces.into_iter().enumerate() {
+                for (i, (l, h)) in sub_blocks.into_iter().enumerate() {
                     q[4 * half + i] =
                         _mm256_or_si256(_mm256_and_si256(l, low), _mm256_and_si256(h, high));
                 }
@@ -365,7 +365,7 @@ impl SuperBlockKernel for BlockQ3K {
         unsafe {
             let third = _mm256_set1_epi8(4);
             let mask = _mm256_loadu_si256(block.add(offset_of!(Self, hmask)).cast());
-            // Bit `i` of a byte belongs to piece `i`. The bit is shifted to bit 2.
+            // Bit `i` of a byte belongs to sub-block `i`. The bit is shifted to bit 2.
             let thirds = [
                 _mm256_slli_epi16(mask, 2),
                 _mm256_slli_epi16(mask, 1),
