@@ -193,6 +193,7 @@ impl LoadLog {
 
     fn line(&self, shared: SharedBytes) -> Option<String> {
         let mut buffers = self.buffers();
+        let device = { buffers.first() }.map(|buffer| buffer.loaded.device.clone());
         let new = { buffers.iter_mut() }.filter(|buffer| buffer.is_ready && !buffer.is_logged);
         let model = new
             .map(|buffer| {
@@ -208,13 +209,15 @@ impl LoadLog {
             });
         let model = model.filter(|model| model.bytes >= MIN_MODEL_BYTES);
         let loaded = model.map(|model| model.line("model"));
-        let not_sent = (shared.not_sent > 0).then(|| {
+        let is_model = shared.all >= MIN_MODEL_BYTES && shared.not_sent > 0;
+        let not_sent = is_model.then(|| {
             let (not_sent, all) = (shared.not_sent >> 20, shared.all >> 20);
             format!("{not_sent} MiB of {all} MiB of weights were on the host already")
         });
         match (loaded, not_sent) {
             (Some(loaded), Some(not_sent)) => Some(format!("{loaded}; {not_sent}")),
-            (loaded, not_sent) => loaded.or(not_sent),
+            (None, Some(not_sent)) => device.map(|device| format!("{device}: {not_sent}")),
+            (loaded, None) => loaded,
         }
     }
 
@@ -309,9 +312,14 @@ mod tests {
         };
         let shared = "150 MiB of 300 MiB of weights were on the host already";
         assert_eq!(log.line(none), None);
-        assert_eq!(log.line(some).as_deref(), Some(shared));
         log.update(BufferId(1), buffer(100, 0, 1), false);
         assert_eq!(log.line(none), None, "the buffer is not complete");
+        assert_eq!(log.line(some), Some(format!("VGPU0: {shared}")));
+        let no_model = SharedBytes {
+            not_sent: 64 << 10,
+            all: 96 << 10,
+        };
+        assert_eq!(log.line(no_model), None, "96 KiB are no model");
         log.update(BufferId(1), buffer(200, 0, 2), true);
         log.update(BufferId(2), buffer(100, 1, 4), true);
         log.update(BufferId(3), buffer(500, 0, 9), true);

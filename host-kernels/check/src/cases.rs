@@ -59,6 +59,8 @@ struct Operation {
     dst: Operand,
     src: Vec<Option<Operand>>,
     limit: f64,
+    /// The source whose memory the result gets, as ggml places some results.
+    over: Option<usize>,
 }
 
 impl Operation {
@@ -67,10 +69,16 @@ impl Operation {
         let mut random = Random::new(1);
         let mut builder = Builder::default();
         let mut add = |operand: &Operand| builder.tensor(*operand, &mut random);
-        let dst = add(&self.dst)?;
+        let mut dst = match self.over {
+            None => add(&self.dst)?,
+            Some(_) => 0, // a source
+        };
         let mut src = Vec::new();
         for source in &self.src {
             src.push(source.as_ref().map(&mut add).transpose()?);
+        }
+        if let Some(tensor) = self.over.and_then(|at| src[at]) {
+            dst = builder.again(tensor);
         }
         builder.node(self.op, dst, &src);
         Ok((builder, dst))
@@ -229,7 +237,20 @@ impl List {
             dst,
             src: src.to_vec(),
             limit,
+            over: None,
         });
+    }
+
+    /// The last operation once more, with the result in the memory of this source.
+    fn again_over(&mut self, source: usize) {
+        let Some(last) = self.0.last() else { return };
+        let again = Operation {
+            name: format!("{} over source {source}", last.name),
+            src: last.src.clone(),
+            over: Some(source),
+            ..*last
+        };
+        self.0.push(again);
     }
 }
 
@@ -284,12 +305,17 @@ fn products(list: &mut List) {
             );
         }
     }
-    // Activations beyond F16, which must stay F32.
+    // Activations beyond F16, which must stay F32 or BF16.
     for ty in [Type::F16, Type::Bf16, Type::Q4_1, Type::Q8_0] {
-        for n in [1, 70] {
+        for (n, activation) in [
+            (1, Precision::F32),
+            (70, Precision::F32),
+            (1, Precision::Bf16),
+            (70, Precision::Bf16),
+        ] {
             let op = Op::MulMat {
                 accumulator: Precision::Default,
-                activation: Precision::F32,
+                activation,
                 hadamard: false,
             };
             let sources = [
@@ -368,6 +394,16 @@ fn attention(list: &mut List) {
         [Type::Q8_0, Type::Q5_1],
         [Type::F32, Type::F16],
     ];
+    // Each is allowed to be F32, which the engines use.
+    let mut accumulators = [
+        Precision::Default,
+        Precision::F32,
+        Precision::Bf16,
+        Precision::F16,
+        Precision::Q8,
+    ]
+    .into_iter()
+    .cycle();
     for [k, v] in alike.into_iter().chain(mixed) {
         for [size, tokens, keys, heads, kv] in [
             [128, 1, 1000, 8, 2],
@@ -382,7 +418,7 @@ fn attention(list: &mut List) {
                 scale: 1.0 / (size as f32).sqrt(),
                 max_bias: 0.0,
                 logit_softcap: if tokens == 3 { 10.0 } else { 0.0 },
-                accumulator: Precision::Default,
+                accumulator: accumulators.next().unwrap_or(Precision::Default),
                 n_kv_max: 0,
             };
             let mask = Operand {
@@ -671,6 +707,17 @@ fn recurrent(list: &mut List) {
 
 fn training(list: &mut List) {
     let ne = [300, 20, 1, 1];
+    list.add(
+        Op::SoftMaxBack {
+            scale: 0.7,
+            max_bias: 0.0,
+        },
+        EXACT,
+        f32s(ne),
+        &[f32s(ne), between(0.0, 1.0, ne)],
+    );
+    list.again_over(0);
+    list.again_over(1);
     let labels = between(0.0, 1.0, ne);
     list.add(
         Op::CrossEntropyLoss {},

@@ -92,6 +92,12 @@ impl Builder {
         self.graph.tensors.len() as u32 - 1
     }
 
+    /// Adds a tensor with the shape and the memory of another, and returns its index.
+    pub(super) fn again(&mut self, tensor: u32) -> u32 {
+        let same = self.graph.tensors[tensor as usize];
+        self.place(same.shape, same.offset)
+    }
+
     /// Adds a node.
     pub(super) fn node(&mut self, op: Op, dst: u32, src: &[Option<u32>]) {
         self.graph.nodes.push(Node {

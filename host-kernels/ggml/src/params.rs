@@ -25,12 +25,14 @@ fn has(release: Version, since: Since) -> bool {
     release >= since.every_build
 }
 
-/// `enum ggml_prec`. A precision below F32 is a permission: an older release, which does not know
-/// it, gets the default. F32 is a demand, which every release has a value for.
+/// `enum ggml_prec`: the smallest type that is allowed. F32 and BF16 exclude F16, which is a demand;
+/// the others are permissions. An older release, which does not know the values between, gets F32
+/// for BF16 and the default for a permission.
 fn precision(precision: Precision, release: Version) -> i32 {
     match precision {
         Precision::Default => 0,
         Precision::F32 => 10,
+        Precision::Bf16 if !has(release, Since::PRECISIONS) => 10,
         _ if !has(release, Since::PRECISIONS) => 0,
         Precision::Bf16 => 15,
         Precision::F16 => 20,
@@ -42,8 +44,17 @@ fn precision(precision: Precision, release: Version) -> i32 {
 /// The same for a word that came with [`Since::PRECISIONS`]. `None` for a demand that this release
 /// would not see.
 fn new_precision(wanted: Precision, release: Version) -> Option<i32> {
-    let is_seen = has(release, Since::PRECISIONS) || wanted != Precision::F32;
+    let is_seen = has(release, Since::PRECISIONS) || !wanted.needs_f32_range();
     is_seen.then(|| precision(wanted, release))
+}
+
+/// The accumulator of FLASH_ATTN_EXT. ggml's CPU backend ends the process for all values but these
+/// two: F32 satisfies every demand, and the default every permission.
+fn attention_accumulator(wanted: Precision) -> i32 {
+    match wanted.needs_f32_range() {
+        true => 10,
+        false => 0,
+    }
 }
 
 fn pool(kind: PoolKind) -> i32 {
@@ -230,7 +241,7 @@ pub(crate) fn encode(op: &Op, in_place: bool, ids: &Ids, release: Version) -> Op
             float(scale),
             float(max_bias),
             float(logit_softcap),
-            precision(accumulator),
+            attention_accumulator(accumulator),
             // A hint: 0 stands for any number.
             match has(release, Since::N_KV_MAX) {
                 true => unsigned(n_kv_max)?,

@@ -153,7 +153,11 @@ fn encode(
     if !device.is_cpu && sources.any(is_padded) {
         return None;
     }
-    if device.is_cpu && !cpu_backend_computes(graph, node) {
+    let computes = match device.is_cpu {
+        true => cpu_backend_computes(graph, node),
+        false => gpu_backend_computes(graph, node),
+    };
+    if !computes {
         return None;
     }
     let memory = memory[to.buffer as usize];
@@ -192,11 +196,11 @@ fn cpu_backend_computes(graph: &IrGraph, node: &Node) -> bool {
         floats.contains(&ty) || ty.is_quantized() && !matches!(ty, Type::Q8_1 | Type::Q8K)
     };
     match node.op {
-        Op::MulMat { activation, .. } | Op::MulMatId { activation, .. } => {
-            // The backend ignores a demand for F32, and has activations and their sums in F16, or
-            // BF16, for these weights.
+        Op::MulMat { .. } | Op::MulMatId { .. } => {
+            // The backend ignores a demand for F32 or BF16, and has activations and their sums in
+            // F16, or BF16, for these weights.
             let rounds = |ty| matches!(ty, Type::F16 | Type::Bf16 | Type::Q4_1 | Type::Q5_1);
-            let may_round = activation != Precision::F32;
+            let may_round = !node.op.activation_precision().needs_f32_range();
             src(0)
                 .is_some_and(|weights| is_weight(weights.ty) && (may_round || !rounds(weights.ty)))
                 && is(src(1), &[Type::F32])
@@ -228,13 +232,35 @@ fn cpu_backend_computes(graph: &IrGraph, node: &Node) -> bool {
         }
         // In releases before 0.23 only the first batch is computed.
         Op::ConvTranspose2d { .. } => false,
-        _ => {
-            let all = (0..node.src.as_slice().len()).filter_map(src);
-            let integers = [Type::I32, Type::I64];
-            let mut types = all.map(|shape| shape.ty);
-            types.all(|ty| ty == Type::F32 || integers.contains(&ty))
-                && (dst.ty == Type::F32 || dst.ty == Type::I32)
+        // Releases before 0.26 are wrong where the result has the place of the second source, as
+        // ggml may place it.
+        Op::SoftMaxBack { .. } => {
+            let places = |tensor: &Tensor| (tensor.buffer, tensor.offset);
+            let has_place = |i| graph.src(node, i).map(places) == Some(places(graph.dst(node)));
+            !has_place(1) && floats_and_integers_only(graph, node)
         }
+        _ => floats_and_integers_only(graph, node),
+    }
+}
+
+/// Whether all tensors of a node are F32 or integers.
+fn floats_and_integers_only(graph: &IrGraph, node: &Node) -> bool {
+    let sources = (0..node.src.as_slice().len()).filter_map(|i| graph.src(node, i));
+    let mut types = sources.map(|tensor| tensor.shape.ty);
+    types.all(|ty| matches!(ty, Type::F32 | Type::I32 | Type::I64))
+        && matches!(graph.dst(node).shape.ty, Type::F32 | Type::I32)
+}
+
+/// Whether a backend for GPUs computes a node as the node demands. ggml's CUDA backend ends the
+/// process for quantised weights with a demand on activations above 8 bits (`mmq.cu`), and reads no
+/// demand for weights of F16.
+fn gpu_backend_computes(graph: &IrGraph, node: &Node) -> bool {
+    let demand = node.op.activation_precision();
+    let weights = graph.src(node, 0).map(|weights| weights.shape.ty);
+    match weights {
+        Some(ty) if ty.is_quantized() => !demand.needs_f32_range() && demand != Precision::F16,
+        Some(Type::F16 | Type::Bf16) => !demand.needs_f32_range(),
+        _ => true,
     }
 }
 

@@ -351,7 +351,23 @@ ops! {
     113 OptStepSgd    "OPT_STEP_SGD"   3..=3 {}
 }
 
+impl Precision {
+    /// Whether values must keep the range of F32, which F16 does not have: 65504 is its largest
+    /// number. `ggml_prec_set_src` and `ggml_prec_set_acc` name the smallest type that is allowed.
+    pub const fn needs_f32_range(self) -> bool {
+        matches!(self, Precision::F32 | Precision::Bf16)
+    }
+}
+
 impl Op {
+    /// The demand of a product on the type of its activations, `Default` for other operators.
+    pub const fn activation_precision(&self) -> Precision {
+        match self {
+            Op::MulMat { activation, .. } | Op::MulMatId { activation, .. } => *activation,
+            _ => Precision::Default,
+        }
+    }
+
     /// The number of the operator's variant: the kind of a unary, GLU, rope, pooling or upscale
     /// operator, 0 for every other operator. An engine declares its variants in a mask
     /// ([`Rule::variants`](super::Rule)).

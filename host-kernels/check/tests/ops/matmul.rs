@@ -405,9 +405,15 @@ pub(crate) fn mul_mat_id(engine: &dyn Engine) {
     });
 }
 
-/// Activations beyond F16, of nodes that demand F32 for them.
+/// Activations beyond F16, of nodes that demand F32 or BF16 for them.
 pub(crate) fn activations_beyond_f16(engine: &dyn Engine) {
-    let (accumulator, activation) = (Precision::Default, Precision::F32);
+    for demand in [Precision::F32, Precision::Bf16] {
+        activations_beyond_f16_with(engine, demand);
+    }
+}
+
+fn activations_beyond_f16_with(engine: &dyn Engine, activation: Precision) {
+    let accumulator = Precision::Default;
     let mul_mat = Op::MulMat {
         accumulator,
         activation,
@@ -443,9 +449,14 @@ pub(crate) fn activations_beyond_f16(engine: &dyn Engine) {
             for (i, &got) in got.iter().enumerate() {
                 let (exact, size) = exact(i as u64, x);
                 let error = (got - exact).abs() / size;
+                let tolerance = match (weight, activation) {
+                    // BF16 has eight bits.
+                    (Type::Bf16, Precision::Bf16) => 2f64.powi(-9),
+                    _ => TOLERANCE_OF_PAIRS,
+                };
                 assert!(
-                    error <= TOLERANCE_OF_PAIRS,
-                    "{weight:?}, {columns}: {error}"
+                    error <= tolerance,
+                    "{weight:?}, {columns}, {activation:?}: {error}"
                 );
             }
         };

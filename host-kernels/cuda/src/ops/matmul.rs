@@ -62,17 +62,7 @@ pub(crate) fn multiply(
     let has_ids = matches!(op, Op::MulMatId { .. });
     let is_outer = matches!(op, Op::OutProd {});
     let is_few = has_ids || n <= FEW_COLUMNS;
-    let needs_f32 = matches!(
-        op,
-        Op::MulMat {
-            activation: Precision::F32,
-            ..
-        } | Op::MulMatId {
-            activation: Precision::F32,
-            ..
-        }
-    );
-    let gemm = || Gemm::of(params, needs_f32);
+    let gemm = || Gemm::of(params, op.activation_precision());
     if let (true, Some(gemm)) = (has_ids && dst.ne[2] > FEW_COLUMNS, gemm())
         && takes_groups(params)
     {
@@ -163,10 +153,11 @@ struct Gemm {
 
 impl Gemm {
     /// The kernel for a product: that of the weight type if the weights are aligned for it, else
-    /// one with split f32. `needs_f32`: the node demands that activations stay F32, so that weights
-    /// of F16 and BF16 get the kernel with split f32, too. Quantised weights keep theirs, whose
-    /// activations are F16 with a scale for each row.
-    fn of(params: &VgMulMatParams, needs_f32: bool) -> Option<Gemm> {
+    /// one with split f32. `demand`: the smallest type that the node allows for activations. Where
+    /// it is F32 or BF16, weights of F16 get the kernel with split f32, too, and where it is F32,
+    /// those of BF16. Quantised weights keep theirs, whose activations are F16 with a scale for
+    /// each row.
+    fn of(params: &VgMulMatParams, demand: Precision) -> Option<Gemm> {
         let VgMulMatParams { dst, w, x, .. } = params;
         let fits = w.ne[0] > 0
             && x.rows() <= i64::from(i32::MAX)
@@ -177,7 +168,9 @@ impl Gemm {
         }
         if let Some((ty, kernels)) = MatmulKernels::of_vectors(w)
             && ty != Type::F32
-            && (ty.is_quantized() || !needs_f32)
+            && (ty.is_quantized()
+                || !demand.needs_f32_range()
+                || (ty, demand) == (Type::Bf16, Precision::Bf16))
             && kernels.takes_weights(w, ty)
             && FLOATS.contains(Type::from_id(x.type_ as u8)?)
         {

@@ -20,6 +20,9 @@ use super::report::{DEVICE, Report};
 const NEAR_TIE_REPEATS: u64 = 50;
 const NEAR_TIE_FAILURES: u64 = 1;
 
+/// The start of each log line of the plugin.
+const LOG_PREFIX: &str = "ggml-vgpu:";
+
 /// The parameters of three cases whose random weights take five minutes each to quantise.
 const GIANTS: &str = "n_mats=128,n_used=4,b=0,m=4096";
 
@@ -96,8 +99,8 @@ impl Suite<'_> {
         }
         let stats = workspace::reports().join(format!("test-backend-ops-{}.stats.json", self.name));
         node_llama::set_backend(&mut program, &self.backend, &stats);
-        // The plugin's messages (uploads, a case of more than 10 s) would split lines of the
-        // program.
+        // The plugin's messages (a session, a case of more than 10 s) would split lines of the
+        // program. `log_lines` counts them.
         program.env("VGPU_LOG", "error");
         if let Some(library) = &self.preload {
             preload::set(&mut program, library);
@@ -146,6 +149,23 @@ impl Suite<'_> {
             process::tail(&log)
         );
         Ok(report)
+    }
+
+    /// Runs every case with the plugin's log at `info`. Returns the number of cases and the lines of
+    /// the plugin.
+    pub(crate) fn log_lines(&self) -> Result<(u64, Vec<String>)> {
+        let (mut report, mut lines) = (Report::default(), Vec::new());
+        let mut program = self.command("test");
+        let status = process::run_lines(
+            program.env("VGPU_LOG", "info"),
+            &log(self.name, "test"),
+            |line| match line.find(LOG_PREFIX) {
+                Some(at) => lines.push(line[at..].to_owned()),
+                None => drop(report.line(line)),
+            },
+        )?;
+        ensure!(status.success(), "it ended with {status}");
+        Ok((report.totals().all(), lines))
     }
 
     /// Runs one case [`NEAR_TIE_REPEATS`] times, each with new random values. Returns the number of

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use std::path::Path;
 use std::process::Command;
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, ensure};
 
 use crate::ops::by_version;
 use crate::ops::table::{self, Findings};
@@ -23,6 +23,9 @@ use crate::test_run::{Served, TestRun};
 
 /// The number of different parameters in the sample for another engine than the CPU engine.
 const ENGINE_SAMPLE: usize = 100;
+
+/// Log lines of the plugin in a process without a model: the session and the device.
+const MAX_LOG_LINES: usize = 2;
 
 /// The number of different parameters in a sample, limited by the length of the regular expression
 /// that the program accepts.
@@ -79,6 +82,9 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
     let is_sampled = tests.options.samples_ops();
     if tests.options.wants_ggml(llama::RELEASE, true) {
         of_main_release(tests, &dist, &bin, is_sampled);
+        tests.check("log lines at level info", |tests, _| {
+            log_lines(tests, &dist, &bin)
+        });
         without_cases(tests, &dist, (llama::RELEASE, &bin));
     }
     // Every other series of ggml, each build with its own program and CPU backend.
@@ -191,6 +197,29 @@ fn of_main_release(tests: &mut TestRun<'_>, dist: &Dist, bin: &Path, is_sampled:
             table::check(tests.cache, &findings)
         });
     }
+}
+
+/// Runs cases with weights, each of which the program uploads, with the plugin's log at `info`. It
+/// has lines for the session and for models, and none for a case.
+fn log_lines(tests: &TestRun<'_>, dist: &Dist, bin: &Path) -> Result<String> {
+    let suite = Suite {
+        backend: Backend::Plugin {
+            dist,
+            endpoint: "inproc",
+        },
+        ops: Some("MUL_MAT"),
+        cases: Cases::Matching("^type_a=q[48]_.,.*m=16,.*".to_owned()),
+        ..suite(tests, bin, "log-lines")
+    };
+    let (cases, lines) = suite.log_lines()?;
+    ensure!(cases >= 50, "{cases} cases");
+    ensure!(
+        lines.len() <= MAX_LOG_LINES,
+        "{} lines for {cases} cases:\n{}",
+        lines.len(),
+        lines.join("\n")
+    );
+    Ok(format!("{} lines for {cases} cases", lines.len()))
 }
 
 /// `test-backend-ops` of another release of ggml than the two that the other tests run on.

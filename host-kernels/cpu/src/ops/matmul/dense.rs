@@ -51,22 +51,18 @@ pub(in super::super) fn mul_mat(operands: &Operands<'_>) -> Result<Compiled, Eng
 /// The kernel of a product. A MUL_MAT without demands gets the rounded kernel, if there is one.
 ///
 /// Where a node demands that activations stay F32, weights whose own kernel rounds activations to
-/// F16 or BF16, or keeps sums of activations in F16, get the kernel of F32. All others are
-/// multiplied with activations of 8 bits whatever a node demands, as in ggml's CPU backend, which
-/// does not read the demand. The scales of such activations hold values of up to 127 * 65504.
+/// F16 or BF16, or keeps sums of activations in F16, get the kernel of F32. Where the node allows
+/// BF16, this holds for those with F16. All others are multiplied with activations of 8 bits
+/// whatever a node demands, as in ggml's CPU backend, which does not read the demand. The scales of
+/// such activations hold values of up to 127 * 65504.
 pub(super) fn kernel_of(operands: &Operands<'_>) -> MatmulKernel {
     let (weight, x) = (operands.src(0), operands.src(1));
     let kernel = |ty| MatmulKernel::of(ty).expect("the rules claim no other weights");
     let exact = kernel(weight.ty);
+    let demand = operands.op().activation_precision();
     match *operands.op() {
-        Op::MulMat {
-            activation: Precision::F32,
-            ..
-        }
-        | Op::MulMatId {
-            activation: Precision::F32,
-            ..
-        } => match exact.activation {
+        _ if demand.needs_f32_range() => match exact.activation {
+            Activation::Typed(Type::Bf16) if demand == Precision::Bf16 => exact,
             Activation::Typed(Type::F16 | Type::Bf16 | Type::Q8_1) => kernel(Type::F32),
             _ => exact,
         },
