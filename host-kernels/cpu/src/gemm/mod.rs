@@ -108,6 +108,3 @@ impl MatmulKernel {
         }
     }
 }
-
-#[cfg(test)]
-mod tests;

@@ -1,9 +1,12 @@
-use super::*;
-use crate::formats::Format;
+//! Every kernel of matrix products at every level of the processor, against exact products.
+
+use std::cell::Cell;
+
 use proptest::prelude::*;
 use rand_xoshiro::Xoshiro256PlusPlus;
 use rand_xoshiro::rand_core::SeedableRng as _;
-use std::cell::Cell;
+use vgpu_cpu::formats::{Format, Type};
+use vgpu_cpu::gemm::{Activation, GemmArgs, Level, MatmulKernel};
 
 /// Columns that are enough for any kernel.
 const MANY: usize = 512;
