@@ -37,38 +37,57 @@ pub(super) unsafe fn avx512<T: Task>(task: T) -> T::Output {
     task.run(Avx512(()))
 }
 
-/// Defines functions whose arguments are registers, numbers, or unused. Each body is one `unsafe`
-/// block.
+/// Defines functions on registers and numbers, with the instructions of [`Avx2`] (`avx2;`) or of
+/// [`Level::Avx512`](crate::isa::Level::Avx512) (`avx512;`).
+///
+/// Such a function is `#[inline(always)]` and so cannot be compiled with these instructions itself.
+/// Its body is therefore compiled twice: in the function, as one `unsafe` block, and in `check`,
+/// which has the instructions and is never called, as safe code. A body that follows a pointer,
+/// calls an `unsafe` function or needs other instructions does not compile.
 ///
 /// # Safety
-/// A body accesses no memory but its own variables: it has no pointer to any other memory. So the
-/// contract of the functions is only that the processor has the instructions of the body. The
+/// The contract of the functions is only that the processor has the instructions of the body. The
 /// function, its trait or its module documents which ones these are.
 macro_rules! register_fns {
-    ($(
+    (avx2; $($functions:tt)*) => {
+        $crate::simd::register_fns! { @ "avx2,fma,f16c"; $($functions)* }
+    };
+    (avx512; $($functions:tt)*) => {
+        $crate::simd::register_fns! {
+            @ "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c"; $($functions)*
+        }
+    };
+    (@ $instructions:literal; $(
         $(#[$attribute:meta])*
         $visibility:vis unsafe fn $name:ident $(<$($param:ident: $bound:ident),+>)?
-        ($($arg:tt: $ty:ty),* $(,)?) -> $result:ty { $($body:tt)* }
+        ($($arg:ident: $ty:ty),* $(,)?) -> $result:ty { $($body:tt)* }
     )*) => {$(
         $(#[$attribute])*
         #[inline(always)]
         $visibility unsafe fn $name $(<$($param: $bound),+>)? ($($arg: $ty),*) -> $result {
-            // SAFETY: no argument that the body uses is a pointer, so the body accesses no memory
-            // of the caller. The caller guarantees that the processor has the instructions of the
-            // body: that is the whole contract of the functions of this macro.
+            #[allow(dead_code)] // only compiled
+            #[forbid(unsafe_code)]
+            #[target_feature(enable = $instructions)]
+            fn check $(<$($param: $bound),+>)? ($($arg: $ty),*) -> $result { $($body)* }
+            // SAFETY: `check` has the same body and is safe: the body follows no pointer, and calls
+            // nothing but intrinsics that are safe where the processor has their instructions,
+            // which the caller guarantees.
             unsafe { $($body)* }
         }
     )*};
 }
 pub(crate) use register_fns;
 
-/// Functions of [`Simd`] that are one intrinsic.
+/// Functions of [`Simd`] that are one intrinsic, as [`register_fns`], of arguments of one type.
 macro_rules! intrinsics {
-    ($($name:ident($($arg:ident),*) -> $result:ident = $intrinsic:expr;)*) => {$(
+    ($level:ident, $vector:ident; $(
+        $name:ident($($arg:ident),*) -> $result:ident = $intrinsic:expr;
+    )*) => {
         register_fns! {
-            unsafe fn $name($($arg: Self::Vector),*) -> Self::$result { $intrinsic($($arg),*) }
+            $level;
+            $(unsafe fn $name($($arg: $vector),*) -> $result { $intrinsic($($arg),*) })*
         }
-    )*};
+    };
 }
 
 const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
@@ -82,6 +101,7 @@ impl<const VNNI: bool> Simd for Ymm<VNNI> {
     const LANES: usize = 8;
 
     register_fns! {
+        avx2;
         unsafe fn v_splat(x: f32) -> __m256 {
             _mm256_set1_ps(x)
         }
@@ -146,23 +166,25 @@ impl<const VNNI: bool> Simd for Ymm<VNNI> {
         }
     }
     intrinsics! {
-        v_add(a, b) -> Vector = _mm256_add_ps;
-        v_sub(a, b) -> Vector = _mm256_sub_ps;
-        v_mul(a, b) -> Vector = _mm256_mul_ps;
-        v_div(a, b) -> Vector = _mm256_div_ps;
-        v_mul_add(a, b, c) -> Vector = _mm256_fmadd_ps;
-        v_neg_mul_add(a, b, c) -> Vector = _mm256_fnmadd_ps;
-        v_min(a, b) -> Vector = _mm256_min_ps;
-        v_max(a, b) -> Vector = _mm256_max_ps;
-        v_sqrt(a) -> Vector = _mm256_sqrt_ps;
-        v_floor(a) -> Vector = _mm256_round_ps::<DOWN>;
-        v_ceil(a) -> Vector = _mm256_round_ps::<UP>;
-        v_trunc(a) -> Vector = _mm256_round_ps::<ZERO>;
-        v_round_even(a) -> Vector = _mm256_round_ps::<NEAREST>;
-        v_lt(a, b) -> Mask = _mm256_cmp_ps::<_CMP_LT_OQ>;
-        v_le(a, b) -> Mask = _mm256_cmp_ps::<_CMP_LE_OQ>;
+        avx2, __m256;
+        v_add(a, b) -> __m256 = _mm256_add_ps;
+        v_sub(a, b) -> __m256 = _mm256_sub_ps;
+        v_mul(a, b) -> __m256 = _mm256_mul_ps;
+        v_div(a, b) -> __m256 = _mm256_div_ps;
+        v_mul_add(a, b, c) -> __m256 = _mm256_fmadd_ps;
+        v_neg_mul_add(a, b, c) -> __m256 = _mm256_fnmadd_ps;
+        v_min(a, b) -> __m256 = _mm256_min_ps;
+        v_max(a, b) -> __m256 = _mm256_max_ps;
+        v_sqrt(a) -> __m256 = _mm256_sqrt_ps;
+        v_floor(a) -> __m256 = _mm256_round_ps::<DOWN>;
+        v_ceil(a) -> __m256 = _mm256_round_ps::<UP>;
+        v_trunc(a) -> __m256 = _mm256_round_ps::<ZERO>;
+        v_round_even(a) -> __m256 = _mm256_round_ps::<NEAREST>;
+        v_lt(a, b) -> __m256 = _mm256_cmp_ps::<_CMP_LT_OQ>;
+        v_le(a, b) -> __m256 = _mm256_cmp_ps::<_CMP_LE_OQ>;
     }
     register_fns! {
+        avx2;
         unsafe fn v_copysign(a: __m256, b: __m256) -> __m256 {
             let sign = _mm256_set1_ps(-0.0);
             _mm256_or_ps(_mm256_andnot_ps(sign, a), _mm256_and_ps(sign, b))
@@ -267,6 +289,7 @@ unsafe fn load_words(ptr: *const u16, n: usize) -> __m128i {
 }
 
 register_fns! {
+    avx2;
     /// A mask of the first `n` of 8 lanes.
     ///
     /// # Safety
@@ -301,6 +324,7 @@ impl Simd for Avx512 {
     const LANES: usize = 16;
 
     register_fns! {
+        avx512;
         unsafe fn v_splat(x: f32) -> __m512 {
             _mm512_set1_ps(x)
         }
@@ -362,22 +386,24 @@ impl Simd for Avx512 {
         }
     }
     intrinsics! {
-        v_add(a, b) -> Vector = _mm512_add_ps;
-        v_sub(a, b) -> Vector = _mm512_sub_ps;
-        v_mul(a, b) -> Vector = _mm512_mul_ps;
-        v_div(a, b) -> Vector = _mm512_div_ps;
-        v_mul_add(a, b, c) -> Vector = _mm512_fmadd_ps;
-        v_neg_mul_add(a, b, c) -> Vector = _mm512_fnmadd_ps;
-        v_min(a, b) -> Vector = _mm512_min_ps;
-        v_max(a, b) -> Vector = _mm512_max_ps;
-        v_sqrt(a) -> Vector = _mm512_sqrt_ps;
-        v_floor(a) -> Vector = _mm512_roundscale_ps::<DOWN>;
-        v_ceil(a) -> Vector = _mm512_roundscale_ps::<UP>;
-        v_trunc(a) -> Vector = _mm512_roundscale_ps::<ZERO>;
-        v_round_even(a) -> Vector = _mm512_roundscale_ps::<NEAREST>;
-        v_scale(a, n) -> Vector = _mm512_scalef_ps;
+        avx512, __m512;
+        v_add(a, b) -> __m512 = _mm512_add_ps;
+        v_sub(a, b) -> __m512 = _mm512_sub_ps;
+        v_mul(a, b) -> __m512 = _mm512_mul_ps;
+        v_div(a, b) -> __m512 = _mm512_div_ps;
+        v_mul_add(a, b, c) -> __m512 = _mm512_fmadd_ps;
+        v_neg_mul_add(a, b, c) -> __m512 = _mm512_fnmadd_ps;
+        v_min(a, b) -> __m512 = _mm512_min_ps;
+        v_max(a, b) -> __m512 = _mm512_max_ps;
+        v_sqrt(a) -> __m512 = _mm512_sqrt_ps;
+        v_floor(a) -> __m512 = _mm512_roundscale_ps::<DOWN>;
+        v_ceil(a) -> __m512 = _mm512_roundscale_ps::<UP>;
+        v_trunc(a) -> __m512 = _mm512_roundscale_ps::<ZERO>;
+        v_round_even(a) -> __m512 = _mm512_roundscale_ps::<NEAREST>;
+        v_scale(a, n) -> __m512 = _mm512_scalef_ps;
     }
     register_fns! {
+        avx512;
         unsafe fn v_copysign(a: __m512, b: __m512) -> __m512 {
             let sign = _mm512_set1_ps(-0.0);
             _mm512_or_ps(_mm512_andnot_ps(sign, a), _mm512_and_ps(sign, b))
@@ -402,8 +428,12 @@ impl Simd for Avx512 {
         unsafe fn v_select(m: __mmask16, a: __m512, b: __m512) -> __m512 {
             _mm512_mask_blend_ps(m, b, a)
         }
-
-        unsafe fn v_sum(a: __m512) -> f32 {
+    }
+    #[inline(always)]
+    unsafe fn v_sum(a: __m512) -> f32 {
+        // SAFETY: `Avx2::v_sum` needs AVX2, and the halves of the register AVX-512 DQ. The caller
+        // guarantees both with the level.
+        unsafe {
             let high = _mm512_extractf32x8_ps(a, 1);
             Avx2::v_sum(_mm256_add_ps(_mm512_castps512_ps256(a), high))
         }

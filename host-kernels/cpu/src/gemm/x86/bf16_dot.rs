@@ -250,6 +250,7 @@ unsafe fn tile<W: Bf16Weights, const R: usize, const C: usize>(
 }
 
 register_fns! {
+    avx512;
     /// The sum of the lanes of each of 16 vectors, in two thirds of the instructions of 16 separate
     /// sums.
     ///

@@ -148,6 +148,7 @@ impl<const VNNI: bool> BlockSimd for Ymm<VNNI> {
     }
 
     register_fns! {
+        avx2;
         unsafe fn spread_superblock<B: SuperBlockKernel>(scales: __m256i, v: usize) -> __m256i {
             // Vector `v` is sub-block `v` of 32 elements, or sub-blocks `2 v` and `2 v + 1` of 16.
             if B::SUB == 32 {

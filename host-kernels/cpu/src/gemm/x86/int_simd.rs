@@ -172,6 +172,7 @@ impl IntSimd for Avx512 {
     type I = __m512i;
 
     register_fns! {
+        avx512;
         unsafe fn zero_int() -> __m512i {
             _mm512_setzero_si512()
         }
@@ -190,15 +191,6 @@ impl IntSimd for Avx512 {
 
         unsafe fn dot_wide(acc: __m512i, quants: __m512i, x: __m512i) -> __m512i {
             _mm512_dpbusd_epi32(acc, quants, x)
-        }
-
-        unsafe fn dot_with_magnitudes(
-            acc: __m512i,
-            quants: __m512i,
-            x: __m512i,
-            _: __m512i,
-        ) -> __m512i {
-            Self::dot_signed(acc, quants, x)
         }
 
         unsafe fn magnitudes(x: __m512i) -> __m512i {
@@ -272,6 +264,17 @@ impl IntSimd for Avx512 {
     }
 
     #[inline(always)]
+    unsafe fn dot_with_magnitudes(
+        acc: __m512i,
+        quants: __m512i,
+        x: __m512i,
+        _: __m512i,
+    ) -> __m512i {
+        // SAFETY: `dot_signed` takes the same registers, and needs the AVX-512 BW and VNNI that the
+        // caller guarantees with the level.
+        unsafe { Self::dot_signed(acc, quants, x) }
+    }
+    #[inline(always)]
     unsafe fn load_int(p: *const u8) -> __m512i {
         // SAFETY: one load of 64 bytes, all of which the caller guarantees to be readable at `p`.
         // AVX-512 F, which the caller guarantees, has the instruction.
@@ -284,6 +287,7 @@ impl IntSimd for Avx512 {
         unsafe { _mm512_storeu_si512(p.cast(), v) }
     }
     register_fns! {
+        avx512;
         unsafe fn dot_signed(acc: __m512i, quants: __m512i, x: __m512i) -> __m512i {
             let negative = _mm512_movepi8_mask(quants);
             let x = _mm512_mask_sub_epi8(x, negative, _mm512_setzero_si512(), x);
@@ -330,21 +334,29 @@ impl IntSimd for Avx512 {
         }
     }
 
-    register_fns! {
-        unsafe fn dot_scaled_wide(
-            acc: __m512i,
-            quants: __m512i,
-            x: __m512i,
-            scales: __m512i,
-        ) -> __m512i {
+    #[inline(always)]
+    unsafe fn dot_scaled_wide(
+        acc: __m512i,
+        quants: __m512i,
+        x: __m512i,
+        scales: __m512i,
+    ) -> __m512i {
+        // SAFETY: everything is on registers. `dot_scaled` needs AVX-512 BW and VNNI, and the rest
+        // AVX-512 BW, which the caller guarantees with the level.
+        unsafe {
             // The sign of a quant is applied to `x`, so that the sum of two products fits 16 bits.
             let signed = _mm512_xor_si512(quants, _mm512_set1_epi8(-128));
             let negative = _mm512_movepi8_mask(signed);
             let x = _mm512_mask_sub_epi8(x, negative, _mm512_setzero_si512(), x);
             Self::dot_scaled(acc, _mm512_abs_epi8(signed), x, scales)
         }
+    }
 
-        unsafe fn sum_both(v: __m512, more: __m256) -> f32 {
+    #[inline(always)]
+    unsafe fn sum_both(v: __m512, more: __m256) -> f32 {
+        // SAFETY: `sum_both` of `Avx2` takes registers and needs AVX2, and the halves of `v` need
+        // AVX-512 DQ. The caller guarantees both with the level.
+        unsafe {
             let high = _mm512_extractf32x8_ps(v, 1);
             <Avx2 as IntSimd>::sum_both(_mm256_add_ps(_mm512_castps512_ps256(v), high), more)
         }
@@ -406,6 +418,7 @@ impl<const VNNI: bool> IntSimd for Ymm<VNNI> {
     type I = __m256i;
 
     register_fns! {
+        avx2;
         unsafe fn zero_int() -> __m256i {
             _mm256_setzero_si256()
         }
@@ -416,19 +429,6 @@ impl<const VNNI: bool> IntSimd for Ymm<VNNI> {
 
         unsafe fn sub_int(a: __m256i, b: __m256i) -> __m256i {
             _mm256_sub_epi32(a, b)
-        }
-
-        unsafe fn dot_signed(acc: __m256i, quants: __m256i, x: __m256i) -> __m256i {
-            Self::dot(acc, _mm256_abs_epi8(quants), _mm256_sign_epi8(x, quants))
-        }
-
-        unsafe fn dot_with_magnitudes(
-            acc: __m256i,
-            quants: __m256i,
-            x: __m256i,
-            magnitudes: __m256i,
-        ) -> __m256i {
-            Self::dot(acc, magnitudes, _mm256_sign_epi8(quants, x))
         }
 
         unsafe fn magnitudes(x: __m256i) -> __m256i {
@@ -443,10 +443,6 @@ impl<const VNNI: bool> IntSimd for Ymm<VNNI> {
             _mm256_add_epi16(a, b)
         }
 
-        unsafe fn add_i16_pairs(acc: __m256i, pairs: __m256i) -> __m256i {
-            Self::dot_pairs(acc, pairs, _mm256_set1_epi16(1))
-        }
-
         unsafe fn low_nibbles(v: __m256i) -> __m256i {
             _mm256_and_si256(v, _mm256_set1_epi8(15))
         }
@@ -459,15 +455,6 @@ impl<const VNNI: bool> IntSimd for Ymm<VNNI> {
             _mm256_xor_si256(v, _mm256_set1_epi8(-128))
         }
 
-        unsafe fn dot_scaled(
-            acc: __m256i,
-            quants: __m256i,
-            x: __m256i,
-            scales: __m256i,
-        ) -> __m256i {
-            Self::dot_pairs(acc, _mm256_maddubs_epi16(quants, x), scales)
-        }
-
         unsafe fn halves(v: __m256i) -> [__m256i; 2] {
             [v, _mm256_setzero_si256()]
         }
@@ -478,10 +465,6 @@ impl<const VNNI: bool> IntSimd for Ymm<VNNI> {
 
         unsafe fn to_i16(a: __m256, b: __m256) -> __m256i {
             _mm256_packs_epi32(_mm256_cvtps_epi32(a), _mm256_cvtps_epi32(b))
-        }
-
-        unsafe fn sum_both(v: __m256, more: __m256) -> f32 {
-            Self::v_sum(_mm256_add_ps(v, more))
         }
 
         unsafe fn spread_groups(scales: __m256, v: usize) -> __m256 {
@@ -505,8 +488,11 @@ impl<const VNNI: bool> IntSimd for Ymm<VNNI> {
         // AVX, which the caller guarantees, has the instruction.
         unsafe { _mm256_storeu_si256(p.cast(), v) }
     }
-    register_fns! {
-        unsafe fn dot(acc: __m256i, quants: __m256i, x: __m256i) -> __m256i {
+    #[inline(always)]
+    unsafe fn dot(acc: __m256i, quants: __m256i, x: __m256i) -> __m256i {
+        // SAFETY: everything is on registers. The caller guarantees AVX-VNNI if `VNNI`, and AVX2,
+        // which the rest needs.
+        unsafe {
             // Without VNNI, the sum of two products is at most 2 * 127 * 128, which fits 16 bits.
             if VNNI {
                 return _mm256_dpbusd_avx_epi32(acc, quants, x);
@@ -514,8 +500,12 @@ impl<const VNNI: bool> IntSimd for Ymm<VNNI> {
             let pairs = _mm256_maddubs_epi16(quants, x);
             Self::add_i16_pairs(acc, pairs)
         }
-
-        unsafe fn dot_wide(acc: __m256i, quants: __m256i, x: __m256i) -> __m256i {
+    }
+    #[inline(always)]
+    unsafe fn dot_wide(acc: __m256i, quants: __m256i, x: __m256i) -> __m256i {
+        // SAFETY: `dot_signed` has the contract of this function. The rest is on registers, and
+        // needs AVX-VNNI only if `VNNI`, otherwise AVX2, as the caller guarantees.
+        unsafe {
             // Without VNNI, the magnitude of a quant minus 128 is at most 128, and its sign is
             // applied to `x`.
             if VNNI {
@@ -524,7 +514,44 @@ impl<const VNNI: bool> IntSimd for Ymm<VNNI> {
             let signed = _mm256_xor_si256(quants, _mm256_set1_epi8(-128));
             Self::dot_signed(acc, signed, x)
         }
-
+    }
+    #[inline(always)]
+    unsafe fn dot_signed(acc: __m256i, quants: __m256i, x: __m256i) -> __m256i {
+        // SAFETY: `dot` takes registers, and the caller guarantees its instructions with the type.
+        // The magnitudes and the signs need AVX2, which every `Ymm` has.
+        unsafe { Self::dot(acc, _mm256_abs_epi8(quants), _mm256_sign_epi8(x, quants)) }
+    }
+    #[inline(always)]
+    unsafe fn dot_with_magnitudes(
+        acc: __m256i,
+        quants: __m256i,
+        x: __m256i,
+        magnitudes: __m256i,
+    ) -> __m256i {
+        // SAFETY: `dot` takes registers, and the caller guarantees its instructions with the type.
+        // The signs need AVX2, which every `Ymm` has.
+        unsafe { Self::dot(acc, magnitudes, _mm256_sign_epi8(quants, x)) }
+    }
+    #[inline(always)]
+    unsafe fn add_i16_pairs(acc: __m256i, pairs: __m256i) -> __m256i {
+        // SAFETY: `dot_pairs` takes registers, the second all ones in 16 bits, and the caller
+        // guarantees its instructions with the type.
+        unsafe { Self::dot_pairs(acc, pairs, _mm256_set1_epi16(1)) }
+    }
+    #[inline(always)]
+    unsafe fn dot_scaled(acc: __m256i, quants: __m256i, x: __m256i, scales: __m256i) -> __m256i {
+        // SAFETY: `dot_pairs` takes registers, and the caller guarantees its instructions with the
+        // type. The products in 16 bits need AVX2, which every `Ymm` has.
+        unsafe { Self::dot_pairs(acc, _mm256_maddubs_epi16(quants, x), scales) }
+    }
+    #[inline(always)]
+    unsafe fn sum_both(v: __m256, more: __m256) -> f32 {
+        // SAFETY: `v_sum` and the addition are on registers, and need the AVX of every `Ymm`, which
+        // the caller guarantees.
+        unsafe { Self::v_sum(_mm256_add_ps(v, more)) }
+    }
+    register_fns! {
+        avx2;
         unsafe fn widen_pairs(v: __m256i) -> [__m256i; 2] {
             let first = _mm256_srai_epi16(_mm256_slli_epi16(v, 8), 8);
             [first, _mm256_srai_epi16(v, 8)]
@@ -558,20 +585,27 @@ impl<const VNNI: bool> IntSimd for Ymm<VNNI> {
             ]
         }
     }
-    register_fns! {
-        unsafe fn dot_pairs(acc: __m256i, a: __m256i, b: __m256i) -> __m256i {
+    #[inline(always)]
+    unsafe fn dot_pairs(acc: __m256i, a: __m256i, b: __m256i) -> __m256i {
+        // SAFETY: both arms are on registers. The first needs AVX-VNNI, which the caller guarantees
+        // if `VNNI`; the second needs AVX2, which every `Ymm` has.
+        unsafe {
             match VNNI {
                 true => _mm256_dpwssd_avx_epi32(acc, a, b),
                 false => _mm256_add_epi32(acc, _mm256_madd_epi16(a, b)),
             }
         }
-
-        unsafe fn dot_scaled_wide(
-            acc: __m256i,
-            quants: __m256i,
-            x: __m256i,
-            scales: __m256i,
-        ) -> __m256i {
+    }
+    #[inline(always)]
+    unsafe fn dot_scaled_wide(
+        acc: __m256i,
+        quants: __m256i,
+        x: __m256i,
+        scales: __m256i,
+    ) -> __m256i {
+        // SAFETY: `dot_scaled` takes registers, and the caller guarantees its instructions with the
+        // type. The signs and the magnitudes need AVX2, which every `Ymm` has.
+        unsafe {
             let signed = _mm256_xor_si256(quants, _mm256_set1_epi8(-128));
             let x = _mm256_sign_epi8(x, signed);
             Self::dot_scaled(acc, _mm256_abs_epi8(signed), x, scales)
@@ -584,6 +618,7 @@ impl<const VNNI: bool> IntSimd for Ymm<VNNI> {
     }
 
     register_fns! {
+        avx2;
         unsafe fn larger_magnitudes(acc: __m256i, v: __m256) -> __m256i {
             let magnitude = _mm256_andnot_ps(_mm256_set1_ps(-0.0), v);
             _mm256_max_epi32(acc, _mm256_castps_si256(magnitude))
@@ -595,9 +630,7 @@ impl<const VNNI: bool> IntSimd for Ymm<VNNI> {
             let v = _mm_max_epi32(v, _mm_shuffle_epi32(v, 0b00_00_00_01));
             _mm_cvtsi128_si32(v) as u32
         }
-    }
 
-    register_fns! {
         unsafe fn spread_quads(scales: __m256, v: usize) -> __m256 {
             match v {
                 0 => _mm256_permute_ps(scales, 0b00_00_00_00),

@@ -16,16 +16,15 @@ pub(super) const fn offset<S: BlockSimd, B: Block32Kernel>() -> i32 {
     }
 }
 
-register_fns! {
-    /// Each lane of `acc` plus the dot product of four quants of weights with four of activations.
-    ///
-    /// # Safety
-    /// The processor has the instructions of `S`.
-    pub(super) unsafe fn dot<S: BlockSimd, B: Block32Kernel>(
-        acc: S::I,
-        quants: S::I,
-        x: S::I,
-    ) -> S::I {
+/// Each lane of `acc` plus the dot product of four quants of weights with four of activations.
+///
+/// # Safety
+/// The processor has the instructions of `S`.
+#[inline(always)]
+pub(super) unsafe fn dot<S: BlockSimd, B: Block32Kernel>(acc: S::I, quants: S::I, x: S::I) -> S::I {
+    // SAFETY: both products take registers and need the instructions of `S`, which the caller
+    // guarantees.
+    unsafe {
         if B::WIDE {
             S::dot_wide(acc, quants, x)
         } else {
@@ -42,6 +41,7 @@ pub(super) const fn folds<S: BlockSimd, B: Block32Kernel>() -> bool {
 }
 
 register_fns! {
+    avx2;
     /// The sums of the first and the last 16 of 32 signed quants.
     ///
     /// # Safety

@@ -19,6 +19,7 @@ const IQ4_SIGNED_TABLE: [u8; 16] = unsigned(&IQ4_VALUES, 0);
 const FP4_TABLE: [u8; 16] = unsigned(&FP4_VALUES, 12);
 
 register_fns! {
+    avx2;
     /// 16 in each byte whose bit is set.
     unsafe fn fifth_bits(qh: u32) -> __m256i {
         let byte_of = _mm256_setr_epi64x(
@@ -145,10 +146,11 @@ impl Block32Kernel for BlockQ8_0 {
     const MAX_QUANT: usize = 255;
     const CODES: Codes = Codes::Bytes(offset_of!(Self, qs));
 
-    register_fns! {
-        unsafe fn decode<S: IntSimd>(codes: S::I) -> S::I {
-            S::add_128(codes)
-        }
+    #[inline(always)]
+    unsafe fn decode<S: IntSimd>(codes: S::I) -> S::I {
+        // SAFETY: the addition is on a register and needs the instructions of `S`, which the caller
+        // guarantees.
+        unsafe { S::add_128(codes) }
     }
 
     #[inline(always)]
@@ -178,8 +180,11 @@ impl Block32Kernel for BlockIq4Nl {
     const CAN_NEGATE: bool = true;
     const CODES: Codes = Codes::Nibbles(offset_of!(Self, qs));
 
-    register_fns! {
-        unsafe fn decode<S: IntSimd>(codes: S::I) -> S::I {
+    #[inline(always)]
+    unsafe fn decode<S: IntSimd>(codes: S::I) -> S::I {
+        // SAFETY: `look_up` takes its table by value, and `add_128` a register. Both need the
+        // instructions of `S`, which the caller guarantees.
+        unsafe {
             if S::WIDE_IS_SIGNED {
                 // The compiler removes this `add_128` together with the `add_128` of the product.
                 S::add_128(S::look_up(IQ4_SIGNED_TABLE, codes))
@@ -251,10 +256,11 @@ impl Block32Kernel for BlockMxfp4 {
     const MAX_QUANT: usize = 24;
     const CODES: Codes = Codes::Nibbles(offset_of!(Self, qs));
 
-    register_fns! {
-        unsafe fn decode<S: IntSimd>(codes: S::I) -> S::I {
-            S::look_up(FP4_TABLE, codes)
-        }
+    #[inline(always)]
+    unsafe fn decode<S: IntSimd>(codes: S::I) -> S::I {
+        // SAFETY: `look_up` takes the table by value, and needs the instructions of `S`, which the
+        // caller guarantees.
+        unsafe { S::look_up(FP4_TABLE, codes) }
     }
 
     #[inline(always)]

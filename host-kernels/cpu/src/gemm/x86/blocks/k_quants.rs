@@ -9,6 +9,7 @@ use crate::gemm::x86::int_simd::IntSimd;
 use crate::simd::{Avx2, Avx512, register_fns};
 
 register_fns! {
+    avx512;
     /// `(a & a_mask) | (b & b_mask)`
     unsafe fn merge(a: __m512i, a_mask: __m512i, b: __m512i, b_mask: __m512i) -> __m512i {
         _mm512_or_si512(_mm512_and_si512(a, a_mask), _mm512_and_si512(b, b_mask))
@@ -35,6 +36,7 @@ unsafe fn six_bit_scales(packed: *const u8) -> (__m256i, __m256i) {
 }
 
 register_fns! {
+    avx2;
     /// Eight bytes as 16-bit lanes; the upper eight lanes are 0.
     unsafe fn widen(low: u32, high: u32) -> __m256i {
         let bytes = u64::from(high) << 32 | u64::from(low);
@@ -540,10 +542,11 @@ impl SuperBlockKernel for BlockTq2_0 {
         unsafe { two_bits_512(block.add(offset_of!(Self, qs))) }
     }
 
-    register_fns! {
-        unsafe fn scales(_: *const u8) -> (__m256i, __m256i) {
-            (_mm256_set1_epi16(1), _mm256_setzero_si256())
-        }
+    #[inline(always)]
+    unsafe fn scales(_: *const u8) -> (__m256i, __m256i) {
+        // SAFETY: the block is not accessed: TQ2_0 has no scales of sub-blocks, and both vectors
+        // are constants. Vectors of 256 bits need AVX, which the caller guarantees.
+        unsafe { (_mm256_set1_epi16(1), _mm256_setzero_si256()) }
     }
 
     #[inline(always)]

@@ -138,6 +138,7 @@ pub(super) trait SuperBlockKernel: SuperBlockFormat {
 }
 
 register_fns! {
+    avx512;
     /// Two halves as one vector.
     unsafe fn join(low: __m256i, high: __m256i) -> __m512i {
         _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1)

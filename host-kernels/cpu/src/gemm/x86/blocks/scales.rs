@@ -107,6 +107,7 @@ pub(super) unsafe fn load_f16x8_stride18(blocks: *const u8) -> __m256 {
 }
 
 register_fns! {
+    avx2;
     /// `2^(e - 128)` for each exponent `e`.
     pub(super) unsafe fn halved_powers(e: __m256i) -> __m256i {
         let normal = _mm256_slli_epi32(_mm256_sub_epi32(e, _mm256_set1_epi32(1)), 23);
