@@ -77,11 +77,13 @@ pub(super) struct Element {
 
 impl Element {
     /// Zero. All its bytes are 0 in every type.
+    ///
+    /// # Panics
+    /// If the type is quantised.
     pub(super) fn zero(ty: Type) -> Element {
-        Element {
-            bytes: [0; 8],
-            size: ty.block_bytes() as usize,
-        }
+        let (bytes, size) = ([0; 8], ty.block_bytes() as usize);
+        assert!(size <= bytes.len(), "an element of {ty:?} is a block");
+        Element { bytes, size }
     }
 
     /// A value of a floating-point type.
@@ -108,7 +110,11 @@ impl Element {
 }
 
 /// Copies `src` to `dst`, of the same type. A source with smaller lengths is broadcast.
+///
+/// # Panics
+/// If the types differ.
 pub(super) fn copy(dst: View, src: View) -> Kernel {
+    assert_eq!(dst.ty, src.ty, "a copy converts nothing");
     let walk = Walk::new(dst, [src]);
     let line = *walk.line();
     let size = dst.ty.block_bytes() as usize;
@@ -137,7 +143,11 @@ pub(super) fn copy(dst: View, src: View) -> Kernel {
 }
 
 /// Sets every element of `dst`.
+///
+/// # Panics
+/// If the element has another size.
 pub(super) fn fill(dst: View, element: Element) -> Kernel {
+    assert_eq!(dst.ty.block_bytes() as usize, element.size);
     let walk = Walk::new(dst, []);
     let step = walk.line().dst;
     Box::new(move |w| {

@@ -297,7 +297,12 @@ pub(super) unsafe fn apply<const N: usize, M: Map<N>>(
 }
 
 /// The element-wise operator `dst = f(src[0], ...)`, in which smaller sources repeat.
+///
+/// # Panics
+/// If a tensor is quantised.
 pub(super) fn map<const N: usize, M: Map<N>>(dst: View, src: [View; N], f: M) -> Compiled {
+    let is_plain = |view: &View| !view.ty.is_quantized();
+    assert!(is_plain(&dst) && src.iter().all(is_plain));
     let walk = Walk::new(dst, src);
     let line = *walk.line();
     let out = Access::new(dst.ty, line.dst);

@@ -1,5 +1,7 @@
 //! How an operator divides its scratch memory, and when its results are staged there.
 
+use vgpu_transport::ir::Type;
+
 use crate::kernel::{Estimate, Kernel};
 use crate::view::View;
 
@@ -43,7 +45,11 @@ pub(super) struct Output {
 
 impl Output {
     /// The output of an operator that reads `sources` and writes dense rows of `f32` to `dst`.
+    ///
+    /// # Panics
+    /// If the destination has other rows.
     pub(super) fn new(dst: View, sources: &[View], scratch: &mut ScratchLayout) -> Output {
+        assert!(dst.ty == Type::F32 && dst.dense_rows());
         let safe = dst.distinct_rows() && !sources.iter().any(|s| s.overlaps(&dst));
         Output {
             dst,

@@ -40,7 +40,9 @@ const SHORT_LINE: usize = 8;
 const MAX_LOOPS: usize = 8;
 
 impl<const N: usize> Walk<N> {
-    /// The loops of an operation. Each length of a source divides that of the destination.
+    /// The loops of an operation. Each length of a source divides that of the destination: a loop
+    /// over the destination is one over the shortest source, repeated. Otherwise the loops leave
+    /// out elements, and stay inside all tensors.
     pub(super) fn new(dst: View, src: [View; N]) -> Walk<N> {
         let mut loops: Vec<Loop<N>> = Vec::new();
         for d in 0..4 {
@@ -259,6 +261,9 @@ pub(super) fn window(view: View, start: [usize; 4], ne: [usize; 4]) -> View {
 }
 
 /// A view with other lengths and strides in the memory of `view`, at byte `offset`.
+///
+/// # Panics
+/// If the view does not lie inside `view`, or has plain elements that are not aligned.
 pub(super) fn laid_out(view: View, offset: usize, ne: [usize; 4], nb: [usize; 4]) -> View {
     let shape = Shape {
         ty: view.ty,
@@ -273,8 +278,16 @@ pub(super) fn laid_out(view: View, offset: usize, ne: [usize; 4], nb: [usize; 4]
         length == Some(0) || end.is_some_and(|end| end <= view.span().len()),
         "a view of bytes {offset}.. with shape {shape:?} does not lie inside its tensor"
     );
-    // SAFETY: the assertion above keeps the bytes inside the memory of `view`, for which the
-    // contract of `View::new` holds. The strides are strides of `view` or multiples of its
-    // elements, so elements are aligned.
+    let element = view.ty.block_bytes() as usize;
+    assert!(
+        view.ty.is_quantized()
+            || nb
+                .iter()
+                .chain([&offset])
+                .all(|n| n.is_multiple_of(element)),
+        "a view of bytes {offset}.. with shape {shape:?} is not aligned"
+    );
+    // SAFETY: the assertions above keep the bytes inside the memory of `view`, for which the
+    // contract of `View::new` holds, and plain elements as aligned as those of `view`.
     unsafe { View::new(view.ptr().wrapping_add(offset), &shape) }
 }
