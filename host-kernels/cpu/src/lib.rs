@@ -215,7 +215,7 @@ impl Engine for CpuEngine {
         is_cancelled: &dyn Fn() -> bool,
     ) -> Result<Box<dyn Plan>, EngineError> {
         Ok(Box::new(plan::CpuPlan::compile(
-            graph.graph(),
+            graph,
             buffers,
             &self.runner,
             self.fuses,

@@ -57,32 +57,88 @@ impl ActivationCache {
     }
 }
 
-/// The operator and the operands of a node, and the state of the compilation.
+/// The operator and the operands of a validated node, and the state of the compilation.
+///
+/// A kernel computes addresses in one tensor from the lengths of others and from parameters of the
+/// operator. That these addresses are inside the tensor follows from the operator's check
+/// ([`check`](vgpu_transport::ir::check())), and a value of this type is the proof that the node
+/// has passed it. So whoever compiles a node takes its operands as this type, and says with
+/// [`parameters!`] which operator's check its arguments refer to.
 pub(crate) struct Operands<'a> {
-    pub(crate) views: &'a [View],
-    pub(crate) node: &'a Node,
-    pub(crate) cache: &'a ActivationCache,
-    pub(crate) workers: usize,
+    views: &'a [View],
+    node: &'a Node,
+    cache: &'a ActivationCache,
+    workers: usize,
+}
+
+/// Declares the parameters of the operator that a function compiles:
+/// `parameters!(operands, Op::Roll { shift });`.
+///
+/// # Panics
+/// If the node has another operator.
+macro_rules! parameters {
+    ($operands:expr, $op:pat_param) => {
+        let $op = *$operands.op() else {
+            unreachable!("{:?} has another kernel", $operands.op())
+        };
+    };
+}
+pub(crate) use parameters;
+
+impl<'a> Operands<'a> {
+    /// The operands of a node, whose kernels `workers` threads run.
+    ///
+    /// # Safety
+    /// - `node` is a node of a graph that [`validate`](vgpu_transport::ir::validate()) has accepted
+    ///   with the rules of this engine ([`rules`](crate::ops::rules));
+    /// - `views` are the views of the tensors of this graph, in order, as [`View::new`] makes them
+    ///   from the shapes of the tensors;
+    /// - the plan runs the kernels of the node with no more than `workers` threads, with as many
+    ///   bytes of scratch memory as the kernels were compiled for, and with
+    ///   [`bytes`](ActivationCache::bytes) of `cache` for converted activations.
+    pub(crate) unsafe fn new(
+        node: &'a Node,
+        views: &'a [View],
+        cache: &'a ActivationCache,
+        workers: usize,
+    ) -> Operands<'a> {
+        Operands {
+            views,
+            node,
+            cache,
+            workers,
+        }
+    }
 }
 
 impl Operands<'_> {
     /// The operator with its parameters.
+    #[inline]
     pub(crate) fn op(&self) -> &Op {
         &self.node.op
     }
 
     /// The destination.
+    #[inline]
     pub(crate) fn dst(&self) -> View {
         self.views[self.node.dst as usize]
     }
 
     /// Source `i`, which the operator's rules require.
+    #[inline]
     pub(crate) fn src(&self, i: usize) -> View {
         self.optional(i)
             .expect("validation refuses operations without a source they need")
     }
 
+    /// The first `N` sources, all of which the operator's rules require.
+    #[inline]
+    pub(crate) fn sources<const N: usize>(&self) -> [View; N] {
+        std::array::from_fn(|i| self.src(i))
+    }
+
     /// Source `i`, if there is one.
+    #[inline]
     pub(crate) fn optional(&self, i: usize) -> Option<View> {
         let index = self.node.src.as_slice().get(i).copied().flatten()?;
         Some(self.views[index as usize])
@@ -122,6 +178,7 @@ impl Operands<'_> {
     }
 
     /// The number of threads that run each kernel.
+    #[inline]
     pub(crate) fn workers(&self) -> usize {
         self.workers
     }

@@ -10,7 +10,7 @@ use vgpu_engine::{
     ALLOCATION_BYTES, Cancellation, EngineError, Memory, NodeTiming, Plan, RunError, RunStatus,
     Turn,
 };
-use vgpu_transport::ir::{Graph, GraphCounts, Node, Op, Tensor};
+use vgpu_transport::ir::{Graph, GraphCounts, Node, Op, Tensor, ValidGraph};
 
 use crate::barrier_schedule::{
     BarrierSchedule, MemoryAccess, Phase, PlannedKernel, SOLO_ELEMENTS, elements, is_small,
@@ -63,8 +63,9 @@ pub(crate) struct CpuPlan {
 }
 
 impl CpuPlan {
-    /// Compiles a graph. With `fuses`, nodes are fused where this gives the same results, and
-    /// barriers are left out where they are not needed.
+    /// Compiles a graph that was validated with the rules of this engine. With `fuses`, nodes are
+    /// fused where this gives the same results, and barriers are left out where they are not
+    /// needed.
     ///
     /// # Errors
     /// [`EngineError::ForeignMemory`] if a buffer belongs to another engine;
@@ -72,12 +73,13 @@ impl CpuPlan {
     /// weights that the graph writes need memory of their own; [`EngineError::Cancelled`] once
     /// `is_cancelled` returns `true`.
     pub(crate) fn compile(
-        graph: &Graph,
+        graph: &ValidGraph,
         buffers: &[Arc<dyn Memory>],
         runner: &Arc<Runner>,
         fuses: bool,
         is_cancelled: &dyn Fn() -> bool,
     ) -> Result<CpuPlan, EngineError> {
+        let graph = graph.graph();
         let memories = memories(buffers).ok_or(EngineError::ForeignMemory)?;
         let (views, moves) = views(graph, &memories)?;
         let arrangement = match fuses {
@@ -136,32 +138,37 @@ impl CpuPlan {
     }
 }
 
-/// A plan during compilation.
+/// A plan during compilation. Only [`CpuPlan::compile`] makes one.
 struct Compiler<'a> {
-    /// The graph with its nodes in the order of the arrangement.
+    /// The validated graph, with its nodes in the order of the arrangement.
     graph: &'a Graph,
     /// The index of each node in the guest's graph.
     origin: &'a [usize],
+    /// The views of the graph's tensors, in order.
     views: &'a [View],
     cache: ActivationCache,
+    /// The threads of the runner of the plan.
     workers: usize,
     schedule: BarrierSchedule,
 }
 
 impl Compiler<'_> {
     fn operands(&self, at: usize) -> Operands<'_> {
-        Operands {
-            views: self.views,
-            node: &self.graph.nodes[at],
-            cache: &self.cache,
-            workers: self.workers,
-        }
+        let node = &self.graph.nodes[at];
+        // SAFETY: an arrangement changes the order of the nodes and neither a node nor a tensor, so
+        // the node is one of the `ValidGraph` that `CpuPlan::compile` has got, and `views` are
+        // those of its tensors (the function `views`). `Engine::compile` demands a graph that was
+        // validated with the rules of this engine. The plan keeps the runner with its `workers`
+        // threads, and each run has the scratch memory that `add` reserves in the schedule, and the
+        // bytes of `cache` at the end of the compilation, which do not decrease.
+        unsafe { Operands::new(node, self.views, &self.cache, self.workers) }
     }
 
     /// Compiles fused nodes. Returns `false` and changes nothing if there is no kernel for them.
     fn group(&mut self, kind: Kind, nodes: Range<usize>) -> Result<bool, EngineError> {
         let operands: Vec<Operands<'_>> = nodes.clone().map(|at| self.operands(at)).collect();
-        let Some(compiled) = ops::compile_group(kind, &operands) else {
+        // SAFETY: `nodes` is a group of `kind` that the arrangement has found in the graph.
+        let Some(compiled) = (unsafe { ops::compile_group(kind, &operands) }) else {
             return Ok(false);
         };
         // Only an index can be invalid. In these groups, the last node reads it.
@@ -177,7 +184,7 @@ impl Compiler<'_> {
     /// Compiles one node.
     fn node(&mut self, at: usize) -> Result<(), EngineError> {
         let op = &self.graph.nodes[at].op;
-        let compiled = ops::compile(op, &self.operands(at))?;
+        let compiled = ops::compile(&self.operands(at))?;
         self.add(at..at + 1, at, compiled, only_shares(op));
         Ok(())
     }

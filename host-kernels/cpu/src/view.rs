@@ -7,10 +7,11 @@ use vgpu_transport::ir::{Shape, Type};
 /// A tensor in memory.
 ///
 /// The contract of [`View::new`] is that every element lies inside memory that stays allocated
-/// while kernels use the view, and that plain elements are aligned. Two views may overlap in any
-/// way (operations in place, or a hostile graph). So a kernel never creates a `&mut [T]` of one
-/// view while it reads another: where source and destination can be the same memory, it uses raw
-/// pointers.
+/// while kernels use the view, and that plain elements are aligned. How the lengths of the tensors
+/// of a node fit each other is the contract of [`Operands`](crate::operands::Operands). Two views
+/// may overlap in any way (operations in place, or a hostile graph). So a kernel never creates a
+/// `&mut [T]` of one view while it reads another: where source and destination can be the same
+/// memory, it uses raw pointers.
 ///
 /// A guest that has mapped a buffer can write the buffer's bytes from another process at any time.
 /// A kernel therefore takes nothing from a tensor's bytes that must stay true. An element that

@@ -135,10 +135,11 @@ pub trait Engine: Send + Sync + 'static {
     /// while it compiles a graph of so many tensors and nodes. The plan counts, the graph does not.
     fn compile_bytes(&self, counts: &GraphCounts) -> u64;
 
-    /// Compiles a graph for many runs. `buffers[i]` is the memory of the graph's buffer `i`, at
-    /// least as large as the size that the graph was validated against. The plan keeps the buffers
-    /// alive. `is_cancelled` is called every few thousand nodes; compilation ends when the result
-    /// is no longer wanted.
+    /// Compiles a graph for many runs. The graph was validated with the
+    /// [`capabilities`](Engine::capabilities) of this engine. `buffers[i]` is the memory of the
+    /// graph's buffer `i`, at least as large as the size that the graph was validated against. The
+    /// plan keeps the buffers alive. `is_cancelled` is called every few thousand nodes; compilation
+    /// ends when the result is no longer wanted.
     ///
     /// # Errors
     /// [`EngineError::Cancelled`] if `is_cancelled` has returned `true`;

@@ -7,8 +7,7 @@ use super::f32_rows::Access;
 use super::gather::real_types;
 use super::sequence::Sequence;
 use crate::kernel::Compiled;
-use crate::operands::Operands;
-use crate::view::View;
+use crate::operands::{Operands, parameters};
 use vgpu_engine::types::{ANY, FLOATS};
 
 /// Elements of a unit of work, which are converted on the stack: a multiple of every block.
@@ -24,19 +23,20 @@ pub(super) fn rules() -> Vec<Rule> {
     ]
 }
 
-pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
-    let Op::Copy {} = op else {
+pub(super) fn compile(o: &Operands<'_>) -> Option<Compiled> {
+    let Op::Copy {} = o.op() else {
         return None;
     };
-    let (dst, src) = (o.dst(), o.src(0));
-    Some(if dst.ty == src.ty {
-        same_type(dst, src)
+    Some(if o.dst().ty == o.src(0).ty {
+        same_type(o)
     } else {
-        convert(dst, src)
+        convert(o)
     })
 }
 
-fn same_type(dst: View, src: View) -> Compiled {
+fn same_type(o: &Operands<'_>) -> Compiled {
+    let (dst, src) = (o.dst(), o.src(0));
+    assert_eq!(dst.ty, src.ty, "a copy converts nothing");
     if dst.ne == src.ne {
         return Compiled {
             kernels: vec![copy_raw::copy(dst, src)],
@@ -52,7 +52,8 @@ fn same_type(dst: View, src: View) -> Compiled {
             to.strips(start, STRIP.min(total - start), |to_start, done, len| {
                 from.strips(start + done, len, |from_start, done, len| {
                     let to_start = to_start.wrapping_add(done * to.step());
-                    // SAFETY: both sequences return `len` elements that are inside their tensors.
+                    // SAFETY: both sequences return `len` elements that are inside their tensors,
+                    // and the elements have the same size.
                     unsafe { copy_line(to_start, to.step(), from_start, from.step(), len, size) };
                 });
             });
@@ -61,7 +62,9 @@ fn same_type(dst: View, src: View) -> Compiled {
     })
 }
 
-fn convert(dst: View, src: View) -> Compiled {
+fn convert(o: &Operands<'_>) -> Compiled {
+    parameters!(o, Op::Copy {});
+    let (dst, src) = (o.dst(), o.src(0));
     let (to, from) = (Sequence::new(dst), Sequence::new(src));
     let (writer, reader) = (
         Access::new(dst.ty, to.step()),
@@ -79,7 +82,8 @@ fn convert(dst: View, src: View) -> Compiled {
             let n = STRIP.min(total - start);
             // SAFETY: both sequences return elements that are inside their tensors. Rows consist of
             // whole blocks, and `start` and `STRIP` are multiples of every block, so strips are
-            // whole blocks. `done + len` elements fit the `STRIP >= n` floats of the stage.
+            // whole blocks. `done + len` elements fit the `STRIP >= n` floats of the stage, all of
+            // which the source fills: COPY has passed its check, so both have `total` elements.
             unsafe {
                 from.strips(start / from_block, n / from_block, |src, done, len| {
                     let to = stage.as_mut_ptr().add(done * from_block);

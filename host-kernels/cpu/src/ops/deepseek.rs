@@ -8,7 +8,7 @@ use super::gather::real_types;
 use super::scratch::ScratchLayout;
 use crate::gemm::{Activation, GemmArgs, MatmulKernel};
 use crate::kernel::{Compiled, Kernel};
-use crate::operands::Operands;
+use crate::operands::{Operands, parameters};
 use crate::simd::{Lanes, Simd};
 use crate::view::View;
 use vgpu_engine::types::{F32, FLOATS};
@@ -26,15 +26,12 @@ pub(super) fn rules() -> Vec<Rule> {
     ]
 }
 
-pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
-    let dst = o.dst();
-    Some(match *op {
-        Op::Dsv4HcComb { eps, n_iter } => hc_comb(dst, o.src(0), o.src(1), o.src(2), eps, n_iter),
-        Op::Dsv4HcPre { scale, gated } => hc_pre(dst, o.src(0), o.src(1), scale, gated),
-        Op::Dsv4HcPost {} => hc_post(dst, o.src(0), o.src(1), o.src(2), o.optional(3)),
-        Op::LightningIndexer {} => {
-            lightning_indexer(dst, o.src(0), o.src(1), o.src(2), o.src(3), o.workers())
-        }
+pub(super) fn compile(o: &Operands<'_>) -> Option<Compiled> {
+    Some(match o.op() {
+        Op::Dsv4HcComb { .. } => hc_comb(o),
+        Op::Dsv4HcPre { .. } => hc_pre(o),
+        Op::Dsv4HcPost {} => hc_post(o),
+        Op::LightningIndexer {} => lightning_indexer(o),
         _ => return None,
     })
 }
@@ -49,10 +46,10 @@ maps! {
 /// An element of a tensor of f32.
 ///
 /// # Safety
-/// Each index is below the length of its dimension.
+/// Each index is below the length of its dimension. The view is of f32.
 unsafe fn float(view: &View, [i0, i1, i2, i3]: [usize; 4]) -> f32 {
     let element = view.row_ptr([i1, i2, i3]).wrapping_add(i0 * view.nb[0]);
-    // SAFETY: the caller guarantees the element, which is an aligned f32.
+    // SAFETY: the caller guarantees the element, which is an f32, and a view is aligned.
     unsafe { element.cast::<f32>().read() }
 }
 
@@ -61,11 +58,14 @@ const STREAMS: usize = 4;
 
 /// A matrix `[to][from]` of mixing factors: softmax of each row, then columns and rows are
 /// alternately divided by their sums (Sinkhorn-Knopp).
-fn hc_comb(dst: View, mixes: View, scale: View, base: View, eps: f32, n_iter: u32) -> Compiled {
+fn hc_comb(o: &Operands<'_>) -> Compiled {
+    parameters!(o, Op::Dsv4HcComb { eps, n_iter });
+    let (dst, [mixes, scale, base]) = (o.dst(), o.sources());
     Compiled::one(move |w| {
         for t in w.share(dst.ne[2]) {
-            // SAFETY: by the check of the IR, `mixes` has `2 * STREAMS + STREAMS^2` elements for
-            // each token, `base` has as many, and `scale` has three.
+            // SAFETY: `o` has passed the check of DSV4_HC_COMB: `mixes` has
+            // `2 * STREAMS + STREAMS^2` elements for each token, `base` has as many, and `scale`
+            // has three. All are f32 by the rule.
             let (scale, mix) = unsafe {
                 let value = |i: usize| (float(&mixes, [i, t, 0, 0]), float(&base, [i, 0, 0, 0]));
                 (float(&scale, [2, 0, 0, 0]), move |i: usize| {
@@ -98,7 +98,9 @@ fn hc_comb(dst: View, mixes: View, scale: View, base: View, eps: f32, n_iter: u3
             for (i, row) in comb.iter().enumerate() {
                 for (j, value) in row.iter().enumerate() {
                     let element = dst.row_ptr([i, t, 0]).wrapping_add(j * dst.nb[0]);
-                    // SAFETY: `i` and `j` are below `STREAMS`, and `t < dst.ne[2]`.
+                    // SAFETY: the destination is f32 by the rule and has `STREAMS` rows of
+                    // `STREAMS` elements for each token by the check. `i` and `j` are below
+                    // `STREAMS`, and `t < dst.ne[2]`.
                     unsafe { element.cast::<f32>().write(*value) };
                 }
             }
@@ -109,7 +111,9 @@ fn hc_comb(dst: View, mixes: View, scale: View, base: View, eps: f32, n_iter: u3
 
 /// `dst[:, t] = scale * sum_h x[:, h, t] * w[h, t]`, or with the sigmoid of a gate for each
 /// element.
-fn hc_pre(dst: View, x: View, w: View, scale: f32, gated: bool) -> Compiled {
+fn hc_pre(o: &Operands<'_>) -> Compiled {
+    parameters!(o, Op::Dsv4HcPre { scale, gated });
+    let (dst, [x, w]) = (o.dst(), o.sources());
     let (out, values) = (Access::rows(&dst), Access::rows(&x));
     let gates = Access::rows(&w);
     let [n, streams, ..] = x.ne;
@@ -123,8 +127,10 @@ fn hc_pre(dst: View, x: View, w: View, scale: f32, gated: bool) -> Compiled {
             let sums_ptr = sums.as_mut_ptr();
             let sum = (Access::direct(), sums_ptr.cast_const().cast());
             let to = (Access::direct(), sums_ptr.cast());
-            // SAFETY: rows of `x` and `dst` have `n >= start + len` elements, and so have gates.
-            // `len <= STAGE`, the length of `sums`. `h` and `t` are below the lengths.
+            // SAFETY: `o` has passed the check of DSV4_HC_PRE: rows of `x` and `dst` have
+            // `n >= start + len` elements, and so have gates; `x` and `w` have each stream `h` of
+            // each token `t` of `dst`. All are f32 by the rule. `len <= STAGE`, the length of
+            // `sums`.
             unsafe {
                 for h in 0..streams {
                     let value = (values, values.at(x.row_ptr([h, t, 0]), start));
@@ -146,7 +152,9 @@ fn hc_pre(dst: View, x: View, w: View, scale: f32, gated: bool) -> Compiled {
 
 /// `dst[:, d, t] = x[:, t] * post[d, t] + sum_s residual[:, s, t] * comb[d, s, t]`; without comb,
 /// each stream keeps its own residual.
-fn hc_post(dst: View, x: View, residual: View, post: View, comb: Option<View>) -> Compiled {
+fn hc_post(o: &Operands<'_>) -> Compiled {
+    parameters!(o, Op::Dsv4HcPost {});
+    let (dst, [x, residual, post], comb) = (o.dst(), o.sources(), o.optional(3));
     let (out, values, old) = (
         Access::rows(&dst),
         Access::rows(&x),
@@ -164,8 +172,10 @@ fn hc_post(dst: View, x: View, residual: View, post: View, comb: Option<View>) -
             let sums_ptr = sums.as_mut_ptr();
             let sum = (Access::direct(), sums_ptr.cast_const().cast());
             let to = (Access::direct(), sums_ptr.cast());
-            // SAFETY: the rows have `n >= start + len` elements, and `len <= STAGE`, the length of
-            // `sums`. `d` and `s` are below the number of streams, `t` below the number of tokens.
+            // SAFETY: `o` has passed the check of DSV4_HC_POST: the rows of `x`, `residual` and
+            // `dst` have `n >= start + len` elements; all tensors have the tokens and, except `x`,
+            // the streams of `dst`, below whose numbers `t`, `d` and `s` are. All are f32 by the
+            // rule, `comb` also by the check. `len <= STAGE`, the length of `sums`.
             unsafe {
                 let value = (values, values.at(x.row_ptr([t, 0, 0]), start));
                 let weight = float(&post, [d, t, 0, 0]);
@@ -191,14 +201,9 @@ fn hc_post(dst: View, x: View, residual: View, post: View, comb: Option<View>) -
 const KEYS: usize = 128;
 
 /// `dst[i, t, s] = sum_h max(0, q[:, h, t, s] * k[:, i, s]) * w[h, t, s] + mask[i, t, s]`
-fn lightning_indexer(
-    dst: View,
-    q: View,
-    k: View,
-    weights: View,
-    mask: View,
-    workers: usize,
-) -> Compiled {
+fn lightning_indexer(o: &Operands<'_>) -> Compiled {
+    parameters!(o, Op::LightningIndexer {});
+    let (dst, [q, k, weights, mask]) = (o.dst(), o.sources());
     let [n, heads, tokens, streams] = q.ne;
     let keys = k.ne[2];
     let product = MatmulKernel::of(Type::F32).expect("floats are weights");
@@ -210,7 +215,7 @@ fn lightning_indexer(
     let masks = Access::rows(&mask);
     let row_bytes = n * size_of::<f32>();
     let tiles = keys.div_ceil(KEYS);
-    let busy = workers.min(tiles * streams);
+    let busy = o.workers().min(tiles * streams);
     let mut layout = ScratchLayout::default();
     let tile_at = layout.room(busy, KEYS * row_bytes);
     let scores_at = layout.room(busy, heads * KEYS * size_of::<f32>());
@@ -227,9 +232,12 @@ fn lightning_indexer(
             let tile = part(tile_at, KEYS * row_bytes);
             let scores = part(scores_at, heads * KEYS * size_of::<f32>());
             // SAFETY: the first `busy` workers have units, and each has `KEYS >= count` rows of `n`
-            // floats and `heads * KEYS` scores in the scratch memory. Rows of q and k have `n`
-            // dense elements. `start + count <= keys`, and `t`, `h` and `s` are below their
-            // lengths.
+            // floats and `heads * KEYS` scores in the scratch memory. `o` has passed the check of
+            // LIGHTNING_INDEXER: rows of q and k have `n` dense elements; every tensor has the
+            // tokens (except k), the heads (q and the weights) and the streams (which those of the
+            // mask divide) below whose numbers `t`, `h` and `s` are; rows of the mask and of the
+            // destination have `keys >= start + count` elements. q, the weights and the destination
+            // are f32 by the rule.
             unsafe {
                 if t == 0 {
                     for i in 0..count {

@@ -5,9 +5,8 @@ use vgpu_transport::ir::{Op, OpKind, Rule, Type, TypeSet};
 use super::f32_rows::{Access, Map, STAGE, apply, map, maps};
 use crate::formats::Format;
 use crate::kernel::{Compiled, check_index};
-use crate::operands::Operands;
+use crate::operands::{Operands, parameters};
 use crate::simd::{Lanes, Simd};
-use crate::view::View;
 use vgpu_engine::types::{F32, FLOATS};
 
 pub(super) fn rules() -> Vec<Rule> {
@@ -36,15 +35,15 @@ pub(super) fn rules() -> Vec<Rule> {
     rules
 }
 
-pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
+pub(super) fn compile(o: &Operands<'_>) -> Option<Compiled> {
     let dst = o.dst();
-    Some(match *op {
-        Op::Add {} | Op::Add1 {} if dst.ty.is_quantized() => add_quantized(dst, o.src(0), o.src(1)),
-        Op::Add {} | Op::Add1 {} => map(dst, [o.src(0), o.src(1)], Add {}),
-        Op::Sub {} => map(dst, [o.src(0), o.src(1)], Sub {}),
-        Op::Mul {} => map(dst, [o.src(0), o.src(1)], Mul {}),
-        Op::Div {} => map(dst, [o.src(0), o.src(1)], Div {}),
-        Op::AddId {} => add_id(dst, o.src(0), o.src(1), o.src(2)),
+    Some(match *o.op() {
+        Op::Add {} | Op::Add1 {} if dst.ty.is_quantized() => add_quantized(o),
+        Op::Add {} | Op::Add1 {} => map(dst, o.sources(), Add {}),
+        Op::Sub {} => map(dst, o.sources(), Sub {}),
+        Op::Mul {} => map(dst, o.sources(), Mul {}),
+        Op::Div {} => map(dst, o.sources(), Div {}),
+        Op::AddId {} => add_id(o),
         Op::Scale { scale, bias } => map(dst, [o.src(0)], Scale { scale, bias }),
         Op::Clamp { min, max } => map(dst, [o.src(0)], Clamp { min, max }),
         _ => return None,
@@ -61,7 +60,9 @@ maps! {
 }
 
 /// `dst = a + b`, `dst` and `a` of one quantised type.
-fn add_quantized(dst: View, a: View, b: View) -> Compiled {
+fn add_quantized(o: &Operands<'_>) -> Compiled {
+    parameters!(o, (Op::Add {} | Op::Add1 {}));
+    let (dst, [a, b]) = (o.dst(), o.sources());
     let (out, a_rows) = (Access::rows(&dst), Access::rows(&a));
     let b_element = Access::new(b.ty, b.nb[0]);
     let parts = dst.ne[0].div_ceil(STAGE);
@@ -72,9 +73,10 @@ fn add_quantized(dst: View, a: View, b: View) -> Compiled {
             let (to, from) = (dst.row_ptr(index), a.row_ptr(index));
             let addend = b.row_ptr(std::array::from_fn(|d| index[d] % b.ne[d + 1]));
             let n = STAGE.min(dst.ne[0] - start);
-            // SAFETY: the rows have `ne[0]` elements. `STAGE` is a multiple of every block, so
-            // each part of a row consists of whole blocks. Elements of `b` are read one at a
-            // time, since its row can be broadcast.
+            // SAFETY: `o` has passed the check of ADD or ADD1: `a` has the lengths of `dst`, and
+            // `b` lengths that divide them. So the rows exist, those of `a` and `dst` with `ne[0]`
+            // elements. `STAGE` is a multiple of every block, so each part of a row consists of
+            // whole blocks. Elements of `b` are read one at a time, since its row can be broadcast.
             unsafe {
                 a_rows.load(a_rows.at(from, start), n, x.as_mut_ptr());
                 for (i, y) in y[..n].iter_mut().enumerate() {
@@ -89,7 +91,9 @@ fn add_quantized(dst: View, a: View, b: View) -> Compiled {
 }
 
 /// `dst[:, u, t] = a[:, u, t] + b[:, ids[u, t]]`
-fn add_id(dst: View, a: View, b: View, ids: View) -> Compiled {
+fn add_id(o: &Operands<'_>) -> Compiled {
+    parameters!(o, Op::AddId {});
+    let (dst, [a, b, ids]) = (o.dst(), o.sources());
     let (out, a_rows, b_rows) = (Access::rows(&dst), Access::rows(&a), Access::rows(&b));
     Compiled::one(move |w| {
         for row in w.share(dst.rows()) {
@@ -97,16 +101,17 @@ fn add_id(dst: View, a: View, b: View, ids: View) -> Compiled {
             let id = ids
                 .ptr()
                 .wrapping_add(index[0] * ids.nb[0] + index[1] * ids.nb[1]);
-            // SAFETY: `ids` has an element for each row of the destination. The volatile read
-            // happens once: the checked value is the value that is used, even if the destination
-            // overlaps the ids.
+            // SAFETY: `o` has passed the check of ADD_ID: `ids` has an i32 for each row of the
+            // destination. The volatile read happens once: the checked value is the value that is
+            // used, even if the destination overlaps the ids.
             let id = unsafe { id.cast::<i32>().read_volatile() };
             let addend = b.row_ptr([check_index(id.into(), b.ne[1])?, 0, 0]);
             let src = [
                 (a_rows, a.row_ptr(index).cast_const()),
                 (b_rows, addend.cast_const()),
             ];
-            // SAFETY: the rows have `ne[0]` elements each.
+            // SAFETY: the check of ADD_ID requires rows of `ne[0]` elements of `a`, as many as of
+            // `dst`, and of `b`, which has the row of the checked id.
             unsafe { apply(Add {}, (out, dst.row_ptr(index)), src, dst.ne[0]) };
         }
         Ok(())

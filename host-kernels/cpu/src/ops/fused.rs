@@ -14,13 +14,23 @@ use vgpu_engine::fuse::Kind;
 
 /// The kernels of a group of nodes. `None`, without an effect, if the nodes must be compiled one at
 /// a time.
-pub(crate) fn compile_group(kind: Kind, nodes: &[Operands<'_>]) -> Option<Compiled> {
-    match kind {
-        Kind::Norm => norm(nodes),
-        Kind::Products => matmul::products(nodes),
-        Kind::Gated => matmul::gated(nodes),
-        Kind::RopeRows => rope::rope_rows(nodes),
-        _ => None,
+///
+/// # Safety
+/// `nodes` are the nodes, in order, of a group of this kind that
+/// [`Arrangement::of`](vgpu_engine::fuse::Arrangement::of) has found in their graph. So the types,
+/// the lengths and the overlaps of their tensors are those that the search for such a group
+/// requires.
+pub(crate) unsafe fn compile_group(kind: Kind, nodes: &[Operands<'_>]) -> Option<Compiled> {
+    // SAFETY: each function requires a group of the kind that it is called for, as the caller
+    // guarantees.
+    unsafe {
+        match kind {
+            Kind::Norm => norm(nodes),
+            Kind::Products => matmul::products(nodes),
+            Kind::Gated => matmul::gated(nodes),
+            Kind::RopeRows => rope::rope_rows(nodes),
+            _ => None,
+        }
     }
 }
 
@@ -30,7 +40,10 @@ maps! {
 }
 
 /// ADD, RMS_NORM and MUL; ADD and MUL are optional. The result of the norm itself is not stored.
-fn norm(nodes: &[Operands<'_>]) -> Option<Compiled> {
+///
+/// # Safety
+/// The nodes are a group of [`Kind::Norm`] that an arrangement has found.
+unsafe fn norm(nodes: &[Operands<'_>]) -> Option<Compiled> {
     let (first, last) = (nodes.first()?, nodes.last()?);
     let eps = nodes.iter().find_map(|node| match node.op() {
         Op::RmsNorm { eps } => Some(*eps),
@@ -48,8 +61,9 @@ fn norm(nodes: &[Operands<'_>]) -> Option<Compiled> {
     last.makes_rows(dst);
     let kernel = each_row(dst, move |index, row| {
         let line = x.row_ptr(index);
-        // SAFETY: `x`, the operands of the ADD and the destination have the same lengths, so row
-        // `index` exists in each and has `n` elements. The weights are one row of `n` elements.
+        // SAFETY: in a group of this kind, `x`, the operands of the ADD and the destination have
+        // the same lengths, so row `index` exists in each and has `n` elements. The weights are one
+        // row of `n` elements.
         unsafe {
             if let Some((a, b)) = added {
                 let src = [a, b].map(|x| (Access::rows(&x), x.row_ptr(index).cast_const()));

@@ -14,13 +14,13 @@ pub(super) fn rules() -> Vec<Rule> {
     vec![Rule::new(OpKind::Glu, FLOATS, &[FLOATS, FLOATS])]
 }
 
-pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
+pub(super) fn compile(o: &Operands<'_>) -> Option<Compiled> {
     let Op::Glu {
         kind,
         swapped,
         alpha,
         limit,
-    } = *op
+    } = *o.op()
     else {
         return None;
     };

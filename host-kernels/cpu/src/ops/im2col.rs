@@ -7,7 +7,7 @@ use super::copy_raw::{self, Element, each_part};
 use super::f32_rows::Access;
 use super::patches::{Images, Patches};
 use crate::kernel::{Compiled, Kernel};
-use crate::operands::Operands;
+use crate::operands::{Operands, parameters};
 use crate::view::View;
 use vgpu_engine::types::{ANY, F32, FLOATS};
 
@@ -21,14 +21,18 @@ pub(super) fn rules() -> Vec<Rule> {
     ]
 }
 
-pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
+pub(super) fn compile(o: &Operands<'_>) -> Option<Compiled> {
     let dst = o.dst();
+    let op = o.op();
     match *op {
         Op::Im2col { is_2d, .. } => {
             let axes = ConvAxis::all(&ConvGeometry::<2>::of(op)?);
             let (patches, image) = patches_of(o.src(1), o.src(0), axes, is_2d);
             let images = move |[y, n]: [usize; 2]| if is_2d { (y, 0, n) } else { (0, 0, y) };
-            Some(im2col(dst, patches, image, images, o.workers()))
+            // SAFETY: `o` has passed the check of IM2COL: the destination has a row of the length
+            // of a patch for each output (x, y) of image n, or without `is_2d`, for each output x
+            // of image y. The images are f32 by the rule.
+            Some(unsafe { im2col(dst, patches, image, images, o.workers()) })
         }
         Op::Im2col3d { ic, .. } => {
             let (image, kernel) = (o.src(1), o.src(0));
@@ -50,21 +54,17 @@ pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
                 .unwrap_or(1)
                 .max(1);
             let images = move |[y, zn]: [usize; 2]| (y, zn % depth, zn / depth);
-            Some(im2col(dst, patches, image, images, o.workers()))
+            // SAFETY: `o` has passed the check of IM2COL_3D: the destination has a row of the
+            // length of a patch of `channels` channels for each output (x, y, z) of an image.
+            // Dimension 3 has `depth` outputs z for each image, and the channels of the images
+            // follow each other. The images are f32 by the rule.
+            Some(unsafe { im2col(dst, patches, image, images, o.workers()) })
         }
-        Op::Im2colBack { is_2d, .. } => {
-            let axes = ConvAxis::all(&ConvGeometry::<2>::of(op)?);
-            let (patches, image) = patches_of(dst, o.src(1), axes, is_2d);
-            Some(im2col_back(dst, o.src(0), patches, image, is_2d))
-        }
-        Op::Col2im1d { .. } => {
-            let [axis] = ConvAxis::all(&ConvGeometry::<1>::of(op)?);
-            let kernel = col2im_1d(dst, o.src(0), axis);
-            Some(Compiled {
-                kernels: vec![kernel],
-                scratch_bytes: 0,
-            })
-        }
+        Op::Im2colBack { .. } => im2col_back(o),
+        Op::Col2im1d { .. } => Some(Compiled {
+            kernels: vec![col2im_1d(o)?],
+            scratch_bytes: 0,
+        }),
         _ => None,
     }
 }
@@ -105,7 +105,11 @@ fn patches_of(image: View, kernel: View, [x, y]: [ConvAxis; 2], is_2d: bool) -> 
 
 /// `dst[:, x, i2, i3]` is the patch of output (x, y, z) of image n, with
 /// `(y, z, n) = output([i2, i3])`.
-fn im2col(
+///
+/// # Safety
+/// A row of `dst` has [`Patches::len`] elements, and `output` returns an image of `images` for the
+/// indices of each row. The images are f32 with the lengths and strides of `patches`.
+unsafe fn im2col(
     dst: View,
     patches: Patches,
     images: Images,
@@ -123,9 +127,10 @@ fn im2col(
             let index @ [x, i2, i3] = dst.row_index(row);
             let (y, z, image) = output([i2, i3]);
             let to = dst.row_ptr(index);
-            // SAFETY: a row of the destination has `n` elements, and the patch of this worker in
-            // the scratch memory has `n` floats. In a hostile graph, the row may overlap the image:
-            // elements are read and written through raw pointers, so only the values change.
+            // SAFETY: the caller guarantees `n` elements of a row of the destination, and the
+            // image. The patch of this worker in the scratch memory has `n` floats. In a hostile
+            // graph, the row may overlap the image: elements are read and written through raw
+            // pointers, so only the values change.
             unsafe {
                 let patch = if direct { to.cast() } else { stage };
                 patches.write(images.at(image), [x, y, z], patch);
@@ -144,15 +149,19 @@ fn im2col(
 }
 
 /// Each element of `dst` is the sum of its copies in the patches of `grad`.
-fn im2col_back(dst: View, grad: View, patches: Patches, images: Images, is_2d: bool) -> Compiled {
+fn im2col_back(o: &Operands<'_>) -> Option<Compiled> {
+    parameters!(o, Op::Im2colBack { is_2d, .. });
+    let (dst, grad) = (o.dst(), o.src(0));
+    let axes = ConvAxis::all(&ConvGeometry::<2>::of(o.op())?);
+    let (patches, images) = patches_of(dst, o.src(1), axes, is_2d);
     if grad.elements() == 0 {
         // Without patches, every sum is 0. The lengths of the kernel may then be huge: only the
         // size of the patches bounds them.
         let zero = Element::zero(dst.ty);
-        return Compiled {
+        return Some(Compiled {
             kernels: vec![copy_raw::fill(dst, zero)],
             scratch_bytes: 0,
-        };
+        });
     }
     let [kw, kh, _] = patches.kernel;
     let [iw, ih, _] = patches.ne;
@@ -162,7 +171,7 @@ fn im2col_back(dst: View, grad: View, patches: Patches, images: Images, is_2d: b
     let [x_axis, y_axis, _] = patches.axes;
     let grain = (UNIT_TAPS / kw.saturating_mul(kh).max(1)).max(1);
     let parts = iw.div_ceil(grain);
-    Compiled::one(move |w| {
+    Some(Compiled::one(move |w| {
         for unit in w.share(images_n * patches.channels * ih * parts) {
             let (start, unit) = (unit % parts * grain, unit / parts);
             let (y, c, n) = (
@@ -186,22 +195,27 @@ fn im2col_back(dst: View, grad: View, patches: Patches, images: Images, is_2d: b
                         let tap = grad.row_ptr(index);
                         let tap = gradient.at(tap, (c * kh + ky) * kw + kx);
                         let mut value = 0.0;
-                        // SAFETY: a patch has `channels * kh * kw` elements, and the index is below
-                        // that.
+                        // SAFETY: `o` has passed the check of IM2COL_BACK: the gradient has a patch
+                        // of `channels * kh * kw` elements, more than the index, for each output of
+                        // each image. `output_at` returns outputs below `ow` and `oh`.
                         unsafe { gradient.load(tap, 1, &mut value) };
                         sum += value;
                     }
                 }
-                // SAFETY: `x < iw`, the length of the row.
+                // SAFETY: `row` is a row of an image, which is the destination and f32 by the rule
+                // of IM2COL_BACK, and `x < iw`, the length of the row.
                 unsafe { row.wrapping_add(x * patches.nb[0]).cast::<f32>().write(sum) };
             }
         }
         Ok(())
-    })
+    }))
 }
 
 /// `dst[t, c]` is the sum of all `src[c * k + i, j]` with `j * stride + i == t + padding`.
-fn col2im_1d(dst: View, src: View, axis: ConvAxis) -> Kernel {
+fn col2im_1d(o: &Operands<'_>) -> Option<Kernel> {
+    parameters!(o, Op::Col2im1d { .. });
+    let (dst, src) = (o.dst(), o.src(0));
+    let [axis] = ConvAxis::all(&ConvGeometry::<1>::of(o.op())?);
     let (stride, padding) = (axis.stride, axis.padding);
     let (out, x) = (
         Access::new(dst.ty, dst.nb[0]),
@@ -209,7 +223,7 @@ fn col2im_1d(dst: View, src: View, axis: ConvAxis) -> Kernel {
     );
     let taps = src.ne[0].checked_div(dst.ne[1]).unwrap_or(0);
     let grain = UNIT_TAPS / taps.div_ceil(stride).min(src.ne[1]).max(1);
-    each_part(dst, grain, move |[c, ..], row, part| {
+    Some(each_part(dst, grain, move |[c, ..], row, part| {
         for t in part {
             let at = t + padding;
             let mut sum = 0.0;
@@ -217,12 +231,14 @@ fn col2im_1d(dst: View, src: View, axis: ConvAxis) -> Kernel {
             for j in first..src.ne[1].min(at / stride + 1) {
                 let tap = c * taps + at - j * stride;
                 let mut value = 0.0;
-                // SAFETY: `at - j * stride < taps`, so the tap is in the column of channel c.
+                // SAFETY: `o` has passed the check of COL2IM_1D: column `j` of the source has
+                // `taps` elements for each channel of the destination. `at - j * stride < taps`, so
+                // the tap is one of channel c.
                 unsafe { x.load(x.at(src.row_ptr([j, 0, 0]), tap), 1, &mut value) };
                 sum += value;
             }
             // SAFETY: `t < dst.ne[0]`, the length of the row.
             unsafe { out.store(&sum, 1, out.at(row, t).cast_mut()) };
         }
-    })
+    }))
 }

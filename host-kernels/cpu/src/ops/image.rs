@@ -8,7 +8,7 @@ use super::elementwise::Add;
 use super::f32_rows::map;
 use super::walk::laid_out;
 use crate::kernel::{Compiled, Kernel};
-use crate::operands::Operands;
+use crate::operands::{Operands, parameters};
 use crate::view::View;
 use vgpu_engine::types::{F32, FLOATS};
 
@@ -24,35 +24,26 @@ pub(super) fn rules() -> Vec<Rule> {
     ]
 }
 
-pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
-    let dst = o.dst();
-    let kernels = match *op {
+pub(super) fn compile(o: &Operands<'_>) -> Option<Compiled> {
+    let kernels = match *o.op() {
         Op::Upscale {
             mode,
             align_corners,
             antialias,
         } => {
-            let src = o.src(0);
-            let resampling = Resampling::new(dst, src, align_corners);
+            let resampling = Resampling::new(o.dst(), o.src(0), align_corners);
             vec![match mode {
-                ScaleMode::Nearest => nearest(dst, src, resampling),
-                ScaleMode::Bilinear if antialias => antialiased(dst, src, resampling),
-                ScaleMode::Bilinear => bilinear(dst, src, resampling),
-                ScaleMode::Bicubic => bicubic(dst, src, resampling),
+                ScaleMode::Nearest => nearest(o, resampling),
+                ScaleMode::Bilinear if antialias => antialiased(o, resampling),
+                ScaleMode::Bilinear => bilinear(o, resampling),
+                ScaleMode::Bicubic => bicubic(o, resampling),
             }]
         }
-        Op::TimestepEmbedding { dim, max_period } => {
-            vec![timestep_embedding(
-                dst,
-                o.src(0),
-                dim as usize,
-                max_period as f32,
-            )]
-        }
-        Op::WinPart { npx, w, .. } => vec![win_part(dst, o.src(0), npx as usize, w as usize)],
-        Op::WinUnpart { w } => vec![win_unpart(dst, o.src(0), w as usize)],
-        Op::GetRelPos {} => vec![get_rel_pos(dst, o.src(0))],
-        Op::AddRelPos {} => add_rel_pos(dst, o.src(0), o.src(1), o.src(2)),
+        Op::TimestepEmbedding { .. } => vec![timestep_embedding(o)],
+        Op::WinPart { .. } => vec![win_part(o)],
+        Op::WinUnpart { .. } => vec![win_unpart(o)],
+        Op::GetRelPos {} => vec![get_rel_pos(o)],
+        Op::AddRelPos {} => add_rel_pos(o.dst(), o.sources()),
         _ => return None,
     };
     Some(Compiled {
@@ -104,10 +95,17 @@ struct Plane {
 }
 
 impl Plane {
+    /// # Safety
+    /// `src` is f32 and not empty, and has the plane.
+    unsafe fn new(src: View, i2: usize, i3: usize) -> Plane {
+        Plane { src, i2, i3 }
+    }
+
     fn pixel(&self, x: i64, y: i64) -> f32 {
         let clamp = |i: i64, d: usize| i.clamp(0, self.src.ne[d] as i64 - 1) as usize;
         let row = self.src.row_ptr([clamp(y, 1), self.i2, self.i3]);
-        // SAFETY: `clamp` keeps the coordinates inside the plane. Elements of images are f32.
+        // SAFETY: `clamp` keeps the coordinates inside the plane, whose elements are f32 by the
+        // contract of `new`.
         unsafe {
             row.wrapping_add(clamp(x, 0) * self.src.nb[0])
                 .cast::<f32>()
@@ -122,32 +120,35 @@ const UNIT_READS: usize = 1 << 14;
 /// Computes every pixel of `dst` from its coordinates and the nearest plane of `src`, of which it
 /// reads about `reads` pixels.
 fn resample(
-    dst: View,
-    src: View,
+    o: &Operands<'_>,
     resampling: Resampling,
     reads: usize,
     pixel: impl Fn(&Plane, usize, usize) -> f32 + Send + Sync + 'static,
 ) -> Kernel {
+    parameters!(o, Op::Upscale { .. });
+    let (dst, src) = (o.dst(), o.src(0));
     each_part(
         dst,
         UNIT_READS / reads.max(1),
         move |[y, i2, i3], row, part| {
-            let plane = Plane {
-                src,
-                i2: resampling.nearest(&src, 2, i2),
-                i3: resampling.nearest(&src, 3, i3),
-            };
+            let [i2, i3] = [(2, i2), (3, i3)].map(|(d, i)| resampling.nearest(&src, d, i));
+            // SAFETY: `o` has passed the check of UPSCALE: the source is not empty, because the
+            // destination has the row. Images are f32 by the rule. `nearest` returns indices below
+            // the lengths of the source.
+            let plane = unsafe { Plane::new(src, i2, i3) };
             for x in part {
                 let value = pixel(&plane, x, y);
-                // SAFETY: `x < dst.ne[0]`, the length of the row. Elements of images are f32.
+                // SAFETY: `x < dst.ne[0]`, the length of the row. The destination of UPSCALE is f32
+                // by the rule.
                 unsafe { row.wrapping_add(x * dst.nb[0]).cast::<f32>().write(value) };
             }
         },
     )
 }
 
-fn nearest(dst: View, src: View, resampling: Resampling) -> Kernel {
-    resample(dst, src, resampling, 1, move |plane, x, y| {
+fn nearest(o: &Operands<'_>, resampling: Resampling) -> Kernel {
+    let src = o.src(0);
+    resample(o, resampling, 1, move |plane, x, y| {
         plane.pixel(
             resampling.nearest(&src, 0, x) as i64,
             resampling.nearest(&src, 1, y) as i64,
@@ -155,8 +156,9 @@ fn nearest(dst: View, src: View, resampling: Resampling) -> Kernel {
     })
 }
 
-fn bilinear(dst: View, src: View, resampling: Resampling) -> Kernel {
-    resample(dst, src, resampling, 4, move |plane, x, y| {
+fn bilinear(o: &Operands<'_>, resampling: Resampling) -> Kernel {
+    let src = o.src(0);
+    resample(o, resampling, 4, move |plane, x, y| {
         // The distance is measured from the neighbour after clamping.
         let neighbour = |d: usize, i: usize| {
             let position = resampling.position(d, i);
@@ -175,14 +177,15 @@ fn bilinear(dst: View, src: View, resampling: Resampling) -> Kernel {
 }
 
 /// Bilinear with antialiasing: a triangle filter with the width of a pixel of the smaller image.
-fn antialiased(dst: View, src: View, resampling: Resampling) -> Kernel {
+fn antialiased(o: &Operands<'_>, resampling: Resampling) -> Kernel {
+    let src = o.src(0);
     let support = [0, 1].map(|d| (1.0 / resampling.factor[d]).max(1.0));
     let middle = resampling.middle;
     let triangle = |x: f32| (1.0 - x.abs()).max(0.0);
     let reads = { support.iter() }
         .map(|radius| 2 * radius.ceil() as usize + 1)
         .product();
-    resample(dst, src, resampling, reads, move |plane, x, y| {
+    resample(o, resampling, reads, move |plane, x, y| {
         let center = |d: usize, i: usize| (i as f32 + middle) / resampling.factor[d];
         let range = |d: usize, center: f32| {
             let first = ((center - support[d] + middle) as i64).max(0);
@@ -205,12 +208,12 @@ fn antialiased(dst: View, src: View, resampling: Resampling) -> Kernel {
     })
 }
 
-fn bicubic(dst: View, src: View, resampling: Resampling) -> Kernel {
+fn bicubic(o: &Operands<'_>, resampling: Resampling) -> Kernel {
     const A: f32 = -0.75;
     let near = |x: f32| ((A + 2.0) * x - (A + 3.0)) * x * x + 1.0;
     let far = |x: f32| ((A * x - 5.0 * A) * x + 8.0 * A) * x - 4.0 * A;
     let weights = move |x: f32| [far(x + 1.0), near(x), near(1.0 - x), far(2.0 - x)];
-    resample(dst, src, resampling, 16, move |plane, x, y| {
+    resample(o, resampling, 16, move |plane, x, y| {
         let (px, py) = (resampling.position(0, x), resampling.position(1, y));
         let (wx, wy) = (weights(px - px.floor()), weights(py - py.floor()));
         let (x0, y0) = (px.floor() as i64, py.floor() as i64);
@@ -223,10 +226,14 @@ fn bicubic(dst: View, src: View, resampling: Resampling) -> Kernel {
 }
 
 /// Cosines, then sines, of the step times decreasing frequencies.
-fn timestep_embedding(dst: View, steps: View, dim: usize, max_period: f32) -> Kernel {
+fn timestep_embedding(o: &Operands<'_>) -> Kernel {
+    parameters!(o, Op::TimestepEmbedding { dim, max_period });
+    let (dst, steps) = (o.dst(), o.src(0));
+    let (dim, max_period) = (dim as usize, max_period as f32);
     let half = dim / 2;
     each_row(dst, move |[i, ..], row| {
-        // SAFETY: `steps` has an f32 for each row of the destination.
+        // SAFETY: `o` has passed the check of TIMESTEP_EMBEDDING: `steps` has an element for each
+        // row of the destination, which is f32 by the rule.
         let step = unsafe {
             steps
                 .ptr()
@@ -235,7 +242,8 @@ fn timestep_embedding(dst: View, steps: View, dim: usize, max_period: f32) -> Ke
                 .read()
         };
         let set = |j: usize, value: f32| {
-            // SAFETY: `j < dim`, the length of the row.
+            // SAFETY: `j < dim`, the length of a row of the destination by the check. The
+            // destination is f32 by the rule.
             unsafe { row.wrapping_add(j * dst.nb[0]).cast::<f32>().write(value) };
         };
         for j in 0..half {
@@ -250,12 +258,16 @@ fn timestep_embedding(dst: View, steps: View, dim: usize, max_period: f32) -> Ke
     })
 }
 
-fn win_part(dst: View, src: View, npx: usize, w: usize) -> Kernel {
+fn win_part(o: &Operands<'_>) -> Kernel {
+    parameters!(o, Op::WinPart { npx, w, .. });
+    let (dst, src) = (o.dst(), o.src(0));
+    let (npx, w) = (npx as usize, w as usize);
     let size = dst.ty.block_bytes() as usize;
     let zero = Element::zero(dst.ty);
     each_row(dst, move |[i1, i2, window], row| {
         let (x, y) = (window % npx * w + i1, window / npx * w + i2);
-        // SAFETY: both rows have `ne[0]` elements.
+        // SAFETY: `o` has passed the check of WIN_PART, and its rule: source and destination have
+        // the same type and rows of `ne[0]` elements, and the source has no dimension 3.
         unsafe {
             if x < src.ne[1] && y < src.ne[2] {
                 copy_line(
@@ -273,29 +285,38 @@ fn win_part(dst: View, src: View, npx: usize, w: usize) -> Kernel {
     })
 }
 
-fn win_unpart(dst: View, src: View, w: usize) -> Kernel {
+fn win_unpart(o: &Operands<'_>) -> Kernel {
+    parameters!(o, Op::WinUnpart { w });
+    let (dst, src) = (o.dst(), o.src(0));
+    let w = w as usize;
     let size = dst.ty.block_bytes() as usize;
     let npx = dst.ne[1].div_ceil(w);
     each_row(dst, move |[x, y, _], row| {
         let from = src.row_ptr([x % w, y % w, y / w * npx + x / w]);
-        // SAFETY: both rows have `ne[0]` elements, and one worker writes this row of `dst`.
+        // SAFETY: `o` has passed the check of WIN_UNPART, and its rule: source and destination have
+        // the same type and rows of `ne[0]` elements, and the source has windows of `w` by `w` rows
+        // that cover the destination. One worker writes this row of `dst`.
         unsafe { copy_line(row, dst.nb[0], from, src.nb[0], dst.ne[0], size) };
     })
 }
 
 /// Row (k, q) is the row for the distance between k and q. The bits are copied, because ggml
 /// declares the result as F16 for every source type.
-fn get_rel_pos(dst: View, src: View) -> Kernel {
+fn get_rel_pos(o: &Operands<'_>) -> Kernel {
+    parameters!(o, Op::GetRelPos {});
+    let (dst, src) = (o.dst(), o.src(0));
     let size = dst.ty.block_bytes() as usize;
     each_row(dst, move |[k, q, _], row| {
         let from = src.row_ptr([dst.ne[1] - k - 1 + q, 0, 0]);
-        // SAFETY: both rows have `ne[0]` elements.
+        // SAFETY: `o` has passed the check of GET_REL_POS: `q` and `k` are below `n = dst.ne[1]`,
+        // and the source has `2 * n - 1` rows, of as many elements as those of the destination. The
+        // elements of both have two bytes by the rule.
         unsafe { copy_line(row, dst.nb[0], from, src.nb[0], dst.ne[0], size) };
     })
 }
 
 /// Each row of `a` is a matrix. `pw[i] + ph[j]` of the same row is added to element (i, j).
-fn add_rel_pos(dst: View, a: View, pw: View, ph: View) -> Vec<Kernel> {
+fn add_rel_pos(dst: View, [a, pw, ph]: [View; 3]) -> Vec<Kernel> {
     let mut kernels = Vec::new();
     if dst.ptr() != a.ptr() {
         kernels.push(copy_raw::copy(dst, a));

@@ -29,7 +29,11 @@
 //!
 //! The module of a family has `rules()`, the type combinations that it runs, and `compile()`, which
 //! compiles a node if it belongs to the family. The `check` module of the IR defines which shapes a
-//! validated node can have.
+//! validated node can have. A function that computes addresses from these shapes takes
+//! [`Operands`], the proof that the node is validated, and says with [`parameters!`] which
+//! operator's check its arguments refer to.
+//!
+//! [`parameters!`]: crate::operands::parameters
 
 mod attention;
 mod conv;
@@ -95,7 +99,7 @@ pub(super) fn rules() -> Vec<Rule> {
 }
 
 /// Compiles a node, if it belongs to the family.
-type Family = fn(&Op, &Operands<'_>) -> Option<Compiled>;
+type Family = fn(&Operands<'_>) -> Option<Compiled>;
 
 const FAMILIES: [Family; 15] = [
     conv::compile,
@@ -119,7 +123,7 @@ const FAMILIES: [Family; 15] = [
 ///
 /// # Errors
 /// [`EngineError::Unsupported`] if no family has a kernel for it.
-pub(super) fn compile(op: &Op, operands: &Operands<'_>) -> Result<Compiled, EngineError> {
+pub(super) fn compile(operands: &Operands<'_>) -> Result<Compiled, EngineError> {
     // An empty result has no kernels. So kernels need not handle large lengths together with a
     // length of 0.
     if operands.dst().elements() == 0 {
@@ -128,7 +132,7 @@ pub(super) fn compile(op: &Op, operands: &Operands<'_>) -> Result<Compiled, Engi
             scratch_bytes: 0,
         });
     }
-    match op {
+    match operands.op() {
         Op::MulMat { .. } => matmul::mul_mat(operands),
         Op::MulMatId { .. } => matmul::mul_mat_id(operands),
         Op::OutProd {} => matmul::out_prod(operands),
@@ -137,9 +141,9 @@ pub(super) fn compile(op: &Op, operands: &Operands<'_>) -> Result<Compiled, Engi
         Op::FlashAttnExt { .. } => attention::flash_attn_ext(operands),
         _ => FAMILIES
             .iter()
-            .find_map(|compile| compile(op, operands))
+            .find_map(|compile| compile(operands))
             .ok_or_else(|| EngineError::Unsupported {
-                op: op.kind().ggml_name(),
+                op: operands.op().kind().ggml_name(),
                 why: "the engine has no kernel for it".into(),
             }),
     }

@@ -8,7 +8,7 @@ use super::elementwise::Add;
 use super::f32_rows::{Access, STAGE, map};
 use super::walk::{laid_out, window};
 use crate::kernel::{Compiled, Estimate, Kernel};
-use crate::operands::Operands;
+use crate::operands::{Operands, parameters};
 use crate::view::View;
 use vgpu_engine::types::{ANY, F32, FLOATS, PLAIN};
 
@@ -31,11 +31,11 @@ pub(super) fn rules() -> Vec<Rule> {
     ]
 }
 
-pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
+pub(super) fn compile(o: &Operands<'_>) -> Option<Compiled> {
     let dst = o.dst();
-    let kernels: Vec<Kernel> = match *op {
+    let kernels: Vec<Kernel> = match *o.op() {
         Op::Repeat {} => vec![copy_raw::copy(dst, o.src(0))],
-        Op::RepeatBack {} => return Some(repeat_back(dst, o.src(0), o.workers())),
+        Op::RepeatBack {} => return Some(repeat_back(o)),
         Op::Concat { dim } => concat(dst, o.src(0), o.src(1), dim as usize),
         Op::Set {
             nb1,
@@ -59,31 +59,19 @@ pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
             kernels.extend(map(part, [part, o.src(1)], Add {}).kernels);
             kernels
         }
-        Op::Diag {} => vec![diag(dst, o.src(0))],
+        Op::Diag {} => vec![diag(o)],
         Op::DiagMaskInf { n_past } => {
             let kept = move |i1| 0..(n_past as usize).saturating_add(i1 + 1);
-            vec![keep(
-                dst,
-                o.src(0),
-                kept,
-                Element::of(dst.ty, f32::NEG_INFINITY),
-            )]
+            vec![keep(o, kept, Element::of(dst.ty, f32::NEG_INFINITY))]
         }
         Op::DiagMaskZero { n_past } => {
             let kept = move |i1| 0..(n_past as usize).saturating_add(i1 + 1);
-            vec![keep(dst, o.src(0), kept, Element::zero(dst.ty))]
+            vec![keep(o, kept, Element::zero(dst.ty))]
         }
-        Op::Pad { left, circular, .. } => {
-            let left = left.map(|n| n as usize);
-            let src = o.src(0);
-            vec![if circular {
-                pad_circular(dst, src, left)
-            } else {
-                pad(dst, src, left)
-            }]
-        }
-        Op::PadReflect1d { p0, .. } => vec![pad_reflect(dst, o.src(0), p0 as usize)],
-        Op::Roll { shift } => vec![roll(dst, o.src(0), shift)],
+        Op::Pad { circular: true, .. } => vec![pad_circular(o)],
+        Op::Pad { .. } => vec![pad(o)],
+        Op::PadReflect1d { .. } => vec![pad_reflect(o)],
+        Op::Roll { .. } => vec![roll(o)],
         Op::Tri { kind } => {
             let kept = move |i1| match kind {
                 TriKind::UpperDiag => i1..usize::MAX,
@@ -91,10 +79,10 @@ pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
                 TriKind::LowerDiag => 0..i1 + 1,
                 TriKind::Lower => 0..i1,
             };
-            vec![keep(dst, o.src(0), kept, Element::zero(dst.ty))]
+            vec![keep(o, kept, Element::zero(dst.ty))]
         }
         Op::Fill { value } => vec![copy_raw::fill(dst, Element::of(dst.ty, value))],
-        Op::Arange { start, step, .. } => vec![arange(dst, start, step)],
+        Op::Arange { .. } => vec![arange(o)],
         _ => return None,
     };
     Some(Compiled {
@@ -127,7 +115,9 @@ fn placed(dst: View, part: View, nb: [u64; 3], offset: u64) -> View {
 const REPETITIONS: usize = 1024;
 
 /// The gradient of REPEAT: the sum over all repetitions.
-fn repeat_back(dst: View, src: View, workers: usize) -> Compiled {
+fn repeat_back(o: &Operands<'_>) -> Compiled {
+    parameters!(o, Op::RepeatBack {});
+    let (dst, src, workers) = (o.dst(), o.src(0), o.workers());
     let (out, values) = (Access::rows(&dst), Access::rows(&src));
     let mut times: [usize; 4] = std::array::from_fn(|d| src.ne[d] / dst.ne[d]);
     if times.contains(&0) {
@@ -173,8 +163,9 @@ fn repeat_back(dst: View, src: View, workers: usize) -> Compiled {
                 index[2] + c3 * dst.ne[3],
             ]);
             for c0 in first..times[0].min(first + REPETITIONS) {
-                // SAFETY: `c0 * dst.ne[0] + start + n <= src.ne[0]`, the elements of the line, and
-                // `stage` has `STAGE >= n` floats.
+                // SAFETY: `o` has passed the check of REPEAT_BACK: `src` has `times` the lengths of
+                // `dst`. So the line exists, and its `src.ne[0]` elements are at least
+                // `c0 * dst.ne[0] + start + n`. `stage` has `STAGE >= n` floats.
                 unsafe {
                     let part = values.at(line, c0 * dst.ne[0] + start);
                     values.load(part, n, stage.as_mut_ptr());
@@ -203,11 +194,15 @@ fn concat(dst: View, a: View, b: View, dim: usize) -> Vec<Kernel> {
 
 /// Copies the columns `kept(i1)` of each row of `src`, and sets the other columns to `other`.
 fn keep(
-    dst: View,
-    src: View,
+    o: &Operands<'_>,
     kept: impl Fn(usize) -> std::ops::Range<usize> + Send + Sync + 'static,
     other: Element,
 ) -> Kernel {
+    parameters!(
+        o,
+        (Op::DiagMaskInf { .. } | Op::DiagMaskZero { .. } | Op::Tri { .. })
+    );
+    let (dst, src) = (o.dst(), o.src(0));
     let size = dst.ty.block_bytes() as usize;
     let (n, to_step, from_step) = (dst.ne[0], dst.nb[0], src.nb[0]);
     each_row(dst, move |index, row| {
@@ -215,7 +210,9 @@ fn keep(
         let (start, end) = (kept.start.min(n), kept.end.min(n));
         let from = src.row_ptr(index).wrapping_add(start * from_step);
         let at = |i: usize| row.wrapping_add(i * to_step);
-        // SAFETY: `start <= end <= n`, the length of both rows.
+        // SAFETY: `o` has passed the check of DIAG_MASK_INF, DIAG_MASK_ZERO or TRI, and its rule:
+        // source and destination have the same lengths and type. `start <= end <= n`, the length of
+        // both rows. `other` has the type of the destination.
         unsafe {
             copy_line(at(start), to_step, from, from_step, end - start, size);
             other.fill(row, to_step, start);
@@ -225,13 +222,16 @@ fn keep(
 }
 
 /// `dst[i, i] = src[i]`
-fn diag(dst: View, src: View) -> Kernel {
+fn diag(o: &Operands<'_>) -> Kernel {
+    parameters!(o, Op::Diag {});
+    let (dst, src) = (o.dst(), o.src(0));
     let size = dst.ty.block_bytes() as usize;
     let zero = Element::zero(dst.ty);
     each_row(dst, move |[i1, i2, i3], row| {
         let value = src.row_ptr([0, i2, i3]).wrapping_add(i1 * src.nb[0]);
-        // SAFETY: a row of the destination has `ne[0]` elements, `dst.ne[0] == dst.ne[1]`, and a
-        // row of the source has as many. So `i1` is below the length of both.
+        // SAFETY: `o` has passed the check of DIAG, and its rule: a row of the destination has
+        // `ne[0]` elements, `dst.ne[0] == dst.ne[1]`, and a row of the source has as many, of the
+        // same type. So `i1` is below the length of both.
         unsafe {
             zero.fill(row, dst.nb[0], dst.ne[0]);
             copy_line(row.wrapping_add(i1 * dst.nb[0]), 0, value, 0, 1, size);
@@ -239,7 +239,9 @@ fn diag(dst: View, src: View) -> Kernel {
     })
 }
 
-fn pad(dst: View, src: View, left: [usize; 4]) -> Kernel {
+fn pad(o: &Operands<'_>) -> Kernel {
+    parameters!(o, Op::Pad { left, .. });
+    let (dst, src, left) = (o.dst(), o.src(0), left.map(|n| n as usize));
     let size = dst.ty.block_bytes() as usize;
     let zero = Element::zero(dst.ty);
     let (n, inner, step) = (dst.ne[0], src.ne[0], dst.nb[0]);
@@ -247,8 +249,9 @@ fn pad(dst: View, src: View, left: [usize; 4]) -> Kernel {
         let from: [usize; 3] = std::array::from_fn(|d| index[d].wrapping_sub(left[d + 1]));
         let inside = (0..3).all(|d| from[d] < src.ne[d + 1]);
         let at = |i: usize| row.wrapping_add(i * step);
-        // SAFETY: `left[0] + inner <= n`, the length of a row of the destination. If `inside`,
-        // `from` is a row of the source, which has `inner` elements.
+        // SAFETY: `o` has passed the check of PAD, and its rule: `left[0] + inner <= n`, the length
+        // of a row of the destination. If `inside`, `from` is a row of the source, which has
+        // `inner` elements of the same type.
         unsafe {
             if inside {
                 zero.fill(row, step, left[0]);
@@ -266,7 +269,9 @@ fn wrap(i: usize, left: usize, length: usize) -> usize {
     (i + length - left % length) % length
 }
 
-fn pad_circular(dst: View, src: View, left: [usize; 4]) -> Kernel {
+fn pad_circular(o: &Operands<'_>) -> Kernel {
+    parameters!(o, Op::Pad { left, .. });
+    let (dst, src, left) = (o.dst(), o.src(0), left.map(|n| n as usize));
     let size = dst.ty.block_bytes() as usize;
     each_row(dst, move |index, row| {
         let from = src.row_ptr(std::array::from_fn(|d| {
@@ -280,14 +285,18 @@ fn pad_circular(dst: View, src: View, left: [usize; 4]) -> Kernel {
                 row.wrapping_add(i * dst.nb[0]),
                 from.wrapping_add(start * src.nb[0]),
             );
-            // SAFETY: `start + n <= src.ne[0]` and `i + n <= dst.ne[0]`, the lengths of the rows.
+            // SAFETY: `wrap` returns indices below the lengths of the source, so its row exists.
+            // `start + n <= src.ne[0]` and `i + n <= dst.ne[0]`, the lengths of the rows, which
+            // have the same type by the rule of PAD.
             unsafe { copy_line(to, dst.nb[0], from, src.nb[0], n, size) };
             i += n;
         }
     })
 }
 
-fn pad_reflect(dst: View, src: View, left: usize) -> Kernel {
+fn pad_reflect(o: &Operands<'_>) -> Kernel {
+    parameters!(o, Op::PadReflect1d { p0, .. });
+    let (dst, src, left) = (o.dst(), o.src(0), p0 as usize);
     let size = dst.ty.block_bytes() as usize;
     each_row(dst, move |index, row| {
         let from = src.row_ptr(index);
@@ -299,18 +308,21 @@ fn pad_reflect(dst: View, src: View, left: usize) -> Kernel {
                 2 * last + left - i
             };
             let element = from.wrapping_add(mirrored * src.nb[0]);
-            // SAFETY: by the check of the IR, each padding is smaller than the row of the source,
-            // so `mirrored < src.ne[0]`. `i < dst.ne[0]`.
+            // SAFETY: `o` has passed the check of PAD_REFLECT_1D, and its rule: the source has the
+            // rows and the type of the destination, and each padding is smaller than a row of the
+            // source, so `mirrored < src.ne[0]`. `i < dst.ne[0]`.
             unsafe { copy_line(row.wrapping_add(i * dst.nb[0]), 0, element, 0, 1, size) };
         }
         let middle = row.wrapping_add(left * dst.nb[0]);
-        // SAFETY: `left + src.ne[0] <= dst.ne[0]`.
+        // SAFETY: `left + src.ne[0] <= dst.ne[0]` by the check of PAD_REFLECT_1D.
         unsafe { copy_line(middle, dst.nb[0], from, src.nb[0], src.ne[0], size) };
     })
 }
 
 /// `dst[i] = src[(i - shift) mod ne]`
-fn roll(dst: View, src: View, shift: [i32; 4]) -> Kernel {
+fn roll(o: &Operands<'_>) -> Kernel {
+    parameters!(o, Op::Roll { shift });
+    let (dst, src) = (o.dst(), o.src(0));
     let size = dst.ty.block_bytes() as usize;
     each_row(dst, move |index, row| {
         let wrap = |i: usize, d: usize| {
@@ -319,8 +331,9 @@ fn roll(dst: View, src: View, shift: [i32; 4]) -> Kernel {
         let from = src.row_ptr(std::array::from_fn(|d| wrap(index[d], d + 1)));
         let (n, start) = (dst.ne[0], wrap(0, 0));
         let split = row.wrapping_add((n - start) * dst.nb[0]);
-        // SAFETY: `start < n`, the length of both rows, which are copied as `n - start` and `start`
-        // elements.
+        // SAFETY: `o` has passed the check of ROLL, and its rule: source and destination have the
+        // same lengths, below which `wrap` returns indices, and type. `start < n`, the length of
+        // both rows, which are copied as `n - start` and `start` elements.
         unsafe {
             let tail = from.wrapping_add(start * src.nb[0]);
             copy_line(row, dst.nb[0], tail, src.nb[0], n - start, size);
@@ -329,11 +342,13 @@ fn roll(dst: View, src: View, shift: [i32; 4]) -> Kernel {
     })
 }
 
-fn arange(dst: View, start: f32, step: f32) -> Kernel {
+fn arange(o: &Operands<'_>) -> Kernel {
+    parameters!(o, Op::Arange { start, step, .. });
+    let dst = o.dst();
     Box::new(move |w| {
         for i in w.share(dst.ne[0]) {
             let element = dst.ptr().wrapping_add(i * dst.nb[0]);
-            // SAFETY: `i < dst.ne[0]`, and the elements are f32.
+            // SAFETY: `i < dst.ne[0]`, and the elements are f32 by the rule of ARANGE.
             unsafe { element.cast::<f32>().write(start + step * i as f32) };
         }
         Ok(())

@@ -7,9 +7,8 @@ use super::elementwise::{Mul, Scale};
 use super::f32_rows::{Access, Identity, Map, apply, maps, sum};
 use super::unary::Sqr;
 use crate::kernel::{Compiled, Estimate, Kernel};
-use crate::operands::Operands;
+use crate::operands::{Operands, parameters};
 use crate::simd::{Lanes, Simd};
-use crate::view::View;
 use vgpu_engine::types::FLOATS;
 
 pub(super) fn rules() -> Vec<Rule> {
@@ -23,24 +22,14 @@ pub(super) fn rules() -> Vec<Rule> {
     ]
 }
 
-pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
-    let dst = o.dst();
-    let kernel = match *op {
-        Op::Norm { eps } => norm(dst, o.src(0), eps),
-        Op::RmsNorm { eps } => rms_norm(dst, o.src(0), eps),
-        Op::RmsNormBack { eps } => rms_norm_back(dst, o.src(0), o.src(1), eps),
-        Op::L2Norm { eps } => l2_norm(dst, o.src(0), eps),
-        Op::GroupNorm { n_groups, eps } => {
-            return Some(group_norm(
-                dst,
-                o.src(0),
-                n_groups as usize,
-                eps,
-                o.workers(),
-            ));
-        }
-        // ALiBi adds a constant to the logits, which does not change the gradient.
-        Op::SoftMaxBack { scale, .. } => soft_max_back(dst, o.src(0), o.src(1), scale),
+pub(super) fn compile(o: &Operands<'_>) -> Option<Compiled> {
+    let kernel = match o.op() {
+        Op::Norm { .. } => norm(o),
+        Op::RmsNorm { .. } => rms_norm(o),
+        Op::RmsNormBack { .. } => rms_norm_back(o),
+        Op::L2Norm { .. } => l2_norm(o),
+        Op::GroupNorm { .. } => return Some(group_norm(o)),
+        Op::SoftMaxBack { .. } => soft_max_back(o),
         _ => return None,
     };
     Some(Compiled {
@@ -60,12 +49,15 @@ maps! {
 }
 
 /// `(x - mean) / sqrt(variance + eps)` of each row.
-fn norm(dst: View, src: View, eps: f32) -> Kernel {
+fn norm(o: &Operands<'_>) -> Kernel {
+    parameters!(o, Op::Norm { eps });
+    let (dst, src) = (o.dst(), o.src(0));
     let (out, x, n) = (Access::rows(&dst), Access::rows(&src), dst.ne[0]);
     each_row(dst, move |index, row| {
         let line = [(x, src.row_ptr(index).cast_const())];
-        // SAFETY: both rows have `ne[0]` elements. One worker has this row, and no other worker
-        // writes the source rows.
+        // SAFETY: `o` has passed the check of NORM: source and destination have the same lengths,
+        // so both rows have `ne[0]` elements. One worker has this row, and no other worker writes
+        // the source rows.
         unsafe {
             let mean = (sum(Identity {}, line, n) / n as f64) as f32;
             let variance = sum(SquaredDistance { mean }, line, n) / n as f64;
@@ -76,11 +68,14 @@ fn norm(dst: View, src: View, eps: f32) -> Kernel {
 }
 
 /// `x / sqrt(mean(x^2) + eps)` of each row.
-fn rms_norm(dst: View, src: View, eps: f32) -> Kernel {
+fn rms_norm(o: &Operands<'_>) -> Kernel {
+    parameters!(o, Op::RmsNorm { eps });
+    let (dst, src) = (o.dst(), o.src(0));
     let (out, x, n) = (Access::rows(&dst), Access::rows(&src), dst.ne[0]);
     each_row(dst, move |index, row| {
         let line = [(x, src.row_ptr(index).cast_const())];
-        // SAFETY: both rows have `ne[0]` elements. One worker has this row, and no other worker
+        // SAFETY: `o` has passed the check of RMS_NORM: source and destination have the same
+        // lengths, so both rows have `ne[0]` elements. One worker has this row, and no other worker
         // writes the source rows.
         unsafe {
             let mean = sum(Sqr {}, line, n) / n as f64;
@@ -91,13 +86,16 @@ fn rms_norm(dst: View, src: View, eps: f32) -> Kernel {
 }
 
 /// The gradient of RMS_NORM with input `x`, for the gradient `dz` of its output.
-fn rms_norm_back(dst: View, dz: View, x: View, eps: f32) -> Kernel {
+fn rms_norm_back(o: &Operands<'_>) -> Kernel {
+    parameters!(o, Op::RmsNormBack { eps });
+    let (dst, [dz, x]) = (o.dst(), o.sources());
     let (out, dz_rows, x_rows) = (Access::rows(&dst), Access::rows(&dz), Access::rows(&x));
     let n = dst.ne[0];
     each_row(dst, move |index, row| {
         let dz = (dz_rows, dz.row_ptr(index).cast_const());
         let x = (x_rows, x.row_ptr(index).cast_const());
-        // SAFETY: all rows have `ne[0]` elements. One worker has this row, and no other worker
+        // SAFETY: `o` has passed the check of RMS_NORM_BACK: sources and destination have the same
+        // lengths, so all rows have `ne[0]` elements. One worker has this row, and no other worker
         // writes the source rows.
         unsafe {
             let squares = sum(Sqr {}, [x], n) + f64::from(eps) * n as f64;
@@ -109,11 +107,14 @@ fn rms_norm_back(dst: View, dz: View, x: View, eps: f32) -> Kernel {
 }
 
 /// `x / max(|x|, eps)` of each row.
-fn l2_norm(dst: View, src: View, eps: f32) -> Kernel {
+fn l2_norm(o: &Operands<'_>) -> Kernel {
+    parameters!(o, Op::L2Norm { eps });
+    let (dst, src) = (o.dst(), o.src(0));
     let (out, x, n) = (Access::rows(&dst), Access::rows(&src), dst.ne[0]);
     each_row(dst, move |index, row| {
         let line = [(x, src.row_ptr(index).cast_const())];
-        // SAFETY: both rows have `ne[0]` elements. One worker has this row, and no other worker
+        // SAFETY: `o` has passed the check of L2_NORM: source and destination have the same
+        // lengths, so both rows have `ne[0]` elements. One worker has this row, and no other worker
         // writes the source rows.
         unsafe {
             let length = sum(Sqr {}, line, n).sqrt() as f32;
@@ -127,7 +128,9 @@ fn l2_norm(dst: View, src: View, eps: f32) -> Kernel {
 const UNIT_ELEMENTS: usize = 1 << 18;
 
 /// NORM over groups of channels, which are dimension 2.
-fn group_norm(dst: View, src: View, n_groups: usize, eps: f32, workers: usize) -> Compiled {
+fn group_norm(o: &Operands<'_>) -> Compiled {
+    parameters!(o, Op::GroupNorm { n_groups, eps });
+    let (dst, src, n_groups) = (o.dst(), o.src(0), n_groups as usize);
     let (out, x) = (Access::rows(&dst), Access::rows(&src));
     let [n, rows, channels, _] = dst.ne;
     let per_group = channels.div_ceil(n_groups);
@@ -152,8 +155,9 @@ fn group_norm(dst: View, src: View, n_groups: usize, eps: f32, workers: usize) -
             });
             let count = (n * lines_in_group) as f64;
             // SAFETY: the scratch memory is aligned to 64 bytes and has two sums for each worker. A
-            // group is normalised by one worker, whose first step sets both sums. All rows have
-            // `ne[0]` elements.
+            // group is normalised by one worker, whose first step sets both sums. `o` has passed
+            // the check of GROUP_NORM: source and destination have the same lengths, so all rows
+            // have `ne[0]` elements.
             unsafe {
                 let sums = w.scratch().cast::<[f64; 2]>().add(w.index());
                 if step == 0 {
@@ -179,18 +183,22 @@ fn group_norm(dst: View, src: View, n_groups: usize, eps: f32, workers: usize) -
     });
     Compiled {
         kernels: vec![kernel],
-        scratch_bytes: workers * size_of::<[f64; 2]>(),
+        scratch_bytes: o.workers() * size_of::<[f64; 2]>(),
     }
 }
 
-/// The gradient of SOFT_MAX with output `y`, for the gradient `dy` of its output.
-fn soft_max_back(dst: View, dy: View, y: View, scale: f32) -> Kernel {
+/// The gradient of SOFT_MAX with output `y`, for the gradient `dy` of its output. ALiBi adds a
+/// constant to the logits, which does not change the gradient.
+fn soft_max_back(o: &Operands<'_>) -> Kernel {
+    parameters!(o, Op::SoftMaxBack { scale, .. });
+    let (dst, [dy, y]) = (o.dst(), o.sources());
     let (out, dy_rows, y_rows) = (Access::rows(&dst), Access::rows(&dy), Access::rows(&y));
     let n = dst.ne[0];
     each_row(dst, move |index, row| {
         let dy = (dy_rows, dy.row_ptr(index).cast_const());
         let y = (y_rows, y.row_ptr(index).cast_const());
-        // SAFETY: all rows have `ne[0]` elements. One worker has this row, and no other worker
+        // SAFETY: `o` has passed the check of SOFT_MAX_BACK: sources and destination have the same
+        // lengths, so all rows have `ne[0]` elements. One worker has this row, and no other worker
         // writes the source rows.
         unsafe {
             let dot = sum(Mul {}, [dy, y], n) as f32;

@@ -6,7 +6,7 @@ use super::conv_axis::PoolAxis;
 use super::copy_raw::{Element, each_part};
 use super::f32_rows::Access;
 use crate::kernel::{Compiled, Estimate, Kernel};
-use crate::operands::Operands;
+use crate::operands::{Operands, parameters};
 use crate::view::View;
 use vgpu_engine::types::{F32, FLOATS};
 
@@ -18,21 +18,12 @@ pub(super) fn rules() -> Vec<Rule> {
     ]
 }
 
-pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
-    let dst = o.dst();
+pub(super) fn compile(o: &Operands<'_>) -> Option<Compiled> {
+    let op = o.op();
     let kernel = match *op {
-        Op::Pool1d { kind, .. } => {
-            let [window] = PoolAxis::all(&PoolWindow::<1>::of(op)?);
-            pool_1d(dst, o.src(0), kind, window)
-        }
-        Op::Pool2d { kind, .. } => {
-            let windows = PoolAxis::all(&PoolWindow::<2>::of(op)?);
-            pool_2d(dst, o.src(0), kind, windows)
-        }
-        Op::Pool2dBack { kind, .. } => {
-            let windows = PoolAxis::all(&PoolWindow::<2>::of(op)?);
-            pool_2d_back(dst, o.src(0), o.src(1), kind, windows)
-        }
+        Op::Pool1d { .. } => pool_1d(o, PoolAxis::all(&PoolWindow::<1>::of(op)?)),
+        Op::Pool2d { .. } => pool_2d(o, PoolAxis::all(&PoolWindow::<2>::of(op)?)),
+        Op::Pool2dBack { .. } => pool_2d_back(o, PoolAxis::all(&PoolWindow::<2>::of(op)?)),
         _ => return None,
     };
     Some(Compiled {
@@ -88,7 +79,9 @@ fn reads<const N: usize>(windows: [PoolAxis; N], lengths: [usize; N]) -> usize {
 }
 
 /// An average is over the elements that the window covers.
-fn pool_1d(dst: View, src: View, kind: PoolKind, window: PoolAxis) -> Kernel {
+fn pool_1d(o: &Operands<'_>, [window]: [PoolAxis; 1]) -> Kernel {
+    parameters!(o, Op::Pool1d { kind, .. });
+    let (dst, src) = (o.dst(), o.src(0));
     let (out, x) = (
         Access::new(dst.ty, dst.nb[0]),
         Access::new(src.ty, src.nb[0]),
@@ -101,7 +94,8 @@ fn pool_1d(dst: View, src: View, kind: PoolKind, window: PoolAxis) -> Kernel {
             let count = covered.len();
             let mut result = start(kind);
             for j in covered {
-                // SAFETY: `covers` returns indices below `src.ne[0]`, the length of the row.
+                // SAFETY: `o` has passed the check of POOL_1D: the source has the rows of the
+                // destination. `covers` returns indices below `src.ne[0]`, the length of the row.
                 result = add(kind, result, unsafe { element(x, line, j) });
             }
             if kind == PoolKind::Average && count > 0 {
@@ -114,7 +108,9 @@ fn pool_1d(dst: View, src: View, kind: PoolKind, window: PoolAxis) -> Kernel {
 }
 
 /// An average is over the whole window, padding included.
-fn pool_2d(dst: View, src: View, kind: PoolKind, [wx, wy]: [PoolAxis; 2]) -> Kernel {
+fn pool_2d(o: &Operands<'_>, [wx, wy]: [PoolAxis; 2]) -> Kernel {
+    parameters!(o, Op::Pool2d { kind, .. });
+    let (dst, src) = (o.dst(), o.src(0));
     let (out, x) = (
         Access::new(dst.ty, dst.nb[0]),
         Access::new(src.ty, src.nb[0]),
@@ -127,7 +123,8 @@ fn pool_2d(dst: View, src: View, kind: PoolKind, [wx, wy]: [PoolAxis; 2]) -> Ker
             for sy in wy.covers(y, src.ne[1]) {
                 let line = src.row_ptr([sy, i2, i3]);
                 for sx in wx.covers(i, src.ne[0]) {
-                    // SAFETY: `covers` returns indices below `src.ne[0]`, the length of the row.
+                    // SAFETY: `o` has passed the check of POOL_2D: the source has the planes of the
+                    // destination. `covers` returns indices below the lengths of a plane.
                     result = add(kind, result, unsafe { element(x, line, sx) });
                 }
             }
@@ -142,13 +139,9 @@ fn pool_2d(dst: View, src: View, kind: PoolKind, [wx, wy]: [PoolAxis; 2]) -> Ker
 
 /// The gradient of POOL_2D with input `forward`, for the gradient `grad` of its output. For the
 /// maximum, the first largest element of the window gets the whole gradient of the window.
-fn pool_2d_back(
-    dst: View,
-    grad: View,
-    forward: View,
-    kind: PoolKind,
-    [wx, wy]: [PoolAxis; 2],
-) -> Kernel {
+fn pool_2d_back(o: &Operands<'_>, [wx, wy]: [PoolAxis; 2]) -> Kernel {
+    parameters!(o, Op::Pool2dBack { kind, .. });
+    let (dst, [grad, forward]) = (o.dst(), o.sources());
     let zero = Element::zero(dst.ty);
     let access = |view: &View| Access::new(view.ty, view.nb[0]);
     let (out, gradients, x) = (access(&dst), access(&grad), access(&forward));
@@ -175,7 +168,8 @@ fn pool_2d_back(
                 let first = (step - rows) * grain;
                 for output in first..outputs.min(first + grain) {
                     let (ox, oy) = (output % grad.ne[0], output / grad.ne[0]);
-                    // SAFETY: `ox < grad.ne[0]`, the length of the row.
+                    // SAFETY: `o` has passed the check of POOL_2D_BACK: the gradient has the planes
+                    // of the destination. `ox` and `oy` are below the lengths of a plane.
                     let g = unsafe { element(gradients, grad.row_ptr([oy, i2, i3]), ox) };
                     let covered = || {
                         let ys = wy.covers(oy, dst.ne[1]);
@@ -196,7 +190,7 @@ fn pool_2d_back(
                             for at in covered() {
                                 let line = forward.row_ptr([at.0, i2, i3]);
                                 // SAFETY: `covers` returns indices below the lengths of `dst`,
-                                // which are those of `forward`.
+                                // which are those of `forward` by the check of POOL_2D_BACK.
                                 let value = unsafe { element(x, line, at.1) };
                                 if value > largest {
                                     (largest, position) = (value, Some(at));

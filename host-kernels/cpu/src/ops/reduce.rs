@@ -7,8 +7,7 @@ use super::f32_rows::{Access, Identity, STAGE, sum};
 use super::scratch::ScratchLayout;
 use super::sequence::Sequence;
 use crate::kernel::{Compiled, Estimate, Kernel};
-use crate::operands::Operands;
-use crate::view::View;
+use crate::operands::{Operands, parameters};
 use vgpu_engine::types::FLOATS;
 
 /// Elements whose sum is one partial result.
@@ -28,17 +27,16 @@ pub(super) fn rules() -> Vec<Rule> {
     ]
 }
 
-pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
-    let (dst, src) = (o.dst(), o.optional(0)?);
-    let kernel = match *op {
-        Op::Sum {} => return Some(sum_all(dst, src)),
-        Op::CountEqual {} => return Some(count_equal(dst, src, o.src(1))),
-        Op::Argsort { order } => return Some(argsort(dst, src, order, o.workers())),
-        Op::TopK {} => return Some(argsort(dst, src, SortOrder::Descending, o.workers())),
-        Op::SumRows {} => sum_rows(dst, src, 1.0),
-        Op::Mean {} => sum_rows(dst, src, src.ne[0] as f64),
-        Op::Cumsum {} => cumsum(dst, src),
-        Op::Argmax {} => argmax(dst, src),
+pub(super) fn compile(o: &Operands<'_>) -> Option<Compiled> {
+    let kernel = match *o.op() {
+        Op::Sum {} => return Some(sum_all(o)),
+        Op::CountEqual {} => return Some(count_equal(o)),
+        Op::Argsort { order } => return Some(argsort(o, order)),
+        Op::TopK {} => return Some(argsort(o, SortOrder::Descending)),
+        Op::SumRows {} => sum_rows(o, 1.0),
+        Op::Mean {} => sum_rows(o, o.src(0).ne[0] as f64),
+        Op::Cumsum {} => cumsum(o),
+        Op::Argmax {} => argmax(o),
         _ => return None,
     };
     Some(Compiled {
@@ -83,7 +81,9 @@ pub(super) fn total<T: Copy + std::iter::Sum<T> + 'static>(
 /// The sum of all elements. ggml defines SUM for dense rows. For other rows, its CPU backend sums
 /// the memory from the first element of each row on. This kernel does the same, so that a program
 /// gets the same result.
-fn sum_all(dst: View, mut src: View) -> Compiled {
+fn sum_all(o: &Operands<'_>) -> Compiled {
+    parameters!(o, Op::Sum {});
+    let (dst, mut src) = (o.dst(), o.src(0));
     src.nb[0] = src.nb[0].min(src.ty.block_bytes() as usize);
     let sequence = Sequence::new(src);
     let access = Access::new(src.ty, sequence.step());
@@ -91,17 +91,20 @@ fn sum_all(dst: View, mut src: View) -> Compiled {
     let partial = move |start, n| {
         let mut total = 0.0;
         sequence.strips(start, n, |src, _, len| {
-            // SAFETY: the sequence returns `len` elements that are inside the tensor.
+            // SAFETY: the sequence returns `len` elements that are inside the tensor: the stride
+            // of its elements is that of the tensor or smaller.
             total += unsafe { sum(Identity {}, [(access, src.cast_const())], len) };
         });
         total
     };
-    // SAFETY: the destination is a single element.
+    // SAFETY: `o` has passed the check of SUM, so the destination is a single element.
     let finish = move |total: f64| unsafe { out.store(&(total as f32), 1, dst.ptr()) };
     total(src.elements(), STRIP, partial, finish)
 }
 
-fn count_equal(dst: View, a: View, b: View) -> Compiled {
+fn count_equal(o: &Operands<'_>) -> Compiled {
+    parameters!(o, Op::CountEqual {});
+    let (dst, [a, b]) = (o.dst(), o.sources());
     let (a_elements, b_elements) = (Sequence::new(a), Sequence::new(b));
     let elements = a.elements();
     let partial = move |start, n| {
@@ -114,24 +117,27 @@ fn count_equal(dst: View, a: View, b: View) -> Compiled {
                         .cast::<i32>();
                     let b = b_start.wrapping_add(i * b_elements.step()).cast::<i32>();
                     // SAFETY: both sequences return `len > i` elements that are inside their
-                    // tensors.
+                    // tensors, which are of i32 by the rule of COUNT_EQUAL.
                     count += i64::from(unsafe { a.read() == b.read() });
                 }
             });
         });
         count
     };
-    // SAFETY: the destination is a single i64.
+    // SAFETY: `o` has passed the check of COUNT_EQUAL, so the destination is a single i64.
     total(elements, STRIP, partial, move |count| unsafe {
         dst.ptr().cast::<i64>().write(count)
     })
 }
 
 /// The sum of each row, divided by `by`.
-fn sum_rows(dst: View, src: View, by: f64) -> Kernel {
+fn sum_rows(o: &Operands<'_>, by: f64) -> Kernel {
+    parameters!(o, (Op::SumRows {} | Op::Mean {}));
+    let (dst, src) = (o.dst(), o.src(0));
     let (out, x, n) = (Access::rows(&dst), Access::rows(&src), src.ne[0]);
     each_row(dst, move |index, row| {
-        // SAFETY: a row of the source has `n` elements, and a row of the destination has one.
+        // SAFETY: `o` has passed the check of SUM_ROWS and MEAN: the source has as many rows as the
+        // destination. A row of the source has `n` elements, and a row of the destination has one.
         unsafe {
             let sum = sum(Identity {}, [(x, src.row_ptr(index).cast_const())], n);
             out.store(&((sum / by) as f32), 1, row);
@@ -140,7 +146,9 @@ fn sum_rows(dst: View, src: View, by: f64) -> Kernel {
 }
 
 /// The sums of the first, the first two, the first three ... elements of each row.
-fn cumsum(dst: View, src: View) -> Kernel {
+fn cumsum(o: &Operands<'_>) -> Kernel {
+    parameters!(o, Op::Cumsum {});
+    let (dst, src) = (o.dst(), o.src(0));
     let (out, x, n) = (Access::rows(&dst), Access::rows(&src), dst.ne[0]);
     each_row(dst, move |index, row| {
         let line = src.row_ptr(index).cast_const();
@@ -148,7 +156,8 @@ fn cumsum(dst: View, src: View) -> Kernel {
         let mut stage = [0.0; STAGE];
         for start in (0..n).step_by(STAGE) {
             let len = STAGE.min(n - start);
-            // SAFETY: both rows have `n >= start + len` elements, and `len <= STAGE`.
+            // SAFETY: `o` has passed the check of CUMSUM: source and destination have the same
+            // rows, of `n >= start + len` elements. `len <= STAGE`.
             unsafe {
                 x.load(x.at(line, start), len, stage.as_mut_ptr());
                 for value in &mut stage[..len] {
@@ -179,13 +188,15 @@ unsafe fn each_value(access: Access, line: *const u8, n: usize, mut body: impl F
 
 /// The index of the largest element of each row, the last one of equal elements; 0 for an empty
 /// row.
-fn argmax(dst: View, src: View) -> Kernel {
+fn argmax(o: &Operands<'_>) -> Kernel {
+    parameters!(o, Op::Argmax {});
+    let (dst, src) = (o.dst(), o.src(0));
     let x = Access::rows(&src);
     Box::new(move |w| {
         for row in w.share(src.ne[1]) {
             let (mut largest, mut at) = (f32::NEG_INFINITY, 0);
-            // SAFETY: a row of the source has `ne[0]` elements. The destination has an i32 for each
-            // row.
+            // SAFETY: a row of the source has `ne[0]` elements. `o` has passed the check of ARGMAX:
+            // the destination has an i32 for each row.
             unsafe {
                 each_value(x, src.row_ptr([row, 0, 0]), src.ne[0], |i, value| {
                     if value >= largest {
@@ -230,12 +241,14 @@ const SORT_STRIP: usize = 1 << 16;
 
 /// As [`argsort`], with a radix sort: for each of the four bytes of a value's key, the elements are
 /// counted and then moved in order.
-fn argsort_long(dst: View, src: View, order: SortOrder, workers: usize) -> Compiled {
+fn argsort_long(o: &Operands<'_>, order: SortOrder) -> Compiled {
     const DIGITS: usize = 256;
     const PASSES: usize = 4;
+    parameters!(o, (Op::Argsort { .. } | Op::TopK {}));
+    let (dst, src) = (o.dst(), o.src(0));
     let x = Access::rows(&src);
     let (n, wanted) = (src.ne[0], dst.ne[0]);
-    let busy = workers.min(dst.rows());
+    let busy = o.workers().min(dst.rows());
     let parts = n.div_ceil(SORT_STRIP);
     // The keys, the counts and moves of each byte, and the indices.
     let writes = 1 + 2 * PASSES;
@@ -271,7 +284,8 @@ fn argsort_long(dst: View, src: View, order: SortOrder, workers: usize) -> Compi
             };
             if pass == 0 {
                 let line = x.at(src.row_ptr(index).cast_const(), range.start);
-                // SAFETY: a row of the source has `n >= range.end` elements.
+                // SAFETY: `o` has passed the check of ARGSORT or TOP_K: the source has the rows of
+                // the destination. A row of the source has `n >= range.end` elements.
                 unsafe {
                     each_value(x, line, range.len(), |i, value| {
                         let i = range.start + i;
@@ -289,8 +303,8 @@ fn argsort_long(dst: View, src: View, order: SortOrder, workers: usize) -> Compi
                     .skip(range.start)
                 {
                     let to = line.wrapping_add(i * dst.nb[0]).cast::<i32>();
-                    // SAFETY: `i < wanted = dst.ne[0]`, the length of a row of i32. The low half of
-                    // a key is an index.
+                    // SAFETY: `i < wanted = dst.ne[0]`, the length of a row, which is of i32 by the
+                    // check of ARGSORT and TOP_K. The low half of a key is an index.
                     unsafe { to.write(*key as u32 as i32) };
                 }
                 continue;
@@ -330,9 +344,11 @@ fn argsort_long(dst: View, src: View, order: SortOrder, workers: usize) -> Compi
 
 /// The indices of the first `dst.ne[0]` elements of each row in sorted order. Equal elements are in
 /// the order of their indices.
-fn argsort(dst: View, src: View, order: SortOrder, workers: usize) -> Compiled {
+fn argsort(o: &Operands<'_>, order: SortOrder) -> Compiled {
+    parameters!(o, (Op::Argsort { .. } | Op::TopK {}));
+    let (dst, src) = (o.dst(), o.src(0));
     if src.ne[0] > LONG_ROW {
-        return argsort_long(dst, src, order, workers);
+        return argsort_long(o, order);
     }
     let x = Access::rows(&src);
     let (n, wanted) = (src.ne[0], dst.ne[0]);
@@ -350,7 +366,8 @@ fn argsort(dst: View, src: View, order: SortOrder, workers: usize) -> Compiled {
         };
         for row in rows {
             let index = dst.row_index(row);
-            // SAFETY: a row of the source has `n` elements.
+            // SAFETY: `o` has passed the check of ARGSORT or TOP_K: the source has the rows of the
+            // destination. A row of the source has `n` elements.
             unsafe {
                 each_value(x, src.row_ptr(index), n, |i, value| {
                     keys[i] = ordered(order, value, i);
@@ -362,8 +379,8 @@ fn argsort(dst: View, src: View, order: SortOrder, workers: usize) -> Compiled {
             keys[..wanted].sort_unstable();
             let row = dst.row_ptr(index);
             for (i, key) in keys[..wanted].iter().enumerate() {
-                // SAFETY: `i < wanted = dst.ne[0]`, the length of a row of i32. The low half of a
-                // key is an index.
+                // SAFETY: `i < wanted = dst.ne[0]`, the length of a row, which is of i32 by the
+                // check of ARGSORT and TOP_K. The low half of a key is an index.
                 unsafe {
                     row.wrapping_add(i * dst.nb[0])
                         .cast::<i32>()
@@ -375,6 +392,6 @@ fn argsort(dst: View, src: View, order: SortOrder, workers: usize) -> Compiled {
     });
     Compiled {
         kernels: vec![kernel],
-        scratch_bytes: workers.min(dst.rows()) * n * size_of::<u64>(),
+        scratch_bytes: o.workers().min(dst.rows()) * n * size_of::<u64>(),
     }
 }

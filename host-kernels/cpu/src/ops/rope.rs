@@ -28,14 +28,20 @@ pub(super) fn rope(operands: &Operands<'_>) -> Result<Compiled, EngineError> {
     let dst = operands.dst();
     let writer = RowWriter::new(&dst);
     Ok(rotated(operands, move |index, row| {
-        // SAFETY: `index` is a row of the destination, which has as many elements as `row`.
+        // SAFETY: `operands` have passed the check of ROPE: the destination has the lengths of the
+        // source. So `index`, a row of the source, is one of the destination, which has as many
+        // elements as `row`.
         unsafe { writer.write(row, dst.row_ptr(index)) };
         Ok(())
     }))
 }
 
 /// ROPE and the SET_ROWS of its result, which no other node reads.
-pub(super) fn rope_rows(nodes: &[Operands<'_>]) -> Option<Compiled> {
+///
+/// # Safety
+/// The nodes are a group of [`Kind::RopeRows`](vgpu_engine::fuse::Kind) that an arrangement has
+/// found.
+pub(super) unsafe fn rope_rows(nodes: &[Operands<'_>]) -> Option<Compiled> {
     let [rope, rows] = nodes else {
         return None;
     };
@@ -46,10 +52,13 @@ pub(super) fn rope_rows(nodes: &[Operands<'_>]) -> Option<Compiled> {
     let fits = heads.ty == Type::F32 && width.is_multiple_of(cache.ty.block_elements() as usize);
     fits.then(|| {
         rotated(rope, move |[head, token, _], row| {
-            let id = row_id(&ids, [token, 0, 0], cache.ne[1])?;
+            // SAFETY: in a group of this kind, the rows of SET_ROWS are the tokens of ROPE. The
+            // check of SET_ROWS requires an i32 or i64 for each.
+            let id = unsafe { row_id(&ids, [token, 0, 0], cache.ne[1])? };
             let to = writer.at(cache.row_ptr([id, 0, 0]), head * width);
-            // SAFETY: `row_id` has checked the id. A row of the cache has `width` elements for each
-            // head, one head after the other.
+            // SAFETY: `row_id` has checked the id. In a group of this kind, a row of SET_ROWS, and
+            // so of the cache, has `width` elements for each head, one head after the other, in one
+            // matrix. `width` is a multiple of the block.
             unsafe { writer.store(row.as_ptr(), width, to.cast_mut()) };
             Ok(())
         })
@@ -97,8 +106,9 @@ fn rotated(
                 if computed_for.replace(token) != Some(token) {
                     let position = |axis: usize| {
                         let at = positions.ptr().cast::<i32>();
-                        // SAFETY: `positions` is contiguous, with an i32 for each token, or for
-                        // each axis and token if the mode has four axes.
+                        // SAFETY: `operands` have passed the check of ROPE: `positions` is
+                        // contiguous, with an i32 for each token, or for each axis and token if the
+                        // mode has four axes.
                         unsafe { at.add(axis * tokens + token).read() as f32 }
                     };
                     angles.fill(position, cos, sin);
@@ -179,7 +189,8 @@ impl Angles {
                 self.axis(i, &origin, &mut theta)
             };
             let factor = self.factors.map_or(1.0, |factors| {
-                // SAFETY: `factors` is contiguous, with at least one f32 for each pair.
+                // SAFETY: the check of ROPE requires dense `factors`, at least one f32 for each
+                // pair.
                 unsafe { factors.ptr().cast::<f32>().add(i).read() }
             });
             let (c, s) = self.angle(i, theta[axis] / factor);

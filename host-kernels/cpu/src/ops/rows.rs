@@ -9,7 +9,7 @@ use super::elementwise::Add;
 use super::f32_rows::{Access, STAGE, apply};
 use super::gather::real_types;
 use crate::kernel::{Compiled, Estimate, Fault, check_index};
-use crate::operands::Operands;
+use crate::operands::{Operands, parameters};
 use crate::view::View;
 use vgpu_engine::types::{F32, FLOATS, I32};
 
@@ -22,23 +22,29 @@ pub(super) fn rules() -> Vec<Rule> {
     ]
 }
 
-pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
-    let dst = o.dst();
-    Some(match op {
-        Op::GetRows {} => get_rows(dst, o.src(0), o.src(1)),
-        Op::GetRowsBack {} => get_rows_back(dst, o.src(0), o.src(1), o.workers()),
-        Op::SetRows {} => set_rows(dst, o.src(0), o.src(1)),
+pub(super) fn compile(o: &Operands<'_>) -> Option<Compiled> {
+    Some(match o.op() {
+        Op::GetRows {} => get_rows(o),
+        Op::GetRowsBack {} => get_rows_back(o),
+        Op::SetRows {} => set_rows(o),
         _ => return None,
     })
 }
 
 /// The index at `[i0, i1, i2]` of a tensor of indices, if it is less than `count`.
-pub(super) fn index(ids: &View, [i0, i1, i2]: [usize; 3], count: usize) -> Result<usize, Fault> {
+///
+/// # Safety
+/// `ids` is of i32 or i64, and each of `i0`, `i1` and `i2` is below its length.
+pub(super) unsafe fn index(
+    ids: &View,
+    [i0, i1, i2]: [usize; 3],
+    count: usize,
+) -> Result<usize, Fault> {
     let id = ids
         .ptr()
         .wrapping_add(i0 * ids.nb[0] + i1 * ids.nb[1] + i2 * ids.nb[2]);
-    // SAFETY: the callers pass indices below the lengths of `ids`. The volatile read happens once:
-    // the checked value is the value that is used, even if the destination overlaps the ids.
+    // SAFETY: the caller guarantees the element. The volatile read happens once: the checked value
+    // is the value that is used, even if the destination overlaps the ids.
     let id = unsafe {
         match ids.ty {
             Type::I64 => id.cast::<i64>().read_volatile(),
@@ -72,14 +78,18 @@ unsafe fn convert_row(
 }
 
 /// `dst[:, i, j, k] = a[:, ids[i, j, k], j, k]`
-fn get_rows(dst: View, a: View, ids: View) -> Compiled {
+fn get_rows(o: &Operands<'_>) -> Compiled {
+    parameters!(o, Op::GetRows {});
+    let (dst, [a, ids]) = (o.dst(), o.sources());
     Compiled::one(move |w| {
         for row in w.share(dst.rows()) {
             let [i, j, k] = dst.row_index(row);
-            let from = a.row_ptr([index(&ids, [i, j, k], a.ne[1])?, j, k]);
-            let to = dst.row_ptr([i, j, k]);
-            // SAFETY: `index` has checked the id, so both rows exist, with `dst.ne[0]` elements
-            // each.
+            // SAFETY: `o` has passed the check of GET_ROWS: there is an i32 for each row of the
+            // destination.
+            let id = unsafe { index(&ids, [i, j, k], a.ne[1])? };
+            let (from, to) = (a.row_ptr([id, j, k]), dst.row_ptr([i, j, k]));
+            // SAFETY: `index` has checked the id, and the check of GET_ROWS requires `j` and `k` to
+            // be below the lengths of `a`. So both rows exist, with `dst.ne[0]` elements each.
             unsafe {
                 if a.ty == dst.ty {
                     let size = dst.ty.block_bytes() as usize;
@@ -98,23 +108,27 @@ fn get_rows(dst: View, a: View, ids: View) -> Compiled {
 }
 
 /// `dst[:, ids[i]] += a[:, i]`, from zero.
-fn get_rows_back(dst: View, a: View, ids: View, workers: usize) -> Compiled {
+fn get_rows_back(o: &Operands<'_>) -> Compiled {
+    parameters!(o, Op::GetRowsBack {});
+    let (dst, [a, ids]) = (o.dst(), o.sources());
     let (sums, grads) = (Access::rows(&dst), Access::rows(&a));
     // Threads divide the columns: rows with the same id are added in order by one thread.
     let block = (a.ty.block_elements() as usize).max(16);
-    let n = dst.ne[0].div_ceil(workers).next_multiple_of(block);
+    let n = dst.ne[0].div_ceil(o.workers()).next_multiple_of(block);
+    let zero = Element::zero(dst.ty);
     let (zeros, steps) = (dst.ne[1], dst.ne[1] + ids.ne[0]);
     Compiled::one(move |w| {
         for unit in { w.share_groups(dst.ne[0].div_ceil(n), steps) }.each(Estimate::steps(n)) {
             let (step, start) = (unit % steps, unit / steps * n);
             let n = n.min(dst.ne[0] - start);
-            // SAFETY: `start + n <= dst.ne[0]`, the elements of a row of `a` and `dst`, and `start`
-            // is a multiple of the block. `index` has checked the ids. One worker has these columns
-            // of all rows.
+            // SAFETY: `o` has passed the check of GET_ROWS_BACK: `ids` is a vector of i32, and `a`
+            // has at least as many rows. `start + n <= dst.ne[0]`, the elements of a row of `a` and
+            // `dst`, and `start` is a multiple of the block. `index` has checked the ids. One
+            // worker has these columns of all rows.
             unsafe {
                 let Some(i) = step.checked_sub(zeros) else {
                     let row = sums.at(dst.row_ptr([step, 0, 0]), start);
-                    Element::zero(dst.ty).fill(row.cast_mut(), dst.nb[0], n);
+                    zero.fill(row.cast_mut(), dst.nb[0], n);
                     continue;
                 };
                 let row = dst.row_ptr([index(&ids, [i, 0, 0], dst.ne[1])?, 0, 0]);
@@ -137,7 +151,9 @@ fn get_rows_back(dst: View, a: View, ids: View, workers: usize) -> Compiled {
 const STRIP: usize = 1024;
 
 /// `dst[:, ids[i, j, k], j, k] = a[:, i, j, k]`. The ids are broadcast over j and k.
-fn set_rows(dst: View, a: View, ids: View) -> Compiled {
+fn set_rows(o: &Operands<'_>) -> Compiled {
+    parameters!(o, Op::SetRows {});
+    let (dst, [a, ids]) = (o.dst(), o.sources());
     let (writer, reader) = (Access::rows(&dst), Access::rows(&a));
     let strips = a.ne[0].div_ceil(STRIP);
     Compiled::one(move |w| {
@@ -145,10 +161,13 @@ fn set_rows(dst: View, a: View, ids: View) -> Compiled {
             let (row, start) = (unit / strips, unit % strips * STRIP);
             let n = STRIP.min(a.ne[0] - start);
             let [i, j, k] = a.row_index(row);
-            let id = index(&ids, [i, j % ids.ne[1], k % ids.ne[2]], dst.ne[1])?;
+            // SAFETY: `o` has passed the check of SET_ROWS: a row of the ids has an i32 or i64 for
+            // each row of `a`.
+            let id = unsafe { index(&ids, [i, j % ids.ne[1], k % ids.ne[2]], dst.ne[1])? };
             let (to, from) = (dst.row_ptr([id, j, k]), a.row_ptr([i, j, k]));
-            // SAFETY: `index` has checked the id, so both rows exist, with `a.ne[0]` elements each.
-            // `start + n <= a.ne[0]`, and `start` is a multiple of every block.
+            // SAFETY: `index` has checked the id, and the check of SET_ROWS requires the same
+            // lengths of `a` and `dst` but in dimension 1. So both rows exist, with `a.ne[0]`
+            // elements each. `start + n <= a.ne[0]`, and `start` is a multiple of every block.
             unsafe {
                 let to = writer.at(to, start).cast_mut();
                 convert_row((writer, to), (reader, reader.at(from, start)), n);

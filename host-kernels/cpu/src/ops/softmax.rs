@@ -4,7 +4,7 @@ use vgpu_transport::ir::{Op, OpKind, Rule, Type, TypeSet};
 
 use super::gather::RowReader;
 use crate::kernel::Compiled;
-use crate::operands::Operands;
+use crate::operands::{Operands, parameters};
 use crate::simd::{PtrTask, Simd, chunks, dispatch_ptr};
 use vgpu_engine::EngineError;
 
@@ -53,9 +53,7 @@ impl Slopes {
 
 /// SOFT_MAX.
 pub(super) fn soft_max(operands: &Operands<'_>) -> Result<Compiled, EngineError> {
-    let &Op::SoftMax { scale, max_bias } = operands.op() else {
-        unreachable!("this family has one operator")
-    };
+    parameters!(operands, Op::SoftMax { scale, max_bias });
     let (x, dst) = (operands.src(0), operands.dst());
     let mask = operands
         .optional(1)
@@ -69,10 +67,12 @@ pub(super) fn soft_max(operands: &Operands<'_>) -> Result<Compiled, EngineError>
                 let row = mask.row_ptr([i1, head % mask.ne[2], i3 % mask.ne[3]]);
                 (row.cast_const(), reader)
             });
-            // SAFETY: `sinks` is contiguous, with one f32 for each head.
+            // SAFETY: `operands` have passed the check of SOFT_MAX: `sinks` is contiguous, with one
+            // f32 for each head.
             let sink = sinks.map(|s| unsafe { s.ptr().cast::<f32>().add(head).read() });
-            // SAFETY: by the check of the IR, both rows are dense with `ne[0]` floats, and a row of
-            // the mask has as many elements. Each row is written by one thread.
+            // SAFETY: the check of SOFT_MAX requires dense rows of both, with the same lengths, and
+            // a mask with rows as long for each `i1`, whose heads and sequences repeat into those
+            // of the source. Both are f32 by the rule. Each row is written by one thread.
             unsafe {
                 dispatch_ptr(Row {
                     n: x.ne[0],

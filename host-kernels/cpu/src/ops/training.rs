@@ -6,7 +6,7 @@ use super::copy_raw::each_row;
 use super::f32_rows::{Access, Map, apply, largest, maps, sum};
 use super::reduce::total;
 use crate::kernel::Compiled;
-use crate::operands::Operands;
+use crate::operands::{Operands, parameters};
 use crate::simd::{Lanes, Simd};
 use crate::view::View;
 use vgpu_engine::types::F32;
@@ -20,15 +20,12 @@ pub(super) fn rules() -> Vec<Rule> {
     ]
 }
 
-pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
-    let dst = o.dst();
-    match op {
-        Op::CrossEntropyLoss {} => Some(cross_entropy_loss(dst, o.src(0), o.src(1))),
-        Op::CrossEntropyLossBack {} => {
-            Some(cross_entropy_loss_back(dst, o.src(0), o.src(1), o.src(2)))
-        }
-        Op::OptStepAdamw {} => Some(adamw(dst, std::array::from_fn(|i| o.src(i)))),
-        Op::OptStepSgd {} => Some(sgd(dst, o.src(0), o.src(1), o.src(2))),
+pub(super) fn compile(o: &Operands<'_>) -> Option<Compiled> {
+    match o.op() {
+        Op::CrossEntropyLoss {} => Some(cross_entropy_loss(o)),
+        Op::CrossEntropyLossBack {} => Some(cross_entropy_loss_back(o)),
+        Op::OptStepAdamw {} => Some(adamw(o)),
+        Op::OptStepSgd {} => Some(sgd(o)),
         _ => None,
     }
 }
@@ -63,7 +60,9 @@ unsafe fn log_sum_exp(line: (Access, *const u8), n: usize) -> f32 {
 }
 
 /// `dst = -mean over rows of sum(log_softmax(a) * b)`
-fn cross_entropy_loss(dst: View, a: View, b: View) -> Compiled {
+fn cross_entropy_loss(o: &Operands<'_>) -> Compiled {
+    parameters!(o, Op::CrossEntropyLoss {});
+    let (dst, [a, b]) = (o.dst(), o.sources());
     let (logits, labels) = (Access::rows(&a), Access::rows(&b));
     let n = a.ne[0];
     let rows = if n == 0 { 0 } else { a.rows() };
@@ -73,7 +72,8 @@ fn cross_entropy_loss(dst: View, a: View, b: View) -> Compiled {
             let index = a.row_index(row);
             let x = (logits, a.row_ptr(index).cast_const());
             let y = (labels, b.row_ptr(index).cast_const());
-            // SAFETY: both rows have `ne[0]` elements.
+            // SAFETY: `o` has passed the check of CROSS_ENTROPY_LOSS: the sources have the same
+            // rows, of `ne[0]` elements.
             total += unsafe {
                 let offset = log_sum_exp(x, n);
                 sum(ShiftedProduct { offset }, [x, y], n)
@@ -81,7 +81,8 @@ fn cross_entropy_loss(dst: View, a: View, b: View) -> Compiled {
         }
         total
     };
-    // SAFETY: the destination is a single f32, which `total` has one thread write.
+    // SAFETY: the destination is a single f32, by the check and the rule of CROSS_ENTROPY_LOSS, and
+    // `total` has one thread write it.
     let finish = move |total: f64| unsafe {
         dst.ptr().cast::<f32>().write((-total / rows as f64) as f32);
     };
@@ -90,13 +91,16 @@ fn cross_entropy_loss(dst: View, a: View, b: View) -> Compiled {
 }
 
 /// The gradient of the loss with respect to `a`, for the gradient `grad` of the loss.
-fn cross_entropy_loss_back(dst: View, grad: View, a: View, b: View) -> Compiled {
+fn cross_entropy_loss_back(o: &Operands<'_>) -> Compiled {
+    parameters!(o, Op::CrossEntropyLossBack {});
+    let (dst, [grad, a, b]) = (o.dst(), o.sources());
     let (out, logits, labels) = (Access::rows(&dst), Access::rows(&a), Access::rows(&b));
     let (n, rows) = (a.ne[0], a.rows());
     let kernel = each_row(dst, move |index, row| {
         let x = (logits, a.row_ptr(index).cast_const());
         let y = (labels, b.row_ptr(index).cast_const());
-        // SAFETY: all rows have `n` elements. `grad` is a single f32.
+        // SAFETY: `o` has passed the check of CROSS_ENTROPY_LOSS_BACK: `a`, `b` and the destination
+        // have the same rows, of `n` elements. `grad` is a single element, f32 by the rule.
         unsafe {
             let scale = grad.ptr().cast::<f32>().read() / rows as f32;
             let offset = log_sum_exp(x, n);
@@ -112,24 +116,33 @@ fn cross_entropy_loss_back(dst: View, grad: View, a: View, b: View) -> Compiled 
 /// The most partial results of a loss.
 const MAX_PARTIALS: usize = 1 << 20;
 
-/// The parameters of a step, read when the step runs.
-fn parameters<const N: usize>(view: View) -> [f32; N] {
-    // SAFETY: by the check of the IR, the view is a vector of `N` f32.
+/// The settings of a step, read when the step runs.
+///
+/// # Safety
+/// `view` is a vector of at least `N` f32.
+unsafe fn settings_of<const N: usize>(view: View) -> [f32; N] {
+    // SAFETY: `i < N`, and the caller guarantees the elements.
     std::array::from_fn(|i| unsafe { view.ptr().wrapping_add(i * view.nb[0]).cast::<f32>().read() })
 }
 
 /// A step of AdamW: `dst` is the new `w`. The momenta `m` and `v` are updated in place.
-fn adamw(dst: View, [w, grad, m, v, settings]: [View; 5]) -> Compiled {
+fn adamw(o: &Operands<'_>) -> Compiled {
+    parameters!(o, Op::OptStepAdamw {});
+    let (dst, [w, grad, m, v, settings]) = (o.dst(), o.sources());
     let [out, ws, gs, ms, vs] = [dst, w, grad, m, v].map(|view| Access::rows(&view));
     let n = dst.ne[0];
     let kernel = each_row(dst, move |index, row| {
-        let [alpha, beta1, beta2, eps, decay, beta1h, beta2h] = parameters(settings);
+        // SAFETY: `o` has passed the check of OPT_STEP_ADAMW: the settings are a vector of seven
+        // f32.
+        let settings = unsafe { settings_of(settings) };
+        let [alpha, beta1, beta2, eps, decay, beta1h, beta2h] = settings;
         let keep = 1.0 - alpha * decay;
         let g = (gs, grad.row_ptr(index).cast_const());
         let (m_row, v_row) = (m.row_ptr(index), v.row_ptr(index));
         let (m, v) = ((ms, m_row.cast_const()), (vs, v_row.cast_const()));
         let w = (ws, w.row_ptr(index).cast_const());
-        // SAFETY: all rows have `ne[0]` elements.
+        // SAFETY: the check of OPT_STEP_ADAMW requires the lengths of the destination of all other
+        // sources: all rows have `ne[0]` elements.
         unsafe {
             apply(Momentum { keep: beta1 }, (ms, m_row), [m, g], n);
             apply(SquaredMomentum { keep: beta2 }, (vs, v_row), [v, g], n);
@@ -153,15 +166,19 @@ fn adamw(dst: View, [w, grad, m, v, settings]: [View; 5]) -> Compiled {
     }
 }
 
-fn sgd(dst: View, w: View, grad: View, settings: View) -> Compiled {
+fn sgd(o: &Operands<'_>) -> Compiled {
+    parameters!(o, Op::OptStepSgd {});
+    let (dst, [w, grad, settings]) = (o.dst(), o.sources());
     let [out, ws, gs] = [dst, w, grad].map(|view| Access::rows(&view));
     let n = dst.ne[0];
     let kernel = each_row(dst, move |index, row| {
-        let [alpha, decay] = parameters(settings);
+        // SAFETY: `o` has passed the check of OPT_STEP_SGD: the settings are a vector of two f32.
+        let [alpha, decay] = unsafe { settings_of(settings) };
         let keep = 1.0 - alpha * decay;
         let w = (ws, w.row_ptr(index).cast_const());
         let g = (gs, grad.row_ptr(index).cast_const());
-        // SAFETY: all rows have `ne[0]` elements.
+        // SAFETY: the check of OPT_STEP_SGD requires the lengths of the destination of both other
+        // sources: all rows have `ne[0]` elements.
         unsafe { apply(SgdStep { keep, alpha }, (out, row), [w, g], n) };
     });
     Compiled {

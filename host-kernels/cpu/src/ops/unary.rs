@@ -25,10 +25,10 @@ pub(super) fn rules() -> Vec<Rule> {
     rules
 }
 
-pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
+pub(super) fn compile(o: &Operands<'_>) -> Option<Compiled> {
     let dst = o.dst();
     let x = [o.optional(0)?];
-    Some(match *op {
+    Some(match *o.op() {
         Op::Unary { kind } => match kind {
             UnaryKind::Abs => map(dst, x, Abs {}),
             UnaryKind::Sgn => map(dst, x, Sgn {}),
@@ -73,7 +73,7 @@ pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
                 eps,
             },
         ),
-        Op::SiluBack {} => map(dst, [o.src(0), o.src(1)], SiluBack {}),
+        Op::SiluBack {} => map(dst, o.sources(), SiluBack {}),
         _ => return None,
     })
 }

@@ -19,9 +19,9 @@ impl Attention {
             for lane in 0..LINE_FLOATS {
                 let (head, token) = ((first + lane) / block.pitch, (first + lane) % block.pitch);
                 let is_query = head < block.heads && token < block.tokens;
-                // SAFETY: a query is a dense row of `n` floats. `key_tile` has at least
-                // `LINE_FLOATS` rows of `padded` floats, and `slopes` has `rows > first + lane`
-                // floats.
+                // SAFETY: by the check of FLASH_ATTN_EXT, a query is a dense row of `n` floats.
+                // `key_tile` has at least `LINE_FLOATS` rows of `padded` floats, and `slopes` has
+                // `rows > first + lane` floats.
                 unsafe {
                     let to = space.key_tile.add(lane * padded);
                     if is_query {

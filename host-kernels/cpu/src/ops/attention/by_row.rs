@@ -13,8 +13,9 @@ impl Attention {
     pub(super) unsafe fn read_queries_by_row(&self, block: Block, space: &Workspace) {
         for (row, token, head) in block.queries() {
             let query = self.q.row_ptr([token, head, block.sequence]).cast::<f32>();
-            // SAFETY: a query is a dense row of `k.ne[0]` floats, a multiple of the block size of
-            // the keys. `queries` has `query_bytes` bytes for each row of the block.
+            // SAFETY: by the check of FLASH_ATTN_EXT, a query is a dense row of `k.ne[0]` floats, a
+            // multiple of the block size of the keys. `queries` has `query_bytes` bytes for each
+            // row of the block.
             unsafe {
                 let to = space.queries.add(row * self.query_bytes);
                 (self.kernel.quantize_activation)(query, to, self.k.ne[0]);

@@ -49,8 +49,9 @@ impl Attention {
             block.heads
         } {
             for token in 0..block.tokens {
-                // SAFETY: a row of the mask is dense, with an F16 for each key. The caller
-                // guarantees `first + keys`; `halves` has `TILE_KEYS >= keys` elements.
+                // SAFETY: by the check of FLASH_ATTN_EXT, a row of the mask is dense, with an F16
+                // for each key. The caller guarantees `first + keys`; `halves` has
+                // `TILE_KEYS >= keys` elements.
                 unsafe {
                     let from = self.mask_row(mask, block, token, head).add(first);
                     halves.as_mut_ptr().copy_from_nonoverlapping(from, keys);
@@ -167,8 +168,9 @@ impl Attention {
         let halves_to_floats = Format::of(Type::F16)
             .expect("F16 is a format")
             .dequantize_row;
-        // SAFETY: a row of the mask is dense, with an F16 for each key, and `masks` has `TILE_KEYS`
-        // floats for tile `to`. The caller guarantees `first + keys` and `keys <= TILE_KEYS`.
+        // SAFETY: by the check of FLASH_ATTN_EXT, a row of the mask is dense, with an F16 for each
+        // key. `masks` has `TILE_KEYS` floats for tile `to`. The caller guarantees `first + keys`
+        // and `keys <= TILE_KEYS`.
         unsafe {
             let from = self.mask_row(mask, block, token, head).add(first);
             (halves_to_floats)(from.cast(), space.masks.add(to * TILE_KEYS), keys);

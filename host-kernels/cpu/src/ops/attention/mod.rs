@@ -184,7 +184,8 @@ impl Attention {
         let values = self.v.row_ptr([first, v2, v3]).cast_const();
         let stride = self.v.nb[1];
         // SAFETY: the caller guarantees `keys` rows of values from `first` on, and weights for
-        // them. Rows of values are dense, and their strides are multiples of an element.
+        // them. Rows of values are dense, by the check of FLASH_ATTN_EXT, and their strides are
+        // multiples of an element.
         // `value_tile` has `TILE_KEYS >= keys` rows of `width` floats. The sums belong to this
         // worker.
         unsafe {
@@ -240,7 +241,8 @@ impl Attention {
         let strides = self.output.strides();
         for (r, token, head) in block.queries() {
             if let Some(sinks) = self.sinks {
-                // SAFETY: `sinks` is contiguous, with one float for each head.
+                // SAFETY: `sinks` is contiguous, with one float for each head, by the check of
+                // FLASH_ATTN_EXT.
                 let sink = unsafe { sinks.ptr().cast::<f32>().add(head).read() };
                 let share = sums.raise_largest(r, sink);
                 sums.weights[r] += share;

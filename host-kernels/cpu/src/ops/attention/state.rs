@@ -6,7 +6,7 @@ use super::super::scratch::{Output, ScratchLayout};
 use super::super::softmax::Slopes;
 use super::rows::Rows;
 use crate::gemm::MatmulKernel;
-use crate::operands::Operands;
+use crate::operands::{Operands, parameters};
 use crate::view::View;
 
 /// The most rows in a block whose scores are stored by row.
@@ -37,6 +37,11 @@ const MAX_SPAN_PRODUCTS: usize = 1 << 29;
 /// The fewest keys in a span.
 pub(super) const SPAN_KEYS: usize = 4 * TILE_KEYS;
 
+/// An attention whose operands have passed the check of FLASH_ATTN_EXT: queries, keys, values and
+/// the mask have dense rows; a key is as long as a query; there are as many values as keys; the
+/// heads and sequences of keys, values and mask repeat into those of the queries; the mask has an
+/// F16 for each token and key; the sinks are one f32 for each head; the destination has one row of
+/// the length of a value for each query.
 #[derive(Clone, Copy)]
 pub(super) struct Attention {
     pub(super) q: View,
@@ -157,15 +162,15 @@ pub(super) struct Workspace {
 
 impl Attention {
     pub(super) fn new(operands: &Operands<'_>, scratch: &mut ScratchLayout) -> Attention {
-        let &Op::FlashAttnExt {
-            scale,
-            max_bias,
-            logit_softcap: cap,
-            ..
-        } = operands.op()
-        else {
-            unreachable!("this family has one operator")
-        };
+        parameters!(
+            operands,
+            Op::FlashAttnExt {
+                scale,
+                max_bias,
+                logit_softcap: cap,
+                ..
+            }
+        );
         let (q, k, v) = (operands.src(0), operands.src(1), operands.src(2));
         let (mask, sinks) = (operands.optional(3), operands.optional(4));
         let kernel = MatmulKernel::of(k.ty).expect("the rules claim no other keys");

@@ -1,12 +1,12 @@
 //! CONV_2D_DW: one kernel for each channel.
 
-use vgpu_transport::ir::Type;
+use vgpu_transport::ir::{Op, Type};
 
 use crate::kernel::Compiled;
+use crate::operands::{Operands, parameters};
 use crate::ops::conv_axis::ConvAxis;
 use crate::ops::f32_rows::{Access, Map, STAGE, apply, maps};
 use crate::simd::{Lanes, Simd};
-use crate::view::View;
 
 /// Products in a unit of work, about.
 const UNIT_PRODUCTS: usize = 1 << 20;
@@ -16,12 +16,9 @@ maps! {
 }
 
 /// `dst[:, :, c, n]` is the convolution of channel c of image n with kernel c.
-pub(super) fn depthwise(
-    dst: View,
-    kernel: View,
-    image: View,
-    [x_axis, y_axis]: [ConvAxis; 2],
-) -> Compiled {
+pub(super) fn depthwise(o: &Operands<'_>, [x_axis, y_axis]: [ConvAxis; 2]) -> Compiled {
+    parameters!(o, Op::Conv2dDw { .. });
+    let (dst, [kernel, image]) = (o.dst(), o.sources());
     let [kw, kh, ..] = kernel.ne;
     let [iw, ih, ..] = image.ne;
     let direct = Access::direct();
@@ -91,7 +88,9 @@ pub(super) fn depthwise(
                         kernel.ptr().wrapping_add(weight).cast_const(),
                     );
                     // SAFETY: `range` has the lanes whose tap is inside the image; the tap is below
-                    // `kw` and `kh`; `range.end <= len <= STAGE`, the length of `sums`.
+                    // `kw` and `kh`; `range.end <= len <= STAGE`, the length of `sums`. `o` has
+                    // passed the check of CONV_2D_DW: the image has the channels and images of the
+                    // destination, and the kernel the channels. The image is f32 by the rule.
                     unsafe {
                         let old = (direct, sum.cast_const().cast());
                         let new = (direct, sum.cast());
@@ -102,6 +101,7 @@ pub(super) fn depthwise(
             let to =
                 oy * dst.nb[1] + n * dst.nb[3] + start * dst.nb[d_lane] + other * dst.nb[d_other];
             // SAFETY: `start + len <= lanes`, the length of the destination in dimension `d_lane`.
+            // The destination is f32 by the rule.
             unsafe { out.store(sums.as_ptr(), len, dst.ptr().wrapping_add(to)) };
         }
         Ok(())

@@ -29,8 +29,9 @@ pub(super) fn rules() -> Vec<Rule> {
         .into()
 }
 
-pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
+pub(super) fn compile(o: &Operands<'_>) -> Option<Compiled> {
     let dst = o.dst();
+    let op = o.op();
     Some(match *op {
         Op::Conv2d { .. } => {
             let [x, y] = ConvAxis::all(&ConvGeometry::<2>::of(op)?);
@@ -57,7 +58,10 @@ pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
                 base: image,
                 stride: nb[3],
             };
-            convolution(results, kernel, patches, images, o.workers())
+            // SAFETY: `o` has passed the check of CONV_2D: the destination has the outputs of the
+            // kernel for each output channel and image, and kernel and image have the same
+            // channels. Image and destination are f32 by the rule.
+            unsafe { convolution(results, kernel, patches, images, o.workers()) }
         }
         Op::Conv3d { c, n, oc, .. } => {
             let (kernel, image) = (o.src(0), o.src(1));
@@ -83,12 +87,13 @@ pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
                 base: image,
                 stride: nb[3] * c as usize,
             };
-            convolution(results, kernel, patches, images, o.workers())
+            // SAFETY: `o` has passed the check of CONV_3D: dimension 3 has `c` channels for each of
+            // `oc` kernels, `c` channels for each of `n` images, and `oc` channels of outputs of
+            // the kernel for each image in the destination. Image and destination are f32 by the
+            // rule.
+            unsafe { convolution(results, kernel, patches, images, o.workers()) }
         }
-        Op::Conv2dDw { .. } => {
-            let axes = ConvAxis::all(&ConvGeometry::<2>::of(op)?);
-            depthwise(dst, o.src(0), o.src(1), axes)
-        }
+        Op::Conv2dDw { .. } => depthwise(o, ConvAxis::all(&ConvGeometry::<2>::of(op)?)),
         Op::ConvTranspose1d { .. } => {
             let [x] = ConvAxis::all(&ConvGeometry::<1>::of(op)?);
             let (k, a) = (o.src(0), o.src(1));
@@ -108,7 +113,9 @@ pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
                 ne: [dst.ne[0], 1, dst.ne[1], 1],
                 nb: [dst.nb[0], 0, dst.nb[1], 0],
             };
-            transposed(out, kernel, image, [x, ConvAxis::UNIT], o.workers())
+            // SAFETY: `o` has passed the check of CONV_TRANSPOSE_1D: kernel and image have the same
+            // channels, and the destination has a line for each output channel, f32 by the rule.
+            unsafe { transposed(out, kernel, image, [x, ConvAxis::UNIT], o.workers()) }
         }
         Op::ConvTranspose2d { .. } => {
             let axes = ConvAxis::all(&ConvGeometry::<2>::of(op)?);
@@ -117,7 +124,10 @@ pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
                 ne: view.ne,
                 nb: view.nb,
             });
-            transposed(out, kernel, image, axes, o.workers())
+            // SAFETY: `o` has passed the check of CONV_TRANSPOSE_2D: kernel and image have the same
+            // channels, and the destination has a plane for each output channel and image, f32 by
+            // the rule.
+            unsafe { transposed(out, kernel, image, axes, o.workers()) }
         }
         _ => return None,
     })

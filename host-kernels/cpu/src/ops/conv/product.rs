@@ -77,7 +77,12 @@ impl Results {
 }
 
 /// CONV_2D and CONV_3D.
-pub(super) fn convolution(
+///
+/// # Safety
+/// `kernel` has, in the order of its elements, `out.channels` kernels of [`Patches::len`] elements.
+/// `images` has `out.images` images of f32 with the lengths and strides of `patches`. The memory of
+/// `out.dst` is f32 with the lengths and strides of `out`.
+pub(super) unsafe fn convolution(
     out: Results,
     kernel: View,
     patches: Patches,
@@ -125,8 +130,9 @@ pub(super) fn convolution(
             // SAFETY: the first `busy` workers have units, and each has its own part of the scratch
             // memory for one patch, for `tile >= n` patches and for their results in
             // `block >= channels` channels. The kernels were prepared before the barrier between
-            // the two kernels, and kernel `first` has `channels - 1` behind it. The outputs of a
-            // unit are written by one worker.
+            // the two kernels, and kernel `first` has `channels - 1` behind it, of the
+            // `out.channels` that the caller guarantees, as the image and the outputs. The outputs
+            // of a unit are written by one worker.
             unsafe {
                 for i in 0..n {
                     let output = out.coordinates(start + i);

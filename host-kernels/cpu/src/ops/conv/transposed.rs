@@ -22,7 +22,11 @@ pub(super) struct Axes {
 
 /// Adds the kernel, times the value of each element of the image, to the destination. The kernels
 /// of adjacent elements are a stride apart.
-pub(super) fn transposed(
+///
+/// # Safety
+/// `kernel` and `image` have as many input channels. `out` is f32, and has the output channels of
+/// `kernel` for each image. The lengths and strides of the axes are inside their views.
+pub(super) unsafe fn transposed(
     out: Axes,
     kernel: Axes,
     image: Axes,
@@ -83,8 +87,10 @@ pub(super) fn transposed(
             // SAFETY: the first `busy` workers have units, and each has its own plane of `ow * oh`
             // floats and its own tile of `tile * taps` floats in the scratch memory. The operands
             // were prepared before the barrier between the two kernels: row `output * taps` has
-            // `taps - 1` rows behind it, column `n * pixels + start` has `count - 1`. A row of the
-            // destination has `ow` elements, and one worker writes it.
+            // `taps - 1` rows behind it, column `n * pixels + start` has `count - 1`; the caller
+            // guarantees that both have `channels` elements. A row of the destination has `ow`
+            // elements, for each output and image as the caller guarantees, and one worker writes
+            // it.
             unsafe {
                 let plane = std::slice::from_raw_parts_mut(part(plane_at, ow * oh), ow * oh);
                 let values = part(tile_at, tile * taps);

@@ -11,10 +11,11 @@ use super::weight_rows::WeightRows;
 use crate::formats::Type;
 use crate::gemm::{Activation, MatmulKernel};
 use crate::kernel::{Compiled, Kernel};
-use crate::operands::Operands;
+use crate::operands::{Operands, parameters};
 
 /// MUL_MAT: `dst[m, n] = weights[m] . x[n]`, batch by batch.
 pub(in super::super) fn mul_mat(operands: &Operands<'_>) -> Result<Compiled, EngineError> {
+    parameters!(operands, Op::MulMat { hadamard, .. });
     let (weight, x, dst) = (operands.src(0), operands.src(1), operands.dst());
     let mut scratch = ScratchLayout::default();
     let mut kernels: Vec<Kernel> = Vec::new();
@@ -24,8 +25,8 @@ pub(in super::super) fn mul_mat(operands: &Operands<'_>) -> Result<Compiled, Eng
             scratch_bytes: 0,
         });
     }
-    if matches!(operands.op(), Op::MulMat { hadamard: true, .. }) && weight.ne[0] == weight.ne[1] {
-        return Ok(hadamard::hadamard(x, dst, operands.workers()));
+    if hadamard && weight.ne[0] == weight.ne[1] {
+        return Ok(hadamard::hadamard(operands));
     }
     let kernel = kernel_of(operands);
     let activations = Activations::new(operands, x, kernel);

@@ -11,7 +11,7 @@ use super::tiles::{LINE_FLOATS, tile_columns, tile_products, tile_rows};
 use super::weight_rows::WeightRows;
 use crate::gemm::{GemmArgs, MatmulKernel};
 use crate::kernel::{Compiled, Estimate, Fault, Kernel, Worker, check_index};
-use crate::operands::Operands;
+use crate::operands::{Operands, parameters};
 use crate::view::View;
 use vgpu_engine::EngineError;
 
@@ -168,9 +168,9 @@ impl Grouping {
         let (slot, token) = (pair % used, pair / used);
         let id = self.ids.row_ptr([token, 0, 0]);
         let id = id.wrapping_add(slot * self.ids.nb[0]);
-        // SAFETY: `slot` and `token` are below the lengths of the ids, which are aligned i32. The
-        // volatile read happens once: the checked value is the value that is used, even if a guest
-        // changes the memory.
+        // SAFETY: `slot` and `token` are below the lengths of the ids, which are i32 by the check
+        // of MUL_MAT_ID. The volatile read happens once: the checked value is the value that is
+        // used, even if a guest changes the memory.
         let id = unsafe { id.cast::<i32>().read_volatile() };
         check_index(i64::from(id), self.experts)
     }
@@ -225,6 +225,7 @@ impl ExpertColumns {
         activations: Activations,
         scratch: &mut ScratchLayout,
     ) -> ExpertColumns {
+        parameters!(first, Op::MulMatId { .. });
         let (ids, experts) = (first.src(2), first.src(0).ne[2]);
         let [used, tokens, ..] = ids.ne;
         let pairs = used * tokens;
@@ -281,7 +282,8 @@ impl ExpertColumns {
             let (_, order) = unsafe { grouping.get(w) };
             let bytes = activations.column_bytes;
             for column in w.share(pairs) {
-                // SAFETY: `from` is a converted column of `bytes` bytes. The scratch memory has
+                // SAFETY: `from` is a converted column of `bytes` bytes: by the check of
+                // MUL_MAT_ID, the activations have the tokens of the ids. The scratch memory has
                 // `pairs > column` columns at `gathered`, and one worker writes this column.
                 unsafe {
                     let from = self.column(w, order[column]);
@@ -329,9 +331,9 @@ impl ExpertColumns {
             *pair = at;
             let id = self.ids.row_ptr([at / self.used, 0, 0]);
             let id = id.wrapping_add(at % self.used * self.ids.nb[0]);
-            // SAFETY: `slot` and `token` are below the lengths of the ids, which are aligned i32.
-            // The volatile read happens once: the checked value is the value that is used, even if
-            // a guest changes the memory.
+            // SAFETY: `slot` and `token` are below the lengths of the ids, which are i32 by the
+            // check of MUL_MAT_ID. The volatile read happens once: the checked value is the value
+            // that is used, even if a guest changes the memory.
             let id = unsafe { id.cast::<i32>().read_volatile() };
             return Ok(ColumnTile {
                 expert: check_index(i64::from(id), self.experts)?,
@@ -452,6 +454,7 @@ fn own_floats(
 
 /// MUL_MAT_ID: `dst[:, slot, token] = weights[:, :, ids[slot, token]] . x[:, slot % n, token]`.
 pub(in super::super) fn mul_mat_id(operands: &Operands<'_>) -> Result<Compiled, EngineError> {
+    parameters!(operands, Op::MulMatId { .. });
     let (weight, x, ids) = (operands.src(0), operands.src(1), operands.src(2));
     if operands.dst().elements() == 0 {
         return Ok(Compiled {
@@ -466,11 +469,15 @@ pub(in super::super) fn mul_mat_id(operands: &Operands<'_>) -> Result<Compiled, 
         bias: None,
         dst: operands.dst(),
     };
-    Ok(compile(&[term], &[output], scratch))
+    // SAFETY: the columns are those of the only term.
+    Ok(unsafe { compile(&[term], &[output], scratch) })
 }
 
 /// Products of the same columns: threads take the tiles of all products.
-pub(super) fn products(terms: &[Term<'_>]) -> Option<Compiled> {
+///
+/// # Safety
+/// The terms have the same activations and the same ids. Their results do not overlap each other.
+pub(super) unsafe fn products(terms: &[Term<'_>]) -> Option<Compiled> {
     if !terms
         .iter()
         .all(|term| is_plain(&terms[0], term) && term.fits(&term.dst))
@@ -480,7 +487,9 @@ pub(super) fn products(terms: &[Term<'_>]) -> Option<Compiled> {
     let mut scratch = ScratchLayout::default();
     let outputs = { terms.iter() }.map(|term| Output::new(term.dst, &[], &mut scratch));
     let outputs: Vec<Output> = outputs.collect();
-    Some(compile(terms, &outputs, scratch))
+    // SAFETY: the caller guarantees the same columns and separate results, which overlap no source
+    // (`Term::fits`). All terms are products of experts, of as many experts (`is_plain`).
+    Some(unsafe { compile(terms, &outputs, scratch) })
 }
 
 /// Whether `term` can be computed together with `first`, with the columns of `first`.
@@ -495,7 +504,10 @@ fn activations(first: &Operands<'_>) -> Activations {
     Activations::new(first, first.src(1), kernel_of(first))
 }
 
-fn compile(terms: &[Term<'_>], outputs: &[Output], mut scratch: ScratchLayout) -> Compiled {
+/// # Safety
+/// The terms are MUL_MAT_IDs of the same activations, the same ids and as many experts. Their
+/// outputs do not overlap each other or a source.
+unsafe fn compile(terms: &[Term<'_>], outputs: &[Output], mut scratch: ScratchLayout) -> Compiled {
     let first = terms[0].node;
     let columns = ExpertColumns::new(first, activations(first), &mut scratch);
     let weight_rows = WeightRows::new(first, &columns.activations.kernel, &mut scratch);
@@ -529,10 +541,12 @@ fn compile(terms: &[Term<'_>], outputs: &[Output], mut scratch: ScratchLayout) -
             let (product, output) = found.expect("a tile belongs to a product");
             let row = at * product.grain;
             let [slot_stride, token_stride, _] = output.strides();
-            // SAFETY: the columns of the tile are converted and grouped, and `row` is below the
-            // rows of the product. `result` is a tile of `floats` floats of this worker in the
-            // scratch memory. `to` has `height(row)` floats of the destination, which no other unit
-            // writes.
+            // SAFETY: the columns of the tile, which the caller guarantees to be those of every
+            // term, are converted and grouped, and `row` is below the rows of the product. `result`
+            // is a tile of `floats` floats of this worker in the scratch memory. The nodes have
+            // passed the check of MUL_MAT_ID, so the destination has a dense row of as many floats
+            // as the weights have rows for each slot and token. `to` has `height(row)` of them,
+            // which no other unit writes.
             unsafe {
                 let result = w.scratch().add(own).cast::<f32>();
                 let result = result.add(w.index() * floats);
@@ -559,7 +573,14 @@ fn compile(terms: &[Term<'_>], outputs: &[Output], mut scratch: ScratchLayout) -
 }
 
 /// Two products with the columns of `first`, and the GLU of both.
-pub(super) fn gated(first: &Operands<'_>, terms: &[Term<'_>; 2], unit: Unit) -> Option<Compiled> {
+///
+/// # Safety
+/// Both terms have the activations and the ids of `first`.
+pub(super) unsafe fn gated(
+    first: &Operands<'_>,
+    terms: &[Term<'_>; 2],
+    unit: Unit,
+) -> Option<Compiled> {
     if !terms.iter().all(|term| is_plain(&terms[0], term)) {
         return None;
     }
@@ -582,9 +603,11 @@ pub(super) fn gated(first: &Operands<'_>, terms: &[Term<'_>; 2], unit: Unit) -> 
         };
         for part in w.chunks(tiles * row_tiles, 1).flatten() {
             let (mut pair, row) = (0, part % row_tiles * grain);
-            // SAFETY: the columns of the tile are converted and grouped, and `row` is below the
-            // rows of both products, which have the same shape. `a` and `b` are tiles of this
-            // worker. No other part writes these results, which overlap no source (`Term::fits`).
+            // SAFETY: the columns of the tile, which the caller guarantees to be those of both
+            // products, are converted and grouped, and `row` is below the rows of the products,
+            // which have the same shape. `a` and `b` are tiles of this worker. The destination has
+            // the lengths of the products, and overlaps no source (`Term::fits`). No other part
+            // writes these results.
             unsafe {
                 let tile = columns.tile(w, part / row_tiles, &mut pair)?;
                 activated.multiply((w, WeightRows::InPlace), &tile, row, a);

@@ -43,15 +43,25 @@ fn terms<'a>(nodes: &'a [Operands<'a>]) -> Option<Vec<Term<'a>>> {
 }
 
 /// Products of the same activations: threads take the tiles of all products.
-pub(in super::super) fn products(nodes: &[Operands<'_>]) -> Option<Compiled> {
+///
+/// # Safety
+/// The nodes are a group of [`Kind::Products`](vgpu_engine::fuse::Kind) that an arrangement has
+/// found.
+pub(in super::super) unsafe fn products(nodes: &[Operands<'_>]) -> Option<Compiled> {
     let terms = terms(nodes)?;
-    match terms.first()?.node.op() {
-        Op::MulMatId { .. } => experts::products(&terms),
-        _ => dense_products(&terms),
+    // SAFETY: in a group of this kind, all products have the same activations, and those of experts
+    // the same ids, and the results overlap neither each other nor a source.
+    unsafe {
+        match terms.first()?.node.op() {
+            Op::MulMatId { .. } => experts::products(&terms),
+            _ => dense_products(&terms),
+        }
     }
 }
 
-fn dense_products(terms: &[Term<'_>]) -> Option<Compiled> {
+/// # Safety
+/// The terms have the same activations. Their results do not overlap each other.
+unsafe fn dense_products(terms: &[Term<'_>]) -> Option<Compiled> {
     let first = terms.first()?.node;
     let kernel = kernel_of(first);
     let is_plain = |term: &Term<'_>| {
@@ -78,9 +88,9 @@ fn dense_products(terms: &[Term<'_>]) -> Option<Compiled> {
         for mut tile in w.chunks(tiles, 1).flatten() {
             for product in &products {
                 if tile < product.tiles() {
-                    // SAFETY: the activations were converted before the barrier before this kernel.
-                    // `chunks` returns each tile to one worker, and the destinations of a group do
-                    // not overlap.
+                    // SAFETY: the activations, which the caller guarantees to be those of this
+                    // product, were converted before the barrier before this kernel. `chunks`
+                    // returns each tile to one worker, and the destinations do not overlap.
                     unsafe { product.tile(w, tile, WeightRows::InPlace) };
                     break;
                 }
@@ -96,7 +106,10 @@ fn dense_products(terms: &[Term<'_>]) -> Option<Compiled> {
 }
 
 /// Two products and their GLU. The products themselves are not stored.
-pub(in super::super) fn gated(nodes: &[Operands<'_>]) -> Option<Compiled> {
+///
+/// # Safety
+/// The nodes are a group of [`Kind::Gated`](vgpu_engine::fuse::Kind) that an arrangement has found.
+pub(in super::super) unsafe fn gated(nodes: &[Operands<'_>]) -> Option<Compiled> {
     let (last, products) = nodes.split_last()?;
     let Op::Glu {
         kind, alpha, limit, ..
@@ -121,13 +134,19 @@ pub(in super::super) fn gated(nodes: &[Operands<'_>]) -> Option<Compiled> {
     }
     // The activations of the first node of the group are converted.
     let first = nodes.first()?;
-    match first.op() {
-        Op::MulMatId { .. } => experts::gated(first, &terms, unit),
-        _ => dense_gated(first, &terms, unit),
+    // SAFETY: in a group of this kind, both products have the activations of the first node, and
+    // those of experts its ids.
+    unsafe {
+        match first.op() {
+            Op::MulMatId { .. } => experts::gated(first, &terms, unit),
+            _ => dense_gated(first, &terms, unit),
+        }
     }
 }
 
-fn dense_gated(first: &Operands<'_>, terms: &[Term<'_>; 2], unit: Unit) -> Option<Compiled> {
+/// # Safety
+/// Both terms have the activations of `first`.
+unsafe fn dense_gated(first: &Operands<'_>, terms: &[Term<'_>; 2], unit: Unit) -> Option<Compiled> {
     let (kernel, x, dst) = (kernel_of(first), first.src(1), unit.dst);
     let is_plain = |term: &Term<'_>| {
         matches!(term.node.op(), Op::MulMat { .. })
@@ -152,9 +171,10 @@ fn dense_gated(first: &Operands<'_>, terms: &[Term<'_>; 2], unit: Unit) -> Optio
     kernels.push(Box::new(move |w| {
         for tile in w.chunks(activated.tiles(), 1).flatten() {
             let (rows, columns) = factor.ranges(tile);
-            // SAFETY: the activations were converted before the barrier before this kernel. Both
-            // products have the same tiles, and the scratch memory has `tile_floats` floats for
-            // each worker. No other tile has these results, which overlap no source (`Term::fits`).
+            // SAFETY: the activations, which the caller guarantees to be those of both products,
+            // were converted before the barrier before this kernel. Both products have the same
+            // tiles, and the scratch memory has `tile_floats` floats for each worker. No other tile
+            // has these results, which overlap no source (`Term::fits`).
             unsafe {
                 let own = w.scratch().add(own).cast::<f32>();
                 let factors = own.add(w.index() * tile_floats);

@@ -1,17 +1,25 @@
 //! Products with a Hadamard matrix, by the fast Walsh-Hadamard transform.
 
+use vgpu_transport::ir::Op;
+
 use super::super::gather::RowReader;
 use super::super::scratch::ScratchLayout;
 use crate::kernel::Compiled;
+use crate::operands::{Operands, parameters};
 use crate::simd::{Simd, Task, chunks, dispatch};
-use crate::view::View;
 
 /// MUL_MAT with the normalised Hadamard matrix as weights, in `n log n` steps for each column.
-pub(super) fn hadamard(x: View, dst: View, workers: usize) -> Compiled {
+///
+/// # Panics
+/// If the matrix is not square.
+pub(super) fn hadamard(o: &Operands<'_>) -> Compiled {
+    parameters!(o, Op::MulMat { hadamard: true, .. });
+    let (x, dst) = (o.src(1), o.dst());
+    assert_eq!(x.ne, dst.ne, "the matrix is square");
     let reader = RowReader::new(&x);
     let n = x.ne[0];
     let mut scratch = ScratchLayout::default();
-    let own = scratch.room(workers, n * size_of::<f32>());
+    let own = scratch.room(o.workers(), n * size_of::<f32>());
     Compiled {
         kernels: vec![Box::new(move |w| {
             // SAFETY: the scratch memory has `n` floats for each worker at offset `own`.
@@ -26,8 +34,8 @@ pub(super) fn hadamard(x: View, dst: View, workers: usize) -> Compiled {
                 unsafe { reader.read(x.row_ptr(index), 0, n, column.as_mut_ptr()) };
                 dispatch(WalshHadamard(column));
                 let to = dst.row_ptr(index).cast::<f32>();
-                // SAFETY: the destination has the same rows, which are dense and have `n` floats.
-                // One worker writes this row.
+                // SAFETY: the destination has the rows of the source, and `o` has passed the check
+                // of MUL_MAT: the rows are dense and have `n` floats. One worker writes this row.
                 unsafe { to.copy_from_nonoverlapping(column.as_ptr(), n) };
             }
             Ok(())

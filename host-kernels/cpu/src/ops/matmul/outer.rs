@@ -1,10 +1,12 @@
 //! OUT_PROD: `dst = a * transpose(b)`.
 
+use vgpu_transport::ir::Op;
+
 use super::super::gather::RowReader;
 use super::super::scratch::{Output, ScratchLayout};
 use crate::gemm_rows::GemmRows;
 use crate::kernel::{Compiled, Kernel};
-use crate::operands::Operands;
+use crate::operands::{Operands, parameters};
 use vgpu_engine::EngineError;
 
 /// Rows of the result of OUT_PROD in a tile.
@@ -21,6 +23,7 @@ const UNIT_TERMS: usize = 16 * OUTER_TERMS;
 
 /// OUT_PROD: `dst[m, n] = sum over k of a[m, k] * b[n, k]`, batch by batch.
 pub(in super::super) fn out_prod(operands: &Operands<'_>) -> Result<Compiled, EngineError> {
+    parameters!(operands, Op::OutProd {});
     let (a, b, dst) = (operands.src(0), operands.src(1), operands.dst());
     let mut scratch = ScratchLayout::default();
     let mut kernels: Vec<Kernel> = Vec::new();
@@ -63,9 +66,11 @@ pub(in super::super) fn out_prod(operands: &Operands<'_>) -> Result<Compiled, En
             let (a2, a3) = (i2 / (ne2 / a.ne[2]), i3 / (ne3 / a.ne[3]));
             let (width, height) = (OUTER_COLUMNS.min(m - column), OUTER_ROWS.min(n - row));
             // SAFETY: the buffers have `OUTER_TERMS >= count` rows of `OUTER_COLUMNS >= width`
-            // floats and `OUTER_ROWS >= height` rows of factors and sums. The indices are inside
-            // the sources, whose batches are broadcast to the destination. `column` and `width` are
-            // multiples of a block. No other tile has this part of the destination.
+            // floats and `OUTER_ROWS >= height` rows of factors and sums. `operands` have passed
+            // the check of OUT_PROD: `a` has `terms` rows of `m` elements, `b` as many of `n`, and
+            // the destination dense rows of `m` floats; the batches of `a` repeat into those of
+            // `b`, which the destination has. `column` and `width` are multiples of a block. No
+            // other tile has this part of the destination.
             unsafe {
                 if step == 0 {
                     sums.write_bytes(0, height * OUTER_COLUMNS);

@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use vgpu_transport::ir::Op;
+
 use super::super::scratch::Output;
 use super::activations::Activations;
 use super::term::add_row;
@@ -9,7 +11,7 @@ use super::weight_rows::WeightRows;
 use crate::formats::Format;
 use crate::gemm::{GemmArgs, MAX_PREPARED, MIN_COLUMNS, MatmulKernel};
 use crate::kernel::Worker;
-use crate::operands::Operands;
+use crate::operands::{Operands, parameters};
 use crate::view::View;
 
 /// The most columns in a tile: the block of columns of [`crate::gemm`].
@@ -152,7 +154,9 @@ impl Nest {
     }
 }
 
-/// A MUL_MAT, divided into tiles.
+/// A MUL_MAT, divided into tiles. Its operands have passed the operator's check: `weight` has dense
+/// rows as long as the columns of activations, whose batches the batches of `weight` divide, and
+/// the destination has a dense row of as many floats as `weight` has rows, for each column.
 pub(super) struct TiledProduct {
     kernel: MatmulKernel,
     pub(super) weight: View,
@@ -180,6 +184,7 @@ impl TiledProduct {
         bias: Option<View>,
         beside: usize,
     ) -> TiledProduct {
+        parameters!(operands, Op::MulMat { .. });
         let (weight, x, kernel) = (operands.src(0), operands.src(1), activations.kernel);
         let nest = Nest::new(&weight, &x, activations.strides(), output.strides());
         let (k, rows) = (weight.ne[0], weight.ne[1]);
@@ -237,8 +242,9 @@ impl TiledProduct {
         let (rows, columns) = self.ranges(tile);
         let at = self.offsets(tile);
         let stride = self.nest.columns.dst;
-        // SAFETY: `ranges` and `offsets` are inside the destination, or inside the scratch memory
-        // that replaces it if it overlaps a source (`Output`). No other tile has these results.
+        // SAFETY: `ranges` and `offsets` are inside the destination, by the check of MUL_MAT, or
+        // inside the scratch memory that replaces it if it overlaps a source (`Output`). No other
+        // tile has these results.
         unsafe {
             let out = self.output.base(w.scratch());
             let out = out.add(at.dst + columns.start * stride).cast::<f32>();
@@ -255,9 +261,9 @@ impl TiledProduct {
     /// Computes a tile, with the bias, at `out`. The columns of `out` are `stride` floats apart.
     ///
     /// # Safety
-    /// The activations were converted before the last barrier. `out` is writable for the columns of
-    /// the tile, overlaps no source, and no other thread accesses it. `weights` was made for these
-    /// weights and this kernel.
+    /// The activations are those of the operands, and were converted before the last barrier. `out`
+    /// is writable for the columns of the tile, overlaps no source, and no other thread accesses
+    /// it. `weights` was made for these weights and this kernel.
     pub(super) unsafe fn multiply(
         &self,
         w: &Worker<'_>,
@@ -270,8 +276,9 @@ impl TiledProduct {
         let at = self.offsets(tile);
         let x = self.nest.columns.x;
         // SAFETY: `rows` and `columns` are inside the weights and the activations at the offsets of
-        // the tile. The bias is a dense row with a float for each row of the weights. The caller
-        // guarantees the memory of the results, and `weights`.
+        // the tile, by the check of MUL_MAT. The bias is a dense row with a float for each row of
+        // the weights (`new`). The caller guarantees the activations, the memory of the results,
+        // and `weights`.
         unsafe {
             let args = GemmArgs {
                 k: weight.ne[0],

@@ -2,8 +2,11 @@
 
 use std::ops::Range;
 
+use vgpu_transport::ir::Op;
+
 use super::tokens::{TokenCut, Tokens};
 use crate::kernel::{Compiled, Kernel};
+use crate::operands::{Operands, parameters};
 use crate::simd::{PtrTask, Simd, chunks, dispatch_ptr};
 use crate::view::View;
 
@@ -98,16 +101,13 @@ impl PtrTask for DeltaNet {
 }
 
 /// Sources: q, k, v, gate, beta, state. The destination holds the results, then the states.
-pub(super) fn gated_delta_net(
-    dst: View,
-    sources: [View; 6],
-    snapshots: usize,
-    workers: usize,
-) -> Compiled {
-    let [q, k, v, g, beta, state] = sources;
+pub(super) fn gated_delta_net(o: &Operands<'_>) -> Compiled {
+    parameters!(o, Op::GatedDeltaNet { snapshots });
+    let (dst, [q, k, v, g, beta, state]) = (o.dst(), o.sources());
+    let snapshots = snapshots as usize;
     let [size, heads, tokens, seqs] = v.ne;
     let units = heads * seqs;
-    let busy = workers.min(units);
+    let busy = o.workers().min(units);
     let cut = TokenCut::new(tokens, size * size);
     let kernel: Kernel = Box::new(move |w| {
         for unit in w.share_groups(units, cut.steps) {
@@ -117,10 +117,12 @@ pub(super) fn gated_delta_net(
                 |source: &View| Tokens::new(source, h % source.ne[1], seq / (seqs / source.ne[3]));
             let at = unit * size * size;
             let out = dst.ptr().cast::<f32>();
-            // SAFETY: the check of the operator requires rows of `size` floats (of 1 or `size` for
-            // the gate, of 1 for beta) for each head and token, and a state of `size * size` floats
-            // for each unit. A unit is run by one thread and writes only its rows of the results,
-            // its states and its row of the scratch memory.
+            // SAFETY: `o` has passed the check of GATED_DELTA_NET, which requires dense rows of
+            // `size` floats (of 1 or `size` for the gate, of 1 for beta) for each token and head
+            // (for q and k, for heads and sequences that repeat into those of v), a state of
+            // `size * size` floats for each unit, and a destination of contiguous results and then
+            // `snapshots` states for each unit. A unit is run by one thread and writes only its
+            // rows of the results, its states and its row of the scratch memory.
             unsafe {
                 dispatch_ptr(DeltaNet {
                     q: shared(&q),

@@ -1,28 +1,40 @@
 //! RWKV_WKV6 and GATED_LINEAR_ATTN: linear attention with a state of `size * size` floats per head.
 
+use vgpu_transport::ir::Op;
+
 use super::tokens::{Head, HeadOutput, Tokens, each_head};
 use crate::kernel::Compiled;
+use crate::operands::{Operands, parameters};
 use crate::simd::{Lanes, PtrTask, Simd, chunks, dispatch_ptr};
 use crate::view::View;
 
 /// RWKV_WKV6.
-pub(super) fn rwkv_wkv6(dst: View, sources: [View; 6]) -> Compiled {
-    let [k, v, r, bonus, decay, state] = sources;
-    linear_attention(dst, [k, v], state, move |head| Wkv6 {
+pub(super) fn rwkv_wkv6(o: &Operands<'_>) -> Compiled {
+    parameters!(o, Op::RwkvWkv6 {});
+    let [k, v, r, bonus, decay, state] = o.sources();
+    let cell = move |head: Head| Wkv6 {
         r: head.of(&r),
         bonus: head.shared(&bonus),
         decay: head.of(&decay),
-    })
+    };
+    // SAFETY: `o` has passed the check of RWKV_WKV6, which requires the lengths that
+    // `linear_attention` does: k, v, r and decay have the same, and the bonus has a row for each
+    // head.
+    unsafe { linear_attention(o.dst(), [k, v], state, cell) }
 }
 
 /// GATED_LINEAR_ATTN.
-pub(super) fn gated_linear_attn(dst: View, sources: [View; 5], scale: f32) -> Compiled {
-    let [k, v, q, gate, state] = sources;
-    linear_attention(dst, [k, v], state, move |head| Gated {
+pub(super) fn gated_linear_attn(o: &Operands<'_>) -> Compiled {
+    parameters!(o, Op::GatedLinearAttn { scale });
+    let [k, v, q, gate, state] = o.sources();
+    let cell = move |head: Head| Gated {
         q: head.of(&q),
         gate: head.of(&gate),
         scale,
-    })
+    };
+    // SAFETY: `o` has passed the check of GATED_LINEAR_ATTN, which requires the lengths that
+    // `linear_attention` does: k, v, q and gate have the same.
+    unsafe { linear_attention(o.dst(), [k, v], state, cell) }
 }
 
 /// How element (i, j) of a state is updated with `kv = k[i] * v[j]`.
@@ -152,16 +164,22 @@ impl<C: Cell> PtrTask for LinearAttention<C> {
 
 /// Computes all heads of all sequences. The tokens of the sequences follow each other in the
 /// sources and in the destination. The destination holds the results, then the states.
-fn linear_attention<C: Cell + 'static>(
+///
+/// # Safety
+/// `k`, `v` and the sources of `cell` are contiguous floats, with a row of `size` for each head of
+/// each token, or of each head if all tokens share the row. `state` has `size * size` contiguous
+/// floats for each head of each of its sequences, which divide the tokens. The destination has the
+/// floats of `v`, then those of `state`.
+unsafe fn linear_attention<C: Cell + 'static>(
     dst: View,
     [k, v]: [View; 2],
     state: View,
     cell: impl Fn(Head) -> C + Send + Sync + 'static,
 ) -> Compiled {
     each_head(dst, k, state, move |head, out| {
-        // SAFETY: the check of the operator requires contiguous sources of `size * heads * tokens`
-        // floats for each sequence, a state of `size * size` floats for each head, and a
-        // destination that holds both. A head is run by one thread and writes only its rows of the
+        // SAFETY: `each_head` returns heads of sequences that `k` and `state` have, and the caller
+        // guarantees their rows in every source, their states, and a destination that holds the
+        // results and the states. A head is run by one thread and writes only its rows of the
         // results and its state.
         unsafe {
             dispatch_ptr(LinearAttention {

@@ -16,7 +16,6 @@ use vgpu_transport::ir::{Op, OpKind, Rule};
 
 use crate::kernel::Compiled;
 use crate::operands::Operands;
-use crate::view::View;
 use vgpu_engine::types::{F32, FLOATS};
 
 pub(super) fn rules() -> Vec<Rule> {
@@ -32,25 +31,15 @@ pub(super) fn rules() -> Vec<Rule> {
     ]
 }
 
-pub(super) fn compile(op: &Op, o: &Operands<'_>) -> Option<Compiled> {
-    let dst = o.dst();
-    Some(match *op {
-        Op::SsmConv {} => ssm_conv::ssm_conv(dst, o.src(0), o.src(1)),
-        Op::SsmScan { snapshots } => ssm_scan::ssm_scan(dst, sources(o), snapshots as usize),
-        Op::RwkvWkv6 {} => linear_attention::rwkv_wkv6(dst, sources(o)),
-        Op::RwkvWkv7 {} => rwkv7::rwkv_wkv7(dst, sources(o)),
-        Op::GatedLinearAttn { scale } => {
-            linear_attention::gated_linear_attn(dst, sources(o), scale)
-        }
-        Op::GatedDeltaNet { snapshots } => {
-            delta_net::gated_delta_net(dst, sources(o), snapshots as usize, o.workers())
-        }
-        Op::SolveTri {} => solve_tri::solve_tri(dst, o.src(0), o.src(1)),
+pub(super) fn compile(o: &Operands<'_>) -> Option<Compiled> {
+    Some(match o.op() {
+        Op::SsmConv {} => ssm_conv::ssm_conv(o),
+        Op::SsmScan { .. } => ssm_scan::ssm_scan(o),
+        Op::RwkvWkv6 {} => linear_attention::rwkv_wkv6(o),
+        Op::RwkvWkv7 {} => rwkv7::rwkv_wkv7(o),
+        Op::GatedLinearAttn { .. } => linear_attention::gated_linear_attn(o),
+        Op::GatedDeltaNet { .. } => delta_net::gated_delta_net(o),
+        Op::SolveTri {} => solve_tri::solve_tri(o),
         _ => return None,
     })
-}
-
-/// The first `N` sources.
-fn sources<const N: usize>(o: &Operands<'_>) -> [View; N] {
-    std::array::from_fn(|i| o.src(i))
 }

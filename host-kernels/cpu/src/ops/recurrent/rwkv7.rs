@@ -1,9 +1,11 @@
 //! RWKV_WKV7: the state update of RWKV 7.
 
+use vgpu_transport::ir::Op;
+
 use super::tokens::{HeadOutput, Tokens, each_head};
 use crate::kernel::Compiled;
+use crate::operands::{Operands, parameters};
 use crate::simd::{PtrTask, Simd, chunks, dispatch_ptr};
-use crate::view::View;
 
 /// One head of one sequence.
 ///
@@ -60,14 +62,15 @@ impl PtrTask for Wkv7 {
 }
 
 /// Sources: r, w, k, v, a, b, state. The destination holds the results, then the states.
-pub(super) fn rwkv_wkv7(dst: View, sources: [View; 7]) -> Compiled {
-    let [r, w, k, v, a, b, state] = sources;
+pub(super) fn rwkv_wkv7(o: &Operands<'_>) -> Compiled {
+    parameters!(o, Op::RwkvWkv7 {});
+    let [r, w, k, v, a, b, state] = o.sources();
     let inputs = [r, w, k, v, a, b];
-    each_head(dst, r, state, move |head, out| {
-        // SAFETY: the check of the operator requires contiguous sources of `size * heads * tokens`
-        // floats for each sequence, a state of `size * size` floats for each head, and a
-        // destination that holds both. A head is run by one thread and writes only its rows of the
-        // results and its state.
+    each_head(o.dst(), r, state, move |head, out| {
+        // SAFETY: `o` has passed the check of RWKV_WKV7, which requires contiguous inputs with
+        // `size` floats for each head of each token, a state of `size * size` floats for each head
+        // of a sequence, and a destination of the results and then the states. A head is run by one
+        // thread and writes only its rows of the results and its state.
         unsafe {
             dispatch_ptr(Wkv7 {
                 inputs: inputs.map(|input| head.of(&input)),

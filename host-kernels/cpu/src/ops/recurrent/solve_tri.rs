@@ -2,7 +2,10 @@
 
 use std::ops::Range;
 
+use vgpu_transport::ir::Op;
+
 use crate::kernel::{Compiled, Estimate};
+use crate::operands::{Operands, parameters};
 use crate::simd::{PtrTask, Simd, chunks, dispatch_ptr};
 use crate::view::View;
 
@@ -66,7 +69,9 @@ const SOLVE_COLUMNS: usize = 32;
 const UNIT_PRODUCTS: usize = 1 << 22;
 
 /// Solves `a * dst = b` for a lower triangular `a`. Columns are independent.
-pub(super) fn solve_tri(dst: View, a: View, b: View) -> Compiled {
+pub(super) fn solve_tri(o: &Operands<'_>) -> Compiled {
+    parameters!(o, Op::SolveTri {});
+    let (dst, [a, b]) = (o.dst(), o.sources());
     let columns = b.ne[0];
     let strips = columns.div_ceil(SOLVE_COLUMNS);
     let n = a.ne[1];
@@ -78,9 +83,10 @@ pub(super) fn solve_tri(dst: View, a: View, b: View) -> Compiled {
             let (start, unit) = (unit % steps * grain, unit / steps);
             let (strip, matrix) = (unit % strips, unit / strips);
             let first = strip * SOLVE_COLUMNS;
-            // SAFETY: the check of the operator requires a square `a` with as many rows as `b`, and
-            // a destination with the lengths of `b`; all rows are dense. A unit is run by one
-            // thread and writes only its columns of one matrix of the destination.
+            // SAFETY: `o` has passed the check of SOLVE_TRI, which requires square matrices `a`
+            // with as many rows as those of `b`, as many matrices of both, and a destination with
+            // the lengths of `b`; all rows are dense floats. A unit is run by one thread and writes
+            // only its columns of one matrix of the destination.
             unsafe {
                 dispatch_ptr(Solve {
                     a,

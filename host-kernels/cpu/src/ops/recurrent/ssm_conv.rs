@@ -1,10 +1,10 @@
 //! SSM_CONV: a causal convolution of each channel along the tokens.
 
-use vgpu_transport::ir::Type;
+use vgpu_transport::ir::{Op, Type};
 
 use crate::kernel::Compiled;
+use crate::operands::{Operands, parameters};
 use crate::ops::f32_rows::{Access, STAGE, Weighted, apply};
-use crate::view::View;
 
 /// From this many tokens on, a vector operation per tap is faster than scalar operations.
 const MANY_TOKENS: usize = 16;
@@ -13,7 +13,9 @@ const MANY_TOKENS: usize = 16;
 const UNIT_PRODUCTS: usize = 1 << 20;
 
 /// `dst[c, t, s] = sum_i x[t + i, c, s] * kernel[i, c]`
-pub(super) fn ssm_conv(dst: View, x: View, kernel: View) -> Compiled {
+pub(super) fn ssm_conv(o: &Operands<'_>) -> Compiled {
+    parameters!(o, Op::SsmConv {});
+    let (dst, [x, kernel]) = (o.dst(), o.sources());
     let [channels, tokens, seqs, _] = dst.ne;
     let taps = kernel.ne[0];
     let values = Access::new(x.ty, x.nb[0]);
@@ -31,7 +33,8 @@ pub(super) fn ssm_conv(dst: View, x: View, kernel: View) -> Compiled {
             let row = x.row_ptr([c, s, 0]).cast_const();
             let weight = |i: usize| {
                 let mut value = 0.0;
-                // SAFETY: `i < taps`, the length of the kernel's row.
+                // SAFETY: `o` has passed the check of SSM_CONV, which requires a row of `taps > i`
+                // elements of the kernel for each channel.
                 unsafe { weights.load(weights.at(kernel.row_ptr([c, 0, 0]), i), 1, &mut value) };
                 value
             };
@@ -40,8 +43,9 @@ pub(super) fn ssm_conv(dst: View, x: View, kernel: View) -> Compiled {
             sums[..n].fill(0.0);
             for i in 0..taps {
                 let (weight, from) = (weight(i), values.at(row, start + i));
-                // SAFETY: the row of `x` has `tokens + taps - 1` elements, and `start + i + n`
-                // is at most that. `sums` has `STAGE >= n` floats.
+                // SAFETY: `o` has passed the check of SSM_CONV: the row of `x` has
+                // `tokens + taps - 1` elements, and `start + i + n` is at most that. `sums` has
+                // `STAGE >= n` floats.
                 unsafe {
                     if n < MANY_TOKENS {
                         for (t, sum) in sums[..n].iter_mut().enumerate() {
@@ -56,7 +60,7 @@ pub(super) fn ssm_conv(dst: View, x: View, kernel: View) -> Compiled {
                     }
                 }
             }
-            // SAFETY: column `c` of the destination has `tokens >= start + n` elements.
+            // SAFETY: `dst` has `tokens >= start + n` floats for each channel, `nb[1]` bytes apart.
             unsafe { out.store(sums.as_ptr(), n, out.at(to, start).cast_mut()) };
         }
         Ok(())

@@ -2,10 +2,12 @@
 
 use std::ops::Range;
 
+use vgpu_transport::ir::Op;
+
 use super::tokens::{TokenCut, Tokens};
 use crate::kernel::{Compiled, check_index};
+use crate::operands::{Operands, parameters};
 use crate::simd::{PtrTask, Simd, chunks, dispatch_ptr};
-use crate::view::View;
 
 /// One head of one sequence.
 ///
@@ -88,8 +90,10 @@ impl PtrTask for Scan {
 }
 
 /// Sources: state, x, dt, A, B, C, ids. The destination holds y of all tokens, then the states.
-pub(super) fn ssm_scan(dst: View, sources: [View; 7], snapshots: usize) -> Compiled {
-    let [s, x, dt, a, b, c, ids] = sources;
+pub(super) fn ssm_scan(o: &Operands<'_>) -> Compiled {
+    parameters!(o, Op::SsmScan { snapshots });
+    let (dst, [s, x, dt, a, b, c, ids]) = (o.dst(), o.sources());
+    let snapshots = snapshots as usize;
     let [rows, heads, tokens, seqs] = x.ne;
     let n = s.ne[0];
     let per_seq = n * rows * heads;
@@ -101,8 +105,9 @@ pub(super) fn ssm_scan(dst: View, sources: [View; 7], snapshots: usize) -> Compi
             let (step, unit) = (unit % cut.steps, unit / cut.steps);
             let (h, seq) = (unit % heads, unit / heads);
             let id = ids.ptr().wrapping_add(seq * ids.nb[0]).cast::<i32>();
-            // SAFETY: `ids` has one element for each sequence. The read is volatile: the value that
-            // is checked is the value that is used.
+            // SAFETY: `o` has passed the check of SSM_SCAN, which requires one i32 in `ids` for
+            // each sequence. The read is volatile: the value that is checked is the value that is
+            // used.
             let id = check_index(unsafe { id.read_volatile() }.into(), s.ne[3])?;
             let out = dst.ptr().cast::<f32>();
             let head = h * rows * n;
@@ -134,10 +139,12 @@ pub(super) fn ssm_scan(dst: View, sources: [View; 7], snapshots: usize) -> Compi
                 snapshot_stride: per_seq * seqs,
                 snapshots,
             };
-            // SAFETY: the check of the operator requires sources and a destination of the shapes
-            // that `scan` describes, and each view is inside the memory of the plan. `id` is below
-            // the number of states. A unit is run by one thread and writes only its rows of y and
-            // its states.
+            // SAFETY: `o` has passed the check of SSM_SCAN: states of `n` floats, contiguous, for
+            // each row of each head; dense rows of x, and of B and C for groups that divide the
+            // heads, for each token; contiguous steps, one for each head of each token; 1 or `n`
+            // decays for each head; a destination of contiguous results and then `snapshots` states
+            // for each sequence. `id` is below the number of states. A unit is run by one thread
+            // and writes only its rows of y and its states.
             unsafe { dispatch_ptr(scan) };
         }
         Ok(())
