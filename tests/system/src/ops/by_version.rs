@@ -4,8 +4,9 @@ use std::fmt::Write as _;
 
 use anyhow::{Context as _, Result, bail, ensure};
 
-use super::report::Report;
-use super::suite::Claim;
+use super::report::{Report, SELECTING};
+use super::suite::{Claim, NEAR_TIE_FAILURES, NEAR_TIE_REPEATS};
+use xtask_common::llama;
 
 /// The file, one row per version. Its first line names the columns.
 const FILE: &str = "tests/system/ops-by-version.csv";
@@ -73,8 +74,13 @@ pub(crate) fn check(ggml: &str, claims: &[Claim], report: &Report) -> Result<Str
     });
     bail!(
         "{FILE} has {kept} of ggml {ggml}. The run gives {}. Correct the file, then run \
-         `cargo xtask ops-table --last-test`",
-        found.row()
+         `cargo xtask ops-table {}`",
+        found.row(),
+        // The rest of the page is of one release only.
+        match ggml == llama::RELEASE {
+            true => "--last-test",
+            false => "--by-version",
+        }
     );
 }
 
@@ -128,18 +134,35 @@ fn parse(text: &str) -> Result<Vec<Counts>> {
     Ok(all)
 }
 
+/// The heading of the section.
+const HEADING: &str = "\n## By version of ggml\n";
+
+/// `page`, which ends with the section, with the section as the file says.
+///
+/// # Errors
+/// If the page has no such section, or the file cannot be read.
+pub(crate) fn with_section(page: &str) -> Result<String> {
+    let (before, _) = page
+        .split_once(HEADING)
+        .with_context(|| format!("docs/OPS.md has no {:?}", HEADING.trim()))?;
+    Ok(before.to_owned() + &section()?)
+}
+
 /// The section of `docs/OPS.md`.
 ///
 /// # Errors
 /// If the file cannot be read.
 pub(crate) fn section() -> Result<String> {
-    let mut text = String::from(
-        "\n## By version of ggml\n\n\
+    let mut text = format!(
+        "{HEADING}\n\
          Each build ran every case of its own `test-backend-ops` against its own CPU backend, without\n\
-         three cases of MUL_MAT_ID, as above. No case failed and none was unsupported.\n\
-         `cargo xtask test --only ops --ggml VERSION` repeats a run and fails if a count differs. 0.26.0\n\
-         is a package without `test-backend-ops`; it has the operators of 0.25.3, so the program of\n\
-         0.25.3 tests it. The sources of each version are in [ggml-versions.md](ggml-versions.md#tests).\n\n\
+         three cases of MUL_MAT_ID, as above. No case was unsupported, and none failed but near ties: of\n\
+         two values that differ by less than a rounding error, {selecting} may select either. Such a case\n\
+         counts as agreeing if at most {NEAR_TIE_FAILURES} of {NEAR_TIE_REPEATS} repeats with other values fails.\n\n\
+         `cargo xtask test --only ops --ggml VERSION` repeats a run and fails if a count differs.\n\
+         {newest} is a package without `test-backend-ops`; it has the operators of {release}, so the\n\
+         program of {release} tests it. The sources of each version are in\n\
+         [ggml-versions.md](ggml-versions.md#tests).\n\n\
          - **listed**: cases that `test-backend-ops support` lists.\n\
          - **run**: cases that `test-backend-ops test` runs, fused operators included.\n\
          - **CPU**: cases whose result agrees with that version's CPU backend.\n\
@@ -147,6 +170,9 @@ pub(crate) fn section() -> Result<String> {
          - **ours**: cases of ours, of operators that `test-backend-ops` has no case of, whose result\n\
          \x20\x20agrees with that CPU backend.\n\n\
          | ggml | listed | run | CPU | no CPU | ours |\n|---|--:|--:|--:|--:|--:|\n",
+        selecting = SELECTING.join(" or "),
+        newest = llama::NEWEST_RELEASE,
+        release = llama::RELEASE,
     );
     for counts in parse(ROWS)? {
         let cells = counts.row().replace(',', " | ");
@@ -159,15 +185,56 @@ pub(crate) fn section() -> Result<String> {
 mod tests {
     use super::*;
     use xtask_common::ggml_releases::{RELEASES, Release};
-    use xtask_common::{llama, workspace};
+    use xtask_common::workspace;
+
+    #[test]
+    fn section_is_written_without_the_rest_of_the_page() {
+        let old = format!("# Operators\n\n| a | 1 |\n{HEADING}\nOld.\n");
+        let new = with_section(&old).unwrap();
+        assert_eq!(
+            new,
+            format!("# Operators\n\n| a | 1 |\n{}", section().unwrap())
+        );
+        assert_eq!(with_section(&new).unwrap(), new);
+        assert!(with_section("# Operators\n").is_err());
+    }
+
+    /// With the next release, no name of a test and no sentence of the page is that of this one.
+    #[test]
+    fn names_of_tests_have_the_releases_from_their_constants() {
+        let own = include_str!("by_version.rs");
+        let (_, of_section) = own.split_once("fn section()").unwrap();
+        let (of_section, _) = of_section.split_once("mod tests").unwrap();
+        for (file, text) in [
+            ("by_version.rs: section", of_section),
+            ("parts/ops.rs", include_str!("../parts/ops.rs")),
+            ("parts/programs.rs", include_str!("../parts/programs.rs")),
+        ] {
+            for release in [llama::RELEASE, llama::NEWEST_RELEASE] {
+                assert!(!text.contains(release), "{file} has {release} as text");
+            }
+        }
+    }
+
+    #[test]
+    fn section_names_the_releases_of_the_tests() {
+        let section = section().unwrap();
+        for words in [
+            format!("{} is a package without", llama::NEWEST_RELEASE),
+            format!("program of {} tests it", llama::RELEASE),
+            "if at most 1 of 50 repeats".to_owned(),
+        ] {
+            assert!(section.contains(&words), "{words} is not in {section}");
+        }
+    }
 
     #[test]
     fn page_has_the_counts_of_every_tested_version() {
         let page = std::fs::read_to_string(workspace::root().join("docs/OPS.md")).unwrap();
-        assert!(
-            page.ends_with(&section().unwrap()),
-            "docs/OPS.md: run `cargo xtask ops-table`, or put this at its end:\n{}",
-            section().unwrap()
+        assert_eq!(
+            with_section(&page).unwrap(),
+            page,
+            "docs/OPS.md: run `cargo xtask ops-table --by-version`"
         );
         let rows = parse(ROWS).unwrap();
         let kept: Vec<&str> = rows.iter().map(|row| row.ggml.as_str()).collect();
@@ -193,8 +260,10 @@ mod tests {
             error.contains("The run gives 0.25.3,0,2,1,1,192."),
             "{error}"
         );
+        assert!(error.ends_with("ops-table --last-test`"), "{error}");
         let error = check("0.1", &[], &report).unwrap_err().to_string();
         assert!(error.contains("no row of ggml 0.1"), "{error}");
+        assert!(error.ends_with("ops-table --by-version`"), "{error}");
         check_ours("0.25.3", 192).unwrap();
         check_ours("0.1", 7).unwrap();
         let error = check_ours("0.25.3", 191).unwrap_err().to_string();

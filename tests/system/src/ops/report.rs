@@ -11,7 +11,7 @@ pub(crate) const DEVICE: &str = "VGPU0";
 /// Operators of which `test-backend-ops` compares indices that computed values select. Two values
 /// whose difference is below the rounding error of one function are selected in either order, so a
 /// correct result differs from the reference in a few of 100,000 rows of random values.
-const SELECTING: [&str; 1] = ["TOPK_MOE"];
+pub(super) const SELECTING: [&str; 1] = ["TOPK_MOE"];
 
 /// Cases by outcome.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -133,6 +133,21 @@ impl Report {
             *passed += 1;
         }
         self.near_ties.push(format!("{output}; {repeats}"));
+    }
+
+    /// Accepts the near ties of the run with this output, which [`Report::to_json`] has kept in
+    /// `kept`. A near tie of another run changes nothing: its error is another number.
+    pub(super) fn accept_kept_near_ties(&mut self, kept: &Value) {
+        let ties = kept["near_ties"].as_array().into_iter().flatten();
+        for tie in ties.filter_map(Value::as_str) {
+            let of_tie = self.failures.iter().find_map(|failed| {
+                let repeats = tie.strip_prefix(&failed.output)?.strip_prefix("; ")?;
+                Some((failed.case.clone(), repeats))
+            });
+            if let Some((case, repeats)) = of_tie {
+                self.accept_near_tie(&case, repeats);
+            }
+        }
     }
 
     /// Failures that were accepted.
@@ -314,6 +329,36 @@ Failing tests:
         let error = report.check().unwrap_err().to_string();
         assert!(error.contains("ERR = 0.01"), "{error}");
         assert_eq!(report.to_json()["ops"]["MUL_MAT"]["failed"], 1);
+    }
+
+    #[test]
+    fn kept_near_ties_are_those_of_the_run_that_kept_them() {
+        let run = |error: &str| {
+            let mut report = Report::default();
+            for line in [
+                "  ADD(type=f32): OK",
+                &format!("[VIEW] ERR = {error} > 0.0000001   TOPK_MOE(ne=[8,22]): FAIL"),
+                "  1/2 tests passed",
+            ] {
+                report.line(line);
+            }
+            report
+        };
+        let mut report = run("0.0004");
+        report.accept_near_tie("TOPK_MOE(ne=[8,22])", "1 of 50 repeats failed");
+        let kept = report.to_json();
+        let mut again = run("0.0004");
+        assert!(again.check().is_err());
+        again.accept_kept_near_ties(&kept);
+        again.check().unwrap();
+        assert_eq!(again.near_ties(), report.near_ties());
+        assert_eq!(again.totals(), report.totals());
+        // The program's output without the report of its run, and of another run.
+        for (error, kept) in [("0.0004", json!({})), ("0.0005", kept)] {
+            let mut other = run(error);
+            other.accept_kept_near_ties(&kept);
+            assert!(other.check().is_err(), "{error}");
+        }
     }
 
     #[test]

@@ -9,8 +9,8 @@ use anyhow::{Context as _, Result, bail, ensure};
 use super::by_version;
 use super::report::Report;
 use super::suite::{
-    Cases, Claim, Suite, compare_with_cpu, compare_with_reference, disagreements, log, none,
-    parse_claims,
+    Cases, Claim, Suite, compare_with_cpu, compare_with_reference, disagreements, log_name, none,
+    parse_claims, proves_the_rest, report_name,
 };
 use xtask_common::cache::Cache;
 use xtask_common::dist;
@@ -21,6 +21,16 @@ use xtask_common::preload::Library;
 use xtask_common::progress::{Progress, heading};
 use xtask_common::scratch::Scratch;
 use xtask_common::workspace;
+
+/// The names of the two runs of a test: against ggml's CPU backend, and against the reference. A
+/// run with every case has names of its own: [`of_last_test`] reads its files, which a sample or a
+/// run of some operators must not replace.
+pub(crate) const fn run_names(is_whole: bool) -> [&'static str; 2] {
+    match is_whole {
+        true => ["whole", "whole-reference"],
+        false => ["unix", "reference"],
+    }
+}
 
 /// The number of columns of other backends: those that support most cases.
 const OTHERS: usize = 7;
@@ -88,47 +98,66 @@ pub(crate) struct Findings {
 /// Options of `cargo xtask ops-table`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Options {
-    /// Run nothing: use the results of the last `cargo xtask test --only ops`
+    /// Run nothing: use the results of the last test with every case on the release of the table
+    /// (`cargo xtask test --only ops` with `--full`, or with `--ggml` and that release)
     #[arg(long)]
     last_test: bool,
+    /// Run nothing: write only the section "By version", from tests/system/ops-by-version.csv
+    #[arg(long, conflicts_with = "last_test")]
+    by_version: bool,
 }
 
 /// `cargo xtask ops-table`: writes the table.
 pub(crate) fn write(cache: &Cache, options: &Options) -> Result<()> {
     heading("docs/OPS.md");
-    let findings = if options.last_test {
-        of_last_test()?
+    let text = if options.by_version {
+        by_version::with_section(&page()?)?
     } else {
-        run(cache)?
+        let findings = match options.last_test {
+            true => of_last_test(&workspace::reports())?,
+            false => run(cache)?,
+        };
+        render(&findings, &published(cache)?)?
     };
-    let text = render(&findings, &published(cache)?)?;
     std::fs::write(path(), text).with_context(|| format!("writing {}", path().display()))?;
     println!("{}", path().display());
     Ok(())
 }
 
-/// The results of the last test, read from its files.
-fn of_last_test() -> Result<Findings> {
-    let read = |run: &str, mode: &str| {
-        let path = log(run, mode);
-        std::fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))
+/// The results of the last test with every case, read from its files in the folder `reports`.
+fn of_last_test(reports: &Path) -> Result<Findings> {
+    let read = |file: String| {
+        let path = reports.join(file);
+        std::fs::read_to_string(&path).with_context(|| {
+            format!(
+                "reading {}, which a test with every case leaves (`cargo xtask test --only ops \
+                 --ggml {}`)",
+                path.display(),
+                llama::RELEASE
+            )
+        })
     };
     let report = |run: &str| -> Result<Report> {
         let mut report = Report::default();
-        read(run, "test")?.lines().for_each(|line| {
+        read(log_name(run, "test"))?.lines().for_each(|line| {
             report.line(line);
         });
+        let kept = serde_json::from_str(&read(report_name(run))?);
+        report.accept_kept_near_ties(&kept.context("reading the report of a run")?);
         report.check()?;
         Ok(report)
     };
-    let (claims, with_cpu) = (parse_claims(&read("unix", "support")?)?, report("unix")?);
+    let [whole, reference] = run_names(true);
+    let claims = parse_claims(&read(log_name(whole, "support"))?)?;
+    let (with_cpu, with_reference) = (report(whole)?, report(reference)?);
     let different = disagreements(&claims, &with_cpu);
     none("were listed one way and run another", &different)?;
+    proves_the_rest(&with_reference, &with_cpu)?;
     Ok(Findings {
         release: llama::RELEASE.to_owned(),
         claims,
         with_cpu,
-        with_reference: report("reference")?,
+        with_reference,
     })
 }
 
@@ -179,18 +208,17 @@ fn run(cache: &Cache) -> Result<Findings> {
     })
 }
 
-/// Returns an error if the table differs from the results.
+/// Returns an error if the table differs from the results of a test with every case.
 pub(crate) fn check(cache: &Cache, findings: &Findings) -> Result<String> {
     let text = render(findings, &published(cache)?)?;
-    let kept =
-        std::fs::read_to_string(path()).with_context(|| format!("reading {}", path().display()))?;
+    let kept = page()?;
     let differs = kept.lines().zip(text.lines()).find(|(a, b)| a != b);
     if let Some((kept, found)) = differs {
-        bail!("it says {kept:?}, found was {found:?}: run `cargo xtask ops-table`");
+        bail!("it says {kept:?}, found was {found:?}: run `cargo xtask ops-table --last-test`");
     }
     ensure!(
         kept == text,
-        "its length is not that of what was found: run `cargo xtask ops-table`"
+        "its length is not that of what was found: run `cargo xtask ops-table --last-test`"
     );
     Ok(format!("{} lines", kept.lines().count()))
 }
@@ -198,6 +226,11 @@ pub(crate) fn check(cache: &Cache, findings: &Findings) -> Result<String> {
 /// The path of the table.
 fn path() -> PathBuf {
     workspace::root().join("docs/OPS.md")
+}
+
+/// The table as it is.
+fn page() -> Result<String> {
+    std::fs::read_to_string(path()).with_context(|| format!("reading {}", path().display()))
 }
 
 /// ggml's lists of what other backends support.
@@ -340,6 +373,52 @@ mod tests {
         assert_eq!(percent(999, 1000), "99");
         assert_eq!(percent(1, 1000), "1");
         assert_eq!((percent(0, 7), percent(7, 7)), ("0".into(), "100".into()));
+    }
+
+    /// Writes the files of a test, with one case of TOPK_MOE that fails.
+    fn test_files(reports: &Path, is_whole: bool, near_ties: &[&str]) {
+        let [with_cpu, with_reference] = run_names(is_whole);
+        let write = |name: String, text: &str| std::fs::write(reports.join(name), text).unwrap();
+        let list = "op_name,op_params,test_mode,error_message\n\
+                    ABS,a,support,yes\nSUM,b,support,yes\n";
+        write(log_name(with_cpu, "support"), list);
+        let output = "  ABS(a): OK\n  SUM(b): not supported [CPU]\n\
+                      ERR = 0.0004 > 0.0000001   TOPK_MOE(c): FAIL\n  1/2 tests passed\n";
+        write(log_name(with_cpu, "test"), output);
+        let kept = serde_json::json!({ "near_ties": near_ties });
+        write(report_name(with_cpu), &kept.to_string());
+        let output = "  SUM(b): OK\n  1/1 tests passed\n";
+        write(log_name(with_reference, "test"), output);
+        write(report_name(with_reference), "{}");
+    }
+
+    #[test]
+    fn last_test_is_one_with_every_case() {
+        const TIE: &str = "ERR = 0.0004 > 0.0000001   TOPK_MOE(c): FAIL; 1 of 50 repeats failed";
+        let scratch = Scratch::new().unwrap();
+        let reports = scratch.path();
+        // A sample, which is the last test of all.
+        test_files(reports, false, &[TIE]);
+        let error = format!("{:#}", of_last_test(reports).unwrap_err());
+        assert!(
+            error.contains("which a test with every case leaves"),
+            "{error}"
+        );
+        test_files(reports, true, &[TIE]);
+        let findings = of_last_test(reports).unwrap();
+        assert_eq!(findings.claims.len(), 2);
+        assert_eq!(findings.with_cpu.totals().ok, 2);
+        assert_eq!(findings.with_cpu.near_ties(), [TIE]);
+        test_files(reports, true, &[]);
+        let error = format!("{:#}", of_last_test(reports).unwrap_err());
+        assert!(error.contains("1 failed"), "{error}");
+        // A reference of an earlier test, which did not compute a case of this one.
+        test_files(reports, true, &[TIE]);
+        let [_, reference] = run_names(true);
+        let log = reports.join(log_name(reference, "test"));
+        std::fs::write(log, "  SUM(d): OK\n  1/1 tests passed\n").unwrap();
+        let error = format!("{:#}", of_last_test(reports).unwrap_err());
+        assert!(error.contains("nothing to be compared with"), "{error}");
     }
 
     #[test]

@@ -94,31 +94,41 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
         }
     }
     // The other link, and the other version of the plugin ABI.
-    if tests.options.wants_ggml(llama::NEWEST_RELEASE, true) {
-        let name = match is_sampled {
-            true => "a sample of the ops inproc, ggml 0.26.0",
-            false => "every op inproc, ggml 0.26.0",
-        };
-        tests.check(name, |tests, progress| {
-            let version = llama::NEWEST_RELEASE;
-            inproc(tests, &dist, &newest, version, is_sampled, progress)
-        });
-        without_cases(tests, &dist, (llama::NEWEST_RELEASE, &newest));
-        let name = "guest ggml 0.25.3, the engine ggml over ggml-cpu 0.26.0";
-        tests.check(name, |tests, progress| {
+    let version = llama::NEWEST_RELEASE;
+    if tests.options.wants_ggml(version, true) {
+        let what = extent(is_sampled);
+        tests.check(
+            &format!("{what} inproc, ggml {version}"),
+            |tests, progress| inproc(tests, &dist, &newest, version, is_sampled, progress),
+        );
+        without_cases(tests, &dist, (version, &newest));
+        let guest = llama::RELEASE;
+        let name = format!("guest ggml {guest}, the engine ggml over ggml-cpu {version}");
+        tests.check(&name, |tests, progress| {
             on_ggml_cpu(tests, &dist, &bin, &newest, progress)
         });
+    }
+}
+
+/// How many cases the name of a check promises.
+fn extent(is_sampled: bool) -> &'static str {
+    match is_sampled {
+        true => "a sample of the ops",
+        false => "every op",
     }
 }
 
 /// `test-backend-ops` of the release that most tests run on, over a socket, with the cases that
 /// ggml's CPU backend cannot compute.
 fn of_main_release(tests: &mut TestRun<'_>, dist: &Dist, bin: &Path, is_sampled: bool) {
+    let is_whole = tests.options.ops.is_none() && !is_sampled;
+    let [name, name_of_reference] = table::run_names(is_whole);
+    let every = format!("every op over unix, ggml {}", llama::RELEASE);
     let found: OnceCell<(Vec<Claim>, Report)> = OnceCell::new();
     let seed = tests.options.seed();
     let cases = OnceCell::new();
-    tests.check("every op over unix, ggml 0.25.3", |tests, progress| {
-        let (suite, mut drawn) = (suite(tests, bin, "unix"), String::new());
+    tests.check(&every, |tests, progress| {
+        let (suite, mut drawn) = (suite(tests, bin, name), String::new());
         let pair = over_unix(dist, tests, None, |backend| {
             let mut suite = Suite { backend, ..suite };
             if is_sampled {
@@ -150,8 +160,7 @@ fn of_main_release(tests: &mut TestRun<'_>, dist: &Dist, bin: &Path, is_sampled:
     }
     // The kernels of other levels. Each run takes as long as the first.
     for level in other_levels().into_iter().filter(|_| tests.options.full) {
-        let name = format!("every op over unix, ggml 0.25.3, {level} kernels");
-        tests.check(&name, |tests, progress| {
+        tests.check(&format!("{every}, {level} kernels"), |tests, progress| {
             let name = format!("unix-{level}");
             let suite = suite(tests, bin, &name);
             let (claims, report) = over_unix(dist, tests, Some(level), |backend| {
@@ -175,7 +184,7 @@ fn of_main_release(tests: &mut TestRun<'_>, dist: &Dist, bin: &Path, is_sampled:
         let report = against_reference(
             tests,
             dist,
-            (bin, cases),
+            (bin, cases, name_of_reference),
             &of.join(","),
             &with_cpu,
             progress,
@@ -184,8 +193,7 @@ fn of_main_release(tests: &mut TestRun<'_>, dist: &Dist, bin: &Path, is_sampled:
         let _ = with_reference.set(report); // it was empty
         Ok(result)
     });
-    let is_all = tests.options.ops.is_none() && !is_sampled;
-    if let (Some(with_reference), true) = (with_reference.into_inner(), is_all) {
+    if let (Some(with_reference), true) = (with_reference.into_inner(), is_whole) {
         let findings = Findings {
             release: llama::RELEASE.to_owned(),
             claims,
@@ -224,10 +232,7 @@ fn log_lines(tests: &TestRun<'_>, dist: &Dist, bin: &Path) -> Result<String> {
 
 /// `test-backend-ops` of another release of ggml than the two that the other tests run on.
 fn of_release(tests: &mut TestRun<'_>, dist: &Dist, release: &Release, is_sampled: bool) {
-    let what = match is_sampled {
-        true => "a sample of the ops",
-        false => "every op",
-    };
+    let what = extent(is_sampled);
     let name = &release.name();
     let what_is_built = format!("ggml {name} and its test-backend-ops");
     let built = tests.prepare(&what_is_built, |tests| release.ops(tests.cache));
@@ -331,7 +336,7 @@ fn suite<'a>(tests: &TestRun<'a>, bin: &'a Path, name: &'a str) -> Suite<'a> {
 fn against_reference(
     tests: &TestRun<'_>,
     dist: &Dist,
-    (bin, cases): (&Path, Cases),
+    (bin, cases, name): (&Path, Cases, &str),
     of: &str,
     with_cpu: &Report,
     progress: &Progress,
@@ -341,7 +346,7 @@ fn against_reference(
         ops: Some(of),
         cases,
         preload: Some(library),
-        ..suite(tests, bin, "reference")
+        ..suite(tests, bin, name)
     };
     over_unix(dist, tests, None, |backend| {
         ops::compare_with_reference(&Suite { backend, ..suite }, with_cpu, progress)
