@@ -53,7 +53,8 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
         ensure!(line.contains(&words), "{line}");
         Ok(line.to_owned())
     });
-    tests.check("tokens on ggml 0.26.0, as from its CPU", |tests, _| {
+    let name = format!("tokens on ggml {}, as from its CPU", llama::NEWEST_RELEASE);
+    tests.check(&name, |tests, _| {
         let model = tests.model(FileType::F16)?;
         let stats = workspace::reports().join("programs.stats.json");
         let complete = |backend: &Backend<'_>| {
@@ -93,10 +94,10 @@ struct Releases {
     /// The release, the API version, the kind of loading, and the file.
     known: Vec<(&'static str, u32, &'static str, PathBuf)>,
     too_old: (&'static str, PathBuf),
-    /// The program without a ggml, and the one with ggml 0.26.0 inside.
+    /// The program without a ggml, and the one with the newest ggml inside.
     any_ggml: PathBuf,
     any_ggml_inside: PathBuf,
-    /// A program that uses the libllama of ggml 0.26.0.
+    /// A program that uses the libllama of the newest ggml.
     complete: PathBuf,
     backends: PathBuf,
     _scratch: Scratch,
@@ -157,15 +158,19 @@ impl Releases {
         for (release, api, library) in [
             ("0.23.0", 2, first),
             ("0.25.1", 2, second),
-            ("0.25.3", 2, built),
-            ("0.26.0", 3, shared),
+            (llama::RELEASE, 2, built),
+            (llama::NEWEST_RELEASE, 3, shared),
         ] {
             known.push((release, api, "global", library.clone()));
             known.push((release, api, "local", library));
         }
-        known.push(("0.26.0", 3, "renamed, global", renamed.clone()));
-        known.push(("0.26.0", 3, "renamed, local", renamed));
-        known.push(("0.26.0", 3, "inside the executable", archive.clone()));
+        for (scope, library) in [
+            ("renamed, global", renamed.clone()),
+            ("renamed, local", renamed),
+            ("inside the executable", archive.clone()),
+        ] {
+            known.push((llama::NEWEST_RELEASE, 3, scope, library));
+        }
         Ok(Releases {
             known,
             too_old: ("0.19.0", prebuilt("3.20.0")?),
