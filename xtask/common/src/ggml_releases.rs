@@ -129,8 +129,24 @@ pub const RELEASES: &[Release] = &[
     },
 ];
 
-/// Further builds, whose sources are compared with what the plugin knows, and which no test builds.
+/// Further builds, oldest first, whose sources are compared with what the plugin knows, and which no
+/// test builds. Each shows a number, or a difference under one number, that no other build shows.
+/// No build of the registry says 0.25.2: b11160 is the last before that release.
 pub const READ: &[Release] = &[
+    Release {
+        version: "0.20.0",
+        build: 10456,
+        also: &[],
+        is_default: false,
+        sha256: "672fc866c170cd70edc1b4706c10ea6d79c08276ea2993b41a4cfddbd594d221",
+    },
+    Release {
+        version: "0.20.1",
+        build: 10472,
+        also: &[],
+        is_default: false,
+        sha256: "1c483b58fe7ba5399bad113babc89f9381cf8240a42e0940b1ccd69d85100063",
+    },
     // With the offset of ROPE, which b10603 tests.
     Release {
         version: "0.20.2",
@@ -170,6 +186,13 @@ pub const READ: &[Release] = &[
         is_default: false,
         sha256: "3b1ab0b2fc6ada0cc5362d2e96da93416f6b32f6e2af0a232870b8816106b9ef",
     },
+    Release {
+        version: "0.25.1",
+        build: 11160,
+        also: &[],
+        is_default: false,
+        sha256: "474fbb22cfac66021dabef543d43387fd5ec742642e4b2d0d613599fb901d4ef",
+    },
     // With API 3.
     Release {
         version: "0.25.3",
@@ -200,19 +223,33 @@ pub fn names() -> Vec<String> {
     names
 }
 
-/// The folder of ggml's sources in the release that `text` names as [`is_name`] says: of a number,
-/// that of the package which names no build, or else the first build. `None` if `text` names none.
+/// The folder of ggml's sources in the release that `text` names, among those that the tests build
+/// or read, as [`is_name`] says: of a number, that of the package which names no build, or else the
+/// first build. `None` if `text` names none.
 ///
 /// # Errors
 /// If the sources cannot be fetched, or are those of another release.
 pub fn source_of(cache: &Cache, text: &str) -> Result<Option<PathBuf>> {
-    let llama = match RELEASES.iter().find(|release| release.is_named(text)) {
+    let llama = match release_of(text) {
         _ if text == llama::RELEASE => llama::source(cache)?,
         _ if text == llama::NEWEST_RELEASE => llama::newest_source(cache)?.join("llama.cpp"),
         Some(release) => release.source(cache)?,
         None => return Ok(None),
     };
     Ok(Some(llama.join("ggml")))
+}
+
+/// The build whose sources [`source_of`] takes for `text`. `None` if those sources are of a package
+/// that names no build, or if `text` names no release.
+pub fn build_of(text: &str) -> Option<u32> {
+    let release = release_of(text).filter(|_| !NUMBERED.contains(&text));
+    release.map(|release| release.build)
+}
+
+/// The first build that `text` names.
+fn release_of(text: &str) -> Option<&'static Release> {
+    let mut known = RELEASES.iter().chain(READ);
+    known.find(|release| release.is_named(text))
 }
 
 /// The releases whose sources come from packages that do not name a build.
@@ -422,5 +459,30 @@ mod tests {
         let once: std::collections::BTreeSet<&String> = names.iter().collect();
         assert_eq!(once.len(), names.len(), "{names:?}");
         assert!(RELEASES.is_sorted_by_key(|release| release.build));
+        assert!(READ.is_sorted_by_key(|release| release.build));
+    }
+
+    #[test]
+    fn build_stands_for_another_and_a_number_for_its_first() {
+        assert_eq!(build_of("b11076"), Some(11076));
+        assert_eq!(build_of("b11081"), Some(11076), "Ollama 0.34.4");
+        assert_eq!(build_of("0.24.0"), Some(10985));
+        assert_eq!(build_of("0.25.0"), Some(11138), "only read");
+        for text in [llama::RELEASE, llama::NEWEST_RELEASE, "b1", "11076"] {
+            assert_eq!(build_of(text), None, "{text}");
+        }
+    }
+
+    #[test]
+    fn every_number_that_a_build_of_the_registry_has_is_read() {
+        let known = RELEASES.iter().chain(READ).map(|release| release.version);
+        let mut numbers: Vec<&str> = known.chain(NUMBERED).collect();
+        numbers.sort_unstable();
+        numbers.dedup();
+        let expected = [
+            "0.20.0", "0.20.1", "0.20.2", "0.21.0", "0.22.0", "0.23.0", "0.24.0", "0.25.0",
+            "0.25.1", "0.25.3", "0.26.0",
+        ];
+        assert_eq!(numbers, expected);
     }
 }
