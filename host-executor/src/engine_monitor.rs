@@ -27,8 +27,8 @@ const PATIENCE: Duration = Duration::from_millis(500);
 /// The last answers of an engine.
 #[derive(Debug)]
 pub(crate) struct EngineMonitor {
-    epoch: Instant,
-    /// When the present call of the engine began, in nanoseconds after `epoch` plus 1. 0: none.
+    start: Instant,
+    /// When the present call of the engine began, in nanoseconds after `start` plus 1. 0: none.
     calling: AtomicU64,
     state: Mutex<State>,
     /// Notified when the state has changed.
@@ -40,10 +40,10 @@ struct State {
     memory: MemoryInfo,
     /// When the engine was asked for `memory`.
     asked_at: Instant,
-    /// The latest epoch of the ledger that was known then.
-    asked_epoch: u64,
-    /// The latest epoch of the ledger that a caller has named.
-    epoch: u64,
+    /// The latest change count of the ledger that was known then.
+    asked_change_count: u64,
+    /// The latest change count of the ledger that a caller has named.
+    change_count: u64,
     fatal: Option<String>,
     /// The number of the latest question.
     asked: u64,
@@ -53,9 +53,10 @@ struct State {
 }
 
 impl State {
-    /// Whether `memory` is of the last [`MAX_AGE`] and of this epoch.
-    fn is_recent(&self, epoch: u64, now: Instant) -> bool {
-        self.asked_epoch == epoch && now.saturating_duration_since(self.asked_at) < MAX_AGE
+    /// Whether `memory` is of the last [`MAX_AGE`] and of this change count.
+    fn is_recent(&self, change_count: u64, now: Instant) -> bool {
+        self.asked_change_count == change_count
+            && now.saturating_duration_since(self.asked_at) < MAX_AGE
     }
 }
 
@@ -66,13 +67,13 @@ impl EngineMonitor {
     /// No thread can be started.
     pub(crate) fn start(engine: Arc<dyn Engine>) -> io::Result<Arc<EngineMonitor>> {
         let monitor = Arc::new(EngineMonitor {
-            epoch: Instant::now(),
+            start: Instant::now(),
             calling: AtomicU64::new(0),
             state: Mutex::new(State {
                 asked_at: Instant::now(),
                 memory: engine.memory(),
-                asked_epoch: 0,
-                epoch: 0,
+                asked_change_count: 0,
+                change_count: 0,
                 fatal: None,
                 asked: 0,
                 answered: 0,
@@ -94,14 +95,14 @@ impl EngineMonitor {
     }
 
     /// The same for a caller that only reports the answer: an answer of the last [`MAX_AGE`] will
-    /// do, if the sessions have allocated and freed nothing since. `epoch` is the present epoch of
-    /// their ledger.
-    pub(crate) fn recent_memory(&self, epoch: u64) -> MemoryInfo {
+    /// do, if the sessions have allocated and freed nothing since. `change_count` is the present
+    /// change count of their ledger.
+    pub(crate) fn recent_memory(&self, change_count: u64) -> MemoryInfo {
         let mut state = self.lock();
-        if state.is_recent(epoch, Instant::now()) {
+        if state.is_recent(change_count, Instant::now()) {
             return state.memory;
         }
-        state.epoch = state.epoch.max(epoch);
+        state.change_count = state.change_count.max(change_count);
         self.ask_now(state)
     }
 
@@ -149,7 +150,7 @@ impl EngineMonitor {
     fn ask(&self, engine: &dyn Engine) {
         let mut state = self.lock();
         while !state.is_over {
-            let (question, epoch, now) = (state.asked, state.epoch, Instant::now());
+            let (question, change_count, now) = (state.asked, state.change_count, Instant::now());
             drop(state);
             expect_unlocked("Engine::memory");
             self.calling.store(self.time(), Ordering::Relaxed);
@@ -157,7 +158,7 @@ impl EngineMonitor {
             self.calling.store(0, Ordering::Relaxed);
             state = self.lock();
             (state.memory, state.fatal) = (memory, fatal);
-            (state.asked_at, state.asked_epoch) = (now, epoch);
+            (state.asked_at, state.asked_change_count) = (now, change_count);
             state.answered = question;
             self.changed.notify_all();
             let idle = |state: &mut State| state.asked == state.answered && !state.is_over;
@@ -168,7 +169,7 @@ impl EngineMonitor {
 
     /// Nanoseconds, at least 1.
     fn time(&self) -> u64 {
-        u64::try_from(self.epoch.elapsed().as_nanos()).unwrap_or(u64::MAX - 1) + 1
+        u64::try_from(self.start.elapsed().as_nanos()).unwrap_or(u64::MAX - 1) + 1
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -186,8 +187,8 @@ mod tests {
         let state = State {
             memory: MemoryInfo::default(),
             asked_at,
-            asked_epoch: 7,
-            epoch: 7,
+            asked_change_count: 7,
+            change_count: 7,
             fatal: None,
             asked: 1,
             answered: 1,

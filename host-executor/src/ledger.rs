@@ -54,7 +54,7 @@ struct State {
     /// Bytes that are charged while the engine still reports them as free.
     pending: u64,
     /// Counts changes of what the engine reports: allocations that are complete, and releases.
-    epoch: u64,
+    change_count: u64,
 }
 
 /// What one tenant may use and uses.
@@ -129,7 +129,7 @@ impl Ledger {
                     overcommit: false,
                     accounts: BTreeMap::new(),
                     pending: 0,
-                    epoch: 0,
+                    change_count: 0,
                 },
             ),
         })
@@ -201,8 +201,8 @@ impl Ledger {
     }
 
     /// A number that grows when an allocation is complete and when memory has been freed.
-    pub(crate) fn epoch(&self) -> u64 {
-        self.lock().epoch
+    pub(crate) fn change_count(&self) -> u64 {
+        self.lock().change_count
     }
 
     /// Bytes that a tenant uses.
@@ -248,12 +248,13 @@ impl Ledger {
         let mut attempts = 0;
         loop {
             let state = self.lock();
-            let (epoch, needs_engine) = (state.epoch, state.needs_engine(id));
+            let (change_count, needs_engine) = (state.change_count, state.needs_engine(id));
             drop(state);
             let free = if needs_engine { engine_free() } else { 0 };
             let mut state = self.lock();
             attempts += 1;
-            let is_current = state.epoch == epoch && state.needs_engine(id) == needs_engine;
+            let is_current =
+                state.change_count == change_count && state.needs_engine(id) == needs_engine;
             if is_current || attempts == MAX_ATTEMPTS {
                 return state.charge(id, size, free);
             }
@@ -264,7 +265,7 @@ impl Ledger {
     pub(crate) fn allocated(&self, size: u64) {
         let mut state = self.lock();
         state.pending -= size;
-        state.epoch += 1;
+        state.change_count += 1;
     }
 
     /// Gives `size` bytes back to a tenant, which have been freed.
@@ -276,7 +277,7 @@ impl Ledger {
                 MemoryKind::Host => account.host_used -= size,
             }
         }
-        state.epoch += 1;
+        state.change_count += 1;
     }
 
     fn lock(&self) -> RankedGuard<'_, State> {

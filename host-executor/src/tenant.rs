@@ -126,8 +126,8 @@ impl Tenant {
 
     /// A number that grows when the memory that the engine has free changes by an allocation or a
     /// release of any tenant.
-    pub(crate) fn memory_epoch(&self) -> u64 {
-        self.ledger.epoch()
+    pub(crate) fn memory_change_count(&self) -> u64 {
+        self.ledger.change_count()
     }
 
     /// Charges `size` bytes to the tenant, before the engine allocates them. Dropping the charge

@@ -4,7 +4,7 @@
 use std::fmt::{self, Write as _};
 use std::time::Duration;
 
-use super::{Activities, Now, Phase, SessionActivity, TurnNow};
+use super::{Activities, Now, SessionActivity, ThreadState, TurnNow};
 
 /// What a dump says of the executor besides its sessions.
 pub(crate) struct EngineFigures<'a> {
@@ -20,30 +20,33 @@ pub(crate) struct EngineFigures<'a> {
     pub(crate) more: Vec<String>,
 }
 
-impl Phase {
-    /// Whether the host works, so that the phase should end soon.
+impl ThreadState {
+    /// Whether the host works, so that the state should end soon.
     pub(super) fn is_work(self) -> bool {
         match self {
-            Phase::Pins | Phase::Executes | Phase::Compiles | Phase::Ends => true,
-            Phase::Handshake
-            | Phase::FirstMessage
-            | Phase::Idle
-            | Phase::WaitsForEngine
-            | Phase::Replies => false,
+            ThreadState::Pins
+            | ThreadState::Executes
+            | ThreadState::Compiles
+            | ThreadState::Ends => true,
+            ThreadState::Handshake
+            | ThreadState::FirstMessage
+            | ThreadState::Idle
+            | ThreadState::WaitsForEngine
+            | ThreadState::Replies => false,
         }
     }
 
     fn text(self) -> &'static str {
         match self {
-            Phase::Handshake => "opens the link",
-            Phase::FirstMessage => "waits for HELLO",
-            Phase::Pins => "registers the memory of the link with the device",
-            Phase::Idle => "waits for the guest's next request",
-            Phase::Executes => "executes",
-            Phase::Compiles => "receives or compiles a graph",
-            Phase::WaitsForEngine => "waits for the engine",
-            Phase::Replies => "sends a reply",
-            Phase::Ends => "frees the memory of the session",
+            ThreadState::Handshake => "opens the link",
+            ThreadState::FirstMessage => "waits for HELLO",
+            ThreadState::Pins => "registers the memory of the link with the device",
+            ThreadState::Idle => "waits for the guest's next request",
+            ThreadState::Executes => "executes",
+            ThreadState::Compiles => "receives or compiles a graph",
+            ThreadState::WaitsForEngine => "waits for the engine",
+            ThreadState::Replies => "sends a reply",
+            ThreadState::Ends => "frees the memory of the session",
         }
     }
 }
@@ -51,9 +54,9 @@ impl Phase {
 impl Now {
     /// Whether the engine is called, and nothing else can take long.
     pub(super) fn is_engine_call(&self) -> bool {
-        match self.phase {
-            Phase::Pins | Phase::Ends => true,
-            Phase::Executes => matches!(
+        match self.state {
+            ThreadState::Pins | ThreadState::Ends => true,
+            ThreadState::Executes => matches!(
                 self.request,
                 Some((_, "ALLOC" | "FREE" | "READ" | "FILL" | "COPY"))
             ),
@@ -64,7 +67,7 @@ impl Now {
 
 impl fmt::Display for Now {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.phase.text())?;
+        f.write_str(self.state.text())?;
         match self.request {
             Some((request, kind)) => write!(f, ", request {request} ({kind})"),
             None => Ok(()),
@@ -92,8 +95,8 @@ impl fmt::Display for TurnNow {
 }
 
 impl SessionActivity {
-    pub(super) fn is_in(&self, phase: Phase) -> bool {
-        self.now.is_some_and(|now| now.phase == phase)
+    pub(super) fn is_in(&self, state: ThreadState) -> bool {
+        self.now.is_some_and(|now| now.state == state)
     }
 
     /// The session and its guest.
@@ -138,7 +141,7 @@ fn write_dump(
         Some(age) => writeln!(text, "has not answered a call for {age:.1?}")?,
         None => writeln!(text, "answers calls")?,
     }
-    let waiting = { sessions.iter() }.filter(|s| s.is_in(Phase::WaitsForEngine));
+    let waiting = { sessions.iter() }.filter(|s| s.is_in(ThreadState::WaitsForEngine));
     let waiting = waiting.count();
     let holders: Vec<_> = sessions.iter().filter(|s| s.turn.is_some()).collect();
     if holders.is_empty() {
@@ -176,7 +179,7 @@ fn write_dump(
                 "  its thread was stopped while it published what it does"
             )?,
         }
-        if session.is_in(Phase::WaitsForEngine) {
+        if session.is_in(ThreadState::WaitsForEngine) {
             for holder in &holders {
                 write!(text, "; session {} has it", holder.id)?;
             }
@@ -193,7 +196,7 @@ fn write_dump(
             writeln!(text, "  link: {link}")?;
         }
     }
-    match activities.without_slot() {
+    match activities.without_record() {
         0 => Ok(()),
         count => writeln!(text, "{count} further sessions, of which nothing is known"),
     }
@@ -207,7 +210,7 @@ mod tests {
     fn a_dump_says_why_the_engine_is_idle_while_guests_wait() {
         let activities = Activities::new(1);
         let waits = activities.begin(7, "alice", "-");
-        waits.set(Phase::WaitsForEngine);
+        waits.set(ThreadState::WaitsForEngine);
         let mut engine = EngineFigures {
             name: "cpu",
             description: "an engine",

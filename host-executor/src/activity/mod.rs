@@ -29,7 +29,7 @@ pub(crate) use watch::{Notice, Watch};
 
 /// What a thread that serves a guest does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Phase {
+pub(crate) enum ThreadState {
     /// Opens the link.
     Handshake,
     /// Waits for the first message.
@@ -51,16 +51,16 @@ pub(crate) enum Phase {
 }
 
 /// By number.
-const PHASES: [Phase; 9] = [
-    Phase::Handshake,
-    Phase::FirstMessage,
-    Phase::Pins,
-    Phase::Idle,
-    Phase::Executes,
-    Phase::Compiles,
-    Phase::WaitsForEngine,
-    Phase::Replies,
-    Phase::Ends,
+const THREAD_STATES: [ThreadState; 9] = [
+    ThreadState::Handshake,
+    ThreadState::FirstMessage,
+    ThreadState::Pins,
+    ThreadState::Idle,
+    ThreadState::Executes,
+    ThreadState::Compiles,
+    ThreadState::WaitsForEngine,
+    ThreadState::Replies,
+    ThreadState::Ends,
 ];
 
 /// A graph, for people. Another request that takes turns has no nodes.
@@ -82,7 +82,7 @@ const OP: usize = 3;
 /// The words of who is served: session, process id (0: unknown), and the texts.
 const WHO: usize = 2 + GUEST + ENDPOINT;
 
-/// The words of what is done: phase and kind of request, request, since when.
+/// The words of what is done: state and kind of request, request, since when.
 const NOW: usize = 3;
 
 /// The words of a turn: since when (0: none), request, graph, nodes, node, operator.
@@ -90,7 +90,7 @@ const TURN: usize = 5 + OP;
 
 /// What one thread publishes.
 #[derive(Debug, Default)]
-struct Slot {
+struct ActivityRecord {
     is_used: AtomicBool,
     who: SeqLock<WHO>,
     program: SeqLock<PROGRAM>,
@@ -108,18 +108,18 @@ struct Slot {
 #[derive(Debug)]
 pub(crate) struct Activities {
     /// Times are nanoseconds after this, plus 1.
-    epoch: Instant,
-    slots: Box<[Slot]>,
-    /// Threads that have found no free slot.
-    without_slot: AtomicU64,
+    start: Instant,
+    records: Box<[ActivityRecord]>,
+    /// Threads that have found no free record.
+    without_record: AtomicU64,
 }
 
 /// What one thread does, in the words that it publishes.
 #[derive(Debug)]
 pub(crate) struct Activity {
     all: Arc<Activities>,
-    /// `None`: there was no free slot, and the thread is counted only.
-    slot: Option<usize>,
+    /// `None`: there was no free record, and the thread is counted only.
+    record: Option<usize>,
     /// The kind and the request that were published last. One thread writes, so no type that
     /// several threads could share.
     last: Cell<(u64, u64)>,
@@ -128,8 +128,8 @@ pub(crate) struct Activity {
 /// A session, or a connection that is about to become one.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct SessionActivity {
-    /// The number of the slot.
-    pub(crate) slot: usize,
+    /// The number of the record.
+    pub(crate) record: usize,
     pub(crate) id: u64,
     pub(crate) guest: String,
     /// The name that the program gave in HELLO.
@@ -152,7 +152,7 @@ pub(crate) struct SessionActivity {
 /// What a thread does now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Now {
-    pub(crate) phase: Phase,
+    pub(crate) state: ThreadState,
     /// The request that is executed or answered: its number and its kind.
     pub(crate) request: Option<(u64, &'static str)>,
     /// When it began, on the clock of the activities.
@@ -179,16 +179,16 @@ impl Activities {
     /// Room for `count` threads.
     pub(crate) fn new(count: usize) -> Arc<Activities> {
         Arc::new(Activities {
-            epoch: Instant::now(),
-            slots: (0..count).map(|_| Slot::default()).collect(),
-            without_slot: AtomicU64::new(0),
+            start: Instant::now(),
+            records: (0..count).map(|_| ActivityRecord::default()).collect(),
+            without_record: AtomicU64::new(0),
         })
     }
 
     /// Begins to publish what this thread does.
     pub(crate) fn begin(self: &Arc<Activities>, id: u64, guest: &str, endpoint: &str) -> Activity {
-        let free = self.slots.iter().position(|slot| {
-            let taken = { &slot.is_used }.compare_exchange(
+        let free = self.records.iter().position(|record| {
+            let taken = { &record.is_used }.compare_exchange(
                 false,
                 true,
                 Ordering::Acquire,
@@ -197,46 +197,46 @@ impl Activities {
             taken.is_ok()
         });
         if free.is_none() {
-            self.without_slot.fetch_add(1, Ordering::Relaxed);
+            self.without_record.fetch_add(1, Ordering::Relaxed);
         }
         let activity = Activity {
             all: Arc::clone(self),
-            slot: free,
+            record: free,
             last: Cell::default(),
         };
-        if let Some(slot) = activity.slot() {
-            slot.program.write([0; PROGRAM]);
-            slot.turn.write([0; TURN]);
-            slot.received.store(0, Ordering::Relaxed);
-            slot.retired.store(0, Ordering::Relaxed);
+        if let Some(record) = activity.record() {
+            record.program.write([0; PROGRAM]);
+            record.turn.write([0; TURN]);
+            record.received.store(0, Ordering::Relaxed);
+            record.retired.store(0, Ordering::Relaxed);
         }
         activity.identify(id, guest, endpoint, None);
-        activity.set(Phase::Handshake);
+        activity.set(ThreadState::Handshake);
         activity
     }
 
-    /// Threads that publish nothing, because all slots were used.
-    pub(crate) fn without_slot(&self) -> u64 {
-        self.without_slot.load(Ordering::Relaxed)
+    /// Threads that publish nothing, because all records were used.
+    pub(crate) fn without_record(&self) -> u64 {
+        self.without_record.load(Ordering::Relaxed)
     }
 
     /// What all threads do. Takes no lock that a thread holds while it waits.
     pub(crate) fn snapshot(&self) -> Vec<SessionActivity> {
         let now = self.time();
-        let slots = self.slots.iter().enumerate();
-        let used = slots.filter(|(_, slot)| slot.is_used.load(Ordering::Acquire));
-        let read = used.map(|(number, slot)| slot.snapshot(number, now));
+        let records = self.records.iter().enumerate();
+        let used = records.filter(|(_, record)| record.is_used.load(Ordering::Acquire));
+        let read = used.map(|(number, record)| record.snapshot(number, now));
         // A thread that has just begun has not published who it serves.
         read.filter(|session| session.id != 0).collect()
     }
 
     /// Nanoseconds, at least 1.
     fn time(&self) -> u64 {
-        u64::try_from(self.epoch.elapsed().as_nanos()).unwrap_or(u64::MAX - 1) + 1
+        u64::try_from(self.start.elapsed().as_nanos()).unwrap_or(u64::MAX - 1) + 1
     }
 }
 
-impl Slot {
+impl ActivityRecord {
     fn snapshot(&self, number: usize, time: u64) -> SessionActivity {
         let age = |since: u64| Duration::from_nanos(time.saturating_sub(since));
         let who = self.who.read().unwrap_or_default();
@@ -246,7 +246,7 @@ impl Slot {
                 .checked_sub(1)
                 .map(|kind| Kind::name_of(kind as usize));
             Now {
-                phase: PHASES[(what & 0xff) as usize % PHASES.len()],
+                state: THREAD_STATES[(what & 0xff) as usize % THREAD_STATES.len()],
                 request: kind.map(|kind| (request, kind)),
                 since,
                 age: age(since),
@@ -270,7 +270,7 @@ impl Slot {
             Err(TryLockError::WouldBlock) => None,
         };
         SessionActivity {
-            slot: number,
+            record: number,
             id: who[0],
             guest: text_of(&who[2..2 + GUEST]),
             program: (!program.is_empty()).then_some(program),
@@ -287,32 +287,32 @@ impl Slot {
 }
 
 impl Activity {
-    fn slot(&self) -> Option<&Slot> {
-        self.slot.map(|slot| &self.all.slots[slot])
+    fn record(&self) -> Option<&ActivityRecord> {
+        self.record.map(|record| &self.all.records[record])
     }
 
     /// Who is served.
     pub(crate) fn identify(&self, id: u64, guest: &str, endpoint: &str, pid: Option<i32>) {
-        let Some(slot) = self.slot() else { return };
+        let Some(record) = self.record() else { return };
         let mut who = [0; WHO];
         who[0] = id;
         who[1] = pid.and_then(|pid| u64::try_from(pid).ok()).unwrap_or(0);
         who[2..2 + GUEST].copy_from_slice(&words_of::<GUEST>(guest));
         who[2 + GUEST..].copy_from_slice(&words_of::<ENDPOINT>(endpoint));
-        slot.who.write(who);
+        record.who.write(who);
     }
 
     /// The name that the program gave in HELLO.
     pub(crate) fn set_program(&self, name: &str) {
-        if let Some(slot) = self.slot() {
-            slot.program.write(words_of(name));
+        if let Some(record) = self.record() {
+            record.program.write(words_of(name));
         }
     }
 
     /// The shared memory of the link.
     pub(crate) fn set_window(&self, window: Option<&Arc<Window>>) {
-        if let Some(slot) = self.slot() {
-            let mut shared = slot.window.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(record) = self.record() {
+            let mut shared = record.window.lock().unwrap_or_else(PoisonError::into_inner);
             let old = std::mem::replace(&mut *shared, window.cloned());
             drop(shared);
             drop(old);
@@ -320,43 +320,43 @@ impl Activity {
     }
 
     /// The thread begins something that is no part of a request.
-    pub(crate) fn set(&self, phase: Phase) {
-        self.publish(phase, 0, 0);
+    pub(crate) fn set(&self, state: ThreadState) {
+        self.publish(state, 0, 0);
     }
 
     /// The thread begins a part of a request.
-    pub(crate) fn request(&self, phase: Phase, kind: Kind, request: u64) {
-        self.publish(phase, kind.number() as u64 + 1, request);
-        if let Some(slot) = self.slot() {
-            slot.received.store(request, Ordering::Relaxed);
+    pub(crate) fn request(&self, state: ThreadState, kind: Kind, request: u64) {
+        self.publish(state, kind.number() as u64 + 1, request);
+        if let Some(record) = self.record() {
+            record.received.store(request, Ordering::Relaxed);
         }
     }
 
     /// The thread begins another part of the same request.
-    pub(crate) fn phase(&self, phase: Phase) {
+    pub(crate) fn continue_request(&self, state: ThreadState) {
         let (kind, request) = self.last.get();
-        self.publish(phase, kind, request);
+        self.publish(state, kind, request);
     }
 
-    fn publish(&self, phase: Phase, kind: u64, request: u64) {
+    fn publish(&self, state: ThreadState, kind: u64, request: u64) {
         self.last.set((kind, request));
-        let Some(slot) = self.slot() else { return };
+        let Some(record) = self.record() else { return };
         let time = self.all.time();
-        slot.now.write([phase as u64 | kind << 8, request, time]);
-        slot.steps.fetch_add(1, Ordering::Relaxed);
+        record.now.write([state as u64 | kind << 8, request, time]);
+        record.steps.fetch_add(1, Ordering::Relaxed);
     }
 
     /// All requests that were received are done.
     pub(crate) fn retired(&self) {
-        if let Some(slot) = self.slot() {
-            let received = slot.received.load(Ordering::Relaxed);
-            slot.retired.store(received, Ordering::Relaxed);
+        if let Some(record) = self.record() {
+            let received = record.received.load(Ordering::Relaxed);
+            record.retired.store(received, Ordering::Relaxed);
         }
     }
 
     /// A turn of a graph begins.
     pub(crate) fn begin_turn(&self, request: u64, info: &GraphInfo) {
-        let Some(slot) = self.slot() else { return };
+        let Some(record) = self.record() else { return };
         let (node, op) = info.longest.unwrap_or_default();
         let mut turn = [0; TURN];
         turn[0] = self.all.time();
@@ -365,15 +365,15 @@ impl Activity {
         turn[3] = info.nodes as u64;
         turn[4] = node as u64;
         turn[5..].copy_from_slice(&words_of::<OP>(op));
-        slot.turn.write(turn);
-        slot.steps.fetch_add(1, Ordering::Relaxed);
+        record.turn.write(turn);
+        record.steps.fetch_add(1, Ordering::Relaxed);
     }
 
     /// The turn has ended.
     pub(crate) fn end_turn(&self) {
-        if let Some(slot) = self.slot() {
-            slot.turn.write([0; TURN]);
-            slot.steps.fetch_add(1, Ordering::Relaxed);
+        if let Some(record) = self.record() {
+            record.turn.write([0; TURN]);
+            record.steps.fetch_add(1, Ordering::Relaxed);
         }
     }
 }
@@ -381,13 +381,13 @@ impl Activity {
 impl Drop for Activity {
     fn drop(&mut self) {
         self.set_window(None);
-        match self.slot() {
-            Some(slot) => {
-                slot.who.write([0; WHO]);
-                slot.is_used.store(false, Ordering::Release);
+        match self.record() {
+            Some(record) => {
+                record.who.write([0; WHO]);
+                record.is_used.store(false, Ordering::Release);
             }
             None => {
-                self.all.without_slot.fetch_sub(1, Ordering::Relaxed);
+                self.all.without_record.fetch_sub(1, Ordering::Relaxed);
             }
         }
     }
@@ -402,12 +402,12 @@ mod tests {
         let all = Activities::new(1);
         let activity = all.begin(7, "user 0", "unix:/run/vgpu.sock");
         let second = all.begin(8, "-", "-");
-        assert_eq!(all.without_slot(), 1);
+        assert_eq!(all.without_record(), 1);
         activity.identify(7, "alice", "unix:/run/vgpu.sock", Some(42));
         activity.set_program("llama-server");
-        activity.request(Phase::Executes, Kind::of_name("FENCE"), 8);
+        activity.request(ThreadState::Executes, Kind::of_name("FENCE"), 8);
         activity.retired();
-        activity.request(Phase::Executes, Kind::of_name("SUBMIT"), 9);
+        activity.request(ThreadState::Executes, Kind::of_name("SUBMIT"), 9);
         let longest = Some((3, "MUL_MAT"));
         let (graph, nodes) = (2, 100);
         activity.begin_turn(
@@ -429,8 +429,8 @@ mod tests {
         );
         let now = session.now.expect("the thread does not write");
         assert_eq!(
-            (now.phase, now.request),
-            (Phase::Executes, Some((9, "SUBMIT")))
+            (now.state, now.request),
+            (ThreadState::Executes, Some((9, "SUBMIT")))
         );
         let turn = session.turn.as_ref().expect("a turn");
         assert_eq!((turn.graph, turn.nodes, turn.request), (2, 100, 9));
@@ -438,7 +438,7 @@ mod tests {
         activity.end_turn();
         assert_eq!(all.snapshot()[0].turn, None);
         drop((activity, second));
-        assert_eq!((all.snapshot(), all.without_slot()), (Vec::new(), 0));
+        assert_eq!((all.snapshot(), all.without_record()), (Vec::new(), 0));
         // Nothing of an earlier thread is left.
         let again = all.begin(9, "bob", "-");
         let [session] = &all.snapshot()[..] else {

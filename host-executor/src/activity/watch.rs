@@ -8,7 +8,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use super::{Phase, SessionActivity};
+use super::{SessionActivity, ThreadState};
 
 /// What the watch reports.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -22,11 +22,11 @@ pub(crate) enum Notice {
 /// What is watched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Subject {
-    /// The turn of a slot that began at this time.
+    /// The turn of the session with this record, which began at this time.
     Turn(usize, u64),
-    /// What a slot does since this time.
+    /// What the thread with this record does since this time.
     Work(usize, u64),
-    /// A slot that waits since this time for an engine that nobody has.
+    /// The thread with this record waits since this time for an engine that nobody has.
     Wait(usize, u64),
     /// A call of the engine that began at this time.
     Call(u64),
@@ -78,9 +78,9 @@ impl Watch {
         let is_engine_taken = sessions.iter().any(|session| session.turn.is_some());
         for session in sessions {
             if let Some(turn) = &session.turn {
-                let subject = Subject::Turn(session.slot, turn.since);
+                let subject = Subject::Turn(session.record, turn.since);
                 let waiting = { sessions.iter() }
-                    .filter(|other| other.is_in(Phase::WaitsForEngine))
+                    .filter(|other| other.is_in(ThreadState::WaitsForEngine))
                     .count();
                 let what = format!(
                     "{} has had the engine without a pause, {turn}; {waiting} others wait for it",
@@ -88,16 +88,16 @@ impl Watch {
                 );
                 subjects.push((subject, turn.age, true, what));
             } else if let Some(now) = &session.now
-                && now.phase.is_work()
+                && now.state.is_work()
             {
-                let subject = Subject::Work(session.slot, now.since);
+                let subject = Subject::Work(session.record, now.since);
                 let what = format!("{} {now}", session.name());
                 subjects.push((subject, now.age, now.is_engine_call(), what));
             } else if let Some(now) = &session.now
-                && now.phase == Phase::WaitsForEngine
+                && now.state == ThreadState::WaitsForEngine
                 && !is_engine_taken
             {
-                let subject = Subject::Wait(session.slot, now.since);
+                let subject = Subject::Wait(session.record, now.since);
                 let what = format!("{} {now}, which no session has", session.name());
                 subjects.push((subject, now.age, false, what));
             }
@@ -148,7 +148,7 @@ mod tests {
 
     fn busy(all: &Arc<Activities>) -> Activity {
         let activity = all.begin(3, "alice", "-");
-        activity.request(Phase::Executes, SUBMIT, 9);
+        activity.request(ThreadState::Executes, SUBMIT, 9);
         let longest = Some((3, "MUL_MAT"));
         let (graph, nodes) = (1, 5);
         activity.begin_turn(
@@ -176,7 +176,7 @@ mod tests {
         let all = Activities::new(4);
         let holder = busy(&all);
         let waiter = all.begin(4, "bob", "-");
-        waiter.request(Phase::WaitsForEngine, SUBMIT, 2);
+        waiter.request(ThreadState::WaitsForEngine, SUBMIT, 2);
         let mut watch = Watch::new(10 * SECOND, Some(40 * SECOND));
         let found = notices(&mut watch, &all, 45);
         let [first, second, stuck, ..] = &found[..] else {
@@ -222,24 +222,27 @@ mod tests {
     #[test]
     fn waiting_is_no_work_and_a_guest_cannot_end_the_process() {
         let all = Activities::new(8);
-        let of = |phase, kind| {
+        let of = |state, kind| {
             let activity = all.begin(1, "-", "-");
-            activity.request(phase, Kind::of_name(kind), 1);
+            activity.request(state, Kind::of_name(kind), 1);
             activity
         };
         // A guest decides how long this takes.
-        let _replies = of(Phase::Replies, "READ");
+        let _replies = of(ThreadState::Replies, "READ");
         let idle = all.begin(1, "-", "-");
-        idle.set(Phase::Idle);
+        idle.set(ThreadState::Idle);
         let mut watch = Watch::new(10 * SECOND, Some(20 * SECOND));
         assert_eq!(notices(&mut watch, &all, 100), []);
         // A proof of possession reads a disk, and a write can wait for another guest.
-        let _slow = [of(Phase::Executes, "PROOF"), of(Phase::Executes, "WRITE")];
+        let _slow = [
+            of(ThreadState::Executes, "PROOF"),
+            of(ThreadState::Executes, "WRITE"),
+        ];
         let found = notices(&mut watch, &all, 100);
         assert_eq!(found.len(), 4, "{found:?}");
         assert!(found.iter().all(|(_, n)| matches!(n, Notice::Slow(_))));
         // Allocating is a call of the driver.
-        let _call = of(Phase::Executes, "ALLOC");
+        let _call = of(ThreadState::Executes, "ALLOC");
         let found = notices(&mut watch, &all, 100);
         assert!(found.iter().any(|(_, n)| matches!(n, Notice::Stuck(_))));
     }
@@ -248,7 +251,7 @@ mod tests {
     fn an_engine_that_nobody_gets_is_reported() {
         let all = Activities::new(2);
         let waiter = all.begin(1, "alice", "-");
-        waiter.request(Phase::WaitsForEngine, SUBMIT, 2);
+        waiter.request(ThreadState::WaitsForEngine, SUBMIT, 2);
         let mut watch = Watch::new(10 * SECOND, Some(20 * SECOND));
         let found = notices(&mut watch, &all, 100);
         let [(11, Notice::Slow(text)), (31, Notice::Slow(_))] = &found[..] else {

@@ -13,7 +13,7 @@ use vgpu_transport::link::stream::x509::CertificateInfo;
 use super::registration::Registration;
 use super::shared::{Entry, Shared};
 use super::silent_guests::SilentGuests;
-use crate::activity::Phase;
+use crate::activity::ThreadState;
 use crate::handshakes::PendingHandshake;
 use crate::identity::Identity;
 use crate::listener::{IncomingGuest, OpenLink};
@@ -123,7 +123,7 @@ fn serve(
     }
     let pid = peer.process.as_ref().map(|process| process.pid);
     activity.identify(id, tenant.name(), &peer.endpoint, pid);
-    activity.set(Phase::FirstMessage);
+    activity.set(ThreadState::FirstMessage);
     let counters = Arc::new(Counters::default());
     let stop = shared.stop.for_one();
     // Why a guest with these certificates is not served, which a reload can have changed since the

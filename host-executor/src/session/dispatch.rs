@@ -17,7 +17,7 @@ use super::end_check::EndCheck;
 use super::error::{AllocError, SessionEnd, Violation};
 use super::graphs::{CompileContext, GraphStatus, ImageResult};
 use super::state::{MODEL_SCALE, Session, observe_turn};
-use crate::activity::Phase;
+use crate::activity::ThreadState;
 use crate::sched::{RunState, Times};
 use crate::stats::{Kind, SUBMIT};
 use crate::stop::StopFlag;
@@ -37,11 +37,11 @@ impl Session {
         let payload = link.payload();
         let of_message = Kind::of(&message);
         self.counters.request(of_message);
-        let phase = match of_message.compiles() {
-            true => Phase::Compiles,
-            false => Phase::Executes,
+        let state = match of_message.compiles() {
+            true => ThreadState::Compiles,
+            false => ThreadState::Executes,
         };
-        self.activity.request(phase, of_message, request);
+        self.activity.request(state, of_message, request);
         let kind = of_message.name();
         trace!(request, kind, payload = payload.len(), "request");
         self.check(kind, &message, payload)?;

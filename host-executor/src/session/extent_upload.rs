@@ -8,7 +8,9 @@ use vgpu_engine::{EngineError, Extent, Memory};
 use vgpu_transport::bytes::Bytes;
 
 use crate::weights::SessionStore;
-use crate::weights::uploads::{FIRST_BYTES, FollowedUpload, MAX_COMPARED, Slot, UploadLeader};
+use crate::weights::uploads::{
+    CandidateExtents, FIRST_BYTES, FollowedUpload, MAX_COMPARED, UploadLeader,
+};
 
 /// Bytes that are compared at once: two such parts fit the first cache of a core.
 const CHUNK: usize = 16 << 10;
@@ -48,7 +50,7 @@ enum Role {
     /// In the memory of the buffer, where others may read them.
     Leads(UploadLeader),
     /// All bytes so far are equal to those of another extent, and only there.
-    Follows(FollowedUpload, Arc<Slot>),
+    Follows(FollowedUpload, Arc<CandidateExtents>),
     /// In the memory of the buffer, which others do not use.
     Alone,
 }
@@ -158,10 +160,10 @@ impl ExtentUpload {
         self.theirs.resize(CHUNK, 0);
         let start = &mut self.ours[..first];
         rest.split_at(first).0.copy_to(start);
-        let slot = store.uploads_like(self.range.len, start);
+        let candidates = store.uploads_like(self.range.len, start);
         // An upload that follows another must not have pages of its own as well.
         let may_follow = memory.is_untouched(self.range.offset, self.range.len);
-        self.choose(memory, slot, may_follow, rest)
+        self.choose(memory, candidates, may_follow, rest)
     }
 
     /// Compares the next bytes with those of the extent that this upload follows.
@@ -171,10 +173,10 @@ impl ExtentUpload {
         patience: &mut Duration,
         rest: &mut Bytes<'_>,
     ) -> Result<(), EngineError> {
-        let Role::Follows(followed, slot) = &self.role else {
+        let Role::Follows(followed, candidates) = &self.role else {
             return Ok(());
         };
-        let (followed, slot) = (followed.clone(), Arc::clone(slot));
+        let (followed, candidates) = (followed.clone(), Arc::clone(candidates));
         if followed.extent.filled() <= self.done {
             let limit = (*patience).min(MAX_WAIT);
             let began = Instant::now();
@@ -193,7 +195,7 @@ impl ExtentUpload {
             return Ok(());
         }
         self.left.push(Arc::downgrade(&followed.extent));
-        self.choose(memory, slot, true, rest)
+        self.choose(memory, candidates, true, rest)
     }
 
     /// Follows another extent that begins with the bytes so far and the next ones, or uploads this
@@ -201,7 +203,7 @@ impl ExtentUpload {
     fn choose(
         &mut self,
         memory: &dyn Memory,
-        slot: Arc<Slot>,
+        candidates: Arc<CandidateExtents>,
         may_follow: bool,
         rest: &mut Bytes<'_>,
     ) -> Result<(), EngineError> {
@@ -212,16 +214,16 @@ impl ExtentUpload {
         let followed = followed.as_ref();
         // Extents that others add meanwhile are compared as well, but not without end.
         for is_last in [false, false, true] {
-            let (others, added) = slot.extents();
+            let (others, added) = candidates.extents();
             if may_follow && self.left.len() < MAX_COMPARED {
                 for other in others {
                     if self.is_like(&other, followed, *rest)? {
-                        self.role = Role::Follows(other, slot);
+                        self.role = Role::Follows(other, candidates);
                         return Ok(());
                     }
                 }
             }
-            let mut list = match slot.lock_unchanged(added) {
+            let mut list = match candidates.lock_unchanged(added) {
                 Some(list) => list,
                 None if is_last => break,
                 None => continue,

@@ -12,7 +12,7 @@ use vgpu_transport::wire::{Reply, Request};
 use super::answer::{Answer, ReadRange, Submitted};
 use super::error::{SessionEnd, Violation};
 use super::state::{Session, observe_turn};
-use crate::activity::Phase;
+use crate::activity::ThreadState;
 use crate::lock::expect_unlocked;
 use crate::stats::SUBMIT;
 use crate::stop::StopFlag;
@@ -71,7 +71,7 @@ impl Session {
     /// The caller's tracing span identifies the guest.
     pub fn run(mut self, link: &mut dyn HostEnd, stop: &StopFlag) -> SessionEnd {
         let start = Instant::now();
-        self.activity.set(Phase::FirstMessage);
+        self.activity.set(ThreadState::FirstMessage);
         let first = receive_first(link, self.limits.hello, stop);
         let end = first.map_or_else(|end| end, |first| self.serve(first, link, stop));
         self.end(end, start, link)
@@ -92,10 +92,10 @@ impl Session {
     fn end(self, end: SessionEnd, start: Instant, link: &mut dyn HostEnd) -> SessionEnd {
         self.activity.end_turn();
         if !matches!(end, SessionEnd::Closed | SessionEnd::Link(_)) {
-            self.activity.set(Phase::Replies);
+            self.activity.set(ThreadState::Replies);
             reject(link, &end);
         }
-        self.activity.set(Phase::Ends);
+        self.activity.set(ThreadState::Ends);
         self.log_end(link, start, &end);
         self.free();
         end
@@ -182,10 +182,10 @@ impl Session {
                     // Lets the device copy from and to the window directly, for as long as the
                     // session lives. Only after HELLO is answered: a call of a driver may hang.
                     if self.pinned.is_none() {
-                        self.activity.set(Phase::Pins);
+                        self.activity.set(ThreadState::Pins);
                         let pin = |window| self.engine.pin(window);
                         self.pinned = Some(link.window().and_then(pin));
-                        self.activity.set(Phase::Idle);
+                        self.activity.set(ThreadState::Idle);
                     }
                     messages.incoming.clear();
                     match link.receive(&mut messages.incoming, POLL_INTERVAL) {
@@ -208,7 +208,7 @@ impl Session {
             }
             link.retire();
             self.activity.retired();
-            self.activity.set(Phase::Idle);
+            self.activity.set(ThreadState::Idle);
         }
     }
 
@@ -364,7 +364,7 @@ impl Session {
             }
         };
         reply.encode(outgoing);
-        self.activity.phase(Phase::Replies);
+        self.activity.continue_request(ThreadState::Replies);
         link.send(outgoing, 0, &mut |_| {})?;
         self.count_sent(outgoing.len());
         Ok(())
@@ -381,11 +381,11 @@ impl Session {
         Reply::Data { request }.encode(outgoing);
         let mut copied = Ok(());
         // The link waits for room, which the guest makes, before it asks for the bytes.
-        self.activity.phase(Phase::Replies);
+        self.activity.continue_request(ThreadState::Replies);
         link.send(outgoing, read.len, &mut |out| {
-            self.activity.phase(Phase::Executes);
+            self.activity.continue_request(ThreadState::Executes);
             copied = read.memory.read(read.offset, out);
-            self.activity.phase(Phase::Replies);
+            self.activity.continue_request(ThreadState::Replies);
         })?;
         self.count_sent(outgoing.len() + read.len);
         copied.map_err(SessionEnd::Engine)

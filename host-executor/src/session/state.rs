@@ -10,7 +10,7 @@ use vgpu_engine::{Engine, MemoryInfo};
 use super::buffers::Buffers;
 use super::graphs::{CompileContext, Graphs};
 use super::weights_state::SessionWeights;
-use crate::activity::{Activities, Activity, GraphInfo, Phase};
+use crate::activity::{Activities, Activity, GraphInfo, ThreadState};
 use crate::engine_monitor::EngineMonitor;
 use crate::ledger::Ledger;
 use crate::limits::Limits;
@@ -153,7 +153,7 @@ impl Session {
     pub(super) fn memory(&self) -> MemoryInfo {
         let MemoryInfo { total, free } = match &self.monitor {
             Some(monitor) => {
-                let device = monitor.recent_memory(self.tenant.memory_epoch());
+                let device = monitor.recent_memory(self.tenant.memory_change_count());
                 self.tenant.memory_of(device)
             }
             None => self.tenant.memory_of(self.engine.memory()),
@@ -212,9 +212,9 @@ pub(super) fn observe_turn(
     event: TurnEvent,
 ) {
     match event {
-        TurnEvent::Waits => activity.request(Phase::WaitsForEngine, kind, request),
+        TurnEvent::Waits => activity.request(ThreadState::WaitsForEngine, kind, request),
         TurnEvent::Begins => {
-            activity.request(Phase::Executes, kind, request);
+            activity.request(ThreadState::Executes, kind, request);
             activity.begin_turn(request, info);
         }
         TurnEvent::Ended(times) => {

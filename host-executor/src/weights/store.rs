@@ -18,7 +18,7 @@ use super::entries::{Entries, Entry, Key};
 use super::hash_job::{Hashed, Inbox, Job, Merge, hash_part};
 use super::hash_queue::HashQueue;
 use super::options::{CacheOptions, Sharing};
-use super::uploads::{self, Slot, Uploads};
+use super::uploads::{self, CandidateExtents, Uploads};
 use crate::lock::{Rank, RankedGuard, RankedMutex};
 
 /// Wrong proofs of a session, and of a sharing domain in [`PROOF_WINDOW`], after which the store
@@ -311,13 +311,13 @@ impl SessionStore {
     }
 
     /// The extents of this sharing domain that have `len` bytes and begin with `start`.
-    pub(crate) fn uploads_like(&self, len: u64, start: &[u8]) -> Arc<Slot> {
+    pub(crate) fn uploads_like(&self, len: u64, start: &[u8]) -> Arc<CandidateExtents> {
         let key = uploads::Key {
             domain: Arc::clone(&self.domain),
             len,
             start: ContentHash(*blake3::hash(start).as_bytes()),
         };
-        self.weights.shared.uploads.slot(key)
+        self.weights.shared.uploads.candidates(key)
     }
 
     /// Queues the extents of a sealed buffer for hashing. [`merges`](SessionStore::merges) returns

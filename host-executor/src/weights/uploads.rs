@@ -39,8 +39,8 @@ pub(super) struct Uploads {
 
 #[derive(Default)]
 struct State {
-    slots: HashMap<Key, Arc<Slot>>,
-    /// When there are this many slots, those without extents are removed.
+    candidates: HashMap<Key, Arc<CandidateExtents>>,
+    /// When there are this many entries, those without extents are removed.
     sweep_at: usize,
 }
 
@@ -55,11 +55,11 @@ pub(super) struct Key {
 }
 
 /// Extents that may be equal.
-pub(crate) struct Slot {
+pub(crate) struct CandidateExtents {
     list: RankedMutex<List>,
 }
 
-/// The extents of a slot.
+/// The extents of one [`CandidateExtents`].
 #[derive(Default)]
 pub(crate) struct List {
     uploads: Vec<Upload>,
@@ -67,7 +67,7 @@ pub(crate) struct List {
     added: u64,
 }
 
-/// An extent of a slot.
+/// An extent of a [`List`].
 #[derive(Clone)]
 struct Upload {
     extent: Weak<dyn Extent>,
@@ -89,13 +89,13 @@ pub(crate) struct UploadLeader {
 
 /// Wakes the followers of an upload.
 struct UploadEnd {
-    progress: RankedMutex<Progress>,
+    progress: RankedMutex<UploadProgress>,
     changed: Condvar,
 }
 
 /// What followers wait for.
 #[derive(Clone, Copy, PartialEq, Eq, Default)]
-struct Progress {
+struct UploadProgress {
     /// How often the extent got more bytes.
     advances: u64,
     has_ended: bool,
@@ -109,9 +109,9 @@ impl Default for Uploads {
     }
 }
 
-impl Default for Slot {
-    fn default() -> Slot {
-        Slot {
+impl Default for CandidateExtents {
+    fn default() -> CandidateExtents {
+        CandidateExtents {
             list: RankedMutex::new(Rank::Upload, List::default()),
         }
     }
@@ -120,29 +120,29 @@ impl Default for Slot {
 impl Default for UploadEnd {
     fn default() -> UploadEnd {
         UploadEnd {
-            progress: RankedMutex::new(Rank::Weights, Progress::default()),
+            progress: RankedMutex::new(Rank::Weights, UploadProgress::default()),
             changed: Condvar::new(),
         }
     }
 }
 
 impl Uploads {
-    /// The slot of `key`, which is empty if it is new.
-    pub(super) fn slot(&self, key: Key) -> Arc<Slot> {
+    /// The extents of `key`: none if the key is new.
+    pub(super) fn candidates(&self, key: Key) -> Arc<CandidateExtents> {
         let mut state = self.state.lock();
-        if state.slots.len() > state.sweep_at {
-            // A slot that a session uses stays. No other slot can be locked.
-            let is_used = |slot: &mut Arc<Slot>| {
-                Arc::get_mut(slot).is_none_or(|slot| slot.list.get_mut().has_extents())
+        if state.candidates.len() > state.sweep_at {
+            // An entry that a session uses stays. No other entry can be locked.
+            let is_used = |entry: &mut Arc<CandidateExtents>| {
+                Arc::get_mut(entry).is_none_or(|entry| entry.list.get_mut().has_extents())
             };
-            state.slots.retain(|_, slot| is_used(slot));
-            state.sweep_at = 2 * state.slots.len() + MAX_FREED;
+            state.candidates.retain(|_, entry| is_used(entry));
+            state.sweep_at = 2 * state.candidates.len() + MAX_FREED;
         }
-        Arc::clone(state.slots.entry(key).or_default())
+        Arc::clone(state.candidates.entry(key).or_default())
     }
 }
 
-impl Slot {
+impl CandidateExtents {
     /// The extents that exist, and how many were added so far.
     pub(crate) fn extents(&self) -> (Vec<FollowedUpload>, u64) {
         let list = self.list.lock();
@@ -155,7 +155,7 @@ impl Slot {
         (extents, list.added)
     }
 
-    /// Locks the slot, so that no extent is added meanwhile. `None` if an extent was added since
+    /// Locks the list, so that no extent is added meanwhile. `None` if an extent was added since
     /// `added` were.
     pub(crate) fn lock_unchanged(&self, added: u64) -> Option<RankedGuard<'_, List>> {
         Some(self.list.lock()).filter(|list| list.added == added)
@@ -163,7 +163,7 @@ impl Slot {
 }
 
 impl List {
-    /// Adds an extent that this session uploads, unless the slot is full.
+    /// Adds an extent that this session uploads, unless the list is full.
     pub(crate) fn add(&mut self, extent: &Arc<dyn Extent>) -> UploadLeader {
         let lead = UploadLeader {
             extent: Arc::clone(extent),
@@ -230,7 +230,7 @@ impl Drop for UploadLeader {
 }
 
 impl UploadEnd {
-    fn change(&self, change: impl FnOnce(&mut Progress)) {
+    fn change(&self, change: impl FnOnce(&mut UploadProgress)) {
         change(&mut self.progress.lock());
         self.changed.notify_all();
     }

@@ -149,8 +149,8 @@ pub enum RunStatus {
 /// [`is_over`](Turn::is_over) between pieces of work of about a millisecond.
 #[derive(Debug)]
 pub struct Turn {
-    epoch: Instant,
-    /// Nanoseconds after `epoch`; `u64::MAX` for no end.
+    start: Instant,
+    /// Nanoseconds after `start`; `u64::MAX` for no end.
     end: AtomicU64,
 }
 
@@ -158,14 +158,14 @@ impl Turn {
     /// A turn without an end.
     pub fn new() -> Turn {
         Turn {
-            epoch: Instant::now(),
+            start: Instant::now(),
             end: AtomicU64::new(u64::MAX),
         }
     }
 
     /// The time since the turn was created.
     pub fn now(&self) -> Duration {
-        self.epoch.elapsed()
+        self.start.elapsed()
     }
 
     /// Sets the end of the turn, as a time since it was created. `None` removes the end.

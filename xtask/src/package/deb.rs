@@ -10,7 +10,7 @@ use std::process::Command;
 
 use anyhow::{Context as _, Result, bail};
 
-use super::layout::{Entry, GLIBC, VERSION, epoch, lay_out};
+use super::layout::{Entry, GLIBC, VERSION, lay_out, source_date_epoch};
 use xtask_common::dist::Dist;
 use xtask_common::process;
 use xtask_common::scratch::Scratch;
@@ -150,7 +150,7 @@ fn pack(control: &Control<'_>, entries: &[Entry<'_>], folder: &Path) -> Result<P
     dpkg.args(["--build", "--root-owner-group", "-Zxz"])
         .arg(&root)
         .arg(&package)
-        .env("SOURCE_DATE_EPOCH", epoch()?.to_string());
+        .env("SOURCE_DATE_EPOCH", source_date_epoch()?.to_string());
     process::output(&mut dpkg).context("packing, which needs Debian's dpkg-deb")?;
     Ok(package)
 }

@@ -37,7 +37,7 @@ pub(super) fn lay_out(root: &Path, entries: &[Entry<'_>]) -> Result<()> {
 }
 
 /// When the sources were last changed, in seconds: what files in a package say of their age.
-pub(super) fn epoch() -> Result<u64> {
+pub(super) fn source_date_epoch() -> Result<u64> {
     let mut git = Command::new("git");
     git.args(["log", "-1", "--format=%ct"])
         .current_dir(workspace::root());

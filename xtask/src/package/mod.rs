@@ -18,7 +18,7 @@ use xtask_common::progress::{Progress, heading};
 use xtask_common::scratch::Scratch;
 use xtask_common::workspace;
 
-use layout::{GLIBC, VERSION, epoch, lay_out};
+use layout::{GLIBC, VERSION, lay_out, source_date_epoch};
 
 /// The files that were made.
 #[derive(Debug)]
@@ -141,7 +141,7 @@ fn archive(dist: &Dist, folder: &Path) -> Result<PathBuf> {
     let mut tar = Command::new("tar");
     // The same files give the same archive on any machine.
     tar.args(["--sort=name", "--owner=0", "--group=0", "--numeric-owner"])
-        .arg(format!("--mtime=@{}", epoch()?))
+        .arg(format!("--mtime=@{}", source_date_epoch()?))
         .args(["--use-compress-program", "gzip -9n", "-cf"])
         .arg(&archive)
         .arg("-C")
