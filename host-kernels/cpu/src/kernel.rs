@@ -143,7 +143,7 @@ impl EarlyExit {
 
 /// How far a thread has got in a phase. A run that has yielded continues from here.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) struct Progress {
+pub(crate) struct ThreadProgress {
     /// The kernels of the phase that the thread has finished.
     pub(crate) parts: usize,
     /// The units of its share of the next kernel that the thread has finished.

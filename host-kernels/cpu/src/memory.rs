@@ -15,7 +15,7 @@ use memmap2::UncheckedAdvice;
 use vgpu_transport::bytes::{Bytes, BytesMut};
 use vgpu_transport::shm::memory::sealed_file_named;
 
-use super::region::{Budget, Charge, Region, whole_pages};
+use super::region::{Budget, BudgetCharge, Region, whole_pages};
 use super::weights::{CpuExtent, WeightRegion};
 use vgpu_engine::{EngineError, Extent, Memory, SharedMemory, check_range};
 
@@ -27,7 +27,7 @@ pub(super) struct CpuMemory {
     size: u64,
     kind: Kind,
     /// Shared with the memory that takes the place of this memory, or that this memory replaces.
-    charge: Arc<Charge>,
+    charge: Arc<BudgetCharge>,
 }
 
 /// The kind of memory.
@@ -48,7 +48,7 @@ impl CpuMemory {
             return Ok(CpuMemory {
                 size,
                 kind: Kind::Empty,
-                charge: Arc::new(Charge::take(budget, whole_pages(0))?),
+                charge: Arc::new(BudgetCharge::take(budget, whole_pages(0))?),
             });
         }
         let map = match budget.has_guards {
@@ -115,7 +115,7 @@ impl CpuMemory {
         budget: &Arc<Budget>,
         map: impl FnOnce(usize) -> Option<Kind>,
     ) -> Result<CpuMemory, EngineError> {
-        let charge = Charge::take(budget, whole_pages(size))?;
+        let charge = BudgetCharge::take(budget, whole_pages(size))?;
         match usize::try_from(size).ok().and_then(map) {
             Some(kind) => Ok(CpuMemory {
                 size,

@@ -126,17 +126,17 @@ impl Budget {
 }
 
 /// Bytes charged to a budget until the value is dropped.
-pub(super) struct Charge {
+pub(super) struct BudgetCharge {
     budget: Arc<Budget>,
     bytes: u64,
 }
 
-impl Charge {
+impl BudgetCharge {
     /// Charges `bytes`.
     ///
     /// # Errors
     /// [`EngineError::OutOfMemory`] if the budget has fewer.
-    pub(super) fn take(budget: &Arc<Budget>, bytes: u64) -> Result<Charge, EngineError> {
+    pub(super) fn take(budget: &Arc<Budget>, bytes: u64) -> Result<BudgetCharge, EngineError> {
         // Other threads may charge meanwhile: what is free depends on what they have charged.
         let now = budget.system_now();
         let fits = |used: u64| {
@@ -147,7 +147,7 @@ impl Charge {
             .used
             .fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits)
             .map_err(|_| budget.out_of_memory(bytes))?;
-        Ok(Charge {
+        Ok(BudgetCharge {
             budget: Arc::clone(budget),
             bytes,
         })
@@ -160,14 +160,14 @@ impl Charge {
 
     /// The error for a mapping that failed although the budget allowed it.
     pub(super) fn refused(self) -> EngineError {
-        let Charge { budget, bytes } = &self;
+        let BudgetCharge { budget, bytes } = &self;
         let (budget, bytes) = (Arc::clone(budget), *bytes);
         drop(self);
         budget.out_of_memory(bytes)
     }
 }
 
-impl Drop for Charge {
+impl Drop for BudgetCharge {
     fn drop(&mut self) {
         self.budget.used.fetch_sub(self.bytes, Ordering::Relaxed);
     }
@@ -295,10 +295,10 @@ mod tests {
         let free = || budget.info().free / MIB;
         // A 64th of the machine stays free.
         assert_eq!((budget.info().total / MIB, free()), (1000, 584));
-        let charge = Charge::take(&budget, 400 * MIB).unwrap();
+        let charge = BudgetCharge::take(&budget, 400 * MIB).unwrap();
         // The process has touched 7 MiB, and may not get the rest twice.
         assert_eq!(free(), 191);
-        assert!(Charge::take(&budget, 192 * MIB).is_err());
+        assert!(BudgetCharge::take(&budget, 192 * MIB).is_err());
         let status = format!("RssAnon: {} kB\nRssShmem: 0 kB\n", 300 << 10);
         machine.write("proc/self/status", &status);
         machine.available(300);
@@ -318,7 +318,7 @@ mod tests {
             let charges: Vec<_> = std::thread::scope(|scope| {
                 let take = || {
                     start.wait();
-                    Charge::take(&budget, 400 * MIB).ok()
+                    BudgetCharge::take(&budget, 400 * MIB).ok()
                 };
                 let threads = [(); THREADS].map(|()| scope.spawn(take));
                 let charges = threads.map(|thread| thread.join().unwrap());

@@ -13,7 +13,7 @@ use vgpu_engine::{EngineError, RunError, Turn};
 
 use crate::barrier_schedule::Phase;
 use crate::gemm::ThreadMemory;
-use crate::kernel::{EarlyExit, Fault, Progress, Worker};
+use crate::kernel::{EarlyExit, Fault, ThreadProgress, Worker};
 use crate::thread_team::{Barrier, ThreadTeam, lock};
 
 /// Scratch memories that are kept for later runs: as many as there are likely to be runs in
@@ -64,7 +64,7 @@ struct Scratch {
     lines: Lines,
     /// How far each thread has got in the phase that a turn begins with. When a turn is over, how
     /// far it has got in the phase that the next turn begins with.
-    progress: Vec<Mutex<Progress>>,
+    progress: Vec<Mutex<ThreadProgress>>,
 }
 
 impl Scratch {
@@ -188,7 +188,7 @@ impl Runner {
         }
         scratch.progress.resize_with(self.workers(), Mutex::default);
         for progress in &mut scratch.progress {
-            *progress.get_mut().unwrap_or_else(PoisonError::into_inner) = Progress::default();
+            *progress.get_mut().unwrap_or_else(PoisonError::into_inner) = ThreadProgress::default();
         }
         Ok(RunState {
             phase: 0,
@@ -314,7 +314,7 @@ struct Run<'a> {
     /// reset during the phase between its uses, when no thread can still count with it.
     counters: [AtomicUsize; 2],
     /// [`Scratch::progress`]
-    progress: &'a [Mutex<Progress>],
+    progress: &'a [Mutex<ThreadProgress>],
     turn: &'a Turn,
     clock: Option<&'a Clock>,
     exit: EarlyExit,
@@ -383,7 +383,7 @@ impl Run<'_> {
                     progress.units = units;
                     break;
                 }
-                progress = Progress {
+                progress = ThreadProgress {
                     parts: progress.parts + 1,
                     units: 0,
                 };
@@ -400,11 +400,11 @@ impl Run<'_> {
             if self.exit.after() == i {
                 *lock(&self.progress[index]) = match self.exit.in_phase() {
                     true => progress,
-                    false => Progress::default(),
+                    false => ThreadProgress::default(),
                 };
                 return;
             }
-            progress = Progress::default();
+            progress = ThreadProgress::default();
         }
     }
 }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use vgpu_transport::bytes::Bytes;
 
 use super::extent::{BaseRegion, CpuExtent, overlapping};
-use crate::region::{Budget, Charge, Region, page, whole_pages};
+use crate::region::{Budget, BudgetCharge, Region, page, whole_pages};
 use vgpu_engine::{EngineError, MAX_COPIES};
 
 /// The state of a buffer for weights.
@@ -36,7 +36,10 @@ pub(super) enum Backing {
     /// In the base of this or another buffer, read-only.
     Shared(Arc<CpuExtent>),
     /// In a region of their own.
-    Own { region: Region, _charge: Charge },
+    Own {
+        region: Region,
+        _charge: BudgetCharge,
+    },
 }
 
 impl State {
@@ -121,7 +124,7 @@ impl State {
             (base.at(all.start), None)
         } else {
             let len = all.end - all.start;
-            let charge = Charge::take(budget, whole_pages(len))?;
+            let charge = BudgetCharge::take(budget, whole_pages(len))?;
             match Region::private(len as usize) {
                 None => return Err(charge.refused()),
                 Some(region) => (

@@ -141,7 +141,7 @@ unsafe fn rows<S: IntSimd, T: Float>(call: &GemmArgs) {
         }
         return;
     }
-    // If `k` is 0 there is still one block ([`Block::all`]), which needs memory to point to.
+    // If `k` is 0 there is still one block ([`DepthBlock::all`]), which needs memory to point to.
     let padded_k = call.k.max(1).next_multiple_of(DEPTH);
     let mut memory = PREPARED.take(call.cols * padded_k * size_of::<f32>());
     let columns = memory.as_mut_ptr().cast::<f32>();
@@ -150,7 +150,7 @@ unsafe fn rows<S: IntSimd, T: Float>(call: &GemmArgs) {
     // the columns after all blocks are written. The caller guarantees the rest of the contract of
     // `few`.
     unsafe {
-        for block in Block::all(call) {
+        for block in DepthBlock::all(call) {
             let padded = block.len.next_multiple_of(S::LANES);
             for c in 0..call.cols {
                 let x = call.x.add(c * call.x_stride + block.start * T::BYTES);
@@ -175,18 +175,18 @@ const DEPTH: usize = 512;
 /// A block of `k`. The elements of a block are adjacent for all columns, [`DEPTH`] floats for each
 /// column. Whole columns are often a power of two apart, and would map to few sets of the L1 cache.
 #[derive(Clone, Copy)]
-struct Block {
+struct DepthBlock {
     start: usize,
     len: usize,
     cols: usize,
 }
 
-impl Block {
+impl DepthBlock {
     /// All blocks of a call, in order. If `k` is 0 there is one empty block, which writes the
     /// results.
-    fn all(call: &GemmArgs) -> impl Iterator<Item = Block> {
+    fn all(call: &GemmArgs) -> impl Iterator<Item = DepthBlock> {
         let &GemmArgs { k, cols, .. } = call;
-        (0..k.max(1)).step_by(DEPTH).map(move |start| Block {
+        (0..k.max(1)).step_by(DEPTH).map(move |start| DepthBlock {
             start,
             len: DEPTH.min(k - start),
             cols,
@@ -230,7 +230,7 @@ unsafe fn few<S: IntSimd, T: Float>(call: &GemmArgs, columns: *const f32) {
         // `call.row(first)` has more than `block.end()` elements where that offset is added. The
         // caller guarantees `columns` and the contract of `Gemm`.
         unsafe {
-            for block in Block::all(call) {
+            for block in DepthBlock::all(call) {
                 let mut tiles = Tiles {
                     call,
                     columns,
@@ -267,7 +267,7 @@ struct Tiles<'a> {
     call: &'a GemmArgs,
     columns: *const f32,
     first: usize,
-    block: Block,
+    block: DepthBlock,
     sums: *mut f32,
     /// The row of weights to prefetch: of the next block of `k`, or after the last block, of the
     /// next rows. Null if there are no more weights.

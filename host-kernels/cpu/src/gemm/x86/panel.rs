@@ -163,7 +163,7 @@ pub(super) unsafe fn gemm<S: IntSimd, T: Panel<S>>(call: &GemmArgs) {
     let mut panel = T::new();
     for first_col in (0..call.cols).step_by(COLUMNS) {
         for first_row in (0..call.rows).step_by(ROWS) {
-            let block = Block {
+            let block = DstBlock {
                 first_row,
                 rows: ROWS.min(call.rows - first_row),
                 first_col,
@@ -181,7 +181,7 @@ pub(super) unsafe fn gemm<S: IntSimd, T: Panel<S>>(call: &GemmArgs) {
 
 /// A block of the destination.
 #[derive(Clone, Copy)]
-struct Block {
+struct DstBlock {
     first_row: usize,
     rows: usize,
     first_col: usize,
@@ -198,7 +198,7 @@ struct Block {
 unsafe fn multiply_block<S: IntSimd, T: Panel<S>>(
     call: &GemmArgs,
     panel: &mut T,
-    block: Block,
+    block: DstBlock,
     sums: *mut f32,
     columns: *mut T::Column,
     height: usize,
