@@ -24,6 +24,7 @@ mod fd_passing;
 mod packet;
 pub mod pci;
 pub mod scm_rights;
+mod side;
 mod slow_wait;
 pub mod socket_file;
 pub mod stream;

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::end::Counters;
+use super::side::Side;
 use super::slow_wait::SlowWait;
 use super::window_state::WindowState;
 use crate::error::{LinkError, LinkViolation};
@@ -43,13 +44,6 @@ pub(super) enum Waiting {
     Message = 0,
     /// The peer's progress with the messages of this end.
     Progress = 1,
-}
-
-/// The side of a link that an end belongs to.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Side {
-    Guest,
-    Host,
 }
 
 /// The common state of a guest's end and a host's end.

@@ -14,6 +14,7 @@ use super::channel::{self, Channel};
 use crate::error::{LinkError, LinkViolation};
 use crate::fork::OwnFd;
 use crate::limits::{MAX_MESSAGE, MAX_PAYLOAD};
+use crate::link::side::Side;
 use crate::shm::liveness::{SILENCE, STALL, Silence, StillTime};
 
 /// The size of a frame's header, in bytes.
@@ -31,12 +32,14 @@ pub(super) const HOST_RECEIVED: usize = 4 << 20;
 /// limit is generous.
 const GUEST_RECEIVED: usize = 256 << 20;
 
-/// The side of a link that an end belongs to.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Side {
-    Guest,
-    Host,
-}
+/// The maximum number of received frames that the link has not consumed.
+const MAX_FRAMES: usize = 256;
+
+/// The number of unsent bytes at which a sender waits.
+pub(super) const HIGH_WATER: usize = 8 << 20;
+
+/// The maximum time of one wait. After it, a link checks whether the peer is alive.
+pub(super) const POLL_PERIOD: Duration = Duration::from_millis(200);
 
 impl Side {
     /// The size of the received frames from which on this side reads no more, in bytes.
@@ -57,15 +60,6 @@ impl Side {
         }
     }
 }
-
-/// The maximum number of received frames that the link has not consumed.
-const MAX_FRAMES: usize = 256;
-
-/// The number of unsent bytes at which a sender waits.
-pub(super) const HIGH_WATER: usize = 8 << 20;
-
-/// The maximum time of one wait. After it, a link checks whether the peer is alive.
-pub(super) const POLL_PERIOD: Duration = Duration::from_millis(200);
 
 /// The framing of a link, shared with the heartbeat thread.
 pub(super) type Shared = Arc<Mutex<Framing>>;

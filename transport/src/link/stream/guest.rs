@@ -5,13 +5,14 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use super::channel::Channel;
-use super::framing::{Framing, HIGH_WATER, Kind, POLL_PERIOD, Shared, Side, lock};
+use super::framing::{Framing, HIGH_WATER, Kind, POLL_PERIOD, Shared, lock};
 use super::heartbeat;
 use crate::bytes::{Bytes, BytesMut};
 use crate::error::{LinkError, LinkViolation};
 use crate::fork::Owner;
 use crate::limits::{MAX_MESSAGE, MAX_PAYLOAD};
 use crate::link::end::{Counters, GuestEnd};
+use crate::link::side::Side;
 use crate::link::slow_wait::SlowWait;
 use crate::shm::liveness::STALL;
 

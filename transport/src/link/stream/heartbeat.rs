@@ -79,8 +79,9 @@ mod tests {
     use std::os::unix::net::UnixStream;
 
     use super::super::channel::Plain;
-    use super::super::framing::{Side, lock};
+    use super::super::framing::lock;
     use super::*;
+    use crate::link::side::Side;
 
     fn link() -> (Shared, UnixStream) {
         let (near, far) = UnixStream::pair().unwrap();

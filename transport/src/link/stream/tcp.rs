@@ -9,10 +9,10 @@ use std::time::{Duration, Instant};
 
 use super::accept::accept_within;
 use super::channel::{Channel, Plain};
-use super::framing::Side;
 use super::guest::StreamGuest;
 use super::host::StreamHost;
 use super::tls::{Certificates, TlsError};
+use crate::link::side::Side;
 
 /// Why a TCP link cannot be opened.
 #[derive(Debug, thiserror::Error)]

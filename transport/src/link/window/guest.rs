@@ -11,9 +11,10 @@ use crate::error::{LinkError, LinkViolation};
 use crate::limits::{MAX_MESSAGE, MAX_PAYLOAD};
 use crate::link::end::{Counters, GuestEnd, StagingRegion};
 use crate::link::fd_passing::Files;
+use crate::link::side::Side;
 use crate::link::window_end::{
-    Side, WAKE_ON_REQUEST, WAKE_ON_ROOM, Waiting, WindowEnd, completion_ring, count_in,
-    read_message, submission_ring, too_large, unmapped,
+    WAKE_ON_REQUEST, WAKE_ON_ROOM, Waiting, WindowEnd, completion_ring, count_in, read_message,
+    submission_ring, too_large, unmapped,
 };
 use crate::shm::bulk::{StagingHeap, StagingRing};
 use crate::shm::doorbell::Doorbell;
