@@ -62,7 +62,7 @@ pub(crate) struct Args {
 #[derive(Parser)]
 pub(crate) struct ExecArgs {
     /// The names of the passed file descriptors, in the order of their numbers.
-    #[arg(long = "fd-name", alias = "file", value_name = "NAME")]
+    #[arg(long = "fd-name", value_name = "NAME")]
     fd_names: Vec<String>,
     #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
     command: Vec<String>,

@@ -56,8 +56,6 @@ enum Command {
     Bench(bench::Args),
     #[cfg(feature = "tools")]
     Cert(cert::Args),
-    // `hold` is the name in earlier versions.
-    #[command(alias = "hold")]
     FdStore(fd_store::Args),
     #[command(hide = true)]
     ServeGuest(serve::WorkerArgs),
