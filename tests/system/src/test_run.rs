@@ -3,7 +3,7 @@
 use std::cell::OnceCell;
 use std::path::PathBuf;
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 
 use xtask_common::cache::Cache;
 use xtask_common::dist::{self, Dist};
@@ -51,14 +51,13 @@ pub(crate) struct Options {
 }
 
 /// The value of `--ggml`: a release that the tests build.
-fn release_name(text: &str) -> Result<String, String> {
-    if ggml_releases::is_name(text) {
-        return Ok(text.to_owned());
-    }
-    let names = ggml_releases::names().join(", ");
-    Err(format!(
-        "the tests build no such release, but these: {names}"
-    ))
+fn release_name(text: &str) -> Result<String> {
+    ensure!(
+        ggml_releases::is_name(text),
+        "the tests build no such release, but these: {}",
+        ggml_releases::names().join(", ")
+    );
+    Ok(text.to_owned())
 }
 
 /// The additional tests of `--full`, for the end of `--help`.
