@@ -143,7 +143,7 @@ mod tests {
                 unsafe { pthread_testcancel() };
                 7
             });
-            // The request is pending now. It must not act in the frames of this test.
+            // The request is pending now. The request must not act in the frames of this test.
             std::mem::forget(CancellationOff::new());
             returned
         });

@@ -38,7 +38,7 @@ struct ggml_backend_graph_optimize_params;
 struct ggml_cgraph;
 struct ggml_tensor;
 
-// A kind of memory. Its layout is the one that differs between API versions.
+// A kind of memory. The layout of this structure differs between API versions.
 typedef struct ggml_backend_buffer_type * ggml_backend_buffer_type_t;
 // A block of that memory, in which ggml places tensors.
 typedef struct ggml_backend_buffer * ggml_backend_buffer_t;

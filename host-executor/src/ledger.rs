@@ -234,8 +234,8 @@ impl Ledger {
     }
 
     /// Charges `size` bytes of [`MemoryKind::Device`] to a tenant, before the engine allocates
-    /// them. `engine_free` asks the engine what is free. It is called without a lock, and only if
-    /// the answer matters.
+    /// them. `engine_free` asks the engine what is free. The ledger calls `engine_free` without a
+    /// lock, and only if the answer matters.
     ///
     /// # Errors
     /// [`EngineError::OutOfMemory`] with the tenant's own figures.

@@ -9,7 +9,7 @@
 //
 // For each line "fork N" the program does the same, and forks in the middle. The child must not be
 // able to use its parent's session: its next graph fails. Then the child loads the model itself,
-// and generates N tokens, too. They must be those of its parent.
+// and generates N tokens, too. These tokens must be those of the child's parent.
 
 #include <stdbool.h>
 #include <stdio.h>

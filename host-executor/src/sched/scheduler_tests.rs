@@ -298,8 +298,8 @@ fn time_during_which_others_arrive_is_charged_once() {
 }
 
 /// A guest that decodes and does not return, and one with a long piece and another graph, which
-/// runs in the end. Returns whether the device was held for the first guest. It is not if the
-/// thread of that guest was so late that nobody expects the guest back.
+/// runs in the end. Returns whether the device was held for the first guest. The device is not held
+/// if the thread of that guest was so late that nobody expects the guest back.
 fn second_graph_runs_after_a_hold() -> bool {
     let scheduler = &Arc::new(Scheduler::default());
     thread::scope(|scope| {

@@ -1,9 +1,9 @@
 //! Programs of a virtual machine that have no heartbeat any more.
 //!
-//! The host does not see a program in a virtual machine end. Its session ends after a time without
-//! a heartbeat that is long enough for a paused machine. When another program of the same machine
-//! needs memory, nobody has paused the machine, and such programs lose their sessions at once:
-//! after a reboot of the guest, the first model fits.
+//! The host does not see a program in a virtual machine end. The program's session ends after a
+//! time without a heartbeat that is long enough for a paused machine. When another program of the
+//! same machine needs memory, nobody has paused the machine, and such programs lose their sessions
+//! at once: after a reboot of the guest, the first model fits.
 #![forbid(unsafe_code)]
 
 use std::sync::Arc;
@@ -16,8 +16,8 @@ use super::shared::{Entry, Shared};
 use crate::peer::Peer;
 use crate::session::Reclaim;
 
-/// How long a session waits for the end of others. They look for it every 100 ms, and a graph ends
-/// at its next preemption point.
+/// How long a session waits for the end of others. A session checks every 100 ms whether it must
+/// end, and a graph ends at its next preemption point.
 const PATIENCE: Duration = Duration::from_secs(2);
 
 /// The other programs of a guest's virtual machine.

@@ -130,7 +130,7 @@ pub enum RejectReason {
     OfSupervisor(String),
 }
 
-/// Why a guest gets no buffer. Its session goes on.
+/// Why a guest gets no buffer. The guest's session goes on.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub(super) enum AllocError {
     /// The session has as many buffers as its limit allows.

@@ -1,7 +1,7 @@
 //! One node of a graph on another engine, with copies of its tensors.
 //!
 //! An engine that lacks an operator runs the node on the CPU engine, so that a guest's graph is
-//! never split. Its plan copies the node's tensors from the device and the result back.
+//! never split. The engine's plan copies the node's tensors from the device and the result back.
 
 use std::ops::Range;
 use std::sync::Arc;

@@ -11,8 +11,8 @@ use vgpu_ggml_abi::{ApiVersion, Function};
 use crate::ids::Ids;
 use crate::loader::{Handle, LibraryError, text};
 
-/// The functions of ggml that the engine calls. They hide the layout of a buffer type, which
-/// depends on the release.
+/// The functions of ggml that the engine calls. These functions hide the layout of a buffer type,
+/// which depends on the release.
 #[derive(Debug)]
 pub(crate) struct Functions {
     pub(crate) buft_get_max_size: Function<abi::ggml_backend_buft_get_max_size_fn>,

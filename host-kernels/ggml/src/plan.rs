@@ -184,8 +184,8 @@ fn encode(
     supported.then_some(dst)
 }
 
-/// Whether ggml's CPU backend computes a node. Its `supports_op` answers yes for types that its
-/// kernels end the process for.
+/// Whether ggml's CPU backend computes a node. The backend's `supports_op` answers yes for types
+/// that end the process in the backend's kernels.
 fn cpu_backend_computes(graph: &IrGraph, node: &Node) -> bool {
     let dst = &graph.dst(node).shape;
     let src = |i| graph.src(node, i).map(|tensor| &tensor.shape);

@@ -58,7 +58,7 @@ pub(crate) unsafe fn view(tensor: &Tensor, whole: *mut abi::ggml_tensor) -> abi:
     }
 }
 
-/// The tensors and the node lists of graphs. Their addresses do not change.
+/// The tensors and the node lists of graphs. The addresses of tensors and lists do not change.
 #[derive(Default)]
 pub(crate) struct Arena {
     #[allow(clippy::vec_box)] // other tensors have the address of a tensor when the list grows

@@ -564,8 +564,8 @@ fn random_accesses(seed: u64) {
     assert_eq!(budget.used(), 0);
 }
 
-/// An honest program writes each byte of a buffer once, so that its parts fit into the buffer
-/// exactly. They must also do so by this figure, where a page has bytes of two parts.
+/// An honest program writes each byte of a buffer once, so that the parts of the buffer fit into it
+/// exactly. The parts must fit by this figure, too, where a page has bytes of two parts.
 #[test]
 fn page_that_has_bytes_beside_an_attached_extent_counts_once() {
     let budget = Arc::new(Budget::new(Some(64 << 20)));

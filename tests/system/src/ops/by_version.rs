@@ -8,7 +8,7 @@ use super::report::{Report, SELECTING};
 use super::suite::{Claim, NEAR_TIE_FAILURES, NEAR_TIE_REPEATS};
 use xtask_common::llama;
 
-/// The file, one row per version. Its first line names the columns.
+/// The file, one row per version. The first line of the file names the columns.
 const FILE: &str = "tests/system/ops-by-version.csv";
 /// Builds of which not every case was run.
 #[cfg(test)]

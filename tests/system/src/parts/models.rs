@@ -26,8 +26,8 @@ use crate::test_run::{Served, TestRun};
 /// The seed of the weights.
 const SEED: &str = "1";
 
-/// What llama.cpp logs if a fused operator is not computed by the device of its layer. It then
-/// builds the model's graphs from simple operators, none of which is on the CPU.
+/// What llama.cpp logs if a fused operator is not computed by the device of its layer. llama.cpp
+/// then builds the model's graphs from simple operators, none of which is on the CPU.
 const DISABLED: &str = "not supported, set to disabled";
 
 /// The architecture with operators of its own, and these, as the scheduler prints them.

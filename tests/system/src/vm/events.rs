@@ -389,7 +389,7 @@ impl Events<'_> {
         Program::start(&mut self.guest, "inside", &environment, 99)
     }
 
-    /// Ends the executor in the guest. Its program stays, without an executor.
+    /// Ends the executor in the guest. The executor's program stays, without an executor.
     fn stop_inside(&mut self) -> Result<()> {
         let gone = until("! kill -0 $(cat /tmp/serve.pid) 2>/dev/null");
         self.guest

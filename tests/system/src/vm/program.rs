@@ -16,7 +16,7 @@ pub(super) const SHORT: Duration = Duration::from_secs(15);
 /// How long a host waits for a heartbeat of a program in a virtual machine: the default.
 pub(super) const SILENCE: Duration = Duration::from_secs(60);
 
-/// Tokens of a generation in which something happens. It takes some seconds.
+/// Tokens of a generation in which something happens. The generation takes some seconds.
 pub(super) const LONG: usize = 400;
 
 /// The end of a generation.
@@ -30,7 +30,7 @@ pub(super) enum Outcome {
     Ended(i32),
 }
 
-/// A running program. It ends with the guest.
+/// A running program. The program ends with the guest.
 pub(super) struct Program {
     name: &'static str,
 }
