@@ -9,7 +9,8 @@
 //! ```
 //!
 //! A file in any other form counts as absent. The folder is used only if no other user can write to
-//! it: who writes there can make the plugin ask for other bytes than those of the program.
+//! the folder: a user who can do so could make the plugin ask for other bytes than those of the
+//! program.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;

@@ -8,7 +8,6 @@ mod cublas;
 mod decode_check;
 mod error;
 mod graph;
-#[allow(unreachable_pub)] // public in xtask-common
 pub mod model;
 mod rates;
 mod synthetic_gguf;

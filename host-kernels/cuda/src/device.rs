@@ -54,8 +54,8 @@ pub struct MappedHostMemory {
     pub host: *mut u8,
 }
 
-// SAFETY: the structure holds two addresses. Who reads or writes there has to argue for that
-// access.
+// SAFETY: the structure holds two addresses. Code that reads or writes at these addresses needs
+// `unsafe` of its own, with an argument for that access.
 unsafe impl Send for MappedHostMemory {}
 // SAFETY: a reference gives the two addresses, and no access to the memory there.
 unsafe impl Sync for MappedHostMemory {}

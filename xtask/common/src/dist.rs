@@ -62,7 +62,8 @@ pub fn build_with(cache: &Cache, cubins: Option<&Path>) -> Result<Dist> {
     if let Some(cubins) = cubins {
         plugin.env("VGPU_CUBINS", cubins);
         vgpu.env("VGPU_CUBINS", cubins);
-        // Who looks at a GPU also wants to know what the way to an executor costs.
+        // With the executor in the program, a measurement on a GPU can be repeated in one process,
+        // which shows what the boundary between processes costs.
         plugin.args(["--features", "inproc-cuda"]);
     }
     // The larger first: beside the CPU engine, one unit of which is compiled for a minute, there is
