@@ -537,8 +537,8 @@ mod tests {
 
     #[test]
     fn products_are_compared_in_the_layout_that_ggml_selects() {
-        let found = json!({"type": "q4_0", "columns": 1, "ours": 12.0, "ggml": 6.0, "repacked": 10.0,
-            "bandwidth": 20.0});
+        let found = json!({"type": "q4_0", "columns": 1, "ours": 12.0, "ggml": 6.0,
+            "repacked": 10.0, "bandwidth": 20.0});
         let row = kernel_row(&found).unwrap();
         assert_eq!((row.unit, row.figures.len()), ("GB/s", 4));
         assert!((row.ratios[0].value - 1.2).abs() < 1e-9);

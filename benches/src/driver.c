@@ -125,8 +125,9 @@ static void latency(int repeats, int count, char ** names) {
                         times[s] = acts[act].act(&targets[i]);
                     }
                     qsort(times, (size_t) samples, sizeof *times, ascending);
-                    printf("{\"what\":\"%s\",\"asleep\":%s,\"device\":\"%s\",\"seconds\":%.9f}\n", acts[act].name,
-                           asleep ? "true" : "false", targets[i].name, times[samples / 2]);
+                    printf("{\"what\":\"%s\",\"asleep\":%s,\"device\":\"%s\",\"seconds\":%.9f}\n",
+                           acts[act].name, asleep ? "true" : "false", targets[i].name,
+                           times[samples / 2]);
                 }
             }
         }

@@ -179,7 +179,8 @@ mod tests {
         "rows": [
             {"what": "decoding Q4_K_M", "unit": "tokens/s", "ratios": [],
              "figures": {"unix": 178.8, "ggml-rpc": 111.0, "ggml's CPU": 161.1}},
-            {"what": "round trip", "unit": "us", "ratios": [], "figures": {"unix": 4.2, "ggml-rpc": 31.0}},
+            {"what": "round trip", "unit": "us", "ratios": [],
+             "figures": {"unix": 4.2, "ggml-rpc": 31.0}},
             {"what": "nothing", "unit": "us", "ratios": [], "figures": {}}
         ]
     }"#;

@@ -81,7 +81,12 @@ impl Row {
             .map(|(way, value)| (way.clone(), json!(value)));
         let ratios = self.ratios.iter().map(|ratio| {
             let met = ratio.target.map(|target| ratio.value >= target);
-            json!({"of": ratio.label, "times": finite(ratio.value), "target": ratio.target, "met": met})
+            json!({
+                "of": ratio.label,
+                "times": finite(ratio.value),
+                "target": ratio.target,
+                "met": met,
+            })
         });
         json!({
             "what": self.what,

@@ -39,8 +39,8 @@ pub(crate) struct Pool {
 /// A tenant gets no more of a pool.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "out of {what}: {wanted} wanted, the guest has {own}, {free} of {total} are free, and one guest \
-     gets no more than it leaves free for others"
+    "out of {what}: {wanted} wanted, the guest has {own}, {free} of {total} are free, and one \
+     guest gets no more than it leaves free for others"
 )]
 #[allow(missing_docs)] // the message names every field
 pub struct PoolError {

@@ -147,7 +147,8 @@ fn hostile_virtual_machine_affects_only_its_own_sessions() {
     });
     let [writes, rings, sessions] = [&writes, &rings, &sessions].map(|n| n.load(Ordering::Relaxed));
     println!(
-        "{writes} writes, {rings} rings, {sessions} sessions of the attacked machine; {steps} good steps"
+        "{writes} writes, {rings} rings, {sessions} sessions of the attacked machine; {steps} good \
+         steps"
     );
     assert!(writes > 1000 && rings > 100 && steps > 10 && sessions > 2);
     assert_eq!(untouched.load(directory::word::EPOCH), epoch);

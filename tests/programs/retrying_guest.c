@@ -83,7 +83,8 @@ static const char * check_child(pid_t child, int from, int count, const llama_to
     return NULL;
 }
 
-static const char * generate(struct llama_model * model, int count, int fork_at, llama_token * out) {
+static const char * generate(struct llama_model * model, int count, int fork_at,
+                             llama_token * out) {
     struct llama_context_params params = llama_context_default_params();
     params.n_ctx = CONTEXT;
     params.n_batch = params.n_ubatch = BATCH;

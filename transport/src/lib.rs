@@ -2,12 +2,11 @@
 //!
 //! The modules form layers. A module imports only modules of the layers below its own:
 //!
-//! | layer | modules |
-//! |---|---|
-//! | 4 | [`link`]: the ends of a link over shared memory, PCI, vsock and TCP |
-//! | 3 | [`wire`]: the requests and replies of a session |
-//! | 2 | [`ir`]: the graph IR; [`shm`]: shared memory, rings, doorbells. Independent of each other |
-//! | 1 | [`bytes`]: payloads that the peer may change; [`error`]; [`fork`]; [`limits`]; [`lock`]; `poll`; [`random`] |
+//! - 4: [`link`], the ends of a link over shared memory, PCI, vsock and TCP
+//! - 3: [`wire`], the requests and replies of a session
+//! - 2: [`ir`], the graph IR; [`shm`], shared memory, rings, doorbells. Independent of each other
+//! - 1: [`bytes`], payloads that the peer may change; [`error`]; [`fork`]; [`limits`]; [`lock`];
+//!   `poll`; [`random`]
 //!
 //! [`link`] does not import [`wire`]: a link carries bytes and does not know their meaning.
 //!

@@ -75,7 +75,9 @@ pub enum WireError {
 
 macro_rules! messages {
     ($(#[$doc:meta])* $enum:ident {
-        $($(#[$vdoc:meta])* $id:literal $variant:ident { $($(#[$fdoc:meta])* $field:ident: $ty:ty),* $(,)? },)*
+        $($(#[$vdoc:meta])* $id:literal $variant:ident {
+            $($(#[$fdoc:meta])* $field:ident: $ty:ty),* $(,)?
+        },)*
     }) => {
         $(#[$doc])*
         #[derive(Debug, Clone, PartialEq)]
@@ -628,7 +630,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_bytes_decode_or_fail_cleanly(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+        fn any_bytes_decode_or_fail_cleanly(
+            bytes in proptest::collection::vec(any::<u8>(), 0..200),
+        ) {
             if let Ok(request) = Request::decode(&bytes) {
                 let mut again = Vec::new();
                 request.encode(&mut again);

@@ -144,7 +144,8 @@ proptest! {
                     };
                     let arrived = arrived.unwrap();
                     prop_assert_eq!(arrived.request, request);
-                    prop_assert_eq!(memory.bytes(arrived.message.clone()), vec![request as u8; message]);
+                    let expected = vec![request as u8; message];
+                    prop_assert_eq!(memory.bytes(arrived.message.clone()), expected);
                     match payload {
                         Payload::Inline(len) => prop_assert_eq!(
                             memory.bytes(arrived.payload.clone()),

@@ -45,7 +45,11 @@ fn number() -> impl Strategy<Value = u64> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { failure_persistence: None, cases: 20_000, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig {
+        failure_persistence: None,
+        cases: 20_000,
+        ..ProptestConfig::default()
+    })]
 
     #[test]
     fn tensors_are_valid_only_inside_their_buffer(
@@ -74,7 +78,8 @@ proptest! {
         prop_assume!(elements <= size.saturating_mul(Limits::default().revisits));
         let fits = end <= u128::from(size);
         let outcome = check(shape, offset, size);
-        prop_assert_eq!(outcome.is_ok(), fits, "{:?} at {} of {}: {:?}", shape, offset, size, outcome);
+        let what = format!("{shape:?} at {offset} of {size}: {outcome:?}");
+        prop_assert_eq!(outcome.is_ok(), fits, "{}", what);
     }
 }
 

@@ -747,7 +747,8 @@ bool ggml_op_can_inplace(enum ggml_op op) {
                     "float                 s);",
                     "float s, float b);",
                 ),
-                "~ ggml_scale = GGML_API struct ggml_tensor * ggml_scale( struct ggml_context * ctx,",
+                "~ ggml_scale = GGML_API struct ggml_tensor * ggml_scale( \
+                 struct ggml_context * ctx,",
             ),
             (
                 "callback",
@@ -801,7 +802,8 @@ bool ggml_op_can_inplace(enum ggml_op op) {
             (
                 "removed",
                 (HEADERS[3], "", ""),
-                "src/ggml-impl.h (the file is gone):\n    @@ -1 +0,0 @@\n    -int ggml_backend_guid;",
+                "src/ggml-impl.h (the file is gone):\n    @@ -1 +0,0 @@\n    \
+                 -int ggml_backend_guid;",
             ),
         ] {
             let text = compare(&old, &write(name, change)).expect("a comparison");

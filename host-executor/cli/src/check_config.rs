@@ -47,7 +47,12 @@ pub(crate) fn run(args: &Args) -> ExitCode {
             Ok(memory) => (
                 0,
                 summary(settings, memory),
-                json!({"file": args.file, "ok": true, "guests": settings.guests.len(), "memory_checked": memory.is_some()}),
+                json!({
+                    "file": args.file,
+                    "ok": true,
+                    "guests": settings.guests.len(),
+                    "memory_checked": memory.is_some(),
+                }),
             ),
             Err(reason) => (
                 1,

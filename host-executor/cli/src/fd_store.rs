@@ -96,8 +96,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             Err(error) => {
                 pause = (pause * 2).min(MAX_PAUSE);
                 log(&format!(
-                    "no executor can be started ({error:#}); {} file descriptors are kept, the next attempt is \
-                     made in {} ms",
+                    "no executor can be started ({error:#}); {} file descriptors are kept, the \
+                     next attempt is made in {} ms",
                     stored.len(),
                     pause.as_millis()
                 ));
@@ -145,7 +145,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             (pause * 2).min(MAX_PAUSE)
         };
         log(&format!(
-            "pid {} ended with {status}; {} file descriptors are kept, the next executor starts in {} ms",
+            "pid {} ended with {status}; {} file descriptors are kept, the next executor starts in \
+             {} ms",
             child.id(),
             stored.len(),
             pause.as_millis()

@@ -250,7 +250,8 @@ fn unsupported_ggml_is_refused() {
         (
             "build",
             &["-DVERSION=\"0.26.0\""],
-            "is ggml 0.26.0 of a later build, without `ggml_backend_buft_alloc_buffer_n`; ggml-vgpu",
+            "is ggml 0.26.0 of a later build, without `ggml_backend_buft_alloc_buffer_n`; \
+             ggml-vgpu",
         ),
         ("odd", &["-DVERSION=\"unknown\""], "is ggml unknown"),
         (

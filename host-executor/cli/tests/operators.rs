@@ -129,7 +129,8 @@ fn work(guest: &mut Guest) {
     assert_eq!(guest.read_f32(a, 2), [2.0, 4.0]);
 }
 
-const ALICE: &str = "[[guest]]\nname = \"alice\"\nlisten = [\"unix:DIR/alice.sock\"]\nmode = \"0600\"\nmemory = \"1MiB\"\nweight = 3\n";
+const ALICE: &str = "[[guest]]\nname = \"alice\"\nlisten = [\"unix:DIR/alice.sock\"]\n\
+    mode = \"0600\"\nmemory = \"1MiB\"\nweight = 3\n";
 const BOB: &str = "[[guest]]\nname = \"bob\"\nlisten = [\"unix:DIR/bob.sock\"]\nmemory = \"2M\"\n";
 
 #[test]

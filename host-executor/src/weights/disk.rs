@@ -149,7 +149,8 @@ impl Disk {
         };
         disk.make_room(0);
         let files = disk.index().files.len();
-        info!(folder = %disk.folder.display(), files, bytes = disk.bytes(), limit = size, "weights on disk");
+        let bytes = disk.bytes();
+        info!(folder = %disk.folder.display(), files, bytes, limit = size, "weights on disk");
         Ok(disk)
     }
 

@@ -90,8 +90,8 @@ fn main() {
     let int16 = ceiling::int16(level, seconds);
     if !json {
         println!(
-            "level {}, read bandwidth of one thread {bandwidth:.1} GB/s, products of single precision at most {:.0} GF, \
-             of integers of 16 bits {:.0}",
+            "level {}, read bandwidth of one thread {bandwidth:.1} GB/s, products of single \
+             precision at most {:.0} GF, of integers of 16 bits {:.0}",
             level.name(),
             ceiling.unwrap_or(f64::NAN),
             int16.unwrap_or(f64::NAN)

@@ -62,7 +62,8 @@ fn main() {
         engine.fusing(fuses)
     });
     println!(
-        "{threads} threads; milliseconds of a graph, node by node and fused; by the clock, of the processors"
+        "{threads} threads; milliseconds of a graph, node by node and fused; by the clock, of the \
+         processors"
     );
     for ty in types {
         let model = Model {

@@ -188,7 +188,10 @@ mod tests {
         exp(1.0) = |x| x.exp();
         expm1(2.0) = |x| x.exp_m1();
         ln(1.5) = |x| x.ln();
-        sigmoid(2.5) = |x| if (-x).exp() > f64::from(f32::MAX) { 0.0 } else { 1.0 / (1.0 + (-x).exp()) };
+        sigmoid(2.5) = |x| {
+            let exp = (-x).exp();
+            if exp > f64::from(f32::MAX) { 0.0 } else { 1.0 / (1.0 + exp) }
+        };
         tanh(2.5) = |x| x.tanh();
         erf(2.0) = |x| erf_series(x);
         round(0.0) = |x| x.round();

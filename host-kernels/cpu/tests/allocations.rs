@@ -120,7 +120,8 @@ fn graphs_run_without_allocating() {
                         let is_dense = model.experts.is_none();
                         assert_eq!(
                             count, 0,
-                            "{weights:?}, {cache:?}, {tokens} tokens, {threads} threads, dense: {is_dense}"
+                            "{weights:?}, {cache:?}, {tokens} tokens, {threads} threads, dense: \
+                             {is_dense}"
                         );
                     }
                 }

@@ -184,7 +184,8 @@ impl Case {
         for (i, (&got, &(exact, size))) in results.iter().zip(&self.exact).enumerate() {
             assert!(
                 (f64::from(got) - exact).abs() <= relative * size + absolute,
-                "{:?} at {level:?}, k {}, {} x {}: result {i} is {got}, should be {exact} (sum of magnitudes {size})",
+                "{:?} at {level:?}, k {}, {} x {}: result {i} is {got}, should be {exact} (sum of \
+                 magnitudes {size})",
                 self.ty,
                 self.k,
                 self.rows,

@@ -137,7 +137,8 @@ fn pooling_that_takes_hours_is_refused_with_its_numbers() {
     let steps = 3585u64.pow(2) * 512u64.pow(2);
     let text = error.to_string();
     assert!(
-        matches!(&error, TooMuchWork::Time { node: 0, op: "POOL_2D", work, .. } if work.steps == steps),
+        matches!(&error, TooMuchWork::Time { node: 0, op: "POOL_2D", work, .. }
+            if work.steps == steps),
         "{error:?}"
     );
     assert!(

@@ -131,7 +131,8 @@ fn every_form_of_path_counts_as_use() {
             ("a.rs", way),
             (
                 "b.rs",
-                "pub struct B; pub trait T {} pub const CONST: u8 = 1; pub fn free() {} macro_rules! help { () => {} }",
+                "pub struct B; pub trait T {} pub const CONST: u8 = 1; pub fn free() {} \
+                 macro_rules! help { () => {} }",
             ),
             ("re.rs", "pub use crate::b::B;"),
         ]);

@@ -17,9 +17,9 @@ use xtask_common::workspace;
 use crate::vm::Kind;
 
 /// The prompt of the generations.
-pub(crate) const PROMPT: &str = "A virtual machine has no graphics processor of its own. It asks its \
-    host for one, sends the work in a single message, and reads the answer back. What it needs for \
-    that is";
+pub(crate) const PROMPT: &str = "A virtual machine has no graphics processor of its own. It asks \
+    its host for one, sends the work in a single message, and reads the answer back. What it needs \
+    for that is";
 
 /// Options of the tests.
 #[derive(Debug, Default, clap::Args)]

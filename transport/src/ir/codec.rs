@@ -40,7 +40,8 @@ pub enum DecodeError {
     #[error("a flag has the value {value}, not 0 or 1")]
     Flag { value: u32 },
     #[error(
-        "a patch writes {count} words at {position} of an image of {len} words, and {words} words of the patch are left"
+        "a patch writes {count} words at {position} of an image of {len} words, and {words} words \
+         of the patch are left"
     )]
     Patch {
         position: usize,

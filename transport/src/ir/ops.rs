@@ -153,7 +153,11 @@ kinds! {
 }
 
 macro_rules! ops {
-    ($($id:literal $variant:ident $name:literal $min:literal..=$max:literal { $($field:ident: $ty:ty),* $(,)? })*) => {
+    ($(
+        $id:literal $variant:ident $name:literal $min:literal..=$max:literal {
+            $($field:ident: $ty:ty),* $(,)?
+        }
+    )*) => {
         /// An operator with its parameters.
         ///
         /// Names and meaning follow `enum ggml_op`, and the sources have ggml's order. Each field
@@ -220,7 +224,10 @@ macro_rules! ops {
             }
 
             /// Decodes the parameters of `kind`.
-            pub(super) fn get_params(kind: OpKind, words: &mut Reader<'_>) -> Result<Op, DecodeError> {
+            pub(super) fn get_params(
+                kind: OpKind,
+                words: &mut Reader<'_>,
+            ) -> Result<Op, DecodeError> {
                 Ok(match kind {
                     $(OpKind::$variant => {
                         $(let $field = <$ty as Word>::get(words)?;)*
@@ -270,7 +277,9 @@ ops! {
     33 LeakyRelu      "LEAKY_RELU"     1..=1 { negative_slope: f32 }
     34 Unary          "UNARY"          1..=1 { kind: UnaryKind }
     35 Xielu          "XIELU"          1..=1 { alpha_n: f32, alpha_p: f32, beta: f32, eps: f32 }
-    36 Glu            "GLU"            1..=2 { kind: GluKind, swapped: bool, alpha: f32, limit: f32 }
+    36 Glu            "GLU"            1..=2 {
+        kind: GluKind, swapped: bool, alpha: f32, limit: f32
+    }
     37 SiluBack       "SILU_BACK"      2..=2 {}
 
     // Reductions and orderings.
@@ -293,15 +302,18 @@ ops! {
     56 SoftMaxBack    "SOFT_MAX_BACK"  2..=2 { scale: f32, max_bias: f32 }
 
     // Matrix products.
-    60 MulMat         "MUL_MAT"        2..=2 { accumulator: Precision, activation: Precision, hadamard: bool }
+    60 MulMat         "MUL_MAT"        2..=2 {
+        accumulator: Precision, activation: Precision, hadamard: bool
+    }
     61 MulMatId       "MUL_MAT_ID"     3..=3 { accumulator: Precision, activation: Precision }
     62 OutProd        "OUT_PROD"       2..=2 {}
     63 SolveTri       "SOLVE_TRI"      2..=2 {}
 
     // Attention.
     70 Rope           "ROPE"           2..=3 {
-        mode: RopeMode, backward: bool, n_dims: u32, n_offs: u32, n_ctx_orig: i32, freq_base: f32, freq_scale: f32,
-        ext_factor: f32, attn_factor: f32, beta_fast: f32, beta_slow: f32, sections: [i32; 4]
+        mode: RopeMode, backward: bool, n_dims: u32, n_offs: u32, n_ctx_orig: i32,
+        freq_base: f32, freq_scale: f32, ext_factor: f32, attn_factor: f32,
+        beta_fast: f32, beta_slow: f32, sections: [i32; 4]
     }
     71 FlashAttnExt   "FLASH_ATTN_EXT" 3..=5 {
         scale: f32, max_bias: f32, logit_softcap: f32, accumulator: Precision, n_kv_max: u32
@@ -321,23 +333,38 @@ ops! {
     88 Dsv4HcPost     "DSV4_HC_POST"   3..=4 {}
 
     // Convolution, pooling, images.
-    90 Im2col         "IM2COL"         2..=2 { s0: i32, s1: i32, p0: i32, p1: i32, d0: i32, d1: i32, is_2d: bool }
-    91 Im2colBack     "IM2COL_BACK"    2..=2 { s0: i32, s1: i32, p0: i32, p1: i32, d0: i32, d1: i32, is_2d: bool }
+    90 Im2col         "IM2COL"         2..=2 {
+        s0: i32, s1: i32, p0: i32, p1: i32, d0: i32, d1: i32, is_2d: bool
+    }
+    91 Im2colBack     "IM2COL_BACK"    2..=2 {
+        s0: i32, s1: i32, p0: i32, p1: i32, d0: i32, d1: i32, is_2d: bool
+    }
     92 Im2col3d       "IM2COL_3D"      2..=2 {
         s0: i32, s1: i32, s2: i32, p0: i32, p1: i32, p2: i32, d0: i32, d1: i32, d2: i32, ic: i32
     }
     93 Col2im1d       "COL2IM_1D"      1..=1 { s0: i32, oc: i32, p0: i32 }
-    94 Conv2d         "CONV_2D"        2..=2 { s0: i32, s1: i32, p0: i32, p1: i32, d0: i32, d1: i32 }
-    95 Conv2dDw       "CONV_2D_DW"     2..=2 { s0: i32, s1: i32, p0: i32, p1: i32, d0: i32, d1: i32 }
+    94 Conv2d         "CONV_2D"        2..=2 {
+        s0: i32, s1: i32, p0: i32, p1: i32, d0: i32, d1: i32
+    }
+    95 Conv2dDw       "CONV_2D_DW"     2..=2 {
+        s0: i32, s1: i32, p0: i32, p1: i32, d0: i32, d1: i32
+    }
     96 Conv3d         "CONV_3D"        2..=2 {
-        s0: i32, s1: i32, s2: i32, p0: i32, p1: i32, p2: i32, d0: i32, d1: i32, d2: i32, c: i32, n: i32, oc: i32
+        s0: i32, s1: i32, s2: i32, p0: i32, p1: i32, p2: i32, d0: i32, d1: i32, d2: i32,
+        c: i32, n: i32, oc: i32
     }
     97 ConvTranspose1d "CONV_TRANSPOSE_1D" 2..=2 { s0: i32, p0: i32, d0: i32 }
     98 ConvTranspose2d "CONV_TRANSPOSE_2D" 2..=2 { stride: i32 }
     99 Pool1d         "POOL_1D"        1..=1 { kind: PoolKind, k0: i32, s0: i32, p0: i32 }
-    100 Pool2d        "POOL_2D"        1..=1 { kind: PoolKind, k0: i32, k1: i32, s0: i32, s1: i32, p0: i32, p1: i32 }
-    101 Pool2dBack    "POOL_2D_BACK"   2..=2 { kind: PoolKind, k0: i32, k1: i32, s0: i32, s1: i32, p0: i32, p1: i32 }
-    102 Upscale       "UPSCALE"        1..=1 { mode: ScaleMode, align_corners: bool, antialias: bool }
+    100 Pool2d        "POOL_2D"        1..=1 {
+        kind: PoolKind, k0: i32, k1: i32, s0: i32, s1: i32, p0: i32, p1: i32
+    }
+    101 Pool2dBack    "POOL_2D_BACK"   2..=2 {
+        kind: PoolKind, k0: i32, k1: i32, s0: i32, s1: i32, p0: i32, p1: i32
+    }
+    102 Upscale       "UPSCALE"        1..=1 {
+        mode: ScaleMode, align_corners: bool, antialias: bool
+    }
     103 TimestepEmbedding "TIMESTEP_EMBEDDING" 1..=1 { dim: i32, max_period: i32 }
     104 WinPart       "WIN_PART"       1..=1 { npx: i32, npy: i32, w: i32 }
     105 WinUnpart     "WIN_UNPART"     1..=1 { w: i32 }

@@ -9,7 +9,10 @@ macro_rules! types {
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
         #[repr(u8)]
         pub enum Type {
-            $(#[doc = concat!("ggml `", $name, "`: ", stringify!($block), " elements in ", stringify!($bytes), " bytes.")]
+            $(#[doc = concat!(
+                "ggml `", $name, "`: ",
+                stringify!($block), " elements in ", stringify!($bytes), " bytes."
+            )]
             $variant = $id,)*
         }
 

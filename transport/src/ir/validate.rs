@@ -44,7 +44,8 @@ pub enum Invalid {
     #[error("tensor {tensor} has a size that does not fit 64 bits")]
     Overflow { tensor: usize },
     #[error(
-        "tensor {tensor} is misaligned: offset {offset} is not a multiple of its {element}-byte elements"
+        "tensor {tensor} is misaligned: offset {offset} is not a multiple of its {element}-byte \
+         elements"
     )]
     Misaligned {
         tensor: usize,

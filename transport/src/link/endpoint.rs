@@ -66,7 +66,8 @@ pub enum EndpointError {
     Empty,
     /// The text names an unknown kind of link.
     #[error(
-        "endpoint `{text}`: unknown kind `{kind}`; valid are `pci`, `vsock`, `tcp:host:port`, `inproc` and `unix:/path/to/socket`"
+        "endpoint `{text}`: unknown kind `{kind}`; valid are `pci`, `vsock`, `tcp:host:port`, \
+         `inproc` and `unix:/path/to/socket`"
     )]
     Kind {
         /// The text.
@@ -76,7 +77,8 @@ pub enum EndpointError {
     },
     /// The text is not a PCI address.
     #[error(
-        "endpoint `{text}`: expected `pci`, or `pci:` with an address as `lspci` shows it, such as `pci:0000:00:05.0`"
+        "endpoint `{text}`: expected `pci`, or `pci:` with an address as `lspci` shows it, such as \
+         `pci:0000:00:05.0`"
     )]
     Address {
         /// The text.
@@ -84,7 +86,8 @@ pub enum EndpointError {
     },
     /// The text is not a vsock address.
     #[error(
-        "endpoint `{text}`: expected `vsock`, `vsock:PORT`, `vsock:CID:PORT`, or for an executor `vsock:/path:PORT`"
+        "endpoint `{text}`: expected `vsock`, `vsock:PORT`, `vsock:CID:PORT`, or for an executor \
+         `vsock:/path:PORT`"
     )]
     Vsock {
         /// The text.
@@ -92,7 +95,8 @@ pub enum EndpointError {
     },
     /// The text is not a TCP address.
     #[error(
-        "endpoint `{text}`: expected `tcp:HOST:PORT`, such as `tcp:gpu1.example.org:4780` or `tcp:[::1]:4780`"
+        "endpoint `{text}`: expected `tcp:HOST:PORT`, such as `tcp:gpu1.example.org:4780` or \
+         `tcp:[::1]:4780`"
     )]
     Tcp {
         /// The text.

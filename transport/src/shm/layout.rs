@@ -1,25 +1,25 @@
 //! The layout of a window: the offset of every part, and the side that writes it.
 //!
 //! ```text
-//!        0 +--------------------------------------------------------------+
-//!          | page 0 (4 KiB)                                               |
-//!          |   0x000  header   magic version size epoch, part offsets     | host, before the guest reads
-//!          |   0x100  guest    submission tail                            | guest
-//!          |   0x140           completion head                            | guest
-//!          |   0x180           sleeping, wake-on                          | guest
-//!          |   0x1c0           state, heartbeat                           | guest
-//!          |   0x200  host     completion tail                            | host
-//!          |   0x240           submission head, retired                   | host
-//!          |   0x280           sleeping, wake-on                          | host
-//!          |   0x2c0           state, heartbeat                           | host
-//!   0x1000 +--------------------------------------------------------------+
-//!          | submission ring   records guest -> host                      | guest
-//!          +--------------------------------------------------------------+
-//!          | completion ring   records host -> guest                      | host
-//!          +--------------------------------------------------------------+
-//!          | bulk area         large payloads guest -> host; the guest    | guest
-//!          |                   alone allocates and frees                  |
-//!     size +--------------------------------------------------------------+
+//!      0 +----------------------------------------------------------+
+//!        | page 0 (4 KiB)                                           |
+//!        |   0x000  header   magic version size epoch, part offsets | host, before the guest reads
+//!        |   0x100  guest    submission tail                        | guest
+//!        |   0x140           completion head                        | guest
+//!        |   0x180           sleeping, wake-on                      | guest
+//!        |   0x1c0           state, heartbeat                       | guest
+//!        |   0x200  host     completion tail                        | host
+//!        |   0x240           submission head, retired               | host
+//!        |   0x280           sleeping, wake-on                      | host
+//!        |   0x2c0           state, heartbeat                       | host
+//! 0x1000 +----------------------------------------------------------+
+//!        | submission ring   records guest -> host                  | guest
+//!        +----------------------------------------------------------+
+//!        | completion ring   records host -> guest                  | host
+//!        +----------------------------------------------------------+
+//!        | bulk area         large payloads guest -> host;          | guest
+//!        |                   the guest alone allocates and frees    |
+//!   size +----------------------------------------------------------+
 //! ```
 //!
 //! Every word is a little-endian `u64`. The last column names the side that writes. No part has two
@@ -29,16 +29,28 @@
 //!
 //! # The words
 //!
-//! | word | invariant | pairs with |
-//! |---|---|---|
-//! | submission tail | total bytes put into the submission ring; never decreases; `head <= tail <= head + size`; a multiple of [`RECORD_ALIGN`] | the guest's release store, after it has drained its write buffers and the record is complete, pairs with the host's acquire load before it reads the record |
-//! | submission head | total bytes taken out; never decreases; `head <= tail` | the host's release store, after its last read of a record and its payload, pairs with the guest's acquire load before the guest overwrites them |
-//! | completion tail, completion head | the same with guest and host exchanged | the same with guest and host exchanged |
-//! | retired | the number of the last request that the host has finished; never decreases; at most the last number sent | the host's release store, after the effects of the request, pairs with the guest's acquire load before the guest reuses the request's bulk range |
-//! | sleeping | 0 while its writer is awake; otherwise a number that no earlier sleep has used | see [`notify`](super::notify) |
-//! | wake-on | the condition that its writer sleeps for; stored before `sleeping` | see [`notify`](super::notify) |
-//! | state | [`STATE_NEW`], then [`STATE_OPEN`], then [`STATE_CLOSED`] | the release store of `STATE_CLOSED`, after the last record, pairs with the peer's acquire load before its last check of the ring |
-//! | heartbeat | changes about once a second while the host process runs; the guest's word only on links into virtual machines | nothing: only the change matters |
+//! For each word: its invariant, and what the store to the word pairs with.
+//!
+//! - **submission tail**: total bytes put into the submission ring; never decreases;
+//!   `head <= tail <= head + size`; a multiple of [`RECORD_ALIGN`]. The guest's release store,
+//!   after the guest has drained its write buffers and the record is complete, pairs with the
+//!   host's acquire load before the host reads the record.
+//! - **submission head**: total bytes taken out; never decreases; `head <= tail`. The host's
+//!   release store, after the host's last read of a record and its payload, pairs with the guest's
+//!   acquire load before the guest overwrites them.
+//! - **completion tail**, **completion head**: the same with guest and host exchanged.
+//! - **retired**: the number of the last request that the host has finished; never decreases; at
+//!   most the last number sent. The host's release store, after the effects of the request, pairs
+//!   with the guest's acquire load before the guest reuses the request's bulk range.
+//! - **sleeping**: 0 while the writer is awake; otherwise a number that no earlier sleep has used.
+//!   [`notify`](super::notify) says what the store pairs with.
+//! - **wake-on**: the condition that the writer sleeps for; stored before `sleeping`.
+//!   [`notify`](super::notify) says what the store pairs with.
+//! - **state**: [`STATE_NEW`], then [`STATE_OPEN`], then [`STATE_CLOSED`]. The release store of
+//!   `STATE_CLOSED`, after the last record, pairs with the peer's acquire load before the peer's
+//!   last check of the ring.
+//! - **heartbeat**: changes about once a second while the host process runs; the guest's word only
+//!   on links into virtual machines. The store pairs with nothing: only the change matters.
 //!
 //! The memory of a removed PCI device reads as all ones, or as zeros under emulation. Neither is
 //! [`STATE_OPEN`], so a guest treats its host as closed.
@@ -226,7 +238,8 @@ pub enum LayoutError {
     #[error("the window's header says {said} bytes; {mapped} bytes are mapped")]
     OtherSize { said: u64, mapped: usize },
     #[error(
-        "the window's {what} of {size:#x} bytes at {offset:#x} is misaligned, too small or out of bounds"
+        "the window's {what} of {size:#x} bytes at {offset:#x} is misaligned, too small or out of \
+         bounds"
     )]
     Part {
         what: &'static str,

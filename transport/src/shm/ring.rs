@@ -7,7 +7,8 @@
 //!        +--------+----------------+-------------------+--------+---------+
 //!                 ^ head % size                        ^ tail % size
 //!
-//!  record:  0 size | 4 kind | 8 request | 16 message | 20 payload | 24 offset | 32 message ... payload ...
+//!  record:  0 size | 4 kind | 8 request | 16 message | 20 payload | 24 offset
+//!           | 32 message ... payload ...
 //! ```
 //!
 //! `head` and `tail` count bytes since the link was opened. The counters do not wrap: at 100 GB/s a

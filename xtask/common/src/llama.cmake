@@ -1,5 +1,6 @@
-# CMake reads this file at llama.cpp's `project` (CMAKE_PROJECT_llama.cpp_INCLUDE). It saves most of the
-# time that the C++ takes to compile. ggml, its backends and libllama stay as their authors build them.
+# CMake reads this file at llama.cpp's `project` (CMAKE_PROJECT_llama.cpp_INCLUDE). The file saves
+# most of the time that the C++ takes to compile. ggml, its backends and libllama stay as their
+# authors build them.
 
 # What the programs around these do themselves takes no time worth measuring.
 set(fast ggml ggml-base ggml-cpu ggml-cpu-feats ggml-rpc llama test-backend-ops)
@@ -12,7 +13,8 @@ function(join_sources)
             set_target_properties(${library} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 6)
         endif()
     endforeach()
-    # The first specialises templates that others use; the others refuse the headers of their library.
+    # The first file specialises templates that others use; the other two refuse the headers of
+    # their library.
     foreach(alone llama-common:json.cpp mtmd:mtmd-helper.cpp mtmd:mtmd-helper-gen.cpp)
         string(REPLACE ":" ";" alone ${alone})
         list(POP_FRONT alone library file)

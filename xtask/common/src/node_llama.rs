@@ -101,11 +101,15 @@ pub fn generate(
     for stale in [&out, &stats] {
         let _ = std::fs::remove_file(stale); // most often there is none
     }
+    let gpu_layers = match backend {
+        Backend::Cpu => json!(0),
+        Backend::Plugin { .. } => json!("max"),
+    };
     let arguments = json!({
         "model": task.model,
         "prompt": task.prompt,
         "tokens": task.tokens,
-        "gpuLayers": match backend { Backend::Cpu => json!(0), Backend::Plugin { .. } => json!("max") },
+        "gpuLayers": gpu_layers,
         "contextSize": (task.tokens + task.prompt.len() + 64).next_multiple_of(256),
         "threads": task.threads,
         "top": TOP,

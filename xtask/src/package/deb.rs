@@ -38,9 +38,9 @@ pub(super) fn host(dist: &Dist, folder: &Path) -> Result<PathBuf> {
             name: HOST,
             depends: "passwd",
             summary: "executor that gives guests a GPU for LLM inference",
-            description: "The vgpu command, and a service that runs tensor work for virtual machines \
-                          and\n containers that load libggml-vgpu.so. The service is not started by \
-                          itself.",
+            description: "The vgpu command, and a service that runs tensor work for virtual \
+                          machines and\n containers that load libggml-vgpu.so. The service is not \
+                          started by itself.",
             scripts: &["postinst", "prerm", "postrm"],
         },
         &[

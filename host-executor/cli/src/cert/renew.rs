@@ -28,7 +28,12 @@ pub(super) struct Args {
     name: String,
 
     /// How many days the new certificate is valid
-    #[arg(long, value_name = "N", default_value_t = DAYS, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = DAYS,
+        value_parser = clap::value_parser!(u32).range(1..)
+    )]
     days: u32,
 }
 

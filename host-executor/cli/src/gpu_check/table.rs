@@ -28,7 +28,8 @@ pub(super) fn print(folder: &Path) -> anyhow::Result<bool> {
             "model": model, "test": test, "engines": by_engine,
         })).collect::<Vec<_>>(),
         "test_backend_ops": ops.as_ref().map(|ops| json!({
-            "ok": ops.ok, "unsupported": ops.unsupported, "incomparable": ops.incomparable, "ended": ops.ended, "failed": ops.failed,
+            "ok": ops.ok, "unsupported": ops.unsupported, "incomparable": ops.incomparable,
+            "ended": ops.ended, "failed": ops.failed,
         })),
         "check": check,
     });
@@ -210,7 +211,8 @@ mod tests {
         );
         write(
             "bench-vgpu-8b-q4_k_m.json",
-            r#"[{"n_prompt": 512, "n_gen": 0, "avg_ts": 3000.0}, {"n_prompt": 0, "n_gen": 128, "avg_ts": 300.0}]"#,
+            r#"[{"n_prompt": 512, "n_gen": 0, "avg_ts": 3000.0},
+                {"n_prompt": 0, "n_gen": 128, "avg_ts": 300.0}]"#,
         );
         write(
             "bench-cuda-8b-q4_k_m.json",
@@ -235,7 +237,8 @@ mod tests {
         let ops = Ops::of(
             "  ADD(type=f32): \u{1b}[1;32mOK\u{1b}[0m\n  MUL(type=f16,ne=[1,2]): [MUL] ERR = 0.5 \
              > 0.1 \u{1b}[1;31mFAIL\u{1b}[0m\n  \
-             SUB(type=f32): not supported [VGPU0] \n  DUP(type=q1): not supported [CPU] \n  DIV(type=f",
+             SUB(type=f32): not supported [VGPU0] \n  DUP(type=q1): not supported [CPU] \n  \
+             DIV(type=f",
         );
         let expected = Ops {
             ok: 1,

@@ -194,7 +194,8 @@ fn tables(folder: &Path, is_small: bool) -> anyhow::Result<(String, Value)> {
         "measured": measured.map(of_rates),
         "rows": rows.iter().map(|row| json!({
             "model": row.model, "test": row.test, "way": row.way, "tokens_per_second": row.speed,
-            "of_data_sheet": row.of_sheet, "of_measured": row.of_measured, "of_ggml_cuda": row.ratio,
+            "of_data_sheet": row.of_sheet, "of_measured": row.of_measured,
+            "of_ggml_cuda": row.ratio,
         })).collect::<Vec<_>>(),
         "goals": verdicts.iter().map(|it| json!({
             "what": it.what, "least": it.least, "got": it.best.map(|(_, value)| value),
@@ -394,7 +395,8 @@ mod tests {
     fn table_shows_measured_values_beside_targets() {
         let tests = |pp: f64, tg: f64| {
             format!(
-                r#"[{{"n_prompt": 2048, "n_gen": 0, "avg_ts": {pp}}}, {{"n_prompt": 0, "n_gen": 128, "avg_ts": {tg}}}]"#
+                r#"[{{"n_prompt": 2048, "n_gen": 0, "avg_ts": {pp}}},
+                    {{"n_prompt": 0, "n_gen": 128, "avg_ts": {tg}}}]"#
             )
         };
         let (text, report) = tables_of(

@@ -40,7 +40,8 @@ pub(super) enum MessageError {
     #[error("command {command} after the version negotiation")]
     NegotiatedTwice { command: u16 },
     #[error(
-        "the capabilities are not a string of at most {MAX_TEXT} bytes with its only zero byte at the end"
+        "the capabilities are not a string of at most {MAX_TEXT} bytes with its only zero byte at \
+         the end"
     )]
     Capabilities,
     #[error("an access to {count} bytes of a region; at most {MAX_ACCESS}")]

@@ -1,26 +1,26 @@
 //! The operators, one module for each family.
 //!
-//! | file | operators |
-//! |---|---|
-//! | `attention` | FLASH_ATTN_EXT |
-//! | `conv` | CONV_2D, CONV_3D, CONV_2D_DW, CONV_TRANSPOSE_1D, CONV_TRANSPOSE_2D |
-//! | `copy` | COPY (DUP, CPY, CONT) |
-//! | `deepseek` | DSV4_HC_COMB, DSV4_HC_PRE, DSV4_HC_POST, LIGHTNING_INDEXER |
-//! | `elementwise` | ADD, SUB, MUL, DIV, ADD1, ADD_ID, SCALE, CLAMP |
-//! | `glu` | GLU |
-//! | `im2col` | IM2COL, IM2COL_BACK, IM2COL_3D, COL2IM_1D |
-//! | `image` | UPSCALE, TIMESTEP_EMBEDDING, WIN_PART, WIN_UNPART, GET_REL_POS, ADD_REL_POS |
-//! | `matmul` | MUL_MAT, MUL_MAT_ID, OUT_PROD |
-//! | `movement` | REPEAT, REPEAT_BACK, CONCAT, SET, ACC, DIAG, DIAG_MASK_INF, DIAG_MASK_ZERO, PAD, PAD_REFLECT_1D, ROLL, TRI, FILL, ARANGE |
-//! | `norm` | NORM, RMS_NORM, RMS_NORM_BACK, L2_NORM, GROUP_NORM, SOFT_MAX_BACK |
-//! | `pool` | POOL_1D, POOL_2D, POOL_2D_BACK |
-//! | `recurrent` | SSM_CONV, SSM_SCAN, RWKV_WKV6, RWKV_WKV7, GATED_LINEAR_ATTN, GATED_DELTA_NET, SOLVE_TRI |
-//! | `reduce` | SUM, SUM_ROWS, MEAN, CUMSUM, ARGMAX, COUNT_EQUAL, ARGSORT, TOP_K |
-//! | `rope` | ROPE |
-//! | `rows` | GET_ROWS, GET_ROWS_BACK, SET_ROWS |
-//! | `softmax` | SOFT_MAX |
-//! | `training` | CROSS_ENTROPY_LOSS, CROSS_ENTROPY_LOSS_BACK, OPT_STEP_ADAMW, OPT_STEP_SGD |
-//! | `unary` | UNARY, SQR, SQRT, LOG, SIN, COS, LEAKY_RELU, XIELU, SILU_BACK |
+//! - `attention`: FLASH_ATTN_EXT
+//! - `conv`: CONV_2D, CONV_3D, CONV_2D_DW, CONV_TRANSPOSE_1D, CONV_TRANSPOSE_2D
+//! - `copy`: COPY (DUP, CPY, CONT)
+//! - `deepseek`: DSV4_HC_COMB, DSV4_HC_PRE, DSV4_HC_POST, LIGHTNING_INDEXER
+//! - `elementwise`: ADD, SUB, MUL, DIV, ADD1, ADD_ID, SCALE, CLAMP
+//! - `glu`: GLU
+//! - `im2col`: IM2COL, IM2COL_BACK, IM2COL_3D, COL2IM_1D
+//! - `image`: UPSCALE, TIMESTEP_EMBEDDING, WIN_PART, WIN_UNPART, GET_REL_POS, ADD_REL_POS
+//! - `matmul`: MUL_MAT, MUL_MAT_ID, OUT_PROD
+//! - `movement`: REPEAT, REPEAT_BACK, CONCAT, SET, ACC, DIAG, DIAG_MASK_INF, DIAG_MASK_ZERO, PAD,
+//!   PAD_REFLECT_1D, ROLL, TRI, FILL, ARANGE
+//! - `norm`: NORM, RMS_NORM, RMS_NORM_BACK, L2_NORM, GROUP_NORM, SOFT_MAX_BACK
+//! - `pool`: POOL_1D, POOL_2D, POOL_2D_BACK
+//! - `recurrent`: SSM_CONV, SSM_SCAN, RWKV_WKV6, RWKV_WKV7, GATED_LINEAR_ATTN, GATED_DELTA_NET,
+//!   SOLVE_TRI
+//! - `reduce`: SUM, SUM_ROWS, MEAN, CUMSUM, ARGMAX, COUNT_EQUAL, ARGSORT, TOP_K
+//! - `rope`: ROPE
+//! - `rows`: GET_ROWS, GET_ROWS_BACK, SET_ROWS
+//! - `softmax`: SOFT_MAX
+//! - `training`: CROSS_ENTROPY_LOSS, CROSS_ENTROPY_LOSS_BACK, OPT_STEP_ADAMW, OPT_STEP_SGD
+//! - `unary`: UNARY, SQR, SQRT, LOG, SIN, COS, LEAKY_RELU, XIELU, SILU_BACK
 //!
 //! `fused` has the kernels of several nodes. The families share a few modules: `walk` and
 //! `sequence` loop over elements, `f32_rows` computes with runs of elements as `f32`, `copy_raw`

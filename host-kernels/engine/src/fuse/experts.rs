@@ -111,7 +111,10 @@ fn is_by_size(op: &Op) -> bool {
 
 /// Whether a SOFT_MAX has no scale, no mask and no sinks.
 fn is_plain_soft_max(finder: &Finder<'_>, at: usize) -> bool {
-    let is_plain = matches!(finder.node(at).op, Op::SoftMax { scale, max_bias } if scale == 1.0 && max_bias == 0.0);
+    let Op::SoftMax { scale, max_bias } = finder.node(at).op else {
+        return false;
+    };
+    let is_plain = scale == 1.0 && max_bias == 0.0;
     is_plain && finder.src(at, 1).is_none() && finder.src(at, 2).is_none()
 }
 

@@ -186,8 +186,8 @@ fn socket_in_a_full_folder(setup: &Setup<'_>) -> Result<String> {
     std::fs::create_dir_all(&folder)?;
     // A file system with two inodes, one of them its root, in new user and mount namespaces.
     let script = format!(
-        "mount -t tmpfs -o nr_inodes=2 none {folder} && touch {folder}/one && exec {vgpu} serve --engine cpu --threads 1 \
-         --listen unix:{folder}/s",
+        "mount -t tmpfs -o nr_inodes=2 none {folder} && touch {folder}/one && exec {vgpu} serve \
+         --engine cpu --threads 1 --listen unix:{folder}/s",
         folder = folder.display(),
         vgpu = setup.dist.vgpu.display(),
     );

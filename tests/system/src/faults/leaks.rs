@@ -96,8 +96,8 @@ impl fmt::Display for ResourceUsage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "{:.1} MiB anonymous, {:.1} MiB shared, {} descriptors, {} mappings, {} memory files, {} \
-             threads",
+            "{:.1} MiB anonymous, {:.1} MiB shared, {} descriptors, {} mappings, {} memory files, \
+             {} threads",
             mib(self.anonymous),
             mib(self.shared),
             self.descriptors,

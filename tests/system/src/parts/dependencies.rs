@@ -127,7 +127,10 @@ mod tests {
 
     #[test]
     fn packages_are_checked_by_licence_and_source() {
-        let package = |licence: Value, source: Value| json!({"name": "some", "license": licence, "source": source});
+        let package = |licence: Value, source: Value| {
+            let name = "some";
+            json!({"name": name, "license": licence, "source": source})
+        };
         let judge = |package| judge(&package, &list(&["MIT"]));
         judge(package(json!("MIT"), Value::Null)).unwrap();
         judge(package(json!("MIT"), json!(CRATES_IO))).unwrap();

@@ -181,7 +181,8 @@ impl Booted {
     pub(crate) fn lists(&mut self, wanted: &str) -> Result<String> {
         // The files that `lspci -n` reads.
         let list = self.guest.run(
-            "cd /sys/bus/pci/devices; for d in *; do echo $d $(cat $d/class) $(cat $d/vendor):$(cat $d/device); done",
+            "cd /sys/bus/pci/devices; for d in *; do \
+             echo $d $(cat $d/class) $(cat $d/vendor):$(cat $d/device); done",
         )?;
         let list = list.good("listing devices")?;
         ensure!(
@@ -217,7 +218,8 @@ impl Booted {
         self.guest.doctor_finds(&user, "no permission for")?;
         self.guest
             .run(
-                "systemd-udevd --daemon && udevadm trigger --action=add --subsystem-match=pci && udevadm settle",
+                "systemd-udevd --daemon && udevadm trigger --action=add --subsystem-match=pci && \
+                 udevadm settle",
             )?
             .good("udev")?;
         self.guest.doctor(&user)?;
@@ -232,18 +234,20 @@ impl Booted {
         for count in 1..=kills {
             progress.note(&format!("{count} of {kills}"));
             self.guest.start(&format!(
-                "{PLUGIN} VGPU_ENDPOINT=pci llama-completion -m /vgpu/model.gguf -ngl 99 -n 400 --temp 0 -c 512 -t 2 -no-cnv \
-                 --no-warmup --ignore-eos -p '{PROMPT}' > /tmp/out 2>/tmp/err; echo $? > /tmp/status"
+                "{PLUGIN} VGPU_ENDPOINT=pci llama-completion -m /vgpu/model.gguf -ngl 99 -n 400 \
+                 --temp 0 -c 512 -t 2 -no-cnv --no-warmup --ignore-eos -p '{PROMPT}' \
+                 > /tmp/out 2>/tmp/err; echo $? > /tmp/status"
             ))?;
             // The program has begun to write.
-            let wait = "i=0; while [ $(wc -c < /tmp/out) -lt 100 ] && [ ! -e /tmp/status ] && [ $i -lt 3000 ]; do \
-                        usleep 100000; i=$((i+1)); done; wc -c < /tmp/out";
+            let wait = "i=0; while [ $(wc -c < /tmp/out) -lt 100 ] && [ ! -e /tmp/status ] \
+                        && [ $i -lt 3000 ]; do usleep 100000; i=$((i+1)); done; wc -c < /tmp/out";
             self.guest.run(wait)?.good("waiting for a generation")?;
             self.served.kill(count)?;
             let end = self
                 .guest
                 .run(
-                    "i=0; while [ ! -e /tmp/status ] && [ $i -lt 3000 ]; do usleep 100000; i=$((i+1)); done; \
+                    "i=0; while [ ! -e /tmp/status ] && [ $i -lt 3000 ]; do \
+                     usleep 100000; i=$((i+1)); done; \
                      cat /tmp/status; rm -f /tmp/status /tmp/out; grep -c lost /tmp/err",
                 )?
                 .output;

@@ -222,7 +222,7 @@ pub(super) const PLUGIN: &str = "GGML_BACKEND_PATH=/vgpu/libggml-vgpu.so";
 /// A program that generates text, up to the options for the device and the number of tokens.
 fn completion() -> String {
     format!(
-        "llama-completion -m /vgpu/model.gguf --temp 0 --seed 1 -c 512 -t 2 -no-cnv --no-warmup --ignore-eos \
-         --no-display-prompt -p \"{PROMPT}\""
+        "llama-completion -m /vgpu/model.gguf --temp 0 --seed 1 -c 512 -t 2 -no-cnv --no-warmup \
+         --ignore-eos --no-display-prompt -p \"{PROMPT}\""
     )
 }

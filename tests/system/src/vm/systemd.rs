@@ -64,7 +64,8 @@ pub(crate) fn boot_systemd(
         accelerator: prepared.qemu.accelerator(),
         kernel: &prepared.kernel.image,
         initramfs: &initramfs,
-        init: "/usr/lib/systemd/systemd systemd.getty_auto=0 systemd.firstboot=no systemd.show_status=0",
+        init: "/usr/lib/systemd/systemd systemd.getty_auto=0 systemd.firstboot=no \
+               systemd.show_status=0",
         devices: &[],
         memory: MEMORY,
     };
@@ -84,7 +85,8 @@ impl Systemd {
             .good("udevadm verify")?;
         self.guest
             .run(&format!(
-                "systemd-analyze security --no-pager --threshold={EXPOSURE} vgpu.service 2>&1 | tail -n 2; \
+                "systemd-analyze security --no-pager --threshold={EXPOSURE} vgpu.service 2>&1 \
+                 | tail -n 2; \
                  systemd-analyze security --threshold={EXPOSURE} vgpu.service >/dev/null 2>&1"
             ))?
             .good("systemd-analyze security")
@@ -95,10 +97,16 @@ impl Systemd {
     /// executor.
     pub(crate) fn service(&mut self) -> Result<String> {
         self.guest
-            .run("systemctl start vgpu && systemctl is-active vgpu && stat -c %U:%G:%a /run/vgpu/vgpu.sock")?
+            .run(
+                "systemctl start vgpu && systemctl is-active vgpu \
+                 && stat -c %U:%G:%a /run/vgpu/vgpu.sock",
+            )?
             .good("starting vgpu.service")
             .and_then(|said| {
-                ensure!(said.contains("vgpu:vgpu:660"), "not the group's socket:\n{said}");
+                ensure!(
+                    said.contains("vgpu:vgpu:660"),
+                    "not the group's socket:\n{said}"
+                );
                 Ok(())
             })?;
         let way = Way {
@@ -112,7 +120,8 @@ impl Systemd {
             .run("systemctl reload vgpu && systemctl is-active vgpu")?
             .good("reloading vgpu.service")?;
         let restarted = until(
-            "[ \"$(systemctl show -p NRestarts --value vgpu)\" = 1 ] && systemctl is-active -q vgpu",
+            "[ \"$(systemctl show -p NRestarts --value vgpu)\" = 1 ] \
+             && systemctl is-active -q vgpu",
         );
         self.guest
             .run(&format!("systemctl kill -s KILL vgpu; {restarted}"))?
@@ -130,17 +139,20 @@ impl Systemd {
         // The executor treats any client of this socket as QEMU and keeps the connection open.
         self.guest
             .run(&format!(
-                "systemctl start vgpu@vm1 && (tail -f /dev/null | socat - UNIX-CONNECT:/run/vgpu-vm1/vm.sock >/dev/null 2>&1 &) ; {}",
+                "systemctl start vgpu@vm1 && (tail -f /dev/null \
+                 | socat - UNIX-CONNECT:/run/vgpu-vm1/vm.sock >/dev/null 2>&1 &) ; {}",
                 stored("-gt 0")
             ))?
             .good("storing the connection of a virtual machine")?;
         let restarted = until(
-            "[ \"$(systemctl show -p NRestarts --value vgpu@vm1)\" = 1 ] && systemctl is-active -q vgpu@vm1",
+            "[ \"$(systemctl show -p NRestarts --value vgpu@vm1)\" = 1 ] \
+             && systemctl is-active -q vgpu@vm1",
         );
         let said = self
             .guest
             .run(&format!(
-                "systemctl kill -s KILL vgpu@vm1; {restarted}; {}; journalctl --no-pager -o cat -u vgpu@vm1",
+                "systemctl kill -s KILL vgpu@vm1; {restarted}; {}; \
+                 journalctl --no-pager -o cat -u vgpu@vm1",
                 stored("-gt 0")
             ))?
             .good("keeping the connection while the executor is restarted")?;
@@ -154,7 +166,11 @@ impl Systemd {
     /// A stopped service ends and leaves no files.
     pub(crate) fn stop(mut self) -> Result<()> {
         self.guest
-            .run("systemctl stop vgpu vgpu@vm1; systemctl is-failed vgpu vgpu@vm1; test ! -e /run/vgpu/vgpu.sock && [ \"$(systemctl show -p Result --value vgpu)\" = success ]")?
+            .run(
+                "systemctl stop vgpu vgpu@vm1; systemctl is-failed vgpu vgpu@vm1; \
+                 test ! -e /run/vgpu/vgpu.sock \
+                 && [ \"$(systemctl show -p Result --value vgpu)\" = success ]",
+            )?
             .good("stopping the services")
             .map(drop)
     }

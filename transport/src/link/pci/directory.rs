@@ -113,7 +113,8 @@ pub enum DirectoryError {
     #[error("the device has directory version {found}; this side supports version {VERSION}")]
     Version { found: u64 },
     #[error(
-        "the directory says {said} bytes in {slots} slots of {slot_size} bytes; the device's region has {mapped} bytes"
+        "the directory says {said} bytes in {slots} slots of {slot_size} bytes; the device's \
+         region has {mapped} bytes"
     )]
     Shape {
         said: u64,

@@ -51,13 +51,14 @@ pub enum PciError {
     )]
     Driver { device: String, driver: String },
     #[error(
-        "{device}: no permission for {file}; add a udev rule for the group vgpu (deploy/guest has one), or run as root",
+        "{device}: no permission for {file}; add a udev rule for the group vgpu (deploy/guest has \
+         one), or run as root",
         file = file.display()
     )]
     Permission { device: String, file: PathBuf },
     #[error(
-        "{device}: the kernel's lockdown mode (Secure Boot) forbids mapping PCI memory; turn lockdown off, or use \
-         a vsock link"
+        "{device}: the kernel's lockdown mode (Secure Boot) forbids mapping PCI memory; turn \
+         lockdown off, or use a vsock link"
     )]
     Lockdown { device: String },
     #[error("{device}: {what}: {error}")]

@@ -2,10 +2,10 @@
 //!
 //! Two devices carry the link, in one format:
 //!
-//! | device | id | window | doorbell |
-//! |---|---|---|---|
-//! | QEMU's `ivshmem-doorbell`, of any version | 1af4:1110 | BAR 2 | BAR 0 + 12: peer and vector, both 0 |
-//! | the project's own function, over vfio-user | 10de:2331, subsystem 1af4:5647, class 0302 | BAR 1 | BAR 0 + 12 |
+//! - QEMU's `ivshmem-doorbell`, of any version: id 1af4:1110. The window is BAR 2, the doorbell
+//!   is BAR 0 + 12, with peer and vector, both 0.
+//! - The project's own function, over vfio-user: id 10de:2331, subsystem 1af4:5647, class 0302. The
+//!   window is BAR 1, the doorbell is BAR 0 + 12.
 //!
 //! A virtual machine has one device, and several of its programs may open sessions. The device's
 //! memory therefore has equal parts: the first holds the [directory], and each of the others is a

@@ -27,7 +27,8 @@ pub enum TcpError {
         error: io::Error,
     },
     #[error(
-        "{host} is another machine, and this guest has no certificates: set VGPU_CERTS to a folder that `vgpu cert` has made"
+        "{host} is another machine, and this guest has no certificates: set VGPU_CERTS to a folder \
+         that `vgpu cert` has made"
     )]
     Unprotected { host: String },
     #[error("{0}")]
@@ -119,8 +120,8 @@ pub enum TcpListenError {
     #[error("{address}: {error}")]
     Bind { address: String, error: io::Error },
     #[error(
-        "{address} is reachable from other machines, and there are no certificates: create them with \
-         `vgpu cert` and pass their folder with --certs"
+        "{address} is reachable from other machines, and there are no certificates: create them \
+         with `vgpu cert` and pass their folder with --certs"
     )]
     Unprotected { address: String },
 }

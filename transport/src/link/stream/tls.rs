@@ -656,7 +656,8 @@ mod tests {
         host.authority = two_sides()[0].authority.clone();
         let error = Certificates::check(host).unwrap_err();
         assert!(
-            matches!(&error, TlsError::Own(own) if matches!(own.fault, CertificateFault::UnknownAuthority { .. })),
+            matches!(&error, TlsError::Own(own)
+                if matches!(own.fault, CertificateFault::UnknownAuthority { .. })),
             "{error}"
         );
     }

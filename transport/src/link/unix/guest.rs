@@ -32,9 +32,15 @@ pub enum UnixConnectError {
         path = path.display()
     )]
     NoSuchFile { path: PathBuf },
-    #[error("{path}: no process listens on this socket; the executor has ended", path = path.display())]
+    #[error(
+        "{path}: no process listens on this socket; the executor has ended",
+        path = path.display()
+    )]
     Refused { path: PathBuf },
-    #[error("{path}: no permission to open this socket (its owner and group may open it)", path = path.display())]
+    #[error(
+        "{path}: no permission to open this socket (its owner and group may open it)",
+        path = path.display()
+    )]
     Permission { path: PathBuf },
     #[error("{path}: not the socket of a vgpu executor: {cause}", path = path.display())]
     NotVgpu {
@@ -43,7 +49,10 @@ pub enum UnixConnectError {
     },
     #[error("{path}: no answer within {ms} ms", path = path.display())]
     Timeout { path: PathBuf, ms: u128 },
-    #[error("{path}: the executor supports window layout {theirs}, this guest supports {ours}", path = path.display())]
+    #[error(
+        "{path}: the executor supports window layout {theirs}, this guest supports {ours}",
+        path = path.display()
+    )]
     OtherLayout {
         path: PathBuf,
         ours: u64,

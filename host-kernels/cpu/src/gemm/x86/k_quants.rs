@@ -110,8 +110,9 @@ unsafe fn rows<S: BlockSimd, B: SuperBlockKernel>(call: &GemmArgs) {
 #[inline(always)]
 unsafe fn prepare<S: BlockSimd, B: SuperBlockKernel>(x: *const u8, column: *mut Column) {
     // SAFETY: `x` is readable for a block of Q8_K: its scale, eight sub-blocks of 32 quants from
-    // `X_QUANTS` on, as `S::order` is below 8, and 16 sums from `X_SUMS` on. `i < 8`, so each sub-block
-    // is written inside the 256 quants of `column`, which is valid and accessed by no one else.
+    // `X_QUANTS` on, as `S::order` is below 8, and 16 sums from `X_SUMS` on. `i < 8`, so each
+    // sub-block is written inside the 256 quants of `column`, which is valid and accessed by no one
+    // else.
     unsafe {
         let column = &mut *column;
         column.d = x.cast::<f32>().read_unaligned();
@@ -284,11 +285,11 @@ impl<S: BlockSimd, B: SuperBlockKernel> Panel<S> for KQuantPanel<S, B> {
     unsafe fn unpack(&mut self, call: &GemmArgs, row: usize, start: usize, _: usize) {
         let height = S::PANEL * S::LANES;
         // SAFETY: `call.row` returns a row of the call, readable for `call.k > start` weights, so
-        // block `start / 256` is. `r < height <= 32`, the rows of each array. A sub-block is below 8,
-        // so its 32 bytes are inside the 256 of a row; two vectors of scales, or one of minimums,
-        // are inside the 64 bytes of theirs. `interleave` reads `height` such rows and writes 64
-        // words of quants, at most 16 of scales and of minimums, each of `height` rows. The
-        // contract of `Panel` includes the instructions of `S`.
+        // block `start / 256` is. `r < height <= 32`, the rows of each array. A sub-block is below
+        // 8, so its 32 bytes are inside the 256 of a row; two vectors of scales, or one of
+        // minimums, are inside the 64 bytes of theirs. `interleave` reads `height` such rows and
+        // writes 64 words of quants, at most 16 of scales and of minimums, each of `height` rows.
+        // The contract of `Panel` includes the instructions of `S`.
         unsafe {
             for r in 0..height {
                 let from = call.row(row + r);

@@ -65,8 +65,8 @@ const _: () = assert!(
         && offset_of!(BlockQ5K, dmin) == offset_of!(BlockQ5K, d) + 2
 );
 
-/// The order of sub-blocks of 32 elements if 64 bytes of nibbles of Q4_K and Q5_K are decoded at once:
-/// the low nibbles, then the high nibbles.
+/// The order of sub-blocks of 32 elements if 64 bytes of nibbles of Q4_K and Q5_K are decoded at
+/// once: the low nibbles, then the high nibbles.
 const NIBBLE_ORDER: [usize; 8] = [0, 2, 1, 3, 4, 6, 5, 7];
 
 impl SuperBlockKernel for BlockQ4K {
@@ -133,8 +133,8 @@ impl SuperBlockKernel for BlockQ5K {
         unsafe {
             let (low, fifth) = (_mm256_set1_epi8(15), _mm256_set1_epi8(16));
             let qh = _mm256_loadu_si256(block.add(offset_of!(Self, qh)).cast());
-            // Bit `j` of a byte belongs to sub-block `j`. The bit is shifted to bit 4, and the other
-            // bits of the 16-bit shift are masked.
+            // Bit `j` of a byte belongs to sub-block `j`. The bit is shifted to bit 4, and the
+            // other bits of the 16-bit shift are masked.
             let fifths = [
                 _mm256_slli_epi16(qh, 4),
                 _mm256_slli_epi16(qh, 3),

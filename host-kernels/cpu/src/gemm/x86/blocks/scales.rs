@@ -15,7 +15,11 @@ use crate::simd::register_fns;
 fn in_integers(mut bits: u64) -> i64 {
     // SAFETY: the assembly is a comment: it has no instruction and changes no register.
     unsafe {
-        std::arch::asm!("/* {0} */", inout(reg) bits, options(pure, nomem, nostack, preserves_flags));
+        std::arch::asm!(
+            "/* {0} */",
+            inout(reg) bits,
+            options(pure, nomem, nostack, preserves_flags)
+        );
     }
     bits as i64
 }
