@@ -189,8 +189,8 @@ mod tests {
         expm1(2.0) = |x| x.exp_m1();
         ln(1.5) = |x| x.ln();
         sigmoid(2.5) = |x| {
-            let exp = (-x).exp();
-            if exp > f64::from(f32::MAX) { 0.0 } else { 1.0 / (1.0 + exp) }
+            let inverse = (-x).exp();
+            if inverse > f64::from(f32::MAX) { 0.0 } else { 1.0 / (1.0 + inverse) }
         };
         tanh(2.5) = |x| x.tanh();
         erf(2.0) = |x| erf_series(x);

@@ -6,6 +6,7 @@
 //! that most tests run on.
 
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use anyhow::{Context as _, Result, bail, ensure};
 
@@ -202,6 +203,34 @@ pub const READ: &[Release] = &[
         sha256: "c2efd06791c2b151c2c130219f249a40904a260fa0afbba818366e05af7c5aaa",
     },
 ];
+
+/// How many archives are fetched at once: most of the time is the registry's.
+const FETCHED_AT_ONCE: usize = 4;
+
+/// Fetches the sources of every release of [`RELEASES`] and [`READ`].
+///
+/// # Errors
+/// If the sources of one cannot be fetched, or are those of another release.
+pub fn fetch_sources(cache: &Cache) -> Result<()> {
+    let all: Vec<&Release> = RELEASES.iter().chain(READ).collect();
+    let next = AtomicUsize::new(0);
+    let fetch = || -> Result<()> {
+        while let Some(release) = all.get(next.fetch_add(1, Ordering::Relaxed)) {
+            release.source(cache)?;
+        }
+        Ok(())
+    };
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = { 0..FETCHED_AT_ONCE }.map(|_| scope.spawn(fetch)).collect();
+        let ended = threads.into_iter().map(|thread| thread.join());
+        // All threads are joined before the first error is returned.
+        let ended: Vec<_> = ended.collect();
+        ended.into_iter().try_for_each(|ended| match ended {
+            Ok(result) => result,
+            Err(panic) => std::panic::resume_unwind(panic),
+        })
+    })
+}
 
 /// Whether `text` names a release that the tests build: a number (`0.24.0`, all builds that have
 /// it) or a build (`b11076`).

@@ -17,6 +17,7 @@ use xtask_common::op_params::{Build, TABLE, Table};
 /// # Errors
 /// If sources cannot be fetched or read, the table differs, or a change is not detected.
 pub(crate) fn check(cache: &Cache) -> Result<String> {
+    ggml_releases::fetch_sources(cache)?;
     let mut builds = Vec::new();
     for release in RELEASES.iter().chain(READ) {
         builds.push(Build::read(&release.source(cache)?.join("ggml"))?);

@@ -22,9 +22,7 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
         packages::libclang(tests.cache)?;
         llama::newest_ops(tests.cache)?;
         ggml_releases::RELEASES[0].ops(tests.cache)?;
-        for release in ggml_releases::RELEASES.iter().chain(ggml_releases::READ) {
-            release.source(tests.cache)?;
-        }
+        ggml_releases::fetch_sources(tests.cache)?;
         llama::build(tests.cache, llama::Stage::Ops)
     });
     if ready.is_none() {
