@@ -240,29 +240,45 @@ fn environment_variables_are_printed_without_a_service() {
 
 #[test]
 fn unsupported_ggml_is_refused() {
-    for (name, defines, words) in [
+    const NEWER: &str = ": install a newer ggml-vgpu, or, if there is none, add this release as \
+                         CONTRIBUTING.md says under Extend\n";
+    for (name, defines, words, end) in [
         (
             "old",
             &["-DVERSION=\"0.19.1\""][..],
             "is ggml 0.19.1; ggml-vgpu 1 (test) works with 0.20-0.25",
+            ": update the program\n",
         ),
-        ("new", &["-DVERSION=\"0.27.0\""], "is ggml 0.27.0"),
+        (
+            "new",
+            &["-DVERSION=\"0.27.0\""],
+            "is ggml 0.27.0; ggml",
+            NEWER,
+        ),
         (
             "build",
             &["-DVERSION=\"0.26.0\""],
             "is ggml 0.26.0 of a later build, without `ggml_backend_buft_alloc_buffer_n`; \
              ggml-vgpu",
+            NEWER,
         ),
-        ("odd", &["-DVERSION=\"unknown\""], "is ggml unknown"),
+        (
+            "odd",
+            &["-DVERSION=\"unknown\""],
+            "is ggml unknown; ggml",
+            "0.26 (API 3)\n",
+        ),
         (
             "part",
             &["-DVERSION=\"0.21.0\"", "-DINCOMPLETE"],
-            "lacks ggml_glu_op_name, which the plugin calls",
+            "lacks ggml_glu_op_name",
+            ", which the plugin calls\n",
         ),
     ] {
         let machine = Machine::with_ggml(name, defines);
         let text = machine.refused("install", &[]);
         assert!(text.contains(words), "{text}");
+        assert!(text.ends_with(end), "{text}");
     }
 }
 

@@ -4,10 +4,10 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Context as _, Result, anyhow, bail, ensure};
 
 use super::elf::{Library, PLUGIN};
-use super::stamp::{Stamp, V3_SYMBOL};
+use super::stamp::{Stamp, Unsupported, V3_SYMBOL};
 
 /// Library folders of the usual Ollama packages.
 const PLACES: [&str; 3] = [
@@ -103,16 +103,18 @@ impl Ollama {
                 .returned_string("ggml_version")
                 .context("the version of Ollama's ggml cannot be read")?;
             let has_v3_symbol = ggml.exports(V3_SYMBOL);
-            let api = stamp.api_of(&version, has_v3_symbol).with_context(|| {
-                // Only the function can be missing if the number is supported.
-                let build = match stamp.api_of(&version, true) {
-                    Some(_) => format!(" of a later build, without `{V3_SYMBOL}`"),
-                    None => String::new(),
+            let api = stamp.api_of(&version, has_v3_symbol).map_err(|reason| {
+                let build = match reason {
+                    Unsupported::TooNewBuild => {
+                        format!(" of a later build, without `{V3_SYMBOL}`")
+                    }
+                    _ => String::new(),
                 };
-                format!(
-                    "{path} is ggml {version}{build}; {stamp} works with {}. Install a plugin for \
-                     that release",
-                    stamp.ggml
+                let remedy = reason.remedy().map(|remedy| format!(": {remedy}"));
+                anyhow!(
+                    "{path} is ggml {version}{build}; {stamp} works with {}{}",
+                    stamp.ggml,
+                    remedy.unwrap_or_default()
                 )
             })?;
             let missing = stamp.missing_from(&ggml);

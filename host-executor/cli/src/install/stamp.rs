@@ -39,6 +39,32 @@ struct Series {
 /// Major and minor number.
 type Version = (u32, u32);
 
+/// Why a plugin does not work with a build of ggml.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Unsupported {
+    /// `ggml_version()` is no version number.
+    Unreadable,
+    TooOld,
+    TooNew,
+    /// The number is supported, and the interface of the build is newer.
+    TooNewBuild,
+}
+
+impl Unsupported {
+    /// What helps. The line of a plugin that refuses a ggml ends with the same words
+    /// (`vendor/src/versions.rs`).
+    pub(crate) fn remedy(self) -> Option<&'static str> {
+        match self {
+            Unsupported::Unreadable => None,
+            Unsupported::TooOld => Some("update the program"),
+            Unsupported::TooNew | Unsupported::TooNewBuild => Some(
+                "install a newer ggml-vgpu, or, if there is none, add this release as \
+                 CONTRIBUTING.md says under Extend",
+            ),
+        }
+    }
+}
+
 impl Stamp {
     /// Reads the stamp of the plugin `library`.
     pub(crate) fn of(library: &Library) -> Result<Stamp> {
@@ -84,20 +110,24 @@ impl Stamp {
         })
     }
 
-    /// The API version of a build of ggml whose `ggml_version()` is `version`, if the plugin
-    /// supports it. `has_v3_symbol`: whether the build exports [`V3_SYMBOL`]. The plugin decides
-    /// the same way.
-    pub(crate) fn api_of(&self, version: &str, has_v3_symbol: bool) -> Option<u32> {
-        let version = parse_version(version)?;
-        let series = self
-            .series
-            .iter()
-            .find(|s| s.first <= version && version <= s.last)?;
+    /// The API version of a build of ggml whose `ggml_version()` is `version`. `has_v3_symbol`:
+    /// whether the build exports [`V3_SYMBOL`]. The plugin decides the same way.
+    ///
+    /// # Errors
+    /// If the plugin does not support the build.
+    pub(crate) fn api_of(&self, version: &str, has_v3_symbol: bool) -> Result<u32, Unsupported> {
+        let version = parse_version(version).ok_or(Unsupported::Unreadable)?;
+        let is_old = self.series.iter().all(|series| version < series.first);
+        let series = { self.series.iter() }
+            .find(|series| series.first <= version && version <= series.last)
+            .ok_or(match is_old {
+                true => Unsupported::TooOld,
+                false => Unsupported::TooNew,
+            })?;
         match (series.api, has_v3_symbol) {
-            (2, true) => Some(3),
-            (3, false) => None,
-
-            (api, _) => Some(api),
+            (2, true) => Ok(3),
+            (3, false) => Err(Unsupported::TooNewBuild),
+            (api, _) => Ok(api),
         }
     }
 
@@ -149,19 +179,34 @@ mod tests {
         let stamp = Stamp::parse(LINE, "ggml_version ggml_op_name").expect("a stamp");
         assert_eq!(stamp.to_string(), "ggml-vgpu 0.1.0 (v1-3-gabc)");
         for (version, has_v3_symbol, api) in [
-            ("0.19.9", false, None),
-            ("0.20.2", false, Some(2)),
-            ("0.25.3-dirty", false, Some(2)),
-            ("0.25.3", true, Some(3)),
-            ("0.26.0", true, Some(3)),
-            ("0.26.0", false, None),
-            ("0.27.0", true, None),
-            ("0.27.0", false, None),
-            ("1.0.0", false, None),
-            ("unknown", false, None),
+            ("0.19.9", false, Err(Unsupported::TooOld)),
+            ("0.20.2", false, Ok(2)),
+            ("0.25.3-dirty", false, Ok(2)),
+            ("0.25.3", true, Ok(3)),
+            ("0.26.0", true, Ok(3)),
+            ("0.26.0", false, Err(Unsupported::TooNewBuild)),
+            ("0.27.0", true, Err(Unsupported::TooNew)),
+            ("0.27.0", false, Err(Unsupported::TooNew)),
+            ("1.0.0", false, Err(Unsupported::TooNew)),
+            ("unknown", false, Err(Unsupported::Unreadable)),
         ] {
             let found = stamp.api_of(version, has_v3_symbol);
             assert_eq!(found, api, "{version} {has_v3_symbol}");
+        }
+    }
+
+    #[test]
+    fn remedies_are_those_of_the_plugin() {
+        let plugin = include_str!("../../../../vendor/src/versions.rs");
+        let words: Vec<&str> = plugin.split_whitespace().filter(|w| *w != "\\").collect();
+        let plugin = words.join(" ");
+        for reason in [
+            Unsupported::TooOld,
+            Unsupported::TooNew,
+            Unsupported::TooNewBuild,
+        ] {
+            let remedy = reason.remedy().expect("a remedy");
+            assert!(plugin.contains(&format!(": {remedy}\"")), "{remedy}");
         }
     }
 
