@@ -308,6 +308,46 @@ mod tests {
         }
     }
 
+    /// The pages that name the range of supported releases in a sentence.
+    const PAGES: [(&str, &str); 5] = [
+        ("README.md", include_str!("../../README.md")),
+        ("docs/install.md", include_str!("../../docs/install.md")),
+        (
+            "docs/ggml-engine.md",
+            include_str!("../../docs/ggml-engine.md"),
+        ),
+        (
+            "docs/ggml-versions.md",
+            include_str!("../../docs/ggml-versions.md"),
+        ),
+        ("docs/programs.md", include_str!("../../docs/programs.md")),
+    ];
+
+    /// The pages that do not say that the releases from `first` up to and without `end` are
+    /// supported, or say so of others.
+    fn pages_without(first: Version, end: Version) -> Vec<&'static str> {
+        let (before, last) = (
+            format!("ggml {first} to "),
+            Version::new(end.major, end.minor - 1),
+        );
+        let is_wrong = |text: &str| {
+            let named: Vec<Option<Version>> = { text.split(&before).skip(1) }
+                .map(Version::parse)
+                .collect();
+            named.is_empty() || named.iter().any(|named| *named != Some(last))
+        };
+        let pages = PAGES.iter().filter(|(_, text)| is_wrong(text));
+        pages.map(|(name, _)| *name).collect()
+    }
+
+    #[test]
+    fn pages_name_the_range_of_the_table() {
+        let (first, _) = SERIES[0];
+        assert_eq!(pages_without(first, END), [""; 0]);
+        let later = Version::new(END.major, END.minor + 1);
+        assert_eq!(pages_without(first, later), PAGES.map(|(name, _)| name));
+    }
+
     /// The first column of the table of whole runs, as series.
     fn tested(table: &str) -> Vec<Version> {
         let rows = table.lines().skip(1);
