@@ -27,8 +27,8 @@ const GGML_0_26: &str = "llama-cpp-sys-2-0.1.161/llama.cpp/ggml";
 
 // ---- layouts ----
 
-/// Builds before b10760 (0.22.0; b10644 has the same number) do not have the parameter of a function
-/// that the plugin does not provide.
+/// Builds before b10760 (0.22.0, as b10644 before it) do not have the parameter of a function that
+/// the plugin does not provide.
 const OPTIMIZE: [&str; 3] = [
     "STRUCT(ggml_backend_graph_optimize_params)",
     "FIELD(ggml_backend_graph_optimize_params, ",

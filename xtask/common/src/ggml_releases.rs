@@ -130,9 +130,9 @@ pub const RELEASES: &[Release] = &[
     },
 ];
 
-/// Further builds, oldest first, whose sources are compared with what the plugin knows, and which no
-/// test builds. Each shows a number, or a difference under one number, that no other build shows.
-/// No build of the registry says 0.25.2: b11160 is the last before that release.
+/// Further builds, oldest first, whose sources are compared with what the plugin knows, and which
+/// no test builds. Each shows a number, or a difference under one number, that no other build
+/// shows. No build of the registry says 0.25.2: b11160 is the last before that release.
 pub const READ: &[Release] = &[
     Release {
         version: "0.20.0",
