@@ -2,7 +2,7 @@
 //! scores of one key and as many rows as it has lanes, so no operation crosses lanes.
 
 use super::mask::{Visible, shaped};
-use super::state::{Attention, Block, LINE_FLOATS, Sums, Workspace};
+use super::state::{Attention, LINE_FLOATS, QueryBlock, Sums, Workspace};
 use crate::gemm_rows::GemmRows;
 use crate::simd::{PtrTask, Simd, Task, Transpose, chunks, dispatch, dispatch_ptr};
 
@@ -12,7 +12,7 @@ impl Attention {
     ///
     /// # Safety
     /// `space` is the workspace of this operator and this worker.
-    pub(super) unsafe fn read_queries_by_key(&self, block: Block, space: &Workspace) {
+    pub(super) unsafe fn read_queries_by_key(&self, block: QueryBlock, space: &Workspace) {
         let (n, rows) = (self.k.ne[0], self.block_rows());
         let padded = n.next_multiple_of(LINE_FLOATS);
         for first in (0..rows).step_by(LINE_FLOATS) {
@@ -64,7 +64,7 @@ impl Attention {
     /// this worker, with the queries of the block.
     pub(super) unsafe fn weights_by_key(
         &self,
-        block: Block,
+        block: QueryBlock,
         first: usize,
         keys: usize,
         visible: Visible,
@@ -141,7 +141,7 @@ impl PtrTask for Scaled {
 /// Computes the weights of a tile from its scores, stored by key and already scaled.
 struct WeightsByKey<'a, 'b> {
     attention: &'a Attention,
-    block: Block,
+    block: QueryBlock,
     keys: usize,
     scores: &'a mut [f32],
     /// For each key, the mask of [`Attention::mask_lanes`] rows, which repeats for the other rows.

@@ -1,7 +1,7 @@
 //! Scores stored by row: a tile of keys for each query. Keys are multiplied in their own type.
 
 use super::mask::{Visible, shaped};
-use super::state::{Attention, Block, Sums, TILE_KEYS, Workspace};
+use super::state::{Attention, QueryBlock, Sums, TILE_KEYS, Workspace};
 use crate::gemm::GemmArgs;
 use crate::simd::{Simd, Task, chunks, dispatch};
 
@@ -10,7 +10,7 @@ impl Attention {
     ///
     /// # Safety
     /// `space` is the workspace of this operator and this worker.
-    pub(super) unsafe fn read_queries_by_row(&self, block: Block, space: &Workspace) {
+    pub(super) unsafe fn read_queries_by_row(&self, block: QueryBlock, space: &Workspace) {
         for (row, token, head) in block.queries() {
             let query = self.q.row_ptr([token, head, block.sequence]).cast::<f32>();
             // SAFETY: by the check of FLASH_ATTN_EXT, a query is a dense row of `k.ne[0]` floats, a
@@ -30,7 +30,7 @@ impl Attention {
     /// this worker, with the queries of the block.
     pub(super) unsafe fn weights_by_row(
         &self,
-        block: Block,
+        block: QueryBlock,
         first: usize,
         keys: usize,
         visible: Visible,
@@ -73,7 +73,7 @@ impl Attention {
 /// Computes the weights of a tile from its scores, stored by row.
 struct WeightsByRow<'a, 'b> {
     attention: &'a Attention,
-    block: Block,
+    block: QueryBlock,
     keys: usize,
     plain: bool,
     scores: &'a mut [f32],

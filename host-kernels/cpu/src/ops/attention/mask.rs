@@ -1,6 +1,6 @@
 //! The keys of a tile that the mask does not hide, and the mask of the tile as floats.
 
-use super::state::{Attention, Block, TILE_KEYS, Workspace};
+use super::state::{Attention, QueryBlock, TILE_KEYS, Workspace};
 use crate::formats::{Format, Type};
 use crate::simd::{Lanes, Simd, Transpose};
 use crate::view::View;
@@ -34,7 +34,7 @@ impl Attention {
     ///
     /// # Safety
     /// `first + keys` is at most the number of keys, and `keys <= TILE_KEYS`.
-    pub(super) unsafe fn visible(&self, block: Block, first: usize, keys: usize) -> Visible {
+    pub(super) unsafe fn visible(&self, block: QueryBlock, first: usize, keys: usize) -> Visible {
         let Some(mask) = self.mask else {
             return Visible {
                 live: u64::MAX >> (64 - keys),
@@ -78,7 +78,7 @@ impl Attention {
     }
 
     /// The row of the mask for a token and a head of a block.
-    fn mask_row(&self, mask: View, block: Block, token: usize, head: usize) -> *const u16 {
+    fn mask_row(&self, mask: View, block: QueryBlock, token: usize, head: usize) -> *const u16 {
         let index = [
             block.first_token + token,
             (block.first_head + head) % mask.ne[2],
@@ -95,7 +95,7 @@ impl Attention {
     /// workspace of this operator and this worker.
     pub(super) unsafe fn read_mask_by_row(
         &self,
-        block: Block,
+        block: QueryBlock,
         first: usize,
         keys: usize,
         space: &Workspace,
@@ -121,7 +121,7 @@ impl Attention {
     /// As [`Attention::read_mask_by_row`].
     pub(super) unsafe fn read_mask_by_key(
         &self,
-        block: Block,
+        block: QueryBlock,
         first: usize,
         keys: usize,
         space: &Workspace,
@@ -158,7 +158,7 @@ impl Attention {
     /// `to < block_rows()`.
     unsafe fn read_mask_row(
         &self,
-        block: Block,
+        block: QueryBlock,
         [token, head]: [usize; 2],
         [first, keys]: [usize; 2],
         space: &Workspace,

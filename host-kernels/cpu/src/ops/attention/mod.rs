@@ -29,7 +29,7 @@ use crate::gemm::MatmulKernel;
 use crate::gemm_rows::{GemmRows, TILE_RESULTS};
 use crate::kernel::{Compiled, Estimate, Kernel};
 use crate::operands::Operands;
-use state::{Attention, Block, Sums, TILE_KEYS, Workspace};
+use state::{Attention, QueryBlock, Sums, TILE_KEYS, Workspace};
 use vgpu_engine::EngineError;
 
 /// The type combinations that this family runs.
@@ -154,7 +154,7 @@ impl Attention {
     /// the weights of these keys.
     unsafe fn add_values(
         &self,
-        block: Block,
+        block: QueryBlock,
         first: usize,
         keys: usize,
         live: u64,
@@ -237,7 +237,7 @@ impl Attention {
     /// # Safety
     /// `scratch` must be the scratch memory of this operator, and no other thread may compute
     /// `block` meanwhile.
-    unsafe fn finish(&self, scratch: *mut u8, block: Block, sums: &mut Sums<'_>) {
+    unsafe fn finish(&self, scratch: *mut u8, block: QueryBlock, sums: &mut Sums<'_>) {
         let strides = self.output.strides();
         for (r, token, head) in block.queries() {
             if let Some(sinks) = self.sinks {

@@ -116,7 +116,7 @@ impl Cut {
 
 /// The rows of a block: adjacent tokens of adjacent heads of a group, tokens innermost.
 #[derive(Clone, Copy)]
-pub(super) struct Block {
+pub(super) struct QueryBlock {
     pub(super) first_token: usize,
     pub(super) tokens: usize,
     /// Rows from one head to the next: by key, the tokens of a full block.
@@ -126,7 +126,7 @@ pub(super) struct Block {
     pub(super) sequence: usize,
 }
 
-impl Block {
+impl QueryBlock {
     /// Rows, including rows that pad a head.
     pub(super) fn rows(self) -> usize {
         self.heads * self.pitch
@@ -256,14 +256,14 @@ impl Attention {
         self.lengths().into_iter().product()
     }
 
-    pub(super) fn block(&self, index: usize) -> Block {
+    pub(super) fn block(&self, index: usize) -> QueryBlock {
         let [of_tokens, of_heads, groups, sequences] = self.lengths();
         let (others, head) = (index / of_heads, index % of_heads * self.cut.heads);
         // With a causal mask, the last tokens see the most keys. The blocks of the last tokens come
         // first, so that the last blocks are short and threads finish at about the same time.
         let token = (of_tokens - 1 - others / groups / sequences) * self.cut.tokens;
         let tokens = self.cut.tokens.min(self.q.ne[1] - token);
-        Block {
+        QueryBlock {
             first_token: token,
             tokens,
             pitch: if self.by_key { self.cut.tokens } else { tokens },
@@ -342,7 +342,7 @@ impl Attention {
     }
 
     /// The indices in dimensions 2 and 3 of the keys (or values) that a block sees.
-    pub(super) fn shared(&self, block: Block, x: &View) -> [usize; 2] {
+    pub(super) fn shared(&self, block: QueryBlock, x: &View) -> [usize; 2] {
         [
             block.first_head / (self.q.ne[2] / x.ne[2]),
             block.sequence / (self.q.ne[3] / x.ne[3]),
