@@ -1,13 +1,9 @@
 //! What a shared library tells the dynamic linker.
-//!
-//! `host-executor/cli/src/install/elf.rs` reads libraries too, and says why no code is shared.
 
 use std::path::Path;
 
-use anyhow::{Context as _, Result, ensure};
-use object::read::elf::ElfFile64;
-use object::read::{ExportFlags, ExportTarget};
-use object::{Object as _, elf};
+use anyhow::{Result, ensure};
+use vgpu_elf::{ElfError, Library};
 
 /// The parts of a library that a dynamic linker acts on.
 #[derive(Debug, PartialEq, Eq)]
@@ -28,59 +24,15 @@ impl ElfLibrary {
     /// Reads the library at `path`.
     ///
     /// # Errors
-    /// If the file cannot be read, or is no 64-bit ELF file with a dynamic section.
-    pub fn read(path: &Path) -> Result<ElfLibrary> {
-        let data = std::fs::read(path).with_context(|| format!("reading {}", path.display()))?;
-        ElfLibrary::parse(&data).with_context(|| format!("reading {} as ELF", path.display()))
-    }
-
-    fn parse(data: &[u8]) -> Result<ElfLibrary> {
-        let file = ElfFile64::<object::Endianness>::parse(data)?;
-        let endian = file.endian();
-        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-
-        let dynamic = file.elf_dynamic_table()?;
-        ensure!(!dynamic.is_empty(), "it has no dynamic section");
-        let soname = dynamic.iter().find(|entry| entry.tag == elf::DT_SONAME);
-        let soname = soname.map(|entry| dynamic.string(entry)).transpose()?;
-        let needed = { file.import_libraries()? }
-            .map(|library| Ok(text(library?.name())))
-            .collect::<Result<_>>()?;
-
-        let mut exports = Vec::new();
-        for export in file.exports()? {
-            let export = export?;
-            let ExportFlags::Elf { st_other, .. } = export.flags() else {
-                continue;
-            };
-            let visible = matches!(st_other.visibility(), elf::STV_DEFAULT | elf::STV_PROTECTED);
-            // Absolute symbols are the names of symbol versions.
-            let absolute = matches!(export.target(), ExportTarget::Absolute { .. });
-            if let Some(name) = export.name().into_name()
-                && visible
-                && !absolute
-            {
-                exports.push(text(name));
-            }
-        }
-        exports.sort();
-        let sections = file.elf_section_table();
-        let mut versions = Vec::new();
-        if let Some((mut files, names)) = sections.gnu_verneed(endian, data)? {
-            let names = sections.strings(endian, data, names)?;
-            while let Some((_, mut needed)) = files.next()? {
-                while let Some(version) = needed.next()? {
-                    versions.push(text(version.name(endian, names)?));
-                }
-            }
-        }
-        let has_symbol_table = !file.elf_symbol_table().is_empty();
+    /// As [`Library::read`], and if a list of the library is malformed.
+    pub fn read(path: &Path) -> Result<ElfLibrary, ElfError> {
+        let library = Library::read(path)?;
         Ok(ElfLibrary {
-            soname: soname.map(text),
-            needed,
-            exports,
-            versions,
-            has_symbol_table,
+            soname: library.soname().map(str::to_owned),
+            needed: library.needed()?,
+            exports: library.visible_exports().map(str::to_owned).collect(),
+            versions: library.versions()?,
+            has_symbol_table: library.has_symbol_table()?,
         })
     }
 
@@ -181,33 +133,6 @@ mod tests {
     }
 
     #[test]
-    fn a_real_library_is_read() {
-        // The C library is mapped into this very process; its path is in the kernel's list.
-        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
-        let libc = maps
-            .lines()
-            .filter_map(|line| line.split_whitespace().last())
-            .find(|path| path.contains("/libc.so") || path.contains("/libc-"))
-            .expect("the test program is linked to libc");
-        let library = ElfLibrary::read(Path::new(libc)).unwrap();
-        assert_eq!(library.soname.as_deref(), Some("libc.so.6"));
-        assert!(
-            library
-                .needed
-                .iter()
-                .any(|name| name.starts_with("ld-linux")),
-            "{library:?}"
-        );
-        assert!(library.exports.iter().any(|name| name == "malloc"));
-        assert!(
-            !library
-                .exports
-                .iter()
-                .any(|name| name == "__libc_early_init_hidden")
-        );
-    }
-
-    #[test]
     fn newest_required_glibc_version_is_reported() {
         assert_eq!(plugin().glibc(), Some((2, 17)));
         let own = ElfLibrary::read(&std::env::current_exe().unwrap()).unwrap();
@@ -215,10 +140,5 @@ mod tests {
             own.glibc().is_some_and(|version| version >= (2, 2)),
             "{own:?}"
         );
-    }
-
-    #[test]
-    fn non_elf_file_is_an_error() {
-        assert!(ElfLibrary::parse(b"#!/bin/sh\n").is_err());
     }
 }

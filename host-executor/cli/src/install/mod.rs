@@ -4,7 +4,6 @@
 //! environment names its folder. An installation therefore consists of two files: the plugin, and a
 //! drop-in with the environment for Ollama's systemd service. No file of Ollama is changed.
 
-mod elf;
 mod files;
 mod ollama;
 mod stamp;
@@ -14,12 +13,12 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result, anyhow, bail, ensure};
 use clap::Parser;
+use vgpu_elf::Library;
 use vgpu_transport::link::Endpoint;
 
-use elf::{Library, PLUGIN};
 use files::{Change, Lock};
 use ollama::Ollama;
-use stamp::Stamp;
+use stamp::{PLUGIN, Stamp};
 
 /// The drop-in's file name, and its first line, which identifies it.
 const DROP_IN: &str = "vgpu.conf";

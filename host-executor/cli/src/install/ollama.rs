@@ -5,9 +5,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result, anyhow, bail, ensure};
+use vgpu_elf::Library;
 
-use super::elf::{Library, PLUGIN};
-use super::stamp::{Stamp, Unsupported, V3_SYMBOL};
+use super::stamp::{PLUGIN, Stamp, Unsupported, V3_SYMBOL};
 
 /// Library folders of the usual Ollama packages.
 const PLACES: [&str; 3] = [

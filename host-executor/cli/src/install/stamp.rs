@@ -3,9 +3,10 @@
 use std::fmt;
 
 use anyhow::{Context as _, Result, ensure};
+use vgpu_elf::Library;
 
-use super::elf::Library;
-
+/// The plugin's file name.
+pub(super) const PLUGIN: &str = "libggml-vgpu.so";
 /// The SONAME of the plugin.
 const SONAME: &str = "libggml-vgpu.so";
 /// The prefixes of the stamp's two lines. The plugin's `abi/stamp.rs` writes the lines.
