@@ -14,6 +14,7 @@
 //! Processes cannot share a device turn by turn. Each guest therefore has a part of the memory, and
 //! the kernel's scheduler divides processor time: weights become nice levels (`partition`).
 
+mod admission;
 mod aggregate;
 mod certificates;
 mod dump;
@@ -23,15 +24,19 @@ mod partition;
 mod printable;
 mod process;
 mod query;
+mod report_rate_limit;
 mod state;
 mod supervisor;
 mod totals;
+mod vm_process;
 mod worker;
+mod worker_process;
 
 #[cfg(test)]
 mod hostile_tests;
 
 pub use partition::{Partition, Resources};
 pub use state::{MakeCommand, MakeMachine};
-pub use supervisor::{StartVmError, Supervisor, SupervisorHealth};
+pub use supervisor::{Supervisor, SupervisorHealth};
+pub use vm_process::StartVmError;
 pub use worker::{serve, take_socket};

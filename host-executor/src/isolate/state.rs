@@ -171,6 +171,14 @@ impl Shared {
         self.processes.try_lock()
     }
 
+    /// Makes all that wait for `changed` check their conditions again.
+    pub(super) fn wake_waiters(&self) {
+        // Under the lock: a thread between its check and its wait would miss the notification.
+        let processes = self.processes();
+        self.changed.notify_all();
+        drop(processes);
+    }
+
     /// A number that no session and no process of this supervisor has had.
     pub(super) fn new_id(&self) -> u64 {
         self.last_id.fetch_add(1, Ordering::Relaxed) + 1

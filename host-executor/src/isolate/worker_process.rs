@@ -1,0 +1,190 @@
+//! The process of a worker, as its supervisor sees it: start, reports, end.
+#![forbid(unsafe_code)]
+
+use std::io;
+use std::process::{Child, Stdio};
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use tracing::{error, info};
+
+use super::ipc::{Command, IpcSocket, ReceiveOutcome, Rejection, WorkerReport};
+use super::log_pipe::LogPipe;
+use super::process::{ExitReason, spawn, wait_or_kill};
+use super::report_rate_limit::ReportRateLimit;
+use super::state::{Processes, Shared, UnassignedProgram, Worker};
+use crate::peer::Peer;
+
+/// Starts a worker, whose first program is `session`.
+pub(super) fn start(
+    shared: &Arc<Shared>,
+    processes: &mut Processes,
+    session: u64,
+    guest: Option<String>,
+    rejection: Option<Rejection>,
+    program: UnassignedProgram,
+) -> io::Result<()> {
+    let (ipc, theirs) = IpcSocket::pair()?;
+    let mut worker = Worker::new(ipc, guest, rejection.is_some());
+    let guest = worker.guest.as_deref();
+    // A reload can change the quota of a named guest, but not the size of an engine, which
+    // therefore gets all memory.
+    let memory = match (guest, &processes.partition.rules.unnamed) {
+        (None, Some(policy)) => policy.memory,
+        _ => None,
+    };
+    let memory = memory.or(shared.resources.memory);
+    let nice = processes.partition.nice(guest);
+    if let Some(rules) = processes.partition.rules_of(guest) {
+        worker.send(&Command::Rules(rules), None)?;
+    }
+    worker.give(session, program, rejection, processes.certificates.as_ref())?;
+    let (shared, ipc) = (Arc::clone(shared), Arc::clone(&worker.ipc));
+    let limit = worker.is_rejection.then_some(shared.timeouts.rejection);
+    thread::Builder::new()
+        .name(format!("vgpu-worker-{session}"))
+        .spawn(move || {
+            let mut command = (shared.command)(memory);
+            command
+                .arg(format!("--worker={session}"))
+                .stdin(Stdio::from(theirs))
+                .stdout(Stdio::null())
+                .stderr(Stdio::piped());
+            let started = spawn(&mut command, nice);
+            // The command owns the worker's end of the socket, which must not stay open here.
+            drop(command);
+            watch(&shared, session, &ipc, started, limit);
+        })?;
+    processes.workers.insert(session, worker);
+    Ok(())
+}
+
+/// Receives the reports of a worker until its process has ended, or has lived for `limit`.
+fn watch(
+    shared: &Shared,
+    id: u64,
+    ipc: &IpcSocket,
+    started: io::Result<Child>,
+    limit: Option<Duration>,
+) {
+    let mut process = match started {
+        Ok(process) => process,
+        Err(error) => {
+            remove(shared, id, |session, peer| {
+                error!(session, %peer, "no worker can be started, the guest is disconnected: \
+                     {error}");
+            });
+            return;
+        }
+    };
+    let pid = process.id();
+    if let Some(worker) = shared.processes().workers.get_mut(&id) {
+        worker.pid = Some(pid);
+    }
+    let log = LogPipe::start(process.stderr.take(), format!("worker {id}"));
+    receive_reports(shared, id, ipc, limit);
+    // From here on the worker gets no program, even if another thread has closed the connection.
+    if let Some(worker) = shared.processes().workers.get_mut(&id) {
+        worker.close();
+    }
+    let ended = wait_or_kill(&mut process, shared.timeouts.end);
+    log.finish();
+    let status = ended.map(|(status, was_killed)| {
+        if was_killed {
+            error!(
+                worker = id,
+                pid, "the worker did not end within {:?}, and was killed", shared.timeouts.end
+            );
+        }
+        status
+    });
+    let is_good = matches!(&status, Ok(status) if status.success());
+    remove(shared, id, |session, peer| match &status {
+        Ok(_) if is_good => {}
+        Ok(status) => error!(
+            session,
+            %peer,
+            pid,
+            "the worker of this guest {}: the session has ended, no other guest is affected; \
+             the guest's next session gets a new worker",
+            ExitReason(*status)
+        ),
+        Err(error) => error!(session, %peer, pid, "cannot wait for the worker: {error}"),
+    });
+    if !shared.stop.is_set() {
+        info!(worker = id, pid, "the worker has ended");
+    }
+}
+
+/// Receives the reports of a worker until the connection is closed, or `limit` has passed.
+fn receive_reports(shared: &Shared, id: u64, ipc: &IpcSocket, limit: Option<Duration>) {
+    let start = Instant::now();
+    let mut rate_limit = ReportRateLimit::default();
+    let mut has_logged = false;
+    loop {
+        let left = limit.map(|limit| limit.saturating_sub(start.elapsed()));
+        if left.is_some_and(|left| left.is_zero()) {
+            error!(
+                worker = id,
+                "the worker takes longer than {limit:?} to reject a guest"
+            );
+            return;
+        }
+        match ipc.receive(left) {
+            Ok(ReceiveOutcome::Message(report, _)) => on_report(shared, id, report),
+            Ok(ReceiveOutcome::Nothing) => continue,
+            Ok(ReceiveOutcome::Invalid(_)) if has_logged => {}
+            Ok(ReceiveOutcome::Invalid(why)) => {
+                has_logged = true;
+                error!(worker = id, "invalid message from the worker: {why}");
+            }
+            Ok(ReceiveOutcome::Closed) => return,
+            Err(error) => {
+                error!(worker = id, "no connection to the worker any more: {error}");
+                return;
+            }
+        }
+        // A worker that sends without end must not occupy a processor of the supervisor.
+        thread::sleep(rate_limit.delay(Instant::now()));
+    }
+}
+
+/// Stores a report. Tells a worker without programs to end.
+fn on_report(shared: &Shared, id: u64, report: WorkerReport) {
+    let mut processes = shared.processes();
+    let Some(worker) = processes.workers.get_mut(&id) else {
+        return;
+    };
+    let sessions = &report.report.status.sessions;
+    let is_open = |session| sessions.iter().any(|s| s.id == session);
+    worker.sessions.retain(|&session, program| {
+        if is_open(session) {
+            program.pending = None;
+            worker.unproven = None;
+        }
+        program.number > report.served || is_open(session) || report.pending.contains(&session)
+    });
+    worker.report = Some(report);
+    if worker.sessions.is_empty() && !worker.is_closing {
+        worker.close();
+    }
+    drop(processes);
+    shared.changed.notify_all();
+}
+
+/// Removes a worker from the list, and calls `log` for each program that it still had.
+fn remove(shared: &Shared, id: u64, log: impl Fn(u64, &Peer)) {
+    let mut processes = shared.processes();
+    if let Some(worker) = processes.workers.remove(&id) {
+        for (session, program) in &worker.sessions {
+            log(*session, &program.peer);
+        }
+        if let Some(WorkerReport { report, .. }) = &worker.report {
+            let guest = worker.guest.as_deref();
+            processes.ended_workers.add(guest, report, &shared.registry);
+        }
+    }
+    drop(processes);
+    shared.changed.notify_all();
+}
