@@ -19,14 +19,11 @@
 //! [`STALL`](crate::shm::liveness::STALL) closes the link.
 
 mod accept;
-mod certificate_fault;
-mod certificate_files;
 mod channel;
 mod framing;
 mod guest;
 mod heartbeat;
 mod host;
-mod recording_verifier;
 pub mod tcp;
 pub mod tls;
 pub mod vsock;

@@ -7,7 +7,7 @@ use std::time::{Duration, SystemTime};
 use rustls::pki_types::UnixTime;
 use rustls::{AlertDescription, CertRevocationListError, CertificateError, Error};
 
-use super::x509::{CertificateInfo, utc};
+use crate::link::stream::x509::{CertificateInfo, utc};
 
 /// A certificate that ends within this time causes warnings.
 pub const WARN_BEFORE: Duration = Duration::from_secs(30 * DAY);

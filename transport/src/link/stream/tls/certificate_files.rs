@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use rustls::pki_types::pem::{self, PemObject};
 use rustls::pki_types::{CertificateDer, CertificateRevocationListDer};
 
-use super::x509::CertificateInfo;
+use crate::link::stream::x509::CertificateInfo;
 
 /// The file of the authority's certificate, in a folder with certificates.
 pub const AUTHORITY: &str = "ca.pem";
