@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use proc_macro2::{TokenStream, TokenTree};
 use syn::visit::{self, Visit};
 
-use crate::tree::{Tree, attributes, imports, is_test};
+use crate::tree::{Tree, attributes, imports};
 
 /// The paths in the crate `name` that each file names: the file, and the path without the crate.
 /// The path of `use name::a::B` is `a::B`, that of `use name as other` is empty. Code for tests is
@@ -15,6 +15,7 @@ pub fn external_paths(tree: &Tree, name: &str) -> BTreeSet<(PathBuf, String)> {
     let mut found = BTreeSet::new();
     for module in &tree.modules {
         let mut paths = External {
+            tree,
             name,
             found: Vec::new(),
         };
@@ -28,6 +29,7 @@ pub fn external_paths(tree: &Tree, name: &str) -> BTreeSet<(PathBuf, String)> {
 }
 
 struct External<'a> {
+    tree: &'a Tree,
     name: &'a str,
     found: Vec<String>,
 }
@@ -64,13 +66,13 @@ impl External<'_> {
 
 impl<'ast> Visit<'ast> for External<'_> {
     fn visit_item(&mut self, item: &'ast syn::Item) {
-        if !is_test(attributes(item)) {
+        if !self.tree.skips(attributes(item)) {
             visit::visit_item(self, item);
         }
     }
 
     fn visit_impl_item_fn(&mut self, item: &'ast syn::ImplItemFn) {
-        if !is_test(&item.attrs) {
+        if !self.tree.skips(&item.attrs) {
             visit::visit_impl_item_fn(self, item);
         }
     }

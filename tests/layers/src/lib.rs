@@ -14,7 +14,9 @@
 //!   its children included. A `mod.rs` that defines items *and* calls its children forms a cycle
 //!   with each child that uses one of these items: the items belong into a file of their own,
 //!   below the children.
-//! - Code under `#[cfg(test)]` is not read: a test may use everything.
+//! - In libraries and programs, code under `#[cfg(test)]` is not read: a unit test may use
+//!   everything. The crates of integration tests, benchmarks, examples and build scripts are read
+//!   whole, functions with `#[test]` included.
 //!
 //! # Limits
 //!

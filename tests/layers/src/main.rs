@@ -34,8 +34,11 @@ fn run(wanted: &[String]) -> Result<usize> {
         .iter()
         .filter(|p| wanted.is_empty() || wanted.contains(&p.name))
     {
-        for path in &package.roots {
-            let mut tree = Tree::parse(&sources, path)?;
+        let code = { package.roots.iter() }.map(|path| (path, Tree::parse(&sources, path)));
+        let tests =
+            { package.test_roots.iter() }.map(|path| (path, Tree::parse_test(&sources, path)));
+        for (path, tree) in code.chain(tests) {
+            let mut tree = tree?;
             let cycles = graph(&mut tree).cycles();
             println!(
                 "{} ({}): {} files, {} cycles",

@@ -71,6 +71,8 @@ pub(crate) struct Module {
 /// The modules of one crate, its root first.
 pub struct Tree {
     pub(crate) modules: Vec<Module>,
+    /// Whether code that is compiled for tests only is read.
+    reads_tests: bool,
 }
 
 /// Attributes of an item.
@@ -96,7 +98,7 @@ pub(crate) fn attributes(item: &Item) -> &[syn::Attribute] {
 }
 
 /// Whether something is compiled for tests only.
-pub(crate) fn is_test(attributes: &[syn::Attribute]) -> bool {
+fn is_test(attributes: &[syn::Attribute]) -> bool {
     attributes.iter().any(|attribute| {
         let syn::Meta::List(list) = &attribute.meta else {
             return attribute.path().is_ident("test");
@@ -126,17 +128,36 @@ fn asks_for_test(tokens: proc_macro2::TokenStream) -> bool {
 }
 
 impl Tree {
-    /// Parses the crate with this root file.
+    /// Parses the library or the program with this root file, without its unit tests.
     ///
     /// # Errors
     /// If a file is missing, cannot be read or is not Rust.
     pub fn parse(sources: &dyn Sources, root: &Path) -> Result<Tree> {
+        Tree::parse_as(sources, root, false)
+    }
+
+    /// Parses the test, benchmark, example or build script with this root file. Functions with
+    /// `#[test]` are read.
+    ///
+    /// # Errors
+    /// As [`Tree::parse`].
+    pub fn parse_test(sources: &dyn Sources, root: &Path) -> Result<Tree> {
+        Tree::parse_as(sources, root, true)
+    }
+
+    fn parse_as(sources: &dyn Sources, root: &Path, reads_tests: bool) -> Result<Tree> {
         let mut tree = Tree {
             modules: Vec::new(),
+            reads_tests,
         };
         let folder = root.parent().unwrap_or(Path::new("")).to_owned();
         tree.file(sources, root, None, &folder)?;
         Ok(tree)
+    }
+
+    /// Whether code with these attributes is not read.
+    pub(crate) fn skips(&self, attributes: &[syn::Attribute]) -> bool {
+        !self.reads_tests && is_test(attributes)
     }
 
     /// All files.
@@ -179,7 +200,10 @@ impl Tree {
             macros: Vec::new(),
             items: Vec::new(),
         });
-        for item in items.into_iter().filter(|item| !is_test(attributes(item))) {
+        for item in items {
+            if self.skips(attributes(&item)) {
+                continue;
+            }
             if let Item::Mod(module) = item {
                 let name = module.ident.to_string();
                 let child = match module.content {

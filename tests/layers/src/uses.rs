@@ -4,7 +4,7 @@ use proc_macro2::{TokenStream, TokenTree};
 use syn::visit::{self, Visit};
 
 use crate::graph::Graph;
-use crate::tree::{Id, Import, Tree, attributes, imports, is_reexport, is_test};
+use crate::tree::{Id, Import, Tree, attributes, imports, is_reexport};
 
 /// The graph of a crate: see the rule in the crate's documentation.
 pub fn graph(tree: &mut Tree) -> Graph {
@@ -127,13 +127,13 @@ impl Uses<'_> {
 
 impl<'ast> Visit<'ast> for Uses<'_> {
     fn visit_item(&mut self, item: &'ast syn::Item) {
-        if !is_test(attributes(item)) {
+        if !self.tree.skips(attributes(item)) {
             visit::visit_item(self, item);
         }
     }
 
     fn visit_impl_item_fn(&mut self, item: &'ast syn::ImplItemFn) {
-        if !is_test(&item.attrs) {
+        if !self.tree.skips(&item.attrs) {
             visit::visit_impl_item_fn(self, item);
         }
     }

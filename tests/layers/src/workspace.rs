@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result, bail, ensure};
 use serde_json::Value;
 
 /// A package of the workspace.
@@ -13,6 +13,9 @@ pub struct Package {
     pub name: String,
     /// The root files of its libraries and programs, relative to the workspace.
     pub roots: Vec<PathBuf>,
+    /// The root files of its tests, benchmarks, examples and build script, relative to the
+    /// workspace.
+    pub test_roots: Vec<PathBuf>,
     /// The packages of this workspace that it is built with, tests aside.
     pub dependencies: Vec<String>,
 }
@@ -51,16 +54,22 @@ pub fn packages() -> Result<Vec<Package>> {
 
 fn package(value: &Value) -> Result<Package> {
     let name = value["name"].as_str().context("a package without a name")?;
-    let mut roots = Vec::new();
+    let (mut roots, mut test_roots) = (Vec::new(), Vec::new());
     for target in value["targets"].as_array().into_iter().flatten() {
+        let path = target["src_path"].as_str();
+        let path = Path::new(path.context("a target without a file")?);
         let kinds = target["kind"].as_array().into_iter().flatten();
-        let is_code = { kinds.filter_map(Value::as_str) }
-            .any(|kind| matches!(kind, "lib" | "rlib" | "cdylib" | "bin"));
-        if let (true, Some(path)) = (is_code, target["src_path"].as_str()) {
-            let path = Path::new(path);
-            roots.push(path.strip_prefix(root()).unwrap_or(path).to_owned());
+        for kind in kinds.filter_map(Value::as_str) {
+            let list = match kind {
+                "lib" | "rlib" | "cdylib" | "bin" => &mut roots,
+                "test" | "bench" | "example" | "custom-build" => &mut test_roots,
+                _ => bail!("{name} has a target of the unknown kind {kind}"),
+            };
+            list.push(path.strip_prefix(root()).unwrap_or(path).to_owned());
         }
     }
+    // A library can have two kinds.
+    roots.dedup();
     let mut dependencies: Vec<String> = { value["dependencies"].as_array().into_iter().flatten() }
         .filter(|dependency| dependency["source"].is_null() && dependency["kind"] != "dev")
         .filter_map(|dependency| Some(dependency["name"].as_str()?.to_owned()))
@@ -69,6 +78,7 @@ fn package(value: &Value) -> Result<Package> {
     Ok(Package {
         name: name.to_owned(),
         roots,
+        test_roots,
         dependencies,
     })
 }

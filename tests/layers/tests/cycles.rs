@@ -196,25 +196,81 @@ fn module_files_are_found_by_the_rules_of_rust() {
 }
 
 #[test]
+fn artificial_cycle_in_the_crate_of_a_test_is_detected() {
+    let files = [
+        (
+            "tests/engine/main.rs",
+            "#[path = \"../common/spy.rs\"] mod spy; mod fused; pub struct Sample; \
+             #[test] fn runs() { fused::run(Sample) }",
+        ),
+        (
+            "tests/engine/fused.rs",
+            "use crate::{Sample, spy::Spy}; pub fn run(_: Sample) { Spy; }",
+        ),
+        ("tests/common/spy.rs", "pub struct Spy;"),
+    ];
+    let files = files.map(|(path, text)| (PathBuf::from(path), text.to_owned()));
+    let mut sources = Memory(files.into());
+    let path = Path::new("tests/engine/main.rs");
+    let found = |sources: &Memory| -> Vec<Vec<PathBuf>> {
+        let cycles = graph(&mut Tree::parse_test(sources, path).unwrap()).cycles();
+        cycles.into_iter().map(|cycle| cycle.files).collect()
+    };
+    let pair = ["tests/engine/fused.rs", "tests/engine/main.rs"].map(PathBuf::from);
+    assert_eq!(found(&sources), [pair.to_vec()]);
+
+    // In a library, a function with `#[test]` is a unit test and may use everything.
+    let library = graph(&mut Tree::parse(&sources, path).unwrap()).cycles();
+    assert_eq!(library, []);
+
+    // What two modules need lies below both.
+    let main = "#[path = \"../common/spy.rs\"] mod spy; mod fused; \
+                #[test] fn runs() { fused::run(spy::Sample) }";
+    let fused = "use crate::spy::{Sample, Spy}; pub fn run(_: Sample) { Spy; }";
+    let spy = "pub struct Spy; pub struct Sample;";
+    for (path, text) in [
+        ("tests/engine/main.rs", main),
+        ("tests/engine/fused.rs", fused),
+        ("tests/common/spy.rs", spy),
+    ] {
+        sources.0.insert(path.into(), text.to_owned());
+    }
+    assert_eq!(found(&sources), Vec::<Vec<PathBuf>>::new());
+    let spy = "pub struct Spy; pub struct Sample; fn run() { crate::fused::run(Sample) }";
+    sources
+        .0
+        .insert("tests/common/spy.rs".into(), spy.to_owned());
+    let pair = ["tests/common/spy.rs", "tests/engine/fused.rs"].map(PathBuf::from);
+    assert_eq!(found(&sources), [pair.to_vec()]);
+}
+
+#[test]
 fn modules_of_every_crate_form_no_cycle() {
     let sources = Disk {
         root: root().to_owned(),
     };
     let packages = packages().unwrap();
     assert!(packages.len() >= 8, "only {} packages", packages.len());
-    let mut wrong = String::new();
+    let (mut wrong, mut edges_of_tests) = (String::new(), 0);
     for package in &packages {
         let known = KNOWN
             .iter()
             .find(|(name, _)| *name == package.name)
             .map_or(0, |(_, count)| *count);
         let (mut count, mut text) = (0, String::new());
-        for path in &package.roots {
-            let mut tree = Tree::parse(&sources, path).unwrap();
-            for cycle in graph(&mut tree).cycles() {
+        let mut add = |graph: &Graph| {
+            for cycle in graph.cycles() {
                 count += cycle.files.len();
                 text += &cycle.to_string();
             }
+        };
+        for path in &package.roots {
+            add(&graph(&mut Tree::parse(&sources, path).unwrap()));
+        }
+        for path in &package.test_roots {
+            let graph = graph(&mut Tree::parse_test(&sources, path).unwrap());
+            edges_of_tests += graph.edges().count();
+            add(&graph);
         }
         if count > known {
             wrong += &format!(
@@ -225,6 +281,8 @@ fn modules_of_every_crate_form_no_cycle() {
             wrong += &format!("{}: no cycle is left that KNOWN names\n", package.name);
         }
     }
+    // Read wrongly, the crates of tests would have no edges, and so no cycles.
+    assert!(edges_of_tests > 200, "{edges_of_tests} uses between files");
     for (name, _) in KNOWN {
         if !packages.iter().any(|package| package.name == *name) {
             wrong += &format!("KNOWN names {name}, which is no package\n");

@@ -148,6 +148,7 @@ fn outside(tree: &Tree, root_file: &Path) -> Vec<PathBuf> {
 #[test]
 fn files_of_a_crate_lie_in_its_folder() {
     let packages = packages().unwrap();
+    // Tests share files with `#[path]`: this is the rule of libraries and programs.
     let roots: Vec<&PathBuf> = { packages.iter() }
         .flat_map(|package| &package.roots)
         .collect();
