@@ -437,6 +437,21 @@ fn attention(list: &mut List) {
             );
         }
     }
+    // A softcap without a mask, for a number of keys that is no multiple of 64.
+    let (size, tokens, keys, heads) = (64, 70, 130, 4);
+    let cache = numbers_of(Type::F16, [size, keys, heads, 1]);
+    list.add(
+        Op::FlashAttnExt {
+            scale: 0.125,
+            max_bias: 0.0,
+            logit_softcap: 10.0,
+            accumulator: Precision::Default,
+            n_kv_max: 0,
+        },
+        ROUNDED,
+        f32s([size, heads, tokens, 1]),
+        &[f32s([size, tokens, heads, 1]), cache, cache],
+    );
 }
 
 fn elements(list: &mut List) {

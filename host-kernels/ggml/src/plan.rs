@@ -216,6 +216,8 @@ fn cpu_backend_computes(graph: &IrGraph, node: &Node) -> bool {
                 && (is(src(0), &floats) && (floats.contains(&dst.ty) || is_weight(dst.ty))
                     || same && matches!(dst.ty, Type::I32))
         }
+        // Releases before 0.26 give weight to keys that they add without a mask.
+        Op::FlashAttnExt { logit_softcap, .. } if logit_softcap != 0.0 && src(3).is_none() => false,
         Op::FlashAttnExt { .. } => {
             let kv = |i| {
                 is(
