@@ -21,7 +21,11 @@
 //! functions. Each is the IEEE 754 operation per lane, except that [`Lanes::mul_add`] rounds twice
 //! where there is no fused instruction.
 //!
-//! The matrix products add integer operations to the same types (`gemm::x86::int_simd`).
+//! Two traits of the matrix products extend [`Simd`] on the x86 types: `IntSimd`
+//! (`gemm::x86::int_simd`) adds integers, and `BlockSimd` (`gemm::x86::block_simd`) unpacks blocks.
+//! [`Simd`] has neither, because `Scalar` and the kernels of the operators need only `f32`.
+//! `IntSimd` does not unpack blocks, because the block formats (`gemm::x86::blocks`) are written
+//! with `IntSimd`: the two modules would import each other.
 
 mod scalar;
 mod task;
