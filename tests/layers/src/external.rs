@@ -9,8 +9,8 @@ use syn::visit::{self, Visit};
 use crate::tree::{Tree, attributes, imports};
 
 /// The paths in the crate `name` that each file names: the file, and the path without the crate.
-/// The path of `use name::a::B` is `a::B`, that of `use name as other` is empty. Code for tests is
-/// not read.
+/// The path of `use name::a::B` is `a::B`, that of `use name as other` is empty. Unit tests are not
+/// read if the tree is of [`Tree::parse`].
 pub fn external_paths(tree: &Tree, name: &str) -> BTreeSet<(PathBuf, String)> {
     let mut found = BTreeSet::new();
     for module in &tree.modules {
