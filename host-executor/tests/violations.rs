@@ -487,6 +487,19 @@ fn graph_with_more_names_than_the_session_has_buffers() {
     });
 }
 
+/// A table with a buffer twice would hide that two results overlap.
+#[test]
+fn graph_that_names_a_buffer_twice() {
+    ends_only_its_session(&["graph 7 is invalid", "names buffer", "twice"], |guest| {
+        guest.hello();
+        let a = guest.alloc(8);
+        guest.alloc(8);
+        let mut graph = add(2, a, a, a);
+        graph.buffers.push(a);
+        guest.graph(GRAPH, &graph);
+    });
+}
+
 #[test]
 fn graph_on_an_unknown_buffer() {
     ends_only_its_session(&["graph 7 is invalid", "BufferId(99)"], |guest| {

@@ -214,6 +214,9 @@ impl Engine for CpuEngine {
         buffers: &[Arc<dyn Memory>],
         is_cancelled: &dyn Fn() -> bool,
     ) -> Result<Box<dyn Plan>, EngineError> {
+        if !graph.is_validated_with(&self.capabilities) {
+            return Err(EngineError::ForeignGraph);
+        }
         Ok(Box::new(plan::CpuPlan::compile(
             graph,
             buffers,

@@ -21,6 +21,9 @@ pub enum EngineError {
     /// A buffer or an extent belongs to another engine: the caller's fault.
     #[error("a buffer belongs to another engine")]
     ForeignMemory,
+    /// A graph was validated with the capabilities of another engine: the caller's fault.
+    #[error("the graph was validated for another engine")]
+    ForeignGraph,
     /// The engine has no kernel for an operator, or cannot provide a resource named by `op`.
     #[error("the engine cannot compile {op}: {why}")]
     #[allow(missing_docs)]

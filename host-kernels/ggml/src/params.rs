@@ -439,8 +439,30 @@ mod tests {
             // A permission is left out.
             let q8 = if minor >= 24 { 30 } else { 0 };
             assert_eq!(written(Precision::Q8), Some(q8), "0.{minor}");
+            // BF16 is a demand, too: it excludes F16.
+            assert_eq!(
+                written(Precision::Bf16),
+                (minor >= 24).then_some(15),
+                "0.{minor}"
+            );
+            let sum = if minor >= 24 { 15 } else { 10 };
+            assert_eq!(precision(Precision::Bf16, number(minor)), sum, "0.{minor}");
             // The sum of MUL_MAT has had the word in every release.
             assert_eq!(precision(Precision::F32, number(minor)), 10, "0.{minor}");
+        }
+    }
+
+    #[test]
+    fn attention_has_one_of_the_two_accumulators_that_the_cpu_backend_accepts() {
+        for (wanted, written) in [
+            (Precision::Default, 0),
+            (Precision::F32, 10),
+            (Precision::Bf16, 10),
+            (Precision::F16, 0),
+            (Precision::Q8, 0),
+            (Precision::Q4, 0),
+        ] {
+            assert_eq!(attention_accumulator(wanted), written, "{wanted:?}");
         }
     }
 

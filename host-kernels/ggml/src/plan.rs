@@ -257,11 +257,15 @@ fn floats_and_integers_only(graph: &IrGraph, node: &Node) -> bool {
 /// process for quantised weights with a demand on activations above 8 bits (`mmq.cu`), and reads no
 /// demand for weights of F16.
 fn gpu_backend_computes(graph: &IrGraph, node: &Node) -> bool {
-    let demand = node.op.activation_precision();
     let weights = graph.src(node, 0).map(|weights| weights.shape.ty);
+    weights.is_none_or(|weights| gpu_backend_obeys(node.op.activation_precision(), weights))
+}
+
+/// Whether a backend for GPUs multiplies these weights as the demand on the activations says.
+fn gpu_backend_obeys(demand: Precision, weights: Type) -> bool {
     match weights {
-        Some(ty) if ty.is_quantized() => !demand.needs_f32_range() && demand != Precision::F16,
-        Some(Type::F16 | Type::Bf16) => !demand.needs_f32_range(),
+        Type::F16 | Type::Bf16 => !demand.needs_f32_range(),
+        _ if weights.is_quantized() => !demand.needs_f32_range() && demand != Precision::F16,
         _ => true,
     }
 }
@@ -326,5 +330,28 @@ impl Plan for GgmlPlan {
             Split::Other(node) => Some(node.working_bytes()),
         });
         others.max().unwrap_or(0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn demands_that_backends_for_gpus_do_not_obey_are_left_to_the_cpu_engine() {
+        use Precision::{Bf16, Default, F16, F32, Q4, Q8};
+        for (weights, obeyed) in [
+            (Type::F32, &[Default, F32, Bf16, F16, Q8, Q4][..]),
+            (Type::F16, &[Default, F16, Q8, Q4]),
+            (Type::Bf16, &[Default, F16, Q8, Q4]),
+            (Type::Q4_0, &[Default, Q8, Q4]),
+            (Type::Mxfp4, &[Default, Q8, Q4]),
+        ] {
+            for demand in [Default, F32, Bf16, F16, Q8, Q4] {
+                let expected = obeyed.contains(&demand);
+                let obeys = gpu_backend_obeys(demand, weights);
+                assert_eq!(obeys, expected, "{weights:?}, {demand:?}");
+            }
+        }
     }
 }

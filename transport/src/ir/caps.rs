@@ -1,5 +1,7 @@
 //! The capabilities of an engine: a list of rules, which the host sends in the handshake.
 
+use std::sync::Arc;
+
 use super::check::{Refusal, check};
 use super::codec::{DecodeError, Reader, Word, Writer};
 use super::graph::Shape;
@@ -76,14 +78,16 @@ impl Rule {
 /// All operations that an engine supports.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Capabilities {
-    rules: Vec<Rule>,
+    rules: Arc<[Rule]>,
 }
 
 impl Capabilities {
     /// The capabilities of these rules.
     pub fn new(mut rules: Vec<Rule>) -> Capabilities {
         rules.sort_by_key(|rule| rule.op); // a stable sort keeps the order of an operator's rules
-        Capabilities { rules }
+        Capabilities {
+            rules: rules.into(),
+        }
     }
 
     /// The rules, in order of operators.
@@ -112,11 +116,16 @@ impl Capabilities {
         }
     }
 
+    /// The rules, for what was checked with them.
+    pub(super) fn shared_rules(&self) -> Arc<[Rule]> {
+        Arc::clone(&self.rules)
+    }
+
     /// Encodes the capabilities in words.
     pub fn encode(&self) -> Vec<u32> {
         let mut out = Writer::default();
         out.u32(self.rules.len() as u32);
-        for rule in &self.rules {
+        for rule in &*self.rules {
             out.u32(
                 rule.op as u32 | (rule.src.len() as u32) << 16 | u32::from(rule.same_type) << 24,
             );

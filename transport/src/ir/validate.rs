@@ -1,7 +1,9 @@
 //! Validation of a decoded graph in its session: the engine supports every operation, and every
 //! tensor lies in its buffer.
 
-use super::caps::Capabilities;
+use std::sync::Arc;
+
+use super::caps::{Capabilities, Rule};
 use super::check::Refusal;
 use super::graph::{BufferId, Graph, Node, Tensor};
 use super::ops::MAX_SOURCES;
@@ -34,6 +36,8 @@ pub enum Invalid {
     TooManyNodes { nodes: usize, limit: usize },
     #[error("the graph uses buffer {0:?}, which the session does not have")]
     UnknownBuffer(BufferId),
+    #[error("the graph names buffer {0:?} twice")]
+    RepeatedBuffer(BufferId),
     #[error("tensor {tensor} ends at byte {end} of buffer {buffer:?}, which has {size} bytes")]
     OutOfBounds {
         tensor: usize,
@@ -69,12 +73,22 @@ pub enum Invalid {
 
 /// A validated graph. Engines accept no other graphs.
 #[derive(Debug, Clone, PartialEq)]
-pub struct ValidGraph(Graph);
+pub struct ValidGraph {
+    graph: Graph,
+    /// The rules that cover the nodes.
+    rules: Arc<[Rule]>,
+}
 
 impl ValidGraph {
     /// The graph.
     pub fn graph(&self) -> &Graph {
-        &self.0
+        &self.graph
+    }
+
+    /// Whether the graph was validated with these capabilities.
+    pub fn is_validated_with(&self, caps: &Capabilities) -> bool {
+        let rules = caps.shared_rules();
+        Arc::ptr_eq(&self.rules, &rules) || self.rules == rules
     }
 }
 
@@ -101,6 +115,12 @@ pub fn validate(
         .iter()
         .map(|&id| size_of(id).ok_or(Invalid::UnknownBuffer(id)))
         .collect::<Result<Vec<u64>, Invalid>>()?;
+    // Engines tell from the index of a buffer in the table whether two tensors can overlap.
+    let mut names = graph.buffers.clone();
+    names.sort_unstable();
+    if let Some(pair) = names.windows(2).find(|pair| pair[0] == pair[1]) {
+        return Err(Invalid::RepeatedBuffer(pair[0]));
+    }
     for (i, tensor) in graph.tensors.iter().enumerate() {
         let buffer = tensor.buffer as usize;
         bounds(i, tensor, graph.buffers[buffer], sizes[buffer], limits)?;
@@ -115,7 +135,10 @@ pub fn validate(
                 .collect(),
         })?;
     }
-    Ok(ValidGraph(graph))
+    Ok(ValidGraph {
+        graph,
+        rules: caps.shared_rules(),
+    })
 }
 
 /// Checks one node against the capabilities.

@@ -212,11 +212,16 @@ const FETCHED_AT_ONCE: usize = 4;
 /// # Errors
 /// If the sources of one cannot be fetched, or are those of another release.
 pub fn fetch_sources(cache: &Cache) -> Result<()> {
+    // Once, so that no thread waits for another.
+    packages::source_tools(cache)?;
     let all: Vec<&Release> = RELEASES.iter().chain(READ).collect();
     let next = AtomicUsize::new(0);
     let fetch = || -> Result<()> {
         while let Some(release) = all.get(next.fetch_add(1, Ordering::Relaxed)) {
-            release.source(cache)?;
+            if let Err(error) = release.source(cache) {
+                next.store(all.len(), Ordering::Relaxed); // the others are not fetched
+                return Err(error);
+            }
         }
         Ok(())
     };

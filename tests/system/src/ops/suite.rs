@@ -19,6 +19,10 @@ use super::report::{DEVICE, Report};
 /// repeats may fail. A case of TOPK_MOE has a near tie in less than one of 1000 runs.
 pub(super) const NEAR_TIE_REPEATS: u64 = 50;
 pub(super) const NEAR_TIE_FAILURES: u64 = 1;
+/// How many near ties one run may have. Of the 416 cases in a whole run, 0.4 have one at most.
+const MAX_NEAR_TIES: usize = 2;
+/// The status of `test-backend-ops` if a case has failed.
+const SOME_CASE_FAILED: i32 = 1;
 
 /// The start of each log line of the plugin.
 const LOG_PREFIX: &str = "ggml-vgpu:";
@@ -132,7 +136,9 @@ impl Suite<'_> {
                 progress.note(&format!("{}; {case}", report.summary()));
             }
         })?;
-        for case in report.possible_near_ties() {
+        let possible = report.possible_near_ties();
+        let few = possible.len() <= MAX_NEAR_TIES;
+        for case in possible.into_iter().filter(|_| few) {
             let failed = self.repeat(&case, progress)?;
             if failed <= NEAR_TIE_FAILURES {
                 let repeats = format!("{failed} of {NEAR_TIE_REPEATS} repeats failed");
@@ -144,7 +150,10 @@ impl Suite<'_> {
         std::fs::write(&path, text).with_context(|| format!("writing {}", path.display()))?;
         report.check()?;
         ensure!(
-            status.success() || !report.near_ties().is_empty(),
+            match report.near_ties() {
+                [] => status.success(),
+                _ => status.code() == Some(SOME_CASE_FAILED),
+            },
             "it ended with {status}\n{}",
             process::tail(&log)
         );
@@ -188,9 +197,13 @@ impl Suite<'_> {
             progress.note(&format!("repeat {repeat} of {case}: {failed} failed"));
             let mut report = Report::default();
             let mut program = suite.command("test");
-            process::run_lines(&mut program, &log(&name, "test"), |line| {
+            let status = process::run_lines(&mut program, &log(&name, "test"), |line| {
                 report.line(line);
             })?;
+            ensure!(
+                status.success() || status.code() == Some(SOME_CASE_FAILED),
+                "a repeat of {case} ended with {status}"
+            );
             failed += u64::from(report.passed(case) == 0 || report.totals().failed > 0);
         }
         Ok(failed)
@@ -470,28 +483,41 @@ mod tests {
         assert!(cases.pattern().starts_with("^(?!"), "{cases:?}");
     }
 
-    /// A `test-backend-ops` with one case of `op` that fails if the number of earlier runs is one
-    /// of `fails`, a list of patterns of the shell.
-    fn program(folder: &Path, op: &str, fails: &str) {
-        use std::os::unix::fs::PermissionsExt as _;
-        let path = folder.join("test-backend-ops");
+    /// A `test-backend-ops` with `cases` cases of `op` that fail with `status` if the number of
+    /// earlier runs is one of `fails`, a list of patterns of the shell.
+    fn program(folder: &Path, op: &str, cases: u64, (fails, status): (&str, i32)) {
+        let each = |text: &str, end: &str| -> String {
+            let lines = (0..cases).map(|case| format!("echo '{text}  {op}(ne=[{case}]): {end}'\n"));
+            lines.collect()
+        };
         let script = format!(
             "#!/bin/sh\n\
              runs=$(cat \"$0.runs\" 2>/dev/null || echo 0)\n\
              echo $((runs + 1)) > \"$0.runs\"\n\
              case $runs in\n\
-             {fails}) echo '[VIEW] ERR = 0.0004 > 0.0000001   {op}(ne=[288,22,1,1]): FAIL'\n\
-             echo '  0/1 tests passed'; exit 1;;\n\
-             *) echo '  {op}(ne=[288,22,1,1]): OK'; echo '  1/1 tests passed';;\n\
-             esac\n"
+             {fails}) {}echo '  0/{cases} tests passed'; exit {status};;\n\
+             *) {}echo '  {cases}/{cases} tests passed';;\n\
+             esac\n",
+            each("[VIEW] ERR = 0.0004 > 0.0000001 ", "FAIL"),
+            each("", "OK"),
         );
-        std::fs::write(&path, script).unwrap();
-        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+        // Another process writes the program: a child that another test forks meanwhile would keep
+        // a descriptor for writing, with which the program cannot be started.
+        let source = folder.join("source");
+        std::fs::write(&source, script).unwrap();
+        let mut install = Command::new("install");
+        install.args(["-m", "755"]).arg(&source);
+        let installed = install.arg(folder.join("test-backend-ops")).status();
+        assert!(installed.unwrap().success());
     }
 
     fn run(op: &str, fails: &str) -> Result<Report> {
+        run_cases(op, 1, (fails, 1))
+    }
+
+    fn run_cases(op: &str, cases: u64, fails: (&str, i32)) -> Result<Report> {
         let folder = tempfile::tempdir().unwrap();
-        program(folder.path(), op, fails);
+        program(folder.path(), op, cases, fails);
         let suite = Suite {
             bin: folder.path(),
             backend: Backend::Cpu,
@@ -521,6 +547,13 @@ mod tests {
             let error = run(op, fails).unwrap_err().to_string();
             assert!(error.contains("0 ok, 1 failed"), "{error}");
         }
+        // More of them than near ties explain, and a program that crashes.
+        let error = run_cases("TOPK_MOE", 3, ("0", 1)).unwrap_err().to_string();
+        assert!(error.contains("0 ok, 3 failed"), "{error}");
+        let error = run_cases("TOPK_MOE", 1, ("0", 139))
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains("ended with"), "{error}");
     }
 
     const LIST: &str = "\
