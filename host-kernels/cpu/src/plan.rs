@@ -157,10 +157,10 @@ impl Compiler<'_> {
         let node = &self.graph.nodes[at];
         // SAFETY: an arrangement changes the order of the nodes and neither a node nor a tensor, so
         // the node is one of the `ValidGraph` that `CpuPlan::compile` has got, and `views` are
-        // those of its tensors (the function `views`). `CpuEngine::compile` has refused a graph that
-        // was not validated with the rules of this engine. The plan keeps the runner with its `workers`
-        // threads, and each run has the scratch memory that `add` reserves in the schedule, and the
-        // bytes of `cache` at the end of the compilation, which do not decrease.
+        // those of its tensors (the function `views`). `CpuEngine::compile` has refused a graph
+        // that was not validated with the rules of this engine. The plan keeps the runner with its
+        // `workers` threads, and each run has the scratch memory that `add` reserves in the
+        // schedule, and the bytes of `cache` at the end of the compilation, which do not decrease.
         unsafe { Operands::new(node, self.views, &self.cache, self.workers) }
     }
 

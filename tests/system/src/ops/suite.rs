@@ -518,13 +518,15 @@ mod tests {
     fn run_cases(op: &str, cases: u64, fails: (&str, i32)) -> Result<Report> {
         let folder = tempfile::tempdir().unwrap();
         program(folder.path(), op, cases, fails);
+        std::fs::create_dir_all(workspace::reports()).unwrap();
+        let name = format!("near-tie-{op}-{cases}-{}-{}", fails.0.len(), fails.1);
         let suite = Suite {
             bin: folder.path(),
             backend: Backend::Cpu,
             ops: None,
             cases: Cases::Usual,
             preload: None,
-            name: "near-tie",
+            name: &name,
         };
         suite.test(&Progress::new("near ties"))
     }
