@@ -25,8 +25,8 @@ fn has(release: Version, since: Since) -> bool {
     release >= since.every_build
 }
 
-/// `enum ggml_prec`: the smallest type that is allowed. F32 and BF16 exclude F16, which is a demand;
-/// the others are permissions. An older release, which does not know the values between, gets F32
+/// `enum ggml_prec`: the smallest type that is allowed. F32 and BF16 exclude F16: a demand. The
+/// others are permissions. An older release, which does not know the values between, gets F32
 /// for BF16 and the default for a permission.
 fn precision(precision: Precision, release: Version) -> i32 {
     match precision {

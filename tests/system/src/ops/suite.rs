@@ -160,8 +160,8 @@ impl Suite<'_> {
         Ok(report)
     }
 
-    /// Runs every case with the plugin's log at `info`. Returns the number of cases and the lines of
-    /// the plugin.
+    /// Runs every case with the plugin's log at `info`. Returns the number of cases, and the lines
+    /// of the plugin.
     pub(crate) fn log_lines(&self) -> Result<(u64, Vec<String>)> {
         let (mut report, mut lines) = (Report::default(), Vec::new());
         let mut program = self.command("test");
