@@ -22,13 +22,13 @@ pub(super) const PREFIX: &str = "usr/local";
 /// The builds of llama.cpp that the releases of [`VERSIONS`] carry.
 const LLAMA_CPP: [&str; 2] = ["b10488", "b11081"];
 
-/// The build of llama.cpp that a release of Ollama carries, or one with the same operators.
-pub(crate) fn llama_cpp(version: &str) -> Result<&'static Release> {
-    let at = VERSIONS.iter().position(|known| *known == version);
-    let build = at.map(|at| LLAMA_CPP[at]);
-    { RELEASES.iter() }
-        .find(|release| build.is_some_and(|build| release.is_named(build)))
-        .with_context(|| format!("the llama.cpp of Ollama {version} is not known"))
+/// The build of llama.cpp that a release of [`VERSIONS`] carries, or one with the same operators.
+/// `None` for another release.
+pub(crate) fn llama_cpp(version: &str) -> Option<&'static Release> {
+    let at = VERSIONS.iter().position(|known| *known == version)?;
+    RELEASES
+        .iter()
+        .find(|release| release.is_named(LLAMA_CPP[at]))
 }
 
 /// The program `ollama` of a release, built once.
@@ -97,5 +97,17 @@ fn place(from: &Path, to: &Path) -> Result<()> {
         Err(_) => fs::hard_link(from, to)
             .or_else(|_| fs::copy(from, to).map(drop))
             .with_context(placing),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_release_has_a_build_of_llama_cpp() {
+        let builds = VERSIONS.map(|version| llama_cpp(version).map(|release| release.build));
+        assert_eq!(builds, [Some(10488), Some(11076)]);
+        assert!(llama_cpp("0.32.0").is_none());
     }
 }

@@ -37,9 +37,20 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
         (oldest, true),
         (oldest, false),
     ];
-    let runs = &runs[..if tests.options.full { runs.len() } else { 1 }];
+    let is_wanted = |&(version, flash): &(&str, bool)| {
+        let is_default = (version, flash) == (newest, true);
+        match ollama::llama_cpp(version) {
+            // A release of ggml by name is for one run with each Ollama that carries it.
+            Some(carried) if !tests.options.ggml.is_empty() => {
+                flash && tests.options.wants_build(carried, false)
+            }
+            _ => tests.options.full || is_default,
+        }
+    };
+    let runs: Vec<_> = runs.into_iter().filter(is_wanted).collect();
+    let is_own = tests.options.full || !tests.options.ggml.is_empty();
     let Some(dist) = tests.dist() else { return };
-    for &(version, flash) in runs {
+    for (version, flash) in runs {
         let with = if flash { "with" } else { "without" };
         heading(&format!("Ollama {version} {with} flash attention"));
         let needed = tests.prepare("Ollama, llama.cpp and models", |tests| {
@@ -47,9 +58,9 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
                 dist: dist.clone(),
                 ollama: ollama::binary(tests.cache, version)?,
                 // The default run takes what other tests have built.
-                llama: match tests.options.full {
-                    true => ollama::llama_cpp(version)?.programs(tests.cache)?,
-                    false => llama::build(tests.cache, llama::Stage::Tools)?,
+                llama: match ollama::llama_cpp(version) {
+                    Some(carried) if is_own => carried.programs(tests.cache)?,
+                    _ => llama::build(tests.cache, llama::Stage::Tools)?,
                 },
                 small: tests.model(FileType::Q4KM)?,
                 split: model::ensure_split(tests.cache, &model::DEMO, FileType::Q4KM)?,
