@@ -25,36 +25,37 @@ fn has(release: Version, since: Since) -> bool {
     release >= since.every_build
 }
 
-/// `enum ggml_prec`: the smallest type that is allowed. F32 and BF16 exclude F16: a demand. The
-/// others are permissions. An older release, which does not know the values between, gets F32
-/// for BF16 and the default for a permission.
-fn precision(precision: Precision, release: Version) -> i32 {
-    match precision {
-        Precision::Default => 0,
-        Precision::F32 => 10,
-        Precision::Bf16 if !has(release, Since::PRECISIONS) => 10,
-        _ if !has(release, Since::PRECISIONS) => 0,
-        Precision::Bf16 => 15,
-        Precision::F16 => 20,
-        Precision::Q8 => 30,
-        Precision::Q4 => 40,
-    }
-}
-
-/// The same for a word that came with [`Since::PRECISIONS`]. `None` for a demand that this release
-/// would not see.
-fn new_precision(wanted: Precision, release: Version) -> Option<i32> {
-    let is_seen = has(release, Since::PRECISIONS) || !wanted.needs_f32_range();
-    is_seen.then(|| precision(wanted, release))
-}
-
-/// The accumulator of FLASH_ATTN_EXT. ggml's CPU backend ends the process for all values but these
-/// two: F32 satisfies every demand, and the default every permission.
-fn attention_accumulator(wanted: Precision) -> i32 {
+/// `enum ggml_prec` for the type of sums: F32, which satisfies F32 and BF16, or the default, which
+/// satisfies the smaller types. ggml's CUDA backend knows BF16 from b11401 on only, and its CPU
+/// backend ends the process for other values of FLASH_ATTN_EXT.
+fn accumulator(wanted: Precision) -> i32 {
     match wanted.needs_f32_range() {
         true => 10,
         false => 0,
     }
+}
+
+/// `enum ggml_prec` for the smallest type that activations may have, a word that came with
+/// [`Since::PRECISIONS`]. `None` for a demand that this release would not see: F32 and BF16 exclude
+/// F16. What allows 8 bits or less than the default is left out.
+fn activation(wanted: Precision, release: Version) -> Option<i32> {
+    let is_seen = has(release, Since::PRECISIONS);
+    match wanted {
+        Precision::Default => Some(0),
+        Precision::F32 => is_seen.then_some(10),
+        Precision::Bf16 => is_seen.then_some(15),
+        _ if !is_seen => Some(0),
+        Precision::F16 => Some(20),
+        Precision::Q8 => Some(30),
+        Precision::Q4 => Some(40),
+    }
+}
+
+/// The accumulator of MUL_MAT_ID, whose word came with [`Since::PRECISIONS`]. `None` for a demand
+/// that this release would not see.
+fn accumulator_of_experts(wanted: Precision, release: Version) -> Option<i32> {
+    let is_seen = has(release, Since::PRECISIONS) || !wanted.needs_f32_range();
+    is_seen.then(|| accumulator(wanted))
 }
 
 fn pool(kind: PoolKind) -> i32 {
@@ -84,8 +85,6 @@ fn bytes(value: u64) -> Option<i32> {
 /// the first source. `None` if this release of ggml does not have the operator or a parameter.
 /// [`takes_sources`] says which sources the operator needs.
 pub(crate) fn encode(op: &Op, in_place: bool, ids: &Ids, release: Version) -> Option<Encoded> {
-    let new_precision = |p| new_precision(p, release);
-    let precision = |p| precision(p, release);
     let strided = |nb1: u64, nb2, nb3, offset| {
         Some(words([
             bytes(nb1)?,
@@ -171,23 +170,23 @@ pub(crate) fn encode(op: &Op, in_place: bool, ids: &Ids, release: Version) -> Op
         }
         // The third word is reserved for the precision of the first source.
         Op::MulMat {
-            accumulator,
-            activation,
+            accumulator: sum,
+            activation: smallest,
             hadamard,
         } => words([
-            precision(accumulator),
+            accumulator(sum),
             hadamard.into(),
             0,
-            new_precision(activation)?,
+            activation(smallest, release)?,
         ]),
         Op::MulMatId {
-            accumulator,
-            activation,
+            accumulator: sum,
+            activation: smallest,
         } => words([
-            new_precision(accumulator)?,
+            accumulator_of_experts(sum, release)?,
             0,
             0,
-            new_precision(activation)?,
+            activation(smallest, release)?,
         ]),
         Op::Rope {
             mode,
@@ -235,13 +234,13 @@ pub(crate) fn encode(op: &Op, in_place: bool, ids: &Ids, release: Version) -> Op
             scale,
             max_bias,
             logit_softcap,
-            accumulator,
+            accumulator: sum,
             n_kv_max,
         } => words([
             float(scale),
             float(max_bias),
             float(logit_softcap),
-            attention_accumulator(accumulator),
+            accumulator(sum),
             // A hint: 0 stands for any number.
             match has(release, Since::N_KV_MAX) {
                 true => unsigned(n_kv_max)?,
@@ -428,7 +427,7 @@ mod tests {
     #[test]
     fn demand_that_a_release_would_not_see_is_refused() {
         for minor in 20..=26 {
-            let written = |wanted| new_precision(wanted, number(minor));
+            let written = |wanted| activation(wanted, number(minor));
             // Builds of 0.23 are with the word and without it.
             assert_eq!(
                 written(Precision::F32),
@@ -445,15 +444,18 @@ mod tests {
                 (minor >= 24).then_some(15),
                 "0.{minor}"
             );
-            let sum = if minor >= 24 { 15 } else { 10 };
-            assert_eq!(precision(Precision::Bf16, number(minor)), sum, "0.{minor}");
-            // The sum of MUL_MAT has had the word in every release.
-            assert_eq!(precision(Precision::F32, number(minor)), 10, "0.{minor}");
+            // The sum of MUL_MAT has had the word in every release, that of MUL_MAT_ID has not.
+            let of_experts = |wanted| accumulator_of_experts(wanted, number(minor));
+            for demand in [Precision::F32, Precision::Bf16] {
+                let seen = (minor >= 24).then_some(10);
+                assert_eq!(of_experts(demand), seen, "0.{minor}");
+            }
+            assert_eq!(of_experts(Precision::Default), Some(0), "0.{minor}");
         }
     }
 
     #[test]
-    fn attention_has_one_of_the_two_accumulators_that_the_cpu_backend_accepts() {
+    fn sums_have_one_of_the_two_types_that_every_backend_knows() {
         for (wanted, written) in [
             (Precision::Default, 0),
             (Precision::F32, 10),
@@ -462,7 +464,7 @@ mod tests {
             (Precision::Q8, 0),
             (Precision::Q4, 0),
         ] {
-            assert_eq!(attention_accumulator(wanted), written, "{wanted:?}");
+            assert_eq!(accumulator(wanted), written, "{wanted:?}");
         }
     }
 

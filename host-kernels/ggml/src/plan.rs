@@ -8,6 +8,7 @@ use vgpu_engine::{
     Turn, work,
 };
 use vgpu_ggml_abi as abi;
+use vgpu_ggml_abi::versions::Version;
 use vgpu_transport::bytes::{Bytes, BytesMut};
 use vgpu_transport::ir::{
     Graph as IrGraph, GraphCounts, Node, Op, OpKind, Precision, Shape, Tensor, Type,
@@ -17,6 +18,14 @@ use crate::device::Device;
 use crate::memory::GgmlMemory;
 use crate::params;
 use crate::tensors::{Arena, Graph, compute, view};
+
+/// From this release on, ggml's CPU backend adds products of F16 in F32 on every processor (first in
+/// llama-cpp-python 0.3.36, which has 0.25.3).
+const SUMS_IN_F32: Version = Version::new(0, 26);
+
+/// From this release on, ggml's CUDA backend reads a demand for 8 bits (first in b11236, which has
+/// 0.25.3).
+const EIGHT_BITS_FOR_FP4: Version = Version::new(0, 26);
 
 /// A graph for the device ends after so much work by estimate, so that a turn can end there.
 const MAX_SPLIT: Duration = Duration::from_millis(5);
@@ -154,8 +163,8 @@ fn encode(
         return None;
     }
     let computes = match device.is_cpu {
-        true => cpu_backend_computes(graph, node),
-        false => gpu_backend_computes(graph, node),
+        true => cpu_backend_computes(graph, node, release),
+        false => gpu_backend_computes(graph, node, release),
     };
     if !computes {
         return None;
@@ -186,7 +195,7 @@ fn encode(
 
 /// Whether ggml's CPU backend computes a node. The backend's `supports_op` answers yes for types
 /// that end the process in the backend's kernels.
-fn cpu_backend_computes(graph: &IrGraph, node: &Node) -> bool {
+fn cpu_backend_computes(graph: &IrGraph, node: &Node, release: Version) -> bool {
     let dst = &graph.dst(node).shape;
     let src = |i| graph.src(node, i).map(|tensor| &tensor.shape);
     let is = |shape: Option<&Shape>, types: &[Type]| shape.is_none_or(|s| types.contains(&s.ty));
@@ -196,6 +205,14 @@ fn cpu_backend_computes(graph: &IrGraph, node: &Node) -> bool {
         floats.contains(&ty) || ty.is_quantized() && !matches!(ty, Type::Q8_1 | Type::Q8K)
     };
     match node.op {
+        // Before, sums of F16 are in F16 on processors with AVX512-FP16.
+        Op::MulMat { accumulator, .. } | Op::MulMatId { accumulator, .. }
+            if accumulator.needs_f32_range()
+                && release < SUMS_IN_F32
+                && is(src(0), &[Type::F16]) =>
+        {
+            false
+        }
         Op::MulMat { .. } | Op::MulMatId { .. } => {
             // The backend ignores a demand for F32 or BF16, and has activations and their sums in
             // F16, or BF16, for these weights.
@@ -256,15 +273,18 @@ fn floats_and_integers_only(graph: &IrGraph, node: &Node) -> bool {
 /// Whether a backend for GPUs computes a node as the node demands. ggml's CUDA backend ends the
 /// process for quantised weights with a demand on activations above 8 bits (`mmq.cu`), and reads no
 /// demand for weights of F16.
-fn gpu_backend_computes(graph: &IrGraph, node: &Node) -> bool {
+fn gpu_backend_computes(graph: &IrGraph, node: &Node, release: Version) -> bool {
     let weights = graph.src(node, 0).map(|weights| weights.shape.ty);
-    weights.is_none_or(|weights| gpu_backend_obeys(node.op.activation_precision(), weights))
+    let demand = node.op.activation_precision();
+    weights.is_none_or(|weights| gpu_backend_obeys(demand, weights, release))
 }
 
 /// Whether a backend for GPUs multiplies these weights as the demand on the activations says.
-fn gpu_backend_obeys(demand: Precision, weights: Type) -> bool {
+fn gpu_backend_obeys(demand: Precision, weights: Type, release: Version) -> bool {
     match weights {
         Type::F16 | Type::Bf16 => !demand.needs_f32_range(),
+        // Before, activations have 4 bits on Blackwell, whatever a node says.
+        Type::Mxfp4 | Type::Nvfp4 if demand == Precision::Q8 => release >= EIGHT_BITS_FOR_FP4,
         _ if weights.is_quantized() => !demand.needs_f32_range() && demand != Precision::F16,
         _ => true,
     }
@@ -340,6 +360,7 @@ mod tests {
     #[test]
     fn demands_that_backends_for_gpus_do_not_obey_are_left_to_the_cpu_engine() {
         use Precision::{Bf16, Default, F16, F32, Q4, Q8};
+        let newest = Version::new(0, 26);
         for (weights, obeyed) in [
             (Type::F32, &[Default, F32, Bf16, F16, Q8, Q4][..]),
             (Type::F16, &[Default, F16, Q8, Q4]),
@@ -349,9 +370,13 @@ mod tests {
         ] {
             for demand in [Default, F32, Bf16, F16, Q8, Q4] {
                 let expected = obeyed.contains(&demand);
-                let obeys = gpu_backend_obeys(demand, weights);
+                let obeys = gpu_backend_obeys(demand, weights, newest);
                 assert_eq!(obeys, expected, "{weights:?}, {demand:?}");
             }
         }
+        let older = Version::new(0, 25);
+        assert!(!gpu_backend_obeys(Q8, Type::Nvfp4, older));
+        assert!(gpu_backend_obeys(Q4, Type::Nvfp4, older));
+        assert!(gpu_backend_obeys(Q8, Type::Q4_0, older));
     }
 }

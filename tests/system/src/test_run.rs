@@ -39,8 +39,8 @@ pub(crate) struct Options {
     #[arg(long, value_name = "OPS")]
     pub(crate) ops: Option<String>,
     /// For `ops` and `models`: only these releases of ggml, with every case: a number (0.24.0,
-    /// every build with that number) or a build (b11081). For `ollama`: the releases that carry
-    /// them, with the llama-server of that build
+    /// every build with that number) or a build (b11081). With `--only ollama`: the releases that
+    /// carry them, with the llama-server of that build
     #[arg(long, value_name = "RELEASE", value_parser = release_name)]
     pub(crate) ggml: Vec<String>,
     /// Test libggml-vgpu.so and vgpu of this folder instead of a fresh build

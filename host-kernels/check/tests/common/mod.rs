@@ -378,6 +378,11 @@ pub(crate) fn try_run(
 
 /// Runs an operation whose destination is its first source.
 pub(crate) fn run_in_place(engine: &dyn Engine, op: Op, src: &[Option<&Data>]) -> Data {
+    run_over(engine, op, src, 0)
+}
+
+/// Runs an operation whose destination is source `over`, counted without those that are absent.
+pub(crate) fn run_over(engine: &dyn Engine, op: Op, src: &[Option<&Data>], over: usize) -> Data {
     let operands: Vec<&Data> = src.iter().copied().flatten().collect();
     let mut present = 0..operands.len() as u32;
     let sources = src
@@ -386,12 +391,12 @@ pub(crate) fn run_in_place(engine: &dyn Engine, op: Op, src: &[Option<&Data>]) -
         .collect::<Vec<_>>();
     let node = Node {
         op,
-        dst: 0,
+        dst: over as u32,
         src: Sources::new(sources),
     };
     execute(engine, &operands, node)
-        .unwrap_or_else(|error| panic!("{op:?} in place: {error:?}"))
-        .swap_remove(0)
+        .unwrap_or_else(|error| panic!("{op:?} over source {over}: {error:?}"))
+        .swap_remove(over)
 }
 
 /// Runs an operation that also changes its sources, with the first source as destination. Returns

@@ -475,10 +475,20 @@ fn activations_beyond_f16_with(engine: &dyn Engine, activation: Precision) {
             let ids = ids.fill(|| random.below(experts) as f64);
             let dst = Data::dense(Type::F32, [37, used, tokens, 1]);
             let got = run(engine, mul_mat_id, &dst, &[Some(&w), Some(&x), Some(&ids)]);
-            for row in got.row_indices() {
-                let [slot, token, _] = row;
-                let expert = ids.get([slot, token, 0, 0]) as u64;
-                compare(tokens, got.row_values(row), x.row_values(row), expert);
+            let compare_experts = |got: &Data| {
+                for row in got.row_indices() {
+                    let [slot, token, _] = row;
+                    let expert = ids.get([slot, token, 0, 0]) as u64;
+                    compare(tokens, got.row_values(row), x.row_values(row), expert);
+                }
+            };
+            compare_experts(&got);
+            // Beside a product of the same activations without a demand, before it and after it.
+            for [first, second] in [[MUL_MAT_ID, mul_mat_id], [mul_mat_id, MUL_MAT_ID]] {
+                let tensors = [&w, &x, &ids, &dst, &dst];
+                let nodes = [(first, 3, &[0, 1, 2][..]), (second, 4, &[0, 1, 2][..])];
+                let after = run_nodes(engine, &tensors, &nodes);
+                compare_experts(&after[if first == mul_mat_id { 3 } else { 4 }]);
             }
         }
     }

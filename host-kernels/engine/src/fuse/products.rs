@@ -32,7 +32,8 @@ fn operands<'g>(
     }
 }
 
-/// Whether nodes `a` and `b` multiply the same activations with weights of the same type.
+/// Whether nodes `a` and `b` multiply the same activations with weights of the same type, with the
+/// same demand on the type of the activations.
 fn is_sibling(finder: &Finder<'_>, a: usize, b: usize) -> bool {
     let (Some(one), Some(other)) = (operands(finder, a), operands(finder, b)) else {
         return false;
@@ -43,8 +44,10 @@ fn is_sibling(finder: &Finder<'_>, a: usize, b: usize) -> bool {
         (Some(ids), Some(other)) => is_same(ids, other),
         _ => false,
     };
+    let demand = |node: usize| finder.node(node).op.activation_precision();
     is_same(x, other_x)
         && same_ids
+        && demand(a) == demand(b)
         && w.shape.ty == other_w.shape.ty
         && w.shape.ne[0] == other_w.shape.ne[0]
 }

@@ -70,8 +70,8 @@ pub(crate) fn check(ggml: &str, claims: &[Claim], report: &Report) -> Result<Str
         format!("the row {}", kept.row())
     });
     bail!(
-        "{FILE} has {kept} of ggml {ggml}. The run gives {}. Correct the file, then run \
-         `cargo xtask ops-table {}`",
+        "{FILE} has {kept} of ggml {ggml}. The run gives {}; the last number is that of our own \
+         cases, which the next check prints. Correct the file, then run `cargo xtask ops-table {}`",
         found.row(),
         // The rest of the page is of one release only.
         match ggml == llama::RELEASE {

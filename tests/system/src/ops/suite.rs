@@ -160,13 +160,13 @@ impl Suite<'_> {
         Ok(report)
     }
 
-    /// Runs every case with the plugin's log at `info`. Returns the number of cases, and the lines
+    /// Runs every case with the plugin's log at `level`. Returns the number of cases, and the lines
     /// of the plugin.
-    pub(crate) fn log_lines(&self) -> Result<(u64, Vec<String>)> {
+    pub(crate) fn log_lines(&self, level: &str) -> Result<(u64, Vec<String>)> {
         let (mut report, mut lines) = (Report::default(), Vec::new());
         let mut program = self.command("test");
         let status = process::run_lines(
-            program.env("VGPU_LOG", "info"),
+            program.env("VGPU_LOG", level),
             &log(self.name, "test"),
             |line| match line.find(LOG_PREFIX) {
                 Some(at) => lines.push(line[at..].to_owned()),

@@ -19,7 +19,7 @@ use xtask_common::progress::heading;
 use xtask_common::workspace;
 
 use crate::parts::ollama_events;
-use crate::test_run::{PROMPT, TestRun};
+use crate::test_run::{PROMPT, Part, TestRun};
 
 /// The model [`SMALL`] in two files.
 const SPLIT: &str = "split";
@@ -37,18 +37,24 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
         (oldest, true),
         (oldest, false),
     ];
+    // With `--only ollama`, a release of ggml by name is for one run with each Ollama that carries
+    // it.
+    let is_named = !tests.options.ggml.is_empty() && tests.options.only.contains(&Part::Ollama);
     let is_wanted = |&(version, flash): &(&str, bool)| {
         let is_default = (version, flash) == (newest, true);
         match ollama::llama_cpp(version) {
-            // A release of ggml by name is for one run with each Ollama that carries it.
-            Some(carried) if !tests.options.ggml.is_empty() => {
-                flash && tests.options.wants_build(carried, false)
-            }
+            Some(carried) if is_named => flash && tests.options.wants_build(carried, false),
             _ => tests.options.full || is_default,
         }
     };
     let runs: Vec<_> = runs.into_iter().filter(is_wanted).collect();
-    let is_own = tests.options.full || !tests.options.ggml.is_empty();
+    if runs.is_empty() {
+        let named = tests.options.ggml.join(", ");
+        tests.check("releases of Ollama", |_, _| {
+            bail!("no tested release of Ollama carries ggml {named}")
+        });
+    }
+    let is_own = tests.options.full || is_named;
     let Some(dist) = tests.dist() else { return };
     for (version, flash) in runs {
         let with = if flash { "with" } else { "without" };

@@ -207,27 +207,32 @@ fn of_main_release(tests: &mut TestRun<'_>, dist: &Dist, bin: &Path, is_sampled:
     }
 }
 
-/// Runs cases with weights, each of which the program uploads, with the plugin's log at `info`. It
-/// has lines for the session and for models, and none for a case.
+/// Runs cases with buffers of up to 192 MiB, which the program fills, with the plugin's log at
+/// `info`. It has lines for the session, and none for a buffer, which has one at `debug`.
 fn log_lines(tests: &TestRun<'_>, dist: &Dist, bin: &Path) -> Result<String> {
-    let suite = Suite {
-        backend: Backend::Plugin {
-            dist,
-            endpoint: "inproc",
-        },
-        ops: Some("MUL_MAT"),
-        cases: Cases::Matching("^type_a=q[48]_.,.*m=16,.*".to_owned()),
-        ..suite(tests, bin, "log-lines")
-    };
-    let (cases, lines) = suite.log_lines()?;
-    ensure!(cases >= 50, "{cases} cases");
-    ensure!(
-        lines.len() <= MAX_LOG_LINES,
-        "{} lines for {cases} cases:\n{}",
-        lines.len(),
-        lines.join("\n")
-    );
-    Ok(format!("{} lines for {cases} cases", lines.len()))
+    over_unix(dist, tests, None, |backend| {
+        let suite = Suite {
+            backend,
+            ops: Some("ADD,CPY,MUL_MAT"),
+            cases: Cases::Matching("^type(_a)?=f32,.*".to_owned()),
+            ..suite(tests, bin, "log-lines")
+        };
+        let (cases, lines) = suite.log_lines("info")?;
+        ensure!(
+            lines.len() <= MAX_LOG_LINES,
+            "{} lines for {cases} cases:\n{}",
+            lines.len(),
+            lines.join("\n")
+        );
+        let (_, of_debug) = suite.log_lines("debug")?;
+        let loaded = of_debug.iter().filter(|line| line.contains(" loaded in "));
+        let loaded = loaded.count();
+        ensure!(loaded > 0, "no case has a buffer with a line at `debug`");
+        let lines = lines.len();
+        Ok(format!(
+            "{lines} lines for {cases} cases with {loaded} large buffers"
+        ))
+    })
 }
 
 /// `test-backend-ops` of another release of ggml than the two that the other tests run on.
