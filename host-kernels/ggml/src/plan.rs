@@ -19,8 +19,8 @@ use crate::memory::GgmlMemory;
 use crate::params;
 use crate::tensors::{Arena, Graph, compute, view};
 
-/// From this release on, ggml's CPU backend adds products of F16 in F32 on every processor (first in
-/// llama-cpp-python 0.3.36, which has 0.25.3).
+/// From this release on, ggml's CPU backend adds products of F16 in F32 on every processor: first
+/// in llama-cpp-python 0.3.36, which has 0.25.3.
 const SUMS_IN_F32: Version = Version::new(0, 26);
 
 /// From this release on, ggml's CUDA backend reads a demand for 8 bits (first in b11236, which has
