@@ -33,7 +33,12 @@ const PARTS: &[&str] = &[
 ];
 
 /// What else is unpacked to build [`PROGRAMS`].
-const PARTS_OF_PROGRAMS: &[&str] = &["llama.cpp/LICENSE", "llama.cpp/licenses", "llama.cpp/tools"];
+const PARTS_OF_PROGRAMS: &[&str] = &[
+    "llama.cpp/LICENSE",
+    "llama.cpp/licenses",
+    "llama.cpp/scripts",
+    "llama.cpp/tools",
+];
 
 /// The programs that Ollama carries.
 pub const PROGRAMS: [&str; 2] = ["llama-server", "llama-quantize"];
