@@ -145,10 +145,20 @@ impl WindowEnd {
     /// calls this before it publishes: a program that was stopped for long may have lost its slot.
     pub(super) fn check_session(&mut self) -> Result<(), LinkError> {
         self.check()?;
-        if self.window.load(word::EPOCH) != self.epoch {
-            return Err(self.fail(LinkError::Closed));
+        self.check_epoch()
+    }
+
+    /// Checks that no other session has begun in the same memory. What a guest reads there counts
+    /// only if this holds afterwards, also if the host has ended.
+    pub(super) fn check_epoch(&mut self) -> Result<(), LinkError> {
+        match self.is_current() {
+            true => Ok(()),
+            false => Err(self.fail(LinkError::Closed)),
         }
-        Ok(())
+    }
+
+    fn is_current(&self) -> bool {
+        self.window.load(word::EPOCH) == self.epoch
     }
 
     /// [`check`](WindowEnd::check), and once per [`CHECK_PERIOD`] the doorbell and the heartbeat.
@@ -316,6 +326,10 @@ impl Drop for WindowEnd {
     fn drop(&mut self) {
         // A forked child has a copy of this end, and must not close the link of its parent.
         if !self.owner.is_current() {
+            return;
+        }
+        // A guest that has lost its slot must not close the link of the guest that has it now.
+        if self.side == Side::Guest && !self.is_current() {
             return;
         }
         let own_state = match self.side {

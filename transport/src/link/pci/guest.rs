@@ -552,8 +552,39 @@ mod tests {
                 .epoch();
             let tail = one.window().load(word::SUBMISSION_TAIL);
             one.window().store(word::EPOCH, epoch ^ 1);
+            let window = Arc::clone(one.window());
+            let layout = Layout::read(&*window, window.size()).unwrap();
+            let content = || {
+                let mut bytes = vec![0; window.size() as usize];
+                window.bytes(0..bytes.len()).copy_to(&mut bytes);
+                let rings = layout.submission().start;
+                let words = [
+                    word::GUEST_STATE,
+                    word::SUBMISSION_TAIL,
+                    word::COMPLETION_HEAD,
+                ];
+                (bytes.split_off(rings), words.map(|at| window.load(at)))
+            };
+            // A reply of the successor, and its progress.
+            let completed = window.load(word::COMPLETION_TAIL);
+            window.store(word::COMPLETION_TAIL, completed + 64);
+            window.store(word::RETIRED, u64::MAX);
+            let before = content();
             assert_eq!(works(&mut one), Err(LinkError::Closed));
-            assert_eq!(one.window().load(word::SUBMISSION_TAIL), tail);
+            let large = vec![7; 1 << 16];
+            let sent = one.send(b"large", crate::bytes::Bytes::from(&large[..]));
+            assert_eq!(sent, Err(LinkError::Closed));
+            assert_eq!(one.wait_retired(1), Err(LinkError::Closed));
+            let mut message = Vec::new();
+            let mut payload = [0; 64];
+            let received = one.receive(&mut message, (&mut payload[..]).into());
+            assert_eq!((received, message.len()), (Err(LinkError::Closed), 0));
+            assert_eq!(window.load(word::SUBMISSION_TAIL), tail);
+            drop(one);
+            assert!(
+                before == content(),
+                "the stopped program changed the session of another"
+            );
         });
     }
 }

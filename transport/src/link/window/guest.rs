@@ -148,6 +148,7 @@ impl WindowGuest {
             self.wait_progress(retired + 1)?;
         };
         if inline_len > 0 {
+            self.end.check_session()?;
             self.window
                 .bytes_mut(room.payload.clone())
                 .copy_from(inline);
@@ -164,6 +165,7 @@ impl WindowGuest {
     /// Waits until `request` has retired. Returns whether the call had to wait.
     fn wait_progress(&mut self, request: u64) -> Result<bool, LinkError> {
         if self.window.load(word::RETIRED) >= request {
+            self.end.check_epoch()?;
             return Ok(false);
         }
         let ready = |window: &Window, completions: &mut Consumer| {
@@ -182,7 +184,10 @@ impl WindowGuest {
             })?;
             match progress {
                 Some(WaitOutcome::Replies) => self.receive_backlog()?,
-                Some(WaitOutcome::Retired) | None => return Ok(true),
+                Some(WaitOutcome::Retired) | None => {
+                    self.end.check_epoch()?;
+                    return Ok(true);
+                }
             }
         }
     }
@@ -199,6 +204,7 @@ impl WindowGuest {
             read_message(window, &arrived.message, &mut message);
             let mut payload = vec![0; arrived.payload.len()];
             window.bytes(arrived.payload.clone()).copy_to(&mut payload);
+            self.end.check_epoch()?;
             self.completions.release(window, &arrived);
             let bytes = message.len() + payload.len();
             count_in(&mut self.end.counters, bytes);
@@ -229,6 +235,7 @@ impl WindowGuest {
             return Ok(Some(bytes.len()));
         }
         self.end.check_rules()?;
+        self.end.check_epoch()?;
         let window = Arc::clone(&self.window);
         let arrived = self
             .completions
@@ -238,7 +245,12 @@ impl WindowGuest {
             return Ok(None);
         };
         self.fill(payload, window.bytes(arrived.payload.clone()))?;
+        let begin = message.len();
         read_message(&window, &arrived.message, message);
+        if let Err(error) = self.end.check_epoch() {
+            message.truncate(begin);
+            return Err(error);
+        }
         self.completions.release(&*window, &arrived);
         let bytes = arrived.message.len() + arrived.payload.len();
         count_in(&mut self.end.counters, bytes);
@@ -281,6 +293,7 @@ impl GuestEnd for WindowGuest {
             }
             self.staging_ring.retire(self.retired());
         };
+        self.end.check_session()?;
         self.window.bytes_mut(range.clone()).copy_from(payload);
         let bulk = Payload::Bulk {
             offset: range.start,
