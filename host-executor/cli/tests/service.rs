@@ -196,10 +196,10 @@ fn an_upgrade_restarts_the_service_only_with_a_configuration_that_is_valid() {
         .replace("/run/systemd/system", systemd.to_str().expect("text"))
         .replace("/etc/vgpu/vgpu.toml", config.to_str().expect("text"));
     let path = std::env::var("PATH").expect("a path");
-    let configure = || {
+    let run = |script: &str| {
         let _ = fs::remove_file(&calls);
         let output = Command::new("sh")
-            .args(["-c", &script, "postinst", "configure"])
+            .args(["-c", script, "postinst", "configure"])
             .env("PATH", format!("{}:{path}", programs.display()))
             .output()
             .expect("a shell");
@@ -209,6 +209,7 @@ fn an_upgrade_restarts_the_service_only_with_a_configuration_that_is_valid() {
         assert!(called.contains("systemctl daemon-reload"), "{called}");
         (called.contains("systemctl try-restart vgpu.service"), said)
     };
+    let configure = || run(&script);
     assert!(configure().0, "without a configuration");
     fs::write(&config, "[engine]\nmemory = \"1G\"\n").expect("a file");
     assert!(configure().0, "with a valid configuration");
@@ -217,6 +218,15 @@ fn an_upgrade_restarts_the_service_only_with_a_configuration_that_is_valid() {
     assert!(!is_restarted, "with a mistake in the configuration");
     assert!(said.contains("memroy"), "{said}");
     assert!(said.contains("vgpu.service was not restarted"), "{said}");
+    // The unit of a virtual machine does not start: the others are restarted all the same.
+    fs::remove_file(&config).expect("our file");
+    let failing = format!(
+        "systemctl() {{ {}/systemctl \"$@\"; [ \"$1\" != try-restart ]; }}\n{script}",
+        programs.display()
+    );
+    let (is_restarted, said) = run(&failing);
+    assert!(is_restarted, "{said}");
+    assert!(said.contains("vgpu@*.service did not start"), "{said}");
 }
 
 /// `systemd-analyze verify`, where this machine has it. The program's path is replaced, because the
