@@ -13,9 +13,10 @@ function(join_sources)
             set_target_properties(${library} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 6)
         endif()
     endforeach()
-    # The first file specialises templates that others use; the other two refuse the headers of
-    # their library.
-    foreach(alone llama-common:json.cpp mtmd:mtmd-helper.cpp mtmd:mtmd-helper-gen.cpp)
+    # The first file specialises templates that others use; in b10488, the second has a function
+    # with the name of another; the other two refuse the headers of their library.
+    foreach(alone llama-common:json.cpp llama-common:chat.cpp mtmd:mtmd-helper.cpp
+            mtmd:mtmd-helper-gen.cpp)
         string(REPLACE ":" ";" alone ${alone})
         list(POP_FRONT alone library file)
         if(TARGET ${library})
