@@ -75,7 +75,7 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
             })
         });
         let Some(needed) = needed else { return };
-        with_release(tests, &needed, version, flash);
+        with_release(tests, &needed, (version, is_own), flash);
     }
 }
 
@@ -91,8 +91,13 @@ fn embedder(tests: &TestRun<'_>) -> Result<PathBuf> {
     })
 }
 
-/// All checks with one release of Ollama.
-fn with_release(tests: &mut TestRun<'_>, needed: &Needed, version: &str, flash: bool) {
+/// All checks with one release of Ollama. `is_own`: with the llama-server of its llama.cpp.
+fn with_release(
+    tests: &mut TestRun<'_>,
+    needed: &Needed,
+    (version, is_own): (&str, bool),
+    flash: bool,
+) {
     let with = if flash { "with" } else { "without" };
     let suffix = format!("Ollama {version} {with} flash attention");
     let ready = tests.prepare("Ollama with the plugin installed", |tests| {
@@ -128,6 +133,11 @@ fn with_release(tests: &mut TestRun<'_>, needed: &Needed, version: &str, flash: 
             ollama_events::two_servers,
         ),
     ];
+    // The parser of b10488 ends a response at bytes that are no UTF-8, which a model with random
+    // weights writes sooner or later ("unparsed Content-only output" in the log).
+    if is_own && version == ollama::VERSIONS[0] {
+        cases.retain(|(name, _)| *name != "a response longer than the context");
+    }
     // Older releases import only models of one file.
     if version == ollama::VERSIONS[1] {
         cases.insert(1, ("a model in two files, through hard links", split_model));
