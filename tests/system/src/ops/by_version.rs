@@ -253,7 +253,7 @@ mod tests {
         }
         let error = check("0.25.3", &[], &report).unwrap_err().to_string();
         assert!(
-            error.contains("The run gives 0.25.3,0,2,1,1,192."),
+            error.contains("The run gives 0.25.3,0,2,1,1,192;"),
             "{error}"
         );
         assert!(error.ends_with("ops-table --last-test`"), "{error}");
