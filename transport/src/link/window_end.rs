@@ -107,7 +107,7 @@ impl WindowEnd {
     pub(super) fn fail(&mut self, error: LinkError) -> LinkError {
         // A removed device has other bytes than a host would write: zeros under an emulator, ones
         // on real buses.
-        let is_removed = || self.side == Side::Guest && self.window.load(word::EPOCH) != self.epoch;
+        let is_removed = || self.side == Side::Guest && !self.is_current();
         let error = match error {
             LinkError::PeerMisbehaved(_) if is_removed() => LinkError::Closed,
             error => error,
@@ -181,7 +181,7 @@ impl WindowEnd {
         if wake == Wake::Evicted {
             return Err(LinkError::Evicted);
         }
-        if wake == Wake::PeerGone || self.window.load(word::EPOCH) != self.epoch {
+        if wake == Wake::PeerGone || !self.is_current() {
             return Err(LinkError::Closed);
         }
         let stopped = self

@@ -555,7 +555,7 @@ mod tests {
             let window = Arc::clone(one.window());
             let layout = Layout::read(&*window, window.size()).unwrap();
             let content = || {
-                let mut bytes = vec![0; window.size() as usize];
+                let mut bytes = vec![0; window.size()];
                 window.bytes(0..bytes.len()).copy_to(&mut bytes);
                 let rings = layout.submission().start;
                 let words = [
