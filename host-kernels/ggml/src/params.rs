@@ -37,7 +37,7 @@ fn accumulator(wanted: Precision) -> i32 {
 
 /// `enum ggml_prec` for the smallest type that activations may have, a word that came with
 /// [`Since::PRECISIONS`]. `None` for a demand that this release would not see: F32 and BF16 exclude
-/// F16. What allows 8 bits or less than the default is left out.
+/// F16. Permissions are left out for such a release.
 fn activation(wanted: Precision, release: Version) -> Option<i32> {
     let is_seen = has(release, Since::PRECISIONS);
     match wanted {

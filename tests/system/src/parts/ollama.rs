@@ -53,6 +53,7 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
         tests.check("releases of Ollama", |_, _| {
             bail!("no tested release of Ollama carries ggml {named}")
         });
+        return;
     }
     let is_own = tests.options.full || is_named;
     let Some(dist) = tests.dist() else { return };
