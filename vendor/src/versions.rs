@@ -59,6 +59,11 @@ impl Since {
     pub const HC_PRE_PARAMETERS: Self = Self::release_after(24);
     /// DSV4_HC_POST with null for the source `comb`.
     pub const HC_POST_WITHOUT_COMB: Self = Self::release_after(24);
+    /// Sums of F16 products in F32 on every processor, in the CPU backend: first in
+    /// llama-cpp-python 0.3.36.
+    pub const SUMS_IN_F32: Self = Self::release_after(25);
+    /// A demand for 8 bits is read where weights have FP4, in the CUDA backend: first in b11236.
+    pub const EIGHT_BITS_FOR_FP4: Self = Self::release_after(25);
 }
 
 /// The major and minor number of a ggml release. Patch releases do not change the interface.

@@ -21,7 +21,7 @@ pub(crate) struct Encoded {
 }
 
 /// Whether every build whose `ggml_version()` is `release` has what came with `since`.
-fn has(release: Version, since: Since) -> bool {
+pub(crate) fn has(release: Version, since: Since) -> bool {
     release >= since.every_build
 }
 

@@ -8,7 +8,7 @@ use vgpu_engine::{
     Turn, work,
 };
 use vgpu_ggml_abi as abi;
-use vgpu_ggml_abi::versions::Version;
+use vgpu_ggml_abi::versions::{Since, Version};
 use vgpu_transport::bytes::{Bytes, BytesMut};
 use vgpu_transport::ir::{
     Graph as IrGraph, GraphCounts, Node, Op, OpKind, Precision, Shape, Tensor, Type,
@@ -18,14 +18,6 @@ use crate::device::Device;
 use crate::memory::GgmlMemory;
 use crate::params;
 use crate::tensors::{Arena, Graph, compute, view};
-
-/// From this release on, ggml's CPU backend adds products of F16 in F32 on every processor: first
-/// in llama-cpp-python 0.3.36, which has 0.25.3.
-const SUMS_IN_F32: Version = Version::new(0, 26);
-
-/// From this release on, ggml's CUDA backend reads a demand for 8 bits (first in b11236, which has
-/// 0.25.3).
-const EIGHT_BITS_FOR_FP4: Version = Version::new(0, 26);
 
 /// A graph for the device ends after so much work by estimate, so that a turn can end there.
 const MAX_SPLIT: Duration = Duration::from_millis(5);
@@ -208,7 +200,7 @@ fn cpu_backend_computes(graph: &IrGraph, node: &Node, release: Version) -> bool 
         // Before, sums of F16 are in F16 on processors with AVX512-FP16.
         Op::MulMat { accumulator, .. } | Op::MulMatId { accumulator, .. }
             if accumulator.needs_f32_range()
-                && release < SUMS_IN_F32
+                && !params::has(release, Since::SUMS_IN_F32)
                 && is(src(0), &[Type::F16]) =>
         {
             false
@@ -284,7 +276,9 @@ fn gpu_backend_obeys(demand: Precision, weights: Type, release: Version) -> bool
     match weights {
         Type::F16 | Type::Bf16 => !demand.needs_f32_range(),
         // Before, activations have 4 bits on Blackwell, whatever a node says.
-        Type::Mxfp4 | Type::Nvfp4 if demand == Precision::Q8 => release >= EIGHT_BITS_FOR_FP4,
+        Type::Mxfp4 | Type::Nvfp4 if demand == Precision::Q8 => {
+            params::has(release, Since::EIGHT_BITS_FOR_FP4)
+        }
         _ if weights.is_quantized() => !demand.needs_f32_range() && demand != Precision::F16,
         _ => true,
     }
