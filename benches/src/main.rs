@@ -10,6 +10,7 @@ mod plot;
 mod soak;
 mod table;
 mod tenants;
+mod together;
 mod weights;
 
 use std::process::ExitCode;
@@ -38,6 +39,8 @@ enum Arguments {
     /// Measure several guests of one executor: shares by weight, decoding beside a prefill, eight
     /// guests
     Tenants(tenants::Options),
+    /// Measure programs that decode with the same model at once, with and without batches
+    Together(together::Options),
     /// Measure several guests with the same model: time and traffic of the next load, memory of
     /// the host
     Weights(weights::Options),
@@ -63,6 +66,7 @@ fn run(arguments: &Arguments) -> Result<()> {
         Arguments::Plot(options) => plot::run(options),
         Arguments::Soak(options) => soak::run(cache, options),
         Arguments::Tenants(options) => tenants::run(cache, options),
+        Arguments::Together(options) => together::run(cache, options),
         Arguments::Weights(options) => weights::run(cache, options),
     }
 }

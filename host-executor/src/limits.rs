@@ -76,6 +76,8 @@ pub struct Limits {
     pub descriptors: usize,
     /// Whether guests may map buffers that are in memory of this machine.
     pub map_buffers: bool,
+    /// Whether graphs that multiply with the same weights may run in one batch.
+    pub batch: bool,
 }
 
 impl Limits {
@@ -121,6 +123,7 @@ impl Default for Limits {
             mappings: 49_148,
             descriptors: 576,
             map_buffers: true,
+            batch: true,
         }
     }
 }

@@ -43,7 +43,7 @@ impl fmt::Debug for MetricsCollector {
 /// A counter per guest: its name, its help text, and its value.
 type Count = (&'static str, &'static str, fn(&Usage) -> f64);
 
-const COUNTS: [Count; 9] = [
+const COUNTS: [Count; 10] = [
     (
         "vgpu_guest_graphs",
         "Graphs run; a program that decodes runs one graph per token",
@@ -56,6 +56,11 @@ const COUNTS: [Count; 9] = [
         "vgpu_guest_turns",
         "Turns on the engine that graphs took; more than graphs if graphs yielded",
         |w| w.turns as f64,
+    ),
+    (
+        "vgpu_guest_batch_members",
+        "Graphs that ran in these turns; divided by the turns, the mean size of a batch",
+        |w| w.batch_members as f64,
     ),
     (
         "vgpu_guest_run_seconds",

@@ -71,6 +71,9 @@ pub struct Policy {
     pub graphs_in_flight: usize,
     /// The kinds of link over which the guest may connect.
     pub links: Vec<LinkKind>,
+    /// Whether the guest's graphs may run in one batch with other graphs that multiply with the
+    /// same weights.
+    pub batch: bool,
 }
 
 impl Policy {
@@ -85,6 +88,7 @@ impl Default for Policy {
             weight: 1,
             graphs_in_flight: 8,
             links: LinkKind::ALL.into(),
+            batch: true,
         }
     }
 }

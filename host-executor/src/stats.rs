@@ -109,6 +109,7 @@ pub(crate) struct Counters {
     pub(crate) busy_nanoseconds: Counter,
     pub(crate) queued_nanoseconds: Counter,
     pub(crate) turns: Counter,
+    pub(crate) batch_members: Counter,
     pub(crate) buffers: Counter,
     pub(crate) buffer_bytes: Counter,
     pub(crate) graphs: Counter,
@@ -135,6 +136,7 @@ impl Counters {
             busy: Duration::from_nanos(self.busy_nanoseconds.get()),
             queued: Duration::from_nanos(self.queued_nanoseconds.get()),
             turns: self.turns.get(),
+            batch_members: self.batch_members.get(),
             buffers: self.buffers.get(),
             buffer_bytes: self.buffer_bytes.get(),
             graphs: self.graphs.get(),
@@ -171,6 +173,9 @@ pub struct Stats {
     pub queued: Duration,
     /// Turns of the scheduler: one per graph run, and one more for each time a run yielded.
     pub turns: u64,
+    /// The graphs that ran in these turns, the session's own and others in one batch: the sum of all
+    /// turns. Divided by `turns`, it is the mean size of a batch.
+    pub batch_members: u64,
     /// Buffers that exist.
     pub buffers: u64,
     /// Bytes of these buffers.
@@ -205,6 +210,7 @@ impl Stats {
         self.busy += other.busy;
         self.queued += other.queued;
         self.turns += other.turns;
+        self.batch_members += other.batch_members;
         self.weights_not_sent += other.weights_not_sent;
     }
 

@@ -173,6 +173,10 @@ pub struct Usage {
     pub queued: f64,
     /// Turns of the scheduler that the graphs took.
     pub turns: u64,
+    /// The graphs that ran in these turns, the own and others in one batch. Divided by `turns`, it
+    /// is the mean size of a batch.
+    #[serde(default)]
+    pub batch_members: u64,
     /// Bytes of messages and payloads received.
     pub bytes_in: u64,
     /// Bytes of messages and payloads sent.
@@ -194,6 +198,7 @@ impl From<&Stats> for Usage {
             busy: stats.busy.as_secs_f64(),
             queued: stats.queued.as_secs_f64(),
             turns: stats.turns,
+            batch_members: stats.batch_members,
             bytes_in: stats.bytes_in,
             bytes_out: stats.bytes_out,
             failures: stats.failures,
@@ -213,6 +218,7 @@ impl Usage {
             busy,
             queued,
             turns,
+            batch_members,
             bytes_in,
             bytes_out,
             failures,
@@ -224,6 +230,7 @@ impl Usage {
             (&mut self.graphs, graphs),
             (&mut self.nodes, nodes),
             (&mut self.turns, turns),
+            (&mut self.batch_members, batch_members),
             (&mut self.bytes_in, bytes_in),
             (&mut self.bytes_out, bytes_out),
             (&mut self.failures, failures),

@@ -99,6 +99,11 @@ impl Tenant {
         })
     }
 
+    /// Whether graphs of the tenant may run in a batch.
+    pub(crate) fn may_batch(&self) -> bool {
+        self.ledger.read_policy(self.id, |policy| policy.batch)
+    }
+
     /// Changes the tenant's limits from now on. What it uses stays its own.
     pub(crate) fn set_policy(&self, policy: Policy) {
         self.ledger.set_policy(self.id, policy);

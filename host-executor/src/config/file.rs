@@ -91,6 +91,7 @@ struct Engine {
     kind: Option<Text<EngineKind>>,
     threads: usize,
     pin: bool,
+    batch: Option<bool>,
     memory: Option<Size>,
     /// Seconds.
     max_node_time: Option<NonZeroU32>,
@@ -148,6 +149,7 @@ struct Unnamed {
     weight: Option<Weight>,
     graphs_in_flight: Option<Count>,
     links: Option<Vec<Text<LinkKind>>>,
+    batch: Option<bool>,
 }
 
 #[derive(Deserialize)]
@@ -158,6 +160,7 @@ struct Guest {
     weight: Option<Weight>,
     graphs_in_flight: Option<Count>,
     links: Option<Vec<Text<LinkKind>>>,
+    batch: Option<bool>,
     #[serde(default)]
     listen: Vec<Spanned<Text<Endpoint>>>,
     mode: Option<Mode>,
@@ -226,6 +229,7 @@ fn settings(file: File) -> Result<Settings, Mistake> {
         file.unnamed.weight,
         file.unnamed.graphs_in_flight,
         file.unnamed.links,
+        file.unnamed.batch,
     );
     let mut used = Used::default();
     let listen = endpoints_of(file.server.listen, &mut used)?;
@@ -247,6 +251,7 @@ fn settings(file: File) -> Result<Settings, Mistake> {
             count: file.engine.threads,
             pin: file.engine.pin,
         },
+        batch: file.engine.batch.unwrap_or(true),
         memory: file.engine.memory.map(|size| size.0),
         max_node_time: { file.engine.max_node_time }
             .map(|seconds| Duration::from_secs(seconds.get().into())),
@@ -358,6 +363,7 @@ fn guest(entry: Spanned<Guest>, used: &mut Used) -> Result<GuestSettings, Mistak
         entry.weight,
         entry.graphs_in_flight,
         entry.links,
+        entry.batch,
     );
     settings.listen = listen;
     settings.vm = vm;
@@ -372,6 +378,7 @@ fn policy(
     weight: Option<Weight>,
     graphs_in_flight: Option<Count>,
     links: Option<Vec<Text<LinkKind>>>,
+    batch: Option<bool>,
 ) -> Policy {
     let defaults = Policy::default();
     Policy {
@@ -381,6 +388,7 @@ fn policy(
         links: links.map_or(defaults.links, |links| {
             links.into_iter().map(|text| text.0).collect()
         }),
+        batch: batch.unwrap_or(defaults.batch),
     }
 }
 

@@ -169,6 +169,8 @@ pub struct Settings {
     pub trust_guests: bool,
     /// The threads of the CPU engine.
     pub threads: Threads,
+    /// Whether graphs that multiply with the same weights run in one batch.
+    pub batch: bool,
     /// Bytes of memory that guests may use in all. `None`: what the machine or its control group
     /// has.
     pub memory: Option<u64>,
@@ -209,6 +211,7 @@ impl Default for Settings {
             engine: EngineKind::Cpu,
             trust_guests: false,
             threads: Threads::default(),
+            batch: true,
             memory: None,
             max_node_time: None,
             max_turn_time: None,
@@ -249,6 +252,7 @@ impl Settings {
         self.engine.clone_from(&running.engine);
         self.trust_guests = running.trust_guests;
         self.threads = running.threads;
+        self.batch = running.batch;
         self.memory = running.memory;
         self.max_node_time = running.max_node_time;
         self.max_turn_time = running.max_turn_time;
@@ -275,6 +279,7 @@ impl Settings {
                 self.trust_guests != running.trust_guests,
             ),
             ("engine.pin", self.threads.pin != running.threads.pin),
+            ("engine.batch", self.batch != running.batch),
             ("engine.memory", self.memory != running.memory),
             (
                 "engine.max-node-time",

@@ -237,6 +237,38 @@ impl Queue {
         }
     }
 
+    /// Starts a graph that shares the turn of another one, if its tenant may start it now. The graph
+    /// is no longer in the queue then.
+    pub(crate) fn join_turn(&mut self, tenant: TenantId, ticket: Ticket) -> bool {
+        let Some(state) = self.tenants.get_mut(&tenant) else {
+            return false;
+        };
+        let place = state.waiting.iter().position(|w| w.ticket == ticket);
+        let Some(place) = place else {
+            return false;
+        };
+        let started = state.waiting[place].started;
+        if !started && state.started >= state.entitlement.in_flight {
+            return false;
+        }
+        state.waiting.remove(place);
+        state.started += usize::from(!started);
+        true
+    }
+
+    /// Removes a graph that waits for another turn and is no longer wanted, at the time `at`.
+    pub(crate) fn withdraw(&mut self, tenant: TenantId, ticket: Ticket, at: Duration) {
+        if let Some(state) = self.tenants.get_mut(&tenant) {
+            state.waiting.retain(|w| w.ticket != ticket);
+            self.used(tenant, ticket, Duration::ZERO, true, at);
+        }
+    }
+
+    /// The number of graphs that wait.
+    pub(crate) fn waiting(&self) -> usize {
+        self.tenants.values().map(|state| state.waiting.len()).sum()
+    }
+
     /// Reports `more` time on the device by a graph whose turn goes on. Called before
     /// [`enter`](Queue::enter), so that the new graph is placed by current virtual times.
     pub(crate) fn progress(&mut self, tenant: TenantId, more: Duration) {

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use vgpu_engine::{Plan, RunError, RunStatus, Turn};
 
+use super::batch::Batches;
 use super::queue::{Entitlement, Next, Queue, TenantId, Ticket};
 use crate::lock::{Rank, RankedGuard, RankedMutex, expect_unlocked};
 
@@ -19,7 +20,7 @@ const MAX_TURN: Duration = Duration::from_millis(100);
 pub(crate) struct Scheduler {
     state: RankedMutex<State>,
     /// The turn that is in progress, shared with the plan that runs in it.
-    turn: Turn,
+    pub(super) turn: Turn,
 }
 
 impl Default for Scheduler {
@@ -32,24 +33,26 @@ impl Default for Scheduler {
 }
 
 #[derive(Debug, Default)]
-struct State {
-    queue: Queue,
+pub(super) struct State {
+    pub(super) queue: Queue,
     last_ticket: u64,
     /// The graph that has the device; its thread may still be waking up.
-    holder: Option<Holder>,
-    /// Until when nobody has the device, on the clock of `Scheduler::turn`: [`Next::Hold`].
+    pub(super) holder: Option<Holder>,
+    /// Until when nobody has the device, on the clock of `Scheduler::turn`: [`Next::Hold`], or
+    /// [`Batches::hold_for_members`].
     hold: Option<Duration>,
-    waiters: BTreeMap<Ticket, Arc<Condvar>>,
+    pub(super) waiters: BTreeMap<Ticket, Arc<Condvar>>,
+    pub(super) batches: Batches,
 }
 
 #[derive(Debug, Clone, Copy)]
-struct Holder {
+pub(super) struct Holder {
     tenant: TenantId,
-    ticket: Ticket,
+    pub(super) ticket: Ticket,
     /// Start of its turn, on the clock of `Scheduler::turn`.
-    since: Duration,
+    pub(super) since: Duration,
     /// Part of the time since then that has been reported to the queue.
-    reported: Duration,
+    pub(super) reported: Duration,
 }
 
 /// Time that a graph took.
@@ -61,13 +64,16 @@ pub(crate) struct Times {
     pub(crate) ran: Duration,
     /// Number of turns.
     pub(crate) turns: u64,
+    /// The graphs that ran in these turns: one for each turn, and more in a batch.
+    pub(crate) members: u64,
 }
 
 impl Times {
-    fn add(&mut self, more: Times) {
+    pub(super) fn add(&mut self, more: Times) {
         self.queued += more.queued;
         self.ran += more.ran;
         self.turns += more.turns;
+        self.members += more.members;
     }
 }
 
@@ -139,7 +145,7 @@ impl Scheduler {
     ) -> RunState {
         let mut times = Times::default();
         let mut wait_began = self.turn.now();
-        let ticket = self.enter(tenant, entitlement);
+        let ticket = self.enter(tenant, entitlement, |_, _, _| {});
         loop {
             observe(TurnEvent::Waits);
             let mut guard = self.wait(tenant, ticket);
@@ -185,27 +191,44 @@ impl Scheduler {
         drop(self.lock());
     }
 
-    fn lock(&self) -> RankedGuard<'_, State> {
+    pub(super) fn lock(&self) -> RankedGuard<'_, State> {
         self.state.lock()
     }
 
-    fn enter(&self, tenant: TenantId, entitlement: Entitlement) -> Ticket {
+    /// Adds a graph to the queue, with what `also` adds to the state.
+    pub(super) fn enter(
+        &self,
+        tenant: TenantId,
+        entitlement: Entitlement,
+        also: impl FnOnce(&mut State, Ticket, Duration),
+    ) -> Ticket {
         let mut state = self.lock();
         state.last_ticket += 1;
         let ticket = Ticket(state.last_ticket);
         let now = self.turn.now();
-        let State { holder, queue, .. } = &mut *state;
+        let State {
+            holder,
+            queue,
+            batches,
+            ..
+        } = &mut *state;
         if let Some(holder) = holder {
             let more = now.saturating_sub(holder.since + holder.reported);
             holder.reported += more;
-            queue.progress(holder.tenant, more);
+            let each = more / (1 + batches.others.len() as u32);
+            queue.progress(holder.tenant, each);
+            for &other in &batches.others {
+                queue.progress(other, each);
+            }
         }
         queue.enter(tenant, entitlement, ticket, now);
+        also(&mut state, ticket, now);
         match state.holder {
             None => state.hand_over(&self.turn),
             Some(holder) => {
                 let ran = now.saturating_sub(holder.since);
-                let cut = state.queue.cut(holder.tenant, ran);
+                let cut =
+                    { state.queue.cut(holder.tenant, ran) }.filter(|_| !state.only_members_wait());
                 self.turn
                     .set_end(Some(holder.since + cut.unwrap_or(MAX_TURN).min(MAX_TURN)));
             }
@@ -223,17 +246,7 @@ impl Scheduler {
                 state.waiters.insert(ticket, Arc::clone(&wakeup));
                 wakeup
             });
-            state = match state.hold {
-                None => state.wait(wakeup),
-                Some(until) => {
-                    let left = until.saturating_sub(self.turn.now());
-                    let mut state = state.wait_timeout(wakeup, left);
-                    if state.hold == Some(until) && self.turn.now() >= until {
-                        state.hand_over(&self.turn);
-                    }
-                    state
-                }
-            };
+            state = self.sleep(state, wakeup);
         }
         if wakeup.is_some() {
             state.waiters.remove(&ticket);
@@ -246,13 +259,42 @@ impl Scheduler {
             is_done: true,
         }
     }
+
+    /// Sleeps until another thread wakes this one, or until the end of a hold, which this thread
+    /// ends.
+    pub(super) fn sleep<'a>(
+        &self,
+        state: RankedGuard<'a, State>,
+        wakeup: &Condvar,
+    ) -> RankedGuard<'a, State> {
+        let Some(until) = state.hold else {
+            return state.wait(wakeup);
+        };
+        let left = until.saturating_sub(self.turn.now());
+        let mut state = state.wait_timeout(wakeup, left);
+        if state.hold == Some(until) && self.turn.now() >= until {
+            state.hand_over(&self.turn);
+        }
+        state
+    }
 }
 
 impl State {
+    /// Whether all graphs that wait have the same products as the graph that has the device.
+    fn only_members_wait(&self) -> bool {
+        let products = self.batches.products;
+        products.is_some() && self.batches.only_these_wait(self.queue.waiting(), products)
+    }
+
     /// Gives the idle device to the next graph of the queue, now or after a hold.
-    fn hand_over(&mut self, turn: &Turn) {
+    pub(super) fn hand_over(&mut self, turn: &Turn) {
         let since = turn.now();
         (self.holder, self.hold) = (None, None);
+        if let Some((ticket, until)) = self.batches.hold_for_members(self.queue.waiting(), since) {
+            self.hold = Some(until);
+            self.wake(ticket);
+            return;
+        }
         match self.queue.next(since) {
             Next::Idle => {}
             Next::Hold(ticket, until) => {
@@ -273,13 +315,15 @@ impl State {
             reported: Duration::ZERO,
         };
         self.holder = Some(holder);
-        let allowance = self.queue.allowance(holder.tenant);
+        self.batches.begin(ticket);
+        let allowance =
+            { self.queue.allowance(holder.tenant) }.filter(|_| !self.only_members_wait());
         let allowance = allowance.unwrap_or(MAX_TURN).min(MAX_TURN);
         turn.set_end(Some(holder.since + allowance));
         self.wake(ticket);
     }
 
-    fn wake(&self, ticket: Ticket) {
+    pub(super) fn wake(&self, ticket: Ticket) {
         if let Some(wakeup) = self.waiters.get(&ticket) {
             wakeup.notify_one();
         }
@@ -305,6 +349,7 @@ impl DeviceGuard {
             queued,
             ran: self.scheduler.turn.now().saturating_sub(self.start),
             turns: 1,
+            members: 1,
         }
     }
 }

@@ -18,7 +18,7 @@ use super::error::{AllocError, SessionEnd, Violation};
 use super::graphs::{CompileContext, GraphStatus, ImageResult};
 use super::state::{MODEL_SCALE, Session, observe_turn};
 use crate::activity::ThreadState;
-use crate::sched::{RunState, Times};
+use crate::sched::{Batchable, RunState, Times};
 use crate::stats::{Kind, SUBMIT};
 use crate::stop::StopFlag;
 
@@ -349,8 +349,19 @@ impl Session {
         let (tenant, entitlement) = (self.tenant.id(), self.tenant.entitlement());
         let (activity, counters) = (&self.activity, &self.counters);
         let observe = |turning| observe_turn(activity, counters, (request, SUBMIT), &info, turning);
-        let state =
-            { &self.scheduler }.run(tenant, entitlement, plan.as_mut(), observe, is_cancelled);
+        let batchable = Batchable {
+            engine: self.engine.as_ref(),
+            plan,
+            program: self.id,
+            is_allowed: self.limits.batch && self.tenant.may_batch(),
+        };
+        let state = { &self.scheduler }.run_batchable(
+            tenant,
+            entitlement,
+            batchable,
+            observe,
+            is_cancelled,
+        );
         match state {
             RunState::Cancelled(Times { ran, turns, .. }) => {
                 debug!(graph = graph.0, ?ran, turns, "graph cancelled");
@@ -375,7 +386,9 @@ impl Session {
         times: Times,
     ) -> Answer {
         let nodes = self.graphs.nodes(graph);
-        let Times { queued, ran, turns } = times;
+        let Times {
+            queued, ran, turns, ..
+        } = times;
         self.counters.graphs_run.add(1);
         self.counters.nodes_run.add(nodes as u64);
         self.tenant.latency.queued.observe(queued);

@@ -143,6 +143,7 @@ impl Session {
                     busy = ?stats.busy,
                     queued = ?stats.queued,
                     turns = stats.turns,
+                    batch_members = stats.batch_members,
                     open = ?start.elapsed(),
                     freed = stats.buffer_bytes,
                     weights_not_sent = stats.weights_not_sent,

@@ -230,4 +230,5 @@ fn count_turn(counters: &Counters, turn: Times) {
     counters.busy_nanoseconds.add(nanoseconds(turn.ran));
     counters.queued_nanoseconds.add(nanoseconds(turn.queued));
     counters.turns.add(turn.turns);
+    counters.batch_members.add(turn.members);
 }

@@ -75,6 +75,44 @@ impl Built {
         Loaded { buffers }
     }
 
+    /// Memory of several guests that share the weights of this model: one buffer of frozen weights
+    /// for each, all at the same addresses.
+    ///
+    /// # Panics
+    /// If the engine cannot share weights, or has not the memory.
+    pub fn load_shared(&self, engine: &dyn Engine, guests: usize) -> Vec<Loaded> {
+        let weights = WEIGHTS as usize;
+        let mut first = self.load(engine);
+        let shared = engine.alloc_weights(&first.buffers[weights]);
+        let shared = shared.ok().flatten().expect("the engine shares weights");
+        let mut part = vec![0; 1 << 20];
+        for offset in (0..self.sizes[weights]).step_by(part.len()) {
+            let len = part.len().min((self.sizes[weights] - offset) as usize);
+            let part = &mut part[..len];
+            let read = first.buffers[weights].read(offset, (&mut *part).into());
+            read.expect("weights lie in their buffer");
+            let written = shared.write(offset, (&*part).into());
+            written.expect("weights lie in their buffer");
+        }
+        assert!(shared.freeze(), "the engine shares weights");
+        first.buffers[weights] = shared;
+        let extent = first.buffers[weights].extent(0, self.sizes[weights]);
+        let extent = extent.expect("all of the weights");
+        let mut all = vec![first];
+        for _ in 1..guests {
+            let mut buffers: Vec<_> = { self.sizes.iter() }
+                .map(|&size| engine.alloc(size).expect("the engine has memory"))
+                .collect();
+            let own = engine.alloc_weights(&buffers[weights]);
+            let own = own.ok().flatten().expect("the engine shares weights");
+            own.attach(0, &extent).expect("weights of the same size");
+            assert!(own.freeze(), "the engine shares weights");
+            buffers[weights] = own;
+            all.push(Loaded { buffers });
+        }
+        all
+    }
+
     /// The graph, validated for an engine that supports all of it.
     pub fn valid(&self, engine: &dyn Engine) -> ValidGraph {
         let size = |id: BufferId| Some(self.sizes[id.0 as usize - 1]);

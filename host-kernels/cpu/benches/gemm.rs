@@ -228,6 +228,7 @@ fn measure(ty: Type, level: Level, cols: usize, ggml: Option<&ggml::Ggml>) -> Li
                 cols,
                 dst: y.as_mut_ptr(),
                 dst_stride: rows,
+                table: None,
             });
         }
         black_box(&y);

@@ -11,13 +11,14 @@
 //! another kernel of the phase would then run twice.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use vgpu_transport::ir::{Graph, Op, Tensor};
 
 use vgpu_engine::RunError;
 use vgpu_engine::fuse::{ByteRange, reads, writes};
 
-use crate::kernel::{Estimate, Fault, Kernel};
+use crate::kernel::{Estimate, Fault, JointKernel, Kernel};
 
 /// Elements up to which one thread computes faster than several threads that meet at a barrier.
 pub(crate) const SOLO_ELEMENTS: u64 = 4096;
@@ -32,6 +33,14 @@ pub(crate) struct Phase {
 }
 
 impl Phase {
+    /// The kernel of the phase, if plans can run it together.
+    pub(crate) fn joint(&self) -> Option<&dyn JointKernel> {
+        match &self.parts[..] {
+            [part] => part.joint.as_deref(),
+            _ => None,
+        }
+    }
+
     /// Bytes of host memory of the kernels, without the phase itself.
     pub(crate) fn bytes(&self) -> usize {
         let parts = self.parts.iter().map(|part| {
@@ -61,6 +70,8 @@ pub(crate) struct PlannedKernel {
     pub(crate) is_solo: bool,
     /// The estimated work of the part on all threads.
     pub(crate) work: Estimate,
+    /// The kernel again, if plans can run it together. It multiplies with frozen weights.
+    pub(crate) joint: Option<Arc<dyn JointKernel>>,
 }
 
 impl PlannedKernel {
@@ -78,6 +89,7 @@ impl PlannedKernel {
             scratch: 0,
             is_solo: false,
             work,
+            joint: None,
         }
     }
 

@@ -33,6 +33,46 @@ impl Compiled {
     }
 }
 
+/// A kernel that multiplies with weights. The plans of several guests run such kernels with equal
+/// [keys](JointKernel::key) together, so that each weight is read once.
+///
+/// The kernel is alone in its phase, and takes its [tiles](JointKernel::tiles) one at a time
+/// ([`Worker::chunks`]).
+pub(crate) trait JointKernel: Any + Send + Sync {
+    /// Kernels with equal keys have the same tiles of the same weights, and as many columns each.
+    fn key(&self) -> Vec<u64>;
+
+    /// The number of tiles.
+    fn tiles(&self) -> usize;
+
+    /// Computes a tile of each member, with the bits that the member's kernel computes alone.
+    ///
+    /// # Safety
+    /// All kernels have the key of this one. The activations of each member have been converted
+    /// before the last barrier, and no other thread computes this tile.
+    unsafe fn tile(&self, tile: usize, members: &[JointMember<'_>]);
+}
+
+/// One of the kernels that threads run together.
+#[derive(Clone, Copy)]
+pub(crate) struct JointMember<'a> {
+    pub(crate) kernel: &'a dyn JointKernel,
+    pub(crate) worker: &'a Worker<'a>,
+}
+
+impl JointMember<'_> {
+    /// The kernel as its type.
+    ///
+    /// # Panics
+    /// If the kernel has another type than one with the same key.
+    pub(crate) fn kernel<K: JointKernel>(&self) -> &K {
+        let kernel: &dyn Any = self.kernel;
+        kernel
+            .downcast_ref()
+            .expect("a kernel with an equal key has the same type")
+    }
+}
+
 /// Why a kernel stopped.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Fault {

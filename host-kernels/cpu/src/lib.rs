@@ -9,6 +9,7 @@
 //! - `topology`, `thread_team`: the machine's cores, and the threads on them.
 //! - `plan`, `barrier_schedule`, `runner`: a graph is compiled into phases. Threads enter a graph
 //!   once and meet at a barrier after each phase.
+//! - `batch`: which plans run together, so that each weight is read once.
 //! - `memory`, `region`, `weights`: allocations, mappings, and weights shared between buffers.
 //! - `system_memory`: what the machine and the control groups have left.
 
@@ -25,6 +26,7 @@
 )]
 
 mod barrier_schedule;
+mod batch;
 mod convert;
 pub mod formats;
 pub mod gemm;
@@ -54,7 +56,9 @@ use region::Budget;
 use runner::Runner;
 use topology::Topology;
 use vgpu_engine::work::Speed;
-use vgpu_engine::{Engine, EngineError, Memory, MemoryInfo, Plan, SharedMemory};
+use vgpu_engine::{
+    Engine, EngineError, Memory, MemoryInfo, Plan, RunError, RunStatus, SharedMemory, Turn,
+};
 
 /// The engine that runs on the host's processors.
 pub struct CpuEngine {
@@ -224,5 +228,28 @@ impl Engine for CpuEngine {
             self.fuses,
             is_cancelled,
         )?))
+    }
+
+    fn max_batch(&self) -> usize {
+        batch::MAX_BATCH
+    }
+
+    fn launch_batch(
+        &self,
+        plans: &mut [&mut dyn Plan],
+        turn: &Turn,
+    ) -> Vec<Result<RunStatus, RunError>> {
+        let ours = plans.iter_mut().map(|plan| {
+            let plan = plan.as_any_mut()?.downcast_mut::<plan::CpuPlan>()?;
+            plan.is_of(&self.runner).then_some(plan)
+        });
+        let ours: Option<Vec<&mut plan::CpuPlan>> = ours.collect();
+        match ours {
+            Some(mut ours) if plan::CpuPlan::are_a_batch(&ours) => {
+                plan::CpuPlan::launch_batch(&mut ours, turn)
+            }
+            // Plans that cannot run together run one after the other.
+            _ => plans.iter_mut().map(|plan| plan.launch(turn)).collect(),
+        }
     }
 }

@@ -1,10 +1,12 @@
 //! A node during compilation: its operands, and what earlier nodes have prepared for it.
 
 use std::cell::Cell;
+use std::sync::Arc;
 
 use vgpu_transport::ir::{Node, Op};
 
 use crate::gemm::Activation;
+use crate::kernel::JointKernel;
 use crate::view::View;
 
 /// The state that nodes pass to later nodes during compilation: the tensor that was converted last,
@@ -21,6 +23,8 @@ pub(crate) struct ActivationCache {
     makes: Cell<Option<View>>,
     /// The tensor that the node before it computes row by row.
     made: Cell<Option<View>>,
+    /// The last kernel of the current node, if plans can run it together.
+    joint: Cell<Option<Arc<dyn JointKernel>>>,
 }
 
 /// What compiling a node has recorded in the [`ActivationCache`].
@@ -30,6 +34,8 @@ pub(crate) struct Recorded {
     /// Whether each thread reads only rows of that tensor that the same thread has computed in the
     /// kernel before.
     pub(crate) follows: bool,
+    /// The last kernel, if plans can run it together.
+    pub(crate) joint: Option<Arc<dyn JointKernel>>,
 }
 
 impl ActivationCache {
@@ -41,6 +47,7 @@ impl ActivationCache {
         Recorded {
             converts,
             follows: converts.is_some() && made == converts,
+            joint: self.joint.take(),
         }
     }
 
@@ -175,6 +182,11 @@ impl Operands<'_> {
     /// [activation memory](Operands::cache_activations), and accesses no other memory.
     pub(crate) fn converts_first(&self, source: View) {
         self.cache.converts.set(Some(source));
+    }
+
+    /// Declares that the last kernel of the node is `kernel`, which plans can run together.
+    pub(crate) fn ends_with(&self, kernel: Arc<dyn JointKernel>) {
+        self.cache.joint.set(Some(kernel));
     }
 
     /// The number of threads that run each kernel.

@@ -1,5 +1,6 @@
 //! Compiles a graph into phases, and runs them.
 
+use std::any::Any;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,8 +8,8 @@ use std::time::Duration;
 use vgpu_engine::fuse::{Arrangement, Kind};
 use vgpu_engine::work::{self, Work};
 use vgpu_engine::{
-    ALLOCATION_BYTES, Cancellation, EngineError, Memory, NodeTiming, Plan, RunError, RunStatus,
-    Turn,
+    ALLOCATION_BYTES, BatchKey, Cancellation, EngineError, Memory, NodeTiming, Plan, RunError,
+    RunStatus, Turn,
 };
 use vgpu_transport::ir::{Graph, GraphCounts, Node, Op, Tensor, ValidGraph};
 
@@ -16,6 +17,7 @@ use crate::barrier_schedule::{
     BarrierSchedule, MemoryAccess, Phase, PlannedKernel, SOLO_ELEMENTS, elements, is_small,
     only_shares,
 };
+use crate::batch::{BatchGroup, MAX_BATCH};
 use crate::gemm::{MAX_KEPT, prepared_bytes};
 use crate::kernel::{Compiled, Estimate};
 use crate::memory::CpuMemory;
@@ -23,6 +25,7 @@ use crate::operands::{ActivationCache, Operands, Recorded};
 use crate::ops;
 use crate::runner::{RunState, Runner};
 use crate::view::View;
+use crate::weights::WeightRegion;
 
 /// Bytes that a node needs at most while it is compiled, and afterwards in the plan: kernels with
 /// their operands, and the ranges that they access.
@@ -60,6 +63,8 @@ pub(crate) struct CpuPlan {
     buffers: Vec<Arc<dyn Memory>>,
     /// For each buffer, its number of moves when the plan was compiled.
     moves: Vec<u64>,
+    /// What plans have in common that can run as a batch with this one, if there are any.
+    group: Option<Arc<BatchGroup>>,
 }
 
 impl CpuPlan {
@@ -90,6 +95,7 @@ impl CpuPlan {
             graph: &arrangement.graph,
             origin: &arrangement.origin,
             views: &views,
+            is_weight: &is_weight(graph, &memories),
             cache: ActivationCache::default(),
             workers: runner.workers(),
             schedule: BarrierSchedule::new(fuses),
@@ -114,7 +120,9 @@ impl CpuPlan {
             k.map_or(0, prepared_bytes)
         });
         let prepared_bytes = each.max().unwrap_or(0);
+        let group = runner.batch_group(&phases);
         Ok(CpuPlan {
+            group,
             phases,
             scratch_bytes,
             activation_bytes,
@@ -146,6 +154,8 @@ struct Compiler<'a> {
     origin: &'a [usize],
     /// The views of the graph's tensors, in order.
     views: &'a [View],
+    /// For each tensor, whether it is of frozen weights, which no plan writes in place.
+    is_weight: &'a [bool],
     cache: ActivationCache,
     /// The threads of the runner of the plan.
     workers: usize,
@@ -200,8 +210,14 @@ impl Compiler<'_> {
         let each = graph.nodes[nodes.clone()].iter();
         let work = each.map(|node| work::of(graph, node)).reduce(Work::and);
         let work = Estimate::of(&work.unwrap_or_default());
-        let Recorded { converts, follows } = self.cache.take_recorded();
+        let Recorded {
+            converts,
+            follows,
+            joint,
+        } = self.cache.take_recorded();
+        let mut joint = joint.filter(|_| self.multiplies_weights(nodes.clone()));
         self.schedule.reserve(scratch_bytes);
+        let last = compiled.kernels.len().wrapping_sub(1);
         for (i, kernel) in compiled.kernels.into_iter().enumerate() {
             let only_converts = i == 0 && converts.is_some();
             let computes = match only_converts {
@@ -222,6 +238,7 @@ impl Compiler<'_> {
                 let access = MemoryAccess::of(graph, nodes.clone());
                 (self.schedule).push_shared(part, access, is_small, scratch_bytes, false);
             } else {
+                part.joint = joint.take_if(|_| i == last);
                 self.schedule.push_alone(part);
             }
         }
@@ -229,6 +246,30 @@ impl Compiler<'_> {
             written(&graph.nodes[at]).for_each(|index| self.cache.invalidate(&self.views[index]));
         }
     }
+}
+
+impl Compiler<'_> {
+    /// Whether all products of these nodes multiply with frozen weights.
+    fn multiplies_weights(&self, nodes: Range<usize>) -> bool {
+        let mut products = self.graph.nodes[nodes].iter().filter_map(|node| {
+            let is_product = matches!(node.op, Op::MulMat { .. });
+            is_product.then(|| node.src.as_slice().first().copied().flatten())
+        });
+        products.all(|weight| weight.is_some_and(|weight| self.is_weight[weight as usize]))
+    }
+}
+
+/// For each tensor of a graph, whether it is of frozen weights, which no plan writes in place.
+fn is_weight(graph: &Graph, memories: &[&CpuMemory]) -> Vec<bool> {
+    let is_frozen = |memory: &&CpuMemory| {
+        let weights = memory.as_weights();
+        weights.is_ok_and(WeightRegion::is_unmodified)
+    };
+    let frozen: Vec<bool> = memories.iter().map(is_frozen).collect();
+    let tensors = graph.tensors.iter();
+    tensors
+        .map(|tensor| frozen[tensor.buffer as usize])
+        .collect()
 }
 
 /// The buffers as this engine's type; `None` if one belongs to another engine.
@@ -312,18 +353,92 @@ impl Drop for CpuPlan {
     }
 }
 
-impl Plan for CpuPlan {
-    fn launch(&mut self, turn: &Turn) -> Result<RunStatus, RunError> {
-        let state = match self.yielded.take() {
-            Some(state) => state,
-            None if !self.is_current() => return Err(RunError::Stale),
-            None => self.start()?,
-        };
-        self.yielded = self.runner.run(&self.phases, state, turn)?;
-        Ok(match self.yielded {
+impl CpuPlan {
+    /// The state of the run that has yielded, or of a new run.
+    ///
+    /// # Errors
+    /// [`RunError::Stale`] if the plan must be compiled again, [`RunError::OutOfMemory`] if there
+    /// is no memory for a run.
+    fn resume(&mut self) -> Result<RunState, RunError> {
+        match self.yielded.take() {
+            Some(state) => Ok(state),
+            None if !self.is_current() => Err(RunError::Stale),
+            None => self.start(),
+        }
+    }
+
+    /// Keeps the state of a run that has yielded.
+    fn suspend(&mut self, state: Option<RunState>) -> RunStatus {
+        self.yielded = state;
+        match self.yielded {
             None => RunStatus::Done,
             Some(_) => RunStatus::Yielded,
+        }
+    }
+
+    /// Whether the plan runs on this runner.
+    pub(crate) fn is_of(&self, runner: &Arc<Runner>) -> bool {
+        Arc::ptr_eq(&self.runner, runner)
+    }
+
+    /// Whether the plans, all of one runner, can run as a batch.
+    pub(crate) fn are_a_batch(plans: &[&mut CpuPlan]) -> bool {
+        let Some(key) = plans.first().and_then(|plan| plan.batch_key()) else {
+            return false;
+        };
+        plans.len() <= MAX_BATCH && plans.iter().all(|plan| plan.batch_key() == Some(key))
+    }
+
+    /// Runs plans that [are a batch](CpuPlan::are_a_batch), as [`Engine::launch_batch`](vgpu_engine::Engine) does.
+    pub(crate) fn launch_batch(
+        plans: &mut [&mut CpuPlan],
+        turn: &Turn,
+    ) -> Vec<Result<RunStatus, RunError>> {
+        let states: Vec<Result<RunState, RunError>> =
+            plans.iter_mut().map(|plan| plan.resume()).collect();
+        let runner = plans.first().map(|plan| Arc::clone(&plan.runner));
+        let mut members = Vec::with_capacity(plans.len());
+        let mut outcomes = Vec::with_capacity(plans.len());
+        for (plan, state) in plans.iter().zip(states) {
+            outcomes.push(match state {
+                Ok(state) => {
+                    members.push((plan.phases.as_slice(), state));
+                    Ok(())
+                }
+                Err(error) => Err(error),
+            });
+        }
+        let ran = runner.map(|runner| runner.run_batch(members, turn));
+        let mut ran = ran.unwrap_or_default().into_iter();
+        let outcomes = outcomes.into_iter().zip(plans.iter_mut());
+        let each = outcomes.map(|(started, plan)| {
+            started?;
+            let state = ran.next().expect("an outcome for each member")?;
+            Ok(plan.suspend(state))
+        });
+        each.collect()
+    }
+}
+
+impl Plan for CpuPlan {
+    fn launch(&mut self, turn: &Turn) -> Result<RunStatus, RunError> {
+        let state = self.resume()?;
+        let state = self.runner.run(&self.phases, state, turn)?;
+        Ok(self.suspend(state))
+    }
+
+    fn batch_key(&self) -> Option<BatchKey> {
+        Some(BatchKey {
+            products: self.group.as_ref()?.number,
+            position: match &self.yielded {
+                None => (0, 0),
+                Some(state) => state.position(&self.phases),
+            },
         })
+    }
+
+    fn as_any_mut(&mut self) -> Option<&mut dyn Any> {
+        Some(self)
     }
 
     fn profile(&mut self) -> Result<Vec<NodeTiming>, RunError> {
@@ -358,7 +473,8 @@ impl Plan for CpuPlan {
         let tables = self.phases.capacity() * size_of::<Phase>()
             + self.buffers.capacity() * size_of::<Arc<dyn Memory>>()
             + self.moves.capacity() * size_of::<u64>();
-        (size_of::<CpuPlan>() + 4 * ALLOCATION_BYTES + tables + phases) as u64
+        let group = self.group.as_ref().map_or(0, |group| group.bytes());
+        (size_of::<CpuPlan>() + 4 * ALLOCATION_BYTES + tables + phases + group) as u64
     }
 
     fn working_bytes(&self) -> u64 {

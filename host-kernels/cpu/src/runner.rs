@@ -3,8 +3,8 @@
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use memmap2::MmapMut;
@@ -12,8 +12,9 @@ use rustix::thread::CpuSet;
 use vgpu_engine::{EngineError, RunError, Turn};
 
 use crate::barrier_schedule::Phase;
+use crate::batch::{BatchGroup, BatchKeys, MAX_BATCH};
 use crate::gemm::ThreadMemory;
-use crate::kernel::{EarlyExit, Fault, ThreadProgress, Worker};
+use crate::kernel::{EarlyExit, Fault, JointMember, ThreadProgress, Worker};
 use crate::thread_team::{Barrier, ThreadTeam, lock};
 
 /// Scratch memories that are kept for later runs: as many as there are likely to be runs in
@@ -38,6 +39,8 @@ pub(crate) struct Runner {
     pub(crate) fills_scratch: bool,
     /// The runs so far that have filled their working memory.
     filled: AtomicUsize,
+    /// The keys of the plans that can run as a batch.
+    keys: BatchKeys,
 }
 
 /// What working memory is filled with, in turn: numbers that are not finite, zeros, large numbers,
@@ -56,6 +59,17 @@ pub(crate) struct RunState {
     activations: usize,
     /// The most bytes that a product may prepare in each buffer of a thread.
     prepared: usize,
+}
+
+impl RunState {
+    /// How far the run has got. Runs of plans with one key that have got equally far can go on
+    /// together.
+    pub(crate) fn position(&self, phases: &[Phase]) -> (usize, usize) {
+        match phases.get(self.phase).is_some_and(|p| p.joint().is_some()) {
+            true => (self.phase, self.dealt),
+            false => (self.phase, 0),
+        }
+    }
 }
 
 /// Working memory of a run.
@@ -148,7 +162,13 @@ impl Runner {
             thread_memory,
             fills_scratch: false,
             filled: AtomicUsize::new(0),
+            keys: BatchKeys::default(),
         })
+    }
+
+    /// The plans that can run as a batch with one of these phases.
+    pub(crate) fn batch_group(&self, phases: &[Phase]) -> Option<Arc<BatchGroup>> {
+        self.keys.group_of(phases)
     }
 
     /// The number of threads that run a phase.
@@ -210,7 +230,17 @@ impl Runner {
         state: RunState,
         turn: &Turn,
     ) -> Result<Option<RunState>, RunError> {
-        self.run_with_clock(phases, state, turn, None)
+        one(self.run_with_clock(vec![(phases, state)], turn, None))
+    }
+
+    /// As [`run`](Runner::run) for each of several runs: at most [`MAX_BATCH`], of plans with one
+    /// key, at one [position](RunState::position). Returns their outcomes, in order.
+    pub(crate) fn run_batch(
+        &self,
+        members: Vec<(&[Phase], RunState)>,
+        turn: &Turn,
+    ) -> Vec<Result<Option<RunState>, RunError>> {
+        self.run_with_clock(members, turn, None)
     }
 
     /// Runs the phases to the end. Returns when each phase ended, as a time since the first began.
@@ -227,7 +257,7 @@ impl Runner {
             ends: Mutex::new(Vec::with_capacity(phases.len())),
         };
         // A turn without an end.
-        self.run_with_clock(phases, state, &Turn::new(), Some(&clock))?;
+        one(self.run_with_clock(vec![(phases, state)], &Turn::new(), Some(&clock)))?;
         Ok(clock
             .ends
             .into_inner()
@@ -236,53 +266,78 @@ impl Runner {
 
     fn run_with_clock(
         &self,
-        phases: &[Phase],
-        mut state: RunState,
+        mut members: Vec<(&[Phase], RunState)>,
         turn: &Turn,
         clock: Option<&Clock>,
-    ) -> Result<Option<RunState>, RunError> {
+    ) -> Vec<Result<Option<RunState>, RunError>> {
+        let Some((phases, state)) = members.first() else {
+            return Vec::new();
+        };
+        let (first, last) = (state.phase, phases.len());
+        assert!(members.len() <= MAX_BATCH, "{} plans", members.len());
         let _guard = lock(&self.running);
-        let mut dealt = [0, 0];
-        dealt[state.phase % 2] = state.dealt;
-        let Scratch { lines, progress } = &mut state.scratch;
+        let prepared = members.iter().map(|(_, state)| state.prepared).max();
+        let each = members.iter_mut().map(|(phases, state)| {
+            let mut dealt = [0, 0];
+            dealt[first % 2] = state.dealt;
+            let Scratch { lines, progress } = &mut state.scratch;
+            Member {
+                phases,
+                counters: dealt.map(AtomicUsize::new),
+                progress,
+                failure: Mutex::new(None),
+                has_failed: AtomicBool::new(false),
+                scratch: ScratchPtr(lines.as_mut_ptr()),
+                activations: state.activations,
+            }
+        });
         let run = Run {
-            phases,
-            first: state.phase,
+            members: each.collect(),
+            first,
+            last,
             barrier: Barrier::new(self.workers()),
-            counters: dealt.map(AtomicUsize::new),
-            progress,
             turn,
             clock,
             exit: EarlyExit::default(),
-            failure: Mutex::new(None),
-            scratch: ScratchPtr(lines.as_mut_ptr()),
-            activations: state.activations,
-            prepared: state.prepared,
+            failures: AtomicUsize::new(0),
+            prepared: prepared.unwrap_or(0),
             thread_memory: &self.thread_memory,
         };
         let count = self.workers();
         // SAFETY: this function holds the lock on `running`, so no other call of `run` is in
         // progress.
         unsafe { self.team.run(&|index| run.work(index, count)) };
-        let failure = run.failure.into_inner();
-        let failure = failure.unwrap_or_else(PoisonError::into_inner);
-        let (exit, counters) = (run.exit, run.counters);
-        match (failure, exit.next(phases.len())) {
+        let (next, in_phase) = (run.exit.next(last), run.exit.in_phase());
+        let outcomes: Vec<(Option<RunError>, usize)> = { run.members.into_iter() }
+            .map(|member| {
+                let failure = member.failure.into_inner();
+                let failure = failure.unwrap_or_else(PoisonError::into_inner);
+                let counter = &member.counters[next.unwrap_or(0) % 2];
+                let dealt = if in_phase {
+                    counter.load(Ordering::Relaxed)
+                } else {
+                    0
+                };
+                (failure, dealt)
+            })
+            .collect();
+        // In a joint phase, the tiles are counted for all members at once, by the first.
+        let is_joint =
+            members.len() > 1 && next.is_some_and(|phase| members[0].0[phase].joint().is_some());
+        let joint = is_joint.then(|| outcomes[0].1);
+        let each = members.into_iter().zip(outcomes);
+        each.map(|((_, state), (failure, dealt))| match (failure, next) {
             (None, Some(phase)) => Ok(Some(RunState {
                 phase,
-                dealt: match exit.in_phase() {
-                    true => counters[phase % 2].load(Ordering::Relaxed),
-                    false => 0,
-                },
-                scratch: state.scratch,
-                activations: state.activations,
-                prepared: state.prepared,
+                dealt: joint.unwrap_or(dealt),
+                ..state
             })),
             (failure, _) => {
                 self.give_back(state.scratch);
                 failure.map_or(Ok(None), Err)
             }
-        }
+        })
+        .collect()
     }
 
     /// Frees the scratch memory of a plan that ends. Small memory is kept.
@@ -305,32 +360,60 @@ struct ScratchPtr(*mut u8);
 // divide it among the threads of a phase.
 unsafe impl Sync for ScratchPtr {}
 
-/// One turn of one graph.
+/// One turn of one graph, or of several graphs that run as a batch.
 struct Run<'a> {
-    phases: &'a [Phase],
+    /// At least one, all with joint kernels in the same phases.
+    members: Vec<Member<'a>>,
+    /// The first phase of this turn.
     first: usize,
+    /// The number of phases of each graph.
+    last: usize,
     barrier: Barrier,
+    turn: &'a Turn,
+    clock: Option<&'a Clock>,
+    exit: EarlyExit,
+    /// The members that have failed.
+    failures: AtomicUsize,
+    /// The most bytes that a product of any member may prepare in each buffer of a thread.
+    prepared: usize,
+    /// [`Runner::thread_memory`]
+    thread_memory: &'a [Mutex<ThreadMemory>],
+}
+
+/// One graph of a run.
+struct Member<'a> {
+    phases: &'a [Phase],
     /// Chunk counters of this phase and the next, alternating. The counter that is not in use is
     /// reset during the phase between its uses, when no thread can still count with it.
     counters: [AtomicUsize; 2],
     /// [`Scratch::progress`]
     progress: &'a [Mutex<ThreadProgress>],
-    turn: &'a Turn,
-    clock: Option<&'a Clock>,
-    exit: EarlyExit,
     failure: Mutex<Option<RunError>>,
+    /// Whether `failure` has an error. Threads read it after the next barrier.
+    has_failed: AtomicBool,
     scratch: ScratchPtr,
     activations: usize,
-    /// [`RunState::prepared`]
-    prepared: usize,
-    /// [`Runner::thread_memory`]
-    thread_memory: &'a [Mutex<ThreadMemory>],
+}
+
+/// The outcome of a run of one graph.
+fn one(
+    mut outcomes: Vec<Result<Option<RunState>, RunError>>,
+) -> Result<Option<RunState>, RunError> {
+    outcomes.pop().expect("an outcome for the only graph")
 }
 
 /// When the phases of a timed run ended.
 struct Clock {
     begin: Instant,
     ends: Mutex<Vec<Duration>>,
+}
+
+/// A thread of a run.
+struct Thread<'a> {
+    index: usize,
+    count: usize,
+    /// Whether this thread has finished a unit or a chunk in this turn.
+    has_worked: &'a Cell<bool>,
 }
 
 impl Run<'_> {
@@ -342,54 +425,36 @@ impl Run<'_> {
     }
 
     fn run_phases(&self, index: usize, count: usize) {
-        let mut progress = *lock(&self.progress[index]);
         let has_worked = Cell::new(false);
-        for (i, phase) in self.phases.iter().enumerate().skip(self.first) {
+        let thread = Thread {
+            index,
+            count,
+            has_worked: &has_worked,
+        };
+        let mut progress = [ThreadProgress::default(); MAX_BATCH];
+        for (m, progress) in progress.iter_mut().enumerate().take(self.members.len()) {
+            *progress = *lock(&self.members[m].progress[thread.index_in(m)]);
+        }
+        for phase in self.first..self.last {
             if index == 0 {
                 // Used by phase i - 1 and again by phase i + 1. The barriers before and after this
                 // phase keep both away from this store.
-                self.counters[(i + 1) % 2].store(0, Ordering::Relaxed);
+                for member in &self.members {
+                    member.counters[(phase + 1) % 2].store(0, Ordering::Relaxed);
+                }
             }
-            while let Some(part) = phase.parts.get(progress.parts) {
-                if part.is_solo && index != 0 {
-                    progress.parts += 1;
-                    continue;
+            if self.members.len() > 1 && self.members[0].phases[phase].joint().is_some() {
+                self.run_joint(phase, &thread);
+            } else {
+                // Threads begin with different members, so that they rarely share a kernel.
+                let members = self.members.len();
+                let first = index * members / count;
+                for m in (first..members).chain(0..first) {
+                    self.run_phase_of(m, phase, &thread, &mut progress[m]);
                 }
-                let worker = Worker {
-                    index,
-                    count: if part.is_solo { 1 } else { count },
-                    counter: &self.counters[i % 2],
-                    scratch: self.scratch.0.wrapping_add(part.scratch),
-                    activations: self.scratch.0.wrapping_add(self.activations),
-                    phase: i,
-                    is_alone: phase.parts.len() == 1,
-                    turn: self.turn,
-                    exit: &self.exit,
-                    finished: progress.units,
-                    has_worked: &has_worked,
-                    cut: Cell::new(None),
-                    has_asked: Cell::new(false),
-                    work: part.work,
-                };
-                // A panic must not leave the other threads waiting at the barrier forever.
-                let outcome = catch_unwind(AssertUnwindSafe(|| (part.kernel)(&worker)));
-                let outcome = outcome.unwrap_or_else(|panic| Err(Fault::panic(panic.as_ref())));
-                if let Err(fault) = outcome {
-                    lock(&self.failure).get_or_insert_with(|| part.error(fault));
-                    self.exit.request(i, false);
-                    break;
-                }
-                if let Some(units) = worker.cut.get() {
-                    progress.units = units;
-                    break;
-                }
-                progress = ThreadProgress {
-                    parts: progress.parts + 1,
-                    units: 0,
-                };
             }
             if index == 0 && self.turn.is_over() {
-                self.exit.request(i, false);
+                self.exit.request(phase, false);
             }
             self.barrier.wait();
             if let (0, Some(clock)) = (index, self.clock) {
@@ -397,15 +462,137 @@ impl Run<'_> {
             }
             // The barrier orders the requests of this phase before this load: all threads leave
             // here.
-            if self.exit.after() == i {
-                *lock(&self.progress[index]) = match self.exit.in_phase() {
-                    true => progress,
-                    false => ThreadProgress::default(),
-                };
+            if self.exit.after() == phase {
+                for (m, progress) in progress.iter().enumerate().take(self.members.len()) {
+                    *lock(&self.members[m].progress[thread.index_in(m)]) =
+                        match self.exit.in_phase() {
+                            true => *progress,
+                            false => ThreadProgress::default(),
+                        };
+                }
                 return;
             }
-            progress = ThreadProgress::default();
+            progress = [ThreadProgress::default(); MAX_BATCH];
         }
+    }
+
+    /// Runs the kernels of a phase of member `m`, unless the member has failed.
+    fn run_phase_of(
+        &self,
+        m: usize,
+        phase: usize,
+        thread: &Thread<'_>,
+        progress: &mut ThreadProgress,
+    ) {
+        let member = &self.members[m];
+        if member.has_failed.load(Ordering::Relaxed) {
+            return;
+        }
+        let index = thread.index_in(m);
+        let parts = &member.phases[phase].parts;
+        while let Some(part) = parts.get(progress.parts) {
+            if part.is_solo && index != 0 {
+                progress.parts += 1;
+                continue;
+            }
+            let worker = self.worker(m, phase, thread, progress);
+            // A panic must not leave the other threads waiting at the barrier forever.
+            let outcome = catch_unwind(AssertUnwindSafe(|| (part.kernel)(&worker)));
+            let outcome = outcome.unwrap_or_else(|panic| Err(Fault::panic(panic.as_ref())));
+            if let Err(fault) = outcome {
+                self.fail(m, phase, part.error(fault));
+                return;
+            }
+            if let Some(units) = worker.cut.get() {
+                progress.units = units;
+                return;
+            }
+            *progress = ThreadProgress {
+                parts: progress.parts + 1,
+                units: 0,
+            };
+        }
+    }
+
+    /// Runs the kernels of a phase of all members together. Members that have failed are computed,
+    /// too: their memory exists, and their results are not used.
+    fn run_joint(&self, phase: usize, thread: &Thread<'_>) {
+        let start = ThreadProgress::default();
+        let workers: Vec<Worker<'_>> = (0..self.members.len())
+            .map(|m| self.worker(m, phase, thread, &start))
+            .collect();
+        let kernels = self
+            .members
+            .iter()
+            .filter_map(|member| member.phases[phase].joint());
+        let members: Vec<JointMember<'_>> = { kernels.zip(&workers) }
+            .map(|(kernel, worker)| JointMember { kernel, worker })
+            .collect();
+        let kernel = members[0].kernel;
+        let outcome = catch_unwind(AssertUnwindSafe(|| {
+            for tile in workers[0].chunks(kernel.tiles(), 1).flatten() {
+                // SAFETY: the plans of a batch have one key, so their joint kernels of a phase have
+                // equal keys. `chunks` returns each tile to one worker. The activations are
+                // converted in an earlier phase.
+                unsafe { kernel.tile(tile, &members) };
+            }
+        }));
+        if let Err(panic) = outcome {
+            let fault = Fault::panic(panic.as_ref());
+            for (m, member) in self.members.iter().enumerate() {
+                let part = &member.phases[phase].parts[0];
+                self.fail(m, phase, part.error(fault.clone()));
+            }
+        }
+    }
+
+    /// Keeps the first failure of member `m`. The run ends if no member is left.
+    fn fail(&self, m: usize, phase: usize, error: RunError) {
+        let member = &self.members[m];
+        lock(&member.failure).get_or_insert(error);
+        if !member.has_failed.swap(true, Ordering::Relaxed) {
+            let failures = self.failures.fetch_add(1, Ordering::Relaxed) + 1;
+            if failures == self.members.len() {
+                self.exit.request(phase, false);
+            }
+        }
+    }
+
+    /// A thread in the next kernel of a phase of member `m`.
+    fn worker<'a>(
+        &'a self,
+        m: usize,
+        phase: usize,
+        thread: &'a Thread<'_>,
+        progress: &ThreadProgress,
+    ) -> Worker<'a> {
+        let member = &self.members[m];
+        let parts = &member.phases[phase].parts;
+        let part = &parts[progress.parts];
+        Worker {
+            index: thread.index_in(m),
+            count: if part.is_solo { 1 } else { thread.count },
+            counter: &member.counters[phase % 2],
+            scratch: member.scratch.0.wrapping_add(part.scratch),
+            activations: member.scratch.0.wrapping_add(member.activations),
+            phase,
+            is_alone: parts.len() == 1,
+            turn: self.turn,
+            exit: &self.exit,
+            finished: progress.units,
+            has_worked: thread.has_worked,
+            cut: Cell::new(None),
+            has_asked: Cell::new(false),
+            work: part.work,
+        }
+    }
+}
+
+impl Thread<'_> {
+    /// The number of this thread among the threads of member `m`. Work of one thread only is done
+    /// by different threads for different members.
+    fn index_in(&self, m: usize) -> usize {
+        (self.index + m) % self.count
     }
 }
 

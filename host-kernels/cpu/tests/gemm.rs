@@ -1,12 +1,13 @@
 //! Every kernel of matrix products at every level of the processor, against exact products.
 
 use std::cell::Cell;
+use std::ptr::NonNull;
 
 use proptest::prelude::*;
 use rand_xoshiro::Xoshiro256PlusPlus;
 use rand_xoshiro::rand_core::SeedableRng as _;
 use vgpu_cpu::formats::{Format, Type};
-use vgpu_cpu::gemm::{Activation, GemmArgs, Level, MatmulKernel};
+use vgpu_cpu::gemm::{Activation, Column, ColumnTable, GemmArgs, Level, MatmulKernel};
 
 /// Columns that are enough for any kernel.
 const MANY: usize = 512;
@@ -133,6 +134,26 @@ impl Case {
         rows: std::ops::Range<usize>,
         cols: std::ops::Range<usize>,
     ) -> Vec<f32> {
+        self.multiply(level, rows, cols, false)
+    }
+
+    /// As [`Case::run`], with a table of the columns.
+    fn run_table(
+        &self,
+        level: Level,
+        rows: std::ops::Range<usize>,
+        cols: std::ops::Range<usize>,
+    ) -> Vec<f32> {
+        self.multiply(level, rows, cols, true)
+    }
+
+    fn multiply(
+        &self,
+        level: Level,
+        rows: std::ops::Range<usize>,
+        cols: std::ops::Range<usize>,
+        as_table: bool,
+    ) -> Vec<f32> {
         let kernel = match MatmulKernel::at(self.ty, level).unwrap() {
             kernel if kernel.activation == self.activation => kernel,
             _ => MatmulKernel::rounded_at(self.ty, MANY, MANY, level).unwrap(),
@@ -140,6 +161,19 @@ impl Case {
         const GUARD: f32 = -12345.0;
         let stride = rows.len() + 7;
         let mut dst = vec![GUARD; cols.len() * stride];
+        // In a table, the columns are in another order.
+        let mut table: Vec<Column> = cols
+            .clone()
+            .map(|c| Column {
+                x: self.x[c * self.x_stride..].as_ptr(),
+                dst: dst[(c - cols.start) * stride..].as_mut_ptr(),
+            })
+            .collect();
+        table.reverse();
+        let table = as_table.then(|| ColumnTable {
+            columns: NonNull::from(table.as_mut_slice()).cast(),
+            first_row: 0,
+        });
         // SAFETY: the ranges lie within the case, and `dst` has a column of `stride` for each.
         unsafe {
             (kernel.gemm)(&GemmArgs {
@@ -152,6 +186,7 @@ impl Case {
                 cols: cols.len(),
                 dst: dst.as_mut_ptr(),
                 dst_stride: stride,
+                table,
             });
         }
         let mut results = Vec::new();
@@ -365,33 +400,48 @@ fn bits(results: &[f32]) -> Vec<u32> {
     results.iter().map(canonical).collect()
 }
 
-/// A product of floats has the same bits alone and among other columns, as long as there are fewer
-/// than a panel has. The bytes of the weights are numbers, or any that a guest may write.
+/// A product has the same bits alone and among other columns, as long as there are fewer than a
+/// panel has, and in a table of any number of columns. The bytes of the weights are numbers, or any
+/// that a guest may write.
 #[test]
-fn a_product_of_floats_does_not_depend_on_the_columns_beside_it() {
+fn a_product_does_not_depend_on_the_columns_beside_it() {
+    const TABLE: usize = 35;
     let mut random = Random::new(49);
-    for ty in [Type::F32, Type::F16, Type::Bf16] {
+    for ty in weights() {
         for level in levels() {
-            let panel = MatmulKernel::at(ty, level).unwrap().panel_cols;
+            let kernel = MatmulKernel::at(ty, level).unwrap();
             // The dot product of bfloat16 pairs has one order for one column and one for several.
-            let alone = match (ty, level) {
-                (Type::Bf16, Level::Avx512Bf16) => continue,
-                _ => panel.max(32) - 1,
+            if (ty, level) == (Type::Bf16, Level::Avx512Bf16) {
+                continue;
+            }
+            assert_eq!(kernel.takes_tables, level != Level::Scalar);
+            let few = kernel.panel_cols.max(2) - 1;
+            let shapes = match unit(ty) {
+                1 => [(1, 5, false), (77, 9, false), (600, 3, true)],
+                unit => [(unit, 5, false), (9 * unit, 3, false), (512, 5, true)],
             };
-            for (k, rows, is_noise) in [(1, 5, false), (77, 9, false), (600, 3, true)] {
-                let mut case = Case::new(ty, k, rows, alone, &mut random);
+            for (k, rows, is_noise) in shapes {
+                let mut case = Case::new(ty, k, rows, TABLE, &mut random);
                 if is_noise {
                     case.w.iter_mut().for_each(|byte| *byte = random.byte());
                 }
-                let expected: Vec<u32> = (0..alone)
+                let expected: Vec<u32> = (0..TABLE)
                     .flat_map(|c| bits(&case.run(level, 0..rows, c..c + 1)))
                     .collect();
-                for cols in 2..=alone {
-                    let together = bits(&case.run(level, 0..rows, alone - cols..alone));
+                let check = |results: Vec<f32>, cols: usize, how| {
                     assert!(
-                        together == expected[(alone - cols) * rows..],
-                        "{ty:?} at {level:?}, k {k}, {cols} columns"
+                        bits(&results) == expected[(TABLE - cols) * rows..],
+                        "{ty:?} at {level:?}, k {k}, {cols} columns, {how}"
                     );
+                };
+                for cols in 2..=few {
+                    check(case.run(level, 0..rows, TABLE - cols..TABLE), cols, "few");
+                }
+                if kernel.takes_tables {
+                    for cols in 1..=TABLE {
+                        let all = case.run_table(level, 0..rows, TABLE - cols..TABLE);
+                        check(all, cols, "a table");
+                    }
                 }
             }
         }
@@ -496,6 +546,7 @@ fn floats_propagate_infinity_and_nan() {
                             cols,
                             dst: dst.as_mut_ptr(),
                             dst_stride: 40,
+                            table: None,
                         });
                     }
                     dst.clone()

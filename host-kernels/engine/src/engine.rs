@@ -10,9 +10,9 @@ use std::time::Duration;
 use vgpu_transport::ir::{Capabilities, Graph, GraphCounts, Node, ValidGraph};
 use vgpu_transport::shm::memory::Window;
 
-use crate::error::EngineError;
+use crate::error::{EngineError, RunError};
 use crate::memory::{Memory, MemoryInfo, SharedMemory};
-use crate::plan::Plan;
+use crate::plan::{Plan, RunStatus, Turn};
 use crate::work::Speed;
 
 /// The default of [`Engine::max_node_time`]. The largest products of real models take far less,
@@ -152,4 +152,21 @@ pub trait Engine: Send + Sync + 'static {
         buffers: &[Arc<dyn Memory>],
         is_cancelled: &dyn Fn() -> bool,
     ) -> Result<Box<dyn Plan>, EngineError>;
+
+    /// The most plans of a batch; 1 if the engine runs one plan at a time.
+    fn max_batch(&self) -> usize {
+        1
+    }
+
+    /// As [`Plan::launch`] for each of several plans, which share a turn: at most
+    /// [`max_batch`](Engine::max_batch) plans of this engine with equal
+    /// [batch keys](Plan::batch_key). Returns their outcomes, in order. Each result is the same as
+    /// if its plan ran alone, and the failure of one plan changes nothing for the others.
+    fn launch_batch(
+        &self,
+        plans: &mut [&mut dyn Plan],
+        turn: &Turn,
+    ) -> Vec<Result<RunStatus, RunError>> {
+        plans.iter_mut().map(|plan| plan.launch(turn)).collect()
+    }
 }

@@ -1,5 +1,6 @@
 //! Compiled graphs and the turns in which they run.
 
+use std::any::Any;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
@@ -94,6 +95,18 @@ pub trait Plan: Send {
         Ok(())
     }
 
+    /// Plans of one engine with equal keys can run [as a batch](crate::Engine::launch_batch): they
+    /// multiply with the same weights at the same addresses, and have got equally far. `None` if
+    /// the plan runs alone only.
+    fn batch_key(&self) -> Option<BatchKey> {
+        None
+    }
+
+    /// The plan as the type of its engine. `None` if the engine does not need it.
+    fn as_any_mut(&mut self) -> Option<&mut dyn Any> {
+        None
+    }
+
     /// Whether the memory of the graph still has the addresses and layouts that the plan was
     /// compiled for. If not, the graph must be compiled again: weights have been deduplicated,
     /// written, or converted to another layout.
@@ -122,6 +135,15 @@ fn run<P: Plan + ?Sized>(plan: &mut P) -> Result<(), RunError> {
             RunStatus::Yielded => {}
         }
     }
+}
+
+/// What plans have in common that can run as a batch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct BatchKey {
+    /// A number of the sequence of products with weights.
+    pub products: u64,
+    /// How far the run has got; `(0, 0)` before its first turn.
+    pub position: (usize, usize),
 }
 
 /// Part of a plan, and how long it took.

@@ -114,6 +114,14 @@ pub(crate) struct Args {
     #[arg(long)]
     no_shared_buffers: bool,
 
+    /// Do not run graphs of several programs together.
+    ///
+    /// Without this option the CPU engine runs graphs that multiply with the same weights in one
+    /// batch if they wait at the same time: each weight is read once for all of them. The results
+    /// are the same.
+    #[arg(long)]
+    no_batch: bool,
+
     /// With --engine ggml and without --isolate: serve guests although each of them can end this
     /// process, and with it the work of all others. Backends of ggml trust the indices in tensors.
     #[arg(long)]
@@ -286,6 +294,7 @@ impl Args {
         settings.metrics = self.metrics.clone().or(settings.metrics);
         settings.control = self.control.clone().or(settings.control);
         settings.share_buffers &= !self.no_shared_buffers;
+        settings.batch &= !self.no_batch;
         Ok(settings.with_default_listener())
     }
 }

@@ -71,6 +71,7 @@ pub(super) fn run(
     let memory = engine.memory();
     let limits = Limits {
         map_buffers: settings.share_buffers,
+        batch: settings.batch,
         ..Limits::of_this_process().context("limits of the kernel")?
     };
     let (node_time, turn_time) = (settings.max_node_time, settings.max_turn_time);

@@ -1,5 +1,7 @@
 //! What a matrix product kernel is: its arguments, its activations, and how to call it.
 
+use std::ptr::NonNull;
+
 use crate::formats::{self, Format, Type};
 
 /// The arguments of a [`Gemm`].
@@ -26,9 +28,87 @@ pub struct GemmArgs {
     pub dst: *mut f32,
     /// Floats from one column of results to the next.
     pub dst_stride: usize,
+    /// Where each column is, instead of `x` and `dst` with their strides: only for a kernel that is
+    /// [independent of other columns](MatmulKernel::takes_tables).
+    pub table: Option<ColumnTable>,
+}
+
+/// A column of activations and the column of its results.
+#[derive(Debug, Clone, Copy)]
+pub struct Column {
+    /// The activations.
+    pub x: *const u8,
+    /// The results.
+    pub dst: *mut f32,
+}
+
+/// Columns that are not at equal distances: those of several guests.
+#[derive(Debug, Clone, Copy)]
+pub struct ColumnTable {
+    /// [`GemmArgs::cols`] columns.
+    pub columns: NonNull<Column>,
+    /// The first row of weights has the result with this index in each column.
+    pub first_row: usize,
 }
 
 impl GemmArgs {
+    /// Column `c` of the activations.
+    ///
+    /// # Safety
+    /// `c < cols`, and the contract of [`Gemm`] holds.
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    pub(super) unsafe fn column(&self, c: usize) -> *const u8 {
+        // SAFETY: the table has `cols` columns; without a table, the columns from `x` on are
+        // `x_stride` bytes apart. The caller guarantees `c < cols`.
+        unsafe {
+            match &self.table {
+                None => self.x.add(c * self.x_stride),
+                Some(table) => table.columns.add(c).read().x,
+            }
+        }
+    }
+
+    /// The result of the first row in column `c`.
+    ///
+    /// # Safety
+    /// As [`GemmArgs::column`].
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    pub(super) unsafe fn result(&self, c: usize) -> *mut f32 {
+        // SAFETY: the table has `cols` columns, each with the result of the first row at
+        // `first_row`; without a table, the columns from `dst` on are `dst_stride` floats apart.
+        // The caller guarantees `c < cols`.
+        unsafe {
+            match &self.table {
+                None => self.dst.add(c * self.dst_stride),
+                Some(table) => table.columns.add(c).read().dst.add(table.first_row),
+            }
+        }
+    }
+
+    /// The same columns with `rows` rows from row `first` on, whose weights are at `w`.
+    #[inline(always)]
+    pub(crate) fn with_rows(
+        &self,
+        first: usize,
+        rows: usize,
+        w: *const u8,
+        w_stride: usize,
+    ) -> GemmArgs {
+        let table = self.table.map(|table| ColumnTable {
+            first_row: table.first_row + first,
+            ..table
+        });
+        GemmArgs {
+            w,
+            w_stride,
+            rows,
+            dst: self.dst.wrapping_add(first),
+            table,
+            ..*self
+        }
+    }
     /// Row `r` of the weights; the last row if `r` is not below `rows`.
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
@@ -45,6 +125,8 @@ impl GemmArgs {
 /// - `w` is readable for `rows` rows of `k` weights, `x` for `cols` columns of `k` activations;
 /// - `dst` is aligned for floats and writable for `cols` columns of `rows` floats, no two of which
 ///   overlap, and overlaps neither `w` nor `x`;
+/// - with a table, the kernel [takes tables](MatmulKernel::takes_tables), the table is readable, and
+///   this holds for the columns of the table instead of those at `x` and `dst`;
 /// - the processor supports the level that the kernel was compiled for.
 pub type Gemm = unsafe fn(args: &GemmArgs);
 
@@ -91,4 +173,7 @@ pub struct MatmulKernel {
     pub panel_cols: usize,
     /// If rows are divided between calls, each part should be a multiple of this.
     pub row_tile: usize,
+    /// Whether `gemm` takes a [`ColumnTable`]. Each column of a table gets the bits that the column
+    /// gets in a call of fewer than [`panel_cols`](MatmulKernel::panel_cols) columns without one.
+    pub takes_tables: bool,
 }

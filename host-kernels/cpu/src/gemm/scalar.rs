@@ -53,6 +53,7 @@ pub(super) fn kernel(weight: Type) -> Option<MatmulKernel> {
         gemm,
         panel_cols: 1,
         row_tile: 1,
+        takes_tables: false,
     })
 }
 
@@ -109,6 +110,7 @@ unsafe fn floats<T: Float>(args: &GemmArgs) {
         cols,
         dst,
         dst_stride,
+        ..
     } = args;
     for r in 0..rows {
         for c in 0..cols {
@@ -168,6 +170,7 @@ unsafe fn block32_with<B: Block32Format, X>(
         cols,
         dst,
         dst_stride,
+        ..
     } = args;
     let groups = B::ELEMENTS / 32;
     for r in 0..rows {
@@ -227,6 +230,7 @@ unsafe fn k_quants<B: SuperBlockFormat>(args: &GemmArgs) {
         cols,
         dst,
         dst_stride,
+        ..
     } = args;
     for r in 0..rows {
         for c in 0..cols {

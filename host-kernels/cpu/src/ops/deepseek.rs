@@ -255,6 +255,7 @@ fn lightning_indexer(o: &Operands<'_>) -> Compiled {
                     cols: heads,
                     dst: scores,
                     dst_stride: KEYS,
+                    table: None,
                 });
                 let mut sums = [0.0; KEYS];
                 let sums_ptr = sums.as_mut_ptr();

@@ -65,6 +65,11 @@ impl Output {
         }
     }
 
+    /// Whether the results are written to the scratch memory first.
+    pub(super) fn is_staged(&self) -> bool {
+        self.staged.is_some()
+    }
+
     /// Strides of dimensions 1 to 3, in bytes.
     pub(super) fn strides(&self) -> [usize; 3] {
         let View { ne, nb, .. } = self.dst;

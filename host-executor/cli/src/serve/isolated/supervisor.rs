@@ -236,6 +236,9 @@ fn common(args: &Args, settings: &Settings) -> Vec<OsString> {
     if !settings.share_buffers {
         common.push("--no-shared-buffers".into());
     }
+    if !settings.batch {
+        common.push("--no-batch".into());
+    }
     if args.no_sandbox {
         common.push("--no-sandbox".into());
     }

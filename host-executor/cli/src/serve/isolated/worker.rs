@@ -44,6 +44,8 @@ pub(crate) struct WorkerArgs {
     #[arg(long)]
     no_shared_buffers: bool,
     #[arg(long)]
+    no_batch: bool,
+    #[arg(long)]
     no_sandbox: bool,
     #[arg(long)]
     log: Option<String>,
@@ -80,6 +82,7 @@ pub(crate) fn run_worker(args: WorkerArgs) -> anyhow::Result<()> {
     let engine = engine::start(&args.engine, args.threads.into(), args.memory)?;
     let limits = Limits {
         map_buffers: !args.no_shared_buffers,
+        batch: !args.no_batch,
         ..Limits::of_this_process().context("limits of the kernel")?
     };
     let seconds = |n: u32| Duration::from_secs(n.into());

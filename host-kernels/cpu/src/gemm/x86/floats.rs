@@ -87,7 +87,7 @@ pub(super) unsafe fn gemm<S: IntSimd, T: Float>(call: &GemmArgs) {
     // `cols` columns of `k` elements `T`, the results of `call`, and the features of `S`. `call` is
     // passed on as it is.
     unsafe {
-        if call.cols >= PANEL_COLS {
+        if call.cols >= PANEL_COLS && call.table.is_none() {
             panel::gemm::<S, FloatPanel<S, T>>(call);
         } else {
             rows::<S, T>(call);
@@ -153,7 +153,7 @@ unsafe fn rows<S: IntSimd, T: Float>(call: &GemmArgs) {
         for block in DepthBlock::all(call) {
             let padded = block.len.next_multiple_of(S::LANES);
             for c in 0..call.cols {
-                let x = call.x.add(c * call.x_stride + block.start * T::BYTES);
+                let x = call.column(c).add(block.start * T::BYTES);
                 widen::<S, T>(x, block.len, padded, columns.add(block.column(c)));
             }
         }
@@ -391,10 +391,10 @@ impl Tiles<'_> {
                 }
             }
             if block.end() == call.k {
-                let dst = call.dst.add(c * call.dst_stride + self.first + r);
-                for c in 0..C {
+                for i in 0..C {
+                    let dst = call.result(c + i).add(self.first + r);
                     for r in 0..R {
-                        *dst.add(c * call.dst_stride + r) = S::v_sum(acc[r][c]);
+                        *dst.add(r) = S::v_sum(acc[r][i]);
                     }
                 }
                 return C;
@@ -429,10 +429,11 @@ unsafe fn dots<S: IntSimd, T: Float, const R: usize>(call: &GemmArgs, r: usize) 
     // instructions of `S`.
     unsafe {
         let w = call.w.add(r * call.w_stride);
+        let (x, dst) = (call.column(0), call.result(0));
         let mut acc = [S::v_splat(0.0); R];
         let whole = call.k / S::LANES * S::LANES;
         for i in (0..whole).step_by(S::LANES) {
-            let x = T::load::<S>(call.x.add(i * T::BYTES));
+            let x = T::load::<S>(x.add(i * T::BYTES));
             for r in 0..R {
                 let w = w.add(r * call.w_stride + i * T::BYTES);
                 if i * T::BYTES % 64 == 0 {
@@ -443,14 +444,14 @@ unsafe fn dots<S: IntSimd, T: Float, const R: usize>(call: &GemmArgs, r: usize) 
         }
         if whole < call.k {
             let left = call.k - whole;
-            let x = T::load_first::<S>(call.x.add(whole * T::BYTES), left);
+            let x = T::load_first::<S>(x.add(whole * T::BYTES), left);
             for r in 0..R {
                 let w = w.add(r * call.w_stride + whole * T::BYTES);
                 acc[r] = S::v_mul_add(T::load_first::<S>(w, left), x, acc[r]);
             }
         }
         for r_tile in 0..R {
-            *call.dst.add(r + r_tile) = S::v_sum(acc[r_tile]);
+            *dst.add(r + r_tile) = S::v_sum(acc[r_tile]);
         }
     }
     R

@@ -36,7 +36,7 @@ pub(super) unsafe fn gemm<S: BlockSimd, B: SuperBlockKernel>(call: &GemmArgs) {
     // blocks of `B`, the `cols` columns of Q8_K, the results of `call`, and the features of `S`.
     // `call` is passed on as it is.
     unsafe {
-        if call.cols >= PANEL_COLS {
+        if call.cols >= PANEL_COLS && call.table.is_none() {
             panel::gemm::<S, KQuantPanel<S, B>>(call);
         } else {
             rows::<S, B>(call);
@@ -72,7 +72,7 @@ unsafe fn rows<S: BlockSimd, B: SuperBlockKernel>(call: &GemmArgs) {
     unsafe {
         for c in 0..call.cols {
             for b in 0..blocks {
-                let x = call.x.add(c * call.x_stride + b * X_BYTES);
+                let x = call.column(c).add(b * X_BYTES);
                 prepare::<S, B>(x, columns.add(c * blocks + b));
             }
         }
@@ -81,20 +81,19 @@ unsafe fn rows<S: BlockSimd, B: SuperBlockKernel>(call: &GemmArgs) {
             let mut c = 0;
             while c < call.cols {
                 let x = columns.add(c * blocks);
-                let dst = call.dst.add(c * call.dst_stride + r);
+                macro_rules! multiply {
+                    ($columns:literal) => {{
+                        let results = row_times::<S, B, $columns>(row, blocks, x);
+                        for (i, result) in results.into_iter().enumerate() {
+                            *call.result(c + i).add(r) = result;
+                        }
+                        $columns
+                    }};
+                }
                 c += match call.cols - c {
-                    4.. => {
-                        row_times::<S, B, 4>(row, blocks, x, dst, call.dst_stride);
-                        4
-                    }
-                    2.. => {
-                        row_times::<S, B, 2>(row, blocks, x, dst, call.dst_stride);
-                        2
-                    }
-                    _ => {
-                        row_times::<S, B, 1>(row, blocks, x, dst, call.dst_stride);
-                        1
-                    }
+                    4.. => multiply!(4),
+                    2.. => multiply!(2),
+                    _ => multiply!(1),
                 };
             }
         }
@@ -135,20 +134,17 @@ unsafe fn prepare<S: BlockSimd, B: SuperBlockKernel>(x: *const u8, column: *mut 
 /// One row times `C` columns.
 ///
 /// # Safety
-/// `row` is readable for `blocks` blocks, `x` has `C` prepared columns of `blocks` blocks, `dst` is
-/// writable for `C` floats `dst_stride` apart, and the processor has the instructions of `S`.
+/// `row` is readable for `blocks` blocks, `x` has `C` prepared columns of `blocks` blocks, and the
+/// processor has the instructions of `S`.
 #[inline(always)]
 unsafe fn row_times<S: BlockSimd, B: SuperBlockKernel, const C: usize>(
     row: *const u8,
     blocks: usize,
     x: *const Column,
-    dst: *mut f32,
-    dst_stride: usize,
-) {
+) -> [f32; C] {
     // SAFETY: `b < blocks`, so the block is readable in `row`, and `c * blocks + b` is one of the
     // prepared blocks of the `C` columns at `x`. Of such a block, `S::SUPER` vectors are the 256
-    // quants, and one of 32 bytes the 16 sums. `c < C`, so `dst` is writable at `c * dst_stride`.
-    // The caller guarantees the instructions of `S`.
+    // quants, and one of 32 bytes the 16 sums. The caller guarantees the instructions of `S`.
     unsafe {
         let mut acc = [S::v_splat(0.0); C];
         let mut acc_mins = [_mm256_setzero_ps(); C];
@@ -191,13 +187,15 @@ unsafe fn row_times<S: BlockSimd, B: SuperBlockKernel, const C: usize>(
                 }
             }
         }
+        let mut results = [0.0; C];
         for c in 0..C {
-            *dst.add(c * dst_stride) = if B::HAS_MIN {
+            results[c] = if B::HAS_MIN {
                 S::sum_both(acc[c], acc_mins[c])
             } else {
                 S::v_sum(acc[c])
             };
         }
+        results
     }
 }
 

@@ -201,6 +201,7 @@ pub(super) fn kernel(weight: Type, level: Level) -> Option<MatmulKernel> {
             .unwrap_or(portable.quantize_activation),
         panel_cols,
         row_tile: if wide { 32 } else { 16 },
+        takes_tables: !(weight == Type::Bf16 && level == Level::Avx512Bf16),
         ..portable
     })
 }
@@ -228,6 +229,7 @@ pub(super) fn rounded(
                 activation: Activation::I16,
                 quantize_activation: $module::round_column,
                 panel_cols: int16::COLUMNS,
+                takes_tables: false,
                 ..kernel(weight, level)?
             })
         }};

@@ -106,7 +106,7 @@ impl SuperBlockKernel for PlainSuper {
 pub(super) unsafe fn gemm<B: SuperBlockFormat>(call: &GemmArgs, multiply: unsafe fn(&GemmArgs)) {
     let blocks = call.k / 256;
     let w_stride = blocks * size_of::<PlainSuper>();
-    let step = if call.cols < PANEL_COLS {
+    let step = if call.cols < PANEL_COLS || call.table.is_some() {
         ROWS
     } else {
         PANEL_ROWS
@@ -132,14 +132,7 @@ pub(super) unsafe fn gemm<B: SuperBlockFormat>(call: &GemmArgs, multiply: unsafe
         // `first + n <= call.rows`. The columns are those of `call`. The caller guarantees columns,
         // results and the instructions of `multiply`.
         unsafe {
-            let dst = call.dst.add(first);
-            multiply(&GemmArgs {
-                w: rows.cast(),
-                w_stride,
-                rows: n,
-                dst,
-                ..*call
-            });
+            multiply(&call.with_rows(first, n, rows.cast(), w_stride));
         }
     }
     DECODED.give_back(memory);

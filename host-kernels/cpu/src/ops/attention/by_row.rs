@@ -56,6 +56,7 @@ impl Attention {
                 cols: block.rows(),
                 dst: space.scores,
                 dst_stride: TILE_KEYS,
+                table: None,
             });
             dispatch(WeightsByRow {
                 attention: self,

@@ -154,6 +154,7 @@ pub(super) unsafe fn convolution(
                     cols: channels,
                     dst: results,
                     dst_stride: tile,
+                    table: None,
                 });
                 for channel in 0..channels {
                     out.write(

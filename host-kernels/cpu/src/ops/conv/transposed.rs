@@ -112,6 +112,7 @@ pub(super) unsafe fn transposed(
                         cols: count,
                         dst: values,
                         dst_stride: taps,
+                        table: None,
                     });
                     for i in 0..count {
                         let (x, y) = ((start + i) % iw, (start + i) / iw);

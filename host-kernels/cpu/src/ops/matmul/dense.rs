@@ -6,6 +6,7 @@ use vgpu_transport::ir::{Op, Precision};
 use super::super::scratch::{Output, ScratchLayout};
 use super::activations::{Activations, converted};
 use super::hadamard;
+use super::joint::DenseProducts;
 use super::tiles::TiledProduct;
 use super::weight_rows::WeightRows;
 use crate::formats::Type;
@@ -34,14 +35,19 @@ pub(in super::super) fn mul_mat(operands: &Operands<'_>) -> Result<Compiled, Eng
     let rows = WeightRows::new(operands, &kernel, &mut scratch);
     let product = TiledProduct::new(operands, activations, output, None, 1);
     kernels.extend(converted(operands, activations));
-    kernels.push(Box::new(move |w| {
-        for tile in w.chunks(product.tiles(), 1).flatten() {
-            // SAFETY: the activations were converted before the barrier before this kernel, and
-            // `chunks` returns each tile to one worker.
-            unsafe { product.tile(w, tile, rows) };
-        }
-        Ok(())
-    }));
+    kernels.push(match rows {
+        // SAFETY: the activations are those of the only product, and the kernel before converts
+        // them.
+        WeightRows::InPlace => unsafe { DenseProducts::new(vec![product]).kernel(operands) },
+        rows @ WeightRows::Converted { .. } => Box::new(move |w| {
+            for tile in w.chunks(product.tiles(), 1).flatten() {
+                // SAFETY: the activations were converted before the barrier before this kernel, and
+                // `chunks` returns each tile to one worker.
+                unsafe { product.tile(w, tile, rows) };
+            }
+            Ok(())
+        }),
+    });
     output.finish(&mut kernels);
     Ok(Compiled {
         kernels,

@@ -426,6 +426,7 @@ impl ExpertProduct {
                 cols: columns,
                 dst: out,
                 dst_stride: self.grain,
+                table: None,
             };
             weights.multiply(w, &self.kernel, &args);
             if let Some(bias) = &self.bias {

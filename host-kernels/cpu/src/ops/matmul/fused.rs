@@ -7,9 +7,9 @@ use super::super::scratch::{Output, ScratchLayout};
 use super::activations::{Activations, converted};
 use super::dense::kernel_of;
 use super::experts;
+use super::joint::{DenseProducts, Gate};
 use super::term::{Term, Unit};
 use super::tiles::TiledProduct;
-use super::weight_rows::WeightRows;
 use crate::kernel::{Compiled, Kernel};
 use crate::operands::Operands;
 
@@ -82,23 +82,10 @@ unsafe fn dense_products(terms: &[Term<'_>]) -> Option<Compiled> {
         TiledProduct::new(term.node, activations, output, term.bias, terms.len())
     });
     let products: Vec<TiledProduct> = each.collect();
-    let tiles = products.iter().map(TiledProduct::tiles).sum();
     let mut kernels: Vec<Kernel> = Vec::from_iter(converted(first, activations));
-    kernels.push(Box::new(move |w| {
-        for mut tile in w.chunks(tiles, 1).flatten() {
-            for product in &products {
-                if tile < product.tiles() {
-                    // SAFETY: the activations, which the caller guarantees to be those of this
-                    // product, were converted before the barrier before this kernel. `chunks`
-                    // returns each tile to one worker, and the destinations do not overlap.
-                    unsafe { product.tile(w, tile, WeightRows::InPlace) };
-                    break;
-                }
-                tile -= product.tiles();
-            }
-        }
-        Ok(())
-    }));
+    // SAFETY: the caller guarantees that the activations, which the kernel before converts, are
+    // those of every product, and that the destinations do not overlap.
+    kernels.push(unsafe { DenseProducts::new(products).kernel(first) });
     Some(Compiled {
         kernels,
         scratch_bytes: scratch.bytes(),
@@ -164,30 +151,12 @@ unsafe fn dense_gated(first: &Operands<'_>, terms: &[Term<'_>; 2], unit: Unit) -
         let output = Output::new(dst, &[], &mut scratch);
         TiledProduct::new(term.node, activations, output, term.bias, 1)
     });
-    // The activated product is computed in the destination, its factor in a tile of each thread.
-    let (tile_floats, height) = (factor.tile_floats(), factor.grain_rows);
-    let own = scratch.room(first.workers(), tile_floats * size_of::<f32>());
+    let own = scratch.room(first.workers(), factor.tile_floats() * size_of::<f32>());
+    let products = DenseProducts::gated([activated, factor], Gate { unit, own });
     let mut kernels: Vec<Kernel> = Vec::from_iter(converted(first, activations));
-    kernels.push(Box::new(move |w| {
-        for tile in w.chunks(activated.tiles(), 1).flatten() {
-            let (rows, columns) = factor.ranges(tile);
-            // SAFETY: the activations, which the caller guarantees to be those of both products,
-            // were converted before the barrier before this kernel. Both products have the same
-            // tiles, and the scratch memory has `tile_floats` floats for each worker. No other tile
-            // has these results, which overlap no source (`Term::fits`).
-            unsafe {
-                let own = w.scratch().add(own).cast::<f32>();
-                let factors = own.add(w.index() * tile_floats);
-                activated.tile(w, tile, WeightRows::InPlace);
-                factor.multiply(w, tile, (factors, height), WeightRows::InPlace);
-                for (i, column) in columns.enumerate() {
-                    let to = dst.row_ptr([column, 0, 0]).cast::<f32>().add(rows.start);
-                    unit.apply(to, [to, factors.add(i * height)], rows.len());
-                }
-            }
-        }
-        Ok(())
-    }));
+    // SAFETY: the caller guarantees that the activations, which the kernel before converts, are
+    // those of both products. Only the first has a destination.
+    kernels.push(unsafe { products.kernel(first) });
     Some(Compiled {
         kernels,
         scratch_bytes: scratch.bytes(),

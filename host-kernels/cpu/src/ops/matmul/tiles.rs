@@ -1,6 +1,7 @@
 //! The tiles of a product. Threads take them one at a time.
 
 use std::ops::Range;
+use std::ptr::{self, NonNull};
 
 use vgpu_transport::ir::Op;
 
@@ -9,7 +10,7 @@ use super::activations::Activations;
 use super::term::add_row;
 use super::weight_rows::WeightRows;
 use crate::formats::Format;
-use crate::gemm::{GemmArgs, MAX_PREPARED, MIN_COLUMNS, MatmulKernel};
+use crate::gemm::{Column, ColumnTable, GemmArgs, MAX_PREPARED, MIN_COLUMNS, MatmulKernel};
 use crate::kernel::Worker;
 use crate::operands::{Operands, parameters};
 use crate::view::View;
@@ -158,20 +159,20 @@ impl Nest {
 /// rows as long as the columns of activations, whose batches the batches of `weight` divide, and
 /// the destination has a dense row of as many floats as `weight` has rows, for each column.
 pub(super) struct TiledProduct {
-    kernel: MatmulKernel,
+    pub(super) kernel: MatmulKernel,
     pub(super) weight: View,
     activations: Activations,
-    output: Output,
+    pub(super) output: Output,
     /// A row that is added to every column of the result.
     bias: Option<View>,
     nest: Nest,
-    columns: usize,
+    pub(super) columns: usize,
     grain_columns: usize,
     column_tiles: usize,
     pub(super) grain_rows: usize,
     row_tiles: usize,
     /// Tiles of the same rows.
-    others: usize,
+    pub(super) others: usize,
 }
 
 impl TiledProduct {
@@ -239,17 +240,79 @@ impl TiledProduct {
     /// # Safety
     /// As [`TiledProduct::multiply`]; no other thread computes this tile.
     pub(super) unsafe fn tile(&self, w: &Worker<'_>, tile: usize, weights: WeightRows) {
+        // SAFETY: the results of a tile are inside the destination, or inside the scratch memory
+        // that replaces it if it overlaps a source (`Output`). No other tile has these results.
+        unsafe { self.multiply(w, tile, self.results(w, tile), weights) };
+    }
+
+    /// Where the results of a tile are: the first, and the floats from one column to the next.
+    pub(super) fn results(&self, w: &Worker<'_>, tile: usize) -> (*mut f32, usize) {
         let (rows, columns) = self.ranges(tile);
-        let at = self.offsets(tile);
         let stride = self.nest.columns.dst;
-        // SAFETY: `ranges` and `offsets` are inside the destination, by the check of MUL_MAT, or
-        // inside the scratch memory that replaces it if it overlaps a source (`Output`). No other
-        // tile has these results.
+        let at = self.offsets(tile).dst + columns.start * stride;
+        // `ranges` and `offsets` are inside the destination, by the check of MUL_MAT.
+        let out = self.output.base(w.scratch()).wrapping_add(at).cast::<f32>();
+        (out.wrapping_add(rows.start), stride / size_of::<f32>())
+    }
+
+    /// Column `c` of the activations of a product without other loops.
+    pub(super) fn column(&self, w: &Worker<'_>, c: usize) -> *const u8 {
+        debug_assert!(self.others == 1 && c < self.columns);
+        let base = self.activations.base(w);
+        base.wrapping_add(c * self.nest.columns.x)
+    }
+
+    /// Multiplies the rows of a tile of a product without other loops with other columns, which
+    /// have the results of the tile from their first on.
+    ///
+    /// # Safety
+    /// The kernel takes tables. Each column is readable for the activations of a column of this
+    /// product, converted, and writable for a float for each row of the tile. The results overlap
+    /// no source and are not accessed by other threads.
+    pub(super) unsafe fn multiply_table(&self, tile: usize, columns: &mut [Column]) {
+        if columns.is_empty() {
+            return;
+        }
+        let weight = &self.weight;
+        let (rows, _) = self.ranges(tile);
+        // SAFETY: the rows of a tile are inside the weights. The caller guarantees the columns of
+        // the table, and a kernel that takes one.
         unsafe {
-            let out = self.output.base(w.scratch());
-            let out = out.add(at.dst + columns.start * stride).cast::<f32>();
-            let out = (out.add(rows.start), stride / size_of::<f32>());
-            self.multiply(w, tile, out, weights);
+            (self.kernel.gemm)(&GemmArgs {
+                k: weight.ne[0],
+                w: weight.ptr().add(rows.start * weight.nb[1]),
+                w_stride: weight.nb[1],
+                rows: rows.len(),
+                x: ptr::null(),
+                x_stride: 0,
+                cols: columns.len(),
+                dst: ptr::null_mut(),
+                dst_stride: 0,
+                table: Some(ColumnTable {
+                    columns: NonNull::from(columns).cast(),
+                    first_row: 0,
+                }),
+            });
+        }
+    }
+
+    /// Adds the bias, if there is one, to the results of a tile.
+    ///
+    /// # Safety
+    /// `out` is writable for the columns of the tile, `stride` floats apart, and accessed by no
+    /// other thread.
+    pub(super) unsafe fn add_bias(&self, tile: usize, (out, stride): (*mut f32, usize)) {
+        let Some(bias) = &self.bias else {
+            return;
+        };
+        let (rows, columns) = self.ranges(tile);
+        for column in 0..columns.len() {
+            // SAFETY: the bias is a dense row with a float for each row of the weights (`new`), and
+            // overlaps no result. The caller guarantees the columns at `out`.
+            unsafe {
+                let bias = bias.ptr().cast::<f32>().add(rows.start);
+                add_row(out.add(column * stride), bias, rows.len());
+            }
         }
     }
 
@@ -276,9 +339,8 @@ impl TiledProduct {
         let at = self.offsets(tile);
         let x = self.nest.columns.x;
         // SAFETY: `rows` and `columns` are inside the weights and the activations at the offsets of
-        // the tile, by the check of MUL_MAT. The bias is a dense row with a float for each row of
-        // the weights (`new`). The caller guarantees the activations, the memory of the results,
-        // and `weights`.
+        // the tile, by the check of MUL_MAT. The caller guarantees the activations, the memory of
+        // the results, and `weights`.
         unsafe {
             let args = GemmArgs {
                 k: weight.ne[0],
@@ -290,14 +352,10 @@ impl TiledProduct {
                 cols: columns.len(),
                 dst: out,
                 dst_stride: stride,
+                table: None,
             };
             weights.multiply(w, &self.kernel, &args);
-            if let Some(bias) = &self.bias {
-                let bias = bias.ptr().cast::<f32>().add(rows.start);
-                for column in 0..columns.len() {
-                    add_row(out.add(column * stride), bias, rows.len());
-                }
-            }
+            self.add_bias(tile, (out, stride));
         }
     }
 }

@@ -72,13 +72,8 @@ impl WeightRows {
                     let from = args.w.add((first + row) * args.w_stride);
                     reader.read(from, 0, k, rows.add(row * k));
                 }
-                (kernel.gemm)(&GemmArgs {
-                    w: rows.cast(),
-                    w_stride: k * size_of::<f32>(),
-                    rows: count,
-                    dst: args.dst.add(first),
-                    ..*args
-                });
+                let w_stride = k * size_of::<f32>();
+                (kernel.gemm)(&args.with_rows(first, count, rows.cast(), w_stride));
             }
         }
     }

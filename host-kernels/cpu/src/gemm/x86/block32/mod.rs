@@ -28,7 +28,7 @@ pub(super) unsafe fn gemm<S: BlockSimd, B: Block32Kernel>(call: &GemmArgs) {
     // of `B`, the `cols` columns, the results of `call`, and the features of `S`. `call` is passed
     // on as it is.
     unsafe {
-        if call.cols >= PANEL_COLS {
+        if call.cols >= PANEL_COLS && call.table.is_none() {
             if B::WIDE && S::WIDE_IS_SIGNED {
                 panel_gemm::<S, I16Panel<S, Q8AsI16<B>>>(call);
             } else {

@@ -34,7 +34,7 @@ pub(super) unsafe fn rows<S: BlockSimd, B: Block32Kernel>(call: &GemmArgs) {
     unsafe {
         for c in 0..call.cols {
             prepare::<S, B>(
-                call.x.add(c * call.x_stride),
+                call.column(c),
                 groups,
                 padded,
                 columns.add(c * layout.stride),
@@ -46,20 +46,19 @@ pub(super) unsafe fn rows<S: BlockSimd, B: Block32Kernel>(call: &GemmArgs) {
             let mut c = 0;
             while c < call.cols {
                 let x = columns.add(c * layout.stride);
-                let dst = call.dst.add(c * call.dst_stride + r);
+                macro_rules! multiply {
+                    ($columns:literal) => {{
+                        let results = row_times::<S, B, $columns>(row, groups, x, &layout);
+                        for (i, result) in results.into_iter().enumerate() {
+                            *call.result(c + i).add(r) = result;
+                        }
+                        $columns
+                    }};
+                }
                 c += match call.cols - c {
-                    4.. => {
-                        row_times::<S, B, 4, 1>(row, groups, x, &layout, dst, call.dst_stride);
-                        4
-                    }
-                    2.. => {
-                        row_times::<S, B, 2, 2>(row, groups, x, &layout, dst, call.dst_stride);
-                        2
-                    }
-                    _ => {
-                        row_times::<S, B, 1, 4>(row, groups, x, &layout, dst, call.dst_stride);
-                        1
-                    }
+                    4.. => multiply!(4),
+                    2.. => multiply!(2),
+                    _ => multiply!(1),
                 };
             }
         }
@@ -67,49 +66,52 @@ pub(super) unsafe fn rows<S: BlockSimd, B: Block32Kernel>(call: &GemmArgs) {
     PREPARED.give_back(memory);
 }
 
-/// One row times `C` columns. Each product is summed in `U` independent vectors, which hides the
-/// latency of an addition.
+/// The vectors in which each product is summed: independent sums hide the latency of an addition.
+/// The number does not depend on the number of columns, so neither does a result.
+const SUMS: usize = 2;
+
+/// One row times `C` columns.
 ///
 /// # Safety
-/// `row` is readable for `groups` groups, `x` has `C` prepared columns of `layout`, `dst` is
-/// writable for `C` floats `dst_stride` apart, and the processor has the instructions of `S`.
+/// `row` is readable for `groups` groups, `x` has `C` prepared columns of `layout`, and the
+/// processor has the instructions of `S`.
 #[inline(always)]
-unsafe fn row_times<S: BlockSimd, B: Block32Kernel, const C: usize, const U: usize>(
+unsafe fn row_times<S: BlockSimd, B: Block32Kernel, const C: usize>(
     row: *const u8,
     groups: usize,
     x: *const u8,
     layout: &Columns,
-    dst: *mut f32,
-    dst_stride: usize,
-) {
+) -> [f32; C] {
     // SAFETY: `chunk_times` gets groups `chunk .. chunk + n` with `chunk + n <= groups`, all in the
-    // row, and the `C` columns of `x`. `dst` is written for each `c < C`. The caller guarantees the
-    // row, the columns, `dst` and the instructions of `S`.
+    // row, and the `C` columns of `x`. The caller guarantees the row, the columns and the
+    // instructions of `S`.
     unsafe {
-        let mut acc = [[S::v_splat(0.0); U]; C];
+        let mut acc = [[S::v_splat(0.0); SUMS]; C];
         let mut mins = [_mm256_setzero_ps(); C];
         let mut chunk = 0;
         while chunk + GROUPS <= groups {
             let bytes = CHUNK / B::ELEMENTS * size_of::<B>();
             S::prefetch(row.add(chunk / GROUPS * bytes), bytes);
-            chunk_times::<S, B, C, U>(row, chunk, GROUPS, groups, x, layout, &mut acc, &mut mins);
+            chunk_times::<S, B, C>(row, chunk, GROUPS, groups, x, layout, &mut acc, &mut mins);
             chunk += GROUPS;
         }
         if chunk < groups {
             let n = groups - chunk;
-            chunk_times::<S, B, C, U>(row, chunk, n, groups, x, layout, &mut acc, &mut mins);
+            chunk_times::<S, B, C>(row, chunk, n, groups, x, layout, &mut acc, &mut mins);
         }
+        let mut results = [0.0; C];
         for c in 0..C {
             let mut all = acc[c][0];
-            for u in 1..U {
+            for u in 1..SUMS {
                 all = S::v_add(all, acc[c][u]);
             }
-            *dst.add(c * dst_stride) = if B::HAS_MIN || folds::<S, B>() {
+            results[c] = if B::HAS_MIN || folds::<S, B>() {
                 S::sum_both(all, mins[c])
             } else {
                 S::v_sum(all)
             };
         }
+        results
     }
 }
 
@@ -119,14 +121,14 @@ unsafe fn row_times<S: BlockSimd, B: Block32Kernel, const C: usize, const U: usi
 /// As [`row_times`], with `n <= 8`, `first + n <= groups`, and `first` a multiple of 8.
 #[allow(clippy::too_many_arguments)]
 #[inline(always)]
-unsafe fn chunk_times<S: BlockSimd, B: Block32Kernel, const C: usize, const U: usize>(
+unsafe fn chunk_times<S: BlockSimd, B: Block32Kernel, const C: usize>(
     row: *const u8,
     first: usize,
     n: usize,
     groups: usize,
     x: *const u8,
     layout: &Columns,
-    acc: &mut [[S::Vector; U]; C],
+    acc: &mut [[S::Vector; SUMS]; C],
     mins: &mut [__m256; C],
 ) {
     // SAFETY: groups `first .. first + n` are in the row. `scales` gets `n`, `load_quads` and
@@ -160,8 +162,8 @@ unsafe fn chunk_times<S: BlockSimd, B: Block32Kernel, const C: usize, const U: u
             _ => S::GROUPS,
         };
         let vectors = n.div_ceil(at_once);
-        for first_v in (0..vectors).step_by(U) {
-            for u in 0..U {
+        for first_v in (0..vectors).step_by(SUMS) {
+            for u in 0..SUMS {
                 let v = first_v + u;
                 if v >= vectors {
                     break;

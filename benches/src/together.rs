@@ -1,0 +1,271 @@
+//! `cargo xtask bench together`: programs that decode with the same model at the same time, each a
+//! real llama.cpp process, with and without batches; and as many sequences in one program.
+//!
+//! Programs of one guest share weights, and so may run as a batch. The tokens of all programs in a
+//! window of time are those that the executor has computed graphs for (`vgpu ps --json`). The
+//! sequences of one program are those of `llama-batched-bench` on the same executor: one batch that
+//! llama.cpp makes itself.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, ensure};
+use serde_json::{Value, json};
+
+use crate::common::{Build, Needs, keep, show};
+use crate::table::Row;
+use xtask_common::cache::Cache;
+use xtask_common::dist::Dist;
+use xtask_common::executor::{self, Executor};
+use xtask_common::median;
+use xtask_common::model::{self, FileType};
+use xtask_common::process::{self, Daemon};
+use xtask_common::progress::{Progress, heading};
+use xtask_common::scratch::Scratch;
+use xtask_common::workspace;
+
+/// The timeout for every wait.
+const TIMEOUT: Duration = Duration::from_secs(300);
+
+/// Tokens of each sequence of `llama-batched-bench`.
+const TOKENS: u32 = 64;
+
+/// Options of the benchmark.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Options {
+    /// Repeats of each figure
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=100))]
+    repeats: u32,
+    /// Seconds of full load for each figure
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=600))]
+    seconds: u64,
+    /// Threads of the engine [default: one per core]
+    #[arg(long)]
+    threads: Option<usize>,
+    /// Programs that decode at once
+    #[arg(long, default_values_t = [1, 2, 4, 8, 16], num_args = 1..)]
+    programs: Vec<usize>,
+    /// Types of the weights [default: those that the performance page has]
+    #[arg(long = "type", num_args = 1.., value_parser = model::file_type_parser())]
+    types: Vec<FileType>,
+    #[command(flatten)]
+    build: Build,
+}
+
+/// The types that are measured if no others are named.
+const TYPES: [FileType; 4] = [
+    FileType::F16,
+    FileType::Q8_0,
+    FileType::Q4KM,
+    FileType::Q4_0,
+];
+
+/// An executor, with or without batches.
+struct Side {
+    name: &'static str,
+    executor: Executor,
+    control: PathBuf,
+    socket: PathBuf,
+}
+
+struct Setting {
+    bin: PathBuf,
+    dist: Dist,
+    folder: PathBuf,
+    window: Duration,
+}
+
+pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
+    heading("what is needed");
+    let Needs {
+        bin, dist, folder, ..
+    } = Needs::prepare(cache, &options.build)?;
+    let threads = options.threads.unwrap_or_else(workspace::cores);
+    let types = match &options.types[..] {
+        [] => TYPES.to_vec(),
+        types => types.to_vec(),
+    };
+    let setting = Setting {
+        bin,
+        dist,
+        folder,
+        window: Duration::from_secs(options.seconds),
+    };
+    let mut rows = Vec::new();
+    for ty in types {
+        let model = model::ensure(cache, &model::BENCH, ty)?;
+        heading(&format!("together, {}", ty.name()));
+        let scratch = Scratch::new()?;
+        let with = setting.side("batch", threads, scratch.path(), &[])?;
+        let without = setting.side("slices", threads, scratch.path(), &["--no-batch"])?;
+        let mut alone = None;
+        for &programs in &options.programs {
+            let [mut batches, mut slices, mut own] = [const { Vec::new() }; 3];
+            for round in 1..=options.repeats {
+                let progress = Progress::new(&format!("{programs} programs, round {round}"));
+                batches.push(setting.rate(&with, &model, programs)?);
+                slices.push(setting.rate(&without, &model, programs)?);
+                own.push(setting.own_batch(&with, &model, programs)?);
+                let last = |rates: &Vec<f64>| rates.last().copied().unwrap_or_default();
+                progress.done(&format!(
+                    "{:.1} tok/s in batches, {:.1} in slices, {:.1} in one program",
+                    last(&batches),
+                    last(&slices),
+                    last(&own)
+                ));
+            }
+            let [batches, slices, own] = [batches, slices, own].map(median);
+            let alone = *alone.get_or_insert(slices);
+            rows.push(
+                Row::new(
+                    format!("{programs} programs decode, {}", ty.name()),
+                    "tok/s in all",
+                )
+                .figure("in batches", batches)
+                .figure("one after the other", slices)
+                .figure("as sequences of one program", own)
+                .figure("one program alone", alone)
+                .ratio("in batches", "one after the other", true, None)
+                .ratio("in batches", "as sequences of one program", true, None)
+                .ratio("in batches", "one program alone", true, None),
+            );
+        }
+        with.executor.stop()?;
+        without.executor.stop()?;
+    }
+    show(&rows);
+    let under = json!({
+        "threads": threads,
+        "repeats": options.repeats,
+        "seconds": options.seconds,
+    });
+    keep(&setting.folder, "together", under, &rows)
+}
+
+impl Setting {
+    /// Starts an executor.
+    fn side(
+        &self,
+        name: &'static str,
+        threads: usize,
+        scratch: &Path,
+        more: &[&str],
+    ) -> Result<Side> {
+        let at = |suffix: &str| scratch.join(format!("{name}{suffix}"));
+        let (control, socket) = (at("-control.sock"), at("-guest.sock"));
+        // One guest, all programs of which share the weights of a model.
+        let config = format!(
+            "control.socket = {:?}\n[[guest]]\nname = \"all\"\nlisten = [\"unix:{}\"]\n\
+             graphs-in-flight = 64\n",
+            control.display().to_string(),
+            socket.display()
+        );
+        let file = at(".toml");
+        std::fs::write(&file, config).context("writing a configuration")?;
+        let file = file.display().to_string();
+        let mut arguments = vec!["--config", &file];
+        arguments.extend(more);
+        let executor = Executor::start_with(
+            &self.dist,
+            &at("-all.sock"),
+            threads,
+            &self.folder.join(format!("together-{name}.log")),
+            &arguments,
+        )?;
+        Ok(Side {
+            name,
+            executor,
+            control,
+            socket,
+        })
+    }
+
+    /// A program of llama.cpp on the device of an executor.
+    fn command(&self, side: &Side, program: &str, model: &Path) -> Command {
+        let mut command = Command::new(self.bin.join(program));
+        command
+            .arg("--model")
+            .arg(model)
+            .args(["-ngl", "99", "-t", "1", "-dev", "VGPU0"])
+            .env_remove("VGPU_STATS")
+            .env("GGML_BACKEND_PATH", &self.dist.plugin)
+            .env("VGPU_ENDPOINT", format!("unix:{}", side.socket.display()));
+        command
+    }
+
+    /// The tokens per second of so many programs together.
+    fn rate(&self, side: &Side, model: &Path, programs: usize) -> Result<f64> {
+        let start = |i: usize| {
+            let mut command = self.command(side, "llama-bench", model);
+            command.args([
+                "-p", "0", "-n", "256", "-r", "10000", "-o", "json", "-fa", "1",
+            ]);
+            let log = self.folder.join(format!("together-{}-{i}.log", side.name));
+            Daemon::start(&mut command, &log)
+        };
+        let programs = (0..programs).map(start).collect::<Result<Vec<_>>>()?;
+        self.wait_until_all_decode(side, programs.len())?;
+        let (before, began) = (self.graphs(side)?, Instant::now());
+        thread::sleep(self.window);
+        let (after, ended) = (self.graphs(side)?, Instant::now());
+        for program in programs {
+            program.kill()?;
+        }
+        let start = Instant::now();
+        while !self.sessions(side)?.is_empty() {
+            ensure!(start.elapsed() < TIMEOUT, "stopped programs do not end");
+            thread::sleep(Duration::from_millis(20));
+        }
+        let tokens: f64 = after.iter().sum::<f64>() - before.iter().sum::<f64>();
+        Ok(tokens / (ended - began).as_secs_f64())
+    }
+
+    /// The tokens per second of as many sequences in one program.
+    fn own_batch(&self, side: &Side, model: &Path, sequences: usize) -> Result<f64> {
+        let mut command = self.command(side, "llama-batched-bench", model);
+        command
+            .args(["-npp", "1", "-ntg", &TOKENS.to_string(), "-fa", "on"])
+            .args(["-npl", &sequences.to_string(), "--output-format", "jsonl"])
+            .args([
+                "-c",
+                &(2 * TOKENS as usize * sequences).max(512).to_string(),
+            ]);
+        let text = process::output(&mut command).context("llama-batched-bench")?;
+        let line = text.lines().find(|line| line.starts_with('{'));
+        let figures: Value = serde_json::from_str(line.context("no figures")?)?;
+        figures["speed_tg"].as_f64().context("no tokens per second")
+    }
+
+    fn sessions(&self, side: &Side) -> Result<Vec<Value>> {
+        let status = executor::status(&self.dist.vgpu, &side.control)?;
+        Ok(status["sessions"].as_array().cloned().unwrap_or_default())
+    }
+
+    /// The graphs that each session has run.
+    fn graphs(&self, side: &Side) -> Result<Vec<f64>> {
+        let sessions = self.sessions(side)?;
+        Ok(sessions
+            .iter()
+            .filter_map(|s| s["graphs"].as_f64())
+            .collect())
+    }
+
+    /// Waits until so many sessions have run some graphs each, at the same time.
+    fn wait_until_all_decode(&self, side: &Side, programs: usize) -> Result<()> {
+        const WARM: f64 = 8.0;
+        let start = Instant::now();
+        loop {
+            let graphs = self.graphs(side)?;
+            if graphs.len() == programs && graphs.iter().all(|&graphs| graphs >= WARM) {
+                return Ok(());
+            }
+            ensure!(
+                start.elapsed() < TIMEOUT,
+                "{programs} programs: {graphs:?} graphs"
+            );
+            thread::sleep(Duration::from_millis(20));
+        }
+    }
+}

@@ -1,0 +1,520 @@
+//! Graphs that share a turn.
+//!
+//! The thread of a session that waits for the device *offers* its plan. Whoever gets the device
+//! takes the offers with an equal [`BatchKey`] along, runs all of these plans as one batch, and
+//! hands each back: to its session if it is done, or to the offers if it has yielded. A plan is
+//! passed by value, so it has one owner at any time.
+//!
+//! **Who waits for whom.** After a batch, its programs usually return at once with their next
+//! graphs. The first of them waits for the others, so that they run together again, at most a
+//! [part](WAIT_PART) of the time that the batch took, only while no other graph waits, and not for a
+//! program that was slower than that the last time. A graph that only graphs with the same products
+//! wait for keeps the device until it is done: they can run with its next graph, and in the middle of
+//! this one they could not.
+#![forbid(unsafe_code)]
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Condvar};
+use std::time::Duration;
+
+use vgpu_engine::{BatchKey, Engine, Plan, RunError, RunStatus, Turn};
+
+use super::queue::{Entitlement, TenantId, Ticket};
+use super::scheduler::{RunState, Scheduler, State, Times, TurnEvent};
+use crate::lock::expect_unlocked;
+
+/// The part of the time of a batch that its programs are waited for.
+const WAIT_PART: u32 = 4;
+
+/// Programs that are known to be slow, at most.
+const MAX_SLOW: usize = 4096;
+
+/// A plan that runs in a batch if others are there.
+pub(crate) struct Batchable<'a> {
+    pub(crate) engine: &'a dyn Engine,
+    pub(crate) plan: &'a mut Box<dyn Plan>,
+    /// The number of the session.
+    pub(crate) program: u64,
+    /// Whether the plan may run with others.
+    pub(crate) is_allowed: bool,
+}
+
+/// Takes the place of a plan that the scheduler has. If it stays there, because the batch of the
+/// plan has panicked, the graph is compiled again.
+struct Placeholder;
+
+impl Plan for Placeholder {
+    fn launch(&mut self, _: &Turn) -> Result<RunStatus, RunError> {
+        Err(RunError::Stale)
+    }
+
+    fn plan_bytes(&self) -> u64 {
+        0
+    }
+
+    fn is_current(&self) -> bool {
+        false
+    }
+}
+
+/// A plan that waits for the device.
+struct Offer {
+    tenant: TenantId,
+    program: u64,
+    key: BatchKey,
+    plan: Box<dyn Plan>,
+}
+
+/// What has become of a plan in the turn of another thread.
+enum Outcome {
+    /// The plan has yielded and is offered again.
+    Yielded(Times),
+    /// The run is over. Without a plan if the batch has panicked.
+    Done(Option<Box<dyn Plan>>, Result<(), RunError>, Times),
+}
+
+/// The offers and the outcomes of plans, beside the queue.
+#[derive(Default)]
+pub(super) struct Batches {
+    offers: BTreeMap<Ticket, Offer>,
+    outcomes: BTreeMap<Ticket, Outcome>,
+    /// The tenants of the running batch, without that of the holder.
+    pub(super) others: Vec<TenantId>,
+    /// The products of the graph that has the device, if it can run in a batch.
+    pub(super) products: Option<u64>,
+    last: Option<Last>,
+    /// Programs that took too long to return.
+    slow: BTreeSet<u64>,
+}
+
+/// The last batch.
+struct Last {
+    products: u64,
+    ended: Duration,
+    /// How long its programs are waited for.
+    limit: Duration,
+    /// Those that have not returned.
+    absent: BTreeSet<u64>,
+}
+
+impl std::fmt::Debug for Batches {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Batches")
+            .field("offers", &self.offers.len())
+            .field("others", &self.others)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Batches {
+    /// Whether `waiting` graphs wait, all of which are offers with these products.
+    pub(super) fn only_these_wait(&self, waiting: usize, products: Option<u64>) -> bool {
+        let offers = self.offers.values().filter(|offer| {
+            let offered = Some(offer.key.products);
+            products == offered
+        });
+        waiting > 0 && offers.count() == waiting
+    }
+
+    /// Until when the idle device waits for programs of the last batch, and the offer whose thread
+    /// waits for this. `waiting`: the number of graphs that wait.
+    pub(super) fn hold_for_members(
+        &self,
+        waiting: usize,
+        now: Duration,
+    ) -> Option<(Ticket, Duration)> {
+        let last = self.last.as_ref()?;
+        let until = last.ended + last.limit;
+        let is_expected = last
+            .absent
+            .iter()
+            .any(|program| !self.slow.contains(program));
+        let waits =
+            is_expected && now < until && self.only_these_wait(waiting, Some(last.products));
+        let (&ticket, _) = self.offers.first_key_value()?;
+        waits.then_some((ticket, until))
+    }
+
+    /// The turn of a graph begins.
+    pub(super) fn begin(&mut self, ticket: Ticket) {
+        let offer = self.offers.get(&ticket);
+        self.products = offer.map(|offer| offer.key.products);
+    }
+
+    /// A program has returned with a graph.
+    fn returned(&mut self, program: u64, now: Duration) {
+        let Some(last) = &mut self.last else {
+            return;
+        };
+        if last.absent.remove(&program) {
+            if now <= last.ended + last.limit {
+                self.slow.remove(&program);
+            } else if self.slow.len() < MAX_SLOW {
+                self.slow.insert(program);
+            }
+        }
+    }
+}
+
+/// What the thread of a graph wakes up for.
+enum Wakeup {
+    /// Its graph has the device. The plan of the graph, and those that run with it.
+    Holds(Offer, Vec<(Ticket, Offer)>),
+    /// Its graph had a turn with another one.
+    RanWithAnother(Outcome),
+}
+
+impl Scheduler {
+    /// As [`Scheduler::run`], for a plan that runs with others of its kind if they wait.
+    pub(crate) fn run_batchable(
+        self: &Arc<Self>,
+        tenant: TenantId,
+        entitlement: Entitlement,
+        batchable: Batchable<'_>,
+        mut observe: impl FnMut(TurnEvent),
+        mut is_cancelled: impl FnMut() -> bool,
+    ) -> RunState {
+        let Batchable {
+            engine,
+            plan,
+            program,
+            is_allowed,
+        } = batchable;
+        let key = match plan.batch_key() {
+            Some(key) if is_allowed && engine.max_batch() > 1 => key,
+            _ => return self.run(tenant, entitlement, plan.as_mut(), observe, is_cancelled),
+        };
+        let mut times = Times::default();
+        let mut wait_began = self.turn.now();
+        observe(TurnEvent::Waits);
+        let offer = Offer {
+            tenant,
+            program,
+            key,
+            plan: std::mem::replace(plan, Box::new(Placeholder)),
+        };
+        let ticket = self.enter(tenant, entitlement, |state, ticket, now| {
+            state.batches.returned(program, now);
+            state.batches.offers.insert(ticket, offer);
+        });
+        loop {
+            let (turn, outcome) = match self.wait_batched(ticket, engine.max_batch()) {
+                Wakeup::Holds(own, others) => {
+                    observe(TurnEvent::Begins);
+                    let batch = Batch {
+                        scheduler: self,
+                        start: self.turn.now(),
+                        own: (ticket, Some(own)),
+                        others: others.into_iter().map(|(t, o)| (t, Some(o))).collect(),
+                        wait_began,
+                    };
+                    batch.run(engine, &mut is_cancelled)
+                }
+                Wakeup::RanWithAnother(outcome) => {
+                    observe(TurnEvent::Begins);
+                    match outcome {
+                        Outcome::Yielded(turn) => {
+                            let taken = is_cancelled().then(|| self.withdraw(ticket)).flatten();
+                            let ended = taken.map(|plan| Ended::Cancelled(Some(plan)));
+                            (turn, ended)
+                        }
+                        Outcome::Done(plan, outcome, turn) => {
+                            (turn, Some(Ended::Done(plan, outcome)))
+                        }
+                    }
+                }
+            };
+            wait_began = self.turn.now();
+            times.add(turn);
+            observe(TurnEvent::Ended(turn));
+            match outcome {
+                None => observe(TurnEvent::Waits),
+                Some(Ended::Cancelled(own)) => {
+                    give_back(plan, own);
+                    return RunState::Cancelled(times);
+                }
+                Some(Ended::Done(own, outcome)) => {
+                    give_back(plan, own);
+                    return RunState::Done(outcome, times);
+                }
+            }
+        }
+    }
+
+    /// Sleeps until the graph with this ticket has the device, or has had a turn with another one.
+    fn wait_batched(self: &Arc<Self>, ticket: Ticket, most: usize) -> Wakeup {
+        let mut state = self.lock();
+        let mut wakeup = None;
+        let found = loop {
+            if let Some(outcome) = state.batches.outcomes.remove(&ticket) {
+                break Wakeup::RanWithAnother(outcome);
+            }
+            if state.holder.is_some_and(|holder| holder.ticket == ticket) {
+                let State { queue, batches, .. } = &mut *state;
+                let own = { batches.offers.remove(&ticket) }
+                    .expect("a graph is an offer until a thread has its plan");
+                let same = batches
+                    .offers
+                    .iter()
+                    .filter(|(_, offer)| offer.key == own.key);
+                let same: Vec<(Ticket, TenantId)> = same
+                    .map(|(&ticket, offer)| (ticket, offer.tenant))
+                    .collect();
+                let joining = same.into_iter().filter(|&(ticket, tenant)| {
+                    queue.join_turn(tenant, ticket) // a tenant may have few graphs in flight
+                });
+                let joining: Vec<Ticket> =
+                    joining.take(most - 1).map(|(ticket, _)| ticket).collect();
+                let others: Vec<(Ticket, Offer)> = joining
+                    .into_iter()
+                    .filter_map(|ticket| Some((ticket, batches.offers.remove(&ticket)?)))
+                    .collect();
+                batches.others = others.iter().map(|(_, offer)| offer.tenant).collect();
+                break Wakeup::Holds(own, others);
+            }
+            let wakeup = wakeup.get_or_insert_with(|| {
+                let wakeup = Arc::new(Condvar::new());
+                state.waiters.insert(ticket, Arc::clone(&wakeup));
+                wakeup
+            });
+            state = self.sleep(state, wakeup);
+        };
+        if wakeup.is_some() {
+            state.waiters.remove(&ticket);
+        }
+        found
+    }
+
+    /// Takes the plan of a graph that waits for its next turn out of the queue. `None` if the turn
+    /// has begun.
+    fn withdraw(&self, ticket: Ticket) -> Option<Box<dyn Plan>> {
+        let mut state = self.lock();
+        if state.holder.is_some_and(|holder| holder.ticket == ticket) {
+            return None;
+        }
+        let Offer { tenant, plan, .. } = state.batches.offers.remove(&ticket)?;
+        state.queue.withdraw(tenant, ticket, self.turn.now());
+        // The thread of this graph may be the one that waits for the end of a hold.
+        if state.holder.is_none() {
+            state.hand_over(&self.turn);
+        }
+        Some(plan)
+    }
+}
+
+/// Puts a plan back where it was lent from.
+fn give_back(to: &mut Box<dyn Plan>, plan: Option<Box<dyn Plan>>) {
+    if let Some(plan) = plan {
+        *to = plan;
+    }
+}
+
+/// Why a run is over.
+enum Ended {
+    Cancelled(Option<Box<dyn Plan>>),
+    Done(Option<Box<dyn Plan>>, Result<(), RunError>),
+}
+
+/// A batch that has the device. Dropping it hands the device over, also while a panic in the engine
+/// unwinds.
+struct Batch<'a> {
+    scheduler: &'a Arc<Scheduler>,
+    start: Duration,
+    /// The graph of this thread, and its plan until the turn has ended.
+    own: (Ticket, Option<Offer>),
+    others: Vec<(Ticket, Option<Offer>)>,
+    wait_began: Duration,
+}
+
+impl Batch<'_> {
+    /// Runs the plans for a turn. Returns the times of the own plan, and why its run is over, if it
+    /// is.
+    fn run(
+        mut self,
+        engine: &dyn Engine,
+        is_cancelled: &mut dyn FnMut() -> bool,
+    ) -> (Times, Option<Ended>) {
+        expect_unlocked("Plan::launch");
+        let turn = &self.scheduler.turn;
+        let offers = { self.others.iter_mut() }.map(|(_, offer)| offer);
+        let offers = std::iter::once(&mut self.own.1).chain(offers).flatten();
+        let mut plans: Vec<&mut dyn Plan> = Vec::new();
+        for offer in offers {
+            plans.push(&mut *offer.plan);
+        }
+        let outcomes = match &mut plans[..] {
+            [plan] => vec![plan.launch(turn)],
+            plans => engine.launch_batch(plans, turn),
+        };
+        let mut outcomes: Vec<Result<RunStatus, RunError>> = outcomes
+            .into_iter()
+            .zip(plans)
+            .map(|(outcome, plan)| match outcome {
+                // No other graph gets the device until this one has ended.
+                Ok(RunStatus::InFlight) => plan.wait().map(|()| RunStatus::Done),
+                outcome => outcome,
+            })
+            .collect();
+        let rest = outcomes.split_off(1);
+        let own = outcomes.pop().expect("an outcome for each plan");
+        let is_cancelled = own == Ok(RunStatus::Yielded) && is_cancelled();
+        let (turn, plan) = self.end(&own, is_cancelled, rest);
+        let ended = match own {
+            Ok(RunStatus::Yielded) if is_cancelled => Some(Ended::Cancelled(plan)),
+            Ok(RunStatus::Yielded) => None,
+            Ok(_) => Some(Ended::Done(plan, Ok(()))),
+            Err(error) => Some(Ended::Done(plan, Err(error))),
+        };
+        (turn, ended)
+    }
+
+    /// Ends the turn, hands the plans of the others back, and the device over. Returns the times
+    /// and the plan of this thread's graph, unless it is offered again.
+    fn end(
+        &mut self,
+        own: &Result<RunStatus, RunError>,
+        is_cancelled: bool,
+        rest: Vec<Result<RunStatus, RunError>>,
+    ) -> (Times, Option<Box<dyn Plan>>) {
+        let mut state = self.scheduler.lock();
+        let now = self.scheduler.turn.now();
+        let mut ending = Ending::new(&mut state, self, now);
+        let times = Times {
+            queued: self.start.saturating_sub(self.wait_began),
+            ran: ending.ran,
+            turns: 1,
+            members: ending.members,
+        };
+        let mut others = std::mem::take(&mut self.others).into_iter().zip(rest);
+        for ((ticket, offer), outcome) in &mut others {
+            let Some(offer) = offer else { continue };
+            ending.other(ticket, offer, outcome);
+        }
+        let (ticket, offer) = (self.own.0, self.own.1.take());
+        let yielded = own == &Ok(RunStatus::Yielded) && !is_cancelled;
+        let plan = offer.and_then(|offer| ending.member(ticket, offer, yielded));
+        ending.finish(&self.scheduler.turn, now);
+        (times, plan)
+    }
+}
+
+impl Drop for Batch<'_> {
+    /// After a panic: the plans are gone.
+    fn drop(&mut self) {
+        let Some(own) = self.own.1.take() else {
+            return;
+        };
+        let mut state = self.scheduler.lock();
+        let now = self.scheduler.turn.now();
+        let mut ending = Ending::new(&mut state, self, now);
+        for (ticket, offer) in self.others.drain(..) {
+            let Some(offer) = offer else { continue };
+            let error = RunError::Kernel {
+                node: 0,
+                op: "batch",
+                message: "the engine has panicked in a graph of another guest".into(),
+            };
+            ending.lost(ticket, offer, error);
+        }
+        drop(ending.member(self.own.0, own, false));
+        ending.finish(&self.scheduler.turn, now);
+    }
+}
+
+/// The end of a batch, under the lock of the scheduler.
+struct Ending<'a> {
+    state: &'a mut State,
+    start: Duration,
+    now: Duration,
+    members: u64,
+    /// The part of the turn that is charged to each member.
+    ran: Duration,
+    /// The part of it that has not been reported to the queue.
+    unreported: Duration,
+    products: u64,
+    absent: BTreeSet<u64>,
+}
+
+impl<'a> Ending<'a> {
+    fn new(state: &'a mut State, batch: &Batch<'_>, now: Duration) -> Ending<'a> {
+        let members = 1 + batch.others.len() as u32;
+        let reported = state.holder.map_or(batch.start, |h| h.since + h.reported);
+        Ending {
+            start: batch.start,
+            now,
+            members: u64::from(members),
+            ran: now.saturating_sub(batch.start) / members,
+            unreported: now.saturating_sub(reported) / members,
+            products: state.batches.products.unwrap_or_default(),
+            absent: BTreeSet::new(),
+            state,
+        }
+    }
+
+    /// Ends the turn of a member. Returns its plan, unless it has yielded and is offered again.
+    fn member(&mut self, ticket: Ticket, offer: Offer, yielded: bool) -> Option<Box<dyn Plan>> {
+        let key = offer.plan.batch_key().filter(|_| yielded);
+        let (tenant, now) = (offer.tenant, self.now);
+        let State { queue, batches, .. } = &mut *self.state;
+        queue.used(tenant, ticket, self.unreported, key.is_none(), now);
+        let Some(key) = key else {
+            self.absent.insert(offer.program);
+            return Some(offer.plan);
+        };
+        batches.offers.insert(ticket, Offer { key, ..offer });
+        None
+    }
+
+    /// Ends the turn of a member of another thread.
+    fn other(&mut self, ticket: Ticket, offer: Offer, outcome: Result<RunStatus, RunError>) {
+        let times = Times {
+            queued: Duration::ZERO,
+            ran: self.ran,
+            turns: 1,
+            members: self.members,
+        };
+        let plan = self.member(ticket, offer, outcome == Ok(RunStatus::Yielded));
+        self.tell(ticket, times, |times| match plan {
+            None => Outcome::Yielded(times),
+            plan => Outcome::Done(plan, outcome.map(|_| ()), times),
+        });
+    }
+
+    /// Ends the turn of a member of another thread whose plan is lost.
+    fn lost(&mut self, ticket: Ticket, offer: Offer, error: RunError) {
+        drop(self.member(ticket, offer, false));
+        self.tell(ticket, Times::default(), |times| {
+            Outcome::Done(None, Err(error), times)
+        });
+    }
+
+    /// Tells another thread what has become of its graph, in this turn and in those before that the
+    /// thread has not heard of yet.
+    fn tell(&mut self, ticket: Ticket, mut times: Times, outcome: impl FnOnce(Times) -> Outcome) {
+        let outcomes = &mut self.state.batches.outcomes;
+        if let Some(Outcome::Yielded(before)) = outcomes.remove(&ticket) {
+            times.add(before);
+        }
+        outcomes.insert(ticket, outcome(times));
+        self.state.wake(ticket);
+    }
+
+    /// Hands the device over.
+    fn finish(self, turn: &Turn, now: Duration) {
+        let took = now.saturating_sub(self.start);
+        let State { batches, .. } = &mut *self.state;
+        batches.others.clear();
+        batches.products = None;
+        batches.last = (!self.absent.is_empty()).then_some(Last {
+            products: self.products,
+            ended: now,
+            limit: took / WAIT_PART,
+            absent: self.absent,
+        });
+        self.state.hand_over(turn);
+    }
+}
+
+#[cfg(test)]
+#[path = "batch_tests.rs"]
+mod tests;

@@ -1,0 +1,424 @@
+//! Batches with threads.
+
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::thread;
+
+use vgpu_engine::{EngineError, Memory, MemoryInfo};
+use vgpu_transport::ir::{Capabilities, GraphCounts, ValidGraph};
+
+use super::*;
+
+const ENTITLEMENT: Entitlement = Entitlement {
+    weight: 1,
+    in_flight: 1,
+};
+
+/// An engine that only runs batches.
+struct BatchEngine {
+    capabilities: Capabilities,
+    is_running: AtomicBool,
+    /// The size of each batch.
+    sizes: Mutex<Vec<usize>>,
+    panics: AtomicBool,
+}
+
+impl BatchEngine {
+    fn new() -> BatchEngine {
+        BatchEngine {
+            capabilities: Capabilities::new(Vec::new()),
+            is_running: AtomicBool::new(false),
+            sizes: Mutex::default(),
+            panics: AtomicBool::new(false),
+        }
+    }
+
+    fn sizes(&self) -> Vec<usize> {
+        self.sizes.lock().expect("no thread has panicked").clone()
+    }
+}
+
+impl Engine for BatchEngine {
+    fn name(&self) -> &str {
+        "batching"
+    }
+
+    fn description(&self) -> &str {
+        "for tests"
+    }
+
+    fn memory(&self) -> MemoryInfo {
+        MemoryInfo { free: 0, total: 0 }
+    }
+
+    fn capabilities(&self) -> &Capabilities {
+        &self.capabilities
+    }
+
+    fn alloc(&self, _: u64) -> Result<Arc<dyn Memory>, EngineError> {
+        Err(EngineError::ForeignMemory)
+    }
+
+    fn compile_bytes(&self, _: &GraphCounts) -> u64 {
+        0
+    }
+
+    fn compile(
+        &self,
+        _: &ValidGraph,
+        _: &[Arc<dyn Memory>],
+        _: &dyn Fn() -> bool,
+    ) -> Result<Box<dyn Plan>, EngineError> {
+        Err(EngineError::ForeignMemory)
+    }
+
+    fn max_batch(&self) -> usize {
+        4
+    }
+
+    fn launch_batch(
+        &self,
+        plans: &mut [&mut dyn Plan],
+        turn: &Turn,
+    ) -> Vec<Result<RunStatus, RunError>> {
+        assert!(plans.len() <= self.max_batch());
+        let key = plans[0].batch_key();
+        assert!(key.is_some() && plans.iter().all(|plan| plan.batch_key() == key));
+        assert!(!self.is_running.swap(true, Ordering::Acquire));
+        { self.sizes.lock() }.expect("no panic").push(plans.len());
+        let panics = self.panics.load(Ordering::Relaxed);
+        let each = plans.iter_mut().map(|plan| plan.launch(turn));
+        let outcomes = each.collect();
+        self.is_running.store(false, Ordering::Release);
+        assert!(!panics, "told to panic");
+        outcomes
+    }
+}
+
+/// A plan of some steps, each of which takes a turn.
+struct Steps {
+    products: u64,
+    steps: usize,
+    at: usize,
+    /// The launches of all runs.
+    launches: &'static AtomicUsize,
+    fails: bool,
+    takes: Duration,
+}
+
+impl Steps {
+    fn new(products: u64, steps: usize, launches: &'static AtomicUsize) -> Steps {
+        Steps {
+            products,
+            steps,
+            at: 0,
+            launches,
+            fails: false,
+            takes: Duration::from_micros(50),
+        }
+    }
+}
+
+impl Plan for Steps {
+    fn launch(&mut self, _: &Turn) -> Result<RunStatus, RunError> {
+        self.launches.fetch_add(1, Ordering::Relaxed);
+        thread::sleep(self.takes);
+        self.at += 1;
+        if self.fails {
+            return Err(RunError::OutOfMemory { wanted: 1 });
+        }
+        if self.at < self.steps {
+            return Ok(RunStatus::Yielded);
+        }
+        self.at = 0;
+        Ok(RunStatus::Done)
+    }
+
+    fn plan_bytes(&self) -> u64 {
+        0
+    }
+
+    fn batch_key(&self) -> Option<BatchKey> {
+        Some(BatchKey {
+            products: self.products,
+            position: (self.at, 0),
+        })
+    }
+}
+
+/// A counter for the plans of a test.
+fn counter() -> &'static AtomicUsize {
+    Box::leak(Box::default())
+}
+
+fn run(
+    scheduler: &Arc<Scheduler>,
+    engine: &dyn Engine,
+    guest: u64,
+    plan: &mut Box<dyn Plan>,
+) -> (Result<(), RunError>, Times) {
+    let batchable = Batchable {
+        engine,
+        plan,
+        program: guest,
+        is_allowed: true,
+    };
+    let state = scheduler.run_batchable(TenantId(guest), ENTITLEMENT, batchable, |_| {}, || false);
+    match state {
+        RunState::Done(outcome, times) => (outcome, times),
+        _ => panic!("the run has ended"),
+    }
+}
+
+fn assert_idle(scheduler: &Scheduler) {
+    let state = scheduler.lock();
+    assert!(state.holder.is_none() && state.waiters.is_empty());
+    assert!(state.batches.offers.is_empty() && state.batches.outcomes.is_empty());
+    assert_eq!(state.queue.waiting(), 0);
+}
+
+#[test]
+fn graphs_with_the_same_products_share_turns_and_each_runs_once() {
+    const GRAPHS: usize = 100;
+    let (scheduler, engine, launches) =
+        (&Arc::<Scheduler>::default(), &BatchEngine::new(), counter());
+    let turns = &AtomicU64::new(0);
+    thread::scope(|scope| {
+        for guest in 0..6 {
+            scope.spawn(move || {
+                // Two kinds of graphs, of up to three steps.
+                let steps = 1 + guest as usize % 3;
+                let plan = Steps::new(guest % 2, steps, launches);
+                let mut plan: Box<dyn Plan> = Box::new(plan);
+                for _ in 0..GRAPHS {
+                    let (outcome, times) = run(scheduler, engine, guest, &mut plan);
+                    outcome.expect("it does not fail");
+                    assert!(plan.is_current(), "the plan has come back");
+                    turns.fetch_add(times.turns, Ordering::Relaxed);
+                }
+            });
+        }
+    });
+    // 1 + 2 + 3 steps twice.
+    assert_eq!(launches.load(Ordering::Relaxed), 12 * GRAPHS);
+    assert_eq!(turns.load(Ordering::Relaxed), 12 * GRAPHS as u64);
+    let sizes = engine.sizes();
+    assert!(sizes.iter().any(|&size| size > 1), "no batch");
+    assert_idle(scheduler);
+}
+
+#[test]
+fn programs_that_return_at_once_stay_together() {
+    const GRAPHS: usize = 200;
+    let (scheduler, engine, launches) =
+        (&Arc::<Scheduler>::default(), &BatchEngine::new(), counter());
+    thread::scope(|scope| {
+        for guest in 0..3 {
+            scope.spawn(move || {
+                let mut steps = Steps::new(1, 1, launches);
+                steps.takes = Duration::from_millis(1);
+                let mut plan: Box<dyn Plan> = Box::new(steps);
+                for _ in 0..GRAPHS {
+                    let (outcome, _) = run(scheduler, engine, guest, &mut plan);
+                    outcome.expect("it does not fail");
+                }
+            });
+        }
+    });
+    // Each graph of a batch of three takes 3 ms here, of which a part is enough to return.
+    let full = engine.sizes().iter().filter(|&&size| size == 3).count();
+    assert!(full > GRAPHS / 2, "{full} of {GRAPHS} together");
+    assert_idle(scheduler);
+}
+
+#[test]
+fn a_graph_that_fails_changes_nothing_for_the_others() {
+    let (scheduler, engine, launches) =
+        (&Arc::<Scheduler>::default(), &BatchEngine::new(), counter());
+    thread::scope(|scope| {
+        for guest in 0..4 {
+            scope.spawn(move || {
+                let mut steps = Steps::new(1, 2, launches);
+                steps.fails = guest == 0;
+                let mut plan: Box<dyn Plan> = Box::new(steps);
+                for _ in 0..50 {
+                    let (outcome, _) = run(scheduler, engine, guest, &mut plan);
+                    assert_eq!(outcome.is_err(), guest == 0);
+                }
+            });
+        }
+    });
+    assert!(engine.sizes().iter().any(|&size| size > 1), "no batch");
+    assert_idle(scheduler);
+}
+
+#[test]
+fn a_panic_fails_all_graphs_of_the_batch_and_the_device_is_free() {
+    let (scheduler, engine, launches) =
+        (&Arc::<Scheduler>::default(), &BatchEngine::new(), counter());
+    engine.panics.store(true, Ordering::Relaxed);
+    let (failures, panics) = (&AtomicUsize::new(0), &AtomicUsize::new(0));
+    thread::scope(|scope| {
+        for guest in 0..4 {
+            scope.spawn(move || {
+                let mut steps = Steps::new(1, 1, launches);
+                steps.takes = Duration::from_millis(20);
+                let mut plan: Box<dyn Plan> = Box::new(steps);
+                let ran = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+                    run(scheduler, engine, guest, &mut plan)
+                }));
+                match ran {
+                    Err(_) => panics.fetch_add(1, Ordering::Relaxed),
+                    Ok((Err(RunError::Kernel { .. }), _)) => {
+                        // The graph is compiled again before its next run.
+                        assert!(!plan.is_current());
+                        failures.fetch_add(1, Ordering::Relaxed)
+                    }
+                    // The first graph found an idle device.
+                    Ok((Ok(()), _)) => 0,
+                    Ok((other, _)) => panic!("{other:?}"),
+                };
+            });
+        }
+    });
+    let [failures, panics] = [failures, panics].map(|count| count.load(Ordering::Relaxed));
+    assert!(failures >= 1 && panics >= 1, "{failures} {panics}");
+    engine.panics.store(false, Ordering::Relaxed);
+    assert_idle(scheduler);
+    let mut plan: Box<dyn Plan> = Box::new(Steps::new(1, 1, launches));
+    let (outcome, _) = run(scheduler, engine, 9, &mut plan);
+    outcome.expect("the device is free");
+}
+
+#[test]
+fn a_batch_is_charged_to_its_members_in_equal_parts() {
+    const TAKES: Duration = Duration::from_millis(40);
+    let (scheduler, engine, launches) =
+        (&Arc::<Scheduler>::default(), &BatchEngine::new(), counter());
+    let long = || -> Box<dyn Plan> {
+        let mut steps = Steps::new(1, 1, launches);
+        steps.takes = TAKES;
+        Box::new(steps)
+    };
+    let began = scheduler.turn.now();
+    thread::scope(|scope| {
+        // The others wait for this graph, and then run together.
+        scope.spawn(move || run(scheduler, engine, 0, &mut long()).0.expect("it runs"));
+        while scheduler.lock().holder.is_none() {
+            thread::yield_now();
+        }
+        for guest in 1..4 {
+            scope.spawn(move || {
+                let (outcome, times) = run(scheduler, engine, guest, &mut long());
+                outcome.expect("it runs");
+                assert!(times.ran >= TAKES, "{times:?}");
+            });
+        }
+    });
+    let took = scheduler.turn.now() - began;
+    assert_eq!(engine.sizes(), [3]);
+    let state = scheduler.lock();
+    let charged: Vec<Duration> = (0..4).map(|t| state.queue.time_of(TenantId(t))).collect();
+    let all: Duration = charged.iter().sum();
+    assert!(
+        all <= took + Duration::from_millis(30),
+        "{charged:?} of {took:?}"
+    );
+    for charged in &charged[1..] {
+        // Three plans of 40 ms each, one after the other in this engine.
+        assert!(*charged >= TAKES, "{charged:?}");
+    }
+}
+
+#[test]
+fn a_cancelled_graph_leaves_the_batch_and_the_others_go_on() {
+    let (scheduler, engine, launches) =
+        (&Arc::<Scheduler>::default(), &BatchEngine::new(), counter());
+    thread::scope(|scope| {
+        for guest in 0..3 {
+            scope.spawn(move || {
+                let steps = if guest == 0 { usize::MAX } else { 500 };
+                let mut plan: Box<dyn Plan> = Box::new(Steps::new(1, steps, launches));
+                let batchable = Batchable {
+                    engine,
+                    plan: &mut plan,
+                    program: guest,
+                    is_allowed: true,
+                };
+                let mut turns = 0;
+                let is_cancelled = || {
+                    turns += 1;
+                    guest == 0 && turns > 100
+                };
+                let tenant = TenantId(guest);
+                let state =
+                    scheduler.run_batchable(tenant, ENTITLEMENT, batchable, |_| {}, is_cancelled);
+                match (state, guest) {
+                    (RunState::Cancelled(times), 0) => assert!(times.turns > 100),
+                    (RunState::Done(Ok(()), times), _) => assert_eq!(times.turns, 500),
+                    _ => panic!("guest {guest}"),
+                }
+                assert!(plan.is_current(), "the plan has come back");
+            });
+        }
+    });
+    assert_idle(scheduler);
+}
+
+/// The thread of a graph waits for the end of a hold, and its guest is gone. Another graph, whose
+/// thread sleeps without a limit, gets the device.
+#[test]
+fn a_graph_that_is_cancelled_during_a_hold_leaves_the_device_to_the_next() {
+    const TAKES: Duration = Duration::from_millis(40);
+    let scheduler: &'static Arc<Scheduler> = Box::leak(Box::default());
+    let engine: &'static BatchEngine = Box::leak(Box::new(BatchEngine::new()));
+    let launches = counter();
+    let (ended, ends) = std::sync::mpsc::channel();
+    let start = |guest: u64, mut steps: Steps, is_cancelled: bool| {
+        steps.takes = TAKES;
+        let ended = ended.clone();
+        let waiting = scheduler.lock().waiters.len();
+        thread::spawn(move || {
+            let mut plan: Box<dyn Plan> = Box::new(steps);
+            let batchable = Batchable {
+                engine,
+                plan: &mut plan,
+                program: guest,
+                is_allowed: true,
+            };
+            let tenant = TenantId(guest);
+            let state =
+                scheduler.run_batchable(tenant, ENTITLEMENT, batchable, |_| {}, || is_cancelled);
+            let is_done = matches!(state, RunState::Done(Ok(()), _));
+            ended.send((guest, is_done)).expect("the test listens");
+        });
+        // The device has one of the graphs; the threads of the others sleep.
+        loop {
+            let state = scheduler.lock();
+            if state.waiters.len() > waiting || guest == 0 && state.holder.is_some() {
+                break;
+            }
+            drop(state);
+            thread::yield_now();
+        }
+    };
+    // A graph of another kind has the device while the others arrive.
+    start(0, Steps::new(2, 1, launches), false);
+    // Its program does not return, and is waited for.
+    start(1, Steps::new(1, 1, launches), false);
+    start(2, Steps::new(1, 2, launches), true);
+    // The same products, but further: it does not run with the others.
+    let mut further = Steps::new(1, 2, launches);
+    further.at = 1;
+    start(3, further, false);
+    let mut all: Vec<(u64, bool)> = (0..4)
+        .map(|_| {
+            ends.recv_timeout(Duration::from_secs(60))
+                .expect("every graph ends")
+        })
+        .collect();
+    all.sort_unstable();
+    assert_eq!(all, [(0, true), (1, true), (2, false), (3, true)]);
+    assert_eq!(engine.sizes(), [2]);
+    assert_idle(scheduler);
+}

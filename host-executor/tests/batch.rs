@@ -1,0 +1,276 @@
+//! Guests that compute with the same weights at the same time share turns, and nothing else.
+
+mod common;
+
+use std::sync::Barrier;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+
+use common::weights::{FIRST, MODEL, SMALL, first, guest, host, load, model};
+use common::{Build, Guest, Host, bytes};
+use rand_xoshiro::Xoshiro256PlusPlus;
+use rand_xoshiro::rand_core::{Rng as _, SeedableRng as _};
+use vgpu_executor::weights::Sharing;
+use vgpu_executor::{GuestRule, Limits, Policy, Rules, WeightStore};
+use vgpu_transport::ir::{BufferId, Graph, Op, Precision, Shape, Type};
+use vgpu_transport::wire::{GraphId, Reply, Request};
+
+const GRAPH: GraphId = GraphId(1);
+
+/// Columns and rows of the first matrix of the model, and rows of the second.
+const K: u64 = 256;
+const M: u64 = FIRST / 4 / K;
+const N: u64 = 128;
+
+/// Layers of a graph, which take about a millisecond.
+const LAYERS: u64 = 12;
+
+/// The offsets in a guest's own memory: the input, an index, its row and the product of the first
+/// matrix, and the results.
+const INPUT: u64 = 0;
+const INDEX: u64 = 4 * K;
+const INNER: u64 = 8 * K;
+const RESULT: u64 = INNER + 4 * (K + M);
+const OWN: u64 = RESULT + 4 * N * LAYERS;
+
+/// `result[i] = second * (first * x)`, where `x` is the row of the input with the given index.
+fn graph(weights: BufferId, own: BufferId) -> Graph {
+    let mut build = Build::default();
+    let vector = |n| Shape::contiguous(Type::F32, [n, 1, 1, 1]).expect("a vector");
+    let matrix = |k, m| Shape::contiguous(Type::F32, [k, m, 1, 1]).expect("a matrix");
+    let index = Shape::contiguous(Type::I32, [1; 4]).expect("an index");
+    let mul_mat = Op::MulMat {
+        accumulator: Precision::Default,
+        activation: Precision::Default,
+        hadamard: false,
+    };
+    let first = build.place(matrix(K, M), weights, 0);
+    let second = build.place(matrix(M, N), weights, FIRST + SMALL);
+    let input = build.place(vector(K), own, INPUT);
+    let index = build.place(index, own, INDEX);
+    let row = build.place(vector(K), own, INNER);
+    for layer in 0..LAYERS {
+        build.node(Op::GetRows {}, row, &[input, index]);
+        let inner = build.place(vector(M), own, INNER + 4 * K);
+        build.node(mul_mat, inner, &[first, row]);
+        let result = build.place(vector(N), own, RESULT + 4 * N * layer);
+        build.node(mul_mat, result, &[second, inner]);
+    }
+    build.0
+}
+
+/// A program with a model and memory of its own.
+struct Program {
+    guest: Guest,
+    own: BufferId,
+    random: Xoshiro256PlusPlus,
+}
+
+impl Program {
+    fn new(host: &Host, uid: u32, model: &[u8], seed: u64) -> Program {
+        let mut guest = guest(host, uid);
+        let (weights, _) = load(&mut guest, model);
+        Program::with(guest, weights, seed)
+    }
+
+    fn with(mut guest: Guest, weights: BufferId, seed: u64) -> Program {
+        let own = guest.alloc(OWN);
+        guest.graph(GRAPH, &graph(weights, own));
+        Program {
+            guest,
+            own,
+            random: Xoshiro256PlusPlus::seed_from_u64(seed),
+        }
+    }
+
+    /// Runs the graph on a new input, with this index. Returns the input and the results.
+    fn run(&mut self, index: i32) -> (Vec<f32>, Result<Vec<u8>, String>) {
+        let next = |random: &mut Xoshiro256PlusPlus| (random.next_u64() >> 48) as f32 / 65536.0;
+        let input: Vec<f32> = (0..K).map(|_| next(&mut self.random)).collect();
+        self.guest.write(self.own, INPUT, &bytes(&input));
+        self.guest.write(self.own, INDEX, &index.to_le_bytes());
+        let request = self.guest.submit(GRAPH);
+        let read = self.guest.send(&Request::Read {
+            buffer: self.own,
+            offset: RESULT,
+            len: 4 * N * LAYERS,
+        });
+        let mut failure = None;
+        loop {
+            match self.guest.receive() {
+                (
+                    Reply::Failed {
+                        request: of,
+                        reason,
+                    },
+                    _,
+                ) if of == request => {
+                    failure = Some(reason);
+                }
+                (Reply::Data { request: of }, data) if of == read => {
+                    return (input, failure.map_or(Ok(data), Err));
+                }
+                (other, _) => panic!("{other:?}"),
+            }
+        }
+    }
+}
+
+/// What the model computes, in a session that is alone.
+fn alone(model: &[u8], inputs: &[Vec<f32>]) -> Vec<Vec<u8>> {
+    let (host, _) = host(Sharing::Tenant, None);
+    let mut program = Program::new(&host, 7, model, 0);
+    let run = |input: &Vec<f32>| {
+        program.guest.write(program.own, INPUT, &bytes(input));
+        program.guest.write(program.own, INDEX, &0i32.to_le_bytes());
+        program.guest.submit(GRAPH);
+        program.guest.read(program.own, RESULT, 4 * N * LAYERS)
+    };
+    inputs.iter().map(run).collect()
+}
+
+/// Turns of all sessions, and the members of the batches of these turns.
+fn turns(host: &Host) -> (u64, u64) {
+    let sessions = host.server.sessions();
+    let sum = |of: fn(&vgpu_executor::Stats) -> u64| sessions.iter().map(|s| of(&s.stats)).sum();
+    (sum(|stats| stats.turns), sum(|stats| stats.batch_members))
+}
+
+/// Runs so many graphs of each program at the same time, and compares all results.
+fn run_together(programs: &mut [Program], model: &[u8], graphs: usize) {
+    let start = Barrier::new(programs.len());
+    let runs: Vec<_> = thread::scope(|scope| {
+        let threads: Vec<_> = { programs.iter_mut() }
+            .map(|program| {
+                let start = &start;
+                scope.spawn(move || {
+                    start.wait();
+                    (0..graphs).map(|_| program.run(0)).collect::<Vec<_>>()
+                })
+            })
+            .collect();
+        let ended = threads.into_iter().map(|thread| thread.join());
+        ended.flat_map(|runs| runs.expect("it runs")).collect()
+    });
+    let (inputs, results): (Vec<_>, Vec<_>) = runs.into_iter().unzip();
+    let expected = alone(model, &inputs);
+    for (result, expected) in results.into_iter().zip(expected) {
+        assert!(result.expect("it runs") == expected, "another result");
+    }
+}
+
+#[test]
+fn guests_compute_together_what_each_computes_alone() {
+    let (host, weights) = host(Sharing::Tenant, None);
+    let model = model(3);
+    let (one, buffer) = first(&host, &weights, 7, &model);
+    let mut programs = vec![Program::with(one, buffer, 0)];
+    programs.extend((1..6).map(|seed| Program::new(&host, 7, &model, seed)));
+    run_together(&mut programs, &model, 60);
+    let (turns, members) = turns(&host);
+    assert!(members > 2 * turns, "{members} members in {turns} turns");
+}
+
+#[test]
+fn a_guest_that_fails_or_leaves_changes_nothing_for_the_others() {
+    const ROUNDS: usize = 25;
+    let (host, weights) = &host(Sharing::Tenant, None);
+    let model = &model(4);
+    let (_keeps, _) = first(host, weights, 7, model);
+    let (failed, left) = (&AtomicUsize::new(0), &AtomicUsize::new(0));
+    let runs: Vec<_> = thread::scope(|scope| {
+        let threads: Vec<_> = (0..6)
+            .map(|seed| {
+                scope.spawn(move || {
+                    let mut random = Xoshiro256PlusPlus::seed_from_u64(100 + seed);
+                    let mut runs = Vec::new();
+                    for round in 0..ROUNDS {
+                        let mut program = Program::new(host, 7, model, 1000 * seed + round as u64);
+                        for _ in 0..random.next_u64() % 12 {
+                            let index = i32::from(random.next_u64() % 5 == 0);
+                            let (input, result) = program.run(index);
+                            assert_eq!(result.is_err(), index == 1, "{result:?}");
+                            failed.fetch_add(index as usize, Ordering::Relaxed);
+                            runs.extend(result.ok().map(|result| (input, result)));
+                        }
+                        if random.next_u64() % 2 == 0 {
+                            // It leaves while its graph runs, or waits.
+                            program.guest.submit(GRAPH);
+                            left.fetch_add(1, Ordering::Relaxed);
+                        }
+                    }
+                    runs
+                })
+            })
+            .collect();
+        let ended = threads.into_iter().map(|thread| thread.join());
+        ended.flat_map(|runs| runs.expect("it runs")).collect()
+    });
+    let (failed, left) = (failed.load(Ordering::Relaxed), left.load(Ordering::Relaxed));
+    assert!(failed > 20 && left > 20, "{failed} {left}");
+    let (inputs, results): (Vec<_>, Vec<_>) = runs.into_iter().unzip();
+    let expected = alone(model, &inputs);
+    assert!(results.len() > 200 && results == expected);
+}
+
+/// Two programs of each of two users, all with the same model.
+fn of_two_tenants(sharing: Sharing) -> (u64, u64) {
+    let (host, weights) = host(sharing, None);
+    let model = model(5);
+    let (one, buffer) = first(&host, &weights, 7, &model);
+    let mut programs = vec![Program::with(one, buffer, 0)];
+    programs.push(Program::new(&host, 8, &model, 1));
+    if let Sharing::All = sharing {
+        // Their weights are the same memory.
+        let sessions = host.server.sessions();
+        let shared = sessions.iter().map(|s| s.stats.weights_shared);
+        let shared: u64 = shared.sum();
+        assert!(shared > MODEL / 2, "{shared}");
+    }
+    run_together(&mut programs, &model, 60);
+    turns(&host)
+}
+
+#[test]
+fn guests_of_different_tenants_run_together_only_if_all_share() {
+    let (turns, members) = of_two_tenants(Sharing::Tenant);
+    assert_eq!(turns, members, "a batch of two tenants");
+    let (turns, members) = of_two_tenants(Sharing::All);
+    assert!(members > turns, "{members} members in {turns} turns");
+}
+
+#[test]
+fn batches_can_be_turned_off_for_all_guests_or_for_one() {
+    let limits = Limits {
+        batch: false,
+        ..Limits::default()
+    };
+    let off = Policy {
+        batch: false,
+        ..Policy::default()
+    };
+    for (limits, policy) in [(limits, Policy::default()), (Limits::default(), off)] {
+        let host = Host::limited(common::cpu(), limits, 64);
+        let weights = WeightStore::new(Sharing::Tenant, None).expect("a store");
+        host.server.share_weights(weights.clone());
+        let guest = GuestRule {
+            name: "alice".into(),
+            uids: vec![7],
+            cids: Vec::new(),
+            certificates: Vec::new(),
+            policy,
+        };
+        let rules = Rules {
+            guests: vec![guest],
+            ..Rules::default()
+        };
+        host.server.apply(rules).expect("no quotas");
+        let model = model(6);
+        let (one, buffer) = first(&host, &weights, 7, &model);
+        let mut programs = vec![Program::with(one, buffer, 0)];
+        programs.extend((1..3).map(|seed| Program::new(&host, 7, &model, seed)));
+        run_together(&mut programs, &model, 20);
+        let (turns, members) = turns(&host);
+        assert_eq!(turns, members, "a batch");
+    }
+}
