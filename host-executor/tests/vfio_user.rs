@@ -3,12 +3,14 @@
 mod common;
 mod machine;
 
-use std::io::Write as _;
+use std::io::{Read as _, Write as _};
 use std::os::fd::AsFd as _;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::time::Duration;
 
 use vfio_user::Client;
+use vgpu_executor::listener::GuestListener as _;
 use vgpu_executor::vm::VfioUserListener;
 use vgpu_executor::{Limits, Server};
 use vgpu_transport::link::pci::{DOORBELL, directory};
@@ -90,6 +92,42 @@ fn monitor_finds_the_pci_function_and_guest_finds_its_window() {
 }
 
 #[test]
+fn hypervisor_that_is_started_again_gets_the_device_at_once() {
+    /// The request of the version negotiation: id, command, size, flags, error, versions, text.
+    const CAPABILITIES: &[u8] = b"{\"capabilities\":{}}\0";
+    let mut request = [0u16.to_le_bytes(), 1u16.to_le_bytes()].concat();
+    request.extend((20 + CAPABILITIES.len() as u32).to_le_bytes());
+    request.extend([0; 12]);
+    request.extend(CAPABILITIES);
+    let dir = Dir::new();
+    let socket = dir.0.join("a.sock");
+    let options = format!("a,socket={},window=64M,silence=0", socket.display());
+    let mut listener = VfioUserListener::open(options.parse().unwrap()).unwrap();
+    let connect = || {
+        let mut hypervisor = UnixStream::connect(&socket).unwrap();
+        hypervisor.write_all(&request).unwrap();
+        hypervisor
+    };
+    // The answer is there before the connection ends, or the connection has been refused.
+    let answer = |mut hypervisor: &UnixStream| {
+        let mut head = [0; 16];
+        hypervisor.read_exact(&mut head).map(|()| head[2])
+    };
+    let first = connect();
+    assert!(listener.accept(Duration::ZERO).unwrap().is_none());
+    assert_eq!(answer(&first).unwrap(), 1);
+    // The listener looks only after both: the hypervisor was killed, and another one has connected.
+    drop(first);
+    let second = connect();
+    assert!(listener.accept(Duration::ZERO).unwrap().is_none());
+    assert_eq!(answer(&second).expect("the device"), 1);
+    // A second one beside it gets none.
+    let third = connect();
+    assert!(listener.accept(Duration::ZERO).unwrap().is_none());
+    answer(&third).expect_err("two devices");
+}
+
+#[test]
 fn a_monitor_that_breaks_the_protocol_loses_only_its_own_device() {
     let dir = Dir::new();
     let socket = dir.0.join("a.sock");
@@ -107,9 +145,8 @@ fn a_monitor_that_breaks_the_protocol_loses_only_its_own_device() {
         let _ = hypervisor.write_all(&bytes);
         // The device disconnects the hypervisor.
         wait_for("its end", || {
-            let _ = hypervisor.set_read_timeout(Some(std::time::Duration::from_millis(100)));
-            matches!(std::io::Read::read(&mut hypervisor, &mut [0; 64]), Ok(0))
-                || std::io::Write::write(&mut hypervisor, &[0; 16]).is_err()
+            let _ = hypervisor.set_read_timeout(Some(Duration::from_millis(100)));
+            matches!(hypervisor.read(&mut [0; 64]), Ok(0)) || hypervisor.write(&[0; 16]).is_err()
         });
     }
     wait_for("a good one", || {

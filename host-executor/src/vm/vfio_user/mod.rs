@@ -11,6 +11,7 @@ mod filter;
 pub mod fuzzing;
 
 use std::io;
+use std::net::Shutdown;
 use std::os::fd::AsRawFd as _;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -40,9 +41,9 @@ const INTERRUPTS: u32 = 5;
 /// Listens for one hypervisor, and accepts the programs of its virtual machine.
 pub struct VfioUserListener {
     options: VmOptions,
+    machine: Option<VmWindow>,
     listener: UnixListener,
     _file: SocketFile,
-    machine: Option<VmWindow>,
 }
 
 impl VfioUserListener {
@@ -54,9 +55,9 @@ impl VfioUserListener {
         let (listener, file) = bind_stream(&options.socket, DEFAULT_MODE)?;
         Ok(VfioUserListener {
             options,
+            machine: None,
             listener,
             _file: file,
-            machine: None,
         })
     }
 
@@ -93,8 +94,9 @@ impl VfioUserListener {
         let memory = sealed_file(size).map_err(io::Error::other)?;
         let bell = new_eventfd().map_err(io::Error::other)?;
         let ringer = bell.try_clone()?;
-        // `hangup_socket` is closed when the filter thread ends, for whatever reason.
-        let (hangup_socket, held) = UnixStream::pair()?;
+        // A copy of the hypervisor's socket: its end is seen at once, and not only when the filter
+        // thread has run.
+        let hangup_socket = hypervisor.try_clone()?;
         let (near, listener) = filter::private_listener()?;
         let function =
             Function::new(memory.try_clone()?, size, ringer).map_err(io::Error::other)?;
@@ -121,10 +123,10 @@ impl VfioUserListener {
         thread::Builder::new()
             .name("vgpu-vfio-filter".into())
             .spawn(move || {
-                if let Err(error) = filter::run(&hypervisor, &near) {
+                let hypervisor = Disconnected(hypervisor);
+                if let Err(error) = filter::run(&hypervisor.0, &near) {
                     warn!(vm = name, "the hypervisor is disconnected: {error}");
                 }
-                drop(held);
             })?;
         VmWindow::new(
             memory,
@@ -136,14 +138,21 @@ impl VfioUserListener {
     }
 }
 
-impl GuestListener for VfioUserListener {
-    fn accept(&mut self, timeout: Duration) -> io::Result<Option<IncomingGuest>> {
-        let idle = if self.machine.is_some() {
-            Duration::ZERO
-        } else {
-            timeout
-        };
-        self.accept_hypervisor(idle)?;
+/// A hypervisor's socket, which is shut down for all its copies when this is dropped, for whatever
+/// reason.
+struct Disconnected(UnixStream);
+
+impl Drop for Disconnected {
+    fn drop(&mut self) {
+        // Fails if the hypervisor has disconnected.
+        let _ = self.0.shutdown(Shutdown::Both);
+    }
+}
+
+impl VfioUserListener {
+    /// The next program of the virtual machine, if there is a machine. Forgets a machine whose
+    /// hypervisor has ended.
+    fn next(&mut self, timeout: Duration) -> io::Result<Option<IncomingGuest>> {
         let Some(machine) = &mut self.machine else {
             return Ok(None);
         };
@@ -156,6 +165,22 @@ impl GuestListener for VfioUserListener {
             }
             VmEvent::Arrival(arrival) => Ok(Some(self.options.incoming(arrival))),
         }
+    }
+}
+
+impl GuestListener for VfioUserListener {
+    fn accept(&mut self, timeout: Duration) -> io::Result<Option<IncomingGuest>> {
+        // The hypervisor that has the device may have been killed and started again: its end comes
+        // before the connection of the new one.
+        if let Some(guest) = self.next(Duration::ZERO)? {
+            return Ok(Some(guest));
+        }
+        let idle = match self.machine {
+            Some(_) => Duration::ZERO,
+            None => timeout,
+        };
+        self.accept_hypervisor(idle)?;
+        self.next(timeout)
     }
 }
 
