@@ -4,40 +4,124 @@
 //! manager's side of it where there is no systemd. The fd store keeps each virtual machine's
 //! memory, doorbell and socket to its QEMU while an executor is replaced, since a QEMU cannot
 //! connect a second time.
+//!
+//! This process has copies of all that it has stored: a reload can close the listener of a virtual
+//! machine and open another one.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::os::fd::{BorrowedFd, FromRawFd as _, OwnedFd};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::io;
+use std::os::fd::{AsFd as _, BorrowedFd, FromRawFd as _, OwnedFd};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use sd_notify::NotifyState;
 use tracing::warn;
 
-/// The file descriptors of the fd store by name. Only the first call returns any.
-pub fn stored_fds() -> BTreeMap<String, OwnedFd> {
-    static TAKEN: AtomicBool = AtomicBool::new(false);
-    if TAKEN.swap(true, Ordering::Relaxed) {
-        return BTreeMap::new();
+/// What is lost with a file that is not kept.
+const LOST: &str = "when this process ends, the virtual machine has no vGPU until its QEMU is \
+                    started again";
+
+/// What has to outlive this process.
+struct Stored {
+    /// The files by name. `None`: those of the process before this one have not been taken over.
+    files: Option<BTreeMap<String, OwnedFd>>,
+    /// The files that the service manager may not keep, as the log says.
+    reported: BTreeSet<String>,
+}
+
+static STORED: Mutex<Stored> = Mutex::new(Stored {
+    files: None,
+    reported: BTreeSet::new(),
+});
+
+fn lock() -> MutexGuard<'static, Stored> {
+    STORED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Stored {
+    fn files(&mut self) -> &mut BTreeMap<String, OwnedFd> {
+        self.files.get_or_insert_with(passed_fds)
     }
+}
+
+/// Logs, once for each name, that a file may be lost.
+fn report(name: &str, why: &str) {
+    let is_new = lock().reported.insert(name.to_owned());
+    if is_new {
+        warn!("{name} may not be kept: {why}; {LOST}");
+    }
+}
+
+/// The file descriptors that the service manager has passed to this process.
+fn passed_fds() -> BTreeMap<String, OwnedFd> {
     match sd_notify::listen_fds_with_names() {
         Ok(fds) => fds
             .map(|(fd, name)| {
                 // SAFETY: LISTEN_PID says that the service manager has opened these descriptors for
-                // this process, and the library has checked that they are open. `TAKEN` lets only
-                // one call own them.
+                // this process, and the library has checked that they are open. Only one call of
+                // this function owns them: the lock of `STORED` is held, and the result stays
+                // there.
                 (name, unsafe { OwnedFd::from_raw_fd(fd) })
             })
             .collect(),
         Err(error) => {
-            warn!("the file descriptors of the fd store cannot be used: {error}");
+            warn!("the file descriptors of the fd store cannot be used: {error}; {LOST}");
             BTreeMap::new()
         }
     }
 }
 
+/// Copies of the files in the fd store by name: those of the process before this one, and those
+/// that this process has stored.
+///
+/// # Errors
+/// The process has no descriptor for a copy.
+pub fn stored_files() -> io::Result<BTreeMap<String, OwnedFd>> {
+    let mut stored = lock();
+    let files = stored.files().iter();
+    files
+        .map(|(name, file)| Ok((name.clone(), file.try_clone()?)))
+        .collect()
+}
+
+/// Calls `each` with the name of every file in the fd store, and the file.
+pub(crate) fn for_each_stored(mut each: impl FnMut(&str, BorrowedFd<'_>)) {
+    for (name, file) in lock().files() {
+        each(name, file.as_fd());
+    }
+}
+
 /// Whether a service manager with an fd store has started this process.
-pub fn has_fd_store() -> bool {
+fn has_fd_store() -> bool {
     std::env::var_os("NOTIFY_SOCKET").is_some()
+}
+
+/// How many files the service manager keeps at most, if it says so: systemd does from version 254
+/// on, and so does `vgpu fd-store`.
+fn capacity() -> Option<usize> {
+    std::env::var("FDSTORE").ok()?.parse().ok()
+}
+
+/// Warns if the service manager cannot keep `files` files of `machines` virtual machines.
+pub fn check_fd_store(files: usize, machines: usize) {
+    if let Some(why) = shortage(files, has_fd_store(), capacity()) {
+        warn!("{machines} virtual machines have {files} files, and {why}; {LOST}");
+    }
+}
+
+/// Why `files` files cannot all be kept.
+fn shortage(files: usize, has_fd_store: bool, capacity: Option<usize>) -> Option<String> {
+    match capacity {
+        _ if files == 0 => None,
+        _ if !has_fd_store => Some(
+            "no service manager keeps them (NOTIFY_SOCKET is not set): use the unit of the \
+             package, or vgpu fd-store"
+                .into(),
+        ),
+        Some(most) if most < files => Some(format!(
+            "the service manager keeps at most {most} (FileDescriptorStoreMax=)"
+        )),
+        _ => None,
+    }
 }
 
 /// Tells the service manager that guests can connect.
@@ -66,37 +150,73 @@ pub fn end_at_once(status: i32) -> ! {
     unsafe { libc::_exit(status) }
 }
 
-/// The names of the file descriptors that this process has put into the fd store.
-static STORED: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
-
 /// A line on the fd store, if there is one. Waits for no lock.
 pub(crate) fn dump() -> Option<String> {
+    if !has_fd_store() {
+        return None;
+    }
     let names = match STORED.try_lock() {
-        Ok(names) => names.iter().cloned().collect::<Vec<_>>().join(", "),
+        Ok(stored) => {
+            let names = stored.files.iter().flatten();
+            names
+                .map(|(name, _)| name.as_str())
+                .collect::<Vec<_>>()
+                .join(", ")
+        }
         Err(_) => "unknown now".into(),
     };
     (!names.is_empty()).then(|| format!("files kept by the service manager: {names}"))
 }
 
-fn stored() -> MutexGuard<'static, BTreeSet<String>> {
-    STORED.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Puts a copy of `fd` into the fd store.
+/// Puts a copy of `fd` into the fd store, in place of any other file of this name. Logs a failure.
 pub fn store(name: &str, fd: BorrowedFd<'_>) {
-    stored().insert(name.to_owned());
+    let copy = match fd.try_clone_to_owned() {
+        Ok(copy) => copy,
+        Err(error) => {
+            report(name, &format!("it cannot be copied: {error}"));
+            return;
+        }
+    };
+    // The service manager is told without the lock: it may let this process wait.
+    let (replaced, number) = {
+        let mut stored = lock();
+        let replaced = stored.files().insert(name.to_owned(), copy);
+        (replaced, stored.files().len())
+    };
+    if !has_fd_store() {
+        return; // `check_fd_store` has said so.
+    }
+    if replaced.is_some() {
+        // systemd would keep both.
+        notify_removal(name);
+    }
+    if let Some(most) = capacity().filter(|most| number > *most) {
+        let why = format!(
+            "it is file {number} of this process, and the service manager keeps {most} \
+             (FileDescriptorStoreMax=)"
+        );
+        report(name, &why);
+    }
     let states = [
         NotifyState::FdStore,
         NotifyState::FdName(name),
         // Otherwise the manager removes the file descriptor when its other end is closed.
         NotifyState::Custom("FDPOLL=0"),
     ];
-    notify(&states, Some(fd));
+    if let Err(error) = sd_notify::notify_with_fds(&states, &[fd]) {
+        let why = format!("file {number} cannot be passed to the service manager: {error}");
+        report(name, &why);
+    }
 }
 
-/// Removes the file descriptors of a name from the fd store.
+/// Removes the file of a name from the fd store.
 pub fn remove(name: &str) {
-    stored().remove(name);
+    let removed = lock().files().remove(name);
+    drop(removed);
+    notify_removal(name);
+}
+
+fn notify_removal(name: &str) {
     notify(
         &[NotifyState::FdStoreRemove, NotifyState::FdName(name)],
         None,
@@ -106,5 +226,26 @@ pub fn remove(name: &str) {
 fn notify(states: &[NotifyState<'_>], fd: Option<BorrowedFd<'_>>) {
     if let Err(error) = sd_notify::notify_with_fds(states, fd.as_slice()) {
         warn!("the service manager cannot be notified: {error}");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fd_store_that_is_missing_or_too_small_is_reported() {
+        let says = |files, has_fd_store, capacity, wanted: &str| {
+            let why = shortage(files, has_fd_store, capacity).unwrap_or_default();
+            assert!(why.contains(wanted), "{why}");
+            assert_eq!(why.is_empty(), wanted.is_empty(), "{why}");
+        };
+        says(6, false, None, "NOTIFY_SOCKET");
+        says(6, true, Some(5), "at most 5");
+        says(6, true, Some(0), "at most 0");
+        says(6, true, Some(6), "");
+        // systemd before 254 does not say.
+        says(6, true, None, "");
+        says(0, false, None, "");
     }
 }

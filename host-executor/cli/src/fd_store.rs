@@ -11,7 +11,7 @@ use std::io::{ErrorKind, Write as _, stderr};
 use std::os::fd::{OwnedFd, RawFd};
 use std::os::unix::net::UnixDatagram;
 use std::os::unix::process::CommandExt as _;
-use std::process::{Child, Command};
+use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -22,6 +22,7 @@ use command_fds::{CommandFdExt as _, FdMapping};
 use rustix::process::{Pid, Signal};
 use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
 use tempfile::TempDir;
+use vgpu_executor::isolate::FileSupervisor;
 use vgpu_transport::link::credentials::{self, PeerCredentials};
 
 use crate::own_program::OWN_PROGRAM;
@@ -52,6 +53,11 @@ const EARLY: Duration = Duration::from_secs(10);
 /// do the same.
 #[derive(Parser)]
 pub(crate) struct Args {
+    /// Standard input is the socket of a supervisor, which passes files of an earlier one, and is
+    /// told of changes.
+    #[arg(long, hide = true)]
+    supervised: bool,
+
     /// The command: vgpu serve --vm vm1,socket=/run/vgpu/vm1.sock
     #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
     command: Vec<String>,
@@ -77,8 +83,15 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     // The signal asks the executor for a dump. Sent to all processes of a unit, it must not end
     // this one.
     signal_hook::flag::register(SIGUSR1, Arc::default()).context("signals cannot be caught")?;
-    let socket = NotifySocket::open()?;
-    let mut stored: Vec<(String, OwnedFd)> = Vec::new();
+    let (supervisor, mut stored) = match args.supervised {
+        true => {
+            let received = FileSupervisor::on_stdin();
+            let (supervisor, files) = received.context("the files of the supervisor")?;
+            (Some(supervisor), files)
+        }
+        false => (None, Vec::new()),
+    };
+    let socket = NotifySocket::open(supervisor)?;
     let mut pause = MIN_PAUSE;
     let rest = |child: u32, pause: Duration, stored: &mut Vec<(String, OwnedFd)>| {
         let until = Instant::now() + pause;
@@ -206,6 +219,10 @@ fn start(
     }
     exec.fd_mappings(mappings)
         .context("passing file descriptors on")?;
+    if socket.supervisor.is_some() {
+        // The executor of a guest must not reach the socket of the supervisor.
+        exec.stdin(Stdio::null());
+    }
     exec.arg("--")
         .args(command)
         .env("NOTIFY_SOCKET", socket.folder.path().join("notify"))
@@ -221,6 +238,7 @@ pub(crate) fn exec(args: &ExecArgs) -> anyhow::Result<()> {
         .args(&args.command[1..])
         .env("LISTEN_PID", std::process::id().to_string())
         .env("LISTEN_FDS", args.fd_names.len().to_string())
+        .env("FDSTORE", MAX_FDS.to_string())
         .env("LISTEN_FDNAMES", args.fd_names.join(":"))
         .exec();
     Err(anyhow!("{}: {error}", args.command[0]))
@@ -231,10 +249,12 @@ pub(crate) fn exec(args: &ExecArgs) -> anyhow::Result<()> {
 struct NotifySocket {
     socket: UnixDatagram,
     folder: TempDir,
+    /// Told of changes.
+    supervisor: Option<FileSupervisor>,
 }
 
 impl NotifySocket {
-    fn open() -> anyhow::Result<NotifySocket> {
+    fn open(supervisor: Option<FileSupervisor>) -> anyhow::Result<NotifySocket> {
         let folder = runtime_dir::create("vgpu-fd-store-")?;
         let path = folder.path().join("notify");
         let socket = UnixDatagram::bind(&path)
@@ -243,7 +263,11 @@ impl NotifySocket {
             .set_read_timeout(Some(POLL_INTERVAL))
             .context("preparing the socket")?;
         credentials::report_senders(&socket).context("asking for the senders of messages")?;
-        Ok(NotifySocket { socket, folder })
+        Ok(NotifySocket {
+            socket,
+            folder,
+            supervisor,
+        })
     }
 
     /// Waits up to [`POLL_INTERVAL`] for a message, and carries it out if the process `executor`
@@ -266,7 +290,9 @@ impl NotifySocket {
         match is_from(executor, got.sender) {
             true => {
                 let text = String::from_utf8_lossy(&bytes[..got.bytes]).into_owned();
-                apply(&text, got.file, stored);
+                if let Some(change) = apply(&text, got.file, stored) {
+                    self.report(&change, stored);
+                }
             }
             false => log(&format!(
                 "a message of another process than pid {executor} is ignored: {:?}",
@@ -274,6 +300,37 @@ impl NotifySocket {
             )),
         }
     }
+
+    /// Tells the supervisor, if there is one, what has changed.
+    fn report(&self, change: &Change, stored: &[(String, OwnedFd)]) {
+        let (Change::Stored(name) | Change::Removed(name) | Change::Refused(name)) = change;
+        if matches!(change, Change::Refused(_)) {
+            log(&format!(
+                "{name} is not kept, {MAX_FDS} other file descriptors are: when the executor ends, \
+                 the virtual machine has no vGPU until its QEMU is started again"
+            ));
+        }
+        let Some(supervisor) = &self.supervisor else {
+            return;
+        };
+        let file = stored.iter().find(|(known, _)| known == name);
+        let told = match file {
+            Some((name, file)) => supervisor.store(name, file),
+            None => supervisor.remove(name),
+        };
+        if let Err(error) = told {
+            log(&format!("the supervisor cannot be told of {name}: {error}"));
+        }
+    }
+}
+
+/// What a message has changed: the file of this name.
+#[derive(Debug, PartialEq, Eq)]
+enum Change {
+    Stored(String),
+    Removed(String),
+    /// There are [`MAX_FDS`] others. An earlier file of the name is not kept any more.
+    Refused(String),
 }
 
 /// Whether a message is from the executor: from its process, and from this user. Another process of
@@ -286,7 +343,7 @@ fn is_from(executor: u32, sender: Option<PeerCredentials>) -> bool {
 }
 
 /// Carries out a message with `FDSTORE` or `FDSTOREREMOVE`. Ignores all others.
-fn apply<F>(text: &str, fd: Option<F>, stored: &mut Vec<(String, F)>) {
+fn apply<F>(text: &str, fd: Option<F>, stored: &mut Vec<(String, F)>) -> Option<Change> {
     let value = |key: &str| {
         text.lines()
             .find_map(|line| line.strip_prefix(key)?.strip_prefix('='))
@@ -294,14 +351,15 @@ fn apply<F>(text: &str, fd: Option<F>, stored: &mut Vec<(String, F)>) {
     let name = value("FDNAME").unwrap_or("stored").to_owned();
     if value("FDSTOREREMOVE") == Some("1") {
         stored.retain(|(known, _)| *known != name);
-    } else if value("FDSTORE") == Some("1")
-        && let Some(fd) = fd
-    {
-        stored.retain(|(known, _)| *known != name);
-        if stored.len() < MAX_FDS {
-            stored.push((name, fd));
-        }
+        return Some(Change::Removed(name));
     }
+    let fd = fd.filter(|_| value("FDSTORE") == Some("1"))?;
+    stored.retain(|(known, _)| *known != name);
+    if stored.len() >= MAX_FDS {
+        return Some(Change::Refused(name));
+    }
+    stored.push((name.clone(), fd));
+    Some(Change::Stored(name))
 }
 
 #[cfg(test)]
@@ -312,7 +370,7 @@ mod tests {
 
     #[test]
     fn fds_of_other_processes_are_not_stored() {
-        let socket = NotifySocket::open().unwrap();
+        let socket = NotifySocket::open(None).unwrap();
         let path = socket.folder.path().join("notify");
         let address = rustix::net::SocketAddrUnix::new(&path).unwrap();
         let sender = UnixDatagram::unbound().unwrap();
@@ -359,11 +417,23 @@ mod tests {
         let mut stored = Vec::new();
         apply("READY=1\n", None, &mut stored);
         apply("FDSTORE=1\nFDNAME=a\n", Some(1), &mut stored);
-        apply("FDSTORE=1\nFDNAME=b\nFDPOLL=0\n", Some(2), &mut stored);
+        let change = apply("FDSTORE=1\nFDNAME=b\nFDPOLL=0\n", Some(2), &mut stored);
+        assert_eq!(change, Some(Change::Stored("b".into())));
         apply("FDSTORE=1\nFDNAME=a\n", Some(3), &mut stored);
-        apply("FDSTORE=1\nFDNAME=c\n", None, &mut stored);
+        assert_eq!(apply("FDSTORE=1\nFDNAME=c\n", None, &mut stored), None);
         assert_eq!(stored, [("b".to_owned(), 2), ("a".to_owned(), 3)]);
         apply("FDSTOREREMOVE=1\nFDNAME=b\n", None, &mut stored);
         assert_eq!(stored, [("a".to_owned(), 3)]);
+        // No more than the executor is told.
+        for number in 1..MAX_FDS {
+            let text = format!("FDSTORE=1\nFDNAME=n{number}\n");
+            let change = apply(&text, Some(0), &mut stored);
+            assert_eq!(change, Some(Change::Stored(format!("n{number}"))));
+        }
+        let change = apply("FDSTORE=1\nFDNAME=more\n", Some(0), &mut stored);
+        assert_eq!(change, Some(Change::Refused("more".into())));
+        let change = apply("FDSTORE=1\nFDNAME=a\n", Some(0), &mut stored);
+        assert_eq!(change, Some(Change::Stored("a".into())));
+        assert_eq!(stored.len(), MAX_FDS);
     }
 }

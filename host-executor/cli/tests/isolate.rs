@@ -8,11 +8,12 @@ mod served;
 
 use std::fs;
 use std::os::fd::AsFd as _;
+use std::path::Path;
 use std::time::Instant;
 
 use common::model::{for_weights, lookup, read_all, upload};
 use common::{Guest, TIMEOUT, add, bytes};
-use machine::Machine;
+use machine::{Machine, wait_for};
 use rustix::process::{Pid, Signal, kill_process};
 use served::workers::{children, guest, workers};
 use served::{Scratch, Serve, vgpu};
@@ -278,10 +279,10 @@ fn virtual_machine_keeps_running_after_its_worker_ends() {
     );
 }
 
-/// The process that keeps the file descriptors of a machine dies. The file descriptors are gone,
-/// but the socket is served again for the next QEMU.
+/// The process that keeps the file descriptors of a machine dies. The supervisor has copies for the
+/// next one.
 #[test]
-fn virtual_machine_is_served_again_after_its_fd_store_ends() {
+fn virtual_machine_keeps_running_after_its_fd_store_ends() {
     let scratch = Scratch::new("isolate-fd-store");
     let socket = scratch.path().join("vm1.sock");
     let vm = format!("vm1,socket={},window=64M,silence=0", socket.display());
@@ -289,30 +290,24 @@ fn virtual_machine_is_served_again_after_its_fd_store_ends() {
         &scratch.socket(),
         &["--isolate", "--guest-memory", "20M", "--vm", &vm],
     );
-    let fd_store = || {
-        let is_fd_store = |pid: &i32| {
-            fs::read_to_string(format!("/proc/{pid}/cmdline"))
-                .is_ok_and(|line| line.contains("fd-store"))
-        };
-        children(serve.child.id()).into_iter().find(is_fd_store)
-    };
     let machine = Machine::plug(&socket);
     compute(&mut machine.guest());
-    let first = fd_store().expect("it runs");
-    let executor = *children(first.cast_unsigned())
-        .first()
-        .expect("an executor");
-    let (first, executor) = (Pid::from_raw(first), Pid::from_raw(executor));
-    kill_process(first.expect("a process"), Signal::KILL).expect("it runs");
-    let start = Instant::now();
-    // The executor of the old one ends with it, and the next one listens.
-    while rustix::process::test_kill_process(executor.expect("a process")).is_ok()
-        || fd_store().is_none_or(|next| Pid::from_raw(next) == first)
-        || std::os::unix::net::UnixStream::connect(&socket).is_err()
-    {
-        assert!(start.elapsed() < TIMEOUT, "the machine is not served again");
-        std::thread::sleep(std::time::Duration::from_millis(5));
+    let page = Window::map_part(machine.memory.as_fd(), 0, 4096).expect("a mapping");
+    for _ in 0..2 {
+        let run = page.load(directory::word::EPOCH);
+        let store = fd_store(&serve).expect("it runs");
+        let executor = executor_of(store).expect("an executor");
+        kill_process(store, Signal::KILL).expect("it runs");
+        // The executor ends with its store, and the next one serves the machine.
+        wait_for("the end of the executor", || {
+            rustix::process::test_kill_process(executor).is_err()
+        });
+        wait_for("the next executor", || {
+            page.load(directory::word::EPOCH) != run
+        });
+        compute(&mut machine.guest());
     }
+    // Another QEMU gets a device of its own.
     drop(machine);
     let machine = Machine::plug(&socket);
     compute(&mut machine.guest());
@@ -320,7 +315,91 @@ fn virtual_machine_is_served_again_after_its_fd_store_ends() {
     serve.signal(Signal::TERM);
     let (status, log) = serve.wait();
     assert_eq!(status.code(), Some(0), "{log}");
-    assert!(log.contains("its process is started again"), "{log}");
+    let said = "its process is started again, with 3 files of the machine";
+    assert_eq!(log.matches(said).count(), 2, "{log}");
+}
+
+/// The `vgpu fd-store` of the only virtual machine of a supervisor.
+fn fd_store(serve: &Serve) -> Option<Pid> {
+    let is_fd_store = |pid: &i32| {
+        fs::read_to_string(format!("/proc/{pid}/cmdline"))
+            .is_ok_and(|line| line.contains("fd-store"))
+    };
+    let mut children = children(serve.child.id()).into_iter();
+    Pid::from_raw(children.find(is_fd_store)?)
+}
+
+/// The process that a `vgpu fd-store` has started.
+fn executor_of(store: Pid) -> Option<Pid> {
+    let children = children(store.as_raw_nonzero().get().cast_unsigned());
+    Pid::from_raw(*children.first()?)
+}
+
+/// The dump of the supervisor.
+fn dump(control: &Path) -> String {
+    let output = vgpu(&["dump", "--control"])
+        .arg(control)
+        .output()
+        .expect("it starts");
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+/// A restart, an upgrade or a crash of the supervisor below a service manager with an fd store: the
+/// virtual machine keeps its device.
+#[test]
+fn virtual_machine_keeps_its_device_when_the_supervisor_is_replaced() {
+    let scratch = Scratch::new("isolate-supervisor");
+    let (socket, control) = (
+        scratch.path().join("vm1.sock"),
+        scratch.path().join("control.sock"),
+    );
+    let vm = format!("vm1,socket={},window=64M,silence=0", socket.display());
+    let endpoint = format!("unix:{}", scratch.socket().display());
+    let mut command = vgpu(&["fd-store", "--", env!("CARGO_BIN_EXE_vgpu"), "serve"]);
+    command
+        .args(["--listen", &endpoint, "--threads", "1", "--memory", "64M"])
+        .args(["--isolate", "--guest-memory", "20M", "--vm", &vm])
+        .arg("--control")
+        .arg(&control);
+    let serve = Serve::of(command);
+    let machine = Machine::plug(&socket);
+    compute(&mut machine.guest());
+    let page = Window::map_part(machine.memory.as_fd(), 0, 4096).expect("a mapping");
+    const KEPT: &str =
+        "files kept by the service manager: vgpu-vm1-bell, vgpu-vm1-line, vgpu-vm1-memory";
+    let is_kept = || {
+        let dump = dump(&control);
+        // The supervisor's own line, and that of the machine's executor.
+        dump.lines().any(|line| line == KEPT)
+            && dump.lines().any(|line| line == format!("  {KEPT}"))
+    };
+    wait_for("the files to be kept", is_kept);
+    for signal in [Signal::KILL, Signal::TERM] {
+        let run = page.load(directory::word::EPOCH);
+        let supervisor = executor_of(Pid::from_child(&serve.child)).expect("a supervisor");
+        kill_process(supervisor, signal).expect("it runs");
+        wait_for("the next executor", || {
+            page.load(directory::word::EPOCH) != run
+        });
+        compute(&mut machine.guest());
+        // The next supervisor knows what it has taken over.
+        wait_for("the files to be kept", is_kept);
+    }
+    // QEMU ends: its files are released everywhere.
+    drop(machine);
+    wait_for("the files to be released", || {
+        let dump = dump(&control);
+        dump.contains("supervisor") && !dump.contains("files kept")
+    });
+    compute(&mut Machine::plug(&socket).guest());
+    serve.signal(Signal::TERM);
+    let (status, log) = serve.wait();
+    assert_eq!(status.code(), Some(0), "{log}");
+    assert_eq!(
+        log.matches("serving the running virtual machine").count(),
+        2,
+        "{log}"
+    );
 }
 
 #[test]

@@ -7,6 +7,7 @@ use super::printable::printable;
 use super::query::query_all;
 use super::state::Shared;
 use crate::control;
+use crate::service;
 
 /// The supervisor's own lines, and the dumps of the processes of virtual machines. A worker has no
 /// control socket: the text says how to make it write its dump into the log.
@@ -17,6 +18,10 @@ pub(super) fn dump(shared: &Shared) -> String {
         std::process::id(),
         shared.since.elapsed()
     );
+    if let Some(line) = service::dump() {
+        text.push_str(&line);
+        text.push('\n');
+    }
     let Some(processes) = shared.try_processes() else {
         text.push_str("the table of processes is locked now\n");
         return text;

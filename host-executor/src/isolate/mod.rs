@@ -11,6 +11,9 @@
 //! guest's quota and weights. An unnamed guest has one worker per program. Workers report to
 //! their supervisor (`ipc`), which adds up their figures for metrics and `vgpu ps` (`aggregate`).
 //!
+//! A virtual machine has a process from the start. Its `vgpu fd-store` and the supervisor keep the
+//! machine's files (`vm_files`).
+//!
 //! Processes cannot share a device turn by turn. Each guest therefore has a part of the memory, and
 //! the kernel's scheduler divides processor time: weights become nice levels (`partition`).
 
@@ -28,6 +31,7 @@ mod report_rate_limit;
 mod state;
 mod supervisor;
 mod totals;
+mod vm_files;
 mod vm_process;
 mod worker;
 mod worker_process;
@@ -38,5 +42,6 @@ mod hostile_tests;
 pub use partition::{Partition, Resources};
 pub use state::{MakeCommand, MakeMachine};
 pub use supervisor::{Supervisor, SupervisorHealth};
+pub use vm_files::FileSupervisor;
 pub use vm_process::StartVmError;
 pub use worker::{serve, take_socket};

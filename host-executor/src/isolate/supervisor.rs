@@ -132,8 +132,11 @@ impl Supervisor {
 
     /// Starts `command`, which serves the virtual machine `name` at `socket`, and ends it at
     /// shutdown. Returns when the process serves, or after 10 s. The command restarts its executor
-    /// itself. If the process of the command ends later, it is started again: the machine's files
-    /// are gone, but its QEMU can be restarted. The control socket of the process is `control`.
+    /// itself. If the process of the command ends later, it is started again. The control socket of
+    /// the process is `control`.
+    ///
+    /// The command gets a socket as standard input, for [`FileSupervisor`](super::FileSupervisor),
+    /// and by it the machine's files in the fd store, also those of an earlier supervisor.
     ///
     /// # Errors
     /// [`StartVmError`] if the command cannot be started, or has ended before it listens.

@@ -13,9 +13,11 @@ use rustix::process::Pid;
 use tracing::{error, warn};
 use vgpu_transport::link::socket_file;
 
+use super::ipc::IpcSocket;
 use super::log_pipe::LogPipe;
 use super::process::{ExitReason, spawn};
 use super::state::{MakeMachine, Shared, VmProcess};
+use super::vm_files::VmFiles;
 use crate::control;
 
 /// How long the supervisor waits for the process of a virtual machine to listen before it goes on.
@@ -53,15 +55,16 @@ pub(super) fn start(
     control: &Path,
 ) -> Result<(), StartVmError> {
     let id = shared.new_id();
-    let Some((mut child, log)) = spawn_child(shared, id, name, &command, control)? else {
+    let mut files = VmFiles::new(name);
+    let Some(mut process) = spawn_child(shared, id, name, &command, control, &files)? else {
         return Ok(()); // a shutdown
     };
     let start = Instant::now();
     // The process opens its sockets before it starts its engine, and answers when it serves.
     while control::report(control, ANSWER_TIMEOUT).is_err() {
-        if let Some(status) = child.try_wait()? {
+        if let Some(status) = process.child.try_wait()? {
             shared.processes().machines.remove(&id);
-            log.finish();
+            process.log.finish();
             return Err(StartVmError::Ended(status));
         }
         if start.elapsed() > READY_TIMEOUT {
@@ -75,22 +78,36 @@ pub(super) fn start(
         .name(format!("vgpu-vm-{name}"))
         .spawn(move || {
             let paths = (socket.as_path(), control.as_path());
-            keep(&shared, id, (child, log), &name, &command, paths);
+            keep(&shared, id, process, &mut files, &name, &command, paths);
         })?;
     Ok(())
 }
 
-/// Starts the process of a virtual machine and adds it to the list. `None` during a shutdown.
+/// A running process of a virtual machine.
+struct RunningVm {
+    child: Child,
+    log: LogPipe,
+    /// The connection by which the process says what becomes of the machine's files.
+    ipc: IpcSocket,
+    /// How many files the process has got at its start.
+    files: usize,
+}
+
+/// Starts the process of a virtual machine, passes `files` to it, and adds it to the list. `None`
+/// during a shutdown.
 fn spawn_child(
     shared: &Shared,
     id: u64,
     name: &str,
     command: &MakeMachine,
     control: &Path,
-) -> io::Result<Option<(Child, LogPipe)>> {
+    files: &VmFiles,
+) -> io::Result<Option<RunningVm>> {
+    let (ipc, theirs) = IpcSocket::pair()?;
+    let files = files.pass(&ipc)?;
     let mut command = command();
     command
-        .stdin(Stdio::null())
+        .stdin(Stdio::from(theirs))
         .stdout(Stdio::null())
         .stderr(Stdio::piped());
     // Locked until the process is in the list, so that a shutdown does not miss it.
@@ -106,7 +123,13 @@ fn spawn_child(
         control: control.into(),
     };
     processes.machines.insert(id, machine);
-    Ok(Some((child, log)))
+    // `command` is dropped here, and with it the process's end of the socket.
+    Ok(Some(RunningVm {
+        child,
+        log,
+        ipc,
+        files,
+    }))
 }
 
 /// Waits for the end of the process of a virtual machine and starts the next one, until the
@@ -114,16 +137,18 @@ fn spawn_child(
 fn keep(
     shared: &Shared,
     id: u64,
-    (mut process, mut log): (Child, LogPipe),
+    mut process: RunningVm,
+    files: &mut VmFiles,
     name: &str,
     command: &MakeMachine,
     (socket, control): (&Path, &Path),
 ) {
     let mut pause = MIN_PAUSE;
     loop {
-        let (pid, started) = (process.id(), Instant::now());
-        let status = process.wait();
-        log.finish();
+        let (pid, started) = (process.child.id(), Instant::now());
+        files.receive(&process.ipc);
+        let status = process.child.wait();
+        process.log.finish();
         // The process could not remove its socket if it was killed.
         if let Err(error) = socket_file::remove_stale(socket, SocketType::STREAM) {
             warn!(vm = name, "the socket of its process stays: {error}");
@@ -141,7 +166,7 @@ fn keep(
             true => MIN_PAUSE,
             false => (pause * 2).min(MAX_PAUSE),
         };
-        (process, log) = loop {
+        process = loop {
             let until = Instant::now() + pause;
             while Instant::now() < until {
                 if shared.stop.is_set() {
@@ -149,7 +174,7 @@ fn keep(
                 }
                 thread::sleep(POLL_INTERVAL);
             }
-            match spawn_child(shared, id, name, command, control) {
+            match spawn_child(shared, id, name, command, control, files) {
                 Ok(Some(process)) => break process,
                 Ok(None) => return,
                 Err(error) => error!(vm = name, "its process cannot be started: {error}"),
@@ -158,8 +183,9 @@ fn keep(
         };
         warn!(
             vm = name,
-            pid = process.id(),
-            "its process is started again; a QEMU that was connected needs a restart"
+            pid = process.child.id(),
+            "its process is started again, with {} files of the machine",
+            process.files
         );
     }
 }

@@ -14,22 +14,21 @@ use vgpu_transport::link::socket_file::{DEFAULT_MODE, SocketFile, SocketFileErro
 
 use super::accept::accept_first;
 use super::options::VmOptions;
+use super::stored_files::{names, take_stored};
 use crate::listener::{GuestListener, IncomingGuest, wait_readable};
 use crate::service;
-
-/// The files of a virtual machine that outlive an executor: its memory, its doorbell, and the
-/// socket to its QEMU.
-const FILES: [&str; 3] = ["memory", "bell", "line"];
 
 /// Listens for one QEMU, and accepts the programs of its virtual machine.
 pub struct IvshmemListener {
     options: VmOptions,
-    listener: UnixListener,
-    _file: SocketFile,
+    /// Dropped before the socket is closed: the next executor, which waits for the socket, must not
+    /// serve the machine while this one does.
     machine: Option<VmWindow>,
     /// The files of a running machine that is not served yet: its programs wait for an answer as
     /// soon as it is.
     stored: Option<ivshmem::Parts>,
+    listener: UnixListener,
+    _file: SocketFile,
 }
 
 impl IvshmemListener {
@@ -43,32 +42,28 @@ impl IvshmemListener {
         stored: &mut BTreeMap<String, OwnedFd>,
     ) -> Result<IvshmemListener, SocketFileError> {
         let (listener, file) = bind_stream(&options.socket, DEFAULT_MODE)?;
-        let mut this = IvshmemListener {
-            options,
-            listener,
-            _file: file,
-            machine: None,
-            stored: None,
-        };
-        let [memory, bell, line] = FILES.map(|part| stored.remove(&this.stored_name(part)));
-        if let (Some(memory), Some(bell), Some(line)) = (memory, bell, line) {
-            this.stored = Some(ivshmem::Parts {
+        let mut files = take_stored(stored, &options.name);
+        let [memory, bell, line] = names(&options.name).map(|name| files.remove(&name));
+        let stored = match (memory, bell, line) {
+            (Some(memory), Some(bell), Some(line)) => Some(ivshmem::Parts {
                 memory,
                 bell,
                 hangup_socket: line,
-            });
-        }
-        Ok(this)
+            }),
+            _ => None,
+        };
+        Ok(IvshmemListener {
+            options,
+            machine: None,
+            stored,
+            listener,
+            _file: file,
+        })
     }
 
     /// The path of the socket.
     pub fn path(&self) -> &Path {
         &self.options.socket
-    }
-
-    /// The name of a file in the fd store.
-    fn stored_name(&self, part: &str) -> String {
-        format!("vgpu-{}-{part}", self.options.name)
     }
 
     fn serve(&mut self, parts: ivshmem::Parts, size: usize) {
@@ -80,7 +75,11 @@ impl IvshmemListener {
         let bell = VmDoorbell::new(bell, Some(line));
         match VmWindow::new(memory, size, bell, self.options.silence) {
             Ok(machine) => self.machine = Some(machine),
-            Err(error) => warn!(vm = self.options.name, "no vGPU for this machine: {error}"),
+            Err(error) => {
+                let vm = &self.options.name;
+                warn!(vm, "no vGPU for this machine: {error}");
+                names(vm).iter().for_each(|name| service::remove(name));
+            }
         }
     }
 
@@ -100,11 +99,9 @@ impl IvshmemListener {
             }
         };
         info!(vm, "QEMU has connected, window {}", self.options.window);
-        if service::has_fd_store() {
-            let files = [&parts.memory, &parts.bell, &parts.hangup_socket];
-            for (part, file) in FILES.into_iter().zip(files) {
-                service::store(&self.stored_name(part), file.as_fd());
-            }
+        let files = [&parts.memory, &parts.bell, &parts.hangup_socket];
+        for (name, file) in names(vm).iter().zip(files) {
+            service::store(name, file.as_fd());
         }
         self.serve(parts, self.options.window);
         Ok(())
@@ -123,11 +120,8 @@ impl IvshmemListener {
             VmEvent::Gone => {
                 info!(vm = self.options.name, "QEMU has ended");
                 self.machine = None;
-                if service::has_fd_store() {
-                    for part in FILES {
-                        service::remove(&self.stored_name(part));
-                    }
-                }
+                let names = names(&self.options.name);
+                names.iter().for_each(|name| service::remove(name));
                 Ok(None)
             }
             VmEvent::Arrival(arrival) => Ok(Some(self.options.incoming(arrival))),

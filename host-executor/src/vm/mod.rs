@@ -6,11 +6,14 @@
 mod accept;
 mod ivshmem;
 mod options;
+mod stored_files;
 #[cfg(feature = "vfio-user")]
 mod vfio_user;
 
 pub use ivshmem::IvshmemListener;
 pub use options::{ParseVmError, VmOptions};
+pub use stored_files::{FILES_OF_VM, UnservedMachines};
+pub(crate) use stored_files::{names as stored_names, take_stored};
 #[cfg(feature = "vfio-user")]
 pub use vfio_user::VfioUserListener;
 #[cfg(feature = "vfio-user")]

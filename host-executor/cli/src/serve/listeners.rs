@@ -1,18 +1,16 @@
 //! The listeners that the settings describe.
 
-use std::collections::BTreeMap;
 use std::io;
-use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, anyhow, bail};
 use rustix::io::Errno;
 use tracing::{error, info};
-use vgpu_executor::Server;
 use vgpu_executor::config::{GuestSettings, Settings, VmDevice};
 use vgpu_executor::isolate::Supervisor;
 use vgpu_executor::listener::ListenerId;
 use vgpu_executor::vm::{IvshmemListener, VfioUserListener, VmOptions};
+use vgpu_executor::{Server, service};
 use vgpu_transport::link::Endpoint;
 use vgpu_transport::link::socket_file::{DEFAULT_MODE, SocketFileError};
 use vgpu_transport::link::stream::tls::Certificates;
@@ -158,13 +156,9 @@ impl Listeners {
         specs
     }
 
-    /// Binds the listeners whose addresses are not in use here. Takes the files of virtual machines
-    /// from `stored`. If one cannot be bound, nothing has changed.
-    pub(super) fn prepare(
-        &self,
-        settings: &Settings,
-        stored: &mut BTreeMap<String, OwnedFd>,
-    ) -> anyhow::Result<Vec<BoundListener>> {
+    /// Binds the listeners whose addresses are not in use here. If one cannot be bound, nothing has
+    /// changed.
+    pub(super) fn prepare(&self, settings: &Settings) -> anyhow::Result<Vec<BoundListener>> {
         let is_open = |spec: &ListenerSpec| {
             let address = spec.address();
             self.open.iter().any(|(open, _)| open.address() == address)
@@ -181,7 +175,7 @@ impl Listeners {
         }
         let specs = self.specs(settings);
         let new = specs.into_iter().filter(|spec| !is_open(spec));
-        new.map(|spec| self.bind(spec, stored)).collect()
+        new.map(|spec| self.bind(spec)).collect()
     }
 
     /// Opens the prepared listeners, and closes those that the settings no longer have. A listener
@@ -209,7 +203,7 @@ impl Listeners {
             if self.open.iter().any(|(open, _)| *open == spec) {
                 continue;
             }
-            match self.bind(spec, &mut BTreeMap::new()) {
+            match self.bind(spec) {
                 Ok(bound) => self.open(acceptor, bound)?,
                 Err(error) => error!("a listener stays closed: {error:#}"),
             }
@@ -236,16 +230,12 @@ impl Listeners {
         Ok(())
     }
 
-    fn bind(
-        &self,
-        spec: ListenerSpec,
-        stored: &mut BTreeMap<String, OwnedFd>,
-    ) -> anyhow::Result<BoundListener> {
+    fn bind(&self, spec: ListenerSpec) -> anyhow::Result<BoundListener> {
         let listener = match &spec.address {
             ListenAddress::Endpoint { endpoint, mode } => {
                 bind_endpoint(endpoint, *mode, self.certificates.as_ref())?
             }
-            ListenAddress::Vm(options) => bind_vm(options.clone(), self.device, stored)?,
+            ListenAddress::Vm(options) => bind_vm(options.clone(), self.device)?,
         };
         Ok(BoundListener(spec, listener))
     }
@@ -300,14 +290,16 @@ fn bind_endpoint(
     }
 }
 
-fn bind_vm(
-    options: VmOptions,
-    device: VmDevice,
-    stored: &mut BTreeMap<String, OwnedFd>,
-) -> anyhow::Result<AnyListener> {
+/// Listens for a virtual machine's hypervisor. Takes the machine's files in the fd store, also
+/// those of an earlier listener of this process.
+fn bind_vm(options: VmOptions, device: VmDevice) -> anyhow::Result<AnyListener> {
     let path = options.socket.clone();
     let opened = match device {
-        VmDevice::Ivshmem => IvshmemListener::open(options, stored).map(AnyListener::Ivshmem),
+        VmDevice::Ivshmem => {
+            let files = service::stored_files();
+            let mut files = files.context("copies of the files in the fd store")?;
+            IvshmemListener::open(options, &mut files).map(AnyListener::Ivshmem)
+        }
         VmDevice::VfioUser => VfioUserListener::open(options).map(AnyListener::VfioUser),
     };
     opened.map_err(|error| {

@@ -4,6 +4,7 @@ mod args;
 mod certificates;
 mod events;
 mod isolated;
+mod kept_machines;
 mod listeners;
 mod logging;
 mod metrics_http;

@@ -1,5 +1,6 @@
 //! `vgpu serve`: all guests in one process.
 
+use std::cell::RefCell;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender};
 
@@ -12,6 +13,7 @@ use vgpu_executor::{Limits, Server, Shutdown, WeightStore, end_with_last_log, en
 use super::args::Args;
 use super::certificates::{self, EndWatch};
 use super::events::{DumpSource, Event, announce, describe_reload, end_stuck, wait_for_end};
+use super::kept_machines::KeptMachines;
 use super::listeners::{BoundListener, Listeners};
 use super::logging::Logging;
 use super::observe::Observers;
@@ -22,20 +24,18 @@ use super::{observe, sandboxing, trim_pages};
 pub(super) struct Sockets {
     listeners: Listeners,
     prepared: Vec<BoundListener>,
+    kept: KeptMachines,
     observers: Observers,
 }
 
 fn bind(settings: &Settings) -> anyhow::Result<Sockets> {
     let listeners = Listeners::new(settings)?;
-    let mut stored = service::stored_fds();
-    let prepared = listeners.prepare(settings, &mut stored)?;
-    // Files of virtual machines that the settings no longer have.
-    for (name, _file) in stored {
-        service::remove(&name);
-    }
+    let kept = KeptMachines::take_over(settings)?;
+    let prepared = listeners.prepare(settings)?;
     Ok(Sockets {
         listeners,
         prepared,
+        kept,
         observers: observe::bind(settings)?,
     })
 }
@@ -61,6 +61,7 @@ pub(super) fn run(
     let Sockets {
         mut listeners,
         prepared,
+        kept,
         observers,
     } = match sockets {
         Some(sockets) => sockets,
@@ -116,19 +117,23 @@ pub(super) fn run(
     trim_pages::trim(sandboxing::trim_scope(engine.as_ref()));
 
     let watch = EndWatch::new(listeners.certificates().cloned());
-    let mut running = settings;
+    // Also used by a reload.
+    let running = RefCell::new(settings);
+    let kept = RefCell::new(kept);
     let health = server.health();
     let outcome = wait_for_end(
         events,
         || {
             watch.check_if_due();
             health.check();
+            kept.borrow_mut().check(&running.borrow());
             service::alive();
             health.fatal_error()
         },
         || {
             let (server, listeners) = (&mut server, &mut listeners);
-            reload(args, server, listeners, logging, &mut running, &confined)
+            let running = &mut running.borrow_mut();
+            reload(args, server, listeners, logging, running, &confined)
         },
     );
     service::stopping();
@@ -154,7 +159,7 @@ fn reload(
     wanted.keep_until_restart(running);
     let filter = logging.check(&wanted)?;
     let certificates = certificates::load(&wanted)?;
-    let prepared = listeners.prepare(&wanted, &mut Default::default())?;
+    let prepared = listeners.prepare(&wanted)?;
     server
         .apply(wanted.rules())
         .context("memory of the guests")?;

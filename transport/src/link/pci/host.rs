@@ -300,7 +300,10 @@ impl VmWindow {
 
 impl Drop for VmWindow {
     fn drop(&mut self) {
-        self.page.store(word::HOST_STATE, 0);
+        // The next executor may serve the machine already: then the state is that executor's.
+        if self.page.load(word::EPOCH) == self.directory.epoch {
+            self.page.store(word::HOST_STATE, 0);
+        }
     }
 }
 
@@ -433,6 +436,23 @@ mod tests {
     use super::*;
     use crate::link::pci::directory;
     use crate::shm::memory::sealed_file;
+
+    /// An executor that ends after the next one has begun.
+    #[test]
+    fn end_of_an_executor_leaves_the_state_of_the_next_one() {
+        let size = directory::MIN_SIZE;
+        let memory = sealed_file(size).unwrap();
+        let serve = || {
+            let bell = VmDoorbell::new(new_eventfd().unwrap(), None);
+            VmWindow::new(memory.try_clone().unwrap(), size, bell, None).unwrap()
+        };
+        let page = Window::map_part(memory.as_fd(), 0, PAGE).unwrap();
+        let (first, second) = (serve(), serve());
+        drop(first);
+        assert_eq!(page.load(word::HOST_STATE), 1);
+        drop(second);
+        assert_eq!(page.load(word::HOST_STATE), 0);
+    }
 
     /// A program that had a heartbeat and ended long ago loses its slot to the first request.
     #[test]

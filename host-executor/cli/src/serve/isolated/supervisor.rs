@@ -1,5 +1,6 @@
 //! The supervisor: starts a process for each guest.
 
+use std::cell::RefCell;
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt as _;
 use std::process::Command;
@@ -20,6 +21,7 @@ use crate::runtime_dir;
 use crate::serve::args::Args;
 use crate::serve::certificates::{self, EndWatch};
 use crate::serve::events::{DumpSource, Event, announce, describe_reload, wait_for_end};
+use crate::serve::kept_machines::KeptMachines;
 use crate::serve::listeners::Listeners;
 use crate::serve::logging::Logging;
 use crate::serve::observe;
@@ -38,7 +40,9 @@ pub(crate) fn run(
     let memory = partition::memory(&settings)?;
     let partition = partition::partition(args, &settings, memory)?;
     let mut listeners = Listeners::without_machines(&settings)?;
-    let prepared = listeners.prepare(&settings, &mut Default::default())?;
+    let prepared = listeners.prepare(&settings)?;
+    // Before any process is started, which would inherit the files.
+    let kept = RefCell::new(KeptMachines::take_over(&settings)?);
     // Child processes inherit this.
     rustix::thread::set_no_new_privs(true).context("giving up new privileges")?;
     if !args.no_sandbox {
@@ -90,9 +94,11 @@ pub(crate) fn run(
             none => none.insert(runtime_dir::create("vgpu-serve-")?),
         };
         // `vgpu fd-store` keeps the machine's files when its executor dies, and starts the next
-        // executor.
+        // executor. The supervisor keeps them when `vgpu fd-store` dies, and the service manager
+        // when the supervisor dies.
         let control = folder.path().join(format!("{}.sock", vm.name));
-        let mut arguments: Vec<OsString> = vec!["fd-store".into(), "--".into()];
+        let rest = ["fd-store", "--supervised", "--"];
+        let mut arguments: Vec<OsString> = rest.map(OsString::from).into();
         arguments.push(own.clone().into());
         arguments.push("serve".into());
         arguments.extend(common.iter().cloned());
@@ -136,6 +142,8 @@ pub(crate) fn run(
 
     let watch = EndWatch::new(listeners.certificates().cloned());
     let health = supervisor.health();
+    // Other virtual machines need a restart.
+    let served = settings.clone();
     let mut running = settings;
     // The engines are in the workers, and each guest gets a new one.
     wait_for_end(
@@ -143,6 +151,7 @@ pub(crate) fn run(
         || {
             watch.check_if_due();
             health.check();
+            kept.borrow_mut().check(&served);
             service::alive();
             None
         },
@@ -184,7 +193,7 @@ fn reload(
     let partition = partition::partition(args, &wanted, memory)?;
     let filter = logging.check(&wanted)?;
     let certificates = certificates::load(&wanted)?;
-    let prepared = listeners.prepare(&wanted, &mut Default::default())?;
+    let prepared = listeners.prepare(&wanted)?;
     supervisor
         .apply(partition)
         .context("memory of the guests")?;
