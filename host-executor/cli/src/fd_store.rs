@@ -25,7 +25,7 @@ use tempfile::TempDir;
 use vgpu_executor::isolate::FileSupervisor;
 use vgpu_transport::link::credentials::{self, PeerCredentials};
 
-use crate::own_program::OWN_PROGRAM;
+use crate::own_program::{OWN_PROGRAM, check_supervisor};
 use crate::runtime_dir;
 
 /// Most file descriptors that are kept: three per virtual machine.
@@ -53,10 +53,10 @@ const EARLY: Duration = Duration::from_secs(10);
 /// do the same.
 #[derive(Parser)]
 pub(crate) struct Args {
-    /// Standard input is the socket of a supervisor, which passes files of an earlier one, and is
-    /// told of changes.
-    #[arg(long, hide = true)]
-    supervised: bool,
+    /// Standard input is the socket of a supervisor of this version, which passes files of an
+    /// earlier one, and is told of changes.
+    #[arg(long, hide = true, value_name = "VERSION", require_equals = true)]
+    supervised: Option<String>,
 
     /// The command: vgpu serve --vm vm1,socket=/run/vgpu/vm1.sock
     #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
@@ -83,13 +83,14 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     // The signal asks the executor for a dump. Sent to all processes of a unit, it must not end
     // this one.
     signal_hook::flag::register(SIGUSR1, Arc::default()).context("signals cannot be caught")?;
-    let (supervisor, mut stored) = match args.supervised {
-        true => {
+    let (supervisor, mut stored) = match &args.supervised {
+        Some(version) => {
+            check_supervisor("fd-store", Some(version))?;
             let received = FileSupervisor::on_stdin();
             let (supervisor, files) = received.context("the files of the supervisor")?;
             (Some(supervisor), files)
         }
-        false => (None, Vec::new()),
+        None => (None, Vec::new()),
     };
     let socket = NotifySocket::open(supervisor)?;
     let mut pause = MIN_PAUSE;
@@ -205,7 +206,7 @@ fn start(
     stored: &[(String, OwnedFd)],
 ) -> anyhow::Result<Child> {
     // The running program itself, even if an upgrade has replaced or removed its file: `exec` must
-    // understand the arguments. The command is that of the new version.
+    // understand the arguments. The command can be that of the new version.
     let mut exec = Command::new(OWN_PROGRAM);
     exec.arg0("vgpu").arg("fd-store-exec");
     let mut mappings = Vec::new();
@@ -234,7 +235,11 @@ pub(crate) fn exec(args: &ExecArgs) -> anyhow::Result<()> {
     // The executor ends with the process that keeps its file descriptors.
     rustix::process::set_parent_process_death_signal(Some(Signal::TERM))
         .context("asking for a signal at the end of vgpu fd-store")?;
-    let error = Command::new(&args.command[0])
+    let mut command = Command::new(&args.command[0]);
+    if args.command[0] == OWN_PROGRAM {
+        command.arg0("vgpu");
+    }
+    let error = command
         .args(&args.command[1..])
         .env("LISTEN_PID", std::process::id().to_string())
         .env("LISTEN_FDS", args.fd_names.len().to_string())

@@ -3,3 +3,19 @@
 /// Starts a process of the running program, of the same version: the kernel knows the file even if
 /// an upgrade has replaced or removed it since.
 pub(crate) const OWN_PROGRAM: &str = "/proc/self/exe";
+
+/// The version of the running program, for the processes that it starts.
+pub(crate) const VERSION: &str = env!("CARGO_PKG_VERSION");
+
+/// Refuses a supervisor of another version. `process` is what the supervisor has started.
+/// `supervisor` is its version; earlier versions do not say theirs.
+pub(crate) fn check_supervisor(process: &str, supervisor: Option<&str>) -> anyhow::Result<()> {
+    let supervisor = supervisor.filter(|version| !version.is_empty());
+    anyhow::ensure!(
+        supervisor == Some(VERSION),
+        "this {process} is vgpu {VERSION}, and its supervisor is vgpu {}: restart `vgpu serve \
+         --isolate`",
+        supervisor.unwrap_or("of an earlier version")
+    );
+    Ok(())
+}

@@ -9,12 +9,14 @@ mod served;
 use std::fs;
 use std::os::fd::AsFd as _;
 use std::path::Path;
+use std::process::Command;
 use std::time::Instant;
 
 use common::model::{for_weights, lookup, read_all, upload};
 use common::{Guest, TIMEOUT, add, bytes};
 use machine::{Machine, wait_for};
 use rustix::process::{Pid, Signal, kill_process};
+use served::program::copy_program;
 use served::workers::{children, guest, workers};
 use served::{Scratch, Serve, vgpu};
 use vgpu_transport::ir::IR_VERSION;
@@ -317,6 +319,49 @@ fn virtual_machine_keeps_running_after_its_fd_store_ends() {
     assert_eq!(status.code(), Some(0), "{log}");
     let said = "its process is started again, with 3 files of the machine";
     assert_eq!(log.matches(said).count(), 2, "{log}");
+}
+
+/// An upgrade replaces the program while a supervisor runs: the next executor of a virtual machine
+/// is of the supervisor's version.
+#[test]
+fn virtual_machine_is_served_by_the_version_of_its_supervisor_after_an_upgrade() {
+    let scratch = Scratch::new("isolate-upgrade");
+    let program = scratch.path().join("vgpu");
+    copy_program(&program);
+    let socket = scratch.path().join("vm1.sock");
+    let vm = format!("vm1,socket={},window=64M,silence=0", socket.display());
+    let endpoint = format!("unix:{}", scratch.socket().display());
+    let mut command = Command::new(&program);
+    command
+        .args([
+            "serve",
+            "--listen",
+            &endpoint,
+            "--threads",
+            "1",
+            "--memory",
+            "64M",
+        ])
+        .args(["--isolate", "--guest-memory", "20M", "--vm", &vm])
+        .env_remove("VGPU_LOG");
+    let serve = Serve::of(command);
+    let machine = Machine::plug(&socket);
+    compute(&mut machine.guest());
+    // In place of the upgrade, a program that serves nobody.
+    fs::remove_file(&program).expect("the program is there");
+    std::os::unix::fs::symlink("/bin/false", &program).expect("a link");
+    let page = Window::map_part(machine.memory.as_fd(), 0, 4096).expect("a mapping");
+    let run = page.load(directory::word::EPOCH);
+    let executor = executor_of(fd_store(&serve).expect("it runs")).expect("an executor");
+    kill_process(executor, Signal::KILL).expect("it runs");
+    wait_for("the next executor", || {
+        page.load(directory::word::EPOCH) != run
+    });
+    compute(&mut machine.guest());
+    drop(machine);
+    serve.signal(Signal::TERM);
+    let (status, log) = serve.wait();
+    assert_eq!(status.code(), Some(0), "{log}");
 }
 
 /// The `vgpu fd-store` of the only virtual machine of a supervisor.

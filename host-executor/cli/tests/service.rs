@@ -95,6 +95,38 @@ fn worker_of_another_version_refuses_its_supervisor() {
     assert!(is_good, "{text}");
 }
 
+#[test]
+fn process_of_a_virtual_machine_of_another_version_refuses_its_supervisor() {
+    let scratch = Scratch::new("vm-version");
+    let vm = format!("vm1,socket={}", scratch.path().join("vm1.sock").display());
+    let run = |command: &[&str], version: &str| {
+        let output = vgpu(command)
+            .arg(version)
+            .args(["--", "true"].iter().filter(|_| command[0] == "fd-store"))
+            .output()
+            .expect("it starts");
+        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!output.status.success(), "{text}");
+        text
+    };
+    let serve = [
+        "serve",
+        "--config",
+        "/dev/null",
+        "--isolated-machine",
+        "--vm",
+        &vm,
+    ];
+    for command in [&serve[..], &["fd-store"]] {
+        let text = run(command, "--supervised=0.0.9");
+        let own = env!("CARGO_PKG_VERSION");
+        assert!(text.contains("0.0.9") && text.contains(own), "{text}");
+    }
+    // Earlier versions did not say theirs.
+    let text = run(&serve, "--supervised");
+    assert!(text.contains("an earlier version"), "{text}");
+}
+
 /// An upgrade replaces the program while `vgpu fd-store` runs.
 #[test]
 fn fd_store_survives_the_replacement_of_its_program() {

@@ -149,10 +149,13 @@ pub(crate) struct Args {
     #[arg(long, hide = true)]
     pub(super) isolated_machine: bool,
 
-    /// This is a process of a supervisor: the kernel ends it before the supervisor if memory runs
-    /// out.
-    #[arg(long, hide = true)]
-    pub(super) supervised: bool,
+    /// This is a process of a supervisor of this version: the kernel ends it before the supervisor
+    /// if memory runs out.
+    #[arg(
+        long, hide = true, value_name = "VERSION",
+        num_args = 0..=1, require_equals = true, default_missing_value = ""
+    )]
+    pub(super) supervised: Option<String>,
 
     /// Do not enter the sandbox.
     ///

@@ -16,6 +16,7 @@ mod trim_pages;
 use std::sync::{Arc, mpsc};
 
 use crate::config_error::ConfigError;
+use crate::own_program::check_supervisor;
 use events::{DumpSource, catch_signals};
 use logging::Logging;
 
@@ -23,6 +24,9 @@ pub(crate) use args::Args;
 pub(crate) use isolated::{WorkerArgs, run_worker};
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    if let Some(version) = &args.supervised {
+        check_supervisor("process of a virtual machine", Some(version))?;
+    }
     let settings = args.settings().map_err(ConfigError)?;
     let mut logging = Logging::start(&settings).map_err(ConfigError)?;
     anyhow::ensure!(
@@ -31,7 +35,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
          guests: give each guest a process with --isolate, or allow it with --trust-guests",
         settings.engine
     );
-    if args.supervised {
+    if args.supervised.is_some() {
         // Before the process gives up its files.
         isolated::end_before_supervisor();
     }

@@ -16,7 +16,7 @@ use vgpu_executor::{Limits, sandbox, service};
 
 use super::partition;
 use crate::config_error::ConfigError;
-use crate::own_program::OWN_PROGRAM;
+use crate::own_program::{OWN_PROGRAM, VERSION};
 use crate::runtime_dir;
 use crate::serve::args::Args;
 use crate::serve::certificates::{self, EndWatch};
@@ -67,7 +67,7 @@ pub(crate) fn run(
             // worker exchange messages of one version.
             let mut command = Command::new(OWN_PROGRAM);
             command.arg0(&own).arg("serve-guest").args(&common);
-            command.arg(format!("--supervisor={}", env!("CARGO_PKG_VERSION")));
+            command.arg(format!("--supervisor={VERSION}"));
             command.args(memory.map(|bytes| format!("--memory={bytes}")));
             command
         })
@@ -97,16 +97,16 @@ pub(crate) fn run(
         // executor. The supervisor keeps them when `vgpu fd-store` dies, and the service manager
         // when the supervisor dies.
         let control = folder.path().join(format!("{}.sock", vm.name));
-        let rest = ["fd-store", "--supervised", "--"];
+        let supervised = format!("--supervised={VERSION}");
+        // As for workers: the running program itself.
+        let rest = ["fd-store", &supervised, "--", OWN_PROGRAM, "serve"];
         let mut arguments: Vec<OsString> = rest.map(OsString::from).into();
-        arguments.push(own.clone().into());
-        arguments.push("serve".into());
         arguments.extend(common.iter().cloned());
         let part = partition::part(args, guest).filter(|_| memory.is_some());
         arguments.extend(part.map(|bytes| format!("--memory={bytes}").into()));
         // No file: all settings are in the arguments.
         arguments.extend(isolation(settings.device).map(OsString::from));
-        let rest = ["--supervised", "--config", "/dev/null", "--device"];
+        let rest = [&supervised, "--config", "/dev/null", "--device"];
         arguments.extend(rest.map(OsString::from));
         arguments.push(device(settings.device).into());
         arguments.extend(["--control".into(), control.clone().into()]);

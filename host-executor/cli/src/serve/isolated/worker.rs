@@ -13,6 +13,7 @@ use vgpu_executor::engine::{self, EngineKind};
 use vgpu_executor::sandbox::{self, Role};
 use vgpu_executor::{Limits, Server, StopFlag, WeightStore, isolate, size};
 
+use crate::own_program::check_supervisor;
 use crate::serve::args::ShareWeights;
 use crate::serve::events::{DumpSource, Event, catch_signals, end_stuck};
 use crate::serve::logging::Logging;
@@ -54,12 +55,7 @@ pub(crate) struct WorkerArgs {
 }
 
 pub(crate) fn run_worker(args: WorkerArgs) -> anyhow::Result<()> {
-    let (own, supervisor) = (env!("CARGO_PKG_VERSION"), args.supervisor.as_deref());
-    anyhow::ensure!(
-        supervisor == Some(own),
-        "this worker is vgpu {own}, and its supervisor is vgpu {}: restart `vgpu serve --isolate`",
-        supervisor.unwrap_or("of an earlier version")
-    );
+    check_supervisor("worker", args.supervisor.as_deref())?;
     let log_format: LogFormat = args.log_format.parse()?;
     let _logging = Logging::start(&Settings {
         log: args.log,
