@@ -4,6 +4,7 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
+use std::time::Duration;
 
 use tracing::{error, info_span};
 use vgpu_engine::Engine;
@@ -58,6 +59,14 @@ impl GuestEnd for Inproc {
         payload: BytesMut<'_>,
     ) -> Result<usize, LinkError> {
         self.guest.receive(message, payload)
+    }
+
+    fn receive_within(
+        &mut self,
+        message: &mut Vec<u8>,
+        limit: Duration,
+    ) -> Result<bool, LinkError> {
+        self.guest.receive_within(message, limit)
     }
 
     fn try_receive(&mut self, message: &mut Vec<u8>) -> Result<bool, LinkError> {

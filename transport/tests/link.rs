@@ -47,10 +47,36 @@ on_each_link! {
     many_messages_arrive_complete
     replies_do_not_block_a_guest_that_sends_continuously
     final_message_of_a_host_arrives
+    a_guest_waits_for_a_message_for_a_limited_time
     disconnected_guest_is_detected
     limits_are_kept
     staged_payloads
     host_receives_selected_requests_ahead
+}
+
+fn a_guest_waits_for_a_message_for_a_limited_time(
+    (mut guest, mut host): (WindowGuest, WindowHost),
+) {
+    let mut message = Vec::new();
+    assert_eq!(
+        guest.receive_within(&mut message, Duration::ZERO),
+        Ok(false)
+    );
+    assert_eq!(
+        guest.receive_within(&mut message, Duration::from_millis(20)),
+        Ok(false)
+    );
+    // The link stays usable.
+    assert_eq!(guest.send(b"request", Bytes::from(&[][..])), Ok(1));
+    assert!(host.receive(&mut Vec::new(), WAIT).unwrap().is_some());
+    host.send(b"reply", 0, &mut |_| {}).unwrap();
+    assert_eq!(guest.receive_within(&mut message, WAIT), Ok(true));
+    assert_eq!(message, b"reply");
+    drop(host);
+    assert_eq!(
+        guest.receive_within(&mut message, WAIT),
+        Err(LinkError::Closed)
+    );
 }
 
 /// A byte pattern that depends on its seed and position.

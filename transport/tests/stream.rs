@@ -100,6 +100,29 @@ fn continuous_messages_both_ways_do_not_block() {
 }
 
 #[test]
+fn a_guest_waits_for_a_message_for_a_limited_time() {
+    let (mut guest, mut host) = pair();
+    let mut message = Vec::new();
+    let short = Duration::from_millis(20);
+    assert_eq!(
+        guest.receive_within(&mut message, Duration::ZERO),
+        Ok(false)
+    );
+    assert_eq!(guest.receive_within(&mut message, short), Ok(false));
+    // The link stays usable.
+    assert_eq!(guest.send(b"request", Bytes::from(&[][..])), Ok(1));
+    assert!(host.receive(&mut Vec::new(), WAIT).unwrap().is_some());
+    host.send(b"reply", 0, &mut |_| {}).unwrap();
+    assert_eq!(guest.receive_within(&mut message, WAIT), Ok(true));
+    assert_eq!(message, b"reply");
+    drop(host);
+    assert_eq!(
+        guest.receive_within(&mut message, WAIT),
+        Err(LinkError::Closed)
+    );
+}
+
+#[test]
 fn end_of_a_peer_ends_every_wait() {
     let (mut guest, host) = pair();
     drop(host);

@@ -45,6 +45,15 @@ pub trait GuestEnd: Send {
     fn receive(&mut self, message: &mut Vec<u8>, payload: BytesMut<'_>)
     -> Result<usize, LinkError>;
 
+    /// [`receive`](GuestEnd::receive) for a message without payload. Returns `false` if none has
+    /// arrived within `limit`; the link stays usable.
+    ///
+    /// # Errors
+    ///
+    /// As for [`receive`](GuestEnd::receive).
+    fn receive_within(&mut self, message: &mut Vec<u8>, limit: Duration)
+    -> Result<bool, LinkError>;
+
     /// Receives a message without payload, if one has arrived. Returns `false` at once if none has.
     ///
     /// # Errors

@@ -2,10 +2,10 @@
 #![forbid(unsafe_code)]
 
 use std::sync::{Arc, Mutex};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::channel::Channel;
-use super::framing::{Framing, HIGH_WATER, Kind, POLL_PERIOD, Shared, lock};
+use super::framing::{Frame, Framing, HIGH_WATER, Kind, POLL_PERIOD, Shared, lock};
 use super::heartbeat;
 use crate::bytes::{Bytes, BytesMut};
 use crate::error::{LinkError, LinkViolation};
@@ -55,6 +55,19 @@ impl StreamGuest {
         &mut self,
         mut done: impl FnMut(&mut Framing) -> Option<T>,
     ) -> Result<T, LinkError> {
+        loop {
+            if let Some(found) = self.pump_within(Duration::MAX, &mut done)? {
+                return Ok(found);
+            }
+        }
+    }
+
+    /// [`pump_until`](StreamGuest::pump_until), or `None` if `limit` passes first.
+    fn pump_within<T>(
+        &mut self,
+        limit: Duration,
+        mut done: impl FnMut(&mut Framing) -> Option<T>,
+    ) -> Result<Option<T>, LinkError> {
         let began = Instant::now();
         let mut active = began;
         loop {
@@ -65,9 +78,13 @@ impl StreamGuest {
                 active = Instant::now();
             }
             if let Some(found) = done(&mut framing) {
-                return Ok(found);
+                return Ok(Some(found));
             }
             pumped?;
+            let left = limit.saturating_sub(began.elapsed());
+            if left.is_zero() {
+                return Ok(None);
+            }
             if active.elapsed() > STALL {
                 let seconds = STALL.as_secs();
                 return Err(framing.fail(LinkError::Stalled { seconds }));
@@ -75,11 +92,35 @@ impl StreamGuest {
             let wait = framing.waiting();
             drop(framing);
             self.counters.sleeps += 1;
-            wait.wait(POLL_PERIOD)?;
+            wait.wait(POLL_PERIOD.min(left))?;
             let sent = self.sent;
             let state = || format!("the last request was {sent}");
             self.slow_wait.check(began.elapsed(), state);
         }
+    }
+
+    /// Copies a frame that has arrived to `message` and `payload`.
+    fn take(
+        &mut self,
+        frame: &Frame,
+        message: &mut Vec<u8>,
+        mut payload: BytesMut<'_>,
+    ) -> Result<usize, LinkError> {
+        let (sent, wanted) = (frame.payload().len(), payload.len());
+        if sent > wanted {
+            return Err(
+                lock(&self.framing).fail(LinkViolation::ReplyPayload { sent, wanted }.into())
+            );
+        }
+        payload
+            .reborrow()
+            .split_at(sent)
+            .0
+            .copy_from(Bytes::from(frame.payload()));
+        message.extend_from_slice(frame.message());
+        self.counters.messages_in += 1;
+        self.counters.bytes_in += (frame.message().len() + sent) as u64;
+        Ok(sent)
     }
 }
 
@@ -112,25 +153,24 @@ impl GuestEnd for StreamGuest {
     fn receive(
         &mut self,
         message: &mut Vec<u8>,
-        mut payload: BytesMut<'_>,
+        payload: BytesMut<'_>,
     ) -> Result<usize, LinkError> {
         self.counters.round_trips += 1;
         let frame = self.pump_until(Framing::take_frame)?;
-        let (sent, wanted) = (frame.payload().len(), payload.len());
-        if sent > wanted {
-            return Err(
-                lock(&self.framing).fail(LinkViolation::ReplyPayload { sent, wanted }.into())
-            );
-        }
-        payload
-            .reborrow()
-            .split_at(sent)
-            .0
-            .copy_from(Bytes::from(frame.payload()));
-        message.extend_from_slice(frame.message());
-        self.counters.messages_in += 1;
-        self.counters.bytes_in += (frame.message().len() + sent) as u64;
-        Ok(sent)
+        self.take(&frame, message, payload)
+    }
+
+    fn receive_within(
+        &mut self,
+        message: &mut Vec<u8>,
+        limit: Duration,
+    ) -> Result<bool, LinkError> {
+        self.counters.round_trips += 1;
+        let Some(frame) = self.pump_within(limit, Framing::take_frame)? else {
+            return Ok(false);
+        };
+        self.take(&frame, message, (&mut [][..]).into())?;
+        Ok(true)
     }
 
     fn try_receive(&mut self, message: &mut Vec<u8>) -> Result<bool, LinkError> {

@@ -5,6 +5,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::os::fd::AsFd;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use crate::bytes::{Bytes, BytesMut};
 use crate::error::{LinkError, LinkViolation};
@@ -258,6 +259,30 @@ impl WindowGuest {
         Ok(Some(arrived.payload.len()))
     }
 
+    /// Waits for the next reply. `None` if none has arrived within `limit`.
+    fn wait_for_reply(
+        &mut self,
+        message: &mut Vec<u8>,
+        payload: &mut BytesMut<'_>,
+        limit: Option<Duration>,
+    ) -> Result<Option<usize>, LinkError> {
+        self.end.counters.round_trips += 1;
+        let began = Instant::now();
+        loop {
+            if let Some(len) = self.take_reply(message, payload)? {
+                return Ok(Some(len));
+            }
+            let left = limit.map(|limit| limit.saturating_sub(began.elapsed()));
+            if left == Some(Duration::ZERO) {
+                return Ok(None);
+            }
+            let (window, completions) = (&*self.window, &mut self.completions);
+            self.end.wait(Waiting::Message, u64::MAX, left, || {
+                Ok(completions.peek(window)?.is_some().then_some(()))
+            })?;
+        }
+    }
+
     /// Copies the payload of a reply to the beginning of `room`.
     fn fill(&mut self, room: &mut BytesMut<'_>, payload: Bytes<'_>) -> Result<(), LinkError> {
         let (sent, wanted) = (payload.len(), room.len());
@@ -307,16 +332,22 @@ impl GuestEnd for WindowGuest {
         message: &mut Vec<u8>,
         mut payload: BytesMut<'_>,
     ) -> Result<usize, LinkError> {
-        self.end.counters.round_trips += 1;
         loop {
-            if let Some(len) = self.take_reply(message, &mut payload)? {
+            if let Some(len) = self.wait_for_reply(message, &mut payload, None)? {
                 return Ok(len);
             }
-            let (window, completions) = (&*self.window, &mut self.completions);
-            self.end.wait(Waiting::Message, u64::MAX, None, || {
-                Ok(completions.peek(window)?.is_some().then_some(()))
-            })?;
         }
+    }
+
+    fn receive_within(
+        &mut self,
+        message: &mut Vec<u8>,
+        limit: Duration,
+    ) -> Result<bool, LinkError> {
+        let payload = &mut BytesMut::from(&mut [][..]);
+        Ok(self
+            .wait_for_reply(message, payload, Some(limit))?
+            .is_some())
     }
 
     /// A reply with payload, and every reply behind it, stays for [`receive`](GuestEnd::receive).
