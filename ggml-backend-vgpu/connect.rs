@@ -9,9 +9,33 @@ use vgpu_transport::link::{Endpoint, GuestEnd};
 use crate::ggml::Ggml;
 use crate::session::{Session, SessionError};
 
-/// How long an executor may take to answer. Ollama's discovery of all devices must end within 3
-/// seconds.
-const TIMEOUT: Duration = Duration::from_secs(2);
+/// How long an attempt to reach an executor may take.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Patience {
+    /// Until the link is open.
+    link: Duration,
+    /// From then on, until the executor has answered HELLO.
+    welcome: Duration,
+}
+
+/// For an attempt of which nothing is known.
+///
+/// The link: Ollama asks for the free memory of all devices in 3 seconds.
+///
+/// The answer: an executor whose engine hangs answers after 0.5 s, and one with many guests has
+/// opened the link late, not the session. A process that is stopped has lost its heartbeat after 10
+/// s, so that whoever exceeds this time runs and is at fault. Ollama's first look at the devices
+/// may take 30 s.
+pub(crate) const PATIENT: Patience = Patience {
+    link: Duration::from_secs(2),
+    welcome: Duration::from_secs(15),
+};
+
+/// For an attempt soon after one that was waited for in vain.
+pub(crate) const BRIEF: Patience = Patience {
+    link: Duration::from_secs(1),
+    welcome: Duration::from_secs(1),
+};
 
 /// Why an executor could not be reached.
 #[derive(Debug, thiserror::Error)]
@@ -42,7 +66,7 @@ pub(crate) enum ExecutorConnectError {
     },
 }
 
-/// Opens a session with the executor at `endpoint`. Waits up to 2 seconds for the link.
+/// Opens a session with the executor at `endpoint`.
 ///
 /// # Errors
 ///
@@ -50,20 +74,21 @@ pub(crate) enum ExecutorConnectError {
 pub(crate) fn connect(
     endpoint: &Endpoint,
     ggml: &Ggml,
+    patience: Patience,
 ) -> Result<Arc<Session>, ExecutorConnectError> {
     let end: Box<dyn GuestEnd> = match endpoint {
         Endpoint::Inproc => inproc()?,
-        other => {
-            link::connect::connect(other, TIMEOUT).map_err(|error| ExecutorConnectError::Link {
+        other => link::connect::connect(other, patience.link).map_err(|error| {
+            ExecutorConnectError::Link {
                 endpoint: endpoint.clone(),
                 error: Box::new(error),
-            })?
-        }
+            }
+        })?,
     };
     // Over these two links bytes move at the speed of copying memory, about three times that of
     // hashing.
     let hashes_first = !matches!(endpoint, Endpoint::Unix(_) | Endpoint::Inproc);
-    Session::open(end, introduction(ggml), hashes_first).map_err(|error| {
+    Session::open(end, introduction(ggml), hashes_first, patience.welcome).map_err(|error| {
         ExecutorConnectError::Session {
             endpoint: endpoint.clone(),
             error,

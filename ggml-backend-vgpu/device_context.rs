@@ -19,7 +19,7 @@ use crate::abi::{
     ggml_backend_buffer_type_v3, ggml_backend_dev_t, ggml_backend_device, ggml_backend_device_i,
     ggml_backend_reg_t,
 };
-use crate::connect::{ExecutorConnectError, connect};
+use crate::connect::{BRIEF, ExecutorConnectError, PATIENT, Patience, connect};
 use crate::ffi::object;
 use crate::ggml::Ggml;
 use crate::lock::{Rank, RankedGuard, RankedMutex};
@@ -30,13 +30,9 @@ use crate::translate::Translator;
 /// library.
 const RESERVED_WORDS: [&str; 6] = ["cuda", "rocm", "hip", "metal", "apple", "vulkan"];
 
-/// The pause after a failed attempt to reach a lost executor, as a multiple of the time that the
-/// attempt took. A program that makes many requests then waits for few attempts. An attempt at a
-/// socket that does not exist takes microseconds, so that a restarted executor is found at once.
-const RETRY_FACTOR: u32 = 10;
-
-/// The longest pause.
-const MAX_RETRY_PAUSE: Duration = Duration::from_millis(500);
+/// A failed attempt to reach a lost executor that took longer than this has waited for somebody who
+/// does not answer. Where nobody listens, an attempt fails in microseconds.
+const IN_VAIN: Duration = Duration::from_secs(1);
 
 /// A device. Lives as long as the process.
 pub(crate) struct DeviceContext {
@@ -57,8 +53,35 @@ pub(crate) struct DeviceContext {
 struct CurrentSession {
     /// `None` in a forked child, until it loads a model.
     session: Option<Arc<Session>>,
-    /// No attempt to replace a lost session is made before this time.
-    next_attempt: Option<Instant>,
+    attempts: Attempts,
+}
+
+/// The attempts to replace a lost session. Each request makes one, so that a restarted executor is
+/// found as soon as it listens. A program that makes many requests does not wait long for each.
+#[derive(Debug, Default)]
+struct Attempts {
+    /// Until this time, attempts are brief.
+    brief_until: Option<Instant>,
+}
+
+impl Attempts {
+    /// How long an attempt that begins at `now` may take.
+    fn patience(&self, now: Instant) -> Patience {
+        match self.brief_until {
+            Some(until) if now < until => BRIEF,
+            _ => PATIENT,
+        }
+    }
+
+    /// An attempt has failed. After one that was waited for in vain, attempts are brief for as long
+    /// as that one took, so that half of the time at least is left for short waits.
+    fn failed(&mut self, began: Instant, now: Instant) {
+        let took = now.saturating_duration_since(began);
+        let is_brief = self.brief_until.is_some_and(|until| began < until);
+        if took > IN_VAIN && !is_brief {
+            self.brief_until = Some(now + took);
+        }
+    }
 }
 
 /// Why a device cannot do what was asked for.
@@ -67,15 +90,6 @@ pub(crate) enum DeviceError {
     /// The executor was lost and cannot be reached.
     #[error("the executor is lost: {0}")]
     Connect(#[from] ExecutorConnectError),
-    /// The executor was lost and could not be reached a moment ago.
-    #[error(
-        "the executor is lost; the next attempt to reach it is made in {} ms",
-        .pause.as_millis()
-    )]
-    RetryLater {
-        /// The time until the next attempt.
-        pause: Duration,
-    },
     /// The session has failed.
     #[error(transparent)]
     Session(#[from] SessionError),
@@ -168,7 +182,7 @@ impl DeviceContext {
         let first_welcome = session.welcome().clone();
         let in_use = CurrentSession {
             session: Some(session),
-            next_attempt: None,
+            attempts: Attempts::default(),
         };
         current.get_or_init(|| RankedMutex::new(Rank::Device, in_use));
         let device = DeviceContext {
@@ -260,22 +274,16 @@ impl DeviceContext {
     ///
     /// # Errors
     ///
-    /// [`DeviceError::Connect`] if the executor cannot be reached, [`DeviceError::RetryLater`] if
-    /// an attempt has failed a moment ago.
+    /// [`DeviceError::Connect`] if the executor cannot be reached.
     pub(crate) fn session(&self) -> Result<Arc<Session>, DeviceError> {
         let mut current = self.current();
         if let Some(session) = current.session.as_ref().filter(|s| !s.is_lost()) {
             return Ok(Arc::clone(session));
         }
-        let now = Instant::now();
-        if let Some(then) = current.next_attempt.filter(|&then| now < then) {
-            let pause = then - now;
-            return Err(DeviceError::RetryLater { pause });
-        }
-        let session = connect(&self.endpoint, &self.ggml).inspect_err(|_| {
-            let pause = (now.elapsed() * RETRY_FACTOR).min(MAX_RETRY_PAUSE);
-            current.next_attempt = Some(Instant::now() + pause);
-        })?;
+        let began = Instant::now();
+        let patience = current.attempts.patience(began);
+        let session = connect(&self.endpoint, &self.ggml, patience)
+            .inspect_err(|_| current.attempts.failed(began, Instant::now()))?;
         let whose = match current.session {
             Some(_) => "",
             None => " of this forked process",
@@ -287,7 +295,7 @@ impl DeviceContext {
         );
         *current = CurrentSession {
             session: Some(Arc::clone(&session)),
-            next_attempt: None,
+            attempts: Attempts::default(),
         };
         Ok(session)
     }

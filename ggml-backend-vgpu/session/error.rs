@@ -1,5 +1,7 @@
 //! Why a request of a session was not met.
 
+use std::time::Duration;
+
 use vgpu_transport::ir::BufferId;
 use vgpu_transport::link::LinkError;
 use vgpu_transport::wire::{Reply, WireError};
@@ -10,6 +12,16 @@ pub(crate) enum SessionError {
     /// The session is lost. Final: every later call of this session fails with the same error.
     #[error("the executor is lost: {0}")]
     Lost(LossReason),
+    /// The executor's fault: the link is open, and no answer to HELLO has come.
+    #[error(
+        "the executor has accepted the connection and has not answered for {:.1} s; its log and \
+         `vgpu dump` on its machine say what it does",
+        .waited.as_secs_f64()
+    )]
+    NoWelcome {
+        /// How long the guest has waited.
+        waited: Duration,
+    },
     /// The executor refuses the request, with this reason. The session goes on.
     #[error("the executor refuses: {0}")]
     Refused(String),

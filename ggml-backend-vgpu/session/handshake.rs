@@ -1,5 +1,7 @@
 //! The first exchange of a session.
 
+use std::time::{Duration, Instant};
+
 use vgpu_transport::ir::{Capabilities, IR_VERSION};
 use vgpu_transport::link::GuestEnd;
 use vgpu_transport::wire::{PROTOCOL_VERSION, Reply, Request};
@@ -23,13 +25,20 @@ pub(crate) struct Welcome {
     pub(crate) capabilities: Capabilities,
 }
 
-/// Opens a session over a new link. `name` says who the guest is, for the executor's log.
+/// Opens a session over a new link. `name` says who the guest is, for the executor's log. `limit`:
+/// how long the executor may take to answer.
 ///
 /// # Errors
 ///
-/// [`SessionError::Refused`] if the executor does not want this guest, [`SessionError::Lost`] if
-/// the link is broken or the answer makes no sense.
-pub(super) fn handshake(end: &mut dyn GuestEnd, name: String) -> Result<Welcome, SessionError> {
+/// [`SessionError::Refused`] if the executor does not want this guest, [`SessionError::NoWelcome`]
+/// if it does not answer in time, [`SessionError::Lost`] if the link is broken or the answer makes
+/// no sense.
+pub(super) fn handshake(
+    end: &mut dyn GuestEnd,
+    name: String,
+    limit: Duration,
+) -> Result<Welcome, SessionError> {
+    let began = Instant::now();
     let mut message = Vec::new();
     let hello = Request::Hello {
         protocol: PROTOCOL_VERSION,
@@ -39,7 +48,10 @@ pub(super) fn handshake(end: &mut dyn GuestEnd, name: String) -> Result<Welcome,
     hello.encode(&mut message);
     end.send(&message, (&[][..]).into())?;
     message.clear();
-    end.receive(&mut message, (&mut [][..]).into())?;
+    if !end.receive_within(&mut message, limit)? {
+        let waited = began.elapsed();
+        return Err(SessionError::NoWelcome { waited });
+    }
     match Reply::decode(&message)? {
         Reply::Welcome {
             session,

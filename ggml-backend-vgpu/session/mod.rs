@@ -100,18 +100,20 @@ impl SessionBuffer {
 impl Session {
     /// Opens a session over a new link. `name` says who the guest is, for the executor's log.
     /// `hashes_first` says whether the link is slower than hashing, so that large weights are
-    /// hashed before they are sent.
+    /// hashed before they are sent. `limit`: how long the executor may take to answer.
     ///
     /// # Errors
     ///
-    /// [`SessionError::Refused`] if the executor does not want this guest, [`SessionError::Lost`]
-    /// if the link breaks.
+    /// [`SessionError::Refused`] if the executor does not want this guest,
+    /// [`SessionError::NoWelcome`] if it does not answer in time, [`SessionError::Lost`] if the
+    /// link breaks.
     pub(crate) fn open(
         mut end: Box<dyn GuestEnd>,
         name: String,
         hashes_first: bool,
+        limit: Duration,
     ) -> Result<Arc<Session>, SessionError> {
-        let welcome = handshake::handshake(end.as_mut(), name)?;
+        let welcome = handshake::handshake(end.as_mut(), name, limit)?;
         Ok(Arc::new(Session {
             connection: SharedConnection::new(end, &welcome),
             last_memory: RankedMutex::new(

@@ -10,6 +10,9 @@ use vgpu_transport::ir::{Graph, Node, Op, PoolKind, Shape, Sources, Tensor, Type
 use vgpu_transport::link::window::inproc_pair;
 use vgpu_transport::wire::MIN_EXTENT;
 
+/// A timeout, not a measure of speed.
+const HANG: Duration = Duration::from_secs(60);
+
 /// Executors in this process that share one store of weights.
 struct Executors {
     engine: Arc<dyn Engine>,
@@ -44,7 +47,7 @@ impl Executors {
                 .sharing(&store, user)
                 .run(&mut host, &StopFlag::new())
         });
-        Session::open(Box::new(guest), "test".into(), true).unwrap()
+        Session::open(Box::new(guest), "test".into(), true, HANG).unwrap()
     }
 
     fn wait_for_hashes(&self) {
@@ -160,6 +163,20 @@ fn work(session: &Session, size: u64) -> Result<(), SessionError> {
     session.read(&buffer, 0, read[..].as_mut().into())?;
     assert!(read == data);
     session.free(&buffer)
+}
+
+#[test]
+fn an_executor_that_never_answers_hello_is_named_with_the_time_that_was_waited() {
+    let limit = Duration::from_millis(50);
+    let (guest, _host) = inproc_pair().unwrap();
+    let (sender, outcome) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        let opened = Session::open(Box::new(guest), "test".into(), true, limit);
+        sender.send(opened.err().unwrap().to_string()).unwrap();
+    });
+    let error = outcome.recv_timeout(HANG).expect("an end of the wait");
+    let blames = "the executor has accepted the connection and has not answered for 0.";
+    assert!(error.starts_with(blames), "{error}");
 }
 
 #[test]

@@ -37,6 +37,15 @@ pub(crate) enum ClientError {
     Thread(io::Error),
 }
 
+/// Why work has no result.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum NoResult {
+    #[error("no end after {} s", limit.as_secs())]
+    Late { limit: Duration },
+    #[error("starting a thread: {0}")]
+    Thread(#[from] io::Error),
+}
+
 /// An open session, and what the executor has answered to HELLO.
 pub(crate) struct Client {
     end: Box<dyn GuestEnd>,
@@ -102,22 +111,32 @@ fn exchange(end: &mut dyn GuestEnd, request: &Request) -> Result<Reply, ClientEr
     Ok(Reply::decode(&message)?)
 }
 
-/// The result of `work`, for which a thread has `limit`. An executor that is alive may not answer
-/// for as long as it likes: its heartbeat comes from a thread of its own. The thread ends with the
-/// process if it does not end before.
+/// The result of `work` with an executor, for which a thread has `limit`. An executor that is alive
+/// may not answer for as long as it likes: its heartbeat comes from a thread of its own.
 pub(crate) fn within<T: Send + 'static>(
     limit: Duration,
     work: impl FnOnce() -> Result<T, ClientError> + Send + 'static,
 ) -> Result<T, ClientError> {
+    match result_within(limit, work) {
+        Ok(result) => result,
+        Err(NoResult::Late { limit }) => Err(ClientError::Silent { limit }),
+        Err(NoResult::Thread(error)) => Err(ClientError::Thread(error)),
+    }
+}
+
+/// The result of `work`, for which a thread has `limit`. The thread ends with the process if it
+/// does not end before.
+pub(crate) fn result_within<T: Send + 'static>(
+    limit: Duration,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, NoResult> {
     let (sender, outcome) = mpsc::channel();
-    let spawned = thread::Builder::new().spawn(move || {
+    thread::Builder::new().spawn(move || {
         // Nobody waits any more after the limit.
         let _ = sender.send(work());
-    });
-    spawned.map_err(ClientError::Thread)?;
-    outcome
-        .recv_timeout(limit)
-        .unwrap_or(Err(ClientError::Silent { limit }))
+    })?;
+    let outcome = outcome.recv_timeout(limit);
+    outcome.map_err(|_| NoResult::Late { limit })
 }
 
 /// The endpoints to try: `given`, or those of VGPU_ENDPOINT, or the defaults. The second value

@@ -4,8 +4,10 @@ use std::ffi::{CStr, CString, NulError, c_char, c_int, c_void};
 use std::io;
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use super::report::Report;
+use crate::session_client;
 
 /// The symbols of the plugin that ggml calls.
 const SYMBOLS: [&CStr; 2] = [c"ggml_backend_init", c"ggml_backend_score"];
@@ -79,17 +81,32 @@ pub(super) fn check(plugin: Option<&Path>, ggml: Option<&Path>, report: &mut Rep
     };
     // SAFETY: by ggml's plugin interface a symbol of this name is a function without arguments that
     // returns an int. The object is never unloaded, so the function stays valid.
-    let score = unsafe { std::mem::transmute::<*mut c_void, extern "C" fn() -> c_int>(score)() };
-    if score > 0 {
-        report.ok(
+    let score = unsafe { std::mem::transmute::<*mut c_void, Score>(score) };
+    check_score(move || score(), SCORE_LIMIT, report);
+}
+
+/// `ggml_backend_score`.
+type Score = extern "C" fn() -> c_int;
+
+/// How long the plugin may look for executors: longer than it takes for an executor that opens a
+/// link and does not answer, whom the plugin then names.
+const SCORE_LIMIT: Duration = Duration::from_secs(30);
+
+fn check_score(
+    score: impl FnOnce() -> c_int + Send + 'static,
+    limit: Duration,
+    report: &mut Report,
+) {
+    match session_client::result_within(limit, score) {
+        Ok(score) if score > 0 => report.ok(
             "plugin",
             format!("compatible with this ggml, and an executor answers: score {score}"),
-        );
-    } else {
-        report.fail(
+        ),
+        Ok(_) => report.fail(
             "plugin",
             "the plugin's score is 0; the line that the plugin has logged above says why",
-        );
+        ),
+        Err(error) => report.fail("plugin", format!("ggml_backend_score: {error}")),
     }
 }
 
@@ -176,5 +193,25 @@ impl Object {
         // SAFETY: the handle is from dlopen and never closed; the name is a terminated string.
         let symbol = unsafe { libc::dlsym(self.0, name.as_ptr()) };
         (!symbol.is_null()).then_some(symbol)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use super::*;
+
+    #[test]
+    fn a_plugin_that_does_not_answer_is_a_failure() {
+        let (open, never) = mpsc::channel::<()>();
+        let mut report = Report::default();
+        let hangs = move || {
+            let _ = never.recv();
+            100
+        };
+        check_score(hangs, Duration::from_millis(20), &mut report);
+        drop(open);
+        assert!(!report.is_well());
     }
 }

@@ -215,7 +215,10 @@ fn executor_restarted(
 
     let executor = start("restarted-vgpu-serve-2")?;
     program.write_line("again")?;
-    let second = expect(&mut program, "generated")?;
+    let second = expect(&mut program, "generated").with_context(|| match executor.memory() {
+        Ok(_) => "the second executor runs",
+        Err(_) => "the second executor has ended",
+    })?;
     ensure!(
         first["tokens"] == second["tokens"],
         "first {first}, then {second}"
