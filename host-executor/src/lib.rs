@@ -86,7 +86,7 @@ pub use pool::PoolError;
 #[cfg(feature = "server")]
 pub use process_limits::ProcessLimitsError;
 #[cfg(feature = "server")]
-pub use server::{Health, Server, SessionInfo, Shutdown, log_dump};
+pub use server::{DUMP_TARGET, Health, Server, SessionInfo, Shutdown, log_dump};
 pub use session::{RejectReason, Session, SessionEnd, Violation};
 pub use stats::Stats;
 pub use stop::StopFlag;

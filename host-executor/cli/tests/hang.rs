@@ -6,10 +6,9 @@ mod common;
 mod served;
 
 use std::fs;
-use std::io::Read as _;
-use std::io::Write as _;
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::os::unix::net::{UnixDatagram, UnixStream};
-use std::process::ExitStatus;
+use std::process::{Child, ExitStatus, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -256,6 +255,76 @@ fn operator_sees_what_hangs_and_sigterm_ends_the_process() {
     assert_eq!(status.code(), Some(1), "{log}");
     assert!(log.contains("dump: turn: session 1"), "{log}");
     assert!(log.contains("1 sessions do not end"), "{log}");
+}
+
+/// A process that does not outlive its test.
+struct Killed(Child);
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        // Both fail only if the process has ended already.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// SIGUSR1 asks for more text than a log that nobody reads takes. Signals arrive all the same.
+#[test]
+fn a_dump_into_a_log_that_nobody_reads_does_not_keep_signals_from_arriving() {
+    let scratch = Scratch::new("blocked-log");
+    let endpoint = format!("unix:{}", scratch.socket().display());
+    // Nothing else is logged, so that only the dump blocks.
+    let mut serve = vgpu(&[
+        "serve",
+        "--listen",
+        &endpoint,
+        "--threads",
+        "1",
+        "--log",
+        "error",
+    ]);
+    let (reader, writer) = std::io::pipe().expect("a pipe");
+    let capacity = rustix::pipe::fcntl_setpipe_size(&writer, 4096).expect("a smaller pipe");
+    serve.stdout(Stdio::piped()).stderr(writer);
+    let mut killed = Killed(serve.spawn().expect("the command starts"));
+    let child = &mut killed.0;
+    drop(serve);
+    let mut ready = String::new();
+    let stdout = child.stdout.take().expect("a pipe");
+    BufReader::new(stdout)
+        .read_line(&mut ready)
+        .expect("a line");
+    assert!(ready.starts_with("ready "), "{ready}");
+    let pid = rustix::process::Pid::from_child(child);
+    let signal = |signal| rustix::process::kill_process(pid, signal).expect("a process");
+    let is_full = || {
+        let unread = rustix::io::ioctl_fionread(&reader).expect("a pipe");
+        // A line of the dump is shorter.
+        unread as usize + 300 > capacity
+    };
+    let start = Instant::now();
+    while !is_full() {
+        assert!(start.elapsed() < TIMEOUT, "the dump is not in the log");
+        signal(Signal::USR1);
+        thread::sleep(Duration::from_millis(5));
+    }
+    for _ in 0..10 {
+        signal(Signal::USR1);
+        thread::sleep(Duration::from_millis(20));
+    }
+    signal(Signal::TERM);
+    let start = Instant::now();
+    let status = loop {
+        if let Some(status) = child.try_wait().expect("a child") {
+            break status;
+        }
+        assert!(
+            start.elapsed() < TIMEOUT,
+            "SIGTERM does not end the process"
+        );
+        thread::sleep(Duration::from_millis(10));
+    };
+    assert!(status.success(), "{status}");
 }
 
 #[test]

@@ -6,13 +6,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use tracing::{Level, info, warn};
+use tracing::{info, warn};
 use vgpu_engine::Engine;
 use vgpu_transport::link::stream::tls::Certificates;
 
 use super::guest_thread;
 use super::shared::Shared;
-use super::watchdog::{self, log_lines};
+use super::watchdog::{self, log_error_lines};
 use crate::last_log::log_in_time;
 use crate::limits::Limits;
 use crate::listener::threads::ListenerThreads;
@@ -251,7 +251,7 @@ impl Server {
                 drop(sessions);
                 let why = format!("{count} sessions do not end, and did nothing new for {slow:?}");
                 let dump = self.shared.dump();
-                log_in_time(move || log_lines(Level::ERROR, &dump));
+                log_in_time(move || log_error_lines(&dump));
                 return Shutdown::Stuck(why);
             }
             if last_line.elapsed() >= REMINDER_INTERVAL {

@@ -15,4 +15,4 @@ mod status;
 mod watchdog;
 
 pub use core::{Health, Server, SessionInfo, Shutdown};
-pub use watchdog::log_dump;
+pub use watchdog::{DUMP_TARGET, log_dump};

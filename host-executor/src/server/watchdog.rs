@@ -7,7 +7,7 @@ use std::sync::mpsc::{self, SyncSender};
 use std::thread;
 use std::time::Instant;
 
-use tracing::{Level, error, info, warn};
+use tracing::{error, info, warn};
 
 use super::shared::Shared;
 use crate::activity::{Notice, Watch};
@@ -77,22 +77,25 @@ fn log(report: Report) {
         Report::Slow(what) => warn!("{what}"),
         Report::Stuck { what, dump, .. } => {
             error!("{what}: the engine hangs");
-            log_lines(Level::ERROR, &dump);
+            log_error_lines(&dump);
         }
     }
 }
 
-/// Writes the dump of an executor into the log.
-pub fn log_dump(status: &StatusHandle) {
-    log_lines(Level::INFO, &status.dump());
+/// Writes each line of a dump into the log, as a part of an error.
+pub(super) fn log_error_lines(dump: &str) {
+    for line in dump.lines() {
+        error!("dump: {line}");
+    }
 }
 
-/// Writes each line into the log.
-pub(super) fn log_lines(level: Level, text: &str) {
-    for line in text.lines() {
-        match level {
-            Level::ERROR => error!("dump: {line}"),
-            _ => info!("dump: {line}"),
-        }
+/// The target of the log lines of [`log_dump`], which are at level info. Somebody has asked for
+/// them, so that the log should show them with any filter.
+pub const DUMP_TARGET: &str = "vgpu_dump";
+
+/// Writes the dump of an executor into the log.
+pub fn log_dump(status: &StatusHandle) {
+    for line in status.dump().lines() {
+        info!(target: DUMP_TARGET, "dump: {line}");
     }
 }

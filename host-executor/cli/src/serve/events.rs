@@ -1,7 +1,7 @@
 //! What the main thread waits for: signals, reloads, and the loss of the engine.
 
 use std::io::{Write as _, stdout};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender, SyncSender};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -12,7 +12,7 @@ use tracing::{error, info, warn};
 use vgpu_executor::config::Settings;
 use vgpu_executor::control::ReloadOutcome;
 use vgpu_executor::status::StatusHandle;
-use vgpu_executor::{end_with_last_log, log_dump};
+use vgpu_executor::{DUMP_TARGET, end_with_last_log, log_dump};
 
 /// Signals within this time of the first one count as one: `timeout` and some service managers
 /// signal a process and its process group.
@@ -113,9 +113,32 @@ pub(super) fn describe_reload(settings: &Settings, late: &[&str]) -> String {
     text
 }
 
+/// Starts the thread that writes dumps into the log, and returns how to ask for one. The reader of
+/// the log may have stopped reading: the thread then waits, and one dump waits for it. Further ones
+/// are left out.
+fn start_dumps(dumps: DumpSource) -> anyhow::Result<SyncSender<&'static str>> {
+    let (wanted, queue) = mpsc::sync_channel(1);
+    std::thread::Builder::new()
+        .name("vgpu-dump".into())
+        .spawn(move || {
+            for signal in queue {
+                match dumps.get() {
+                    Some(status) => log_dump(status),
+                    None => {
+                        info!(target: DUMP_TARGET, "{signal} received: there is nothing to dump yet");
+                    }
+                }
+            }
+        })
+        .context("no thread for dumps")?;
+    Ok(wanted)
+}
+
 /// Sends an event for the first SIGTERM or SIGINT and for each SIGHUP. A second SIGTERM or SIGINT
-/// ends the process at once. SIGUSR1 writes a dump into the log, whatever the main thread does.
+/// ends the process at once. SIGUSR1 writes a dump into the log, whatever the main thread does. The
+/// thread for signals waits for nothing else.
 pub(super) fn catch_signals(events: Sender<Event>, dumps: DumpSource) -> anyhow::Result<()> {
+    let wanted = start_dumps(dumps)?;
     let mut signals =
         Signals::new([SIGTERM, SIGINT, SIGHUP, SIGUSR1]).context("signals cannot be caught")?;
     std::thread::Builder::new()
@@ -126,10 +149,7 @@ pub(super) fn catch_signals(events: Sender<Event>, dumps: DumpSource) -> anyhow:
                 let name = signal_hook::low_level::signal_name(signal).unwrap_or("a signal");
                 match first {
                     // The receiver is gone if the start has failed.
-                    _ if signal == SIGUSR1 => match dumps.get() {
-                        Some(status) => log_dump(status),
-                        None => info!("{name} received: there is nothing to dump yet"),
-                    },
+                    _ if signal == SIGUSR1 => drop(wanted.try_send(name)),
                     _ if signal == SIGHUP => drop(events.send(Event::Reload(None))),
                     None => {
                         first = Some(Instant::now());

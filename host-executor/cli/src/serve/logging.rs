@@ -7,6 +7,7 @@ use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::layer::SubscriberExt as _;
 use tracing_subscriber::util::SubscriberInitExt as _;
 use tracing_subscriber::{Registry, fmt, reload};
+use vgpu_executor::DUMP_TARGET;
 use vgpu_executor::config::{LogFormat, Settings};
 
 /// The log, with a filter that can be changed.
@@ -111,5 +112,28 @@ fn parse(filter: &str) -> Result<Targets, FilterError> {
             }
         };
     }
-    Ok(targets)
+    // Lines that somebody has asked for with a signal.
+    Ok(targets.with_target(DUMP_TARGET, LevelFilter::INFO))
+}
+
+#[cfg(test)]
+mod tests {
+    use tracing::Level;
+
+    use super::*;
+
+    #[test]
+    fn dumps_are_shown_with_every_filter() {
+        for filter in [
+            "error",
+            "off",
+            "vgpu_executor=warn",
+            "debug",
+            "vgpu_dump=off",
+        ] {
+            let parsed = parse(filter).unwrap();
+            assert!(parsed.would_enable(DUMP_TARGET, &Level::INFO), "{filter}");
+        }
+        assert!(!parse("error").unwrap().would_enable("vgpu", &Level::INFO));
+    }
 }
