@@ -26,6 +26,7 @@ impl ThreadState {
         match self {
             ThreadState::Pins
             | ThreadState::Executes
+            | ThreadState::CallsEngine
             | ThreadState::Compiles
             | ThreadState::Ends => true,
             ThreadState::Handshake
@@ -43,6 +44,7 @@ impl ThreadState {
             ThreadState::Pins => "registers the memory of the link with the device",
             ThreadState::Idle => "waits for the guest's next request",
             ThreadState::Executes => "executes",
+            ThreadState::CallsEngine => "calls the engine",
             ThreadState::Compiles => "receives or compiles a graph",
             ThreadState::WaitsForEngine => "waits for the engine",
             ThreadState::Replies => "sends a reply",
@@ -52,15 +54,29 @@ impl ThreadState {
 }
 
 impl Now {
-    /// Whether the engine is called, and nothing else can take long.
+    /// Whether the engine may be called, and nothing else can take long. A compilation is one: it
+    /// begins when the graph is complete, and limits bound the size of a graph. A write waits for
+    /// another guest for seconds at most.
     pub(super) fn is_engine_call(&self) -> bool {
         match self.state {
-            ThreadState::Pins | ThreadState::Ends => true,
-            ThreadState::Executes => matches!(
+            ThreadState::Pins
+            | ThreadState::CallsEngine
+            | ThreadState::Compiles
+            | ThreadState::Ends => true,
+            // The first four call no engine, or one that the monitor watches. The others read a
+            // disk, and say when they call the engine.
+            ThreadState::Executes => !matches!(
                 self.request,
-                Some((_, "ALLOC" | "FREE" | "READ" | "FILL" | "COPY"))
+                None | Some((
+                    _,
+                    "HELLO" | "MEMORY" | "FENCE" | "QUERY" | "LOOKUP" | "PROOF" | "ATTACH"
+                ))
             ),
-            _ => false,
+            ThreadState::Handshake
+            | ThreadState::FirstMessage
+            | ThreadState::Idle
+            | ThreadState::WaitsForEngine
+            | ThreadState::Replies => false,
         }
     }
 }

@@ -40,6 +40,8 @@ pub(crate) enum ThreadState {
     Idle,
     /// Executes a request.
     Executes,
+    /// Calls the engine, in a request that waits for something else, too.
+    CallsEngine,
     /// Compiles a graph.
     Compiles,
     /// Waits for a turn on the engine.
@@ -51,12 +53,13 @@ pub(crate) enum ThreadState {
 }
 
 /// By number.
-const THREAD_STATES: [ThreadState; 9] = [
+const THREAD_STATES: [ThreadState; 10] = [
     ThreadState::Handshake,
     ThreadState::FirstMessage,
     ThreadState::Pins,
     ThreadState::Idle,
     ThreadState::Executes,
+    ThreadState::CallsEngine,
     ThreadState::Compiles,
     ThreadState::WaitsForEngine,
     ThreadState::Replies,

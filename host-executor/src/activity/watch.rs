@@ -233,18 +233,39 @@ mod tests {
         idle.set(ThreadState::Idle);
         let mut watch = Watch::new(10 * SECOND, Some(20 * SECOND));
         assert_eq!(notices(&mut watch, &all, 100), []);
-        // A proof of possession reads a disk, and a write can wait for another guest.
+        // These read a disk.
         let _slow = [
             of(ThreadState::Executes, "PROOF"),
-            of(ThreadState::Executes, "WRITE"),
+            of(ThreadState::Executes, "ATTACH"),
         ];
         let found = notices(&mut watch, &all, 100);
         assert_eq!(found.len(), 4, "{found:?}");
         assert!(found.iter().all(|(_, n)| matches!(n, Notice::Slow(_))));
-        // Allocating is a call of the driver.
-        let _call = of(ThreadState::Executes, "ALLOC");
-        let found = notices(&mut watch, &all, 100);
-        assert!(found.iter().any(|(_, n)| matches!(n, Notice::Stuck(_))));
+    }
+
+    #[test]
+    fn every_request_that_can_call_the_engine_can_be_a_hanging_engine() {
+        let executes = [
+            "ALLOC", "FREE", "WRITE", "READ", "FILL", "COPY", "SUBMIT", "FORGET", "WEIGHTS",
+            "EXTENT", "SEAL",
+        ];
+        let executes = executes.map(|kind| (ThreadState::Executes, kind));
+        let others = [
+            (ThreadState::Compiles, "GRAPH"),
+            (ThreadState::Compiles, "PATCH"),
+            (ThreadState::CallsEngine, "LOOKUP"),
+            (ThreadState::CallsEngine, "PROOF"),
+            (ThreadState::CallsEngine, "ATTACH"),
+        ];
+        for (state, kind) in executes.into_iter().chain(others) {
+            let all = Activities::new(1);
+            let activity = all.begin(1, "-", "-");
+            activity.request(state, Kind::of_name(kind), 1);
+            let mut watch = Watch::new(10 * SECOND, Some(20 * SECOND));
+            let found = notices(&mut watch, &all, 100);
+            let is_stuck = |(_, notice): &(u64, Notice)| matches!(notice, Notice::Stuck(_));
+            assert!(found.iter().any(is_stuck), "{kind}: {found:?}");
+        }
     }
 
     #[test]

@@ -45,8 +45,12 @@ impl Session {
         let kind = of_message.name();
         trace!(request, kind, payload = payload.len(), "request");
         self.check(kind, &message, payload)?;
-        if let Err((buffer, error)) = self.settle_uploads(&message) {
-            return Ok(failed(request, kind, buffer.0, &error));
+        if self.weights.has_uploads() {
+            self.activity.continue_request(ThreadState::CallsEngine);
+            if let Err((buffer, error)) = self.settle_uploads(&message) {
+                return Ok(failed(request, kind, buffer.0, &error));
+            }
+            self.activity.continue_request(state);
         }
         match message {
             Request::Hello { protocol, ir, name } => self.hello(protocol, ir, &name),

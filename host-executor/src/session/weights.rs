@@ -21,8 +21,9 @@ use super::state::{MODEL_SCALE, Session};
 use super::weights_state::{
     BufferRange, Challenge, Reserved, SessionWeights, WeightBuffer, counted,
 };
+use crate::activity::ThreadState;
 use crate::stop::StopFlag;
-use crate::weights::{ContentKey, LookupResult, MAX_WRONG_PROOFS, Source};
+use crate::weights::{ContentKey, LookupResult, MAX_WRONG_PROOFS, Source, WeakSource};
 
 /// Why an extent that the guest has reserved cannot be attached.
 #[derive(Debug, thiserror::Error)]
@@ -257,8 +258,16 @@ impl Session {
         let Some(source) = store.find_unproven(ContentKey { hash, len }) else {
             return missing;
         };
+        // Memory of the engine is read by the engine. Each part is a call of its own.
+        let state = match &source {
+            WeakSource::Memory(_) => ThreadState::CallsEngine,
+            WeakSource::Disk(_) => ThreadState::Executes,
+        };
+        let activity = &self.activity;
+        activity.continue_request(state);
         let mut end = None;
         let may_go_on = || {
+            activity.continue_request(state);
             end = match stop.is_set() {
                 true => Some(SessionEnd::Shutdown),
                 false => link.check_guest().err().map(SessionEnd::from),
@@ -323,14 +332,19 @@ impl Session {
         ) else {
             return Ok(false);
         };
+        let activity = &self.activity;
+        activity.continue_request(ThreadState::CallsEngine);
         let (shared, is_from_disk) = match source {
             Source::Memory(extent) => (memory.attach(offset, extent)?, false),
             Source::Disk(cached) => {
+                activity.continue_request(ThreadState::Executes);
                 let read = cached.read(|at, chunk| {
-                    memory
-                        .write(offset + at, chunk.into())
-                        .map_err(ReadError::Memory)
+                    activity.continue_request(ThreadState::CallsEngine);
+                    let written = memory.write(offset + at, chunk.into());
+                    activity.continue_request(ThreadState::Executes);
+                    written.map_err(ReadError::Memory)
                 });
+                activity.continue_request(ThreadState::CallsEngine);
                 match read {
                     Ok(true) => (0, true),
                     outcome => {
@@ -423,9 +437,6 @@ impl Session {
         &mut self,
         message: &Request,
     ) -> Result<(), (BufferId, EngineError)> {
-        if self.weights.uploads.is_empty() {
-            return Ok(());
-        }
         let buffers = match *message {
             Request::Read { buffer, .. }
             | Request::Fill { buffer, .. }

@@ -140,6 +140,11 @@ impl SessionWeights {
         }
     }
 
+    /// Whether an upload is unfinished.
+    pub(super) fn has_uploads(&self) -> bool {
+        !self.uploads.is_empty()
+    }
+
     /// Bytes that a buffer can reserve.
     pub(super) fn reservable(&self, id: BufferId, memory: &dyn Memory) -> u64 {
         let held = self.buffers.get(&id).map_or(0, WeightBuffer::held_bytes);
