@@ -2,15 +2,45 @@
 #![forbid(unsafe_code)]
 
 use std::fmt::Write as _;
+use std::io;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use super::printable::printable;
-use super::query::query_all;
-use super::state::Shared;
+use super::query::{REPORT_TIMEOUT, query_all};
+use super::state::{Shared, Worker};
 use crate::control;
 use crate::service;
 
-/// The supervisor's own lines, and the dumps of the processes of virtual machines. A worker has no
-/// control socket: the text says how to make it write its dump into the log.
+/// How often the dump looks for answers of workers.
+const POLL_PERIOD: Duration = Duration::from_millis(5);
+
+/// A worker that is asked for its dump.
+struct Asked {
+    id: u64,
+    /// Who it is, for people.
+    name: String,
+    pid: Option<u32>,
+    /// The number of the question. An error: the worker was not asked.
+    question: Result<u64, NotAsked>,
+}
+
+/// Why a worker is not asked for its dump.
+#[derive(Debug, thiserror::Error)]
+enum NotAsked {
+    #[error("has not started yet")]
+    NotStarted,
+    /// A worker without reports may not read yet.
+    #[error("has not reported yet")]
+    NoReport,
+    #[error("is ending")]
+    Ending,
+    #[error("cannot be asked: {0}")]
+    Socket(#[from] io::Error),
+}
+
+/// The supervisor's own lines, and the dumps of its workers and of the processes of virtual
+/// machines, all of which have [`REPORT_TIMEOUT`] together.
 pub(super) fn dump(shared: &Shared) -> String {
     let mut text = format!(
         "vgpu {}, supervisor {}, up {:.1?}\n",
@@ -22,62 +52,115 @@ pub(super) fn dump(shared: &Shared) -> String {
         text.push_str(&line);
         text.push('\n');
     }
-    let Some(processes) = shared.try_processes() else {
+    let began = Instant::now();
+    let Some(mut processes) = shared.try_processes() else {
         text.push_str("the table of processes is locked now\n");
         return text;
     };
-    // Writing to a string cannot fail.
-    for (id, worker) in &processes.workers {
-        let _ = write!(
-            text,
-            "worker {id} of guest {}: {} programs",
-            worker.guest.as_deref().unwrap_or("-"),
-            worker.sessions.len(),
-        );
-        if worker.is_closing {
-            text.push_str(", is ending");
-        }
-        let _ = writeln!(
-            text,
-            "; {}",
-            how_to_dump(worker.pid, worker.report.is_some())
-        );
-    }
+    let workers = processes.workers.iter_mut();
+    let workers: Vec<_> = workers
+        .map(|(&id, worker)| Asked::new(shared, id, worker))
+        .collect();
     let machines: Vec<_> = { processes.machines.values() }
         .map(|machine| (machine.name.clone(), machine.control.clone()))
         .collect();
     drop(processes);
-    for (name, answer) in query_all(&machines, control::dump_of_process) {
+    let of_machines = query_all(&machines, control::dump_of_process);
+    let answers = answers(shared, &workers, began);
+    // Writing to a string cannot fail.
+    for (worker, answer) in workers.iter().zip(answers) {
+        let _ = match (&worker.question, answer) {
+            (Ok(_), Some(dump)) => write!(text, "{}:\n{}", worker.name, indented(&dump)),
+            (Ok(_), None) => writeln!(
+                text,
+                "{}: no answer within {REPORT_TIMEOUT:?}{}",
+                worker.name,
+                how_to_dump(worker.pid)
+            ),
+            (Err(why), _) => writeln!(text, "{} {why}", worker.name),
+        };
+    }
+    for (name, answer) in of_machines {
         let _ = match answer {
-            Ok(dump) => {
-                let lines = dump.lines().map(printable);
-                let lines: String = lines.map(|line| format!("  {line}\n")).collect();
-                write!(text, "virtual machine {name}:\n{lines}")
-            }
+            Ok(dump) => write!(text, "virtual machine {name}:\n{}", indented(&dump)),
             Err(error) => writeln!(text, "virtual machine {name}: no answer: {error}"),
         };
     }
     text
 }
 
-/// How to get the dump of a worker. SIGUSR1 ends a process that does not catch it yet. A worker
-/// reports after it does.
-fn how_to_dump(pid: Option<u32>, has_reported: bool) -> String {
-    match pid {
-        Some(pid) if has_reported => format!("kill -USR1 {pid} writes its dump into the log"),
-        Some(pid) => format!("process {pid} has not reported yet"),
-        None => "is not started yet".into(),
+impl Asked {
+    fn new(shared: &Shared, id: u64, worker: &mut Worker) -> Asked {
+        let process = worker
+            .pid
+            .map_or(String::new(), |pid| format!(", process {pid}"));
+        let name = format!(
+            "worker {id} of guest {}{process}, with {} programs",
+            worker.guest.as_deref().unwrap_or("-"),
+            worker.sessions.len(),
+        );
+        let question = match (worker.pid, &worker.report) {
+            (None, _) => Err(NotAsked::NotStarted),
+            (Some(_), None) => Err(NotAsked::NoReport),
+            (Some(_), Some(_)) if worker.is_closing => Err(NotAsked::Ending),
+            (Some(_), Some(_)) => {
+                let number = shared.new_id();
+                let asked = worker.ask_for_dump(number);
+                asked.map(|()| number).map_err(NotAsked::from)
+            }
+        };
+        let pid = worker.pid;
+        Asked {
+            id,
+            name,
+            pid,
+            question,
+        }
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn worker_that_may_not_catch_signals_yet_is_sent_none() {
-        assert!(how_to_dump(Some(7), true).contains("kill -USR1 7"));
-        assert!(!how_to_dump(Some(7), false).contains("kill"));
-        assert!(!how_to_dump(None, false).contains("kill"));
+/// The answers of the workers, which were asked at `began`. `None` without one in time.
+fn answers(shared: &Shared, workers: &[Asked], began: Instant) -> Vec<Option<String>> {
+    loop {
+        let is_late = began.elapsed() >= REPORT_TIMEOUT;
+        let mut processes = match is_late {
+            // Every other use of the table is short.
+            true => shared.processes(),
+            false => match shared.try_processes() {
+                Some(processes) => processes,
+                None => {
+                    thread::sleep(POLL_PERIOD);
+                    continue;
+                }
+            },
+        };
+        let table = &mut processes.workers;
+        let is_due = |asked: &Asked| match (&asked.question, table.get(&asked.id)) {
+            (Ok(number), Some(worker)) => !worker.has_dump(*number),
+            // Not asked, or ended.
+            _ => false,
+        };
+        if is_late || !workers.iter().any(is_due) {
+            let take = |asked: &Asked| {
+                let number = asked.question.as_ref().ok()?;
+                table.get_mut(&asked.id)?.take_dump(*number)
+            };
+            return workers.iter().map(take).collect();
+        }
+        drop(processes);
+        thread::sleep(POLL_PERIOD);
     }
+}
+
+/// Lines that another process has written.
+fn indented(dump: &str) -> String {
+    let lines = dump.lines().map(printable);
+    lines.map(|line| format!("  {line}\n")).collect()
+}
+
+/// How to get the dump of a worker that does not answer. Its thread for signals is another one.
+fn how_to_dump(pid: Option<u32>) -> String {
+    pid.map_or(String::new(), |pid| {
+        format!("; kill -USR1 {pid} writes its dump into the log")
+    })
 }

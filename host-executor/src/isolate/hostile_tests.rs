@@ -17,7 +17,7 @@ use vgpu_transport::link::GuestEnd;
 use vgpu_transport::link::unix::{self, ListenOptions, Listener};
 use vgpu_transport::wire::{PROTOCOL_VERSION, Reply, Request};
 
-use super::ipc::{self, IpcSocket, ReceiveOutcome, WorkerReport};
+use super::ipc::{self, IpcSocket, ReceiveOutcome, WorkerMessage, WorkerReport};
 use super::partition::{Partition, Resources};
 use super::state::Timeouts;
 use super::{Supervisor, serve, take_socket};
@@ -65,11 +65,11 @@ fn worker_process() {
             }
         }
         "flood" => {
-            let report = WorkerReport {
+            let report = WorkerMessage::from(WorkerReport {
                 served: 0,
                 pending: Vec::new(),
                 report: honest.clone(),
-            };
+            });
             // Until the supervisor closes the connection.
             while let Ok(()) | Err(FULL) = ipc.send(&report, None).map_err(|e| e.kind()) {}
         }
@@ -87,11 +87,20 @@ fn worker_process() {
         }
         // All programs have ended, says the worker.
         "ended" => {
-            let report = WorkerReport {
+            let report = WorkerMessage::from(WorkerReport {
                 served: u64::MAX,
                 pending: Vec::new(),
                 report: honest.clone(),
-            };
+            });
+            let _ = ipc.send(&report, None);
+        }
+        // Reports once, and answers no question.
+        "mute" => {
+            let report = WorkerMessage::from(WorkerReport {
+                served: 0,
+                pending: Vec::new(),
+                report: honest.clone(),
+            });
             let _ = ipc.send(&report, None);
         }
         "closes" => ipc.close(),
@@ -107,7 +116,7 @@ fn worker_process() {
 const FULL: std::io::ErrorKind = std::io::ErrorKind::WouldBlock;
 
 /// Figures of a worker that claims the sessions and the figures of everyone.
-fn claims(mut report: crate::status::Report, own: u64) -> WorkerReport {
+fn claims(mut report: crate::status::Report, own: u64) -> WorkerMessage {
     let mut guest = report.status.guests[0].clone();
     guest.usage.memory = u64::MAX;
     guest.usage.graphs = u64::MAX;
@@ -130,11 +139,11 @@ fn claims(mut report: crate::status::Report, own: u64) -> WorkerReport {
         usage: guest.usage,
     };
     report.status.sessions = (0..20).chain([own; 100]).map(session).collect();
-    WorkerReport {
+    WorkerMessage::from(WorkerReport {
         served: 0,
         pending: Vec::new(),
         report,
-    }
+    })
 }
 
 /// A supervisor whose workers do given deeds, one after the other.
@@ -310,6 +319,44 @@ fn garbage_of_a_worker_affects_only_its_guest() {
     });
     // The guest of the worker is no better off than before.
     assert_eq!(test.processes("a"), 1);
+    test.shutdown();
+}
+
+#[test]
+fn a_dump_has_the_sessions_of_the_workers_and_names_a_worker_that_does_not_answer() {
+    let mut test = Supervised::new(SOON, &["mute", "honest"]);
+    let _hostile = test.program("a");
+    let _guest = served(&test.path("b"));
+    eventually("both workers report", || {
+        let processes = test.shared().processes();
+        processes.workers.values().all(|w| w.report.is_some())
+    });
+    let text = super::dump::dump(test.shared());
+    let lines: Vec<&str> = text.lines().collect();
+    let of = |guest: &str| {
+        let name = format!("of guest {guest}, process ");
+        let line = lines.iter().position(|line| line.contains(&name));
+        line.unwrap_or_else(|| panic!("no worker of {guest}:\n{text}"))
+    };
+    let (mute, honest) = (lines[of("a")], of("b"));
+    let late = mute.contains("no answer within 2s; kill -USR1 ");
+    assert!(late, "{text}");
+    let indented = lines[honest + 1..].iter();
+    let indented: Vec<_> = indented.take_while(|line| line.starts_with("  ")).collect();
+    for part in [
+        "  engine cpu: ",
+        "  session ",
+        "program test",
+        "waits for the guest's next",
+    ] {
+        let is_there = indented.iter().any(|line| line.contains(part));
+        assert!(is_there, "{part:?} is not in the dump of b:\n{text}");
+    }
+    // A later answer, and one that nobody has asked for, are dropped.
+    for worker in test.shared().processes().workers.values_mut() {
+        worker.answer_dump(u64::MAX, "late".into());
+        assert!(!worker.has_dump(u64::MAX));
+    }
     test.shutdown();
 }
 

@@ -43,6 +43,8 @@ pub(super) enum Command {
         /// The program is not to be served, but to be told this reason.
         rejection: Option<Rejection>,
     },
+    /// The supervisor asks for a [`WorkerMessage::Dump`] with this number.
+    Dump { number: u64 },
 }
 
 /// Why a program is not served.
@@ -61,7 +63,40 @@ impl From<Rejection> for SessionEnd {
     }
 }
 
-/// A message from a worker: sent periodically, and whenever a session has begun or ended.
+/// The longest text of a dump in bytes: as JSON it fits into a packet.
+const MAX_DUMP: usize = 64 << 10;
+
+/// A message from a worker.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) enum WorkerMessage {
+    /// Sent periodically, and whenever a session has begun or ended.
+    Report(Box<WorkerReport>),
+    /// What the worker does.
+    Dump { number: u64, text: String },
+}
+
+impl From<WorkerReport> for WorkerMessage {
+    fn from(report: WorkerReport) -> WorkerMessage {
+        WorkerMessage::Report(Box::new(report))
+    }
+}
+
+impl WorkerMessage {
+    /// The answer to [`Command::Dump`].
+    pub(super) fn dump(number: u64, mut text: String) -> WorkerMessage {
+        if text.len() > MAX_DUMP {
+            let mut end = MAX_DUMP;
+            while !text.is_char_boundary(end) {
+                end -= 1;
+            }
+            text.truncate(end);
+            text.push_str("\n(the rest is left out)\n");
+        }
+        WorkerMessage::Dump { number, text }
+    }
+}
+
+/// The figures of a worker.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct WorkerReport {
     /// How many [`Command::Serve`] the worker has carried out.

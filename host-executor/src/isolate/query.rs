@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use crate::control::ControlError;
 
-/// How long the process of a virtual machine may take to answer.
-const REPORT_TIMEOUT: Duration = Duration::from_secs(2);
+/// How long a process may take to answer.
+pub(super) const REPORT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Queries all processes of virtual machines at once, so that those that do not answer cost
 /// [`REPORT_TIMEOUT`] together. Returns each name with the answer.

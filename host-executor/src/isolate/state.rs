@@ -104,6 +104,8 @@ pub(super) struct Worker {
     pub(super) is_closing: bool,
     /// The last report.
     pub(super) report: Option<WorkerReport>,
+    /// The dumps that somebody waits for, by number, with the answer of the worker.
+    dumps: BTreeMap<u64, Option<String>>,
 }
 
 /// Most processes of one named guest that have been told to end and still run, for a new one to be
@@ -206,7 +208,32 @@ impl Worker {
             unproven: None,
             is_closing: false,
             report: None,
+            dumps: BTreeMap::new(),
         }
+    }
+
+    /// Asks the worker for a dump, which [`take_dump`](Worker::take_dump) returns later.
+    pub(super) fn ask_for_dump(&mut self, number: u64) -> io::Result<()> {
+        self.send(&Command::Dump { number }, None)?;
+        self.dumps.insert(number, None);
+        Ok(())
+    }
+
+    /// The worker has answered. Without a question the answer is ignored.
+    pub(super) fn answer_dump(&mut self, number: u64, text: String) {
+        if let Some(answer) = self.dumps.get_mut(&number) {
+            *answer = Some(text);
+        }
+    }
+
+    /// Whether the worker has answered.
+    pub(super) fn has_dump(&self, number: u64) -> bool {
+        self.dumps.get(&number).is_some_and(Option::is_some)
+    }
+
+    /// The answer of the worker, if there is one. A later one is ignored.
+    pub(super) fn take_dump(&mut self, number: u64) -> Option<String> {
+        self.dumps.remove(&number).flatten()
     }
 
     pub(super) fn send(&self, command: &Command, socket: Option<&OwnedFd>) -> io::Result<()> {

@@ -14,7 +14,7 @@ use vgpu_transport::link::stream::{tcp, vsock};
 use vgpu_transport::link::unix::{self, ListenOptions};
 
 use super::certificates::unpack;
-use super::ipc::{Command, IpcSocket, ReceiveOutcome, Rejection, WorkerReport};
+use super::ipc::{Command, IpcSocket, ReceiveOutcome, Rejection, WorkerMessage, WorkerReport};
 use crate::last_log::end_with_last_log;
 use crate::listener::{HANDSHAKE_TIMEOUT, IncomingGuest, OpenError};
 use crate::peer::Peer;
@@ -41,11 +41,11 @@ pub fn serve(socket: OwnedFd, server: Server, stop: &StopFlag) {
         let pending = server.pending();
         let report = handle.report();
         let ids: Vec<u64> = report.status.sessions.iter().map(|s| s.id).collect();
-        let message = WorkerReport {
+        let message = WorkerMessage::from(WorkerReport {
             served,
             pending: pending.clone(),
             report,
-        };
+        });
         if let Err(error) = ipc.send(&message, None) {
             debug!("no report to the supervisor: {error}");
         }
@@ -61,6 +61,12 @@ pub fn serve(socket: OwnedFd, server: Server, stop: &StopFlag) {
         });
         while !stop.is_set() {
             match ipc.receive(Some(POLL_INTERVAL)) {
+                Ok(ReceiveOutcome::Message(Command::Dump { number }, _)) => {
+                    let message = WorkerMessage::dump(number, handle.dump());
+                    if let Err(error) = ipc.send(&message, None) {
+                        debug!("no dump to the supervisor: {error}");
+                    }
+                }
                 Ok(ReceiveOutcome::Message(command, socket)) => {
                     carry_out(&server, command, socket, &mut certificates, &served);
                     // A rejected guest has no session whose end would cause a report.
@@ -89,11 +95,11 @@ pub fn serve(socket: OwnedFd, server: Server, stop: &StopFlag) {
     }
     // The final figures of the sessions.
     let (pending, report) = (Vec::new(), handle.report());
-    let message = WorkerReport {
+    let message = WorkerMessage::from(WorkerReport {
         served,
         pending,
         report,
-    };
+    });
     if let Err(error) = ipc.send(&message, None) {
         debug!("no last report to the supervisor: {error}");
     }
@@ -124,6 +130,8 @@ fn carry_out(
     served: &AtomicU64,
 ) {
     match command {
+        // Answered by the caller.
+        Command::Dump { .. } => {}
         Command::Rules(rules) => {
             if let Err(error) = server.apply(rules) {
                 error!("the guest's limits stay unchanged: {error}");

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use tracing::{error, info};
 
-use super::ipc::{Command, IpcSocket, ReceiveOutcome, Rejection, WorkerReport};
+use super::ipc::{Command, IpcSocket, ReceiveOutcome, Rejection, WorkerMessage, WorkerReport};
 use super::log_pipe::LogPipe;
 use super::process::{ExitReason, spawn, wait_or_kill};
 use super::report_rate_limit::ReportRateLimit;
@@ -132,7 +132,14 @@ fn receive_reports(shared: &Shared, id: u64, ipc: &IpcSocket, limit: Option<Dura
             return;
         }
         match ipc.receive(left) {
-            Ok(ReceiveOutcome::Message(report, _)) => on_report(shared, id, report),
+            Ok(ReceiveOutcome::Message(WorkerMessage::Report(report), _)) => {
+                on_report(shared, id, *report);
+            }
+            Ok(ReceiveOutcome::Message(WorkerMessage::Dump { number, text }, _)) => {
+                if let Some(worker) = shared.processes().workers.get_mut(&id) {
+                    worker.answer_dump(number, text);
+                }
+            }
             Ok(ReceiveOutcome::Nothing) => continue,
             Ok(ReceiveOutcome::Invalid(_)) if has_logged => {}
             Ok(ReceiveOutcome::Invalid(why)) => {
