@@ -6,7 +6,7 @@
 //! - [`abi`]: ggml's C interface. `ffi`: the mechanism of every function that ggml calls.
 //! - [`ggml`]: the ggml of this process. [`stamp`]: the version stamp in the library file.
 //! - `lock`: locks whose order is checked. `logging`, `load_progress`, `stats`: what people get to
-//!   read. `fail_fast`: `VGPU_REQUIRED`.
+//!   read. `waits`: `VGPU_DUMP`. `fail_fast`: `VGPU_REQUIRED`.
 //! - `translate`: from ggml's ids and parameters to the graph IR.
 //! - `graph_cache`: the graphs that the executor has. `weights`: what is known about the content of
 //!   weights.
@@ -41,6 +41,7 @@ mod session;
 pub mod stamp;
 mod stats;
 mod translate;
+mod waits;
 mod weights;
 
 pub use vgpu_ggml_abi as abi;

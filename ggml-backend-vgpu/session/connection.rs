@@ -17,6 +17,7 @@ use super::error::{LossReason, SessionError};
 use super::pending::{BackendId, Failure, PendingRead, Submission};
 use crate::graph_cache::{GraphCache, GraphUpload, Known};
 use crate::stats::{Copied, Sent, Stats, SubmittedGraph, Traffic};
+use crate::waits::{Step, Waits};
 
 /// The most bytes of all pending reads together. The executor must be able to put all answers into
 /// the ring: otherwise it would wait for a program that is busy elsewhere.
@@ -51,6 +52,7 @@ pub(super) struct Connection {
     pub(super) round_trips: u64,
     pub(super) copied: Copied,
     stats: Stats,
+    waits: Arc<Waits>,
 }
 
 /// The memory of a host buffer, which asynchronous reads and writes may use.
@@ -66,7 +68,7 @@ pub(super) struct HostBufferRange {
 
 impl Connection {
     /// A connection after the handshake, which was request 1.
-    pub(super) fn new(end: Box<dyn GuestEnd>) -> Connection {
+    pub(super) fn new(end: Box<dyn GuestEnd>, waits: Arc<Waits>) -> Connection {
         Connection {
             end,
             owner: Owner::current(),
@@ -84,6 +86,7 @@ impl Connection {
             round_trips: 1,
             copied: Copied::default(),
             stats: Stats::default(),
+            waits,
         }
     }
 
@@ -131,6 +134,7 @@ impl Connection {
     ) -> Result<u64, SessionError> {
         self.message.clear();
         request.encode(&mut self.message);
+        self.waits.begin(Step::Sends, self.sent.saturating_add(1));
         self.sent = self.end.send(&self.message, payload)?;
         Ok(self.sent)
     }
@@ -148,6 +152,7 @@ impl Connection {
     ) -> Result<u64, SessionError> {
         self.message.clear();
         request.encode(&mut self.message);
+        self.waits.begin(Step::Sends, self.sent.saturating_add(1));
         self.sent = self.end.send_staged(&self.message, payload)?;
         self.last_staged = self.sent;
         Ok(self.sent)
@@ -188,6 +193,7 @@ impl Connection {
     pub(super) fn wait(&mut self, request: u64) -> Result<(), SessionError> {
         if self.done() < request {
             self.round_trips += 1;
+            self.waits.begin(Step::AwaitsEnd, request);
             self.end.wait_retired(request)?;
         }
         Ok(())
@@ -340,6 +346,7 @@ impl Connection {
         request: u64,
         mut payload: BytesMut<'_>,
     ) -> Result<Reply, SessionError> {
+        self.waits.begin(Step::AwaitsAnswer, request);
         loop {
             self.message.clear();
             let expected = payload.len();

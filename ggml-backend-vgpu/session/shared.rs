@@ -1,7 +1,7 @@
 //! A connection that several threads use: the lock, and what happens when the session is lost.
 
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use vgpu_transport::fork::Owner;
 use vgpu_transport::link::{GuestEnd, LinkError};
@@ -11,6 +11,7 @@ use super::error::{LossReason, SessionError};
 use super::handshake::Welcome;
 use crate::fail_fast;
 use crate::lock::{Rank, RankedGuard, RankedMutex};
+use crate::waits::Waits;
 
 /// A [`Connection`] under its lock. A lost connection stays lost: every later call fails at once.
 ///
@@ -24,6 +25,7 @@ pub(super) struct SharedConnection {
     /// The session, for the log.
     name: String,
     lost: OnceLock<LossReason>,
+    pub(super) waits: Arc<Waits>,
     connection: RankedMutex<Connection>,
 }
 
@@ -33,12 +35,16 @@ impl SharedConnection {
         let Welcome {
             session, engine, ..
         } = welcome;
+        let name = format!("session {session} with the executor ({engine})");
+        let waits = Waits::of(&name);
+        let connection = Connection::new(end, Arc::clone(&waits));
         SharedConnection {
-            name: format!("session {session} with the executor ({engine})"),
+            name,
+            waits,
             lost: OnceLock::new(),
             owner: Owner::current(),
             is_fork_logged: AtomicBool::new(false),
-            connection: RankedMutex::new(Rank::Connection, Connection::new(end)),
+            connection: RankedMutex::new(Rank::Connection, connection),
         }
     }
 
@@ -53,7 +59,9 @@ impl SharedConnection {
         exchange: impl FnOnce(&mut Connection) -> Result<T, SessionError>,
     ) -> Result<T, SessionError> {
         self.check()?;
+        self.waits.queues();
         let mut connection = self.connection.lock();
+        self.waits.leaves_queue();
         self.exchange(&mut connection, exchange)
     }
 
@@ -63,6 +71,7 @@ impl SharedConnection {
         exchange: impl FnOnce(&mut Connection) -> Result<T, SessionError>,
     ) -> Result<T, SessionError> {
         let outcome = exchange(connection);
+        self.waits.end();
         if let Err(SessionError::Lost(reason)) = &outcome {
             connection.poison_reads();
             self.set_lost(reason.clone());
