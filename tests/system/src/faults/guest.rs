@@ -129,9 +129,17 @@ impl Guest {
     /// # Errors
     /// If the guest hangs, or its process has ended.
     pub(super) fn end(&mut self) -> Result<Outcome> {
+        self.end_within(HANG)
+    }
+
+    /// The same, with another limit.
+    ///
+    /// # Errors
+    /// If the generation has not ended after `limit`, or the process of the guest has ended.
+    pub(super) fn end_within(&mut self, limit: Duration) -> Result<Outcome> {
         let started = Instant::now();
         loop {
-            let left = HANG.saturating_sub(started.elapsed());
+            let left = limit.saturating_sub(started.elapsed());
             let line = self
                 .dialogue
                 .read_line(left.max(Duration::from_millis(1)))?;

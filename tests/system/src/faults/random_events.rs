@@ -53,6 +53,13 @@ const SMALL: u64 = 16 << 20;
 /// A guest gives up a host without a heartbeat after 10 s (docs/life-events.md).
 const STALL: Duration = Duration::from_secs(10);
 
+/// Longer than a guest waits for a host, and shorter than a host waits for a guest: 60 s
+/// (docs/life-events.md).
+const LONG: Duration = Duration::from_secs(13);
+
+/// The longest of the short pauses, which nobody notices.
+const SHORT: Duration = Duration::from_millis(1500);
+
 /// What a busy machine may add to a stated time.
 const SLOW_MACHINE: Duration = Duration::from_secs(30);
 
@@ -72,11 +79,13 @@ enum Event {
     Nothing,
     GuestKilled,
     GuestStopped,
+    GuestStoppedForLong,
     GuestEnds,
     GuestForks,
     ExecutorKilled,
     ExecutorRestarted,
     ExecutorStopped,
+    ExecutorStoppedForLong,
     ExecutorFrozen,
     ModelsLoadedAgain,
     QuotaExceeded,
@@ -90,15 +99,17 @@ enum Event {
 }
 
 /// How often each event happens, in relation to the others.
-const WEIGHTS: [(Event, u64); 18] = [
+const WEIGHTS: [(Event, u64); 20] = [
     (Event::Nothing, 3),
     (Event::GuestKilled, 10),
     (Event::GuestStopped, 6),
+    (Event::GuestStoppedForLong, 1),
     (Event::GuestEnds, 6),
     (Event::GuestForks, 8),
     (Event::ExecutorKilled, 3),
     (Event::ExecutorRestarted, 2),
     (Event::ExecutorStopped, 5),
+    (Event::ExecutorStoppedForLong, 1),
     (Event::ExecutorFrozen, 4),
     (Event::ModelsLoadedAgain, 6),
     (Event::QuotaExceeded, 6),
@@ -120,6 +131,34 @@ fn random_event(rng: &mut Rng) -> Event {
         left -= weight;
     }
     Event::Nothing
+}
+
+impl Event {
+    /// How long a program whose work the event ends may wait for its error, by docs/life-events.md.
+    /// Counted from the end of the event. A program whose work goes on has that time, too.
+    fn stated(self) -> Duration {
+        match self {
+            Event::ExecutorStoppedForLong | Event::Blackhole => STALL,
+            Event::NetworkStops
+            | Event::GuestDoesNotRead
+            | Event::Nothing
+            | Event::GuestKilled
+            | Event::GuestStopped
+            | Event::GuestStoppedForLong
+            | Event::GuestEnds
+            | Event::GuestForks
+            | Event::ExecutorKilled
+            | Event::ExecutorRestarted
+            | Event::ExecutorStopped
+            | Event::ExecutorFrozen
+            | Event::ModelsLoadedAgain
+            | Event::QuotaExceeded
+            | Event::Reloaded
+            | Event::Observed
+            | Event::PeerTalksNonsense
+            | Event::ConnectionCut => Duration::ZERO,
+        }
+    }
 }
 
 /// The programs that an event may make fail.
@@ -349,14 +388,18 @@ impl<'a> Soak<'a> {
         thread::sleep(moment(&mut self.rng, self.life));
         let fails = self.inject(event, subject)?;
         let happened = Instant::now();
+        // The programs work at the same time, a fork for two.
+        let work = self.life * (PROGRAMS.len() as u32 + 1);
+        let most = event.stated() + SLOW_MACHINE;
         for program in working {
             if matches!(event, Event::GuestKilled | Event::GuestEnds) && program == subject {
                 continue; // another process by now
             }
             let Program { name, guest, .. } = &mut self.programs[program];
-            let outcome = guest
-                .end()
-                .with_context(|| format!("{name} hangs or has crashed"))?;
+            let left = (most + work).saturating_sub(happened.elapsed());
+            let outcome = guest.end_within(left).with_context(|| {
+                format!("{name} hangs for {most:?} and {work:?}, or has crashed")
+            })?;
             match outcome {
                 Outcome::Tokens(tokens) => ensure!(
                     tokens == self.setup.reference,
@@ -367,8 +410,8 @@ impl<'a> Soak<'a> {
                     ensure!(fails.has(program), "{name} failed: {why}");
                     let took = happened.elapsed();
                     ensure!(
-                        took < STALL + SLOW_MACHINE,
-                        "{name} failed after {took:?} only"
+                        took < most,
+                        "{name} failed after {took:?} only, not within {most:?}"
                     );
                 }
             }
@@ -391,7 +434,7 @@ impl<'a> Soak<'a> {
 
     /// Makes an event happen. Returns the programs that may fail.
     fn inject(&mut self, event: Event, subject: usize) -> Result<Fails> {
-        let short = |rng: &mut Rng| moment(rng, Duration::from_millis(1500));
+        let short = |rng: &mut Rng| moment(rng, SHORT);
         match event {
             Event::Nothing | Event::GuestForks => Ok(Fails::None),
             Event::GuestKilled => {
@@ -399,8 +442,11 @@ impl<'a> Soak<'a> {
                 self.restart(subject)?;
                 Ok(Fails::None)
             }
-            Event::GuestStopped => {
-                let pause = short(&mut self.rng);
+            Event::GuestStopped | Event::GuestStoppedForLong => {
+                let pause = match event {
+                    Event::GuestStopped => short(&mut self.rng),
+                    _ => LONG,
+                };
                 let guest = &self.programs[subject].guest;
                 guest.signal(Signal::STOP)?;
                 thread::sleep(pause);
@@ -436,6 +482,13 @@ impl<'a> Soak<'a> {
                 thread::sleep(pause);
                 executor.signal(Signal::CONT)?;
                 Ok(Fails::None)
+            }
+            Event::ExecutorStoppedForLong => {
+                let executor = self.executor()?;
+                executor.signal(Signal::STOP)?;
+                thread::sleep(LONG);
+                executor.signal(Signal::CONT)?;
+                Ok(Fails::All)
             }
             Event::ExecutorFrozen => {
                 if let Some(freezer) = &self.freezer {
@@ -474,7 +527,10 @@ impl<'a> Soak<'a> {
                     &self.control,
                     1 + self.reloads % 5,
                 )?;
-                self.vgpu("reload")?;
+                match self.reloads % 2 {
+                    0 => self.executor()?.signal(Signal::HUP)?,
+                    _ => drop(self.vgpu("reload")?),
+                }
                 Ok(Fails::None)
             }
             Event::Observed => {
@@ -514,7 +570,7 @@ impl<'a> Soak<'a> {
             }
             Event::Blackhole => {
                 let both = [Direction::ToHost, Direction::ToGuest];
-                self.proxy.stop(&both, STALL + Duration::from_secs(3));
+                self.proxy.stop(&both, LONG);
                 Ok(Fails::One(REMOTE))
             }
         }
@@ -650,11 +706,13 @@ impl fmt::Display for Event {
             Event::Nothing => "nothing",
             Event::GuestKilled => "guest killed",
             Event::GuestStopped => "guest stopped",
+            Event::GuestStoppedForLong => "guest stopped for long",
             Event::GuestEnds => "guest replaced",
             Event::GuestForks => "guest forks",
             Event::ExecutorKilled => "executor killed",
             Event::ExecutorRestarted => "executor restarted",
             Event::ExecutorStopped => "executor stopped",
+            Event::ExecutorStoppedForLong => "executor stopped for long",
             Event::ExecutorFrozen => "executor frozen",
             Event::ModelsLoadedAgain => "models loaded again",
             Event::QuotaExceeded => "quota exceeded",
