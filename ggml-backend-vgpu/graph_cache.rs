@@ -8,6 +8,8 @@ use rustc_hash::FxHasher;
 use vgpu_transport::ir::{BufferId, Graph, patch};
 use vgpu_transport::wire::{GraphId, MAX_PAYLOAD};
 
+use crate::lock::{Rank, expect_unlocked};
+
 /// Graphs that the executor keeps for a session. llama.cpp alternates between a few for each
 /// context: prefill and decode, each with several sizes of the KV cache.
 const CAPACITY: usize = 64;
@@ -66,11 +68,14 @@ pub(crate) enum GraphUpload {
     Patch {
         /// The other graph.
         base: GraphId,
-        /// The difference, in the format of [`vgpu_transport::ir::patch`].
-        patch: Vec<u32>,
+        /// The difference, in the format of [`vgpu_transport::ir::patch`], as it is sent.
+        bytes: Vec<u8>,
     },
     /// As a whole.
-    Full,
+    Full {
+        /// The image of the graph, as it is sent.
+        bytes: Vec<u8>,
+    },
 }
 
 impl GraphImage {
@@ -97,6 +102,7 @@ impl GraphCache {
     /// image. A new image is moved into the cache, and `image` is then empty. `None` if all ids are
     /// used.
     pub(crate) fn by_image(&mut self, key: Option<u64>, image: &mut GraphImage) -> Option<Known> {
+        expect_unlocked(Rank::Connection, "the comparison of a graph");
         let is_same = |entry: &Entry| entry.hash == image.hash && entry.words == image.words;
         if let Some(at) = self.entries.iter().position(is_same) {
             self.entries[at].key = key;
@@ -128,7 +134,8 @@ impl GraphCache {
     }
 
     /// The words of a graph; none if the cache does not have the graph.
-    pub(crate) fn words(&self, graph: GraphId) -> &[u32] {
+    #[cfg(test)]
+    fn words(&self, graph: GraphId) -> &[u32] {
         self.entries
             .iter()
             .find(|entry| entry.graph == graph)
@@ -170,10 +177,14 @@ impl GraphCache {
         let limit = (words.len() / 2).min(MAX_PAYLOAD / 4);
         base.and_then(|base| {
             let patch = patch::diff(&base.words, words, limit)?;
-            let base = base.graph;
-            Some(GraphUpload::Patch { base, patch })
+            Some(GraphUpload::Patch {
+                base: base.graph,
+                bytes: to_bytes(&patch),
+            })
         })
-        .unwrap_or(GraphUpload::Full)
+        .unwrap_or_else(|| GraphUpload::Full {
+            bytes: to_bytes(words),
+        })
     }
 
     /// Removes the least recently used graph if the cache is full.
@@ -190,9 +201,24 @@ impl GraphCache {
     }
 }
 
+/// Words in the byte order of the wire.
+fn to_bytes(words: &[u32]) -> Vec<u8> {
+    words.iter().flat_map(|word| word.to_le_bytes()).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn is_full(known: &Known) -> bool {
+        matches!(known.upload, GraphUpload::Full { .. })
+    }
+
+    fn to_words(bytes: &[u8]) -> Vec<u32> {
+        let (words, rest) = bytes.as_chunks();
+        assert!(rest.is_empty(), "{rest:?}");
+        words.iter().map(|&word| u32::from_le_bytes(word)).collect()
+    }
 
     fn add(cache: &mut GraphCache, key: Option<u64>, graph: &Graph) -> Known {
         let mut image = GraphImage::default();
@@ -213,7 +239,10 @@ mod tests {
     fn an_image_is_sent_once() {
         let mut cache = GraphCache::default();
         let first = add_user(&mut cache, 1);
-        assert_eq!(first.upload, GraphUpload::Full);
+        let GraphUpload::Full { bytes } = &first.upload else {
+            panic!("{first:?}");
+        };
+        assert_eq!(to_words(bytes), cache.words(first.graph));
         assert_ne!(add_user(&mut cache, 2).upload, GraphUpload::Nothing);
         let again = add_user(&mut cache, 1);
         let graph = first.graph;
@@ -263,9 +292,10 @@ mod tests {
         add_user(&mut cache, 1);
         let second = add_user(&mut cache, 2);
         let third = add_user(&mut cache, 3);
-        let GraphUpload::Patch { base, patch } = third.upload else {
+        let GraphUpload::Patch { base, bytes } = third.upload else {
             panic!("{third:?}");
         };
+        let patch = to_words(&bytes);
         assert_eq!(base, second.graph);
         let patched = patch::apply(cache.words(base), &patch).unwrap();
         assert_eq!(patched, cache.words(third.graph));
@@ -275,6 +305,6 @@ mod tests {
             buffers: vec![BufferId(1), BufferId(2)],
             ..Graph::default()
         };
-        assert_eq!(add(&mut cache, None, &other).upload, GraphUpload::Full);
+        assert!(is_full(&add(&mut cache, None, &other)));
     }
 }

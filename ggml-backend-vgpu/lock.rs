@@ -16,6 +16,8 @@ pub(crate) enum Rank {
     Encoder,
     /// `WeightUpload::state`.
     Upload,
+    /// `SharedConnection::graphs`.
+    Graphs,
     /// `SharedConnection::connection`.
     Connection,
     /// `Session::open_uploads`, `Event::point`.
@@ -26,4 +28,10 @@ impl LockRank for Rank {
     fn level(self) -> usize {
         self as usize
     }
+}
+
+/// Checks, with debug assertions, that the thread holds no lock of this rank or a higher one:
+/// `what` may take long.
+pub(crate) fn expect_unlocked(rank: Rank, what: &str) {
+    lock::expect_unlocked(rank.level(), what);
 }

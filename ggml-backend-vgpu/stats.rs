@@ -19,7 +19,8 @@ pub(crate) struct Stats {
     graphs: u64,
     nodes: u64,
     full_graphs: u64,
-    patches: u64,
+    /// Graphs that were sent as a patch of an earlier one.
+    pub(crate) patches: u64,
     encoding: Duration,
     now: Traffic,
     steps: VecDeque<GraphInterval>,

@@ -15,7 +15,7 @@ use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, Reply, Request};
 
 use super::error::{LossReason, SessionError};
 use super::pending::{BackendId, Failure, PendingRead, Submission};
-use crate::graph_cache::{GraphCache, GraphUpload, Known};
+use crate::graph_cache::{GraphUpload, Known};
 use crate::stats::{Copied, Sent, Stats, SubmittedGraph, Traffic};
 use crate::waits::{Step, Waits};
 
@@ -33,7 +33,6 @@ pub(super) struct Connection {
     message: Vec<u8>,
     pub(super) last_buffer: u64,
     pub(super) last_backend: u64,
-    pub(super) graphs: GraphCache,
     /// The number of the last request.
     sent: u64,
     /// The last request that was answered: done, with all requests before it, even if the link does
@@ -75,7 +74,6 @@ impl Connection {
             message: Vec::new(),
             last_buffer: 0,
             last_backend: 0,
-            graphs: GraphCache::default(),
             sent: 1,
             answered: 0,
             last_staged: 0,
@@ -427,20 +425,7 @@ impl Connection {
         }
     }
 
-    /// Forgets every graph that uses `buffer`, here and in the executor.
-    ///
-    /// # Errors
-    ///
-    /// [`SessionError::Lost`] if the link is broken.
-    pub(super) fn forget_users(&mut self, buffer: BufferId) -> Result<(), SessionError> {
-        for graph in self.graphs.remove_users(buffer) {
-            self.send(&Request::Forget { graph })?;
-        }
-        Ok(())
-    }
-
-    /// Submits a graph: sends what the executor lacks of it, and the request to run it. `before` is
-    /// the traffic before the graph was looked up.
+    /// Submits a graph: sends what the executor lacks of it, and the request to run it.
     ///
     /// # Errors
     ///
@@ -450,29 +435,28 @@ impl Connection {
         backend: BackendId,
         known: Known,
         graph: SubmittedGraph,
-        before: Traffic,
     ) -> Result<(), SessionError> {
         let graph = SubmittedGraph {
             nodes: known.nodes,
             sent: match known.upload {
                 GraphUpload::Nothing => Sent::Nothing,
                 GraphUpload::Patch { .. } => Sent::Patch,
-                GraphUpload::Full => Sent::Full,
+                GraphUpload::Full { .. } => Sent::Full,
             },
             ..graph
         };
+        let before = self.traffic();
         self.stats.begin_step(before, graph);
         if let Some(graph) = known.evicted {
             self.send(&Request::Forget { graph })?;
         }
         match known.upload {
             GraphUpload::Nothing => {}
-            GraphUpload::Patch { base, patch } => {
+            GraphUpload::Patch { base, bytes } => {
                 let graph = known.graph;
-                let patch = to_bytes(&patch);
-                self.send_with(&Request::Patch { graph, base }, patch[..].into())?;
+                self.send_with(&Request::Patch { graph, base }, bytes[..].into())?;
             }
-            GraphUpload::Full => self.send_graph(known.graph)?,
+            GraphUpload::Full { bytes } => self.send_graph(known.graph, &bytes)?,
         }
         let request = self.send(&Request::Submit { graph: known.graph })?;
         self.submissions.push_back(Submission {
@@ -483,8 +467,7 @@ impl Connection {
         Ok(())
     }
 
-    fn send_graph(&mut self, graph: GraphId) -> Result<(), SessionError> {
-        let image = to_bytes(self.graphs.words(graph));
+    fn send_graph(&mut self, graph: GraphId, image: &[u8]) -> Result<(), SessionError> {
         let total = image.len() as u64;
         let mut offset = 0;
         for part in image.chunks(MAX_PAYLOAD) {
@@ -535,9 +518,4 @@ impl Drop for Connection {
 fn next(last: &mut u64, what: &'static str) -> Result<u64, SessionError> {
     *last = last.checked_add(1).ok_or(LossReason::NoneLeft { what })?;
     Ok(*last)
-}
-
-/// Words in the byte order of the wire.
-fn to_bytes(words: &[u32]) -> Vec<u8> {
-    words.iter().flat_map(|word| word.to_le_bytes()).collect()
 }

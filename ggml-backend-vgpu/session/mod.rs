@@ -11,14 +11,17 @@
 //! 2. `Backend::encoder`: one graph at a time is encoded for a backend.
 //! 3. `WeightUpload::state`: the upload of one buffer. Held while its requests are sent, so that
 //!    its writes stay in order with the lookups. Never two at a time.
-//! 4. `SharedConnection::connection`: one exchange with the executor.
+//! 4. `SharedConnection::graphs`: the graphs that the executor has. Held until a graph is
+//!    submitted, or until the executor is told to forget one, so that graphs are sent in the order
+//!    in which they become known.
+//! 5. `SharedConnection::connection`: one exchange with the executor.
 //!
-//! Encoding a graph, hashing weights for the first lookup and copying from mapped memory happen
-//! without lock 4. Comparing an encoded graph with the known ones, for a patch, happens under lock
-//! 4: the known graphs are those of the connection, in the order in which it has sent them. Every
-//! other lock (`Session::open_uploads`, `last_memory`, `Event::point`, those in `weights` and
-//! `load_progress`) is innermost: a thread that holds it takes no other lock. A build with debug
-//! assertions checks the order ([`lock`](crate::lock)).
+//! Encoding a graph, comparing the graph with the known ones, hashing weights to look them up and
+//! copying from mapped memory happen without lock 5. Only the proof that the program has the bytes
+//! of a lookup is hashed under lock 5: the protocol permits no request between the executor's
+//! question and the proof. Every other lock (`Session::open_uploads`, `last_memory`,
+//! `Event::point`, those in `weights` and `load_progress`) is innermost: a thread that holds it
+//! takes no other lock. A build with debug assertions checks the order ([`lock`](crate::lock)).
 //!
 //! # Forked processes
 //!
@@ -200,10 +203,8 @@ impl Session {
         let (size, buffer) = (buffer.allocation.size(), buffer.id());
         self.open_uploads.lock().retain(|open| open.id() != buffer);
         self.load_log.forget(buffer);
-        self.connection.with_conn(|c| {
-            c.forget_users(buffer)?;
-            c.send(&Request::Free { buffer }).map(drop)
-        })?;
+        self.connection
+            .with_users_forgotten(buffer, |c| c.send(&Request::Free { buffer }).map(drop))?;
         self.count_free(|free| free.saturating_add(size));
         Ok(())
     }
@@ -481,19 +482,21 @@ impl Session {
         ggml_nodes: usize,
     ) -> Result<bool, SessionError> {
         self.seal_uploads()?;
+        let mut graphs = self.connection.lock_graphs()?;
+        let began = Instant::now();
+        let known = key.and_then(|key| graphs.by_key(key));
+        let graph = SubmittedGraph {
+            ggml_nodes,
+            encoding: began.elapsed(),
+            ..SubmittedGraph::default()
+        };
         self.connection.with_conn(|c| {
             c.drain()?;
             c.take_failure(backend)?;
-            let (before, began) = (c.traffic(), Instant::now());
-            let Some(known) = key.and_then(|key| c.graphs.by_key(key)) else {
+            let Some(known) = known else {
                 return Ok(false);
             };
-            let graph = SubmittedGraph {
-                ggml_nodes,
-                encoding: began.elapsed(),
-                ..SubmittedGraph::default()
-            };
-            c.submit(backend, known, graph, before)?;
+            c.submit(backend, known, graph)?;
             Ok(true)
         })
     }
@@ -518,16 +521,16 @@ impl Session {
         for buffer in buffers {
             buffer.upload.mark_not_weights();
         }
+        let mut graphs = self.connection.lock_graphs()?;
+        let known = graphs.by_image(key, image);
+        let graph = SubmittedGraph {
+            ggml_nodes,
+            encoding: began.elapsed(),
+            ..SubmittedGraph::default()
+        };
         self.connection.with_conn(|c| {
-            let before = c.traffic();
             let none_left = LossReason::NoneLeft { what: "graph ids" };
-            let known = c.graphs.by_image(key, image).ok_or(none_left)?;
-            let graph = SubmittedGraph {
-                ggml_nodes,
-                encoding: began.elapsed(),
-                ..SubmittedGraph::default()
-            };
-            c.submit(backend, known, graph, before)
+            c.submit(backend, known.ok_or(none_left)?, graph)
         })
     }
 

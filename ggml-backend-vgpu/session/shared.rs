@@ -4,16 +4,21 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use vgpu_transport::fork::Owner;
+use vgpu_transport::ir::BufferId;
 use vgpu_transport::link::{GuestEnd, LinkError};
+use vgpu_transport::wire::Request;
 
 use super::connection::Connection;
 use super::error::{LossReason, SessionError};
 use super::handshake::Welcome;
 use crate::fail_fast;
+use crate::graph_cache::GraphCache;
 use crate::lock::{Rank, RankedGuard, RankedMutex};
 use crate::waits::Waits;
 
-/// A [`Connection`] under its lock. A lost connection stays lost: every later call fails at once.
+/// A [`Connection`] under its lock, and the graphs that were sent over it under another, so that
+/// a thread that compares a graph with them does not keep others from the executor. A lost
+/// connection stays lost: every later call fails at once.
 ///
 /// The connection belongs to the process that has opened it. In a forked child every call fails at
 /// once, before it takes a lock that a thread of the parent may have held during the fork.
@@ -26,6 +31,7 @@ pub(super) struct SharedConnection {
     name: String,
     lost: OnceLock<LossReason>,
     pub(super) waits: Arc<Waits>,
+    graphs: RankedMutex<GraphCache>,
     connection: RankedMutex<Connection>,
 }
 
@@ -44,6 +50,7 @@ impl SharedConnection {
             lost: OnceLock::new(),
             owner: Owner::current(),
             is_fork_logged: AtomicBool::new(false),
+            graphs: RankedMutex::new(Rank::Graphs, GraphCache::default()),
             connection: RankedMutex::new(Rank::Connection, connection),
         }
     }
@@ -63,6 +70,41 @@ impl SharedConnection {
         let mut connection = self.connection.lock();
         self.waits.leaves_queue();
         self.exchange(&mut connection, exchange)
+    }
+
+    /// The graphs that the executor has. A thread keeps the lock from a change of the graphs until
+    /// the requests that tell the executor of the change are sent: a patch is sent after its base,
+    /// and before the base is forgotten.
+    ///
+    /// # Errors
+    ///
+    /// [`SessionError::Lost`] if the connection is lost.
+    pub(super) fn lock_graphs(&self) -> Result<RankedGuard<'_, GraphCache>, SessionError> {
+        self.check()?;
+        // A panic before a graph was sent leaves a graph that the executor lacks: the executor ends
+        // the session at the next use.
+        Ok(self.graphs.lock())
+    }
+
+    /// As [`with_conn`](SharedConnection::with_conn), after every graph that uses `buffer` was
+    /// forgotten, here and in the executor.
+    ///
+    /// # Errors
+    ///
+    /// As for [`with_conn`](SharedConnection::with_conn).
+    pub(super) fn with_users_forgotten<T>(
+        &self,
+        buffer: BufferId,
+        exchange: impl FnOnce(&mut Connection) -> Result<T, SessionError>,
+    ) -> Result<T, SessionError> {
+        let mut graphs = self.lock_graphs()?;
+        let users = graphs.remove_users(buffer);
+        self.with_conn(|c| {
+            for graph in users {
+                c.send(&Request::Forget { graph })?;
+            }
+            exchange(c)
+        })
     }
 
     fn exchange<T>(

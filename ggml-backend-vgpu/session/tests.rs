@@ -206,14 +206,13 @@ fn numbers_that_are_used_up_end_the_session_with_a_reason_and_the_next_one_works
             "request numbers" => executors.open_after("one", last),
             _ => executors.open("one"),
         };
-        let mut connection = session.connection.lock().unwrap();
+        let connection = || session.connection.lock().unwrap();
         match what {
-            "buffer ids" => connection.last_buffer = last,
-            "backend ids" => connection.last_backend = last,
-            "graph ids" => connection.graphs.set_last_id(last),
+            "buffer ids" => connection().last_buffer = last,
+            "backend ids" => connection().last_backend = last,
+            "graph ids" => session.connection.lock_graphs().unwrap().set_last_id(last),
             _ => {}
         }
-        drop(connection);
         let mut done = 0;
         let error = loop {
             match work(&session, 2 * MIN_EXTENT) {
@@ -348,4 +347,45 @@ fn graphs_and_uploads_of_two_threads_do_not_deadlock() {
     for _ in 0..2 {
         waiting.recv_timeout(Duration::from_secs(60)).unwrap();
     }
+}
+
+/// The graphs of several threads become known in the order in which they are sent: a patch of a
+/// graph that the executor does not have, or not any more, would end the session.
+#[test]
+fn threads_submit_patches_of_each_others_graphs() {
+    const THREADS: usize = 4;
+    const GRAPHS: usize = 2000;
+    const DIGITS: usize = 7;
+    let executors = Executors::new();
+    let session = executors.open("one");
+    let buffers: Vec<_> = (0..6 * DIGITS)
+        .map(|_| session.alloc(256).unwrap())
+        .collect();
+    let submit = |thread: usize| {
+        let backend = session.open_backend()?;
+        let mut image = GraphImage::default();
+        for i in 0..GRAPHS {
+            // All graphs differ, in a third of their words. A digit is one of four buffers.
+            let number = THREADS * i + thread;
+            let digit = |at: usize| 4 * at + number / 4_usize.pow(at as u32) % 4;
+            let names = (0..DIGITS).map(digit).chain(4 * DIGITS..6 * DIGITS);
+            session.submit_known(backend, None, 0)?;
+            image.encode(&Graph {
+                buffers: names.map(|at| buffers[at].id()).collect(),
+                ..Graph::default()
+            });
+            session.submit(backend, None, 0, &mut image, &buffers, Instant::now())?;
+        }
+        session.synchronize()?;
+        session.submit_known(backend, None, 0)
+    };
+    let outcomes: Vec<_> = std::thread::scope(|scope| {
+        let submit = &submit;
+        let threads: [_; THREADS] =
+            std::array::from_fn(|thread| scope.spawn(move || submit(thread)));
+        threads.map(|thread| thread.join().unwrap()).into()
+    });
+    assert!(outcomes.iter().all(Result::is_ok), "{outcomes:?}");
+    let patches = session.stats().unwrap().patches;
+    assert!(patches as usize > THREADS * GRAPHS / 2, "{patches} patches");
 }

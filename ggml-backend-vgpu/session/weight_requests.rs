@@ -19,20 +19,17 @@ pub(super) fn begin(
     to: &Allocation,
 ) -> Result<Option<Vec<u64>>, SessionError> {
     let buffer = to.id();
-    connection.with_conn(|c| {
-        c.forget_users(buffer)?;
-        match c.ask(&Request::Weights { buffer }) {
-            Ok(Reply::Held { lengths, .. }) => {
-                to.unmap();
-                Ok(Some(lengths.0))
-            }
-            Ok(other) => Err(SessionError::unexpected(other)),
-            Err(SessionError::Refused(reason)) => {
-                tracing::debug!("weights of buffer {} are not shared: {reason}", buffer.0);
-                Ok(None)
-            }
-            Err(error) => Err(error),
+    connection.with_users_forgotten(buffer, |c| match c.ask(&Request::Weights { buffer }) {
+        Ok(Reply::Held { lengths, .. }) => {
+            to.unmap();
+            Ok(Some(lengths.0))
         }
+        Ok(other) => Err(SessionError::unexpected(other)),
+        Err(SessionError::Refused(reason)) => {
+            tracing::debug!("weights of buffer {} are not shared: {reason}", buffer.0);
+            Ok(None)
+        }
+        Err(error) => Err(error),
     })
 }
 
@@ -155,8 +152,5 @@ pub(super) fn name_extent(
 ///
 /// [`SessionError::Lost`] if the session is lost.
 pub(super) fn seal(connection: &SharedConnection, buffer: BufferId) -> Result<(), SessionError> {
-    connection.with_conn(|c| {
-        c.forget_users(buffer)?;
-        c.send(&Request::Seal { buffer }).map(drop)
-    })
+    connection.with_users_forgotten(buffer, |c| c.send(&Request::Seal { buffer }).map(drop))
 }
