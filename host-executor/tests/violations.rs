@@ -623,9 +623,7 @@ fn memory_that_the_engine_cannot_read() {
         offset: 0,
         len: 16,
     });
-    let (reply, payload) = guest.receive();
-    assert!(matches!(reply, Reply::Data { .. }), "{reply:?}");
-    assert_eq!(payload, [0; 16]);
+    // No reply with bytes that are not those of the buffer.
     let reason = guest.ended();
     assert!(reason.contains("the engine failed"), "{reason}");
 }

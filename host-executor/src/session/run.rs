@@ -282,21 +282,12 @@ impl Session {
         outgoing.clear();
         Reply::Data { request }.encode(outgoing);
         let submit = submitted.request;
-        let mut in_flight = Some(submitted);
-        let mut outcome = Ok(Answer::Nothing);
-        let sent = link.send_if(outgoing, read.len, &mut |out| {
-            let copied = read.memory.read(read.offset, out);
-            if let Some(submitted) = in_flight.take() {
-                outcome = self.wait(submitted);
-            }
-            copied.is_ok() && matches!(outcome, Ok(Answer::Nothing))
-        });
-        // The link did not ask for the payload: nothing has waited for the graph yet.
-        if let Some(submitted) = in_flight {
-            outcome = self.wait(submitted);
-        }
-        let outcome = outcome?;
-        if sent? {
+        let room = link.reserve(outgoing.len(), read.len);
+        let copied = room.map(|out| read.memory.read(read.offset, out));
+        // In any case: the graph has the device until then.
+        let outcome = self.wait(submitted)?;
+        if copied?.is_ok() && matches!(outcome, Answer::Nothing) {
+            link.send_reserved(outgoing)?;
             self.counters.round_trips.add(1);
             self.count_sent(outgoing.len() + read.len);
             return Ok(());
@@ -380,16 +371,16 @@ impl Session {
     ) -> Result<(), SessionEnd> {
         self.counters.round_trips.add(1);
         Reply::Data { request }.encode(outgoing);
-        let mut copied = Ok(());
-        // The link waits for room, which the guest makes, before it asks for the bytes.
+        // The link waits for room, which the guest makes.
         self.activity.continue_request(ThreadState::Replies);
-        link.send(outgoing, read.len, &mut |out| {
-            self.activity.continue_request(ThreadState::Executes);
-            copied = read.memory.read(read.offset, out);
-            self.activity.continue_request(ThreadState::Replies);
-        })?;
+        let room = link.reserve(outgoing.len(), read.len)?;
+        self.activity.continue_request(ThreadState::Executes);
+        let copied = read.memory.read(read.offset, room);
+        self.activity.continue_request(ThreadState::Replies);
+        copied.map_err(SessionEnd::Engine)?;
+        link.send_reserved(outgoing)?;
         self.count_sent(outgoing.len() + read.len);
-        copied.map_err(SessionEnd::Engine)
+        Ok(())
     }
 
     fn count_sent(&self, bytes: usize) {

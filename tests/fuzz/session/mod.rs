@@ -112,6 +112,8 @@ struct Script<'a> {
     payload: Vec<u8>,
     expect: Option<Expect>,
     replies: Vec<(Reply, Vec<u8>)>,
+    /// The payload of the next reply.
+    room: Vec<u8>,
     retired: bool,
     /// Bytes that the last graph may have changed, of buffers not read since.
     changed: BTreeMap<u64, Vec<bool>>,
@@ -133,6 +135,7 @@ impl<'a> Script<'a> {
             payload: Vec::new(),
             expect: None,
             replies: Vec::new(),
+            room: Vec::new(),
             retired: true,
             changed: BTreeMap::new(),
             has_compiled: false,
@@ -690,21 +693,21 @@ impl HostEnd for Script<'_> {
         Bytes::from(&self.payload[..])
     }
 
-    fn send_if(
+    fn reserve(
         &mut self,
-        message: &[u8],
+        _message_len: usize,
         payload_len: usize,
-        fill: &mut dyn FnMut(BytesMut<'_>) -> bool,
-    ) -> Result<bool, LinkError> {
+    ) -> Result<BytesMut<'_>, LinkError> {
+        self.room = vec![0; payload_len];
+        Ok(BytesMut::from(&mut self.room[..]))
+    }
+
+    fn send_reserved(&mut self, message: &[u8]) -> Result<(), LinkError> {
         let reply = Reply::decode(message).expect("a reply that can be read");
         let is_over = matches!(self.replies.last(), Some((Reply::Ended { .. }, _)));
         assert!(!is_over, "{reply:?} after the end");
-        let mut payload = vec![0; payload_len];
-        let is_sent = payload_len == 0 || fill(BytesMut::from(&mut payload[..]));
-        if is_sent {
-            self.replies.push((reply, payload));
-        }
-        Ok(is_sent)
+        self.replies.push((reply, std::mem::take(&mut self.room)));
+        Ok(())
     }
 
     fn retire(&mut self) {

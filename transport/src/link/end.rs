@@ -156,7 +156,7 @@ pub trait HostEnd: Send {
         Ok(None)
     }
 
-    /// Sends a message with `payload_len` bytes of payload, which `fill` writes in place.
+    /// Sends a message with `payload_len` bytes of payload, which `fill` writes.
     ///
     /// # Errors
     ///
@@ -168,11 +168,8 @@ pub trait HostEnd: Send {
         payload_len: usize,
         fill: &mut dyn FnMut(BytesMut<'_>),
     ) -> Result<(), LinkError> {
-        let mut fill = |out: BytesMut<'_>| {
-            fill(out);
-            true
-        };
-        self.send_if(message, payload_len, &mut fill).map(|_| ())
+        fill(self.reserve(message.len(), payload_len)?);
+        self.send_reserved(message)
     }
 
     /// Checks, without waiting, that the guest is still there. A call costs a few system calls.
@@ -190,18 +187,29 @@ pub trait HostEnd: Send {
         false
     }
 
-    /// The same as [`send`](HostEnd::send), but sends nothing if `fill` returns `false`. Returns
-    /// whether the end has sent the message. The end always sends a message without payload.
+    /// Room for the payload of the next message, which has `message_len` bytes. The caller writes
+    /// the payload and calls [`send_reserved`](HostEnd::send_reserved), or sends another message,
+    /// which gives up the room. The end holds no lock meanwhile: an engine may write the payload.
     ///
     /// # Errors
     ///
     /// As [`send`](HostEnd::send).
-    fn send_if(
+    fn reserve(
         &mut self,
-        message: &[u8],
+        message_len: usize,
         payload_len: usize,
-        fill: &mut dyn FnMut(BytesMut<'_>) -> bool,
-    ) -> Result<bool, LinkError>;
+    ) -> Result<BytesMut<'_>, LinkError>;
+
+    /// Sends a message with the payload in the room of the last [`reserve`](HostEnd::reserve).
+    ///
+    /// # Errors
+    ///
+    /// The errors of a broken link.
+    ///
+    /// # Panics
+    ///
+    /// If no room is reserved for a message of this length.
+    fn send_reserved(&mut self, message: &[u8]) -> Result<(), LinkError>;
 
     /// The verified certificate of the guest, in DER, and those of authorities that the guest has
     /// sent with it. Empty on a link without certificates.

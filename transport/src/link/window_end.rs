@@ -374,9 +374,9 @@ pub(super) fn count_in(counters: &mut Counters, bytes: usize) {
 }
 
 /// The error for a message above the limits.
-pub(super) fn too_large(message: &[u8], payload: usize) -> LinkError {
+pub(super) fn too_large(message: usize, payload: usize) -> LinkError {
     LinkError::TooLarge {
-        len: message.len(),
+        len: message,
         payload,
     }
 }

@@ -264,27 +264,10 @@ impl Framing {
         payload: usize,
         fill: impl FnOnce(&mut [u8]),
     ) {
-        self.push_if(kind, number, message, payload, |room| {
-            fill(room);
-            true
-        });
-    }
-
-    /// The same as [`push`](Framing::push), but queues nothing if `fill` returns `false`. A frame
-    /// without payload is always queued.
-    pub(super) fn push_if(
-        &mut self,
-        kind: Kind,
-        number: u64,
-        message: &[u8],
-        payload: usize,
-        fill: impl FnOnce(&mut [u8]) -> bool,
-    ) -> bool {
         if self.sent == self.out.len() {
             self.out.clear();
             self.sent = 0;
         }
-        let before = self.out.len();
         for word in [kind as u32, message.len() as u32, payload as u32, 0] {
             self.out.extend_from_slice(&word.to_le_bytes());
         }
@@ -292,11 +275,7 @@ impl Framing {
         self.out.extend_from_slice(message);
         let start = self.out.len();
         self.out.resize(start + payload, 0);
-        let is_sent = payload == 0 || fill(&mut self.out[start..]);
-        if !is_sent {
-            self.out.truncate(before);
-        }
-        is_sent
+        fill(&mut self.out[start..]);
     }
 
     /// Writes and reads as much as possible without blocking.

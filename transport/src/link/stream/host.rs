@@ -29,6 +29,11 @@ pub struct StreamHost {
     retired: u64,
     /// The last retired request that the guest knows of.
     reported: u64,
+    /// The payload of the next message. Not in the framing, whose lock the heartbeat thread needs:
+    /// an engine may take long to write the payload.
+    payload: Vec<u8>,
+    /// The sizes of the next message and its payload in bytes, from `reserve` to `send_reserved`.
+    reserved: Option<(usize, usize)>,
     counters: Counters,
     certificates: Vec<Vec<u8>>,
     /// The number of the incomplete frame that the host has waited for last, and how long.
@@ -53,6 +58,8 @@ impl StreamHost {
             received: 0,
             retired: 0,
             reported: 0,
+            payload: Vec::new(),
+            reserved: None,
             counters: Counters::default(),
             certificates: Vec::new(),
             awaited: (0, Duration::ZERO),
@@ -152,18 +159,29 @@ impl HostEnd for StreamHost {
         Bytes::from(self.current.as_ref().map_or(&[][..], Frame::payload))
     }
 
-    fn send_if(
+    fn reserve(
         &mut self,
-        message: &[u8],
+        message_len: usize,
         payload_len: usize,
-        fill: &mut dyn FnMut(BytesMut<'_>) -> bool,
-    ) -> Result<bool, LinkError> {
-        if message.len() > MAX_MESSAGE || payload_len > MAX_PAYLOAD {
+    ) -> Result<BytesMut<'_>, LinkError> {
+        if message_len > MAX_MESSAGE || payload_len > MAX_PAYLOAD {
             return Err(LinkError::TooLarge {
-                len: message.len(),
+                len: message_len,
                 payload: payload_len,
             });
         }
+        lock(&self.framing).check()?;
+        if self.payload.len() < payload_len {
+            self.payload.resize(payload_len, 0);
+        }
+        self.reserved = Some((message_len, payload_len));
+        Ok(BytesMut::from(&mut self.payload[..payload_len]))
+    }
+
+    fn send_reserved(&mut self, message: &[u8]) -> Result<(), LinkError> {
+        let (message_len, payload_len) = self.reserved.take().expect("room for the message");
+        assert_eq!(message.len(), message_len, "message's length");
+        let payload = &self.payload[..payload_len];
         let began = Instant::now();
         let mut is_pushed = false;
         loop {
@@ -171,13 +189,9 @@ impl HostEnd for StreamHost {
             framing.check()?;
             if !is_pushed {
                 is_pushed = true;
-                let is_sent =
-                    framing.push_if(Kind::Reply, self.retired, message, payload_len, |room| {
-                        fill(BytesMut::from(room))
-                    });
-                if !is_sent {
-                    return Ok(false);
-                }
+                framing.push(Kind::Reply, self.retired, message, payload_len, |room| {
+                    room.copy_from_slice(payload);
+                });
                 self.reported = self.retired;
             }
             framing.push_out()?;
@@ -194,7 +208,7 @@ impl HostEnd for StreamHost {
         }
         self.counters.messages_out += 1;
         self.counters.bytes_out += (message.len() + payload_len) as u64;
-        Ok(true)
+        Ok(())
     }
 
     fn retire(&mut self) {

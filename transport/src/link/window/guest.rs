@@ -128,7 +128,7 @@ impl WindowGuest {
             Payload::Bulk { len, .. } => (0, len),
         };
         if message.len() > MAX_MESSAGE || len > MAX_PAYLOAD || inline_len > INLINE_PAYLOAD {
-            return Err(too_large(message, len));
+            return Err(too_large(message.len(), len));
         }
         let request = self.next_request()?;
         let room = loop {
@@ -304,7 +304,7 @@ impl GuestEnd for WindowGuest {
             return self.submit(message, Payload::Inline(len), payload);
         }
         if message.len() > MAX_MESSAGE || len > MAX_PAYLOAD || len > self.staging_ring.capacity() {
-            return Err(too_large(message, len));
+            return Err(too_large(message.len(), len));
         }
         let request = self.next_request()?;
         let range = loop {

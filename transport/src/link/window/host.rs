@@ -19,7 +19,7 @@ use crate::shm::doorbell::Doorbell;
 use crate::shm::layout::{Layout, word};
 use crate::shm::liveness::{Liveness, Silence};
 use crate::shm::memory::{SharedWords, Window};
-use crate::shm::ring::{Consumer, Limits, Payload, Producer, Record};
+use crate::shm::ring::{Consumer, Limits, Payload, Producer, Record, Reservation};
 
 /// The time that a host waits for a guest to receive replies.
 const GUEST_STALL: Duration = Duration::from_secs(60);
@@ -36,6 +36,9 @@ pub struct WindowHost {
     received: u64,
     /// The number of the last sent message.
     sent: u64,
+    /// The record of the next message, not published. The ring has no trace of the record yet, so
+    /// that dropping it needs no cleanup.
+    reserved: Option<Reservation>,
     /// The channel for shared files, on a link with such a channel.
     files: Option<Files>,
 }
@@ -68,6 +71,7 @@ impl WindowHost {
             current: None,
             received: 0,
             sent: 0,
+            reserved: None,
             files: None,
         }
     }
@@ -196,15 +200,14 @@ impl HostEnd for WindowHost {
                 .is_ok_and(|room| room.is_some())
     }
 
-    fn send_if(
+    fn reserve(
         &mut self,
-        message: &[u8],
+        message_len: usize,
         payload_len: usize,
-        fill: &mut dyn FnMut(BytesMut<'_>) -> bool,
-    ) -> Result<bool, LinkError> {
+    ) -> Result<BytesMut<'_>, LinkError> {
         self.end.check()?;
-        if message.len() > MAX_MESSAGE || payload_len > MAX_PAYLOAD {
-            return Err(too_large(message, payload_len));
+        if message_len > MAX_MESSAGE || payload_len > MAX_PAYLOAD {
+            return Err(too_large(message_len, payload_len));
         }
         let number = self.sent + 1;
         let (window, completions) = (&*self.window, &mut self.completions);
@@ -212,22 +215,26 @@ impl HostEnd for WindowHost {
         let room = self
             .end
             .wait(Waiting::Progress, WAKE_ON_ROOM, Some(GUEST_STALL), || {
-                completions.reserve(window, number, message.len(), payload)
+                completions.reserve(window, number, message_len, payload)
             })?;
         let Some(room) = room else {
             return Err(self.end.fail(LinkError::Stalled {
                 seconds: GUEST_STALL.as_secs(),
             }));
         };
-        if payload_len > 0 && !fill(window.bytes_mut(room.payload.clone())) {
-            // The bytes behind the tail are not published, so the reserved record needs no cleanup.
-            return Ok(false);
-        }
-        completions.publish(window, room, message);
-        self.sent = number;
+        let payload = room.payload.clone();
+        self.reserved = Some(room);
+        Ok(window.bytes_mut(payload))
+    }
+
+    fn send_reserved(&mut self, message: &[u8]) -> Result<(), LinkError> {
+        let room = self.reserved.take().expect("room for the message");
+        let bytes = message.len() + room.payload.len();
+        self.completions.publish(&*self.window, room, message);
+        self.sent += 1;
         self.end.counters.messages_out += 1;
-        self.end.counters.bytes_out += (message.len() + payload_len) as u64;
-        self.end.wake(|_| true).map(|()| true)
+        self.end.counters.bytes_out += bytes as u64;
+        self.end.wake(|_| true)
     }
 
     fn can_share(&self) -> bool {
