@@ -1,13 +1,11 @@
-//! Developer commands: `cargo xtask setup | build | demo | package | abi-diff | gpu-check`, and
-//! those that are programs of their own: the system tests (`test`, `vm`, `ollama`, `ops-table`,
-//! `faults`, `soak`) and the benchmarks (`bench`).
+//! Developer commands: `cargo xtask setup | build | demo | package`, and those that are programs of
+//! their own: the system tests (`test`, `vm`, `ollama`, `ops-table`, `faults`, `soak`, `abi-diff`,
+//! `gpu-check`) and the benchmarks (`bench`).
 //!
 //! Each fetches and builds just what it needs, into a cache folder shared by all checkouts, and
 //! shows what it is doing. See [`xtask_common::cache`] for where that is.
 
-mod abi_diff;
 mod demo;
-mod gpu_check;
 mod package;
 
 use std::ffi::OsString;
@@ -33,10 +31,6 @@ enum Arguments {
     Demo(demo::Options),
     /// Make Debian packages and an archive in target/package
     Package(package::Options),
-    /// Print what another ggml changes in headers, enums and constructors
-    AbiDiff(abi_diff::Options),
-    /// Collect the GPU tests in target/gpu-check, and run them if there is a GPU
-    GpuCheck(gpu_check::Options),
     /// Run the tests, from formatting to real programs
     #[command(disable_help_flag = true)]
     Test(Passed),
@@ -55,6 +49,12 @@ enum Arguments {
     /// Let random events happen to an executor and four guests, and compare every token
     #[command(disable_help_flag = true)]
     Soak(Passed),
+    /// Print what another ggml changes in headers, enums and constructors
+    #[command(disable_help_flag = true)]
+    AbiDiff(Passed),
+    /// Collect the GPU tests in target/gpu-check, and run them if there is a GPU
+    #[command(disable_help_flag = true)]
+    GpuCheck(Passed),
     /// Run the benchmarks, each beside a peer in the same run
     #[command(disable_help_flag = true)]
     Bench(Passed),
@@ -89,14 +89,14 @@ fn run(arguments: &Arguments) -> Result<()> {
         }
         Arguments::Demo(options) => demo::run(&cache, options),
         Arguments::Package(options) => package::run(&cache, options),
-        Arguments::AbiDiff(options) => abi_diff::run(&cache, options),
-        Arguments::GpuCheck(options) => gpu_check::run(&cache, options),
         Arguments::Test(passed) => start(TESTS, Some("test"), passed),
         Arguments::Vm(passed) => start(TESTS, Some("vm"), passed),
         Arguments::Ollama(passed) => start(TESTS, Some("ollama"), passed),
         Arguments::OpsTable(passed) => start(TESTS, Some("ops-table"), passed),
         Arguments::Faults(passed) => start(TESTS, Some("faults"), passed),
         Arguments::Soak(passed) => start(TESTS, Some("soak"), passed),
+        Arguments::AbiDiff(passed) => start(TESTS, Some("abi-diff"), passed),
+        Arguments::GpuCheck(passed) => start(TESTS, Some("gpu-check"), passed),
         Arguments::Bench(passed) => start(BENCHES, None, passed),
     }
 }

@@ -1,8 +1,10 @@
-//! The system tests: the program behind `cargo xtask test`, `vm`, `ollama`, `ops-table` and
-//! `faults` and `soak`.
+//! The system tests: the program behind `cargo xtask test`, `vm`, `ollama`, `ops-table`, `faults`,
+//! `soak`, `abi-diff` and `gpu-check`.
 
+mod abi_diff;
 mod debian;
 mod faults;
+mod gpu_check;
 mod llama_server;
 mod ollama;
 mod ops;
@@ -35,6 +37,10 @@ enum Arguments {
     Faults(faults::Options),
     /// Let random events happen to an executor and four guests, and compare every token
     Soak(faults::SoakOptions),
+    /// Print what another ggml changes in headers, enums and constructors
+    AbiDiff(abi_diff::Options),
+    /// Collect the GPU tests in target/gpu-check, and run them if there is a GPU
+    GpuCheck(gpu_check::Options),
 }
 
 fn main() -> ExitCode {
@@ -56,5 +62,7 @@ fn run(arguments: &Arguments) -> Result<()> {
         Arguments::OpsTable(options) => ops::table::write(&cache, options),
         Arguments::Faults(options) => faults::run(&cache, options),
         Arguments::Soak(options) => faults::soak(&cache, options),
+        Arguments::AbiDiff(options) => abi_diff::run(&cache, options),
+        Arguments::GpuCheck(options) => gpu_check::run(&cache, options),
     }
 }

@@ -28,7 +28,7 @@ out=${1:-$here/out}
 mkdir -p "$out"
 rm -f "$out"/bench-*.json "$out/check.json" "$out/summary.json"
 engine=${VGPU_ENGINE:-cuda}
-# shellcheck source=gpu_check_parts.sh
+# shellcheck source=parts.sh
 . "$here/parts.sh"
 if command -v nvidia-smi > /dev/null; then
     LINES_SHOWN=20 part nvidia-smi 20 nvidia-smi

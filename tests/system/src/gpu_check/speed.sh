@@ -28,7 +28,7 @@ out=${1:-$here/speed}
 mkdir -p "$out"
 rm -f "$out"/bench-*.json "$out"/plan-*.json "$out/speed.json"
 engine=${VGPU_ENGINE:-cuda}
-# shellcheck source=gpu_check_parts.sh
+# shellcheck source=parts.sh
 . "$here/parts.sh"
 small=${VGPU_SMALL:+--small}
 decode="-ngl 99 -fa 1 -r 3 ${VGPU_DECODE_OPTIONS:--p 0 -n 128}"

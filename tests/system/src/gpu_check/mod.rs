@@ -44,9 +44,9 @@ const PROGRAMS: [&str; 3] = ["test-backend-ops", "test-llama-archs", "llama-benc
 
 /// What goes along, by name: both scripts, and what they have in common.
 const SCRIPTS: [(&str, &str); 3] = [
-    ("run.sh", include_str!("gpu_check.sh")),
-    ("speed.sh", include_str!("gpu_speed.sh")),
-    ("parts.sh", include_str!("gpu_check_parts.sh")),
+    ("run.sh", include_str!("run.sh")),
+    ("speed.sh", include_str!("speed.sh")),
+    ("parts.sh", include_str!("parts.sh")),
 ];
 
 /// The engine that needs no machine code.
