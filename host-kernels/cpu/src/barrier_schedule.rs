@@ -147,7 +147,7 @@ impl BarrierSchedule {
         self.phases.push(Phase { parts: vec![part] });
     }
 
-    /// Adds a kernel that divides its work into shares and takes no chunks, with `scratch_bytes` of
+    /// Adds a kernel that divides its work into ranges and takes no chunks, with `scratch_bytes` of
     /// its own. `follows`: each thread reads what it has itself written in the part before, and
     /// nothing else that this phase has written.
     pub(crate) fn push_shared(
@@ -160,7 +160,7 @@ impl BarrierSchedule {
     ) {
         let last_is_solo = self.open.last().is_some_and(|&(_, is_solo)| is_solo);
         part.is_solo = self.merges && (is_small || follows && last_is_solo);
-        // Both shares of a thread are the same rows only if both parts are divided in the same way.
+        // Both ranges of a thread are the same rows only if both parts are divided in the same way.
         let follows = follows && last_is_solo == part.is_solo;
         let (last, before) = match self.open.split_last() {
             Some((last, before)) => (Some(last), before),
@@ -228,8 +228,8 @@ impl MemoryAccess {
     }
 }
 
-/// Whether an operator that is compiled to one kernel divides its work into shares, without chunks.
-pub(crate) fn only_shares(op: &Op) -> bool {
+/// Whether an operator that is compiled to one kernel divides its work into ranges, without chunks.
+pub(crate) fn only_ranges(op: &Op) -> bool {
     !matches!(
         op,
         Op::MulMat { .. } | Op::MulMatId { .. } | Op::FlashAttnExt { .. }

@@ -186,55 +186,114 @@ impl EarlyExit {
 pub(crate) struct ThreadProgress {
     /// The kernels of the phase that the thread has finished.
     pub(crate) parts: usize,
-    /// The units of its share of the next kernel that the thread has finished.
+    /// The units of its range of the next kernel that the thread has finished.
     pub(crate) units: usize,
 }
 
-/// One thread in one kernel of a phase.
-pub(crate) struct Worker<'a> {
-    pub(crate) index: usize,
-    pub(crate) count: usize,
+/// What the threads of one kernel have in common.
+pub(crate) struct KernelMemory<'a> {
     /// The chunks that threads have taken so far.
     pub(crate) counter: &'a AtomicUsize,
+    /// See [`Worker::scratch`].
     pub(crate) scratch: *mut u8,
+    /// See [`Worker::activations`].
     pub(crate) activations: *mut u8,
+}
+
+/// Where in a plan a kernel is, and how far a thread has got in it.
+pub(crate) struct KernelPosition {
     pub(crate) phase: usize,
     /// Whether the phase has no other kernel.
     pub(crate) is_alone: bool,
-    pub(crate) turn: &'a Turn,
-    pub(crate) exit: &'a EarlyExit,
-    /// The units of this thread's share that earlier turns have finished.
+    /// The units of the thread's range that earlier turns have finished.
     pub(crate) finished: usize,
-    /// Whether this thread has finished a unit or a chunk in this turn.
-    pub(crate) has_worked: &'a Cell<bool>,
-    /// The finished units of this thread's share, if the end of the turn has cut the kernel short.
-    pub(crate) cut: Cell<Option<usize>>,
-    /// Whether the kernel has asked for its units or chunks.
-    pub(crate) has_asked: Cell<bool>,
     /// The estimated work of the kernel on all threads.
     pub(crate) work: Estimate,
 }
 
-impl Worker<'_> {
+/// The turn that a thread works in.
+#[derive(Clone, Copy)]
+pub(crate) struct ThreadTurn<'a> {
+    pub(crate) turn: &'a Turn,
+    pub(crate) exit: &'a EarlyExit,
+    /// Whether the thread has finished a unit or a chunk in this turn.
+    pub(crate) has_worked: &'a Cell<bool>,
+}
+
+/// One thread in one kernel of a phase.
+pub(crate) struct Worker<'a> {
+    index: usize,
+    count: usize,
+    memory: KernelMemory<'a>,
+    position: KernelPosition,
+    turn: ThreadTurn<'a>,
+    /// The finished units of this thread's range, if the end of the turn has cut the kernel short.
+    cut: Cell<Option<usize>>,
+    /// Whether the kernel has asked for its units or chunks.
+    has_asked: Cell<bool>,
+}
+
+impl<'a> Worker<'a> {
+    /// Thread `index` of `count` in a kernel.
+    ///
+    /// # Safety
+    ///
+    /// Kernels write to memory without locks. They rely on what a worker says about which part is
+    /// theirs:
+    ///
+    /// - The threads that execute a kernel at the same time have different indices below one
+    ///   `count`, and the same [`KernelMemory`].
+    /// - Until all threads have left the phase, only [`chunks`](Worker::chunks) changes the
+    ///   counter. The counter is 0 before the first turn of the phase. In a later turn of the phase
+    ///   the counter is what the turn before has left.
+    /// - `scratch` and `activations` are aligned to 64 bytes and have the bytes that the kernel's
+    ///   operator has asked for, initialised. As long as the worker exists, only the kernels of the
+    ///   phase access these bytes, as the [schedule](crate::barrier_schedule) permits kernels to
+    ///   have a phase in common.
+    pub(crate) unsafe fn new(
+        (index, count): (usize, usize),
+        memory: KernelMemory<'a>,
+        position: KernelPosition,
+        turn: ThreadTurn<'a>,
+    ) -> Worker<'a> {
+        Worker {
+            index,
+            count,
+            memory,
+            position,
+            turn,
+            cut: Cell::new(None),
+            has_asked: Cell::new(false),
+        }
+    }
+
+    /// The units of this thread's range that are finished, if the end of the turn has cut the
+    /// kernel short.
+    pub(crate) fn cut(&self) -> Option<usize> {
+        self.cut.get()
+    }
+
     /// The number of this thread.
     pub(crate) fn index(&self) -> usize {
         self.index
     }
 
-    /// This thread's part of `units` of equal work, in order: one contiguous range. A kernel uses
-    /// this at most once, with the same argument in every turn.
+    /// The range of `units` of equal work that this thread computes, in order. The ranges of all
+    /// threads are contiguous and do not overlap. A kernel uses this at most once, with the same
+    /// argument in every turn.
     ///
     /// When the turn of the graph is over, no more units are returned, and the next turn calls the
     /// kernel again for the rest. So work of a kernel before its units is repeated in each turn,
     /// and a kernel must have no work after its units. A unit takes about a millisecond or less,
     /// unless a single row or result is more work: `docs/performance.md` has the longest.
-    pub(crate) fn share(&self, units: usize) -> RowShare<'_> {
-        self.share_groups(units, 1)
+    pub(crate) fn range_of(&self, units: usize) -> UnitRange<'_> {
+        self.range_of_groups(units, 1)
     }
 
-    /// As [`share`](Worker::share), of `groups` of `steps` units each. One thread has all units of
-    /// a group, in order. Unit `step` of group `group` has the number `group * steps + step`.
-    pub(crate) fn share_groups(&self, groups: usize, steps: usize) -> RowShare<'_> {
+    /// As [`range_of`](Worker::range_of), of `groups` of `steps` units each. One thread has all
+    /// units of a group, in order. Unit `step` of group `group` has the number
+    /// `group * steps + step`.
+    pub(crate) fn range_of_groups(&self, groups: usize, steps: usize) -> UnitRange<'_> {
         let part = groups / self.count;
         let rest = groups % self.count;
         let start = self.index * part + self.index.min(rest);
@@ -244,19 +303,22 @@ impl Worker<'_> {
         self.units(start.saturating_mul(steps)..end.saturating_mul(steps), all)
     }
 
-    /// All of `units` on the first thread, and none on the others. As [`share`](Worker::share)
-    /// otherwise.
-    pub(crate) fn alone(&self, units: usize) -> RowShare<'_> {
+    /// All of `units` on the first thread, and none on the others. As
+    /// [`range_of`](Worker::range_of) otherwise.
+    pub(crate) fn alone(&self, units: usize) -> UnitRange<'_> {
         self.units(0..if self.index == 0 { units } else { 0 }, units)
     }
 
-    fn units(&self, range: Range<usize>, all: usize) -> RowShare<'_> {
-        debug_assert!(!self.has_asked.replace(true), "two shares in one kernel");
-        RowShare {
+    fn units(&self, range: Range<usize>, all: usize) -> UnitRange<'_> {
+        debug_assert!(!self.has_asked.replace(true), "two ranges in one kernel");
+        UnitRange {
             worker: self,
-            next: range.start.saturating_add(self.finished).min(range.end),
+            next: range
+                .start
+                .saturating_add(self.position.finished)
+                .min(range.end),
             range,
-            each: self.work.part_of(all),
+            each: self.position.work.part_of(all),
             // Before the first unit: kernels before this one may have taken all of the turn.
             unread: READ_INTERVAL,
         }
@@ -269,17 +331,21 @@ impl Worker<'_> {
     /// the kernel again for the rest. So work of a kernel before its chunks is repeated in each
     /// turn, and a kernel must have no work after its chunks.
     pub(crate) fn chunks(&self, units: usize, grain: usize) -> impl Iterator<Item = Range<usize>> {
-        debug_assert!(self.is_alone, "other kernels of the phase would run again");
-        debug_assert!(!self.has_asked.replace(true), "two shares in one kernel");
+        debug_assert!(
+            self.position.is_alone,
+            "other kernels of the phase would run again"
+        );
+        debug_assert!(!self.has_asked.replace(true), "two ranges in one kernel");
         let grain = grain.max(1);
         std::iter::from_fn(move || {
             // Not before the first chunk: every turn makes progress.
-            if self.has_worked.get() && self.turn.is_over() {
+            if self.turn.has_worked.get() && self.turn.turn.is_over() {
                 self.stop(0);
                 return None;
             }
-            self.has_worked.set(true);
+            self.turn.has_worked.set(true);
             let start = self
+                .memory
                 .counter
                 .fetch_add(1, Ordering::Relaxed)
                 .checked_mul(grain)?;
@@ -287,24 +353,24 @@ impl Worker<'_> {
         })
     }
 
-    /// Ends the kernel on this thread, which has finished `units` of its share.
+    /// Ends the kernel on this thread, which has finished `units` of its range.
     fn stop(&self, units: usize) {
         self.cut.set(Some(units));
-        self.exit.request(self.phase, true);
+        self.turn.exit.request(self.position.phase, true);
     }
 
     /// The scratch memory that the operator asked for, shared by all threads, 64-byte aligned. The
     /// contents survive from one kernel of the operator to the next and are arbitrary before the
     /// first.
     pub(crate) fn scratch(&self) -> *mut u8 {
-        self.scratch
+        self.memory.scratch
     }
 
     /// The converted activations that operators leave for later operators, shared by all threads,
     /// 64-byte aligned
     /// ([`Operands::cache_activations`](crate::operands::Operands::cache_activations)).
     pub(crate) fn activations(&self) -> *mut u8 {
-        self.activations
+        self.memory.activations
     }
 }
 
@@ -346,12 +412,12 @@ impl Estimate {
 /// The estimated work between two readings of the clock. A reading takes some 30 ns.
 const READ_INTERVAL: Estimate = Estimate(100_000);
 
-/// The units of a thread that are left, until the turn is over.
+/// The range of units of a thread: those that are left, until the turn is over.
 ///
 /// The clock is read by estimated work, not by the measured time of the units before: units of a
 /// kernel can differ, and after a million units that had nothing to do, one measured time says
 /// nothing about the next million.
-pub(crate) struct RowShare<'a> {
+pub(crate) struct UnitRange<'a> {
     worker: &'a Worker<'a>,
     /// The units of this thread in all turns.
     range: Range<usize>,
@@ -362,7 +428,7 @@ pub(crate) struct RowShare<'a> {
     unread: Estimate,
 }
 
-impl RowShare<'_> {
+impl UnitRange<'_> {
     /// The same units, of which each is at most this much work. Without, all units of a kernel are
     /// the same part of its node's work.
     #[must_use]
@@ -378,7 +444,7 @@ impl RowShare<'_> {
 
     /// Whether the turn is over. Reads the clock once in [`READ_INTERVAL`].
     fn is_over(&mut self) -> bool {
-        let turn = self.worker.turn;
+        let turn = self.worker.turn.turn;
         let next = Estimate(self.unread.0.saturating_add(self.each.0));
         if next <= READ_INTERVAL {
             return turn.is_empty();
@@ -388,7 +454,7 @@ impl RowShare<'_> {
     }
 }
 
-impl Iterator for RowShare<'_> {
+impl Iterator for UnitRange<'_> {
     type Item = usize;
 
     fn next(&mut self) -> Option<usize> {
@@ -396,7 +462,7 @@ impl Iterator for RowShare<'_> {
             return None;
         }
         // Not before the first unit: every turn makes progress.
-        if self.worker.has_worked.get() {
+        if self.worker.turn.has_worked.get() {
             if self.is_over() {
                 self.worker.stop(self.next - self.range.start);
                 return None;
@@ -404,7 +470,7 @@ impl Iterator for RowShare<'_> {
         } else {
             self.unread = Estimate::default();
         }
-        self.worker.has_worked.set(true);
+        self.worker.turn.has_worked.set(true);
         self.unread.0 = self.unread.0.saturating_add(self.each.0);
         self.next += 1;
         Some(self.next - 1)

@@ -240,16 +240,11 @@ impl Engine for CpuEngine {
         turn: &Turn,
     ) -> Vec<Result<RunStatus, RunError>> {
         let ours = plans.iter_mut().map(|plan| {
-            let plan = plan.as_any_mut()?.downcast_mut::<plan::CpuPlan>()?;
-            plan.is_of(&self.runner).then_some(plan)
+            plan.as_any_mut()?.downcast_mut::<plan::CpuPlan>()
         });
         let ours: Option<Vec<&mut plan::CpuPlan>> = ours.collect();
-        match ours {
-            Some(mut ours) if plan::CpuPlan::are_a_batch(&ours) => {
-                plan::CpuPlan::launch_batch(&mut ours, turn)
-            }
-            // Plans that cannot run together run one after the other.
-            _ => plans.iter_mut().map(|plan| plan.launch(turn)).collect(),
-        }
+        let ran = ours.and_then(|mut ours| plan::CpuPlan::launch_batch(&mut ours, turn));
+        // Plans that cannot run as a batch run one after the other.
+        ran.unwrap_or_else(|| plans.iter_mut().map(|plan| plan.launch(turn)).collect())
     }
 }

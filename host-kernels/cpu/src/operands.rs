@@ -166,14 +166,14 @@ impl Operands<'_> {
     }
 
     /// Declares that the node has one kernel, in which each thread computes its
-    /// [share](crate::kernel::Worker::share) of the rows of `view` and accesses no memory of other
-    /// rows.
+    /// [range](crate::kernel::Worker::range_of) of the rows of `view` and accesses no memory of
+    /// other rows.
     pub(crate) fn makes_rows(&self, view: View) {
         self.cache.makes.set(Some(view));
     }
 
     /// Whether the node before has computed `view` in this way. Then a kernel that takes the same
-    /// share of rows need not wait for other threads.
+    /// range of rows need not wait for other threads.
     pub(crate) fn follows_rows(&self, view: View) -> bool {
         self.cache.made.get() == Some(view)
     }

@@ -15,7 +15,7 @@ use vgpu_transport::ir::{Graph, GraphCounts, Node, Op, Tensor, ValidGraph};
 
 use crate::barrier_schedule::{
     BarrierSchedule, MemoryAccess, Phase, PlannedKernel, SOLO_ELEMENTS, elements, is_small,
-    only_shares,
+    only_ranges,
 };
 use crate::batch::{BatchGroup, MAX_BATCH};
 use crate::gemm::{MAX_KEPT, prepared_bytes};
@@ -186,8 +186,8 @@ impl Compiler<'_> {
             Kind::RopeRows => nodes.end - 1,
             _ => nodes.start,
         };
-        let shares = matches!(kind, Kind::Norm | Kind::RopeRows);
-        self.add(nodes, reported, compiled, shares);
+        let has_ranges = matches!(kind, Kind::Norm | Kind::RopeRows);
+        self.add(nodes, reported, compiled, has_ranges);
         Ok(true)
     }
 
@@ -195,17 +195,17 @@ impl Compiler<'_> {
     fn node(&mut self, at: usize) -> Result<(), EngineError> {
         let op = &self.graph.nodes[at].op;
         let compiled = ops::compile(&self.operands(at))?;
-        self.add(at..at + 1, at, compiled, only_shares(op));
+        self.add(at..at + 1, at, compiled, only_ranges(op));
         Ok(())
     }
 
-    /// Adds the kernels of `nodes`. Errors report node `reported`. `shares`: a single kernel deals
-    /// no chunks.
-    fn add(&mut self, nodes: Range<usize>, reported: usize, compiled: Compiled, shares: bool) {
+    /// Adds the kernels of `nodes`. Errors report node `reported`. `has_ranges`: a single kernel
+    /// takes no chunks.
+    fn add(&mut self, nodes: Range<usize>, reported: usize, compiled: Compiled, has_ranges: bool) {
         let graph = self.graph;
         let op = graph.nodes[reported].op.kind().ggml_name();
         let all = self.origin[nodes.clone()].to_vec();
-        let shares = shares && compiled.kernels.len() == 1;
+        let has_ranges = has_ranges && compiled.kernels.len() == 1;
         let scratch_bytes = compiled.scratch_bytes;
         let each = graph.nodes[nodes.clone()].iter();
         let work = each.map(|node| work::of(graph, node)).reduce(Work::and);
@@ -233,7 +233,7 @@ impl Compiler<'_> {
                 let is_small = elements(x) <= SOLO_ELEMENTS;
                 let access = MemoryAccess::reading(x);
                 (self.schedule).push_shared(part, access, is_small, 0, follows);
-            } else if shares {
+            } else if has_ranges {
                 let is_small = nodes.clone().all(|at| is_small(graph, at));
                 let access = MemoryAccess::of(graph, nodes.clone());
                 (self.schedule).push_shared(part, access, is_small, scratch_bytes, false);
@@ -376,27 +376,25 @@ impl CpuPlan {
         }
     }
 
-    /// Whether the plan runs on this runner.
-    pub(crate) fn is_of(&self, runner: &Arc<Runner>) -> bool {
-        Arc::ptr_eq(&self.runner, runner)
-    }
-
-    /// Whether the plans, all of one runner, can run as a batch.
-    pub(crate) fn are_a_batch(plans: &[&mut CpuPlan]) -> bool {
-        let Some(key) = plans.first().and_then(|plan| plan.batch_key()) else {
-            return false;
+    /// The runner of plans that can run as a batch. `None` if they cannot.
+    fn runner_of_batch(plans: &[&mut CpuPlan]) -> Option<Arc<Runner>> {
+        let first = plans.first()?;
+        let (key, runner) = (first.batch_key()?, &first.runner);
+        let is_kept = |plan: &&mut CpuPlan| {
+            plan.batch_key() == Some(key) && Arc::ptr_eq(&plan.runner, runner)
         };
-        plans.len() <= MAX_BATCH && plans.iter().all(|plan| plan.batch_key() == Some(key))
+        (plans.len() <= MAX_BATCH && plans.iter().all(is_kept)).then(|| Arc::clone(runner))
     }
 
-    /// Runs plans that [are a batch](CpuPlan::are_a_batch), as [`Engine::launch_batch`](vgpu_engine::Engine) does.
+    /// Runs plans as a batch, as [`Engine::launch_batch`](vgpu_engine::Engine) does. `None` if
+    /// they cannot run as a batch.
     pub(crate) fn launch_batch(
         plans: &mut [&mut CpuPlan],
         turn: &Turn,
-    ) -> Vec<Result<RunStatus, RunError>> {
+    ) -> Option<Vec<Result<RunStatus, RunError>>> {
+        let runner = CpuPlan::runner_of_batch(plans)?;
         let states: Vec<Result<RunState, RunError>> =
             plans.iter_mut().map(|plan| plan.resume()).collect();
-        let runner = plans.first().map(|plan| Arc::clone(&plan.runner));
         let mut members = Vec::with_capacity(plans.len());
         let mut outcomes = Vec::with_capacity(plans.len());
         for (plan, state) in plans.iter().zip(states) {
@@ -408,22 +406,28 @@ impl CpuPlan {
                 Err(error) => Err(error),
             });
         }
-        let ran = runner.map(|runner| runner.run_batch(members, turn));
-        let mut ran = ran.unwrap_or_default().into_iter();
+        // SAFETY: all plans are of this runner, for which their schedules are, and have one key and
+        // position. `resume` returns a state of `start`, with the bytes that the schedule and the
+        // activations need, or what a turn since has left.
+        let ran = unsafe { runner.run_batch(members, turn) };
+        let mut ran = ran.into_iter();
         let outcomes = outcomes.into_iter().zip(plans.iter_mut());
         let each = outcomes.map(|(started, plan)| {
             started?;
             let state = ran.next().expect("an outcome for each member")?;
             Ok(plan.suspend(state))
         });
-        each.collect()
+        Some(each.collect())
     }
 }
 
 impl Plan for CpuPlan {
     fn launch(&mut self, turn: &Turn) -> Result<RunStatus, RunError> {
         let state = self.resume()?;
-        let state = self.runner.run(&self.phases, state, turn)?;
+        // SAFETY: the schedule of the phases is for this runner. `resume` returns a state of
+        // `start`, with the bytes that the schedule and the activations need, or what a turn since
+        // has left.
+        let state = unsafe { self.runner.run(&self.phases, state, turn) }?;
         Ok(self.suspend(state))
     }
 
@@ -448,7 +452,8 @@ impl Plan for CpuPlan {
         // A run that has yielded starts again from the beginning.
         self.yielded = None;
         let state = self.start()?;
-        let ends = self.runner.run_timed(&self.phases, state)?;
+        // SAFETY: as in `launch`.
+        let ends = unsafe { self.runner.run_timed(&self.phases, state) }?;
         let (mut timings, mut before) = (Vec::<NodeTiming>::new(), Duration::ZERO);
         for (phase, end) in self.phases.iter().zip(ends) {
             let nodes: Vec<usize> = { phase.parts.iter() }

@@ -14,7 +14,9 @@ use vgpu_engine::{EngineError, RunError, Turn};
 use crate::barrier_schedule::Phase;
 use crate::batch::{BatchGroup, BatchKeys, MAX_BATCH};
 use crate::gemm::ThreadMemory;
-use crate::kernel::{EarlyExit, Fault, JointMember, ThreadProgress, Worker};
+use crate::kernel::{
+    EarlyExit, Fault, JointMember, KernelMemory, KernelPosition, ThreadProgress, ThreadTurn, Worker,
+};
 use crate::thread_team::{Barrier, ThreadTeam, lock};
 
 /// Scratch memories that are kept for later runs: as many as there are likely to be runs in
@@ -224,30 +226,48 @@ impl Runner {
     ///
     /// # Errors
     /// The first failure of a kernel.
-    pub(crate) fn run(
+    ///
+    /// # Safety
+    ///
+    /// The phases are those of a [schedule](crate::barrier_schedule) for this runner's number of
+    /// threads. `state` comes from [`start`](Runner::start) of this runner, with the bytes of
+    /// memory that the kernels of the phases need, or from an earlier turn of these phases that
+    /// began so.
+    pub(crate) unsafe fn run(
         &self,
         phases: &[Phase],
         state: RunState,
         turn: &Turn,
     ) -> Result<Option<RunState>, RunError> {
-        one(self.run_with_clock(vec![(phases, state)], turn, None))
+        // SAFETY: this function's contract.
+        one(unsafe { self.run_with_clock(vec![(phases, state)], turn, None) })
     }
 
     /// As [`run`](Runner::run) for each of several runs: at most [`MAX_BATCH`], of plans with one
     /// key, at one [position](RunState::position). Returns their outcomes, in order.
-    pub(crate) fn run_batch(
+    ///
+    /// # Safety
+    ///
+    /// As for [`run`](Runner::run), for each of the runs. The joint kernels of each phase have one
+    /// key.
+    pub(crate) unsafe fn run_batch(
         &self,
         members: Vec<(&[Phase], RunState)>,
         turn: &Turn,
     ) -> Vec<Result<Option<RunState>, RunError>> {
-        self.run_with_clock(members, turn, None)
+        // SAFETY: this function's contract.
+        unsafe { self.run_with_clock(members, turn, None) }
     }
 
     /// Runs the phases to the end. Returns when each phase ended, as a time since the first began.
     ///
     /// # Errors
     /// As [`run`](Runner::run).
-    pub(crate) fn run_timed(
+    ///
+    /// # Safety
+    ///
+    /// As for [`run`](Runner::run).
+    pub(crate) unsafe fn run_timed(
         &self,
         phases: &[Phase],
         state: RunState,
@@ -257,14 +277,18 @@ impl Runner {
             ends: Mutex::new(Vec::with_capacity(phases.len())),
         };
         // A turn without an end.
-        one(self.run_with_clock(vec![(phases, state)], &Turn::new(), Some(&clock)))?;
+        // SAFETY: this function's contract.
+        one(unsafe { self.run_with_clock(vec![(phases, state)], &Turn::new(), Some(&clock)) })?;
         Ok(clock
             .ends
             .into_inner()
             .unwrap_or_else(PoisonError::into_inner))
     }
 
-    fn run_with_clock(
+    /// # Safety
+    ///
+    /// As for [`run_batch`](Runner::run_batch).
+    unsafe fn run_with_clock(
         &self,
         mut members: Vec<(&[Phase], RunState)>,
         turn: &Turn,
@@ -304,9 +328,16 @@ impl Runner {
             thread_memory: &self.thread_memory,
         };
         let count = self.workers();
+        let work = |index| {
+            // SAFETY: the team calls this once for each index below its size, which is `count`.
+            // `run` owns the memory of each state, which has the bytes that the phases need: this
+            // function's contract. The counters of the first phase are what the turn before has
+            // left, or 0, and the others are 0.
+            unsafe { run.work(index, count) }
+        };
         // SAFETY: this function holds the lock on `running`, so no other call of `run` is in
         // progress.
-        unsafe { self.team.run(&|index| run.work(index, count)) };
+        unsafe { self.team.run(&work) };
         let (next, in_phase) = (run.exit.next(last), run.exit.in_phase());
         let outcomes: Vec<(Option<RunError>, usize)> = { run.members.into_iter() }
             .map(|member| {
@@ -412,24 +443,39 @@ struct Clock {
 struct Thread<'a> {
     index: usize,
     count: usize,
-    /// Whether this thread has finished a unit or a chunk in this turn.
-    has_worked: &'a Cell<bool>,
+    turn: ThreadTurn<'a>,
 }
 
 impl Run<'_> {
-    fn work(&self, index: usize, count: usize) {
+    /// Executes the phases as thread `index` of `count`.
+    ///
+    /// # Safety
+    ///
+    /// `count` threads call this, each once and with another index below `count`. The scratch
+    /// memory of each member has the bytes that the kernels of its phases need, initialised, and
+    /// the bytes at its `activations` in it. Only this run accesses them. The counters are as
+    /// before phase `first`. The joint kernels of each phase have one key.
+    unsafe fn work(&self, index: usize, count: usize) {
         let mut memory = lock(&self.thread_memory[index]);
         memory.swap(self.prepared);
-        self.run_phases(index, count);
+        // SAFETY: this function's contract.
+        unsafe { self.run_phases(index, count) };
         memory.swap(usize::MAX);
     }
 
-    fn run_phases(&self, index: usize, count: usize) {
+    /// # Safety
+    ///
+    /// As for [`work`](Run::work).
+    unsafe fn run_phases(&self, index: usize, count: usize) {
         let has_worked = Cell::new(false);
         let thread = Thread {
             index,
             count,
-            has_worked: &has_worked,
+            turn: ThreadTurn {
+                turn: self.turn,
+                exit: &self.exit,
+                has_worked: &has_worked,
+            },
         };
         let mut progress = [ThreadProgress::default(); MAX_BATCH];
         for (m, progress) in progress.iter_mut().enumerate().take(self.members.len()) {
@@ -444,13 +490,15 @@ impl Run<'_> {
                 }
             }
             if self.members.len() > 1 && self.members[0].phases[phase].joint().is_some() {
-                self.run_joint(phase, &thread);
+                // SAFETY: this function's contract.
+                unsafe { self.run_joint(phase, &thread) };
             } else {
                 // Threads begin with different members, so that they rarely share a kernel.
                 let members = self.members.len();
                 let first = index * members / count;
                 for m in (first..members).chain(0..first) {
-                    self.run_phase_of(m, phase, &thread, &mut progress[m]);
+                    // SAFETY: this function's contract.
+                    unsafe { self.run_phase_of(m, phase, &thread, &mut progress[m]) };
                 }
             }
             if index == 0 && self.turn.is_over() {
@@ -477,7 +525,11 @@ impl Run<'_> {
     }
 
     /// Runs the kernels of a phase of member `m`, unless the member has failed.
-    fn run_phase_of(
+    ///
+    /// # Safety
+    ///
+    /// As for [`work`](Run::work). All threads call this in the same phase.
+    unsafe fn run_phase_of(
         &self,
         m: usize,
         phase: usize,
@@ -495,7 +547,9 @@ impl Run<'_> {
                 progress.parts += 1;
                 continue;
             }
-            let worker = self.worker(m, phase, thread, progress);
+            // SAFETY: this function's contract. Only the thread with index 0 executes a solo
+            // kernel, and all threads execute another.
+            let worker = unsafe { self.worker(m, phase, thread, progress) };
             // A panic must not leave the other threads waiting at the barrier forever.
             let outcome = catch_unwind(AssertUnwindSafe(|| (part.kernel)(&worker)));
             let outcome = outcome.unwrap_or_else(|panic| Err(Fault::panic(panic.as_ref())));
@@ -503,7 +557,7 @@ impl Run<'_> {
                 self.fail(m, phase, part.error(fault));
                 return;
             }
-            if let Some(units) = worker.cut.get() {
+            if let Some(units) = worker.cut() {
                 progress.units = units;
                 return;
             }
@@ -516,24 +570,28 @@ impl Run<'_> {
 
     /// Runs the kernels of a phase of all members together. Members that have failed are computed,
     /// too: their memory exists, and their results are not used.
-    fn run_joint(&self, phase: usize, thread: &Thread<'_>) {
+    ///
+    /// # Safety
+    ///
+    /// As for [`work`](Run::work). All threads call this in the same phase, which has a joint
+    /// kernel.
+    unsafe fn run_joint(&self, phase: usize, thread: &Thread<'_>) {
         let start = ThreadProgress::default();
         let workers: Vec<Worker<'_>> = (0..self.members.len())
-            .map(|m| self.worker(m, phase, thread, &start))
+            // SAFETY: this function's contract. All threads execute the kernels, which are the only
+            // ones of the phase.
+            .map(|m| unsafe { self.worker(m, phase, thread, &start) })
             .collect();
-        let kernels = self
-            .members
-            .iter()
-            .filter_map(|member| member.phases[phase].joint());
+        let kernels = { self.members.iter() }.filter_map(|member| member.phases[phase].joint());
         let members: Vec<JointMember<'_>> = { kernels.zip(&workers) }
             .map(|(kernel, worker)| JointMember { kernel, worker })
             .collect();
         let kernel = members[0].kernel;
         let outcome = catch_unwind(AssertUnwindSafe(|| {
             for tile in workers[0].chunks(kernel.tiles(), 1).flatten() {
-                // SAFETY: the plans of a batch have one key, so their joint kernels of a phase have
-                // equal keys. `chunks` returns each tile to one worker. The activations are
-                // converted in an earlier phase.
+                // SAFETY: the joint kernels of a phase have one key: this function's contract.
+                // `chunks` returns each tile to one worker. The activations are converted in an
+                // earlier phase.
                 unsafe { kernel.tile(tile, &members) };
             }
         }));
@@ -559,7 +617,12 @@ impl Run<'_> {
     }
 
     /// A thread in the next kernel of a phase of member `m`.
-    fn worker<'a>(
+    ///
+    /// # Safety
+    ///
+    /// As for [`work`](Run::work). If the kernel is solo, only the thread with index 0 among those
+    /// of the member calls this; otherwise all threads do.
+    unsafe fn worker<'a>(
         &'a self,
         m: usize,
         phase: usize,
@@ -569,22 +632,24 @@ impl Run<'_> {
         let member = &self.members[m];
         let parts = &member.phases[phase].parts;
         let part = &parts[progress.parts];
-        Worker {
-            index: thread.index_in(m),
-            count: if part.is_solo { 1 } else { thread.count },
+        let count = if part.is_solo { 1 } else { thread.count };
+        let memory = KernelMemory {
             counter: &member.counters[phase % 2],
             scratch: member.scratch.0.wrapping_add(part.scratch),
             activations: member.scratch.0.wrapping_add(member.activations),
+        };
+        let position = KernelPosition {
             phase,
             is_alone: parts.len() == 1,
-            turn: self.turn,
-            exit: &self.exit,
             finished: progress.units,
-            has_worked: thread.has_worked,
-            cut: Cell::new(None),
-            has_asked: Cell::new(false),
             work: part.work,
-        }
+        };
+        // SAFETY: the indices of all threads in a member are different and below `count`
+        // (`index_in`), and a solo kernel has one thread. All have the same memory, with the bytes
+        // that the kernel needs: this function's contract. The barriers keep other phases away from
+        // the memory and from the counter of this phase, which is 0 at the first turn of the phase:
+        // thread 0 has reset it in the phase before. Members share no memory.
+        unsafe { Worker::new((thread.index_in(m), count), memory, position, thread.turn) }
     }
 }
 
@@ -615,7 +680,9 @@ mod tests {
 
     /// Runs to the end without ever yielding.
     fn run(runner: &Runner, phases: &[Phase]) -> Result<(), RunError> {
-        let left = runner.run(phases, runner.start(4096, 0, usize::MAX)?, &Turn::new())?;
+        let state = runner.start(4096, 0, usize::MAX)?;
+        // SAFETY: the kernels of these tests need at most 4096 bytes.
+        let left = unsafe { runner.run(phases, state, &Turn::new()) }?;
         assert!(left.is_none(), "the turn has no end");
         Ok(())
     }
@@ -640,7 +707,7 @@ mod tests {
                     if round % 2 == 0 {
                         w.chunks(1000, 7).for_each(add);
                     } else {
-                        w.share(1000).for_each(|i| add(i..i + 1));
+                        w.range_of(1000).for_each(|i| add(i..i + 1));
                     }
                     Ok(())
                 })
@@ -743,7 +810,7 @@ mod tests {
                             }
                         };
                         match round % 3 {
-                            0 => w.share(UNITS).for_each(|i| visit(i..i + 1)),
+                            0 => w.range_of(UNITS).for_each(|i| visit(i..i + 1)),
                             _ => w.chunks(UNITS, 3).for_each(visit),
                         }
                         Ok(())
@@ -760,7 +827,8 @@ mod tests {
         while states.iter().any(Option::is_some) {
             for (graph, slot) in graphs.iter().zip(&mut states) {
                 if let Some(state) = slot.take() {
-                    *slot = runner.run(graph, state, turn).unwrap();
+                    // SAFETY: the kernels need the bytes that the state was made with.
+                    *slot = unsafe { runner.run(graph, state, turn) }.unwrap();
                     turns += 1;
                 }
             }
@@ -786,7 +854,8 @@ mod tests {
         for (bytes, kept) in [(2 * MAX_KEPT_BYTES, 0), (MAX_KEPT_BYTES, 1)] {
             lock(&runner.scratch).clear();
             let state = runner.start(bytes, 0, 0).unwrap();
-            let left = runner.run(&[phase(|_| Ok(()))], state, &Turn::new());
+            // SAFETY: the kernel needs no memory.
+            let left = unsafe { runner.run(&[phase(|_| Ok(()))], state, &Turn::new()) };
             assert!(left.unwrap().is_none());
             assert_eq!(lock(&runner.scratch).len(), kept, "{bytes}");
             runner.trim();

@@ -47,7 +47,7 @@ fn same_type(o: &Operands<'_>) -> Compiled {
     let size = dst.ty.block_bytes() as usize;
     let total = dst.elements() / dst.ty.block_elements() as usize;
     Compiled::one(move |w| {
-        for strip in w.share(total.div_ceil(STRIP)) {
+        for strip in w.range_of(total.div_ceil(STRIP)) {
             let start = strip * STRIP;
             to.strips(start, STRIP.min(total - start), |to_start, done, len| {
                 from.strips(start + done, len, |from_start, done, len| {
@@ -77,7 +77,7 @@ fn convert(o: &Operands<'_>) -> Compiled {
     let total = dst.elements();
     Compiled::one(move |w| {
         let mut stage = [0.0; STRIP];
-        for strip in w.share(total.div_ceil(STRIP)) {
+        for strip in w.range_of(total.div_ceil(STRIP)) {
             let start = strip * STRIP;
             let n = STRIP.min(total - start);
             // SAFETY: both sequences return elements that are inside their tensors. Rows consist of

@@ -170,7 +170,7 @@ pub(super) fn each_part(
     let (n, grain) = (dst.ne[0], grain.max(1));
     let parts = n.div_ceil(grain);
     Box::new(move |w| {
-        for unit in w.share(dst.rows() * parts) {
+        for unit in w.range_of(dst.rows() * parts) {
             let (row, start) = (unit / parts, unit % parts * grain);
             let index = dst.row_index(row);
             body(index, dst.row_ptr(index), start..n.min(start + grain));
@@ -179,14 +179,14 @@ pub(super) fn each_part(
     })
 }
 
-/// Calls `body` for each row of `dst` in this worker's share, with the indices and the address of
+/// Calls `body` for each row of `dst` in this worker's range, with the indices and the address of
 /// the row.
 pub(super) fn each_row(
     dst: View,
     body: impl Fn([usize; 3], *mut u8) + Send + Sync + 'static,
 ) -> Kernel {
     Box::new(move |w| {
-        for row in w.share(dst.rows()) {
+        for row in w.range_of(dst.rows()) {
             let index = dst.row_index(row);
             body(index, dst.row_ptr(index));
         }

@@ -62,7 +62,7 @@ fn hc_comb(o: &Operands<'_>) -> Compiled {
     parameters!(o, Op::Dsv4HcComb { eps, n_iter });
     let (dst, [mixes, scale, base]) = (o.dst(), o.sources());
     Compiled::one(move |w| {
-        for t in w.share(dst.ne[2]) {
+        for t in w.range_of(dst.ne[2]) {
             // SAFETY: `o` has passed the check of DSV4_HC_COMB: `mixes` has
             // `2 * STREAMS + STREAMS^2` elements for each token, `base` has as many, and `scale`
             // has three. All are f32 by the rule.
@@ -120,7 +120,7 @@ fn hc_pre(o: &Operands<'_>) -> Compiled {
     let strips = n.div_ceil(STAGE);
     Compiled::one(move |worker| {
         let mut sums = [0.0; STAGE];
-        for unit in worker.share(strips * dst.ne[1]) {
+        for unit in worker.range_of(strips * dst.ne[1]) {
             let (start, t) = (unit % strips * STAGE, unit / strips);
             let len = STAGE.min(n - start);
             sums.fill(0.0);
@@ -164,7 +164,7 @@ fn hc_post(o: &Operands<'_>) -> Compiled {
     let strips = n.div_ceil(STAGE);
     Compiled::one(move |worker| {
         let mut sums = [0.0; STAGE];
-        for unit in worker.share(strips * streams * tokens) {
+        for unit in worker.range_of(strips * streams * tokens) {
             let (start, rest) = (unit % strips * STAGE, unit / strips);
             let (d, t) = (rest % streams, rest / streams);
             let len = STAGE.min(n - start);
@@ -225,7 +225,7 @@ fn lightning_indexer(o: &Operands<'_>) -> Compiled {
                 .wrapping_add(at + w.index() * bytes)
                 .cast::<f32>()
         };
-        for unit in w.share_groups(tiles * streams, tokens) {
+        for unit in w.range_of_groups(tiles * streams, tokens) {
             let (t, unit) = (unit % tokens, unit / tokens);
             let (start, s) = (unit % tiles * KEYS, unit / tiles);
             let count = KEYS.min(keys - start);

@@ -68,7 +68,7 @@ fn add_quantized(o: &Operands<'_>) -> Compiled {
     let parts = dst.ne[0].div_ceil(STAGE);
     Compiled::one(move |w| {
         let (mut x, mut y) = ([0.0; STAGE], [0.0; STAGE]);
-        for unit in w.share(dst.rows() * parts) {
+        for unit in w.range_of(dst.rows() * parts) {
             let (index, start) = (dst.row_index(unit / parts), unit % parts * STAGE);
             let (to, from) = (dst.row_ptr(index), a.row_ptr(index));
             let addend = b.row_ptr(std::array::from_fn(|d| index[d] % b.ne[d + 1]));
@@ -96,7 +96,7 @@ fn add_id(o: &Operands<'_>) -> Compiled {
     let (dst, [a, b, ids]) = (o.dst(), o.sources());
     let (out, a_rows, b_rows) = (Access::rows(&dst), Access::rows(&a), Access::rows(&b));
     Compiled::one(move |w| {
-        for row in w.share(dst.rows()) {
+        for row in w.range_of(dst.rows()) {
             let index = dst.row_index(row);
             let id = ids
                 .ptr()

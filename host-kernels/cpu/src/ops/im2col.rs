@@ -123,7 +123,7 @@ unsafe fn im2col(
     let kernel: Kernel = Box::new(move |w| {
         // The scratch memory has a patch for each worker that has rows.
         let stage = w.scratch().cast::<f32>().wrapping_add(w.index() * n);
-        for row in w.share(rows) {
+        for row in w.range_of(rows) {
             let index @ [x, i2, i3] = dst.row_index(row);
             let (y, z, image) = output([i2, i3]);
             let to = dst.row_ptr(index);
@@ -172,7 +172,7 @@ fn im2col_back(o: &Operands<'_>) -> Option<Compiled> {
     let grain = (UNIT_TAPS / kw.saturating_mul(kh).max(1)).max(1);
     let parts = iw.div_ceil(grain);
     Some(Compiled::one(move |w| {
-        for unit in w.share(images_n * patches.channels * ih * parts) {
+        for unit in w.range_of(images_n * patches.channels * ih * parts) {
             let (start, unit) = (unit % parts * grain, unit / parts);
             let (y, c, n) = (
                 unit % ih,

@@ -131,7 +131,7 @@ fn repeat_back(o: &Operands<'_>) -> Compiled {
     let most = Estimate::steps(STAGE.min(dst.ne[0]) * REPETITIONS.min(times[0]).max(1));
     let kernel: Kernel = Box::new(move |w| {
         let mut stage = [0.0; STAGE];
-        for unit in w.share_groups(dst.rows() * parts, steps).each(most) {
+        for unit in w.range_of_groups(dst.rows() * parts, steps).each(most) {
             let (step, unit) = (unit % steps, unit / steps);
             let (start, index) = (unit % parts * STAGE, dst.row_index(unit / parts));
             let n = STAGE.min(dst.ne[0] - start);
@@ -346,7 +346,7 @@ fn arange(o: &Operands<'_>) -> Kernel {
     parameters!(o, Op::Arange { start, step, .. });
     let dst = o.dst();
     Box::new(move |w| {
-        for i in w.share(dst.ne[0]) {
+        for i in w.range_of(dst.ne[0]) {
             let element = dst.ptr().wrapping_add(i * dst.nb[0]);
             // SAFETY: `i < dst.ne[0]`, and the elements are f32 by the rule of ARANGE.
             unsafe { element.cast::<f32>().write(start + step * i as f32) };

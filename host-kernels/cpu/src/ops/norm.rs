@@ -143,7 +143,7 @@ fn group_norm(o: &Operands<'_>) -> Compiled {
     let parts = (rows * per_group).div_ceil(grain);
     let most = Estimate::steps(n.saturating_mul(grain));
     let kernel: Kernel = Box::new(move |w| {
-        for unit in w.share_groups(groups * dst.ne[3], 3 * parts).each(most) {
+        for unit in w.range_of_groups(groups * dst.ne[3], 3 * parts).each(most) {
             let (step, group) = (unit % (3 * parts), unit / (3 * parts));
             let (pass, part) = (step / parts, step % parts);
             let (first, i3) = (group % groups * per_group, group / groups);

@@ -155,7 +155,7 @@ fn pool_2d_back(o: &Operands<'_>, [wx, wy]: [PoolAxis; 2]) -> Kernel {
     Box::new(move |w| {
         // Windows overlap, so one thread computes a whole plane.
         for unit in w
-            .share_groups(dst.ne[2] * dst.ne[3], rows + parts)
+            .range_of_groups(dst.ne[2] * dst.ne[3], rows + parts)
             .each(most)
         {
             let (plane, step) = (unit / (rows + parts), unit % (rows + parts));

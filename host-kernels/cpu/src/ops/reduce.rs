@@ -55,7 +55,7 @@ pub(super) fn total<T: Copy + std::iter::Sum<T> + 'static>(
 ) -> Compiled {
     let strips = elements.div_ceil(strip);
     let partials: Kernel = Box::new(move |w| {
-        for i in w.share(strips) {
+        for i in w.range_of(strips) {
             let start = i * strip;
             let value = partial(start, strip.min(elements - start));
             // SAFETY: the scratch memory is aligned to 64 bytes and has `strips > i` values of `T`.
@@ -193,7 +193,7 @@ fn argmax(o: &Operands<'_>) -> Kernel {
     let (dst, src) = (o.dst(), o.src(0));
     let x = Access::rows(&src);
     Box::new(move |w| {
-        for row in w.share(src.ne[1]) {
+        for row in w.range_of(src.ne[1]) {
             let (mut largest, mut at) = (f32::NEG_INFINITY, 0);
             // SAFETY: a row of the source has `ne[0]` elements. `o` has passed the check of ARGMAX:
             // the destination has an i32 for each row.
@@ -258,7 +258,7 @@ fn argsort_long(o: &Operands<'_>, order: SortOrder) -> Compiled {
     let counts_at = scratch.room(busy, DIGITS * size_of::<usize>());
     let kernel: Kernel = Box::new(move |w| {
         for unit in w
-            .share_groups(dst.rows(), steps)
+            .range_of_groups(dst.rows(), steps)
             .each(Estimate::steps(SORT_STRIP))
         {
             let (row, step) = (unit / steps, unit % steps);
@@ -353,7 +353,7 @@ fn argsort(o: &Operands<'_>, order: SortOrder) -> Compiled {
     let x = Access::rows(&src);
     let (n, wanted) = (src.ne[0], dst.ne[0]);
     let kernel: Kernel = Box::new(move |w| {
-        let rows = w.share(dst.rows());
+        let rows = w.range_of(dst.rows());
         if rows.rest().is_empty() {
             return Ok(());
         }

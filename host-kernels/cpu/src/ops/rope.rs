@@ -101,7 +101,7 @@ fn rotated(
                 )
             };
             let mut computed_for = None;
-            for index in w.share(x.rows()).map(|row| x.row_index(row)) {
+            for index in w.range_of(x.rows()).map(|row| x.row_index(row)) {
                 let token = index[1];
                 if computed_for.replace(token) != Some(token) {
                     let position = |axis: usize| {

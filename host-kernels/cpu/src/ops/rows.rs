@@ -82,7 +82,7 @@ fn get_rows(o: &Operands<'_>) -> Compiled {
     parameters!(o, Op::GetRows {});
     let (dst, [a, ids]) = (o.dst(), o.sources());
     Compiled::one(move |w| {
-        for row in w.share(dst.rows()) {
+        for row in w.range_of(dst.rows()) {
             let [i, j, k] = dst.row_index(row);
             // SAFETY: `o` has passed the check of GET_ROWS: there is an i32 for each row of the
             // destination.
@@ -118,7 +118,7 @@ fn get_rows_back(o: &Operands<'_>) -> Compiled {
     let zero = Element::zero(dst.ty);
     let (zeros, steps) = (dst.ne[1], dst.ne[1] + ids.ne[0]);
     Compiled::one(move |w| {
-        for unit in { w.share_groups(dst.ne[0].div_ceil(n), steps) }.each(Estimate::steps(n)) {
+        for unit in { w.range_of_groups(dst.ne[0].div_ceil(n), steps) }.each(Estimate::steps(n)) {
             let (step, start) = (unit % steps, unit / steps * n);
             let n = n.min(dst.ne[0] - start);
             // SAFETY: `o` has passed the check of GET_ROWS_BACK: `ids` is a vector of i32, and `a`
@@ -157,7 +157,7 @@ fn set_rows(o: &Operands<'_>) -> Compiled {
     let (writer, reader) = (Access::rows(&dst), Access::rows(&a));
     let strips = a.ne[0].div_ceil(STRIP);
     Compiled::one(move |w| {
-        for unit in w.share(a.rows() * strips) {
+        for unit in w.range_of(a.rows() * strips) {
             let (row, start) = (unit / strips, unit % strips * STRIP);
             let n = STRIP.min(a.ne[0] - start);
             let [i, j, k] = a.row_index(row);

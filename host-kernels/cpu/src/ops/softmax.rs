@@ -61,7 +61,7 @@ pub(super) fn soft_max(operands: &Operands<'_>) -> Result<Compiled, EngineError>
     let sinks = operands.optional(2);
     let slopes = Slopes::new(max_bias, x.ne[2]);
     Ok(Compiled::one(move |w| {
-        for index in w.share(x.rows()).map(|row| x.row_index(row)) {
+        for index in w.range_of(x.rows()).map(|row| x.row_index(row)) {
             let [i1, head, i3] = index;
             let mask = mask.map(|(mask, reader)| {
                 let row = mask.row_ptr([i1, head % mask.ne[2], i3 % mask.ne[3]]);

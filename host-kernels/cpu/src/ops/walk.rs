@@ -124,7 +124,7 @@ impl<const N: usize> Walk<N> {
         &self.outer[i]
     }
 
-    /// Calls `body` for each tile of this worker's share of all elements, with the addresses of its
+    /// Calls `body` for each tile of this worker's range of all elements, with the addresses of its
     /// first element: at most `side` adjacent elements of the line, in at most `side` adjacent
     /// iterations of outer loop `crossed`.
     pub(super) fn tiles(
@@ -137,7 +137,7 @@ impl<const N: usize> Walk<N> {
         let (line, other) = (&self.line, &self.outer[crossed]);
         let (along, beside) = (line.count.div_ceil(side), other.count.div_ceil(side));
         let planes = self.lines.checked_div(other.count).unwrap_or(0);
-        for unit in w.share(along * beside * planes) {
+        for unit in w.range_of(along * beside * planes) {
             let start = unit % along * side;
             let first = unit / along % beside * side;
             let mut plane = unit / (along * beside);
@@ -161,7 +161,7 @@ impl<const N: usize> Walk<N> {
         }
     }
 
-    /// Calls `body` for each strip of this worker's share of all elements, with the addresses of
+    /// Calls `body` for each strip of this worker's range of all elements, with the addresses of
     /// its first element and its number of elements: at most `grain` elements of a line.
     pub(super) fn strips(
         &self,
@@ -170,7 +170,7 @@ impl<const N: usize> Walk<N> {
         mut body: impl FnMut(*mut u8, [*const u8; N], usize),
     ) {
         let per_line = self.line.count.div_ceil(grain);
-        let units = w.share(self.lines * per_line);
+        let units = w.range_of(self.lines * per_line);
         let rest = units.rest();
         if rest.is_empty() {
             return;

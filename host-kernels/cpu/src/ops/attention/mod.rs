@@ -70,10 +70,10 @@ pub(super) fn flash_attn_ext(operands: &Operands<'_>) -> Result<Compiled, Engine
     if spans > 1 {
         let most = Estimate::steps(attention.block_rows() * attention.width);
         kernels.push(Box::new(move |w| {
-            for unit in w.share_groups(attention.blocks(), spans - 1).each(most) {
+            for unit in w.range_of_groups(attention.blocks(), spans - 1).each(most) {
                 let (block, span) = (unit / (spans - 1), unit % (spans - 1) + 1);
                 // SAFETY: the kernel has the scratch memory that `Attention::new` has reserved. All
-                // spans were computed before the barrier between the two kernels. `share_groups`
+                // spans were computed before the barrier between the two kernels. `range_of_groups`
                 // returns the spans of a block to one worker, in order.
                 unsafe { attention.merge(w.scratch(), block, span) };
             }

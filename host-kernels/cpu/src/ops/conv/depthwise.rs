@@ -37,7 +37,7 @@ pub(super) fn depthwise(o: &Operands<'_>, [x_axis, y_axis]: [ConvAxis; 2]) -> Co
     let strips = lanes.div_ceil(stage);
     Compiled::one(move |w| {
         let mut sums = [0.0; STAGE];
-        for unit in w.share(strips * others * dst.ne[1] * dst.ne[3]) {
+        for unit in w.range_of(strips * others * dst.ne[1] * dst.ne[3]) {
             let (strip, rest) = (unit % strips, unit / strips);
             let (other, rest) = (rest % others, rest / others);
             let (oy, n) = (rest % dst.ne[1], rest / dst.ne[1]);

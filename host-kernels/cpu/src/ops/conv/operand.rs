@@ -66,10 +66,10 @@ impl Prepared {
         }
     }
 
-    /// Writes this worker's share of the elements.
+    /// Writes this worker's range of the elements.
     pub(super) fn write(&self, w: &Worker<'_>) {
         let mut stage = [0.0; STAGE];
-        for strip in { w.share(self.elements.div_ceil(STAGE)) }.each(Estimate::steps(STAGE)) {
+        for strip in { w.range_of(self.elements.div_ceil(STAGE)) }.each(Estimate::steps(STAGE)) {
             let start = strip * STAGE;
             let n = STAGE.min(self.elements - start);
             let quantize = self.format.quantize_row;

@@ -119,7 +119,7 @@ pub(super) unsafe fn convolution(
     });
     let multiply: Kernel = Box::new(move |w| {
         let part = |at: usize, size: usize| w.scratch().wrapping_add(at + w.index() * size);
-        for unit in w.share(units) {
+        for unit in w.range_of(units) {
             let (unit, first) = (unit / blocks, unit % blocks * block);
             let channels = block.min(out.channels - first);
             let (image, start) = (unit / tiles, unit % tiles * tile);

@@ -81,7 +81,7 @@ pub(super) unsafe fn transposed(
                 .wrapping_add(at + w.index() * floats * size_of::<f32>())
                 .cast::<f32>()
         };
-        for unit in w.share_groups(units, steps).each(most) {
+        for unit in w.range_of_groups(units, steps).each(most) {
             let (step, unit) = (unit % steps, unit / steps);
             let (output, n) = (unit % outputs, unit / outputs);
             // SAFETY: the first `busy` workers have units, and each has its own plane of `ow * oh`

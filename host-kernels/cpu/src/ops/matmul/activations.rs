@@ -70,7 +70,7 @@ impl Activations {
         }
     }
 
-    /// Converts this worker's share of the columns, unless they are converted.
+    /// Converts this worker's range of the columns, unless they are converted.
     pub(super) fn convert(&self, w: &Worker<'_>) {
         if self.done {
             return;
@@ -79,8 +79,8 @@ impl Activations {
         let strips = k.div_ceil(STRIP);
         let mut buffer = [0f32; STRIP];
         let units = match self.by_rows {
-            true => w.share_groups(self.source.rows(), strips),
-            false => w.share(self.source.rows() * strips),
+            true => w.range_of_groups(self.source.rows(), strips),
+            false => w.range_of(self.source.rows() * strips),
         };
         for unit in units {
             let (column, start) = (unit / strips, unit % strips * STRIP);

@@ -281,7 +281,7 @@ impl ExpertColumns {
             // between them.
             let (_, order) = unsafe { grouping.get(w) };
             let bytes = activations.column_bytes;
-            for column in w.share(pairs) {
+            for column in w.range_of(pairs) {
                 // SAFETY: `from` is a converted column of `bytes` bytes: by the check of
                 // MUL_MAT_ID, the activations have the tokens of the ids. The scratch memory has
                 // `pairs > column` columns at `gathered`, and one worker writes this column.

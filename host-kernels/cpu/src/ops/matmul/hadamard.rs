@@ -28,7 +28,7 @@ pub(super) fn hadamard(o: &Operands<'_>) -> Compiled {
                 start.write_bytes(0, n);
                 std::slice::from_raw_parts_mut(start, n)
             };
-            for row in w.share(x.rows()) {
+            for row in w.range_of(x.rows()) {
                 let index = x.row_index(row);
                 // SAFETY: the row is in the source and has `n` elements; `column` has `n` floats.
                 unsafe { reader.read(x.row_ptr(index), 0, n, column.as_mut_ptr()) };

@@ -57,7 +57,7 @@ pub(in super::super) fn out_prod(operands: &Operands<'_>) -> Result<Compiled, En
             [own, own.add(sizes[0]), own.add(sizes[0] + sizes[1])]
         };
         let strides = output.strides();
-        for unit in w.share_groups(column_tiles * row_tiles * ne2 * ne3, steps) {
+        for unit in w.range_of_groups(column_tiles * row_tiles * ne2 * ne3, steps) {
             let (step, tile) = (unit % steps, unit / steps);
             let column = tile % column_tiles * OUTER_COLUMNS;
             let row = tile / column_tiles % row_tiles * OUTER_ROWS;

@@ -110,7 +110,7 @@ pub(super) fn gated_delta_net(o: &Operands<'_>) -> Compiled {
     let busy = o.workers().min(units);
     let cut = TokenCut::new(tokens, size * size);
     let kernel: Kernel = Box::new(move |w| {
-        for unit in w.share_groups(units, cut.steps) {
+        for unit in w.range_of_groups(units, cut.steps) {
             let (step, unit) = (unit % cut.steps, unit / cut.steps);
             let (h, seq) = (unit % heads, unit / heads);
             let shared =

@@ -79,7 +79,10 @@ pub(super) fn solve_tri(o: &Operands<'_>) -> Compiled {
     let steps = n.div_ceil(grain);
     let most = Estimate::products(grain.saturating_mul(SOLVE_COLUMNS).saturating_mul(n));
     Compiled::one(move |w| {
-        for unit in w.share_groups(strips * b.ne[2] * b.ne[3], steps).each(most) {
+        for unit in w
+            .range_of_groups(strips * b.ne[2] * b.ne[3], steps)
+            .each(most)
+        {
             let (start, unit) = (unit % steps * grain, unit / steps);
             let (strip, matrix) = (unit % strips, unit / strips);
             let first = strip * SOLVE_COLUMNS;

@@ -27,7 +27,7 @@ pub(super) fn ssm_conv(o: &Operands<'_>) -> Compiled {
     let parts = tokens.div_ceil(grain);
     Compiled::one(move |w| {
         let mut sums = [0.0; STAGE];
-        for unit in w.share(channels * seqs * parts) {
+        for unit in w.range_of(channels * seqs * parts) {
             let (start, unit) = (unit % parts * grain, unit / parts);
             let (c, s) = (unit % channels, unit / channels);
             let row = x.row_ptr([c, s, 0]).cast_const();

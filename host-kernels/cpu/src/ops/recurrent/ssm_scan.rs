@@ -101,7 +101,7 @@ pub(super) fn ssm_scan(o: &Operands<'_>) -> Compiled {
     let per_group = heads / b.ne[1];
     let cut = TokenCut::new(tokens, rows * n);
     Compiled::one(move |w| {
-        for unit in w.share_groups(heads * seqs, cut.steps) {
+        for unit in w.range_of_groups(heads * seqs, cut.steps) {
             let (step, unit) = (unit % cut.steps, unit / cut.steps);
             let (h, seq) = (unit % heads, unit / heads);
             let id = ids.ptr().wrapping_add(seq * ids.nb[0]).cast::<i32>();

@@ -128,7 +128,7 @@ pub(super) fn each_head(
     let tokens = tokens.checked_div(seqs).unwrap_or(0);
     let cut = TokenCut::new(tokens, size * size);
     Compiled::one(move |w| {
-        for unit in w.share_groups(heads * seqs, cut.steps) {
+        for unit in w.range_of_groups(heads * seqs, cut.steps) {
             let (step, unit) = (unit % cut.steps, unit / cut.steps);
             let (head, seq) = (unit % heads, unit / heads);
             let at = unit * size * size;
