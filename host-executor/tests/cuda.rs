@@ -3,7 +3,7 @@
 mod common;
 #[path = "../../host-kernels/shim/device.rs"]
 mod shim;
-#[path = "../../host-kernels/cuda/tests/engine/spy.rs"]
+#[path = "../../host-kernels/check/tests/cuda/spy.rs"]
 #[allow(dead_code)] // the tests of the kernels use more of the module
 mod spy;
 

@@ -1,4 +1,4 @@
-//! A directed graph of files, and its cycles.
+//! A directed graph of files or packages, and its cycles.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -102,7 +102,7 @@ impl Graph {
 
 impl fmt::Display for Cycle {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "a cycle of {} files", self.files.len())?;
+        writeln!(f, "a cycle of {} nodes", self.files.len())?;
         for (from, to, names) in &self.edges {
             let names = names.join(", ");
             writeln!(f, "  {} -> {}: {names}", from.display(), to.display())?;

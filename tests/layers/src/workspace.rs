@@ -18,6 +18,8 @@ pub struct Package {
     pub test_roots: Vec<PathBuf>,
     /// The packages of this workspace that it is built with, tests aside.
     pub dependencies: Vec<String>,
+    /// The packages of this workspace that only its tests, benchmarks and examples use.
+    pub test_dependencies: Vec<String>,
 }
 
 /// The folder of the workspace.
@@ -70,15 +72,21 @@ fn package(value: &Value) -> Result<Package> {
     }
     // A library can have two kinds.
     roots.dedup();
-    let mut dependencies: Vec<String> = { value["dependencies"].as_array().into_iter().flatten() }
-        .filter(|dependency| dependency["source"].is_null() && dependency["kind"] != "dev")
-        .filter_map(|dependency| Some(dependency["name"].as_str()?.to_owned()))
-        .collect();
-    dependencies.sort();
+    let dependencies = |is_test: bool| {
+        let all = value["dependencies"].as_array().into_iter().flatten();
+        let mut names: Vec<String> = all
+            .filter(|dependency| dependency["source"].is_null())
+            .filter(|dependency| (dependency["kind"] == "dev") == is_test)
+            .filter_map(|dependency| Some(dependency["name"].as_str()?.to_owned()))
+            .collect();
+        names.sort();
+        names
+    };
     Ok(Package {
         name: name.to_owned(),
         roots,
         test_roots,
-        dependencies,
+        dependencies: dependencies(false),
+        test_dependencies: dependencies(true),
     })
 }

@@ -1,12 +1,13 @@
 //! Which crate may depend on which, and how much the plugin brings into somebody else's process.
 
 use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use vgpu_layers::{packages, root};
+use vgpu_layers::{Cycle, Graph, Package, packages, root};
 
 /// The packages, lowest first, and the packages of this workspace that each may be built with.
-/// Tests may use more.
+/// Tests may use more, without a cycle.
 const ALLOWED: &[(&str, &[&str])] = &[
     ("vgpu-transport", &[]),
     ("vgpu-ggml-abi", &[]),
@@ -117,6 +118,44 @@ fn crates_depend_on_lower_layers_only() {
             package.name
         );
     }
+}
+
+/// The cycles of packages, with those that only tests use.
+fn cycles(packages: &[Package]) -> Vec<Cycle> {
+    let mut graph = Graph::default();
+    for package in packages {
+        let (name, used) = (Path::new(&package.name), &package.dependencies);
+        used.iter()
+            .for_each(|used| graph.add(name, Path::new(used), "dependency".to_owned()));
+        { package.test_dependencies.iter() }
+            .for_each(|used| graph.add(name, Path::new(used), "test dependency".to_owned()));
+    }
+    graph.cycles()
+}
+
+/// A crate whose tests use a crate above is compiled again for these tests, with all that is
+/// between the two.
+#[test]
+fn crates_have_no_cycles_with_their_tests() {
+    let packages = packages().unwrap();
+    let cycles = cycles(&packages);
+    let texts: Vec<_> = cycles.iter().map(ToString::to_string).collect();
+    assert!(texts.is_empty(), "{}", texts.concat());
+    // Read wrongly, the list would have no cycle either.
+    let check = packages.iter().find(|package| package.name == "vgpu-check");
+    let used = &check.expect("the self-test").test_dependencies;
+    assert!(used.contains(&"vgpu-cuda-shim".to_owned()), "{used:?}");
+}
+
+#[test]
+fn a_test_that_uses_a_crate_above_makes_a_cycle() {
+    let mut packages = packages().unwrap();
+    let engine = { packages.iter_mut() }.find(|package| package.name == "vgpu-engine");
+    let engine = engine.expect("the contract of engines");
+    engine.test_dependencies.push("vgpu-cpu".to_owned());
+    let cycles = cycles(&packages);
+    let files: Vec<_> = cycles.iter().map(|cycle| cycle.files.clone()).collect();
+    assert_eq!(files, [["vgpu-cpu", "vgpu-engine"].map(PathBuf::from)]);
 }
 
 /// The crates that a package is built with, itself included: lines such as `libc v0.2.191`.

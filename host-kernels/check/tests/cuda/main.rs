@@ -6,7 +6,7 @@ mod megakernel;
 mod memory;
 mod plans;
 mod repack;
-#[path = "../../../check/tests/common/sample.rs"]
+#[path = "../common/sample.rs"]
 mod sample;
 #[path = "../../../shim/device.rs"]
 mod shim;

@@ -1,7 +1,8 @@
 //! What fusing nodes brings: graphs of a model of 256 M parameters, fused and node by node, in
 //! turns.
 //!
-//! `cargo bench -p vgpu-cpu --bench plan -- [--threads N] [--repeats N] [--tokens N]... [TYPE]...`
+//! `cargo bench -p vgpu-check --bench plan -- [--threads N] [--repeats N] [--tokens N]...
+//! [TYPE]...`
 
 use std::time::{Duration, Instant};
 
