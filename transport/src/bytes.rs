@@ -24,6 +24,21 @@ pub struct BytesMut<'a> {
     _memory: PhantomData<&'a mut [u8]>,
 }
 
+/// Memory of this process that stays mapped at one address: a device that has registered the memory
+/// can copy from and to it by DMA.
+///
+/// # Safety
+///
+/// Until the value is dropped, the [`size`](Mapped::size) bytes at [`as_ptr`](Mapped::as_ptr) are
+/// mapped and writable, and both functions return the same.
+pub unsafe trait Mapped: Send + Sync + 'static {
+    /// The address of the first byte.
+    fn as_ptr(&self) -> *mut u8;
+
+    /// The number of bytes.
+    fn size(&self) -> usize;
+}
+
 impl<'a> Bytes<'a> {
     /// The `len` bytes at `ptr`.
     ///

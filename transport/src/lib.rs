@@ -6,16 +6,16 @@
 //! - 3: [`wire`], the requests and replies of a session
 //! - 2: [`ir`], the graph IR; [`shm`], shared memory, rings, doorbells. Independent of each other
 //! - 1: [`bytes`], payloads that the peer may change; [`error`]; [`fork`]; [`limits`]; [`lock`];
-//!   `poll`; [`random`]
+//!   [`memfd`], memory files; `poll`; [`random`]
 //!
 //! [`link`] does not import [`wire`]: a link carries bytes and does not know their meaning.
 //!
 //! # Users
 //!
 //! The guest plugin and the executor use every layer. Engines (`host-kernels`) compute graphs and
-//! know nothing of messages or links: an engine imports [`ir`], [`bytes`] and [`shm::memory`], and
-//! no other module of this crate. `shm::memory` is the mapping of a window, without the rings in
-//! it: an engine pins the mapping for DMA (`Engine::pin`), and keeps it mapped while it is pinned.
+//! know nothing of messages, links or shared windows: an engine imports [`ir`], [`bytes`] and
+//! [`memfd`], and no other module of this crate. What an engine pins for DMA (`Engine::pin`) is
+//! [`bytes::Mapped`] memory. CPU memory that guests map is a memory file.
 
 pub mod bytes;
 pub mod error;
@@ -24,6 +24,7 @@ pub mod ir;
 pub mod limits;
 pub mod link;
 pub mod lock;
+pub mod memfd;
 mod poll;
 pub mod random;
 pub mod shm;

@@ -184,8 +184,8 @@ impl Session {
                     // session lives. Only after HELLO is answered: a call of a driver may hang.
                     if self.pinned.is_none() {
                         self.activity.set(ThreadState::Pins);
-                        let pin = |window| self.engine.pin(window);
-                        self.pinned = Some(link.window().and_then(pin));
+                        let window = link.window().cloned();
+                        self.pinned = Some(window.and_then(|window| self.engine.pin(window)));
                         self.activity.set(ThreadState::Idle);
                     }
                     messages.incoming.clear();

@@ -4,8 +4,8 @@ use std::any::Any;
 use std::sync::{Arc, Condvar, Mutex};
 
 use vgpu_engine::{Engine, EngineError, Memory, MemoryInfo, Plan, RunError, RunStatus, Turn};
+use vgpu_transport::bytes::Mapped;
 use vgpu_transport::ir::{Capabilities, GraphCounts, ValidGraph};
-use vgpu_transport::shm::memory::Window;
 
 use super::scripted_engine::ScriptedEngine;
 
@@ -102,7 +102,7 @@ impl Engine for HangingEngine {
         self.inner.allocation_size(size)
     }
 
-    fn pin(&self, _: &Arc<Window>) -> Option<Box<dyn Any + Send>> {
+    fn pin(&self, _: Arc<dyn Mapped>) -> Option<Box<dyn Any + Send>> {
         self.gate.pass(Call::Pin);
         None
     }

@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use memmap2::UncheckedAdvice;
 use vgpu_transport::bytes::{Bytes, BytesMut};
-use vgpu_transport::shm::memory::sealed_file_named;
+use vgpu_transport::memfd;
 
 use super::region::{Budget, BudgetCharge, Region, whole_pages};
 use super::weights::{CpuExtent, WeightRegion};
@@ -95,7 +95,7 @@ impl CpuMemory {
         let mut sealed = None;
         let memory = CpuMemory::mapped(size, budget, |len| {
             let pages = len.checked_next_multiple_of(PAGE)?;
-            let file = sealed_file_named("vgpu-buffer", pages).ok()?;
+            let file = memfd::sealed("vgpu-buffer", pages).ok()?;
             let region = Region::shared(file.as_fd(), len)?;
             sealed = Some((file, pages as u64));
             Some(Kind::Shared(region))
@@ -381,13 +381,12 @@ mod tests {
 
     #[test]
     fn shared_memory_is_visible_to_both_sides_until_it_is_freed() {
-        use std::os::fd::AsFd;
-        use vgpu_transport::shm::memory::Window;
         let budget = Arc::new(Budget::new(Some(1 << 20)));
         let SharedMemory { memory, file, size } = CpuMemory::shared(5000, &budget).unwrap();
         assert_eq!((memory.size(), size), (5000, 8192));
-        let guest = Window::map_foreign(file.as_fd(), size).unwrap();
-        guest.bytes_mut(4990..5000).copy_from((&[7; 10][..]).into());
+        // SAFETY: the file has 8192 bytes and is sealed against shrinking.
+        let mut guest = unsafe { memmap2::MmapMut::map_mut(&file) }.unwrap();
+        guest[4990..5000].fill(7);
         let mut seen = [0; 10];
         memory.read(4990, (&mut seen[..]).into()).unwrap();
         assert_eq!(seen, [7; 10]);
@@ -396,8 +395,7 @@ mod tests {
         assert_eq!(budget.used(), 8192);
         drop(memory);
         assert_eq!(budget.used(), 0);
-        guest.bytes(4990..5000).copy_to(&mut seen);
-        assert_eq!(seen, [0; 10]);
+        assert_eq!(guest[4990..5000], [0; 10]);
         let blocks = rustix::fs::fstat(&file).unwrap().st_blocks;
         assert!(blocks <= 8, "{blocks} blocks: only the page just read");
         // Nobody can take pages away under the executor.

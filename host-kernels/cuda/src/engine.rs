@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use tracing::{error, info, warn};
+use vgpu_transport::bytes::Mapped;
 use vgpu_transport::ir::{Capabilities, Graph, GraphCounts, Node, ValidGraph};
-use vgpu_transport::shm::memory::Window;
 
 use crate::autotune::TuningTable;
 use crate::context::ExecutionContext;
@@ -245,15 +245,12 @@ impl Engine for CudaEngine {
         (self.open.is_none() || current.attempts >= MAX_ATTEMPTS).then(|| error.to_string())
     }
 
-    fn pin(&self, window: &Arc<Window>) -> Option<Box<dyn Any + Send>> {
+    fn pin(&self, memory: Arc<dyn Mapped>) -> Option<Box<dyn Any + Send>> {
         let device = Arc::clone(&self.context().ok()?.device);
-        // SAFETY: the region is mapped for as long as `window` lives, and `Pinned` holds `window`
-        // until it has called `unpin`.
-        match unsafe { device.pin(window.as_ptr(), window.size()) } {
-            Ok(()) => Some(Box::new(Pinned {
-                device,
-                window: Arc::clone(window),
-            })),
+        // SAFETY: the bytes are mapped until `memory` is dropped (the contract of `Mapped`), and
+        // `Pinned` holds `memory` until it has called `unpin`.
+        match unsafe { device.pin(memory.as_ptr(), memory.size()) } {
+            Ok(()) => Some(Box::new(Pinned { device, memory })),
             Err(error) => {
                 info!("shared memory is not page-locked, copies are slower: {error}");
                 None
@@ -281,14 +278,14 @@ impl Engine for CudaEngine {
     }
 }
 
-/// A shared memory region that is page-locked for the device.
+/// Memory that is page-locked for the device.
 struct Pinned {
     device: Arc<dyn Device>,
-    window: Arc<Window>,
+    memory: Arc<dyn Mapped>,
 }
 
 impl Drop for Pinned {
     fn drop(&mut self) {
-        self.device.unpin(self.window.as_ptr());
+        self.device.unpin(self.memory.as_ptr());
     }
 }

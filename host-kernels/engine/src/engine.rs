@@ -7,8 +7,8 @@ use std::any::Any;
 use std::sync::Arc;
 use std::time::Duration;
 
+use vgpu_transport::bytes::Mapped;
 use vgpu_transport::ir::{Capabilities, Graph, GraphCounts, Node, ValidGraph};
-use vgpu_transport::shm::memory::Window;
 
 use crate::error::{EngineError, RunError};
 use crate::memory::{Memory, MemoryInfo, SharedMemory};
@@ -123,11 +123,11 @@ pub trait Engine: Send + Sync + 'static {
         None
     }
 
-    /// Registers (pins) a window with the device, so that the device can copy from and to it by
-    /// DMA. Dropping the returned value unregisters it. `None` if the engine does not need this, or
-    /// if registration failed; copies then work without it.
-    fn pin(&self, window: &Arc<Window>) -> Option<Box<dyn Any + Send>> {
-        let _ = window;
+    /// Registers (pins) memory with the device, so that the device can copy from and to it by DMA.
+    /// Dropping the returned value unregisters the memory, and drops it. `None` if the engine does
+    /// not need this, or if registration failed; copies then work without it.
+    fn pin(&self, memory: Arc<dyn Mapped>) -> Option<Box<dyn Any + Send>> {
+        let _ = memory;
         None
     }
 

@@ -12,6 +12,7 @@ const TRANSPORT: &[(&str, &[&str])] = &[
     ("fork", &[]),
     ("limits", &[]),
     ("lock", &[]),
+    ("memfd", &[]),
     ("poll", &[]),
     ("random", &[]),
     ("ir", BASE),
@@ -19,25 +20,26 @@ const TRANSPORT: &[(&str, &[&str])] = &[
     (
         "wire",
         &[
-            "bytes", "error", "fork", "ir", "limits", "lock", "poll", "random", "shm",
+            "bytes", "error", "fork", "ir", "limits", "lock", "memfd", "poll", "random", "shm",
         ],
     ),
     // Not `ir` and not `wire`: a link carries bytes and does not know their meaning.
     (
         "link",
         &[
-            "bytes", "error", "fork", "limits", "lock", "poll", "random", "shm",
+            "bytes", "error", "fork", "limits", "lock", "memfd", "poll", "random", "shm",
         ],
     ),
 ];
 
 /// The lowest layer.
-const BASE: &[&str] = &["bytes", "error", "fork", "limits", "lock", "poll", "random"];
+const BASE: &[&str] = &[
+    "bytes", "error", "fork", "limits", "lock", "memfd", "poll", "random",
+];
 
 /// What an engine and the crates beside it import from `vgpu-transport`: the paths begin with one
-/// of these. `shm::memory` is a mapping of memory, not what a link stores there: `Engine::pin`
-/// registers it for DMA, and CPU memory that guests map is one.
-const OF_ENGINES: &[&str] = &["bytes", "ir", "shm::memory"];
+/// of these.
+const OF_ENGINES: &[&str] = &["bytes", "ir", "memfd"];
 
 /// The packages to which [`OF_ENGINES`] applies.
 const ENGINES: &[&str] = &[
@@ -213,7 +215,7 @@ fn artificial_import_of_an_engine_is_detected() {
     };
     let is_right = |text: &str| paths(text).iter().all(|path| is_below(path, OF_ENGINES));
     for right in [
-        "use vgpu_transport::ir::{Graph, Op}; use vgpu_transport::shm::memory::Window;",
+        "use vgpu_transport::ir::{Graph, Op}; use vgpu_transport::memfd::sealed;",
         "fn f(_: vgpu_transport::bytes::Bytes) {}",
         "#[cfg(test)] mod tests { use vgpu_transport::wire::Request; }",
     ] {
@@ -224,6 +226,7 @@ fn artificial_import_of_an_engine_is_detected() {
         "use vgpu_transport::{ir::Graph, link::HostEnd};",
         "use vgpu_transport as t;",
         "use vgpu_transport::*;",
+        "use vgpu_transport::shm::memory::Window;",
         "use vgpu_transport::shm::ring::Ring;",
         "use vgpu_transport::ir_other::Graph;",
         "fn f() { vgpu_transport::link::connect(); }",

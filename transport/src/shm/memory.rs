@@ -33,15 +33,15 @@
 
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd};
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
 use memmap2::{MmapOptions, MmapRaw};
-use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
+use rustix::fs::SealFlags;
 use rustix::io::Errno;
 
-use crate::bytes::{Bytes, BytesMut};
+use crate::bytes::{Bytes, BytesMut, Mapped};
 use crate::fork::Inherited;
+use crate::memfd::{self, MemfdError};
 
 /// Shared memory as the rings access it. Offsets are in bytes from the start of the window.
 ///
@@ -66,12 +66,6 @@ pub trait SharedWords {
     /// A sequentially consistent fence: orders every earlier access before every later one.
     fn full_fence(&self);
 }
-
-/// The seals of a window's memfd. Without `SHRINK` the peer could truncate the file, and an access
-/// of this process to the mapping would raise SIGBUS.
-const SEALS: SealFlags = SealFlags::SHRINK
-    .union(SealFlags::GROW)
-    .union(SealFlags::SEAL);
 
 /// Why a file cannot be mapped.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -383,51 +377,25 @@ impl SharedWords for Window {
     }
 }
 
+// SAFETY: `map` stays mapped at one address until the window is dropped.
+unsafe impl Mapped for Window {
+    fn as_ptr(&self) -> *mut u8 {
+        Window::as_ptr(self)
+    }
+
+    fn size(&self) -> usize {
+        Window::size(self)
+    }
+}
+
 /// Makes the file of a window: a memfd of `size` zero bytes, sealed against resizing.
 ///
 /// # Errors
 ///
 /// [`MapError::System`] when a system call fails.
 pub fn sealed_file(size: usize) -> Result<OwnedFd, MapError> {
-    sealed_file_named("vgpu-window", size)
-}
-
-/// The same as [`sealed_file`], under another name. `/proc/*/maps` shows the name.
-///
-/// # Errors
-///
-/// [`MapError::System`] when a system call fails.
-pub fn sealed_file_named(name: &str, size: usize) -> Result<OwnedFd, MapError> {
-    new_file(name, size, is_overcommit_forbidden())
-}
-
-/// Whether the kernel promises no more memory than it has (`vm.overcommit_memory` is 2), as of the
-/// first call.
-fn is_overcommit_forbidden() -> bool {
-    static IS_FORBIDDEN: OnceLock<bool> = OnceLock::new();
-    *IS_FORBIDDEN.get_or_init(|| {
-        let setting = std::fs::read_to_string("/proc/sys/vm/overcommit_memory");
-        setting.is_ok_and(|setting| setting.trim() == "2")
-    })
-}
-
-/// Makes a sealed file. `is_reserved` says whether the kernel has to provide its pages now. Where
-/// overcommitment is forbidden, the kernel otherwise counts each page at its first access, and ends
-/// the process with SIGBUS if there is none.
-fn new_file(name: &str, size: usize, is_reserved: bool) -> Result<OwnedFd, MapError> {
-    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-    let file = rustix::fs::memfd_create(name, flags)
-        .map_err(MapError::system("creating the window's file"))?;
-    rustix::fs::ftruncate(&file, size as u64)
-        .map_err(MapError::system("setting the size of the window's file"))?;
-    if is_reserved && size > 0 {
-        rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, size as u64).map_err(
-            MapError::system("reserving the memory of the window's file"),
-        )?;
-    }
-    rustix::fs::fcntl_add_seals(file.as_fd(), SEALS)
-        .map_err(MapError::system("sealing the window's file"))?;
-    Ok(file)
+    let file = memfd::sealed("vgpu-window", size);
+    file.map_err(|MemfdError { what, error }| MapError::System { what, error })
 }
 
 /// The size of a file that nobody can shrink, in bytes.
@@ -448,18 +416,8 @@ fn sealed_size(file: BorrowedFd<'_>) -> Result<u64, MapError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rustix::fs::MemfdFlags;
     use std::os::fd::AsFd;
-
-    #[test]
-    fn where_overcommitment_is_forbidden_memory_is_taken_at_once() {
-        const SIZE: usize = 1 << 20;
-        let pages = |is_reserved| {
-            let file = new_file("test", SIZE, is_reserved).unwrap();
-            rustix::fs::fstat(&file).unwrap().st_blocks as usize * 512
-        };
-        assert_eq!((pages(false), pages(true)), (0, SIZE));
-        assert!(new_file("test", 0, true).is_ok());
-    }
 
     #[test]
     fn words_and_bytes_are_read_back() {

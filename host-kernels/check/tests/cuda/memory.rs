@@ -7,7 +7,7 @@ use std::time::Duration;
 use vgpu_cuda::CudaEngine;
 use vgpu_cuda::device::Device;
 use vgpu_engine::{Engine, EngineError};
-use vgpu_transport::shm::memory::Window;
+use vgpu_transport::bytes::Mapped;
 
 use crate::engine_on;
 use crate::spy::{Call, Fails, Spy};
@@ -252,23 +252,41 @@ fn device_is_unrecoverable_after_repeated_failed_resets() {
     assert!(reason.contains("illegal memory access"), "{reason}");
 }
 
+/// A megabyte of this process.
+struct Megabyte(Vec<u8>);
+
+impl Megabyte {
+    fn new() -> Arc<Megabyte> {
+        Arc::new(Megabyte(vec![0; 1 << 20]))
+    }
+}
+
+// SAFETY: nothing changes the vector, so that its bytes stay where they are.
+unsafe impl Mapped for Megabyte {
+    fn as_ptr(&self) -> *mut u8 {
+        self.0.as_ptr().cast_mut()
+    }
+
+    fn size(&self) -> usize {
+        self.0.len()
+    }
+}
+
 #[test]
-fn pinned_windows_stay_mapped_until_unpinned() {
+fn pinned_memory_stays_mapped_until_unpinned() {
     let device = Arc::new(Spy::logging());
     let engine = engine_on(&device);
     device.take_log();
-    let window = Arc::new(Window::anonymous(1 << 20).unwrap());
-    let pinned = engine.pin(&window).expect("it can be prepared");
+    let memory = Megabyte::new();
+    let weak = Arc::downgrade(&memory);
+    let pinned = engine.pin(memory).expect("it can be prepared");
     assert_eq!(device.take_log(), [Call::Pin(1 << 20)]);
-    let weak = Arc::downgrade(&window);
-    drop(window);
     assert!(weak.upgrade().is_some(), "it stays mapped as long");
     drop(pinned);
     assert_eq!(device.take_log(), [Call::Unpin]);
     assert!(weak.upgrade().is_none());
     // If the memory cannot be page-locked, nothing is lost.
     device.fail(Fails::Pinning);
-    let window = Arc::new(Window::anonymous(1 << 20).unwrap());
-    assert!(engine.pin(&window).is_none());
+    assert!(engine.pin(Megabyte::new()).is_none());
     assert!(device.take_log().is_empty());
 }
