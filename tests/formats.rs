@@ -372,6 +372,7 @@ fn dot_products_agree_with_ggml_up_to_the_order_of_sums() {
                     cols: 1,
                     dst: &mut got,
                     dst_stride: 1,
+                    table: None,
                 });
             }
             assert!(

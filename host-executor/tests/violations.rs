@@ -11,7 +11,7 @@ use common::scripted_engine::{Act, PANIC_SIZE, ScriptedEngine, UNREADABLE_SIZE};
 use common::{Build, Guest, Host, OtherGuest, PAGE, add, bytes, cpu, image};
 use vgpu_executor::Limits;
 use vgpu_transport::ir::{BufferId, Graph, IR_VERSION, Op, Shape, Type};
-use vgpu_transport::wire::{GraphId, MAX_GRAPH, MAX_PAYLOAD, PROTOCOL_VERSION, Reply, Request};
+use vgpu_transport::wire::{GraphId, MAX_GRAPH, MAX_PAYLOAD, PROTOCOL_VERSION, Request};
 
 const GRAPH: GraphId = GraphId(7);
 

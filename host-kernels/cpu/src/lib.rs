@@ -239,9 +239,9 @@ impl Engine for CpuEngine {
         plans: &mut [&mut dyn Plan],
         turn: &Turn,
     ) -> Vec<Result<RunStatus, RunError>> {
-        let ours = plans.iter_mut().map(|plan| {
-            plan.as_any_mut()?.downcast_mut::<plan::CpuPlan>()
-        });
+        let ours = plans
+            .iter_mut()
+            .map(|plan| plan.as_any_mut()?.downcast_mut::<plan::CpuPlan>());
         let ours: Option<Vec<&mut plan::CpuPlan>> = ours.collect();
         let ran = ours.and_then(|mut ours| plan::CpuPlan::launch_batch(&mut ours, turn));
         // Plans that cannot run as a batch run one after the other.
