@@ -3,8 +3,8 @@
 //! The plans of several guests with the same model multiply with the same weights, one layer after
 //! the other. Their products run together, and each weight is read once
 //! ([`JointKernel`](crate::kernel::JointKernel)). What is between two such products, every plan
-//! computes for itself. So plans can run as a batch if they have the same sequence of such products,
-//! in the same phases: their *key*.
+//! computes for itself. So plans can run as a batch if they have the same sequence of such
+//! products, in the same phases: their *key*.
 
 use std::collections::HashMap;
 use std::mem::size_of;

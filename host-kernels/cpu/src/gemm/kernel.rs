@@ -125,8 +125,8 @@ impl GemmArgs {
 /// - `w` is readable for `rows` rows of `k` weights, `x` for `cols` columns of `k` activations;
 /// - `dst` is aligned for floats and writable for `cols` columns of `rows` floats, no two of which
 ///   overlap, and overlaps neither `w` nor `x`;
-/// - with a table, the kernel [takes tables](MatmulKernel::takes_tables), the table is readable, and
-///   this holds for the columns of the table instead of those at `x` and `dst`;
+/// - with a table, the kernel [takes tables](MatmulKernel::takes_tables), the table is readable,
+///   and this holds for the columns of the table instead of those at `x` and `dst`;
 /// - the processor supports the level that the kernel was compiled for.
 pub type Gemm = unsafe fn(args: &GemmArgs);
 
