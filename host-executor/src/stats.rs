@@ -173,8 +173,8 @@ pub struct Stats {
     pub queued: Duration,
     /// Turns of the scheduler: one per graph run, and one more for each time a run yielded.
     pub turns: u64,
-    /// The graphs that ran in these turns, the session's own and others in one batch: the sum of all
-    /// turns. Divided by `turns`, it is the mean size of a batch.
+    /// The graphs that ran in these turns, the session's own and others in one batch: the sum of
+    /// all turns. Divided by `turns`, it is the mean size of a batch.
     pub batch_members: u64,
     /// Buffers that exist.
     pub buffers: u64,

@@ -119,9 +119,9 @@ fn worker_that_exhausts_the_memory_ends_alone() {
 
     let is_over = AtomicBool::new(false);
     let told = thread::scope(|scope| {
-        // Memory that exists, as in a generation. An allocation of the other worker could be the one
-        // that finds no memory while the kernel still frees that of the ended worker: the kernel
-        // would end the other worker, too (docs/multi-guest.md).
+        // Memory that exists, as in a generation. An allocation of the other worker could be the
+        // one that finds no memory while the kernel still frees that of the ended worker: the
+        // kernel would end the other worker, too (docs/multi-guest.md).
         let memory = other_guest.alloc_with(&bytes(&[1.0, 2.0]));
         let graph = GraphId(3);
         other_guest.graph(graph, &add(2, memory, memory, memory));

@@ -4,7 +4,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::thread;
 
-use vgpu_engine::{EngineError, Memory, MemoryInfo};
+use vgpu_engine::{BatchKey, EngineError, Memory, MemoryInfo};
 use vgpu_transport::ir::{Capabilities, GraphCounts, ValidGraph};
 
 use super::*;

@@ -6,9 +6,12 @@
 //! share a turn.
 
 mod batch;
+mod offers;
 mod queue;
 mod scheduler;
+mod times;
 
 pub(crate) use batch::Batchable;
 pub(crate) use queue::{Entitlement, TenantId};
-pub(crate) use scheduler::{InFlight, RunState, Scheduler, Times, TurnEvent};
+pub(crate) use scheduler::{InFlight, RunState, Scheduler, TurnEvent};
+pub(crate) use times::Times;

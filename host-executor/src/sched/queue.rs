@@ -237,8 +237,8 @@ impl Queue {
         }
     }
 
-    /// Starts a graph that shares the turn of another one, if its tenant may start it now. The graph
-    /// is no longer in the queue then.
+    /// Starts a graph that shares the turn of another one, if its tenant may start it now. The
+    /// graph is no longer in the queue then.
     pub(crate) fn join_turn(&mut self, tenant: TenantId, ticket: Ticket) -> bool {
         let Some(state) = self.tenants.get_mut(&tenant) else {
             return false;

@@ -7,8 +7,9 @@ use std::time::Duration;
 
 use vgpu_engine::{Plan, RunError, RunStatus, Turn};
 
-use super::batch::Batches;
+use super::offers::Batches;
 use super::queue::{Entitlement, Next, Queue, TenantId, Ticket};
+use super::times::Times;
 use crate::lock::{Rank, RankedGuard, RankedMutex, expect_unlocked};
 
 /// The longest turn, also of a graph that no other graph waits for. A graph whose guest is gone has
@@ -53,28 +54,6 @@ pub(super) struct Holder {
     pub(super) since: Duration,
     /// Part of the time since then that has been reported to the queue.
     pub(super) reported: Duration,
-}
-
-/// Time that a graph took.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(crate) struct Times {
-    /// Waiting for the device, before the first turn and between turns.
-    pub(crate) queued: Duration,
-    /// Having the device.
-    pub(crate) ran: Duration,
-    /// Number of turns.
-    pub(crate) turns: u64,
-    /// The graphs that ran in these turns: one for each turn, and more in a batch.
-    pub(crate) members: u64,
-}
-
-impl Times {
-    pub(super) fn add(&mut self, more: Times) {
-        self.queued += more.queued;
-        self.ran += more.ran;
-        self.turns += more.turns;
-        self.members += more.members;
-    }
 }
 
 /// What a run does, for its session.
