@@ -1,7 +1,7 @@
 //! Graphs that share a turn.
 //!
 //! The thread of a session that waits for the device *offers* its plan. Whoever gets the device
-//! takes the offers with an equal [`BatchKey`] along, runs all of these plans as one batch, and
+//! takes the offers with an equal [key](Plan::batch_key) along, runs all of these plans as one batch, and
 //! hands each back: to its session if it is done, or to the offers if it has yielded. A plan is
 //! passed by value, so it has one owner at any time.
 //!
@@ -82,38 +82,47 @@ impl Scheduler {
             _ => return self.run(tenant, entitlement, plan.as_mut(), observe, is_cancelled),
         };
         let mut times = Times::default();
-        let mut wait_began = self.turn.now();
+        let wait_began = self.turn.now();
         observe(TurnEvent::Waits);
         let offer = Offer {
             tenant,
             program,
             key,
             plan: std::mem::replace(plan, Box::new(Placeholder)),
+            since: wait_began,
+            took: Duration::ZERO,
         };
+        let most = engine.max_batch();
         let ticket = self.enter(tenant, entitlement, |state, ticket, now| {
             state.batches.returned(program, now);
+            state.batches.most = most;
             state.batches.offers.insert(ticket, offer);
         });
         loop {
-            let (turn, outcome) = match self.wait_batched(ticket, engine.max_batch()) {
+            let (turn, outcome) = match self.wait_batched(ticket, most) {
                 Wakeup::Holds(own, others) => {
                     observe(TurnEvent::Begins);
                     let batch = Batch {
                         scheduler: self,
                         start: self.turn.now(),
                         own: (ticket, Some(own)),
-                        others: others.into_iter().map(|(t, o)| (t, Some(o))).collect(),
-                        wait_began,
+                        others,
                     };
                     batch.run(engine, &mut is_cancelled)
                 }
                 Wakeup::RanWithAnother(outcome) => {
                     observe(TurnEvent::Begins);
                     match outcome {
-                        Outcome::Yielded(turn) => {
+                        Outcome::Yielded(mut turn) => {
                             let taken = is_cancelled().then(|| self.withdraw(ticket)).flatten();
-                            let ended = taken.map(|plan| Ended::Cancelled(Some(plan)));
+                            let ended = taken.map(|(plan, more)| {
+                                turn.add(more);
+                                Ended::Cancelled(Some(plan))
+                            });
                             (turn, ended)
+                        }
+                        Outcome::Cancelled(plan, turn) => {
+                            (turn, Some(Ended::Cancelled(Some(plan))))
                         }
                         Outcome::Done(plan, outcome, turn) => {
                             (turn, Some(Ended::Done(plan, outcome)))
@@ -121,7 +130,6 @@ impl Scheduler {
                     }
                 }
             };
-            wait_began = self.turn.now();
             times.add(turn);
             observe(TurnEvent::Ended(turn));
             match outcome {
@@ -147,23 +155,22 @@ impl Scheduler {
                 break Wakeup::RanWithAnother(outcome);
             }
             if state.holder.is_some_and(|holder| holder.ticket == ticket) {
+                let waiting = state.queue.waiting();
                 let State { queue, batches, .. } = &mut *state;
                 let own = { batches.offers.remove(&ticket) }
                     .expect("a graph is an offer until a thread has its plan");
-                let same = batches
-                    .offers
-                    .iter()
-                    .filter(|(_, offer)| offer.key == own.key);
-                let same: Vec<(Ticket, TenantId)> = same
-                    .map(|(&ticket, offer)| (ticket, offer.tenant))
-                    .collect();
-                let joining = same.into_iter().filter(|&(ticket, tenant)| {
-                    queue.join_turn(tenant, ticket) // a tenant may have few graphs in flight
-                });
-                let joining: Vec<Ticket> =
-                    joining.take(most - 1).map(|(ticket, _)| ticket).collect();
-                let others: Vec<(Ticket, Offer)> = joining
-                    .into_iter()
+                let others_wait = batches.count(own.key.products, None, None) < waiting;
+                let mut joining = Vec::new();
+                for (&ticket, offer) in &batches.offers {
+                    let member = (offer.tenant, ticket);
+                    if joining.len() + 1 < most
+                        && offer.key == own.key
+                        && queue.join_turn(member, own.tenant, others_wait)
+                    {
+                        joining.push(ticket);
+                    }
+                }
+                let others: Vec<(Ticket, Offer)> = { joining.into_iter() }
                     .filter_map(|ticket| Some((ticket, batches.offers.remove(&ticket)?)))
                     .collect();
                 batches.others = others.iter().map(|(_, offer)| offer.tenant).collect();
@@ -182,20 +189,37 @@ impl Scheduler {
         found
     }
 
-    /// Takes the plan of a graph that waits for its next turn out of the queue. `None` if the turn
-    /// has begun.
-    fn withdraw(&self, ticket: Ticket) -> Option<Box<dyn Plan>> {
+    /// Takes the plan of a graph that waits for its next turn out of the queue, with the times of
+    /// turns that its thread has not heard of. `None` if the turn has begun: the graph leaves the
+    /// batch at the end of the turn.
+    fn withdraw(&self, ticket: Ticket) -> Option<(Box<dyn Plan>, Times)> {
         let mut state = self.lock();
         if state.holder.is_some_and(|holder| holder.ticket == ticket) {
             return None;
         }
-        let Offer { tenant, plan, .. } = state.batches.offers.remove(&ticket)?;
+        let times = match state.batches.outcomes.remove(&ticket) {
+            None => Times::default(),
+            Some(Outcome::Yielded(times)) => times,
+            // The run is over meanwhile.
+            Some(outcome) => {
+                state.batches.outcomes.insert(ticket, outcome);
+                return None;
+            }
+        };
+        let Some(Offer { tenant, plan, .. }) = state.batches.offers.remove(&ticket) else {
+            state.batches.cancelled.insert(ticket);
+            if times.turns > 0 {
+                let outcome = Outcome::Yielded(times);
+                state.batches.outcomes.insert(ticket, outcome);
+            }
+            return None;
+        };
         state.queue.withdraw(tenant, ticket, self.turn.now());
         // The thread of this graph may be the one that waits for the end of a hold.
         if state.holder.is_none() {
             state.hand_over(&self.turn);
         }
-        Some(plan)
+        Some((plan, times))
     }
 }
 
@@ -219,8 +243,7 @@ struct Batch<'a> {
     start: Duration,
     /// The graph of this thread, and its plan until the turn has ended.
     own: (Ticket, Option<Offer>),
-    others: Vec<(Ticket, Option<Offer>)>,
-    wait_began: Duration,
+    others: Vec<(Ticket, Offer)>,
 }
 
 impl Batch<'_> {
@@ -234,15 +257,15 @@ impl Batch<'_> {
         expect_unlocked("Plan::launch");
         let turn = &self.scheduler.turn;
         let offers = { self.others.iter_mut() }.map(|(_, offer)| offer);
-        let offers = std::iter::once(&mut self.own.1).chain(offers).flatten();
         let mut plans: Vec<&mut dyn Plan> = Vec::new();
-        for offer in offers {
+        for offer in self.own.1.iter_mut().chain(offers) {
             plans.push(&mut *offer.plan);
         }
         let outcomes = match &mut plans[..] {
             [plan] => vec![plan.launch(turn)],
             plans => engine.launch_batch(plans, turn),
         };
+        assert_eq!(outcomes.len(), plans.len(), "an outcome for each plan");
         let mut outcomes: Vec<Result<RunStatus, RunError>> = outcomes
             .into_iter()
             .zip(plans)
@@ -277,14 +300,14 @@ impl Batch<'_> {
         let now = self.scheduler.turn.now();
         let mut ending = Ending::new(&mut state, self, now);
         let times = Times {
-            queued: self.start.saturating_sub(self.wait_began),
+            queued: { &self.own.1 }
+                .as_ref()
+                .map_or(Duration::ZERO, |own| self.start.saturating_sub(own.since)),
             ran: ending.ran,
             turns: 1,
             members: ending.members,
         };
-        let mut others = std::mem::take(&mut self.others).into_iter().zip(rest);
-        for ((ticket, offer), outcome) in &mut others {
-            let Some(offer) = offer else { continue };
+        for ((ticket, offer), outcome) in std::mem::take(&mut self.others).into_iter().zip(rest) {
             ending.other(ticket, offer, outcome);
         }
         let (ticket, offer) = (self.own.0, self.own.1.take());
@@ -305,7 +328,6 @@ impl Drop for Batch<'_> {
         let now = self.scheduler.turn.now();
         let mut ending = Ending::new(&mut state, self, now);
         for (ticket, offer) in self.others.drain(..) {
-            let Some(offer) = offer else { continue };
             let error = RunError::Kernel {
                 node: 0,
                 op: "batch",
@@ -329,7 +351,9 @@ struct Ending<'a> {
     /// The part of it that has not been reported to the queue.
     unreported: Duration,
     products: u64,
+    /// The programs whose runs are over, and how long the longest of these runs has taken.
     absent: BTreeSet<u64>,
+    took: Duration,
 }
 
 impl<'a> Ending<'a> {
@@ -344,6 +368,7 @@ impl<'a> Ending<'a> {
             unreported: now.saturating_sub(reported) / members,
             products: state.batches.products.unwrap_or_default(),
             absent: BTreeSet::new(),
+            took: Duration::ZERO,
             state,
         }
     }
@@ -352,33 +377,45 @@ impl<'a> Ending<'a> {
     fn member(&mut self, ticket: Ticket, offer: Offer, yielded: bool) -> Option<Box<dyn Plan>> {
         let key = offer.plan.batch_key().filter(|_| yielded);
         let (tenant, now) = (offer.tenant, self.now);
+        let took = offer.took + now.saturating_sub(self.start);
         let State { queue, batches, .. } = &mut *self.state;
         queue.used(tenant, ticket, self.unreported, key.is_none(), now);
         let Some(key) = key else {
             self.absent.insert(offer.program);
+            self.took = self.took.max(took);
             return Some(offer.plan);
         };
-        batches.offers.insert(ticket, Offer { key, ..offer });
+        let offer = Offer {
+            key,
+            since: now,
+            took,
+            ..offer
+        };
+        batches.offers.insert(ticket, offer);
         None
     }
 
     /// Ends the turn of a member of another thread.
     fn other(&mut self, ticket: Ticket, offer: Offer, outcome: Result<RunStatus, RunError>) {
         let times = Times {
-            queued: Duration::ZERO,
+            queued: self.start.saturating_sub(offer.since),
             ran: self.ran,
             turns: 1,
             members: self.members,
         };
-        let plan = self.member(ticket, offer, outcome == Ok(RunStatus::Yielded));
+        let yielded = outcome == Ok(RunStatus::Yielded);
+        let is_cancelled = self.state.batches.cancelled.remove(&ticket) && yielded;
+        let plan = self.member(ticket, offer, yielded && !is_cancelled);
         self.tell(ticket, times, |times| match plan {
             None => Outcome::Yielded(times),
+            Some(plan) if is_cancelled => Outcome::Cancelled(plan, times),
             plan => Outcome::Done(plan, outcome.map(|_| ()), times),
         });
     }
 
     /// Ends the turn of a member of another thread whose plan is lost.
     fn lost(&mut self, ticket: Ticket, offer: Offer, error: RunError) {
+        self.state.batches.cancelled.remove(&ticket);
         drop(self.member(ticket, offer, false));
         self.tell(ticket, Times::default(), |times| {
             Outcome::Done(None, Err(error), times)
@@ -398,16 +435,18 @@ impl<'a> Ending<'a> {
 
     /// Hands the device over.
     fn finish(self, turn: &Turn, now: Duration) {
-        let took = now.saturating_sub(self.start);
         let State { batches, .. } = &mut *self.state;
         batches.others.clear();
         batches.products = None;
-        batches.last = (!self.absent.is_empty()).then_some(Last {
-            products: self.products,
-            ended: now,
-            limit: took / WAIT_PART,
-            absent: self.absent,
-        });
+        if !self.absent.is_empty() {
+            let last = Last {
+                products: self.products,
+                ended: now,
+                limit: self.took / WAIT_PART,
+                absent: self.absent,
+            };
+            batches.ended(last, now);
+        }
         self.state.hand_over(turn);
     }
 }

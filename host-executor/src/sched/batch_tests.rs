@@ -11,7 +11,7 @@ use super::*;
 
 const ENTITLEMENT: Entitlement = Entitlement {
     weight: 1,
-    in_flight: 1,
+    in_flight: 8,
 };
 
 /// An engine that only runs batches.
@@ -104,6 +104,12 @@ struct Steps {
     launches: &'static AtomicUsize,
     fails: bool,
     takes: Duration,
+    /// Whether the plan ignores the end of its turn.
+    is_whole: bool,
+    /// The plan runs until this is set.
+    until: Option<Arc<AtomicBool>>,
+    /// When turns of the plan end, from their begin.
+    ends: Arc<Mutex<Vec<Duration>>>,
 }
 
 impl Steps {
@@ -115,14 +121,28 @@ impl Steps {
             launches,
             fails: false,
             takes: Duration::from_micros(50),
+            is_whole: false,
+            until: None,
+            ends: Arc::default(),
         }
     }
 }
 
 impl Plan for Steps {
-    fn launch(&mut self, _: &Turn) -> Result<RunStatus, RunError> {
+    fn launch(&mut self, turn: &Turn) -> Result<RunStatus, RunError> {
         self.launches.fetch_add(1, Ordering::Relaxed);
-        thread::sleep(self.takes);
+        while { &self.until }
+            .as_ref()
+            .is_some_and(|until| !until.load(Ordering::Relaxed))
+        {
+            thread::yield_now();
+        }
+        let began = turn.now();
+        while turn.now() < began + self.takes && (self.is_whole || !turn.is_over()) {
+            thread::sleep(self.takes.min(Duration::from_micros(200)));
+        }
+        let mut ends = self.ends.lock().expect("no thread has panicked");
+        ends.push(turn.now() - began);
         self.at += 1;
         if self.fails {
             return Err(RunError::OutOfMemory { wanted: 1 });
@@ -297,7 +317,7 @@ fn a_batch_is_charged_to_its_members_in_equal_parts() {
         (&Arc::<Scheduler>::default(), &BatchEngine::new(), counter());
     let long = || -> Box<dyn Plan> {
         let mut steps = Steps::new(1, 1, launches);
-        steps.takes = TAKES;
+        (steps.takes, steps.is_whole) = (TAKES, true);
         Box::new(steps)
     };
     let began = scheduler.turn.now();
@@ -375,7 +395,7 @@ fn a_graph_that_is_cancelled_during_a_hold_leaves_the_device_to_the_next() {
     let launches = counter();
     let (ended, ends) = std::sync::mpsc::channel();
     let start = |guest: u64, mut steps: Steps, is_cancelled: bool| {
-        steps.takes = TAKES;
+        (steps.takes, steps.is_whole) = (TAKES, true);
         let ended = ended.clone();
         let waiting = scheduler.lock().waiters.len();
         thread::spawn(move || {
@@ -402,8 +422,11 @@ fn a_graph_that_is_cancelled_during_a_hold_leaves_the_device_to_the_next() {
             thread::yield_now();
         }
     };
-    // A graph of another kind has the device while the others arrive.
-    start(0, Steps::new(2, 1, launches), false);
+    // A graph of another kind has the device until the others wait.
+    let until = Arc::new(AtomicBool::new(false));
+    let mut another = Steps::new(2, 1, launches);
+    another.until = Some(Arc::clone(&until));
+    start(0, another, false);
     // Its program does not return, and is waited for.
     start(1, Steps::new(1, 1, launches), false);
     start(2, Steps::new(1, 2, launches), true);
@@ -411,6 +434,7 @@ fn a_graph_that_is_cancelled_during_a_hold_leaves_the_device_to_the_next() {
     let mut further = Steps::new(1, 2, launches);
     further.at = 1;
     start(3, further, false);
+    until.store(true, Ordering::Relaxed);
     let mut all: Vec<(u64, bool)> = (0..4)
         .map(|_| {
             ends.recv_timeout(Duration::from_secs(60))
@@ -421,4 +445,64 @@ fn a_graph_that_is_cancelled_during_a_hold_leaves_the_device_to_the_next() {
     assert_eq!(all, [(0, true), (1, true), (2, false), (3, true)]);
     assert_eq!(engine.sizes(), [2]);
     assert_idle(scheduler);
+}
+
+/// The first turn of a graph of products 1, which begins while one other graph of each of these
+/// products waits.
+fn turn_beside(others: &[u64]) -> Duration {
+    let (scheduler, engine, launches) =
+        (&Arc::<Scheduler>::default(), &BatchEngine::new(), counter());
+    let ends = Arc::default();
+    thread::scope(|scope| {
+        let start = |tenant: u64, steps: Steps| {
+            let waiting = scheduler.lock().waiters.len();
+            scope.spawn(move || {
+                let mut plan: Box<dyn Plan> = Box::new(steps);
+                run(scheduler, engine, tenant, &mut plan)
+                    .0
+                    .expect("it runs");
+            });
+            let has_begun = || match tenant {
+                99 => scheduler.lock().holder.is_some(),
+                _ => scheduler.lock().waiters.len() > waiting,
+            };
+            while !has_begun() {
+                thread::yield_now();
+            }
+        };
+        // Has the device until the others wait.
+        let until = Arc::new(AtomicBool::new(false));
+        let mut first = Steps::new(9, 1, launches);
+        (first.until, first.is_whole) = (Some(Arc::clone(&until)), true);
+        start(99, first);
+        let mut measured = Steps::new(1, 1, launches);
+        (measured.takes, measured.ends) = (Duration::from_millis(80), Arc::clone(&ends));
+        start(1, measured);
+        for (i, &products) in others.iter().enumerate() {
+            // Another position: the graph does not take part.
+            let mut steps = Steps::new(products, 8, launches);
+            steps.at = 7;
+            start(if products == 1 { 1 } else { 2 + i as u64 }, steps);
+        }
+        until.store(true, Ordering::Relaxed);
+    });
+    assert_idle(scheduler);
+    let ends: Vec<Duration> = ends.lock().expect("no thread has panicked").clone();
+    ends[0]
+}
+
+/// A graph that only others with the same products wait for keeps the device; a graph of another
+/// kind cuts its turn, however many others wait.
+#[test]
+fn turns_are_short_as_soon_as_a_graph_of_another_kind_waits() {
+    let long = Duration::from_millis(60);
+    // The threads of the test may be delayed in one attempt.
+    let is_long = |others: &[u64]| (0..10).any(|_| turn_beside(others) > long);
+    let is_short = |others: &[u64]| (0..10).any(|_| turn_beside(others) < long);
+    for others in [&[][..], &[1], &[1, 1, 1]] {
+        assert!(is_long(others), "{others:?}");
+    }
+    for others in [&[2][..], &[1, 2], &[1, 1, 2], &[1, 1, 1, 2]] {
+        assert!(is_short(others), "{others:?}");
+    }
 }

@@ -21,12 +21,18 @@ pub(super) struct Offer {
     pub(super) program: u64,
     pub(super) key: BatchKey,
     pub(super) plan: Box<dyn Plan>,
+    /// Since when the plan has waited for this turn.
+    pub(super) since: Duration,
+    /// How long the turns of the run have taken.
+    pub(super) took: Duration,
 }
 
 /// What has become of a plan in the turn of another thread.
 pub(super) enum Outcome {
     /// The plan has yielded and is offered again.
     Yielded(Times),
+    /// The plan has yielded, and its guest no longer wants it.
+    Cancelled(Box<dyn Plan>, Times),
     /// The run is over. Without a plan if the batch has panicked.
     Done(Option<Box<dyn Plan>>, Result<(), RunError>, Times),
 }
@@ -36,6 +42,10 @@ pub(super) enum Outcome {
 pub(super) struct Batches {
     pub(super) offers: BTreeMap<Ticket, Offer>,
     pub(super) outcomes: BTreeMap<Ticket, Outcome>,
+    /// Graphs in the running batch that their guests no longer want.
+    pub(super) cancelled: BTreeSet<Ticket>,
+    /// The most members of a batch.
+    pub(super) most: usize,
     /// The tenants of the running batch, without that of the holder.
     pub(super) others: Vec<TenantId>,
     /// The products of the graph that has the device, if it can run in a batch.
@@ -65,32 +75,61 @@ impl std::fmt::Debug for Batches {
 }
 
 impl Batches {
-    /// Whether `waiting` graphs wait, all of which are offers with these products.
-    pub(super) fn only_these_wait(&self, waiting: usize, products: Option<u64>) -> bool {
-        let offers = self.offers.values().filter(|offer| {
-            let offered = Some(offer.key.products);
-            products == offered
+    /// How many graphs with these products wait: of `tenant`, or of all. The graph that has the
+    /// device does not wait, although its plan is an offer until its thread wakes up.
+    pub(super) fn count(
+        &self,
+        products: u64,
+        tenant: Option<TenantId>,
+        holder: Option<Ticket>,
+    ) -> usize {
+        let offers = self.offers.iter().filter(|&(&ticket, offer)| {
+            Some(ticket) != holder
+                && offer.key.products == products
+                && tenant.is_none_or(|tenant| tenant == offer.tenant)
         });
-        waiting > 0 && offers.count() == waiting
+        offers.count()
     }
 
     /// Until when the idle device waits for programs of the last batch, and the offer whose thread
-    /// waits for this. `waiting`: the number of graphs that wait.
+    /// waits for this. `waiting`: the number of graphs that wait. `is_full`: a tenant may not start
+    /// one more.
     pub(super) fn hold_for_members(
         &self,
         waiting: usize,
+        is_full: bool,
         now: Duration,
     ) -> Option<(Ticket, Duration)> {
         let last = self.last.as_ref()?;
-        let until = last.ended + last.limit;
-        let is_expected = last
-            .absent
-            .iter()
-            .any(|program| !self.slow.contains(program));
-        let waits =
-            is_expected && now < until && self.only_these_wait(waiting, Some(last.products));
         let (&ticket, _) = self.offers.first_key_value()?;
+        let until = last.ended + last.limit;
+        let mut absent = last.absent.iter();
+        let is_expected = absent.any(|program| !self.slow.contains(program));
+        let waits = is_expected
+            && now < until
+            && waiting < self.most
+            && !is_full
+            && self.count(last.products, None, None) == waiting;
         waits.then_some((ticket, until))
+    }
+
+    /// A batch has ended. Programs of the last one that are still absent, although they were waited
+    /// for, are slow.
+    pub(super) fn ended(&mut self, last: Last, now: Duration) {
+        if let Some(before) = self.last.replace(last)
+            && now > before.ended + before.limit
+        {
+            let room = MAX_SLOW.saturating_sub(self.slow.len());
+            self.slow.extend(before.absent.into_iter().take(room));
+        }
+    }
+
+    /// A program has ended: nobody waits for it.
+    pub(super) fn forget(&mut self, program: u64) {
+        self.slow.remove(&program);
+        if let Some(last) = &mut self.last {
+            last.absent.remove(&program);
+        }
     }
 
     /// The turn of a graph begins.

@@ -237,12 +237,23 @@ impl Queue {
         }
     }
 
-    /// Starts a graph that shares the turn of another one, if its tenant may start it now. The
-    /// graph is no longer in the queue then.
-    pub(crate) fn join_turn(&mut self, tenant: TenantId, ticket: Ticket) -> bool {
+    /// Starts a graph that shares the turn of a graph of `holder`, if its tenant may start it now.
+    /// The graph is no longer in the queue then. `others_wait`: a graph that cannot share the turn
+    /// waits, so a tenant that is further ahead than a turn gets no more time now.
+    pub(crate) fn join_turn(
+        &mut self,
+        (tenant, ticket): (TenantId, Ticket),
+        holder: TenantId,
+        others_wait: bool,
+    ) -> bool {
+        let begins = self.tenants.get(&holder).map_or(0, |state| state.time);
         let Some(state) = self.tenants.get_mut(&tenant) else {
             return false;
         };
+        let ahead = state.real_time(state.time.saturating_sub(begins));
+        if others_wait && ahead > SLICE {
+            return false;
+        }
         let place = state.waiting.iter().position(|w| w.ticket == ticket);
         let Some(place) = place else {
             return false;
@@ -262,6 +273,15 @@ impl Queue {
             state.waiting.retain(|w| w.ticket != ticket);
             self.used(tenant, ticket, Duration::ZERO, true, at);
         }
+    }
+
+    /// Whether a tenant with waiting graphs may not start one more than those.
+    pub(crate) fn is_full(&self) -> bool {
+        let mut tenants = self.tenants.values();
+        tenants.any(|state| {
+            let graphs = state.waiting.iter().filter(|w| !w.started).count() + state.started;
+            !state.waiting.is_empty() && graphs >= state.entitlement.in_flight
+        })
     }
 
     /// The number of graphs that wait.

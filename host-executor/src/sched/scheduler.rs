@@ -164,6 +164,15 @@ impl Scheduler {
         Some(until.saturating_sub(self.turn.now()))
     }
 
+    /// The session of a program has ended: no batch waits for it.
+    pub(crate) fn forget(&self, program: u64) {
+        let mut state = self.lock();
+        state.batches.forget(program);
+        if state.holder.is_none() {
+            state.hand_over(&self.turn);
+        }
+    }
+
     /// Takes the lock of the scheduler and releases it.
     #[cfg(feature = "server")]
     pub(crate) fn probe(&self) {
@@ -259,17 +268,23 @@ impl Scheduler {
 }
 
 impl State {
-    /// Whether all graphs that wait have the same products as the graph that has the device.
+    /// Whether all graphs that wait are of the tenant of the graph that has the device, and have the
+    /// same products.
     fn only_members_wait(&self) -> bool {
-        let products = self.batches.products;
-        products.is_some() && self.batches.only_these_wait(self.queue.waiting(), products)
+        let (Some(holder), Some(products)) = (self.holder, self.batches.products) else {
+            return false;
+        };
+        let (tenant, ticket) = (Some(holder.tenant), Some(holder.ticket));
+        let members = self.batches.count(products, tenant, ticket);
+        members > 0 && members == self.queue.waiting()
     }
 
     /// Gives the idle device to the next graph of the queue, now or after a hold.
     pub(super) fn hand_over(&mut self, turn: &Turn) {
         let since = turn.now();
         (self.holder, self.hold) = (None, None);
-        if let Some((ticket, until)) = self.batches.hold_for_members(self.queue.waiting(), since) {
+        let (waiting, is_full) = (self.queue.waiting(), self.queue.is_full());
+        if let Some((ticket, until)) = self.batches.hold_for_members(waiting, is_full, since) {
             self.hold = Some(until);
             self.wake(ticket);
             return;

@@ -96,6 +96,7 @@ impl Session {
             reject(link, &end);
         }
         self.activity.set(ThreadState::Ends);
+        self.scheduler.forget(self.id);
         self.log_end(link, start, &end);
         self.free();
         end

@@ -46,7 +46,7 @@ impl Phase {
         let parts = self.parts.iter().map(|part| {
             let kernel = size_of_val(&*part.kernel);
             let nodes = part.nodes.capacity() * size_of::<usize>();
-            kernel + nodes + PART_BYTES
+            kernel + part.held + nodes + PART_BYTES
         });
         parts.sum::<usize>() + self.parts.capacity() * size_of::<PlannedKernel>()
     }
@@ -72,6 +72,8 @@ pub(crate) struct PlannedKernel {
     pub(crate) work: Estimate,
     /// The kernel again, if plans can run it together. It multiplies with frozen weights.
     pub(crate) joint: Option<Arc<dyn JointKernel>>,
+    /// Bytes that the kernel has allocated, if they are more than a few.
+    pub(crate) held: usize,
 }
 
 impl PlannedKernel {
@@ -90,6 +92,7 @@ impl PlannedKernel {
             is_solo: false,
             work,
             joint: None,
+            held: 0,
         }
     }
 

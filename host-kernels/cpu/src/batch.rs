@@ -4,7 +4,7 @@
 //! the other. Their products run together, and each weight is read once
 //! ([`JointKernel`](crate::kernel::JointKernel)). What is between two such products, every plan
 //! computes for itself. So plans can run as a batch if they have the same sequence of such
-//! products, in the same phases: their *key*.
+//! products, in the same phases, and about as much work of their own: their *key*.
 
 use std::collections::HashMap;
 use std::mem::size_of;
@@ -22,6 +22,7 @@ pub(crate) struct BatchGroup {
     /// The number of the key, which no other key of the runner has.
     pub(crate) number: u64,
     key: Box<[u64]>,
+    table: Weak<Mutex<Table>>,
 }
 
 impl BatchGroup {
@@ -31,53 +32,128 @@ impl BatchGroup {
     }
 }
 
+impl Drop for BatchGroup {
+    /// Removes the entry, which nobody is charged for any more.
+    fn drop(&mut self) {
+        let Some(table) = self.table.upgrade() else {
+            return;
+        };
+        let mut table = lock(&table);
+        // A plan may have been compiled meanwhile, and made a group of its own.
+        if { table.entries.get(&self.key) }.is_some_and(|group| group.strong_count() == 0) {
+            table.entries.remove(&self.key);
+            let room = 2 * table.entries.len();
+            table.entries.shrink_to(room);
+        }
+    }
+}
+
 /// Bytes of an entry of the table besides its key, and what the allocator adds.
 const ENTRY_BYTES: usize = 128;
 
 /// The keys of the plans of a runner.
 #[derive(Debug, Default)]
-pub(crate) struct BatchKeys(Mutex<Table>);
+pub(crate) struct BatchKeys(Arc<Mutex<Table>>);
 
 #[derive(Debug, Default)]
 struct Table {
     entries: HashMap<Box<[u64]>, Weak<BatchGroup>>,
     numbers: u64,
-    /// Entries of plans that no longer exist are removed when there are so many entries.
-    clean_at: usize,
 }
-
-/// The fewest entries of which those that are not used are removed.
-const MIN_CLEANED: usize = 64;
 
 impl BatchKeys {
     /// The plans with the key of these phases; `None` if none of them is a product that plans can
     /// run together.
     pub(crate) fn group_of(&self, phases: &[Phase]) -> Option<Arc<BatchGroup>> {
-        let mut key = vec![phases.len() as u64];
+        let mut key = vec![phases.len() as u64, 0];
+        let (mut joint, mut own) = (0u64, 0u64);
         for (i, phase) in phases.iter().enumerate() {
-            if let Some(kernel) = phase.joint() {
-                key.push(i as u64);
-                key.extend(kernel.key());
+            let work = phase.parts.iter().map(|part| part.work.0);
+            let work = work.fold(0, u64::saturating_add);
+            match phase.joint() {
+                None => own = own.saturating_add(work),
+                Some(kernel) => {
+                    joint = joint.saturating_add(work);
+                    key.push(i as u64);
+                    key.extend(kernel.key());
+                }
             }
         }
-        if key.len() == 1 {
+        if key.len() == 2 {
             return None;
         }
+        // Members wait for each other, and the time is charged in equal parts. So what a plan
+        // computes for itself is of one order of magnitude, or less than the products.
+        key[1] = u64::from(own.max(joint).max(1).ilog2() / 2);
         let key = key.into_boxed_slice();
         let mut table = lock(&self.0);
         if let Some(group) = table.entries.get(&key).and_then(Weak::upgrade) {
             return Some(group);
         }
-        if table.entries.len() >= table.clean_at {
-            table.entries.retain(|_, group| group.strong_count() > 0);
-            table.clean_at = (2 * table.entries.len()).max(MIN_CLEANED);
-        }
         table.numbers += 1;
         let group = Arc::new(BatchGroup {
             number: table.numbers,
             key: key.clone(),
+            table: Arc::downgrade(&self.0),
         });
         table.entries.insert(key, Arc::downgrade(&group));
         Some(group)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::barrier_schedule::PlannedKernel;
+    use crate::kernel::{Estimate, JointKernel, JointMember};
+
+    /// A product that is its key.
+    struct Product(u64);
+
+    impl JointKernel for Product {
+        fn key(&self) -> Vec<u64> {
+            vec![self.0; 100]
+        }
+
+        fn tiles(&self) -> usize {
+            1
+        }
+
+        unsafe fn tile(&self, _: usize, _: &[JointMember<'_>]) {}
+    }
+
+    /// A phase of its own work, then a product.
+    fn phases(own: u64, product: u64) -> [Phase; 2] {
+        [(own, None), (1000, Some(product))].map(|(work, product)| {
+            let node = (0, "TEST");
+            let mut part = PlannedKernel::new(Box::new(|_| Ok(())), vec![0], node, Estimate(work));
+            part.joint = product.map(|key| Arc::new(Product(key)) as _);
+            Phase { parts: vec![part] }
+        })
+    }
+
+    #[test]
+    fn a_key_is_in_memory_as_long_as_a_plan_has_it() {
+        let keys = BatchKeys::default();
+        let len = || lock(&keys.0).entries.len();
+        let groups: Vec<_> = (0..1000).map(|i| keys.group_of(&phases(1, i))).collect();
+        let again = keys.group_of(&phases(1, 7)).expect("a product");
+        assert_eq!(again.number, groups[7].as_ref().expect("a product").number);
+        assert_eq!(len(), 1000);
+        drop(groups);
+        assert_eq!(len(), 1, "the one that is still there");
+        drop(again);
+        assert_eq!(len(), 0);
+        assert!(lock(&keys.0).entries.capacity() < 100);
+        assert!(keys.group_of(&phases(1, 0)[..1]).is_none(), "no product");
+    }
+
+    #[test]
+    fn plans_with_much_work_of_their_own_have_other_keys() {
+        let keys = BatchKeys::default();
+        let groups = [1, 900, 2000, 100_000].map(|own| keys.group_of(&phases(own, 1)));
+        let number = |i: usize| groups[i].as_ref().expect("a product").number;
+        assert_eq!(number(0), number(1));
+        assert_ne!(number(0), number(3));
     }
 }

@@ -25,6 +25,8 @@ pub(crate) struct ActivationCache {
     made: Cell<Option<View>>,
     /// The last kernel of the current node, if plans can run it together.
     joint: Cell<Option<Arc<dyn JointKernel>>>,
+    /// Bytes that the last kernel of the current node has allocated, if they are more than a few.
+    held: Cell<usize>,
 }
 
 /// What compiling a node has recorded in the [`ActivationCache`].
@@ -36,6 +38,8 @@ pub(crate) struct Recorded {
     pub(crate) follows: bool,
     /// The last kernel, if plans can run it together.
     pub(crate) joint: Option<Arc<dyn JointKernel>>,
+    /// Bytes that the last kernel has allocated.
+    pub(crate) held: usize,
 }
 
 impl ActivationCache {
@@ -48,6 +52,7 @@ impl ActivationCache {
             converts,
             follows: converts.is_some() && made == converts,
             joint: self.joint.take(),
+            held: self.held.take(),
         }
     }
 
@@ -182,6 +187,11 @@ impl Operands<'_> {
     /// [activation memory](Operands::cache_activations), and accesses no other memory.
     pub(crate) fn converts_first(&self, source: View) {
         self.cache.converts.set(Some(source));
+    }
+
+    /// Declares that the last kernel of the node has allocated so many bytes.
+    pub(crate) fn holds(&self, bytes: usize) {
+        self.cache.held.set(bytes);
     }
 
     /// Declares that the last kernel of the node is `kernel`, which plans can run together.

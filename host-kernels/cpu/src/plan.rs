@@ -214,6 +214,7 @@ impl Compiler<'_> {
             converts,
             follows,
             joint,
+            held,
         } = self.cache.take_recorded();
         let mut joint = joint.filter(|_| self.multiplies_weights(nodes.clone()));
         self.schedule.reserve(scratch_bytes);
@@ -238,7 +239,9 @@ impl Compiler<'_> {
                 let access = MemoryAccess::of(graph, nodes.clone());
                 (self.schedule).push_shared(part, access, is_small, scratch_bytes, false);
             } else {
-                part.joint = joint.take_if(|_| i == last);
+                if i == last {
+                    (part.joint, part.held) = (joint.take(), held);
+                }
                 self.schedule.push_alone(part);
             }
         }

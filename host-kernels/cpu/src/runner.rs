@@ -19,9 +19,11 @@ use crate::kernel::{
 };
 use crate::thread_team::{Barrier, ThreadTeam, lock};
 
-/// Scratch memories that are kept for later runs: as many as there are likely to be runs in
-/// progress.
-const MAX_FREE_SCRATCH: usize = 4;
+/// Scratch memories that are kept for later runs: as many as a batch has.
+const MAX_FREE_SCRATCH: usize = MAX_BATCH;
+
+/// The most bytes of all scratch memories that are kept for later runs.
+const MAX_FREE_BYTES: usize = 4 * MAX_KEPT_BYTES;
 
 /// The largest scratch memory that is kept for later runs, in bytes.
 const MAX_KEPT_BYTES: usize = 32 << 20;
@@ -240,7 +242,7 @@ impl Runner {
         turn: &Turn,
     ) -> Result<Option<RunState>, RunError> {
         // SAFETY: this function's contract.
-        one(unsafe { self.run_with_clock(vec![(phases, state)], turn, None) })
+        unsafe { self.run_with_clock(phases, state, turn, None) }
     }
 
     /// As [`run`](Runner::run) for each of several runs: at most [`MAX_BATCH`], of plans with one
@@ -252,11 +254,37 @@ impl Runner {
     /// key.
     pub(crate) unsafe fn run_batch(
         &self,
-        members: Vec<(&[Phase], RunState)>,
+        mut members: Vec<(&[Phase], RunState)>,
         turn: &Turn,
     ) -> Vec<Result<Option<RunState>, RunError>> {
+        let first = members.first().map_or(0, |(_, state)| state.phase);
+        let prepared = members.iter().map(|(_, state)| state.prepared).max();
+        let each = members.iter_mut();
+        let each: Vec<Member<'_>> = each
+            .map(|(phases, state)| Member::new(phases, state))
+            .collect();
         // SAFETY: this function's contract.
-        unsafe { self.run_with_clock(members, turn, None) }
+        let end = unsafe { self.execute(&each, first, prepared.unwrap_or(0), turn, None) };
+        // In a joint phase, the tiles are counted for all members at once, by the first.
+        let is_joint = |member: &Member<'_>, phase| {
+            let phase: &Phase = &member.phases[phase];
+            phase.joint().is_some()
+        };
+        let joint = match (each.first(), end.next) {
+            (Some(first), Some(phase)) if each.len() > 1 && is_joint(first, phase) => {
+                Some(first.dealt(end))
+            }
+            _ => None,
+        };
+        let left: Vec<_> = each.into_iter().map(|member| member.left(end)).collect();
+        let members = members.into_iter().zip(left);
+        members
+            .map(|((_, state), left)| {
+                let left =
+                    left.map(|left| left.map(|(phase, dealt)| (phase, joint.unwrap_or(dealt))));
+                self.finish(state, left)
+            })
+            .collect()
     }
 
     /// Runs the phases to the end. Returns when each phase ended, as a time since the first began.
@@ -278,45 +306,54 @@ impl Runner {
         };
         // A turn without an end.
         // SAFETY: this function's contract.
-        one(unsafe { self.run_with_clock(vec![(phases, state)], &Turn::new(), Some(&clock)) })?;
+        unsafe { self.run_with_clock(phases, state, &Turn::new(), Some(&clock)) }?;
         Ok(clock
             .ends
             .into_inner()
             .unwrap_or_else(PoisonError::into_inner))
     }
 
+    /// Runs one graph. Allocates no memory.
+    ///
     /// # Safety
     ///
-    /// As for [`run_batch`](Runner::run_batch).
+    /// As for [`run`](Runner::run).
     unsafe fn run_with_clock(
         &self,
-        mut members: Vec<(&[Phase], RunState)>,
+        phases: &[Phase],
+        mut state: RunState,
         turn: &Turn,
         clock: Option<&Clock>,
-    ) -> Vec<Result<Option<RunState>, RunError>> {
-        let Some((phases, state)) = members.first() else {
-            return Vec::new();
+    ) -> Result<Option<RunState>, RunError> {
+        let (first, prepared) = (state.phase, state.prepared);
+        let [member] = {
+            let members = [Member::new(phases, &mut state)];
+            // SAFETY: this function's contract, for the only member.
+            let end = unsafe { self.execute(&members, first, prepared, turn, clock) };
+            members.map(|member| member.left(end))
         };
-        let (first, last) = (state.phase, phases.len());
+        self.finish(state, member)
+    }
+
+    /// Runs the graphs of the members. Returns where the turn has ended.
+    ///
+    /// # Safety
+    ///
+    /// As for [`run_batch`](Runner::run_batch). The members begin with phase `first`, and their
+    /// products prepare `prepared` bytes at most.
+    unsafe fn execute(
+        &self,
+        members: &[Member<'_>],
+        first: usize,
+        prepared: usize,
+        turn: &Turn,
+        clock: Option<&Clock>,
+    ) -> TurnEnd {
         assert!(members.len() <= MAX_BATCH, "{} plans", members.len());
         let _guard = lock(&self.running);
-        let prepared = members.iter().map(|(_, state)| state.prepared).max();
-        let each = members.iter_mut().map(|(phases, state)| {
-            let mut dealt = [0, 0];
-            dealt[first % 2] = state.dealt;
-            let Scratch { lines, progress } = &mut state.scratch;
-            Member {
-                phases,
-                counters: dealt.map(AtomicUsize::new),
-                progress,
-                failure: Mutex::new(None),
-                has_failed: AtomicBool::new(false),
-                scratch: ScratchPtr(lines.as_mut_ptr()),
-                activations: state.activations,
-            }
-        });
+        let last = members.first().map_or(0, |member| member.phases.len());
         let run = Run {
-            members: each.collect(),
+            members,
             first,
             last,
             barrier: Barrier::new(self.workers()),
@@ -324,51 +361,44 @@ impl Runner {
             clock,
             exit: EarlyExit::default(),
             failures: AtomicUsize::new(0),
-            prepared: prepared.unwrap_or(0),
+            prepared,
             thread_memory: &self.thread_memory,
         };
         let count = self.workers();
         let work = |index| {
             // SAFETY: the team calls this once for each index below its size, which is `count`.
-            // `run` owns the memory of each state, which has the bytes that the phases need: this
-            // function's contract. The counters of the first phase are what the turn before has
-            // left, or 0, and the others are 0.
+            // The members have the memory of their states, which has the bytes that the phases
+            // need: this function's contract. The counters of the first phase are what the turn
+            // before has left, or 0, and the others are 0.
             unsafe { run.work(index, count) }
         };
         // SAFETY: this function holds the lock on `running`, so no other call of `run` is in
         // progress.
         unsafe { self.team.run(&work) };
-        let (next, in_phase) = (run.exit.next(last), run.exit.in_phase());
-        let outcomes: Vec<(Option<RunError>, usize)> = { run.members.into_iter() }
-            .map(|member| {
-                let failure = member.failure.into_inner();
-                let failure = failure.unwrap_or_else(PoisonError::into_inner);
-                let counter = &member.counters[next.unwrap_or(0) % 2];
-                let dealt = if in_phase {
-                    counter.load(Ordering::Relaxed)
-                } else {
-                    0
-                };
-                (failure, dealt)
-            })
-            .collect();
-        // In a joint phase, the tiles are counted for all members at once, by the first.
-        let is_joint =
-            members.len() > 1 && next.is_some_and(|phase| members[0].0[phase].joint().is_some());
-        let joint = is_joint.then(|| outcomes[0].1);
-        let each = members.into_iter().zip(outcomes);
-        each.map(|((_, state), (failure, dealt))| match (failure, next) {
-            (None, Some(phase)) => Ok(Some(RunState {
+        TurnEnd {
+            next: run.exit.next(last),
+            in_phase: run.exit.in_phase(),
+        }
+    }
+
+    /// The state to continue from, if the run has yielded: in the phase and with the dealt chunks
+    /// that `left` has. Otherwise the memory of the run is kept for others.
+    fn finish(
+        &self,
+        state: RunState,
+        left: Result<Option<(usize, usize)>, RunError>,
+    ) -> Result<Option<RunState>, RunError> {
+        match left {
+            Ok(Some((phase, dealt))) => Ok(Some(RunState {
                 phase,
-                dealt: joint.unwrap_or(dealt),
+                dealt,
                 ..state
             })),
-            (failure, _) => {
+            left => {
                 self.give_back(state.scratch);
-                failure.map_or(Ok(None), Err)
+                left.map(|_| None)
             }
-        })
-        .collect()
+        }
     }
 
     /// Frees the scratch memory of a plan that ends. Small memory is kept.
@@ -379,7 +409,9 @@ impl Runner {
     /// Keeps scratch memory for later runs, or frees it.
     fn give_back(&self, scratch: Scratch) {
         let mut free = lock(&self.scratch);
-        if free.len() < MAX_FREE_SCRATCH && scratch.bytes() <= MAX_KEPT_BYTES {
+        let bytes: usize = free.iter().map(Scratch::bytes).sum();
+        let fits = bytes.saturating_add(scratch.bytes()) <= MAX_FREE_BYTES;
+        if free.len() < MAX_FREE_SCRATCH && scratch.bytes() <= MAX_KEPT_BYTES && fits {
             free.push(scratch);
         }
     }
@@ -394,7 +426,7 @@ unsafe impl Sync for ScratchPtr {}
 /// One turn of one graph, or of several graphs that run as a batch.
 struct Run<'a> {
     /// At least one, all with joint kernels in the same phases.
-    members: Vec<Member<'a>>,
+    members: &'a [Member<'a>],
     /// The first phase of this turn.
     first: usize,
     /// The number of phases of each graph.
@@ -426,11 +458,52 @@ struct Member<'a> {
     activations: usize,
 }
 
-/// The outcome of a run of one graph.
-fn one(
-    mut outcomes: Vec<Result<Option<RunState>, RunError>>,
-) -> Result<Option<RunState>, RunError> {
-    outcomes.pop().expect("an outcome for the only graph")
+impl<'a> Member<'a> {
+    fn new(phases: &'a [Phase], state: &'a mut RunState) -> Member<'a> {
+        let mut dealt = [0, 0];
+        dealt[state.phase % 2] = state.dealt;
+        let Scratch { lines, progress } = &mut state.scratch;
+        Member {
+            phases,
+            counters: dealt.map(AtomicUsize::new),
+            progress,
+            failure: Mutex::new(None),
+            has_failed: AtomicBool::new(false),
+            scratch: ScratchPtr(lines.as_mut_ptr()),
+            activations: state.activations,
+        }
+    }
+
+    /// The chunks of the phase to continue with that threads have taken.
+    fn dealt(&self, end: TurnEnd) -> usize {
+        match end {
+            TurnEnd {
+                next: Some(phase),
+                in_phase: true,
+            } => self.counters[phase % 2].load(Ordering::Relaxed),
+            _ => 0,
+        }
+    }
+
+    /// The phase and the dealt chunks to continue with, or the failure. `None` at the end of the
+    /// graph.
+    fn left(self, end: TurnEnd) -> Result<Option<(usize, usize)>, RunError> {
+        let dealt = self.dealt(end);
+        let failure = self.failure.into_inner();
+        match failure.unwrap_or_else(PoisonError::into_inner) {
+            Some(error) => Err(error),
+            None => Ok(end.next.map(|phase| (phase, dealt))),
+        }
+    }
+}
+
+/// Where a turn has ended.
+#[derive(Clone, Copy)]
+struct TurnEnd {
+    /// The phase to continue with, if any is left.
+    next: Option<usize>,
+    /// Whether chunks or units of that phase are done.
+    in_phase: bool,
 }
 
 /// When the phases of a timed run ended.
@@ -485,7 +558,7 @@ impl Run<'_> {
             if index == 0 {
                 // Used by phase i - 1 and again by phase i + 1. The barriers before and after this
                 // phase keep both away from this store.
-                for member in &self.members {
+                for member in self.members {
                     member.counters[(phase + 1) % 2].store(0, Ordering::Relaxed);
                 }
             }

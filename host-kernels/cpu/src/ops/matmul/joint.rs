@@ -3,9 +3,12 @@
 use std::ptr;
 use std::sync::Arc;
 
+use vgpu_engine::ALLOCATION_BYTES;
+
 use super::term::Unit;
-use super::tiles::TiledProduct;
+use super::tiles::{TiledProduct, tile_products};
 use super::weight_rows::WeightRows;
+use crate::batch::MAX_BATCH;
 use crate::gemm::Column;
 use crate::kernel::{JointKernel, JointMember, Kernel, Worker};
 use crate::operands::Operands;
@@ -52,6 +55,11 @@ impl DenseProducts {
     /// The activations are those of every product, and are converted before the barrier before the
     /// kernel. The destinations do not overlap each other.
     pub(super) unsafe fn kernel(self, first: &Operands<'_>) -> Kernel {
+        first.holds(
+            size_of::<DenseProducts>()
+                + self.products.capacity() * size_of::<TiledProduct>()
+                + 2 * ALLOCATION_BYTES,
+        );
         let products = Arc::new(self);
         if products.can_join() {
             first.ends_with(Arc::clone(&products) as _);
@@ -73,6 +81,7 @@ impl DenseProducts {
             product.kernel.takes_tables
                 && product.columns < product.kernel.panel_cols.min(MAX_COLUMNS)
                 && product.others == 1
+                && product.tile_of_batch() <= tile_products(product.weight.ne[0])
                 && !product.output.is_staged()
         })
     }
@@ -218,6 +227,17 @@ impl DenseProducts {
             (Some(gate), 1) => (gate.tile_of(w, product), product.grain_rows),
             _ => product.results(w, tile),
         }
+    }
+}
+
+impl TiledProduct {
+    /// The products of the largest tile of a batch.
+    fn tile_of_batch(&self) -> usize {
+        let columns = self.columns.saturating_mul(MAX_BATCH);
+        let rows = self.grain_rows.min(self.weight.ne[1]);
+        self.weight.ne[0]
+            .saturating_mul(rows)
+            .saturating_mul(columns)
     }
 }
 
