@@ -1,9 +1,9 @@
 //! Graphs that share a turn.
 //!
 //! The thread of a session that waits for the device *offers* its plan. Whoever gets the device
-//! takes the offers with an equal [key](Plan::batch_key) along, runs all of these plans as one batch, and
-//! hands each back: to its session if it is done, or to the offers if it has yielded. A plan is
-//! passed by value, so it has one owner at any time.
+//! takes the offers with an equal [key](Plan::batch_key) along, runs all of these plans as one
+//! batch, and hands each back: to its session if it is done, or to the offers if it has yielded. A
+//! plan is passed by value, so it has one owner at any time.
 //!
 //! **Who waits for whom.** After a batch, its programs usually return at once with their next
 //! graphs. The first of them waits for the others, so that they run together again, at most a

@@ -268,8 +268,8 @@ impl Scheduler {
 }
 
 impl State {
-    /// Whether all graphs that wait are of the tenant of the graph that has the device, and have the
-    /// same products.
+    /// Whether all graphs that wait are of the tenant of the graph that has the device, and have
+    /// the same products.
     fn only_members_wait(&self) -> bool {
         let (Some(holder), Some(products)) = (self.holder, self.batches.products) else {
             return false;
