@@ -14,7 +14,7 @@
 #![forbid(unsafe_code)]
 
 use std::collections::BTreeSet;
-use std::sync::{Arc, Condvar};
+use std::sync::Arc;
 use std::time::Duration;
 
 use vgpu_engine::{Engine, Plan, RunError, RunStatus, Turn};
@@ -176,12 +176,7 @@ impl Scheduler {
                 batches.others = others.iter().map(|(_, offer)| offer.tenant).collect();
                 break Wakeup::Holds(own, others);
             }
-            let wakeup = wakeup.get_or_insert_with(|| {
-                let wakeup = Arc::new(Condvar::new());
-                state.waiters.insert(ticket, Arc::clone(&wakeup));
-                wakeup
-            });
-            state = self.sleep(state, wakeup);
+            state = self.sleep(state, ticket, &mut wakeup);
         };
         if wakeup.is_some() {
             state.waiters.remove(&ticket);
@@ -197,22 +192,21 @@ impl Scheduler {
         if state.holder.is_some_and(|holder| holder.ticket == ticket) {
             return None;
         }
-        let times = match state.batches.outcomes.remove(&ticket) {
-            None => Times::default(),
-            Some(Outcome::Yielded(times)) => times,
-            // The run is over meanwhile.
-            Some(outcome) => {
-                state.batches.outcomes.insert(ticket, outcome);
-                return None;
-            }
-        };
-        let Some(Offer { tenant, plan, .. }) = state.batches.offers.remove(&ticket) else {
-            state.batches.cancelled.insert(ticket);
-            if times.turns > 0 {
-                let outcome = Outcome::Yielded(times);
-                state.batches.outcomes.insert(ticket, outcome);
+        let batches = &mut state.batches;
+        let Some(Offer { tenant, plan, .. }) = batches.offers.remove(&ticket) else {
+            // In a running batch, unless the run is over meanwhile.
+            if matches!(
+                batches.outcomes.get(&ticket),
+                None | Some(Outcome::Yielded(_))
+            ) {
+                batches.cancelled.insert(ticket);
             }
             return None;
+        };
+        let times = match batches.outcomes.remove(&ticket) {
+            Some(Outcome::Yielded(times)) => times,
+            // The outcome of a graph that is offered is that it has yielded.
+            _ => Times::default(),
         };
         state.queue.withdraw(tenant, ticket, self.turn.now());
         // The thread of this graph may be the one that waits for the end of a hold.

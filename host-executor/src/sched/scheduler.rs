@@ -229,12 +229,7 @@ impl Scheduler {
         let mut state = self.lock();
         let mut wakeup = None;
         while state.holder.is_none_or(|holder| holder.ticket != ticket) {
-            let wakeup = wakeup.get_or_insert_with(|| {
-                let wakeup = Arc::new(Condvar::new());
-                state.waiters.insert(ticket, Arc::clone(&wakeup));
-                wakeup
-            });
-            state = self.sleep(state, wakeup);
+            state = self.sleep(state, ticket, &mut wakeup);
         }
         if wakeup.is_some() {
             state.waiters.remove(&ticket);
@@ -249,12 +244,19 @@ impl Scheduler {
     }
 
     /// Sleeps until another thread wakes this one, or until the end of a hold, which this thread
-    /// ends.
+    /// ends. The first call makes the graph with this ticket one of the waiters, until the caller
+    /// removes it.
     pub(super) fn sleep<'a>(
         &self,
-        state: RankedGuard<'a, State>,
-        wakeup: &Condvar,
+        mut state: RankedGuard<'a, State>,
+        ticket: Ticket,
+        wakeup: &mut Option<Arc<Condvar>>,
     ) -> RankedGuard<'a, State> {
+        let wakeup = wakeup.get_or_insert_with(|| {
+            let wakeup = Arc::new(Condvar::new());
+            state.waiters.insert(ticket, Arc::clone(&wakeup));
+            wakeup
+        });
         let Some(until) = state.hold else {
             return state.wait(wakeup);
         };
