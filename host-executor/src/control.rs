@@ -206,15 +206,21 @@ fn read_answer(
     let mut answer = Vec::new();
     let mut part = [0; 16 << 10];
     loop {
+        let bytes = answer.len();
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
-            let bytes = answer.len();
             return Err(ControlError::Late { bytes });
         }
         socket.set_read_timeout(Some(left))?;
-        match socket.read(&mut part)? {
-            0 => return Ok(answer),
-            count => answer.extend_from_slice(&part[..count]),
+        match socket.read(&mut part) {
+            Ok(0) => return Ok(answer),
+            Ok(count) => answer.extend_from_slice(&part[..count]),
+            // The deadline has passed in the read.
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                return Err(ControlError::Late { bytes });
+            }
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error.into()),
         }
         if answer.len() > limit {
             return Err(ControlError::TooLong { limit });
@@ -255,6 +261,13 @@ mod tests {
         assert!(matches!(error, ControlError::Late { .. }), "{error}");
         drop(ours);
         slow.join().unwrap();
+
+        // A peer that says nothing: the read itself waits until the deadline.
+        let (ours, silent) = UnixStream::pair().unwrap();
+        let soon = Instant::now() + Duration::from_millis(20);
+        let error = read_answer(&ours, soon, 99).unwrap_err();
+        assert!(matches!(error, ControlError::Late { bytes: 0 }), "{error}");
+        drop(silent);
 
         let (ours, mut theirs) = UnixStream::pair().unwrap();
         theirs.write_all(b"{}").unwrap();
