@@ -8,6 +8,7 @@ use vgpu_transport::ir::{
 
 use super::CheckError;
 use super::graph::{Builder, Fill, LoadedGraph, Operand, Random, numbers};
+use super::steps::{Selection, Step};
 use vgpu_cpu::formats::Format;
 use vgpu_cpu::gemm::MatmulKernel;
 use vgpu_engine::Engine;
@@ -112,14 +113,25 @@ pub(super) fn planned_kernels(engine: &dyn Engine) -> Result<BTreeSet<&'static s
 pub(super) fn run(
     engine: &dyn Engine,
     oracle: &dyn Engine,
-    mut seen: impl FnMut(&Case),
+    selection: &Selection<'_>,
+    mut seen: impl FnMut(Step<'_, Case>),
 ) -> Vec<Case> {
     // The shim, which runs kernels as fibers, would need minutes for products that fill a GPU.
     let is_gpu = engine.name().starts_with("cuda:");
-    let outcomes = operations(is_gpu).into_iter().map(|operation| {
+    let selected = { operations(is_gpu).into_iter().enumerate() }
+        .filter(|(index, operation)| selection.has(*index, &operation.name));
+    let outcomes = selected.map(|(index, operation)| {
         let mut kernels = Vec::new();
+        seen(Step::Begins {
+            index,
+            name: &operation.name,
+        });
+        let compiled = |planned: &[&'static str]| {
+            kernels = planned.to_vec();
+            seen(Step::Runs { kernels: planned });
+        };
         let case = Case {
-            outcome: match difference(engine, oracle, &operation, &mut kernels) {
+            outcome: match difference(engine, oracle, &operation, compiled) {
                 Ok(error) => Outcome::Compared {
                     error,
                     limit: operation.limit,
@@ -129,7 +141,7 @@ pub(super) fn run(
             name: operation.name,
             kernels,
         };
-        seen(&case);
+        seen(Step::Ends(&case));
         case
     });
     outcomes.collect()
@@ -138,13 +150,13 @@ pub(super) fn run(
 /// Runs of each graph: an engine may capture the second run and replay the third.
 const RUNS: usize = 3;
 
-/// The largest normalised mean square error of all runs. `kernels` receives the kernels of the
-/// engine's plan.
+/// The largest normalised mean square error of all runs. Calls `compiled` with the kernels of the
+/// engine's plan before the first run.
 fn difference(
     engine: &dyn Engine,
     oracle: &dyn Engine,
     operation: &Operation,
-    kernels: &mut Vec<&'static str>,
+    compiled: impl FnOnce(&[&'static str]),
 ) -> Result<f64, CheckError> {
     let (builder, dst) = operation.builder()?;
     let is_product = operation.is_product();
@@ -159,7 +171,7 @@ fn difference(
     let expected = on(oracle).and_then(|mut loaded| run(&mut loaded));
     let expected = expected.map_err(|error| CheckError::Reference(Box::new(error)))?;
     let mut loaded = on(engine)?;
-    *kernels = loaded.plan.kernels();
+    compiled(&loaded.plan.kernels());
     let mut worst = 0.0;
     for number in 1..=RUNS {
         let got = run(&mut loaded).map_err(|error| CheckError::Repeat {
@@ -232,7 +244,12 @@ impl List {
     fn with(&mut self, op: Op, limit: f64, dst: Operand, src: &[Option<Operand>]) {
         let types: Vec<_> = src.iter().flatten().map(|s| s.ty.ggml_name()).collect();
         self.0.push(Operation {
-            name: format!("{} {}", op.kind().ggml_name(), types.join(" ")),
+            name: format!(
+                "{} {} -> [{}]",
+                op.kind().ggml_name(),
+                types.join(" "),
+                dst.ne.map(|n| n.to_string()).join(",")
+            ),
             op,
             dst,
             src: src.to_vec(),

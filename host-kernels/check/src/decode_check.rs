@@ -4,6 +4,7 @@ use vgpu_transport::ir::Type;
 
 use super::CheckError;
 use super::model::{Family, Model, StepShape, TINY};
+use super::steps::{Selection, Step};
 use vgpu_engine::Engine;
 
 /// The largest number of tokens to decode.
@@ -30,11 +31,15 @@ impl Decoding {
     }
 }
 
+/// Place, name, type of weights, family and experts of a model.
+type Entry<'a> = (usize, (&'a str, Type, Family, Option<(u64, u64)>));
+
 pub(super) fn run(
     engine: &dyn Engine,
     oracle: &dyn Engine,
     tokens: u64,
-    mut seen: impl FnMut(&Decoding),
+    selection: &Selection<'_>,
+    mut seen: impl FnMut(Step<'_, Decoding>),
 ) -> Vec<Decoding> {
     let base = Model {
         width: 256,
@@ -54,7 +59,8 @@ pub(super) fn run(
         ("qwen3moe, Q4_K", Type::Q4K, Family::Llama, experts),
         ("gpt-oss, MXFP4", Type::Mxfp4, Family::GptOss, experts),
     ];
-    let decode = |(name, weights, family, experts): (&str, Type, Family, Option<(u64, u64)>)| {
+    let decode = |(index, (name, weights, family, experts)): Entry<'_>| {
+        seen(Step::Begins { index, name });
         let model = Model {
             weights,
             family,
@@ -66,10 +72,12 @@ pub(super) fn run(
             name: name.into(),
             outcome: compare(model, engine, oracle, tokens.min(MAX_TOKENS)),
         };
-        seen(&decoding);
+        seen(Step::Ends(&decoding));
         decoding
     };
-    models.into_iter().map(decode).collect()
+    let selected =
+        { models.into_iter().enumerate() }.filter(|(at, model)| selection.has(*at, model.0));
+    selected.map(decode).collect()
 }
 
 fn compare(

@@ -58,3 +58,20 @@ pub enum CheckError {
     #[allow(missing_docs)] // the message names every field
     Driver { call: &'static str, code: CUresult },
 }
+
+impl CheckError {
+    /// Whether a call of the device's driver or a kernel failed. Nothing else may work in this
+    /// process afterwards.
+    pub fn is_device_failure(&self) -> bool {
+        match self {
+            CheckError::Engine(error) => matches!(
+                error,
+                EngineError::Device { .. } | EngineError::DeviceLost { .. }
+            ),
+            CheckError::Run(error) => matches!(error, RunError::Kernel { .. }),
+            CheckError::Repeat { error, .. } => error.is_device_failure(),
+            CheckError::Driver { .. } | CheckError::Cublas { .. } => true,
+            _ => false,
+        }
+    }
+}

@@ -10,6 +10,7 @@ mod error;
 mod graph;
 pub mod model;
 mod rates;
+mod steps;
 mod synthetic_gguf;
 mod tune;
 
@@ -23,6 +24,7 @@ pub use cases::{Case, Outcome};
 pub use decode_check::{Decoding, MAX_TOKENS};
 pub use error::CheckError;
 pub use rates::{Ceilings, Rate, Work};
+pub use steps::{Selection, Step};
 pub use synthetic_gguf::{SHAPES, SyntheticModel};
 pub use tune::{TuneShapes, Tuned};
 
@@ -51,9 +53,14 @@ impl Default for Options {
 }
 
 /// Compares `engine` with the reference `oracle`, several cases for each family of operators. Calls
-/// `seen` after each case.
-pub fn compare(engine: &dyn Engine, oracle: &dyn Engine, seen: impl FnMut(&Case)) -> Vec<Case> {
-    cases::run(engine, oracle, seen)
+/// `seen` at each step of a case.
+pub fn compare(
+    engine: &dyn Engine,
+    oracle: &dyn Engine,
+    selection: &Selection<'_>,
+    seen: impl FnMut(Step<'_, Case>),
+) -> Vec<Case> {
+    cases::run(engine, oracle, selection, seen)
 }
 
 /// The kernels that [`compare`] runs on a GPU: its cases are compiled on `engine`, and not run.
@@ -65,23 +72,26 @@ pub fn planned_kernels(engine: &dyn Engine) -> Result<BTreeSet<&'static str>, Ch
     cases::planned_kernels(engine)
 }
 
-/// The families of kernels for the engine's own device that no case has run.
-pub fn untested_families(engine: &dyn Engine, cases: &[Case]) -> Vec<&'static str> {
-    let kernels: Vec<_> = cases.iter().flat_map(|case| &case.kernels).collect();
+/// The families of kernels (`Engine::kernel_families`) of which none is among `kernels`.
+pub fn untested_families<'f, 'k>(
+    families: impl IntoIterator<Item = &'f str>,
+    kernels: impl IntoIterator<Item = &'k str>,
+) -> Vec<&'f str> {
+    let kernels: Vec<_> = kernels.into_iter().collect();
     let is_untested = |family: &&str| !kernels.iter().any(|kernel| kernel.starts_with(*family));
-    let families = engine.kernel_families().iter().copied();
-    families.filter(is_untested).collect()
+    families.into_iter().filter(is_untested).collect()
 }
 
 /// Decodes `tokens` tokens, [`MAX_TOKENS`] at most, greedily on both engines with small models of
-/// several families. Calls `seen` after each model.
+/// several families. Calls `seen` at each step of a model.
 pub fn compare_decoding(
     engine: &dyn Engine,
     oracle: &dyn Engine,
     tokens: u64,
-    seen: impl FnMut(&Decoding),
+    selection: &Selection<'_>,
+    seen: impl FnMut(Step<'_, Decoding>),
 ) -> Vec<Decoding> {
-    decode_check::run(engine, oracle, tokens, seen)
+    decode_check::run(engine, oracle, tokens, selection, seen)
 }
 
 /// Measures copies within the device, to it and from it.
@@ -107,13 +117,14 @@ pub fn peaks(
 }
 
 /// Measures matrix products and attention, and cuBLASLt for comparison if it is installed. Calls
-/// `seen` after each rate. Also returns how many rates the time limit left out.
+/// `seen` at each step of a rate. Also returns how many rates the time limit left out.
 pub fn rates(
     engine: &dyn Engine,
     options: &Options,
-    seen: impl FnMut(&Rate),
+    selection: &Selection<'_>,
+    seen: impl FnMut(Step<'_, Rate>),
 ) -> (Vec<Rate>, usize) {
-    rates::run(engine, options, seen)
+    rates::run(engine, options, selection, seen)
 }
 
 /// Measures GEMMs on engines that are forced to each variant, and returns a table of the fastest.

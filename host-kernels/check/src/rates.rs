@@ -6,6 +6,7 @@ use vgpu_transport::ir::{Op, Precision, Shape, Type};
 
 use super::cublas::Cublas;
 use super::graph::{Builder, Fill, LoadedGraph, Operand, Random};
+use super::steps::{Selection, Step};
 use super::{CheckError, Options};
 use vgpu_cpu::gemm::MatmulKernel;
 use vgpu_engine::roofline::Rates;
@@ -232,21 +233,30 @@ impl Subject {
 pub(super) fn run(
     engine: &dyn Engine,
     options: &Options,
-    mut seen: impl FnMut(&Rate),
+    selection: &Selection<'_>,
+    mut seen: impl FnMut(Step<'_, Rate>),
 ) -> (Vec<Rate>, usize) {
     let cublas = Cublas::load();
     let subjects = Subject::all(engine, options);
     let (begin, mut all) = (Instant::now(), Vec::new());
     for (at, subject) in subjects.iter().enumerate() {
+        let name = subject.name();
+        if !selection.has(at, &name) {
+            continue;
+        }
         if options
             .budget
             .is_some_and(|budget| begin.elapsed() > budget)
         {
             return (all, subjects.len() - at);
         }
+        seen(Step::Begins {
+            index: at,
+            name: &name,
+        });
         let measured = subject.measure(engine, options, &cublas);
         let rate = Rate {
-            name: subject.name(),
+            name,
             work: subject.work(),
             is_ours: !matches!(subject, Subject::Cublas(..)),
             seconds: measured.as_ref().map_or(0.0, |measured| measured.seconds),
@@ -254,7 +264,7 @@ pub(super) fn run(
                 .map_or_else(|_| Vec::new(), |measured| measured.kernels.clone()),
             rate: measured.map(|measured| measured.rate()),
         };
-        seen(&rate);
+        seen(Step::Ends(&rate));
         all.push(rate);
     }
     (all, 0)

@@ -6,7 +6,7 @@ mod shim;
 use std::sync::Arc;
 use std::time::Duration;
 
-use vgpu_check::{Options, Outcome, TuneShapes, Work};
+use vgpu_check::{Options, Outcome, Selection, Step, TuneShapes, Work};
 use vgpu_cpu::CpuEngine;
 use vgpu_cuda::CudaEngine;
 use vgpu_cuda::autotune::{GemmVariant, TuningTable};
@@ -29,7 +29,9 @@ const SMALL: Options = Options {
 fn kernels_agree_with_the_cpu_engine() {
     let engine = CudaEngine::new(Arc::new(shim::Shim::default())).expect("an engine");
     let mut seen = 0;
-    let cases = vgpu_check::compare(&engine, &cpu(), |_| seen += 1);
+    let cases = vgpu_check::compare(&engine, &cpu(), &Selection::default(), |step| {
+        seen += usize::from(matches!(step, Step::Ends(_)));
+    });
     assert_eq!(seen, cases.len());
     for case in &cases {
         assert!(case.is_right(), "{}: {:?}", case.name, case.outcome);
@@ -47,7 +49,7 @@ fn rates_are_measured() {
     let engine = cpu();
     let ceilings = vgpu_check::ceilings(&engine, &SMALL).expect("copies");
     assert!(ceilings.within > 0.0 && ceilings.upload > 0.0 && ceilings.download > 0.0);
-    let (rates, left_out) = vgpu_check::rates(&engine, &SMALL, |_| ());
+    let (rates, left_out) = vgpu_check::rates(&engine, &SMALL, &Selection::default(), |_| ());
     assert_eq!(left_out, 0);
     for rate in &rates {
         let per_second = rate
@@ -65,14 +67,14 @@ fn rate_measurement_respects_its_time_limit() {
         budget: Some(Duration::ZERO),
         ..SMALL
     };
-    let (rates, left_out) = vgpu_check::rates(&cpu(), &no_time, |_| ());
+    let (rates, left_out) = vgpu_check::rates(&cpu(), &no_time, &Selection::default(), |_| ());
     assert!(rates.len() <= 1 && left_out > 50, "{left_out}");
 }
 
 #[test]
 fn both_engines_generate_the_same_text() {
     let engine = CudaEngine::new(Arc::new(shim::Shim::default())).expect("an engine");
-    for text in vgpu_check::compare_decoding(&engine, &cpu(), 4, |_| ()) {
+    for text in vgpu_check::compare_decoding(&engine, &cpu(), 4, &Selection::default(), |_| ()) {
         assert!(text.is_same(), "{text:?}");
     }
 }
@@ -91,38 +93,27 @@ fn wrong_results_are_detected() {
     assert!(cpu().capabilities().rules().len() > 10);
 }
 
-/// A case that agrees, with these kernels.
-fn case_with(kernels: &[&'static str]) -> vgpu_check::Case {
-    vgpu_check::Case {
-        name: "a case".into(),
-        outcome: Outcome::Compared {
-            error: 0.0,
-            limit: 1.0,
-        },
-        kernels: kernels.to_vec(),
-    }
-}
-
 #[test]
 fn families_of_kernels_without_a_case_are_reported() {
     let hopper = CudaEngine::new(Arc::new(shim::Shim::sm90())).expect("an engine");
     let (gemm, fattn) = ("vg_gemm_sm90_q4_0_128", "vg_fattn_sm90_64");
     let untested = |kernels: &[&'static str]| {
-        vgpu_check::untested_families(&hopper, &[case_with(&["vg_add"]), case_with(kernels)])
+        let families = hopper.kernel_families().iter().copied();
+        vgpu_check::untested_families(families, ["vg_add"].iter().chain(kernels).copied())
     };
     assert_eq!(untested(&[gemm, fattn]), [""; 0]);
     assert_eq!(untested(&[gemm]), ["vg_fattn_sm90_"]);
     assert_eq!(untested(&[]), ["vg_fattn_sm90_", "vg_gemm_sm90_"]);
     let other = CudaEngine::new(Arc::new(shim::Shim::default())).expect("an engine");
-    assert_eq!(vgpu_check::untested_families(&other, &[]), [""; 0]);
+    assert_eq!(other.kernel_families(), [""; 0]);
 }
 
 #[test]
 fn cases_run_every_family_of_kernels_for_sm_90a() {
     let hopper = CudaEngine::new(Arc::new(shim::Shim::sm90())).expect("an engine");
     let kernels = vgpu_check::planned_kernels(&hopper).expect("all cases compile");
-    let kernels: Vec<&'static str> = kernels.into_iter().collect();
-    let untested = vgpu_check::untested_families(&hopper, &[case_with(&kernels)]);
+    let families = hopper.kernel_families().iter().copied();
+    let untested = vgpu_check::untested_families(families, kernels.iter().copied());
     assert_eq!(untested, [""; 0], "{kernels:?}");
 }
 

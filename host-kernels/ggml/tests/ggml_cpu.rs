@@ -72,7 +72,7 @@ fn differs_in_ties(case: &Case) -> bool {
 /// Compares all cases on the backend at `path`.
 fn agrees(path: &std::path::Path) {
     let engine = GgmlEngine::start(path, None, 2, None, cpu()).unwrap();
-    let cases = vgpu_check::compare(&engine, &*cpu(), |_| {});
+    let cases = vgpu_check::compare(&engine, &*cpu(), &vgpu_check::Selection::default(), |_| {});
     assert!(cases.len() > 300, "{} cases", cases.len());
     let wrong: Vec<_> = cases
         .iter()

@@ -1,6 +1,8 @@
 //! `vgpu gpu-check`: checks the results of an engine and measures its speed, in a few minutes and
 //! one table.
 
+mod child;
+mod findings;
 mod report;
 mod results;
 mod table;
@@ -13,8 +15,8 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use clap::{Parser, Subcommand};
-use vgpu_check::{Case, Ceilings, Decoding, Outcome, Rate, SHAPES, Work};
-use vgpu_cpu::CpuEngine;
+use regex::Regex;
+use vgpu_check::SHAPES;
 use vgpu_cuda::autotune::GemmVariant;
 use vgpu_engine::Engine;
 
@@ -22,6 +24,8 @@ use vgpu_executor::engine;
 use vgpu_executor::engine::EngineKind;
 use vgpu_executor::size;
 
+use child::List;
+use findings::{Copies, Device, Message, gigabytes};
 use report::Report;
 
 /// Checks a GPU: loads all kernels, compares each family of operators with the CPU engine, and
@@ -35,9 +39,28 @@ pub(crate) struct Args {
     #[command(subcommand)]
     job: Option<Job>,
 
+    #[command(flatten)]
+    measurement: Measurement,
+
+    /// Only compare, measure nothing
+    #[arg(long)]
+    compare_only: bool,
+
+    /// Also write all findings to this file, as JSON
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+}
+
+/// What is checked, and how extensively.
+#[derive(clap::Args)]
+struct Measurement {
     /// The engine to check, as for `vgpu serve`
     #[arg(long, value_name = "ENGINE", default_value = "cuda")]
     engine: EngineKind,
+
+    /// Only cases, texts and rates whose names match this regular expression
+    #[arg(long, value_name = "REGEX")]
+    only: Option<String>,
 
     /// Bytes of weights for the measurements: several times the device's cache
     #[arg(long, value_name = "SIZE", value_parser = size::parse, default_value = "512M")]
@@ -59,18 +82,49 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value_t = 48)]
     tokens: u64,
 
-    /// Only compare, measure nothing
-    #[arg(long)]
-    compare_only: bool,
+    /// Seconds after which a case, a text or a rate that does not end is ended and noted
+    #[arg(long, value_name = "S", default_value_t = 10)]
+    silence: u64,
+}
 
-    /// Also write all findings to this file, as JSON
-    #[arg(long, value_name = "FILE")]
-    json: Option<PathBuf>,
+impl Measurement {
+    /// The pattern of names.
+    fn pattern(&self) -> anyhow::Result<Option<Regex>> {
+        let only = self.only.as_deref().map(Regex::new);
+        only.transpose().context("--only is no regular expression")
+    }
+
+    fn options(&self) -> vgpu_check::Options {
+        vgpu_check::Options {
+            weights: self.weights,
+            size: self.size,
+            time: Duration::from_millis(self.time),
+            budget: self.budget.map(Duration::from_secs),
+        }
+    }
+
+    /// The same as arguments of a process.
+    fn args(&self) -> Vec<String> {
+        let mut args = vec![
+            format!("--engine={}", self.engine),
+            format!("--weights={}", self.weights),
+            format!("--size={}", self.size),
+            format!("--time={}", self.time),
+            format!("--tokens={}", self.tokens),
+            format!("--silence={}", self.silence),
+        ];
+        args.extend(self.only.as_ref().map(|only| format!("--only={only}")));
+        args.extend(self.budget.map(|budget| format!("--budget={budget}")));
+        args
+    }
 }
 
 /// Further tasks around a GPU.
 #[derive(Subcommand)]
 enum Job {
+    /// Runs one list of entries in this process
+    #[command(hide = true)]
+    Child(child::Args),
     /// Lists the models that can be written
     Models,
     /// Writes a model with the shapes of a published model and random weights, without a tokenizer,
@@ -113,6 +167,7 @@ enum Job {
 
 fn work(job: &Job) -> anyhow::Result<ExitCode> {
     match job {
+        Job::Child(args) => return child::run(args),
         Job::Models => {
             for model in SHAPES {
                 println!("{:24} {:5.1} GB", model.name, model.bytes() as f64 / 1e9);
@@ -190,117 +245,132 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     if let Some(job) = &args.job {
         return work(job);
     }
+    let measurement = &args.measurement;
     anyhow::ensure!(
-        args.size > 0 && args.size.is_multiple_of(256),
+        measurement.size > 0 && measurement.size.is_multiple_of(256),
         "--size {}: not a multiple of 256",
-        args.size
+        measurement.size
     );
-    let engine = engine::start(&args.engine, 0.into(), None)?;
-    let oracle = CpuEngine::new(0, None).context("the cpu engine does not start")?;
-    let memory = engine.memory();
-    println!(
-        "{}: {}, {} MiB of {} MiB free",
-        engine.name(),
-        engine.description(),
-        memory.free >> 20,
-        memory.total >> 20
-    );
-
-    let mut report = Report::new(&*engine, args.json.as_deref());
-    let cases = vgpu_check::compare(&*engine, &oracle, |case| {
-        if !case.is_right() {
-            let kernels = case.kernels.join(" ");
-            println!("WRONG  {}: {} [{kernels}]", case.name, outcome(case));
-        }
-        report.case(case);
-    });
-    let right = cases.iter().filter(|case| case.is_right()).count();
-    println!("{right} of {} cases agree with the CPU engine", cases.len());
-    let untested = vgpu_check::untested_families(&*engine, &cases);
-    for family in &untested {
-        println!("WRONG  no case ran a kernel {family}*, which this device has");
+    measurement.pattern()?;
+    let mut check = Check::new(args);
+    child::watch(List::Cases, measurement, |message| check.take(message))?;
+    check.compared();
+    if measurement.tokens > 0 {
+        child::watch(List::Texts, measurement, |message| check.take(message))?;
     }
-    let texts = match args.tokens {
-        0 => Vec::new(),
-        tokens => vgpu_check::compare_decoding(&*engine, &oracle, tokens, |text| {
-            println!("{}", words(text));
-            report.text(text);
-        }),
-    };
-
-    let options = vgpu_check::Options {
-        weights: args.weights,
-        size: args.size,
-        time: Duration::from_millis(args.time),
-        budget: args.budget.map(Duration::from_secs),
-    };
-    let mut rates = Vec::new();
     if !args.compare_only {
-        let measured = vgpu_check::ceilings(&*engine, &options)?;
+        child::watch(List::Rates, measurement, |message| check.take(message))?;
+    }
+    check.end()
+}
+
+/// A check that is going on.
+struct Check<'a> {
+    args: &'a Args,
+    report: Report,
+    device: Option<Device>,
+    /// The kernels of all cases.
+    kernels: Vec<String>,
+    cases: usize,
+    right: usize,
+    copies: Option<Copies>,
+    is_wrong: bool,
+}
+
+impl<'a> Check<'a> {
+    fn new(args: &'a Args) -> Check<'a> {
+        Check {
+            args,
+            report: Report::new(args.json.as_deref()),
+            device: None,
+            kernels: Vec::new(),
+            cases: 0,
+            right: 0,
+            copies: None,
+            is_wrong: false,
+        }
+    }
+
+    /// Prints and keeps what a child has found.
+    fn take(&mut self, message: Message) {
+        match message {
+            Message::Device(device) => {
+                if self.device.is_none() {
+                    println!(
+                        "{}: {}, {} MiB of {} MiB free",
+                        device.engine,
+                        device.description,
+                        device.free >> 20,
+                        device.memory >> 20
+                    );
+                    self.report.device(&device);
+                    self.device = Some(device);
+                }
+            }
+            Message::Case(case) => {
+                self.cases += 1;
+                self.right += usize::from(case.right);
+                if !case.right {
+                    let kernels = case.kernels.join(" ");
+                    println!("WRONG  {}: {} [{kernels}]", case.name, case.outcome());
+                    self.is_wrong = true;
+                }
+                self.report.add("cases", &case);
+                self.kernels.extend(case.kernels);
+            }
+            Message::Text(text) => {
+                println!("{}", text.line());
+                self.is_wrong |= !text.is_same();
+                self.report.add("texts", &text);
+            }
+            Message::Copies(copies) => {
+                println!(
+                    "copies: within {}, from the host {}, to the host {}",
+                    gigabytes(copies.within),
+                    gigabytes(copies.upload),
+                    gigabytes(copies.download)
+                );
+                self.report.copies(copies);
+                self.copies = Some(copies);
+            }
+            Message::Rate(rate) => {
+                println!("{}", rate.line(self.copies));
+                self.is_wrong |= rate.ours && rate.failed.is_some();
+                self.report.add("rates", &rate);
+            }
+            Message::LeftOut(0) | Message::Begins { .. } | Message::Runs { .. } => {}
+            Message::LeftOut(count) => {
+                println!("{count} rates were not measured: the time was up");
+            }
+            Message::Done => {}
+        }
+    }
+
+    /// All cases have run: counts them, and looks for families of kernels that none has run.
+    fn compared(&mut self) {
         println!(
-            "copies: within {}, from the host {}, to the host {}",
-            gigabytes(measured.within),
-            gigabytes(measured.upload),
-            gigabytes(measured.download)
+            "{} of {} cases agree with the CPU engine",
+            self.right, self.cases
         );
-        report.copies(&measured);
-        let left_out;
-        (rates, left_out) = vgpu_check::rates(&*engine, &options, |rate| {
-            println!("{}", line(rate, &measured));
-            report.rate(rate);
-        });
-        if left_out > 0 {
-            println!("{left_out} rates were not measured: the time was up");
+        let families = self.device.iter().flat_map(|device| &device.families);
+        let untested = vgpu_check::untested_families(
+            families.map(String::as_str),
+            self.kernels.iter().map(String::as_str),
+        );
+        // A selection of cases need not run all.
+        if self.args.measurement.only.is_none() {
+            for family in untested {
+                println!("WRONG  no case ran a kernel {family}*, which this device has");
+                self.is_wrong = true;
+            }
         }
     }
-    report.end()?;
-    let ran = { rates.iter() }.all(|rate| rate.rate.is_ok() || !rate.is_ours);
-    let same = texts.iter().all(Decoding::is_same);
-    Ok(
-        match right == cases.len() && untested.is_empty() && same && ran {
-            true => ExitCode::SUCCESS,
-            false => ExitCode::FAILURE,
-        },
-    )
-}
 
-fn outcome(case: &Case) -> String {
-    match &case.outcome {
-        Outcome::Compared { error, limit } => format!("off by {error:.1e}, allowed {limit:.1e}"),
-        Outcome::Failed(reason) => reason.to_string(),
+    fn end(self) -> anyhow::Result<ExitCode> {
+        self.report.end()?;
+        Ok(match self.is_wrong {
+            true => ExitCode::FAILURE,
+            false => ExitCode::SUCCESS,
+        })
     }
-}
-
-fn words(text: &Decoding) -> String {
-    match &text.outcome {
-        Ok((all, same)) => format!("{}: {same} of {all} tokens are the CPU engine's", text.name),
-        Err(reason) => format!("WRONG  {}: {reason}", text.name),
-    }
-}
-
-fn gigabytes(rate: f64) -> String {
-    format!("{:.1} GB/s", rate / 1e9)
-}
-
-/// A rate as a line of the table; of bytes also in percent of what a copy reaches.
-fn line(rate: &Rate, ceilings: &Ceilings) -> String {
-    let Rate {
-        name,
-        work,
-        rate,
-        seconds,
-        is_ours,
-        kernels,
-    } = rate;
-    let value = match (rate, work) {
-        (Err(reason), _) if *is_ours => format!("FAILED: {reason}"),
-        (Err(reason), _) => reason.to_string(),
-        (Ok(rate), Work::Bytes) => {
-            let percent = 100.0 * rate / ceilings.within;
-            format!("{:>14} {percent:5.0} %", gigabytes(*rate))
-        }
-        (Ok(rate), Work::Operations) => format!("{:>11.2} TFLOPS", rate / 1e12),
-    };
-    let kernels = kernels.join(" ");
-    format!("{name:36} {value}  {:9.1} us  {kernels}", seconds * 1e6)
 }

@@ -1,0 +1,257 @@
+//! The processes that touch the GPU.
+//!
+//! After an illegal address nothing of CUDA works in a process, and a kernel that never ends stops
+//! its process for good. So `vgpu gpu-check` itself has no CUDA context: a child process runs the
+//! entries of a list, and names each before it runs. When a child ends or is silent for too long,
+//! the entry is noted, and the next child begins behind it.
+
+use std::io::{BufRead as _, BufReader, Write as _};
+use std::process::{Child, Command, ExitCode, Stdio};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::time::Duration;
+
+use anyhow::Context as _;
+use clap::{Parser, ValueEnum};
+use vgpu_check::{CheckError, Outcome, Selection, Step};
+use vgpu_cpu::CpuEngine;
+use vgpu_engine::Engine;
+use vgpu_executor::engine;
+
+use super::Measurement;
+use super::findings::{Begun, CaseFinding, Device, Message, RateFinding, TextFinding};
+use crate::own_program::OWN_PROGRAM;
+
+/// The time for an engine to start: kernels without built-in machine code are compiled.
+const START_LIMIT: Duration = Duration::from_secs(300);
+
+/// Exit status of a child whose device is lost. The parent starts the next one.
+const DEVICE_LOST: u8 = 75;
+
+/// The most children that may end in the middle of a list.
+const MAX_ENDS: usize = 100;
+
+/// A list of entries.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(super) enum List {
+    /// Cases of operators.
+    Cases,
+    /// Texts of small models.
+    Texts,
+    /// Copies, products and attention.
+    Rates,
+}
+
+/// The arguments of a child.
+#[derive(Parser)]
+pub(super) struct Args {
+    /// The list whose entries run
+    #[arg(long)]
+    list: List,
+    /// The first entry that runs
+    #[arg(long, default_value_t = 0)]
+    first: usize,
+    #[command(flatten)]
+    measurement: Measurement,
+}
+
+/// Runs a list in this process. Standard output has one JSON value a line.
+pub(super) fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    let Measurement { engine, tokens, .. } = &args.measurement;
+    let engine = engine::start(engine, 0.into(), None)?;
+    send(&Message::Device(Device::of(&*engine)))?;
+    let only = args.measurement.pattern()?;
+    let takes = |name: &str| only.as_ref().is_none_or(|only| only.is_match(name));
+    let selection = Selection {
+        first: args.first,
+        takes: &takes,
+    };
+    let mut steps = Steps::default();
+    match args.list {
+        List::Cases => {
+            vgpu_check::compare(&*engine, &oracle()?, &selection, |step| {
+                steps.take(step, |case| {
+                    let failed = match &case.outcome {
+                        Outcome::Failed(error) => Some(error),
+                        Outcome::Compared { .. } => None,
+                    };
+                    (Message::Case(CaseFinding::of(case)), failed)
+                });
+            });
+        }
+        List::Texts => {
+            vgpu_check::compare_decoding(&*engine, &oracle()?, *tokens, &selection, |step| {
+                steps.take(step, |text| {
+                    let failed = text.outcome.as_ref().err();
+                    (Message::Text(TextFinding::of(text)), failed)
+                });
+            });
+        }
+        List::Rates => {
+            let options = args.measurement.options();
+            if args.first == 0 {
+                let copies = vgpu_check::ceilings(&*engine, &options)?;
+                send(&Message::Copies(copies.into()))?;
+            }
+            let (_, left_out) = vgpu_check::rates(&*engine, &options, &selection, |step| {
+                steps.take(step, |rate| {
+                    let failed = rate.rate.as_ref().err();
+                    (Message::Rate(RateFinding::of(rate)), failed)
+                });
+            });
+            send(&Message::LeftOut(left_out))?;
+        }
+    }
+    send(&Message::Done)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The reference engine.
+fn oracle() -> anyhow::Result<CpuEngine> {
+    CpuEngine::new(0, None).context("the cpu engine does not start")
+}
+
+fn send(message: &Message) -> anyhow::Result<()> {
+    let line = serde_json::to_string(message).context("a finding as JSON")?;
+    let mut out = std::io::stdout().lock();
+    writeln!(out, "{line}")
+        .and_then(|()| out.flush())
+        .context("writing to the parent")
+}
+
+/// Reports the steps of entries.
+#[derive(Default)]
+struct Steps;
+
+impl Steps {
+    /// Reports a step. Ends the process after an entry that has lost the device.
+    fn take<'t, T>(
+        &mut self,
+        step: Step<'t, T>,
+        finding: impl FnOnce(&'t T) -> (Message, Option<&'t CheckError>),
+    ) {
+        let (message, failed) = match step {
+            Step::Begins { index, name } => {
+                let name = name.to_owned();
+                (Message::Begins { index, name }, None)
+            }
+            Step::Runs { kernels } => {
+                let kernels = kernels.iter().map(|&kernel| kernel.to_owned()).collect();
+                (Message::Runs { kernels }, None)
+            }
+            Step::Ends(entry) => finding(entry),
+        };
+        // Without a parent nobody wants the rest.
+        if send(&message).is_err() || failed.is_some_and(CheckError::is_device_failure) {
+            std::process::exit(DEVICE_LOST.into());
+        }
+    }
+}
+
+/// Runs a list in children, and calls `seen` with each message. Entries in which a child ended are
+/// reported as failed.
+///
+/// # Errors
+///
+/// If no child can be started, or a child ends before its first entry.
+pub(super) fn watch(
+    list: List,
+    measurement: &Measurement,
+    mut seen: impl FnMut(Message),
+) -> anyhow::Result<()> {
+    let mut first = 0;
+    for _ in 0..MAX_ENDS {
+        let mut begun: Option<Begun> = None;
+        let mut last = None;
+        let ended = one(list, first, measurement, |message| {
+            match &message {
+                Message::Begins { index, name } => {
+                    last = Some(*index);
+                    begun = Some(Begun {
+                        index: *index,
+                        name: name.clone(),
+                        kernels: Vec::new(),
+                    });
+                }
+                Message::Runs { kernels } => {
+                    if let Some(begun) = &mut begun {
+                        begun.kernels.clone_from(kernels);
+                    }
+                }
+                Message::Case(_) | Message::Text(_) | Message::Rate(_) => begun = None,
+                _ => {}
+            }
+            seen(message);
+        })?;
+        let Some(reason) = ended else { return Ok(()) };
+        if let Some(begun) = &begun {
+            let reason = reason.clone();
+            seen(match list {
+                List::Cases => Message::Case(CaseFinding::ended(begun, reason)),
+                List::Texts => Message::Text(TextFinding::ended(begun, reason)),
+                List::Rates => Message::Rate(RateFinding::ended(begun, reason)),
+            });
+        }
+        first = last.with_context(|| format!("before the first entry: {reason}"))? + 1;
+    }
+    anyhow::bail!("{MAX_ENDS} child processes have ended before the list did");
+}
+
+/// Runs one child. Returns why it ended before the list did, if so.
+fn one(
+    list: List,
+    first: usize,
+    measurement: &Measurement,
+    mut seen: impl FnMut(Message),
+) -> anyhow::Result<Option<String>> {
+    let list = list.to_possible_value().context("a list has a name")?;
+    let mut child = Command::new(OWN_PROGRAM)
+        .args(["gpu-check", "child", "--list", list.get_name()])
+        .arg(format!("--first={first}"))
+        .args(measurement.args())
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .spawn()
+        .context("starting a child process of gpu-check")?;
+    let out = child.stdout.take().context("the child's output is piped")?;
+    let (sender, lines) = mpsc::channel();
+    // Ends when the child's output does: after its end, or after `Child::kill`.
+    std::thread::spawn(move || {
+        for line in BufReader::new(out).lines().map_while(Result::ok) {
+            if sender.send(line).is_err() {
+                break;
+            }
+        }
+    });
+    let silence = Duration::from_secs(measurement.silence);
+    let mut limit = START_LIMIT;
+    loop {
+        let line = match lines.recv_timeout(limit) {
+            Ok(line) => line,
+            Err(RecvTimeoutError::Timeout) => {
+                end(&mut child);
+                return Ok(Some(format!(
+                    "it was silent for {} s and was ended",
+                    limit.as_secs()
+                )));
+            }
+            Err(RecvTimeoutError::Disconnected) => {
+                let status = child.wait().context("waiting for a child of gpu-check")?;
+                return Ok(Some(format!("its process ended with {status}")));
+            }
+        };
+        let message = serde_json::from_str(&line)
+            .with_context(|| format!("a child of gpu-check wrote {line:?}"))?;
+        if message == Message::Done {
+            child.wait().context("waiting for a child of gpu-check")?;
+            return Ok(None);
+        }
+        limit = silence;
+        seen(message);
+    }
+}
+
+/// Ends a child that does not answer.
+fn end(child: &mut Child) {
+    let _ = child.kill(); // it may have ended just now
+    let _ = child.wait();
+}
