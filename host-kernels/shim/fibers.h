@@ -3,6 +3,8 @@
 #include "shim.h"
 
 #include <cstddef>
+#include <utility>
+#include <vector>
 
 namespace shim {
 
@@ -27,6 +29,10 @@ Shared shared();
 // Resets the state at the start of a block; at its end returns an error or null.
 void begin_sm90();
 const char* end_sm90();
+
+// Takes the cp.async copies of the running thread that nobody has waited for: destination and source
+// of 16 bytes each.
+std::vector<std::pair<void*, const void*>> take_copies();
 
 // Called at every barrier: fenced writes become visible to wgmma.
 void publish_fenced_writes();

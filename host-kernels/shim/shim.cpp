@@ -504,6 +504,20 @@ void cp_async_wait(unsigned later) {
     }
 }
 
+std::vector<std::pair<void*, const void*>> take_copies() {
+    std::vector<std::pair<void*, const void*>> all;
+    for (const auto& group : block.fibers[block.current].copies) {
+        for (const AsyncCopy& copy : group) {
+            if (copy.from == nullptr) {
+                fail_block("a copy that arrives at a barrier, in a cooperative launch");
+            }
+            all.emplace_back(copy.to, copy.from);
+        }
+    }
+    block.fibers[block.current].copies.clear();
+    return all;
+}
+
 void mma_m16n8k16(float* sums, const unsigned* a, const unsigned* b, bool bf16) {
     Warp& warp = block.warps[block.current / LANES];
     unsigned lane = block.current % LANES;

@@ -36,6 +36,9 @@
         [](const void* p) { name(*static_cast<const Params*>(p)); }); \
     static void name(const Params& p)
 
+// Launches run one after the other.
+#define KERNEL_AHEAD KERNEL
+
 #define DYNAMIC_SHARED(T, name) T* name = reinterpret_cast<T*>(shim::dynamic_shared())
 
 // 32 bits of the 64-bit value high:low from bit `shift` on (`__funnelshift_r`).
@@ -126,6 +129,9 @@ void mbarrier_init(unsigned long long* barrier, unsigned arrivals);
 // Arrives and announces `bytes` of bulk copies (expect_tx).
 void mbarrier_arrive(unsigned long long* barrier, unsigned bytes);
 void mbarrier_wait(unsigned long long* barrier, unsigned parity);
+// cp.async.mbarrier.arrive.noinc: arrives once all earlier cp.async copies of this thread are
+// complete. Every other copy is executed at once; the others when their mbarrier is waited for.
+void mbarrier_arrive_copies(unsigned long long* barrier);
 // cp.async.bulk. Every other copy is executed at once, so that data still in use is overwritten;
 // the others when their mbarrier is waited for.
 void cp_async_bulk(void* to, const void* from, unsigned bytes, unsigned long long* barrier);

@@ -17,6 +17,7 @@ struct AsyncCopy {
     unsigned char* to;
     const unsigned char* from;
     unsigned bytes;
+    bool is_generic; // cp.async, whose writes wgmma sees only behind a fence
 };
 
 struct Barrier {
@@ -79,7 +80,9 @@ void try_complete_phase(Barrier& barrier) {
 
 void make(const AsyncCopy& copy) {
     std::memcpy(copy.to, copy.from, copy.bytes);
-    std::memcpy(state.seen.data() + (copy.to - shared().begin), copy.to, copy.bytes);
+    if (!copy.is_generic) {
+        std::memcpy(state.seen.data() + (copy.to - shared().begin), copy.to, copy.bytes);
+    }
 }
 
 void deliver(Barrier& barrier) {
@@ -295,7 +298,8 @@ void mbarrier_wait(unsigned long long* at, unsigned parity) {
 
 void cp_async_bulk(void* to, const void* from, unsigned bytes, unsigned long long* at) {
     Barrier& barrier = barrier_at(at);
-    AsyncCopy copy{static_cast<unsigned char*>(to), static_cast<const unsigned char*>(from), bytes};
+    AsyncCopy copy{static_cast<unsigned char*>(to), static_cast<const unsigned char*>(from), bytes,
+                   false};
     if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | bytes) % 16 != 0 ||
         bytes == 0) {
         fail_block("a bulk copy of, from or to what is no multiple of 16");
@@ -313,6 +317,24 @@ void cp_async_bulk(void* to, const void* from, unsigned bytes, unsigned long lon
     } else {
         barrier.copies.push_back(copy);
     }
+}
+
+void mbarrier_arrive_copies(unsigned long long* at) {
+    Barrier& barrier = barrier_at(at);
+    for (auto [to, from] : take_copies()) {
+        AsyncCopy copy{static_cast<unsigned char*>(to), static_cast<const unsigned char*>(from), 16,
+                       true};
+        if (smem_address(to) + copy.bytes > shared().bytes + 16) {
+            fail_block("a copy beyond shared memory");
+        }
+        if (barrier.waiting != 0 || state.copies++ % 2 == 0) {
+            make(copy);
+        } else {
+            barrier.copies.push_back(copy);
+            barrier.bytes += copy.bytes;
+        }
+    }
+    mbarrier_arrive(at, 0);
 }
 
 void fence_proxy_async() { state.fenced = true; }

@@ -13,9 +13,24 @@
 #define DEVICE __device__ __forceinline__
 // `KERNEL(name, Params, threads[, blocks]) { ... p ... }` defines a kernel with its parameters in
 // `p`. The last arguments are those of `__launch_bounds__`: threads per block at most, and resident
-// blocks per SM at least.
+// blocks per SM at least. The body begins when all launches before it are complete.
+//
+// `KERNEL_AHEAD` is the same for a body that calls `grid_dependency_wait` itself, and before that
+// reads only what no launch of its graph writes.
 #define KERNEL(name, Params, ...) \
-    extern "C" __global__ void __launch_bounds__(__VA_ARGS__) name(const __grid_constant__ Params p)
+    static DEVICE void name##_body(const Params& p); \
+    KERNEL_AHEAD(name, Params, __VA_ARGS__) { \
+        grid_dependency_wait(); \
+        name##_body(p); \
+    } \
+    static DEVICE void name##_body(const Params& p)
+#define KERNEL_AHEAD(name, Params, ...) \
+    static DEVICE void name##_ahead(const Params& p); \
+    extern "C" __global__ void __launch_bounds__(__VA_ARGS__) \
+        name(const __grid_constant__ Params p) { \
+        name##_ahead(p); \
+    } \
+    static DEVICE void name##_ahead(const Params& p)
 #define DYNAMIC_SHARED(T, name) \
     extern __shared__ __align__(16) unsigned char vg_shared[]; \
     T* name = reinterpret_cast<T*>(vg_shared)
@@ -76,6 +91,31 @@ DEVICE bf16 to_bf16(float x) {
     }
     return {static_cast<u16>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
 }
+
+// a * b + c, rounded after each of the two operations, as ggml's CPU code is. The compiler makes a
+// fused multiply-add of the plain expression.
+DEVICE float mul_add_unfused(float a, float b, float c) {
+#ifdef VGPU_SHIM
+    volatile float product = a * b;
+    return product + c;
+#else
+    return __fadd_rn(__fmul_rn(a, b), c);
+#endif
+}
+
+// ---- Programmatic dependent launch (PTX: griddepcontrol). The launch behind this one may begin once
+// all blocks of this one have begun to work.
+
+#if defined(VGPU_SHIM) || __CUDA_ARCH__ < 900
+DEVICE void grid_dependency_wait() {}
+#else
+// Waits until the launches before this one are complete and their writes visible, and lets the next
+// one begin. A thread that has not called it reads only what no launch of the graph writes, and
+// writes nothing.
+DEVICE void grid_dependency_wait() {
+    asm volatile("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;" ::: "memory");
+}
+#endif
 
 // ---- Asynchronous copies to shared memory (PTX: cp.async).
 

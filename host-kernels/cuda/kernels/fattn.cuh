@@ -331,23 +331,32 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
     // size, there also in the tiles of K and V.
     DEVICE void load_queries() const {
         int width = static_cast<int>(p.k.ne[0]), value_width = static_cast<int>(p.v.ne[0]);
-        for (int i = threadIdx.x; i < ROWS * (K / 2); i += FATTN_THREADS) {
-            int row = i / (K / 2), column = i % (K / 2) * 2;
-            float x = 0.0f, y = 0.0f;
-            if (first_row + row < n_rows && column < width) {
+        int filled = n_rows - first_row < ROWS ? n_rows - first_row : ROWS;
+        // Few threads have more than one iteration with few rows, and code that runs once is short:
+        // instructions come from memory, too.
+        UNROLL_TIMES(ROW_WARPS == 1 ? 1 : 2)
+        for (int i = threadIdx.x; i < ROWS * (K / 4); i += FATTN_THREADS) {
+            int row = i / (K / 4), column = i % (K / 4) * 4;
+            float x[4] = {};
+            if (row < filled && column < width) {
                 i64 token = token_of(first_row + row), its_head = head_of(first_row + row);
                 const float* q = reinterpret_cast<const float*>(
                     address(p.q, Index{{column, token, its_head, sequence}}));
-                x = q[0] * p.scale;
-                y = KIND == KV_SPLIT_BF16 && column + 1 == width
-                        ? 0.0f
-                        : q[1] * p.scale; // other kinds have multiples of eight
+                UNROLL
+                for (int j = 0; j < 4; j++) {
+                    // Other kinds have multiples of eight.
+                    bool is_inside = KIND != KV_SPLIT_BF16 || column + j < width;
+                    x[j] = is_inside ? q[j] * p.scale : 0.0f;
+                }
             }
             u32* to = reinterpret_cast<u32*>(q_tile + row * K_STRIDE + column);
-            if constexpr (KIND == KV_SPLIT_BF16) {
-                split_bf16(x, y, *to, to[ROWS * K_STRIDE / 2]);
-            } else {
-                *to = pack_half2<BF16>(x, y);
+            UNROLL
+            for (int j = 0; j < 2; j++) {
+                if constexpr (KIND == KV_SPLIT_BF16) {
+                    split_bf16(x[2 * j], x[2 * j + 1], to[j], to[j + ROWS * K_STRIDE / 2]);
+                } else {
+                    to[j] = pack_half2<BF16>(x[2 * j], x[2 * j + 1]);
+                }
             }
         }
         if constexpr (KIND != KV_SPLIT_BF16) { // split_bf16_tile writes the zeros itself
@@ -492,49 +501,6 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
         }
     }
 
-    // Merges the accumulators of the KEY_WARPS warps into the first of them.
-    DEVICE void merge_warps(Accumulators& sums, float* memory) const {
-        constexpr int SLOT = (COLUMNS / 2 + 4) * WARP;
-        UNROLL
-        for (int width = KEY_WARPS / 2; width > 0; width /= 2) {
-            float* slot =
-                memory +
-                ((key_warp % width * ROW_WARPS + row_warp) * COLUMN_WARPS + column_warp) * SLOT +
-                lane;
-            __syncthreads();
-            if (key_warp >= width && key_warp < 2 * width) {
-                UNROLL
-                for (int i = 0; i < COLUMNS / 2; i++) {
-                    slot[i * WARP] = sums.of[i / 4][i % 4];
-                }
-                UNROLL
-                for (int h = 0; h < 2; h++) {
-                    slot[(COLUMNS / 2 + h) * WARP] = sums.row_max[h];
-                    slot[(COLUMNS / 2 + 2 + h) * WARP] = sums.total[h];
-                }
-            }
-            __syncthreads();
-            if (key_warp < width) {
-                float mine[2], its[2];
-                UNROLL
-                for (int h = 0; h < 2; h++) {
-                    float row_max = slot[(COLUMNS / 2 + h) * WARP],
-                          larger = fmaxf(row_max, sums.row_max[h]);
-                    mine[h] = rescale(sums.row_max[h], larger), its[h] = rescale(row_max, larger);
-                    sums.row_max[h] = larger;
-                    sums.total[h] =
-                        sums.total[h] * mine[h] + slot[(COLUMNS / 2 + 2 + h) * WARP] * its[h];
-                }
-                UNROLL
-                for (int i = 0; i < COLUMNS / 2; i++) {
-                    int h = i % 4 / 2;
-                    sums.of[i / 4][i % 4] =
-                        sums.of[i / 4][i % 4] * mine[h] + slot[i * WARP] * its[h];
-                }
-            }
-        }
-    }
-
     // Normalisation factor of a row with this maximum and sum, including the attention sink.
     DEVICE float normalizer(int row, float row_max, float total) const {
         float factor = 1.0f;
@@ -568,35 +534,193 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
         quantize_q8_block(p.quants, p.scales, token, q8_tiles(p.q.ne[2] * width), block, x);
     }
 
-    // Merges the partial results of all splits: a warp for each row.
+    // Merges the partial results of all splits: a warp for each row, a lane for four columns at a
+    // time, and first a lane for the factor of each split.
     DEVICE void merge_splits() const {
         int width = static_cast<int>(p.v.ne[0]), splits = static_cast<int>(p.splits);
         const float* parts = partial(0);
+        // The row of the warp: Q is no longer needed.
+        float* merged = reinterpret_cast<float*>(q_tile) + threadIdx.x / WARP * V;
         for (int row = threadIdx.x / WARP; row < ROWS && first_row + row < n_rows;
              row += FATTN_WARPS) {
             const float *row_maxes = parts + ROWS * V + row, *totals = row_maxes + ROWS;
-            float row_max = -INFINITY_F, total = 0.0f;
+            float row_max = -INFINITY_F;
             for (int s = lane; s < splits; s += WARP) {
                 row_max = fmaxf(row_max, row_maxes[s * PARTIAL_FLOATS]);
             }
             row_max = warp_reduce<Max>(row_max);
-            for (int s = lane; s < splits; s += WARP) {
-                total +=
-                    totals[s * PARTIAL_FLOATS] * rescale(row_maxes[s * PARTIAL_FLOATS], row_max);
-            }
-            total = warp_reduce<Sum>(total);
-            float factor = normalizer(first_row + row, row_max, total);
-            for (int column = lane; column < width; column += WARP) {
-                float sum = 0.0f;
-                UNROLL_BY_4
-                for (int s = 0; s < splits; s++) {
-                    sum += parts[s * PARTIAL_FLOATS + row * V + column] *
-                           rescale(row_maxes[s * PARTIAL_FLOATS], row_max);
+            constexpr int VECS = (V / 4 + WARP - 1) / WARP;
+            float sums[VECS][4] = {}, total = 0.0f;
+            for (int first = 0; first < splits; first += WARP) {
+                int count = splits - first < WARP ? splits - first : WARP;
+                float factor = 0.0f;
+                if (lane < count) {
+                    i64 at = static_cast<i64>(first + lane) * PARTIAL_FLOATS;
+                    factor = rescale(row_maxes[at], row_max);
+                    total += totals[at] * factor;
                 }
-                sum *= factor;
-                result(first_row + row)[column] = sum;
+                UNROLL_TIMES(8)
+                for (int s = 0; s < count; s++) {
+                    float by = __shfl_sync(0xffffffffu, factor, s);
+                    const float* from =
+                        parts + static_cast<i64>(first + s) * PARTIAL_FLOATS + row * V;
+                    UNROLL
+                    for (int v = 0; v < VECS; v++) {
+                        int column = (v * WARP + lane) * 4;
+                        if (V % (4 * WARP) == 0 || column < V) {
+                            int4 four = *reinterpret_cast<const int4*>(from + column);
+                            sums[v][0] += __int_as_float(four.x) * by;
+                            sums[v][1] += __int_as_float(four.y) * by;
+                            sums[v][2] += __int_as_float(four.z) * by;
+                            sums[v][3] += __int_as_float(four.w) * by;
+                        }
+                    }
+                }
+            }
+            float factor = normalizer(first_row + row, row_max, warp_reduce<Sum>(total));
+            UNROLL
+            for (int v = 0; v < VECS; v++) {
+                UNROLL
+                for (int j = 0; j < 4; j++) {
+                    int column = (v * WARP + lane) * 4 + j;
+                    if (V % (4 * WARP) == 0 || column < V) {
+                        merged[column] = sums[v][j] * factor;
+                    }
+                }
+            }
+            __syncwarp();
+            for (int column = lane; column < width; column += WARP) {
+                float x = merged[column];
+                result(first_row + row)[column] = x;
                 if (p.quants) {
-                    quantize_result(first_row + row, column, sum);
+                    quantize_result(first_row + row, column, x);
+                }
+            }
+            __syncwarp(); // before the next row is stored
+        }
+    }
+
+    // Bytes of shared memory for Q, K and V.
+    static constexpr int TILE_BYTES =
+        2 * (TERMS * ROWS * K_STRIDE +
+             (KIND == KV_SPLIT_BF16 ? 2 * KEYS * (K_STRIDE > V_STRIDE ? K_STRIDE : V_STRIDE)
+                                    : KEYS * (K_STRIDE + V_STRIDE)));
+
+    // Merges the accumulators of all warps through shared memory and stores the result, or the
+    // partial result of the split, for tiles of 16 rows, of which few exist: a warp for each row.
+    DEVICE void finish_few_rows(const Accumulators& sums, int split) const {
+        static_assert(ROW_WARPS > 1 || KEY_WARPS * ROWS * (V + 2) * 4 <= TILE_BYTES,
+                      "the accumulators fit where Q, K and V were");
+        int width = static_cast<int>(p.v.ne[0]), splits = static_cast<int>(p.splits);
+        float* parts = reinterpret_cast<float*>(q_tile);
+        float *row_maxes = parts + KEY_WARPS * ROWS * V, *totals = row_maxes + KEY_WARPS * ROWS;
+        __syncthreads(); // K and V have been read
+        UNROLL
+        for (int h = 0; h < 2; h++) {
+            int row = lane / 4 + 8 * h;
+            if (first_row + row < n_rows) {
+                float* to = parts + (key_warp * ROWS + row) * V + column_warp * COLUMNS +
+                            lane % 4 * 2;
+                UNROLL
+                for (int n = 0; n < COLUMNS / 8; n++) {
+                    *reinterpret_cast<float2*>(to + 8 * n) =
+                        float2{sums.of[n][2 * h], sums.of[n][2 * h + 1]};
+                }
+                if (column_warp == 0 && lane % 4 == 0) {
+                    row_maxes[key_warp * ROWS + row] = sums.row_max[h];
+                    totals[key_warp * ROWS + row] = sums.total[h];
+                }
+            }
+        }
+        __syncthreads();
+        UNROLL_TIMES(1)
+        for (int row = threadIdx.x / WARP; row < ROWS && first_row + row < n_rows;
+             row += FATTN_WARPS) {
+            float row_max = -INFINITY_F, total = 0.0f, by[KEY_WARPS];
+            UNROLL
+            for (int k = 0; k < KEY_WARPS; k++) {
+                row_max = fmaxf(row_max, row_maxes[k * ROWS + row]);
+            }
+            UNROLL
+            for (int k = 0; k < KEY_WARPS; k++) {
+                by[k] = rescale(row_maxes[k * ROWS + row], row_max);
+                total += totals[k * ROWS + row] * by[k];
+            }
+            float factor = splits == 1 ? normalizer(first_row + row, row_max, total) : 1.0f;
+            float* mine = partial(split);
+            float* merged = parts + row * V; // where those of the first warp are
+            UNROLL_TIMES(1)
+            for (int column = 4 * lane; column < V; column += 4 * WARP) {
+                float sum[4] = {};
+                UNROLL
+                for (int k = 0; k < KEY_WARPS; k++) {
+                    int4 four = *reinterpret_cast<const int4*>(parts + (k * ROWS + row) * V + column);
+                    sum[0] += __int_as_float(four.x) * by[k];
+                    sum[1] += __int_as_float(four.y) * by[k];
+                    sum[2] += __int_as_float(four.z) * by[k];
+                    sum[3] += __int_as_float(four.w) * by[k];
+                }
+                float* to = splits == 1 ? merged + column : mine + row * V + column;
+                *reinterpret_cast<int4*>(to) =
+                    int4{__float_as_int(sum[0] * factor), __float_as_int(sum[1] * factor),
+                         __float_as_int(sum[2] * factor), __float_as_int(sum[3] * factor)};
+            }
+            if (splits > 1) {
+                if (lane == 0) {
+                    mine[ROWS * V + row] = row_max;
+                    mine[ROWS * V + ROWS + row] = total;
+                }
+                continue;
+            }
+            __syncwarp();
+            float* to = result(first_row + row);
+            UNROLL_TIMES(1)
+            for (int column = lane; column < width; column += WARP) {
+                float x = merged[column];
+                to[column] = x;
+                if (p.quants) {
+                    quantize_result(first_row + row, column, x);
+                }
+            }
+        }
+    }
+
+    // Stores the result, or the partial result of the split, of a tile of many rows.
+    DEVICE void finish_many_rows(const Accumulators& sums, int split) const {
+        static_assert(ROW_WARPS == 1 || KEY_WARPS == 1, "each warp has rows of its own");
+        int width = static_cast<int>(p.v.ne[0]), splits = static_cast<int>(p.splits);
+        float* mine = partial(split);
+        UNROLL
+        for (int h = 0; h < 2; h++) {
+            int row = row_warp * 16 + lane / 4 + 8 * h;
+            if (key_warp == 0 && first_row + row < n_rows) {
+                float factor = 1.0f;
+                float* to = mine + row * V;
+                if (splits == 1) {
+                    factor = normalizer(first_row + row, sums.row_max[h], sums.total[h]);
+                    to = result(first_row + row);
+                } else if (column_warp == 0 && lane % 4 == 0) {
+                    mine[ROWS * V + row] = sums.row_max[h];
+                    mine[ROWS * V + ROWS + row] = sums.total[h];
+                }
+                UNROLL
+                for (int n = 0; n < COLUMNS / 8; n++) {
+                    int column = column_warp * COLUMNS + 8 * n + lane % 4 * 2;
+                    if (column < width) {
+                        to[column] = sums.of[n][2 * h] * factor;
+                        if (KIND != KV_SPLIT_BF16 || column + 1 < width) {
+                            to[column + 1] = sums.of[n][2 * h + 1] * factor;
+                        }
+                    }
+                }
+            }
+        }
+        if (splits == 1 && p.quants) {
+            __syncthreads(); // all rows are stored
+            for (int row = threadIdx.x / WARP; row < ROWS && first_row + row < n_rows;
+                 row += FATTN_WARPS) {
+                for (int column = lane; column < width; column += WARP) {
+                    quantize_result(first_row + row, column, result(first_row + row)[column]);
                 }
             }
         }
@@ -728,43 +852,10 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
             sums.total[h] += __shfl_xor_sync(0xffffffffu, sums.total[h], 2);
         }
         cp_async_wait<0>();
-        merge_warps(sums, reinterpret_cast<float*>(q_tile));
-
-        int width = static_cast<int>(p.v.ne[0]);
-        float* mine = partial(split);
-        UNROLL
-        for (int h = 0; h < 2; h++) {
-            int row = row_warp * 16 + lane / 4 + 8 * h;
-            if (key_warp == 0 && first_row + row < n_rows) {
-                float factor = 1.0f;
-                float* to = mine + row * V;
-                if (splits == 1) {
-                    factor = normalizer(first_row + row, sums.row_max[h], sums.total[h]);
-                    to = result(first_row + row);
-                } else if (column_warp == 0 && lane % 4 == 0) {
-                    mine[ROWS * V + row] = sums.row_max[h];
-                    mine[ROWS * V + ROWS + row] = sums.total[h];
-                }
-                UNROLL
-                for (int n = 0; n < COLUMNS / 8; n++) {
-                    int column = column_warp * COLUMNS + 8 * n + lane % 4 * 2;
-                    if (column < width) {
-                        to[column] = sums.of[n][2 * h] * factor;
-                        if (KIND != KV_SPLIT_BF16 || column + 1 < width) {
-                            to[column + 1] = sums.of[n][2 * h + 1] * factor;
-                        }
-                    }
-                }
-            }
-        }
-        if (splits == 1 && p.quants) {
-            __syncthreads(); // all rows are stored
-            for (int row = threadIdx.x / WARP; row < ROWS && first_row + row < n_rows;
-                 row += FATTN_WARPS) {
-                for (int column = lane; column < width; column += WARP) {
-                    quantize_result(first_row + row, column, result(first_row + row)[column]);
-                }
-            }
+        if constexpr (ROW_WARPS == 1) {
+            finish_few_rows(sums, split);
+        } else {
+            finish_many_rows(sums, split);
         }
         if (splits > 1) {
             // Makes the partial result visible before the counter is incremented.

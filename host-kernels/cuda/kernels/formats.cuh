@@ -392,7 +392,8 @@ DEVICE void quantize_symmetric(const float* x, u8* b, u32 type) {
     float d = signed_max(x, 32) / (five ? -16.0f : -8.0f), inverse = inverse_of(d);
     u8 q[32];
     for (int i = 0; i < 32; i++) {
-        q[i] = static_cast<u8>(round_quant(x[i] * inverse + (five ? 16.5f : 8.5f), five ? 31 : 15));
+        float steps = mul_add_unfused(x[i], inverse, five ? 16.5f : 8.5f);
+        q[i] = static_cast<u8>(round_quant(steps, five ? 31 : 15));
     }
     store_f16(b, d);
     u32 qh = pack_nibbles(q, b + (five ? 6 : 2));
@@ -411,7 +412,7 @@ DEVICE void quantize_affine(const float* x, u8* b, u32 type) {
     float d = (max_value - min_value) / (five ? 31.0f : 15.0f), inverse = inverse_of(d);
     u8 q[32];
     for (int i = 0; i < 32; i++) {
-        float steps = (x[i] - min_value) * inverse + 0.5f;
+        float steps = mul_add_unfused(x[i] - min_value, inverse, 0.5f);
         q[i] = static_cast<u8>(five ? static_cast<u32>(steps) & 31 : round_quant(steps, 15));
     }
     store_f16(b, d);

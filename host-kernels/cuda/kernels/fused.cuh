@@ -21,6 +21,14 @@ DEVICE void store_float4(u8* at, const Float4& x) {
                                         __float_as_int(x.of[2]), __float_as_int(x.of[3])};
 }
 
+// Asks for a row of constant factors before the launches before this one have ended.
+DEVICE void prefetch_norm(const VgNormFusedParams& p) {
+    i64 at = 16 * static_cast<i64>(threadIdx.x);
+    if (p.has_constant_factors && at < 4 * p.w.ne[0] && at % L2_LINE == 0) {
+        prefetch_l2(reinterpret_cast<const u8*>(p.w.data) + at);
+    }
+}
+
 // A block for each row. A thread has four elements at a time; eight lanes have a q8 block of 32.
 DEVICE void norm_fused(const VgNormFusedParams& p, const BlockIndex& b) {
     int vecs = static_cast<int>(p.a.ne[0] / 4), lane = threadIdx.x % WARP;
@@ -42,9 +50,14 @@ DEVICE void norm_fused(const VgNormFusedParams& p, const BlockIndex& b) {
             }
             return x;
         };
+        // The first elements of the thread, usually the only ones.
+        Float4 first = {};
         float squares = 0.0f;
         for (int i = threadIdx.x; i < vecs; i += blockDim.x) {
             Float4 x = value(i);
+            if (i == static_cast<int>(threadIdx.x)) {
+                first = x;
+            }
             if (sum) {
                 store_float4(sum + 16 * i, x);
             }
@@ -59,7 +72,9 @@ DEVICE void norm_fused(const VgNormFusedParams& p, const BlockIndex& b) {
             Float4 x = {};
             if (i < vecs) {
                 // `sum` may alias `a`.
-                x = sum ? load_float4(sum + 16 * i) : value(i);
+                x = i == static_cast<int>(threadIdx.x) ? first
+                    : sum                              ? load_float4(sum + 16 * i)
+                                                       : value(i);
                 Float4 by = {{1.0f, 1.0f, 1.0f, 1.0f}};
                 if (w) {
                     by = load_float4(w + 16 * i);

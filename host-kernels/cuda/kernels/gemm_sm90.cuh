@@ -1,8 +1,8 @@
 // GEMM for sm_90a: warp-specialised, with wgmma, f16 or bf16 operands and f32 accumulators.
 //
-// One producer warpgroup: a warp loads weights in their memory format with cp.async.bulk, another
-// one activations, which `vg_convert_f16_sm90` stored so that the operand of a k step is one bulk
-// copy. Two consumer warpgroups: each thread dequantises its weights from shared memory to the
+// One producer warpgroup: three warps copy weights in their memory format with cp.async, a thread of
+// the fourth one copies activations, which `vg_convert_f16_sm90` stored so that the operand of a k
+// step is one bulk copy. Two consumer warpgroups: each thread dequantises its weights from shared memory to the
 // registers of the A operand, for the next k step while wgmma executes this one. `full` and `empty`
 // mbarriers of two ring buffers synchronise producers and consumers.
 //
@@ -394,77 +394,66 @@ template <int TYPE> DEVICE void dequantize_16(const RowPtr& begin, int step, int
 
 // ---- Producers and consumers.
 
+// Threads that copy weights: the producer warpgroup without the warp that copies activations.
+constexpr int WEIGHT_THREADS = WARPGROUP - WARP;
+
+// Units of 16 bytes that a row's chunk of quants and one of scales touch at most.
+DEVICE constexpr int chunk_units(int type) {
+    return (chunk_bytes(type) + (is_aligned(type) ? 0 : 15) + 15) / 16;
+}
+DEVICE constexpr int scale_units(int type) {
+    return is_repacked(type) ? (chunk_scales(type) + 15 + 15) / 16 : 0;
+}
+
+// Tag of a count for generic lambdas.
+template <int OF> struct Units {
+    static constexpr int COUNT = OF;
+};
+
+// Copies the weights of all chunks with cp.async, by WEIGHT_THREADS threads of which this is number
+// `thread`. One bulk copy for each row would be slower: an SM begins one in about 60 cycles, however
+// short it is.
 template <int TYPE, int N>
-DEVICE void load_weights(const VgGemmSm90Params& p, const GemmShared<TYPE, N>& shared) {
+DEVICE void load_weights(const VgGemmSm90Params& p, const GemmShared<TYPE, N>& shared, int thread) {
     constexpr TypeTraits SIZE = type_traits(TYPE);
-    constexpr int CHUNK = chunk_of(TYPE), STRIDE = chunk_stride(TYPE), EACH = SM90_ROWS / WARP;
-    int lane = threadIdx.x % WARP;
+    constexpr int CHUNK = chunk_of(TYPE), STRIDE = chunk_stride(TYPE);
     TileScheduler<N> tiles(p);
     PipelineState<GemmShared<TYPE, N>::CHUNKS> ring;
+    int width = static_cast<int>(p.w.ne[0]) / SIZE.elements; // in blocks
     for (int index = blockIdx.x; index < tiles.count; index += gridDim.x) {
         GemmTile tile = tiles.at(index);
-        const u8* first = address(
-            p.w, Index{{0, is_repacked(TYPE) ? 0 : tile.first_row + lane, tile.w2, tile.w3}});
-        int row = tile.first_row + lane,
-            rows = static_cast<int>(p.dst.ne[0] - row); // rows from the lane's first row on
-        int width = static_cast<int>(p.w.ne[0]) / SIZE.elements; // in blocks
-        for (int element = 0; element < static_cast<int>(p.w.ne[0]); element += CHUNK) {
-            int at = element / SIZE.elements,
-                blocks = width - at < CHUNK / SIZE.elements ? width - at : CHUNK / SIZE.elements;
-            // Bulk copies need multiples of 16: widens a range to them.
-            auto align_range = [&](const u8*& from, int i, int bytes) -> u32 {
-                u32 lead = static_cast<u32>(reinterpret_cast<u64>(from) & 15);
-                from -= lead;
-                return i * WARP < rows ? (lead + bytes + 15) / 16 * 16 : 0;
-            };
-            auto quant_range = [&](int i, const u8*& from) -> u32 {
-                if (is_repacked(TYPE)) {
-                    u64 block = static_cast<u64>(static_cast<u32>(row + i * WARP)) *
-                                    static_cast<u32>(width) +
-                                at;
-                    from = first + block * quant_bytes(TYPE);
-                    return i * WARP < rows ? blocks * quant_bytes(TYPE) : 0;
-                }
-                from = first + i * WARP * p.w.nb[1] + at * SIZE.bytes;
-                return is_aligned(TYPE) ? i * WARP < rows ? (blocks * SIZE.bytes + 15) / 16 * 16 : 0
-                                        : align_range(from, i, blocks * SIZE.bytes);
-            };
-            auto scale_range = [&](int i, const u8*& from) -> u32 {
-                if (!is_repacked(TYPE)) {
-                    return 0;
-                }
-                u64 block =
-                    static_cast<u64>(static_cast<u32>(row + i * WARP)) * static_cast<u32>(width) +
-                    at;
-                from = first + p.w.ne[1] * width * quant_bytes(TYPE) + block * scale_bytes(TYPE);
-                return align_range(from, i, blocks * scale_bytes(TYPE));
-            };
-            u32 sum = 0;
-            const u8* from;
-            UNROLL_TIMES(is_repacked(TYPE) ? 1 : EACH)
-            for (int i = 0; i < EACH; i++) {
-                sum += quant_range(i, from) + scale_range(i, from);
-            }
-            sum = warp_reduce<Sum>(sum);
+        i64 left = p.dst.ne[0] - tile.first_row;
+        int rows = left < SM90_ROWS ? static_cast<int>(left) : SM90_ROWS;
+        RowPtr first = row_ptr_at(TYPE, p.w, tile.first_row, tile.w2, tile.w3);
+        for (int at = 0; at < width; at += CHUNK / SIZE.elements) {
+            int blocks = width - at < CHUNK / SIZE.elements ? width - at : CHUNK / SIZE.elements;
             mbarrier_wait(&shared.empty_chunks[ring.stage], ring.phase ^ 1);
-            if (lane == 0) {
-                mbarrier_arrive_expect_tx(&shared.full_chunks[ring.stage], sum);
-            }
-            __syncwarp();
-            u8* to = shared.weights + ring.stage * GemmShared<TYPE, N>::WEIGHTS + lane * STRIDE;
-            UNROLL_TIMES(is_repacked(TYPE) ? 1 : EACH)
-            for (int i = 0; i < EACH; i++) {
-                u32 size = quant_range(i, from);
-                if (size) {
-                    cp_async_bulk(to + i * WARP * STRIDE, from, size,
-                                  &shared.full_chunks[ring.stage]);
+            u8* to = shared.weights + ring.stage * GemmShared<TYPE, N>::WEIGHTS;
+            // Copies the units of `bytes` bytes of each row, which begin at `from` in the first one.
+            auto copy = [&](auto units, u8* to, const u8* from, auto pitch, int bytes,
+                            bool are_aligned) {
+                constexpr int UNITS = decltype(units)::COUNT;
+                UNROLL_TIMES(is_repacked(TYPE) ? 1 : 2)
+                for (int i = thread; i < rows * UNITS; i += WEIGHT_THREADS) {
+                    int row = i / UNITS, unit = i % UNITS;
+                    const u8* begin = from + static_cast<i64>(row) * pitch;
+                    int lead = are_aligned ? 0 : static_cast<int>(reinterpret_cast<u64>(begin) & 15);
+                    if (16 * unit < lead + bytes) {
+                        cp_async(to + row * STRIDE + 16 * unit, begin - lead + 16 * unit);
+                    }
                 }
-                size = scale_range(i, from);
-                if (size) {
-                    cp_async_bulk(to + i * WARP * STRIDE + chunk_bytes(TYPE), from, size,
-                                  &shared.full_chunks[ring.stage]);
-                }
+            };
+            if constexpr (is_repacked(TYPE)) { // rows are adjacent
+                copy(Units<chunk_units(TYPE)>{}, to, first.quants + at * quant_bytes(TYPE),
+                     width * quant_bytes(TYPE), blocks * quant_bytes(TYPE), true);
+                copy(Units<scale_units(TYPE)>{}, to + chunk_bytes(TYPE),
+                     first.scales + at * scale_bytes(TYPE), width * scale_bytes(TYPE),
+                     blocks * scale_bytes(TYPE), false);
+            } else {
+                copy(Units<chunk_units(TYPE)>{}, to, first.quants + at * quant_bytes(TYPE),
+                     p.w.nb[1], blocks * quant_bytes(TYPE), is_aligned(TYPE));
             }
+            mbarrier_arrive_copies(&shared.full_chunks[ring.stage]);
             ring.next();
         }
     }
@@ -625,7 +614,7 @@ template <int TYPE, int N> DEVICE void gemm_sm90(const VgGemmSm90Params& p) {
             mbarrier_init(&shared.empty_steps[i], 2 * WARPGROUP / WARP);
         }
         for (int i = 0; i < GemmShared<TYPE, N>::CHUNKS; i++) {
-            mbarrier_init(&shared.full_chunks[i], 1);
+            mbarrier_init(&shared.full_chunks[i], WEIGHT_THREADS);
             mbarrier_init(&shared.empty_chunks[i], 2 * WARPGROUP / WARP);
         }
         mbarrier_init_fence();
@@ -633,14 +622,14 @@ template <int TYPE, int N> DEVICE void gemm_sm90(const VgGemmSm90Params& p) {
     __syncthreads();
     int steps = static_cast<int>((p.w.ne[0] + 2 * SM90_STEP - 1) / (2 * SM90_STEP)) * 2;
     if (threadIdx.x < WARPGROUP) {
-        setmaxnreg_dec<40>();
-        if (threadIdx.x < WARP) {
-            load_weights<TYPE, N>(p, shared);
-        } else if (threadIdx.x == WARP) {
+        setmaxnreg_dec<56>();
+        if (threadIdx.x == 0) {
             load_activations<TYPE, N>(p, shared, steps);
+        } else if (threadIdx.x >= WARP) {
+            load_weights<TYPE, N>(p, shared, static_cast<int>(threadIdx.x) - WARP);
         }
     } else {
-        setmaxnreg_inc<232>();
+        setmaxnreg_inc<224>();
         run_consumer<TYPE, N>(p, shared, steps);
     }
 }

@@ -69,7 +69,7 @@ DEVICE constexpr int stage_bytes(int type) {
 
 // Pieces in flight or in use: as many as allow eight resident blocks on an SM.
 DEVICE constexpr int stages_of(int type) {
-    return stage_bytes(type) < 900 ? 4 : 3;
+    return stage_bytes(type) < 650 ? 5 : stage_bytes(type) < 900 ? 4 : 3;
 }
 
 // Which vectors a block multiplies: those of a slot of a token with experts, else those of a batch.
@@ -232,16 +232,18 @@ template <int TYPE> struct LaneScales {
             left = 16 * chunk < lead + BYTES ? lead + bytes - 16 * chunk : 0;
         }
     }
+    // Skips tiles.
+    DEVICE void skip(int tiles) { from += tiles * BYTES, left -= tiles * BYTES; }
     DEVICE void copy(u8* to, int chunk) {
         u32 lead = IS_STEADY ? 0 : static_cast<u32>(reinterpret_cast<u64>(from)) & 15;
         bool wanted = left > 0 && (IS_STEADY || 16 * chunk < static_cast<int>(lead) +
                                                                  (left < BYTES ? left : BYTES));
         cp_async_if<0>(wanted, to, from - lead + (IS_STEADY ? 0 : 16 * chunk));
-        from += BYTES, left -= BYTES;
     }
 };
 template <> struct LaneScales<0> {
     DEVICE LaneScales(const u8*, int, int) {}
+    DEVICE void skip(int) {}
     DEVICE void copy(u8*, int) {}
 };
 
@@ -312,6 +314,41 @@ DEVICE void dot_floats(const VgMmvParams& p, const BatchIndex& batch, const u8* 
     }
 }
 
+// The activations of a lane for tile `tile` of column `column`.
+template <int TYPE>
+DEVICE Activations<TYPE> activations_of(const LaneContext& own, int column, int tile) {
+    u32 number = column * own.tiles + static_cast<u32>(tile);
+    return {own.quants + static_cast<u64>(number) * Q8_TILE,
+            own.scales + static_cast<u64>(number) * Q8_TILE_SCALES, own.chunk};
+}
+
+// Multiplies a lane's part of a tile of its own row, at `at`, with one column. Blocks behind the
+// end of a row are computed and discarded.
+template <int TYPE>
+DEVICE void dot_quants_1(const VgCodebooks* grids, const RowPtr& at, int tile,
+                         const LaneContext& own, const LaneOffsets& lane_offsets,
+                         const LoadedActivations<TYPE>& x, float& sum) {
+    constexpr bool IS_LARGE = type_traits(TYPE).elements > 32;
+    Chunk<TYPE> weights(grids, at, lane_offsets);
+    // A row of blocks of 32 may end between the lane's two blocks.
+    int blocks = own.blocks - tile * (Q8_TILE / 32);
+    float all = 0.0f;
+    UNROLL
+    for (int s = 0; s < 2; s++) {
+        float more;
+        if constexpr (splits_signs(TYPE, 1)) {
+            more = dot_split_signs<TYPE>(weights, x, s, x.factor);
+        } else {
+            Unpacked u;
+            weights.unpack_block(s, u);
+            more = dot_block<TYPE>(u, x, s, x.factor, x.sum);
+        }
+        all = s == 0 ? more
+                     : all + (IS_LARGE || second_block_offset(TYPE) < blocks ? more : 0.0f);
+    }
+    sum += 0 < blocks ? all : 0.0f;
+}
+
 // Multiplies a lane's part of a tile of its own row, at `at`. Blocks behind the end of a row are
 // computed and discarded.
 template <int TYPE, int COLUMNS>
@@ -333,10 +370,7 @@ DEVICE void dot_quants(const BatchIndex& batch, const VgCodebooks* grids, const 
         UNROLL
         for (int c = 0; c < COLUMNS; c++) {
             if (c == 0 || c < batch.columns) {
-                u32 number = c * own.tiles + static_cast<u32>(tile);
-                Activations<TYPE> x = {own.quants + static_cast<u64>(number) * Q8_TILE,
-                                       own.scales + static_cast<u64>(number) * Q8_TILE_SCALES,
-                                       own.chunk};
+                Activations<TYPE> x = activations_of<TYPE>(own, c, tile);
                 if (s == 0 || COLUMNS > 1) {
                     x.factors(factor[c], sum[c]);
                 }
@@ -392,11 +426,10 @@ DEVICE void dot_tile(const VgMmvParams& p, const BatchIndex& batch, const VgCode
     }
 }
 
-// Reduces and stores a pair's sums with bias and gated unit, and clears them. Half a warp has a
-// row, and lane c of it stores column c. `has_both`: each lane has sums of both rows.
-template <int COLUMNS> DEVICE void store_pair(const VgMmvParams& p, const BatchIndex& batch,
-                                              i64 pair, int lane, Accumulators<COLUMNS>& sums,
-                                             bool has_both) {
+// Reduces a pair's sums over the lanes, and clears them. Half a warp has a row, and lane c of it
+// gets the sum of column c. `has_both`: each lane has sums of both rows.
+template <int COLUMNS>
+DEVICE float reduce_pair(int lane, Accumulators<COLUMNS>& sums, bool has_both) {
     int r = lane / CHUNKS, column = lane % CHUNKS;
     float own = 0.0f;
     UNROLL
@@ -413,6 +446,13 @@ template <int COLUMNS> DEVICE void store_pair(const VgMmvParams& p, const BatchI
         own = column == c ? sum : own;
         sums.of[0][c] = sums.of[1][c] = 0.0f;
     }
+    return own;
+}
+
+// Stores the sums of a pair, distributed as by `reduce_pair`, with bias and gated unit.
+DEVICE void store_sums(const VgMmvParams& p, const BatchIndex& batch, i64 pair, int lane,
+                       float own) {
+    int r = lane / CHUNKS, column = lane % CHUNKS;
     bool has_unit = p.unit != VG_OP_ADD;
     u32 product;
     i64 row = row_of_pair(p, pair, &product);
@@ -434,14 +474,28 @@ template <int COLUMNS> DEVICE void store_pair(const VgMmvParams& p, const BatchI
     }
 }
 
+// Reduces and stores a pair's sums, and clears them.
+template <int COLUMNS>
+DEVICE void store_pair(const VgMmvParams& p, const BatchIndex& batch, i64 pair, int lane,
+                       Accumulators<COLUMNS>& sums, bool has_both) {
+    store_sums(p, batch, pair, lane, reduce_pair(lane, sums, has_both));
+}
+
 template <int TYPE, int COLUMNS> DEVICE void mmv(const VgMmvParams& p) {
     constexpr int TILE_BYTES = tile_bytes(TYPE), STAGE_BYTES = stage_bytes(TYPE),
                   PAIR_BYTES = MMV_ROWS * STAGE_BYTES;
     constexpr int STAGES = stages_of(TYPE);
     __shared__ __align__(16) u8 stages[MMV_WARPS][STAGES][PAIR_BYTES];
+    __shared__ float part_sums[MMV_WARPS][WARP];
     const VgCodebooks* grids = codebooks(p.codebooks);
     int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const View& w = p.products[0].w;
+    // Weights that no launch of the graph writes are fetched before the launches before this one
+    // have ended. Which experts these are is known only then.
+    bool is_ahead = p.has_constant_weights && !p.ids.data;
+    if (!is_ahead) {
+        grid_dependency_wait();
+    }
     BatchIndex batch;
     if (!batch.find(p, blockIdx.y, blockIdx.z, true)) {
         return;
@@ -450,8 +504,13 @@ template <int TYPE, int COLUMNS> DEVICE void mmv(const VgMmvParams& p) {
     int row_bytes = width / type_traits(TYPE).elements * quant_bytes(TYPE);
     RowBytes repacked = repacked_row_bytes(TYPE, width);
     int tiles = (width + tile_elements(TYPE) - 1) / tile_elements(TYPE);
-    int step = static_cast<int>(gridDim.x) * MMV_WARPS;
-    int pair = static_cast<int>(blockIdx.x) * MMV_WARPS + warp, fetched_pair = pair;
+    // A warp has every pair of rows of its own, or the warps of a block share one, each with every
+    // fourth tile (`splits_rows`). The latter keeps more warps busy where pairs are few.
+    bool splits_rows = p.splits_rows != 0;
+    int parts = splits_rows ? MMV_WARPS : 1, part = splits_rows ? warp : 0;
+    int step = static_cast<int>(gridDim.x) * (MMV_WARPS / parts);
+    int pair = static_cast<int>(blockIdx.x) * (MMV_WARPS / parts) + (splits_rows ? 0 : warp),
+        fetched_pair = pair;
     if (pair >= pairs) {
         return;
     }
@@ -464,55 +523,89 @@ template <int TYPE, int COLUMNS> DEVICE void mmv(const VgMmvParams& p) {
     auto start = [&](i64 pair) { return start_of(p, batch, pair, own.row, repacked); };
     using Scales = LaneScales<is_repacked(TYPE) ? TYPE : 0>;
     RowPtr begin = start(pair);
-    const u8* from = begin.quants + own.chunk * 16;
+    const u8* from = begin.quants + own.chunk * 16 + part * TILE_BYTES;
     Scales scales(begin.scales, repacked.scales, own.chunk);
-    int left = row_bytes;
+    scales.skip(part);
+    int left = row_bytes - part * TILE_BYTES;
     int to = 0;
     auto fetch = [&]() {
         copy_lane_tile<TILE_BYTES, are_aligned(TYPE)>(copy_dst + to, from, left, own.chunk);
         scales.copy(copy_dst + to + TILE_BYTES, own.chunk);
         cp_async_commit();
         to = to < (STAGES - 1) * PAIR_BYTES ? to + PAIR_BYTES : 0;
-        from += TILE_BYTES;
-        left -= TILE_BYTES;
+        from += parts * TILE_BYTES;
+        left -= parts * TILE_BYTES;
+        scales.skip(parts);
         if (left <= 0 && fetched_pair < pairs) {
             fetched_pair += step;
             if (fetched_pair < pairs) {
                 RowPtr next = start(fetched_pair);
-                from = next.quants + own.chunk * 16;
+                from = next.quants + own.chunk * 16 + part * TILE_BYTES;
                 scales = Scales(next.scales, repacked.scales, own.chunk);
-                left = row_bytes;
+                scales.skip(part);
+                left = row_bytes - part * TILE_BYTES;
             }
         }
     };
     // The next tile to multiply, and the low bits of its address in memory.
-    int tile = 0, at = 0;
-    u32 bits = low_bits<TYPE>(begin);
+    int tile = part, at = 0;
+    u32 bits = low_bits<TYPE>(begin) + part * low_bits_per_tile(TYPE);
     for (int i = 0; i + 1 < STAGES; i++) {
         fetch();
     }
+    if (is_ahead) {
+        grid_dependency_wait();
+    }
     Accumulators<COLUMNS> sums = {};
+    // One column: the activations of the next tile are loaded while this one is multiplied.
+    constexpr bool LOADS_AHEAD = !is_float(TYPE) && COLUMNS == 1;
+    LoadedActivations<LOADS_AHEAD ? TYPE : VG_Q8_0> next = {};
+    if constexpr (LOADS_AHEAD) {
+        next.load(activations_of<TYPE>(own, 0, part));
+    }
     while (true) {
         cp_async_wait<STAGES - 2>();
         // Makes the copies of other lanes visible, and orders their reads before the next
         // overwrite.
         __syncwarp();
         fetch();
-        dot_tile<TYPE, COLUMNS>(p, batch, grids, ring + at, bits, tile, own, lane_offsets, lane,
-                                sums);
+        if constexpr (LOADS_AHEAD) {
+            LoadedActivations<TYPE> x = next;
+            next.load(activations_of<TYPE>(own, 0, tile + parts < tiles ? tile + parts : part));
+            const u8* row = ring + at;
+            RowPtr begin = {row + (are_aligned(TYPE) ? 0 : bits & 15),
+                            row + tile_bytes(TYPE) + (bits & 15)};
+            dot_quants_1<TYPE>(grids, begin, tile, own, lane_offsets, x, sums.of[0][0]);
+        } else {
+            dot_tile<TYPE, COLUMNS>(p, batch, grids, ring + at, bits, tile, own, lane_offsets, lane,
+                                    sums);
+        }
         at = at < (STAGES - 1) * PAIR_BYTES ? at + PAIR_BYTES : 0;
-        bits += low_bits_per_tile(TYPE);
-        if (++tile < tiles) {
+        bits += parts * low_bits_per_tile(TYPE);
+        tile += parts;
+        if (tile < tiles) {
             continue;
         }
-        store_pair(p, batch, pair, lane, sums, is_float(TYPE));
-        tile = 0;
+        float sum = reduce_pair(lane, sums, is_float(TYPE));
+        if (splits_rows) {
+            part_sums[warp][lane] = sum;
+            __syncthreads();
+            if (warp == 0) {
+                sum = part_sums[0][lane] + part_sums[1][lane] + part_sums[2][lane] +
+                      part_sums[3][lane];
+                store_sums(p, batch, pair, lane, sum);
+            }
+            __syncthreads(); // before the next sums
+        } else {
+            store_sums(p, batch, pair, lane, sum);
+        }
+        tile = part;
         pair += step;
         if (pair >= pairs) {
             break;
         }
         if (!are_aligned(TYPE) || is_repacked(TYPE)) {
-            bits = low_bits<TYPE>(start(pair));
+            bits = low_bits<TYPE>(start(pair)) + part * low_bits_per_tile(TYPE);
         }
     }
 }

@@ -230,6 +230,8 @@ struct VgRopeParams {
     unsigned start, pairs;
     float step, sign, freq_scale, ext_factor, magnitude;
     float ramp[2];
+    unsigned heads; /* heads of a token that a block rotates */
+    unsigned reserved;
 };
 
 /* vg_rope_rows: vg_rope fused with SET_ROWS. The heads of a token are concatenated into row
@@ -240,6 +242,16 @@ struct VgRopeRowsParams {
     struct VgFaultSite site;
 };
 
+/* vg_rope_cache: a vg_rope, a vg_rope_rows and a vg_set_rows that do not depend on each other, in
+ * this order. Each has this number of blocks, or 0 if it is absent. */
+struct VgRopeCacheParams {
+    struct VgRopeParams query;
+    struct VgRopeRowsParams key;
+    struct VgRowsParams value;
+    unsigned query_blocks, key_blocks, value_blocks;
+    unsigned reserved;
+};
+
 /* vg_norm_fused: x = a + add, stored in sum; dst = x / sqrt(mean(x^2) + eps) * w; and dst
  * quantised as vg_quantize_q8 does. Absent operands have address 0. Rows of add and w are
  * broadcast. All tensors are f32 with contiguous rows at multiples of 16 bytes. */
@@ -247,7 +259,7 @@ struct VgNormFusedParams {
     struct VgView dst, a, add, sum, w;
     unsigned long long quants, scales;
     float eps;
-    unsigned reserved;
+    unsigned has_constant_factors; /* whether no launch of the graph writes `w` */
 };
 
 /* vg_topk_moe: MoE routing. The top-k experts of each token in descending order, and their
@@ -330,6 +342,8 @@ struct VgMmvParams {
     float c[2];
     unsigned count; /* number of products */
     unsigned unit;  /* enum VgElementwiseOp: the gated unit, or VG_OP_ADD for none */
+    unsigned has_constant_weights; /* whether no launch of the graph writes the weights */
+    unsigned splits_rows; /* whether the warps of a block share a pair of rows, of 4 tiles or more */
 };
 
 /* vg_megakernel, vg_megakernel_cols8: the operation of a stage, which is what a launch of another

@@ -1,4 +1,4 @@
-// ROPE and ROPE_BACK: a block for each row, a thread for each rotated pair.
+// ROPE and ROPE_BACK: a block for some heads of a token.
 #pragma once
 #include "device.cuh"
 
@@ -30,16 +30,28 @@ DEVICE int axis_of(const VgRopeParams& p, int i, int* begin) {
     return axis;
 }
 
-// Rotates the row at `at` of the source: `store_element(i, value)` stores its elements.
+// Rotates some heads of a token: `store_element(head, i, value)` stores their elements. `at` is the
+// first head. A thread computes an angle once for all its heads; with more threads than pairs,
+// several share the heads.
 template <class Store>
 DEVICE void rotate(const VgRopeParams& p, const Index& at, Store store_element) {
     const int* positions = reinterpret_cast<const int*>(p.positions.data);
     const float* factors = reinterpret_cast<const float*>(p.factors.data);
-    const u8* from = address(p.src, at);
     i64 tokens = p.src.ne[2];
     bool neighbours = p.mode == NORMAL;
-    auto x = [&](i64 i) { return load(p.src.type, from + i * p.src.nb[0]); };
-    for (int i = threadIdx.x; i < static_cast<int>(p.pairs); i += blockDim.x) {
+    int pairs = static_cast<int>(p.pairs), threads = static_cast<int>(blockDim.x);
+    int thread = static_cast<int>(threadIdx.x), first_head = static_cast<int>(at.i[1]);
+    int heads = static_cast<int>(p.src.ne[1]) - first_head;
+    heads = heads < static_cast<int>(p.heads) ? heads : static_cast<int>(p.heads);
+    auto row = [&](int head) {
+        return address(p.src, Index{{0, first_head + head, at.i[2], at.i[3]}});
+    };
+    auto load_at = [&](const u8* from, i64 i) {
+        return load(p.src.type, from + i * p.src.nb[0]);
+    };
+    int shares = pairs < threads ? threads / (pairs > 0 ? pairs : 1) : 1;
+    int share = shares > 1 ? thread / pairs : 0;
+    for (int i = thread - share * pairs; i < pairs && share < shares; i += threads) {
         int axis = 0, begin = 0;
         if (p.mode >= MROPE) {
             axis = axis_of(p, i, &begin);
@@ -57,43 +69,67 @@ DEVICE void rotate(const VgRopeParams& p, const Index& at, Store store_element) 
             angle = angle * (1.0f - mix) + theta * mix;
         }
         float c = cosf(angle) * p.magnitude, s = sinf(angle) * p.magnitude * p.sign;
-        i64 first = p.start + (neighbours ? 2 * i : i), second = first + (neighbours ? 1 : p.pairs);
-        float a = x(first), b = x(second);
-        store_element(first, a * c - b * s);
-        store_element(second, a * s + b * c);
+        i64 first = p.start + (neighbours ? 2 * i : i), second = first + (neighbours ? 1 : pairs);
+        for (int head = share; head < heads; head += shares) {
+            const u8* from = row(head);
+            float a = load_at(from, first), b = load_at(from, second);
+            store_element(first_head + head, first, a * c - b * s);
+            store_element(first_head + head, second, a * s + b * c);
+        }
     }
     // Elements outside the rotated range are copied.
-    i64 turned = p.start + 2 * static_cast<i64>(p.pairs);
-    for (i64 i = threadIdx.x; i < p.src.ne[0]; i += blockDim.x) {
-        if (i < p.start || i >= turned) {
-            store_element(i, x(i));
+    i64 turned = p.start + 2 * static_cast<i64>(pairs);
+    if (p.start == 0 && turned >= p.src.ne[0]) {
+        return;
+    }
+    for (int head = 0; head < heads; head++) {
+        const u8* from = row(head);
+        for (i64 i = thread; i < p.src.ne[0]; i += threads) {
+            if (i < p.start || i >= turned) {
+                store_element(first_head + head, i, load_at(from, i));
+            }
         }
     }
 }
 
+// The first head of block `r`, of those that have `p.heads` heads of a token each.
+DEVICE Index first_head_of(const VgRopeParams& p, i64 r) {
+    i64 heads = static_cast<i64>(p.heads), groups = (p.src.ne[1] + heads - 1) / heads;
+    i64 token = r / groups;
+    return {{0, r % groups * heads, token % p.src.ne[2], token / p.src.ne[2]}};
+}
+DEVICE i64 groups_of(const VgRopeParams& p) {
+    i64 heads = static_cast<i64>(p.heads);
+    return (p.src.ne[1] + heads - 1) / heads * p.src.ne[2] * p.src.ne[3];
+}
+
 DEVICE void rope(const VgRopeParams& p, const BlockIndex& b) {
-    i64 total = p.src.ne[1] * p.src.ne[2] * p.src.ne[3];
+    i64 total = groups_of(p);
     for (i64 r = b.x; r < total; r += b.nx) {
-        Index at = row_of(p.src, r);
-        u8* to = address(p.dst, at);
-        rotate(p, at, [&](i64 i, float value) { store(p.dst.type, to + i * p.dst.nb[0], value); });
+        Index at = first_head_of(p, r);
+        rotate(p, at, [&](int head, i64 i, float value) {
+            u8* to = address(p.dst, Index{{i, head, at.i[2], at.i[3]}});
+            store(p.dst.type, to, value);
+        });
     }
 }
 
 // ROPE fused with SET_ROWS: the heads of a token are concatenated into a row of the cache.
 DEVICE void rope_rows(const VgRopeRowsParams& p, const BlockIndex& b) {
     const View& src = p.rope.src;
-    for (i64 r = b.x; r < src.ne[1] * src.ne[2]; r += b.nx) {
-        Index at = row_of(src, r);
+    i64 total = groups_of(p.rope);
+    for (i64 r = b.x; r < total; r += b.nx) {
+        Index at = first_head_of(p.rope, r);
         const u8* which = address(p.ids, Index{{at.i[2], 0, 0, 0}});
         i64 id = p.ids.type == VG_I64 ? *reinterpret_cast<const i64*>(which)
                                       : *reinterpret_cast<const int*>(which);
         if (!check_index(p.site, id, p.cache.ne[1])) {
             return;
         }
-        u8* to = address(p.cache, Index{{at.i[1] * src.ne[0], id, 0, 0}});
-        rotate(p.rope, at,
-               [&](i64 i, float value) { store(p.cache.type, to + i * p.cache.nb[0], value); });
+        rotate(p.rope, at, [&](int head, i64 i, float value) {
+            u8* to = address(p.cache, Index{{head * src.ne[0] + i, id, 0, 0}});
+            store(p.cache.type, to, value);
+        });
     }
 }
 

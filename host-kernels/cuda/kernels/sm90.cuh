@@ -23,6 +23,7 @@ DEVICE void mbarrier_arrive(u64* barrier) { shim::mbarrier_arrive(barrier, 0); }
 DEVICE void mbarrier_arrive_expect_tx(u64* barrier, u32 bytes) {
     shim::mbarrier_arrive(barrier, bytes);
 }
+DEVICE void mbarrier_arrive_copies(u64* barrier) { shim::mbarrier_arrive_copies(barrier); }
 DEVICE void mbarrier_wait(u64* barrier, u32 parity) { shim::mbarrier_wait(barrier, parity); }
 DEVICE void cp_async_bulk(void* to, const void* from, u32 bytes, u64* barrier) {
     shim::cp_async_bulk(to, from, bytes, barrier);
@@ -71,6 +72,13 @@ DEVICE void mbarrier_arrive_expect_tx(u64* barrier, u32 bytes) {
     asm volatile(
         "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(barrier)),
         "r"(bytes)
+        : "memory");
+}
+// Arrives once all earlier cp.async copies of this thread are complete. The arrival is one of those
+// that the barrier was initialised for (`noinc`).
+DEVICE void mbarrier_arrive_copies(u64* barrier) {
+    asm volatile(
+        "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(barrier))
         : "memory");
 }
 // Waits for the completion of the phase with this parity: 0 for the first, then 1, 0 and so on.

@@ -345,6 +345,21 @@ template <int TYPE> struct Activations {
     }
 };
 
+// The q8 activations of a chunk, in registers.
+template <int TYPE> struct LoadedActivations {
+    int4 parts[2][2];
+    float factor[2][2], sum[2][2];
+
+    DEVICE void load(const Activations<TYPE>& x) {
+        UNROLL
+        for (int s = 0; s < 2; s++) {
+            parts[s][0] = x.part(s, 0), parts[s][1] = x.part(s, 1);
+        }
+        x.factors(factor, sum);
+    }
+    DEVICE int4 part(int s, int h) const { return parts[s][h]; }
+};
+
 // dp4a; UNSIGNED: the first operand has unsigned bytes.
 template <bool UNSIGNED> DEVICE int dp4a(u32 a, int b, int sum) {
     if (!UNSIGNED) {
@@ -359,8 +374,8 @@ template <bool UNSIGNED> DEVICE int dp4a(u32 a, int b, int sum) {
 }
 
 // Dot product of block `s` of table values with a column: values >= 0 and values < 0 apart.
-template <int TYPE> DEVICE float dot_split_signs(const TableChunk<TYPE>& it,
-                                                const Activations<TYPE>& x, int s,
+template <int TYPE, class X> DEVICE float dot_split_signs(const TableChunk<TYPE>& it, const X& x,
+                                                         int s,
                                                 const float (&factor)[2][2]) {
     constexpr bool FP4 =
         base_type(TYPE) == VG_MXFP4; // FP4 has a sign bit; IQ4_NL values are sorted
@@ -380,8 +395,8 @@ template <int TYPE> DEVICE float dot_split_signs(const TableChunk<TYPE>& it,
 }
 
 // Dot product of an unpacked block with a column.
-template <int TYPE> DEVICE float dot_block(const Unpacked& u, const Activations<TYPE>& x, int s,
-                                          const float (&factor)[2][2], const float (&sum)[2][2]) {
+template <int TYPE, class X> DEVICE float dot_block(const Unpacked& u, const X& x, int s,
+                                                    const float (&factor)[2][2], const float (&sum)[2][2]) {
     constexpr bool UNSIGNED = has_unsigned_quants(TYPE);
     int4 low = x.part(s, 0), high = x.part(s, 1);
     int a = dp4a<UNSIGNED>(u.words[0], low.x, 0);

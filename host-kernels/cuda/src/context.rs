@@ -15,6 +15,7 @@ use crate::launch::policy::LaunchPolicy;
 use crate::megakernel::report::ReportedReasons;
 use crate::megakernel::stages::{COUNTER_BYTES, StageKernels};
 use crate::memory::CudaMemory;
+use crate::merge::MergeKernels;
 use crate::params::{VgArangeParams, VgCodebooks, VgFault, VgView};
 use crate::scratch::Scratch;
 use crate::upload_batch::UploadBatcher;
@@ -35,6 +36,8 @@ pub(crate) struct ExecutionContext {
     unlocked: Condvar,
     /// The kernels with a megakernel stage, if the device has the megakernel.
     pub(crate) stage_kernels: Option<StageKernels>,
+    /// The kernels of launches that merge, if launches may become one.
+    pub(crate) merge_kernels: Option<MergeKernels>,
     /// The reasons that the log has given for launches outside a megakernel.
     pub(crate) reported: ReportedReasons,
     /// Whether a run has failed, so that counters may not be 0.
@@ -63,6 +66,7 @@ impl ExecutionContext {
         codebooks.write(0, codebooks_of_formats().as_slice().into())?;
         let counters = CudaMemory::new(&allocator, COUNTERS as u64 * 4 + COUNTER_BYTES)?;
         let stage_kernels = StageKernels::of(&*device);
+        let merge_kernels = MergeKernels::of(&*device).filter(|_| policy.fusion);
         Ok(ExecutionContext {
             scratch: Arc::new(Scratch::new(&device)?),
             device,
@@ -74,6 +78,7 @@ impl ExecutionContext {
             is_locked: Mutex::new(false),
             unlocked: Condvar::new(),
             stage_kernels,
+            merge_kernels,
             reported: ReportedReasons::default(),
             counters_dirty: AtomicBool::new(false),
             fault,

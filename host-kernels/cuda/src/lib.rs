@@ -30,6 +30,7 @@ mod graph_exec;
 mod launch;
 mod megakernel;
 mod memory;
+mod merge;
 pub mod nvrtc;
 mod ops;
 mod params;
@@ -39,6 +40,7 @@ mod scratch;
 pub mod source;
 mod types;
 mod upload_batch;
+mod written;
 
 pub use engine::CudaEngine;
 pub use launch::policy::LaunchPolicy;

@@ -63,6 +63,11 @@ impl Scratch {
         self.base
     }
 
+    /// Whether an address is one of scratch memory.
+    pub(crate) fn has(&self, address: Address) -> bool {
+        (self.base..self.base + self.reserved).contains(&address)
+    }
+
     /// The bytes that a claim of `bytes` maps.
     pub(crate) fn claimed(&self, bytes: u64) -> u64 {
         bytes.div_ceil(self.chunk).saturating_mul(self.chunk)

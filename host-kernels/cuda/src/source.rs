@@ -134,9 +134,12 @@ impl Source {
 
     /// The names of the kernels in the file.
     pub fn kernels(&self) -> impl Iterator<Item = &'static str> {
-        self.text
-            .lines()
-            .filter_map(|line| line.strip_prefix("KERNEL(")?.split(',').next())
+        self.text.lines().filter_map(|line| {
+            { line.strip_prefix("KERNEL(") }
+                .or_else(|| line.strip_prefix("KERNEL_AHEAD("))?
+                .split(',')
+                .next()
+        })
     }
 
     /// The headers that the file includes, directly or not, sorted by name.

@@ -67,12 +67,12 @@ fn dense_layer_takes_few_launches() {
     assert_eq!(count("vg_mmv"), 4, "{fused:?}");
     // For down only: attention quantises its own result.
     assert_eq!(count("vg_quantize_q8"), 1, "{fused:?}");
-    // Q by itself, and K into the cache; V into the cache.
-    assert_eq!(count("vg_rope"), 2, "{fused:?}");
-    assert_eq!(count("vg_rope_rows"), 1, "{fused:?}");
-    assert_eq!(count("vg_set_rows"), 1, "{fused:?}");
+    // Q by itself, K into the cache, V into the cache: one launch.
+    assert_eq!(count("vg_rope"), 1, "{fused:?}");
+    assert_eq!(count("vg_rope_cache"), 1, "{fused:?}");
+    assert_eq!(count("vg_set_rows"), 0, "{fused:?}");
     assert_eq!(count("vg_elementwise"), 0, "{fused:?}");
-    assert!(fused.len() <= 12, "{fused:?}");
+    assert!(fused.len() <= 10, "{fused:?}");
 }
 
 #[test]
@@ -87,7 +87,7 @@ fn expert_layer_takes_few_launches() {
     assert_eq!(count("vg_weighted_sum"), 1, "{fused:?}");
     assert_eq!(count("vg_argsort"), 0, "{fused:?}");
     assert_eq!(count("vg_elementwise"), 0, "{fused:?}");
-    assert!(fused.len() <= 17, "{fused:?}");
+    assert!(fused.len() <= 15, "{fused:?}");
 }
 
 #[test]
@@ -108,7 +108,7 @@ fn biases_take_no_separate_launches() {
     assert_eq!(count(&fused, "vg_topk_moe"), 1, "{fused:?}");
     assert_eq!(count(&fused, "vg_soft_max"), 0, "{fused:?}");
     assert_eq!(count(&fused, "vg_weighted_sum"), 1, "{fused:?}");
-    assert!(fused.len() <= 16, "{fused:?}");
+    assert!(fused.len() <= 14, "{fused:?}");
 }
 
 /// The q8 result of attention has exactly the bytes of a separate launch, with one block for all

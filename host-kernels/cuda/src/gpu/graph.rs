@@ -1,4 +1,8 @@
 //! CUDA graphs: launches as a chain of kernel nodes, instantiated once and launched as one.
+//!
+//! Where the GPU and the driver can, the edges are programmatic (CUDA programming guide,
+//! "Programmatic Dependent Launch and Synchronization"): a kernel may begin before the one before it
+//! has ended, and waits for its end itself (`KERNEL` in `kernels/device.cuh`).
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -16,6 +20,8 @@ use crate::device::{GraphExecId, Launch};
 pub(super) struct Graphs {
     stream: Arc<Stream>,
     kernels: Arc<Kernels>,
+    /// Whether edges between kernels are programmatic.
+    is_programmatic: bool,
     table: Mutex<Table>,
 }
 
@@ -57,11 +63,13 @@ impl Graph {
 }
 
 impl Graphs {
-    /// No graphs yet, of `kernels`, to be launched on `stream`.
-    pub(super) fn new(stream: Arc<Stream>, kernels: Arc<Kernels>) -> Graphs {
+    /// No graphs yet, of `kernels`, to be launched on `stream`. `is_programmatic`: GPU and driver
+    /// have programmatic dependent launch in graphs.
+    pub(super) fn new(stream: Arc<Stream>, kernels: Arc<Kernels>, is_programmatic: bool) -> Graphs {
         Graphs {
             stream,
             kernels,
+            is_programmatic,
             table: Mutex::default(),
         }
     }
@@ -127,24 +135,15 @@ impl Graphs {
         // SAFETY: `graph.graph` is a valid place for the handle.
         let code = unsafe { sys::cuGraphCreate(&mut graph.graph, 0) };
         context.check("cuGraphCreate", code)?;
+        let mut previous: Option<&Launch> = None;
         for launch in launches {
             let mut node = ptr::null_mut();
-            let (dependencies, count) = match graph.nodes.last() {
-                Some(before) => (ptr::from_ref(before), 1),
-                None => (ptr::null(), 0),
-            };
             let code = self.with_node_params(launch, |params| {
-                // SAFETY: the graph was created above; `dependencies` has `count` nodes of it. The
-                // function is of this context, and its parameter structure, which the driver copies
-                // before it returns, has the size that the kernel takes.
+                // SAFETY: the graph was created above. The function is of this context, and its
+                // parameter structure, which the driver copies before it returns, has the size that
+                // the kernel takes.
                 unsafe {
-                    sys::cuGraphAddKernelNode_v2(
-                        &mut node,
-                        graph.graph,
-                        dependencies,
-                        count,
-                        params,
-                    )
+                    sys::cuGraphAddKernelNode_v2(&mut node, graph.graph, ptr::null(), 0, params)
                 }
             });
             context.check("cuGraphAddKernelNode", code)?;
@@ -159,11 +158,50 @@ impl Graphs {
                 let code = unsafe { sys::cuGraphKernelNodeSetAttribute(node, which, &value) };
                 context.check("cuGraphKernelNodeSetAttribute", code)?;
             }
+            if let (Some(previous), Some(before)) = (previous, graph.nodes.last()) {
+                // A cooperative launch begins alone, and a megakernel waits for nothing.
+                let is_programmatic =
+                    self.is_programmatic && !launch.cooperative && !previous.cooperative;
+                // SAFETY: both nodes were added to this graph above.
+                unsafe { self.add_edge(graph.graph, *before, node, is_programmatic)? };
+            }
+            previous = Some(launch);
             graph.nodes.push(node);
         }
         // SAFETY: the graph is complete; `graph.exec` is a valid place for the handle.
         let code = unsafe { sys::cuGraphInstantiateWithFlags(&mut graph.exec, graph.graph, 0) };
         context.check("cuGraphInstantiate", code)
+    }
+
+    /// Adds the edge between two kernel nodes of a graph.
+    ///
+    /// # Errors
+    /// [`EngineError::Device`] if the driver refuses the edge.
+    ///
+    /// # Safety
+    /// The nodes are of `graph`, and the context is entered.
+    unsafe fn add_edge(
+        &self,
+        graph: sys::CUgraph,
+        from: sys::CUgraphNode,
+        to: sys::CUgraphNode,
+        is_programmatic: bool,
+    ) -> Result<(), EngineError> {
+        let context = self.stream.context();
+        if !is_programmatic {
+            // SAFETY: the caller guarantees that both nodes are of `graph`; one of each is given.
+            let code = unsafe { sys::cuGraphAddDependencies(graph, &from, &to, 1) };
+            return context.check("cuGraphAddDependencies", code);
+        }
+        let edge = sys::CUgraphEdgeData {
+            from_port: sys::CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC as u8,
+            to_port: 0,
+            type_: sys::CUgraphDependencyType::CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC as u8,
+            reserved: [0; 5],
+        };
+        // SAFETY: as above, with one edge.
+        let code = unsafe { sys::cuGraphAddDependencies_v2(graph, &from, &to, &edge, 1) };
+        context.check("cuGraphAddDependencies_v2", code)
     }
 
     /// Replaces the parameters of node `index` of an instance by those of `launch`, of the same

@@ -46,8 +46,17 @@ impl Launcher {
         threads: u32,
         shared: u32,
     ) -> u32 {
+        match self.is_cooperative {
+            true => self.blocks_per_sm(kernel, threads, shared) * self.sm_count,
+            false => 0,
+        }
+    }
+
+    /// The blocks of a kernel that an SM runs at a time, by its registers, threads and shared
+    /// memory. 0 if the driver does not say.
+    pub(super) fn blocks_per_sm(&self, kernel: KernelId, threads: u32, shared: u32) -> u32 {
         let context = self.stream.context();
-        let (true, Ok(_entered)) = (self.is_cooperative, context.enter()) else {
+        let Ok(_entered) = context.enter() else {
             return 0;
         };
         let mut per_sm = 0;
@@ -61,9 +70,9 @@ impl Launcher {
             )
         };
         match context.check("cuOccupancyMaxActiveBlocksPerMultiprocessor", code) {
-            Ok(()) => per_sm.max(0) as u32 * self.sm_count,
+            Ok(()) => per_sm.max(0) as u32,
             Err(error) => {
-                warn!("no cooperative launches, their occupancy is unknown: {error}");
+                warn!("the occupancy of a kernel is unknown: {error}");
                 0
             }
         }

@@ -44,6 +44,10 @@ const MIN_DRIVER: c_int = 12000;
 /// The oldest compute capability: kernels use instructions that came with sm_80 (A100).
 const MIN_COMPUTE_CAPABILITY: (c_int, c_int) = (8, 0);
 
+/// The first compute capability with programmatic dependent launch, and the first driver with such
+/// edges in graphs, that of CUDA 12.3.
+const PROGRAMMATIC_LAUNCH: (c_int, c_int) = (9, 12030);
+
 /// A GPU with its context, its stream and all kernels.
 pub struct Gpu {
     name: String,
@@ -76,7 +80,7 @@ impl Gpu {
     /// [`GpuError`] says whether the driver, the GPU or the kernel compiler is missing or too old,
     /// or which call of the driver has failed.
     pub fn new(ordinal: u32, cache: Option<PathBuf>) -> Result<Gpu, GpuError> {
-        let (device, model) = find(ordinal)?;
+        let (device, model, driver) = find(ordinal)?;
         let attribute = |attribute| {
             let mut value = 0;
             // SAFETY: `value` is a valid place for the result; `device` is from `cuDeviceGet`.
@@ -136,7 +140,11 @@ impl Gpu {
                 sm_count,
                 is_cooperative,
             ),
-            graphs: Graphs::new(Arc::clone(&stream), Arc::clone(&kernels)),
+            graphs: Graphs::new(
+                Arc::clone(&stream),
+                Arc::clone(&kernels),
+                major >= PROGRAMMATIC_LAUNCH.0 && driver >= PROGRAMMATIC_LAUNCH.1,
+            ),
             name,
             context,
             stream,
@@ -147,11 +155,11 @@ impl Gpu {
     }
 }
 
-/// Loads the driver, and finds a GPU: its handle and the name of its model.
+/// Loads the driver, and finds a GPU: its handle, the name of its model, and the driver's version.
 ///
 /// # Errors
 /// [`GpuError`] if there is no driver, the driver is too old, or it has no GPU of this number.
-fn find(ordinal: u32) -> Result<(sys::CUdevice, String), GpuError> {
+fn find(ordinal: u32) -> Result<(sys::CUdevice, String, c_int), GpuError> {
     // SAFETY: loads libcuda.so.1 if it is there, which runs the library's own initialisation only.
     if !unsafe { sys::is_culib_present() } {
         return Err(GpuError::NoDriver);
@@ -182,7 +190,7 @@ fn find(ordinal: u32) -> Result<(sys::CUdevice, String), GpuError> {
     check("cuDeviceGetName", code)?;
     // SAFETY: the call above has succeeded, so `text` has a zero byte.
     let model = unsafe { CStr::from_ptr(text.as_ptr()) };
-    Ok((device, model.to_string_lossy().into_owned()))
+    Ok((device, model.to_string_lossy().into_owned(), version))
 }
 
 impl Drop for Gpu {
@@ -228,6 +236,10 @@ impl Device for Gpu {
     fn max_cooperative_blocks(&self, kernel: KernelId, threads: u32, shared: u32) -> u32 {
         self.launcher
             .max_cooperative_blocks(kernel, threads, shared)
+    }
+
+    fn blocks_per_sm(&self, kernel: KernelId, threads: u32) -> u32 {
+        self.launcher.blocks_per_sm(kernel, threads, 0).max(1)
     }
 
     fn lost(&self) -> Option<String> {

@@ -17,6 +17,7 @@ use crate::params::{
     Params, VG_MOVE_REPEAT, VgConvertF16Sm90Params, VgFaultSite, VgMoveParams, VgView,
 };
 use crate::source::SM_90A;
+use crate::written::WrittenRanges;
 use vgpu_engine::EngineError;
 
 /// The builder of the launches of a node, or of a group of nodes.
@@ -35,6 +36,8 @@ pub(crate) struct Builder<'a> {
     before: usize,
     /// Repacked weights that no kernel reads.
     refused: Vec<Address>,
+    /// What the nodes of the graph write, if it is known.
+    written: Option<&'a WrittenRanges>,
 }
 
 impl<'a> Builder<'a> {
@@ -59,11 +62,26 @@ impl<'a> Builder<'a> {
             cache,
             before,
             refused: Vec::new(),
+            written: None,
         }
+    }
+
+    /// Says what the nodes of the graph write.
+    pub(crate) fn set_written(&mut self, written: &'a WrittenRanges) {
+        self.written = Some(written);
     }
 }
 
 impl Builder<'_> {
+    /// Whether no launch of the plan writes these weights: no node does, and they are not in
+    /// scratch memory.
+    pub(crate) fn is_constant(&self, w: &VgView) -> bool {
+        let range = w.address_range();
+        let is_written = |written: &WrittenRanges| written.overlap(&range);
+        self.written.is_some_and(|written| !is_written(written))
+            && !self.context.scratch.has(w.data)
+    }
+
     /// Sets the node number that faults and errors name: the number in the guest's graph.
     pub(crate) fn set_label(&mut self, node: usize) {
         self.index = node;
@@ -237,6 +255,21 @@ impl Builder<'_> {
     /// The number of SMs of the device.
     pub(crate) fn sm_count(&self) -> u32 {
         self.context.device.sm_count()
+    }
+
+    /// The blocks of a kernel that the device runs at a time, with this number of threads and no
+    /// dynamic shared memory.
+    ///
+    /// # Errors
+    /// [`EngineError::Device`] if the device lacks the kernel.
+    pub(crate) fn resident_blocks(
+        &self,
+        kernel: &'static str,
+        threads: u32,
+    ) -> Result<i64, EngineError> {
+        let device = &self.context.device;
+        let kernel = device.kernel(kernel)?;
+        Ok(i64::from(device.sm_count()) * i64::from(device.blocks_per_sm(kernel, threads)))
     }
 
     /// Adds a launch with a grid and a block in one dimension of threads.

@@ -80,8 +80,9 @@ const FEW_ROWS: i64 = 16;
 /// Bytes that an SM should have in flight from global memory.
 const BYTES_IN_FLIGHT: i64 = 64 << 10;
 
-/// The fewest tiles of keys that are worth a block.
-const MIN_TILES_PER_BLOCK: i64 = 2;
+/// The fewest tiles of keys that are worth a block: a tile takes about a microsecond, the exchange of
+/// results between blocks five.
+const MIN_TILES_PER_BLOCK: i64 = 4;
 
 /// A launch of a kernel on tensor cores.
 pub(crate) struct Tiles {
@@ -204,6 +205,8 @@ impl Tiles {
                 .min(div_ceil(tiles, MIN_TILES_PER_BLOCK))
                 .min(MAX_GRID_YZ / q.ne[3])
                 .max(1);
+            // None without a tile.
+            splits = div_ceil(tiles, div_ceil(tiles, splits));
         }
         let partials = if splits > 1 {
             b.scratch((items * splits * rows * (v + 2) * 4) as u64)

@@ -67,13 +67,15 @@ pub(crate) fn norm(b: &mut Builder<'_>, it: &Norm) -> Added {
         quants: it.q8.map_or(0, |q8| q8.quants),
         scales: it.q8.map_or(0, |q8| q8.scales),
         eps: it.eps,
-        reserved: 0,
+        has_constant_factors: u32::from(w.data != 0 && b.is_constant(&w)),
     };
     // A stage of a megakernel has blocks of 128 threads. The same number here gives the same order
     // of sums.
     let threads = match b.uses_megakernel() {
         true => threads_for(a.ne[0]).min(128),
-        false => threads_for(a.ne[0]),
+        // A thread has four elements at a time. With one row, few threads would wait for memory in
+        // turn.
+        false => (32 * div_ceil(a.ne[0], 128)).clamp(32, 1024) as u32,
     };
     Some(b.for_each_row("vg_norm_fused", a.rows(), threads, 0, &params))
 }
@@ -107,8 +109,8 @@ pub(crate) fn rope_rows(b: &mut Builder<'_>, it: &RopeRows) -> Added {
         ids,
         site: b.fault_site(),
     };
-    let threads = super::rope::threads(src);
-    Some(b.for_each_row("vg_rope_rows", src.rows(), threads, 0, &params))
+    let blocks = super::rope::blocks(&params.rope);
+    Some(b.for_each_row("vg_rope_rows", blocks, super::rope::THREADS, 0, &params))
 }
 
 /// The experts of each token, and their weights.

@@ -14,8 +14,19 @@ use vgpu_engine::types::FLOATS;
 /// Pairs of weight rows that a block works on at a time.
 const BLOCK_PAIRS: i64 = 4;
 
-/// Blocks per SM.
-const BLOCKS: i64 = 8;
+/// Threads of a block.
+const THREADS: u32 = 128;
+
+/// The fewest tiles of a row that the warps of a block share.
+const SPLIT_TILES: i64 = 4;
+
+/// Elements of a tile: a KiB of floats, or the tile of q8 activations (`kernels/mmv.cuh`).
+fn tile_elements(ty: Type) -> i64 {
+    match ty.is_quantized() {
+        true => 1024,
+        false => 1024 / ty.block_bytes() as i64,
+    }
+}
 
 /// The most products of a launch.
 pub(crate) const MAX_PRODUCTS: usize = 3;
@@ -168,6 +179,7 @@ fn launch(
         slots: all.x.ne[1],
         count: all.products.len() as u32,
         unit: VG_OP_ADD,
+        has_constant_weights: u32::from(all.products.iter().all(|it| b.is_constant(&it.w))),
         ..VgMmvParams::default()
     };
     for (to, &Product { dst, w, add }) in params.products.iter_mut().zip(all.products) {
@@ -192,7 +204,14 @@ fn launch(
         false => (1, dst.ne[2] * dst.ne[3]),
     };
     // As many blocks as are resident at a time; each loops over its share of the rows.
-    let most = (i64::from(b.sm_count()) * BLOCKS).div_euclid(slots * batches);
-    let across = div_ceil(pairs, BLOCK_PAIRS).min(most.max(1));
-    b.launch_over(kernel, [across, slots, batches], 128, 0, &params)
+    let resident = b.resident_blocks(kernel, THREADS)?;
+    let most = resident.div_euclid(slots * batches);
+    let blocks = div_ceil(pairs, BLOCK_PAIRS);
+    // With few pairs of rows, the warps of a block share one. The stages of a megakernel do not, and
+    // the order of sums is the same in both.
+    let has_tiles = all.x.ne[0] > (SPLIT_TILES - 1) * tile_elements(ty);
+    let splits_rows = has_tiles && 2 * blocks <= most && !b.uses_megakernel();
+    params.splits_rows = u32::from(splits_rows);
+    let across = if splits_rows { pairs } else { blocks }.min(most.max(1));
+    b.launch_over(kernel, [across, slots, batches], THREADS, 0, &params)
 }

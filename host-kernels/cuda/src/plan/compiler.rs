@@ -21,6 +21,7 @@ use crate::megakernel::lowering;
 use crate::memory::CudaMemory;
 use crate::ops;
 use crate::params::VgView;
+use crate::written::WrittenRanges;
 
 /// The state of a compilation.
 pub(crate) struct Compiler<'a> {
@@ -30,6 +31,8 @@ pub(crate) struct Compiler<'a> {
     /// The graph in the order of execution, and the position of each node in the guest's graph.
     graph: &'a Graph,
     origin: &'a [usize],
+    /// What the nodes write.
+    written: WrittenRanges,
     cache: ActivationCache,
     work: Vec<Work>,
     pub(crate) groups: Vec<(usize, Vec<usize>)>,
@@ -62,6 +65,7 @@ impl<'a> Compiler<'a> {
             views,
             graph: &arrangement.graph,
             origin: &arrangement.origin,
+            written: WrittenRanges::of(&arrangement.graph, views),
             cache: ActivationCache::new(context.scratch.base()),
             work: Vec::new(),
             groups: Vec::new(),
@@ -143,6 +147,7 @@ impl<'a> Compiler<'a> {
         let before = self.work.len();
         let cache = (&mut self.cache, before);
         let mut builder = Builder::new(self.graph, self.views, nodes.start, self.context, cache);
+        builder.set_written(&self.written);
         builder.set_label(self.origin[nodes.start]);
         if let Err(error) = body(&mut builder)? {
             return Some(Err(error));
@@ -200,10 +205,14 @@ impl<'a> Compiler<'a> {
             let lowered = lowering::lower(&plain, self.context, ops)?;
             let has_megakernels = !lowered.tables.is_empty();
             tables.extend(lowered.tables);
+            let launches = match has_megakernels {
+                true => Some(lowered.launches),
+                false => { self.context.merge_kernels }.and_then(|kernels| kernels.merge(&plain)),
+            };
             let plain = LaunchSequence::new(plain, memory, templates);
-            Ok(Split::Launches(match has_megakernels {
-                true => LaunchSequence::new(lowered.launches, memory, templates).or(plain),
-                false => plain,
+            Ok(Split::Launches(match launches {
+                Some(launches) => LaunchSequence::new(launches, memory, templates).or(plain),
+                None => plain,
             }))
         };
         let mut splits = Vec::new();
