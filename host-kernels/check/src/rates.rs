@@ -248,7 +248,9 @@ pub(super) fn run(
             .budget
             .is_some_and(|budget| begin.elapsed() > budget)
         {
-            return (all, subjects.len() - at);
+            let left = { subjects[at..].iter().enumerate() }
+                .filter(|(i, subject)| selection.has(at + i, &subject.name()));
+            return (all, left.count());
         }
         seen(Step::Begins {
             index: at,

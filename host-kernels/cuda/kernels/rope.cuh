@@ -49,8 +49,9 @@ DEVICE void rotate(const VgRopeParams& p, const Index& at, Store store_element) 
     auto load_at = [&](const u8* from, i64 i) {
         return load(p.src.type, from + i * p.src.nb[0]);
     };
-    int shares = pairs < threads ? threads / (pairs > 0 ? pairs : 1) : 1;
-    int share = shares > 1 ? thread / pairs : 0;
+    int width = pairs > 0 ? pairs : 1; // nothing is rotated with n_dims = 0
+    int shares = width < threads ? threads / width : 1;
+    int share = shares > 1 ? thread / width : 0;
     for (int i = thread - share * pairs; i < pairs && share < shares; i += threads) {
         int axis = 0, begin = 0;
         if (p.mode >= MROPE) {

@@ -37,7 +37,8 @@ pub(crate) struct LaunchSequence {
     stops: Vec<bool>,
     /// The number of launches of `plain` that each launch replaces.
     covers: Vec<usize>,
-    /// The same work without megakernels, for a device that refuses one.
+    /// The same work without megakernels and merged launches: for a device that refuses a
+    /// megakernel, and for profiles.
     plain: Option<Box<LaunchSequence>>,
     template: Arc<Mutex<GraphTemplate>>,
     /// Launches that the current run has handed to the device.
@@ -135,7 +136,8 @@ impl LaunchSequence {
         }
     }
 
-    /// The same sequence, which is replaced by `plain` when the device refuses a megakernel.
+    /// The same sequence, which is replaced by `plain` when the device refuses a megakernel, and whose
+    /// profile is that of `plain`.
     #[must_use]
     pub(crate) fn or(self, plain: LaunchSequence) -> LaunchSequence {
         LaunchSequence {

@@ -6,19 +6,18 @@
 //! the entry is noted, and the next child begins behind it.
 
 use std::io::{BufRead as _, BufReader, Write as _};
-use std::process::{Child, Command, ExitCode, Stdio};
+use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
 use std::sync::mpsc::{self, RecvTimeoutError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use clap::{Parser, ValueEnum};
 use vgpu_check::{CheckError, Outcome, Selection, Step};
 use vgpu_cpu::CpuEngine;
-use vgpu_engine::Engine;
 use vgpu_executor::engine;
 
-use super::Measurement;
 use super::findings::{Begun, CaseFinding, Device, Message, RateFinding, TextFinding};
+use super::measurement::Measurement;
 use crate::own_program::OWN_PROGRAM;
 
 /// The time for an engine to start: kernels without built-in machine code are compiled.
@@ -65,11 +64,10 @@ pub(super) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         first: args.first,
         takes: &takes,
     };
-    let mut steps = Steps::default();
     match args.list {
         List::Cases => {
             vgpu_check::compare(&*engine, &oracle()?, &selection, |step| {
-                steps.take(step, |case| {
+                report(step, |case| {
                     let failed = match &case.outcome {
                         Outcome::Failed(error) => Some(error),
                         Outcome::Compared { .. } => None,
@@ -80,7 +78,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         }
         List::Texts => {
             vgpu_check::compare_decoding(&*engine, &oracle()?, *tokens, &selection, |step| {
-                steps.take(step, |text| {
+                report(step, |text| {
                     let failed = text.outcome.as_ref().err();
                     (Message::Text(TextFinding::of(text)), failed)
                 });
@@ -93,7 +91,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<ExitCode> {
                 send(&Message::Copies(copies.into()))?;
             }
             let (_, left_out) = vgpu_check::rates(&*engine, &options, &selection, |step| {
-                steps.take(step, |rate| {
+                report(step, |rate| {
                     let failed = rate.rate.as_ref().err();
                     (Message::Rate(RateFinding::of(rate)), failed)
                 });
@@ -118,32 +116,25 @@ fn send(message: &Message) -> anyhow::Result<()> {
         .context("writing to the parent")
 }
 
-/// Reports the steps of entries.
-#[derive(Default)]
-struct Steps;
-
-impl Steps {
-    /// Reports a step. Ends the process after an entry that has lost the device.
-    fn take<'t, T>(
-        &mut self,
-        step: Step<'t, T>,
-        finding: impl FnOnce(&'t T) -> (Message, Option<&'t CheckError>),
-    ) {
-        let (message, failed) = match step {
-            Step::Begins { index, name } => {
-                let name = name.to_owned();
-                (Message::Begins { index, name }, None)
-            }
-            Step::Runs { kernels } => {
-                let kernels = kernels.iter().map(|&kernel| kernel.to_owned()).collect();
-                (Message::Runs { kernels }, None)
-            }
-            Step::Ends(entry) => finding(entry),
-        };
-        // Without a parent nobody wants the rest.
-        if send(&message).is_err() || failed.is_some_and(CheckError::is_device_failure) {
-            std::process::exit(DEVICE_LOST.into());
+/// Reports a step. Ends the process after an entry that has lost the device.
+fn report<'t, T>(
+    step: Step<'t, T>,
+    finding: impl FnOnce(&'t T) -> (Message, Option<&'t CheckError>),
+) {
+    let (message, failed) = match step {
+        Step::Begins { index, name } => {
+            let name = name.to_owned();
+            (Message::Begins { index, name }, None)
         }
+        Step::Runs { kernels } => {
+            let kernels = kernels.iter().map(|&kernel| kernel.to_owned()).collect();
+            (Message::Runs { kernels }, None)
+        }
+        Step::Ends(entry) => finding(entry),
+    };
+    // Without a parent nobody wants the rest.
+    if send(&message).is_err() || failed.is_some_and(CheckError::is_device_failure) {
+        std::process::exit(DEVICE_LOST.into());
     }
 }
 
@@ -156,13 +147,16 @@ impl Steps {
 pub(super) fn watch(
     list: List,
     measurement: &Measurement,
-    mut seen: impl FnMut(Message),
+    mut seen: impl FnMut(Message) -> anyhow::Result<()>,
 ) -> anyhow::Result<()> {
-    let mut first = 0;
+    let (begin, mut first) = (Instant::now(), 0);
     for _ in 0..MAX_ENDS {
+        let left = measurement
+            .budget()
+            .map(|budget| budget.saturating_sub(begin.elapsed()));
         let mut begun: Option<Begun> = None;
         let mut last = None;
-        let ended = one(list, first, measurement, |message| {
+        let ended = one(list, first, measurement, left, |message| {
             match &message {
                 Message::Begins { index, name } => {
                     last = Some(*index);
@@ -180,7 +174,7 @@ pub(super) fn watch(
                 Message::Case(_) | Message::Text(_) | Message::Rate(_) => begun = None,
                 _ => {}
             }
-            seen(message);
+            seen(message)
         })?;
         let Some(reason) = ended else { return Ok(()) };
         if let Some(begun) = &begun {
@@ -189,7 +183,7 @@ pub(super) fn watch(
                 List::Cases => Message::Case(CaseFinding::ended(begun, reason)),
                 List::Texts => Message::Text(TextFinding::ended(begun, reason)),
                 List::Rates => Message::Rate(RateFinding::ended(begun, reason)),
-            });
+            })?;
         }
         first = last.with_context(|| format!("before the first entry: {reason}"))? + 1;
     }
@@ -201,13 +195,14 @@ fn one(
     list: List,
     first: usize,
     measurement: &Measurement,
-    mut seen: impl FnMut(Message),
+    left: Option<Duration>,
+    mut seen: impl FnMut(Message) -> anyhow::Result<()>,
 ) -> anyhow::Result<Option<String>> {
     let list = list.to_possible_value().context("a list has a name")?;
     let mut child = Command::new(OWN_PROGRAM)
         .args(["gpu-check", "child", "--list", list.get_name()])
         .arg(format!("--first={first}"))
-        .args(measurement.args())
+        .args(measurement.args(left))
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .spawn()
@@ -222,36 +217,68 @@ fn one(
             }
         }
     });
-    let silence = Duration::from_secs(measurement.silence);
-    let mut limit = START_LIMIT;
+    let silence = measurement.silence();
+    let (mut limit, mut is_done) = (START_LIMIT, false);
     loop {
         let line = match lines.recv_timeout(limit) {
             Ok(line) => line,
             Err(RecvTimeoutError::Timeout) => {
-                end(&mut child);
-                return Ok(Some(format!(
-                    "it was silent for {} s and was ended",
-                    limit.as_secs()
-                )));
+                kill(&mut child);
+                let seconds = limit.as_secs();
+                return Ok(Some(format!("it was silent for {seconds} s and was ended")));
             }
             Err(RecvTimeoutError::Disconnected) => {
-                let status = child.wait().context("waiting for a child of gpu-check")?;
-                return Ok(Some(format!("its process ended with {status}")));
+                let status = wait(&mut child);
+                if is_done {
+                    // A checker around the child reports what it has found so.
+                    anyhow::ensure!(
+                        status.is_some_and(|status| status.success()),
+                        "a child has done its list and ended with {}",
+                        words(status)
+                    );
+                    return Ok(None);
+                }
+                return Ok(Some(format!("its process ended with {}", words(status))));
             }
         };
-        let message = serde_json::from_str(&line)
-            .with_context(|| format!("a child of gpu-check wrote {line:?}"))?;
-        if message == Message::Done {
-            child.wait().context("waiting for a child of gpu-check")?;
-            return Ok(None);
+        match serde_json::from_str(&line) {
+            Ok(Message::Done) => is_done = true,
+            Ok(message) => {
+                if let Err(error) = seen(message) {
+                    kill(&mut child);
+                    return Err(error);
+                }
+            }
+            // Of a library that writes to standard output.
+            Err(_) => eprintln!("{line}"),
         }
         limit = silence;
-        seen(message);
     }
 }
 
-/// Ends a child that does not answer.
-fn end(child: &mut Child) {
+/// The time for a child to end after its output has, or after it was killed. A process inside the
+/// driver may take longer than anybody waits.
+const END_LIMIT: Duration = Duration::from_secs(10);
+
+/// The status of a child that has ended or is about to.
+fn wait(child: &mut Child) -> Option<ExitStatus> {
+    let begin = Instant::now();
+    while begin.elapsed() < END_LIMIT {
+        if let Ok(Some(status)) = child.try_wait() {
+            return Some(status);
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
     let _ = child.kill(); // it may have ended just now
-    let _ = child.wait();
+    child.try_wait().ok().flatten()
+}
+
+fn words(status: Option<ExitStatus>) -> String {
+    status.map_or_else(|| "no status yet".into(), |status| status.to_string())
+}
+
+/// Ends a child that does not answer.
+fn kill(child: &mut Child) {
+    let _ = child.kill(); // it may have ended just now
+    wait(child);
 }

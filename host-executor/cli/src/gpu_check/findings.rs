@@ -4,6 +4,9 @@ use serde::{Deserialize, Serialize};
 use vgpu_check::{Case, Ceilings, Decoding, Outcome, Rate, Work};
 use vgpu_engine::Engine;
 
+/// How the names of cuBLASLt's rates begin.
+const CUBLAS: &str = "cuBLASLt";
+
 /// The unit of a rate in bytes.
 const BYTES: &str = "bytes/s";
 
@@ -200,7 +203,7 @@ impl RateFinding {
             unit: BYTES.into(),
             rate: None,
             seconds: 0.0,
-            ours: true,
+            ours: !begun.name.starts_with(CUBLAS),
             failed: Some(reason),
             kernels: Vec::new(),
         }

@@ -3,6 +3,7 @@
 
 mod child;
 mod findings;
+mod measurement;
 mod report;
 mod results;
 mod table;
@@ -15,17 +16,16 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use clap::{Parser, Subcommand};
-use regex::Regex;
 use vgpu_check::SHAPES;
 use vgpu_cuda::autotune::GemmVariant;
 use vgpu_engine::Engine;
 
 use vgpu_executor::engine;
 use vgpu_executor::engine::EngineKind;
-use vgpu_executor::size;
 
 use child::List;
 use findings::{Copies, Device, Message, gigabytes};
+use measurement::Measurement;
 use report::Report;
 
 /// Checks a GPU: loads all kernels, compares each family of operators with the CPU engine, and
@@ -49,74 +49,6 @@ pub(crate) struct Args {
     /// Also write all findings to this file, as JSON
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
-}
-
-/// What is checked, and how extensively.
-#[derive(clap::Args)]
-struct Measurement {
-    /// The engine to check, as for `vgpu serve`
-    #[arg(long, value_name = "ENGINE", default_value = "cuda")]
-    engine: EngineKind,
-
-    /// Only cases, texts and rates whose names match this regular expression
-    #[arg(long, value_name = "REGEX")]
-    only: Option<String>,
-
-    /// Bytes of weights for the measurements: several times the device's cache
-    #[arg(long, value_name = "SIZE", value_parser = size::parse, default_value = "512M")]
-    weights: u64,
-
-    /// Rows and columns of the weights; a multiple of 256
-    #[arg(long, value_name = "N", default_value_t = 4096)]
-    size: u64,
-
-    /// Duration of each measurement in milliseconds
-    #[arg(long, value_name = "MS", default_value_t = 200)]
-    time: u64,
-
-    /// Time for all measurements in seconds; the least important ones are left out
-    #[arg(long, value_name = "S")]
-    budget: Option<u64>,
-
-    /// Tokens of each text that both engines generate; 0: no texts
-    #[arg(long, value_name = "N", default_value_t = 48)]
-    tokens: u64,
-
-    /// Seconds after which a case, a text or a rate that does not end is ended and noted
-    #[arg(long, value_name = "S", default_value_t = 10)]
-    silence: u64,
-}
-
-impl Measurement {
-    /// The pattern of names.
-    fn pattern(&self) -> anyhow::Result<Option<Regex>> {
-        let only = self.only.as_deref().map(Regex::new);
-        only.transpose().context("--only is no regular expression")
-    }
-
-    fn options(&self) -> vgpu_check::Options {
-        vgpu_check::Options {
-            weights: self.weights,
-            size: self.size,
-            time: Duration::from_millis(self.time),
-            budget: self.budget.map(Duration::from_secs),
-        }
-    }
-
-    /// The same as arguments of a process.
-    fn args(&self) -> Vec<String> {
-        let mut args = vec![
-            format!("--engine={}", self.engine),
-            format!("--weights={}", self.weights),
-            format!("--size={}", self.size),
-            format!("--time={}", self.time),
-            format!("--tokens={}", self.tokens),
-            format!("--silence={}", self.silence),
-        ];
-        args.extend(self.only.as_ref().map(|only| format!("--only={only}")));
-        args.extend(self.budget.map(|budget| format!("--budget={budget}")));
-        args
-    }
 }
 
 /// Further tasks around a GPU.
@@ -273,6 +205,8 @@ struct Check<'a> {
     kernels: Vec<String>,
     cases: usize,
     right: usize,
+    /// Cases, texts and rates.
+    entries: usize,
     copies: Option<Copies>,
     is_wrong: bool,
 }
@@ -286,16 +220,33 @@ impl<'a> Check<'a> {
             kernels: Vec::new(),
             cases: 0,
             right: 0,
+            entries: 0,
             copies: None,
             is_wrong: false,
         }
     }
 
     /// Prints and keeps what a child has found.
-    fn take(&mut self, message: Message) {
+    ///
+    /// # Errors
+    ///
+    /// If a child runs on another engine than the first one did.
+    fn take(&mut self, message: Message) -> anyhow::Result<()> {
         match message {
             Message::Device(device) => {
-                if self.device.is_none() {
+                if let Some(before) = &self.device {
+                    // `--engine auto` may choose anew in each child.
+                    let is_same = (&before.engine, &before.description)
+                        == (&device.engine, &device.description);
+                    anyhow::ensure!(
+                        is_same,
+                        "the engine has changed from {} ({}) to {} ({}): the device is lost",
+                        before.engine,
+                        before.description,
+                        device.engine,
+                        device.description
+                    );
+                } else {
                     println!(
                         "{}: {}, {} MiB of {} MiB free",
                         device.engine,
@@ -308,6 +259,7 @@ impl<'a> Check<'a> {
                 }
             }
             Message::Case(case) => {
+                self.entries += 1;
                 self.cases += 1;
                 self.right += usize::from(case.right);
                 if !case.right {
@@ -319,6 +271,7 @@ impl<'a> Check<'a> {
                 self.kernels.extend(case.kernels);
             }
             Message::Text(text) => {
+                self.entries += 1;
                 println!("{}", text.line());
                 self.is_wrong |= !text.is_same();
                 self.report.add("texts", &text);
@@ -334,6 +287,7 @@ impl<'a> Check<'a> {
                 self.copies = Some(copies);
             }
             Message::Rate(rate) => {
+                self.entries += 1;
                 println!("{}", rate.line(self.copies));
                 self.is_wrong |= rate.ours && rate.failed.is_some();
                 self.report.add("rates", &rate);
@@ -344,6 +298,7 @@ impl<'a> Check<'a> {
             }
             Message::Done => {}
         }
+        Ok(())
     }
 
     /// All cases have run: counts them, and looks for families of kernels that none has run.
@@ -368,6 +323,7 @@ impl<'a> Check<'a> {
 
     fn end(self) -> anyhow::Result<ExitCode> {
         self.report.end()?;
+        anyhow::ensure!(self.entries > 0, "no case, text or rate matches --only");
         Ok(match self.is_wrong {
             true => ExitCode::FAILURE,
             false => ExitCode::SUCCESS,

@@ -159,7 +159,7 @@ impl Graphs {
                 context.check("cuGraphKernelNodeSetAttribute", code)?;
             }
             if let (Some(previous), Some(before)) = (previous, graph.nodes.last()) {
-                // A cooperative launch begins alone, and a megakernel waits for nothing.
+                // The blocks of a cooperative launch must all be resident.
                 let is_programmatic =
                     self.is_programmatic && !launch.cooperative && !previous.cooperative;
                 // SAFETY: both nodes were added to this graph above.

@@ -98,8 +98,8 @@ done
 kept=0
 if command -v compute-sanitizer > /dev/null; then
     # A sample, since the sanitizer slows every part down many times.
-    part compute-sanitizer 60 compute-sanitizer --error-exitcode 9 \
-        "$here/vgpu" gpu-check --engine "$engine" --compare-only --tokens 2
+    part compute-sanitizer 60 compute-sanitizer --target-processes all --error-exitcode 9 \
+        "$here/vgpu" gpu-check --engine "$engine" --compare-only --tokens 0 --silence 60
 else
     echo "== compute-sanitizer is not on this machine"
 fi
