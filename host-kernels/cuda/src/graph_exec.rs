@@ -136,8 +136,8 @@ impl LaunchSequence {
         }
     }
 
-    /// The same sequence, which is replaced by `plain` when the device refuses a megakernel, and whose
-    /// profile is that of `plain`.
+    /// The same sequence, which is replaced by `plain` when the device refuses a megakernel, and
+    /// whose profile is that of `plain`.
     #[must_use]
     pub(crate) fn or(self, plain: LaunchSequence) -> LaunchSequence {
         LaunchSequence {

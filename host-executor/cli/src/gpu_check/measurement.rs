@@ -64,8 +64,8 @@ impl Measurement {
         self.budget.map(Duration::from_secs)
     }
 
-    /// The time after which a child that says nothing is ended: a rate is measured for `--time`, and
-    /// copies three times as long, before anything is said.
+    /// The time after which a child that says nothing is ended: a rate is measured for `--time`,
+    /// and copies three times as long, before anything is said.
     pub(super) fn silence(&self) -> Duration {
         Duration::from_secs(self.silence) + 4 * Duration::from_millis(self.time)
     }

@@ -1,8 +1,8 @@
 //! CUDA graphs: launches as a chain of kernel nodes, instantiated once and launched as one.
 //!
 //! Where the GPU and the driver can, the edges are programmatic (CUDA programming guide,
-//! "Programmatic Dependent Launch and Synchronization"): a kernel may begin before the one before it
-//! has ended, and waits for its end itself (`KERNEL` in `kernels/device.cuh`).
+//! "Programmatic Dependent Launch and Synchronization"): a kernel may begin before the one before
+//! it has ended, and waits for its end itself (`KERNEL` in `kernels/device.cuh`).
 
 use std::collections::HashMap;
 use std::ffi::c_void;

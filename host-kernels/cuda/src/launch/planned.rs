@@ -10,6 +10,7 @@ pub(crate) struct PlannedLaunch {
     pub(crate) node: usize,
     /// Whether no scratch memory is in use after the launch, so that another plan may run.
     pub(crate) may_yield: bool,
-    /// The number of launches that this one replaces: 1, or more for a megakernel or a merged launch.
+    /// The number of launches that this one replaces: 1, or more for a megakernel or a merged
+    /// launch.
     pub(crate) covers: usize,
 }

@@ -80,8 +80,8 @@ const FEW_ROWS: i64 = 16;
 /// Bytes that an SM should have in flight from global memory.
 const BYTES_IN_FLIGHT: i64 = 64 << 10;
 
-/// The fewest tiles of keys that are worth a block: a tile takes about a microsecond, the exchange of
-/// results between blocks five.
+/// The fewest tiles of keys that are worth a block: a tile takes about a microsecond, the exchange
+/// of results between blocks five.
 const MIN_TILES_PER_BLOCK: i64 = 4;
 
 /// A launch of a kernel on tensor cores.

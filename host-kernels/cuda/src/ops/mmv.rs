@@ -207,8 +207,8 @@ fn launch(
     let resident = b.resident_blocks(kernel, THREADS)?;
     let most = resident.div_euclid(slots * batches);
     let blocks = div_ceil(pairs, BLOCK_PAIRS);
-    // With few pairs of rows, the warps of a block share one. The stages of a megakernel do not, and
-    // the order of sums is the same in both.
+    // With few pairs of rows, the warps of a block share one. The stages of a megakernel do not,
+    // and the order of sums is the same in both.
     let has_tiles = all.x.ne[0] > (SPLIT_TILES - 1) * tile_elements(ty);
     let splits_rows = has_tiles && 2 * blocks <= most && !b.uses_megakernel();
     params.splits_rows = u32::from(splits_rows);
