@@ -161,7 +161,6 @@ pub(super) fn watch(
                 Message::Begins { index, name } => {
                     last = Some(*index);
                     begun = Some(Begun {
-                        index: *index,
                         name: name.clone(),
                         kernels: Vec::new(),
                     });

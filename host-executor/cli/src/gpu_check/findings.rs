@@ -237,8 +237,6 @@ fn owned(names: &[&'static str]) -> Vec<String> {
 /// An entry that has begun.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct Begun {
-    /// Place in the list.
-    pub(super) index: usize,
     pub(super) name: String,
     /// The kernels, once the graph is compiled.
     pub(super) kernels: Vec<String>,

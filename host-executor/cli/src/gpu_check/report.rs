@@ -99,7 +99,6 @@ mod tests {
         });
         assert_eq!(read(&path)["engine"], "cpu");
         let begun = Begun {
-            index: 0,
             name: "ADD".into(),
             kernels: vec!["vg_add".into()],
         };

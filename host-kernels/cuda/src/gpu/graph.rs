@@ -199,7 +199,8 @@ impl Graphs {
             type_: sys::CUgraphDependencyType::CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC as u8,
             reserved: [0; 5],
         };
-        // SAFETY: as above, with one edge.
+        // SAFETY: the caller guarantees that both nodes are of `graph`; one of each is given, and
+        // one `edge`, which the driver copies.
         let code = unsafe { sys::cuGraphAddDependencies_v2(graph, &from, &to, &edge, 1) };
         context.check("cuGraphAddDependencies_v2", code)
     }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use vgpu_engine::fuse::{Arrangement, Kind};
 use vgpu_engine::{Cancellation, EngineError};
-use vgpu_transport::ir::{Graph, Op, Shape, Tensor, Type};
+use vgpu_transport::ir::{Graph, Shape, Tensor, Type};
 
 use super::split::Split;
 use crate::activation_cache::{ACTIVATION_CACHE_BYTES, ActivationCache};
@@ -21,7 +21,7 @@ use crate::megakernel::lowering;
 use crate::memory::CudaMemory;
 use crate::ops;
 use crate::params::VgView;
-use crate::written::WrittenRanges;
+use crate::written::{WrittenRanges, written_tensors};
 
 /// The state of a compilation.
 pub(crate) struct Compiler<'a> {
@@ -165,11 +165,9 @@ impl<'a> Compiler<'a> {
     /// Drops cached activations that were made before launch `since` from what these nodes write.
     fn wrote(&mut self, nodes: Range<usize>, since: usize) {
         for node in &self.graph.nodes[nodes] {
-            let also = matches!(node.op, Op::OptStepAdamw {} | Op::OptStepSgd {});
-            let sources = node.src.as_slice().iter().flatten().filter(|_| also);
-            for &written in sources.chain([&node.dst]) {
+            for written in written_tensors(node) {
                 self.cache
-                    .wrote(&self.views[written as usize].address_range(), since);
+                    .wrote(&self.views[written].address_range(), since);
             }
         }
     }
