@@ -69,7 +69,7 @@ impl LoadProgress {
     }
 
     /// What is known after a write of `bytes` bytes. `None` after the end of the loading.
-    fn step(&self, bytes: u64, is_model: bool, now: Instant) -> Option<Step> {
+    fn step(&self, bytes: u64, is_model: bool, now: Instant) -> Option<Advance> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if state.is_complete {
             return None;
@@ -101,7 +101,7 @@ impl LoadProgress {
         if line.is_some() {
             state.times = Some((began, now));
         }
-        Some(Step {
+        Some(Advance {
             loaded,
             line,
             is_complete: state.is_complete,
@@ -111,7 +111,7 @@ impl LoadProgress {
 
 /// What is known after a write.
 #[derive(Debug, PartialEq)]
-struct Step {
+struct Advance {
     /// The bytes so far.
     loaded: Loaded,
     /// A line, if it is time for one.
@@ -150,7 +150,14 @@ impl Loaded {
 
 /// The buffers of a session with weights.
 #[derive(Debug, Default)]
-pub(crate) struct LoadLog(Mutex<Vec<WeightBuffer>>);
+pub(crate) struct LoadLog(Mutex<Loads>);
+
+#[derive(Debug, Default)]
+struct Loads {
+    buffers: Vec<WeightBuffer>,
+    /// Of uploads that a graph ended before a buffer was ready: the line of that buffer says them.
+    shared: SharedBytes,
+}
 
 /// A buffer with weights.
 #[derive(Debug)]
@@ -166,10 +173,10 @@ struct WeightBuffer {
 impl LoadLog {
     /// So much was written to a buffer.
     fn update(&self, id: BufferId, loaded: Loaded, is_ready: bool) {
-        let mut buffers = self.buffers();
-        match buffers.iter_mut().find(|buffer| buffer.id == id) {
+        let mut loads = self.loads();
+        match loads.buffers.iter_mut().find(|buffer| buffer.id == id) {
             Some(buffer) => (buffer.loaded, buffer.is_ready) = (loaded, is_ready),
-            None => buffers.push(WeightBuffer {
+            None => loads.buffers.push(WeightBuffer {
                 id,
                 loaded,
                 is_ready,
@@ -180,7 +187,7 @@ impl LoadLog {
 
     /// The buffer is freed.
     pub(crate) fn forget(&self, id: BufferId) {
-        self.buffers().retain(|buffer| buffer.id != id);
+        self.loads().buffers.retain(|buffer| buffer.id != id);
     }
 
     /// A graph computes: logs the buffers that were loaded before the graph, in one line. `shared`:
@@ -192,9 +199,12 @@ impl LoadLog {
     }
 
     fn line(&self, shared: SharedBytes) -> Option<String> {
-        let mut buffers = self.buffers();
-        let device = { buffers.first() }.map(|buffer| buffer.loaded.device.clone());
-        let new = { buffers.iter_mut() }.filter(|buffer| buffer.is_ready && !buffer.is_logged);
+        let mut loads = self.loads();
+        loads.shared.not_sent += shared.not_sent;
+        loads.shared.all += shared.all;
+        let device = { loads.buffers.first() }.map(|buffer| buffer.loaded.device.clone());
+        let is_new = |buffer: &&mut WeightBuffer| buffer.is_ready && !buffer.is_logged;
+        let new = loads.buffers.iter_mut().filter(is_new);
         let model = new
             .map(|buffer| {
                 buffer.is_logged = true;
@@ -209,6 +219,12 @@ impl LoadLog {
             });
         let model = model.filter(|model| model.bytes >= MIN_MODEL_BYTES);
         let loaded = model.map(|model| model.line("model"));
+        // Another model of the program can compute while this one is loaded.
+        let is_loading = loads.buffers.iter().any(|buffer| !buffer.is_ready);
+        if loaded.is_none() && is_loading {
+            return None;
+        }
+        let shared = std::mem::take(&mut loads.shared);
         let is_model = shared.all >= MIN_MODEL_BYTES && shared.not_sent > 0;
         let not_sent = is_model.then(|| {
             let (not_sent, all) = (shared.not_sent >> 20, shared.all >> 20);
@@ -221,7 +237,7 @@ impl LoadLog {
         }
     }
 
-    fn buffers(&self) -> MutexGuard<'_, Vec<WeightBuffer>> {
+    fn loads(&self) -> MutexGuard<'_, Loads> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -306,26 +322,33 @@ mod tests {
         };
         let log = LoadLog::default();
         let none = SharedBytes::default();
-        let some = SharedBytes {
-            not_sent: 150 << 20,
-            all: 300 << 20,
-        };
         let shared = "150 MiB of 300 MiB of weights were on the host already";
         assert_eq!(log.line(none), None);
         log.update(BufferId(1), buffer(100, 0, 1), false);
         assert_eq!(log.line(none), None, "the buffer is not complete");
-        assert_eq!(log.line(some), Some(format!("VGPU0: {shared}")));
-        let no_model = SharedBytes {
-            not_sent: 64 << 10,
-            all: 96 << 10,
+        // A graph of another model, during the load.
+        let half = SharedBytes {
+            not_sent: 75 << 20,
+            all: 150 << 20,
         };
-        assert_eq!(log.line(no_model), None, "96 KiB are no model");
+        assert_eq!(log.line(half), None, "the buffer's own line says that");
         log.update(BufferId(1), buffer(200, 0, 2), true);
         log.update(BufferId(2), buffer(100, 1, 4), true);
         log.update(BufferId(3), buffer(500, 0, 9), true);
         log.forget(BufferId(3));
         let line = "VGPU0: model of 300 MiB in 2 buffers loaded in 4.00 s (79 MB/s)";
-        assert_eq!(log.line(some), Some(format!("{line}; {shared}")));
+        assert_eq!(log.line(half), Some(format!("{line}; {shared}")));
         assert_eq!(log.line(none), None, "the line was logged already");
+        let no_model = SharedBytes {
+            not_sent: 64 << 10,
+            all: 96 << 10,
+        };
+        assert_eq!(log.line(no_model), None, "96 KiB are no model");
+        // A later upload into the same buffer, of which the host has a part.
+        let some = SharedBytes {
+            not_sent: 150 << 20,
+            all: 300 << 20,
+        };
+        assert_eq!(log.line(some), Some(format!("VGPU0: {shared}")));
     }
 }

@@ -25,7 +25,7 @@ const PERIOD: Duration = Duration::from_secs(1);
 
 /// What the thread that has the connection of a session does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Step {
+pub(crate) enum WaitStage {
     /// Sends the request; waits while the link is full.
     Sends,
     /// Waits for the answer to the request.
@@ -35,7 +35,11 @@ pub(crate) enum Step {
 }
 
 /// By number, from 1.
-const STEPS: [Step; 3] = [Step::Sends, Step::AwaitsAnswer, Step::AwaitsEnd];
+const STAGES: [WaitStage; 3] = [
+    WaitStage::Sends,
+    WaitStage::AwaitsAnswer,
+    WaitStage::AwaitsEnd,
+];
 
 /// What one session waits for.
 #[derive(Debug)]
@@ -101,7 +105,7 @@ impl Waits {
     }
 
     /// The thread that has the connection begins a step.
-    pub(crate) fn begin(&self, step: Step, request: u64) {
+    pub(crate) fn begin(&self, step: WaitStage, request: u64) {
         let since = u64::try_from(self.start.elapsed().as_millis()).unwrap_or(u64::MAX);
         self.since.store(since, Ordering::Relaxed);
         self.request.store(request, Ordering::Relaxed);
@@ -115,9 +119,9 @@ impl Waits {
 
     /// What the connection is used for, and how long. The words may be of two steps, which shows
     /// that the session makes progress.
-    fn step(&self, now: Instant) -> Option<(Step, u64, Duration)> {
+    fn step(&self, now: Instant) -> Option<(WaitStage, u64, Duration)> {
         let number = self.step.load(Ordering::Acquire).checked_sub(1)?;
-        let step = STEPS.get(usize::from(number)).copied()?;
+        let step = STAGES.get(usize::from(number)).copied()?;
         let began = self.start + Duration::from_millis(self.since.load(Ordering::Relaxed));
         let age = now.saturating_duration_since(began);
         Some((step, self.request.load(Ordering::Relaxed), age))
@@ -130,14 +134,14 @@ impl Waits {
         let _ = match self.step(now) {
             None => write!(line, "waits for nothing"),
             Some((step, request, age)) => match step {
-                Step::Sends => write!(line, "sends request {request}, for {age:.1?}"),
-                Step::AwaitsAnswer => {
+                WaitStage::Sends => write!(line, "sends request {request}, for {age:.1?}"),
+                WaitStage::AwaitsAnswer => {
                     write!(
                         line,
                         "waits for the answer to request {request}, for {age:.1?}"
                     )
                 }
-                Step::AwaitsEnd => {
+                WaitStage::AwaitsEnd => {
                     write!(line, "waits until request {request} is done, for {age:.1?}")
                 }
             },
@@ -228,8 +232,8 @@ mod tests {
         let (slow, idle) = (Waits::of("session 7"), Waits::of("session 8"));
         let sessions = [Arc::clone(&slow), idle];
         let mut dump = Dump::default();
-        slow.begin(Step::Sends, 16);
-        slow.begin(Step::AwaitsAnswer, 17);
+        slow.begin(WaitStage::Sends, 16);
+        slow.begin(WaitStage::AwaitsAnswer, 17);
         slow.queues();
         let after = |seconds| Instant::now() + Duration::from_secs(seconds);
         dump.look(&path, &sessions, after(9));
@@ -246,7 +250,7 @@ mod tests {
             assert!(text.contains(part), "{part:?} is not in:\n{text}");
         }
         slow.leaves_queue();
-        slow.begin(Step::AwaitsEnd, 18);
+        slow.begin(WaitStage::AwaitsEnd, 18);
         dump.look(&path, &sessions, after(20));
         assert_eq!(std::fs::read_to_string(&path).unwrap(), text, "too soon");
         dump.look(&path, &sessions, after(32));

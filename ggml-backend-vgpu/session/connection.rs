@@ -17,7 +17,7 @@ use super::error::{LossReason, SessionError};
 use super::pending::{BackendId, Failure, PendingRead, Submission};
 use crate::graph_cache::{GraphUpload, Known};
 use crate::stats::{Copied, Sent, Stats, SubmittedGraph, Traffic};
-use crate::waits::{Step, Waits};
+use crate::waits::{WaitStage, Waits};
 
 /// The most bytes of all pending reads together. The executor must be able to put all answers into
 /// the ring: otherwise it would wait for a program that is busy elsewhere.
@@ -132,7 +132,8 @@ impl Connection {
     ) -> Result<u64, SessionError> {
         self.message.clear();
         request.encode(&mut self.message);
-        self.waits.begin(Step::Sends, self.sent.saturating_add(1));
+        self.waits
+            .begin(WaitStage::Sends, self.sent.saturating_add(1));
         self.sent = self.end.send(&self.message, payload)?;
         Ok(self.sent)
     }
@@ -150,7 +151,8 @@ impl Connection {
     ) -> Result<u64, SessionError> {
         self.message.clear();
         request.encode(&mut self.message);
-        self.waits.begin(Step::Sends, self.sent.saturating_add(1));
+        self.waits
+            .begin(WaitStage::Sends, self.sent.saturating_add(1));
         self.sent = self.end.send_staged(&self.message, payload)?;
         self.last_staged = self.sent;
         Ok(self.sent)
@@ -191,7 +193,7 @@ impl Connection {
     pub(super) fn wait(&mut self, request: u64) -> Result<(), SessionError> {
         if self.done() < request {
             self.round_trips += 1;
-            self.waits.begin(Step::AwaitsEnd, request);
+            self.waits.begin(WaitStage::AwaitsEnd, request);
             self.end.wait_retired(request)?;
         }
         Ok(())
@@ -344,7 +346,7 @@ impl Connection {
         request: u64,
         mut payload: BytesMut<'_>,
     ) -> Result<Reply, SessionError> {
-        self.waits.begin(Step::AwaitsAnswer, request);
+        self.waits.begin(WaitStage::AwaitsAnswer, request);
         loop {
             self.message.clear();
             let expected = payload.len();

@@ -210,6 +210,27 @@ mod tests {
     use super::*;
 
     #[test]
+    fn names_of_a_newer_ggml_are_refused() {
+        assert_eq!(GgmlOp::from_name("MUL_MAT_NEW"), None);
+        assert_eq!(GgmlUnary::from_name("SWISH"), None);
+        assert_eq!(GluKind::from_ggml_name("SWIGLU_NEW"), None);
+        assert_eq!(Type::from_ggml_name("q9_K"), None);
+        // What ggml's own functions answer for an id that their enum has no name for.
+        for name in ["", "none", "NONE ", "swiglu"] {
+            assert_eq!(GgmlOp::from_name(name), None, "{name}");
+            assert_eq!(GgmlUnary::from_name(name), None, "{name}");
+            assert_eq!(GluKind::from_ggml_name(name), None, "{name}");
+        }
+        // The names of ids that every release has.
+        assert_eq!(
+            GgmlOp::from_name("MUL_MAT"),
+            Some(GgmlOp::Op(OpKind::MulMat))
+        );
+        assert_eq!(GluKind::from_ggml_name("SWIGLU"), Some(GluKind::Swiglu));
+        assert_eq!(GgmlUnary::from_name("XIELU"), Some(GgmlUnary::Xielu));
+    }
+
+    #[test]
     fn flags_of_no_supported_release_are_unknown() {
         for bit in 0..32 {
             // SAFETY: every field is a number or a pointer that may be null.

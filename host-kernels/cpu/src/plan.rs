@@ -246,7 +246,8 @@ impl Compiler<'_> {
             }
         }
         for at in nodes {
-            written(&graph.nodes[at]).for_each(|index| self.cache.invalidate(&self.views[index]));
+            let written = graph.nodes[at].written_tensors();
+            written.for_each(|index| self.cache.invalidate(&self.views[index]));
         }
     }
 }
@@ -295,7 +296,7 @@ fn views(graph: &Graph, memories: &[&CpuMemory]) -> Result<(Vec<View>, Vec<u64>)
         let len = tensor.shape.byte_len().unwrap_or(u64::MAX);
         (memories[tensor.buffer as usize], tensor.offset, len)
     };
-    for index in graph.nodes.iter().flat_map(written) {
+    for index in graph.nodes.iter().flat_map(Node::written_tensors) {
         let (memory, offset, len) = place(&graph.tensors[index]);
         memory.own(offset, len)?;
     }
@@ -320,14 +321,6 @@ fn views(graph: &Graph, memories: &[&CpuMemory]) -> Result<(Vec<View>, Vec<u64>)
             return Ok((views, before));
         }
     }
-}
-
-/// The tensors that a node writes: its destination, and for optimisers the state in its sources.
-fn written(node: &Node) -> impl Iterator<Item = usize> {
-    let is_optimiser = matches!(node.op, Op::OptStepAdamw {} | Op::OptStepSgd {});
-    let sources = node.src.as_slice().iter().flatten();
-    let sources = sources.filter(move |_| is_optimiser);
-    sources.chain([&node.dst]).map(|&index| index as usize)
 }
 
 /// The length of the rows and columns that a node multiplies with the kernels of

@@ -2,19 +2,10 @@
 
 use std::ops::Range;
 
-use vgpu_transport::ir::{Graph, Node, Op};
+use vgpu_transport::ir::{Graph, Node};
 
 use crate::device::Address;
 use crate::params::VgView;
-
-/// The tensors that a node writes: its destination, and the sources of a training step.
-pub(crate) fn written_tensors(node: &Node) -> impl Iterator<Item = usize> + '_ {
-    let is_optimiser = matches!(node.op, Op::OptStepAdamw {} | Op::OptStepSgd {});
-    let sources = node.src.as_slice().iter().flatten();
-    { sources.filter(move |_| is_optimiser) }
-        .chain([&node.dst])
-        .map(|&tensor| tensor as usize)
-}
 
 /// Ranges of addresses that some node of a graph writes: sorted, and apart from each other.
 #[derive(Debug, Default)]
@@ -24,7 +15,7 @@ impl WrittenRanges {
     /// What the nodes of `graph` write, whose tensors are at `views`.
     pub(crate) fn of(graph: &Graph, views: &[VgView]) -> WrittenRanges {
         let mut ranges: Vec<Range<Address>> = { graph.nodes.iter() }
-            .flat_map(written_tensors)
+            .flat_map(Node::written_tensors)
             .map(|tensor| views[tensor].address_range())
             .filter(|range| !range.is_empty())
             .collect();
@@ -49,7 +40,7 @@ impl WrittenRanges {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use vgpu_transport::ir::{Shape, Sources, Type};
+    use vgpu_transport::ir::{Op, Shape, Sources, Type};
 
     #[test]
     fn bytes_that_a_node_writes_are_found() {

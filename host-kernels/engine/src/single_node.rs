@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use vgpu_transport::bytes::{Bytes, BytesMut};
-use vgpu_transport::ir::{BufferId, Graph, Limits, Node, Op, Sources, Tensor, validate};
+use vgpu_transport::ir::{BufferId, Graph, Limits, Node, Sources, Tensor, validate};
 
 use crate::engine::Engine;
 use crate::error::{EngineError, RunError};
@@ -87,7 +87,7 @@ pub trait DeviceMemory {
 
 /// What a run does next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Step {
+enum RunPhase {
     /// It copies from the device: the index in `SingleNode::ranges`, and the bytes that are there.
     Read(usize, u64),
     /// It computes.
@@ -105,7 +105,7 @@ pub struct SingleNode {
     /// The index of the node in the graph of the device.
     at: usize,
     /// Where the next turn continues.
-    next: Step,
+    next: RunPhase,
 }
 
 impl SingleNode {
@@ -163,17 +163,16 @@ impl SingleNode {
             offset: region.bytes.start,
             memory,
         });
-        let results = match node.op {
-            // The momenta, which are sources, are updated too.
-            Op::OptStepAdamw {} => (0..regions.len()).collect(),
-            _ => vec![valid.graph().tensors[0].buffer as usize],
+        let results = match node.op.updates_sources() {
+            true => (0..regions.len()).collect(),
+            false => vec![valid.graph().tensors[0].buffer as usize],
         };
         Ok(SingleNode {
             plan,
             results,
             ranges: ranges.collect(),
             at,
-            next: Step::Read(0, 0),
+            next: RunPhase::Read(0, 0),
         })
     }
 
@@ -202,7 +201,7 @@ impl SingleNode {
     ) -> Result<RunStatus, RunError> {
         let outcome = self.go_on(device, turn);
         if outcome != Ok(RunStatus::Yielded) {
-            self.next = Step::Read(0, 0);
+            self.next = RunPhase::Read(0, 0);
         }
         outcome
     }
@@ -211,8 +210,8 @@ impl SingleNode {
         let mut bytes = Vec::new();
         loop {
             let next = match self.next {
-                Step::Read(at, done) => match self.ranges.get(at) {
-                    None => Some(Step::Compute),
+                RunPhase::Read(at, done) => match self.ranges.get(at) {
+                    None => Some(RunPhase::Compute),
                     Some(range) => {
                         let len = self.buffer(&mut bytes, range, done)?;
                         let copied = device.read(range.buffer, range.offset + done, &mut bytes);
@@ -220,16 +219,16 @@ impl SingleNode {
                             .and_then(|()| range.memory.write(done, Bytes::from(&*bytes)))
                             .map_err(|error| self.failed(&error))?;
                         Some(match done + len < range.memory.size() {
-                            true => Step::Read(at, done + len),
-                            false => Step::Read(at + 1, 0),
+                            true => RunPhase::Read(at, done + len),
+                            false => RunPhase::Read(at + 1, 0),
                         })
                     }
                 },
-                Step::Compute => match self.compute(turn)? {
+                RunPhase::Compute => match self.compute(turn)? {
                     RunStatus::Yielded => return Ok(RunStatus::Yielded),
-                    RunStatus::Done | RunStatus::InFlight => Some(Step::Write(0, 0)),
+                    RunStatus::Done | RunStatus::InFlight => Some(RunPhase::Write(0, 0)),
                 },
-                Step::Write(at, done) => match self.results.get(at) {
+                RunPhase::Write(at, done) => match self.results.get(at) {
                     None => None,
                     Some(&result) => {
                         let range = &self.ranges[result];
@@ -239,8 +238,8 @@ impl SingleNode {
                             .and_then(|()| device.write(range.buffer, range.offset + done, &bytes))
                             .map_err(|error| self.failed(&error))?;
                         Some(match done + len < range.memory.size() {
-                            true => Step::Write(at, done + len),
-                            false => Step::Write(at + 1, 0),
+                            true => RunPhase::Write(at, done + len),
+                            false => RunPhase::Write(at + 1, 0),
                         })
                     }
                 },

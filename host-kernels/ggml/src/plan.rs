@@ -135,8 +135,7 @@ fn encode(
         .src(node, 0)
         .is_some_and(|from| (from.buffer, from.offset) == (to.buffer, to.offset));
     // The kernels of ggml write to the first source and ignore the place of the result.
-    let must_be_in_place = matches!(node.op, Op::OptStepAdamw {} | Op::OptStepSgd {});
-    if must_be_in_place && !in_place {
+    if node.op.updates_sources() && !in_place {
         return None;
     }
     let (ids, release) = (device.ggml.ids(), device.ggml.version());

@@ -10,9 +10,9 @@ use std::process::Command;
 
 use anyhow::{Context as _, Result, bail};
 
-use xtask_common::c_source::{self, code};
+use crate::c_source::{self, code};
+use crate::op_params::{Build, TABLE, Table};
 use xtask_common::cache::Cache;
-use xtask_common::op_params::{Build, TABLE, Table};
 use xtask_common::progress::heading;
 use xtask_common::{ggml_releases, llama};
 
@@ -490,7 +490,7 @@ fn lines_changed(old: Option<&Vec<String>>, new: Option<&Vec<String>>) -> String
 #[cfg(test)]
 mod tests {
     use super::*;
-    use xtask_common::op_params::Written;
+    use crate::op_params::Written;
     use xtask_common::scratch::Scratch;
 
     const OLD: &str = "\
@@ -685,6 +685,7 @@ bool ggml_op_can_inplace(enum ggml_op op) {
                 ..Written::default()
             },
             precisions: BTreeMap::from([("Q2".to_owned(), 50)]),
+            constants: BTreeMap::new(),
         };
         let (newest, new) = (build(&[("ROPE", 15)]), build(&[("ROPE", 15), ("SCALE", 2)]));
         let text = against_table(&newest, &new).expect("the table");

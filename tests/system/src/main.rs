@@ -2,13 +2,16 @@
 //! `soak`, `abi-diff` and `gpu-check`.
 
 mod abi_diff;
+mod c_source;
 mod debian;
 mod faults;
 mod gpu_check;
 mod llama_server;
 mod ollama;
+mod op_params;
 mod ops;
 mod parts;
+mod preload;
 mod suite;
 mod test_run;
 mod times;

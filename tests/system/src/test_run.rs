@@ -2,6 +2,7 @@
 
 use std::cell::OnceCell;
 use std::path::PathBuf;
+use std::process::Command;
 
 use anyhow::{Result, ensure};
 
@@ -66,12 +67,12 @@ pub(crate) const FULL: &str = "\
 Only `--full` runs:
   all parts the release build, as it is shipped, instead of that of `cargo test` with assertions
   lints     the CPU engine for each instruction set alone instead of for one
-  unit      every random case of the operators' tests instead of a third
+  unit      every random case of the operators' tests instead of a sixth
   kernels   every GPU architecture instead of sm_90a and some sources for others
   ops       MUL_MAT_ID, FLASH_ATTN_EXT and fused products with every type instead of six; every case
             of ggml 0.20.2 (b10488), 0.24.0 (b11076) and 0.26.0 over inproc instead of a sample;
             every case of 0.25.3 on the engine ggml-cpu 0.26.0 instead of a hundred; b10603, b10644,
-            b10760, b10883, b10985 and b11434 (ggml 0.20.2 to 0.26.0); the three cases of
+            b10760, b10883, b10985 and b11434 (ggml 0.21.0 to 0.26.0); the three cases of
             MUL_MAT_ID that take minutes each; every case again with the kernels of each other SIMD
             level of the processor; docs/OPS.md against what was found
   models    DeepSeek-V4 with ggml 0.20.2, 0.21.0, 0.22.0, 0.23.0, 0.24.0 and b11434 besides
@@ -228,6 +229,13 @@ pub(crate) struct TestRun<'a> {
 }
 
 impl TestRun<'_> {
+    /// Cargo, whose builds of the kernels for the CPU are kept in the cache.
+    pub(crate) fn cargo(&self) -> Command {
+        let mut cargo = workspace::cargo();
+        cargo.env("VGPU_SHIM_CACHE", self.cache.shim_objects());
+        cargo
+    }
+
     /// Runs one check, shows it as a step, and counts it.
     pub(crate) fn check(
         &mut self,
@@ -245,6 +253,31 @@ impl TestRun<'_> {
                 self.failed.push(name.to_owned());
             }
         }
+    }
+
+    /// Runs two lists of checks at the same time. For checks that use one core, and whose results
+    /// do not depend on how long something takes.
+    pub(crate) fn at_the_same_time(
+        &mut self,
+        first: impl FnOnce(&mut TestRun<'_>),
+        second: impl FnOnce(&mut TestRun<'_>) + Send,
+    ) {
+        let mut other = TestRun {
+            cache: self.cache,
+            options: self.options,
+            dist: self.dist.clone(),
+            passed: 0,
+            failed: Vec::new(),
+        };
+        std::thread::scope(|scope| {
+            let second = scope.spawn(|| second(&mut other));
+            first(self);
+            if let Err(panic) = second.join() {
+                std::panic::resume_unwind(panic);
+            }
+        });
+        self.passed += other.passed;
+        self.failed.append(&mut other.failed);
     }
 
     /// Makes a prerequisite of a part's checks. If that fails, the part counts as one failure.

@@ -185,6 +185,17 @@ pub struct Node {
     pub src: Sources,
 }
 
+impl Node {
+    /// The indices in [`Graph::tensors`] of the tensors that the node writes: its destination, and
+    /// the sources that its operator updates ([`Op::updates_sources`]).
+    pub fn written_tensors(&self) -> impl Iterator<Item = usize> + '_ {
+        let sources = self.src.as_slice().iter().flatten();
+        { sources.filter(|_| self.op.updates_sources()) }
+            .chain([&self.dst])
+            .map(|&tensor| tensor as usize)
+    }
+}
+
 /// The sources of a node, at most [`MAX_SOURCES`]. The type has no heap allocation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Sources {

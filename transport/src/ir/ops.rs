@@ -387,6 +387,12 @@ impl Precision {
 }
 
 impl Op {
+    /// Whether the operator writes to its sources besides its destination: a training step updates
+    /// the weights and its own state there.
+    pub const fn updates_sources(&self) -> bool {
+        matches!(self, Op::OptStepAdamw {} | Op::OptStepSgd {})
+    }
+
     /// The demand of a product on the type of its activations, `Default` for other operators.
     pub const fn activation_precision(&self) -> Precision {
         match self {

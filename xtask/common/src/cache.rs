@@ -64,6 +64,11 @@ impl Cache {
         self.root.join("machine-code")
     }
 
+    /// The folder where the build of `vgpu-cuda-shim` keeps object files, by content.
+    pub fn shim_objects(&self) -> PathBuf {
+        self.root.join("shim-objects")
+    }
+
     /// The folder `name` of the cache. If the folder is missing, `fill` makes it at another path,
     /// and this function moves it into place.
     ///

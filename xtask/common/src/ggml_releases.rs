@@ -50,6 +50,10 @@ project(ggml-release C CXX)
 add_subdirectory(${GGML_SOURCE} ggml)
 ";
 
+/// The first build of [`RELEASES`] whose `test-llama-archs` has a model of DeepSeek-V4. libllama has
+/// the architecture before.
+const FIRST_WITH_DEEPSEEK: u32 = 10603;
+
 /// A build of llama.cpp with the release of ggml that it names.
 ///
 /// `ggml_version()` names the last release of ggml before a build, so that two builds with
@@ -400,6 +404,18 @@ impl Release {
         Ok(root.join("bin"))
     }
 
+    /// The source of a `test-llama-archs` with DeepSeek-V4 for the libllama of this release: that
+    /// of the release, or of the first one that does not leave the architecture out.
+    fn archs_program(&self, cache: &Cache) -> Result<PathBuf> {
+        let with_deepseek = |release: &&Release| release.build >= FIRST_WITH_DEEPSEEK;
+        let first = RELEASES.iter().find(with_deepseek);
+        let release = match first {
+            Some(first) if self.build < first.build => first,
+            _ => self,
+        };
+        Ok(release.source(cache)?.join("tests/test-llama-archs.cpp"))
+    }
+
     /// The folder of `test-llama-archs` with libllama and the libraries of this release, built
     /// once.
     ///
@@ -419,7 +435,7 @@ impl Release {
             ));
             let told = (&progress, log.as_path());
             llama::build_bare((&tools, &source), dir, &[], llama::LIBLLAMA, told)?;
-            let program = source.join("tests/test-llama-archs.cpp");
+            let program = self.archs_program(cache)?;
             let bin = dir.join("bin");
             llama::compile_archs((&program, &source), &dir.join("archs"), &bin, told)?;
             progress.done("");
@@ -513,7 +529,7 @@ mod tests {
     }
 
     #[test]
-    fn every_number_that_a_build_of_the_registry_has_is_read() {
+    fn every_number_that_the_documents_name_is_read() {
         let known = RELEASES.iter().chain(READ).map(|release| release.version);
         let mut numbers: Vec<&str> = known.chain(NUMBERED).collect();
         numbers.sort_unstable();

@@ -1,7 +1,6 @@
 //! What `cargo xtask`, the system tests and the benchmarks share: the cache folder, builds of ggml
 //! and llama.cpp, models with random weights, the programs under test.
 
-pub mod c_source;
 pub mod cache;
 pub mod compare;
 pub mod dist;
@@ -12,9 +11,7 @@ pub mod llama;
 pub mod model;
 pub mod node;
 pub mod node_llama;
-pub mod op_params;
 pub mod packages;
-pub mod preload;
 pub mod process;
 pub mod progress;
 pub mod sched;

@@ -28,7 +28,7 @@ const HEADER: &str = "# Written by `vgpu install`; `vgpu uninstall` removes it."
 const GROUP: &str = "vgpu";
 /// Where the packages place this program.
 const PROGRAM: &str = "/usr/bin/vgpu";
-/// The releases of Ollama that `cargo xtask ollama` runs.
+/// The releases of Ollama that `cargo xtask test --only ollama --full` runs.
 const TESTED: [&str; 2] = ["0.33.0", "0.34.4"];
 
 /// Installs the vGPU plugin for Ollama.

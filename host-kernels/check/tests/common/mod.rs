@@ -628,7 +628,7 @@ fn rounded(ty: Type, x: f64) -> (f64, f64) {
     }
 }
 
-/// Runs a body `cases` times, each time with another stream of random numbers: a third as often in
+/// Runs a body `cases` times, each time with another stream of random numbers: a sixth as often in
 /// a sample. A failure names the seed.
 pub(crate) fn property(cases: u32, body: impl Fn(&mut Random)) {
     let all = ProptestConfig {

@@ -21,7 +21,7 @@ use crate::megakernel::lowering;
 use crate::memory::CudaMemory;
 use crate::ops;
 use crate::params::VgView;
-use crate::written::{WrittenRanges, written_tensors};
+use crate::written::WrittenRanges;
 
 /// The state of a compilation.
 pub(crate) struct Compiler<'a> {
@@ -165,7 +165,7 @@ impl<'a> Compiler<'a> {
     /// Drops cached activations that were made before launch `since` from what these nodes write.
     fn wrote(&mut self, nodes: Range<usize>, since: usize) {
         for node in &self.graph.nodes[nodes] {
-            for written in written_tensors(node) {
+            for written in node.written_tensors() {
                 self.cache
                     .wrote(&self.views[written].address_range(), since);
             }

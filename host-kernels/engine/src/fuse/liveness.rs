@@ -23,11 +23,9 @@ pub fn reads<'g>(graph: &'g Graph, node: &'g Node) -> impl Iterator<Item = ByteR
     sources.map(|&source| ByteRange::of(&graph.tensors[source as usize]))
 }
 
-/// The bytes that a node writes: its destination, and for optimisers the state in its sources.
+/// The bytes that a node writes.
 pub fn writes<'g>(graph: &'g Graph, node: &'g Node) -> impl Iterator<Item = ByteRange> + 'g {
-    let is_optimiser = matches!(node.op, Op::OptStepAdamw {} | Op::OptStepSgd {});
-    let sources = reads(graph, node).filter(move |_| is_optimiser);
-    std::iter::once(ByteRange::of(graph.dst(node))).chain(sources)
+    { node.written_tensors() }.map(|tensor| ByteRange::of(&graph.tensors[tensor]))
 }
 
 /// Whether a node writes every byte between the first and the last of its destination.

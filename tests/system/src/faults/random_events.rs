@@ -16,12 +16,12 @@ use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use crate::preload;
 use anyhow::{Context as _, Result, ensure};
 use rustix::net::{AddressFamily, SendFlags, SocketAddrUnix, SocketType};
 use rustix::process::Signal;
 use vgpu_gguf::Rng;
 use xtask_common::executor::Executor;
-use xtask_common::preload;
 use xtask_common::process;
 use xtask_common::progress::Progress;
 

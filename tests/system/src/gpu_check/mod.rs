@@ -6,11 +6,11 @@ use std::process::Command;
 
 use anyhow::{Context as _, Result};
 
+use crate::preload::Library;
 use xtask_common::cache::Cache;
 use xtask_common::dist;
 use xtask_common::llama;
 use xtask_common::packages;
-use xtask_common::preload::Library;
 use xtask_common::process;
 use xtask_common::progress::{Progress, heading};
 use xtask_common::workspace;

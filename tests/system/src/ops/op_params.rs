@@ -6,10 +6,10 @@
 
 use anyhow::{Context as _, Result, ensure};
 
+use crate::op_params::{Build, TABLE, Table};
 use xtask_common::cache::Cache;
 use xtask_common::ggml_releases::{self, READ, RELEASES};
 use xtask_common::llama;
-use xtask_common::op_params::{Build, TABLE, Table};
 
 /// Compares the table with the constructors of every build, and every changed table as well, which
 /// must differ.

@@ -6,9 +6,9 @@ use std::process::Command;
 
 use anyhow::{Context as _, Result, ensure};
 
+use crate::preload;
 use vgpu_gguf::Rng;
 use xtask_common::node_llama::{self, Backend};
-use xtask_common::preload;
 use xtask_common::process;
 use xtask_common::progress::Progress;
 use xtask_common::workspace;

@@ -12,12 +12,12 @@ use super::suite::{
     Cases, Claim, Suite, compare_with_cpu, compare_with_reference, disagreements, log_name, none,
     parse_claims, proves_the_rest, report_name,
 };
+use crate::preload::Library;
 use xtask_common::cache::Cache;
 use xtask_common::dist;
 use xtask_common::executor::Executor;
 use xtask_common::llama;
 use xtask_common::node_llama::Backend;
-use xtask_common::preload::Library;
 use xtask_common::progress::{Progress, heading};
 use xtask_common::scratch::Scratch;
 use xtask_common::workspace;

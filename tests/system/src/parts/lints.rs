@@ -8,7 +8,6 @@ use vgpu_gguf::Rng;
 use xtask_common::packages;
 use xtask_common::process;
 use xtask_common::progress::heading;
-use xtask_common::workspace;
 
 use crate::ops::draw;
 use crate::test_run::TestRun;
@@ -62,7 +61,7 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
             set => format!("the CPU engine with {set} only"),
         };
         tests.check(&name, |tests, step| {
-            let mut cargo = workspace::cargo();
+            let mut cargo = tests.cargo();
             cargo.args(["clippy", "--package", "vgpu-cpu", "--no-default-features"]);
             cargo.args(["--features", set, "--", "-D", "warnings"]);
             process::run(&mut cargo, step, &tests.log("cargo-clippy-cpu"))?;
@@ -71,7 +70,7 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
     }
     tests.check("the features of the demo", |tests, step| {
         packages::libclang(tests.cache)?;
-        let mut cargo = workspace::cargo();
+        let mut cargo = tests.cargo();
         cargo.args(["clippy", "--package", "ggml-vgpu", "--package", "vgpu"]);
         cargo.args(["--no-default-features", "--", "-D", "warnings"]);
         process::run(&mut cargo, step, &tests.log("cargo-clippy-demo"))?;
@@ -80,7 +79,7 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
     for (name, arguments) in lints {
         tests.check(name, |tests, step| {
             packages::libclang(tests.cache)?;
-            let mut cargo = workspace::cargo();
+            let mut cargo = tests.cargo();
             cargo.args(arguments).env("RUSTDOCFLAGS", "-D warnings");
             if name == "cargo doc" {
                 // What `cargo clippy` sets: the documentation needs each crate checked, as it was.

@@ -8,12 +8,12 @@ use std::process::Command;
 use anyhow::{Context as _, Result, bail, ensure};
 
 use crate::ops::DEVICE;
+use crate::preload::{self, Library};
 use xtask_common::dist::Dist;
 use xtask_common::ggml_releases;
 use xtask_common::llama;
 use xtask_common::model::FileType;
 use xtask_common::node_llama::{self, Backend};
-use xtask_common::preload::{self, Library};
 use xtask_common::process;
 use xtask_common::progress::{Progress, heading};
 use xtask_common::sched::{self, ScheduledNode};
@@ -196,7 +196,9 @@ fn architectures(
     );
     let graphs = Stats::read(&stats)?.graphs;
     ensure!(graphs > 0, "no graph ran on {DEVICE}");
-    seen.check()
+    let found = seen.check()?;
+    seen.has_executed(DEEPSEEK.0)?;
+    Ok(found)
 }
 
 /// The output of `test-llama-archs` so far.
@@ -247,6 +249,16 @@ impl Seen {
             self.executed.insert(self.row.clone());
         }
         Some(&self.row)
+    }
+
+    /// Checks that a model of the architecture was not skipped.
+    fn has_executed(&self, architecture: &str) -> Result<()> {
+        let mut rows = { self.executed.iter() }.filter_map(|row| row.split(' ').next());
+        ensure!(
+            rows.any(|row| row == architecture),
+            "no model of {architecture} ran"
+        );
+        Ok(())
     }
 
     fn end_graph(&mut self) {
@@ -337,6 +349,9 @@ Summary: all 1 test(s) passed
             found.starts_with("1 models, 1 graphs, 1 nodes on VGPU0"),
             "{found}"
         );
+        seen.has_executed("llama").unwrap();
+        assert!(seen.has_executed("clip").is_err(), "skipped");
+        assert!(seen.has_executed("lla").is_err(), "no such architecture");
 
         let stray = OUTPUT.replace("norm-0 (   1K) [VGPU0", "norm-0 (   1K) [  CPU");
         let stray = stray.replace(

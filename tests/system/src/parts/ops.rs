@@ -11,12 +11,12 @@ use crate::ops::by_version;
 use crate::ops::table::{self, Findings};
 use crate::ops::{self, Cases, Claim, Report, Suite};
 use crate::ops::{constructors, op_params};
+use crate::preload::Library;
 use vgpu_gguf::Rng;
 use xtask_common::dist::Dist;
 use xtask_common::ggml_releases::{self, Release};
 use xtask_common::llama;
 use xtask_common::node_llama::Backend;
-use xtask_common::preload::Library;
 use xtask_common::progress::{Progress, heading};
 
 use crate::test_run::{Served, TestRun};
@@ -76,38 +76,62 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
         Ok((oldest, llama::newest_ops(tests.cache)?))
     });
     let Some((bin, newest)) = built else { return };
+    let wanted = { ggml_releases::RELEASES.iter() }
+        .filter(|release| tests.options.wants_build(release, release.is_default));
+    let mut releases = Vec::new();
+    for release in wanted {
+        let what = format!("ggml {} and its test-backend-ops", release.name());
+        let built = tests.prepare(&what, |tests| release.ops(tests.cache));
+        releases.extend(built.map(|bin| (release, bin)));
+    }
 
     let name = "what each release writes into nodes, against translate/releases.rs";
     tests.check(name, |tests, _| op_params::check(tests.cache));
     let is_sampled = tests.options.samples_ops();
-    if tests.options.wants_ggml(llama::RELEASE, true) {
-        of_main_release(tests, &dist, &bin, is_sampled);
-        tests.check("log lines at level info", |tests, _| {
-            log_lines(tests, &dist, &bin)
-        });
-        without_cases(tests, &dist, (llama::RELEASE, &bin));
-    }
-    // Every other series of ggml, each build with its own program and CPU backend.
-    for release in ggml_releases::RELEASES {
-        if tests.options.wants_build(release, release.is_default) {
-            of_release(tests, &dist, release, is_sampled);
-        }
-    }
-    // The other link, and the other version of the plugin ABI.
+    // The program compares with one thread, which leaves a part of the cores idle.
+    tests.at_the_same_time(
+        |tests| {
+            if tests.options.wants_ggml(llama::RELEASE, true) {
+                of_main_release(tests, &dist, &bin, is_sampled);
+            }
+        },
+        |tests| {
+            if tests.options.wants_ggml(llama::RELEASE, true) {
+                tests.check("log lines at level info", |tests, _| {
+                    log_lines(tests, &dist, &bin)
+                });
+                without_cases(tests, &dist, (llama::RELEASE, &bin));
+            }
+            // Every other series of ggml, each build with its own program and CPU backend.
+            for (release, bin) in &releases {
+                of_release(tests, &dist, (release, bin), is_sampled);
+            }
+            if tests.options.wants_ggml(llama::NEWEST_RELEASE, true) {
+                of_newest_release(tests, &dist, (&bin, &newest), is_sampled);
+            }
+        },
+    );
+}
+
+/// The other link, the other version of the plugin ABI, and another engine.
+fn of_newest_release(
+    tests: &mut TestRun<'_>,
+    dist: &Dist,
+    (bin, newest): (&Path, &Path),
+    is_sampled: bool,
+) {
     let version = llama::NEWEST_RELEASE;
-    if tests.options.wants_ggml(version, true) {
-        let what = extent(is_sampled);
-        tests.check(
-            &format!("{what} inproc, ggml {version}"),
-            |tests, progress| inproc(tests, &dist, &newest, version, is_sampled, progress),
-        );
-        without_cases(tests, &dist, (version, &newest));
-        let guest = llama::RELEASE;
-        let name = format!("guest ggml {guest}, the engine ggml over ggml-cpu {version}");
-        tests.check(&name, |tests, progress| {
-            on_ggml_cpu(tests, &dist, &bin, &newest, progress)
-        });
-    }
+    let what = extent(is_sampled);
+    tests.check(
+        &format!("{what} inproc, ggml {version}"),
+        |tests, progress| inproc(tests, dist, newest, version, is_sampled, progress),
+    );
+    without_cases(tests, dist, (version, newest));
+    let guest = llama::RELEASE;
+    let name = format!("guest ggml {guest}, the engine ggml over ggml-cpu {version}");
+    tests.check(&name, |tests, progress| {
+        on_ggml_cpu(tests, dist, bin, newest, progress)
+    });
 }
 
 /// How many cases the name of a check promises.
@@ -235,17 +259,20 @@ fn log_lines(tests: &TestRun<'_>, dist: &Dist, bin: &Path) -> Result<String> {
     })
 }
 
-/// `test-backend-ops` of another release of ggml than the two that the other tests run on.
-fn of_release(tests: &mut TestRun<'_>, dist: &Dist, release: &Release, is_sampled: bool) {
+/// `test-backend-ops` of another release of ggml than the two that the other tests run on. The
+/// program is in `bin`.
+fn of_release(
+    tests: &mut TestRun<'_>,
+    dist: &Dist,
+    (release, bin): (&Release, &Path),
+    is_sampled: bool,
+) {
     let what = extent(is_sampled);
     let name = &release.name();
-    let what_is_built = format!("ggml {name} and its test-backend-ops");
-    let built = tests.prepare(&what_is_built, |tests| release.ops(tests.cache));
-    let Some(bin) = built else { return };
     tests.check(&format!("{what} inproc, ggml {name}"), |tests, progress| {
-        inproc(tests, dist, &bin, name, is_sampled, progress)
+        inproc(tests, dist, bin, name, is_sampled, progress)
     });
-    without_cases(tests, dist, (name, &bin));
+    without_cases(tests, dist, (name, bin));
 }
 
 /// The operators of a ggml of which `test-backend-ops` has no case. The libraries are in `bin`.

@@ -5,11 +5,10 @@ use xtask_common::llama;
 use xtask_common::packages;
 use xtask_common::process;
 use xtask_common::progress::{Progress, heading};
-use xtask_common::workspace;
 
 use crate::test_run::TestRun;
 
-/// The variable with which some tests take a third of their cases (host-kernels/check/tests).
+/// The variable with which some tests take a sixth of their cases (host-kernels/check/tests).
 const SAMPLE: &str = "VGPU_TEST_SAMPLE";
 /// The variable with which tests fail if a ggml is missing (tests/abi.rs, host-kernels/ggml/tests).
 const ALL_GGML: &str = "VGPU_TEST_ALL_GGML";
@@ -33,13 +32,13 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
     let seed = tests.options.seed();
     let progress = Progress::new("cargo test");
     let log = tests.log("cargo-test");
-    let mut cargo = workspace::cargo();
+    let mut cargo = tests.cargo();
     cargo.args(["test", "--workspace", "--no-fail-fast"]);
     cargo.env(ALL_GGML, "1");
     let mut drawn = String::new();
     if !tests.options.full {
         cargo.env(SAMPLE, seed.to_string());
-        drawn = format!("; a third of the operators' random cases; --seed {seed}");
+        drawn = format!("; a sixth of the operators' random cases; --seed {seed}");
     }
     let ended = process::run_lines(&mut cargo, &log, |line| {
         counted.line(line);

@@ -7,47 +7,63 @@ use std::path::Path;
 use anyhow::{Context as _, Result, bail, ensure};
 
 use crate::c_source;
-use crate::ggml_releases;
-use crate::workspace;
+use xtask_common::ggml_releases;
+use xtask_common::workspace;
 
 /// The table, below the root of the workspace.
-pub const TABLE: &str = "ggml-backend-vgpu/translate/releases.rs";
+pub(crate) const TABLE: &str = "ggml-backend-vgpu/translate/releases.rs";
 /// The numbers that the table refers to.
 const NUMBERS: &str = "vendor/src/versions.rs";
 /// The values of `enum ggml_prec` that the plugin knows.
 const PRECISIONS: &str = "ggml-backend-vgpu/translate/params.rs";
 
 /// Operators by the name of ggml without its prefix, each with the index of a word or a source.
-pub type Indices = BTreeSet<(String, usize)>;
+pub(crate) type Indices = BTreeSet<(String, usize)>;
 
 /// What constructors and setters write.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Written {
+pub(crate) struct Written {
     /// Words of `op_params`.
-    pub words: Indices,
+    pub(crate) words: Indices,
     /// Sources.
-    pub sources: Indices,
+    pub(crate) sources: Indices,
     /// Sources that a constructor compares with null.
-    pub nullable: Indices,
+    pub(crate) nullable: Indices,
 }
 
 /// A build of ggml.
 #[derive(Clone, Debug)]
-pub struct Build {
+pub(crate) struct Build {
     /// The minor number of its release.
-    pub minor: u32,
+    pub(crate) minor: u32,
     /// What its constructors and setters write.
-    pub written: Written,
+    pub(crate) written: Written,
     /// The values of `enum ggml_prec`.
-    pub precisions: BTreeMap<String, i64>,
+    pub(crate) precisions: BTreeMap<String, i64>,
+    /// The values of [`ENUMS`] and of the macros of [`MACROS`].
+    pub(crate) constants: BTreeMap<String, String>,
 }
+
+/// The other enums of `ggml.h` whose values are in words, and which the plugin reads by value. No
+/// release has changed one.
+const ENUMS: [&str; 6] = [
+    "ggml_op_hint",
+    "ggml_op_pool",
+    "ggml_scale_flag",
+    "ggml_scale_mode",
+    "ggml_sort_order",
+    "ggml_tri_type",
+];
+
+/// The beginnings of the names of macros whose values are in words.
+const MACROS: [&str; 2] = ["GGML_ROPE_TYPE_", "GGML_MROPE_SECTIONS"];
 
 impl Build {
     /// Reads the sources of ggml in the folder `ggml`.
     ///
     /// # Errors
     /// If a file cannot be read or understood.
-    pub fn read(ggml: &Path) -> Result<Build> {
+    pub(crate) fn read(ggml: &Path) -> Result<Build> {
         let read = |file: &str| {
             let path = ggml.join(file);
             std::fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))
@@ -55,15 +71,17 @@ impl Build {
         let version = ggml_releases::version_of(ggml)?;
         let minor = { version.split('.').nth(1) }.and_then(|minor| minor.parse().ok());
         let of = || format!("ggml {version} in {}", ggml.display());
+        let header = read("include/ggml.h")?;
         Ok(Build {
             minor: minor.with_context(|| format!("{version} is no release"))?,
             written: written(&read("src/ggml.c")?).with_context(of)?,
-            precisions: precisions(&read("include/ggml.h")?).with_context(of)?,
+            precisions: precisions(&header).with_context(of)?,
+            constants: constants(&header).with_context(of)?,
         })
     }
 
     /// Whether `enum ggml_prec` has more values than default and F32.
-    pub fn has_all_precisions(&self) -> bool {
+    pub(crate) fn has_all_precisions(&self) -> bool {
         self.precisions.keys().any(|name| !is_old(name))
     }
 }
@@ -75,26 +93,26 @@ fn is_old(name: &str) -> bool {
 
 /// Minor numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Since {
+pub(crate) struct Since {
     /// The lowest of a build with the feature.
-    pub some: u32,
+    pub(crate) some: u32,
     /// The lowest under which every build has it.
-    pub every: u32,
+    pub(crate) every: u32,
 }
 
 /// The plugin's table.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Table {
+pub(crate) struct Table {
     /// Words that some releases do not write.
-    pub added: BTreeMap<(String, usize), Since>,
+    pub(crate) added: BTreeMap<(String, usize), Since>,
     /// Sources that became optional.
-    pub optional: BTreeMap<(String, usize), Since>,
+    pub(crate) optional: BTreeMap<(String, usize), Since>,
     /// All values of `enum ggml_prec`.
-    pub precisions: Since,
+    pub(crate) precisions: Since,
     /// The values that the plugin knows.
-    pub precision_values: BTreeMap<String, i64>,
+    pub(crate) precision_values: BTreeMap<String, i64>,
     /// The lowest number under which every build writes the words of DSV4_HC_PRE.
-    pub hc_pre_has_parameters: u32,
+    pub(crate) hc_pre_has_parameters: u32,
 }
 
 impl Table {
@@ -102,7 +120,7 @@ impl Table {
     ///
     /// # Errors
     /// If a file cannot be read or understood.
-    pub fn of_workspace() -> Result<Table> {
+    pub(crate) fn of_workspace() -> Result<Table> {
         let read = |file: &str| {
             let path = workspace::root().join(file);
             std::fs::read_to_string(path).with_context(|| format!("reading {file}"))
@@ -210,7 +228,7 @@ impl Table {
 
     /// How a build contradicts the table. `newest`: a build whose nodes the plugin reads as they
     /// are.
-    pub fn contradictions(&self, newest: &Build, build: &Build) -> Vec<String> {
+    pub(crate) fn contradictions(&self, newest: &Build, build: &Build) -> Vec<String> {
         let mut found = Vec::new();
         let none = BTreeMap::new();
         let (minor, here, all) = (build.minor, &build.written, &newest.written);
@@ -265,6 +283,19 @@ impl Table {
                 Some(_) => {}
             }
         }
+        let names = { newest.constants.keys() }.chain(build.constants.keys());
+        for name in names.collect::<BTreeSet<_>>() {
+            let (here, there) = (build.constants.get(name), newest.constants.get(name));
+            if here != there {
+                let value =
+                    |value: Option<&String>| value.map_or("nothing", String::as_str).to_owned();
+                found.push(format!(
+                    "{name} is {} under 0.{minor}, and {} in the newest build",
+                    value(here),
+                    value(there)
+                ));
+            }
+        }
         for name in self.precision_values.keys() {
             let is_due = is_old(name) || minor >= self.precisions.every;
             if is_due && name != "DEFAULT" && !build.precisions.contains_key(name) {
@@ -276,7 +307,7 @@ impl Table {
 
     /// What `builds`, the newest last, contradict: each build by itself, and numbers for which no
     /// build speaks.
-    pub fn differences(&self, builds: &[Build]) -> Vec<String> {
+    pub(crate) fn differences(&self, builds: &[Build]) -> Vec<String> {
         let Some(newest) = builds.last() else {
             return vec!["there is no build".to_owned()];
         };
@@ -322,7 +353,7 @@ impl Table {
     }
 
     /// The tables that differ from this one in one place.
-    pub fn changed(&self) -> Vec<Table> {
+    pub(crate) fn changed(&self) -> Vec<Table> {
         let mut all = Vec::new();
         let mut change = |change: &dyn Fn(&mut Table)| {
             let mut table = self.clone();
@@ -538,6 +569,41 @@ fn precisions(header: &str) -> Result<BTreeMap<String, i64>> {
     values
         .filter(|values| values.len() >= 2)
         .context("a precision without a value")
+}
+
+/// The values of [`ENUMS`] and [`MACROS`] in `ggml.h`, as text, by their names. A name without a
+/// value has its position in the enum.
+fn constants(header: &str) -> Result<BTreeMap<String, String>> {
+    let mut constants = BTreeMap::new();
+    for name in ENUMS {
+        let mut lines = header.lines().map(c_source::code);
+        let begin = format!("enum {name} {{");
+        lines
+            .find(|line| *line == begin)
+            .with_context(|| format!("no enum {name}"))?;
+        let entries = lines.take_while(|line| !line.starts_with('}'));
+        let entries = entries.filter(|line| !line.is_empty());
+        for (position, line) in entries.enumerate() {
+            let line = line.trim_end_matches(',');
+            let (entry, value) = match line.split_once('=') {
+                Some((entry, value)) => (entry.trim(), value.trim().to_owned()),
+                None => (line, position.to_string()),
+            };
+            constants.insert(entry.to_owned(), value);
+        }
+    }
+    let macros = header.lines().map(c_source::code);
+    let macros = macros.filter_map(|line| line.strip_prefix("#define "));
+    for (name, value) in macros.filter_map(|line| line.split_once(' ')) {
+        if MACROS.iter().any(|start| name.starts_with(start)) {
+            constants.insert(name.to_owned(), value.trim().to_owned());
+        }
+    }
+    ensure!(
+        constants.contains_key("GGML_ROPE_TYPE_NEOX"),
+        "no kinds of ROPE"
+    );
+    Ok(constants)
 }
 
 /// Whether the line calls a function: `call` is its name with the parenthesis.
@@ -822,6 +888,49 @@ void ggml_copy(struct ggml_tensor * from, struct ggml_tensor * to) {
         assert!(precisions("").is_err());
     }
 
+    #[test]
+    fn constants_are_read_and_compared() {
+        let mut header = "#define GGML_ROPE_TYPE_NEOX   2 // note\n".to_owned();
+        for name in ENUMS {
+            header += &format!(
+                "    enum {name} {{\n        {name}_A,\n        {name}_B = (1 << 8),\n    }};\n"
+            );
+        }
+        let read = constants(&header).unwrap();
+        assert_eq!(read.len(), 2 * ENUMS.len() + 1);
+        let value = |name: &str| read.get(name).map(String::as_str);
+        assert_eq!(value("ggml_op_pool_A"), Some("0"));
+        assert_eq!(value("ggml_op_pool_B"), Some("(1 << 8)"));
+        assert_eq!(value("GGML_ROPE_TYPE_NEOX"), Some("2"));
+        assert!(constants(&header.replace("enum ggml_tri_type", "enum tri")).is_err());
+        assert!(constants(&header.replace("TYPE_NEOX", "NEOX")).is_err());
+
+        let mut newest = build(26, &[]);
+        newest.constants = read;
+        let mut older = newest.clone();
+        older.constants.insert("ggml_op_pool_B".into(), "2".into());
+        older.constants.remove("ggml_op_pool_A");
+        let since = Since {
+            some: 23,
+            every: 24,
+        };
+        let table = Table {
+            added: BTreeMap::new(),
+            optional: BTreeMap::new(),
+            precisions: since,
+            precision_values: BTreeMap::from([("F32".to_owned(), 10)]),
+            hc_pre_has_parameters: 25,
+        };
+        assert_eq!(table.contradictions(&newest, &newest), [""; 0]);
+        assert_eq!(
+            table.contradictions(&newest, &older),
+            [
+                "ggml_op_pool_A is nothing under 0.26, and 0 in the newest build",
+                "ggml_op_pool_B is 2 under 0.26, and (1 << 8) in the newest build",
+            ]
+        );
+    }
+
     /// A build under the number 0.`minor`.
     fn build(minor: u32, words: &[usize]) -> Build {
         Build {
@@ -831,6 +940,7 @@ void ggml_copy(struct ggml_tensor * from, struct ggml_tensor * to) {
                 ..Written::default()
             },
             precisions: BTreeMap::from([("F32".to_owned(), 10)]),
+            constants: BTreeMap::new(),
         }
     }
 

@@ -3,13 +3,13 @@
 use std::collections::BTreeMap;
 
 /// A line without its comment and without spaces around it.
-pub fn code(line: &str) -> &str {
+pub(crate) fn code(line: &str) -> &str {
     line.split("//").next().unwrap_or_default().trim()
 }
 
 /// The functions of a file, in which a definition begins and ends in the first column: their lines
 /// by name, the declaration included, without comments and blank lines.
-pub fn functions(source: &str) -> BTreeMap<&str, Vec<&str>> {
+pub(crate) fn functions(source: &str) -> BTreeMap<&str, Vec<&str>> {
     let mut functions = BTreeMap::new();
     let mut lines = source.lines();
     while let Some(line) = lines.next() {
@@ -43,7 +43,7 @@ pub fn functions(source: &str) -> BTreeMap<&str, Vec<&str>> {
 
 /// The constant arrays of a file whose definition begins and ends in the first column: their lines
 /// by name, without comments and blank lines.
-pub fn arrays(source: &str) -> BTreeMap<&str, Vec<&str>> {
+pub(crate) fn arrays(source: &str) -> BTreeMap<&str, Vec<&str>> {
     let mut arrays = BTreeMap::new();
     let mut lines = source.lines();
     while let Some(line) = lines.next() {

@@ -6,15 +6,15 @@ use std::process::Command;
 
 use anyhow::{Context as _, Result};
 
-use crate::cache::Cache;
-use crate::llama;
-use crate::packages;
-use crate::process;
-use crate::workspace;
+use xtask_common::cache::Cache;
+use xtask_common::llama;
+use xtask_common::packages;
+use xtask_common::process;
+use xtask_common::workspace;
 
 /// A library in `tests/programs`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Library {
+pub(crate) enum Library {
     /// Loads all backends there are before the program begins.
     LoadBackends,
     /// The same, and prints all debug messages of ggml and llama.cpp on standard output.
@@ -36,7 +36,7 @@ impl Library {
     ///
     /// # Errors
     /// If there is no C compiler, or the compilation fails.
-    pub fn build(self, cache: &Cache, bin: &Path) -> Result<PathBuf> {
+    pub(crate) fn build(self, cache: &Cache, bin: &Path) -> Result<PathBuf> {
         packages::compiler(cache)?;
         let source = workspace::root().join("tests/programs").join(self.source());
         let folder = workspace::root().join("target/preload");
@@ -68,6 +68,6 @@ impl Library {
 }
 
 /// Has a program load the library before anything else.
-pub fn set(command: &mut Command, library: &Path) {
+pub(crate) fn set(command: &mut Command, library: &Path) {
     command.env("LD_PRELOAD", library);
 }
