@@ -50,8 +50,7 @@ project(ggml-release C CXX)
 add_subdirectory(${GGML_SOURCE} ggml)
 ";
 
-/// The first build of [`RELEASES`] whose `test-llama-archs` has a model of DeepSeek-V4. libllama has
-/// the architecture before.
+/// The first build of [`RELEASES`] whose `test-llama-archs` has a model of DeepSeek-V4.
 const FIRST_WITH_DEEPSEEK: u32 = 10603;
 
 /// A build of llama.cpp with the release of ggml that it names.
@@ -404,16 +403,10 @@ impl Release {
         Ok(root.join("bin"))
     }
 
-    /// The source of a `test-llama-archs` with DeepSeek-V4 for the libllama of this release: that
-    /// of the release, or of the first one that does not leave the architecture out.
-    fn archs_program(&self, cache: &Cache) -> Result<PathBuf> {
-        let with_deepseek = |release: &&Release| release.build >= FIRST_WITH_DEEPSEEK;
-        let first = RELEASES.iter().find(with_deepseek);
-        let release = match first {
-            Some(first) if self.build < first.build => first,
-            _ => self,
-        };
-        Ok(release.source(cache)?.join("tests/test-llama-archs.cpp"))
+    /// Whether the `test-llama-archs` of this release has a model of DeepSeek-V4. That of b10488
+    /// leaves it out, since the libllama of b10488 cannot save such a model.
+    pub fn tests_deepseek_v4(&self) -> bool {
+        self.build >= FIRST_WITH_DEEPSEEK
     }
 
     /// The folder of `test-llama-archs` with libllama and the libraries of this release, built
@@ -435,7 +428,7 @@ impl Release {
             ));
             let told = (&progress, log.as_path());
             llama::build_bare((&tools, &source), dir, &[], llama::LIBLLAMA, told)?;
-            let program = self.archs_program(cache)?;
+            let program = source.join("tests/test-llama-archs.cpp");
             let bin = dir.join("bin");
             llama::compile_archs((&program, &source), &dir.join("archs"), &bin, told)?;
             progress.done("");

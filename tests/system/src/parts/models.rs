@@ -10,7 +10,7 @@ use anyhow::{Context as _, Result, bail, ensure};
 use crate::ops::DEVICE;
 use crate::preload::{self, Library};
 use xtask_common::dist::Dist;
-use xtask_common::ggml_releases;
+use xtask_common::ggml_releases::{self, Release};
 use xtask_common::llama;
 use xtask_common::model::FileType;
 use xtask_common::node_llama::{self, Backend};
@@ -44,7 +44,8 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
         let build = |b: &TestRun<'_>| llama::newest_archs(b.cache);
         deepseek_v4(tests, &dist, (llama::NEWEST_RELEASE, Logs::Option), build);
     }
-    for release in ggml_releases::RELEASES {
+    let with_deepseek = |release: &&Release| release.tests_deepseek_v4();
+    for release in ggml_releases::RELEASES.iter().filter(with_deepseek) {
         if tests.options.wants_build(release, false) {
             let version = (release.name(), Logs::Preloaded);
             let build = |b: &TestRun<'_>| release.archs(b.cache);
