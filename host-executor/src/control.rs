@@ -14,16 +14,18 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 use tracing::{debug, error};
-use vgpu_transport::link::socket_file::{SocketFile, bind_stream};
+use vgpu_transport::link::socket_file::{SocketFile, bind_stream, connect_stream};
 
 use crate::status::{Report, Status, StatusHandle};
 
 /// Permissions of the socket.
 const MODE: u32 = 0o600;
 
-/// How long a client may take to send its command, and to take the answer.
+/// How long a client may take to send its command, and to take the answer; and how long an executor
+/// may take to accept a client.
 const CLIENT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Longest command in bytes.
@@ -61,6 +63,15 @@ pub enum ControlError {
     /// Nothing listens at the socket, this user may not connect, or the socket fails.
     #[error(transparent)]
     Socket(#[from] io::Error),
+    /// The executor accepts no client.
+    #[error(
+        "no connection within {limit:?}: as many clients wait as its socket takes, and the executor \
+         accepts none; vgpu is stopped, or hangs"
+    )]
+    Busy {
+        /// How long this process has waited.
+        limit: Duration,
+    },
     /// The answer takes too long.
     #[error("no complete answer in time, {bytes} bytes so far")]
     Late {
@@ -194,16 +205,17 @@ pub fn reload(path: &Path) -> Result<ReloadOutcome, ControlError> {
     ask(path, "reload", ANSWER_TIMEOUT, MAX_ANSWER)
 }
 
-/// Reads up to the end of the stream, of a peer that may send forever.
+/// Reads up to the end of the stream, of a peer that may send forever, and appends the bytes to
+/// `answer`.
 ///
 /// # Errors
 /// The answer is not complete at `deadline`, is longer than `limit` bytes, or the socket fails.
 fn read_answer(
     mut socket: &UnixStream,
+    answer: &mut Vec<u8>,
     deadline: Instant,
     limit: usize,
-) -> Result<Vec<u8>, ControlError> {
-    let mut answer = Vec::new();
+) -> Result<(), ControlError> {
     let mut part = [0; 16 << 10];
     loop {
         let bytes = answer.len();
@@ -213,7 +225,7 @@ fn read_answer(
         }
         socket.set_read_timeout(Some(left))?;
         match socket.read(&mut part) {
-            Ok(0) => return Ok(answer),
+            Ok(0) => return Ok(()),
             Ok(count) => answer.extend_from_slice(&part[..count]),
             // The deadline has passed in the read.
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
@@ -234,11 +246,61 @@ fn ask<T: for<'de> Deserialize<'de>>(
     timeout: Duration,
     limit: usize,
 ) -> Result<T, ControlError> {
-    let mut socket = UnixStream::connect(path)?;
+    let deadline = Instant::now() + timeout;
+    let socket = send(path, command, timeout)?;
+    let mut answer = Vec::new();
+    read_answer(&socket, &mut answer, deadline, limit)?;
+    serde_json::from_slice(&answer).map_err(ControlError::Invalid)
+}
+
+/// Connects within `timeout`, and [`CLIENT_TIMEOUT`] at most, and sends a command.
+fn send(path: &Path, command: &str, timeout: Duration) -> Result<UnixStream, ControlError> {
+    let limit = timeout.min(CLIENT_TIMEOUT);
+    let mut socket = match connect_stream(path, Instant::now() + limit) {
+        Ok(socket) => socket,
+        Err(Errno::AGAIN) => return Err(ControlError::Busy { limit }),
+        Err(error) => return Err(ControlError::Socket(error.into())),
+    };
     socket.set_write_timeout(Some(CLIENT_TIMEOUT))?;
     socket.write_all(format!("{command}\n").as_bytes())?;
-    let answer = read_answer(&socket, Instant::now() + timeout, limit)?;
-    serde_json::from_slice(&answer).map_err(ControlError::Invalid)
+    Ok(socket)
+}
+
+/// A process that starts, and answers when it serves. One connection at a time asks it, since each
+/// takes a place among those that the process has not accepted.
+#[derive(Default)]
+pub(crate) struct StartingProcess {
+    question: Option<UnixStream>,
+    answer: Vec<u8>,
+}
+
+impl StartingProcess {
+    /// Waits up to `timeout` for an answer of the process whose control socket is `path`. Returns
+    /// whether it has answered. A process that does not listen yet is asked at the next call.
+    pub(crate) fn has_answered(&mut self, path: &Path, timeout: Duration) -> bool {
+        let question = match self.question.take() {
+            Some(question) => question,
+            None => match send(path, "report", timeout) {
+                Ok(question) => question,
+                Err(_) => return false,
+            },
+        };
+        let deadline = Instant::now() + timeout;
+        match read_answer(&question, &mut self.answer, deadline, MAX_REPORT) {
+            Ok(()) => {
+                let answer = std::mem::take(&mut self.answer);
+                serde_json::from_slice::<Report>(&answer).is_ok()
+            }
+            Err(ControlError::Late { .. }) => {
+                self.question = Some(question);
+                false
+            }
+            Err(_) => {
+                self.answer.clear();
+                false
+            }
+        }
+    }
 }
 
 #[cfg(test)]
@@ -250,14 +312,18 @@ mod tests {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
         let later = || Instant::now() + Duration::from_secs(60);
         theirs.write_all(&[b'x'; 100]).unwrap();
-        let error = read_answer(&ours, later(), 99).unwrap_err();
+        let read = |socket: &UnixStream, deadline, limit| {
+            let mut answer = Vec::new();
+            read_answer(socket, &mut answer, deadline, limit).map(|()| answer)
+        };
+        let error = read(&ours, later(), 99).unwrap_err();
         let is_expected = matches!(error, ControlError::TooLong { limit: 99 });
         assert!(is_expected, "{error}");
 
         // A byte now and then does not extend the time.
         let slow = thread::spawn(move || while theirs.write_all(b"x").is_ok() {});
         let soon = Instant::now() + Duration::from_millis(100);
-        let error = read_answer(&ours, soon, usize::MAX).unwrap_err();
+        let error = read(&ours, soon, usize::MAX).unwrap_err();
         assert!(matches!(error, ControlError::Late { .. }), "{error}");
         drop(ours);
         slow.join().unwrap();
@@ -265,13 +331,64 @@ mod tests {
         // A peer that says nothing: the read itself waits until the deadline.
         let (ours, silent) = UnixStream::pair().unwrap();
         let soon = Instant::now() + Duration::from_millis(20);
-        let error = read_answer(&ours, soon, 99).unwrap_err();
+        let error = read(&ours, soon, 99).unwrap_err();
         assert!(matches!(error, ControlError::Late { bytes: 0 }), "{error}");
         drop(silent);
 
         let (ours, mut theirs) = UnixStream::pair().unwrap();
         theirs.write_all(b"{}").unwrap();
         drop(theirs);
-        assert_eq!(read_answer(&ours, later(), 2).unwrap(), b"{}");
+        assert_eq!(read(&ours, later(), 2).unwrap(), b"{}");
+    }
+    /// A listener that never accepts, with as many connections as the kernel queues.
+    fn full(path: &Path) -> (UnixListener, SocketFile, Vec<UnixStream>) {
+        let (listener, file) = bind(path).unwrap();
+        let mut queued = Vec::new();
+        while let Ok(queue) = connect_stream(path, Instant::now()) {
+            queued.push(queue);
+        }
+        (listener, file, queued)
+    }
+
+    #[test]
+    fn process_that_accepts_nobody_is_not_waited_for_without_end() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("control.sock");
+        let (listener, _file, queued) = full(&path);
+        assert!(queued.len() > 100, "{}", queued.len());
+        let error = status(&path).unwrap_err();
+        assert!(matches!(error, ControlError::Busy { .. }), "{error}");
+        let limit = Duration::from_millis(20);
+        let error = report(&path, limit).unwrap_err();
+        assert!(matches!(error, ControlError::Busy { limit: l } if l == limit), "{error}");
+        // A place that becomes free meanwhile is taken.
+        let client = { let path = path.clone(); thread::spawn(move || status(&path)) };
+        thread::sleep(Duration::from_millis(50));
+        drop(queued);
+        drop(listener);
+        let error = client.join().unwrap().unwrap_err();
+        assert!(!matches!(error, ControlError::Busy { .. }), "{error}");
+    }
+
+    #[test]
+    fn process_that_starts_is_asked_by_one_connection() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("control.sock");
+        let mut process = StartingProcess::default();
+        let pause = Duration::from_millis(1);
+        assert!(!process.has_answered(&path, pause));
+        let (listener, _file) = bind(&path).unwrap();
+        for _ in 0..10 {
+            assert!(!process.has_answered(&path, pause));
+        }
+        let (client, _) = listener.accept().unwrap();
+        listener.set_nonblocking(true).unwrap();
+        let error = listener.accept().unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
+        // One that ends without an answer is asked again.
+        drop(client);
+        assert!(!process.has_answered(&path, pause));
+        assert!(!process.has_answered(&path, pause));
+        assert!(listener.accept().is_ok());
     }
 }

@@ -18,7 +18,7 @@ use super::log_pipe::LogPipe;
 use super::process::{ExitReason, spawn};
 use super::state::{MakeMachine, Shared, VmProcess};
 use super::vm_files::VmFiles;
-use crate::control;
+use crate::control::StartingProcess;
 
 /// How long the supervisor waits for the process of a virtual machine to listen before it goes on.
 const READY_TIMEOUT: Duration = Duration::from_secs(10);
@@ -61,7 +61,8 @@ pub(super) fn start(
     };
     let start = Instant::now();
     // The process opens its sockets before it starts its engine, and answers when it serves.
-    while control::report(control, ANSWER_TIMEOUT).is_err() {
+    let mut starting = StartingProcess::default();
+    while !starting.has_answered(control, ANSWER_TIMEOUT) {
         if let Some(status) = process.child.try_wait()? {
             shared.processes().machines.remove(&id);
             process.log.finish();

@@ -2,8 +2,10 @@
 #![forbid(unsafe_code)]
 
 use std::os::fd::OwnedFd;
-use std::os::unix::net::UnixListener;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use rustix::fs::{FileType, Mode};
 use rustix::io::Errno;
@@ -14,6 +16,9 @@ pub const DEFAULT_MODE: u32 = 0o660;
 
 /// Connections that the kernel queues until the process accepts them.
 const BACKLOG: i32 = 128;
+
+/// Pause before the next attempt to connect to a listener whose queue is full.
+const RETRY_PAUSE: Duration = Duration::from_millis(5);
 
 /// Why a process cannot listen at a path.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -133,6 +138,35 @@ pub fn remove_stale(path: &Path, kind: SocketType) -> Result<(), SocketFileError
 pub(super) fn socket(kind: SocketType) -> Result<OwnedFd, Errno> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     rustix::net::socket_with(AddressFamily::UNIX, kind, flags, None)
+}
+
+/// Connects to the stream socket at `path`, and waits until `deadline` if the queue of its listener
+/// is full. The result blocks.
+///
+/// # Errors
+///
+/// [`Errno::AGAIN`] if the queue is still full at `deadline`: its process accepts nobody. Otherwise
+/// the error of the system call.
+pub fn connect_stream(path: &Path, deadline: Instant) -> Result<UnixStream, Errno> {
+    let socket = socket(SocketType::STREAM)?;
+    connect_until(&socket, path, deadline)?;
+    rustix::io::ioctl_fionbio(&socket, false)?;
+    Ok(socket.into())
+}
+
+/// As [`connect`], and waits until `deadline` if the queue of the listener is full. Then the error
+/// is [`Errno::AGAIN`].
+pub(super) fn connect_until(
+    socket: &OwnedFd,
+    path: &Path,
+    deadline: Instant,
+) -> Result<(), Errno> {
+    loop {
+        match connect(socket, path) {
+            Err(Errno::AGAIN) if Instant::now() < deadline => thread::sleep(RETRY_PAUSE),
+            outcome => return outcome,
+        }
+    }
 }
 
 /// Connects to the socket at `path`.

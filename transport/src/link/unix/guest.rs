@@ -127,20 +127,14 @@ pub fn connect(path: &Path, timeout: Duration) -> Result<WindowGuest, UnixConnec
         },
     };
 
-    let socket = loop {
-        let socket = socket_file::socket(SocketType::SEQPACKET)
-            .map_err(LinkError::system("creating a socket"))
-            .map_err(|error| failed(error.into()))?;
-        match socket_file::connect(&socket, &path) {
-            Ok(()) => break socket,
-            // The backlog of the listener is full.
-            Err(Errno::AGAIN) if Instant::now() < deadline => {
-                std::thread::sleep(Duration::from_millis(5));
-            }
-            Err(Errno::AGAIN) => return Err(late()),
-            Err(error) => return Err(not_connected(path, error)),
-        }
-    };
+    let socket = socket_file::socket(SocketType::SEQPACKET)
+        .map_err(LinkError::system("creating a socket"))
+        .map_err(|error| failed(error.into()))?;
+    match socket_file::connect_until(&socket, &path, deadline) {
+        Ok(()) => {}
+        Err(Errno::AGAIN) => return Err(late()),
+        Err(error) => return Err(not_connected(path, error)),
+    }
 
     let hello: [u64; HELLO_WORDS] = [packet::MAGIC, layout::VERSION, layout::VERSION, 0];
     packet::send(&socket, &hello, &[], deadline).map_err(failed)?;
