@@ -84,7 +84,7 @@ pub use peer::{Peer, Process};
 pub use policy::{LinkKind, ParseLinkKindError, Policy};
 pub use pool::PoolError;
 #[cfg(feature = "server")]
-pub use process_limits::ProcessLimitsError;
+pub use process_limits::{ProcessLimitsError, raise_descriptors};
 #[cfg(feature = "server")]
 pub use server::{DUMP_TARGET, Health, Server, SessionInfo, Shutdown, log_dump};
 pub use session::{RejectReason, Session, SessionEnd, Violation};

@@ -65,8 +65,8 @@ impl Limits {
     }
 }
 
-/// Raises the limit of descriptors. Returns the limit.
-fn raise_descriptors() -> usize {
+/// Raises the limit of descriptors of this process as far as the kernel permits. Returns the limit.
+pub fn raise_descriptors() -> usize {
     let limit = getrlimit(Resource::Nofile);
     let wanted = limit.maximum.unwrap_or(MAX_DESCRIPTORS);
     let raised = Rlimit {

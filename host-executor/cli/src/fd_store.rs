@@ -12,17 +12,17 @@ use std::os::fd::{OwnedFd, RawFd};
 use std::os::unix::net::UnixDatagram;
 use std::os::unix::process::CommandExt as _;
 use std::process::{Child, Command, Stdio};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, anyhow};
 use clap::Parser;
 use command_fds::{CommandFdExt as _, FdMapping};
-use rustix::process::{Pid, Signal};
-use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
+use rustix::process::{Pid, Signal, kill_process};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1};
+use signal_hook::iterator::Signals;
 use tempfile::TempDir;
 use vgpu_executor::isolate::FileSupervisor;
+use vgpu_executor::raise_descriptors;
 use vgpu_transport::link::credentials::{self, PeerCredentials};
 
 use crate::own_program::{OWN_PROGRAM, check_supervisor};
@@ -45,8 +45,14 @@ const MAX_PAUSE: Duration = Duration::from_secs(5);
 /// An executor that has lived shorter than this has died early.
 const EARLY: Duration = Duration::from_secs(10);
 
+/// Signals within this time of the first one count as one, as in `vgpu serve`.
+const SAME_SIGNAL: Duration = Duration::from_millis(500);
+
+/// How long an executor may live on that was told a second time to end. Then it is killed.
+const KILL_AFTER: Duration = Duration::from_secs(4);
+
 /// Runs a command such as `vgpu serve`, restarts the command when it dies, and keeps the file
-/// descriptors of virtual machines for it.
+/// descriptors of virtual machines for it. Passes SIGTERM, SIGINT (as SIGTERM) and SIGHUP on.
 ///
 /// Only file descriptors from the process of the command are kept, none from a process that the
 /// command starts. Under systemd this command is not needed: FileDescriptorStoreMax= and Restart=
@@ -75,14 +81,10 @@ pub(crate) struct ExecArgs {
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
-    let signal = Arc::new(AtomicUsize::new(0));
-    for number in [SIGTERM, SIGINT] {
-        signal_hook::flag::register_usize(number, Arc::clone(&signal), number as usize)
-            .context("signals cannot be caught")?;
-    }
-    // The signal asks the executor for a dump. Sent to all processes of a unit, it must not end
-    // this one.
-    signal_hook::flag::register(SIGUSR1, Arc::default()).context("signals cannot be caught")?;
+    let mut signals = ReceivedSignals::catch()?;
+    // Each file needs a descriptor here, and one of the same number in the executor, which inherits
+    // the limit.
+    raise_descriptors();
     let (supervisor, mut stored) = match &args.supervised {
         Some(version) => {
             check_supervisor("fd-store", Some(version))?;
@@ -94,13 +96,6 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     };
     let socket = NotifySocket::open(supervisor)?;
     let mut pause = MIN_PAUSE;
-    let rest = |child: u32, pause: Duration, stored: &mut Vec<(String, OwnedFd)>| {
-        let until = Instant::now() + pause;
-        while Instant::now() < until && signal.load(Ordering::Relaxed) == 0 {
-            socket.receive(child, stored); // messages that the dead executor has sent
-        }
-        signal.load(Ordering::Relaxed) != 0
-    };
     loop {
         let started = Instant::now();
         let mut child = match start(&args.command, &socket, &stored) {
@@ -115,7 +110,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
                     stored.len(),
                     pause.as_millis()
                 ));
-                match rest(0, pause, &mut stored) {
+                match socket.rest(0, pause, &mut stored, &mut signals) {
                     true => return Ok(()),
                     false => continue,
                 }
@@ -126,14 +121,15 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             child.id(),
             args.command.join(" ")
         ));
-        let mut forwarded = 0;
         let status = loop {
             socket.receive(child.id(), &mut stored);
-            let received = signal.load(Ordering::Relaxed);
-            if received != forwarded {
-                forwarded = received;
+            for signal in signals.take() {
                 // The child has not been waited for, so the pid is its own.
-                let _ = rustix::process::kill_process(Pid::from_child(&child), Signal::TERM);
+                let _ = kill_process(Pid::from_child(&child), signal);
+            }
+            if signals.kill_is_due() {
+                log(&format!("pid {} does not end, and is killed", child.id()));
+                let _ = child.kill();
             }
             match child.try_wait() {
                 Ok(None) => {}
@@ -148,7 +144,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
                 }
             }
         };
-        match after(status.success(), forwarded != 0, stored.len()) {
+        match after(status.success(), signals.is_told(), stored.len()) {
             After::End => return Ok(()),
             After::Fail => return Err(anyhow!("{} ended with {status}", args.command[0])),
             After::Restart => {}
@@ -165,9 +161,63 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             stored.len(),
             pause.as_millis()
         ));
-        if rest(child.id(), pause, &mut stored) {
+        if socket.rest(child.id(), pause, &mut stored, &mut signals) {
             return Ok(());
         }
+    }
+}
+
+/// The signals that this process receives.
+struct ReceivedSignals {
+    signals: Signals,
+    /// When this process was told to end.
+    told: Option<Instant>,
+    /// When the executor is killed: this process was told twice to end.
+    kill_at: Option<Instant>,
+}
+
+impl ReceivedSignals {
+    /// Catches the signals from now on. SIGUSR1 asks the executor for a dump. This signal and
+    /// SIGQUIT, sent to all processes of a unit or a terminal, must not end a process that keeps
+    /// files. No signal is ignored: the executor would inherit that.
+    fn catch() -> anyhow::Result<ReceivedSignals> {
+        let signals = Signals::new([SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGUSR1]);
+        Ok(ReceivedSignals {
+            signals: signals.context("signals cannot be caught")?,
+            told: None,
+            kill_at: None,
+        })
+    }
+
+    /// The signals since the last call that the executor is to receive, too.
+    fn take(&mut self) -> Vec<Signal> {
+        let mut signals = Vec::new();
+        for number in self.signals.pending() {
+            match number {
+                SIGTERM | SIGINT => {
+                    let now = Instant::now();
+                    let told = *self.told.get_or_insert(now);
+                    if now.duration_since(told) >= SAME_SIGNAL && self.kill_at.is_none() {
+                        self.kill_at = Some(now + KILL_AFTER);
+                    }
+                    signals.push(Signal::TERM);
+                }
+                SIGHUP => signals.push(Signal::HUP),
+                _ => {}
+            }
+        }
+        signals
+    }
+
+    /// Whether this process was told to end.
+    fn is_told(&self) -> bool {
+        self.told.is_some()
+    }
+
+    /// Whether the executor is to be killed now. True once.
+    fn kill_is_due(&mut self) -> bool {
+        let now = Instant::now();
+        self.kill_at.take_if(|at| *at <= now).is_some()
     }
 }
 
@@ -273,6 +323,26 @@ impl NotifySocket {
             folder,
             supervisor,
         })
+    }
+
+    /// Waits for `pause`, or until this process is told to end, and receives what the dead executor
+    /// has sent. Returns whether this process is to end.
+    fn rest(
+        &self,
+        executor: u32,
+        pause: Duration,
+        stored: &mut Vec<(String, OwnedFd)>,
+        signals: &mut ReceivedSignals,
+    ) -> bool {
+        let until = Instant::now() + pause;
+        loop {
+            // The next executor reads the configuration again, so no SIGHUP is kept for it.
+            signals.take();
+            if signals.is_told() || Instant::now() >= until {
+                return signals.is_told();
+            }
+            self.receive(executor, stored);
+        }
     }
 
     /// Waits up to [`POLL_INTERVAL`] for a message, and carries it out if the process `executor`

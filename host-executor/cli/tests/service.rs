@@ -161,6 +161,64 @@ fn fd_store_survives_the_replacement_of_its_program() {
     store.wait().expect("a child");
 }
 
+/// `vgpu fd-store` ends when it is told to end, and by no other signal. The executor receives the
+/// signals that are for it, each of them.
+#[test]
+fn fd_store_passes_signals_on() {
+    let scratch = Scratch::new("fd-store-signals");
+    let seen = scratch.path().join("seen");
+    let script = format!(
+        "for s in HUP TERM; do trap \"echo $s >> {0}\" $s; done; ulimit -Sn >> {0}; \
+         while :; do sleep 0.05; done",
+        seen.display()
+    );
+    let mut store = Command::new("/bin/sh");
+    store
+        .args(["-c", "ulimit -Sn 64; exec \"$0\" fd-store -- /bin/sh -c \"$1\""])
+        .arg(env!("CARGO_BIN_EXE_vgpu"))
+        .arg(&script)
+        .stdin(Stdio::null())
+        .stderr(Stdio::null());
+    let mut store = store.spawn().expect("it starts");
+    let pid = Pid::from_child(&store);
+    let seen = || fs::read_to_string(&seen).unwrap_or_default();
+    let mut wait_until = |what: &str, is_there: &dyn Fn(&str) -> bool| {
+        let start = Instant::now();
+        while !is_there(&seen()) {
+            let ended = store.try_wait().expect("a child");
+            assert!(ended.is_none(), "{what}: fd-store has ended with {ended:?}");
+            assert!(start.elapsed() < TIMEOUT, "{what}: {}", seen());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    };
+    let count = |text: &str, signal: &str| text.lines().filter(|line| *line == signal).count();
+    wait_until("a limit", &|text| text.ends_with('\n'));
+    let limit = seen();
+    let limit = limit.trim();
+    let hard = rustix::process::getrlimit(rustix::process::Resource::Nofile).maximum;
+    let is_raised = limit == "unlimited" || limit.parse().is_ok_and(|limit: u64| limit > 64);
+    assert!(is_raised || hard.is_some_and(|hard| hard <= 64), "{limit}");
+    let send = |signal| kill_process(pid, signal).expect("a process");
+    send(Signal::QUIT);
+    send(Signal::USR1);
+    send(Signal::HUP);
+    wait_until("SIGHUP", &|text| count(text, "HUP") == 1);
+    send(Signal::HUP);
+    wait_until("a second SIGHUP", &|text| count(text, "HUP") == 2);
+    send(Signal::TERM);
+    wait_until("SIGTERM", &|text| count(text, "TERM") == 1);
+    // Later than signals that count as one.
+    std::thread::sleep(Duration::from_millis(600));
+    send(Signal::TERM);
+    wait_until("a second SIGTERM", &|text| count(text, "TERM") == 2);
+    // This executor never ends by itself.
+    let start = Instant::now();
+    while store.try_wait().expect("a child").is_none() {
+        assert!(start.elapsed() < TIMEOUT, "the executor is not killed");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
 /// The files of `vm1` in the output of `vgpu dump`.
 const KEPT: &str =
     "files kept by the service manager: vgpu-vm1-bell, vgpu-vm1-line, vgpu-vm1-memory";
