@@ -205,6 +205,9 @@ impl Supervised {
         };
         let timeouts = Timeouts {
             end: timeout,
+            ready: timeout,
+            machine_end: timeout,
+            machine_kill: timeout,
             ..Timeouts::default()
         };
         let limits = Limits::default().handshakes;
@@ -357,6 +360,24 @@ fn a_dump_has_the_sessions_of_the_workers_and_names_a_worker_that_does_not_answe
         worker.answer_dump(u64::MAX, "late".into());
         assert!(!worker.has_dump(u64::MAX));
     }
+    test.shutdown();
+}
+
+#[test]
+fn shutdown_does_not_wait_for_the_process_of_a_virtual_machine_without_end() {
+    let mut test = Supervised::new(SOON, &[]);
+    let supervisor = test.supervisor.as_mut().expect("it runs");
+    let (socket, control) = (test.folder.path().join("vm"), test.folder.path().join("control"));
+    // A process that no signal but SIGKILL ends.
+    let command = || {
+        let mut command = Command::new("/bin/sh");
+        command.args(["-c", "trap '' TERM; exec sleep 600"]);
+        command
+    };
+    let started = supervisor.start_vm("vm1", Box::new(command), &socket, &control);
+    started.expect("it starts");
+    let machines = { &test.shared().processes().machines }.len();
+    assert_eq!(machines, 1);
     test.shutdown();
 }
 

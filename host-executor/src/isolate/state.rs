@@ -37,13 +37,21 @@ pub type MakeCommand = Box<dyn Fn(Option<u64>) -> process::Command + Send + Sync
 /// Makes the command of a process that serves a virtual machine.
 pub type MakeMachine = Box<dyn Fn() -> process::Command + Send + Sync>;
 
-/// How long a supervisor waits for workers, which a guest may have taken over.
+/// How long a supervisor waits for processes, which a guest may have taken over.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Timeouts {
     /// For the end of a process that has been told to end. Then it is killed.
     pub(super) end: Duration,
     /// For a worker that tells a guest why it is rejected.
     pub(super) rejection: Duration,
+    /// For the process of a virtual machine to listen, before the supervisor goes on.
+    pub(super) ready: Duration,
+    /// At a shutdown, for the process of a virtual machine, whose executor itself gives up 10 s
+    /// after its last progress. Then the process is told again.
+    pub(super) machine_end: Duration,
+    /// From then on, before the process is killed. The process kills an executor 4 s after it was
+    /// told again.
+    pub(super) machine_kill: Duration,
 }
 
 impl Default for Timeouts {
@@ -51,6 +59,9 @@ impl Default for Timeouts {
         Timeouts {
             end: Duration::from_secs(10),
             rejection: Duration::from_secs(30),
+            ready: Duration::from_secs(10),
+            machine_end: Duration::from_secs(15),
+            machine_kill: Duration::from_secs(6),
         }
     }
 }

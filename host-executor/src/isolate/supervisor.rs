@@ -4,13 +4,14 @@
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
-use rustix::process::Signal;
-use tracing::warn;
+use rustix::process::{Signal, kill_process};
+use tracing::{error, warn};
 use vgpu_transport::link::stream::tls::CertificateFiles;
 
 use super::partition::{Partition, Resources};
-use super::state::{MakeCommand, MakeMachine, Shared, Timeouts};
+use super::state::{MakeCommand, MakeMachine, Processes, Shared, Timeouts};
 use super::vm_process::StartVmError;
 use super::{admission, certificates, ipc, vm_process};
 use crate::limits::HandshakeLimits;
@@ -18,6 +19,10 @@ use crate::listener::threads::ListenerThreads;
 use crate::listener::{ListenerId, SocketListener};
 use crate::status::StatusHandle;
 use crate::tenant_registry::QuotaError;
+
+/// How long a shutdown waits for processes that were killed. One that is in a call of the kernel
+/// ends when the call does.
+const AFTER_KILL: Duration = Duration::from_secs(2);
 
 /// Starts a worker for each guest.
 pub struct Supervisor {
@@ -156,24 +161,76 @@ impl Supervisor {
     }
 
     /// Closes the listeners, lets each worker complete its requests and tell its guest, and returns
-    /// when all processes have ended.
+    /// when all processes have ended. Processes that do not end are killed; one that the kernel does
+    /// not end is left alone, with a line in the log.
     pub fn shutdown(mut self) {
         self.shared.stop.set();
         self.listeners.close_all();
         self.shared.wake_waiters();
         let mut processes = self.shared.processes();
         processes.workers.values().for_each(|w| w.ipc.close());
-        for machine in processes.machines.values() {
-            // The process is in the list, so it has not been waited for, and the pid is still its
-            // own.
-            let _ = rustix::process::kill_process(machine.pid, Signal::TERM);
-        }
+        signal_machines(&processes, Signal::TERM, None);
+        let timeouts = &self.shared.timeouts;
+        let (start, kill) = (Instant::now(), timeouts.machine_end + timeouts.machine_kill);
+        // Each worker has a thread that kills it, if need be.
+        let last = kill.max(timeouts.end) + AFTER_KILL;
+        let mut steps = [
+            (timeouts.machine_end, Some(Signal::TERM)),
+            (kill, Some(Signal::KILL)),
+            (last, None),
+        ]
+        .into_iter()
+        .peekable();
         while !processes.workers.is_empty() || !processes.machines.is_empty() {
-            processes = processes.wait(&self.shared.changed);
+            let Some((at, signal)) = steps.peek() else {
+                log_left(&processes);
+                break;
+            };
+            let left = at.saturating_sub(start.elapsed());
+            if left.is_zero() {
+                if let Some(signal) = signal {
+                    signal_machines(&processes, *signal, Some(*at));
+                }
+                steps.next();
+                continue;
+            }
+            processes = processes.wait_timeout(&self.shared.changed, left);
         }
         drop(processes);
         self.shared.handshakes.close();
     }
+}
+
+/// Sends a signal to the processes of virtual machines. `late`: they should have ended within this
+/// time, and the log says so.
+fn signal_machines(processes: &Processes, signal: Signal, late: Option<Duration>) {
+    for machine in processes.machines.values() {
+        if let Some(time) = late {
+            let what = match signal {
+                Signal::KILL => "killed",
+                _ => "told again",
+            };
+            error!(
+                vm = machine.name,
+                pid = machine.pid.as_raw_nonzero(),
+                "its process does not end within {time:?}, and is {what}"
+            );
+        }
+        // The process is in the list, so it has not been waited for, and the pid is still its own.
+        let _ = kill_process(machine.pid, signal);
+    }
+}
+
+/// Logs the processes that do not end.
+fn log_left(processes: &Processes) {
+    let machines = processes.machines.values();
+    let machines = machines.map(|machine| machine.pid.as_raw_nonzero().get().to_string());
+    let workers = processes.workers.values().filter_map(|worker| worker.pid);
+    let pids: Vec<String> = machines.chain(workers.map(|pid| pid.to_string())).collect();
+    error!(
+        "the kernel does not end the processes {}: a call of a driver does not return",
+        pids.join(", ")
+    );
 }
 
 /// Says whether a supervisor makes progress.

@@ -20,9 +20,6 @@ use super::state::{MakeMachine, Shared, VmProcess};
 use super::vm_files::VmFiles;
 use crate::control::StartingProcess;
 
-/// How long the supervisor waits for the process of a virtual machine to listen before it goes on.
-const READY_TIMEOUT: Duration = Duration::from_secs(10);
-
 /// Pause before the process of a virtual machine is started again: at first, and at most. Doubled
 /// while processes end early.
 const MIN_PAUSE: Duration = Duration::from_millis(100);
@@ -68,7 +65,7 @@ pub(super) fn start(
             process.log.finish();
             return Err(StartVmError::Ended(status));
         }
-        if start.elapsed() > READY_TIMEOUT {
+        if start.elapsed() > shared.timeouts.ready {
             break; // The log of the process says why it does not listen.
         }
         thread::sleep(Duration::from_millis(10));
