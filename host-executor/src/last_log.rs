@@ -8,17 +8,18 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
 
-use crate::service;
+use crate::{log_queue, service};
 
 /// How long the end of the process waits for the log.
 pub(crate) const LOG_PATIENCE: Duration = Duration::from_secs(2);
 
-/// Calls `log` on a thread of its own. Waits until `log` has returned, but no longer than
-/// [`LOG_PATIENCE`].
+/// Calls `log` on a thread of its own. Waits until `log` has returned and its lines are written, but
+/// no longer than [`LOG_PATIENCE`].
 pub(crate) fn log_in_time(log: impl FnOnce() + Send + 'static) {
     let (done, logged) = mpsc::sync_channel::<()>(1);
     let work = move || {
         log();
+        log_queue::flush();
         drop(done);
     };
     // Without a thread the closure is dropped, which ends the wait.
@@ -28,7 +29,8 @@ pub(crate) fn log_in_time(log: impl FnOnce() + Send + 'static) {
     let _ = logged.recv_timeout(LOG_PATIENCE);
 }
 
-/// Ends the process with `status` when `log` has returned, or after two seconds. Destructors and
+/// Ends the process with `status` when `log` has returned and its lines are written, or after two
+/// seconds. Destructors and
 /// exit handlers, which a hanging driver could block, do not run.
 pub fn end_with_last_log(status: i32, log: impl FnOnce() + Send + 'static) -> ! {
     log_in_time(log);

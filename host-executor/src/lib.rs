@@ -15,6 +15,7 @@
 //! - [`config`]: the settings of an executor.
 //! - [`sandbox`]: the privileges and system calls that a process gives up before it serves guests.
 //! - [`status`], [`metrics`], [`control`]: what an executor is doing.
+//! - [`log_queue`]: the log on its way to standard error.
 //! - [`service`]: the service manager, and the files that it keeps across a restart.
 //!
 //! The `vgpu` command is the package in `cli/`.
@@ -46,6 +47,8 @@ pub mod listener;
 mod lock;
 #[cfg(feature = "server")]
 mod log_limit;
+#[cfg(feature = "server")]
+pub mod log_queue;
 #[cfg(feature = "server")]
 pub mod metrics;
 #[cfg(feature = "server")]

@@ -7,7 +7,7 @@
 //! `NOTIFY_SOCKET` and `FDSTORE`, passes these on by `LISTEN_FDS`, and starts the executor again
 //! when the executor has died.
 
-use std::io::{ErrorKind, Write as _, stderr};
+use std::io::{ErrorKind, Write as _};
 use std::os::fd::{OwnedFd, RawFd};
 use std::os::unix::net::UnixDatagram;
 use std::os::unix::process::CommandExt as _;
@@ -22,7 +22,7 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
 use tempfile::TempDir;
 use vgpu_executor::isolate::FileSupervisor;
-use vgpu_executor::raise_descriptors;
+use vgpu_executor::{log_queue, raise_descriptors};
 use vgpu_transport::link::credentials::{self, PeerCredentials};
 
 use crate::own_program::{OWN_PROGRAM, check_supervisor};
@@ -82,6 +82,8 @@ pub(crate) struct ExecArgs {
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let mut signals = ReceivedSignals::catch()?;
+    log_queue::start(|lines| log(&format!("{lines} lines were dropped: nobody has read them")))
+        .context("no thread for the log")?;
     // Each file needs a descriptor here, and one of the same number in the executor, which inherits
     // the limit.
     raise_descriptors();
@@ -244,10 +246,11 @@ fn after(is_success: bool, is_told: bool, files: usize) -> After {
     }
 }
 
-/// Writes a line to standard error. A line that cannot be written (a full disk) is lost: this
-/// process must not end for it.
+/// Writes a line to the log. A line that cannot be written (a full disk, a pipe that nobody reads)
+/// is lost: this process must neither end nor wait for it.
 fn log(line: &str) {
-    let _ = writeln!(stderr(), "vgpu fd-store: {line}");
+    let line = format!("vgpu fd-store: {line}\n");
+    let _ = log_queue::writer().write_all(line.as_bytes()); // never fails
 }
 
 fn start(

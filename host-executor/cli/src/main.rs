@@ -24,9 +24,11 @@ mod top;
 mod units;
 mod wait;
 
+use std::io::Write as _;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use vgpu_executor::log_queue;
 
 /// Executes tensor graphs for guests that load libggml-vgpu.so.
 #[derive(Parser)]
@@ -93,14 +95,25 @@ fn main() -> ExitCode {
         Command::FdStore(args) => fd_store::run(&args),
         Command::FdStoreExec(args) => fd_store::exec(&args),
     };
-    match outcome {
+    let code = match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("vgpu: {error:#}");
+            print(&format!("vgpu: {error:#}\n"));
             match config_error::is_in(&error) {
                 true => ExitCode::from(config_error::EX_CONFIG),
                 false => ExitCode::FAILURE,
             }
         }
-    }
+    };
+    log_queue::flush();
+    code
+}
+
+/// Prints to standard error. In a process with a log the text is a part of it: nobody may read it.
+fn print(text: &str) {
+    // Neither fails, or there is nobody to tell.
+    let _ = match log_queue::is_in_use() {
+        true => log_queue::writer().write_all(text.as_bytes()),
+        false => std::io::stderr().write_all(text.as_bytes()),
+    };
 }

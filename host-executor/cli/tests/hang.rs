@@ -6,9 +6,10 @@ mod common;
 mod served;
 
 use std::fs;
-use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::io::{BufRead as _, BufReader, PipeReader, Read as _, Write as _};
 use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::process::{Child, ExitStatus, Stdio};
+use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -16,7 +17,7 @@ use common::{Build, Guest, TIMEOUT};
 use rustix::process::Signal;
 use served::{Scratch, Serve, vgpu};
 use vgpu_transport::ir::{Op, PoolKind, Shape, Type};
-use vgpu_transport::wire::{GraphId, Request};
+use vgpu_transport::wire::{GraphId, Reply, Request};
 
 /// A thread of another process that this thread has stopped with ptrace.
 struct StoppedThread(libc::pid_t);
@@ -268,63 +269,142 @@ impl Drop for Killed {
     }
 }
 
+/// `vgpu serve` with a log that nobody reads.
+struct UnreadLog {
+    serve: Killed,
+    reader: PipeReader,
+    capacity: usize,
+}
+
+impl UnreadLog {
+    fn start(scratch: &Scratch, more: &[&str]) -> UnreadLog {
+        let endpoint = format!("unix:{}", scratch.socket().display());
+        let mut serve = vgpu(&["serve", "--listen", &endpoint, "--threads", "1"]);
+        serve.args(more);
+        let (reader, writer) = std::io::pipe().expect("a pipe");
+        let capacity = rustix::pipe::fcntl_setpipe_size(&writer, 4096).expect("a smaller pipe");
+        serve.stdout(Stdio::piped()).stderr(writer);
+        let mut serve = Killed(serve.spawn().expect("the command starts"));
+        let mut ready = String::new();
+        let stdout = serve.0.stdout.take().expect("a pipe");
+        BufReader::new(stdout)
+            .read_line(&mut ready)
+            .expect("a line");
+        assert!(ready.starts_with("ready "), "{ready}");
+        UnreadLog {
+            serve,
+            reader,
+            capacity,
+        }
+    }
+
+    fn signal(&self, signal: Signal) {
+        let pid = rustix::process::Pid::from_child(&self.serve.0);
+        rustix::process::kill_process(pid, signal).expect("a process");
+    }
+
+    /// Fills the pipe with dumps, and asks for more.
+    fn fill(&self) {
+        let is_full = || {
+            let unread = rustix::io::ioctl_fionread(&self.reader).expect("a pipe");
+            // A line of the dump is shorter.
+            unread as usize + 300 > self.capacity
+        };
+        let start = Instant::now();
+        while !is_full() {
+            assert!(start.elapsed() < TIMEOUT, "the dump is not in the log");
+            self.signal(Signal::USR1);
+            thread::sleep(Duration::from_millis(5));
+        }
+        for _ in 0..10 {
+            self.signal(Signal::USR1);
+            thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// Ends the process. Returns its log, which is read from then on if `is_read`.
+    fn end(self, is_read: bool) -> String {
+        let UnreadLog {
+            mut serve, reader, ..
+        } = self;
+        let read = |mut reader: PipeReader| {
+            let mut text = String::new();
+            reader.read_to_string(&mut text).expect("a log");
+            text
+        };
+        let (reader, log) = match is_read {
+            true => (None, Some(thread::spawn(move || read(reader)))),
+            false => (Some(reader), None),
+        };
+        let pid = rustix::process::Pid::from_child(&serve.0);
+        rustix::process::kill_process(pid, Signal::TERM).expect("a process");
+        let start = Instant::now();
+        let status = loop {
+            if let Some(status) = serve.0.try_wait().expect("a child") {
+                break status;
+            }
+            assert!(
+                start.elapsed() < TIMEOUT,
+                "SIGTERM does not end the process"
+            );
+            thread::sleep(Duration::from_millis(10));
+        };
+        assert!(status.success(), "{status}");
+        match (log, reader) {
+            (Some(log), _) => log.join().expect("a log"),
+            (None, reader) => reader.map(read).unwrap_or_default(),
+        }
+    }
+}
+
 /// SIGUSR1 asks for more text than a log that nobody reads takes. Signals arrive all the same.
 #[test]
 fn a_dump_into_a_log_that_nobody_reads_does_not_keep_signals_from_arriving() {
     let scratch = Scratch::new("blocked-log");
-    let endpoint = format!("unix:{}", scratch.socket().display());
     // Nothing else is logged, so that only the dump blocks.
-    let mut serve = vgpu(&[
-        "serve",
-        "--listen",
-        &endpoint,
-        "--threads",
-        "1",
-        "--log",
-        "error",
-    ]);
-    let (reader, writer) = std::io::pipe().expect("a pipe");
-    let capacity = rustix::pipe::fcntl_setpipe_size(&writer, 4096).expect("a smaller pipe");
-    serve.stdout(Stdio::piped()).stderr(writer);
-    let mut killed = Killed(serve.spawn().expect("the command starts"));
-    let child = &mut killed.0;
-    drop(serve);
-    let mut ready = String::new();
-    let stdout = child.stdout.take().expect("a pipe");
-    BufReader::new(stdout)
-        .read_line(&mut ready)
-        .expect("a line");
-    assert!(ready.starts_with("ready "), "{ready}");
-    let pid = rustix::process::Pid::from_child(child);
-    let signal = |signal| rustix::process::kill_process(pid, signal).expect("a process");
-    let is_full = || {
-        let unread = rustix::io::ioctl_fionread(&reader).expect("a pipe");
-        // A line of the dump is shorter.
-        unread as usize + 300 > capacity
-    };
-    let start = Instant::now();
-    while !is_full() {
-        assert!(start.elapsed() < TIMEOUT, "the dump is not in the log");
-        signal(Signal::USR1);
-        thread::sleep(Duration::from_millis(5));
+    let serve = UnreadLog::start(&scratch, &["--log", "error"]);
+    serve.fill();
+    serve.end(false);
+}
+
+/// Programs are served, their memory is freed, and the process ends. The lines are in the log if
+/// somebody reads it at last.
+#[test]
+fn a_log_that_nobody_reads_keeps_nobody_waiting() {
+    let scratch = Scratch::new("unread-log");
+    for is_read in [true, false] {
+        let serve = UnreadLog::start(&scratch, &["--memory", "64M"]);
+        serve.fill();
+        let socket = scratch.socket();
+        // On a thread of its own: nobody answers where the log is waited for.
+        let (sender, served) = mpsc::channel();
+        thread::spawn(move || {
+            for _ in 0..2 {
+                // Only one program's buffer has room. The host frees the other one's first.
+                let start = Instant::now();
+                loop {
+                    let link = vgpu_transport::link::unix::connect(&socket, TIMEOUT);
+                    let mut guest = Guest::new(Box::new(link.expect("a connection")));
+                    guest.hello();
+                    let (buffer, size) = (guest.new_buffer(), 40 << 20);
+                    match guest.ask(&Request::Alloc { buffer, size }) {
+                        Reply::Refused { .. } => {}
+                        _ => break,
+                    }
+                    assert!(start.elapsed() < TIMEOUT, "the memory is not freed");
+                    thread::sleep(Duration::from_millis(10));
+                }
+            }
+            sender.send(()).expect("a test");
+        });
+        let done = served.recv_timeout(TIMEOUT);
+        done.expect("programs are served and their memory is freed");
+        let log = serve.end(is_read);
+        let is_complete = log.contains("SIGTERM received") && log.contains("vgpu ends");
+        assert_eq!(is_complete, is_read, "{log}");
+        let closed = log.matches("session closed").count();
+        assert_eq!(closed >= 2, is_read, "{log}");
     }
-    for _ in 0..10 {
-        signal(Signal::USR1);
-        thread::sleep(Duration::from_millis(20));
-    }
-    signal(Signal::TERM);
-    let start = Instant::now();
-    let status = loop {
-        if let Some(status) = child.try_wait().expect("a child") {
-            break status;
-        }
-        assert!(
-            start.elapsed() < TIMEOUT,
-            "SIGTERM does not end the process"
-        );
-        thread::sleep(Duration::from_millis(10));
-    };
-    assert!(status.success(), "{status}");
 }
 
 #[test]

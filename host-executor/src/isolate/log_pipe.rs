@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use tracing::warn;
 
 use super::printable::printable;
+use crate::log_queue;
 
 /// Bytes that a process may write into the log at once, and in each second.
 const BURST: u64 = 256 << 10;
@@ -45,7 +46,7 @@ impl LogPipe {
             let mut limit = ByteRateLimit::new(Instant::now());
             forward(
                 pipe,
-                std::io::stderr(),
+                log_queue::writer(),
                 &mut limit,
                 Instant::now,
                 thread::sleep,

@@ -14,7 +14,7 @@ use super::error::{SessionEnd, Violation};
 use super::state::{Session, observe_turn};
 use crate::activity::ThreadState;
 use crate::lock::expect_unlocked;
-use crate::stats::SUBMIT;
+use crate::stats::{SUBMIT, Stats};
 use crate::stop::StopFlag;
 
 /// How often an idle session checks its stop flag.
@@ -97,8 +97,10 @@ impl Session {
         }
         self.activity.set(ThreadState::Ends);
         self.scheduler.forget(self.id);
-        self.log_end(link, start, &end);
+        let stats = self.stats();
+        let guest = self.guest().map(str::to_owned);
         self.free();
+        log_end(&stats, guest.as_deref(), link, start, &end);
         end
     }
 
@@ -117,47 +119,6 @@ impl Session {
         drop(graphs);
         drop(weights);
         drop(activity);
-    }
-
-    fn log_end(&self, link: &dyn HostEnd, start: Instant, end: &SessionEnd) {
-        let stats = self.stats();
-        let link = link.counters();
-        let guest = self.guest().unwrap_or("unknown, no HELLO received");
-        macro_rules! closed {
-            ($level:ident) => {
-                $level!(
-                    guest,
-                    requests = stats.requests(),
-                    kinds = %stats,
-                    replies = link.messages_out,
-                    bytes_in = stats.bytes_in,
-                    bytes_out = stats.bytes_out,
-                    round_trips = stats.round_trips,
-                    spins = link.spins,
-                    sleeps = link.sleeps,
-                    kicks = link.kicks,
-                    failures = stats.failures,
-                    full_graphs = stats.full_graphs,
-                    patches = stats.patches,
-                    graphs_run = stats.graphs_run,
-                    nodes_run = stats.nodes_run,
-                    busy = ?stats.busy,
-                    queued = ?stats.queued,
-                    turns = stats.turns,
-                    batch_members = stats.batch_members,
-                    open = ?start.elapsed(),
-                    freed = stats.buffer_bytes,
-                    weights_not_sent = stats.weights_not_sent,
-                    weights_shared = stats.weights_shared,
-                    "session closed: {end}"
-                )
-            };
-        }
-        match end {
-            SessionEnd::Closed | SessionEnd::Shutdown => closed!(info),
-            SessionEnd::Panic(_) | SessionEnd::Engine(_) => closed!(error),
-            _ => closed!(warn),
-        }
     }
 
     fn serve(
@@ -386,6 +347,53 @@ impl Session {
 
     fn count_sent(&self, bytes: usize) {
         self.counters.bytes_out.add(bytes as u64);
+    }
+}
+
+/// Logs the end of a session, with what it has done.
+fn log_end(
+    stats: &Stats,
+    guest: Option<&str>,
+    link: &dyn HostEnd,
+    start: Instant,
+    end: &SessionEnd,
+) {
+    let link = link.counters();
+    let guest = guest.unwrap_or("unknown, no HELLO received");
+    macro_rules! closed {
+        ($level:ident) => {
+            $level!(
+                guest,
+                requests = stats.requests(),
+                kinds = %stats,
+                replies = link.messages_out,
+                bytes_in = stats.bytes_in,
+                bytes_out = stats.bytes_out,
+                round_trips = stats.round_trips,
+                spins = link.spins,
+                sleeps = link.sleeps,
+                kicks = link.kicks,
+                failures = stats.failures,
+                full_graphs = stats.full_graphs,
+                patches = stats.patches,
+                graphs_run = stats.graphs_run,
+                nodes_run = stats.nodes_run,
+                busy = ?stats.busy,
+                queued = ?stats.queued,
+                turns = stats.turns,
+                batch_members = stats.batch_members,
+                open = ?start.elapsed(),
+                freed = stats.buffer_bytes,
+                weights_not_sent = stats.weights_not_sent,
+                weights_shared = stats.weights_shared,
+                "session closed: {end}"
+            )
+        };
+    }
+    match end {
+        SessionEnd::Closed | SessionEnd::Shutdown => closed!(info),
+        SessionEnd::Panic(_) | SessionEnd::Engine(_) => closed!(error),
+        _ => closed!(warn),
     }
 }
 

@@ -2,13 +2,22 @@
 
 use std::io::{IsTerminal, stderr};
 
-use anyhow::anyhow;
+use anyhow::{Context as _, anyhow};
+use tracing::warn;
 use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::layer::SubscriberExt as _;
 use tracing_subscriber::util::SubscriberInitExt as _;
 use tracing_subscriber::{Registry, fmt, reload};
 use vgpu_executor::DUMP_TARGET;
 use vgpu_executor::config::{LogFormat, Settings};
+use vgpu_executor::log_queue;
+
+/// Starts the thread that writes the log. A process that gives up its files while it has one thread
+/// does so afterwards.
+pub(super) fn start_writer() -> anyhow::Result<()> {
+    let on_dropped = |lines| warn!("{lines} lines of the log were dropped: nobody has read it");
+    log_queue::start(on_dropped).context("no thread for the log")
+}
 
 /// The log, with a filter that can be changed.
 pub(super) struct Logging {
@@ -25,7 +34,7 @@ impl Logging {
             LogFormat::Text => registry
                 .with(
                     fmt::layer()
-                        .with_writer(stderr)
+                        .with_writer(log_queue::writer)
                         .log_internal_errors(false)
                         .with_ansi(stderr().is_terminal()),
                 )
@@ -34,7 +43,7 @@ impl Logging {
                 .with(
                     fmt::layer()
                         .json()
-                        .with_writer(stderr)
+                        .with_writer(log_queue::writer)
                         .log_internal_errors(false),
                 )
                 .init(),

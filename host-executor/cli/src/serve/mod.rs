@@ -18,7 +18,7 @@ use std::sync::{Arc, mpsc};
 use crate::config_error::ConfigError;
 use crate::own_program::check_supervisor;
 use events::{DumpSource, catch_signals};
-use logging::Logging;
+use logging::{Logging, start_writer};
 
 pub(crate) use args::Args;
 pub(crate) use isolated::{WorkerArgs, run_worker};
@@ -44,6 +44,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         true => Some(single::bind_and_isolate(args, &settings)?),
         false => None,
     };
+    start_writer()?;
     // First of all, so that a signal finds a handler as soon as there is something to clean up.
     let (sender, events) = mpsc::channel();
     let dumps = DumpSource::default();

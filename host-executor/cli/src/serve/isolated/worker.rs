@@ -16,7 +16,7 @@ use vgpu_executor::{Limits, Server, StopFlag, WeightStore, isolate, size};
 use crate::own_program::check_supervisor;
 use crate::serve::args::ShareWeights;
 use crate::serve::events::{DumpSource, Event, catch_signals, end_stuck};
-use crate::serve::logging::Logging;
+use crate::serve::logging::{Logging, start_writer};
 use crate::serve::sandboxing::{self, REMEDY};
 use crate::serve::trim_pages;
 
@@ -71,6 +71,7 @@ pub(crate) fn run_worker(args: WorkerArgs) -> anyhow::Result<()> {
     if !args.no_sandbox {
         sandboxing::isolate_files(&args.engine)?;
     }
+    start_writer()?;
     let (sender, events) = mpsc::channel();
     let dumps = DumpSource::default();
     catch_signals(sender, Arc::clone(&dumps))?;
