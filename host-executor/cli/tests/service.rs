@@ -357,23 +357,27 @@ fn unit(name: &str) -> PathBuf {
 
 const UNITS: [&str; 2] = ["vgpu.service", "vgpu@.service"];
 
+/// The settings of a unit, each with its section.
+fn settings(text: &str) -> Vec<(&str, &str)> {
+    let mut section = "";
+    text.lines()
+        .filter(|line| !line.starts_with('#'))
+        .filter_map(|line| match line.starts_with('[') {
+            true => {
+                section = line;
+                None
+            }
+            false => Some((section, line)),
+        })
+        .collect()
+}
+
 /// What keeps the files of virtual machines: see the comments in the units.
 #[test]
 fn units_never_give_up() {
     for name in UNITS {
         let text = fs::read_to_string(unit(name)).expect("a unit");
-        let mut section = "";
-        let settings: Vec<(&str, &str)> = text
-            .lines()
-            .filter(|line| !line.starts_with('#'))
-            .filter_map(|line| match line.starts_with('[') {
-                true => {
-                    section = line;
-                    None
-                }
-                false => Some((section, line)),
-            })
-            .collect();
+        let settings = settings(&text);
         for wanted in [
             ("[Unit]", "StartLimitIntervalSec=0"),
             ("[Service]", "Restart=always"),
@@ -389,6 +393,16 @@ fn units_never_give_up() {
                 .iter()
                 .any(|(_, line)| line.starts_with("RestartPrevent"))
         );
+    }
+}
+
+/// Containers mount the folder of the sockets, and would keep a deleted one.
+#[test]
+fn units_keep_the_folder_of_the_sockets() {
+    for name in UNITS {
+        let text = fs::read_to_string(unit(name)).expect("a unit");
+        let wanted = ("[Service]", "RuntimeDirectoryPreserve=yes");
+        assert!(settings(&text).contains(&wanted), "{name}");
     }
 }
 

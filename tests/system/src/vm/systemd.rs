@@ -94,7 +94,7 @@ impl Systemd {
     }
 
     /// The service starts, and a user of its group generates text, before and after a kill of the
-    /// executor.
+    /// executor, and after a stop and a start, which leave the folder that containers mount.
     pub(crate) fn service(&mut self) -> Result<String> {
         self.guest
             .run(
@@ -126,6 +126,14 @@ impl Systemd {
         self.guest
             .run(&format!("systemctl kill -s KILL vgpu; {restarted}"))?
             .good("waiting for a restart of vgpu.service")?;
+        self.guest.generation(&way, &reference)?;
+        self.guest
+            .run(
+                "folder=$(stat -c %d:%i /run/vgpu) && systemctl stop vgpu && test -d /run/vgpu \
+                 && test ! -e /run/vgpu/vgpu.sock && systemctl start vgpu \
+                 && [ \"$(stat -c %d:%i /run/vgpu)\" = \"$folder\" ]",
+            )?
+            .good("keeping /run/vgpu across a stop and a start of vgpu.service")?;
         self.guest.generation(&way, &reference)
     }
 
