@@ -66,6 +66,8 @@ mod server;
 pub mod service;
 pub mod session;
 pub mod size;
+#[cfg(feature = "server")]
+mod start_watch;
 mod stats;
 #[cfg(feature = "server")]
 pub mod status;
@@ -91,6 +93,8 @@ pub use process_limits::{ProcessLimitsError, raise_descriptors};
 #[cfg(feature = "server")]
 pub use server::{DUMP_TARGET, Health, Server, SessionInfo, Shutdown, log_dump};
 pub use session::{RejectReason, Session, SessionEnd, Violation};
+#[cfg(feature = "server")]
+pub use start_watch::StartWatch;
 pub use stats::Stats;
 pub use stop::StopFlag;
 #[cfg(feature = "server")]

@@ -41,6 +41,10 @@ impl Default for HandshakeLimits {
 /// most a node of a graph: by estimate, 60 s on a GPU.
 const DEFAULT_TURN_TIME: Duration = Duration::from_secs(300);
 
+/// How long the start of an engine with a driver may take, where the operator has set no limit. The
+/// first one compiles kernels.
+const COMPILE_TIME: Duration = Duration::from_secs(900);
+
 /// Limits of a session on host memory and host time that the memory ledger does not count. Device
 /// memory is limited by the tenant's quota.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -81,6 +85,16 @@ pub struct Limits {
 }
 
 impl Limits {
+    /// How long an engine may take to start, with the operator's limit of a turn: zero for no
+    /// limit. Without one, an engine with a driver (`has_driver`) has time to compile its kernels.
+    pub fn start_time(turn_time: Option<Duration>, has_driver: bool) -> Option<Duration> {
+        let usual = match has_driver {
+            true => COMPILE_TIME,
+            false => DEFAULT_TURN_TIME,
+        };
+        Some(turn_time.unwrap_or(usual)).filter(|time| !time.is_zero())
+    }
+
     /// These limits with a longest node and a longest turn from the configuration. `node_time`:
     /// `None` is the limit of the engine. `turn_time`: `None` is 300 s, or more on an engine that
     /// cannot stop in the middle of a long node; zero is no limit.

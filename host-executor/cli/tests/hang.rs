@@ -425,6 +425,52 @@ fn process_ends_when_a_turn_exceeds_its_limit() {
     }
 }
 
+/// The driver of this engine hangs when it is loaded.
+const HANGING_DRIVER: &str = "#include <unistd.h>\n\
+    __attribute__((constructor)) static void hang(void) { for (;;) pause(); }\n";
+
+#[test]
+#[cfg(feature = "ggml")]
+fn process_ends_when_its_engine_does_not_start() {
+    let scratch = Scratch::new("hang-start");
+    let at = |name: &str| scratch.path().join(name);
+    fs::write(at("hang.c"), HANGING_DRIVER).expect("a file");
+    let status = std::process::Command::new("cc")
+        .args(["-shared", "-fPIC", "-o"])
+        .args([at("libggml-hang.so"), at("hang.c")])
+        .status();
+    assert!(status.expect("a compiler").success());
+    let engine = format!("ggml:{}", at("libggml-hang.so").display());
+    let endpoint = format!("unix:{}", scratch.socket().display());
+    let serve = |more: &[&str]| {
+        let fixed = ["serve", "--listen", &endpoint, "--engine", &engine];
+        vgpu(&[&fixed, more].concat())
+    };
+    // Longer than the time after which the log has a line.
+    let mut command = serve(&["--trust-guests", "--max-turn-time", "11"]);
+    let output = command.output().expect("the command starts");
+    let log = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(1), "{log}");
+    for part in [
+        "the engine has been starting for 10s, and may take 11s",
+        "the engine has not started within 11s",
+    ] {
+        assert!(log.contains(part), "{part:?} is not in:\n{log}");
+    }
+    // The process of a guest.
+    let serve = Serve::of(serve(&["--isolate", "--memory", "64M", "--max-turn-time", "1"]));
+    let link = vgpu_transport::link::unix::connect(&scratch.socket(), TIMEOUT);
+    assert!(link.is_err(), "the guest is served by an engine that hangs");
+    serve.signal(Signal::TERM);
+    let (_, log) = serve.wait();
+    for part in [
+        "the engine has not started within 1s",
+        "the worker of this guest ended with exit status: 1",
+    ] {
+        assert!(log.contains(part), "{part:?} is not in:\n{log}");
+    }
+}
+
 /// What a service manager receives within `time`.
 fn received(manager: &UnixDatagram, time: Duration) -> Vec<String> {
     let end = Instant::now() + time;

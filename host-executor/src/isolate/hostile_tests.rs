@@ -382,6 +382,16 @@ fn shutdown_does_not_wait_for_the_process_of_a_virtual_machine_without_end() {
 }
 
 #[test]
+fn worker_that_never_reports_is_killed() {
+    let mut test = Supervised::new(SOON, &["silent"]);
+    let supervisor = test.supervisor.as_ref().expect("it runs");
+    supervisor.limit_starts(SOON);
+    let _program = test.program("a");
+    eventually("the worker is killed", || test.processes("a") == 0);
+    test.shutdown();
+}
+
+#[test]
 fn flood_of_reports_does_not_keep_others_from_being_served() {
     // Time enough for the end of an honest worker beside the flood.
     let end = Duration::from_secs(2);

@@ -7,7 +7,7 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::process;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar};
+use std::sync::{Arc, Condvar, OnceLock};
 use std::time::{Duration, Instant};
 
 use rustix::process::Pid;
@@ -69,6 +69,8 @@ impl Default for Timeouts {
 /// What the threads of a supervisor share.
 pub(super) struct Shared {
     pub(super) timeouts: Timeouts,
+    /// For the first report of a worker, whose engine starts before. Unset: no limit.
+    pub(super) start_limit: OnceLock<Duration>,
     pub(super) command: MakeCommand,
     pub(super) resources: Resources,
     pub(super) since: Instant,
@@ -153,6 +155,7 @@ impl Shared {
         registry.apply(partition.rules.clone())?;
         Ok(Shared {
             timeouts,
+            start_limit: OnceLock::new(),
             command,
             resources,
             since: Instant::now(),

@@ -105,6 +105,12 @@ impl Supervisor {
         Ok(())
     }
 
+    /// Kills workers that do not report within `limit` of their start. The first limit stays.
+    pub fn limit_starts(&self, limit: Duration) {
+        // Fails only if there is a limit.
+        let _ = self.shared.start_limit.set(limit);
+    }
+
     /// A handle that takes snapshots of the workers on any thread.
     pub fn status_handle(&self) -> StatusHandle {
         StatusHandle::new(Arc::clone(&self.shared) as _)

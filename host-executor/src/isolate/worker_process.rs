@@ -117,22 +117,30 @@ fn watch(
     }
 }
 
-/// Receives the reports of a worker until the connection is closed, or `limit` has passed.
+/// Receives the reports of a worker until the connection is closed, or `limit` has passed, or the
+/// worker has not reported within the limit for starts.
 fn receive_reports(shared: &Shared, id: u64, ipc: &IpcSocket, limit: Option<Duration>) {
     let start = Instant::now();
     let mut rate_limit = ReportRateLimit::default();
     let mut has_logged = false;
+    let mut has_reported = false;
     loop {
+        let (limit, what) = match limit {
+            Some(limit) => (Some(limit), "to reject a guest"),
+            None if !has_reported => (shared.start_limit.get().copied(), "to start its engine"),
+            None => (None, ""),
+        };
         let left = limit.map(|limit| limit.saturating_sub(start.elapsed()));
-        if left.is_some_and(|left| left.is_zero()) {
+        if let (Some(limit), Some(Duration::ZERO)) = (limit, left) {
             error!(
                 worker = id,
-                "the worker takes longer than {limit:?} to reject a guest"
+                "the worker takes longer than {limit:?} {what}, and is killed"
             );
             return;
         }
         match ipc.receive(left) {
             Ok(ReceiveOutcome::Message(WorkerMessage::Report(report), _)) => {
+                has_reported = true;
                 on_report(shared, id, *report);
             }
             Ok(ReceiveOutcome::Message(WorkerMessage::Dump { number, text }, _)) => {

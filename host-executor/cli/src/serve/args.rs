@@ -97,8 +97,9 @@ pub(crate) struct Args {
 
     /// The longest turn of a graph on the engine, and the longest call of the engine, in seconds;
     /// 0: no limit. Beyond it the engine hangs: the process writes into its log what every session
-    /// does, and ends with exit status 1, so that a service manager starts it again. [default: 300,
-    /// on a GPU at least twice --max-node-time]
+    /// does, and ends with exit status 1, so that a service manager starts it again. Also the limit
+    /// of the engine's start. [default: 300, on a GPU at least twice --max-node-time; of the start of
+    /// an engine with a driver 900]
     #[arg(long, value_name = "SECONDS")]
     max_turn_time: Option<u32>,
 

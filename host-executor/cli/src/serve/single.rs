@@ -7,8 +7,11 @@ use std::sync::mpsc::{Receiver, Sender};
 use anyhow::Context as _;
 use tracing::{error, info};
 use vgpu_executor::config::Settings;
+use vgpu_executor::engine::EngineKind;
 use vgpu_executor::sandbox::Role;
-use vgpu_executor::{Limits, Server, Shutdown, WeightStore, end_with_last_log, engine, service};
+use vgpu_executor::{
+    Limits, Server, Shutdown, StartWatch, WeightStore, end_with_last_log, engine, service,
+};
 
 use super::args::Args;
 use super::certificates::{self, EndWatch};
@@ -58,6 +61,10 @@ pub(super) fn run(
     dumps: &DumpSource,
     logging: &mut Logging,
 ) -> anyhow::Result<()> {
+    // Until the engine answers.
+    let has_driver = settings.engine != EngineKind::Cpu;
+    let start_time = Limits::start_time(settings.max_turn_time, has_driver);
+    let starting = StartWatch::begin(start_time).context("no thread")?;
     let Sockets {
         mut listeners,
         prepared,
@@ -70,6 +77,7 @@ pub(super) fn run(
     let dropped = sandboxing::before_engine(&settings.engine, args.no_sandbox)?;
     let engine = engine::start(&settings.engine, settings.threads, settings.memory)?;
     let memory = engine.memory();
+    drop(starting);
     let limits = Limits {
         map_buffers: settings.share_buffers,
         batch: settings.batch,

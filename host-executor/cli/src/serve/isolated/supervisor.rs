@@ -5,10 +5,12 @@ use std::ffi::OsString;
 use std::os::unix::process::CommandExt as _;
 use std::process::Command;
 use std::sync::mpsc::{Receiver, Sender};
+use std::time::Duration;
 
 use anyhow::{Context as _, anyhow};
 use tracing::info;
 use vgpu_executor::config::{LogFormat, Settings, VmDevice};
+use vgpu_executor::engine::EngineKind;
 use vgpu_executor::isolate::{Resources, Supervisor};
 use vgpu_executor::vm::VmOptions;
 use vgpu_executor::weights::Sharing;
@@ -27,6 +29,9 @@ use crate::serve::logging::Logging;
 use crate::serve::observe;
 use crate::serve::sandboxing::{self, Confined, REMEDY};
 use crate::serve::trim_pages::{self, Scope};
+
+/// How much longer than a worker, which ends itself, a supervisor waits for its first report.
+const START_MARGIN: Duration = Duration::from_secs(10);
 
 pub(crate) fn run(
     args: &Args,
@@ -79,6 +84,12 @@ pub(crate) fn run(
     let limits = Limits::of_this_process().context("limits of the kernel")?;
     let mut supervisor = Supervisor::new(worker, resources, partition, limits.handshakes)
         .context("memory of the guests")?;
+    // A worker that is stopped, or whose log thread hangs, does not end itself.
+    let start_time =
+        Limits::start_time(settings.max_turn_time, settings.engine != EngineKind::Cpu);
+    if let Some(limit) = start_time {
+        supervisor.limit_starts(limit + START_MARGIN);
+    }
     if let Some(certificates) = listeners.certificates() {
         let set = supervisor.set_certificates(&certificates.files());
         set.context("certificates")?;

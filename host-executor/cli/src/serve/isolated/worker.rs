@@ -11,7 +11,7 @@ use tracing::warn;
 use vgpu_executor::config::{LogFormat, Settings};
 use vgpu_executor::engine::{self, EngineKind};
 use vgpu_executor::sandbox::{self, Role};
-use vgpu_executor::{Limits, Server, StopFlag, WeightStore, isolate, size};
+use vgpu_executor::{Limits, Server, StartWatch, StopFlag, WeightStore, isolate, size};
 
 use crate::own_program::check_supervisor;
 use crate::serve::args::ShareWeights;
@@ -76,15 +76,18 @@ pub(crate) fn run_worker(args: WorkerArgs) -> anyhow::Result<()> {
     let dumps = DumpSource::default();
     catch_signals(sender, Arc::clone(&dumps))?;
     let socket = isolate::take_socket().context("standard input is not a socket")?;
+    let seconds = |n: u32| Duration::from_secs(n.into());
+    let turn_time = args.max_turn_time.map(seconds);
+    let start_time = Limits::start_time(turn_time, args.engine != EngineKind::Cpu);
+    let starting = StartWatch::begin(start_time).context("no thread")?;
     let engine = engine::start(&args.engine, args.threads.into(), args.memory)?;
+    drop(starting);
     let limits = Limits {
         map_buffers: !args.no_shared_buffers,
         batch: !args.no_batch,
         ..Limits::of_this_process().context("limits of the kernel")?
     };
-    let seconds = |n: u32| Duration::from_secs(n.into());
     let node_time = args.max_node_time.map(|n| seconds(n.get()));
-    let turn_time = args.max_turn_time.map(seconds);
     let limits = limits.with_times(engine.as_ref(), node_time, turn_time);
     // The supervisor limits the number of sessions.
     let server = Server::new(Arc::clone(&engine), limits, usize::MAX).context("no thread")?;
