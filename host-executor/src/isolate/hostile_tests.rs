@@ -376,6 +376,7 @@ fn shutdown_does_not_wait_for_the_process_of_a_virtual_machine_without_end() {
     };
     let started = supervisor.start_vm("vm1", Box::new(command), &socket, &control);
     started.expect("it starts");
+    supervisor.wait_for_vms().expect("it does not end");
     let machines = { &test.shared().processes().machines }.len();
     assert_eq!(machines, 1);
     test.shutdown();
@@ -389,6 +390,32 @@ fn worker_that_never_reports_is_killed() {
     let _program = test.program("a");
     eventually("the worker is killed", || test.processes("a") == 0);
     test.shutdown();
+}
+
+/// Each process ends in its own way when the other one has been started, which would otherwise be
+/// waited for in vain.
+#[test]
+fn virtual_machines_are_started_before_one_of_them_is_waited_for() {
+    let mut test = Supervised::new(TIMEOUT, &[]);
+    let folder = test.folder.path().to_owned();
+    let supervisor = test.supervisor.as_mut().expect("it runs");
+    for (own, other) in [("vm1", "vm2"), ("vm2", "vm1")] {
+        let script = format!(
+            "touch started-{own}; i=0; until [ -e started-{other} ]; do \
+             i=$((i + 1)); [ $i -lt 100 ] || exit 1; sleep 0.05; done; exit 7"
+        );
+        let at = folder.clone();
+        let command = move || {
+            let mut command = Command::new("/bin/sh");
+            command.args(["-c", &script]).current_dir(&at);
+            command
+        };
+        let (socket, control) = (folder.join(own), folder.join(format!("{own}-control")));
+        let started = supervisor.start_vm(own, Box::new(command), &socket, &control);
+        started.expect("it starts");
+    }
+    let (_, error) = supervisor.wait_for_vms().expect_err("they end");
+    assert_eq!(error.to_string(), "its process ended with exit status: 7");
 }
 
 #[test]

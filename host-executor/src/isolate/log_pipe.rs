@@ -66,8 +66,8 @@ impl LogPipe {
     }
 
     /// Waits for the last lines of a process that has ended.
-    pub(super) fn finish(self) {
-        if let Some(done) = self.0 {
+    pub(super) fn finish(&self) {
+        if let Some(done) = &self.0 {
             let _ = done.recv_timeout(LAST_LINES);
         }
     }

@@ -12,7 +12,7 @@ use vgpu_transport::link::stream::tls::CertificateFiles;
 
 use super::partition::{Partition, Resources};
 use super::state::{MakeCommand, MakeMachine, Processes, Shared, Timeouts};
-use super::vm_process::StartVmError;
+use super::vm_process::{StartVmError, StartingVm};
 use super::{admission, certificates, ipc, vm_process};
 use crate::limits::HandshakeLimits;
 use crate::listener::threads::ListenerThreads;
@@ -28,6 +28,8 @@ const AFTER_KILL: Duration = Duration::from_secs(2);
 pub struct Supervisor {
     shared: Arc<Shared>,
     listeners: ListenerThreads,
+    /// Processes that [`wait_for_vms`](Supervisor::wait_for_vms) has not waited for.
+    starting: Vec<StartingVm>,
 }
 
 impl Supervisor {
@@ -64,6 +66,7 @@ impl Supervisor {
         Ok(Supervisor {
             shared: Arc::new(shared),
             listeners: ListenerThreads::default(),
+            starting: Vec::new(),
         })
     }
 
@@ -142,23 +145,34 @@ impl Supervisor {
     }
 
     /// Starts `command`, which serves the virtual machine `name` at `socket`, and ends it at
-    /// shutdown. Returns when the process serves, or after 10 s. The command restarts its executor
-    /// itself. If the process of the command ends later, it is started again. The control socket of
-    /// the process is `control`.
+    /// shutdown. [`wait_for_vms`](Supervisor::wait_for_vms) waits until it serves. The command
+    /// restarts its executor itself. If the process of the command ends later, it is started again.
+    /// The control socket of the process is `control`.
     ///
     /// The command gets a socket as standard input, for [`FileSupervisor`](super::FileSupervisor),
     /// and by it the machine's files in the fd store, also those of an earlier supervisor.
     ///
     /// # Errors
-    /// [`StartVmError`] if the command cannot be started, or has ended before it listens.
+    /// The command cannot be started.
     pub fn start_vm(
         &mut self,
         name: &str,
         command: MakeMachine,
         socket: &Path,
         control: &Path,
-    ) -> Result<(), StartVmError> {
-        vm_process::start(&self.shared, name, command, socket, control)
+    ) -> io::Result<()> {
+        let vm = vm_process::start(&self.shared, name, command, socket, control)?;
+        self.starting.extend(vm);
+        Ok(())
+    }
+
+    /// Waits until the processes of all virtual machines serve, and for 10 s at most.
+    ///
+    /// # Errors
+    /// The name of a virtual machine whose process has ended before it listens, and
+    /// [`StartVmError`].
+    pub fn wait_for_vms(&mut self) -> Result<(), (String, StartVmError)> {
+        vm_process::wait_until_ready(&self.shared, std::mem::take(&mut self.starting))
     }
 
     /// A handle that says, on any thread, whether the supervisor makes progress.

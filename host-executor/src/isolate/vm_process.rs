@@ -2,7 +2,7 @@
 #![forbid(unsafe_code)]
 
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, ExitStatus, Stdio};
 use std::sync::Arc;
 use std::thread;
@@ -28,8 +28,8 @@ const MAX_PAUSE: Duration = Duration::from_secs(5);
 /// How often a thread that pauses checks for a shutdown.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// How long the process of a virtual machine that starts may take to answer.
-const ANSWER_TIMEOUT: Duration = Duration::from_millis(100);
+/// How long one of the processes that start is waited for, before the next one.
+const ANSWER_TIMEOUT: Duration = Duration::from_millis(10);
 
 /// Why the process of a virtual machine does not serve.
 #[derive(Debug, thiserror::Error)]
@@ -42,36 +42,95 @@ pub enum StartVmError {
     Ended(ExitStatus),
 }
 
+/// The process of a virtual machine that may not serve yet.
+pub(super) struct StartingVm {
+    id: u64,
+    name: String,
+    command: MakeMachine,
+    socket: PathBuf,
+    control: PathBuf,
+    files: VmFiles,
+    process: RunningVm,
+    asked: StartingProcess,
+    is_ready: bool,
+}
+
 /// Starts the process of a virtual machine, as
-/// [`Supervisor::start_vm`](super::Supervisor::start_vm) says.
+/// [`Supervisor::start_vm`](super::Supervisor::start_vm) says. `None` during a shutdown.
 pub(super) fn start(
-    shared: &Arc<Shared>,
+    shared: &Shared,
     name: &str,
     command: MakeMachine,
     socket: &Path,
     control: &Path,
-) -> Result<(), StartVmError> {
+) -> io::Result<Option<StartingVm>> {
     let id = shared.new_id();
-    let mut files = VmFiles::new(name);
-    let Some(mut process) = spawn_child(shared, id, name, &command, control, &files)? else {
-        return Ok(()); // a shutdown
-    };
+    let files = VmFiles::new(name);
+    let process = spawn_child(shared, id, name, &command, control, &files)?;
+    Ok(process.map(|process| StartingVm {
+        id,
+        name: name.into(),
+        command,
+        socket: socket.into(),
+        control: control.into(),
+        files,
+        process,
+        asked: StartingProcess::default(),
+        is_ready: false,
+    }))
+}
+
+/// Waits until all of the processes serve, for one time limit together, and watches them from then
+/// on.
+///
+/// # Errors
+/// The name of a virtual machine whose process has ended, or for which there is no thread.
+pub(super) fn wait_until_ready(
+    shared: &Arc<Shared>,
+    mut starting: Vec<StartingVm>,
+) -> Result<(), (String, StartVmError)> {
     let start = Instant::now();
-    // The process opens its sockets before it starts its engine, and answers when it serves.
-    let mut starting = StartingProcess::default();
-    while !starting.has_answered(control, ANSWER_TIMEOUT) {
-        if let Some(status) = process.child.try_wait()? {
-            shared.processes().machines.remove(&id);
-            process.log.finish();
-            return Err(StartVmError::Ended(status));
+    loop {
+        // The processes open their sockets before they start their engines, and answer when they
+        // serve.
+        for vm in starting.iter_mut().filter(|vm| !vm.is_ready) {
+            vm.is_ready = vm.asked.has_answered(&vm.control, ANSWER_TIMEOUT);
+            let ended = vm.process.child.try_wait();
+            match ended.map_err(|error| (vm.name.clone(), error.into()))? {
+                Some(status) if !vm.is_ready => {
+                    shared.processes().machines.remove(&vm.id);
+                    vm.process.log.finish();
+                    return Err((vm.name.clone(), StartVmError::Ended(status)));
+                }
+                _ => {}
+            }
         }
-        if start.elapsed() > shared.timeouts.ready {
-            break; // The log of the process says why it does not listen.
+        // The log of a process that takes longer says why it does not listen.
+        if starting.iter().all(|vm| vm.is_ready) || start.elapsed() > shared.timeouts.ready {
+            break;
         }
         thread::sleep(Duration::from_millis(10));
     }
-    let (shared, name) = (Arc::clone(shared), name.to_owned());
-    let (socket, control) = (socket.to_owned(), control.to_owned());
+    for vm in starting {
+        let name = vm.name.clone();
+        watch(shared, vm).map_err(|error| (name, error.into()))?;
+    }
+    Ok(())
+}
+
+/// Watches the process of a virtual machine on a thread of its own.
+fn watch(shared: &Arc<Shared>, vm: StartingVm) -> io::Result<()> {
+    let StartingVm {
+        id,
+        name,
+        command,
+        socket,
+        control,
+        mut files,
+        process,
+        ..
+    } = vm;
+    let shared = Arc::clone(shared);
     thread::Builder::new()
         .name(format!("vgpu-vm-{name}"))
         .spawn(move || {

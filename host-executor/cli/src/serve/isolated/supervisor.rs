@@ -137,10 +137,11 @@ pub(crate) fn run(
         supervisor
             .start_vm(&vm.name, Box::new(command), &vm.socket, &control)
             .map_err(|error| anyhow!("--vm {}: {error}", vm.name))?;
-        let address = format!("vm:{}", vm.socket.display());
-        info!("listening on {address}");
-        machines.push(address);
+        machines.push(format!("vm:{}", vm.socket.display()));
     }
+    let served = supervisor.wait_for_vms();
+    served.map_err(|(name, error)| anyhow!("--vm {name}: {error}"))?;
+    machines.iter().for_each(|address| info!("listening on {address}"));
     // The processes of virtual machines bind sockets and start drivers before they do the same.
     let confined = sandboxing::confine_supervisor(args.no_sandbox)?;
     let _files = observers.serve(&settings, &supervisor.status_handle(), sender, &confined)?;
