@@ -5,6 +5,8 @@
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::mpsc;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use super::accept::accept_within;
@@ -20,6 +22,8 @@ use crate::link::side::Side;
 pub enum TcpError {
     #[error("{host}: the name has no address: {error}")]
     Name { host: String, error: io::Error },
+    #[error("{host}: the name was not looked up within {ms} ms: does a name server answer?")]
+    Lookup { host: String, ms: u128 },
     #[error("{host}:{port}: {error}")]
     Connect {
         host: String,
@@ -35,8 +39,7 @@ pub enum TcpError {
     Tls(#[from] TlsError),
 }
 
-/// Connects to the executor at `host`:`port`. `timeout` limits the connection and the TLS
-/// handshake; the name lookup has its own time limit.
+/// Connects to the executor at `host`:`port`. `timeout` limits the whole call.
 ///
 /// # Errors
 ///
@@ -49,18 +52,14 @@ pub fn connect(
     timeout: Duration,
 ) -> Result<StreamGuest, TcpError> {
     let deadline = Instant::now() + timeout;
-    let addresses = (host, port)
-        .to_socket_addrs()
-        .map_err(|error| TcpError::Name {
-            host: host.into(),
-            error,
-        })?;
+    let addresses = look_up(host, timeout, move |host| {
+        Ok((host, port).to_socket_addrs()?.collect())
+    })?;
     let failed = |error| TcpError::Connect {
         host: host.into(),
         port,
         error,
     };
-    let addresses: Vec<SocketAddr> = addresses.collect();
     if certificates.is_none() && !addresses.iter().all(|address| address.ip().is_loopback()) {
         return Err(TcpError::Unprotected { host: host.into() });
     }
@@ -71,6 +70,36 @@ pub fn connect(
         None => Box::new(Plain::new(socket)),
     };
     StreamGuest::new(channel).with_heartbeat().map_err(failed)
+}
+
+/// Looks up the addresses of a name within `timeout`. The C library waits for name servers for half a
+/// minute and more, and cannot be interrupted: a thread waits for it, and is left alone if it takes
+/// too long.
+fn look_up(
+    host: &str,
+    timeout: Duration,
+    lookup: impl FnOnce(&str) -> io::Result<Vec<SocketAddr>> + Send + 'static,
+) -> Result<Vec<SocketAddr>, TcpError> {
+    let failed = |error| TcpError::Name {
+        host: host.into(),
+        error,
+    };
+    if host.parse::<IpAddr>().is_ok() {
+        return lookup(host).map_err(failed);
+    }
+    let (sender, found) = mpsc::sync_channel(1);
+    let name = host.to_owned();
+    thread::Builder::new()
+        .name("vgpu-lookup".into())
+        .spawn(move || sender.send(lookup(&name)))
+        .map_err(failed)?;
+    match found.recv_timeout(timeout) {
+        Ok(addresses) => addresses.map_err(failed),
+        Err(_) => Err(TcpError::Lookup {
+            host: host.into(),
+            ms: timeout.as_millis(),
+        }),
+    }
 }
 
 /// Connects to the first of the addresses that answers. Each has an equal share of the time that is
@@ -273,6 +302,34 @@ mod tests {
         };
         assert_eq!(limit(&host, Side::Host), SILENCE);
         assert!(limit(&guest, Side::Guest) > STALL);
+    }
+
+    #[test]
+    fn name_server_that_does_not_answer_is_not_waited_for() {
+        let (answer, asked) = mpsc::channel();
+        let limit = Duration::from_millis(20);
+        let error = look_up("executor.example", limit, move |_| {
+            // Until the test has ended.
+            let _ = asked.recv();
+            Ok(Vec::new())
+        });
+        let error = error.unwrap_err();
+        assert!(matches!(error, TcpError::Lookup { ms: 20, .. }), "{error}");
+        drop::<mpsc::Sender<()>>(answer);
+        let found = SocketAddr::from(([127, 0, 0, 1], 7));
+        let limit = Duration::from_secs(60);
+        let addresses = look_up("executor.example", limit, move |_| Ok(vec![found]));
+        assert_eq!(addresses.unwrap(), [found]);
+        let unknown = |_: &str| Err(io::ErrorKind::NotFound.into());
+        let error = look_up("executor.example", limit, unknown).unwrap_err();
+        assert!(matches!(error, TcpError::Name { .. }), "{error}");
+        // An address needs no name server, and no thread.
+        let this = thread::current().id();
+        let addresses = look_up("127.0.0.1", limit, move |host| {
+            assert_eq!(thread::current().id(), this);
+            Ok((host, 7).to_socket_addrs()?.collect())
+        });
+        assert_eq!(addresses.unwrap(), [found]);
     }
 
     #[test]
