@@ -383,7 +383,7 @@ fn units_never_give_up() {
             ("[Service]", "Restart=always"),
             ("[Service]", "WatchdogSec=60"),
             ("[Service]", "RestartSteps=8"),
-            ("[Service]", "RestartMaxDelaySec=10s"),
+            ("[Service]", "RestartMaxDelaySec=2s"),
             ("[Service]", "FileDescriptorStorePreserve=yes"),
         ] {
             assert!(settings.contains(&wanted), "{name}: {wanted:?}");
