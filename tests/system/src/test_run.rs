@@ -80,7 +80,8 @@ Only `--full` runs:
   faults    each fault twice as often (`cargo xtask faults`: hundreds of times); random events for
             an hour instead of a minute (`cargo xtask soak`)
   ollama    all checks again without flash attention, and both again with Ollama 0.33.0; each
-            release with the llama-server of the llama.cpp it carries instead of that of 0.25.3
+            release with the llama-server of the llama.cpp it carries instead of that of 0.25.3;
+            an upgrade in place
   deploy    KubeVirt's own types
   vm        the guests with vfio-user, with vsock and TCP, and with systemd; a guest that is paused,
             put to sleep, reset, unplugged and killed; test-backend-ops with 13 operators and

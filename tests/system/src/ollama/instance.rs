@@ -71,21 +71,36 @@ impl Instance {
         endpoint: &str,
     ) -> Result<Instance> {
         lay_out(root, ollama, llama)?;
-        let mut install = Command::new(&dist.vgpu);
-        install
-            .args(["install", "--endpoint", endpoint, "--root"])
-            .arg(root)
-            .arg("--plugin")
-            .arg(&dist.plugin);
-        let said = process::output(&mut install)?;
-        let tested = format!("(tested with Ollama {})", VERSIONS.join(" and "));
-        ensure!(said.contains(&tested), "{tested} is not in\n{said}");
-        Ok(Instance {
+        let instance = Instance {
             root: root.to_owned(),
             vgpu: dist.vgpu.clone(),
             port: free_port()?,
             server: None,
-        })
+        };
+        let said = instance.install_plugin(dist, endpoint)?;
+        let tested = format!("(tested with Ollama {})", VERSIONS.join(" and "));
+        ensure!(said.contains(&tested), "{tested} is not in\n{said}");
+        Ok(instance)
+    }
+
+    /// Installs the plugin with `vgpu install`. Returns what the command says.
+    pub(crate) fn install_plugin(&self, dist: &Dist, endpoint: &str) -> Result<String> {
+        let mut install = Command::new(&self.vgpu);
+        install
+            .args(["install", "--endpoint", endpoint, "--root"])
+            .arg(&self.root)
+            .arg("--plugin")
+            .arg(&dist.plugin);
+        process::output(&mut install)
+    }
+
+    /// Replaces the installation by another release, as Ollama's installer does: its folder of
+    /// libraries is removed first. The server must have been stopped.
+    pub(crate) fn upgrade(&self, ollama: &Path, llama: &Path) -> Result<()> {
+        let prefix = self.root.join(PREFIX);
+        fs::remove_dir_all(prefix.join("lib/ollama")).context("removing the libraries")?;
+        fs::remove_file(prefix.join("bin/ollama")).context("removing the program")?;
+        lay_out(&self.root, ollama, llama)
     }
 
     /// Another server of the same installation and models, on a port of its own.

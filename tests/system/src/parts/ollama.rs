@@ -77,7 +77,22 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
         });
         let Some(needed) = needed else { return };
         with_release(tests, &needed, (version, is_own), flash);
+        if tests.options.full && (version, flash) == (newest, true) {
+            upgrade(tests, &needed, oldest);
+        }
     }
+}
+
+/// An upgrade in place from the release `old`.
+fn upgrade(tests: &mut TestRun<'_>, needed: &Needed, old: &str) {
+    let name = format!("Ollama {old} upgraded in place");
+    tests.check(&name, |tests, _| {
+        let ollama = ollama::binary(tests.cache, old)?;
+        let carried = ollama::llama_cpp(old).context("no tested release")?;
+        let llama = carried.programs(tests.cache)?;
+        let log = |name: &str| tests.log(name);
+        ollama_events::upgraded_in_place(needed, (&ollama, &llama), &log)
+    });
 }
 
 /// The embedding model as a GGUF file. Ollama 0.33.0 makes the file: newer releases import

@@ -1,14 +1,16 @@
 //! Events around Ollama: its runner is killed, and two servers want the memory of one executor.
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result, ensure};
 use serde_json::json;
+use xtask_common::executor::Executor;
+use xtask_common::scratch::Scratch;
 use xtask_common::workspace;
 
-use crate::ollama::Settings;
-use crate::ollama::stage::{LARGE, MEMORY, SMALL, Stage, TOKENS, tokens, wait};
+use crate::ollama::stage::{LARGE, MEMORY, Needed, SMALL, Stage, TOKENS, tokens, wait};
+use crate::ollama::{Instance, Settings};
 use crate::test_run::PROMPT;
 
 /// The runner of Ollama is killed while the executor computes a long prompt. The session and its
@@ -145,4 +147,58 @@ pub(super) fn two_servers(stage: &mut Stage<'_>) -> Result<String> {
     stage.start_executor(MEMORY)?;
     stage.text(SMALL, PROMPT)?;
     Ok(format!("{of_one} MiB each, {on_gpu:?} of {memory}"))
+}
+
+/// Ollama is upgraded in place. Its installer removes the folder that has the plugin; the drop-in
+/// stays. Ollama then runs on the CPU, and its log says that it has no such library, until `vgpu
+/// install` has run again. `old`: program and libraries of the release before.
+pub(super) fn upgraded_in_place(
+    needed: &Needed,
+    old: (&Path, &Path),
+    log: &dyn Fn(&str) -> PathBuf,
+) -> Result<String> {
+    let scratch = Scratch::new()?;
+    let socket = scratch.path().join("vgpu.sock");
+    let executor = Executor::start_with(
+        &needed.dist,
+        &socket,
+        workspace::cores(),
+        &log("ollama-upgrade-vgpu-serve"),
+        &["--memory", MEMORY],
+    )?;
+    let endpoint = executor.endpoint();
+    let mut ollama = Instance::install(scratch.path(), old.0, old.1, &needed.dist, &endpoint)?;
+    let settings = Settings::default();
+    // Whether the answer was computed completely on the device, and whether a part was.
+    let answer = |ollama: &Instance| -> Result<(bool, bool)> {
+        let client = ollama.client();
+        let answer = client.generate(SMALL, PROMPT, tokens(TOKENS), |_| true)?;
+        ensure!(answer.tokens == TOKENS, "{} tokens", answer.tokens);
+        let running = client.running()?;
+        let model = running.first().context("no model is loaded")?;
+        let bytes = |name: &str| model[name].as_u64().unwrap_or_default();
+        let (size, vram) = (bytes("size"), bytes("size_vram"));
+        Ok((size == vram, vram > 0))
+    };
+    ollama.start(&settings, &log("ollama-upgrade-before"))?;
+    ollama.create(SMALL, &needed.small)?;
+    ensure!(answer(&ollama)?.0, "the old release does not use the device");
+    ollama.stop()?;
+
+    ollama.upgrade(&needed.ollama, &needed.llama)?;
+    ollama.start(&settings, &log("ollama-upgrade-without-plugin"))?;
+    let said = ollama.log();
+    ensure!(!said.contains("name=VGPU0"), "the device is listed:\n{said}");
+    ensure!(!answer(&ollama)?.1, "a device that is not there was used");
+    ollama.stop()?;
+
+    let said = ollama.install_plugin(&needed.dist, &endpoint)?;
+    ensure!(said.contains("libggml-vgpu.so"), "{said}");
+    ollama.start(&settings, &log("ollama-upgrade-after"))?;
+    let said = ollama.log();
+    ensure!(said.contains("name=VGPU0"), "no device is listed:\n{said}");
+    ensure!(answer(&ollama)?.0, "the new release does not use the device");
+    ollama.stop()?;
+    executor.stop()?;
+    Ok("on the CPU until vgpu install has run again".into())
 }
