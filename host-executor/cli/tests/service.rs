@@ -358,18 +358,17 @@ fn unit(name: &str) -> PathBuf {
 const UNITS: [&str; 2] = ["vgpu.service", "vgpu@.service"];
 
 /// The settings of a unit, each with its section.
-fn settings(text: &str) -> Vec<(&str, &str)> {
+fn settings_of(text: &str) -> Vec<(&str, &str)> {
     let mut section = "";
-    text.lines()
-        .filter(|line| !line.starts_with('#'))
-        .filter_map(|line| match line.starts_with('[') {
-            true => {
-                section = line;
-                None
-            }
-            false => Some((section, line)),
-        })
-        .collect()
+    let lines = text.lines().filter(|line| !line.starts_with('#'));
+    let settings = lines.filter_map(|line| match line.starts_with('[') {
+        true => {
+            section = line;
+            None
+        }
+        false => Some((section, line)),
+    });
+    settings.collect()
 }
 
 /// What keeps the files of virtual machines: see the comments in the units.
@@ -377,7 +376,7 @@ fn settings(text: &str) -> Vec<(&str, &str)> {
 fn units_never_give_up() {
     for name in UNITS {
         let text = fs::read_to_string(unit(name)).expect("a unit");
-        let settings = settings(&text);
+        let settings = settings_of(&text);
         for wanted in [
             ("[Unit]", "StartLimitIntervalSec=0"),
             ("[Service]", "Restart=always"),
@@ -402,8 +401,150 @@ fn units_keep_the_folder_of_the_sockets() {
     for name in UNITS {
         let text = fs::read_to_string(unit(name)).expect("a unit");
         let wanted = ("[Service]", "RuntimeDirectoryPreserve=yes");
-        assert!(settings(&text).contains(&wanted), "{name}");
+        assert!(settings_of(&text).contains(&wanted), "{name}");
     }
+}
+
+/// What a unit lacks for a GPU, for the folders that the executor writes, and for the boot order.
+fn missing_for_a_gpu_host(text: &str) -> Vec<String> {
+    let settings = settings_of(text);
+    let wanted = [
+        "ExecStartPre=-+/usr/bin/nvidia-modprobe -c 0 -u",
+        "TimeoutStartSec=15min",
+        "CacheDirectory=vgpu",
+        "Environment=VGPU_CACHE=/var/cache/vgpu",
+    ];
+    let mut missing: Vec<String> = { wanted.iter() }
+        .filter(|line| !settings.contains(&("[Service]", line)))
+        .map(|line| format!("no {line}"))
+        .collect();
+    let before: Vec<&str> = { settings.iter() }
+        .filter_map(|(section, line)| line.strip_prefix("Before=").filter(|_| *section == "[Unit]"))
+        .flat_map(str::split_whitespace)
+        .collect();
+    for unit in [
+        "libvirtd.service",
+        "virtqemud.service",
+        "libvirt-guests.service",
+        "pve-guests.service",
+    ] {
+        if !before.contains(&unit) {
+            missing.push(format!("not before {unit}"));
+        }
+    }
+    // The first four hide the devices of GPUs, ProtectClock= in systemd before 254. With the next
+    // one the unit does not start on a host that lacks one of the groups. The last flag would
+    // override the configuration.
+    for (_, line) in &settings {
+        let is_harmful = [
+            "DeviceAllow=",
+            "DevicePolicy=",
+            "PrivateDevices=",
+            "ProtectClock=",
+            "SupplementaryGroups=",
+        ]
+        .iter()
+        .any(|key| line.starts_with(key));
+        if is_harmful || line.starts_with("ExecStart=") && line.contains("--control") {
+            missing.push(format!("it has {line}"));
+        }
+    }
+    missing
+}
+
+/// A unit of systemd has the control socket of `vgpu ps` without a flag, and the configuration may
+/// name another one.
+#[test]
+fn service_has_a_control_socket_in_its_runtime_directory() {
+    let scratch = Scratch::new("service-control");
+    let at = |name: &str| scratch.path().join(name);
+    let config = at("vgpu.toml");
+    let serves = |text: &str, control: &Path| {
+        fs::write(&config, text).expect("a configuration");
+        let mut command = vgpu(&["serve", "--threads", "1", "--memory", "64M", "--listen"]);
+        command.arg(format!("unix:{}", scratch.socket().display()));
+        command.arg("--config").arg(&config);
+        command.env("RUNTIME_DIRECTORY", scratch.path());
+        let serve = Serve::of(command);
+        assert!(serve.ready.starts_with("ready "), "{}", serve.ready);
+        let mut ps = vgpu(&["ps", "--control"]);
+        let output = ps.arg(control).output().expect("it starts");
+        serve.signal(Signal::TERM);
+        let (status, log) = serve.wait();
+        assert_eq!(status.code(), Some(0), "{log}");
+        output.status.success()
+    };
+    assert!(serves("", &at("control.sock")));
+    let other = format!("[control]\nsocket = {:?}\n", at("other.sock"));
+    assert!(serves(&other, &at("other.sock")));
+    assert!(!serves(&other, &at("control.sock")));
+}
+
+/// A script of the Debian package, with programs in its path that write down their arguments.
+struct PackageScript {
+    scratch: Scratch,
+    text: String,
+}
+
+impl PackageScript {
+    fn new(name: &str) -> PackageScript {
+        let scratch = Scratch::new(name);
+        let source = format!("../../deploy/debian/{name}");
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join(source);
+        let text = fs::read_to_string(source).expect("the script");
+        let script = PackageScript { scratch, text };
+        fs::create_dir(script.at("bin")).expect("a folder");
+        for name in ["systemctl", "groupadd", "useradd", "usermod"] {
+            script.program(name, "");
+        }
+        script
+    }
+
+    fn at(&self, name: &str) -> PathBuf {
+        self.scratch.path().join(name)
+    }
+
+    /// A program that writes down its arguments and then runs `rest`.
+    fn program(&self, name: &str, rest: &str) {
+        let path = self.at("bin").join(name);
+        let calls = self.at("calls");
+        let text = format!("#!/bin/sh\necho \"${{0##*/}} $*\" >> {}\n{rest}\n", calls.display());
+        fs::write(&path, text).expect("a program");
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).expect("a program");
+    }
+
+    /// Runs the script. Returns what it has called, and what it has said.
+    fn run(&self, arguments: &[&str], root: &Path) -> (String, String) {
+        let _ = fs::remove_file(self.at("calls"));
+        let path = std::env::var("PATH").expect("a path");
+        let output = Command::new("sh")
+            .args(["-c", &self.text, "script"])
+            .args(arguments)
+            .env("PATH", format!("{}:{path}", self.at("bin").display()))
+            .env("DPKG_ROOT", root)
+            .output()
+            .expect("a shell");
+        let said = [output.stdout, output.stderr].concat();
+        let said = String::from_utf8_lossy(&said).into_owned();
+        assert!(output.status.success(), "{said}");
+        (fs::read_to_string(self.at("calls")).unwrap_or_default(), said)
+    }
+}
+
+#[test]
+fn package_puts_its_user_into_the_groups_of_gpus_that_exist() {
+    let script = PackageScript::new("vgpu.postinst");
+    let root = script.at("root");
+    fs::create_dir_all(root.join("etc")).expect("a folder");
+    fs::write(root.join("etc/passwd"), "root:x:0:0:root:/root:/bin/sh\n").expect("a file");
+    fs::write(root.join("etc/group"), "root:x:0:\nvideo:x:44:\n").expect("a file");
+    let (called, _) = script.run(&["configure"], &root);
+    let joins = format!(
+        "usermod --prefix {} --append --groups video vgpu\n",
+        root.display()
+    );
+    assert!(called.ends_with(&joins), "{called}");
+    assert!(called.contains("useradd") && !called.contains("render"), "{called}");
 }
 
 /// The script that Debian runs after it has unpacked a new version: a configuration that the new
@@ -419,7 +560,7 @@ fn an_upgrade_restarts_the_service_only_with_a_configuration_that_is_valid() {
     // What the script calls, other than `vgpu`, writes down its arguments.
     let calls = at("calls");
     let recorder = format!("#!/bin/sh\necho \"${{0##*/}} $*\" >> {}\n", calls.display());
-    for name in ["systemctl", "groupadd", "useradd"] {
+    for name in ["systemctl", "groupadd", "useradd", "usermod"] {
         let path = programs.join(name);
         fs::write(&path, &recorder).expect("a program");
         fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).expect("a program");
@@ -465,6 +606,39 @@ fn an_upgrade_restarts_the_service_only_with_a_configuration_that_is_valid() {
     let (is_restarted, said) = run(&failing);
     assert!(is_restarted, "{said}");
     assert!(said.contains("vgpu@*.service did not start"), "{said}");
+}
+
+/// The settings that a host with a GPU and virtual machines needs, and what is kept on disk.
+#[test]
+fn units_are_for_hosts_with_gpus_and_virtual_machines() {
+    for name in UNITS {
+        let text = fs::read_to_string(unit(name)).expect("a unit");
+        let missing = missing_for_a_gpu_host(&text);
+        assert!(missing.is_empty(), "{name}: {missing:#?}");
+        // The check sees what is wrong.
+        for (good, bad) in [
+            ("CacheDirectory=vgpu", "CacheDirectory=other"),
+            ("pve-guests.service", ""),
+            ("LockPersonality=", "ProtectClock="),
+            ("Group=vgpu", "SupplementaryGroups=video render"),
+            (" serve", " serve --control /run/vgpu/control.sock"),
+        ] {
+            assert!(text.contains(good), "{name}: {good}");
+            let found = missing_for_a_gpu_host(&text.replace(good, bad));
+            assert_eq!(found.len(), 1, "{name}: {bad}: {found:?}");
+        }
+    }
+    // The example for weights is in the folder that ProtectSystem= leaves writable.
+    let example = fs::read_to_string(unit("vgpu.toml")).expect("the example");
+    let cache = example.lines().find(|line| line.starts_with("#cache = "));
+    let cache = cache.expect("an example for weights");
+    assert!(cache.contains("\"/var/cache/vgpu/"), "{cache}");
+    // The groups of GPU devices come from sysusers.d and the package's script.
+    let users = fs::read_to_string(unit("vgpu.sysusers")).expect("the users");
+    for group in ["video", "render"] {
+        let line = format!("m vgpu {group}");
+        assert!(users.lines().any(|one| one == line), "no {line}");
+    }
 }
 
 /// `systemd-analyze verify`, where this machine has it. The program's path is replaced, because the

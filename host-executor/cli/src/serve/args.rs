@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use clap::{Parser, ValueEnum};
 use vgpu_executor::config::{
-    DEFAULT_PATH, GuestSettings, LogFormat, MetricsAddress, Settings, VmDevice,
+    DEFAULT_CONTROL_PATH, DEFAULT_PATH, GuestSettings, LogFormat, MetricsAddress, Settings, VmDevice,
 };
 use vgpu_executor::engine::EngineKind;
 use vgpu_executor::size;
@@ -195,7 +195,8 @@ pub(crate) struct Args {
     metrics: Option<MetricsAddress>,
 
     /// The control socket for `vgpu ps`, `vgpu top`, `vgpu dump` and `vgpu reload`. Only this user
-    /// and root may use it. [default: none without --config]
+    /// and root may use it. [default: control.sock in $RUNTIME_DIRECTORY, which systemd sets for
+    /// units with RuntimeDirectory=; otherwise none]
     #[arg(long, value_name = "PATH")]
     control: Option<PathBuf>,
 }
@@ -296,9 +297,19 @@ impl Args {
         settings.max_turn_time = seconds.or(settings.max_turn_time);
         settings.log = self.log.clone().or(settings.log);
         settings.metrics = self.metrics.clone().or(settings.metrics);
-        settings.control = self.control.clone().or(settings.control);
+        let control = self.control.clone().or(settings.control);
+        settings.control = control.or_else(control_of_service);
         settings.share_buffers &= !self.no_shared_buffers;
         settings.batch &= !self.no_batch;
         Ok(settings.with_default_listener())
     }
+}
+
+/// The control socket of a unit with `RuntimeDirectory=`: that of `vgpu.service` is the default of
+/// `vgpu ps`.
+fn control_of_service() -> Option<PathBuf> {
+    let folders = std::env::var_os("RUNTIME_DIRECTORY")?;
+    let folder = std::env::split_paths(&folders).next()?;
+    let name = Path::new(DEFAULT_CONTROL_PATH).file_name()?;
+    folder.is_absolute().then(|| folder.join(name))
 }
