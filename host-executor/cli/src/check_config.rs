@@ -5,18 +5,18 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use serde_json::json;
-use vgpu_cpu::CpuEngine;
-use vgpu_engine::{Engine as _, EngineError};
-use vgpu_executor::QuotaError;
+use vgpu_cpu::Threads;
 use vgpu_executor::config::{DEFAULT_PATH, LoadError, Settings};
-use vgpu_executor::engine::EngineKind;
+use vgpu_executor::engine;
 
-/// Checks a configuration, and reports the position of a mistake.
+use crate::serve;
+
+/// Checks a configuration against this host, and reports the position of a mistake.
 ///
-/// The exit status is 0 for a valid configuration, 1 for one with a mistake, 2 for one that cannot
-/// be read. Quotas are compared with `engine.memory`, or without it with the memory of this
-/// machine if the engine is the CPU engine. The running executor is not changed, and no guest is
-/// served.
+/// The exit status is 0 for a valid configuration, 1 for one with a mistake or one that does not
+/// fit this host, 2 for one that cannot be read. As `vgpu serve` without other flags, the command
+/// reads the certificates, starts the engine and compares the quotas with the engine's memory. The
+/// running executor is not changed, and no guest is served.
 #[derive(Parser)]
 pub(crate) struct Args {
     /// The configuration file
@@ -26,17 +26,6 @@ pub(crate) struct Args {
     /// Print one JSON object
     #[arg(long)]
     json: bool,
-}
-
-/// Why a configuration that was read cannot be used.
-#[derive(Debug, thiserror::Error)]
-enum CheckError {
-    /// The CPU engine, whose memory is compared with the quotas, does not start.
-    #[error(transparent)]
-    Engine(#[from] EngineError),
-    /// The quotas exceed the engine's memory.
-    #[error(transparent)]
-    Quota(#[from] QuotaError),
 }
 
 pub(crate) fn run(args: &Args) -> ExitCode {
@@ -51,13 +40,13 @@ pub(crate) fn run(args: &Args) -> ExitCode {
                     "file": args.file,
                     "ok": true,
                     "guests": settings.guests.len(),
-                    "memory_checked": memory.is_some(),
+                    "memory": memory,
                 }),
             ),
             Err(reason) => (
                 1,
-                format!("{file}: {reason}"),
-                json!({"file": args.file, "ok": false, "reason": reason.to_string()}),
+                format!("{file}: {reason:#}"),
+                json!({"file": args.file, "ok": false, "reason": format!("{reason:#}")}),
             ),
         },
         Err(error @ LoadError::Read { error: cause, .. }) => (
@@ -85,26 +74,21 @@ pub(crate) fn run(args: &Args) -> ExitCode {
     ExitCode::from(status)
 }
 
-/// Checks the quotas against the engine's memory, where that is known without starting the engine.
-fn checked(settings: &Settings) -> Result<Option<u64>, CheckError> {
-    let total = match (settings.memory, &settings.engine) {
-        (Some(memory), _) => memory,
-        (None, EngineKind::Cpu) => CpuEngine::new(1, None)?.memory().total,
-        (None, _) => return Ok(None),
-    };
+/// Checks the settings as `vgpu serve` does before it serves. Returns the memory of the engine.
+fn checked(settings: &Settings) -> anyhow::Result<u64> {
+    serve::check(settings)?;
+    // One thread: nothing is computed.
+    let engine = engine::start(&settings.engine, Threads::from(1), settings.memory)?;
+    let total = engine.memory().total;
     settings.rules().check_memory(total)?;
-    Ok(Some(total))
+    Ok(total)
 }
 
-fn summary(settings: &Settings, memory: Option<u64>) -> String {
+fn summary(settings: &Settings, memory: u64) -> String {
     let quotas = settings.guests.iter().filter_map(|g| g.rule.policy.memory);
-    let promised: u64 = quotas.sum();
-    let memory = match memory {
-        Some(memory) => format!("of {memory}"),
-        None => "of the GPU's memory, which is not checked here".into(),
-    };
+    let promised = quotas.fold(0, u64::saturating_add);
     format!(
-        "valid: engine {}, {} named guests, {promised} bytes {memory} reserved",
+        "valid: engine {}, {} named guests, {promised} bytes of {memory} reserved",
         settings.engine,
         settings.guests.len()
     )

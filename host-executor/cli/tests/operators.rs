@@ -599,9 +599,29 @@ fn check_config_validates_without_serving() {
     let (status, said) = check(example, &[]);
     assert_eq!(status, Some(0), "{said}");
     assert!(
-        said.contains("valid: engine auto, 3 named guests"),
+        said.contains("valid: engine auto, 0 named guests"),
         "{said}"
     );
+    // What does not fit this host is refused, as by `vgpu serve`.
+    let guest = "[[guest]]\nname = \"alice\"\nuids = [1]\n";
+    for (more, reason) in [
+        ("memory = \"4096T\"\n", "bytes, the engine has"),
+        ("certificates = [\"alice\"]\n", "this executor has none"),
+        ("[server]\nlog = \"a=b=c\"\n", "is not a log filter"),
+        ("[server]\ncerts = \"/nowhere\"\n", "/nowhere"),
+    ] {
+        let guest = format!("{guest}{more}");
+        for engine in ["cpu", "auto"] {
+            let text = format!("engine.kind = \"{engine}\"\n{guest}");
+            let (status, said) = check(&text, &[]);
+            assert_eq!(status, Some(1), "{text}{said}");
+            assert!(said.contains(reason), "{text}{said}");
+            let endpoint = format!("unix:{}", scratch.socket().display());
+            let serve = ["serve", "--config", file, "--listen", &endpoint];
+            let serves = fails(&mut vgpu(&serve));
+            assert!(serves.contains(reason), "{text}{serves}");
+        }
+    }
 
     let (status, said) = check("[server]\nlisten = [\"usb:1\"]\n", &[]);
     assert_eq!(status, Some(1));

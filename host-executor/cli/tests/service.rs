@@ -531,6 +531,34 @@ impl PackageScript {
     }
 }
 
+/// The configuration that the package installs, with the paths and addresses of a test.
+#[test]
+fn installed_configuration_serves_on_any_host() {
+    let scratch = Scratch::new("installed");
+    let config = scratch.path().join("vgpu.toml");
+    let text = fs::read_to_string(unit("vgpu.toml")).expect("the configuration");
+    let folder = scratch.path().to_str().expect("text");
+    let text = text.replace("/run/vgpu", folder);
+    // Another program of the machine may have the port.
+    let text = text.replace("127.0.0.1:4781", "127.0.0.1:0");
+    assert_eq!(text.matches(folder).count() + text.matches(":0\"").count(), 5, "{text}");
+    fs::write(&config, &text).expect("a file");
+    let mut command = vgpu(&["serve", "--config"]);
+    command.arg(&config).env("RUNTIME_DIRECTORY", folder);
+    let serve = Serve::of(command);
+    let ready = format!("ready unix:{}\n", scratch.socket().display());
+    assert_eq!(serve.ready, ready);
+    let mut ps = vgpu(&["ps", "--control"]);
+    let control = scratch.path().join("control.sock");
+    assert!(ps.arg(control).output().expect("it starts").status.success());
+    serve.signal(Signal::TERM);
+    let (status, log) = serve.wait();
+    assert_eq!(status.code(), Some(0), "{log}");
+    let mut check = vgpu(&["check-config"]);
+    let output = check.arg(&config).output().expect("it starts");
+    assert!(output.status.success(), "{output:?}");
+}
+
 #[test]
 fn package_puts_its_user_into_the_groups_of_gpus_that_exist() {
     let script = PackageScript::new("vgpu.postinst");

@@ -16,9 +16,32 @@ fn empty_file_gives_the_defaults() {
     assert_eq!(parse("# nothing\n[server]\n"), Ok(Settings::default()));
 }
 
+/// The example with the settings that are commented out in it. A comment begins with `# `.
+fn whole_example() -> String {
+    let lines = EXAMPLE.lines().map(|line| match line.strip_prefix('#') {
+        Some(setting) if setting.starts_with("[[") => setting,
+        Some(setting) if !setting.starts_with(' ') && setting.contains(" = ") => setting,
+        _ => line,
+    });
+    lines.flat_map(|line| [line, "\n"]).collect()
+}
+
+/// The file is installed as it is: it must promise no memory, and name no user of the host.
+#[test]
+fn example_has_no_guests_as_it_is() {
+    let settings = parse(EXAMPLE).expect("the example is good");
+    assert_eq!(settings.guests, []);
+    assert_eq!(settings.unnamed, Some(Policy::default()));
+    assert_eq!((settings.memory, settings.certs), (None, None));
+    assert_eq!(settings.weights_cache, None);
+    // The exporter of NVIDIA's metrics has 9400.
+    let metrics = settings.metrics.expect("metrics").to_string();
+    assert!(!metrics.ends_with(":9400"), "{metrics}");
+}
+
 #[test]
 fn example_has_the_documented_values() {
-    let settings = parse(EXAMPLE).expect("the example is good");
+    let settings = parse(&whole_example()).expect("the example is good");
     let names: Vec<&str> = settings
         .guests
         .iter()
@@ -46,15 +69,7 @@ fn example_has_the_documented_values() {
 /// Every setting that is commented out in the example exists, and has the value that it shows.
 #[test]
 fn settings_omitted_from_the_example_exist() {
-    let all: String = EXAMPLE
-        .lines()
-        .map(|line| match line.strip_prefix("#") {
-            // A comment begins with `# `, a setting that is left out with `#name = `.
-            Some(setting) if !setting.starts_with(' ') && setting.contains(" = ") => setting,
-            _ => line,
-        })
-        .flat_map(|line| [line, "\n"])
-        .collect();
+    let all = whole_example();
     assert_ne!(all, EXAMPLE);
     let plain = parse(EXAMPLE).unwrap();
     let settings = parse(&all).expect("every setting of the example is one");

@@ -28,7 +28,12 @@ struct Control<'a> {
     summary: &'a str,
     description: &'a str,
     scripts: &'a [&'a str],
+    /// Files that an update replaces only if the administrator has not changed them.
+    conffiles: &'a [&'a str],
 }
+
+/// The configuration of the service.
+const CONFIGURATION: &str = "etc/vgpu/vgpu.toml";
 
 /// The command and its service.
 pub(super) fn host(dist: &Dist, folder: &Path) -> Result<PathBuf> {
@@ -42,6 +47,7 @@ pub(super) fn host(dist: &Dist, folder: &Path) -> Result<PathBuf> {
                           machines and\n containers that load libggml-vgpu.so. The service is not \
                           started by itself.",
             scripts: &["postinst", "prerm", "postrm"],
+            conffiles: &[CONFIGURATION],
         },
         &[
             ("usr/bin/vgpu", &dist.vgpu, 0o755),
@@ -55,6 +61,7 @@ pub(super) fn host(dist: &Dist, folder: &Path) -> Result<PathBuf> {
                 &deploy.join("vgpu@.service"),
                 0o644,
             ),
+            (CONFIGURATION, &deploy.join("vgpu.toml"), 0o644),
             (
                 "usr/share/doc/vgpu/examples/vgpu.toml",
                 &deploy.join("vgpu.toml"),
@@ -87,6 +94,7 @@ pub(super) fn guest(dist: &Dist, folder: &Path) -> Result<PathBuf> {
             description: "The plugin libggml-vgpu.so for Ollama, llama.cpp and other programs that \
                           compute with\n ggml. `vgpu install` gives it to Ollama.",
             scripts: &["postinst"],
+            conffiles: &[],
         },
         &[
             ("usr/lib/vgpu/libggml-vgpu.so", &dist.plugin, 0o644),
@@ -145,6 +153,11 @@ fn pack(control: &Control<'_>, entries: &[Entry<'_>], folder: &Path) -> Result<P
         .collect();
     lay_out(&debian, &scripts)?;
     fs::write(debian.join("control"), text).context("writing a control file")?;
+    if !control.conffiles.is_empty() {
+        let lines = control.conffiles.iter().map(|file| format!("/{file}\n"));
+        let text: String = lines.collect();
+        fs::write(debian.join("conffiles"), text).context("writing the list of conffiles")?;
+    }
     let package = folder.join(format!("{name}_{VERSION}_{architecture}.deb"));
     let mut dpkg = Command::new("dpkg-deb");
     dpkg.args(["--build", "--root-owner-group", "-Zxz"])

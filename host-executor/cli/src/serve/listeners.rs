@@ -156,13 +156,8 @@ impl Listeners {
         specs
     }
 
-    /// Binds the listeners whose addresses are not in use here. If one cannot be bound, nothing has
-    /// changed.
-    pub(super) fn prepare(&self, settings: &Settings) -> anyhow::Result<Vec<BoundListener>> {
-        let is_open = |spec: &ListenerSpec| {
-            let address = spec.address();
-            self.open.iter().any(|(open, _)| open.address() == address)
-        };
+    /// Refuses guests that certificates identify if this executor has none.
+    pub(super) fn check_identities(&self, settings: &Settings) -> anyhow::Result<()> {
         let has_certificates = |guest: &&GuestSettings| !guest.rule.certificates.is_empty();
         let identified = settings.guests.iter().find(has_certificates);
         if let (None, Some(guest)) = (&self.certificates, identified) {
@@ -173,6 +168,17 @@ impl Listeners {
                 guest.rule.name
             );
         }
+        Ok(())
+    }
+
+    /// Binds the listeners whose addresses are not in use here. If one cannot be bound, nothing has
+    /// changed.
+    pub(super) fn prepare(&self, settings: &Settings) -> anyhow::Result<Vec<BoundListener>> {
+        let is_open = |spec: &ListenerSpec| {
+            let address = spec.address();
+            self.open.iter().any(|(open, _)| open.address() == address)
+        };
+        self.check_identities(settings)?;
         let specs = self.specs(settings);
         let new = specs.into_iter().filter(|spec| !is_open(spec));
         new.map(|spec| self.bind(spec)).collect()

@@ -63,6 +63,11 @@ impl Logging {
     }
 }
 
+/// Checks the log filter of the settings.
+pub(super) fn check(settings: &Settings) -> anyhow::Result<()> {
+    filter(settings).map(drop)
+}
+
 fn filter(settings: &Settings) -> anyhow::Result<Targets> {
     let (source, filter) = match &settings.log {
         Some(filter) => ("--log", filter.clone()),

@@ -15,13 +15,22 @@ mod trim_pages;
 
 use std::sync::{Arc, mpsc};
 
+use vgpu_executor::config::Settings;
+
 use crate::config_error::ConfigError;
 use crate::own_program::check_supervisor;
 use events::{DumpSource, catch_signals};
+use listeners::Listeners;
 use logging::{Logging, start_writer};
 
 pub(crate) use args::Args;
 pub(crate) use isolated::{WorkerArgs, run_worker};
+
+/// Checks what `vgpu serve` reads before it opens a socket: the log filter and the certificates.
+pub(crate) fn check(settings: &Settings) -> anyhow::Result<()> {
+    logging::check(settings)?;
+    Listeners::new(settings)?.check_identities(settings)
+}
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if let Some(version) = &args.supervised {

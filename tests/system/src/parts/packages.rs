@@ -121,6 +121,7 @@ fn debian(packages: &Packages) -> Result<String> {
         machine.dpkg(&["--install"], &both).context(round)?;
         for file in [
             "usr/bin/vgpu",
+            "etc/vgpu/vgpu.toml",
             "usr/lib/systemd/system/vgpu.service",
             "usr/lib/systemd/system/vgpu@.service",
             "usr/lib/sysusers.d/vgpu.conf",
