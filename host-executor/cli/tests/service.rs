@@ -575,65 +575,62 @@ fn package_puts_its_user_into_the_groups_of_gpus_that_exist() {
     assert!(called.contains("useradd") && !called.contains("render"), "{called}");
 }
 
-/// The script that Debian runs after it has unpacked a new version: a configuration that the new
-/// version rejects leaves the old executor running.
+/// The script that Debian runs after it has unpacked a new version leaves the executor of running
+/// guests alone, and says when the new version is used.
 #[test]
-fn an_upgrade_restarts_the_service_only_with_a_configuration_that_is_valid() {
-    let scratch = Scratch::new("postinst");
-    let at = |name: &str| scratch.path().join(name);
-    let (programs, systemd, config) = (at("bin"), at("systemd"), at("vgpu.toml"));
-    for folder in [&programs, &systemd] {
-        fs::create_dir(folder).expect("a folder");
-    }
-    // What the script calls, other than `vgpu`, writes down its arguments.
-    let calls = at("calls");
-    let recorder = format!("#!/bin/sh\necho \"${{0##*/}} $*\" >> {}\n", calls.display());
-    for name in ["systemctl", "groupadd", "useradd", "usermod"] {
-        let path = programs.join(name);
-        fs::write(&path, &recorder).expect("a program");
-        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).expect("a program");
-    }
-    std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_vgpu"), programs.join("vgpu")).expect("a link");
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../deploy/debian/vgpu.postinst");
-    let script = fs::read_to_string(source).expect("the script");
-    for path in ["/run/systemd/system", "/etc/vgpu/vgpu.toml"] {
-        assert!(script.contains(path), "the script does not look at {path}");
-    }
-    let script = script
-        .replace("/run/systemd/system", systemd.to_str().expect("text"))
-        .replace("/etc/vgpu/vgpu.toml", config.to_str().expect("text"));
-    let path = std::env::var("PATH").expect("a path");
-    let run = |script: &str| {
-        let _ = fs::remove_file(&calls);
-        let output = Command::new("sh")
-            .args(["-c", script, "postinst", "configure"])
-            .env("PATH", format!("{}:{path}", programs.display()))
-            .output()
-            .expect("a shell");
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert!(output.status.success(), "{said}");
-        let called = fs::read_to_string(&calls).expect("calls");
-        assert!(called.contains("systemctl daemon-reload"), "{called}");
-        (called.contains("systemctl try-restart vgpu.service"), said)
+fn an_upgrade_leaves_running_guests_alone() {
+    let mut script = PackageScript::new("vgpu.postinst");
+    let systemd = script.at("systemd");
+    fs::create_dir(&systemd).expect("a folder");
+    assert!(script.text.contains("/run/systemd/system"));
+    let systemd = systemd.to_str().expect("text");
+    script.text = script.text.replace("/run/systemd/system", systemd);
+    let mut upgrade = |active: &str, arguments: &[&str]| {
+        script.program("systemctl", &format!("[ \"$1\" != --quiet ] || [ \"$3\" = '{active}' ]"));
+        let (called, said) = script.run(arguments, Path::new(""));
+        let verbs: Vec<&str> = { called.lines() }
+            .filter_map(|line| line.strip_prefix("systemctl "))
+            .collect();
+        let is_harmless = |verb: &&str| *verb == "daemon-reload" || verb.contains("is-active");
+        assert!(verbs.contains(&"daemon-reload"), "{verbs:?}");
+        assert!(verbs.iter().all(is_harmless), "{verbs:?}");
+        said
     };
-    let configure = || run(&script);
-    assert!(configure().0, "without a configuration");
-    fs::write(&config, "[engine]\nmemory = \"1G\"\n").expect("a file");
-    assert!(configure().0, "with a valid configuration");
-    fs::write(&config, "[engine]\nmemroy = \"1G\"\n").expect("a file");
-    let (is_restarted, said) = configure();
-    assert!(!is_restarted, "with a mistake in the configuration");
-    assert!(said.contains("memroy"), "{said}");
-    assert!(said.contains("vgpu.service was not restarted"), "{said}");
-    // The unit of a virtual machine does not start: the others are restarted all the same.
-    fs::remove_file(&config).expect("our file");
-    let failing = format!(
-        "systemctl() {{ {}/systemctl \"$@\"; [ \"$1\" != try-restart ]; }}\n{script}",
-        programs.display()
+    let from = ["configure", "0.0.9"];
+    assert_eq!(
+        upgrade("vgpu.service", &from),
+        "vgpu: running guests keep vgpu 0.0.9; when they may stop: systemctl restart vgpu\n"
     );
-    let (is_restarted, said) = run(&failing);
-    assert!(is_restarted, "{said}");
-    assert!(said.contains("vgpu@*.service did not start"), "{said}");
+    assert_eq!(
+        upgrade("vgpu@*.service", &from),
+        "vgpu: running guests keep vgpu 0.0.9; when they may stop: systemctl restart vgpu@*\n"
+    );
+    assert_eq!(upgrade("none", &from), "");
+    // The first installation.
+    assert_eq!(upgrade("vgpu.service", &["configure", ""]), "");
+}
+
+#[test]
+fn a_purge_removes_what_the_service_has_written() {
+    let script = PackageScript::new("vgpu.postrm");
+    let root = script.at("root");
+    let kernels = root.join("var/cache/vgpu/kernels");
+    for folder in [&kernels, &root.join("etc/vgpu"), &root.join("run/vgpu")] {
+        fs::create_dir_all(folder).expect("a folder");
+    }
+    fs::write(kernels.join("one.cubin"), "").expect("a file");
+    script.run(&["remove"], &root);
+    assert!(kernels.exists());
+    let left = |folder: &str| {
+        let entries = fs::read_dir(root.join(folder)).expect("a folder");
+        entries.count()
+    };
+    script.run(&["purge"], &root);
+    assert_eq!(["var/cache", "etc", "run"].map(left), [0, 0, 0]);
+    // Certificates are the administrator's.
+    fs::create_dir_all(root.join("etc/vgpu/certs")).expect("a folder");
+    script.run(&["purge"], &root);
+    assert!(root.join("etc/vgpu/certs").exists());
 }
 
 /// The settings that a host with a GPU and virtual machines needs, and what is kept on disk.

@@ -141,19 +141,29 @@ fn debian(packages: &Packages) -> Result<String> {
     }
     works(&machine.root().join("usr/bin/vgpu"), &machine)?;
 
+    // What the service writes.
+    let kernels = machine.root().join("var/cache/vgpu/kernels");
+    fs::create_dir_all(&kernels).context("creating a folder")?;
+    fs::write(kernels.join("one.cubin"), "").context("writing a file")?;
+    let left = |machine: &Machine| -> Result<Vec<PathBuf>> {
+        let mut left: Vec<_> = machine.files()?.difference(&before).cloned().collect();
+        left.retain(|file| !is_of_users(file) && !file.starts_with("usr/local"));
+        Ok(left)
+    };
     machine
         .dpkg(&["--remove", GUEST, HOST], &[])
         .context("removing")?;
-    let left: Vec<_> = machine.files()?.difference(&before).cloned().collect();
-    // Users and their backup files remain, as usual in Debian.
-    let unexpected: Vec<_> = left
-        .iter()
-        .filter(|file| !file.starts_with("etc") && !file.starts_with("usr/local"))
-        .collect();
-    ensure!(unexpected.is_empty(), "left behind: {unexpected:?}");
+    let kept = ["etc/vgpu/vgpu.toml", "var/cache/vgpu/kernels/one.cubin"].map(PathBuf::from);
+    let removed = left(&machine)?;
+    ensure!(removed == kept, "a removal leaves {removed:?}, not {kept:?}");
     machine
         .dpkg(&["--purge", GUEST, HOST], &[])
         .context("purging")?;
+    let purged = left(&machine)?;
+    ensure!(purged.is_empty(), "a purge leaves {purged:?}");
+    for folder in ["etc/vgpu", "var/cache/vgpu"] {
+        ensure!(!machine.has(folder), "a purge leaves {folder}");
+    }
     let status = process::output(
         Command::new("dpkg-query")
             .arg("--admindir")
@@ -165,6 +175,16 @@ fn debian(packages: &Packages) -> Result<String> {
         "dpkg still lists the package"
     );
     Ok(String::new())
+}
+
+/// Whether a file lists users or groups, or is the backup or the lock of such a file. Users remain,
+/// as usual in Debian.
+fn is_of_users(file: &Path) -> bool {
+    let name = file.strip_prefix("etc").ok().and_then(Path::to_str);
+    name.is_some_and(|name| {
+        let name = name.trim_end_matches('-');
+        [".pwd.lock", "group", "gshadow", "passwd", "shadow"].contains(&name)
+    })
 }
 
 fn archive(packages: &Packages) -> Result<String> {
