@@ -211,9 +211,75 @@ fn an_update_replaces_the_plugin_and_a_group_gives_access() {
     let plugin = machine.lib("vgpu/libggml-vgpu.so");
     assert_eq!(fs::read(plugin).ok(), fs::read(&machine.plugin).ok());
     let drop_in = fs::read_to_string(machine.drop_in()).expect("a drop-in");
-    let waits = "ExecStartPre=-/usr/bin/vgpu wait\nSupplementaryGroups=vgpu\n";
+    let waits = "ExecStartPre=/usr/bin/vgpu wait\nRestart=always\nRestartSec=3\n\
+                 SupplementaryGroups=vgpu\n";
     assert!(drop_in.ends_with(waits), "{drop_in}");
+    let unit = "[Unit]\nAfter=vgpu.service\nStartLimitIntervalSec=0\n\n[Service]\n";
+    assert!(drop_in.contains(unit), "{drop_in}");
     assert!(!drop_in.contains("VGPU_ENDPOINT"), "{drop_in}");
+}
+
+/// An Ollama that has started without an executor would stay on the CPU. From an archive, the
+/// service waits with the program that was unpacked.
+#[test]
+fn service_waits_with_the_program_of_the_archive() {
+    let machine = Machine::new("archive");
+    let folder = machine.root.join("opt/ggml-vgpu/bin");
+    fs::create_dir_all(&folder).expect("a folder");
+    let program = folder.join("vgpu");
+    program::copy_program(&program);
+    let open = fs::Permissions::from_mode(0o755);
+    fs::set_permissions(&machine.root, open.clone()).expect("ours");
+    fs::set_permissions(&program, open).expect("ours");
+    let install = || {
+        let mut vgpu = Command::new(&program);
+        vgpu.arg("install").arg("--root").arg(&machine.root);
+        vgpu.arg("--plugin").arg(&machine.plugin);
+        vgpu.env_remove("VGPU_ENDPOINT");
+        vgpu.output().expect("the command starts")
+    };
+    succeeded(install());
+    let drop_in = fs::read_to_string(machine.drop_in()).expect("a drop-in");
+    let waits = "\nExecStartPre=/opt/ggml-vgpu/bin/vgpu wait\nRestart=always\nRestartSec=3\n";
+    assert!(drop_in.contains(waits), "{drop_in}");
+    verify_with_systemd(&drop_in, &program);
+
+    // A start that would fail for ever is left out, and the command says so.
+    let closed = fs::Permissions::from_mode(0o750);
+    fs::set_permissions(machine.root.join("opt/ggml-vgpu"), closed).expect("ours");
+    let said = succeeded(install());
+    assert!(said.contains("note     Ollama's service does not wait"), "{said}");
+    assert!(said.contains("may not enter or execute"), "{said}");
+    let drop_in = fs::read_to_string(machine.drop_in()).expect("a drop-in");
+    assert!(!drop_in.contains("ExecStartPre") && !drop_in.contains("Restart"), "{drop_in}");
+}
+
+/// Checks the drop-in with `systemd-analyze verify`, where this machine has it: a key in the wrong
+/// section is ignored by systemd.
+fn verify_with_systemd(drop_in: &str, program: &Path) {
+    if Command::new("systemd-analyze").arg("--version").output().is_err() {
+        return;
+    }
+    let folder = tempfile::tempdir().expect("a new folder");
+    let unit = folder.path().join("ollama.service");
+    let own = folder.path().join("ollama.service.d");
+    fs::create_dir(&own).expect("a folder");
+    fs::write(&unit, "[Service]\nExecStart=/bin/true\n").expect("a file");
+    let verify = |drop_in: &str| {
+        let path = program.to_str().expect("a plain path");
+        let drop_in = drop_in.replace("/opt/ggml-vgpu/bin/vgpu", path);
+        fs::write(own.join("vgpu.conf"), drop_in).expect("a file");
+        let mut verify = Command::new("systemd-analyze");
+        verify.args(["verify", "--man=no", "--recursive-errors=no"]);
+        let output = verify.arg(&unit).output().expect("systemd-analyze runs");
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        let lines = said.lines().filter(|line| line.contains("vgpu.conf"));
+        lines.map(str::to_owned).collect::<Vec<_>>()
+    };
+    assert_eq!(verify(drop_in), [""; 0]);
+    // The check sees a key in the wrong section.
+    let wrong = drop_in.replace("[Service]\n", "[Service]\nStartLimitIntervalSec=0\n");
+    assert_eq!(verify(&wrong).len(), 1);
 }
 
 #[test]

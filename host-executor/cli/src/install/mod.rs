@@ -9,6 +9,7 @@ mod ollama;
 mod stamp;
 
 use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result, anyhow, bail, ensure};
@@ -28,6 +29,8 @@ const HEADER: &str = "# Written by `vgpu install`; `vgpu uninstall` removes it."
 const GROUP: &str = "vgpu";
 /// Where the packages place this program.
 const PROGRAM: &str = "/usr/bin/vgpu";
+/// What is special in a command of a unit.
+const SPECIAL: [char; 5] = ['"', '\'', '\\', '%', '$'];
 /// The releases of Ollama that `cargo xtask test --only ollama --full` runs.
 const TESTED: [&str; 2] = ["0.33.0", "0.34.4"];
 
@@ -109,12 +112,16 @@ pub(crate) fn install(args: InstallArgs) -> Result<()> {
     );
 
     let environment = environment(endpoint.as_deref());
-    let drop_in = drop_in(&root, &environment);
+    let service = ollama.drop_ins(&root);
+    let program = match service {
+        Some(_) => service_program(&root)?,
+        None => None,
+    };
+    let drop_in = drop_in(&root, &environment, program.as_deref());
     let mut changes = vec![Change {
         target: ollama.backend_folder().join(PLUGIN),
         contents: plugin.data(),
     }];
-    let service = ollama.drop_ins(&root);
     if let Some(folder) = &service {
         let target = folder.join(DROP_IN);
         ensure_ours(&target)?;
@@ -221,11 +228,17 @@ fn endpoint(named: Option<String>) -> Result<Option<String>> {
             .parse::<Endpoint>()
             .map_err(|error| anyhow!("{source}: {error}"))?;
     }
+    check_for_unit(source, &text)?;
+    Ok(Some(text))
+}
+
+/// Refuses text that means something else in a systemd unit.
+fn check_for_unit(source: &str, text: &str) -> Result<()> {
     ensure!(
         !text.contains(['"', '\\', '\n', '%']),
         "{source}: {text:?} has characters that are special in a systemd unit"
     );
-    Ok(Some(text))
+    Ok(())
 }
 
 /// Describes a plugin file: its version, and the ggml releases it works with.
@@ -272,17 +285,22 @@ fn environment(endpoint: Option<&str>) -> Vec<String> {
     environment
 }
 
-fn drop_in(root: &Path, environment: &[String]) -> String {
+/// The drop-in for Ollama's service. `program`: this command, as the service starts it.
+fn drop_in(root: &Path, environment: &[String], program: Option<&str>) -> String {
     // Ollama searches for devices once, at its start: the executor of the same machine has to be
-    // started before.
-    let mut text = format!("{HEADER}\n[Unit]\nAfter=vgpu.service\n\n[Service]\n");
+    // started before. In a virtual machine the executor is another machine's service. An Ollama
+    // that started without an executor would stay on the CPU, so the start fails and is repeated
+    // until there is one.
+    let mut text = format!("{HEADER}\n[Unit]\nAfter=vgpu.service\n");
+    if program.is_some() {
+        text += "StartLimitIntervalSec=0\n";
+    }
+    text += "\n[Service]\n";
     for variable in environment {
         text += &format!("Environment=\"{variable}\"\n");
     }
-    // In a virtual machine the executor is another machine's service. Without an executor Ollama
-    // starts all the same, after a minute.
-    if root.join(&PROGRAM[1..]).exists() {
-        text += &format!("ExecStartPre=-{PROGRAM} wait\n");
+    if let Some(program) = program {
+        text += &format!("ExecStartPre={program} wait\nRestart=always\nRestartSec=3\n");
     }
     let groups = fs::read_to_string(root.join("etc/group")).unwrap_or_default();
     if groups
@@ -292,6 +310,37 @@ fn drop_in(root: &Path, environment: &[String]) -> String {
         text += &format!("SupplementaryGroups={GROUP}\n");
     }
     text
+}
+
+/// The path of this command for a unit in the file system `root`: that of the package, or that of
+/// this program, if the service's user may start it.
+fn service_program(root: &Path) -> Result<Option<String>> {
+    if root.join(&PROGRAM[1..]).exists() {
+        return Ok(Some(PROGRAM.into()));
+    }
+    let own = std::env::current_exe()
+        .and_then(|program| program.canonicalize())
+        .context("finding this program")?;
+    let root = { root.canonicalize() }.with_context(|| format!("finding {}", root.display()))?;
+    let Ok(inside) = own.strip_prefix(&root) else {
+        return Ok(None);
+    };
+    let path = format!("/{}", inside.display());
+    let is_closed =
+        |part: &&Path| fs::metadata(part).is_ok_and(|file| file.permissions().mode() & 0o001 == 0);
+    let mut parts = own.ancestors().take_while(|part| part.starts_with(&root));
+    let reason = match parts.find(is_closed) {
+        Some(closed) => format!("its user may not enter or execute {}", closed.display()),
+        None if path.contains(char::is_whitespace) || path.contains(SPECIAL) => {
+            format!("{path:?} has characters that are special in a systemd unit")
+        }
+        None => return Ok(Some(path)),
+    };
+    println!(
+        "note     Ollama's service does not wait for the executor: {reason}. Place this program \
+         where all users may execute it, such as below /opt, and run the command again"
+    );
+    Ok(None)
 }
 
 /// Fails if the drop-in exists and another program has written it.
