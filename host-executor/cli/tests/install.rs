@@ -219,6 +219,57 @@ fn an_update_replaces_the_plugin_and_a_group_gives_access() {
     assert!(!drop_in.contains("VGPU_ENDPOINT"), "{drop_in}");
 }
 
+/// Runs `vgpu cert`.
+fn cert(arguments: &[&str]) {
+    let mut vgpu = Command::new(env!("CARGO_BIN_EXE_vgpu"));
+    let output = vgpu.arg("cert").args(arguments).output();
+    succeeded(output.expect("the command starts"));
+}
+
+#[test]
+fn certificates_are_checked_and_given_to_ollama() {
+    let machine = Machine::new("certs");
+    let authority = machine.root.join("ca");
+    let authority = authority.to_str().expect("a plain path");
+    cert(&[authority, "guest", "alice", "--days", "20"]);
+    let folder = machine.root.join("etc/vgpu");
+    fs::create_dir_all(&folder).expect("a folder");
+    fs::rename(machine.root.join("ca/alice"), folder.join("alice")).expect("a folder");
+    let tcp = ["--endpoint", "tcp:gpu1.example.org:4780"];
+    let with = |endpoint: &[&'static str], folder: &'static str| {
+        [endpoint, &["--certs", folder]].concat()
+    };
+    for (arguments, words) in [
+        (with(&[], "/etc/vgpu/alice"), "--endpoint tcp:HOST:PORT"),
+        (
+            with(&["--endpoint", "unix:/run/vgpu/vgpu.sock"], "/etc/vgpu/alice"),
+            "--endpoint tcp:HOST:PORT",
+        ),
+        (with(&tcp, "etc/vgpu/alice"), "not an absolute path"),
+        (with(&tcp, "/etc/vgpu/bob"), "etc/vgpu/bob"),
+        (with(&tcp, "/etc/vgpu/a\"b"), "special in a systemd unit"),
+    ] {
+        let text = machine.refused("install", &arguments);
+        assert!(text.contains(words), "{arguments:?}: {text}");
+    }
+    // The key of another certificate.
+    let key = folder.join("alice/key.pem");
+    let good = fs::read(&key).expect("a key");
+    cert(&[authority, "guest", "other"]);
+    fs::copy(machine.root.join("ca/other/key.pem"), &key).expect("a copy");
+    let text = machine.refused("install", &with(&tcp, "/etc/vgpu/alice"));
+    assert!(text.contains("--certs"), "{text}");
+    fs::write(&key, good).expect("ours");
+
+    let said = machine.install(&with(&tcp, "/etc/vgpu/alice"));
+    assert!(said.contains("certs    /etc/vgpu/alice: of alice, until "), "{said}");
+    assert!(said.contains("note     ") && said.contains("alice/cert.pem: "), "{said}");
+    let drop_in = fs::read_to_string(machine.drop_in()).expect("a drop-in");
+    let environment = "Environment=\"VGPU_ENDPOINT=tcp:gpu1.example.org:4780\"\n\
+                       Environment=\"VGPU_CERTS=/etc/vgpu/alice\"\n";
+    assert!(drop_in.contains(environment), "{drop_in}");
+}
+
 /// An Ollama that has started without an executor would stay on the CPU. From an archive, the
 /// service waits with the program that was unpacked.
 #[test]

@@ -16,6 +16,9 @@ use anyhow::{Context as _, Result, anyhow, bail, ensure};
 use clap::Parser;
 use vgpu_elf::Library;
 use vgpu_transport::link::Endpoint;
+use vgpu_transport::link::connect::CERTIFICATES;
+use vgpu_transport::link::stream::tls::{CertificateFiles, Certificates, TlsError};
+use vgpu_transport::link::stream::x509::utc;
 
 use files::{Change, Lock};
 use ollama::Ollama;
@@ -52,6 +55,12 @@ pub(crate) struct InstallArgs {
     /// environment variable VGPU_ENDPOINT; if it is unset, the plugin searches for a vGPU]
     #[arg(long, value_name = "ENDPOINT")]
     endpoint: Option<String>,
+
+    /// The folder of the certificates with which Ollama connects over tcp: what `vgpu cert` has
+    /// made for this guest. An absolute path below --root. Ollama's user must be able to read its
+    /// files
+    #[arg(long, value_name = "FOLDER")]
+    certs: Option<PathBuf>,
 }
 
 /// Removes the vGPU plugin from Ollama, and the drop-in.
@@ -88,6 +97,7 @@ pub(crate) fn install(args: InstallArgs) -> Result<()> {
         root,
         dry_run,
     } = args.place;
+    let certs = certificates(&root, args.certs, endpoint.as_deref())?;
     let ollama = Ollama::find(&root, ollama.as_deref())?;
     let ggml = ollama.check_ggml(&plugin, &stamp)?;
     if let [library, ..] = ollama.foreign_libraries()?.as_slice() {
@@ -111,7 +121,7 @@ pub(crate) fn install(args: InstallArgs) -> Result<()> {
         ggml.file.display()
     );
 
-    let environment = environment(endpoint.as_deref());
+    let environment = environment(endpoint.as_deref(), certs.as_deref());
     let service = ollama.drop_ins(&root);
     let program = match service {
         Some(_) => service_program(&root)?,
@@ -232,6 +242,39 @@ fn endpoint(named: Option<String>) -> Result<Option<String>> {
     Ok(Some(text))
 }
 
+/// The folder of certificates for the drop-in, after a check of its files.
+fn certificates(
+    root: &Path,
+    named: Option<PathBuf>,
+    endpoint: Option<&str>,
+) -> Result<Option<String>> {
+    let Some(folder) = named else {
+        return Ok(None);
+    };
+    let is_tcp = |one: &str| matches!(one.trim().parse(), Ok(Endpoint::Tcp { .. }));
+    ensure!(
+        endpoint.is_some_and(|endpoint| endpoint.split(',').any(is_tcp)),
+        "--certs is for an executor over TCP: name it with --endpoint tcp:HOST:PORT"
+    );
+    let text = folder.to_str().filter(|_| folder.is_absolute());
+    let text = text.with_context(|| {
+        let folder = folder.display();
+        format!("--certs: {folder} is not an absolute path, which Ollama's service needs")
+    })?;
+    check_for_unit("--certs", text)?;
+    let place = root.join(folder.strip_prefix("/")?);
+    let files = CertificateFiles::read(&place, None);
+    let certificates = files.map_err(TlsError::from).and_then(Certificates::check);
+    let certificates = certificates.context("--certs")?;
+    let own = certificates.own();
+    let ends = own.not_after.map_or_else(|| "no known day".into(), utc);
+    println!("certs    {text}: of {}, until {ends}", own.name());
+    for (file, ending) in certificates.ending() {
+        println!("note     {}: {ending}", file.display());
+    }
+    Ok(Some(text.to_owned()))
+}
+
 /// Refuses text that means something else in a systemd unit.
 fn check_for_unit(source: &str, text: &str) -> Result<()> {
     ensure!(
@@ -271,7 +314,7 @@ pub(crate) fn plugin(named: Option<PathBuf>) -> Result<PathBuf> {
 }
 
 /// The environment that Ollama needs.
-fn environment(endpoint: Option<&str>) -> Vec<String> {
+fn environment(endpoint: Option<&str>, certs: Option<&str>) -> Vec<String> {
     let mut environment = vec![
         // Ollama searches only the folder of this name for a backend.
         "OLLAMA_LLM_LIBRARY=vgpu".to_owned(),
@@ -282,6 +325,7 @@ fn environment(endpoint: Option<&str>) -> Vec<String> {
         "VGPU_REQUIRED=1".to_owned(),
     ];
     environment.extend(endpoint.map(|endpoint| format!("VGPU_ENDPOINT={endpoint}")));
+    environment.extend(certs.map(|folder| format!("{CERTIFICATES}={folder}")));
     environment
 }
 
