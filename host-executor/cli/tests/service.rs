@@ -7,13 +7,14 @@ mod machine;
 mod served;
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use common::{Guest, TIMEOUT};
 use machine::{Machine, wait_for};
+use rustix::fs::Gid;
 use rustix::process::{Pid, Signal, kill_process};
 use served::program::copy_program;
 use served::workers::children;
@@ -303,6 +304,80 @@ fn machine_that_is_missing_in_the_configuration_keeps_its_device() {
     ] {
         assert!(log.contains(said), "{said:?} is not in {log}");
     }
+}
+
+/// The sockets of virtual machines are for those whom their options allow: from the file, from a
+/// reload (in the sandbox), and in a process of their own.
+#[test]
+fn socket_of_a_virtual_machine_has_its_mode_and_group() {
+    let scratch = Scratch::new("vm-group");
+    let at = |name: &str| scratch.path().join(name);
+    let (config, control) = (at("vgpu.toml"), at("control.sock"));
+    // A process without privileges gives files to its own groups only. The superuser, who loses the
+    // privileges at the start, makes one up.
+    let is_root = rustix::process::geteuid().is_root();
+    let own = rustix::process::getgroups().expect("groups");
+    let other = own.into_iter().find(|gid| *gid != rustix::process::getegid());
+    let group = match is_root {
+        true => Some(Gid::from_raw(64_321)),
+        false => other,
+    };
+    let configure = |names: &[&str], group: Option<&str>| {
+        let group = group.map_or(String::new(), |group| format!(", group = {group:?}"));
+        let machines = names.iter().map(|name| {
+            let socket = at(name);
+            format!(
+                "[[guest]]\nname = {name:?}\nmemory = \"16M\"\n\
+                 vm = {{ socket = {socket:?}, window = \"64M\", mode = \"0622\"{group} }}\n"
+            )
+        });
+        fs::write(&config, machines.collect::<String>()).expect("a configuration");
+    };
+    let command = |more: &[&str]| {
+        let mut command = vgpu(&["serve", "--threads", "1", "--memory", "64M"]);
+        command.args(more);
+        command.args([Path::new("--config"), &config, Path::new("--control"), &control]);
+        if let Some(group) = group.filter(|_| is_root) {
+            // SAFETY: between `fork` and `exec` the closure makes one system call, and allocates
+            // nothing.
+            unsafe {
+                std::os::unix::process::CommandExt::pre_exec(&mut command, move || {
+                    rustix::thread::set_thread_groups(&[group])?;
+                    Ok(())
+                });
+            }
+        }
+        command
+    };
+    let is_as_configured = |name: &str| {
+        let file = fs::metadata(at(name)).expect("a socket");
+        assert_eq!(file.permissions().mode() & 0o777, 0o622, "{name}");
+        if let Some(group) = group {
+            assert_eq!(file.gid(), group.as_raw(), "{name}");
+        }
+    };
+    let number = group.map(|group| group.as_raw().to_string());
+    for isolation in [&[][..], &["--isolate", "--guest-memory", "16M"]] {
+        configure(&["vm1"], number.as_deref());
+        let serve = Serve::of(command(isolation));
+        assert!(serve.ready.contains("vm1"), "{}", serve.ready);
+        is_as_configured("vm1");
+        if isolation.is_empty() {
+            configure(&["vm1", "vm2"], number.as_deref());
+            let mut reload = vgpu(&["reload", "--control"]);
+            let output = reload.arg(&control).output().expect("it starts");
+            assert!(output.status.success(), "{output:?}");
+            is_as_configured("vm2");
+        }
+        serve.signal(Signal::TERM);
+        let (status, log) = serve.wait();
+        assert_eq!(status.code(), Some(0), "{log}");
+    }
+    configure(&["vm1"], Some("no-such-group"));
+    let output = command(&[]).output().expect("it starts");
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(said.contains("/etc/group has no group no-such-group"), "{said}");
+    assert!(!at("vm1").exists());
 }
 
 /// What a service manager does not keep is said with numbers and the consequence.

@@ -14,6 +14,7 @@ use serde::de::{Deserializer, Error as _, Visitor};
 use toml::Spanned;
 use vgpu_cpu::Threads;
 use vgpu_transport::link::Endpoint;
+use vgpu_transport::link::socket_file::parse_mode;
 
 use super::settings::{GuestSettings, LogFormat, MetricsAddress, Settings, VmDevice};
 use crate::engine::EngineKind;
@@ -179,6 +180,8 @@ struct Vm {
     socket: PathBuf,
     window: Option<Size>,
     silence: Option<u64>,
+    mode: Option<Mode>,
+    group: Option<String>,
 }
 
 #[derive(Deserialize, Clone, Copy)]
@@ -313,6 +316,12 @@ fn guest(entry: Spanned<Guest>, used: &mut Used) -> Result<GuestSettings, Mistak
             }
             if let Some(silence) = vm.silence {
                 options.push_str(&format!(",silence={silence}"));
+            }
+            if let Some(Mode(mode)) = vm.mode {
+                options.push_str(&format!(",mode={mode:o}"));
+            }
+            if let Some(group) = vm.group {
+                options.push_str(&format!(",group={group}"));
             }
             let options: VmOptions = options
                 .parse()
@@ -476,12 +485,10 @@ struct Mode(u32);
 impl<'de> Deserialize<'de> for Mode {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let text = String::deserialize(deserializer)?;
-        let mode = u32::from_str_radix(&text, 8).ok();
-        mode.filter(|mode| mode & !0o777 == 0)
-            .map(Mode)
-            .ok_or_else(|| {
-                D::Error::custom(format!("{text:?} is not a socket mode, such as \"0660\""))
-            })
+        let mode = parse_mode(&text).map(Mode);
+        mode.ok_or_else(|| {
+            D::Error::custom(format!("{text:?} is not a socket mode, such as \"0660\""))
+        })
     }
 }
 

@@ -126,9 +126,10 @@ const STARTING: [c_long; 4] = [
 ];
 
 /// The system calls on files that only a server makes. Landlock does not restrict all of them.
-const ON_FILES: [c_long; 16] = [
+const ON_FILES: [c_long; 17] = [
     libc::SYS_fchmod,
     libc::SYS_fchmodat,
+    libc::SYS_fchownat,
     libc::SYS_utimensat,
     libc::SYS_umask,
     libc::SYS_flock,
@@ -147,13 +148,14 @@ const ON_FILES: [c_long; 16] = [
 
 /// The older variants of these calls.
 #[cfg(target_arch = "x86_64")]
-const OLDER_ON_FILES: [c_long; 6] = [
+const OLDER_ON_FILES: [c_long; 7] = [
     libc::SYS_rename,
     libc::SYS_link,
     libc::SYS_unlink,
     libc::SYS_mkdir,
     libc::SYS_rmdir,
     libc::SYS_chmod,
+    libc::SYS_chown,
 ];
 #[cfg(not(target_arch = "x86_64"))]
 const OLDER_ON_FILES: [c_long; 0] = [];

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use tracing::{info, warn};
 use vgpu_transport::link::pci::{VmDoorbell, VmEvent, VmWindow, ivshmem};
-use vgpu_transport::link::socket_file::{DEFAULT_MODE, SocketFile, SocketFileError, bind_stream};
+use vgpu_transport::link::socket_file::{SocketFile, SocketFileError, bind_stream_for_group};
 
 use super::accept::accept_first;
 use super::options::VmOptions;
@@ -41,7 +41,8 @@ impl IvshmemListener {
         options: VmOptions,
         stored: &mut BTreeMap<String, OwnedFd>,
     ) -> Result<IvshmemListener, SocketFileError> {
-        let (listener, file) = bind_stream(&options.socket, DEFAULT_MODE)?;
+        let (path, group) = (&options.socket, options.group.as_deref());
+        let (listener, file) = bind_stream_for_group(path, options.mode, group)?;
         let mut files = take_stored(stored, &options.name);
         let [memory, bell, line] = names(&options.name).map(|name| files.remove(&name));
         let stored = match (memory, bell, line) {

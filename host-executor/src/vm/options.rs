@@ -1,12 +1,14 @@
 //! What describes a virtual machine to serve.
 #![forbid(unsafe_code)]
 
+use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
 use vgpu_transport::link::pci::PciArrival;
 use vgpu_transport::link::pci::directory::{DEFAULT_SIZE, MAX_SIZE, MIN_SIZE};
+use vgpu_transport::link::socket_file::{DEFAULT_MODE, parse_mode};
 use vgpu_transport::shm::liveness::SILENCE;
 
 use crate::listener::IncomingGuest;
@@ -28,6 +30,10 @@ pub struct VmOptions {
     pub name: String,
     /// The socket to which the machine's hypervisor connects.
     pub socket: PathBuf,
+    /// Permissions of the socket.
+    pub mode: u32,
+    /// The group of the socket, by name or number. `None`: that of this process.
+    pub group: Option<String>,
     /// Bytes of the device's memory region: a power of two.
     pub window: usize,
     /// How long a program in the machine may send no heartbeat before its session ends, since
@@ -69,10 +75,27 @@ pub enum ParseVmError {
     Window(u64),
     #[error("silence={0}: expected a number of seconds, 0 for no limit")]
     Silence(String),
-    #[error("{0:?}: expected socket=PATH, window=SIZE or silence=SECONDS")]
+    #[error("mode={0}: expected the mode of a socket, such as 660")]
+    Mode(String),
+    #[error("group={0}: expected a name or a number of a group, such as libvirt-qemu")]
+    Group(String),
+    #[error(
+        "{0:?}: expected socket=PATH, window=SIZE, silence=SECONDS, mode=MODE or group=GROUP"
+    )]
     Option(String),
     #[error("{0:?} needs socket=PATH with an absolute path, as in vm1,socket=/run/vgpu/vm1.sock")]
     Socket(String),
+}
+
+/// What `--vm` takes.
+impl fmt::Display for VmOptions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let silence = self.silence.map_or(0, |silence| silence.as_secs());
+        let (name, window, mode) = (&self.name, self.window, self.mode);
+        write!(f, "{name},window={window},silence={silence},mode={mode:o}")?;
+        { self.group.iter() }.try_for_each(|group| write!(f, ",group={group}"))?;
+        write!(f, ",socket={}", self.socket.display())
+    }
 }
 
 impl FromStr for VmOptions {
@@ -88,12 +111,24 @@ impl FromStr for VmOptions {
         let mut options = VmOptions {
             name: name.into(),
             socket: PathBuf::new(),
+            mode: DEFAULT_MODE,
+            group: None,
             window: DEFAULT_SIZE,
             silence: Some(SILENCE),
         };
         for part in parts {
             match part.split_once('=') {
                 Some(("socket", path)) => options.socket = path.into(),
+                Some(("mode", text)) => {
+                    let mode = parse_mode(text);
+                    options.mode = mode.ok_or_else(|| ParseVmError::Mode(text.into()))?;
+                }
+                Some(("group", group)) => {
+                    if group.is_empty() || !group.bytes().all(is_name) {
+                        return Err(ParseVmError::Group(group.into()));
+                    }
+                    options.group = Some(group.into());
+                }
                 Some(("window", text)) => options.window = window_size(size::parse(text)?)?,
                 Some(("silence", seconds)) => {
                     let number = seconds.parse();
@@ -127,16 +162,20 @@ mod tests {
         let options: VmOptions = "vm1,socket=/run/v.sock".parse().unwrap();
         assert_eq!(options.window, 256 << 20);
         assert_eq!(options.silence, Some(SILENCE));
-        let options: VmOptions = "a-b.c,window=64M,silence=0,socket=/s".parse().unwrap();
-        assert_eq!(
-            options,
-            VmOptions {
-                name: "a-b.c".into(),
-                socket: "/s".into(),
-                window: 64 << 20,
-                silence: None,
-            }
-        );
+        assert_eq!((options.mode, options.group), (0o660, None));
+        let text = "a-b.c,window=64M,silence=0,mode=0600,group=libvirt-qemu,socket=/s";
+        let options: VmOptions = text.parse().unwrap();
+        let expected = VmOptions {
+            name: "a-b.c".into(),
+            socket: "/s".into(),
+            mode: 0o600,
+            group: Some("libvirt-qemu".into()),
+            window: 64 << 20,
+            silence: None,
+        };
+        assert_eq!(options, expected);
+        // As a supervisor passes them on.
+        assert_eq!(expected.to_string().parse(), Ok(expected));
         let options: VmOptions = "a,socket=/s,silence=1".parse().unwrap();
         assert_eq!(options.silence, Some(Duration::from_secs(5)));
     }
@@ -152,6 +191,10 @@ mod tests {
             ("a,socket=/s,window=1M", "power of two"),
             ("a,socket=/s,window=x", "unit"),
             ("a,socket=/s,silence=x", "seconds"),
+            ("a,socket=/s,mode=999", "mode"),
+            ("a,socket=/s,mode=1777", "mode"),
+            ("a,socket=/s,group=", "group"),
+            ("a,socket=/s,group=a b", "group"),
             ("a,socket=/s,colour=red", "colour"),
         ] {
             let error = text.parse::<VmOptions>().unwrap_err().to_string();

@@ -7,12 +7,21 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use rustix::fs::{FileType, Mode};
+use rustix::fs::{FileType, Gid, Mode};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 /// Permissions of a socket for which the configuration says nothing: its owner and group.
 pub const DEFAULT_MODE: u32 = 0o660;
+
+/// Reads the permissions of a socket, as `chmod` takes them.
+pub fn parse_mode(text: &str) -> Option<u32> {
+    let mode = u32::from_str_radix(text, 8).ok();
+    mode.filter(|mode| mode & !0o777 == 0)
+}
+
+/// The file that gives groups their numbers.
+const GROUPS: &str = "/etc/group";
 
 /// Connections that the kernel queues until the process accepts them.
 const BACKLOG: i32 = 128;
@@ -30,6 +39,8 @@ pub enum SocketFileError {
     NotASocket { path: PathBuf },
     #[error("{path}: the directory for this socket does not exist", path = path.display())]
     NoDirectory { path: PathBuf },
+    #[error("{path}: {GROUPS} has no group {group}", path = path.display())]
+    NoGroup { path: PathBuf, group: String },
     #[error("{path}: {what}: {error}", path = path.display())]
     System {
         path: PathBuf,
@@ -74,15 +85,50 @@ impl Drop for SocketFile {
 /// [`SocketFileError`] names the path and says whether the path is in use, is another kind of file,
 /// is in no directory, or which system call failed.
 pub fn bind_stream(path: &Path, mode: u32) -> Result<(UnixListener, SocketFile), SocketFileError> {
-    let (socket, file) = bind(path, SocketType::STREAM, mode)?;
+    bind_stream_for_group(path, mode, None)
+}
+
+/// [`bind_stream`], for the members of a group: its name in `/etc/group`, or its number. `None`:
+/// the group of this process.
+///
+/// # Errors
+///
+/// As for [`bind_stream`], and [`SocketFileError::NoGroup`]. Without privileges, a process can give
+/// a socket only to a group of which it is a member.
+pub fn bind_stream_for_group(
+    path: &Path,
+    mode: u32,
+    group: Option<&str>,
+) -> Result<(UnixListener, SocketFile), SocketFileError> {
+    let group = group.map(|group| group_id(path, group)).transpose()?;
+    let (socket, file) = bind(path, SocketType::STREAM, mode, group)?;
     Ok((socket.into(), file))
 }
 
-/// [`bind_stream`] with a socket of type `kind`.
+/// The number of the group of the socket at `path`.
+fn group_id(path: &Path, group: &str) -> Result<Gid, SocketFileError> {
+    if let Ok(number) = group.parse() {
+        return Ok(Gid::from_raw(number));
+    }
+    let groups = std::fs::read_to_string(GROUPS).unwrap_or_default();
+    let number = groups.lines().find_map(|line| {
+        let mut fields = line.split(':');
+        let is_group = fields.next() == Some(group);
+        fields.nth(1).filter(|_| is_group)?.parse().ok()
+    });
+    let number = number.ok_or_else(|| SocketFileError::NoGroup {
+        path: path.into(),
+        group: group.into(),
+    })?;
+    Ok(Gid::from_raw(number))
+}
+
+/// [`bind_stream`] with a socket of type `kind`, for `group`.
 pub(super) fn bind(
     path: &Path,
     kind: SocketType,
     mode: u32,
+    group: Option<Gid>,
 ) -> Result<(OwnedFd, SocketFile), SocketFileError> {
     let at = |what| failed(path, what);
     let socket = socket(kind).map_err(at("creating a socket"))?;
@@ -103,6 +149,9 @@ pub(super) fn bind(
     };
     // No client can connect between `bind` and `listen`, so the file never has other permissions
     // while the socket accepts connections.
+    if group.is_some() {
+        rustix::fs::chown(path, None, group).map_err(at("setting the group of the socket"))?;
+    }
     rustix::fs::chmod(path, Mode::from_raw_mode(mode))
         .map_err(at("setting the permissions of the socket"))?;
     rustix::net::listen(&socket, BACKLOG).map_err(at("listening"))?;

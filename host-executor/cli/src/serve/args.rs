@@ -52,13 +52,16 @@ pub(crate) struct Args {
     #[arg(long, value_name = "FILE")]
     crl: Option<PathBuf>,
 
-    /// A virtual machine to serve: NAME,socket=PATH, with ",window=SIZE" and ",silence=SECONDS" for
-    /// other values than the defaults. May be given several times.
+    /// A virtual machine to serve: NAME,socket=PATH, with ",window=SIZE", ",silence=SECONDS",
+    /// ",mode=MODE" and ",group=GROUP" for other values than the defaults. May be given several
+    /// times.
     ///
     /// QEMU (any version) gets the device by -chardev socket,id=vgpu0,path=PATH -device
     /// ivshmem-doorbell,chardev=vgpu0,vectors=1, and is started after this command. The window
     /// (256M, a power of two) is a memory region of the virtual machine, which up to 7 programs
     /// there share. A program that sends no heartbeat for SECONDS (60; 0: no limit) counts as dead.
+    /// MODE (660) and GROUP (that of this process) say who may open the socket; this process must be
+    /// a member of GROUP.
     /// With --vm and without --listen, only virtual machines are served.
     #[arg(long, value_name = "VM")]
     vm: Vec<VmOptions>,

@@ -299,7 +299,7 @@ fn bind_endpoint(
 /// Listens for a virtual machine's hypervisor. Takes the machine's files in the fd store, also
 /// those of an earlier listener of this process.
 fn bind_vm(options: VmOptions, device: VmDevice) -> anyhow::Result<AnyListener> {
-    let path = options.socket.clone();
+    let (path, group) = (options.socket.clone(), options.group.clone());
     let opened = match device {
         VmDevice::Ivshmem => {
             let files = service::stored_files();
@@ -316,6 +316,13 @@ fn bind_vm(options: VmOptions, device: VmDevice) -> anyhow::Result<AnyListener> 
             }
             SocketFileError::NoDirectory { .. } => {
                 format!("; create the directory (mkdir -p {directory})")
+            }
+            SocketFileError::System {
+                error: Errno::PERM, ..
+            } if group.is_some() => {
+                "; this user must be a member of the group: usermod --append --groups GROUP vgpu, \
+                 and restart the service"
+                    .into()
             }
             _ => String::new(),
         };

@@ -22,7 +22,7 @@ use std::time::Duration;
 use tracing::{info, warn};
 use vfio_user::{IrqInfo, Server, ServerRegion, SparseArea};
 use vgpu_transport::link::pci::{VmDoorbell, VmEvent, VmWindow};
-use vgpu_transport::link::socket_file::{DEFAULT_MODE, SocketFile, SocketFileError, bind_stream};
+use vgpu_transport::link::socket_file::{SocketFile, SocketFileError, bind_stream_for_group};
 use vgpu_transport::shm::doorbell::new_eventfd;
 use vgpu_transport::shm::memory::sealed_file;
 
@@ -52,7 +52,8 @@ impl VfioUserListener {
     /// # Errors
     /// [`SocketFileError`] if the socket of `options` cannot be bound.
     pub fn open(options: VmOptions) -> Result<VfioUserListener, SocketFileError> {
-        let (listener, file) = bind_stream(&options.socket, DEFAULT_MODE)?;
+        let (path, group) = (&options.socket, options.group.as_deref());
+        let (listener, file) = bind_stream_for_group(path, options.mode, group)?;
         Ok(VfioUserListener {
             options,
             machine: None,

@@ -44,7 +44,7 @@ impl Listener {
     /// executor listens at `path`; [`ListenError::Window`] when `options` has a wrong window size.
     pub fn bind(path: &Path, options: ListenOptions) -> Result<Listener, ListenError> {
         Layout::new(options.window_size, 1)?;
-        let (socket, file) = socket_file::bind(path, SocketType::SEQPACKET, options.mode)?;
+        let (socket, file) = socket_file::bind(path, SocketType::SEQPACKET, options.mode, None)?;
         Ok(Listener {
             socket,
             file,

@@ -121,7 +121,7 @@ pub(crate) fn run(
         arguments.extend(rest.map(OsString::from));
         arguments.push(device(settings.device).into());
         arguments.extend(["--control".into(), control.clone().into()]);
-        arguments.extend(["--vm".into(), argument(vm)]);
+        arguments.extend(["--vm".into(), vm.to_string().into()]);
         if settings.engine.needs_trust() {
             // The process has one guest, which can end no other.
             arguments.push("--trust-guests".into());
@@ -287,15 +287,4 @@ fn device(device: VmDevice) -> &'static str {
         VmDevice::Ivshmem => "ivshmem",
         VmDevice::VfioUser => "vfio-user",
     }
-}
-
-/// The value of `--vm`.
-fn argument(vm: &VmOptions) -> OsString {
-    let silence = vm.silence.map_or(0, |silence| silence.as_secs());
-    let mut text = OsString::from(format!(
-        "{},window={},silence={silence},socket=",
-        vm.name, vm.window
-    ));
-    text.push(&vm.socket);
-    text
 }
