@@ -1,9 +1,11 @@
 //! The files in `deploy/`, each checked by its validator if this machine has it. The part `vm`
 //! tests the units, the users and the udev rule.
 
+use std::path::Path;
 use std::process::Command;
 
-use anyhow::{Context as _, ensure};
+use anyhow::{Context as _, Result, ensure};
+use serde_json::Value;
 
 use xtask_common::packages;
 use xtask_common::process;
@@ -37,7 +39,7 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
     }
     tests.check("vm/firecracker.json", |_, _| {
         let text = std::fs::read_to_string(at("vm/firecracker.json")).context("reading it")?;
-        let config: serde_json::Value = serde_json::from_str(&text).context("parsing it")?;
+        let config: Value = serde_json::from_str(&text).context("parsing it")?;
         ensure!(config["vsock"]["uds_path"].is_string(), "it has no vsock");
         Ok(String::new())
     });
@@ -58,8 +60,9 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
                 .map(|_| "KubeVirt's types".into())
         });
     }
+    tests.check("compose.yaml", |tests, _| compose(tests, &at("compose.yaml")));
     tests.check("the QEMU command line is the tested one", |_, _| {
-        for file in ["vm/qemu-ivshmem.sh", "vm/proxmox.conf"] {
+        for file in ["vm/qemu-ivshmem.sh", "vm/proxmox.conf", "../docs/proxmox.md"] {
             let text = std::fs::read_to_string(at(file)).context("reading it")?;
             ensure!(
                 text.contains("-device ivshmem-doorbell,chardev=vgpu0,vectors=1"),
@@ -68,4 +71,62 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
         }
         Ok(String::new())
     });
+}
+
+/// Compose's file is YAML, and says the same as the `docker run` of the documentation.
+fn compose(tests: &TestRun<'_>, file: &Path) -> Result<String> {
+    // The validator of Kubernetes brings a parser of YAML.
+    let validator = packages::kubernetes_validate(tests.cache)?;
+    let mut parse = Command::new(validator.with_file_name("python"));
+    parse.args(["-c", "import json, sys, yaml; print(json.dumps(yaml.safe_load(open(sys.argv[1]))))"]);
+    let text = process::output(parse.arg(file))?;
+    let file: Value = serde_json::from_str(&text).context("reading what Python has printed")?;
+    let services = file["services"].as_object().context("no services")?;
+    let known = |key: &str| {
+        let known = [
+            "cap_drop", "command", "environment", "group_add", "image", "ports", "profiles",
+            "read_only", "restart", "security_opt", "tmpfs", "user", "volumes",
+        ];
+        known.contains(&key)
+    };
+    for (name, service) in services {
+        let keys = service.as_object().with_context(|| format!("{name} is no service"))?;
+        let unknown: Vec<_> = keys.keys().filter(|key| !known(key)).collect();
+        ensure!(unknown.is_empty(), "{name} has {unknown:?}");
+    }
+    let page = workspace::root().join("docs/containers-kubernetes.md");
+    let page = std::fs::read_to_string(page).context("reading the page")?;
+    let run = page.split("docker run").nth(1).context("no docker run")?;
+    let run = run.split("```").next().unwrap_or_default();
+    let server = &file["services"]["llama-server"];
+    let mut expected = Vec::new();
+    let environment = server["environment"].as_object().context("no environment")?;
+    for (name, value) in environment {
+        expected.push(format!("-e {name}={}", value.as_str().unwrap_or_default()));
+    }
+    let texts = |key: &str| -> Result<Vec<String>> {
+        let list = server[key].as_array().with_context(|| format!("no {key}"))?;
+        Ok(list.iter().filter_map(Value::as_str).map(default_of).collect())
+    };
+    expected.extend(texts("volumes")?.iter().map(|volume| format!("-v {volume}")));
+    expected.extend(texts("ports")?.iter().map(|port| format!("-p {port}")));
+    expected.push(default_of(server["image"].as_str().context("no image")?));
+    expected.push(texts("command")?.join(" "));
+    let missing: Vec<_> = expected.iter().filter(|words| !run.contains(*words)).collect();
+    ensure!(missing.is_empty(), "the page's docker run has no {missing:?}");
+    let listens = file["services"]["executor"]["command"].to_string();
+    ensure!(listens.contains("unix:/run/vgpu/vgpu.sock"), "{listens}");
+    Ok(format!("{} services", services.len()))
+}
+
+/// The text with the default of `${NAME:-DEFAULT}` in it.
+fn default_of(text: &str) -> String {
+    match text.split_once("${").and_then(|(before, rest)| {
+        let (variable, after) = rest.split_once('}')?;
+        let (_, default) = variable.split_once(":-")?;
+        Some(format!("{before}{default}{after}"))
+    }) {
+        Some(text) => text,
+        None => text.to_owned(),
+    }
 }
