@@ -3,8 +3,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::path::{Component, Path, PathBuf};
+use std::path::{Path, PathBuf};
 
+use xtask_common::markdown::{self, anchor, check_links, prose};
 use xtask_common::workspace;
 
 /// Prose has lines of at most this many characters.
@@ -13,53 +14,12 @@ const MAX_COLUMNS: usize = 100;
 /// Every file of the repository with one of these extensions, with its text; paths are relative to
 /// the root.
 fn files(extensions: &[&str]) -> BTreeMap<PathBuf, String> {
-    fn walk(
-        folder: &Path,
-        root: &Path,
-        extensions: &[&str],
-        found: &mut BTreeMap<PathBuf, String>,
-    ) {
-        for entry in fs::read_dir(folder).expect("a folder of the repository") {
-            let path = entry.expect("an entry").path();
-            let name = path
-                .file_name()
-                .and_then(|name| name.to_str())
-                .unwrap_or_default();
-            let is_ours = !name.starts_with('.') && name != "target" && name != "shared";
-            if path.is_dir() && !path.is_symlink() && is_ours {
-                walk(&path, root, extensions, found);
-            } else if path
-                .extension()
-                .is_some_and(|e| extensions.iter().any(|known| e == *known))
-            {
-                let text = fs::read_to_string(&path).expect("a text");
-                let relative = path.strip_prefix(root).expect("below the root");
-                found.insert(relative.to_owned(), text);
-            }
-        }
-    }
-    let mut found = BTreeMap::new();
-    walk(workspace::root(), workspace::root(), extensions, &mut found);
-    found
+    markdown::files_below(workspace::root(), extensions).expect("texts of the repository")
 }
 
 fn page(name: &str) -> String {
     let path = workspace::root().join(name);
     fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
-}
-
-/// The lines of a page outside of code blocks, with their numbers.
-fn prose(text: &str) -> Vec<(usize, &str)> {
-    let mut in_code = false;
-    let mut lines = Vec::new();
-    for (index, line) in text.lines().enumerate() {
-        if line.trim_start().starts_with("```") {
-            in_code = !in_code;
-        } else if !in_code {
-            lines.push((index + 1, line));
-        }
-    }
-    lines
 }
 
 /// The code spans of a page: what stands between two backticks of a line.
@@ -68,40 +28,6 @@ fn spans(text: &str) -> Vec<&str> {
     lines
         .flat_map(|(_, line)| line.split('`').skip(1).step_by(2))
         .collect()
-}
-
-/// The anchor that GitHub gives a heading.
-fn anchor(heading: &str) -> String {
-    let kept = heading.trim().chars().filter_map(|c| match c {
-        ' ' => Some('-'),
-        c if c.is_alphanumeric() || c == '-' || c == '_' => Some(c.to_ascii_lowercase()),
-        _ => None,
-    });
-    kept.collect()
-}
-
-fn anchors(text: &str) -> BTreeSet<String> {
-    let headings = prose(text)
-        .into_iter()
-        .filter(|(_, line)| line.starts_with('#'));
-    headings
-        .map(|(_, line)| anchor(line.trim_start_matches('#')))
-        .collect()
-}
-
-/// A path without `.` and `..`.
-fn normal(path: &Path) -> PathBuf {
-    let mut normal = PathBuf::new();
-    for component in path.components() {
-        match component {
-            Component::ParentDir => {
-                normal.pop();
-            }
-            Component::CurDir => {}
-            other => normal.push(other),
-        }
-    }
-    normal
 }
 
 /// `path.rs: function` and `path.rs: Type::function` among the code spans.
@@ -184,33 +110,10 @@ fn missing_test(file: &str, name: &str) -> Option<String> {
 
 #[test]
 fn every_relative_link_resolves() {
-    let pages = files(&["md"]);
-    let (mut links, mut broken) = (0, Vec::new());
-    for (file, text) in &pages {
-        for (number, line) in prose(text) {
-            for link in line.split("](").skip(1) {
-                let target = link.split(')').next().unwrap_or_default();
-                if target.contains("://") {
-                    continue;
-                }
-                links += 1;
-                let (path, fragment) = target.split_once('#').unwrap_or((target, ""));
-                let place = match path {
-                    "" => file.clone(),
-                    path => normal(&file.parent().expect("a folder").join(path)),
-                };
-                let is_broken = match pages.get(&place) {
-                    Some(page) => !fragment.is_empty() && !anchors(page).contains(fragment),
-                    None => !workspace::root().join(&place).exists(),
-                };
-                if is_broken {
-                    broken.push(format!("{}:{number}: {target}", file.display()));
-                }
-            }
-        }
-    }
-    assert!(links > 50, "only {links} links were found");
-    assert!(broken.is_empty(), "broken links:\n{}", broken.join("\n"));
+    let links = check_links(workspace::root(), &files(&["md"]));
+    assert!(links.count > 50, "only {} links were found", links.count);
+    let broken = links.broken.join("\n");
+    assert!(broken.is_empty(), "broken links:\n{broken}");
 }
 
 /// The names that a page places in a file: "`name` in `path`" and "`name` of `path`" on one line.

@@ -5,6 +5,7 @@ mod deb;
 mod layout;
 
 use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -110,33 +111,37 @@ fn archive(dist: &Dist, folder: &Path) -> Result<PathBuf> {
     let name = format!("ggml-vgpu-{VERSION}-{}-linux", std::env::consts::ARCH);
     let scratch = Scratch::new()?;
     let root = workspace::root();
-    let deploy = root.join("deploy");
     let unpacked = scratch.path().join(&name);
     lay_out(
         &unpacked,
         &[
             ("bin/vgpu", &dist.vgpu, 0o755),
             ("lib/vgpu/libggml-vgpu.so", &dist.plugin, 0o644),
-            (
-                "share/systemd/vgpu.service",
-                &deploy.join("host/vgpu.service"),
-                0o644,
-            ),
-            ("share/vgpu.toml", &deploy.join("host/vgpu.toml"), 0o644),
-            (
-                "share/udev/60-vgpu.rules",
-                &deploy.join("guest/60-vgpu.rules"),
-                0o644,
-            ),
-            ("README.md", &root.join("README.md"), 0o644),
-            ("LICENSE", &root.join("LICENSE"), 0o644),
         ],
     )?;
-    let pages = pages(&root.join("docs"))?;
-    let pages: Vec<_> = { pages.iter() }
-        .map(|(place, page)| (place.as_str(), page.as_path(), 0o644))
-        .collect();
-    lay_out(&unpacked, &pages)?;
+    // What the documentation names and links to, at the same places as in the repository.
+    let mut files: Vec<String> = [
+        "README.md",
+        "LICENSE",
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        "tests/fuzz/README.md",
+    ]
+    .map(str::to_owned)
+    .into();
+    for folder in ["deploy", "docs"] {
+        files.extend(files_below(root, folder)?);
+    }
+    for file in &files {
+        let source = root.join(file);
+        let metadata = source.metadata();
+        let metadata = metadata.with_context(|| format!("reading {}", source.display()))?;
+        let mode = match metadata.permissions().mode() & 0o100 {
+            0 => 0o644,
+            _ => 0o755,
+        };
+        lay_out(&unpacked, &[(file, &source, mode)])?;
+    }
     let archive = folder.join(format!("{name}.tar.gz"));
     let mut tar = Command::new("tar");
     // The same files give the same archive on any machine.
@@ -151,19 +156,24 @@ fn archive(dist: &Dist, folder: &Path) -> Result<PathBuf> {
     Ok(archive)
 }
 
-/// The pages of documentation in a folder, each with its place in the archive.
-fn pages(docs: &Path) -> Result<Vec<(String, PathBuf)>> {
-    let reading = || format!("reading {}", docs.display());
-    let mut pages = Vec::new();
-    for entry in fs::read_dir(docs).with_context(reading)? {
-        let page = entry.with_context(reading)?.path();
-        if page.extension().is_some_and(|extension| extension == "md")
-            && let Some(name) = page.file_name().and_then(|name| name.to_str())
-        {
-            pages.push((format!("docs/{name}"), page));
+/// The files below a folder of the repository, relative to the repository's `root`.
+fn files_below(root: &Path, folder: &str) -> Result<Vec<String>> {
+    let mut files = Vec::new();
+    let mut folders = vec![root.join(folder)];
+    while let Some(folder) = folders.pop() {
+        let reading = || format!("reading {}", folder.display());
+        for entry in fs::read_dir(&folder).with_context(reading)? {
+            let path = entry.with_context(reading)?.path();
+            if path.is_dir() {
+                folders.push(path);
+                continue;
+            }
+            let name = path.strip_prefix(root)?.to_str();
+            let name = name.with_context(|| format!("{} is no text", path.display()))?;
+            files.push(name.to_owned());
         }
     }
-    Ok(pages)
+    Ok(files)
 }
 
 fn checksums(packages: &Packages, folder: &Path) -> Result<()> {
@@ -173,4 +183,64 @@ fn checksums(packages: &Packages, folder: &Path) -> Result<()> {
     }
     let sums = process::output(sha256sum.current_dir(folder))?;
     fs::write(&packages.checksums, sums).context("writing the checksums")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+    use xtask_common::markdown::{self, check_links, prose};
+
+    /// An archive that is packed with other files instead of builds, unpacked.
+    fn unpacked(scratch: &Scratch) -> PathBuf {
+        let license = workspace::root().join("LICENSE");
+        let dist = Dist {
+            plugin: license.clone(),
+            vgpu: license,
+        };
+        let archive = archive(&dist, scratch.path()).expect("an archive");
+        let mut tar = Command::new("tar");
+        tar.arg("-xzf").arg(&archive).arg("-C").arg(scratch.path());
+        process::output(&mut tar).expect("it is an archive");
+        let name = archive.file_name().and_then(|name| name.to_str());
+        let name = name.and_then(|name| name.strip_suffix(".tar.gz"));
+        scratch.path().join(name.expect("a name"))
+    }
+
+    #[test]
+    fn every_relative_link_of_the_archive_resolves() {
+        let scratch = Scratch::new().expect("a folder");
+        let root = unpacked(&scratch);
+        let pages = markdown::files_below(&root, &["md"]).expect("pages");
+        let links = check_links(&root, &pages);
+        assert!(links.count > 50, "only {} links were found", links.count);
+        let broken = links.broken.join("\n");
+        assert!(broken.is_empty(), "broken links:\n{broken}");
+        // Programs stay programs.
+        let script = root.join("deploy/vm/qemu-ivshmem.sh");
+        let mode = script.metadata().expect("a script").permissions().mode();
+        assert_eq!(mode & 0o777, 0o755);
+        fs::remove_file(root.join("deploy/host/vgpu.toml")).expect("a file");
+        assert!(!check_links(&root, &pages).broken.is_empty());
+    }
+
+    /// The commands that install from the archive name files that it has.
+    #[test]
+    fn files_that_the_installation_places_are_in_the_archive() {
+        let scratch = Scratch::new().expect("a folder");
+        let root = unpacked(&scratch);
+        let page = fs::read_to_string(root.join("docs/install.md")).expect("a page");
+        let section = page.split("\n## Install from the archive\n").nth(1);
+        let section = section.and_then(|rest| rest.split("\n## ").next());
+        let section = section.expect("the section of the archive");
+        let text: BTreeSet<usize> = prose(section).into_iter().map(|(line, _)| line).collect();
+        let code = (1..).zip(section.lines()).filter(|(line, _)| !text.contains(line));
+        let words = code.flat_map(|(_, line)| line.split_whitespace());
+        let folders = ["bin/", "lib/", "deploy/"];
+        let named = words.filter(|word| folders.iter().any(|folder| word.starts_with(folder)));
+        let named: Vec<&str> = named.collect();
+        assert!(named.len() > 5, "{named:?}");
+        let missing: Vec<_> = named.iter().filter(|file| !root.join(file).exists()).collect();
+        assert!(missing.is_empty(), "{missing:?}");
+    }
 }
