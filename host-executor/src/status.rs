@@ -40,6 +40,33 @@ pub struct Status {
     pub ended: SessionEnds,
 }
 
+impl Status {
+    /// Bytes of device memory that the guests use. Weights that several guests share count once.
+    pub fn memory_of_guests(&self) -> u64 {
+        let held = self.guests.iter().map(|guest| {
+            let Usage {
+                memory,
+                weights_shared,
+                ..
+            } = guest.usage;
+            memory.saturating_sub(weights_shared)
+        });
+        held.fold(0, u64::saturating_add)
+    }
+
+    /// Bytes of device memory that are neither free nor in a guest's buffers: scratch memory of
+    /// plans, and on a GPU what its driver and other processes have.
+    pub fn memory_of_others(&self) -> u64 {
+        let EngineStatus {
+            memory_total,
+            memory_free,
+            ..
+        } = self.engine;
+        let used = memory_total.saturating_sub(memory_free);
+        used.saturating_sub(self.memory_of_guests())
+    }
+}
+
 /// How many sessions have ended, by the kind of end. Connections that got no session are counted,
 /// too, except those that closed before their first message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]

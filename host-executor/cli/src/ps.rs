@@ -8,7 +8,7 @@ use vgpu_executor::config::DEFAULT_CONTROL_PATH;
 use vgpu_executor::status::{GuestStatus, SessionStatus, Status};
 
 use crate::control_client;
-use crate::units::{duration, size};
+use crate::units::{duration, mean_batch, size};
 
 /// Lists the guests and their connected programs.
 #[derive(Parser)]
@@ -32,36 +32,42 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The tables of guests and sessions.
+/// The tables of guests and sessions. The column of the guests is as wide as the longest name.
 fn table(status: &Status) -> String {
     let mut text = String::new();
     let engine = &status.engine;
     // Writing to a string cannot fail.
     let _ = writeln!(
         text,
-        "{}: {}, {} of {} used, up {}",
+        "{}: {}, {} of {} used by guests, other {}, up {}",
         engine.name,
         engine.description,
-        size(engine.memory_total - engine.memory_free.min(engine.memory_total)),
+        size(status.memory_of_guests()),
         size(engine.memory_total),
+        size(status.memory_of_others()),
         duration(status.uptime),
     );
+    let names = status.guests.iter().map(|guest| &guest.name);
+    let names = names.chain(status.sessions.iter().map(|session| &session.guest));
+    let width = names.map(|name| name.chars().count()).max().unwrap_or(0);
+    let width = width.max("GUEST".len());
     let _ = writeln!(
         text,
-        "\n{:<20} {:>6} {:>5} {:>10} {:>10} {:>10} {:>10} {:>10} {:>8}",
-        "GUEST", "WEIGHT", "PROGS", "MEMORY", "QUOTA", "GRAPHS", "RUN", "QUEUED", "FAILED"
+        "\n{:<width$} {:>6} {:>5} {:>10} {:>10} {:>10} {:>5} {:>8} {:>8} {:>8}",
+        "GUEST", "WEIGHT", "PROGS", "MEMORY", "QUOTA", "GRAPHS", "BATCH", "RUN", "QUEUED", "FAILED"
     );
     for guest in &status.guests {
         let GuestStatus { usage, .. } = guest;
         let _ = writeln!(
             text,
-            "{:<20} {:>6} {:>5} {:>10} {:>10} {:>10} {:>10} {:>10} {:>8}",
+            "{:<width$} {:>6} {:>5} {:>10} {:>10} {:>10} {:>5} {:>8} {:>8} {:>8}",
             guest.name,
             guest.weight,
             guest.sessions,
             size(usage.memory),
             guest.quota.map_or_else(|| "-".into(), size),
             usage.graphs,
+            mean_batch(usage.batch_members as f64, usage.turns as f64),
             duration(usage.busy),
             duration(usage.queued),
             usage.failures,
@@ -69,7 +75,7 @@ fn table(status: &Status) -> String {
     }
     let _ = writeln!(
         text,
-        "\n{:>5} {:<20} {:>8} {:>6} {:>8} {:>10} {:>10}  PROGRAM",
+        "\n{:>5} {:<width$} {:>8} {:>6} {:>8} {:>10} {:>10}  PROGRAM",
         "ID", "GUEST", "PID", "UID", "AGE", "MEMORY", "GRAPHS"
     );
     for session in &status.sessions {
@@ -77,7 +83,7 @@ fn table(status: &Status) -> String {
         let number = |n: Option<i64>| n.map_or_else(|| "-".into(), |n| n.to_string());
         let _ = writeln!(
             text,
-            "{:>5} {:<20} {:>8} {:>6} {:>8} {:>10} {:>10}  {}",
+            "{:>5} {:<width$} {:>8} {:>6} {:>8} {:>10} {:>10}  {}",
             session.id,
             session.guest,
             number(session.pid.map(i64::from)),

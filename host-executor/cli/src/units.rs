@@ -1,4 +1,4 @@
-//! Sizes and durations for tables.
+//! Sizes, durations and shares for tables.
 
 /// A number of bytes with a binary unit.
 pub(crate) fn size(bytes: u64) -> String {
@@ -12,6 +12,14 @@ pub(crate) fn size(bytes: u64) -> String {
     match unit {
         0 => format!("{bytes} B"),
         _ => format!("{value:.1} {}", units[unit]),
+    }
+}
+
+/// The mean size of a batch: the graphs of all turns, by turn. "-" before the first turn.
+pub(crate) fn mean_batch(members: f64, turns: f64) -> String {
+    match turns > 0.0 {
+        true => format!("{:.1}", members / turns),
+        false => "-".into(),
     }
 }
 
@@ -38,6 +46,8 @@ mod tests {
         assert_eq!(size((1 << 30) - 1), "1.0 GiB");
         assert_eq!(size(24 << 30), "24.0 GiB");
         assert_eq!(size(u64::MAX), "16777216.0 TiB");
+        assert_eq!(mean_batch(6.0, 4.0), "1.5");
+        assert_eq!(mean_batch(0.0, 0.0), "-");
         assert_eq!(duration(0.0123), "12ms");
         assert_eq!(duration(99.0), "99.0s");
         assert_eq!(duration(3600.0), "60m");

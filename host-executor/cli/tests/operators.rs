@@ -250,7 +250,7 @@ fn status_lists_the_activity_of_all_guests() {
     let text = String::from_utf8(output.stdout).expect("text");
     for words in [
         "cpu: ",
-        "of 64.0 MiB used",
+        "of 64.0 MiB used by guests",
         "alice",
         "1.0 MiB",
         "WEIGHT",
@@ -529,6 +529,93 @@ fn top_shows_guests_in_a_terminal() {
         assert!(start.elapsed() < TIMEOUT, "the screen was not given back");
         thread::sleep(Duration::from_millis(10));
     }
+}
+
+/// A name of the greatest length, which begins with `start`.
+fn long_name(start: &str) -> String {
+    format!("{start:x<64}")
+}
+
+#[test]
+fn top_fits_into_a_small_terminal() {
+    let names = (1..=20).map(|n| format!("guest{n:02}"));
+    let names: Vec<String> = [long_name("tenant")].into_iter().chain(names).collect();
+    let guests = names.iter().enumerate().map(|(n, name)| {
+        format!(
+            "[[guest]]\nname = \"{name}\"\nuids = [{}]\nmemory = 1024\n",
+            5000 + n
+        )
+    });
+    let own = "[[guest]]\nname = \"zoe\"\nlisten = [\"unix:DIR/zoe.sock\"]\n";
+    let site = Site::start("top-small", &format!("{}{own}", guests.collect::<String>()));
+    let mut zoe = site.guest("zoe.sock");
+    zoe.alloc(512 << 10);
+    let mut top = Terminal::start(site.run("top", &["--interval", "0.1"]), 24, 80);
+    top.wait_for(&[
+        ("tenantxxxx", "…"),
+        ("guest08", "0 B / 1.0 KiB"),
+        (" guests 1 to 9 of 23 ", ""),
+        ("GUEST", "GRAPHS/S"),
+        ("memory 512.0 KiB", "of 64.0 MiB"),
+        ("zoe", "test"),
+        ("q quit", "s sort: as configured"),
+    ]);
+    // The guests above the last one scroll away.
+    top.press(&"j".repeat(40));
+    top.wait_for(&[(" guests 15 to 23 of 23 ", ""), ("zoe", "512.0 KiB / -")]);
+    assert!(!top.shows().contains("guest08"), "{}", top.shows());
+    top.press("k");
+    top.wait_for(&[(" guests 14 to 22 of 23 ", "")]);
+    top.press("s");
+    top.wait_for(&[("q quit", "s sort: memory")]);
+    top.press(&"k".repeat(40));
+    top.wait_for(&[(" guests 1 to 9 of 23 ", ""), ("zoe", "512.0 KiB / -")]);
+    top.press("/GUEST1\r");
+    top.wait_for(&[
+        ("q quit", "/ filter: GUEST1"),
+        ("guest10", "0 B / 1.0 KiB"),
+        ("no program of these guests", ""),
+    ]);
+    assert!(!top.shows().contains("zoe"), "{}", top.shows());
+    site.end();
+}
+
+#[test]
+fn ps_keeps_its_columns_with_long_names() {
+    let long = long_name("tenant");
+    let config = format!("[[guest]]\nname = \"{long}\"\nlisten = [\"unix:DIR/long.sock\"]\n");
+    let site = Site::start("ps-long", &format!("{config}{ALICE}"));
+    let mut guest = site.guest("long.sock");
+    work(&mut guest);
+    let output = site.run("ps", &[]).output().expect("the command starts");
+    let text = String::from_utf8(output.stdout).expect("text");
+    let ends_of = |heading: &str, rows: &[&str]| {
+        let mut lines = text.lines().skip_while(|line| !line.contains(heading));
+        let head = lines.next().expect("a heading");
+        let end = head.find(heading).expect("it is there") + heading.len();
+        for name in rows {
+            let row = { lines.clone() }
+                .find(|row| row.contains(name))
+                .expect("a row");
+            let cell = row.as_bytes();
+            assert!(
+                cell[end - 1] != b' ' && cell.get(end).is_none_or(|&byte| byte == b' '),
+                "{heading} of {name} is not in its column:\n{text}"
+            );
+        }
+    };
+    for heading in ["WEIGHT", "QUOTA", "BATCH", "QUEUED", "FAILED"] {
+        ends_of(heading, &[&long, "alice"]);
+    }
+    ends_of("PID", &[&long]);
+    // One graph in one turn, and what it uses is not of another process.
+    let row = text
+        .lines()
+        .find(|line| line.starts_with(&long))
+        .expect("a row");
+    assert_eq!(row.split_whitespace().nth(7), Some("1.0"), "{text}");
+    assert!(text.contains("8 B of 64.0 MiB used by guests"), "{text}");
+    site.end();
 }
 
 #[test]

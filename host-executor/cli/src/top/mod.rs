@@ -1,5 +1,6 @@
 //! `vgpu top`.
 
+mod controls;
 mod rates;
 mod screen;
 
@@ -10,19 +11,23 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use clap::Parser;
-use crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
+use crossterm::event::{self, Event};
 use vgpu_executor::config::DEFAULT_CONTROL_PATH;
 use vgpu_executor::status::Status;
 
 use crate::control_client;
+use controls::{Controls, Next};
 use rates::rates;
 use screen::{View, draw};
 
 /// Shows the guests with their memory and their rates, continuously.
 ///
 /// GRAPHS/S is the number of graphs that a guest runs per second (a program that decodes runs one
-/// graph per token), TIME its share of the engine's time, WAITING the average number of its graphs
-/// in the queue. q or Ctrl+C ends the program.
+/// graph per token), TIME its share of the engine's time, BATCH the mean number of graphs that run
+/// together in its turns, WAITING the average number of its graphs in the queue. A narrow terminal
+/// shows fewer columns. The arrow keys scroll a table, Tab changes to the other one, s changes the
+/// order of the guests, / shows only guests whose name contains a text. q or Ctrl+C ends the
+/// program.
 #[derive(Parser)]
 pub(crate) struct Args {
     /// The executor's control socket: `vgpu serve --control`, or `control` in its configuration
@@ -68,7 +73,7 @@ fn show(args: &Args, terminal: &mut ratatui::DefaultTerminal, first: Status) -> 
     let mut status = first;
     let mut shown = BTreeMap::new();
     let mut notice: Option<String> = None;
-    let mut skip = 0usize;
+    let mut controls = Controls::default();
     let mut next = Instant::now() + pause;
     loop {
         terminal
@@ -77,7 +82,7 @@ fn show(args: &Args, terminal: &mut ratatui::DefaultTerminal, first: Status) -> 
                     status: &status,
                     rates: &shown,
                     notice: notice.as_deref(),
-                    skip,
+                    controls: &controls,
                 };
                 draw(frame, &view);
             })
@@ -85,25 +90,15 @@ fn show(args: &Args, terminal: &mut ratatui::DefaultTerminal, first: Status) -> 
         let left = next.saturating_duration_since(Instant::now());
         if event::poll(left).context("the terminal")?
             && let Event::Key(key) = event::read().context("the terminal")?
+            && controls.press(key) == Next::Quit
         {
-            let ctrl = key.modifiers.contains(KeyModifiers::CONTROL);
-            match key.code {
-                _ if key.kind == KeyEventKind::Release => {}
-                KeyCode::Char('q') | KeyCode::Esc => return Ok(()),
-                KeyCode::Char('c') if ctrl => return Ok(()),
-                KeyCode::Down | KeyCode::Char('j') => {
-                    skip = (skip + 1).min(status.sessions.len().saturating_sub(1));
-                }
-                KeyCode::Up | KeyCode::Char('k') => skip = skip.saturating_sub(1),
-                _ => {}
-            }
+            return Ok(());
         }
         if Instant::now() >= next {
             next = Instant::now() + pause;
             match control_client::status(&args.control) {
                 Ok(now) => {
                     shown = rates(&status, &now);
-                    skip = skip.min(now.sessions.len().saturating_sub(1));
                     status = now;
                     notice = None;
                 }

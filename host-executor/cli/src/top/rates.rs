@@ -12,6 +12,9 @@ pub(super) struct Rates {
     pub(super) busy: f64,
     /// Average number of waiting graphs.
     pub(super) waiting: f64,
+    /// Turns on the engine per second, and the graphs that ran in them.
+    pub(super) turns: f64,
+    pub(super) batch_members: f64,
     pub(super) bytes_in: f64,
     pub(super) bytes_out: f64,
 }
@@ -24,6 +27,8 @@ impl Rates {
             graphs: rate(before.graphs as f64, after.graphs as f64),
             busy: rate(before.busy, after.busy),
             waiting: rate(before.queued, after.queued),
+            turns: rate(before.turns as f64, after.turns as f64),
+            batch_members: rate(before.batch_members as f64, after.batch_members as f64),
             bytes_in: rate(before.bytes_in as f64, after.bytes_in as f64),
             bytes_out: rate(before.bytes_out as f64, after.bytes_out as f64),
         }

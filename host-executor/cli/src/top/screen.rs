@@ -7,13 +7,19 @@ use ratatui::layout::{Constraint, Layout, Rect};
 use ratatui::style::{Color, Modifier, Style};
 use ratatui::text::{Line, Span};
 use ratatui::widgets::{Block, Gauge, Paragraph, Row, Table};
-use vgpu_executor::status::Status;
+use vgpu_executor::status::{GuestStatus, SessionStatus, Status};
 
+use super::controls::{Controls, Pane};
 use super::rates::Rates;
-use crate::units::{duration, size};
+use crate::units::{duration, mean_batch, size};
 
 /// Width of a bar in a table, in cells.
 const BAR: usize = 16;
+
+/// A column of the guests' table gives way to the names of guests up to this width, and names have
+/// at least [`MIN_NAME`] cells.
+const FULL_NAME: usize = 20;
+const MIN_NAME: usize = 12;
 
 /// What the screen shows.
 pub(super) struct View<'a> {
@@ -21,26 +27,157 @@ pub(super) struct View<'a> {
     pub(super) rates: &'a BTreeMap<String, Rates>,
     /// Why the figures are not current, if they are not.
     pub(super) notice: Option<&'a str>,
-    /// Sessions above the visible part.
-    pub(super) skip: usize,
+    pub(super) controls: &'a Controls,
+}
+
+/// A column of the guests' table beside their names.
+struct Column {
+    name: &'static str,
+    width: usize,
+    /// Columns with the largest number are left out first where the screen is narrow. 0: never.
+    rank: usize,
+    text: fn(&GuestStatus, &Rates, &Status) -> String,
+}
+
+const COLUMNS: [Column; 11] = [
+    Column {
+        name: "WEIGHT",
+        width: 6,
+        rank: 1,
+        text: |guest, _, _| guest.weight.to_string(),
+    },
+    Column {
+        name: "PROGS",
+        width: 5,
+        rank: 0,
+        text: |guest, _, _| guest.sessions.to_string(),
+    },
+    Column {
+        name: "MEMORY",
+        width: BAR,
+        rank: 6,
+        // Without a quota, the bar is relative to the engine's memory.
+        text: |guest, _, status| {
+            let whole = guest.quota.unwrap_or(status.engine.memory_total);
+            bar(part(guest.usage.memory, whole))
+        },
+    },
+    Column {
+        name: "USED / QUOTA",
+        width: 22,
+        rank: 0,
+        text: |guest, _, _| {
+            let quota = guest.quota.map_or_else(|| "-".into(), size);
+            format!("{} / {quota}", size(guest.usage.memory))
+        },
+    },
+    Column {
+        name: "GRAPHS/S",
+        width: 8,
+        rank: 0,
+        text: |_, rates, _| format!("{:.1}", rates.graphs),
+    },
+    Column {
+        name: "TIME",
+        width: 5,
+        rank: 0,
+        text: |_, rates, _| format!("{:.0} %", 100.0 * rates.busy),
+    },
+    Column {
+        name: "BATCH",
+        width: 5,
+        rank: 2,
+        text: |_, rates, _| mean_batch(rates.batch_members, rates.turns),
+    },
+    Column {
+        name: "WAITING",
+        width: 7,
+        rank: 3,
+        text: |_, rates, _| format!("{:.2}", rates.waiting),
+    },
+    Column {
+        name: "IN",
+        width: 12,
+        rank: 5,
+        text: |_, rates, _| format!("{}/s", size(rates.bytes_in as u64)),
+    },
+    Column {
+        name: "OUT",
+        width: 12,
+        rank: 4,
+        text: |_, rates, _| format!("{}/s", size(rates.bytes_out as u64)),
+    },
+    Column {
+        name: "FAILED",
+        width: 6,
+        rank: 0,
+        text: |guest, _, _| guest.usage.failures.to_string(),
+    },
+];
+
+/// The columns for a table of `width` cells whose longest name has `longest`, and the width of the
+/// names.
+fn columns(width: usize, longest: usize) -> (Vec<&'static Column>, usize) {
+    let wanted = longest.clamp(MIN_NAME, FULL_NAME);
+    let mut kept: Vec<&Column> = COLUMNS.iter().collect();
+    loop {
+        // A cell between two columns.
+        let taken: usize = kept.iter().map(|column| column.width + 1).sum();
+        let left = width.saturating_sub(taken);
+        let last = kept.iter().map(|column| column.rank).max().unwrap_or(0);
+        if left >= wanted || last == 0 {
+            return (kept, left.max(MIN_NAME));
+        }
+        kept.retain(|column| column.rank != last);
+    }
+}
+
+/// A text in at most `width` cells.
+fn shortened(text: &str, width: usize) -> String {
+    if text.chars().count() <= width {
+        return text.to_owned();
+    }
+    let start: String = text.chars().take(width.saturating_sub(1)).collect();
+    format!("{start}…")
+}
+
+/// How many rows of a table fit into an area with a border and a heading.
+fn rows_in(area: Rect) -> usize {
+    usize::from(area.height.saturating_sub(3))
+}
+
+/// The title of a table, with the part that is visible if that is not all of it.
+fn title(name: &str, skipped: usize, rows: usize, all: usize, is_active: bool) -> Line<'static> {
+    let last = all.min(skipped + rows);
+    let text = match skipped == 0 && last == all {
+        true => format!(" {name} "),
+        false => format!(" {name} {} to {last} of {all} ", skipped + 1),
+    };
+    let style = match is_active {
+        true => Style::new().add_modifier(Modifier::BOLD),
+        false => Style::new(),
+    };
+    Line::from(text).style(style)
 }
 
 pub(super) fn draw(frame: &mut Frame<'_>, view: &View<'_>) {
-    let guests = view.status.guests.len() as u16;
-    let [head, engine, table, sessions, foot] = Layout::vertical([
+    let guests = view.controls.guests(view.status, view.rates);
+    let sessions = view.controls.sessions(view.status);
+    let wanted = u16::try_from(guests.len() + 3).unwrap_or(u16::MAX);
+    let [head, engine, table, programs, foot] = Layout::vertical([
         Constraint::Length(1),
         Constraint::Length(3),
-        Constraint::Length((guests + 3).min(frame.area().height / 2)),
+        Constraint::Length(wanted.min(frame.area().height / 2)),
         Constraint::Fill(1),
         Constraint::Length(1),
     ])
     .areas(frame.area());
     draw_head(frame, head, view);
     draw_engine(frame, engine, view);
-    draw_guests(frame, table, view);
-    draw_sessions(frame, sessions, view);
-    let keys = Line::from(" q quit   ↑ ↓ scroll").style(Style::new().add_modifier(Modifier::DIM));
-    frame.render_widget(keys, foot);
+    draw_guests(frame, table, &guests, view);
+    draw_sessions(frame, programs, &sessions, view);
+    let keys = Line::from(format!(" {}", view.controls.help()));
+    frame.render_widget(keys.style(Style::new().add_modifier(Modifier::DIM)), foot);
 }
 
 fn draw_head(frame: &mut Frame<'_>, area: Rect, view: &View<'_>) {
@@ -65,16 +202,26 @@ fn draw_head(frame: &mut Frame<'_>, area: Rect, view: &View<'_>) {
 fn draw_engine(frame: &mut Frame<'_>, area: Rect, view: &View<'_>) {
     let engine = &view.status.engine;
     let total = engine.memory_total;
-    let used = total.saturating_sub(engine.memory_free);
+    let guests = view.status.memory_of_guests();
+    let others = view.status.memory_of_others();
+    let used = guests.saturating_add(others);
     let busy: f64 = view.rates.values().map(|rates| rates.busy).sum();
     let [memory, time] =
         Layout::horizontal([Constraint::Percentage(60), Constraint::Percentage(40)]).areas(area);
     let title = format!(" {}: {} ", engine.name, engine.description);
+    let beside = match others {
+        0 => String::new(),
+        others => format!(" + other {}", size(others)),
+    };
     let gauge = Gauge::default()
         .block(Block::bordered().title(title))
         .gauge_style(Style::new().fg(colour(used as f64 / total.max(1) as f64)))
         .ratio(part(used, total))
-        .label(format!("memory {} of {}", size(used), size(total)));
+        .label(format!(
+            "memory {}{beside} of {}",
+            size(guests),
+            size(total)
+        ));
     frame.render_widget(gauge, memory);
     let gauge = Gauge::default()
         .block(Block::bordered().title(" time "))
@@ -84,69 +231,47 @@ fn draw_engine(frame: &mut Frame<'_>, area: Rect, view: &View<'_>) {
     frame.render_widget(gauge, time);
 }
 
-fn draw_guests(frame: &mut Frame<'_>, area: Rect, view: &View<'_>) {
-    let rows = view.status.guests.iter().map(|guest| {
+fn draw_guests(frame: &mut Frame<'_>, area: Rect, guests: &[&GuestStatus], view: &View<'_>) {
+    let longest = guests.iter().map(|guest| guest.name.chars().count()).max();
+    // Without the border.
+    let inside = usize::from(area.width.saturating_sub(2));
+    let (columns, name_width) = columns(inside, longest.unwrap_or(0));
+    let rows = rows_in(area);
+    let skip = view.controls.skipped(Pane::Guests, guests.len(), rows);
+    let lines = guests.iter().skip(skip).take(rows).map(|guest| {
         let rates = view.rates.get(&guest.name).copied().unwrap_or_default();
-        // Without a quota, the bar is relative to the engine's memory.
-        let whole = guest.quota.unwrap_or(view.status.engine.memory_total);
-        let used = guest.usage.memory;
-        let quota = guest.quota.map_or_else(|| "-".into(), size);
-        Row::new([
-            guest.name.clone(),
-            guest.weight.to_string(),
-            guest.sessions.to_string(),
-            bar(part(used, whole)),
-            format!("{} / {quota}", size(used)),
-            format!("{:.1}", rates.graphs),
-            format!("{:.0} %", 100.0 * rates.busy),
-            format!("{:.2}", rates.waiting),
-            format!("{}/s", size(rates.bytes_in as u64)),
-            format!("{}/s", size(rates.bytes_out as u64)),
-            guest.usage.failures.to_string(),
-        ])
+        let cells = columns
+            .iter()
+            .map(|column| (column.text)(guest, &rates, view.status));
+        Row::new(
+            [shortened(&guest.name, name_width)]
+                .into_iter()
+                .chain(cells),
+        )
     });
-    let widths = [
-        Constraint::Fill(2),
-        Constraint::Length(6),
-        Constraint::Length(5),
-        Constraint::Length(BAR as u16),
-        Constraint::Length(22),
-        Constraint::Length(8),
-        Constraint::Length(5),
-        Constraint::Length(7),
-        Constraint::Length(12),
-        Constraint::Length(12),
-        Constraint::Length(6),
-    ];
-    let names = [
-        "GUEST", "WEIGHT", "PROGS", "MEMORY", "", "GRAPHS/S", "TIME", "WAITING", "IN", "OUT",
-        "FAILED",
-    ];
-    let table = Table::new(rows, widths)
+    let widths = columns.iter().map(|column| column.width);
+    let widths = [name_width].into_iter().chain(widths);
+    let widths = widths.map(|width| Constraint::Length(u16::try_from(width).unwrap_or(u16::MAX)));
+    let names = ["GUEST"]
+        .into_iter()
+        .chain(columns.iter().map(|column| column.name));
+    let is_active = view.controls.pane() == Pane::Guests;
+    let title = title("guests", skip, rows, guests.len(), is_active);
+    let table = Table::new(lines, widths)
         .header(Row::new(names).style(Style::new().add_modifier(Modifier::BOLD)))
-        .block(Block::bordered().title(" guests "));
+        .block(Block::bordered().title(title));
     frame.render_widget(table, area);
 }
 
-fn draw_sessions(frame: &mut Frame<'_>, area: Rect, view: &View<'_>) {
-    let sessions = &view.status.sessions;
+fn draw_sessions(frame: &mut Frame<'_>, area: Rect, sessions: &[&SessionStatus], view: &View<'_>) {
     if sessions.is_empty() {
-        let nobody = Paragraph::new(" no program is connected");
+        let nobody = Paragraph::new(match view.status.sessions.is_empty() {
+            true => " no program is connected",
+            false => " no program of these guests is connected",
+        });
         frame.render_widget(nobody.block(Block::bordered().title(" programs ")), area);
         return;
     }
-    let rows = sessions.iter().skip(view.skip).map(|session| {
-        let number = |n: Option<i64>| n.map_or_else(|| "-".into(), |n| n.to_string());
-        Row::new([
-            session.id.to_string(),
-            session.guest.clone(),
-            number(session.pid.map(i64::from)),
-            duration(session.age),
-            size(session.usage.memory),
-            session.usage.graphs.to_string(),
-            session.program.clone().unwrap_or_else(|| "-".into()),
-        ])
-    });
     let widths = [
         Constraint::Length(6),
         Constraint::Fill(1),
@@ -154,12 +279,31 @@ fn draw_sessions(frame: &mut Frame<'_>, area: Rect, view: &View<'_>) {
         Constraint::Length(7),
         Constraint::Length(10),
         Constraint::Length(10),
-        Constraint::Fill(2),
+        Constraint::Fill(1),
     ];
+    let fixed = 6 + 8 + 7 + 10 + 10 + 6;
+    let text_width = usize::from(area.width.saturating_sub(2 + fixed)) / 2;
+    let rows = rows_in(area);
+    let skip = view.controls.skipped(Pane::Programs, sessions.len(), rows);
+    let lines = sessions.iter().skip(skip).take(rows).map(|session| {
+        let number = |n: Option<i64>| n.map_or_else(|| "-".into(), |n| n.to_string());
+        let program = session.program.as_deref().unwrap_or("-");
+        Row::new([
+            session.id.to_string(),
+            shortened(&session.guest, text_width),
+            number(session.pid.map(i64::from)),
+            duration(session.age),
+            size(session.usage.memory),
+            session.usage.graphs.to_string(),
+            shortened(program, text_width),
+        ])
+    });
     let names = ["ID", "GUEST", "PID", "AGE", "MEMORY", "GRAPHS", "PROGRAM"];
-    let table = Table::new(rows, widths)
+    let is_active = view.controls.pane() == Pane::Programs;
+    let title = title("programs", skip, rows, sessions.len(), is_active);
+    let table = Table::new(lines, widths)
         .header(Row::new(names).style(Style::new().add_modifier(Modifier::BOLD)))
-        .block(Block::bordered().title(" programs "));
+        .block(Block::bordered().title(title));
     frame.render_widget(table, area);
 }
 
@@ -180,5 +324,25 @@ fn colour(part: f64) -> Color {
         p if p > 0.95 => Color::Red,
         p if p > 0.8 => Color::Yellow,
         _ => Color::Green,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_have_room_at_every_width() {
+        for width in [60, 78, 98, 108, 120, 148, 300] {
+            for longest in [1, 12, 64] {
+                let (columns, name) = columns(width, longest);
+                let taken: usize = columns.iter().map(|column| column.width + 1).sum();
+                assert!(name >= MIN_NAME, "{width}");
+                assert!(taken + name <= width.max(63), "{width}: {taken} + {name}");
+            }
+        }
+        assert_eq!(columns(148, 5).0.len(), COLUMNS.len());
+        assert_eq!(shortened("0123456789", 10), "0123456789");
+        assert_eq!(shortened("0123456789", 9), "01234567…");
     }
 }

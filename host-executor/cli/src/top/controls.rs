@@ -1,0 +1,178 @@
+//! The keys of `vgpu top`: which part of the tables is visible, in which order.
+
+use std::cell::Cell;
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+
+use crossterm::event::{KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
+use vgpu_executor::status::{GuestStatus, SessionStatus, Status};
+
+use super::rates::Rates;
+
+/// The order of the guests.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+enum Order {
+    /// That of the configuration.
+    #[default]
+    Configuration,
+    Memory,
+    Time,
+    Name,
+}
+
+impl Order {
+    fn next(self) -> Order {
+        match self {
+            Order::Configuration => Order::Memory,
+            Order::Memory => Order::Time,
+            Order::Time => Order::Name,
+            Order::Name => Order::Configuration,
+        }
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Order::Configuration => "as configured",
+            Order::Memory => "memory",
+            Order::Time => "time",
+            Order::Name => "name",
+        }
+    }
+}
+
+/// A table.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) enum Pane {
+    #[default]
+    Guests,
+    Programs,
+}
+
+/// What the user has chosen.
+#[derive(Debug, Default)]
+pub(super) struct Controls {
+    /// The table that the arrow keys scroll.
+    pane: Pane,
+    order: Order,
+    /// Shown are the guests whose name contains this.
+    filter: String,
+    is_typing: bool,
+    /// Rows above the visible part.
+    guests: Cell<usize>,
+    programs: Cell<usize>,
+}
+
+/// What a key asks for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Next {
+    Show,
+    Quit,
+}
+
+impl Controls {
+    pub(super) fn pane(&self) -> Pane {
+        self.pane
+    }
+
+    pub(super) fn press(&mut self, key: KeyEvent) -> Next {
+        let ctrl = key.modifiers.contains(KeyModifiers::CONTROL);
+        if key.kind == KeyEventKind::Release {
+            return Next::Show;
+        }
+        if ctrl {
+            return match key.code {
+                KeyCode::Char('c') => Next::Quit,
+                _ => Next::Show,
+            };
+        }
+        if self.is_typing {
+            match key.code {
+                KeyCode::Enter => self.is_typing = false,
+                KeyCode::Esc => {
+                    self.is_typing = false;
+                    self.filter.clear();
+                }
+                KeyCode::Backspace => drop(self.filter.pop()),
+                KeyCode::Char(letter) => self.filter.push(letter),
+                _ => {}
+            }
+            return Next::Show;
+        }
+        let skip = self.skip(self.pane);
+        match key.code {
+            KeyCode::Char('q') => return Next::Quit,
+            KeyCode::Esc if self.filter.is_empty() => return Next::Quit,
+            KeyCode::Esc => self.filter.clear(),
+            KeyCode::Down | KeyCode::Char('j') => skip.set(skip.get().saturating_add(1)),
+            KeyCode::Up | KeyCode::Char('k') => skip.set(skip.get().saturating_sub(1)),
+            KeyCode::Tab => {
+                self.pane = match self.pane {
+                    Pane::Guests => Pane::Programs,
+                    Pane::Programs => Pane::Guests,
+                }
+            }
+            KeyCode::Char('s') => self.order = self.order.next(),
+            KeyCode::Char('/') => self.is_typing = true,
+            _ => {}
+        }
+        Next::Show
+    }
+
+    fn skip(&self, pane: Pane) -> &Cell<usize> {
+        match pane {
+            Pane::Guests => &self.guests,
+            Pane::Programs => &self.programs,
+        }
+    }
+
+    /// The rows above the visible part of a table that has `count` rows, `visible` of them at once.
+    /// The arrow keys go no further than to the last row.
+    pub(super) fn skipped(&self, pane: Pane, count: usize, visible: usize) -> usize {
+        let skip = self.skip(pane);
+        skip.set(skip.get().min(count.saturating_sub(visible)));
+        skip.get()
+    }
+
+    fn is_shown(&self, guest: &str) -> bool {
+        guest.to_lowercase().contains(&self.filter.to_lowercase())
+    }
+
+    /// The guests to show, in their order.
+    pub(super) fn guests<'a>(
+        &self,
+        status: &'a Status,
+        rates: &BTreeMap<String, Rates>,
+    ) -> Vec<&'a GuestStatus> {
+        let shown = status.guests.iter().filter(|g| self.is_shown(&g.name));
+        let mut shown: Vec<&GuestStatus> = shown.collect();
+        match self.order {
+            Order::Configuration => {}
+            Order::Memory => shown.sort_by_key(|guest| Reverse(guest.usage.memory)),
+            Order::Time => {
+                let busy = |guest: &GuestStatus| rates.get(&guest.name).map_or(0.0, |r| r.busy);
+                shown.sort_by(|a, b| busy(b).total_cmp(&busy(a)));
+            }
+            Order::Name => shown.sort_by(|a, b| a.name.cmp(&b.name)),
+        }
+        shown
+    }
+
+    /// The programs to show.
+    pub(super) fn sessions<'a>(&self, status: &'a Status) -> Vec<&'a SessionStatus> {
+        let shown = status.sessions.iter();
+        shown.filter(|s| self.is_shown(&s.guest)).collect()
+    }
+
+    /// The keys, or the filter while the user types it.
+    pub(super) fn help(&self) -> String {
+        if self.is_typing {
+            return format!("guests with: {}_   Enter keep   Esc all", self.filter);
+        }
+        let filter = match self.filter.as_str() {
+            "" => "/ filter".to_owned(),
+            filter => format!("/ filter: {filter}   Esc all"),
+        };
+        let order = self.order.name();
+        format!("q quit   ↑ ↓ scroll   Tab other table   s sort: {order}   {filter}")
+    }
+}
