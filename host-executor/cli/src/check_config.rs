@@ -75,7 +75,7 @@ pub(crate) fn run(args: &Args) -> ExitCode {
 }
 
 /// Checks the settings as `vgpu serve` does before it serves. Returns the memory of the engine.
-fn checked(settings: &Settings) -> anyhow::Result<u64> {
+pub(crate) fn checked(settings: &Settings) -> anyhow::Result<u64> {
     serve::check(settings)?;
     // One thread: nothing is computed.
     let engine = engine::start(&settings.engine, Threads::from(1), settings.memory)?;

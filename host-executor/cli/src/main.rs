@@ -63,6 +63,8 @@ enum Command {
     ServeGuest(serve::WorkerArgs),
     #[command(hide = true)]
     FdStoreExec(fd_store::ExecArgs),
+    #[command(hide = true)]
+    DoctorPlugin(doctor::PluginArgs),
 }
 
 fn main() -> ExitCode {
@@ -79,6 +81,7 @@ fn main() -> ExitCode {
         Command::Install(args) => install::install(args),
         Command::Uninstall(args) => install::uninstall(args),
         Command::Doctor(args) => return doctor::run(&args),
+        Command::DoctorPlugin(args) => return doctor::run_plugin(&args),
         Command::Wait(args) => wait::run(&args),
         #[cfg(feature = "tools")]
         Command::GpuCheck(args) => match gpu_check::run(&args) {

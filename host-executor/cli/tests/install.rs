@@ -4,9 +4,10 @@
 mod program;
 
 use std::fs;
+use std::io::{BufRead as _, BufReader};
 use std::os::unix::fs::{PermissionsExt as _, symlink};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 
 const NEEDED: &str = "ggml_version ggml_backend_buffer_init ggml_op_name ggml_unary_op_name \
                       ggml_glu_op_name ggml_type_name";
@@ -140,6 +141,66 @@ fn succeeded(output: Output) -> String {
     );
     assert!(output.status.success(), "{err}");
     String::from_utf8(out).expect("text")
+}
+
+/// What `vgpu doctor` says of Ollama, and its last line.
+fn doctor(machine: &Machine) -> (String, String) {
+    let output = machine.vgpu("doctor", &[]);
+    let text = String::from_utf8(output.stdout).expect("text");
+    let line = text.lines().find(|line| line.contains(" ollama "));
+    let last = text.lines().next_back();
+    (
+        line.expect("a check").to_owned(),
+        last.expect("a line").to_owned(),
+    )
+}
+
+#[test]
+fn doctor_looks_at_ollama() {
+    let machine = Machine::new("doctor");
+    // An executor, so that Ollama is the first failure.
+    let socket = machine.root.join("run/vgpu/vgpu.sock");
+    fs::create_dir_all(socket.parent().expect("a folder")).expect("a folder");
+    let mut serve = Command::new(env!("CARGO_BIN_EXE_vgpu"));
+    let mut serve = serve
+        .args(["serve", "--threads", "1", "--memory", "64M", "--listen"])
+        .arg(format!("unix:{}", socket.display()))
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .expect("it starts");
+    let mut ready = String::new();
+    let stdout = serve.stdout.as_mut().expect("piped");
+    BufReader::new(stdout)
+        .read_line(&mut ready)
+        .expect("a line");
+
+    let (line, _) = doctor(&machine);
+    assert!(line.contains("does not have the plugin"), "{line}");
+    machine.install(&[]);
+    let (line, last) = doctor(&machine);
+    assert!(
+        line.starts_with("ok") && line.contains("vgpu.conf"),
+        "{line}"
+    );
+    assert_eq!(last, "This machine can use a vGPU.");
+    let drop_in = "etc/systemd/system/ollama.service.d/vgpu.conf";
+    fs::remove_file(machine.root.join(drop_in)).expect("it is there");
+    let (line, last) = doctor(&machine);
+    assert!(line.starts_with("FAIL") && line.contains(drop_in), "{line}");
+    assert_eq!(last, "next: sudo vgpu install");
+    // Another Ollama took the place of the one that the plugin works with.
+    let newer = Machine::with_ggml("doctor-newer", &["-DVERSION=\"0.99.0\""]);
+    let base = "libggml-base.so.0.21.0";
+    fs::copy(newer.lib(base), machine.lib(base)).expect("a copy");
+    let (line, last) = doctor(&machine);
+    assert!(
+        line.starts_with("FAIL") && line.contains("is ggml 0.99.0"),
+        "{line}"
+    );
+    assert_eq!(last, "next: sudo vgpu install --dry-run");
+    serve.kill().expect("it runs");
+    serve.wait().expect("it ends");
 }
 
 #[test]

@@ -12,6 +12,12 @@ use crate::source::Source;
 /// the files of the folder `VGPU_CUBINS`.
 static BUILT_IN: &[(&str, &str, &[u8])] = include!(concat!(env!("OUT_DIR"), "/cubins.rs"));
 
+/// Whether machine code of kernels is built into this program. Without any, the first start on a
+/// GPU needs NVRTC.
+pub fn has_machine_code() -> bool {
+    !BUILT_IN.is_empty()
+}
+
 /// Finds machine code for one architecture.
 pub(crate) struct CubinLoader {
     arch: String,

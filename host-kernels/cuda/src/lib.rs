@@ -42,6 +42,7 @@ mod types;
 mod upload_batch;
 mod written;
 
+pub use cubin::has_machine_code;
 pub use engine::CudaEngine;
 pub use launch::policy::LaunchPolicy;
 

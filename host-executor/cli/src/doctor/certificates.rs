@@ -3,7 +3,7 @@
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
-use vgpu_executor::config::{DEFAULT_PATH, Settings};
+use vgpu_executor::config::Settings;
 use vgpu_transport::link::connect::CERTIFICATES;
 use vgpu_transport::link::stream::tls::{
     CertificateFileFault, CertificateFiles, Certificates, TlsError,
@@ -14,7 +14,7 @@ use super::report::Report;
 
 const PART: &str = "certs";
 
-pub(super) fn check(given: &[PathBuf], report: &mut Report) {
+pub(super) fn check(given: &[PathBuf], host: Option<&Settings>, report: &mut Report) {
     for folder in given {
         check_folder(folder, None, report);
     }
@@ -22,8 +22,7 @@ pub(super) fn check(given: &[PathBuf], report: &mut Report) {
     if let Some(folder) = variable {
         check_folder(Path::new(&folder), None, report);
     }
-    // `vgpu check-config` says what is wrong with the file.
-    if let Ok(settings) = Settings::load(DEFAULT_PATH.as_ref())
+    if let Some(settings) = host
         && let Some(folder) = &settings.certs
     {
         check_folder(folder, settings.crl.as_deref(), report);
@@ -43,7 +42,8 @@ fn check_folder(folder: &Path, crl: Option<&Path>, report: &mut Report) {
             return;
         }
         Err(error) => {
-            report.fail(PART, error.to_string());
+            let next = "vgpu cert --help, or for one that has expired: vgpu cert renew --help";
+            report.fail(PART, error.to_string(), next);
             return;
         }
     };

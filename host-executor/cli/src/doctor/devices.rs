@@ -1,19 +1,19 @@
 //! The PCI devices of this machine.
 
-use std::path::Path;
 use std::time::Duration;
 
-use vgpu_transport::link::pci::Device;
 use vgpu_transport::link::pci::discover::{Kind, SYSFS, all};
+use vgpu_transport::link::pci::{Device, PciError};
 
 use super::report::Report;
+use super::root::Root;
 
 /// Time without a heartbeat after which an executor counts as dead. A live executor beats once a
 /// second.
 const BEAT: Duration = Duration::from_secs(3);
 
-pub(super) fn check(report: &mut Report) {
-    let devices = all(Path::new(SYSFS));
+pub(super) fn check(root: &Root, report: &mut Report) {
+    let devices = all(&root.path(SYSFS));
     let mut found = false;
     for device in &devices {
         match device.kind {
@@ -53,13 +53,17 @@ pub(super) fn check(report: &mut Report) {
                             "{device}: no heartbeat of an executor; start `vgpu serve --vm` on \
                              the host again"
                         ),
+                        "on the host: sudo systemctl restart vgpu",
                     );
                 }
             }
             Err(error) if device.kind == Kind::Ivshmem && is_other(&error) => {
                 report.note("pci", format!("{error}: not a vGPU's shared memory"));
             }
-            Err(error) => report.fail("pci", error.to_string()),
+            Err(error) => {
+                let next = next(root, &error);
+                report.fail("pci", error.to_string(), next);
+            }
         }
     }
     if !found {
@@ -74,6 +78,14 @@ pub(super) fn check(report: &mut Report) {
     }
 }
 
-fn is_other(error: &vgpu_transport::link::pci::PciError) -> bool {
-    matches!(error, vgpu_transport::link::pci::PciError::NotVgpu { .. })
+fn is_other(error: &PciError) -> bool {
+    matches!(error, PciError::NotVgpu { .. })
+}
+
+fn next(root: &Root, error: &PciError) -> String {
+    match error {
+        PciError::Permission { file, .. } => root.no_permission(file).1,
+        PciError::Lockdown { .. } => "turn Secure Boot off, or use a vsock link".into(),
+        _ => "on the host: journalctl --unit vgpu".into(),
+    }
 }

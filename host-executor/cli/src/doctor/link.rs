@@ -2,14 +2,20 @@
 
 use std::time::{Duration, Instant};
 
+use vgpu_executor::config::Settings;
 use vgpu_median::median;
 use vgpu_transport::ir::IR_VERSION;
 use vgpu_transport::link::Endpoint;
-use vgpu_transport::link::connect::expand;
+use vgpu_transport::link::connect::{ConnectError, expand};
+use vgpu_transport::link::unix::UnixConnectError;
 use vgpu_transport::wire::{PROTOCOL_VERSION, Reply, Request};
 
 use super::report::Report;
+use super::root::Root;
+use super::unit::{self, State};
 use crate::session_client::{self, Client, ClientError};
+
+const PART: &str = "link";
 
 /// How long one executor may take in all.
 const TIMEOUT: Duration = Duration::from_secs(10);
@@ -17,26 +23,61 @@ const TIMEOUT: Duration = Duration::from_secs(10);
 /// Round trips that are measured.
 const ROUNDS: usize = 32;
 
-pub(super) fn check(given: &[Endpoint], report: &mut Report) {
+/// The flag of a listening socket in `/proc/net/unix`.
+const LISTENING: u32 = 1 << 16;
+
+/// What to do about a version that another program does not speak.
+const UPDATE_EXECUTOR: &str = "update ggml-vgpu on the executor's machine, and there: sudo \
+                               systemctl restart vgpu";
+const UPDATE_GUEST: &str = "update ggml-vgpu on this machine to the version of the executor";
+
+/// Whom the check has reached.
+#[derive(Debug, Default)]
+pub(super) struct Links {
+    /// Executors that accept programs of this machine, if not where a plugin looks by itself.
+    pub(super) endpoints: Vec<Endpoint>,
+    /// Whether the executors here serve virtual machines only.
+    pub(super) only_machines: bool,
+}
+
+/// A candidate without a session.
+struct Miss {
+    what: String,
+    /// Whether somebody is there. Then it is worth a failure.
+    is_there: bool,
+    next: Option<String>,
+}
+
+/// `host`: the settings of the executor of this machine.
+pub(super) fn check(
+    root: &Root,
+    given: &[Endpoint],
+    host: Option<&Settings>,
+    service: State,
+    report: &mut Report,
+) -> Links {
     let (endpoints, are_named) = match session_client::endpoints(given) {
         Ok(endpoints) => endpoints,
         Err(error) => {
-            report.fail("link", format!("VGPU_ENDPOINT: {error}"));
-            return;
+            let next = "correct the environment variable VGPU_ENDPOINT";
+            report.fail(PART, format!("VGPU_ENDPOINT: {error}"), next);
+            return Links::default();
         }
     };
-    let mut reached = 0;
+    let mut links = Links::default();
+    let mut reached = Vec::new();
     let mut misses = Vec::new();
-    for candidate in endpoints {
+    let own = host.filter(|_| !are_named);
+    for candidate in candidates(root, &endpoints, are_named, own) {
         if candidate == Endpoint::Inproc {
-            report.ok("link", "inproc: the executor is inside the plugin");
-            reached += 1;
+            report.ok(PART, "inproc: the executor is inside the plugin");
+            reached.push(candidate);
             continue;
         }
         let here = match expand(&candidate) {
             Ok(here) => here,
-            Err(miss) => {
-                misses.push(miss.to_string());
+            Err(error) => {
+                misses.push(miss_of(root, error.to_string(), &error));
                 continue;
             }
         };
@@ -44,29 +85,190 @@ pub(super) fn check(given: &[Endpoint], report: &mut Report) {
             let measured = endpoint.clone();
             match session_client::within(TIMEOUT, move || measure(&measured)) {
                 Ok(lines) => {
-                    reached += 1;
                     for line in lines {
-                        report.ok("link", format!("{endpoint}: {line}"));
+                        report.ok(PART, format!("{endpoint}: {line}"));
                     }
+                    reached.push(endpoint);
                 }
-                Err(error) => misses.push(format!("{endpoint}: {error}")),
+                Err(error) => misses.push(miss(root, &endpoint, &error)),
             }
         }
     }
+    let machines = own.map_or(0, |settings| check_machines(root, settings, report));
+    let is_reached = !reached.is_empty() || machines > 0;
     for miss in &misses {
-        if are_named {
-            report.fail("link", miss.clone());
-        } else {
-            report.note("link", miss.clone());
+        let next = miss.next.clone().or_else(|| start(service));
+        match are_named || (miss.is_there && !is_reached) {
+            true => report.fail(PART, miss.what.clone(), next.unwrap_or_else(by_hand)),
+            false => report.note(PART, miss.what.clone()),
         }
     }
-    if reached == 0 && !are_named {
+    if !is_reached && !are_named && !misses.iter().any(|miss| miss.is_there) {
         report.fail(
-            "link",
+            PART,
             "no executor was reached; start `vgpu serve` on the host, or set VGPU_ENDPOINT to its \
              address",
+            start(service).unwrap_or_else(by_hand),
         );
     }
+    links.only_machines = reached.is_empty() && machines > 0;
+    let is_found = |endpoint: &Endpoint| root.is_own() && Endpoint::defaults().contains(endpoint);
+    let is_found = |endpoint: &Endpoint| matches!(endpoint, Endpoint::Pci(_)) || is_found(endpoint);
+    if are_named {
+        links.endpoints = endpoints;
+    } else if !reached.iter().any(is_found) {
+        links.endpoints = reached;
+    }
+    links
+}
+
+fn start(service: State) -> Option<String> {
+    unit::start(service).map(str::to_owned)
+}
+
+fn by_hand() -> String {
+    "start the executor on the host: vgpu serve".into()
+}
+
+/// The endpoints to try: those that are named, or the ones that a plugin tries and those where the
+/// configuration of this machine lets its executor listen.
+fn candidates(
+    root: &Root,
+    endpoints: &[Endpoint],
+    are_named: bool,
+    host: Option<&Settings>,
+) -> Vec<Endpoint> {
+    if are_named {
+        return endpoints.to_vec();
+    }
+    let is_file = |endpoint: &&Endpoint| matches!(endpoint, Endpoint::Unix(_));
+    // Another file system has no devices of its own.
+    let usual = endpoints.iter().filter(|one| root.is_own() || is_file(one));
+    let own = host.into_iter().flat_map(|settings| {
+        let of_guests = settings.guests.iter().flat_map(|guest| &guest.listen);
+        settings.listen.iter().chain(of_guests).filter(is_file)
+    });
+    let mut all = Vec::new();
+    for endpoint in usual.chain(own) {
+        let endpoint = root.endpoint(endpoint);
+        if !all.contains(&endpoint) {
+            all.push(endpoint);
+        }
+    }
+    all
+}
+
+/// Looks for the sockets of virtual machines without connecting: the executor takes whoever
+/// connects there for a QEMU. Returns how many an executor listens on.
+fn check_machines(root: &Root, settings: &Settings, report: &mut Report) -> usize {
+    let table = root.read("/proc/net/unix").unwrap_or_default();
+    let listening: Vec<&str> = { table.lines() }
+        .filter_map(|line| {
+            let mut words = line.split_whitespace();
+            let flags = u32::from_str_radix(words.nth(3)?, 16).ok()?;
+            (flags & LISTENING != 0).then(|| words.nth(3))?
+        })
+        .collect();
+    let mut count = 0;
+    for guest in &settings.guests {
+        let Some(vm) = &guest.vm else { continue };
+        let socket = vm.socket.display().to_string();
+        if listening.contains(&socket.as_str()) {
+            report.ok(
+                PART,
+                format!("{}: an executor listens for its QEMU on {socket}", vm.name),
+            );
+            count += 1;
+        } else {
+            report.note(
+                PART,
+                format!("{}: no executor listens on {socket}", vm.name),
+            );
+        }
+    }
+    count
+}
+
+fn miss(root: &Root, endpoint: &Endpoint, error: &ClientError) -> Miss {
+    let what = format!("{endpoint}: {error}");
+    match error {
+        ClientError::Connect(error) => miss_of(root, what, error),
+        ClientError::Refused { reason } => Miss {
+            next: Some(of_refusal(reason)),
+            what,
+            is_there: true,
+        },
+        ClientError::Silent { .. } => Miss {
+            what,
+            is_there: true,
+            next: Some("on the executor's machine: sudo vgpu dump".into()),
+        },
+        _ => Miss {
+            what,
+            is_there: true,
+            next: Some("see the log of vgpu serve: journalctl --unit vgpu".into()),
+        },
+    }
+}
+
+fn miss_of(root: &Root, what: String, error: &ConnectError) -> Miss {
+    let nobody = |what| Miss {
+        what,
+        is_there: false,
+        next: None,
+    };
+    match error {
+        ConnectError::Unix(UnixConnectError::Permission { path }) => {
+            let (why, next) = root.no_permission(path);
+            Miss {
+                what: format!("{what}: {why}"),
+                is_there: true,
+                next: Some(next),
+            }
+        }
+        ConnectError::Unix(UnixConnectError::OtherLayout { ours, theirs, .. }) => Miss {
+            what,
+            is_there: true,
+            next: Some(match theirs < ours {
+                true => UPDATE_EXECUTOR.into(),
+                false => UPDATE_GUEST.into(),
+            }),
+        },
+        ConnectError::Unix(UnixConnectError::NotVgpu { path, .. }) => Miss {
+            next: Some(format!("sudo fuser --verbose {}", path.display())),
+            what,
+            is_there: true,
+        },
+        ConnectError::Certificates(_) => Miss {
+            what,
+            is_there: true,
+            next: Some(
+                "set VGPU_CERTS to the folder that vgpu cert has made for this guest".into(),
+            ),
+        },
+        _ => nobody(what),
+    }
+}
+
+/// What to do about a refusal. An executor of any version names its own one.
+fn of_refusal(reason: &str) -> String {
+    for (name, own) in [
+        ("protocol", u64::from(PROTOCOL_VERSION)),
+        ("graph IR", u64::from(IR_VERSION)),
+    ] {
+        let is_version = reason.contains(&format!("speaks {name} version"));
+        let theirs = { reason.split("this host speaks ").nth(1) }.and_then(|rest| {
+            let digits = rest.split(|c: char| !c.is_ascii_digit()).next()?;
+            digits.parse::<u64>().ok()
+        });
+        if let (true, Some(theirs)) = (is_version, theirs) {
+            return match theirs < own {
+                true => UPDATE_EXECUTOR.into(),
+                false => UPDATE_GUEST.into(),
+            };
+        }
+    }
+    "see the log of vgpu serve: journalctl --unit vgpu".into()
 }
 
 /// Opens a session, and sends the requests of a starting program.
@@ -103,4 +305,23 @@ fn measure(endpoint: &Endpoint) -> Result<Vec<String>, ClientError> {
             times.iter().min().copied().unwrap_or_default()
         ),
     ])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn older_side_of_a_refusal_is_named() {
+        let of = |theirs| {
+            of_refusal(&format!(
+                "the guest broke the protocol: the guest speaks protocol version \
+                 {PROTOCOL_VERSION}, this host speaks {theirs}: update the older of the two"
+            ))
+        };
+        assert_eq!(of(PROTOCOL_VERSION - 1), UPDATE_EXECUTOR);
+        assert_eq!(of(PROTOCOL_VERSION + 1), UPDATE_GUEST);
+        let other = of_refusal("the host already serves 64 guests, its limit is 64");
+        assert!(other.contains("journalctl"), "{other}");
+    }
 }

@@ -1,12 +1,17 @@
 //! `vgpu doctor`: checks each part from the machine to the executor, and says what to do.
 
 mod certificates;
+mod config;
 mod devices;
+mod gpu;
 mod host;
 mod link;
+mod ollama;
 mod plugin;
 mod report;
+mod root;
 mod sandbox;
+mod unit;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -14,12 +19,16 @@ use std::process::ExitCode;
 use clap::Parser;
 use vgpu_transport::link::Endpoint;
 
+pub(crate) use plugin::{PluginArgs, run as run_plugin};
 use report::Report;
+use root::Root;
 
 /// Finds what keeps programs from using a vGPU: in a guest, in a container, or on the host.
 ///
-/// Each line is `ok`, `note` (information) or `FAIL` with what to do. The exit status is 0 when
-/// nothing failed, 1 otherwise.
+/// The checks go from the machine and its GPU over the configuration, the service and the link to
+/// the plugin and Ollama. Each line is `ok`, `note` (information) or `FAIL`. After a failure, the
+/// last line begins with "next: " and has the command to type about the first one. The exit status
+/// is 0 when nothing failed, 1 otherwise.
 #[derive(Parser)]
 pub(crate) struct Args {
     /// The executor's address, as in VGPU_ENDPOINT. May be given several times. [default:
@@ -42,6 +51,10 @@ pub(crate) struct Args {
     #[arg(long, value_name = "FOLDER")]
     certs: Vec<PathBuf>,
 
+    /// Check the files of another file system: for tests
+    #[arg(long, value_name = "DIR", default_value = "/", hide = true)]
+    root: PathBuf,
+
     /// Print one JSON object instead of lines
     #[arg(long)]
     json: bool,
@@ -58,12 +71,30 @@ pub(crate) fn run(args: &Args) -> ExitCode {
             vgpu_transport::ir::IR_VERSION
         ),
     );
+    let root = Root::new(&args.root);
     host::check(&mut report);
     sandbox::check(&mut report);
-    devices::check(&mut report);
-    certificates::check(&args.certs, &mut report);
-    link::check(&args.endpoint, &mut report);
-    plugin::check(args.plugin.as_deref(), args.ggml.as_deref(), &mut report);
+    // Before the checks that need it, so that the first failure is their cause.
+    let mut of_config = Report::default();
+    let settings = config::check(&root, &mut of_config);
+    let mut of_service = Report::default();
+    let service = unit::check(&root, &mut of_service);
+    // A machine with the package alone may be a guest.
+    let is_host = settings.is_some() || service == unit::State::Used;
+    let host = is_host.then(|| settings.unwrap_or_default());
+    gpu::check(&root, host.as_ref(), &mut report);
+    report.append(of_config);
+    report.append(of_service);
+    devices::check(&root, &mut report);
+    certificates::check(&args.certs, host.as_ref(), &mut report);
+    let links = link::check(&root, &args.endpoint, host.as_ref(), service, &mut report);
+    plugin::check(
+        args.plugin.as_deref(),
+        args.ggml.as_deref(),
+        &links,
+        &mut report,
+    );
+    ollama::check(&root, &mut report);
     if args.json {
         println!("{:#}", report.json());
     } else {

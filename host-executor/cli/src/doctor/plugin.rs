@@ -1,12 +1,19 @@
-//! The plugin's file, and the ggml that loads it.
+//! The plugin's file, and the ggml that loads it, in a process of their own: the plugin reads
+//! VGPU_ENDPOINT from its environment, and may end the process that loads it.
 
 use std::ffi::{CStr, CString, NulError, c_char, c_int, c_void};
 use std::io;
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode, Stdio};
 use std::time::Duration;
 
+use clap::Parser;
+use vgpu_transport::link::Endpoint;
+
+use super::link::Links;
 use super::report::Report;
+use crate::own_program::OWN_PROGRAM;
 use crate::session_client;
 
 /// The symbols of the plugin that ggml calls.
@@ -15,31 +22,119 @@ const SYMBOLS: [&CStr; 2] = [c"ggml_backend_init", c"ggml_backend_score"];
 /// File names of ggml libraries beside a plugin.
 const GGML: [&str; 2] = ["libggml-base.so", "libggml-base.so.0"];
 
-pub(super) fn check(plugin: Option<&Path>, ggml: Option<&Path>, report: &mut Report) {
+/// The process that loads the plugin for `vgpu doctor`.
+#[derive(Parser)]
+pub(crate) struct PluginArgs {
+    #[arg(long)]
+    plugin: PathBuf,
+
+    #[arg(long)]
+    ggml: Option<PathBuf>,
+
+    /// Do not look for executors.
+    #[arg(long)]
+    no_device: bool,
+}
+
+/// Prints the report as JSON.
+pub(crate) fn run(args: &PluginArgs) -> ExitCode {
+    let mut report = Report::default();
+    load(args, &mut report);
+    match serde_json::to_string(&report) {
+        Ok(text) => println!("{text}"),
+        Err(_) => return ExitCode::FAILURE,
+    }
+    ExitCode::SUCCESS
+}
+
+/// `links`: where the process looks for executors, if not where a plugin does by itself.
+pub(super) fn check(
+    plugin: Option<&Path>,
+    ggml: Option<&Path>,
+    links: &Links,
+    report: &mut Report,
+) {
     let named = plugin
         .map(Path::to_path_buf)
         .or_else(|| std::env::var_os("GGML_BACKEND_PATH").map(PathBuf::from));
     // The folder of the packages.
     let Some(file) = named.or_else(|| crate::install::plugin(None).ok()) else {
         report.note(
-            "plugin",
+            PART,
             "not checked: name the plugin with --plugin (the host needs no plugin)",
         );
         return;
     };
+    let mut command = Command::new(OWN_PROGRAM);
+    command.arg("doctor-plugin").arg("--plugin").arg(&file);
+    if let Some(ggml) = ggml {
+        command.arg("--ggml").arg(ggml);
+    }
+    if links.only_machines {
+        command.arg("--no-device");
+    }
+    if !links.endpoints.is_empty() {
+        let texts = links.endpoints.iter().map(Endpoint::to_string);
+        command.env("VGPU_ENDPOINT", texts.collect::<Vec<_>>().join(","));
+    }
+    match answer(command) {
+        Ok(other) => report.append(other),
+        Err(why) => report.fail(
+            PART,
+            format!("{}: {why}", file.display()),
+            "reinstall ggml-vgpu on this machine",
+        ),
+    }
+}
+
+/// Why the process that loads the plugin has no report.
+#[derive(Debug, thiserror::Error)]
+enum NoReport {
+    #[error("a process for it does not start: {0}")]
+    Start(#[from] io::Error),
+    #[error("loading it ends the process: {0}")]
+    Ended(std::process::ExitStatus),
+    #[error("its process has written no report")]
+    Empty,
+}
+
+/// The report of the process. What the plugin logs appears on standard error.
+fn answer(mut command: Command) -> Result<Report, NoReport> {
+    let output = { command.stdin(Stdio::null()).stderr(Stdio::inherit()) }.output()?;
+    if !output.status.success() {
+        return Err(NoReport::Ended(output.status));
+    }
+    // Libraries may write lines of their own.
+    let text = String::from_utf8_lossy(&output.stdout);
+    let last = text.lines().next_back().ok_or(NoReport::Empty)?;
+    serde_json::from_str(last).map_err(|_| NoReport::Empty)
+}
+
+const PART: &str = "plugin";
+
+fn load(args: &PluginArgs, report: &mut Report) {
+    let PluginArgs {
+        plugin: file,
+        ggml,
+        no_device,
+    } = args;
     // Before the plugin, as in a program: the plugin resolves symbols of a ggml that is already
     // loaded.
     let folder = file.parent().unwrap_or(Path::new("."));
-    let ggml = ggml.map(Path::to_path_buf).or_else(|| {
+    let ggml = ggml.clone().or_else(|| {
         let beside = GGML.iter().map(|name| folder.join(name));
         beside.into_iter().find(|file| file.exists())
     });
     let has_ggml = ggml.is_some_and(|file| check_ggml(&file, report));
 
-    let object = match Object::load(&file) {
+    let object = match Object::load(file) {
         Ok(object) => object,
         Err(error) => {
-            report.fail("plugin", format!("{}: {error}", file.display()));
+            report.fail(
+                PART,
+                format!("{}: {error}", file.display()),
+                "install the package vgpu-guest, or name the plugin: vgpu doctor --plugin FILE",
+            );
             return;
         }
     };
@@ -50,29 +145,37 @@ pub(super) fn check(plugin: Option<&Path>, ggml: Option<&Path>, report: &mut Rep
         .collect();
     if !missing.is_empty() {
         report.fail(
-            "plugin",
+            PART,
             format!(
                 "{}: not a ggml plugin: the symbol {} is missing",
                 file.display(),
                 missing.join(" and ")
             ),
+            "name the plugin: vgpu doctor --plugin FILE",
         );
         return;
     }
     report.ok(
-        "plugin",
+        PART,
         format!(
             "{}: loads, and exports the symbols that ggml needs",
             file.display()
         ),
     );
-    if let Ok(stamp) = crate::install::describe(&file) {
-        report.ok("plugin", stamp);
+    if let Ok(stamp) = crate::install::describe(file) {
+        report.ok(PART, stamp);
     }
     if !has_ggml {
         report.note(
-            "plugin",
+            PART,
             "not asked for a device: no ggml beside the plugin; name one with --ggml",
+        );
+        return;
+    }
+    if *no_device {
+        report.note(
+            PART,
+            "not asked for a device: this host serves virtual machines only",
         );
         return;
     }
@@ -99,14 +202,19 @@ fn check_score(
 ) {
     match session_client::result_within(limit, score) {
         Ok(score) if score > 0 => report.ok(
-            "plugin",
+            PART,
             format!("compatible with this ggml, and an executor answers: score {score}"),
         ),
         Ok(_) => report.fail(
-            "plugin",
+            PART,
             "the plugin's score is 0; the line that the plugin has logged above says why",
+            "VGPU_LOG=debug vgpu doctor",
         ),
-        Err(error) => report.fail("plugin", format!("ggml_backend_score: {error}")),
+        Err(error) => report.fail(
+            PART,
+            format!("ggml_backend_score: {error}"),
+            "on the executor's machine: sudo vgpu dump",
+        ),
     }
 }
 
@@ -115,7 +223,11 @@ fn check_ggml(file: &Path, report: &mut Report) -> bool {
     let object = match Object::load(file) {
         Ok(object) => object,
         Err(error) => {
-            report.fail("ggml", format!("{}: {error}", file.display()));
+            report.fail(
+                "ggml",
+                format!("{}: {error}", file.display()),
+                "name the program's libggml-base.so: vgpu doctor --ggml FILE",
+            );
             return false;
         }
     };
@@ -126,6 +238,7 @@ fn check_ggml(file: &Path, report: &mut Report) -> bool {
                 "{}: this ggml is older than 0.9: the function ggml_version is missing",
                 file.display()
             ),
+            "update the program that has this ggml",
         );
         return false;
     };

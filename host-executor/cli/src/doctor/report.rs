@@ -1,9 +1,12 @@
 //! The checks of `vgpu doctor`, as text and as JSON.
 
+use std::borrow::Cow;
+
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 /// The outcome of a check.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 enum Outcome {
     Ok,
     Note,
@@ -21,42 +24,61 @@ impl Outcome {
 }
 
 /// One check.
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 struct Check {
-    part: &'static str,
+    part: Cow<'static, str>,
     outcome: Outcome,
     what: String,
+    /// What to do after a failure: a command, where one helps.
+    next: Option<String>,
 }
 
 /// The checks so far.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, Serialize, Deserialize)]
 pub(super) struct Report {
     checks: Vec<Check>,
 }
 
 impl Report {
-    fn add(&mut self, part: &'static str, outcome: Outcome, what: impl Into<String>) {
+    fn add(&mut self, part: &'static str, outcome: Outcome, what: String, next: Option<String>) {
         self.checks.push(Check {
-            part,
+            part: part.into(),
             outcome,
-            what: what.into(),
+            what,
+            next,
         });
     }
 
     pub(super) fn ok(&mut self, part: &'static str, what: impl Into<String>) {
-        self.add(part, Outcome::Ok, what);
+        self.add(part, Outcome::Ok, what.into(), None);
     }
 
     pub(super) fn note(&mut self, part: &'static str, what: impl Into<String>) {
-        self.add(part, Outcome::Note, what);
+        self.add(part, Outcome::Note, what.into(), None);
     }
 
-    pub(super) fn fail(&mut self, part: &'static str, what: impl Into<String>) {
-        self.add(part, Outcome::Fail, what);
+    /// `next`: the command to type, or what else to do.
+    pub(super) fn fail(
+        &mut self,
+        part: &'static str,
+        what: impl Into<String>,
+        next: impl Into<String>,
+    ) {
+        self.add(part, Outcome::Fail, what.into(), Some(next.into()));
+    }
+
+    /// Adds the checks of another process.
+    pub(super) fn append(&mut self, mut other: Report) {
+        self.checks.append(&mut other.checks);
     }
 
     pub(super) fn is_well(&self) -> bool {
         self.checks.iter().all(|c| c.outcome != Outcome::Fail)
+    }
+
+    /// What to do about the first failure. A later one is often its consequence.
+    fn next(&self) -> Option<&str> {
+        self.checks.iter().find_map(|check| check.next.as_deref())
     }
 
     pub(super) fn lines(&self) -> String {
@@ -65,28 +87,36 @@ impl Report {
             part,
             outcome,
             what,
+            ..
         } in &self.checks
         {
             text.push_str(&format!("{:<5} {part:<9} {what}\n", outcome.name()));
         }
-        text.push_str(if self.is_well() {
-            "\nThis machine can use a vGPU.\n"
-        } else {
-            "\nSome checks failed; see the lines with FAIL.\n"
-        });
+        match self.next() {
+            Some(next) => text.push_str(&format!(
+                "\nSome checks failed; see the lines with FAIL.\nnext: {next}\n"
+            )),
+            None => text.push_str("\nThis machine can use a vGPU.\n"),
+        }
         text
     }
 
     pub(super) fn json(&self) -> Value {
-        let checks: Vec<Value> = self
-            .checks
-            .iter()
-            .map(|c| json!({"part": c.part, "outcome": c.outcome.name(), "what": c.what}))
+        let checks: Vec<Value> = { self.checks.iter() }
+            .map(|c| {
+                let mut check =
+                    json!({"part": c.part, "outcome": c.outcome.name(), "what": c.what});
+                if let Some(next) = &c.next {
+                    check["next"] = next.as_str().into();
+                }
+                check
+            })
             .collect();
         json!({
             "version": env!("CARGO_PKG_VERSION"),
             "ok": self.is_well(),
             "checks": checks,
+            "next": self.next(),
         })
     }
 }
@@ -102,9 +132,12 @@ mod tests {
         report.note("host", "slow");
         assert!(report.is_well());
         assert_eq!(report.json()["ok"], true);
-        report.fail("link", "gone");
+        report.fail("link", "gone", "start it");
+        report.fail("plugin", "no executor", "wait");
         assert!(!report.is_well());
         assert_eq!(report.json()["checks"][2]["outcome"], "FAIL");
+        assert_eq!(report.json()["next"], "start it");
         assert!(report.lines().contains("FAIL  link      gone\n"));
+        assert!(report.lines().ends_with("\nnext: start it\n"));
     }
 }

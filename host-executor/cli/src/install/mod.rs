@@ -7,6 +7,7 @@
 mod files;
 mod ollama;
 mod stamp;
+mod state;
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
@@ -23,6 +24,8 @@ use vgpu_transport::link::stream::x509::utc;
 use files::{Change, Lock};
 use ollama::Ollama;
 use stamp::{PLUGIN, Stamp};
+
+pub(crate) use state::{OllamaState, ollama_state};
 
 /// The drop-in's file name, and its first line, which identifies it.
 const DROP_IN: &str = "vgpu.conf";

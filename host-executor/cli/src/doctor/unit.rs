@@ -1,0 +1,97 @@
+//! The service of the executor, where systemd runs.
+
+use std::collections::BTreeMap;
+use std::process::{Command, Stdio};
+
+use super::report::Report;
+use super::root::Root;
+use crate::config_error::EX_CONFIG;
+
+const PART: &str = "service";
+const UNIT: &str = "vgpu.service";
+
+/// The command that starts the service now and at each boot.
+const ENABLE: &str = "sudo systemctl enable --now vgpu";
+
+/// What systemd says of the service.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum State {
+    /// systemd does not run, or has no such unit.
+    Unknown,
+    /// The unit is there, and nobody has asked for it.
+    Unused,
+    /// The unit is to run at boot, or has run.
+    Used,
+}
+
+/// What to type when no executor is there.
+pub(super) fn start(state: State) -> Option<&'static str> {
+    match state {
+        State::Unknown => None,
+        State::Unused | State::Used => Some(ENABLE),
+    }
+}
+
+pub(super) fn check(root: &Root, report: &mut Report) -> State {
+    if !root.has_systemd() {
+        return State::Unknown;
+    }
+    let Some(values) = show() else {
+        report.note(PART, "systemctl does not answer");
+        return State::Unknown;
+    };
+    let value = |key: &str| values.get(key).map_or("", String::as_str);
+    if value("LoadState") != "loaded" {
+        return State::Unknown;
+    }
+    let log = "journalctl --unit vgpu --lines 20 --no-pager";
+    let is_enabled = value("UnitFileState").starts_with("enabled");
+    let restarts: u64 = value("NRestarts").parse().unwrap_or(0);
+    match value("ActiveState") {
+        "active" if restarts == 0 => report.ok(PART, format!("{UNIT} runs")),
+        "active" => report.ok(PART, format!("{UNIT} runs, after {restarts} restarts")),
+        "inactive" if !is_enabled => {
+            report.note(
+                PART,
+                format!("{UNIT} is not started: if this is the host, {ENABLE}"),
+            );
+            return State::Unused;
+        }
+        "inactive" => report.fail(
+            PART,
+            format!("{UNIT} is not running"),
+            "sudo systemctl start vgpu",
+        ),
+        _ if value("ExecMainStatus") == EX_CONFIG.to_string() => report.fail(
+            PART,
+            format!("{UNIT} ends with status {EX_CONFIG}: a mistake in the configuration"),
+            "vgpu check-config",
+        ),
+        state => report.fail(
+            PART,
+            format!(
+                "{UNIT} is {state} ({}), and ended with status {} ({}) last time",
+                value("SubState"),
+                value("ExecMainStatus"),
+                value("Result")
+            ),
+            log,
+        ),
+    }
+    State::Used
+}
+
+/// The properties of the unit by name.
+fn show() -> Option<BTreeMap<String, String>> {
+    let output = Command::new("systemctl")
+        .args(["show", UNIT, "--property"])
+        .arg("LoadState,ActiveState,SubState,Result,ExecMainStatus,NRestarts,UnitFileState")
+        .stdin(Stdio::null())
+        .stderr(Stdio::null())
+        .output()
+        .ok()?;
+    let text = String::from_utf8(output.stdout).ok()?;
+    let pairs = text.lines().filter_map(|line| line.split_once('='));
+    let values = pairs.map(|(key, value)| (key.to_owned(), value.to_owned()));
+    output.status.success().then(|| values.collect())
+}

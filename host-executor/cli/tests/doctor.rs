@@ -1,0 +1,458 @@
+//! `vgpu doctor` on hosts that lack something, made of files for the test.
+
+#[path = "../../tests/common/mod.rs"]
+mod common;
+mod served;
+
+use std::fs;
+use std::io::Write as _;
+use std::os::unix::fs::{chown, symlink};
+use std::os::unix::process::CommandExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::thread;
+
+use common::TIMEOUT;
+use rustix::process::geteuid;
+use served::program::copy_program;
+use served::{Scratch, Serve, vgpu};
+use vgpu_executor::Violation;
+use vgpu_transport::link::unix::{ListenOptions, Listener};
+use vgpu_transport::wire::{PROTOCOL_VERSION, Reply};
+
+const SOCKET: &str = "run/vgpu/vgpu.sock";
+const DEBIAN: &str = "ID=debian\nVERSION_ID=\"13\"\n";
+
+/// The file system of a machine.
+struct Machine(Scratch);
+
+/// What `vgpu doctor` has said.
+struct Said {
+    text: String,
+    is_well: bool,
+}
+
+impl Said {
+    /// The last line.
+    fn last(&self) -> &str {
+        self.text.lines().next_back().unwrap_or_default()
+    }
+}
+
+impl Machine {
+    fn new(test: &str) -> Machine {
+        let machine = Machine(Scratch::new(test));
+        machine.write("etc/os-release", DEBIAN);
+        machine
+    }
+
+    /// A machine that is a host.
+    fn host(test: &str, config: &str) -> Machine {
+        let machine = Machine::new(test);
+        machine.write("etc/vgpu/vgpu.toml", config);
+        machine
+    }
+
+    fn path(&self, file: &str) -> PathBuf {
+        self.0.path().join(file)
+    }
+
+    fn write(&self, file: &str, text: &str) {
+        let path = self.path(file);
+        fs::create_dir_all(path.parent().expect("a folder")).expect("a folder");
+        fs::write(path, text).expect("a file");
+    }
+
+    /// Adds an NVIDIA card.
+    fn card(&self, driver: Option<&str>) {
+        let folder = "sys/bus/pci/devices/0000:01:00.0";
+        for (file, text) in [
+            ("vendor", "0x10de\n"),
+            ("device", "0x2204\n"),
+            ("class", "0x030000\n"),
+        ] {
+            self.write(&format!("{folder}/{file}"), text);
+        }
+        if let Some(driver) = driver {
+            let target = format!("../../../bus/pci/drivers/{driver}");
+            symlink(target, self.path(folder).join("driver")).expect("a link");
+        }
+    }
+
+    /// Gives the machine systemd with the unit of the executor in this state.
+    fn systemd(&self, state: &str) {
+        self.write("run/systemd/system/.keep", "");
+        let all = format!("LoadState=loaded\nNRestarts=0\n{state}");
+        self.write("bin/state", &all);
+        let file = self.path("bin/systemctl");
+        // Another process writes the file: see `copy_program`.
+        let mut shell = Command::new("sh")
+            .args(["-c", "cat > \"$1\" && chmod +x \"$1\"", "sh"])
+            .arg(&file)
+            .stdin(Stdio::piped())
+            .spawn()
+            .expect("a shell");
+        let script = format!("#!/bin/sh\ncat {}\n", self.path("bin/state").display());
+        let mut stdin = shell.stdin.take().expect("piped");
+        stdin.write_all(script.as_bytes()).expect("it reads");
+        drop(stdin);
+        assert!(shell.wait().expect("it ends").success());
+    }
+
+    fn doctor(&self, more: &[&str]) -> Said {
+        self.run(&mut vgpu(&[]), more)
+    }
+
+    fn run(&self, command: &mut Command, more: &[&str]) -> Said {
+        let search = std::env::var("PATH").unwrap_or_default();
+        let search = format!("{}:{search}", self.path("bin").display());
+        let output = command
+            .args(["doctor", "--root"])
+            .arg(self.0.path())
+            .args(more)
+            .env("PATH", search)
+            .env_remove("VGPU_ENDPOINT")
+            .env_remove("GGML_BACKEND_PATH")
+            .output()
+            .expect("it starts");
+        Said {
+            text: String::from_utf8(output.stdout).expect("text"),
+            is_well: output.status.success(),
+        }
+    }
+}
+
+/// Whether a line of this outcome about this part contains the words.
+fn has(said: &Said, start: &str, words: &str) -> bool {
+    let mut lines = said.text.lines();
+    lines.any(|line| {
+        let line = line.split_whitespace().collect::<Vec<_>>().join(" ");
+        line.starts_with(start) && line.contains(words)
+    })
+}
+
+#[test]
+fn a_card_without_its_driver() {
+    for (driver, words) in [
+        (None, "has no driver"),
+        (Some("nouveau"), "has the driver nouveau"),
+    ] {
+        let machine = Machine::host("no-driver", "engine.kind = \"auto\"\n");
+        machine.card(driver);
+        let said = machine.doctor(&[]);
+        assert!(has(&said, "FAIL gpu", words), "{}", said.text);
+        assert_eq!(said.last(), "next: sudo apt install nvidia-driver");
+        assert!(!said.is_well);
+        machine.write("etc/os-release", "ID=ubuntu\nVERSION_ID=\"24.04\"\n");
+        let said = machine.doctor(&[]);
+        assert_eq!(said.last(), "next: sudo ubuntu-drivers install");
+    }
+    // Nobody wants to use these.
+    for (driver, config) in [
+        (None, "engine.kind = \"cpu\"\n"),
+        (Some("vfio-pci"), "engine.kind = \"auto\"\n"),
+    ] {
+        let machine = Machine::host("other-card", config);
+        machine.card(driver);
+        let said = machine.doctor(&[]);
+        assert!(has(&said, "note gpu", "0000:01:00.0"), "{}", said.text);
+    }
+    // A guest has no executor of its own.
+    let machine = Machine::new("guest-card");
+    machine.card(None);
+    let said = machine.doctor(&[]);
+    assert!(has(&said, "note gpu", "has no driver"), "{}", said.text);
+}
+
+#[test]
+fn a_driver_without_nvrtc() {
+    let machine = Machine::host("no-nvrtc", "engine.kind = \"cuda\"\n");
+    machine.card(Some("nvidia"));
+    let version = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue\n";
+    machine.write("proc/driver/nvidia/version", version);
+    let said = machine.doctor(&[]);
+    assert!(
+        has(&said, "ok gpu", "NVIDIA's driver 550.54.15"),
+        "{}",
+        said.text
+    );
+    assert!(
+        has(&said, "FAIL gpu", "NVRTC is not there"),
+        "{}",
+        said.text
+    );
+    assert_eq!(said.last(), "next: sudo apt install libnvrtc12");
+    machine.write("etc/os-release", "ID=fedora\nVERSION_ID=42\n");
+    let last = machine.doctor(&[]);
+    assert!(
+        last.last()
+            .starts_with("next: install NVRTC 12 or 13: the CUDA toolkit"),
+        "{}",
+        last.text
+    );
+}
+
+#[test]
+fn a_user_outside_of_the_group() {
+    const NOBODY: u32 = 65534;
+    const GROUP: u32 = 4242;
+    if !geteuid().is_root() {
+        return;
+    }
+    let machine = Machine::host("group", "");
+    machine.write("etc/passwd", &format!("alice:x:{NOBODY}:{NOBODY}::/:\n"));
+    machine.write("etc/group", &format!("vgpu:x:{GROUP}:\n"));
+    fs::create_dir_all(machine.path("run/vgpu")).expect("a folder");
+    let socket = machine.path(SOCKET);
+    let serve = Serve::start(&socket, &[]);
+    let program = machine.path("vgpu");
+    copy_program(&program);
+    let doctor = || {
+        let mut command = Command::new(&program);
+        machine.run(command.uid(NOBODY).gid(NOBODY), &[])
+    };
+    // The socket alone, and its folder.
+    for place in [socket.clone(), machine.path("run/vgpu")] {
+        chown(&place, None, Some(GROUP)).expect("root may");
+        if place.is_dir() {
+            Command::new("chmod")
+                .arg("750")
+                .arg(&place)
+                .status()
+                .expect("it runs");
+        }
+        let said = doctor();
+        assert!(
+            has(&said, "FAIL link", "the user alice, is not in it"),
+            "{}",
+            said.text
+        );
+        assert_eq!(
+            said.last(),
+            "next: sudo usermod --append --groups vgpu alice"
+        );
+    }
+    // The group counts from the next login on.
+    machine.write("etc/group", &format!("vgpu:x:{GROUP}:bob,alice\n"));
+    assert_eq!(doctor().last(), "next: newgrp vgpu");
+    machine.write("run/.containerenv", "");
+    let said = doctor();
+    assert_eq!(
+        said.last(),
+        "next: start the container with --group-add 4242"
+    );
+    // With the group, the check succeeds.
+    fs::remove_file(machine.path("run/.containerenv")).expect("it is there");
+    let mut command = Command::new(&program);
+    let said = machine.run(command.uid(NOBODY).gid(GROUP), &[]);
+    assert!(
+        said.is_well && has(&said, "ok link", "session"),
+        "{}",
+        said.text
+    );
+    drop(serve);
+}
+
+#[test]
+fn an_executor_that_is_down() {
+    let machine = Machine::host("down", "");
+    let said = machine.doctor(&[]);
+    assert!(
+        has(&said, "FAIL link", "no executor was reached"),
+        "{}",
+        said.text
+    );
+    assert_eq!(
+        said.last(),
+        "next: start the executor on the host: vgpu serve"
+    );
+    let failed = "SubState=auto-restart\nResult=exit-code\nUnitFileState=enabled\nActiveState=";
+    for (state, next) in [
+        (
+            "ActiveState=inactive\nUnitFileState=enabled\n".into(),
+            "sudo systemctl start vgpu",
+        ),
+        (
+            "ActiveState=inactive\nUnitFileState=disabled\n".into(),
+            "sudo systemctl enable --now vgpu",
+        ),
+        (
+            format!("{failed}activating\nExecMainStatus=78\n"),
+            "vgpu check-config",
+        ),
+        (
+            format!("{failed}activating\nExecMainStatus=1\n"),
+            "journalctl --unit vgpu --lines 20 --no-pager",
+        ),
+    ] {
+        machine.systemd(&state);
+        let said = machine.doctor(&[]);
+        assert_eq!(said.last(), format!("next: {next}"), "{}", said.text);
+        assert!(!said.is_well);
+    }
+    // The cause of a service that does not start comes first.
+    machine.write("etc/vgpu/vgpu.toml", "[server]\nlisten = [\"usb:1\"]\n");
+    let said = machine.doctor(&[]);
+    assert!(
+        has(&said, "FAIL config", "vgpu.toml:2:11: "),
+        "{}",
+        said.text
+    );
+    let file = machine.path("etc/vgpu/vgpu.toml");
+    assert_eq!(said.last(), format!("next: sudoedit {}", file.display()));
+}
+
+#[test]
+fn an_executor_of_another_version() {
+    for (theirs, next) in [
+        (
+            PROTOCOL_VERSION - 1,
+            "update ggml-vgpu on the executor's machine, and there: sudo systemctl restart vgpu",
+        ),
+        (
+            PROTOCOL_VERSION + 1,
+            "update ggml-vgpu on this machine to the version of the executor",
+        ),
+    ] {
+        let machine = Machine::new("version");
+        fs::create_dir_all(machine.path("run/vgpu")).expect("a folder");
+        let socket = machine.path(SOCKET);
+        let listener = Listener::bind(&socket, ListenOptions::default()).expect("a socket");
+        let other = thread::spawn(move || {
+            let arrival = listener.accept(TIMEOUT).expect("a guest").expect("a guest");
+            let mut end = arrival.handshake().expect("a link");
+            refuse(&mut end, theirs);
+        });
+        let said = machine.doctor(&[]);
+        other.join().expect("no panic");
+        assert!(
+            has(&said, "FAIL link", "speaks protocol version"),
+            "{}",
+            said.text
+        );
+        assert_eq!(said.last(), format!("next: {next}"));
+    }
+}
+
+/// What an executor of another version answers to HELLO.
+fn refuse(end: &mut dyn vgpu_transport::link::HostEnd, theirs: u32) {
+    let mut message = Vec::new();
+    end.receive(&mut message, TIMEOUT)
+        .expect("a link")
+        .expect("HELLO");
+    let guest = PROTOCOL_VERSION;
+    let reason = Violation::Protocol { guest }.to_string();
+    let ours = format!("this host speaks {PROTOCOL_VERSION}");
+    assert!(reason.contains(&ours), "{reason}");
+    let reason = reason.replace(&ours, &format!("this host speaks {theirs}"));
+    message.clear();
+    Reply::Ended { reason }.encode(&mut message);
+    end.send(&message, 0, &mut |_| {}).expect("a link");
+}
+
+#[test]
+fn a_host_of_virtual_machines_only() {
+    let scratch = Scratch::new("machines");
+    let socket = scratch.path().join("vm1.sock");
+    let vm = format!("vm1,socket={}", socket.display());
+    let config = format!(
+        "[[guest]]\nname = \"vm1\"\nvm = {{ socket = \"{}\", window = \"8M\" }}\n",
+        socket.display()
+    );
+    let machine = Machine::host("machines-root", &config);
+    let table = || fs::read_to_string("/proc/net/unix").expect("a table");
+    machine.write("proc/net/unix", &table());
+    let said = machine.doctor(&[]);
+    assert!(
+        has(&said, "FAIL link", "no executor was reached"),
+        "{}",
+        said.text
+    );
+    let serve = Serve::of(vgpu(&[
+        "serve",
+        "--vm",
+        &vm,
+        "--threads",
+        "1",
+        "--memory",
+        "64M",
+    ]));
+    machine.write("proc/net/unix", &table());
+    let said = machine.doctor(&[]);
+    assert!(
+        said.is_well && has(&said, "ok link", "vm1: an executor listens for its QEMU"),
+        "{}",
+        said.text
+    );
+    assert_eq!(said.last(), "This machine can use a vGPU.");
+    drop(serve);
+}
+
+#[test]
+fn listeners_of_the_configuration_are_tried() {
+    let machine = Machine::host(
+        "listeners",
+        "[[guest]]\nname = \"alice\"\nlisten = [\"unix:/run/alice.sock\"]\n",
+    );
+    fs::create_dir_all(machine.path("run")).expect("a folder");
+    let serve = Serve::start(&machine.path("run/alice.sock"), &[]);
+    let said = machine.doctor(&[]);
+    assert!(
+        said.is_well && has(&said, "ok link", "alice.sock: session"),
+        "{}",
+        said.text
+    );
+    drop(serve);
+}
+
+/// Compiles a shared library.
+fn library(file: &Path, source: &str) {
+    let mut compiler = Command::new("cc")
+        .args(["-shared", "-fPIC", "-x", "c", "-", "-o"])
+        .arg(file)
+        .stdin(Stdio::piped())
+        .spawn()
+        .expect("a C compiler");
+    let mut stdin = compiler.stdin.take().expect("piped");
+    stdin.write_all(source.as_bytes()).expect("it reads");
+    drop(stdin);
+    assert!(compiler.wait().expect("it ends").success(), "{source}");
+}
+
+#[test]
+fn the_plugin_gets_the_endpoint_in_a_process_of_its_own() {
+    let machine = Machine::new("plugin");
+    let socket = machine.path("other.sock");
+    let serve = Serve::start(&socket, &[]);
+    let endpoint = format!("unix:{}", socket.display());
+    let ggml = "const char *ggml_version(void) { return \"0.26.0\"; }\n";
+    library(&machine.path("libggml-base.so"), ggml);
+    let plugin = machine.path("plugin.so");
+    let start = "#include <stdlib.h>\n#include <string.h>\n\
+                 void *ggml_backend_init(void) { return 0; }\nint ggml_backend_score(void) ";
+    let score = format!(
+        "{{ const char *e = getenv(\"VGPU_ENDPOINT\"); return e && !strcmp(e, \"{endpoint}\"); }}"
+    );
+    library(&plugin, &format!("{start}{score}\n"));
+    let text = plugin.to_str().expect("text");
+    let said = machine.doctor(&["--endpoint", &endpoint, "--plugin", text]);
+    assert!(
+        said.is_well && has(&said, "ok plugin", "an executor answers: score 1"),
+        "{}",
+        said.text
+    );
+    // A plugin that ends its process is a failure, and no end of the report.
+    library(&plugin, &format!("{start}{{ abort(); }}\n"));
+    let said = machine.doctor(&["--endpoint", &endpoint, "--plugin", text]);
+    assert!(
+        has(
+            &said,
+            "FAIL plugin",
+            "loading it ends the process: signal: 6"
+        ),
+        "{}",
+        said.text
+    );
+    assert_eq!(said.last(), "next: reinstall ggml-vgpu on this machine");
+    drop(serve);
+}
