@@ -360,9 +360,15 @@ mod tests {
         assert!(matches!(error, ControlError::Busy { .. }), "{error}");
         let limit = Duration::from_millis(20);
         let error = report(&path, limit).unwrap_err();
-        assert!(matches!(error, ControlError::Busy { limit: l } if l == limit), "{error}");
+        assert!(
+            matches!(error, ControlError::Busy { limit: l } if l == limit),
+            "{error}"
+        );
         // A place that becomes free meanwhile is taken.
-        let client = { let path = path.clone(); thread::spawn(move || status(&path)) };
+        let client = {
+            let path = path.clone();
+            thread::spawn(move || status(&path))
+        };
         thread::sleep(Duration::from_millis(50));
         drop(queued);
         drop(listener);

@@ -4,14 +4,10 @@
 //! log then never returns. The end of a process whose engine hangs must not wait for it.
 #![forbid(unsafe_code)]
 
+use crate::log_queue::{self, LOG_PATIENCE};
+use crate::service;
 use std::sync::mpsc;
 use std::thread;
-use std::time::Duration;
-
-use crate::{log_queue, service};
-
-/// How long the end of the process waits for the log.
-pub(crate) const LOG_PATIENCE: Duration = Duration::from_secs(2);
 
 /// Calls `log` on a thread of its own. Waits until `log` has returned and its lines are written, but
 /// no longer than [`LOG_PATIENCE`].

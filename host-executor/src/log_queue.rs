@@ -13,7 +13,8 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::last_log::LOG_PATIENCE;
+/// How long the end of the process waits for the log.
+pub(crate) const LOG_PATIENCE: Duration = Duration::from_secs(2);
 
 /// Most bytes that wait to be written: some 8,000 lines.
 const MAX_BYTES: usize = 1 << 20;
@@ -235,7 +236,7 @@ mod tests {
     fn log_that_nobody_reads_keeps_nobody_waiting_and_says_later_what_was_dropped() {
         let ((read, is_read), (text, written)) = (channel(), channel());
         BLOCKED.push(b"before the thread\n");
-        let say = |dropped| BLOCKED.push(format!("{dropped} dropped\n").as_bytes());
+        let say = |dropped: u64| BLOCKED.push(format!("{dropped} dropped\n").as_bytes());
         let out = BlockedLog { is_read, text };
         BLOCKED.start(out, say).expect("a thread");
         let line = [b"x".repeat(1023), b"\n".to_vec()].concat();

@@ -1,19 +1,6 @@
 //! Sizes, durations and shares for tables.
 
-/// A number of bytes with a binary unit.
-pub(crate) fn size(bytes: u64) -> String {
-    let units = ["B", "KiB", "MiB", "GiB", "TiB"];
-    let mut value = bytes as f64;
-    let mut unit = 0;
-    while value >= 1023.95 && unit + 1 < units.len() {
-        value /= 1024.0;
-        unit += 1;
-    }
-    match unit {
-        0 => format!("{bytes} B"),
-        _ => format!("{value:.1} {}", units[unit]),
-    }
-}
+pub(crate) use vgpu_executor::size::shown as size;
 
 /// The mean size of a batch: the graphs of all turns, by turn. "-" before the first turn.
 pub(crate) fn mean_batch(members: f64, turns: f64) -> String {
@@ -39,13 +26,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_and_durations_are_short() {
-        assert_eq!(size(0), "0 B");
-        assert_eq!(size(1023), "1023 B");
-        assert_eq!(size(1536), "1.5 KiB");
-        assert_eq!(size((1 << 30) - 1), "1.0 GiB");
-        assert_eq!(size(24 << 30), "24.0 GiB");
-        assert_eq!(size(u64::MAX), "16777216.0 TiB");
+    fn durations_and_means_are_short() {
         assert_eq!(mean_batch(6.0, 4.0), "1.5");
         assert_eq!(mean_batch(0.0, 0.0), "-");
         assert_eq!(duration(0.0123), "12ms");

@@ -64,7 +64,7 @@ fn serves_guests_until_sigterm() {
         "SIGTERM received",
         "session closed: the host is shutting down",
         "SUBMIT 1",
-        "graphs_run=1",
+        " graphs=1 ",
         "vgpu ends",
     ] {
         assert!(log.contains(words), "{words:?} is not in the log:\n{log}");

@@ -82,7 +82,10 @@ fn configurations_of_the_documentation_are_valid() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 
     // The check sees an unknown key, a quota that does not fit, and an indented block.
-    for bad in ["[server]\nlistne = []\n", "[[guest]]\nname = \"a\"\nuids = [1]\nmemory = \"2T\"\n"] {
+    for bad in [
+        "[server]\nlistne = []\n",
+        "[[guest]]\nname = \"a\"\nuids = [1]\nmemory = \"2T\"\n",
+    ] {
         let page = format!("1. Text\n\n   ```toml\n   {bad}   ```\n");
         let blocks = toml_blocks(&page);
         let found = mistake(&blocks[0].1, &scratch, &certificates);

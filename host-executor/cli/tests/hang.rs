@@ -458,7 +458,13 @@ fn process_ends_when_its_engine_does_not_start() {
         assert!(log.contains(part), "{part:?} is not in:\n{log}");
     }
     // The process of a guest.
-    let serve = Serve::of(serve(&["--isolate", "--memory", "64M", "--max-turn-time", "1"]));
+    let serve = Serve::of(serve(&[
+        "--isolate",
+        "--memory",
+        "64M",
+        "--max-turn-time",
+        "1",
+    ]));
     let link = vgpu_transport::link::unix::connect(&scratch.socket(), TIMEOUT);
     assert!(link.is_err(), "the guest is served by an engine that hangs");
     serve.signal(Signal::TERM);

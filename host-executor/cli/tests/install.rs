@@ -297,13 +297,15 @@ fn certificates_are_checked_and_given_to_ollama() {
     fs::create_dir_all(&folder).expect("a folder");
     fs::rename(machine.root.join("ca/alice"), folder.join("alice")).expect("a folder");
     let tcp = ["--endpoint", "tcp:gpu1.example.org:4780"];
-    let with = |endpoint: &[&'static str], folder: &'static str| {
-        [endpoint, &["--certs", folder]].concat()
-    };
+    let with =
+        |endpoint: &[&'static str], folder: &'static str| [endpoint, &["--certs", folder]].concat();
     for (arguments, words) in [
         (with(&[], "/etc/vgpu/alice"), "--endpoint tcp:HOST:PORT"),
         (
-            with(&["--endpoint", "unix:/run/vgpu/vgpu.sock"], "/etc/vgpu/alice"),
+            with(
+                &["--endpoint", "unix:/run/vgpu/vgpu.sock"],
+                "/etc/vgpu/alice",
+            ),
             "--endpoint tcp:HOST:PORT",
         ),
         (with(&tcp, "etc/vgpu/alice"), "not an absolute path"),
@@ -323,8 +325,14 @@ fn certificates_are_checked_and_given_to_ollama() {
     fs::write(&key, good).expect("ours");
 
     let said = machine.install(&with(&tcp, "/etc/vgpu/alice"));
-    assert!(said.contains("certs    /etc/vgpu/alice: of alice, until "), "{said}");
-    assert!(said.contains("note     ") && said.contains("alice/cert.pem: "), "{said}");
+    assert!(
+        said.contains("certs    /etc/vgpu/alice: of alice, until "),
+        "{said}"
+    );
+    assert!(
+        said.contains("note     ") && said.contains("alice/cert.pem: "),
+        "{said}"
+    );
     let drop_in = fs::read_to_string(machine.drop_in()).expect("a drop-in");
     let environment = "Environment=\"VGPU_ENDPOINT=tcp:gpu1.example.org:4780\"\n\
                        Environment=\"VGPU_CERTS=/etc/vgpu/alice\"\n";
@@ -360,16 +368,26 @@ fn service_waits_with_the_program_of_the_archive() {
     let closed = fs::Permissions::from_mode(0o750);
     fs::set_permissions(machine.root.join("opt/ggml-vgpu"), closed).expect("ours");
     let said = succeeded(install());
-    assert!(said.contains("note     Ollama's service does not wait"), "{said}");
+    assert!(
+        said.contains("note     Ollama's service does not wait"),
+        "{said}"
+    );
     assert!(said.contains("may not enter or execute"), "{said}");
     let drop_in = fs::read_to_string(machine.drop_in()).expect("a drop-in");
-    assert!(!drop_in.contains("ExecStartPre") && !drop_in.contains("Restart"), "{drop_in}");
+    assert!(
+        !drop_in.contains("ExecStartPre") && !drop_in.contains("Restart"),
+        "{drop_in}"
+    );
 }
 
 /// Checks the drop-in with `systemd-analyze verify`, where this machine has it: a key in the wrong
 /// section is ignored by systemd.
 fn verify_with_systemd(drop_in: &str, program: &Path) {
-    if Command::new("systemd-analyze").arg("--version").output().is_err() {
+    if Command::new("systemd-analyze")
+        .arg("--version")
+        .output()
+        .is_err()
+    {
         return;
     }
     let folder = tempfile::tempdir().expect("a new folder");

@@ -175,7 +175,10 @@ fn fd_store_passes_signals_on() {
     );
     let mut store = Command::new("/bin/sh");
     store
-        .args(["-c", "ulimit -Sn 64; exec \"$0\" fd-store -- /bin/sh -c \"$1\""])
+        .args([
+            "-c",
+            "ulimit -Sn 64; exec \"$0\" fd-store -- /bin/sh -c \"$1\"",
+        ])
         .arg(env!("CARGO_BIN_EXE_vgpu"))
         .arg(&script)
         .stdin(Stdio::null())
@@ -317,7 +320,9 @@ fn socket_of_a_virtual_machine_has_its_mode_and_group() {
     // privileges at the start, makes one up.
     let is_root = rustix::process::geteuid().is_root();
     let own = rustix::process::getgroups().expect("groups");
-    let other = own.into_iter().find(|gid| *gid != rustix::process::getegid());
+    let other = own
+        .into_iter()
+        .find(|gid| *gid != rustix::process::getegid());
     let group = match is_root {
         true => Some(Gid::from_raw(64_321)),
         false => other,
@@ -336,7 +341,12 @@ fn socket_of_a_virtual_machine_has_its_mode_and_group() {
     let command = |more: &[&str]| {
         let mut command = vgpu(&["serve", "--threads", "1", "--memory", "64M"]);
         command.args(more);
-        command.args([Path::new("--config"), &config, Path::new("--control"), &control]);
+        command.args([
+            Path::new("--config"),
+            &config,
+            Path::new("--control"),
+            &control,
+        ]);
         if let Some(group) = group.filter(|_| is_root) {
             // SAFETY: between `fork` and `exec` the closure makes one system call, and allocates
             // nothing.
@@ -376,7 +386,10 @@ fn socket_of_a_virtual_machine_has_its_mode_and_group() {
     configure(&["vm1"], Some("no-such-group"));
     let output = command(&[]).output().expect("it starts");
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(said.contains("/etc/group has no group no-such-group"), "{said}");
+    assert!(
+        said.contains("/etc/group has no group no-such-group"),
+        "{said}"
+    );
     assert!(!at("vm1").exists());
 }
 
@@ -494,7 +507,10 @@ fn missing_for_a_gpu_host(text: &str) -> Vec<String> {
         .map(|line| format!("no {line}"))
         .collect();
     let before: Vec<&str> = { settings.iter() }
-        .filter_map(|(section, line)| line.strip_prefix("Before=").filter(|_| *section == "[Unit]"))
+        .filter_map(|(section, line)| {
+            line.strip_prefix("Before=")
+                .filter(|_| *section == "[Unit]")
+        })
         .flat_map(str::split_whitespace)
         .collect();
     for unit in [
@@ -583,7 +599,10 @@ impl PackageScript {
     fn program(&self, name: &str, rest: &str) {
         let path = self.at("bin").join(name);
         let calls = self.at("calls");
-        let text = format!("#!/bin/sh\necho \"${{0##*/}} $*\" >> {}\n{rest}\n", calls.display());
+        let text = format!(
+            "#!/bin/sh\necho \"${{0##*/}} $*\" >> {}\n{rest}\n",
+            calls.display()
+        );
         fs::write(&path, text).expect("a program");
         fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).expect("a program");
     }
@@ -602,7 +621,10 @@ impl PackageScript {
         let said = [output.stdout, output.stderr].concat();
         let said = String::from_utf8_lossy(&said).into_owned();
         assert!(output.status.success(), "{said}");
-        (fs::read_to_string(self.at("calls")).unwrap_or_default(), said)
+        (
+            fs::read_to_string(self.at("calls")).unwrap_or_default(),
+            said,
+        )
     }
 }
 
@@ -616,7 +638,11 @@ fn installed_configuration_serves_on_any_host() {
     let text = text.replace("/run/vgpu", folder);
     // Another program of the machine may have the port.
     let text = text.replace("127.0.0.1:4781", "127.0.0.1:0");
-    assert_eq!(text.matches(folder).count() + text.matches(":0\"").count(), 5, "{text}");
+    assert_eq!(
+        text.matches(folder).count() + text.matches(":0\"").count(),
+        5,
+        "{text}"
+    );
     fs::write(&config, &text).expect("a file");
     let mut command = vgpu(&["serve", "--config"]);
     command.arg(&config).env("RUNTIME_DIRECTORY", folder);
@@ -625,7 +651,13 @@ fn installed_configuration_serves_on_any_host() {
     assert_eq!(serve.ready, ready);
     let mut ps = vgpu(&["ps", "--control"]);
     let control = scratch.path().join("control.sock");
-    assert!(ps.arg(control).output().expect("it starts").status.success());
+    assert!(
+        ps.arg(control)
+            .output()
+            .expect("it starts")
+            .status
+            .success()
+    );
     serve.signal(Signal::TERM);
     let (status, log) = serve.wait();
     assert_eq!(status.code(), Some(0), "{log}");
@@ -647,7 +679,10 @@ fn package_puts_its_user_into_the_groups_of_gpus_that_exist() {
         root.display()
     );
     assert!(called.ends_with(&joins), "{called}");
-    assert!(called.contains("useradd") && !called.contains("render"), "{called}");
+    assert!(
+        called.contains("useradd") && !called.contains("render"),
+        "{called}"
+    );
 }
 
 /// The script that Debian runs after it has unpacked a new version leaves the executor of running
@@ -661,7 +696,10 @@ fn an_upgrade_leaves_running_guests_alone() {
     let systemd = systemd.to_str().expect("text");
     script.text = script.text.replace("/run/systemd/system", systemd);
     let mut upgrade = |active: &str, arguments: &[&str]| {
-        script.program("systemctl", &format!("[ \"$1\" != --quiet ] || [ \"$3\" = '{active}' ]"));
+        script.program(
+            "systemctl",
+            &format!("[ \"$1\" != --quiet ] || [ \"$3\" = '{active}' ]"),
+        );
         let (called, said) = script.run(arguments, Path::new(""));
         let verbs: Vec<&str> = { called.lines() }
             .filter_map(|line| line.strip_prefix("systemctl "))

@@ -367,7 +367,10 @@ fn a_dump_has_the_sessions_of_the_workers_and_names_a_worker_that_does_not_answe
 fn shutdown_does_not_wait_for_the_process_of_a_virtual_machine_without_end() {
     let mut test = Supervised::new(SOON, &[]);
     let supervisor = test.supervisor.as_mut().expect("it runs");
-    let (socket, control) = (test.folder.path().join("vm"), test.folder.path().join("control"));
+    let (socket, control) = (
+        test.folder.path().join("vm"),
+        test.folder.path().join("control"),
+    );
     // A process that no signal but SIGKILL ends.
     let command = || {
         let mut command = Command::new("/bin/sh");

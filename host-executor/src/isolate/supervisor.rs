@@ -226,9 +226,9 @@ impl Supervisor {
 fn signal_machines(processes: &Processes, signal: Signal, late: Option<Duration>) {
     for machine in processes.machines.values() {
         if let Some(time) = late {
-            let what = match signal {
-                Signal::KILL => "killed",
-                _ => "told again",
+            let what = match signal == Signal::KILL {
+                true => "killed",
+                false => "told again",
             };
             error!(
                 vm = machine.name,

@@ -96,7 +96,7 @@ pub(super) fn wait_until_ready(
         for vm in starting.iter_mut().filter(|vm| !vm.is_ready) {
             vm.is_ready = vm.asked.has_answered(&vm.control, ANSWER_TIMEOUT);
             let ended = vm.process.child.try_wait();
-            match ended.map_err(|error| (vm.name.clone(), error.into()))? {
+            match ended.map_err(|error| (vm.name.clone(), StartVmError::from(error)))? {
                 Some(status) if !vm.is_ready => {
                     shared.processes().machines.remove(&vm.id);
                     vm.process.log.finish();
@@ -113,7 +113,7 @@ pub(super) fn wait_until_ready(
     }
     for vm in starting {
         let name = vm.name.clone();
-        watch(shared, vm).map_err(|error| (name, error.into()))?;
+        watch(shared, vm).map_err(|error| (name, StartVmError::from(error)))?;
     }
     Ok(())
 }

@@ -11,7 +11,7 @@ use tracing::{error, info, warn};
 
 use super::shared::Shared;
 use crate::activity::{Notice, Watch};
-use crate::last_log::LOG_PATIENCE;
+use crate::log_queue::LOG_PATIENCE;
 use crate::status::{StatusHandle, StatusSource as _};
 
 /// Lines that wait for the log. Further ones are lost.

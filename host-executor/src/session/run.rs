@@ -4,6 +4,7 @@ use std::os::fd::AsFd as _;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
+use tracing::field::display;
 use tracing::{debug, error, info, warn};
 use vgpu_engine::panic_message;
 use vgpu_transport::link::{HostEnd, LinkError};
@@ -14,6 +15,7 @@ use super::error::{SessionEnd, Violation};
 use super::state::{Session, observe_turn};
 use crate::activity::ThreadState;
 use crate::lock::expect_unlocked;
+use crate::size::shown;
 use crate::stats::{SUBMIT, Stats};
 use crate::stop::StopFlag;
 
@@ -350,7 +352,7 @@ impl Session {
     }
 }
 
-/// Logs the end of a session, with what it has done.
+/// Logs the end of a session: one line for operators, and one with every figure at level debug.
 fn log_end(
     stats: &Stats,
     guest: Option<&str>,
@@ -360,32 +362,22 @@ fn log_end(
 ) {
     let link = link.counters();
     let guest = guest.unwrap_or("unknown, no HELLO received");
+    let size = |bytes: u64| display(shown(bytes));
+    // Sizes that are mostly zero appear only if they are not.
+    let if_any = |bytes: u64| (bytes > 0).then(|| size(bytes));
     macro_rules! closed {
         ($level:ident) => {
             $level!(
                 guest,
                 requests = stats.requests(),
-                kinds = %stats,
-                replies = link.messages_out,
-                bytes_in = stats.bytes_in,
-                bytes_out = stats.bytes_out,
-                round_trips = stats.round_trips,
-                spins = link.spins,
-                sleeps = link.sleeps,
-                kicks = link.kicks,
-                failures = stats.failures,
-                full_graphs = stats.full_graphs,
-                patches = stats.patches,
-                graphs_run = stats.graphs_run,
-                nodes_run = stats.nodes_run,
-                busy = ?stats.busy,
-                queued = ?stats.queued,
-                turns = stats.turns,
-                batch_members = stats.batch_members,
-                open = ?start.elapsed(),
-                freed = stats.buffer_bytes,
-                weights_not_sent = stats.weights_not_sent,
-                weights_shared = stats.weights_shared,
+                graphs = stats.graphs_run,
+                failures = (stats.failures > 0).then_some(stats.failures),
+                received = size(stats.bytes_in),
+                sent = size(stats.bytes_out),
+                freed = size(stats.buffer_bytes),
+                weights_not_sent = if_any(stats.weights_not_sent),
+                weights_shared = if_any(stats.weights_shared),
+                open = display(format_args!("{:.1?}", start.elapsed())),
                 "session closed: {end}"
             )
         };
@@ -395,6 +387,32 @@ fn log_end(
         SessionEnd::Panic(_) | SessionEnd::Engine(_) => closed!(error),
         _ => closed!(warn),
     }
+    debug!(
+        guest,
+        requests = stats.requests(),
+        kinds = %stats,
+        replies = link.messages_out,
+        bytes_in = stats.bytes_in,
+        bytes_out = stats.bytes_out,
+        round_trips = stats.round_trips,
+        spins = link.spins,
+        sleeps = link.sleeps,
+        kicks = link.kicks,
+        failures = stats.failures,
+        full_graphs = stats.full_graphs,
+        patches = stats.patches,
+        graphs_run = stats.graphs_run,
+        nodes_run = stats.nodes_run,
+        busy = ?stats.busy,
+        queued = ?stats.queued,
+        turns = stats.turns,
+        batch_members = stats.batch_members,
+        open = ?start.elapsed(),
+        freed = stats.buffer_bytes,
+        weights_not_sent = stats.weights_not_sent,
+        weights_shared = stats.weights_shared,
+        "session totals"
+    );
 }
 
 /// Whether a message is a READ of at least one byte.

@@ -79,9 +79,7 @@ pub enum ParseVmError {
     Mode(String),
     #[error("group={0}: expected a name or a number of a group, such as libvirt-qemu")]
     Group(String),
-    #[error(
-        "{0:?}: expected socket=PATH, window=SIZE, silence=SECONDS, mode=MODE or group=GROUP"
-    )]
+    #[error("{0:?}: expected socket=PATH, window=SIZE, silence=SECONDS, mode=MODE or group=GROUP")]
     Option(String),
     #[error("{0:?} needs socket=PATH with an absolute path, as in vm1,socket=/run/vgpu/vm1.sock")]
     Socket(String),

@@ -205,11 +205,7 @@ pub fn connect_stream(path: &Path, deadline: Instant) -> Result<UnixStream, Errn
 
 /// As [`connect`], and waits until `deadline` if the queue of the listener is full. Then the error
 /// is [`Errno::AGAIN`].
-pub(super) fn connect_until(
-    socket: &OwnedFd,
-    path: &Path,
-    deadline: Instant,
-) -> Result<(), Errno> {
+pub(super) fn connect_until(socket: &OwnedFd, path: &Path, deadline: Instant) -> Result<(), Errno> {
     loop {
         match connect(socket, path) {
             Err(Errno::AGAIN) if Instant::now() < deadline => thread::sleep(RETRY_PAUSE),

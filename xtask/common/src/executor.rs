@@ -87,7 +87,9 @@ impl Executor {
             .args(["serve", "--engine", engine, "--listen"])
             .arg(format!("unix:{}", socket.display()))
             .args(["--threads", &threads.to_string()])
-            .args(arguments);
+            .args(arguments)
+            // Tests read the figures in the line "session totals".
+            .env("VGPU_LOG", "info,vgpu_executor::session::run=debug");
         let mut daemon = Daemon::start(serve, log)?;
         // One line on stdout, the first it writes there.
         daemon.wait_until(TIMEOUT, |daemon| {

@@ -234,13 +234,18 @@ mod tests {
         let section = section.and_then(|rest| rest.split("\n## ").next());
         let section = section.expect("the section of the archive");
         let text: BTreeSet<usize> = prose(section).into_iter().map(|(line, _)| line).collect();
-        let code = (1..).zip(section.lines()).filter(|(line, _)| !text.contains(line));
+        let code = (1..)
+            .zip(section.lines())
+            .filter(|(line, _)| !text.contains(line));
         let words = code.flat_map(|(_, line)| line.split_whitespace());
         let folders = ["bin/", "lib/", "deploy/"];
         let named = words.filter(|word| folders.iter().any(|folder| word.starts_with(folder)));
         let named: Vec<&str> = named.collect();
         assert!(named.len() > 5, "{named:?}");
-        let missing: Vec<_> = named.iter().filter(|file| !root.join(file).exists()).collect();
+        let missing: Vec<_> = named
+            .iter()
+            .filter(|file| !root.join(file).exists())
+            .collect();
         assert!(missing.is_empty(), "{missing:?}");
     }
 }

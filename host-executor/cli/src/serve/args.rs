@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use clap::{Parser, ValueEnum};
 use vgpu_executor::config::{
-    DEFAULT_CONTROL_PATH, DEFAULT_PATH, GuestSettings, LogFormat, MetricsAddress, Settings, VmDevice,
+    DEFAULT_CONTROL_PATH, DEFAULT_PATH, GuestSettings, LogFormat, MetricsAddress, Settings,
+    VmDevice,
 };
 use vgpu_executor::engine::EngineKind;
 use vgpu_executor::size;

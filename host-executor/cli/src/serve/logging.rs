@@ -3,9 +3,12 @@
 use std::io::{IsTerminal, stderr};
 
 use anyhow::{Context as _, anyhow};
-use tracing::warn;
+use tracing::{Event, Level, Subscriber, warn};
 use tracing_subscriber::filter::{LevelFilter, Targets};
+use tracing_subscriber::fmt::format::Writer;
+use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
 use tracing_subscriber::layer::SubscriberExt as _;
+use tracing_subscriber::registry::LookupSpan;
 use tracing_subscriber::util::SubscriberInitExt as _;
 use tracing_subscriber::{Registry, fmt, reload};
 use vgpu_executor::DUMP_TARGET;
@@ -30,23 +33,27 @@ impl Logging {
         // A line that cannot be written (a full disk) is lost. Reporting the error on standard
         // error would panic.
         let registry = tracing_subscriber::registry().with(layer);
-        match settings.log_format {
-            LogFormat::Text => registry
-                .with(
-                    fmt::layer()
-                        .with_writer(log_queue::writer)
-                        .log_internal_errors(false)
-                        .with_ansi(stderr().is_terminal()),
-                )
+        let layer = || {
+            fmt::layer()
+                .with_writer(log_queue::writer)
+                .log_internal_errors(false)
+        };
+        match (settings.log_format, is_journal()) {
+            (LogFormat::Text, false) => registry
+                .with(layer().with_ansi(stderr().is_terminal()))
                 .init(),
-            LogFormat::Json => registry
-                .with(
-                    fmt::layer()
-                        .json()
-                        .with_writer(log_queue::writer)
-                        .log_internal_errors(false),
-                )
-                .init(),
+            (LogFormat::Json, false) => registry.with(layer().json()).init(),
+            // The journal has the time of each line.
+            (LogFormat::Text, true) => {
+                let format = WithPriority(fmt::format().without_time());
+                registry
+                    .with(layer().with_ansi(false).event_format(format))
+                    .init();
+            }
+            (LogFormat::Json, true) => {
+                let format = WithPriority(fmt::format().json());
+                registry.with(layer().json().event_format(format)).init();
+            }
         }
         Ok(Logging { filter })
     }
@@ -66,6 +73,47 @@ impl Logging {
 /// Checks the log filter of the settings.
 pub(super) fn check(settings: &Settings) -> anyhow::Result<()> {
     filter(settings).map(drop)
+}
+
+/// Whether standard error is a stream of systemd's journal: JOURNAL_STREAM has the device and the
+/// inode of the stream (`systemd.exec(5)`).
+fn is_journal() -> bool {
+    let stream = std::env::var("JOURNAL_STREAM").unwrap_or_default();
+    let named = stream.split_once(':').and_then(|(device, inode)| {
+        Some((device.parse::<u64>().ok()?, inode.parse::<u64>().ok()?))
+    });
+    let own = rustix::fs::fstat(stderr()).map(|file| (file.st_dev, file.st_ino));
+    named.is_some() && named == own.ok()
+}
+
+/// A format of log lines, each with the priority by which the journal files it (`sd-daemon(3)`).
+struct WithPriority<F>(F);
+
+/// The prefix of a line of this level. The journal removes it.
+fn priority(level: &Level) -> &'static str {
+    match *level {
+        Level::ERROR => "<3>",
+        Level::WARN => "<4>",
+        Level::INFO => "<6>",
+        _ => "<7>",
+    }
+}
+
+impl<S, N, F> FormatEvent<S, N> for WithPriority<F>
+where
+    S: Subscriber + for<'a> LookupSpan<'a>,
+    N: for<'a> FormatFields<'a> + 'static,
+    F: FormatEvent<S, N>,
+{
+    fn format_event(
+        &self,
+        context: &FmtContext<'_, S, N>,
+        mut writer: Writer<'_>,
+        event: &Event<'_>,
+    ) -> std::fmt::Result {
+        writer.write_str(priority(event.metadata().level()))?;
+        self.0.format_event(context, writer, event)
+    }
 }
 
 fn filter(settings: &Settings) -> anyhow::Result<Targets> {

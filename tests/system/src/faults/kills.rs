@@ -262,7 +262,7 @@ impl Ends {
         self.read = text.len();
         let closed: Vec<&str> = new
             .lines()
-            .filter(|line| line.contains("session closed"))
+            .filter(|line| line.contains("session totals"))
             .collect();
         ensure!(closed.len() <= 1, "more than one session: {closed:#?}");
         let Some(line) = closed.first() else {

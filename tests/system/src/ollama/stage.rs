@@ -215,7 +215,7 @@ impl<'a> Stage<'a> {
         let mut counts = Vec::new();
         for log in &self.executor_logs {
             let text = std::fs::read_to_string(log).context("reading the executor's log")?;
-            for line in text.lines().filter(|line| line.contains("session closed")) {
+            for line in text.lines().filter(|line| line.contains("session totals")) {
                 let count = line.split(&format!(" {counter}=")).nth(1).and_then(|rest| {
                     rest.split(|c: char| !c.is_ascii_digit())
                         .next()?

@@ -60,9 +60,15 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
                 .map(|_| "KubeVirt's types".into())
         });
     }
-    tests.check("compose.yaml", |tests, _| compose(tests, &at("compose.yaml")));
+    tests.check("compose.yaml", |tests, _| {
+        compose(tests, &at("compose.yaml"))
+    });
     tests.check("the QEMU command line is the tested one", |_, _| {
-        for file in ["vm/qemu-ivshmem.sh", "vm/proxmox.conf", "../docs/proxmox.md"] {
+        for file in [
+            "vm/qemu-ivshmem.sh",
+            "vm/proxmox.conf",
+            "../docs/proxmox.md",
+        ] {
             let text = std::fs::read_to_string(at(file)).context("reading it")?;
             ensure!(
                 text.contains("-device ivshmem-doorbell,chardev=vgpu0,vectors=1"),
@@ -78,19 +84,35 @@ fn compose(tests: &TestRun<'_>, file: &Path) -> Result<String> {
     // The validator of Kubernetes brings a parser of YAML.
     let validator = packages::kubernetes_validate(tests.cache)?;
     let mut parse = Command::new(validator.with_file_name("python"));
-    parse.args(["-c", "import json, sys, yaml; print(json.dumps(yaml.safe_load(open(sys.argv[1]))))"]);
+    parse.args([
+        "-c",
+        "import json, sys, yaml; print(json.dumps(yaml.safe_load(open(sys.argv[1]))))",
+    ]);
     let text = process::output(parse.arg(file))?;
     let file: Value = serde_json::from_str(&text).context("reading what Python has printed")?;
     let services = file["services"].as_object().context("no services")?;
     let known = |key: &str| {
         let known = [
-            "cap_drop", "command", "environment", "group_add", "image", "ports", "profiles",
-            "read_only", "restart", "security_opt", "tmpfs", "user", "volumes",
+            "cap_drop",
+            "command",
+            "environment",
+            "group_add",
+            "image",
+            "ports",
+            "profiles",
+            "read_only",
+            "restart",
+            "security_opt",
+            "tmpfs",
+            "user",
+            "volumes",
         ];
         known.contains(&key)
     };
     for (name, service) in services {
-        let keys = service.as_object().with_context(|| format!("{name} is no service"))?;
+        let keys = service
+            .as_object()
+            .with_context(|| format!("{name} is no service"))?;
         let unknown: Vec<_> = keys.keys().filter(|key| !known(key)).collect();
         ensure!(unknown.is_empty(), "{name} has {unknown:?}");
     }
@@ -100,20 +122,38 @@ fn compose(tests: &TestRun<'_>, file: &Path) -> Result<String> {
     let run = run.split("```").next().unwrap_or_default();
     let server = &file["services"]["llama-server"];
     let mut expected = Vec::new();
-    let environment = server["environment"].as_object().context("no environment")?;
+    let environment = server["environment"]
+        .as_object()
+        .context("no environment")?;
     for (name, value) in environment {
         expected.push(format!("-e {name}={}", value.as_str().unwrap_or_default()));
     }
     let texts = |key: &str| -> Result<Vec<String>> {
-        let list = server[key].as_array().with_context(|| format!("no {key}"))?;
-        Ok(list.iter().filter_map(Value::as_str).map(default_of).collect())
+        let list = server[key]
+            .as_array()
+            .with_context(|| format!("no {key}"))?;
+        Ok(list
+            .iter()
+            .filter_map(Value::as_str)
+            .map(default_of)
+            .collect())
     };
-    expected.extend(texts("volumes")?.iter().map(|volume| format!("-v {volume}")));
+    expected.extend(
+        texts("volumes")?
+            .iter()
+            .map(|volume| format!("-v {volume}")),
+    );
     expected.extend(texts("ports")?.iter().map(|port| format!("-p {port}")));
     expected.push(default_of(server["image"].as_str().context("no image")?));
     expected.push(texts("command")?.join(" "));
-    let missing: Vec<_> = expected.iter().filter(|words| !run.contains(*words)).collect();
-    ensure!(missing.is_empty(), "the page's docker run has no {missing:?}");
+    let missing: Vec<_> = expected
+        .iter()
+        .filter(|words| !run.contains(*words))
+        .collect();
+    ensure!(
+        missing.is_empty(),
+        "the page's docker run has no {missing:?}"
+    );
     let listens = file["services"]["executor"]["command"].to_string();
     ensure!(listens.contains("unix:/run/vgpu/vgpu.sock"), "{listens}");
     Ok(format!("{} services", services.len()))

@@ -182,13 +182,19 @@ pub(super) fn upgraded_in_place(
     };
     ollama.start(&settings, &log("ollama-upgrade-before"))?;
     ollama.create(SMALL, &needed.small)?;
-    ensure!(answer(&ollama)?.0, "the old release does not use the device");
+    ensure!(
+        answer(&ollama)?.0,
+        "the old release does not use the device"
+    );
     ollama.stop()?;
 
     ollama.upgrade(&needed.ollama, &needed.llama)?;
     ollama.start(&settings, &log("ollama-upgrade-without-plugin"))?;
     let said = ollama.log();
-    ensure!(!said.contains("name=VGPU0"), "the device is listed:\n{said}");
+    ensure!(
+        !said.contains("name=VGPU0"),
+        "the device is listed:\n{said}"
+    );
     ensure!(!answer(&ollama)?.1, "a device that is not there was used");
     ollama.stop()?;
 
@@ -197,7 +203,10 @@ pub(super) fn upgraded_in_place(
     ollama.start(&settings, &log("ollama-upgrade-after"))?;
     let said = ollama.log();
     ensure!(said.contains("name=VGPU0"), "no device is listed:\n{said}");
-    ensure!(answer(&ollama)?.0, "the new release does not use the device");
+    ensure!(
+        answer(&ollama)?.0,
+        "the new release does not use the device"
+    );
     ollama.stop()?;
     executor.stop()?;
     Ok("on the CPU until vgpu install has run again".into())

@@ -155,7 +155,10 @@ fn debian(packages: &Packages) -> Result<String> {
         .context("removing")?;
     let kept = ["etc/vgpu/vgpu.toml", "var/cache/vgpu/kernels/one.cubin"].map(PathBuf::from);
     let removed = left(&machine)?;
-    ensure!(removed == kept, "a removal leaves {removed:?}, not {kept:?}");
+    ensure!(
+        removed == kept,
+        "a removal leaves {removed:?}, not {kept:?}"
+    );
     machine
         .dpkg(&["--purge", GUEST, HOST], &[])
         .context("purging")?;

@@ -85,8 +85,7 @@ pub(crate) fn run(
     let mut supervisor = Supervisor::new(worker, resources, partition, limits.handshakes)
         .context("memory of the guests")?;
     // A worker that is stopped, or whose log thread hangs, does not end itself.
-    let start_time =
-        Limits::start_time(settings.max_turn_time, settings.engine != EngineKind::Cpu);
+    let start_time = Limits::start_time(settings.max_turn_time, settings.engine != EngineKind::Cpu);
     if let Some(limit) = start_time {
         supervisor.limit_starts(limit + START_MARGIN);
     }
@@ -141,7 +140,9 @@ pub(crate) fn run(
     }
     let served = supervisor.wait_for_vms();
     served.map_err(|(name, error)| anyhow!("--vm {name}: {error}"))?;
-    machines.iter().for_each(|address| info!("listening on {address}"));
+    machines
+        .iter()
+        .for_each(|address| info!("listening on {address}"));
     // The processes of virtual machines bind sockets and start drivers before they do the same.
     let confined = sandboxing::confine_supervisor(args.no_sandbox)?;
     let _files = observers.serve(&settings, &supervisor.status_handle(), sender, &confined)?;
