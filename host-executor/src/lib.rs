@@ -56,6 +56,8 @@ mod peer;
 mod policy;
 mod pool;
 #[cfg(feature = "server")]
+mod process_figures;
+#[cfg(feature = "server")]
 mod process_limits;
 #[cfg(feature = "server")]
 pub mod sandbox;
@@ -95,7 +97,7 @@ pub use server::{DUMP_TARGET, Health, Server, SessionInfo, Shutdown, log_dump};
 pub use session::{RejectReason, Session, SessionEnd, Violation};
 #[cfg(feature = "server")]
 pub use start_watch::StartWatch;
-pub use stats::Stats;
+pub use stats::{Failures, Stats};
 pub use stop::StopFlag;
 #[cfg(feature = "server")]
 pub use tenant_registry::{GuestRule, QuotaError, Rules};

@@ -9,6 +9,7 @@ use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Registry;
 
 use crate::histogram::Distribution;
+use crate::process_figures::{self, ProcessFigure};
 use crate::status::{Status, StatusHandle, TenantLatency, Usage};
 
 /// The media type of what [`render`] returns.
@@ -43,7 +44,7 @@ impl fmt::Debug for MetricsCollector {
 /// A counter per guest: its name, its help text, and its value.
 type Count = (&'static str, &'static str, fn(&Usage) -> f64);
 
-const COUNTS: [Count; 10] = [
+const COUNTS: [Count; 7] = [
     (
         "vgpu_guest_graphs",
         "Graphs run; a program that decodes runs one graph per token",
@@ -63,16 +64,6 @@ const COUNTS: [Count; 10] = [
         |w| w.batch_members as f64,
     ),
     (
-        "vgpu_guest_run_seconds",
-        "Time during which graphs had the engine",
-        |w| w.busy,
-    ),
-    (
-        "vgpu_guest_queue_seconds",
-        "Time during which graphs waited for the engine",
-        |w| w.queued,
-    ),
-    (
         "vgpu_guest_received_bytes",
         "Bytes of messages and payloads from the guest",
         |w| w.bytes_in as f64,
@@ -81,11 +72,6 @@ const COUNTS: [Count; 10] = [
         "vgpu_guest_sent_bytes",
         "Bytes of messages and payloads to the guest",
         |w| w.bytes_out as f64,
-    ),
-    (
-        "vgpu_guest_failures",
-        "Requests that were refused or failed",
-        |w| w.failures as f64,
     ),
     (
         "vgpu_guest_weights_not_sent_bytes",
@@ -104,11 +90,6 @@ impl Collector for MetricsCollector {
                 .encode_family(&labels)?
                 .encode_gauge(&value)
         };
-        let build = [
-            ("version", status.version.as_str()),
-            ("device", status.engine.description.as_str()),
-        ];
-        gauge("vgpu_build", "The executor, 1", &build, 1.0)?;
         gauge(
             "vgpu_uptime_seconds",
             "Time since the executor started",
@@ -135,7 +116,43 @@ impl Collector for MetricsCollector {
             status.engine.turn.unwrap_or(0.0),
         )?;
 
+        gauge(
+            "vgpu_engine_hangs",
+            "1 if the engine has not come back from a turn or a call for long, else 0",
+            &engine,
+            f64::from(u8::from(status.engine.hang.is_some())),
+        )?;
+
+        let build = [
+            ("version", status.version.as_str()),
+            ("engine", status.engine.name.as_str()),
+            ("device", status.engine.description.as_str()),
+        ];
+        // The name of the sample ends with `_info`.
+        encoder
+            .encode_descriptor("vgpu_build", "The executor", None, MetricType::Info)?
+            .encode_info(&build)?;
+        for figure in process_figures::figures() {
+            let ProcessFigure {
+                name, help, value, ..
+            } = figure;
+            match figure.is_counter {
+                true => encoder
+                    .encode_descriptor(name, help, None, MetricType::Counter)?
+                    .encode_counter::<[(&str, &str); 0], f64, f64>(&value, None)?,
+                false => encoder
+                    .encode_descriptor(name, help, None, MetricType::Gauge)?
+                    .encode_gauge(&value)?,
+            }
+        }
+
         let weights = &status.engine.weights;
+        let mut gauge = |name: &str, help: &str, value: f64| {
+            encoder
+                .encode_descriptor(name, help, None, MetricType::Gauge)?
+                .encode_family(&engine)?
+                .encode_gauge(&value)
+        };
         for (name, help, value) in [
             (
                 "vgpu_weights_bytes",
@@ -148,7 +165,7 @@ impl Collector for MetricsCollector {
                 weights.disk_bytes,
             ),
         ] {
-            gauge(name, help, &engine, value as f64)?;
+            gauge(name, help, value as f64)?;
         }
         for (name, help, value) in [
             (
@@ -232,6 +249,19 @@ impl Collector for MetricsCollector {
                 family
                     .encode_family(&labels)?
                     .encode_counter::<[(&str, &str); 0], f64, f64>(&value, None)?;
+            }
+        }
+        let mut family = encoder.encode_descriptor(
+            "vgpu_guest_failures",
+            "Requests that were refused or failed, by reason",
+            None,
+            MetricType::Counter,
+        )?;
+        for guest in guests {
+            for (reason, count) in guest.usage.failure_reasons.by_reason() {
+                family
+                    .encode_family(&[("guest", guest.name.as_str()), ("reason", reason)])?
+                    .encode_counter::<[(&str, &str); 0], u64, f64>(&count, None)?;
             }
         }
         type Durations = (

@@ -6,6 +6,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
 use vgpu_transport::wire::Request;
 
 /// Names of the kinds of request, in the order of their tags on the wire.
@@ -92,6 +93,79 @@ impl Counter {
     }
 }
 
+/// Why a request was refused or failed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum FailureReason {
+    /// The guest's quota or the engine's memory is used up.
+    Memory,
+    /// Another limit: buffers, memory mappings, descriptors, the time of a node.
+    Limit,
+    /// The engine cannot compute it.
+    Unsupported,
+    /// The device, or a kernel on it, failed.
+    Device,
+    /// Anything else: indices out of range, weights that were withdrawn.
+    Other,
+}
+
+/// Requests that were refused or failed, by the reason.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct Failures {
+    /// The guest's quota or the engine's memory was used up.
+    pub memory: u64,
+    /// Another limit: buffers, memory mappings, descriptors, the time of a node.
+    pub limit: u64,
+    /// The engine could not compute it.
+    pub unsupported: u64,
+    /// The device, or a kernel on it, failed.
+    pub device: u64,
+    /// Anything else: indices out of range, weights that were withdrawn.
+    pub other: u64,
+}
+
+impl Failures {
+    fn from_counters(counters: &[Counter; 5]) -> Failures {
+        let [memory, limit, unsupported, device, other] = counters.each_ref().map(Counter::get);
+        Failures {
+            memory,
+            limit,
+            unsupported,
+            device,
+            other,
+        }
+    }
+
+    /// Each reason with its number of requests.
+    pub fn by_reason(&self) -> [(&'static str, u64); 5] {
+        [
+            ("memory", self.memory),
+            ("limit", self.limit),
+            ("unsupported", self.unsupported),
+            ("device", self.device),
+            ("other", self.other),
+        ]
+    }
+
+    /// The requests of all reasons.
+    pub fn total(&self) -> u64 {
+        let counts = self.by_reason().into_iter().map(|(_, count)| count);
+        counts.fold(0, u64::saturating_add)
+    }
+
+    /// Adds the figures of another session or process.
+    pub(crate) fn add(&mut self, other: &Failures) {
+        for (sum, count) in [
+            (&mut self.memory, other.memory),
+            (&mut self.limit, other.limit),
+            (&mut self.unsupported, other.unsupported),
+            (&mut self.device, other.device),
+            (&mut self.other, other.other),
+        ] {
+            *sum = sum.saturating_add(count);
+        }
+    }
+}
+
 /// Counters of a session. Only the session's thread writes them.
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
@@ -100,7 +174,7 @@ pub(crate) struct Counters {
     requests: [Counter; KINDS.len()],
     pub(crate) bytes_in: Counter,
     pub(crate) bytes_out: Counter,
-    pub(crate) failures: Counter,
+    failures: [Counter; 5],
     pub(crate) round_trips: Counter,
     pub(crate) full_graphs: Counter,
     pub(crate) patches: Counter,
@@ -122,12 +196,16 @@ impl Counters {
         self.requests[kind.0].add(1);
     }
 
+    pub(crate) fn failure(&self, reason: FailureReason) {
+        self.failures[reason as usize].add(1);
+    }
+
     pub(crate) fn snapshot(&self) -> Stats {
         Stats {
             requests: std::array::from_fn(|i| self.requests[i].get()),
             bytes_in: self.bytes_in.get(),
             bytes_out: self.bytes_out.get(),
-            failures: self.failures.get(),
+            failures: Failures::from_counters(&self.failures),
             round_trips: self.round_trips.get(),
             full_graphs: self.full_graphs.get(),
             patches: self.patches.get(),
@@ -156,7 +234,7 @@ pub struct Stats {
     /// Bytes of messages and payloads sent.
     pub bytes_out: u64,
     /// Requests that were refused or failed.
-    pub failures: u64,
+    pub failures: Failures,
     /// Requests with a reply that the guest waits for.
     pub round_trips: u64,
     /// Graphs received completely.
@@ -201,7 +279,7 @@ impl Stats {
         }
         self.bytes_in += other.bytes_in;
         self.bytes_out += other.bytes_out;
-        self.failures += other.failures;
+        self.failures.add(&other.failures);
         self.round_trips += other.round_trips;
         self.full_graphs += other.full_graphs;
         self.patches += other.patches;

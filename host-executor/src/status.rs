@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::histogram::{Distribution, add_seconds};
 use crate::session::END_KINDS;
-use crate::stats::Stats;
+use crate::stats::{Failures, Stats};
 
 /// Takes snapshots of an executor, from any thread, without delaying its sessions.
 #[derive(Clone)]
@@ -105,6 +105,9 @@ pub struct EngineStatus {
     /// Seconds that the present turn on the engine has lasted. `None`: no graph runs.
     #[serde(default)]
     pub turn: Option<f64>,
+    /// What the engine has not come back from for long, if the watchdog finds that it hangs.
+    #[serde(default)]
+    pub hang: Option<String>,
     /// The store of shared weights.
     pub weights: WeightsStatus,
 }
@@ -210,6 +213,9 @@ pub struct Usage {
     pub bytes_out: u64,
     /// Requests that were refused or failed.
     pub failures: u64,
+    /// The same by the reason.
+    #[serde(default)]
+    pub failure_reasons: Failures,
     /// Bytes of weights that the guest did not have to send.
     pub weights_not_sent: u64,
     /// Part of `memory` that is a shared copy, first uploaded to another buffer.
@@ -228,7 +234,8 @@ impl From<&Stats> for Usage {
             batch_members: stats.batch_members,
             bytes_in: stats.bytes_in,
             bytes_out: stats.bytes_out,
-            failures: stats.failures,
+            failures: stats.failures.total(),
+            failure_reasons: stats.failures,
             weights_not_sent: stats.weights_not_sent,
             weights_shared: stats.weights_shared,
         }
@@ -249,6 +256,7 @@ impl Usage {
             bytes_in,
             bytes_out,
             failures,
+            failure_reasons,
             weights_not_sent,
             weights_shared,
         } = other;
@@ -266,6 +274,7 @@ impl Usage {
         ] {
             *sum = sum.saturating_add(*count);
         }
+        self.failure_reasons.add(failure_reasons);
         add_seconds(&mut self.busy, *busy);
         add_seconds(&mut self.queued, *queued);
     }

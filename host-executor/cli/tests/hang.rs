@@ -248,6 +248,24 @@ fn operator_sees_what_hangs_and_sigterm_ends_the_process() {
     let mut text = String::new();
     scrape.read_to_string(&mut text).expect("an answer");
     assert!(text.contains("vgpu_turn_age_seconds"), "{text}");
+    // After 10 s, the watchdog takes it for an engine that hangs.
+    let start = Instant::now();
+    let health = loop {
+        let mut asked = UnixStream::connect(&metrics).expect("metrics");
+        let head = asked.write_all(b"GET /healthz HTTP/1.0\r\n\r\n");
+        head.expect("a request");
+        let mut text = String::new();
+        asked.read_to_string(&mut text).expect("an answer");
+        if !text.contains(" 200 ") {
+            break text;
+        }
+        assert!(start.elapsed() < TIMEOUT, "{text}");
+        thread::sleep(Duration::from_millis(100));
+    };
+    assert!(
+        health.contains(" 503 ") && health.contains("the engine hangs: session 1"),
+        "{health}"
+    );
     hanging.serve.signal(Signal::USR1);
     thread::sleep(Duration::from_millis(200));
     hanging.serve.signal(Signal::TERM);

@@ -282,14 +282,19 @@ fn metrics_are_in_the_prometheus_format() {
         }
         work(&mut alice);
         alice.fence();
-        let get = |path: &str| match address.strip_prefix("unix:DIR/") {
+        let get = |path: &str, method: &str| match address.strip_prefix("unix:DIR/") {
             Some(name) => http(
                 UnixStream::connect(site.folder.join(name)).expect("it listens"),
+                method,
                 path,
             ),
-            None => http(TcpStream::connect(&address).expect("it listens"), path),
+            None => http(
+                TcpStream::connect(&address).expect("it listens"),
+                method,
+                path,
+            ),
         };
-        let (head, body) = get("/metrics");
+        let (head, body) = get("/metrics", "GET");
         assert!(head.starts_with("HTTP/1.1 200"), "{head}");
         assert!(
             head.contains("application/openmetrics-text; version=1.0.0"),
@@ -326,8 +331,39 @@ fn metrics_are_in_the_prometheus_format() {
         assert_eq!(alice_has("vgpu_guest_weights_not_sent_bytes_total"), 0.0);
         assert_eq!(number("vgpu_weights_bytes", None), 0.0);
         assert!(alice_has("vgpu_guest_received_bytes_total") > 0.0);
-        assert!(alice_has("vgpu_guest_run_seconds_total") > 0.0);
-        assert_eq!(alice_has("vgpu_guest_failures_total"), 0.0);
+        assert!(alice_has("vgpu_graph_run_seconds_sum") > 0.0);
+        let refused = alice.new_buffer();
+        let size = 2 << 20;
+        alice.send(&Request::Alloc {
+            buffer: refused,
+            size,
+        });
+        assert!(matches!(alice.receive().0, Reply::Refused { .. }));
+        let (_, later) = get("/metrics", "GET");
+        for (reason, count) in [("memory", 1), ("limit", 0), ("device", 0)] {
+            let line = format!(
+                "vgpu_guest_failures_total{{guest=\"alice\",reason=\"{reason}\"}} {count}\n"
+            );
+            assert!(later.contains(&line), "{later}");
+        }
+        let info = sample("vgpu_build_info", None);
+        assert_eq!(info, Value::Untyped(1.0));
+        let build = { scrape.samples.iter() }.find(|s| s.metric == "vgpu_build_info");
+        let version = build.and_then(|sample| sample.labels.get("version"));
+        assert_eq!(version, Some(env!("CARGO_PKG_VERSION")));
+        for name in [
+            "process_start_time_seconds",
+            "process_resident_memory_bytes",
+            "process_virtual_memory_bytes",
+            "process_cpu_seconds_total",
+            "process_open_fds",
+            "process_max_fds",
+        ] {
+            assert!(number(name, None) > 0.0, "{name}");
+        }
+        for duplicate in ["vgpu_guest_run_seconds", "vgpu_guest_queue_seconds"] {
+            assert!(!body.contains(duplicate), "{duplicate}");
+        }
         assert_eq!(number("vgpu_guest_graphs_total", Some("-")), 0.0);
         assert_eq!(alice_has("vgpu_graph_run_seconds_count"), 4.0);
         let Value::Histogram(buckets) = sample("vgpu_graph_run_seconds", Some("alice")) else {
@@ -343,15 +379,56 @@ fn metrics_are_in_the_prometheus_format() {
         for line in body.lines() {
             assert!(line.is_ascii() && !line.is_empty(), "{line:?}");
         }
-        let (head, _) = get("/");
-        assert!(head.starts_with("HTTP/1.1 404"), "{head}");
+        let (head, body) = get("/metrics", "HEAD");
+        assert!(
+            head.starts_with("HTTP/1.1 200") && head.contains("openmetrics") && body.is_empty(),
+            "{head}\n{body}"
+        );
+        let (head, body) = get("/healthz", "GET");
+        assert!(head.starts_with("HTTP/1.1 200"), "{head}");
+        assert_eq!(body, "ok: the engine cpu answers\n");
+        for (path, method, status) in [("/", "GET", 404), ("/metrics", "POST", 405)] {
+            let (head, _) = get(path, method);
+            assert!(head.starts_with(&format!("HTTP/1.1 {status}")), "{head}");
+        }
         site.end();
     }
 }
 
+#[test]
+fn a_taken_port_for_metrics_keeps_no_guest_away() {
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+    let address = taken.local_addr().expect("an address");
+    let site = Site::start("taken", &format!("metrics.listen = \"{address}\"\n{ALICE}"));
+    work(&mut site.guest("alice.sock"));
+    let log = site.end();
+    let said = format!("no metrics: another program listens on {address}");
+    assert!(log.contains(&said), "{log}");
+}
+
+#[test]
+fn metrics_for_other_machines_have_to_be_allowed() {
+    let scratch = Scratch::new("remote-metrics");
+    let socket = scratch.socket();
+    let endpoint = format!("unix:{}", socket.display());
+    let remote = ["--metrics", "0.0.0.0:0"];
+    let mut refused = vgpu(&["serve", "--listen", &endpoint]);
+    let text = fails(refused.args(remote));
+    assert!(text.contains("--metrics-allow-remote"), "{text}");
+    let allowed = [&remote[..], &["--metrics-allow-remote"]].concat();
+    let serve = Serve::start(&socket, &allowed);
+    serve.signal(Signal::TERM);
+    let (status, log) = serve.wait();
+    assert!(
+        status.success() && log.contains("metrics at 0.0.0.0:0"),
+        "{log}"
+    );
+}
+
 /// Header and body of an HTTP response.
-fn http(mut socket: impl Read + Write, path: &str) -> (String, String) {
-    let request = format!("GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n");
+fn http(mut socket: impl Read + Write, method: &str, path: &str) -> (String, String) {
+    let request =
+        format!("{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n");
     socket.write_all(request.as_bytes()).expect("it listens");
     let mut text = String::new();
     socket.read_to_string(&mut text).expect("an answer");

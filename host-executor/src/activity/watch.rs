@@ -48,6 +48,8 @@ pub(crate) struct Watch {
     /// After this time the process is of no use any more. `None`: never.
     limit: Option<Duration>,
     seen: BTreeMap<Subject, Seen>,
+    /// What the engine has not come back from for longer than `slow`, at the last look.
+    hang: Option<String>,
 }
 
 impl Watch {
@@ -56,7 +58,13 @@ impl Watch {
             slow,
             limit,
             seen: BTreeMap::new(),
+            hang: None,
         }
+    }
+
+    /// What the engine has not come back from for long, as of the last look.
+    pub(crate) fn hang(&self) -> Option<&str> {
+        self.hang.as_deref()
     }
 
     /// How often to [`look`](Watch::look).
@@ -108,6 +116,7 @@ impl Watch {
         }
         let mut notices = Vec::new();
         let mut seen = BTreeMap::new();
+        self.hang = None;
         for (subject, age, is_engine, what) in subjects {
             let one = match self.seen.remove(&subject) {
                 Some(one) => Seen {
@@ -122,6 +131,9 @@ impl Watch {
             let one = seen.entry(subject).or_insert(one);
             let limit = self.limit.filter(|_| is_engine);
             let lasts = one.lasts;
+            if is_engine && lasts >= self.slow {
+                self.hang = Some(format!("{what}, for {lasts:.0?}"));
+            }
             if limit.is_some_and(|limit| lasts >= limit) {
                 notices.push(Notice::Stuck(format!("{what}, for {lasts:.1?}")));
             } else if one.reports < 2 && lasts >= self.slow * (1 + 2 * one.reports) {

@@ -119,7 +119,8 @@ struct Server {
 #[derive(Deserialize, Default)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
 struct Metrics {
-    listen: Option<Text<MetricsAddress>>,
+    listen: Option<Spanned<Text<MetricsAddress>>>,
+    allow_remote: bool,
 }
 
 #[derive(Deserialize, Default)]
@@ -240,6 +241,15 @@ fn settings(file: File) -> Result<Settings, Mistake> {
     for entry in file.guest {
         guests.push(guest(entry, &mut used)?);
     }
+    let metrics = match file.metrics.listen {
+        None => None,
+        Some(address) => {
+            let (span, Text(address)) = (address.span(), address.into_inner());
+            let checked = address.check_remote(file.metrics.allow_remote);
+            checked.map_err(|error| (span, error.to_string()))?;
+            Some(address)
+        }
+    };
     Ok(Settings {
         listen,
         mode: file.server.mode.map_or(defaults.mode, |mode| mode.0),
@@ -269,7 +279,8 @@ fn settings(file: File) -> Result<Settings, Mistake> {
             .server
             .log_format
             .map_or(LogFormat::Text, |text| text.0),
-        metrics: file.metrics.listen.map(|text| text.0),
+        metrics,
+        metrics_allow_remote: file.metrics.allow_remote,
         control: file.control.socket,
         share_weights: file.weights.share.unwrap_or_default(),
         weights_cache: file.weights.cache.map(|cache| CacheOptions {

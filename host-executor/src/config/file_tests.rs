@@ -79,6 +79,16 @@ fn settings_omitted_from_the_example_exist() {
 }
 
 #[test]
+fn metrics_for_other_machines_need_a_key() {
+    let remote = "[metrics]\nlisten = \"0.0.0.0:9400\"\n";
+    let (_, _, reason) = refused(remote);
+    assert!(reason.contains("metrics.allow-remote"), "{reason}");
+    let settings = parse(&format!("{remote}allow-remote = true\n")).expect("it is allowed");
+    assert_eq!(settings.metrics, "0.0.0.0:9400".parse().ok());
+    assert!(settings.metrics_allow_remote);
+}
+
+#[test]
 fn errors_contain_line_and_column() {
     let mut wrong = String::new();
     for (text, place, words) in [

@@ -61,10 +61,11 @@ impl FromStr for LogFormat {
     }
 }
 
-/// Where metrics are served. Reachable from this machine only: metrics have no authentication.
+/// Where metrics are served. Metrics have no authentication: without
+/// [`Settings::metrics_allow_remote`], only from this machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum MetricsAddress {
-    /// An address of the loopback interface.
+    /// An address of this machine.
     Tcp(SocketAddr),
     /// A unix socket.
     Unix(PathBuf),
@@ -80,7 +81,8 @@ pub enum ParseMetricsAddressError {
     Address(String),
     #[error(
         "{0} can be reached from other machines, and metrics have no authentication: use 127.0.0.1 \
-         or unix:PATH, behind a proxy or a node agent"
+         or unix:PATH, behind a proxy or a node agent, or allow it with metrics.allow-remote \
+         (--metrics-allow-remote)"
     )]
     NotLoopback(SocketAddr),
 }
@@ -97,9 +99,21 @@ impl FromStr for MetricsAddress {
         }
         let address = text.parse::<SocketAddr>();
         let address = address.map_err(|_| ParseMetricsAddressError::Address(text.into()))?;
-        match address.ip().is_loopback() {
-            true => Ok(MetricsAddress::Tcp(address)),
-            false => Err(ParseMetricsAddressError::NotLoopback(address)),
+        Ok(MetricsAddress::Tcp(address))
+    }
+}
+
+impl MetricsAddress {
+    /// Checks that the address is one of the loopback interface, unless others are allowed.
+    ///
+    /// # Errors
+    /// [`ParseMetricsAddressError::NotLoopback`] for any other address.
+    pub fn check_remote(&self, is_allowed: bool) -> Result<(), ParseMetricsAddressError> {
+        match self {
+            MetricsAddress::Tcp(address) if !is_allowed && !address.ip().is_loopback() => {
+                Err(ParseMetricsAddressError::NotLoopback(*address))
+            }
+            MetricsAddress::Tcp(_) | MetricsAddress::Unix(_) => Ok(()),
         }
     }
 }
@@ -186,6 +200,8 @@ pub struct Settings {
     pub log_format: LogFormat,
     /// Where metrics are served.
     pub metrics: Option<MetricsAddress>,
+    /// Whether that address may be one that other machines reach.
+    pub metrics_allow_remote: bool,
     /// The control socket.
     pub control: Option<PathBuf>,
     /// Whose weights are shared.
@@ -219,6 +235,7 @@ impl Default for Settings {
             log: None,
             log_format: LogFormat::default(),
             metrics: None,
+            metrics_allow_remote: false,
             control: None,
             share_weights: Sharing::default(),
             weights_cache: None,
@@ -261,6 +278,7 @@ impl Settings {
         self.device = running.device;
         self.log_format = running.log_format;
         self.metrics.clone_from(&running.metrics);
+        self.metrics_allow_remote = running.metrics_allow_remote;
         self.control.clone_from(&running.control);
         self.share_weights = running.share_weights;
         self.weights_cache.clone_from(&running.weights_cache);
@@ -297,6 +315,10 @@ impl Settings {
             ("server.vm-device", self.device != running.device),
             ("server.log-format", self.log_format != running.log_format),
             ("metrics.listen", self.metrics != running.metrics),
+            (
+                "metrics.allow-remote",
+                self.metrics_allow_remote != running.metrics_allow_remote,
+            ),
             ("control.socket", self.control != running.control),
             ("weights.share", self.share_weights != running.share_weights),
             ("weights.cache", self.weights_cache != running.weights_cache),

@@ -28,6 +28,8 @@ struct Snapshot {
     ended: SessionEnds,
     /// The longest present turn on an engine, in seconds.
     turn: Option<f64>,
+    /// What an engine has not come back from for long.
+    hang: Option<String>,
     /// Bytes of device memory in use.
     memory: u64,
     /// Bytes of memory of the largest engine of a worker. With a GPU, all workers share that
@@ -45,6 +47,7 @@ impl Shared {
             weights: processes.ended_workers.weights,
             ended: processes.ended_workers.ended,
             turn: None,
+            hang: None,
             memory: 0,
             largest: 0,
         };
@@ -117,6 +120,9 @@ impl Snapshot {
         self.ended.add(&report.status.ended);
         let turn = report.status.engine.turn.filter(|turn| turn.is_finite());
         self.turn = self.turn.into_iter().chain(turn).reduce(f64::max);
+        if let Some(hang) = &report.status.engine.hang {
+            self.hang.get_or_insert_with(|| shown(hang));
+        }
         self.largest = self.largest.max(report.status.engine.memory_total);
         for GuestStatus { usage, .. } in &report.status.guests {
             let held = usage.memory.saturating_sub(usage.weights_shared);
@@ -156,6 +162,7 @@ impl StatusSource for Shared {
                 memory_total: total,
                 memory_free: total.saturating_sub(snapshot.memory),
                 turn: snapshot.turn,
+                hang: snapshot.hang,
                 weights: snapshot.weights,
             },
             guests: guests.collect(),

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, OnceLock};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::time::Instant;
 
 use vgpu_engine::Engine;
@@ -59,6 +59,8 @@ pub(super) struct Shared {
     pub(super) ended: [AtomicU64; END_KINDS.len()],
     /// Notified when a session has begun or ended, and when a handshake has failed.
     pub(super) changed: Condvar,
+    /// What the engine has not come back from for long, as the watchdog found last.
+    hang: Mutex<Option<String>>,
 }
 
 /// A session in the table of sessions.
@@ -102,12 +104,24 @@ impl Shared {
             monitor,
             ended: [const { AtomicU64::new(0) }; END_KINDS.len()],
             changed: Condvar::new(),
+            hang: Mutex::new(None),
         })
     }
 
     /// Counts the end of a session, or of a connection that gets none.
     pub(super) fn count_end(&self, end: &SessionEnd) {
         self.ended[end.kind()].fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Publishes what the engine does not come back from.
+    pub(super) fn set_hang(&self, hang: Option<&str>) {
+        *self.hang.lock().unwrap_or_else(PoisonError::into_inner) = hang.map(str::to_owned);
+    }
+
+    /// What the engine does not come back from, if the watchdog finds that it hangs.
+    pub(super) fn hang(&self) -> Option<String> {
+        let hang = self.hang.lock();
+        hang.unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Takes each lock that admission, status and shutdown need, and releases it. Returns only if

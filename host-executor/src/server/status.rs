@@ -78,6 +78,7 @@ impl StatusSource for Shared {
                 memory_total: memory.total,
                 memory_free: memory.free,
                 turn,
+                hang: shared.hang(),
                 weights: WeightsStatus {
                     bytes: weights.bytes,
                     disk_bytes: weights.disk_bytes,

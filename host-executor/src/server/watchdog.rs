@@ -50,7 +50,9 @@ pub(super) fn start(
                 let passed = last.elapsed();
                 last = Instant::now();
                 let sessions = shared.activities.snapshot();
-                for notice in watch.look(&sessions, shared.monitor.call(), passed) {
+                let notices = watch.look(&sessions, shared.monitor.call(), passed);
+                shared.set_hang(watch.hang());
+                for notice in notices {
                     match notice {
                         Notice::Slow(what) => drop(reports.try_send(Report::Slow(what))),
                         Notice::Stuck(what) => {

@@ -4,13 +4,14 @@ use std::error::Error;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use vgpu_engine::{EngineError, Memory};
+use vgpu_engine::{EngineError, Memory, RunError};
 use vgpu_transport::ir::BufferId;
 use vgpu_transport::wire::{GraphId, Reply};
 
 use super::error::AllocError;
 use crate::activity::GraphInfo;
 use crate::sched::InFlight;
+use crate::stats::FailureReason;
 
 /// What a request calls for.
 pub(super) enum Answer {
@@ -21,6 +22,7 @@ pub(super) enum Answer {
     /// The request could not be carried out. The session goes on.
     Failure {
         reply: Reply,
+        kind: FailureReason,
         /// For the log.
         reason: String,
     },
@@ -63,9 +65,15 @@ pub(super) fn done(
 }
 
 /// The answer to a request of `kind` on the object with number `on` that failed.
-pub(super) fn failed(request: u64, kind: &'static str, on: u64, error: &dyn Error) -> Answer {
+pub(super) fn failed(
+    request: u64,
+    kind: &'static str,
+    on: u64,
+    error: &(dyn Error + 'static),
+) -> Answer {
     let reason = format!("{kind} {on} failed: {error}");
     Answer::Failure {
+        kind: reason_of(error),
         reply: Reply::Failed {
             request,
             reason: reason.clone(),
@@ -77,10 +85,40 @@ pub(super) fn failed(request: u64, kind: &'static str, on: u64, error: &dyn Erro
 /// The answer to an ALLOC that is refused.
 pub(super) fn refused(request: u64, buffer: BufferId, error: &AllocError) -> Answer {
     Answer::Failure {
+        kind: match error {
+            AllocError::Quota { error, .. } | AllocError::Engine(error) => of_engine(error),
+            AllocError::Count { .. } | AllocError::Pool { .. } => FailureReason::Limit,
+        },
         reply: Reply::Refused {
             request,
             reason: error.to_string(),
         },
         reason: format!("ALLOC {} refused: {error}", buffer.0),
+    }
+}
+
+fn reason_of(error: &(dyn Error + 'static)) -> FailureReason {
+    if let Some(error) = error.downcast_ref::<EngineError>() {
+        return of_engine(error);
+    }
+    match error.downcast_ref::<RunError>() {
+        Some(RunError::OutOfMemory { .. }) => FailureReason::Memory,
+        Some(RunError::Kernel { .. }) => FailureReason::Device,
+        Some(RunError::Index { .. } | RunError::Stale) | None => FailureReason::Other,
+    }
+}
+
+fn of_engine(error: &EngineError) -> FailureReason {
+    match error {
+        EngineError::OutOfMemory { .. } | EngineError::OutOfHostMemory { .. } => {
+            FailureReason::Memory
+        }
+        EngineError::TooMuchWork(_) => FailureReason::Limit,
+        EngineError::Unsupported { .. } => FailureReason::Unsupported,
+        EngineError::Device { .. } | EngineError::DeviceLost { .. } => FailureReason::Device,
+        EngineError::OutOfBounds { .. }
+        | EngineError::ForeignMemory
+        | EngineError::ForeignGraph
+        | EngineError::Cancelled => FailureReason::Other,
     }
 }

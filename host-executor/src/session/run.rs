@@ -309,8 +309,12 @@ impl Session {
                     false => Reply::Done { request },
                 }
             }
-            Answer::Failure { reply, reason } => {
-                self.counters.failures.add(1);
+            Answer::Failure {
+                reply,
+                kind,
+                reason,
+            } => {
+                self.counters.failure(kind);
                 if self.may_log() {
                     warn!(request, "{reason}");
                 } else {
@@ -362,6 +366,7 @@ fn log_end(
 ) {
     let link = link.counters();
     let guest = guest.unwrap_or("unknown, no HELLO received");
+    let failures = stats.failures.total();
     let size = |bytes: u64| display(shown(bytes));
     // Sizes that are mostly zero appear only if they are not.
     let if_any = |bytes: u64| (bytes > 0).then(|| size(bytes));
@@ -371,7 +376,7 @@ fn log_end(
                 guest,
                 requests = stats.requests(),
                 graphs = stats.graphs_run,
-                failures = (stats.failures > 0).then_some(stats.failures),
+                failures = (failures > 0).then_some(failures),
                 received = size(stats.bytes_in),
                 sent = size(stats.bytes_out),
                 freed = size(stats.buffer_bytes),
@@ -398,7 +403,7 @@ fn log_end(
         spins = link.spins,
         sleeps = link.sleeps,
         kicks = link.kicks,
-        failures = stats.failures,
+        failures,
         full_graphs = stats.full_graphs,
         patches = stats.patches,
         graphs_run = stats.graphs_run,

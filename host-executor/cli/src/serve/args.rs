@@ -194,9 +194,15 @@ pub(crate) struct Args {
     log_format: Option<String>,
 
     /// Serve metrics for Prometheus at this address: an address of the loopback interface, such as
-    /// 127.0.0.1:9400, or unix:/path/to/socket. [default: no metrics]
+    /// 127.0.0.1:9400, or unix:/path/to/socket. /metrics has the metrics, /healthz says whether the
+    /// engine answers. [default: no metrics]
     #[arg(long, value_name = "ADDRESS")]
     metrics: Option<MetricsAddress>,
+
+    /// Let --metrics be an address that other machines reach, such as 0.0.0.0:9400. Everyone there
+    /// can read the metrics, which name the guests.
+    #[arg(long)]
+    metrics_allow_remote: bool,
 
     /// The control socket for `vgpu ps`, `vgpu top`, `vgpu dump` and `vgpu reload`. Only this user
     /// and root may use it. [default: control.sock in $RUNTIME_DIRECTORY, which systemd sets for
@@ -301,6 +307,10 @@ impl Args {
         settings.max_turn_time = seconds.or(settings.max_turn_time);
         settings.log = self.log.clone().or(settings.log);
         settings.metrics = self.metrics.clone().or(settings.metrics);
+        settings.metrics_allow_remote |= self.metrics_allow_remote;
+        if let Some(address) = &settings.metrics {
+            address.check_remote(settings.metrics_allow_remote)?;
+        }
         let control = self.control.clone().or(settings.control);
         settings.control = control.or_else(control_of_service);
         settings.share_buffers &= !self.no_shared_buffers;

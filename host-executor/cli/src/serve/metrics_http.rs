@@ -25,7 +25,7 @@ pub(super) fn bind(
     })
 }
 
-/// Answers `GET /metrics` on a thread of its own.
+/// Answers `/metrics` and `/healthz` on a thread of its own.
 pub(super) fn serve(listener: tiny_http::Listener, status: StatusHandle) -> io::Result<()> {
     let server = tiny_http::Server::from_listener(listener, None).map_err(io::Error::other)?;
     thread::Builder::new()
@@ -42,9 +42,24 @@ pub(super) fn serve(listener: tiny_http::Listener, status: StatusHandle) -> io::
 
 fn answer(request: tiny_http::Request, status: &StatusHandle) -> io::Result<()> {
     let path = request.url().split('?').next().unwrap_or_default();
-    if !matches!(request.method(), tiny_http::Method::Get) || path != "/metrics" {
-        let nothing = tiny_http::Response::from_string("metrics are at /metrics\n");
-        return request.respond(nothing.with_status_code(404));
+    let text =
+        |text: String, status: u16| tiny_http::Response::from_string(text).with_status_code(status);
+    // The library sends no body in answer to HEAD.
+    let is_read = matches!(
+        request.method(),
+        tiny_http::Method::Get | tiny_http::Method::Head
+    );
+    match path {
+        _ if !is_read => return request.respond(text("only GET and HEAD\n".into(), 405)),
+        "/metrics" => {}
+        "/healthz" => {
+            let engine = status.status().engine;
+            return request.respond(match engine.hang {
+                None => text(format!("ok: the engine {} answers\n", engine.name), 200),
+                Some(hang) => text(format!("the engine hangs: {hang}\n"), 503),
+            });
+        }
+        _ => return request.respond(text("there are /metrics and /healthz\n".into(), 404)),
     }
     match metrics::render(status) {
         Ok(text) => {

@@ -1,10 +1,11 @@
 //! The sockets through which an executor is observed and reloaded.
 
+use std::io::ErrorKind;
 use std::os::unix::net::UnixListener;
 use std::sync::mpsc::{self, Sender};
 
 use anyhow::Context as _;
-use tracing::info;
+use tracing::{error, info};
 use vgpu_executor::config::Settings;
 use vgpu_executor::control::{self, ReloadOutcome};
 use vgpu_executor::status::StatusHandle;
@@ -29,10 +30,18 @@ pub(super) fn bind(settings: &Settings) -> anyhow::Result<Observers> {
         files: Vec::new(),
     };
     if let Some(address) = &settings.metrics {
-        let (listener, file) =
-            metrics_http::bind(address).with_context(|| format!("metrics at {address}"))?;
-        observers.metrics = Some(listener);
-        observers.files.extend(file);
+        match metrics_http::bind(address) {
+            Ok((listener, file)) => {
+                observers.metrics = Some(listener);
+                observers.files.extend(file);
+            }
+            // Guests can be served all the same.
+            Err(error) if error.kind() == ErrorKind::AddrInUse => error!(
+                "no metrics: another program listens on {address} (dcgm-exporter, for one, uses \
+                 port 9400); choose another address with metrics.listen or --metrics, and restart"
+            ),
+            Err(error) => return Err(error).with_context(|| format!("metrics at {address}")),
+        }
     }
     if let Some(path) = &settings.control {
         let bound = control::bind(path);
