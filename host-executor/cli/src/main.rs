@@ -11,6 +11,8 @@ mod doctor;
 mod dump;
 mod fd_store;
 #[cfg(feature = "tools")]
+mod generate;
+#[cfg(feature = "tools")]
 mod gpu_check;
 mod install;
 mod own_program;
@@ -27,6 +29,8 @@ mod wait;
 use std::io::Write as _;
 use std::process::ExitCode;
 
+#[cfg(feature = "tools")]
+use clap::CommandFactory as _;
 use clap::{Parser, Subcommand};
 use vgpu_executor::log_queue;
 
@@ -65,6 +69,9 @@ enum Command {
     FdStoreExec(fd_store::ExecArgs),
     #[command(hide = true)]
     DoctorPlugin(doctor::PluginArgs),
+    #[cfg(feature = "tools")]
+    #[command(hide = true)]
+    Generate(generate::Args),
 }
 
 fn main() -> ExitCode {
@@ -97,6 +104,8 @@ fn main() -> ExitCode {
         Command::Cert(args) => cert::run(&args),
         Command::FdStore(args) => fd_store::run(&args),
         Command::FdStoreExec(args) => fd_store::exec(&args),
+        #[cfg(feature = "tools")]
+        Command::Generate(args) => generate::run(&args, &Cli::command()),
     };
     let code = match outcome {
         Ok(()) => ExitCode::SUCCESS,
