@@ -695,7 +695,7 @@ fn an_upgrade_leaves_running_guests_alone() {
     assert!(script.text.contains("/run/systemd/system"));
     let systemd = systemd.to_str().expect("text");
     script.text = script.text.replace("/run/systemd/system", systemd);
-    let mut upgrade = |active: &str, arguments: &[&str]| {
+    let upgrade = |active: &str, arguments: &[&str]| {
         script.program(
             "systemctl",
             &format!("[ \"$1\" != --quiet ] || [ \"$3\" = '{active}' ]"),
