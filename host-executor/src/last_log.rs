@@ -9,8 +9,8 @@ use crate::service;
 use std::sync::mpsc;
 use std::thread;
 
-/// Calls `log` on a thread of its own. Waits until `log` has returned and its lines are written, but
-/// no longer than [`LOG_PATIENCE`].
+/// Calls `log` on a thread of its own. Waits until `log` has returned and its lines are written,
+/// but no longer than [`LOG_PATIENCE`].
 pub(crate) fn log_in_time(log: impl FnOnce() + Send + 'static) {
     let (done, logged) = mpsc::sync_channel::<()>(1);
     let work = move || {

@@ -380,7 +380,7 @@ fn shutdown_does_not_wait_for_the_process_of_a_virtual_machine_without_end() {
     let started = supervisor.start_vm("vm1", Box::new(command), &socket, &control);
     started.expect("it starts");
     supervisor.wait_for_vms().expect("it does not end");
-    let machines = { &test.shared().processes().machines }.len();
+    let machines = test.shared().processes().machines.len();
     assert_eq!(machines, 1);
     test.shutdown();
 }

@@ -181,8 +181,8 @@ impl Supervisor {
     }
 
     /// Closes the listeners, lets each worker complete its requests and tell its guest, and returns
-    /// when all processes have ended. Processes that do not end are killed; one that the kernel does
-    /// not end is left alone, with a line in the log.
+    /// when all processes have ended. Processes that do not end are killed; one that the kernel
+    /// does not end is left alone, with a line in the log.
     pub fn shutdown(mut self) {
         self.shared.stop.set();
         self.listeners.close_all();

@@ -1,5 +1,5 @@
-//! BLAKE3 of weights on one thread, as the executor and the plugin compute it, and on all cores with
-//! rayon; alone, and beside a model that decodes on all cores.
+//! BLAKE3 of weights on one thread, as the executor and the plugin compute it, and on all cores
+//! with rayon; alone, and beside a model that decodes on all cores.
 //!
 //! `cargo bench -p vgpu-gguf --bench hashing -- [--repeats N]`
 //!

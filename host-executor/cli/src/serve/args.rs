@@ -61,8 +61,8 @@ pub(crate) struct Args {
     /// ivshmem-doorbell,chardev=vgpu0,vectors=1, and is started after this command. The window
     /// (256M, a power of two) is a memory region of the virtual machine, which up to 7 programs
     /// there share. A program that sends no heartbeat for SECONDS (60; 0: no limit) counts as dead.
-    /// MODE (660) and GROUP (that of this process) say who may open the socket; this process must be
-    /// a member of GROUP.
+    /// MODE (660) and GROUP (that of this process) say who may open the socket; this process must
+    /// be a member of GROUP.
     /// With --vm and without --listen, only virtual machines are served.
     #[arg(long, value_name = "VM")]
     vm: Vec<VmOptions>,
@@ -102,8 +102,8 @@ pub(crate) struct Args {
     /// The longest turn of a graph on the engine, and the longest call of the engine, in seconds;
     /// 0: no limit. Beyond it the engine hangs: the process writes into its log what every session
     /// does, and ends with exit status 1, so that a service manager starts it again. Also the limit
-    /// of the engine's start. [default: 300, on a GPU at least twice --max-node-time; of the start of
-    /// an engine with a driver 900]
+    /// of the engine's start. [default: 300, on a GPU at least twice --max-node-time; of the start
+    /// of an engine with a driver 900]
     #[arg(long, value_name = "SECONDS")]
     max_turn_time: Option<u32>,
 
