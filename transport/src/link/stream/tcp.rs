@@ -72,9 +72,9 @@ pub fn connect(
     StreamGuest::new(channel).with_heartbeat().map_err(failed)
 }
 
-/// Looks up the addresses of a name within `timeout`. The C library waits for name servers for half a
-/// minute and more, and cannot be interrupted: a thread waits for it, and is left alone if it takes
-/// too long.
+/// Looks up the addresses of a name within `timeout`. The C library waits for name servers for
+/// half a minute and more, and cannot be interrupted: a thread waits for it, and is left alone if
+/// it takes too long.
 fn look_up(
     host: &str,
     timeout: Duration,
