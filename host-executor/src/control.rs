@@ -65,8 +65,8 @@ pub enum ControlError {
     Socket(#[from] io::Error),
     /// The executor accepts no client.
     #[error(
-        "no connection within {limit:?}: as many clients wait as its socket takes, and the executor \
-         accepts none; vgpu is stopped, or hangs"
+        "no connection within {limit:?}: as many clients wait as its socket takes, and the \
+         executor accepts none; it is stopped, or hangs"
     )]
     Busy {
         /// How long this process has waited.

@@ -1,14 +1,17 @@
 //! The start of an engine, which no session waits for yet and so no watchdog sees.
+//!
+//! A driver can hang while the dynamic linker loads it. The linker's lock is then never released,
+//! and glibc takes that lock where a thread begins, and where a thread first uses a thread-local
+//! variable with a destructor, as channels and `tracing` do. So the thread that watches begins
+//! before the engine, and uses neither.
 #![forbid(unsafe_code)]
 
-use std::io;
-use std::sync::mpsc::{self, RecvTimeoutError, Sender};
+use std::io::{self, Write as _};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use tracing::{error, warn};
-
-use crate::last_log::end_with_last_log;
+use crate::{log_queue, service};
 
 /// A start that takes longer is reported.
 const SLOW: Duration = Duration::from_secs(10);
@@ -16,9 +19,43 @@ const SLOW: Duration = Duration::from_secs(10);
 /// While this exists, an engine starts.
 #[derive(Debug)]
 pub struct StartWatch {
-    /// Dropped at the end of the start.
-    is_over: Option<Sender<()>>,
+    shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
+}
+
+#[derive(Debug, Default)]
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// The thread has begun.
+    watches: bool,
+    /// The engine has started, or has failed.
+    is_over: bool,
+}
+
+impl Shared {
+    fn set(&self, change: impl FnOnce(&mut State)) {
+        change(&mut self.state.lock().unwrap_or_else(PoisonError::into_inner));
+        self.changed.notify_all();
+    }
+
+    /// Waits for `until`, and for `limit` at most. Returns whether it is so.
+    fn wait(&self, limit: Duration, until: impl Fn(&State) -> bool) -> bool {
+        let end = Instant::now() + limit;
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        while !until(&state) {
+            let Some(left) = end.checked_duration_since(Instant::now()) else {
+                return false;
+            };
+            let waited = self.changed.wait_timeout(state, left);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        true
+    }
 }
 
 impl StartWatch {
@@ -28,49 +65,65 @@ impl StartWatch {
     /// # Errors
     /// No thread can be started.
     pub fn begin(limit: Option<Duration>) -> io::Result<StartWatch> {
-        StartWatch::with(SLOW, limit, |limit| {
-            end_with_last_log(1, move || {
-                error!(
-                    "the engine has not started within {limit:?}: its driver hangs; vgpu serve \
-                     ends, and a supervisor can start it again"
-                );
-            })
+        let on_slow = |slow, limit: Option<Duration>| {
+            let end = limit.map_or(String::new(), |limit| format!(", and may take {limit:?}"));
+            log(&format!(
+                "WARN the engine has been starting for {slow:?}{end}: a call of its driver waits"
+            ));
+        };
+        StartWatch::with(SLOW, limit, on_slow, |limit| {
+            log(&format!(
+                "ERROR the engine has not started within {limit:?}: its driver hangs; vgpu serve \
+                 ends, and a supervisor can start it again"
+            ));
+            log_queue::flush();
+            service::end_at_once(1)
         })
     }
 
     fn with(
         slow: Duration,
         limit: Option<Duration>,
+        on_slow: impl FnOnce(Duration, Option<Duration>) + Send + 'static,
         on_stuck: impl FnOnce(Duration) + Send + 'static,
     ) -> io::Result<StartWatch> {
-        let (is_over, waited) = mpsc::channel();
+        let shared = Arc::new(Shared::default());
+        let watched = Arc::clone(&shared);
         let watch = move || {
-            let is_running = |time| waited.recv_timeout(time) == Err(RecvTimeoutError::Timeout);
+            watched.set(|state| state.watches = true);
+            let ends_within = |time| watched.wait(time, |state| state.is_over);
             let first = limit.map_or(slow, |limit| slow.min(limit));
-            if !is_running(first) {
+            if ends_within(first) {
                 return;
             }
             if first == slow {
-                let end = limit.map_or(String::new(), |limit| format!(", and may take {limit:?}"));
-                warn!("the engine has been starting for {slow:?}{end}: a call of its driver waits");
+                on_slow(slow, limit);
             }
             if let Some(limit) = limit
-                && is_running(limit - first)
+                && !ends_within(limit - first)
             {
                 on_stuck(limit);
             }
         };
         let thread = thread::Builder::new().name("vgpu-start".into());
+        let thread = thread.spawn(watch)?;
+        while !shared.wait(SLOW, |state| state.watches) {} // the thread exists
         Ok(StartWatch {
-            is_over: Some(is_over),
-            thread: Some(thread.spawn(watch)?),
+            shared,
+            thread: Some(thread),
         })
     }
 }
 
+/// Writes a line into the log of this process, past its filter and its format.
+fn log(line: &str) {
+    // One write is one piece of the queue, which takes it.
+    let _ = log_queue::writer().write_all(format!("{line}\n").as_bytes());
+}
+
 impl Drop for StartWatch {
     fn drop(&mut self) {
-        drop(self.is_over.take());
+        self.shared.set(|state| state.is_over = true);
         if let Some(thread) = self.thread.take() {
             // The thread does not panic, and waits for nothing any more.
             let _ = thread.join();
@@ -81,6 +134,7 @@ impl Drop for StartWatch {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::sync::mpsc;
 
     #[test]
     fn start_without_an_end_is_noticed_and_one_that_ends_is_not() {
@@ -88,7 +142,8 @@ mod tests {
         let (soon, later) = (Duration::from_millis(20), Duration::from_secs(600));
         let watch = |slow, limit| {
             let stuck = stuck.clone();
-            StartWatch::with(slow, limit, move |limit| stuck.send(limit).unwrap()).unwrap()
+            let on_stuck = move |limit| stuck.send(limit).unwrap();
+            StartWatch::with(slow, limit, |_, _| {}, on_stuck).unwrap()
         };
         for slow in [Duration::from_millis(5), later] {
             let watch = watch(slow, Some(soon));

@@ -294,7 +294,7 @@ fn an_executor_that_is_down() {
     machine.write("etc/vgpu/vgpu.toml", "[server]\nlisten = [\"usb:1\"]\n");
     let said = machine.doctor(&[]);
     assert!(
-        has(&said, "FAIL config", "vgpu.toml:2:11: "),
+        has(&said, "FAIL config", "vgpu.toml:2:10: "),
         "{}",
         said.text
     );
@@ -356,7 +356,7 @@ fn a_host_of_virtual_machines_only() {
     let socket = scratch.path().join("vm1.sock");
     let vm = format!("vm1,socket={}", socket.display());
     let config = format!(
-        "[[guest]]\nname = \"vm1\"\nvm = {{ socket = \"{}\", window = \"8M\" }}\n",
+        "[[guest]]\nname = \"vm1\"\nvm = {{ socket = \"{}\", window = \"64M\" }}\n",
         socket.display()
     );
     let machine = Machine::host("machines-root", &config);

@@ -479,6 +479,8 @@ fn process_ends_when_its_engine_does_not_start() {
     let serve = Serve::of(serve(&[
         "--isolate",
         "--memory",
+        "512M",
+        "--guest-memory",
         "64M",
         "--max-turn-time",
         "1",
