@@ -348,9 +348,9 @@ fn service_waits_with_the_program_of_the_archive() {
     fs::create_dir_all(&folder).expect("a folder");
     let program = folder.join("vgpu");
     program::copy_program(&program);
-    let open = fs::Permissions::from_mode(0o755);
-    fs::set_permissions(&machine.root, open.clone()).expect("ours");
-    fs::set_permissions(&program, open).expect("ours");
+    for part in program.ancestors().take(4).chain([machine.root.as_path()]) {
+        fs::set_permissions(part, fs::Permissions::from_mode(0o755)).expect("ours");
+    }
     let install = || {
         let mut vgpu = Command::new(&program);
         vgpu.arg("install").arg("--root").arg(&machine.root);

@@ -502,10 +502,9 @@ fn missing_for_a_gpu_host(text: &str) -> Vec<String> {
         "CacheDirectory=vgpu",
         "Environment=VGPU_CACHE=/var/cache/vgpu",
     ];
-    let mut missing: Vec<String> = { wanted.iter() }
-        .filter(|line| !settings.contains(&("[Service]", line)))
-        .map(|line| format!("no {line}"))
-        .collect();
+    let lacks = |line: &&str| !settings.contains(&("[Service]", *line));
+    let lacking = wanted.into_iter().filter(lacks);
+    let mut missing: Vec<String> = lacking.map(|line| format!("no {line}")).collect();
     let before: Vec<&str> = { settings.iter() }
         .filter_map(|(section, line)| {
             line.strip_prefix("Before=")
@@ -636,13 +635,7 @@ fn installed_configuration_serves_on_any_host() {
     let text = fs::read_to_string(unit("vgpu.toml")).expect("the configuration");
     let folder = scratch.path().to_str().expect("text");
     let text = text.replace("/run/vgpu", folder);
-    // Another program of the machine may have the port.
-    let text = text.replace("127.0.0.1:4781", "127.0.0.1:0");
-    assert_eq!(
-        text.matches(folder).count() + text.matches(":0\"").count(),
-        5,
-        "{text}"
-    );
+    assert_eq!(text.matches(folder).count(), 4, "{text}");
     fs::write(&config, &text).expect("a file");
     let mut command = vgpu(&["serve", "--config"]);
     command.arg(&config).env("RUNTIME_DIRECTORY", folder);

@@ -91,7 +91,8 @@ impl fmt::Display for VmOptions {
         let silence = self.silence.map_or(0, |silence| silence.as_secs());
         let (name, window, mode) = (&self.name, self.window, self.mode);
         write!(f, "{name},window={window},silence={silence},mode={mode:o}")?;
-        { self.group.iter() }.try_for_each(|group| write!(f, ",group={group}"))?;
+        let mut group = self.group.iter();
+        group.try_for_each(|group| write!(f, ",group={group}"))?;
         write!(f, ",socket={}", self.socket.display())
     }
 }

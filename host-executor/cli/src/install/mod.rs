@@ -254,7 +254,7 @@ fn certificates(
     let Some(folder) = named else {
         return Ok(None);
     };
-    let is_tcp = |one: &str| matches!(one.trim().parse(), Ok(Endpoint::Tcp { .. }));
+    let is_tcp = |one: &str| matches!(one.trim().parse::<Endpoint>(), Ok(Endpoint::Tcp { .. }));
     ensure!(
         endpoint.is_some_and(|endpoint| endpoint.split(',').any(is_tcp)),
         "--certs is for an executor over TCP: name it with --endpoint tcp:HOST:PORT"

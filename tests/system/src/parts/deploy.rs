@@ -161,12 +161,10 @@ fn compose(tests: &TestRun<'_>, file: &Path) -> Result<String> {
 
 /// The text with the default of `${NAME:-DEFAULT}` in it.
 fn default_of(text: &str) -> String {
-    match text.split_once("${").and_then(|(before, rest)| {
+    let replaced = text.split_once("${").and_then(|(before, rest)| {
         let (variable, after) = rest.split_once('}')?;
         let (_, default) = variable.split_once(":-")?;
         Some(format!("{before}{default}{after}"))
-    }) {
-        Some(text) => text,
-        None => text.to_owned(),
-    }
+    });
+    replaced.unwrap_or_else(|| text.to_owned())
 }
