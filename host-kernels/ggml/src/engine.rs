@@ -12,8 +12,8 @@ use vgpu_ggml_abi as abi;
 use vgpu_transport::ir::{Capabilities, Graph, GraphCounts, Node, Op, ValidGraph};
 
 use crate::device::{Backend, Device, Failures};
-use crate::library::Library;
-use crate::loader::{LibraryError, text};
+use crate::library::{DeviceInfo, Library};
+use crate::loader::LibraryError;
 use crate::memory::{Allocator, allocation_size};
 use crate::plan::{GgmlPlan, compile_bytes};
 
@@ -53,25 +53,29 @@ impl GgmlEngine {
     ) -> Result<GgmlEngine, LibraryError> {
         // A backend is never unloaded, so its description may live as long.
         let library: &'static Library = Box::leak(Box::new(Library::load(path)?));
-        let devices: Vec<(String, NonNull<abi::ggml_backend_device>)> =
-            { library.devices().into_iter() }
-                // SAFETY: the device objects are constant and never freed.
-                .map(|device| (unsafe { name_of(device) }, device))
-                .collect();
+        let infos = library.device_infos();
+        let devices: Vec<(&DeviceInfo, NonNull<abi::ggml_backend_device>)> =
+            infos.iter().zip(library.devices()).collect();
         let path = || library.path().to_owned();
-        let (name, found) = match device {
+        let (info, found) = match device {
             None => devices.first(),
-            Some(wanted) => devices.iter().find(|(name, _)| name == wanted),
+            Some(wanted) => devices.iter().find(|(info, _)| info.name == wanted),
         }
-        .cloned()
+        .copied()
         .ok_or_else(|| match device {
             Some(wanted) if !devices.is_empty() => LibraryError::UnknownDevice {
                 path: path(),
                 wanted: wanted.to_owned(),
-                known: devices.iter().map(|(name, _)| name.clone()).collect(),
+                known: infos.iter().map(|info| info.name.clone()).collect(),
             },
             _ => LibraryError::NoDevice { path: path() },
         })?;
+        let DeviceInfo {
+            name,
+            description,
+            is_cpu,
+            ..
+        } = info.clone();
         let failed = || LibraryError::Device {
             path: path(),
             device: name.clone(),
@@ -80,16 +84,13 @@ impl GgmlEngine {
         let (mut free, mut total) = (0, 0);
         // SAFETY: the device object is constant and never freed, and its functions take the object
         // itself. A null parameter stands for the default.
-        let (buft, is_cpu, description) = unsafe {
+        let buft = unsafe {
             let iface = &(*raw).iface;
             let buft = { iface.get_buffer_type }.map_or(ptr::null_mut(), |get| get(raw));
             if let Some(get_memory) = iface.get_memory {
                 get_memory(raw, &raw mut free, &raw mut total);
             }
-            let kind = iface.get_type.map(|get| get(raw));
-            let description = iface.get_description.map(|get| text(get(raw)));
-            let is_cpu = kind == Some(abi::GGML_BACKEND_DEVICE_TYPE_CPU);
-            (buft, is_cpu, description.unwrap_or_default())
+            buft
         };
         // SAFETY: the device is one of the library's.
         let backend = unsafe { Backend::new(library, found, threads) };
@@ -120,19 +121,6 @@ impl GgmlEngine {
             name: format!("ggml:{name}"),
             fallback,
         })
-    }
-}
-
-/// The name of a device.
-///
-/// # Safety
-/// The device object must exist.
-unsafe fn name_of(device: NonNull<abi::ggml_backend_device>) -> String {
-    // SAFETY: the object exists (this function's contract). The function takes the object itself
-    // and returns a C string.
-    unsafe {
-        let get = device.as_ref().iface.get_name;
-        get.map_or_else(String::new, |get| text(get(device.as_ptr())))
     }
 }
 

@@ -23,5 +23,5 @@ mod plan;
 mod tensors;
 
 pub use engine::GgmlEngine;
-pub use library::Library;
+pub use library::{DeviceInfo, DeviceKind, Library};
 pub use loader::LibraryError;

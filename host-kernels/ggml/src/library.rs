@@ -1,6 +1,6 @@
 //! A backend of ggml, loaded from its file together with the ggml that it was built with.
 
-use std::ffi::{CStr, OsString, c_void};
+use std::ffi::{CStr, c_int, c_void};
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
 
@@ -39,22 +39,75 @@ unsafe impl Send for Library {}
 // SAFETY: the registry object is constant: no method changes it through `&self`.
 unsafe impl Sync for Library {}
 
+/// What a device is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DeviceKind {
+    /// A GPU with memory of its own.
+    Gpu,
+    /// A GPU that uses the memory of the host.
+    IntegratedGpu,
+    /// The processor, or an accelerator that works with it.
+    Other,
+}
+
+/// What a backend says of a device.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DeviceInfo {
+    /// ggml's name, such as `Vulkan0`.
+    pub name: String,
+    /// The model, for people.
+    pub description: String,
+    /// What the device is.
+    pub kind: DeviceKind,
+    pub(crate) is_cpu: bool,
+}
+
+impl DeviceInfo {
+    /// # Safety
+    /// The device object must exist.
+    pub(crate) unsafe fn of(device: NonNull<abi::ggml_backend_device>) -> DeviceInfo {
+        let raw = device.as_ptr();
+        // SAFETY: the object exists (this function's contract). Its functions take the object
+        // itself, and return C strings or a number.
+        unsafe {
+            let iface = &(*raw).iface;
+            let kind = iface.get_type.map(|get| get(raw));
+            DeviceInfo {
+                name: { iface.get_name }.map_or_else(String::new, |get| text(get(raw))),
+                description: { iface.get_description }
+                    .map_or_else(String::new, |get| text(get(raw))),
+                kind: match kind {
+                    Some(abi::GGML_BACKEND_DEVICE_TYPE_GPU) => DeviceKind::Gpu,
+                    Some(abi::GGML_BACKEND_DEVICE_TYPE_IGPU) => DeviceKind::IntegratedGpu,
+                    _ => DeviceKind::Other,
+                },
+                is_cpu: kind == Some(abi::GGML_BACKEND_DEVICE_TYPE_CPU),
+            }
+        }
+    }
+}
+
 impl Library {
-    /// Loads the backend at `path`. If `libggml-base.so` lies in the same folder, it is loaded
-    /// first, so that a backend without a run path finds it.
+    /// Loads the backend at `path`. If `libggml-base.so` lies in the same folder, or in the one
+    /// above as in Ollama, it is loaded first, so that a backend without a run path finds it. So is
+    /// any other library from these folders that the dynamic linker does not find.
     ///
     /// # Errors
     /// [`LibraryError`] says why the file cannot be used.
     pub fn load(path: &Path) -> Result<Library, LibraryError> {
+        const FLAGS: c_int = libc::RTLD_NOW | libc::RTLD_LOCAL;
         let folder = path.parent().unwrap_or(Path::new("."));
-        for name in ["libggml-base.so.0", "libggml-base.so"] {
-            let base = folder.join(OsString::from(name));
-            if base.exists() {
-                Handle::open(&base, libc::RTLD_NOW | libc::RTLD_LOCAL)?;
-                break;
-            }
+        let folders: Vec<&Path> = [Some(folder), folder.parent()]
+            .into_iter()
+            .flatten()
+            .collect();
+        let mut bases = folders.iter().flat_map(|folder| {
+            ["libggml-base.so.0", "libggml-base.so"].map(|name| folder.join(name))
+        });
+        if let Some(base) = bases.find(|base| base.exists()) {
+            Handle::open_with_dependencies(&base, &folders, FLAGS)?;
         }
-        let handle = Handle::open(path, libc::RTLD_NOW | libc::RTLD_LOCAL)?;
+        let handle = Handle::open_with_dependencies(path, &folders, FLAGS)?;
         let version: Function<abi::ggml_version_fn>;
         let init: Function<abi::ggml_backend_init_fn>;
         let score: Option<Function<abi::ggml_backend_score_fn>>;
@@ -135,6 +188,15 @@ impl Library {
 
     pub(crate) fn ids(&self) -> &Ids {
         &self.ids
+    }
+
+    /// What the backend says of its devices, in its order.
+    pub fn device_infos(&self) -> Vec<DeviceInfo> {
+        let devices = self.devices().into_iter();
+        // SAFETY: the device objects are constant and never freed.
+        devices
+            .map(|device| unsafe { DeviceInfo::of(device) })
+            .collect()
     }
 
     /// The devices, in the backend's order.

@@ -85,12 +85,58 @@ impl Handle {
             // SAFETY: `dlerror` returns null or a C string that lives until the next call of a
             // `dl` function by this thread.
             let reason = unsafe { text(libc::dlerror()) };
+            // The linker begins with the path, as the error does.
+            let own = format!("{}: ", path.display());
+            let reason = match reason.strip_prefix(&own) {
+                Some(rest) if path.is_absolute() => rest.to_owned(),
+                _ => reason,
+            };
             failed(reason)
         })?;
         Ok(Handle {
             raw,
             path: path.to_owned(),
         })
+    }
+
+    /// Loads the file at `path`. A library that it depends on, that the dynamic linker does not
+    /// find and that lies in one of `folders` is loaded before: programs such as Ollama name these
+    /// folders in `LD_LIBRARY_PATH`, which a process cannot change for itself.
+    ///
+    /// # Errors
+    /// [`LibraryError::Load`] with the message of the dynamic linker.
+    pub(crate) fn open_with_dependencies(
+        path: &Path,
+        folders: &[&Path],
+        flags: c_int,
+    ) -> Result<Handle, LibraryError> {
+        fn open(
+            path: &Path,
+            folders: &[&Path],
+            flags: c_int,
+            tried: &mut Vec<PathBuf>,
+        ) -> Result<Handle, LibraryError> {
+            // Each library is tried once: two that need each other end here.
+            tried.push(path.to_owned());
+            loop {
+                let error = match Handle::open(path, flags) {
+                    Ok(handle) => return Ok(handle),
+                    Err(error) => error,
+                };
+                let missing = match &error {
+                    LibraryError::Load { reason, .. } => missing_library(reason),
+                    _ => None,
+                };
+                let mut places = { folders.iter() }
+                    .filter_map(|folder| Some(folder.join(missing?)))
+                    .filter(|place| place.exists() && !tried.contains(place));
+                let Some(place) = places.next() else {
+                    return Err(error);
+                };
+                open(&place, folders, flags, tried)?;
+            }
+        }
+        open(path, folders, flags, &mut Vec::new())
     }
 
     /// The function `name` of the library or of what it depends on.
@@ -116,6 +162,13 @@ impl Handle {
     }
 }
 
+/// The name of the library that the dynamic linker of the GNU C library does not find, from its
+/// message.
+fn missing_library(reason: &str) -> Option<&str> {
+    let name = reason.split_once(": cannot open shared object file")?.0;
+    (!name.is_empty() && !name.contains('/')).then_some(name)
+}
+
 /// A copy of a string of C; empty if the pointer is null.
 ///
 /// # Safety
@@ -128,4 +181,27 @@ pub(crate) unsafe fn text(string: *const c_char) -> String {
     unsafe { CStr::from_ptr(string) }
         .to_string_lossy()
         .into_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn missing_libraries_are_read_from_the_message_of_the_linker() {
+        let reason = |name: &str| {
+            format!("{name}: cannot open shared object file: No such file or directory")
+        };
+        let missing = reason("libcublas.so.13");
+        assert_eq!(missing_library(&missing), Some("libcublas.so.13"));
+        // The named file itself.
+        assert_eq!(missing_library(&reason("/a/libggml-cuda.so")), None);
+        assert_eq!(missing_library("/a/x.so: undefined symbol: y"), None);
+        // What the linker of this machine says.
+        let error = Handle::open("libvgpu-none.so.7".as_ref(), libc::RTLD_NOW).err();
+        let Some(LibraryError::Load { reason, .. }) = error else {
+            panic!("such a library exists");
+        };
+        assert_eq!(missing_library(&reason), Some("libvgpu-none.so.7"));
+    }
 }
