@@ -129,6 +129,7 @@ fn setup(cache: &Cache) -> Result<()> {
     heading("setup");
     packages::libclang(cache)?;
     node::Node::ensure(cache)?;
+    packages::ggml_vulkan(cache)?;
     llama::newest_source(cache)?;
     ggml_releases::RELEASES[0].source(cache)?;
     for file_type in [model::FileType::F16, model::FileType::Q4KM] {

@@ -71,7 +71,8 @@ Only `--full` runs:
   kernels   every GPU architecture instead of sm_90a and some sources for others
   ops       MUL_MAT_ID, FLASH_ATTN_EXT and fused products with every type instead of six; every case
             of ggml 0.20.2 (b10488), 0.24.0 (b11076) and 0.26.0 over inproc instead of a sample;
-            every case of 0.25.3 on the engine ggml-cpu 0.26.0 instead of a hundred; b10603, b10644,
+            every case of 0.25.3 on the engine ggml-cpu 0.26.0 instead of a hundred; four cases of
+            each operator over ggml's Vulkan backend instead of one; b10603, b10644,
             b10760, b10883, b10985 and b11434 (ggml 0.21.0 to 0.26.0); the three cases of
             MUL_MAT_ID that take minutes each; every case again with the kernels of each other SIMD
             level of the processor; docs/OPS.md against what was found

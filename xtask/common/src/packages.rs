@@ -26,6 +26,12 @@ const SOURCE_TOOLS: &[&str] = &[
 const BUILD_TOOLS: &[&str] = &["cmake==4.4.4", "ninja==1.13.2"];
 const LIBCLANG: &str = "libclang==18.1.1";
 const NVRTC: &str = "nvidia-cuda-nvrtc==13.0.88";
+/// ggml's Vulkan backend as an npm package.
+const GGML_VULKAN_VERSION: &str = "3.22.1";
+/// Mesa's Vulkan drivers, of which one computes on the processor, and the loader of drivers.
+const MESA_VULKAN: [&str; 2] = ["mesa-vulkan-drivers", "libvulkan1"];
+/// The description of Mesa's driver for the processor, and its library there.
+const LAVAPIPE: &str = "usr/share/vulkan/icd.d/lvp_icd.x86_64.json";
 /// ggml's CUDA backend as an npm package, and what of CUDA it needs.
 const GGML_CUDA_VERSION: &str = "3.22.1";
 const CUDA_LIBRARIES: &[(&str, &[&str])] = &[
@@ -436,6 +442,116 @@ pub fn ggml_cuda(cache: &Cache) -> Result<PathBuf> {
         }
         Ok(())
     })
+}
+
+/// The folder of ggml's own Vulkan backend as npm carries it prebuilt (ggml 0.25.1), with the
+/// `libggml-base.so` that belongs to it. In its folder `alone` is the backend without the latter,
+/// for a program that has another one.
+///
+/// # Errors
+/// If npm is missing or fails, or npm has no libraries for this machine.
+pub fn ggml_vulkan(cache: &Cache) -> Result<PathBuf> {
+    let path = node(cache)?;
+    let package = format!("@node-llama-cpp/{}-vulkan", machine()?);
+    let name = format!("ggml-vulkan-{GGML_VULKAN_VERSION}");
+    cache.folder(&name, |dir| {
+        let progress = Progress::new(&format!("fetching {name}"));
+        let unpacked = dir.join("unpacked");
+        std::fs::create_dir(&unpacked).context("a folder for the package")?;
+        let mut npm = Command::new("npm");
+        npm.env("PATH", &path)
+            .current_dir(&unpacked)
+            .args(["install", "--prefix", ".", "--no-audit", "--no-fund"])
+            .arg("--ignore-scripts")
+            .arg(format!("{package}@{GGML_VULKAN_VERSION}"));
+        process::run(&mut npm, &progress, &cache.log(&name))?;
+        let built = unpacked.join("node_modules").join(&package).join("bins");
+        let built = built.join(format!("{}-vulkan", machine()?));
+        for file in ["libggml-vulkan.so", "libggml-base.so"] {
+            std::fs::rename(built.join(file), dir.join(file))
+                .with_context(|| format!("taking {file} out of its package"))?;
+        }
+        let alone = dir.join("alone");
+        std::fs::create_dir(&alone)
+            .and_then(|()| {
+                let name = "libggml-vulkan.so";
+                std::fs::hard_link(dir.join(name), alone.join(name))
+            })
+            .context("a folder for the backend alone")?;
+        std::fs::remove_dir_all(unpacked).context("removing what else was installed")?;
+        progress.done("");
+        Ok(())
+    })
+}
+
+/// Mesa's Vulkan driver that computes on the processor, unpacked in the cache.
+#[derive(Debug)]
+pub struct SoftwareVulkan {
+    root: PathBuf,
+}
+
+impl SoftwareVulkan {
+    /// Fetches Debian's packages and those of their dependencies that this machine lacks, unless
+    /// they are there. Changes nothing outside the cache.
+    ///
+    /// # Errors
+    /// If this system has no apt, or apt does not know the packages.
+    pub fn ensure(cache: &Cache) -> Result<SoftwareVulkan> {
+        let root = cache.folder(MESA_VULKAN[0], |dir| {
+            let progress = Progress::new(&format!("fetching {}", MESA_VULKAN.join(", ")));
+            let log = cache.log(MESA_VULKAN[0]);
+            let archives = dir.join("archives");
+            std::fs::create_dir_all(archives.join("partial")).context("a folder for apt")?;
+            let mut fetch = Command::new("apt-get");
+            fetch
+                .args(["install", "--yes", "--no-install-recommends"])
+                // Also what is installed, so that the folder has the drivers in any case.
+                .args(["--download-only", "--reinstall"])
+                .args([
+                    "-o",
+                    "Debug::NoLocking=true",
+                    "-o",
+                    "APT::Sandbox::User=root",
+                ])
+                .args([
+                    "-o",
+                    &format!("Dir::Cache::archives={}", archives.display()),
+                ])
+                .args(MESA_VULKAN);
+            process::run(&mut fetch, &progress, &log)
+                .context("fetching Mesa's Vulkan drivers: run `apt-get update`")?;
+            for archive in std::fs::read_dir(&archives).context("listing packages")? {
+                let archive = archive.context("listing packages")?.path();
+                if archive.extension() == Some("deb".as_ref()) {
+                    let mut unpack = Command::new("dpkg-deb");
+                    process::run(unpack.arg("-x").arg(&archive).arg(dir), &progress, &log)?;
+                }
+            }
+            std::fs::remove_dir_all(&archives).context("removing the archives")?;
+            // A path with a slash is relative to the file.
+            let file = dir.join(LAVAPIPE);
+            let text = std::fs::read_to_string(&file).context("Mesa's driver for the processor")?;
+            std::fs::write(&file, text.replace("\"/usr/lib", "\"../../../lib"))
+                .context("changing the path of Mesa's driver")?;
+            progress.done("");
+            Ok(())
+        })?;
+        Ok(SoftwareVulkan { root })
+    }
+
+    /// Gives a program this driver and no other, and one device for ggml, which leaves out
+    /// devices of the processor that no variable names. `folders` are searched for libraries, too.
+    pub fn set(&self, command: &mut Command, folders: &[&Path]) {
+        let own = self.root.join("usr/lib/x86_64-linux-gnu");
+        let paths = folders.iter().copied().chain([&own as &Path]);
+        let paths: Vec<String> = paths.map(|path| path.display().to_string()).collect();
+        let driver = self.root.join(LAVAPIPE);
+        command
+            .env("LD_LIBRARY_PATH", paths.join(":"))
+            .env("VK_DRIVER_FILES", &driver)
+            .env("VK_ICD_FILENAMES", &driver)
+            .env("GGML_VK_VISIBLE_DEVICES", "0");
+    }
 }
 
 /// A folder of the cache with what `take` moves there out of a Python package without dependencies.

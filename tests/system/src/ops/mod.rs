@@ -9,6 +9,6 @@ pub(crate) mod table;
 
 pub(crate) use report::{DEVICE, Report};
 pub(crate) use suite::{
-    Cases, Claim, Suite, compare_with_cpu, compare_with_reference, draw, draw_types, of_types,
-    sample,
+    Cases, Claim, Suite, compare_with_cpu, compare_with_reference, draw, draw_types, of_types, run,
+    sample, sample_each,
 };

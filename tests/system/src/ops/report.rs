@@ -200,6 +200,12 @@ impl Report {
             .collect()
     }
 
+    /// The distinct cases that failed.
+    pub(crate) fn failed(&self) -> BTreeSet<&str> {
+        let failed = self.failures.iter();
+        failed.map(|failure| failure.case.as_str()).collect()
+    }
+
     /// The number of runs of the case that passed.
     pub(crate) fn passed(&self, case: &str) -> u64 {
         self.cases.get(case).map_or(0, |counts| counts.ok)

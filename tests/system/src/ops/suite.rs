@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, ExitStatus};
 
 use anyhow::{Context as _, Result, ensure};
 
@@ -43,7 +43,7 @@ pub(crate) enum Cases {
 
 impl Cases {
     /// The regular expression, in the ECMAScript syntax of C++.
-    fn pattern(&self) -> String {
+    pub(crate) fn pattern(&self) -> String {
         match self {
             Cases::Usual => format!("^(?!.*{GIANTS})"),
             Cases::Giants => format!("^.*{GIANTS}"),
@@ -125,17 +125,23 @@ impl Suite<'_> {
         Ok(claims)
     }
 
-    /// Runs every case.
-    pub(crate) fn test(&self, progress: &Progress) -> Result<Report> {
+    /// Runs every case, and accepts failures.
+    pub(crate) fn run(&self, progress: &Progress) -> Result<(Report, ExitStatus)> {
         let mut program = self.command("test");
         program.args(["-j", &workspace::cores().to_string()]);
-        let mut report = Report::default();
+        let (report, status) = run(&mut program, self.name, progress)?;
+        ensure!(
+            status.success() || status.code() == Some(SOME_CASE_FAILED),
+            "it ended with {status}\n{}",
+            process::tail(&log(self.name, "test"))
+        );
+        Ok((report, status))
+    }
+
+    /// Runs every case.
+    pub(crate) fn test(&self, progress: &Progress) -> Result<Report> {
+        let (mut report, status) = self.run(progress)?;
         let log = log(self.name, "test");
-        let status = process::run_lines(&mut program, &log, |line| {
-            if let Some(case) = report.line(line) {
-                progress.note(&format!("{}; {case}", report.summary()));
-            }
-        })?;
         let possible = report.possible_near_ties();
         let few = possible.len() <= MAX_NEAR_TIES;
         for case in possible.into_iter().filter(|_| few) {
@@ -210,6 +216,22 @@ impl Suite<'_> {
     }
 }
 
+/// Runs the cases that `program`, a `test-backend-ops`, is told to, however it ends. `name` is for
+/// the log.
+pub(crate) fn run(
+    program: &mut Command,
+    name: &str,
+    progress: &Progress,
+) -> Result<(Report, ExitStatus)> {
+    let mut report = Report::default();
+    let status = process::run_lines(program, &log(name, "test"), |line| {
+        if let Some(case) = report.line(line) {
+            progress.note(&format!("{}; {case}", report.summary()));
+        }
+    })?;
+    Ok((report, status))
+}
+
 /// Draws `count` of the types that the listed cases of [`FAMILIES`] have.
 pub(crate) fn draw_types(claims: &[Claim], count: usize, rng: &mut Rng) -> Vec<String> {
     let mut types: Vec<String> = { claims.iter() }
@@ -264,6 +286,28 @@ pub(crate) fn sample(claims: &[Claim], count: usize, rng: &mut Rng) -> Cases {
     draw(&mut drawn, count, rng);
     let more = always.iter().filter(|one| !drawn.contains(one));
     let escaped: Vec<String> = drawn.iter().chain(more).map(|text| escape(text)).collect();
+    Cases::Matching(format!("^(?:{})$", escaped.join("|")))
+}
+
+/// Draws `count` of the listed cases of each operator, or all if there are fewer. A case whose
+/// parameters are drawn for another operator counts.
+pub(crate) fn sample_each(claims: &[Claim], count: usize, rng: &mut Rng) -> Cases {
+    let mut of_ops: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+    for claim in claims {
+        let parameters =
+            { claim.case.split_once('(') }.and_then(|(_, rest)| rest.strip_suffix(')'));
+        of_ops.entry(&claim.op).or_default().extend(parameters);
+    }
+    let mut drawn: Vec<&str> = Vec::new();
+    for mut parameters in of_ops.into_values() {
+        parameters.sort_unstable();
+        parameters.dedup();
+        let (there, mut others): (Vec<&str>, Vec<&str>) =
+            parameters.into_iter().partition(|one| drawn.contains(one));
+        draw(&mut others, count.saturating_sub(there.len()), rng);
+        drawn.extend(others);
+    }
+    let escaped: Vec<String> = drawn.into_iter().map(escape).collect();
     Cases::Matching(format!("^(?:{})$", escaped.join("|")))
 }
 
@@ -578,6 +622,36 @@ mod tests {
             "CPY(type_src=f32,type_dst=iq4_nl,ne_src=[256,4,4,4])"
         ));
         assert!(!writes_codebook("OUT_PROD(type_a=iq2_xxs,type_b=f16)"));
+    }
+
+    #[test]
+    fn a_sample_has_cases_of_each_operator() {
+        let claim = |op: &str, parameters: &str| Claim {
+            op: op.to_owned(),
+            case: format!("{op}({parameters})"),
+            supported: true,
+        };
+        let mut claims = vec![
+            claim("ABS", "v=0"),
+            claim("NEG", "v=0"),
+            claim("SUM", "n=7"),
+        ];
+        claims.extend((0..50).map(|m| claim("MUL_MAT", &format!("m={m}"))));
+        let Cases::Matching(pattern) = sample_each(&claims, 2, &mut Rng::new(1, 1)) else {
+            panic!("a sample is a pattern");
+        };
+        let inner = pattern
+            .strip_prefix("^(?:")
+            .and_then(|rest| rest.strip_suffix(")$"));
+        let drawn: Vec<&str> = inner.expect("alternatives").split('|').collect();
+        assert_eq!(drawn.len(), 4, "{pattern}");
+        assert!(
+            drawn.contains(&"v=0") && drawn.contains(&"n=7"),
+            "{pattern}"
+        );
+        // The same seed, the same sample.
+        let again = sample_each(&claims, 2, &mut Rng::new(1, 1));
+        assert_eq!(again, Cases::Matching(pattern));
     }
 
     #[test]

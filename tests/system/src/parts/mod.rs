@@ -12,6 +12,7 @@ pub(crate) mod models;
 pub(crate) mod ollama;
 mod ollama_events;
 pub(crate) mod ops;
+mod ops_vulkan;
 pub(crate) mod packages;
 pub(crate) mod programs;
 pub(crate) mod unit;

@@ -19,6 +19,7 @@ use xtask_common::llama;
 use xtask_common::node_llama::Backend;
 use xtask_common::progress::{Progress, heading};
 
+use super::ops_vulkan;
 use crate::test_run::{Served, TestRun};
 
 /// The number of different parameters in the sample for another engine than the CPU engine.
@@ -108,6 +109,9 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
             }
             if tests.options.wants_ggml(llama::NEWEST_RELEASE, true) {
                 of_newest_release(tests, &dist, (&bin, &newest), is_sampled);
+            }
+            if tests.options.wants_ggml(llama::RELEASE, true) {
+                ops_vulkan::run(tests, &dist, &bin);
             }
         },
     );
@@ -354,7 +358,7 @@ fn on_ggml_cpu(
 }
 
 /// The suite of a build, without a backend.
-fn suite<'a>(tests: &TestRun<'a>, bin: &'a Path, name: &'a str) -> Suite<'a> {
+pub(super) fn suite<'a>(tests: &TestRun<'a>, bin: &'a Path, name: &'a str) -> Suite<'a> {
     Suite {
         bin,
         backend: Backend::Cpu,
