@@ -102,6 +102,9 @@ pub struct EngineStatus {
     pub memory_total: u64,
     /// Bytes that an allocation could still get.
     pub memory_free: u64,
+    /// The GPU of this machine that the engine does not use, and why, for people.
+    #[serde(default)]
+    pub unused_gpu: Option<String>,
     /// Seconds that the present turn on the engine has lasted. `None`: no graph runs.
     #[serde(default)]
     pub turn: Option<f64>,

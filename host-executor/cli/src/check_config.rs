@@ -9,6 +9,7 @@ use vgpu_cpu::Threads;
 use vgpu_executor::config::{DEFAULT_PATH, LoadError, Settings};
 use vgpu_executor::engine;
 
+use crate::engine_probe;
 use crate::serve;
 
 /// Checks a configuration against this host, and reports the position of a mistake.
@@ -78,7 +79,8 @@ pub(crate) fn run(args: &Args) -> ExitCode {
 pub(crate) fn checked(settings: &Settings) -> anyhow::Result<u64> {
     serve::check(settings)?;
     // One thread: nothing is computed.
-    let engine = engine::start(&settings.engine, Threads::from(1), settings.memory)?;
+    let chosen = engine_probe::select(&settings.engine, settings.trust_guests)?;
+    let engine = engine::start(&chosen.kind, Threads::from(1), settings.memory)?;
     let total = engine.memory().total;
     settings.rules().check_memory(total)?;
     Ok(total)

@@ -9,6 +9,7 @@ mod config_error;
 mod control_client;
 mod doctor;
 mod dump;
+mod engine_probe;
 mod fd_store;
 #[cfg(feature = "tools")]
 mod generate;
@@ -64,6 +65,8 @@ enum Command {
     Cert(cert::Args),
     FdStore(fd_store::Args),
     #[command(hide = true)]
+    ProbeEngine(engine_probe::Args),
+    #[command(hide = true)]
     ServeGuest(serve::WorkerArgs),
     #[command(hide = true)]
     FdStoreExec(fd_store::ExecArgs),
@@ -78,6 +81,7 @@ fn main() -> ExitCode {
     let Cli { command } = Cli::parse();
     let outcome = match command {
         Command::Serve(args) => serve::run(&args),
+        Command::ProbeEngine(args) => engine_probe::run(&args),
         Command::ServeGuest(args) => serve::run_worker(args),
         Command::CheckConfig(args) => return check_config::run(&args),
         Command::Ps(args) => ps::run(&args),

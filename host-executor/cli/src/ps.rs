@@ -47,6 +47,9 @@ fn table(status: &Status) -> String {
         size(status.memory_of_others()),
         duration(status.uptime),
     );
+    if let Some(gpu) = &engine.unused_gpu {
+        let _ = writeln!(text, "warning: the GPU {gpu}");
+    }
     let names = status.guests.iter().map(|guest| &guest.name);
     let names = names.chain(status.sessions.iter().map(|session| &session.guest));
     let width = names.map(|name| name.chars().count()).max().unwrap_or(0);

@@ -47,7 +47,7 @@ fn sessions_leave_descriptors_for_other_guests_reload_and_metrics() {
     command.args(["-c", "ulimit -n 256; exec \"$@\"", "sh"]);
     command
         .arg(env!("CARGO_BIN_EXE_vgpu"))
-        .args(["serve", "--listen"]);
+        .args(["serve", "--engine", "cpu", "--listen"]);
     command.arg(format!("unix:{}", scratch.socket().display()));
     command.args(["--threads", "1", "--memory", "64M", "--config"]);
     command.arg(&config).env_remove("VGPU_LOG");

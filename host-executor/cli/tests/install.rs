@@ -163,7 +163,8 @@ fn doctor_looks_at_ollama() {
     fs::create_dir_all(socket.parent().expect("a folder")).expect("a folder");
     let mut serve = Command::new(env!("CARGO_BIN_EXE_vgpu"));
     let mut serve = serve
-        .args(["serve", "--threads", "1", "--memory", "64M", "--listen"])
+        .args(["serve", "--engine", "cpu", "--threads", "1"])
+        .args(["--memory", "64M", "--listen"])
         .arg(format!("unix:{}", socket.display()))
         .stdout(Stdio::piped())
         .stderr(Stdio::null())

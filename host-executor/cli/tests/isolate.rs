@@ -335,6 +335,8 @@ fn virtual_machine_is_served_by_the_version_of_its_supervisor_after_an_upgrade()
     command
         .args([
             "serve",
+            "--engine",
+            "cpu",
             "--listen",
             &endpoint,
             "--threads",

@@ -147,12 +147,12 @@ fn reload_applies_to_connected_guests() {
 
     // A quota, another guest with its own listener, and a setting that needs a restart.
     site.write(&format!(
-        "engine.kind = \"auto\"\n{}{BOB}",
+        "engine.batch = false\n{}{BOB}",
         ALICE.replace("1MiB", "4MiB")
     ));
     let said = site.reload();
     assert!(
-        said.contains("2 named guests; engine.kind take effect after a restart"),
+        said.contains("2 named guests; engine.batch take effect after a restart"),
         "{said}"
     );
     assert_eq!(figures(&mut alice), (4 << 20, 4 << 20));

@@ -502,6 +502,8 @@ fn processes_of_a_user_are_hidden_from_the_user() {
         command
             .args([
                 "serve",
+                "--engine",
+                "cpu",
                 "--listen",
                 &endpoint,
                 "--threads",

@@ -224,7 +224,7 @@ impl Default for Settings {
             max_guests: 64,
             share_buffers: true,
             overcommit: false,
-            engine: EngineKind::Cpu,
+            engine: EngineKind::Auto,
             trust_guests: false,
             threads: Threads::default(),
             batch: true,

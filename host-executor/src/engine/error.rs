@@ -1,5 +1,7 @@
 //! The error of a start.
 
+use std::path::PathBuf;
+
 use vgpu_engine::EngineError;
 
 /// Why an engine does not start.
@@ -19,13 +21,23 @@ pub enum StartError {
     #[cfg(feature = "ggml")]
     #[error("the engine ggml does not start: {0}")]
     Ggml(#[from] vgpu_ggml::LibraryError),
+    #[error(
+        "the engine ggml does not start: no backend library of ggml for a GPU can be used{}; \
+         looked in GGML_BACKEND_PATH and {}. Name one with --engine ggml:PATH",
+        refused.iter().map(|reason| format!("; {reason}")).collect::<String>(),
+        places.iter().map(|place| place.display().to_string()).collect::<Vec<_>>().join(", ")
+    )]
+    NoBackend {
+        places: Vec<PathBuf>,
+        refused: Vec<String>,
+    },
     #[cfg(not(feature = "ggml"))]
     #[error(
         "the engine ggml:{} does not start: this program was built without it (cargo feature \
          ggml)",
         path.display()
     )]
-    NoGgml { path: std::path::PathBuf },
+    NoGgml { path: PathBuf },
     #[cfg(not(feature = "cuda"))]
     #[error(
         "the engine cuda:{ordinal} does not start: this program was built without the CUDA engine \

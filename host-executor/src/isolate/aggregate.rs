@@ -161,6 +161,7 @@ impl StatusSource for Shared {
                 description: "a process for each guest".into(),
                 memory_total: total,
                 memory_free: total.saturating_sub(snapshot.memory),
+                unused_gpu: self.resources.unused_gpu.clone(),
                 turn: snapshot.turn,
                 hang: snapshot.hang,
                 weights: snapshot.weights,

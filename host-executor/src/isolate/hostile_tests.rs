@@ -201,6 +201,7 @@ impl Supervised {
         };
         let resources = Resources {
             engine: "cpu".into(),
+            unused_gpu: None,
             memory: Some(MEMORY),
         };
         let timeouts = Timeouts {

@@ -8,6 +8,8 @@ use crate::tenant_registry::{GuestRule, Rules};
 pub struct Resources {
     /// The name of the engine.
     pub engine: String,
+    /// The GPU of this machine that the engine does not use, and why.
+    pub unused_gpu: Option<String>,
     /// Bytes of memory that guests may use in all. `None`: the driver of the engine divides its
     /// memory.
     pub memory: Option<u64>,

@@ -78,6 +78,12 @@ impl Server {
         Health(Arc::clone(&self.shared))
     }
 
+    /// Sets what the status says of a GPU of this machine that the engine does not use: the GPU and
+    /// the reason. Later calls have no effect.
+    pub fn set_unused_gpu(&self, text: &str) {
+        let _ = self.shared.unused_gpu.set(text.to_owned());
+    }
+
     /// Sets the weight store of sessions that begin from now on. Later calls have no effect.
     pub fn share_weights(&self, weights: WeightStore) {
         let _ = self.shared.weights.set(weights);

@@ -37,6 +37,8 @@ pub(super) struct Shared {
     pub(super) since: Instant,
     pub(super) scheduler: Arc<Scheduler>,
     pub(super) registry: TenantRegistry,
+    /// The GPU of this machine that the engine does not use, and why.
+    pub(super) unused_gpu: OnceLock<String>,
     pub(super) weights: OnceLock<WeightStore>,
     pub(super) limits: Limits,
     pub(super) pools: Pools,
@@ -90,6 +92,7 @@ impl Shared {
             since: Instant::now(),
             scheduler: Arc::default(),
             engine,
+            unused_gpu: OnceLock::new(),
             weights: OnceLock::new(),
             pools: Pools::new(&limits),
             limits,

@@ -77,6 +77,7 @@ impl StatusSource for Shared {
                 description: shared.engine.description().into(),
                 memory_total: memory.total,
                 memory_free: memory.free,
+                unused_gpu: shared.unused_gpu.get().cloned(),
                 turn,
                 hang: shared.hang(),
                 weights: WeightsStatus {

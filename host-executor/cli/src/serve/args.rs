@@ -72,10 +72,12 @@ pub(crate) struct Args {
     device: Option<Device>,
 
     /// The engine that executes graphs: cpu, cuda (the first NVIDIA GPU), cuda:N, ggml:PATH (the
-    /// first device of a backend library of ggml, such as libggml-vulkan.so), ggml:PATH:DEVICE, or
-    /// auto (an NVIDIA GPU if one can be used, else the CPU). With VGPU_MEGAKERNEL=on in the
-    /// environment, a GPU runs a token as one persistent kernel instead of a CUDA graph.
-    /// [default: cpu]
+    /// first device of a backend library of ggml, such as libggml-vulkan.so), ggml:PATH:DEVICE,
+    /// ggml (the first GPU of the backend libraries on this machine), or auto. [default: auto]
+    ///
+    /// auto is cuda if it starts, else ggml if there is one and --isolate or --trust-guests allows
+    /// it, else cpu. The log says what was found, refused and taken. With VGPU_MEGAKERNEL=on in the
+    /// environment, cuda runs a token as one persistent kernel instead of a CUDA graph.
     #[arg(long, value_name = "ENGINE")]
     engine: Option<EngineKind>,
 
@@ -127,8 +129,9 @@ pub(crate) struct Args {
     #[arg(long)]
     no_batch: bool,
 
-    /// With --engine ggml and without --isolate: serve guests although each of them can end this
-    /// process, and with it the work of all others. Backends of ggml trust the indices in tensors.
+    /// With --engine ggml or auto and without --isolate: serve guests although each of them can end
+    /// this process, and with it the work of all others. Backends of ggml trust the indices in
+    /// tensors.
     #[arg(long)]
     trust_guests: bool,
 

@@ -18,6 +18,7 @@ use std::sync::{Arc, mpsc};
 use vgpu_executor::config::Settings;
 
 use crate::config_error::ConfigError;
+use crate::engine_probe;
 use crate::own_program::check_supervisor;
 use events::{DumpSource, catch_signals};
 use listeners::Listeners;
@@ -44,13 +45,15 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
          guests: give each guest a process with --isolate, or allow it with --trust-guests",
         settings.engine
     );
+    // No other thread runs yet. A supervisor chooses, and its workers get an engine by name.
+    let engine = engine_probe::select(&settings.engine, settings.trust_guests || args.isolate)?;
     if args.supervised.is_some() {
         // Before the process gives up its files.
         isolated::end_before_supervisor();
     }
     // The process of a virtual machine has one thread only when it gives up its files.
     let sockets = match args.isolated_machine {
-        true => Some(single::bind_and_isolate(args, &settings)?),
+        true => Some(single::bind_and_isolate(args, &settings, &engine.kind)?),
         false => None,
     };
     start_writer()?;
@@ -58,11 +61,20 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let (sender, events) = mpsc::channel();
     let dumps = DumpSource::default();
     catch_signals(sender.clone(), Arc::clone(&dumps))?;
+    let channel = (sender, &events);
     match args.isolate {
-        true => isolated::run(args, settings, sender, &events, &dumps, &mut logging),
+        true => isolated::run(args, settings, &engine, channel, &dumps, &mut logging),
         false => {
-            let channel = (sender, &events);
-            single::run(args, settings, sockets, channel, &dumps, &mut logging)
+            let sockets = sockets.map(Ok).unwrap_or_else(|| single::bind(&settings))?;
+            single::run(
+                args,
+                settings,
+                &engine,
+                sockets,
+                channel,
+                &dumps,
+                &mut logging,
+            )
         }
     }
 }

@@ -7,7 +7,7 @@ use std::sync::mpsc::{Receiver, Sender};
 use anyhow::Context as _;
 use tracing::{error, info};
 use vgpu_executor::config::Settings;
-use vgpu_executor::engine::EngineKind;
+use vgpu_executor::engine::{EngineKind, Selection};
 use vgpu_executor::sandbox::Role;
 use vgpu_executor::{
     Limits, Server, Shutdown, StartWatch, WeightStore, end_with_last_log, engine, service,
@@ -31,7 +31,7 @@ pub(super) struct Sockets {
     observers: Observers,
 }
 
-fn bind(settings: &Settings) -> anyhow::Result<Sockets> {
+pub(super) fn bind(settings: &Settings) -> anyhow::Result<Sockets> {
     let listeners = Listeners::new(settings)?;
     let kept = KeptMachines::take_over(settings)?;
     let prepared = listeners.prepare(settings)?;
@@ -44,25 +44,29 @@ fn bind(settings: &Settings) -> anyhow::Result<Sockets> {
 }
 
 /// Opens the sockets of a virtual machine's process, and gives up the files of the user.
-pub(super) fn bind_and_isolate(args: &Args, settings: &Settings) -> anyhow::Result<Sockets> {
+pub(super) fn bind_and_isolate(
+    args: &Args,
+    settings: &Settings,
+    engine: &EngineKind,
+) -> anyhow::Result<Sockets> {
     let sockets = bind(settings)?;
     if !args.no_sandbox {
-        sandboxing::isolate_files(&settings.engine)?;
+        sandboxing::isolate_files(engine)?;
     }
     Ok(sockets)
 }
 
-/// `sockets`: those that are open already.
 pub(super) fn run(
     args: &Args,
     settings: Settings,
-    sockets: Option<Sockets>,
+    selection: &Selection,
+    sockets: Sockets,
     (sender, events): (Sender<Event>, &Receiver<Event>),
     dumps: &DumpSource,
     logging: &mut Logging,
 ) -> anyhow::Result<()> {
     // Until the engine answers.
-    let has_driver = settings.engine != EngineKind::Cpu;
+    let has_driver = selection.kind != EngineKind::Cpu;
     let start_time = Limits::start_time(settings.max_turn_time, has_driver);
     let starting = StartWatch::begin(start_time).context("no thread")?;
     let Sockets {
@@ -70,12 +74,9 @@ pub(super) fn run(
         prepared,
         kept,
         observers,
-    } = match sockets {
-        Some(sockets) => sockets,
-        None => bind(&settings)?,
-    };
-    let dropped = sandboxing::before_engine(&settings.engine, args.no_sandbox)?;
-    let engine = engine::start(&settings.engine, settings.threads, settings.memory)?;
+    } = sockets;
+    let dropped = sandboxing::before_engine(&selection.kind, args.no_sandbox)?;
+    let engine = engine::start(&selection.kind, settings.threads, settings.memory)?;
     let memory = engine.memory();
     drop(starting);
     let limits = Limits {
@@ -87,6 +88,9 @@ pub(super) fn run(
     let limits = limits.with_times(engine.as_ref(), node_time, turn_time);
     let server = Server::new(Arc::clone(&engine), limits, settings.max_guests);
     let mut server = server.context("no thread")?;
+    if let Some(gpu) = &selection.unused_gpu {
+        server.set_unused_gpu(gpu);
+    }
     let _ = dumps.set(server.status_handle());
     server.watch(end_stuck).context("no thread")?;
     server

@@ -192,6 +192,11 @@ fn draw_head(frame: &mut Frame<'_>, area: Rect, view: &View<'_>) {
             view.status.sessions.len()
         )),
     ];
+    if view.status.engine.unused_gpu.is_some() {
+        // `vgpu ps` says which, and why.
+        let style = Style::new().fg(Color::Yellow);
+        line.push(Span::styled("  a GPU is not used", style));
+    }
     if let Some(notice) = view.notice {
         let style = Style::new().fg(Color::Red).add_modifier(Modifier::BOLD);
         line.push(Span::styled(format!("  {notice}"), style));

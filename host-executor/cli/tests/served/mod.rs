@@ -39,9 +39,16 @@ impl Scratch {
     }
 }
 
-/// The command under test.
+/// The command under test. `serve` gets the CPU engine if the test names none: by default, a
+/// machine with a GPU has another one.
 pub(crate) fn vgpu(arguments: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_vgpu"));
+    let mut arguments = arguments.to_vec();
+    let names_engine = arguments.iter().any(|one| one.starts_with("--engine"));
+    let serve = arguments.iter().position(|one| *one == "serve");
+    if let Some(at) = serve.filter(|_| !names_engine) {
+        arguments.splice(at + 1..at + 1, ["--engine", "cpu"]);
+    }
     command
         .args(arguments)
         .env_remove("VGPU_LOG")

@@ -49,8 +49,8 @@ pub(super) fn check(settings: &Settings) -> anyhow::Result<()> {
 
 /// The memory that is divided among the workers. `None`: the driver of the engine divides its
 /// memory.
-pub(super) fn memory(settings: &Settings) -> anyhow::Result<Option<u64>> {
-    Ok(match (&settings.engine, settings.memory) {
+pub(super) fn memory(settings: &Settings, engine: &EngineKind) -> anyhow::Result<Option<u64>> {
+    Ok(match (engine, settings.memory) {
         (EngineKind::Cpu | EngineKind::Ggml(_), Some(all)) => Some(all),
         // The memory of the machine or its control group.
         (EngineKind::Cpu, None) => {

@@ -10,7 +10,7 @@ use std::time::Duration;
 use anyhow::{Context as _, anyhow};
 use tracing::info;
 use vgpu_executor::config::{LogFormat, Settings, VmDevice};
-use vgpu_executor::engine::EngineKind;
+use vgpu_executor::engine::{EngineKind, Selection};
 use vgpu_executor::isolate::{Resources, Supervisor};
 use vgpu_executor::vm::VmOptions;
 use vgpu_executor::weights::Sharing;
@@ -36,13 +36,14 @@ const START_MARGIN: Duration = Duration::from_secs(10);
 pub(crate) fn run(
     args: &Args,
     settings: Settings,
-    sender: Sender<Event>,
-    events: &Receiver<Event>,
+    selection: &Selection,
+    (sender, events): (Sender<Event>, &Receiver<Event>),
     dumps: &DumpSource,
     logging: &mut Logging,
 ) -> anyhow::Result<()> {
     partition::check(&settings).map_err(ConfigError)?;
-    let memory = partition::memory(&settings)?;
+    let engine = &selection.kind;
+    let memory = partition::memory(&settings, engine)?;
     let partition = partition::partition(args, &settings, memory)?;
     let mut listeners = Listeners::without_machines(&settings)?;
     let prepared = listeners.prepare(&settings)?;
@@ -56,7 +57,7 @@ pub(crate) fn run(
     }
     info!(
         version = env!("CARGO_PKG_VERSION"),
-        engine = %settings.engine,
+        engine = %engine,
         guests = settings.guests.len(),
         others = partition.max_unnamed,
         guest_memory = args.guest_memory,
@@ -64,7 +65,7 @@ pub(crate) fn run(
     );
 
     let own = std::env::current_exe().context("finding this program")?;
-    let common = common(args, &settings);
+    let common = common(args, &settings, engine);
     let worker = {
         let (own, common) = (own.clone(), common.clone());
         Box::new(move |memory: Option<u64>| {
@@ -78,14 +79,15 @@ pub(crate) fn run(
         })
     };
     let resources = Resources {
-        engine: settings.engine.to_string(),
+        engine: engine.to_string(),
+        unused_gpu: selection.unused_gpu.clone(),
         memory,
     };
     let limits = Limits::of_this_process().context("limits of the kernel")?;
     let mut supervisor = Supervisor::new(worker, resources, partition, limits.handshakes)
         .context("memory of the guests")?;
     // A worker that is stopped, or whose log thread hangs, does not end itself.
-    let start_time = Limits::start_time(settings.max_turn_time, settings.engine != EngineKind::Cpu);
+    let start_time = Limits::start_time(settings.max_turn_time, *engine != EngineKind::Cpu);
     if let Some(limit) = start_time {
         supervisor.limit_starts(limit + START_MARGIN);
     }
@@ -121,7 +123,7 @@ pub(crate) fn run(
         arguments.push(device(settings.device).into());
         arguments.extend(["--control".into(), control.clone().into()]);
         arguments.extend(["--vm".into(), vm.to_string().into()]);
-        if settings.engine.needs_trust() {
+        if engine.needs_trust() {
             // The process has one guest, which can end no other.
             arguments.push("--trust-guests".into());
         }
@@ -234,7 +236,7 @@ fn machines<'a>(args: &Args, settings: &'a Settings) -> Vec<(&'a VmOptions, Opti
 }
 
 /// The arguments of workers and of the processes of virtual machines.
-fn common(args: &Args, settings: &Settings) -> Vec<OsString> {
+fn common(args: &Args, settings: &Settings, engine: &EngineKind) -> Vec<OsString> {
     let format = match settings.log_format {
         LogFormat::Text => "text",
         LogFormat::Json => "json",
@@ -244,7 +246,7 @@ fn common(args: &Args, settings: &Settings) -> Vec<OsString> {
         Sharing::Tenant | Sharing::All => "tenant",
     };
     let mut common: Vec<OsString> = vec![
-        format!("--engine={}", settings.engine).into(),
+        format!("--engine={engine}").into(),
         format!("--threads={}", settings.threads.count).into(),
         format!("--log-format={format}").into(),
         format!("--share-weights={sharing}").into(),

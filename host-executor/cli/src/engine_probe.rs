@@ -1,0 +1,171 @@
+//! Tries engines in processes of their own: a driver or a backend library that ends its process, or
+//! that hangs at its start, ends or hangs nothing else.
+
+use std::fs::File;
+use std::io::{self, Write as _, stdout};
+use std::os::unix::fs::FileExt as _;
+use std::process::{Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use clap::Parser;
+use rustix::fs::{MemfdFlags, memfd_create};
+use vgpu_executor::engine::{self, EngineKind, ProbedDevice, Selection, StartError};
+
+use crate::own_program::OWN_PROGRAM;
+
+/// The time that a backend library of ggml has to list its devices.
+const TIME_OF_GGML: Duration = Duration::from_secs(30);
+
+/// The time that the CUDA engine has to start. A driver may compile all kernels the first time.
+const TIME_OF_CUDA: Duration = Duration::from_secs(300);
+
+/// How often a process is looked at.
+const INTERVAL: Duration = Duration::from_millis(5);
+
+/// What begins the line with the answer: libraries may print, too.
+const ANSWER: &str = "vgpu-probe:";
+
+/// The devices of an engine, or why it cannot be used.
+type Answer = Result<Vec<ProbedDevice>, String>;
+
+/// Starts an engine, prints what devices it has, and ends.
+#[derive(Parser)]
+pub(crate) struct Args {
+    engine: EngineKind,
+}
+
+/// The process that tries an engine.
+pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    // A library that hangs must not outlive the executor.
+    let signal = Some(rustix::process::Signal::KILL);
+    rustix::process::set_parent_process_death_signal(signal)?;
+    let answer: Answer = engine::probe(&args.engine).map_err(|error| error.to_string());
+    let mut out = stdout().lock();
+    writeln!(out, "\n{ANSWER}{}", serde_json::to_string(&answer)?)?;
+    out.flush()?;
+    Ok(())
+}
+
+/// Chooses the engine for `kind`, as [`engine::select`], with a process for each engine that is
+/// tried.
+pub(crate) fn select(kind: &EngineKind, guests_may_end_it: bool) -> Result<Selection, StartError> {
+    engine::select(kind, guests_may_end_it, &|kind| probe(kind))
+}
+
+fn probe(kind: &EngineKind) -> Answer {
+    let mut command = Command::new(OWN_PROGRAM);
+    command.arg("probe-engine").arg(kind.to_string());
+    let time = match kind {
+        EngineKind::Ggml(_) => TIME_OF_GGML,
+        _ => TIME_OF_CUDA,
+    };
+    answer_of(&mut command, time)
+}
+
+/// What a process answers within `time`. The process does not outlive this call, unless it cannot
+/// be killed.
+fn answer_of(command: &mut Command, time: Duration) -> Answer {
+    let failed = |error: io::Error| format!("it cannot be tried in a process: {error}");
+    let file =
+        || -> io::Result<File> { Ok(memfd_create("vgpu-probe", MemfdFlags::CLOEXEC)?.into()) };
+    let (out, err) = (file().map_err(failed)?, file().map_err(failed)?);
+    let copy = |file: &File| -> io::Result<Stdio> { Ok(file.try_clone()?.into()) };
+    let mut child = copy(&out)
+        .and_then(|out| {
+            let err = copy(&err)?;
+            command.stdin(Stdio::null()).stdout(out).stderr(err).spawn()
+        })
+        .map_err(failed)?;
+    let begin = Instant::now();
+    let outcome = loop {
+        // In this order: a process that has ended has written its answer.
+        let ended = child.try_wait().map_err(failed)?;
+        if let Some(answer) = parse(&text(&out)) {
+            break answer;
+        }
+        if let Some(status) = ended {
+            break Err(crash(status, &text(&err)));
+        }
+        if begin.elapsed() > time {
+            break Err(format!("it does not start within {} s", time.as_secs_f64()));
+        }
+        std::thread::sleep(INTERVAL);
+    };
+    // The end of a driver may hang or crash, too, and matters to nobody.
+    let _ = child.kill();
+    let begin = Instant::now();
+    while matches!(child.try_wait(), Ok(None)) && begin.elapsed() < Duration::from_secs(1) {
+        std::thread::sleep(INTERVAL);
+    }
+    outcome
+}
+
+/// All that was written to a file. The position of the file belongs to the process that writes.
+fn text(file: &File) -> String {
+    let size = file.metadata().map_or(0, |metadata| metadata.len());
+    let mut bytes = vec![0; usize::try_from(size).unwrap_or(0)];
+    match file.read_exact_at(&mut bytes, 0) {
+        Ok(()) => String::from_utf8_lossy(&bytes).into_owned(),
+        Err(_) => String::new(),
+    }
+}
+
+/// The answer in what a process has printed. `None`: there is none yet.
+fn parse(text: &str) -> Option<Answer> {
+    let (_, rest) = text.rsplit_once(&format!("\n{ANSWER}"))?;
+    // Up to the end of the line, without which the answer is not complete.
+    let (line, _) = rest.split_once('\n')?;
+    Some(match serde_json::from_str(line) {
+        Ok(answer) => answer,
+        Err(error) => Err(format!("its process answers {line:?}: {error}")),
+    })
+}
+
+/// What is known of a process that has ended without an answer.
+fn crash(status: ExitStatus, log: &str) -> String {
+    let mut lines = log.lines().map(str::trim);
+    let last = lines.rfind(|line| !line.is_empty());
+    format!(
+        "its start ends the process with {status}; the last line of its log: {}",
+        last.unwrap_or("none")
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shell(script: &str, time: Duration) -> Answer {
+        answer_of(Command::new("sh").args(["-c", script]), time)
+    }
+
+    #[test]
+    fn a_process_answers_whatever_else_it_prints_and_however_it_ends() {
+        let long = Duration::from_secs(60);
+        let answer = shell(
+            "printf 'found 1 devices:'; printf '\\nvgpu-probe:{\"Ok\":[]}\\nbye'; kill -ABRT $$",
+            long,
+        );
+        assert_eq!(answer, Ok(Vec::new()));
+        // A process that hangs after its answer is not waited for.
+        let answer = shell(
+            "printf '\\nvgpu-probe:{\"Err\":\"no driver\"}\\n'; exec sleep 1000",
+            long,
+        );
+        assert_eq!(answer, Err("no driver".to_owned()));
+    }
+
+    #[test]
+    fn a_process_that_crashes_or_hangs_is_refused() {
+        let long = Duration::from_secs(60);
+        let reason = shell("echo 'GGML_ASSERT(false) failed' >&2; kill -ABRT $$", long);
+        let reason = reason.expect_err("it has crashed");
+        assert!(reason.contains("signal: 6"), "{reason}");
+        assert!(reason.contains("GGML_ASSERT(false) failed"), "{reason}");
+        let reason = shell("exec sleep 1000", Duration::from_millis(200));
+        assert_eq!(reason, Err("it does not start within 0.2 s".to_owned()));
+        let reason = answer_of(&mut Command::new("/nonexistent"), long);
+        let reason = reason.expect_err("there is no such program");
+        assert!(reason.contains("cannot be tried"), "{reason}");
+    }
+}

@@ -1,0 +1,433 @@
+//! Chooses an engine where the operator leaves the choice: `auto`, and `ggml` without a path.
+#![forbid(unsafe_code)]
+
+use std::fmt;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+use tracing::{info, warn};
+use vgpu_transport::link::pci::discover as pci;
+
+use super::discover::{self, BACKEND_PATH, Search};
+use super::error::StartError;
+use super::kind::{EngineKind, GgmlBackend};
+
+/// The start of an error of the engine `ggml`, which the path of a library follows.
+const NOT_STARTED: &str = "the engine ggml does not start: ";
+
+/// A device of an engine that was tried.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProbedDevice {
+    /// The engine's name of the device, such as `Vulkan0`.
+    pub name: String,
+    /// The model, for people.
+    pub description: String,
+    /// What the device is.
+    pub kind: ProbedKind,
+}
+
+/// What a device is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ProbedKind {
+    /// A GPU with memory of its own.
+    Gpu,
+    /// A GPU that uses the memory of the host.
+    IntegratedGpu,
+    /// No GPU.
+    Other,
+}
+
+/// Tries an engine: its devices, or why it cannot be used.
+pub type Probe<'a> = dyn Fn(&EngineKind) -> Result<Vec<ProbedDevice>, String> + 'a;
+
+/// A chosen engine.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Selection {
+    /// The engine, neither `auto` nor `ggml` without a path.
+    pub kind: EngineKind,
+    /// The GPU of this machine that the choice leaves unused, and why, for people.
+    pub unused_gpu: Option<String>,
+}
+
+/// Chooses the engine for `kind`. `guests_may_end_it`: whether the engine may be one that a guest
+/// can end ([`EngineKind::needs_trust`]). The log says what was found, refused and taken.
+///
+/// # Errors
+/// [`StartError::NoBackend`] if `kind` is `ggml` and no backend of a GPU can be used. `auto` does
+/// not fail: it chooses the CPU engine if there is no other.
+pub fn select(
+    kind: &EngineKind,
+    guests_may_end_it: bool,
+    probe: &Probe<'_>,
+) -> Result<Selection, StartError> {
+    let unused_gpu = None;
+    match kind {
+        EngineKind::AnyGgml => {
+            let kind = any_ggml(&discover::search(), probe)?;
+            Ok(Selection { kind, unused_gpu })
+        }
+        EngineKind::Auto => {
+            let gpus = gpus(Path::new(pci::SYSFS));
+            Ok(auto(&discover::search(), &gpus, guests_may_end_it, probe))
+        }
+        named => {
+            let kind = named.clone();
+            Ok(Selection { kind, unused_gpu })
+        }
+    }
+}
+
+/// The CUDA engine, else a backend of ggml, else the CPU engine.
+fn auto(
+    search: &Search,
+    gpus: &[HostGpu],
+    guests_may_end_it: bool,
+    probe: &Probe<'_>,
+) -> Selection {
+    // All that refuses the CUDA engine (no driver, no GPU, a kernel that is not trusted) is an
+    // error here, and leads on to the next engine.
+    let cuda = EngineKind::Cuda(0);
+    let no_cuda = match probe(&cuda) {
+        Ok(devices) => {
+            let device = devices.first().map_or("", |device| &device.description);
+            info!("auto: the engine cuda:0 ({device})");
+            return Selection {
+                kind: cuda,
+                unused_gpu: None,
+            };
+        }
+        Err(reason) => reason,
+    };
+    let no_ggml = match guests_may_end_it {
+        true => match any_ggml(search, probe) {
+            Ok(kind) => {
+                info!("auto: the engine {kind}, because {no_cuda}");
+                return Selection {
+                    kind,
+                    unused_gpu: None,
+                };
+            }
+            Err(reason) => reason.to_string(),
+        },
+        false => match search.backends.first() {
+            Some(found) => format!(
+                "{} is not tried: a guest could end the process of all guests, which --isolate or \
+                 --trust-guests allows",
+                found.display()
+            ),
+            None => "there is no backend library of ggml for a GPU".to_owned(),
+        },
+    };
+    let unused_gpu = gpus.first().map(|gpu| {
+        let reason = match gpu.vendor {
+            Vendor::Nvidia => format!("{no_cuda}; {no_ggml}"),
+            Vendor::Amd | Vendor::Intel => no_ggml.clone(),
+        };
+        format!("{gpu} is not used: {reason}")
+    });
+    match &unused_gpu {
+        Some(text) => warn!("auto: the engine cpu; the GPU {text}"),
+        None => info!("auto: the engine cpu, because {no_cuda}; {no_ggml}"),
+    }
+    Selection {
+        kind: EngineKind::Cpu,
+        unused_gpu,
+    }
+}
+
+/// The first backend of ggml that has a GPU.
+fn any_ggml(search: &Search, probe: &Probe<'_>) -> Result<EngineKind, StartError> {
+    let mut refused = Vec::new();
+    let mut refuse = |path: &Path, reason: &str| {
+        let reason = reason.strip_prefix(NOT_STARTED).unwrap_or(reason);
+        let path = path.display().to_string();
+        let text = match reason.contains(&path) {
+            true => reason.to_owned(),
+            false => format!("{path}: {reason}"),
+        };
+        info!("a backend of ggml is refused: {text}");
+        refused.push(text);
+    };
+    if let Some(path) = &search.refused {
+        refuse(path, &format!("{BACKEND_PATH} names no backend of a GPU"));
+    }
+    for (at, path) in search.backends.iter().enumerate() {
+        let backend = GgmlBackend {
+            path: path.clone(),
+            device: None,
+        };
+        let devices = match probe(&EngineKind::Ggml(backend)) {
+            Ok(devices) => devices,
+            Err(reason) => {
+                refuse(path, &reason);
+                continue;
+            }
+        };
+        let of_kind = |kind| devices.iter().find(|device| device.kind == kind);
+        let gpu = of_kind(ProbedKind::Gpu).or_else(|| of_kind(ProbedKind::IntegratedGpu));
+        let Some(gpu) = gpu else {
+            refuse(path, &format!("no GPU among its {} devices", devices.len()));
+            continue;
+        };
+        info!(
+            "the backend of ggml {} is taken: device {} ({})",
+            path.display(),
+            gpu.name,
+            gpu.description
+        );
+        for path in &search.backends[at + 1..] {
+            info!(
+                "the backend of ggml {} is found and not tried",
+                path.display()
+            );
+        }
+        return Ok(EngineKind::Ggml(GgmlBackend {
+            path: path.clone(),
+            device: Some(gpu.name.clone()),
+        }));
+    }
+    Err(StartError::NoBackend {
+        places: search.places.clone(),
+        refused,
+    })
+}
+
+/// Who makes a GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Vendor {
+    Nvidia,
+    Amd,
+    Intel,
+}
+
+/// A GPU of this machine, by its PCI description.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct HostGpu {
+    vendor: Vendor,
+    id: (u16, u16),
+    address: pci::Address,
+}
+
+impl fmt::Display for HostGpu {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (vendor, device) = self.id;
+        let maker = match self.vendor {
+            Vendor::Nvidia => "NVIDIA",
+            Vendor::Amd => "AMD",
+            Vendor::Intel => "Intel",
+        };
+        write!(f, "{} ({maker}, {vendor:04x}:{device:04x})", self.address)
+    }
+}
+
+/// The GPUs that programs of this machine can use, as the kernel lists them.
+pub fn host_gpus() -> Vec<HostGpu> {
+    gpus(Path::new(pci::SYSFS))
+}
+
+fn gpus(sysfs: &Path) -> Vec<HostGpu> {
+    const DISPLAY: u32 = 0x03;
+    const ACCELERATOR: u32 = 0x12;
+    let devices = pci::all(sysfs).into_iter();
+    let usable = devices.filter(|device| {
+        // Our own function is a guest's view of a GPU elsewhere. VFIO gives a device to a virtual
+        // machine.
+        matches!(device.class >> 16, DISPLAY | ACCELERATOR)
+            && device.kind != pci::Kind::Vgpu
+            && device.driver.as_deref() != Some("vfio-pci")
+    });
+    usable
+        .filter_map(|device| {
+            let vendor = match device.id.0 {
+                0x10de => Vendor::Nvidia,
+                0x1002 => Vendor::Amd,
+                0x8086 => Vendor::Intel,
+                // Others, such as the display of a management controller, compute nothing.
+                _ => return None,
+            };
+            Some(HostGpu {
+                vendor,
+                id: device.id,
+                address: device.address,
+            })
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::RefCell;
+    use std::path::PathBuf;
+
+    use super::*;
+
+    fn device(name: &str, kind: ProbedKind) -> ProbedDevice {
+        ProbedDevice {
+            name: name.into(),
+            description: format!("model of {name}"),
+            kind,
+        }
+    }
+
+    fn found(backends: &[&str]) -> Search {
+        Search {
+            places: vec!["/usr/lib/ollama".into(), "/app".into()],
+            backends: backends.iter().map(PathBuf::from).collect(),
+            refused: None,
+        }
+    }
+
+    fn ggml(path: &str, device: &str) -> EngineKind {
+        EngineKind::Ggml(GgmlBackend {
+            path: path.into(),
+            device: Some(device.into()),
+        })
+    }
+
+    const NVIDIA: HostGpu = HostGpu {
+        vendor: Vendor::Nvidia,
+        id: (0x10de, 0x2335),
+        address: pci::Address {
+            domain: 0,
+            bus: 1,
+            device: 0,
+            function: 0,
+        },
+    };
+
+    #[test]
+    fn the_first_backend_with_a_gpu_is_taken_and_a_gpu_of_its_own_memory_first() {
+        let tried = RefCell::new(Vec::new());
+        let probe = |kind: &EngineKind| {
+            tried.borrow_mut().push(kind.to_string());
+            match kind.to_string().as_str() {
+                "ggml:/a/libggml-cuda.so" => Err("/a/libggml-cuda.so: no driver".to_owned()),
+                "ggml:/b/libggml-hip.so" => Ok(vec![device("CPU", ProbedKind::Other)]),
+                _ => Ok(vec![
+                    device("Vulkan0", ProbedKind::IntegratedGpu),
+                    device("Vulkan1", ProbedKind::Gpu),
+                ]),
+            }
+        };
+        let (a, b, c) = (
+            "/a/libggml-cuda.so",
+            "/b/libggml-hip.so",
+            "/c/libggml-vulkan.so",
+        );
+        let search = found(&[a, b, c, "/d/libggml-vulkan.so"]);
+        assert_eq!(any_ggml(&search, &probe).unwrap(), ggml(c, "Vulkan1"));
+        assert_eq!(tried.borrow().len(), 3, "the fourth is not needed");
+
+        let error = any_ggml(&found(&[a, b]), &probe).unwrap_err().to_string();
+        for part in [
+            "/usr/lib/ollama",
+            "/app",
+            "/a/libggml-cuda.so: no driver",
+            "/b/libggml-hip.so: no GPU among its 1 devices",
+        ] {
+            assert!(error.contains(part), "{part:?} is not in {error:?}");
+        }
+    }
+
+    #[test]
+    fn auto_takes_cuda_then_ggml_then_the_cpu() {
+        let vulkan = "/a/libggml-vulkan.so";
+        let search = found(&[vulkan]);
+        let has_cuda = |kind: &EngineKind| match kind {
+            EngineKind::Cuda(0) => Ok(vec![device("cuda:0", ProbedKind::Gpu)]),
+            other => panic!("{other} is not needed"),
+        };
+        let chosen = auto(&search, &[NVIDIA], true, &has_cuda);
+        assert_eq!(chosen.kind, EngineKind::Cuda(0));
+        assert_eq!(chosen.unused_gpu, None);
+
+        let has_vulkan = |kind: &EngineKind| match kind {
+            EngineKind::Cuda(_) => Err("a kernel is wrong".to_owned()),
+            _ => Ok(vec![device("Vulkan0", ProbedKind::Gpu)]),
+        };
+        let chosen = auto(&search, &[NVIDIA], true, &has_vulkan);
+        assert_eq!(chosen.kind, ggml(vulkan, "Vulkan0"));
+        assert_eq!(chosen.unused_gpu, None);
+
+        // A backend that a guest can end is not even loaded without leave.
+        let only_cuda = |kind: &EngineKind| match kind {
+            EngineKind::Cuda(_) => Err("a kernel is wrong".to_owned()),
+            other => panic!("{other} must not be tried"),
+        };
+        let chosen = auto(&search, &[NVIDIA], false, &only_cuda);
+        assert_eq!(chosen.kind, EngineKind::Cpu);
+        let text = chosen.unused_gpu.expect("a GPU is there");
+        for part in [
+            "0000:01:00.0 (NVIDIA, 10de:2335) is not used",
+            "a kernel is wrong",
+            vulkan,
+            "--trust-guests",
+        ] {
+            assert!(text.contains(part), "{part:?} is not in {text:?}");
+        }
+        // Without a GPU there is nothing to warn of.
+        let none = |_: &EngineKind| Err("no driver".to_owned());
+        let chosen = auto(&found(&[]), &[], true, &none);
+        assert_eq!((chosen.kind, chosen.unused_gpu), (EngineKind::Cpu, None));
+    }
+
+    #[test]
+    fn gpus_of_this_machine_are_those_that_compute_for_it() {
+        let sysfs = tempfile::tempdir().expect("a new folder");
+        let add = |address: &str, id: [&str; 4], class: &str, driver: Option<&str>| {
+            let folder = sysfs.path().join(address);
+            std::fs::create_dir(&folder).expect("a folder");
+            let names = ["vendor", "device", "subsystem_vendor", "subsystem_device"];
+            for (name, text) in names.into_iter().zip(id).chain([("class", class)]) {
+                std::fs::write(folder.join(name), text).expect("a file");
+            }
+            if let Some(driver) = driver {
+                let to = Path::new("/sys/bus/pci/drivers").join(driver);
+                std::os::unix::fs::symlink(to, folder.join("driver")).expect("a link");
+            }
+        };
+        let of = |vendor, device| [vendor, device, "0x1000", "0x2000"];
+        add(
+            "0000:00:02.0",
+            of("0x8086", "0x56a0"),
+            "0x030000",
+            Some("i915"),
+        );
+        add(
+            "0000:00:03.0",
+            of("0x1a03", "0x2000"),
+            "0x030000",
+            Some("ast"),
+        );
+        add(
+            "0000:00:04.0",
+            of("0x8086", "0x1533"),
+            "0x020000",
+            Some("igb"),
+        );
+        add("0000:01:00.0", of("0x10de", "0x2331"), "0x030200", None);
+        add(
+            "0000:02:00.0",
+            of("0x10de", "0x2335"),
+            "0x030200",
+            Some("vfio-pci"),
+        );
+        add(
+            "0000:03:00.0",
+            of("0x1002", "0x74a1"),
+            "0x120000",
+            Some("amdgpu"),
+        );
+        let own = ["0x10de", "0x2331", "0x1af4", "0x5647"];
+        add("0000:04:00.0", own, "0x030200", None);
+        let found: Vec<String> = gpus(sysfs.path()).iter().map(HostGpu::to_string).collect();
+        assert_eq!(
+            found,
+            [
+                "0000:00:02.0 (Intel, 8086:56a0)",
+                "0000:01:00.0 (NVIDIA, 10de:2331)",
+                "0000:03:00.0 (AMD, 1002:74a1)",
+            ]
+        );
+    }
+}
