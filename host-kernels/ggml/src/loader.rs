@@ -204,4 +204,56 @@ mod tests {
         };
         assert_eq!(missing_library(&reason), Some("libvgpu-none.so.7"));
     }
+    /// As in Ollama, where the folders of a backend are in no search path.
+    #[test]
+    fn a_library_is_loaded_with_what_it_needs_from_its_folders() {
+        let root = tempfile::tempdir().expect("a new folder");
+        let (above, own) = (root.path(), root.path().join("backend"));
+        std::fs::create_dir(&own).expect("a folder");
+        let compile = |file: &Path, source: &str, needed: &[&Path]| {
+            let code = file.with_extension("c");
+            std::fs::write(&code, source).expect("a file");
+            let mut cc = std::process::Command::new("cc");
+            cc.args(["-shared", "-fPIC", "-o"]).arg(file).arg(&code);
+            let own = file.file_name().expect("a name").display();
+            cc.arg(format!("-Wl,-soname,{own}"));
+            for library in needed {
+                let folder = library.parent().expect("a folder");
+                let name = library.file_name().expect("a name").display();
+                cc.arg("-L").arg(folder).arg(format!("-l:{name}"));
+            }
+            let output = cc.output().expect("a compiler");
+            assert!(output.status.success(), "{output:?}");
+        };
+        let base = above.join("libvgpu-test-base.so");
+        let maths = own.join("libvgpu-test-maths.so");
+        let backend = own.join("libvgpu-test-backend.so");
+        compile(&base, "int base(void) { return 40; }", &[]);
+        let source = "int base(void); int maths(void) { return base() + 1; }";
+        compile(&maths, source, &[&base]);
+        let source = "int base(void); int maths(void); int answer(void) { return maths() + 1; }";
+        compile(&backend, source, &[&maths, &base]);
+        let flags = libc::RTLD_NOW | libc::RTLD_LOCAL;
+        let error = Handle::open(&backend, flags).err().expect("no search path");
+        let LibraryError::Load { reason, .. } = error else {
+            panic!("{error}");
+        };
+        assert_eq!(missing_library(&reason), Some("libvgpu-test-maths.so"));
+        let folders = [own.as_path(), above];
+        let handle = Handle::open_with_dependencies(&backend, &folders, flags);
+        let handle = handle.expect("all it needs is there");
+        // SAFETY: the function has this type.
+        let answer = unsafe { handle.function::<extern "C" fn() -> c_int>(c"answer") };
+        assert_eq!(answer.expect("a function")(), 42);
+        // What is in none of the folders is still missing.
+        let other = own.join("libvgpu-test-other.so");
+        let absent = own.join("libvgpu-test-absent.so");
+        compile(&absent, "int two(void) { return 2; }", &[]);
+        let source = "int two(void); int three(void) { return two() + 1; }";
+        compile(&other, source, &[&absent]);
+        std::fs::remove_file(&absent).expect("a file");
+        let error = Handle::open_with_dependencies(&other, &folders, flags).err();
+        let text = error.expect("a library is missing").to_string();
+        assert!(text.contains("libvgpu-test-absent.so"), "{text}");
+    }
 }
