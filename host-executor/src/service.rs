@@ -16,6 +16,18 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use sd_notify::NotifyState;
 use tracing::warn;
 
+/// Whether standard error is a stream of systemd's journal: JOURNAL_STREAM has the device and the
+/// inode of the stream (`systemd.exec(5)`). Then a line may begin with its priority
+/// (`sd-daemon(3)`), which the journal removes.
+pub fn is_journal() -> bool {
+    let stream = std::env::var("JOURNAL_STREAM").unwrap_or_default();
+    let named = stream.split_once(':').and_then(|(device, inode)| {
+        Some((device.parse::<u64>().ok()?, inode.parse::<u64>().ok()?))
+    });
+    let own = rustix::fs::fstat(io::stderr()).map(|file| (file.st_dev, file.st_ino));
+    named.is_some() && named == own.ok()
+}
+
 /// What is lost with a file that is not kept.
 const LOST: &str = "when this process ends, the virtual machine has no vGPU until its QEMU is \
                     started again";

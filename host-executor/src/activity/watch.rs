@@ -212,11 +212,14 @@ mod tests {
         assert!(matches!(stuck.1, Notice::Stuck(_)), "{stuck:?}");
         // The first look sees a turn that has just begun.
         assert_eq!([first.0, second.0, stuck.0], [11, 31, 41]);
+        let hang = watch.hang().expect("it hangs");
+        assert!(hang.contains("session 3 (guest alice)"), "{hang}");
         // Another turn of the same session is another matter.
         holder.end_turn();
         drop(holder);
         let again = busy(&all);
         assert_eq!(notices(&mut watch, &all, 10), []);
+        assert_eq!(watch.hang(), None);
         drop((waiter, again));
     }
 
@@ -292,6 +295,8 @@ mod tests {
         };
         assert!(text.contains("waits for the engine"), "{text}");
         assert!(text.contains("no session has"), "{text}");
+        // The session is at fault.
+        assert_eq!(watch.hang(), None);
     }
 
     #[test]

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use tracing::warn;
 
 use super::printable::printable;
-use crate::log_queue;
+use crate::{log_queue, service};
 
 /// Bytes that a process may write into the log at once, and in each second.
 const BURST: u64 = 256 << 10;
@@ -47,6 +47,7 @@ impl LogPipe {
             forward(
                 pipe,
                 log_queue::writer(),
+                service::is_journal(),
                 &mut limit,
                 Instant::now,
                 thread::sleep,
@@ -120,10 +121,12 @@ impl ByteRateLimit {
     }
 }
 
-/// Forwards lines until the pipe ends.
+/// Forwards lines until the pipe ends. `is_journal`: each gets the priority of its level, and its
+/// own prefix is text: a process that a guest has taken over sends no emergencies to all users.
 fn forward(
     mut pipe: impl Read,
     mut out: impl Write,
+    is_journal: bool,
     limit: &mut ByteRateLimit,
     now: impl Fn() -> Instant,
     pause: impl Fn(Duration),
@@ -144,7 +147,13 @@ fn forward(
         while let Some(len) = line_len(&pending, is_over) {
             let line: Vec<u8> = pending.drain(..len).collect();
             match limit.admit(len, now()) {
-                true => lines.extend_from_slice(line_of(&line).as_bytes()),
+                true => {
+                    let line = line_of(&line);
+                    if is_journal {
+                        lines.extend_from_slice(priority(&line).as_bytes());
+                    }
+                    lines.extend_from_slice(line.as_bytes());
+                }
                 false => has_dropped = true,
             }
         }
@@ -180,6 +189,21 @@ fn line_of(bytes: &[u8]) -> String {
     printable(text.trim_end_matches('\n')) + "\n"
 }
 
+/// The prefix for the level that a line names, as text or as JSON.
+fn priority(line: &str) -> &'static str {
+    let levels = [
+        ("ERROR", "<3>"),
+        ("WARN", "<4>"),
+        ("DEBUG", "<7>"),
+        ("TRACE", "<7>"),
+    ];
+    let found = levels.into_iter().find(|(level, _)| {
+        let is_word = line.split_whitespace().take(2).any(|word| word == *level);
+        is_word || line.contains(&format!("\"level\":\"{level}\""))
+    });
+    found.map_or("<6>", |(_, prefix)| prefix)
+}
+
 #[cfg(test)]
 mod tests {
     use std::cell::{Cell, RefCell};
@@ -189,6 +213,10 @@ mod tests {
     /// Forwards `text` in a time that passes only in pauses. Returns what was written, the bytes
     /// that were dropped, and the seconds that the writer had to wait.
     fn forwarded(text: &[u8]) -> (String, u64, u64) {
+        forwarded_to(text, false)
+    }
+
+    fn forwarded_to(text: &[u8], is_journal: bool) -> (String, u64, u64) {
         let start = Instant::now();
         let passed = Cell::new(Duration::ZERO);
         let dropped = RefCell::new(0);
@@ -197,6 +225,7 @@ mod tests {
         forward(
             text,
             &mut out,
+            is_journal,
             &mut limit,
             || start + passed.get(),
             |pause| passed.set(passed.get() + pause),
@@ -208,6 +237,14 @@ mod tests {
             dropped,
             passed.get().as_secs(),
         )
+    }
+
+    #[test]
+    fn lines_for_the_journal_have_the_priority_of_their_level() {
+        let text = "2026-01-02T03:04:05Z  WARN a\n<0>emergency\n{\"level\":\"ERROR\"}\nan ERROR\n";
+        let (out, ..) = forwarded_to(text.as_bytes(), true);
+        let starts: Vec<&str> = out.lines().map(|line| &line[..6]).collect();
+        assert_eq!(starts, ["<4>202", "<6><0>", "<3>{\"l", "<3>an "]);
     }
 
     #[test]

@@ -11,9 +11,8 @@ use tracing_subscriber::layer::SubscriberExt as _;
 use tracing_subscriber::registry::LookupSpan;
 use tracing_subscriber::util::SubscriberInitExt as _;
 use tracing_subscriber::{Registry, fmt, reload};
-use vgpu_executor::DUMP_TARGET;
 use vgpu_executor::config::{LogFormat, Settings};
-use vgpu_executor::log_queue;
+use vgpu_executor::{DUMP_TARGET, log_queue, service};
 
 /// Starts the thread that writes the log. A process that gives up its files while it has one thread
 /// does so afterwards.
@@ -38,7 +37,7 @@ impl Logging {
                 .with_writer(log_queue::writer)
                 .log_internal_errors(false)
         };
-        match (settings.log_format, is_journal()) {
+        match (settings.log_format, service::is_journal()) {
             (LogFormat::Text, false) => registry
                 .with(layer().with_ansi(stderr().is_terminal()))
                 .init(),
@@ -73,17 +72,6 @@ impl Logging {
 /// Checks the log filter of the settings.
 pub(super) fn check(settings: &Settings) -> anyhow::Result<()> {
     filter(settings).map(drop)
-}
-
-/// Whether standard error is a stream of systemd's journal: JOURNAL_STREAM has the device and the
-/// inode of the stream (`systemd.exec(5)`).
-fn is_journal() -> bool {
-    let stream = std::env::var("JOURNAL_STREAM").unwrap_or_default();
-    let named = stream.split_once(':').and_then(|(device, inode)| {
-        Some((device.parse::<u64>().ok()?, inode.parse::<u64>().ok()?))
-    });
-    let own = rustix::fs::fstat(stderr()).map(|file| (file.st_dev, file.st_ino));
-    named.is_some() && named == own.ok()
 }
 
 /// A format of log lines, each with the priority by which the journal files it (`sd-daemon(3)`).

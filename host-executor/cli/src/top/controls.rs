@@ -12,30 +12,27 @@ use super::rates::Rates;
 /// The order of the guests.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 enum Order {
-    /// That of the configuration.
+    /// By name, as the executor reports them.
     #[default]
-    Configuration,
+    Name,
     Memory,
     Time,
-    Name,
 }
 
 impl Order {
     fn next(self) -> Order {
         match self {
-            Order::Configuration => Order::Memory,
+            Order::Name => Order::Memory,
             Order::Memory => Order::Time,
             Order::Time => Order::Name,
-            Order::Name => Order::Configuration,
         }
     }
 
     fn name(self) -> &'static str {
         match self {
-            Order::Configuration => "as configured",
+            Order::Name => "name",
             Order::Memory => "memory",
             Order::Time => "time",
-            Order::Name => "name",
         }
     }
 }
@@ -146,13 +143,12 @@ impl Controls {
         let shown = status.guests.iter().filter(|g| self.is_shown(&g.name));
         let mut shown: Vec<&GuestStatus> = shown.collect();
         match self.order {
-            Order::Configuration => {}
+            Order::Name => {}
             Order::Memory => shown.sort_by_key(|guest| Reverse(guest.usage.memory)),
             Order::Time => {
                 let busy = |guest: &GuestStatus| rates.get(&guest.name).map_or(0.0, |r| r.busy);
                 shown.sort_by(|a, b| busy(b).total_cmp(&busy(a)));
             }
-            Order::Name => shown.sort_by(|a, b| a.name.cmp(&b.name)),
         }
         shown
     }
