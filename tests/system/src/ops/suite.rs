@@ -94,6 +94,21 @@ pub(crate) struct Claim {
     pub(crate) supported: bool,
 }
 
+impl<'a> Suite<'a> {
+    /// The usual cases of the program in the folder `bin`, of all operators or of `ops`, on ggml's
+    /// CPU backend. `name` is for the names of logs and reports.
+    pub(crate) fn new(bin: &'a Path, ops: Option<&'a str>, name: &'a str) -> Suite<'a> {
+        Suite {
+            bin,
+            backend: Backend::Cpu,
+            ops,
+            cases: Cases::Usual,
+            preload: None,
+            name,
+        }
+    }
+}
+
 impl Suite<'_> {
     fn command(&self, mode: &str) -> Command {
         let mut program = Command::new(self.bin.join("test-backend-ops"));

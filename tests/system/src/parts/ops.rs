@@ -358,15 +358,8 @@ fn on_ggml_cpu(
 }
 
 /// The suite of a build, without a backend.
-pub(super) fn suite<'a>(tests: &TestRun<'a>, bin: &'a Path, name: &'a str) -> Suite<'a> {
-    Suite {
-        bin,
-        backend: Backend::Cpu,
-        ops: tests.options.ops.as_deref(),
-        cases: Cases::Usual,
-        preload: None,
-        name,
-    }
+fn suite<'a>(tests: &TestRun<'a>, bin: &'a Path, name: &'a str) -> Suite<'a> {
+    Suite::new(bin, tests.options.ops.as_deref(), name)
 }
 
 fn against_reference(

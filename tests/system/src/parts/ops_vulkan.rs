@@ -15,7 +15,6 @@ use xtask_common::packages::{self, SoftwareVulkan};
 use xtask_common::progress::Progress;
 use xtask_common::scratch::Scratch;
 
-use super::ops::suite;
 use crate::test_run::{Served, TestRun};
 
 /// The number of different parameters for each operator: in a default run, and with `--full`.
@@ -121,7 +120,7 @@ fn compare(
             dist,
             endpoint: &endpoint,
         },
-        ..suite(tests, bin, "engine-ggml-vulkan")
+        ..Suite::new(bin, tests.options.ops.as_deref(), "engine-ggml-vulkan")
     };
     let claims = suite.claims()?;
     let each = EACH[usize::from(tests.options.full)];
