@@ -113,7 +113,9 @@ fn compare(
     vulkan.driver.set(&mut serve, &[]);
     let log = tests.log("ops-ggml-vulkan-vgpu-serve");
     let engine = format!("ggml:{}", engine.display());
-    let served = Served::start_engine(&mut serve, &engine, &["--trust-guests"], &log)?;
+    // On a machine with other work, a pipeline takes minutes to compile.
+    let arguments = ["--trust-guests", "--max-turn-time", "0"];
+    let served = Served::start_engine(&mut serve, &engine, &arguments, &log)?;
     let endpoint = served.executor.endpoint();
     let mut suite = Suite {
         backend: Backend::Plugin {
