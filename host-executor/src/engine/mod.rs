@@ -28,8 +28,8 @@ pub use select::{HostGpu, Probe, ProbedDevice, ProbedKind, Selection, host_gpus,
 /// them.
 ///
 /// [`EngineKind::AnyGgml`] and [`EngineKind::Auto`] are chosen in this process, which keeps what it
-/// has loaded in vain; `auto` then is the CUDA engine or the CPU engine. [`select`] chooses without
-/// that.
+/// has loaded in vain; `auto` then is the CUDA engine or the CPU engine. [`select()`] chooses
+/// without that.
 ///
 /// # Errors
 /// [`StartError`] names the engine and says what it lacks. [`EngineKind::Auto`] fails only if the
