@@ -183,7 +183,7 @@ fn settings_that_need_a_restart_are_reported() {
     let live =
         parse("[engine]\nthreads = 2\n[[guest]]\nname = \"a\"\nuids = [2]\nweight = 7\n").unwrap();
     assert!(live.needs_restart(&running).is_empty());
-    let other = parse("[engine]\nthreads = 3\npin = true\nkind = \"auto\"\n").unwrap();
+    let other = parse("[engine]\nthreads = 3\npin = true\nkind = \"cpu\"\n").unwrap();
     assert_eq!(
         other.needs_restart(&running),
         ["engine.kind", "engine.threads", "engine.pin"]
