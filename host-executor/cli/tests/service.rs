@@ -498,7 +498,7 @@ fn missing_for_a_gpu_host(text: &str) -> Vec<String> {
     let settings = settings_of(text);
     let wanted = [
         "ExecStartPre=-+/usr/bin/nvidia-modprobe -c 0 -u",
-        "TimeoutStartSec=15min",
+        "TimeoutStartSec=35min",
         "CacheDirectory=vgpu",
         "Environment=VGPU_CACHE=/var/cache/vgpu",
     ];

@@ -36,11 +36,6 @@ impl EngineKind {
     pub fn needs_trust(&self) -> bool {
         matches!(self, EngineKind::Ggml(_) | EngineKind::AnyGgml)
     }
-
-    /// Whether [`select`](super::select()) chooses among several engines.
-    pub fn is_choice(&self) -> bool {
-        matches!(self, EngineKind::Auto | EngineKind::AnyGgml)
-    }
 }
 
 /// A text that names no engine.

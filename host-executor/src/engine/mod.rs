@@ -17,7 +17,7 @@ use vgpu_engine::Engine;
 pub use cuda::{KeepError, cuda_forced, save_tuning};
 pub use error::StartError;
 pub use kind::{EngineKind, GgmlBackend, ParseEngineKindError};
-pub use select::{HostGpu, Probe, ProbedDevice, ProbedKind, Selection, host_gpus, select};
+pub use select::{Probe, ProbedDevice, ProbedKind, Selection, select};
 
 /// Starts an engine. `threads` and `memory` (the most bytes that the engine allocates; `None`: what
 /// the machine or its control group has) apply to the CPU engine, and to a backend of ggml.

@@ -87,6 +87,7 @@ fn auto(
     // All that refuses the CUDA engine (no driver, no GPU, a kernel that is not trusted) is an
     // error here, and leads on to the next engine.
     let cuda = EngineKind::Cuda(0);
+    info!("auto: trying the engine {cuda}");
     let no_cuda = match probe(&cuda) {
         Ok(devices) => {
             let device = devices.first().map_or("", |device| &device.description);
@@ -118,7 +119,11 @@ fn auto(
             None => "there is no backend library of ggml for a GPU".to_owned(),
         },
     };
-    let unused_gpu = gpus.first().map(|gpu| {
+    // Of an integrated GPU beside an NVIDIA one nobody expects much.
+    let is_nvidia = |gpu: &&HostGpu| gpu.vendor == Vendor::Nvidia;
+    let gpu = gpus.iter().find(is_nvidia).or(gpus.first());
+    let is_expected = gpu.as_ref().is_some_and(is_nvidia) || !search.backends.is_empty();
+    let unused_gpu = gpu.map(|gpu| {
         let reason = match gpu.vendor {
             Vendor::Nvidia => format!("{no_cuda}; {no_ggml}"),
             Vendor::Amd | Vendor::Intel => no_ggml.clone(),
@@ -126,7 +131,8 @@ fn auto(
         format!("{gpu} is not used: {reason}")
     });
     match &unused_gpu {
-        Some(text) => warn!("auto: the engine cpu; the GPU {text}"),
+        Some(text) if is_expected => warn!("auto: the engine cpu; the GPU {text}"),
+        Some(text) => info!("auto: the engine cpu; the GPU {text}"),
         None => info!("auto: the engine cpu, because {no_cuda}; {no_ggml}"),
     }
     Selection {
@@ -202,7 +208,7 @@ enum Vendor {
 
 /// A GPU of this machine, by its PCI description.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct HostGpu {
+struct HostGpu {
     vendor: Vendor,
     id: (u16, u16),
     address: pci::Address,
@@ -221,10 +227,6 @@ impl fmt::Display for HostGpu {
 }
 
 /// The GPUs that programs of this machine can use, as the kernel lists them.
-pub fn host_gpus() -> Vec<HostGpu> {
-    gpus(Path::new(pci::SYSFS))
-}
-
 fn gpus(sysfs: &Path) -> Vec<HostGpu> {
     const DISPLAY: u32 = 0x03;
     const ACCELERATOR: u32 = 0x12;

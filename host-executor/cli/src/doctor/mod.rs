@@ -74,12 +74,15 @@ pub(crate) fn run(args: &Args) -> ExitCode {
     let root = Root::new(&args.root);
     host::check(&mut report);
     sandbox::check(&mut report);
-    // Before the checks that need it, so that the first failure is their cause.
-    let mut of_config = Report::default();
-    let settings = config::check(&root, &mut of_config);
     let mut of_service = Report::default();
     let service = unit::check(&root, &mut of_service);
-    // A machine with the package alone may be a guest.
+    // Before the checks that need it, so that the first failure is their cause. The package has a
+    // configuration, and may be installed in a guest, where nobody asks for the service.
+    let mut of_config = Report::default();
+    let settings = match service {
+        unit::State::Unused => None,
+        _ => config::check(&root, &mut of_config),
+    };
     let is_host = settings.is_some() || service == unit::State::Used;
     let host = is_host.then(|| settings.unwrap_or_default());
     gpu::check(&root, host.as_ref(), &mut report);

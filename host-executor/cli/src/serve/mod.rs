@@ -45,16 +45,23 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
          guests: give each guest a process with --isolate, or allow it with --trust-guests",
         settings.engine
     );
-    // No other thread runs yet. A supervisor chooses, and its workers get an engine by name.
-    let engine = engine_probe::select(&settings.engine, settings.trust_guests || args.isolate)?;
+    let choose = || engine_probe::select(&settings.engine, settings.trust_guests || args.isolate);
+    // A supervisor chooses, and its workers and the processes of its virtual machines get an engine
+    // by name. Every other process listens before it tries engines: programs wait meanwhile.
+    let chosen = match args.isolate || args.isolated_machine {
+        true => Some(choose()?),
+        false => None,
+    };
     if args.supervised.is_some() {
         // Before the process gives up its files.
         isolated::end_before_supervisor();
     }
     // The process of a virtual machine has one thread only when it gives up its files.
-    let sockets = match args.isolated_machine {
-        true => Some(single::bind_and_isolate(args, &settings, &engine.kind)?),
-        false => None,
+    let sockets = match &chosen {
+        Some(engine) if args.isolated_machine => {
+            Some(single::bind_and_isolate(args, &settings, &engine.kind)?)
+        }
+        _ => None,
     };
     start_writer()?;
     // First of all, so that a signal finds a handler as soon as there is something to clean up.
@@ -62,10 +69,13 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let dumps = DumpSource::default();
     catch_signals(sender.clone(), Arc::clone(&dumps))?;
     let channel = (sender, &events);
-    match args.isolate {
-        true => isolated::run(args, settings, &engine, channel, &dumps, &mut logging),
-        false => {
+    match chosen {
+        Some(engine) if args.isolate => {
+            isolated::run(args, settings, &engine, channel, &dumps, &mut logging)
+        }
+        chosen => {
             let sockets = sockets.map(Ok).unwrap_or_else(|| single::bind(&settings))?;
+            let engine = chosen.map(Ok).unwrap_or_else(choose)?;
             single::run(
                 args,
                 settings,

@@ -64,7 +64,7 @@ pub(super) fn enter(
 /// the kernel restricts only the calling thread and its children.
 pub(super) fn isolate_files(engine: &EngineKind) -> anyhow::Result<()> {
     if *engine != EngineKind::Cpu {
-        // A driver opens files and devices, even if `auto` chooses the CPU engine in the end.
+        // A driver opens files and devices.
         info!("files: all of the user, for the driver");
         return Ok(());
     }

@@ -74,8 +74,9 @@ pub(super) fn partition(
 ) -> anyhow::Result<Partition> {
     let mut rules = settings.rules();
     let Some(all) = memory else {
+        // With `auto`, one command serves hosts with and without a GPU.
         ensure!(
-            args.guest_memory.is_none(),
+            args.guest_memory.is_none() || settings.engine == EngineKind::Auto,
             "--guest-memory is for the cpu engine; the driver of a GPU divides its memory"
         );
         return Ok(Partition {
