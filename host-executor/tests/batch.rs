@@ -235,8 +235,12 @@ fn of_two_tenants(sharing: Sharing) -> (u64, u64) {
 fn guests_of_different_tenants_run_together_only_if_all_share() {
     let (turns, members) = of_two_tenants(Sharing::Tenant);
     assert_eq!(turns, members, "a batch of two tenants");
-    let (turns, members) = of_two_tenants(Sharing::All);
-    assert!(members > turns, "{members} members in {turns} turns");
+    // On a machine without a free core the two may never wait at the same time.
+    let mut attempts = (0..20).map(|_| of_two_tenants(Sharing::All));
+    assert!(
+        attempts.any(|(turns, members)| members > turns),
+        "no batch of two tenants"
+    );
 }
 
 #[test]

@@ -290,7 +290,16 @@ fn an_executor_that_is_down() {
         assert_eq!(said.last(), format!("next: {next}"), "{}", said.text);
         assert!(!said.is_well);
     }
+    // The first start with a GPU takes minutes.
+    machine.systemd("ActiveState=activating\nSubState=start\nExecMainStatus=78\n");
+    let said = machine.doctor(&[]);
+    assert!(
+        has(&said, "note service", "vgpu.service is activating"),
+        "{}",
+        said.text
+    );
     // The cause of a service that does not start comes first.
+    machine.systemd(&format!("{failed}activating\nExecMainStatus=1\n"));
     machine.write("etc/vgpu/vgpu.toml", "[server]\nlisten = [\"usb:1\"]\n");
     let said = machine.doctor(&[]);
     assert!(

@@ -62,6 +62,14 @@ pub(super) fn check(root: &Root, report: &mut Report) -> State {
             format!("{UNIT} is not running"),
             "sudo systemctl start vgpu",
         ),
+        state @ ("activating" | "reloading" | "deactivating")
+            if value("SubState") != "auto-restart" =>
+        {
+            report.note(
+                PART,
+                format!("{UNIT} is {state}: its log is journalctl --unit vgpu --follow"),
+            );
+        }
         _ if value("ExecMainStatus") == EX_CONFIG.to_string() => report.fail(
             PART,
             format!("{UNIT} ends with status {EX_CONFIG}: a mistake in the configuration"),

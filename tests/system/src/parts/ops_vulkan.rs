@@ -124,7 +124,9 @@ fn compare(
         },
         ..Suite::new(bin, tests.options.ops.as_deref(), "engine-ggml-vulkan")
     };
-    let claims = suite.claims()?;
+    let mut claims = suite.claims()?;
+    // A graph with more columns takes minutes on a processor.
+    claims.retain(|claim| claim.op != "LIGHTNING_INDEXER" || claim.case.contains(",nb=1,"));
     let each = EACH[usize::from(tests.options.full)];
     suite.cases = ops::sample_each(&claims, each, &mut Rng::new(SEED, 0));
     let (report, _) = suite.run(progress)?;
