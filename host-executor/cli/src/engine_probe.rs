@@ -16,8 +16,8 @@ use crate::own_program::OWN_PROGRAM;
 /// The time that a backend library of ggml has to list its devices.
 const TIME_OF_GGML: Duration = Duration::from_secs(30);
 
-/// The time that the CUDA engine has to start. All kernels may be compiled the first time. The units
-/// in deploy/host allow twice as much, since the engine starts once more if it is chosen.
+/// The time that the CUDA engine has to start. All kernels may be compiled the first time. The
+/// units in deploy/host allow twice as much, since the engine starts once more if it is chosen.
 const TIME_OF_CUDA: Duration = Duration::from_secs(900);
 
 /// How often a process is looked at.

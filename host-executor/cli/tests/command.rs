@@ -206,8 +206,16 @@ fn backends_of_ggml_are_looked_for_and_a_refusal_has_its_reason() {
     let folder = scratch.path();
     fs::write(folder.join("libggml-vulkan.so"), "no library").expect("a file");
     fs::write(folder.join("libggml-cpu-zen4.so"), "no library").expect("a file");
+    // Refused when an engine is chosen.
+    let endpoint = format!("unix:{}", folder.join("vgpu.sock").display());
+    let refused = [
+        "--listen",
+        &endpoint,
+        "--weights-cache",
+        "/proc/none,size=1M",
+    ];
     let log = |arguments: &[&str]| {
-        let arguments = [&["serve"][..], arguments, &REFUSED].concat();
+        let arguments = [&["serve"][..], arguments, &refused].concat();
         fails(
             vgpu(&arguments)
                 .env("LD_LIBRARY_PATH", folder)
