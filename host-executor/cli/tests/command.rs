@@ -196,9 +196,6 @@ fn backend_of_ggml_needs_isolated_or_trusted_guests() {
     );
 }
 
-/// An address that `vgpu serve` refuses, after it has chosen an engine.
-const REFUSED: [&str; 2] = ["--listen", "tcp:1.2.3.4:5"];
-
 /// A machine may have backends of ggml, which are found, too: the test asserts nothing of those.
 #[test]
 fn backends_of_ggml_are_looked_for_and_a_refusal_has_its_reason() {
