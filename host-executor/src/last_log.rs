@@ -4,10 +4,11 @@
 //! log then never returns. The end of a process whose engine hangs must not wait for it.
 #![forbid(unsafe_code)]
 
-use crate::log_queue::{self, LOG_PATIENCE};
-use crate::service;
 use std::sync::mpsc;
 use std::thread;
+
+use crate::log_queue::{self, LOG_PATIENCE};
+use crate::service;
 
 /// Calls `log` on a thread of its own. Waits until `log` has returned and its lines are written,
 /// but no longer than [`LOG_PATIENCE`].
@@ -26,8 +27,7 @@ pub(crate) fn log_in_time(log: impl FnOnce() + Send + 'static) {
 }
 
 /// Ends the process with `status` when `log` has returned and its lines are written, or after two
-/// seconds. Destructors and
-/// exit handlers, which a hanging driver could block, do not run.
+/// seconds. Destructors and exit handlers, which a hanging driver could block, do not run.
 pub fn end_with_last_log(status: i32, log: impl FnOnce() + Send + 'static) -> ! {
     log_in_time(log);
     service::end_at_once(status)

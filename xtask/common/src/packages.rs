@@ -408,40 +408,27 @@ pub fn nvrtc(cache: &Cache) -> Result<PathBuf> {
 /// # Errors
 /// If npm or pip is missing or fails, or npm has no libraries for this machine.
 pub fn ggml_cuda(cache: &Cache) -> Result<PathBuf> {
-    let path = node(cache)?;
-    let package = format!("@node-llama-cpp/{}-cuda", machine()?);
-    let name = format!("ggml-cuda-{GGML_CUDA_VERSION}");
-    cache.folder(&name, |dir| {
-        let progress = Progress::new(&format!("fetching {name}"));
-        let unpacked = dir.join("unpacked");
-        std::fs::create_dir(&unpacked).context("a folder for the package")?;
-        let mut npm = Command::new("npm");
-        npm.env("PATH", &path)
-            .current_dir(&unpacked)
-            .args(["install", "--prefix", ".", "--no-audit", "--no-fund"])
-            .arg("--ignore-scripts")
-            .arg(format!("{package}@{GGML_CUDA_VERSION}"));
-        process::run(&mut npm, &progress, &cache.log(&name))?;
-        let built = unpacked.join("node_modules").join(&package).join("bins");
-        let built = built.join(format!("{}-cuda", machine()?));
-        std::fs::rename(built.join("libggml-cuda.so"), dir.join("libggml-cuda.so"))
-            .context("taking libggml-cuda.so out of its package")?;
-        std::fs::remove_dir_all(unpacked).context("removing what else was installed")?;
-        progress.done("");
-        for (package, files) in CUDA_LIBRARIES {
-            let from = library(
-                cache,
-                &package.replace("==", "-"),
-                package,
-                |unpacked, dir| std::fs::rename(unpacked.join("nvidia/cu13/lib"), dir.join("lib")),
-            )?;
-            for file in *files {
-                std::fs::copy(from.join("lib").join(file), dir.join(file))
-                    .with_context(|| format!("taking {file} out of {package}"))?;
+    npm_backend(
+        cache,
+        ("cuda", GGML_CUDA_VERSION, &["libggml-cuda.so"]),
+        |dir| {
+            for (package, files) in CUDA_LIBRARIES {
+                let from = library(
+                    cache,
+                    &package.replace("==", "-"),
+                    package,
+                    |unpacked, dir| {
+                        std::fs::rename(unpacked.join("nvidia/cu13/lib"), dir.join("lib"))
+                    },
+                )?;
+                for file in *files {
+                    std::fs::copy(from.join("lib").join(file), dir.join(file))
+                        .with_context(|| format!("taking {file} out of {package}"))?;
+                }
             }
-        }
-        Ok(())
-    })
+            Ok(())
+        },
+    )
 }
 
 /// The folder of ggml's own Vulkan backend as npm carries it prebuilt (ggml 0.25.1), with the
@@ -451,9 +438,29 @@ pub fn ggml_cuda(cache: &Cache) -> Result<PathBuf> {
 /// # Errors
 /// If npm is missing or fails, or npm has no libraries for this machine.
 pub fn ggml_vulkan(cache: &Cache) -> Result<PathBuf> {
+    let files = &["libggml-vulkan.so", "libggml-base.so"];
+    npm_backend(cache, ("vulkan", GGML_VULKAN_VERSION, files), |dir| {
+        let alone = dir.join("alone");
+        std::fs::create_dir(&alone)
+            .and_then(|()| {
+                let name = "libggml-vulkan.so";
+                std::fs::hard_link(dir.join(name), alone.join(name))
+            })
+            .context("a folder for the backend alone")
+    })
+}
+
+/// The folder with `files` of one of npm's prebuilt backends of ggml: the name of the backend and
+/// the version of the package. `add` completes the folder.
+fn npm_backend(
+    cache: &Cache,
+    (backend, version, files): (&str, &str, &[&str]),
+    add: impl FnOnce(&Path) -> Result<()>,
+) -> Result<PathBuf> {
     let path = node(cache)?;
-    let package = format!("@node-llama-cpp/{}-vulkan", machine()?);
-    let name = format!("ggml-vulkan-{GGML_VULKAN_VERSION}");
+    let machine = machine()?;
+    let package = format!("@node-llama-cpp/{machine}-{backend}");
+    let name = format!("ggml-{backend}-{version}");
     cache.folder(&name, |dir| {
         let progress = Progress::new(&format!("fetching {name}"));
         let unpacked = dir.join("unpacked");
@@ -463,24 +470,17 @@ pub fn ggml_vulkan(cache: &Cache) -> Result<PathBuf> {
             .current_dir(&unpacked)
             .args(["install", "--prefix", ".", "--no-audit", "--no-fund"])
             .arg("--ignore-scripts")
-            .arg(format!("{package}@{GGML_VULKAN_VERSION}"));
+            .arg(format!("{package}@{version}"));
         process::run(&mut npm, &progress, &cache.log(&name))?;
         let built = unpacked.join("node_modules").join(&package).join("bins");
-        let built = built.join(format!("{}-vulkan", machine()?));
-        for file in ["libggml-vulkan.so", "libggml-base.so"] {
+        let built = built.join(format!("{machine}-{backend}"));
+        for file in files {
             std::fs::rename(built.join(file), dir.join(file))
                 .with_context(|| format!("taking {file} out of its package"))?;
         }
-        let alone = dir.join("alone");
-        std::fs::create_dir(&alone)
-            .and_then(|()| {
-                let name = "libggml-vulkan.so";
-                std::fs::hard_link(dir.join(name), alone.join(name))
-            })
-            .context("a folder for the backend alone")?;
         std::fs::remove_dir_all(unpacked).context("removing what else was installed")?;
         progress.done("");
-        Ok(())
+        add(dir)
     })
 }
 
