@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::ptr;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 use vgpu_cuda::device::{Address, Device, Event, GraphExecId, KernelId, Launch, MappedHostMemory};
 use vgpu_cuda::source::sources_for;
@@ -12,6 +12,20 @@ use vgpu_engine::{EngineError, MemoryInfo};
 use vgpu_transport::bytes::{Bytes, BytesMut};
 
 const PAGE: usize = 4096;
+
+/// What a kernel does wrong, in tests of what finds that out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(dead_code)] // most tests have no faulty kernels
+pub(crate) enum Fault {
+    /// It writes nothing.
+    NoResults,
+    /// It makes the device unusable.
+    IllegalAddress,
+    /// It never ends.
+    Hang,
+    /// It ends the process.
+    Abort,
+}
 
 /// The device. A guard page follows each allocation, so that a kernel that accesses memory beyond
 /// the end crashes.
@@ -29,7 +43,13 @@ pub(crate) struct Shim {
     pub(crate) room: AtomicU32,
     /// The seed of the order of blocks in a cooperative launch, counted up by each launch.
     pub(crate) seed: AtomicU64,
+    /// The kernels that are faulty.
+    pub(crate) faults: Vec<(&'static str, Fault)>,
+    lost: OnceLock<&'static str>,
 }
+
+/// The error of a driver after an illegal access.
+const ILLEGAL_ADDRESS: &str = "an illegal memory access was encountered";
 
 /// The most blocks of a cooperative launch: a prime number, so that work is distributed unevenly.
 const BLOCKS: u32 = 5;
@@ -61,6 +81,8 @@ impl Shim {
             blocks: AtomicU32::default(),
             room: AtomicU32::default(),
             seed: AtomicU64::default(),
+            faults: Vec::new(),
+            lost: OnceLock::new(),
         }
     }
 
@@ -232,10 +254,23 @@ impl Device for Shim {
             ref params,
             ..
         } = *launch;
+        let name = self.kernel_name(launch.kernel);
+        let fault = self.faults.iter().find(|(faulty, _)| *faulty == name);
+        match fault.map(|(_, fault)| fault) {
+            None => {}
+            Some(Fault::NoResults) => return Ok(()),
+            Some(Fault::IllegalAddress) => {
+                let message = (*self.lost.get_or_init(|| ILLEGAL_ADDRESS)).into();
+                return Err(EngineError::Device { message });
+            }
+            Some(Fault::Hang) => loop {
+                std::thread::park();
+            },
+            Some(Fault::Abort) => std::process::abort(),
+        }
         // As a driver does (`CUDA_ERROR_INVALID_VALUE`).
         let limit = self.max_dynamic_shared(launch.kernel);
         if shared > limit {
-            let name = self.kernel_name(launch.kernel);
             let message = format!("{name}: {shared} bytes of dynamic shared memory of {limit}");
             return Err(EngineError::Device { message });
         }
@@ -264,7 +299,7 @@ impl Device for Shim {
     }
 
     fn lost(&self) -> Option<String> {
-        None
+        self.lost.get().map(|reason| (*reason).to_owned())
     }
 
     fn abandon(&self) {}

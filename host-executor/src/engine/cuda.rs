@@ -1,4 +1,4 @@
-//! Starts the CUDA engine, and keeps its tuning tables.
+//! Starts the CUDA engine, and keeps its tuning tables and the verdicts of the self-check.
 
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
@@ -7,12 +7,14 @@ use std::sync::Arc;
 use tracing::{info, warn};
 use vgpu_cuda::autotune::{self, GemmVariant, TuningTable};
 use vgpu_cuda::gpu::{Gpu, GpuError};
+use vgpu_cuda::kernel_set::{KernelSet, UnknownKernel, parse_names};
+use vgpu_cuda::verdict::Verdict;
 use vgpu_cuda::{CudaEngine, LaunchPolicy};
 use vgpu_engine::{Engine, EngineError};
 
 use super::error::StartError;
 
-/// Why the file of a tuning table cannot be written.
+/// Why a file cannot be written to the cache folder.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // the messages name every field
 pub enum KeepError {
@@ -22,14 +24,61 @@ pub enum KeepError {
     Write { path: PathBuf, error: io::Error },
 }
 
-pub(super) fn start(ordinal: u32) -> Result<Arc<dyn Engine>, StartError> {
+/// The policy that the environment asks for.
+pub fn launch_policy() -> LaunchPolicy {
     let is_set = |name, value| std::env::var_os(name).is_some_and(|set| set == value);
-    let policy = LaunchPolicy {
+    LaunchPolicy {
         megakernel: is_set("VGPU_MEGAKERNEL", "on"),
         repack: !is_set("VGPU_REPACK", "off"),
         ..LaunchPolicy::default()
-    };
-    let engine = CudaEngine::with_policy(open(ordinal)?, policy)
+    }
+}
+
+/// The kernels that the environment disables (`VGPU_DISABLE`).
+///
+/// # Errors
+/// [`UnknownKernel`] if a name is that of no kernel.
+pub fn disabled_kernels() -> Result<Vec<&'static str>, UnknownKernel> {
+    let list = std::env::var_os("VGPU_DISABLE").unwrap_or_default();
+    parse_names(&list.to_string_lossy())
+}
+
+/// The kernels to use on a GPU: all but those that the environment disables and those that the
+/// self-check has found faulty.
+fn kernels_for(ordinal: u32, gpu: &Gpu) -> Result<Arc<KernelSet>, StartError> {
+    let disabled = disabled_kernels().map_err(|error| StartError::Disable { ordinal, error })?;
+    if !disabled.is_empty() {
+        info!(
+            "VGPU_DISABLE: these kernels are not used: {}",
+            disabled.join(", ")
+        );
+    }
+    let verdict = load_verdict(&gpu.fingerprint());
+    for (kernel, reason) in verdict.faulty() {
+        warn!("the kernel {kernel} is not used: the self-check says that {reason}");
+    }
+    let faulty: Vec<_> = verdict.faulty().map(|(kernel, _)| kernel).collect();
+    let is_left_out = |name: &str| disabled.contains(&name) || faulty.contains(&name);
+    Ok(Arc::new(KernelSet::without(is_left_out)))
+}
+
+pub(super) fn start(ordinal: u32) -> Result<Arc<dyn Engine>, StartError> {
+    start_with(ordinal, launch_policy())
+}
+
+/// The same engine as for [`EngineKind::Cuda`](super::EngineKind::Cuda), with a CUDA graph for each
+/// plan that runs a second time, however small it is.
+///
+/// # Errors
+/// As [`start`](super::start).
+pub fn cuda_for_single_nodes(ordinal: u32) -> Result<Arc<dyn Engine>, StartError> {
+    start_with(ordinal, launch_policy().for_single_nodes())
+}
+
+fn start_with(ordinal: u32, policy: LaunchPolicy) -> Result<Arc<dyn Engine>, StartError> {
+    let device = open_gpu(ordinal)?;
+    let kernels = kernels_for(ordinal, &device)?;
+    let engine = CudaEngine::with_kernels(device, policy, kernels)
         .map_err(|error| StartError::Cuda { ordinal, error })?;
     let table = kernel_cache().map(|cache| load_tuning(&cache, engine.description()));
     let engine = engine
@@ -48,12 +97,18 @@ pub(super) fn start(ordinal: u32) -> Result<Arc<dyn Engine>, StartError> {
 /// # Errors
 /// As [`start`](super::start).
 pub fn cuda_forced(ordinal: u32, variant: GemmVariant) -> Result<CudaEngine, StartError> {
-    let engine =
-        CudaEngine::new(open(ordinal)?).map_err(|error| StartError::Cuda { ordinal, error })?;
+    let device = open_gpu(ordinal)?;
+    let kernels = kernels_for(ordinal, &device)?;
+    let engine = CudaEngine::with_kernels(device, LaunchPolicy::default(), kernels)
+        .map_err(|error| StartError::Cuda { ordinal, error })?;
     Ok(engine.with_tuning(TuningTable::forced(variant)))
 }
 
-fn open(ordinal: u32) -> Result<Arc<Gpu>, StartError> {
+/// Opens a GPU. With `VGPU_KERNELS=general`, without the kernels for its own architecture.
+///
+/// # Errors
+/// [`StartError::Gpu`] says what is missing or too old.
+pub fn open_gpu(ordinal: u32) -> Result<Arc<Gpu>, StartError> {
     match gpu(ordinal) {
         Ok(gpu) => Ok(Arc::new(gpu)),
         Err(error) => Err(StartError::Gpu { ordinal, error }),
@@ -95,13 +150,24 @@ fn load_tuning(cache: &Path, device: &str) -> TuningTable {
 /// # Errors
 /// [`KeepError`] if there is no cache folder or the file cannot be written.
 pub fn save_tuning(device: &str, table: &TuningTable) -> Result<PathBuf, KeepError> {
-    let cache = kernel_cache().ok_or(KeepError::NoFolder)?;
     let fingerprint = autotune::fingerprint(device);
-    let path = tuning_file(&cache, &fingerprint);
+    keep(
+        |cache| tuning_file(cache, &fingerprint),
+        &table.to_text(&fingerprint),
+    )
+}
+
+/// Writes a file of the cache folder.
+///
+/// # Errors
+/// As for [`save_tuning`].
+fn keep(path_in: impl Fn(&Path) -> PathBuf, text: &str) -> Result<PathBuf, KeepError> {
+    let cache = kernel_cache().ok_or(KeepError::NoFolder)?;
+    let path = path_in(&cache);
     let part = path.with_extension(format!("{}.part", std::process::id()));
-    // Written to a temporary file and renamed: another process may read the table at any time.
+    // Written to a temporary file and renamed: another process may read the file at any time.
     let written = std::fs::create_dir_all(&cache)
-        .and_then(|()| std::fs::write(&part, table.to_text(&fingerprint)))
+        .and_then(|()| std::fs::write(&part, text))
         .and_then(|()| std::fs::rename(&part, &path));
     match written {
         Ok(()) => Ok(path),
@@ -109,7 +175,52 @@ pub fn save_tuning(device: &str, table: &TuningTable) -> Result<PathBuf, KeepErr
     }
 }
 
-/// Opens a GPU. With `VGPU_KERNELS=general`, without the kernels for its own architecture.
+/// The verdict about the device, driver and code with this fingerprint ([`Gpu::fingerprint`]).
+fn verdict_file(cache: &Path, fingerprint: &str) -> PathBuf {
+    cache.join(format!("verdict-{fingerprint}.txt"))
+}
+
+/// The verdict that the self-check has kept about the device, driver and code with this fingerprint
+/// ([`Gpu::fingerprint`]), or an empty one.
+pub fn load_verdict(fingerprint: &str) -> Verdict {
+    kernel_cache().map_or_else(Verdict::default, |cache| verdict_in(&cache, fingerprint))
+}
+
+fn verdict_in(cache: &Path, fingerprint: &str) -> Verdict {
+    let path = verdict_file(cache, fingerprint);
+    let text = match std::fs::read_to_string(&path) {
+        Ok(text) => text,
+        Err(error) if error.kind() == ErrorKind::NotFound => return Verdict::default(),
+        Err(error) => {
+            warn!("{} is not used: {error}", path.display());
+            return Verdict::default();
+        }
+    };
+    Verdict::parse(&text, fingerprint).unwrap_or_else(|reason| {
+        warn!("{} is not used: {reason}", path.display());
+        Verdict::default()
+    })
+}
+
+/// Writes the verdict about a device to the cache folder. Returns the path of the file.
+///
+/// # Errors
+/// [`KeepError`] if there is no cache folder or the file cannot be written.
+pub fn save_verdict(fingerprint: &str, verdict: &Verdict) -> Result<PathBuf, KeepError> {
+    let path_in = |cache: &Path| verdict_file(cache, fingerprint);
+    keep(path_in, &verdict.to_text(fingerprint))
+}
+
+/// Whether a verdict could be kept.
+///
+/// # Errors
+/// [`KeepError`] if there is no cache folder or no file can be written there.
+pub fn check_cache() -> Result<(), KeepError> {
+    let path = keep(|cache| cache.join(".writable"), "")?;
+    std::fs::remove_file(&path).map_err(|error| KeepError::Write { path, error })
+}
+
+/// As [`open_gpu`].
 fn gpu(ordinal: u32) -> Result<Gpu, GpuError> {
     let gpu = Gpu::new(ordinal, kernel_cache())?;
     Ok(match std::env::var_os("VGPU_KERNELS") {
@@ -137,6 +248,7 @@ fn kernel_cache() -> Option<PathBuf> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use vgpu_cuda::verdict::Finding;
     use vgpu_transport::ir::Type;
 
     #[test]
@@ -153,5 +265,20 @@ mod tests {
         assert!(load_tuning(cache, "another").is_empty());
         std::fs::write(file_of("another"), text).expect("a file");
         assert!(load_tuning(cache, "another").is_empty());
+    }
+
+    #[test]
+    fn a_verdict_is_used_for_the_device_it_is_about() {
+        let folder = tempfile::tempdir().expect("a new folder");
+        let cache = folder.path();
+        assert!(verdict_in(cache, "here").is_empty());
+        let mut verdict = Verdict::default();
+        verdict.record("vg_rope_rows", Finding::Faulty("it is off by 1".into()));
+        let text = verdict.to_text("here");
+        std::fs::write(verdict_file(cache, "here"), &text).expect("a file");
+        assert_eq!(verdict_in(cache, "here"), verdict);
+        assert!(verdict_in(cache, "there").is_empty());
+        std::fs::write(verdict_file(cache, "there"), text).expect("a file");
+        assert!(verdict_in(cache, "there").is_empty());
     }
 }

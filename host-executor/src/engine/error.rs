@@ -16,6 +16,12 @@ pub enum StartError {
         ordinal: u32,
         error: vgpu_cuda::gpu::GpuError,
     },
+    #[cfg(feature = "cuda")]
+    #[error("the engine cuda:{ordinal} does not start: VGPU_DISABLE: {error}")]
+    Disable {
+        ordinal: u32,
+        error: vgpu_cuda::kernel_set::UnknownKernel,
+    },
     #[error("the engine cuda:{ordinal} does not start: {error}")]
     Cuda { ordinal: u32, error: EngineError },
     #[cfg(feature = "ggml")]

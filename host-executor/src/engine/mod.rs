@@ -14,7 +14,10 @@ use vgpu_cpu::{CpuEngine, Threads};
 use vgpu_engine::Engine;
 
 #[cfg(feature = "cuda")]
-pub use cuda::{KeepError, cuda_forced, save_tuning};
+pub use cuda::{
+    KeepError, check_cache, cuda_for_single_nodes, cuda_forced, disabled_kernels, launch_policy,
+    load_verdict, open_gpu, save_tuning, save_verdict,
+};
 pub use error::StartError;
 pub use kind::{EngineKind, GgmlBackend, ParseEngineKindError};
 pub use select::{Probe, ProbedDevice, ProbedKind, Selection, select};
@@ -22,10 +25,11 @@ pub use select::{Probe, ProbedDevice, ProbedKind, Selection, select};
 /// Starts an engine. `threads` and `memory` (the most bytes that the engine allocates; `None`: what
 /// the machine or its control group has) apply to the CPU engine, and to a backend of ggml.
 ///
-/// Three environment variables change the CUDA engine: `VGPU_MEGAKERNEL=on` runs a token as one
+/// Four environment variables change the CUDA engine: `VGPU_MEGAKERNEL=on` runs a token as one
 /// launch of a persistent kernel, `VGPU_KERNELS=general` disables the kernels that are tuned for
-/// one architecture, and `VGPU_REPACK=off` keeps weights in the layout in which guests have written
-/// them.
+/// one architecture, `VGPU_DISABLE=NAME,...` disables single kernels, and `VGPU_REPACK=off` keeps
+/// weights in the layout in which guests have written them. The CUDA engine also leaves out the
+/// kernels that the self-check has found faulty on the GPU.
 ///
 /// [`EngineKind::AnyGgml`] and [`EngineKind::Auto`] are chosen in this process, which keeps what it
 /// has loaded in vain; `auto` then is the CUDA engine or the CPU engine. [`select()`] chooses

@@ -53,13 +53,21 @@ impl Case {
     }
 }
 
+/// The content of an operation's tensors.
+#[derive(Clone, Copy)]
+enum Content {
+    Random,
+    /// For a graph that is only compiled: random numbers take longer.
+    Zeros,
+}
+
 /// An operation to compare.
-struct Operation {
-    name: String,
+pub(super) struct Operation {
+    pub(super) name: String,
     op: Op,
     dst: Operand,
     src: Vec<Option<Operand>>,
-    limit: f64,
+    pub(super) limit: f64,
     /// The source whose memory the result gets, as ggml places some results.
     over: Option<usize>,
 }
@@ -67,9 +75,16 @@ struct Operation {
 impl Operation {
     /// The graph of the operation, with its content, and its destination.
     fn builder(&self) -> Result<(Builder, u32), CheckError> {
+        self.filled(Content::Random)
+    }
+
+    fn filled(&self, content: Content) -> Result<(Builder, u32), CheckError> {
         let mut random = Random::new(1);
         let mut builder = Builder::default();
-        let mut add = |operand: &Operand| builder.tensor(*operand, &mut random);
+        let mut add = |operand: &Operand| match content {
+            Content::Random => builder.tensor(*operand, &mut random),
+            Content::Zeros => builder.zeros(*operand),
+        };
         let mut dst = match self.over {
             None => add(&self.dst)?,
             Some(_) => 0, // a source
@@ -91,6 +106,49 @@ impl Operation {
         matches!(self.op, Op::MulMat { .. } | Op::MulMatId { .. })
     }
 
+    /// The kernels of the operation on an engine.
+    pub(super) fn kernels(&self, engine: &dyn Engine) -> Result<Vec<&'static str>, CheckError> {
+        let (builder, _) = self.filled(Content::Zeros)?;
+        Ok(self.on(&builder, engine)?.plan.kernels())
+    }
+
+    /// Bytes of the tensors.
+    pub(super) fn bytes(&self) -> u64 {
+        let operands = self.src.iter().flatten().chain([&self.dst]);
+        operands.map(Operand::bytes).sum()
+    }
+
+    /// The results of a few runs of the operation. Calls `compiled` with the kernels of the plan
+    /// before the first run.
+    ///
+    /// # Errors
+    ///
+    /// If the engine refuses the operation, or a run fails.
+    pub(super) fn results(
+        &self,
+        engine: &dyn Engine,
+        runs: usize,
+        compiled: impl FnOnce(&[&'static str]),
+    ) -> Result<Vec<Vec<f32>>, CheckError> {
+        let (builder, dst) = self.builder()?;
+        let mut loaded = self.on(&builder, engine)?;
+        compiled(&loaded.plan.kernels());
+        let is_product = self.is_product();
+        let run = |number| {
+            if !is_product {
+                builder.fill(&loaded)?;
+            }
+            let outcome = loaded.plan.run().map_err(CheckError::from);
+            outcome
+                .and_then(|()| numbers(&*loaded.memory, &builder.tensor_at(dst)))
+                .map_err(|error| CheckError::Repeat {
+                    number,
+                    error: Box::new(error),
+                })
+        };
+        (1..=runs).map(run).collect()
+    }
+
     /// The compiled graph of the operation.
     fn on(&self, builder: &Builder, engine: &dyn Engine) -> Result<LoadedGraph, CheckError> {
         match self.is_product() {
@@ -102,12 +160,17 @@ impl Operation {
 
 /// Compiles the cases for a GPU, and returns the kernels of all plans.
 pub(super) fn planned_kernels(engine: &dyn Engine) -> Result<BTreeSet<&'static str>, CheckError> {
-    let mut kernels = BTreeSet::new();
-    for operation in operations(true) {
-        let (builder, _) = operation.builder()?;
-        kernels.extend(operation.on(&builder, engine)?.plan.kernels());
-    }
-    Ok(kernels)
+    let plans = { operations(true).into_iter() }.map(|operation| operation.kernels(engine));
+    let plans = plans.collect::<Result<Vec<_>, _>>()?;
+    Ok(plans.into_iter().flatten().collect())
+}
+
+/// Compiles the cases for any engine, and returns the name and the kernels of each.
+pub(super) fn planned_cases(
+    engine: &dyn Engine,
+) -> Result<Vec<(String, Vec<&'static str>)>, CheckError> {
+    let plan = |operation: Operation| Ok((operation.name.clone(), operation.kernels(engine)?));
+    operations(false).into_iter().map(plan).collect()
 }
 
 pub(super) fn run(
@@ -148,7 +211,7 @@ pub(super) fn run(
 }
 
 /// Runs of each graph: an engine may capture the second run and replay the third.
-const RUNS: usize = 3;
+pub(super) const RUNS: usize = 3;
 
 /// The largest normalised mean square error of all runs. Calls `compiled` with the kernels of the
 /// engine's plan before the first run.
@@ -158,36 +221,21 @@ fn difference(
     operation: &Operation,
     compiled: impl FnOnce(&[&'static str]),
 ) -> Result<f64, CheckError> {
-    let (builder, dst) = operation.builder()?;
-    let is_product = operation.is_product();
-    let on = |engine| operation.on(&builder, engine);
-    let run = |loaded: &mut LoadedGraph| {
-        if !is_product {
-            builder.fill(loaded)?;
-        }
-        loaded.plan.run()?;
-        numbers(&*loaded.memory, &builder.tensor_at(dst))
-    };
-    let expected = on(oracle).and_then(|mut loaded| run(&mut loaded));
+    let expected = operation.results(oracle, 1, |_| ());
     let expected = expected.map_err(|error| CheckError::Reference(Box::new(error)))?;
-    let mut loaded = on(engine)?;
-    compiled(&loaded.plan.kernels());
-    let mut worst = 0.0;
-    for number in 1..=RUNS {
-        let got = run(&mut loaded).map_err(|error| CheckError::Repeat {
-            number,
-            error: Box::new(error),
-        })?;
-        let error = normalized_mean_square_error(&got, &expected);
-        // NaN is the largest error.
-        if error.is_nan() || error > worst {
-            worst = error;
+    let got = operation.results(engine, RUNS, compiled)?;
+    Ok(worst_error(&got, &expected[0]))
+}
+
+/// The largest error of some results. NaN is the largest of all.
+pub(super) fn worst_error(results: &[Vec<f32>], expected: &[f32]) -> f64 {
+    let errors = { results.iter() }.map(|got| normalized_mean_square_error(got, expected));
+    errors.fold(0.0, |worst: f64, error| {
+        match error > worst || error.is_nan() {
+            true if !worst.is_nan() => error,
+            _ => worst,
         }
-        if worst.is_nan() {
-            break;
-        }
-    }
-    Ok(worst)
+    })
 }
 
 /// Mean square of the differences over that of the expected values.
@@ -275,7 +323,8 @@ fn operations(is_gpu: bool) -> Vec<Operation> {
     let mut list = List::default();
     products(&mut list);
     if is_gpu {
-        large(&mut list);
+        large_products(&mut list);
+        large_attention(&mut list);
     }
     attention(&mut list);
     elements(&mut list);
@@ -361,8 +410,21 @@ fn products(list: &mut List) {
     );
 }
 
-/// Operations large enough for the kernels that GPUs use if all SMs have work.
-fn large(list: &mut List) {
+/// The operations of the self-check: some use each kernel with another one behind it, except those
+/// for several nodes.
+pub(super) fn self_check() -> Vec<Operation> {
+    let mut list = List::default();
+    products(&mut list);
+    attention(&mut list);
+    attention_of_every_size(&mut list);
+    large_attention(&mut list);
+    elements(&mut list);
+    rows(&mut list);
+    list.0
+}
+
+/// Products large enough for the kernels that GPUs use if all SMs have work.
+fn large_products(list: &mut List) {
     let weights = Type::ALL.iter().copied();
     for ty in weights.filter(|&ty| MatmulKernel::of(ty).is_some()) {
         let op = Op::MulMat {
@@ -378,6 +440,10 @@ fn large(list: &mut List) {
         ];
         list.add(op, ROUNDED, f32s([rows, columns, 1, 1]), &sources);
     }
+}
+
+/// Attention large enough for the kernels that GPUs use if all SMs have work.
+fn large_attention(list: &mut List) {
     for [size, cap] in [[64, 0], [128, 0], [256, 10]] {
         let op = Op::FlashAttnExt {
             scale: 1.0 / (size as f32).sqrt(),
@@ -401,6 +467,37 @@ fn large(list: &mut List) {
             Some(f32s([heads, 1, 1, 1])),
         ];
         list.with(op, ROUNDED, f32s([size, heads, tokens, 1]), &sources);
+    }
+}
+
+/// Attention for each kernel on tensor cores: by the type and size of heads, for few tokens and for
+/// many.
+fn attention_of_every_size(list: &mut List) {
+    for ty in [Type::F16, Type::Bf16, Type::Q8_0, Type::F32] {
+        for [size, values] in [[64, 64], [128, 128], [256, 256], [576, 512]] {
+            for tokens in [1, 40] {
+                let op = Op::FlashAttnExt {
+                    scale: 1.0 / (size as f32).sqrt(),
+                    max_bias: 0.0,
+                    logit_softcap: 0.0,
+                    accumulator: Precision::Default,
+                    n_kv_max: 0,
+                };
+                let (keys, heads) = (96, 2);
+                let mask = Operand {
+                    ty: Type::F16,
+                    ne: [keys, tokens, 1, 1],
+                    fill: Fill::Mask(keys as i64 - tokens as i64),
+                };
+                let sources = [
+                    f32s([size, tokens, heads, 1]),
+                    numbers_of(ty, [size, keys, 1, 1]),
+                    numbers_of(ty, [values, keys, 1, 1]),
+                    mask,
+                ];
+                list.add(op, ROUNDED, f32s([values, heads, tokens, 1]), &sources);
+            }
+        }
     }
 }
 

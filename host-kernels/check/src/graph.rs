@@ -54,6 +54,14 @@ pub(super) struct Operand {
     pub(super) fill: Fill,
 }
 
+impl Operand {
+    /// Bytes of the tensor; 0 if that does not fit 64 bits.
+    pub(super) fn bytes(&self) -> u64 {
+        let shape = Shape::contiguous(self.ty, self.ne);
+        shape.and_then(|shape| shape.byte_len()).unwrap_or(0)
+    }
+}
+
 /// Builds a graph and the initial content of its buffer.
 #[derive(Default)]
 pub(super) struct Builder {
@@ -79,6 +87,19 @@ impl Builder {
         let offset = (self.bytes.len() as u64).next_multiple_of(ALIGN);
         self.bytes.resize(offset as usize, 0);
         self.bytes.extend(content);
+        Ok(self.place(shape, offset))
+    }
+
+    /// Adds a tensor of zero bytes and returns its index.
+    ///
+    /// # Errors
+    ///
+    /// [`CheckError::TensorSize`] if the size overflows.
+    pub(super) fn zeros(&mut self, operand: Operand) -> Result<u32, CheckError> {
+        let Operand { ty, ne, .. } = operand;
+        let shape = Shape::contiguous(ty, ne).ok_or(CheckError::TensorSize { ty, ne })?;
+        let offset = (self.bytes.len() as u64).next_multiple_of(ALIGN);
+        self.bytes.resize((offset + operand.bytes()) as usize, 0);
         Ok(self.place(shape, offset))
     }
 

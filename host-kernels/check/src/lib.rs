@@ -4,12 +4,14 @@
 //! `vgpu gpu-check` runs the self-test on a new GPU, in a few minutes and without model files.
 
 mod cases;
+pub mod child_process;
 mod cublas;
 mod decode_check;
 mod error;
 mod graph;
 pub mod model;
 mod rates;
+pub mod self_check;
 mod steps;
 mod synthetic_gguf;
 mod tune;
@@ -70,6 +72,15 @@ pub fn compare(
 /// If the engine refuses a case.
 pub fn planned_kernels(engine: &dyn Engine) -> Result<BTreeSet<&'static str>, CheckError> {
     cases::planned_kernels(engine)
+}
+
+/// The name and the kernels of each case that [`compare`] runs on any engine, compiled on `engine`.
+///
+/// # Errors
+///
+/// If the engine refuses a case.
+pub fn planned_cases(engine: &dyn Engine) -> Result<Vec<(String, Vec<&'static str>)>, CheckError> {
+    cases::planned_cases(engine)
 }
 
 /// The families of kernels (`Engine::kernel_families`) of which none is among `kernels`.

@@ -200,6 +200,19 @@ impl ActivationCache {
         self.entries.retain(|entry| Some(entry.key) != key);
     }
 
+    /// Drops everything that launches from `since` on would have made or read: they are not added.
+    pub(crate) fn forget_since(&mut self, since: usize) {
+        self.entries.retain(|entry| entry.made < since);
+        self.f16.take_if(|entry| entry.made >= since);
+        self.spans.retain(|&(_, used)| used < since);
+    }
+
+    /// Drops all entries.
+    pub(crate) fn clear(&mut self) {
+        self.entries.clear();
+        self.f16 = None;
+    }
+
     /// Drops all entries made of bytes in `written`, which launches from `since` on write. An entry
     /// stays if one of these launches has computed both.
     pub(crate) fn wrote(&mut self, written: &Range<Address>, since: usize) {

@@ -11,9 +11,10 @@ use crate::autotune::TuningTable;
 use crate::cpu_fallback::CpuFallback;
 use crate::device::{Address, Device, Launch, MappedHostMemory};
 use crate::graph_exec::GraphTemplates;
+use crate::kernel_set::{KernelSet, UsableKernels};
 use crate::launch::policy::LaunchPolicy;
 use crate::megakernel::report::ReportedReasons;
-use crate::megakernel::stages::{COUNTER_BYTES, StageKernels};
+use crate::megakernel::stages::{COUNTER_BYTES, MEGAKERNELS, StageKernels};
 use crate::memory::CudaMemory;
 use crate::merge::MergeKernels;
 use crate::params::{VgArangeParams, VgCodebooks, VgFault, VgView};
@@ -24,6 +25,7 @@ use vgpu_engine::{EngineError, Memory};
 /// A device, with the buffers that kernels need besides their tensors. One plan runs at a time.
 pub(crate) struct ExecutionContext {
     pub(crate) device: Arc<dyn Device>,
+    pub(crate) kernels: UsableKernels,
     pub(crate) allocator: Arc<Allocator>,
     pub(crate) cpu_fallback: CpuFallback,
     pub(crate) scratch: Arc<Scratch>,
@@ -35,9 +37,7 @@ pub(crate) struct ExecutionContext {
     /// Signals that no plan has the device.
     unlocked: Condvar,
     /// The kernels with a megakernel stage, if the device has the megakernel.
-    pub(crate) stage_kernels: Option<StageKernels>,
-    /// The kernels of launches that merge, if launches may become one.
-    pub(crate) merge_kernels: Option<MergeKernels>,
+    stage_kernels: Option<StageKernels>,
     /// The reasons that the log has given for launches outside a megakernel.
     pub(crate) reported: ReportedReasons,
     /// Whether a run has failed, so that counters may not be 0.
@@ -51,25 +51,28 @@ pub(crate) struct ExecutionContext {
 pub(crate) const COUNTERS: i64 = 1 << 16;
 
 impl ExecutionContext {
-    /// The context of `device`, with the engine's own buffers.
+    /// The context of `device`, with the engine's own buffers. Plans use the kernels in `set`.
     ///
     /// # Errors
-    /// [`EngineError`] of the device, if it has no memory for the buffers or lacks a kernel.
+    /// [`EngineError`] of the device, if it has no memory for the buffers.
     pub(crate) fn new(
         device: Arc<dyn Device>,
         policy: LaunchPolicy,
+        set: Arc<KernelSet>,
     ) -> Result<ExecutionContext, EngineError> {
-        let device: Arc<dyn Device> = Arc::new(UploadBatcher::new(device)?);
+        let kernels = UsableKernels::new(Arc::clone(&device), set);
+        let upload = kernels.find("vg_upload").ok();
+        let device: Arc<dyn Device> = Arc::new(UploadBatcher::new(device, upload)?);
         let fault = device.alloc_mapped(size_of::<VgFault>())?;
         let allocator = Arc::new(Allocator::new(&device));
         let codebooks = CudaMemory::new(&allocator, size_of::<VgCodebooks>() as u64)?;
         codebooks.write(0, codebooks_of_formats().as_slice().into())?;
         let counters = CudaMemory::new(&allocator, COUNTERS as u64 * 4 + COUNTER_BYTES)?;
         let stage_kernels = StageKernels::of(&*device);
-        let merge_kernels = MergeKernels::of(&*device).filter(|_| policy.fusion);
         Ok(ExecutionContext {
             scratch: Arc::new(Scratch::new(&device)?),
             device,
+            kernels,
             allocator,
             cpu_fallback: CpuFallback::default(),
             templates: GraphTemplates::default(),
@@ -78,7 +81,6 @@ impl ExecutionContext {
             is_locked: Mutex::new(false),
             unlocked: Condvar::new(),
             stage_kernels,
-            merge_kernels,
             reported: ReportedReasons::default(),
             counters_dirty: AtomicBool::new(false),
             fault,
@@ -97,12 +99,28 @@ impl ExecutionContext {
         self.tuning.get().map(|tuning| &**tuning)
     }
 
-    /// Runs a kernel and checks its result.
+    /// The kernels of launches that merge, if launches may become one.
+    pub(crate) fn merge_kernels(&self) -> Option<MergeKernels> {
+        let kernels = self.policy.fusion.then(|| MergeKernels::of(&self.kernels));
+        kernels.flatten()
+    }
+
+    /// The kernels with a megakernel stage, if launches become megakernels where possible.
+    pub(crate) fn stage_kernels(&self) -> Option<&StageKernels> {
+        let is_usable =
+            self.policy.megakernel && MEGAKERNELS.iter().all(|&it| self.kernels.has(it));
+        self.stage_kernels.as_ref().filter(|_| is_usable)
+    }
+
+    /// Runs a kernel, if it may be used, and checks its result.
     ///
     /// # Errors
     /// [`EngineError::Device`] if the result is wrong.
     pub(crate) fn probe(&self) -> Result<(), EngineError> {
         const COUNT: usize = 64;
+        let Ok(kernel) = self.kernels.find("vg_arange") else {
+            return self.device.synchronize();
+        };
         let shape = Shape::contiguous(Type::F32, [COUNT as u64, 1, 1, 1]);
         let shape = shape.expect("a small shape");
         let memory = CudaMemory::new(&self.allocator, 4 * COUNT as u64)?;
@@ -112,7 +130,7 @@ impl ExecutionContext {
             step: 2.0,
         };
         let launch = Launch {
-            kernel: self.device.kernel("vg_arange")?,
+            kernel,
             grid: [1; 3],
             threads: [COUNT as u32, 1, 1],
             shared: 0,

@@ -12,6 +12,7 @@ use crate::autotune::TuningTable;
 use crate::context::ExecutionContext;
 use crate::cpu_fallback::CpuFallback;
 use crate::device::Device;
+use crate::kernel_set::KernelSet;
 use crate::launch::policy::LaunchPolicy;
 use crate::memory::CudaMemory;
 use crate::plan::{CudaPlan, compile_bytes};
@@ -34,6 +35,7 @@ pub struct CudaEngine {
     description: String,
     capabilities: Capabilities,
     policy: LaunchPolicy,
+    kernels: Arc<KernelSet>,
     tuning: Arc<TuningTable>,
     open: Option<Opener>,
     retry_delay: Duration,
@@ -53,7 +55,7 @@ impl CudaEngine {
     /// An engine on `device` with the default policy.
     ///
     /// # Errors
-    /// As for [`CudaEngine::with_policy`].
+    /// As for [`CudaEngine::with_kernels`].
     pub fn new(device: Arc<dyn Device>) -> Result<CudaEngine, EngineError> {
         CudaEngine::with_policy(device, LaunchPolicy::default())
     }
@@ -61,22 +63,36 @@ impl CudaEngine {
     /// An engine on `device` with `policy`.
     ///
     /// # Errors
-    /// [`EngineError`] of the device, if it has no memory for the engine's own buffers or lacks a
-    /// kernel.
+    /// As for [`CudaEngine::with_kernels`].
     pub fn with_policy(
         device: Arc<dyn Device>,
         policy: LaunchPolicy,
     ) -> Result<CudaEngine, EngineError> {
+        CudaEngine::with_kernels(device, policy, Arc::default())
+    }
+
+    /// An engine on `device` with `policy`, which uses the kernels of the device that are in
+    /// `kernels`.
+    ///
+    /// # Errors
+    /// [`EngineError`] of the device, if it has no memory for the engine's own buffers.
+    pub fn with_kernels(
+        device: Arc<dyn Device>,
+        policy: LaunchPolicy,
+        kernels: Arc<KernelSet>,
+    ) -> Result<CudaEngine, EngineError> {
+        let context = ExecutionContext::new(device.clone(), policy, Arc::clone(&kernels))?;
         Ok(CudaEngine {
             name: device.name().to_owned(),
             description: device.description().to_owned(),
             capabilities: Capabilities::new(crate::ops::rules()),
             policy,
+            kernels,
             tuning: Arc::default(),
             open: None,
             retry_delay: RETRY_DELAY,
             current: Mutex::new(Current {
-                context: Arc::new(ExecutionContext::new(device, policy)?),
+                context: Arc::new(context),
                 failed: None,
                 attempts: 0,
             }),
@@ -145,7 +161,9 @@ impl CudaEngine {
         );
         // The memory of the lost device has to be free before the new one allocates.
         current.context.device.abandon();
-        let opened = open().and_then(|device| ExecutionContext::new(device, self.policy));
+        let opened = open().and_then(|device| {
+            ExecutionContext::new(device, self.policy, Arc::clone(&self.kernels))
+        });
         match opened.and_then(|context| context.probe().map(|()| context)) {
             Ok(context) => {
                 info!("{}: the device works again, for new sessions", self.name);
@@ -222,9 +240,10 @@ impl Engine for CudaEngine {
     }
 
     fn speed_of(&self, graph: &Graph, node: &Node) -> Speed {
-        let context = CpuFallback::takes(graph, node).then(|| self.context());
-        match context {
-            Some(Ok(context)) => context.cpu_fallback.speed(),
+        match self.context() {
+            Ok(context) if CpuFallback::takes(graph, node) || context.kernels.lacks_simple() => {
+                context.cpu_fallback.speed()
+            }
             _ => self.speed(),
         }
     }

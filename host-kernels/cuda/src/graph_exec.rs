@@ -23,9 +23,6 @@ use vgpu_engine::{ALLOCATION_BYTES, EngineError, RunStatus, Turn};
 /// and adapts its batches to the time that each takes.
 const MAX_UNKNOWN_BATCH: usize = 32;
 
-/// Fewer launches are as fast one by one.
-const MIN_GRAPH_LAUNCHES: usize = 4;
-
 /// Batches that are handed to the device beyond the one that is running.
 const BATCHES_AHEAD: usize = 1;
 
@@ -198,7 +195,7 @@ impl LaunchSequence {
         let failed = |node: usize, error| Failure { node, error };
         let start = Instant::now();
         if let (Some(batch), 0) = (template.batch, self.done) {
-            self.prepare(&mut template, device, batch);
+            self.prepare(&mut template, device, (batch, policy.min_graph_launches));
         }
         let mut under_way: Vec<Event> = Vec::new();
         while self.done < self.launches.len() {
@@ -324,13 +321,18 @@ impl LaunchSequence {
 
     /// Makes the graph instances of the template run the launches of this sequence. If the device
     /// cannot, launches go one by one.
-    fn prepare(&self, template: &mut GraphTemplate, device: &Arc<dyn Device>, batch: usize) {
+    fn prepare(
+        &self,
+        template: &mut GraphTemplate,
+        device: &Arc<dyn Device>,
+        (batch, least): (usize, usize),
+    ) {
         if template.is_disabled || template.has_params_of(self).is_some() {
             return;
         }
         let outcome = match template.params_of.take() {
             Some(held) => self.update(template, device, &held),
-            None => self.instantiate(template, device, batch),
+            None => self.instantiate(template, device, (batch, least)),
         };
         match outcome {
             Ok(()) => template.params_of = Some(Arc::clone(&self.launches)),
@@ -342,7 +344,7 @@ impl LaunchSequence {
         }
     }
 
-    /// Instantiates a graph for each batch of enough launches.
+    /// Instantiates a graph for each batch of at least `least` launches.
     ///
     /// # Errors
     /// [`EngineError`] of the device if it refuses a graph.
@@ -350,12 +352,12 @@ impl LaunchSequence {
         &self,
         template: &mut GraphTemplate,
         device: &Arc<dyn Device>,
-        batch: usize,
+        (batch, least): (usize, usize),
     ) -> Result<(), EngineError> {
         let mut first = 0;
         while first < self.launches.len() {
             let end = self.end_of_batch(first, batch);
-            if end - first >= MIN_GRAPH_LAUNCHES {
+            if end - first >= least {
                 template.graphs.push(GraphExec {
                     id: device.create_graph(&self.launches[first..end])?,
                     device: Arc::clone(device),

@@ -4,6 +4,7 @@
 //! - [`device`], [`gpu`]: the device trait, and the GPU through NVIDIA's driver.
 //! - [`source`], [`nvrtc`], `cubin`: kernel sources, their compiler, and machine code.
 //! - `params`, `types`: parameter structures of kernels, and sets of tensor types.
+//! - [`kernel_set`], [`verdict`]: which kernels may be used, and what the self-check has found.
 //! - `allocator`, `memory`, `scratch`, `upload_batch`: device memory, and small uploads in one
 //!   launch.
 //! - `launch`: what operators build launches with; `ops`: one file for each family of operators.
@@ -27,6 +28,7 @@ mod engine;
 mod fused_launch;
 pub mod gpu;
 mod graph_exec;
+pub mod kernel_set;
 mod launch;
 mod megakernel;
 mod memory;
@@ -40,6 +42,7 @@ mod scratch;
 pub mod source;
 mod types;
 mod upload_batch;
+pub mod verdict;
 mod written;
 
 pub use cubin::has_machine_code;

@@ -46,13 +46,17 @@ impl RepackBuffer {
         }
     }
 
-    /// A buffer of `bytes` bytes.
+    /// A buffer of `bytes` bytes for `kernel`, which repacks.
     ///
     /// # Errors
     /// [`EngineError::OutOfMemory`] if the device has not that much left.
-    pub(crate) fn new(allocator: &Arc<Allocator>, bytes: u64) -> Result<RepackBuffer, EngineError> {
+    pub(crate) fn new(
+        allocator: &Arc<Allocator>,
+        kernel: KernelId,
+        bytes: u64,
+    ) -> Result<RepackBuffer, EngineError> {
         Ok(RepackBuffer {
-            kernel: allocator.device().kernel("vg_repack")?,
+            kernel,
             memory: CudaMemory::new(allocator, bytes)?,
         })
     }

@@ -5,7 +5,8 @@
 
 use zerocopy::{FromBytes, Immutable, IntoBytes as _, KnownLayout};
 
-use crate::device::{Device, KernelId, Launch};
+use crate::device::{KernelId, Launch};
+use crate::kernel_set::UsableKernels;
 use crate::launch::grid::div_ceil;
 use crate::launch::planned::PlannedLaunch;
 use crate::params::*;
@@ -24,13 +25,13 @@ pub(crate) struct MergeKernels {
 }
 
 impl MergeKernels {
-    /// The kernels of a device, if it has all of them.
-    pub(crate) fn of(device: &dyn Device) -> Option<MergeKernels> {
+    /// The kernels, if all of them may be used.
+    pub(crate) fn of(kernels: &UsableKernels) -> Option<MergeKernels> {
         Some(MergeKernels {
-            rope: device.kernel("vg_rope").ok()?,
-            rope_rows: device.kernel("vg_rope_rows").ok()?,
-            set_rows: device.kernel("vg_set_rows").ok()?,
-            merged: device.kernel("vg_rope_cache").ok()?,
+            rope: kernels.find("vg_rope").ok()?,
+            rope_rows: kernels.find("vg_rope_rows").ok()?,
+            set_rows: kernels.find("vg_set_rows").ok()?,
+            merged: kernels.find("vg_rope_cache").ok()?,
         })
     }
 

@@ -33,7 +33,8 @@ const MAX_BLOCKS: u64 = 8;
 /// A device that batches small uploads.
 pub(crate) struct UploadBatcher {
     device: Arc<dyn Device>,
-    kernel: KernelId,
+    /// The kernel that moves a batch. Without it, each upload is a copy of its own.
+    kernel: Option<KernelId>,
     buffer: MappedHostMemory,
     state: Mutex<State>,
     /// The number of calls that gave the device work, counted after the call.
@@ -54,13 +55,16 @@ struct State {
 }
 
 impl UploadBatcher {
-    /// Batches uploads to `device`.
+    /// Batches uploads to `device` if there is a `kernel` that moves them.
     ///
     /// # Errors
-    /// [`EngineError::Device`] if the device lacks the kernel or the driver cannot map host memory.
-    pub(crate) fn new(device: Arc<dyn Device>) -> Result<UploadBatcher, EngineError> {
+    /// [`EngineError::Device`] if the driver cannot map host memory.
+    pub(crate) fn new(
+        device: Arc<dyn Device>,
+        kernel: Option<KernelId>,
+    ) -> Result<UploadBatcher, EngineError> {
         Ok(UploadBatcher {
-            kernel: device.kernel("vg_upload")?,
+            kernel,
             buffer: device.alloc_mapped(BUFFER_BYTES)?,
             device,
             state: Mutex::default(),
@@ -79,7 +83,9 @@ impl UploadBatcher {
     /// # Errors
     /// [`EngineError`] of the device.
     fn send(&self, state: &mut State) -> Result<(), EngineError> {
-        let Some(longest) = state.uploads.iter().map(|upload| upload.len).max() else {
+        let longest = state.uploads.iter().map(|upload| upload.len).max();
+        // Without a kernel nothing is batched.
+        let (Some(longest), Some(kernel)) = (longest, self.kernel) else {
             return Ok(());
         };
         let mut params = VgUploadParams::default();
@@ -88,7 +94,7 @@ impl UploadBatcher {
         state.uploads.clear();
         let blocks = longest.div_ceil(BLOCK_BYTES).clamp(1, MAX_BLOCKS);
         let launch = Launch {
-            kernel: self.kernel,
+            kernel,
             grid: [blocks as u32, count as u32, 1],
             threads: [128, 1, 1],
             shared: 0,
@@ -247,7 +253,7 @@ impl Device for UploadBatcher {
 
     unsafe fn upload(&self, to: Address, from: Bytes<'_>) -> Result<(), EngineError> {
         let len = from.len();
-        if len > MAX_BATCHED_UPLOAD {
+        if len > MAX_BATCHED_UPLOAD || self.kernel.is_none() {
             self.flush()?;
             // SAFETY: the caller guarantees `from.len()` bytes of device memory at `to`. `from` is
             // borrowed until the call returns, after which the device no longer reads it.

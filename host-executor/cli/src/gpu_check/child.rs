@@ -5,23 +5,23 @@
 //! entries of a list, and names each before it runs. When a child ends or is silent for too long,
 //! the entry is noted, and the next child begins behind it.
 
-use std::io::{BufRead as _, BufReader, Write as _};
-use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
-use std::sync::mpsc::{self, RecvTimeoutError};
+use std::io::Write as _;
+use std::process::{Command, ExitCode};
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use clap::{Parser, ValueEnum};
+use vgpu_check::child_process::{self, Silence};
 use vgpu_check::{CheckError, Outcome, Selection, Step};
 use vgpu_cpu::CpuEngine;
-use vgpu_executor::engine;
+use vgpu_executor::engine::{self, EngineKind};
 
 use super::findings::{Begun, CaseFinding, Device, Message, RateFinding, TextFinding};
 use super::measurement::Measurement;
 use crate::own_program::OWN_PROGRAM;
 
 /// The time for an engine to start: kernels without built-in machine code are compiled.
-const START_LIMIT: Duration = Duration::from_secs(300);
+pub(super) const START_LIMIT: Duration = Duration::from_secs(300);
 
 /// Exit status of a child whose device is lost. The parent starts the next one.
 const DEVICE_LOST: u8 = 75;
@@ -56,7 +56,11 @@ pub(super) struct Args {
 /// Runs a list in this process. Standard output has one JSON value a line.
 pub(super) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let Measurement { engine, tokens, .. } = &args.measurement;
-    let engine = engine::start(engine, 0.into(), None)?;
+    let engine = match (args.list, engine) {
+        // Their graphs have one node each, and are to run as CUDA graphs, too.
+        (List::Cases, EngineKind::Cuda(ordinal)) => engine::cuda_for_single_nodes(*ordinal)?,
+        _ => engine::start(engine, 0.into(), None)?,
+    };
     send(&Message::Device(Device::of(&*engine)))?;
     let only = args.measurement.pattern()?;
     let takes = |name: &str| only.as_ref().is_none_or(|only| only.is_match(name));
@@ -198,86 +202,30 @@ fn one(
     mut seen: impl FnMut(Message) -> anyhow::Result<()>,
 ) -> anyhow::Result<Option<String>> {
     let list = list.to_possible_value().context("a list has a name")?;
-    let mut child = Command::new(OWN_PROGRAM)
+    let mut command = Command::new(OWN_PROGRAM);
+    command
         .args(["gpu-check", "child", "--list", list.get_name()])
         .arg(format!("--first={first}"))
-        .args(measurement.args(left))
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .spawn()
-        .context("starting a child process of gpu-check")?;
-    let out = child.stdout.take().context("the child's output is piped")?;
-    let (sender, lines) = mpsc::channel();
-    // Ends when the child's output does: after its end, or after `Child::kill`.
-    std::thread::spawn(move || {
-        for line in BufReader::new(out).lines().map_while(Result::ok) {
-            if sender.send(line).is_err() {
-                break;
-            }
-        }
-    });
-    let silence = measurement.silence();
-    let (mut limit, mut is_done) = (START_LIMIT, false);
-    loop {
-        let line = match lines.recv_timeout(limit) {
-            Ok(line) => line,
-            Err(RecvTimeoutError::Timeout) => {
-                kill(&mut child);
-                let seconds = limit.as_secs();
-                return Ok(Some(format!("it was silent for {seconds} s and was ended")));
-            }
-            Err(RecvTimeoutError::Disconnected) => {
-                let status = wait(&mut child);
-                if is_done {
-                    // A checker around the child reports what it has found so.
-                    anyhow::ensure!(
-                        status.is_some_and(|status| status.success()),
-                        "a child has done its list and ended with {}",
-                        words(status)
-                    );
-                    return Ok(None);
-                }
-                return Ok(Some(format!("its process ended with {}", words(status))));
-            }
-        };
-        match serde_json::from_str(&line) {
+        .args(measurement.args(left));
+    let silence = Silence {
+        at_start: START_LIMIT,
+        between: measurement.silence(),
+    };
+    let mut is_done = false;
+    let ended = child_process::watch(&mut command, silence, |line| {
+        match serde_json::from_str(line) {
             Ok(Message::Done) => is_done = true,
-            Ok(message) => {
-                if let Err(error) = seen(message) {
-                    kill(&mut child);
-                    return Err(error);
-                }
-            }
+            Ok(message) => seen(message)?,
             // Of a library that writes to standard output.
             Err(_) => eprintln!("{line}"),
         }
-        limit = silence;
+        anyhow::Ok(())
+    })
+    .context("a child process of gpu-check")?;
+    if is_done {
+        // A checker around the child reports what it has found so.
+        anyhow::ensure!(ended.is_success(), "a child has done its list: {ended}");
+        return Ok(None);
     }
-}
-
-/// The time for a child to end after its output has, or after it was killed. A process inside the
-/// driver may take longer than anybody waits.
-const END_LIMIT: Duration = Duration::from_secs(10);
-
-/// The status of a child that has ended or is about to.
-fn wait(child: &mut Child) -> Option<ExitStatus> {
-    let begin = Instant::now();
-    while begin.elapsed() < END_LIMIT {
-        if let Ok(Some(status)) = child.try_wait() {
-            return Some(status);
-        }
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    let _ = child.kill(); // it may have ended just now
-    child.try_wait().ok().flatten()
-}
-
-fn words(status: Option<ExitStatus>) -> String {
-    status.map_or_else(|| "no status yet".into(), |status| status.to_string())
-}
-
-/// Ends a child that does not answer.
-fn kill(child: &mut Child) {
-    let _ = child.kill(); // it may have ended just now
-    wait(child);
+    Ok(Some(ended.to_string()))
 }

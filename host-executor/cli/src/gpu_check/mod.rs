@@ -6,6 +6,7 @@ mod findings;
 mod measurement;
 mod report;
 mod results;
+mod self_check;
 mod table;
 mod targets;
 
@@ -27,6 +28,7 @@ use child::List;
 use findings::{Copies, Device, Message, gigabytes};
 use measurement::Measurement;
 use report::Report;
+pub(crate) use self_check::before_serving;
 
 /// Checks a GPU: loads all kernels, compares each family of operators with the CPU engine, and
 /// measures the rates of copies, products and attention.
@@ -57,6 +59,13 @@ enum Job {
     /// Runs one list of entries in this process
     #[command(hide = true)]
     Child(child::Args),
+    /// Checks kernels in this process
+    #[command(hide = true)]
+    SelfCheckChild(self_check::ChildArgs),
+    /// Checks each kernel of a GPU that has another one behind it against that one, and stores
+    /// which are faulty: `vgpu serve` does not use those. `vgpu serve` runs this check by itself at
+    /// its first start on a GPU with a driver
+    SelfCheck(self_check::Args),
     /// Lists the models that can be written
     Models,
     /// Writes a model with the shapes of a published model and random weights, without a tokenizer,
@@ -100,6 +109,8 @@ enum Job {
 fn work(job: &Job) -> anyhow::Result<ExitCode> {
     match job {
         Job::Child(args) => return child::run(args),
+        Job::SelfCheckChild(args) => return self_check::run_child(args),
+        Job::SelfCheck(args) => return self_check::run(args),
         Job::Models => {
             for model in SHAPES {
                 println!("{:24} {:5.1} GB", model.name, model.bytes() as f64 / 1e9);

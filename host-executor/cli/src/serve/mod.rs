@@ -56,6 +56,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         // Before the process gives up its files.
         isolated::end_before_supervisor();
     }
+    #[cfg(feature = "tools")]
+    if args.supervised.is_none() {
+        crate::gpu_check::before_serving(&settings.engine);
+    }
     // The process of a virtual machine has one thread only when it gives up its files.
     let sockets = match &chosen {
         Some(engine) if args.isolated_machine => {

@@ -10,6 +10,7 @@ mod repack;
 mod sample;
 #[path = "../../../shim/device.rs"]
 mod shim;
+mod single_nodes;
 mod spy;
 mod upload_batch;
 
@@ -30,6 +31,8 @@ fn engine_on(device: &Arc<spy::Spy>) -> CudaEngine {
             fusion: true,
             megakernel: false,
             repack: true,
+            min_graph_launches: 4,
+            min_stages: 4,
         },
     )
 }

@@ -30,6 +30,8 @@ const SHORT_SLICES: LaunchPolicy = LaunchPolicy {
     fusion: true,
     megakernel: false,
     repack: true,
+    min_graph_launches: 4,
+    min_stages: 4,
 };
 
 fn count(log: &[Call], of: &Call) -> usize {

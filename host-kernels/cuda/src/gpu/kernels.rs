@@ -1,19 +1,27 @@
 //! The kernels of a GPU: loading their modules, and looking functions up.
+//!
+//! A kernel that does not load is absent: the engine does its work with other kernels.
 
 use std::ffi::{CString, c_int};
 use std::path::PathBuf;
 use std::ptr;
 
 use cudarc::driver::sys::{self, CUfunction_attribute as Attribute};
+use tracing::warn;
 use vgpu_engine::EngineError;
 
 use super::error::{GpuError, check};
 use crate::cubin::CubinLoader;
 use crate::device::KernelId;
-use crate::source::sources_for;
+use crate::nvrtc::CompileError;
+use crate::source::{Source, sources_for};
 
 /// All kernels of a context, by [`KernelId`].
-pub(super) struct Kernels(Vec<Kernel>);
+pub(super) struct Kernels {
+    kernels: Vec<Kernel>,
+    /// A hash of the machine code of all modules.
+    code_hash: blake3::Hash,
+}
 
 /// A kernel that is loaded.
 struct Kernel {
@@ -35,9 +43,11 @@ impl Kernels {
     /// More than 48 KiB is opt-in for each function (CUDA programming guide, "Shared Memory" of the
     /// compute capability).
     ///
+    /// Kernels that do not load are left out, with a warning that names them.
+    ///
     /// # Errors
-    /// [`GpuError::Compile`] if a module has to be compiled and cannot be, [`GpuError::Driver`] if
-    /// the driver refuses one.
+    /// [`GpuError::Compile`] if a module has to be compiled and there is no compiler. If no kernel
+    /// loads at all, the [`GpuError`] of the first one.
     ///
     /// # Safety
     /// A context is current to the calling thread, and the result is used in this context only.
@@ -47,22 +57,30 @@ impl Kernels {
         max_shared: u32,
     ) -> Result<Kernels, GpuError> {
         let mut cubins = CubinLoader::new(arch.into(), cache);
-        let mut kernels = Vec::new();
-        for source in sources_for(arch) {
+        let mut hasher = blake3::Hasher::new();
+        let load_module = |source: &Source| -> Result<sys::CUmodule, GpuError> {
             let cubin = cubins.load(source)?;
+            hasher.update(&cubin);
             let mut module = ptr::null_mut();
             // SAFETY: `cubin` is a whole ELF image that NVRTC made, which the driver copies. The
             // caller guarantees that a context is current. The module is never unloaded: it goes
             // with the context.
             let code = unsafe { sys::cuModuleLoadData(&mut module, cubin.as_ptr().cast()) };
             check("cuModuleLoadData", code)?;
-            for name in source.kernels() {
-                // SAFETY: `module` was loaded into the current context above.
-                let kernel = unsafe { find_function(module, name, max_shared)? };
-                kernels.push(kernel);
-            }
-        }
-        Ok(Kernels(kernels))
+            Ok(module)
+        };
+        // SAFETY: `load_module` has loaded `module` into the current context.
+        let find = |module, name| unsafe { find_function(module, name, max_shared) };
+        let kernels = load_all(sources_for(arch), load_module, find)?;
+        Ok(Kernels {
+            kernels,
+            code_hash: hasher.finalize(),
+        })
+    }
+
+    /// A hash of the machine code of all modules.
+    pub(super) fn code_hash(&self) -> blake3::Hash {
+        self.code_hash
     }
 
     /// The kernel called `name`.
@@ -70,7 +88,7 @@ impl Kernels {
     /// # Errors
     /// [`EngineError::Device`] if there is no such kernel for the architecture.
     pub(super) fn find(&self, name: &str) -> Result<KernelId, EngineError> {
-        let found = self.0.iter().position(|kernel| kernel.name == name);
+        let found = self.kernels.iter().position(|kernel| kernel.name == name);
         found
             .map(|id| KernelId(id as u32))
             .ok_or_else(|| EngineError::Device {
@@ -80,17 +98,56 @@ impl Kernels {
 
     /// The driver's handle of a kernel that [`find`](Kernels::find) has returned.
     pub(super) fn function(&self, kernel: KernelId) -> sys::CUfunction {
-        self.0[kernel.0 as usize].function
+        self.kernels[kernel.0 as usize].function
     }
 
     /// The name of a kernel.
     pub(super) fn name(&self, kernel: KernelId) -> &'static str {
-        self.0[kernel.0 as usize].name
+        self.kernels[kernel.0 as usize].name
     }
 
     /// The most bytes of dynamic shared memory of a block of a kernel.
     pub(super) fn max_dynamic_shared(&self, kernel: KernelId) -> u32 {
-        self.0[kernel.0 as usize].max_dynamic_shared
+        self.kernels[kernel.0 as usize].max_dynamic_shared
+    }
+}
+
+/// The kernels of these sources that load.
+///
+/// # Errors
+/// As for [`Kernels::load`].
+fn load_all<M: Copy, K>(
+    sources: impl Iterator<Item = &'static Source>,
+    mut load_module: impl FnMut(&Source) -> Result<M, GpuError>,
+    find: impl Fn(M, &'static str) -> Result<K, GpuError>,
+) -> Result<Vec<K>, GpuError> {
+    let mut kernels = Vec::new();
+    let mut first_error = None;
+    for source in sources {
+        let module = match load_module(source) {
+            // Of all modules, not of this one.
+            Err(error @ GpuError::Compile(CompileError::NoCompiler { .. })) => return Err(error),
+            Err(error) => {
+                let names: Vec<_> = source.kernels().collect();
+                warn!("these kernels do not load: {}: {error}", names.join(", "));
+                first_error.get_or_insert(error);
+                continue;
+            }
+            Ok(module) => module,
+        };
+        for name in source.kernels() {
+            match find(module, name) {
+                Ok(kernel) => kernels.push(kernel),
+                Err(error) => {
+                    warn!("the kernel {name} does not load: {error}");
+                    first_error.get_or_insert(error);
+                }
+            }
+        }
+    }
+    match first_error {
+        Some(error) if kernels.is_empty() => Err(error),
+        _ => Ok(kernels),
     }
 }
 
@@ -139,4 +196,54 @@ unsafe fn find_function(
         function,
         max_dynamic_shared: max_dynamic as u32,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refused(call: &'static str) -> GpuError {
+        GpuError::Driver {
+            call,
+            reason: "no binary for this GPU".into(),
+        }
+    }
+
+    /// The kernels for sm_90a, without the modules and kernels that `fails` names.
+    fn load(fails: impl Fn(&str) -> bool) -> Result<Vec<&'static str>, GpuError> {
+        let module = |source: &Source| match fails(source.name) {
+            true => Err(refused("cuModuleLoadData")),
+            false => Ok(()),
+        };
+        let find = |(), name| match fails(name) {
+            true => Err(refused("cuModuleGetFunction")),
+            false => Ok(name),
+        };
+        load_all(sources_for("sm_90a"), module, find)
+    }
+
+    #[test]
+    fn kernels_that_do_not_load_are_left_out() {
+        let all = load(|_| false).expect("all load");
+        let of_module = |name: &&str| name.starts_with("vg_fattn_sm90_");
+        let loaded = load(|name| ["fattn_sm90", "vg_rope_cache"].contains(&name));
+        let loaded = loaded.expect("the others load");
+        let expected: Vec<_> = { all.iter().copied() }
+            .filter(|name| !of_module(name) && *name != "vg_rope_cache")
+            .collect();
+        assert_eq!(loaded, expected);
+        assert_eq!(all.len() - loaded.len(), 4);
+    }
+
+    #[test]
+    fn a_device_without_any_kernel_is_an_error() {
+        let error = load(|_| true).expect_err("nothing loads");
+        assert!(error.to_string().contains("cuModuleLoadData"), "{error}");
+        let without_compiler = |_: &Source| {
+            let reason = "libnvrtc.so: not found".into();
+            Err::<(), _>(CompileError::NoCompiler { reason }.into())
+        };
+        let found = load_all(sources_for("sm_80"), without_compiler, |(), name| Ok(name));
+        assert!(matches!(found, Err(GpuError::Compile(_))));
+    }
 }

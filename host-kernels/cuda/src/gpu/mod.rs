@@ -53,6 +53,8 @@ pub struct Gpu {
     name: String,
     description: String,
     architecture: String,
+    /// The model, its compute capability, the driver, and a hash of the machine code.
+    identity: String,
     sm_count: u32,
     shared_per_sm: u32,
     /// Bytes per second; 0 if the driver does not know.
@@ -72,6 +74,13 @@ impl Gpu {
     pub fn with_general_kernels(mut self) -> Gpu {
         self.architecture = GENERAL.into();
         self
+    }
+
+    /// A hash of what the results of kernels depend on: the model, its compute capability, the
+    /// driver, the machine code of all kernels, and which of them are used.
+    pub fn fingerprint(&self) -> String {
+        let text = format!("{}, kernels for {}", self.identity, self.architecture);
+        blake3::hash(text.as_bytes()).to_hex()[..32].to_owned()
     }
 
     /// Opens GPU number `ordinal`. Kernels that have to be compiled are kept in the folder `cache`.
@@ -129,6 +138,11 @@ impl Gpu {
         // destroyed.
         unsafe { stream.set_completion(word) };
         Ok(Gpu {
+            identity: format!(
+                "{model}, compute capability {major}.{minor}, CUDA {driver}, {}, code {}",
+                kernel_module_version(),
+                kernels.code_hash()
+            ),
             description: format!("{model}, {sm_count} SMs"),
             architecture,
             sm_count,
@@ -153,6 +167,12 @@ impl Gpu {
             addresses,
         })
     }
+}
+
+/// What the driver's kernel module says about its version, if it says something. The version of
+/// CUDA alone is that of many drivers.
+fn kernel_module_version() -> String {
+    std::fs::read_to_string("/proc/driver/nvidia/version").unwrap_or_default()
 }
 
 /// Loads the driver, and finds a GPU: its handle, the name of its model, and the driver's version.

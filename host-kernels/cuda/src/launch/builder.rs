@@ -1,5 +1,6 @@
 //! The builder of launches: what an operator sees of a node, and where it adds launches.
 
+use std::cell::Cell;
 use std::ops::Range;
 
 use vgpu_transport::ir::{Graph, Node, Shape, Type};
@@ -9,7 +10,7 @@ use super::q8::next_product_quantizes;
 use crate::activation_cache::{ACTIVATION_CACHE_BYTES, ActivationCache};
 use crate::autotune::GemmVariant;
 use crate::context::ExecutionContext;
-use crate::device::{Address, Launch};
+use crate::device::{Address, KernelId, Launch};
 use crate::launch::grid::MAX_GRID_YZ;
 use crate::launch::planned::PlannedLaunch;
 use crate::launch::q8::Q8Activations;
@@ -38,6 +39,8 @@ pub(crate) struct Builder<'a> {
     refused: Vec<Address>,
     /// What the nodes of the graph write, if it is known.
     written: Option<&'a WrittenRanges>,
+    /// The kernel that was asked for and may not be used.
+    missing: Cell<Option<&'static str>>,
 }
 
 impl<'a> Builder<'a> {
@@ -63,6 +66,7 @@ impl<'a> Builder<'a> {
             before,
             refused: Vec::new(),
             written: None,
+            missing: Cell::new(None),
         }
     }
 
@@ -101,6 +105,30 @@ impl Builder<'_> {
     /// The weights that were [refused](Builder::refuse).
     pub(crate) fn refused(&self) -> &[Address] {
         &self.refused
+    }
+
+    /// A kernel that a launch needs and that may not be used. The error of that launch has ended
+    /// what was built.
+    pub(crate) fn missing(&self) -> Option<&'static str> {
+        self.missing.get()
+    }
+
+    /// Whether a kernel may be used. Whoever chooses between kernels asks this.
+    pub(crate) fn has(&self, kernel: &'static str) -> bool {
+        self.context.kernels.has(kernel)
+    }
+
+    /// The kernel called `name`, without which the node does not run on the device.
+    ///
+    /// # Errors
+    /// [`EngineError::Device`] if the kernel may not be used. [`missing`](Builder::missing) names
+    /// it from now on.
+    pub(crate) fn kernel(&self, name: &'static str) -> Result<KernelId, EngineError> {
+        let found = self.context.kernels.find(name);
+        if found.is_err() {
+            self.missing.set(Some(name));
+        }
+        found
     }
 
     /// The launches. Scratch memory is in use from the first launch to the last, so only the last
@@ -249,7 +277,7 @@ impl Builder<'_> {
 
     /// Whether launches become megakernels where possible.
     pub(crate) fn uses_megakernel(&self) -> bool {
-        self.context.policy.megakernel
+        self.context.stage_kernels().is_some()
     }
 
     /// The number of SMs of the device.
@@ -268,7 +296,7 @@ impl Builder<'_> {
         threads: u32,
     ) -> Result<i64, EngineError> {
         let device = &self.context.device;
-        let kernel = device.kernel(kernel)?;
+        let kernel = self.kernel(kernel)?;
         Ok(i64::from(device.sm_count()) * i64::from(device.blocks_per_sm(kernel, threads)))
     }
 
@@ -285,7 +313,7 @@ impl Builder<'_> {
         params: &impl Params,
     ) -> Result<(), EngineError> {
         self.launches.push(Launch {
-            kernel: self.context.device.kernel(kernel)?,
+            kernel: self.kernel(kernel)?,
             grid,
             threads: [threads, 1, 1],
             shared,
@@ -378,11 +406,11 @@ impl Builder<'_> {
         self.for_each("vg_move", dst.elements(), &copy)
     }
 
-    /// The most bytes of dynamic shared memory of a block of `kernel`. 0 if the device lacks the
-    /// kernel.
+    /// The most bytes of dynamic shared memory of a block of `kernel`. 0 if the kernel may not be
+    /// used.
     pub(crate) fn max_dynamic_shared(&self, kernel: &'static str) -> u32 {
-        let device = &self.context.device;
-        { device.kernel(kernel) }.map_or(0, |kernel| device.max_dynamic_shared(kernel))
+        let found = self.context.kernels.find(kernel);
+        found.map_or(0, |kernel| self.context.device.max_dynamic_shared(kernel))
     }
 
     /// The error for an operation that the engine cannot run.

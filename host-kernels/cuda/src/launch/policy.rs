@@ -16,6 +16,24 @@ pub struct LaunchPolicy {
     pub megakernel: bool,
     /// Whether weights are repacked.
     pub repack: bool,
+    /// The fewest launches that become a CUDA graph. Fewer are as fast one by one.
+    pub min_graph_launches: usize,
+    /// The fewest launches that become a megakernel.
+    pub min_stages: usize,
+}
+
+impl LaunchPolicy {
+    /// The same policy with a CUDA graph, or a megakernel, for each launch, however long it takes:
+    /// for checks of single nodes.
+    #[must_use]
+    pub fn for_single_nodes(self) -> LaunchPolicy {
+        LaunchPolicy {
+            graph_threshold: Duration::MAX,
+            min_graph_launches: 1,
+            min_stages: 1,
+            ..self
+        }
+    }
 }
 
 impl Default for LaunchPolicy {
@@ -27,6 +45,8 @@ impl Default for LaunchPolicy {
             // Slower than separate launches on an H200.
             megakernel: false,
             repack: true,
+            min_graph_launches: 4,
+            min_stages: 4,
         }
     }
 }

@@ -25,9 +25,6 @@ use super::deps::{self, StageDeps};
 use super::no_stage::NoStage;
 use super::stages::{Stage, THREADS};
 
-/// The fewest launches that are worth a megakernel.
-const MIN_STAGES: usize = 4;
-
 /// Blocks per SM to try, the most first. The registers of an SM are enough for three.
 const BLOCKS: [u32; 3] = [3, 2, 1];
 
@@ -70,11 +67,7 @@ pub(crate) fn lower(
         launches: Vec::new(),
         tables: Vec::new(),
     };
-    let Some(stage_kernels) = context
-        .stage_kernels
-        .as_ref()
-        .filter(|_| context.policy.megakernel)
-    else {
+    let Some(stage_kernels) = context.stage_kernels() else {
         lowering.launches = plain.to_vec();
         return Ok(lowering);
     };
@@ -105,7 +98,7 @@ pub(crate) fn lower(
         let count = order.len();
         let (stages_of, order) = (&stages_of[..count], &order[..count]);
         debug_assert_eq!(deps::verify(&access[..count], order), Ok(()));
-        let step = match count < MIN_STAGES {
+        let step = match count < context.policy.min_stages {
             true => None,
             false => build_launch(stages_of, order, context, stage_kernels)?,
         };
@@ -121,7 +114,7 @@ pub(crate) fn lower(
                 lowering.tables.push(memory);
             }
             None => {
-                let few = count < MIN_STAGES;
+                let few = count < context.policy.min_stages;
                 let why = if few {
                     NoStage::TooFewStages
                 } else {

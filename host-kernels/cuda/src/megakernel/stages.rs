@@ -25,6 +25,9 @@ const MAX_PARAMS: usize = VG_STAGE_BYTES as usize - size_of::<VgStage>();
 /// Pairs of weight rows that a block multiplies in a work item, one for each warp.
 pub(crate) const BLOCK_PAIRS: u64 = 4;
 
+/// The megakernels: for one column, and for several.
+pub(crate) const MEGAKERNELS: [&str; 2] = ["vg_megakernel", "vg_megakernel_cols8"];
+
 /// Threads of a block.
 pub(crate) const THREADS: u32 = 128;
 
@@ -119,10 +122,8 @@ pub(crate) struct StageKernels {
 impl StageKernels {
     /// The kernels of a device, if it has the megakernels.
     pub(crate) fn of(device: &dyn Device) -> Option<StageKernels> {
-        let kernels = [
-            device.kernel("vg_megakernel").ok()?,
-            device.kernel("vg_megakernel_cols8").ok()?,
-        ];
+        let [one, several] = MEGAKERNELS.map(|name| device.kernel(name).ok());
+        let kernels = [one?, several?];
         let plain = |name, body, is_cols8| StageKernel {
             name,
             body,

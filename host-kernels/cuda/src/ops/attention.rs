@@ -74,6 +74,7 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
 /// [`EngineError::Unsupported`] if the operands need more shared memory than a block has;
 /// [`EngineError::Device`] if the device lacks a kernel.
 fn launch_simt(b: &mut Builder<'_>, params: &VgFattnSimtParams) -> Result<(), EngineError> {
+    b.kernel("vg_fattn_simt")?;
     let (q, [dk, dv]) = (&params.q, [params.k.ne[0], params.v.ne[0]]);
     let shared = 4 * (dk + WARPS * dv);
     let shared = u32::try_from(shared)

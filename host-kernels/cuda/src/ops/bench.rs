@@ -48,8 +48,12 @@ impl Bench {
             offset: 0,
         };
         Bench {
-            context: ExecutionContext::new(Arc::clone(&device), LaunchPolicy::default())
-                .expect("a context"),
+            context: ExecutionContext::new(
+                Arc::clone(&device),
+                LaunchPolicy::default(),
+                Arc::default(),
+            )
+            .expect("a context"),
             device,
             graph: Graph {
                 buffers: vec![BufferId(1)],

@@ -64,6 +64,9 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
                 mask: b.src(3),
                 codebooks: b.codebooks(),
             };
+            if let Err(error) = b.kernel("vg_indexer") {
+                return Some(Err(error));
+            }
             let n = params.q.ne[0];
             let shared = u32::try_from(4 * WARPS * n)
                 .ok()

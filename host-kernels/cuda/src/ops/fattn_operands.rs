@@ -51,7 +51,8 @@ pub(crate) fn path_of(k: &VgView, v: &VgView) -> KvPath {
 
 /// Adds the launch that classifies the tiles of the mask (all hidden, partly hidden, all visible),
 /// of `rows` tokens and heads of a group by `columns` keys. Returns the address of the classes, or
-/// 0 if there is no mask.
+/// 0 if there is no mask or the kernel may not be used: the kernels for any GPU then read the mask
+/// of each tile.
 ///
 /// # Errors
 /// [`EngineError::Device`] if the device lacks a kernel.
@@ -62,7 +63,7 @@ pub(crate) fn mask_states(
     [rows, columns]: [i64; 2],
 ) -> Result<u64, EngineError> {
     let VgFattnSimtParams { q, k, mask, .. } = params;
-    if mask.data == 0 {
+    if mask.data == 0 || !b.has("vg_fattn_mask_tiles") {
         return Ok(0);
     }
     let across = div_ceil(q.ne[1] * gqa_ratio, rows);

@@ -66,6 +66,7 @@ impl FattnSm90 {
         let blocks = across * (q.ne[2] / gqa_ratio) * q.ne[3];
         let fits = b.is_sm90()
             && b.max_dynamic_shared(shape.kernel) >= SHARED
+            && (params.mask.data == 0 || b.has("vg_fattn_mask_tiles"))
             && path_of(k, v) == KvPath::F16
             && v.ne[0] == shape.width
             && 2 * rows > ROWS

@@ -1,8 +1,8 @@
 //! Launches for several nodes, which fusion adds.
 //!
-//! Each function adds its launch. If its kernel does not take the operands, the function adds
-//! nothing and returns `None`. Results do not overlap operands, except `sum` and `dst` of [`Norm`],
-//! which may have the memory of `a`, row by row.
+//! Each function adds its launch. If its kernel does not take the operands or may not be used, the
+//! function adds nothing and returns `None`. Results do not overlap operands, except `sum` and `dst`
+//! of [`Norm`], which may have the memory of `a`, row by row.
 
 use vgpu_transport::ir::Type;
 
@@ -46,7 +46,8 @@ pub(crate) fn norm(b: &mut Builder<'_>, it: &Norm) -> Added {
     };
     let is_like = |v: &VgView| v.data == 0 || is_dense_f32(v, 16) && v.ne == a.ne;
     let whole = if it.q8.is_some() { 32 } else { 4 };
-    let fits = is_dense_f32(&a, 16)
+    let fits = b.has("vg_norm_fused")
+        && is_dense_f32(&a, 16)
         && a.ne[0] > 0
         && a.ne[0] % whole == 0
         && a.ne[0] <= i64::from(i32::MAX)
@@ -94,7 +95,8 @@ pub(crate) struct RopeRows {
 pub(crate) fn rope_rows(b: &mut Builder<'_>, it: &RopeRows) -> Added {
     let RopeRows { rope, cache, ids } = *it;
     let src = &rope.src;
-    let fits = [VG_F32, VG_F16, VG_BF16].contains(&cache.type_)
+    let fits = b.has("vg_rope_rows")
+        && [VG_F32, VG_F16, VG_BF16].contains(&cache.type_)
         && [VG_I32, VG_I64].contains(&ids.type_)
         && src.ne[3] == 1
         && cache.ne[0] == src.ne[0] * src.ne[1]
@@ -148,7 +150,8 @@ pub(crate) fn route(b: &mut Builder<'_>, it: &Route) -> Added {
     } = *it;
     let [experts, tokens, ..] = logits.ne;
     let used = weights.ne[1];
-    let fits = logits.type_ == VG_F32
+    let fits = b.has("vg_topk_moe")
+        && logits.type_ == VG_F32
         && weights.type_ == VG_F32
         && ids.type_ == VG_I32
         && (1..=MAX_EXPERTS).contains(&experts)
@@ -195,7 +198,8 @@ pub(crate) fn weighted_sum(b: &mut Builder<'_>, it: &WeightedSum) -> Added {
         weights,
     } = *it;
     let [n, used, tokens, _] = experts.ne;
-    let fits = [dst, experts, weights].iter().all(|v| v.type_ == VG_F32)
+    let fits = b.has("vg_weighted_sum")
+        && [dst, experts, weights].iter().all(|v| v.type_ == VG_F32)
         && dst.ne == [n, tokens, 1, 1]
         && experts.ne[3] == 1
         && weights.ne == [1, used, tokens, 1];

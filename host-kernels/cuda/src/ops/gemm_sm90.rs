@@ -37,6 +37,8 @@ const MAX_ELEMENTS: i64 = 1 << 28;
 pub(crate) struct GemmSm90 {
     wide: &'static str,
     narrow: &'static str,
+    /// Whether the wide and the narrow one may be used.
+    usable: [bool; 2],
     /// The variant from the tuning table, if it has one.
     measured: Option<GemmVariant>,
 }
@@ -57,6 +59,7 @@ impl GemmSm90 {
                 GemmSm90 {
                     wide: concat!("vg_gemm_sm90_", $type, "_256"),
                     narrow: concat!("vg_gemm_sm90_", $type, "_128"),
+                    usable: [false; 2],
                     measured: None,
                 }
             };
@@ -96,11 +99,12 @@ impl GemmSm90 {
         let tiles = div_ceil(dst.ne[0], ROWS).checked_mul(columns)?;
         // The results of experts are written as columns of one matrix.
         let is_plain = dst.nb[0] == 4 && (ids.data == 0 || dst.nb[2] == dst.ne[1] * dst.nb[1]);
+        let usable =
+            [kernels.wide, kernels.narrow].map(|kernel| b.max_dynamic_shared(kernel) >= SHARED);
         let fits = b.is_sm90()
             && is_plain
-            && [kernels.wide, kernels.narrow]
-                .iter()
-                .all(|kernel| b.max_dynamic_shared(kernel) >= SHARED)
+            && usable != [false; 2]
+            && b.has("vg_convert_f16_sm90")
             && columns >= MIN_COLUMNS
             && w.ne[0] <= MAX_ELEMENTS
             && tiles <= i64::from(i32::MAX)
@@ -112,9 +116,18 @@ impl GemmSm90 {
             _ => None,
         };
         (fits && measured != Some(GemmVariant::General)).then_some(GemmSm90 {
+            usable,
             measured,
             ..kernels
         })
+    }
+
+    /// Whether the wide kernel is used, if it is wanted or not, and may be.
+    fn is_wide(&self, is_wanted: bool) -> bool {
+        match self.usable {
+            [true, true] => is_wanted,
+            [has_wide, _] => has_wide,
+        }
     }
 
     /// Adds the launches of a product: the conversion of activations, then the product.
@@ -131,10 +144,10 @@ impl GemmSm90 {
         let tiles_of = |columns| div_ceil(dst.ne[0], ROWS) * div_ceil(dst.ne[1], columns) * batches;
         let units = i64::from(b.sm_count());
         let rounds = |columns| div_ceil(tiles_of(columns), units) as f64;
-        let is_wide = match self.measured {
+        let is_wide = self.is_wide(match self.measured {
             Some(variant) => variant == GemmVariant::Wide,
             None => rounds(WIDE) * 2.0 * WIDE_SHARE <= rounds(NARROW),
-        };
+        });
         let tiles = tiles_of(if is_wide { WIDE } else { NARROW });
         let padded = div_ceil(dst.ne[1], UNIT) * UNIT;
         let activations = VgConvertF16Sm90Params {
@@ -157,7 +170,7 @@ impl GemmSm90 {
     ) -> Result<(), EngineError> {
         let VgMulMatParams { dst, w, .. } = params;
         let (vectors, experts) = (dst.ne[1] * dst.ne[2], w.ne[2]);
-        let is_wide = vectors / experts >= WIDE;
+        let is_wide = self.is_wide(vectors / experts >= WIDE);
         let columns = if is_wide { WIDE } else { NARROW };
         // The columns of each expert begin at a swizzle unit.
         let activations = VgConvertF16Sm90Params {

@@ -62,14 +62,15 @@ pub(crate) fn multiply(
     let has_ids = matches!(op, Op::MulMatId { .. });
     let is_outer = matches!(op, Op::OutProd {});
     let is_few = has_ids || n <= FEW_COLUMNS;
-    let gemm = || Gemm::of(params, op.activation_precision());
-    if let (true, Some(gemm)) = (has_ids && dst.ne[2] > FEW_COLUMNS, gemm())
-        && takes_groups(params)
-    {
-        return match gemm.sm90(b, params) {
-            Some(sm90) => sm90.multiply_groups(b, params),
-            None => gemm.multiply_groups(b, params),
-        };
+    let demand = op.activation_precision();
+    // From the fastest kernel to the simplest, each if it takes the operands and may be used.
+    if has_ids && dst.ne[2] > FEW_COLUMNS && takes_groups(params) && b.has("vg_moe_sort") {
+        if let Some(sm90) = sm90(b, params, demand) {
+            return sm90.multiply_groups(b, params);
+        }
+        if let Some(gemm) = Gemm::of(b, params, demand) {
+            return gemm.multiply_groups(b, params);
+        }
     }
     if is_few && !is_outer {
         let VgMulMatParams { dst, w, x, ids, .. } = *params;
@@ -89,11 +90,13 @@ pub(crate) fn multiply(
             return added;
         }
     }
-    if let (false, Some(gemm)) = (is_few || is_outer, gemm()) {
-        return match gemm.sm90(b, params) {
-            Some(sm90) => sm90.multiply(b, params),
-            None => gemm.multiply_tiles(b, params),
-        };
+    if !is_few && !is_outer {
+        if let Some(sm90) = sm90(b, params, demand) {
+            return sm90.multiply(b, params);
+        }
+        if let Some(gemm) = Gemm::of(b, params, demand) {
+            return gemm.multiply_tiles(b, params);
+        }
     }
     // The remaining kernels read plain weights element by element.
     if params.w.is_repacked() {
@@ -143,6 +146,52 @@ impl Operand {
             _ => 1,
         }
     }
+
+    /// The kernel that converts activations.
+    fn conversion(self) -> &'static str {
+        match self {
+            Operand::SplitF32 => "vg_split_bf16",
+            _ => "vg_convert_f16",
+        }
+    }
+}
+
+/// The sm_90a kernels for a product, if the device has them.
+fn sm90(b: &Builder<'_>, params: &VgMulMatParams, demand: Precision) -> Option<GemmSm90> {
+    typed_gemm(params, demand)?;
+    GemmSm90::of(b, params)
+}
+
+/// Whether the kernels on tensor cores can index the operands of a product.
+fn fits_gemm(params: &VgMulMatParams) -> bool {
+    let VgMulMatParams { dst, w, x, .. } = params;
+    w.ne[0] > 0
+        && x.rows() <= i64::from(i32::MAX)
+        && dst.ne[1] <= MAX_GRID_YZ
+        && dst.ne[2] * dst.ne[3] <= MAX_GRID_YZ
+}
+
+/// The kernel of the weight type for a product of many columns, if the weights are aligned for it.
+/// `demand`: the smallest type that the node allows for activations. Where it is F32 or BF16, there
+/// is none for weights of F16, and where it is F32, none for those of BF16. Quantised weights keep
+/// theirs, whose activations are F16 with a scale for each row.
+fn typed_gemm(params: &VgMulMatParams, demand: Precision) -> Option<Gemm> {
+    let VgMulMatParams { w, x, .. } = params;
+    let (ty, kernels) = MatmulKernels::of_vectors(w)?;
+    let fits = fits_gemm(params)
+        && ty != Type::F32
+        && (ty.is_quantized()
+            || !demand.needs_f32_range()
+            || (ty, demand) == (Type::Bf16, Precision::Bf16))
+        && kernels.takes_weights(w, ty)
+        && FLOATS.contains(Type::from_id(x.type_ as u8)?);
+    fits.then_some(Gemm {
+        kernel: kernels.gemm,
+        operand: match ty {
+            Type::Bf16 => Operand::Bf16,
+            _ => Operand::F16,
+        },
+    })
 }
 
 /// A tensor-core kernel for many columns.
@@ -152,37 +201,14 @@ struct Gemm {
 }
 
 impl Gemm {
-    /// The kernel for a product: that of the weight type if the weights are aligned for it, else
-    /// one with split f32. `demand`: the smallest type that the node allows for activations. Where
-    /// it is F32 or BF16, weights of F16 get the kernel with split f32, too, and where it is F32,
-    /// those of BF16. Quantised weights keep theirs, whose activations are F16 with a scale for
-    /// each row.
-    fn of(params: &VgMulMatParams, demand: Precision) -> Option<Gemm> {
-        let VgMulMatParams { dst, w, x, .. } = params;
-        let fits = w.ne[0] > 0
-            && x.rows() <= i64::from(i32::MAX)
-            && dst.ne[1] <= MAX_GRID_YZ
-            && dst.ne[2] * dst.ne[3] <= MAX_GRID_YZ;
-        if !fits {
-            return None;
+    /// The kernel for a product on any GPU: that of the weight type, else one with split f32.
+    fn of(b: &Builder<'_>, params: &VgMulMatParams, demand: Precision) -> Option<Gemm> {
+        let is_usable = |gemm: &Gemm| b.has(gemm.kernel) && b.has(gemm.operand.conversion());
+        let VgMulMatParams { w, .. } = params;
+        if let Some(gemm) = typed_gemm(params, demand).filter(is_usable) {
+            return Some(gemm);
         }
-        if let Some((ty, kernels)) = MatmulKernels::of_vectors(w)
-            && ty != Type::F32
-            && (ty.is_quantized()
-                || !demand.needs_f32_range()
-                || (ty, demand) == (Type::Bf16, Precision::Bf16))
-            && kernels.takes_weights(w, ty)
-            && FLOATS.contains(Type::from_id(x.type_ as u8)?)
-        {
-            return Some(Gemm {
-                kernel: kernels.gemm,
-                operand: match ty {
-                    Type::Bf16 => Operand::Bf16,
-                    _ => Operand::F16,
-                },
-            });
-        }
-        if w.is_repacked() {
+        if w.is_repacked() || !fits_gemm(params) {
             return None;
         }
         // Rows are read to their end in units of 16 bytes.
@@ -190,21 +216,11 @@ impl Gemm {
         let is_dense = w.type_ == VG_F32
             && w.nb[0] == 4
             && address_and_strides.iter().all(|bytes| bytes % 16 == 0);
-        Some(Gemm {
-            kernel: match is_dense {
-                true => "vg_gemm_f32",
-                false => "vg_gemm_any",
-            },
-            operand: Operand::SplitF32,
-        })
-    }
-
-    /// The sm_90a kernels, if the device has them for this product.
-    fn sm90(&self, b: &Builder<'_>, params: &VgMulMatParams) -> Option<GemmSm90> {
-        match self.operand {
-            Operand::SplitF32 => None,
-            _ => GemmSm90::of(b, params),
-        }
+        let kernels = is_dense.then_some("vg_gemm_f32").into_iter();
+        let operand = Operand::SplitF32;
+        { kernels.chain(["vg_gemm_any"]) }
+            .map(|kernel| Gemm { kernel, operand })
+            .find(is_usable)
     }
 
     /// Adds the launches: the conversion of activations, then the product.
@@ -324,11 +340,12 @@ fn convert_activations(
         is_bf16: u32::from(operand == Operand::Bf16),
         reserved: 0,
     };
-    let kernel = if is_split {
-        "vg_split_bf16"
-    } else {
-        "vg_convert_f16"
-    };
-    b.for_each_row(kernel, x.rows(), threads_for(length), 0, &params)?;
+    b.for_each_row(
+        operand.conversion(),
+        x.rows(),
+        threads_for(length),
+        0,
+        &params,
+    )?;
     Ok(params)
 }

@@ -85,10 +85,22 @@ pub(crate) fn quantize(b: &mut Builder<'_>, x: VgView) -> Result<Q8Activations, 
 }
 
 /// Adds the launch, and before it the quantisation of the activations if needed. `None` if the
-/// kernels do not take these products; then nothing was added.
+/// kernels do not take these products or may not be used; then nothing was added.
 pub(crate) fn products(b: &mut Builder<'_>, all: &Products<'_>) -> Option<Result<(), EngineError>> {
     let (ty, kernels) = fitting(all)?;
-    Some(launch(b, all, ty, &kernels))
+    let quantizes = ty.is_quantized() && all.q8.is_none();
+    let kernel = kernel_for(all, &kernels);
+    let is_usable = b.has(kernel) && (!quantizes || b.has("vg_quantize_q8"));
+    is_usable.then(|| launch(b, all, ty, kernel))
+}
+
+/// The kernel for the columns of these products.
+fn kernel_for(all: &Products<'_>, kernels: &MatmulKernels) -> &'static str {
+    match all.products[0].dst.ne[1] {
+        _ if all.ids.data != 0 => kernels.vector,
+        1 => kernels.vector,
+        _ => kernels.vectors,
+    }
 }
 
 /// The weight type and its kernels, if they take these products.
@@ -159,7 +171,7 @@ fn launch(
     b: &mut Builder<'_>,
     all: &Products<'_>,
     ty: Type,
-    kernels: &MatmulKernels,
+    kernel: &'static str,
 ) -> Result<(), EngineError> {
     let q8 = match all.q8 {
         Some(q8) => q8,
@@ -193,13 +205,7 @@ fn launch(
         (params.unit, params.c) = (unit, c);
         pairs = dst.ne[0];
     }
-    let has_ids = all.ids.data != 0;
-    let kernel = match dst.ne[1] {
-        _ if has_ids => kernels.vector,
-        1 => kernels.vector,
-        _ => kernels.vectors,
-    };
-    let (slots, batches) = match has_ids {
+    let (slots, batches) = match all.ids.data != 0 {
         true => (dst.ne[1], dst.ne[2]),
         false => (1, dst.ne[2] * dst.ne[3]),
     };

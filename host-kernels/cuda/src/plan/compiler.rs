@@ -41,6 +41,16 @@ pub(crate) struct Compiler<'a> {
     pub(crate) refused: Vec<Address>,
 }
 
+/// What came of building the launches of some nodes.
+enum Built {
+    /// They were added.
+    Added,
+    /// No kernel takes the operands.
+    NoKernel,
+    /// This kernel may not be used, and there is none behind it on the device.
+    Missing(&'static str),
+}
+
 /// The work of a plan, in order.
 enum Work {
     Launch(PlannedLaunch),
@@ -109,9 +119,9 @@ impl<'a> Compiler<'a> {
         let added = self.build(nodes.clone(), |builder| {
             add_launch(kind, &seen, needs_q8, builder)
         });
-        match added {
-            Some(outcome) => outcome,
-            None => nodes.clone().try_for_each(|at| self.node(at)),
+        match added? {
+            Built::Added => Ok(()),
+            Built::NoKernel | Built::Missing(_) => nodes.clone().try_for_each(|at| self.node(at)),
         }
     }
 
@@ -125,32 +135,69 @@ impl<'a> Compiler<'a> {
             return Ok(());
         }
         if CpuFallback::takes(self.graph, node) {
-            let work = self
-                .context
-                .cpu_fallback
-                .compile(self.graph, at, self.bases)?;
-            self.work.push(Work::Cpu(work, self.origin[at]));
-            self.groups.push((1, vec![self.origin[at]]));
-            self.wrote(at..at + 1, usize::MAX);
-            return Ok(());
+            return self.node_on_cpu(at);
         }
-        let outcome = self.build(at..at + 1, |builder| Some(ops::compile(&node.op, builder)));
-        outcome.unwrap_or(Ok(()))
+        let built = self.build(at..at + 1, |builder| Some(ops::compile(&node.op, builder)))?;
+        let Built::Missing(kernel) = built else {
+            return Ok(());
+        };
+        let op = node.op.kind().ggml_name();
+        self.context.kernels.report_missing(kernel, op);
+        self.node_on_cpu(at).map_err(|error| match error {
+            EngineError::Unsupported { op, why } => EngineError::Unsupported {
+                op,
+                why: format!(
+                    "the kernel {kernel} is disabled or was not loaded, and the CPU engine does \
+                     not run the node instead: {why}"
+                ),
+            },
+            error => error,
+        })
+    }
+
+    /// Compiles one node for the CPU engine.
+    ///
+    /// # Errors
+    /// [`EngineError`] of the CPU engine.
+    fn node_on_cpu(&mut self, at: usize) -> Result<(), EngineError> {
+        let fallback = &self.context.cpu_fallback;
+        let work = fallback.compile(self.graph, at, self.bases)?;
+        let node = &self.graph.nodes[at];
+        let sources = node.src.as_slice().iter().flatten();
+        // The CPU engine reads ggml's layout.
+        let repacked = sources.filter(|&&src| self.views[src as usize].is_repacked());
+        self.refused
+            .extend(repacked.map(|&src| self.views[src as usize].data));
+        self.work.push(Work::Cpu(work, self.origin[at]));
+        self.groups.push((1, vec![self.origin[at]]));
+        // The turn may end in the middle of the node, and another plan then uses the scratch memory
+        // of the cache.
+        self.cache.clear();
+        Ok(())
     }
 
     /// Adds the launches that `body` builds for some nodes.
+    ///
+    /// # Errors
+    /// As for [`Compiler::of`].
     fn build(
         &mut self,
         nodes: Range<usize>,
         body: impl FnOnce(&mut Builder<'_>) -> Option<Result<(), EngineError>>,
-    ) -> Option<Result<(), EngineError>> {
+    ) -> Result<Built, EngineError> {
         let before = self.work.len();
         let cache = (&mut self.cache, before);
         let mut builder = Builder::new(self.graph, self.views, nodes.start, self.context, cache);
         builder.set_written(&self.written);
         builder.set_label(self.origin[nodes.start]);
-        if let Err(error) = body(&mut builder)? {
-            return Some(Err(error));
+        match body(&mut builder) {
+            None => return Ok(Built::NoKernel),
+            Some(Ok(())) => {}
+            Some(Err(error)) => {
+                let missing = builder.missing().ok_or(error)?;
+                self.cache.forget_since(before);
+                return Ok(Built::Missing(missing));
+            }
         }
         self.scratch_bytes = self.scratch_bytes.max(builder.scratch_bytes());
         self.refused.extend(builder.refused());
@@ -159,7 +206,7 @@ impl<'a> Compiler<'a> {
         self.groups.push((steps.len(), origin.to_vec()));
         self.work.extend(steps.into_iter().map(Work::Launch));
         self.wrote(nodes, before);
-        Some(Ok(()))
+        Ok(Built::Added)
     }
 
     /// Drops cached activations that were made before launch `since` from what these nodes write.
@@ -205,7 +252,7 @@ impl<'a> Compiler<'a> {
             tables.extend(lowered.tables);
             let launches = match has_megakernels {
                 true => Some(lowered.launches),
-                false => { self.context.merge_kernels }.and_then(|kernels| kernels.merge(&plain)),
+                false => { self.context.merge_kernels() }.and_then(|kernels| kernels.merge(&plain)),
             };
             let plain = LaunchSequence::new(plain, memory, templates);
             Ok(Split::Launches(match launches {

@@ -121,7 +121,8 @@ impl<'m> RepackPass<'m> {
         }
     }
 
-    /// Allocates the buffer. Tensors that there is no memory for stay plain.
+    /// Allocates the buffer. Tensors that there is no memory for stay plain, and all do if the
+    /// kernel that repacks may not be used.
     ///
     /// # Errors
     /// [`EngineError`] of the device, but not a lack of memory.
@@ -130,7 +131,11 @@ impl<'m> RepackPass<'m> {
         let Some(bytes) = new.map(|it| RepackBuffer::bytes_for(&it.format)).max() else {
             return Ok(());
         };
-        match RepackBuffer::new(&context.allocator, bytes) {
+        let Ok(kernel) = context.kernels.find("vg_repack") else {
+            self.leave(|it| !it.is_done);
+            return Ok(());
+        };
+        match RepackBuffer::new(&context.allocator, kernel, bytes) {
             Ok(buffer) => self.buffer = Some(buffer),
             Err(error @ EngineError::OutOfMemory { .. }) => {
                 debug!("weights are not repacked: {error}");

@@ -49,6 +49,10 @@ if [ "$engine" != cpu ]; then
     part check-plain 30 env VGPU_REPACK=off \
         "$here/vgpu" gpu-check --engine "$engine" --compare-only --tokens 0
 fi
+# Which kernels are faulty. All following parts do without them.
+if [ "$engine" != cpu ]; then
+    part self-check 75 "$here/vgpu" gpu-check self-check --engine "$engine"
+fi
 
 options="-ngl 99 -fa 1 -r 2 ${VGPU_BENCH_OPTIONS:--p 512,2048 -n 128}"
 
