@@ -68,25 +68,33 @@ fn every_kernel_is_simple_or_has_another_one_behind_it() {
 #[test]
 fn kernels_give_the_results_of_the_kernels_behind_them() {
     let sample = Sample::asked();
+    // The general kernels are the same on both. Some need more shared memory than an L4 has: they
+    // are checked on an H100.
+    let mut too_large: Vec<&str> = Vec::new();
     for model in [DeviceModel::L4, DeviceModel::H100] {
+        let is_last = model == DeviceModel::H100;
         let device = device(model);
         let mut kernels = self_check::kernels_to_check(&*device, POLICY, |_| false);
-        // The general kernels are the same on both.
-        kernels.retain(|kernel| (model == DeviceModel::H100) == kernel.contains("_sm90"));
+        kernels.retain(|kernel| is_last == kernel.contains("_sm90"));
         let mut at = 0;
         kernels.retain(|_| {
             at += 1;
             sample.is_none_or(|sample| sample.has(at))
         });
-        let mut right = 0;
+        kernels.append(&mut too_large);
+        let mut ended = 0;
         let is_complete = self_check::run(&device, POLICY, &kernels, &[], |step| {
-            if let Step::Ends(kernel, finding) = step {
-                assert_eq!(finding, Finding::Right, "{kernel}");
-                right += 1;
+            let Step::Ends(kernel, finding) = step else {
+                return;
+            };
+            ended += 1;
+            match finding {
+                Finding::Unchecked if !is_last => too_large.push(kernel),
+                finding => assert_eq!(finding, Finding::Right, "{kernel}"),
             }
         });
         assert!(matches!(is_complete, Ok(true)), "{is_complete:?}");
-        assert_eq!(right, kernels.len());
+        assert_eq!(ended, kernels.len());
     }
 }
 
