@@ -45,7 +45,15 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
          guests: give each guest a process with --isolate, or allow it with --trust-guests",
         settings.engine
     );
-    let choose = || engine_probe::select(&settings.engine, settings.trust_guests || args.isolate);
+    let choose = || {
+        let is_trusted = settings.trust_guests || args.isolate;
+        let chosen = engine_probe::select(&settings.engine, is_trusted)?;
+        #[cfg(feature = "tools")]
+        if args.supervised.is_none() {
+            crate::gpu_check::before_serving(&chosen.kind);
+        }
+        anyhow::Ok(chosen)
+    };
     // A supervisor chooses, and its workers and the processes of its virtual machines get an engine
     // by name. Every other process listens before it tries engines: programs wait meanwhile.
     let chosen = match args.isolate || args.isolated_machine {
@@ -55,10 +63,6 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if args.supervised.is_some() {
         // Before the process gives up its files.
         isolated::end_before_supervisor();
-    }
-    #[cfg(feature = "tools")]
-    if args.supervised.is_none() {
-        crate::gpu_check::before_serving(&settings.engine);
     }
     // The process of a virtual machine has one thread only when it gives up its files.
     let sockets = match &chosen {
