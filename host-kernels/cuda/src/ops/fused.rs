@@ -1,8 +1,8 @@
 //! Launches for several nodes, which fusion adds.
 //!
 //! Each function adds its launch. If its kernel does not take the operands or may not be used, the
-//! function adds nothing and returns `None`. Results do not overlap operands, except `sum` and `dst`
-//! of [`Norm`], which may have the memory of `a`, row by row.
+//! function adds nothing and returns `None`. Results do not overlap operands, except `sum` and
+//! `dst` of [`Norm`], which may have the memory of `a`, row by row.
 
 use vgpu_transport::ir::Type;
 
