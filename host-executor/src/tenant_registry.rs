@@ -110,8 +110,8 @@ impl Rules {
 pub(crate) struct TenantRegistry {
     ledger: Arc<Ledger>,
     state: RankedMutex<State>,
-    /// The connected unnamed guests, by what distinguishes them ([`Peer::source`]).
-    sources: RankedMutex<BTreeMap<String, Weak<Tenant>>>,
+    /// The connected unnamed guests.
+    connected: RankedMutex<Unnamed>,
     /// Stands for all unnamed guests, in statistics.
     unnamed: Arc<Tenant>,
 }
@@ -121,6 +121,31 @@ struct State {
     guests: Vec<NamedGuest>,
     /// Limits of each unnamed guest.
     unnamed: Option<Policy>,
+}
+
+/// The unnamed guests that are connected.
+#[derive(Debug, Default)]
+struct Unnamed {
+    /// By what distinguishes them ([`Peer::source`]).
+    by_source: BTreeMap<String, Weak<Tenant>>,
+    /// Those that nothing distinguishes.
+    others: Vec<Weak<Tenant>>,
+}
+
+impl Unnamed {
+    /// Forgets those that have disconnected.
+    fn forget(&mut self) {
+        let is_connected = |tenant: &Weak<Tenant>| tenant.strong_count() > 0;
+        self.by_source.retain(|_, tenant| is_connected(tenant));
+        self.others.retain(is_connected);
+    }
+
+    fn set_policy(&self, policy: &Policy) {
+        let all = self.by_source.values().chain(&self.others);
+        for tenant in all.filter_map(Weak::upgrade) {
+            tenant.set_policy(policy.clone());
+        }
+    }
 }
 
 /// A guest of the configuration, with its tenant. The tenant's account has the limits.
@@ -155,7 +180,7 @@ impl TenantRegistry {
         TenantRegistry {
             unnamed: Tenant::unnamed("-".into(), Policy::default(), &ledger, latency),
             ledger,
-            sources: RankedMutex::new(Rank::Sources, BTreeMap::new()),
+            connected: RankedMutex::new(Rank::Sources, Unnamed::default()),
             state: RankedMutex::new(
                 Rank::Registry,
                 State {
@@ -166,8 +191,9 @@ impl TenantRegistry {
         }
     }
 
-    /// Applies rules. Guests that are connected keep the memory that they use; those that are named
-    /// no longer stay until they disconnect.
+    /// Applies rules, also to guests that are connected. Such guests keep the memory that they use;
+    /// those that are named no longer stay until they disconnect, and so do unnamed ones that are
+    /// no longer served.
     ///
     /// # Errors
     /// [`QuotaError`]: nothing has changed.
@@ -196,6 +222,9 @@ impl TenantRegistry {
         }
         for removed in known.values() {
             removed.remove_name();
+        }
+        if let Some(policy) = &rules.unnamed {
+            self.connected.lock().set_policy(policy);
         }
         state.unnamed = rules.unnamed;
         Ok(())
@@ -252,22 +281,20 @@ impl TenantRegistry {
             let latency = Arc::clone(&self.unnamed.latency);
             Tenant::unnamed(name, policy.clone(), &self.ledger, latency)
         };
+        let mut connected = self.connected.lock();
+        connected.forget();
         let Some(source) = peer.source() else {
-            return new(peer.link.to_string());
+            let tenant = new(peer.link.to_string());
+            connected.others.push(Arc::downgrade(&tenant));
+            return tenant;
         };
-        let mut sources = self.sources.lock();
-        sources.retain(|_, tenant| tenant.strong_count() > 0);
-        match sources.get(&source).and_then(Weak::upgrade) {
-            Some(tenant) => {
-                tenant.set_policy(policy.clone());
-                tenant
-            }
-            None => {
-                let tenant = new(source.clone());
-                sources.insert(source, Arc::downgrade(&tenant));
-                tenant
-            }
-        }
+        let known = connected.by_source.get(&source).and_then(Weak::upgrade);
+        known.unwrap_or_else(|| {
+            let tenant = new(source.clone());
+            let by_source = &mut connected.by_source;
+            by_source.insert(source, Arc::downgrade(&tenant));
+            tenant
+        })
     }
 
     /// Bytes of memory that the engine has.

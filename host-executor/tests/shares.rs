@@ -130,6 +130,26 @@ fn excessive_quotas_are_refused_and_the_previous_quotas_remain() {
 }
 
 #[test]
+fn quotas_of_unnamed_guests_change_during_a_session() {
+    let host = Host::new(cpu());
+    let apply = |memory| {
+        let rules = Rules {
+            unnamed: Some(quota(memory)),
+            ..Rules::default()
+        };
+        host.server.apply(rules).expect("it fits");
+    };
+    apply(8192);
+    let mut stranger = host.guest_of(3);
+    stranger.alloc(4096);
+    assert_eq!(figures(&mut stranger), (8192, 4096));
+    apply(16384);
+    assert_eq!(figures(&mut stranger), (16384, 12288));
+    apply(4096);
+    assert_eq!(figures(&mut stranger), (4096, 0));
+}
+
+#[test]
 fn quotas_change_during_a_session() {
     let host = Host::new(cpu());
     let apply = |memory| {
