@@ -87,7 +87,9 @@ impl GgmlPlan {
                 continue;
             }
             let kept = arena.len();
-            let Some(dst) = encode(&device, graph, node, &memory, &present, &mut arena) else {
+            // SAFETY: `present` has tensors of this arena, whose memory the plan keeps alive.
+            let dst = unsafe { encode(&device, graph, node, &memory, &present, &mut arena) };
+            let Some(dst) = dst else {
                 arena.truncate(kept);
                 flush(&mut splits, &mut nodes, first);
                 let other = SingleNode::compile(fallback, graph, at)?;
@@ -122,7 +124,11 @@ fn flush(splits: &mut Vec<Split>, nodes: &mut Vec<*mut abi::ggml_tensor>, first:
 }
 
 /// The node as a tensor of ggml. `None` if the device does not compute it.
-fn encode(
+///
+/// # Safety
+/// `present` has a valid tensor for each tensor of the graph, and the memory that they and
+/// `memory` name is allocated.
+unsafe fn encode(
     device: &Device,
     graph: &IrGraph,
     node: &Node,
@@ -179,7 +185,8 @@ fn encode(
     }
     compute(&mut dst, &node.op, &encoded, &sources);
     let dst = arena.keep(dst);
-    // SAFETY: the node and its sources are tensors of the arena, with places in buffers that exist.
+    // SAFETY: the node is a tensor of the arena, its sources are such by the contract of this
+    // function, and the memory of all of them is allocated.
     let supported = unsafe { device.supports(dst) };
     supported.then_some(dst)
 }
