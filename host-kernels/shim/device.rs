@@ -308,7 +308,7 @@ impl Device for Shim {
         Ok(())
     }
 
-    fn unpin(&self, _: *mut u8) {}
+    unsafe fn unpin(&self, _: *mut u8) {}
 
     fn map_granularity(&self) -> u64 {
         PAGE as u64

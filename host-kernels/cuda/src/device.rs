@@ -132,7 +132,10 @@ pub trait Device: Send + Sync + 'static {
     unsafe fn pin(&self, start: *mut u8, len: usize) -> Result<(), EngineError>;
 
     /// Undoes [`Device::pin`], after all work that was asked for.
-    fn unpin(&self, start: *mut u8);
+    ///
+    /// # Safety
+    /// [`Device::pin`] has locked a range at `start`, which nobody has unlocked since.
+    unsafe fn unpin(&self, start: *mut u8);
 
     /// Allocates `size` zero bytes, at least 1, aligned to at least 256 bytes.
     ///

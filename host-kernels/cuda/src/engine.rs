@@ -305,6 +305,7 @@ struct Pinned {
 
 impl Drop for Pinned {
     fn drop(&mut self) {
-        self.device.unpin(self.memory.as_ptr());
+        // SAFETY: a `Pinned` is made when its range is locked, and unlocks it once, here.
+        unsafe { self.device.unpin(self.memory.as_ptr()) };
     }
 }

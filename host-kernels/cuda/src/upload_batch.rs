@@ -205,8 +205,10 @@ impl Device for UploadBatcher {
         unsafe { self.device.pin(start, len) }
     }
 
-    fn unpin(&self, start: *mut u8) {
-        self.device.unpin(start);
+    unsafe fn unpin(&self, start: *mut u8) {
+        // SAFETY: `pin` forwards each range, so that the device has locked the one that the caller
+        // names.
+        unsafe { self.device.unpin(start) };
     }
 
     fn alloc(&self, size: u64) -> Result<Address, EngineError> {

@@ -236,7 +236,7 @@ impl Device for Spy {
         Ok(())
     }
 
-    fn unpin(&self, _: *mut u8) {
+    unsafe fn unpin(&self, _: *mut u8) {
         self.note(Call::Unpin);
     }
 

@@ -156,14 +156,18 @@ impl DeviceMemory {
     }
 
     /// Undoes [`DeviceMemory::pin`].
-    pub(super) fn unpin(&self, start: *mut u8) {
+    ///
+    /// # Safety
+    /// [`DeviceMemory::pin`] has registered a range at `start`, which nobody has unregistered
+    /// since.
+    pub(super) unsafe fn unpin(&self, start: *mut u8) {
         let context = self.stream.context();
         // A context that is destroyed has no registrations.
         let Ok(_entered) = context.enter() else {
             return;
         };
-        // SAFETY: `pin` has registered `start` in this context. No copy still uses the range:
-        // `upload` and `download` return when the copy has ended.
+        // SAFETY: the caller guarantees that `start` is registered in this context. No copy still
+        // uses the range: `upload` and `download` return when the copy has ended.
         let code = unsafe { sys::cuMemHostUnregister(start.cast()) };
         if let Err(error) = context.check("cuMemHostUnregister", code) {
             error!(

@@ -276,8 +276,10 @@ impl Device for Gpu {
         unsafe { self.memory.pin(start, len) }
     }
 
-    fn unpin(&self, start: *mut u8) {
-        self.memory.unpin(start);
+    unsafe fn unpin(&self, start: *mut u8) {
+        // SAFETY: `pin` calls `DeviceMemory::pin` with each range that it locks, and the caller
+        // names one of them.
+        unsafe { self.memory.unpin(start) };
     }
 
     fn alloc(&self, size: u64) -> Result<Address, EngineError> {
