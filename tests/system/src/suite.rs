@@ -33,26 +33,27 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
         );
     }
     let mut times = Times::default();
-    for part in PARTS.into_iter().filter(wanted) {
-        let begun = times.begin(run.passed, run.failed.len());
-        match part {
-            Part::Lints => lints::run(&mut run),
-            Part::Dependencies => dependencies::run(&mut run),
-            Part::Unit => unit::run(&mut run),
-            Part::Kernels => kernels::run(&mut run),
-            Part::Ops => ops::run(&mut run),
-            Part::Models => models::run(&mut run),
-            Part::Generation => generation::run(&mut run),
-            Part::Demo => demo::run(&mut run),
-            Part::Failures => failures::run(&mut run),
-            Part::Faults => faults::run(&mut run),
-            Part::Packages => packages::run(&mut run),
-            Part::Programs => programs::run(&mut run),
-            Part::Ollama => ollama::run(&mut run),
-            Part::Deploy => deploy::run(&mut run),
-            Part::Vm => vm::run(&mut run),
-        }
-        times.end(part, &begun, run.passed, run.failed.len());
+    let parts: Vec<Part> = PARTS.into_iter().filter(wanted).collect();
+    // An emulated machine leaves a part of the cores idle, and so do programs that wait for it or
+    // for each other. The parts before these compile for minutes, or run two lists themselves.
+    let first_beside = PARTS.iter().position(|part| *part == Part::Models);
+    let is_early = |part: &Part| PARTS.iter().position(|one| one == part) < first_beside;
+    let (early, late): (Vec<_>, Vec<_>) = parts.into_iter().partition(is_early);
+    run_parts(&mut run, &early, &mut times);
+    let (machines, others): (Vec<_>, Vec<_>) = late.into_iter().partition(|part| *part == Part::Vm);
+    if machines.is_empty() || others.is_empty() || options.full {
+        run_parts(&mut run, &others, &mut times);
+        run_parts(&mut run, &machines, &mut times);
+    } else {
+        // Built once, for both.
+        run.dist();
+        let (mut beside, mut of_machines) = (Times::default(), Times::default());
+        run.at_the_same_time(
+            |run| run_parts(run, &others, &mut beside),
+            |run| run_parts(run, &machines, &mut of_machines),
+        );
+        times.beside_others(beside);
+        times.beside_others(of_machines);
     }
 
     println!("\n{times}");
@@ -64,5 +65,30 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
         Ok(())
     } else {
         Err(anyhow!("logs and reports: {}", reports.display()))
+    }
+}
+
+/// Runs parts, one after the other.
+fn run_parts(run: &mut TestRun<'_>, parts: &[Part], times: &mut Times) {
+    for &part in parts {
+        let begun = times.begin(run.passed, run.failed.len());
+        match part {
+            Part::Lints => lints::run(run),
+            Part::Dependencies => dependencies::run(run),
+            Part::Unit => unit::run(run),
+            Part::Kernels => kernels::run(run),
+            Part::Ops => ops::run(run),
+            Part::Models => models::run(run),
+            Part::Generation => generation::run(run),
+            Part::Demo => demo::run(run),
+            Part::Failures => failures::run(run),
+            Part::Faults => faults::run(run),
+            Part::Packages => packages::run(run),
+            Part::Programs => programs::run(run),
+            Part::Ollama => ollama::run(run),
+            Part::Deploy => deploy::run(run),
+            Part::Vm => vm::run(run),
+        }
+        times.end(part, &begun, run.passed, run.failed.len());
     }
 }

@@ -257,8 +257,8 @@ impl TestRun<'_> {
         }
     }
 
-    /// Runs two lists of checks at the same time. For checks that use one core, and whose results
-    /// do not depend on how long something takes.
+    /// Runs two lists of checks at the same time. For checks that leave cores idle, and whose
+    /// results do not depend on how long something takes.
     pub(crate) fn at_the_same_time(
         &mut self,
         first: impl FnOnce(&mut TestRun<'_>),

@@ -9,9 +9,19 @@ use crate::test_run::Part;
 const TICKS: u64 = 100;
 
 /// The table of parts and minutes.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Times {
     rows: Vec<Row>,
+    begun: Instant,
+}
+
+impl Default for Times {
+    fn default() -> Times {
+        Times {
+            rows: Vec::new(),
+            begun: Instant::now(),
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -20,8 +30,8 @@ struct Row {
     passed: u64,
     failed: usize,
     took: Duration,
-    /// The CPU time of all processes that were started.
-    cpu: Duration,
+    /// The CPU time of all processes that were started. `None`: another part ran beside it.
+    cpu: Option<Duration>,
 }
 
 /// The state when a part began.
@@ -51,8 +61,14 @@ impl Times {
             passed: passed - begun.passed,
             failed: failed - begun.failed,
             took: begun.at.elapsed(),
-            cpu: processor_time().saturating_sub(begun.cpu),
+            cpu: Some(processor_time().saturating_sub(begun.cpu)),
         });
+    }
+
+    /// Adds the rows of parts that have run beside others.
+    pub(crate) fn beside_others(&mut self, others: Times) {
+        let rows = others.rows.into_iter();
+        self.rows.extend(rows.map(|row| Row { cpu: None, ..row }));
     }
 }
 
@@ -65,11 +81,12 @@ impl fmt::Display for Times {
             "{:<14} {:>7} {:>7} {:>8} {:>12}",
             "part", heads[0], heads[1], heads[2], heads[3]
         )?;
-        let mut line = |name: &str, passed: u64, failed: usize, took: Duration, cpu: Duration| {
-            let (took, cpu) = (minutes(took), minutes(cpu));
+        let mut line = |name: &str, passed: u64, failed: usize, took, cpu: Option<Duration>| {
+            let took = minutes(took);
+            let cpu = cpu.map_or_else(|| "*".to_owned(), |cpu| format!("{:.1}", minutes(cpu)));
             writeln!(
                 f,
-                "{name:<14} {passed:>7} {failed:>7} {took:>8.1} {cpu:>12.1}"
+                "{name:<14} {passed:>7} {failed:>7} {took:>8.1} {cpu:>12}"
             )
         };
         let rows = &self.rows;
@@ -80,9 +97,13 @@ impl fmt::Display for Times {
             "all",
             rows.iter().map(|row| row.passed).sum(),
             rows.iter().map(|row| row.failed).sum(),
-            rows.iter().map(|row| row.took).sum(),
-            rows.iter().map(|row| row.cpu).sum(),
-        )
+            self.begun.elapsed(),
+            Some(processor_time()),
+        )?;
+        match rows.iter().any(|row| row.cpu.is_none()) {
+            true => writeln!(f, "* ran at the same time as other parts"),
+            false => Ok(()),
+        }
     }
 }
 
