@@ -1,11 +1,14 @@
 //! Starts the CUDA engine, and keeps its tuning tables and the verdicts of the self-check.
 
+use std::collections::BTreeMap;
+use std::fs::{File, TryLockError};
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use tracing::{info, warn};
 use vgpu_cuda::autotune::{self, GemmVariant, TuningTable};
+use vgpu_cuda::device::Device as _;
 use vgpu_cuda::gpu::{Gpu, GpuError};
 use vgpu_cuda::kernel_set::{KernelSet, UnknownKernel, parse_names};
 use vgpu_cuda::verdict::Verdict;
@@ -43,9 +46,13 @@ pub fn disabled_kernels() -> Result<Vec<&'static str>, UnknownKernel> {
     parse_names(&list.to_string_lossy())
 }
 
-/// The kernels to use on a GPU: all but those that the environment disables and those that the
-/// self-check has found faulty.
-fn kernels_for(ordinal: u32, gpu: &Gpu) -> Result<Arc<KernelSet>, StartError> {
+/// The kernels to use on a GPU: those that the self-check allows and that the environment does not
+/// disable.
+fn kernels_for(
+    ordinal: u32,
+    gpu: &Gpu,
+    policy: LaunchPolicy,
+) -> Result<Arc<KernelSet>, StartError> {
     let disabled = disabled_kernels().map_err(|error| StartError::Disable { ordinal, error })?;
     if !disabled.is_empty() {
         info!(
@@ -53,12 +60,11 @@ fn kernels_for(ordinal: u32, gpu: &Gpu) -> Result<Arc<KernelSet>, StartError> {
             disabled.join(", ")
         );
     }
-    let verdict = load_verdict(&gpu.fingerprint());
+    let verdict = load_verdict(&fingerprint(gpu, policy));
     for (kernel, reason) in verdict.faulty() {
         warn!("the kernel {kernel} is not used: the self-check says that {reason}");
     }
-    let faulty: Vec<_> = verdict.faulty().map(|(kernel, _)| kernel).collect();
-    let is_left_out = |name: &str| disabled.contains(&name) || faulty.contains(&name);
+    let is_left_out = |name: &str| disabled.contains(&name) || !verdict.allows(name);
     Ok(Arc::new(KernelSet::without(is_left_out)))
 }
 
@@ -77,7 +83,7 @@ pub fn cuda_for_single_nodes(ordinal: u32) -> Result<Arc<dyn Engine>, StartError
 
 fn start_with(ordinal: u32, policy: LaunchPolicy) -> Result<Arc<dyn Engine>, StartError> {
     let device = open_gpu(ordinal)?;
-    let kernels = kernels_for(ordinal, &device)?;
+    let kernels = kernels_for(ordinal, &device, launch_policy())?;
     let engine = CudaEngine::with_kernels(device, policy, kernels)
         .map_err(|error| StartError::Cuda { ordinal, error })?;
     let table = kernel_cache().map(|cache| load_tuning(&cache, engine.description()));
@@ -98,7 +104,7 @@ fn start_with(ordinal: u32, policy: LaunchPolicy) -> Result<Arc<dyn Engine>, Sta
 /// As [`start`](super::start).
 pub fn cuda_forced(ordinal: u32, variant: GemmVariant) -> Result<CudaEngine, StartError> {
     let device = open_gpu(ordinal)?;
-    let kernels = kernels_for(ordinal, &device)?;
+    let kernels = kernels_for(ordinal, &device, launch_policy())?;
     let engine = CudaEngine::with_kernels(device, LaunchPolicy::default(), kernels)
         .map_err(|error| StartError::Cuda { ordinal, error })?;
     Ok(engine.with_tuning(TuningTable::forced(variant)))
@@ -175,14 +181,48 @@ fn keep(path_in: impl Fn(&Path) -> PathBuf, text: &str) -> Result<PathBuf, KeepE
     }
 }
 
-/// The verdict about the device, driver and code with this fingerprint ([`Gpu::fingerprint`]).
+/// A hash of all that the results of kernels depend on: the GPU, its driver and the kernels
+/// ([`Gpu::fingerprint`]), the number of SMs, the policy, and this program, which chooses kernels
+/// and launches them.
+pub fn fingerprint(gpu: &Gpu, policy: LaunchPolicy) -> String {
+    static PROGRAM: OnceLock<String> = OnceLock::new();
+    let program = PROGRAM.get_or_init(|| {
+        let hash = || -> io::Result<String> {
+            let mut hasher = blake3::Hasher::new();
+            hasher.update_reader(File::open("/proc/self/exe")?)?;
+            Ok(hasher.finalize().to_string())
+        };
+        match hash() {
+            Ok(hash) => hash,
+            // Nothing but an update of the program is missed.
+            Err(error) => format!("{}, {error}", env!("CARGO_PKG_VERSION")),
+        }
+    });
+    let text = format!(
+        "{}, {}, {}, {}, {program}",
+        gpu.fingerprint(),
+        gpu.sm_count(),
+        policy.megakernel,
+        policy.repack,
+    );
+    blake3::hash(text.as_bytes()).to_hex()[..32].to_owned()
+}
+
+/// The verdicts that this process has saved, also if no file could be written.
+static SAVED: Mutex<BTreeMap<String, Verdict>> = Mutex::new(BTreeMap::new());
+
+/// The verdict about the device, driver and code with this [`fingerprint`].
 fn verdict_file(cache: &Path, fingerprint: &str) -> PathBuf {
     cache.join(format!("verdict-{fingerprint}.txt"))
 }
 
-/// The verdict that the self-check has kept about the device, driver and code with this fingerprint
-/// ([`Gpu::fingerprint`]), or an empty one.
+/// The verdict that the self-check has kept about the device, driver and code with this
+/// [`fingerprint`], or an empty one.
 pub fn load_verdict(fingerprint: &str) -> Verdict {
+    let saved = SAVED.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(verdict) = saved.get(fingerprint) {
+        return verdict.clone();
+    }
     kernel_cache().map_or_else(Verdict::default, |cache| verdict_in(&cache, fingerprint))
 }
 
@@ -202,13 +242,36 @@ fn verdict_in(cache: &Path, fingerprint: &str) -> Verdict {
     })
 }
 
-/// Writes the verdict about a device to the cache folder. Returns the path of the file.
+/// Keeps the verdict about a device for this process, and writes it to the cache folder. Returns
+/// the path of the file.
 ///
 /// # Errors
 /// [`KeepError`] if there is no cache folder or the file cannot be written.
 pub fn save_verdict(fingerprint: &str, verdict: &Verdict) -> Result<PathBuf, KeepError> {
+    let mut saved = SAVED.lock().unwrap_or_else(PoisonError::into_inner);
+    saved.insert(fingerprint.to_owned(), verdict.clone());
+    drop(saved);
     let path_in = |cache: &Path| verdict_file(cache, fingerprint);
     keep(path_in, &verdict.to_text(fingerprint))
+}
+
+/// The lock of the self-checks on this machine: of several executors, one checks at a time. `None`:
+/// another one holds it.
+///
+/// # Errors
+/// [`KeepError`] if there is no cache folder or the file of the lock cannot be written.
+pub fn lock_verdicts() -> Result<Option<File>, KeepError> {
+    let cache = kernel_cache().ok_or(KeepError::NoFolder)?;
+    let path = cache.join("verdict.lock");
+    let lock = || -> io::Result<Option<File>> {
+        let file = File::create(&path)?;
+        match file.try_lock() {
+            Ok(()) => Ok(Some(file)),
+            Err(TryLockError::WouldBlock) => Ok(None),
+            Err(TryLockError::Error(error)) => Err(error),
+        }
+    };
+    lock().map_err(|error| KeepError::Write { path, error })
 }
 
 /// Whether a verdict could be kept.
@@ -216,7 +279,10 @@ pub fn save_verdict(fingerprint: &str, verdict: &Verdict) -> Result<PathBuf, Kee
 /// # Errors
 /// [`KeepError`] if there is no cache folder or no file can be written there.
 pub fn check_cache() -> Result<(), KeepError> {
-    let path = keep(|cache| cache.join(".writable"), "")?;
+    // About as long as a verdict is: a full disk has room for an empty file.
+    let text = "-".repeat(16 << 10);
+    let name = format!(".writable-{}", std::process::id());
+    let path = keep(|cache| cache.join(&name), &text)?;
     std::fs::remove_file(&path).map_err(|error| KeepError::Write { path, error })
 }
 

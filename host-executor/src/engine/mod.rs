@@ -15,8 +15,8 @@ use vgpu_engine::Engine;
 
 #[cfg(feature = "cuda")]
 pub use cuda::{
-    KeepError, check_cache, cuda_for_single_nodes, cuda_forced, disabled_kernels, launch_policy,
-    load_verdict, open_gpu, save_tuning, save_verdict,
+    KeepError, check_cache, cuda_for_single_nodes, cuda_forced, disabled_kernels, fingerprint,
+    launch_policy, load_verdict, lock_verdicts, open_gpu, save_tuning, save_verdict,
 };
 pub use error::StartError;
 pub use kind::{EngineKind, GgmlBackend, ParseEngineKindError};
@@ -29,7 +29,7 @@ pub use select::{Probe, ProbedDevice, ProbedKind, Selection, select};
 /// launch of a persistent kernel, `VGPU_KERNELS=general` disables the kernels that are tuned for
 /// one architecture, `VGPU_DISABLE=NAME,...` disables single kernels, and `VGPU_REPACK=off` keeps
 /// weights in the layout in which guests have written them. The CUDA engine also leaves out the
-/// kernels that the self-check has found faulty on the GPU.
+/// kernels that the self-check does not allow on the GPU.
 ///
 /// [`EngineKind::AnyGgml`] and [`EngineKind::Auto`] are chosen in this process, which keeps what it
 /// has loaded in vain; `auto` then is the CUDA engine or the CPU engine. [`select()`] chooses

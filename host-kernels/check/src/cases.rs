@@ -135,8 +135,10 @@ impl Operation {
         compiled(&loaded.plan.kernels());
         let is_product = self.is_product();
         let run = |number| {
-            if !is_product {
-                builder.fill(&loaded)?;
+            match is_product {
+                // A run that writes nothing must not leave the results of the run before.
+                true => builder.spoil(&loaded, dst)?,
+                false => builder.fill(&loaded)?,
             }
             let outcome = loaded.plan.run().map_err(CheckError::from);
             outcome

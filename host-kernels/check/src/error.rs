@@ -60,6 +60,15 @@ pub enum CheckError {
 }
 
 impl CheckError {
+    /// Whether memory was short, for which no kernel can be blamed.
+    pub fn is_out_of_memory(&self) -> bool {
+        match self {
+            CheckError::Engine(error) => matches!(error, EngineError::OutOfMemory { .. }),
+            CheckError::Repeat { error, .. } => error.is_out_of_memory(),
+            _ => false,
+        }
+    }
+
     /// Whether a call of the device's driver or a kernel failed. Nothing else may work in this
     /// process afterwards.
     pub fn is_device_failure(&self) -> bool {

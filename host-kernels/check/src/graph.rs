@@ -188,6 +188,21 @@ impl Builder {
         Ok(())
     }
 
+    /// Writes ones into all bits of a tensor: NaN, if it has floats.
+    ///
+    /// # Errors
+    ///
+    /// If the tensor's size overflows or the engine refuses the write.
+    pub(super) fn spoil(&self, loaded: &LoadedGraph, tensor: u32) -> Result<(), CheckError> {
+        let tensor = self.tensor_at(tensor);
+        let Shape { ty, ne, .. } = tensor.shape;
+        let bytes = tensor.shape.byte_len();
+        let bytes = bytes.ok_or(CheckError::TensorSize { ty, ne })?;
+        let ones = vec![0xff; bytes as usize];
+        loaded.memory.write(tensor.offset, ones.as_slice().into())?;
+        Ok(())
+    }
+
     /// The tensor of this index.
     pub(super) fn tensor_at(&self, index: u32) -> Tensor {
         self.graph.tensors[index as usize]

@@ -1,11 +1,14 @@
 //! Kernels that may not be used: others do their work, or the CPU engine does.
 
+#[path = "common/sample.rs"]
+mod sample;
 #[path = "../../shim/device.rs"]
 mod shim;
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
+use sample::Sample;
 use shim::Shim;
 use vgpu_check::{Selection, planned_cases};
 use vgpu_cpu::CpuEngine;
@@ -54,6 +57,17 @@ fn compare_without(
     ran
 }
 
+/// The families to disable, each with a kernel that then runs: those of the sample.
+fn sampled<const N: usize>(
+    families: [(&'static str, &'static str); N],
+) -> impl Iterator<Item = (&'static str, &'static str)> {
+    let sample = Sample::asked();
+    let numbered = families.into_iter().enumerate();
+    numbered
+        .filter(move |(at, _)| sample.is_none_or(|sample| sample.has(*at)))
+        .map(|(_, family)| family)
+}
+
 /// Whether the first operand has one of a few types: all of them take minutes.
 fn has_common_type(case: &str) -> bool {
     let types = ["q8_0", "q4_K", "f16", "f32"];
@@ -62,7 +76,7 @@ fn has_common_type(case: &str) -> bool {
 
 #[test]
 fn products_use_the_next_kernels_when_a_family_is_disabled() {
-    for (disabled, expected) in [
+    for (disabled, expected) in sampled([
         ("vg_mmv_*", "vg_mul_vec"),
         ("vg_quantize_q8", "vg_mul_vec"),
         (
@@ -76,7 +90,7 @@ fn products_use_the_next_kernels_when_a_family_is_disabled() {
         ("vg_moe_sort", "vg_mmv_q4_k"),
         ("vg_moe_sort,vg_mmv_*", "vg_mul_mat_id"),
         ("vg_*_repacked*", "vg_mmv_q8_0"),
-    ] {
+    ]) {
         let disabled = parse_names(disabled).expect("kernels");
         let is_common = |case: &str| case.starts_with("MUL_MAT") && has_common_type(case);
         let ran = compare_without(Shim::default, &disabled, is_common);
@@ -86,7 +100,7 @@ fn products_use_the_next_kernels_when_a_family_is_disabled() {
 
 #[test]
 fn attention_uses_the_next_kernels_when_a_family_is_disabled() {
-    for (disabled, expected) in [
+    for (disabled, expected) in sampled([
         ("vg_fattn_f16_*", "vg_fattn_f32_128_decode"),
         (
             "vg_fattn_bf16_*,vg_fattn_quant_*",
@@ -97,7 +111,7 @@ fn attention_uses_the_next_kernels_when_a_family_is_disabled() {
             "vg_fattn_simt",
         ),
         ("vg_fattn_mask_tiles", "vg_fattn_f16_64_prefill"),
-    ] {
+    ]) {
         let disabled = parse_names(disabled).expect("kernels");
         let is_attention = |case: &str| case.starts_with("FLASH_ATTN_EXT");
         let ran = compare_without(Shim::default, &disabled, is_attention);

@@ -8,13 +8,14 @@ mod shim;
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use sample::Sample;
 use shim::{Fault, Shim};
 use vgpu_check::child_process::Silence;
-use vgpu_check::self_check::{self, Message, Request, Step};
+use vgpu_check::self_check::{self, Message, Outcome, Request, Step, SuperviseError, Work};
 use vgpu_check::{Selection, planned_cases};
 use vgpu_cpu::CpuEngine;
 use vgpu_cuda::device::Device;
@@ -83,14 +84,27 @@ fn kernels_give_the_results_of_the_kernels_behind_them() {
         });
         kernels.append(&mut too_large);
         let mut ended = 0;
-        let is_complete = self_check::run(&device, POLICY, &kernels, &[], |step| {
-            let Step::Ends(kernel, finding) = step else {
-                return;
+        // What is not in the sample counts as right.
+        let all = self_check::kernels_to_check(&*device, POLICY, |_| false);
+        let right: Vec<_> = { all.into_iter() }
+            .filter(|kernel| !kernels.contains(kernel))
+            .collect();
+        let work = Work {
+            kernels: &kernels,
+            right: &right,
+            faulty: &[],
+            suspects: &[],
+        };
+        let is_complete = self_check::run(&device, POLICY, work, |step| {
+            let (kernel, outcome) = match step {
+                Step::Ends(kernel, outcome) => (kernel, outcome),
+                Step::WrongBehind(kernels) => panic!("wrong: {kernels:?}"),
+                _ => return,
             };
             ended += 1;
-            match finding {
-                Finding::Unchecked if !is_last => too_large.push(kernel),
-                finding => assert_eq!(finding, Finding::Right, "{kernel}"),
+            match outcome {
+                Outcome::Found(Finding::Unused) if !is_last => too_large.push(kernel),
+                outcome => assert_eq!(outcome, Outcome::Found(Finding::Right), "{kernel}"),
             }
         });
         assert!(matches!(is_complete, Ok(true)), "{is_complete:?}");
@@ -105,10 +119,12 @@ const FAULTS: &str = "VGPU_TEST_FAULTS";
 
 /// The kernels that are checked in child processes: the others take too long.
 const CHECKED: &str = "vg_upload,vg_quantize_q8,vg_gemm_any,vg_mmv_q5_1,vg_mmv_q4_k,\
-                       vg_gemm_q4_k,vg_fattn_f16_64_decode,vg_mmv_f16_cols8,vg_topk_moe";
+                       vg_gemm_q4_k,vg_fattn_f16_64_decode,vg_mmv_f16_cols8,vg_topk_moe,\
+                       vg_repack,vg_mmv_q4_0_repacked";
 
 /// The faulty kernels.
-const FAULTY: [(&str, Fault); 4] = [
+const FAULTY: [(&str, Fault); 5] = [
+    ("vg_upload", Fault::IllegalAddress),
     ("vg_gemm_q4_k", Fault::IllegalAddress),
     ("vg_fattn_f16_64_decode", Fault::Hang),
     ("vg_mmv_f16_cols8", Fault::Abort),
@@ -131,17 +147,24 @@ fn child() {
     let faults = std::env::var(FAULTS).expect("only other tests run this one");
     let device = faulty_device(|kernel| faults.contains(kernel));
     let policy = LaunchPolicy::default();
-    let Some((kernels, faulty)) = asked.split_once(';') else {
+    let [kernels, right, faulty, suspects] = asked.split(';').collect::<Vec<_>>()[..] else {
         println!("{}", Message::Device("a shim".into()));
         let checked = parse_names(CHECKED).expect("kernels");
         let is_left_out = |name: &str| !checked.contains(&name);
         for kernel in self_check::kernels_to_check(&*device, policy, is_left_out) {
-            println!("{}", Message::Kernel(kernel.into()));
+            println!("{}", Message::Kernel(kernel));
         }
         return;
     };
-    let [kernels, faulty] = [kernels, faulty].map(|list| parse_names(list).expect("kernels"));
-    let is_complete = self_check::run(&device, policy, &kernels, &faulty, |step| {
+    let lists = [kernels, right, faulty, suspects];
+    let [kernels, right, faulty, suspects] = lists.map(|list| parse_names(list).expect("kernels"));
+    let work = Work {
+        kernels: &kernels,
+        right: &right,
+        faulty: &faulty,
+        suspects: &suspects,
+    };
+    let is_complete = self_check::run(&device, policy, work, |step| {
         println!("{}", Message::from(step));
     });
     if is_complete.expect("an engine starts") {
@@ -153,9 +176,9 @@ fn child() {
 fn command(request: Request<'_>, faults: &str) -> Command {
     let asked = match request {
         Request::List => "list".into(),
-        Request::Check { kernels, faulty } => {
-            format!("{};{}", kernels.join(","), faulty.join(","))
-        }
+        Request::Check(work) => [work.kernels, work.right, work.faulty, work.suspects]
+            .map(|kernels| kernels.join(","))
+            .join(";"),
     };
     let mut command = Command::new(std::env::current_exe().expect("this program"));
     command
@@ -187,7 +210,8 @@ fn check(path: &Path, faults: &str, budget: Duration) -> self_check::Supervised 
     let keep = |fingerprint: &str, verdict: &Verdict| {
         std::fs::write(path, verdict.to_text(fingerprint)).expect("a file");
     };
-    let found = self_check::supervise(command, SILENCE, budget, |_| kept(path), keep);
+    let silences = (SILENCE, SILENCE);
+    let found = self_check::supervise(command, silences, budget, |_| kept(path), keep);
     found.expect("the children start")
 }
 
@@ -204,6 +228,7 @@ fn faulty_kernels_are_named_and_not_used() {
     expected.sort_unstable();
     assert_eq!(faulty, expected);
     for (kernel, words) in [
+        ("vg_upload", "an illegal memory access"),
         ("vg_gemm_q4_k", "an illegal memory access"),
         ("vg_fattn_f16_64_decode", "it was silent for"),
         ("vg_mmv_f16_cols8", "its process ended with signal: 6"),
@@ -224,7 +249,7 @@ fn faulty_kernels_are_named_and_not_used() {
             verdict.finding(kernel)
         );
     }
-    assert_eq!((found.checked, found.left), (verdict.len(), 0));
+    assert_eq!((found.checked, found.left), (verdict.len(), vec![]));
     // Once more, with nothing left to check: the device could hang.
     let again = check(&path, &all, Duration::MAX);
     assert_eq!((again.checked, again.verdict), (0, verdict.clone()));
@@ -269,7 +294,7 @@ fn a_check_that_was_cut_short_goes_on_where_it_was() {
     let path = folder.path().join("verdict.txt");
     let first = check(&path, "", Duration::from_nanos(1));
     assert_eq!((first.checked, kept(&path).len()), (0, 0));
-    let mut rest = first.left;
+    let mut rest = first.left.len();
     assert_eq!(rest, parse_names(CHECKED).expect("kernels").len());
     let mut verdict = Verdict::default();
     for kernel in parse_names("vg_upload,vg_gemm_q4_k").expect("kernels") {
@@ -278,8 +303,8 @@ fn a_check_that_was_cut_short_goes_on_where_it_was() {
     }
     std::fs::write(&path, verdict.to_text("a shim")).expect("a file");
     let second = check(&path, "", Duration::MAX);
-    assert_eq!((second.checked, second.left), (rest, 0));
-    assert_eq!(kept(&path).len(), first.left);
+    assert_eq!((second.checked, second.left), (rest, vec![]));
+    assert_eq!(kept(&path).len(), first.left.len());
     assert_eq!(kept(&path).faulty().count(), 0);
 }
 
@@ -288,7 +313,7 @@ fn a_check_without_a_device_is_an_error() {
     let command = |_: Request<'_>| Command::new("false");
     let found = self_check::supervise(
         command,
-        SILENCE,
+        (SILENCE, SILENCE),
         Duration::MAX,
         |_| Verdict::default(),
         |_, _| (),
@@ -297,15 +322,112 @@ fn a_check_without_a_device_is_an_error() {
     assert!(error.contains("no device: its process ended"), "{error}");
 }
 
+/// What the supervisor finds with children that run these lines of a shell, after the list of two
+/// kernels. `$N` is the number of the child.
+fn with_children(script: &str) -> Result<self_check::Supervised, SuperviseError> {
+    let started = AtomicU32::new(0);
+    let command = |request: Request<'_>| {
+        let mut command = Command::new("sh");
+        command.arg("-c");
+        match request {
+            Request::List => command.arg(
+                "echo self-check device a shim
+                 echo self-check kernel vg_upload
+                 echo self-check kernel vg_rope_rows",
+            ),
+            Request::Check(work) => { command.arg(script) }
+                .env(
+                    "N",
+                    (started.fetch_add(1, Ordering::Relaxed) + 1).to_string(),
+                )
+                .env("KERNEL", work.kernels[0])
+                .env("SUSPECTS", work.suspects.join(",")),
+        };
+        command
+    };
+    let keep = |_: &str, _: &Verdict| ();
+    let before = |_: &str| Verdict::default();
+    self_check::supervise(command, (SILENCE, SILENCE), Duration::MAX, before, keep)
+}
+
+#[test]
+fn a_signal_from_outside_says_nothing_about_a_kernel() {
+    for signal in ["TERM", "INT", "HUP"] {
+        let found = with_children(&format!(
+            "echo self-check begins $KERNEL; kill -{signal} $$"
+        ));
+        let error = found.expect_err("interrupted");
+        assert!(matches!(error, SuperviseError::Interrupted(_)), "{error}");
+    }
+    // The kernel of the operating system had no memory, or the child has panicked.
+    for end in ["kill -KILL $$", "exit 101"] {
+        let found = with_children(&format!("echo self-check begins $KERNEL; {end}"));
+        let found = found.expect("the children start");
+        assert!(found.verdict.is_empty(), "{end}: {:?}", found.verdict);
+        assert_eq!(found.left, ["vg_upload", "vg_rope_rows"], "{end}");
+    }
+}
+
+#[test]
+fn a_kernel_is_faulty_if_it_fails_twice() {
+    let script = "echo self-check begins $KERNEL
+        if [ $N = 1 ]; then kill -SEGV $$; fi
+        if [ $N = 2 ] && [ \"$SUSPECTS\" != vg_upload ]; then exit 1; fi
+        echo self-check ends vg_upload right
+        echo self-check begins vg_rope_rows; kill -SEGV $$";
+    let found = with_children(script).expect("the children start");
+    assert_eq!(found.verdict.finding("vg_upload"), Some(&Finding::Right));
+    let faulty: Vec<_> = found.verdict.faulty().collect();
+    let reason = "its process ended with signal: 11 (SIGSEGV)";
+    assert_eq!(faulty, [("vg_rope_rows", reason)]);
+}
+
+#[test]
+fn a_kernel_is_not_faulty_because_of_one_that_it_works_for() {
+    // No product of columns in Q4_K is right: the kernel that converts their activations is.
+    let mut device = Shim::default();
+    device.faults = vec![("vg_mmv_q4_0", Fault::NoResults)];
+    let device: Arc<dyn Device> = Arc::new(device);
+    let kernels = parse_names("vg_quantize_q8,vg_mmv_q4_0,vg_mmv_q4_1").expect("kernels");
+    let mut found = Verdict::default();
+    let mut failed = Vec::new();
+    while let Some(&next) = { kernels.iter() }.find(|kernel| found.finding(kernel).is_none()) {
+        let right = { kernels.iter().copied() }
+            .filter(|kernel| found.finding(kernel) == Some(&Finding::Right));
+        let suspects = failed.clone();
+        let work = Work {
+            kernels: &[next],
+            right: &right.collect::<Vec<_>>(),
+            faulty: &found.faulty().map(|(kernel, _)| kernel).collect::<Vec<_>>(),
+            suspects: &suspects,
+        };
+        let ran = self_check::run(&device, LaunchPolicy::default(), work, |step| match step {
+            Step::Ends(kernel, Outcome::Found(Finding::Faulty(_))) if !failed.contains(&kernel) => {
+                failed.push(kernel);
+            }
+            Step::Ends(kernel, Outcome::Found(finding)) => found.record(kernel, finding),
+            _ => {}
+        });
+        ran.expect("an engine starts");
+    }
+    let faulty: Vec<_> = found.faulty().map(|(kernel, _)| kernel).collect();
+    assert_eq!(faulty, ["vg_mmv_q4_0"], "{failed:?}");
+}
+
 #[test]
 fn messages_round_trip() {
     for message in [
         Message::Device("0123".into()),
-        Message::Kernel("vg_rope".into()),
-        Message::Begins("vg_rope".into()),
+        Message::Kernel("vg_rope"),
+        Message::Begins("vg_rope"),
+        Message::WrongBehind(vec!["vg_rope".into()]),
         Message::Instead(vec!["vg_rope".into(), "vg_move".into()]),
-        Message::Ends("vg_rope", Finding::Right),
-        Message::Ends("vg_rope", Finding::Faulty("off by 1\nor 2".into())),
+        Message::Ends("vg_rope", Outcome::Unchecked),
+        Message::Ends("vg_rope", Outcome::Found(Finding::Right)),
+        Message::Ends(
+            "vg_rope",
+            Outcome::Found(Finding::Faulty("off by 1\nor 2".into())),
+        ),
         Message::Done,
     ] {
         let line = format!("test child ... {message}");

@@ -1,12 +1,13 @@
 //! What the self-check has found about the kernels on a GPU with a driver.
 //!
 //! `vgpu serve` runs the self-check of `vgpu-check` and keeps its findings in a file, one line for
-//! each kernel. An engine does not use the kernels that were found faulty.
+//! each kernel. An engine that has findings uses only those kernels, besides the simple ones, that
+//! were found right, or that no case of the check can use.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
-use crate::kernel_set::names;
+use crate::kernel_set::{is_simple, names};
 
 /// Why a text is no verdict about the kernels of a device.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -26,8 +27,8 @@ pub enum VerdictError {
 pub enum Finding {
     /// Its results are those of the kernels behind it.
     Right,
-    /// Nothing: no case of the self-check uses it on this device, or what is behind it has failed.
-    Unchecked,
+    /// No case of the self-check uses it on this device.
+    Unused,
     /// It must not be used, for this reason.
     Faulty(String),
 }
@@ -55,6 +56,15 @@ impl Verdict {
         })
     }
 
+    /// Whether an engine may use the kernel. Everything may be used if nothing was found, because
+    /// then no check could run.
+    pub fn allows(&self, kernel: &str) -> bool {
+        let finding = self.0.get(kernel);
+        self.0.is_empty()
+            || is_simple(kernel)
+            || matches!(finding, Some(Finding::Right | Finding::Unused))
+    }
+
     /// The number of kernels with a finding.
     pub fn len(&self) -> usize {
         self.0.len()
@@ -71,7 +81,7 @@ impl Verdict {
         for (kernel, finding) in &self.0 {
             let words = match finding {
                 Finding::Right => RIGHT.into(),
-                Finding::Unchecked => UNCHECKED.into(),
+                Finding::Unused => UNUSED.into(),
                 Finding::Faulty(reason) => format!("{FAULTY} {}", reason.replace('\n', " ")),
             };
             writeln!(text, "{kernel} {words}").expect("writing to a string cannot fail");
@@ -106,7 +116,7 @@ pub fn parse_line(line: &str) -> Option<(&'static str, Finding)> {
     let at = names().binary_search(&kernel).ok()?;
     let finding = match words.split_once(' ') {
         None if words == RIGHT => Finding::Right,
-        None if words == UNCHECKED => Finding::Unchecked,
+        None if words == UNUSED => Finding::Unused,
         Some((FAULTY, reason)) => Finding::Faulty(reason.into()),
         _ => return None,
     };
@@ -118,7 +128,7 @@ const HEADER: &str = "vgpu kernel verdict, ";
 
 /// The words of the findings.
 const RIGHT: &str = "right";
-const UNCHECKED: &str = "unchecked";
+const UNUSED: &str = "unused";
 const FAULTY: &str = "faulty";
 
 #[cfg(test)]
@@ -129,7 +139,7 @@ mod tests {
     fn verdicts_round_trip_and_apply_to_the_same_device_only() {
         let mut verdict = Verdict::default();
         verdict.record("vg_mmv_q4_k", Finding::Right);
-        verdict.record("vg_gemm_any", Finding::Unchecked);
+        verdict.record("vg_gemm_any", Finding::Unused);
         verdict.record(
             "vg_rope_rows",
             Finding::Faulty("off by 1,\nsays a test".into()),
@@ -139,6 +149,16 @@ mod tests {
         assert_eq!(read.len(), 3);
         let faulty: Vec<_> = read.faulty().collect();
         assert_eq!(faulty, [("vg_rope_rows", "off by 1, says a test")]);
+        let allowed = [
+            "vg_mmv_q4_k",
+            "vg_gemm_any",
+            "vg_rope_rows",
+            "vg_upload",
+            "vg_rope",
+        ];
+        let allowed = allowed.map(|kernel| read.allows(kernel));
+        assert_eq!(allowed, [true, true, false, false, true]);
+        assert!(Verdict::default().allows("vg_upload"));
         let refused = Verdict::parse(&text, "there").unwrap_err().to_string();
         assert!(refused.contains("another GPU"), "{refused}");
         let refused = Verdict::parse("", "here").unwrap_err().to_string();

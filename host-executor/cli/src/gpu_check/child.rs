@@ -21,7 +21,7 @@ use super::measurement::Measurement;
 use crate::own_program::OWN_PROGRAM;
 
 /// The time for an engine to start: kernels without built-in machine code are compiled.
-pub(super) const START_LIMIT: Duration = Duration::from_secs(300);
+const START_LIMIT: Duration = Duration::from_secs(300);
 
 /// Exit status of a child whose device is lost. The parent starts the next one.
 const DEVICE_LOST: u8 = 75;

@@ -1,28 +1,40 @@
 //! `vgpu gpu-check self-check`, which `vgpu serve` runs at its first start on a GPU with a driver.
 
+use std::fmt;
+use std::fs::File;
+use std::path::PathBuf;
 use std::process::{Command, ExitCode};
-use std::sync::Arc;
-use std::time::Duration;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use clap::Parser;
 use rustix::process::Signal;
 use tracing::{info, warn};
 use vgpu_check::child_process::Silence;
-use vgpu_check::self_check::{self, Message, Request, Supervised};
+use vgpu_check::self_check::{self, Message, Request, Supervised, Work};
 use vgpu_cuda::device::Device;
 use vgpu_cuda::kernel_set::parse_names;
+use vgpu_cuda::verdict::Verdict;
 use vgpu_executor::engine::{self, EngineKind};
 
-use super::child::START_LIMIT;
 use crate::own_program::OWN_PROGRAM;
 
 /// How long the check of a kernel may take at a start of `vgpu serve`.
 const SILENCE: Duration = Duration::from_secs(10);
 
+/// How long a process may take until it names the first kernel. All kernels are compiled by then.
+const BEGIN_LIMIT: Duration = Duration::from_secs(60);
+
+/// How long the first process may take, which compiles kernels without built-in machine code.
+const COMPILE_LIMIT: Duration = Duration::from_secs(900);
+
 /// How long the check may take at a start of `vgpu serve`. Kernels that are left are checked at the
 /// next start.
 const BUDGET: Duration = Duration::from_secs(50);
+
+/// How long to wait for the check of another executor.
+const LOCK_LIMIT: Duration = Duration::from_secs(120);
 
 /// The arguments of the command.
 #[derive(Parser)]
@@ -46,9 +58,15 @@ pub(super) struct ChildArgs {
     /// The kernels to check. None: say which there are
     #[arg(long)]
     kernels: Option<String>,
+    /// The kernels that were found right
+    #[arg(long, default_value = "")]
+    right: String,
     /// The kernels that must not run
     #[arg(long, default_value = "")]
     faulty: String,
+    /// The kernels that have failed once
+    #[arg(long, default_value = "")]
+    suspects: String,
 }
 
 fn ordinal_of(engine: &EngineKind) -> anyhow::Result<u32> {
@@ -58,25 +76,32 @@ fn ordinal_of(engine: &EngineKind) -> anyhow::Result<u32> {
     }
 }
 
-/// Runs the command. The exit status is 0 if no kernel is faulty.
+/// Runs the command. The exit status is 0 if every kernel was checked and none is faulty.
 pub(super) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     ordinal_of(&args.engine)?;
+    let _lock = lock();
     let silence = Duration::from_secs(args.silence);
-    let found = supervise(&args.engine, silence, Duration::MAX, args.again)?;
-    let Supervised {
-        verdict, checked, ..
-    } = &found;
-    for (kernel, reason) in verdict.faulty() {
+    let kept = Kept::default();
+    let found = supervise(&args.engine, silence, Duration::MAX, args.again, &kept)?;
+    for (kernel, reason) in found.verdict.faulty() {
         println!("FAULTY  {kernel}: {reason}");
     }
+    for kernel in &found.left {
+        println!("LEFT    {kernel}: nothing could be found about it");
+    }
+    for kernels in &found.wrong_behind {
+        println!("WRONG   {kernels}: its results were wrong in place of a kernel that was right");
+    }
+    let faulty = found.verdict.faulty().count();
     println!(
-        "{checked} kernels were checked now, {} of {} are faulty",
-        verdict.faulty().count(),
-        verdict.len()
+        "{} kernels were checked now, {faulty} of {} are faulty, {} are left{kept}",
+        found.checked,
+        found.verdict.len(),
+        found.left.len(),
     );
-    Ok(match verdict.faulty().next() {
-        None => ExitCode::SUCCESS,
-        Some(_) => ExitCode::FAILURE,
+    Ok(match faulty == 0 && found.left.is_empty() {
+        true => ExitCode::SUCCESS,
+        false => ExitCode::FAILURE,
     })
 }
 
@@ -86,18 +111,69 @@ pub(crate) fn before_serving(engine: &EngineKind) {
         return;
     }
     if let Err(error) = engine::check_cache() {
-        info!("the kernels are not checked, since no verdict can be kept: {error}");
+        warn!("the kernels are not checked, since no verdict can be kept: {error}");
         return;
     }
-    match supervise(engine, SILENCE, BUDGET, false) {
-        Ok(Supervised { checked: 0, .. }) => {}
-        Ok(found) => info!(
-            checked = found.checked,
-            left = found.left,
-            faulty = found.verdict.faulty().count(),
-            "the kernels were checked on this GPU"
-        ),
+    let _lock = lock();
+    let kept = Kept::default();
+    match supervise(engine, SILENCE, BUDGET, false, &kept) {
+        Ok(Supervised {
+            checked: 0, left, ..
+        }) if left.is_empty() => {}
+        Ok(found) => {
+            info!(
+                checked = found.checked,
+                faulty = found.verdict.faulty().count(),
+                left = found.left.len(),
+                "the kernels were checked on this GPU{kept}"
+            );
+            if !found.left.is_empty() {
+                warn!(
+                    "these kernels are not used until they are checked at the next start: {}",
+                    found.left.join(", ")
+                );
+            }
+            if !found.wrong_behind.is_empty() {
+                let kernels: Vec<_> = found.wrong_behind.into_iter().collect();
+                warn!(
+                    "some of these kernels gave wrong results in place of a kernel that was right, \
+                     and may be used for other shapes: {}",
+                    kernels.join(", ")
+                );
+            }
+        }
         Err(error) => warn!("the kernels are not checked: {error:#}"),
+    }
+}
+
+/// Waits for the check of another executor, and keeps others waiting. Without the lock, both check.
+fn lock() -> Option<File> {
+    let begin = Instant::now();
+    let mut is_told = false;
+    while begin.elapsed() < LOCK_LIMIT {
+        match engine::lock_verdicts() {
+            Ok(Some(lock)) => return Some(lock),
+            Ok(None) if !std::mem::replace(&mut is_told, true) => {
+                info!("another executor checks kernels: waiting for it");
+            }
+            Ok(None) => std::thread::sleep(Duration::from_millis(100)),
+            Err(_) => return None,
+        }
+    }
+    None
+}
+
+/// Where the verdict is kept.
+#[derive(Default)]
+struct Kept(Mutex<Option<Result<PathBuf, String>>>);
+
+impl fmt::Display for Kept {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &*self.0.lock().unwrap_or_else(PoisonError::into_inner) {
+            None => Ok(()),
+            Some(Ok(path)) => write!(f, "; the findings are in {}", path.display()),
+            Some(Err(error)) => write!(f, "; the findings are lost at the next start: {error}"),
+        }
     }
 }
 
@@ -106,36 +182,47 @@ fn supervise(
     silence: Duration,
     budget: Duration,
     again: bool,
+    kept: &Kept,
 ) -> anyhow::Result<Supervised> {
+    let disabled = engine::disabled_kernels()?;
     let command = |request: Request<'_>| {
         let mut command = Command::new(OWN_PROGRAM);
         command
             .args(["gpu-check", "self-check-child"])
             .arg(format!("--engine={engine}"));
-        if let Request::Check { kernels, faulty } = request {
+        if let Request::Check(work) = request {
+            let faulty = [work.faulty, &disabled].concat();
             command
-                .arg(format!("--kernels={}", kernels.join(",")))
-                .arg(format!("--faulty={}", faulty.join(",")));
+                .arg(format!("--kernels={}", work.kernels.join(",")))
+                .arg(format!("--right={}", work.right.join(",")))
+                .arg(format!("--faulty={}", faulty.join(",")))
+                .arg(format!("--suspects={}", work.suspects.join(",")));
         }
         command
     };
-    let silence = Silence {
-        at_start: START_LIMIT,
+    let silence = |at_start| Silence {
+        at_start,
         between: silence,
     };
     let before = |fingerprint: &str| match again {
         true => Default::default(),
-        false => engine::load_verdict(fingerprint),
-    };
-    let mut is_kept = true;
-    let found = self_check::supervise(command, silence, budget, before, |fingerprint, verdict| {
-        if let Err(error) = engine::save_verdict(fingerprint, verdict)
-            && std::mem::take(&mut is_kept)
-        {
-            eprintln!("vgpu: the verdict is not kept: {error}");
+        false => {
+            let verdict = engine::load_verdict(fingerprint);
+            if verdict.is_empty() {
+                info!("the first start on this GPU, or with this driver: the kernels are checked");
+            }
+            verdict
         }
-    })?;
-    Ok(found)
+    };
+    let keep = |fingerprint: &str, verdict: &Verdict| {
+        let saved = engine::save_verdict(fingerprint, verdict);
+        let mut kept = kept.0.lock().unwrap_or_else(PoisonError::into_inner);
+        *kept = Some(saved.map_err(|error| error.to_string()));
+    };
+    let silences = (silence(COMPILE_LIMIT), silence(BEGIN_LIMIT));
+    Ok(self_check::supervise(
+        command, silences, budget, before, keep,
+    )?)
 }
 
 /// Checks kernels in this process, which may not survive it.
@@ -146,19 +233,24 @@ pub(super) fn run_child(args: &ChildArgs) -> anyhow::Result<ExitCode> {
     let ordinal = ordinal_of(&args.engine)?;
     let gpu = engine::open_gpu(ordinal)?;
     let policy = engine::launch_policy();
-    let fingerprint = gpu.fingerprint();
+    let fingerprint = engine::fingerprint(&gpu, policy);
     let device: Arc<dyn Device> = gpu;
     let Some(kernels) = &args.kernels else {
         println!("{}", Message::Device(fingerprint));
         let disabled = engine::disabled_kernels()?;
         let is_disabled = |name: &str| disabled.contains(&name);
         for kernel in self_check::kernels_to_check(&*device, policy, is_disabled) {
-            println!("{}", Message::Kernel(kernel.into()));
+            println!("{}", Message::Kernel(kernel));
         }
         return Ok(ExitCode::SUCCESS);
     };
-    let (kernels, faulty) = (parse_names(kernels)?, parse_names(&args.faulty)?);
-    let is_complete = self_check::run(&device, policy, &kernels, &faulty, |step| {
+    let work = Work {
+        kernels: &parse_names(kernels)?,
+        right: &parse_names(&args.right)?,
+        faulty: &parse_names(&args.faulty)?,
+        suspects: &parse_names(&args.suspects)?,
+    };
+    let is_complete = self_check::run(&device, policy, work, |step| {
         println!("{}", Message::from(step));
     })?;
     if is_complete {

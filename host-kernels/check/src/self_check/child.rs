@@ -1,17 +1,17 @@
 //! The part of the self-check that runs on the device, in a process of its own.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::fmt;
 use std::sync::Arc;
 
 use vgpu_cpu::CpuEngine;
 use vgpu_cuda::device::Device;
-use vgpu_cuda::kernel_set::KernelSet;
-use vgpu_cuda::verdict::{Finding, Verdict, parse_line};
+use vgpu_cuda::kernel_set::{KernelSet, is_simple, names};
+use vgpu_cuda::verdict::Finding;
 use vgpu_cuda::{CudaEngine, LaunchPolicy};
 use vgpu_engine::{Engine, EngineError};
 use vgpu_transport::ir::Type;
 
+use super::message::{Outcome, Step, Work};
 use super::order::{MEGAKERNELS, hiding, in_order};
 use crate::cases::{self, Operation, RUNS, worst_error};
 use crate::error::CheckError;
@@ -33,86 +33,8 @@ const REPACK: &str = "vg_repack";
 /// The largest upload that the kernel moves.
 const SMALL_UPLOAD: u64 = 64 << 10;
 
-/// A step of the check of a kernel.
-#[derive(Debug, Clone, PartialEq)]
-pub enum Step {
-    /// A case begins to run with the kernel.
-    Begins(&'static str),
-    /// The same case begins to run without the kernel, with these kernels instead.
-    Instead(Vec<&'static str>),
-    /// What was found about the kernel.
-    Ends(&'static str, Finding),
-}
-
-/// A line from a child to its parent.
-#[derive(Debug, Clone, PartialEq)]
-pub enum Message {
-    /// The fingerprint of the device, its driver and the code.
-    Device(String),
-    /// A kernel that is to be checked.
-    Kernel(String),
-    /// The check of a kernel begins.
-    Begins(String),
-    /// The kernels behind it begin to run.
-    Instead(Vec<String>),
-    /// What was found about a kernel.
-    Ends(&'static str, Finding),
-    /// The child has done all that it was asked for.
-    Done,
-}
-
-impl From<Step> for Message {
-    fn from(step: Step) -> Message {
-        match step {
-            Step::Begins(kernel) => Message::Begins(kernel.into()),
-            Step::Instead(kernels) => {
-                Message::Instead(kernels.into_iter().map(String::from).collect())
-            }
-            Step::Ends(kernel, finding) => Message::Ends(kernel, finding),
-        }
-    }
-}
-
-/// What the lines begin with: other libraries write to standard output, too.
-const MARK: &str = "self-check ";
-
-impl fmt::Display for Message {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(MARK)?;
-        match self {
-            Message::Device(fingerprint) => write!(f, "device {fingerprint}"),
-            Message::Kernel(name) => write!(f, "kernel {name}"),
-            Message::Begins(name) => write!(f, "begins {name}"),
-            Message::Instead(names) => write!(f, "instead {}", names.join(" ")),
-            Message::Ends(name, finding) => {
-                let mut verdict = Verdict::default();
-                verdict.record(name, finding.clone());
-                let text = verdict.to_text("");
-                write!(f, "ends {}", text.lines().nth(1).unwrap_or_default())
-            }
-            Message::Done => f.write_str("done"),
-        }
-    }
-}
-
-impl Message {
-    /// The message of a line, if it is one. Anything may stand before it in the line.
-    pub fn parse(line: &str) -> Option<Message> {
-        let line = &line[line.find(MARK)? + MARK.len()..];
-        let (kind, rest) = line.split_once(' ').unwrap_or((line, ""));
-        match kind {
-            "device" => Some(Message::Device(rest.into())),
-            "kernel" => Some(Message::Kernel(rest.into())),
-            "begins" => Some(Message::Begins(rest.into())),
-            "instead" => Some(Message::Instead(
-                rest.split_whitespace().map(String::from).collect(),
-            )),
-            "ends" => parse_line(rest).map(|(name, finding)| Message::Ends(name, finding)),
-            "done" => Some(Message::Done),
-            _ => None,
-        }
-    }
-}
+/// The most cases in which a kernel is checked.
+const MAX_CASES: usize = 4;
 
 /// The kernels of a device that the check is about, in its order. `is_disabled`: the kernels that
 /// the operator has disabled.
@@ -130,35 +52,36 @@ pub fn kernels_to_check(
     kernels
 }
 
-/// Checks `kernels` of a device, without the kernels in `faulty`. Calls `seen` at each step. After
-/// an error of the device nothing else may work: the check ends. Returns whether all were checked.
+/// Checks the kernels of `work` on a device. Calls `seen` at each step. After a kernel that has
+/// failed, nothing that the device says is certain: the check ends. Returns whether all were
+/// checked.
 ///
 /// # Errors
 /// [`EngineError`] of the device, if no engine starts on it.
 pub fn run(
     device: &Arc<dyn Device>,
     policy: LaunchPolicy,
-    kernels: &[&'static str],
-    faulty: &[&'static str],
+    work: Work<'_>,
     mut seen: impl FnMut(Step),
 ) -> Result<bool, EngineError> {
-    let mut check = Check::new(device, policy, faulty)?;
-    for &kernel in kernels {
-        let (finding, failed) = check.kernel(kernel, &mut seen);
-        let is_faulty = matches!(finding, Finding::Faulty(_));
-        seen(Step::Ends(kernel, finding));
-        if failed.is_some_and(|error| error.is_device_failure()) {
+    let mut check = Check::new(device, policy, work)?;
+    for &kernel in work.kernels {
+        let (outcome, failed) = check.kernel(kernel, &mut seen)?;
+        let is_faulty = outcome.is_faulty();
+        let is_right = outcome == Outcome::Found(Finding::Right);
+        seen(Step::Ends(kernel, outcome));
+        if is_faulty || failed.is_some_and(|error| error.is_device_failure()) {
             return Ok(false);
         }
-        if is_faulty {
-            check.exclude(kernel)?;
+        if is_right {
+            check.found_right(kernel)?;
         }
     }
     Ok(true)
 }
 
 /// For each of `kernels`, the kernels of a case that uses it when it is disabled. `None`: no case
-/// uses it. Nothing runs.
+/// uses it. Nothing but repacking runs.
 ///
 /// # Errors
 /// If an engine does not start on the device, or refuses a case.
@@ -167,7 +90,13 @@ pub fn behind(
     policy: LaunchPolicy,
     kernels: &[&'static str],
 ) -> Result<Vec<Behind>, CheckError> {
-    let mut check = Check::new(device, policy, &[])?;
+    let work = Work {
+        kernels,
+        right: kernels,
+        faulty: &[],
+        suspects: &[],
+    };
+    let mut check = Check::new(device, policy, work)?;
     let behind = |&kernel| Ok((kernel, check.behind(kernel)?));
     kernels.iter().map(behind).collect()
 }
@@ -196,6 +125,14 @@ impl Case {
             Case::Operation(operation) => operation.bytes(),
             // After all operations: a model runs many kernels.
             Case::Model(_) => u64::MAX,
+        }
+    }
+
+    /// The operator, or that it is a model.
+    fn operator(&self) -> &str {
+        match self {
+            Case::Operation(operation) => { operation.name.split(' ').next() }.unwrap_or_default(),
+            Case::Model(_) => "model",
         }
     }
 
@@ -311,126 +248,286 @@ impl Side {
     }
 }
 
+/// The cases for a kernel.
+struct Chosen {
+    cases: Vec<usize>,
+    /// The kernels that are disabled, so that the cases use the kernel.
+    disabled: BTreeSet<&'static str>,
+}
+
+/// The cases that use each kernel, the smallest first.
+type Users = BTreeMap<&'static str, Vec<usize>>;
+
 /// A check that is going on.
 struct Check<'a> {
     device: &'a Arc<dyn Device>,
     policy: LaunchPolicy,
     cases: Vec<Case>,
+    /// The kernels that were found right.
+    right: BTreeSet<&'static str>,
     faulty: BTreeSet<&'static str>,
+    suspects: BTreeSet<&'static str>,
     /// With the kernel that is checked.
     with: Side,
-    /// Without it.
+    /// Without it, and never with [`UPLOAD`]: nothing that is prepared there runs that kernel.
     without: Side,
-    /// The smallest case of each kernel, by the kernels that are disabled for its check.
-    known: HashMap<Vec<&'static str>, BTreeMap<&'static str, usize>>,
+    /// By the kernels that are disabled.
+    known: HashMap<BTreeSet<&'static str>, Users>,
 }
 
 impl<'a> Check<'a> {
     fn new(
         device: &'a Arc<dyn Device>,
         policy: LaunchPolicy,
-        faulty: &[&'static str],
+        work: Work<'_>,
     ) -> Result<Check<'a>, EngineError> {
         let policy = policy.for_single_nodes();
+        let set = |kernels: &[&'static str]| kernels.iter().copied().collect::<BTreeSet<_>>();
+        let right = set(work.right);
+        let may_upload = right.contains(UPLOAD);
         Ok(Check {
             device,
             policy,
             cases: cases(),
-            faulty: faulty.iter().copied().collect(),
-            with: Side::new(device, policy, |name| faulty.contains(&name))?,
+            with: Side::new(device, policy, |name| name == UPLOAD && !may_upload)?,
             without: Side::new(device, policy, |name| name == UPLOAD)?,
+            right,
+            faulty: set(work.faulty),
+            suspects: set(work.suspects),
             known: HashMap::new(),
         })
     }
 
-    /// Leaves a kernel out from now on.
-    fn exclude(&mut self, kernel: &'static str) -> Result<(), EngineError> {
-        self.faulty.insert(kernel);
+    /// Uses a kernel from now on.
+    fn found_right(&mut self, kernel: &'static str) -> Result<(), EngineError> {
+        self.right.insert(kernel);
         if kernel == UPLOAD {
-            let faulty = &self.faulty;
-            self.with = Side::new(self.device, self.policy, |name| faulty.contains(name))?;
+            self.with = Side::new(self.device, self.policy, |_| false)?;
         }
         Ok(())
     }
 
-    /// The smallest case that uses a kernel while others are disabled.
-    fn case_of(
-        &mut self,
-        kernel: &'static str,
-        disabled: &[&'static str],
-    ) -> Result<Option<usize>, CheckError> {
-        if !self.known.contains_key(disabled) {
-            let mut smallest = BTreeMap::new();
-            for (at, case) in self.cases.iter().enumerate() {
-                for kernel in case.kernels(&self.with.engine)? {
-                    smallest.entry(kernel).or_insert(at);
-                }
-            }
-            self.known.insert(disabled.to_vec(), smallest);
-        }
-        Ok(self.known[disabled].get(kernel).copied())
+    /// The kernels that a case uses while others are disabled. Runs nothing but [`REPACK`], unless
+    /// that is disabled.
+    fn plan(
+        &self,
+        case: usize,
+        disabled: &BTreeSet<&'static str>,
+    ) -> Result<Vec<&'static str>, CheckError> {
+        let kernels = &self.without.kernels;
+        kernels.disable_only(|name| disabled.contains(name));
+        self.cases[case].kernels(&self.without.engine)
     }
 
-    /// The kernels of the case for `kernel` when it is disabled.
+    /// The cases that use a kernel while others are disabled, the smallest first.
+    fn users(
+        &mut self,
+        kernel: &'static str,
+        disabled: &BTreeSet<&'static str>,
+    ) -> Result<Vec<usize>, CheckError> {
+        if !self.known.contains_key(disabled) {
+            let mut users = Users::new();
+            for case in 0..self.cases.len() {
+                for kernel in self.plan(case, disabled)? {
+                    let of_kernel = users.entry(kernel).or_default();
+                    if of_kernel.last() != Some(&case) {
+                        of_kernel.push(case);
+                    }
+                }
+            }
+            self.known.insert(disabled.clone(), users);
+        }
+        let users = self.known[disabled].get(kernel);
+        Ok(users.cloned().unwrap_or_default())
+    }
+
+    /// The cases in which a kernel is checked. They use no other kernel that is neither simple nor
+    /// found right, if there are such cases: else a kernel would fail because of another one.
+    fn choose(&mut self, kernel: &'static str) -> Result<Chosen, CheckError> {
+        let mut disabled: BTreeSet<_> = hiding(kernel).into_iter().collect();
+        disabled.extend(&self.faulty);
+        if kernel != REPACK && !self.right.contains(REPACK) {
+            disabled.insert(REPACK);
+        }
+        let users = self.users(kernel, &disabled)?;
+        let mut strict = disabled.clone();
+        let unknown = names()
+            .iter()
+            .filter(|name| !is_simple(name) && **name != kernel && !self.right.contains(*name));
+        strict.extend(unknown);
+        let mut cases = Vec::new();
+        for &case in &users {
+            if self.plan(case, &strict)?.contains(&kernel) {
+                cases.push(case);
+            }
+        }
+        if !cases.is_empty() {
+            let cases = self.different(&cases);
+            return Ok(Chosen {
+                cases,
+                disabled: strict,
+            });
+        }
+        // The kernel works for others. If it has failed with one of them, another one tells whose
+        // fault it was.
+        let mut cases = Vec::from_iter(users.first().copied());
+        if self.suspects.contains(kernel)
+            && let Some(&first) = users.first()
+        {
+            let others = self.unknown_in(first, &disabled)?;
+            for &case in &users[1..] {
+                let shared = self.unknown_in(case, &disabled)?;
+                if !shared
+                    .iter()
+                    .any(|name| *name != kernel && others.contains(name))
+                {
+                    cases = vec![case];
+                    break;
+                }
+            }
+        }
+        Ok(Chosen { cases, disabled })
+    }
+
+    /// The kernels of a case that are neither simple nor found right.
+    fn unknown_in(
+        &self,
+        case: usize,
+        disabled: &BTreeSet<&'static str>,
+    ) -> Result<BTreeSet<&'static str>, CheckError> {
+        let kernels = self.plan(case, disabled)?.into_iter();
+        let is_unknown =
+            |name: &&'static str| !is_simple(name) && *name != UPLOAD && !self.right.contains(name);
+        Ok(kernels.filter(is_unknown).collect())
+    }
+
+    /// A few cases that differ: of each operator, the smallest and the largest.
+    fn different(&self, cases: &[usize]) -> Vec<usize> {
+        let mut ends: Vec<(&str, usize, usize)> = Vec::new();
+        for &case in cases {
+            let operator = self.cases[case].operator();
+            match ends.iter_mut().find(|(known, ..)| *known == operator) {
+                Some((_, _, largest)) => *largest = case,
+                None => ends.push((operator, case, case)),
+            }
+        }
+        let smallest = ends.iter().map(|(_, smallest, _)| *smallest);
+        let largest = ends.iter().map(|(_, _, largest)| *largest);
+        let mut chosen: Vec<_> = smallest.chain(largest).take(MAX_CASES).collect();
+        chosen.sort_unstable();
+        chosen.dedup();
+        chosen
+    }
+
+    /// The kernels of the smallest case for `kernel` when it is disabled.
     fn behind(&mut self, kernel: &'static str) -> Result<Option<Vec<&'static str>>, CheckError> {
-        let mut disabled = hiding(kernel);
-        self.with
-            .kernels
-            .disable_only(|name| disabled.contains(&name));
-        let Some(at) = self.case_of(kernel, &disabled)? else {
+        let Chosen {
+            cases,
+            mut disabled,
+        } = self.choose(kernel)?;
+        let Some(&case) = cases.first() else {
             return Ok(None);
         };
-        disabled.push(kernel);
-        self.without
-            .kernels
-            .disable_only(|name| disabled.contains(&name));
-        let kernels = self.cases[at].kernels(&self.without.engine)?;
+        disabled.insert(kernel);
+        let kernels = self.plan(case, &disabled)?;
         // The engine without the kernel never batches uploads.
         let is_used = |used: &&'static str| *used != UPLOAD;
         Ok(Some(kernels.into_iter().filter(is_used).collect()))
     }
 
     /// Checks a kernel. Returns also the error that has ended the check, if one has.
+    ///
+    /// # Errors
+    /// [`EngineError`] of the device, if no engine starts on it.
     fn kernel(
         &mut self,
         kernel: &'static str,
         seen: &mut impl FnMut(Step),
-    ) -> (Finding, Option<CheckError>) {
-        let mut disabled = hiding(kernel);
-        disabled.extend(&self.faulty);
-        self.with
-            .kernels
-            .disable_only(|name| disabled.contains(&name));
-        let case = match self.case_of(kernel, &disabled) {
-            Ok(Some(at)) => &self.cases[at],
-            Ok(None) => return (Finding::Unchecked, None),
-            Err(error) => return (Finding::Unchecked, Some(error)),
+    ) -> Result<(Outcome, Option<CheckError>), EngineError> {
+        // What is planned for this kernel runs it.
+        if kernel == REPACK {
+            seen(Step::Begins(kernel));
+        }
+        let chosen = match self.choose(kernel) {
+            Ok(chosen) => chosen,
+            Err(error) if kernel == REPACK => return Ok(failure(error)),
+            Err(error) => return Ok((Outcome::Unchecked, Some(error))),
         };
-        seen(Step::Begins(kernel));
-        let results = match case.results(&self.with.engine, |_| ()) {
+        if chosen.cases.is_empty() {
+            return Ok((Outcome::Found(Finding::Unused), None));
+        }
+        if kernel != REPACK {
+            seen(Step::Begins(kernel));
+        }
+        let with_upload;
+        let with = match kernel {
+            UPLOAD => {
+                with_upload = Side::new(self.device, self.policy, |_| false)?;
+                &with_upload
+            }
+            _ => &self.with,
+        };
+        for case in chosen.cases {
+            let ended = self.case(kernel, with, case, &chosen.disabled, seen);
+            if !matches!(ended, (Outcome::Found(Finding::Right), None)) {
+                return Ok(ended);
+            }
+        }
+        Ok((Outcome::Found(Finding::Right), None))
+    }
+
+    /// Runs a case with a kernel and without.
+    fn case(
+        &self,
+        kernel: &'static str,
+        with: &Side,
+        case: usize,
+        disabled: &BTreeSet<&'static str>,
+        seen: &mut impl FnMut(Step),
+    ) -> (Outcome, Option<CheckError>) {
+        let case = &self.cases[case];
+        with.kernels.disable_only(|name| disabled.contains(name));
+        let results = match case.results(&with.engine, |_| ()) {
             Ok(results) => results,
-            Err(error) => return (Finding::Faulty(error.to_string()), Some(error)),
+            Err(error) => return failure(error),
         };
-        disabled.push(kernel);
-        self.without
-            .kernels
-            .disable_only(|name| disabled.contains(&name));
+        let without = &self.without.kernels;
+        without.disable_only(|name| disabled.contains(name) || name == kernel);
+        let mut instead = Vec::new();
         let expected = case.results(&self.without.engine, |kernels| {
-            seen(Step::Instead(kernels.to_vec()));
+            instead = kernels.to_vec();
+            seen(Step::Instead(instead.clone()));
         });
         let limit = case.limit();
         let error = expected.map(|expected| error_between(&results, &expected));
+        let right = Outcome::Found(Finding::Right);
         if matches!(error, Ok(error) if error <= limit) {
-            return (Finding::Right, None);
+            return (right, None);
         }
         // The kernels behind it may be the wrong ones.
         let oracle = CpuEngine::new(0, None).map_err(CheckError::from);
         let exact = oracle.and_then(|oracle| case.results(&oracle, |_| ()));
-        let finding = match exact.map(|exact| error_between(&results, &exact)) {
-            Ok(off) if off <= limit => Finding::Right,
-            Ok(off) => Finding::Faulty(format!("it is off by {off:.1e}, allowed {limit:.1e}")),
-            Err(_) => Finding::Unchecked,
+        let outcome = match exact.map(|exact| error_between(&results, &exact)) {
+            Ok(off) if off <= limit => {
+                if error.is_ok() {
+                    seen(Step::WrongBehind(instead));
+                }
+                right
+            }
+            Ok(off) => Outcome::Found(Finding::Faulty(format!(
+                "it is off by {off:.1e}, allowed {limit:.1e}"
+            ))),
+            Err(_) => Outcome::Unchecked,
         };
-        (finding, error.err())
+        (outcome, error.err())
     }
+}
+
+/// What an error of a run with the kernel says about it.
+fn failure(error: CheckError) -> (Outcome, Option<CheckError>) {
+    let outcome = match error.is_out_of_memory() {
+        true => Outcome::Unchecked,
+        false => Outcome::Found(Finding::Faulty(error.to_string())),
+    };
+    (outcome, Some(error))
 }

@@ -1,31 +1,23 @@
 //! The part of the self-check that has no GPU: starts child processes and collects their findings.
 
+use std::collections::BTreeSet;
 use std::io;
+use std::os::unix::process::ExitStatusExt as _;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+use rustix::process::Signal;
 use vgpu_cuda::kernel_set::names;
 use vgpu_cuda::verdict::{Finding, Verdict};
 
-use super::child::Message;
+use super::message::{Message, Outcome, Request, Work};
 use crate::child_process::{self, Ended, Silence};
 
 /// The most children that may end in the middle of a check.
 const MAX_ENDS: usize = 100;
 
-/// What a child process is to do.
-#[derive(Debug, Clone, Copy)]
-pub enum Request<'a> {
-    /// To say the fingerprint of the device and the kernels that are to be checked.
-    List,
-    /// To check kernels, without those that are faulty.
-    Check {
-        /// The kernels, in order.
-        kernels: &'a [String],
-        /// The kernels that must not run.
-        faulty: &'a [String],
-    },
-}
+/// The exit status of a Rust program that has panicked.
+const PANICKED: i32 = 101;
 
 /// Why there is no verdict.
 #[derive(Debug, thiserror::Error)]
@@ -37,6 +29,8 @@ pub enum SuperviseError {
     NoDevice(Ended),
     #[error("the self-check does not begin: {0}")]
     NoBegin(Ended),
+    #[error("the self-check was interrupted: {0}")]
+    Interrupted(Ended),
     #[error("{MAX_ENDS} processes of the self-check have ended before it did")]
     TooManyEnds,
 }
@@ -61,14 +55,54 @@ pub struct Supervised {
     pub verdict: Verdict,
     /// The kernels that were checked now.
     pub checked: usize,
-    /// The kernels that the time did not suffice for.
-    pub left: usize,
+    /// The kernels without a finding: the time did not suffice, or something else than the kernel
+    /// has failed. They are checked again by the next check.
+    pub left: Vec<&'static str>,
+    /// Simple kernels, or others that replace one, that gave wrong results where the kernel that
+    /// was checked gave right ones.
+    pub wrong_behind: BTreeSet<String>,
 }
 
-impl Supervised {
-    fn add(&mut self, kernel: &'static str, finding: Finding) {
-        self.checked += 1;
-        self.verdict.record(kernel, finding);
+/// A check that is going on.
+struct Supervision<F> {
+    found: Supervised,
+    fingerprint: String,
+    /// The kernels that are to be checked, in order.
+    rest: Vec<&'static str>,
+    /// Those that have failed once.
+    suspects: Vec<&'static str>,
+    keep: F,
+}
+
+impl<F: FnMut(&str, &Verdict)> Supervision<F> {
+    fn record(&mut self, kernel: &'static str, finding: Finding) {
+        self.rest.retain(|other| *other != kernel);
+        self.found.checked += 1;
+        self.found.verdict.record(kernel, finding);
+        (self.keep)(&self.fingerprint, &self.found.verdict);
+    }
+
+    /// A kernel has failed. The second time, it is faulty: a machine short of memory, a device that
+    /// others use and a kernel that ran before it can make any kernel fail once.
+    fn failed(&mut self, kernel: &'static str, reason: String) {
+        match self.suspects.contains(&kernel) {
+            true => self.record(kernel, Finding::Faulty(reason)),
+            false => self.suspects.push(kernel),
+        }
+    }
+
+    /// Nothing can be said about a kernel now.
+    fn leave(&mut self, kernel: &'static str) {
+        self.rest.retain(|other| *other != kernel);
+        self.found.left.push(kernel);
+    }
+
+    fn ends(&mut self, kernel: &'static str, outcome: Outcome) {
+        match outcome {
+            Outcome::Found(Finding::Faulty(reason)) => self.failed(kernel, reason),
+            Outcome::Found(finding) => self.record(kernel, finding),
+            Outcome::Unchecked => self.leave(kernel),
+        }
     }
 }
 
@@ -76,47 +110,61 @@ impl Supervised {
 #[derive(Default)]
 struct Place {
     /// The kernel whose check has begun, and not ended.
-    begun: Option<String>,
+    begun: Option<&'static str>,
     /// Whether the kernels behind it run at the moment.
     is_behind: bool,
-    /// The kernels whose checks have ended.
-    done: Vec<String>,
-    /// Whether the child has done all.
-    is_done: bool,
+    /// Whether a check has ended.
+    has_ended_one: bool,
 }
 
 /// Checks the kernels of a device in child processes, which `command` starts. `before` gives the
 /// findings about the device with a fingerprint that are known, and `keep` stores the verdict after
-/// each finding. No check begins when `budget` is over.
+/// each finding. No check begins when `budget` is over. `first` is the silence of a child that
+/// compiles kernels before it answers, `silence` that of the others.
 ///
 /// # Errors
-/// [`SuperviseError`] if children do not start or find no device.
+/// [`SuperviseError`] if children do not start or find no device, or a signal ends one.
 pub fn supervise(
     command: impl Fn(Request<'_>) -> Command,
-    silence: Silence,
+    (first, silence): (Silence, Silence),
     budget: Duration,
     before: impl FnOnce(&str) -> Verdict,
-    mut keep: impl FnMut(&str, &Verdict),
+    keep: impl FnMut(&str, &Verdict),
 ) -> Result<Supervised, SuperviseError> {
-    let (fingerprint, mut kernels) = list(&mut command(Request::List), silence)?;
-    let mut found = Supervised {
-        verdict: before(&fingerprint),
-        ..Supervised::default()
+    let (fingerprint, mut kernels) = list(&mut command(Request::List), first)?;
+    let verdict = before(&fingerprint);
+    kernels.retain(|kernel| verdict.finding(kernel).is_none());
+    let mut check = Supervision {
+        found: Supervised {
+            verdict,
+            ..Supervised::default()
+        },
+        fingerprint,
+        rest: kernels,
+        suspects: Vec::new(),
+        keep,
     };
-    kernels.retain(|kernel| found.verdict.finding(kernel).is_none());
     let begin = Instant::now();
+    let is_late = || begin.elapsed() >= budget;
     for _ in 0..MAX_ENDS {
-        found.left = kernels.len();
-        if kernels.is_empty() || begin.elapsed() >= budget {
-            return Ok(found);
+        if check.rest.is_empty() || is_late() {
+            check.found.left.append(&mut check.rest);
+            return Ok(check.found);
         }
-        let faulty: Vec<String> = { found.verdict.faulty() }
-            .map(|(kernel, _)| kernel.to_owned())
+        let right = names().iter().copied();
+        let right: Vec<_> = right
+            .filter(|kernel| check.found.verdict.finding(kernel) == Some(&Finding::Right))
             .collect();
-        let request = Request::Check {
+        let faulty: Vec<_> = { check.found.verdict.faulty() }
+            .map(|(kernel, _)| kernel)
+            .collect();
+        let (kernels, suspects) = (check.rest.clone(), check.suspects.clone());
+        let request = Request::Check(Work {
             kernels: &kernels,
+            right: &right,
             faulty: &faulty,
-        };
+            suspects: &suspects,
+        });
         let mut place = Place::default();
         let seen = |line: &str| {
             match Message::parse(line) {
@@ -124,53 +172,72 @@ pub fn supervise(
                     (place.begun, place.is_behind) = (Some(kernel), false);
                 }
                 Some(Message::Instead(_)) => place.is_behind = true,
-                Some(Message::Ends(kernel, finding)) => {
-                    place.begun = None;
-                    place.done.push(kernel.to_owned());
-                    found.add(kernel, finding);
-                    keep(&fingerprint, &found.verdict);
-                    if begin.elapsed() >= budget {
+                Some(Message::WrongBehind(kernels)) => check.found.wrong_behind.extend(kernels),
+                Some(Message::Ends(kernel, outcome)) => {
+                    (place.begun, place.has_ended_one) = (None, true);
+                    check.ends(kernel, outcome);
+                    if is_late() {
                         return Err(Stop::Late);
                     }
                 }
-                Some(Message::Done) => place.is_done = true,
                 _ => {}
             }
             Ok(())
         };
-        let ended = child_process::watch(&mut command(request), silence, seen);
-        kernels.retain(|kernel| !place.done.contains(kernel));
-        let ended = match ended {
+        let ended = match child_process::watch(&mut command(request), silence, seen) {
             Ok(ended) => ended,
             Err(Stop::Late) => continue,
             Err(Stop::Start(error)) => return Err(error.into()),
         };
-        let begun = place.begun.as_deref();
-        let begun = begun.and_then(|kernel| names().iter().find(|name| **name == kernel));
-        match begun {
-            Some(&kernel) => {
-                kernels.retain(|other| other != kernel);
-                // A kernel is not faulty because the one behind it is.
-                let finding = match place.is_behind {
-                    true => Finding::Unchecked,
-                    false => Finding::Faulty(ended.to_string()),
-                };
-                found.add(kernel, finding);
-                keep(&fingerprint, &found.verdict);
+        match (place.begun, cause(&ended)) {
+            (_, Cause::Interrupted) => return Err(SuperviseError::Interrupted(ended)),
+            (Some(kernel), Cause::Kernel) if !place.is_behind => {
+                check.failed(kernel, ended.to_string());
             }
-            // A child ends after a finding that has lost the device.
-            None if place.is_done || !place.done.is_empty() => {}
-            None => return Err(SuperviseError::NoBegin(ended)),
+            // A kernel is not faulty because the one behind it is, or because the process has
+            // failed for want of memory.
+            (Some(kernel), _) => check.leave(kernel),
+            // A child ends after a finding that has lost the device, and when it has done all.
+            (None, _) if place.has_ended_one => {}
+            (None, _) => return Err(SuperviseError::NoBegin(ended)),
         }
     }
     Err(SuperviseError::TooManyEnds)
+}
+
+/// What has ended a child.
+enum Cause {
+    /// The kernel that ran, as far as anybody can tell.
+    Kernel,
+    /// A signal from outside, which asks for an end.
+    Interrupted,
+    /// The kernel of the operating system, which had no memory, or the child itself, which has
+    /// panicked.
+    Process,
+}
+
+fn cause(ended: &Ended) -> Cause {
+    let Ended::Closed(Some(status)) = ended else {
+        return Cause::Kernel;
+    };
+    let signals = [Signal::TERM, Signal::INT, Signal::HUP, Signal::QUIT].map(Signal::as_raw);
+    match status.signal() {
+        Some(signal) if signals.contains(&signal) => Cause::Interrupted,
+        // The supervisor's own kills are `Ended::Silent`.
+        Some(signal) if signal == Signal::KILL.as_raw() => Cause::Process,
+        None if status.code() == Some(PANICKED) => Cause::Process,
+        _ => Cause::Kernel,
+    }
 }
 
 /// The fingerprint of the device, and the kernels that are to be checked.
 ///
 /// # Errors
 /// [`SuperviseError`] if the child does not start or finds no device.
-fn list(command: &mut Command, silence: Silence) -> Result<(String, Vec<String>), SuperviseError> {
+fn list(
+    command: &mut Command,
+    silence: Silence,
+) -> Result<(String, Vec<&'static str>), SuperviseError> {
     let (mut device, mut kernels) = (None, Vec::new());
     let seen = |line: &str| -> Result<(), SuperviseError> {
         match Message::parse(line) {
@@ -181,8 +248,9 @@ fn list(command: &mut Command, silence: Silence) -> Result<(String, Vec<String>)
         Ok(())
     };
     let ended = child_process::watch(command, silence, seen)?;
-    match device.filter(|_| ended.is_success()) {
-        Some(fingerprint) => Ok((fingerprint, kernels)),
-        None => Err(SuperviseError::NoDevice(ended)),
+    match (device, cause(&ended)) {
+        (_, Cause::Interrupted) => Err(SuperviseError::Interrupted(ended)),
+        (Some(fingerprint), _) if ended.is_success() => Ok((fingerprint, kernels)),
+        _ => Err(SuperviseError::NoDevice(ended)),
     }
 }

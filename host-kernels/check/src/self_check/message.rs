@@ -1,0 +1,140 @@
+//! What the supervisor asks of its children, and what they answer.
+
+use std::fmt;
+
+use vgpu_cuda::kernel_set::names;
+use vgpu_cuda::verdict::{Finding, Verdict, parse_line};
+
+/// What a child process is to do.
+#[derive(Debug, Clone, Copy)]
+pub enum Request<'a> {
+    /// To say the fingerprint of the device and the kernels that are to be checked.
+    List,
+    /// To check kernels.
+    Check(Work<'a>),
+}
+
+/// The kernels that a child process checks.
+#[derive(Debug, Clone, Copy)]
+pub struct Work<'a> {
+    /// The kernels, in order.
+    pub kernels: &'a [&'static str],
+    /// The kernels that were found right.
+    pub right: &'a [&'static str],
+    /// The kernels that must not run.
+    pub faulty: &'a [&'static str],
+    /// The kernels that have failed once.
+    pub suspects: &'a [&'static str],
+}
+
+/// A step of the check of a kernel.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Step {
+    /// The cases of a kernel begin.
+    Begins(&'static str),
+    /// A case begins to run without the kernel, with these kernels instead.
+    Instead(Vec<&'static str>),
+    /// These kernels gave wrong results instead, and the kernel gave right ones.
+    WrongBehind(Vec<&'static str>),
+    /// What came out.
+    Ends(&'static str, Outcome),
+}
+
+/// What came out of the check of a kernel.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Outcome {
+    /// Something was found about the kernel.
+    Found(Finding),
+    /// Nothing: memory was short, or what is behind the kernel has failed.
+    Unchecked,
+}
+
+impl Outcome {
+    /// Whether the kernel has failed.
+    pub(super) fn is_faulty(&self) -> bool {
+        matches!(self, Outcome::Found(Finding::Faulty(_)))
+    }
+}
+
+/// A line from a child to its parent.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Message {
+    /// The fingerprint of the device, its driver and the code.
+    Device(String),
+    /// A kernel that is to be checked.
+    Kernel(&'static str),
+    /// The check of a kernel begins.
+    Begins(&'static str),
+    /// The kernels behind it begin to run.
+    Instead(Vec<String>),
+    /// The kernels behind it gave wrong results.
+    WrongBehind(Vec<String>),
+    /// What came out of the check of a kernel.
+    Ends(&'static str, Outcome),
+    /// The child has done all that it was asked for.
+    Done,
+}
+
+impl From<Step> for Message {
+    fn from(step: Step) -> Message {
+        let owned = |kernels: Vec<&str>| kernels.into_iter().map(String::from).collect();
+        match step {
+            Step::Begins(kernel) => Message::Begins(kernel),
+            Step::Instead(kernels) => Message::Instead(owned(kernels)),
+            Step::WrongBehind(kernels) => Message::WrongBehind(owned(kernels)),
+            Step::Ends(kernel, outcome) => Message::Ends(kernel, outcome),
+        }
+    }
+}
+
+/// What the lines begin with: other libraries write to standard output, too.
+const MARK: &str = "self-check ";
+
+impl fmt::Display for Message {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(MARK)?;
+        match self {
+            Message::Device(fingerprint) => write!(f, "device {fingerprint}"),
+            Message::Kernel(name) => write!(f, "kernel {name}"),
+            Message::Begins(name) => write!(f, "begins {name}"),
+            Message::Instead(names) => write!(f, "instead {}", names.join(" ")),
+            Message::WrongBehind(names) => write!(f, "wrong-behind {}", names.join(" ")),
+            Message::Ends(name, Outcome::Unchecked) => write!(f, "unchecked {name}"),
+            Message::Ends(name, Outcome::Found(finding)) => {
+                let mut verdict = Verdict::default();
+                verdict.record(name, finding.clone());
+                let text = verdict.to_text("");
+                write!(f, "ends {}", text.lines().nth(1).unwrap_or_default())
+            }
+            Message::Done => f.write_str("done"),
+        }
+    }
+}
+
+/// The kernel with this name.
+fn known(name: &str) -> Option<&'static str> {
+    let at = names().binary_search(&name).ok()?;
+    Some(names()[at])
+}
+
+impl Message {
+    /// The message of a line, if it is one. Anything may stand before it in the line.
+    pub fn parse(line: &str) -> Option<Message> {
+        let line = &line[line.find(MARK)? + MARK.len()..];
+        let (kind, rest) = line.split_once(' ').unwrap_or((line, ""));
+        let words = || rest.split_whitespace().map(String::from).collect();
+        match kind {
+            "device" => Some(Message::Device(rest.into())),
+            "kernel" => known(rest).map(Message::Kernel),
+            "begins" => known(rest).map(Message::Begins),
+            "instead" => Some(Message::Instead(words())),
+            "wrong-behind" => Some(Message::WrongBehind(words())),
+            "unchecked" => known(rest).map(|name| Message::Ends(name, Outcome::Unchecked)),
+            "ends" => {
+                parse_line(rest).map(|(name, finding)| Message::Ends(name, Outcome::Found(finding)))
+            }
+            "done" => Some(Message::Done),
+            _ => None,
+        }
+    }
+}
