@@ -184,6 +184,6 @@ fn introduction(ggml: &Ggml) -> String {
         program.as_deref().unwrap_or("unknown"),
         std::process::id(),
         ggml.release(),
-        env!("CARGO_PKG_VERSION"),
+        env!("VGPU_VERSION"),
     )
 }

@@ -194,7 +194,7 @@ impl Dump {
         self.last = Some(now);
         let mut text = format!(
             "ggml-vgpu {}, process {}; `vgpu dump` on the executor's machine says what it does\n",
-            env!("CARGO_PKG_VERSION"),
+            env!("VGPU_VERSION"),
             std::process::id()
         );
         for waits in sessions {

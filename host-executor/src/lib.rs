@@ -77,6 +77,7 @@ mod stop;
 mod tenant;
 #[cfg(feature = "server")]
 pub mod tenant_registry;
+mod version;
 #[cfg(feature = "server")]
 pub mod vm;
 pub mod weights;
@@ -101,4 +102,6 @@ pub use stats::{Failures, Stats};
 pub use stop::StopFlag;
 #[cfg(feature = "server")]
 pub use tenant_registry::{GuestRule, QuotaError, Rules};
+#[cfg(feature = "server")]
+pub use version::set_version;
 pub use weights::WeightStore;

@@ -38,7 +38,7 @@ pub(crate) fn run(args: &Args, command: &Command) -> anyhow::Result<()> {
 fn visible(command: &Command) -> Command {
     let shown = command.get_subcommands().filter(|one| !one.is_hide_set());
     let mut visible = Command::new("vgpu").subcommands(shown.cloned());
-    visible = visible.version(env!("CARGO_PKG_VERSION"));
+    visible = visible.version(crate::own_program::VERSION);
     match command.get_about() {
         Some(about) => visible.about(about.clone()),
         None => visible,

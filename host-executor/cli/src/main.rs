@@ -37,7 +37,7 @@ use vgpu_executor::log_queue;
 
 /// Executes tensor graphs for guests that load libggml-vgpu.so.
 #[derive(Parser)]
-#[command(name = "vgpu", version, max_term_width = 100)]
+#[command(name = "vgpu", version = own_program::VERSION, max_term_width = 100)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -78,6 +78,7 @@ enum Command {
 }
 
 fn main() -> ExitCode {
+    vgpu_executor::set_version(own_program::VERSION);
     let Cli { command } = Cli::parse();
     let outcome = match command {
         Command::Serve(args) => serve::run(&args),

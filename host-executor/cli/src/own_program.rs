@@ -4,8 +4,9 @@
 /// an upgrade has replaced or removed it since.
 pub(crate) const OWN_PROGRAM: &str = "/proc/self/exe";
 
-/// The version of the running program, for the processes that it starts.
-pub(crate) const VERSION: &str = env!("CARGO_PKG_VERSION");
+/// The version of the running program with its commit (`version.rs` in the root). The processes
+/// that it starts have the same.
+pub(crate) const VERSION: &str = env!("VGPU_VERSION");
 
 /// Refuses a supervisor of another version. `process` is what the supervisor has started.
 /// `supervisor` is its version; earlier versions do not say theirs.

@@ -315,7 +315,7 @@ fn help_and_version_are_printed() {
         );
     }
     let version = vgpu(&["--version"]).output().expect("the command starts");
-    let expected = format!("vgpu {}\n", env!("CARGO_PKG_VERSION"));
+    let expected = format!("vgpu {}\n", env!("VGPU_VERSION"));
     assert_eq!(String::from_utf8(version.stdout).expect("text"), expected);
 }
 

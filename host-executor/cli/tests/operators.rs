@@ -350,7 +350,7 @@ fn metrics_are_in_the_prometheus_format() {
         assert_eq!(info, Value::Untyped(1.0));
         let build = { scrape.samples.iter() }.find(|s| s.metric == "vgpu_build_info");
         let version = build.and_then(|sample| sample.labels.get("version"));
-        assert_eq!(version, Some(env!("CARGO_PKG_VERSION")));
+        assert_eq!(version, Some(env!("VGPU_VERSION")));
         for name in [
             "process_start_time_seconds",
             "process_resident_memory_bytes",

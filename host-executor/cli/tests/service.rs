@@ -83,7 +83,7 @@ fn worker_of_another_version_refuses_its_supervisor() {
         let text = String::from_utf8_lossy(&output.stderr).into_owned();
         (output.status.success(), text)
     };
-    let own = env!("CARGO_PKG_VERSION");
+    let own = env!("VGPU_VERSION");
     let (is_good, text) = run(&["--supervisor=0.0.9"]);
     assert!(
         !is_good && text.contains("0.0.9") && text.contains(own),
@@ -120,7 +120,7 @@ fn process_of_a_virtual_machine_of_another_version_refuses_its_supervisor() {
     ];
     for command in [&serve[..], &["fd-store"]] {
         let text = run(command, "--supervised=0.0.9");
-        let own = env!("CARGO_PKG_VERSION");
+        let own = env!("VGPU_VERSION");
         assert!(text.contains("0.0.9") && text.contains(own), "{text}");
     }
     // Earlier versions did not say theirs.

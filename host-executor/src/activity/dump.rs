@@ -5,6 +5,7 @@ use std::fmt::{self, Write as _};
 use std::time::Duration;
 
 use super::{Activities, Now, SessionActivity, ThreadState, TurnNow};
+use crate::version::version;
 
 /// What a dump says of the executor besides its sessions.
 pub(crate) struct EngineFigures<'a> {
@@ -148,7 +149,7 @@ fn write_dump(
     writeln!(
         text,
         "vgpu {}, process {}, up {:.1?}",
-        env!("CARGO_PKG_VERSION"),
+        version(),
         std::process::id(),
         engine.uptime
     )?;

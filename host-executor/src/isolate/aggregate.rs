@@ -15,6 +15,7 @@ use crate::status::{
     EngineStatus, GuestStatus, Report, SessionEnds, SessionStatus, Status, StatusSource,
     TenantLatency, Usage, WeightsStatus,
 };
+use crate::version::version;
 
 /// Longest program name that is passed on, in characters.
 const MAX_NAME_CHARS: usize = 200;
@@ -154,7 +155,7 @@ impl StatusSource for Shared {
         });
         let total = self.resources.memory.unwrap_or(snapshot.largest);
         Status {
-            version: env!("CARGO_PKG_VERSION").into(),
+            version: version().into(),
             uptime: self.since.elapsed().as_secs_f64(),
             engine: EngineStatus {
                 name: self.resources.engine.clone(),

@@ -11,6 +11,7 @@ use super::query::{REPORT_TIMEOUT, query_all};
 use super::state::{Shared, Worker};
 use crate::control;
 use crate::service;
+use crate::version::version;
 
 /// How often the dump looks for answers of workers.
 const POLL_PERIOD: Duration = Duration::from_millis(5);
@@ -44,7 +45,7 @@ enum NotAsked {
 pub(super) fn dump(shared: &Shared) -> String {
     let mut text = format!(
         "vgpu {}, supervisor {}, up {:.1?}\n",
-        env!("CARGO_PKG_VERSION"),
+        version(),
         std::process::id(),
         shared.since.elapsed()
     );

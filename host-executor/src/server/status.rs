@@ -13,6 +13,7 @@ use crate::status::{
     Usage, WeightsStatus,
 };
 use crate::tenant::Tenant;
+use crate::version::version;
 use crate::weights::WeightStore;
 
 impl StatusSource for Shared {
@@ -70,7 +71,7 @@ impl StatusSource for Shared {
             .map(WeightStore::stats)
             .unwrap_or_default();
         Status {
-            version: env!("CARGO_PKG_VERSION").into(),
+            version: version().into(),
             uptime: shared.since.elapsed().as_secs_f64(),
             engine: EngineStatus {
                 name: shared.engine.name().into(),

@@ -18,6 +18,8 @@ pub mod progress;
 pub mod sched;
 pub mod scratch;
 pub mod stats;
+#[path = "../../../version.rs"]
+pub mod version;
 pub mod workspace;
 
 pub use vgpu_median::median;

@@ -3,12 +3,40 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use crate::version;
+
 /// The root of the checkout this command was built from.
 pub fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
         .ancestors()
         .nth(2)
         .expect("xtask/common lies in the workspace")
+}
+
+/// The version of the checkout, with `.dirty` behind that of a commit if files of it have been
+/// changed. `VGPU_VERSION` in the environment comes first.
+pub fn version() -> String {
+    if let Some(given) = std::env::var("VGPU_VERSION")
+        .ok()
+        .filter(|given| !given.is_empty())
+    {
+        return given;
+    }
+    let version = version::version(root(), env!("CARGO_PKG_VERSION"));
+    match version.contains('+') && !changed_files().is_empty() {
+        true => format!("{version}.dirty"),
+        false => version,
+    }
+}
+
+/// The files that differ from those of the commit, as git lists them.
+pub fn changed_files() -> Vec<String> {
+    let status = version::git(root(), &["status", "--porcelain", "--untracked-files=no"]);
+    status
+        .unwrap_or_default()
+        .lines()
+        .map(str::to_owned)
+        .collect()
 }
 
 /// Where [`crate::dist`] puts the files a user needs.

@@ -245,7 +245,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         (seconds, spans) = (Some(measured.0), measured.1);
     }
     let mut figures = Figures {
-        vgpu: env!("CARGO_PKG_VERSION").to_owned(),
+        vgpu: crate::own_program::VERSION.to_owned(),
         engine: engine
             .as_ref()
             .map_or("none", |engine| engine.name())

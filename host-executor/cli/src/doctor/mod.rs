@@ -66,7 +66,7 @@ pub(crate) fn run(args: &Args) -> ExitCode {
         "vgpu",
         format!(
             "version {}, protocol {}, graphs {}",
-            env!("CARGO_PKG_VERSION"),
+            crate::own_program::VERSION,
             vgpu_transport::wire::PROTOCOL_VERSION,
             vgpu_transport::ir::IR_VERSION
         ),

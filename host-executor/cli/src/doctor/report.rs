@@ -113,7 +113,7 @@ impl Report {
             })
             .collect();
         json!({
-            "version": env!("CARGO_PKG_VERSION"),
+            "version": crate::own_program::VERSION,
             "ok": self.is_well(),
             "checks": checks,
             "next": self.next(),

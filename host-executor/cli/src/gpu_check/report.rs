@@ -22,7 +22,7 @@ impl Report {
     pub(super) fn new(path: Option<&Path>) -> Report {
         let mut report = Report {
             all: json!({
-                "vgpu": env!("CARGO_PKG_VERSION"),
+                "vgpu": crate::own_program::VERSION,
                 "cases": [],
                 "texts": [],
                 "copies": null,

@@ -187,7 +187,7 @@ fn tables(folder: &Path, is_small: bool) -> anyhow::Result<(String, Value)> {
     verdicts.push(window(&rows));
 
     let report = json!({
-        "vgpu": env!("CARGO_PKG_VERSION"),
+        "vgpu": crate::own_program::VERSION,
         "device": device,
         "small_models": is_small,
         "data_sheet": sheet.map(of_rates),

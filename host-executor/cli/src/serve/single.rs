@@ -103,7 +103,7 @@ pub(super) fn run(
         server.use_certificates(certificates.clone());
     }
     info!(
-        version = env!("CARGO_PKG_VERSION"),
+        version = crate::own_program::VERSION,
         engine = engine.name(),
         device = engine.description(),
         memory = memory.total,

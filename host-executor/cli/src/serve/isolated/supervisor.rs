@@ -56,7 +56,7 @@ pub(crate) fn run(
         sandbox::hide().context(REMEDY)?;
     }
     info!(
-        version = env!("CARGO_PKG_VERSION"),
+        version = VERSION,
         engine = %engine,
         guests = settings.guests.len(),
         others = partition.max_unnamed,

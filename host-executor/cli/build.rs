@@ -1,0 +1,10 @@
+//! Build script of `vgpu`: the version, which says the commit.
+
+#[path = "../../version.rs"]
+mod version;
+
+use std::path::Path;
+
+fn main() {
+    version::stamp(Path::new("../.."));
+}
