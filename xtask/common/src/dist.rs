@@ -42,14 +42,24 @@ pub fn at(folder: &Path) -> Dist {
 /// # Errors
 /// If the build fails, or the plugin is not as a program expects it.
 pub fn build(cache: &Cache) -> Result<Dist> {
-    build_with(cache, None)
+    build_with(cache, &Release::default())
 }
 
-/// [`build`] with machine code for GPUs from the folder `cubins` compiled in.
+/// What else is compiled into a release build.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Release<'a> {
+    /// Machine code for GPUs from this folder, for `vgpu`.
+    pub machine_code: Option<&'a Path>,
+    /// The CUDA engine in the plugin, with the same code: a measurement on a GPU can be repeated in
+    /// one process, which shows what the boundary between processes costs.
+    pub is_engine_in_plugin: bool,
+}
+
+/// [`build`] with more compiled in.
 ///
 /// # Errors
 /// As [`build`].
-pub fn build_with(cache: &Cache, cubins: Option<&Path>) -> Result<Dist> {
+pub fn build_with(cache: &Cache, options: &Release<'_>) -> Result<Dist> {
     packages::libclang(cache)?;
     let dist = workspace::dist();
     std::fs::create_dir_all(&dist).with_context(|| format!("creating {}", dist.display()))?;
@@ -59,11 +69,13 @@ pub fn build_with(cache: &Cache, cubins: Option<&Path>) -> Result<Dist> {
     // both.
     let mut plugin = release("ggml-vgpu");
     let mut vgpu = release("vgpu");
-    if let Some(cubins) = cubins {
-        plugin.env("VGPU_CUBINS", cubins);
-        vgpu.env("VGPU_CUBINS", cubins);
-        // With the executor in the program, a measurement on a GPU can be repeated in one process,
-        // which shows what the boundary between processes costs.
+    if let Some(code) = options.machine_code {
+        vgpu.env("VGPU_CUBINS", code);
+        if options.is_engine_in_plugin {
+            plugin.env("VGPU_CUBINS", code);
+        }
+    }
+    if options.is_engine_in_plugin {
         plugin.args(["--features", "inproc-cuda"]);
     }
     // The larger first: beside the CPU engine, one unit of which is compiled for a minute, there is
@@ -115,6 +127,7 @@ fn release(package: &str) -> Command {
     let mut cargo = workspace::cargo();
     cargo.args(["build", "--release", "--package", package]);
     cargo.arg("--message-format=json-render-diagnostics");
+    cargo.env("VGPU_VERSION", workspace::version());
     cargo
 }
 

@@ -8,6 +8,7 @@ pub mod elf;
 pub mod executor;
 pub mod ggml_releases;
 pub mod llama;
+pub mod machine_code;
 pub mod markdown;
 pub mod model;
 pub mod node;

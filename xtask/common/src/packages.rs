@@ -25,7 +25,11 @@ const SOURCE_TOOLS: &[&str] = &[
 /// Build tools for llama.cpp.
 const BUILD_TOOLS: &[&str] = &["cmake==4.4.4", "ninja==1.13.2"];
 const LIBCLANG: &str = "libclang==18.1.1";
-const NVRTC: &str = "nvidia-cuda-nvrtc==13.0.88";
+/// The last NVRTC of CUDA 12. Drivers for CUDA 12.0 (525) and newer load its machine code; that of
+/// NVRTC 13 needs driver 580.
+pub const NVRTC: &str = "nvidia-cuda-nvrtc-cu12==12.9.86";
+/// What a host with the toolkit of CUDA 13 compiles kernels with.
+const NVRTC_13: &str = "nvidia-cuda-nvrtc==13.0.88";
 /// ggml's Vulkan backend as an npm package.
 const GGML_VULKAN_VERSION: &str = "3.22.1";
 /// Mesa's Vulkan drivers, of which one computes on the processor, and the loader of drivers.
@@ -390,14 +394,27 @@ pub fn libclang(cache: &Cache) -> Result<()> {
     Ok(())
 }
 
-/// The folder of an NVRTC, NVIDIA's compiler as a library, which needs no GPU.
+/// The folder of the NVRTC that compiles the machine code of packages. NVRTC is NVIDIA's compiler
+/// as a library, and needs no GPU.
 ///
 /// # Errors
 /// If the library cannot be fetched.
 pub fn nvrtc(cache: &Cache) -> Result<PathBuf> {
-    let name = NVRTC.replace("==", "-");
-    library(cache, &name, NVRTC, |unpacked, dir| {
-        std::fs::rename(unpacked.join("nvidia/cu13/lib"), dir.join("lib"))
+    nvrtc_of(cache, NVRTC, "nvidia/cuda_nvrtc/lib")
+}
+
+/// The folder of an NVRTC of CUDA 13.
+///
+/// # Errors
+/// If the library cannot be fetched.
+pub fn nvrtc_13(cache: &Cache) -> Result<PathBuf> {
+    nvrtc_of(cache, NVRTC_13, "nvidia/cu13/lib")
+}
+
+fn nvrtc_of(cache: &Cache, package: &str, folder: &str) -> Result<PathBuf> {
+    let name = package.replace("==", "-");
+    library(cache, &name, package, |unpacked, dir| {
+        std::fs::rename(unpacked.join(folder), dir.join("lib"))
     })
     .map(|dir| dir.join("lib"))
 }

@@ -10,6 +10,7 @@ use crate::preload::Library;
 use xtask_common::cache::Cache;
 use xtask_common::dist;
 use xtask_common::llama;
+use xtask_common::machine_code;
 use xtask_common::packages;
 use xtask_common::process;
 use xtask_common::progress::{Progress, heading};
@@ -99,9 +100,15 @@ fn gather(cache: &Cache, options: &Options) -> Result<PathBuf> {
     heading("GPU tests");
     let kernels = match options.is_trial() {
         true => None,
-        false => Some(machine_code(cache, &options.arch)?),
+        false => Some(machine_code::compile(cache, &options.arch)?),
     };
-    let built = dist::build_with(cache, kernels.as_deref())?;
+    let built = dist::build_with(
+        cache,
+        &dist::Release {
+            machine_code: kernels.as_deref(),
+            is_engine_in_plugin: kernels.is_some(),
+        },
+    )?;
     let bin = llama::build(cache, llama::Stage::Tools)?;
     let preloaded = Library::LoadBackends.build(cache, &bin)?;
 
@@ -171,26 +178,6 @@ fn pack(bundle: &Path) -> Result<()> {
         .len();
     progress.done(&format!("{}, {} MiB", packed.display(), bytes >> 20));
     Ok(())
-}
-
-/// Machine code of all kernels, for all architectures or for some.
-fn machine_code(cache: &Cache, archs: &[String]) -> Result<PathBuf> {
-    packages::libclang(cache)?;
-    let nvrtc = packages::nvrtc(cache)?;
-    let out = match archs {
-        [] => workspace::reports().join("kernels"),
-        some => workspace::reports().join(format!("kernels-{}", some.join("-"))),
-    };
-    let progress = Progress::new("compiling kernels for every architecture");
-    let mut cargo = workspace::cargo();
-    cargo
-        .args(["run", "-p", "vgpu-cuda", "--example", "kernels", "--"])
-        .args([&nvrtc, &out])
-        .args(archs)
-        .env("VGPU_KERNEL_CACHE", cache.machine_code());
-    process::run(&mut cargo, &progress, &cache.log("gpu-check-kernels"))?;
-    progress.done("");
-    Ok(out)
 }
 
 /// Copies a library into a folder; a link stays one, so that a program that wants it by two names

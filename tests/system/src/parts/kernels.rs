@@ -1,14 +1,16 @@
 //! The CUDA kernels compile, and performance-critical ones do not spill registers. Needs no GPU.
 
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use anyhow::Context as _;
+use anyhow::{Context as _, Result};
 use vgpu_gguf::Rng;
 
 use xtask_common::dist;
+use xtask_common::machine_code;
 use xtask_common::packages;
 use xtask_common::process;
-use xtask_common::progress::heading;
+use xtask_common::progress::{Progress, heading};
 use xtask_common::workspace;
 
 use crate::ops::draw;
@@ -39,31 +41,52 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
         return;
     };
     tests.check("machine code", |tests, step| {
-        let log = tests.log("kernels");
         let mut cargo = workspace::cargo();
         cargo.arg("build").args(dist::AS_TESTS);
         process::run(&mut cargo, step, &tests.log("kernels-build"))?;
-        let program = workspace::root().join("target/debug/examples/kernels");
         let (architectures, drawn) = if tests.options.full {
             (Vec::new(), String::new())
         } else {
             let seed = tests.options.seed();
-            let list = process::output(Command::new(&program).arg("--list"))?;
+            let list = process::output(Command::new(program()).arg("--list"))?;
             let sample = sample(&list, &mut Rng::new(seed, 4));
             let drawn = format!("; {}; --seed {seed}", sample.join(" "));
             (sample, drawn)
         };
-        let mut kernels = Command::new(&program);
-        kernels
-            .arg(&nvrtc)
-            .arg(workspace::reports().join("kernels"))
-            .args(architectures)
-            .env("VGPU_KERNEL_CACHE", tests.cache.machine_code());
-        process::run(&mut kernels, step, &log)?;
-        let report = std::fs::read_to_string(&log).context("reading the report")?;
-        Ok(format!(
-            "{}{drawn}",
-            report.lines().last().unwrap_or_default()
-        ))
+        let compiled = compile(tests, step, &nvrtc, "kernels", &architectures)?;
+        machine_code::check(&workspace::reports().join("kernels"))?;
+        Ok(format!("{compiled}{drawn}"))
     });
+    if tests.options.full {
+        // What the first start does on a host that has this NVRTC, without code built in.
+        tests.check("machine code by NVRTC 13", |tests, step| {
+            let nvrtc = packages::nvrtc_13(tests.cache)?;
+            compile(tests, step, &nvrtc, "kernels-13", &[])
+        });
+    }
+}
+
+fn program() -> PathBuf {
+    workspace::root().join("target/debug/kernels")
+}
+
+/// Compiles kernels with the library in `nvrtc` into the folder `name` of the reports. Returns the
+/// last line of the program.
+fn compile(
+    tests: &TestRun<'_>,
+    step: &Progress,
+    nvrtc: &Path,
+    name: &str,
+    architectures: &[String],
+) -> Result<String> {
+    let log = tests.log(name);
+    let mut kernels = Command::new(program());
+    kernels
+        .arg(nvrtc)
+        .arg(workspace::reports().join(name))
+        .args(architectures)
+        .env("VGPU_KERNEL_CACHE", tests.cache.machine_code());
+    process::run(&mut kernels, step, &log)?;
+    let report = std::fs::read_to_string(&log).context("reading the report")?;
+    Ok(report.lines().last().unwrap_or_default().to_owned())
 }

@@ -1,7 +1,7 @@
 //! Compiles all CUDA kernels to machine code, for all architectures or for those named, and reports
 //! the resources of each kernel. Needs NVRTC, but no GPU.
 //!
-//!     cargo run -p vgpu-cuda --example kernels -- <folder of libnvrtc> <output> [sm_90a ...]
+//!     cargo run -p vgpu-cuda --bin kernels -- <folder of libnvrtc> <output> [sm_90a ...]
 //!
 //! `sm_80:norm` names one source file for one architecture. `kernels --list` prints all pairs.
 //!
@@ -166,6 +166,16 @@ fn selection(named: &[String]) -> Result<Vec<Pair>, KernelsError> {
 fn run(nvrtc: &Path, out: &Path, work: &[Pair]) -> Result<(), KernelsError> {
     let version = Nvrtc::load(Some(nvrtc))?.version();
     fs::create_dir_all(out).map_err(at(out))?;
+    let names: BTreeSet<String> = { work.iter() }
+        .map(|(source, arch)| cubin_name(source, arch))
+        .collect();
+    // Code of an earlier run, for sources that are gone, would be built into programs.
+    for entry in fs::read_dir(out).map_err(at(out))?.flatten() {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        if name.ends_with(".cubin") && !names.contains(&name) {
+            fs::remove_file(entry.path()).map_err(at(&entry.path()))?;
+        }
+    }
     let next = AtomicUsize::new(0);
     let results = Mutex::new(Vec::new());
     thread::scope(|scope| {
@@ -241,7 +251,7 @@ fn compile(
     let cache = env::var_os("VGPU_KERNEL_CACHE").map_or_else(|| out.join("cache"), PathBuf::from);
     let name = source.code_name(arch, version);
     let kept = |kind: &str| cache.join(format!("{name}.{kind}"));
-    let cubin = out.join(format!("{}.{arch}.cubin", source.name));
+    let cubin = out.join(cubin_name(source, arch));
     let failed = at(out);
     // The log is written last, so a log implies the code.
     if !kept("log").exists() {
@@ -254,8 +264,17 @@ fn compile(
             return Err(KernelsError::Process(message.into_owned()));
         }
     }
-    fs::copy(kept("cubin"), &cubin).map_err(&failed)?;
+    let code = fs::read(kept("cubin")).map_err(&failed)?;
+    // Cargo compiles the engine again for a file that is newer.
+    if fs::read(&cubin).ok().as_ref() != Some(&code) {
+        fs::write(&cubin, code).map_err(&failed)?;
+    }
     fs::read_to_string(kept("log")).map_err(&failed)
+}
+
+/// The name of the file with the code of a pair.
+fn cubin_name(source: &Source, arch: &str) -> String {
+    format!("{}.{arch}.cubin", source.name)
 }
 
 /// Compiles pairs in this process, and keeps their machine code and logs in the cache.
