@@ -1,4 +1,4 @@
-//! Developer commands: `cargo xtask setup | build | demo | package`, and those that are programs of
+//! Developer commands: `cargo xtask setup | build | demo | package | release`, and those that are programs of
 //! their own: the system tests (`test`, `vm`, `ollama`, `ops-table`, `faults`, `soak`, `abi-diff`,
 //! `gpu-check`) and the benchmarks (`bench`).
 //!
@@ -31,6 +31,8 @@ enum Arguments {
     Demo(demo::Options),
     /// Make Debian packages and an archive in target/package
     Package(package::Options),
+    /// Make all that is published in target/dist/release: packages, archive, image, checksums
+    Release(package::ReleaseOptions),
     /// Run the tests, from formatting to real programs
     #[command(disable_help_flag = true)]
     Test(Passed),
@@ -89,6 +91,7 @@ fn run(arguments: &Arguments) -> Result<()> {
         }
         Arguments::Demo(options) => demo::run(&cache, options),
         Arguments::Package(options) => package::run(&cache, options),
+        Arguments::Release(options) => package::release(&cache, options),
         Arguments::Test(passed) => start(TESTS, Some("test"), passed),
         Arguments::Vm(passed) => start(TESTS, Some("vm"), passed),
         Arguments::Ollama(passed) => start(TESTS, Some("ollama"), passed),

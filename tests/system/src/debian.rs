@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result};
 
 use xtask_common::dist::Dist;
 use xtask_common::process;
@@ -18,6 +18,8 @@ pub(crate) struct Packages {
     pub(crate) host: PathBuf,
     pub(crate) guest: PathBuf,
     pub(crate) archive: PathBuf,
+    /// The bill of materials.
+    pub(crate) bill: PathBuf,
     pub(crate) checksums: PathBuf,
 }
 
@@ -32,22 +34,31 @@ impl Packages {
             .arg("--out")
             .arg(folder);
         let written = process::output(&mut cargo)?;
-        let files: Vec<PathBuf> = written.lines().map(PathBuf::from).collect();
-        let [host, guest, archive, checksums] = <[PathBuf; 4]>::try_from(files)
-            .map_err(|files| anyhow::anyhow!("`cargo xtask package` named {files:?}"))?;
-        for file in [&host, &guest, &archive, &checksums] {
-            ensure!(file.is_file(), "{} was not created", file.display());
-        }
+        let file = |start: &str, end: &str| -> Result<PathBuf> {
+            let mut files = written.lines().map(PathBuf::from);
+            let found = files.find(|file| {
+                let name = file.file_name().unwrap_or_default().to_string_lossy();
+                name.starts_with(start) && name.ends_with(end)
+            });
+            let found = found.filter(|file| file.is_file());
+            found.with_context(|| format!("no {start}*{end} of {written}"))
+        };
+        let host = file("vgpu_", ".deb")?;
+        let guest = file("vgpu-guest_", ".deb")?;
+        let archive = file("ggml-vgpu-", ".tar.xz")?;
+        let bill = file("ggml-vgpu-", ".cdx.json")?;
+        let checksums = file("SHA256SUMS", "")?;
         Ok(Packages {
             host,
             guest,
             archive,
+            bill,
             checksums,
         })
     }
 
     /// The files in the list of checksums.
-    pub(crate) fn all(&self) -> [&Path; 3] {
-        [&self.host, &self.guest, &self.archive]
+    pub(crate) fn all(&self) -> [&Path; 4] {
+        [&self.host, &self.guest, &self.archive, &self.bill]
     }
 }

@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context as _, Result};
@@ -10,17 +10,33 @@ use anyhow::{Context as _, Result};
 use xtask_common::process;
 use xtask_common::workspace;
 
-pub(super) const VERSION: &str = env!("CARGO_PKG_VERSION");
 /// The oldest C library that the files have to run with: that of RHEL 9 and its relatives. Ubuntu
 /// 22.04 (2.35) and Debian 12 (2.36) have newer ones.
 pub(super) const GLIBC: (u32, u32) = (2, 34);
 
-/// A file of a package: where it goes, what it is, its permissions.
-pub(super) type Entry<'a> = (&'a str, &'a Path, u32);
+/// A file of a package.
+#[derive(Clone, Debug)]
+pub(super) struct Entry {
+    /// The path in the package.
+    pub(super) place: String,
+    /// The file with the content.
+    pub(super) file: PathBuf,
+    /// The permissions.
+    pub(super) mode: u32,
+}
+
+/// A file of a package.
+pub(super) fn entry(place: impl Into<String>, file: impl Into<PathBuf>, mode: u32) -> Entry {
+    Entry {
+        place: place.into(),
+        file: file.into(),
+        mode,
+    }
+}
 
 /// Copies files below `root`.
-pub(super) fn lay_out(root: &Path, entries: &[Entry<'_>]) -> Result<()> {
-    for (place, file, mode) in entries {
+pub(super) fn lay_out(root: &Path, entries: &[Entry]) -> Result<()> {
+    for Entry { place, file, mode } in entries {
         let target = root.join(place);
         let placing = || format!("placing {} as {place}", file.display());
         let mut folder = target.parent().with_context(placing)?.to_owned();
@@ -45,4 +61,15 @@ pub(super) fn source_date_epoch() -> Result<u64> {
     text.trim()
         .parse()
         .with_context(|| format!("git says {text:?}"))
+}
+
+/// Arguments of `tar` for a file that is the same from the same files on any machine.
+pub(super) fn reproducible_tar() -> Result<Command> {
+    let mut tar = Command::new("tar");
+    tar.args(["--sort=name", "--owner=0", "--group=0", "--numeric-owner"])
+        .args([
+            "--format=gnu",
+            &format!("--mtime=@{}", source_date_epoch()?),
+        ]);
+    Ok(tar)
 }

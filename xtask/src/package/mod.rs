@@ -1,8 +1,12 @@
 //! `cargo xtask package`: what a server's administrator installs, as Debian packages and as an
-//! archive.
+//! archive. `cargo xtask release`: the same with RPM packages, an image and a signature.
 
+mod contents;
 mod deb;
 mod layout;
+mod oci;
+mod rpm;
+mod sbom;
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
@@ -14,21 +18,21 @@ use anyhow::{Context as _, Result, ensure};
 use xtask_common::cache::Cache;
 use xtask_common::dist::{self, Dist};
 use xtask_common::elf::ElfLibrary;
+use xtask_common::machine_code;
+use xtask_common::packages;
 use xtask_common::process;
 use xtask_common::progress::{Progress, heading};
 use xtask_common::scratch::Scratch;
 use xtask_common::workspace;
 
-use layout::{GLIBC, VERSION, lay_out, source_date_epoch};
+use contents::Generated;
+use layout::{GLIBC, entry, lay_out, reproducible_tar};
+use sbom::Tree;
 
-/// The files that were made.
-#[derive(Debug)]
-struct Packages {
-    host: PathBuf,
-    guest: PathBuf,
-    archive: PathBuf,
-    checksums: PathBuf,
-}
+/// What ssh-keygen calls a namespace: a signature for another purpose is not valid here.
+const NAMESPACE: &str = "ggml-vgpu";
+const CHECKSUMS: &str = "SHA256SUMS";
+const INSTALLER: &str = "install.sh";
 
 /// Options of the packaging.
 #[derive(Debug, clap::Args)]
@@ -36,53 +40,183 @@ pub(crate) struct Options {
     /// Pack libggml-vgpu.so and vgpu of this folder instead of a fresh release build
     #[arg(long, value_name = "FOLDER")]
     dist: Option<PathBuf>,
-    /// Where the packages are made; what is in this folder is removed [default: target/package]
+    /// Where the packages are made; what is in this folder is removed [default: target/package, or
+    /// target/dist/release for a release]
     #[arg(long, value_name = "FOLDER")]
     out: Option<PathBuf>,
+    /// Machine code for these GPU architectures only [default: all]
+    #[arg(long, value_name = "sm_90a", conflicts_with = "dist")]
+    arch: Vec<String>,
+}
+
+/// Options of a release.
+#[derive(Debug, clap::Args)]
+pub(crate) struct ReleaseOptions {
+    #[command(flatten)]
+    package: Options,
+    /// Sign the checksums with this SSH key, as a file or in the agent (its public key)
+    #[arg(long, value_name = "KEY")]
+    sign: Option<PathBuf>,
 }
 
 /// Makes all packages and prints their paths.
 pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
     heading("packages");
-    let dist = match &options.dist {
-        Some(folder) => dist::at(folder),
-        None => dist::build(cache)?,
-    };
-    let folder = match &options.out {
-        Some(folder) => folder.clone(),
-        None => workspace::root().join("target/package"),
-    };
-    let made = build(&dist, &folder)?;
-    for file in made.all() {
+    let made = Release::new(cache, options, "target/package")?;
+    made.debs_and_archive()?;
+    made.finish(None)
+}
+
+/// Makes everything that is published.
+pub(crate) fn release(cache: &Cache, options: &ReleaseOptions) -> Result<()> {
+    heading("release");
+    let changed = workspace::changed_files();
+    ensure!(
+        options.package.dist.is_some() || changed.is_empty(),
+        "a release is made of a commit, and these files differ from it:\n{}",
+        changed.join("\n")
+    );
+    if !packages::runs("rpmbuild", &["--version"]) {
+        packages::apt(cache, &["rpm"], "rpmbuild")?;
+    }
+    let made = Release::new(cache, &options.package, "target/dist/release")?;
+    made.debs_and_archive()?;
+    made.rpms()?;
+    made.image()?;
+    let installer = made.folder.join(INSTALLER);
+    fs::copy(workspace::root().join("deploy").join(INSTALLER), &installer)
+        .context("copying the installer")?;
+    made.finish(options.sign.as_deref())
+}
+
+/// What is being made.
+struct Release {
+    dist: Dist,
+    version: String,
+    folder: PathBuf,
+    generated: Generated,
+    tree: Tree,
+    /// The number of files with machine code for GPUs in `vgpu`.
+    machine_code: usize,
+}
+
+impl Release {
+    /// Builds what is packed, and empties the folder of `options`.
+    fn new(cache: &Cache, options: &Options, default: &str) -> Result<Release> {
+        let dist = match &options.dist {
+            Some(folder) => dist::at(folder),
+            None => {
+                let code = machine_code::compile(cache, &options.arch)?;
+                let dist = dist::build_with(
+                    cache,
+                    &dist::Release {
+                        machine_code: Some(&code),
+                        is_engine_in_plugin: false,
+                    },
+                )?;
+                let (files, _) = machine_code::check(&code)?;
+                let built_in = machine_code::built_into(&dist.vgpu)?;
+                ensure!(built_in == files, "{built_in} of {files} are built in");
+                dist
+            }
+        };
+        let progress = Progress::new("looking at what is packed");
+        let newest = check_glibc(&dist)?;
+        // The packages have the version of their files.
+        let said = process::output(Command::new(&dist.vgpu).arg("--version"))?;
+        let version = said.trim().strip_prefix("vgpu ");
+        let version = version.with_context(|| format!("vgpu says {said:?}"))?;
+        let machine_code = machine_code::built_into(&dist.vgpu)?;
+        let tree = Tree::read()?;
+        let generated = Generated::new(&dist.vgpu, &tree.licenses()?)?;
+        let folder = { options.out.clone() }.unwrap_or_else(|| workspace::root().join(default));
+        if folder.exists() {
+            // A package of another version must not lie beside those that are listed.
+            fs::remove_dir_all(&folder).context("removing the packages of the last time")?;
+        }
+        fs::create_dir_all(&folder).with_context(|| format!("creating {}", folder.display()))?;
+        let code = match machine_code {
+            0 => "no machine code for GPUs: hosts need NVRTC".to_owned(),
+            files => format!("machine code for GPUs in {files} files"),
+        };
+        progress.done(&format!("{version}; glibc {newest} or newer; {code}"));
+        Ok(Release {
+            version: version.to_owned(),
+            dist,
+            folder,
+            generated,
+            tree,
+            machine_code,
+        })
+    }
+
+    fn debs_and_archive(&self) -> Result<()> {
+        let progress = Progress::new("packing for Debian, and an archive");
+        let (version, folder) = (&self.version, &self.folder);
+        let host = contents::host(&self.dist, &self.generated)?;
+        deb::pack(&host, "passwd", version, folder)?;
+        let guest = contents::guest(&self.dist, &self.generated);
+        deb::pack(&guest, &format!("vgpu (= {version})"), version, folder)?;
+        archive(&self.dist, &self.generated.licenses, version, folder)?;
+        let bill = self.tree.sbom(&self.dist, version, self.machine_code > 0)?;
+        fs::write(folder.join(format!("ggml-vgpu-{version}.cdx.json")), bill)
+            .context("writing the bill of materials")?;
+        progress.done("");
+        Ok(())
+    }
+
+    fn rpms(&self) -> Result<()> {
+        let progress = Progress::new("packing for RPM");
+        let (version, folder) = (&self.version, &self.folder);
+        let host = contents::host(&self.dist, &self.generated)?;
+        rpm::pack(&host, "systemd", version, folder)?;
+        let guest = contents::guest(&self.dist, &self.generated);
+        rpm::pack(&guest, &format!("vgpu = {version}-1"), version, folder)?;
+        progress.done("");
+        Ok(())
+    }
+
+    fn image(&self) -> Result<()> {
+        let progress = Progress::new("packing an OCI image");
+        let base = oci::executor(&self.dist, &self.generated, &self.version, &self.folder)?;
+        progress.done(&format!("on {base}"));
+        Ok(())
+    }
+
+    /// Writes the checksums and their signature, and prints all paths.
+    fn finish(&self, key: Option<&Path>) -> Result<()> {
+        let mut names = Vec::new();
+        for entry in fs::read_dir(&self.folder).context("listing the packages")? {
+            names.push(entry.context("listing the packages")?.file_name());
+        }
+        names.sort_unstable();
+        let mut sha256sum = Command::new("sha256sum");
+        let sums = process::output(sha256sum.args(&names).current_dir(&self.folder))?;
+        let file = self.folder.join(CHECKSUMS);
+        fs::write(&file, sums).context("writing the checksums")?;
+        for name in names {
+            println!("{}", self.folder.join(name).display());
+        }
         println!("{}", file.display());
+        if let Some(key) = key {
+            println!("{}", sign(&file, key)?.display());
+        }
+        Ok(())
     }
-    println!("{}", made.checksums.display());
-    Ok(())
 }
 
-fn build(dist: &Dist, folder: &Path) -> Result<Packages> {
-    let progress = Progress::new("packing");
-    let newest = check_glibc(dist)?;
-    if folder.exists() {
-        // A package of another version must not lie beside those that are listed.
-        fs::remove_dir_all(folder).context("removing the packages of the last time")?;
-    }
-    fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
-    let packages = Packages {
-        host: deb::host(dist, folder)?,
-        guest: deb::guest(dist, folder)?,
-        archive: archive(dist, folder)?,
-        checksums: folder.join("SHA256SUMS"),
-    };
-    checksums(&packages, folder)?;
-    progress.done(&format!("they need glibc {newest} or newer"));
-    Ok(packages)
-}
-
-impl Packages {
-    fn all(&self) -> [&Path; 3] {
-        [&self.host, &self.guest, &self.archive]
-    }
+/// Signs a file. Returns the file with the signature.
+fn sign(file: &Path, key: &Path) -> Result<PathBuf> {
+    // The key may ask for its passphrase on the terminal.
+    let status = Command::new("ssh-keygen")
+        .args(["-q", "-Y", "sign", "-n", NAMESPACE, "-f"])
+        .args([key, file])
+        .status()
+        .context("starting ssh-keygen")?;
+    ensure!(status.success(), "ssh-keygen ended with {status}");
+    let mut name = file.as_os_str().to_owned();
+    name.push(".sig");
+    Ok(name.into())
 }
 
 /// The newest version of the C library that a file of ours asks for.
@@ -107,18 +241,16 @@ fn check_glibc(dist: &Dist) -> Result<String> {
 }
 
 /// An archive that is unpacked anywhere and removed with its folder.
-fn archive(dist: &Dist, folder: &Path) -> Result<PathBuf> {
-    let name = format!("ggml-vgpu-{VERSION}-{}-linux", std::env::consts::ARCH);
+fn archive(dist: &Dist, licenses: &Path, version: &str, folder: &Path) -> Result<PathBuf> {
+    let name = format!("ggml-vgpu-{version}-{}-linux", std::env::consts::ARCH);
     let scratch = Scratch::new()?;
     let root = workspace::root();
     let unpacked = scratch.path().join(&name);
-    lay_out(
-        &unpacked,
-        &[
-            ("bin/vgpu", &dist.vgpu, 0o755),
-            ("lib/vgpu/libggml-vgpu.so", &dist.plugin, 0o644),
-        ],
-    )?;
+    let mut entries = vec![
+        entry("bin/vgpu", &dist.vgpu, 0o755),
+        entry("lib/vgpu/libggml-vgpu.so", &dist.plugin, 0o644),
+        entry("third-party-licenses.txt", licenses, 0o644),
+    ];
     // What the documentation names and links to, at the same places as in the repository.
     let mut files: Vec<String> = [
         "README.md",
@@ -140,23 +272,23 @@ fn archive(dist: &Dist, folder: &Path) -> Result<PathBuf> {
             0 => 0o644,
             _ => 0o755,
         };
-        lay_out(&unpacked, &[(file, &source, mode)])?;
+        entries.push(entry(file, source, mode));
     }
-    let archive = folder.join(format!("{name}.tar.gz"));
-    let mut tar = Command::new("tar");
-    // The same files give the same archive on any machine.
-    tar.args(["--sort=name", "--owner=0", "--group=0", "--numeric-owner"])
-        .arg(format!("--mtime=@{}", source_date_epoch()?))
-        .args(["--use-compress-program", "gzip -9n", "-cf"])
+    lay_out(&unpacked, &entries)?;
+    let archive = folder.join(format!("{name}.tar.xz"));
+    let mut tar = reproducible_tar()?;
+    tar.args(["--use-compress-program", "xz -6 -T1", "-cf"])
         .arg(&archive)
         .arg("-C")
         .arg(scratch.path())
-        .arg(&name);
+        .arg(&name)
+        .env_remove("XZ_OPT")
+        .env_remove("XZ_DEFAULTS");
     process::output(&mut tar)?;
     Ok(archive)
 }
 
-/// The files below a folder of the repository, relative to the repository's `root`.
+/// The files below a folder of `root`, relative to `root`, sorted.
 fn files_below(root: &Path, folder: &str) -> Result<Vec<String>> {
     let mut files = Vec::new();
     let mut folders = vec![root.join(folder)];
@@ -173,16 +305,8 @@ fn files_below(root: &Path, folder: &str) -> Result<Vec<String>> {
             files.push(name.to_owned());
         }
     }
+    files.sort_unstable();
     Ok(files)
-}
-
-fn checksums(packages: &Packages, folder: &Path) -> Result<()> {
-    let mut sha256sum = Command::new("sha256sum");
-    for file in packages.all() {
-        sha256sum.arg(file.file_name().context("a package without a name")?);
-    }
-    let sums = process::output(sha256sum.current_dir(folder))?;
-    fs::write(&packages.checksums, sums).context("writing the checksums")
 }
 
 #[cfg(test)]
@@ -198,12 +322,13 @@ mod tests {
             plugin: license.clone(),
             vgpu: license,
         };
-        let archive = archive(&dist, scratch.path()).expect("an archive");
+        let licenses = dist.vgpu.clone();
+        let archive = archive(&dist, &licenses, "0.1.0", scratch.path()).expect("an archive");
         let mut tar = Command::new("tar");
-        tar.arg("-xzf").arg(&archive).arg("-C").arg(scratch.path());
+        tar.arg("-xf").arg(&archive).arg("-C").arg(scratch.path());
         process::output(&mut tar).expect("it is an archive");
         let name = archive.file_name().and_then(|name| name.to_str());
-        let name = name.and_then(|name| name.strip_suffix(".tar.gz"));
+        let name = name.and_then(|name| name.strip_suffix(".tar.xz"));
         scratch.path().join(name.expect("a name"))
     }
 

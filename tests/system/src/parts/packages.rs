@@ -6,8 +6,11 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context as _, Result, ensure};
+use serde_json::Value;
 
 use crate::debian::{GUEST, HOST, Packages};
+use xtask_common::dist::Dist;
+use xtask_common::packages;
 use xtask_common::process;
 use xtask_common::progress::heading;
 use xtask_common::scratch::Scratch;
@@ -29,6 +32,13 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
     tests.check("archive: unpacked, used, removed", |_, _| {
         archive(&packages)
     });
+    tests.check("bill of materials", |_, _| bill(&packages, &dist));
+    tests.check("install.sh: refuses what is not the release", |_, _| {
+        installer(&packages)
+    });
+    if tests.options.full {
+        tests.check("release: RPM packages and the image", |_, _| release(&dist));
+    }
 }
 
 fn checksums(packages: &Packages) -> Result<String> {
@@ -49,10 +59,15 @@ fn checksums(packages: &Packages) -> Result<String> {
 /// A root folder with only the files that dpkg and the packages' scripts read.
 struct Machine {
     scratch: Scratch,
+    /// The version of the packages.
+    version: String,
 }
 
 impl Machine {
-    fn new() -> Result<Machine> {
+    fn new(packages: &Packages) -> Result<Machine> {
+        let mut show = Command::new("dpkg-deb");
+        show.arg("--field").arg(&packages.host).arg("Version");
+        let version = process::output(&mut show)?.trim().to_owned();
         let scratch = Scratch::new()?;
         for folder in ["var/lib/dpkg/info", "var/lib/dpkg/updates", "etc"] {
             fs::create_dir_all(scratch.path().join(folder)).context("creating a folder")?;
@@ -64,7 +79,7 @@ impl Machine {
         ] {
             fs::write(scratch.path().join(file), text).context("writing a file")?;
         }
-        Ok(Machine { scratch })
+        Ok(Machine { scratch, version })
     }
 
     fn root(&self) -> &Path {
@@ -107,7 +122,7 @@ impl Machine {
 }
 
 fn debian(packages: &Packages) -> Result<String> {
-    let machine = Machine::new()?;
+    let machine = Machine::new(packages)?;
     let before = machine.files()?;
     let alone = machine.dpkg(&["--install"], &[&packages.guest]);
     ensure!(
@@ -122,6 +137,10 @@ fn debian(packages: &Packages) -> Result<String> {
         for file in [
             "usr/bin/vgpu",
             "etc/vgpu/vgpu.toml",
+            "usr/share/man/man1/vgpu-serve.1.gz",
+            "usr/share/bash-completion/completions/vgpu",
+            "usr/share/doc/vgpu/third-party-licenses.txt",
+            "usr/share/doc/vgpu-guest/third-party-licenses.txt",
             "usr/lib/systemd/system/vgpu.service",
             "usr/lib/systemd/system/vgpu@.service",
             "usr/lib/sysusers.d/vgpu.conf",
@@ -191,11 +210,11 @@ fn is_of_users(file: &Path) -> bool {
 }
 
 fn archive(packages: &Packages) -> Result<String> {
-    let machine = Machine::new()?;
+    let machine = Machine::new(packages)?;
     let before = machine.files()?;
     let mut tar = Command::new("tar");
     process::output(
-        tar.arg("-xzf")
+        tar.arg("-xf")
             .arg(&packages.archive)
             .arg("-C")
             .arg(machine.root()),
@@ -222,12 +241,175 @@ fn archive(packages: &Packages) -> Result<String> {
     Ok(String::new())
 }
 
+/// The bill names the files that are packed, and the crates in them with a licence each.
+fn bill(packages: &Packages, dist: &Dist) -> Result<String> {
+    let text = fs::read_to_string(&packages.bill).context("reading it")?;
+    let bill: Value = serde_json::from_str(&text).context("parsing it")?;
+    for file in [&dist.vgpu, &dist.plugin] {
+        let sum = process::output(Command::new("sha256sum").arg(file))?;
+        let sum = sum.split(' ').next().unwrap_or_default();
+        let files = bill["metadata"]["component"]["components"].as_array();
+        let files = files.context("no files")?;
+        let is_there = { files.iter() }.any(|one| one["hashes"][0]["content"] == sum);
+        ensure!(is_there, "not with its content: {}", file.display());
+    }
+    let components = bill["components"].as_array().context("no components")?;
+    for component in components {
+        let licence = component["licenses"][0]["expression"].as_str();
+        ensure!(
+            licence.is_some_and(|licence| !licence.is_empty()),
+            "{component}"
+        );
+    }
+    Ok(format!("{} components", components.len()))
+}
+
+/// A release has RPM packages with the files, and an image whose `vgpu` runs in nothing but it.
+fn release(dist: &Dist) -> Result<String> {
+    let scratch = Scratch::new()?;
+    let folder = scratch.path().join("release");
+    let mut cargo = workspace::cargo();
+    cargo.args(["xtask", "release", "--dist"]);
+    cargo.arg(dist.vgpu.parent().context("a build lies in a folder")?);
+    let written = process::output(cargo.arg("--out").arg(&folder))?;
+    for (start, file) in [
+        ("vgpu-0", "/usr/bin/vgpu"),
+        ("vgpu-guest-", "/usr/lib/vgpu/libggml-vgpu.so"),
+    ] {
+        let rpm = of_release(&written, start, ".rpm")?;
+        let files = process::output(Command::new("rpm").arg("-qpl").arg(rpm))?;
+        ensure!(files.lines().any(|one| one == file), "no {file} in {files}");
+    }
+    let layout = scratch.path().join("layout");
+    let root = scratch.path().join("root");
+    for folder in [&layout, &root] {
+        fs::create_dir(folder).context("creating a folder")?;
+    }
+    let unpack = |file: &Path, to: &Path| {
+        process::output(Command::new("tar").arg("-xf").arg(file).arg("-C").arg(to))
+    };
+    unpack(&of_release(&written, "vgpu-", ".oci.tar")?, &layout)?;
+    // Every document names the next by the hash of its content.
+    let blob = |descriptor: &Value| -> Result<PathBuf> {
+        let digest = descriptor["digest"].as_str().unwrap_or_default();
+        let hash = digest.strip_prefix("sha256:").context("no digest")?;
+        let path = layout.join("blobs/sha256").join(hash);
+        let sum = process::output(Command::new("sha256sum").arg(&path))?;
+        ensure!(sum.starts_with(hash), "{hash} has another content: {sum}");
+        let size = path.metadata().context("a blob")?.len();
+        ensure!(descriptor["size"] == size, "{descriptor} has {size} bytes");
+        Ok(path)
+    };
+    let read = |path: &Path| -> Result<Value> {
+        let text = fs::read_to_string(path).context("reading a document")?;
+        serde_json::from_str(&text).context("parsing a document")
+    };
+    let index = read(&layout.join("index.json"))?;
+    let manifest = read(&blob(&index["manifests"][0])?)?;
+    let config = read(&blob(&manifest["config"])?)?;
+    let layers = manifest["layers"].as_array().context("no layers")?;
+    for layer in layers {
+        unpack(&blob(layer)?, &root)?;
+    }
+    let command = config["config"]["Cmd"][0].as_str().context("no command")?;
+    ensure!(command == "vgpu", "{config}");
+    let mut run = Command::new("unshare");
+    run.args(["--map-root-user", "--root"]).arg(&root);
+    let version = process::output(run.args(["/usr/bin/vgpu", "--version"]))?;
+    ensure!(version.starts_with("vgpu "), "{version}");
+    Ok(format!("{} layers", layers.len()))
+}
+
+/// The file of a release by the start and the end of its name.
+fn of_release(written: &str, start: &str, end: &str) -> Result<PathBuf> {
+    let mut files = written.lines().map(PathBuf::from);
+    let found = files.find(|file| {
+        let name = file.file_name().unwrap_or_default().to_string_lossy();
+        name.starts_with(start) && name.ends_with(end)
+    });
+    found.with_context(|| format!("no {start}*{end} in {written}"))
+}
+
+/// The installer takes a signed release, and refuses damage, another signature and none.
+fn installer(packages: &Packages) -> Result<String> {
+    let scratch = Scratch::new()?;
+    let at = |name: &str| scratch.path().join(name);
+    let release = at("release");
+    fs::create_dir(&release).context("creating a folder")?;
+    let name = |file: &Path| -> Result<PathBuf> {
+        Ok(release.join(file.file_name().context("a file has a name")?))
+    };
+    for file in [packages.archive.as_path(), &packages.checksums] {
+        fs::copy(file, name(file)?).context("copying the release")?;
+    }
+    for who in ["releaser", "other"] {
+        let mut keygen = Command::new("ssh-keygen");
+        keygen.args(["-q", "-t", "ed25519", "-N", "", "-C", who, "-f"]);
+        process::output(keygen.arg(at(who)))?;
+        let key = fs::read_to_string(at(&format!("{who}.pub"))).context("reading a key")?;
+        fs::write(at(&format!("{who}.signers")), format!("{who} {key}")).context("writing")?;
+    }
+    let sums = name(&packages.checksums)?;
+    let install = |from: &str, more: &[&str]| -> Result<String> {
+        let mut sh = Command::new("sh");
+        sh.arg(workspace::root().join("deploy/install.sh"));
+        sh.arg("--archive").arg(at("to")).args(more).arg(from);
+        process::output(&mut sh)
+    };
+    let from = release.display().to_string();
+    let url = format!("file://{from}");
+    let trusted = at("releaser.signers").display().to_string();
+    let others = at("other.signers").display().to_string();
+    let refuses = |more: &[&str], words: &str| -> Result<()> {
+        let error = install(&from, more)
+            .err()
+            .context("it installs all the same")?;
+        ensure!(
+            format!("{error:#}").contains(words),
+            "not {words:?}: {error:#}"
+        );
+        ensure!(!at("to").exists(), "something is installed");
+        Ok(())
+    };
+    refuses(&["--signers", &trusted], "SHA256SUMS.sig")?;
+    let mut sign = Command::new("ssh-keygen");
+    sign.args(["-q", "-Y", "sign", "-n", "ggml-vgpu", "-f"]);
+    process::output(sign.arg(at("releaser")).arg(&sums))?;
+    refuses(&["--signers", &others], "not signed with a key")?;
+    let archive = name(&packages.archive)?;
+    let good = fs::read(&archive).context("reading the archive")?;
+    let mut bad = good.clone();
+    bad[good.len() / 2] ^= 1;
+    fs::write(&archive, bad).context("damaging the archive")?;
+    refuses(&[], "it is damaged")?;
+    fs::write(&archive, good).context("writing the archive")?;
+    let list = fs::read_to_string(&sums).context("reading the checksums")?;
+    fs::write(&sums, format!("{list}\n")).context("changing the checksums")?;
+    refuses(&["--signers", &trusted], "signature of SHA256SUMS is wrong")?;
+    fs::write(&sums, list).context("writing the checksums")?;
+    for from in match packages::runs("curl", &["--version"]) {
+        true => vec![&from, &url],
+        false => vec![&from],
+    } {
+        install(from, &["--signers", &trusted])?;
+        let unpacked = fs::read_dir(at("to")).context("listing what is installed")?;
+        let unpacked = { unpacked.flatten() }
+            .next()
+            .context("nothing is installed")?;
+        process::output(Command::new(unpacked.path().join("bin/vgpu")).arg("--version"))?;
+        fs::remove_dir_all(at("to")).context("removing what is installed")?;
+    }
+    Ok(String::new())
+}
+
 /// Checks that the command runs, and installs its plugin in an Ollama.
 fn works(vgpu: &Path, machine: &Machine) -> Result<()> {
     let version = process::output(Command::new(vgpu).arg("--version"))?;
+    let version = version.trim().strip_prefix("vgpu ").unwrap_or_default();
     ensure!(
-        version.trim() == concat!("vgpu ", env!("CARGO_PKG_VERSION")),
-        "{version}"
+        version == machine.version,
+        "{version}, not {}",
+        machine.version
     );
     let lib = machine.root().join("usr/local/lib/ollama");
     fs::create_dir_all(&lib).context("creating a folder")?;

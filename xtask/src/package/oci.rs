@@ -1,0 +1,233 @@
+//! A container image of the executor, as an archive in the layout of the OCI. It is made without a
+//! daemon and without a registry: podman, skopeo, buildah and containerd read it.
+//!
+//! By hand: tar writes the layers, and what is left are three JSON documents.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context as _, Result, bail};
+use serde_json::{Value, json};
+
+use super::contents::Generated;
+use super::layout::{entry, lay_out, reproducible_tar};
+use super::sbom::sha256;
+use xtask_common::dist::Dist;
+use xtask_common::process;
+use xtask_common::scratch::Scratch;
+use xtask_common::version;
+use xtask_common::workspace;
+
+/// Debian's packages that `vgpu` needs to run: the C library, and what unwinds a panic.
+const BASE: [&str; 2] = ["libc6", "libgcc-s1"];
+
+/// What of those packages only other programs use.
+const UNUSED: [&str; 3] = [
+    "usr/share/lintian",
+    "usr/lib/x86_64-linux-gnu/gconv",
+    "usr/lib/aarch64-linux-gnu/gconv",
+];
+
+/// A blob of the layout.
+struct Blob {
+    media_type: &'static str,
+    digest: String,
+    size: u64,
+}
+
+impl Blob {
+    fn descriptor(&self) -> Value {
+        json!({"mediaType": self.media_type, "digest": self.digest, "size": self.size})
+    }
+}
+
+/// Writes the executor's image into `folder`. Returns the names of the Debian packages in it.
+pub(super) fn executor(
+    dist: &Dist,
+    generated: &Generated,
+    version: &str,
+    folder: &Path,
+) -> Result<String> {
+    let architecture = match std::env::consts::ARCH {
+        "x86_64" => "amd64",
+        "aarch64" => "arm64",
+        other => bail!("the OCI has no name for {other} that we know"),
+    };
+    let scratch = Scratch::new()?;
+    let base = scratch.path().join("base");
+    let packages = debian_base(&base)?;
+    let program = scratch.path().join("program");
+    let documents = "usr/share/doc/vgpu";
+    lay_out(
+        &program,
+        &[
+            entry("usr/bin/vgpu", &dist.vgpu, 0o755),
+            entry(
+                format!("{documents}/copyright"),
+                workspace::root().join("LICENSE"),
+                0o644,
+            ),
+            entry(
+                format!("{documents}/third-party-licenses.txt"),
+                &generated.licenses,
+                0o644,
+            ),
+        ],
+    )?;
+
+    let layout = scratch.path().join("layout");
+    let blobs = layout.join("blobs/sha256");
+    fs::create_dir_all(&blobs).context("creating a folder for blobs")?;
+    let mut diffs = Vec::new();
+    let mut layers = Vec::new();
+    for tree in [&base, &program] {
+        let (diff, layer) = layer(tree, &blobs)?;
+        diffs.push(diff);
+        layers.push(layer.descriptor());
+    }
+    let created = [
+        "log",
+        "-1",
+        "--date=format-local:%Y-%m-%dT%H:%M:%SZ",
+        "--format=%cd",
+    ];
+    let created = version::git(workspace::root(), &created);
+    // The names of the OCI's own labels.
+    let labels = json!({
+        "org.opencontainers.image.title": "ggml-vgpu executor",
+        "org.opencontainers.image.version": version,
+        "org.opencontainers.image.licenses": "MIT",
+        "ggml-vgpu.debian-packages": packages,
+    });
+    let config = json!({
+        "architecture": architecture,
+        "os": "linux",
+        "created": created,
+        "config": {
+            "Cmd": ["vgpu", "serve", "--listen", "unix:/run/vgpu/vgpu.sock"],
+            "Env": [
+                "PATH=/usr/bin",
+                "VGPU_CACHE=/var/cache/vgpu",
+                // NVIDIA's container runtime brings the driver's libraries for these.
+                "NVIDIA_VISIBLE_DEVICES=all",
+                "NVIDIA_DRIVER_CAPABILITIES=compute,utility",
+            ],
+            "Labels": labels,
+        },
+        "rootfs": {"type": "layers", "diff_ids": diffs},
+    });
+    let config = json_blob(&config, "application/vnd.oci.image.config.v1+json", &blobs)?;
+    let manifest = json!({
+        "schemaVersion": 2,
+        "mediaType": "application/vnd.oci.image.manifest.v1+json",
+        "config": config.descriptor(),
+        "layers": layers,
+    });
+    let manifest = json_blob(
+        &manifest,
+        "application/vnd.oci.image.manifest.v1+json",
+        &blobs,
+    )?;
+    let mut descriptor = manifest.descriptor();
+    descriptor["platform"] = json!({"architecture": architecture, "os": "linux"});
+    // A tag has no plus sign.
+    let tag = format!("ggml-vgpu:{}", version.replace('+', "-"));
+    descriptor["annotations"] = json!({"org.opencontainers.image.ref.name": tag});
+    let index = json!({
+        "schemaVersion": 2,
+        "mediaType": "application/vnd.oci.image.index.v1+json",
+        "manifests": [descriptor],
+    });
+    fs::write(layout.join("index.json"), index.to_string()).context("writing the index")?;
+    fs::write(
+        layout.join("oci-layout"),
+        r#"{"imageLayoutVersion":"1.0.0"}"#,
+    )
+    .context("writing the layout's version")?;
+    let image = folder.join(format!("vgpu-{version}-{architecture}.oci.tar"));
+    let mut tar = reproducible_tar()?;
+    tar.arg("-cf").arg(&image).arg("-C").arg(&layout);
+    process::output(tar.args(["oci-layout", "index.json", "blobs"]))?;
+    Ok(packages)
+}
+
+/// Unpacks Debian's packages for the base of an image into `root`, with the files and folders that
+/// programs expect of any system. Returns the packages' names and versions.
+fn debian_base(root: &Path) -> Result<String> {
+    let scratch = Scratch::new()?;
+    let mut download = Command::new("apt-get");
+    download
+        .arg("download")
+        .args(["-o", "APT::Sandbox::User=root"])
+        .args(BASE)
+        .current_dir(scratch.path());
+    process::output(&mut download).context("fetching the packages of the image with apt")?;
+    fs::create_dir_all(root).context("creating a folder")?;
+    let mut names = Vec::new();
+    for entry in fs::read_dir(scratch.path()).context("listing the packages")? {
+        let path = entry.context("listing the packages")?.path();
+        let mut unpack = Command::new("dpkg-deb");
+        process::output(unpack.arg("-x").arg(&path).arg(root))?;
+        let show = ["-W", "--showformat=${Package} ${Version}"];
+        names.push(process::output(
+            Command::new("dpkg-deb").args(show).arg(&path),
+        )?);
+    }
+    names.sort_unstable();
+    for unused in UNUSED {
+        let path = root.join(unused);
+        if path.exists() {
+            fs::remove_dir_all(path).context("removing what is not used")?;
+        }
+    }
+    for (file, text) in [
+        (
+            "etc/passwd",
+            "root:x:0:0:root:/:/usr/sbin/nologin\n\
+             nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n",
+        ),
+        ("etc/group", "root:x:0:\nnogroup:x:65534:\n"),
+    ] {
+        let path = root.join(file);
+        fs::create_dir_all(path.parent().context("a folder")?).context("creating a folder")?;
+        fs::write(path, text).context("writing a file")?;
+    }
+    for folder in ["tmp", "run/vgpu", "var/cache/vgpu"] {
+        fs::create_dir_all(root.join(folder)).context("creating a folder")?;
+    }
+    Ok(names.join(", "))
+}
+
+/// Makes a layer of a tree. Returns the digest of the uncompressed layer, and the blob.
+fn layer(tree: &Path, blobs: &Path) -> Result<(String, Blob)> {
+    let part = blobs.join("layer");
+    let mut tar = reproducible_tar()?;
+    // Whatever the umask was when the tree was made.
+    tar.args(["--mode=u+rwX,go+rX,go-w", "-cf"]);
+    process::output(tar.arg(&part).arg("-C").arg(tree).arg("."))?;
+    let diff = format!("sha256:{}", sha256(&part)?);
+    process::output(Command::new("gzip").arg("-9n").arg(&part))?;
+    let part = blobs.join("layer.gz");
+    let blob = place(&part, "application/vnd.oci.image.layer.v1.tar+gzip", blobs)?;
+    Ok((diff, blob))
+}
+
+fn json_blob(document: &Value, media_type: &'static str, blobs: &Path) -> Result<Blob> {
+    let part = blobs.join("document");
+    fs::write(&part, document.to_string()).context("writing a document")?;
+    place(&part, media_type, blobs)
+}
+
+/// Gives a file in the folder `blobs` the name of its content.
+fn place(file: &Path, media_type: &'static str, blobs: &Path) -> Result<Blob> {
+    let hash = sha256(file)?;
+    let size = file.metadata().context("a blob")?.len();
+    let target: PathBuf = blobs.join(&hash);
+    fs::rename(file, target).context("placing a blob")?;
+    Ok(Blob {
+        media_type,
+        digest: format!("sha256:{hash}"),
+        size,
+    })
+}
