@@ -32,6 +32,8 @@ mod engine_monitor;
 #[cfg(feature = "server")]
 mod handshakes;
 mod heap;
+#[cfg(feature = "server")]
+mod heartbeat;
 mod histogram;
 #[cfg(feature = "server")]
 mod identity;

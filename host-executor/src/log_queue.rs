@@ -4,14 +4,26 @@
 //! never returns. Lines therefore go into a queue of limited size, and one thread writes them, so
 //! that no session, no freed memory and no signal waits for the reader. Lines that find no room are
 //! dropped, and counted: when all that was queued has been written, a line says how many.
+//!
+//! [`write_line`] and [`flush`] also work while a driver hangs in the dynamic linker: they start no
+//! thread once [`start`] has been called, and use no thread-local variable with a destructor, since
+//! glibc takes the linker's lock for both.
 #![forbid(unsafe_code)]
 
 use std::backtrace::{Backtrace, BacktraceStatus};
 use std::collections::VecDeque;
 use std::io::{self, Write};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
+use tracing::Level;
+
+use crate::service;
 
 /// How long the end of the process waits for the log.
 pub(crate) const LOG_PATIENCE: Duration = Duration::from_secs(2);
@@ -19,27 +31,42 @@ pub(crate) const LOG_PATIENCE: Duration = Duration::from_secs(2);
 /// Most bytes that wait to be written: some 8,000 lines.
 const MAX_BYTES: usize = 1 << 20;
 
+/// Another process, whose lines this one forwards, may have this part of the room that is left. So
+/// however many such processes write more than is read, there is room for the lines of a further
+/// one and of this process.
+const PART_OF_PROCESS: usize = 8;
+
 /// The log of this process.
 static LOG: LogQueue = LogQueue::new();
 
+/// Whether [`write_line`] writes JSON.
+static IS_JSON: AtomicBool = AtomicBool::new(false);
+
+/// Makes [`write_line`] write JSON objects, as the rest of the log.
+pub fn use_json() {
+    IS_JSON.store(true, Ordering::Relaxed);
+}
+
 /// Starts the thread that writes to standard error. Panics, too, are written by this thread from
-/// now on. `on_dropped` logs how many lines were dropped.
+/// now on.
 ///
 /// A process may have lines for the log before. The thread then writes them.
 ///
 /// # Errors
 /// No thread can be started.
-pub fn start(on_dropped: fn(u64)) -> io::Result<()> {
-    LOG.start(StandardError, on_dropped)?;
+pub fn start() -> io::Result<()> {
+    LOG.start(Descriptor(io::stderr()), say_dropped)?;
+    // A thread that has not begun waits for the linker's lock, too.
+    LOG.wait_until_begun();
     std::panic::set_hook(Box::new(|info| {
         let current = thread::current();
         let name = current.name().unwrap_or("<unnamed>");
-        let mut text = format!("thread '{name}' {info}\n");
+        let mut text = format!("thread '{name}' {info}");
         let trace = Backtrace::capture();
         if trace.status() == BacktraceStatus::Captured {
-            text.push_str(&format!("{trace}\n"));
+            text.push_str(&format!("\n{trace}"));
         }
-        LOG.push(text.as_bytes());
+        write_line(Level::ERROR, &text);
         // The process ends with its main thread.
         if name == "main" {
             LOG.flush(LOG_PATIENCE);
@@ -59,9 +86,50 @@ pub fn flush() {
     LOG.flush(LOG_PATIENCE);
 }
 
+/// Writes a line into the log of this process, past its filter: its level, and the text. Where
+/// standard error is the journal, the line has the level's priority. A text may have several lines.
+pub fn write_line(level: Level, text: &str) {
+    let is_json = IS_JSON.load(Ordering::Relaxed);
+    LOG.push(line(level, text, is_json).as_bytes(), None);
+}
+
+fn line(level: Level, text: &str, is_json: bool) -> String {
+    let line = match is_json {
+        true => serde_json::json!({
+            "level": level.as_str(),
+            "fields": {"message": text},
+            "target": env!("CARGO_PKG_NAME"),
+        })
+        .to_string(),
+        false => format!("{level} {text}"),
+    };
+    service::with_priority(level, &line)
+}
+
+fn say_dropped(lines: u64) {
+    write_line(
+        Level::WARN,
+        &format!("{lines} lines of the log were dropped: nobody has read it"),
+    );
+}
+
 /// A writer into the log. It never waits for the reader. What is written at once stays together.
 pub fn writer() -> LogWriter {
     LogWriter(())
+}
+
+/// The lines of another process in the log of this one.
+#[derive(Debug, Default)]
+pub(crate) struct ProcessLines {
+    /// Bytes that wait to be written.
+    queued: Arc<AtomicUsize>,
+}
+
+impl ProcessLines {
+    /// Appends a text. Returns whether there was room for it: other processes have some, too.
+    pub(crate) fn push(&self, text: &[u8]) -> bool {
+        LOG.push(text, Some(self))
+    }
 }
 
 /// A writer into the log of this process.
@@ -70,7 +138,7 @@ pub struct LogWriter(());
 
 impl Write for LogWriter {
     fn write(&mut self, text: &[u8]) -> io::Result<usize> {
-        LOG.push(text);
+        LOG.push(text, None);
         Ok(text.len())
     }
 
@@ -79,12 +147,23 @@ impl Write for LogWriter {
     }
 }
 
-/// Standard error, without the lock that other threads take which write there by themselves.
-struct StandardError;
+/// Standard error, without the lock that other threads take which write there by themselves. Other
+/// programs may have made it non-blocking: a full one is waited for.
+struct Descriptor<F>(F);
 
-impl Write for StandardError {
+impl<F: AsFd> Write for Descriptor<F> {
     fn write(&mut self, text: &[u8]) -> io::Result<usize> {
-        Ok(rustix::io::write(io::stderr(), text)?)
+        loop {
+            match rustix::io::write(&self.0, text) {
+                Err(Errno::AGAIN) => {}
+                outcome => return Ok(outcome?),
+            }
+            let mut room = [PollFd::new(&self.0, PollFlags::OUT)];
+            match poll(&mut room, None) {
+                Ok(_) | Err(Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
     }
 
     fn flush(&mut self) -> io::Result<()> {
@@ -99,8 +178,14 @@ struct LogQueue {
     changed: Condvar,
 }
 
+struct Line {
+    text: Box<[u8]>,
+    /// What its process has queued, if it is another one.
+    of_process: Option<Arc<AtomicUsize>>,
+}
+
 struct State {
-    lines: VecDeque<Box<[u8]>>,
+    lines: VecDeque<Line>,
     /// The bytes of `lines`.
     bytes: usize,
     /// Lines that found no room, since the log has said so.
@@ -108,6 +193,8 @@ struct State {
     /// Whether the writer has taken a line that is not yet written.
     is_writing: bool,
     has_writer: bool,
+    /// The writer runs.
+    has_begun: bool,
 }
 
 impl LogQueue {
@@ -118,6 +205,7 @@ impl LogQueue {
             dropped: 0,
             is_writing: false,
             has_writer: false,
+            has_begun: false,
         };
         LogQueue {
             state: Mutex::new(state),
@@ -130,18 +218,37 @@ impl LogQueue {
     }
 
     /// Appends text, or counts its lines as dropped. Once something is dropped, so is all that
-    /// follows until the log has said so: the gap is in one place.
-    fn push(&self, text: &[u8]) {
+    /// follows until the log has said so: the gap is in one place. Returns whether there was room.
+    ///
+    /// What another process gets no room for is not counted here.
+    fn push(&self, text: &[u8], process: Option<&ProcessLines>) -> bool {
         let mut state = self.lock();
-        if state.dropped > 0 || state.bytes + text.len() > MAX_BYTES {
-            let lines = text.iter().filter(|byte| **byte == b'\n').count();
-            state.dropped += lines.max(1) as u64;
-            return;
+        let left = MAX_BYTES.saturating_sub(state.bytes);
+        let has_room = match process {
+            None => text.len() <= left,
+            Some(process) => {
+                let queued = process.queued.load(Ordering::Relaxed);
+                queued + text.len() <= left / PART_OF_PROCESS
+            }
+        };
+        if state.dropped > 0 || !has_room {
+            if process.is_none() {
+                let lines = text.iter().filter(|byte| **byte == b'\n').count();
+                state.dropped += lines.max(1) as u64;
+            }
+            return false;
         }
         state.bytes += text.len();
-        state.lines.push_back(text.into());
+        if let Some(process) = process {
+            process.queued.fetch_add(text.len(), Ordering::Relaxed);
+        }
+        state.lines.push_back(Line {
+            text: text.into(),
+            of_process: process.map(|process| Arc::clone(&process.queued)),
+        });
         drop(state);
         self.changed.notify_all();
+        true
     }
 
     /// Starts the thread that writes the lines to `out`. There is one.
@@ -161,13 +268,18 @@ impl LogQueue {
 
     fn write_lines(&self, mut out: impl Write, on_dropped: fn(u64)) {
         let mut state = self.lock();
+        state.has_begun = true;
+        self.changed.notify_all();
         loop {
             if let Some(line) = state.lines.pop_front() {
-                state.bytes -= line.len();
+                state.bytes -= line.text.len();
                 state.is_writing = true;
                 drop(state);
+                if let Some(queued) = &line.of_process {
+                    queued.fetch_sub(line.text.len(), Ordering::Relaxed);
+                }
                 // A line that cannot be written (a full disk) is lost.
-                let _ = out.write_all(&line);
+                let _ = out.write_all(&line.text);
             } else if state.dropped > 0 {
                 let dropped = std::mem::take(&mut state.dropped);
                 state.is_writing = true;
@@ -184,12 +296,21 @@ impl LogQueue {
         }
     }
 
+    /// Waits until the thread that writes runs. It has been started.
+    fn wait_until_begun(&self) {
+        let mut state = self.lock();
+        while !state.has_begun {
+            let waited = self.changed.wait(state);
+            state = waited.unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
     /// Waits until all lines are written, and for `limit` at most. Returns whether they are.
     fn flush(&'static self, limit: Duration) -> bool {
         let end = Instant::now() + limit;
         // A process may end before it has started the thread.
         let has_lines = !self.lock().lines.is_empty();
-        if has_lines && self.start(StandardError, |_| {}).is_err() {
+        if has_lines && self.start(Descriptor(io::stderr()), say_dropped).is_err() {
             return false;
         }
         let mut state = self.lock();
@@ -235,19 +356,23 @@ mod tests {
     #[test]
     fn log_that_nobody_reads_keeps_nobody_waiting_and_says_later_what_was_dropped() {
         let ((read, is_read), (text, written)) = (channel(), channel());
-        BLOCKED.push(b"before the thread\n");
-        let say = |dropped: u64| BLOCKED.push(format!("{dropped} dropped\n").as_bytes());
+        BLOCKED.push(b"before the thread\n", None);
+        let say = |dropped: u64| {
+            BLOCKED.push(format!("{dropped} dropped\n").as_bytes(), None);
+        };
         let out = BlockedLog { is_read, text };
         BLOCKED.start(out, say).expect("a thread");
         let line = [b"x".repeat(1023), b"\n".to_vec()].concat();
         const LINES: u64 = 3000;
-        (0..LINES).for_each(|_| BLOCKED.push(&line));
+        (0..LINES).for_each(|_| {
+            BLOCKED.push(&line, None);
+        });
         assert!(!BLOCKED.flush(Duration::from_millis(20)));
         // A short line would find room, and is dropped, so that the gap is in one place.
-        BLOCKED.push(b"short\nlines\n");
+        BLOCKED.push(b"short\nlines\n", None);
         drop(read);
         assert!(BLOCKED.flush(Duration::from_secs(60)));
-        BLOCKED.push(b"afterwards\n");
+        BLOCKED.push(b"afterwards\n", None);
         assert!(BLOCKED.flush(Duration::from_secs(60)));
         let lines: Vec<_> = written.try_iter().collect();
         assert_eq!(lines[0], b"before the thread\n");
@@ -257,5 +382,68 @@ mod tests {
         let said = format!("{} dropped\n", LINES - count + 2);
         assert_eq!(lines[lines.len() - 2], said.as_bytes());
         assert_eq!(lines.len() as u64, count + 3);
+    }
+
+    static SHARED: LogQueue = LogQueue::new();
+
+    /// Nobody reads, and processes write as much as they can. A further one has room all the same,
+    /// and so has this process.
+    #[test]
+    fn processes_that_write_too_much_leave_room_for_others() {
+        let line = [b"x".repeat(1023), b"\n".to_vec()].concat();
+        let flood = |process: &ProcessLines| {
+            let fits = |_: &usize| SHARED.push(&line, Some(process));
+            (0..).take_while(fits).count()
+        };
+        let processes: Vec<_> = (0..30).map(|_| ProcessLines::default()).collect();
+        let counts: Vec<_> = processes.iter().map(flood).collect();
+        assert!(
+            (100..=MAX_BYTES / 1024 / 4).contains(&counts[0]),
+            "{counts:?}"
+        );
+        assert!(counts.iter().all(|count| *count > 0), "{counts:?}");
+        assert!(SHARED.push(&line, None));
+        // What is written is no longer counted.
+        let (text, written) = channel();
+        let (read, is_read) = channel();
+        drop(read);
+        let out = BlockedLog { is_read, text };
+        SHARED.start(out, |_| {}).expect("a thread");
+        assert!(SHARED.flush(Duration::from_secs(60)));
+        let sum = counts.iter().sum::<usize>() + 1;
+        assert_eq!(written.try_iter().count(), sum);
+        assert!(SHARED.push(&line, Some(&processes[0])));
+    }
+
+    static NON_BLOCKING: LogQueue = LogQueue::new();
+
+    #[test]
+    fn full_standard_error_that_does_not_block_loses_nothing() {
+        let (mut reader, writer) = io::pipe().expect("a pipe");
+        rustix::io::ioctl_fionbio(&writer, true).expect("a pipe");
+        rustix::pipe::fcntl_setpipe_size(&writer, 4096).expect("a smaller pipe");
+        NON_BLOCKING
+            .start(Descriptor(writer), |_| {})
+            .expect("a thread");
+        let line = |number: u32| format!("line {number:05} {}\n", "x".repeat(988));
+        let all: String = (0..100).map(line).collect();
+        for number in 0..100 {
+            NON_BLOCKING.push(line(number).as_bytes(), None);
+        }
+        // The pipe is full, and the rest waits.
+        assert!(!NON_BLOCKING.flush(Duration::from_millis(50)));
+        let mut read = vec![0; all.len()];
+        io::Read::read_exact(&mut reader, &mut read).expect("all lines");
+        assert_eq!(String::from_utf8(read).expect("text"), all);
+        assert!(NON_BLOCKING.flush(Duration::from_secs(60)));
+    }
+
+    #[test]
+    fn lines_have_their_level_as_text_or_as_json() {
+        assert_eq!(line(Level::WARN, "a\nb", false), "WARN a\nb\n");
+        let object: serde_json::Value =
+            serde_json::from_str(&line(Level::ERROR, "a\n\"b\"", true)).expect("JSON");
+        assert_eq!(object["level"], "ERROR");
+        assert_eq!(object["fields"]["message"], "a\n\"b\"");
     }
 }

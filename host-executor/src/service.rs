@@ -11,15 +11,43 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::os::fd::{AsFd as _, BorrowedFd, FromRawFd as _, OwnedFd};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use sd_notify::NotifyState;
-use tracing::warn;
+use tracing::{Level, warn};
 
 /// Whether standard error is a stream of systemd's journal: JOURNAL_STREAM has the device and the
 /// inode of the stream (`systemd.exec(5)`). Then a line may begin with its priority
 /// (`sd-daemon(3)`), which the journal removes.
 pub fn is_journal() -> bool {
+    static IS_JOURNAL: OnceLock<bool> = OnceLock::new();
+    *IS_JOURNAL.get_or_init(names_standard_error)
+}
+
+/// The prefix that a line of this level has in the journal.
+pub fn priority(level: Level) -> &'static str {
+    match level {
+        Level::ERROR => "<3>",
+        Level::WARN => "<4>",
+        Level::INFO => "<6>",
+        _ => "<7>",
+    }
+}
+
+/// A text for standard error, with the end of its last line. In the journal each line has the
+/// priority of this level.
+pub fn with_priority(level: Level, text: &str) -> String {
+    lines_with(if is_journal() { priority(level) } else { "" }, text)
+}
+
+fn lines_with(prefix: &str, text: &str) -> String {
+    text.lines()
+        .map(|line| format!("{prefix}{line}\n"))
+        .collect()
+}
+
+/// Whether JOURNAL_STREAM names standard error.
+fn names_standard_error() -> bool {
     let stream = std::env::var("JOURNAL_STREAM").unwrap_or_default();
     let named = stream.split_once(':').and_then(|(device, inode)| {
         Some((device.parse::<u64>().ok()?, inode.parse::<u64>().ok()?))
@@ -244,6 +272,12 @@ fn notify(states: &[NotifyState<'_>], fd: Option<BorrowedFd<'_>>) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn every_line_of_a_text_has_its_priority() {
+        assert_eq!(lines_with(priority(Level::ERROR), "a\nb"), "<3>a\n<3>b\n");
+        assert_eq!(lines_with("", "a\nb\n"), "a\nb\n");
+    }
 
     #[test]
     fn fd_store_that_is_missing_or_too_small_is_reported() {

@@ -6,12 +6,15 @@
 //! before the engine, and uses neither.
 #![forbid(unsafe_code)]
 
-use std::io::{self, Write as _};
+use std::io;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use crate::{log_queue, service};
+use tracing::Level;
+
+use crate::last_log::end_with_last_log;
+use crate::log_queue;
 
 /// A start that takes longer is reported.
 const SLOW: Duration = Duration::from_secs(10);
@@ -67,17 +70,22 @@ impl StartWatch {
     pub fn begin(limit: Option<Duration>) -> io::Result<StartWatch> {
         let on_slow = |slow, limit: Option<Duration>| {
             let end = limit.map_or(String::new(), |limit| format!(", and may take {limit:?}"));
-            log(&format!(
-                "WARN the engine has been starting for {slow:?}{end}: a call of its driver waits"
-            ));
+            log_queue::write_line(
+                Level::WARN,
+                &format!(
+                    "the engine has been starting for {slow:?}{end}: a call of its driver waits"
+                ),
+            );
         };
         StartWatch::with(SLOW, limit, on_slow, |limit| {
-            log(&format!(
-                "ERROR the engine has not started within {limit:?}: its driver hangs; vgpu serve \
-                 ends, and a supervisor can start it again"
-            ));
-            log_queue::flush();
-            service::end_at_once(1)
+            end_with_last_log(
+                1,
+                Level::ERROR,
+                &format!(
+                    "the engine has not started within {limit:?}: its driver hangs; vgpu serve \
+                     ends, and a supervisor can start it again"
+                ),
+            )
         })
     }
 
@@ -113,12 +121,6 @@ impl StartWatch {
             thread: Some(thread),
         })
     }
-}
-
-/// Writes a line into the log of this process, past its filter and its format.
-fn log(line: &str) {
-    // One write is one piece of the queue, which takes it.
-    let _ = log_queue::writer().write_all(format!("{line}\n").as_bytes());
 }
 
 impl Drop for StartWatch {

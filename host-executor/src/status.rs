@@ -20,6 +20,20 @@ pub(crate) trait StatusSource: Send + Sync {
     fn latencies(&self) -> Vec<TenantLatency>;
     /// What everybody does now, as text for people. Answers while everything else hangs.
     fn dump(&self) -> String;
+    /// Whether the executor can make progress. Takes no lock that another thread may keep.
+    fn progress(&self) -> Progress;
+}
+
+/// Whether an executor can make progress.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Progress {
+    /// It can: what was looked at.
+    Runs(String),
+    /// It cannot: why.
+    Stalled(String),
+    /// A thread that looks after the others has not run for some time. So it is in a process that
+    /// was stopped, too, for a moment after it goes on.
+    Late(String),
 }
 
 /// A snapshot of an executor, whose figures may be taken a request apart.
@@ -311,6 +325,11 @@ impl StatusHandle {
     /// What everybody does now, as text for people. Answers while everything else hangs.
     pub fn dump(&self) -> String {
         self.0.dump()
+    }
+
+    /// Whether the executor can make progress.
+    pub fn progress(&self) -> Progress {
+        self.0.progress()
     }
 
     pub(crate) fn latencies(&self) -> Vec<TenantLatency> {

@@ -7,7 +7,7 @@
 //! `NOTIFY_SOCKET` and `FDSTORE`, passes these on by `LISTEN_FDS`, and starts the executor again
 //! when the executor has died.
 
-use std::io::{ErrorKind, Write as _};
+use std::io::ErrorKind;
 use std::os::fd::{OwnedFd, RawFd};
 use std::os::unix::net::UnixDatagram;
 use std::os::unix::process::CommandExt as _;
@@ -21,6 +21,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
 use tempfile::TempDir;
+use tracing::Level;
 use vgpu_executor::isolate::FileSupervisor;
 use vgpu_executor::{log_queue, raise_descriptors};
 use vgpu_transport::link::credentials::{self, PeerCredentials};
@@ -82,8 +83,7 @@ pub(crate) struct ExecArgs {
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let mut signals = ReceivedSignals::catch()?;
-    log_queue::start(|lines| log(&format!("{lines} lines were dropped: nobody has read them")))
-        .context("no thread for the log")?;
+    log_queue::start().context("no thread for the log")?;
     // Each file needs a descriptor here, and one of the same number in the executor, which inherits
     // the limit.
     raise_descriptors();
@@ -106,23 +106,25 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             Err(error) if stored.is_empty() => return Err(error),
             Err(error) => {
                 pause = (pause * 2).min(MAX_PAUSE);
-                log(&format!(
-                    "no executor can be started ({error:#}); {} file descriptors are kept, the \
+                log(
+                    Level::ERROR,
+                    &format!(
+                        "no executor can be started ({error:#}); {} file descriptors are kept, the \
                      next attempt is made in {} ms",
-                    stored.len(),
-                    pause.as_millis()
-                ));
+                        stored.len(),
+                        pause.as_millis()
+                    ),
+                );
                 match socket.rest(0, pause, &mut stored, &mut signals) {
                     true => return Ok(()),
                     false => continue,
                 }
             }
         };
-        log(&format!(
-            "pid {} runs {}",
-            child.id(),
-            args.command.join(" ")
-        ));
+        log(
+            Level::INFO,
+            &format!("pid {} runs {}", child.id(), args.command.join(" ")),
+        );
         let status = loop {
             socket.receive(child.id(), &mut stored);
             for signal in signals.take() {
@@ -130,7 +132,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
                 let _ = kill_process(Pid::from_child(&child), signal);
             }
             if signals.kill_is_due() {
-                log(&format!("pid {} does not end, and is killed", child.id()));
+                log(
+                    Level::WARN,
+                    &format!("pid {} does not end, and is killed", child.id()),
+                );
                 let _ = child.kill();
             }
             match child.try_wait() {
@@ -141,7 +146,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
                     return Err(error).context("waiting for the executor");
                 }
                 Err(error) => {
-                    log(&format!("waiting for the executor: {error}"));
+                    log(Level::ERROR, &format!("waiting for the executor: {error}"));
                     std::thread::sleep(POLL_INTERVAL);
                 }
             }
@@ -156,13 +161,16 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         } else {
             (pause * 2).min(MAX_PAUSE)
         };
-        log(&format!(
-            "pid {} ended with {status}; {} file descriptors are kept, the next executor starts in \
+        log(
+            Level::WARN,
+            &format!(
+                "pid {} ended with {status}; {} file descriptors are kept, the next executor starts in \
              {} ms",
-            child.id(),
-            stored.len(),
-            pause.as_millis()
-        ));
+                child.id(),
+                stored.len(),
+                pause.as_millis()
+            ),
+        );
         if socket.rest(child.id(), pause, &mut stored, &mut signals) {
             return Ok(());
         }
@@ -248,9 +256,8 @@ fn after(is_success: bool, is_told: bool, files: usize) -> After {
 
 /// Writes a line to the log. A line that cannot be written (a full disk, a pipe that nobody reads)
 /// is lost: this process must neither end nor wait for it.
-fn log(line: &str) {
-    let line = format!("vgpu fd-store: {line}\n");
-    let _ = log_queue::writer().write_all(line.as_bytes()); // never fails
+fn log(level: Level, line: &str) {
+    log_queue::write_line(level, &format!("vgpu fd-store: {line}"));
 }
 
 fn start(
@@ -360,7 +367,10 @@ impl NotifySocket {
                 return;
             }
             Err(error) => {
-                log(&format!("receiving from the executor: {error}"));
+                log(
+                    Level::ERROR,
+                    &format!("receiving from the executor: {error}"),
+                );
                 std::thread::sleep(POLL_INTERVAL);
                 return;
             }
@@ -372,10 +382,13 @@ impl NotifySocket {
                     self.report(&change, stored);
                 }
             }
-            false => log(&format!(
-                "a message of another process than pid {executor} is ignored: {:?}",
-                got.sender
-            )),
+            false => log(
+                Level::WARN,
+                &format!(
+                    "a message of another process than pid {executor} is ignored: {:?}",
+                    got.sender
+                ),
+            ),
         }
     }
 
@@ -383,10 +396,13 @@ impl NotifySocket {
     fn report(&self, change: &Change, stored: &[(String, OwnedFd)]) {
         let (Change::Stored(name) | Change::Removed(name) | Change::Refused(name)) = change;
         if matches!(change, Change::Refused(_)) {
-            log(&format!(
-                "{name} is not kept, {MAX_FDS} other file descriptors are: when the executor ends, \
+            log(
+                Level::WARN,
+                &format!(
+                    "{name} is not kept, {MAX_FDS} other file descriptors are: when the executor ends, \
                  the virtual machine has no vGPU until its QEMU is started again"
-            ));
+                ),
+            );
         }
         let Some(supervisor) = &self.supervisor else {
             return;
@@ -397,7 +413,10 @@ impl NotifySocket {
             None => supervisor.remove(name),
         };
         if let Err(error) = told {
-            log(&format!("the supervisor cannot be told of {name}: {error}"));
+            log(
+                Level::ERROR,
+                &format!("the supervisor cannot be told of {name}: {error}"),
+            );
         }
     }
 }

@@ -33,7 +33,8 @@ use std::process::ExitCode;
 #[cfg(feature = "tools")]
 use clap::CommandFactory as _;
 use clap::{Parser, Subcommand};
-use vgpu_executor::log_queue;
+use tracing::Level;
+use vgpu_executor::{log_queue, service};
 
 /// Executes tensor graphs for guests that load libggml-vgpu.so.
 #[derive(Parser)]
@@ -115,7 +116,7 @@ fn main() -> ExitCode {
     let code = match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            print(&format!("vgpu: {error:#}\n"));
+            print(&format!("vgpu: {error:#}"));
             match config_error::is_in(&error) {
                 true => ExitCode::from(config_error::EX_CONFIG),
                 false => ExitCode::FAILURE,
@@ -126,11 +127,14 @@ fn main() -> ExitCode {
     code
 }
 
-/// Prints to standard error. In a process with a log the text is a part of it: nobody may read it.
-fn print(text: &str) {
-    // Neither fails, or there is nobody to tell.
-    let _ = match log_queue::is_in_use() {
-        true => log_queue::writer().write_all(text.as_bytes()),
-        false => std::io::stderr().write_all(text.as_bytes()),
-    };
+/// Prints an error to standard error. In a process with a log it is a part of it: nobody may read
+/// the log.
+fn print(error: &str) {
+    if log_queue::is_in_use() {
+        log_queue::write_line(Level::ERROR, error);
+        return;
+    }
+    let text = service::with_priority(Level::ERROR, error);
+    // If it fails, there is nobody to tell.
+    let _ = std::io::stderr().write_all(text.as_bytes());
 }

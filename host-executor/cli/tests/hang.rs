@@ -46,6 +46,14 @@ impl StoppedThread {
         })
     }
 
+    /// Lets the thread run again.
+    fn go_on(self) {
+        let none = std::ptr::null_mut::<libc::c_void>();
+        // SAFETY: the request takes no memory of this process.
+        let detached = unsafe { libc::ptrace(libc::PTRACE_DETACH, self.0, none, none) };
+        assert_eq!(detached, 0, "the thread goes on");
+    }
+
     /// Waits for a change of the thread's state. Returns whether there was one.
     fn wait(&self, flags: libc::c_int) -> bool {
         // SAFETY: the status is not asked for, so the call writes no memory.
@@ -249,19 +257,7 @@ fn operator_sees_what_hangs_and_sigterm_ends_the_process() {
     scrape.read_to_string(&mut text).expect("an answer");
     assert!(text.contains("vgpu_turn_age_seconds"), "{text}");
     // After 10 s, the watchdog takes it for an engine that hangs.
-    let start = Instant::now();
-    let health = loop {
-        let mut asked = UnixStream::connect(&metrics).expect("metrics");
-        let head = asked.write_all(b"GET /healthz HTTP/1.0\r\n\r\n");
-        head.expect("a request");
-        let mut text = String::new();
-        asked.read_to_string(&mut text).expect("an answer");
-        if !text.contains(" 200 ") {
-            break text;
-        }
-        assert!(start.elapsed() < TIMEOUT, "{text}");
-        thread::sleep(Duration::from_millis(100));
-    };
+    let health = first_ill_health(&metrics);
     assert!(
         health.contains(" 503 ") && health.contains("the engine hangs: session 1"),
         "{health}"
@@ -274,6 +270,61 @@ fn operator_sees_what_hangs_and_sigterm_ends_the_process() {
     assert_eq!(status.code(), Some(1), "{log}");
     assert!(log.contains("dump: turn: session 1"), "{log}");
     assert!(log.contains("1 sessions do not end"), "{log}");
+}
+
+/// What `/healthz` answers.
+fn health(metrics: &str) -> String {
+    let mut asked = UnixStream::connect(metrics).expect("metrics");
+    let head = asked.write_all(b"GET /healthz HTTP/1.0\r\n\r\n");
+    head.expect("a request");
+    let mut text = String::new();
+    asked.read_to_string(&mut text).expect("an answer");
+    text
+}
+
+/// The first answer of `/healthz` that is not 200.
+fn first_ill_health(metrics: &str) -> String {
+    let start = Instant::now();
+    loop {
+        let text = health(metrics);
+        if !text.contains(" 200 ") {
+            return text;
+        }
+        assert!(start.elapsed() < TIMEOUT, "{text}");
+        thread::sleep(Duration::from_millis(100));
+    }
+}
+
+/// The threads that would find an engine that hangs do not run, and `/healthz` says so. A process
+/// that was stopped as a whole is healthy.
+#[test]
+fn healthz_reports_threads_that_do_not_run() {
+    let scratch = Scratch::new("healthz");
+    let metrics = scratch.path().join("metrics.sock").display().to_string();
+    let at = format!("unix:{metrics}");
+    let serve = Serve::start(&scratch.socket(), &["--no-sandbox", "--metrics", &at]);
+    let ok = "ok: the engine cpu answers";
+    assert!(health(&metrics).contains(ok), "{}", health(&metrics));
+    serve.signal(Signal::STOP);
+    thread::sleep(Duration::from_secs(11));
+    serve.signal(Signal::CONT);
+    let after = health(&metrics);
+    assert!(after.contains(ok), "{after}");
+    for (thread, reason) in [
+        ("vgpu-watchdog", "the watchdog has not run for "),
+        ("vgpu", "the main thread has not run for "),
+    ] {
+        let Some(stopped) = StoppedThread::stop(serve.child.id(), thread) else {
+            assert!(std::env::var_os("CI").is_none(), "{NO_PTRACE}");
+            println!("skipped in part: {NO_PTRACE}");
+            return;
+        };
+        let ill = first_ill_health(&metrics);
+        assert!(ill.contains(" 503 ") && ill.contains(reason), "{ill}");
+        stopped.go_on();
+        let well = health(&metrics);
+        assert!(well.contains(ok), "{well}");
+    }
 }
 
 /// A process that does not outlive its test.
@@ -443,14 +494,16 @@ fn process_ends_when_a_turn_exceeds_its_limit() {
     }
 }
 
-/// The driver of this engine hangs when it is loaded.
-const HANGING_DRIVER: &str = "#include <unistd.h>\n\
-    __attribute__((constructor)) static void hang(void) { for (;;) pause(); }\n";
+/// The driver of this engine hangs when it is loaded, and makes a file before.
+const HANGING_DRIVER: &str = "#include <fcntl.h>\n#include <stdlib.h>\n#include <unistd.h>\n\
+    __attribute__((constructor)) static void hang(void) {\n\
+    const char *mark = getenv(\"HANG_MARK\");\n\
+    if (mark) creat(mark, 0600);\n\
+    for (;;) pause(); }\n";
 
-#[test]
+/// Makes the engine whose driver hangs.
 #[cfg(feature = "ggml")]
-fn process_ends_when_its_engine_does_not_start() {
-    let scratch = Scratch::new("hang-start");
+fn hanging_engine(scratch: &Scratch) -> String {
     let at = |name: &str| scratch.path().join(name);
     fs::write(at("hang.c"), HANGING_DRIVER).expect("a file");
     let status = std::process::Command::new("cc")
@@ -458,7 +511,43 @@ fn process_ends_when_its_engine_does_not_start() {
         .args([at("libggml-hang.so"), at("hang.c")])
         .status();
     assert!(status.expect("a compiler").success());
-    let engine = format!("ggml:{}", at("libggml-hang.so").display());
+    format!("ggml:{}", at("libggml-hang.so").display())
+}
+
+/// A signal does not wait for an engine that starts, and the socket does not stay. The dynamic
+/// linker's lock is taken meanwhile.
+#[test]
+#[cfg(feature = "ggml")]
+fn sigterm_does_not_wait_for_an_engine_that_starts() {
+    let scratch = Scratch::new("hang-sigterm");
+    let engine = hanging_engine(&scratch);
+    let (socket, mark) = (scratch.socket(), scratch.path().join("mark"));
+    let endpoint = format!("unix:{}", socket.display());
+    let fixed = ["serve", "--listen", &endpoint, "--engine", &engine];
+    let more = ["--trust-guests", "--max-turn-time", "0"];
+    let mut command = vgpu(&[&fixed[..], &more[..]].concat());
+    let child = command.env("HANG_MARK", &mark).spawn();
+    let (child, ready) = (child.expect("the command starts"), String::new());
+    let serve = Serve { child, ready };
+    let start = Instant::now();
+    while !mark.exists() {
+        assert!(start.elapsed() < TIMEOUT, "the driver is not loaded");
+        thread::sleep(Duration::from_millis(5));
+    }
+    assert!(socket.exists());
+    serve.signal(Signal::TERM);
+    let (status, log) = serve.wait();
+    assert_eq!(status.code(), Some(0), "{log}");
+    let line = "INFO SIGTERM received before anybody is served: ending";
+    assert!(log.contains(line), "{log}");
+    assert!(!socket.exists(), "the socket stays");
+}
+
+#[test]
+#[cfg(feature = "ggml")]
+fn process_ends_when_its_engine_does_not_start() {
+    let scratch = Scratch::new("hang-start");
+    let engine = hanging_engine(&scratch);
     let endpoint = format!("unix:{}", scratch.socket().display());
     let serve = |more: &[&str]| {
         let fixed = ["serve", "--listen", &endpoint, "--engine", &engine];

@@ -50,6 +50,8 @@ pub(crate) struct Watch {
     seen: BTreeMap<Subject, Seen>,
     /// What the engine has not come back from for longer than `slow`, at the last look.
     hang: Option<String>,
+    /// Who has waited longer than `slow` for an engine that nobody has, at the last look.
+    starved: Option<String>,
 }
 
 impl Watch {
@@ -59,12 +61,18 @@ impl Watch {
             limit,
             seen: BTreeMap::new(),
             hang: None,
+            starved: None,
         }
     }
 
     /// What the engine has not come back from for long, as of the last look.
     pub(crate) fn hang(&self) -> Option<&str> {
         self.hang.as_deref()
+    }
+
+    /// Who waits in vain for an engine that nobody has, as of the last look.
+    pub(crate) fn starved(&self) -> Option<&str> {
+        self.starved.as_deref()
     }
 
     /// How often to [`look`](Watch::look).
@@ -116,7 +124,7 @@ impl Watch {
         }
         let mut notices = Vec::new();
         let mut seen = BTreeMap::new();
-        self.hang = None;
+        (self.hang, self.starved) = (None, None);
         for (subject, age, is_engine, what) in subjects {
             let one = match self.seen.remove(&subject) {
                 Some(one) => Seen {
@@ -131,8 +139,13 @@ impl Watch {
             let one = seen.entry(subject).or_insert(one);
             let limit = self.limit.filter(|_| is_engine);
             let lasts = one.lasts;
-            if is_engine && lasts >= self.slow {
-                self.hang = Some(format!("{what}, for {lasts:.0?}"));
+            if lasts >= self.slow {
+                let found = || Some(format!("{what}, for {lasts:.0?}"));
+                match subject {
+                    Subject::Wait(..) => self.starved = found(),
+                    _ if is_engine => self.hang = found(),
+                    _ => {}
+                }
             }
             if limit.is_some_and(|limit| lasts >= limit) {
                 notices.push(Notice::Stuck(format!("{what}, for {lasts:.1?}")));
@@ -295,8 +308,16 @@ mod tests {
         };
         assert!(text.contains("waits for the engine"), "{text}");
         assert!(text.contains("no session has"), "{text}");
-        // The session is at fault.
+        // The engine is not at fault, and still nobody makes progress.
         assert_eq!(watch.hang(), None);
+        let starved = watch.starved().expect("it waits");
+        assert!(
+            starved.contains("session 1 (guest alice) waits"),
+            "{starved}"
+        );
+        drop(waiter);
+        watch.look(&all.snapshot(), None, SECOND);
+        assert_eq!(watch.starved(), None);
     }
 
     #[test]

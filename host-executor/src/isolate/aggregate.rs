@@ -3,6 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
+use std::time::Duration;
 
 use tracing::debug;
 
@@ -12,13 +13,16 @@ use super::state::{Program, Shared};
 use super::totals::{GuestTotals, counted_as};
 use crate::control;
 use crate::status::{
-    EngineStatus, GuestStatus, Report, SessionEnds, SessionStatus, Status, StatusSource,
+    EngineStatus, GuestStatus, Progress, Report, SessionEnds, SessionStatus, Status, StatusSource,
     TenantLatency, Usage, WeightsStatus,
 };
 use crate::version::version;
 
 /// Longest program name that is passed on, in characters.
 const MAX_NAME_CHARS: usize = 200;
+
+/// The main thread of a supervisor that has not run for this time hangs.
+const LATE: Duration = Duration::from_secs(10);
 
 /// A snapshot of all guests.
 struct Snapshot {
@@ -31,6 +35,8 @@ struct Snapshot {
     turn: Option<f64>,
     /// What an engine has not come back from for long.
     hang: Option<String>,
+    /// The virtual machine whose process does not report.
+    mute: Option<String>,
     /// Bytes of device memory in use.
     memory: u64,
     /// Bytes of memory of the largest engine of a worker. With a GPU, all workers share that
@@ -49,6 +55,7 @@ impl Shared {
             ended: processes.ended_workers.ended,
             turn: None,
             hang: None,
+            mute: None,
             memory: 0,
             largest: 0,
         };
@@ -107,7 +114,12 @@ impl Shared {
                         }));
                     snapshot.add(&counted, &report);
                 }
-                Err(error) => debug!(vm = name, "its process does not report: {error}"),
+                Err(error) => {
+                    debug!(vm = name, "its process does not report: {error}");
+                    snapshot.mute.get_or_insert(format!(
+                        "the process of the virtual machine {name} does not answer: {error}"
+                    ));
+                }
             }
         }
         snapshot
@@ -175,6 +187,23 @@ impl StatusSource for Shared {
 
     fn dump(&self) -> String {
         super::dump::dump(self)
+    }
+
+    fn progress(&self) -> Progress {
+        // The main thread takes the lock of the processes about once a second.
+        if let Some(why) = self.main.late("the main thread", LATE) {
+            return Progress::Late(why);
+        }
+        let Snapshot { hang, mute, .. } = self.snapshot();
+        match (hang, mute) {
+            (Some(hang), _) => Progress::Stalled(format!("the engine hangs: {hang}")),
+            // A process that is started again does not listen for a moment.
+            (None, Some(mute)) => Progress::Late(mute),
+            (None, None) => Progress::Runs(format!(
+                "the engines {} of the processes answer",
+                self.resources.engine
+            )),
+        }
     }
 
     fn latencies(&self) -> Vec<TenantLatency> {

@@ -422,6 +422,36 @@ fn virtual_machines_are_started_before_one_of_them_is_waited_for() {
     assert_eq!(error.to_string(), "its process ended with exit status: 7");
 }
 
+/// One of them does not start. The other one is watched all the same, and ends at the shutdown; so
+/// does one that nobody has waited for.
+#[test]
+fn processes_of_other_virtual_machines_are_watched_after_a_failed_start() {
+    for waits in [true, false] {
+        let mut test = Supervised::new(SOON, &[]);
+        let folder = test.folder.path().to_owned();
+        let supervisor = test.supervisor.as_mut().expect("it runs");
+        for (name, script) in [("vm1", "exec sleep 600"), ("vm2", "exit 7")] {
+            let command = move || {
+                let mut command = Command::new("/bin/sh");
+                command.args(["-c", script]);
+                command
+            };
+            let (socket, control) = (folder.join(name), folder.join(format!("{name}-control")));
+            let started = supervisor.start_vm(name, Box::new(command), &socket, &control);
+            started.expect("it starts");
+        }
+        let shared = supervisor.shared_copy();
+        if waits {
+            let (name, error) = supervisor.wait_for_vms().expect_err("one ends");
+            assert_eq!(name, "vm2");
+            assert_eq!(error.to_string(), "its process ended with exit status: 7");
+        }
+        test.shutdown();
+        let left = shared.processes().machines.len();
+        assert_eq!(left, 0, "nobody has waited for so many processes");
+    }
+}
+
 #[test]
 fn flood_of_reports_does_not_keep_others_from_being_served() {
     // Time enough for the end of an honest worker beside the flood.

@@ -4,16 +4,17 @@
 //! standard error, but a pipe: what is written to it is limited, and cannot control a terminal.
 #![forbid(unsafe_code)]
 
-use std::io::{ErrorKind, Read, Write};
+use std::io::{ErrorKind, Read};
 use std::process::ChildStderr;
 use std::sync::mpsc::{self, Receiver};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use tracing::warn;
+use tracing::{Level, warn};
 
 use super::printable::printable;
-use crate::{log_queue, service};
+use crate::log_queue::ProcessLines;
+use crate::service;
 
 /// Bytes that a process may write into the log at once, and in each second.
 const BURST: u64 = 256 << 10;
@@ -44,9 +45,10 @@ impl LogPipe {
         let thread = thread::Builder::new().name("vgpu-log".into());
         let spawned = thread.spawn(move || {
             let mut limit = ByteRateLimit::new(Instant::now());
+            let lines = ProcessLines::default();
             forward(
                 pipe,
-                log_queue::writer(),
+                |line| lines.push(line),
                 service::is_journal(),
                 &mut limit,
                 Instant::now,
@@ -54,7 +56,8 @@ impl LogPipe {
                 |dropped| {
                     warn!(
                         "{dropped} bytes of the log of {who} were dropped: it may write {BURST} \
-                         bytes at once, and {PER_SECOND} in each second"
+                         bytes at once, and {PER_SECOND} in each second, and less while nobody \
+                         reads the log"
                     );
                 },
             );
@@ -92,8 +95,8 @@ impl ByteRateLimit {
         }
     }
 
-    /// Whether a line of `len` bytes may be written. Counts the line.
-    fn admit(&mut self, len: usize, now: Instant) -> bool {
+    /// Whether a line of so many bytes may be written. Counts the line.
+    fn admit(&mut self, bytes: usize, now: Instant) -> bool {
         let passed = now.saturating_duration_since(self.at).as_millis();
         let gained = u64::try_from(passed).unwrap_or(u64::MAX);
         let gained = gained.saturating_mul(PER_SECOND) / 1000;
@@ -101,13 +104,17 @@ impl ByteRateLimit {
             self.left = self.left.saturating_add(gained).min(BURST);
             self.at = now;
         }
-        let len = len as u64;
-        let left = self.left.checked_sub(len);
+        let left = self.left.checked_sub(bytes as u64);
         match left {
             Some(left) => self.left = left,
-            None => self.dropped = self.dropped.saturating_add(len),
+            None => self.count_dropped(bytes),
         }
         left.is_some()
+    }
+
+    /// Counts a line that was not written.
+    fn count_dropped(&mut self, bytes: usize) {
+        self.dropped = self.dropped.saturating_add(bytes as u64);
     }
 
     /// The bytes that were dropped, if it is time to say so.
@@ -123,9 +130,10 @@ impl ByteRateLimit {
 
 /// Forwards lines until the pipe ends. `is_journal`: each gets the priority of its level, and its
 /// own prefix is text: a process that a guest has taken over sends no emergencies to all users.
+/// `out` returns whether there was room for a line.
 fn forward(
     mut pipe: impl Read,
-    mut out: impl Write,
+    out: impl Fn(&[u8]) -> bool,
     is_journal: bool,
     limit: &mut ByteRateLimit,
     now: impl Fn() -> Instant,
@@ -142,23 +150,20 @@ fn forward(
             Err(error) if error.kind() == ErrorKind::Interrupted => {}
             Err(_) => is_over = true,
         }
-        let mut lines = Vec::new();
         let mut has_dropped = false;
         while let Some(len) = line_len(&pending, is_over) {
             let line: Vec<u8> = pending.drain(..len).collect();
-            match limit.admit(len, now()) {
-                true => {
-                    let line = line_of(&line);
-                    if is_journal {
-                        lines.extend_from_slice(priority(&line).as_bytes());
-                    }
-                    lines.extend_from_slice(line.as_bytes());
+            let is_written = limit.admit(len, now()) && {
+                let line = line_of(&line);
+                let prefix = if is_journal { priority(&line) } else { "" };
+                let has_room = out(format!("{prefix}{line}").as_bytes());
+                if !has_room {
+                    limit.count_dropped(len);
                 }
-                false => has_dropped = true,
-            }
+                has_room
+            };
+            has_dropped |= !is_written;
         }
-        // A line that cannot be written (a full disk) is lost.
-        let _ = out.write_all(&lines).and_then(|()| out.flush());
         if let Some(dropped) = limit.notice(now(), is_over) {
             notice(dropped);
         }
@@ -191,17 +196,13 @@ fn line_of(bytes: &[u8]) -> String {
 
 /// The prefix for the level that a line names, as text or as JSON.
 fn priority(line: &str) -> &'static str {
-    let levels = [
-        ("ERROR", "<3>"),
-        ("WARN", "<4>"),
-        ("DEBUG", "<7>"),
-        ("TRACE", "<7>"),
-    ];
-    let found = levels.into_iter().find(|(level, _)| {
-        let is_word = line.split_whitespace().take(2).any(|word| word == *level);
+    let levels = [Level::ERROR, Level::WARN, Level::DEBUG, Level::TRACE];
+    let found = levels.into_iter().find(|level| {
+        let mut words = line.split_whitespace().take(2);
+        let is_word = words.any(|word| word == level.as_str());
         is_word || line.contains(&format!("\"level\":\"{level}\""))
     });
-    found.map_or("<6>", |(_, prefix)| prefix)
+    service::priority(found.unwrap_or(Level::INFO))
 }
 
 #[cfg(test)]
@@ -220,11 +221,14 @@ mod tests {
         let start = Instant::now();
         let passed = Cell::new(Duration::ZERO);
         let dropped = RefCell::new(0);
-        let mut out = Vec::new();
+        let out = RefCell::new(Vec::new());
         let mut limit = ByteRateLimit::new(start);
         forward(
             text,
-            &mut out,
+            |line| {
+                out.borrow_mut().extend_from_slice(line);
+                true
+            },
             is_journal,
             &mut limit,
             || start + passed.get(),
@@ -233,7 +237,7 @@ mod tests {
         );
         let dropped = dropped.into_inner();
         (
-            String::from_utf8(out).unwrap(),
+            String::from_utf8(out.into_inner()).unwrap(),
             dropped,
             passed.get().as_secs(),
         )
@@ -262,6 +266,23 @@ mod tests {
         // An honest process never waits, and loses nothing.
         let text = &text[..BURST as usize];
         assert_eq!(forwarded(text.as_bytes()), (text.to_owned(), 0, 0));
+    }
+
+    #[test]
+    fn lines_without_room_are_counted_and_their_writer_waits() {
+        let (dropped, pauses) = (RefCell::new(0), Cell::new(0));
+        let mut limit = ByteRateLimit::new(Instant::now());
+        forward(
+            "a line\n".repeat(1 << 15).as_bytes(),
+            |_| false,
+            false,
+            &mut limit,
+            Instant::now,
+            |_| pauses.set(pauses.get() + 1),
+            |bytes| *dropped.borrow_mut() += bytes,
+        );
+        assert_eq!(dropped.into_inner(), 7 << 15);
+        assert!(pauses.get() > 0);
     }
 
     #[test]

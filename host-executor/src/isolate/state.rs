@@ -17,6 +17,7 @@ use super::ipc::{Command, IpcSocket, MAX_WORKER_SESSIONS, Rejection, WorkerRepor
 use super::partition::{Partition, Resources};
 use super::totals::EndedWorkers;
 use crate::handshakes::{Handshakes, PendingHandshake};
+use crate::heartbeat::Heartbeat;
 use crate::limits::{HandshakeLimits, sessions_of_one_guest};
 use crate::lock::{Rank, RankedGuard, RankedMutex};
 use crate::log_limit::LogLimit;
@@ -84,6 +85,8 @@ pub(super) struct Shared {
     pub(super) handshakes: Arc<Handshakes>,
     /// Notified when a process has ended, and when a program has got a session.
     pub(super) changed: Condvar,
+    /// Of the thread that checks [`SupervisorHealth`](super::SupervisorHealth).
+    pub(super) main: Heartbeat,
 }
 
 /// The processes of the guests.
@@ -175,6 +178,7 @@ impl Shared {
             refusal_log: LogLimit::new(10),
             handshakes: Handshakes::new(handshakes),
             changed: Condvar::new(),
+            main: Heartbeat::new(),
         })
     }
 

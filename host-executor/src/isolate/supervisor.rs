@@ -30,6 +30,7 @@ pub struct Supervisor {
     listeners: ListenerThreads,
     /// Processes that [`wait_for_vms`](Supervisor::wait_for_vms) has not waited for.
     starting: Vec<StartingVm>,
+    is_stopped: bool,
 }
 
 impl Supervisor {
@@ -67,12 +68,18 @@ impl Supervisor {
             shared: Arc::new(shared),
             listeners: ListenerThreads::default(),
             starting: Vec::new(),
+            is_stopped: false,
         })
     }
 
     #[cfg(test)]
     pub(super) fn shared(&self) -> &Shared {
         &self.shared
+    }
+
+    #[cfg(test)]
+    pub(super) fn shared_copy(&self) -> Arc<Shared> {
+        Arc::clone(&self.shared)
     }
 
     /// Applies a partition, and sends each worker its new limits.
@@ -168,6 +175,8 @@ impl Supervisor {
 
     /// Waits until the processes of all virtual machines serve, and for 10 s at most.
     ///
+    /// After an error the other processes run on, until the shutdown.
+    ///
     /// # Errors
     /// The name of a virtual machine whose process has ended before it listens, and
     /// [`StartVmError`].
@@ -184,9 +193,18 @@ impl Supervisor {
     /// when all processes have ended. Processes that do not end are killed; one that the kernel
     /// does not end is left alone, with a line in the log.
     pub fn shutdown(mut self) {
+        self.stop();
+    }
+
+    fn stop(&mut self) {
+        if std::mem::replace(&mut self.is_stopped, true) {
+            return;
+        }
         self.shared.stop.set();
         self.listeners.close_all();
         self.shared.wake_waiters();
+        // Those for which a start was given up. Without a thread they were killed.
+        let _ = vm_process::watch_all(&self.shared, std::mem::take(&mut self.starting));
         let mut processes = self.shared.processes();
         processes.workers.values().for_each(|w| w.ipc.close());
         signal_machines(&processes, Signal::TERM, None);
@@ -218,6 +236,13 @@ impl Supervisor {
         }
         drop(processes);
         self.shared.handshakes.close();
+    }
+}
+
+/// As [`Supervisor::shutdown`]: a start that fails leaves no process behind.
+impl Drop for Supervisor {
+    fn drop(&mut self) {
+        self.stop();
     }
 }
 
@@ -261,5 +286,6 @@ impl SupervisorHealth {
     /// Returns only if no thread keeps the lock that connections, reports and shutdown need.
     pub fn check(&self) {
         drop(self.0.processes());
+        self.0.main.beat();
     }
 }

@@ -9,7 +9,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::net::SocketType;
-use rustix::process::Pid;
+use rustix::process::{Pid, Signal, kill_process};
 use tracing::{error, warn};
 use vgpu_transport::link::socket_file;
 
@@ -81,7 +81,7 @@ pub(super) fn start(
 }
 
 /// Waits until all of the processes serve, for one time limit together, and watches them from then
-/// on.
+/// on. After an error the others are watched all the same, so that a shutdown ends them.
 ///
 /// # Errors
 /// The name of a virtual machine whose process has ended, or for which there is no thread.
@@ -90,32 +90,66 @@ pub(super) fn wait_until_ready(
     mut starting: Vec<StartingVm>,
 ) -> Result<(), (String, StartVmError)> {
     let start = Instant::now();
-    loop {
-        // The processes open their sockets before they start their engines, and answer when they
-        // serve.
-        for vm in starting.iter_mut().filter(|vm| !vm.is_ready) {
-            vm.is_ready = vm.asked.has_answered(&vm.control, ANSWER_TIMEOUT);
-            let ended = vm.process.child.try_wait();
-            match ended.map_err(|error| (vm.name.clone(), StartVmError::from(error)))? {
-                Some(status) if !vm.is_ready => {
-                    shared.processes().machines.remove(&vm.id);
-                    vm.process.log.finish();
-                    return Err((vm.name.clone(), StartVmError::Ended(status)));
-                }
-                _ => {}
-            }
+    let first = loop {
+        let failed = starting.iter_mut().position(|vm| !vm.may_get_ready());
+        if let Some(at) = failed {
+            let vm = starting.swap_remove(at);
+            break Err(vm.fail(shared));
         }
         // The log of a process that takes longer says why it does not listen.
         if starting.iter().all(|vm| vm.is_ready) || start.elapsed() > shared.timeouts.ready {
-            break;
+            break Ok(());
         }
         thread::sleep(Duration::from_millis(10));
+    };
+    first.and(watch_all(shared, starting))
+}
+
+impl StartingVm {
+    /// Looks whether the process serves. Returns whether it does, or may do so later.
+    ///
+    /// The processes open their sockets before they start their engines, and answer when they
+    /// serve.
+    fn may_get_ready(&mut self) -> bool {
+        if !self.is_ready {
+            self.is_ready = self.asked.has_answered(&self.control, ANSWER_TIMEOUT);
+        }
+        self.is_ready || matches!(self.process.child.try_wait(), Ok(None))
     }
+
+    /// The process does not serve, and cannot be waited for any more. Says why.
+    fn fail(mut self, shared: &Shared) -> (String, StartVmError) {
+        let ended = self.process.child.wait();
+        shared.processes().machines.remove(&self.id);
+        shared.changed.notify_all();
+        self.process.log.finish();
+        (
+            self.name,
+            ended.map_or_else(StartVmError::Start, StartVmError::Ended),
+        )
+    }
+}
+
+/// Watches the processes of virtual machines from now on.
+///
+/// # Errors
+/// The name of the first virtual machine for which there is no thread. Its process has been killed.
+pub(super) fn watch_all(
+    shared: &Arc<Shared>,
+    starting: Vec<StartingVm>,
+) -> Result<(), (String, StartVmError)> {
+    let mut first = Ok(());
     for vm in starting {
-        let name = vm.name.clone();
-        watch(shared, vm).map_err(|error| (name, StartVmError::from(error)))?;
+        let (id, name, pid) = (vm.id, vm.name.clone(), Pid::from_child(&vm.process.child));
+        if let Err(error) = watch(shared, vm) {
+            // Nobody has waited for the process, so the pid is its own.
+            let _ = kill_process(pid, Signal::KILL);
+            shared.processes().machines.remove(&id);
+            shared.changed.notify_all();
+            first = first.and(Err((name, StartVmError::Start(error))));
+        }
     }
-    Ok(())
+    first
 }
 
 /// Watches the process of a virtual machine on a thread of its own.

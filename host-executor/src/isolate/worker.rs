@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use tracing::{debug, error, info_span, warn};
+use tracing::{Level, debug, error, info_span, warn};
 use vgpu_transport::link::HostEnd;
 use vgpu_transport::link::stream::tls::{Certificates, TlsError};
 use vgpu_transport::link::stream::{tcp, vsock};
@@ -91,7 +91,11 @@ pub fn serve(socket: OwnedFd, server: Server, stop: &StopFlag) {
     });
     let served = served.into_inner();
     if let Shutdown::Stuck(why) = server.shutdown() {
-        end_with_last_log(1, move || error!("{why}: the worker ends all the same"));
+        end_with_last_log(
+            1,
+            Level::ERROR,
+            &format!("{why}: the worker ends all the same"),
+        );
     }
     // The final figures of the sessions.
     let (pending, report) = (Vec::new(), handle.report());

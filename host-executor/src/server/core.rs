@@ -13,7 +13,6 @@ use vgpu_transport::link::stream::tls::Certificates;
 use super::guest_thread;
 use super::shared::Shared;
 use super::watchdog::{self, log_error_lines};
-use crate::last_log::log_in_time;
 use crate::limits::Limits;
 use crate::listener::threads::ListenerThreads;
 use crate::listener::{GuestListener, IncomingGuest, ListenerId};
@@ -256,8 +255,7 @@ impl Server {
                 let count = sessions.len();
                 drop(sessions);
                 let why = format!("{count} sessions do not end, and did nothing new for {slow:?}");
-                let dump = self.shared.dump();
-                log_in_time(move || log_error_lines(&dump));
+                log_error_lines(&self.shared.dump());
                 return Shutdown::Stuck(why);
             }
             if last_line.elapsed() >= REMINDER_INTERVAL {
@@ -290,6 +288,7 @@ impl Health {
     /// Returns only if no thread keeps one of the locks that admission, status and shutdown need.
     pub fn check(&self) {
         self.0.probe_locks();
+        self.0.main.beat();
     }
 
     /// Why the engine cannot work again in this process, as of its last answer. Does not call the

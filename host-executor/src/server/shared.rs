@@ -14,6 +14,7 @@ use vgpu_transport::shm::liveness::Silence;
 use crate::activity::Activities;
 use crate::engine_monitor::EngineMonitor;
 use crate::handshakes::Handshakes;
+use crate::heartbeat::Heartbeat;
 use crate::limits::Limits;
 use crate::lock::{Rank, RankedGuard, RankedMutex};
 use crate::log_limit::LogLimit;
@@ -61,8 +62,20 @@ pub(super) struct Shared {
     pub(super) ended: [AtomicU64; END_KINDS.len()],
     /// Notified when a session has begun or ended, and when a handshake has failed.
     pub(super) changed: Condvar,
-    /// What the engine has not come back from for long, as the watchdog found last.
-    hang: Mutex<Option<String>>,
+    /// What the watchdog has found last.
+    found: Mutex<Found>,
+    /// Of the watchdog, and of the thread that checks [`Health`](super::Health).
+    pub(super) watchdog: Heartbeat,
+    pub(super) main: Heartbeat,
+}
+
+/// What the watchdog finds.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Found {
+    /// What the engine has not come back from for long.
+    pub(super) hang: Option<String>,
+    /// Who has waited long for an engine that nobody has.
+    pub(super) starved: Option<String>,
 }
 
 /// A session in the table of sessions.
@@ -107,7 +120,9 @@ impl Shared {
             monitor,
             ended: [const { AtomicU64::new(0) }; END_KINDS.len()],
             changed: Condvar::new(),
-            hang: Mutex::new(None),
+            found: Mutex::default(),
+            watchdog: Heartbeat::new(),
+            main: Heartbeat::new(),
         })
     }
 
@@ -116,15 +131,16 @@ impl Shared {
         self.ended[end.kind()].fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Publishes what the engine does not come back from.
-    pub(super) fn set_hang(&self, hang: Option<&str>) {
-        *self.hang.lock().unwrap_or_else(PoisonError::into_inner) = hang.map(str::to_owned);
+    /// Publishes what the watchdog has found.
+    pub(super) fn set_found(&self, found: Found) {
+        *self.found.lock().unwrap_or_else(PoisonError::into_inner) = found;
+        self.watchdog.beat();
     }
 
-    /// What the engine does not come back from, if the watchdog finds that it hangs.
-    pub(super) fn hang(&self) -> Option<String> {
-        let hang = self.hang.lock();
-        hang.unwrap_or_else(PoisonError::into_inner).clone()
+    /// What the watchdog has found last.
+    pub(super) fn found(&self) -> Found {
+        let found = self.found.lock();
+        found.unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Takes each lock that admission, status and shutdown need, and releases it. Returns only if

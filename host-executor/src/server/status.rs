@@ -4,13 +4,13 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::shared::Shared;
+use super::shared::{Found, Shared};
 use crate::activity::{EngineFigures, dump};
 use crate::service;
 use crate::stats::Stats;
 use crate::status::{
-    EngineStatus, GuestStatus, SessionEnds, SessionStatus, Status, StatusSource, TenantLatency,
-    Usage, WeightsStatus,
+    EngineStatus, GuestStatus, Progress, SessionEnds, SessionStatus, Status, StatusSource,
+    TenantLatency, Usage, WeightsStatus,
 };
 use crate::tenant::Tenant;
 use crate::version::version;
@@ -80,7 +80,7 @@ impl StatusSource for Shared {
                 memory_free: memory.free,
                 unused_gpu: shared.unused_gpu.get().cloned(),
                 turn,
-                hang: shared.hang(),
+                hang: shared.found().hang,
                 weights: WeightsStatus {
                     bytes: weights.bytes,
                     disk_bytes: weights.disk_bytes,
@@ -130,6 +130,25 @@ impl StatusSource for Shared {
             more,
         };
         dump(&self.activities, &figures)
+    }
+
+    fn progress(&self) -> Progress {
+        let Found { hang, starved } = self.found();
+        if let Some(why) = self.monitor.fatal_error() {
+            return Progress::Stalled(format!("the engine is lost: {why}"));
+        }
+        if let Some(hang) = hang {
+            return Progress::Stalled(format!("the engine hangs: {hang}"));
+        }
+        if let Some(starved) = starved {
+            return Progress::Stalled(starved);
+        }
+        let slow = self.limits.slow;
+        let watchdog = self.watchdog.late("the watchdog", slow);
+        if let Some(why) = watchdog.or_else(|| self.main.late("the main thread", slow)) {
+            return Progress::Late(why);
+        }
+        Progress::Runs(format!("the engine {} answers", self.engine.name()))
     }
 
     fn latencies(&self) -> Vec<TenantLatency> {

@@ -3,33 +3,24 @@
 
 use std::io;
 use std::sync::Arc;
-use std::sync::mpsc::{self, SyncSender};
+use std::sync::mpsc;
 use std::thread;
 use std::time::Instant;
 
-use tracing::{error, info, warn};
+use tracing::{Level, info, warn};
 
-use super::shared::Shared;
+use super::shared::{Found, Shared};
 use crate::activity::{Notice, Watch};
-use crate::log_queue::LOG_PATIENCE;
+use crate::log_queue;
 use crate::status::{StatusHandle, StatusSource as _};
 
 /// Lines that wait for the log. Further ones are lost.
 const MAX_LINES: usize = 64;
 
-/// What the thread that writes the log gets.
-enum Report {
-    Slow(String),
-    Stuck {
-        what: String,
-        dump: String,
-        /// Dropped when the report is in the log.
-        _pending: SyncSender<()>,
-    },
-}
-
-/// Starts two threads, which end with the server. One watches. The other one writes into the log: a
-/// log that nobody reads must not keep the first one from its work.
+/// Starts two threads, which end with the server. One watches. The other one writes of what is
+/// slow: a log that nobody reads must not keep the first one from its work. That the engine hangs
+/// is written by the first one, past `tracing`: the engine may hang in the dynamic linker
+/// ([`log_queue`]).
 pub(super) fn start(
     shared: &Arc<Shared>,
     on_stuck: impl Fn(&str) + Send + 'static,
@@ -37,7 +28,7 @@ pub(super) fn start(
     let (reports, queue) = mpsc::sync_channel(MAX_LINES);
     thread::Builder::new()
         .name("vgpu-watch-log".into())
-        .spawn(move || queue.into_iter().for_each(log))?;
+        .spawn(move || queue.into_iter().for_each(|what: String| warn!("{what}")))?;
     let mut watch = Watch::new(shared.limits.slow, shared.limits.turn_time);
     let weak = Arc::downgrade(shared);
     thread::Builder::new()
@@ -51,20 +42,17 @@ pub(super) fn start(
                 last = Instant::now();
                 let sessions = shared.activities.snapshot();
                 let notices = watch.look(&sessions, shared.monitor.call(), passed);
-                shared.set_hang(watch.hang());
+                shared.set_found(Found {
+                    hang: watch.hang().map(str::to_owned),
+                    starved: watch.starved().map(str::to_owned),
+                });
                 for notice in notices {
                     match notice {
-                        Notice::Slow(what) => drop(reports.try_send(Report::Slow(what))),
+                        Notice::Slow(what) => drop(reports.try_send(what)),
                         Notice::Stuck(what) => {
-                            let (_pending, logged) = mpsc::sync_channel(1);
-                            let (text, dump) = (what.clone(), shared.dump());
-                            let report = Report::Stuck {
-                                what: text,
-                                dump,
-                                _pending,
-                            };
-                            drop(reports.try_send(report));
-                            let _ = logged.recv_timeout(LOG_PATIENCE);
+                            let text = format!("{what}: the engine hangs");
+                            log_queue::write_line(Level::ERROR, &text);
+                            log_error_lines(&shared.dump());
                             on_stuck(&what);
                         }
                     }
@@ -74,20 +62,11 @@ pub(super) fn start(
     Ok(())
 }
 
-fn log(report: Report) {
-    match report {
-        Report::Slow(what) => warn!("{what}"),
-        Report::Stuck { what, dump, .. } => {
-            error!("{what}: the engine hangs");
-            log_error_lines(&dump);
-        }
-    }
-}
-
-/// Writes each line of a dump into the log, as a part of an error.
+/// Writes each line of a dump into the log, as a part of an error. Waits for no lock of the dynamic
+/// linker.
 pub(super) fn log_error_lines(dump: &str) {
     for line in dump.lines() {
-        error!("dump: {line}");
+        log_queue::write_line(Level::ERROR, &format!("dump: {line}"));
     }
 }
 

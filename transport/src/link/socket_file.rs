@@ -4,6 +4,7 @@
 use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -54,9 +55,11 @@ pub enum SocketFileError {
 #[derive(Debug)]
 pub struct SocketFile {
     path: PathBuf,
-    /// Device and inode: identifies the file.
-    file: (u64, u64),
+    file: FileId,
 }
+
+/// Device and inode of a file.
+type FileId = (u64, u64);
 
 impl SocketFile {
     /// The path of the file.
@@ -65,13 +68,30 @@ impl SocketFile {
     }
 }
 
+/// The socket files of this process.
+static FILES: Mutex<Vec<(PathBuf, FileId)>> = Mutex::new(Vec::new());
+
+/// Removes the socket files of this process, for an end of it that runs no destructors.
+pub fn remove_all() {
+    let files = FILES.lock().unwrap_or_else(PoisonError::into_inner);
+    files.iter().for_each(|(path, file)| remove(path, *file));
+}
+
+/// Removes a socket file, unless another file has taken its place.
+fn remove(path: &Path, own: FileId) {
+    let file = rustix::fs::lstat(path);
+    if file.is_ok_and(|file| (file.st_dev, file.st_ino) == own) {
+        // If removal fails, the next listener replaces the stale file.
+        let _ = rustix::fs::unlink(path);
+    }
+}
+
 impl Drop for SocketFile {
     fn drop(&mut self) {
-        let file = rustix::fs::lstat(&self.path);
-        if file.is_ok_and(|file| (file.st_dev, file.st_ino) == self.file) {
-            // If removal fails, the next listener replaces the stale file.
-            let _ = rustix::fs::unlink(&self.path);
-        }
+        let mut files = FILES.lock().unwrap_or_else(PoisonError::into_inner);
+        files.retain(|(_, file)| *file != self.file);
+        drop(files);
+        remove(&self.path, self.file);
     }
 }
 
@@ -147,6 +167,9 @@ pub(super) fn bind(
         path: path.into(),
         file: (file.st_dev, file.st_ino),
     };
+    let mut files = FILES.lock().unwrap_or_else(PoisonError::into_inner);
+    files.push((file.path.clone(), file.file));
+    drop(files);
     // No client can connect between `bind` and `listen`, so the file never has other permissions
     // while the socket accepts connections.
     if group.is_some() {

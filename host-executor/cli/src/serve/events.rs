@@ -1,6 +1,7 @@
 //! What the main thread waits for: signals, reloads, and the loss of the engine.
 
 use std::io::{Write as _, stdout};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender, SyncSender};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -8,11 +9,12 @@ use std::time::{Duration, Instant};
 use anyhow::Context as _;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
-use tracing::{error, info, warn};
+use tracing::{Level, error, info};
 use vgpu_executor::config::Settings;
 use vgpu_executor::control::ReloadOutcome;
 use vgpu_executor::status::StatusHandle;
 use vgpu_executor::{DUMP_TARGET, end_with_last_log, log_dump};
+use vgpu_transport::link::socket_file;
 
 /// Signals within this time of the first one count as one: `timeout` and some service managers
 /// signal a process and its process group.
@@ -34,9 +36,24 @@ pub(super) type DumpSource = Arc<OnceLock<StatusHandle>>;
 
 /// Ends the process because the engine hangs. The log says why.
 pub(super) fn end_stuck(_: &str) {
-    end_with_last_log(1, || {
-        error!("vgpu serve ends, and a supervisor can start it again");
-    });
+    let text = "vgpu serve ends, and a supervisor can start it again";
+    end_with_last_log(1, Level::ERROR, text);
+}
+
+/// Whether programs may be served, so that a signal asks the main thread for an orderly end. Until
+/// then the main thread may wait for a driver, and nobody loses anything by an end at once.
+#[derive(Clone, Default)]
+pub(super) struct Serving(Arc<AtomicBool>);
+
+impl Serving {
+    /// From now on programs may be served.
+    pub(super) fn begin(&self) {
+        self.0.store(true, Ordering::Release);
+    }
+
+    fn has_begun(&self) -> bool {
+        self.0.load(Ordering::Acquire)
+    }
 }
 
 /// Waits until the process is to end. Reloads the configuration whenever an event asks for it.
@@ -113,9 +130,9 @@ pub(super) fn describe_reload(settings: &Settings, late: &[&str]) -> String {
     text
 }
 
-/// Starts the thread that writes dumps into the log, and returns how to ask for one. The reader of
-/// the log may have stopped reading: the thread then waits, and one dump waits for it. Further ones
-/// are left out.
+/// Starts the thread that writes dumps into the log, and returns how to ask for one. A supervisor
+/// waits up to two seconds for the dumps of its workers: signals arrive meanwhile. One further dump
+/// is remembered while the thread writes one. Others are left out.
 fn start_dumps(dumps: DumpSource) -> anyhow::Result<SyncSender<&'static str>> {
     let (wanted, queue) = mpsc::sync_channel(1);
     std::thread::Builder::new()
@@ -135,15 +152,25 @@ fn start_dumps(dumps: DumpSource) -> anyhow::Result<SyncSender<&'static str>> {
 }
 
 /// Sends an event for the first SIGTERM or SIGINT and for each SIGHUP. A second SIGTERM or SIGINT
-/// ends the process at once. SIGUSR1 writes a dump into the log, whatever the main thread does. The
-/// thread for signals waits for nothing else.
-pub(super) fn catch_signals(events: Sender<Event>, dumps: DumpSource) -> anyhow::Result<()> {
+/// ends the process at once, and so does the first one before programs are served. SIGUSR1 writes a
+/// dump into the log, whatever the main thread does.
+///
+/// The thread for signals waits for nothing else. A driver may hang in the dynamic linker: the
+/// thread uses nothing that needs the linker's lock ([`vgpu_executor::log_queue`]).
+pub(super) fn catch_signals(
+    events: Sender<Event>,
+    dumps: DumpSource,
+    serving: Serving,
+) -> anyhow::Result<()> {
     let wanted = start_dumps(dumps)?;
     let mut signals =
         Signals::new([SIGTERM, SIGINT, SIGHUP, SIGUSR1]).context("signals cannot be caught")?;
+    let (begun, has_begun) = mpsc::sync_channel(1);
     std::thread::Builder::new()
         .name("vgpu-signals".into())
         .spawn(move || {
+            // The receiver waits.
+            let _ = begun.send(());
             let mut first: Option<Instant> = None;
             for signal in signals.forever() {
                 let name = signal_hook::low_level::signal_name(signal).unwrap_or("a signal");
@@ -151,20 +178,26 @@ pub(super) fn catch_signals(events: Sender<Event>, dumps: DumpSource) -> anyhow:
                     // The receiver is gone if the start has failed.
                     _ if signal == SIGUSR1 => drop(wanted.try_send(name)),
                     _ if signal == SIGHUP => drop(events.send(Event::Reload(None))),
+                    None if !serving.has_begun() => {
+                        socket_file::remove_all();
+                        let text = format!("{name} received before anybody is served: ending");
+                        end_with_last_log(0, Level::INFO, &text);
+                    }
                     None => {
                         first = Some(Instant::now());
                         let _ = events.send(Event::Stop(name));
                     }
                     Some(first) if first.elapsed() < SAME_SIGNAL => {}
                     Some(_) => {
-                        end_with_last_log(1, move || {
-                            warn!("{name} received again: ending at once");
-                        });
+                        let text = format!("{name} received again: ending at once");
+                        end_with_last_log(1, Level::WARN, &text);
                     }
                 }
             }
         })
         .context("no thread for signals")?;
+    // A thread that has not begun waits for the linker's lock, too.
+    let _ = has_begun.recv();
     Ok(())
 }
 

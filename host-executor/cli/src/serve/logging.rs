@@ -3,7 +3,7 @@
 use std::io::{IsTerminal, stderr};
 
 use anyhow::{Context as _, anyhow};
-use tracing::{Event, Level, Subscriber, warn};
+use tracing::{Event, Subscriber};
 use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::fmt::format::Writer;
 use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
@@ -17,8 +17,7 @@ use vgpu_executor::{DUMP_TARGET, log_queue, service};
 /// Starts the thread that writes the log. A process that gives up its files while it has one thread
 /// does so afterwards.
 pub(super) fn start_writer() -> anyhow::Result<()> {
-    let on_dropped = |lines| warn!("{lines} lines of the log were dropped: nobody has read it");
-    log_queue::start(on_dropped).context("no thread for the log")
+    log_queue::start().context("no thread for the log")
 }
 
 /// The log, with a filter that can be changed.
@@ -29,6 +28,9 @@ pub(super) struct Logging {
 impl Logging {
     pub(super) fn start(settings: &Settings) -> anyhow::Result<Logging> {
         let (layer, filter) = reload::Layer::new(filter(settings)?);
+        if settings.log_format == LogFormat::Json {
+            log_queue::use_json();
+        }
         // A line that cannot be written (a full disk) is lost. Reporting the error on standard
         // error would panic.
         let registry = tracing_subscriber::registry().with(layer);
@@ -77,16 +79,6 @@ pub(super) fn check(settings: &Settings) -> anyhow::Result<()> {
 /// A format of log lines, each with the priority by which the journal files it (`sd-daemon(3)`).
 struct WithPriority<F>(F);
 
-/// The prefix of a line of this level. The journal removes it.
-fn priority(level: &Level) -> &'static str {
-    match *level {
-        Level::ERROR => "<3>",
-        Level::WARN => "<4>",
-        Level::INFO => "<6>",
-        _ => "<7>",
-    }
-}
-
 impl<S, N, F> FormatEvent<S, N> for WithPriority<F>
 where
     S: Subscriber + for<'a> LookupSpan<'a>,
@@ -99,7 +91,7 @@ where
         mut writer: Writer<'_>,
         event: &Event<'_>,
     ) -> std::fmt::Result {
-        writer.write_str(priority(event.metadata().level()))?;
+        writer.write_str(service::priority(*event.metadata().level()))?;
         self.0.format_event(context, writer, event)
     }
 }

@@ -4,12 +4,16 @@ use std::fmt;
 use std::io;
 use std::net::TcpListener;
 use std::thread;
+use std::time::{Duration, Instant};
 
 use tracing::{debug, error};
 use vgpu_executor::config::MetricsAddress;
 use vgpu_executor::metrics;
-use vgpu_executor::status::StatusHandle;
+use vgpu_executor::status::{Progress, StatusHandle};
 use vgpu_transport::link::socket_file::{DEFAULT_MODE, SocketFile, bind_stream};
+
+/// Time for threads that have not run. Each runs at least once a second.
+const CATCH_UP: Duration = Duration::from_secs(3);
 
 /// Binds a listener at `address`. A unix socket's file is removed when the result is dropped.
 pub(super) fn bind(
@@ -40,6 +44,18 @@ pub(super) fn serve(listener: tiny_http::Listener, status: StatusHandle) -> io::
     Ok(())
 }
 
+/// Whether the executor makes progress. A process that was stopped is not blamed: its threads get
+/// time to run.
+fn progress(status: &StatusHandle) -> Progress {
+    let end = Instant::now() + CATCH_UP;
+    loop {
+        match status.progress() {
+            Progress::Late(_) if Instant::now() < end => thread::sleep(CATCH_UP / 10),
+            progress => return progress,
+        }
+    }
+}
+
 fn answer(request: tiny_http::Request, status: &StatusHandle) -> io::Result<()> {
     let path = request.url().split('?').next().unwrap_or_default();
     let text =
@@ -53,10 +69,9 @@ fn answer(request: tiny_http::Request, status: &StatusHandle) -> io::Result<()> 
         _ if !is_read => return request.respond(text("only GET and HEAD\n".into(), 405)),
         "/metrics" => {}
         "/healthz" => {
-            let engine = status.status().engine;
-            return request.respond(match engine.hang {
-                None => text(format!("ok: the engine {} answers\n", engine.name), 200),
-                Some(hang) => text(format!("the engine hangs: {hang}\n"), 503),
+            return request.respond(match progress(status) {
+                Progress::Runs(what) => text(format!("ok: {what}\n"), 200),
+                Progress::Stalled(why) | Progress::Late(why) => text(format!("{why}\n"), 503),
             });
         }
         _ => return request.respond(text("there are /metrics and /healthz\n".into(), 404)),

@@ -20,7 +20,7 @@ use vgpu_executor::config::Settings;
 use crate::config_error::ConfigError;
 use crate::engine_probe;
 use crate::own_program::check_supervisor;
-use events::{DumpSource, catch_signals};
+use events::{DumpSource, Serving, catch_signals};
 use listeners::Listeners;
 use logging::{Logging, start_writer};
 
@@ -75,10 +75,13 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     // First of all, so that a signal finds a handler as soon as there is something to clean up.
     let (sender, events) = mpsc::channel();
     let dumps = DumpSource::default();
-    catch_signals(sender.clone(), Arc::clone(&dumps))?;
+    let serving = Serving::default();
+    catch_signals(sender.clone(), Arc::clone(&dumps), serving.clone())?;
     let channel = (sender, &events);
     match chosen {
         Some(engine) if args.isolate => {
+            // Has no engine, and processes that are to end in order.
+            serving.begin();
             isolated::run(args, settings, &engine, channel, &dumps, &mut logging)
         }
         chosen => {
@@ -90,7 +93,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
                 &engine,
                 sockets,
                 channel,
-                &dumps,
+                (&dumps, &serving),
                 &mut logging,
             )
         }

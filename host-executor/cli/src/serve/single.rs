@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender};
 
 use anyhow::Context as _;
-use tracing::{error, info};
+use tracing::{Level, info};
 use vgpu_executor::config::Settings;
 use vgpu_executor::engine::{EngineKind, Selection};
 use vgpu_executor::sandbox::Role;
@@ -15,7 +15,9 @@ use vgpu_executor::{
 
 use super::args::Args;
 use super::certificates::{self, EndWatch};
-use super::events::{DumpSource, Event, announce, describe_reload, end_stuck, wait_for_end};
+use super::events::{
+    DumpSource, Event, Serving, announce, describe_reload, end_stuck, wait_for_end,
+};
 use super::kept_machines::KeptMachines;
 use super::listeners::{BoundListener, Listeners};
 use super::logging::Logging;
@@ -62,7 +64,7 @@ pub(super) fn run(
     selection: &Selection,
     sockets: Sockets,
     (sender, events): (Sender<Event>, &Receiver<Event>),
-    dumps: &DumpSource,
+    (dumps, serving): (&DumpSource, &Serving),
     logging: &mut Logging,
 ) -> anyhow::Result<()> {
     // Until the engine answers.
@@ -122,6 +124,7 @@ pub(super) fn run(
         false => Role::Server,
     };
     let confined = sandboxing::enter(engine.as_ref(), role, args.no_sandbox, dropped)?;
+    serving.begin();
     let _files = observers.serve(&settings, &server.status_handle(), sender, &confined)?;
     listeners.switch(&mut server, &settings, prepared, &confined)?;
     announce(&listeners.addresses());
@@ -150,7 +153,11 @@ pub(super) fn run(
     );
     service::stopping();
     if let Shutdown::Stuck(why) = server.shutdown() {
-        end_with_last_log(1, move || error!("{why}: vgpu serve ends all the same"));
+        end_with_last_log(
+            1,
+            Level::ERROR,
+            &format!("{why}: vgpu serve ends all the same"),
+        );
     }
     outcome?;
     info!("vgpu ends");

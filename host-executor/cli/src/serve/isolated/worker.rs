@@ -15,7 +15,7 @@ use vgpu_executor::{Limits, Server, StartWatch, StopFlag, WeightStore, isolate, 
 
 use crate::own_program::check_supervisor;
 use crate::serve::args::ShareWeights;
-use crate::serve::events::{DumpSource, Event, catch_signals, end_stuck};
+use crate::serve::events::{DumpSource, Event, Serving, catch_signals, end_stuck};
 use crate::serve::logging::{Logging, start_writer};
 use crate::serve::sandboxing::{self, REMEDY};
 use crate::serve::trim_pages;
@@ -74,7 +74,8 @@ pub(crate) fn run_worker(args: WorkerArgs) -> anyhow::Result<()> {
     start_writer()?;
     let (sender, events) = mpsc::channel();
     let dumps = DumpSource::default();
-    catch_signals(sender, Arc::clone(&dumps))?;
+    let serving = Serving::default();
+    catch_signals(sender, Arc::clone(&dumps), serving.clone())?;
     let socket = isolate::take_socket().context("standard input is not a socket")?;
     let seconds = |n: u32| Duration::from_secs(n.into());
     let turn_time = args.max_turn_time.map(seconds);
@@ -109,6 +110,7 @@ pub(crate) fn run_worker(args: WorkerArgs) -> anyhow::Result<()> {
             }
         })
         .context("no thread for signals")?;
+    serving.begin();
     tracing::debug!(worker = args.worker, "the worker starts");
     isolate::serve(socket, server, &stop);
     Ok(())
