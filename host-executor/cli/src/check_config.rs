@@ -7,7 +7,7 @@ use clap::Parser;
 use serde_json::json;
 use vgpu_cpu::Threads;
 use vgpu_executor::config::{DEFAULT_PATH, LoadError, Settings};
-use vgpu_executor::engine;
+use vgpu_executor::engine::{self, EngineKind, Selection};
 
 use crate::engine_probe;
 use crate::serve;
@@ -17,7 +17,8 @@ use crate::serve;
 /// The exit status is 0 for a valid configuration, 1 for one with a mistake or one that does not
 /// fit this host, 2 for one that cannot be read. As `vgpu serve` without other flags, the command
 /// reads the certificates, starts the engine and compares the quotas with the engine's memory. The
-/// running executor is not changed, and no guest is served.
+/// answer names the engine, with `auto` the one that is chosen on this host. The running executor is
+/// not changed, and no guest is served.
 #[derive(Parser)]
 pub(crate) struct Args {
     /// The configuration file
@@ -34,14 +35,17 @@ pub(crate) fn run(args: &Args) -> ExitCode {
     let outcome = Settings::load(&args.file);
     let (status, text, value) = match &outcome {
         Ok(settings) => match checked(settings) {
-            Ok(memory) => (
+            Ok(checked) => (
                 0,
-                summary(settings, memory),
+                summary(settings, &checked),
                 json!({
                     "file": args.file,
                     "ok": true,
                     "guests": settings.guests.len(),
-                    "memory": memory,
+                    "memory": checked.memory,
+                    "engine": checked.selection.kind.to_string(),
+                    "device": checked.device,
+                    "unused_gpu": checked.selection.unused_gpu,
                 }),
             ),
             Err(reason) => (
@@ -75,23 +79,53 @@ pub(crate) fn run(args: &Args) -> ExitCode {
     ExitCode::from(status)
 }
 
-/// Checks the settings as `vgpu serve` does before it serves. Returns the memory of the engine.
-pub(crate) fn checked(settings: &Settings) -> anyhow::Result<u64> {
-    serve::check(settings)?;
-    // One thread: nothing is computed.
-    let chosen = engine_probe::select(&settings.engine, settings.trust_guests)?;
-    let engine = engine::start(&chosen.kind, Threads::from(1), settings.memory)?;
-    let total = engine.memory().total;
-    settings.rules().check_memory(total)?;
-    Ok(total)
+/// What `vgpu serve` would use.
+struct Checked {
+    /// The engine: with `auto`, the one that is chosen here and now.
+    selection: Selection,
+    device: String,
+    /// The memory of the engine.
+    memory: u64,
 }
 
-fn summary(settings: &Settings, memory: u64) -> String {
+/// Checks the settings as `vgpu serve` does before it serves.
+fn checked(settings: &Settings) -> anyhow::Result<Checked> {
+    serve::check(settings)?;
+    // One thread: nothing is computed.
+    let selection = engine_probe::select(&settings.engine, settings.trust_guests)?;
+    let engine = engine::start(&selection.kind, Threads::from(1), settings.memory)?;
+    let memory = engine.memory().total;
+    settings.rules().check_memory(memory)?;
+    Ok(Checked {
+        selection,
+        device: engine.description().to_owned(),
+        memory,
+    })
+}
+
+/// The engine of the settings, which one that is on this host, and its device.
+pub(crate) fn engine_text(wanted: &EngineKind, chosen: &str, device: &str) -> String {
+    match wanted.to_string() {
+        named if named == chosen => format!("engine {named} ({device})"),
+        wanted => format!("engine {wanted}, here {chosen} ({device})"),
+    }
+}
+
+fn summary(settings: &Settings, checked: &Checked) -> String {
     let quotas = settings.guests.iter().filter_map(|g| g.rule.policy.memory);
     let promised = quotas.fold(0, u64::saturating_add);
-    format!(
-        "valid: engine {}, {} named guests, {promised} bytes of {memory} reserved",
-        settings.engine,
+    let Checked {
+        selection,
+        device,
+        memory,
+    } = checked;
+    let mut text = format!(
+        "valid: {}, {} named guests, {promised} bytes of {memory} reserved",
+        engine_text(&settings.engine, &selection.kind.to_string(), device),
         settings.guests.len()
-    )
+    );
+    if let Some(gpu) = &selection.unused_gpu {
+        text.push_str(&format!("\nnot used: {gpu}"));
+    }
+    text
 }

@@ -72,6 +72,8 @@ enum Command {
     #[command(hide = true)]
     FdStoreExec(fd_store::ExecArgs),
     #[command(hide = true)]
+    DoctorDriver(doctor::DriverArgs),
+    #[command(hide = true)]
     DoctorPlugin(doctor::PluginArgs),
     #[cfg(feature = "tools")]
     #[command(hide = true)]
@@ -94,6 +96,7 @@ fn main() -> ExitCode {
         Command::Install(args) => install::install(args),
         Command::Uninstall(args) => install::uninstall(args),
         Command::Doctor(args) => return doctor::run(&args),
+        Command::DoctorDriver(args) => return doctor::run_driver(&args),
         Command::DoctorPlugin(args) => return doctor::run_plugin(&args),
         Command::Wait(args) => wait::run(&args),
         #[cfg(feature = "tools")]

@@ -5,8 +5,9 @@ mod common;
 mod served;
 
 use std::fs;
-use std::io::Write as _;
+use std::io::{Read as _, Write as _};
 use std::os::unix::fs::{chown, symlink};
+use std::os::unix::net::UnixListener;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -16,7 +17,7 @@ use common::TIMEOUT;
 use rustix::process::geteuid;
 use served::program::copy_program;
 use served::{Scratch, Serve, vgpu};
-use vgpu_executor::Violation;
+use vgpu_executor::{Violation, control};
 use vgpu_transport::link::unix::{ListenOptions, Listener};
 use vgpu_transport::wire::{PROTOCOL_VERSION, Reply};
 
@@ -77,6 +78,19 @@ impl Machine {
             let target = format!("../../../bus/pci/drivers/{driver}");
             symlink(target, self.path(folder).join("driver")).expect("a link");
         }
+    }
+
+    /// Adds the library of NVIDIA's driver. `start`: what it does when it is loaded.
+    fn libcuda(&self, start: &str, version: u32, init: u32) {
+        let folder = self.path("usr/lib64");
+        fs::create_dir_all(&folder).expect("a folder");
+        let source = format!(
+            "#include <stdlib.h>\n#include <unistd.h>\n\
+             __attribute__((constructor)) static void start(void) {{ {start} }}\n\
+             int cuDriverGetVersion(int *version) {{ *version = {version}; return 0; }}\n\
+             int cuInit(unsigned flags) {{ return {init} + (int)flags; }}\n"
+        );
+        library(&folder.join("libcuda.so.1"), &source);
     }
 
     /// Gives the machine systemd with the unit of the executor in this state.
@@ -170,6 +184,7 @@ fn a_driver_without_nvrtc() {
     machine.card(Some("nvidia"));
     let version = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue\n";
     machine.write("proc/driver/nvidia/version", version);
+    machine.libcuda("", 12_040, 0);
     let said = machine.doctor(&[]);
     assert!(
         has(&said, "ok gpu", "NVIDIA's driver 550.54.15"),
@@ -189,6 +204,53 @@ fn a_driver_without_nvrtc() {
             .starts_with("next: install NVRTC 12 or 13: the CUDA toolkit"),
         "{}",
         last.text
+    );
+}
+
+/// The library beside the driver in the kernel: not there, broken, old, of another version, with a
+/// crash, and with a call that never returns.
+#[test]
+fn a_driver_whose_library_does_not_work() {
+    let machine = Machine::host("libcuda", "engine.kind = \"cuda\"\n");
+    machine.card(Some("nvidia"));
+    let fails = |words: &str, next: &str| {
+        let said = machine.doctor(&[]);
+        assert!(has(&said, "FAIL gpu libcuda.so.1", words), "{}", said.text);
+        assert!(
+            said.last().starts_with(&format!("next: {next}")),
+            "{}",
+            said.text
+        );
+        assert!(!said.is_well);
+    };
+    fails("is not there", "sudo apt install libcuda1");
+    machine.write("run/.containerenv", "");
+    fails("is not there", "start the container with --gpus all");
+    fs::remove_file(machine.path("run/.containerenv")).expect("it is there");
+    machine.write("usr/lib64/libcuda.so.1", "no library");
+    fails("cannot be loaded: ", "sudo apt install libcuda1");
+    machine.libcuda("", 11_040, 0);
+    fails(
+        "is for CUDA 11.4; the engine needs 12.0",
+        "install NVIDIA's driver",
+    );
+    machine.libcuda("", 12_040, 803);
+    fails("are of different versions", "sudo reboot");
+    machine.libcuda("", 12_040, 100);
+    fails("finds no device", "sudo nvidia-modprobe");
+    machine.libcuda("abort();", 12_040, 0);
+    fails(
+        "it ends its process: signal: 6",
+        "sudo apt install libcuda1",
+    );
+    machine.libcuda("for (;;) pause();", 12_040, 0);
+    fails("a call of the driver hangs", "sudo dmesg");
+    machine.libcuda("", 12_040, 0);
+    let said = machine.doctor(&[]);
+    assert!(
+        has(&said, "ok gpu", "libcuda.so.1: CUDA 12.4"),
+        "{}",
+        said.text
     );
 }
 
@@ -408,6 +470,115 @@ fn listeners_of_the_configuration_are_tried() {
     let said = machine.doctor(&[]);
     assert!(
         said.is_well && has(&said, "ok link", "alice.sock: session"),
+        "{}",
+        said.text
+    );
+    drop(serve);
+}
+
+/// Each executor is checked for itself: one that answers does not hide one that hangs or refuses.
+#[test]
+fn an_executor_that_hangs_or_refuses_beside_one_that_answers() {
+    let machine = Machine::host(
+        "beside",
+        "[[guest]]\nname = \"alice\"\nlisten = [\"unix:/run/alice.sock\", \
+         \"unix:/run/bob.sock\"]\n",
+    );
+    fs::create_dir_all(machine.path("run")).expect("a folder");
+    let serve = Serve::start(&machine.path("run/alice.sock"), &[]);
+    let bob = machine.path("run/bob.sock");
+    let bind = || Listener::bind(&bob, ListenOptions::default()).expect("a socket");
+    // It accepts nobody.
+    let listener = bind();
+    let said = machine.doctor(&[]);
+    assert!(
+        has(&said, "ok link", "alice.sock: session"),
+        "{}",
+        said.text
+    );
+    assert!(
+        has(&said, "FAIL link", "bob.sock: no answer within"),
+        "{}",
+        said.text
+    );
+    assert_eq!(
+        said.last(),
+        "next: on the executor's machine: sudo vgpu dump"
+    );
+    assert!(!said.is_well);
+    drop(listener);
+    // It refuses.
+    let listener = bind();
+    let other = thread::spawn(move || {
+        let arrival = listener.accept(TIMEOUT).expect("a guest").expect("a guest");
+        let mut end = arrival.handshake().expect("a link");
+        refuse(&mut end, PROTOCOL_VERSION - 1);
+    });
+    let said = machine.doctor(&[]);
+    other.join().expect("no panic");
+    assert!(
+        has(&said, "ok link", "alice.sock: session"),
+        "{}",
+        said.text
+    );
+    assert!(has(&said, "FAIL link", "bob.sock: "), "{}", said.text);
+    assert!(!said.is_well);
+    drop(serve);
+}
+
+/// The control socket of an executor that serves virtual machines only, whose sockets nobody but
+/// QEMU may connect to.
+#[test]
+fn an_executor_that_does_not_answer_its_control_socket() {
+    let machine = Machine::host("control", "");
+    let socket = machine.path(SOCKET);
+    let control = machine.path("run/vgpu/control.sock");
+    fs::create_dir_all(machine.path("run/vgpu")).expect("a folder");
+    let path = control.to_str().expect("text");
+    let serve = Serve::start(&socket, &["--control", path]);
+    let said = machine.doctor(&[]);
+    assert!(
+        said.is_well && has(&said, "ok executor", "the engine cpu answers"),
+        "{}",
+        said.text
+    );
+    let mut status = control::status(&control).expect("an answer");
+    fs::remove_file(&control).expect("it is there");
+    let listener = UnixListener::bind(&control).expect("a socket");
+    let said = machine.doctor(&[]);
+    assert!(
+        has(
+            &said,
+            "FAIL executor",
+            "no answer within 10 s: the executor hangs"
+        ),
+        "{}",
+        said.text
+    );
+    assert_eq!(
+        said.last(),
+        "next: sudo vgpu dump, then sudo systemctl restart vgpu"
+    );
+    // One that says itself that it hangs.
+    status.engine.hang = Some("session 3 has had the engine".into());
+    let other = thread::spawn(move || {
+        // The first one is the question of the doctor above.
+        for client in listener.incoming().take(2) {
+            let mut client = client.expect("a client");
+            // A socket that is closed with bytes that nobody has read is reset.
+            let _ = client.read(&mut [0; 64]);
+            let text = serde_json::to_string(&status).expect("JSON");
+            let _ = client.write_all(text.as_bytes());
+        }
+    });
+    let said = machine.doctor(&[]);
+    other.join().expect("no panic");
+    assert!(
+        has(
+            &said,
+            "FAIL executor",
+            "the engine hangs: session 3 has had the engine"
+        ),
         "{}",
         said.text
     );

@@ -852,10 +852,24 @@ fn check_config_validates_without_serving() {
     let example = include_str!("../../../deploy/host/vgpu.toml");
     let (status, said) = check(example, &[]);
     assert_eq!(status, Some(0), "{said}");
-    assert!(
-        said.contains("valid: engine auto, 0 named guests"),
-        "{said}"
-    );
+    // The engine that `vgpu serve` would take, and its device.
+    let chosen = said.split_once("valid: engine auto, here ");
+    let (_, chosen) = chosen.unwrap_or_else(|| panic!("{said}"));
+    let (engine, rest) = chosen.split_once(" (").expect("a device");
+    assert!(rest.contains("), 0 named guests, 0 bytes of "), "{said}");
+    let (_, json) = check(example, &["--json"]);
+    let value: Json = serde_json::from_str(&json).expect("JSON");
+    assert_eq!(value["engine"], engine, "{json}");
+    let mut serve = Command::new(env!("CARGO_BIN_EXE_vgpu"));
+    serve
+        .args(["serve", "--engine", "auto", "--memory", "64M", "--listen"])
+        .arg(format!("unix:{}", scratch.socket().display()));
+    let serve = Serve::of(serve);
+    serve.signal(Signal::TERM);
+    let (_, log) = serve.wait();
+    assert!(log.contains(&format!("engine=\"{engine}\"")), "{log}");
+    let (_, said) = check("engine.kind = \"cpu\"\n", &[]);
+    assert!(said.contains("valid: engine cpu ("), "{said}");
     // What does not fit this host is refused, as by `vgpu serve`.
     let guest = "[[guest]]\nname = \"alice\"\nuids = [1]\n";
     for (more, reason) in [

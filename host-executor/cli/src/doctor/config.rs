@@ -1,14 +1,23 @@
-//! The configuration of `vgpu serve`, by the code of `vgpu check-config`.
+//! The configuration of `vgpu serve`, by `vgpu check-config` in a process of its own: the engine
+//! that it starts may hang, or end the process.
 
 use std::io::ErrorKind;
+use std::process::Command;
+use std::time::Duration;
 
+use serde_json::Value;
 use vgpu_executor::config::{DEFAULT_PATH, LoadError, Settings};
 
+use super::child::{self, NoAnswer};
 use super::report::Report;
 use super::root::Root;
 use crate::check_config;
+use crate::own_program::OWN_PROGRAM;
 
 const PART: &str = "config";
+
+/// How long the check may take.
+const LIMIT: Duration = Duration::from_secs(60);
 
 /// Returns the settings of the executor. `None`: there is no file, or it cannot be used.
 pub(super) fn check(root: &Root, report: &mut Report) -> Option<Settings> {
@@ -16,17 +25,41 @@ pub(super) fn check(root: &Root, report: &mut Report) -> Option<Settings> {
     let edit = || format!("sudoedit {}", path.display());
     match Settings::load(&path) {
         Ok(settings) => {
-            match check_config::checked(&settings) {
-                Ok(_) => report.ok(
+            let shown = path.display();
+            let mut command = Command::new(OWN_PROGRAM);
+            command.arg("check-config").arg(&path).arg("--json");
+            let answer = child::output(&mut command, LIMIT);
+            let value = answer.map(|(text, _)| serde_json::from_str::<Value>(text.trim()));
+            match value {
+                Ok(Ok(value)) if value["ok"] == true => report.ok(
                     PART,
                     format!(
-                        "{}: engine {}, {} named guests",
-                        path.display(),
-                        settings.engine,
+                        "{shown}: {}, {} named guests",
+                        check_config::engine_text(
+                            &settings.engine,
+                            value["engine"].as_str().unwrap_or_default(),
+                            value["device"].as_str().unwrap_or_default(),
+                        ),
                         settings.guests.len()
                     ),
                 ),
-                Err(error) => report.fail(PART, format!("{}: {error}", path.display()), edit()),
+                Ok(Ok(value)) => {
+                    let reason = value["reason"].as_str().unwrap_or_default();
+                    report.fail(PART, format!("{shown}: {reason}"), edit());
+                }
+                Ok(Err(error)) => {
+                    report.fail(PART, format!("{shown}: {error}"), "vgpu check-config")
+                }
+                // A first start on a GPU compiles kernels.
+                Err(error @ NoAnswer::Late(_)) => report.note(
+                    PART,
+                    format!("{shown}: vgpu check-config, which starts the engine: {error}"),
+                ),
+                Err(error) => report.fail(
+                    PART,
+                    format!("{shown}: vgpu check-config: {error}"),
+                    "vgpu check-config",
+                ),
             }
             Some(settings)
         }

@@ -1,4 +1,4 @@
-//! The NVIDIA cards of a host: their driver, and the compiler for their kernels.
+//! The NVIDIA cards of a host: their driver with its library, and the compiler for their kernels.
 
 use std::fs;
 
@@ -6,10 +6,19 @@ use vgpu_executor::config::Settings;
 use vgpu_executor::engine::EngineKind;
 use vgpu_transport::link::pci::discover::{Found, Kind, SYSFS, all};
 
+use super::driver;
 use super::report::Report;
 use super::root::Root;
 
 const PART: &str = "gpu";
+
+/// Folders of libraries, for a file system that the dynamic linker does not search.
+const FOLDERS: [&str; 4] = [
+    "/usr/lib/x86_64-linux-gnu",
+    "/usr/lib/aarch64-linux-gnu",
+    "/usr/lib64",
+    "/usr/local/cuda/lib64",
+];
 
 /// NVIDIA's vendor id, and the base class of display controllers.
 const NVIDIA: u16 = 0x10de;
@@ -56,6 +65,7 @@ pub(super) fn check(root: &Root, host: Option<&Settings>, report: &mut Report) {
         }
     }
     if is_usable && is_wanted {
+        driver::check(PART, root, &FOLDERS, report);
         check_compiler(root, report);
     }
 }
@@ -81,13 +91,6 @@ fn install_driver(root: &Root) -> String {
 fn check_compiler(root: &Root, report: &mut Report) {
     use vgpu_cuda::nvrtc::{CompileError, Nvrtc};
 
-    /// Folders of libraries, for a file system that the dynamic linker does not search.
-    const FOLDERS: [&str; 4] = [
-        "/usr/lib/x86_64-linux-gnu",
-        "/usr/lib/aarch64-linux-gnu",
-        "/usr/lib64",
-        "/usr/local/cuda/lib64",
-    ];
     if vgpu_cuda::has_machine_code() {
         report.ok(
             PART,

@@ -43,8 +43,10 @@ pub(super) struct Links {
 /// A candidate without a session.
 struct Miss {
     what: String,
-    /// Whether somebody is there. Then it is worth a failure.
+    /// Whether somebody is there. Then it is worth a failure if nobody else serves programs.
     is_there: bool,
+    /// Whether an executor is there, and answers not or with a refusal: a failure in any case.
+    is_broken: bool,
     next: Option<String>,
 }
 
@@ -98,7 +100,7 @@ pub(super) fn check(
     let is_reached = !reached.is_empty() || machines > 0;
     for miss in &misses {
         let next = miss.next.clone().or_else(|| start(service));
-        match are_named || (miss.is_there && !is_reached) {
+        match are_named || miss.is_broken || (miss.is_there && !is_reached) {
             true => report.fail(PART, miss.what.clone(), next.unwrap_or_else(by_hand)),
             false => report.note(PART, miss.what.clone()),
         }
@@ -159,7 +161,8 @@ fn candidates(
 }
 
 /// Looks for the sockets of virtual machines without connecting: the executor takes whoever
-/// connects there for a QEMU. Returns how many an executor listens on.
+/// connects there for a QEMU, and would refuse one that comes meanwhile. Whether the executor
+/// answers is the part of its control socket. Returns how many an executor listens on.
 fn check_machines(root: &Root, settings: &Settings, report: &mut Report) -> usize {
     let table = root.read("/proc/net/unix").unwrap_or_default();
     let listening: Vec<&str> = { table.lines() }
@@ -197,15 +200,18 @@ fn miss(root: &Root, endpoint: &Endpoint, error: &ClientError) -> Miss {
             next: Some(of_refusal(reason)),
             what,
             is_there: true,
+            is_broken: true,
         },
         ClientError::Silent { .. } => Miss {
             what,
             is_there: true,
+            is_broken: true,
             next: Some("on the executor's machine: sudo vgpu dump".into()),
         },
         _ => Miss {
             what,
             is_there: true,
+            is_broken: true,
             next: Some("see the log of vgpu serve: journalctl --unit vgpu".into()),
         },
     }
@@ -215,6 +221,7 @@ fn miss_of(root: &Root, what: String, error: &ConnectError) -> Miss {
     let nobody = |what| Miss {
         what,
         is_there: false,
+        is_broken: false,
         next: None,
     };
     match error {
@@ -223,12 +230,14 @@ fn miss_of(root: &Root, what: String, error: &ConnectError) -> Miss {
             Miss {
                 what: format!("{what}: {why}"),
                 is_there: true,
+                is_broken: false,
                 next: Some(next),
             }
         }
         ConnectError::Unix(UnixConnectError::OtherLayout { ours, theirs, .. }) => Miss {
             what,
             is_there: true,
+            is_broken: true,
             next: Some(match theirs < ours {
                 true => UPDATE_EXECUTOR.into(),
                 false => UPDATE_GUEST.into(),
@@ -238,10 +247,20 @@ fn miss_of(root: &Root, what: String, error: &ConnectError) -> Miss {
             next: Some(format!("sudo fuser --verbose {}", path.display())),
             what,
             is_there: true,
+            is_broken: true,
         },
+        ConnectError::Unix(UnixConnectError::Timeout { .. } | UnixConnectError::Link { .. }) => {
+            Miss {
+                what,
+                is_there: true,
+                is_broken: true,
+                next: Some("on the executor's machine: sudo vgpu dump".into()),
+            }
+        }
         ConnectError::Certificates(_) => Miss {
             what,
             is_there: true,
+            is_broken: false,
             next: Some(
                 "set VGPU_CERTS to the folder that vgpu cert has made for this guest".into(),
             ),

@@ -1,8 +1,11 @@
 //! `vgpu doctor`: checks each part from the machine to the executor, and says what to do.
 
 mod certificates;
+mod child;
 mod config;
+mod control;
 mod devices;
+mod driver;
 mod gpu;
 mod host;
 mod link;
@@ -19,6 +22,7 @@ use std::process::ExitCode;
 use clap::Parser;
 use vgpu_transport::link::Endpoint;
 
+pub(crate) use driver::{DriverArgs, run as run_driver};
 pub(crate) use plugin::{PluginArgs, run as run_plugin};
 use report::Report;
 use root::Root;
@@ -90,6 +94,7 @@ pub(crate) fn run(args: &Args) -> ExitCode {
     report.append(of_service);
     devices::check(&root, &mut report);
     certificates::check(&args.certs, host.as_ref(), &mut report);
+    control::check(&root, host.as_ref(), &mut report);
     let links = link::check(&root, &args.endpoint, host.as_ref(), service, &mut report);
     plugin::check(
         args.plugin.as_deref(),

@@ -1,0 +1,64 @@
+//! The executor of this host, by its control socket. The sockets of virtual machines are not
+//! connected to, since an executor takes whoever connects there for a QEMU: an executor that hangs
+//! is found here.
+
+use std::io::ErrorKind;
+use std::path::Path;
+use std::time::Duration;
+
+use vgpu_executor::config::{DEFAULT_CONTROL_PATH, Settings};
+use vgpu_executor::control::{self, ControlError};
+
+use super::report::Report;
+use super::root::Root;
+use crate::session_client::{NoResult, result_within};
+
+const PART: &str = "executor";
+
+/// How long the executor may take. A supervisor waits two seconds for each of its processes.
+const TIMEOUT: Duration = Duration::from_secs(10);
+
+/// `host`: the settings of the executor of this machine.
+pub(super) fn check(root: &Root, host: Option<&Settings>, report: &mut Report) {
+    let Some(settings) = host else { return };
+    // The service has this one if its configuration names none.
+    let path = settings.control.as_deref();
+    let path = root.path(path.unwrap_or(Path::new(DEFAULT_CONTROL_PATH)));
+    let shown = path.display().to_string();
+    let asked = path.clone();
+    let answer = result_within(TIMEOUT, move || control::status(&asked));
+    let dump = || "sudo vgpu dump, then sudo systemctl restart vgpu".to_owned();
+    match answer {
+        Ok(Ok(status)) => match status.engine.hang {
+            None => report.ok(
+                PART,
+                format!("{shown}: the engine {} answers", status.engine.name),
+            ),
+            Some(hang) => report.fail(PART, format!("the engine hangs: {hang}"), dump()),
+        },
+        // It does not run, which the checks of the service and of the links report.
+        Ok(Err(ControlError::Socket(error)))
+            if matches!(
+                error.kind(),
+                ErrorKind::NotFound | ErrorKind::ConnectionRefused
+            ) => {}
+        Ok(Err(ControlError::Socket(error))) if error.kind() == ErrorKind::PermissionDenied => {
+            report.note(PART, format!("{shown}: not asked: run vgpu doctor as root"));
+        }
+        Ok(Err(error @ ControlError::Invalid(_))) => report.fail(
+            PART,
+            format!("{shown}: {error}"),
+            "sudo systemctl restart vgpu",
+        ),
+        Ok(Err(error)) => report.fail(PART, format!("{shown}: {error}"), dump()),
+        Err(NoResult::Late { limit }) => report.fail(
+            PART,
+            format!(
+                "{shown}: no answer within {} s: the executor hangs",
+                limit.as_secs()
+            ),
+            dump(),
+        ),
+        Err(error) => report.note(PART, format!("{shown}: not asked: {error}")),
+    }
+}

@@ -1,0 +1,190 @@
+//! The library of NVIDIA's driver, `libcuda.so.1`.
+
+use std::ffi::{CStr, CString, c_int, c_uint, c_void};
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::PathBuf;
+use std::process::{Command, ExitCode};
+use std::time::Duration;
+
+use clap::Parser;
+use serde::{Deserialize, Serialize};
+
+use super::child::{self, NoAnswer};
+use super::report::Report;
+use super::root::Root;
+use crate::own_program::OWN_PROGRAM;
+
+const LIBRARY: &str = "libcuda.so.1";
+
+/// How long the library may take to load and to begin. A GPU that nobody uses takes some seconds.
+const LIMIT: Duration = Duration::from_secs(20);
+
+/// The first version of CUDA that the engine works with: 12.0.
+const MIN_VERSION: c_int = 12_000;
+
+/// Codes of `cuInit`.
+const NO_DEVICE: c_int = 100;
+const DRIVER_MISMATCH: c_int = 803;
+
+/// The process that loads the library for `vgpu doctor`.
+#[derive(Parser)]
+pub(crate) struct DriverArgs {
+    library: PathBuf,
+}
+
+/// What the library answers.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+enum Answer {
+    /// The text of the dynamic linker.
+    NotLoaded(String),
+    /// The version of CUDA as `cuDriverGetVersion` says, and what `cuInit` returns.
+    Loaded { version: c_int, init: c_int },
+}
+
+/// Prints the answer as JSON.
+pub(crate) fn run(args: &DriverArgs) -> ExitCode {
+    child::end_with_parent();
+    let answer = load(args).unwrap_or_else(Answer::NotLoaded);
+    match serde_json::to_string(&answer) {
+        Ok(text) => println!("\n{text}"),
+        Err(_) => return ExitCode::FAILURE,
+    }
+    ExitCode::SUCCESS
+}
+
+fn load(args: &DriverArgs) -> Result<Answer, String> {
+    let name = CString::new(args.library.as_os_str().as_bytes());
+    let name = name.map_err(|error| error.to_string())?;
+    // SAFETY: `name` is a terminated string. dlopen runs the initialisers of the driver's library.
+    let library = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW) };
+    if library.is_null() {
+        // SAFETY: dlerror returns null or a terminated string, which stays valid until the next
+        // call of this thread.
+        return Err(unsafe {
+            let error = libc::dlerror();
+            match error.is_null() {
+                true => "the dynamic linker does not say why".into(),
+                false => CStr::from_ptr(error).to_string_lossy().into_owned(),
+            }
+        });
+    }
+    let symbol = |name: &CStr| -> Result<*mut c_void, String> {
+        // SAFETY: the handle is from dlopen and never closed; the name is a terminated string.
+        let symbol = unsafe { libc::dlsym(library, name.as_ptr()) };
+        match symbol.is_null() {
+            true => Err(format!("it has no function {}", name.to_string_lossy())),
+            false => Ok(symbol),
+        }
+    };
+    let (get_version, init) = (symbol(c"cuDriverGetVersion")?, symbol(c"cuInit")?);
+    let mut version = 0;
+    // SAFETY: in NVIDIA's library the symbols have these types; the library is never unloaded, and
+    // `version` is a valid place for the result.
+    let init = unsafe {
+        let get_version =
+            std::mem::transmute::<*mut c_void, extern "C" fn(*mut c_int) -> c_int>(get_version);
+        let init = std::mem::transmute::<*mut c_void, extern "C" fn(c_uint) -> c_int>(init);
+        get_version(&mut version);
+        init(0)
+    };
+    Ok(Answer::Loaded { version, init })
+}
+
+/// Checks the library for the cards of the host. `part`: of the report.
+pub(super) fn check(part: &'static str, root: &Root, folders: &[&str], report: &mut Report) {
+    let library = match root.is_own() {
+        true => Some(PathBuf::from(LIBRARY)),
+        // The dynamic linker does not search another file system.
+        false => { folders.iter() }
+            .map(|folder| root.path(folder).join(LIBRARY))
+            .find(|file| file.exists()),
+    };
+    let Some(library) = library else {
+        report.fail(part, not_there(), install(root));
+        return;
+    };
+    let mut command = Command::new(OWN_PROGRAM);
+    command.arg("doctor-driver").arg(library);
+    let answer = child::output(&mut command, LIMIT);
+    let (what, next) = match answer.map(|(text, _)| parse(&text)) {
+        Ok(Some(Answer::Loaded { version, init: 0 })) if version >= MIN_VERSION => {
+            report.ok(part, format!("{LIBRARY}: CUDA {}", shown(version)));
+            return;
+        }
+        Ok(Some(Answer::Loaded { version, .. })) if version < MIN_VERSION => (
+            format!(
+                "{LIBRARY} is for CUDA {}; the engine needs {}",
+                shown(version),
+                shown(MIN_VERSION)
+            ),
+            "install NVIDIA's driver, version 525 or newer".into(),
+        ),
+        Ok(Some(Answer::Loaded { version, init })) => refusal(version, init),
+        Ok(Some(Answer::NotLoaded(why))) if why.contains("No such file") => {
+            (not_there(), install(root))
+        }
+        Ok(Some(Answer::NotLoaded(why))) => {
+            (format!("{LIBRARY} cannot be loaded: {why}"), install(root))
+        }
+        Ok(None) => (
+            format!("{LIBRARY}: its process has written no answer"),
+            install(root),
+        ),
+        Err(error @ NoAnswer::Late(_)) => (
+            format!("{LIBRARY}: {error}: a call of the driver hangs"),
+            "sudo dmesg | grep --extended-regexp 'NVRM|Xid', then restart the host".into(),
+        ),
+        Err(error) => (format!("{LIBRARY}: {error}"), install(root)),
+    };
+    report.fail(part, what, next);
+}
+
+fn not_there() -> String {
+    format!("{LIBRARY}, the library of NVIDIA's driver, is not there")
+}
+
+/// What an error of `cuInit` means.
+fn refusal(version: c_int, code: c_int) -> (String, String) {
+    let shown = shown(version);
+    match code {
+        DRIVER_MISMATCH => (
+            format!(
+                "{LIBRARY} (CUDA {shown}) and the driver in the kernel are of different versions \
+                 (CUDA error {code})"
+            ),
+            "sudo reboot".into(),
+        ),
+        NO_DEVICE => (
+            format!("{LIBRARY} (CUDA {shown}) finds no device (CUDA error {code})"),
+            "sudo nvidia-modprobe -c 0 -u, and see CUDA_VISIBLE_DEVICES".into(),
+        ),
+        _ => (
+            format!("{LIBRARY} (CUDA {shown}) does not begin: CUDA error {code}"),
+            "nvidia-smi".into(),
+        ),
+    }
+}
+
+/// A version of CUDA as people write it.
+fn shown(version: c_int) -> String {
+    format!("{}.{}", version / 1000, version % 1000 / 10)
+}
+
+/// The answer in what the process has printed: in its last line, since the driver may print, too.
+fn parse(text: &str) -> Option<Answer> {
+    serde_json::from_str(text.lines().next_back()?).ok()
+}
+
+fn install(root: &Root) -> String {
+    if root.is_container() {
+        return "start the container with --gpus all --env \
+                NVIDIA_DRIVER_CAPABILITIES=compute,utility"
+            .into();
+    }
+    match root.distribution().0.as_str() {
+        "debian" => "sudo apt install libcuda1".into(),
+        "ubuntu" => "sudo ubuntu-drivers install".into(),
+        _ => "install the CUDA library of NVIDIA's driver, of the version of the kernel's driver"
+            .into(),
+    }
+}
