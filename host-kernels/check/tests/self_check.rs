@@ -191,7 +191,7 @@ fn command(request: Request<'_>, faults: &str) -> Command {
 /// A kernel is silent for longer than it ever needs here.
 const SILENCE: Silence = Silence {
     at_start: Duration::from_secs(300),
-    between: Duration::from_secs(60),
+    between: Duration::from_secs(30),
 };
 
 /// The verdict in a file, as `vgpu serve` keeps it.
