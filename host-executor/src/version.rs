@@ -6,6 +6,7 @@ use std::sync::OnceLock;
 static VERSION: OnceLock<&'static str> = OnceLock::new();
 
 /// Sets the version of the program. A second call changes nothing.
+#[cfg(feature = "server")]
 pub fn set_version(version: &'static str) {
     let _ = VERSION.set(version); // the first caller is the program
 }
