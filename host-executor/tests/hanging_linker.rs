@@ -1,6 +1,6 @@
-//! The end of a process in which a driver hangs while the dynamic linker loads it. The linker's lock
-//! is never released, and glibc takes that lock where a thread begins, and where a thread first uses
-//! a thread-local variable with a destructor.
+//! The end of a process in which a driver hangs while the dynamic linker loads it. The linker's
+//! lock is never released, and glibc takes that lock where a thread begins, and where a thread
+//! first uses a thread-local variable with a destructor.
 
 use std::ffi::{CString, c_int};
 use std::os::unix::ffi::OsStrExt as _;

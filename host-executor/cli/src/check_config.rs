@@ -17,8 +17,8 @@ use crate::serve;
 /// The exit status is 0 for a valid configuration, 1 for one with a mistake or one that does not
 /// fit this host, 2 for one that cannot be read. As `vgpu serve` without other flags, the command
 /// reads the certificates, starts the engine and compares the quotas with the engine's memory. The
-/// answer names the engine, with `auto` the one that is chosen on this host. The running executor is
-/// not changed, and no guest is served.
+/// answer names the engine, with `auto` the one that is chosen on this host. The running executor
+/// is not changed, and no guest is served.
 #[derive(Parser)]
 pub(crate) struct Args {
     /// The configuration file

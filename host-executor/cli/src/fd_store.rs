@@ -164,7 +164,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         log(
             Level::WARN,
             &format!(
-                "pid {} ended with {status}; {} file descriptors are kept, the next executor starts in \
+                "pid {} ended with {status}; {} file descriptors are kept, the next executor \
+                 starts in \
              {} ms",
                 child.id(),
                 stored.len(),
@@ -399,7 +400,8 @@ impl NotifySocket {
             log(
                 Level::WARN,
                 &format!(
-                    "{name} is not kept, {MAX_FDS} other file descriptors are: when the executor ends, \
+                    "{name} is not kept, {MAX_FDS} other file descriptors are: when the executor \
+                     ends, \
                  the virtual machine has no vGPU until its QEMU is started again"
                 ),
             );
