@@ -33,6 +33,9 @@ const REPACK: &str = "vg_repack";
 /// The largest upload that the kernel moves.
 const SMALL_UPLOAD: u64 = 64 << 10;
 
+/// What stands for the operator of a model.
+const MODEL: &str = "model";
+
 /// The most cases in which a kernel is checked.
 const MAX_CASES: usize = 4;
 
@@ -132,7 +135,7 @@ impl Case {
     fn operator(&self) -> &str {
         match self {
             Case::Operation(operation) => { operation.name.split(' ').next() }.unwrap_or_default(),
-            Case::Model(_) => "model",
+            Case::Model(_) => MODEL,
         }
     }
 
@@ -401,10 +404,15 @@ impl<'a> Check<'a> {
         Ok(kernels.filter(is_unknown).collect())
     }
 
-    /// A few cases that differ: of each operator, the smallest and the largest.
+    /// A few cases that differ: of each operator, the smallest and the largest. Models only if no
+    /// other case is there: they are for kernels that do the work of several nodes.
     fn different(&self, cases: &[usize]) -> Vec<usize> {
         let mut ends: Vec<(&str, usize, usize)> = Vec::new();
         for &case in cases {
+            let is_model = matches!(self.cases[case], Case::Model(_));
+            if is_model && ends.iter().any(|(operator, ..)| *operator != MODEL) {
+                break;
+            }
             let operator = self.cases[case].operator();
             match ends.iter_mut().find(|(known, ..)| *known == operator) {
                 Some((_, _, largest)) => *largest = case,
