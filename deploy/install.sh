@@ -63,7 +63,8 @@ fetch() {
     case $source in
     *://*)
         if command -v curl >/dev/null; then
-            curl --fail --silent --show-error --location --output "$work/$1" "${source%/}/$1"
+            curl --fail --silent --show-error --location --proto '=https,file' \
+                --proto-redir '=https' --output "$work/$1" "${source%/}/$1"
         elif command -v wget >/dev/null; then
             wget --quiet --output-document="$work/$1" "${source%/}/$1"
         else
@@ -85,6 +86,8 @@ if [ -n "$signers" ]; then
         <"$work/SHA256SUMS" || fail "the signature of SHA256SUMS is wrong"
 fi
 
+[ -n "$signers" ] || echo "install.sh: without --signers, nothing tells who made these files" >&2
+
 # The names of the release's files that match a pattern.
 named() {
     sed -n 's/^[0-9a-f]\{64\} [ *]//p' "$work/SHA256SUMS" | grep -x "$1"
@@ -94,10 +97,12 @@ if [ -n "$archive" ]; then
     files=$(named "ggml-vgpu-[^/]*-$rpm-linux\.tar\.xz") || fail "the release has no archive"
 elif command -v dpkg >/dev/null; then
     files=$(named "vgpu_[^/]*_$deb\.deb") || fail "the release has no package for Debian"
-    [ "$role" = host ] || files="$files $(named "vgpu-guest_[^/]*_$deb\.deb")"
+    [ "$role" = host ] || files="$files $(named "vgpu-guest_[^/]*_$deb\.deb")" ||
+        fail "the release has no package of the plugin for Debian"
 elif command -v rpm >/dev/null; then
     files=$(named "vgpu-[0-9][^/]*\.$rpm\.rpm") || fail "the release has no package for RPM"
-    [ "$role" = host ] || files="$files $(named "vgpu-guest-[^/]*\.$rpm\.rpm")"
+    [ "$role" = host ] || files="$files $(named "vgpu-guest-[^/]*\.$rpm\.rpm")" ||
+        fail "the release has no package of the plugin for RPM"
 else
     fail "this system has neither dpkg nor rpm: use --archive DIR"
 fi
@@ -105,7 +110,7 @@ fi
 for file in $files; do
     fetch "$file"
     # Only the line of this file: the others were not fetched.
-    sum=$(grep -F "  $file" "$work/SHA256SUMS" | cut -d ' ' -f 1)
+    sum=$(awk -v file="$file" '$2 == file || $2 == "*" file { print $1 }' "$work/SHA256SUMS")
     [ "$(sha256sum "$work/$file" | cut -d ' ' -f 1)" = "$sum" ] ||
         fail "$file is not the file of SHA256SUMS: it is damaged, or of another release"
 done

@@ -46,7 +46,10 @@ fn cubins() {
         println!("cargo::rerun-if-changed={}", folder.display());
         let entries = fs::read_dir(&folder)
             .unwrap_or_else(|error| fail(&format!("VGPU_CUBINS={}: {error}", folder.display())));
-        for path in entries.flatten().map(|entry| entry.path()) {
+        let mut paths: Vec<_> = entries.flatten().map(|entry| entry.path()).collect();
+        // The order of a folder is another one on each machine.
+        paths.sort_unstable();
+        for path in paths {
             let name = path
                 .file_name()
                 .and_then(|name| name.to_str())

@@ -41,9 +41,10 @@ impl CubinLoader {
     /// # Errors
     /// [`CompileError`] if the code has to be compiled and cannot be.
     pub(crate) fn load(&mut self, source: &Source) -> Result<Vec<u8>, CompileError> {
-        let built_in = BUILT_IN
-            .iter()
-            .find(|(name, arch, _)| *name == source.name && *arch == self.arch);
+        let built_in = { BUILT_IN.iter() }
+            .filter(|(name, arch, _)| *name == source.name && runs(arch, &self.arch))
+            // The latest, whose names are as long as the others.
+            .max_by_key(|(_, arch, _)| *arch);
         if let Some((_, _, code)) = built_in {
             return Ok(code.to_vec());
         }
@@ -77,5 +78,37 @@ impl CubinLoader {
             }
         }
         Ok(code)
+    }
+}
+
+/// Whether machine code for one architecture runs on a GPU of another one: that of a lower minor
+/// compute capability does, unless it is for one architecture alone (`sm_90a`). Source: CUDA C++
+/// Programming Guide, "Binary Compatibility".
+fn runs(code: &str, gpu: &str) -> bool {
+    let parts = |arch: &str| -> Option<(u32, u32)> {
+        let number: u32 = arch.strip_prefix("sm_")?.parse().ok()?;
+        Some((number / 10, number % 10))
+    };
+    match (parts(code), parts(gpu)) {
+        (Some((major, minor)), Some((gpu_major, gpu_minor))) => {
+            major == gpu_major && minor <= gpu_minor
+        }
+        _ => code == gpu,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn code_runs_on_later_gpus_of_the_same_major_capability() {
+        for gpu in ["sm_80", "sm_86", "sm_87", "sm_89"] {
+            assert!(runs("sm_80", gpu), "{gpu}");
+        }
+        assert!(runs("sm_89", "sm_89") && !runs("sm_89", "sm_86"));
+        assert!(!runs("sm_80", "sm_75") && !runs("sm_80", "sm_90a"));
+        assert!(runs("sm_90a", "sm_90a") && runs("sm_120a", "sm_120a"));
+        assert!(!runs("sm_100a", "sm_103a") && !runs("sm_120a", "sm_121a"));
     }
 }

@@ -13,8 +13,7 @@ pub fn root() -> &'static Path {
         .expect("xtask/common lies in the workspace")
 }
 
-/// The version of the checkout, with `.dirty` behind that of a commit if files of it have been
-/// changed. `VGPU_VERSION` in the environment comes first.
+/// The version of the checkout, with `dirty` at its end if files of it have been changed. `VGPU_VERSION` in the environment comes first.
 pub fn version() -> String {
     if let Some(given) = std::env::var("VGPU_VERSION")
         .ok()
@@ -23,9 +22,10 @@ pub fn version() -> String {
         return given;
     }
     let version = version::version(root(), env!("CARGO_PKG_VERSION"));
-    match version.contains('+') && !changed_files().is_empty() {
-        true => format!("{version}.dirty"),
-        false => version,
+    match (changed_files().is_empty(), version.contains('+')) {
+        (true, _) => version,
+        (false, true) => format!("{version}.dirty"),
+        (false, false) => format!("{version}+dirty"),
     }
 }
 

@@ -23,6 +23,7 @@ use xtask_common::packages;
 use xtask_common::process;
 use xtask_common::progress::{Progress, heading};
 use xtask_common::scratch::Scratch;
+use xtask_common::version;
 use xtask_common::workspace;
 
 use contents::Generated;
@@ -288,8 +289,13 @@ fn archive(dist: &Dist, licenses: &Path, version: &str, folder: &Path) -> Result
     Ok(archive)
 }
 
-/// The files below a folder of `root`, relative to `root`, sorted.
+/// The files below a folder of `root`, relative to `root`, sorted: those of git, since others may
+/// lie beside them, or all of them in sources without git.
 fn files_below(root: &Path, folder: &str) -> Result<Vec<String>> {
+    if let Some(listed) = version::git(root, &["ls-files", "-z", "--", folder]) {
+        let files = listed.split('\0').filter(|file| !file.is_empty());
+        return Ok(files.map(str::to_owned).collect());
+    }
     let mut files = Vec::new();
     let mut folders = vec![root.join(folder)];
     while let Some(folder) = folders.pop() {
