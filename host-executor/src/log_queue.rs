@@ -101,7 +101,10 @@ fn line(level: Level, text: &str, is_json: bool) -> String {
             "target": env!("CARGO_PKG_NAME"),
         })
         .to_string(),
-        false => format!("{level} {text}"),
+        // Before every line: who reads them from a pipe finds the level in each.
+        false => { text.lines() }
+            .map(|line| format!("{level} {line}\n"))
+            .collect(),
     };
     service::with_priority(level, &line)
 }

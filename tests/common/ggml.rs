@@ -375,5 +375,7 @@ pub(crate) fn text(string: *const c_char) -> String {
 }
 
 pub(crate) fn stats_path() -> PathBuf {
-    PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("plugin-stats.json")
+    // Two programs of tests may run at a time.
+    let name = format!("plugin-stats-{}.json", std::process::id());
+    PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name)
 }

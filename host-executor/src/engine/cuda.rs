@@ -10,7 +10,7 @@ use tracing::{info, warn};
 use vgpu_cuda::autotune::{self, GemmVariant, TuningTable};
 use vgpu_cuda::device::Device as _;
 use vgpu_cuda::gpu::{Gpu, GpuError};
-use vgpu_cuda::kernel_set::{KernelSet, UnknownKernel, parse_names};
+use vgpu_cuda::kernel_set::{KernelSet, UnknownKernel, names, parse_names};
 use vgpu_cuda::verdict::Verdict;
 use vgpu_cuda::{CudaEngine, LaunchPolicy};
 use vgpu_engine::{Engine, EngineError};
@@ -63,6 +63,13 @@ fn kernels_for(
     let verdict = load_verdict(&fingerprint(gpu, policy));
     for (kernel, reason) in verdict.faulty() {
         warn!("the kernel {kernel} is not used: the self-check says that {reason}");
+    }
+    let unchecked = names().iter().filter(|name| {
+        gpu.kernel(name).is_ok() && verdict.finding(name).is_none() && !verdict.allows(name)
+    });
+    let unchecked = unchecked.count();
+    if unchecked > 0 {
+        info!("{unchecked} kernels are not used, since the self-check has not found them right");
     }
     let is_left_out = |name: &str| disabled.contains(&name) || !verdict.allows(name);
     Ok(Arc::new(KernelSet::without(is_left_out)))

@@ -35,8 +35,6 @@ struct Snapshot {
     turn: Option<f64>,
     /// What an engine has not come back from for long.
     hang: Option<String>,
-    /// The virtual machine whose process does not report.
-    mute: Option<String>,
     /// Bytes of device memory in use.
     memory: u64,
     /// Bytes of memory of the largest engine of a worker. With a GPU, all workers share that
@@ -55,7 +53,6 @@ impl Shared {
             ended: processes.ended_workers.ended,
             turn: None,
             hang: None,
-            mute: None,
             memory: 0,
             largest: 0,
         };
@@ -116,9 +113,6 @@ impl Shared {
                 }
                 Err(error) => {
                     debug!(vm = name, "its process does not report: {error}");
-                    snapshot.mute.get_or_insert(format!(
-                        "the process of the virtual machine {name} does not answer: {error}"
-                    ));
                 }
             }
         }
@@ -194,12 +188,11 @@ impl StatusSource for Shared {
         if let Some(why) = self.main.late("the main thread", LATE) {
             return Progress::Late(why);
         }
-        let Snapshot { hang, mute, .. } = self.snapshot();
-        match (hang, mute) {
-            (Some(hang), _) => Progress::Stalled(format!("the engine hangs: {hang}")),
-            // A process that is started again does not listen for a moment.
-            (None, Some(mute)) => Progress::Late(mute),
-            (None, None) => Progress::Runs(format!(
+        // A process of a virtual machine that does not answer may be starting its engine, for
+        // minutes. It ends itself if its engine hangs.
+        match self.snapshot().hang {
+            Some(hang) => Progress::Stalled(format!("the engine hangs: {hang}")),
+            None => Progress::Runs(format!(
                 "the engines {} of the processes answer",
                 self.resources.engine
             )),

@@ -64,6 +64,7 @@ impl CheckError {
     pub fn is_out_of_memory(&self) -> bool {
         match self {
             CheckError::Engine(error) => matches!(error, EngineError::OutOfMemory { .. }),
+            CheckError::Run(error) => matches!(error, RunError::OutOfMemory { .. }),
             CheckError::Repeat { error, .. } => error.is_out_of_memory(),
             _ => false,
         }

@@ -369,6 +369,21 @@ fn a_signal_from_outside_says_nothing_about_a_kernel() {
 }
 
 #[test]
+fn a_kernel_that_fails_in_a_later_case_is_faulty() {
+    let script = "echo self-check begins $KERNEL
+        echo self-check instead vg_copy
+        echo self-check begins $KERNEL
+        kill -SEGV $$";
+    let found = with_children(script).expect("the children start");
+    let faulty: Vec<_> = found.verdict.faulty().map(|(kernel, _)| kernel).collect();
+    assert_eq!(faulty, ["vg_rope_rows", "vg_upload"]);
+    // But not if the kernel behind it fails.
+    let found = with_children(&script.replace("begins $KERNEL\n        kill", "instead x; kill"));
+    let found = found.expect("the children start");
+    assert!(found.verdict.is_empty(), "{:?}", found.verdict);
+}
+
+#[test]
 fn a_kernel_is_faulty_if_it_fails_twice() {
     let script = "echo self-check begins $KERNEL
         if [ $N = 1 ]; then kill -SEGV $$; fi

@@ -11,6 +11,7 @@ use vgpu_executor::control::{self, ControlError};
 
 use super::report::Report;
 use super::root::Root;
+use super::unit::State;
 use crate::session_client::{NoResult, result_within};
 
 const PART: &str = "executor";
@@ -19,7 +20,7 @@ const PART: &str = "executor";
 const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// `host`: the settings of the executor of this machine.
-pub(super) fn check(root: &Root, host: Option<&Settings>, report: &mut Report) {
+pub(super) fn check(root: &Root, host: Option<&Settings>, service: State, report: &mut Report) {
     let Some(settings) = host else { return };
     // The service has this one if its configuration names none.
     let path = settings.control.as_deref();
@@ -44,6 +45,13 @@ pub(super) fn check(root: &Root, host: Option<&Settings>, report: &mut Report) {
             ) => {}
         Ok(Err(ControlError::Socket(error))) if error.kind() == ErrorKind::PermissionDenied => {
             report.note(PART, format!("{shown}: not asked: run vgpu doctor as root"));
+        }
+        // The sockets are there before the engine is, whose kernels may be compiled for minutes.
+        Ok(Err(_)) | Err(NoResult::Late { .. }) if service == State::Changing => {
+            report.note(
+                PART,
+                format!("{shown}: no answer yet, while the service starts"),
+            );
         }
         Ok(Err(error @ ControlError::Invalid(_))) => report.fail(
             PART,

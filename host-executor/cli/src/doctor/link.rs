@@ -100,7 +100,8 @@ pub(super) fn check(
     let is_reached = !reached.is_empty() || machines > 0;
     for miss in &misses {
         let next = miss.next.clone().or_else(|| start(service));
-        match are_named || miss.is_broken || (miss.is_there && !is_reached) {
+        let is_broken = miss.is_broken && service != State::Changing;
+        match are_named || is_broken || (miss.is_there && !is_reached) {
             true => report.fail(PART, miss.what.clone(), next.unwrap_or_else(by_hand)),
             false => report.note(PART, miss.what.clone()),
         }

@@ -87,14 +87,15 @@ pub(crate) fn run(args: &Args) -> ExitCode {
         unit::State::Unused => None,
         _ => config::check(&root, &mut of_config),
     };
-    let is_host = settings.is_some() || service == unit::State::Used;
+    let has_run = matches!(service, unit::State::Used | unit::State::Changing);
+    let is_host = settings.is_some() || has_run;
     let host = is_host.then(|| settings.unwrap_or_default());
     gpu::check(&root, host.as_ref(), &mut report);
     report.append(of_config);
     report.append(of_service);
     devices::check(&root, &mut report);
     certificates::check(&args.certs, host.as_ref(), &mut report);
-    control::check(&root, host.as_ref(), &mut report);
+    control::check(&root, host.as_ref(), service, &mut report);
     let links = link::check(&root, &args.endpoint, host.as_ref(), service, &mut report);
     plugin::check(
         args.plugin.as_deref(),

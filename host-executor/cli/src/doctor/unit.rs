@@ -13,6 +13,9 @@ const UNIT: &str = "vgpu.service";
 /// The command that starts the service now and at each boot.
 const ENABLE: &str = "sudo systemctl enable --now vgpu";
 
+/// Shows what the service does while it starts.
+const FOLLOW: &str = "journalctl --unit vgpu --follow";
+
 /// What systemd says of the service.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum State {
@@ -22,6 +25,8 @@ pub(super) enum State {
     Unused,
     /// The unit is to run at boot, or has run.
     Used,
+    /// It starts, or ends: the executor may not answer yet.
+    Changing,
 }
 
 /// What to type when no executor is there.
@@ -29,6 +34,7 @@ pub(super) fn start(state: State) -> Option<&'static str> {
     match state {
         State::Unknown => None,
         State::Unused | State::Used => Some(ENABLE),
+        State::Changing => Some(FOLLOW),
     }
 }
 
@@ -65,10 +71,8 @@ pub(super) fn check(root: &Root, report: &mut Report) -> State {
         state @ ("activating" | "reloading" | "deactivating")
             if value("SubState") != "auto-restart" =>
         {
-            report.note(
-                PART,
-                format!("{UNIT} is {state}: its log is journalctl --unit vgpu --follow"),
-            );
+            report.note(PART, format!("{UNIT} is {state}: its log is {FOLLOW}"));
+            return State::Changing;
         }
         _ if value("ExecMainStatus") == EX_CONFIG.to_string() => report.fail(
             PART,

@@ -34,7 +34,7 @@ const COMPILE_LIMIT: Duration = Duration::from_secs(900);
 const BUDGET: Duration = Duration::from_secs(50);
 
 /// How long to wait for the check of another executor.
-const LOCK_LIMIT: Duration = Duration::from_secs(120);
+const LOCK_LIMIT: Duration = Duration::from_secs(1200);
 
 /// The arguments of the command.
 #[derive(Parser)]
@@ -128,10 +128,11 @@ pub(crate) fn before_serving(engine: &EngineKind) {
                 "the kernels were checked on this GPU{kept}"
             );
             if !found.left.is_empty() {
-                warn!(
-                    "these kernels are not used until they are checked at the next start: {}",
-                    found.left.join(", ")
-                );
+                let until = match found.verdict.is_empty() {
+                    true => "are used although nothing could be found about them",
+                    false => "are not used until the next start has checked them",
+                };
+                warn!("these kernels {until}: {}", found.left.join(", "));
             }
             if !found.wrong_behind.is_empty() {
                 let kernels: Vec<_> = found.wrong_behind.into_iter().collect();
@@ -214,15 +215,23 @@ fn supervise(
             verdict
         }
     };
-    let keep = |fingerprint: &str, verdict: &Verdict| {
+    let save = |fingerprint: &str, verdict: &Verdict| {
         let saved = engine::save_verdict(fingerprint, verdict);
         let mut kept = kept.0.lock().unwrap_or_else(PoisonError::into_inner);
         *kept = Some(saved.map_err(|error| error.to_string()));
     };
     let silences = (silence(COMPILE_LIMIT), silence(BEGIN_LIMIT));
-    Ok(self_check::supervise(
-        command, silences, budget, before, keep,
-    )?)
+    // Executors that start meanwhile use the findings from before.
+    let mut last = None;
+    let keep = |fingerprint: &str, verdict: &Verdict| match again {
+        true => last = Some((fingerprint.to_owned(), verdict.clone())),
+        false => save(fingerprint, verdict),
+    };
+    let found = self_check::supervise(command, silences, budget, before, keep)?;
+    if let Some((fingerprint, verdict)) = last {
+        save(&fingerprint, &verdict);
+    }
+    Ok(found)
 }
 
 /// Checks kernels in this process, which may not survive it.

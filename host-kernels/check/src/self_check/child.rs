@@ -12,7 +12,7 @@ use vgpu_engine::{Engine, EngineError};
 use vgpu_transport::ir::Type;
 
 use super::message::{Outcome, Step, Work};
-use super::order::{MEGAKERNELS, hiding, in_order};
+use super::order::{MEGAKERNELS, hiding, in_order, reads_repacked};
 use crate::cases::{self, Operation, RUNS, worst_error};
 use crate::error::CheckError;
 use crate::model::{Built, Family, Model, StepShape, TINY};
@@ -456,21 +456,32 @@ impl<'a> Check<'a> {
         if kernel == REPACK {
             seen(Step::Begins(kernel));
         }
+        let hidden = hiding(kernel).into_iter().collect();
         let chosen = match self.choose(kernel) {
             Ok(chosen) => chosen,
             Err(error) if kernel == REPACK => return Ok(failure(error)),
             Err(error) => return Ok((Outcome::Unchecked, Some(error))),
         };
         if chosen.cases.is_empty() {
-            return Ok((Outcome::Found(Finding::Unused), None));
-        }
-        if kernel != REPACK {
-            seen(Step::Begins(kernel));
+            // A case may need a kernel that is faulty, disabled or not checked yet.
+            let is_used = match self.right.contains(REPACK) || !reads_repacked(kernel) {
+                true => self.users(kernel, &hidden).map(|users| !users.is_empty()),
+                false => Ok(true),
+            };
+            return Ok(match is_used {
+                Ok(false) => (Outcome::Found(Finding::Unused), None),
+                Ok(true) => (Outcome::Unchecked, None),
+                Err(error) => (Outcome::Unchecked, Some(error)),
+            });
         }
         let with_upload;
         let with = match kernel {
             UPLOAD => {
-                with_upload = Side::new(self.device, self.policy, |_| false)?;
+                seen(Step::Begins(kernel));
+                match Side::new(self.device, self.policy, |_| false) {
+                    Ok(side) => with_upload = side,
+                    Err(error) => return Ok(failure(error.into())),
+                }
                 &with_upload
             }
             _ => &self.with,
@@ -494,6 +505,7 @@ impl<'a> Check<'a> {
         seen: &mut impl FnMut(Step),
     ) -> (Outcome, Option<CheckError>) {
         let case = &self.cases[case];
+        seen(Step::Begins(kernel));
         with.kernels.disable_only(|name| disabled.contains(name));
         let results = match case.results(&with.engine, |_| ()) {
             Ok(results) => results,

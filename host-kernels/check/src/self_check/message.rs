@@ -30,7 +30,7 @@ pub struct Work<'a> {
 /// A step of the check of a kernel.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Step {
-    /// The cases of a kernel begin.
+    /// A case begins to run with the kernel.
     Begins(&'static str),
     /// A case begins to run without the kernel, with these kernels instead.
     Instead(Vec<&'static str>),

@@ -9,7 +9,8 @@ fn is_sm90(kernel: &str) -> bool {
     kernel.contains("_sm90")
 }
 
-fn reads_repacked(kernel: &str) -> bool {
+/// Whether the kernel makes or reads repacked weights.
+pub(super) fn reads_repacked(kernel: &str) -> bool {
     kernel == "vg_repack" || kernel.contains("_repacked")
 }
 

@@ -13,8 +13,8 @@ use vgpu_cuda::verdict::{Finding, Verdict};
 use super::message::{Message, Outcome, Request, Work};
 use crate::child_process::{self, Ended, Silence};
 
-/// The most children that may end in the middle of a check.
-const MAX_ENDS: usize = 100;
+/// The most children that may end in the middle of a check: two for each kernel, and some.
+const MAX_ENDS: usize = 1000;
 
 /// The exit status of a Rust program that has panicked.
 const PANICKED: i32 = 101;

@@ -9,6 +9,7 @@ mod programs;
 use std::collections::VecDeque;
 use std::sync::{Mutex, PoisonError};
 
+use anyhow::ensure;
 use xtask_common::ggml_releases;
 use xtask_common::llama;
 use xtask_common::packages;
@@ -68,6 +69,14 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
     let mut programs = Vec::new();
     tests.check("compile all tests", |tests, progress| {
         programs = programs::compile(tests, progress)?;
+        let is_there = |name: &String| programs.iter().any(|program| program.name == *name);
+        let missing: Vec<_> = { programs::names()?.into_iter() }
+            .filter(|name| !is_there(name))
+            .collect();
+        ensure!(
+            missing.is_empty(),
+            "cargo has compiled no tests of {missing:?}"
+        );
         Ok(format!("{} programs", programs.len()))
     });
     if programs.is_empty() {

@@ -68,8 +68,10 @@ fn name(package: &str, target: &Value) -> Option<String> {
     Some(format!("{package} {target}"))
 }
 
-/// The names of all programs, also of those that are not compiled.
-#[cfg(test)]
+/// The names of all programs that cargo compiles tests of.
+///
+/// # Errors
+/// If cargo fails.
 pub(super) fn names() -> Result<Vec<String>> {
     let mut cargo = workspace::cargo();
     cargo.args(["metadata", "--no-deps", "--offline", "--format-version=1"]);
@@ -78,7 +80,8 @@ pub(super) fn names() -> Result<Vec<String>> {
     Ok(packages
         .flat_map(|package| {
             let targets = package["targets"].as_array().into_iter().flatten();
-            targets.filter_map(|target| name(package["name"].as_str()?, target))
+            let tested = targets.filter(|target| target["test"].as_bool() == Some(true));
+            tested.filter_map(|target| name(package["name"].as_str()?, target))
         })
         .collect())
 }
