@@ -46,19 +46,23 @@ impl StoppedThread {
         })
     }
 
-    /// Lets the thread run again.
-    fn go_on(self) {
-        let none = std::ptr::null_mut::<libc::c_void>();
-        // SAFETY: the request takes no memory of this process.
-        let detached = unsafe { libc::ptrace(libc::PTRACE_DETACH, self.0, none, none) };
-        assert_eq!(detached, 0, "the thread goes on");
-    }
-
     /// Waits for a change of the thread's state. Returns whether there was one.
     fn wait(&self, flags: libc::c_int) -> bool {
         // SAFETY: the status is not asked for, so the call writes no memory.
         let waited = unsafe { libc::waitpid(self.0, std::ptr::null_mut(), libc::__WALL | flags) };
         waited == self.0
+    }
+}
+
+impl Drop for StoppedThread {
+    /// Lets the thread go, or sees its end: until then the end of its process is not reported.
+    fn drop(&mut self) {
+        let none = std::ptr::null_mut::<libc::c_void>();
+        // SAFETY: the request takes no memory of this process. It fails if the thread has ended.
+        let detached = unsafe { libc::ptrace(libc::PTRACE_DETACH, self.0, none, none) };
+        if detached != 0 {
+            self.wait(libc::WNOHANG);
+        }
     }
 }
 
@@ -88,9 +92,14 @@ fn compute_forever(guest: &mut Guest) {
     guest.send(&Request::Fence {});
 }
 
-/// A line of a dump without what differs from run to run: numbers with their units, paths, the
-/// processor, and whether a side sleeps.
+/// A line of a dump without what differs from run to run: the version, numbers with their units,
+/// paths, the processor, and whether a side sleeps.
 fn shape(line: &str) -> String {
+    let (name, version) = line.split_once(' ').unwrap_or((line, ""));
+    let line = match version.split_once(", process ") {
+        Some((_, process)) => format!("{name} VERSION, process {process}"),
+        None => line.to_owned(),
+    };
     let words = line.split(' ').map(|word| match word.split_once("unix:") {
         Some((before, _)) => format!("{before}unix:PATH"),
         None => word.to_owned(),
@@ -149,8 +158,9 @@ fn wait_until_computing(pid: u32, name: &str) {
 
 /// An executor whose engine hangs, with the guest that has it.
 struct Hanging {
-    serve: Serve,
+    // Before the process, whose end waits for that of the thread.
     stopped: StoppedThread,
+    serve: Serve,
     _holder: Guest,
 }
 
@@ -180,8 +190,8 @@ fn hanging(scratch: &Scratch, more: &[&str]) -> Option<Hanging> {
         return None;
     };
     Some(Hanging {
-        serve,
         stopped,
+        serve,
         _holder: holder,
     })
 }
@@ -321,7 +331,7 @@ fn healthz_reports_threads_that_do_not_run() {
         };
         let ill = first_ill_health(&metrics);
         assert!(ill.contains(" 503 ") && ill.contains(reason), "{ill}");
-        stopped.go_on();
+        drop(stopped);
         let well = health(&metrics);
         assert!(well.contains(ok), "{well}");
     }

@@ -254,3 +254,33 @@ fn list(
         _ => Err(SuperviseError::NoDevice(ended)),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::process::ExitStatus;
+
+    use super::*;
+
+    #[test]
+    fn causes_of_an_end() {
+        let of_signal = |signal: Signal| {
+            let status = ExitStatus::from_raw(signal.as_raw());
+            cause(&Ended::Closed(Some(status)))
+        };
+        for signal in [Signal::TERM, Signal::INT, Signal::HUP, Signal::QUIT] {
+            assert!(
+                matches!(of_signal(signal), Cause::Interrupted),
+                "{signal:?}"
+            );
+        }
+        for signal in [Signal::SEGV, Signal::ABORT, Signal::BUS, Signal::ILL] {
+            assert!(matches!(of_signal(signal), Cause::Kernel), "{signal:?}");
+        }
+        assert!(matches!(of_signal(Signal::KILL), Cause::Process));
+        let of_status = |status| cause(&Ended::Closed(Some(ExitStatus::from_raw(status << 8))));
+        assert!(matches!(of_status(PANICKED), Cause::Process));
+        assert!(matches!(of_status(1), Cause::Kernel));
+        let silent = Ended::Silent(Duration::from_secs(10));
+        assert!(matches!(cause(&silent), Cause::Kernel));
+    }
+}
