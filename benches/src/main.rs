@@ -1,5 +1,6 @@
 //! `cargo xtask bench`: benchmarks, each compared with a peer in the same run.
 
+mod batch;
 mod boundary;
 mod common;
 mod cpu;
@@ -10,7 +11,6 @@ mod plot;
 mod soak;
 mod table;
 mod tenants;
-mod together;
 mod weights;
 
 use std::process::ExitCode;
@@ -23,6 +23,8 @@ use xtask_common::cache::Cache;
 #[derive(Debug, Parser)]
 #[command(name = "cargo xtask bench", bin_name = "cargo xtask bench")]
 enum Arguments {
+    /// Measure programs that decode with the same model at once, with and without batches
+    Batch(batch::Options),
     /// Measure round trips, transfers, model loads and decoding, beside ggml-rpc and ggml's CPU
     /// backend
     Boundary(boundary::Options),
@@ -39,8 +41,6 @@ enum Arguments {
     /// Measure several guests of one executor: shares by weight, decoding beside a prefill, eight
     /// guests
     Tenants(tenants::Options),
-    /// Measure programs that decode with the same model at once, with and without batches
-    Together(together::Options),
     /// Measure several guests with the same model: time and traffic of the next load, memory of
     /// the host
     Weights(weights::Options),
@@ -66,7 +66,7 @@ fn run(arguments: &Arguments) -> Result<()> {
         Arguments::Plot(options) => plot::run(options),
         Arguments::Soak(options) => soak::run(cache, options),
         Arguments::Tenants(options) => tenants::run(cache, options),
-        Arguments::Together(options) => together::run(cache, options),
+        Arguments::Batch(options) => batch::run(cache, options),
         Arguments::Weights(options) => weights::run(cache, options),
     }
 }

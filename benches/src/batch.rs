@@ -1,4 +1,4 @@
-//! `cargo xtask bench together`: programs that decode with the same model at the same time, each a
+//! `cargo xtask bench batch`: programs that decode with the same model at the same time, each a
 //! real llama.cpp process, with and without batches; and as many sequences in one program.
 //!
 //! Programs of one guest share weights, and so may run as a batch. The tokens of all programs in a
@@ -96,7 +96,7 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
     let mut rows = Vec::new();
     for ty in types {
         let model = model::ensure(cache, &model::BENCH, ty)?;
-        heading(&format!("together, {}", ty.name()));
+        heading(&format!("batch, {}", ty.name()));
         let scratch = Scratch::new()?;
         let with = setting.side("batch", threads, scratch.path(), &[])?;
         let without = setting.side("slices", threads, scratch.path(), &["--no-batch"])?;
@@ -141,7 +141,7 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
         "repeats": options.repeats,
         "seconds": options.seconds,
     });
-    keep(&setting.folder, "together", under, &rows)
+    keep(&setting.folder, "batch", under, &rows)
 }
 
 impl Setting {
@@ -171,7 +171,7 @@ impl Setting {
             &self.dist,
             &at("-all.sock"),
             threads,
-            &self.folder.join(format!("together-{name}.log")),
+            &self.folder.join(format!("batch-{name}.log")),
             &arguments,
         )?;
         Ok(Side {
@@ -202,7 +202,7 @@ impl Setting {
             command.args([
                 "-p", "0", "-n", "256", "-r", "10000", "-o", "json", "-fa", "1",
             ]);
-            let log = self.folder.join(format!("together-{}-{i}.log", side.name));
+            let log = self.folder.join(format!("batch-{}-{i}.log", side.name));
             Daemon::start(&mut command, &log)
         };
         let programs = (0..programs).map(start).collect::<Result<Vec<_>>>()?;
