@@ -1,5 +1,6 @@
 //! Build script of the plugin: the SONAME and the version stamp.
 
+#[path = "xtask/common/src/version.rs"]
 mod version;
 
 use std::path::Path;

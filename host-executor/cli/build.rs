@@ -1,6 +1,6 @@
 //! Build script of `vgpu`: the version, which says the commit.
 
-#[path = "../../version.rs"]
+#[path = "../../xtask/common/src/version.rs"]
 mod version;
 
 use std::path::Path;

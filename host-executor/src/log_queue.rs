@@ -443,7 +443,7 @@ mod tests {
 
     #[test]
     fn lines_have_their_level_as_text_or_as_json() {
-        assert_eq!(line(Level::WARN, "a\nb", false), "WARN a\nb\n");
+        assert_eq!(line(Level::WARN, "a\nb", false), "WARN a\nWARN b\n");
         let object: serde_json::Value =
             serde_json::from_str(&line(Level::ERROR, "a\n\"b\"", true)).expect("JSON");
         assert_eq!(object["level"], "ERROR");

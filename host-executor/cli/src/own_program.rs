@@ -4,7 +4,7 @@
 /// an upgrade has replaced or removed it since.
 pub(crate) const OWN_PROGRAM: &str = "/proc/self/exe";
 
-/// The version of the running program with its commit (`version.rs` in the root). The processes
+/// The version of the running program with its commit (`xtask/common/src/version.rs`). The processes
 /// that it starts have the same.
 pub(crate) const VERSION: &str = env!("VGPU_VERSION");
 

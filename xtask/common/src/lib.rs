@@ -19,7 +19,6 @@ pub mod progress;
 pub mod sched;
 pub mod scratch;
 pub mod stats;
-#[path = "../../../version.rs"]
 pub mod version;
 pub mod workspace;
 

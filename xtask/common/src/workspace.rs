@@ -13,7 +13,8 @@ pub fn root() -> &'static Path {
         .expect("xtask/common lies in the workspace")
 }
 
-/// The version of the checkout, with `dirty` at its end if files of it have been changed. `VGPU_VERSION` in the environment comes first.
+/// The version of the checkout, with `dirty` at its end if files of it have been changed.
+/// `VGPU_VERSION` in the environment comes first.
 pub fn version() -> String {
     if let Some(given) = std::env::var("VGPU_VERSION")
         .ok()

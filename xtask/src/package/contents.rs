@@ -7,8 +7,7 @@ use std::process::Command;
 
 use anyhow::{Context as _, Result};
 
-use super::files_below;
-use super::layout::{Entry, entry};
+use super::layout::{Entry, entry, files_below};
 use xtask_common::dist::Dist;
 use xtask_common::process;
 use xtask_common::scratch::Scratch;

@@ -8,6 +8,7 @@ use std::process::Command;
 use anyhow::{Context as _, Result};
 
 use xtask_common::process;
+use xtask_common::version;
 use xtask_common::workspace;
 
 /// The oldest C library that the files have to run with: that of RHEL 9 and its relatives. Ubuntu
@@ -72,4 +73,30 @@ pub(super) fn reproducible_tar() -> Result<Command> {
             &format!("--mtime=@{}", source_date_epoch()?),
         ]);
     Ok(tar)
+}
+
+/// The files below a folder of `root`, relative to `root`, sorted: those of git, since others may
+/// lie beside them, or all of them in sources without git.
+pub(super) fn files_below(root: &Path, folder: &str) -> Result<Vec<String>> {
+    if let Some(listed) = version::git(root, &["ls-files", "-z", "--", folder]) {
+        let files = listed.split('\0').filter(|file| !file.is_empty());
+        return Ok(files.map(str::to_owned).collect());
+    }
+    let mut files = Vec::new();
+    let mut folders = vec![root.join(folder)];
+    while let Some(folder) = folders.pop() {
+        let reading = || format!("reading {}", folder.display());
+        for entry in fs::read_dir(&folder).with_context(reading)? {
+            let path = entry.with_context(reading)?.path();
+            if path.is_dir() {
+                folders.push(path);
+                continue;
+            }
+            let name = path.strip_prefix(root)?.to_str();
+            let name = name.with_context(|| format!("{} is no text", path.display()))?;
+            files.push(name.to_owned());
+        }
+    }
+    files.sort_unstable();
+    Ok(files)
 }

@@ -23,11 +23,10 @@ use xtask_common::packages;
 use xtask_common::process;
 use xtask_common::progress::{Progress, heading};
 use xtask_common::scratch::Scratch;
-use xtask_common::version;
 use xtask_common::workspace;
 
 use contents::Generated;
-use layout::{GLIBC, entry, lay_out, reproducible_tar};
+use layout::{GLIBC, entry, files_below, lay_out, reproducible_tar};
 use sbom::Tree;
 
 /// What ssh-keygen calls a namespace: a signature for another purpose is not valid here.
@@ -287,32 +286,6 @@ fn archive(dist: &Dist, licenses: &Path, version: &str, folder: &Path) -> Result
         .env_remove("XZ_DEFAULTS");
     process::output(&mut tar)?;
     Ok(archive)
-}
-
-/// The files below a folder of `root`, relative to `root`, sorted: those of git, since others may
-/// lie beside them, or all of them in sources without git.
-fn files_below(root: &Path, folder: &str) -> Result<Vec<String>> {
-    if let Some(listed) = version::git(root, &["ls-files", "-z", "--", folder]) {
-        let files = listed.split('\0').filter(|file| !file.is_empty());
-        return Ok(files.map(str::to_owned).collect());
-    }
-    let mut files = Vec::new();
-    let mut folders = vec![root.join(folder)];
-    while let Some(folder) = folders.pop() {
-        let reading = || format!("reading {}", folder.display());
-        for entry in fs::read_dir(&folder).with_context(reading)? {
-            let path = entry.with_context(reading)?.path();
-            if path.is_dir() {
-                folders.push(path);
-                continue;
-            }
-            let name = path.strip_prefix(root)?.to_str();
-            let name = name.with_context(|| format!("{} is no text", path.display()))?;
-            files.push(name.to_owned());
-        }
-    }
-    files.sort_unstable();
-    Ok(files)
 }
 
 #[cfg(test)]
