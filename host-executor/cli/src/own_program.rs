@@ -4,8 +4,8 @@
 /// an upgrade has replaced or removed it since.
 pub(crate) const OWN_PROGRAM: &str = "/proc/self/exe";
 
-/// The version of the running program with its commit (`xtask/common/src/version.rs`). The processes
-/// that it starts have the same.
+/// The version of the running program with its commit (`xtask/common/src/version.rs`). The
+/// processes that it starts have the same.
 pub(crate) const VERSION: &str = env!("VGPU_VERSION");
 
 /// Refuses a supervisor of another version. `process` is what the supervisor has started.
