@@ -57,15 +57,12 @@ impl Served {
     /// The id of the current executor process.
     fn pid(&self) -> Result<i32> {
         let log = self.fd_store.log();
-        let line = log
-            .lines()
-            .rev()
-            .find(|line| line.starts_with("vgpu fd-store: pid ") && line.contains(" runs "))
-            .context("vgpu fd-store does not report what it runs")?;
-        line.split_whitespace()
-            .nth(3)
-            .and_then(|pid| pid.parse().ok())
-            .context("vgpu fd-store does not report which process it runs")
+        let pid = { log.lines().rev() }.find_map(|line| {
+            let (_, told) = line.split_once("vgpu fd-store: pid ")?;
+            let (pid, _) = told.split_once(" runs ")?;
+            pid.parse().ok()
+        });
+        pid.context("vgpu fd-store does not report which process it runs")
     }
 
     /// Kills the executor. Returns when the next one is ready.
