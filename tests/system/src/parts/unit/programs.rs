@@ -111,6 +111,10 @@ pub(super) fn compile(tests: &TestRun<'_>, progress: &Progress) -> Result<Vec<Te
         said[from..].join("\n")
     );
     let logs = logs();
+    // What an earlier run has left.
+    if logs.exists() {
+        std::fs::remove_dir_all(&logs).with_context(|| format!("removing {}", logs.display()))?;
+    }
     std::fs::create_dir_all(&logs).with_context(|| format!("creating {}", logs.display()))?;
     Ok(programs)
 }
