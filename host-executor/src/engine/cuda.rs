@@ -137,13 +137,8 @@ fn tuning_file(cache: &Path, fingerprint: &str) -> PathBuf {
 fn load_tuning(cache: &Path, device: &str) -> TuningTable {
     let fingerprint = autotune::fingerprint(device);
     let path = tuning_file(cache, &fingerprint);
-    let text = match std::fs::read_to_string(&path) {
-        Ok(text) => text,
-        Err(error) if error.kind() == ErrorKind::NotFound => return TuningTable::default(),
-        Err(error) => {
-            warn!("{} is not used: {error}", path.display());
-            return TuningTable::default();
-        }
+    let Some(text) = kept(&path) else {
+        return TuningTable::default();
     };
     match TuningTable::parse(&text, &fingerprint) {
         Ok(table) => {
@@ -168,6 +163,18 @@ pub fn save_tuning(device: &str, table: &TuningTable) -> Result<PathBuf, KeepErr
         |cache| tuning_file(cache, &fingerprint),
         &table.to_text(&fingerprint),
     )
+}
+
+/// The text of a file of the cache folder, if it is there. The log says why it cannot be read.
+fn kept(path: &Path) -> Option<String> {
+    match std::fs::read_to_string(path) {
+        Ok(text) => Some(text),
+        Err(error) if error.kind() == ErrorKind::NotFound => None,
+        Err(error) => {
+            warn!("{} is not used: {error}", path.display());
+            None
+        }
+    }
 }
 
 /// Writes a file of the cache folder.
@@ -235,13 +242,8 @@ pub fn load_verdict(fingerprint: &str) -> Verdict {
 
 fn verdict_in(cache: &Path, fingerprint: &str) -> Verdict {
     let path = verdict_file(cache, fingerprint);
-    let text = match std::fs::read_to_string(&path) {
-        Ok(text) => text,
-        Err(error) if error.kind() == ErrorKind::NotFound => return Verdict::default(),
-        Err(error) => {
-            warn!("{} is not used: {error}", path.display());
-            return Verdict::default();
-        }
+    let Some(text) = kept(&path) else {
+        return Verdict::default();
     };
     Verdict::parse(&text, fingerprint).unwrap_or_else(|reason| {
         warn!("{} is not used: {reason}", path.display());

@@ -3,7 +3,7 @@
 use vgpu_transport::ir::Type;
 
 use super::CheckError;
-use super::model::{Family, Model, StepShape, TINY};
+use super::model::{Family, Model, StepShape};
 use super::steps::{Selection, Step};
 use vgpu_engine::Engine;
 
@@ -41,16 +41,6 @@ pub(super) fn run(
     selection: &Selection<'_>,
     mut seen: impl FnMut(Step<'_, Decoding>),
 ) -> Vec<Decoding> {
-    let base = Model {
-        width: 256,
-        heads: 8,
-        key_heads: 2,
-        head: 32,
-        inner: 512,
-        vocabulary: 512,
-        context: MAX_TOKENS,
-        ..TINY
-    };
     let experts = Some((8, 2));
     let models = [
         ("llama, Q4_K", Type::Q4K, Family::Llama, None),
@@ -62,11 +52,8 @@ pub(super) fn run(
     let decode = |(index, (name, weights, family, experts)): Entry<'_>| {
         seen(Step::Begins { index, name });
         let model = Model {
-            weights,
-            family,
-            experts,
-            norms_heads: family == Family::Llama && experts.is_some(),
-            ..base
+            context: MAX_TOKENS,
+            ..Model::small(weights, family, experts)
         };
         let decoding = Decoding {
             name: name.into(),

@@ -153,6 +153,30 @@ pub const TINY: Model = Model {
     family: Family::Llama,
 };
 
+/// The smallest model whose decoding uses the tuned kernels.
+const SMALL: Model = Model {
+    width: 256,
+    heads: 8,
+    key_heads: 2,
+    inner: 512,
+    vocabulary: 512,
+    ..TINY
+};
+
+impl Model {
+    /// The smallest model of a family whose decoding uses the tuned kernels, as the checks decode
+    /// it.
+    pub(crate) fn small(weights: Type, family: Family, experts: Option<(u64, u64)>) -> Model {
+        Model {
+            weights,
+            family,
+            experts,
+            norms_heads: family == Family::Llama && experts.is_some(),
+            ..SMALL
+        }
+    }
+}
+
 /// [`TINY`] with biases.
 pub const TINY_BIASES: Model = Model {
     family: Family::Qwen2,

@@ -15,7 +15,7 @@ use super::message::{Outcome, Step, Work};
 use super::order::{MEGAKERNELS, hiding, in_order, reads_repacked};
 use crate::cases::{self, Operation, RUNS, worst_error};
 use crate::error::CheckError;
-use crate::model::{Built, Family, Model, StepShape, TINY};
+use crate::model::{Built, Family, Model, StepShape};
 
 /// Two ways of computing are each off by at most the limit of a case, so their difference may be
 /// twice as large, and its square four times.
@@ -193,16 +193,6 @@ fn error_between(results: &[Vec<f32>], expected: &[Vec<f32>]) -> f64 {
 }
 
 fn cases() -> Vec<Case> {
-    let base = Model {
-        width: 256,
-        heads: 8,
-        key_heads: 2,
-        head: 32,
-        inner: 512,
-        vocabulary: 512,
-        context: 64,
-        ..TINY
-    };
     let experts = Some((8, 2));
     // Experts with products in floats: rounding of activations would change the choice of experts.
     let models = [
@@ -211,13 +201,7 @@ fn cases() -> Vec<Case> {
         (Type::F16, Family::GptOss, experts),
     ];
     let steps = models.map(|(weights, family, experts)| {
-        let model = Model {
-            weights,
-            family,
-            experts,
-            norms_heads: family == Family::Llama && experts.is_some(),
-            ..base
-        };
+        let model = Model::small(weights, family, experts);
         let step = StepShape {
             tokens: 1,
             seen: model.context,
