@@ -4,12 +4,12 @@
 use std::fs::File;
 use std::io::{self, Write as _, stdout};
 use std::os::unix::fs::FileExt as _;
-use std::process::{Command, ExitStatus, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use clap::Parser;
 use rustix::fs::{MemfdFlags, memfd_create};
-use vgpu_executor::engine::{self, EngineKind, ProbedDevice, Selection, StartError};
+use vgpu_executor::engine::{self, EngineKind, ProbeError, ProbedDevice, Selection, StartError};
 
 use crate::own_program::OWN_PROGRAM;
 
@@ -27,7 +27,10 @@ const INTERVAL: Duration = Duration::from_millis(5);
 const ANSWER: &str = "vgpu-probe:";
 
 /// The devices of an engine, or why it cannot be used.
-type Answer = Result<Vec<ProbedDevice>, String>;
+type Answer = Result<Vec<ProbedDevice>, ProbeError>;
+
+/// What the process prints: the devices, or what the engine says of itself.
+type Printed = Result<Vec<ProbedDevice>, String>;
 
 /// Starts an engine, prints what devices it has, and ends.
 #[derive(Parser)]
@@ -40,7 +43,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     // A library that hangs must not outlive the executor.
     let signal = Some(rustix::process::Signal::KILL);
     rustix::process::set_parent_process_death_signal(signal)?;
-    let answer: Answer = engine::probe(&args.engine).map_err(|error| error.to_string());
+    let answer: Printed =
+        engine::probe(&args.engine).map_err(|error| ProbeError::from(error).to_string());
     let mut out = stdout().lock();
     writeln!(out, "\n{ANSWER}{}", serde_json::to_string(&answer)?)?;
     out.flush()?;
@@ -66,29 +70,25 @@ fn probe(kind: &EngineKind) -> Answer {
 /// What a process answers within `time`. The process does not outlive this call, unless it cannot
 /// be killed.
 fn answer_of(command: &mut Command, time: Duration) -> Answer {
-    let failed = |error: io::Error| format!("it cannot be tried in a process: {error}");
     let file =
         || -> io::Result<File> { Ok(memfd_create("vgpu-probe", MemfdFlags::CLOEXEC)?.into()) };
-    let (out, err) = (file().map_err(failed)?, file().map_err(failed)?);
+    let (out, err) = (file()?, file()?);
     let copy = |file: &File| -> io::Result<Stdio> { Ok(file.try_clone()?.into()) };
-    let mut child = copy(&out)
-        .and_then(|out| {
-            let err = copy(&err)?;
-            command.stdin(Stdio::null()).stdout(out).stderr(err).spawn()
-        })
-        .map_err(failed)?;
+    command.stdin(Stdio::null());
+    let mut child = command.stdout(copy(&out)?).stderr(copy(&err)?).spawn()?;
     let begin = Instant::now();
     let outcome = loop {
         // In this order: a process that has ended has written its answer.
-        let ended = child.try_wait().map_err(failed)?;
+        let ended = child.try_wait()?;
         if let Some(answer) = parse(&text(&out)) {
             break answer;
         }
         if let Some(status) = ended {
-            break Err(crash(status, &text(&err)));
+            let last_line = last_line(&text(&err));
+            break Err(ProbeError::Ended { status, last_line });
         }
         if begin.elapsed() > time {
-            break Err(format!("it does not start within {} s", time.as_secs_f64()));
+            break Err(ProbeError::Late { limit: time });
         }
         std::thread::sleep(INTERVAL);
     };
@@ -116,20 +116,20 @@ fn parse(text: &str) -> Option<Answer> {
     let (_, rest) = text.rsplit_once(&format!("\n{ANSWER}"))?;
     // Up to the end of the line, without which the answer is not complete.
     let (line, _) = rest.split_once('\n')?;
-    Some(match serde_json::from_str(line) {
-        Ok(answer) => answer,
-        Err(error) => Err(format!("its process answers {line:?}: {error}")),
+    Some(match serde_json::from_str::<Printed>(line) {
+        Ok(answer) => answer.map_err(ProbeError::Refused),
+        Err(error) => Err(ProbeError::Answer {
+            line: line.to_owned(),
+            error: error.to_string(),
+        }),
     })
 }
 
-/// What is known of a process that has ended without an answer.
-fn crash(status: ExitStatus, log: &str) -> String {
+/// The last line of a log, for an error.
+fn last_line(log: &str) -> String {
     let mut lines = log.lines().map(str::trim);
     let last = lines.rfind(|line| !line.is_empty());
-    format!(
-        "its start ends the process with {status}; the last line of its log: {}",
-        last.unwrap_or("none")
-    )
+    last.unwrap_or("none").to_owned()
 }
 
 #[cfg(test)]
@@ -147,26 +147,28 @@ mod tests {
             "printf 'found 1 devices:'; printf '\\nvgpu-probe:{\"Ok\":[]}\\nbye'; kill -ABRT $$",
             long,
         );
-        assert_eq!(answer, Ok(Vec::new()));
+        assert_eq!(answer.expect("devices"), Vec::new());
         // A process that hangs after its answer is not waited for.
         let answer = shell(
             "printf '\\nvgpu-probe:{\"Err\":\"no driver\"}\\n'; exec sleep 1000",
             long,
         );
-        assert_eq!(answer, Err("no driver".to_owned()));
+        let refused = answer.expect_err("no devices");
+        assert!(matches!(&refused, ProbeError::Refused(reason) if reason == "no driver"));
     }
 
     #[test]
     fn a_process_that_crashes_or_hangs_is_refused() {
         let long = Duration::from_secs(60);
         let reason = shell("echo 'GGML_ASSERT(false) failed' >&2; kill -ABRT $$", long);
-        let reason = reason.expect_err("it has crashed");
+        let reason = reason.expect_err("it has crashed").to_string();
         assert!(reason.contains("signal: 6"), "{reason}");
         assert!(reason.contains("GGML_ASSERT(false) failed"), "{reason}");
         let reason = shell("exec sleep 1000", Duration::from_millis(200));
-        assert_eq!(reason, Err("it does not start within 0.2 s".to_owned()));
+        let reason = reason.expect_err("it is late").to_string();
+        assert_eq!(reason, "it does not start within 0.2 s");
         let reason = answer_of(&mut Command::new("/nonexistent"), long);
-        let reason = reason.expect_err("there is no such program");
+        let reason = reason.expect_err("there is no such program").to_string();
         assert!(reason.contains("cannot be tried"), "{reason}");
     }
 }

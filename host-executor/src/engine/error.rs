@@ -1,6 +1,9 @@
 //! The error of a start.
 
+use std::io;
 use std::path::PathBuf;
+use std::process::ExitStatus;
+use std::time::Duration;
 
 use vgpu_engine::EngineError;
 
@@ -50,4 +53,35 @@ pub enum StartError {
          (cargo feature cuda)"
     )]
     NotBuilt { ordinal: u32 },
+}
+
+/// Why an engine that was tried cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)] // the messages name every field
+pub enum ProbeError {
+    /// What the engine says of itself.
+    #[error("{0}")]
+    Refused(String),
+    #[error("it cannot be tried in a process: {0}")]
+    Process(#[from] io::Error),
+    #[error("its start ends the process with {status}; the last line of its log: {last_line}")]
+    Ended {
+        status: ExitStatus,
+        last_line: String,
+    },
+    #[error("its process answers {line:?}: {error}")]
+    Answer { line: String, error: String },
+    #[error("it does not start within {} s", limit.as_secs_f64())]
+    Late { limit: Duration },
+}
+
+impl From<StartError> for ProbeError {
+    /// Without the engine's name where a caller knows the library.
+    fn from(error: StartError) -> ProbeError {
+        ProbeError::Refused(match error {
+            #[cfg(feature = "ggml")]
+            StartError::Ggml(error) => error.to_string(),
+            error => error.to_string(),
+        })
+    }
 }

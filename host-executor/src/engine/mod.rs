@@ -18,7 +18,7 @@ pub use cuda::{
     KeepError, check_cache, cuda_for_single_nodes, cuda_forced, disabled_kernels, fingerprint,
     launch_policy, load_verdict, lock_verdicts, open_gpu, save_tuning, save_verdict,
 };
-pub use error::StartError;
+pub use error::{ProbeError, StartError};
 pub use kind::{EngineKind, GgmlBackend, ParseEngineKindError};
 pub use select::{Probe, ProbedDevice, ProbedKind, Selection, select};
 
@@ -54,7 +54,7 @@ pub fn start(
         EngineKind::Cuda(ordinal) => start_cuda(*ordinal),
         EngineKind::Ggml(backend) => start_ggml(backend, threads, memory),
         EngineKind::AnyGgml => {
-            let probe = |kind: &EngineKind| probe(kind).map_err(|error| error.to_string());
+            let probe = |kind: &EngineKind| Ok(probe(kind)?);
             start(&select(kind, true, &probe)?.kind, threads, memory)
         }
         EngineKind::Auto => start_cuda(0).or_else(|error| {

@@ -9,11 +9,8 @@ use tracing::{info, warn};
 use vgpu_transport::link::pci::discover as pci;
 
 use super::discover::{self, BACKEND_PATH, Search};
-use super::error::StartError;
+use super::error::{ProbeError, StartError};
 use super::kind::{EngineKind, GgmlBackend};
-
-/// The start of an error of the engine `ggml`, which the path of a library follows.
-const NOT_STARTED: &str = "the engine ggml does not start: ";
 
 /// A device of an engine that was tried.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -38,7 +35,7 @@ pub enum ProbedKind {
 }
 
 /// Tries an engine: its devices, or why it cannot be used.
-pub type Probe<'a> = dyn Fn(&EngineKind) -> Result<Vec<ProbedDevice>, String> + 'a;
+pub type Probe<'a> = dyn Fn(&EngineKind) -> Result<Vec<ProbedDevice>, ProbeError> + 'a;
 
 /// A chosen engine.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -145,7 +142,6 @@ fn auto(
 fn any_ggml(search: &Search, probe: &Probe<'_>) -> Result<EngineKind, StartError> {
     let mut refused = Vec::new();
     let mut refuse = |path: &Path, reason: &str| {
-        let reason = reason.strip_prefix(NOT_STARTED).unwrap_or(reason);
         let path = path.display().to_string();
         let text = match reason.contains(&path) {
             true => reason.to_owned(),
@@ -165,7 +161,7 @@ fn any_ggml(search: &Search, probe: &Probe<'_>) -> Result<EngineKind, StartError
         let devices = match probe(&EngineKind::Ggml(backend)) {
             Ok(devices) => devices,
             Err(reason) => {
-                refuse(path, &reason);
+                refuse(path, &reason.to_string());
                 continue;
             }
         };
@@ -271,6 +267,10 @@ mod tests {
         }
     }
 
+    fn refused(reason: &str) -> ProbeError {
+        ProbeError::Refused(reason.to_owned())
+    }
+
     fn found(backends: &[&str]) -> Search {
         Search {
             places: vec!["/usr/lib/ollama".into(), "/app".into()],
@@ -303,7 +303,7 @@ mod tests {
         let probe = |kind: &EngineKind| {
             tried.borrow_mut().push(kind.to_string());
             match kind.to_string().as_str() {
-                "ggml:/a/libggml-cuda.so" => Err("/a/libggml-cuda.so: no driver".to_owned()),
+                "ggml:/a/libggml-cuda.so" => Err(refused("/a/libggml-cuda.so: no driver")),
                 "ggml:/b/libggml-hip.so" => Ok(vec![device("CPU", ProbedKind::Other)]),
                 _ => Ok(vec![
                     device("Vulkan0", ProbedKind::IntegratedGpu),
@@ -344,7 +344,7 @@ mod tests {
         assert_eq!(chosen.unused_gpu, None);
 
         let has_vulkan = |kind: &EngineKind| match kind {
-            EngineKind::Cuda(_) => Err("a kernel is wrong".to_owned()),
+            EngineKind::Cuda(_) => Err(refused("a kernel is wrong")),
             _ => Ok(vec![device("Vulkan0", ProbedKind::Gpu)]),
         };
         let chosen = auto(&search, &[NVIDIA], true, &has_vulkan);
@@ -353,7 +353,7 @@ mod tests {
 
         // A backend that a guest can end is not even loaded without leave.
         let only_cuda = |kind: &EngineKind| match kind {
-            EngineKind::Cuda(_) => Err("a kernel is wrong".to_owned()),
+            EngineKind::Cuda(_) => Err(refused("a kernel is wrong")),
             other => panic!("{other} must not be tried"),
         };
         let chosen = auto(&search, &[NVIDIA], false, &only_cuda);
@@ -368,7 +368,7 @@ mod tests {
             assert!(text.contains(part), "{part:?} is not in {text:?}");
         }
         // Without a GPU there is nothing to warn of.
-        let none = |_: &EngineKind| Err("no driver".to_owned());
+        let none = |_: &EngineKind| Err(refused("no driver"));
         let chosen = auto(&found(&[]), &[], true, &none);
         assert_eq!((chosen.kind, chosen.unused_gpu), (EngineKind::Cpu, None));
     }
