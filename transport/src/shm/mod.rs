@@ -7,15 +7,15 @@
 //! - [`layout`]: the offsets of the parts of a window, and the side that may write each part.
 //! - [`memory`]: the mapping, and all accesses to it.
 //! - [`ring`]: a single-producer single-consumer queue of records.
-//! - [`bulk`]: allocation of payload memory outside the rings. The guest allocates.
+//! - [`staging`]: allocation of payload memory outside the rings. The guest allocates.
 //! - [`notify`]: waiting for the peer by spinning, then sleeping, without a lost wake-up.
 //! - [`doorbell`]: waking the sleeping peer, and detecting the death of the peer.
 //! - [`liveness`]: telling a stopped host process from a busy one.
 
-pub mod bulk;
 pub mod doorbell;
 pub mod layout;
 pub mod liveness;
 pub mod memory;
 pub mod notify;
 pub mod ring;
+pub mod staging;

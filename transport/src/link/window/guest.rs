@@ -17,12 +17,12 @@ use crate::link::window_end::{
     WAKE_ON_REQUEST, WAKE_ON_ROOM, Waiting, WindowEnd, completion_ring, count_in, read_message,
     submission_ring, too_large, unmapped,
 };
-use crate::shm::bulk::{StagingHeap, StagingRing};
 use crate::shm::doorbell::Doorbell;
 use crate::shm::layout::{Layout, STATE_OPEN, word};
 use crate::shm::liveness::Liveness;
 use crate::shm::memory::{SharedWords, Window};
 use crate::shm::ring::{Consumer, Limits, Payload, Producer};
+use crate::shm::staging::{StagingHeap, StagingRing};
 
 /// The largest payload that goes through the submission ring, in bytes. A larger payload would be
 /// as fast there, but would leave room for fewer messages.
