@@ -5,7 +5,7 @@ use std::cell::OnceCell;
 use anyhow::{Context as _, Result, anyhow};
 
 use xtask_common::cache::Cache;
-use xtask_common::workspace;
+use xtask_common::{compiler_cache, progress, workspace};
 
 use crate::parts::{
     demo, dependencies, deploy, failures, faults, generation, kernels, lints, models, ollama, ops,
@@ -31,6 +31,9 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
             "samples depend on --seed {}; --full runs all tests",
             options.seed()
         );
+    }
+    if let Err(error) = compiler_cache::start(cache) {
+        progress::say(&format!("without a compiler cache: {error:#}"));
     }
     let mut times = Times::default();
     let parts: Vec<Part> = PARTS.into_iter().filter(wanted).collect();

@@ -3,6 +3,8 @@
 use std::fmt;
 use std::time::{Duration, Instant};
 
+use xtask_common::compiler_cache;
+
 use crate::test_run::Part;
 
 /// Clock ticks of proc(5) in a second, on every architecture that Linux has today.
@@ -107,12 +109,15 @@ impl fmt::Display for Times {
     }
 }
 
-/// The CPU time of this process and of the children that it has waited for; zero if it is unknown.
+/// The CPU time of this process, of the children that it has waited for, and of the compilers that
+/// the compiler cache has started. What is unknown counts as zero.
 fn processor_time() -> Duration {
-    let stat = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
-    ticks(&stat).map_or(Duration::ZERO, |ticks| {
-        Duration::from_millis(ticks * 1000 / TICKS)
-    })
+    let of = |process: &str| {
+        let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
+        ticks(&stat).unwrap_or(0)
+    };
+    let server = compiler_cache::server().map_or(0, |server| of(&server.to_string()));
+    Duration::from_millis((of("self") + server) * 1000 / TICKS)
 }
 
 /// The sum of the fields 14 to 17 of proc(5)'s `stat`.

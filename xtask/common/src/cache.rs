@@ -64,6 +64,11 @@ impl Cache {
         self.root.join("machine-code")
     }
 
+    /// The folder where sccache keeps what rustc has compiled.
+    pub fn compiled(&self) -> PathBuf {
+        self.root.join("compiled")
+    }
+
     /// The folder where the build of `vgpu-cuda-shim` keeps object files, by content.
     pub fn shim_objects(&self) -> PathBuf {
         self.root.join("shim-objects")

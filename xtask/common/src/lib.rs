@@ -3,6 +3,7 @@
 
 pub mod cache;
 pub mod compare;
+pub mod compiler_cache;
 pub mod dist;
 pub mod elf;
 pub mod executor;

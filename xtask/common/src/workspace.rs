@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use crate::compiler_cache;
 use crate::version;
 
 /// The root of the checkout this command was built from.
@@ -54,6 +55,7 @@ pub fn reports() -> PathBuf {
 pub fn cargo() -> Command {
     let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     cargo.current_dir(root());
+    compiler_cache::use_in(&mut cargo);
     cargo
 }
 
