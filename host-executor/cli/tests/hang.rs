@@ -553,6 +553,34 @@ fn sigterm_does_not_wait_for_an_engine_that_starts() {
     assert!(!socket.exists(), "the socket stays");
 }
 
+/// The same of a supervisor that tries engines. The process that it tries one in ends with it.
+#[test]
+#[cfg(feature = "ggml")]
+fn sigterm_ends_a_supervisor_that_tries_an_engine() {
+    let scratch = Scratch::new("hang-supervisor");
+    hanging_engine(&scratch);
+    let backend = scratch.path().join("libggml-vulkan.so");
+    fs::rename(scratch.path().join("libggml-hang.so"), &backend).expect("a library");
+    let mark = scratch.path().join("mark");
+    let endpoint = format!("unix:{}", scratch.socket().display());
+    let mut command = vgpu(&["serve", "--listen", &endpoint, "--engine", "ggml"]);
+    command.args(["--isolate", "--memory", "512M", "--guest-memory", "64M"]);
+    command.env("HANG_MARK", &mark);
+    let child = command.env("GGML_BACKEND_PATH", &backend).spawn();
+    let (child, ready) = (child.expect("the command starts"), String::new());
+    let serve = Serve { child, ready };
+    let start = Instant::now();
+    while !mark.exists() {
+        assert!(start.elapsed() < TIMEOUT, "the driver is not loaded");
+        thread::sleep(Duration::from_millis(5));
+    }
+    serve.signal(Signal::TERM);
+    let (status, log) = serve.wait();
+    assert_eq!(status.code(), Some(0), "{log}");
+    let line = "INFO SIGTERM received before anybody is served: ending";
+    assert!(log.contains(line), "{log}");
+}
+
 #[test]
 #[cfg(feature = "ggml")]
 fn process_ends_when_its_engine_does_not_start() {

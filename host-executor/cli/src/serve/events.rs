@@ -1,7 +1,7 @@
 //! What the main thread waits for: signals, reloads, and the loss of the engine.
 
 use std::io::{Write as _, stdout};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender, SyncSender};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -43,16 +43,31 @@ pub(super) fn end_stuck(_: &str) {
 /// Whether programs may be served, so that a signal asks the main thread for an orderly end. Until
 /// then the main thread may wait for a driver, and nobody loses anything by an end at once.
 #[derive(Clone, Default)]
-pub(super) struct Serving(Arc<AtomicBool>);
+pub(super) struct Serving(Arc<AtomicU8>);
 
 impl Serving {
-    /// From now on programs may be served.
+    const STARTING: u8 = 0;
+    const BEGUN: u8 = 1;
+    const ENDING: u8 = 2;
+
+    /// From now on programs may be served. Does not return if a signal has come before.
     pub(super) fn begin(&self) {
-        self.0.store(true, Ordering::Release);
+        while self.change(Serving::BEGUN) == Serving::ENDING {
+            // The thread for signals ends the process.
+            std::thread::park();
+        }
     }
 
-    fn has_begun(&self) -> bool {
-        self.0.load(Ordering::Acquire)
+    /// Whether a signal ends the process at once. If so, programs will never be served.
+    fn ends_at_once(&self) -> bool {
+        self.change(Serving::ENDING) == Serving::STARTING
+    }
+
+    /// Ends the start, and returns the state before.
+    fn change(&self, to: u8) -> u8 {
+        let (start, order) = (Serving::STARTING, Ordering::AcqRel);
+        let changed = self.0.compare_exchange(start, to, order, Ordering::Acquire);
+        changed.unwrap_or_else(|before| before)
     }
 }
 
@@ -178,7 +193,7 @@ pub(super) fn catch_signals(
                     // The receiver is gone if the start has failed.
                     _ if signal == SIGUSR1 => drop(wanted.try_send(name)),
                     _ if signal == SIGHUP => drop(events.send(Event::Reload(None))),
-                    None if !serving.has_begun() => {
+                    None if serving.ends_at_once() => {
                         socket_file::remove_all();
                         let text = format!("{name} received before anybody is served: ending");
                         end_with_last_log(0, Level::INFO, &text);
@@ -213,6 +228,30 @@ mod tests {
     use std::sync::mpsc;
 
     use super::*;
+
+    #[test]
+    fn programs_are_served_or_a_signal_ends_the_start() {
+        let serving = Serving::default();
+        serving.begin();
+        assert!(!serving.ends_at_once(), "programs are served");
+        serving.begin();
+        // A signal first: the main thread serves nobody.
+        let serving = Serving::default();
+        assert!(serving.ends_at_once());
+        let begun = Arc::new(OnceLock::new());
+        let main_thread = std::thread::spawn({
+            let (serving, begun) = (serving.clone(), Arc::clone(&begun));
+            move || {
+                serving.begin();
+                let _ = begun.set(());
+            }
+        });
+        for _ in 0..20 {
+            main_thread.thread().unpark();
+            std::thread::yield_now();
+        }
+        assert!(begun.get().is_none(), "programs are served");
+    }
 
     #[test]
     fn a_lost_engine_ends_the_executor() {

@@ -54,22 +54,19 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         }
         anyhow::Ok(chosen)
     };
-    // A supervisor chooses, and its workers and the processes of its virtual machines get an engine
-    // by name. Every other process listens before it tries engines: programs wait meanwhile.
-    let chosen = match args.isolate || args.isolated_machine {
-        true => Some(choose()?),
-        false => None,
-    };
     if args.supervised.is_some() {
         // Before the process gives up its files.
         isolated::end_before_supervisor();
     }
-    // The process of a virtual machine has one thread only when it gives up its files.
-    let sockets = match &chosen {
-        Some(engine) if args.isolated_machine => {
-            Some(single::bind_and_isolate(args, &settings, &engine.kind)?)
+    // The process of a virtual machine has one thread only when it gives up its files. Its
+    // supervisor has chosen the engine.
+    let machine = match args.isolated_machine {
+        true => {
+            let engine = choose()?;
+            let sockets = single::bind_and_isolate(args, &settings, &engine.kind)?;
+            Some((sockets, engine))
         }
-        _ => None,
+        false => None,
     };
     start_writer()?;
     // First of all, so that a signal finds a handler as soon as there is something to clean up.
@@ -78,24 +75,25 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let serving = Serving::default();
     catch_signals(sender.clone(), Arc::clone(&dumps), serving.clone())?;
     let channel = (sender, &events);
-    match chosen {
-        Some(engine) if args.isolate => {
-            // Has no engine, and processes that are to end in order.
-            serving.begin();
-            isolated::run(args, settings, &engine, channel, &dumps, &mut logging)
-        }
-        chosen => {
-            let sockets = sockets.map(Ok).unwrap_or_else(|| single::bind(&settings))?;
-            let engine = chosen.map(Ok).unwrap_or_else(choose)?;
-            single::run(
-                args,
-                settings,
-                &engine,
-                sockets,
-                channel,
-                (&dumps, &serving),
-                &mut logging,
-            )
-        }
+    if args.isolate {
+        // Its workers and the processes of its virtual machines get the engine by name.
+        let engine = choose()?;
+        // Has no engine, and processes that are to end in order.
+        serving.begin();
+        return isolated::run(args, settings, &engine, channel, &dumps, &mut logging);
     }
+    let (sockets, engine) = match machine {
+        Some(machine) => machine,
+        // Programs connect, and wait, while engines are tried.
+        None => (single::bind(&settings)?, choose()?),
+    };
+    single::run(
+        args,
+        settings,
+        &engine,
+        sockets,
+        channel,
+        (&dumps, &serving),
+        &mut logging,
+    )
 }
