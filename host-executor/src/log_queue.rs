@@ -14,8 +14,8 @@ use std::backtrace::{Backtrace, BacktraceStatus};
 use std::collections::VecDeque;
 use std::io::{self, Write};
 use std::os::fd::AsFd;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -31,20 +31,27 @@ pub(crate) const LOG_PATIENCE: Duration = Duration::from_secs(2);
 /// Most bytes that wait to be written: some 8,000 lines.
 const MAX_BYTES: usize = 1 << 20;
 
-/// Another process, whose lines this one forwards, may have this part of the room that is left. So
-/// however many such processes write more than is read, there is room for the lines of a further
-/// one and of this process.
+/// Another process, whose lines this one forwards, may have this part of the room that is left.
 const PART_OF_PROCESS: usize = 8;
+
+/// What another process may have queued in any case, however many write more than is read.
+const ROOM_OF_PROCESS: usize = 4 << 10;
+
+/// What this process may have queued in any case.
+const OWN_ROOM: usize = 256 << 10;
 
 /// The log of this process.
 static LOG: LogQueue = LogQueue::new();
 
-/// Whether [`write_line`] writes JSON.
-static IS_JSON: AtomicBool = AtomicBool::new(false);
+/// Gives the time, as the rest of the log has it.
+pub type Now = fn() -> String;
+
+/// Set if [`write_line`] writes JSON.
+static JSON: OnceLock<Now> = OnceLock::new();
 
 /// Makes [`write_line`] write JSON objects, as the rest of the log.
-pub fn use_json() {
-    IS_JSON.store(true, Ordering::Relaxed);
+pub fn use_json(now: Now) {
+    JSON.get_or_init(|| now);
 }
 
 /// Starts the thread that writes to standard error. Panics, too, are written by this thread from
@@ -89,20 +96,20 @@ pub fn flush() {
 /// Writes a line into the log of this process, past its filter: its level, and the text. Where
 /// standard error is the journal, the line has the level's priority. A text may have several lines.
 pub fn write_line(level: Level, text: &str) {
-    let is_json = IS_JSON.load(Ordering::Relaxed);
-    LOG.push(line(level, text, is_json).as_bytes(), None);
+    LOG.push(line(level, text, JSON.get().copied()).as_bytes(), None);
 }
 
-fn line(level: Level, text: &str, is_json: bool) -> String {
-    let line = match is_json {
-        true => serde_json::json!({
+fn line(level: Level, text: &str, json: Option<Now>) -> String {
+    let line = match json {
+        Some(now) => serde_json::json!({
+            "timestamp": now(),
             "level": level.as_str(),
             "fields": {"message": text},
             "target": env!("CARGO_PKG_NAME"),
         })
         .to_string(),
         // Before every line: who reads them from a pipe finds the level in each.
-        false => { text.lines() }
+        None => { text.lines() }
             .map(|line| format!("{level} {line}\n"))
             .collect(),
     };
@@ -191,6 +198,8 @@ struct State {
     lines: VecDeque<Line>,
     /// The bytes of `lines`.
     bytes: usize,
+    /// Those of this process.
+    own_bytes: usize,
     /// Lines that found no room, since the log has said so.
     dropped: u64,
     /// Whether the writer has taken a line that is not yet written.
@@ -205,6 +214,7 @@ impl LogQueue {
         let state = State {
             lines: VecDeque::new(),
             bytes: 0,
+            own_bytes: 0,
             dropped: 0,
             is_writing: false,
             has_writer: false,
@@ -228,10 +238,10 @@ impl LogQueue {
         let mut state = self.lock();
         let left = MAX_BYTES.saturating_sub(state.bytes);
         let has_room = match process {
-            None => text.len() <= left,
+            None => text.len() <= left || state.own_bytes + text.len() <= OWN_ROOM,
             Some(process) => {
                 let queued = process.queued.load(Ordering::Relaxed);
-                queued + text.len() <= left / PART_OF_PROCESS
+                queued + text.len() <= ROOM_OF_PROCESS.max(left / PART_OF_PROCESS)
             }
         };
         if state.dropped > 0 || !has_room {
@@ -242,8 +252,9 @@ impl LogQueue {
             return false;
         }
         state.bytes += text.len();
-        if let Some(process) = process {
-            process.queued.fetch_add(text.len(), Ordering::Relaxed);
+        match process {
+            Some(process) => drop(process.queued.fetch_add(text.len(), Ordering::Relaxed)),
+            None => state.own_bytes += text.len(),
         }
         state.lines.push_back(Line {
             text: text.into(),
@@ -276,11 +287,12 @@ impl LogQueue {
         loop {
             if let Some(line) = state.lines.pop_front() {
                 state.bytes -= line.text.len();
+                match &line.of_process {
+                    Some(queued) => drop(queued.fetch_sub(line.text.len(), Ordering::Relaxed)),
+                    None => state.own_bytes -= line.text.len(),
+                }
                 state.is_writing = true;
                 drop(state);
-                if let Some(queued) = &line.of_process {
-                    queued.fetch_sub(line.text.len(), Ordering::Relaxed);
-                }
                 // A line that cannot be written (a full disk) is lost.
                 let _ = out.write_all(&line.text);
             } else if state.dropped > 0 {
@@ -398,14 +410,23 @@ mod tests {
             let fits = |_: &usize| SHARED.push(&line, Some(process));
             (0..).take_while(fits).count()
         };
-        let processes: Vec<_> = (0..30).map(|_| ProcessLines::default()).collect();
+        let processes: Vec<_> = (0..300).map(|_| ProcessLines::default()).collect();
         let counts: Vec<_> = processes.iter().map(flood).collect();
         assert!(
             (100..=MAX_BYTES / 1024 / 4).contains(&counts[0]),
             "{counts:?}"
         );
         assert!(counts.iter().all(|count| *count > 0), "{counts:?}");
-        assert!(SHARED.push(&line, None));
+        let own = (0..)
+            .take_while(|_: &usize| SHARED.push(&line, None))
+            .count();
+        assert!((OWN_ROOM / 1024..=MAX_BYTES / 1024).contains(&own), "{own}");
+        // A limit for each.
+        let bytes = SHARED.lock().bytes;
+        assert!(
+            bytes <= MAX_BYTES + OWN_ROOM + 300 * ROOM_OF_PROCESS,
+            "{bytes}"
+        );
         // What is written is no longer counted.
         let (text, written) = channel();
         let (read, is_read) = channel();
@@ -413,7 +434,7 @@ mod tests {
         let out = BlockedLog { is_read, text };
         SHARED.start(out, |_| {}).expect("a thread");
         assert!(SHARED.flush(Duration::from_secs(60)));
-        let sum = counts.iter().sum::<usize>() + 1;
+        let sum = counts.iter().sum::<usize>() + own;
         assert_eq!(written.try_iter().count(), sum);
         assert!(SHARED.push(&line, Some(&processes[0])));
     }
@@ -443,9 +464,11 @@ mod tests {
 
     #[test]
     fn lines_have_their_level_as_text_or_as_json() {
-        assert_eq!(line(Level::WARN, "a\nb", false), "WARN a\nWARN b\n");
-        let object: serde_json::Value =
-            serde_json::from_str(&line(Level::ERROR, "a\n\"b\"", true)).expect("JSON");
+        assert_eq!(line(Level::WARN, "a\nb", None), "WARN a\nWARN b\n");
+        let now: Now = || "2026-01-01".to_owned();
+        let json = line(Level::ERROR, "a\n\"b\"", Some(now));
+        let object: serde_json::Value = serde_json::from_str(&json).expect("JSON");
+        assert_eq!(object["timestamp"], "2026-01-01");
         assert_eq!(object["level"], "ERROR");
         assert_eq!(object["fields"]["message"], "a\n\"b\"");
     }

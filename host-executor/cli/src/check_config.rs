@@ -1,8 +1,12 @@
 //! `vgpu check-config`.
 
+use std::fs::File;
+use std::io::{self, Write as _};
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+use anyhow::Context as _;
 use clap::Parser;
 use serde_json::json;
 use vgpu_cpu::Threads;
@@ -30,7 +34,16 @@ pub(crate) struct Args {
     json: bool,
 }
 
-pub(crate) fn run(args: &Args) -> ExitCode {
+/// Standard output for the answer alone: what a driver or a backend library prints there goes to
+/// standard error from now on.
+fn only_the_answer() -> io::Result<File> {
+    let answer: OwnedFd = rustix::io::dup(io::stdout())?;
+    rustix::stdio::dup2_stdout(io::stderr())?;
+    Ok(answer.into())
+}
+
+pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    let mut out = only_the_answer().context("standard output")?;
     let file = args.file.display();
     let outcome = Settings::load(&args.file);
     let (status, text, value) = match &outcome {
@@ -72,11 +85,11 @@ pub(crate) fn run(args: &Args) -> ExitCode {
         ),
     };
     match (args.json, status) {
-        (true, _) => println!("{value}"),
-        (false, 0) => println!("{file}: {text}"),
+        (true, _) => writeln!(out, "{value}").context("standard output")?,
+        (false, 0) => writeln!(out, "{file}: {text}").context("standard output")?,
         (false, _) => eprintln!("vgpu: {text}"),
     }
-    ExitCode::from(status)
+    Ok(ExitCode::from(status))
 }
 
 /// What `vgpu serve` would use.

@@ -87,7 +87,10 @@ fn main() -> ExitCode {
         Command::Serve(args) => serve::run(&args),
         Command::ProbeEngine(args) => engine_probe::run(&args),
         Command::ServeGuest(args) => serve::run_worker(args),
-        Command::CheckConfig(args) => return check_config::run(&args),
+        Command::CheckConfig(args) => match check_config::run(&args) {
+            Ok(code) => return code,
+            Err(error) => Err(error),
+        },
         Command::Ps(args) => ps::run(&args),
         Command::Dump(args) => dump::run(&args),
         #[cfg(feature = "tools")]

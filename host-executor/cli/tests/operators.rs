@@ -857,6 +857,24 @@ fn check_config_validates_without_serving() {
     let (_, chosen) = chosen.unwrap_or_else(|| panic!("{said}"));
     let (engine, rest) = chosen.split_once(" (").expect("a device");
     assert!(rest.contains("), 0 named guests, 0 bytes of "), "{said}");
+    // What a library prints when it is loaded is not part of the answer.
+    if cfg!(feature = "ggml") {
+        let at = |name: &str| scratch.path().join(name);
+        let print = "#include <stdio.h>\n\
+            __attribute__((constructor)) static void print(void) { puts(\"{}\"); }\n";
+        fs::write(at("print.c"), print).expect("a file");
+        let mut cc = Command::new("cc");
+        cc.args(["-shared", "-fPIC", "-o"]);
+        let status = cc.args([at("libprint.so"), at("print.c")]).status();
+        assert!(status.expect("a compiler").success());
+        let engine = format!("engine.kind = \"ggml:{}\"\n", at("libprint.so").display());
+        fs::write(&path, engine).expect("a file");
+        let output = vgpu(&["check-config", file, "--json"]).output();
+        let output = output.expect("the command starts");
+        let value: Json = serde_json::from_slice(&output.stdout).expect("JSON and nothing else");
+        assert_eq!(value["ok"], false, "{value}");
+        assert!(String::from_utf8_lossy(&output.stderr).contains("{}"));
+    }
     let (_, json) = check(example, &["--json"]);
     let value: Json = serde_json::from_str(&json).expect("JSON");
     assert_eq!(value["engine"], engine, "{json}");

@@ -43,10 +43,6 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
     let is_early = |part: &Part| PARTS.iter().position(|one| one == part) < first_beside;
     let (early, late): (Vec<_>, Vec<_>) = parts.into_iter().partition(is_early);
     run_parts(&mut run, &early, &mut times);
-    // The failures have a limit for what a program is told, which needs an idle machine.
-    let is_alone = |part: &Part| *part == Part::Failures;
-    let (failures, late): (Vec<_>, Vec<_>) = late.into_iter().partition(is_alone);
-    run_parts(&mut run, &failures, &mut times);
     let (machines, others): (Vec<_>, Vec<_>) = late.into_iter().partition(|part| *part == Part::Vm);
     if machines.is_empty() || others.is_empty() || options.full {
         run_parts(&mut run, &others, &mut times);

@@ -6,6 +6,7 @@ use anyhow::{Context as _, anyhow};
 use tracing::{Event, Subscriber};
 use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::fmt::format::Writer;
+use tracing_subscriber::fmt::time::{FormatTime as _, SystemTime};
 use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
 use tracing_subscriber::layer::SubscriberExt as _;
 use tracing_subscriber::registry::LookupSpan;
@@ -29,7 +30,7 @@ impl Logging {
     pub(super) fn start(settings: &Settings) -> anyhow::Result<Logging> {
         let (layer, filter) = reload::Layer::new(filter(settings)?);
         if settings.log_format == LogFormat::Json {
-            log_queue::use_json();
+            log_queue::use_json(now);
         }
         // A line that cannot be written (a full disk) is lost. Reporting the error on standard
         // error would panic.
@@ -74,6 +75,14 @@ impl Logging {
 /// Checks the log filter of the settings.
 pub(super) fn check(settings: &Settings) -> anyhow::Result<()> {
     filter(settings).map(drop)
+}
+
+/// The time as the log's other lines have it.
+fn now() -> String {
+    let mut text = String::new();
+    // Fails if the text does.
+    let _ = SystemTime.format_time(&mut Writer::new(&mut text));
+    text
 }
 
 /// A format of log lines, each with the priority by which the journal files it (`sd-daemon(3)`).

@@ -22,8 +22,9 @@ use xtask_common::workspace;
 
 use crate::test_run::{PROMPT, Served, TestRun};
 
-/// The time after which the plugin must report the end of an executor.
-const NOTICED_WITHIN: Duration = Duration::from_secs(2);
+/// The plugin must report the end of an executor before. The closed socket says it at once; without
+/// that, only a missing heartbeat would, after 10 s.
+const NOTICED_WITHIN: Duration = Duration::from_secs(8);
 /// The timeout for every wait.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
