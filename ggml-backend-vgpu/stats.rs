@@ -5,7 +5,7 @@
 
 use std::collections::VecDeque;
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use vgpu_transport::link::Counters;
@@ -23,6 +23,8 @@ pub(crate) struct Stats {
     pub(crate) patches: u64,
     encoding: Duration,
     now: Traffic,
+    /// The first submission.
+    began: Option<Instant>,
     steps: VecDeque<GraphInterval>,
     /// The step that has begun, and the traffic before it.
     current: Option<(Traffic, GraphInterval)>,
@@ -33,6 +35,8 @@ pub(crate) struct Stats {
 struct GraphInterval {
     graph: SubmittedGraph,
     traffic: Traffic,
+    /// From the first submission of the session to this one.
+    submitted: Duration,
 }
 
 /// A graph at its submission.
@@ -69,8 +73,13 @@ impl Stats {
         self.full_graphs += u64::from(graph.sent == Sent::Full);
         self.patches += u64::from(graph.sent == Sent::Patch);
         self.encoding += graph.encoding;
-        let traffic = Traffic::default();
-        self.current = Some((now, GraphInterval { graph, traffic }));
+        let time = Instant::now();
+        let interval = GraphInterval {
+            graph,
+            traffic: Traffic::default(),
+            submitted: time - *self.began.get_or_insert(time),
+        };
+        self.current = Some((now, interval));
     }
 
     /// Ends the current step. `now` is the traffic of the session so far.
@@ -103,6 +112,7 @@ impl Stats {
                 row["full_graph"] = json!(step.graph.sent == Sent::Full);
                 row["patch"] = json!(step.graph.sent == Sent::Patch);
                 row["encode_ns"] = json!(step.graph.encoding.as_nanos() as u64);
+                row["submitted_ns"] = json!(step.submitted.as_nanos() as u64);
                 row
             })
             .collect();

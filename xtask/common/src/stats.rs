@@ -26,6 +26,8 @@ pub struct Traffic {
     pub round_trips: u64,
     /// Time to find out which graph it is, or to translate it.
     pub encode_ns: u64,
+    /// The time of the submission, from the first one of the session.
+    pub submitted_ns: u64,
     /// Whether the graph was sent whole, or as a patch of another.
     pub full_graph: bool,
     /// Whether the graph was sent as a patch of another.
@@ -43,6 +45,7 @@ impl Traffic {
             copied_from_host: number(value, "copied_from_host")?,
             round_trips: number(value, "round_trips")?,
             encode_ns: number(value, "encode_ns")?,
+            submitted_ns: number(value, "submitted_ns")?,
             full_graph: flag(value, "full_graph")?,
             patch: flag(value, "patch")?,
         })
@@ -210,6 +213,7 @@ mod tests {
                 "nodes": nodes, "ggml_nodes": 300, "messages": messages,
                 "bytes_to_host": 10 * messages, "bytes_from_host": 128_000,
                 "copied_to_host": 40, "copied_from_host": 128_000, "encode_ns": 700,
+                "submitted_ns": 9000,
                 "round_trips": round_trips, "full_graph": false, "patch": false,
             })
         };
