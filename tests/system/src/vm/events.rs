@@ -284,15 +284,47 @@ impl Events<'_> {
             "the guest's kernel has no S3: {said:?}"
         );
         let before = self.begin()?;
+        self.sleep()?;
+        self.expect()?;
+        self.ensure_same_sessions(&before)?;
+        Ok(format!("{SHORT:?}: {LONG} tokens equal, the same session"))
+    }
+
+    /// Puts the machine to sleep (S3) and wakes it.
+    fn sleep(&mut self) -> Result<()> {
         self.guest.begin("echo mem > /sys/power/state")?;
         self.qmp.event("SUSPEND")?;
         std::thread::sleep(SHORT);
         self.qmp.run("system_wakeup", json!({}))?;
         self.qmp.event("WAKEUP")?;
-        self.guest.finish()?.good("putting the machine to sleep")?;
-        self.expect()?;
-        self.ensure_same_sessions(&before)?;
-        Ok(format!("{SHORT:?}: {LONG} tokens equal, the same session"))
+        self.guest
+            .finish()?
+            .good("putting the machine to sleep")
+            .map(drop)
+    }
+
+    /// The machine of an executor sleeps (S3) while a program there computes: a host that suspends.
+    pub(crate) fn host_suspended(&mut self) -> Result<String> {
+        self.start_executor_inside("--threads 2")?;
+        let inside = self.start_inside()?;
+        inside.begin(&mut self.guest, SOME)?;
+        inside.wait_for_tokens(&mut self.guest, 2)?;
+        self.sleep()?;
+        match inside.end(&mut self.guest)? {
+            Outcome::Tokens(tokens) => ensure_begins(&tokens, &self.reference)?,
+            other => bail!(
+                "{other:?} inside the guest: {}",
+                inside.errors(&mut self.guest)?
+            ),
+        }
+        // One session, and no thread that seemed to hang meanwhile.
+        let lines = "grep -c 'session opened' /tmp/serve.log; \
+                     grep -c 'hangs\\|without a pause' /tmp/serve.log";
+        let counts = self.guest.run(lines)?.output;
+        let counts: Vec<&str> = counts.split_whitespace().collect();
+        ensure!(counts == ["1", "0"], "the log of the executor: {counts:?}");
+        self.stop_inside()?;
+        Ok(format!("{SHORT:?}: {SOME} tokens equal, the same session"))
     }
 
     /// A processor of the guest goes offline and comes back, while a program and an executor in the

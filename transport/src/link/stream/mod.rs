@@ -19,6 +19,8 @@
 //! [`STALL`](crate::shm::liveness::STALL) closes the link.
 
 mod accept;
+#[cfg(test)]
+mod blackhole;
 mod channel;
 mod framing;
 mod guest;

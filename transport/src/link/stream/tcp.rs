@@ -128,7 +128,7 @@ fn share(left: Duration, waiting: u32) -> Duration {
 }
 
 /// Sets the options of a connected socket of this side.
-fn prepare(socket: &TcpStream, side: Side) -> io::Result<()> {
+pub(super) fn prepare(socket: &TcpStream, side: Side) -> io::Result<()> {
     socket.set_nodelay(true)?;
     socket.set_nonblocking(true)?;
     // Keep-alive probes detect a peer machine that has lost power or network. The time limit below
