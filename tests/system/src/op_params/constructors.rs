@@ -4,8 +4,21 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use anyhow::{Context as _, Result, bail, ensure};
 
-use super::Written;
 use crate::c_source;
+
+/// Operators by the name of ggml without its prefix, each with the index of a word or a source.
+pub(crate) type Indices = BTreeSet<(String, usize)>;
+
+/// What constructors and setters write.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Written {
+    /// Words of `op_params`.
+    pub(crate) words: Indices,
+    /// Sources.
+    pub(crate) sources: Indices,
+    /// Sources that a constructor compares with null.
+    pub(crate) nullable: Indices,
+}
 
 /// The other enums of `ggml.h` whose values are in words, and which the plugin reads by value. No
 /// release has changed one.

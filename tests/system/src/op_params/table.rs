@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use anyhow::{Context as _, Result, bail, ensure};
 
-use super::{Build, is_old};
+use super::build::{Build, is_old};
 use xtask_common::workspace;
 
 /// The table, below the root of the workspace.

@@ -2,9 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use super::constructors::{ENUMS, constants, precisions, written};
+use super::constructors::{ENUMS, Indices, constants, precisions, written};
 use super::table::Since;
-use super::{Build, Indices, Table, Written};
+use super::{Build, Table, Written};
 
 const SETTERS: &str = "\
 static struct ggml_tensor * ggml_glu_impl(struct ggml_tensor * a, enum ggml_glu_op op) {
