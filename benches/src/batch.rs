@@ -6,9 +6,9 @@
 //! sequences of one program are those of `llama-batched-bench` on the same executor: one batch that
 //! llama.cpp makes itself.
 //!
-//! The latency of a token is the time between two submissions of one program, beside the others. The
-//! share of a guest with another model is its part of the engine's time; both guests have the same
-//! weight.
+//! The latency of a token is the time between two submissions of one program, beside the others.
+//! The share of a guest with another model is its part of the engine's time; both guests have the
+//! same weight.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

@@ -58,6 +58,7 @@ macro_rules! corpora {
 }
 
 corpora! {
+    batches_of_the_corpus: "batch", 10;
     messages_of_the_corpus: "codec", 10;
     configurations_of_the_corpus: "config", 10;
     devices_of_the_corpus: "device", 10;

@@ -41,6 +41,7 @@ while read -r target runs length; do
         "found/$target" "corpus/$target" </dev/null || failed=1
 done <<END
 monitor 30000000 400
+batch 100000 400
 codec 25000000 200
 pages 20000000 200
 text 10000000 120

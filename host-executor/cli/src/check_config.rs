@@ -37,7 +37,8 @@ pub(crate) struct Args {
 /// Standard output for the answer alone: what a driver or a backend library prints there goes to
 /// standard error from now on.
 fn only_the_answer() -> io::Result<File> {
-    let answer: OwnedFd = rustix::io::dup(io::stdout())?;
+    // No process that tries an engine inherits the caller's pipe.
+    let answer: OwnedFd = rustix::io::fcntl_dupfd_cloexec(io::stdout(), 3)?;
     rustix::stdio::dup2_stdout(io::stderr())?;
     Ok(answer.into())
 }

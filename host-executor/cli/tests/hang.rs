@@ -504,11 +504,13 @@ fn process_ends_when_a_turn_exceeds_its_limit() {
     }
 }
 
-/// The driver of this engine hangs when it is loaded, and makes a file before.
-const HANGING_DRIVER: &str = "#include <fcntl.h>\n#include <stdlib.h>\n#include <unistd.h>\n\
+/// The driver of this engine hangs when it is loaded. Before, it writes the id of its process into
+/// a file.
+const HANGING_DRIVER: &str = "#include <fcntl.h>\n#include <stdio.h>\n#include <stdlib.h>\n\
+    #include <unistd.h>\n\
     __attribute__((constructor)) static void hang(void) {\n\
     const char *mark = getenv(\"HANG_MARK\");\n\
-    if (mark) creat(mark, 0600);\n\
+    if (mark) dprintf(creat(mark, 0600), \"%d\\n\", getpid());\n\
     for (;;) pause(); }\n";
 
 /// Makes the engine whose driver hangs.
@@ -570,15 +572,29 @@ fn sigterm_ends_a_supervisor_that_tries_an_engine() {
     let (child, ready) = (child.expect("the command starts"), String::new());
     let serve = Serve { child, ready };
     let start = Instant::now();
-    while !mark.exists() {
+    let tried = loop {
+        let text = fs::read_to_string(&mark).unwrap_or_default();
+        if let Some(pid) = text.strip_suffix('\n') {
+            break pid.to_owned();
+        }
         assert!(start.elapsed() < TIMEOUT, "the driver is not loaded");
         thread::sleep(Duration::from_millis(5));
-    }
+    };
     serve.signal(Signal::TERM);
     let (status, log) = serve.wait();
     assert_eq!(status.code(), Some(0), "{log}");
     let line = "INFO SIGTERM received before anybody is served: ending";
     assert!(log.contains(line), "{log}");
+    // Gone, or a zombie that nobody has waited for yet.
+    let runs = || {
+        let stat = fs::read_to_string(format!("/proc/{tried}/stat"));
+        stat.is_ok_and(|stat| !stat.contains(") Z "))
+    };
+    let end = Instant::now();
+    while runs() {
+        assert!(end.elapsed() < TIMEOUT, "the process {tried} stays");
+        thread::sleep(Duration::from_millis(5));
+    }
 }
 
 #[test]

@@ -7,6 +7,7 @@
 #[path = "../session/mod.rs"]
 pub(crate) mod session;
 
+pub(crate) mod batch;
 pub(crate) mod codec;
 pub(crate) mod config;
 pub(crate) mod device;
@@ -24,7 +25,8 @@ pub(crate) type Target = fn(&[u8]);
 
 /// The targets by name.
 #[allow(dead_code)] // the fuzzers name theirs
-pub(crate) const TARGETS: [(&str, Target); 11] = [
+pub(crate) const TARGETS: [(&str, Target); 12] = [
+    ("batch", batch::run),
     ("codec", codec::run),
     ("config", config::run),
     ("device", device::run),

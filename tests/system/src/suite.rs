@@ -32,9 +32,11 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
             options.seed()
         );
     }
-    if let Err(error) = compiler_cache::start(cache) {
+    // Until the end of the run.
+    let _compiler_cache = compiler_cache::start(cache).unwrap_or_else(|error| {
         progress::say(&format!("without a compiler cache: {error:#}"));
-    }
+        None
+    });
     let mut times = Times::default();
     let parts: Vec<Part> = PARTS.into_iter().filter(wanted).collect();
     // An emulated machine leaves a part of the cores idle, and so do programs that wait for it or

@@ -1,104 +1,183 @@
-//! What rustc has compiled, kept between checkouts by [sccache](https://github.com/mozilla/sccache).
+//! Crates of others that rustc has compiled, kept between checkouts by Mozilla's
+//! [sccache](https://github.com/mozilla/sccache).
 //!
-//! Cargo keeps crates by the path of the checkout and the time of its files, so that a new checkout
-//! compiles some two hundred crates again. sccache keeps them by what rustc reads: sources, options
-//! and the crates that they use.
+//! Cargo keeps crates by the path of the checkout, so that a new checkout compiles some two hundred
+//! crates again. sccache keeps them by what rustc reads. The crates of this project are left out:
+//! they are changed all the time, and some have archives in them that sccache does not look at.
 
 use std::ffi::OsStr;
+use std::fs::Permissions;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::OnceLock;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use anyhow::{Context as _, Result};
+use anyhow::Result;
 
 use crate::cache::Cache;
 use crate::packages;
 use crate::process::Daemon;
 use crate::scratch::Scratch;
 
-/// How much is kept. Two runs of all tests with different sources of this project fit.
+/// How much is kept. The crates of a run of all tests take less than 1 GiB.
 const SIZE: &str = "4G";
+/// The names of sccache's program and of the wrapper that cargo calls. By a wrapper of the name
+/// `sccache`, build scripts would compile C, too.
+const PROGRAM: &str = "sccache";
+const WRAPPER: &str = "rustc-cache";
+/// Cargo compiles a crate in its folder, and a crate of this project in the root of the workspace.
+const SCRIPT: &str = "#!/bin/sh\n\
+    case $PWD in */registry/src/*) exec \"${0%/*}/sccache\" \"$@\" ;; esac\n\
+    exec \"$@\"\n";
+
+/// By these, users choose a wrapper; an empty one is none.
+const WRAPPERS: [&str; 2] = ["RUSTC_WRAPPER", "CARGO_BUILD_RUSTC_WRAPPER"];
+
 /// A timeout, not a measure of speed: a server that takes longer has failed.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The running server.
-static SERVER: OnceLock<CompilerCache> = OnceLock::new();
+/// What commands of cargo are told of the server that runs, if one does.
+static RUNNING: Mutex<Option<Running>> = Mutex::new(None);
 
-/// A server of sccache. Rustc runs as its child.
 #[derive(Debug)]
-struct CompilerCache {
-    program: PathBuf,
+struct Running {
+    wrapper: PathBuf,
     files: PathBuf,
-    /// Has the server's socket. A path in the user's cache could be too long for one.
-    scratch: Scratch,
-    /// The server ends with this process.
-    server: Daemon,
+    socket: PathBuf,
+    server: u32,
 }
 
-impl CompilerCache {
-    /// Starts a server that listens.
-    fn start(cache: &Cache) -> Result<CompilerCache> {
-        let program = packages::sccache(cache)?;
-        let (files, scratch) = (cache.compiled(), Scratch::new()?);
-        let mut command = Command::new(&program);
-        set(&mut command, &files, scratch.path());
-        command
-            .env("SCCACHE_START_SERVER", "1")
-            .env("SCCACHE_NO_DAEMON", "1")
-            .env("SCCACHE_IDLE_TIMEOUT", "0");
-        let mut server = Daemon::start(&mut command, &cache.log("sccache"))?;
-        let socket = socket(scratch.path());
-        server.wait_until(TIMEOUT, |_| socket.exists())?;
-        Ok(CompilerCache {
-            program,
-            files,
-            scratch,
-            server,
-        })
+fn running() -> MutexGuard<'static, Option<Running>> {
+    RUNNING.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A server of sccache, whose children compile. Ends when it is dropped.
+#[derive(Debug)]
+pub struct CompilerCache {
+    _server: Daemon,
+    /// Has the server's socket. A path in the user's cache could be too long for one.
+    _scratch: Scratch,
+}
+
+impl Drop for CompilerCache {
+    fn drop(&mut self) {
+        *running() = None;
     }
 }
 
-/// Lets the commands of [`crate::workspace::cargo`] use what is in the cache, from now on to the
-/// end of this process. Nothing changes if the user has set a wrapper of rustc.
+/// Lets the commands of [`crate::workspace::cargo`] use what is in the cache, until the returned
+/// value is dropped. `None` if the user has chosen a wrapper of rustc, or none.
 ///
 /// # Errors
 /// If sccache cannot be fetched or started. Cargo works without it.
-pub fn start(cache: &Cache) -> Result<()> {
-    let is_set = |name| std::env::var_os(name).is_some_and(|wrapper| !wrapper.is_empty());
-    if is_set("RUSTC_WRAPPER") || is_set("CARGO_BUILD_RUSTC_WRAPPER") {
-        return Ok(());
+pub fn start(cache: &Cache) -> Result<Option<CompilerCache>> {
+    let is_set = |name: &&str| std::env::var_os(name).is_some();
+    if WRAPPERS.iter().any(|name| is_set(name)) || is_configured() {
+        return Ok(None);
     }
-    let server = CompilerCache::start(cache).context("starting sccache")?;
-    SERVER.get_or_init(|| server);
-    Ok(())
+    let folder = packages::sccache(cache)?;
+    let scratch = Scratch::new()?;
+    let running_server = |server| Running {
+        wrapper: folder.join(WRAPPER),
+        files: cache.compiled(),
+        socket: scratch.path().join("sccache.sock"),
+        server,
+    };
+    let mut command = Command::new(folder.join(PROGRAM));
+    let settings = running_server(0);
+    settings.set(&mut command);
+    command
+        .env("SCCACHE_START_SERVER", "1")
+        .env("SCCACHE_NO_DAEMON", "1")
+        .env("SCCACHE_IDLE_TIMEOUT", "0");
+    let mut server = Daemon::start(&mut command, &cache.log("sccache"))?;
+    server.wait_until(TIMEOUT, |_| settings.socket.exists())?;
+    *running() = Some(running_server(server.pid()));
+    Ok(Some(CompilerCache {
+        _server: server,
+        _scratch: scratch,
+    }))
 }
 
-/// Lets a command of cargo use the cache, if it has been started.
+/// Whether the user's configuration of cargo names a wrapper.
+fn is_configured() -> bool {
+    let home = std::env::var_os("CARGO_HOME").map(PathBuf::from);
+    let home = home.or_else(|| Some(PathBuf::from(std::env::var_os("HOME")?).join(".cargo")));
+    let texts = ["config.toml", "config"].map(|name| {
+        let path = home.as_ref().map(|home| home.join(name));
+        path.and_then(|path| std::fs::read_to_string(path).ok())
+    });
+    { texts.into_iter().flatten() }.any(|text| text.contains("rustc-wrapper"))
+}
+
+/// Lets a command of cargo use the cache, if there is a server.
 pub(crate) fn use_in(cargo: &mut Command) {
-    if let Some(cache) = SERVER.get() {
-        set(cargo, &cache.files, cache.scratch.path());
-        cargo.env("RUSTC_WRAPPER", &cache.program);
+    if let Some(running) = &*running() {
+        running.set(cargo);
+        cargo.env("RUSTC_WRAPPER", &running.wrapper);
     }
 }
 
-/// The process id of the server, whose children compile. `None` if it has not been started.
+/// The process id of the server. `None`: there is none.
 pub fn server() -> Option<u32> {
-    SERVER.get().map(|cache| cache.server.pid())
+    running().as_ref().map(|running| running.server)
 }
 
-/// What the server and its clients are told.
-fn set(command: &mut Command, files: &Path, scratch: &Path) {
-    let set: [(&str, &OsStr); 4] = [
-        ("SCCACHE_DIR", files.as_os_str()),
-        ("SCCACHE_CACHE_SIZE", SIZE.as_ref()),
-        ("SCCACHE_SERVER_UDS", &socket(scratch).into_os_string()),
-        // A client whose server is gone runs rustc itself.
-        ("SCCACHE_IGNORE_SERVER_IO_ERROR", "1".as_ref()),
-    ];
-    command.envs(set);
+impl Running {
+    /// What the server and its clients are told, and nothing else that the user has for a sccache
+    /// of his own.
+    fn set(&self, command: &mut Command) {
+        for (name, _) in std::env::vars_os() {
+            if name.to_string_lossy().starts_with("SCCACHE_") {
+                command.env_remove(name);
+            }
+        }
+        let set: [(&str, &OsStr); 6] = [
+            ("SCCACHE_CONF", "/dev/null".as_ref()),
+            ("SCCACHE_DIR", self.files.as_os_str()),
+            ("SCCACHE_CACHE_SIZE", SIZE.as_ref()),
+            ("SCCACHE_SERVER_UDS", self.socket.as_os_str()),
+            // A client whose server has ended starts another one, which does not stay.
+            ("SCCACHE_IDLE_TIMEOUT", "60".as_ref()),
+            // A client whose server ends meanwhile runs rustc itself.
+            ("SCCACHE_IGNORE_SERVER_IO_ERROR", "1".as_ref()),
+        ];
+        command.envs(set);
+    }
 }
 
-fn socket(scratch: &Path) -> PathBuf {
-    scratch.join("sccache.sock")
+/// Writes the wrapper into the folder of sccache.
+///
+/// # Errors
+/// If the file system refuses.
+pub(crate) fn write_wrapper(folder: &Path) -> std::io::Result<()> {
+    let path = folder.join(WRAPPER);
+    std::fs::write(&path, SCRIPT)?;
+    std::fs::set_permissions(&path, Permissions::from_mode(0o755))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The wrapper gives crates of registries to sccache, and runs rustc itself for all others.
+    #[test]
+    fn crates_of_this_project_do_not_reach_the_cache() {
+        let scratch = Scratch::new().unwrap();
+        write_wrapper(scratch.path()).unwrap();
+        let program = scratch.path().join(PROGRAM);
+        std::fs::write(&program, "#!/bin/sh\necho cached \"$@\"\n").unwrap();
+        std::fs::set_permissions(&program, Permissions::from_mode(0o755)).unwrap();
+        let registry = scratch.path().join("registry/src/host-1/log-0.4");
+        std::fs::create_dir_all(&registry).unwrap();
+        for (folder, said) in [
+            (registry.as_path(), "cached echo a b\n"),
+            (scratch.path(), "a b\n"),
+        ] {
+            let mut wrapper = Command::new(scratch.path().join(WRAPPER));
+            wrapper.args(["echo", "a", "b"]).current_dir(folder);
+            assert_eq!(crate::process::output(&mut wrapper).unwrap(), said);
+        }
+    }
 }

@@ -11,6 +11,7 @@ use std::process::Command;
 use anyhow::{Context as _, Result, bail};
 
 use crate::cache::Cache;
+use crate::compiler_cache;
 use crate::process;
 use crate::progress::Progress;
 
@@ -396,16 +397,16 @@ pub fn libclang(cache: &Cache) -> Result<()> {
     Ok(())
 }
 
-/// The path of sccache.
+/// The folder of sccache and of the wrapper of rustc that uses it.
 ///
 /// # Errors
 /// If the program cannot be fetched.
 pub(crate) fn sccache(cache: &Cache) -> Result<PathBuf> {
     let name = SCCACHE.replace("==", "-");
     library(cache, &name, SCCACHE, |unpacked, dir| {
-        std::fs::rename(unpacked.join("bin/sccache"), dir.join("sccache"))
+        std::fs::rename(unpacked.join("bin/sccache"), dir.join("sccache"))?;
+        compiler_cache::write_wrapper(dir)
     })
-    .map(|dir| dir.join("sccache"))
 }
 
 /// The folder of the NVRTC that compiles the machine code of packages. NVRTC is NVIDIA's compiler

@@ -238,19 +238,23 @@ mod tests {
         // A signal first: the main thread serves nobody.
         let serving = Serving::default();
         assert!(serving.ends_at_once());
-        let begun = Arc::new(OnceLock::new());
-        let main_thread = std::thread::spawn({
-            let (serving, begun) = (serving.clone(), Arc::clone(&begun));
-            move || {
-                serving.begin();
-                let _ = begun.set(());
-            }
+        let (state, states) = mpsc::channel();
+        let main_thread = std::thread::spawn(move || {
+            state.send("starts").unwrap();
+            serving.begin();
+            // The receiver is gone if the test has ended.
+            let _ = state.send("serves");
         });
+        assert_eq!(states.recv().unwrap(), "starts");
         for _ in 0..20 {
             main_thread.thread().unpark();
-            std::thread::yield_now();
+            let serves = states.recv_timeout(Duration::from_millis(5));
+            assert_eq!(
+                serves,
+                Err(RecvTimeoutError::Timeout),
+                "programs are served"
+            );
         }
-        assert!(begun.get().is_none(), "programs are served");
     }
 
     #[test]

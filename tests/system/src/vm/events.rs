@@ -307,7 +307,7 @@ impl Events<'_> {
     pub(crate) fn host_suspended(&mut self) -> Result<String> {
         self.start_executor_inside("--threads 2")?;
         let inside = self.start_inside()?;
-        inside.begin(&mut self.guest, SOME)?;
+        inside.begin(&mut self.guest, LONG)?;
         inside.wait_for_tokens(&mut self.guest, 2)?;
         self.sleep()?;
         match inside.end(&mut self.guest)? {
@@ -319,12 +319,14 @@ impl Events<'_> {
         }
         // One session, and no thread that seemed to hang meanwhile.
         let lines = "grep -c 'session opened' /tmp/serve.log; \
-                     grep -c 'hangs\\|without a pause' /tmp/serve.log";
+                     grep -c ' WARN \\| ERROR ' /tmp/serve.log";
         let counts = self.guest.run(lines)?.output;
         let counts: Vec<&str> = counts.split_whitespace().collect();
         ensure!(counts == ["1", "0"], "the log of the executor: {counts:?}");
         self.stop_inside()?;
-        Ok(format!("{SHORT:?}: {SOME} tokens equal, the same session"))
+        Ok(format!(
+            "{SHORT:?}: {LONG} tokens, {SOME} of them equal to the CPU's, the same session"
+        ))
     }
 
     /// A processor of the guest goes offline and comes back, while a program and an executor in the

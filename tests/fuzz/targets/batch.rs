@@ -1,0 +1,336 @@
+//! Plans of several guests, which the engine matches and runs as batches.
+//!
+//! Guests have graphs over two sets of shared weights. Most have the same graph; some differ in
+//! one step. Turns end anywhere, members join and leave, and an index may be wrong. Each guest must
+//! get the bytes, or the failure, that it gets alone, and only plans of the same products may have
+//! equal keys.
+
+use std::sync::{Arc, LazyLock};
+use std::time::Duration;
+
+use vgpu_cpu::CpuEngine;
+use vgpu_engine::{Engine, Extent, Memory, Plan, RunError, RunStatus, Turn};
+use vgpu_gguf::Rng;
+use vgpu_transport::ir::{
+    BufferId, Graph, Limits, Node, Op, Precision, Shape, Sources, Tensor, Type, validate,
+};
+
+use super::session::input::Input;
+
+/// Elements of a row of weights, and of an activation.
+const K: u64 = 256;
+/// The most rows of a matrix, a multiple of `K`: a result is the activation of another product.
+const ROWS: u64 = K;
+/// The most columns.
+const COLUMNS: u64 = 5;
+/// A matrix of F32 has the most bytes.
+const WEIGHTS: u64 = 4 * K * ROWS;
+/// Activations of a guest, each with room for all columns.
+const SLOTS: u64 = 4;
+const SLOT: u64 = 4 * K * COLUMNS;
+/// The offset of the indices.
+const INDICES: u64 = SLOTS * SLOT;
+const OWN: u64 = INDICES + 4 * COLUMNS;
+
+const TYPES: [Type; 7] = [
+    Type::F32,
+    Type::F16,
+    Type::Bf16,
+    Type::Q8_0,
+    Type::Q4_0,
+    Type::Q4K,
+    Type::Q6K,
+];
+
+/// The engine, and the extents of two sets of weights.
+struct Shared {
+    engine: CpuEngine,
+    extents: [Arc<dyn Extent>; 2],
+    /// The memory that the extents are part of.
+    _sets: [Arc<dyn Memory>; 2],
+}
+
+static SHARED: LazyLock<Shared> = LazyLock::new(|| {
+    let engine = CpuEngine::new(2, Some(64 << 20)).expect("threads and memory");
+    let sets = [1, 2].map(|seed| {
+        let mut random = Rng::new(seed, 0);
+        // As scales of any type, these bytes are finite and small.
+        let bytes: Vec<u8> = (0..WEIGHTS)
+            .map(|_| random.next_u64() as u8 & 0x1f)
+            .collect();
+        let set = weights(&engine);
+        set.write(0, bytes.as_slice().into()).expect("its size");
+        assert!(set.freeze());
+        set
+    });
+    let extents = sets
+        .each_ref()
+        .map(|set| set.extent(0, WEIGHTS).expect("all of it"));
+    Shared {
+        engine,
+        extents,
+        _sets: sets,
+    }
+});
+
+fn weights(engine: &CpuEngine) -> Arc<dyn Memory> {
+    let memory = engine.alloc(WEIGHTS).expect("memory");
+    let weights = engine.alloc_weights(&memory);
+    weights.expect("memory").expect("the engine shares weights")
+}
+
+/// A step of a graph.
+#[derive(Clone, Copy, PartialEq)]
+enum Step {
+    /// A product with the weights of a set.
+    Product {
+        set: usize,
+        ty: Type,
+        rows: u64,
+    },
+    /// Rows of an activation, by index.
+    Rows,
+    Add,
+    Norm,
+}
+
+impl Step {
+    fn draw(input: &mut Input<'_>) -> Step {
+        match input.below(6) {
+            0..3 => Step::Product {
+                set: input.below(2),
+                ty: input.pick(&TYPES),
+                rows: [ROWS, 32, 33, 100][input.below(4)],
+            },
+            3 => Step::Rows,
+            4 => Step::Add,
+            _ => Step::Norm,
+        }
+    }
+}
+
+/// What the graph of a guest computes.
+#[derive(Clone, PartialEq)]
+struct Program {
+    columns: u64,
+    steps: Vec<Step>,
+}
+
+impl Program {
+    /// The products, each with its step. Plans may be a batch only if these are equal.
+    fn products(&self) -> Vec<(usize, Step)> {
+        let steps = self.steps.iter().copied().enumerate();
+        steps
+            .filter(|(_, step)| matches!(step, Step::Product { .. }))
+            .collect()
+    }
+
+    /// The buffers are the two sets of weights and the guest's own memory.
+    fn graph(&self) -> Graph {
+        let mut graph = Graph {
+            buffers: (1..=3).map(BufferId).collect(),
+            ..Graph::default()
+        };
+        let columns = self.columns;
+        let mut tensor = |ty, ne: [u64; 2], buffer, offset| {
+            let shape = Shape::contiguous(ty, [ne[0], ne[1], 1, 1]).expect("whole blocks");
+            graph.tensors.push(Tensor {
+                shape,
+                buffer,
+                offset,
+            });
+            graph.tensors.len() as u32 - 1
+        };
+        let indices = tensor(Type::I32, [columns, 1], 2, INDICES);
+        let slots: Vec<u32> = (0..SLOTS)
+            .map(|slot| tensor(Type::F32, [K, columns], 2, slot * SLOT))
+            .collect();
+        let mut nodes = Vec::new();
+        for (at, step) in self.steps.iter().enumerate() {
+            // Each step reads the two last results, and writes another activation.
+            let slot = |back: usize| (at + SLOTS as usize - back) % SLOTS as usize;
+            let (from, before, to) = (slots[slot(1)], slots[slot(2)], slot(0));
+            let mut node = |op, dst, src: &[u32]| {
+                let src = Sources::new(src.iter().map(|&source| Some(source)));
+                nodes.push(Node { op, dst, src });
+            };
+            match *step {
+                Step::Product { set, ty, rows } => {
+                    let matrix = tensor(ty, [K, rows], set as u32, 0);
+                    let result = tensor(Type::F32, [rows, columns], 2, to as u64 * SLOT);
+                    let product = Op::MulMat {
+                        accumulator: Precision::Default,
+                        activation: Precision::Default,
+                        hadamard: false,
+                    };
+                    node(product, result, &[matrix, from]);
+                }
+                Step::Rows => node(Op::GetRows {}, slots[to], &[from, indices]),
+                Step::Add => node(Op::Add {}, slots[to], &[from, before]),
+                Step::Norm => node(Op::RmsNorm { eps: 1e-5 }, slots[to], &[from]),
+            }
+        }
+        graph.nodes = nodes;
+        graph
+    }
+}
+
+struct Guest {
+    program: Program,
+    plan: Box<dyn Plan>,
+    own: Arc<dyn Memory>,
+    /// What its memory holds before a run.
+    start: Vec<u8>,
+    /// What the plan does alone: the memory afterwards, or a failure.
+    expected: Result<Vec<u8>, RunError>,
+    is_done: bool,
+}
+
+impl Guest {
+    fn new(program: Program, seed: u64, index: i32) -> Guest {
+        let Shared {
+            engine, extents, ..
+        } = &*SHARED;
+        let own = engine.alloc(OWN).expect("memory");
+        let mut buffers: Vec<Arc<dyn Memory>> = Vec::new();
+        for extent in extents {
+            let set = weights(engine);
+            set.attach(0, extent).expect("the same size");
+            assert!(set.freeze());
+            buffers.push(set);
+        }
+        buffers.push(Arc::clone(&own));
+        let size = |id: BufferId| Some(if id == BufferId(3) { OWN } else { WEIGHTS });
+        let limits = Limits::default();
+        let graph = validate(program.graph(), engine.capabilities(), &limits, size);
+        let graph = graph.expect("the engine supports the graph");
+        let plan = engine.compile(&graph, &buffers, &|| false);
+        let mut random = Rng::new(seed, 1);
+        let values = (0..SLOTS * SLOT / 4).map(|_| random.next_u64() as u8 as f32 / 64.0 - 2.0);
+        let mut start: Vec<u8> = values.flat_map(f32::to_le_bytes).collect();
+        let mut indices = vec![index];
+        indices.extend((1..COLUMNS).map(|_| 0));
+        start.extend(indices.into_iter().flat_map(i32::to_le_bytes));
+        let mut guest = Guest {
+            program,
+            plan: plan.expect("a plan"),
+            own,
+            start,
+            expected: Ok(Vec::new()),
+            is_done: false,
+        };
+        guest.plan.reserve().expect("memory");
+        guest.begin();
+        let outcome = guest.plan.run();
+        guest.expected = outcome.map(|_| guest.memory());
+        guest.begin();
+        guest
+    }
+
+    fn begin(&self) {
+        self.own
+            .write(0, self.start.as_slice().into())
+            .expect("its size");
+    }
+
+    fn memory(&self) -> Vec<u8> {
+        let mut bytes = vec![0; OWN as usize];
+        self.own
+            .read(0, bytes.as_mut_slice().into())
+            .expect("its size");
+        bytes
+    }
+
+    /// Compares an outcome with that of the run alone.
+    fn check(&mut self, outcome: Result<RunStatus, RunError>) {
+        match (outcome, &self.expected) {
+            (Ok(RunStatus::Yielded), _) => return,
+            (Ok(RunStatus::Done), Ok(expected)) => {
+                assert!(self.memory() == *expected, "another result than alone");
+            }
+            (Err(error), Err(expected)) => assert_eq!(error, *expected),
+            (outcome, expected) => panic!("{outcome:?}, alone {}", expected.is_ok()),
+        }
+        self.is_done = true;
+    }
+}
+
+pub(crate) fn run(data: &[u8]) {
+    let mut input = Input::new(data);
+    let base = Program {
+        columns: 1 + input.below(COLUMNS as usize) as u64,
+        steps: (0..1 + input.below(8))
+            .map(|_| Step::draw(&mut input))
+            .collect(),
+    };
+    let count = 2 + input.below(5);
+    let mut guests: Vec<Guest> = (0..count as u64)
+        .map(|seed| {
+            let mut program = base.clone();
+            if input.chance(4) {
+                let at = input.below(program.steps.len());
+                program.steps[at] = match program.steps[at] {
+                    // As near to the others as a graph with other weights can be.
+                    Step::Product { set, ty, rows } if input.chance(2) => {
+                        let set = 1 - set;
+                        Step::Product { set, ty, rows }
+                    }
+                    _ => Step::draw(&mut input),
+                };
+            }
+            if input.chance(8) {
+                program.columns = 1 + input.below(COLUMNS as usize) as u64;
+            }
+            // Wrong for any number of rows, or right for all.
+            let index = if input.chance(6) { 1000 } else { 0 };
+            Guest::new(program, seed, index)
+        })
+        .collect();
+    for one in &guests {
+        for other in &guests {
+            let (a, b) = (one.plan.batch_key(), other.plan.batch_key());
+            let is_same = one.program.products() == other.program.products()
+                && one.program.columns == other.program.columns;
+            assert!(a.is_none() || a != b || is_same, "a key of other products");
+        }
+    }
+    let engine = &SHARED.engine;
+    while guests.iter().any(|guest| !guest.is_done) {
+        let first = input.below(guests.len());
+        let first = (0..guests.len())
+            .map(|i| (first + i) % count)
+            .find(|&i| !guests[i].is_done);
+        let first = first.expect("one that has not ended");
+        let key = guests[first].plan.batch_key();
+        let leaves = input.byte();
+        let turn = Turn::new();
+        match input.below(4) {
+            // At the end of the input, every turn has no end.
+            0 => {}
+            1 => turn.set_end(Some(Duration::ZERO)),
+            _ => turn.set_end(Some(Duration::from_micros(u64::from(input.byte())))),
+        }
+        let mut members: Vec<usize> = Vec::new();
+        for (i, guest) in guests.iter().enumerate() {
+            let joins = key.is_some() && guest.plan.batch_key() == key && leaves >> i & 1 == 0;
+            if !guest.is_done && (i == first || joins) {
+                members.push(i);
+            }
+        }
+        let mut plans: Vec<&mut dyn Plan> = Vec::new();
+        for (i, guest) in guests.iter_mut().enumerate() {
+            if members.contains(&i) {
+                plans.push(&mut *guest.plan);
+            }
+        }
+        assert!(plans.len() <= engine.max_batch());
+        let outcomes = match plans.as_mut_slice() {
+            [plan] => vec![plan.launch(&turn)],
+            plans => engine.launch_batch(plans, &turn),
+        };
+        assert_eq!(outcomes.len(), members.len());
+        for (i, outcome) in members.into_iter().zip(outcomes) {
+            guests[i].check(outcome);
+        }
+    }
+}
