@@ -87,6 +87,16 @@ impl Kernel {
         })
     }
 
+    /// The most threads of a block that the kernel is made for.
+    pub fn max_threads(&self) -> u32 {
+        self.threads
+    }
+
+    /// The size of the kernel's structure of parameters.
+    pub fn parameter_bytes(&self) -> usize {
+        self.params
+    }
+
     /// Runs the kernel synchronously with `grid` blocks of `threads`, and `shared` bytes of dynamic
     /// shared memory each.
     ///

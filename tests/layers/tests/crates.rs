@@ -17,6 +17,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("vgpu-engine", &["vgpu-transport"]),
     ("vgpu-cpu", &["vgpu-engine", "vgpu-transport"]),
     ("vgpu-cuda-shim", &[]),
+    ("vgpu-driver-standin", &["vgpu-cuda-shim"]),
     // What a GPU does not compute, its engine computes on the CPU.
     ("vgpu-cuda", &["vgpu-cpu", "vgpu-engine", "vgpu-transport"]),
     (

@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use cudarc::driver::sys::{self, CUresult};
+use tracing::warn;
 use vgpu_engine::EngineError;
 
 use super::error::{GpuError, check, is_sticky, reason};
@@ -23,6 +24,8 @@ pub(super) struct Context {
     lost: OnceLock<String>,
     /// Whether the context is destroyed, or about to be.
     is_destroyed: AtomicBool,
+    /// Whether the driver has destroyed the context.
+    is_gone: AtomicBool,
     /// The number of calls that use the context.
     calls: AtomicUsize,
 }
@@ -52,6 +55,7 @@ impl Context {
             raw,
             lost: OnceLock::new(),
             is_destroyed: AtomicBool::new(false),
+            is_gone: AtomicBool::new(false),
             calls: AtomicUsize::new(0),
         };
         // SAFETY: `raw` was created above, and only `destroy` destroys it.
@@ -115,8 +119,17 @@ impl Context {
             std::thread::sleep(Duration::from_micros(100));
         }
         // SAFETY: this object owns `raw`. `calls` is 0 and `is_destroyed` is set, so no thread uses
-        // `raw`, and no thread will. An error of a broken context leaves nothing to do.
-        unsafe { sys::cuCtxDestroy_v2(self.raw) };
+        // `raw`, and no thread will.
+        let code = unsafe { sys::cuCtxDestroy_v2(self.raw) };
+        match code {
+            CUresult::CUDA_SUCCESS => self.is_gone.store(true, Ordering::SeqCst),
+            code => warn!("a context is not destroyed: {}", reason(code)),
+        }
+    }
+
+    /// Whether the driver has destroyed the context, with all that belongs to it.
+    pub(super) fn is_gone(&self) -> bool {
+        self.is_gone.load(Ordering::SeqCst)
     }
 }
 

@@ -43,7 +43,7 @@ impl DeviceMemory {
     /// # Errors
     /// [`GpuError::Driver`] if the staging buffer cannot be page-locked.
     pub(super) fn new(name: String, stream: Arc<Stream>) -> Result<DeviceMemory, GpuError> {
-        let memory = HostMemory::new(STAGING_BYTES)?;
+        let memory = HostMemory::new(stream.context(), STAGING_BYTES)?;
         Ok(DeviceMemory {
             name,
             stream,
@@ -126,7 +126,7 @@ impl DeviceMemory {
         let failed = |error: GpuError| EngineError::Device {
             message: error.to_string(),
         };
-        let memory = HostMemory::new(size).map_err(failed)?;
+        let memory = HostMemory::new(context, size).map_err(failed)?;
         let host = memory.start();
         // The memory is registered, so it is kept even if the next call fails.
         let mut mapped = self.mapped.lock().unwrap_or_else(PoisonError::into_inner);

@@ -84,7 +84,7 @@ impl Stream {
     }
 
     /// The context of the stream.
-    pub(super) fn context(&self) -> &Context {
+    pub(super) fn context(&self) -> &Arc<Context> {
         &self.context
     }
 

@@ -1,0 +1,204 @@
+//! The CUDA engine on a driver: the stand-in, which keeps the rules of NVIDIA's.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::sync::Arc;
+
+use vgpu_check::{Selection, planned_cases};
+use vgpu_cpu::CpuEngine;
+use vgpu_cuda::gpu::Gpu;
+use vgpu_cuda::{CudaEngine, LaunchPolicy};
+use vgpu_driver_standin::{in_process, set_faults};
+use vgpu_engine::{Engine as _, EngineError};
+
+/// Few blocks, of which some are uneven.
+const SMS: (&str, &str) = ("VGPU_STANDIN_SMS", "3");
+
+fn device(policy: LaunchPolicy) -> Result<CudaEngine, String> {
+    let gpu = Gpu::new(0, None).map_err(|error| error.to_string())?;
+    CudaEngine::with_policy(Arc::new(gpu), policy).map_err(|error| error.to_string())
+}
+
+/// The engine on the first GPU. Each plan that runs a second time becomes a CUDA graph.
+fn engine() -> Result<CudaEngine, String> {
+    device(LaunchPolicy::default().for_single_nodes())
+}
+
+/// Runs the cases that `takes` names. Returns how many there are.
+///
+/// # Errors
+/// The first case that fails or differs.
+fn compare(engine: &CudaEngine, takes: &dyn Fn(&str) -> bool) -> Result<usize, String> {
+    let cpu = CpuEngine::new(2, None).expect("an engine");
+    let selection = Selection { first: 0, takes };
+    let cases = vgpu_check::compare(engine, &cpu, &selection, |_| ());
+    match cases.iter().find(|case| !case.is_right()) {
+        Some(case) => Err(format!("{}: {:?}", case.name, case.outcome)),
+        None => Ok(cases.len()),
+    }
+}
+
+/// A case of each operator: the first that is no product of many weights.
+fn one_of_each(engine: &CudaEngine) -> BTreeSet<String> {
+    let cases = planned_cases(engine).expect("all cases compile");
+    let operator = |name: &str| name.split(' ').next().unwrap_or_default().to_owned();
+    let mut seen = BTreeSet::new();
+    let names = cases.into_iter().map(|(name, _)| name);
+    names.filter(|name| seen.insert(operator(name))).collect()
+}
+
+fn starts_and_computes_right() {
+    let engine = engine().expect("an engine");
+    let cases = one_of_each(&engine);
+    let count = compare(&engine, &|name| cases.contains(name)).expect("right results");
+    assert!(count > 30, "{count} cases");
+}
+
+#[test]
+fn engine_computes_right_on_ada() {
+    in_process(
+        "engine_computes_right_on_ada",
+        &[SMS],
+        starts_and_computes_right,
+    );
+}
+
+#[test]
+fn engine_computes_right_on_hopper() {
+    let settings = [SMS, ("VGPU_STANDIN_DEVICES", "H100")];
+    in_process("engine_computes_right_on_hopper", &settings, || {
+        starts_and_computes_right();
+        let engine = engine().expect("an engine");
+        // The kernels for this GPU alone are chosen by the limits that the driver reports.
+        let kernels = vgpu_check::planned_kernels(&engine).expect("all cases compile");
+        for family in ["vg_gemm_sm90_", "vg_fattn_sm90_"] {
+            let is_one = |kernel: &&str| kernel.starts_with(family);
+            assert!(kernels.iter().any(|kernel| is_one(&kernel)), "{family}");
+        }
+    });
+}
+
+#[test]
+fn code_for_another_gpu_is_an_error_with_its_name() {
+    let settings = [SMS, ("VGPU_STANDIN_CODE", "sm_100a")];
+    in_process(
+        "code_for_another_gpu_is_an_error_with_its_name",
+        &settings,
+        || {
+            let error = engine().err().expect("no kernel loads");
+            assert!(error.contains("cuModuleLoadData"), "{error}");
+            assert!(error.contains("no kernel image"), "{error}");
+        },
+    );
+}
+
+/// What is compared in the tests of faults: launches, a product, a graph instance.
+fn small(name: &str) -> bool {
+    let beginnings = [
+        "ADD ",
+        "MUL_MAT q4_K f32 -> [96,1,",
+        "MUL_MAT q4_K f32 -> [96,70,",
+    ];
+    beginnings
+        .iter()
+        .any(|beginning| name.starts_with(beginning))
+}
+
+/// The entry points that the engine calls at its start and in a run, in order.
+fn called(trace: &Path) -> Vec<String> {
+    let text = std::fs::read_to_string(trace).expect("a trace");
+    let names = text.lines().filter(|name| name.starts_with("cu"));
+    names.map(str::to_owned).collect()
+}
+
+/// Each entry point fails once, with the code that drivers give for what they lack, and for
+/// memory: the engine has an error that names the call, or does without it.
+#[test]
+fn every_call_may_fail() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let trace = folder.path().join("trace");
+    let settings = [SMS, ("VGPU_STANDIN_TRACE", trace.to_str().expect("text"))];
+    let said = in_process("every_call_may_fail", &settings, || {
+        let trace = std::env::var("VGPU_STANDIN_TRACE").expect("a trace");
+        let engine = engine().expect("an engine");
+        compare(&engine, &small).expect("right results");
+        drop(engine);
+        let calls = called(Path::new(&trace));
+        assert!(calls.len() > 35, "{calls:?}");
+        let (mut errors, mut fallbacks) = (0, 0);
+        for call in &calls {
+            let allocates = ["Mem", "Create", "Load", "Launch"];
+            let takes_memory = allocates.iter().any(|part| call.contains(part));
+            for code in &["NOT_SUPPORTED", "OUT_OF_MEMORY"][..1 + usize::from(takes_memory)] {
+                eprintln!("{call}: {code}");
+                set_faults(&format!("{call}:1:{code}"));
+                let outcome = self::engine().and_then(|engine| compare(&engine, &small));
+                match outcome {
+                    Ok(_) => fallbacks += 1,
+                    Err(error) => {
+                        errors += 1;
+                        eprintln!("    {error}");
+                        let name = call.trim_end_matches("_v2");
+                        let is_clear = error.contains(name) || error.contains("OutOfMemory");
+                        assert!(is_clear, "{call}: {error}");
+                    }
+                }
+                // Nothing of it is left.
+                set_faults("");
+            }
+        }
+        let engine = self::engine().expect("an engine");
+        compare(&engine, &small).expect("right results");
+        assert!(
+            errors > 20 && fallbacks > 5,
+            "{errors} errors, {fallbacks} fallbacks"
+        );
+    });
+    println!("{said}");
+}
+
+/// A driver that does not destroy a context keeps the registrations of host memory. The next start
+/// must not run into them.
+#[test]
+fn context_that_is_not_destroyed_is_no_obstacle() {
+    in_process(
+        "context_that_is_not_destroyed_is_no_obstacle",
+        &[SMS],
+        || {
+            set_faults("cuCtxDestroy:*:UNKNOWN");
+            for _ in 0..3 {
+                let engine = engine().expect("an engine");
+                compare(&engine, &small).expect("right results");
+            }
+            // Nor one whose engine did not start.
+            set_faults("cuCtxDestroy:*:UNKNOWN,cuMemGetAllocationGranularity:1:UNKNOWN");
+            assert!(engine().is_err());
+            engine().expect("an engine");
+        },
+    );
+}
+
+/// The device is lost after an illegal address, and reopened for what comes after.
+#[test]
+fn device_is_reopened_after_an_illegal_address() {
+    in_process(
+        "device_is_reopened_after_an_illegal_address",
+        &[SMS],
+        || {
+            let engine = engine().expect("an engine").with_reopen(|| {
+                let gpu = Gpu::new(0, None);
+                let gpu = gpu.map_err(|error| EngineError::Device {
+                    message: error.to_string(),
+                });
+                Ok(Arc::new(gpu?))
+            });
+            compare(&engine, &small).expect("right results");
+            set_faults("launch:2:illegal");
+            let error = compare(&engine, &small).expect_err("a kernel fails");
+            assert!(error.contains("illegal memory access"), "{error}");
+            set_faults("");
+            assert_eq!(engine.fatal_error(), None);
+            compare(&engine, &small).expect("right results");
+        },
+    );
+}

@@ -1,0 +1,157 @@
+//! Faults that the environment asks for.
+#![forbid(unsafe_code)]
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::Write as _;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use crate::codes::{Code, code_named};
+
+/// The name under which every launch counts, besides that of its kernel.
+const LAUNCH: &str = "launch";
+
+/// What goes wrong.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Fault {
+    /// The call, or the kernel, fails with this code.
+    Code(Code),
+    /// It never ends.
+    Hang,
+    /// It does nothing.
+    Nothing,
+    /// It ends the process.
+    Abort,
+}
+
+/// A fault of one call.
+#[derive(Debug)]
+struct Planned {
+    /// An entry point, without `_v2`, or a kernel, or [`LAUNCH`].
+    name: String,
+    /// The number of the call, from 1. None: every call.
+    nth: Option<u64>,
+    fault: Fault,
+}
+
+/// The faults, and how often each name was called.
+#[derive(Debug, Default)]
+pub(crate) struct Faults {
+    trace: Option<Mutex<File>>,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    planned: Vec<Planned>,
+    calls: HashMap<String, u64>,
+}
+
+/// Without the version of the interface, which callers do not write.
+fn plain(name: &str) -> &str {
+    let name = name.strip_suffix("_v2").unwrap_or(name);
+    name.strip_suffix("_v3").unwrap_or(name)
+}
+
+impl Faults {
+    /// The faults `name:nth:fault`, separated by commas. `nth` may be `*`. The first call of each
+    /// name is a line in the file `trace`.
+    ///
+    /// # Errors
+    /// The part that is none.
+    pub(crate) fn parse(text: &str, trace: Option<File>) -> Result<Faults, String> {
+        let faults = Faults {
+            trace: trace.map(Mutex::new),
+            state: Mutex::default(),
+        };
+        faults.set(text)?;
+        Ok(faults)
+    }
+
+    /// Sets other faults, and counts calls anew.
+    ///
+    /// # Errors
+    /// As for [`Faults::parse`].
+    pub(crate) fn set(&self, text: &str) -> Result<(), String> {
+        let parts = text.split(',').map(str::trim);
+        let planned = parts.filter(|part| !part.is_empty()).map(|part| {
+            let wrong = || format!("{part}: not name:nth:fault");
+            let fields: Vec<&str> = part.split(':').collect();
+            let [name, nth, fault] = fields[..] else {
+                return Err(wrong());
+            };
+            Ok(Planned {
+                name: plain(name).into(),
+                nth: match nth {
+                    "*" => None,
+                    nth => Some(nth.parse().map_err(|_| wrong())?),
+                },
+                fault: match fault {
+                    "hang" => Fault::Hang,
+                    "nothing" => Fault::Nothing,
+                    "abort" => Fault::Abort,
+                    "illegal" => Fault::Code(Code::CUDA_ERROR_ILLEGAL_ADDRESS),
+                    code => Fault::Code(code_named(code).ok_or_else(wrong)?),
+                },
+            })
+        });
+        *self.state() = State {
+            planned: planned.collect::<Result<_, _>>()?,
+            calls: HashMap::new(),
+        };
+        Ok(())
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Counts a call of an entry point, and returns its fault.
+    pub(crate) fn of_call(&self, name: &str) -> Option<Fault> {
+        self.count(plain(name))
+    }
+
+    /// Counts a launch of a kernel, and returns its fault.
+    pub(crate) fn of_launch(&self, kernel: &str) -> Option<Fault> {
+        let (of_kernel, of_any) = (self.count(kernel), self.count(LAUNCH));
+        of_kernel.or(of_any)
+    }
+
+    fn count(&self, name: &str) -> Option<Fault> {
+        let mut state = self.state();
+        if state.planned.is_empty() && self.trace.is_none() {
+            return None;
+        }
+        let number = state.calls.entry(name.to_owned()).or_default();
+        *number += 1;
+        let number = *number;
+        if let (Some(trace), 1) = (&self.trace, number) {
+            let mut trace = trace.lock().unwrap_or_else(PoisonError::into_inner);
+            // A trace that cannot be written lacks lines, which its reader sees.
+            let _ = writeln!(trace, "{name}");
+        }
+        let is_here =
+            |it: &&Planned| it.name == name && it.nth.is_none_or(|planned| planned == number);
+        state.planned.iter().find(is_here).map(|it| it.fault)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn faults_happen_at_their_call() {
+        let text = "cuMemAlloc_v2:2:OUT_OF_MEMORY, vg_rope:1:hang,launch:*:illegal";
+        let faults = Faults::parse(text, None).expect("faults");
+        let no_memory = Some(Fault::Code(Code::CUDA_ERROR_OUT_OF_MEMORY));
+        let calls = [1, 2, 3].map(|_| faults.of_call("cuMemAlloc_v2"));
+        assert_eq!(calls, [None, no_memory, None]);
+        let illegal = Some(Fault::Code(Code::CUDA_ERROR_ILLEGAL_ADDRESS));
+        assert_eq!(faults.of_launch("vg_rope"), Some(Fault::Hang));
+        assert_eq!(faults.of_launch("vg_rope"), illegal);
+        for wrong in ["cuInit", "cuInit:x:hang", "cuInit:1:", "cuInit:1:1000000"] {
+            assert!(Faults::parse(wrong, None).is_err(), "{wrong}");
+        }
+    }
+}
