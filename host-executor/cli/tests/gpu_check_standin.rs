@@ -1,4 +1,4 @@
-//! `vgpu gpu-check` and `vgpu serve` on the stand-in for NVIDIA's driver, with three faulty kernels.
+//! `vgpu gpu-check` and `vgpu serve` on the stand-in for NVIDIA's driver, with faulty kernels.
 
 #[path = "../../tests/common/mod.rs"]
 mod common;

@@ -21,7 +21,8 @@ pub(super) struct HostMemory {
 unsafe impl Send for HostMemory {}
 
 impl HostMemory {
-    /// Allocates `size` zero bytes, at least 1, and registers them with `context`, which is current.
+    /// Allocates `size` zero bytes, at least 1, and registers them with `context`, which is
+    /// current.
     ///
     /// # Errors
     /// [`GpuError::Driver`] if the driver cannot lock the pages.
