@@ -9,7 +9,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-use targets::session;
+use targets::session::{self, Setup};
 use vgpu_cpu::CpuEngine;
 use vgpu_engine::{Engine, EngineError, Memory, MemoryInfo, Plan, RunError, RunStatus, Turn};
 use vgpu_gguf::Rng;
@@ -213,11 +213,11 @@ impl Plan for FaultyPlan {
 }
 
 /// Whether one of a thousand random sessions on an engine with this fault fails a check.
-fn is_noticed(fault: Option<Planted>) -> bool {
+fn is_noticed(fault: Option<Planted>, setup: &'static Setup) -> bool {
     let mut random = Rng::new(2, 0);
     (0..1000).any(|_| {
         let bytes: Vec<u8> = (0..600).map(|_| random.next_u64() as u8).collect();
-        let inner = session::cpu_engine();
+        let inner = session::cpu_engine(setup);
         let engine: Arc<dyn Engine> = match fault {
             Some(fault) => Arc::new(Faulty {
                 inner,
@@ -226,20 +226,24 @@ fn is_noticed(fault: Option<Planted>) -> bool {
             }),
             None => Arc::new(inner),
         };
-        catch_unwind(AssertUnwindSafe(|| session::run_on(&engine, &bytes))).is_err()
+        catch_unwind(AssertUnwindSafe(|| session::run_on(&engine, setup, &bytes))).is_err()
     })
 }
 
 #[test]
 fn the_checks_of_a_fuzzed_session_notice_planted_faults() {
-    assert!(!is_noticed(None), "a session without a fault fails");
-    for fault in [
-        Planted::OldBytes,
-        Planted::WriteBesideDestination,
-        Planted::LostAllocation,
-        Planted::FailedRun,
-        Planted::Panic,
-    ] {
-        assert!(is_noticed(Some(fault)), "{fault:?} is not noticed");
+    for setup in [&session::SMALL, &session::DEFAULT] {
+        let unharmed = !is_noticed(None, setup);
+        assert!(unharmed, "a session without a fault fails");
+        for fault in [
+            Planted::OldBytes,
+            Planted::WriteBesideDestination,
+            Planted::LostAllocation,
+            Planted::FailedRun,
+            Planted::Panic,
+        ] {
+            let is_noticed = is_noticed(Some(fault), setup);
+            assert!(is_noticed, "{fault:?} is not noticed");
+        }
     }
 }

@@ -22,6 +22,7 @@ mod ops;
 mod recipes;
 
 use std::collections::{BTreeMap, VecDeque};
+use std::ops::Range;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
@@ -33,15 +34,26 @@ use vgpu_transport::bytes::{Bytes, BytesMut};
 use vgpu_transport::ir::{self, BufferId, IR_VERSION};
 use vgpu_transport::link::{Counters, HostEnd, Incoming, LinkError};
 use vgpu_transport::wire::{
-    ContentHash, GraphId, MIN_EXTENT, PROTOCOL_VERSION, Reply, Request, Wanted,
+    ContentHash, GraphId, MAX_PAYLOAD, MIN_EXTENT, PROTOCOL_VERSION, Reply, Request, Wanted,
 };
 
 use input::Input;
-use model::{Expect, Model, Setup};
+use model::{Expect, Model};
 
-const SETUP: Setup = Setup {
+pub(crate) use model::Setup;
+
+/// Limits that a session of some requests reaches.
+pub(crate) const SMALL: Setup = Setup {
     memory: 1 << 20,
     buffers: 8,
+    has_default_limits: false,
+};
+
+/// The limits of a session of `vgpu serve`.
+pub(crate) const DEFAULT: Setup = Setup {
+    memory: 4 << 20,
+    buffers: 1 << 14,
+    has_default_limits: true,
 };
 
 /// Most requests in one session, reads after graphs not counted.
@@ -50,9 +62,14 @@ const MAX_REQUESTS: usize = 200;
 /// Most graphs run in one session.
 const MAX_RUNS: usize = 16;
 
-fn limits() -> Limits {
+fn limits(setup: &Setup) -> Limits {
+    let default = Limits::default();
+    if setup.has_default_limits {
+        assert_eq!(default.buffers, setup.buffers);
+        return default;
+    }
     Limits {
-        buffers: SETUP.buffers,
+        buffers: setup.buffers,
         graphs: 4,
         graph_bytes: 1 << 16,
         graph_nodes: 64,
@@ -63,38 +80,45 @@ fn limits() -> Limits {
         node_time: None,
         map_buffers: false,
         hello: Duration::from_secs(60),
-        ..Limits::default()
+        ..default
     }
 }
 
-/// Runs the session that `data` encodes. Panics at the first difference from the model.
+/// Runs the session that `data` encodes. Panics at the first difference from the model. One session
+/// in eight has the default limits.
 pub(crate) fn run(data: &[u8]) {
-    static ENGINE: OnceLock<Mutex<Arc<CpuEngine>>> = OnceLock::new();
-    let engine = ENGINE.get_or_init(|| Mutex::new(Arc::new(cpu_engine())));
+    static ENGINES: OnceLock<Mutex<[Arc<CpuEngine>; 2]>> = OnceLock::new();
+    let engines = || Mutex::new([&SMALL, &DEFAULT].map(|setup| Arc::new(cpu_engine(setup))));
+    let engines = ENGINES.get_or_init(engines);
     // One session at a time, so that memory can be accounted for.
-    let engine = engine.lock().unwrap_or_else(PoisonError::into_inner);
-    run_on(&(Arc::clone(&engine) as Arc<dyn Engine>), data);
+    let engines = engines.lock().unwrap_or_else(PoisonError::into_inner);
+    let [small, default] = &*engines;
+    let (setup, engine) = match data.last().is_some_and(|last| last % 8 == 7) {
+        true => (&DEFAULT, default),
+        false => (&SMALL, small),
+    };
+    run_on(&(Arc::clone(engine) as Arc<dyn Engine>), setup, data);
 }
 
 /// An engine with the memory of a session, whose buffers end at pages that nobody can access.
-pub(crate) fn cpu_engine() -> CpuEngine {
-    let engine = CpuEngine::new(1, Some(SETUP.memory)).expect("a thread");
-    engine.with_fixed_memory(SETUP.memory).with_checks()
+pub(crate) fn cpu_engine(setup: &Setup) -> CpuEngine {
+    let engine = CpuEngine::new(1, Some(setup.memory)).expect("a thread");
+    engine.with_fixed_memory(setup.memory).with_checks()
 }
 
-/// As [`run`], on an engine that nobody else uses.
-pub(crate) fn run_on(engine: &Arc<dyn Engine>, data: &[u8]) {
-    let mut script = Script::new(data, Arc::clone(engine));
+/// As [`run`], on an engine of `setup` that nobody else uses.
+pub(crate) fn run_on(engine: &Arc<dyn Engine>, setup: &'static Setup, data: &[u8]) {
+    let mut script = Script::new(data, setup, Arc::clone(engine));
     static WEIGHTS: OnceLock<WeightStore> = OnceLock::new();
     let weights = WEIGHTS
         .get_or_init(|| WeightStore::new(Sharing::Tenant, None).expect("a thread for weights"));
-    let session = Session::new(1, Arc::clone(engine), limits());
+    let session = Session::new(1, Arc::clone(engine), limits(setup));
     let session = session.sharing(weights, "fuzz");
     let ending = session.run(&mut script, &StopFlag::new());
     script.finish(&ending);
     assert_eq!(
         engine.memory().free,
-        SETUP.memory,
+        setup.memory,
         "the session did not free its memory"
     );
 }
@@ -102,6 +126,7 @@ pub(crate) fn run_on(engine: &Arc<dyn Engine>, data: &[u8]) {
 /// The guest and its link: sends requests and checks replies.
 struct Script<'a> {
     input: Input<'a>,
+    setup: &'static Setup,
     engine: Arc<dyn Engine>,
     model: Model,
     /// Requests that an earlier request has queued.
@@ -116,7 +141,7 @@ struct Script<'a> {
     room: Vec<u8>,
     retired: bool,
     /// Bytes that the last graph may have changed, of buffers not read since.
-    changed: BTreeMap<u64, Vec<bool>>,
+    changed: BTreeMap<u64, Vec<Range<usize>>>,
     /// Whether the session has compiled a graph since the last reply to MEMORY.
     has_compiled: bool,
     requests: usize,
@@ -124,9 +149,10 @@ struct Script<'a> {
 }
 
 impl<'a> Script<'a> {
-    fn new(data: &'a [u8], engine: Arc<dyn Engine>) -> Script<'a> {
+    fn new(data: &'a [u8], setup: &'static Setup, engine: Arc<dyn Engine>) -> Script<'a> {
         Script {
             input: Input::new(data),
+            setup,
             engine,
             model: Model::default(),
             queue: VecDeque::new(),
@@ -192,11 +218,11 @@ impl<'a> Script<'a> {
             }
             (Expect::Nothing | Expect::Part(None), []) => {}
             (Expect::Part(Some((graph, image))), []) => {
-                self.model.took_graph(*graph, image, true, &SETUP);
+                self.model.took_graph(*graph, image, true, self.setup);
             }
             (Expect::Part(Some((graph, image))), [(failed, [])]) => {
                 assert_failed(failed, number, "out of memory");
-                self.model.took_graph(*graph, image, false, &SETUP);
+                self.model.took_graph(*graph, image, false, self.setup);
             }
             (Expect::Fail, [(failed, [])]) => assert_failed(failed, number, "out of memory"),
             // A graph for whose image there was no memory: its buffers are not known, so it does
@@ -229,8 +255,8 @@ impl<'a> Script<'a> {
                 ],
             ) => {
                 assert_eq!(*request, number);
-                assert_eq!(*total, SETUP.memory);
-                let working = (SETUP.memory - free).checked_sub(self.model.buffer_bytes());
+                assert_eq!(*total, self.setup.memory);
+                let working = (self.setup.memory - free).checked_sub(self.model.buffer_bytes());
                 let working = working.expect("the memory of the buffers is charged");
                 let has_compiled = std::mem::take(&mut self.has_compiled);
                 self.model.observe_working(working, has_compiled);
@@ -285,11 +311,14 @@ impl<'a> Script<'a> {
 
     fn read_everything(&mut self) {
         for (&buffer, bytes) in &self.model.buffers {
-            self.queue.push_back(Request::Read {
-                buffer: BufferId(buffer),
-                offset: 0,
-                len: bytes.len() as u64,
-            });
+            let size = bytes.len() as u64;
+            for offset in (0..size.max(1)).step_by(MAX_PAYLOAD) {
+                self.queue.push_back(Request::Read {
+                    buffer: BufferId(buffer),
+                    offset,
+                    len: (size - offset).min(MAX_PAYLOAD as u64),
+                });
+            }
         }
     }
 
@@ -301,25 +330,36 @@ impl<'a> Script<'a> {
             .buffers
             .get_mut(&buffer)
             .expect("it could be read");
-        let known = &mut known[offset as usize..][..read.len()];
-        // After a graph the guest reads whole buffers, so a mask has the length of the data.
-        match self.changed.remove(&buffer) {
-            None => assert!(
+        let (start, end) = (offset as usize, (offset + len) as usize);
+        // After a graph the guest reads each buffer from its first byte to its last.
+        let is_last = end == known.len();
+        let known = &mut known[start..end];
+        let changed = match is_last {
+            true => self.changed.remove(&buffer),
+            false => self.changed.get(&buffer).cloned(),
+        };
+        let Some(changed) = changed else {
+            assert!(
                 known == read,
                 "buffer {buffer} does not contain the written bytes"
-            ),
-            Some(mask) => {
-                let mut bytes = mask.iter().zip(known.iter().zip(read));
-                let changed = bytes.position(|(&may, (before, after))| !may && before != after);
-                if let Some(at) = changed {
-                    panic!(
-                        "byte {at} of buffer {buffer} changed, but is in no destination of:\n{}",
-                        self.model.describe_last_run()
-                    );
-                }
-                known.copy_from_slice(read);
+            );
+            return;
+        };
+        let place = |at: usize| at.clamp(start, end) - start;
+        let mut same = 0;
+        for range in changed.into_iter().chain([end..end]) {
+            let next = place(range.start);
+            if known[same..next] != read[same..next] {
+                let differs = (same..next).find(|&at| known[at] != read[at]);
+                panic!(
+                    "byte {} of buffer {buffer} changed, but is in no destination of:\n{}",
+                    start + differs.unwrap_or(same),
+                    self.model.describe_last_run()
+                );
             }
+            same = place(range.end);
         }
+        known.copy_from_slice(read);
     }
 
     /// Chooses the next request. `None` at the end of the input.
@@ -667,7 +707,7 @@ impl HostEnd for Script<'_> {
             return Err(LinkError::Closed);
         };
         message.extend_from_slice(&next);
-        let expect = self.model.request(&next, &payload, &SETUP);
+        let expect = self.model.request(&next, &payload, self.setup);
         if matches!(expect, Expect::Run(_)) {
             self.runs += 1;
             if self.runs > MAX_RUNS {

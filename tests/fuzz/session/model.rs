@@ -1,6 +1,7 @@
 //! A model of a session: the expected content of its memory, and the requests that must end it.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 
 use vgpu_transport::ir::{BufferId, Graph, IR_VERSION, Node, Op, Shape, Tensor, patch};
 use vgpu_transport::wire::{
@@ -86,6 +87,8 @@ enum WeightState {
 pub(crate) struct Setup {
     pub(crate) memory: u64,
     pub(crate) buffers: usize,
+    /// The limits of graphs are the default ones.
+    pub(crate) has_default_limits: bool,
 }
 
 /// The bytes of the pages that a buffer of `size` bytes takes: at least one.
@@ -472,23 +475,36 @@ impl Model {
     }
 
     /// The bytes of each buffer that a run of a graph may change: exactly the elements of the
-    /// destinations.
-    pub(crate) fn may_change(&self, id: GraphId) -> BTreeMap<u64, Vec<bool>> {
-        let mut masks: BTreeMap<u64, Vec<bool>> = self
+    /// destinations. In order, disjoint.
+    pub(crate) fn may_change(&self, id: GraphId) -> BTreeMap<u64, Vec<Range<usize>>> {
+        let mut changes: BTreeMap<u64, Vec<Range<usize>>> = self
             .buffers
-            .iter()
-            .map(|(&buffer, bytes)| (buffer, vec![false; bytes.len()]))
+            .keys()
+            .map(|&buffer| (buffer, Vec::new()))
             .collect();
         let graph = &self.graphs[&id.0];
         for tensor in graph.nodes.iter().flat_map(|node| written(graph, node)) {
             let buffer = graph.buffers[tensor.buffer as usize].0;
-            let mask = masks
+            let ranges = changes
                 .get_mut(&buffer)
                 .expect("a graph on buffers of the session");
-            for_each_block(tensor, |start, end| mask[start..end].fill(true));
+            for_each_run(tensor, |range| ranges.push(range));
         }
-        masks
+        changes.values_mut().for_each(sort_and_merge);
+        changes
     }
+}
+
+/// Sorts ranges and merges those that touch.
+fn sort_and_merge(ranges: &mut Vec<Range<usize>>) {
+    ranges.sort_unstable_by_key(|range| range.start);
+    ranges.dedup_by(|next, range| {
+        let touches = next.start <= range.end;
+        if touches {
+            range.end = range.end.max(next.end);
+        }
+        touches
+    });
 }
 
 fn words(bytes: &[u8]) -> Vec<u32> {
@@ -509,21 +525,26 @@ fn written<'g>(graph: &'g Graph, node: &'g Node) -> impl Iterator<Item = &'g Ten
     sources.chain([graph.dst(node)])
 }
 
-fn for_each_block(tensor: &Tensor, mut block: impl FnMut(usize, usize)) {
+/// Calls `each` with the bytes of each contiguous run of blocks of a row.
+fn for_each_run(tensor: &Tensor, mut each: impl FnMut(Range<usize>)) {
     let shape = &tensor.shape;
     // The other extents of an empty tensor may be anything.
     if shape.is_empty() {
         return;
     }
-    let bytes = shape.ty.block_bytes() as usize;
+    let bytes = shape.ty.block_bytes();
     let blocks = shape.ne[0] / shape.ty.block_elements();
+    let [nb0, nb1, nb2, nb3] = shape.nb;
+    let (runs, run) = match nb0 == bytes {
+        true => (1, blocks * bytes),
+        false => (blocks, bytes),
+    };
     for i3 in 0..shape.ne[3] {
         for i2 in 0..shape.ne[2] {
             for i1 in 0..shape.ne[1] {
-                for i0 in 0..blocks {
-                    let [nb0, nb1, nb2, nb3] = shape.nb;
+                for i0 in 0..runs {
                     let at = tensor.offset + i0 * nb0 + i1 * nb1 + i2 * nb2 + i3 * nb3;
-                    block(at as usize, at as usize + bytes);
+                    each(at as usize..(at + run) as usize);
                 }
             }
         }
