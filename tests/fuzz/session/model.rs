@@ -69,8 +69,12 @@ pub(crate) struct Model {
     failing: BTreeSet<u64>,
     image: Vec<u8>,
     last_run: Option<GraphId>,
-    /// Bytes that the session is charged for its graphs.
+    /// Bytes that the session is charged for besides its buffers.
     working: u64,
+    /// The most of them that were for copies of buffers.
+    copies: u64,
+    /// Buffers for weights of which parts may be shared.
+    shared: BTreeSet<u64>,
 }
 
 /// The state of a buffer for weights.
@@ -79,7 +83,7 @@ enum WeightState {
     #[default]
     Open,
     Sealed,
-    /// Sealed and written to: it takes twice its memory.
+    /// Sealed and written to: it takes up to twice its memory.
     Written,
 }
 
@@ -100,17 +104,24 @@ fn pages(size: u64) -> u64 {
 
 impl Model {
     /// Takes over the bytes that the session is charged for besides its buffers: its graphs, whole
-    /// or incomplete, with their plans and working memory. Only a graph that arrives or is compiled
-    /// can increase them, and they end with the graphs.
+    /// or incomplete, with their plans and working memory, and copies of sealed buffers that it has
+    /// written to. Only a graph that arrives or is compiled, or such a write, can increase them.
+    /// They end with the graphs and the buffers.
     pub(crate) fn observe_working(&mut self, bytes: u64, has_compiled: bool) {
+        let copies = self.most_copies();
+        let more = copies.saturating_sub(self.copies);
         assert!(
-            has_compiled || bytes <= self.working,
+            has_compiled || bytes <= self.working + more,
             "the memory of graphs grew from {} to {bytes} bytes without a graph",
             self.working
         );
         let has_graph = !self.graphs.is_empty() || !self.image.is_empty();
-        assert!(has_graph || bytes == 0, "{bytes} bytes without a graph");
+        assert!(
+            has_graph || bytes <= copies,
+            "{bytes} bytes without a graph, for copies of at most {copies} bytes"
+        );
         self.working = bytes;
+        self.copies = copies;
     }
 
     /// The bytes that the session is charged for.
@@ -118,18 +129,25 @@ impl Model {
         self.buffer_bytes() + self.working
     }
 
-    /// The bytes of all buffers.
+    /// The bytes of all buffers, without copies.
     pub(crate) fn buffer_bytes(&self) -> u64 {
-        let size = |(buffer, bytes): (&u64, &Vec<u8>)| {
-            let is_twice = self.weights.get(buffer) == Some(&WeightState::Written);
-            pages(bytes.len() as u64) * if is_twice { 2 } else { 1 }
-        };
-        self.buffers.iter().map(size).sum()
+        let sizes = self.buffers.values().map(|bytes| pages(bytes.len() as u64));
+        sizes.sum()
+    }
+
+    /// The most bytes of the copies that writes to sealed buffers make: of the parts that other
+    /// buffers may share.
+    fn most_copies(&self) -> u64 {
+        let is_written = |buffer: &&u64| self.weights[*buffer] == WeightState::Written;
+        let written = self.weights.keys().filter(is_written);
+        let sizes = written.map(|buffer| pages(self.buffers[buffer].len() as u64));
+        sizes.sum()
     }
 
     /// Prepares a write to a buffer. `false` if a copy of a sealed buffer does not fit the memory.
     fn prepare_write(&mut self, buffer: u64, setup: &Setup) -> bool {
-        if self.weights.get(&buffer) != Some(&WeightState::Sealed) {
+        let is_sealed = self.weights.get(&buffer) == Some(&WeightState::Sealed);
+        if !is_sealed || !self.shared.contains(&buffer) {
             return true;
         }
         let size = pages(self.buffers[&buffer].len() as u64);
@@ -190,6 +208,7 @@ impl Model {
             Request::Free { buffer } => match self.buffers.remove(&buffer.0) {
                 Some(_) => {
                     self.weights.remove(&buffer.0);
+                    self.shared.remove(&buffer.0);
                     self.kept.remove(&buffer.0);
                     self.forget_users(buffer);
                     Expect::Nothing
@@ -279,6 +298,7 @@ impl Model {
                 Some(bytes) => {
                     bytes.fill(0);
                     self.weights.insert(buffer.0, WeightState::Open);
+                    self.shared.remove(&buffer.0);
                     self.kept.remove(&buffer.0);
                     self.forget_users(buffer);
                     Expect::Held
@@ -378,7 +398,9 @@ impl Model {
     fn extent(&mut self, buffer: u64, offset: u64, len: u64) -> Option<WeightState> {
         self.range(buffer, offset, len)?;
         let state = self.weights.get(&buffer).copied();
-        state.filter(|_| len >= MIN_EXTENT)
+        let state = state.filter(|_| len >= MIN_EXTENT)?;
+        self.shared.insert(buffer);
+        Some(state)
     }
 
     fn alloc(&mut self, buffer: u64, size: u64, setup: &Setup) -> Expect {
