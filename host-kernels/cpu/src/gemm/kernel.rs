@@ -176,4 +176,7 @@ pub struct MatmulKernel {
     /// Whether `gemm` takes a [`ColumnTable`]. Each column of a table gets the bits that the column
     /// gets in a call of fewer than [`panel_cols`](MatmulKernel::panel_cols) columns without one.
     pub takes_tables: bool,
+    /// Whether each result is the same for any number of columns: one order of sums. Then the
+    /// columns of a table go through panels, too.
+    pub one_order: bool,
 }

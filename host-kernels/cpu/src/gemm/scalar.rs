@@ -54,6 +54,7 @@ pub(super) fn kernel(weight: Type) -> Option<MatmulKernel> {
         panel_cols: 1,
         row_tile: 1,
         takes_tables: false,
+        one_order: true,
     })
 }
 

@@ -345,11 +345,10 @@ impl<W: Bf16Weights> Panel<Avx512> for PairPanel<W> {
     unsafe fn multiply<const P: usize, const C: usize>(
         &self,
         tile: Tile<[u32; PAIRS]>,
-        _: usize,
         len: usize,
         prefetch: &mut Prefetch,
     ) {
-        let Tile { columns, sums, .. } = tile;
+        let Tile { columns, sums } = tile;
         // SAFETY: pair `i < len.div_ceil(2) <= PAIRS` of the panel has 32 words, of which `P <= 2`
         // vectors of 16 are read; `unpack` has written them. Column `c < C` of `columns` has
         // `PAIRS` pairs. The contract of `Panel` includes `C` columns, their sums, and AVX-512

@@ -521,11 +521,10 @@ impl<S: IntSimd, T: Float> Panel<S> for FloatPanel<S, T> {
     unsafe fn multiply<const P: usize, const C: usize>(
         &self,
         tile: Tile<[f32; CHUNK]>,
-        _: usize,
         len: usize,
         prefetch: &mut Prefetch,
     ) {
-        let Tile { columns, sums, .. } = tile;
+        let Tile { columns, sums } = tile;
         // SAFETY: element `i < len <= CHUNK` of the panel has `P * S::LANES` floats, written by
         // `unpack` with `P == VECTORS`. Column `c < C` of `columns` has `CHUNK` floats. The
         // contract of `Panel` includes `C` columns, their sums, and the instructions of `S`.

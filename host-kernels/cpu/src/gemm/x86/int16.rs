@@ -303,11 +303,10 @@ impl<S: BlockSimd, W: Source> Panel<S> for I16Panel<S, W> {
     unsafe fn multiply<const P: usize, const C: usize>(
         &self,
         tile: Tile<I16Column>,
-        _: usize,
         len: usize,
         prefetch: &mut Prefetch,
     ) {
-        let Tile { columns, sums, .. } = tile;
+        let Tile { columns, sums } = tile;
         let height = P * S::LANES;
         // SAFETY: group `g < len.div_ceil(GROUP) <= GROUPS` of the panel has `GROUP / 2` pairs and
         // a scale for each of `P * S::LANES` rows, written by `unpack` with `P == VECTORS`. Column

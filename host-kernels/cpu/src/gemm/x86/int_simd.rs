@@ -44,6 +44,13 @@ pub(super) trait IntSimd: Simd {
     /// Whether [`IntSimd::dot_wide`] subtracts the offset of 128 from the quants.
     const WIDE_IS_SIGNED: bool;
 
+    /// Whether super-blocks of a panel are summed as integers, as row by row, and formats may have
+    /// one order of sums for any number of columns: that of a panel, where one float of each row
+    /// and column takes the groups or super-blocks one after the other. Few columns are then
+    /// multiplied with eight rows at a time. Otherwise row by row: a product has one sum for each
+    /// lane, and tables are not multiplied with panels.
+    const ONE_ORDER: bool;
+
     /// Whether [`IntSimd::dot`] takes several instructions. Products of small quants are then first
     /// summed in 16 bits ([`IntSimd::multiply_pairs`]), which is faster.
     const SUMS_I16: bool;
@@ -168,6 +175,7 @@ impl IntSimd for Avx512 {
     const COLS: usize = 4;
     const WIDE_IS_SIGNED: bool = false;
     const SUMS_I16: bool = false;
+    const ONE_ORDER: bool = false;
 
     type I = __m512i;
 
@@ -414,6 +422,7 @@ impl<const VNNI: bool> IntSimd for Ymm<VNNI> {
     const COLS: usize = if VNNI { 6 } else { 4 };
     const WIDE_IS_SIGNED: bool = !VNNI;
     const SUMS_I16: bool = !VNNI;
+    const ONE_ORDER: bool = !VNNI;
 
     type I = __m256i;
 

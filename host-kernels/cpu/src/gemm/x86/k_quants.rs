@@ -8,10 +8,13 @@ use std::mem::offset_of;
 use super::block_simd::BlockSimd;
 use super::block32_decode::depth;
 use super::blocks::SuperBlockKernel;
+use super::eight_rows::{self, EightRows, ROWS};
+use super::int_simd::IntSimd;
 use super::panel::{self, Panel, Prefetch, Tile};
 use crate::formats::BlockQ8K;
 use crate::gemm::kernel::GemmArgs;
 use crate::gemm::thread_memory::PREPARED;
+use crate::simd::{Avx2, Simd, register_fns};
 
 /// The elements of a block.
 const CHUNK: usize = 256;
@@ -23,21 +26,24 @@ const X_QUANTS: usize = offset_of!(BlockQ8K, qs);
 /// The offset of the sums of each 16 quants in a block of activations.
 const X_SUMS: usize = offset_of!(BlockQ8K, bsums);
 
-/// From this many columns on, a panel is faster than products row by row.
+/// From this many columns on, a panel is faster than products of rows.
 pub(super) const PANEL_COLS: usize = 6;
 
-/// Multiplies, row by row or through panels.
+/// Multiplies rows or panels.
 ///
 /// # Safety
 /// As [`crate::gemm::Gemm`], with the features of `S`.
 #[inline(always)]
 pub(super) unsafe fn gemm<S: BlockSimd, B: SuperBlockKernel>(call: &GemmArgs) {
-    // SAFETY: `panel::gemm` and `rows` have the contract of this function: the `rows` rows of
-    // blocks of `B`, the `cols` columns of Q8_K, the results of `call`, and the features of `S`.
-    // `call` is passed on as it is.
+    let one_order = S::ONE_ORDER && B::ONE_ORDER;
+    // SAFETY: `panel::gemm`, `multiply_eight_rows` and `rows` have the contract of this function:
+    // the `rows` rows of blocks of `B`, the `cols` columns of Q8_K, the results of `call`, and the
+    // features of `S`, which include AVX2. `call` is passed on as it is.
     unsafe {
-        if call.cols >= PANEL_COLS && call.table.is_none() {
+        if call.cols >= PANEL_COLS && (one_order || call.table.is_none()) {
             panel::gemm::<S, KQuantPanel<S, B>>(call);
+        } else if one_order {
+            multiply_eight_rows::<B>(call);
         } else {
             rows::<S, B>(call);
         }
@@ -125,7 +131,8 @@ unsafe fn prepare<S: BlockSimd, B: SuperBlockKernel>(x: *const u8, column: *mut 
         if B::SUB == 32 {
             column.sums = [0; 16];
             for (to, pair) in column.sums.iter_mut().zip(sums.chunks_exact(2)) {
-                *to = pair[0].wrapping_add(pair[1]); // the sums may be any bits that a guest wrote
+                // Saturating as in a panel: the sums may be any bits that a guest wrote.
+                *to = pair[0].saturating_add(pair[1]);
             }
         }
     }
@@ -156,12 +163,10 @@ unsafe fn row_times<S: BlockSimd, B: SuperBlockKernel, const C: usize>(
             let (d, dmin) = B::d(block);
             let mut sums = [S::zero_int(); C];
             if B::OFFSET != 0 && !B::WIDE {
-                // What the offset adds: the offset times the scales times the sums of activations.
                 for c in 0..C {
                     let bsums = _mm256_loadu_si256((*x.add(c * blocks + b)).sums.as_ptr().cast());
-                    let excess = _mm256_madd_epi16(scales, bsums);
-                    let excess = _mm256_mullo_epi32(excess, _mm256_set1_epi32(B::OFFSET));
-                    sums[c] = S::sub_int(S::zero_int(), S::widen(excess));
+                    let excess = S::widen(excess::<B>(scales, bsums));
+                    sums[c] = S::sub_int(S::zero_int(), excess);
                 }
             }
             for v in 0..S::SUPER {
@@ -199,10 +204,141 @@ unsafe fn row_times<S: BlockSimd, B: SuperBlockKernel, const C: usize>(
     }
 }
 
+/// Multiplies eight rows at a time, in the order of sums of a panel. The blocks of a row are
+/// unpacked into registers and multiplied with up to four columns.
+///
+/// # Safety
+/// As [`crate::gemm::Gemm`], with AVX2, FMA and F16C.
+#[inline(always)]
+unsafe fn multiply_eight_rows<B: SuperBlockKernel>(call: &GemmArgs) {
+    let blocks = call.k / 256;
+    let mut memory = PREPARED.take(call.cols * blocks * size_of::<Column>());
+    let columns = memory.as_mut_ptr().cast::<Column>();
+    // SAFETY: `columns` has `blocks` blocks for each column, aligned to a cache line, and all are
+    // prepared before a row is multiplied. `c < call.cols` and `b < blocks`, so the block of Q8_K
+    // is readable. `EightRows` has rows of the call, readable for `blocks` blocks. Each arm
+    // multiplies at most the columns that are left, and writes at most the rows that are left. The
+    // caller guarantees the contract of `Gemm` and the instructions.
+    unsafe {
+        for c in 0..call.cols {
+            for b in 0..blocks {
+                let x = call.column(c).add(b * X_BYTES);
+                prepare::<Avx2, B>(x, columns.add(c * blocks + b));
+            }
+        }
+        for first in (0..call.rows).step_by(ROWS) {
+            let rows = EightRows::new(call, first);
+            let n = ROWS.min(call.rows - first);
+            let mut c = 0;
+            while c < call.cols {
+                let x = columns.add(c * blocks);
+                macro_rules! multiply {
+                    ($columns:literal) => {{
+                        let results = eight_rows_times::<B, $columns>(&rows, blocks, x);
+                        for (i, result) in results.into_iter().enumerate() {
+                            Avx2::v_store(result, call.result(c + i).add(first), n);
+                        }
+                        $columns
+                    }};
+                }
+                c += match call.cols - c {
+                    4.. => multiply!(4),
+                    2.. => multiply!(2),
+                    _ => multiply!(1),
+                };
+            }
+        }
+    }
+    PREPARED.give_back(memory);
+}
+
+/// Eight rows times `C` columns: a vector of results for each column.
+///
+/// # Safety
+/// Each row is readable for `blocks` blocks, and `x` has `C` prepared columns of `blocks` blocks.
+/// The processor has AVX2, FMA and F16C.
+#[inline(always)]
+unsafe fn eight_rows_times<B: SuperBlockKernel, const C: usize>(
+    rows: &EightRows,
+    blocks: usize,
+    x: *const Column,
+) -> [__m256; C] {
+    const { assert!(!(B::ONE_ORDER && B::WIDE)) }
+    // SAFETY: `b < blocks`, so the block is readable in each row, and `c * blocks + b` is one of
+    // the prepared blocks of the `C` columns at `x`. Of such a block, eight vectors are the 256
+    // quants, and one is the 16 sums. The caller guarantees the instructions.
+    unsafe {
+        let mut acc = [_mm256_setzero_ps(); C];
+        // For each column, a vector of partial sums of each row.
+        let mut dots = [[_mm256_setzero_si256(); ROWS]; C];
+        let mut mins = [[_mm256_setzero_si256(); ROWS]; C];
+        let (mut d, mut dmin) = ([0.0f32; ROWS], [0.0f32; ROWS]);
+        for b in 0..blocks {
+            let x = x.add(b);
+            for r in 0..ROWS {
+                let read = (ROWS * b + r) * size_of::<B>();
+                rows.prefetch(read, read + size_of::<B>());
+                let block = rows.rows[r].add(b * size_of::<B>());
+                let q = B::quants_256(block);
+                let (scales, row_mins) = B::scales(block);
+                (d[r], dmin[r]) = B::d(block);
+                let mut sums = [_mm256_setzero_si256(); C];
+                for c in 0..C {
+                    let bsums = (*x.add(c * blocks)).sums.as_ptr().cast();
+                    let bsums = _mm256_loadu_si256(bsums);
+                    if B::OFFSET != 0 {
+                        sums[c] = _mm256_sub_epi32(sums[c], excess::<B>(scales, bsums));
+                    }
+                    if B::HAS_MIN {
+                        mins[c][r] = _mm256_madd_epi16(row_mins, bsums);
+                    }
+                }
+                for v in 0..8 {
+                    let scale = Avx2::spread_superblock::<B>(scales, v);
+                    for c in 0..C {
+                        let x = (*x.add(c * blocks)).quants.as_ptr();
+                        let x = Avx2::load_int(x.add(32 * v));
+                        sums[c] = Avx2::dot_scaled(sums[c], q[v], x, scale);
+                    }
+                }
+                for c in 0..C {
+                    dots[c][r] = sums[c];
+                }
+            }
+            let (d, dmin) = (_mm256_loadu_ps(d.as_ptr()), _mm256_loadu_ps(dmin.as_ptr()));
+            for c in 0..C {
+                let d_x = _mm256_set1_ps((*x.add(c * blocks)).d);
+                let dots = _mm256_cvtepi32_ps(eight_rows::sums(dots[c]));
+                acc[c] = _mm256_fmadd_ps(dots, _mm256_mul_ps(d, d_x), acc[c]);
+                if B::HAS_MIN {
+                    let mins = _mm256_cvtepi32_ps(eight_rows::sums(mins[c]));
+                    acc[c] = _mm256_fnmadd_ps(mins, _mm256_mul_ps(dmin, d_x), acc[c]);
+                }
+            }
+        }
+        acc
+    }
+}
+
+register_fns! {
+    avx2;
+    /// What the offset of the quants of a block adds to its product, in eight partial sums: the
+    /// offset times the scales times the sums of the activations.
+    ///
+    /// # Safety
+    /// The processor has AVX2.
+    unsafe fn excess<B: SuperBlockKernel>(scales: __m256i, sums: __m256i) -> __m256i {
+        let excess = _mm256_madd_epi16(scales, sums);
+        _mm256_mullo_epi32(excess, _mm256_set1_epi32(B::OFFSET))
+    }
+}
+
 /// A super-block of a column, prepared for a panel.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct SuperColumn {
+    /// The quants, by fours.
+    quants: [u32; CHUNK / 4],
     /// Pairs of 16-bit sums of the sub-blocks.
     sums: [u32; 8],
     d: f32,
@@ -213,14 +349,15 @@ struct SuperColumn {
 struct KQuantPanel<S, B> {
     /// For each four elements, four quants of each row.
     quants: [[u8; 128]; CHUNK / 4],
-    /// For each sub-block, the scale of each row.
-    scales: [[f32; 32]; 16],
+    /// For each sub-block, the scale of each row: a float, or 16 bits twice
+    /// ([`IntSimd::ONE_ORDER`](super::int_simd::IntSimd::ONE_ORDER)).
+    scales: [[u32; 32]; 16],
     /// For each two sub-blocks, two minimums of each row.
     mins: [[[i16; 2]; 32]; 16],
     d: [f32; 32],
     dmin: [f32; 32],
     rows: [[u8; CHUNK]; 32],
-    row_scales: [[f32; 16]; 32],
+    row_scales: [[u32; 16]; 32],
     row_mins: [[[i16; 2]; 16]; 32],
     format: PhantomData<(S, B)>,
 }
@@ -243,12 +380,12 @@ impl<S: BlockSimd, B: SuperBlockKernel> Panel<S> for KQuantPanel<S, B> {
     fn new() -> Self {
         KQuantPanel {
             quants: [[0; 128]; CHUNK / 4],
-            scales: [[0.0; 32]; 16],
+            scales: [[0; 32]; 16],
             mins: [[[0; 2]; 32]; 16],
             d: [0.0; 32],
             dmin: [0.0; 32],
             rows: [[0; CHUNK]; 32],
-            row_scales: [[0.0; 16]; 32],
+            row_scales: [[0; 16]; 32],
             row_mins: [[[0; 2]; 16]; 32],
             format: PhantomData,
         }
@@ -257,12 +394,13 @@ impl<S: BlockSimd, B: SuperBlockKernel> Panel<S> for KQuantPanel<S, B> {
     #[inline(always)]
     unsafe fn prepare(x: *const u8, start: usize, _: usize, column: *mut SuperColumn) {
         // SAFETY: `x` is readable for `start + len` activations, so block `start / 256` is: the
-        // scale is at 0, the 16 sums, 32 bytes, are at `X_SUMS`. `column` is valid and accessed by
-        // no one else, and its `sums` have 32 bytes. The contract of `Panel` includes the
-        // instructions of `S`.
+        // scale is at 0, the 256 quants are at `X_QUANTS`, the 16 sums, 32 bytes, at `X_SUMS`.
+        // `column` is valid and accessed by no one else, and its `sums` have 32 bytes. The contract
+        // of `Panel` includes the instructions of `S`.
         unsafe {
             let x = x.add(start / 256 * X_BYTES);
             (*column).d = x.cast::<f32>().read_unaligned();
+            (*column).quants = x.add(X_QUANTS).cast::<[u32; 64]>().read_unaligned();
             if Self::MINS {
                 let mut sums = _mm256_loadu_si256(x.add(X_SUMS).cast());
                 if B::SUB == 32 {
@@ -309,10 +447,17 @@ impl<S: BlockSimd, B: SuperBlockKernel> Panel<S> for KQuantPanel<S, B> {
                     _mm256_castsi256_si128(scales),
                     _mm256_extracti128_si256(scales, 1),
                 );
-                let row_scales = self.row_scales[r].as_mut_ptr();
-                _mm256_storeu_ps(row_scales, _mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(low)));
-                let high = _mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(high));
-                _mm256_storeu_ps(row_scales.add(8), high);
+                let row_scales = self.row_scales[r].as_mut_ptr().cast::<__m256i>();
+                for (i, scales) in [low, high].into_iter().enumerate() {
+                    let scales = if S::ONE_ORDER {
+                        let scales = _mm256_cvtepu16_epi32(scales);
+                        _mm256_or_si256(scales, _mm256_slli_epi32(scales, 16))
+                    } else {
+                        let scales = _mm256_cvtepi16_epi32(scales);
+                        _mm256_castps_si256(_mm256_cvtepi32_ps(scales))
+                    };
+                    row_scales.add(i).write_unaligned(scales);
+                }
                 let (d, dmin) = B::d(block);
                 self.d[r] = d;
                 if Self::MINS {
@@ -346,29 +491,29 @@ impl<S: BlockSimd, B: SuperBlockKernel> Panel<S> for KQuantPanel<S, B> {
     unsafe fn multiply<const P: usize, const C: usize>(
         &self,
         tile: Tile<SuperColumn>,
-        start: usize,
         _: usize,
         prefetch: &mut Prefetch,
     ) {
-        let Tile {
-            x,
-            x_stride,
-            columns,
-            sums,
-        } = tile;
+        let Tile { columns, sums } = tile;
         // SAFETY: `unpack` has written 64 words of quants, `CHUNK / B::SUB` scales, and half as
-        // many pairs of minimums for `P * S::LANES` rows, with `P == VECTORS`. `x` is readable for
-        // `start + 256` activations of each of `C` columns, so word `i` of sub-block `j` is.
-        // `columns` has `C` columns. The contract of `Panel` includes these, their sums, and the
-        // instructions of `S`.
+        // many pairs of minimums for `P * S::LANES` rows, with `P == VECTORS`. `columns` has `C`
+        // columns of 64 words, so word `i` of sub-block `j` is readable. The contract of `Panel`
+        // includes these, their sums, and the instructions of `S`.
         unsafe {
-            let x = x.add(start / 256 * X_BYTES);
-            let mut scaled = [[S::v_splat(0.0); C]; P];
+            // The sums of the sub-blocks times their scales: integers, or floats.
+            let mut integers = [[S::zero_int(); C]; P];
+            let mut floats = [[S::v_splat(0.0); C]; P];
             let mut panel = self.quants.as_ptr().cast::<u8>();
-            let mut scales = self.scales.as_ptr().cast::<f32>();
+            let mut scales = self.scales.as_ptr().cast::<u32>();
             let height = P * S::LANES;
             for j in 0..CHUNK / B::SUB {
                 prefetch.step();
+                let mut scale = [S::zero_int(); P];
+                if S::ONE_ORDER {
+                    for p in 0..P {
+                        scale[p] = S::load_int(scales.add(p * S::LANES).cast());
+                    }
+                }
                 let mut dots = [[S::zero_int(); C]; P];
                 let depth = const { depth::<S>(B::MAX_QUANT, B::SUB / 4) };
                 for first in (0..B::SUB / 4).step_by(depth) {
@@ -380,12 +525,18 @@ impl<S: BlockSimd, B: SuperBlockKernel> Panel<S> for KQuantPanel<S, B> {
                         }
                         panel = panel.add(height * 4);
                         for c in 0..C {
-                            let x = x.add(c * x_stride + X_QUANTS + j * B::SUB + 4 * i);
-                            let x = S::splat_int(x.cast::<u32>().read_unaligned());
+                            let x = (*columns.add(c)).quants.as_ptr().add(j * B::SUB / 4 + i);
+                            let x = S::splat_int(*x);
                             for p in 0..P {
                                 if depth > 1 {
                                     let products = S::multiply_pairs(w[p], x);
                                     sums_i16[p][c] = S::add_i16(sums_i16[p][c], products);
+                                } else if S::ONE_ORDER {
+                                    let sum = integers[p][c];
+                                    integers[p][c] = match B::WIDE {
+                                        true => S::dot_scaled_wide(sum, w[p], x, scale[p]),
+                                        false => S::dot_scaled(sum, w[p], x, scale[p]),
+                                    };
                                 } else if B::WIDE {
                                     dots[p][c] = S::dot_wide(dots[p][c], w[p], x);
                                 } else {
@@ -397,16 +548,24 @@ impl<S: BlockSimd, B: SuperBlockKernel> Panel<S> for KQuantPanel<S, B> {
                     if depth > 1 {
                         for p in 0..P {
                             for c in 0..C {
-                                dots[p][c] = S::add_i16_pairs(dots[p][c], sums_i16[p][c]);
+                                if S::ONE_ORDER {
+                                    let (sum, pairs) = (integers[p][c], sums_i16[p][c]);
+                                    integers[p][c] = S::dot_pairs(sum, pairs, scale[p]);
+                                } else {
+                                    dots[p][c] = S::add_i16_pairs(dots[p][c], sums_i16[p][c]);
+                                }
                             }
                         }
                     }
                 }
-                // Products of integers. As floats they are exact below 2^24.
-                for p in 0..P {
-                    let scale = S::v_load(scales.add(p * S::LANES), S::LANES);
-                    for c in 0..C {
-                        scaled[p][c] = S::v_mul_add(S::to_floats(dots[p][c]), scale, scaled[p][c]);
+                if !S::ONE_ORDER {
+                    // Products of integers. As floats they are exact below 2^24.
+                    for p in 0..P {
+                        let scale = S::v_load(scales.add(p * S::LANES).cast(), S::LANES);
+                        for c in 0..C {
+                            let dots = S::to_floats(dots[p][c]);
+                            floats[p][c] = S::v_mul_add(dots, scale, floats[p][c]);
+                        }
                     }
                 }
                 scales = scales.add(height);
@@ -430,9 +589,17 @@ impl<S: BlockSimd, B: SuperBlockKernel> Panel<S> for KQuantPanel<S, B> {
                 let dmin = S::v_load(self.dmin.as_ptr().add(p * S::LANES), S::LANES);
                 for c in 0..C {
                     let d_x = S::v_splat((*columns.add(c)).d);
+                    let mut scaled = floats[p][c];
+                    if S::ONE_ORDER {
+                        let mut sum = integers[p][c];
+                        if Self::MINS && !B::HAS_MIN {
+                            sum = S::sub_int(sum, min_sums[p][c]);
+                        }
+                        scaled = S::to_floats(sum);
+                    }
                     let mut acc = sums.load::<S, P>(p, c);
-                    acc = S::v_mul_add(scaled[p][c], S::v_mul(d, d_x), acc);
-                    if Self::MINS {
+                    acc = S::v_mul_add(scaled, S::v_mul(d, d_x), acc);
+                    if B::HAS_MIN || Self::MINS && !S::ONE_ORDER {
                         let excess = S::to_floats(min_sums[p][c]);
                         acc = S::v_neg_mul_add(excess, S::v_mul(dmin, d_x), acc);
                     }

@@ -3,7 +3,8 @@
 //! - `int_simd`, `block_simd`: integer operations for AVX2, AVX2 with AVX-VNNI, and AVX-512.
 //! - `blocks`: blocks of each format, decoded to vectors of quants.
 //! - `block32`, `k_quants`, `floats`: products of the three families. Few columns are multiplied
-//!   row by row, many columns through panels.
+//!   with rows, many columns with panels.
+//! - `eight_rows`: eight rows of quantised weights at a time, in the order of sums of a panel.
 //! - `bf16_dot`: products with the BF16 dot product instruction.
 //! - `int16`, `q8_int16`: products of 16-bit integers, for levels that multiply them faster than
 //!   floats or signed bytes.
@@ -20,6 +21,7 @@ mod block32;
 mod block32_decode;
 mod block_simd;
 mod blocks;
+mod eight_rows;
 mod floats;
 mod int16;
 mod int_simd;
@@ -202,6 +204,9 @@ pub(super) fn kernel(weight: Type, level: Level) -> Option<MatmulKernel> {
         panel_cols,
         row_tile: if wide { 32 } else { 16 },
         takes_tables: !(weight == Type::Bf16 && level == Level::Avx512Bf16),
+        // `IntSimd::ONE_ORDER`, and that of the blocks.
+        one_order: level == Level::Avx2
+            && matches!(weight, Type::Q8_0 | Type::Q4K | Type::Q5K | Type::Q6K),
         ..portable
     })
 }

@@ -31,9 +31,10 @@ const FEW_COLUMNS: usize = 32;
 ///   column that no one else accesses;
 /// - [`Panel::unpack`]: the contract of [`crate::gemm::Gemm`] holds for the call, and
 ///   `row < call.rows`;
-/// - [`Panel::multiply`]: the panel has been unpacked with the same `start` and `len`; the tile has
-///   `C` columns of `k` activations, each prepared with the same `start` and `len`, and sums of
-///   `P * S::LANES` floats for each column; `P == VECTORS`.
+/// - [`Panel::multiply`]: the panel has been unpacked with the same `len`; the tile has `C`
+///   columns,
+///   each prepared with the same `start` and `len`, and sums of `P * S::LANES` floats for each
+///   column; `P == VECTORS`.
 pub(super) trait Panel<S: IntSimd>: Sized {
     /// The elements of `k` that are unpacked at once.
     const CHUNK: usize;
@@ -43,7 +44,8 @@ pub(super) trait Panel<S: IntSimd>: Sized {
     const VECTORS: usize;
     /// Columns of a tile: 4, 6 or 12, so that the sums fit the registers.
     const COLS: usize;
-    /// What is prepared of a chunk of a column.
+    /// A chunk of a column, prepared. The chunks of the columns of a tile are adjacent, wherever
+    /// the columns are.
     type Column: Copy;
     /// How often [`Panel::multiply`] calls [`Prefetch::step`] in a whole chunk.
     const UNITS: usize;
@@ -59,7 +61,6 @@ pub(super) trait Panel<S: IntSimd>: Sized {
     unsafe fn multiply<const P: usize, const C: usize>(
         &self,
         tile: Tile<Self::Column>,
-        start: usize,
         len: usize,
         prefetch: &mut Prefetch,
     );
@@ -68,10 +69,6 @@ pub(super) trait Panel<S: IntSimd>: Sized {
 /// The columns that are multiplied with a panel at once.
 #[derive(Clone, Copy)]
 pub(super) struct Tile<C> {
-    /// The first column.
-    pub(super) x: *const u8,
-    /// Bytes from one column to the next.
-    pub(super) x_stride: usize,
     /// The prepared chunks of the columns.
     pub(super) columns: *const C,
     /// The sums of the columns.
@@ -211,11 +208,11 @@ unsafe fn multiply_block<S: IntSimd, T: Panel<S>>(
     // features of `S`.
     unsafe {
         sums.write_bytes(0, panels * block.cols * height);
-        let x = call.x.add(block.first_col * call.x_stride);
         for start in (0..call.k).step_by(T::CHUNK) {
             let len = T::CHUNK.min(call.k - start);
             for c in 0..block.cols {
-                T::prepare(x.add(c * call.x_stride), start, len, columns.add(c));
+                let x = call.column(block.first_col + c);
+                T::prepare(x, start, len, columns.add(c));
             }
             for i in 0..panels {
                 panel.unpack(call, block.first_row + i * height, start, len);
@@ -232,20 +229,18 @@ unsafe fn multiply_block<S: IntSimd, T: Panel<S>>(
                     }
                 }
                 let tile = Tile {
-                    x,
-                    x_stride: call.x_stride,
                     columns,
                     sums: TileSums(sums.add(i * block.cols * height)),
                 };
                 let mut none = Prefetch::NONE;
-                tiles::<S, T>(panel, tile, block.cols, start, len, &mut none);
+                tiles::<S, T>(panel, tile, block.cols, len, &mut none);
             }
         }
         // Column by column, since a column of `dst` is contiguous.
         for c in 0..block.cols {
             for i in 0..panels {
                 let row = block.first_row + i * height;
-                let dst = call.dst.add((block.first_col + c) * call.dst_stride + row);
+                let dst = call.result(block.first_col + c).add(row);
                 let sums = sums.add((i * block.cols + c) * height);
                 for v in (0..height.min(call.rows - row)).step_by(S::LANES) {
                     let left = call.rows - row - v;
@@ -269,7 +264,6 @@ unsafe fn tiles<S: IntSimd, T: Panel<S>>(
     panel: &T,
     mut tile: Tile<T::Column>,
     cols: usize,
-    start: usize,
     len: usize,
     prefetch: &mut Prefetch,
 ) {
@@ -278,13 +272,13 @@ unsafe fn tiles<S: IntSimd, T: Panel<S>>(
         let left = cols - c;
         macro_rules! multiply {
             ($vectors:literal, $columns:literal) => {{
-                panel.multiply::<$vectors, $columns>(tile, start, len, prefetch);
+                panel.multiply::<$vectors, $columns>(tile, len, prefetch);
                 $columns
             }};
         }
         // SAFETY: each arm multiplies `done <= left` columns, with `P == T::VECTORS` vectors of
-        // rows. Then `tile` begins `done` columns later, in the activations, the prepared columns
-        // and the sums; all have `cols` columns, as the caller guarantees.
+        // rows. Then `tile` begins `done` columns later, in the prepared columns and the sums; both
+        // have `cols` columns, as the caller guarantees.
         unsafe {
             let done = match (T::VECTORS, left) {
                 (2, 12..) if T::COLS == 12 => multiply!(2, 12),
@@ -297,7 +291,6 @@ unsafe fn tiles<S: IntSimd, T: Panel<S>>(
                 (_, 2..) => multiply!(1, 2),
                 _ => multiply!(1, 1),
             };
-            tile.x = tile.x.add(done * tile.x_stride);
             tile.columns = tile.columns.add(done);
             tile.sums = TileSums(tile.sums.0.add(done * T::VECTORS * S::LANES));
             c += done;
@@ -335,7 +328,7 @@ unsafe fn by_panels<S: IntSimd, T: Panel<S>>(call: &GemmArgs, height: usize) {
             let len = T::CHUNK.min(call.k - start);
             for c in 0..call.cols {
                 let to = columns.add(chunk * call.cols + c);
-                T::prepare(call.x.add(c * call.x_stride), start, len, to);
+                T::prepare(call.column(c), start, len, to);
             }
         }
         for row in (0..call.rows).step_by(height) {
@@ -353,15 +346,13 @@ unsafe fn by_panels<S: IntSimd, T: Panel<S>>(call: &GemmArgs, height: usize) {
                 let len = T::CHUNK.min(call.k - start);
                 panel.unpack(call, row, start, len);
                 let tile = Tile {
-                    x: call.x,
-                    x_stride: call.x_stride,
                     columns: columns.add(chunk * call.cols),
                     sums: TileSums(sums),
                 };
-                tiles::<S, T>(&panel, tile, call.cols, start, len, &mut prefetch);
+                tiles::<S, T>(&panel, tile, call.cols, len, &mut prefetch);
             }
             for c in 0..call.cols {
-                let dst = call.dst.add(c * call.dst_stride + row);
+                let dst = call.result(c).add(row);
                 for v in (0..height.min(call.rows - row)).step_by(S::LANES) {
                     let left = call.rows - row - v;
                     let sum = S::v_load(sums.add(c * height + v), S::LANES);

@@ -6,6 +6,7 @@ use std::arch::x86_64::*;
 use std::marker::PhantomData;
 
 use super::block_simd::BlockSimd;
+use super::block32::above_minus_128;
 use super::block32_decode::{activation, chunk_scales, decode_words, rows_from};
 use super::blocks::{Block32Kernel, Codes, half};
 use super::int_simd::IntSimd;
@@ -32,7 +33,7 @@ impl<B: Block32Kernel> Source for Q8AsI16<B> {
             for g in 0..len / 32 {
                 let block = x.add((start / 32 + g) * bytes);
                 column.scales[g] = half(block);
-                let x = _mm256_loadu_si256(block.add(quants).cast());
+                let x = above_minus_128(_mm256_loadu_si256(block.add(quants).cast()));
                 let to = column.pairs[g].as_mut_ptr();
                 for (i, pairs) in <Avx2 as IntSimd>::widen_pairs(x).into_iter().enumerate() {
                     _mm256_storeu_si256(to.add(8 * i).cast(), pairs);

@@ -57,4 +57,13 @@ register_fns! {
         ]
         .map(|sums| _mm_cvtsi128_si32(sums) + _mm_extract_epi32(sums, 2) - 16 * 128)
     }
+
+    /// Signed bytes, -127 instead of -128. With -128, the signs of a product cannot be exchanged.
+    /// No conversion makes a -128, but the activations of a guest may be any bytes.
+    ///
+    /// # Safety
+    /// The processor has AVX2.
+    pub(in crate::gemm::x86) unsafe fn above_minus_128(x: __m256i) -> __m256i {
+        _mm256_max_epi8(x, _mm256_set1_epi8(-127))
+    }
 }

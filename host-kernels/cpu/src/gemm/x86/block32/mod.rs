@@ -1,8 +1,10 @@
 //! Products with the formats with one scale per 32 elements: `d_w * d_x * (integer dot product)`
 //! for every 32 elements.
 
+mod chunk;
 mod columns;
 mod dot;
+mod eight_rows;
 mod panel;
 mod rows;
 
@@ -12,30 +14,33 @@ use super::int16::I16Panel;
 use super::panel::gemm as panel_gemm;
 use super::q8_int16::Q8AsI16;
 use crate::gemm::kernel::GemmArgs;
+pub(super) use dot::above_minus_128;
 use panel::Block32Panel;
-use rows::rows;
 
-/// From this many columns on, a panel is faster than products row by row.
+/// From this many columns on, a panel is faster than products of rows.
 pub(super) const PANEL_COLS: usize = 5;
 
-/// Multiplies, row by row or through panels.
+/// Multiplies rows or panels.
 ///
 /// # Safety
 /// As [`crate::gemm::Gemm`], with the features of `S`.
 #[inline(always)]
 pub(super) unsafe fn gemm<S: BlockSimd, B: Block32Kernel>(call: &GemmArgs) {
-    // SAFETY: `panel_gemm` and `rows` have the contract of this function: the `rows` rows of blocks
-    // of `B`, the `cols` columns, the results of `call`, and the features of `S`. `call` is passed
-    // on as it is.
+    let one_order = S::ONE_ORDER && B::ONE_ORDER;
+    // SAFETY: `panel_gemm`, `eight_rows` and `rows` have the contract of this function: the `rows`
+    // rows of blocks of `B`, the `cols` columns, the results of `call`, and the features of `S`,
+    // which include AVX2. `call` is passed on as it is.
     unsafe {
-        if call.cols >= PANEL_COLS && call.table.is_none() {
+        if call.cols >= PANEL_COLS && (one_order || call.table.is_none()) {
             if B::WIDE && S::WIDE_IS_SIGNED {
                 panel_gemm::<S, I16Panel<S, Q8AsI16<B>>>(call);
             } else {
                 panel_gemm::<S, Block32Panel<S, B>>(call);
             }
+        } else if one_order {
+            eight_rows::gemm::<B>(call);
         } else {
-            rows::<S, B>(call);
+            rows::rows::<S, B>(call);
         }
     }
 }

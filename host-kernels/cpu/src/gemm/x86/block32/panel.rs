@@ -3,17 +3,13 @@
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
 
-use super::dot::{dot, half_sums, offset};
+use super::chunk::{CHUNK, GroupColumn, prepare};
+use super::dot::{dot, offset};
 use crate::gemm::kernel::GemmArgs;
 use crate::gemm::x86::block_simd::BlockSimd;
-use crate::gemm::x86::block32_decode::{
-    GROUPS, activation, chunk_scales, decode_words, depth, rows_from,
-};
-use crate::gemm::x86::blocks::{Block32Kernel, Codes, half};
+use crate::gemm::x86::block32_decode::{GROUPS, chunk_scales, decode_words, depth, rows_from};
+use crate::gemm::x86::blocks::{Block32Kernel, Codes};
 use crate::gemm::x86::panel::{Panel, Prefetch, Tile, interleave};
-
-/// Elements of a chunk.
-const CHUNK: usize = GROUPS * 32;
 
 /// A chunk of up to 32 rows of weights, interleaved.
 #[repr(C, align(64))]
@@ -28,19 +24,6 @@ pub(super) struct Block32Panel<S, B> {
     /// The scales of each row before they are interleaved.
     row_scales: [[f32; 16]; 32],
     format: PhantomData<(S, B)>,
-}
-
-/// What is prepared of a chunk of a column.
-#[derive(Clone, Copy)]
-#[repr(C)]
-pub(super) struct GroupColumn {
-    /// The scale of each group.
-    scales: [f32; GROUPS],
-    /// `scale * sum` of each group.
-    sums: [f32; GROUPS],
-    /// What the offset of the weights adds to the integer dot product of the group, negated; or of
-    /// each half of the group, if the halves have scales.
-    corrections: [[i32; 2]; GROUPS],
 }
 
 impl<S: BlockSimd, B: Block32Kernel> Panel<S> for Block32Panel<S, B> {
@@ -64,30 +47,10 @@ impl<S: BlockSimd, B: Block32Kernel> Panel<S> for Block32Panel<S, B> {
 
     #[inline(always)]
     unsafe fn prepare(x: *const u8, start: usize, len: usize, column: *mut GroupColumn) {
-        let (bytes, quants) = activation::<B>();
-        // SAFETY: `x` is readable for `start + len` activations, so block `start / 32 + g` is: the
-        // scale, the sum of a block with one, and 32 quants. `column` is valid and accessed by no
-        // one else, and `g < len / 32 <= GROUPS`. The contract of `Panel` includes the instructions
-        // of `S`.
-        unsafe {
-            let column = &mut *column;
-            for g in 0..len / 32 {
-                let block = x.add((start / 32 + g) * bytes);
-                column.scales[g] = half(block);
-                if B::HAS_MIN {
-                    column.sums[g] = half(block.add(2));
-                }
-                if offset::<S, B>() != 0 {
-                    let x = _mm256_loadu_si256(block.add(quants).cast());
-                    let [first, second] = half_sums(x);
-                    column.corrections[g] = if B::HALF_SCALES {
-                        [first, second].map(|sum| -offset::<S, B>() * sum)
-                    } else {
-                        [-offset::<S, B>() * (first + second), 0]
-                    };
-                }
-            }
-        }
+        // SAFETY: `prepare` has the contract of this function: a column of `start + len`
+        // activations at `x`, `start` and `len` multiples of 32, as `k` is, and a valid `column`.
+        // The contract of `Panel` includes the instructions of `S`.
+        unsafe { prepare::<S, B>(x, start, len, column) }
     }
 
     #[inline(always)]
@@ -143,24 +106,15 @@ impl<S: BlockSimd, B: Block32Kernel> Panel<S> for Block32Panel<S, B> {
     unsafe fn multiply<const P: usize, const C: usize>(
         &self,
         tile: Tile<GroupColumn>,
-        start: usize,
         len: usize,
         prefetch: &mut Prefetch,
     ) {
-        let Tile {
-            x,
-            x_stride,
-            columns,
-            sums,
-        } = tile;
-        let (bytes, quants) = activation::<B>();
+        let Tile { columns, sums } = tile;
         // SAFETY: `unpack` has written the quants, eight words, and the scales of group `g < len /
-        // 32 <= GROUPS` for `P * S::LANES` rows, with `P == VECTORS`. `x` is readable for `start +
-        // len` activations of each of `C` columns, so word `part * words + i < 8` of block `g` is.
-        // `columns` has `C` columns of `len / 32` groups. The contract of `Panel` includes these,
-        // their sums, and the instructions of `S`.
+        // 32 <= GROUPS` for `P * S::LANES` rows, with `P == VECTORS`. `columns` has `C` columns of
+        // `len / 32` groups, each with eight words. The contract of `Panel` includes these, their
+        // sums, and the instructions of `S`.
         unsafe {
-            let x = x.add(start / 32 * bytes + quants);
             let mut acc = [[S::v_splat(0.0); C]; P];
             for p in 0..P {
                 for c in 0..C {
@@ -196,8 +150,8 @@ impl<S: BlockSimd, B: Block32Kernel> Panel<S> for Block32Panel<S, B> {
                         }
                         panel = panel.add(P * S::LANES * 4);
                         for c in 0..C {
-                            let x = x.add(c * x_stride + g * bytes + 4 * (part * words + i));
-                            let x = S::splat_int(x.cast::<u32>().read_unaligned());
+                            let x = (*columns.add(c)).quants.as_ptr().cast::<u32>();
+                            let x = S::splat_int(*x.add(8 * g + part * words + i));
                             for p in 0..P {
                                 if depth == 1 {
                                     dots[p][c] = dot::<S, B>(dots[p][c], w[p], x);

@@ -144,6 +144,7 @@ nibble_groups! {
 
 impl Block32Kernel for BlockQ8_0 {
     const MAX_QUANT: usize = 255;
+    const ONE_ORDER: bool = true;
     const CODES: Codes = Codes::Bytes(offset_of!(Self, qs));
 
     #[inline(always)]

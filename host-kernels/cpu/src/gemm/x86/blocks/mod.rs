@@ -45,6 +45,12 @@ pub(super) trait Block32Kernel: Block32Format {
     /// Whether a quant minus 128 is never -128, so that it can be negated.
     const CAN_NEGATE: bool = false;
 
+    /// Whether few columns are multiplied in the order of sums of a panel, eight rows at a time,
+    /// where the level does so ([`IntSimd::ONE_ORDER`]): for formats of which a single column is
+    /// then as fast as row by row. A block has one group and at least 16 bytes, and begins with the
+    /// F16 of its scale.
+    const ONE_ORDER: bool = false;
+
     /// How the codes are stored that [`Block32Kernel::decode`] converts to quants.
     const CODES: Codes = Codes::Other;
 
@@ -107,6 +113,11 @@ pub(super) trait SuperBlockKernel: SuperBlockFormat {
 
     /// The largest quant.
     const MAX_QUANT: usize;
+
+    /// Whether few columns are multiplied in the order of sums of a panel, eight rows at a time,
+    /// where the level does so ([`IntSimd::ONE_ORDER`]): for formats of which a single column is
+    /// then as fast as row by row.
+    const ONE_ORDER: bool = false;
 
     /// The index of the 32 elements in each half of [`SuperBlockKernel::quants_512`].
     const ORDER_512: [usize; 8] = [0, 1, 2, 3, 4, 5, 6, 7];
