@@ -347,7 +347,7 @@ impl<'a> Script<'a> {
         };
         let place = |at: usize| at.clamp(start, end) - start;
         let mut same = 0;
-        for range in changed.into_iter().chain([end..end]) {
+        for range in changed.into_iter().chain(std::iter::once(end..end)) {
             let next = place(range.start);
             if known[same..next] != read[same..next] {
                 let differs = (same..next).find(|&at| known[at] != read[at]);
