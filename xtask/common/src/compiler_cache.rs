@@ -72,11 +72,11 @@ impl Drop for CompilerCache {
 /// # Errors
 /// If sccache cannot be fetched or started. Cargo works without it.
 pub fn start(cache: &Cache) -> Result<Option<CompilerCache>> {
-    let is_set = |name: &&str| std::env::var_os(name).is_some();
-    if WRAPPERS.iter().any(|name| is_set(name)) || is_configured() {
+    let is_chosen = { WRAPPERS.iter() }.any(|name| std::env::var_os(name).is_some());
+    if is_chosen || is_configured() {
         return Ok(None);
     }
-    let folder = packages::sccache(cache)?;
+    let folder = packages::sccache(cache, write_wrapper)?;
     let scratch = Scratch::new()?;
     let running_server = |server| Running {
         wrapper: folder.join(WRAPPER),
@@ -151,7 +151,7 @@ impl Running {
 ///
 /// # Errors
 /// If the file system refuses.
-pub(crate) fn write_wrapper(folder: &Path) -> std::io::Result<()> {
+fn write_wrapper(folder: &Path) -> std::io::Result<()> {
     let path = folder.join(WRAPPER);
     std::fs::write(&path, SCRIPT)?;
     std::fs::set_permissions(&path, Permissions::from_mode(0o755))

@@ -11,7 +11,6 @@ use std::process::Command;
 use anyhow::{Context as _, Result, bail};
 
 use crate::cache::Cache;
-use crate::compiler_cache;
 use crate::process;
 use crate::progress::Progress;
 
@@ -397,15 +396,18 @@ pub fn libclang(cache: &Cache) -> Result<()> {
     Ok(())
 }
 
-/// The folder of sccache and of the wrapper of rustc that uses it.
+/// The folder of sccache, to which `complete` adds something.
 ///
 /// # Errors
-/// If the program cannot be fetched.
-pub(crate) fn sccache(cache: &Cache) -> Result<PathBuf> {
+/// If the program cannot be fetched, or `complete` fails.
+pub(crate) fn sccache(
+    cache: &Cache,
+    complete: fn(&Path) -> std::io::Result<()>,
+) -> Result<PathBuf> {
     let name = SCCACHE.replace("==", "-");
     library(cache, &name, SCCACHE, |unpacked, dir| {
         std::fs::rename(unpacked.join("bin/sccache"), dir.join("sccache"))?;
-        compiler_cache::write_wrapper(dir)
+        complete(dir)
     })
 }
 
