@@ -350,7 +350,7 @@ struct KQuantPanel<S, B> {
     /// For each four elements, four quants of each row.
     quants: [[u8; 128]; CHUNK / 4],
     /// For each sub-block, the scale of each row: a float, or 16 bits twice
-    /// ([`IntSimd::ONE_ORDER`](super::int_simd::IntSimd::ONE_ORDER)).
+    /// ([`IntSimd::ONE_ORDER`]).
     scales: [[u32; 32]; 16],
     /// For each two sub-blocks, two minimums of each row.
     mins: [[[i16; 2]; 32]; 16],
