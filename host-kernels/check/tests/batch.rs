@@ -7,6 +7,7 @@ use rand_xoshiro::Xoshiro256PlusPlus;
 use rand_xoshiro::rand_core::{Rng as _, SeedableRng as _};
 use vgpu_check::model::{Built, Loaded, Model, StepShape, TINY, TINY_BIASES, TINY_EXPERTS};
 use vgpu_cpu::CpuEngine;
+use vgpu_cpu::gemm::MatmulKernel;
 use vgpu_engine::{Engine, Plan, RunError, RunStatus, Turn};
 use vgpu_transport::ir::Type;
 
@@ -115,6 +116,12 @@ fn guests_compute_together_what_each_computes_alone() {
     for base in [TINY_BIASES, TINY_EXPERTS] {
         cases.push((model(base, Type::Q4K), 1));
         cases.push((model(base, Type::F16), 3));
+    }
+    // More columns than are multiplied row by row.
+    for (ty, tokens) in [(Type::Q8_0, 9), (Type::Q4K, 7), (Type::Q6K, 31)] {
+        if MatmulKernel::of(ty).is_some_and(|kernel| kernel.one_order) {
+            cases.push((model(TINY, ty), tokens));
+        }
     }
     let mut batched = 0;
     for threads in [1, 2, 5] {

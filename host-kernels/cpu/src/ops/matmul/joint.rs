@@ -74,12 +74,16 @@ impl DenseProducts {
         })
     }
 
-    /// Whether plans can compute the products together: with few columns, which are the columns of
-    /// one matrix, each result is the same beside other columns.
+    /// Whether plans can compute the products together: each result is the same beside other
+    /// columns. The columns are few, and those of one matrix.
     fn can_join(&self) -> bool {
         self.products.iter().all(|product| {
+            let end = match product.kernel.one_order {
+                true => MAX_COLUMNS,
+                false => product.kernel.panel_cols.min(MAX_COLUMNS),
+            };
             product.kernel.takes_tables
-                && product.columns < product.kernel.panel_cols.min(MAX_COLUMNS)
+                && product.columns < end
                 && product.others == 1
                 && product.tile_of_batch() <= tile_products(product.weight.ne[0])
                 && !product.output.is_staged()
