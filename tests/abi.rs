@@ -37,17 +37,17 @@ const OPTIMIZE: [&str; 3] = [
 
 #[test]
 fn layouts_and_types_are_those_of_ggml_0_20() {
-    compare_with_ggml(ApiVersion::V2, &cached(GGML_0_20), &OPTIMIZE);
+    compare_with_ggml("one", ApiVersion::V2, &cached(GGML_0_20), &OPTIMIZE);
 }
 
 #[test]
 fn layouts_and_types_are_those_of_ggml_0_25() {
-    compare_with_ggml(ApiVersion::V2, &cached(GGML_0_25), &[]);
+    compare_with_ggml("one", ApiVersion::V2, &cached(GGML_0_25), &[]);
 }
 
 #[test]
 fn layouts_and_types_are_those_of_ggml_0_26() {
-    compare_with_ggml(ApiVersion::V3, &cached(GGML_0_26), &[]);
+    compare_with_ggml("one", ApiVersion::V3, &cached(GGML_0_26), &[]);
 }
 
 /// Set by `cargo xtask test`, which has fetched the sources of every release before.
@@ -95,19 +95,20 @@ fn layouts_and_types_are_those_of_every_build_in_the_cache() {
         let (_, api) = api.unwrap_or_else(|error| panic!("{version} b{build}: {error}"));
         let has_parameter = own.contains("ggml_backend_graph_optimize_params");
         let unused: &[&str] = if has_parameter { &[] } else { &OPTIMIZE };
-        compare_with_ggml(api, &ggml, unused);
+        compare_with_ggml("all", api, &ggml, unused);
     }
 }
 
 /// Compiles one program with the plugin's headers and with ggml's, and compares the output of both:
 /// the size of every structure, the offset, size and type of every field, every constant, the type
-/// of every function. Items that begin as one of `unused` are left out.
-fn compare_with_ggml(api: ApiVersion, ggml: &Path, unused: &[&str]) {
+/// of every function. Items that begin as one of `unused` are left out. `test`: tests that compare the
+/// same ggml at the same time have folders of their own.
+fn compare_with_ggml(test: &str, api: ApiVersion, ggml: &Path, unused: &[&str]) {
     let number = api.number();
     let name = ggml
         .to_string_lossy()
         .replace(std::path::MAIN_SEPARATOR, "-");
-    let folder = scratch(&format!("layout{name}"));
+    let folder = scratch(&format!("layout-{test}{name}"));
     let items = items(api);
     let items: Vec<&str> = { items.lines() }
         .filter(|item| !unused.iter().any(|start| item.starts_with(start)))
