@@ -101,8 +101,8 @@ fn layouts_and_types_are_those_of_every_build_in_the_cache() {
 
 /// Compiles one program with the plugin's headers and with ggml's, and compares the output of both:
 /// the size of every structure, the offset, size and type of every field, every constant, the type
-/// of every function. Items that begin as one of `unused` are left out. `test`: two tests that compare
-/// the same ggml at the same time have folders of their own.
+/// of every function. Items that begin as one of `unused` are left out. `test`: two tests that
+/// compare the same ggml at the same time have folders of their own.
 fn compare_with_ggml(test: &str, api: ApiVersion, ggml: &Path, unused: &[&str]) {
     let number = api.number();
     let name = ggml
