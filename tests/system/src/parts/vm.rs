@@ -125,7 +125,6 @@ fn events(tests: &mut TestRun<'_>, prepared: &Prepared) {
     });
     tests.check("the device unplugged", |_, _| booted.unplugged());
     tests.check("a machine that sleeps (S3)", |_, _| booted.suspended());
-    tests.check("a host that suspends (S3)", |_, _| booted.host_suspended());
     tests.check("a reset", |_, _| booted.reset());
     tests.check("QEMU killed and started again", |_, _| booted.qemu_killed());
     tests.check("the executor ends well", |_, _| {

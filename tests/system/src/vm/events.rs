@@ -303,32 +303,6 @@ impl Events<'_> {
             .map(drop)
     }
 
-    /// The machine of an executor sleeps (S3) while a program there computes: a host that suspends.
-    pub(crate) fn host_suspended(&mut self) -> Result<String> {
-        self.start_executor_inside("--threads 2")?;
-        let inside = self.start_inside()?;
-        inside.begin(&mut self.guest, LONG)?;
-        inside.wait_for_tokens(&mut self.guest, 2)?;
-        self.sleep()?;
-        match inside.end(&mut self.guest)? {
-            Outcome::Tokens(tokens) => ensure_begins(&tokens, &self.reference)?,
-            other => bail!(
-                "{other:?} inside the guest: {}",
-                inside.errors(&mut self.guest)?
-            ),
-        }
-        // One session, and no thread that seemed to hang meanwhile.
-        let lines = "grep -c 'session opened' /tmp/serve.log; \
-                     grep -c ' WARN \\| ERROR ' /tmp/serve.log";
-        let counts = self.guest.run(lines)?.output;
-        let counts: Vec<&str> = counts.split_whitespace().collect();
-        ensure!(counts == ["1", "0"], "the log of the executor: {counts:?}");
-        self.stop_inside()?;
-        Ok(format!(
-            "{SHORT:?}: {LONG} tokens, {SOME} of them equal to the CPU's, the same session"
-        ))
-    }
-
     /// A processor of the guest goes offline and comes back, while a program and an executor in the
     /// guest, whose threads are bound to processors, compute.
     pub(crate) fn processor_offline(&mut self) -> Result<String> {
