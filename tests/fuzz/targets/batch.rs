@@ -2,8 +2,8 @@
 //!
 //! Guests have graphs over two sets of shared weights. Most have the same graph; some differ in
 //! one step. Turns end anywhere, members join and leave, and an index may be wrong. Each guest must
-//! get the bytes, or the failure, that it gets alone: so must one that was matched with others whose
-//! weights differ.
+//! get the bytes, or the failure, that it gets alone: so must one that was matched with others
+//! whose weights differ.
 
 use std::sync::{Arc, LazyLock};
 use std::time::Duration;
