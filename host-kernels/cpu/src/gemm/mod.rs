@@ -12,9 +12,9 @@
 //! `c`, `k`, the level, and, unless the kernel has [one order](MatmulKernel::one_order) of sums,
 //! whether the call has at least [`MatmulKernel::panel_cols`] columns and no table. For the dot
 //! product of bfloat16 pairs, it also depends on whether the call has one column, or more. A result
-//! does not depend on the other rows or columns, on how rows are cut, or
-//! on addresses. So an engine that cuts rows gets the same bits for every number of threads, and a
-//! column gets the same bits alone and beside the columns of other guests.
+//! does not depend on the other rows or columns, on how rows are cut, or on addresses. So an engine
+//! that cuts rows gets the same bits for every number of threads, and a column gets the same bits
+//! alone and beside the columns of other guests.
 
 mod kernel;
 mod limits;
