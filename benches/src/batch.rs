@@ -125,7 +125,16 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
         let with = setting.side("batch", threads, scratch.path(), &[])?;
         let without = setting.side("slices", threads, scratch.path(), &["--no-batch"])?;
         let measures = |measure| options.measure.contains(&measure);
+        let mut alone = None;
         for &programs in &options.programs {
+            if measures(Measure::Rate) {
+                let sides = [&with, &without];
+                let rates = setting.rates(sides, &model, programs, options.repeats)?;
+                // Of the first number of programs, which is one by default.
+                let [_, slices, _] = rates;
+                let alone = *alone.get_or_insert(slices);
+                rows.push(rate_row(programs, ty, rates, alone));
+            }
             if measures(Measure::Latency) {
                 let sides = [&with, &without];
                 rows.extend(setting.latency_rows(sides, &model, programs, ty, options.repeats)?);
@@ -140,41 +149,6 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
                     options.repeats,
                 )?);
             }
-        }
-        let mut alone = None;
-        for &programs in &options.programs {
-            if !measures(Measure::Rate) {
-                break;
-            }
-            let [mut batches, mut slices, mut own] = [const { Vec::new() }; 3];
-            for round in 1..=options.repeats {
-                let progress = Progress::new(&format!("{programs} programs, round {round}"));
-                batches.push(setting.rate(&with, &model, programs)?);
-                slices.push(setting.rate(&without, &model, programs)?);
-                own.push(setting.own_batch(&with, &model, programs)?);
-                let last = |rates: &Vec<f64>| rates.last().copied().unwrap_or_default();
-                progress.done(&format!(
-                    "{:.1} tok/s in batches, {:.1} in slices, {:.1} in one program",
-                    last(&batches),
-                    last(&slices),
-                    last(&own)
-                ));
-            }
-            let [batches, slices, own] = [batches, slices, own].map(median);
-            let alone = *alone.get_or_insert(slices);
-            rows.push(
-                Row::new(
-                    format!("{programs} programs decode, {}", ty.name()),
-                    "tok/s in all",
-                )
-                .figure("in batches", batches)
-                .figure("one after the other", slices)
-                .figure("as sequences of one program", own)
-                .figure("one program alone", alone)
-                .ratio("in batches", "one after the other", true, None)
-                .ratio("in batches", "as sequences of one program", true, None)
-                .ratio("in batches", "one program alone", true, None),
-            );
         }
         with.executor.stop()?;
         without.executor.stop()?;
@@ -252,6 +226,32 @@ impl Setting {
         self.end(side, programs)?;
         let tokens: f64 = after.iter().sum::<f64>() - before.iter().sum::<f64>();
         Ok(tokens / (ended - began).as_secs_f64())
+    }
+
+    /// The tokens per second of so many programs in batches and one after the other, and of as many
+    /// sequences in one program.
+    fn rates(
+        &self,
+        [with, without]: [&Side; 2],
+        model: &Path,
+        programs: usize,
+        repeats: u32,
+    ) -> Result<[f64; 3]> {
+        let [mut batches, mut slices, mut own] = [const { Vec::new() }; 3];
+        for round in 1..=repeats {
+            let progress = Progress::new(&format!("{programs} programs, round {round}"));
+            batches.push(self.rate(with, model, programs)?);
+            slices.push(self.rate(without, model, programs)?);
+            own.push(self.own_batch(with, model, programs)?);
+            let last = |rates: &Vec<f64>| rates.last().copied().unwrap_or_default();
+            progress.done(&format!(
+                "{:.1} tok/s in batches, {:.1} in slices, {:.1} in one program",
+                last(&batches),
+                last(&slices),
+                last(&own)
+            ));
+        }
+        Ok([batches, slices, own].map(median))
     }
 
     /// Starts programs that decode until they are killed.
@@ -436,6 +436,20 @@ impl Setting {
             thread::sleep(Duration::from_millis(20));
         }
     }
+}
+
+/// The row of the rates of so many programs. `alone` is the rate of one.
+fn rate_row(programs: usize, ty: FileType, rates: [f64; 3], alone: f64) -> Row {
+    let [batches, slices, own] = rates;
+    let name = format!("{programs} programs decode, {}", ty.name());
+    Row::new(name, "tok/s in all")
+        .figure("in batches", batches)
+        .figure("one after the other", slices)
+        .figure("as sequences of one program", own)
+        .figure("one program alone", alone)
+        .ratio("in batches", "one after the other", true, None)
+        .ratio("in batches", "as sequences of one program", true, None)
+        .ratio("in batches", "one program alone", true, None)
 }
 
 /// The value below which `part` of the sorted values lie.
