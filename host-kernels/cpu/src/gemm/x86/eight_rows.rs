@@ -6,7 +6,8 @@ use std::arch::x86_64::*;
 
 use super::int_simd::prefetch_line;
 use crate::gemm::kernel::GemmArgs;
-use crate::simd::register_fns;
+use crate::gemm::thread_memory::PREPARED;
+use crate::simd::{Avx2, Simd, register_fns};
 
 /// The rows.
 pub(super) const ROWS: usize = 8;
@@ -38,6 +39,81 @@ impl EightRows {
             prefetch_line::<_MM_HINT_T1>(self.next.wrapping_add(64 * line));
         }
     }
+}
+
+/// A family of formats whose products take eight rows at a time.
+///
+/// # Safety
+/// A caller guarantees AVX2, FMA and F16C, and
+/// - [`EightRowsKernel::prepare`]: `x` is readable for a column of `start + len` activations,
+///   `start` is a multiple of `CHUNK`, `len <= CHUNK` is one of the blocks, and `column` is a valid
+///   column that no one else accesses;
+/// - [`EightRowsKernel::multiply`]: each row is readable for `k` weights, and `x` has `C` columns,
+///   each with all chunks of `k` prepared, one column after the other.
+pub(super) trait EightRowsKernel {
+    /// The elements of a column that are prepared at once.
+    const CHUNK: usize;
+    /// A chunk of a column, prepared.
+    type Column;
+
+    unsafe fn prepare(x: *const u8, start: usize, len: usize, column: *mut Self::Column);
+
+    /// Eight rows times `C` columns: a vector of results for each column.
+    unsafe fn multiply<const C: usize>(
+        rows: &EightRows,
+        k: usize,
+        x: *const Self::Column,
+    ) -> [__m256; C];
+}
+
+/// Multiplies eight rows at a time, in the order of sums of a panel. The blocks of the rows are
+/// unpacked into registers and multiplied with up to four columns.
+///
+/// # Safety
+/// As [`crate::gemm::Gemm`], with AVX2, FMA and F16C.
+#[inline(always)]
+pub(super) unsafe fn gemm<K: EightRowsKernel>(call: &GemmArgs) {
+    let chunks = call.k.div_ceil(K::CHUNK);
+    let mut memory = PREPARED.take(call.cols * chunks * size_of::<K::Column>());
+    let columns = memory.as_mut_ptr().cast::<K::Column>();
+    // SAFETY: `columns` has `chunks` chunks for each column, aligned to a cache line, and all are
+    // prepared before a row is multiplied. A chunk ends at or before `call.k`, the elements of a
+    // column and of a row. `EightRows` has rows of the call. Each arm multiplies at most the
+    // columns that are left, and writes at most the rows that are left. The caller guarantees the
+    // contract of `Gemm` and the instructions.
+    unsafe {
+        for c in 0..call.cols {
+            for chunk in 0..chunks {
+                let start = chunk * K::CHUNK;
+                let len = K::CHUNK.min(call.k - start);
+                let to = columns.add(c * chunks + chunk);
+                K::prepare(call.column(c), start, len, to);
+            }
+        }
+        for first in (0..call.rows).step_by(ROWS) {
+            let rows = EightRows::new(call, first);
+            let n = ROWS.min(call.rows - first);
+            let mut c = 0;
+            while c < call.cols {
+                let x = columns.add(c * chunks);
+                macro_rules! multiply {
+                    ($columns:literal) => {{
+                        let results = K::multiply::<$columns>(&rows, call.k, x);
+                        for (i, result) in results.into_iter().enumerate() {
+                            Avx2::v_store(result, call.result(c + i).add(first), n);
+                        }
+                        $columns
+                    }};
+                }
+                c += match call.cols - c {
+                    4.. => multiply!(4),
+                    2.. => multiply!(2),
+                    _ => multiply!(1),
+                };
+            }
+        }
+    }
+    PREPARED.give_back(memory);
 }
 
 /// For each of eight vectors, the sum of its lanes. Unpacking and one addition take half the time

@@ -8,13 +8,13 @@ use std::mem::offset_of;
 use super::block_simd::BlockSimd;
 use super::block32_decode::depth;
 use super::blocks::SuperBlockKernel;
-use super::eight_rows::{self, EightRows, ROWS};
+use super::eight_rows::{self, EightRows, EightRowsKernel, ROWS};
 use super::int_simd::IntSimd;
 use super::panel::{self, Panel, Prefetch, Tile};
 use crate::formats::BlockQ8K;
 use crate::gemm::kernel::GemmArgs;
 use crate::gemm::thread_memory::PREPARED;
-use crate::simd::{Avx2, Simd, register_fns};
+use crate::simd::{Avx2, register_fns};
 
 /// The elements of a block.
 const CHUNK: usize = 256;
@@ -36,14 +36,14 @@ pub(super) const PANEL_COLS: usize = 6;
 #[inline(always)]
 pub(super) unsafe fn gemm<S: BlockSimd, B: SuperBlockKernel>(call: &GemmArgs) {
     let one_order = S::ONE_ORDER && B::ONE_ORDER;
-    // SAFETY: `panel::gemm`, `multiply_eight_rows` and `rows` have the contract of this function:
+    // SAFETY: `panel::gemm`, `eight_rows::gemm` and `rows` have the contract of this function:
     // the `rows` rows of blocks of `B`, the `cols` columns of Q8_K, the results of `call`, and the
     // features of `S`, which include AVX2. `call` is passed on as it is.
     unsafe {
         if call.cols >= PANEL_COLS && (one_order || call.table.is_none()) {
             panel::gemm::<S, KQuantPanel<S, B>>(call);
         } else if one_order {
-            multiply_eight_rows::<B>(call);
+            eight_rows::gemm::<SuperBlockRows<B>>(call);
         } else {
             rows::<S, B>(call);
         }
@@ -204,52 +204,29 @@ unsafe fn row_times<S: BlockSimd, B: SuperBlockKernel, const C: usize>(
     }
 }
 
-/// Multiplies eight rows at a time, in the order of sums of a panel. The blocks of a row are
-/// unpacked into registers and multiplied with up to four columns.
-///
-/// # Safety
-/// As [`crate::gemm::Gemm`], with AVX2, FMA and F16C.
-#[inline(always)]
-unsafe fn multiply_eight_rows<B: SuperBlockKernel>(call: &GemmArgs) {
-    let blocks = call.k / 256;
-    let mut memory = PREPARED.take(call.cols * blocks * size_of::<Column>());
-    let columns = memory.as_mut_ptr().cast::<Column>();
-    // SAFETY: `columns` has `blocks` blocks for each column, aligned to a cache line, and all are
-    // prepared before a row is multiplied. `c < call.cols` and `b < blocks`, so the block of Q8_K
-    // is readable. `EightRows` has rows of the call, readable for `blocks` blocks. Each arm
-    // multiplies at most the columns that are left, and writes at most the rows that are left. The
-    // caller guarantees the contract of `Gemm` and the instructions.
-    unsafe {
-        for c in 0..call.cols {
-            for b in 0..blocks {
-                let x = call.column(c).add(b * X_BYTES);
-                prepare::<Avx2, B>(x, columns.add(c * blocks + b));
-            }
-        }
-        for first in (0..call.rows).step_by(ROWS) {
-            let rows = EightRows::new(call, first);
-            let n = ROWS.min(call.rows - first);
-            let mut c = 0;
-            while c < call.cols {
-                let x = columns.add(c * blocks);
-                macro_rules! multiply {
-                    ($columns:literal) => {{
-                        let results = eight_rows_times::<B, $columns>(&rows, blocks, x);
-                        for (i, result) in results.into_iter().enumerate() {
-                            Avx2::v_store(result, call.result(c + i).add(first), n);
-                        }
-                        $columns
-                    }};
-                }
-                c += match call.cols - c {
-                    4.. => multiply!(4),
-                    2.. => multiply!(2),
-                    _ => multiply!(1),
-                };
-            }
-        }
+/// The products of eight rows of super-blocks of `B`.
+struct SuperBlockRows<B>(PhantomData<B>);
+
+impl<B: SuperBlockKernel> EightRowsKernel for SuperBlockRows<B> {
+    const CHUNK: usize = CHUNK;
+    type Column = Column;
+
+    #[inline(always)]
+    unsafe fn prepare(x: *const u8, start: usize, _: usize, column: *mut Column) {
+        // SAFETY: `x` is readable for the block of Q8_K from `start` on: `k` is a multiple of its
+        // 256 elements, and so is `start`. The caller guarantees the column and the instructions.
+        unsafe { prepare::<Avx2, B>(x.add(start / CHUNK * X_BYTES), column) }
     }
-    PREPARED.give_back(memory);
+
+    #[inline(always)]
+    unsafe fn multiply<const C: usize>(
+        rows: &EightRows,
+        k: usize,
+        x: *const Column,
+    ) -> [__m256; C] {
+        // SAFETY: `eight_rows_times` has the contract of this function: `k / 256` blocks.
+        unsafe { eight_rows_times::<B, C>(rows, k / CHUNK, x) }
+    }
 }
 
 /// Eight rows times `C` columns: a vector of results for each column.

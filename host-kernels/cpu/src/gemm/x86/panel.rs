@@ -31,9 +31,9 @@ const FEW_COLUMNS: usize = 32;
 ///   column that no one else accesses;
 /// - [`Panel::unpack`]: the contract of [`crate::gemm::Gemm`] holds for the call, and
 ///   `row < call.rows`;
-/// - [`Panel::multiply`]: the panel has been unpacked with the same `len`; the tile has `C` columns,
-///   each prepared with the same `start` and `len`, and sums of `P * S::LANES` floats for each
-///   column; `P == VECTORS`.
+/// - [`Panel::multiply`]: the panel has been unpacked with the same `len`; the tile has `C`
+///   columns, each prepared with the same `start` and `len`, and sums of `P * S::LANES` floats for
+///   each column; `P == VECTORS`.
 pub(super) trait Panel<S: IntSimd>: Sized {
     /// The elements of `k` that are unpacked at once.
     const CHUNK: usize;

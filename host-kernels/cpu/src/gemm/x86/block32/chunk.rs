@@ -28,9 +28,9 @@ pub(super) struct GroupColumn {
 /// Prepares the `len` elements from `start` on of the column at `x`.
 ///
 /// # Safety
-/// `x` is readable for `start + len` activations for weights of `B`. `start` and `len` are multiples
-/// of 32, `len <= CHUNK`. `column` is a valid column that no one else accesses. The processor has
-/// the instructions of `S`.
+/// `x` is readable for `start + len` activations for weights of `B`. `start` and `len` are
+/// multiples of 32, `len <= CHUNK`. `column` is a valid column that no one else accesses. The
+/// processor has the instructions of `S`.
 #[inline(always)]
 pub(super) unsafe fn prepare<S: BlockSimd, B: Block32Kernel>(
     x: *const u8,

@@ -1,65 +1,39 @@
 //! Products with few columns: eight rows at a time, in the order of sums of a panel.
 
 use std::arch::x86_64::*;
+use std::marker::PhantomData;
 
 use super::chunk::{CHUNK, GroupColumn, prepare};
 use super::dot::{dot, offset};
-use crate::gemm::kernel::GemmArgs;
-use crate::gemm::thread_memory::PREPARED;
 use crate::gemm::x86::block32_decode::GROUPS;
 use crate::gemm::x86::blocks::Block32Kernel;
-use crate::gemm::x86::eight_rows::{EightRows, ROWS, sums};
+use crate::gemm::x86::eight_rows::{EightRows, EightRowsKernel, ROWS, sums};
 use crate::gemm::x86::int_simd::IntSimd;
 use crate::simd::{Avx2, Simd};
 
-/// Multiplies eight rows at a time. The groups of the rows are unpacked into registers and
-/// multiplied with up to four columns.
-///
-/// # Safety
-/// As [`crate::gemm::Gemm`], with AVX2, FMA and F16C.
-#[inline(always)]
-pub(super) unsafe fn gemm<B: Block32Kernel>(call: &GemmArgs) {
-    let (groups, chunks) = (call.k / 32, call.k.div_ceil(CHUNK));
-    let mut memory = PREPARED.take(call.cols * chunks * size_of::<GroupColumn>());
-    let columns = memory.as_mut_ptr().cast::<GroupColumn>();
-    // SAFETY: `columns` has `chunks` chunks for each column, aligned to a cache line, and all are
-    // prepared before a row is multiplied. A chunk ends at or before `call.k`, the elements of a
-    // column. `EightRows` has rows of the call, readable for `groups` groups. Each arm multiplies
-    // at most the columns that are left, and writes at most the rows that are left. The caller
-    // guarantees the contract of `Gemm` and the instructions.
-    unsafe {
-        for c in 0..call.cols {
-            for chunk in 0..chunks {
-                let start = chunk * CHUNK;
-                let len = CHUNK.min(call.k - start);
-                let to = columns.add(c * chunks + chunk);
-                prepare::<Avx2, B>(call.column(c), start, len, to);
-            }
-        }
-        for first in (0..call.rows).step_by(ROWS) {
-            let rows = EightRows::new(call, first);
-            let n = ROWS.min(call.rows - first);
-            let mut c = 0;
-            while c < call.cols {
-                let x = columns.add(c * chunks);
-                macro_rules! multiply {
-                    ($columns:literal) => {{
-                        let results = rows_times::<B, $columns>(&rows, groups, x);
-                        for (i, result) in results.into_iter().enumerate() {
-                            Avx2::v_store(result, call.result(c + i).add(first), n);
-                        }
-                        $columns
-                    }};
-                }
-                c += match call.cols - c {
-                    4.. => multiply!(4),
-                    2.. => multiply!(2),
-                    _ => multiply!(1),
-                };
-            }
-        }
+/// The products of blocks of `B`.
+pub(super) struct Block32Rows<B>(PhantomData<B>);
+
+impl<B: Block32Kernel> EightRowsKernel for Block32Rows<B> {
+    const CHUNK: usize = CHUNK;
+    type Column = GroupColumn;
+
+    #[inline(always)]
+    unsafe fn prepare(x: *const u8, start: usize, len: usize, column: *mut GroupColumn) {
+        // SAFETY: `prepare` has the contract of this function. `start` and `len` are multiples of
+        // 32, as `k` is.
+        unsafe { prepare::<Avx2, B>(x, start, len, column) }
     }
-    PREPARED.give_back(memory);
+
+    #[inline(always)]
+    unsafe fn multiply<const C: usize>(
+        rows: &EightRows,
+        k: usize,
+        x: *const GroupColumn,
+    ) -> [__m256; C] {
+        // SAFETY: `rows_times` has the contract of this function: `k / 32` groups.
+        unsafe { rows_times::<B, C>(rows, k / 32, x) }
+    }
 }
 
 /// Eight rows times `C` columns: a vector of results for each column.

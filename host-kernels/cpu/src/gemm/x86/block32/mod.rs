@@ -10,11 +10,13 @@ mod rows;
 
 use super::block_simd::BlockSimd;
 use super::blocks::Block32Kernel;
+use super::eight_rows::gemm as eight_rows_gemm;
 use super::int16::I16Panel;
 use super::panel::gemm as panel_gemm;
 use super::q8_int16::Q8AsI16;
 use crate::gemm::kernel::GemmArgs;
 pub(super) use dot::above_minus_128;
+use eight_rows::Block32Rows;
 use panel::Block32Panel;
 
 /// From this many columns on, a panel is faster than products of rows.
@@ -27,9 +29,9 @@ pub(super) const PANEL_COLS: usize = 5;
 #[inline(always)]
 pub(super) unsafe fn gemm<S: BlockSimd, B: Block32Kernel>(call: &GemmArgs) {
     let one_order = S::ONE_ORDER && B::ONE_ORDER;
-    // SAFETY: `panel_gemm`, `eight_rows` and `rows` have the contract of this function: the `rows`
-    // rows of blocks of `B`, the `cols` columns, the results of `call`, and the features of `S`,
-    // which include AVX2. `call` is passed on as it is.
+    // SAFETY: `panel_gemm`, `eight_rows_gemm` and `rows` have the contract of this function: the
+    // `rows` rows of blocks of `B`, the `cols` columns, the results of `call`, and the features of
+    // `S`, which include AVX2. `call` is passed on as it is.
     unsafe {
         if call.cols >= PANEL_COLS && (one_order || call.table.is_none()) {
             if B::WIDE && S::WIDE_IS_SIGNED {
@@ -38,7 +40,7 @@ pub(super) unsafe fn gemm<S: BlockSimd, B: Block32Kernel>(call: &GemmArgs) {
                 panel_gemm::<S, Block32Panel<S, B>>(call);
             }
         } else if one_order {
-            eight_rows::gemm::<B>(call);
+            eight_rows_gemm::<Block32Rows<B>>(call);
         } else {
             rows::rows::<S, B>(call);
         }
