@@ -400,6 +400,20 @@ fn bits(results: &[f32]) -> Vec<u32> {
     results.iter().map(canonical).collect()
 }
 
+/// The types with one order of sums at the levels that have it.
+const ONE_ORDER: [Type; 10] = [
+    Type::Q4_0,
+    Type::Q4_1,
+    Type::Q5_0,
+    Type::Q5_1,
+    Type::Q8_0,
+    Type::Iq4Nl,
+    Type::Mxfp4,
+    Type::Q4K,
+    Type::Q5K,
+    Type::Q6K,
+];
+
 /// A product has the same bits alone and among other columns: with one order of sums any number,
 /// otherwise fewer than a panel has, and in a table any number. The bytes of weights and
 /// activations are numbers, or any that a guest may write.
@@ -417,8 +431,8 @@ fn a_product_does_not_depend_on_the_columns_beside_it() {
             assert_eq!(kernel.takes_tables, level != Level::Scalar);
             let has_one_order = match level {
                 Level::Scalar => true,
-                Level::Avx2 => matches!(ty, Type::Q8_0 | Type::Q4K | Type::Q5K | Type::Q6K),
-                _ => false,
+                Level::Avx2Vnni => false,
+                _ => ONE_ORDER.contains(&ty),
             };
             assert_eq!(kernel.one_order, has_one_order, "{ty:?} at {level:?}");
             let few = match kernel.one_order {

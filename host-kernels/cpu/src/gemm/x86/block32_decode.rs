@@ -4,7 +4,7 @@ use std::arch::x86_64::*;
 use std::mem::offset_of;
 
 use super::block_simd::BlockSimd;
-use super::blocks::{Block32Kernel, Codes};
+use super::blocks::{Block32Kernel, Codes, half};
 use crate::formats::{BlockQ8_0, BlockQ8_1};
 use crate::gemm::kernel::GemmArgs;
 
@@ -22,12 +22,35 @@ pub(super) const fn depth<S: BlockSimd>(max_quant: usize, words: usize) -> usize
     depth
 }
 
-/// The bytes of a block of activations for weights of `B`, and the offset of its quants.
-pub(super) const fn activation<B: Block32Kernel>() -> (usize, usize) {
-    if B::HAS_MIN {
+/// A block of activations.
+pub(super) struct Activations {
+    pub(super) scale: f32,
+    /// `scale * sum`, for weights with minimums; otherwise 0.
+    pub(super) sum: f32,
+    pub(super) quants: __m256i,
+}
+
+/// Block `index` of a column of activations for weights of `B`.
+///
+/// # Safety
+/// `x` is readable for blocks 0 to `index`. The processor has AVX2 and F16C.
+#[inline(always)]
+pub(super) unsafe fn activations<B: Block32Kernel>(x: *const u8, index: usize) -> Activations {
+    let (bytes, quants) = if B::HAS_MIN {
         (size_of::<BlockQ8_1>(), offset_of!(BlockQ8_1, qs))
     } else {
         (size_of::<BlockQ8_0>(), offset_of!(BlockQ8_0, qs))
+    };
+    // SAFETY: block `index` is readable: the F16 of its scale, the one of its sum, which the blocks
+    // of weights with minimums have behind the scale, and 32 quants. The caller guarantees AVX2 for
+    // the load and F16C for the conversions.
+    unsafe {
+        let block = x.add(index * bytes);
+        Activations {
+            scale: half(block),
+            sum: if B::HAS_MIN { half(block.add(2)) } else { 0.0 },
+            quants: _mm256_loadu_si256(block.add(quants).cast()),
+        }
     }
 }
 

@@ -1,13 +1,13 @@
-//! Products of eight rows of quantised weights at a time, with AVX2: a vector has one lane for each
-//! row, as in a panel, and so a result is the same sum as in a panel. What a row contributes is
-//! computed in a vector of its own, and eight such vectors are summed across their lanes at once.
+//! Products of eight rows of quantised weights at a time: a vector has one lane for each row, as in
+//! a panel, and so a result is the same sum as in a panel. What a row contributes is computed in a
+//! vector of its own, and eight such vectors are summed across their lanes at once.
 
 use std::arch::x86_64::*;
 
-use super::int_simd::prefetch_line;
+use super::int_simd::{IntSimd, prefetch_line};
 use crate::gemm::kernel::GemmArgs;
 use crate::gemm::thread_memory::PREPARED;
-use crate::simd::{Avx2, Simd, register_fns};
+use crate::simd::{Avx2, Simd};
 
 /// The rows.
 pub(super) const ROWS: usize = 8;
@@ -44,7 +44,8 @@ impl EightRows {
 /// A family of formats whose products take eight rows at a time.
 ///
 /// # Safety
-/// A caller guarantees AVX2, FMA and F16C, and
+/// A caller guarantees the instructions of the implementing type, which include AVX2, FMA and F16C,
+/// and
 /// - [`EightRowsKernel::prepare`]: `x` is readable for a column of `start + len` activations,
 ///   `start` is a multiple of `CHUNK`, `len <= CHUNK` is one of the blocks, and `column` is a valid
 ///   column that no one else accesses;
@@ -70,7 +71,7 @@ pub(super) trait EightRowsKernel {
 /// unpacked into registers and multiplied with up to four columns.
 ///
 /// # Safety
-/// As [`crate::gemm::Gemm`], with AVX2, FMA and F16C.
+/// As [`crate::gemm::Gemm`], with the instructions of `K`.
 #[inline(always)]
 pub(super) unsafe fn gemm<K: EightRowsKernel>(call: &GemmArgs) {
     let chunks = call.k.div_ceil(K::CHUNK);
@@ -93,24 +94,12 @@ pub(super) unsafe fn gemm<K: EightRowsKernel>(call: &GemmArgs) {
         for first in (0..call.rows).step_by(ROWS) {
             let rows = EightRows::new(call, first);
             let n = ROWS.min(call.rows - first);
-            let mut c = 0;
-            while c < call.cols {
-                let x = columns.add(c * chunks);
-                macro_rules! multiply {
-                    ($columns:literal) => {{
-                        let results = K::multiply::<$columns>(&rows, call.k, x);
-                        for (i, result) in results.into_iter().enumerate() {
-                            Avx2::v_store(result, call.result(c + i).add(first), n);
-                        }
-                        $columns
-                    }};
+            by_columns!(call.cols, c, COLUMNS, {
+                let results = K::multiply::<COLUMNS>(&rows, call.k, columns.add(c * chunks));
+                for (i, result) in results.into_iter().enumerate() {
+                    Avx2::v_store(result, call.result(c + i).add(first), n);
                 }
-                c += match call.cols - c {
-                    4.. => multiply!(4),
-                    2.. => multiply!(2),
-                    _ => multiply!(1),
-                };
-            }
+            });
         }
     }
     PREPARED.give_back(memory);
@@ -120,34 +109,74 @@ pub(super) unsafe fn gemm<K: EightRowsKernel>(call: &GemmArgs) {
 /// of a horizontal addition on a processor of AMD.
 ///
 /// # Safety
-/// The processor has AVX2.
+/// The processor has the instructions of `S`.
 #[inline(always)]
-pub(super) unsafe fn sums(v: [__m256i; ROWS]) -> __m256i {
-    // SAFETY: everything is on registers. The caller guarantees AVX2.
+pub(super) unsafe fn sums<S: IntSimd>(v: [S::I; ROWS]) -> __m256i {
+    // SAFETY: everything is on registers. The instructions of `S`, which the caller guarantees,
+    // include AVX2.
     unsafe {
-        let low = fold_pairs(fold_lanes(v[0], v[1]), fold_lanes(v[2], v[3]));
-        let high = fold_pairs(fold_lanes(v[4], v[5]), fold_lanes(v[6], v[7]));
-        fold_halves(low, high)
+        let mut halves = [_mm256_setzero_si256(); ROWS];
+        for r in 0..ROWS {
+            let [low, high] = S::halves(v[r]);
+            halves[r] = match S::GROUPS {
+                1 => low,
+                _ => _mm256_add_epi32(low, high),
+            };
+        }
+        group_sums::<Avx2>(halves)[0]
     }
 }
 
-register_fns! {
-    avx2;
-    /// In each half, `a0 + a2`, `b0 + b2`, `a1 + a3` and `b1 + b3`.
-    unsafe fn fold_lanes(a: __m256i, b: __m256i) -> __m256i {
-        _mm256_add_epi32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b))
+/// For each group of 32 bytes of eight vectors, the sums of its lanes in each vector.
+///
+/// # Safety
+/// The processor has the instructions of `S`.
+#[inline(always)]
+pub(super) unsafe fn group_sums<S: IntSimd>(v: [S::I; ROWS]) -> [__m256i; 4] {
+    // SAFETY: everything is on registers. The caller guarantees the instructions of `S`.
+    unsafe {
+        let [low, high] = four_sums::<S>(v);
+        let [first, second] = S::halves(S::sum_lanes(low, high));
+        [first, second, first, second]
     }
+}
 
-    /// In each half, the sums of the pairs of lanes of `a` and `b` that [`fold_lanes`] has left.
-    unsafe fn fold_pairs(a: __m256i, b: __m256i) -> __m256i {
-        _mm256_add_epi32(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b))
+/// For each lane of 16 bytes of eight vectors, the sums of its four integers in each vector.
+///
+/// # Safety
+/// The processor has the instructions of `S`.
+#[inline(always)]
+pub(super) unsafe fn lane_sums<S: IntSimd>(v: [S::I; ROWS]) -> [__m256i; 4] {
+    // SAFETY: everything is on registers. The caller guarantees the instructions of `S`.
+    unsafe {
+        let [low, high] = four_sums::<S>(v);
+        let [first, second] = S::zip_lanes(low, high);
+        match S::GROUPS {
+            1 => {
+                let ([first, _], [second, _]) = (S::halves(first), S::halves(second));
+                [first, second, first, second]
+            }
+            _ => {
+                let ([a, b], [c, d]) = (S::halves(first), S::halves(second));
+                [a, b, c, d]
+            }
+        }
     }
+}
 
-    /// The sums of the halves of `low`, then those of `high`.
-    unsafe fn fold_halves(low: __m256i, high: __m256i) -> __m256i {
-        _mm256_add_epi32(
-            _mm256_permute2x128_si256(low, high, 0x20),
-            _mm256_permute2x128_si256(low, high, 0x31),
-        )
+/// In each lane of 16 bytes, the sums of the integers of this lane in vectors 0 to 3, and in
+/// vectors 4 to 7.
+///
+/// # Safety
+/// The processor has the instructions of `S`.
+#[inline(always)]
+unsafe fn four_sums<S: IntSimd>(v: [S::I; ROWS]) -> [S::I; 2] {
+    // SAFETY: everything is on registers. The caller guarantees the instructions of `S`.
+    unsafe {
+        [0, 4].map(|i| {
+            let first = S::sum_alternate(v[i], v[i + 1]);
+            let second = S::sum_alternate(v[i + 2], v[i + 3]);
+            S::sum_pairs(first, second)
+        })
     }
 }

@@ -44,11 +44,10 @@ pub(super) trait IntSimd: Simd {
     /// Whether [`IntSimd::dot_wide`] subtracts the offset of 128 from the quants.
     const WIDE_IS_SIGNED: bool;
 
-    /// Whether super-blocks of a panel are summed as integers, as row by row, and formats may have
-    /// one order of sums for any number of columns: that of a panel, where one float of each row
-    /// and column takes the groups or super-blocks one after the other. Few columns are then
-    /// multiplied with eight rows at a time. Otherwise row by row: a product has one sum for each
-    /// lane, and tables are not multiplied with panels.
+    /// Whether formats may have one order of sums for any number of columns: that of a panel, where
+    /// one float of each row and column takes the groups or super-blocks one after the other. Few
+    /// columns are then multiplied with eight rows at a time. Otherwise row by row: a product has
+    /// one sum for each lane, and tables are not multiplied with panels.
     const ONE_ORDER: bool;
 
     /// Whether [`IntSimd::dot`] takes several instructions. Products of small quants are then first
@@ -79,6 +78,17 @@ pub(super) trait IntSimd: Simd {
     /// Every lane the same 32 bits.
     unsafe fn splat_int(bits: u32) -> Self::I;
     unsafe fn sub_int(a: Self::I, b: Self::I) -> Self::I;
+    /// Each lane of `acc` plus the product of 32-bit lanes.
+    unsafe fn multiply_add_int(acc: Self::I, a: Self::I, b: Self::I) -> Self::I;
+    /// In each lane of 16 bytes, with four integers of `a` and of `b`: `a0 + a2`, `b0 + b2`,
+    /// `a1 + a3` and `b1 + b3`.
+    unsafe fn sum_alternate(a: Self::I, b: Self::I) -> Self::I;
+    /// In each lane of 16 bytes: `a0 + a2`, `a1 + a3`, `b0 + b2` and `b1 + b3`.
+    unsafe fn sum_pairs(a: Self::I, b: Self::I) -> Self::I;
+    /// For each group of 32 bytes, the sums of the two lanes of 16 bytes of `a`, then of `b`.
+    unsafe fn sum_lanes(a: Self::I, b: Self::I) -> Self::I;
+    /// The lanes of 16 bytes of `a` and `b` in turn.
+    unsafe fn zip_lanes(a: Self::I, b: Self::I) -> [Self::I; 2];
     /// Each lane of `acc` plus the dot product of four quants below 128 with four signed bytes.
     unsafe fn dot(acc: Self::I, quants: Self::I, x: Self::I) -> Self::I;
     /// As `dot`, for quants up to 255. If `WIDE_IS_SIGNED`, 128 is subtracted from each quant.
@@ -175,7 +185,7 @@ impl IntSimd for Avx512 {
     const COLS: usize = 4;
     const WIDE_IS_SIGNED: bool = false;
     const SUMS_I16: bool = false;
-    const ONE_ORDER: bool = false;
+    const ONE_ORDER: bool = true;
 
     type I = __m512i;
 
@@ -191,6 +201,35 @@ impl IntSimd for Avx512 {
 
         unsafe fn sub_int(a: __m512i, b: __m512i) -> __m512i {
             _mm512_sub_epi32(a, b)
+        }
+
+        unsafe fn multiply_add_int(acc: __m512i, a: __m512i, b: __m512i) -> __m512i {
+            _mm512_add_epi32(acc, _mm512_mullo_epi32(a, b))
+        }
+
+        unsafe fn sum_alternate(a: __m512i, b: __m512i) -> __m512i {
+            _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b))
+        }
+
+        unsafe fn sum_pairs(a: __m512i, b: __m512i) -> __m512i {
+            _mm512_add_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b))
+        }
+
+        unsafe fn sum_lanes(a: __m512i, b: __m512i) -> __m512i {
+            // Lanes 0 and 2, and lanes 1 and 3, of `a`, then of `b`.
+            let first = _mm512_shuffle_i32x4(a, b, 0b10_00_10_00);
+            let second = _mm512_shuffle_i32x4(a, b, 0b11_01_11_01);
+            let sums = _mm512_add_epi32(first, second);
+            _mm512_shuffle_i32x4(sums, sums, 0b11_01_10_00)
+        }
+
+        unsafe fn zip_lanes(a: __m512i, b: __m512i) -> [__m512i; 2] {
+            let first = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);
+            let second = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+            [
+                _mm512_permutex2var_epi64(a, first, b),
+                _mm512_permutex2var_epi64(a, second, b),
+            ]
         }
 
         unsafe fn dot(acc: __m512i, quants: __m512i, x: __m512i) -> __m512i {
@@ -438,6 +477,30 @@ impl<const VNNI: bool> IntSimd for Ymm<VNNI> {
 
         unsafe fn sub_int(a: __m256i, b: __m256i) -> __m256i {
             _mm256_sub_epi32(a, b)
+        }
+
+        unsafe fn multiply_add_int(acc: __m256i, a: __m256i, b: __m256i) -> __m256i {
+            _mm256_add_epi32(acc, _mm256_mullo_epi32(a, b))
+        }
+
+        unsafe fn sum_alternate(a: __m256i, b: __m256i) -> __m256i {
+            _mm256_add_epi32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b))
+        }
+
+        unsafe fn sum_pairs(a: __m256i, b: __m256i) -> __m256i {
+            _mm256_add_epi32(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b))
+        }
+
+        unsafe fn sum_lanes(a: __m256i, b: __m256i) -> __m256i {
+            let [first, second] = Self::zip_lanes(a, b);
+            _mm256_add_epi32(first, second)
+        }
+
+        unsafe fn zip_lanes(a: __m256i, b: __m256i) -> [__m256i; 2] {
+            [
+                _mm256_permute2x128_si256(a, b, 0x20),
+                _mm256_permute2x128_si256(a, b, 0x31),
+            ]
         }
 
         unsafe fn magnitudes(x: __m256i) -> __m256i {

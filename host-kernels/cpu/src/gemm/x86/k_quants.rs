@@ -29,13 +29,18 @@ const X_SUMS: usize = offset_of!(BlockQ8K, bsums);
 /// From this many columns on, a panel is faster than products of rows.
 pub(super) const PANEL_COLS: usize = 6;
 
+/// Whether each result is the same for any number of columns.
+pub(super) const fn has_one_order<S: BlockSimd, B: SuperBlockKernel>() -> bool {
+    S::ONE_ORDER && B::ONE_ORDER
+}
+
 /// Multiplies rows or panels.
 ///
 /// # Safety
 /// As [`crate::gemm::Gemm`], with the features of `S`.
 #[inline(always)]
 pub(super) unsafe fn gemm<S: BlockSimd, B: SuperBlockKernel>(call: &GemmArgs) {
-    let one_order = S::ONE_ORDER && B::ONE_ORDER;
+    let one_order = has_one_order::<S, B>();
     // SAFETY: `panel::gemm`, `eight_rows::gemm` and `rows` have the contract of this function:
     // the `rows` rows of blocks of `B`, the `cols` columns of Q8_K, the results of `call`, and the
     // features of `S`, which include AVX2. `call` is passed on as it is.
@@ -43,7 +48,7 @@ pub(super) unsafe fn gemm<S: BlockSimd, B: SuperBlockKernel>(call: &GemmArgs) {
         if call.cols >= PANEL_COLS && (one_order || call.table.is_none()) {
             panel::gemm::<S, KQuantPanel<S, B>>(call);
         } else if one_order {
-            eight_rows::gemm::<SuperBlockRows<B>>(call);
+            eight_rows::gemm::<SuperBlockRows<S, B>>(call);
         } else {
             rows::<S, B>(call);
         }
@@ -84,24 +89,13 @@ unsafe fn rows<S: BlockSimd, B: SuperBlockKernel>(call: &GemmArgs) {
         }
         for r in 0..call.rows {
             let row = call.w.add(r * call.w_stride);
-            let mut c = 0;
-            while c < call.cols {
+            by_columns!(call.cols, c, COLUMNS, {
                 let x = columns.add(c * blocks);
-                macro_rules! multiply {
-                    ($columns:literal) => {{
-                        let results = row_times::<S, B, $columns>(row, blocks, x);
-                        for (i, result) in results.into_iter().enumerate() {
-                            *call.result(c + i).add(r) = result;
-                        }
-                        $columns
-                    }};
+                let results = row_times::<S, B, COLUMNS>(row, blocks, x);
+                for (i, result) in results.into_iter().enumerate() {
+                    *call.result(c + i).add(r) = result;
                 }
-                c += match call.cols - c {
-                    4.. => multiply!(4),
-                    2.. => multiply!(2),
-                    _ => multiply!(1),
-                };
-            }
+            });
         }
     }
     PREPARED.give_back(memory);
@@ -205,9 +199,9 @@ unsafe fn row_times<S: BlockSimd, B: SuperBlockKernel, const C: usize>(
 }
 
 /// The products of eight rows of super-blocks of `B`.
-struct SuperBlockRows<B>(PhantomData<B>);
+struct SuperBlockRows<S, B>(PhantomData<(S, B)>);
 
-impl<B: SuperBlockKernel> EightRowsKernel for SuperBlockRows<B> {
+impl<S: BlockSimd, B: SuperBlockKernel> EightRowsKernel for SuperBlockRows<S, B> {
     const CHUNK: usize = CHUNK;
     type Column = Column;
 
@@ -215,7 +209,7 @@ impl<B: SuperBlockKernel> EightRowsKernel for SuperBlockRows<B> {
     unsafe fn prepare(x: *const u8, start: usize, _: usize, column: *mut Column) {
         // SAFETY: `x` is readable for the block of Q8_K from `start` on: `k` is a multiple of its
         // 256 elements, and so is `start`. The caller guarantees the column and the instructions.
-        unsafe { prepare::<Avx2, B>(x.add(start / CHUNK * X_BYTES), column) }
+        unsafe { prepare::<S, B>(x.add(start / CHUNK * X_BYTES), column) }
     }
 
     #[inline(always)]
@@ -225,7 +219,7 @@ impl<B: SuperBlockKernel> EightRowsKernel for SuperBlockRows<B> {
         x: *const Column,
     ) -> [__m256; C] {
         // SAFETY: `eight_rows_times` has the contract of this function: `k / 256` blocks.
-        unsafe { eight_rows_times::<B, C>(rows, k / CHUNK, x) }
+        unsafe { eight_rows_times::<S, B, C>(rows, k / CHUNK, x) }
     }
 }
 
@@ -233,21 +227,21 @@ impl<B: SuperBlockKernel> EightRowsKernel for SuperBlockRows<B> {
 ///
 /// # Safety
 /// Each row is readable for `blocks` blocks, and `x` has `C` prepared columns of `blocks` blocks.
-/// The processor has AVX2, FMA and F16C.
+/// The processor has the instructions of `S`.
 #[inline(always)]
-unsafe fn eight_rows_times<B: SuperBlockKernel, const C: usize>(
+unsafe fn eight_rows_times<S: BlockSimd, B: SuperBlockKernel, const C: usize>(
     rows: &EightRows,
     blocks: usize,
     x: *const Column,
 ) -> [__m256; C] {
     const { assert!(!(B::ONE_ORDER && B::WIDE)) }
     // SAFETY: `b < blocks`, so the block is readable in each row, and `c * blocks + b` is one of
-    // the prepared blocks of the `C` columns at `x`. Of such a block, eight vectors are the 256
-    // quants, and one is the 16 sums. The caller guarantees the instructions.
+    // the prepared blocks of the `C` columns at `x`. Of such a block, `S::SUPER` vectors are the
+    // 256 quants, and one of 32 bytes the 16 sums. The caller guarantees the instructions of `S`.
     unsafe {
         let mut acc = [_mm256_setzero_ps(); C];
         // For each column, a vector of partial sums of each row.
-        let mut dots = [[_mm256_setzero_si256(); ROWS]; C];
+        let mut dots = [[S::zero_int(); ROWS]; C];
         let mut mins = [[_mm256_setzero_si256(); ROWS]; C];
         let (mut d, mut dmin) = ([0.0f32; ROWS], [0.0f32; ROWS]);
         for b in 0..blocks {
@@ -256,26 +250,27 @@ unsafe fn eight_rows_times<B: SuperBlockKernel, const C: usize>(
                 let read = (ROWS * b + r) * size_of::<B>();
                 rows.prefetch(read, read + size_of::<B>());
                 let block = rows.rows[r].add(b * size_of::<B>());
-                let q = B::quants_256(block);
+                let q = S::quants::<B>(block);
                 let (scales, row_mins) = B::scales(block);
                 (d[r], dmin[r]) = B::d(block);
-                let mut sums = [_mm256_setzero_si256(); C];
+                let mut sums = [S::zero_int(); C];
                 for c in 0..C {
                     let bsums = (*x.add(c * blocks)).sums.as_ptr().cast();
                     let bsums = _mm256_loadu_si256(bsums);
                     if B::OFFSET != 0 {
-                        sums[c] = _mm256_sub_epi32(sums[c], excess::<B>(scales, bsums));
+                        let excess = S::widen(excess::<B>(scales, bsums));
+                        sums[c] = S::sub_int(sums[c], excess);
                     }
                     if B::HAS_MIN {
                         mins[c][r] = _mm256_madd_epi16(row_mins, bsums);
                     }
                 }
-                for v in 0..8 {
-                    let scale = Avx2::spread_superblock::<B>(scales, v);
+                for v in 0..S::SUPER {
+                    let scale = S::spread_superblock::<B>(scales, v);
                     for c in 0..C {
                         let x = (*x.add(c * blocks)).quants.as_ptr();
-                        let x = Avx2::load_int(x.add(32 * v));
-                        sums[c] = Avx2::dot_scaled(sums[c], q[v], x, scale);
+                        let x = S::load_int(x.add(v * 4 * S::LANES));
+                        sums[c] = S::dot_scaled(sums[c], q[v], x, scale);
                     }
                 }
                 for c in 0..C {
@@ -285,10 +280,10 @@ unsafe fn eight_rows_times<B: SuperBlockKernel, const C: usize>(
             let (d, dmin) = (_mm256_loadu_ps(d.as_ptr()), _mm256_loadu_ps(dmin.as_ptr()));
             for c in 0..C {
                 let d_x = _mm256_set1_ps((*x.add(c * blocks)).d);
-                let dots = _mm256_cvtepi32_ps(eight_rows::sums(dots[c]));
+                let dots = _mm256_cvtepi32_ps(eight_rows::sums::<S>(dots[c]));
                 acc[c] = _mm256_fmadd_ps(dots, _mm256_mul_ps(d, d_x), acc[c]);
                 if B::HAS_MIN {
-                    let mins = _mm256_cvtepi32_ps(eight_rows::sums(mins[c]));
+                    let mins = _mm256_cvtepi32_ps(eight_rows::sums::<Avx2>(mins[c]));
                     acc[c] = _mm256_fnmadd_ps(mins, _mm256_mul_ps(dmin, d_x), acc[c]);
                 }
             }
@@ -326,8 +321,7 @@ struct SuperColumn {
 struct KQuantPanel<S, B> {
     /// For each four elements, four quants of each row.
     quants: [[u8; 128]; CHUNK / 4],
-    /// For each sub-block, the scale of each row: a float, or 16 bits twice
-    /// ([`IntSimd::ONE_ORDER`]).
+    /// For each sub-block, the scale of each row, as [`Self::SCALES`] says.
     scales: [[u32; 32]; 16],
     /// For each two sub-blocks, two minimums of each row.
     mins: [[[i16; 2]; 32]; 16],
@@ -339,7 +333,26 @@ struct KQuantPanel<S, B> {
     format: PhantomData<(S, B)>,
 }
 
+/// How the sums of sub-blocks are multiplied with their scales. Both integers give the sums of
+/// products row by row.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Scales {
+    /// As pairs of 16 bits: the scale twice.
+    Pairs,
+    /// As integers of 32 bits.
+    Integers,
+    /// As floats, which are exact below 2^24.
+    Floats,
+}
+
 impl<S: BlockSimd, B: SuperBlockKernel> KQuantPanel<S, B> {
+    /// How this panel multiplies with scales.
+    const SCALES: Scales = match (S::SUMS_I16, has_one_order::<S, B>()) {
+        (true, _) => Scales::Pairs,
+        (false, true) => Scales::Integers,
+        (false, false) => Scales::Floats,
+    };
+
     /// Whether a multiple of the sums of the activations is subtracted: for the minimums, or for
     /// the offset of the quants, which is then handled as a minimum.
     const MINS: bool = B::HAS_MIN || (B::OFFSET != 0 && !(B::WIDE && S::WIDE_IS_SIGNED));
@@ -426,12 +439,14 @@ impl<S: BlockSimd, B: SuperBlockKernel> Panel<S> for KQuantPanel<S, B> {
                 );
                 let row_scales = self.row_scales[r].as_mut_ptr().cast::<__m256i>();
                 for (i, scales) in [low, high].into_iter().enumerate() {
-                    let scales = if S::ONE_ORDER {
-                        let scales = _mm256_cvtepu16_epi32(scales);
-                        _mm256_or_si256(scales, _mm256_slli_epi32(scales, 16))
-                    } else {
-                        let scales = _mm256_cvtepi16_epi32(scales);
-                        _mm256_castps_si256(_mm256_cvtepi32_ps(scales))
+                    let integers = _mm256_cvtepi16_epi32(scales);
+                    let scales = match Self::SCALES {
+                        Scales::Pairs => {
+                            let scales = _mm256_cvtepu16_epi32(scales);
+                            _mm256_or_si256(scales, _mm256_slli_epi32(scales, 16))
+                        }
+                        Scales::Integers => integers,
+                        Scales::Floats => _mm256_castps_si256(_mm256_cvtepi32_ps(integers)),
                     };
                     row_scales.add(i).write_unaligned(scales);
                 }
@@ -486,10 +501,8 @@ impl<S: BlockSimd, B: SuperBlockKernel> Panel<S> for KQuantPanel<S, B> {
             for j in 0..CHUNK / B::SUB {
                 prefetch.step();
                 let mut scale = [S::zero_int(); P];
-                if S::ONE_ORDER {
-                    for p in 0..P {
-                        scale[p] = S::load_int(scales.add(p * S::LANES).cast());
-                    }
+                for p in 0..P {
+                    scale[p] = S::load_int(scales.add(p * S::LANES).cast());
                 }
                 let mut dots = [[S::zero_int(); C]; P];
                 let depth = const { depth::<S>(B::MAX_QUANT, B::SUB / 4) };
@@ -508,7 +521,7 @@ impl<S: BlockSimd, B: SuperBlockKernel> Panel<S> for KQuantPanel<S, B> {
                                 if depth > 1 {
                                     let products = S::multiply_pairs(w[p], x);
                                     sums_i16[p][c] = S::add_i16(sums_i16[p][c], products);
-                                } else if S::ONE_ORDER {
+                                } else if Self::SCALES == Scales::Pairs {
                                     let sum = integers[p][c];
                                     integers[p][c] = match B::WIDE {
                                         true => S::dot_scaled_wide(sum, w[p], x, scale[p]),
@@ -525,23 +538,25 @@ impl<S: BlockSimd, B: SuperBlockKernel> Panel<S> for KQuantPanel<S, B> {
                     if depth > 1 {
                         for p in 0..P {
                             for c in 0..C {
-                                if S::ONE_ORDER {
-                                    let (sum, pairs) = (integers[p][c], sums_i16[p][c]);
-                                    integers[p][c] = S::dot_pairs(sum, pairs, scale[p]);
-                                } else {
-                                    dots[p][c] = S::add_i16_pairs(dots[p][c], sums_i16[p][c]);
-                                }
+                                let (sum, pairs) = (integers[p][c], sums_i16[p][c]);
+                                integers[p][c] = S::dot_pairs(sum, pairs, scale[p]);
                             }
                         }
                     }
                 }
-                if !S::ONE_ORDER {
-                    // Products of integers. As floats they are exact below 2^24.
-                    for p in 0..P {
-                        let scale = S::v_load(scales.add(p * S::LANES).cast(), S::LANES);
-                        for c in 0..C {
-                            let dots = S::to_floats(dots[p][c]);
-                            floats[p][c] = S::v_mul_add(dots, scale, floats[p][c]);
+                for p in 0..P {
+                    let float_scale = S::v_load(scales.add(p * S::LANES).cast(), S::LANES);
+                    for c in 0..C {
+                        let (dots, sum) = (dots[p][c], integers[p][c]);
+                        match Self::SCALES {
+                            Scales::Pairs => {}
+                            Scales::Integers => {
+                                integers[p][c] = S::multiply_add_int(sum, dots, scale[p]);
+                            }
+                            Scales::Floats => {
+                                let dots = S::to_floats(dots);
+                                floats[p][c] = S::v_mul_add(dots, float_scale, floats[p][c]);
+                            }
                         }
                     }
                 }
@@ -567,7 +582,7 @@ impl<S: BlockSimd, B: SuperBlockKernel> Panel<S> for KQuantPanel<S, B> {
                 for c in 0..C {
                     let d_x = S::v_splat((*columns.add(c)).d);
                     let mut scaled = floats[p][c];
-                    if S::ONE_ORDER {
+                    if Self::SCALES != Scales::Floats {
                         let mut sum = integers[p][c];
                         if Self::MINS && !B::HAS_MIN {
                             sum = S::sub_int(sum, min_sums[p][c]);
@@ -576,7 +591,7 @@ impl<S: BlockSimd, B: SuperBlockKernel> Panel<S> for KQuantPanel<S, B> {
                     }
                     let mut acc = sums.load::<S, P>(p, c);
                     acc = S::v_mul_add(scaled, S::v_mul(d, d_x), acc);
-                    if B::HAS_MIN || Self::MINS && !S::ONE_ORDER {
+                    if B::HAS_MIN || Self::MINS && Self::SCALES == Scales::Floats {
                         let excess = S::to_floats(min_sums[p][c]);
                         acc = S::v_neg_mul_add(excess, S::v_mul(dmin, d_x), acc);
                     }

@@ -15,6 +15,28 @@
 // Tiles index several arrays by the same row and column.
 #![allow(clippy::needless_range_loop)]
 
+/// Runs a block for each four, two or one of `$cols` columns, with the index of the first column as
+/// `$c` and their number as the constant `$n`.
+macro_rules! by_columns {
+    ($cols:expr, $c:ident, $n:ident, $body:block) => {{
+        let mut $c = 0;
+        while $c < $cols {
+            macro_rules! columns {
+                    ($columns:literal) => {{
+                        const $n: usize = $columns;
+                        $body
+                        $c += $n;
+                    }};
+                }
+            match $cols - $c {
+                4.. => columns!(4),
+                2.. => columns!(2),
+                _ => columns!(1),
+            }
+        }
+    }};
+}
+
 mod activations;
 mod bf16_dot;
 mod block32;
@@ -79,6 +101,16 @@ macro_rules! entry_points {
                 k_quants<B: SuperBlockKernel>,
                 k_quant_kernels::gemm::<$simd, B>
             );
+            /// Whether the kernel of a format has one order of sums.
+            pub(super) const fn block32_order<B: Block32Kernel>() -> bool {
+                block32_kernels::has_one_order::<$simd, B>()
+            }
+
+            /// Whether the kernel of a format has one order of sums.
+            pub(super) const fn k_quants_order<B: SuperBlockKernel>() -> bool {
+                k_quant_kernels::has_one_order::<$simd, B>()
+            }
+
             gemm!(
                 #[target_feature(enable = $features)]
                 floats<B: Float>,
@@ -141,47 +173,65 @@ gemm!(
 pub(super) fn kernel(weight: Type, level: Level) -> Option<MatmulKernel> {
     let portable = crate::gemm::scalar::kernel(weight)?;
     macro_rules! at_level {
-        ($module:ident) => {
+        ($module:ident) => {{
+            // A kernel, and whether it has one order of sums.
+            macro_rules! entry {
+                (block32, $block:ty) => {
+                    (
+                        $module::block32::<$block> as Gemm,
+                        $module::block32_order::<$block>(),
+                    )
+                };
+                (k_quants, $block:ty) => {
+                    (
+                        $module::k_quants::<$block> as Gemm,
+                        $module::k_quants_order::<$block>(),
+                    )
+                };
+                ($kernel:ident, $format:ty) => {
+                    ($module::$kernel::<$format> as Gemm, false)
+                };
+            }
             match weight {
-                Type::F32 => $module::floats::<floats::F32>,
-                Type::F16 => $module::floats::<floats::F16>,
-                Type::Bf16 => $module::floats::<floats::Bf16>,
-                Type::Q4_0 => $module::block32::<BlockQ4_0>,
-                Type::Q4_1 => $module::block32::<BlockQ4_1>,
-                Type::Q5_0 => $module::block32::<BlockQ5_0>,
-                Type::Q5_1 => $module::block32::<BlockQ5_1>,
-                Type::Q8_0 => $module::block32::<BlockQ8_0>,
-                Type::Q1_0 => $module::block32::<BlockQ1_0>,
-                Type::Q2_0 => $module::block32::<BlockQ2_0>,
-                Type::Iq4Nl => $module::block32::<BlockIq4Nl>,
-                Type::Mxfp4 => $module::block32::<BlockMxfp4>,
-                Type::Nvfp4 => $module::block32::<BlockNvfp4>,
-                Type::Q2K => $module::k_quants::<BlockQ2K>,
-                Type::Q3K => $module::k_quants::<BlockQ3K>,
-                Type::Q4K => $module::k_quants::<BlockQ4K>,
-                Type::Q5K => $module::k_quants::<BlockQ5K>,
-                Type::Q6K => $module::k_quants::<BlockQ6K>,
-                Type::Iq1S => $module::plain::<BlockIq1S>,
-                Type::Iq1M => $module::plain::<BlockIq1M>,
-                Type::Iq2Xxs => $module::plain::<BlockIq2Xxs>,
-                Type::Iq2Xs => $module::plain::<BlockIq2Xs>,
-                Type::Iq2S => $module::plain::<BlockIq2S>,
-                Type::Iq3Xxs => $module::plain::<BlockIq3Xxs>,
-                Type::Iq3S => $module::plain::<BlockIq3S>,
-                Type::Iq4Xs => $module::k_quants::<BlockIq4Xs>,
-                Type::Tq1_0 => $module::plain::<BlockTq1_0>,
-                Type::Tq2_0 => $module::k_quants::<BlockTq2_0>,
+                Type::F32 => entry!(floats, floats::F32),
+                Type::F16 => entry!(floats, floats::F16),
+                Type::Bf16 => entry!(floats, floats::Bf16),
+                Type::Q4_0 => entry!(block32, BlockQ4_0),
+                Type::Q4_1 => entry!(block32, BlockQ4_1),
+                Type::Q5_0 => entry!(block32, BlockQ5_0),
+                Type::Q5_1 => entry!(block32, BlockQ5_1),
+                Type::Q8_0 => entry!(block32, BlockQ8_0),
+                Type::Q1_0 => entry!(block32, BlockQ1_0),
+                Type::Q2_0 => entry!(block32, BlockQ2_0),
+                Type::Iq4Nl => entry!(block32, BlockIq4Nl),
+                Type::Mxfp4 => entry!(block32, BlockMxfp4),
+                Type::Nvfp4 => entry!(block32, BlockNvfp4),
+                Type::Q2K => entry!(k_quants, BlockQ2K),
+                Type::Q3K => entry!(k_quants, BlockQ3K),
+                Type::Q4K => entry!(k_quants, BlockQ4K),
+                Type::Q5K => entry!(k_quants, BlockQ5K),
+                Type::Q6K => entry!(k_quants, BlockQ6K),
+                Type::Iq1S => entry!(plain, BlockIq1S),
+                Type::Iq1M => entry!(plain, BlockIq1M),
+                Type::Iq2Xxs => entry!(plain, BlockIq2Xxs),
+                Type::Iq2Xs => entry!(plain, BlockIq2Xs),
+                Type::Iq2S => entry!(plain, BlockIq2S),
+                Type::Iq3Xxs => entry!(plain, BlockIq3Xxs),
+                Type::Iq3S => entry!(plain, BlockIq3S),
+                Type::Iq4Xs => entry!(k_quants, BlockIq4Xs),
+                Type::Tq1_0 => entry!(plain, BlockTq1_0),
+                Type::Tq2_0 => entry!(k_quants, BlockTq2_0),
                 _ => return Some(portable),
             }
-        };
+        }};
     }
-    let gemm: Gemm = match (level, weight) {
+    let (gemm, one_order): (Gemm, bool) = match (level, weight) {
         #[cfg(feature = "avx2")]
         (Level::Avx2, _) => at_level!(avx2),
         #[cfg(feature = "avx-vnni")]
         (Level::Avx2Vnni, _) => at_level!(avx2_vnni),
         #[cfg(feature = "avx512")]
-        (Level::Avx512Bf16, Type::Bf16) => bf16_dot_product::<bf16_dot::Bf16>,
+        (Level::Avx512Bf16, Type::Bf16) => (bf16_dot_product::<bf16_dot::Bf16>, false),
         #[cfg(feature = "avx512")]
         (Level::Avx512 | Level::Avx512Bf16, _) => at_level!(avx512),
         _ => {
@@ -204,9 +254,7 @@ pub(super) fn kernel(weight: Type, level: Level) -> Option<MatmulKernel> {
         panel_cols,
         row_tile: if wide { 32 } else { 16 },
         takes_tables: !(weight == Type::Bf16 && level == Level::Avx512Bf16),
-        // `IntSimd::ONE_ORDER`, and that of the blocks.
-        one_order: level == Level::Avx2
-            && matches!(weight, Type::Q8_0 | Type::Q4K | Type::Q5K | Type::Q6K),
+        one_order,
         ..portable
     })
 }

@@ -7,8 +7,8 @@ use std::marker::PhantomData;
 
 use super::block_simd::BlockSimd;
 use super::block32::above_minus_128;
-use super::block32_decode::{activation, chunk_scales, decode_words, rows_from};
-use super::blocks::{Block32Kernel, Codes, half};
+use super::block32_decode::{activations, chunk_scales, decode_words, rows_from};
+use super::blocks::{Block32Kernel, Codes};
 use super::int_simd::IntSimd;
 use super::int16::{CHUNK, I16Column, I16Panel, Source, VECTORS};
 use crate::gemm::kernel::GemmArgs;
@@ -23,17 +23,16 @@ impl<B: Block32Kernel> Source for Q8AsI16<B> {
     #[inline(always)]
     unsafe fn prepare(x: *const u8, start: usize, len: usize, column: *mut I16Column) {
         const { assert!(!(B::WIDE && (B::HAS_MIN || B::HALF_SCALES))) }
-        let (bytes, quants) = activation::<B>();
-        // SAFETY: `x` is readable for `start + len` activations, so block `start / 32 + g` is: two
-        // bytes of its scale and the 32 bytes of its quants. `column` is valid, aligned, and
-        // accessed by no one else; `g < GROUPS`. The two vectors are the 16 pairs, 64 bytes, of
-        // `pairs[g]`. The contract of `Source` includes AVX2 and F16C.
+        // SAFETY: `x` is readable for `start + len` activations, so block `start / 32 + g` is.
+        // `column` is valid, aligned, and accessed by no one else; `g < GROUPS`. The two vectors
+        // are the 16 pairs, 64 bytes, of `pairs[g]`. The contract of `Source` includes AVX2 and
+        // F16C.
         unsafe {
             let column = &mut *column;
             for g in 0..len / 32 {
-                let block = x.add((start / 32 + g) * bytes);
-                column.scales[g] = half(block);
-                let x = above_minus_128(_mm256_loadu_si256(block.add(quants).cast()));
+                let x = activations::<B>(x, start / 32 + g);
+                column.scales[g] = x.scale;
+                let x = above_minus_128(x.quants);
                 let to = column.pairs[g].as_mut_ptr();
                 for (i, pairs) in <Avx2 as IntSimd>::widen_pairs(x).into_iter().enumerate() {
                     _mm256_storeu_si256(to.add(8 * i).cast(), pairs);

@@ -4,13 +4,14 @@ use std::arch::x86_64::*;
 
 use super::dot::{above_minus_128, half_sums, offset};
 use crate::gemm::x86::block_simd::BlockSimd;
-use crate::gemm::x86::block32_decode::{GROUPS, activation};
-use crate::gemm::x86::blocks::{Block32Kernel, half};
+use crate::gemm::x86::block32_decode::{GROUPS, activations};
+use crate::gemm::x86::blocks::Block32Kernel;
 
 /// Elements of a chunk: the eight scales of its groups fill a vector.
 pub(super) const CHUNK: usize = GROUPS * 32;
 
-/// A prepared chunk of a column. What belongs to groups behind the end of the column is never read.
+/// A prepared chunk of a column. What belongs to groups behind the end of the column is arbitrary,
+/// and no result depends on it.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(super) struct GroupColumn {
@@ -38,20 +39,18 @@ pub(super) unsafe fn prepare<S: BlockSimd, B: Block32Kernel>(
     len: usize,
     column: *mut GroupColumn,
 ) {
-    let (bytes, quants) = activation::<B>();
-    // SAFETY: `x` is readable for `start + len` activations, so block `start / 32 + g` is: the
-    // scale, the sum of a block with one, and 32 quants. `column` is valid and accessed by no one
-    // else, and `g < len / 32 <= GROUPS`; the quants of a group have 32 bytes. The caller
-    // guarantees the instructions of `S`.
+    // SAFETY: `x` is readable for `start + len` activations, so block `start / 32 + g` is. `column`
+    // is valid and accessed by no one else, and `g < len / 32 <= GROUPS`; the quants of a group
+    // have 32 bytes. The caller guarantees the instructions of `S`, which include AVX2 and F16C.
     unsafe {
         let column = &mut *column;
         for g in 0..len / 32 {
-            let block = x.add((start / 32 + g) * bytes);
-            column.scales[g] = half(block);
+            let block = activations::<B>(x, start / 32 + g);
+            column.scales[g] = block.scale;
             if B::HAS_MIN {
-                column.sums[g] = half(block.add(2));
+                column.sums[g] = block.sum;
             }
-            let mut x = _mm256_loadu_si256(block.add(quants).cast());
+            let mut x = block.quants;
             if B::WIDE && S::WIDE_IS_SIGNED {
                 x = above_minus_128(x);
             }

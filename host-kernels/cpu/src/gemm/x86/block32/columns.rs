@@ -4,8 +4,8 @@ use std::arch::x86_64::*;
 
 use super::dot::{dot, folds, half_sums, offset};
 use crate::gemm::x86::block_simd::BlockSimd;
-use crate::gemm::x86::block32_decode::{GROUPS, activation};
-use crate::gemm::x86::blocks::{Block32Kernel, Codes, half};
+use crate::gemm::x86::block32_decode::{GROUPS, activations};
+use crate::gemm::x86::blocks::{Block32Kernel, Codes};
 
 /// The layout of prepared columns, in bytes from the quants of a column.
 pub(super) struct Columns {
@@ -80,13 +80,11 @@ pub(super) unsafe fn prepare<S: BlockSimd, B: Block32Kernel>(
     column: *mut u8,
     layout: &Columns,
 ) {
-    let (bytes, quants) = activation::<B>();
-    // SAFETY: `x` is readable for the blocks `g < groups`: the scale, the sum of a block with one,
-    // and 32 quants. Offsets of quants, magnitudes and corrections are below `padded` from their
-    // start, those of scales and sums below `padded / 32` floats, and `layout` has as many from
-    // each start to the next, up to `stride`. The starts are multiples of 32 from `column`, so the
-    // floats are aligned. The caller guarantees `stride` bytes at `column` and the instructions of
-    // `S`.
+    // SAFETY: `x` is readable for the blocks `g < groups`. Offsets of quants, magnitudes and
+    // corrections are below `padded` from their start, those of scales and sums below `padded / 32`
+    // floats, and `layout` has as many from each start to the next, up to `stride`. The starts are
+    // multiples of 32 from `column`, so the floats are aligned. The caller guarantees `stride`
+    // bytes at `column` and the instructions of `S`, which include AVX2 and F16C.
     unsafe {
         let scales = column.add(layout.scales).cast::<f32>();
         let sums = column.add(layout.sums).cast::<f32>();
@@ -99,16 +97,15 @@ pub(super) unsafe fn prepare<S: BlockSimd, B: Block32Kernel>(
                 column.add(second).cast::<__m128i>().write_unaligned(high);
             };
             if g < groups {
-                let block = x.add(g * bytes);
-                let x = block.add(quants).cast::<__m256i>().read_unaligned();
-                store(x);
-                let d = half(block);
-                *scales.add(index) = d;
+                let x = activations::<B>(x, g);
+                store(x.quants);
+                *scales.add(index) = x.scale;
                 if folds::<S, B>() {
-                    let [first, second] = half_sums(x);
-                    *sums.add(index) = -d * (offset::<S, B>() * (first + second)) as f32;
+                    let [first, second] = half_sums(x.quants);
+                    let excess = offset::<S, B>() * (first + second);
+                    *sums.add(index) = -x.scale * excess as f32;
                 } else if B::HAS_MIN {
-                    *sums.add(index) = half(block.add(2));
+                    *sums.add(index) = x.sum;
                 }
             } else {
                 store(_mm256_setzero_si256());

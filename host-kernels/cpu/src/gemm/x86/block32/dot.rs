@@ -4,6 +4,7 @@
 use std::arch::x86_64::*;
 
 use crate::gemm::x86::block_simd::BlockSimd;
+use crate::gemm::x86::block32_decode::depth;
 use crate::gemm::x86::blocks::Block32Kernel;
 use crate::simd::register_fns;
 
@@ -29,6 +30,30 @@ pub(super) unsafe fn dot<S: BlockSimd, B: Block32Kernel>(acc: S::I, quants: S::I
             S::dot_wide(acc, quants, x)
         } else {
             S::dot(acc, quants, x)
+        }
+    }
+}
+
+/// The dot products of 16 quants of weights and 16 of activations: the first halves of the groups,
+/// and the second halves.
+///
+/// # Safety
+/// The processor has the instructions of `S`.
+#[inline(always)]
+pub(super) unsafe fn dot_halves<S: BlockSimd, B: Block32Kernel>(
+    quants: [S::I; 2],
+    x: [S::I; 2],
+) -> S::I {
+    // SAFETY: all products and sums take registers and need the instructions of `S`, which the
+    // caller guarantees.
+    unsafe {
+        if const { depth::<S>(B::MAX_QUANT, 2) } == 2 {
+            let first = S::multiply_pairs(quants[0], x[0]);
+            let second = S::multiply_pairs(quants[1], x[1]);
+            S::add_i16_pairs(S::zero_int(), S::add_i16(first, second))
+        } else {
+            let first = dot::<S, B>(S::zero_int(), quants[0], x[0]);
+            dot::<S, B>(first, quants[1], x[1])
         }
     }
 }

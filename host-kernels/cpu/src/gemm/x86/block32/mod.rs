@@ -22,13 +22,18 @@ use panel::Block32Panel;
 /// From this many columns on, a panel is faster than products of rows.
 pub(super) const PANEL_COLS: usize = 5;
 
+/// Whether each result is the same for any number of columns.
+pub(super) const fn has_one_order<S: BlockSimd, B: Block32Kernel>() -> bool {
+    S::ONE_ORDER && B::ONE_ORDER
+}
+
 /// Multiplies rows or panels.
 ///
 /// # Safety
 /// As [`crate::gemm::Gemm`], with the features of `S`.
 #[inline(always)]
 pub(super) unsafe fn gemm<S: BlockSimd, B: Block32Kernel>(call: &GemmArgs) {
-    let one_order = S::ONE_ORDER && B::ONE_ORDER;
+    let one_order = has_one_order::<S, B>();
     // SAFETY: `panel_gemm`, `eight_rows_gemm` and `rows` have the contract of this function: the
     // `rows` rows of blocks of `B`, the `cols` columns, the results of `call`, and the features of
     // `S`, which include AVX2. `call` is passed on as it is.
@@ -40,7 +45,7 @@ pub(super) unsafe fn gemm<S: BlockSimd, B: Block32Kernel>(call: &GemmArgs) {
                 panel_gemm::<S, Block32Panel<S, B>>(call);
             }
         } else if one_order {
-            eight_rows_gemm::<Block32Rows<B>>(call);
+            eight_rows_gemm::<Block32Rows<S, B>>(call);
         } else {
             rows::rows::<S, B>(call);
         }

@@ -3,11 +3,11 @@
 use std::arch::x86_64::*;
 
 use super::columns::{Columns, moves_signs, prepare};
-use super::dot::{dot, folds, offset};
+use super::dot::{dot, dot_halves, folds, offset};
 use crate::gemm::kernel::GemmArgs;
 use crate::gemm::thread_memory::PREPARED;
 use crate::gemm::x86::block_simd::BlockSimd;
-use crate::gemm::x86::block32_decode::{GROUPS, depth};
+use crate::gemm::x86::block32_decode::GROUPS;
 use crate::gemm::x86::blocks::{Block32Kernel, Codes};
 
 /// Elements of a chunk: the eight scales of its groups fill a vector.
@@ -43,24 +43,13 @@ pub(super) unsafe fn rows<S: BlockSimd, B: Block32Kernel>(call: &GemmArgs) {
         }
         for r in 0..call.rows {
             let row = call.w.add(r * call.w_stride);
-            let mut c = 0;
-            while c < call.cols {
+            by_columns!(call.cols, c, COLUMNS, {
                 let x = columns.add(c * layout.stride);
-                macro_rules! multiply {
-                    ($columns:literal) => {{
-                        let results = row_times::<S, B, $columns>(row, groups, x, &layout);
-                        for (i, result) in results.into_iter().enumerate() {
-                            *call.result(c + i).add(r) = result;
-                        }
-                        $columns
-                    }};
+                let results = row_times::<S, B, COLUMNS>(row, groups, x, &layout);
+                for (i, result) in results.into_iter().enumerate() {
+                    *call.result(c + i).add(r) = result;
                 }
-                c += match call.cols - c {
-                    4.. => multiply!(4),
-                    2.. => multiply!(2),
-                    _ => multiply!(1),
-                };
-            }
+            });
         }
     }
     PREPARED.give_back(memory);
@@ -180,11 +169,7 @@ unsafe fn chunk_times<S: BlockSimd, B: Block32Kernel, const C: usize>(
                     for c in 0..C {
                         let x = x.add(c * layout.stride);
                         let (x_low, x_high) = (S::load_int(x), S::load_int(x.add(4 * S::LANES)));
-                        let dots = if const { depth::<S>(B::MAX_QUANT, 2) } == 2 {
-                            let low = S::multiply_pairs(low, x_low);
-                            let high = S::multiply_pairs(high, x_high);
-                            S::add_i16_pairs(S::zero_int(), S::add_i16(low, high))
-                        } else if moves_signs::<S, B>() {
+                        let dots = if moves_signs::<S, B>() {
                             let magnitudes = x.add(layout.corrections);
                             let (m_low, m_high) = (
                                 S::load_int(magnitudes),
@@ -198,8 +183,7 @@ unsafe fn chunk_times<S: BlockSimd, B: Block32Kernel, const C: usize>(
                             );
                             S::dot_with_magnitudes(dots, S::add_128(high), x_high, m_high)
                         } else {
-                            let dots = dot::<S, B>(S::zero_int(), low, x_low);
-                            dot::<S, B>(dots, high, x_high)
+                            dot_halves::<S, B>([low, high], [x_low, x_high])
                         };
                         let scale = S::spread_quads(scales[c], v);
                         acc[c][u] = S::v_mul_add(S::to_floats(dots), scale, acc[c][u]);

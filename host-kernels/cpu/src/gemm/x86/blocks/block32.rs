@@ -43,6 +43,7 @@ macro_rules! nibble_groups {
                     Some(_) => 31,
                     None => 15,
                 };
+                const ONE_ORDER: bool = true;
                 const CODES: Codes = match $qh {
                     Some(_) => Codes::Other,
                     None => Codes::Nibbles(offset_of!(Self, qs)),
@@ -179,6 +180,7 @@ impl Block32Kernel for BlockQ8_0 {
 impl Block32Kernel for BlockIq4Nl {
     const MAX_QUANT: usize = 255;
     const CAN_NEGATE: bool = true;
+    const ONE_ORDER: bool = true;
     const CODES: Codes = Codes::Nibbles(offset_of!(Self, qs));
 
     #[inline(always)]
@@ -255,6 +257,7 @@ impl Block32Kernel for BlockIq4Nl {
 
 impl Block32Kernel for BlockMxfp4 {
     const MAX_QUANT: usize = 24;
+    const ONE_ORDER: bool = true;
     const CODES: Codes = Codes::Nibbles(offset_of!(Self, qs));
 
     #[inline(always)]

@@ -47,8 +47,7 @@ pub(super) trait Block32Kernel: Block32Format {
 
     /// Whether few columns are multiplied in the order of sums of a panel, eight rows at a time,
     /// where the level does so ([`IntSimd::ONE_ORDER`]): for formats of which a single column is
-    /// then as fast as row by row. A block has one group and at least 16 bytes, and begins with the
-    /// F16 of its scale.
+    /// then as fast as row by row. A block has one group and one scale.
     const ONE_ORDER: bool = false;
 
     /// How the codes are stored that [`Block32Kernel::decode`] converts to quants.
