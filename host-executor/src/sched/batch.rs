@@ -19,7 +19,7 @@ use std::time::Duration;
 
 use vgpu_engine::{Engine, Plan, RunError, RunStatus, Turn};
 
-use super::offers::{Last, Offer, Outcome, WAIT_PART};
+use super::offers::{Last, Offer, Outcome, WAIT_PART, part};
 use super::queue::{Entitlement, TenantId, Ticket};
 use super::scheduler::{RunState, Scheduler, State, TurnEvent};
 use super::times::Times;
@@ -88,6 +88,7 @@ impl Scheduler {
             tenant,
             program,
             key,
+            work: plan.batch_work().max(1),
             plan: std::mem::replace(plan, Box::new(Placeholder)),
             since: wait_began,
             took: Duration::ZERO,
@@ -173,7 +174,9 @@ impl Scheduler {
                 let others: Vec<(Ticket, Offer)> = { joining.into_iter() }
                     .filter_map(|ticket| Some((ticket, batches.offers.remove(&ticket)?)))
                     .collect();
-                batches.others = others.iter().map(|(_, offer)| offer.tenant).collect();
+                batches.work = own.work;
+                let each = others.iter().map(|(_, offer)| (offer.tenant, offer.work));
+                batches.others = each.collect();
                 break Wakeup::Holds(own, others);
             }
             state = self.sleep(state, ticket, &mut wakeup);
@@ -292,12 +295,13 @@ impl Batch<'_> {
     ) -> (Times, Option<Box<dyn Plan>>) {
         let mut state = self.scheduler.lock();
         let now = self.scheduler.turn.now();
-        let mut ending = Ending::new(&mut state, self, now);
+        let (queued, work) = { &self.own.1 }.as_ref().map_or((Duration::ZERO, 0), |own| {
+            (self.start.saturating_sub(own.since), own.work)
+        });
+        let mut ending = Ending::new(&mut state, self, work, now);
         let times = Times {
-            queued: { &self.own.1 }
-                .as_ref()
-                .map_or(Duration::ZERO, |own| self.start.saturating_sub(own.since)),
-            ran: ending.ran,
+            queued,
+            ran: part(ending.took_turn, work, ending.work),
             turns: 1,
             members: ending.members,
         };
@@ -320,7 +324,7 @@ impl Drop for Batch<'_> {
         };
         let mut state = self.scheduler.lock();
         let now = self.scheduler.turn.now();
-        let mut ending = Ending::new(&mut state, self, now);
+        let mut ending = Ending::new(&mut state, self, own.work, now);
         for (ticket, offer) in self.others.drain(..) {
             let error = RunError::Kernel {
                 node: 0,
@@ -340,8 +344,10 @@ struct Ending<'a> {
     start: Duration,
     now: Duration,
     members: u64,
-    /// The part of the turn that is charged to each member.
-    ran: Duration,
+    /// The work of all members, to whom the turn is charged in proportion to their work.
+    work: u64,
+    /// How long the turn has taken.
+    took_turn: Duration,
     /// The part of it that has not been reported to the queue.
     unreported: Duration,
     products: u64,
@@ -351,15 +357,17 @@ struct Ending<'a> {
 }
 
 impl<'a> Ending<'a> {
-    fn new(state: &'a mut State, batch: &Batch<'_>, now: Duration) -> Ending<'a> {
-        let members = 1 + batch.others.len() as u32;
+    /// `own` is the work of the plan of this thread.
+    fn new(state: &'a mut State, batch: &Batch<'_>, own: u64, now: Duration) -> Ending<'a> {
+        let others = batch.others.iter().map(|(_, offer)| offer.work);
         let reported = state.holder.map_or(batch.start, |h| h.since + h.reported);
         Ending {
             start: batch.start,
             now,
-            members: u64::from(members),
-            ran: now.saturating_sub(batch.start) / members,
-            unreported: now.saturating_sub(reported) / members,
+            members: 1 + batch.others.len() as u64,
+            work: others.fold(own, u64::saturating_add),
+            took_turn: now.saturating_sub(batch.start),
+            unreported: now.saturating_sub(reported),
             products: state.batches.products.unwrap_or_default(),
             absent: BTreeSet::new(),
             took: Duration::ZERO,
@@ -373,7 +381,8 @@ impl<'a> Ending<'a> {
         let (tenant, now) = (offer.tenant, self.now);
         let took = offer.took + now.saturating_sub(self.start);
         let State { queue, batches, .. } = &mut *self.state;
-        queue.used(tenant, ticket, self.unreported, key.is_none(), now);
+        let unreported = part(self.unreported, offer.work, self.work);
+        queue.used(tenant, ticket, unreported, key.is_none(), now);
         let Some(key) = key else {
             self.absent.insert(offer.program);
             self.took = self.took.max(took);
@@ -393,7 +402,7 @@ impl<'a> Ending<'a> {
     fn other(&mut self, ticket: Ticket, offer: Offer, outcome: Result<RunStatus, RunError>) {
         let times = Times {
             queued: self.start.saturating_sub(offer.since),
-            ran: self.ran,
+            ran: part(self.took_turn, offer.work, self.work),
             turns: 1,
             members: self.members,
         };

@@ -98,6 +98,7 @@ impl Engine for BatchEngine {
 /// A plan of some steps, each of which takes a turn.
 struct Steps {
     products: u64,
+    work: u64,
     steps: usize,
     at: usize,
     /// The launches of all runs.
@@ -116,6 +117,7 @@ impl Steps {
     fn new(products: u64, steps: usize, launches: &'static AtomicUsize) -> Steps {
         Steps {
             products,
+            work: 1,
             steps,
             at: 0,
             launches,
@@ -163,6 +165,10 @@ impl Plan for Steps {
             products: self.products,
             position: (self.at, 0),
         })
+    }
+
+    fn batch_work(&self) -> u64 {
+        self.work
     }
 }
 
@@ -311,27 +317,32 @@ fn a_panic_fails_all_graphs_of_the_batch_and_the_device_is_free() {
 }
 
 #[test]
-fn a_batch_is_charged_to_its_members_in_equal_parts() {
+fn a_batch_is_charged_to_its_members_in_proportion_to_their_work() {
     const TAKES: Duration = Duration::from_millis(40);
+    // Three plans of 40 ms each, one after the other in this engine.
+    const ALL: Duration = Duration::from_millis(3 * 40);
+    let work = |guest: u64| if guest == 3 { 2 } else { 1 };
+    let part = |guest: u64| ALL * work(guest) / 4;
     let (scheduler, engine, launches) =
         (&Arc::<Scheduler>::default(), &BatchEngine::new(), counter());
-    let long = || -> Box<dyn Plan> {
+    let long = |guest| -> Box<dyn Plan> {
         let mut steps = Steps::new(1, 1, launches);
         (steps.takes, steps.is_whole) = (TAKES, true);
+        steps.work = u64::from(work(guest));
         Box::new(steps)
     };
     let began = scheduler.turn.now();
     thread::scope(|scope| {
         // The others wait for this graph, and then run together.
-        scope.spawn(move || run(scheduler, engine, 0, &mut long()).0.expect("it runs"));
+        scope.spawn(move || run(scheduler, engine, 0, &mut long(0)).0.expect("it runs"));
         while scheduler.lock().holder.is_none() {
             thread::yield_now();
         }
         for guest in 1..4 {
             scope.spawn(move || {
-                let (outcome, times) = run(scheduler, engine, guest, &mut long());
+                let (outcome, times) = run(scheduler, engine, guest, &mut long(guest));
                 outcome.expect("it runs");
-                assert!(times.ran >= TAKES, "{times:?}");
+                assert!(times.ran >= part(guest), "{times:?}");
             });
         }
     });
@@ -344,9 +355,8 @@ fn a_batch_is_charged_to_its_members_in_equal_parts() {
         all <= took + Duration::from_millis(30),
         "{charged:?} of {took:?}"
     );
-    for charged in &charged[1..] {
-        // Three plans of 40 ms each, one after the other in this engine.
-        assert!(*charged >= TAKES, "{charged:?}");
+    for guest in 1..4 {
+        assert!(charged[guest as usize] >= part(guest), "{charged:?}");
     }
 }
 

@@ -21,6 +21,8 @@ pub(super) struct Offer {
     pub(super) program: u64,
     pub(super) key: BatchKey,
     pub(super) plan: Box<dyn Plan>,
+    /// The work of the plan ([`Plan::batch_work`]).
+    pub(super) work: u64,
     /// Since when the plan has waited for this turn.
     pub(super) since: Duration,
     /// How long the turns of the run have taken.
@@ -46,8 +48,10 @@ pub(super) struct Batches {
     pub(super) cancelled: BTreeSet<Ticket>,
     /// The most members of a batch.
     pub(super) most: usize,
-    /// The tenants of the running batch, without that of the holder.
-    pub(super) others: Vec<TenantId>,
+    /// The work of the plan that has the device.
+    pub(super) work: u64,
+    /// The tenants of the running batch, without that of the holder, and the work of their plans.
+    pub(super) others: Vec<(TenantId, u64)>,
     /// The products of the graph that has the device, if it can run in a batch.
     pub(super) products: Option<u64>,
     pub(super) last: Option<Last>,
@@ -74,7 +78,26 @@ impl std::fmt::Debug for Batches {
     }
 }
 
+/// The part of a batch's time that is charged to a member whose plan has `work` of `all` the work.
+pub(super) fn part(time: Duration, work: u64, all: u64) -> Duration {
+    let nanos = time.as_nanos() * u128::from(work) / u128::from(all.max(1));
+    Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
+}
+
 impl Batches {
+    /// Divides time of the running batch: the part of the holder, and those of the others.
+    pub(super) fn parts(
+        &self,
+        time: Duration,
+    ) -> (Duration, impl Iterator<Item = (TenantId, Duration)>) {
+        let work = self.work.max(1);
+        let others = self.others.iter().map(|&(_, work)| work);
+        let all = others.fold(work, u64::saturating_add);
+        let each =
+            { self.others.iter() }.map(move |&(tenant, work)| (tenant, part(time, work, all)));
+        (part(time, work, all), each)
+    }
+
     /// How many graphs with these products wait: of `tenant`, or of all. The graph that has the
     /// device does not wait, although its plan is an offer until its thread wakes up.
     pub(super) fn count(

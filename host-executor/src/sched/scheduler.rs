@@ -203,10 +203,10 @@ impl Scheduler {
         if let Some(holder) = holder {
             let more = now.saturating_sub(holder.since + holder.reported);
             holder.reported += more;
-            let each = more / (1 + batches.others.len() as u32);
-            queue.progress(holder.tenant, each);
-            for &other in &batches.others {
-                queue.progress(other, each);
+            let (own, others) = batches.parts(more);
+            queue.progress(holder.tenant, own);
+            for (tenant, part) in others {
+                queue.progress(tenant, part);
             }
         }
         queue.enter(tenant, entitlement, ticket, now);

@@ -39,12 +39,21 @@ struct Guest {
 impl Guest {
     /// Guests that share the weights of a model. Each has got to another position.
     fn some(engine: &dyn Engine, model: Model, tokens: u64, count: usize) -> Vec<Guest> {
+        Guest::with_tokens(engine, model, &vec![tokens; count])
+    }
+
+    /// Guests that bring as many tokens each.
+    fn with_tokens(engine: &dyn Engine, model: Model, tokens: &[u64]) -> Vec<Guest> {
         let step = |i: usize| StepShape {
-            tokens,
+            tokens: tokens[i],
             // Caches of other lengths have graphs of their own.
             seen: if i % 3 == 2 { SEEN } else { SEEN - 8 },
         };
-        let loaded = model.graph(step(2)).load_shared(engine, count);
+        let largest = StepShape {
+            tokens: tokens.iter().copied().max().unwrap_or(1),
+            seen: SEEN,
+        };
+        let loaded = model.graph(largest).load_shared(engine, tokens.len());
         let guests = loaded.into_iter().enumerate();
         guests
             .map(|(i, loaded)| {
@@ -152,6 +161,48 @@ fn guests_compute_together_what_each_computes_alone() {
         }
     }
     assert!(batched >= 30, "{batched} batches");
+}
+
+/// A decoder with drafts, parallel sequences of one program, and a chunk of a prompt.
+#[test]
+fn guests_with_different_numbers_of_tokens_compute_what_each_computes_alone() {
+    const TOKENS: [u64; 6] = [2, 3, 7, 31, 5, 2];
+    for ty in [Type::F16, Type::Q4_0, Type::Q8_0, Type::Q4K, Type::Q6K] {
+        let panels = MatmulKernel::of(ty).is_some_and(|kernel| kernel.one_order);
+        let tokens: Vec<u64> = { TOKENS.into_iter() }
+            .filter(|&tokens| panels || tokens < 5)
+            .collect();
+        for (threads, base) in [(1, TINY), (3, TINY_BIASES)] {
+            let engine = CpuEngine::new(threads, None).expect("an engine");
+            let mut guests = Guest::with_tokens(&engine, model(base, ty), &tokens);
+            let expected: Vec<_> = guests.iter_mut().map(Guest::alone).collect();
+            let keys: Vec<_> = guests.iter().map(|guest| guest.plan.batch_key()).collect();
+            assert!(keys[0].is_some() && keys.iter().all(|key| *key == keys[0]));
+            let work: Vec<u64> = guests.iter().map(|guest| guest.plan.batch_work()).collect();
+            for (one, other) in (0..tokens.len()).flat_map(|i| (0..i).map(move |j| (i, j))) {
+                let by_tokens = tokens[one].cmp(&tokens[other]);
+                // Caches of two lengths differ a little, too.
+                assert!(
+                    by_tokens.is_eq() || work[one].cmp(&work[other]) == by_tokens,
+                    "{work:?}"
+                );
+            }
+            for first in 0..guests.len() {
+                for guest in &guests {
+                    guest.write_inputs();
+                }
+                let which: Vec<usize> = (first..guests.len()).collect();
+                let outcomes = launch(&engine, &mut guests, &which, &Turn::new());
+                assert_eq!(outcomes, vec![Ok(RunStatus::Done); which.len()]);
+                for &i in &which {
+                    assert!(
+                        guests[i].result() == expected[i],
+                        "{ty:?}, guest {i} of {which:?}"
+                    );
+                }
+            }
+        }
+    }
 }
 
 /// Turns end anywhere, and after each turn other guests go on.

@@ -4,7 +4,8 @@
 //! the other. Their products run together, and each weight is read once
 //! ([`JointKernel`](crate::kernel::JointKernel)). What is between two such products, every plan
 //! computes for itself. So plans can run as a batch if they have the same sequence of such
-//! products, in the same phases, and about as much work of their own: their *key*.
+//! products, in the same phases, and about as much work of their own: their *key*. The numbers of
+//! their tokens may differ.
 
 use std::collections::HashMap;
 use std::mem::size_of;
@@ -61,19 +62,35 @@ struct Table {
     numbers: u64,
 }
 
+/// The columns for which the products of a plan with several columns count in its key.
+const KEY_COLUMNS: u64 = 8;
+
+/// What a plan brings into a batch.
+#[derive(Debug)]
+pub(crate) struct Membership {
+    pub(crate) group: Arc<BatchGroup>,
+    /// The work of the plan.
+    pub(crate) work: u64,
+}
+
 impl BatchKeys {
     /// The plans with the key of these phases; `None` if none of them is a product that plans can
     /// run together.
-    pub(crate) fn group_of(&self, phases: &[Phase]) -> Option<Arc<BatchGroup>> {
+    pub(crate) fn membership(&self, phases: &[Phase]) -> Option<Membership> {
         let mut key = vec![phases.len() as u64, 0];
         let (mut joint, mut own) = (0u64, 0u64);
+        // The products with a single column, and the most columns of one.
+        let (mut of_one, mut most) = (0u64, 1);
         for (i, phase) in phases.iter().enumerate() {
             let work = phase.parts.iter().map(|part| part.work.0);
             let work = work.fold(0, u64::saturating_add);
             match phase.joint() {
                 None => own = own.saturating_add(work),
                 Some(kernel) => {
+                    let columns = kernel.columns().max(1) as u64;
                     joint = joint.saturating_add(work);
+                    of_one = of_one.saturating_add(work / columns);
+                    most = most.max(columns);
                     key.push(i as u64);
                     key.extend(kernel.key());
                 }
@@ -82,13 +99,18 @@ impl BatchKeys {
         if key.len() == 2 {
             return None;
         }
-        // Members wait for each other, and the time is charged in equal parts. So what a plan
-        // computes for itself is of one order of magnitude, or less than the products.
-        key[1] = u64::from(own.max(joint).max(1).ilog2() / 2);
+        // Members wait for each other. So what a plan computes for itself is of one order of
+        // magnitude, or less than the products: of one column, or of any number of several.
+        let products = match most {
+            1 => of_one,
+            _ => of_one.saturating_mul(KEY_COLUMNS),
+        };
+        key[1] = u64::from(own.max(products).max(1).ilog2() / 2);
+        let work = own.saturating_add(joint).max(1);
         let key = key.into_boxed_slice();
         let mut table = lock(&self.0);
         if let Some(group) = table.entries.get(&key).and_then(Weak::upgrade) {
-            return Some(group);
+            return Some(Membership { group, work });
         }
         table.numbers += 1;
         let group = Arc::new(BatchGroup {
@@ -97,7 +119,7 @@ impl BatchKeys {
             table: Arc::downgrade(&self.0),
         });
         table.entries.insert(key, Arc::downgrade(&group));
-        Some(group)
+        Some(Membership { group, work })
     }
 }
 
@@ -107,12 +129,16 @@ mod tests {
     use crate::barrier_schedule::PlannedKernel;
     use crate::kernel::{Estimate, JointKernel, JointMember};
 
-    /// A product that is its key.
-    struct Product(u64);
+    /// A product: its key, and its columns.
+    struct Product(u64, usize);
 
     impl JointKernel for Product {
         fn key(&self) -> Vec<u64> {
             vec![self.0; 100]
+        }
+
+        fn columns(&self) -> usize {
+            self.1
         }
 
         fn tiles(&self) -> usize {
@@ -124,10 +150,16 @@ mod tests {
 
     /// A phase of its own work, then a product.
     fn phases(own: u64, product: u64) -> [Phase; 2] {
-        [(own, None), (1000, Some(product))].map(|(work, product)| {
+        phases_of(own, product, 1)
+    }
+
+    /// As [`phases`], with a product of several columns.
+    fn phases_of(own: u64, product: u64, columns: usize) -> [Phase; 2] {
+        let all = 1000 * columns as u64;
+        [(own, None), (all, Some(product))].map(|(work, product)| {
             let node = (0, "TEST");
             let mut part = PlannedKernel::new(Box::new(|_| Ok(())), vec![0], node, Estimate(work));
-            part.joint = product.map(|key| Arc::new(Product(key)) as _);
+            part.joint = product.map(|key| Arc::new(Product(key, columns)) as _);
             Phase { parts: vec![part] }
         })
     }
@@ -136,24 +168,40 @@ mod tests {
     fn a_key_is_in_memory_as_long_as_a_plan_has_it() {
         let keys = BatchKeys::default();
         let len = || lock(&keys.0).entries.len();
-        let groups: Vec<_> = (0..1000).map(|i| keys.group_of(&phases(1, i))).collect();
-        let again = keys.group_of(&phases(1, 7)).expect("a product");
-        assert_eq!(again.number, groups[7].as_ref().expect("a product").number);
+        let groups: Vec<_> = (0..1000).map(|i| group_of(&keys, &phases(1, i))).collect();
+        let again = group_of(&keys, &phases(1, 7));
+        assert_eq!(again.number, groups[7].number);
         assert_eq!(len(), 1000);
         drop(groups);
         assert_eq!(len(), 1, "the one that is still there");
         drop(again);
         assert_eq!(len(), 0);
         assert!(lock(&keys.0).entries.capacity() < 100);
-        assert!(keys.group_of(&phases(1, 0)[..1]).is_none(), "no product");
+        assert!(keys.membership(&phases(1, 0)[..1]).is_none(), "no product");
     }
 
     #[test]
     fn plans_with_much_work_of_their_own_have_other_keys() {
         let keys = BatchKeys::default();
-        let groups = [1, 900, 2000, 100_000].map(|own| keys.group_of(&phases(own, 1)));
-        let number = |i: usize| groups[i].as_ref().expect("a product").number;
-        assert_eq!(number(0), number(1));
-        assert_ne!(number(0), number(3));
+        let groups = [1, 900, 2000, 100_000].map(|own| group_of(&keys, &phases(own, 1)));
+        assert_eq!(groups[0].number, groups[1].number);
+        assert_ne!(groups[0].number, groups[3].number);
+    }
+
+    #[test]
+    fn plans_with_several_columns_have_one_key_for_any_number() {
+        let keys = BatchKeys::default();
+        let one = keys.membership(&phases_of(10, 1, 2)).expect("a product");
+        for columns in 3..32 {
+            let other = { keys.membership(&phases_of(100, 1, columns)) }.expect("a product");
+            assert_eq!(one.group.number, other.group.number, "{columns} columns");
+            assert_eq!(other.work, 100 + 1000 * columns as u64);
+        }
+        let long = group_of(&keys, &phases_of(100_000, 1, 3));
+        assert_ne!(one.group.number, long.number);
+    }
+
+    fn group_of(keys: &BatchKeys, phases: &[Phase]) -> Arc<BatchGroup> {
+        keys.membership(phases).expect("a product").group
     }
 }

@@ -39,8 +39,11 @@ impl Compiled {
 /// The kernel is alone in its phase, and takes its [tiles](JointKernel::tiles) one at a time
 /// ([`Worker::chunks`]).
 pub(crate) trait JointKernel: Any + Send + Sync {
-    /// Kernels with equal keys have the same tiles of the same weights, and as many columns each.
+    /// Kernels with equal keys have the same tiles of the same weights.
     fn key(&self) -> Vec<u64>;
+
+    /// The columns of activations: what one plan computes at once.
+    fn columns(&self) -> usize;
 
     /// The number of tiles.
     fn tiles(&self) -> usize;

@@ -17,7 +17,7 @@ use crate::barrier_schedule::{
     BarrierSchedule, MemoryAccess, Phase, PlannedKernel, SOLO_ELEMENTS, elements, is_small,
     only_ranges,
 };
-use crate::batch::{BatchGroup, MAX_BATCH};
+use crate::batch::{MAX_BATCH, Membership};
 use crate::gemm::{MAX_KEPT, prepared_bytes};
 use crate::kernel::{Compiled, Estimate};
 use crate::memory::CpuMemory;
@@ -64,7 +64,7 @@ pub(crate) struct CpuPlan {
     /// For each buffer, its number of moves when the plan was compiled.
     moves: Vec<u64>,
     /// What plans have in common that can run as a batch with this one, if there are any.
-    group: Option<Arc<BatchGroup>>,
+    membership: Option<Membership>,
 }
 
 impl CpuPlan {
@@ -120,9 +120,9 @@ impl CpuPlan {
             k.map_or(0, prepared_bytes)
         });
         let prepared_bytes = each.max().unwrap_or(0);
-        let group = runner.batch_group(&phases);
+        let membership = runner.membership(&phases);
         Ok(CpuPlan {
-            group,
+            membership,
             phases,
             scratch_bytes,
             activation_bytes,
@@ -429,12 +429,17 @@ impl Plan for CpuPlan {
 
     fn batch_key(&self) -> Option<BatchKey> {
         Some(BatchKey {
-            products: self.group.as_ref()?.number,
+            products: self.membership.as_ref()?.group.number,
             position: match &self.yielded {
                 None => (0, 0),
                 Some(state) => state.position(&self.phases),
             },
         })
+    }
+
+    fn batch_work(&self) -> u64 {
+        let membership = self.membership.as_ref();
+        membership.map_or(1, |membership| membership.work)
     }
 
     fn as_any_mut(&mut self) -> Option<&mut dyn Any> {
@@ -474,7 +479,8 @@ impl Plan for CpuPlan {
         let tables = self.phases.capacity() * size_of::<Phase>()
             + self.buffers.capacity() * size_of::<Arc<dyn Memory>>()
             + self.moves.capacity() * size_of::<u64>();
-        let group = self.group.as_ref().map_or(0, |group| group.bytes());
+        let membership = self.membership.as_ref();
+        let group = membership.map_or(0, |membership| membership.group.bytes());
         (size_of::<CpuPlan>() + 4 * ALLOCATION_BYTES + tables + phases + group) as u64
     }
 

@@ -12,7 +12,7 @@ use rustix::thread::CpuSet;
 use vgpu_engine::{EngineError, RunError, Turn};
 
 use crate::barrier_schedule::Phase;
-use crate::batch::{BatchGroup, BatchKeys, MAX_BATCH};
+use crate::batch::{BatchKeys, MAX_BATCH, Membership};
 use crate::gemm::ThreadMemory;
 use crate::kernel::{
     EarlyExit, Fault, JointMember, KernelMemory, KernelPosition, ThreadProgress, ThreadTurn, Worker,
@@ -171,8 +171,8 @@ impl Runner {
     }
 
     /// The plans that can run as a batch with one of these phases.
-    pub(crate) fn batch_group(&self, phases: &[Phase]) -> Option<Arc<BatchGroup>> {
-        self.keys.group_of(phases)
+    pub(crate) fn membership(&self, phases: &[Phase]) -> Option<Membership> {
+        self.keys.membership(phases)
     }
 
     /// The number of threads that run a phase.

@@ -102,6 +102,12 @@ pub trait Plan: Send {
         None
     }
 
+    /// The work of a run, in a unit that plans with equal [keys](Plan::batch_key) have in common.
+    /// The time of a batch is charged to its members in proportion to their work.
+    fn batch_work(&self) -> u64 {
+        1
+    }
+
     /// The plan as the type of its engine. `None` if the engine does not need it.
     fn as_any_mut(&mut self) -> Option<&mut dyn Any> {
         None

@@ -163,12 +163,15 @@ impl JointKernel for DenseProducts {
                 weight.ne[0] as u64,
                 weight.ne[1] as u64,
                 weight.nb[1] as u64,
-                product.columns as u64,
                 product.grain_rows as u64,
                 product.kernel.gemm as usize as u64,
             ]);
         }
         key
+    }
+
+    fn columns(&self) -> usize {
+        self.products.first().map_or(0, |product| product.columns)
     }
 
     fn tiles(&self) -> usize {
@@ -192,7 +195,8 @@ impl JointKernel for DenseProducts {
                         dst: out.wrapping_add(column * stride),
                     });
                     if table.is_full() {
-                        // SAFETY: as after the loop.
+                        // SAFETY: what is said of the columns after the loop holds for those that
+                        // the table has now.
                         unsafe { product.multiply_table(own, table.take()) };
                     }
                 }
