@@ -183,7 +183,7 @@ impl<F: AsFd> Write for Descriptor<F> {
 
 /// Lines that wait to be written.
 struct LogQueue {
-    state: Mutex<State>,
+    state: Mutex<QueuedLines>,
     /// Notified of new lines, and when all are written.
     changed: Condvar,
 }
@@ -194,7 +194,7 @@ struct Line {
     of_process: Option<Arc<AtomicUsize>>,
 }
 
-struct State {
+struct QueuedLines {
     lines: VecDeque<Line>,
     /// The bytes of `lines`.
     bytes: usize,
@@ -211,7 +211,7 @@ struct State {
 
 impl LogQueue {
     const fn new() -> LogQueue {
-        let state = State {
+        let state = QueuedLines {
             lines: VecDeque::new(),
             bytes: 0,
             own_bytes: 0,
@@ -226,7 +226,7 @@ impl LogQueue {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, QueuedLines> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -21,7 +21,7 @@ use vgpu_engine::{Engine, Plan, RunError, RunStatus, Turn};
 
 use super::offers::{Last, Offer, Outcome, WAIT_PART};
 use super::queue::{Entitlement, TenantId, Ticket};
-use super::scheduler::{RunState, Scheduler, State, TurnEvent};
+use super::scheduler::{DeviceState, RunState, Scheduler, TurnEvent};
 use super::times::Times;
 use crate::lock::expect_unlocked;
 
@@ -156,7 +156,7 @@ impl Scheduler {
             }
             if state.holder.is_some_and(|holder| holder.ticket == ticket) {
                 let waiting = state.queue.waiting();
-                let State { queue, batches, .. } = &mut *state;
+                let DeviceState { queue, batches, .. } = &mut *state;
                 let own = { batches.offers.remove(&ticket) }
                     .expect("a graph is an offer until a thread has its plan");
                 let others_wait = batches.count(own.key.products, None, None) < waiting;
@@ -336,7 +336,7 @@ impl Drop for Batch<'_> {
 
 /// The end of a batch, under the lock of the scheduler.
 struct Ending<'a> {
-    state: &'a mut State,
+    state: &'a mut DeviceState,
     start: Duration,
     now: Duration,
     members: u64,
@@ -351,7 +351,7 @@ struct Ending<'a> {
 }
 
 impl<'a> Ending<'a> {
-    fn new(state: &'a mut State, batch: &Batch<'_>, now: Duration) -> Ending<'a> {
+    fn new(state: &'a mut DeviceState, batch: &Batch<'_>, now: Duration) -> Ending<'a> {
         let members = 1 + batch.others.len() as u32;
         let reported = state.holder.map_or(batch.start, |h| h.since + h.reported);
         Ending {
@@ -372,7 +372,7 @@ impl<'a> Ending<'a> {
         let key = offer.plan.batch_key().filter(|_| yielded);
         let (tenant, now) = (offer.tenant, self.now);
         let took = offer.took + now.saturating_sub(self.start);
-        let State { queue, batches, .. } = &mut *self.state;
+        let DeviceState { queue, batches, .. } = &mut *self.state;
         queue.used(tenant, ticket, self.unreported, key.is_none(), now);
         let Some(key) = key else {
             self.absent.insert(offer.program);
@@ -429,7 +429,7 @@ impl<'a> Ending<'a> {
 
     /// Hands the device over.
     fn finish(self, turn: &Turn, now: Duration) {
-        let State { batches, .. } = &mut *self.state;
+        let DeviceState { batches, .. } = &mut *self.state;
         batches.others.clear();
         batches.products = None;
         if !self.absent.is_empty() {

@@ -84,11 +84,11 @@ impl Planned {
 #[derive(Debug, Default)]
 pub(crate) struct Faults {
     trace: Option<Mutex<File>>,
-    state: Mutex<State>,
+    state: Mutex<PlannedFaults>,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct PlannedFaults {
     planned: Vec<Planned>,
     calls: HashMap<String, u64>,
 }
@@ -121,14 +121,14 @@ impl Faults {
     pub(crate) fn set(&self, text: &str) -> Result<(), FaultError> {
         let parts = text.split(',').map(str::trim);
         let planned = parts.filter(|part| !part.is_empty()).map(Planned::parse);
-        *self.state() = State {
+        *self.state() = PlannedFaults {
             planned: planned.collect::<Result<_, _>>()?,
             calls: HashMap::new(),
         };
         Ok(())
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, PlannedFaults> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
