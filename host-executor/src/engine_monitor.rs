@@ -22,7 +22,7 @@ const PERIOD: Duration = Duration::from_secs(1);
 const MAX_AGE: Duration = Duration::from_millis(5);
 
 /// How long a caller waits for a new answer.
-const PATIENCE: Duration = Duration::from_millis(500);
+const ANSWER_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// The last answers of an engine.
 #[derive(Debug)]
@@ -110,11 +110,11 @@ impl EngineMonitor {
         state.asked += 1;
         let question = state.asked;
         self.changed.notify_all();
-        let end = Instant::now() + PATIENCE;
+        let end = Instant::now() + ANSWER_TIMEOUT;
         while state.answered < question {
             let left = end.saturating_duration_since(Instant::now());
             // While a call hangs, only the first callers wait.
-            if left.is_zero() || self.call().is_some_and(|(_, age)| age > PATIENCE) {
+            if left.is_zero() || self.call().is_some_and(|(_, age)| age > ANSWER_TIMEOUT) {
                 break;
             }
             let waited = self.changed.wait_timeout(state, left);

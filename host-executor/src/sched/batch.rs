@@ -1,9 +1,9 @@
 //! Graphs that share a turn.
 //!
-//! The thread of a session that waits for the device *offers* its plan. Whoever gets the device
-//! takes the offers with an equal [key](Plan::batch_key) along, runs all of these plans as one
-//! batch, and hands each back: to its session if it is done, or to the offers if it has yielded. A
-//! plan is passed by value, so it has one owner at any time.
+//! The thread of a session that waits for the device *offers* its plan. The thread that gets the
+//! device takes the offers with an equal [key](Plan::batch_key) along, runs all of these plans as
+//! one batch, and hands each back: to its session if it is done, or to the offers if it has
+//! yielded. A plan is passed by value, so it has one owner at any time.
 //!
 //! **Who waits for whom.** After a batch, its programs usually return at once with their next
 //! graphs. The first of them waits for the others, so that they run together again, at most a
@@ -217,7 +217,7 @@ impl Scheduler {
     }
 }
 
-/// Puts a plan back where it was lent from.
+/// Puts a plan back where it was taken from.
 fn give_back(to: &mut Box<dyn Plan>, plan: Option<Box<dyn Plan>>) {
     if let Some(plan) = plan {
         *to = plan;

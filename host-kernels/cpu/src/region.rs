@@ -296,8 +296,8 @@ fn nodes() -> &'static [usize] {
 /// `MPOL_INTERLEAVE`).
 ///
 /// Otherwise, pages are on the node of the session thread that wrote them, and all reads of weights
-/// go to one node. Rows near the threads that read them would be better still, but rows are dealt
-/// to the first thread that asks. If the kernel refuses, nothing changes.
+/// go to one node. Rows near the threads that read them would be better still, but rows are taken
+/// by the first thread that asks. If the kernel refuses, nothing changes.
 fn interleave(mapping: &MmapRaw, nodes: &[usize]) -> bool {
     const WORDS: usize = 16;
     let mut mask = [0 as libc::c_ulong; WORDS];

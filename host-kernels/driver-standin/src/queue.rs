@@ -223,7 +223,7 @@ extern "C" fn on_invalid_access(signal: i32) {
         true => RUNNING.load(Ordering::SeqCst).cast_const(),
     };
     if lost.is_null() {
-        // Not of a kernel: whoever handled it before handles it when the access is repeated.
+        // Not of a kernel: the handler from before handles it when the access is repeated.
         let at = SIGNALS.iter().position(|known| *known == signal);
         // SAFETY: `catch_signals` has set `BEFORE` before this handler, and nobody frees it.
         unsafe {
