@@ -11,7 +11,7 @@ use crate::session::{Session, SessionError};
 
 /// How long an attempt to reach an executor may take.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Patience {
+pub(crate) struct ConnectTimeouts {
     /// Until the link is open.
     link: Duration,
     /// From then on, until the executor has answered HELLO.
@@ -24,15 +24,15 @@ pub(crate) struct Patience {
 ///
 /// The answer: an executor whose engine hangs answers after 0.5 s, and one with many guests has
 /// opened the link late, not the session. A process that is stopped has lost its heartbeat after 10
-/// s, so that whoever exceeds this time runs and is at fault. Ollama's first look at the devices
-/// may take 30 s.
-pub(crate) const PATIENT: Patience = Patience {
+/// s, so that an executor that exceeds this time runs and is at fault. Ollama's first look at the
+/// devices may take 30 s.
+pub(crate) const LONG: ConnectTimeouts = ConnectTimeouts {
     link: Duration::from_secs(2),
     welcome: Duration::from_secs(15),
 };
 
 /// For an attempt soon after one that was waited for in vain.
-pub(crate) const BRIEF: Patience = Patience {
+pub(crate) const SHORT: ConnectTimeouts = ConnectTimeouts {
     link: Duration::from_secs(1),
     welcome: Duration::from_secs(1),
 };
@@ -74,11 +74,11 @@ pub(crate) enum ExecutorConnectError {
 pub(crate) fn connect(
     endpoint: &Endpoint,
     ggml: &Ggml,
-    patience: Patience,
+    timeouts: ConnectTimeouts,
 ) -> Result<Arc<Session>, ExecutorConnectError> {
     let end: Box<dyn GuestEnd> = match endpoint {
         Endpoint::Inproc => inproc()?,
-        other => link::connect::connect(other, patience.link).map_err(|error| {
+        other => link::connect::connect(other, timeouts.link).map_err(|error| {
             ExecutorConnectError::Link {
                 endpoint: endpoint.clone(),
                 error: Box::new(error),
@@ -88,7 +88,7 @@ pub(crate) fn connect(
     // Over these two links bytes move at the speed of copying memory, about three times that of
     // hashing.
     let hashes_first = !matches!(endpoint, Endpoint::Unix(_) | Endpoint::Inproc);
-    Session::open(end, introduction(ggml), hashes_first, patience.welcome).map_err(|error| {
+    Session::open(end, introduction(ggml), hashes_first, timeouts.welcome).map_err(|error| {
         ExecutorConnectError::Session {
             endpoint: endpoint.clone(),
             error,

@@ -19,7 +19,7 @@ use crate::abi::{
     ggml_backend_buffer_type_v3, ggml_backend_dev_t, ggml_backend_device, ggml_backend_device_i,
     ggml_backend_reg_t,
 };
-use crate::connect::{BRIEF, ExecutorConnectError, PATIENT, Patience, connect};
+use crate::connect::{ConnectTimeouts, ExecutorConnectError, LONG, SHORT, connect};
 use crate::ffi::object;
 use crate::ggml::Ggml;
 use crate::lock::{Rank, RankedGuard, RankedMutex};
@@ -66,10 +66,10 @@ struct Attempts {
 
 impl Attempts {
     /// How long an attempt that begins at `now` may take.
-    fn patience(&self, now: Instant) -> Patience {
+    fn timeouts(&self, now: Instant) -> ConnectTimeouts {
         match self.brief_until {
-            Some(until) if now < until => BRIEF,
-            _ => PATIENT,
+            Some(until) if now < until => SHORT,
+            _ => LONG,
         }
     }
 
@@ -281,8 +281,8 @@ impl DeviceContext {
             return Ok(Arc::clone(session));
         }
         let began = Instant::now();
-        let patience = current.attempts.patience(began);
-        let session = connect(&self.endpoint, &self.ggml, patience)
+        let timeouts = current.attempts.timeouts(began);
+        let session = connect(&self.endpoint, &self.ggml, timeouts)
             .inspect_err(|_| current.attempts.failed(began, Instant::now()))?;
         let whose = match current.session {
             Some(_) => "",

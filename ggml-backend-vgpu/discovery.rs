@@ -5,7 +5,7 @@ use std::sync::Arc;
 use vgpu_transport::link::connect::expand;
 use vgpu_transport::link::{Endpoint, EndpointError};
 
-use crate::connect::{PATIENT, connect};
+use crate::connect::{LONG, connect};
 use crate::ggml::Ggml;
 use crate::session::Session;
 
@@ -54,7 +54,7 @@ pub(crate) fn discover(ggml: &Ggml) -> Result<Discovery, DiscoveryError> {
             }
         };
         for endpoint in endpoints {
-            match connect(&endpoint, ggml, PATIENT) {
+            match connect(&endpoint, ggml, LONG) {
                 Ok(session) => found.push((endpoint, session)),
                 Err(error) => missing.push(error.to_string()),
             }

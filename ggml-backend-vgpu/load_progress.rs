@@ -28,11 +28,11 @@ pub(crate) struct LoadProgress {
     device: String,
     /// Bytes of the buffer.
     size: u64,
-    state: Mutex<State>,
+    state: Mutex<WrittenBytes>,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct WrittenBytes {
     /// Bytes written.
     done: u64,
     /// The time of the first write, and of the last log line.

@@ -468,7 +468,7 @@ fn incomplete_ggml_is_reported_with_the_missing_symbols() {
 #[test]
 fn ggml_of_the_caller_is_used_when_two_are_loaded() {
     alone("ggml_of_the_caller_is_used_when_two_are_loaded", || {
-        let stranger = fake("two/stranger", "0.24.0", None);
+        let other = fake("two/other", "0.24.0", None);
         let own = fake("two/own", "0.25.3", None);
         let registry = own.with_file_name("registry.so");
         let mut link = Command::new(env::var_os("CC").unwrap_or("cc".into()));
@@ -477,14 +477,14 @@ fn ggml_of_the_caller_is_used_when_two_are_loaded() {
             .arg(source("fake_registry.c"))
             .arg(&own);
         output(&mut link);
-        let stranger_library = load(&stranger, libc::RTLD_LOCAL);
+        let other_library = load(&other, libc::RTLD_LOCAL);
         let registry = load(&registry, libc::RTLD_LOCAL);
 
         // The caller has no ggml of its own: the first one loaded is used, and a warning names the
         // other.
         let ggml = Ggml::find().expect("there are two");
-        assert_eq!(Path::new(ggml.object()), stranger);
-        let logged = symbol(stranger_library, c"fake_logged");
+        assert_eq!(Path::new(ggml.object()), other);
+        let logged = symbol(other_library, c"fake_logged");
         // SAFETY: the type is that of the definition in fake_ggml.c.
         let logged = unsafe {
             let logged: unsafe extern "C" fn() -> *const c_char = std::mem::transmute(logged);

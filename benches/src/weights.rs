@@ -167,7 +167,7 @@ impl Setting {
     fn second_guest(&self, repeats: u32) -> Result<Vec<Row>> {
         let executor = self.executor("second", &[])?;
         let off = self.executor("off", &["--share-weights", "off"])?;
-        let (mut unshared, mut first, mut second, mut stranger) = (vec![], vec![], vec![], vec![]);
+        let (mut unshared, mut first, mut second, mut unseen) = (vec![], vec![], vec![], vec![]);
         for round in 0..=repeats {
             let progress = Progress::new(&format!("the same model again, round {round}"));
             let alone = self.load(&off, "none", 0)?;
@@ -176,7 +176,7 @@ impl Setting {
             self.wait_until_known("user")?;
             self.wait_for_files(&executor, one.bytes)?;
             let two = self.load(&executor, "user", 2)?;
-            let fresh = format!("stranger-{round}");
+            let fresh = format!("unseen-{round}");
             let three = self.load(&executor, &fresh, 3)?;
             for other in [&alone, &two, &three] {
                 ensure!(other.sum == one.sum, "the guests compute different logits");
@@ -186,7 +186,7 @@ impl Setting {
                 unshared.push((alone.seconds, alone.weights, alone.moved));
                 first.push((one.seconds, one.weights, one.moved));
                 second.push((two.seconds, two.weights, two.moved));
-                stranger.push((three.seconds, three.weights, three.moved));
+                unseen.push((three.seconds, three.weights, three.moved));
             }
             for load in [alone, one, two, three] {
                 load.guest.finish(TIMEOUT)?;
@@ -204,7 +204,7 @@ impl Setting {
                 .figure("sharing off", of(&unshared, figure))
                 .figure("first", of(&first, figure))
                 .figure("second", of(&second, figure))
-                .figure("file not seen before", of(&stranger, figure))
+                .figure("file not seen before", of(&unseen, figure))
         };
         Ok(vec![
             row("loading the model, all of it", "s", |l| l.0).ratio("second", "first", false, None),

@@ -67,7 +67,7 @@ use upload::WeightUpload;
 const MAX_STAGED_BYTES: usize = 16 << 20;
 
 /// How long a question for the free memory waits for graphs that run.
-const MEMORY_PATIENCE: Duration = Duration::from_millis(100);
+const MAX_MEMORY_WAIT: Duration = Duration::from_millis(100);
 
 /// How often such a question looks whether they are done.
 const MEMORY_POLL_PERIOD: Duration = Duration::from_millis(1);
@@ -424,7 +424,7 @@ impl Session {
     }
 
     /// Total and free memory of the device in bytes, as they are now. The executor answers after
-    /// the graphs that it has received before. If they take longer than [`MEMORY_PATIENCE`], the
+    /// the graphs that it has received before. If they take longer than [`MAX_MEMORY_WAIT`], the
     /// figures are those of the last answer, with what this session has allocated and freed since.
     ///
     /// # Errors
@@ -443,7 +443,7 @@ impl Session {
                 *self.last_memory.lock() = memory;
                 return Ok(memory);
             }
-            if began.elapsed() >= MEMORY_PATIENCE {
+            if began.elapsed() >= MAX_MEMORY_WAIT {
                 return Ok(*self.last_memory.lock());
             }
             std::thread::sleep(MEMORY_POLL_PERIOD);

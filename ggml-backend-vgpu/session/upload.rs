@@ -41,10 +41,10 @@ use crate::weights::{content_hash, keyed_hash};
 pub(super) struct WeightUpload {
     /// Whether bytes of unknown hash are hashed to look them up.
     hashes_first: bool,
-    state: RankedMutex<State>,
+    state: RankedMutex<UploadPhase>,
 }
 
-enum State {
+enum UploadPhase {
     /// Nothing was written to the buffer, and no graph has used it.
     Unwritten,
     /// The buffer is not for weights, or the executor does not share weights.
@@ -79,7 +79,7 @@ impl WeightUpload {
     pub(super) fn new(hashes_first: bool) -> WeightUpload {
         WeightUpload {
             hashes_first,
-            state: RankedMutex::new(Rank::Upload, State::Unwritten),
+            state: RankedMutex::new(Rank::Upload, UploadPhase::Unwritten),
         }
     }
 
@@ -87,8 +87,8 @@ impl WeightUpload {
     /// more.
     pub(super) fn mark_not_weights(&self) {
         let mut state = self.state.lock();
-        if matches!(*state, State::Unwritten) {
-            *state = State::NotWeights;
+        if matches!(*state, UploadPhase::Unwritten) {
+            *state = UploadPhase::NotWeights;
         }
     }
 
@@ -105,15 +105,15 @@ impl WeightUpload {
         is_for_weights: bool,
     ) -> Result<bool, SessionError> {
         let mut state = self.state.lock();
-        if !matches!(*state, State::Unwritten) {
+        if !matches!(*state, UploadPhase::Unwritten) {
             return Ok(false);
         }
         let upload = match is_for_weights && to.size() >= MIN_EXTENT {
             true => OpenUpload::begin(connection, to)?,
             false => None,
         };
-        *state = upload.map_or(State::NotWeights, State::Open);
-        Ok(matches!(*state, State::Open(_)))
+        *state = upload.map_or(UploadPhase::NotWeights, UploadPhase::Open);
+        Ok(matches!(*state, UploadPhase::Open(_)))
     }
 
     /// Offers `data` for `offset` of the buffer to the upload, if it is open. Returns whether the
@@ -131,8 +131,10 @@ impl WeightUpload {
         data: Bytes<'_>,
     ) -> Result<bool, SessionError> {
         match &mut *self.state.lock() {
-            State::Open(upload) => upload.offer(connection, to, offset, data, self.hashes_first),
-            State::Unwritten | State::NotWeights | State::Sealed => Ok(false),
+            UploadPhase::Open(upload) => {
+                upload.offer(connection, to, offset, data, self.hashes_first)
+            }
+            UploadPhase::Unwritten | UploadPhase::NotWeights | UploadPhase::Sealed => Ok(false),
         }
     }
 
@@ -151,8 +153,8 @@ impl WeightUpload {
         let Some(mut state) = self.state.try_lock() else {
             return Ok(None);
         };
-        match std::mem::replace(&mut *state, State::Sealed) {
-            State::Open(upload) => {
+        match std::mem::replace(&mut *state, UploadPhase::Sealed) {
+            UploadPhase::Open(upload) => {
                 weight_requests::seal(connection, to.id())?;
                 Ok(Some(upload.finish()))
             }

@@ -22,7 +22,7 @@ const PERIOD: Duration = Duration::from_secs(1);
 const MAX_AGE: Duration = Duration::from_millis(5);
 
 /// How long a caller waits for a new answer.
-const PATIENCE: Duration = Duration::from_millis(500);
+const ANSWER_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// The last answers of an engine.
 #[derive(Debug)]
@@ -30,13 +30,13 @@ pub(crate) struct EngineMonitor {
     start: Instant,
     /// When the present call of the engine began, in nanoseconds after `start` plus 1. 0: none.
     calling: AtomicU64,
-    state: Mutex<State>,
+    state: Mutex<EngineAnswers>,
     /// Notified when the state has changed.
     changed: Condvar,
 }
 
 #[derive(Debug)]
-struct State {
+struct EngineAnswers {
     memory: MemoryInfo,
     /// When the engine was asked for `memory`.
     asked_at: Instant,
@@ -52,7 +52,7 @@ struct State {
     is_over: bool,
 }
 
-impl State {
+impl EngineAnswers {
     /// Whether `memory` is of the last [`MAX_AGE`] and of this change count.
     fn is_recent(&self, change_count: u64, now: Instant) -> bool {
         self.asked_change_count == change_count
@@ -69,7 +69,7 @@ impl EngineMonitor {
         let monitor = Arc::new(EngineMonitor {
             start: Instant::now(),
             calling: AtomicU64::new(0),
-            state: Mutex::new(State {
+            state: Mutex::new(EngineAnswers {
                 asked_at: Instant::now(),
                 memory: engine.memory(),
                 asked_change_count: 0,
@@ -106,15 +106,15 @@ impl EngineMonitor {
         self.ask_now(state)
     }
 
-    fn ask_now(&self, mut state: MutexGuard<'_, State>) -> MemoryInfo {
+    fn ask_now(&self, mut state: MutexGuard<'_, EngineAnswers>) -> MemoryInfo {
         state.asked += 1;
         let question = state.asked;
         self.changed.notify_all();
-        let end = Instant::now() + PATIENCE;
+        let end = Instant::now() + ANSWER_TIMEOUT;
         while state.answered < question {
             let left = end.saturating_duration_since(Instant::now());
             // While a call hangs, only the first callers wait.
-            if left.is_zero() || self.call().is_some_and(|(_, age)| age > PATIENCE) {
+            if left.is_zero() || self.call().is_some_and(|(_, age)| age > ANSWER_TIMEOUT) {
                 break;
             }
             let waited = self.changed.wait_timeout(state, left);
@@ -161,7 +161,7 @@ impl EngineMonitor {
             (state.asked_at, state.asked_change_count) = (now, change_count);
             state.answered = question;
             self.changed.notify_all();
-            let idle = |state: &mut State| state.asked == state.answered && !state.is_over;
+            let idle = |state: &mut EngineAnswers| state.asked == state.answered && !state.is_over;
             let waited = self.changed.wait_timeout_while(state, PERIOD, idle);
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
@@ -172,7 +172,7 @@ impl EngineMonitor {
         u64::try_from(self.start.elapsed().as_nanos()).unwrap_or(u64::MAX - 1) + 1
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, EngineAnswers> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -184,7 +184,7 @@ mod tests {
     #[test]
     fn answers_are_used_again_until_they_are_old_or_memory_was_allocated_or_freed() {
         let asked_at = Instant::now();
-        let state = State {
+        let state = EngineAnswers {
             memory: MemoryInfo::default(),
             asked_at,
             asked_change_count: 7,

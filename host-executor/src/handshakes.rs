@@ -21,14 +21,14 @@ use crate::log_limit::LogLimit;
 #[derive(Debug)]
 pub(crate) struct Handshakes {
     limits: HandshakeLimits,
-    state: RankedMutex<State>,
+    state: RankedMutex<PendingTable>,
     /// Notified when a handshake has ended.
     ended: Condvar,
     log: LogLimit,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct PendingTable {
     /// By the number of the connection, which grows in the order of arrival.
     pending: BTreeMap<u64, Pending>,
 }
@@ -55,7 +55,7 @@ enum Room {
     None,
 }
 
-impl State {
+impl PendingTable {
     fn live(&self) -> impl Iterator<Item = (&u64, &Pending)> {
         self.pending.iter().filter(|(_, one)| !one.is_cancelled)
     }
@@ -101,13 +101,13 @@ impl Handshakes {
     pub(crate) fn new(limits: HandshakeLimits) -> Arc<Handshakes> {
         Arc::new(Handshakes {
             limits,
-            state: RankedMutex::new(Rank::Handshakes, State::default()),
+            state: RankedMutex::new(Rank::Handshakes, PendingTable::default()),
             ended: Condvar::new(),
             log: LogLimit::new(1),
         })
     }
 
-    fn state(&self) -> RankedGuard<'_, State> {
+    fn state(&self) -> RankedGuard<'_, PendingTable> {
         self.state.lock()
     }
 

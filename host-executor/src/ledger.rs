@@ -42,11 +42,11 @@ const MAX_ATTEMPTS: u32 = 8;
 /// The accounts of one engine's tenants.
 #[derive(Debug)]
 pub(crate) struct Ledger {
-    state: RankedMutex<State>,
+    state: RankedMutex<Accounts>,
 }
 
 #[derive(Debug)]
-struct State {
+struct Accounts {
     /// Bytes that the engine has.
     total: u64,
     overcommit: bool,
@@ -68,7 +68,7 @@ struct Account {
     host_used: u64,
 }
 
-impl State {
+impl Accounts {
     /// Bytes that are reserved for an account, if any are.
     fn reserved(&self, account: &Account) -> Option<u64> {
         let quota = account
@@ -124,7 +124,7 @@ impl Ledger {
         Arc::new(Ledger {
             state: RankedMutex::new(
                 Rank::Ledger,
-                State {
+                Accounts {
                     total,
                     overcommit: false,
                     accounts: BTreeMap::new(),
@@ -280,12 +280,12 @@ impl Ledger {
         state.change_count += 1;
     }
 
-    fn lock(&self) -> RankedGuard<'_, State> {
+    fn lock(&self) -> RankedGuard<'_, Accounts> {
         self.state.lock()
     }
 }
 
-impl State {
+impl Accounts {
     fn charge(&mut self, id: TenantId, size: u64, free: u64) -> Result<(), EngineError> {
         let account = self.accounts.get(&id);
         let limits = account.map_or_else(MemoryInfo::default, |a| self.limits(a, free));

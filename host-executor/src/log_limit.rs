@@ -11,11 +11,11 @@ const INTERVAL: Duration = Duration::from_secs(10);
 #[derive(Debug)]
 pub(crate) struct LogLimit {
     lines: u64,
-    state: Mutex<State>,
+    state: Mutex<LineCounts>,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct LineCounts {
     began: Option<Instant>,
     lines: u64,
     suppressed: u64,

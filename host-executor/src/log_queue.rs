@@ -26,7 +26,7 @@ use tracing::Level;
 use crate::service;
 
 /// How long the end of the process waits for the log.
-pub(crate) const LOG_PATIENCE: Duration = Duration::from_secs(2);
+pub(crate) const MAX_FLUSH_WAIT: Duration = Duration::from_secs(2);
 
 /// Most bytes that wait to be written: some 8,000 lines.
 const MAX_BYTES: usize = 1 << 20;
@@ -44,13 +44,13 @@ const OWN_ROOM: usize = 256 << 10;
 static LOG: LogQueue = LogQueue::new();
 
 /// Gives the time, as the rest of the log has it.
-pub type Now = fn() -> String;
+pub type TimeText = fn() -> String;
 
 /// Set if [`write_line`] writes JSON.
-static JSON: OnceLock<Now> = OnceLock::new();
+static JSON: OnceLock<TimeText> = OnceLock::new();
 
 /// Makes [`write_line`] write JSON objects, as the rest of the log.
-pub fn use_json(now: Now) {
+pub fn use_json(now: TimeText) {
     JSON.get_or_init(|| now);
 }
 
@@ -76,7 +76,7 @@ pub fn start() -> io::Result<()> {
         write_line(Level::ERROR, &text);
         // The process ends with its main thread.
         if name == "main" {
-            LOG.flush(LOG_PATIENCE);
+            LOG.flush(MAX_FLUSH_WAIT);
         }
     }));
     Ok(())
@@ -90,7 +90,7 @@ pub fn is_in_use() -> bool {
 
 /// Waits until all lines are written, but not longer than two seconds: nobody may read them.
 pub fn flush() {
-    LOG.flush(LOG_PATIENCE);
+    LOG.flush(MAX_FLUSH_WAIT);
 }
 
 /// Writes a line into the log of this process, past its filter: its level, and the text. Where
@@ -99,7 +99,7 @@ pub fn write_line(level: Level, text: &str) {
     LOG.push(line(level, text, JSON.get().copied()).as_bytes(), None);
 }
 
-fn line(level: Level, text: &str, json: Option<Now>) -> String {
+fn line(level: Level, text: &str, json: Option<TimeText>) -> String {
     let line = match json {
         Some(now) => serde_json::json!({
             "timestamp": now(),
@@ -183,7 +183,7 @@ impl<F: AsFd> Write for Descriptor<F> {
 
 /// Lines that wait to be written.
 struct LogQueue {
-    state: Mutex<State>,
+    state: Mutex<QueuedLines>,
     /// Notified of new lines, and when all are written.
     changed: Condvar,
 }
@@ -194,7 +194,7 @@ struct Line {
     of_process: Option<Arc<AtomicUsize>>,
 }
 
-struct State {
+struct QueuedLines {
     lines: VecDeque<Line>,
     /// The bytes of `lines`.
     bytes: usize,
@@ -211,7 +211,7 @@ struct State {
 
 impl LogQueue {
     const fn new() -> LogQueue {
-        let state = State {
+        let state = QueuedLines {
             lines: VecDeque::new(),
             bytes: 0,
             own_bytes: 0,
@@ -226,7 +226,7 @@ impl LogQueue {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, QueuedLines> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -465,7 +465,7 @@ mod tests {
     #[test]
     fn lines_have_their_level_as_text_or_as_json() {
         assert_eq!(line(Level::WARN, "a\nb", None), "WARN a\nWARN b\n");
-        let now: Now = || "2026-01-01".to_owned();
+        let now: TimeText = || "2026-01-01".to_owned();
         let json = line(Level::ERROR, "a\n\"b\"", Some(now));
         let object: serde_json::Value = serde_json::from_str(&json).expect("JSON");
         assert_eq!(object["timestamp"], "2026-01-01");

@@ -28,12 +28,12 @@ pub struct StartWatch {
 
 #[derive(Debug, Default)]
 struct Shared {
-    state: Mutex<State>,
+    state: Mutex<StartProgress>,
     changed: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct StartProgress {
     /// The thread has begun.
     watches: bool,
     /// The engine has started, or has failed.
@@ -41,13 +41,13 @@ struct State {
 }
 
 impl Shared {
-    fn set(&self, change: impl FnOnce(&mut State)) {
+    fn set(&self, change: impl FnOnce(&mut StartProgress)) {
         change(&mut self.state.lock().unwrap_or_else(PoisonError::into_inner));
         self.changed.notify_all();
     }
 
     /// Waits for `until`, and for `limit` at most. Returns whether it is so.
-    fn wait(&self, limit: Duration, until: impl Fn(&State) -> bool) -> bool {
+    fn wait(&self, limit: Duration, until: impl Fn(&StartProgress) -> bool) -> bool {
         let end = Instant::now() + limit;
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         while !until(&state) {

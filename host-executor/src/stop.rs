@@ -8,10 +8,10 @@ use vgpu_transport::link::stream::tls::CertificateFault;
 
 /// A flag that asks sessions to stop. Clones share the flag.
 #[derive(Debug, Clone, Default)]
-pub struct StopFlag(Arc<State>);
+pub struct StopFlag(Arc<StopState>);
 
 #[derive(Debug, Default)]
-struct State {
+struct StopState {
     is_set: AtomicBool,
     /// Whether another guest needs what the guest has.
     is_evicted: AtomicBool,
@@ -29,9 +29,9 @@ impl StopFlag {
 
     /// A flag for one session, which is set if this flag is set.
     pub(crate) fn for_one(&self) -> StopFlag {
-        StopFlag(Arc::new(State {
+        StopFlag(Arc::new(StopState {
             all: Some(self.clone()),
-            ..State::default()
+            ..StopState::default()
         }))
     }
 

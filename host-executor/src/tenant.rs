@@ -278,7 +278,7 @@ mod tests {
         }
     }
 
-    fn stranger(ledger: &Arc<Ledger>, memory: impl Into<Option<u64>>) -> Arc<Tenant> {
+    fn unnamed(ledger: &Arc<Ledger>, memory: impl Into<Option<u64>>) -> Arc<Tenant> {
         Tenant::unnamed("-".into(), quota(memory), ledger, Arc::default())
     }
 
@@ -299,7 +299,7 @@ mod tests {
     fn quotas_are_reserved_and_the_rest_is_shared() {
         let ledger = Ledger::new(100);
         let named = Tenant::named("a", quota(40), &ledger);
-        let (one, two) = (stranger(&ledger, None), stranger(&ledger, 50));
+        let (one, two) = (unnamed(&ledger, None), unnamed(&ledger, 50));
         assert_eq!(figures(&named, 100), (40, 40));
         assert_eq!(figures(&one, 100), (60, 60));
         assert_eq!(figures(&two, 100), (50, 50));
@@ -325,7 +325,7 @@ mod tests {
     #[test]
     fn charged_bytes_are_reserved_before_their_allocation() {
         let ledger = Ledger::new(100);
-        let (one, two) = (stranger(&ledger, None), stranger(&ledger, None));
+        let (one, two) = (unnamed(&ledger, None), unnamed(&ledger, None));
         let mut charge = one.charge_with(70, || 100).unwrap();
         assert!(two.charge_with(31, || 100).is_err(), "both would get it");
         charge.allocated();
@@ -338,7 +338,7 @@ mod tests {
     #[test]
     fn charges_use_free_memory_as_of_the_latest_allocation() {
         let ledger = Ledger::new(100);
-        let (one, two) = (stranger(&ledger, None), stranger(&ledger, None));
+        let (one, two) = (unnamed(&ledger, None), unnamed(&ledger, None));
         let other = RefCell::new(None);
         let engine_free = || {
             if other.borrow().is_some() {
@@ -359,7 +359,7 @@ mod tests {
     #[test]
     fn shared_memory_follows_the_free_memory_of_the_engine() {
         let ledger = Ledger::new(100);
-        let guests: Vec<_> = (0..3).map(|_| stranger(&ledger, None)).collect();
+        let guests: Vec<_> = (0..3).map(|_| unnamed(&ledger, None)).collect();
         let mut charges = Vec::new();
         for guest in &guests {
             charges.push(take(guest, 60, if charges.is_empty() { 100 } else { 40 }));
@@ -376,7 +376,7 @@ mod tests {
     #[test]
     fn host_memory_beside_a_device_has_a_limit_of_its_own() {
         let ledger = Ledger::new(100);
-        let (one, two) = (stranger(&ledger, None), stranger(&ledger, None));
+        let (one, two) = (unnamed(&ledger, None), unnamed(&ledger, None));
         let take = |tenant: &Arc<Tenant>, size| {
             ledger.charge_host(tenant.id, size)?;
             Ok::<_, EngineError>(Charge {
@@ -404,7 +404,7 @@ mod tests {
     #[test]
     fn charges_shrink() {
         let ledger = Ledger::new(100);
-        let tenant = stranger(&ledger, None);
+        let tenant = unnamed(&ledger, None);
         let mut charge = tenant.charge_with(70, || 100).unwrap();
         charge.shrink(90);
         assert_eq!(figures(&tenant, 100), (100, 30), "never grows");
@@ -436,15 +436,15 @@ mod tests {
     fn quota_below_the_used_memory_frees_nothing() {
         let ledger = Ledger::new(100);
         let named = Tenant::named("a", quota(60), &ledger);
-        let stranger = stranger(&ledger, None);
+        let guest = unnamed(&ledger, None);
         let charge = take(&named, 50, 100).unwrap();
         named.set_policy(quota(20));
         assert_eq!(figures(&named, 50), (20, 0));
-        assert_eq!(figures(&stranger, 50), (50, 50), "what is used is not free");
+        assert_eq!(figures(&guest, 50), (50, 50), "what is used is not free");
         drop(charge);
         assert_eq!(figures(&named, 100), (20, 20));
-        assert_eq!(figures(&stranger, 100), (80, 80));
+        assert_eq!(figures(&guest, 100), (80, 80));
         drop(named);
-        assert_eq!(figures(&stranger, 100), (100, 100));
+        assert_eq!(figures(&guest, 100), (100, 100));
     }
 }

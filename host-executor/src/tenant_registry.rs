@@ -109,7 +109,7 @@ impl Rules {
 #[derive(Debug)]
 pub(crate) struct TenantRegistry {
     ledger: Arc<Ledger>,
-    state: RankedMutex<State>,
+    state: RankedMutex<KnownGuests>,
     /// The connected unnamed guests.
     connected: RankedMutex<Unnamed>,
     /// Stands for all unnamed guests, in statistics.
@@ -117,7 +117,7 @@ pub(crate) struct TenantRegistry {
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct KnownGuests {
     guests: Vec<NamedGuest>,
     /// Limits of each unnamed guest.
     unnamed: Option<Policy>,
@@ -183,7 +183,7 @@ impl TenantRegistry {
             connected: RankedMutex::new(Rank::Sources, Unnamed::default()),
             state: RankedMutex::new(
                 Rank::Registry,
-                State {
+                KnownGuests {
                     guests: Vec::new(),
                     unnamed: Some(Policy::default()),
                 },

@@ -4,6 +4,7 @@
 mod common;
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use common::model::{for_weights, upload};
 use common::{Guest, Host, add, bytes, cpu};
@@ -139,32 +140,50 @@ fn guest_with_many_small_buffers_does_not_affect_other_guests() {
     );
 }
 
-/// The CPU engine, in a process that has no descriptor for a buffer's file.
-struct WithoutFiles(Arc<dyn Engine>);
+/// The CPU engine, in a process that has no descriptor for a buffer's file, or no memory.
+struct WithoutFiles {
+    engine: Arc<dyn Engine>,
+    /// What is free when a buffer's memory is allocated; `None` for what the engine says.
+    free: Option<u64>,
+    /// How often memory without a file was asked for.
+    private: AtomicUsize,
+}
+
+impl WithoutFiles {
+    fn new(free: Option<u64>) -> Arc<WithoutFiles> {
+        Arc::new(WithoutFiles {
+            engine: cpu(),
+            free,
+            private: AtomicUsize::new(0),
+        })
+    }
+}
 
 impl Engine for WithoutFiles {
     fn name(&self) -> &str {
-        self.0.name()
+        self.engine.name()
     }
 
     fn description(&self) -> &str {
-        self.0.description()
+        self.engine.description()
     }
 
     fn memory(&self) -> MemoryInfo {
-        self.0.memory()
+        self.engine.memory()
     }
 
     fn capabilities(&self) -> &Capabilities {
-        self.0.capabilities()
+        self.engine.capabilities()
     }
 
     fn alloc(&self, size: u64) -> Result<Arc<dyn Memory>, EngineError> {
-        self.0.alloc(size)
+        self.private.fetch_add(1, Ordering::Relaxed);
+        self.engine.alloc(size)
     }
 
     fn alloc_shared(&self, size: u64) -> Result<Option<SharedMemory>, EngineError> {
         let MemoryInfo { total, free } = self.memory();
+        let free = self.free.unwrap_or(free);
         Err(EngineError::OutOfMemory {
             wanted: size,
             free,
@@ -173,7 +192,7 @@ impl Engine for WithoutFiles {
     }
 
     fn compile_bytes(&self, counts: &GraphCounts) -> u64 {
-        self.0.compile_bytes(counts)
+        self.engine.compile_bytes(counts)
     }
 
     fn compile(
@@ -182,18 +201,29 @@ impl Engine for WithoutFiles {
         buffers: &[Arc<dyn Memory>],
         is_cancelled: &dyn Fn() -> bool,
     ) -> Result<Box<dyn Plan>, EngineError> {
-        self.0.compile(graph, buffers, is_cancelled)
+        self.engine.compile(graph, buffers, is_cancelled)
     }
 }
 
 #[test]
 fn buffer_that_cannot_be_shared_is_used_by_messages() {
-    let host = Host::new(Arc::new(WithoutFiles(cpu())));
+    let host = Host::new(WithoutFiles::new(None));
     let mut guest = host.guest();
     let buffer = guest.new_buffer();
     let reply = guest.ask(&Request::Alloc { buffer, size: 4096 });
     assert!(matches!(reply, Reply::Done { .. }), "{reply:?}");
     compute(&mut guest);
+}
+
+#[test]
+fn memory_that_an_engine_does_not_have_is_asked_for_once() {
+    let engine = WithoutFiles::new(Some(4095));
+    let host = Host::new(Arc::clone(&engine) as Arc<dyn Engine>);
+    let mut guest = host.guest();
+    let buffer = guest.new_buffer();
+    let reply = guest.ask(&Request::Alloc { buffer, size: 4096 });
+    assert!(matches!(reply, Reply::Refused { .. }), "{reply:?}");
+    assert_eq!(engine.private.load(Ordering::Relaxed), 0);
 }
 
 #[test]

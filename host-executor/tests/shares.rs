@@ -54,11 +54,11 @@ fn guest_at_its_quota_is_refused_with_numbers_and_others_are_unaffected() {
     host.server.apply(quotas).expect("they fit");
     let mut alice = host.guest_of(1);
     let mut bob = host.guest_of(2);
-    let mut stranger = host.guest_of(3);
+    let mut unnamed = host.guest_of(3);
     let rest = MEMORY - (30 << 20);
     assert_eq!(figures(&mut alice), (10 << 20, 10 << 20));
     assert_eq!(figures(&mut bob), (20 << 20, 20 << 20));
-    assert_eq!(figures(&mut stranger), (rest, rest));
+    assert_eq!(figures(&mut unnamed), (rest, rest));
 
     let first = alice.alloc(6 << 20);
     assert_eq!(figures(&mut alice), (10 << 20, 4 << 20));
@@ -75,12 +75,12 @@ fn guest_at_its_quota_is_refused_with_numbers_and_others_are_unaffected() {
 
     assert_eq!(figures(&mut bob), (20 << 20, 20 << 20), "bob's have moved");
     assert_eq!(
-        figures(&mut stranger),
+        figures(&mut unnamed),
         (rest, rest),
-        "a stranger's have moved"
+        "the unnamed guest's have moved"
     );
     bob.alloc(20 << 20);
-    stranger.alloc(rest);
+    unnamed.alloc(rest);
     alice.send(&Request::Free { buffer: first });
     assert_eq!(figures(&mut alice), (10 << 20, 6 << 20));
     drop(again);
@@ -140,13 +140,13 @@ fn quotas_of_unnamed_guests_change_during_a_session() {
         host.server.apply(rules).expect("it fits");
     };
     apply(8192);
-    let mut stranger = host.guest_of(3);
-    stranger.alloc(4096);
-    assert_eq!(figures(&mut stranger), (8192, 4096));
+    let mut unnamed = host.guest_of(3);
+    unnamed.alloc(4096);
+    assert_eq!(figures(&mut unnamed), (8192, 4096));
     apply(16384);
-    assert_eq!(figures(&mut stranger), (16384, 12288));
+    assert_eq!(figures(&mut unnamed), (16384, 12288));
     apply(4096);
-    assert_eq!(figures(&mut stranger), (4096, 0));
+    assert_eq!(figures(&mut unnamed), (4096, 0));
 }
 
 #[test]

@@ -379,8 +379,8 @@ fn weights_are_not_shared_with_other_users() {
     let [(offset, part), _] = parts(&model);
     assert!(!lookup(&mut other, buffer, offset, part));
     // The same for a guest without an identity.
-    let (mut stranger, mut twin) = (host.guest(), host.guest());
-    load(&mut stranger, &model);
+    let (mut source, mut twin) = (host.guest(), host.guest());
+    load(&mut source, &model);
     wait("hashing", || weights.stats().extents == 4);
     let (buffer, lengths) = for_weights(&mut twin, MODEL);
     assert!(lengths.is_empty(), "{lengths:?}");

@@ -30,8 +30,8 @@ Shared shared();
 void begin_sm90();
 const char* end_sm90();
 
-// Takes the cp.async copies of the running thread that nobody has waited for: destination and source
-// of 16 bytes each.
+// Takes the cp.async copies of the running thread that nobody has waited for: destination and
+// source of 16 bytes each.
 std::vector<std::pair<void*, const void*>> take_copies();
 
 // Called at every barrier: fenced writes become visible to wgmma.

@@ -1,6 +1,6 @@
-//! Developer commands: `cargo xtask setup | build | demo | package | release`, and those that are programs of
-//! their own: the system tests (`test`, `vm`, `ollama`, `ops-table`, `faults`, `soak`, `abi-diff`,
-//! `gpu-check`) and the benchmarks (`bench`).
+//! Developer commands: `cargo xtask setup | build | demo | package | release`, and those that are
+//! programs of their own: the system tests (`test`, `vm`, `ollama`, `ops-table`, `faults`, `soak`,
+//! `abi-diff`, `gpu-check`) and the benchmarks (`bench`).
 //!
 //! Each fetches and builds just what it needs, into a cache folder shared by all checkouts, and
 //! shows what it is doing. See [`xtask_common::cache`] for where that is.

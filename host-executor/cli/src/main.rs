@@ -83,44 +83,36 @@ enum Command {
 fn main() -> ExitCode {
     vgpu_executor::set_version(own_program::VERSION);
     let Cli { command } = Cli::parse();
-    let outcome = match command {
-        Command::Serve(args) => serve::run(&args),
-        Command::ProbeEngine(args) => engine_probe::run(&args),
-        Command::ServeGuest(args) => serve::run_worker(args),
-        Command::CheckConfig(args) => match check_config::run(&args) {
-            Ok(code) => return code,
-            Err(error) => Err(error),
-        },
-        Command::Ps(args) => ps::run(&args),
-        Command::Dump(args) => dump::run(&args),
+    let success = |()| ExitCode::SUCCESS;
+    let outcome: anyhow::Result<ExitCode> = match command {
+        Command::Serve(args) => serve::run(&args).map(success),
+        Command::ProbeEngine(args) => engine_probe::run(&args).map(success),
+        Command::ServeGuest(args) => serve::run_worker(args).map(success),
+        Command::CheckConfig(args) => check_config::run(&args),
+        Command::Ps(args) => ps::run(&args).map(success),
+        Command::Dump(args) => dump::run(&args).map(success),
         #[cfg(feature = "tools")]
-        Command::Top(args) => top::run(&args),
-        Command::Reload(args) => reload::run(&args),
-        Command::Install(args) => install::install(args),
-        Command::Uninstall(args) => install::uninstall(args),
-        Command::Doctor(args) => return doctor::run(&args),
-        Command::DoctorDriver(args) => return doctor::run_driver(&args),
-        Command::DoctorPlugin(args) => return doctor::run_plugin(&args),
-        Command::Wait(args) => wait::run(&args),
+        Command::Top(args) => top::run(&args).map(success),
+        Command::Reload(args) => reload::run(&args).map(success),
+        Command::Install(args) => install::install(args).map(success),
+        Command::Uninstall(args) => install::uninstall(args).map(success),
+        Command::Doctor(args) => Ok(doctor::run(&args)),
+        Command::DoctorDriver(args) => Ok(doctor::run_driver(&args)),
+        Command::DoctorPlugin(args) => Ok(doctor::run_plugin(&args)),
+        Command::Wait(args) => wait::run(&args).map(success),
         #[cfg(feature = "tools")]
-        Command::GpuCheck(args) => match gpu_check::run(&args) {
-            Ok(code) => return code,
-            Err(error) => Err(error),
-        },
+        Command::GpuCheck(args) => gpu_check::run(&args),
         #[cfg(feature = "tools")]
-        Command::Bench(args) => match bench::run(&args) {
-            Ok(code) => return code,
-            Err(error) => Err(error),
-        },
+        Command::Bench(args) => bench::run(&args),
         #[cfg(feature = "tools")]
-        Command::Cert(args) => cert::run(&args),
-        Command::FdStore(args) => fd_store::run(&args),
-        Command::FdStoreExec(args) => fd_store::exec(&args),
+        Command::Cert(args) => cert::run(&args).map(success),
+        Command::FdStore(args) => fd_store::run(&args).map(success),
+        Command::FdStoreExec(args) => fd_store::exec(&args).map(success),
         #[cfg(feature = "tools")]
-        Command::Generate(args) => generate::run(&args, &Cli::command()),
+        Command::Generate(args) => generate::run(&args, &Cli::command()).map(success),
     };
     let code = match outcome {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(code) => code,
         Err(error) => {
             print(&format!("vgpu: {error:#}"));
             match config_error::is_in(&error) {

@@ -29,7 +29,7 @@ impl TlsExecutor {
         let scratch = Scratch::new(name);
         let keys = scratch.path().join("keys");
         certify(&keys, "host", "host", &["--address", "127.0.0.1"]);
-        for guest in ["Laptop", "desk", "stranger"] {
+        for guest in ["Laptop", "desk", "unnamed"] {
             certify(&keys, "guest", guest, &[]);
         }
         let (common, own) = (port(), port());
@@ -102,7 +102,7 @@ fn certificate_selects_the_quota_of_a_guest() {
     assert_eq!(executor.memory(executor.own, "desk"), 10 << 20);
     // A guest that the configuration does not name gets the limits of such guests, on the listener
     // for all guests.
-    assert_eq!(executor.memory(executor.common, "stranger"), 5 << 20);
+    assert_eq!(executor.memory(executor.common, "unnamed"), 5 << 20);
 
     // Two programs of one guest share its quota.
     let mut one = executor.connect(executor.common, "Laptop");
@@ -123,7 +123,7 @@ fn certificate_selects_the_quota_of_a_guest() {
         "{reason}"
     );
     // A listener of one guest accepts only certificates of that guest.
-    for other in ["Laptop", "stranger"] {
+    for other in ["Laptop", "unnamed"] {
         let reason = executor.connect(executor.own, other).ended();
         assert!(
             reason.contains(&format!(
@@ -145,7 +145,7 @@ fn certificate_selects_the_quota_of_a_guest() {
 fn unknown_certificate_is_refused_when_only_listed_guests_are_admitted() {
     let executor = TlsExecutor::start("certs-known", false);
     assert_eq!(executor.memory(executor.common, "Laptop"), 20 << 20);
-    let reason = executor.connect(executor.common, "stranger").ended();
+    let reason = executor.connect(executor.common, "unnamed").ended();
     assert!(
         reason.contains("does not name this guest, and rejects unnamed guests"),
         "{reason}"

@@ -217,8 +217,8 @@ fn status_lists_the_activity_of_all_guests() {
         size: 2 << 20,
     });
     assert!(matches!(alice.receive().0, Reply::Refused { .. }));
-    let mut stranger = site.guest("flag.sock");
-    work(&mut stranger);
+    let mut unnamed = site.guest("flag.sock");
+    work(&mut unnamed);
     let ended = site.guest("bob.sock");
     drop(ended);
 

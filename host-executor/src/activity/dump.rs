@@ -4,7 +4,7 @@
 use std::fmt::{self, Write as _};
 use std::time::Duration;
 
-use super::{Activities, Now, SessionActivity, ThreadState, TurnNow};
+use super::{Activities, SessionActivity, ThreadNow, ThreadState, TurnNow};
 use crate::version::version;
 
 /// What a dump says of the executor besides its sessions.
@@ -54,7 +54,7 @@ impl ThreadState {
     }
 }
 
-impl Now {
+impl ThreadNow {
     /// Whether the engine may be called, and nothing else can take long. A compilation is one: it
     /// begins when the graph is complete, and limits bound the size of a graph. A write waits for
     /// another guest for seconds at most.
@@ -82,7 +82,7 @@ impl Now {
     }
 }
 
-impl fmt::Display for Now {
+impl fmt::Display for ThreadNow {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.state.text())?;
         match self.request {

@@ -140,7 +140,7 @@ pub(crate) struct SessionActivity {
     pub(crate) endpoint: String,
     pub(crate) pid: Option<u64>,
     /// `None`: the thread was stopped while it published.
-    pub(crate) now: Option<Now>,
+    pub(crate) now: Option<ThreadNow>,
     /// The turn that the session has on the engine.
     pub(crate) turn: Option<TurnNow>,
     /// Counts what the thread has published.
@@ -154,7 +154,7 @@ pub(crate) struct SessionActivity {
 
 /// What a thread does now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Now {
+pub(crate) struct ThreadNow {
     pub(crate) state: ThreadState,
     /// The request that is executed or answered: its number and its kind.
     pub(crate) request: Option<(u64, &'static str)>,
@@ -248,7 +248,7 @@ impl ActivityRecord {
             let kind = (what >> 8)
                 .checked_sub(1)
                 .map(|kind| Kind::name_of(kind as usize));
-            Now {
+            ThreadNow {
                 state: THREAD_STATES[(what & 0xff) as usize % THREAD_STATES.len()],
                 request: kind.map(|kind| (request, kind)),
                 since,

@@ -17,7 +17,7 @@ use crate::version::version;
 const POLL_PERIOD: Duration = Duration::from_millis(5);
 
 /// A worker that is asked for its dump.
-struct Asked {
+struct DumpRequest {
     id: u64,
     /// Who it is, for people.
     name: String,
@@ -60,7 +60,7 @@ pub(super) fn dump(shared: &Shared) -> String {
     };
     let workers = processes.workers.iter_mut();
     let workers: Vec<_> = workers
-        .map(|(&id, worker)| Asked::new(shared, id, worker))
+        .map(|(&id, worker)| DumpRequest::new(shared, id, worker))
         .collect();
     let machines: Vec<_> = { processes.machines.values() }
         .map(|machine| (machine.name.clone(), machine.control.clone()))
@@ -90,8 +90,8 @@ pub(super) fn dump(shared: &Shared) -> String {
     text
 }
 
-impl Asked {
-    fn new(shared: &Shared, id: u64, worker: &mut Worker) -> Asked {
+impl DumpRequest {
+    fn new(shared: &Shared, id: u64, worker: &mut Worker) -> DumpRequest {
         let process = worker
             .pid
             .map_or(String::new(), |pid| format!(", process {pid}"));
@@ -111,7 +111,7 @@ impl Asked {
             }
         };
         let pid = worker.pid;
-        Asked {
+        DumpRequest {
             id,
             name,
             pid,
@@ -121,7 +121,7 @@ impl Asked {
 }
 
 /// The answers of the workers, which were asked at `began`. `None` without one in time.
-fn answers(shared: &Shared, workers: &[Asked], began: Instant) -> Vec<Option<String>> {
+fn answers(shared: &Shared, workers: &[DumpRequest], began: Instant) -> Vec<Option<String>> {
     loop {
         let is_late = began.elapsed() >= REPORT_TIMEOUT;
         let mut processes = match is_late {
@@ -136,13 +136,13 @@ fn answers(shared: &Shared, workers: &[Asked], began: Instant) -> Vec<Option<Str
             },
         };
         let table = &mut processes.workers;
-        let is_due = |asked: &Asked| match (&asked.question, table.get(&asked.id)) {
+        let is_due = |asked: &DumpRequest| match (&asked.question, table.get(&asked.id)) {
             (Ok(number), Some(worker)) => !worker.has_dump(*number),
             // Not asked, or ended.
             _ => false,
         };
         if is_late || !workers.iter().any(is_due) {
-            let take = |asked: &Asked| {
+            let take = |asked: &DumpRequest| {
                 let number = asked.question.as_ref().ok()?;
                 table.get_mut(&asked.id)?.take_dump(*number)
             };

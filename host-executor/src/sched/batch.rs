@@ -1,9 +1,9 @@
 //! Graphs that share a turn.
 //!
-//! The thread of a session that waits for the device *offers* its plan. Whoever gets the device
-//! takes the offers with an equal [key](Plan::batch_key) along, runs all of these plans as one
-//! batch, and hands each back: to its session if it is done, or to the offers if it has yielded. A
-//! plan is passed by value, so it has one owner at any time.
+//! The thread of a session that waits for the device *offers* its plan. The thread that gets the
+//! device takes the offers with an equal [key](Plan::batch_key) along, runs all of these plans as
+//! one batch, and hands each back: to its session if it is done, or to the offers if it has
+//! yielded. A plan is passed by value, so it has one owner at any time.
 //!
 //! **Who waits for whom.** After a batch, its programs usually return at once with their next
 //! graphs. The first of them waits for the others, so that they run together again, at most a
@@ -21,7 +21,7 @@ use vgpu_engine::{Engine, Plan, RunError, RunStatus, Turn};
 
 use super::offers::{Last, Offer, Outcome, WAIT_PART, part};
 use super::queue::{Entitlement, TenantId, Ticket};
-use super::scheduler::{RunState, Scheduler, State, TurnEvent};
+use super::scheduler::{DeviceState, RunState, Scheduler, TurnEvent};
 use super::times::Times;
 use crate::lock::expect_unlocked;
 
@@ -157,7 +157,7 @@ impl Scheduler {
             }
             if state.holder.is_some_and(|holder| holder.ticket == ticket) {
                 let waiting = state.queue.waiting();
-                let State { queue, batches, .. } = &mut *state;
+                let DeviceState { queue, batches, .. } = &mut *state;
                 let own = { batches.offers.remove(&ticket) }
                     .expect("a graph is an offer until a thread has its plan");
                 let others_wait = batches.count(own.key.products, None, None) < waiting;
@@ -220,7 +220,7 @@ impl Scheduler {
     }
 }
 
-/// Puts a plan back where it was lent from.
+/// Puts a plan back where it was taken from.
 fn give_back(to: &mut Box<dyn Plan>, plan: Option<Box<dyn Plan>>) {
     if let Some(plan) = plan {
         *to = plan;
@@ -340,7 +340,7 @@ impl Drop for Batch<'_> {
 
 /// The end of a batch, under the lock of the scheduler.
 struct Ending<'a> {
-    state: &'a mut State,
+    state: &'a mut DeviceState,
     start: Duration,
     now: Duration,
     members: u64,
@@ -358,7 +358,7 @@ struct Ending<'a> {
 
 impl<'a> Ending<'a> {
     /// `own` is the work of the plan of this thread.
-    fn new(state: &'a mut State, batch: &Batch<'_>, own: u64, now: Duration) -> Ending<'a> {
+    fn new(state: &'a mut DeviceState, batch: &Batch<'_>, own: u64, now: Duration) -> Ending<'a> {
         let others = batch.others.iter().map(|(_, offer)| offer.work);
         let reported = state.holder.map_or(batch.start, |h| h.since + h.reported);
         Ending {
@@ -380,7 +380,7 @@ impl<'a> Ending<'a> {
         let key = offer.plan.batch_key().filter(|_| yielded);
         let (tenant, now) = (offer.tenant, self.now);
         let took = offer.took + now.saturating_sub(self.start);
-        let State { queue, batches, .. } = &mut *self.state;
+        let DeviceState { queue, batches, .. } = &mut *self.state;
         let unreported = part(self.unreported, offer.work, self.work);
         queue.used(tenant, ticket, unreported, key.is_none(), now);
         let Some(key) = key else {
@@ -438,7 +438,7 @@ impl<'a> Ending<'a> {
 
     /// Hands the device over.
     fn finish(self, turn: &Turn, now: Duration) {
-        let State { batches, .. } = &mut *self.state;
+        let DeviceState { batches, .. } = &mut *self.state;
         batches.others.clear();
         batches.products = None;
         if !self.absent.is_empty() {

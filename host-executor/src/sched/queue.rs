@@ -58,7 +58,7 @@ pub(crate) struct Entitlement {
 /// The graphs that wait for the device, and the virtual time of each tenant.
 #[derive(Debug, Default)]
 pub(crate) struct Queue {
-    tenants: BTreeMap<TenantId, State>,
+    tenants: BTreeMap<TenantId, TenantQueue>,
     /// Virtual time of the system: that of the tenant that got the last turn. Never decreases.
     now: u128,
 }
@@ -75,7 +75,7 @@ pub(crate) enum Next {
 }
 
 #[derive(Debug)]
-struct State {
+struct TenantQueue {
     entitlement: Entitlement,
     time: u128,
     waiting: VecDeque<Waiting>,
@@ -95,7 +95,7 @@ struct Waiting {
     started: bool,
 }
 
-impl State {
+impl TenantQueue {
     fn is_idle(&self) -> bool {
         self.waiting.is_empty() && self.started == 0
     }
@@ -149,7 +149,7 @@ impl Queue {
             self.tenants.retain(|_, s| !s.is_idle() || s.time > now);
         }
         let now = self.now;
-        let state = self.tenants.entry(tenant).or_insert(State {
+        let state = self.tenants.entry(tenant).or_insert(TenantQueue {
             entitlement,
             time: 0,
             waiting: VecDeque::new(),
@@ -228,7 +228,7 @@ impl Queue {
             state.idle_since = at;
             let time = state.time;
             // No tenant waits, so nobody has lost time to this one: its lead is forgiven.
-            if self.tenants.values().all(State::is_idle) {
+            if self.tenants.values().all(TenantQueue::is_idle) {
                 self.now = self.now.max(time);
             }
         } else {

@@ -20,7 +20,7 @@ struct Guest {
 
 /// What a tenant has got.
 #[derive(Debug, Clone, Default)]
-struct Got {
+struct Served {
     ran: Duration,
     graphs: u32,
     /// The longest uninterrupted wait of a graph.
@@ -28,9 +28,9 @@ struct Got {
 }
 
 /// Simulates the scheduler for `length`.
-fn simulate(guests: &[Guest], length: Duration) -> Vec<Got> {
+fn simulate(guests: &[Guest], length: Duration) -> Vec<Served> {
     let mut queue = Queue::default();
-    let mut got = vec![Got::default(); guests.len()];
+    let mut got = vec![Served::default(); guests.len()];
     let mut left: Vec<Duration> = guests.iter().map(|g| g.graph).collect();
     // When a tenant submits its next graph; `None` while one is submitted.
     let mut submits: Vec<Option<Duration>> = guests.iter().map(|_| Some(Duration::ZERO)).collect();

@@ -19,7 +19,7 @@ const MAX_TURN: Duration = Duration::from_millis(100);
 /// Grants turns on one device.
 #[derive(Debug)]
 pub(crate) struct Scheduler {
-    state: RankedMutex<State>,
+    state: RankedMutex<DeviceState>,
     /// The turn that is in progress, shared with the plan that runs in it.
     pub(super) turn: Turn,
 }
@@ -27,14 +27,14 @@ pub(crate) struct Scheduler {
 impl Default for Scheduler {
     fn default() -> Scheduler {
         Scheduler {
-            state: RankedMutex::new(Rank::Scheduler, State::default()),
+            state: RankedMutex::new(Rank::Scheduler, DeviceState::default()),
             turn: Turn::default(),
         }
     }
 }
 
 #[derive(Debug, Default)]
-pub(super) struct State {
+pub(super) struct DeviceState {
     pub(super) queue: Queue,
     last_ticket: u64,
     /// The graph that has the device; its thread may still be waking up.
@@ -179,7 +179,7 @@ impl Scheduler {
         drop(self.lock());
     }
 
-    pub(super) fn lock(&self) -> RankedGuard<'_, State> {
+    pub(super) fn lock(&self) -> RankedGuard<'_, DeviceState> {
         self.state.lock()
     }
 
@@ -188,13 +188,13 @@ impl Scheduler {
         &self,
         tenant: TenantId,
         entitlement: Entitlement,
-        also: impl FnOnce(&mut State, Ticket, Duration),
+        also: impl FnOnce(&mut DeviceState, Ticket, Duration),
     ) -> Ticket {
         let mut state = self.lock();
         state.last_ticket += 1;
         let ticket = Ticket(state.last_ticket);
         let now = self.turn.now();
-        let State {
+        let DeviceState {
             holder,
             queue,
             batches,
@@ -248,10 +248,10 @@ impl Scheduler {
     /// removes it.
     pub(super) fn sleep<'a>(
         &self,
-        mut state: RankedGuard<'a, State>,
+        mut state: RankedGuard<'a, DeviceState>,
         ticket: Ticket,
         wakeup: &mut Option<Arc<Condvar>>,
-    ) -> RankedGuard<'a, State> {
+    ) -> RankedGuard<'a, DeviceState> {
         let wakeup = wakeup.get_or_insert_with(|| {
             let wakeup = Arc::new(Condvar::new());
             state.waiters.insert(ticket, Arc::clone(&wakeup));
@@ -269,7 +269,7 @@ impl Scheduler {
     }
 }
 
-impl State {
+impl DeviceState {
     /// Whether all graphs that wait are of the tenant of the graph that has the device, and have
     /// the same products.
     fn only_members_wait(&self) -> bool {

@@ -18,7 +18,7 @@ use crate::session::Reclaim;
 
 /// How long a session waits for the end of others. A session checks every 100 ms whether it must
 /// end, and a graph ends at its next preemption point.
-const PATIENCE: Duration = Duration::from_secs(2);
+const MAX_END_WAIT: Duration = Duration::from_secs(2);
 
 /// The other programs of a guest's virtual machine.
 pub(super) struct SilentGuests {
@@ -82,7 +82,7 @@ impl Reclaim for SilentGuests {
                 id
             })
             .collect();
-        let end = Instant::now() + PATIENCE;
+        let end = Instant::now() + MAX_END_WAIT;
         while silent.iter().any(|id| sessions.contains_key(id)) {
             let left = end.saturating_duration_since(Instant::now());
             if left.is_zero() {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use tracing::{debug, info, trace};
-use vgpu_engine::{RunError, SharedMemory};
+use vgpu_engine::{EngineError, RunError, SharedMemory};
 use vgpu_transport::bytes::Bytes;
 use vgpu_transport::ir::{BufferId, IR_VERSION};
 use vgpu_transport::link::HostEnd;
@@ -264,11 +264,18 @@ impl Session {
             error,
         })?;
         let shared = match self.can_share && size > 0 {
-            // A process without a descriptor for the file has memory without a file.
-            true => self.engine.alloc_shared(size).unwrap_or_else(|error| {
-                debug!(buffer = buffer.0, size, "not shared: {error}");
-                None
-            }),
+            true => match self.engine.alloc_shared(size) {
+                // Memory without a file would be refused, too.
+                Err(error @ EngineError::OutOfMemory { wanted, free, .. }) if wanted > free => {
+                    return Err(error.into());
+                }
+                // A process without a descriptor for the file has memory without a file.
+                Err(error) => {
+                    debug!(buffer = buffer.0, size, "not shared: {error}");
+                    None
+                }
+                Ok(shared) => shared,
+            },
             false => None,
         };
         let (memory, shared) = match shared {

@@ -9,11 +9,11 @@ use crate::stop::StopFlag;
 
 /// What ends a session in the middle of a request: its guest is gone, or the executor stops.
 pub(super) struct EndCheck<'a> {
-    state: RefCell<State<'a>>,
+    state: RefCell<CheckedLink<'a>>,
     stop: &'a StopFlag,
 }
 
-struct State<'a> {
+struct CheckedLink<'a> {
     link: &'a mut dyn HostEnd,
     end: Option<SessionEnd>,
 }
@@ -22,14 +22,14 @@ impl<'a> EndCheck<'a> {
     pub(super) fn new(link: &'a mut dyn HostEnd, stop: &'a StopFlag) -> EndCheck<'a> {
         let end = None;
         EndCheck {
-            state: RefCell::new(State { link, end }),
+            state: RefCell::new(CheckedLink { link, end }),
             stop,
         }
     }
 
     /// Whether the session is to end. Once it is, it stays so.
     pub(super) fn is_near(&self) -> bool {
-        let State { link, end } = &mut *self.state.borrow_mut();
+        let CheckedLink { link, end } = &mut *self.state.borrow_mut();
         if end.is_none() {
             *end = SessionEnd::asked_by(self.stop)
                 .or_else(|| link.check_guest().err().map(SessionEnd::from));

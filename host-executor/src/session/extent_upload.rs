@@ -20,9 +20,10 @@ const MAX_WAIT: Duration = Duration::from_millis(500);
 
 /// How long a session waits in all for other guests while it uploads a buffer, besides the time
 /// that the bytes of the buffer take at [`MIN_RATE`].
-pub(super) const PATIENCE: Duration = Duration::from_secs(2);
+pub(super) const MAX_UPLOAD_WAIT: Duration = Duration::from_secs(2);
 
-/// The bytes per second at which a guest that others follow does not use up their patience.
+/// The bytes per second at which a guest that others follow does not use up the time that they wait
+/// in all.
 const MIN_RATE: u64 = 128 << 20;
 
 /// An extent that the guest has named and uploads from its first byte to its last.
@@ -95,7 +96,7 @@ impl ExtentUpload {
         }
     }
 
-    /// Takes the next bytes of the extent. Waits for another guest at most as long as `patience`
+    /// Takes the next bytes of the extent. Waits for another guest at most as long as `wait_left`
     /// says, from which the time is subtracted.
     ///
     /// # Errors
@@ -104,7 +105,7 @@ impl ExtentUpload {
         &mut self,
         memory: &dyn Memory,
         store: &SessionStore,
-        patience: &mut Duration,
+        wait_left: &mut Duration,
         data: Bytes<'_>,
     ) -> Result<WriteOutcome, EngineError> {
         let mut rest = data;
@@ -120,7 +121,7 @@ impl ExtentUpload {
                     memory.write(self.range.offset + self.done, rest)?;
                     self.advance(rest.len(), &mut rest);
                 }
-                Role::Follows(..) => self.follow(memory, patience, &mut rest)?,
+                Role::Follows(..) => self.follow(memory, wait_left, &mut rest)?,
             }
         }
         if self.done < self.range.len {
@@ -170,7 +171,7 @@ impl ExtentUpload {
     fn follow(
         &mut self,
         memory: &dyn Memory,
-        patience: &mut Duration,
+        wait_left: &mut Duration,
         rest: &mut Bytes<'_>,
     ) -> Result<(), EngineError> {
         let Role::Follows(followed, candidates) = &self.role else {
@@ -178,10 +179,10 @@ impl ExtentUpload {
         };
         let (followed, candidates) = (followed.clone(), Arc::clone(candidates));
         if followed.extent.filled() <= self.done {
-            let limit = (*patience).min(MAX_WAIT);
+            let limit = (*wait_left).min(MAX_WAIT);
             let began = Instant::now();
             followed.wait(self.done, limit);
-            *patience = patience.saturating_sub(began.elapsed());
+            *wait_left = wait_left.saturating_sub(began.elapsed());
         }
         let available = followed.extent.filled().saturating_sub(self.done);
         let comparable = rest
@@ -190,7 +191,7 @@ impl ExtentUpload {
         let equal = self.equal_bytes(&followed.extent, rest.split_at(comparable).0)?;
         self.advance(equal, rest);
         let at_least = Duration::from_nanos(equal as u64 * 1_000_000_000 / MIN_RATE);
-        *patience = (*patience + at_least).min(PATIENCE);
+        *wait_left = (*wait_left + at_least).min(MAX_UPLOAD_WAIT);
         if rest.is_empty() || (equal == comparable && comparable > 0) {
             return Ok(());
         }

@@ -47,7 +47,7 @@ pub struct Session {
     pub(super) activity: Activity,
     /// Asks the engine for its memory, for a session of a server.
     pub(super) monitor: Option<Arc<EngineMonitor>>,
-    /// Other programs of the same virtual machine that have ended without a word.
+    /// Other programs of the same virtual machine whose heartbeats have stopped.
     pub(super) silent: Option<Box<dyn Reclaim>>,
     /// The registration of the link's memory with the device, once it has been tried.
     pub(super) pinned: Option<Option<Box<dyn Any + Send>>>,
@@ -72,7 +72,7 @@ pub(crate) struct SharedParts {
     pub(crate) limits: Limits,
     pub(crate) pools: Pools,
     pub(crate) monitor: Option<Arc<EngineMonitor>>,
-    /// Other programs of the same virtual machine that have ended without a word.
+    /// Other programs of the same virtual machine whose heartbeats have stopped.
     pub(crate) silent: Option<Box<dyn Reclaim>>,
 }
 

@@ -407,8 +407,8 @@ impl Session {
         };
         let len = data.len() as u64;
         if upload.continues_with(offset, len) {
-            let patience = &mut weights.patience;
-            let outcome = upload.write(memory.as_ref(), store, patience, data);
+            let wait_left = &mut weights.wait_left;
+            let outcome = upload.write(memory.as_ref(), store, wait_left, data);
             let outcome = outcome.inspect_err(|_| drop(uploads.remove(&buffer)))?;
             if let WriteOutcome::Complete { shared } = outcome {
                 uploads.remove(&buffer);

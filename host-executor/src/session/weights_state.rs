@@ -9,7 +9,7 @@ use vgpu_transport::ir::BufferId;
 use vgpu_transport::wire::ContentHash;
 
 use super::buffers::Buffers;
-use super::extent_upload::{ExtentUpload, PATIENCE};
+use super::extent_upload::{ExtentUpload, MAX_UPLOAD_WAIT};
 use crate::weights::SessionStore;
 
 /// The buffers for weights of a session.
@@ -41,7 +41,7 @@ pub(super) struct WeightBuffer {
     /// Extents that the guest has asked for and may attach.
     pub(super) reserved: HashMap<ContentHash, Reserved>,
     /// How long the session may still wait for other guests that upload the same.
-    pub(super) patience: Duration,
+    pub(super) wait_left: Duration,
 }
 
 /// An extent that the guest may attach to a buffer.
@@ -199,7 +199,7 @@ impl WeightBuffer {
             not_sent: 0,
             shared: 0,
             reserved: HashMap::new(),
-            patience: PATIENCE,
+            wait_left: MAX_UPLOAD_WAIT,
         }
     }
 

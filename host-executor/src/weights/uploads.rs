@@ -34,11 +34,11 @@ pub(super) const MAX_FREED: usize = 64;
 
 /// Extents by domain, length and first bytes.
 pub(super) struct Uploads {
-    state: RankedMutex<State>,
+    state: RankedMutex<UploadTable>,
 }
 
 #[derive(Default)]
-struct State {
+struct UploadTable {
     candidates: HashMap<Key, Arc<CandidateExtents>>,
     /// When there are this many entries, those without extents are removed.
     sweep_at: usize,
@@ -104,7 +104,7 @@ struct UploadProgress {
 impl Default for Uploads {
     fn default() -> Uploads {
         Uploads {
-            state: RankedMutex::new(Rank::Weights, State::default()),
+            state: RankedMutex::new(Rank::Weights, UploadTable::default()),
         }
     }
 }

@@ -7,7 +7,8 @@ use vgpu_transport::ir::{
 };
 
 use super::CheckError;
-use super::graph::{Builder, Fill, LoadedGraph, Operand, Random, numbers};
+use super::graph::{Builder, Fill, LoadedGraph, Operand, numbers};
+use super::random::Random;
 use super::steps::{Selection, Step};
 use vgpu_cpu::formats::Format;
 use vgpu_cpu::gemm::MatmulKernel;

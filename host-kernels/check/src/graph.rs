@@ -2,36 +2,17 @@
 
 use std::sync::Arc;
 
-use vgpu_gguf::Rng;
 use vgpu_transport::ir::{
     BufferId, Graph, Limits, Node, Op, Shape, Sources, Tensor, Type, validate,
 };
 
 use super::CheckError;
+use super::random::Random;
 use vgpu_cpu::formats::Format;
 use vgpu_engine::{Engine, Memory, Plan};
 
 /// Alignment of tensors in bytes.
 const ALIGN: u64 = 256;
-
-/// A random generator with a fixed sequence for each seed.
-pub(super) struct Random(Rng);
-
-impl Random {
-    pub(super) fn new(seed: u64) -> Random {
-        Random(Rng::new(seed, 0))
-    }
-
-    /// An integer below `n`, nearly uniform.
-    pub(super) fn below(&mut self, n: u64) -> u64 {
-        self.0.below(n.max(1))
-    }
-
-    /// A multiple of 2^-23 in [-1, 1).
-    pub(super) fn number(&mut self) -> f32 {
-        (self.0.next_u64() >> 40) as f32 / (1 << 23) as f32 - 1.0
-    }
-}
 
 /// The initial content of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use vgpu_transport::ir::{BufferId, Limits, Tensor, ValidGraph, validate};
 
-use super::graph::Random;
+use super::random::Random;
 use builder::{COMPUTE, WEIGHTS};
 use vgpu_cpu::formats::Format;
 use vgpu_engine::{Engine, Memory, Plan};

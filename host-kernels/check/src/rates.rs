@@ -5,7 +5,8 @@ use std::time::{Duration, Instant};
 use vgpu_transport::ir::{Op, Precision, Shape, Type};
 
 use super::cublas::Cublas;
-use super::graph::{Builder, Fill, LoadedGraph, Operand, Random};
+use super::graph::{Builder, Fill, LoadedGraph, Operand};
+use super::random::Random;
 use super::steps::{Selection, Step};
 use super::{CheckError, Options};
 use vgpu_cpu::gemm::MatmulKernel;

@@ -74,8 +74,8 @@ impl ActivationCache {
 /// A kernel computes addresses in one tensor from the lengths of others and from parameters of the
 /// operator. That these addresses are inside the tensor follows from the operator's check
 /// ([`check`](vgpu_transport::ir::check())), and a value of this type is the proof that the node
-/// has passed it. So whoever compiles a node takes its operands as this type, and says with
-/// [`parameters!`] which operator's check its arguments refer to.
+/// has passed it. So a function that compiles a node takes the node's operands as this type, and
+/// says with [`parameters!`] which operator's check its arguments refer to.
 pub(crate) struct Operands<'a> {
     views: &'a [View],
     node: &'a Node,

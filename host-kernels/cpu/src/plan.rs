@@ -453,7 +453,8 @@ impl Plan for CpuPlan {
         // A run that has yielded starts again from the beginning.
         self.yielded = None;
         let state = self.start()?;
-        // SAFETY: as in `launch`.
+        // SAFETY: the schedule of the phases is for this runner. `start` returns a state with the
+        // bytes that the schedule and the activations need.
         let ends = unsafe { self.runner.run_timed(&self.phases, state) }?;
         let (mut timings, mut before) = (Vec::<NodeTiming>::new(), Duration::ZERO);
         for (phase, end) in self.phases.iter().zip(ends) {

@@ -3,11 +3,13 @@
 use std::ops::Range;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::{Duration, Instant};
 
 use memmap2::{Advice, MmapMut, MmapOptions, MmapRaw, UncheckedAdvice};
 
 use super::system_memory::SystemMemory;
+use super::thread_team::lock;
 use super::topology::memory_nodes;
 use vgpu_engine::{EngineError, MemoryInfo};
 
@@ -27,6 +29,10 @@ pub(super) fn whole_pages(size: u64) -> u64 {
 /// process needs besides. Smaller machines keep a 64th.
 const MAX_RESERVE: u64 = 256 << 20;
 
+/// How long an allocation that fits relies on what the machine has said before: reading the files
+/// takes more time than a small allocation.
+const MAX_READING_AGE: Duration = Duration::from_millis(1);
+
 /// The memory of the machine at one time, in bytes.
 #[derive(Debug, Clone, Copy)]
 struct SystemNow {
@@ -44,6 +50,8 @@ pub(super) struct Budget {
     used: AtomicU64,
     /// What the machine has left. `None`: enough for the budget.
     system: Option<SystemMemory>,
+    /// The last reading of `system`, and when it began.
+    reading: Mutex<Option<(Instant, SystemNow)>>,
     /// Whether a page without access follows each private allocation.
     pub(super) has_guards: bool,
 }
@@ -62,6 +70,7 @@ impl Budget {
             reserve: MAX_RESERVE.min(of_system / 64),
             used: AtomicU64::new(0),
             system: Some(system),
+            reading: Mutex::default(),
             has_guards: false,
         }
     }
@@ -73,6 +82,7 @@ impl Budget {
             reserve: 0,
             used: AtomicU64::new(0),
             system: None,
+            reading: Mutex::default(),
             has_guards: false,
         }
     }
@@ -90,10 +100,25 @@ impl Budget {
     /// What the machine says now. `None`: it has enough for the budget.
     fn system_now(&self) -> Option<SystemNow> {
         let system = self.system.as_ref()?;
-        Some(SystemNow {
+        let start = Instant::now();
+        let now = SystemNow {
             available: system.available().saturating_sub(self.reserve),
             touched: system.touched(),
-        })
+        };
+        *lock(&self.reading) = Some((start, now));
+        Some(now)
+    }
+
+    /// What the machine has said less than [`MAX_READING_AGE`] before `time`, or says now. Memory
+    /// of this process that has been allocated or touched since counts as it does in
+    /// [`system_now`](Budget::system_now), and freed memory counts as used.
+    fn system_at(&self, time: Instant) -> Option<SystemNow> {
+        let reading = *lock(&self.reading);
+        let is_recent = |start| time.saturating_duration_since(start) < MAX_READING_AGE;
+        match reading {
+            Some((start, now)) if is_recent(start) => Some(now),
+            _ => self.system_now(),
+        }
     }
 
     /// What is free when `used` bytes are allocated.
@@ -112,6 +137,27 @@ impl Budget {
     #[cfg(test)]
     pub(super) fn used(&self) -> u64 {
         self.used.load(Ordering::Relaxed)
+    }
+
+    /// Counts `bytes` as used if they are free by what the machine has said.
+    ///
+    /// # Errors
+    /// [`EngineError::OutOfMemory`] if they are not.
+    fn charge(&self, bytes: u64, now: Option<SystemNow>) -> Result<(), EngineError> {
+        // Other threads may charge meanwhile: what is free depends on what they have charged.
+        let fits = |used: u64| {
+            let sum = used.checked_add(bytes)?;
+            (sum <= self.total && bytes <= self.free(used, now)).then_some(sum)
+        };
+        let charged = self
+            .used
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits);
+        charged.map_err(|used| EngineError::OutOfMemory {
+            wanted: bytes,
+            free: self.free(used, now),
+            total: self.total,
+        })?;
+        Ok(())
     }
 
     /// The error of an allocation of `wanted` bytes that fails.
@@ -137,16 +183,10 @@ impl BudgetCharge {
     /// # Errors
     /// [`EngineError::OutOfMemory`] if the budget has fewer.
     pub(super) fn take(budget: &Arc<Budget>, bytes: u64) -> Result<BudgetCharge, EngineError> {
-        // Other threads may charge meanwhile: what is free depends on what they have charged.
-        let now = budget.system_now();
-        let fits = |used: u64| {
-            let sum = used.checked_add(bytes)?;
-            (sum <= budget.total && bytes <= budget.free(used, now)).then_some(sum)
-        };
+        // The machine may have freed memory since: only what it says now is a reason to refuse.
         budget
-            .used
-            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits)
-            .map_err(|_| budget.out_of_memory(bytes))?;
+            .charge(bytes, budget.system_at(Instant::now()))
+            .or_else(|_| budget.charge(bytes, budget.system_now()))?;
         Ok(BudgetCharge {
             budget: Arc::clone(budget),
             bytes,
@@ -256,8 +296,8 @@ fn nodes() -> &'static [usize] {
 /// `MPOL_INTERLEAVE`).
 ///
 /// Otherwise, pages are on the node of the session thread that wrote them, and all reads of weights
-/// go to one node. Rows near the threads that read them would be better still, but rows are dealt
-/// to the first thread that asks. If the kernel refuses, nothing changes.
+/// go to one node. Rows near the threads that read them would be better still, but rows are taken
+/// by the first thread that asks. If the kernel refuses, nothing changes.
 fn interleave(mapping: &MmapRaw, nodes: &[usize]) -> bool {
     const WORDS: usize = 16;
     let mut mask = [0 as libc::c_ulong; WORDS];
@@ -305,6 +345,26 @@ mod tests {
         assert_eq!(free(), 184);
         drop(charge);
         assert_eq!(free(), 284);
+    }
+
+    #[test]
+    fn the_machine_is_read_again_after_a_while_and_before_a_refusal() {
+        let machine = Machine::new();
+        let budget = Arc::new(Budget::of(None, SystemMemory::below(machine.0.path())));
+        let free = |time| budget.free(0, budget.system_at(time)) / MIB;
+        let start = Instant::now();
+        assert_eq!(free(start), 584);
+        machine.available(300);
+        assert_eq!(free(start), 584);
+        assert_eq!(free(Instant::now() + MAX_READING_AGE), 284);
+        let full = SystemNow {
+            available: 0,
+            touched: 0,
+        };
+        let later = Instant::now() + Duration::from_secs(3600);
+        *lock(&budget.reading) = Some((later, full));
+        assert_eq!(free(later), 0);
+        BudgetCharge::take(&budget, 284 * MIB).expect("memory that the machine has now");
     }
 
     /// Both threads see the memory free before one has charged it.

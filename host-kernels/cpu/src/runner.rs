@@ -241,7 +241,8 @@ impl Runner {
         state: RunState,
         turn: &Turn,
     ) -> Result<Option<RunState>, RunError> {
-        // SAFETY: this function's contract.
+        // SAFETY: the caller guarantees a schedule for this runner, and a state with the memory
+        // that its phases need.
         unsafe { self.run_with_clock(phases, state, turn, None) }
     }
 
@@ -263,7 +264,8 @@ impl Runner {
         let each: Vec<Member<'_>> = each
             .map(|(phases, state)| Member::new(phases, state))
             .collect();
-        // SAFETY: this function's contract.
+        // SAFETY: the caller guarantees for each run what `run` asks, and one key and position for
+        // all: the first phase is that of each. No run prepares more than the largest `prepared`.
         let end = unsafe { self.execute(&each, first, prepared.unwrap_or(0), turn, None) };
         // In a joint phase, the tiles are counted for all members at once, by the first.
         let is_joint = |member: &Member<'_>, phase| {
@@ -305,7 +307,8 @@ impl Runner {
             ends: Mutex::new(Vec::with_capacity(phases.len())),
         };
         // A turn without an end.
-        // SAFETY: this function's contract.
+        // SAFETY: the caller guarantees a schedule for this runner, and a state with the memory
+        // that its phases need.
         unsafe { self.run_with_clock(phases, state, &Turn::new(), Some(&clock)) }?;
         Ok(clock
             .ends
@@ -328,7 +331,8 @@ impl Runner {
         let (first, prepared) = (state.phase, state.prepared);
         let [member] = {
             let members = [Member::new(phases, &mut state)];
-            // SAFETY: this function's contract, for the only member.
+            // SAFETY: the caller guarantees what `run` asks for the only member, whose state has
+            // `first` and `prepared`.
             let end = unsafe { self.execute(&members, first, prepared, turn, clock) };
             members.map(|member| member.left(end))
         };
@@ -367,8 +371,8 @@ impl Runner {
         let count = self.workers();
         let work = |index| {
             // SAFETY: the team calls this once for each index below its size, which is `count`.
-            // The members have the memory of their states, which has the bytes that the phases
-            // need: this function's contract. The counters of the first phase are what the turn
+            // The members have the memory of their states, and the caller guarantees that it has
+            // the bytes that the phases need. The counters of the first phase are what the turn
             // before has left, or 0, and the others are 0.
             unsafe { run.work(index, count) }
         };
@@ -531,7 +535,8 @@ impl Run<'_> {
     unsafe fn work(&self, index: usize, count: usize) {
         let mut memory = lock(&self.thread_memory[index]);
         memory.swap(self.prepared);
-        // SAFETY: this function's contract.
+        // SAFETY: the caller guarantees an index of its own below `count` to each thread, and that
+        // only this run accesses the members' memory.
         unsafe { self.run_phases(index, count) };
         memory.swap(usize::MAX);
     }
@@ -563,14 +568,16 @@ impl Run<'_> {
                 }
             }
             if self.members.len() > 1 && self.members[0].phases[phase].joint().is_some() {
-                // SAFETY: this function's contract.
+                // SAFETY: all threads come here in this phase, as the joint kernel is the same for
+                // all. The caller guarantees the members' memory and one key of their kernels.
                 unsafe { self.run_joint(phase, &thread) };
             } else {
                 // Threads begin with different members, so that they rarely share a kernel.
                 let members = self.members.len();
                 let first = index * members / count;
                 for m in (first..members).chain(0..first) {
-                    // SAFETY: this function's contract.
+                    // SAFETY: all threads come here for each member in this phase. The caller
+                    // guarantees the memory of the member, with which only this run works.
                     unsafe { self.run_phase_of(m, phase, &thread, &mut progress[m]) };
                 }
             }
@@ -620,8 +627,9 @@ impl Run<'_> {
                 progress.parts += 1;
                 continue;
             }
-            // SAFETY: this function's contract. Only the thread with index 0 executes a solo
-            // kernel, and all threads execute another.
+            // SAFETY: the caller guarantees the memory of the member, and that all threads are in
+            // this phase. Only the thread with index 0 executes a solo kernel, and all threads
+            // execute another.
             let worker = unsafe { self.worker(m, phase, thread, progress) };
             // A panic must not leave the other threads waiting at the barrier forever.
             let outcome = catch_unwind(AssertUnwindSafe(|| (part.kernel)(&worker)));
@@ -651,8 +659,8 @@ impl Run<'_> {
     unsafe fn run_joint(&self, phase: usize, thread: &Thread<'_>) {
         let start = ThreadProgress::default();
         let workers: Vec<Worker<'_>> = (0..self.members.len())
-            // SAFETY: this function's contract. All threads execute the kernels, which are the only
-            // ones of the phase.
+            // SAFETY: the caller guarantees the memory of the members, and that all threads are in
+            // this phase. All of them execute the kernels, which are the only ones of the phase.
             .map(|m| unsafe { self.worker(m, phase, thread, &start) })
             .collect();
         let kernels = { self.members.iter() }.filter_map(|member| member.phases[phase].joint());
@@ -662,7 +670,7 @@ impl Run<'_> {
         let kernel = members[0].kernel;
         let outcome = catch_unwind(AssertUnwindSafe(|| {
             for tile in workers[0].chunks(kernel.tiles(), 1).flatten() {
-                // SAFETY: the joint kernels of a phase have one key: this function's contract.
+                // SAFETY: the caller guarantees that the joint kernels of the phase have one key.
                 // `chunks` returns each tile to one worker. The activations are converted in an
                 // earlier phase.
                 unsafe { kernel.tile(tile, &members) };

@@ -103,8 +103,8 @@ DEVICE float mul_add_unfused(float a, float b, float c) {
 #endif
 }
 
-// ---- Programmatic dependent launch (PTX: griddepcontrol). The launch behind this one may begin once
-// all blocks of this one have begun to work.
+// ---- Programmatic dependent launch (PTX: griddepcontrol). The launch behind this one may begin
+// once all blocks of this one have begun to work.
 
 #if defined(VGPU_SHIM) || __CUDA_ARCH__ < 900
 DEVICE void grid_dependency_wait() {}

@@ -1,10 +1,10 @@
 // GEMM for sm_90a: warp-specialised, with wgmma, f16 or bf16 operands and f32 accumulators.
 //
-// One producer warpgroup: three warps copy weights in their memory format with cp.async, a thread of
-// the fourth one copies activations, which `vg_convert_f16_sm90` stored so that the operand of a k
-// step is one bulk copy. Two consumer warpgroups: each thread dequantises its weights from shared memory to the
-// registers of the A operand, for the next k step while wgmma executes this one. `full` and `empty`
-// mbarriers of two ring buffers synchronise producers and consumers.
+// One producer warpgroup: three warps copy weights in their memory format with cp.async, a thread
+// of the fourth one copies activations, which `vg_convert_f16_sm90` stored so that the operand of a
+// k step is one bulk copy. Two consumer warpgroups: each thread dequantises its weights from shared
+// memory to the registers of the A operand, for the next k step while wgmma executes this one.
+// `full` and `empty` mbarriers of two ring buffers synchronise producers and consumers.
 //
 // The k index is permuted within a step so that a thread's A fragment comes from eight neighbours
 // of each block of 32, which it loads at once in every format. For thread t of four, element 8t + e
@@ -411,8 +411,8 @@ template <int OF> struct Units {
 };
 
 // Copies the weights of all chunks with cp.async, by WEIGHT_THREADS threads of which this is number
-// `thread`. One bulk copy for each row would be slower: an SM begins one in about 60 cycles, however
-// short it is.
+// `thread`. One bulk copy for each row would be slower: an SM begins one in about 60 cycles,
+// however short it is.
 template <int TYPE, int N>
 DEVICE void load_weights(const VgGemmSm90Params& p, const GemmShared<TYPE, N>& shared, int thread) {
     constexpr TypeTraits SIZE = type_traits(TYPE);
@@ -429,7 +429,7 @@ DEVICE void load_weights(const VgGemmSm90Params& p, const GemmShared<TYPE, N>& s
             int blocks = width - at < CHUNK / SIZE.elements ? width - at : CHUNK / SIZE.elements;
             mbarrier_wait(&shared.empty_chunks[ring.stage], ring.phase ^ 1);
             u8* to = shared.weights + ring.stage * GemmShared<TYPE, N>::WEIGHTS;
-            // Copies the units of `bytes` bytes of each row, which begin at `from` in the first one.
+            // Copies the units of `bytes` bytes of each row. In the first row they begin at `from`.
             auto copy = [&](auto units, u8* to, const u8* from, auto pitch, int bytes,
                             bool are_aligned) {
                 constexpr int UNITS = decltype(units)::COUNT;

@@ -343,7 +343,7 @@ struct VgMmvParams {
     unsigned count; /* number of products */
     unsigned unit;  /* enum VgElementwiseOp: the gated unit, or VG_OP_ADD for none */
     unsigned has_constant_weights; /* whether no launch of the graph writes the weights */
-    unsigned splits_rows; /* whether the warps of a block share a pair of rows, of 4 tiles or more */
+    unsigned splits_rows; /* whether warps of a block share a pair of rows, of 4 tiles or more */
 };
 
 /* vg_megakernel, vg_megakernel_cols8: the operation of a stage, which is what a launch of another

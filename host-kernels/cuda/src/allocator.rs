@@ -29,11 +29,11 @@ const SPARE_CHUNKS: usize = 2;
 /// Allocates memory of a device.
 pub(crate) struct Allocator {
     device: Arc<dyn Device>,
-    state: Mutex<State>,
+    state: Mutex<FreeGaps>,
 }
 
 #[derive(Default)]
-struct State {
+struct FreeGaps {
     /// The chunks: the address and length of each gap.
     chunks: BTreeMap<Address, Gaps>,
 }
@@ -70,7 +70,7 @@ impl Allocator {
             .unwrap_or(u64::MAX)
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, FreeGaps> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -200,7 +200,7 @@ impl Drop for Allocator {
     }
 }
 
-impl State {
+impl FreeGaps {
     /// Takes memory from the smallest gap that is large enough.
     fn take(&mut self, size: u64) -> Option<Address> {
         let gaps = { self.chunks.iter() }
@@ -241,8 +241,8 @@ mod tests {
 
     const AT: Address = 1 << 40;
 
-    fn one_chunk() -> State {
-        State {
+    fn one_chunk() -> FreeGaps {
+        FreeGaps {
             chunks: BTreeMap::from([(AT, Gaps::from([(AT, CHUNK)]))]),
         }
     }

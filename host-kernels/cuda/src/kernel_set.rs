@@ -1,9 +1,9 @@
 //! Which kernels may be used.
 //!
-//! A plan uses a kernel only if the device has loaded it and nobody has disabled it. Whoever
-//! chooses between kernels asks `UsableKernels` when a plan is compiled, never at a launch, and
-//! takes the next kernel that does the same work: of sm_90a, for any GPU, simple. A node for which
-//! no kernel is left runs on the CPU engine.
+//! A plan uses a kernel only if the device has loaded it and nobody has disabled it. A function
+//! that chooses between kernels asks `UsableKernels` when a plan is compiled, never at a launch,
+//! and takes the next kernel that does the same work: of sm_90a, for any GPU, simple. A node for
+//! which no kernel is left runs on the CPU engine.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering};

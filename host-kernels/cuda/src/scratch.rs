@@ -23,11 +23,11 @@ pub(crate) struct Scratch {
     base: Address,
     reserved: u64,
     chunk: u64,
-    state: Mutex<State>,
+    state: Mutex<BackedChunks>,
 }
 
 #[derive(Default)]
-struct State {
+struct BackedChunks {
     /// The number of chunks with memory, from the start.
     backed: u64,
     /// The number of plans for each number of chunks that they need.
@@ -113,7 +113,7 @@ impl Scratch {
     }
 
     /// Unmaps all chunks but the first `keep`, which no plan needs.
-    fn shrink(&self, state: &mut State, keep: u64) {
+    fn shrink(&self, state: &mut BackedChunks, keep: u64) {
         while state.backed > keep {
             state.backed -= 1;
             let at = self.base + state.backed * self.chunk;

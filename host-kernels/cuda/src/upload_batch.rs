@@ -36,7 +36,7 @@ pub(crate) struct UploadBatcher {
     /// The kernel that moves a batch. Without it, each upload is a copy of its own.
     kernel: Option<KernelId>,
     buffer: MappedHostMemory,
-    state: Mutex<State>,
+    state: Mutex<PendingUploads>,
     /// The number of calls that gave the device work, counted after the call.
     asked: AtomicU64,
     /// The value of `asked` up to which all work is done.
@@ -44,7 +44,7 @@ pub(crate) struct UploadBatcher {
 }
 
 #[derive(Default)]
-struct State {
+struct PendingUploads {
     /// Uploads that were not yet launched, and do not overlap.
     uploads: Vec<VgUpload>,
     /// The offset of the next upload in the mapped memory. The device may still read the bytes
@@ -73,7 +73,7 @@ impl UploadBatcher {
         })
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, PendingUploads> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -82,7 +82,7 @@ impl UploadBatcher {
     ///
     /// # Errors
     /// [`EngineError`] of the device.
-    fn send(&self, state: &mut State) -> Result<(), EngineError> {
+    fn send(&self, state: &mut PendingUploads) -> Result<(), EngineError> {
         let longest = state.uploads.iter().map(|upload| upload.len).max();
         // Without a kernel nothing is batched.
         let (Some(longest), Some(kernel)) = (longest, self.kernel) else {
@@ -273,7 +273,7 @@ impl Device for UploadBatcher {
         if state.uploads.len() == VG_MAX_UPLOADS as usize || state.uploads.iter().any(meets) {
             self.send(&mut state)?;
         }
-        let start = |state: &State| state.next + (to % 16) as usize;
+        let start = |state: &PendingUploads| state.next + (to % 16) as usize;
         if start(&state) + len > BUFFER_BYTES {
             self.send(&mut state)?;
             // Rare: running a graph ends with a wait, which empties the mapped memory.

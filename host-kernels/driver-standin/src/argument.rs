@@ -26,7 +26,7 @@ impl<T> Out<T> {
     /// Writes the result, if the caller wants it.
     pub(crate) fn put_if_wanted(&self, value: T) {
         if !self.0.is_null() {
-            // SAFETY: as in `put`.
+            // SAFETY: the caller of the entry point guarantees the place; it is not null.
             unsafe { self.0.write(value) };
         }
     }

@@ -154,7 +154,13 @@ fn function_of(context: &Context, handle: u64) -> Answer<Arc<Function>> {
 ///
 /// # Errors
 /// `INVALID_VALUE` unless there is one of the two forms.
-fn parameters(
+///
+/// # Safety
+/// `params` is null, or points to a pointer, which is null or points to the kernel's structure.
+/// `extra` is null, or points to pairs of a key and a value that end with the key `END`: the value
+/// of `BUFFER_SIZE` is null or points to a size, and that of `BUFFER_POINTER` is null or points to
+/// so many bytes.
+unsafe fn parameters(
     function: &Function,
     params: *mut *mut c_void,
     extra: *mut *mut c_void,
@@ -163,24 +169,27 @@ fn parameters(
         if from.is_null() {
             return Err(INVALID);
         }
-        // SAFETY: the caller of the launch guarantees so many bytes.
+        // SAFETY: `from` is what `params` points to and `len` the size of the structure, or both
+        // are of the list `extra`. The caller guarantees so many bytes, and `from` is not null.
         Ok(unsafe { std::slice::from_raw_parts(from.cast::<u8>(), len) }.to_vec())
     };
     match (params.is_null(), extra.is_null()) {
         (false, true) => {
-            // SAFETY: the caller gives a pointer for each parameter of the kernel, which has one.
+            // SAFETY: `params` is not null. The caller guarantees that it points to a pointer.
             let first = unsafe { params.read() };
             copy(first, function.kernel.parameter_bytes())
         }
         (true, false) => {
             let (mut from, mut len) = (std::ptr::null(), None);
             for index in (0..).step_by(2) {
-                // SAFETY: the caller's list consists of pairs, and ends with `END`.
+                // SAFETY: `extra` is not null. The caller guarantees a list of pairs that ends with
+                // `END`, and none of the keys before `index` is `END`.
                 let key = unsafe { extra.add(index).read() } as usize as u32;
                 if key == sys::CU_LAUNCH_PARAM_END_AS_INT {
                     break;
                 }
-                // SAFETY: the second one of a pair.
+                // SAFETY: the caller guarantees a value behind each key but `END`, which this key
+                // is not.
                 let value = unsafe { extra.add(index + 1).read() };
                 match key {
                     sys::CU_LAUNCH_PARAM_BUFFER_POINTER_AS_INT => from = value.cast_const(),
@@ -201,8 +210,12 @@ fn parameters(
 ///
 /// # Errors
 /// As for [`Launch::check`] and [`check_stream`].
+///
+/// # Safety
+/// As for [`parameters`]. What the parameters name is as [`Launch::run`] requires, until the stream
+/// is synchronised; if the launch is recorded, until the last run of the graph is over.
 #[allow(clippy::too_many_arguments)] // as the entry points have
-fn launch(
+unsafe fn launch(
     function: u64,
     grid: [u32; 3],
     block: [u32; 3],
@@ -214,8 +227,10 @@ fn launch(
 ) -> Answer {
     let context = Context::current()?;
     let function = function_of(&context, function)?;
+    // SAFETY: the caller guarantees both lists.
+    let params = unsafe { parameters(&function, params, extra) }?;
     let launch = Launch {
-        params: parameters(&function, params, extra)?,
+        params,
         function,
         grid,
         block,
@@ -226,8 +241,8 @@ fn launch(
     if record(&context, stream, &launch)? {
         return Ok(());
     }
-    // SAFETY: the caller guarantees the memory that the parameters name until the stream is
-    // synchronised. If it is not there, the signal is the error of the context.
+    // SAFETY: the caller guarantees what the parameters name until the stream is synchronised,
+    // which waits for this work.
     enqueue(&context, stream, move || unsafe { launch.run() })?;
     Ok(())
 }
@@ -261,14 +276,20 @@ fn record(context: &Context, stream: u64, launch: &Launch) -> Answer<bool> {
 ///
 /// # Errors
 /// As for [`Launch::check`]; `INVALID_HANDLE` for an unknown function.
-fn launch_of(
+///
+/// # Safety
+/// As for [`parameters`], for the two lists of `params`. What the parameters name is as
+/// [`Launch::run`] requires, until the last run of the node is over.
+unsafe fn launch_of(
     context: &Context,
     params: &sys::CUDA_KERNEL_NODE_PARAMS,
     cooperative: bool,
 ) -> Answer<Launch> {
     let function = function_of(context, params.func as u64)?;
+    // SAFETY: the caller guarantees both lists.
+    let bytes = unsafe { parameters(&function, params.kernelParams, params.extra) }?;
     let launch = Launch {
-        params: parameters(&function, params.kernelParams, params.extra)?,
+        params: bytes,
         function,
         grid: [params.gridDimX, params.gridDimY, params.gridDimZ],
         block: [params.blockDimX, params.blockDimY, params.blockDimZ],
@@ -356,11 +377,15 @@ fn attribute(device: c_int, attribute: c_int) -> Answer<u32> {
     found.map(|(_, value)| *value).ok_or(INVALID)
 }
 
-/// Copies `len` bytes between places that were checked, in the order of the work.
-fn copy(to: u64, from: u64, len: usize) -> impl FnOnce() -> Answer + Send + 'static {
+/// Work that copies `len` bytes between two addresses.
+///
+/// # Safety
+/// When the work is done, `from` is the address of `len` readable bytes and `to` of `len` writable
+/// ones, of memory of the context or of the program.
+unsafe fn copy(to: u64, from: u64, len: usize) -> impl FnOnce() -> Answer + Send + 'static {
     move || {
-        // SAFETY: the entry points have checked device memory; the caller guarantees host memory
-        // until the copy is over. `copy` allows overlaps.
+        // SAFETY: the caller of `copy` guarantees the bytes at both addresses for the time of this
+        // call. `copy_to` allows overlaps.
         unsafe { (from as *const u8).copy_to(to as *mut u8, len) };
         Ok(())
     }
@@ -574,7 +599,9 @@ entries! {
         extra: *mut *mut c_void,
     ) {
         let (grid, block) = ([grid_x, grid_y, grid_z], [block_x, block_y, block_z]);
-        launch(function, grid, block, shared, stream, params, extra, false)
+        // SAFETY: the caller guarantees the lists, and the memory that the kernel uses, as `cuda.h`
+        // asks.
+        unsafe { launch(function, grid, block, shared, stream, params, extra, false) }
     }
     cuLaunchCooperativeKernel(
         function: u64,
@@ -589,7 +616,10 @@ entries! {
         params: *mut *mut c_void,
     ) {
         let (grid, block) = ([grid_x, grid_y, grid_z], [block_x, block_y, block_z]);
-        launch(function, grid, block, shared, stream, params, std::ptr::null_mut(), true)
+        let extra = std::ptr::null_mut();
+        // SAFETY: the caller guarantees `params`, and the memory that the kernel uses, as `cuda.h`
+        // asks. `extra` is null.
+        unsafe { launch(function, grid, block, shared, stream, params, extra, true) }
     }
 
     // Streams and events.
@@ -776,13 +806,20 @@ entries! {
         }
         memory().check(context.id, to, len as u64)?;
         if memory().is_pinned(context.id, from, len as u64) {
-            enqueue(&context, stream, copy(to, from, len))?;
+            // SAFETY: `to` is memory of the context, and frees wait for the queue. The caller
+            // guarantees `from` until the stream is synchronised.
+            enqueue(&context, stream, unsafe { copy(to, from, len) })?;
             return Ok(());
         }
         // The driver has read what is not page-locked before it returns.
-        // SAFETY: the caller guarantees `len` bytes at `from`.
+        // SAFETY: the caller guarantees `len` bytes at `from`, which is not null.
         let bytes = unsafe { std::slice::from_raw_parts(from as *const u8, len) }.to_vec();
-        enqueue(&context, stream, move || copy(to, bytes.as_ptr() as u64, len)())?;
+        enqueue(&context, stream, move || {
+            // SAFETY: `to` is memory of the context, and frees wait for the queue. The `len` bytes
+            // of `bytes` live until the end of this closure.
+            let work = unsafe { copy(to, bytes.as_ptr() as u64, len) };
+            work()
+        })?;
         Ok(())
     }
     cuMemcpyDtoHAsync_v2(to: Out<u8>, from: u64, len: usize, stream: u64) {
@@ -793,7 +830,10 @@ entries! {
         }
         memory().check(context.id, from, len as u64)?;
         let is_pinned = memory().is_pinned(context.id, to, len as u64);
-        let work = enqueue(&context, stream, copy(to, from, len))?;
+        // SAFETY: `from` is memory of the context, and frees wait for the queue. The caller
+        // guarantees `to` until the stream is synchronised; without page-locked memory, this call
+        // waits for the copy.
+        let work = enqueue(&context, stream, unsafe { copy(to, from, len) })?;
         // The driver has written what is not page-locked before it returns.
         match is_pinned {
             true => Ok(()),
@@ -804,14 +844,15 @@ entries! {
         let context = Context::current()?;
         memory().check(context.id, to, len as u64)?;
         memory().check(context.id, from, len as u64)?;
-        enqueue(&context, stream, copy(to, from, len))?;
+        // SAFETY: both are memory of the context, and frees wait for the queue.
+        enqueue(&context, stream, unsafe { copy(to, from, len) })?;
         Ok(())
     }
     cuMemsetD8Async(to: u64, value: u8, len: usize, stream: u64) {
         let context = Context::current()?;
         memory().check(context.id, to, len as u64)?;
         enqueue(&context, stream, move || {
-            // SAFETY: the bytes are memory of the context, until the queue has come here.
+            // SAFETY: the bytes are memory of the context, and frees wait for the queue.
             unsafe { (to as *mut u8).write_bytes(value, len) };
             Ok(())
         })?;
@@ -821,7 +862,7 @@ entries! {
         let context = Context::current()?;
         memory().check(context.id, to, len as u64)?;
         let work = enqueue(&context, 0, move || {
-            // SAFETY: as above.
+            // SAFETY: the bytes are memory of the context, and this call waits for the write.
             unsafe { (to as *mut u8).write_bytes(value, len) };
             Ok(())
         })?;
@@ -932,7 +973,9 @@ entries! {
         params: In<sys::CUDA_KERNEL_NODE_PARAMS>,
     ) {
         let context = Context::current()?;
-        let launch = launch_of(&context, &params.get()?, false)?;
+        // SAFETY: the caller guarantees the lists in `params`, and what the parameters name until
+        // the last run of the node, as `cuda.h` asks.
+        let launch = unsafe { launch_of(&context, &params.get()?, false) }?;
         let mut objects = context.objects();
         let objects = &mut *objects;
         let of = objects.graphs.get_mut(&graph).ok_or(HANDLE)?;
@@ -1030,7 +1073,9 @@ entries! {
             let exec = objects.execs.get(&exec).ok_or(HANDLE)?;
             exec.launches.get(&node).ok_or(INVALID)?.cooperative
         };
-        let launch = launch_of(&context, &params.get()?, is_cooperative)?;
+        // SAFETY: the caller guarantees the lists in `params`, and what the parameters name until
+        // the last run of the node, as `cuda.h` asks.
+        let launch = unsafe { launch_of(&context, &params.get()?, is_cooperative) }?;
         let mut objects = context.objects();
         let exec = objects.execs.get_mut(&exec).ok_or(HANDLE)?;
         exec.launches.insert(node, launch);
@@ -1046,7 +1091,8 @@ entries! {
                 .collect()
         };
         enqueue(&context, stream, move || {
-            // SAFETY: as for a launch by itself.
+            // SAFETY: the callers that gave the parameters of each launch guarantee what these name
+            // until the last run of the graph, and the queue runs the launches in order.
             launches.iter().try_for_each(|launch| unsafe { launch.run() })
         })?;
         Ok(())

@@ -24,6 +24,17 @@ pub(crate) enum Fault {
     Abort,
 }
 
+/// Why a part of a text, as the environment or a test gives it, is no fault.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum FaultError {
+    #[error("{part}: not name:nth:fault")]
+    Fields { part: String },
+    #[error("{part}: {nth} is neither the number of a call nor *")]
+    Number { part: String, nth: String },
+    #[error("{part}: {fault} is neither hang, nothing, abort, illegal nor a code of the driver")]
+    Fault { part: String, fault: String },
+}
+
 /// A fault of one call.
 #[derive(Debug)]
 struct Planned {
@@ -34,15 +45,50 @@ struct Planned {
     fault: Fault,
 }
 
+impl Planned {
+    /// The fault `name:nth:fault`.
+    ///
+    /// # Errors
+    /// [`FaultError`], for the part of a text that has no such form.
+    fn parse(part: &str) -> Result<Planned, FaultError> {
+        let fields: Vec<&str> = part.split(':').collect();
+        let [name, nth, fault] = fields[..] else {
+            return Err(FaultError::Fields { part: part.into() });
+        };
+        let no_number = |_| FaultError::Number {
+            part: part.into(),
+            nth: nth.into(),
+        };
+        let no_fault = || FaultError::Fault {
+            part: part.into(),
+            fault: fault.into(),
+        };
+        Ok(Planned {
+            name: plain(name).into(),
+            nth: match nth {
+                "*" => None,
+                nth => Some(nth.parse().map_err(no_number)?),
+            },
+            fault: match fault {
+                "hang" => Fault::Hang,
+                "nothing" => Fault::Nothing,
+                "abort" => Fault::Abort,
+                "illegal" => Fault::Code(Code::CUDA_ERROR_ILLEGAL_ADDRESS),
+                code => Fault::Code(code_named(code).ok_or_else(no_fault)?),
+            },
+        })
+    }
+}
+
 /// The faults, and how often each name was called.
 #[derive(Debug, Default)]
 pub(crate) struct Faults {
     trace: Option<Mutex<File>>,
-    state: Mutex<State>,
+    state: Mutex<PlannedFaults>,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct PlannedFaults {
     planned: Vec<Planned>,
     calls: HashMap<String, u64>,
 }
@@ -58,8 +104,8 @@ impl Faults {
     /// name is a line in the file `trace`.
     ///
     /// # Errors
-    /// The part that is none.
-    pub(crate) fn parse(text: &str, trace: Option<File>) -> Result<Faults, String> {
+    /// The first part that is none.
+    pub(crate) fn parse(text: &str, trace: Option<File>) -> Result<Faults, FaultError> {
         let faults = Faults {
             trace: trace.map(Mutex::new),
             state: Mutex::default(),
@@ -72,37 +118,17 @@ impl Faults {
     ///
     /// # Errors
     /// As for [`Faults::parse`].
-    pub(crate) fn set(&self, text: &str) -> Result<(), String> {
+    pub(crate) fn set(&self, text: &str) -> Result<(), FaultError> {
         let parts = text.split(',').map(str::trim);
-        let planned = parts.filter(|part| !part.is_empty()).map(|part| {
-            let wrong = || format!("{part}: not name:nth:fault");
-            let fields: Vec<&str> = part.split(':').collect();
-            let [name, nth, fault] = fields[..] else {
-                return Err(wrong());
-            };
-            Ok(Planned {
-                name: plain(name).into(),
-                nth: match nth {
-                    "*" => None,
-                    nth => Some(nth.parse().map_err(|_| wrong())?),
-                },
-                fault: match fault {
-                    "hang" => Fault::Hang,
-                    "nothing" => Fault::Nothing,
-                    "abort" => Fault::Abort,
-                    "illegal" => Fault::Code(Code::CUDA_ERROR_ILLEGAL_ADDRESS),
-                    code => Fault::Code(code_named(code).ok_or_else(wrong)?),
-                },
-            })
-        });
-        *self.state() = State {
+        let planned = parts.filter(|part| !part.is_empty()).map(Planned::parse);
+        *self.state() = PlannedFaults {
             planned: planned.collect::<Result<_, _>>()?,
             calls: HashMap::new(),
         };
         Ok(())
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, PlannedFaults> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -150,8 +176,14 @@ mod tests {
         let illegal = Some(Fault::Code(Code::CUDA_ERROR_ILLEGAL_ADDRESS));
         assert_eq!(faults.of_launch("vg_rope"), Some(Fault::Hang));
         assert_eq!(faults.of_launch("vg_rope"), illegal);
-        for wrong in ["cuInit", "cuInit:x:hang", "cuInit:1:", "cuInit:1:1000000"] {
-            assert!(Faults::parse(wrong, None).is_err(), "{wrong}");
+        for (wrong, reason) in [
+            ("cuInit", "cuInit: not name:nth:fault"),
+            ("cuInit:x:hang", "cuInit:x:hang: x is neither the number"),
+            ("cuInit:1:", "cuInit:1::  is neither hang"),
+            ("cuInit:1:1000000", "cuInit:1:1000000: 1000000 is neither"),
+        ] {
+            let error = Faults::parse(wrong, None).expect_err(wrong).to_string();
+            assert!(error.starts_with(reason), "{error}");
         }
     }
 }

@@ -24,7 +24,7 @@ pub(crate) struct Queue {
 }
 
 struct Shared {
-    state: Mutex<State>,
+    state: Mutex<QueuedWork>,
     changed: Condvar,
     /// The code of the sticky error; 0: none. Never freed: a thread that a signal has stopped may
     /// use it for ever.
@@ -32,7 +32,7 @@ struct Shared {
 }
 
 #[derive(Default)]
-struct State {
+struct QueuedWork {
     work: VecDeque<Work>,
     asked: u64,
     done: u64,
@@ -122,7 +122,7 @@ impl Drop for Queue {
 }
 
 impl Shared {
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, QueuedWork> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -223,7 +223,7 @@ extern "C" fn on_invalid_access(signal: i32) {
         true => RUNNING.load(Ordering::SeqCst).cast_const(),
     };
     if lost.is_null() {
-        // Not of a kernel: whoever handled it before handles it when the access is repeated.
+        // Not of a kernel: the handler from before handles it when the access is repeated.
         let at = SIGNALS.iter().position(|known| *known == signal);
         // SAFETY: `catch_signals` has set `BEFORE` before this handler, and nobody frees it.
         unsafe {

@@ -3,10 +3,11 @@
 use std::env;
 use std::ffi::c_int;
 use std::fs::File;
+use std::io;
 use std::sync::OnceLock;
 
 use crate::cards::Card;
-use crate::faults::Faults;
+use crate::faults::{FaultError, Faults};
 
 /// The GPUs, by the names of their models, separated by commas.
 const DEVICES: &str = "VGPU_STANDIN_DEVICES";
@@ -39,6 +40,19 @@ pub(crate) struct Settings {
     pub(crate) faults: Faults,
 }
 
+/// What is wrong in the environment.
+#[derive(Debug, thiserror::Error)]
+enum SettingsError {
+    #[error("{name}={text}: no number")]
+    Number { name: String, text: String },
+    #[error("{}: no GPU model is called {name}", DEVICES)]
+    Model { name: String },
+    #[error("{}={path}: {error}", TRACE)]
+    Trace { path: String, error: io::Error },
+    #[error("{}: {0}", FAULTS)]
+    Faults(#[from] FaultError),
+}
+
 /// The settings of this process. Wrong ones end it: a test must not run with others than it asks
 /// for.
 pub(crate) fn settings() -> &'static Settings {
@@ -51,18 +65,24 @@ pub(crate) fn settings() -> &'static Settings {
     })
 }
 
-fn read(variable: impl Fn(&str) -> Option<String>) -> Result<Settings, String> {
+/// The settings that the variables ask for.
+///
+/// # Errors
+/// The first variable that is wrong.
+fn read(variable: impl Fn(&str) -> Option<String>) -> Result<Settings, SettingsError> {
     let number = |name: &str, otherwise: u64| match variable(name) {
         None => Ok(otherwise),
-        Some(text) => text
-            .parse()
-            .map_err(|_| format!("{name}={text}: no number")),
+        Some(text) => text.parse().map_err(|_| SettingsError::Number {
+            name: name.into(),
+            text,
+        }),
     };
     let names = variable(DEVICES).unwrap_or_else(|| "L4".into());
     let (divisor, sms) = (number(DIVISOR, 64)?.max(1), number(SMS, 0)?);
     let mut cards = Vec::new();
     for name in names.split(',').filter(|name| !name.is_empty()) {
-        let mut card = Card::named(name).ok_or_else(|| format!("{DEVICES}: no {name}"))?;
+        let card = Card::named(name);
+        let mut card = card.ok_or_else(|| SettingsError::Model { name: name.into() })?;
         card.memory /= divisor;
         if sms > 0 {
             card.model.sm_count = sms as u32;
@@ -71,14 +91,14 @@ fn read(variable: impl Fn(&str) -> Option<String>) -> Result<Settings, String> {
     }
     let trace = variable(TRACE).map(|path| {
         let file = File::options().append(true).create(true).open(&path);
-        file.map_err(|error| format!("{TRACE}={path}: {error}"))
+        file.map_err(|error| SettingsError::Trace { path, error })
     });
     let faults = Faults::parse(&variable(FAULTS).unwrap_or_default(), trace.transpose()?);
     Ok(Settings {
         cards,
         version: number(VERSION, 12_090)? as c_int,
         code: variable(CODE),
-        faults: faults.map_err(|wrong| format!("{FAULTS}: {wrong}"))?,
+        faults: faults?,
     })
 }
 
@@ -101,7 +121,9 @@ mod tests {
         let found = two.iter().map(|card| (card.memory, card.model.sm_count));
         assert_eq!(found.collect::<Vec<_>>(), [(40 << 30, 3), (40 << 30, 3)]);
         assert_eq!(of(&[(DEVICES, "")]).expect("no GPU").cards.len(), 0);
-        assert!(of(&[(DEVICES, "V100")]).is_err());
-        assert!(of(&[(SMS, "x")]).is_err());
+        let reason = |set| of(set).expect_err("a wrong setting").to_string();
+        let model = reason(&[(DEVICES, "V100")]);
+        assert_eq!(model, "VGPU_STANDIN_DEVICES: no GPU model is called V100");
+        assert_eq!(reason(&[(SMS, "x")]), "VGPU_STANDIN_SMS=x: no number");
     }
 }

@@ -205,11 +205,6 @@ impl Turn {
         self.end.store(end, Ordering::Relaxed);
     }
 
-    /// Whether the turn has an end. Does not read the clock.
-    pub fn has_end(&self) -> bool {
-        self.end.load(Ordering::Relaxed) != u64::MAX
-    }
-
     /// Whether the turn ended when it was created: a plan should stop after each unit of work. Does
     /// not read the clock.
     pub fn is_empty(&self) -> bool {

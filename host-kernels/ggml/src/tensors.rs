@@ -43,7 +43,7 @@ pub(crate) fn whole(
 /// `whole` must point to a tensor that [`whole`] has made.
 pub(crate) unsafe fn view(tensor: &Tensor, whole: *mut abi::ggml_tensor) -> abi::ggml_tensor {
     let Shape { ty, ne, nb } = tensor.shape.with_plain_strides();
-    // SAFETY: this function's contract.
+    // SAFETY: the caller guarantees that `whole` points to a tensor.
     let (buffer, base) = unsafe { ((*whole).buffer, (*whole).data) };
     abi::ggml_tensor {
         type_: ty as c_int,

@@ -119,7 +119,7 @@ impl Kernel {
         let params = self.check(threads, params)?;
         // SAFETY: `check` has compared the size of `params` with that of the kernel's structure;
         // the caller guarantees the memory that the kernel accesses.
-        self.outcome(unsafe {
+        let error = unsafe {
             vgpu_shim_launch(
                 self.name.as_ptr(),
                 grid.as_ptr(),
@@ -127,7 +127,9 @@ impl Kernel {
                 shared,
                 params.as_ptr().cast(),
             )
-        })
+        };
+        // SAFETY: the launch on this thread has just returned `error`.
+        unsafe { self.outcome(error) }
     }
 
     /// Runs the blocks of a one-dimensional grid concurrently, so that they can wait for each
@@ -151,7 +153,7 @@ impl Kernel {
         let params = self.check(threads, params)?;
         // SAFETY: `check` has compared `params` with the parameters of the kernel. The caller
         // guarantees that the addresses in them are valid until this synchronous call returns.
-        self.outcome(unsafe {
+        let error = unsafe {
             vgpu_shim_launch_cooperative(
                 self.name.as_ptr(),
                 blocks,
@@ -160,7 +162,9 @@ impl Kernel {
                 params.as_ptr().cast(),
                 seed,
             )
-        })
+        };
+        // SAFETY: the launch on this thread has just returned `error`.
+        unsafe { self.outcome(error) }
     }
 
     /// The parameters at their alignment, after a check of their size and of the number of threads.
@@ -188,13 +192,17 @@ impl Kernel {
         Ok(words.collect())
     }
 
-    /// Converts the error string that a launch on this thread has just returned.
-    fn outcome(&self, error: *const c_char) -> Result<(), ShimError> {
+    /// Converts the error string of a launch; null if there was no error.
+    ///
+    /// # Safety
+    ///
+    /// `error` is null, or was returned by the last launch of this thread.
+    unsafe fn outcome(&self, error: *const c_char) -> Result<(), ShimError> {
         if error.is_null() {
             return Ok(());
         }
-        // SAFETY: a NUL-terminated string that is valid until this thread's next launch. The string
-        // is copied here, and both callers pass what their launch has just returned.
+        // SAFETY: a launch returns a NUL-terminated string that is valid until this thread's next
+        // launch. The caller guarantees that there was none, and the string is copied here.
         let reason = unsafe { CStr::from_ptr(error) }.to_string_lossy();
         Err(ShimError::Kernel {
             kernel: self.name.clone(),

@@ -38,7 +38,7 @@ struct Row {
 
 /// The state when a part began.
 #[derive(Debug)]
-pub(crate) struct Begun {
+pub(crate) struct PartStart {
     at: Instant,
     cpu: Duration,
     passed: u64,
@@ -47,8 +47,8 @@ pub(crate) struct Begun {
 
 impl Times {
     /// Records the time and the results before a part.
-    pub(crate) fn begin(&self, passed: u64, failed: usize) -> Begun {
-        Begun {
+    pub(crate) fn begin(&self, passed: u64, failed: usize) -> PartStart {
+        PartStart {
             at: Instant::now(),
             cpu: processor_time(),
             passed,
@@ -57,7 +57,7 @@ impl Times {
     }
 
     /// Adds the row of a part that has ended.
-    pub(crate) fn end(&mut self, part: Part, begun: &Begun, passed: u64, failed: usize) {
+    pub(crate) fn end(&mut self, part: Part, begun: &PartStart, passed: u64, failed: usize) {
         self.rows.push(Row {
             part: part.name(),
             passed: passed - begun.passed,

@@ -490,18 +490,33 @@ fn prose_is_within_its_columns() {
     );
 }
 
-/// The line comments of a source that have more than [`MAX_COLUMNS`], by number. Tables and
-/// drawings may be wider.
-fn long_comments(text: &str) -> Vec<usize> {
+/// The comment of a line, without the marks that begin it: a comment after code, too, if it is
+/// between `/*` and `*/`, or in TOML.
+fn comment<'a>(line: &'a str, extension: &str) -> Option<&'a str> {
+    let whole = line.trim_start();
+    if extension == "toml" {
+        let after_code = || Some(line.split_once(" # ")?.1);
+        return whole.strip_prefix('#').or_else(after_code);
+    }
+    if let Some(words) = whole.strip_prefix("//") {
+        return Some(words.trim_start_matches(['/', '!']));
+    }
+    let goes_on = || whole.strip_prefix("* ").filter(|_| extension != "rs");
+    let after_code = || Some(line.split_once(" /* ")?.1);
+    let begins = whole.strip_prefix("/*");
+    begins.or_else(goes_on).or_else(after_code)
+}
+
+/// The lines of a source with comments that end beyond [`MAX_COLUMNS`], by number. Rows of tables
+/// and drawings may be wider.
+fn long_comments(text: &str, extension: &str) -> Vec<usize> {
     let lines = (1..).zip(text.lines());
     let long = lines.filter(|(_, line)| {
-        let comment = line.trim_start();
-        let Some(words) = comment.strip_prefix("//") else {
+        let Some(words) = comment(line, extension).map(str::trim) else {
             return false;
         };
-        let words = words.trim_start_matches(['/', '!']);
-        let is_table = words.contains('|') || words.contains("─");
-        line.chars().count() > MAX_COLUMNS && !is_table && words.trim().contains(' ')
+        let is_table = words.starts_with('|') || words.contains("─");
+        line.chars().count() > MAX_COLUMNS && !is_table && words.contains(' ')
     });
     long.map(|(number, _)| number).collect()
 }
@@ -509,32 +524,30 @@ fn long_comments(text: &str) -> Vec<usize> {
 #[test]
 fn comments_are_within_their_columns() {
     let mut long = Vec::new();
-    for (file, text) in files(&["rs"]) {
-        let numbers = long_comments(&text).into_iter();
-        long.extend(numbers.map(|number| format!("{}:{number}", file.display())));
+    for extension in ["rs", "cu", "cuh", "h", "cpp", "toml"] {
+        let sources = files(&[extension]);
+        assert!(!sources.is_empty(), "no file ends in .{extension}");
+        for (file, text) in sources {
+            let numbers = long_comments(&text, extension).into_iter();
+            long.extend(numbers.map(|number| format!("{}:{number}", file.display())));
+        }
     }
     assert!(
         long.is_empty(),
-        "comments of more than {MAX_COLUMNS} columns:
-{}",
-        long.join(
-            "
-"
-        )
+        "comments of more than {MAX_COLUMNS} columns:\n{}",
+        long.join("\n")
     );
 }
 
 #[test]
 fn artificial_error_is_detected() {
-    let long = format!(
-        "let x = 1;
-// {}
-//! | {}
-",
-        "word ".repeat(20),
-        "| ".repeat(60)
-    );
-    assert_eq!(long_comments(&long), [2]);
+    let (words, cells) = ("word ".repeat(20), "| ".repeat(60));
+    let rust = format!("let x = 1;\n// {words}\n//! {cells}\n//! `a | b` {words}\n");
+    assert_eq!(long_comments(&rust, "rs"), [2, 4]);
+    let c = format!("/* {words}\n * {words}*/\nint x; /* {words}*/\nint y; {words}\n");
+    assert_eq!(long_comments(&c, "h"), [1, 2, 3]);
+    let toml = format!("# {words}\nx = 1 # {words}\n# {cells}\ny = \"{words}\"\n");
+    assert_eq!(long_comments(&toml, "toml"), [1, 2]);
     assert_eq!(
         anchor(" A process for each guest"),
         "a-process-for-each-guest"

@@ -10,6 +10,9 @@ use crate::error::{LinkError, LinkViolation};
 use crate::shm::liveness::Silence;
 use crate::shm::memory::Window;
 
+/// The time that a host waits for a guest to receive replies.
+pub(crate) const GUEST_STALL: Duration = Duration::from_secs(60);
+
 /// The size of the chunks of a transfer of `len` bytes, in bytes. One side copies a chunk while the
 /// other side copies the next one. By measurement, smaller chunks cost more messages, and larger
 /// chunks overlap less and do not stay in the cache of one core.

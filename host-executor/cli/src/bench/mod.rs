@@ -10,16 +10,16 @@ use clap::{Parser, Subcommand};
 #[derive(Parser)]
 pub(crate) struct Args {
     #[command(subcommand)]
-    what: What,
+    what: Benchmark,
 }
 
 #[derive(Subcommand)]
-enum What {
+enum Benchmark {
     Plan(plan::Args),
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     match &args.what {
-        What::Plan(args) => plan::run(args),
+        Benchmark::Plan(args) => plan::run(args),
     }
 }

@@ -16,7 +16,7 @@ use vgpu_check::{CheckError, Outcome, Selection, Step};
 use vgpu_cpu::CpuEngine;
 use vgpu_executor::engine::{self, EngineKind};
 
-use super::findings::{Begun, CaseFinding, Device, Message, RateFinding, TextFinding};
+use super::findings::{BegunEntry, CaseFinding, Device, Message, RateFinding, TextFinding};
 use super::measurement::Measurement;
 use crate::own_program::OWN_PROGRAM;
 
@@ -158,13 +158,13 @@ pub(super) fn watch(
         let left = measurement
             .budget()
             .map(|budget| budget.saturating_sub(begin.elapsed()));
-        let mut begun: Option<Begun> = None;
+        let mut begun: Option<BegunEntry> = None;
         let mut last = None;
         let ended = one(list, first, measurement, left, |message| {
             match &message {
                 Message::Begins { index, name } => {
                     last = Some(*index);
-                    begun = Some(Begun {
+                    begun = Some(BegunEntry {
                         name: name.clone(),
                         kernels: Vec::new(),
                     });

@@ -68,7 +68,7 @@ impl CaseFinding {
     }
 
     /// A case in which the child process ended.
-    pub(super) fn ended(begun: &Begun, reason: String) -> CaseFinding {
+    pub(super) fn ended(begun: &BegunEntry, reason: String) -> CaseFinding {
         CaseFinding {
             name: begun.name.clone(),
             right: false,
@@ -116,7 +116,7 @@ impl TextFinding {
     }
 
     /// A text in which the child process ended.
-    pub(super) fn ended(begun: &Begun, reason: String) -> TextFinding {
+    pub(super) fn ended(begun: &BegunEntry, reason: String) -> TextFinding {
         TextFinding {
             name: begun.name.clone(),
             tokens: None,
@@ -197,7 +197,7 @@ impl RateFinding {
     }
 
     /// A measurement in which the child process ended.
-    pub(super) fn ended(begun: &Begun, reason: String) -> RateFinding {
+    pub(super) fn ended(begun: &BegunEntry, reason: String) -> RateFinding {
         RateFinding {
             name: begun.name.clone(),
             unit: BYTES.into(),
@@ -236,7 +236,7 @@ fn owned(names: &[&'static str]) -> Vec<String> {
 
 /// An entry that has begun.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub(super) struct Begun {
+pub(super) struct BegunEntry {
     pub(super) name: String,
     /// The kernels, once the graph is compiled.
     pub(super) kernels: Vec<String>,

@@ -79,7 +79,7 @@ impl Report {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::gpu_check::findings::{Begun, CaseFinding};
+    use crate::gpu_check::findings::{BegunEntry, CaseFinding};
 
     fn read(path: &Path) -> Value {
         serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
@@ -98,7 +98,7 @@ mod tests {
             families: Vec::new(),
         });
         assert_eq!(read(&path)["engine"], "cpu");
-        let begun = Begun {
+        let begun = BegunEntry {
             name: "ADD".into(),
             kernels: vec!["vg_add".into()],
         };

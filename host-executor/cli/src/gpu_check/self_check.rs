@@ -81,7 +81,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     ordinal_of(&args.engine)?;
     let _lock = lock();
     let silence = Duration::from_secs(args.silence);
-    let kept = Kept::default();
+    let kept = VerdictFile::default();
     let found = supervise(&args.engine, silence, Duration::MAX, args.again, &kept)?;
     for (kernel, reason) in found.verdict.faulty() {
         println!("FAULTY  {kernel}: {reason}");
@@ -115,7 +115,7 @@ pub(crate) fn before_serving(engine: &EngineKind) {
         return;
     }
     let _lock = lock();
-    let kept = Kept::default();
+    let kept = VerdictFile::default();
     match supervise(engine, SILENCE, BUDGET, false, &kept) {
         Ok(Supervised {
             checked: 0, left, ..
@@ -164,11 +164,11 @@ fn lock() -> Option<File> {
     None
 }
 
-/// Where the verdict is kept.
+/// The file with the verdict, or why there is none. `None`: nothing has been written.
 #[derive(Default)]
-struct Kept(Mutex<Option<Result<PathBuf, String>>>);
+struct VerdictFile(Mutex<Option<Result<PathBuf, String>>>);
 
-impl fmt::Display for Kept {
+impl fmt::Display for VerdictFile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &*self.0.lock().unwrap_or_else(PoisonError::into_inner) {
             None => Ok(()),
@@ -183,7 +183,7 @@ fn supervise(
     silence: Duration,
     budget: Duration,
     again: bool,
-    kept: &Kept,
+    kept: &VerdictFile,
 ) -> anyhow::Result<Supervised> {
     let disabled = engine::disabled_kernels()?;
     let command = |request: Request<'_>| {

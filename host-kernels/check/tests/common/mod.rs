@@ -16,11 +16,12 @@ use proptest::prelude::*;
 use proptest::test_runner::{RngAlgorithm, TestCaseError, TestRng, TestRunner};
 use vgpu_cpu::formats::Format;
 use vgpu_engine::{Engine, Memory, Plan, RunError, RunStatus, Turn};
-use vgpu_gguf::Rng;
 use vgpu_transport::ir::{
     BufferId, Graph, GraphCounts, Invalid, Limits, Node, Op, Shape, Sources, Tensor, Type,
     ValidGraph, validate,
 };
+
+pub(crate) use vgpu_check::Random;
 
 use counting::counted;
 use sample::Sample;
@@ -30,37 +31,6 @@ const FILLER: u8 = 0xa5;
 
 /// The index of an element, by dimension.
 pub(crate) type Index = [u64; 4];
-
-/// A reproducible stream of numbers.
-pub(crate) struct Random(Rng);
-
-impl Random {
-    pub(crate) fn new(seed: u64) -> Random {
-        Random(Rng::new(seed, 0))
-    }
-
-    pub(crate) fn bits(&mut self) -> u64 {
-        self.0.next_u64()
-    }
-
-    pub(crate) fn below(&mut self, n: u64) -> u64 {
-        self.0.below(n)
-    }
-
-    pub(crate) fn chance(&mut self, one_in: u64) -> bool {
-        self.below(one_in) == 0
-    }
-
-    /// A number between `low` and `high`.
-    pub(crate) fn between(&mut self, low: f64, high: f64) -> f64 {
-        low + (high - low) * (self.bits() >> 11) as f64 / (1u64 << 53) as f64
-    }
-
-    /// One of several.
-    pub(crate) fn pick<T: Copy>(&mut self, of: &[T]) -> T {
-        of[self.below(of.len() as u64) as usize]
-    }
-}
 
 /// A tensor with its memory: a buffer of its own, with room around it.
 #[derive(Clone)]

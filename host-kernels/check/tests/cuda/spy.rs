@@ -18,11 +18,11 @@ pub(crate) struct Spy {
     limit: Option<u64>,
     /// The device lacks kernels whose names begin with this.
     lacks: Option<&'static str>,
-    state: Mutex<State>,
+    state: Mutex<SpyState>,
 }
 
 #[derive(Default)]
-struct State {
+struct SpyState {
     names: Vec<(KernelId, &'static str)>,
     log: Vec<Call>,
     fails: Option<Fails>,
@@ -135,7 +135,7 @@ impl Spy {
         }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, SpyState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

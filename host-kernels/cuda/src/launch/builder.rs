@@ -113,7 +113,7 @@ impl Builder<'_> {
         self.missing.get()
     }
 
-    /// Whether a kernel may be used. Whoever chooses between kernels asks this.
+    /// Whether a kernel may be used. Each choice between kernels asks this.
     pub(crate) fn has(&self, kernel: &'static str) -> bool {
         self.context.kernels.has(kernel)
     }

@@ -28,7 +28,7 @@ impl Certificates {
         };
         let host = make("certs", &["host", "executor", "--address", HOST])?;
         let mut files = Vec::new();
-        for (authority, name) in [("certs", "guest"), ("others", "stranger")] {
+        for (authority, name) in [("certs", "guest"), ("others", "foreign")] {
             let made = make(authority, &["guest", name])?;
             for file in FILES {
                 files.push((format!("certs/{name}/{file}"), made.join(file)));

@@ -128,12 +128,12 @@ impl Linked {
     /// A guest without a certificate, or with one of another authority, gets an error with the
     /// reason.
     pub(crate) fn refused_guests(&mut self) -> Result<String> {
-        let (stranger, nobody) = (
-            self.tcp_with("stranger"),
+        let (foreign, nobody) = (
+            self.tcp_with("foreign"),
             format!("VGPU_ENDPOINT={}", self.tcp),
         );
         for (environment, wanted) in [
-            (&stranger, "this side rejects the peer's certificate"),
+            (&foreign, "this side rejects the peer's certificate"),
             (&nobody, "this guest has no certificates: set VGPU_CERTS"),
         ] {
             let way = Way {

@@ -54,13 +54,13 @@ fn a_peer_whose_packets_are_lost_is_given_up_by_the_kernel() {
         (guest, host)
     });
     let start = Instant::now();
-    let patience = Timespec {
+    let limit = Timespec {
         tv_sec: 100,
         tv_nsec: 0,
     };
     for (guest, _host) in &mut guests {
         let mut readable = [PollFd::new(guest, PollFlags::IN)];
-        poll(&mut readable, Some(&patience)).unwrap();
+        poll(&mut readable, Some(&limit)).unwrap();
         let error = guest.read(&mut [0; 8]).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::TimedOut);
         // Not before a host that was stopped for a moment has been waited for.

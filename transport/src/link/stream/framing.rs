@@ -201,7 +201,7 @@ impl Framing {
     }
 
     /// Checks, after a [`pump`](Framing::pump), that a peer with a heartbeat has sent something
-    /// within `limit`. The process of the peer may have ended without a word of its machine.
+    /// within `limit`. The process of the peer may have ended without a message of its machine.
     pub(super) fn check_heartbeat(&mut self, limit: Duration) -> Result<(), LinkError> {
         let is_heard = self.take_activity();
         // An end that does not read hears nothing.

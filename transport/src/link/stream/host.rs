@@ -10,12 +10,9 @@ use super::heartbeat;
 use crate::bytes::{Bytes, BytesMut};
 use crate::error::{LinkError, LinkViolation};
 use crate::limits::{MAX_MESSAGE, MAX_PAYLOAD};
-use crate::link::end::{Counters, HostEnd, Incoming};
+use crate::link::end::{Counters, GUEST_STALL, HostEnd, Incoming};
 use crate::link::side::Side;
 use crate::shm::liveness::{PERIOD, SILENCE, Silence};
-
-/// The time that a host waits for a guest to receive replies.
-const GUEST_STALL: Duration = Duration::from_secs(60);
 
 /// The time that a host waits for the rest of a frame: its length is limited, so this is enough for
 /// slow networks. The time in which the host does not read does not count.

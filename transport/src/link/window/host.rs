@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use crate::bytes::{Bytes, BytesMut};
 use crate::error::{LinkError, LinkViolation};
 use crate::limits::{MAX_MESSAGE, MAX_PAYLOAD};
-use crate::link::end::{Counters, HostEnd, Incoming};
+use crate::link::end::{Counters, GUEST_STALL, HostEnd, Incoming};
 use crate::link::fd_passing::Files;
 use crate::link::side::Side;
 use crate::link::window_end::{
@@ -20,9 +20,6 @@ use crate::shm::layout::{Layout, word};
 use crate::shm::liveness::{Liveness, Silence};
 use crate::shm::memory::{SharedWords, Window};
 use crate::shm::ring::{Consumer, Limits, Payload, Producer, Record, Reservation};
-
-/// The time that a host waits for a guest to receive replies.
-const GUEST_STALL: Duration = Duration::from_secs(60);
 
 /// The host's end of a link over a window.
 pub struct WindowHost {

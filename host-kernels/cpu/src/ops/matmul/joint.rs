@@ -195,8 +195,9 @@ impl JointKernel for DenseProducts {
                         dst: out.wrapping_add(column * stride),
                     });
                     if table.is_full() {
-                        // SAFETY: what is said of the columns after the loop holds for those that
-                        // the table has now.
+                        // SAFETY: as for the call after the loop, by the keys of the members and
+                        // `can_join`: the table has columns of the members' activations and of
+                        // their results in this tile, which only this thread accesses.
                         unsafe { product.multiply_table(own, table.take()) };
                     }
                 }
