@@ -9,7 +9,9 @@ mod ggml;
 
 use std::ffi::{c_char, c_int, c_void};
 use std::ptr;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+use std::thread;
+use std::time::Duration;
 
 use ggml::{Backend, Buffer, F32, Ggml, Graph, HostBuffer, I32, stats_path, text};
 use ggml_vgpu::abi::{self, ggml_tensor};
@@ -125,6 +127,58 @@ fn a_graph_is_computed_and_computed_again_with_other_inputs() {
         assert_eq!(backend.compute(&graph, sum), abi::GGML_STATUS_SUCCESS);
         let expected: Vec<f32> = (0..24).map(|i| x[i] + y[i % 8]).collect();
         assert_eq!(graph.get::<f32>(sum), expected);
+    }
+}
+
+/// A backend that several threads use.
+struct SharedBackend(Backend);
+
+// SAFETY: the plugin's backend may be used by any number of threads: what they share is locked.
+unsafe impl Send for SharedBackend {}
+// SAFETY: as above.
+unsafe impl Sync for SharedBackend {}
+
+/// A backend encodes one graph at a time. Each thread has a graph of its own length, in tensors of
+/// its own size, so that parts of two graphs do not make one that is right.
+#[test]
+fn threads_that_share_a_backend_get_their_own_results() {
+    const ROUNDS: usize = 300;
+    let _lock = exclusive();
+    Ggml::get();
+    let backend = Arc::new(SharedBackend(Backend::new()));
+    let (done, outcomes) = mpsc::channel();
+    let threads = [1, 2, 3, 4].map(|thread| {
+        let (backend, done) = (Arc::clone(&backend), done.clone());
+        thread::spawn(move || {
+            let (len, adds) = (256 * thread, 50 * thread);
+            let graph = Graph::new();
+            let (a, b) = (
+                graph.tensor(F32, [len as i64, 1]),
+                graph.tensor(F32, [len as i64, 1]),
+            );
+            let sum = (0..adds).fold(a, |sum, _| graph.add(sum, b));
+            let cgraph = graph.towards(sum);
+            let _buffer = graph.place();
+            let wrong = (0..ROUNDS).filter(|&round| {
+                // Sums of small integers are exact.
+                let (x, y) = (round as f32, (round % 7 + thread) as f32);
+                graph.set(a, &vec![x; len]);
+                graph.set(b, &vec![y; len]);
+                let status = (Ggml::get().graph_compute)(backend.0.0, cgraph);
+                let expected = x + adds as f32 * y;
+                status != abi::GGML_STATUS_SUCCESS || graph.get::<f32>(sum) != vec![expected; len]
+            });
+            done.send((thread, wrong.count())).expect("a test");
+        })
+    });
+    for _ in &threads {
+        let outcome = outcomes.recv_timeout(Duration::from_secs(120));
+        let (thread, wrong) = outcome.expect("no thread hangs or panics");
+        assert_eq!(wrong, 0, "of {ROUNDS} graphs of thread {thread}");
+    }
+    // The next test begins without them.
+    for thread in threads {
+        thread.join().expect("no panic");
     }
 }
 

@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 use tracing::{debug, error};
+use vgpu_transport::link::credentials;
 use vgpu_transport::link::socket_file::{SocketFile, bind_stream, connect_stream};
 
 use crate::status::{Report, Status, StatusHandle};
@@ -192,9 +193,26 @@ pub(crate) fn dump_of_process(path: &Path, timeout: Duration) -> Result<String, 
     ask(path, "dump", timeout, MAX_REPORT)
 }
 
+/// What became of a question.
+pub(crate) struct Asked<T> {
+    /// The number of the process that has opened the control socket, if there was a connection.
+    pub(crate) process: Option<i32>,
+    pub(crate) answer: Result<T, ControlError>,
+}
+
 /// Asks an executor that this process has started for its complete report.
-pub(crate) fn report(path: &Path, timeout: Duration) -> Result<Report, ControlError> {
-    ask(path, "report", timeout, MAX_REPORT)
+pub(crate) fn report(path: &Path, timeout: Duration) -> Asked<Report> {
+    let deadline = Instant::now() + timeout;
+    match send(path, "report", timeout) {
+        Ok(socket) => Asked {
+            process: credentials::of(&socket).map(|peer| peer.pid).ok(),
+            answer: receive(&socket, deadline, MAX_REPORT),
+        },
+        Err(error) => Asked {
+            process: None,
+            answer: Err(error),
+        },
+    }
 }
 
 /// Makes the executor at `path` reload its configuration.
@@ -248,8 +266,17 @@ fn ask<T: for<'de> Deserialize<'de>>(
 ) -> Result<T, ControlError> {
     let deadline = Instant::now() + timeout;
     let socket = send(path, command, timeout)?;
+    receive(&socket, deadline, limit)
+}
+
+/// Receives the answer to a command.
+fn receive<T: for<'de> Deserialize<'de>>(
+    socket: &UnixStream,
+    deadline: Instant,
+    limit: usize,
+) -> Result<T, ControlError> {
     let mut answer = Vec::new();
-    read_answer(&socket, &mut answer, deadline, limit)?;
+    read_answer(socket, &mut answer, deadline, limit)?;
     serde_json::from_slice(&answer).map_err(ControlError::Invalid)
 }
 
@@ -359,7 +386,7 @@ mod tests {
         let error = status(&path).unwrap_err();
         assert!(matches!(error, ControlError::Busy { .. }), "{error}");
         let limit = Duration::from_millis(20);
-        let error = report(&path, limit).unwrap_err();
+        let error = report(&path, limit).answer.unwrap_err();
         assert!(
             matches!(error, ControlError::Busy { limit: l } if l == limit),
             "{error}"

@@ -31,8 +31,8 @@ pub enum Progress {
     Runs(String),
     /// It cannot: why.
     Stalled(String),
-    /// A thread that looks after the others has not run for some time. So it is in a process that
-    /// was stopped, too, for a moment after it goes on.
+    /// A thread that looks after the others, or a process of a supervisor, has not run for some
+    /// time. So it is in a process that was stopped, too, for a moment after it goes on.
     Late(String),
 }
 

@@ -95,9 +95,16 @@ impl Machine {
 
     /// Gives the machine systemd with the unit of the executor in this state.
     fn systemd(&self, state: &str) {
-        self.write("run/systemd/system/.keep", "");
         let all = format!("LoadState=loaded\nNRestarts=0\n{state}");
         self.write("bin/state", &all);
+        self.systemctl(&format!("cat {}", self.path("bin/state").display()));
+    }
+
+    /// Gives the machine systemd with this script as `systemctl`.
+    fn systemctl(&self, script: &str) {
+        for folder in ["run/systemd/system", "bin"] {
+            fs::create_dir_all(self.path(folder)).expect("a folder");
+        }
         let file = self.path("bin/systemctl");
         // Another process writes the file: see `copy_program`.
         let mut shell = Command::new("sh")
@@ -106,7 +113,7 @@ impl Machine {
             .stdin(Stdio::piped())
             .spawn()
             .expect("a shell");
-        let script = format!("#!/bin/sh\ncat {}\n", self.path("bin/state").display());
+        let script = format!("#!/bin/sh\n{script}\n");
         let mut stdin = shell.stdin.take().expect("piped");
         stdin.write_all(script.as_bytes()).expect("it reads");
         drop(stdin);
@@ -526,6 +533,21 @@ fn an_executor_that_hangs_or_refuses_beside_one_that_answers() {
     drop(serve);
 }
 
+#[test]
+fn a_systemctl_that_does_not_answer() {
+    let machine = Machine::new("systemctl");
+    machine.systemctl("exec sleep 1000");
+    let said = machine.doctor(&[]);
+    let words = "systemctl does not say: no answer within 10 s";
+    assert!(has(&said, "note service", words), "{}", said.text);
+    // The checks after it are made.
+    assert!(has(&said, "note ollama", ""), "{}", said.text);
+    machine.systemctl("exit 3");
+    let said = machine.doctor(&[]);
+    let words = "systemctl does not say: it ends its process: exit status: 3";
+    assert!(has(&said, "note service", words), "{}", said.text);
+}
+
 /// The control socket of an executor that serves virtual machines only, whose sockets nobody but
 /// QEMU may connect to.
 #[test]
@@ -625,14 +647,35 @@ fn the_plugin_gets_the_endpoint_in_a_process_of_its_own() {
     library(&plugin, &format!("{start}{{ abort(); }}\n"));
     let said = machine.doctor(&["--endpoint", &endpoint, "--plugin", text]);
     assert!(
-        has(
-            &said,
-            "FAIL plugin",
-            "loading it ends the process: signal: 6"
-        ),
+        has(&said, "FAIL plugin", "it ends its process: signal: 6"),
         "{}",
         said.text
     );
     assert_eq!(said.last(), "next: reinstall ggml-vgpu on this machine");
     drop(serve);
+}
+
+/// The report is complete, and no process of it stays.
+#[test]
+fn a_plugin_that_hangs_while_it_is_loaded() {
+    let machine = Machine::new("hanging-plugin");
+    let plugin = machine.path("plugin.so");
+    let pid = machine.path("pid");
+    let source = format!(
+        "#include <stdio.h>\n#include <unistd.h>\n\
+         __attribute__((constructor)) static void start(void) {{\n\
+         FILE *f = fopen(\"{}\", \"w\"); fprintf(f, \"%d\", getpid()); fclose(f);\n\
+         for (;;) sleep(1000); }}\n",
+        pid.display()
+    );
+    library(&plugin, &source);
+    let said = machine.doctor(&["--plugin", plugin.to_str().expect("text")]);
+    assert!(
+        has(&said, "FAIL plugin", "plugin.so: no answer within 40 s"),
+        "{}",
+        said.text
+    );
+    assert!(has(&said, "note ollama", ""), "{}", said.text);
+    let pid = fs::read_to_string(pid).expect("the constructor runs");
+    assert!(!Path::new("/proc").join(pid).exists(), "the process stays");
 }

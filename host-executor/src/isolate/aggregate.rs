@@ -2,8 +2,9 @@
 #![forbid(unsafe_code)]
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::PathBuf;
-use std::time::Duration;
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use tracing::debug;
 
@@ -11,7 +12,7 @@ use super::printable::printable;
 use super::query::query_all;
 use super::state::{Program, Shared};
 use super::totals::{GuestTotals, counted_as};
-use crate::control;
+use crate::control::{self, Asked};
 use crate::status::{
     EngineStatus, GuestStatus, Progress, Report, SessionEnds, SessionStatus, Status, StatusSource,
     TenantLatency, Usage, WeightsStatus,
@@ -35,6 +36,8 @@ struct Snapshot {
     turn: Option<f64>,
     /// What an engine has not come back from for long.
     hang: Option<String>,
+    /// A process that has reported before and does so no longer.
+    silent: Option<String>,
     /// Bytes of device memory in use.
     memory: u64,
     /// Bytes of memory of the largest engine of a worker. With a GPU, all workers share that
@@ -53,15 +56,20 @@ impl Shared {
             ended: processes.ended_workers.ended,
             turn: None,
             hang: None,
+            silent: None,
             memory: 0,
             largest: 0,
         };
-        for worker in processes.workers.values() {
+        let limit = self.timeouts.silence;
+        for (id, worker) in &processes.workers {
+            let guest = worker.guest.as_deref().unwrap_or("-");
+            let who = format_args!("the worker {id} of guest {guest}");
+            snapshot.add_silence(worker.silent(), limit, who);
             let counted = counted_as(worker.guest.as_deref(), &self.registry);
             if !worker.is_rejection {
                 *snapshot.programs.entry(counted.clone()).or_default() += worker.sessions.len();
             }
-            let Some(report) = &worker.report else {
+            let Some((report, _)) = &worker.report else {
                 continue;
             };
             snapshot.add(&counted, &report.report);
@@ -85,23 +93,43 @@ impl Shared {
                 }
             }
         }
-        let machines: Vec<(String, PathBuf)> = processes
-            .machines
-            .values()
-            .map(|machine| (machine.name.clone(), machine.control.clone()))
-            .collect();
         drop(processes);
+        snapshot.add_machines(self);
+        snapshot
+    }
+}
+
+impl Snapshot {
+    /// Asks the processes of virtual machines.
+    fn add_machines(&mut self, shared: &Shared) {
+        let processes = shared.processes();
+        let machines = processes.machines.iter();
+        let (ids, machines): (Vec<u64>, Vec<(String, PathBuf)>) = machines
+            .map(|(&id, machine)| (id, (machine.name.clone(), machine.control.clone())))
+            .unzip();
+        drop(processes);
+        let at = Instant::now();
+        let report = |path: &Path, timeout| Ok(control::report(path, timeout));
+        let reports = query_all(&machines, report);
         // Each of these processes counts its sessions from 1, so their numbers need distinct upper
         // halves.
-        let reports = query_all(&machines, control::report);
-        for ((name, report), base) in reports.into_iter().zip((1u64..).map(|n| n << 32)) {
-            match report {
+        let bases = (1u64..).map(|n| n << 32);
+        for ((id, (name, asked)), base) in ids.into_iter().zip(reports).zip(bases) {
+            let asked = asked.unwrap_or_else(|error| Asked {
+                process: None,
+                answer: Err(error),
+            });
+            if let Some(machine) = shared.processes().machines.get_mut(&id) {
+                machine.answers.note(at, &asked);
+                let who = format_args!("the process of the virtual machine {name}");
+                self.add_silence(machine.answers.silent(), shared.timeouts.silence, who);
+            }
+            match asked.answer {
                 Ok(report) => {
-                    let counted = counted_as(Some(&name), &self.registry);
+                    let counted = counted_as(Some(&name), &shared.registry);
                     let sessions = &report.status.sessions;
-                    *snapshot.programs.entry(counted.clone()).or_default() += sessions.len();
-                    snapshot
-                        .sessions
+                    *self.programs.entry(counted.clone()).or_default() += sessions.len();
+                    self.sessions
                         .extend(sessions.iter().map(|session| SessionStatus {
                             id: session.id | base,
                             guest: counted.clone(),
@@ -109,18 +137,23 @@ impl Shared {
                             endpoint: shown(&session.endpoint),
                             ..session.clone()
                         }));
-                    snapshot.add(&counted, &report);
+                    self.add(&counted, &report);
                 }
                 Err(error) => {
                     debug!(vm = name, "its process does not report: {error}");
                 }
             }
         }
-        snapshot
     }
-}
 
-impl Snapshot {
+    /// `silent`: the time for which a process that has reported before does so no longer.
+    fn add_silence(&mut self, silent: Option<Duration>, limit: Duration, who: fmt::Arguments<'_>) {
+        if let Some(silent) = silent.filter(|silent| *silent > limit) {
+            self.silent
+                .get_or_insert_with(|| format!("{who} has reported nothing for {silent:.0?}"));
+        }
+    }
+
     fn add(&mut self, counted: &str, report: &Report) {
         self.totals.entry(counted.into()).or_default().add(report);
         self.weights.add(&report.status.engine.weights);
@@ -188,15 +221,18 @@ impl StatusSource for Shared {
         if let Some(why) = self.main.late("the main thread", LATE) {
             return Progress::Late(why);
         }
-        // A process of a virtual machine that does not answer may be starting its engine, for
-        // minutes. It ends itself if its engine hangs.
-        match self.snapshot().hang {
-            Some(hang) => Progress::Stalled(format!("the engine hangs: {hang}")),
-            None => Progress::Runs(format!(
-                "the engines {} of the processes answer",
-                self.resources.engine
-            )),
+        let Snapshot { hang, silent, .. } = self.snapshot();
+        if let Some(hang) = hang {
+            return Progress::Stalled(format!("the engine hangs: {hang}"));
         }
+        // All processes may have been stopped, and this one may be the first that runs again.
+        if let Some(silent) = silent {
+            return Progress::Late(silent);
+        }
+        Progress::Runs(format!(
+            "the engines {} of the processes answer",
+            self.resources.engine
+        ))
     }
 
     fn latencies(&self) -> Vec<TenantLatency> {

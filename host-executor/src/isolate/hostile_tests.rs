@@ -1,10 +1,11 @@
 //! A supervisor whose workers have been taken over: each test is one thing that such a worker does.
 
 use std::collections::VecDeque;
+use std::io::{BufRead as _, BufReader, Write as _};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -21,10 +22,11 @@ use super::ipc::{self, IpcSocket, ReceiveOutcome, WorkerMessage, WorkerReport};
 use super::partition::{Partition, Resources};
 use super::state::Timeouts;
 use super::{Supervisor, serve, take_socket};
+use crate::control;
 use crate::limits::Limits;
 use crate::policy::Policy;
 use crate::server::Server;
-use crate::status::Status;
+use crate::status::{Progress, Report, Status};
 use crate::stop::StopFlag;
 use crate::tenant_registry::{GuestRule, Rules};
 
@@ -35,6 +37,10 @@ const DEED: &str = "VGPU_TEST_WORKER";
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 const MEMORY: u64 = 16 << 20;
+
+/// From this time on a process without reports counts as one that hangs. A question to the process
+/// of a virtual machine takes longer if it is not answered.
+const SILENCE: Duration = Duration::from_secs(1);
 
 /// The worker: this test program, started again by the tests below.
 #[test]
@@ -116,7 +122,7 @@ fn worker_process() {
 const FULL: std::io::ErrorKind = std::io::ErrorKind::WouldBlock;
 
 /// Figures of a worker that claims the sessions and the figures of everyone.
-fn claims(mut report: crate::status::Report, own: u64) -> WorkerMessage {
+fn claims(mut report: Report, own: u64) -> WorkerMessage {
     let mut guest = report.status.guests[0].clone();
     guest.usage.memory = u64::MAX;
     guest.usage.graphs = u64::MAX;
@@ -209,6 +215,7 @@ impl Supervised {
             ready: timeout,
             machine_end: timeout,
             machine_kill: timeout,
+            silence: SILENCE,
             ..Timeouts::default()
         };
         let limits = Limits::default().handshakes;
@@ -258,6 +265,11 @@ impl Supervised {
     fn status(&self) -> Status {
         let handle = self.supervisor.as_ref().expect("it runs").status_handle();
         handle.status()
+    }
+
+    fn progress(&self) -> Progress {
+        let handle = self.supervisor.as_ref().expect("it runs").status_handle();
+        handle.progress()
     }
 
     /// The processes of a guest.
@@ -383,6 +395,81 @@ fn shutdown_does_not_wait_for_the_process_of_a_virtual_machine_without_end() {
     supervisor.wait_for_vms().expect("it does not end");
     let machines = test.shared().processes().machines.len();
     assert_eq!(machines, 1);
+    test.shutdown();
+}
+
+#[test]
+fn worker_that_reports_no_more_makes_no_progress() {
+    let mut test = Supervised::new(SOON, &["mute"]);
+    let _hostile = test.program("a");
+    let words = " of guest a has reported nothing for ";
+    eventually(
+        "the supervisor says so",
+        || matches!(test.progress(), Progress::Late(why) if why.contains(words)),
+    );
+    test.shutdown();
+}
+
+/// A control socket that answers with `report` while the flag is set. Nobody closes the connections
+/// of others.
+fn answer_while(flag: &Arc<AtomicBool>, control: &Path, report: &Report) {
+    let (listener, file) = control::bind(control).expect("a socket");
+    let (flag, answer) = (Arc::clone(flag), serde_json::to_vec(report).expect("JSON"));
+    thread::spawn(move || {
+        let (_file, mut unanswered) = (file, Vec::new());
+        for client in listener.incoming() {
+            let mut client = client.expect("a client");
+            if flag.load(Ordering::Relaxed) {
+                let mut line = String::new();
+                let _ = BufReader::new(&client).read_line(&mut line);
+                let _ = client.write_all(&answer);
+            } else {
+                unanswered.push(client);
+            }
+        }
+    });
+}
+
+#[test]
+fn process_of_a_virtual_machine_that_falls_mute_makes_no_progress() {
+    let mut test = Supervised::new(SOON, &[]);
+    let folder = test.folder.path().to_owned();
+    let supervisor = test.supervisor.as_mut().expect("it runs");
+    let command = || {
+        let mut command = Command::new("/bin/sh");
+        command.args(["-c", "exec sleep 600"]);
+        command
+    };
+    let control = folder.join("control");
+    let started = supervisor.start_vm("vm1", Box::new(command), &folder.join("vm"), &control);
+    started.expect("it starts");
+    supervisor.wait_for_vms().expect("it does not end");
+    let runs = || matches!(test.progress(), Progress::Runs(_));
+    assert!(runs(), "nobody listens yet");
+
+    let engine = Arc::new(CpuEngine::new(1, Some(MEMORY)).expect("an engine"));
+    let server = Server::new(engine, Limits::default(), 1).expect("a thread");
+    let mut report = server.status_handle().report();
+    // By which the test knows that the answer has arrived.
+    report.status.engine.turn = Some(5.0);
+    let answers = Arc::new(AtomicBool::new(false));
+    answer_while(&answers, &control, &report);
+    assert!(
+        runs(),
+        "it has not answered yet: its engine may be starting"
+    );
+    for _ in 0..2 {
+        answers.store(true, Ordering::Relaxed);
+        eventually("it answers", || test.status().engine.turn == Some(5.0));
+        assert!(runs(), "it answers");
+        answers.store(false, Ordering::Relaxed);
+        let found = test.progress();
+        let words = "the process of the virtual machine vm1 has reported nothing for ";
+        assert!(
+            matches!(&found, Progress::Late(why) if why.starts_with(words)),
+            "{found:?}"
+        );
+    }
     test.shutdown();
 }
 

@@ -16,6 +16,7 @@ use tracing::error;
 use super::ipc::{Command, IpcSocket, MAX_WORKER_SESSIONS, Rejection, WorkerReport};
 use super::partition::{Partition, Resources};
 use super::totals::EndedWorkers;
+use crate::control::{Asked, ControlError};
 use crate::handshakes::{Handshakes, PendingHandshake};
 use crate::heartbeat::Heartbeat;
 use crate::limits::{HandshakeLimits, sessions_of_one_guest};
@@ -53,6 +54,8 @@ pub(super) struct Timeouts {
     /// From then on, before the process is killed. The process kills an executor 4 s after it was
     /// told again.
     pub(super) machine_kill: Duration,
+    /// For a process that has reported, to do so again. Then it counts as one that hangs.
+    pub(super) silence: Duration,
 }
 
 impl Default for Timeouts {
@@ -63,6 +66,7 @@ impl Default for Timeouts {
             ready: Duration::from_secs(10),
             machine_end: Duration::from_secs(15),
             machine_kill: Duration::from_secs(6),
+            silence: Duration::from_secs(10),
         }
     }
 }
@@ -118,8 +122,8 @@ pub(super) struct Worker {
     pub(super) unproven: Option<String>,
     /// Whether the worker has been told to end, and gets no further programs.
     pub(super) is_closing: bool,
-    /// The last report.
-    pub(super) report: Option<WorkerReport>,
+    /// The last report, and when it has come.
+    pub(super) report: Option<(WorkerReport, Instant)>,
     /// The dumps that somebody waits for, by number, with the answer of the worker.
     dumps: BTreeMap<u64, Option<String>>,
 }
@@ -144,6 +148,39 @@ pub(super) struct VmProcess {
     pub(super) pid: Pid,
     /// The control socket of the process.
     pub(super) control: PathBuf,
+    pub(super) answers: VmAnswers,
+}
+
+/// Which of the questions at a control socket were answered.
+#[derive(Debug, Default)]
+pub(super) struct VmAnswers {
+    /// The executor that has answered last, and that no other one has replaced since.
+    executor: Option<i32>,
+    /// When the first question after its last answer was asked.
+    unanswered: Option<Instant>,
+}
+
+impl VmAnswers {
+    /// Takes down what became of a question that was asked at `at`. An executor that has not
+    /// answered yet may be starting its engine, for minutes, and has another number than the one
+    /// before.
+    pub(super) fn note<T>(&mut self, at: Instant, asked: &Asked<T>) {
+        match (&asked.answer, asked.process) {
+            (Ok(_), process) => (self.executor, self.unanswered) = (process, None),
+            // Clients wait without an end, and none is accepted: nobody says which process listens.
+            (Err(ControlError::Busy { .. }), None) => {}
+            (Err(_), process) if process.is_some() && process == self.executor => {}
+            (Err(_), _) => (self.executor, self.unanswered) = (None, None),
+        }
+        if asked.answer.is_err() && self.executor.is_some() {
+            self.unanswered.get_or_insert(at);
+        }
+    }
+
+    /// How long an executor that has answered before has left questions without an answer.
+    pub(super) fn silent(&self) -> Option<Duration> {
+        Some(self.unanswered?.elapsed())
+    }
 }
 
 impl Shared {
@@ -228,6 +265,13 @@ impl Worker {
             report: None,
             dumps: BTreeMap::new(),
         }
+    }
+
+    /// How long it is since the last report. `None` before the first one, for a worker that ends,
+    /// and for one that only rejects a guest: these have limits of their own.
+    pub(super) fn silent(&self) -> Option<Duration> {
+        let (_, at) = self.report.as_ref()?;
+        (!self.is_closing && !self.is_rejection).then(|| at.elapsed())
     }
 
     /// Asks the worker for a dump, which [`take_dump`](Worker::take_dump) returns later.
@@ -425,5 +469,57 @@ impl Processes {
         }
         let limit = self.partition.max_sessions;
         (sessions >= limit).then_some(Rejection::Full { sessions, limit })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_executor_is_silent_only_after_it_has_answered() {
+        const LATE: fn() -> ControlError = || ControlError::Late { bytes: 0 };
+        const BUSY: fn() -> ControlError = || ControlError::Busy {
+            limit: Duration::ZERO,
+        };
+        const REFUSED: fn() -> ControlError =
+            || ControlError::Socket(io::ErrorKind::ConnectionRefused.into());
+        let mut answers = VmAnswers::default();
+        for (step, (process, answer, is_silent)) in [
+            // It starts.
+            (None, Err(REFUSED()), false),
+            (Some(1), Err(LATE()), false),
+            (None, Err(BUSY()), false),
+            (Some(1), Ok(()), false),
+            // It falls mute, until too many clients wait.
+            (Some(1), Err(LATE()), true),
+            (None, Err(BUSY()), true),
+            (Some(1), Ok(()), false),
+            // Another one takes its place, and starts.
+            (Some(1), Err(LATE()), true),
+            (Some(2), Err(LATE()), false),
+            (None, Err(BUSY()), false),
+            (Some(2), Ok(()), false),
+            (None, Err(BUSY()), true),
+            // It ends.
+            (None, Err(REFUSED()), false),
+        ]
+        .into_iter()
+        .enumerate()
+        {
+            answers.note(Instant::now(), &Asked { process, answer });
+            assert_eq!(answers.silent().is_some(), is_silent, "step {step}");
+        }
+        // From the first question on.
+        let (now, minute) = (Instant::now(), Duration::from_secs(60));
+        let mut note = |at, answer| {
+            let process = Some(3);
+            answers.note(at, &Asked { process, answer });
+        };
+        note(now - 2 * minute, Ok(()));
+        note(now - minute, Err(LATE()));
+        note(now, Err(LATE()));
+        let silent = answers.silent().expect("it is silent");
+        assert!((minute..2 * minute).contains(&silent), "{silent:?}");
     }
 }

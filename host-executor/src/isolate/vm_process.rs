@@ -16,7 +16,7 @@ use vgpu_transport::link::socket_file;
 use super::ipc::IpcSocket;
 use super::log_pipe::LogPipe;
 use super::process::{ExitReason, spawn};
-use super::state::{MakeMachine, Shared, VmProcess};
+use super::state::{MakeMachine, Shared, VmAnswers, VmProcess};
 use super::vm_files::VmFiles;
 use crate::control::StartingProcess;
 
@@ -212,6 +212,7 @@ fn spawn_child(
         name: name.into(),
         pid: Pid::from_child(&child),
         control: control.into(),
+        answers: VmAnswers::default(),
     };
     processes.machines.insert(id, machine);
     // `command` is dropped here, and with it the process's end of the socket.

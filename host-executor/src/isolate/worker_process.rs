@@ -180,7 +180,7 @@ fn on_report(shared: &Shared, id: u64, report: WorkerReport) {
         }
         program.number > report.served || is_open(session) || report.pending.contains(&session)
     });
-    worker.report = Some(report);
+    worker.report = Some((report, Instant::now()));
     if worker.sessions.is_empty() && !worker.is_closing {
         worker.close();
     }
@@ -195,7 +195,7 @@ fn remove(shared: &Shared, id: u64, log: impl Fn(u64, &Peer)) {
         for (session, program) in &worker.sessions {
             log(*session, &program.peer);
         }
-        if let Some(WorkerReport { report, .. }) = &worker.report {
+        if let Some((WorkerReport { report, .. }, _)) = &worker.report {
             let guest = worker.guest.as_deref();
             processes.ended_workers.add(guest, report, &shared.registry);
         }

@@ -19,10 +19,14 @@ pub struct PeerCredentials {
     pub gid: u32,
 }
 
-/// Reads the credentials of the process that connected to `socket` (`SO_PEERCRED`).
+/// Reads the credentials of the process that connected to `socket`, or, of a socket that has
+/// connected, of the process that listens (`SO_PEERCRED`).
 ///
 /// `rustix` has this call too, but its process id cannot be 0.
-pub(super) fn of(socket: &OwnedFd) -> Result<PeerCredentials, LinkError> {
+///
+/// # Errors
+/// [`LinkError::System`] if the kernel does not say.
+pub fn of(socket: impl AsFd) -> Result<PeerCredentials, LinkError> {
     let mut credentials = libc::ucred {
         pid: 0,
         uid: 0,
@@ -33,7 +37,7 @@ pub(super) fn of(socket: &OwnedFd) -> Result<PeerCredentials, LinkError> {
     // kernel writes at most `len` bytes, and every bit pattern is a valid ucred.
     let result = unsafe {
         libc::getsockopt(
-            socket.as_raw_fd(),
+            socket.as_fd().as_raw_fd(),
             libc::SOL_SOCKET,
             libc::SO_PEERCRED,
             (&raw mut credentials).cast(),
@@ -42,7 +46,7 @@ pub(super) fn of(socket: &OwnedFd) -> Result<PeerCredentials, LinkError> {
     };
     if result != 0 {
         let error = std::io::Error::last_os_error();
-        return Err(LinkError::io("reading the guest's credentials")(error));
+        return Err(LinkError::io("reading the peer's credentials")(error));
     }
     Ok(PeerCredentials {
         pid: credentials.pid,

@@ -1,4 +1,5 @@
-//! Checks in a process of their own: a driver may hang, or end the process that loads it.
+//! Checks in a process of their own: a driver or a plugin may hang, or end the process that loads
+//! it.
 
 use std::fs::File;
 use std::io::{self, Read as _, Seek as _};
@@ -33,7 +34,7 @@ pub(super) fn end_with_parent() {
 }
 
 /// What a process writes to its standard output until it ends, and its status, if that takes no
-/// longer than `limit`.
+/// longer than `limit`. Standard error is that of the command.
 pub(super) fn output(
     command: &mut Command,
     limit: Duration,
@@ -43,7 +44,6 @@ pub(super) fn output(
     let mut child = command
         .stdin(Stdio::null())
         .stdout(out.try_clone()?)
-        .stderr(Stdio::null())
         .spawn()?;
     let begin = Instant::now();
     let status = loop {
@@ -75,7 +75,10 @@ mod tests {
 
     #[test]
     fn process_that_hangs_or_crashes_has_no_answer() {
-        let shell = |script: &str, limit| output(Command::new("sh").args(["-c", script]), limit);
+        let shell = |script: &str, limit| {
+            let mut command = Command::new("sh");
+            output(command.args(["-c", script]).stderr(Stdio::null()), limit)
+        };
         let long = Duration::from_secs(60);
         let (text, status) = shell("echo yes; exit 3", long).expect("it answers");
         assert_eq!((text.as_str(), status.code()), ("yes\n", Some(3)));

@@ -2,7 +2,7 @@
 //! that it starts may hang, or end the process.
 
 use std::io::ErrorKind;
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use serde_json::Value;
@@ -28,7 +28,7 @@ pub(super) fn check(root: &Root, report: &mut Report) -> Option<Settings> {
             let shown = path.display();
             let mut command = Command::new(OWN_PROGRAM);
             command.arg("check-config").arg(&path).arg("--json");
-            let answer = child::output(&mut command, LIMIT);
+            let answer = child::output(command.stderr(Stdio::null()), LIMIT);
             let value = answer.map(|(text, _)| serde_json::from_str::<Value>(text.trim()));
             match value {
                 Ok(Ok(value)) if value["ok"] == true => report.ok(

@@ -3,13 +3,14 @@
 use std::ffi::{CStr, CString, c_int, c_uint, c_void};
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::PathBuf;
-use std::process::{Command, ExitCode};
+use std::process::{Command, ExitCode, Stdio};
 use std::time::Duration;
 
 use clap::Parser;
 use serde::{Deserialize, Serialize};
 
 use super::child::{self, NoAnswer};
+use super::library::Library;
 use super::report::Report;
 use super::root::Root;
 use crate::own_program::OWN_PROGRAM;
@@ -55,26 +56,10 @@ pub(crate) fn run(args: &DriverArgs) -> ExitCode {
 fn load(args: &DriverArgs) -> Result<Answer, String> {
     let name = CString::new(args.library.as_os_str().as_bytes());
     let name = name.map_err(|error| error.to_string())?;
-    // SAFETY: `name` is a terminated string. dlopen runs the initialisers of the driver's library.
-    let library = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW) };
-    if library.is_null() {
-        // SAFETY: dlerror returns null or a terminated string, which stays valid until the next
-        // call of this thread.
-        return Err(unsafe {
-            let error = libc::dlerror();
-            match error.is_null() {
-                true => "the dynamic linker does not say why".into(),
-                false => CStr::from_ptr(error).to_string_lossy().into_owned(),
-            }
-        });
-    }
+    let library = Library::load(&name, 0).map_err(|error| error.to_string())?;
     let symbol = |name: &CStr| -> Result<*mut c_void, String> {
-        // SAFETY: the handle is from dlopen and never closed; the name is a terminated string.
-        let symbol = unsafe { libc::dlsym(library, name.as_ptr()) };
-        match symbol.is_null() {
-            true => Err(format!("it has no function {}", name.to_string_lossy())),
-            false => Ok(symbol),
-        }
+        let symbol = library.symbol(name);
+        symbol.ok_or_else(|| format!("it has no function {}", name.to_string_lossy()))
     };
     let (get_version, init) = (symbol(c"cuDriverGetVersion")?, symbol(c"cuInit")?);
     let mut version = 0;
@@ -105,7 +90,7 @@ pub(super) fn check(part: &'static str, root: &Root, folders: &[&str], report: &
     };
     let mut command = Command::new(OWN_PROGRAM);
     command.arg("doctor-driver").arg(library);
-    let answer = child::output(&mut command, LIMIT);
+    let answer = child::output(command.stderr(Stdio::null()), LIMIT);
     let (what, next) = match answer.map(|(text, _)| parse(&text)) {
         Ok(Some(Answer::Loaded { version, init: 0 })) if version >= MIN_VERSION => {
             report.ok(part, format!("{LIBRARY}: CUDA {}", shown(version)));

@@ -8,6 +8,7 @@ mod devices;
 mod driver;
 mod gpu;
 mod host;
+mod library;
 mod link;
 mod ollama;
 mod plugin;

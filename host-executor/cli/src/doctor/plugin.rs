@@ -5,12 +5,14 @@ use std::ffi::{CStr, CString, NulError, c_char, c_int, c_void};
 use std::io;
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode, Stdio};
+use std::process::{Command, ExitCode};
 use std::time::Duration;
 
 use clap::Parser;
 use vgpu_transport::link::Endpoint;
 
+use super::child::{self, NoAnswer};
+use super::library::{Library, LinkerError};
 use super::link::Links;
 use super::report::Report;
 use crate::own_program::OWN_PROGRAM;
@@ -38,6 +40,7 @@ pub(crate) struct PluginArgs {
 
 /// Prints the report as JSON.
 pub(crate) fn run(args: &PluginArgs) -> ExitCode {
+    child::end_with_parent();
     let mut report = Report::default();
     load(args, &mut report);
     match serde_json::to_string(&report) {
@@ -79,6 +82,14 @@ pub(super) fn check(
     }
     match answer(command) {
         Ok(other) => report.append(other),
+        Err(why @ NoReport::Process(NoAnswer::Late(_))) => report.fail(
+            PART,
+            format!(
+                "{}: {why}: it, its ggml or a library that they need hangs",
+                file.display()
+            ),
+            "LD_DEBUG=files vgpu doctor shows which libraries begin (calling init)",
+        ),
         Err(why) => report.fail(
             PART,
             format!("{}: {why}", file.display()),
@@ -90,22 +101,19 @@ pub(super) fn check(
 /// Why the process that loads the plugin has no report.
 #[derive(Debug, thiserror::Error)]
 enum NoReport {
-    #[error("a process for it does not start: {0}")]
-    Start(#[from] io::Error),
-    #[error("loading it ends the process: {0}")]
-    Ended(std::process::ExitStatus),
+    #[error(transparent)]
+    Process(#[from] NoAnswer),
     #[error("its process has written no report")]
     Empty,
 }
 
 /// The report of the process. What the plugin logs appears on standard error.
 fn answer(mut command: Command) -> Result<Report, NoReport> {
-    let output = { command.stdin(Stdio::null()).stderr(Stdio::inherit()) }.output()?;
-    if !output.status.success() {
-        return Err(NoReport::Ended(output.status));
+    let (text, status) = child::output(&mut command, LIMIT)?;
+    if !status.success() {
+        return Err(NoAnswer::Ended(status).into());
     }
     // Libraries may write lines of their own.
-    let text = String::from_utf8_lossy(&output.stdout);
     let last = text.lines().next_back().ok_or(NoReport::Empty)?;
     serde_json::from_str(last).map_err(|_| NoReport::Empty)
 }
@@ -127,7 +135,7 @@ fn load(args: &PluginArgs, report: &mut Report) {
     });
     let has_ggml = ggml.is_some_and(|file| check_ggml(&file, report));
 
-    let object = match Object::load(file) {
+    let object = match load_file(file) {
         Ok(object) => object,
         Err(error) => {
             report.fail(
@@ -195,6 +203,9 @@ type Score = extern "C" fn() -> c_int;
 /// link and does not answer, whom the plugin then names.
 const SCORE_LIMIT: Duration = Duration::from_secs(30);
 
+/// How long the process may take: the plugin and its ggml have 10 s to be loaded.
+const LIMIT: Duration = SCORE_LIMIT.saturating_add(Duration::from_secs(10));
+
 fn check_score(
     score: impl FnOnce() -> c_int + Send + 'static,
     limit: Duration,
@@ -220,7 +231,7 @@ fn check_score(
 
 /// Loads a ggml library for the plugin. Returns whether a ggml is loaded now.
 fn check_ggml(file: &Path, report: &mut Report) -> bool {
-    let object = match Object::load(file) {
+    let object = match load_file(file) {
         Ok(object) => object,
         Err(error) => {
             report.fail(
@@ -268,45 +279,20 @@ enum LoadError {
     File(#[from] io::Error),
     #[error(transparent)]
     Name(#[from] NulError),
-    /// The file is not a shared object for this machine, or a library that it needs is missing. The
-    /// text is from the dynamic linker.
-    #[error("{0}")]
-    Linker(String),
-    /// The dynamic linker has failed without a text.
-    #[error("the file cannot be loaded")]
-    LinkerSilent,
+    /// The file is not a shared object for this machine, or a library that it needs is missing.
+    #[error(transparent)]
+    Linker(#[from] LinkerError),
 }
 
-/// A shared object in this process. Never unloaded.
-struct Object(*mut c_void);
-
-impl Object {
-    fn load(file: &Path) -> Result<Object, LoadError> {
-        // The error of the file system says more than the dynamic linker's.
-        std::fs::File::open(file)?;
-        // A name without a slash would be searched for in the system's library folders.
-        let file = file.canonicalize()?;
-        let name = CString::new(file.as_os_str().as_bytes())?;
-        // SAFETY: `name` is a terminated string. dlopen runs the initialisers of the file, which
-        // the user has named for that purpose.
-        let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL) };
-        if handle.is_null() {
-            // SAFETY: dlerror returns null or a terminated string, which stays valid until the next
-            // call of this thread.
-            let error = unsafe {
-                let error = libc::dlerror();
-                (!error.is_null()).then(|| CStr::from_ptr(error).to_string_lossy().into_owned())
-            };
-            return Err(error.map_or(LoadError::LinkerSilent, LoadError::Linker));
-        }
-        Ok(Object(handle))
-    }
-
-    fn symbol(&self, name: &CStr) -> Option<*mut c_void> {
-        // SAFETY: the handle is from dlopen and never closed; the name is a terminated string.
-        let symbol = unsafe { libc::dlsym(self.0, name.as_ptr()) };
-        (!symbol.is_null()).then_some(symbol)
-    }
+/// Loads a file into this process.
+fn load_file(file: &Path) -> Result<Library, LoadError> {
+    // The error of the file system says more than the dynamic linker's.
+    std::fs::File::open(file)?;
+    // A name without a slash would be searched for in the system's library folders.
+    let file = file.canonicalize()?;
+    let name = CString::new(file.as_os_str().as_bytes())?;
+    // A ggml has to be there for the plugin, which is loaded later.
+    Ok(Library::load(&name, libc::RTLD_GLOBAL)?)
 }
 
 #[cfg(test)]

@@ -2,7 +2,9 @@
 
 use std::collections::BTreeMap;
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
+use super::child::{self, NoAnswer};
 use super::report::Report;
 use super::root::Root;
 use crate::config_error::EX_CONFIG;
@@ -15,6 +17,9 @@ const ENABLE: &str = "sudo systemctl enable --now vgpu";
 
 /// Shows what the service does while it starts.
 const FOLLOW: &str = "journalctl --unit vgpu --follow";
+
+/// How long `systemctl` may take. Its own limit for an answer of systemd is 25 s.
+const LIMIT: Duration = Duration::from_secs(10);
 
 /// What systemd says of the service.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -42,9 +47,12 @@ pub(super) fn check(root: &Root, report: &mut Report) -> State {
     if !root.has_systemd() {
         return State::Unknown;
     }
-    let Some(values) = show() else {
-        report.note(PART, "systemctl does not answer");
-        return State::Unknown;
+    let values = match show() {
+        Ok(values) => values,
+        Err(error) => {
+            report.note(PART, format!("systemctl does not say: {error}"));
+            return State::Unknown;
+        }
     };
     let value = |key: &str| values.get(key).map_or("", String::as_str);
     if value("LoadState") != "loaded" {
@@ -94,16 +102,17 @@ pub(super) fn check(root: &Root, report: &mut Report) -> State {
 }
 
 /// The properties of the unit by name.
-fn show() -> Option<BTreeMap<String, String>> {
-    let output = Command::new("systemctl")
+fn show() -> Result<BTreeMap<String, String>, NoAnswer> {
+    let mut command = Command::new("systemctl");
+    command
         .args(["show", UNIT, "--property"])
         .arg("LoadState,ActiveState,SubState,Result,ExecMainStatus,NRestarts,UnitFileState")
-        .stdin(Stdio::null())
-        .stderr(Stdio::null())
-        .output()
-        .ok()?;
-    let text = String::from_utf8(output.stdout).ok()?;
+        .stderr(Stdio::null());
+    let (text, status) = child::output(&mut command, LIMIT)?;
+    if !status.success() {
+        return Err(NoAnswer::Ended(status));
+    }
     let pairs = text.lines().filter_map(|line| line.split_once('='));
     let values = pairs.map(|(key, value)| (key.to_owned(), value.to_owned()));
-    output.status.success().then(|| values.collect())
+    Ok(values.collect())
 }
