@@ -492,7 +492,8 @@ impl<const VNNI: bool> IntSimd for Ymm<VNNI> {
         }
 
         unsafe fn sum_lanes(a: __m256i, b: __m256i) -> __m256i {
-            let [first, second] = Self::zip_lanes(a, b);
+            let first = _mm256_permute2x128_si256(a, b, 0x20);
+            let second = _mm256_permute2x128_si256(a, b, 0x31);
             _mm256_add_epi32(first, second)
         }
 

@@ -9,7 +9,6 @@ use super::block_simd::BlockSimd;
 use super::block32_decode::depth;
 use super::blocks::SuperBlockKernel;
 use super::eight_rows::{self, EightRows, EightRowsKernel, ROWS};
-use super::int_simd::IntSimd;
 use super::panel::{self, Panel, Prefetch, Tile};
 use crate::formats::BlockQ8K;
 use crate::gemm::kernel::GemmArgs;
