@@ -4,10 +4,11 @@
 //! A model can have several buffers, and nothing in ggml's interface says which belong together.
 //! [`LoadLog`] therefore collects the buffers that are complete until the first graph computes.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use vgpu_transport::ir::BufferId;
+use vgpu_transport::lock::lock;
 
 /// A buffer that is not for weights has log lines from so many bytes on.
 const MIN_BUFFER_BYTES: u64 = 64 << 20;
@@ -70,7 +71,7 @@ impl LoadProgress {
 
     /// What is known after a write of `bytes` bytes. `None` after the end of the loading.
     fn step(&self, bytes: u64, is_model: bool, now: Instant) -> Option<Advance> {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = lock(&self.state);
         if state.is_complete {
             return None;
         }
@@ -238,7 +239,7 @@ impl LoadLog {
     }
 
     fn loads(&self) -> MutexGuard<'_, Loads> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 }
 

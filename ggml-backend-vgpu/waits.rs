@@ -11,11 +11,12 @@ use std::io::{self, Write as _};
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use vgpu_transport::fork::PerProcess;
+use vgpu_transport::lock::lock;
 
 /// A wait of this length is worth the file. The file is written again as often.
 const SLOW: Duration = Duration::from_secs(10);
@@ -80,7 +81,7 @@ impl Waits {
             return waits;
         };
         let watched = WATCHED.get_or_init(Mutex::default);
-        let mut watched = watched.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut watched = lock(watched);
         watched.sessions.retain(|other| other.strong_count() > 0);
         watched.sessions.push(Arc::downgrade(&waits));
         if !watched.has_thread {
@@ -168,7 +169,7 @@ fn watch(path: &Path) {
     loop {
         thread::sleep(PERIOD);
         let watched = WATCHED.get_or_init(Mutex::default);
-        let watched = watched.lock().unwrap_or_else(PoisonError::into_inner);
+        let watched = lock(watched);
         let sessions: Vec<_> = watched.sessions.iter().filter_map(Weak::upgrade).collect();
         drop(watched);
         dump.look(path, &sessions, Instant::now());

@@ -3,9 +3,10 @@
 use std::ffi::{c_char, c_void};
 use std::ptr;
 use std::sync::atomic::{AtomicPtr, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use vgpu_transport::fork::PerProcess;
+use vgpu_transport::lock::lock;
 
 use super::device;
 use crate::abi::{
@@ -73,7 +74,7 @@ fn find_or_make() -> Option<&'static Registry> {
         }
     };
     let making = MAKING.get_or_init(Mutex::default);
-    let _making = making.lock().unwrap_or_else(PoisonError::into_inner);
+    let _making = lock(making);
     let registry = REGISTRY.load(Ordering::Acquire);
     if registry.is_null() {
         let made = make(Arc::new(ggml))?;

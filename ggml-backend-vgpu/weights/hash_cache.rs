@@ -19,8 +19,9 @@ use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
+use vgpu_transport::lock::lock;
 use vgpu_transport::wire::{ContentHash, MAX_EXTENTS, MIN_EXTENT};
 
 use super::file_identity::FileIdentity;
@@ -67,7 +68,7 @@ impl HashCache {
     }
 
     fn parts(&self) -> MutexGuard<'_, Parts> {
-        self.parts.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.parts)
     }
 
     /// Adds hashes of an unchanged file, in memory and on disk.

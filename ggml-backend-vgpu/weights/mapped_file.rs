@@ -14,10 +14,11 @@ use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::SystemTime;
 
 use vgpu_transport::fork::PerProcess;
+use vgpu_transport::lock::lock;
 use vgpu_transport::wire::ContentHash;
 
 use super::file_identity::FileIdentity;
@@ -86,7 +87,7 @@ impl MappedFile {
     fn find(mapping: &Mapping) -> Option<Arc<MappedFile>> {
         static OPEN: PerProcess<Mutex<Vec<Arc<MappedFile>>>> = PerProcess::new();
         let open = OPEN.get_or_init(Mutex::default);
-        let mut open = open.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut open = lock(open);
         open.retain(|file| file.is_unchanged());
         let is_same = |file: &&Arc<MappedFile>| {
             (file.identity.device, file.identity.inode) == (mapping.device, mapping.inode)

@@ -11,6 +11,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use vgpu_engine::{Engine, MemoryInfo};
+use vgpu_transport::lock::lock;
 
 use crate::lock::expect_unlocked;
 
@@ -173,7 +174,7 @@ impl EngineMonitor {
     }
 
     fn lock(&self) -> MutexGuard<'_, EngineAnswers> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 }
 

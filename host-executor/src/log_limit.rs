@@ -1,8 +1,10 @@
 //! A limit on log lines that connections can cause.
 #![forbid(unsafe_code)]
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
+
+use vgpu_transport::lock::lock;
 
 /// The period in which the lines are counted.
 const INTERVAL: Duration = Duration::from_secs(10);
@@ -33,7 +35,7 @@ impl LogLimit {
     /// Whether a line may be logged at `now`. The number is that of the lines that were suppressed
     /// before it.
     pub(crate) fn allow(&self, now: Instant) -> Option<u64> {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = lock(&self.state);
         if state
             .began
             .is_none_or(|began| now.duration_since(began) >= INTERVAL)

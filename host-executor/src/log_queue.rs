@@ -25,6 +25,8 @@ use tracing::Level;
 
 use crate::service;
 
+use vgpu_transport::lock::lock;
+
 /// How long the end of the process waits for the log.
 pub(crate) const MAX_FLUSH_WAIT: Duration = Duration::from_secs(2);
 
@@ -227,7 +229,7 @@ impl LogQueue {
     }
 
     fn lock(&self) -> MutexGuard<'_, QueuedLines> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     /// Appends text, or counts its lines as dropped. Once something is dropped, so is all that

@@ -11,7 +11,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::os::fd::{AsFd as _, BorrowedFd, FromRawFd as _, OwnedFd};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock};
 
 use sd_notify::NotifyState;
 use tracing::{Level, warn};
@@ -74,7 +74,7 @@ static STORED: Mutex<Stored> = Mutex::new(Stored {
 });
 
 fn lock() -> MutexGuard<'static, Stored> {
-    STORED.lock().unwrap_or_else(PoisonError::into_inner)
+    vgpu_transport::lock::lock(&STORED)
 }
 
 impl Stored {

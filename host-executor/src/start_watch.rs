@@ -16,6 +16,8 @@ use tracing::Level;
 use crate::last_log::end_with_last_log;
 use crate::log_queue;
 
+use vgpu_transport::lock::lock;
+
 /// A start that takes longer is reported.
 const SLOW: Duration = Duration::from_secs(10);
 
@@ -42,14 +44,14 @@ struct StartProgress {
 
 impl Shared {
     fn set(&self, change: impl FnOnce(&mut StartProgress)) {
-        change(&mut self.state.lock().unwrap_or_else(PoisonError::into_inner));
+        change(&mut lock(&self.state));
         self.changed.notify_all();
     }
 
     /// Waits for `until`, and for `limit` at most. Returns whether it is so.
     fn wait(&self, limit: Duration, until: impl Fn(&StartProgress) -> bool) -> bool {
         let end = Instant::now() + limit;
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = lock(&self.state);
         while !until(&state) {
             let Some(left) = end.checked_duration_since(Instant::now()) else {
                 return false;

@@ -3,13 +3,14 @@
 use std::collections::HashMap;
 use std::ptr;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, OnceLock};
 
 use vgpu_cuda::device::{Address, Device, Event, GraphExecId, KernelId, Launch, MappedHostMemory};
 use vgpu_cuda::source::sources_for;
 use vgpu_cuda_shim::{DeviceModel, Kernel, ShimError};
 use vgpu_engine::{EngineError, MemoryInfo};
 use vgpu_transport::bytes::{Bytes, BytesMut};
+use vgpu_transport::lock::lock;
 
 const PAGE: usize = 4096;
 
@@ -114,10 +115,7 @@ impl Shim {
             start as usize
         };
         let address = (start + len - PAGE - bytes) as Address;
-        self.mappings
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .insert(address, (start, len));
+        lock(&self.mappings).insert(address, (start, len));
         address
     }
 }
@@ -176,7 +174,7 @@ impl Device for Shim {
     }
 
     unsafe fn free(&self, address: Address, _: u64) {
-        let mut mappings = self.mappings.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut mappings = lock(&self.mappings);
         let (start, len) = mappings.remove(&address).expect("it was allocated");
         // SAFETY: `map` has made this mapping, and the caller no longer uses it.
         unsafe { libc::munmap(start as *mut libc::c_void, len) };
@@ -219,7 +217,7 @@ impl Device for Shim {
     }
 
     fn kernel(&self, name: &'static str) -> Result<KernelId, EngineError> {
-        let mut kernels = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut kernels = lock(&self.kernels);
         let known = kernels.iter().position(|(known, _)| *known == name);
         let id = match known {
             Some(id) => id,
@@ -239,14 +237,11 @@ impl Device for Shim {
     }
 
     fn kernel_name(&self, kernel: KernelId) -> &'static str {
-        self.kernels.lock().unwrap_or_else(PoisonError::into_inner)[kernel.0 as usize].0
+        lock(&self.kernels)[kernel.0 as usize].0
     }
 
     unsafe fn launch(&self, launch: &Launch) -> Result<(), EngineError> {
-        let kernel = self.kernels.lock().unwrap_or_else(PoisonError::into_inner)
-            [launch.kernel.0 as usize]
-            .1
-            .clone();
+        let kernel = lock(&self.kernels)[launch.kernel.0 as usize].1.clone();
         let Launch {
             grid,
             threads,
@@ -354,7 +349,7 @@ impl Device for Shim {
     }
 
     fn create_graph(&self, launches: &[Launch]) -> Result<GraphExecId, EngineError> {
-        let mut graphs = { self.graphs.lock() }.unwrap_or_else(PoisonError::into_inner);
+        let mut graphs = lock(&self.graphs);
         let id = graphs.keys().max().map_or(0, |last| last + 1);
         graphs.insert(id, launches.to_vec());
         Ok(GraphExecId(id))
@@ -366,7 +361,7 @@ impl Device for Shim {
         index: usize,
         launch: &Launch,
     ) -> Result<(), EngineError> {
-        let mut graphs = { self.graphs.lock() }.unwrap_or_else(PoisonError::into_inner);
+        let mut graphs = lock(&self.graphs);
         let held = graphs.get_mut(&graph.0).expect("the graph exists");
         assert_eq!(
             held[index].kernel, launch.kernel,
@@ -377,7 +372,7 @@ impl Device for Shim {
     }
 
     unsafe fn launch_graph(&self, graph: GraphExecId) -> Result<(), EngineError> {
-        let graphs = { self.graphs.lock() }.unwrap_or_else(PoisonError::into_inner);
+        let graphs = lock(&self.graphs);
         for launch in &graphs[&graph.0] {
             // SAFETY: the caller of `launch_graph` guarantees the memory that the parameters of the
             // graph's launches name, until the call returns.
@@ -387,7 +382,7 @@ impl Device for Shim {
     }
 
     fn destroy_graph(&self, graph: GraphExecId) {
-        let mut graphs = { self.graphs.lock() }.unwrap_or_else(PoisonError::into_inner);
+        let mut graphs = lock(&self.graphs);
         graphs.remove(&graph.0).expect("the graph exists");
     }
 

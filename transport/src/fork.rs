@@ -23,7 +23,9 @@ use std::ops::Deref;
 use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd, RawFd};
 use std::ptr;
 use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, Once, PoisonError};
+use std::sync::{Mutex, MutexGuard, Once};
+
+use crate::lock::lock;
 
 /// The process that has made a value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -199,7 +201,7 @@ enum Entry {
 static ENTRIES: Mutex<BTreeMap<u64, Entry>> = Mutex::new(BTreeMap::new());
 
 fn entries() -> MutexGuard<'static, BTreeMap<u64, Entry>> {
-    ENTRIES.lock().unwrap_or_else(PoisonError::into_inner)
+    lock(&ENTRIES)
 }
 
 /// Memory or a file that the handler replaces in a forked child. Must be dropped before the memory

@@ -15,6 +15,12 @@ use std::time::Duration;
 /// The number of levels.
 pub const LEVELS: usize = 32;
 
+/// Locks a mutex without a rank, whose data is valid after a panic of another thread, too. Nothing
+/// else is locked, called or waited for under such a lock.
+pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// The place of a lock in the order.
 pub trait LockRank: Copy + fmt::Debug {
     /// The level, less than [`LEVELS`]. Locks are taken from the lowest level up.
@@ -53,7 +59,7 @@ impl<R: LockRank, T> RankedMutex<R, T> {
     pub fn lock(&self) -> RankedGuard<'_, T> {
         held::check(self.rank);
         RankedGuard {
-            guard: self.mutex.lock().unwrap_or_else(PoisonError::into_inner),
+            guard: lock(&self.mutex),
             held: Held::new(self.rank.level()),
         }
     }

@@ -13,10 +13,11 @@ mod watch;
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, TryLockError};
 use std::time::{Duration, Instant};
 
 use vgpu_transport::link::window::WindowState;
+use vgpu_transport::lock::lock;
 use vgpu_transport::shm::memory::Window;
 
 use self::seqlock::{SeqLock, text_of, words_of};
@@ -315,7 +316,7 @@ impl Activity {
     /// The shared memory of the link.
     pub(crate) fn set_window(&self, window: Option<&Arc<Window>>) {
         if let Some(record) = self.record() {
-            let mut shared = record.window.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut shared = lock(&record.window);
             let old = std::mem::replace(&mut *shared, window.cloned());
             drop(shared);
             drop(old);

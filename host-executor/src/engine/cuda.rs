@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fs::{File, TryLockError};
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use tracing::{info, warn};
 use vgpu_cuda::autotune::{self, GemmVariant, TuningTable};
@@ -14,6 +14,7 @@ use vgpu_cuda::kernel_set::{KernelSet, UnknownKernel, names, parse_names};
 use vgpu_cuda::verdict::Verdict;
 use vgpu_cuda::{CudaEngine, LaunchPolicy};
 use vgpu_engine::{Engine, EngineError};
+use vgpu_transport::lock::lock;
 
 use super::error::StartError;
 
@@ -233,7 +234,7 @@ fn verdict_file(cache: &Path, fingerprint: &str) -> PathBuf {
 /// The verdict that the self-check has kept about the device, driver and code with this
 /// [`fingerprint`], or an empty one.
 pub fn load_verdict(fingerprint: &str) -> Verdict {
-    let saved = SAVED.lock().unwrap_or_else(PoisonError::into_inner);
+    let saved = lock(&SAVED);
     if let Some(verdict) = saved.get(fingerprint) {
         return verdict.clone();
     }
@@ -257,7 +258,7 @@ fn verdict_in(cache: &Path, fingerprint: &str) -> Verdict {
 /// # Errors
 /// [`KeepError`] if there is no cache folder or the file cannot be written.
 pub fn save_verdict(fingerprint: &str, verdict: &Verdict) -> Result<PathBuf, KeepError> {
-    let mut saved = SAVED.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut saved = lock(&SAVED);
     saved.insert(fingerprint.to_owned(), verdict.clone());
     drop(saved);
     let path_in = |cache: &Path| verdict_file(cache, fingerprint);

@@ -9,6 +9,7 @@ use std::time::Instant;
 
 use vgpu_engine::Engine;
 use vgpu_transport::link::stream::tls::{CertificateFault, Certificates};
+use vgpu_transport::lock::lock;
 use vgpu_transport::shm::liveness::Silence;
 
 use crate::activity::Activities;
@@ -133,7 +134,7 @@ impl Shared {
 
     /// Publishes what the watchdog has found.
     pub(super) fn set_found(&self, found: Found) {
-        *self.found.lock().unwrap_or_else(PoisonError::into_inner) = found;
+        *lock(&self.found) = found;
         self.watchdog.beat();
     }
 

@@ -11,8 +11,9 @@ use std::collections::HashMap;
 use std::mem::size_of;
 use std::sync::{Arc, Mutex, Weak};
 
+use vgpu_transport::lock::lock;
+
 use crate::barrier_schedule::Phase;
-use crate::thread_team::lock;
 
 /// The most plans of a batch.
 pub(crate) const MAX_BATCH: usize = 16;

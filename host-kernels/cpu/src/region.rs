@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 use memmap2::{Advice, MmapMut, MmapOptions, MmapRaw, UncheckedAdvice};
 
 use super::system_memory::SystemMemory;
-use super::thread_team::lock;
 use super::topology::memory_nodes;
 use vgpu_engine::{EngineError, MemoryInfo};
+use vgpu_transport::lock::lock;
 
 /// The page size in bytes.
 pub(super) fn page() -> u64 {

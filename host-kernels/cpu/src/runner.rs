@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use memmap2::MmapMut;
 use rustix::thread::CpuSet;
 use vgpu_engine::{EngineError, RunError, Turn};
+use vgpu_transport::lock::lock;
 
 use crate::barrier_schedule::Phase;
 use crate::batch::{BatchKeys, MAX_BATCH, Membership};
@@ -17,7 +18,7 @@ use crate::gemm::ThreadMemory;
 use crate::kernel::{
     EarlyExit, Fault, JointMember, KernelMemory, KernelPosition, ThreadProgress, ThreadTurn, Worker,
 };
-use crate::thread_team::{Barrier, ThreadTeam, lock};
+use crate::thread_team::{Barrier, ThreadTeam};
 
 /// Scratch memories that are kept for later runs: as many as a batch has.
 const MAX_FREE_SCRATCH: usize = MAX_BATCH;

@@ -9,12 +9,13 @@ use std::any::Any;
 use std::cell::UnsafeCell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 
 use rustix::thread::{CpuSet, futex, sched_setaffinity};
 
 use vgpu_engine::EngineError;
+use vgpu_transport::lock::lock;
 
 /// Iterations of a waiting loop before a thread yields the processor. The instruction in the loop
 /// (PAUSE) takes from 10 to 140 cycles, as the processor chooses: 0.1 ms in all on an AMD EPYC.
@@ -254,11 +255,6 @@ impl Shared {
             }
         }
     }
-}
-
-/// Locks data that is valid after a panic of another thread, too.
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

@@ -6,10 +6,11 @@
 //! after the last one.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::device::{Address, Device};
 use vgpu_engine::{EngineError, MemoryInfo};
+use vgpu_transport::lock::lock;
 
 /// Bytes of a chunk.
 const CHUNK: u64 = 64 << 20;
@@ -71,7 +72,7 @@ impl Allocator {
     }
 
     fn state(&self) -> MutexGuard<'_, FreeGaps> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     /// The device's memory in bytes. Gaps in chunks count as free.

@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 
 use vgpu_transport::ir::{Shape, Type};
+use vgpu_transport::lock::lock;
 use zerocopy::IntoBytes;
 
 use crate::allocator::Allocator;
@@ -153,7 +154,7 @@ impl ExecutionContext {
 
     /// Takes the device for a plan. Waits while another plan has it.
     pub(crate) fn lock_device(self: &Arc<Self>) -> DeviceGuard {
-        let mut is_locked = { self.is_locked.lock() }.unwrap_or_else(PoisonError::into_inner);
+        let mut is_locked = lock(&self.is_locked);
         while *is_locked {
             is_locked = { self.unlocked.wait(is_locked) }.unwrap_or_else(PoisonError::into_inner);
         }
@@ -224,7 +225,7 @@ pub(crate) struct DeviceGuard(Arc<ExecutionContext>);
 
 impl Drop for DeviceGuard {
     fn drop(&mut self) {
-        *{ self.0.is_locked.lock() }.unwrap_or_else(PoisonError::into_inner) = false;
+        *lock(&self.0.is_locked) = false;
         self.0.unlocked.notify_one();
     }
 }

@@ -1,12 +1,13 @@
 //! The CUDA engine.
 
 use std::any::Any;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use tracing::{error, info, warn};
 use vgpu_transport::bytes::Mapped;
 use vgpu_transport::ir::{Capabilities, Graph, GraphCounts, Node, ValidGraph};
+use vgpu_transport::lock::lock;
 
 use crate::autotune::TuningTable;
 use crate::context::ExecutionContext;
@@ -109,10 +110,7 @@ impl CudaEngine {
     #[must_use]
     pub fn with_tuning(self, tuning: TuningTable) -> CudaEngine {
         let tuning = Arc::new(tuning);
-        { self.current.lock() }
-            .unwrap_or_else(PoisonError::into_inner)
-            .context
-            .set_tuning(&tuning);
+        lock(&self.current).context.set_tuning(&tuning);
         CudaEngine { tuning, ..self }
     }
 
@@ -143,7 +141,7 @@ impl CudaEngine {
     /// [`EngineError::DeviceLost`] if the device is lost and cannot be reopened, or the
     /// [`EngineError`] of the last attempt to reopen it.
     fn context(&self) -> Result<Arc<ExecutionContext>, EngineError> {
-        let mut current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut current = lock(&self.current);
         let Some(reason) = current.context.device.lost() else {
             return Ok(Arc::clone(&current.context));
         };
@@ -259,7 +257,7 @@ impl Engine for CudaEngine {
 
     fn fatal_error(&self) -> Option<String> {
         let error = self.context().err()?;
-        let current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
+        let current = lock(&self.current);
         // Without a way to reopen the device, a lost device is a fatal error at once.
         (self.open.is_none() || current.attempts >= MAX_ATTEMPTS).then(|| error.to_string())
     }

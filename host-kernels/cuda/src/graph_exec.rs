@@ -9,7 +9,7 @@
 //! of their launches, and no kernel has to read them from memory first.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 use tracing::warn;
@@ -18,6 +18,7 @@ use crate::device::{Device, Event, GraphExecId, KernelId, Launch};
 use crate::launch::planned::PlannedLaunch;
 use crate::launch::policy::LaunchPolicy;
 use vgpu_engine::{ALLOCATION_BYTES, EngineError, RunStatus, Turn};
+use vgpu_transport::lock::lock;
 
 /// The most launches of a batch until a run was measured. Such a run begins with a single launch,
 /// and adapts its batches to the time that each takes.
@@ -70,7 +71,7 @@ pub(crate) struct GraphTemplates {
 
 impl GraphTemplates {
     fn of(&self, key: Key) -> Arc<Mutex<GraphTemplate>> {
-        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut known = lock(&self.known);
         if let Some(template) = known.get(&key).and_then(Weak::upgrade) {
             return template;
         }
@@ -191,7 +192,7 @@ impl LaunchSequence {
         turn: &Turn,
     ) -> Result<RunStatus, Failure> {
         let template = Arc::clone(&self.template);
-        let mut template = template.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut template = lock(&template);
         let failed = |node: usize, error| Failure { node, error };
         let start = Instant::now();
         if let (Some(batch), 0) = (template.batch, self.done) {

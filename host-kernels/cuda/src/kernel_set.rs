@@ -7,10 +7,11 @@
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use tracing::warn;
 use vgpu_engine::EngineError;
+use vgpu_transport::lock::lock;
 
 use crate::device::{Device, KernelId};
 use crate::source::{SOURCES, Source};
@@ -269,7 +270,7 @@ impl UsableKernels {
     /// Logs once that nodes run on the CPU engine because `kernel` is missing. `op` is the operator
     /// of the first such node.
     pub(crate) fn report_missing(&self, kernel: &'static str, op: &str) {
-        let mut reported = { self.reported.lock() }.unwrap_or_else(PoisonError::into_inner);
+        let mut reported = lock(&self.reported);
         if reported.insert(kernel) {
             warn!("{op} runs on the CPU engine: the kernel {kernel} is disabled or was not loaded");
         }

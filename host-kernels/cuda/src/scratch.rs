@@ -6,10 +6,11 @@
 //! grows.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use crate::device::{Address, Device};
 use vgpu_engine::EngineError;
+use vgpu_transport::lock::lock;
 
 /// The unit in bytes in which the memory grows and shrinks.
 const CHUNK: u64 = 32 << 20;
@@ -90,7 +91,7 @@ impl Scratch {
             return Err(out_of_memory());
         }
         let chunks = bytes.div_ceil(self.chunk);
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = lock(&self.state);
         let before = state.backed;
         while state.backed < chunks {
             let at = self.base + state.backed * self.chunk;
@@ -126,8 +127,7 @@ impl Scratch {
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        let mut state =
-            std::mem::take(&mut *self.state.lock().unwrap_or_else(PoisonError::into_inner));
+        let mut state = std::mem::take(&mut *lock(&self.state));
         self.shrink(&mut state, 0);
     }
 }
@@ -140,11 +140,7 @@ pub(crate) struct Claim {
 
 impl Drop for Claim {
     fn drop(&mut self) {
-        let mut state = self
-            .scratch
-            .state
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut state = lock(&self.scratch.state);
         if let Some(plans) = state.needs.get_mut(&self.chunks) {
             *plans -= 1;
             if *plans == 0 {

@@ -9,9 +9,10 @@
 //! The device also skips a wait if no work was asked for since the last wait.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use vgpu_transport::bytes::{Bytes, BytesMut};
+use vgpu_transport::lock::lock;
 use zerocopy::IntoBytes;
 
 use crate::device::{Address, Device, Event, GraphExecId, KernelId, Launch, MappedHostMemory};
@@ -74,7 +75,7 @@ impl UploadBatcher {
     }
 
     fn state(&self) -> MutexGuard<'_, PendingUploads> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     /// Launches the batched uploads. If the launch fails, they are lost with the device: the launch

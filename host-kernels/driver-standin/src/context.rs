@@ -4,7 +4,7 @@
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard};
 use std::time::Instant;
 
 use crate::cards::Card;
@@ -12,6 +12,7 @@ use crate::code::Module;
 use crate::codes::{Answer, Code};
 use crate::function::Function;
 use crate::graph::{Capture, Exec, Graph, Node};
+use crate::lock::lock;
 use crate::memory::memory;
 use crate::queue::Queue;
 use crate::settings::settings;
@@ -70,7 +71,7 @@ struct Contexts {
 
 fn contexts() -> MutexGuard<'static, Contexts> {
     static CONTEXTS: LazyLock<Mutex<Contexts>> = LazyLock::new(Mutex::default);
-    CONTEXTS.lock().unwrap_or_else(PoisonError::into_inner)
+    lock(&CONTEXTS)
 }
 
 thread_local! {
@@ -258,7 +259,7 @@ impl Context {
 
     /// What belongs to the context.
     pub(crate) fn objects(&self) -> MutexGuard<'_, Objects> {
-        self.objects.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.objects)
     }
 
     /// The GPU of the context.

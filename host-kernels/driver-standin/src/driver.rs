@@ -6,7 +6,7 @@
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use cudarc::driver::sys;
@@ -21,6 +21,7 @@ use crate::context::{Context, Event, Stream, card, new_handle};
 use crate::faults::Fault;
 use crate::function::{Function, Launch, MAX_THREADS, RESERVED_SHARED, SHARED_PER_BLOCK};
 use crate::graph::{Capture, Exec, Graph, Node};
+use crate::lock::lock;
 use crate::memory::{GRANULARITY, memory};
 use crate::queue::note_host_thread;
 use crate::settings::settings;
@@ -740,7 +741,7 @@ entries! {
         }
         let of_work = Arc::clone(&reached);
         let work = enqueue(&context, stream, move || {
-            *of_work.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
+            *lock(&of_work) = Some(Instant::now());
             Ok(())
         })?;
         let mut objects = context.objects();
@@ -769,7 +770,7 @@ entries! {
             if !event.has_time || event.work.is_none() {
                 return Err(HANDLE);
             }
-            let reached = *event.reached.lock().unwrap_or_else(PoisonError::into_inner);
+            let reached = *lock(&event.reached);
             reached.ok_or(Code::CUDA_ERROR_NOT_READY)
         };
         let (start, end) = (time(start)?, time(end)?);

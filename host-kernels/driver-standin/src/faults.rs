@@ -4,9 +4,10 @@
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::Write as _;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 use crate::codes::{Code, code_named};
+use crate::lock::lock;
 
 /// The name under which every launch counts, besides that of its kernel.
 const LAUNCH: &str = "launch";
@@ -129,7 +130,7 @@ impl Faults {
     }
 
     fn state(&self) -> MutexGuard<'_, PlannedFaults> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     /// Counts a call of an entry point, and returns its fault.
@@ -152,7 +153,7 @@ impl Faults {
         *number += 1;
         let number = *number;
         if let (Some(trace), 1) = (&self.trace, number) {
-            let mut trace = trace.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut trace = lock(trace);
             // A trace that cannot be written lacks lines, which its reader sees.
             let _ = writeln!(trace, "{name}");
         }

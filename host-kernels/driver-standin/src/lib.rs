@@ -21,6 +21,7 @@ mod driver;
 mod faults;
 mod function;
 mod graph;
+mod lock;
 mod memory;
 mod nvrtc;
 mod queue;

@@ -5,9 +5,10 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::ptr;
-use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
+use std::sync::{LazyLock, Mutex, MutexGuard};
 
 use crate::codes::{Answer, Code};
+use crate::lock::lock;
 
 /// What `cuMemAlloc` aligns to.
 const ALIGNMENT: u64 = 512;
@@ -67,7 +68,7 @@ struct Registered {
 /// The memory of all GPUs.
 pub(crate) fn memory() -> MutexGuard<'static, Memory> {
     static MEMORY: LazyLock<Mutex<Memory>> = LazyLock::new(Mutex::default);
-    MEMORY.lock().unwrap_or_else(PoisonError::into_inner)
+    lock(&MEMORY)
 }
 
 /// The entry of `map` that contains the `len` bytes at `at`, and its address.

@@ -3,12 +3,13 @@
 use std::collections::HashMap;
 use std::ffi::{c_char, c_int};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
+use std::sync::{LazyLock, Mutex, MutexGuard};
 
 use crate::argument::{In, Out, Text};
 use crate::code::Module;
 use crate::context::new_handle;
 use crate::faults::Fault;
+use crate::lock::lock;
 use crate::settings::settings;
 
 const SUCCESS: c_int = 0;
@@ -29,7 +30,7 @@ struct Program {
 
 fn programs() -> MutexGuard<'static, HashMap<u64, Program>> {
     static PROGRAMS: LazyLock<Mutex<HashMap<u64, Program>>> = LazyLock::new(Mutex::default);
-    PROGRAMS.lock().unwrap_or_else(PoisonError::into_inner)
+    lock(&PROGRAMS)
 }
 
 /// Runs the body of an entry point.

@@ -12,6 +12,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, Once, PoisonError};
 use std::time::Duration;
 
 use crate::codes::{Answer, Code, code_of};
+use crate::lock::lock;
 
 /// How often waiting threads look for an error that a signal has set.
 const LOOK: Duration = Duration::from_millis(1);
@@ -123,7 +124,7 @@ impl Drop for Queue {
 
 impl Shared {
     fn state(&self) -> MutexGuard<'_, QueuedWork> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     fn alive(&self) -> Answer {

@@ -3,9 +3,10 @@
 use std::ffi::c_int;
 use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use vgpu_ggml_abi as abi;
+use vgpu_transport::lock::lock;
 
 use crate::library::Library;
 use crate::memory::Allocator;
@@ -133,7 +134,7 @@ impl Device {
     /// The tensors of the graph and their buffers must exist, and nothing may access them during
     /// the call.
     pub(crate) unsafe fn compute(&self, graph: &mut Graph) -> Result<(), c_int> {
-        let mut current = { self.backend.lock() }.unwrap_or_else(PoisonError::into_inner);
+        let mut current = lock(&self.backend);
         if self.renews_backend && self.allocator.has_freed() {
             // SAFETY: the device belongs to the library. Threads are for the CPU backend only.
             match unsafe { Backend::new(self.ggml, self.device, 0) } {

@@ -9,7 +9,7 @@ use vgpu_layers::{Disk, Graph, Memory, Tree, external_paths, graph, packages, ro
 const TRANSPORT: &[(&str, &[&str])] = &[
     ("bytes", &[]),
     ("error", &[]),
-    ("fork", &[]),
+    ("fork", &["lock"]),
     ("limits", &[]),
     ("lock", &[]),
     ("memfd", &[]),
@@ -39,7 +39,7 @@ const BASE: &[&str] = &[
 
 /// What an engine and the crates beside it import from `vgpu-transport`: the paths begin with one
 /// of these.
-const OF_ENGINES: &[&str] = &["bytes", "ir", "memfd"];
+const OF_ENGINES: &[&str] = &["bytes", "ir", "lock", "memfd"];
 
 /// The packages to which [`OF_ENGINES`] applies.
 const ENGINES: &[&str] = &[

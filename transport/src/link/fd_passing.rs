@@ -6,12 +6,13 @@
 
 use std::collections::VecDeque;
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use super::packet::{self, PacketError};
 use crate::error::{LinkError, LinkViolation};
 use crate::fork::OwnFd;
+use crate::lock::lock;
 
 /// The words of the packet that carries a file: magic, [`FILE`].
 const WORDS: usize = 2;
@@ -63,7 +64,7 @@ impl Files {
             }
             Files::Queue(queue) => match file.try_clone_to_owned() {
                 Ok(file) => {
-                    let mut queue = queue.lock().unwrap_or_else(PoisonError::into_inner);
+                    let mut queue = lock(queue);
                     queue.push_back(file);
                     true
                 }
@@ -90,7 +91,7 @@ impl Files {
                 }
             }
             Files::Queue(queue) => {
-                let mut queue = queue.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut queue = lock(queue);
                 queue.pop_front().ok_or_else(none)
             }
         }

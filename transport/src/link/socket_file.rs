@@ -4,13 +4,15 @@
 use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::fs::{FileType, Gid, Mode};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+
+use crate::lock::lock;
 
 /// Permissions of a socket for which the configuration says nothing: its owner and group.
 pub const DEFAULT_MODE: u32 = 0o660;
@@ -73,7 +75,7 @@ static FILES: Mutex<Vec<(PathBuf, FileId)>> = Mutex::new(Vec::new());
 
 /// Removes the socket files of this process, for an end of it that runs no destructors.
 pub fn remove_all() {
-    let files = FILES.lock().unwrap_or_else(PoisonError::into_inner);
+    let files = lock(&FILES);
     files.iter().for_each(|(path, file)| remove(path, *file));
 }
 
@@ -88,7 +90,7 @@ fn remove(path: &Path, own: FileId) {
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
-        let mut files = FILES.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut files = lock(&FILES);
         files.retain(|(_, file)| *file != self.file);
         drop(files);
         remove(&self.path, self.file);
@@ -167,7 +169,7 @@ pub(super) fn bind(
         path: path.into(),
         file: (file.st_dev, file.st_ino),
     };
-    let mut files = FILES.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut files = lock(&FILES);
     files.push((file.path.clone(), file.file));
     drop(files);
     // No client can connect between `bind` and `listen`, so the file never has other permissions

@@ -11,12 +11,13 @@
 #![forbid(unsafe_code)]
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::{Duration, Instant};
 
 use super::layout::word;
 use super::memory::{SharedWords, Window};
 use crate::fork::PerProcess;
+use crate::lock::lock;
 
 /// The period of the heartbeat.
 pub const PERIOD: Duration = Duration::from_secs(1);
@@ -68,7 +69,7 @@ static HEARTBEATS: PerProcess<Mutex<Option<Vec<Heartbeat>>>> = PerProcess::new()
 
 fn heartbeats() -> MutexGuard<'static, Option<Vec<Heartbeat>>> {
     let heartbeats = HEARTBEATS.get_or_init(Mutex::default);
-    heartbeats.lock().unwrap_or_else(PoisonError::into_inner)
+    lock(heartbeats)
 }
 
 /// Starts the host's heartbeat in a window. The heartbeat ends when the window is dropped.

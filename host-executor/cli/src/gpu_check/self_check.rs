@@ -4,7 +4,7 @@ use std::fmt;
 use std::fs::File;
 use std::path::PathBuf;
 use std::process::{Command, ExitCode};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
@@ -170,7 +170,7 @@ struct VerdictFile(Mutex<Option<Result<PathBuf, String>>>);
 
 impl fmt::Display for VerdictFile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &*self.0.lock().unwrap_or_else(PoisonError::into_inner) {
+        match &*vgpu_transport::lock::lock(&self.0) {
             None => Ok(()),
             Some(Ok(path)) => write!(f, "; the findings are in {}", path.display()),
             Some(Err(error)) => write!(f, "; the findings are lost at the next start: {error}"),
@@ -217,7 +217,7 @@ fn supervise(
     };
     let save = |fingerprint: &str, verdict: &Verdict| {
         let saved = engine::save_verdict(fingerprint, verdict);
-        let mut kept = kept.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut kept = vgpu_transport::lock::lock(&kept.0);
         *kept = Some(saved.map_err(|error| error.to_string()));
     };
     let silences = (silence(COMPILE_LIMIT), silence(BEGIN_LIMIT));

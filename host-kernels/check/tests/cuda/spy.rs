@@ -1,11 +1,12 @@
 //! A device that records its calls, runs kernels or not, and fails on command.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 use vgpu_cuda::device::{Address, Device, Event, GraphExecId, KernelId, Launch, MappedHostMemory};
 use vgpu_cuda_shim::DeviceModel;
 use vgpu_engine::{EngineError, MemoryInfo};
 use vgpu_transport::bytes::{Bytes, BytesMut};
+use vgpu_transport::lock::lock;
 
 use crate::shim::Shim;
 
@@ -136,7 +137,7 @@ impl Spy {
     }
 
     fn state(&self) -> MutexGuard<'_, SpyState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     /// The calls since the last one of this function, without data.

@@ -5,13 +5,15 @@
 //! which is a fraction of the time of a driver call, and then sleeps in the driver. After an error
 //! the GPU does not reach the write, and the driver call reports the error.
 
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use cudarc::driver::sys::{self, CUresult};
 
 use crate::device::MappedHostMemory;
+
+use vgpu_transport::lock::lock;
 
 /// How long the host polls: about the time slice of long plans (`LaunchPolicy::time_slice`), twice.
 const POLL_TIME: Duration = Duration::from_millis(3);
@@ -68,7 +70,7 @@ impl Completion {
     /// # Safety
     /// As for [`Completion::new`].
     unsafe fn request(&self, stream: sys::CUstream) -> Result<u32, CUresult> {
-        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut last = lock(&self.last);
         let next = last.wrapping_add(1);
         let flags = sys::CUstreamWriteValue_flags::CU_STREAM_WRITE_VALUE_DEFAULT as u32;
         // SAFETY: `stream` is of the current context and `self.word.device` is the device address

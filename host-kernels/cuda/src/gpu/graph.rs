@@ -7,10 +7,11 @@
 use std::collections::HashMap;
 use std::ffi::c_void;
 use std::ptr;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use cudarc::driver::sys;
 use vgpu_engine::EngineError;
+use vgpu_transport::lock::lock;
 
 use super::kernels::Kernels;
 use super::stream::Stream;
@@ -75,7 +76,7 @@ impl Graphs {
     }
 
     fn table(&self) -> MutexGuard<'_, Table> {
-        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.table)
     }
 
     /// Calls `body` with the node parameters of a launch.

@@ -1,11 +1,12 @@
 //! Device memory and copies.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use cudarc::driver::sys::{self, CUresult};
 use tracing::{error, warn};
 use vgpu_engine::{EngineError, MemoryInfo};
 use vgpu_transport::bytes::{Bytes, BytesMut};
+use vgpu_transport::lock::lock;
 
 use super::error::GpuError;
 use super::host_memory::HostMemory;
@@ -129,7 +130,7 @@ impl DeviceMemory {
         let memory = HostMemory::new(context, size).map_err(failed)?;
         let host = memory.start();
         // The memory is registered, so it is kept even if the next call fails.
-        let mut mapped = self.mapped.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut mapped = lock(&self.mapped);
         mapped.push(memory);
         let mut device = 0;
         // SAFETY: `host` was registered with DEVICEMAP above, in the context that is entered.
@@ -196,7 +197,7 @@ impl DeviceMemory {
             })?;
             return self.stream.synchronize();
         }
-        let mut staging = self.staging.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut staging = lock(&self.staging);
         if staging.next + len > STAGING_BYTES {
             // Copies may still read the buffer.
             self.stream.synchronize()?;

@@ -2,10 +2,11 @@
 
 use std::ffi::c_uint;
 use std::ptr;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use cudarc::driver::sys;
 use vgpu_engine::EngineError;
+use vgpu_transport::lock::lock;
 
 use super::completion::Completion;
 use super::context::Context;
@@ -99,7 +100,7 @@ impl Stream {
     /// [`EngineError::Device`] if the driver reports an error, of this call or of earlier work.
     pub(super) fn record_event(&self) -> Result<Event, EngineError> {
         let _entered = self.context.enter()?;
-        let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut events = lock(&self.events);
         let next = events.last + 1;
         let event = events.raw[(next % EVENTS) as usize];
         // SAFETY: event and stream belong to the context, which is entered.
@@ -117,7 +118,7 @@ impl Stream {
     pub(super) fn wait_event(&self, event: Event) -> Result<(), EngineError> {
         let _entered = self.context.enter()?;
         let raw = {
-            let events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
+            let events = lock(&self.events);
             events.raw[(event.0 % EVENTS) as usize]
         };
         // SAFETY: the event belongs to the context, which stays entered while this call waits.

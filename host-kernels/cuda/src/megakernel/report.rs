@@ -1,11 +1,13 @@
 //! Log messages about launches outside megakernels.
 
 use std::collections::BTreeSet;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use tracing::{debug, info};
 
 use super::no_stage::NoStage;
+
+use vgpu_transport::lock::lock;
 
 /// The reasons that were logged. Each set of reasons is logged once at level info, not for each
 /// plan.
@@ -29,7 +31,7 @@ impl ReportedReasons {
             .map(|(op, why)| format!("{op}: {why}"))
             .collect();
         let reasons = reasons.join("; ");
-        let mut logged = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut logged = lock(&self.0);
         if ends.is_empty() || logged.len() >= MAX_REPORTED || logged.contains(&reasons) {
             debug!(
                 "a plan of {launches} launches runs as {all}, {steps} of them megakernels {reasons}"

@@ -3,9 +3,11 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 use crate::repack::format::RepackFormat;
+
+use vgpu_transport::lock::lock;
 
 /// The most tensors of a memory that are tracked. Models have a few thousand.
 const MAX_TENSORS: usize = 1 << 16;
@@ -67,7 +69,7 @@ impl RepackState {
 
     /// The table, locked.
     pub(crate) fn state(&self) -> MutexGuard<'_, RepackedTensors> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 }
 

@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::AsFd as _;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
@@ -18,6 +18,7 @@ use crate::error::LinkError;
 use crate::fork::OwnFd;
 use crate::link::epoch::new_epoch;
 use crate::link::window::WindowGuest;
+use crate::lock::lock;
 use crate::shm::doorbell::{Doorbell, Wake};
 use crate::shm::layout::Layout;
 use crate::shm::liveness::{self, Liveness, STALL};
@@ -352,10 +353,10 @@ impl Doorbell for PciDoorbell {
 
     fn wait(&self, timeout: Duration) -> Result<Wake, LinkError> {
         if !timeout.is_zero() {
-            let lock = || self.sleeps.lock().unwrap_or_else(PoisonError::into_inner);
-            let sleep = lock().next(Instant::now());
+            let sleeps = || lock(&self.sleeps);
+            let sleep = sleeps().next(Instant::now());
             std::thread::sleep(sleep.min(timeout));
-            lock().woke(Instant::now());
+            sleeps().woke(Instant::now());
         }
         // An executor that ends closes the slot's window after its last reply. An executor that was
         // killed is replaced by another, with another epoch. So has a removed device.

@@ -4,7 +4,7 @@
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::AsFd as _;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use rustix::event::PollFlags;
@@ -63,11 +63,6 @@ impl Side {
 
 /// The framing of a link, shared with the heartbeat thread.
 pub(super) type Shared = Arc<Mutex<Framing>>;
-
-/// Locks the framing. A panic of the other thread does not make its state invalid.
-pub(super) fn lock(framing: &Shared) -> MutexGuard<'_, Framing> {
-    framing.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// The kind of a frame, as on the wire.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

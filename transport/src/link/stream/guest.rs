@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use super::channel::Channel;
-use super::framing::{Frame, Framing, HIGH_WATER, Kind, POLL_PERIOD, Shared, lock};
+use super::framing::{Frame, Framing, HIGH_WATER, Kind, POLL_PERIOD, Shared};
 use super::heartbeat;
 use crate::bytes::{Bytes, BytesMut};
 use crate::error::{LinkError, LinkViolation};
@@ -14,6 +14,7 @@ use crate::limits::{MAX_MESSAGE, MAX_PAYLOAD};
 use crate::link::end::{Counters, GuestEnd};
 use crate::link::side::Side;
 use crate::link::slow_wait::SlowWait;
+use crate::lock::lock;
 use crate::shm::liveness::STALL;
 
 /// The guest's end of a link over a byte stream.

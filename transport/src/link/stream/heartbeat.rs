@@ -4,11 +4,12 @@
 //! again and again would have many.
 #![forbid(unsafe_code)]
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, TryLockError, Weak};
 use std::thread;
 
 use super::framing::{Framing, Kind, Shared};
 use crate::fork::PerProcess;
+use crate::lock::lock;
 use crate::shm::liveness::PERIOD;
 
 /// The links with a heartbeat.
@@ -20,7 +21,7 @@ static LINKS: PerProcess<Mutex<Option<Links>>> = PerProcess::new();
 
 fn links() -> MutexGuard<'static, Option<Links>> {
     let links = LINKS.get_or_init(Mutex::default);
-    links.lock().unwrap_or_else(PoisonError::into_inner)
+    lock(links)
 }
 
 /// Sends a heartbeat over a link once per [`PERIOD`] until the link ends.
@@ -79,7 +80,6 @@ mod tests {
     use std::os::unix::net::UnixStream;
 
     use super::super::channel::Plain;
-    use super::super::framing::lock;
     use super::*;
     use crate::link::side::Side;
 

@@ -5,13 +5,14 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use super::channel::Channel;
-use super::framing::{Frame, Framing, HIGH_WATER, Kind, POLL_PERIOD, Shared, lock};
+use super::framing::{Frame, Framing, HIGH_WATER, Kind, POLL_PERIOD, Shared};
 use super::heartbeat;
 use crate::bytes::{Bytes, BytesMut};
 use crate::error::{LinkError, LinkViolation};
 use crate::limits::{MAX_MESSAGE, MAX_PAYLOAD};
 use crate::link::end::{Counters, GUEST_STALL, HostEnd, Incoming};
 use crate::link::side::Side;
+use crate::lock::lock;
 use crate::shm::liveness::{PERIOD, SILENCE, Silence};
 
 /// The time that a host waits for the rest of a frame: its length is limited, so this is enough for

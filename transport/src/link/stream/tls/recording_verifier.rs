@@ -10,6 +10,8 @@ use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
 use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
 use rustls::{DigitallySignedStruct, DistinguishedName, Error, SignatureScheme};
 
+use crate::lock::lock;
+
 /// The verifier of one connection. `inner`, a verifier of rustls, decides.
 #[derive(Debug)]
 pub(super) struct RecordingVerifier<V> {
@@ -32,10 +34,7 @@ impl<V> RecordingVerifier<V> {
     }
 
     fn remember(&self, certificate: &CertificateDer<'_>) {
-        let mut place = self
-            .certificate
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut place = lock(&self.certificate);
         *place = Some(certificate.clone().into_owned());
     }
 }
