@@ -66,7 +66,9 @@ impl Subscriber for Kept {
     }
 
     fn exit(&self, _: &Id) {
-        ENTERED.with_borrow_mut(|entered| drop(entered.pop()));
+        ENTERED.with_borrow_mut(|entered| {
+            entered.pop();
+        });
     }
 }
 
