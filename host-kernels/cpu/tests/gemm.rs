@@ -400,19 +400,9 @@ fn bits(results: &[f32]) -> Vec<u32> {
     results.iter().map(canonical).collect()
 }
 
-/// The types with one order of sums at the levels that have it.
-const ONE_ORDER: [Type; 10] = [
-    Type::Q4_0,
-    Type::Q4_1,
-    Type::Q5_0,
-    Type::Q5_1,
-    Type::Q8_0,
-    Type::Iq4Nl,
-    Type::Mxfp4,
-    Type::Q4K,
-    Type::Q5K,
-    Type::Q6K,
-];
+/// The types with one order of sums at the levels that have it, and with AVX-512 only.
+const ONE_ORDER: [Type; 4] = [Type::Q8_0, Type::Q4K, Type::Q5K, Type::Q6K];
+const ONE_ORDER_512: [Type; 3] = [Type::Q4_0, Type::Q4_1, Type::Iq4Nl];
 
 /// A product has the same bits alone and among other columns: with one order of sums any number,
 /// otherwise fewer than a panel has, and in a table any number. The bytes of weights and
@@ -431,8 +421,9 @@ fn a_product_does_not_depend_on_the_columns_beside_it() {
             assert_eq!(kernel.takes_tables, level != Level::Scalar);
             let has_one_order = match level {
                 Level::Scalar => true,
+                Level::Avx2 => ONE_ORDER.contains(&ty),
                 Level::Avx2Vnni => false,
-                _ => ONE_ORDER.contains(&ty),
+                _ => ONE_ORDER.contains(&ty) || ONE_ORDER_512.contains(&ty),
             };
             assert_eq!(kernel.one_order, has_one_order, "{ty:?} at {level:?}");
             let few = match kernel.one_order {

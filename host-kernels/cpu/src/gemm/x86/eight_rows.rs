@@ -173,10 +173,9 @@ pub(super) unsafe fn lane_sums<S: IntSimd>(v: [S::I; ROWS]) -> [__m256i; 4] {
 unsafe fn four_sums<S: IntSimd>(v: [S::I; ROWS]) -> [S::I; 2] {
     // SAFETY: everything is on registers. The caller guarantees the instructions of `S`.
     unsafe {
-        [0, 4].map(|i| {
-            let first = S::sum_alternate(v[i], v[i + 1]);
-            let second = S::sum_alternate(v[i + 2], v[i + 3]);
-            S::sum_pairs(first, second)
-        })
+        // Without a closure, which would be compiled without the instructions of `S`.
+        let low = S::sum_pairs(S::sum_alternate(v[0], v[1]), S::sum_alternate(v[2], v[3]));
+        let high = S::sum_pairs(S::sum_alternate(v[4], v[5]), S::sum_alternate(v[6], v[7]));
+        [low, high]
     }
 }

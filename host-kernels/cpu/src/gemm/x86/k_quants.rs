@@ -30,7 +30,7 @@ pub(super) const PANEL_COLS: usize = 6;
 
 /// Whether each result is the same for any number of columns.
 pub(super) const fn has_one_order<S: BlockSimd, B: SuperBlockKernel>() -> bool {
-    S::ONE_ORDER && B::ONE_ORDER
+    S::ONE_ORDER && S::LANES >= B::ONE_ORDER_LANES
 }
 
 /// Multiplies rows or panels.
@@ -233,7 +233,7 @@ unsafe fn eight_rows_times<S: BlockSimd, B: SuperBlockKernel, const C: usize>(
     blocks: usize,
     x: *const Column,
 ) -> [__m256; C] {
-    const { assert!(!(B::ONE_ORDER && B::WIDE)) }
+    const { assert!(S::LANES < B::ONE_ORDER_LANES || !B::WIDE) }
     // SAFETY: `b < blocks`, so the block is readable in each row, and `c * blocks + b` is one of
     // the prepared blocks of the `C` columns at `x`. Of such a block, `S::SUPER` vectors are the
     // 256 quants, and one of 32 bytes the 16 sums. The caller guarantees the instructions of `S`.

@@ -22,12 +22,12 @@ macro_rules! by_columns {
         let mut $c = 0;
         while $c < $cols {
             macro_rules! columns {
-                    ($columns:literal) => {{
-                        const $n: usize = $columns;
-                        $body
-                        $c += $n;
-                    }};
-                }
+                            ($columns:literal) => {{
+                                const $n: usize = $columns;
+                                $body
+                                $c += $n;
+                            }};
+                        }
             match $cols - $c {
                 4.. => columns!(4),
                 2.. => columns!(2),

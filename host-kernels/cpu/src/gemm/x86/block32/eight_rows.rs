@@ -96,7 +96,9 @@ impl<S: BlockSimd, B: Block32Kernel> Block32Rows<S, B> {
         chunks: usize,
         acc: &mut [__m256; C],
     ) {
-        const { assert!(!B::ONE_ORDER || B::ELEMENTS == 32 && !B::HALF_SCALES) }
+        const {
+            assert!(S::LANES < B::ONE_ORDER_LANES || B::ELEMENTS == 32 && !B::HALF_SCALES);
+        }
         // SAFETY: groups `first .. first + n` are in the rows. `scales`, `load_quads` and `groups`
         // get `n` or the last group, so no byte behind a row is read. `x` has `C` chunks of eight
         // groups of 32 bytes; `g < n`, a multiple of `AT_ONCE`, which divides 8, so the vectors of
@@ -171,9 +173,17 @@ impl<S: BlockSimd, B: Block32Kernel> Block32Rows<S, B> {
         let (mut row_d, mut row_m) = ([[0.0f32; GROUPS]; ROWS], [[0.0f32; GROUPS]; ROWS]);
         let (mut d, mut m) = ([[0.0; ROWS]; GROUPS], [[0.0; ROWS]; GROUPS]);
         // SAFETY: the caller guarantees groups `first .. first + n`, `n <= 8`, of each row, and the
-        // instructions. Each array has eight rows of eight floats, 32 bytes, and the arrays do not
-        // overlap.
+        // instructions. A block whose codes are 32 bytes begins with the F16 of its scale. Each
+        // array has eight rows of eight floats, 32 bytes, and the arrays do not overlap.
         unsafe {
+            if let Codes::Bytes(_) = B::CODES {
+                const { assert!(!B::HAS_MIN || !matches!(B::CODES, Codes::Bytes(_))) }
+                for g in 0..n {
+                    let halves = first_halves(&rows.rows, (first + g) * size_of::<B>());
+                    _mm256_storeu_ps(d[g].as_mut_ptr(), halves);
+                }
+                return (d, m);
+            }
             for r in 0..ROWS {
                 let (d, m) = chunk_scales::<S, B>(rows.rows[r], first, n);
                 _mm256_storeu_ps(row_d[r].as_mut_ptr(), d);
@@ -188,5 +198,21 @@ impl<S: BlockSimd, B: Block32Kernel> Block32Rows<S, B> {
             }
         }
         (d, m)
+    }
+}
+
+/// The F16 at byte `at` of each row.
+///
+/// # Safety
+/// Each row is readable for 16 bytes from `at` on. The processor has AVX2 and F16C.
+#[inline(always)]
+unsafe fn first_halves(rows: &[*const u8; ROWS], at: usize) -> __m256 {
+    // SAFETY: eight loads of 16 bytes, which the caller guarantees at `at` of each row. Unpacking
+    // and conversion are on registers. The caller guarantees AVX2 and F16C.
+    unsafe {
+        let load = |r: usize| _mm_loadu_si128(rows[r].add(at).cast());
+        let two = |r: usize| _mm_unpacklo_epi16(load(r), load(r + 1));
+        let four = |r: usize| _mm_unpacklo_epi32(two(r), two(r + 2));
+        _mm256_cvtph_ps(_mm_unpacklo_epi64(four(0), four(4)))
     }
 }

@@ -24,7 +24,7 @@ pub(super) const PANEL_COLS: usize = 5;
 
 /// Whether each result is the same for any number of columns.
 pub(super) const fn has_one_order<S: BlockSimd, B: Block32Kernel>() -> bool {
-    S::ONE_ORDER && B::ONE_ORDER
+    S::ONE_ORDER && S::LANES >= B::ONE_ORDER_LANES
 }
 
 /// Multiplies rows or panels.

@@ -43,7 +43,10 @@ macro_rules! nibble_groups {
                     Some(_) => 31,
                     None => 15,
                 };
-                const ONE_ORDER: bool = true;
+                const ONE_ORDER_LANES: usize = match $qh {
+                    Some(_) => usize::MAX,
+                    None => 16,
+                };
                 const CODES: Codes = match $qh {
                     Some(_) => Codes::Other,
                     None => Codes::Nibbles(offset_of!(Self, qs)),
@@ -145,7 +148,7 @@ nibble_groups! {
 
 impl Block32Kernel for BlockQ8_0 {
     const MAX_QUANT: usize = 255;
-    const ONE_ORDER: bool = true;
+    const ONE_ORDER_LANES: usize = 8;
     const CODES: Codes = Codes::Bytes(offset_of!(Self, qs));
 
     #[inline(always)]
@@ -180,7 +183,7 @@ impl Block32Kernel for BlockQ8_0 {
 impl Block32Kernel for BlockIq4Nl {
     const MAX_QUANT: usize = 255;
     const CAN_NEGATE: bool = true;
-    const ONE_ORDER: bool = true;
+    const ONE_ORDER_LANES: usize = 16;
     const CODES: Codes = Codes::Nibbles(offset_of!(Self, qs));
 
     #[inline(always)]
@@ -257,7 +260,6 @@ impl Block32Kernel for BlockIq4Nl {
 
 impl Block32Kernel for BlockMxfp4 {
     const MAX_QUANT: usize = 24;
-    const ONE_ORDER: bool = true;
     const CODES: Codes = Codes::Nibbles(offset_of!(Self, qs));
 
     #[inline(always)]

@@ -71,7 +71,7 @@ const NIBBLE_ORDER: [usize; 8] = [0, 2, 1, 3, 4, 6, 5, 7];
 
 impl SuperBlockKernel for BlockQ4K {
     const MAX_QUANT: usize = 15;
-    const ONE_ORDER: bool = true;
+    const ONE_ORDER_LANES: usize = 8;
     const ORDER_512: [usize; 8] = NIBBLE_ORDER;
 
     #[inline(always)]
@@ -124,7 +124,7 @@ impl SuperBlockKernel for BlockQ4K {
 
 impl SuperBlockKernel for BlockQ5K {
     const MAX_QUANT: usize = 31;
-    const ONE_ORDER: bool = true;
+    const ONE_ORDER_LANES: usize = 8;
     const ORDER_512: [usize; 8] = NIBBLE_ORDER;
 
     #[inline(always)]
@@ -205,7 +205,7 @@ impl SuperBlockKernel for BlockQ5K {
 
 impl SuperBlockKernel for BlockQ6K {
     const MAX_QUANT: usize = 63;
-    const ONE_ORDER: bool = true;
+    const ONE_ORDER_LANES: usize = 8;
 
     #[inline(always)]
     unsafe fn quants_256(block: *const u8) -> [__m256i; 8] {

@@ -45,10 +45,10 @@ pub(super) trait Block32Kernel: Block32Format {
     /// Whether a quant minus 128 is never -128, so that it can be negated.
     const CAN_NEGATE: bool = false;
 
-    /// Whether few columns are multiplied in the order of sums of a panel, eight rows at a time,
-    /// where the level does so ([`IntSimd::ONE_ORDER`]): for formats of which a single column is
-    /// then as fast as row by row. A block has one group and one scale.
-    const ONE_ORDER: bool = false;
+    /// The lanes of a level from which on few columns are multiplied in the order of sums of a
+    /// panel, eight rows at a time, if the level does so ([`IntSimd::ONE_ORDER`]): where a single
+    /// column is then about as fast as row by row. Then a block has one group and one scale.
+    const ONE_ORDER_LANES: usize = usize::MAX;
 
     /// How the codes are stored that [`Block32Kernel::decode`] converts to quants.
     const CODES: Codes = Codes::Other;
@@ -113,10 +113,8 @@ pub(super) trait SuperBlockKernel: SuperBlockFormat {
     /// The largest quant.
     const MAX_QUANT: usize;
 
-    /// Whether few columns are multiplied in the order of sums of a panel, eight rows at a time,
-    /// where the level does so ([`IntSimd::ONE_ORDER`]): for formats of which a single column is
-    /// then as fast as row by row.
-    const ONE_ORDER: bool = false;
+    /// As [`Block32Kernel::ONE_ORDER_LANES`].
+    const ONE_ORDER_LANES: usize = usize::MAX;
 
     /// The index of the 32 elements in each half of [`SuperBlockKernel::quants_512`].
     const ORDER_512: [usize; 8] = [0, 1, 2, 3, 4, 5, 6, 7];
