@@ -23,8 +23,20 @@ use vgpu_transport::shm::liveness;
 use vgpu_transport::shm::memory::{SharedWords, Window};
 use vgpu_transport::wire::{Reply, Request};
 
-use common::{Guest, MEMORY, TIMEOUT};
+use common::{Guest, MEMORY, TIMEOUT, log};
 use machine::{Dir, Machine, executor, executor_with, wait_for};
+
+/// The log says of one of the sessions with this peer that it was evicted.
+fn expect_one_evicted(peer: &str) {
+    let words = "session closed: the link failed: the guest was evicted: its heartbeat had \
+                 stopped, and another program needed its slot or its memory";
+    let lines = || -> Vec<String> {
+        let lines = log::lines_with(peer).into_iter();
+        lines.filter(|line| line.contains(words)).collect()
+    };
+    wait_for("a line about the session", || !lines().is_empty());
+    assert_eq!(lines().len(), 1, "{:#?}", lines());
+}
 
 #[test]
 fn each_program_of_a_machine_has_its_own_session() {
@@ -246,10 +258,11 @@ fn paused_machine_keeps_its_sessions_for_the_silence_and_loses_them_after() {
 
 #[test]
 fn killed_program_gives_its_memory_to_another_one_of_its_machine() {
+    log::keep();
     let dir = Dir::new();
     // Silence never ends a session.
-    let server = executor(&dir.0, &["a", "b"], 0);
-    let machine = Machine::plug(&dir.0.join("a.sock"));
+    let server = executor(&dir.0, &["memory", "b"], 0);
+    let machine = Machine::plug(&dir.0.join("memory.sock"));
     let other = Machine::plug(&dir.0.join("b.sock"));
     let mut killed_elsewhere = start_program(&other, 4096);
     let mut program = start_program(&machine, MUCH);
@@ -287,6 +300,7 @@ fn killed_program_gives_its_memory_to_another_one_of_its_machine() {
     let ended: Vec<_> = ended.by_kind().filter(|(_, count)| *count > 0).collect();
     // Three programs were refused memory and left.
     assert_eq!(ended, [("closed", 3), ("link", 1)]);
+    expect_one_evicted(" peer=vm memory slot ");
 }
 
 /// All programs of a paused machine are silent, also for a moment after the pause. One that needs

@@ -268,3 +268,29 @@ pub enum Violation {
         limit: u64,
     },
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_flag_says_why_a_session_ends() {
+        let all = StopFlag::new();
+        let (one, other) = (all.for_one(), all.for_one());
+        assert_eq!(SessionEnd::asked_by(&one), None);
+        one.evict();
+        let evicted = SessionEnd::asked_by(&one).expect("it is set");
+        assert_eq!(evicted, SessionEnd::Link(LinkError::Evicted));
+        assert_eq!(
+            evicted.to_string(),
+            "the link failed: the guest was evicted: its heartbeat had stopped, and another \
+             program needed its slot or its memory"
+        );
+        assert_eq!(END_KINDS[evicted.kind()], "link");
+        // Of this session alone, whatever is asked of all later.
+        assert_eq!(SessionEnd::asked_by(&other), None);
+        all.set();
+        assert_eq!(SessionEnd::asked_by(&one), Some(evicted));
+        assert_eq!(SessionEnd::asked_by(&other), Some(SessionEnd::Shutdown));
+    }
+}

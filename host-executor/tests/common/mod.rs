@@ -2,6 +2,7 @@
 #![allow(dead_code)] // each test binary uses a part of this module
 
 pub(crate) mod hanging_engine;
+pub(crate) mod log;
 pub(crate) mod model;
 pub(crate) mod scripted_engine;
 pub(crate) mod weights;
