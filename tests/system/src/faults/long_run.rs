@@ -45,6 +45,9 @@ pub(crate) struct SoakOptions {
     /// The time after which no further event happens, in minutes [default: no limit]
     #[arg(long)]
     minutes: Option<u64>,
+    /// Leave out the events that end the executor: one lives through all of them
+    #[arg(long)]
+    keep_executor: bool,
     /// The programs do not share weights
     #[arg(long)]
     without_sharing: bool,
@@ -62,6 +65,7 @@ pub(crate) fn soak(cache: &Cache, options: &SoakOptions) -> Result<()> {
         kills: 0,
         others: 0,
         events: options.events,
+        keeps_executor: options.keep_executor,
         shares_weights: !options.without_sharing,
         time: options
             .minutes
@@ -81,6 +85,7 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
         kills: options.kills,
         others: options.others,
         events: options.events,
+        keeps_executor: false,
         shares_weights: true,
         time: None,
         seed: options.seed,

@@ -4,7 +4,8 @@
 //!
 //! After each event every program has either failed because of the event, or has the tokens of a
 //! program that is alone. Between rounds, executor and programs hold no more memory, descriptors,
-//! mappings and threads than before. The heap is counted to the byte.
+//! mappings and threads than before, and the executor has as many sessions and as much free device
+//! memory. The heap is counted to the byte.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -20,6 +21,7 @@ use crate::preload;
 use anyhow::{Context as _, Result, ensure};
 use rustix::net::{AddressFamily, SendFlags, SocketAddrUnix, SocketType};
 use rustix::process::Signal;
+use serde_json::Value;
 use vgpu_gguf::Rng;
 use xtask_common::executor::Executor;
 use xtask_common::process;
@@ -122,9 +124,16 @@ const WEIGHTS: [(Event, u64); 20] = [
     (Event::Blackhole, 1),
 ];
 
-fn random_event(rng: &mut Rng) -> Event {
-    let mut left = rng.below(WEIGHTS.iter().map(|(_, weight)| weight).sum());
-    for (event, weight) in WEIGHTS {
+/// The next event. With `keeps_executor`, none that ends the executor.
+fn random_event(rng: &mut Rng, keeps_executor: bool) -> Event {
+    let weights = WEIGHTS.map(
+        |(event, weight)| match keeps_executor && event.ends_executor() {
+            true => (event, 0),
+            false => (event, weight),
+        },
+    );
+    let mut left = rng.below(weights.iter().map(|(_, weight)| weight).sum());
+    for (event, weight) in weights {
         if left < weight {
             return event;
         }
@@ -134,6 +143,11 @@ fn random_event(rng: &mut Rng) -> Event {
 }
 
 impl Event {
+    /// Whether the executor is another process after the event.
+    fn ends_executor(self) -> bool {
+        matches!(self, Event::ExecutorKilled | Event::ExecutorRestarted)
+    }
+
     /// How long a program whose work the event ends may wait for its error, by docs/life-events.md.
     /// Counted from the end of the event. A program whose work goes on has that time, too.
     fn stated(self) -> Duration {
@@ -207,6 +221,10 @@ struct Soak<'a> {
     before: ResourceUsage,
     /// The bytes of its heap then.
     heap: i64,
+    /// What it said of itself then.
+    status: ExecutorStatus,
+    /// The events since then.
+    since: usize,
     /// The bytes by which the heaps of the executor and of a program were larger than before, at
     /// most.
     most_heap: (i64, i64),
@@ -224,18 +242,19 @@ pub(super) fn run(setup: &Setup<'_>, progress: &Progress) -> Result<Row> {
     let mut soak = Soak::new(setup)?;
     let mut done = 0;
     while done < times && setup.counts.time.is_none_or(|time| began.elapsed() < time) {
-        let event = random_event(&mut soak.rng);
+        let event = random_event(&mut soak.rng, setup.counts.keeps_executor);
         progress.note(&format!("{} of {times}: {event}", done + 1));
         let what = format!("event {} ({event})", done + 1);
         soak.round(event)
             .with_context(|| format!("{}{what}", soak.logs()))?;
         *soak.counts.entry(event).or_default() += 1;
+        soak.since += usize::from(!event.ends_executor());
         done += 1;
         if done % ROUNDS == 0 {
             soak.compare_resources().with_context(|| what)?;
         }
     }
-    soak.compare_resources()?;
+    let grown = soak.compare_resources()?;
     let counts: Vec<String> = { soak.counts.iter() }
         .map(|(event, count)| format!("{event} {count}"))
         .collect();
@@ -245,13 +264,20 @@ pub(super) fn run(setup: &Setup<'_>, progress: &Progress) -> Result<Row> {
         Some(_) => "",
         None => "; nothing was frozen: this user may make no control group",
     };
+    let since = soak.since;
+    // An executor that has just been started has no rate.
+    let rate = match i64::try_from(since) {
+        Ok(since @ 1..) => format!(", {} for 1,000 events", 1000 * grown / since),
+        _ => String::new(),
+    };
     soak.end()?;
     Ok(Row {
         fault: "random events",
         times: done,
         found: format!(
-            "{}; 0 hangs, 0 wrong tokens; executor since its last start: {before}, after: \
-             {after}; heaps grew by {of_executor} and {of_programs} bytes at most{skipped}",
+            "{}; 0 hangs, 0 wrong tokens; executor since its last start, {since} events before \
+             the end: {before}, after: {after}, heap {grown:+} bytes{rate}; heaps grew by \
+             {of_executor} and {of_programs} bytes at most{skipped}",
             counts.join(", ")
         ),
     })
@@ -286,6 +312,8 @@ impl<'a> Soak<'a> {
             executor: Some(executor),
             before,
             heap,
+            status: ExecutorStatus::default(),
+            since: 0,
             most_heap: (0, 0),
             programs: Vec::new(),
             life: Duration::ZERO,
@@ -363,6 +391,8 @@ impl<'a> Soak<'a> {
         let pid = self.executor()?.pid();
         self.before = at_rest(pid)?;
         self.heap = self.heaps.of(pid)?;
+        self.status = self.executor_status()?;
+        self.since = 0;
         Ok(())
     }
 
@@ -426,7 +456,7 @@ impl<'a> Soak<'a> {
                 }
             }
         }
-        if matches!(event, Event::ExecutorKilled | Event::ExecutorRestarted) {
+        if event.ends_executor() {
             self.settle()?;
         }
         Ok(())
@@ -594,12 +624,38 @@ impl<'a> Soak<'a> {
         process::output(vgpu.arg(command).arg("--control").arg(&self.control))
     }
 
-    /// Executor and programs hold no more than before. No program works now.
-    fn compare_resources(&mut self) -> Result<()> {
+    /// What the executor says of itself.
+    fn executor_status(&self) -> Result<ExecutorStatus> {
+        let mut vgpu = Command::new(&self.setup.dist.vgpu);
+        vgpu.args(["ps", "--json", "--control"]).arg(&self.control);
+        ExecutorStatus::parse(&process::output(&mut vgpu)?)
+    }
+
+    /// Waits until the executor says of itself what it has said before.
+    fn expect_status(&self) -> Result<()> {
+        let began = Instant::now();
+        loop {
+            let now = self.executor_status()?;
+            if now == self.status {
+                return Ok(());
+            }
+            ensure!(
+                began.elapsed() < HANG,
+                "the executor has {now}; before: {}",
+                self.status
+            );
+            thread::sleep(Duration::from_millis(40));
+        }
+    }
+
+    /// Executor and programs hold no more than before. No program works now. Returns the bytes by
+    /// which the heap of the executor has grown.
+    fn compare_resources(&mut self) -> Result<i64> {
+        self.expect_status()?;
         let (pid, heaps) = (self.executor()?.pid(), &self.heaps);
         expect_no_more(pid, &self.before, "the executor", HANG)?;
-        let more = heaps.expect_no_more(pid, (self.heap, 0), "the executor", HANG)?;
-        self.most_heap.0 = self.most_heap.0.max(more);
+        let grown = heaps.expect_no_more(pid, (self.heap, 0), "the executor", HANG)?;
+        self.most_heap.0 = self.most_heap.0.max(grown);
         for Program {
             name,
             guest,
@@ -617,7 +673,7 @@ impl<'a> Soak<'a> {
             let more = heaps.expect_no_more(guest.pid(), (before, queues), name, HANG)?;
             self.most_heap.1 = self.most_heap.1.max(more - queues);
         }
-        Ok(())
+        Ok(grown)
     }
 
     /// The ends of the logs of the executor and of the programs.
@@ -634,6 +690,34 @@ impl<'a> Soak<'a> {
             program.guest.finish()?;
         }
         self.executor.context("no executor runs")?.stop()
+    }
+}
+
+/// What an executor says of itself in `vgpu ps`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct ExecutorStatus {
+    sessions: usize,
+    /// Bytes of the engine's memory that an allocation could get.
+    free: u64,
+}
+
+impl ExecutorStatus {
+    /// Reads what `vgpu ps --json` prints.
+    fn parse(text: &str) -> Result<ExecutorStatus> {
+        let status: Value = serde_json::from_str(text).context("parsing `vgpu ps --json`")?;
+        let free = status["engine"]["memory_free"].as_u64();
+        let sessions = status["sessions"].as_array().map(Vec::len);
+        Ok(ExecutorStatus {
+            sessions: sessions.context("no sessions in `vgpu ps --json`")?,
+            free: free.context("no memory in `vgpu ps --json`")?,
+        })
+    }
+}
+
+impl fmt::Display for ExecutorStatus {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let ExecutorStatus { sessions, free } = self;
+        write!(f, "{sessions} sessions and {free} bytes free")
     }
 }
 
@@ -724,5 +808,24 @@ impl fmt::Display for Event {
             Event::GuestDoesNotRead => "guest does not read",
             Event::Blackhole => "blackhole",
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_event_ends_an_executor_that_is_kept() {
+        for keeps_executor in [true, false] {
+            let mut rng = Rng::new(1, 9);
+            let events: Vec<_> = (0..10_000)
+                .map(|_| random_event(&mut rng, keeps_executor))
+                .collect();
+            for (event, _) in WEIGHTS {
+                let is_left_out = keeps_executor && event.ends_executor();
+                assert_eq!(events.contains(&event), !is_left_out, "{event}");
+            }
+        }
     }
 }

@@ -27,6 +27,8 @@ pub(crate) struct Counts {
     pub(crate) others: usize,
     /// Random events, one after the other.
     pub(crate) events: usize,
+    /// Whether no random event ends the executor.
+    pub(crate) keeps_executor: bool,
     /// Whether the programs of the random events share weights.
     pub(crate) shares_weights: bool,
     /// The time after which no further random event happens.
