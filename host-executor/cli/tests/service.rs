@@ -577,14 +577,22 @@ struct PackageScript {
 }
 
 impl PackageScript {
+    /// `name`: below `deploy`.
     fn new(name: &str) -> PackageScript {
-        let scratch = Scratch::new(name);
-        let source = format!("../../deploy/debian/{name}");
+        let scratch = Scratch::new(&name.replace('/', "-"));
+        let source = format!("../../deploy/{name}");
         let source = Path::new(env!("CARGO_MANIFEST_DIR")).join(source);
         let text = fs::read_to_string(source).expect("the script");
         let script = PackageScript { scratch, text };
         fs::create_dir(script.at("bin")).expect("a folder");
-        for name in ["systemctl", "groupadd", "useradd", "usermod"] {
+        for name in [
+            "systemctl",
+            "groupadd",
+            "useradd",
+            "usermod",
+            "systemd-sysusers",
+            "systemd-tmpfiles",
+        ] {
             script.program(name, "");
         }
         script
@@ -661,7 +669,7 @@ fn installed_configuration_serves_on_any_host() {
 
 #[test]
 fn package_puts_its_user_into_the_groups_of_gpus_that_exist() {
-    let script = PackageScript::new("vgpu.postinst");
+    let script = PackageScript::new("debian/vgpu.postinst");
     let root = script.at("root");
     fs::create_dir_all(root.join("etc")).expect("a folder");
     fs::write(root.join("etc/passwd"), "root:x:0:0:root:/root:/bin/sh\n").expect("a file");
@@ -682,7 +690,22 @@ fn package_puts_its_user_into_the_groups_of_gpus_that_exist() {
 /// guests alone, and says when the new version is used.
 #[test]
 fn an_upgrade_leaves_running_guests_alone() {
-    let mut script = PackageScript::new("vgpu.postinst");
+    // The script, its arguments for an upgrade and for the first installation, and what stays.
+    for (name, from, first, kept) in [
+        (
+            "debian/vgpu.postinst",
+            &["configure", "0.0.9"][..],
+            &["configure", ""][..],
+            "vgpu 0.0.9",
+        ),
+        ("rpm/vgpu.post", &["2"], &["1"], "their version"),
+    ] {
+        upgrade_leaves_running_guests_alone(name, from, first, kept);
+    }
+}
+
+fn upgrade_leaves_running_guests_alone(name: &str, from: &[&str], first: &[&str], kept: &str) {
+    let mut script = PackageScript::new(name);
     let systemd = script.at("systemd");
     fs::create_dir(&systemd).expect("a folder");
     assert!(script.text.contains("/run/systemd/system"));
@@ -702,23 +725,25 @@ fn an_upgrade_leaves_running_guests_alone() {
         assert!(verbs.iter().all(is_harmless), "{verbs:?}");
         said
     };
-    let from = ["configure", "0.0.9"];
+    // A mistake in the configuration would end the new executor.
     assert_eq!(
-        upgrade("vgpu.service", &from),
-        "vgpu: running guests keep vgpu 0.0.9; when they may stop: systemctl restart vgpu\n"
+        upgrade("vgpu.service", from),
+        format!(
+            "vgpu: running guests keep {kept}; when they may stop: vgpu check-config && systemctl \
+             restart vgpu\n"
+        )
     );
     assert_eq!(
-        upgrade("vgpu@*.service", &from),
-        "vgpu: running guests keep vgpu 0.0.9; when they may stop: systemctl restart vgpu@*\n"
+        upgrade("vgpu@*.service", from),
+        format!("vgpu: running guests keep {kept}; when they may stop: systemctl restart vgpu@*\n")
     );
-    assert_eq!(upgrade("none", &from), "");
-    // The first installation.
-    assert_eq!(upgrade("vgpu.service", &["configure", ""]), "");
+    assert_eq!(upgrade("none", from), "");
+    assert_eq!(upgrade("vgpu.service", first), "");
 }
 
 #[test]
 fn a_purge_removes_what_the_service_has_written() {
-    let script = PackageScript::new("vgpu.postrm");
+    let script = PackageScript::new("debian/vgpu.postrm");
     let root = script.at("root");
     let kernels = root.join("var/cache/vgpu/kernels");
     for folder in [&kernels, &root.join("etc/vgpu"), &root.join("run/vgpu")] {
