@@ -57,7 +57,7 @@ pub(crate) struct RunState {
     /// The next phase.
     phase: usize,
     /// The chunks of that phase that threads have already taken.
-    dealt: usize,
+    taken_chunks: usize,
     /// Carries data from one kernel of an operator to the next, so the run owns it until its end.
     scratch: Scratch,
     /// Offset of the activation memory in `scratch`, in bytes.
@@ -71,7 +71,7 @@ impl RunState {
     /// together.
     pub(crate) fn position(&self, phases: &[Phase]) -> (usize, usize) {
         match phases.get(self.phase).is_some_and(|p| p.joint().is_some()) {
-            true => (self.phase, self.dealt),
+            true => (self.phase, self.taken_chunks),
             false => (self.phase, 0),
         }
     }
@@ -217,7 +217,7 @@ impl Runner {
         }
         Ok(RunState {
             phase: 0,
-            dealt: 0,
+            taken_chunks: 0,
             scratch,
             activations: scratch_lines * 64,
             prepared,
@@ -275,7 +275,7 @@ impl Runner {
         };
         let joint = match (each.first(), end.next) {
             (Some(first), Some(phase)) if each.len() > 1 && is_joint(first, phase) => {
-                Some(first.dealt(end))
+                Some(first.taken_chunks(end))
             }
             _ => None,
         };
@@ -283,8 +283,9 @@ impl Runner {
         let members = members.into_iter().zip(left);
         members
             .map(|((_, state), left)| {
-                let left =
-                    left.map(|left| left.map(|(phase, dealt)| (phase, joint.unwrap_or(dealt))));
+                let left = left.map(|left| {
+                    left.map(|(phase, taken_chunks)| (phase, joint.unwrap_or(taken_chunks)))
+                });
                 self.finish(state, left)
             })
             .collect()
@@ -386,17 +387,17 @@ impl Runner {
         }
     }
 
-    /// The state to continue from, if the run has yielded: in the phase and with the dealt chunks
-    /// that `left` has. Otherwise the memory of the run is kept for others.
+    /// The state to continue from, if the run has yielded: in the phase and with the taken
+    /// chunks that `left` has. Otherwise the memory of the run is kept for others.
     fn finish(
         &self,
         state: RunState,
         left: Result<Option<(usize, usize)>, RunError>,
     ) -> Result<Option<RunState>, RunError> {
         match left {
-            Ok(Some((phase, dealt))) => Ok(Some(RunState {
+            Ok(Some((phase, taken_chunks))) => Ok(Some(RunState {
                 phase,
-                dealt,
+                taken_chunks,
                 ..state
             })),
             left => {
@@ -465,12 +466,12 @@ struct Member<'a> {
 
 impl<'a> Member<'a> {
     fn new(phases: &'a [Phase], state: &'a mut RunState) -> Member<'a> {
-        let mut dealt = [0, 0];
-        dealt[state.phase % 2] = state.dealt;
+        let mut taken_chunks = [0, 0];
+        taken_chunks[state.phase % 2] = state.taken_chunks;
         let Scratch { lines, progress } = &mut state.scratch;
         Member {
             phases,
-            counters: dealt.map(AtomicUsize::new),
+            counters: taken_chunks.map(AtomicUsize::new),
             progress,
             failure: Mutex::new(None),
             has_failed: AtomicBool::new(false),
@@ -480,7 +481,7 @@ impl<'a> Member<'a> {
     }
 
     /// The chunks of the phase to continue with that threads have taken.
-    fn dealt(&self, end: TurnEnd) -> usize {
+    fn taken_chunks(&self, end: TurnEnd) -> usize {
         match end {
             TurnEnd {
                 next: Some(phase),
@@ -490,14 +491,14 @@ impl<'a> Member<'a> {
         }
     }
 
-    /// The phase and the dealt chunks to continue with, or the failure. `None` at the end of the
+    /// The phase and the taken chunks to continue with, or the failure. `None` at the end of the
     /// graph.
     fn left(self, end: TurnEnd) -> Result<Option<(usize, usize)>, RunError> {
-        let dealt = self.dealt(end);
+        let taken_chunks = self.taken_chunks(end);
         let failure = self.failure.into_inner();
         match failure.unwrap_or_else(PoisonError::into_inner) {
             Some(error) => Err(error),
-            None => Ok(end.next.map(|phase| (phase, dealt))),
+            None => Ok(end.next.map(|phase| (phase, taken_chunks))),
         }
     }
 }
