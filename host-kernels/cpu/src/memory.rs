@@ -2,7 +2,7 @@
 //!
 //! A region is anonymous memory, or a file that a guest maps too. In the second case any byte can
 //! change at any time, and neither this module nor the kernels rely on the contents of memory: see
-//! "Memory that the guest maps" in `docs/ARCHITECTURE.md`.
+//! "Memory that a guest maps" in `docs/SECURITY.md`.
 
 use std::any::Any;
 use std::fs;

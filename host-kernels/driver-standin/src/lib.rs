@@ -32,7 +32,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-pub use driver::ENTRIES;
+pub use driver::entries;
 
 /// The names under which a program loads the two libraries.
 const NAMES: [&str; 2] = ["libcuda.so.1", "libnvrtc.so.13"];

@@ -49,8 +49,11 @@ enum SettingsError {
     Model { name: String },
     #[error("{}={path}: {error}", TRACE)]
     Trace { path: String, error: io::Error },
-    #[error("{}: {0}", FAULTS)]
-    Faults(#[from] FaultError),
+    #[error("{}: {error}", FAULTS)]
+    Faults {
+        #[from]
+        error: FaultError,
+    },
 }
 
 /// The settings of this process. Wrong ones end it: a test must not run with others than it asks

@@ -6,7 +6,7 @@ use std::ptr;
 use cudarc::driver::sys;
 use cudarc::driver::sys::CUfunction_attribute_enum as Attribute;
 use cudarc::driver::sys::CUresult as Code;
-use vgpu_driver_standin::{ENTRIES, in_process};
+use vgpu_driver_standin::{entries, in_process};
 
 /// Calls an entry point.
 macro_rules! call {
@@ -731,7 +731,7 @@ fn objects_belong_to_their_context() {
 /// Each entry point fails when it is asked to, before it does anything.
 #[test]
 fn every_entry_point_can_fail() {
-    let faults: Vec<String> = ENTRIES.iter().map(|name| format!("{name}:1:999")).collect();
+    let faults: Vec<String> = entries().map(|name| format!("{name}:1:999")).collect();
     let faults = faults.join(",");
     let settings = [("VGPU_STANDIN_FAULTS", &*faults)];
     in_process("every_entry_point_can_fail", &settings, || {

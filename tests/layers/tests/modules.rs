@@ -123,7 +123,7 @@ fn modules_of_the_transport_import_lower_layers_only() {
 }
 
 #[test]
-fn engines_import_three_modules_of_the_transport() {
+fn engines_import_four_modules_of_the_transport() {
     for package in ENGINES {
         let mut paths = 0;
         for path in roots_of(package) {

@@ -1,0 +1,329 @@
+//! Runs the phases of a graph on the thread team. Threads enter a graph once and meet at a spinning
+//! barrier after each phase.
+
+mod run;
+mod scratch;
+#[cfg(test)]
+mod tests;
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use rustix::thread::CpuSet;
+use vgpu_engine::{EngineError, RunError, Turn};
+use vgpu_transport::lock::lock;
+
+use crate::barrier_schedule::Phase;
+use crate::batch::{BatchKeys, MAX_BATCH, Membership};
+use crate::gemm::ThreadMemory;
+use crate::kernel::{EarlyExit, ThreadProgress};
+use crate::thread_team::{Barrier, ThreadTeam};
+
+pub(crate) use run::RunState;
+use run::{Clock, Member, Run, TurnEnd};
+use scratch::{Lines, Scratch};
+
+/// Scratch memories that are kept for later runs: as many as a batch has.
+const MAX_FREE_SCRATCH: usize = MAX_BATCH;
+
+/// The most bytes of all scratch memories that are kept for later runs.
+const MAX_FREE_BYTES: usize = 4 * MAX_KEPT_BYTES;
+
+/// The largest scratch memory that is kept for later runs, in bytes.
+const MAX_KEPT_BYTES: usize = 32 << 20;
+
+/// The largest scratch memory that is kept when a plan ends, in bytes.
+const MAX_IDLE_BYTES: usize = 1 << 20;
+
+/// A fixed set of threads and the scratch memory that they share. Runs one graph at a time.
+pub(crate) struct Runner {
+    team: ThreadTeam,
+    running: Mutex<()>,
+    /// Scratch memories that no run owns, the most recently used last.
+    scratch: Mutex<Vec<Scratch>>,
+    /// For each thread of a run, the memory in which it prepares the operands of products.
+    thread_memory: Vec<Mutex<ThreadMemory>>,
+    /// Whether each run begins with other contents of working memory, for tests.
+    pub(crate) fills_scratch: bool,
+    /// The runs so far that have filled their working memory.
+    filled: AtomicUsize,
+    /// The keys of the plans that can run as a batch.
+    keys: BatchKeys,
+}
+
+/// What working memory is filled with, in turn: numbers that are not finite, zeros, large numbers,
+/// small ones, and ones (half floats).
+const FILLERS: [u8; 5] = [0xff, 0x00, 0x7f, 0x01, 0x3c];
+
+impl Runner {
+    /// A runner with `threads` threads. With `cpu_sets`, thread `i` is pinned to set `i` modulo
+    /// their number.
+    ///
+    /// # Errors
+    /// [`EngineError::Unsupported`] if a thread cannot be created or pinned.
+    pub(crate) fn new(threads: usize, cpu_sets: &[CpuSet]) -> Result<Runner, EngineError> {
+        let team = ThreadTeam::new(threads, cpu_sets)?;
+        let thread_memory = (0..team.size()).map(|_| Mutex::default()).collect();
+        Ok(Runner {
+            team,
+            running: Mutex::default(),
+            scratch: Mutex::default(),
+            thread_memory,
+            fills_scratch: false,
+            filled: AtomicUsize::new(0),
+            keys: BatchKeys::default(),
+        })
+    }
+
+    /// The plans that can run as a batch with one of these phases.
+    pub(crate) fn membership(&self, phases: &[Phase]) -> Option<Membership> {
+        self.keys.membership(phases)
+    }
+
+    /// The number of threads that run a phase.
+    pub(crate) fn workers(&self) -> usize {
+        self.team.size()
+    }
+
+    /// A run that begins with the first phase.
+    ///
+    /// # Errors
+    /// [`RunError::OutOfMemory`] if there is no memory of this size.
+    pub(crate) fn start(
+        &self,
+        scratch_bytes: usize,
+        activation_bytes: usize,
+        prepared: usize,
+    ) -> Result<RunState, RunError> {
+        let mut scratch = lock(&self.scratch).pop().unwrap_or_default();
+        let scratch_lines = scratch_bytes.div_ceil(64);
+        let lines = scratch_lines.saturating_add(activation_bytes.div_ceil(64));
+        if lines > scratch.lines.len() {
+            // Not both at once: a run has the memory that its tenant is charged for.
+            scratch.lines = Lines::default();
+            let Some(zeroed) = Lines::zeroed(lines) else {
+                let wanted = (lines as u64).saturating_mul(64);
+                return Err(RunError::OutOfMemory { wanted });
+            };
+            scratch.lines = zeroed;
+        }
+        if self.fills_scratch {
+            let run = self.filled.fetch_add(1, Ordering::Relaxed);
+            let filler = FILLERS[run % FILLERS.len()];
+            scratch.lines.fill(filler);
+            for memory in &self.thread_memory {
+                lock(memory).fill(filler);
+            }
+        }
+        scratch.progress.resize_with(self.workers(), Mutex::default);
+        for progress in &mut scratch.progress {
+            *progress.get_mut().unwrap_or_else(PoisonError::into_inner) = ThreadProgress::default();
+        }
+        Ok(RunState {
+            phase: 0,
+            taken_chunks: 0,
+            scratch,
+            activations: scratch_lines * 64,
+            prepared,
+        })
+    }
+
+    /// Runs the phases in order, each on all threads, until the end, the first failure, or the end
+    /// of the turn. Returns the state to continue from, or `None` at the end of the graph.
+    ///
+    /// # Errors
+    /// The first failure of a kernel.
+    ///
+    /// # Safety
+    ///
+    /// The phases are those of a [schedule](crate::barrier_schedule) for this runner's number of
+    /// threads. `state` comes from [`start`](Runner::start) of this runner, with the bytes of
+    /// memory that the kernels of the phases need, or from an earlier turn of these phases that
+    /// began so.
+    pub(crate) unsafe fn run(
+        &self,
+        phases: &[Phase],
+        state: RunState,
+        turn: &Turn,
+    ) -> Result<Option<RunState>, RunError> {
+        // SAFETY: the caller guarantees a schedule for this runner, and a state with the memory
+        // that its phases need.
+        unsafe { self.run_with_clock(phases, state, turn, None) }
+    }
+
+    /// As [`run`](Runner::run) for each of several runs: at most [`MAX_BATCH`], of plans with one
+    /// key, at one [position](RunState::position). Returns their outcomes, in order.
+    ///
+    /// # Safety
+    ///
+    /// As for [`run`](Runner::run), for each of the runs. The joint kernels of each phase have one
+    /// key.
+    pub(crate) unsafe fn run_batch(
+        &self,
+        mut members: Vec<(&[Phase], RunState)>,
+        turn: &Turn,
+    ) -> Vec<Result<Option<RunState>, RunError>> {
+        let first = members.first().map_or(0, |(_, state)| state.phase);
+        let prepared = members.iter().map(|(_, state)| state.prepared).max();
+        let each = members.iter_mut();
+        let each: Vec<Member<'_>> = each
+            .map(|(phases, state)| Member::new(phases, state))
+            .collect();
+        // SAFETY: the caller guarantees for each run what `run` asks, and one key and position for
+        // all: the first phase is that of each. No run prepares more than the largest `prepared`.
+        let end = unsafe { self.execute(&each, first, prepared.unwrap_or(0), turn, None) };
+        // In a joint phase, the tiles are counted for all members at once, by the first.
+        let is_joint = |member: &Member<'_>, phase| {
+            let phase: &Phase = &member.phases[phase];
+            phase.joint().is_some()
+        };
+        let joint = match (each.first(), end.next) {
+            (Some(first), Some(phase)) if each.len() > 1 && is_joint(first, phase) => {
+                Some(first.taken_chunks(end))
+            }
+            _ => None,
+        };
+        let left: Vec<_> = each.into_iter().map(|member| member.left(end)).collect();
+        let members = members.into_iter().zip(left);
+        members
+            .map(|((_, state), left)| {
+                let left = left.map(|left| {
+                    left.map(|(phase, taken_chunks)| (phase, joint.unwrap_or(taken_chunks)))
+                });
+                self.finish(state, left)
+            })
+            .collect()
+    }
+
+    /// Runs the phases to the end. Returns when each phase ended, as a time since the first began.
+    ///
+    /// # Errors
+    /// As [`run`](Runner::run).
+    ///
+    /// # Safety
+    ///
+    /// As for [`run`](Runner::run).
+    pub(crate) unsafe fn run_timed(
+        &self,
+        phases: &[Phase],
+        state: RunState,
+    ) -> Result<Vec<Duration>, RunError> {
+        let clock = Clock {
+            begin: Instant::now(),
+            ends: Mutex::new(Vec::with_capacity(phases.len())),
+        };
+        // A turn without an end.
+        // SAFETY: the caller guarantees a schedule for this runner, and a state with the memory
+        // that its phases need.
+        unsafe { self.run_with_clock(phases, state, &Turn::new(), Some(&clock)) }?;
+        Ok(clock
+            .ends
+            .into_inner()
+            .unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Runs one graph. Allocates no memory.
+    ///
+    /// # Safety
+    ///
+    /// As for [`run`](Runner::run).
+    unsafe fn run_with_clock(
+        &self,
+        phases: &[Phase],
+        mut state: RunState,
+        turn: &Turn,
+        clock: Option<&Clock>,
+    ) -> Result<Option<RunState>, RunError> {
+        let (first, prepared) = (state.phase, state.prepared);
+        let [member] = {
+            let members = [Member::new(phases, &mut state)];
+            // SAFETY: the caller guarantees what `run` asks for the only member, whose state has
+            // `first` and `prepared`.
+            let end = unsafe { self.execute(&members, first, prepared, turn, clock) };
+            members.map(|member| member.left(end))
+        };
+        self.finish(state, member)
+    }
+
+    /// Runs the graphs of the members. Returns where the turn has ended.
+    ///
+    /// # Safety
+    ///
+    /// As for [`run_batch`](Runner::run_batch). The members begin with phase `first`, and their
+    /// products prepare `prepared` bytes at most.
+    unsafe fn execute(
+        &self,
+        members: &[Member<'_>],
+        first: usize,
+        prepared: usize,
+        turn: &Turn,
+        clock: Option<&Clock>,
+    ) -> TurnEnd {
+        assert!(members.len() <= MAX_BATCH, "{} plans", members.len());
+        let _guard = lock(&self.running);
+        let last = members.first().map_or(0, |member| member.phases.len());
+        let run = Run {
+            members,
+            first,
+            last,
+            barrier: Barrier::new(self.workers()),
+            turn,
+            clock,
+            exit: EarlyExit::default(),
+            failures: AtomicUsize::new(0),
+            prepared,
+            thread_memory: &self.thread_memory,
+        };
+        let count = self.workers();
+        let work = |index| {
+            // SAFETY: the team calls this once for each index below its size, which is `count`.
+            // The members have the memory of their states, and the caller guarantees that it has
+            // the bytes that the phases need. The counters of the first phase are what the turn
+            // before has left, or 0, and the others are 0.
+            unsafe { run.work(index, count) }
+        };
+        // SAFETY: this function holds the lock on `running`, so no other call of `run` is in
+        // progress.
+        unsafe { self.team.run(&work) };
+        TurnEnd {
+            next: run.exit.next(last),
+            in_phase: run.exit.in_phase(),
+        }
+    }
+
+    /// The state to continue from, if the run has yielded: in the phase and with the taken
+    /// chunks that `left` has. Otherwise the memory of the run is kept for others.
+    fn finish(
+        &self,
+        state: RunState,
+        left: Result<Option<(usize, usize)>, RunError>,
+    ) -> Result<Option<RunState>, RunError> {
+        match left {
+            Ok(Some((phase, taken_chunks))) => Ok(Some(RunState {
+                phase,
+                taken_chunks,
+                ..state
+            })),
+            left => {
+                self.give_back(state.scratch);
+                left.map(|_| None)
+            }
+        }
+    }
+
+    /// Frees the scratch memory of a plan that ends. Small memory is kept.
+    pub(crate) fn trim(&self) {
+        lock(&self.scratch).retain(|scratch| scratch.bytes() <= MAX_IDLE_BYTES);
+    }
+
+    /// Keeps scratch memory for later runs, or frees it.
+    fn give_back(&self, scratch: Scratch) {
+        let mut free = lock(&self.scratch);
+        let bytes: usize = free.iter().map(Scratch::bytes).sum();
+        let fits = bytes.saturating_add(scratch.bytes()) <= MAX_FREE_BYTES;
+        if free.len() < MAX_FREE_SCRATCH && scratch.bytes() <= MAX_KEPT_BYTES && fits {
+            free.push(scratch);
+        }
+    }
+}
