@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use memmap2::MmapMut;
+use memmap2::{MmapMut, UncheckedAdvice};
 use rustix::thread::CpuSet;
 use vgpu_engine::{EngineError, RunError, Turn};
 
@@ -27,6 +27,10 @@ const MAX_FREE_BYTES: usize = 4 * MAX_KEPT_BYTES;
 
 /// The largest scratch memory that is kept for later runs, in bytes.
 const MAX_KEPT_BYTES: usize = 32 << 20;
+
+/// Bytes of working memory that are freed between two looks at the end of the turn: some
+/// milliseconds, for pages of 4 KiB.
+const FREED_AT_ONCE: usize = 64 << 20;
 
 /// The largest scratch memory that is kept when a plan ends, in bytes.
 const MAX_IDLE_BYTES: usize = 1 << 20;
@@ -63,6 +67,8 @@ pub(crate) struct RunState {
     activations: usize,
     /// The most bytes that a product may prepare in each buffer of a thread.
     prepared: usize,
+    /// How the run has ended, if only memory is left to be freed.
+    ended: Option<Result<(), RunError>>,
 }
 
 impl RunState {
@@ -83,12 +89,28 @@ struct Scratch {
     /// How far each thread has got in the phase that a turn begins with. When a turn is over, how
     /// far it has got in the phase that the next turn begins with.
     progress: Vec<Mutex<ThreadProgress>>,
+    /// Bytes at the end of `lines` whose pages are freed. The run has ended if there are any.
+    freed: usize,
 }
 
 impl Scratch {
     /// Bytes of the memory of kernels.
     fn bytes(&self) -> usize {
         self.lines.len() * size_of::<CacheLine>()
+    }
+
+    /// Frees pages of large memory until the end of the turn, of [`FREED_AT_ONCE`] bytes at least.
+    /// Returns whether no more than that is left.
+    fn free_until_end_of(&mut self, turn: &Turn) -> bool {
+        while self.bytes() - self.freed > FREED_AT_ONCE {
+            self.freed += FREED_AT_ONCE;
+            let at = self.bytes() - self.freed;
+            self.lines.discard(at, FREED_AT_ONCE);
+            if turn.is_over() {
+                return false;
+            }
+        }
+        true
     }
 }
 
@@ -134,6 +156,18 @@ impl Lines {
         match self {
             Lines::Allocated(lines) => lines.as_mut_ptr().cast(),
             Lines::Mapped(pages) => pages.as_mut_ptr(),
+        }
+    }
+
+    /// Frees the pages of `len` bytes from byte `at` on, which begin with a page. They are zero
+    /// afterwards.
+    fn discard(&mut self, at: usize, len: usize) {
+        if let Lines::Mapped(pages) = self {
+            // SAFETY: a private anonymous mapping that this value owns and borrows exclusively:
+            // there is no other reference to its bytes, which may have any value.
+            let outcome =
+                unsafe { pages.unchecked_advise_range(UncheckedAdvice::DontNeed, at, len) };
+            debug_assert!(outcome.is_ok(), "discarding pages: {outcome:?}");
         }
     }
 
@@ -220,6 +254,7 @@ impl Runner {
             scratch,
             activations: scratch_lines * 64,
             prepared,
+            ended: None,
         })
     }
 
@@ -258,6 +293,11 @@ impl Runner {
         turn: &Turn,
     ) -> Vec<Result<Option<RunState>, RunError>> {
         let first = members.first().map_or(0, |(_, state)| state.phase);
+        if first == usize::MAX {
+            // Runs at one position have all ended.
+            let ended = members.into_iter().map(|(_, state)| self.free(state, turn));
+            return ended.collect();
+        }
         let prepared = members.iter().map(|(_, state)| state.prepared).max();
         let each = members.iter_mut();
         let each: Vec<Member<'_>> = each
@@ -282,7 +322,7 @@ impl Runner {
             .map(|((_, state), left)| {
                 let left =
                     left.map(|left| left.map(|(phase, dealt)| (phase, joint.unwrap_or(dealt))));
-                self.finish(state, left)
+                self.finish(state, left, turn)
             })
             .collect()
     }
@@ -325,6 +365,9 @@ impl Runner {
         turn: &Turn,
         clock: Option<&Clock>,
     ) -> Result<Option<RunState>, RunError> {
+        if state.ended.is_some() {
+            return self.free(state, turn);
+        }
         let (first, prepared) = (state.phase, state.prepared);
         let [member] = {
             let members = [Member::new(phases, &mut state)];
@@ -332,7 +375,7 @@ impl Runner {
             let end = unsafe { self.execute(&members, first, prepared, turn, clock) };
             members.map(|member| member.left(end))
         };
-        self.finish(state, member)
+        self.finish(state, member, turn)
     }
 
     /// Runs the graphs of the members. Returns where the turn has ended.
@@ -381,24 +424,38 @@ impl Runner {
         }
     }
 
+    /// Goes on with a run that has ended, and has memory left to be freed.
+    fn free(&self, mut state: RunState, turn: &Turn) -> Result<Option<RunState>, RunError> {
+        let ended = state.ended.take().unwrap_or(Ok(()));
+        self.finish(state, ended.map(|()| None), turn)
+    }
+
     /// The state to continue from, if the run has yielded: in the phase and with the dealt chunks
-    /// that `left` has. Otherwise the memory of the run is kept for others.
+    /// that `left` has. Otherwise the memory of the run is kept for others, or freed. To free
+    /// gigabytes takes turns, too: a run that has ended yields until little is left.
     fn finish(
         &self,
-        state: RunState,
+        mut state: RunState,
         left: Result<Option<(usize, usize)>, RunError>,
+        turn: &Turn,
     ) -> Result<Option<RunState>, RunError> {
-        match left {
-            Ok(Some((phase, dealt))) => Ok(Some(RunState {
+        if let Ok(Some((phase, dealt))) = left {
+            return Ok(Some(RunState {
                 phase,
                 dealt,
                 ..state
-            })),
-            left => {
-                self.give_back(state.scratch);
-                left.map(|_| None)
-            }
+            }));
         }
+        if !state.scratch.free_until_end_of(turn) {
+            return Ok(Some(RunState {
+                phase: usize::MAX,
+                dealt: 0,
+                ended: Some(left.map(drop)),
+                ..state
+            }));
+        }
+        self.give_back(state.scratch);
+        left.map(|_| None)
     }
 
     /// Frees the scratch memory of a plan that ends. Small memory is kept.
@@ -462,7 +519,9 @@ impl<'a> Member<'a> {
     fn new(phases: &'a [Phase], state: &'a mut RunState) -> Member<'a> {
         let mut dealt = [0, 0];
         dealt[state.phase % 2] = state.dealt;
-        let Scratch { lines, progress } = &mut state.scratch;
+        let Scratch {
+            lines, progress, ..
+        } = &mut state.scratch;
         Member {
             phases,
             counters: dealt.map(AtomicUsize::new),
@@ -936,6 +995,30 @@ mod tests {
                 lock(&runner.scratch).is_empty(),
                 "{bytes}: the plan is gone"
             );
+        }
+    }
+
+    #[test]
+    fn large_memory_is_freed_in_turns_also_after_a_failure() {
+        let runner = Runner::new(1, &[]).unwrap();
+        let over = Turn::new();
+        over.set_end(Some(Duration::ZERO));
+        let fault = phase(|_| Err(Fault::Index { index: 9, count: 1 }));
+        for (phases, is_ok) in [([phase(|_| Ok(()))], true), ([fault], false)] {
+            let state = runner.start(4 * FREED_AT_ONCE, 0, 0).unwrap();
+            let mut left = Some(state);
+            let mut turns = 0;
+            let outcome = loop {
+                let state = left.take().unwrap();
+                // SAFETY: the kernel needs no memory.
+                match unsafe { runner.run(&phases, state, &over) } {
+                    Ok(Some(state)) => left = Some(state),
+                    ended => break ended,
+                }
+                turns += 1;
+            };
+            // The last part is unmapped at once.
+            assert_eq!((turns, outcome.is_ok()), (3, is_ok));
         }
     }
 
