@@ -8,7 +8,7 @@ use tracing::warn;
 use vgpu_engine::{Engine, MemoryInfo};
 
 use super::buffers::Buffers;
-use super::graphs::{CompileContext, Graphs};
+use super::graphs::Graphs;
 use super::weights_state::SessionWeights;
 use crate::activity::{Activities, Activity, GraphInfo, ThreadState};
 use crate::engine_monitor::EngineMonitor;
@@ -163,21 +163,6 @@ impl Session {
             total,
             free: free.saturating_add(silent).min(total),
         }
-    }
-
-    /// What graphs are compiled against.
-    pub(super) fn compile_context<'a>(
-        &'a mut self,
-        is_cancelled: &'a dyn Fn() -> bool,
-    ) -> (&'a mut Graphs, CompileContext<'a>) {
-        let context = CompileContext {
-            engine: self.engine.as_ref(),
-            buffers: &self.buffers,
-            limits: &self.limits,
-            tenant: &self.tenant,
-            is_cancelled,
-        };
-        (&mut self.graphs, context)
     }
 
     /// Whether the next event may be logged at the info or warn level. Counts the event.
