@@ -1,10 +1,11 @@
 //! The state of a session.
 
 use std::any::Any;
+use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tracing::warn;
+use tracing::{debug, warn};
 use vgpu_engine::{Engine, MemoryInfo};
 
 use super::buffers::Buffers;
@@ -175,6 +176,14 @@ impl Session {
             );
         }
         self.logged_events <= MAX_LOGGED_EVENTS
+    }
+
+    /// Logs a problem of the host with weights, which a guest may cause any number of times.
+    pub(super) fn warn_of_weights(&mut self, what: fmt::Arguments<'_>) {
+        match self.may_log() {
+            true => warn!("{what}"),
+            false => debug!("{what}"),
+        }
     }
 
     /// Publishes the numbers of buffers and graphs and their bytes.

@@ -152,7 +152,8 @@ impl Session {
             Ok(Some(new)) => new,
             Ok(None) => return refused("this memory cannot be shared"),
             Err(error) => {
-                warn!("buffer {} cannot be shared: {error}", buffer.0);
+                let what = format_args!("buffer {} cannot be shared: {error}", buffer.0);
+                self.warn_of_weights(what);
                 return refused(&format!("this memory cannot be shared: {error}"));
             }
         };
@@ -199,7 +200,9 @@ impl Session {
                 }
                 let mut nonce = ContentHash([0; 32]);
                 if let Err(error) = random::fill(&mut nonce.0) {
-                    warn!("no random challenge, the weights have to be sent: {error}");
+                    self.warn_of_weights(format_args!(
+                        "no random challenge, the weights have to be sent: {error}"
+                    ));
                     return missing;
                 }
                 self.weights.challenge = Some(Challenge { range, hash, nonce });
@@ -299,7 +302,9 @@ impl Session {
             // Freed while it was hashed: no fault of the guest.
             Ok(None) => return missing,
             Err(error) => {
-                warn!("a proof of possession cannot be checked: {error}");
+                self.warn_of_weights(format_args!(
+                    "a proof of possession cannot be checked: {error}"
+                ));
                 return missing;
             }
         };
@@ -333,7 +338,8 @@ impl Session {
             Ok(true) => Reply::Done { request },
             Ok(false) => Reply::Missing { request },
             Err(error) => {
-                warn!("known weights cannot be attached: {error}");
+                let what = format_args!("known weights cannot be attached: {error}");
+                self.warn_of_weights(what);
                 Reply::Missing { request }
             }
         })
@@ -381,8 +387,10 @@ impl Session {
                 match read {
                     Ok(true) => (0, true),
                     outcome => {
+                        let memory = Arc::clone(memory);
                         if let Err(error) = outcome {
-                            warn!("weights cannot be read from disk: {error}");
+                            let what = format_args!("weights cannot be read from disk: {error}");
+                            self.warn_of_weights(what);
                         }
                         // The bytes failed the check and must not be visible to the guest.
                         memory.fill(offset, len, 0)?;
