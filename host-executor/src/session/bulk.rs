@@ -121,8 +121,8 @@ impl Plan for Transfer {
 }
 
 impl Session {
-    /// Carries out a FILL or a COPY. The end of the guest and `stop` end it between two parts. Bytes
-    /// that the range shares with other buffers are copied before, outside of a turn.
+    /// Carries out a FILL or a COPY. The end of the guest and `stop` end it between two parts.
+    /// Bytes that the range shares with other buffers are copied before, outside of a turn.
     pub(super) fn transfer(
         &mut self,
         (request, kind): (u64, Kind),

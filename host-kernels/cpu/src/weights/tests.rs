@@ -662,8 +662,8 @@ fn lease_is_held_while_an_extent_keeps_the_mapping() {
     assert_eq!(Arc::strong_count(&lease), 1);
 }
 
-/// Two buffers for weights of `size` bytes. The first one is frozen, and the second one has attached
-/// all its extents of `each` bytes.
+/// Two buffers for weights of `size` bytes. The first one is frozen, and the second one has
+/// attached all its extents of `each` bytes.
 fn sharing_all(engine: &CpuEngine, size: u64, each: u64) -> [Arc<dyn Memory>; 2] {
     let [one, two] = [(); 2].map(|()| {
         let plain = engine.alloc(size).unwrap();
