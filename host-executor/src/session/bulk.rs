@@ -17,8 +17,12 @@ use crate::sched::RunState;
 use crate::stats::Kind;
 use crate::stop::StopFlag;
 
-/// Bytes of a part: a millisecond or two on a CPU. A request of fewer bytes takes no turn.
+/// Bytes of a part: a millisecond or two on a CPU. On a device with memory of its own, a request of
+/// at most so many bytes takes no turn: it is queued on the device, and the host has no work.
 pub(super) const PART: u64 = 4 << 20;
+
+/// Bytes of a request that takes no turn on an engine in host memory: some microseconds.
+const MAX_WITHOUT_TURN: u64 = 64 << 10;
 
 /// What happens to a range of a buffer.
 pub(super) enum Bulk {
@@ -138,7 +142,11 @@ impl Session {
             end_check.is_near()
         });
         end_check.check()?;
-        if unshared.is_err() || transfer.len <= PART {
+        let most = match self.engine.is_host_memory() {
+            true => MAX_WITHOUT_TURN,
+            false => PART,
+        };
+        if unshared.is_err() || transfer.len <= most {
             let outcome = unshared.and_then(|()| match transfer.len {
                 0 => Ok(()),
                 _ => transfer.part(),
