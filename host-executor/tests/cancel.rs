@@ -94,6 +94,32 @@ fn fills_and_copies_of_any_length_end_with_their_guest_and_others_run() {
 }
 
 #[test]
+fn fills_and_copies_above_64_kib_take_a_turn_on_the_cpu() {
+    const SHORT: u64 = 64 << 10;
+    let host = Host::new(engine());
+    let mut guest = host.guest_of(1);
+    let buffer = guest.alloc(4 * SHORT);
+    for (len, turns) in [(SHORT, 0), (SHORT + 1, 2)] {
+        let (offset, value) = (0, 1);
+        guest.send(&Request::Fill {
+            buffer,
+            offset,
+            len,
+            value,
+        });
+        guest.send(&Request::Copy {
+            dst: buffer,
+            dst_offset: 2 * SHORT,
+            src: buffer,
+            src_offset: 0,
+            len,
+        });
+        guest.fence();
+        assert_eq!(stats(&host, 1).turns, turns, "{len} bytes");
+    }
+}
+
+#[test]
 fn shutdown_cancels_an_endless_graph_and_tells_the_guest() {
     for kind in OPERATORS {
         let (host, name) = (host(), kind.ggml_name());

@@ -2,10 +2,13 @@
 
 mod common;
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use common::model::for_weights;
 use common::{Guest, Host, MEMORY, cpu};
+use tracing::span::{Attributes, Id, Record};
+use tracing::{Event, Level, Metadata, Subscriber};
 use vgpu_engine::{Engine, EngineError, Memory, MemoryInfo, Plan};
 use vgpu_executor::weights::Sharing;
 use vgpu_executor::{Process, WeightStore};
@@ -150,6 +153,51 @@ fn a_refused_exchange_keeps_the_buffer_usable() {
     let reply = guest.ask(&Request::Weights { buffer });
     assert!(matches!(reply, Reply::Held { .. }), "{reply:?}");
     assert_eq!(guest.read(buffer, 0, 4), [0; 4]);
+}
+
+/// The warnings and errors of this process.
+static WARNINGS: AtomicUsize = AtomicUsize::new(0);
+
+/// A log that counts [`WARNINGS`].
+struct CountingLog;
+
+impl Subscriber for CountingLog {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        *metadata.level() <= Level::WARN
+    }
+
+    fn new_span(&self, _: &Attributes<'_>) -> Id {
+        Id::from_u64(1)
+    }
+
+    fn record(&self, _: &Id, _: &Record<'_>) {}
+
+    fn record_follows_from(&self, _: &Id, _: &Id) {}
+
+    fn event(&self, _: &Event<'_>) {
+        WARNINGS.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn enter(&self, _: &Id) {}
+
+    fn exit(&self, _: &Id) {}
+}
+
+#[test]
+fn refusals_without_end_are_logged_a_hundred_times() {
+    tracing::subscriber::set_global_default(CountingLog).expect("the first one");
+    let engine = Contended::new();
+    let host = host(&engine);
+    let mut guest = guest(&host);
+    let buffer = guest.alloc(MIN_EXTENT);
+    for _ in 0..300 {
+        *engine.meanwhile.lock().unwrap() = Some(Box::new(|| Err(EngineError::ForeignMemory)));
+        let reply = guest.ask(&Request::Weights { buffer });
+        assert!(matches!(reply, Reply::Refused { .. }), "{reply:?}");
+    }
+    // The line that says so, and those of the other tests of this process.
+    let logged = WARNINGS.load(Ordering::Relaxed);
+    assert!((100..120).contains(&logged), "{logged} lines");
 }
 
 #[test]

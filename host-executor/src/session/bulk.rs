@@ -12,13 +12,17 @@ use super::answer::{Answer, done};
 use super::end_check::EndCheck;
 use super::error::SessionEnd;
 use super::state::{Session, observe_turn};
-use crate::activity::GraphInfo;
+use crate::activity::{GraphInfo, ThreadState};
 use crate::sched::RunState;
 use crate::stats::Kind;
 use crate::stop::StopFlag;
 
-/// Bytes of a part: a millisecond or two on a CPU. A request of fewer bytes takes no turn.
+/// Bytes of a part: a millisecond or two on a CPU. On a device with memory of its own, a request of
+/// at most so many bytes takes no turn: it is queued on the device, and the host has no work.
 pub(super) const PART: u64 = 4 << 20;
+
+/// Bytes of a request that takes no turn on an engine in host memory: some microseconds.
+const MAX_WITHOUT_TURN: u64 = 64 << 10;
 
 /// What happens to a range of a buffer.
 pub(super) enum Bulk {
@@ -57,6 +61,24 @@ impl Transfer {
             is_backward,
             error: None,
         }
+    }
+
+    /// Gives the range bytes of its own where it shares them with other buffers, so that no part
+    /// copies more than its own bytes.
+    ///
+    /// # Errors
+    /// What the engine reports, and [`EngineError::Cancelled`] once `is_cancelled` has returned
+    /// `true`.
+    fn unshare(&self, is_cancelled: &dyn Fn() -> bool) -> Result<(), EngineError> {
+        let (mut at, mut len) = (self.offset, self.len);
+        if let Bulk::Copy { source, from } = &self.bulk
+            && Arc::ptr_eq(source, &self.memory)
+            && from.abs_diff(at) < len
+        {
+            // Ranges that overlap have to be contiguous together.
+            (at, len) = (at.min(*from), len + from.abs_diff(at));
+        }
+        self.memory.unshare(at, len, is_cancelled)
     }
 
     /// Does the next part.
@@ -104,6 +126,7 @@ impl Plan for Transfer {
 
 impl Session {
     /// Carries out a FILL or a COPY. The end of the guest and `stop` end it between two parts.
+    /// Bytes that the range shares with other buffers are copied before, outside of a turn.
     pub(super) fn transfer(
         &mut self,
         (request, kind): (u64, Kind),
@@ -112,15 +135,24 @@ impl Session {
         link: &mut dyn HostEnd,
         stop: &StopFlag,
     ) -> Result<Answer, SessionEnd> {
-        if transfer.len <= PART {
-            let outcome = match transfer.len {
-                0 => Ok(()),
-                _ => transfer.part(),
-            };
-            return Ok(done(request, kind.name(), buffer, outcome));
-        }
         let end_check = EndCheck::new(link, stop);
         let (activity, counters) = (&self.activity, &self.counters);
+        let unshared = transfer.unshare(&|| {
+            activity.continue_request(ThreadState::Executes);
+            end_check.is_near()
+        });
+        end_check.check()?;
+        let most = match self.engine.is_host_memory() {
+            true => MAX_WITHOUT_TURN,
+            false => PART,
+        };
+        if unshared.is_err() || transfer.len <= most {
+            let outcome = unshared.and_then(|()| match transfer.len {
+                0 => Ok(()),
+                _ => transfer.part(),
+            });
+            return Ok(done(request, kind.name(), buffer, outcome));
+        }
         let info = GraphInfo::default();
         let observe = |turning| observe_turn(activity, counters, (request, kind), &info, turning);
         let (tenant, entitlement) = (self.tenant.id(), self.tenant.entitlement());
@@ -142,8 +174,11 @@ mod tests {
     use vgpu_cpu::CpuEngine;
     use vgpu_engine::Engine;
     use vgpu_transport::bytes::Bytes;
+    use vgpu_transport::link::window::inproc_pair;
+    use vgpu_transport::wire::Request;
 
     use super::*;
+    use crate::limits::Limits;
 
     const LEN: u64 = 2 * PART + 12_345;
 
@@ -186,6 +221,36 @@ mod tests {
             let mut want = pattern.clone();
             want.copy_within(from as usize..(from + LEN) as usize, to as usize);
             assert!(in_parts(&memory, copy) == want, "COPY {from} to {to}");
+        }
+    }
+
+    /// A session that is to end, with its request: the bytes of others are not copied first.
+    #[test]
+    fn cancellation_ends_the_copy_of_shared_bytes_before_a_request() {
+        let engine: Arc<CpuEngine> =
+            Arc::new(CpuEngine::new(1, Some(64 << 20)).expect("a thread and 64 MiB"));
+        let size = 4 * PART;
+        let memory = engine.alloc(size).expect("16 MiB");
+        let weights = engine.alloc_weights(&memory).expect("16 MiB");
+        let weights = weights.expect("memory for weights");
+        weights.freeze();
+        let _in_use = weights.extent(0, size).expect("all of it");
+        let (_guest, mut link) = inproc_pair().expect("memory for a window");
+        let stop = StopFlag::new();
+        stop.set();
+        let buffer = BufferId(1);
+        let kind = Kind::of(&Request::Fill {
+            buffer,
+            offset: 0,
+            len: 1,
+            value: 7,
+        });
+        for len in [1, PART, PART + 1] {
+            let mut session = Session::new(1, Arc::clone(&engine) as _, Limits::default());
+            let fill = Transfer::new(Bulk::Fill { value: 7 }, &weights, 0, len);
+            let end = session.transfer((1, kind), buffer, fill, &mut link, &stop);
+            assert!(matches!(end, Err(SessionEnd::Shutdown)), "{len} bytes");
+            assert!(weights.is_unmodified(), "{len} bytes");
         }
     }
 }

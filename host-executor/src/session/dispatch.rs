@@ -46,12 +46,15 @@ impl Session {
         trace!(request, kind, payload = payload.len(), "request");
         self.check(kind, &message, payload)?;
         if self.weights.has_uploads() {
-            self.activity.continue_request(ThreadState::CallsEngine);
-            if let Err((buffer, error)) = self.settle_uploads(&message) {
+            let end_check = EndCheck::new(link, stop);
+            let settled = self.settle_uploads(&message, &end_check);
+            end_check.check()?;
+            if let Err((buffer, error)) = settled {
                 return Ok(failed(request, kind, buffer.0, &error));
             }
             self.activity.continue_request(state);
         }
+        let payload = link.payload();
         match message {
             Request::Hello { protocol, ir, name } => self.hello(protocol, ir, &name),
             Request::Alloc { buffer, size } => self.alloc(request, buffer, size),
@@ -66,7 +69,11 @@ impl Session {
             Request::Write { buffer, offset } => {
                 let len = payload.len() as u64;
                 self.buffers.range(kind, buffer, offset, len)?;
-                let written = self.write(buffer, offset, payload);
+                let end_check = EndCheck::new(link, stop);
+                let unshared = self.unshare_for_write(buffer, offset, len, &end_check);
+                end_check.check()?;
+                self.activity.continue_request(state);
+                let written = unshared.and_then(|()| self.write(buffer, offset, link.payload()));
                 Ok(done(request, kind, buffer, written))
             }
             Request::Read {
@@ -317,9 +324,19 @@ impl Session {
     ) -> Result<Answer, SessionEnd> {
         let start = Instant::now();
         let end_check = EndCheck::new(link, stop);
-        let is_cancelled = || end_check.is_near();
-        let (graphs, context) = self.compile_context(&is_cancelled);
-        let status = graphs.compile(graph, received, &context)?;
+        let activity = &self.activity;
+        let is_cancelled = || {
+            activity.continue_request(ThreadState::Compiles);
+            end_check.is_near()
+        };
+        let context = CompileContext {
+            engine: self.engine.as_ref(),
+            buffers: &self.buffers,
+            limits: &self.limits,
+            tenant: &self.tenant,
+            is_cancelled: &is_cancelled,
+        };
+        let status = self.graphs.compile(graph, received, &context)?;
         end_check.check()?;
         let answer = match status {
             GraphStatus::Compiled { bytes, nodes } => {
@@ -342,13 +359,18 @@ impl Session {
         stop: &StopFlag,
     ) -> Result<Answer, SessionEnd> {
         let end_check = EndCheck::new(link, stop);
+        let (activity, counters) = (&self.activity, &self.counters);
         let is_cancelled = || end_check.is_near();
+        let is_compile_cancelled = || {
+            activity.continue_request(ThreadState::Executes);
+            is_cancelled()
+        };
         let context = CompileContext {
             engine: self.engine.as_ref(),
             buffers: &self.buffers,
             limits: &self.limits,
             tenant: &self.tenant,
-            is_cancelled: &is_cancelled,
+            is_cancelled: &is_compile_cancelled,
         };
         let stored = self.graphs.get(graph, &context)?;
         end_check.check()?;
@@ -358,7 +380,6 @@ impl Session {
             Err(error) => return Ok(failed(request, "SUBMIT", graph.0, error)),
         };
         let (tenant, entitlement) = (self.tenant.id(), self.tenant.entitlement());
-        let (activity, counters) = (&self.activity, &self.counters);
         let observe = |turning| observe_turn(activity, counters, (request, SUBMIT), &info, turning);
         let batchable = Batchable {
             engine: self.engine.as_ref(),

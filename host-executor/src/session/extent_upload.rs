@@ -15,6 +15,9 @@ use crate::weights::uploads::{
 /// Bytes that are compared at once: two such parts fit the first cache of a core.
 const CHUNK: usize = 16 << 10;
 
+/// Chunks that are copied between two questions whether the session is to end: 4 MiB.
+const CHUNKS_AT_ONCE: usize = 256;
+
 /// How long a session waits at once for the guest that it follows.
 const MAX_WAIT: Duration = Duration::from_millis(500);
 
@@ -128,19 +131,39 @@ impl ExtentUpload {
             return Ok(WriteOutcome::Incomplete);
         }
         let shared = match &self.role {
-            Role::Follows(followed, _) => memory.attach(self.range.offset, &followed.extent)?,
+            // An upload follows only where its buffer has nothing yet: no bytes are copied.
+            Role::Follows(followed, _) => {
+                memory.attach(self.range.offset, &followed.extent, &|| false)?
+            }
             Role::Named | Role::Leads(_) | Role::Alone => 0,
         };
         Ok(WriteOutcome::Complete { shared })
     }
 
+    /// Whether other uploads have the bytes so far, or can have them.
+    pub(super) fn is_shared(&self) -> bool {
+        matches!(self.role, Role::Leads(_) | Role::Follows(..))
+    }
+
     /// Ends the upload early: puts the bytes that the guest has sent into the memory of the buffer.
     ///
     /// # Errors
-    /// What the engine reports.
-    pub(super) fn settle(mut self, memory: &dyn Memory) -> Result<(), EngineError> {
+    /// What the engine reports, and [`EngineError::Cancelled`] once `is_cancelled`, which is asked
+    /// every few MiB, has returned `true`.
+    pub(super) fn settle(
+        mut self,
+        memory: &dyn Memory,
+        is_cancelled: &dyn Fn() -> bool,
+    ) -> Result<(), EngineError> {
+        let mut chunks = 0usize;
         match std::mem::replace(&mut self.role, Role::Alone) {
-            Role::Follows(followed, _) => self.copy(&followed, |at, data| memory.write(at, data)),
+            Role::Follows(followed, _) => self.copy(&followed, |at, data| {
+                chunks += 1;
+                match chunks.is_multiple_of(CHUNKS_AT_ONCE) && is_cancelled() {
+                    true => Err(EngineError::Cancelled),
+                    false => memory.write(at, data),
+                }
+            }),
             Role::Named | Role::Leads(_) | Role::Alone => Ok(()),
         }
     }

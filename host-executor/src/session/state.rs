@@ -1,14 +1,15 @@
 //! The state of a session.
 
 use std::any::Any;
+use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tracing::warn;
+use tracing::{debug, warn};
 use vgpu_engine::{Engine, MemoryInfo};
 
 use super::buffers::Buffers;
-use super::graphs::{CompileContext, Graphs};
+use super::graphs::Graphs;
 use super::weights_state::SessionWeights;
 use crate::activity::{Activities, Activity, GraphInfo, ThreadState};
 use crate::engine_monitor::EngineMonitor;
@@ -165,21 +166,6 @@ impl Session {
         }
     }
 
-    /// What graphs are compiled against.
-    pub(super) fn compile_context<'a>(
-        &'a mut self,
-        is_cancelled: &'a dyn Fn() -> bool,
-    ) -> (&'a mut Graphs, CompileContext<'a>) {
-        let context = CompileContext {
-            engine: self.engine.as_ref(),
-            buffers: &self.buffers,
-            limits: &self.limits,
-            tenant: &self.tenant,
-            is_cancelled,
-        };
-        (&mut self.graphs, context)
-    }
-
     /// Whether the next event may be logged at the info or warn level. Counts the event.
     pub(super) fn may_log(&mut self) -> bool {
         self.logged_events = self.logged_events.saturating_add(1);
@@ -190,6 +176,14 @@ impl Session {
             );
         }
         self.logged_events <= MAX_LOGGED_EVENTS
+    }
+
+    /// Logs a problem of the host with weights, which a guest may cause any number of times.
+    pub(super) fn warn_of_weights(&mut self, what: fmt::Arguments<'_>) {
+        match self.may_log() {
+            true => warn!("{what}"),
+            false => debug!("{what}"),
+        }
     }
 
     /// Publishes the numbers of buffers and graphs and their bytes.

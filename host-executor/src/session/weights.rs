@@ -15,6 +15,7 @@ use vgpu_transport::wire::{
 };
 
 use super::answer::{Answer, failed};
+use super::end_check::EndCheck;
 use super::error::{SessionEnd, Violation};
 use super::extent_upload::{ExtentUpload, WriteOutcome};
 use super::state::{MODEL_SCALE, Session};
@@ -63,7 +64,13 @@ impl Session {
                 offset,
                 len,
                 hash,
-            } => self.lookup(request, kind, BufferRange::new(buffer, offset, len), hash),
+            } => {
+                let range = BufferRange::new(buffer, offset, len);
+                let end_check = EndCheck::new(link, stop);
+                let answer = self.lookup(request, kind, range, hash, &end_check);
+                end_check.check()?;
+                answer
+            }
             Request::Query { buffer, ref wanted } => self.query(request, kind, buffer, &wanted.0),
             Request::Attach {
                 buffer,
@@ -78,7 +85,10 @@ impl Session {
                 let Some(extent) = reserved.extent() else {
                     return Ok(failed(request, kind, buffer.0, &Withdrawn { len, hash }));
                 };
-                Ok(match self.attach(range, &Source::Memory(extent)) {
+                let end_check = EndCheck::new(link, stop);
+                let attached = self.attach(range, &Source::Memory(extent), &end_check);
+                end_check.check()?;
+                Ok(match attached {
                     Ok(true) => {
                         if let Some(weights) = self.weights.buffers.get_mut(&buffer) {
                             weights.attached(hash);
@@ -142,7 +152,8 @@ impl Session {
             Ok(Some(new)) => new,
             Ok(None) => return refused("this memory cannot be shared"),
             Err(error) => {
-                warn!("buffer {} cannot be shared: {error}", buffer.0);
+                let what = format_args!("buffer {} cannot be shared: {error}", buffer.0);
+                self.warn_of_weights(what);
                 return refused(&format!("this memory cannot be shared: {error}"));
             }
         };
@@ -167,6 +178,7 @@ impl Session {
         kind: &'static str,
         range: BufferRange,
         hash: ContentHash,
+        end_check: &EndCheck<'_>,
     ) -> Result<Answer, SessionEnd> {
         let weights = self.check_extent(kind, range)?;
         let missing = Ok(Answer::Message(Reply::Missing { request }));
@@ -178,7 +190,9 @@ impl Session {
         };
         let len = range.len;
         match store.find(ContentKey { hash, len }) {
-            LookupResult::Granted(source) => Ok(self.attach_and_reply(request, range, &source)),
+            LookupResult::Granted(source) => {
+                Ok(self.attach_and_reply(request, range, &source, end_check))
+            }
             LookupResult::NeedsProof => {
                 let wrong = self.weights.wrong_proofs;
                 if wrong >= MAX_WRONG_PROOFS || !store.may_prove(Instant::now()) {
@@ -186,7 +200,9 @@ impl Session {
                 }
                 let mut nonce = ContentHash([0; 32]);
                 if let Err(error) = random::fill(&mut nonce.0) {
-                    warn!("no random challenge, the weights have to be sent: {error}");
+                    self.warn_of_weights(format_args!(
+                        "no random challenge, the weights have to be sent: {error}"
+                    ));
                     return missing;
                 }
                 self.weights.challenge = Some(Challenge { range, hash, nonce });
@@ -286,7 +302,9 @@ impl Session {
             // Freed while it was hashed: no fault of the guest.
             Ok(None) => return missing,
             Err(error) => {
-                warn!("a proof of possession cannot be checked: {error}");
+                self.warn_of_weights(format_args!(
+                    "a proof of possession cannot be checked: {error}"
+                ));
                 return missing;
             }
         };
@@ -299,27 +317,43 @@ impl Session {
             return missing;
         }
         store.proven(hash);
-        match source.upgrade() {
-            Some(source) => Ok(self.attach_and_reply(request, range, &source)),
-            None => missing,
-        }
+        let Some(source) = source.upgrade() else {
+            return missing;
+        };
+        let end_check = EndCheck::new(link, stop);
+        let answer = self.attach_and_reply(request, range, &source, &end_check);
+        end_check.check()?;
+        Ok(answer)
     }
 
     /// Attaches known bytes to a range of a buffer, and tells the guest.
-    fn attach_and_reply(&mut self, request: u64, range: BufferRange, source: &Source) -> Answer {
-        Answer::Message(match self.attach(range, source) {
+    fn attach_and_reply(
+        &mut self,
+        request: u64,
+        range: BufferRange,
+        source: &Source,
+        end_check: &EndCheck<'_>,
+    ) -> Answer {
+        Answer::Message(match self.attach(range, source, end_check) {
             Ok(true) => Reply::Done { request },
             Ok(false) => Reply::Missing { request },
             Err(error) => {
-                warn!("known weights cannot be attached: {error}");
+                let what = format_args!("known weights cannot be attached: {error}");
+                self.warn_of_weights(what);
                 Reply::Missing { request }
             }
         })
     }
 
     /// Copies or maps known bytes into a range of a buffer. Returns `false` if the source no longer
-    /// has the bytes that its hash promises.
-    fn attach(&mut self, range: BufferRange, source: &Source) -> Result<bool, EngineError> {
+    /// has the bytes that its hash promises. Ends early if `end_check` finds that the session is to
+    /// end.
+    fn attach(
+        &mut self,
+        range: BufferRange,
+        source: &Source,
+        end_check: &EndCheck<'_>,
+    ) -> Result<bool, EngineError> {
         let BufferRange {
             buffer,
             offset,
@@ -334,9 +368,14 @@ impl Session {
         };
         let activity = &self.activity;
         activity.continue_request(ThreadState::CallsEngine);
+        let is_cancelled = || {
+            activity.continue_request(ThreadState::CallsEngine);
+            end_check.is_near()
+        };
         let (shared, is_from_disk) = match source {
-            Source::Memory(extent) => (memory.attach(offset, extent)?, false),
+            Source::Memory(extent) => (memory.attach(offset, extent, &is_cancelled)?, false),
             Source::Disk(cached) => {
+                memory.unshare(offset, len, &is_cancelled)?;
                 activity.continue_request(ThreadState::Executes);
                 let read = cached.read(|at, chunk| {
                     activity.continue_request(ThreadState::CallsEngine);
@@ -348,8 +387,10 @@ impl Session {
                 match read {
                     Ok(true) => (0, true),
                     outcome => {
+                        let memory = Arc::clone(memory);
                         if let Err(error) = outcome {
-                            warn!("weights cannot be read from disk: {error}");
+                            let what = format_args!("weights cannot be read from disk: {error}");
+                            self.warn_of_weights(what);
                         }
                         // The bytes failed the check and must not be visible to the guest.
                         memory.fill(offset, len, 0)?;
@@ -420,22 +461,55 @@ impl Session {
             }
             return Ok(());
         }
-        if upload.overlaps(offset, len)
-            && let Some(upload) = uploads.remove(&buffer)
-        {
-            upload.settle(memory.as_ref())?;
-        }
         memory.write(offset, data)
     }
 
+    /// Prepares the write of bytes that the guest sends: puts the bytes of an unfinished upload
+    /// that the range overlaps into the buffer, and copies bytes that the range shares with other
+    /// buffers. Ends early if `end_check` finds that the session is to end.
+    ///
+    /// # Errors
+    /// What the engine reports.
+    pub(super) fn unshare_for_write(
+        &mut self,
+        buffer: BufferId,
+        offset: u64,
+        len: u64,
+        end_check: &EndCheck<'_>,
+    ) -> Result<(), EngineError> {
+        let Some(memory) = self.buffers.find(buffer) else {
+            return Ok(());
+        };
+        let activity = &self.activity;
+        let is_cancelled = || {
+            activity.continue_request(ThreadState::CallsEngine);
+            end_check.is_near()
+        };
+        let uploads = &mut self.weights.uploads;
+        if let Some(upload) = uploads.get(&buffer) {
+            if upload.continues_with(offset, len) {
+                // What others may read already is written as a part of the upload.
+                if upload.is_shared() {
+                    return Ok(());
+                }
+            } else if upload.overlaps(offset, len)
+                && let Some(upload) = uploads.remove(&buffer)
+            {
+                upload.settle(memory.as_ref(), &is_cancelled)?;
+            }
+        }
+        memory.unshare(offset, len, &is_cancelled)
+    }
+
     /// Puts the bytes of unfinished uploads into the buffers that a request accesses, other than by
-    /// writing the next bytes.
+    /// writing the next bytes. Ends early if `end_check` finds that the session is to end.
     ///
     /// # Errors
     /// The buffer, and what the engine reports.
     pub(super) fn settle_uploads(
         &mut self,
         message: &Request,
+        end_check: &EndCheck<'_>,
     ) -> Result<(), (BufferId, EngineError)> {
         let buffers = match *message {
             Request::Read { buffer, .. }
@@ -460,10 +534,15 @@ impl Session {
             | Request::Query { .. }
             | Request::Proof { .. } => return Ok(()),
         };
+        let activity = &self.activity;
+        let is_cancelled = || {
+            activity.continue_request(ThreadState::CallsEngine);
+            end_check.is_near()
+        };
         for buffer in buffers {
             let upload = self.weights.uploads.remove(&buffer);
             if let (Some(upload), Some(memory)) = (upload, self.buffers.find(buffer)) {
-                let settled = upload.settle(memory.as_ref());
+                let settled = upload.settle(memory.as_ref(), &is_cancelled);
                 settled.map_err(|error| (buffer, error))?;
             }
         }
@@ -554,7 +633,8 @@ impl Session {
             let Some(extent) = merge.extent.upgrade() else {
                 continue; // freed since
             };
-            match memory.attach(merge.offset, &extent) {
+            // Bytes of sealed memory are not copied here: parts that were merged stay as they are.
+            match memory.attach(merge.offset, &extent, &|| false) {
                 Ok(shared) => {
                     weights.shared += shared;
                     merged += shared;

@@ -1,8 +1,8 @@
 //! A job of the hashing thread, and what the thread reports to a session.
 #![forbid(unsafe_code)]
 
-use std::sync::Weak;
 use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Weak};
 
 use vgpu_engine::{EngineError, Extent};
 use vgpu_transport::ir::BufferId;
@@ -19,8 +19,9 @@ pub(super) struct Job {
     pub(super) buffer: BufferId,
     pub(super) offset: u64,
     pub(super) extent: Weak<dyn Extent>,
-    /// The hash of the bytes so far.
-    pub(super) hasher: Box<blake3::Hasher>,
+    /// The hash of the bytes so far, once some are hashed: tens of thousands of jobs can wait, and
+    /// a hash takes 2 KiB.
+    pub(super) hasher: Option<Box<blake3::Hasher>>,
     /// Bytes hashed so far.
     pub(super) done: u64,
     pub(super) inbox: Weak<Inbox>,
@@ -50,6 +51,22 @@ pub(crate) struct Merge {
 }
 
 impl Job {
+    /// A job of which nothing is done.
+    pub(super) fn new(
+        (buffer, offset): (BufferId, u64),
+        extent: &Arc<dyn Extent>,
+        inbox: &Arc<Inbox>,
+    ) -> Job {
+        Job {
+            buffer,
+            offset,
+            extent: Arc::downgrade(extent),
+            hasher: None,
+            done: 0,
+            inbox: Arc::downgrade(inbox),
+        }
+    }
+
     /// Whether somebody still needs the result.
     pub(super) fn is_wanted(&self) -> bool {
         self.extent.strong_count() > 0
@@ -85,5 +102,29 @@ pub(super) fn hash_part(
         extent.read(at + bytes, part)?;
         hasher.update(part);
         bytes += part.len() as u64;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use vgpu_cpu::CpuEngine;
+    use vgpu_engine::Engine;
+
+    use super::super::hash_queue::MAX_WAITING;
+    use super::*;
+
+    /// What a domain may have waiting is part of the constant in docs/SECURITY.md.
+    #[test]
+    fn jobs_of_a_domain_that_wait_take_a_few_mebibytes() {
+        let engine = CpuEngine::new(1, Some(1 << 20)).expect("a thread and 1 MiB");
+        let plain = engine.alloc(4096).expect("a page");
+        let weights = engine.alloc_weights(&plain).expect("a page");
+        let weights = weights.expect("memory for weights");
+        weights.freeze();
+        let extent = weights.extent(0, 4096).expect("all of it");
+        let job = Job::new((BufferId(1), 0), &extent, &Arc::default());
+        let hasher = job.hasher.as_deref().map_or(0, size_of_val);
+        let each = size_of::<(u64, Job)>() + hasher;
+        assert!(MAX_WAITING * each <= 8 << 20, "{each} bytes for each job");
     }
 }

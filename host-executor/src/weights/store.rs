@@ -8,6 +8,7 @@ use std::sync::{Arc, Condvar, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use rustix::process::setpriority_process;
 use tracing::{debug, info, warn};
 use vgpu_engine::Extent;
 use vgpu_transport::ir::BufferId;
@@ -24,6 +25,10 @@ use crate::lock::{Rank, RankedGuard, RankedMutex};
 /// Wrong proofs of a session, and of a sharing domain in [`PROOF_WINDOW`], after which the store
 /// does not ask for further proofs: the guest has to send its weights.
 pub(crate) const MAX_WRONG_PROOFS: u32 = 16;
+
+/// The nice level of the hashing thread: about a thirtieth of the processor time of a thread that
+/// computes on the same core.
+const NICE: i32 = 15;
 
 /// How long the wrong proofs of a sharing domain count.
 const PROOF_WINDOW: Duration = Duration::from_secs(60);
@@ -141,7 +146,14 @@ impl WeightStore {
         let worker = Arc::clone(&shared);
         thread::Builder::new()
             .name("vgpu-weights".into())
-            .spawn(move || worker.work())
+            .spawn(move || {
+                // A priority belongs to one thread on Linux. Guests that compute come first. The
+                // kernel refuses this if the process has a higher level, which then stays.
+                if let Err(error) = setpriority_process(None, NICE) {
+                    debug!("weights are hashed at the priority of the process: {error}");
+                }
+                worker.work();
+            })
             .map_err(CacheError::Thread)?;
         let _handle = Arc::new(Handle(Arc::clone(&shared)));
         Ok(WeightStore { shared, _handle })
@@ -328,14 +340,7 @@ impl SessionStore {
         let mut not_queued = 0;
         let mut queue = shared.queue.lock();
         for ((offset, extent), size) in extents.iter().zip(sizes) {
-            let job = || Job {
-                buffer,
-                offset: *offset,
-                extent: Arc::downgrade(extent),
-                hasher: Box::default(),
-                done: 0,
-                inbox: Arc::downgrade(&self.inbox),
-            };
+            let job = || Job::new((buffer, *offset), extent, &self.inbox);
             if !queue.jobs.push(&self.domain, size, job()) {
                 // Extents that were freed since do not count.
                 queue.jobs.retain(&self.domain, Job::is_wanted);
@@ -432,16 +437,18 @@ impl Shared {
             return DONE; // another buffer has it, too
         }
         drop(extent);
-        match hash_part(&mut job.hasher, &job.extent, job.done) {
+        let mut hasher = job.hasher.take().unwrap_or_default();
+        match hash_part(&mut hasher, &job.extent, job.done) {
             Ok(Some(hashed)) => {
                 job.done += hashed.bytes;
                 if hashed.is_last
                     && let Some(extent) = job.extent.upgrade()
                 {
-                    let hash = ContentHash(*job.hasher.finalize().as_bytes());
+                    let hash = ContentHash(*hasher.finalize().as_bytes());
                     debug!(%domain, bytes = job.done, "weights hashed");
                     self.enter(domain, job, extent, hash);
                 }
+                job.hasher = Some(hasher);
                 // Counted when the extent is an entry, and on disk.
                 self.counters
                     .hashed
@@ -512,5 +519,35 @@ impl Drop for Shared {
         if not_sent + merged > 0 {
             info!(not_sent, merged, hashed, "weights shared");
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    /// The nice levels of the threads of this process with the name of the hashing thread.
+    fn levels() -> Vec<i32> {
+        let tasks = fs::read_dir("/proc/self/task").expect("the threads of this process");
+        let stats =
+            tasks.filter_map(|task| fs::read_to_string(task.ok()?.path().join("stat")).ok());
+        let hashing = stats.filter(|stat| stat.contains("(vgpu-weights)"));
+        // The 17th word after the name (proc_pid_stat(5)).
+        let level = |stat: String| stat.rsplit_once(')')?.1.split(' ').nth(17)?.parse().ok();
+        hashing.filter_map(level).collect()
+    }
+
+    #[test]
+    fn hashing_leaves_the_processors_to_guests_that_compute() {
+        let store = WeightStore::new(Sharing::Tenant, None).expect("a store");
+        let begin = Instant::now();
+        while !levels().contains(&NICE) {
+            let found = levels();
+            assert!(begin.elapsed() < Duration::from_secs(60), "{found:?}");
+            thread::sleep(Duration::from_millis(1));
+        }
+        drop(store);
     }
 }

@@ -105,7 +105,8 @@ impl Built {
                 .collect();
             let own = engine.alloc_weights(&buffers[weights]);
             let own = own.ok().flatten().expect("the engine shares weights");
-            own.attach(0, &extent).expect("weights of the same size");
+            own.attach(0, &extent, &|| false)
+                .expect("weights of the same size");
             assert!(own.freeze(), "the engine shares weights");
             buffers[weights] = own;
             all.push(Loaded { buffers });

@@ -139,13 +139,35 @@ impl CpuMemory {
 
     /// The address of `len` contiguous bytes, for reading. The address is valid until
     /// [`moves`](CpuMemory::moves) changes.
-    pub(super) fn locate(&self, offset: u64, len: u64) -> Result<*mut u8, EngineError> {
-        self.address(offset, len, WeightRegion::locate)
+    ///
+    /// # Errors
+    /// [`EngineError::OutOfBounds`] if the range does not lie inside. For weights that have to be
+    /// copied: [`EngineError::OutOfMemory`], and [`EngineError::Cancelled`] once `is_cancelled`,
+    /// which is asked before each 4 MiB, has returned `true`.
+    pub(super) fn locate(
+        &self,
+        offset: u64,
+        len: u64,
+        is_cancelled: &dyn Fn() -> bool,
+    ) -> Result<*mut u8, EngineError> {
+        self.address(offset, len, |weights, range| {
+            weights.locate(range, is_cancelled)
+        })
     }
 
     /// As [`locate`](CpuMemory::locate), for writing.
-    pub(super) fn own(&self, offset: u64, len: u64) -> Result<*mut u8, EngineError> {
-        self.address(offset, len, WeightRegion::own)
+    ///
+    /// # Errors
+    /// As [`locate`](CpuMemory::locate).
+    pub(super) fn own(
+        &self,
+        offset: u64,
+        len: u64,
+        is_cancelled: &dyn Fn() -> bool,
+    ) -> Result<*mut u8, EngineError> {
+        self.address(offset, len, |weights, range| {
+            weights.own(range, is_cancelled)
+        })
     }
 
     /// The address of `len` contiguous bytes, which `of_weights` returns for weights.
@@ -185,7 +207,7 @@ impl CpuMemory {
                     .into_iter()
                     .for_each(|(address, len)| each(address, len));
             }
-            _ => each(self.locate(offset, len)?, len as usize),
+            _ => each(self.locate(offset, len, &|| false)?, len as usize),
         }
         Ok(())
     }
@@ -208,7 +230,7 @@ impl Memory for CpuMemory {
     }
 
     fn write(&self, offset: u64, data: Bytes<'_>) -> Result<(), EngineError> {
-        let to = self.own(offset, data.len() as u64)?;
+        let to = self.own(offset, data.len() as u64, &|| false)?;
         // SAFETY: `own` returns the address of `data.len()` writable bytes, to which no reference
         // exists.
         unsafe { BytesMut::from_raw(to, data.len()) }.copy_from(data);
@@ -229,7 +251,7 @@ impl Memory for CpuMemory {
     }
 
     fn fill(&self, offset: u64, len: u64, value: u8) -> Result<(), EngineError> {
-        let to = self.own(offset, len)?;
+        let to = self.own(offset, len, &|| false)?;
         // SAFETY: `own` returns the address of `len` writable bytes, to which no reference exists.
         unsafe { to.write_bytes(value, len as usize) };
         Ok(())
@@ -252,14 +274,15 @@ impl Memory for CpuMemory {
         if overlap {
             // In contiguous memory, `std::ptr::copy` handles the overlap.
             let first = offset.min(source_offset);
-            let all = self.own(first, offset.max(source_offset) + len - first)?;
+            let len_of_both = offset.max(source_offset) + len - first;
+            let all = self.own(first, len_of_both, &|| false)?;
             let at = |offset: u64| all.wrapping_add((offset - first) as usize);
             // SAFETY: `all` has the bytes of both ranges, contiguous and writable, to which no
             // reference exists.
             unsafe { std::ptr::copy(at(source_offset), at(offset), len as usize) };
             return Ok(());
         }
-        let mut to = self.own(offset, len)?;
+        let mut to = self.own(offset, len, &|| false)?;
         source.each_part(source_offset, len, |from, len| {
             // SAFETY: `each_part` returns the address of `len` readable bytes, and `own` the
             // address of the writable bytes of all parts. Both ranges are disjoint, as checked
@@ -299,9 +322,27 @@ impl Memory for CpuMemory {
             .map_or(self.size, |weights| weights.bytes_in_use())
     }
 
-    fn attach(&self, offset: u64, extent: &Arc<dyn Extent>) -> Result<u64, EngineError> {
+    fn unshare(
+        &self,
+        offset: u64,
+        len: u64,
+        is_cancelled: &dyn Fn() -> bool,
+    ) -> Result<(), EngineError> {
+        check_range(offset, len, self.size)?;
+        match &self.kind {
+            Kind::Weights(weights) => weights.unshare(offset..offset + len, is_cancelled),
+            Kind::Empty | Kind::Private(_) | Kind::Shared(_) => Ok(()),
+        }
+    }
+
+    fn attach(
+        &self,
+        offset: u64,
+        extent: &Arc<dyn Extent>,
+        is_cancelled: &dyn Fn() -> bool,
+    ) -> Result<u64, EngineError> {
         check_range(offset, extent.size(), self.size)?;
-        self.as_weights()?.attach(offset, &of_this_engine(extent)?)
+        { self.as_weights()? }.attach(offset, &of_this_engine(extent)?, is_cancelled)
     }
 
     fn hold(&self, lease: Box<dyn Any + Send + Sync>) {
@@ -362,7 +403,7 @@ mod tests {
     fn memory_is_zeroed_counted_and_freed() {
         let budget = Arc::new(Budget::new(Some(1 << 20)));
         let memory = CpuMemory::new(1 << 19, &budget).unwrap();
-        assert_eq!(memory.locate(0, 1).unwrap() as usize % 256, 0);
+        assert_eq!(memory.locate(0, 1, &|| false).unwrap() as usize % 256, 0);
         let mut bytes = vec![1u8; 1 << 19];
         memory.read(0, bytes.as_mut_slice().into()).unwrap();
         assert!(bytes.iter().all(|&b| b == 0));

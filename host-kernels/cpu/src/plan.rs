@@ -86,7 +86,7 @@ impl CpuPlan {
     ) -> Result<CpuPlan, EngineError> {
         let graph = graph.graph();
         let memories = memories(buffers).ok_or(EngineError::ForeignMemory)?;
-        let (views, moves) = views(graph, &memories)?;
+        let (views, moves) = views(graph, &memories, is_cancelled)?;
         let arrangement = match fuses {
             true => Arrangement::of(graph, u64::MAX, is_cancelled),
             false => Arrangement::plain(graph),
@@ -290,21 +290,33 @@ fn moves(memories: &[&CpuMemory]) -> Vec<u64> {
 }
 
 /// The addresses of the tensors of a graph, and the number of moves of each memory at that time.
-fn views(graph: &Graph, memories: &[&CpuMemory]) -> Result<(Vec<View>, Vec<u64>), EngineError> {
+///
+/// # Errors
+/// [`EngineError::OutOfMemory`] if weights cannot be copied; [`EngineError::Cancelled`] once
+/// `is_cancelled` has returned `true`.
+fn views(
+    graph: &Graph,
+    memories: &[&CpuMemory],
+    is_cancelled: &dyn Fn() -> bool,
+) -> Result<(Vec<View>, Vec<u64>), EngineError> {
     let place = |tensor: &Tensor| {
         // The same value as in validation.
         let len = tensor.shape.byte_len().unwrap_or(u64::MAX);
         (memories[tensor.buffer as usize], tensor.offset, len)
     };
-    for index in graph.nodes.iter().flat_map(Node::written_tensors) {
-        let (memory, offset, len) = place(&graph.tensors[index]);
-        memory.own(offset, len)?;
+    let mut cancellation = Cancellation::new(is_cancelled);
+    for (at, node) in graph.nodes.iter().enumerate() {
+        cancellation.check(at)?;
+        for index in node.written_tensors() {
+            let (memory, offset, len) = place(&graph.tensors[index]);
+            memory.own(offset, len, is_cancelled)?;
+        }
     }
     loop {
         let before = moves(memories);
         let views = graph.tensors.iter().map(|tensor| {
             let (memory, offset, len) = place(tensor);
-            let ptr = memory.locate(offset, len)?;
+            let ptr = memory.locate(offset, len, is_cancelled)?;
             // SAFETY: `locate` returns `len` contiguous bytes of the buffer, which the plan keeps
             // alive with the views. Validation has checked the alignment and the length of the
             // shape. The plan does not run once the bytes have moved. A session carries out one

@@ -138,8 +138,9 @@ pub trait Engine: Send + Sync + 'static {
     /// Compiles a graph for many runs. The graph was validated with the
     /// [`capabilities`](Engine::capabilities) of this engine. `buffers[i]` is the memory of the
     /// graph's buffer `i`, at least as large as the size that the graph was validated against. The
-    /// plan keeps the buffers alive. `is_cancelled` is called every few thousand nodes; compilation
-    /// ends when the result is no longer wanted.
+    /// plan keeps the buffers alive. `is_cancelled` is called every few thousand nodes, and every
+    /// few MiB of weights that are copied because the graph writes them or needs them contiguous;
+    /// compilation ends when the result is no longer wanted.
     ///
     /// # Errors
     /// [`EngineError::Cancelled`] if `is_cancelled` has returned `true`;

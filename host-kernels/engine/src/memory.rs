@@ -128,15 +128,39 @@ pub trait Memory: Send + Sync + Any {
         self.size()
     }
 
+    /// Gives this memory bytes of its own in a range that is written next, where the range is
+    /// shared with [extents](Extent). A write does the same, at once and without an end before the
+    /// last byte. Here `is_cancelled` is asked every few MiB. Plans may have to be compiled again.
+    ///
+    /// # Errors
+    /// As [`write`](Memory::write), and [`EngineError::Cancelled`] once `is_cancelled` has returned
+    /// `true`.
+    fn unshare(
+        &self,
+        offset: u64,
+        len: u64,
+        is_cancelled: &dyn Fn() -> bool,
+    ) -> Result<(), EngineError> {
+        let _ = (offset, len, is_cancelled);
+        Ok(())
+    }
+
     /// Replaces the contents at `offset` by those of `extent`, sharing pages with the extent where
     /// possible. Returns the number of bytes that are shared. If this memory is frozen, it must
-    /// already hold the same bytes. Plans may have to be compiled again.
+    /// already hold the same bytes. Plans may have to be compiled again. Where bytes have to be
+    /// copied, `is_cancelled` is asked every few MiB.
     ///
     /// # Errors
     /// [`EngineError::OutOfBounds`] if the range does not lie inside;
-    /// [`EngineError::ForeignMemory`] if either side does not support extents.
-    fn attach(&self, offset: u64, extent: &Arc<dyn Extent>) -> Result<u64, EngineError> {
-        let _ = (offset, extent);
+    /// [`EngineError::ForeignMemory`] if either side does not support extents;
+    /// [`EngineError::Cancelled`] once `is_cancelled` has returned `true`.
+    fn attach(
+        &self,
+        offset: u64,
+        extent: &Arc<dyn Extent>,
+        is_cancelled: &dyn Fn() -> bool,
+    ) -> Result<u64, EngineError> {
+        let _ = (offset, extent, is_cancelled);
         Err(EngineError::ForeignMemory)
     }
 

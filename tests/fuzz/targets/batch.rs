@@ -186,7 +186,7 @@ impl Guest {
         let mut buffers: Vec<Arc<dyn Memory>> = Vec::new();
         for extent in extents {
             let set = weights(engine);
-            set.attach(0, extent).expect("the same size");
+            set.attach(0, extent, &|| false).expect("the same size");
             assert!(set.freeze());
             buffers.push(set);
         }

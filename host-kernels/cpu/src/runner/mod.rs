@@ -7,7 +7,7 @@ mod scratch;
 mod tests;
 
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::thread::CpuSet;
@@ -22,6 +22,8 @@ use crate::thread_team::{Barrier, ThreadTeam};
 
 pub(crate) use run::RunState;
 use run::{Clock, Member, Run, TurnEnd};
+#[cfg(test)]
+use scratch::FREED_AT_ONCE;
 use scratch::{Lines, Scratch};
 
 /// Scratch memories that are kept for later runs: as many as a batch has.
@@ -126,6 +128,7 @@ impl Runner {
             scratch,
             activations: scratch_lines * 64,
             prepared,
+            ended: None,
         })
     }
 
@@ -165,6 +168,11 @@ impl Runner {
         turn: &Turn,
     ) -> Vec<Result<Option<RunState>, RunError>> {
         let first = members.first().map_or(0, |(_, state)| state.phase);
+        if first == usize::MAX {
+            // Runs at one position have all ended.
+            let ended = members.into_iter().map(|(_, state)| self.free(state, turn));
+            return ended.collect();
+        }
         let prepared = members.iter().map(|(_, state)| state.prepared).max();
         let each = members.iter_mut();
         let each: Vec<Member<'_>> = each
@@ -191,7 +199,7 @@ impl Runner {
                 let left = left.map(|left| {
                     left.map(|(phase, taken_chunks)| (phase, joint.unwrap_or(taken_chunks)))
                 });
-                self.finish(state, left)
+                self.finish(state, left, turn)
             })
             .collect()
     }
@@ -235,6 +243,9 @@ impl Runner {
         turn: &Turn,
         clock: Option<&Clock>,
     ) -> Result<Option<RunState>, RunError> {
+        if state.ended.is_some() {
+            return self.free(state, turn);
+        }
         let (first, prepared) = (state.phase, state.prepared);
         let [member] = {
             let members = [Member::new(phases, &mut state)];
@@ -243,7 +254,7 @@ impl Runner {
             let end = unsafe { self.execute(&members, first, prepared, turn, clock) };
             members.map(|member| member.left(end))
         };
-        self.finish(state, member)
+        self.finish(state, member, turn)
     }
 
     /// Runs the graphs of the members. Returns where the turn has ended.
@@ -292,24 +303,38 @@ impl Runner {
         }
     }
 
+    /// Goes on with a run that has ended, and has memory left to be freed.
+    fn free(&self, mut state: RunState, turn: &Turn) -> Result<Option<RunState>, RunError> {
+        let ended = state.ended.take().unwrap_or(Ok(()));
+        self.finish(state, ended.map(|()| None), turn)
+    }
+
     /// The state to continue from, if the run has yielded: in the phase and with the taken
-    /// chunks that `left` has. Otherwise the memory of the run is kept for others.
+    /// chunks that `left` has. Otherwise the memory of the run is kept for others, or freed. To
+    /// free gigabytes takes turns, too: a run that has ended yields until little is left.
     fn finish(
         &self,
-        state: RunState,
+        mut state: RunState,
         left: Result<Option<(usize, usize)>, RunError>,
+        turn: &Turn,
     ) -> Result<Option<RunState>, RunError> {
-        match left {
-            Ok(Some((phase, taken_chunks))) => Ok(Some(RunState {
+        if let Ok(Some((phase, taken_chunks))) = left {
+            return Ok(Some(RunState {
                 phase,
                 taken_chunks,
                 ..state
-            })),
-            left => {
-                self.give_back(state.scratch);
-                left.map(|_| None)
-            }
+            }));
         }
+        if !state.scratch.free_until_end_of(turn) {
+            return Ok(Some(RunState {
+                phase: usize::MAX,
+                taken_chunks: 0,
+                ended: Some(left.map(drop)),
+                ..state
+            }));
+        }
+        self.give_back(state.scratch);
+        left.map(|_| None)
     }
 
     /// Frees the scratch memory of a plan that ends. Small memory is kept.

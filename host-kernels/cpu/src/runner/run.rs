@@ -30,6 +30,8 @@ pub(crate) struct RunState {
     pub(super) activations: usize,
     /// The most bytes that a product may prepare in each buffer of a thread.
     pub(super) prepared: usize,
+    /// How the run has ended, if only memory is left to be freed.
+    pub(super) ended: Option<Result<(), RunError>>,
 }
 
 impl RunState {
@@ -88,7 +90,9 @@ impl<'a> Member<'a> {
     pub(super) fn new(phases: &'a [Phase], state: &'a mut RunState) -> Member<'a> {
         let mut taken_chunks = [0, 0];
         taken_chunks[state.phase % 2] = state.taken_chunks;
-        let Scratch { lines, progress } = &mut state.scratch;
+        let Scratch {
+            lines, progress, ..
+        } = &mut state.scratch;
         Member {
             phases,
             counters: taken_chunks.map(AtomicUsize::new),

@@ -2,9 +2,14 @@
 
 use std::sync::Mutex;
 
-use memmap2::MmapMut;
+use memmap2::{MmapMut, UncheckedAdvice};
+use vgpu_engine::Turn;
 
 use crate::kernel::ThreadProgress;
+
+/// Bytes of working memory that are freed between two looks at the end of the turn: some
+/// milliseconds, for pages of 4 KiB.
+pub(super) const FREED_AT_ONCE: usize = 64 << 20;
 
 /// The fewest bytes that are mapped.
 const MIN_MAPPED: usize = 1 << 20;
@@ -16,12 +21,28 @@ pub(super) struct Scratch {
     /// How far each thread has got in the phase that a turn begins with. When a turn is over, how
     /// far it has got in the phase that the next turn begins with.
     pub(super) progress: Vec<Mutex<ThreadProgress>>,
+    /// Bytes at the end of `lines` whose pages are freed. The run has ended if there are any.
+    freed: usize,
 }
 
 impl Scratch {
     /// Bytes of the memory of kernels.
     pub(super) fn bytes(&self) -> usize {
         self.lines.len() * size_of::<CacheLine>()
+    }
+
+    /// Frees pages of large memory until the end of the turn, of [`FREED_AT_ONCE`] bytes at least.
+    /// Returns whether no more than that is left.
+    pub(super) fn free_until_end_of(&mut self, turn: &Turn) -> bool {
+        while self.bytes() - self.freed > FREED_AT_ONCE {
+            self.freed += FREED_AT_ONCE;
+            let at = self.bytes() - self.freed;
+            self.lines.discard(at, FREED_AT_ONCE);
+            if turn.is_over() {
+                return false;
+            }
+        }
+        true
     }
 }
 
@@ -64,6 +85,18 @@ impl Lines {
         match self {
             Lines::Allocated(lines) => lines.as_mut_ptr().cast(),
             Lines::Mapped(pages) => pages.as_mut_ptr(),
+        }
+    }
+
+    /// Frees the pages of `len` bytes from byte `at` on, which begin with a page. They are zero
+    /// afterwards.
+    fn discard(&mut self, at: usize, len: usize) {
+        if let Lines::Mapped(pages) = self {
+            // SAFETY: a private anonymous mapping that this value owns and borrows exclusively:
+            // there is no other reference to its bytes, which may have any value.
+            let outcome =
+                unsafe { pages.unchecked_advise_range(UncheckedAdvice::DontNeed, at, len) };
+            debug_assert!(outcome.is_ok(), "discarding pages: {outcome:?}");
         }
     }
 

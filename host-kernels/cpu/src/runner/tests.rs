@@ -202,6 +202,30 @@ fn scratch_memory_that_does_not_exist_is_an_error_and_large_memory_is_not_kept()
 }
 
 #[test]
+fn large_memory_is_freed_in_turns_also_after_a_failure() {
+    let runner = Runner::new(1, &[]).unwrap();
+    let over = Turn::new();
+    over.set_end(Some(Duration::ZERO));
+    let fault = phase(|_| Err(Fault::Index { index: 9, count: 1 }));
+    for (phases, is_ok) in [([phase(|_| Ok(()))], true), ([fault], false)] {
+        let state = runner.start(4 * FREED_AT_ONCE, 0, 0).unwrap();
+        let mut left = Some(state);
+        let mut turns = 0;
+        let outcome = loop {
+            let state = left.take().unwrap();
+            // SAFETY: the kernel needs no memory.
+            match unsafe { runner.run(&phases, state, &over) } {
+                Ok(Some(state)) => left = Some(state),
+                ended => break ended,
+            }
+            turns += 1;
+        };
+        // The last part is unmapped at once.
+        assert_eq!((turns, outcome.is_ok()), (3, is_ok));
+    }
+}
+
+#[test]
 fn several_sessions_do_not_make_more_threads_run() {
     const THREADS: usize = 2;
     static RUNNING: AtomicUsize = AtomicUsize::new(0);

@@ -35,7 +35,7 @@ use vgpu_transport::bytes::{Bytes, BytesMut};
 use crate::region::{Budget, Region};
 use extent::BaseRegion;
 pub(crate) use extent::CpuExtent;
-use segments::{Backing, Segment, State};
+use segments::{Backing, COPIED_AT_ONCE, Segment, State};
 use vgpu_engine::{EngineError, Extent};
 
 /// The memory of a buffer for weights.
@@ -95,24 +95,51 @@ impl WeightRegion {
     /// The address of the bytes of `range`, contiguous, for reading. The range lies inside.
     ///
     /// # Errors
-    /// [`EngineError::OutOfMemory`] if the bytes are in several segments and cannot be merged.
-    pub(super) fn locate(&self, range: Range<u64>) -> Result<*mut u8, EngineError> {
+    /// [`EngineError::OutOfMemory`] if the bytes are in several segments and cannot be merged;
+    /// [`EngineError::Cancelled`] once `is_cancelled` has returned `true`.
+    pub(super) fn locate(
+        &self,
+        range: Range<u64>,
+        is_cancelled: &dyn Fn() -> bool,
+    ) -> Result<*mut u8, EngineError> {
         let mut state = self.state();
         if let Some(address) = state.find(&self.base, &range) {
             return Ok(address);
         }
-        state.gather(&self.base, &self.budget, range)
+        state.gather(&self.base, &self.budget, range, is_cancelled)
     }
 
     /// As [`locate`](WeightRegion::locate), for writing: no other buffer shares the bytes.
     ///
     /// # Errors
-    /// [`EngineError::OutOfMemory`] if shared bytes cannot be copied.
-    pub(super) fn own(&self, range: Range<u64>) -> Result<*mut u8, EngineError> {
+    /// [`EngineError::OutOfMemory`] if shared bytes cannot be copied; [`EngineError::Cancelled`]
+    /// once `is_cancelled` has returned `true`.
+    pub(super) fn own(
+        &self,
+        range: Range<u64>,
+        is_cancelled: &dyn Fn() -> bool,
+    ) -> Result<*mut u8, EngineError> {
         let mut state = self.state();
-        let address = state.gather(&self.base, &self.budget, range)?;
+        let address = state.gather(&self.base, &self.budget, range, is_cancelled)?;
         state.is_written |= state.is_frozen;
         Ok(address)
+    }
+
+    /// Copies the bytes of `range` that other buffers share, if there are any, for a write that
+    /// comes next.
+    ///
+    /// # Errors
+    /// As [`own`](WeightRegion::own).
+    pub(super) fn unshare(
+        &self,
+        range: Range<u64>,
+        is_cancelled: &dyn Fn() -> bool,
+    ) -> Result<(), EngineError> {
+        let may_copy = self.state().may_copy(&self.base, &range);
+        match may_copy {
+            true => self.own(range, is_cancelled).map(drop),
+            false => Ok(()),
+        }
     }
 
     /// The addresses and lengths of the contiguous parts of `range`, in order. The range lies
@@ -249,8 +276,14 @@ impl WeightRegion {
     /// # Errors
     /// [`EngineError::OutOfMemory`] if overlapping segments cannot be merged;
     /// [`EngineError::OutOfBounds`] if the extent is not complete, or if it overlaps the range in
-    /// this memory, which is not frozen.
-    pub(super) fn attach(&self, offset: u64, extent: &Arc<CpuExtent>) -> Result<u64, EngineError> {
+    /// this memory, which is not frozen; [`EngineError::Cancelled`] once `is_cancelled` has
+    /// returned `true`.
+    pub(super) fn attach(
+        &self,
+        offset: u64,
+        extent: &Arc<CpuExtent>,
+        is_cancelled: &dyn Fn() -> bool,
+    ) -> Result<u64, EngineError> {
         let len = extent.len;
         let range = offset..offset + len;
         let mut state = self.state();
@@ -274,12 +307,18 @@ impl WeightRegion {
         if !state.touched(&range).all(is_inside) {
             // Bytes that were merged for a plan stay contiguous.
             let is_frozen = state.is_frozen;
-            let to = state.gather(&self.base, &self.budget, range)?;
-            if !is_frozen {
+            let to = state.gather(&self.base, &self.budget, range, is_cancelled)?;
+            let (mut rest, mut done) = (extent.bytes(), 0);
+            while !is_frozen && !rest.is_empty() {
+                if is_cancelled() {
+                    return Err(EngineError::Cancelled);
+                }
+                let (part, after) = rest.split_at(rest.len().min(COPIED_AT_ONCE as usize));
                 // SAFETY: `gather` has returned the address of `extent.len` mapped bytes, which
-                // stay mapped while the lock of the state is held. No Rust reference points to
-                // them.
-                unsafe { BytesMut::from_raw(to, extent.len as usize) }.copy_from(extent.bytes());
+                // stay mapped while the lock of the state is held, and `part` is the part of as
+                // many bytes that begins with byte `done`. No Rust reference points to them.
+                unsafe { BytesMut::from_raw(to.wrapping_add(done), part.len()) }.copy_from(part);
+                (rest, done) = (after, done + part.len());
             }
             return Ok(0);
         }

@@ -11,6 +11,9 @@ use super::extent::{BaseRegion, CpuExtent, overlapping};
 use crate::region::{Budget, BudgetCharge, Region, page, whole_pages};
 use vgpu_engine::{EngineError, MAX_COPIES};
 
+/// Bytes that are copied between two questions whether the work is cancelled: a millisecond.
+pub(super) const COPIED_AT_ONCE: u64 = 4 << 20;
+
 /// The state of a buffer for weights.
 #[derive(Default)]
 pub(super) struct State {
@@ -19,6 +22,8 @@ pub(super) struct State {
     pub(super) is_written: bool,
     /// How often addresses of bytes have changed.
     pub(super) moves: u64,
+    /// Bytes that were copied to make bytes contiguous or exclusive, since the buffer exists.
+    pub(super) copied: u64,
     /// The bytes that are not in the base, by first byte. Disjoint.
     pub(super) segments: BTreeMap<u64, Segment>,
     /// The extents that are offered, by first byte. Disjoint, and disjoint from `segments`.
@@ -74,17 +79,35 @@ impl State {
         outside.filter(|(_, segment)| is_copy(segment)).count()
     }
 
+    /// Whether [`gather`](State::gather) may have to copy bytes for `range`.
+    pub(super) fn may_copy(&self, base: &BaseRegion, range: &Range<u64>) -> bool {
+        match self.touched(range).next() {
+            None => base.uses().extents_in(range).next().is_some(),
+            Some((&start, segment)) => {
+                let is_own = matches!(segment.backing, Backing::Own { .. });
+                !is_own || range.start < start || start + segment.len < range.end
+            }
+        }
+    }
+
     /// The address of exclusive, contiguous memory with the bytes of `range`. A buffer has at most
     /// [`MAX_COPIES`] regions of its own besides the base: instead of one more, it gets one for all
-    /// its bytes.
+    /// its bytes. It gets that, too, once it would have copied more bytes than it has: neighbours
+    /// that are merged one after the other would be copied again with each of them. So all copies
+    /// for a graph have at most four times the bytes of the buffer.
+    ///
+    /// Asks `is_cancelled` before each 4 MiB that are copied.
     ///
     /// # Errors
-    /// [`EngineError::OutOfMemory`] if memory is needed and `budget` or the machine has none.
+    /// [`EngineError::OutOfMemory`] if memory is needed and `budget` or the machine has none;
+    /// [`EngineError::Cancelled`] once `is_cancelled` has returned `true`: each byte is where it
+    /// was.
     pub(super) fn gather(
         &mut self,
         base: &BaseRegion,
         budget: &Arc<Budget>,
         range: Range<u64>,
+        is_cancelled: &dyn Fn() -> bool,
     ) -> Result<*mut u8, EngineError> {
         // Offers that no buffer has taken end here. An extent in use keeps its bytes.
         self.forget_offers(&range);
@@ -110,8 +133,10 @@ impl State {
             all = more;
         }
         let is_free = uses.extents_in(&all).next().is_none();
-        if !is_free && self.copies_outside(&all) >= MAX_COPIES {
-            all = 0..base.region.len() as u64;
+        let size = base.region.len() as u64;
+        let copies_too_much = self.copied.saturating_add(all.end - all.start) > size;
+        if !is_free && (copies_too_much || self.copies_outside(&all) >= MAX_COPIES) {
+            all = 0..size;
         }
         let is_in_base = self.touched(&all).next().is_none();
         drop(uses);
@@ -136,25 +161,7 @@ impl State {
                 ),
             }
         };
-        let mut at = all.start;
-        let copy = |from: *mut u8, range: Range<u64>| {
-            let to = to.wrapping_add((range.start - all.start) as usize);
-            if range.start < range.end && from != to {
-                let len = (range.end - range.start) as usize;
-                // SAFETY: `from` has `len` bytes of the base or of a segment, and `to` has the
-                // bytes of `range` of the base or of a new region. The two ranges do not overlap:
-                // `from` is in another region than `to`; or `from` is the same byte of the base,
-                // which `from != to` excludes; or `from` is in an extent of this base, and `to` is
-                // in `all`, which no extent overlaps if `to` is in the base.
-                unsafe { to.copy_from_nonoverlapping(from, len) };
-            }
-        };
-        for (&start, segment) in self.touched(&all) {
-            copy(base.at(at), at..start);
-            copy(segment.at(0), start..start + segment.len);
-            at = start + segment.len;
-        }
-        copy(base.at(at), at..all.end);
+        self.copied += self.copy_to(to, base, &all, is_cancelled)?;
         self.segments.retain(|start, _| !all.contains(start));
         self.moves += 1;
         if let Some(backing) = backing {
@@ -164,6 +171,53 @@ impl State {
             base.release(unneeded);
         }
         Ok(to.wrapping_add((range.start - all.start) as usize))
+    }
+
+    /// Copies the bytes of `all` to `to`, which has room for them: it is the address of their first
+    /// byte in the base, or in a new region. Returns the number of bytes that were copied, which
+    /// are those that are elsewhere. No segment and no extent of `base` overlaps the ends of `all`,
+    /// and no extent overlaps `all` if `to` is in the base.
+    ///
+    /// # Errors
+    /// [`EngineError::Cancelled`] once `is_cancelled` has returned `true`.
+    fn copy_to(
+        &self,
+        to: *mut u8,
+        base: &BaseRegion,
+        all: &Range<u64>,
+        is_cancelled: &dyn Fn() -> bool,
+    ) -> Result<u64, EngineError> {
+        let mut copied = 0;
+        let mut copy = |from: *mut u8, range: Range<u64>| {
+            let to = to.wrapping_add((range.start - all.start) as usize);
+            let mut done = 0;
+            while from != to && done < range.end - range.start {
+                if is_cancelled() {
+                    return Err(EngineError::Cancelled);
+                }
+                let len = (range.end - range.start - done).min(COPIED_AT_ONCE);
+                let (from, to) = (
+                    from.wrapping_add(done as usize),
+                    to.wrapping_add(done as usize),
+                );
+                // SAFETY: `from` has `len` bytes of the base or of a segment, and `to` has the
+                // bytes of `range` of the base or of a new region. The two ranges do not overlap:
+                // `from` is in another region than `to`; or `from` is the same byte of the base,
+                // which the loop excludes; or `from` is in an extent of this base, and `to` is in
+                // `all`, which no extent overlaps if `to` is in the base.
+                unsafe { to.copy_from_nonoverlapping(from, len as usize) };
+                (done, copied) = (done + len, copied + len);
+            }
+            Ok(())
+        };
+        let mut at = all.start;
+        for (&start, segment) in self.touched(all) {
+            copy(base.at(at), at..start)?;
+            copy(segment.at(0), start..start + segment.len)?;
+            at = start + segment.len;
+        }
+        copy(base.at(at), at..all.end)?;
+        Ok(copied)
     }
 
     /// The pages of `base` that are not needed when the bytes of `range` are in a segment: all

@@ -1,15 +1,22 @@
 //! Buffers that share, write, merge and free weights.
 
+use std::cell::Cell;
 use std::sync::{Arc, Weak};
 
 use super::extent::BaseRegion;
-use super::segments::{Backing, Segment};
+use super::segments::{Backing, COPIED_AT_ONCE, Segment};
+use crate::CpuEngine;
 use crate::memory::CpuMemory;
 use crate::region::{Budget, page};
-use vgpu_engine::{EngineError, Extent, MAX_COPIES, Memory};
+use vgpu_engine::{Engine, EngineError, Extent, MAX_COPIES, Memory, RunStatus, Turn};
 use vgpu_gguf::Rng;
+use vgpu_transport::ir::{BufferId, Graph, Limits, Node, Op, Shape, Sources, Tensor, Type};
+use vgpu_transport::ir::{ValidGraph, validate};
 
 const PAGES: u64 = 16;
+
+/// Bytes of a short extent.
+const SHORT: u64 = 8 << 10;
 
 /// Bytes that differ from place to place: a hash of the index.
 fn content(len: u64) -> Vec<u8> {
@@ -75,12 +82,15 @@ fn two_buffers_share_bytes_and_do_not_see_writes_of_each_other() {
     let (offset, to, len) = (256, 512, PAGES * page() - 512);
     let extent = shared(&one, offset, len);
     let two = CpuMemory::weights(PAGES * page(), &budget).unwrap();
-    assert_eq!(two.attach(to, &extent).unwrap(), len);
+    assert_eq!(two.attach(to, &extent, &|| false).unwrap(), len);
     let mut two_has = vec![0; (PAGES * page()) as usize];
     two_has[to as usize..].copy_from_slice(&bytes[256..][..len as usize]);
     assert_eq!(held(&base(&two)), 0);
     assert!(read(&two, 0, PAGES * page()) == two_has);
-    assert_eq!(two.locate(to, len).unwrap(), one.locate(256, len).unwrap());
+    assert_eq!(
+        two.locate(to, len, &|| false).unwrap(),
+        one.locate(256, len, &|| false).unwrap()
+    );
 
     // Both write, and neither sees the writes of the other.
     two.write(3 * page(), (&[1; 10][..]).into()).unwrap();
@@ -106,7 +116,7 @@ fn a_write_does_not_change_the_bytes_of_other_buffers() {
     let one = weights(&budget, &bytes);
     let extent = shared(&one, page(), 4 * page());
     let two = CpuMemory::weights(PAGES * page(), &budget).unwrap();
-    two.attach(page(), &extent).unwrap();
+    two.attach(page(), &extent, &|| false).unwrap();
     drop(extent);
     let before = one.moves();
     one.fill(2 * page(), 1, !bytes[2 * page() as usize])
@@ -122,15 +132,15 @@ fn a_write_does_not_change_the_bytes_of_other_buffers() {
     assert!(read(&two, page(), 4 * page()) == bytes[page() as usize..][..4 * page() as usize]);
     assert_eq!(budget.used(), (2 * PAGES + 4) * page());
     // A tensor in two segments becomes contiguous.
-    let at = one.locate(0, 2 * page()).unwrap();
+    let at = one.locate(0, 2 * page(), &|| false).unwrap();
     // SAFETY: `locate` has returned the address of two pages, which do not change.
     let there = unsafe { std::slice::from_raw_parts(at, 2 * page() as usize) };
     assert!(there == &one_has[..2 * page() as usize]);
-    assert_eq!(at, one.own(0, 2 * page()).unwrap());
+    assert_eq!(at, one.own(0, 2 * page(), &|| false).unwrap());
     assert!(read(&one, 0, PAGES * page()) == one_has);
     // Without the first buffer, only the second uses the bytes, and writes them in place.
     drop(one);
-    two.own(page(), 4 * page()).unwrap();
+    two.own(page(), 4 * page(), &|| false).unwrap();
     assert_eq!(budget.used(), PAGES * page());
 }
 
@@ -142,7 +152,7 @@ fn pages_are_freed_when_neither_buffer_nor_extent_needs_them() {
     let first = shared(&one, 0, 4 * page());
     let second = one.extent(4 * page() + 256, 4 * page()).unwrap();
     let two = CpuMemory::weights(PAGES * page(), &budget).unwrap();
-    two.attach(4 * page() + 256, &second).unwrap();
+    two.attach(4 * page() + 256, &second, &|| false).unwrap();
     drop(first);
     let base = base(&one);
     let pages = || held(&base) / page();
@@ -172,7 +182,7 @@ fn equal_uploads_of_two_buffers_are_merged() {
     let extents = ranges.map(|(offset, len)| shared(&one, offset, len));
     let own = ranges.map(|(offset, len)| shared(&two, offset, len));
     assert_eq!(held(&base(&two)), PAGES * page());
-    let attach = |i: usize| two.attach(ranges[i].0, &extents[i]).unwrap();
+    let attach = |i: usize| two.attach(ranges[i].0, &extents[i], &|| false).unwrap();
     let before = two.moves();
     assert_eq!((attach(0), attach(1)), (ranges[0].1, ranges[1].1));
     assert_ne!(two.moves(), before);
@@ -191,7 +201,7 @@ fn equal_uploads_of_two_buffers_are_merged() {
     let three = weights(&budget, &bytes);
     three.freeze();
     three.fill(0, 1, !bytes[0]).unwrap();
-    assert_eq!(three.attach(0, &extents[0]).unwrap(), 0);
+    assert_eq!(three.attach(0, &extents[0], &|| false).unwrap(), 0);
     assert_eq!(read(&three, 0, 1), [!bytes[0]]);
 }
 
@@ -202,7 +212,7 @@ fn pages_with_other_bytes_stay() {
     let (one, two) = (weights(&budget, &bytes), weights(&budget, &bytes));
     let extent = shared(&one, 100, PAGES * page() - 200);
     two.freeze();
-    two.attach(100, &extent).unwrap();
+    two.attach(100, &extent, &|| false).unwrap();
     assert_eq!(held(&base(&two)), 2 * page());
     assert!(read(&two, 0, PAGES * page()) == bytes);
 }
@@ -215,18 +225,21 @@ fn extents_that_partly_overlap_others_are_copied() {
     let first = shared(&one, 0, 4 * page());
     let second = one.extent(4 * page(), 4 * page()).unwrap();
     let two = CpuMemory::weights(PAGES * page(), &budget).unwrap();
-    two.attach(0, &first).unwrap();
-    assert_eq!(two.attach(2 * page(), &second).unwrap(), 0);
+    two.attach(0, &first, &|| false).unwrap();
+    assert_eq!(two.attach(2 * page(), &second, &|| false).unwrap(), 0);
     let mut two_has = vec![0; 6 * page() as usize];
     two_has[..2 * page() as usize].copy_from_slice(&bytes[..2 * page() as usize]);
     two_has[2 * page() as usize..]
         .copy_from_slice(&bytes[4 * page() as usize..][..4 * page() as usize]);
     assert!(read(&two, 0, 6 * page()) == two_has);
-    assert_eq!(two.attach(0, &second).unwrap(), 4 * page());
+    assert_eq!(two.attach(0, &second, &|| false).unwrap(), 4 * page());
     assert!(read(&two, 0, 4 * page()) == bytes[4 * page() as usize..][..4 * page() as usize]);
-    assert!(two.attach((PAGES - 1) * page(), &first).is_err(), "no room");
+    assert!(
+        two.attach((PAGES - 1) * page(), &first, &|| false).is_err(),
+        "no room"
+    );
     let plain = CpuMemory::new(PAGES * page(), &budget).unwrap();
-    assert!(plain.attach(0, &first).is_err());
+    assert!(plain.attach(0, &first, &|| false).is_err());
     assert!(!plain.freeze());
 }
 
@@ -239,7 +252,7 @@ fn overlapping_copies_are_correct() {
     for (to, from) in [(3 * page(), 2 * page() + 5), (page() + 5, 2 * page())] {
         let two = weights(&budget, &bytes);
         two.freeze();
-        two.attach(4 * page(), &extent).unwrap();
+        two.attach(4 * page(), &extent, &|| false).unwrap();
         two.copy_from(to, &two, from, 5 * page()).unwrap();
         let mut expected = bytes.clone();
         expected.copy_within(from as usize..(from + 5 * page()) as usize, to as usize);
@@ -300,7 +313,7 @@ fn an_extent_is_read_while_it_is_written() {
     assert_eq!((extent.size(), extent.filled()), (len, 0));
     let two = CpuMemory::weights(PAGES * page(), &budget).unwrap();
     for chunk in part.chunks(1000) {
-        assert!(two.attach(0, &extent).is_err(), "not complete");
+        assert!(two.attach(0, &extent, &|| false).is_err(), "not complete");
         one.append(&extent, chunk.into()).unwrap();
         let mut seen = vec![0; extent.filled() as usize];
         extent.read(0, &mut seen).unwrap();
@@ -308,7 +321,7 @@ fn an_extent_is_read_while_it_is_written() {
         assert!(extent.read(1, &mut seen).is_err(), "one byte too many");
     }
     assert!(one.append(&extent, (&[0][..]).into()).is_err());
-    assert_eq!(two.attach(0, &extent).unwrap(), len);
+    assert_eq!(two.attach(0, &extent, &|| false).unwrap(), len);
     // The buffer writes to it again, and the other one does not see that.
     one.fill(start, 10, 1).unwrap();
     assert!(one.append(&extent, (&[][..]).into()).is_err(), "withdrawn");
@@ -345,8 +358,15 @@ fn equal_bytes_of_one_buffer_are_shared() {
     bytes.copy_within(..4 * page() as usize, 8 * page() as usize);
     let one = weights(&budget, &bytes);
     let extent = shared(&one, 0, 4 * page());
-    assert_eq!(one.attach(8 * page(), &extent).unwrap(), 4 * page());
-    assert_eq!(one.attach(page(), &extent).unwrap(), 0, "overlaps itself");
+    assert_eq!(
+        one.attach(8 * page(), &extent, &|| false).unwrap(),
+        4 * page()
+    );
+    assert_eq!(
+        one.attach(page(), &extent, &|| false).unwrap(),
+        0,
+        "overlaps itself"
+    );
     let weak = Arc::downgrade(&extent);
     drop(extent);
     let base = base(&one);
@@ -377,8 +397,8 @@ fn pages_of_bytes_that_a_buffer_has_moved_are_freed_with_their_last_user() {
     let extent = shared(&one, 0, 4 * page());
     let other = one.extent(6 * page(), 2 * page()).unwrap();
     let two = CpuMemory::weights(PAGES * page(), &budget).unwrap();
-    two.attach(0, &extent).unwrap();
-    two.attach(6 * page(), &other).unwrap();
+    two.attach(0, &extent, &|| false).unwrap();
+    two.attach(6 * page(), &other, &|| false).unwrap();
     drop((extent, other));
     // The copy takes both extents and the bytes in between, which only the copy needs.
     one.fill(3 * page(), 4 * page(), 9).unwrap();
@@ -497,7 +517,7 @@ fn random_accesses(seed: u64) {
             }
             10 => {
                 // The address of bytes in several places.
-                buffers[which].memory.locate(start, len).unwrap();
+                buffers[which].memory.locate(start, len, &|| false).unwrap();
             }
             _ => {
                 let known = next(extents.len().max(1) as u64) as usize;
@@ -514,7 +534,7 @@ fn random_accesses(seed: u64) {
                 if buffer.is_frozen && buffer.bytes[there.clone()] != bytes[..] {
                     continue;
                 }
-                match buffer.memory.attach(at, &extent) {
+                match buffer.memory.attach(at, &extent, &|| false) {
                     Ok(_) if buffer.is_written => {}
                     Ok(_) => buffer.bytes[there].copy_from_slice(bytes),
                     // The extent overlaps itself.
@@ -572,7 +592,8 @@ fn page_that_has_bytes_beside_an_attached_extent_counts_once() {
     let one = weights(&budget, &content(PAGES * page()));
     let two = CpuMemory::weights(PAGES * page(), &budget).unwrap();
     let (offset, len) = (page() / 2, 3 * page());
-    two.attach(offset, &shared(&one, offset, len)).unwrap();
+    two.attach(offset, &shared(&one, offset, len), &|| false)
+        .unwrap();
     assert_eq!(two.bytes_in_use(), len);
     two.fill(0, offset, 7).unwrap();
     assert_eq!(two.bytes_in_use(), offset + len);
@@ -580,7 +601,8 @@ fn page_that_has_bytes_beside_an_attached_extent_counts_once() {
     assert_eq!(two.bytes_in_use(), 4 * page());
     // An extent inside one page.
     let (offset, len) = (8 * page() + 64, 128);
-    two.attach(offset, &shared(&one, offset, len)).unwrap();
+    two.attach(offset, &shared(&one, offset, len), &|| false)
+        .unwrap();
     assert_eq!(two.bytes_in_use(), 4 * page() + len);
     two.fill(8 * page(), 64, 7).unwrap();
     assert_eq!(two.bytes_in_use(), 5 * page());
@@ -602,7 +624,8 @@ fn written_buffer_has_a_limited_number_of_regions() {
     );
     let places: Vec<u64> = (0..pages / 2).map(|i| 2 * i * page()).collect();
     for &place in &places {
-        two.attach(place, &shared(&one, place, page())).unwrap();
+        two.attach(place, &shared(&one, place, page()), &|| false)
+            .unwrap();
     }
     let copies = || {
         let state = one.as_weights().unwrap().state();
@@ -632,9 +655,115 @@ fn lease_is_held_while_an_extent_keeps_the_mapping() {
     one.hold(Box::new(Arc::clone(&lease)));
     let extent = shared(&one, 0, page());
     let two = CpuMemory::weights(PAGES * page(), &budget).unwrap();
-    two.attach(0, &extent).unwrap();
+    two.attach(0, &extent, &|| false).unwrap();
     drop((one, extent));
     assert_eq!(Arc::strong_count(&lease), 2);
     drop(two);
     assert_eq!(Arc::strong_count(&lease), 1);
+}
+
+/// Two buffers for weights of `size` bytes. The first one is frozen, and the second one has
+/// attached all its extents of `each` bytes.
+fn sharing_all(engine: &CpuEngine, size: u64, each: u64) -> [Arc<dyn Memory>; 2] {
+    let [one, two] = [(); 2].map(|()| {
+        let plain = engine.alloc(size).unwrap();
+        engine.alloc_weights(&plain).unwrap().unwrap()
+    });
+    one.write(0, content(size)[..].into()).unwrap();
+    one.freeze();
+    for at in (0..size).step_by(each as usize) {
+        let extent = one.extent(at, each).unwrap();
+        assert_eq!(two.attach(at, &extent, &|| false).unwrap(), each);
+    }
+    [one, two]
+}
+
+/// A graph that writes 16 bytes of 7.0 to buffer 0 around each multiple of `each` bytes, from
+/// numbers of buffer 1.
+fn writes_around(engine: &CpuEngine, size: u64, each: u64) -> ValidGraph {
+    let shape = Shape::contiguous(Type::F32, [4, 1, 1, 1]).unwrap();
+    let tensor = |buffer, offset| Tensor {
+        shape,
+        buffer,
+        offset,
+    };
+    let mut graph = Graph {
+        buffers: vec![BufferId(1), BufferId(2)],
+        tensors: vec![tensor(1, 0)],
+        nodes: Vec::new(),
+    };
+    for boundary in (each..size).step_by(each as usize) {
+        graph.tensors.push(tensor(0, boundary - 8));
+        let (scale, bias) = (0.0, 7.0);
+        graph.nodes.push(Node {
+            op: Op::Scale { scale, bias },
+            dst: graph.tensors.len() as u32 - 1,
+            src: Sources::new([Some(0)]),
+        });
+    }
+    let size_of = |buffer| Some(if buffer == BufferId(1) { size } else { 16 });
+    validate(graph, engine.capabilities(), &Limits::default(), size_of).unwrap()
+}
+
+/// The bytes that a buffer for weights has copied.
+fn copied(memory: &Arc<dyn Memory>) -> u64 {
+    let memory: &CpuMemory = memory.as_any().downcast_ref().unwrap();
+    memory.as_weights().unwrap().state().copied
+}
+
+/// Each write merges two extents, of which one has been merged before.
+#[test]
+fn graph_that_writes_across_extents_in_use_copies_each_byte_a_few_times() {
+    const EXTENTS: u64 = 512;
+    let size = EXTENTS * page();
+    let engine = CpuEngine::new(1, Some(64 << 20)).unwrap();
+    let [one, two] = sharing_all(&engine, size, page());
+    let graph = writes_around(&engine, size, page());
+    let buffers = [Arc::clone(&one), engine.alloc(16).unwrap()];
+    let mut plan = engine.compile(&graph, &buffers, &|| false).unwrap();
+    assert!(copied(&one) >= size, "the writes touch every extent");
+    assert!(copied(&one) <= 2 * size, "{} of {size}", copied(&one));
+    assert_eq!(plan.launch(&Turn::new()), Ok(RunStatus::Done));
+    let mut expected = content(size);
+    for boundary in (page()..size).step_by(page() as usize) {
+        for number in expected[boundary as usize - 8..][..16].chunks_exact_mut(4) {
+            number.copy_from_slice(&7f32.to_le_bytes());
+        }
+    }
+    assert!(read(one.as_ref(), 0, size) == expected);
+    assert!(read(two.as_ref(), 0, size) == content(size));
+}
+
+#[test]
+fn cancelled_copy_of_weights_ends_with_its_part_and_changes_nothing() {
+    let size = 8 * COPIED_AT_ONCE;
+    let engine = CpuEngine::new(1, Some(256 << 20)).unwrap();
+    let [one, two] = sharing_all(&engine, size, size / 2);
+    let graph = writes_around(&engine, size, size / 2);
+    let buffers = [Arc::clone(&one), engine.alloc(16).unwrap()];
+    // An extent that is attached over a part of another one.
+    let part = engine.alloc(SHORT).unwrap();
+    let part = engine.alloc_weights(&part).unwrap().unwrap();
+    part.freeze();
+    let part = part.extent(0, SHORT).unwrap();
+    // Each copy has four parts or more.
+    let asked = Cell::new(0);
+    let third = || {
+        asked.set(asked.get() + 1);
+        asked.get() % 3 == 0
+    };
+    let cancelled = [
+        engine.compile(&graph, &buffers, &third).map(drop),
+        one.unshare(0, 1, &third),
+        two.unshare(0, 1, &third),
+        two.attach(size - SHORT, &part, &third).map(drop),
+    ];
+    for (what, outcome) in cancelled.into_iter().enumerate() {
+        assert_eq!(outcome, Err(EngineError::Cancelled), "{what}");
+    }
+    assert_eq!((asked.get(), copied(&one), copied(&two)), (12, 0, 0));
+    assert!(one.is_unmodified());
+    for memory in [one, two] {
+        assert!(read(memory.as_ref(), 0, size) == content(size));
+    }
 }
