@@ -49,6 +49,9 @@ const REMOTE: usize = 2;
 /// Bytes of the quota of the named program: its model fits.
 const QUOTA: u64 = 64 << 20;
 
+/// Memory of the executor's engine: the models of five programs, and forked ones, fit.
+const MEMORY: &str = "1G";
+
 /// Bytes of the quota of a program whose model does not fit.
 const SMALL: u64 = 16 << 20;
 
@@ -756,6 +759,9 @@ fn serve(
         &config,
         "--share-weights",
         sharing,
+        // Otherwise the free memory is also that of the machine, which others use.
+        "--memory",
+        MEMORY,
     ];
     let mut command = Command::new(&setup.dist.vgpu);
     preload::set(&mut command, heaps.library());
