@@ -333,8 +333,8 @@ impl Events<'_> {
             .map(drop)
     }
 
-    /// The control group of an executor in the guest is frozen. The program gets an error after some
-    /// seconds without a heartbeat, and its next load works.
+    /// The control group of an executor in the guest is frozen. The program gets an error after
+    /// some seconds without a heartbeat, and its next load works.
     pub(crate) fn executor_frozen(&mut self) -> Result<String> {
         self.start_executor_inside("--threads 2")?;
         self.guest
