@@ -123,6 +123,7 @@ fn events(tests: &mut TestRun<'_>, prepared: &Prepared) {
     tests.check("no overcommitment", |_, _| {
         booted.overcommitment_forbidden()
     });
+    tests.check("an executor frozen", |_, _| booted.executor_frozen());
     tests.check("the device unplugged", |_, _| booted.unplugged());
     tests.check("a machine that sleeps (S3)", |_, _| booted.suspended());
     tests.check("a reset", |_, _| booted.reset());

@@ -26,6 +26,15 @@ const ENGINE_MEMORY: &str = "48M";
 /// Tokens that the guest's CPU generates for comparison. An emulated CPU is slow.
 const SOME: usize = 12;
 
+/// A control group in the guest.
+const GROUP: &str = "/sys/fs/cgroup/vgpu";
+
+/// How long the control group is frozen at least.
+const FROZEN: Duration = Duration::from_secs(13);
+
+/// The error of a program whose executor does not run.
+const STALLED: &str = "the peer has made no progress for 10 s";
+
 /// QEMU's message about a migration and a snapshot.
 const NO_MIGRATION: &str =
     "Migration is disabled when using feature 'peer mode' in device 'ivshmem'";
@@ -138,6 +147,22 @@ fn start(guest: &mut Guest, name: &'static str) -> Result<Program> {
     Program::start(guest, name, &environment, 99)
 }
 
+/// Waits for the end of a generation that has lost its session. Returns the error.
+fn loss(guest: &mut Guest, program: &Program) -> Result<String> {
+    let end = program.end(guest)?;
+    let errors = program.errors(guest)?;
+    ensure!(
+        matches!(end, Outcome::Failed(_)),
+        "the generation ended with {end:?}, although its session has ended:\n{errors}"
+    );
+    let line = errors
+        .lines()
+        .rev()
+        .find_map(|line| line.split_once(" is lost: "));
+    let (_, reason) = line.with_context(|| format!("no error names a loss:\n{errors}"))?;
+    Ok(reason.split(". ").next().unwrap_or_default().to_owned())
+}
+
 impl Events<'_> {
     fn status(&self) -> Result<Value> {
         executor::status(&self.prepared.dist.vgpu, &self.control)
@@ -242,7 +267,7 @@ impl Events<'_> {
             "the sessions ended after {took:?} already"
         );
         self.qmp.run("cont", json!({}))?;
-        let lost = self.expect_loss()?;
+        let lost = loss(&mut self.guest, &self.program)?;
         self.generate()?;
         Ok(format!(
             "sessions ended after {} s; an error ({lost}), then {LONG} tokens equal",
@@ -290,10 +315,15 @@ impl Events<'_> {
         Ok(format!("{SHORT:?}: {LONG} tokens equal, the same session"))
     }
 
-    /// Puts the machine to sleep (S3) and wakes it.
+    /// Puts the machine to sleep (S3) and wakes it. Works once: after that a machine of QEMU 7.2
+    /// neither sleeps, although the write succeeds, nor gives a device up.
     fn sleep(&mut self) -> Result<()> {
-        self.guest.begin("echo mem > /sys/power/state")?;
-        self.qmp.event("SUSPEND")?;
+        self.guest
+            .begin("echo mem > /sys/power/state || { s=$?; dmesg | tail -n 20; exit $s; }")?;
+        if let Err(error) = self.qmp.event("SUSPEND") {
+            let said = self.guest.finish()?;
+            return Err(error.context(format!("the guest does not sleep: {said:?}")));
+        }
         std::thread::sleep(SHORT);
         self.qmp.run("system_wakeup", json!({}))?;
         self.qmp.event("WAKEUP")?;
@@ -301,6 +331,55 @@ impl Events<'_> {
             .finish()?
             .good("putting the machine to sleep")
             .map(drop)
+    }
+
+    /// The control group of an executor in the guest is frozen. The program gets an error after
+    /// some seconds without a heartbeat, and its next load works.
+    pub(crate) fn executor_frozen(&mut self) -> Result<String> {
+        self.start_executor_inside("--threads 2")?;
+        self.guest
+            .run(&format!(
+                "mount -t cgroup2 none /sys/fs/cgroup && mkdir {GROUP} \
+                 && cat /tmp/serve.pid > {GROUP}/cgroup.procs"
+            ))?
+            .good("making a control group")?;
+        let inside = self.start_inside()?;
+        inside.begin(&mut self.guest, LONG)?;
+        inside.wait_for_tokens(&mut self.guest, 2)?;
+        let frozen = until(&format!("grep -q 'frozen 1' {GROUP}/cgroup.events"));
+        self.guest
+            .run(&format!(
+                "echo 1 > {GROUP}/cgroup.freeze && {frozen}; sleep {}",
+                FROZEN.as_secs()
+            ))?
+            .good("freezing the executor in the guest")?;
+        // The executor stays frozen until the program has its error.
+        let lost = loss(&mut self.guest, &inside)?;
+        self.guest
+            .run(&format!("echo 0 > {GROUP}/cgroup.freeze"))?
+            .good("thawing the executor in the guest")?;
+        ensure!(lost == STALLED, "the program got another error: {lost}");
+        let tokens = inside.tokens(&mut self.guest, SOME)?;
+        ensure_begins(&tokens, &self.reference)?;
+        // A second session, and no thread that seemed to hang meanwhile.
+        self.ensure_logged_inside(2)?;
+        self.stop_inside()?;
+        self.guest
+            .run(&format!("rmdir {GROUP} && umount /sys/fs/cgroup"))?
+            .good("removing a control group")?;
+        Ok(format!("an error ({lost}), then {SOME} tokens equal"))
+    }
+
+    /// The executor in the guest has logged this number of sessions, and nothing that lasts too
+    /// long.
+    fn ensure_logged_inside(&mut self, sessions: usize) -> Result<()> {
+        let log = self.guest.run("cat /tmp/serve.log")?.output;
+        let opened = log.matches("session opened").count();
+        ensure!(
+            opened == sessions && !log.contains("without a pause"),
+            "{opened} sessions instead of {sessions}, or one that lasts too long:\n{log}"
+        );
+        Ok(())
     }
 
     /// A processor of the guest goes offline and comes back, while a program and an executor in the
@@ -380,6 +459,10 @@ impl Events<'_> {
 
     /// Starts an executor in the guest.
     fn start_executor_inside(&mut self, options: &str) -> Result<()> {
+        // The log of an executor before this one has a line `ready`, too.
+        self.guest
+            .run("rm -f /tmp/serve.log")?
+            .good("removing a log")?;
         self.guest.start(&format!(
             "vgpu serve --engine cpu {options} --listen unix:/tmp/serve.sock > /tmp/serve.log 2>&1 \
              & echo $! > /tmp/serve.pid; wait"
@@ -412,7 +495,7 @@ impl Events<'_> {
         self.begin()?;
         self.qmp.run("device_del", json!({ "id": "vgpu" }))?;
         self.qmp.event("DEVICE_DELETED")?;
-        let lost = self.expect_loss()?;
+        let lost = loss(&mut self.guest, &self.program)?;
         ensure!(
             lost == "the peer closed the link",
             "the program blames somebody: {lost}"
@@ -460,21 +543,6 @@ impl Events<'_> {
             "bus": "port0",
         });
         self.qmp.run("device_add", device).map(drop)
-    }
-
-    /// Waits for the end of a generation that has lost its session. Returns the error.
-    fn expect_loss(&mut self) -> Result<String> {
-        let end = self.program.end(&mut self.guest)?;
-        let errors = self.program.errors(&mut self.guest)?;
-        ensure!(
-            matches!(end, Outcome::Failed(_)),
-            "the generation ended with {end:?}, although its session has ended:\n{errors}"
-        );
-        let line = errors
-            .lines()
-            .find_map(|line| line.split_once(" is lost: "));
-        let (_, reason) = line.with_context(|| format!("no error names a loss:\n{errors}"))?;
-        Ok(reason.split(". ").next().unwrap_or_default().to_owned())
     }
 
     /// The machine is reset. The first load after the boot gets the memory of the programs before.
