@@ -63,9 +63,6 @@ struct Table {
     numbers: u64,
 }
 
-/// The columns for which the products of a plan with several columns count in its key.
-const KEY_COLUMNS: u64 = 8;
-
 /// What a plan brings into a batch.
 #[derive(Debug)]
 pub(crate) struct Membership {
@@ -80,18 +77,13 @@ impl BatchKeys {
     pub(crate) fn membership(&self, phases: &[Phase]) -> Option<Membership> {
         let mut key = vec![phases.len() as u64, 0];
         let (mut joint, mut own) = (0u64, 0u64);
-        // The products with a single column, and the most columns of one.
-        let (mut of_one, mut most) = (0u64, 1);
         for (i, phase) in phases.iter().enumerate() {
             let work = phase.parts.iter().map(|part| part.work.0);
             let work = work.fold(0, u64::saturating_add);
             match phase.joint() {
                 None => own = own.saturating_add(work),
                 Some(kernel) => {
-                    let columns = kernel.columns().max(1) as u64;
                     joint = joint.saturating_add(work);
-                    of_one = of_one.saturating_add(work / columns);
-                    most = most.max(columns);
                     key.push(i as u64);
                     key.extend(kernel.key());
                 }
@@ -101,12 +93,8 @@ impl BatchKeys {
             return None;
         }
         // Members wait for each other. So what a plan computes for itself is of one order of
-        // magnitude, or less than the products: of one column, or of any number of several.
-        let products = match most {
-            1 => of_one,
-            _ => of_one.saturating_mul(KEY_COLUMNS),
-        };
-        key[1] = u64::from(own.max(products).max(1).ilog2() / 2);
+        // magnitude, relative to its products, or no more than four times as much as these.
+        key[1] = u64::from((own / joint.max(1)).max(1).ilog2() / 2);
         let work = own.saturating_add(joint).max(1);
         let key = key.into_boxed_slice();
         let mut table = lock(&self.0);
@@ -130,16 +118,12 @@ mod tests {
     use crate::barrier_schedule::PlannedKernel;
     use crate::kernel::{Estimate, JointKernel, JointMember};
 
-    /// A product: its key, and its columns.
-    struct Product(u64, usize);
+    /// A product that is its key.
+    struct Product(u64);
 
     impl JointKernel for Product {
         fn key(&self) -> Vec<u64> {
             vec![self.0; 100]
-        }
-
-        fn columns(&self) -> usize {
-            self.1
         }
 
         fn tiles(&self) -> usize {
@@ -160,7 +144,7 @@ mod tests {
         [(own, None), (all, Some(product))].map(|(work, product)| {
             let node = (0, "TEST");
             let mut part = PlannedKernel::new(Box::new(|_| Ok(())), vec![0], node, Estimate(work));
-            part.joint = product.map(|key| Arc::new(Product(key, columns)) as _);
+            part.joint = product.map(|key| Arc::new(Product(key)) as _);
             Phase { parts: vec![part] }
         })
     }

@@ -42,9 +42,6 @@ pub(crate) trait JointKernel: Any + Send + Sync {
     /// Kernels with equal keys have the same tiles of the same weights.
     fn key(&self) -> Vec<u64>;
 
-    /// The columns of activations: what one plan computes at once.
-    fn columns(&self) -> usize;
-
     /// The number of tiles.
     fn tiles(&self) -> usize;
 

@@ -4,6 +4,7 @@
 
 use std::arch::x86_64::*;
 
+use super::by_columns::by_columns;
 use super::int_simd::{IntSimd, prefetch_line};
 use crate::gemm::kernel::GemmArgs;
 use crate::gemm::thread_memory::PREPARED;

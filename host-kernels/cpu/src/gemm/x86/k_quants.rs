@@ -8,6 +8,7 @@ use std::mem::offset_of;
 use super::block_simd::BlockSimd;
 use super::block32_decode::depth;
 use super::blocks::SuperBlockKernel;
+use super::by_columns::by_columns;
 use super::eight_rows::{self, EightRows, EightRowsKernel, ROWS};
 use super::panel::{self, Panel, Prefetch, Tile};
 use crate::formats::BlockQ8K;

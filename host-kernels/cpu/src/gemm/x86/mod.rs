@@ -8,6 +8,7 @@
 //! - `bf16_dot`: products with the BF16 dot product instruction.
 //! - `int16`, `q8_int16`: products of 16-bit integers, for levels that multiply them faster than
 //!   floats or signed bytes.
+//! - `by_columns`: the loop over few columns.
 //! - `panel`: the loops around a panel.
 //! - `plain`: super-block formats without a kernel of their own, which are decoded first.
 //! - `activations`: conversion from f32 to the activation formats.
@@ -15,34 +16,13 @@
 // Tiles index several arrays by the same row and column.
 #![allow(clippy::needless_range_loop)]
 
-/// Runs a block for each four, two or one of `$cols` columns, with the index of the first column as
-/// `$c` and their number as the constant `$n`.
-macro_rules! by_columns {
-    ($cols:expr, $c:ident, $n:ident, $body:block) => {{
-        let mut $c = 0;
-        while $c < $cols {
-            macro_rules! columns {
-                            ($columns:literal) => {{
-                                const $n: usize = $columns;
-                                $body
-                                $c += $n;
-                            }};
-                        }
-            match $cols - $c {
-                4.. => columns!(4),
-                2.. => columns!(2),
-                _ => columns!(1),
-            }
-        }
-    }};
-}
-
 mod activations;
 mod bf16_dot;
 mod block32;
 mod block32_decode;
 mod block_simd;
 mod blocks;
+mod by_columns;
 mod eight_rows;
 mod floats;
 mod int16;

@@ -170,10 +170,6 @@ impl JointKernel for DenseProducts {
         key
     }
 
-    fn columns(&self) -> usize {
-        self.products.first().map_or(0, |product| product.columns)
-    }
-
     fn tiles(&self) -> usize {
         match self.gate {
             Some(_) => self.products[0].tiles(),

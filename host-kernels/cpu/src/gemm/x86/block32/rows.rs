@@ -9,6 +9,7 @@ use crate::gemm::thread_memory::PREPARED;
 use crate::gemm::x86::block_simd::BlockSimd;
 use crate::gemm::x86::block32_decode::GROUPS;
 use crate::gemm::x86::blocks::{Block32Kernel, Codes};
+use crate::gemm::x86::by_columns::by_columns;
 
 /// Elements of a chunk: the eight scales of its groups fill a vector.
 const CHUNK: usize = GROUPS * 32;
