@@ -83,7 +83,7 @@ unsafe fn parameters(
 /// Launches a function on a stream, or records the launch.
 ///
 /// # Errors
-/// As for [`Launch::check`] and [`check_stream`].
+/// As for [`Launch::check`] and [`check_stream`](super::entry::check_stream).
 ///
 /// # Safety
 /// As for [`parameters`]. What the parameters name is as [`Launch::run`] requires, until the stream
