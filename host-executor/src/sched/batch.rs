@@ -25,6 +25,10 @@ use super::scheduler::{DeviceState, RunState, Scheduler, TurnEvent};
 use super::times::Times;
 use crate::lock::expect_unlocked;
 
+/// From how many times the work of the graph that has the device on a graph of a tenant that is
+/// ahead takes no part.
+const LARGE_WORK: u64 = 4;
+
 /// A plan that runs in a batch if others are there.
 pub(crate) struct Batchable<'a> {
     pub(crate) engine: &'a dyn Engine,
@@ -164,9 +168,12 @@ impl Scheduler {
                 let mut joining = Vec::new();
                 for (&ticket, offer) in &batches.offers {
                     let member = (offer.tenant, ticket);
+                    // A graph with much more work keeps this one waiting as a graph would that
+                    // cannot share the turn.
+                    let is_large = offer.work / LARGE_WORK > own.work;
                     if joining.len() + 1 < most
                         && offer.key == own.key
-                        && queue.join_turn(member, own.tenant, others_wait)
+                        && queue.join_turn(member, own.tenant, others_wait || is_large)
                     {
                         joining.push(ticket);
                     }

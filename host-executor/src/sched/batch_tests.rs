@@ -360,6 +360,41 @@ fn a_batch_is_charged_to_its_members_in_proportion_to_their_work() {
     }
 }
 
+/// A guest that is ahead does not keep a small graph of another guest waiting with large ones.
+#[test]
+fn large_graphs_of_a_guest_that_is_ahead_do_not_join_a_small_one() {
+    const LARGE: Duration = Duration::from_millis(30);
+    let joined = |works: [u64; 2]| {
+        let (scheduler, engine, launches) =
+            (&Arc::<Scheduler>::default(), &BatchEngine::new(), counter());
+        thread::scope(|scope| {
+            // The first graph of guest 1 makes it 30 ms ahead of guest 2, which waits meanwhile. A
+            // second one waits as well, and may join guest 2.
+            let start = |guest: u64, work: u64, takes: Duration, waiting: usize| {
+                scope.spawn(move || {
+                    let mut steps = Steps::new(1, 1, launches);
+                    (steps.work, steps.takes, steps.is_whole) = (work, takes, true);
+                    let mut plan: Box<dyn Plan> = Box::new(steps);
+                    run(scheduler, engine, guest, &mut plan).0.expect("it runs");
+                });
+                while scheduler.lock().queue.waiting() < waiting
+                    || scheduler.lock().holder.is_none()
+                {
+                    thread::yield_now();
+                }
+            };
+            start(1, works[0], LARGE, 0);
+            start(2, works[1], Duration::from_millis(1), 1);
+            start(1, works[0], LARGE, 2);
+        });
+        assert_idle(scheduler);
+        engine.sizes()
+    };
+    assert_eq!(joined([1, 1]), [1, 2]);
+    assert_eq!(joined([4, 1]), [1, 2]);
+    assert_eq!(joined([8, 1]), [1, 1, 1]);
+}
+
 #[test]
 fn a_cancelled_graph_leaves_the_batch_and_the_others_go_on() {
     let (scheduler, engine, launches) =

@@ -71,6 +71,9 @@ impl Transfer {
     /// `true`.
     fn unshare(&self, is_cancelled: &dyn Fn() -> bool) -> Result<(), EngineError> {
         let (mut at, mut len) = (self.offset, self.len);
+        if len == 0 {
+            return Ok(());
+        }
         if let Bulk::Copy { source, from } = &self.bulk
             && Arc::ptr_eq(source, &self.memory)
             && from.abs_diff(at) < len

@@ -337,6 +337,8 @@ impl Session {
         Answer::Message(match self.attach(range, source, end_check) {
             Ok(true) => Reply::Done { request },
             Ok(false) => Reply::Missing { request },
+            // The guest is gone, which is no fault of the weights.
+            Err(EngineError::Cancelled) => Reply::Missing { request },
             Err(error) => {
                 let what = format_args!("known weights cannot be attached: {error}");
                 self.warn_of_weights(what);

@@ -166,7 +166,8 @@ fn guests_compute_together_what_each_computes_alone() {
 /// A decoder with drafts, parallel sequences of one program, and a chunk of a prompt.
 #[test]
 fn guests_with_different_numbers_of_tokens_compute_what_each_computes_alone() {
-    const TOKENS: [u64; 6] = [2, 3, 7, 6, 5, 2];
+    // More columns together than a table has.
+    const TOKENS: [u64; 8] = [2, 3, 7, 6, 5, 7, 2, 6];
     for ty in [Type::F16, Type::Q4_0, Type::Q8_0, Type::Q4K, Type::Q6K] {
         let panels = MatmulKernel::of(ty).is_some_and(|kernel| kernel.one_order);
         let tokens: Vec<u64> = { TOKENS.into_iter() }

@@ -7,7 +7,7 @@
 //! products, in the same phases, and about as much work of their own: their *key*. The numbers of
 //! their tokens may differ.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::mem::size_of;
 use std::sync::{Arc, Mutex, Weak};
 
@@ -77,13 +77,24 @@ impl BatchKeys {
     pub(crate) fn membership(&self, phases: &[Phase]) -> Option<Membership> {
         let mut key = vec![phases.len() as u64, 0];
         let (mut joint, mut own) = (0u64, 0u64);
+        // Each kernel of a node has the work of the whole node, which counts once.
+        let joint_nodes = phases.iter().filter(|phase| phase.joint().is_some());
+        let mut counted: HashSet<usize> = { joint_nodes.flat_map(|phase| &phase.parts) }
+            .flat_map(|part| part.nodes.iter().copied())
+            .collect();
         for (i, phase) in phases.iter().enumerate() {
-            let work = phase.parts.iter().map(|part| part.work.0);
-            let work = work.fold(0, u64::saturating_add);
             match phase.joint() {
-                None => own = own.saturating_add(work),
+                None => {
+                    for part in &phase.parts {
+                        let is_new = part.nodes.is_empty()
+                            || part.nodes.iter().any(|node| !counted.contains(node));
+                        counted.extend(&part.nodes);
+                        own = own.saturating_add(if is_new { part.work.0 } else { 0 });
+                    }
+                }
                 Some(kernel) => {
-                    joint = joint.saturating_add(work);
+                    let work = phase.parts.iter().map(|part| part.work.0);
+                    joint = work.fold(joint, u64::saturating_add);
                     key.push(i as u64);
                     key.extend(kernel.key());
                 }

@@ -88,8 +88,8 @@ impl Lines {
         }
     }
 
-    /// Frees the pages of `len` bytes from byte `at` on, which begin with a page. They are zero
-    /// afterwards.
+    /// Frees the pages of `len` bytes from byte `at` on, and the whole page that byte `at` is in.
+    /// They are zero afterwards.
     fn discard(&mut self, at: usize, len: usize) {
         if let Lines::Mapped(pages) = self {
             // SAFETY: a private anonymous mapping that this value owns and borrows exclusively:

@@ -306,10 +306,12 @@ impl WeightRegion {
         };
         if !state.touched(&range).all(is_inside) {
             // Bytes that were merged for a plan stay contiguous.
-            let is_frozen = state.is_frozen;
+            if state.is_frozen {
+                return Ok(0);
+            }
             let to = state.gather(&self.base, &self.budget, range, is_cancelled)?;
             let (mut rest, mut done) = (extent.bytes(), 0);
-            while !is_frozen && !rest.is_empty() {
+            while !rest.is_empty() {
                 if is_cancelled() {
                     return Err(EngineError::Cancelled);
                 }
