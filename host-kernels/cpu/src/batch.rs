@@ -154,7 +154,8 @@ mod tests {
         let all = 1000 * columns as u64;
         [(own, None), (all, Some(product))].map(|(work, product)| {
             let node = (0, "TEST");
-            let mut part = PlannedKernel::new(Box::new(|_| Ok(())), vec![0], node, Estimate(work));
+            let nodes = vec![usize::from(product.is_some())];
+            let mut part = PlannedKernel::new(Box::new(|_| Ok(())), nodes, node, Estimate(work));
             part.joint = product.map(|key| Arc::new(Product(key)) as _);
             Phase { parts: vec![part] }
         })
@@ -182,6 +183,17 @@ mod tests {
         let groups = [1, 900, 2000, 100_000].map(|own| group_of(&keys, &phases(own, 1)));
         assert_eq!(groups[0].number, groups[1].number);
         assert_ne!(groups[0].number, groups[3].number);
+    }
+
+    /// A node of two kernels, each of which has the work of the node.
+    #[test]
+    fn the_work_of_a_node_counts_once() {
+        let keys = BatchKeys::default();
+        let [own, product] = phases(70, 1);
+        let [again, _] = phases(70, 1);
+        let all = [own, again, product];
+        let membership = keys.membership(&all).expect("a product");
+        assert_eq!(membership.work, 1070);
     }
 
     #[test]
