@@ -37,6 +37,9 @@ const TIMEOUT: Duration = Duration::from_secs(300);
 /// Tokens of each sequence of `llama-batched-bench`.
 const TOKENS: u32 = 64;
 
+/// How often `llama-batched-bench` is run until it has written its figures.
+const FIGURES_TRIES: usize = 5;
+
 /// Tokens whose latency is measured in a round.
 const LATENCY_TOKENS: usize = 200;
 
@@ -400,9 +403,16 @@ impl Setting {
                 "-c",
                 &(2 * TOKENS as usize * sequences).max(512).to_string(),
             ]);
-        let text = process::output(&mut command).context("llama-batched-bench")?;
-        let line = text.lines().find(|line| line.starts_with('{'));
-        let figures: Value = serde_json::from_str(line.context("no figures")?)?;
+        // A thread of the program writes the figures, and the program may end before that.
+        let figures = (0..FIGURES_TRIES).find_map(|_| {
+            let text = process::output(&mut command).context("llama-batched-bench");
+            let line = text.map(|text| {
+                let line = text.lines().find(|line| line.starts_with('{'));
+                line.map(str::to_owned)
+            });
+            line.transpose()
+        });
+        let figures: Value = serde_json::from_str(&figures.context("no figures")??)?;
         figures["speed_tg"].as_f64().context("no tokens per second")
     }
 
