@@ -239,8 +239,8 @@ impl Queue {
 
     /// Starts a graph that shares the turn of a graph of `holder`, if its tenant may start it now.
     /// The graph is no longer in the queue then. `others_wait`: a graph that cannot share the turn
-    /// waits, or the holder's would for this one, so a tenant that is further ahead than a turn gets
-    /// no more time now.
+    /// waits, or the holder's would for this one, so a tenant that is further ahead than a turn
+    /// gets no more time now.
     pub(crate) fn join_turn(
         &mut self,
         (tenant, ticket): (TenantId, Ticket),
