@@ -30,14 +30,18 @@
 #define NAN_F __builtin_nanf("")
 
 #define KERNEL(name, Params, ...) \
+    static void name##_body(const Params& p); \
+    KERNEL_AHEAD(name, Params, __VA_ARGS__) { \
+        shim::grid_dependency_wait(); \
+        name##_body(p); \
+    } \
+    static void name##_body(const Params& p)
+#define KERNEL_AHEAD(name, Params, ...) \
     static void name(const Params& p); \
     static const shim::Registered name##_registered( \
         #name, shim::first(__VA_ARGS__), sizeof(Params), \
         [](const void* p) { name(*static_cast<const Params*>(p)); }); \
     static void name(const Params& p)
-
-// Launches run one after the other.
-#define KERNEL_AHEAD KERNEL
 
 #define DYNAMIC_SHARED(T, name) T* name = reinterpret_cast<T*>(shim::dynamic_shared())
 
@@ -110,6 +114,9 @@ void cp_async_wait(unsigned later);
 void wait_counter(const unsigned* at, unsigned count);
 unsigned signal_counter_fetch(unsigned* at);
 inline void signal_counter(unsigned* at) { signal_counter_fetch(at); }
+
+// Waits for the launches before this one: see `vgpu_shim_set_stale`.
+void grid_dependency_wait();
 
 // A point at which another block may be scheduled.
 void maybe_switch_block();

@@ -342,7 +342,7 @@ fn operations(is_gpu: bool) -> Vec<Operation> {
 fn products(list: &mut List) {
     let weights = Type::ALL.iter().copied();
     for ty in weights.filter(|&ty| MatmulKernel::of(ty).is_some()) {
-        for n in [1, 3, 8, 70] {
+        for n in [1, 3, 8, 13, 30, 50, 70] {
             let op = Op::MulMat {
                 accumulator: Precision::Default,
                 activation: Precision::Default,

@@ -155,7 +155,7 @@ impl Subject {
         let others = Type::ALL.iter().copied().filter(|ty| !POPULAR.contains(ty));
         let others: Vec<Type> = others.filter(has_kernel).collect();
         let products = |types: &[Type]| -> Vec<Subject> {
-            let few = [1, 4, 8].map(|columns| (columns, Work::Bytes));
+            let few = [1, 4, 8, 16, 64].map(|columns| (columns, Work::Bytes));
             let many = [128, 2048].map(|columns| (columns, Work::Operations));
             let columns = few.into_iter().chain(many);
             columns

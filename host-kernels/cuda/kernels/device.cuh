@@ -28,6 +28,7 @@
     static DEVICE void name##_ahead(const Params& p); \
     extern "C" __global__ void __launch_bounds__(__VA_ARGS__) \
         name(const __grid_constant__ Params p) { \
+        launch_dependents(); \
         name##_ahead(p); \
     } \
     static DEVICE void name##_ahead(const Params& p)
@@ -104,17 +105,23 @@ DEVICE float mul_add_unfused(float a, float b, float c) {
 }
 
 // ---- Programmatic dependent launch (PTX: griddepcontrol). The launch behind this one may begin
-// once all blocks of this one have begun to work.
+// once all blocks of this one have begun.
 
-#if defined(VGPU_SHIM) || __CUDA_ARCH__ < 900
+#if defined(VGPU_SHIM)
+DEVICE void launch_dependents() {}
+DEVICE void grid_dependency_wait() { shim::grid_dependency_wait(); }
+#elif __CUDA_ARCH__ < 900
+DEVICE void launch_dependents() {}
 DEVICE void grid_dependency_wait() {}
 #else
-// Waits until the launches before this one are complete and their writes visible, and lets the next
-// one begin. A thread that has not called it reads only what no launch of the graph writes, and
-// writes nothing.
-DEVICE void grid_dependency_wait() {
-    asm volatile("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;" ::: "memory");
-}
+// Lets the next launch begin. A block does so first of all: the next launch waits for the end of
+// this one, not for this call, and begins sooner.
+DEVICE void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
+// Waits until the launches before this one are complete and their writes visible. A thread that has
+// not called it reads only what no launch of the graph writes, and writes nothing. Of each launch
+// at least one block calls it: a launch is then complete after those before it, and the launch
+// behind it may wait for it alone.
+DEVICE void grid_dependency_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 #endif
 
 // ---- Asynchronous copies to shared memory (PTX: cp.async).
@@ -401,10 +408,22 @@ struct Index {
 DEVICE i64 elements(const View& v) { return v.ne[0] * v.ne[1] * v.ne[2] * v.ne[3]; }
 DEVICE i64 rows(const View& v) { return v.ne[1] * v.ne[2] * v.ne[3]; }
 
+// Quotient and remainder of a >= 0 and n > 0.
+struct Division {
+    i64 whole, rest;
+};
+DEVICE Division divide(i64 a, i64 n) {
+    // The compiler takes the shorter way where 32 bits suffice; one division, not two.
+    i64 whole = static_cast<i64>(static_cast<u64>(a) / static_cast<u64>(n));
+    return {whole, a - whole * n};
+}
+
 // The indices of element `e` in row-major order (dimension 0 fastest).
 DEVICE Index index_of(const View& v, i64 e) {
-    Index at;
-    // A 64-bit division costs four times a 32-bit one, and few tensors need it.
+    Index at = {{e, 0, 0, 0}};
+    if (e < v.ne[0]) { // the first row needs no division
+        return at;
+    }
     if (elements(v) <= 0x7fffffff) {
         u32 rest = static_cast<u32>(e);
         for (int d = 0; d < 3; d++) {
@@ -416,8 +435,9 @@ DEVICE Index index_of(const View& v, i64 e) {
         at.i[3] = rest;
     } else {
         for (int d = 0; d < 3; d++) {
-            at.i[d] = e % v.ne[d];
-            e /= v.ne[d];
+            Division by = divide(e, v.ne[d]);
+            at.i[d] = by.rest;
+            e = by.whole;
         }
         at.i[3] = e;
     }
@@ -426,13 +446,17 @@ DEVICE Index index_of(const View& v, i64 e) {
 
 // The indices of row `r`; index 0 is 0.
 DEVICE Index row_of(const View& v, i64 r) {
-    Index at;
-    at.i[0] = 0;
-    at.i[1] = r % v.ne[1];
-    r /= v.ne[1];
-    at.i[2] = r % v.ne[2];
-    at.i[3] = r / v.ne[2];
+    Index at = {{0, r, 0, 0}};
+    if (v.ne[2] * v.ne[3] != 1) { // matrices need no division
+        Division of_matrix = divide(r, v.ne[1]), of_cube = divide(of_matrix.whole, v.ne[2]);
+        at.i[1] = of_matrix.rest, at.i[2] = of_cube.rest, at.i[3] = of_cube.whole;
+    }
     return at;
+}
+
+// Index among `few` matrices, each of which is broadcast over all / few neighbours.
+DEVICE i64 shared_index(i64 i, i64 all, i64 few) {
+    return few == 1 ? 0 : few == all ? i : divide(i, divide(all, few).whole).whole;
 }
 
 DEVICE u8* address(const View& v, const Index& at) {
@@ -440,12 +464,13 @@ DEVICE u8* address(const View& v, const Index& at) {
            at.i[2] * v.nb[2] + at.i[3] * v.nb[3];
 }
 
+// Index `i` of a dimension of length `n` that is broadcast (repeated).
+DEVICE i64 repeated(i64 i, i64 n) { return i < n ? i : n == 1 ? 0 : divide(i, n).rest; }
+
 // The element of `v`, broadcast (repeated), that belongs to index `at`.
 DEVICE u8* repeated(const View& v, Index at) {
     for (int d = 0; d < 4; d++) {
-        if (at.i[d] >= v.ne[d]) {
-            at.i[d] %= v.ne[d];
-        }
+        at.i[d] = repeated(at.i[d], v.ne[d]);
     }
     return address(v, at);
 }

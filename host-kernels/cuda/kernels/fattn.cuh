@@ -163,25 +163,33 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
         head = static_cast<int>(b.y * p.gqa_ratio);
         sequence = static_cast<int>(b.z / p.splits);
         auto shared_by = [&](const View& v) {
-            return address(
-                v, Index{{0, 0, head / (p.q.ne[2] / v.ne[2]), sequence / (p.q.ne[3] / v.ne[3])}});
+            return address(v, Index{{0, 0, shared_index(head, p.q.ne[2], v.ne[2]),
+                                     shared_index(sequence, p.q.ne[3], v.ne[3])}});
         };
         keys = shared_by(p.k);
         values = shared_by(p.v);
     }
 
+    // One token needs no division. Many tokens have no registers left for the branch.
     DEVICE int token_of(int row) const {
-        return (row < n_rows ? row : n_rows - 1) / static_cast<int>(p.gqa_ratio);
+        return ROW_WARPS == 1 && p.q.ne[1] == 1
+                   ? 0
+                   : (row < n_rows ? row : n_rows - 1) / static_cast<int>(p.gqa_ratio);
     }
-    DEVICE int head_of(int row) const { return head + row % static_cast<int>(p.gqa_ratio); }
+    DEVICE int head_of(int row) const {
+        int ratio = static_cast<int>(p.gqa_ratio);
+        return head + (ROW_WARPS == 1 && row < ratio ? row : row % ratio);
+    }
 
     // The mask of the tile's heads, and its index among all masks.
     DEVICE const u8* mask() const {
-        i64 i2 = head % p.mask.ne[2], i3 = sequence % p.mask.ne[3];
+        // For many tokens the branches of `repeated` cost registers and save no time.
+        i64 i2 = ROW_WARPS == 1 ? repeated(head, p.mask.ne[2]) : head % p.mask.ne[2];
+        i64 i3 = ROW_WARPS == 1 ? repeated(sequence, p.mask.ne[3]) : sequence % p.mask.ne[3];
         return address(p.mask, Index{{0, 0, i2, i3}});
     }
     DEVICE i64 index_of_mask() const {
-        return sequence % p.mask.ne[3] * p.mask.ne[2] + head % p.mask.ne[2];
+        return repeated(sequence, p.mask.ne[3]) * p.mask.ne[2] + repeated(head, p.mask.ne[2]);
     }
 
     // Row `key` of a KV tile in memory; beyond the end the last row.
@@ -206,10 +214,28 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
                 }
             }
         } else {
-            int vecs = static_cast<int>(v.ne[0]) / 8;
-            for (int i = threadIdx.x; i < KEYS * vecs; i += FATTN_THREADS) {
-                int key = i / vecs, vec = i - key * vecs;
-                cp_async(to + key * stride + 8 * vec, row_at(v, base, tile, key) + 16 * vec);
+            // All but few models have heads as wide as the tiles, whose width is a constant. Each
+            // thread then copies the same part of one row in `rows_at_once`.
+            int wide = (stride - 8) / 8, rows_at_once = FATTN_THREADS / wide;
+            if (ROW_WARPS == 1 && v.ne[0] == stride - 8 && FATTN_THREADS % wide == 0 &&
+                KEYS % rows_at_once == 0) {
+                int first = static_cast<int>(threadIdx.x) / wide;
+                int vec = static_cast<int>(threadIdx.x) % wide;
+                const u8* from = base + 16 * vec;
+                to += 8 * vec;
+                int last = n_keys - 1 - tile * KEYS;
+                UNROLL
+                for (int n = 0; n < KEYS / rows_at_once; n++) {
+                    int key = first + n * rows_at_once;
+                    int row = tile * KEYS + (key < last ? key : last);
+                    cp_async(to + key * stride, from + row * v.nb[1]);
+                }
+            } else {
+                int vecs = static_cast<int>(v.ne[0]) / 8;
+                for (int i = threadIdx.x; i < KEYS * vecs; i += FATTN_THREADS) {
+                    int key = i / vecs, vec = i - key * vecs;
+                    cp_async(to + key * stride + 8 * vec, row_at(v, base, tile, key) + 16 * vec);
+                }
             }
         }
         cp_async_commit();
@@ -534,13 +560,31 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
         quantize_q8_block(p.quants, p.scales, token, q8_tiles(p.q.ne[2] * width), block, x);
     }
 
+    // Stores four columns of a row for each lane, and quantises them. The whole warp calls it. The
+    // host ensures that heads are multiples of 32 if the result is quantised.
+    DEVICE void store_result(int row, int column, const Float4& x) const {
+        int width = static_cast<int>(p.v.ne[0]);
+        float* to = result(row);
+        UNROLL
+        for (int j = 0; j < 4; j++) {
+            if (column + j < width) {
+                to[column + j] = x.of[j];
+            }
+        }
+        if (p.quants) {
+            i64 token = static_cast<i64>(sequence) * p.q.ne[1] + token_of(row);
+            u32 vec = static_cast<u32>(head_of(row) * width + column) / 4;
+            bool valid = column < width;
+            quantize_q8_vec(p.quants, p.scales, token, q8_tiles(p.q.ne[2] * width), vec,
+                            valid ? x : Float4{}, valid);
+        }
+    }
+
     // Merges the partial results of all splits: a warp for each row, a lane for four columns at a
     // time, and first a lane for the factor of each split.
     DEVICE void merge_splits() const {
-        int width = static_cast<int>(p.v.ne[0]), splits = static_cast<int>(p.splits);
+        int splits = static_cast<int>(p.splits);
         const float* parts = partial(0);
-        // The row of the warp: Q is no longer needed.
-        float* merged = reinterpret_cast<float*>(q_tile) + threadIdx.x / WARP * V;
         for (int row = threadIdx.x / WARP; row < ROWS && first_row + row < n_rows;
              row += FATTN_WARPS) {
             const float *row_maxes = parts + ROWS * V + row, *totals = row_maxes + ROWS;
@@ -580,23 +624,10 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
             float factor = normalizer(first_row + row, row_max, warp_reduce<Sum>(total));
             UNROLL
             for (int v = 0; v < VECS; v++) {
-                UNROLL
-                for (int j = 0; j < 4; j++) {
-                    int column = (v * WARP + lane) * 4 + j;
-                    if (V % (4 * WARP) == 0 || column < V) {
-                        merged[column] = sums[v][j] * factor;
-                    }
-                }
+                store_result(first_row + row, (v * WARP + lane) * 4,
+                             {{sums[v][0] * factor, sums[v][1] * factor, sums[v][2] * factor,
+                               sums[v][3] * factor}});
             }
-            __syncwarp();
-            for (int column = lane; column < width; column += WARP) {
-                float x = merged[column];
-                result(first_row + row)[column] = x;
-                if (p.quants) {
-                    quantize_result(first_row + row, column, x);
-                }
-            }
-            __syncwarp(); // before the next row is stored
         }
     }
 
@@ -611,7 +642,7 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
     DEVICE void finish_few_rows(const Accumulators& sums, int split) const {
         static_assert(ROW_WARPS > 1 || KEY_WARPS * ROWS * (V + 2) * 4 <= TILE_BYTES,
                       "the accumulators fit where Q, K and V were");
-        int width = static_cast<int>(p.v.ne[0]), splits = static_cast<int>(p.splits);
+        int splits = static_cast<int>(p.splits);
         float* parts = reinterpret_cast<float*>(q_tile);
         float *row_maxes = parts + KEY_WARPS * ROWS * V, *totals = row_maxes + KEY_WARPS * ROWS;
         __syncthreads(); // K and V have been read
@@ -648,39 +679,35 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
             }
             float factor = splits == 1 ? normalizer(first_row + row, row_max, total) : 1.0f;
             float* mine = partial(split);
-            float* merged = parts + row * V; // where those of the first warp are
             UNROLL_TIMES(1)
-            for (int column = 4 * lane; column < V; column += 4 * WARP) {
-                float sum[4] = {};
-                UNROLL
-                for (int k = 0; k < KEY_WARPS; k++) {
-                    int4 four = *reinterpret_cast<const int4*>(parts + (k * ROWS + row) * V + column);
-                    sum[0] += __int_as_float(four.x) * by[k];
-                    sum[1] += __int_as_float(four.y) * by[k];
-                    sum[2] += __int_as_float(four.z) * by[k];
-                    sum[3] += __int_as_float(four.w) * by[k];
+            for (int first = 0; first < V; first += 4 * WARP) {
+                int column = first + 4 * lane;
+                Float4 sum = {};
+                if (V % (4 * WARP) == 0 || column < V) {
+                    UNROLL
+                    for (int k = 0; k < KEY_WARPS; k++) {
+                        Float4 more = load_float4(reinterpret_cast<const u8*>(
+                            parts + (k * ROWS + row) * V + column));
+                        UNROLL
+                        for (int j = 0; j < 4; j++) {
+                            sum.of[j] += more.of[j] * by[k];
+                        }
+                    }
+                    UNROLL
+                    for (int j = 0; j < 4; j++) {
+                        sum.of[j] *= factor;
+                    }
+                    if (splits > 1) {
+                        store_float4(reinterpret_cast<u8*>(mine + row * V + column), sum);
+                    }
                 }
-                float* to = splits == 1 ? merged + column : mine + row * V + column;
-                *reinterpret_cast<int4*>(to) =
-                    int4{__float_as_int(sum[0] * factor), __float_as_int(sum[1] * factor),
-                         __float_as_int(sum[2] * factor), __float_as_int(sum[3] * factor)};
+                if (splits == 1) {
+                    store_result(first_row + row, column, sum);
+                }
             }
-            if (splits > 1) {
-                if (lane == 0) {
-                    mine[ROWS * V + row] = row_max;
-                    mine[ROWS * V + ROWS + row] = total;
-                }
-                continue;
-            }
-            __syncwarp();
-            float* to = result(first_row + row);
-            UNROLL_TIMES(1)
-            for (int column = lane; column < width; column += WARP) {
-                float x = merged[column];
-                to[column] = x;
-                if (p.quants) {
-                    quantize_result(first_row + row, column, x);
-                }
+            if (splits > 1 && lane == 0) {
+                mine[ROWS * V + row] = row_max;
+                mine[ROWS * V + ROWS + row] = total;
             }
         }
     }
@@ -726,10 +753,12 @@ template <int K, int V, int ROW_WARPS, int KEY_WARPS, int KEYS, int KIND> struct
         }
     }
 
+    // Waits for the launches before this one.
     DEVICE void run() {
         int tiles = (n_keys + KEYS - 1) / KEYS, splits = static_cast<int>(p.splits);
         int each = (tiles + splits - 1) / splits, split = static_cast<int>(b.z % p.splits);
         int begin = split * each, end = begin + each < tiles ? begin + each : tiles;
+        grid_dependency_wait();
 
         // State of each KV tile: from vg_fattn_mask_tiles, or determined here.
         const u8* tile_states = nullptr;

@@ -2,34 +2,12 @@
 // normalisation), and the weighted sum of expert results.
 #pragma once
 #include "device.cuh"
-#include "q8_layout.cuh"
+#include "quantize_q8.cuh"
 
 namespace {
 
-struct Float4 {
-    float of[4];
-};
-
-DEVICE Float4 load_float4(const u8* at) {
-    int4 words = *aligned<int4>(at);
-    return {{__int_as_float(words.x), __int_as_float(words.y), __int_as_float(words.z),
-             __int_as_float(words.w)}};
-}
-
-DEVICE void store_float4(u8* at, const Float4& x) {
-    *reinterpret_cast<int4*>(at) = int4{__float_as_int(x.of[0]), __float_as_int(x.of[1]),
-                                        __float_as_int(x.of[2]), __float_as_int(x.of[3])};
-}
-
-// Asks for a row of constant factors before the launches before this one have ended.
-DEVICE void prefetch_norm(const VgNormFusedParams& p) {
-    i64 at = 16 * static_cast<i64>(threadIdx.x);
-    if (p.has_constant_factors && at < 4 * p.w.ne[0] && at % L2_LINE == 0) {
-        prefetch_l2(reinterpret_cast<const u8*>(p.w.data) + at);
-    }
-}
-
 // A block for each row. A thread has four elements at a time; eight lanes have a q8 block of 32.
+// Waits for the launches before this one; constant factors are loaded before that.
 DEVICE void norm_fused(const VgNormFusedParams& p, const BlockIndex& b) {
     int vecs = static_cast<int>(p.a.ne[0] / 4), lane = threadIdx.x % WARP;
     for (i64 r = b.x; r < rows(p.a); r += b.nx) {
@@ -50,8 +28,16 @@ DEVICE void norm_fused(const VgNormFusedParams& p, const BlockIndex& b) {
             }
             return x;
         };
-        // The first elements of the thread, usually the only ones.
-        Float4 first = {};
+        // The first elements of the thread, usually the only ones, and their factors.
+        Float4 first = {}, first_by = {{1.0f, 1.0f, 1.0f, 1.0f}};
+        bool has_factors = w && static_cast<int>(threadIdx.x) < vecs;
+        if (has_factors && p.has_constant_factors) {
+            first_by = load_float4(w + 16 * threadIdx.x);
+        }
+        grid_dependency_wait();
+        if (has_factors && !p.has_constant_factors) {
+            first_by = load_float4(w + 16 * threadIdx.x);
+        }
         float squares = 0.0f;
         for (int i = threadIdx.x; i < vecs; i += blockDim.x) {
             Float4 x = value(i);
@@ -75,8 +61,8 @@ DEVICE void norm_fused(const VgNormFusedParams& p, const BlockIndex& b) {
                 x = i == static_cast<int>(threadIdx.x) ? first
                     : sum                              ? load_float4(sum + 16 * i)
                                                        : value(i);
-                Float4 by = {{1.0f, 1.0f, 1.0f, 1.0f}};
-                if (w) {
+                Float4 by = first_by;
+                if (w && i != static_cast<int>(threadIdx.x)) {
                     by = load_float4(w + 16 * i);
                 }
                 UNROLL
@@ -88,46 +74,16 @@ DEVICE void norm_fused(const VgNormFusedParams& p, const BlockIndex& b) {
                 }
             }
             if (p.quants) {
-                float largest = 0.0f, poison = 0.0f, total = 0.0f;
-                UNROLL
-                for (int j = 0; j < 4; j++) {
-                    largest = fmaxf(largest, fabsf(x.of[j]));
-                    poison += x.of[j] - x.of[j]; // NaN for NaN and infinities
-                }
-                UNROLL
-                for (int step = 4; step > 0; step /= 2) {
-                    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, step));
-                    poison += __shfl_xor_sync(0xffffffffu, poison, step);
-                }
-                u32 word = 0;
-                UNROLL
-                for (int j = 0; j < 4; j++) {
-                    float q = largest > 0.0f ? rintf(x.of[j] * (127.0f / largest)) : 0.0f;
-                    total += q;
-                    word |= (static_cast<u32>(static_cast<int>(q)) & 255u) << 8 * j;
-                }
-                total += __shfl_xor_sync(0xffffffffu, total, 1);
-                total += __shfl_xor_sync(0xffffffffu, total, 2);
-                float high = __shfl_xor_sync(0xffffffffu, total, 4);
-                if (i < vecs) {
-                    u32 tiles = q8_tiles(p.a.ne[0]), block = static_cast<u32>(i) / 8;
-                    i64 offset =
-                        q8_quant_offset(r, tiles, block) + i % 8 / 4 * (Q8_TILE / 4) + i % 4 * 4;
-                    *reinterpret_cast<u32*>(p.quants + offset) = word;
-                    if (i % 8 == 0) {
-                        float factor = largest / 127.0f + poison;
-                        store_q8_scales(p.scales, r, tiles, block, factor, factor * total,
-                                        factor * high);
-                    }
-                }
+                quantize_q8_vec(p.quants, p.scales, r, q8_tiles(p.a.ne[0]), static_cast<u32>(i), x,
+                                i < vecs);
             }
         }
         __syncthreads();
     }
 }
 
-// Experts of a lane; 512 experts at most.
-constexpr int LANE_EXPERTS = 16;
+// Experts of a lane at most; 512 experts.
+constexpr int MAX_LANE_EXPERTS = 16;
 
 // Monotonic integer key of a float, above 0. NaN has the lowest key.
 DEVICE u32 rank(float x) {
@@ -140,8 +96,9 @@ DEVICE u32 rank(float x) {
 
 DEVICE u64 larger(u64 a, u64 b) { return a > b ? a : b; }
 
-// A warp for each token.
-DEVICE void topk_moe(const VgTopkMoeParams& p, const BlockIndex& b) {
+// The choice of experts with at most LANE_EXPERTS for each lane.
+template <int LANE_EXPERTS>
+DEVICE void topk_moe_of(const VgTopkMoeParams& p, const BlockIndex& b) {
     int lane = threadIdx.x % WARP, experts = static_cast<int>(p.logits.ne[0]);
     const float* bias = reinterpret_cast<const float*>(p.bias);
     i64 first = static_cast<i64>(b.x) * (blockDim.x / WARP) + threadIdx.x / WARP;
@@ -229,10 +186,21 @@ DEVICE void topk_moe(const VgTopkMoeParams& p, const BlockIndex& b) {
     }
 }
 
+// A warp for each token. Most models have at most 128 experts.
+DEVICE void topk_moe(const VgTopkMoeParams& p, const BlockIndex& b) {
+    if (p.logits.ne[0] <= 4 * WARP) {
+        topk_moe_of<4>(p, b);
+    } else {
+        topk_moe_of<MAX_LANE_EXPERTS>(p, b);
+    }
+}
+
+// Waits for the launches before this one.
 DEVICE void weighted_sum(const VgWeightedSumParams& p, const BlockIndex& b) {
     i64 n = elements(p.dst);
     for (i64 e = thread_index(b); e < n; e += thread_count(b)) {
         Index at = index_of(p.dst, e);
+        grid_dependency_wait();
         float sum = 0.0f;
         UNROLL_BY_4
         for (i64 u = 0; u < p.experts.ne[1]; u++) {

@@ -410,13 +410,73 @@ template <int OF> struct Units {
     static constexpr int COUNT = OF;
 };
 
+// Copies a chunk of weights of `rows` rows from `first` on with cp.async, by THREADS threads of
+// which this is number `thread`. The chunk begins at block `at` of rows of `width` blocks.
+template <int TYPE, int THREADS>
+DEVICE void copy_chunk(u8* to, const View& w, const RowPtr& first, int rows, int at, int width,
+                       int thread) {
+    constexpr int CHUNK = chunk_of(TYPE) / type_traits(TYPE).elements, STRIDE = chunk_stride(TYPE);
+    int blocks = width - at < CHUNK ? width - at : CHUNK;
+    // Copies the units of `bytes` bytes of each row. In the first row they begin at `from`.
+    auto copy = [&](auto units, u8* to, const u8* from, auto pitch, int bytes, bool are_aligned) {
+        constexpr int UNITS = decltype(units)::COUNT;
+        UNROLL_TIMES(is_repacked(TYPE) ? 1 : 2)
+        for (int i = thread; i < rows * UNITS; i += THREADS) {
+            int row = i / UNITS, unit = i % UNITS;
+            const u8* begin = from + static_cast<i64>(row) * pitch;
+            int lead = are_aligned ? 0 : static_cast<int>(reinterpret_cast<u64>(begin) & 15);
+            if (16 * unit < lead + bytes) {
+                cp_async(to + row * STRIDE + 16 * unit, begin - lead + 16 * unit);
+            }
+        }
+    };
+    if constexpr (is_repacked(TYPE)) { // rows are adjacent
+        copy(Units<chunk_units(TYPE)>{}, to, first.quants + at * quant_bytes(TYPE),
+             width * quant_bytes(TYPE), blocks * quant_bytes(TYPE), true);
+        copy(Units<scale_units(TYPE)>{}, to + chunk_bytes(TYPE),
+             first.scales + at * scale_bytes(TYPE), width * scale_bytes(TYPE),
+             blocks * scale_bytes(TYPE), false);
+    } else {
+        copy(Units<chunk_units(TYPE)>{}, to, first.quants + at * quant_bytes(TYPE), w.nb[1],
+             blocks * quant_bytes(TYPE), is_aligned(TYPE));
+    }
+}
+
+// The low address bits of the array of a row whose beginning in shared memory they determine.
+template <int TYPE> DEVICE u32 lead_of(const View& w, int row, int w2, int w3) {
+    RowPtr begin = row_ptr_at(TYPE, w, row, w2, w3);
+    return static_cast<u32>(reinterpret_cast<u64>(is_repacked(TYPE) ? begin.scales : begin.quants));
+}
+
+// Dequantises step `step` of two rows, `chunk` and eight rows of a chunk behind it, to the A
+// fragments of four k16 steps. `leads` are those of the rows (`lead_of`), and `blocks` is the number
+// of blocks of 32 of a row.
+template <int TYPE>
+DEVICE void dequantize_rows(const u8* chunk, const u32* leads, int step, int blocks, int t, u32* a) {
+    constexpr int CHUNK_STEPS = chunk_of(TYPE) / SM90_STEP;
+    UNROLL
+    for (int r = 0; r < 2; r++) {
+        constexpr int BYTES = is_repacked(TYPE) ? chunk_scales(TYPE) : chunk_bytes(TYPE);
+        u32 lead = (leads[r] + static_cast<u32>(step / CHUNK_STEPS * BYTES)) & 15;
+        const u8* row = chunk + 8 * r * chunk_stride(TYPE);
+        u32 words[8];
+        dequantize_16<TYPE>({row + (is_aligned(TYPE) ? 0 : lead), row + chunk_bytes(TYPE) + lead},
+                            step % CHUNK_STEPS, t, words);
+        UNROLL
+        for (int i = 0; i < 8; i++) {
+            // The last k step may be partial: activations are 0 there, but garbage * 0 may be NaN.
+            bool is_valid = type_traits(TYPE).elements == 256 || 2 * step + i / 4 < blocks;
+            a[i / 2 * 4 + i % 2 * 2 + r] = is_valid ? words[i] : 0;
+        }
+    }
+}
+
 // Copies the weights of all chunks with cp.async, by WEIGHT_THREADS threads of which this is number
 // `thread`. One bulk copy for each row would be slower: an SM begins one in about 60 cycles,
 // however short it is.
 template <int TYPE, int N>
 DEVICE void load_weights(const VgGemmSm90Params& p, const GemmShared<TYPE, N>& shared, int thread) {
     constexpr TypeTraits SIZE = type_traits(TYPE);
-    constexpr int CHUNK = chunk_of(TYPE), STRIDE = chunk_stride(TYPE);
     TileScheduler<N> tiles(p);
     PipelineState<GemmShared<TYPE, N>::CHUNKS> ring;
     int width = static_cast<int>(p.w.ne[0]) / SIZE.elements; // in blocks
@@ -425,34 +485,10 @@ DEVICE void load_weights(const VgGemmSm90Params& p, const GemmShared<TYPE, N>& s
         i64 left = p.dst.ne[0] - tile.first_row;
         int rows = left < SM90_ROWS ? static_cast<int>(left) : SM90_ROWS;
         RowPtr first = row_ptr_at(TYPE, p.w, tile.first_row, tile.w2, tile.w3);
-        for (int at = 0; at < width; at += CHUNK / SIZE.elements) {
-            int blocks = width - at < CHUNK / SIZE.elements ? width - at : CHUNK / SIZE.elements;
+        for (int at = 0; at < width; at += chunk_of(TYPE) / SIZE.elements) {
             mbarrier_wait(&shared.empty_chunks[ring.stage], ring.phase ^ 1);
             u8* to = shared.weights + ring.stage * GemmShared<TYPE, N>::WEIGHTS;
-            // Copies the units of `bytes` bytes of each row. In the first row they begin at `from`.
-            auto copy = [&](auto units, u8* to, const u8* from, auto pitch, int bytes,
-                            bool are_aligned) {
-                constexpr int UNITS = decltype(units)::COUNT;
-                UNROLL_TIMES(is_repacked(TYPE) ? 1 : 2)
-                for (int i = thread; i < rows * UNITS; i += WEIGHT_THREADS) {
-                    int row = i / UNITS, unit = i % UNITS;
-                    const u8* begin = from + static_cast<i64>(row) * pitch;
-                    int lead = are_aligned ? 0 : static_cast<int>(reinterpret_cast<u64>(begin) & 15);
-                    if (16 * unit < lead + bytes) {
-                        cp_async(to + row * STRIDE + 16 * unit, begin - lead + 16 * unit);
-                    }
-                }
-            };
-            if constexpr (is_repacked(TYPE)) { // rows are adjacent
-                copy(Units<chunk_units(TYPE)>{}, to, first.quants + at * quant_bytes(TYPE),
-                     width * quant_bytes(TYPE), blocks * quant_bytes(TYPE), true);
-                copy(Units<scale_units(TYPE)>{}, to + chunk_bytes(TYPE),
-                     first.scales + at * scale_bytes(TYPE), width * scale_bytes(TYPE),
-                     blocks * scale_bytes(TYPE), false);
-            } else {
-                copy(Units<chunk_units(TYPE)>{}, to, first.quants + at * quant_bytes(TYPE),
-                     p.w.nb[1], blocks * quant_bytes(TYPE), is_aligned(TYPE));
-            }
+            copy_chunk<TYPE, WEIGHT_THREADS>(to, p.w, first, rows, at, width, thread);
             mbarrier_arrive_copies(&shared.full_chunks[ring.stage]);
             ring.next();
         }
@@ -483,8 +519,7 @@ load_activations(const VgGemmSm90Params& p, const GemmShared<TYPE, N>& shared, i
 
 template <int TYPE, int N>
 DEVICE void run_consumer(const VgGemmSm90Params& p, const GemmShared<TYPE, N>& shared, int steps) {
-    constexpr TypeTraits SIZE = type_traits(TYPE);
-    constexpr int CHUNK = chunk_of(TYPE), CHUNK_STEPS = CHUNK / SM90_STEP;
+    constexpr int CHUNK_STEPS = chunk_of(TYPE) / SM90_STEP;
     constexpr bool BF16 = TYPE == VG_BF16;
     int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
     int mine = static_cast<int>(threadIdx.x / WARP - WARPGROUP / WARP) * 16 + g; // and row + 8
@@ -499,34 +534,16 @@ DEVICE void run_consumer(const VgGemmSm90Params& p, const GemmShared<TYPE, N>& s
         u32 leads[2];
         UNROLL
         for (int r = 0; r < 2; r++) {
-            int row = tile.first_row + mine + 8 * r;
-            RowPtr begin = row_ptr_at(TYPE, p.w, row, tile.w2, tile.w3);
-            leads[r] = static_cast<u32>(
-                reinterpret_cast<u64>(is_repacked(TYPE) ? begin.scales : begin.quants));
+            leads[r] = lead_of<TYPE>(p.w, tile.first_row + mine + 8 * r, tile.w2, tile.w3);
         }
         auto dequantize_step = [&](int step, u32* a) {
             int within = step % CHUNK_STEPS;
             if (within == 0) {
                 mbarrier_wait(&shared.full_chunks[chunks.stage], chunks.phase);
             }
-            UNROLL
-            for (int r = 0; r < 2; r++) {
-                constexpr int BYTES = is_repacked(TYPE) ? chunk_scales(TYPE) : chunk_bytes(TYPE);
-                u32 lead = (leads[r] + static_cast<u32>(step / CHUNK_STEPS * BYTES)) & 15;
-                const u8* row = shared.weights + chunks.stage * GemmShared<TYPE, N>::WEIGHTS +
-                                (mine + 8 * r) * chunk_stride(TYPE);
-                u32 words[8];
-                dequantize_16<TYPE>(
-                    {row + (is_aligned(TYPE) ? 0 : lead), row + chunk_bytes(TYPE) + lead}, within,
-                    t, words);
-                UNROLL
-                for (int i = 0; i < 8; i++) {
-                    // The last k step may be partial: activations are 0 there, but garbage * 0 may
-                    // be NaN.
-                    bool is_valid = SIZE.elements == 256 || 2 * step + i / 4 < blocks;
-                    a[i / 2 * 4 + i % 2 * 2 + r] = is_valid ? words[i] : 0;
-                }
-            }
+            const u8* rows = shared.weights + chunks.stage * GemmShared<TYPE, N>::WEIGHTS +
+                             mine * chunk_stride(TYPE);
+            dequantize_rows<TYPE>(rows, leads, step, blocks, t, a);
             if (within == CHUNK_STEPS - 1 || step == steps - 1) {
                 __syncwarp();
                 if (lane == 0) {

@@ -94,9 +94,10 @@ struct WeightCursor {
             u32 rest = item / pairs;
             BatchIndex batch;
             if (batch.find(*p, rest % slots, rest / slots, false)) {
+                auto weights = [&](u32 m) { return batch.weights(p->products[m]); };
                 UNROLL
                 for (int r = 0; r < MMV_ROWS; r++) {
-                    rows[r] = start_of(*p, batch, item - rest * pairs, r, row_bytes);
+                    rows[r] = start_of(*p, weights, item - rest * pairs, r, row_bytes);
                 }
                 tile = 0;
                 is_known = true;
@@ -238,7 +239,8 @@ DEVICE void mmv_stage(const VgStage& stage, const VgMmvParams& p, u32 started,
         }
         LaneContext own =
             lane_context(p, batch, static_cast<int>(width), second_block_offset(type) == 1, lane);
-        RowPtr begin = start_of(p, batch, pair, own.row, repacked_row_bytes(type, width));
+        auto weights = [&](u32 m) { return batch.weights(p.products[m]); };
+        RowPtr begin = start_of(p, weights, pair, own.row, repacked_row_bytes(type, width));
         u32 start = static_cast<u32>(
             reinterpret_cast<u64>(is_repacked(type) ? begin.scales : begin.quants));
         Accumulators<COLUMNS> sums = {};

@@ -1,5 +1,6 @@
 // Matrix-vector products: weights with one to eight columns of activations, bound by the bandwidth
-// of the weights.
+// of the weights. Blocks with other columns of the same product read the same weights at about the
+// same time, from L2.
 //
 // Activations for quantised weights are quantised to q8 first (`vg_quantize_q8`); for float weights
 // they are f32. A warp handles two rows of weights at a time: neighbours, or with a gated unit the
@@ -72,49 +73,60 @@ DEVICE constexpr int stages_of(int type) {
     return stage_bytes(type) < 650 ? 5 : stage_bytes(type) < 900 ? 4 : 3;
 }
 
-// Which vectors a block multiplies: those of a slot of a token with experts, else those of a batch.
+// Which vectors a block multiplies: that of a slot of a token with experts, else MAX_COLUMNS
+// columns of a batch, from column MAX_COLUMNS * slot on.
 struct BatchIndex {
     bool by_expert;
     i64 i1, i2, i3, expert;
     int columns;
     i64 column, x_row; // index of the activation row overall, and in dimension 1
 
-    // Sets the slot of a token, or the batch. Returns false if the expert does not exist, which is
+    // Sets the slot of a token, or the columns and the batch. Returns false if the expert does not exist, which is
     // reported to the host if `reports` is set.
     DEVICE bool find(const VgMmvParams& p, i64 slot, i64 batch, bool reports) {
+        place(p, slot, batch);
+        return choose_expert(p, reports);
+    }
+
+    // Sets all but the expert.
+    DEVICE void place(const VgMmvParams& p, i64 slot, i64 batch) {
         const View& dst = p.products[0].dst;
+        expert = 0;
         if (p.ids.data) {
-            expert = *reinterpret_cast<const int*>(address(p.ids, Index{{slot, batch, 0, 0}}));
             by_expert = true, i1 = slot, i2 = batch, i3 = 0;
             columns = 1;
-            x_row = static_cast<u32>(slot) % static_cast<u32>(p.slots);
+            x_row = p.slots == 1 ? 0 : static_cast<u32>(slot) % static_cast<u32>(p.slots);
             column = batch * p.slots + x_row;
-            i64 experts = p.products[0].w.ne[2];
-            return reports ? check_index(p.site, expert, experts) : expert >= 0 && expert < experts;
+            return;
         }
-        by_expert = false, i1 = i2 = i3 = expert = 0;
+        by_expert = false, i1 = slot * MAX_COLUMNS, i2 = i3 = 0;
         // Slots and batches are grid sizes and fit 32 bits, whose division needs few instructions
         // and no call. There is nearly always one batch.
         if (batch != 0) {
             u32 of_all = static_cast<u32>(batch), each = static_cast<u32>(dst.ne[2]);
             i2 = of_all % each, i3 = of_all / each;
         }
-        columns = static_cast<int>(dst.ne[1]);
-        x_row = 0;
-        column = batch * columns;
-        return true;
+        columns = static_cast<int>(dst.ne[1] - i1);
+        columns = columns < MAX_COLUMNS ? columns : MAX_COLUMNS;
+        x_row = i1;
+        column = batch * dst.ne[1] + i1;
     }
 
-    // Index among `few` matrices that are broadcast over `all`.
-    DEVICE static i64 shared(i64 i, i64 all, i64 few) {
-        return static_cast<u32>(i) / (static_cast<u32>(all) / static_cast<u32>(few));
+    // Reads the expert, if there are experts. Returns false as `find` does.
+    DEVICE bool choose_expert(const VgMmvParams& p, bool reports) {
+        if (!by_expert) {
+            return true;
+        }
+        expert = *reinterpret_cast<const int*>(address(p.ids, Index{{i1, i2, 0, 0}}));
+        i64 experts = p.products[0].w.ne[2];
+        return reports ? check_index(p.site, expert, experts) : expert >= 0 && expert < experts;
     }
 
     DEVICE const u8* weights(const VgProduct& it) const {
         i64 at2 = expert, at3 = 0;
         if (i2 + i3 != 0 && !by_expert) {
-            at2 = shared(i2, it.dst.ne[2], it.w.ne[2]);
-            at3 = shared(i3, it.dst.ne[3], it.w.ne[3]);
+            at2 = shared_index(i2, it.dst.ne[2], it.w.ne[2]);
+            at3 = shared_index(i3, it.dst.ne[3], it.w.ne[3]);
         }
         return address(it.w, Index{{0, 0, at2, at3}});
     }
@@ -128,7 +140,7 @@ struct BatchIndex {
         const View& v = it.add;
         Index at = {{row,
                      by_expert     ? expert
-                     : v.ne[1] > 1 ? column
+                     : v.ne[1] > 1 ? i1 + column
                                    : 0,
                      v.ne[2] > 1 ? i2 : 0, v.ne[3] > 1 ? i3 : 0}};
         return *reinterpret_cast<const float*>(address(v, at));
@@ -176,16 +188,18 @@ DEVICE i64 row_of_pair(const VgMmvParams& p, i64 pair, u32* product) {
     return 2 * pair;
 }
 
-// Address of row `r` of a pair.
-DEVICE RowPtr start_of(const VgMmvParams& p, const BatchIndex& batch, i64 pair, int r,
+// Address of row `r` of a pair. `weights(m)` is the address of the weights of product m.
+template <class Weights>
+DEVICE RowPtr start_of(const VgMmvParams& p, const Weights& weights, i64 pair, int r,
                        const RowBytes& bytes) {
     bool has_unit = p.unit != VG_OP_ADD;
     u32 product;
     i64 row = row_of_pair(p, pair, &product);
-    const VgProduct& it = p.products[has_unit ? r : product];
+    product = has_unit ? r : product;
+    const VgProduct& it = p.products[product];
     row += has_unit ? 0 : r;
     row = row < it.dst.ne[0] ? row : it.dst.ne[0] - 1;
-    return row_ptr(batch.weights(it), it.w, row, bytes);
+    return row_ptr(weights(product), it.w, row, bytes);
 }
 
 // Starts to copy a lane's part of a tile, at most `left` bytes of a row, in 16-byte units at any
@@ -487,19 +501,15 @@ template <int TYPE, int COLUMNS> DEVICE void mmv(const VgMmvParams& p) {
     constexpr int STAGES = stages_of(TYPE);
     __shared__ __align__(16) u8 stages[MMV_WARPS][STAGES][PAIR_BYTES];
     __shared__ float part_sums[MMV_WARPS][WARP];
+    __shared__ const u8* weights[3];
     const VgCodebooks* grids = codebooks(p.codebooks);
     int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const View& w = p.products[0].w;
     // Weights that no launch of the graph writes are fetched before the launches before this one
     // have ended. Which experts these are is known only then.
     bool is_ahead = p.has_constant_weights && !p.ids.data;
-    if (!is_ahead) {
-        grid_dependency_wait();
-    }
     BatchIndex batch;
-    if (!batch.find(p, blockIdx.y, blockIdx.z, true)) {
-        return;
-    }
+    batch.place(p, blockIdx.y, blockIdx.z);
     int pairs = static_cast<int>(pairs_of(p)), width = static_cast<int>(w.ne[0]);
     int row_bytes = width / type_traits(TYPE).elements * quant_bytes(TYPE);
     RowBytes repacked = repacked_row_bytes(TYPE, width);
@@ -511,16 +521,37 @@ template <int TYPE, int COLUMNS> DEVICE void mmv(const VgMmvParams& p) {
     int step = static_cast<int>(gridDim.x) * (MMV_WARPS / parts);
     int pair = static_cast<int>(blockIdx.x) * (MMV_WARPS / parts) + (splits_rows ? 0 : warp),
         fetched_pair = pair;
-    if (pair >= pairs) {
-        return;
-    }
     LaneContext own = lane_context(p, batch, width, second_block_offset(TYPE) == 1, lane);
     LaneOffsets lane_offsets = opaque_lane_offsets<TYPE, COLUMNS>(own.chunk);
     u8* ring = opaque_shared(stages[warp][0] + (is_float(TYPE) ? 0 : own.row * STAGE_BYTES));
     u8* copy_dst = opaque_shared(stages[warp][0] + own.row * STAGE_BYTES + own.chunk * 16);
+    // One column: the activations of the next tile are loaded behind the product of this one.
+    constexpr bool LOADS_AHEAD = !is_float(TYPE) && COLUMNS == 1;
+    LoadedActivations<LOADS_AHEAD ? TYPE : VG_Q8_0> x = {};
+    auto wait = [&]() {
+        grid_dependency_wait();
+        if constexpr (LOADS_AHEAD) {
+            x.load(activations_of<TYPE>(own, 0, part));
+        }
+    };
+    if (!is_ahead) {
+        wait();
+        if (!batch.choose_expert(p, true)) {
+            return;
+        }
+    }
     // The next tile to fetch: its pair of rows, the lane's address in its own row, the bytes left
     // of it, and the destination.
-    auto start = [&](i64 pair) { return start_of(p, batch, pair, own.row, repacked); };
+    // The weights of each product are the same for all rows of a block.
+    if (threadIdx.x < p.count) {
+        weights[threadIdx.x] = batch.weights(p.products[threadIdx.x]);
+    }
+    __syncthreads();
+    if (pair >= pairs) {
+        return;
+    }
+    auto weights_of = [&](u32 product) { return weights[product]; };
+    auto start = [&](i64 pair) { return start_of(p, weights_of, pair, own.row, repacked); };
     using Scales = LaneScales<is_repacked(TYPE) ? TYPE : 0>;
     RowPtr begin = start(pair);
     const u8* from = begin.quants + own.chunk * 16 + part * TILE_BYTES;
@@ -550,19 +581,14 @@ template <int TYPE, int COLUMNS> DEVICE void mmv(const VgMmvParams& p) {
     // The next tile to multiply, and the low bits of its address in memory.
     int tile = part, at = 0;
     u32 bits = low_bits<TYPE>(begin) + part * low_bits_per_tile(TYPE);
+    UNROLL_TIMES(1)
     for (int i = 0; i + 1 < STAGES; i++) {
         fetch();
     }
     if (is_ahead) {
-        grid_dependency_wait();
+        wait();
     }
     Accumulators<COLUMNS> sums = {};
-    // One column: the activations of the next tile are loaded while this one is multiplied.
-    constexpr bool LOADS_AHEAD = !is_float(TYPE) && COLUMNS == 1;
-    LoadedActivations<LOADS_AHEAD ? TYPE : VG_Q8_0> next = {};
-    if constexpr (LOADS_AHEAD) {
-        next.load(activations_of<TYPE>(own, 0, part));
-    }
     while (true) {
         cp_async_wait<STAGES - 2>();
         // Makes the copies of other lanes visible, and orders their reads before the next
@@ -570,12 +596,13 @@ template <int TYPE, int COLUMNS> DEVICE void mmv(const VgMmvParams& p) {
         __syncwarp();
         fetch();
         if constexpr (LOADS_AHEAD) {
-            LoadedActivations<TYPE> x = next;
-            next.load(activations_of<TYPE>(own, 0, tile + parts < tiles ? tile + parts : part));
             const u8* row = ring + at;
             RowPtr begin = {row + (are_aligned(TYPE) ? 0 : bits & 15),
                             row + tile_bytes(TYPE) + (bits & 15)};
             dot_quants_1<TYPE>(grids, begin, tile, own, lane_offsets, x, sums.of[0][0]);
+            // The next ones arrive while weights are unpacked. Loading them before this product
+            // would take registers, and copies that wait for the loads.
+            x.load(activations_of<TYPE>(own, 0, tile + parts < tiles ? tile + parts : part));
         } else {
             dot_tile<TYPE, COLUMNS>(p, batch, grids, ring + at, bits, tile, own, lane_offsets, lane,
                                     sums);

@@ -161,7 +161,7 @@ KERNEL(vg_get_rows_back, VgRowsParams, 256) {
     }
 }
 
-KERNEL(vg_set_rows, VgRowsParams, 256) { set_rows<true>(p, this_block()); }
+KERNEL_AHEAD(vg_set_rows, VgRowsParams, 256) { set_rows<true>(p, this_block()); }
 
 // Small host writes of a batch; blockIdx.y selects the write.
 KERNEL(vg_upload, VgUploadParams, 128) {

@@ -465,6 +465,17 @@ struct VgGemmSm90Params {
     long long rows, padded;
 };
 
+/* vg_gemm_sm90_*_16, _32, _64: vg_gemm_sm90_* with at most so many columns, without experts. */
+struct VgGemmFewParams {
+    struct VgView dst, w;
+    unsigned long long values, row_scales;
+    unsigned long long partials; /* scratch: partial results of each split */
+    unsigned long long counters; /* finished splits of each tile of rows; 0 before and after */
+    long long rows, padded;
+    unsigned splits;               /* blocks that share K */
+    unsigned has_constant_weights; /* whether no launch of the graph writes the weights */
+};
+
 /* vg_fattn_simt: FLASH_ATTN_EXT for any type and layout. */
 struct VgFattnSimtParams {
     struct VgView dst, q, k, v, mask, sinks;

@@ -1,4 +1,4 @@
 // Quantisation of activations to q8 for the matrix-vector kernels.
 #include "quantize_q8.cuh"
 
-KERNEL(vg_quantize_q8, VgQuantizeQ8Params, 128) { quantize(p, this_block()); }
+KERNEL_AHEAD(vg_quantize_q8, VgQuantizeQ8Params, 128) { quantize(p, this_block()); }

@@ -2,12 +2,12 @@
 #include "rope.cuh"
 #include "rows.cuh"
 
-KERNEL(vg_rope, VgRopeParams, 256) { rope(p, this_block()); }
-KERNEL(vg_rope_rows, VgRopeRowsParams, 256) { rope_rows(p, this_block()); }
+KERNEL_AHEAD(vg_rope, VgRopeParams, 256, 4) { rope(p, this_block()); }
+KERNEL_AHEAD(vg_rope_rows, VgRopeRowsParams, 256, 4) { rope_rows(p, this_block()); }
 
 // What attention of few tokens needs, in one launch: rotated queries, and rows of both caches. Each
 // alone is shorter than the gap between two launches.
-KERNEL(vg_rope_cache, VgRopeCacheParams, 256) {
+KERNEL_AHEAD(vg_rope_cache, VgRopeCacheParams, 256) {
     u32 x = blockIdx.x;
     if (x < p.query_blocks) {
         rope(p.query, BlockIndex{x, 0, 0, p.query_blocks, 1, 1});

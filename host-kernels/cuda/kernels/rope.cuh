@@ -32,7 +32,7 @@ DEVICE int axis_of(const VgRopeParams& p, int i, int* begin) {
 
 // Rotates some heads of a token: `store_element(head, i, value)` stores their elements. `at` is the
 // first head. A thread computes an angle once for all its heads; with more threads than pairs,
-// several share the heads.
+// several share the heads. Waits for the launches before this one.
 template <class Store>
 DEVICE void rotate(const VgRopeParams& p, const Index& at, Store store_element) {
     const int* positions = reinterpret_cast<const int*>(p.positions.data);
@@ -57,8 +57,10 @@ DEVICE void rotate(const VgRopeParams& p, const Index& at, Store store_element) 
         if (p.mode >= MROPE) {
             axis = axis_of(p, i, &begin);
         }
+        float frequency = powf(p.step, static_cast<float>(i - begin));
+        grid_dependency_wait();
         float position = static_cast<float>(positions[axis * tokens + at.i[2]]);
-        float theta = position * powf(p.step, static_cast<float>(i - begin));
+        float theta = position * frequency;
         if (factors) {
             theta /= factors[i];
         }
@@ -69,13 +71,22 @@ DEVICE void rotate(const VgRopeParams& p, const Index& at, Store store_element) 
             float mix = (1.0f - fminf(1.0f, fmaxf(0.0f, along))) * p.ext_factor;
             angle = angle * (1.0f - mix) + theta * mix;
         }
-        float c = cosf(angle) * p.magnitude, s = sinf(angle) * p.magnitude * p.sign;
+        // The first head is loaded while its sine and cosine are computed.
         i64 first = p.start + (neighbours ? 2 * i : i), second = first + (neighbours ? 1 : pairs);
-        for (int head = share; head < heads; head += shares) {
-            const u8* from = row(head);
-            float a = load_at(from, first), b = load_at(from, second);
+        float a = 0.0f, b = 0.0f;
+        if (share < heads) {
+            const u8* from = row(share);
+            a = load_at(from, first), b = load_at(from, second);
+        }
+        float c = cosf(angle) * p.magnitude, s = sinf(angle) * p.magnitude * p.sign;
+        for (int head = share; head < heads;) {
             store_element(first_head + head, first, a * c - b * s);
             store_element(first_head + head, second, a * s + b * c);
+            head += shares;
+            if (head < heads) {
+                const u8* from = row(head);
+                a = load_at(from, first), b = load_at(from, second);
+            }
         }
     }
     // Elements outside the rotated range are copied.
@@ -83,6 +94,7 @@ DEVICE void rotate(const VgRopeParams& p, const Index& at, Store store_element) 
     if (p.start == 0 && turned >= p.src.ne[0]) {
         return;
     }
+    grid_dependency_wait();
     for (int head = 0; head < heads; head++) {
         const u8* from = row(head);
         for (i64 i = thread; i < p.src.ne[0]; i += threads) {
@@ -93,20 +105,26 @@ DEVICE void rotate(const VgRopeParams& p, const Index& at, Store store_element) 
     }
 }
 
-// The first head of block `r`, of those that have `p.heads` heads of a token each.
-DEVICE Index first_head_of(const VgRopeParams& p, i64 r) {
-    i64 heads = static_cast<i64>(p.heads), groups = (p.src.ne[1] + heads - 1) / heads;
-    i64 token = r / groups;
-    return {{0, r % groups * heads, token % p.src.ne[2], token / p.src.ne[2]}};
+// The first head of block `r`, of those that have `p.heads` heads of a token each. The host ensures
+// that there are fewer than 2^31 heads.
+DEVICE Index first_head_of(const VgRopeParams& p, u32 r) {
+    u32 group = r, token = 0, sequence = 0;
+    if (p.src.ne[2] * p.src.ne[3] != 1) { // one token needs no division
+        u32 groups = (static_cast<u32>(p.src.ne[1]) + p.heads - 1) / p.heads;
+        u32 tokens = static_cast<u32>(p.src.ne[2]);
+        token = r / groups, group = r - token * groups;
+        sequence = token / tokens, token -= sequence * tokens;
+    }
+    return {{0, group * p.heads, token, sequence}};
 }
-DEVICE i64 groups_of(const VgRopeParams& p) {
-    i64 heads = static_cast<i64>(p.heads);
-    return (p.src.ne[1] + heads - 1) / heads * p.src.ne[2] * p.src.ne[3];
+DEVICE u32 groups_of(const VgRopeParams& p) {
+    u32 groups = (static_cast<u32>(p.src.ne[1]) + p.heads - 1) / p.heads;
+    return groups * static_cast<u32>(p.src.ne[2] * p.src.ne[3]);
 }
 
 DEVICE void rope(const VgRopeParams& p, const BlockIndex& b) {
-    i64 total = groups_of(p);
-    for (i64 r = b.x; r < total; r += b.nx) {
+    u32 total = groups_of(p);
+    for (u32 r = b.x; r < total; r += b.nx) {
         Index at = first_head_of(p, r);
         rotate(p, at, [&](int head, i64 i, float value) {
             u8* to = address(p.dst, Index{{i, head, at.i[2], at.i[3]}});
@@ -118,10 +136,11 @@ DEVICE void rope(const VgRopeParams& p, const BlockIndex& b) {
 // ROPE fused with SET_ROWS: the heads of a token are concatenated into a row of the cache.
 DEVICE void rope_rows(const VgRopeRowsParams& p, const BlockIndex& b) {
     const View& src = p.rope.src;
-    i64 total = groups_of(p.rope);
-    for (i64 r = b.x; r < total; r += b.nx) {
+    u32 total = groups_of(p.rope);
+    for (u32 r = b.x; r < total; r += b.nx) {
         Index at = first_head_of(p.rope, r);
         const u8* which = address(p.ids, Index{{at.i[2], 0, 0, 0}});
+        grid_dependency_wait();
         i64 id = p.ids.type == VG_I64 ? *reinterpret_cast<const i64*>(which)
                                       : *reinterpret_cast<const int*>(which);
         if (!check_index(p.site, id, p.cache.ne[1])) {

@@ -55,15 +55,17 @@ template <bool BLOCKS> DEVICE void get_rows(const VgRowsParams& p, const BlockIn
 }
 
 // dst[:, ids[i, j, k], j, k] = src[:, i, j, k]; ids are broadcast over j and k. Without BLOCKS to
-// types without blocks only.
+// types without blocks only. Waits for the launches before this one.
 template <bool BLOCKS> DEVICE void set_rows(const VgRowsParams& p, const BlockIndex& b) {
     View src = p.src;
     int block = BLOCKS ? type_traits(p.dst.type).elements : 1;
-    src.ne[0] /= block;
+    src.ne[0] = BLOCKS ? divide(src.ne[0], block).whole : src.ne[0];
     i64 n = elements(src);
     for (i64 e = thread_index(b); e < n; e += thread_count(b)) {
         Index at = index_of(src, e);
-        i64 id = id_at(p.ids, at.i[1], at.i[2] % p.ids.ne[1], at.i[3] % p.ids.ne[2]);
+        i64 i2 = repeated(at.i[2], p.ids.ne[1]), i3 = repeated(at.i[3], p.ids.ne[2]);
+        grid_dependency_wait();
+        i64 id = id_at(p.ids, at.i[1], i2, i3);
         if (!check_index(p.site, id, p.dst.ne[1])) {
             return;
         }

@@ -14,12 +14,14 @@ use crate::device::{Address, Device, Launch, MappedHostMemory};
 use crate::graph_exec::GraphTemplates;
 use crate::kernel_set::{KernelSet, UsableKernels};
 use crate::launch::policy::LaunchPolicy;
+use crate::launch::q8::{FEW_COLUMNS, VECTOR_COLUMNS};
 use crate::megakernel::report::ReportedReasons;
 use crate::megakernel::stages::{COUNTER_BYTES, MEGAKERNELS, StageKernels};
 use crate::memory::CudaMemory;
 use crate::merge::MergeKernels;
 use crate::params::{VgArangeParams, VgCodebooks, VgFault, VgView};
 use crate::scratch::Scratch;
+use crate::source::SM_90A;
 use crate::upload_batch::UploadBatcher;
 use vgpu_engine::{EngineError, Memory};
 
@@ -47,6 +49,13 @@ pub(crate) struct ExecutionContext {
     codebooks: CudaMemory,
     counters: CudaMemory,
 }
+
+/// A kernel for few columns on tensor cores of each width.
+const FEW_KERNELS: [&str; 3] = [
+    "vg_gemm_sm90_q4_k_16",
+    "vg_gemm_sm90_q4_k_32",
+    "vg_gemm_sm90_q4_k_64",
+];
 
 /// The number of counters: see [`ExecutionContext::counters`].
 pub(crate) const COUNTERS: i64 = 1 << 16;
@@ -170,6 +179,17 @@ impl ExecutionContext {
     /// The codebooks of the IQ formats (`VgCodebooks`).
     pub(crate) fn codebooks(&self) -> Address {
         self.codebooks.address()
+    }
+
+    /// The most columns of products for which matrix-vector kernels are the fastest: more only if
+    /// there are no kernels for few columns on tensor cores.
+    pub(crate) fn vector_columns(&self) -> i64 {
+        let is_sm90 = self.device.architecture() == SM_90A;
+        // The kernels of a width are there for all types or for none, unless some are disabled.
+        let has_few = is_sm90
+            && self.kernels.has("vg_convert_f16_sm90")
+            && FEW_KERNELS.iter().any(|kernel| self.kernels.has(kernel));
+        if has_few { VECTOR_COLUMNS } else { FEW_COLUMNS }
     }
 
     /// [`COUNTERS`] 32-bit counters, all 0 before and after every launch, by which the blocks of a

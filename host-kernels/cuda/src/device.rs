@@ -103,10 +103,10 @@ pub trait Device: Send + Sync + 'static {
     /// bytes of dynamic shared memory a block. 0 if the device has no cooperative launches.
     fn max_cooperative_blocks(&self, kernel: KernelId, threads: u32, shared: u32) -> u32;
 
-    /// The blocks of a kernel that an SM runs at a time, with this number of threads and no dynamic
-    /// shared memory.
-    fn blocks_per_sm(&self, kernel: KernelId, threads: u32) -> u32 {
-        let _ = (kernel, threads);
+    /// The blocks of a kernel that an SM runs at a time, with this number of threads and `shared`
+    /// bytes of dynamic shared memory.
+    fn blocks_per_sm(&self, kernel: KernelId, threads: u32, shared: u32) -> u32 {
+        let _ = (kernel, threads, shared);
         8
     }
 

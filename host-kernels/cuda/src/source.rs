@@ -72,6 +72,9 @@ pub const SOURCES: &[Source] = sources! {
     "sm_90a":
     "convert_f16_sm90"
     "fattn_sm90"
+    "gemm_sm90_few_k"
+    "gemm_sm90_few_q32"
+    "gemm_sm90_few_repack"
     "gemm_sm90_float"
     "gemm_sm90_k"
     "gemm_sm90_k_low"
@@ -92,6 +95,7 @@ pub const HEADERS: &[(&str, &str)] = headers! {
     "gemm.cuh"
     "gemm_simt.cuh"
     "gemm_sm90.cuh"
+    "gemm_sm90_few.cuh"
     "megakernel.cuh"
     "mmv.cuh"
     "params.h"

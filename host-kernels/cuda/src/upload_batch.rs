@@ -183,8 +183,8 @@ impl Device for UploadBatcher {
         self.device.max_cooperative_blocks(kernel, threads, shared)
     }
 
-    fn blocks_per_sm(&self, kernel: KernelId, threads: u32) -> u32 {
-        self.device.blocks_per_sm(kernel, threads)
+    fn blocks_per_sm(&self, kernel: KernelId, threads: u32, shared: u32) -> u32 {
+        self.device.blocks_per_sm(kernel, threads, shared)
     }
 
     fn prefers_suballocation(&self) -> bool {

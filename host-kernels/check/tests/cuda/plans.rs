@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use vgpu_cpu::CpuEngine;
-use vgpu_cuda::LaunchPolicy;
 use vgpu_cuda::autotune::{GemmVariant, TuningTable};
+use vgpu_cuda::{CudaEngine, LaunchPolicy};
 use vgpu_cuda_shim::DeviceModel;
 use vgpu_engine::{Engine, Plan, RunError, RunStatus, Turn};
 
@@ -47,22 +47,51 @@ fn matrix_products_use_the_fastest_measured_kernel() {
     ] {
         let device = Arc::new(Spy::on_sm90());
         let engine = engine_on(&device).with_tuning(TuningTable::forced(variant));
-        let built = TINY.graph(StepShape {
-            tokens: 40,
-            seen: 64,
-        });
-        let loaded = built.load(&engine);
-        let mut plan = built.compile(&engine, &loaded);
-        device.take_log();
-        plan.run().expect("it runs");
-        let log = device.take_log();
-        let mut products = launched(&log);
-        products.retain(|name| name.contains("gemm"));
-        assert!(!products.is_empty(), "{log:?}");
+        let products = products_of(&device, &engine, 72);
         assert!(
             products.iter().all(|name| *name == kernel),
             "{variant:?}: {products:?}"
         );
+    }
+}
+
+/// The kernels of the products of a step with this number of tokens.
+fn products_of(device: &Arc<Spy>, engine: &CudaEngine, tokens: u64) -> Vec<&'static str> {
+    let model = Model {
+        context: 128,
+        ..TINY
+    };
+    let built = model.graph(StepShape { tokens, seen: 128 });
+    let loaded = built.load(engine);
+    let mut plan = built.compile(engine, &loaded);
+    device.take_log();
+    plan.run().expect("it runs");
+    let log = device.take_log();
+    let mut products = launched(&log);
+    products.retain(|name| name.contains("gemm") || name.contains("mmv"));
+    assert!(!products.is_empty(), "{log:?}");
+    products
+}
+
+#[test]
+fn few_columns_on_sm_90a_use_the_narrowest_tile_on_tensor_cores() {
+    for (tokens, tile) in [
+        (9, "_16"),
+        (16, "_16"),
+        (17, "_32"),
+        (33, "_64"),
+        (64, "_64"),
+    ] {
+        let device = Arc::new(Spy::on_sm90());
+        let products = products_of(&device, &engine_on(&device), tokens);
+        // The last product has the columns that are read: all of them here.
+        let are_few = |name: &&str| name.starts_with("vg_gemm_sm90_") && name.ends_with(tile);
+        assert!(products.iter().all(are_few), "{tokens}: {products:?}");
+        // Other GPUs multiply groups of columns with the matrix-vector kernels.
+        let device = Arc::new(Spy::on(DeviceModel::L4));
+        let products = products_of(&device, &engine_on(&device), tokens);
+        let are_groups = |name: &&str| name.starts_with("vg_mmv_") && name.ends_with("_cols8");
+        assert!(products.iter().all(are_groups), "{tokens}: {products:?}");
     }
 }
 

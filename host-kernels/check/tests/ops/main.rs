@@ -157,8 +157,8 @@ mod sm_90a {
         engine:
         attention { usual_widths_and_types many_tokens_of_pairs }
         matmul {
-            many_columns_of_groups mul_mat_of_many_tiles few_and_many_tokens_of_experts
-            experts_are_checked mul_mat_of_what_was_multiplied_before
+            many_columns_of_groups few_columns_on_tensor_cores mul_mat_of_many_tiles
+            few_and_many_tokens_of_experts experts_are_checked mul_mat_of_what_was_multiplied_before
         }
     }
 }

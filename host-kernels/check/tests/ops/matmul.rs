@@ -200,40 +200,66 @@ pub(crate) fn few_and_many_columns(engine: &dyn Engine) {
     let mut random = Random::new(11);
     for weight in weights() {
         let block = weight.block_elements().max(32);
-        for (blocks, m, n) in [(1, 5, 1), (1300 / block + 1, 19, 5), (3, 131, 20)] {
+        for (blocks, m, n) in [
+            (1, 5, 1),
+            (1300 / block + 1, 19, 5),
+            (3, 131, 20),
+            (2, 70, 66),
+        ] {
             let lengths = [blocks * block, m, n];
             check_mul_mat(engine, &mut random, [weight, Type::F32], lengths, [1; 4]);
         }
     }
 }
 
-/// Types of weights with kernels for groups of warps: sums that end within a step, a chunk and a
-/// tile, batches that share weights, rows that lie apart, tiles of both widths.
+/// Types of weights with kernels for sm_90a.
+const SM90_WEIGHTS: [Type; 15] = [
+    Type::F16,
+    Type::Bf16,
+    Type::Q4_0,
+    Type::Q4_1,
+    Type::Q5_0,
+    Type::Q5_1,
+    Type::Q8_0,
+    Type::Iq4Nl,
+    Type::Mxfp4,
+    Type::Q2K,
+    Type::Q3K,
+    Type::Q4K,
+    Type::Q5K,
+    Type::Q6K,
+    Type::Iq4Xs,
+];
+
+/// The kernels for groups of warps: sums that end within a step, a chunk and a tile, batches that
+/// share weights, rows that lie apart, tiles of both widths.
 pub(crate) fn many_columns_of_groups(engine: &dyn Engine) {
     let mut random = Random::new(13);
-    for weight in [
-        Type::F16,
-        Type::Bf16,
-        Type::Q4_0,
-        Type::Q4_1,
-        Type::Q5_0,
-        Type::Q5_1,
-        Type::Q8_0,
-        Type::Iq4Nl,
-        Type::Mxfp4,
-        Type::Q2K,
-        Type::Q3K,
-        Type::Q4K,
-        Type::Q5K,
-        Type::Q6K,
-        Type::Iq4Xs,
-    ] {
+    for weight in SM90_WEIGHTS {
         let block = weight.block_elements().max(32);
         for (k, m, n, batch) in [
-            (block, 5, 33, [1, 1, 2, 1]),
+            (block, 5, 65, [1, 1, 2, 1]),
             (1056 / block * block, 131, 70, [1; 4]),
             (256, 400, 300, [1; 4]),
-            (512, 20, 40, [2, 1, 2, 2]),
+            (512, 20, 72, [2, 1, 2, 2]),
+        ] {
+            check_mul_mat(engine, &mut random, [weight, Type::F32], [k, m, n], batch);
+        }
+    }
+}
+
+/// The kernels for few columns on tensor cores: tiles of each width, full or not, sums that end
+/// within a step and a chunk, one and several shares of K, batches that share weights.
+pub(crate) fn few_columns_on_tensor_cores(engine: &dyn Engine) {
+    let mut random = Random::new(17);
+    for weight in SM90_WEIGHTS {
+        let block = weight.block_elements().max(32);
+        for (k, m, n, batch) in [
+            (block, 5, 9, [1, 1, 2, 1]),
+            (1056 / block * block, 131, 16, [1; 4]),
+            (3104 / block * block, 64, 23, [1; 4]),
+            (512, 70, 40, [2, 1, 2, 2]),
+            (1024, 20, 64, [1; 4]),
         ] {
             check_mul_mat(engine, &mut random, [weight, Type::F32], [k, m, n], batch);
         }

@@ -258,8 +258,8 @@ impl Device for Gpu {
             .max_cooperative_blocks(kernel, threads, shared)
     }
 
-    fn blocks_per_sm(&self, kernel: KernelId, threads: u32) -> u32 {
-        self.launcher.blocks_per_sm(kernel, threads, 0).max(1)
+    fn blocks_per_sm(&self, kernel: KernelId, threads: u32, shared: u32) -> u32 {
+        self.launcher.blocks_per_sm(kernel, threads, shared).max(1)
     }
 
     fn lost(&self) -> Option<String> {

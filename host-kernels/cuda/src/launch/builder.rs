@@ -255,13 +255,19 @@ impl Builder<'_> {
 
     /// Whether a product soon after this node quantises `x`, so that this node may do it.
     pub(crate) fn next_quantizes(&self, x: &VgView) -> bool {
+        let columns = self.context.vector_columns();
         self.context.policy.fusion
-            && next_product_quantizes(self.graph, self.views, self.index + 1, x)
+            && next_product_quantizes(self.graph, self.views, (self.index + 1, columns), x)
     }
 
     /// Undoes [`reserve_q8`](Builder::reserve_q8).
     pub(crate) fn drop_q8(&mut self, x: &VgView) {
         self.cache.forget(x);
+    }
+
+    /// See [`ExecutionContext::vector_columns`].
+    pub(crate) fn vector_columns(&self) -> i64 {
+        self.context.vector_columns()
     }
 
     /// Whether the device has the kernels for sm_90a.
@@ -295,9 +301,23 @@ impl Builder<'_> {
         kernel: &'static str,
         threads: u32,
     ) -> Result<i64, EngineError> {
+        self.resident_blocks_with(kernel, threads, 0)
+    }
+
+    /// [`resident_blocks`](Builder::resident_blocks) with `shared` bytes of dynamic shared memory.
+    ///
+    /// # Errors
+    /// [`EngineError::Device`] if the device lacks the kernel.
+    pub(crate) fn resident_blocks_with(
+        &self,
+        kernel: &'static str,
+        threads: u32,
+        shared: u32,
+    ) -> Result<i64, EngineError> {
         let device = &self.context.device;
         let kernel = self.kernel(kernel)?;
-        Ok(i64::from(device.sm_count()) * i64::from(device.blocks_per_sm(kernel, threads)))
+        let each = device.blocks_per_sm(kernel, threads, shared);
+        Ok(i64::from(device.sm_count()) * i64::from(each))
     }
 
     /// Adds a launch with a grid and a block in one dimension of threads.

@@ -6,9 +6,13 @@ use crate::device::Address;
 use crate::launch::grid::div_ceil;
 use crate::params::VgView;
 
-/// The most columns of a matrix-vector kernel, which multiplies each row of weights with all of
-/// them as it is read.
-pub(crate) const FEW_COLUMNS: i64 = 8;
+/// The most columns of a block of a matrix-vector kernel, which multiplies each row of weights with
+/// all of them as it is read.
+pub(crate) const VECTOR_COLUMNS: i64 = 8;
+
+/// The most columns that matrix-vector kernels multiply, in groups of [`VECTOR_COLUMNS`]. The
+/// kernels for many columns have tiles so large that few columns fill few of the SMs.
+pub(crate) const FEW_COLUMNS: i64 = 64;
 
 /// Elements of a q8 chunk; rows are padded to whole chunks (`kernels/q8_layout.cuh`).
 const Q8_CHUNK: i64 = 1024;
@@ -32,17 +36,18 @@ pub(crate) struct Q8Activations {
 /// The number of nodes after a norm in which its products are looked for.
 const PRODUCTS_AHEAD: usize = 16;
 
-/// Whether one of the next nodes from `first` on quantises `x` for a matrix-vector kernel.
+/// Whether one of the next nodes from `first` on quantises `x` for a matrix-vector kernel, which
+/// products of up to `columns` columns use.
 pub(crate) fn next_product_quantizes(
     graph: &Graph,
     views: &[VgView],
-    first: usize,
+    (first, columns): (usize, i64),
     x: &VgView,
 ) -> bool {
     let ahead = graph.nodes[first..].iter().take(PRODUCTS_AHEAD);
     let mut products = ahead.filter(|node| match node.op {
-        Op::MulMat { .. } => graph.dst(node).shape.ne[1] <= FEW_COLUMNS as u64,
-        Op::MulMatId { .. } => graph.dst(node).shape.ne[2] <= FEW_COLUMNS as u64,
+        Op::MulMat { .. } => graph.dst(node).shape.ne[1] <= columns as u64,
+        Op::MulMatId { .. } => graph.dst(node).shape.ne[2] <= VECTOR_COLUMNS as u64,
         _ => false,
     });
     products.any(|node| {

@@ -34,6 +34,17 @@ const MIN_COLUMNS: i64 = 33;
 const MAX_ELEMENTS: i64 = 1 << 28;
 
 /// The kernels of a weight type, by the columns of a tile.
+struct Kernels {
+    wide: &'static str,
+    narrow: &'static str,
+    /// Those of [`gemm_sm90_few`](super::gemm_sm90_few), by [`FEW`] columns.
+    few: [&'static str; 3],
+}
+
+/// The columns of the kernels for few columns.
+const FEW: [i64; 3] = [16, 32, 64];
+
+/// The kernels for a product of many columns.
 pub(crate) struct GemmSm90 {
     wide: &'static str,
     narrow: &'static str,
@@ -50,75 +61,100 @@ const NARROW: i64 = 128;
 /// The cost of a wide tile relative to two narrow ones: weights are unpacked once.
 const WIDE_SHARE: f64 = 0.9;
 
+/// The type of the weights and its kernels, if they read weights with this layout.
+fn kernels_of(w: &VgView) -> Option<(Type, Kernels)> {
+    macro_rules! kernels {
+        ($type:literal) => {
+            Kernels {
+                wide: concat!("vg_gemm_sm90_", $type, "_256"),
+                narrow: concat!("vg_gemm_sm90_", $type, "_128"),
+                few: [
+                    concat!("vg_gemm_sm90_", $type, "_16"),
+                    concat!("vg_gemm_sm90_", $type, "_32"),
+                    concat!("vg_gemm_sm90_", $type, "_64"),
+                ],
+            }
+        };
+    }
+    // Rows of these types are copied as they are; rows of other types are copied in whole units of
+    // 16 bytes.
+    let is_aligned = [w.data as i64, w.nb[1], w.nb[2], w.nb[3]]
+        .iter()
+        .all(|offset| offset % 16 == 0);
+    let (ty, repacked) = w.weights()?;
+    let kernels = match ty {
+        Type::Q4_0 if repacked => kernels!("q4_0_repacked"),
+        Type::Q8_0 if repacked => kernels!("q8_0_repacked"),
+        Type::Mxfp4 if repacked => kernels!("mxfp4_repacked"),
+        Type::Iq4Nl if repacked => kernels!("iq4_nl_repacked"),
+        Type::Q6K if repacked => kernels!("q6_k_repacked"),
+        _ if repacked => return None,
+        Type::F16 if is_aligned => kernels!("f16"),
+        Type::Bf16 if is_aligned => kernels!("bf16"),
+        Type::Q4K if is_aligned => kernels!("q4_k"),
+        Type::Q5K if is_aligned => kernels!("q5_k"),
+        Type::Q2K => kernels!("q2_k"),
+        Type::Q3K => kernels!("q3_k"),
+        Type::Q4_0 => kernels!("q4_0"),
+        Type::Q4_1 => kernels!("q4_1"),
+        Type::Q5_0 => kernels!("q5_0"),
+        Type::Q5_1 => kernels!("q5_1"),
+        Type::Q6K => kernels!("q6_k"),
+        Type::Q8_0 => kernels!("q8_0"),
+        Type::Iq4Nl => kernels!("iq4_nl"),
+        Type::Iq4Xs => kernels!("iq4_xs"),
+        Type::Mxfp4 => kernels!("mxfp4"),
+        _ => return None,
+    };
+    Some((ty, kernels))
+}
+
+/// Whether kernels for sm_90a can index the operands of a product of this many columns.
+fn fits(b: &Builder<'_>, params: &VgMulMatParams, columns: i64) -> bool {
+    let VgMulMatParams { dst, w, x, ids, .. } = params;
+    let Some(tiles) = div_ceil(dst.ne[0], ROWS).checked_mul(columns) else {
+        return false;
+    };
+    // The results of experts are written as columns of one matrix.
+    let is_plain = dst.nb[0] == 4 && (ids.data == 0 || dst.nb[2] == dst.ne[1] * dst.nb[1]);
+    b.is_sm90()
+        && is_plain
+        && b.has("vg_convert_f16_sm90")
+        && w.ne[0] <= MAX_ELEMENTS
+        && tiles <= i64::from(i32::MAX)
+        && columns + x.rows() + UNIT * (w.rows() + dst.ne[2] * dst.ne[3]) <= i64::from(i32::MAX)
+}
+
+/// The kernel for a product of few columns without experts, and the columns of its tile, if there
+/// is one.
+pub(crate) fn few_kernel(b: &Builder<'_>, params: &VgMulMatParams) -> Option<(&'static str, i64)> {
+    let VgMulMatParams { dst, w, ids, .. } = params;
+    let (_, kernels) = kernels_of(w)?;
+    let (kernel, columns) = { kernels.few.into_iter().zip(FEW) }
+        .find(|(kernel, columns)| dst.ne[1] <= *columns && b.has(kernel))?;
+    (ids.data == 0 && fits(b, params, dst.rows())).then_some((kernel, columns))
+}
+
 impl GemmSm90 {
     /// The kernels for a product on this device, if there are any. The operands must be valid for
     /// the kernels for any GPU.
     pub(crate) fn of(b: &Builder<'_>, params: &VgMulMatParams) -> Option<GemmSm90> {
-        macro_rules! kernels {
-            ($type:literal) => {
-                GemmSm90 {
-                    wide: concat!("vg_gemm_sm90_", $type, "_256"),
-                    narrow: concat!("vg_gemm_sm90_", $type, "_128"),
-                    usable: [false; 2],
-                    measured: None,
-                }
-            };
-        }
-        let VgMulMatParams { dst, w, x, ids, .. } = params;
-        // Rows of these types are copied as they are; rows of other types are copied in whole units
-        // of 16 bytes.
-        let is_aligned = [w.data as i64, w.nb[1], w.nb[2], w.nb[3]]
-            .iter()
-            .all(|offset| offset % 16 == 0);
-        let (ty, repacked) = w.weights()?;
-        let kernels = match ty {
-            Type::Q4_0 if repacked => kernels!("q4_0_repacked"),
-            Type::Q8_0 if repacked => kernels!("q8_0_repacked"),
-            Type::Mxfp4 if repacked => kernels!("mxfp4_repacked"),
-            Type::Iq4Nl if repacked => kernels!("iq4_nl_repacked"),
-            Type::Q6K if repacked => kernels!("q6_k_repacked"),
-            _ if repacked => return None,
-            Type::F16 if is_aligned => kernels!("f16"),
-            Type::Bf16 if is_aligned => kernels!("bf16"),
-            Type::Q4K if is_aligned => kernels!("q4_k"),
-            Type::Q5K if is_aligned => kernels!("q5_k"),
-            Type::Q2K => kernels!("q2_k"),
-            Type::Q3K => kernels!("q3_k"),
-            Type::Q4_0 => kernels!("q4_0"),
-            Type::Q4_1 => kernels!("q4_1"),
-            Type::Q5_0 => kernels!("q5_0"),
-            Type::Q5_1 => kernels!("q5_1"),
-            Type::Q6K => kernels!("q6_k"),
-            Type::Q8_0 => kernels!("q8_0"),
-            Type::Iq4Nl => kernels!("iq4_nl"),
-            Type::Iq4Xs => kernels!("iq4_xs"),
-            Type::Mxfp4 => kernels!("mxfp4"),
-            _ => return None,
-        };
+        let VgMulMatParams { dst, w, ids, .. } = params;
+        let (ty, kernels) = kernels_of(w)?;
         let columns = dst.rows();
-        let tiles = div_ceil(dst.ne[0], ROWS).checked_mul(columns)?;
-        // The results of experts are written as columns of one matrix.
-        let is_plain = dst.nb[0] == 4 && (ids.data == 0 || dst.nb[2] == dst.ne[1] * dst.nb[1]);
-        let usable =
-            [kernels.wide, kernels.narrow].map(|kernel| b.max_dynamic_shared(kernel) >= SHARED);
-        let fits = b.is_sm90()
-            && is_plain
-            && usable != [false; 2]
-            && b.has("vg_convert_f16_sm90")
-            && columns >= MIN_COLUMNS
-            && w.ne[0] <= MAX_ELEMENTS
-            && tiles <= i64::from(i32::MAX)
-            && columns + x.rows() + UNIT * (w.rows() + dst.ne[2] * dst.ne[3])
-                <= i64::from(i32::MAX);
+        let Kernels { wide, narrow, .. } = kernels;
+        let usable = [wide, narrow].map(|kernel| b.max_dynamic_shared(kernel) >= SHARED);
+        let fits = usable != [false; 2] && columns >= MIN_COLUMNS && fits(b, params, columns);
         // Only products without experts were measured.
         let measured = match ids.data {
             0 => b.tuned_variant(ty, dst.ne[0], columns),
             _ => None,
         };
         (fits && measured != Some(GemmVariant::General)).then_some(GemmSm90 {
+            wide,
+            narrow,
             usable,
             measured,
-            ..kernels
         })
     }
 
@@ -149,13 +185,7 @@ impl GemmSm90 {
             None => rounds(WIDE) * 2.0 * WIDE_SHARE <= rounds(NARROW),
         });
         let tiles = tiles_of(if is_wide { WIDE } else { NARROW });
-        let padded = div_ceil(dst.ne[1], UNIT) * UNIT;
-        let activations = VgConvertF16Sm90Params {
-            rows: padded * batches,
-            padded,
-            ..VgConvertF16Sm90Params::default()
-        };
-        let activations = convert_activations(b, params, activations, 0)?;
+        let activations = convert_columns(b, params)?;
         self.launch(b, params, &activations, is_wide, tiles)
     }
 
@@ -209,6 +239,24 @@ impl GemmSm90 {
         let blocks = tiles.min(b.sm_count().into());
         b.launch_over(kernel, [blocks, 1, 1], THREADS, SHARED, &product)
     }
+}
+
+/// Adds the launch that converts the activations of a product without experts.
+///
+/// # Errors
+/// [`EngineError::Device`] if the device lacks a kernel.
+pub(crate) fn convert_columns(
+    b: &mut Builder<'_>,
+    params: &VgMulMatParams,
+) -> Result<VgConvertF16Sm90Params, EngineError> {
+    let VgMulMatParams { dst, .. } = params;
+    let padded = div_ceil(dst.ne[1], UNIT) * UNIT;
+    let layout = VgConvertF16Sm90Params {
+        rows: padded * dst.ne[2] * dst.ne[3],
+        padded,
+        ..VgConvertF16Sm90Params::default()
+    };
+    convert_activations(b, params, layout, 0)
 }
 
 /// Adds the launches that convert the activations of a product, sorted by expert if `columns`, the

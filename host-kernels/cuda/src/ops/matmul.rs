@@ -4,12 +4,13 @@ use vgpu_transport::ir::{Op, OpKind, Precision, Rule, Type};
 
 use super::fused::MAX_EXPERTS;
 use super::gemm_sm90::GemmSm90;
+use super::gemm_sm90_few::GemmFew;
 use super::mmv::{self, Product, Products};
 use crate::device::Address;
 use crate::launch::builder::Builder;
 use crate::launch::grid::{MAX_GRID_YZ, div_ceil, threads_for};
 use crate::launch::kernel_table::MatmulKernels;
-use crate::launch::q8::FEW_COLUMNS;
+use crate::launch::q8::{FEW_COLUMNS, VECTOR_COLUMNS};
 use crate::params::*;
 use crate::types::READABLE;
 use vgpu_engine::EngineError;
@@ -64,13 +65,20 @@ pub(crate) fn multiply(
     let is_few = has_ids || n <= FEW_COLUMNS;
     let demand = op.activation_precision();
     // From the fastest kernel to the simplest, each if it takes the operands and may be used.
-    if has_ids && dst.ne[2] > FEW_COLUMNS && takes_groups(params) && b.has("vg_moe_sort") {
+    if has_ids && dst.ne[2] > VECTOR_COLUMNS && takes_groups(params) && b.has("vg_moe_sort") {
         if let Some(sm90) = sm90(b, params, demand) {
             return sm90.multiply_groups(b, params);
         }
         if let Some(gemm) = Gemm::of(b, params, demand) {
             return gemm.multiply_groups(b, params);
         }
+    }
+    if !has_ids
+        && n > b.vector_columns()
+        && !is_outer
+        && let Some(few) = few(b, params, demand)
+    {
+        return few.multiply(b, params);
     }
     if is_few && !is_outer {
         let VgMulMatParams { dst, w, x, ids, .. } = *params;
@@ -90,7 +98,7 @@ pub(crate) fn multiply(
             return added;
         }
     }
-    if !is_few && !is_outer {
+    if !has_ids && n > VECTOR_COLUMNS && !is_outer {
         if let Some(sm90) = sm90(b, params, demand) {
             return sm90.multiply(b, params);
         }
@@ -108,7 +116,7 @@ pub(crate) fn multiply(
             let grid = [div_ceil(m, VECTOR_ROWS), n, dst.ne[2]];
             b.launch_over("vg_mul_mat_id", grid, 128, 0, params)
         }
-        Op::MulMat { .. } if n <= FEW_COLUMNS => {
+        Op::MulMat { .. } if n <= VECTOR_COLUMNS => {
             let grid = [div_ceil(m, VECTOR_ROWS), 1, batches];
             b.launch_over("vg_mul_vec", grid, 128, 0, params)
         }
@@ -160,6 +168,12 @@ impl Operand {
 fn sm90(b: &Builder<'_>, params: &VgMulMatParams, demand: Precision) -> Option<GemmSm90> {
     typed_gemm(params, demand)?;
     GemmSm90::of(b, params)
+}
+
+/// The sm_90a kernel for a product of few columns, if the device has it.
+fn few(b: &Builder<'_>, params: &VgMulMatParams, demand: Precision) -> Option<GemmFew> {
+    typed_gemm(params, demand)?;
+    GemmFew::of(b, params)
 }
 
 /// Whether the kernels on tensor cores can index the operands of a product.

@@ -6,7 +6,7 @@ use vgpu_transport::ir::Type;
 use crate::launch::builder::Builder;
 use crate::launch::grid::{MAX_GRID_YZ, div_ceil};
 use crate::launch::kernel_table::MatmulKernels;
-use crate::launch::q8::{FEW_COLUMNS, Q8Activations, q8_elements};
+use crate::launch::q8::{FEW_COLUMNS, Q8Activations, VECTOR_COLUMNS, q8_elements};
 use crate::params::*;
 use vgpu_engine::EngineError;
 use vgpu_engine::types::FLOATS;
@@ -207,7 +207,7 @@ fn launch(
     }
     let (slots, batches) = match all.ids.data != 0 {
         true => (dst.ne[1], dst.ne[2]),
-        false => (1, dst.ne[2] * dst.ne[3]),
+        false => (div_ceil(dst.ne[1], VECTOR_COLUMNS), dst.ne[2] * dst.ne[3]),
     };
     // As many blocks as are resident at a time; each loops over its share of the rows.
     let resident = b.resident_blocks(kernel, THREADS)?;

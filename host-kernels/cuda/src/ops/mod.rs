@@ -13,6 +13,7 @@ mod fattn_operands;
 mod fattn_sm90;
 pub(crate) mod fused;
 mod gemm_sm90;
+mod gemm_sm90_few;
 mod image;
 mod matmul;
 pub(crate) mod mmv;

@@ -26,6 +26,10 @@ pub(crate) fn params(
     [src, positions, factors]: [VgView; 3],
 ) -> Option<VgRopeParams> {
     let rotation = Rotation::of(op)?;
+    // Kernels count heads with 32 bits.
+    if src.rows() > i64::from(i32::MAX) {
+        return None;
+    }
     Some(VgRopeParams {
         dst,
         src,

@@ -14,7 +14,6 @@ use vgpu_transport::ir::{Graph, GraphCounts};
 use crate::context::{DeviceGuard, ExecutionContext};
 use crate::device::Address;
 use crate::graph_exec::{Failure, LaunchSequence};
-use crate::launch::q8::FEW_COLUMNS;
 use crate::memory::CudaMemory;
 use crate::params::{VgFault, VgView};
 use crate::repack::pass::RepackPass;
@@ -124,7 +123,7 @@ impl CudaPlan {
             .map(|t| VgView::new(bases[t.buffer as usize] + t.offset, &t.shape))
             .collect();
         let arrangement = match context.policy.fusion {
-            true => Arrangement::of(graph, FEW_COLUMNS as u64, is_cancelled),
+            true => Arrangement::of(graph, context.vector_columns() as u64, is_cancelled),
             false => Arrangement::plain(graph),
         };
         let mut repack = RepackPass::of(graph, &memories, context)?;
