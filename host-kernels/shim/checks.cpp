@@ -83,3 +83,47 @@ KERNEL(shim_check_group, CheckParams, 128) {
         mbarrier_wait(barrier, 0);
     }
 }
+
+namespace {
+
+enum EarlyMistake {
+    WAITS,
+    READS_EARLY,
+    COPIES_EARLY,
+    WRITES_EARLY,
+};
+
+} // namespace
+
+// Copies a float for each thread, which launches before this one have written. With WRITES_EARLY
+// writes 7 instead.
+KERNEL_AHEAD(shim_check_ahead, CheckParams, 64) {
+    __shared__ __align__(16) float copied[64];
+    const float* from = reinterpret_cast<const float*>(p.from);
+    float* to = reinterpret_cast<float*>(p.to);
+    auto is = [&](EarlyMistake mistake) { return p.mistake == mistake; };
+    float x = 0.0f;
+    if (is(READS_EARLY)) {
+        x = from[threadIdx.x];
+    }
+    if (is(COPIES_EARLY) && threadIdx.x % 4 == 0) {
+        cp_async(copied + threadIdx.x, from + threadIdx.x);
+    }
+    if (is(WRITES_EARLY)) {
+        to[threadIdx.x] = 7.0f;
+    }
+    // Not all threads reach it at the same time.
+    if (threadIdx.x % 3 == 0) {
+        grid_dependency_wait();
+    }
+    __syncthreads();
+    grid_dependency_wait();
+    cp_async_commit();
+    cp_async_wait<0>();
+    __syncthreads();
+    if (!is(WRITES_EARLY)) {
+        to[threadIdx.x] = is(READS_EARLY) ? x
+                          : is(COPIES_EARLY) ? copied[threadIdx.x]
+                                             : from[threadIdx.x];
+    }
+}

@@ -7,12 +7,15 @@ use std::sync::{Mutex, OnceLock};
 
 use vgpu_cuda::device::{Address, Device, Event, GraphExecId, KernelId, Launch, MappedHostMemory};
 use vgpu_cuda::source::sources_for;
-use vgpu_cuda_shim::{DeviceModel, Kernel, ShimError};
+use vgpu_cuda_shim::{DeviceModel, Kernel, ShimError, Stale};
 use vgpu_engine::{EngineError, MemoryInfo};
 use vgpu_transport::bytes::{Bytes, BytesMut};
 use vgpu_transport::lock::lock;
 
 const PAGE: usize = 4096;
+
+/// Bytes that are compared at a time to find what a launch has written.
+const UNIT: usize = 4;
 
 /// What a kernel does wrong, in tests of what finds that out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -37,6 +40,8 @@ pub(crate) struct Shim {
     kernels: Mutex<Vec<(&'static str, Kernel)>>,
     /// The start and the length of the mapping of each allocation.
     mappings: Mutex<HashMap<Address, (usize, usize)>>,
+    /// The length of the memory at each reserved address.
+    mapped: Mutex<HashMap<Address, u64>>,
     graphs: Mutex<HashMap<u64, Vec<Launch>>>,
     /// The most blocks of a cooperative launch; 0: [`BLOCKS`].
     pub(crate) blocks: AtomicU32,
@@ -44,6 +49,10 @@ pub(crate) struct Shim {
     pub(crate) room: AtomicU32,
     /// The seed of the order of blocks in a cooperative launch, counted up by each launch.
     pub(crate) seed: AtomicU64,
+    /// Whether the launches of a CUDA graph begin before those before them are complete, as far as
+    /// their kernels do not wait (programmatic dependent launch). Nobody else uses the device
+    /// while a graph runs.
+    pub(crate) launches_ahead: bool,
     /// The kernels that are faulty.
     pub(crate) faults: Vec<(&'static str, Fault)>,
     lost: OnceLock<&'static str>,
@@ -78,10 +87,12 @@ impl Shim {
             model,
             kernels: Mutex::default(),
             mappings: Mutex::default(),
+            mapped: Mutex::default(),
             graphs: Mutex::default(),
             blocks: AtomicU32::default(),
             room: AtomicU32::default(),
             seed: AtomicU64::default(),
+            launches_ahead: false,
             faults: Vec::new(),
             lost: OnceLock::new(),
         }
@@ -91,6 +102,110 @@ impl Shim {
     #[allow(dead_code)] // in the tests that have no operators
     pub(crate) fn sm90() -> Shim {
         Shim::of(DeviceModel::H100)
+    }
+
+    /// The content of all memory.
+    fn contents(&self) -> Vec<Stale> {
+        let mappings = lock(&self.mappings);
+        let allocated = { mappings.iter() }
+            .map(|(&address, &(start, len))| (address, start + len - PAGE - address as usize));
+        let mapped = lock(&self.mapped);
+        let mapped = { mapped.iter() }.map(|(&address, &size)| (address, size as usize));
+        { allocated.chain(mapped) }
+            .map(|(address, size)| {
+                // SAFETY: `map` and `map_memory` have made these bytes readable, and the locks keep
+                // them mapped. A graph runs, and nobody else uses the device.
+                let bytes = unsafe { std::slice::from_raw_parts(address as *const u8, size) };
+                Stale {
+                    address,
+                    before: bytes.to_vec(),
+                }
+            })
+            .collect()
+    }
+
+    /// The parts of `before` that have changed since.
+    fn changed(&self, before: &[Stale]) -> Vec<Stale> {
+        let now = self.contents();
+        let mut changed: Vec<Stale> = Vec::new();
+        for old in before {
+            let new = now.iter().find(|new| new.address == old.address);
+            let Some(new) = new else { continue };
+            let parts = old.before.chunks(UNIT).zip(new.before.chunks(UNIT));
+            for (index, (part, _)) in parts.enumerate().filter(|(_, (a, b))| a != b) {
+                let address = old.address + (index * UNIT) as u64;
+                match changed.last_mut() {
+                    Some(last) if last.address + last.before.len() as u64 == address => {
+                        last.before.extend(part);
+                    }
+                    _ => changed.push(Stale {
+                        address,
+                        before: part.to_vec(),
+                    }),
+                }
+            }
+        }
+        changed
+    }
+
+    /// Runs a launch. `stale` is what launches before it have written, if it begins before they are
+    /// complete.
+    ///
+    /// # Errors
+    /// As for [`Device::launch`].
+    ///
+    /// # Safety
+    /// As for [`Device::launch`]. `stale` are parts of the memory of this device that nobody else
+    /// uses.
+    unsafe fn launch_with(&self, launch: &Launch, stale: &mut [Stale]) -> Result<(), EngineError> {
+        let kernel = lock(&self.kernels)[launch.kernel.0 as usize].1.clone();
+        let Launch {
+            grid,
+            threads,
+            shared,
+            ref params,
+            ..
+        } = *launch;
+        let name = self.kernel_name(launch.kernel);
+        let fault = self.faults.iter().find(|(faulty, _)| *faulty == name);
+        match fault.map(|(_, fault)| fault) {
+            None => {}
+            Some(Fault::NoResults) => return Ok(()),
+            Some(Fault::IllegalAddress) => {
+                let message = (*self.lost.get_or_init(|| ILLEGAL_ADDRESS)).into();
+                return Err(EngineError::Device { message });
+            }
+            Some(Fault::Hang) => loop {
+                std::thread::park();
+            },
+            Some(Fault::Abort) => std::process::abort(),
+        }
+        // As a driver does (`CUDA_ERROR_INVALID_VALUE`).
+        let limit = self.max_dynamic_shared(launch.kernel);
+        if shared > limit {
+            let message = format!("{name}: {shared} bytes of dynamic shared memory of {limit}");
+            return Err(EngineError::Device { message });
+        }
+        if launch.cooperative {
+            let most = self.max_cooperative_blocks(launch.kernel, threads[0], shared);
+            if grid[0] > most || grid[1..] != [1, 1] {
+                let message = format!("a grid of {grid:?} blocks, of which {most} are resident");
+                let op = "a cooperative launch";
+                return Err(EngineError::Unsupported { op, why: message });
+            }
+            let seed = self.seed.fetch_add(1, Ordering::Relaxed);
+            // SAFETY: the caller guarantees that every address in `params` points to
+            // memory that the kernel may access, until the call returns: the shim is synchronous.
+            return unsafe {
+                kernel.launch_cooperative(grid[0], threads, shared as usize, params, seed)
+            }
+            .map_err(device_error);
+        }
+        // SAFETY: the caller guarantees that every address in `params` points to memory that the
+        // kernel may access, until this synchronous call returns, and that `stale` is memory of
+        // this device that nobody else uses.
+        unsafe { kernel.launch_ahead(grid, threads, shared as usize, params, stale) }
+            .map_err(device_error)
     }
 
     fn map(&self, size: u64) -> Address {
@@ -131,8 +246,9 @@ impl Device for Shim {
 
     fn memory(&self) -> MemoryInfo {
         MemoryInfo {
-            total: 1 << 40,
-            free: 1 << 40,
+            // Each device reserves as many addresses, and a process has 2^47.
+            total: 1 << 36,
+            free: 1 << 36,
         }
     }
 
@@ -241,52 +357,8 @@ impl Device for Shim {
     }
 
     unsafe fn launch(&self, launch: &Launch) -> Result<(), EngineError> {
-        let kernel = lock(&self.kernels)[launch.kernel.0 as usize].1.clone();
-        let Launch {
-            grid,
-            threads,
-            shared,
-            ref params,
-            ..
-        } = *launch;
-        let name = self.kernel_name(launch.kernel);
-        let fault = self.faults.iter().find(|(faulty, _)| *faulty == name);
-        match fault.map(|(_, fault)| fault) {
-            None => {}
-            Some(Fault::NoResults) => return Ok(()),
-            Some(Fault::IllegalAddress) => {
-                let message = (*self.lost.get_or_init(|| ILLEGAL_ADDRESS)).into();
-                return Err(EngineError::Device { message });
-            }
-            Some(Fault::Hang) => loop {
-                std::thread::park();
-            },
-            Some(Fault::Abort) => std::process::abort(),
-        }
-        // As a driver does (`CUDA_ERROR_INVALID_VALUE`).
-        let limit = self.max_dynamic_shared(launch.kernel);
-        if shared > limit {
-            let message = format!("{name}: {shared} bytes of dynamic shared memory of {limit}");
-            return Err(EngineError::Device { message });
-        }
-        if launch.cooperative {
-            let most = self.max_cooperative_blocks(launch.kernel, threads[0], shared);
-            if grid[0] > most || grid[1..] != [1, 1] {
-                let message = format!("a grid of {grid:?} blocks, of which {most} are resident");
-                let op = "a cooperative launch";
-                return Err(EngineError::Unsupported { op, why: message });
-            }
-            let seed = self.seed.fetch_add(1, Ordering::Relaxed);
-            // SAFETY: the caller of `launch` guarantees that every address in `params` points to
-            // memory that the kernel may access, until the call returns: the shim is synchronous.
-            return unsafe {
-                kernel.launch_cooperative(grid[0], threads, shared as usize, params, seed)
-            }
-            .map_err(device_error);
-        }
-        // SAFETY: the caller of `launch` guarantees that every address in `params` points to memory
-        // that the kernel may access, until this synchronous call returns.
-        unsafe { kernel.launch(grid, threads, shared as usize, params) }.map_err(device_error)
+        // SAFETY: as for this function.
+        unsafe { self.launch_with(launch, &mut []) }
     }
 
     fn prefers_suballocation(&self) -> bool {
@@ -335,11 +407,13 @@ impl Device for Shim {
             assert_eq!(libc::mprotect(at.cast(), size as usize, read_and_write), 0);
             at.write_bytes(0xff, size as usize);
         }
+        lock(&self.mapped).insert(address, size);
         Ok(())
     }
 
     unsafe fn unmap_memory(&self, address: Address, size: u64) {
         let (at, len) = (address as *mut libc::c_void, size as usize);
+        lock(&self.mapped).remove(&address);
         // SAFETY: `map_memory` has made these pages of a mapping of `reserve_addresses` accessible,
         // and the caller no longer uses them.
         unsafe {
@@ -373,10 +447,15 @@ impl Device for Shim {
 
     unsafe fn launch_graph(&self, graph: GraphExecId) -> Result<(), EngineError> {
         let graphs = lock(&self.graphs);
+        let before = match self.launches_ahead {
+            true => self.contents(),
+            false => Vec::new(),
+        };
         for launch in &graphs[&graph.0] {
+            let mut stale = self.changed(&before);
             // SAFETY: the caller of `launch_graph` guarantees the memory that the parameters of the
             // graph's launches name, until the call returns.
-            unsafe { self.launch(launch) }?;
+            unsafe { self.launch_with(launch, &mut stale) }?;
         }
         Ok(())
     }

@@ -265,6 +265,10 @@ struct Block {
     std::vector<unsigned char> memory; // backing store of shared memory
     unsigned char* shared = nullptr;
     size_t shared_bytes = 0;
+    // Whether the memory is as before the launches that this one depends on. Threads that wait for
+    // them wait for `released`.
+    bool is_ahead = false;
+    unsigned released = 0;
     std::string error;
 
     ~Block() {
@@ -275,6 +279,28 @@ struct Block {
 };
 
 thread_local Block block;
+
+// A range of memory that launches before this one have written, and its content before them.
+struct Stale {
+    unsigned char* at;
+    size_t bytes;
+    unsigned char* before;
+};
+thread_local std::vector<Stale> stale;
+
+// Exchanges the content of all ranges with their content before, or back.
+void swap_stale() {
+    for (const Stale& range : stale) {
+        std::swap_ranges(range.at, range.at + range.bytes, range.before);
+    }
+}
+
+// The launches before this one are complete.
+void release() {
+    swap_stale();
+    block.is_ahead = false;
+    block.released++;
+}
 
 // Switches to the fiber scheduler.
 void yield() { switch_context(block.fibers[block.current].context, block.scheduler); }
@@ -295,6 +321,12 @@ void wait(const unsigned* count) {
     fiber.waits = count;
     fiber.seen = *count;
     yield();
+}
+
+void grid_dependency_wait() {
+    if (block.is_ahead) {
+        wait(&block.released);
+    }
 }
 
 unsigned current() { return block.current; }
@@ -342,6 +374,10 @@ void prepare(unsigned threads) {
         warp.arrived = warp.turn = 0;
     }
     begin_sm90();
+    block.is_ahead = !stale.empty();
+    if (block.is_ahead) {
+        swap_stale();
+    }
 }
 
 // Runs fiber `i` until it waits or ends.
@@ -371,6 +407,10 @@ bool run_block() {
             if (!block.error.empty()) {
                 return false;
             }
+        }
+        if (!moved && block.is_ahead) {
+            release(); // all threads wait for it, or for one that does
+            continue;
         }
         if (!moved) {
             block.error = "the threads of a block wait for each other for ever";
@@ -478,7 +518,8 @@ void cp_async(void* to, const void* from) {
         groups.emplace_back();
     }
     AsyncCopy copy = {to, from, {}};
-    if (block.grid_scheduler != nullptr && block.grid_scheduler->next() % 2 == 0) {
+    bool is_early = block.grid_scheduler != nullptr && block.grid_scheduler->next() % 2 == 0;
+    if (is_early || block.is_ahead) {
         std::memcpy(copy.bytes, from, sizeof(copy.bytes));
         copy.from = nullptr;
     }
@@ -509,7 +550,8 @@ std::vector<std::pair<void*, const void*>> take_copies() {
     for (const auto& group : block.fibers[block.current].copies) {
         for (const AsyncCopy& copy : group) {
             if (copy.from == nullptr) {
-                fail_block("a copy that arrives at a barrier, in a cooperative launch");
+                fail_block("a copy that arrives at a barrier, in a cooperative launch, or before the "
+                           "launches before this one are complete");
             }
             all.emplace_back(copy.to, copy.from);
         }
@@ -613,10 +655,20 @@ bool run_this_block(const shim::Kernel& kernel, const unsigned grid[3], const un
     block.shared_bytes = shared;
     std::memset(block.shared, 0xff, shared);
     shim::prepare(threads[0] * threads[1] * threads[2]);
-    return shim::run_block();
+    bool is_good = shim::run_block();
+    if (block.is_ahead) {
+        shim::release(); // no thread has waited
+    }
+    return is_good;
 }
 
 } // namespace
+
+// Ranges of memory that launches before the next ones of this thread have written. Each block of a
+// launch begins with their content before (programmatic dependent launch).
+extern "C" void vgpu_shim_set_stale(const shim::Stale* ranges, size_t count) {
+    shim::stale.assign(ranges, ranges + count);
+}
 
 // Runs a kernel. Returns null, or an error that is valid until the next launch of this thread.
 extern "C" const char* vgpu_shim_launch(const char* name, const unsigned grid[3],

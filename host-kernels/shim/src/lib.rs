@@ -21,6 +21,7 @@ unsafe extern "C" {
         shared: usize,
         params: *const c_void,
     ) -> *const c_char;
+    fn vgpu_shim_set_stale(ranges: *const StaleRange, count: usize);
     fn vgpu_shim_launch_cooperative(
         name: *const c_char,
         blocks: u32,
@@ -29,6 +30,23 @@ unsafe extern "C" {
         params: *const c_void,
         seed: u64,
     ) -> *const c_char;
+}
+
+/// A range of memory for the C code.
+#[repr(C)]
+struct StaleRange {
+    at: *mut u8,
+    bytes: usize,
+    before: *mut u8,
+}
+
+/// A range of memory that launches before another one have written.
+#[derive(Debug)]
+pub struct Stale {
+    /// The address.
+    pub address: u64,
+    /// The content before these launches.
+    pub before: Vec<u8>,
 }
 
 /// Why a launch failed.
@@ -130,6 +148,44 @@ impl Kernel {
         };
         // SAFETY: the launch on this thread has just returned `error`.
         unsafe { self.outcome(error) }
+    }
+
+    /// [`launch`](Kernel::launch) of a kernel that begins before the launches before it are
+    /// complete (programmatic dependent launch). Each block finds `stale` as it was before them,
+    /// until its threads have called `grid_dependency_wait` or wait for one that has. What a block
+    /// writes there before is lost.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Kernel::launch`].
+    ///
+    /// # Safety
+    ///
+    /// As for [`Kernel::launch`]. The ranges of `stale` are memory that nobody else uses, and do
+    /// not overlap.
+    pub unsafe fn launch_ahead(
+        &self,
+        grid: [u32; 3],
+        threads: [u32; 3],
+        shared: usize,
+        params: &[u8],
+        stale: &mut [Stale],
+    ) -> Result<(), ShimError> {
+        let ranges: Vec<StaleRange> = { stale.iter_mut() }
+            .map(|range| StaleRange {
+                at: range.address as *mut u8,
+                bytes: range.before.len(),
+                before: range.before.as_mut_ptr(),
+            })
+            .collect();
+        // SAFETY: the C code copies `ranges.len()` elements.
+        unsafe { vgpu_shim_set_stale(ranges.as_ptr(), ranges.len()) };
+        // SAFETY: the caller guarantees the memory that the kernel accesses, and that of the
+        // ranges, whose contents `stale` holds until this call returns.
+        let outcome = unsafe { self.launch(grid, threads, shared, params) };
+        // SAFETY: no element is read.
+        unsafe { vgpu_shim_set_stale(ranges.as_ptr(), 0) };
+        outcome
     }
 
     /// Runs the blocks of a one-dimensional grid concurrently, so that they can wait for each
@@ -269,6 +325,36 @@ mod tests {
                 size + 1
             )
         );
+    }
+
+    /// The results of `shim_check_ahead` with a mistake, behind a launch that has written 1 to its
+    /// source and 2 to its destination.
+    fn check_ahead(mistake: u64) -> Vec<f32> {
+        let kernel = Kernel::find("shim_check_ahead").expect("it is compiled in");
+        let (mut from, mut to) = ([1f32; 64 + 4], [2f32; 64]);
+        let lead = from.as_ptr().align_offset(16);
+        let from = from[lead..].as_mut_ptr();
+        let params = [from as u64, to.as_mut_ptr() as u64, mistake];
+        let bytes: Vec<u8> = params.iter().flat_map(|word| word.to_ne_bytes()).collect();
+        let mut stale = params[..2].iter().map(|&address| Stale {
+            address,
+            before: vec![0; 64 * 4],
+        });
+        let mut stale: Vec<Stale> = stale.by_ref().collect();
+        // SAFETY: the kernel reads and writes one float for each of 64 threads, and the ranges of
+        // `stale` are these floats.
+        unsafe { kernel.launch_ahead([1; 3], [64, 1, 1], 0, &bytes, &mut stale) }
+            .expect("the kernel runs");
+        to.to_vec()
+    }
+
+    #[test]
+    fn accesses_before_earlier_launches_are_complete_are_seen() {
+        assert_eq!(check_ahead(0), [1.0; 64]);
+        for early_read in [1, 2] {
+            assert_eq!(check_ahead(early_read), [0.0; 64], "mistake {early_read}");
+        }
+        assert_eq!(check_ahead(3), [2.0; 64], "the write is lost");
     }
 
     #[test]

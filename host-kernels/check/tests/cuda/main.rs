@@ -2,6 +2,7 @@
 
 mod cpu_nodes;
 mod fusion;
+mod launches_ahead;
 mod megakernel;
 mod memory;
 mod plans;
@@ -20,21 +21,23 @@ use std::time::Duration;
 use vgpu_cuda::device::Device;
 use vgpu_cuda::{CudaEngine, LaunchPolicy};
 
+/// A CUDA graph for whatever runs a second time.
+fn graphs_from_the_second_run() -> LaunchPolicy {
+    let forever = Duration::from_secs(1 << 30);
+    LaunchPolicy {
+        time_slice: forever,
+        graph_threshold: forever,
+        fusion: true,
+        megakernel: false,
+        repack: true,
+        min_graph_launches: 4,
+        min_stages: 4,
+    }
+}
+
 /// An engine on a spy device, which uses a CUDA graph for whatever runs a second time.
 fn engine_on(device: &Arc<spy::Spy>) -> CudaEngine {
-    let forever = Duration::from_secs(1 << 30);
-    engine_with(
-        device,
-        LaunchPolicy {
-            time_slice: forever,
-            graph_threshold: forever,
-            fusion: true,
-            megakernel: false,
-            repack: true,
-            min_graph_launches: 4,
-            min_stages: 4,
-        },
-    )
+    engine_with(device, graphs_from_the_second_run())
 }
 
 /// The same with a policy.
