@@ -41,7 +41,12 @@ pub(crate) struct Options {
 }
 
 /// What of a build of llama.cpp goes along.
-const PROGRAMS: [&str; 3] = ["test-backend-ops", "test-llama-archs", "llama-bench"];
+const PROGRAMS: [&str; 4] = [
+    "test-backend-ops",
+    "test-llama-archs",
+    "llama-bench",
+    "llama-batched-bench",
+];
 
 /// What goes along, by name: both scripts, and what they have in common.
 const SCRIPTS: [(&str, &str); 3] = [
