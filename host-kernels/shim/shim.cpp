@@ -281,16 +281,16 @@ struct Block {
 thread_local Block block;
 
 // A range of memory that launches before this one have written, and its content before them.
-struct Stale {
+struct StaleRange {
     unsigned char* at;
     size_t bytes;
     unsigned char* before;
 };
-thread_local std::vector<Stale> stale;
+thread_local std::vector<StaleRange> stale;
 
 // Exchanges the content of all ranges with their content before, or back.
 void swap_stale() {
-    for (const Stale& range : stale) {
+    for (const StaleRange& range : stale) {
         std::swap_ranges(range.at, range.at + range.bytes, range.before);
     }
 }
@@ -550,8 +550,8 @@ std::vector<std::pair<void*, const void*>> take_copies() {
     for (const auto& group : block.fibers[block.current].copies) {
         for (const AsyncCopy& copy : group) {
             if (copy.from == nullptr) {
-                fail_block("a copy that arrives at a barrier, in a cooperative launch, or before the "
-                           "launches before this one are complete");
+                fail_block("a copy that arrives at a barrier, in a cooperative launch, or while "
+                           "earlier launches run");
             }
             all.emplace_back(copy.to, copy.from);
         }
@@ -657,7 +657,7 @@ bool run_this_block(const shim::Kernel& kernel, const unsigned grid[3], const un
     shim::prepare(threads[0] * threads[1] * threads[2]);
     bool is_good = shim::run_block();
     if (block.is_ahead) {
-        shim::release(); // no thread has waited
+        shim::release(); // the block has failed
     }
     return is_good;
 }
@@ -666,7 +666,7 @@ bool run_this_block(const shim::Kernel& kernel, const unsigned grid[3], const un
 
 // Ranges of memory that launches before the next ones of this thread have written. Each block of a
 // launch begins with their content before (programmatic dependent launch).
-extern "C" void vgpu_shim_set_stale(const shim::Stale* ranges, size_t count) {
+extern "C" void vgpu_shim_set_stale(const shim::StaleRange* ranges, size_t count) {
     shim::stale.assign(ranges, ranges + count);
 }
 

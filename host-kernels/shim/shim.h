@@ -40,7 +40,10 @@
     static void name(const Params& p); \
     static const shim::Registered name##_registered( \
         #name, shim::first(__VA_ARGS__), sizeof(Params), \
-        [](const void* p) { name(*static_cast<const Params*>(p)); }); \
+        [](const void* p) { \
+            name(*static_cast<const Params*>(p)); \
+            shim::grid_dependency_wait(); \
+        }); \
     static void name(const Params& p)
 
 #define DYNAMIC_SHARED(T, name) T* name = reinterpret_cast<T*>(shim::dynamic_shared())

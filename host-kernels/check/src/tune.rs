@@ -35,7 +35,7 @@ impl Default for TuneShapes {
         TuneShapes {
             types: [&rates::POPULAR[..], &OTHERS].concat(),
             rows: vec![1024, 4096, 14336],
-            columns: vec![64, 256, 1024, 4096],
+            columns: vec![128, 256, 1024, 4096],
         }
     }
 }

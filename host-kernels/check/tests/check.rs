@@ -129,7 +129,7 @@ fn fastest_kernel_of_each_matrix_product_is_selected() {
     let lengths = TuneShapes {
         types: vec![Type::Q4_0, Type::F16],
         rows: vec![40],
-        columns: vec![40],
+        columns: vec![72],
     };
     let mut seen = Vec::new();
     let table = vgpu_check::tune(&variants, &SMALL, &lengths, |tuned| {
@@ -142,6 +142,6 @@ fn fastest_kernel_of_each_matrix_product_is_selected() {
             tuned.rates.iter().all(|(_, rate)| rate.is_ok()),
             "{tuned:?}"
         );
-        assert_eq!(table.lookup(tuned.ty, 40, 40), Some(best));
+        assert_eq!(table.lookup(tuned.ty, 40, 72), Some(best));
     }
 }

@@ -124,6 +124,11 @@ fn kernels_of_sm_90a_are_replaced_by_those_for_any_gpu() {
     for (disabled, expected) in [
         ("vg_gemm_sm90_*", "vg_gemm_q4_k"),
         ("vg_gemm_sm90_*_128", "vg_gemm_sm90_q4_k_256"),
+        ("vg_gemm_sm90_*_16", "vg_gemm_sm90_q4_k_32"),
+        (
+            "vg_gemm_sm90_*_16,vg_gemm_sm90_*_32,vg_gemm_sm90_*_64",
+            "vg_mmv_q4_k_cols8",
+        ),
         ("vg_convert_f16_sm90", "vg_gemm_q4_k"),
         ("vg_fattn_sm90_*", "vg_fattn_f16_64_prefill"),
         // The kernels of sm_90a trust the classes of mask tiles.

@@ -16,7 +16,8 @@
 // blocks per SM at least. The body begins when all launches before it are complete.
 //
 // `KERNEL_AHEAD` is the same for a body that calls `grid_dependency_wait` itself, and before that
-// reads only what no launch of its graph writes.
+// reads only what no launch of its graph writes. A block ends only when the launches before it are
+// complete, even if its body has nothing to do: the launch behind it waits for this one alone.
 #define KERNEL(name, Params, ...) \
     static DEVICE void name##_body(const Params& p); \
     KERNEL_AHEAD(name, Params, __VA_ARGS__) { \
@@ -30,6 +31,7 @@
         name(const __grid_constant__ Params p) { \
         launch_dependents(); \
         name##_ahead(p); \
+        grid_dependency_wait(); \
     } \
     static DEVICE void name##_ahead(const Params& p)
 #define DYNAMIC_SHARED(T, name) \
@@ -108,7 +110,6 @@ DEVICE float mul_add_unfused(float a, float b, float c) {
 // once all blocks of this one have begun.
 
 #if defined(VGPU_SHIM)
-DEVICE void launch_dependents() {}
 DEVICE void grid_dependency_wait() { shim::grid_dependency_wait(); }
 #elif __CUDA_ARCH__ < 900
 DEVICE void launch_dependents() {}
@@ -118,9 +119,7 @@ DEVICE void grid_dependency_wait() {}
 // this one, not for this call, and begins sooner.
 DEVICE void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
 // Waits until the launches before this one are complete and their writes visible. A thread that has
-// not called it reads only what no launch of the graph writes, and writes nothing. Of each launch
-// at least one block calls it: a launch is then complete after those before it, and the launch
-// behind it may wait for it alone.
+// not called it reads only what no launch of the graph writes, and writes no global memory.
 DEVICE void grid_dependency_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 #endif
 
@@ -413,7 +412,8 @@ struct Division {
     i64 whole, rest;
 };
 DEVICE Division divide(i64 a, i64 n) {
-    // The compiler takes the shorter way where 32 bits suffice; one division, not two.
+    // A 64-bit division takes a shorter path where both operands fit 32 bits. The remainder needs
+    // no second division.
     i64 whole = static_cast<i64>(static_cast<u64>(a) / static_cast<u64>(n));
     return {whole, a - whole * n};
 }

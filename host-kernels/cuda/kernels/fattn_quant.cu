@@ -1,10 +1,24 @@
 // Flash attention over a quantised KV cache, and over f16 that is not 16-byte aligned.
 #include "fattn.cuh"
 
-KERNEL_AHEAD(vg_fattn_quant_64_decode, VgFattnParams, 128, 4) { fattn<64, 64, 1, 4, 64, KV_QUANT>(p); }
-KERNEL_AHEAD(vg_fattn_quant_64_prefill, VgFattnParams, 128, 3) { fattn<64, 64, 4, 1, 64, KV_QUANT>(p); }
-KERNEL_AHEAD(vg_fattn_quant_128_decode, VgFattnParams, 128, 3) { fattn<128, 128, 1, 4, 64, KV_QUANT>(p); }
-KERNEL_AHEAD(vg_fattn_quant_128_prefill, VgFattnParams, 128) { fattn<128, 128, 4, 1, 64, KV_QUANT>(p); }
-KERNEL_AHEAD(vg_fattn_quant_256_decode, VgFattnParams, 128, 3) { fattn<256, 256, 1, 2, 32, KV_QUANT>(p); }
-KERNEL_AHEAD(vg_fattn_quant_256_prefill, VgFattnParams, 128) { fattn<256, 256, 4, 1, 32, KV_QUANT>(p); }
-KERNEL_AHEAD(vg_fattn_quant_576_decode, VgFattnParams, 128) { fattn<576, 512, 1, 2, 32, KV_QUANT>(p); }
+KERNEL_AHEAD(vg_fattn_quant_64_decode, VgFattnParams, 128, 4) {
+    fattn<64, 64, 1, 4, 64, KV_QUANT>(p);
+}
+KERNEL_AHEAD(vg_fattn_quant_64_prefill, VgFattnParams, 128, 3) {
+    fattn<64, 64, 4, 1, 64, KV_QUANT>(p);
+}
+KERNEL_AHEAD(vg_fattn_quant_128_decode, VgFattnParams, 128, 3) {
+    fattn<128, 128, 1, 4, 64, KV_QUANT>(p);
+}
+KERNEL_AHEAD(vg_fattn_quant_128_prefill, VgFattnParams, 128) {
+    fattn<128, 128, 4, 1, 64, KV_QUANT>(p);
+}
+KERNEL_AHEAD(vg_fattn_quant_256_decode, VgFattnParams, 128, 3) {
+    fattn<256, 256, 1, 2, 32, KV_QUANT>(p);
+}
+KERNEL_AHEAD(vg_fattn_quant_256_prefill, VgFattnParams, 128) {
+    fattn<256, 256, 4, 1, 32, KV_QUANT>(p);
+}
+KERNEL_AHEAD(vg_fattn_quant_576_decode, VgFattnParams, 128) {
+    fattn<576, 512, 1, 2, 32, KV_QUANT>(p);
+}

@@ -28,7 +28,7 @@ DEVICE void norm_fused(const VgNormFusedParams& p, const BlockIndex& b) {
             }
             return x;
         };
-        // The first elements of the thread, usually the only ones, and their factors.
+        // The first elements of the thread, and their factors.
         Float4 first = {}, first_by = {{1.0f, 1.0f, 1.0f, 1.0f}};
         bool has_factors = w && static_cast<int>(threadIdx.x) < vecs;
         if (has_factors && p.has_constant_factors) {

@@ -448,11 +448,12 @@ template <int TYPE> DEVICE u32 lead_of(const View& w, int row, int w2, int w3) {
     return static_cast<u32>(reinterpret_cast<u64>(is_repacked(TYPE) ? begin.scales : begin.quants));
 }
 
-// Dequantises step `step` of two rows, `chunk` and eight rows of a chunk behind it, to the A
-// fragments of four k16 steps. `leads` are those of the rows (`lead_of`), and `blocks` is the number
-// of blocks of 32 of a row.
+// Dequantises step `step` of two rows to the A fragments of four k16 steps. `chunk` is the first
+// row in shared memory; the second one is eight rows behind it. `leads` are those of the rows
+// (`lead_of`), and `blocks` is the number of blocks of 32 of a row.
 template <int TYPE>
-DEVICE void dequantize_rows(const u8* chunk, const u32* leads, int step, int blocks, int t, u32* a) {
+DEVICE void dequantize_rows(const u8* chunk, const u32* leads, int step, int blocks, int t,
+                            u32* a) {
     constexpr int CHUNK_STEPS = chunk_of(TYPE) / SM90_STEP;
     UNROLL
     for (int r = 0; r < 2; r++) {

@@ -81,8 +81,8 @@ struct BatchIndex {
     int columns;
     i64 column, x_row; // index of the activation row overall, and in dimension 1
 
-    // Sets the slot of a token, or the columns and the batch. Returns false if the expert does not exist, which is
-    // reported to the host if `reports` is set.
+    // Sets the slot of a token, or the columns and the batch. Returns false if the expert does not
+    // exist, which is reported to the host if `reports` is set.
     DEVICE bool find(const VgMmvParams& p, i64 slot, i64 batch, bool reports) {
         place(p, slot, batch);
         return choose_expert(p, reports);
@@ -528,14 +528,14 @@ template <int TYPE, int COLUMNS> DEVICE void mmv(const VgMmvParams& p) {
     // One column: the activations of the next tile are loaded behind the product of this one.
     constexpr bool LOADS_AHEAD = !is_float(TYPE) && COLUMNS == 1;
     LoadedActivations<LOADS_AHEAD ? TYPE : VG_Q8_0> x = {};
-    auto wait = [&]() {
+    auto wait_and_load = [&]() {
         grid_dependency_wait();
         if constexpr (LOADS_AHEAD) {
             x.load(activations_of<TYPE>(own, 0, part));
         }
     };
     if (!is_ahead) {
-        wait();
+        wait_and_load();
         if (!batch.choose_expert(p, true)) {
             return;
         }
@@ -586,7 +586,7 @@ template <int TYPE, int COLUMNS> DEVICE void mmv(const VgMmvParams& p) {
         fetch();
     }
     if (is_ahead) {
-        wait();
+        wait_and_load();
     }
     Accumulators<COLUMNS> sums = {};
     while (true) {
@@ -601,7 +601,7 @@ template <int TYPE, int COLUMNS> DEVICE void mmv(const VgMmvParams& p) {
                             row + tile_bytes(TYPE) + (bits & 15)};
             dot_quants_1<TYPE>(grids, begin, tile, own, lane_offsets, x, sums.of[0][0]);
             // The next ones arrive while weights are unpacked. Loading them before this product
-            // would take registers, and copies that wait for the loads.
+            // takes more registers, and copies between registers that wait for the loads.
             x.load(activations_of<TYPE>(own, 0, tile + parts < tiles ? tile + parts : part));
         } else {
             dot_tile<TYPE, COLUMNS>(p, batch, grids, ring + at, bits, tile, own, lane_offsets, lane,

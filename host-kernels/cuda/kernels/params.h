@@ -328,7 +328,8 @@ struct VgProduct {
     struct VgView dst, w, add;
 };
 
-/* vg_mmv_*, vg_mmv_*_cols8: vg_mul_vec for at most eight columns, or with ids vg_mul_mat_id.
+/* vg_mmv_*, vg_mmv_*_cols8: vg_mul_vec, a block for at most eight columns (blockIdx.y), or with ids
+ * vg_mul_mat_id.
  * Activations come from vg_quantize_q8, or are f32 in x if weights are floats. Up to three
  * matrices share the activations. With a gated unit there are two, and the result unit(first) *
  * second goes to the first dst. */
@@ -466,7 +467,7 @@ struct VgGemmSm90Params {
 };
 
 /* vg_gemm_sm90_*_16, _32, _64: vg_gemm_sm90_* with at most so many columns, without experts. */
-struct VgGemmFewParams {
+struct VgGemmSm90FewParams {
     struct VgView dst, w;
     unsigned long long values, row_scales;
     unsigned long long partials; /* scratch: partial results of each split */

@@ -60,7 +60,7 @@ DEVICE void quantize_q8_vec(u64 quants, u64 scales, i64 row, u32 tiles, u32 vec,
     UNROLL
     for (int j = 0; j < 4; j++) {
         float q = rintf(x.of[j] * inverse);
-        q = largest > 0.0f ? q : 0.0f; // not NaN * 0
+        q = largest > 0.0f ? q : 0.0f; // all elements are 0 or NaN
         total += q;
         word |= (static_cast<u32>(static_cast<int>(q)) & 255u) << 8 * j;
     }
@@ -78,8 +78,8 @@ DEVICE void quantize_q8_vec(u64 quants, u64 scales, i64 row, u32 tiles, u32 vec,
     }
 }
 
-// Quantises rows of `src` in blocks of 32, a warp for each block. Waits for the launches before this
-// one.
+// Quantises rows of `src` in blocks of 32, a warp for each block. Waits for the launches before
+// this one.
 DEVICE void quantize(const VgQuantizeQ8Params& p, const BlockIndex& b) {
     int lane = threadIdx.x % WARP;
     i64 blocks = static_cast<u64>(p.src.ne[0]) / 32, total = blocks * rows(p.src);

@@ -14,7 +14,7 @@ use crate::device::{Address, Device, Launch, MappedHostMemory};
 use crate::graph_exec::GraphTemplates;
 use crate::kernel_set::{KernelSet, UsableKernels};
 use crate::launch::policy::LaunchPolicy;
-use crate::launch::q8::{FEW_COLUMNS, VECTOR_COLUMNS};
+use crate::launch::q8::{MAX_MMV_COLUMNS, MMV_COLUMNS};
 use crate::megakernel::report::ReportedReasons;
 use crate::megakernel::stages::{COUNTER_BYTES, MEGAKERNELS, StageKernels};
 use crate::memory::CudaMemory;
@@ -181,15 +181,19 @@ impl ExecutionContext {
         self.codebooks.address()
     }
 
-    /// The most columns of products for which matrix-vector kernels are the fastest: more only if
-    /// there are no kernels for few columns on tensor cores.
-    pub(crate) fn vector_columns(&self) -> i64 {
+    /// The most columns that matrix-vector kernels multiply in fused launches: those of a block
+    /// where tensor cores have kernels for few columns, else more.
+    pub(crate) fn mmv_columns(&self) -> i64 {
         let is_sm90 = self.device.architecture() == SM_90A;
         // The kernels of a width are there for all types or for none, unless some are disabled.
         let has_few = is_sm90
             && self.kernels.has("vg_convert_f16_sm90")
             && FEW_KERNELS.iter().any(|kernel| self.kernels.has(kernel));
-        if has_few { VECTOR_COLUMNS } else { FEW_COLUMNS }
+        if has_few {
+            MMV_COLUMNS
+        } else {
+            MAX_MMV_COLUMNS
+        }
     }
 
     /// [`COUNTERS`] 32-bit counters, all 0 before and after every launch, by which the blocks of a

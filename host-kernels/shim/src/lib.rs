@@ -153,7 +153,8 @@ impl Kernel {
     /// [`launch`](Kernel::launch) of a kernel that begins before the launches before it are
     /// complete (programmatic dependent launch). Each block finds `stale` as it was before them,
     /// until its threads have called `grid_dependency_wait` or wait for one that has. What a block
-    /// writes there before is lost.
+    /// writes there before is lost. A write before the wait to memory that launches before it only
+    /// read is not seen.
     ///
     /// # Errors
     ///
@@ -336,11 +337,12 @@ mod tests {
         let from = from[lead..].as_mut_ptr();
         let params = [from as u64, to.as_mut_ptr() as u64, mistake];
         let bytes: Vec<u8> = params.iter().flat_map(|word| word.to_ne_bytes()).collect();
-        let mut stale = params[..2].iter().map(|&address| Stale {
-            address,
-            before: vec![0; 64 * 4],
-        });
-        let mut stale: Vec<Stale> = stale.by_ref().collect();
+        let mut stale: Vec<Stale> = { params[..2].iter() }
+            .map(|&address| Stale {
+                address,
+                before: vec![0; 64 * 4],
+            })
+            .collect();
         // SAFETY: the kernel reads and writes one float for each of 64 threads, and the ranges of
         // `stale` are these floats.
         unsafe { kernel.launch_ahead([1; 3], [64, 1, 1], 0, &bytes, &mut stale) }

@@ -2,6 +2,7 @@
 //! complete, and reads nothing that they write until it has waited for them.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use vgpu_check::model::{Built, Model, StepShape, TINY, TINY_BIASES, TINY_EXPERTS, TINY_GPT_OSS};
 use vgpu_cuda::CudaEngine;
@@ -15,14 +16,17 @@ use crate::shim::Shim;
 fn memory_after(built: &Built, launches_ahead: bool) -> Vec<Vec<u8>> {
     let mut device = Shim::sm90();
     device.launches_ahead = launches_ahead;
+    let device = Arc::new(device);
     let policy = graphs_from_the_second_run();
-    let engine = CudaEngine::with_policy(Arc::new(device), policy).expect("an engine");
+    let engine = CudaEngine::with_policy(Arc::clone(&device) as _, policy).expect("an engine");
     let loaded = built.load(&engine);
     let mut plan = built.compile(&engine, &loaded);
     for position in 0..4 {
         built.write_inputs(&loaded, position);
         plan.run().expect("it runs");
     }
+    let ahead = device.launched_ahead.load(Ordering::Relaxed);
+    assert_eq!(ahead > 0, launches_ahead, "{ahead} launches were early");
     let read = |memory: &Arc<dyn Memory>| {
         let mut bytes = vec![0; memory.size() as usize];
         let outcome = memory.read(0, bytes.as_mut_slice().into());

@@ -255,6 +255,20 @@ fn megakernel_results_do_not_depend_on_block_order() {
     }
 }
 
+/// A stage multiplies up to eight columns; a launch multiplies more, eight for each block.
+#[test]
+fn more_tokens_than_a_stage_has_give_the_results_of_launches() {
+    let built = TINY.graph(step_of(12));
+    let expected = memory_at(policy(), &built, &plain(), 3).expect("it runs");
+    let device = Manner {
+        blocks: 5,
+        room: 0,
+        seed: 1,
+    };
+    let got = memory_at(policy(), &built, &device.spy(), 3).expect("it runs");
+    assert!(got == expected);
+}
+
 #[test]
 fn overlapping_memory_does_not_depend_on_block_order() {
     let mut below = random(11);

@@ -79,6 +79,7 @@ fn few_columns_on_sm_90a_use_the_narrowest_tile_on_tensor_cores() {
         (9, "_16"),
         (16, "_16"),
         (17, "_32"),
+        (32, "_32"),
         (33, "_64"),
         (64, "_64"),
     ] {

@@ -264,6 +264,12 @@ pub(crate) fn few_columns_on_tensor_cores(engine: &dyn Engine) {
             check_mul_mat(engine, &mut random, [weight, Type::F32], [k, m, n], batch);
         }
     }
+    // More tiles of rows than blocks are resident: each block has all of K, in more chunks than
+    // shared memory has stages.
+    for (weight, n) in [(Type::Q4K, 16), (Type::Q4K, 64), (Type::F16, 16)] {
+        let lengths = [2048, 1600, n];
+        check_mul_mat(engine, &mut random, [weight, Type::F32], lengths, [1; 4]);
+    }
 }
 
 pub(crate) fn mul_mat_of_many_tiles(engine: &dyn Engine) {

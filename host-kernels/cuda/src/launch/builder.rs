@@ -255,7 +255,7 @@ impl Builder<'_> {
 
     /// Whether a product soon after this node quantises `x`, so that this node may do it.
     pub(crate) fn next_quantizes(&self, x: &VgView) -> bool {
-        let columns = self.context.vector_columns();
+        let columns = self.context.mmv_columns();
         self.context.policy.fusion
             && next_product_quantizes(self.graph, self.views, (self.index + 1, columns), x)
     }
@@ -263,11 +263,6 @@ impl Builder<'_> {
     /// Undoes [`reserve_q8`](Builder::reserve_q8).
     pub(crate) fn drop_q8(&mut self, x: &VgView) {
         self.cache.forget(x);
-    }
-
-    /// See [`ExecutionContext::vector_columns`].
-    pub(crate) fn vector_columns(&self) -> i64 {
-        self.context.vector_columns()
     }
 
     /// Whether the device has the kernels for sm_90a.

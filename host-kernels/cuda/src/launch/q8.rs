@@ -6,13 +6,13 @@ use crate::device::Address;
 use crate::launch::grid::div_ceil;
 use crate::params::VgView;
 
-/// The most columns of a block of a matrix-vector kernel, which multiplies each row of weights with
-/// all of them as it is read.
-pub(crate) const VECTOR_COLUMNS: i64 = 8;
+/// The most columns of a block of a matrix-vector kernel (`MAX_COLUMNS` in `kernels/mmv.cuh`), which
+/// multiplies each row of weights with all of them as it is read.
+pub(crate) const MMV_COLUMNS: i64 = 8;
 
-/// The most columns that matrix-vector kernels multiply, in groups of [`VECTOR_COLUMNS`]. The
+/// The most columns that matrix-vector kernels multiply, in groups of [`MMV_COLUMNS`]. The
 /// kernels for many columns have tiles so large that few columns fill few of the SMs.
-pub(crate) const FEW_COLUMNS: i64 = 64;
+pub(crate) const MAX_MMV_COLUMNS: i64 = 64;
 
 /// Elements of a q8 chunk; rows are padded to whole chunks (`kernels/q8_layout.cuh`).
 const Q8_CHUNK: i64 = 1024;
@@ -47,7 +47,7 @@ pub(crate) fn next_product_quantizes(
     let ahead = graph.nodes[first..].iter().take(PRODUCTS_AHEAD);
     let mut products = ahead.filter(|node| match node.op {
         Op::MulMat { .. } => graph.dst(node).shape.ne[1] <= columns as u64,
-        Op::MulMatId { .. } => graph.dst(node).shape.ne[2] <= VECTOR_COLUMNS as u64,
+        Op::MulMatId { .. } => graph.dst(node).shape.ne[2] <= MMV_COLUMNS as u64,
         _ => false,
     });
     products.any(|node| {

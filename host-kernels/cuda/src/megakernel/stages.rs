@@ -321,6 +321,10 @@ impl MemoryAccess {
         let has_unit = it.unit != VG_OP_ADD;
         let all = &it.products[..it.count as usize];
         let (first, dst) = (&all[0], &all[0].dst);
+        // A stage has one group of columns.
+        if it.ids.data == 0 && dst.ne[1] > MAX_TOKENS {
+            return Err(NoStage::TooManyTokens);
+        }
         let of = first.w.type_;
         let known = WEIGHTS.iter().any(|&(_, _, known)| known == of);
         let (ty, _) = { first.w.weights() }

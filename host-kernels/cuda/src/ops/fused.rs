@@ -74,8 +74,8 @@ pub(crate) fn norm(b: &mut Builder<'_>, it: &Norm) -> Added {
     // of sums.
     let threads = match b.uses_megakernel() {
         true => threads_for(a.ne[0]).min(128),
-        // A thread has four elements at a time, twice. With one row, few threads would wait for
-        // memory in turn, and the instructions of many would take longer than the row.
+        // A thread has four elements twice. Fewer threads would wait longer for memory; more would
+        // issue more instructions than the row takes.
         false => (32 * div_ceil(a.ne[0], 256)).clamp(32, 1024) as u32,
     };
     Some(b.for_each_row("vg_norm_fused", a.rows(), threads, 0, &params))

@@ -27,7 +27,7 @@ const STEPS: i64 = 128;
 /// Rows of activations in a swizzle unit.
 const UNIT: i64 = 8;
 
-/// The fewest columns; fewer use the matrix-vector kernels or the kernels for any GPU.
+/// The fewest columns, of experts or where no kernel for few columns may be used.
 const MIN_COLUMNS: i64 = 33;
 
 /// The most elements of a weight row: kernels index its bytes with 32 bits.
@@ -37,12 +37,12 @@ const MAX_ELEMENTS: i64 = 1 << 28;
 struct Kernels {
     wide: &'static str,
     narrow: &'static str,
-    /// Those of [`gemm_sm90_few`](super::gemm_sm90_few), by [`FEW`] columns.
+    /// Those of [`gemm_sm90_few`](super::gemm_sm90_few), by [`FEW_COLUMNS`].
     few: [&'static str; 3],
 }
 
 /// The columns of the kernels for few columns.
-const FEW: [i64; 3] = [16, 32, 64];
+const FEW_COLUMNS: [i64; 3] = [16, 32, 64];
 
 /// The kernels for a product of many columns.
 pub(crate) struct GemmSm90 {
@@ -130,7 +130,7 @@ fn fits(b: &Builder<'_>, params: &VgMulMatParams, columns: i64) -> bool {
 pub(crate) fn few_kernel(b: &Builder<'_>, params: &VgMulMatParams) -> Option<(&'static str, i64)> {
     let VgMulMatParams { dst, w, ids, .. } = params;
     let (_, kernels) = kernels_of(w)?;
-    let (kernel, columns) = { kernels.few.into_iter().zip(FEW) }
+    let (kernel, columns) = { kernels.few.into_iter().zip(FEW_COLUMNS) }
         .find(|(kernel, columns)| dst.ne[1] <= *columns && b.has(kernel))?;
     (ids.data == 0 && fits(b, params, dst.rows())).then_some((kernel, columns))
 }

@@ -16,11 +16,11 @@ const THREADS: u32 = 128;
 /// Bytes of a row of activations in a step of 64 elements along K.
 const STEP_BYTES: i64 = 128;
 
-/// The most blocks that share K. More would read and write more partial results than weights.
+/// The most blocks that share K (split-K). The last one reads the partial results of all.
 const MAX_SPLITS: i64 = 16;
 
 /// A kernel for a product of few columns.
-pub(crate) struct GemmFew {
+pub(crate) struct GemmSm90Few {
     kernel: &'static str,
     /// Columns of a tile.
     columns: i64,
@@ -30,10 +30,10 @@ pub(crate) struct GemmFew {
     shared: u32,
 }
 
-impl GemmFew {
+impl GemmSm90Few {
     /// The kernel for a product on this device, if there is one. The operands must be valid for
     /// the kernels for any GPU.
-    pub(crate) fn of(b: &Builder<'_>, params: &VgMulMatParams) -> Option<GemmFew> {
+    pub(crate) fn of(b: &Builder<'_>, params: &VgMulMatParams) -> Option<GemmSm90Few> {
         let VgMulMatParams { dst, w, .. } = params;
         let (kernel, columns) = few_kernel(b, params)?;
         let (ty, repacked) = w.weights()?;
@@ -43,7 +43,7 @@ impl GemmFew {
         let stages = if columns > 32 { 2 } else { 3 };
         let shared = (stages * stage) as u32;
         let fits = b.max_dynamic_shared(kernel) >= shared && dst.ne[2] * dst.ne[3] <= MAX_GRID_YZ;
-        fits.then_some(GemmFew {
+        fits.then_some(GemmSm90Few {
             kernel,
             columns,
             chunk,
@@ -78,7 +78,7 @@ impl GemmFew {
             1 => 0,
             _ => b.scratch((tiles * splits * ROWS * self.columns * 4) as u64),
         };
-        let product = VgGemmFewParams {
+        let product = VgGemmSm90FewParams {
             dst,
             w,
             values: activations.values,

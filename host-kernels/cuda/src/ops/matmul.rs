@@ -4,13 +4,13 @@ use vgpu_transport::ir::{Op, OpKind, Precision, Rule, Type};
 
 use super::fused::MAX_EXPERTS;
 use super::gemm_sm90::GemmSm90;
-use super::gemm_sm90_few::GemmFew;
+use super::gemm_sm90_few::GemmSm90Few;
 use super::mmv::{self, Product, Products};
 use crate::device::Address;
 use crate::launch::builder::Builder;
 use crate::launch::grid::{MAX_GRID_YZ, div_ceil, threads_for};
 use crate::launch::kernel_table::MatmulKernels;
-use crate::launch::q8::{FEW_COLUMNS, VECTOR_COLUMNS};
+use crate::launch::q8::{MAX_MMV_COLUMNS, MMV_COLUMNS};
 use crate::params::*;
 use crate::types::READABLE;
 use vgpu_engine::EngineError;
@@ -62,10 +62,10 @@ pub(crate) fn multiply(
     let batches = dst.ne[2] * dst.ne[3];
     let has_ids = matches!(op, Op::MulMatId { .. });
     let is_outer = matches!(op, Op::OutProd {});
-    let is_few = has_ids || n <= FEW_COLUMNS;
+    let is_few = has_ids || n <= MAX_MMV_COLUMNS;
     let demand = op.activation_precision();
     // From the fastest kernel to the simplest, each if it takes the operands and may be used.
-    if has_ids && dst.ne[2] > VECTOR_COLUMNS && takes_groups(params) && b.has("vg_moe_sort") {
+    if has_ids && dst.ne[2] > MMV_COLUMNS && takes_groups(params) && b.has("vg_moe_sort") {
         if let Some(sm90) = sm90(b, params, demand) {
             return sm90.multiply_groups(b, params);
         }
@@ -74,7 +74,7 @@ pub(crate) fn multiply(
         }
     }
     if !has_ids
-        && n > b.vector_columns()
+        && n > MMV_COLUMNS
         && !is_outer
         && let Some(few) = few(b, params, demand)
     {
@@ -98,7 +98,7 @@ pub(crate) fn multiply(
             return added;
         }
     }
-    if !has_ids && n > VECTOR_COLUMNS && !is_outer {
+    if !has_ids && n > MMV_COLUMNS && !is_outer {
         if let Some(sm90) = sm90(b, params, demand) {
             return sm90.multiply(b, params);
         }
@@ -116,7 +116,7 @@ pub(crate) fn multiply(
             let grid = [div_ceil(m, VECTOR_ROWS), n, dst.ne[2]];
             b.launch_over("vg_mul_mat_id", grid, 128, 0, params)
         }
-        Op::MulMat { .. } if n <= VECTOR_COLUMNS => {
+        Op::MulMat { .. } if n <= MMV_COLUMNS => {
             let grid = [div_ceil(m, VECTOR_ROWS), 1, batches];
             b.launch_over("vg_mul_vec", grid, 128, 0, params)
         }
@@ -171,9 +171,9 @@ fn sm90(b: &Builder<'_>, params: &VgMulMatParams, demand: Precision) -> Option<G
 }
 
 /// The sm_90a kernel for a product of few columns, if the device has it.
-fn few(b: &Builder<'_>, params: &VgMulMatParams, demand: Precision) -> Option<GemmFew> {
+fn few(b: &Builder<'_>, params: &VgMulMatParams, demand: Precision) -> Option<GemmSm90Few> {
     typed_gemm(params, demand)?;
-    GemmFew::of(b, params)
+    GemmSm90Few::of(b, params)
 }
 
 /// Whether the kernels on tensor cores can index the operands of a product.

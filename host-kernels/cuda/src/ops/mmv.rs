@@ -1,4 +1,4 @@
-//! Matrix-vector products: up to eight columns, up to three products of the same activations in one
+//! Matrix-vector products: up to 64 columns, eight for each block, up to three products of the same activations in one
 //! launch, and a gated unit behind two (`kernels/mmv.cuh`).
 
 use vgpu_transport::ir::Type;
@@ -6,7 +6,7 @@ use vgpu_transport::ir::Type;
 use crate::launch::builder::Builder;
 use crate::launch::grid::{MAX_GRID_YZ, div_ceil};
 use crate::launch::kernel_table::MatmulKernels;
-use crate::launch::q8::{FEW_COLUMNS, Q8Activations, VECTOR_COLUMNS, q8_elements};
+use crate::launch::q8::{MAX_MMV_COLUMNS, MMV_COLUMNS, Q8Activations, q8_elements};
 use crate::params::*;
 use vgpu_engine::EngineError;
 use vgpu_engine::types::FLOATS;
@@ -103,6 +103,15 @@ fn kernel_for(all: &Products<'_>, kernels: &MatmulKernels) -> &'static str {
     }
 }
 
+/// The most columns of products with weights of this type. Floats are multiplied as f32, many times
+/// slower than on tensor cores.
+fn max_columns(ty: Type) -> i64 {
+    match ty.is_quantized() {
+        true => MAX_MMV_COLUMNS,
+        false => 2 * MMV_COLUMNS,
+    }
+}
+
 /// The weight type and its kernels, if they take these products.
 fn fitting(all: &Products<'_>) -> Option<(Type, MatmulKernels)> {
     let Products { x, ids, .. } = all;
@@ -135,7 +144,7 @@ fn fitting(all: &Products<'_>) -> Option<(Type, MatmulKernels)> {
     };
     let is_few = match has_ids {
         true => ids.type_ == VG_I32 && first.dst.ne[3] == 1 && x.ne[2] == first.dst.ne[2],
-        false => first.dst.ne[1] <= FEW_COLUMNS && x.ne[1..] == first.dst.ne[1..],
+        false => first.dst.ne[1] <= max_columns(ty) && x.ne[1..] == first.dst.ne[1..],
     };
     let x_fits = match ty.is_quantized() {
         true => FLOATS.contains(Type::from_id(x.type_ as u8)?),
@@ -207,7 +216,7 @@ fn launch(
     }
     let (slots, batches) = match all.ids.data != 0 {
         true => (dst.ne[1], dst.ne[2]),
-        false => (div_ceil(dst.ne[1], VECTOR_COLUMNS), dst.ne[2] * dst.ne[3]),
+        false => (div_ceil(dst.ne[1], MMV_COLUMNS), dst.ne[2] * dst.ne[3]),
     };
     // As many blocks as are resident at a time; each loops over its share of the rows.
     let resident = b.resident_blocks(kernel, THREADS)?;

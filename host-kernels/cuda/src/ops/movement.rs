@@ -125,7 +125,10 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
         }
         Op::SetRows {} => {
             let params = rows(b);
-            b.for_each("vg_set_rows", params.src.elements(), &params)
+            match params.src.elements() {
+                0 => Ok(()),
+                elements => b.for_each("vg_set_rows", elements, &params),
+            }
         }
         _ => return None,
     })

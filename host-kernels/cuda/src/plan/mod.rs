@@ -123,7 +123,7 @@ impl CudaPlan {
             .map(|t| VgView::new(bases[t.buffer as usize] + t.offset, &t.shape))
             .collect();
         let arrangement = match context.policy.fusion {
-            true => Arrangement::of(graph, context.vector_columns() as u64, is_cancelled),
+            true => Arrangement::of(graph, context.mmv_columns() as u64, is_cancelled),
             false => Arrangement::plain(graph),
         };
         let mut repack = RepackPass::of(graph, &memories, context)?;
