@@ -6,8 +6,8 @@ use crate::device::Address;
 use crate::launch::grid::div_ceil;
 use crate::params::VgView;
 
-/// The most columns of a block of a matrix-vector kernel (`MAX_COLUMNS` in `kernels/mmv.cuh`), which
-/// multiplies each row of weights with all of them as it is read.
+/// The most columns of a block of a matrix-vector kernel (`MAX_COLUMNS` in `kernels/mmv.cuh`),
+/// which multiplies each row of weights with all of them as it is read.
 pub(crate) const MMV_COLUMNS: i64 = 8;
 
 /// The most columns that matrix-vector kernels multiply, in groups of [`MMV_COLUMNS`]. The

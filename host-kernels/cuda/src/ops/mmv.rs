@@ -1,5 +1,5 @@
-//! Matrix-vector products: up to 64 columns, eight for each block, up to three products of the same activations in one
-//! launch, and a gated unit behind two (`kernels/mmv.cuh`).
+//! Matrix-vector products: up to 64 columns, eight for each block, up to three products of the same
+//! activations in one launch, and a gated unit behind two (`kernels/mmv.cuh`).
 
 use vgpu_transport::ir::Type;
 
