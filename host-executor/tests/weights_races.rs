@@ -298,10 +298,7 @@ fn random_requests_keep_contents_and_need_no_more_memory_than_is_charged() {
         host.wait_until_empty();
     }
     let stats = weights.stats();
-    assert!(
-        stats.merged > EXTENT && stats.not_sent > 0,
-        "{stats:?}"
-    );
+    assert!(stats.merged > EXTENT && stats.not_sent > 0, "{stats:?}");
     assert_eq!(stats.extents, 0);
     assert_eq!(host.engine.memory().free, host.engine.memory().total);
 }
