@@ -298,7 +298,10 @@ fn random_requests_keep_contents_and_need_no_more_memory_than_is_charged() {
         host.wait_until_empty();
     }
     let stats = weights.stats();
-    assert!(stats.merged > EXTENT && stats.not_sent > 0, "{stats:?}");
+    assert!(
+        stats.merged > EXTENT && stats.not_sent > EXTENT,
+        "{stats:?}"
+    );
     assert_eq!(stats.extents, 0);
     assert_eq!(host.engine.memory().free, host.engine.memory().total);
 }
@@ -309,25 +312,33 @@ fn sessions_that_race_on_one_store_keep_their_contents() {
     let (host, weights) = host();
     let connecting = Mutex::new(&host);
     let connect = || connect(*connecting.lock().unwrap_or_else(PoisonError::into_inner));
-    thread::scope(|scope| {
-        for seed in 0..6 {
-            let connect = &connect;
-            scope.spawn(move || {
-                let mut driver = Driver::new(connect(), seed * 1000 + 17);
-                for step in 0..120 {
-                    if driver.random.below(30) == 0 {
-                        driver.free_all();
-                        driver.guest = connect();
+    // Contents are known when they have been hashed, which has a low priority: how many of them
+    // need not be sent is a matter of time.
+    for round in 0..20 {
+        thread::scope(|scope| {
+            for seed in 6 * round..6 * round + 6 {
+                let connect = &connect;
+                scope.spawn(move || {
+                    let mut driver = Driver::new(connect(), seed * 1000 + 17);
+                    for step in 0..120 {
+                        if driver.random.below(30) == 0 {
+                            driver.free_all();
+                            driver.guest = connect();
+                        }
+                        driver.step();
+                        if step % 25 == 0 {
+                            driver.check();
+                        }
                     }
-                    driver.step();
-                    if step % 25 == 0 {
-                        driver.check();
-                    }
-                }
-                driver.check();
-            });
+                    driver.check();
+                });
+            }
+        });
+        let stats = weights.stats();
+        if stats.merged > EXTENT && stats.not_sent > EXTENT {
+            break;
         }
-    });
+    }
     host.wait_until_empty();
     let stats = weights.stats();
     assert!(
