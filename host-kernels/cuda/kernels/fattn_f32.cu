@@ -3,7 +3,7 @@
 // memory.
 #include "fattn.cuh"
 
-KERNEL_AHEAD(vg_fattn_f32_64_decode, VgFattnParams, 128) {
+KERNEL_AHEAD(vg_fattn_f32_64_decode, VgFattnParams, 128, 3) {
     fattn<64, 64, 1, 4, 64, KV_SPLIT_BF16>(p);
 }
 KERNEL_AHEAD(vg_fattn_f32_64_prefill, VgFattnParams, 128, 3) {
@@ -18,7 +18,7 @@ KERNEL_AHEAD(vg_fattn_f32_128_prefill, VgFattnParams, 128, 2) {
 KERNEL_AHEAD(vg_fattn_f32_256_decode, VgFattnParams, 128) {
     fattn<256, 256, 1, 2, 32, KV_SPLIT_BF16>(p);
 }
-KERNEL_AHEAD(vg_fattn_f32_256_prefill, VgFattnParams, 128) {
+KERNEL_AHEAD(vg_fattn_f32_256_prefill, VgFattnParams, 128, 2) {
     fattn<256, 256, 2, 1, 32, KV_SPLIT_BF16>(p);
 }
 KERNEL_AHEAD(vg_fattn_f32_576_decode, VgFattnParams, 128) {

@@ -6,7 +6,7 @@ KERNEL_AHEAD(vg_mmv_q2_k_cols8, VgMmvParams, 128, 5) { mmv<VG_Q2_K, MAX_COLUMNS>
 KERNEL_AHEAD(vg_mmv_q3_k, VgMmvParams, 128, 5) { mmv<VG_Q3_K, 1>(p); }
 KERNEL_AHEAD(vg_mmv_q3_k_cols8, VgMmvParams, 128) { mmv<VG_Q3_K, MAX_COLUMNS>(p); }
 KERNEL_AHEAD(vg_mmv_q4_k, VgMmvParams, 128, 6) { mmv<VG_Q4_K, 1>(p); }
-KERNEL_AHEAD(vg_mmv_q4_k_cols8, VgMmvParams, 128) { mmv<VG_Q4_K, MAX_COLUMNS>(p); }
+KERNEL_AHEAD(vg_mmv_q4_k_cols8, VgMmvParams, 128, 4) { mmv<VG_Q4_K, MAX_COLUMNS>(p); }
 KERNEL_AHEAD(vg_mmv_q5_k, VgMmvParams, 128, 6) { mmv<VG_Q5_K, 1>(p); }
 KERNEL_AHEAD(vg_mmv_q5_k_cols8, VgMmvParams, 128) { mmv<VG_Q5_K, MAX_COLUMNS>(p); }
 KERNEL_AHEAD(vg_mmv_q6_k, VgMmvParams, 128, 5) { mmv<VG_Q6_K, 1>(p); }
