@@ -255,9 +255,10 @@ impl Builder<'_> {
 
     /// Whether a product soon after this node quantises `x`, so that this node may do it.
     pub(crate) fn next_quantizes(&self, x: &VgView) -> bool {
-        let columns = self.context.mmv_columns();
-        self.context.policy.fusion
-            && next_product_quantizes(self.graph, self.views, (self.index + 1, columns), x)
+        let context = self.context;
+        let first = self.index + 1;
+        context.policy.fusion
+            && next_product_quantizes(self.graph, self.views, first, context.mmv_columns(), x)
     }
 
     /// Undoes [`reserve_q8`](Builder::reserve_q8).
@@ -286,24 +287,12 @@ impl Builder<'_> {
         self.context.device.sm_count()
     }
 
-    /// The blocks of a kernel that the device runs at a time, with this number of threads and no
-    /// dynamic shared memory.
+    /// The blocks of a kernel that the device runs at a time, with this number of threads and
+    /// `shared` bytes of dynamic shared memory.
     ///
     /// # Errors
     /// [`EngineError::Device`] if the device lacks the kernel.
     pub(crate) fn resident_blocks(
-        &self,
-        kernel: &'static str,
-        threads: u32,
-    ) -> Result<i64, EngineError> {
-        self.resident_blocks_with(kernel, threads, 0)
-    }
-
-    /// [`resident_blocks`](Builder::resident_blocks) with `shared` bytes of dynamic shared memory.
-    ///
-    /// # Errors
-    /// [`EngineError::Device`] if the device lacks the kernel.
-    pub(crate) fn resident_blocks_with(
         &self,
         kernel: &'static str,
         threads: u32,

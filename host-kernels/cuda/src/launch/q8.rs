@@ -41,7 +41,8 @@ const PRODUCTS_AHEAD: usize = 16;
 pub(crate) fn next_product_quantizes(
     graph: &Graph,
     views: &[VgView],
-    (first, columns): (usize, i64),
+    first: usize,
+    columns: i64,
     x: &VgView,
 ) -> bool {
     let ahead = graph.nodes[first..].iter().take(PRODUCTS_AHEAD);

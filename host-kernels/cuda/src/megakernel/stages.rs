@@ -9,7 +9,7 @@ use super::access::MemoryAccess;
 use super::no_stage::NoStage;
 use crate::device::{Address, Device, KernelId, Launch};
 use crate::launch::planned::PlannedLaunch;
-use crate::launch::q8::q8_elements;
+use crate::launch::q8::{MMV_COLUMNS, q8_elements};
 use crate::params::*;
 
 /// The most stages of a megakernel.
@@ -99,7 +99,7 @@ const ATTENTION: [(&str, VgStageOp, i64); 6] = [
 const TILE_ROWS: i64 = 16;
 
 /// The most tokens of a megakernel: the most columns of a matrix-vector kernel.
-const MAX_TOKENS: i64 = 8;
+pub(crate) const MAX_TOKENS: i64 = MMV_COLUMNS;
 
 /// The stage of a kernel.
 #[derive(Debug, Clone, Copy)]

@@ -10,7 +10,7 @@ use vgpu_transport::ir::{Op, OpKind, Rule};
 use super::fattn::Tiles;
 use super::fattn_sm90::FattnSm90;
 use crate::launch::builder::Builder;
-use crate::launch::q8::MMV_COLUMNS;
+use crate::megakernel::stages::MAX_TOKENS;
 use crate::params::*;
 use crate::types::READABLE;
 use vgpu_engine::EngineError;
@@ -57,7 +57,7 @@ pub(crate) fn compile(op: &Op, b: &mut Builder<'_>) -> Option<Result<(), EngineE
             heads_log2: 1 << q.ne[2].ilog2(),
         };
         // A megakernel has attention with tiles of few rows only, for as many tokens as it takes.
-        let is_few = b.uses_megakernel() && q.ne[1] <= MMV_COLUMNS;
+        let is_few = b.uses_megakernel() && q.ne[1] <= MAX_TOKENS;
         match Tiles::of(&params, |kernel| b.max_dynamic_shared(kernel), is_few) {
             Some(tiles) => match FattnSm90::of(b, &params, tiles.gqa_ratio).filter(|_| !is_few) {
                 Some(sm90) => sm90.fattn(b, &params),

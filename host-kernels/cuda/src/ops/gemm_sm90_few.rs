@@ -66,7 +66,7 @@ impl GemmSm90Few {
         let row_tiles = div_ceil(dst.ne[0], ROWS);
         let tiles = row_tiles * batches;
         // As many blocks as are resident at a time, each with whole chunks of K.
-        let resident = b.resident_blocks_with(self.kernel, THREADS, self.shared)?;
+        let resident = b.resident_blocks(self.kernel, THREADS, self.shared)?;
         let chunks = div_ceil(w.ne[0], self.chunk);
         let splits = match tiles <= COUNTERS {
             true => resident.div_euclid(tiles).min(chunks).clamp(1, MAX_SPLITS),

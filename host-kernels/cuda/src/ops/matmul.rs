@@ -63,6 +63,7 @@ pub(crate) fn multiply(
     let has_ids = matches!(op, Op::MulMatId { .. });
     let is_outer = matches!(op, Op::OutProd {});
     let is_few = has_ids || n <= MAX_MMV_COLUMNS;
+    let takes_gemm = !has_ids && !is_outer && n > MMV_COLUMNS;
     let demand = op.activation_precision();
     // From the fastest kernel to the simplest, each if it takes the operands and may be used.
     if has_ids && dst.ne[2] > MMV_COLUMNS && takes_groups(params) && b.has("vg_moe_sort") {
@@ -73,11 +74,7 @@ pub(crate) fn multiply(
             return gemm.multiply_groups(b, params);
         }
     }
-    if !has_ids
-        && n > MMV_COLUMNS
-        && !is_outer
-        && let Some(few) = few(b, params, demand)
-    {
+    if takes_gemm && let Some(few) = few(b, params, demand) {
         return few.multiply(b, params);
     }
     if is_few && !is_outer {
@@ -98,7 +95,7 @@ pub(crate) fn multiply(
             return added;
         }
     }
-    if !has_ids && n > MMV_COLUMNS && !is_outer {
+    if takes_gemm {
         if let Some(sm90) = sm90(b, params, demand) {
             return sm90.multiply(b, params);
         }

@@ -219,7 +219,7 @@ fn launch(
         false => (div_ceil(dst.ne[1], MMV_COLUMNS), dst.ne[2] * dst.ne[3]),
     };
     // As many blocks as are resident at a time; each loops over its share of the rows.
-    let resident = b.resident_blocks(kernel, THREADS)?;
+    let resident = b.resident_blocks(kernel, THREADS, 0)?;
     let most = resident.div_euclid(slots * batches);
     let blocks = div_ceil(pairs, BLOCK_PAIRS);
     // With few pairs of rows, the warps of a block share one. The stages of a megakernel do not,

@@ -115,8 +115,9 @@ impl<'a> Compiler<'a> {
             })
             .collect();
         let (graph, views) = (self.graph, self.views);
-        let columns = self.context.mmv_columns();
-        let needs_q8 = |x: &VgView| next_product_quantizes(graph, views, (nodes.end, columns), x);
+        let context = self.context;
+        let needs_q8 =
+            |x: &VgView| next_product_quantizes(graph, views, nodes.end, context.mmv_columns(), x);
         let added = self.build(nodes.clone(), |builder| {
             add_launch(kind, &seen, needs_q8, builder)
         });
