@@ -159,6 +159,7 @@ impl Session {
         };
         new.mark_weights();
         new.hold(Box::new(first));
+        new.charge_copies(self.tenant.copy_account(&self.engine));
         let lengths = store.lengths();
         self.graphs.forget_users(buffer);
         self.weights.forget(buffer);
