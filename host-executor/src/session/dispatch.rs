@@ -185,7 +185,10 @@ impl Session {
             .filter(|c| !c.is_control())
             .take(MAX_NAME_CHARS)
             .collect();
-        info!(guest = %name, protocol, ir, "session opened");
+        match self.log.passes(Instant::now()) {
+            true => info!(guest = %name, protocol, ir, "session opened"),
+            false => debug!(guest = %name, protocol, ir, "session opened"),
+        }
         self.activity.set_program(&name);
         // Cannot fail: the name is unset, and only this thread sets it.
         let _ = self.counters.guest.set(name);

@@ -2,6 +2,7 @@
 
 use std::os::fd::AsFd as _;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tracing::field::display;
@@ -101,8 +102,10 @@ impl Session {
         self.scheduler.forget(self.id);
         let stats = self.stats();
         let guest = self.guest().map(str::to_owned);
+        let log = Arc::clone(&self.log);
         self.free();
-        log_end(&stats, guest.as_deref(), link, start, &end);
+        let passes = log.passes(Instant::now());
+        log_end(&stats, guest.as_deref(), link, (start, passes), &end);
         end
     }
 
@@ -356,12 +359,13 @@ impl Session {
     }
 }
 
-/// Logs the end of a session: one line for operators, and one with every figure at level debug.
+/// Logs the end of a session that began at `start`: one line for operators if it `passes` the limit
+/// of lines, and one with every figure at level debug.
 fn log_end(
     stats: &Stats,
     guest: Option<&str>,
     link: &dyn HostEnd,
-    start: Instant,
+    (start, passes): (Instant, bool),
     end: &SessionEnd,
 ) {
     let link = link.counters();
@@ -388,6 +392,7 @@ fn log_end(
         };
     }
     match end {
+        _ if !passes => closed!(debug),
         SessionEnd::Closed | SessionEnd::Shutdown => closed!(info),
         SessionEnd::Panic(_) | SessionEnd::Engine(_) => closed!(error),
         _ => closed!(warn),
