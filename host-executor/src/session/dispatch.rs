@@ -327,11 +327,8 @@ impl Session {
     ) -> Result<Answer, SessionEnd> {
         let start = Instant::now();
         let end_check = EndCheck::new(link, stop);
-        let activity = &self.activity;
-        let is_cancelled = || {
-            activity.continue_request(ThreadState::Compiles);
-            end_check.is_near()
-        };
+        let (activity, outside) = (&self.activity, &self.outside);
+        let is_cancelled = || outside.is_over(activity, ThreadState::Compiles, &end_check);
         let context = CompileContext {
             engine: self.engine.as_ref(),
             buffers: &self.buffers,
@@ -364,10 +361,9 @@ impl Session {
         let end_check = EndCheck::new(link, stop);
         let (activity, counters) = (&self.activity, &self.counters);
         let is_cancelled = || end_check.is_near();
-        let is_compile_cancelled = || {
-            activity.continue_request(ThreadState::Executes);
-            is_cancelled()
-        };
+        let outside = &self.outside;
+        let state = ThreadState::Executes;
+        let is_compile_cancelled = || outside.is_over(activity, state, &end_check);
         let context = CompileContext {
             engine: self.engine.as_ref(),
             buffers: &self.buffers,

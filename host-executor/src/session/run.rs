@@ -12,6 +12,7 @@ use vgpu_transport::link::{HostEnd, LinkError};
 use vgpu_transport::wire::{Reply, Request};
 
 use super::answer::{Answer, ReadRange, Submitted};
+use super::end_check::EndCheck;
 use super::error::{SessionEnd, Violation};
 use super::state::{Session, observe_turn};
 use crate::activity::ThreadState;
@@ -74,6 +75,7 @@ impl Session {
     /// The caller's tracing span identifies the guest.
     pub fn run(mut self, link: &mut dyn HostEnd, stop: &StopFlag) -> SessionEnd {
         let start = Instant::now();
+        self.outside.begin();
         self.activity.set(ThreadState::FirstMessage);
         let first = receive_first(link, self.limits.hello, stop);
         let end = first.map_or_else(|end| end, |first| self.serve(first, link, stop));
@@ -88,6 +90,8 @@ impl Session {
         stop: &StopFlag,
     ) -> SessionEnd {
         let start = Instant::now();
+        let end_check = EndCheck::new(link, stop);
+        { &self.outside }.begin_with_link(&self.activity, &|| end_check.is_near());
         let end = self.serve(first, link, stop);
         self.end(end, start, link)
     }
@@ -113,6 +117,7 @@ impl Session {
     fn free(self) {
         let Session {
             activity,
+            outside,
             pinned,
             buffers,
             graphs,
@@ -123,6 +128,7 @@ impl Session {
         drop(buffers);
         drop(graphs);
         drop(weights);
+        outside.end(&activity);
         drop(activity);
     }
 
@@ -177,6 +183,11 @@ impl Session {
             link.retire();
             self.activity.retired();
             self.activity.set(ThreadState::Idle);
+            if self.outside.is_due(&self.activity) {
+                let end_check = EndCheck::new(link, stop);
+                { &self.outside }.pay(&self.activity, &|| end_check.is_near());
+                self.activity.set(ThreadState::Idle);
+            }
         }
     }
 

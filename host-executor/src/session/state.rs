@@ -10,6 +10,7 @@ use vgpu_engine::{Engine, MemoryInfo};
 
 use super::buffers::Buffers;
 use super::graphs::Graphs;
+use super::outside::OutsideWork;
 use super::weights_state::SessionWeights;
 use crate::activity::{Activities, Activity, GraphInfo, ThreadState};
 use crate::engine_monitor::EngineMonitor;
@@ -49,6 +50,7 @@ pub struct Session {
     pub(super) log: Arc<LogLimit>,
     /// What the thread of the session does, for others.
     pub(super) activity: Activity,
+    pub(super) outside: OutsideWork,
     /// Asks the engine for its memory, for a session of a server.
     pub(super) monitor: Option<Arc<EngineMonitor>>,
     /// Other programs of the same virtual machine whose heartbeats have stopped.
@@ -120,6 +122,7 @@ impl Session {
         } = shared;
         Session {
             id,
+            outside: OutsideWork::new(&scheduler, &tenant, engine.is_host_memory()),
             engine,
             scheduler,
             tenant,

@@ -280,21 +280,11 @@ impl Session {
             WeakSource::Memory(_) => ThreadState::CallsEngine,
             WeakSource::Disk(_) => ThreadState::Executes,
         };
-        let activity = &self.activity;
-        activity.continue_request(state);
-        let mut end = None;
-        let may_go_on = || {
-            activity.continue_request(state);
-            end = match stop.is_set() {
-                true => Some(SessionEnd::Shutdown),
-                false => link.check_guest().err().map(SessionEnd::from),
-            };
-            end.is_none()
-        };
+        let (activity, outside) = (&self.activity, &self.outside);
+        let end_check = EndCheck::new(link, stop);
+        let may_go_on = || !outside.is_over(activity, state, &end_check);
         let checked = store.check_proof(&source, nonce, may_go_on);
-        if let Some(end) = end {
-            return Err(end);
-        }
+        end_check.check()?;
         let is_right = match checked {
             // `blake3::Hash` compares in constant time.
             Ok(Some(expected)) => {
@@ -321,7 +311,6 @@ impl Session {
         let Some(source) = source.upgrade() else {
             return missing;
         };
-        let end_check = EndCheck::new(link, stop);
         let answer = self.attach_and_reply(request, range, &source, &end_check);
         end_check.check()?;
         Ok(answer)
@@ -369,19 +358,18 @@ impl Session {
         ) else {
             return Ok(false);
         };
-        let activity = &self.activity;
+        let (activity, outside) = (&self.activity, &self.outside);
         activity.continue_request(ThreadState::CallsEngine);
-        let is_cancelled = || {
-            activity.continue_request(ThreadState::CallsEngine);
-            end_check.is_near()
-        };
+        let is_cancelled = || outside.is_over(activity, ThreadState::CallsEngine, end_check);
         let (shared, is_from_disk) = match source {
             Source::Memory(extent) => (memory.attach(offset, extent, &is_cancelled)?, false),
             Source::Disk(cached) => {
                 memory.unshare(offset, len, &is_cancelled)?;
                 activity.continue_request(ThreadState::Executes);
                 let read = cached.read(|at, chunk| {
-                    activity.continue_request(ThreadState::CallsEngine);
+                    if is_cancelled() {
+                        return Err(ReadError::Memory(EngineError::Cancelled));
+                    }
                     let written = memory.write(offset + at, chunk.into());
                     activity.continue_request(ThreadState::Executes);
                     written.map_err(ReadError::Memory)
@@ -389,6 +377,9 @@ impl Session {
                 activity.continue_request(ThreadState::CallsEngine);
                 match read {
                     Ok(true) => (0, true),
+                    Err(ReadError::Memory(EngineError::Cancelled)) => {
+                        return Err(EngineError::Cancelled);
+                    }
                     outcome => {
                         let memory = Arc::clone(memory);
                         if let Err(error) = outcome {
@@ -483,11 +474,8 @@ impl Session {
         let Some(memory) = self.buffers.find(buffer) else {
             return Ok(());
         };
-        let activity = &self.activity;
-        let is_cancelled = || {
-            activity.continue_request(ThreadState::CallsEngine);
-            end_check.is_near()
-        };
+        let (activity, outside) = (&self.activity, &self.outside);
+        let is_cancelled = || outside.is_over(activity, ThreadState::CallsEngine, end_check);
         let uploads = &mut self.weights.uploads;
         if let Some(upload) = uploads.get(&buffer) {
             if upload.continues_with(offset, len) {
@@ -537,11 +525,8 @@ impl Session {
             | Request::Query { .. }
             | Request::Proof { .. } => return Ok(()),
         };
-        let activity = &self.activity;
-        let is_cancelled = || {
-            activity.continue_request(ThreadState::CallsEngine);
-            end_check.is_near()
-        };
+        let (activity, outside) = (&self.activity, &self.outside);
+        let is_cancelled = || outside.is_over(activity, ThreadState::CallsEngine, end_check);
         for buffer in buffers {
             let upload = self.weights.uploads.remove(&buffer);
             if let (Some(upload), Some(memory)) = (upload, self.buffers.find(buffer)) {
