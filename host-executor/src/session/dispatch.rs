@@ -73,7 +73,10 @@ impl Session {
                 let unshared = self.unshare_for_write(buffer, offset, len, &end_check);
                 end_check.check()?;
                 self.activity.continue_request(state);
-                let written = unshared.and_then(|()| self.write(buffer, offset, link.payload()));
+                let written = match unshared {
+                    Ok(()) => self.write((buffer, offset), link, stop)?,
+                    Err(error) => Err(error),
+                };
                 Ok(done(request, kind, buffer, written))
             }
             Request::Read {

@@ -419,15 +419,21 @@ impl Session {
     }
 
     /// Writes bytes that the guest sends into a buffer that has the range. The next bytes of an
-    /// extent that the guest uploads are compared with those of other guests first.
+    /// extent that the guest uploads are compared with those of other guests first. The bytes are
+    /// the payload of `link`. The end of the guest and `stop` end what is long: the comparison of
+    /// all earlier bytes of an extent with those of other guests, and their copy.
+    ///
+    /// # Errors
+    /// Why the session ends. The other result is what the engine reports.
     pub(super) fn write(
         &mut self,
-        buffer: BufferId,
-        offset: u64,
-        data: Bytes<'_>,
-    ) -> Result<(), EngineError> {
-        let Some(memory) = self.buffers.find(buffer) else {
-            return Ok(());
+        (buffer, offset): (BufferId, u64),
+        link: &mut dyn HostEnd,
+        stop: &StopFlag,
+    ) -> Result<Result<(), EngineError>, SessionEnd> {
+        let data = link.payload();
+        let Some(memory) = self.buffers.find(buffer).map(Arc::as_ref) else {
+            return Ok(Ok(()));
         };
         let SessionWeights {
             store,
@@ -438,14 +444,39 @@ impl Session {
         let (Some(store), Some(weights), Some(upload)) =
             (store, buffers.get_mut(&buffer), uploads.get_mut(&buffer))
         else {
-            return memory.write(offset, data);
+            return Ok(memory.write(offset, data));
         };
-        let len = data.len() as u64;
-        if upload.continues_with(offset, len) {
-            let wait_left = &mut weights.wait_left;
-            let outcome = upload.write(memory.as_ref(), store, wait_left, data);
-            let outcome = outcome.inspect_err(|_| drop(uploads.remove(&buffer)))?;
-            if let WriteOutcome::Complete { shared } = outcome {
+        if !upload.continues_with(offset, data.len() as u64) {
+            return Ok(memory.write(offset, data));
+        }
+        let wait_left = &mut weights.wait_left;
+        let mut rest = data;
+        let mut outcome = upload.write(memory, store, wait_left, &mut rest);
+        if matches!(outcome, Ok(WriteOutcome::Differs)) {
+            // The link, which has the payload, is asked for its guest meanwhile.
+            let mut payload = vec![0; rest.len()];
+            rest.copy_to(&mut payload);
+            let end_check = EndCheck::new(link, stop);
+            let (activity, outside) = (&self.activity, &self.outside);
+            let state = ThreadState::Executes;
+            let is_over = |may_pause: bool| match may_pause {
+                true => outside.is_over(activity, state, &end_check),
+                false => {
+                    activity.continue_request(state);
+                    end_check.is_near()
+                }
+            };
+            let mut rest = Bytes::from(&payload[..]);
+            while matches!(outcome, Ok(WriteOutcome::Differs)) {
+                outcome = { upload.leave(memory, &mut rest, &is_over) }
+                    .and_then(|()| upload.write(memory, store, wait_left, &mut rest));
+            }
+            end_check.check()?;
+        }
+        self.outside.waited(upload.take_waited());
+        match outcome {
+            Ok(WriteOutcome::Incomplete | WriteOutcome::Differs) => {}
+            Ok(WriteOutcome::Complete { shared }) => {
                 uploads.remove(&buffer);
                 if shared > 0 {
                     weights.shared += shared;
@@ -453,9 +484,12 @@ impl Session {
                     self.update_gauges();
                 }
             }
-            return Ok(());
+            Err(error) => {
+                uploads.remove(&buffer);
+                return Ok(Err(error));
+            }
         }
-        memory.write(offset, data)
+        Ok(Ok(()))
     }
 
     /// Prepares the write of bytes that the guest sends: puts the bytes of an unfinished upload
@@ -635,3 +669,7 @@ impl Session {
         self.update_gauges();
     }
 }
+
+#[cfg(test)]
+#[path = "weights_tests.rs"]
+mod tests;
