@@ -47,7 +47,6 @@ mod limits;
 #[cfg(feature = "server")]
 pub mod listener;
 mod lock;
-#[cfg(feature = "server")]
 mod log_limit;
 #[cfg(feature = "server")]
 pub mod log_queue;

@@ -12,6 +12,7 @@ use vgpu_transport::link::stream::tls::{CertificateFault, Certificates};
 use vgpu_transport::lock::lock;
 use vgpu_transport::shm::liveness::Silence;
 
+use super::session_log::SessionLog;
 use crate::activity::Activities;
 use crate::engine_monitor::EngineMonitor;
 use crate::handshakes::Handshakes;
@@ -55,6 +56,8 @@ pub(super) struct Shared {
     pub(super) handshakes: Arc<Handshakes>,
     /// Limits the lines about guests that get no session.
     pub(super) refusal_log: LogLimit,
+    /// Limits the lines about the sessions of each guest.
+    pub(super) session_log: SessionLog,
     /// What each thread that serves a guest does.
     pub(super) activities: Arc<Activities>,
     /// Asks the engine for its memory, and whether it still works.
@@ -117,6 +120,7 @@ impl Shared {
             sessions: RankedMutex::new(Rank::Sessions, BTreeMap::new()),
             handshakes: Handshakes::new(limits.handshakes),
             refusal_log: LogLimit::new(10),
+            session_log: SessionLog::default(),
             activities: Activities::new(MAX_ACTIVITIES),
             monitor,
             ended: [const { AtomicU64::new(0) }; END_KINDS.len()],

@@ -17,8 +17,8 @@ use crate::status::{StatusHandle, StatusSource as _};
 /// Lines that wait for the log. Further ones are lost.
 const MAX_LINES: usize = 64;
 
-/// Starts two threads, which end with the server. One watches. The other one writes of what is
-/// slow: a log that nobody reads must not keep the first one from its work. That the engine hangs
+/// Starts two threads, which end with the server. One watches, and counts the lines that guests may
+/// not cause any more. The other one writes of both and of what is slow: a log that nobody reads must not keep the first one from its work. That the engine hangs
 /// is written by the first one, past `tracing`: the engine may hang in the dynamic linker
 /// ([`log_queue`]).
 pub(super) fn start(
@@ -46,6 +46,9 @@ pub(super) fn start(
                     hang: watch.hang().map(str::to_owned),
                     starved: watch.starved().map(str::to_owned),
                 });
+                for line in shared.session_log.left_out(last) {
+                    let _ = reports.try_send(line);
+                }
                 for notice in notices {
                     match notice {
                         Notice::Slow(what) => drop(reports.try_send(what)),

@@ -73,7 +73,10 @@ impl Session {
                 let unshared = self.unshare_for_write(buffer, offset, len, &end_check);
                 end_check.check()?;
                 self.activity.continue_request(state);
-                let written = unshared.and_then(|()| self.write(buffer, offset, link.payload()));
+                let written = match unshared {
+                    Ok(()) => self.write((buffer, offset), link, stop)?,
+                    Err(error) => Err(error),
+                };
                 Ok(done(request, kind, buffer, written))
             }
             Request::Read {
@@ -185,7 +188,10 @@ impl Session {
             .filter(|c| !c.is_control())
             .take(MAX_NAME_CHARS)
             .collect();
-        info!(guest = %name, protocol, ir, "session opened");
+        match self.log.passes(Instant::now()) {
+            true => info!(guest = %name, protocol, ir, "session opened"),
+            false => debug!(guest = %name, protocol, ir, "session opened"),
+        }
         self.activity.set_program(&name);
         // Cannot fail: the name is unset, and only this thread sets it.
         let _ = self.counters.guest.set(name);
@@ -324,11 +330,8 @@ impl Session {
     ) -> Result<Answer, SessionEnd> {
         let start = Instant::now();
         let end_check = EndCheck::new(link, stop);
-        let activity = &self.activity;
-        let is_cancelled = || {
-            activity.continue_request(ThreadState::Compiles);
-            end_check.is_near()
-        };
+        let (activity, outside) = (&self.activity, &self.outside);
+        let is_cancelled = || outside.is_over(activity, ThreadState::Compiles, &end_check);
         let context = CompileContext {
             engine: self.engine.as_ref(),
             buffers: &self.buffers,
@@ -361,10 +364,9 @@ impl Session {
         let end_check = EndCheck::new(link, stop);
         let (activity, counters) = (&self.activity, &self.counters);
         let is_cancelled = || end_check.is_near();
-        let is_compile_cancelled = || {
-            activity.continue_request(ThreadState::Executes);
-            is_cancelled()
-        };
+        let outside = &self.outside;
+        let state = ThreadState::Executes;
+        let is_compile_cancelled = || outside.is_over(activity, state, &end_check);
         let context = CompileContext {
             engine: self.engine.as_ref(),
             buffers: &self.buffers,

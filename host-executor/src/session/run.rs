@@ -2,6 +2,7 @@
 
 use std::os::fd::AsFd as _;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tracing::field::display;
@@ -11,6 +12,7 @@ use vgpu_transport::link::{HostEnd, LinkError};
 use vgpu_transport::wire::{Reply, Request};
 
 use super::answer::{Answer, ReadRange, Submitted};
+use super::end_check::EndCheck;
 use super::error::{SessionEnd, Violation};
 use super::state::{Session, observe_turn};
 use crate::activity::ThreadState;
@@ -73,6 +75,7 @@ impl Session {
     /// The caller's tracing span identifies the guest.
     pub fn run(mut self, link: &mut dyn HostEnd, stop: &StopFlag) -> SessionEnd {
         let start = Instant::now();
+        self.outside.begin();
         self.activity.set(ThreadState::FirstMessage);
         let first = receive_first(link, self.limits.hello, stop);
         let end = first.map_or_else(|end| end, |first| self.serve(first, link, stop));
@@ -87,6 +90,8 @@ impl Session {
         stop: &StopFlag,
     ) -> SessionEnd {
         let start = Instant::now();
+        let end_check = EndCheck::new(link, stop);
+        { &self.outside }.begin_with_link(&self.activity, &|| end_check.is_near());
         let end = self.serve(first, link, stop);
         self.end(end, start, link)
     }
@@ -101,8 +106,10 @@ impl Session {
         self.scheduler.forget(self.id);
         let stats = self.stats();
         let guest = self.guest().map(str::to_owned);
+        let log = Arc::clone(&self.log);
         self.free();
-        log_end(&stats, guest.as_deref(), link, start, &end);
+        let passes = log.passes(Instant::now());
+        log_end(&stats, guest.as_deref(), link, (start, passes), &end);
         end
     }
 
@@ -110,6 +117,7 @@ impl Session {
     fn free(self) {
         let Session {
             activity,
+            outside,
             pinned,
             buffers,
             graphs,
@@ -120,6 +128,7 @@ impl Session {
         drop(buffers);
         drop(graphs);
         drop(weights);
+        outside.end(&activity);
         drop(activity);
     }
 
@@ -174,6 +183,11 @@ impl Session {
             link.retire();
             self.activity.retired();
             self.activity.set(ThreadState::Idle);
+            if self.outside.is_due(&self.activity) {
+                let end_check = EndCheck::new(link, stop);
+                { &self.outside }.pay(&self.activity, &|| end_check.is_near());
+                self.activity.set(ThreadState::Idle);
+            }
         }
     }
 
@@ -356,12 +370,13 @@ impl Session {
     }
 }
 
-/// Logs the end of a session: one line for operators, and one with every figure at level debug.
+/// Logs the end of a session that began at `start`: one line for operators if it `passes` the limit
+/// of lines, and one with every figure at level debug.
 fn log_end(
     stats: &Stats,
     guest: Option<&str>,
     link: &dyn HostEnd,
-    start: Instant,
+    (start, passes): (Instant, bool),
     end: &SessionEnd,
 ) {
     let link = link.counters();
@@ -388,6 +403,7 @@ fn log_end(
         };
     }
     match end {
+        _ if !passes => closed!(debug),
         SessionEnd::Closed | SessionEnd::Shutdown => closed!(info),
         SessionEnd::Panic(_) | SessionEnd::Engine(_) => closed!(error),
         _ => closed!(warn),

@@ -11,7 +11,10 @@
 //!   nothing but an index in the data;
 //! - every reply is well-formed and belongs to the request before it; nothing follows the last one;
 //! - graphs, plans and working memory are charged, and given back with the graph;
-//! - when the session is over, all its memory is free.
+//! - when the session is over, all its memory is free;
+//! - no request takes more processor time than `usage::REQUEST_TIME`;
+//! - in a process of its own, the session has as many mappings, threads and descriptors as its
+//!   buffers need, and leaves none behind.
 
 mod graphs;
 pub(crate) mod input;
@@ -20,6 +23,7 @@ mod model;
 #[allow(dead_code)] // a recipe varies all parameters that do not belong to a geometry
 mod ops;
 mod recipes;
+pub(crate) mod usage;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
@@ -39,6 +43,7 @@ use vgpu_transport::wire::{
 
 use input::Input;
 use model::{Expect, Model};
+use usage::{Process, RequestClock};
 
 pub(crate) use model::Setup;
 
@@ -108,19 +113,36 @@ pub(crate) fn cpu_engine(setup: &Setup) -> CpuEngine {
 
 /// As [`run`], on an engine of `setup` that nobody else uses.
 pub(crate) fn run_on(engine: &Arc<dyn Engine>, setup: &'static Setup, data: &[u8]) {
+    run_alone(engine, setup, data, None);
+}
+
+/// As [`run_on`], in a process that does nothing else and had `first` before. Returns the time of
+/// the longest request.
+pub(crate) fn run_alone(
+    engine: &Arc<dyn Engine>,
+    setup: &'static Setup,
+    data: &[u8],
+    first: Option<Process>,
+) -> Duration {
     let mut script = Script::new(data, setup, Arc::clone(engine));
+    script.first = first;
     static WEIGHTS: OnceLock<WeightStore> = OnceLock::new();
     let weights = WEIGHTS
         .get_or_init(|| WeightStore::new(Sharing::Tenant, None).expect("a thread for weights"));
     let session = Session::new(1, Arc::clone(engine), limits(setup));
     let session = session.sharing(weights, "fuzz");
     let ending = session.run(&mut script, &StopFlag::new());
+    let longest = script.clock.longest();
     script.finish(&ending);
     assert_eq!(
         engine.memory().free,
         setup.memory,
         "the session did not free its memory"
     );
+    if let Some(first) = first {
+        first.check_growth(0);
+    }
+    longest
 }
 
 /// The guest and its link: sends requests and checks replies.
@@ -146,6 +168,9 @@ struct Script<'a> {
     has_compiled: bool,
     requests: usize,
     runs: usize,
+    clock: RequestClock,
+    /// What the process had before, if it does nothing else.
+    first: Option<Process>,
 }
 
 impl<'a> Script<'a> {
@@ -167,6 +192,8 @@ impl<'a> Script<'a> {
             has_compiled: false,
             requests: 0,
             runs: 0,
+            clock: RequestClock::new(),
+            first: None,
         }
     }
 
@@ -704,6 +731,9 @@ impl HostEnd for Script<'_> {
     ) -> Result<Option<Incoming>, LinkError> {
         self.settle();
         let Some((next, payload)) = self.next() else {
+            if let Some(first) = self.first {
+                first.check_growth(self.model.buffers.len());
+            }
             return Err(LinkError::Closed);
         };
         message.extend_from_slice(&next);
@@ -719,6 +749,7 @@ impl HostEnd for Script<'_> {
         self.message = next;
         self.payload = payload;
         self.retired = false;
+        self.clock.begin();
         Ok(Some(Incoming {
             request: self.number,
             payload_len: self.payload.len(),
@@ -753,6 +784,8 @@ impl HostEnd for Script<'_> {
     fn retire(&mut self) {
         assert!(!self.retired, "retired twice");
         self.retired = true;
+        let message = &self.message;
+        self.clock.end(|| format!("{:?}", Request::decode(message)));
     }
 
     fn counters(&self) -> Counters {
