@@ -15,6 +15,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
+use rustix::net::{RecvFlags, recv};
 use serde::{Deserialize, Serialize};
 use tracing::{debug, error};
 use vgpu_transport::link::credentials;
@@ -198,19 +199,44 @@ pub(crate) struct Asked<T> {
     /// The number of the process that has opened the control socket, if there was a connection.
     pub(crate) process: Option<i32>,
     pub(crate) answer: Result<T, ControlError>,
+    /// The question, if its answer was not there in time.
+    pub(crate) open: Option<OpenQuestion>,
+}
+
+/// A question that the executor has not answered in time. Dropping it closes the connection.
+#[derive(Debug)]
+pub(crate) struct OpenQuestion(UnixStream);
+
+impl OpenQuestion {
+    #[cfg(test)]
+    pub(crate) fn of(socket: UnixStream) -> OpenQuestion {
+        OpenQuestion(socket)
+    }
+
+    /// Whether the executor has begun to answer since. Does not wait.
+    pub(crate) fn is_answered(&self) -> bool {
+        let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
+        matches!(recv(&self.0, &mut [0], flags), Ok((1.., _)))
+    }
 }
 
 /// Asks an executor that this process has started for its complete report.
 pub(crate) fn report(path: &Path, timeout: Duration) -> Asked<Report> {
     let deadline = Instant::now() + timeout;
     match send(path, "report", timeout) {
-        Ok(socket) => Asked {
-            process: credentials::of(&socket).map(|peer| peer.pid).ok(),
-            answer: receive(&socket, deadline, MAX_REPORT),
-        },
+        Ok(socket) => {
+            let answer = receive(&socket, deadline, MAX_REPORT);
+            let is_late = matches!(answer, Err(ControlError::Late { .. }));
+            Asked {
+                process: credentials::of(&socket).map(|peer| peer.pid).ok(),
+                answer,
+                open: is_late.then_some(OpenQuestion(socket)),
+            }
+        }
         Err(error) => Asked {
             process: None,
             answer: Err(error),
+            open: None,
         },
     }
 }
@@ -367,6 +393,26 @@ mod tests {
         drop(theirs);
         assert_eq!(read(&ours, later(), 2).unwrap(), b"{}");
     }
+
+    #[test]
+    fn question_stays_open_for_a_late_answer() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("control.sock");
+        let (listener, _file) = bind(&path).unwrap();
+        let asked = report(&path, Duration::from_millis(1));
+        assert!(matches!(asked.answer, Err(ControlError::Late { .. })));
+        let question = asked.open.expect("it is open");
+        assert!(!question.is_answered());
+        let (mut client, _) = listener.accept().unwrap();
+        client.write_all(b"{").unwrap();
+        assert!(question.is_answered());
+        // Refused in time: it will not be answered.
+        let refuses = thread::spawn(move || drop(listener.accept().unwrap()));
+        let asked = report(&path, Duration::from_secs(60));
+        assert!(asked.answer.is_err() && asked.open.is_none());
+        refuses.join().unwrap();
+    }
+
     /// A listener that never accepts, with as many connections as the kernel queues.
     fn full(path: &Path) -> (UnixListener, SocketFile, Vec<UnixStream>) {
         let (listener, file) = bind(path).unwrap();

@@ -1,5 +1,9 @@
 //! The `vgpu` command.
 
+// First: its macros are for all other modules.
+#[macro_use]
+mod output;
+
 #[cfg(feature = "tools")]
 mod bench;
 #[cfg(feature = "tools")]
@@ -80,9 +84,31 @@ enum Command {
     Generate(generate::Args),
 }
 
+impl Command {
+    /// Whether the command is over when nobody reads what it prints.
+    fn only_prints(&self) -> bool {
+        #[cfg(feature = "tools")]
+        if matches!(self, Command::GpuCheck(_) | Command::Bench(_)) {
+            return true;
+        }
+        matches!(
+            self,
+            Command::CheckConfig(_)
+                | Command::Ps(_)
+                | Command::Dump(_)
+                | Command::Doctor(_)
+                | Command::DoctorDriver(_)
+                | Command::DoctorPlugin(_)
+        )
+    }
+}
+
 fn main() -> ExitCode {
     vgpu_executor::set_version(own_program::VERSION);
     let Cli { command } = Cli::parse();
+    if command.only_prints() {
+        output::end_without_reader();
+    }
     let success = |()| ExitCode::SUCCESS;
     let outcome: anyhow::Result<ExitCode> = match command {
         Command::Serve(args) => serve::run(&args).map(success),

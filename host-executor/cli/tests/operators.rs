@@ -939,3 +939,55 @@ fn check_config_validates_without_serving() {
     let text = fails(&mut vgpu(&["serve", "--config", file]));
     assert!(text.contains(file), "{text}");
 }
+
+/// The writing end of a pipe that nobody reads.
+fn closed_pipe() -> Stdio {
+    let (_, writer) = std::io::pipe().expect("a pipe");
+    writer.into()
+}
+
+/// As with `vgpu ps | head -n 1`.
+#[test]
+fn commands_end_quietly_when_nobody_reads_what_they_print() {
+    const ENDED: i32 = 141;
+    let site = Site::start("closed", "");
+    let scratch = Scratch::new("closed-files");
+    let config = site.config.to_str().expect("text");
+    let authority = scratch.path().join("ca");
+    let authority = authority.to_str().expect("text");
+    let rates = ["--bandwidth", "4800", "--tflops", "989"];
+    let plan = ["bench", "plan", "--floor-only", "--model", "8b"];
+    let mut commands = vec![
+        (site.run("ps", &[]), ENDED),
+        (site.run("ps", &["--json"]), ENDED),
+        (site.run("dump", &[]), ENDED),
+        (vgpu(&["check-config", config]), ENDED),
+        (vgpu(&["check-config", config, "--json"]), ENDED),
+        (vgpu(&["doctor"]), ENDED),
+        // These have done their work.
+        (site.run("reload", &[]), 0),
+        (vgpu(&["--help"]), 0),
+    ];
+    if cfg!(feature = "tools") {
+        commands.extend([
+            (vgpu(&["gpu-check", "models"]), ENDED),
+            (vgpu(&[&plan[..], &rates].concat()), ENDED),
+            (vgpu(&["cert", authority, "guest", "alice"]), 0),
+        ]);
+    }
+    for (mut command, expected) in commands {
+        let output = command.stdout(closed_pipe()).output();
+        let output = output.expect("the command starts");
+        let said = String::from_utf8(output.stderr).expect("text");
+        assert_eq!(output.status.code(), Some(expected), "{command:?}: {said}");
+        assert!(!said.contains("panicked"), "{command:?}: {said}");
+        // Nobody reads the errors, if there are any: another certificate of this name is one.
+        let output = command
+            .stdout(Stdio::piped())
+            .stderr(closed_pipe())
+            .output();
+        let code = output.expect("the command starts").status.code();
+        assert!(matches!(code, Some(0 | 1)), "{command:?}: {code:?}");
+    }
+    site.end();
+}

@@ -115,12 +115,13 @@ impl Snapshot {
         // halves.
         let bases = (1u64..).map(|n| n << 32);
         for ((id, (name, asked)), base) in ids.into_iter().zip(reports).zip(bases) {
-            let asked = asked.unwrap_or_else(|error| Asked {
+            let mut asked = asked.unwrap_or_else(|error| Asked {
                 process: None,
                 answer: Err(error),
+                open: None,
             });
             if let Some(machine) = shared.processes().machines.get_mut(&id) {
-                machine.answers.note(at, &asked);
+                machine.answers.note(at, &mut asked);
                 let who = format_args!("the process of the virtual machine {name}");
                 self.add_silence(machine.answers.silent(), shared.timeouts.silence, who);
             }

@@ -399,6 +399,15 @@ fn shutdown_does_not_wait_for_the_process_of_a_virtual_machine_without_end() {
 }
 
 #[test]
+fn main_thread_is_expected_to_run_from_its_handle_on() {
+    let mut test = Supervised::new(SOON, &[]);
+    assert_eq!(test.shared().main.age(), None, "nobody checks");
+    let _health = test.supervisor.as_ref().expect("it runs").health();
+    assert!(test.shared().main.age().is_some());
+    test.shutdown();
+}
+
+#[test]
 fn worker_that_reports_no_more_makes_no_progress() {
     let mut test = Supervised::new(SOON, &["mute"]);
     let _hostile = test.program("a");

@@ -184,8 +184,10 @@ impl Supervisor {
         vm_process::wait_until_ready(&self.shared, std::mem::take(&mut self.starting))
     }
 
-    /// A handle that says, on any thread, whether the supervisor makes progress.
+    /// A handle that says, on any thread, whether the supervisor makes progress. From this call on,
+    /// the status expects that a thread [checks](SupervisorHealth::check) it about once a second.
     pub fn health(&self) -> SupervisorHealth {
+        self.shared.main.beat();
         SupervisorHealth(Arc::clone(&self.shared))
     }
 

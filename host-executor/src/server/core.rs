@@ -72,8 +72,10 @@ impl Server {
         watchdog::start(&self.shared, on_stuck)
     }
 
-    /// A handle that says, on any thread, whether the server makes progress.
+    /// A handle that says, on any thread, whether the server makes progress. From this call on, the
+    /// status expects that a thread [checks](Health::check) it about once a second.
     pub fn health(&self) -> Health {
+        self.shared.main.beat();
         Health(Arc::clone(&self.shared))
     }
 

@@ -50,7 +50,7 @@ fn main() -> ExitCode {
     match run(&Arguments::parse()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("\nerror: {error:#}");
+            xtask_common::progress::say(&format!("\nerror: {error:#}"));
             ExitCode::FAILURE
         }
     }

@@ -5,6 +5,7 @@ use std::cell::OnceCell;
 use anyhow::{Context as _, Result, anyhow};
 
 use xtask_common::cache::Cache;
+use xtask_common::println;
 use xtask_common::{compiler_cache, progress, workspace};
 
 use crate::parts::{

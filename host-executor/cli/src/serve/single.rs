@@ -125,6 +125,7 @@ pub(super) fn run(
     };
     let confined = sandboxing::enter(engine.as_ref(), role, args.no_sandbox, dropped)?;
     serving.begin();
+    let health = server.health();
     let _files = observers.serve(&settings, &server.status_handle(), sender, &confined)?;
     listeners.switch(&mut server, &settings, prepared, &confined)?;
     announce(&listeners.addresses());
@@ -135,7 +136,6 @@ pub(super) fn run(
     // Also used by a reload.
     let running = RefCell::new(settings);
     let kept = RefCell::new(kept);
-    let health = server.health();
     let outcome = wait_for_end(
         events,
         || {

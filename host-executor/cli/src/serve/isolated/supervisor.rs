@@ -147,6 +147,7 @@ pub(crate) fn run(
         .for_each(|address| info!("listening on {address}"));
     // The processes of virtual machines bind sockets and start drivers before they do the same.
     let confined = sandboxing::confine_supervisor(args.no_sandbox)?;
+    let health = supervisor.health();
     let _files = observers.serve(&settings, &supervisor.status_handle(), sender, &confined)?;
     listeners.switch(&mut supervisor, &settings, prepared, &confined)?;
     let mut addresses = listeners.addresses();
@@ -156,7 +157,6 @@ pub(crate) fn run(
     trim_pages::trim(Scope::Program);
 
     let watch = EndWatch::new(listeners.certificates().cloned());
-    let health = supervisor.health();
     // Other virtual machines need a restart.
     let served = settings.clone();
     let mut running = settings;
