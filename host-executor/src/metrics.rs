@@ -7,10 +7,11 @@ use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder, text};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Registry;
+use vgpu_transport::wire::ProtocolVersion;
 
 use crate::histogram::Distribution;
 use crate::process_figures::{self, ProcessFigure};
-use crate::status::{Status, StatusHandle, TenantLatency, Usage};
+use crate::status::{SessionStatus, Status, StatusHandle, TenantLatency, Usage};
 
 /// The media type of what [`render`] returns.
 pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -201,6 +202,8 @@ impl Collector for MetricsCollector {
                 .encode_counter::<[(&str, &str); 0], u64, f64>(&count, None)?;
         }
 
+        protocols(&mut encoder, status)?;
+
         let guests = &status.guests;
         type Gauge = (
             &'static str,
@@ -290,6 +293,24 @@ impl Collector for MetricsCollector {
         }
         Ok(())
     }
+}
+
+fn protocols(encoder: &mut DescriptorEncoder<'_>, status: &Status) -> fmt::Result {
+    let mut family = encoder.encode_descriptor(
+        "vgpu_protocol_sessions",
+        "Connected programs, by the version of the protocol that they use",
+        None,
+        MetricType::Gauge,
+    )?;
+    for version in ProtocolVersion::ALL {
+        let number = version.number();
+        let uses = |session: &&SessionStatus| session.protocol == Some(number);
+        let count = status.sessions.iter().filter(uses).count();
+        family
+            .encode_family(&[("version", number.to_string())])?
+            .encode_gauge(&(count as f64))?;
+    }
+    Ok(())
 }
 
 fn histogram(mut encoder: MetricEncoder<'_>, distribution: &Distribution) -> fmt::Result {

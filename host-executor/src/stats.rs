@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use vgpu_transport::wire::Request;
+use vgpu_transport::wire::{ProtocolVersion, Request};
 
 /// Names of the kinds of request, in the order of their tags on the wire.
 const KINDS: [&str; 20] = [
@@ -171,6 +171,8 @@ impl Failures {
 pub(crate) struct Counters {
     /// The name that the guest gave in HELLO. Unset before HELLO.
     pub(crate) guest: OnceLock<String>,
+    /// The version of the messages. Unset before HELLO.
+    pub(crate) protocol: OnceLock<ProtocolVersion>,
     requests: [Counter; KINDS.len()],
     pub(crate) bytes_in: Counter,
     pub(crate) bytes_out: Counter,
@@ -320,7 +322,7 @@ mod tests {
     fn kinds_are_in_the_order_of_the_wire() {
         let fence = Request::Fence {};
         let mut bytes = Vec::new();
-        fence.encode(&mut bytes);
+        fence.encode(ProtocolVersion::CURRENT, &mut bytes);
         assert_eq!(bytes, 12u32.to_le_bytes());
         assert_eq!(Kind::of(&fence), Kind(11));
         assert_eq!(Kind::of(&fence).name(), "FENCE");

@@ -223,6 +223,10 @@ pub struct Usage {
     /// The graphs that ran in these turns, the own and others in one batch. Divided by `turns`, it
     /// is the mean size of a batch.
     #[serde(default)]
+    /// The version of the protocol that the program and the executor have agreed on. `None` before
+    /// HELLO.
+    #[serde(default)]
+    pub protocol: Option<u32>,
     pub batch_members: u64,
     /// Bytes of messages and payloads received.
     pub bytes_in: u64,

@@ -78,15 +78,15 @@ fn table(status: &Status) -> String {
     }
     let _ = writeln!(
         text,
-        "\n{:>5} {:<width$} {:>8} {:>6} {:>8} {:>10} {:>10}  PROGRAM",
-        "ID", "GUEST", "PID", "UID", "AGE", "MEMORY", "GRAPHS"
+        "\n{:>5} {:<width$} {:>8} {:>6} {:>8} {:>10} {:>10} {:>5}  PROGRAM",
+        "ID", "GUEST", "PID", "UID", "AGE", "MEMORY", "GRAPHS", "PROTO"
     );
     for session in &status.sessions {
         let SessionStatus { usage, .. } = session;
         let number = |n: Option<i64>| n.map_or_else(|| "-".into(), |n| n.to_string());
         let _ = writeln!(
             text,
-            "{:>5} {:<width$} {:>8} {:>6} {:>8} {:>10} {:>10}  {}",
+            "{:>5} {:<width$} {:>8} {:>6} {:>8} {:>10} {:>10} {:>5}  {}",
             session.id,
             session.guest,
             number(session.pid.map(i64::from)),
@@ -99,3 +99,4 @@ fn table(status: &Status) -> String {
     }
     text
 }
+            number(session.protocol.map(i64::from)),

@@ -19,10 +19,9 @@ use rustix::process::{Pid, Signal, kill_process};
 use served::program::copy_program;
 use served::workers::{children, guest, workers};
 use served::{Scratch, Serve, vgpu};
-use vgpu_transport::ir::IR_VERSION;
 use vgpu_transport::link::pci::directory;
 use vgpu_transport::shm::memory::{SharedWords as _, Window};
-use vgpu_transport::wire::{GraphId, MIN_EXTENT, PROTOCOL_VERSION, Reply, Request};
+use vgpu_transport::wire::{GraphId, MIN_EXTENT, Offer, Reply, Request};
 
 fn compute(guest: &mut Guest) {
     let a = guest.alloc_with(&bytes(&[1.0, 2.0]));
@@ -124,8 +123,7 @@ fn each_guest_has_its_partition_and_partitions_limit_the_guests() {
     let mut next = loop {
         let mut next = serve.connect(&scratch.socket());
         next.send(&Request::Hello {
-            protocol: PROTOCOL_VERSION,
-            ir: IR_VERSION,
+            offer: Offer::SERVED,
             name: "next".into(),
         });
         match next.receive().0 {

@@ -35,6 +35,11 @@ impl StatusSource for Shared {
                 uid: entry.peer.process.as_ref().map(|process| process.uid),
                 program: entry.counters.guest.get().cloned(),
                 age: entry.since.elapsed().as_secs_f64(),
+                protocol: entry
+                    .counters
+                    .protocol
+                    .get()
+                    .map(|version| version.number()),
                 usage: Usage::from(&entry.counters.snapshot()),
             })
             .collect();

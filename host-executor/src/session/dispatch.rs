@@ -7,9 +7,11 @@ use std::time::Instant;
 use tracing::{debug, info, trace};
 use vgpu_engine::{EngineError, RunError, SharedMemory};
 use vgpu_transport::bytes::Bytes;
-use vgpu_transport::ir::{BufferId, IR_VERSION};
+use vgpu_transport::ir::BufferId;
 use vgpu_transport::link::HostEnd;
-use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, PROTOCOL_VERSION, Reply, Request};
+use vgpu_transport::wire::{
+    GraphId, HostVersions, MAX_PAYLOAD, Offer, ProtocolVersion, Reply, Request, VersionRange,
+};
 
 use super::answer::{Answer, ReadRange, Submitted, done, failed, refused};
 use super::bulk::{Bulk, Transfer};
@@ -24,6 +26,22 @@ use crate::stop::StopFlag;
 
 /// Longest guest name that is kept, in characters.
 const MAX_NAME_CHARS: usize = 200;
+
+/// The version of a session with a guest that offers this.
+///
+/// # Errors
+/// [`Violation::Protocol`] without a version in common, [`Violation::Ir`] if the offer contradicts
+/// itself.
+fn agree(offer: Offer) -> Result<ProtocolVersion, Violation> {
+    let protocol = offer.choose()?;
+    // The version of graph images is that of the newest version, which the host may not know.
+    let is_newest = offer.versions.newest() == protocol.number();
+    if is_newest && offer.ir != protocol.ir() {
+        let guest = offer.ir;
+        return Err(Violation::Ir { guest, protocol });
+    }
+    Ok(protocol)
+}
 
 impl Session {
     /// Carries out a request.
@@ -56,7 +74,7 @@ impl Session {
         }
         let payload = link.payload();
         match message {
-            Request::Hello { protocol, ir, name } => self.hello(protocol, ir, &name),
+            Request::Hello { offer, name } => self.hello(offer, &name),
             Request::Alloc { buffer, size } => self.alloc(request, buffer, size),
             Request::Free { buffer } => {
                 self.buffers.remove(buffer)?;
@@ -177,7 +195,7 @@ impl Session {
         }
     }
 
-    fn hello(&mut self, protocol: u32, ir: u32, name: &str) -> Result<Answer, SessionEnd> {
+    fn hello(&mut self, offer: Offer, name: &str) -> Result<Answer, SessionEnd> {
         if self.guest().is_some() {
             return Err(Violation::SecondHello.into());
         }
@@ -188,22 +206,21 @@ impl Session {
             .filter(|c| !c.is_control())
             .take(MAX_NAME_CHARS)
             .collect();
-        match self.log.passes(Instant::now()) {
-            true => info!(guest = %name, protocol, ir, "session opened"),
-            false => debug!(guest = %name, protocol, ir, "session opened"),
-        }
         self.activity.set_program(&name);
         // Cannot fail: the name is unset, and only this thread sets it.
-        let _ = self.counters.guest.set(name);
-        if protocol != PROTOCOL_VERSION {
-            return Err(Violation::Protocol { guest: protocol }.into());
+        let _ = self.counters.guest.set(name.clone());
+        let protocol = agree(offer)?;
+        let speaks = offer.versions;
+        match self.log.passes(Instant::now()) {
+            true => info!(guest = %name, %speaks, %protocol, "session opened"),
+            false => debug!(guest = %name, %speaks, %protocol, "session opened"),
         }
-        if ir != IR_VERSION {
-            return Err(Violation::Ir { guest: ir }.into());
-        }
+        self.protocol = protocol;
+        let _ = self.counters.protocol.set(protocol);
         let memory = self.memory();
         Ok(Answer::Message(Reply::Welcome {
-            protocol: PROTOCOL_VERSION,
+            protocol,
+            served: HostVersions(VersionRange::SERVED),
             session: self.id,
             engine: self.engine.name().to_owned(),
             description: self.engine.description().to_owned(),

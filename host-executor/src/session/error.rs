@@ -3,11 +3,12 @@
 use std::time::Duration;
 
 use vgpu_engine::EngineError;
-use vgpu_transport::ir::{BufferId, DecodeError, IR_VERSION, Invalid};
+use vgpu_transport::ir::{BufferId, DecodeError, Invalid};
 use vgpu_transport::link::LinkError;
 use vgpu_transport::link::stream::tls::CertificateFault;
 use vgpu_transport::wire::{
-    ContentHash, GraphId, MAX_EXTENTS, MAX_QUERIED, MIN_EXTENT, PROTOCOL_VERSION, WireError,
+    ContentHash, GraphId, MAX_EXTENTS, MAX_QUERIED, MIN_EXTENT, ProtocolVersion, VersionMismatch,
+    WireError,
 };
 
 use crate::pool::PoolError;
@@ -161,16 +162,17 @@ pub enum Violation {
     NoHello { kind: &'static str },
     #[error("HELLO came twice")]
     SecondHello,
+    #[error(transparent)]
+    Protocol(#[from] VersionMismatch),
     #[error(
-        "the guest speaks protocol version {guest}, this host speaks {PROTOCOL_VERSION}: update \
-         the older of the two"
+        "the guest speaks graph IR version {guest} with protocol version {protocol}, to which \
+         version {} belongs",
+        .protocol.ir()
     )]
-    Protocol { guest: u32 },
-    #[error(
-        "the guest speaks graph IR version {guest}, this host speaks {IR_VERSION}: update the \
-         older of the two"
-    )]
-    Ir { guest: u32 },
+    Ir {
+        guest: u16,
+        protocol: ProtocolVersion,
+    },
     #[error("{kind} carries a payload of {payload} bytes, but takes none")]
     Payload { kind: &'static str, payload: usize },
     #[error("ALLOC names buffer 0, which is not a valid id")]

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use tracing::{debug, warn};
 use vgpu_engine::{Engine, MemoryInfo};
+use vgpu_transport::wire::ProtocolVersion;
 
 use super::buffers::Buffers;
 use super::graphs::Graphs;
@@ -36,6 +37,8 @@ const MAX_LOGGED_EVENTS: u32 = 100;
 pub struct Session {
     /// The session's number, for people.
     pub(super) id: u64,
+    /// The version of the messages, which HELLO chooses.
+    pub(super) protocol: ProtocolVersion,
     pub(super) engine: Arc<dyn Engine>,
     pub(super) scheduler: Arc<Scheduler>,
     pub(super) tenant: Arc<Tenant>,
@@ -123,6 +126,7 @@ impl Session {
         Session {
             id,
             outside: OutsideWork::new(&scheduler, &tenant, engine.is_host_memory()),
+            protocol: ProtocolVersion::CURRENT,
             engine,
             scheduler,
             tenant,

@@ -35,10 +35,10 @@ use vgpu_engine::Engine;
 use vgpu_executor::weights::Sharing;
 use vgpu_executor::{Limits, Session, SessionEnd, StopFlag, WeightStore};
 use vgpu_transport::bytes::{Bytes, BytesMut};
-use vgpu_transport::ir::{self, BufferId, IR_VERSION};
+use vgpu_transport::ir::{self, BufferId};
 use vgpu_transport::link::{Counters, HostEnd, Incoming, LinkError};
 use vgpu_transport::wire::{
-    ContentHash, GraphId, MAX_PAYLOAD, MIN_EXTENT, PROTOCOL_VERSION, Reply, Request, Wanted,
+    ContentHash, GraphId, MAX_PAYLOAD, MIN_EXTENT, Offer, Reply, Request, VersionRange, Wanted,
 };
 
 use input::Input;
@@ -219,7 +219,7 @@ impl<'a> Script<'a> {
                     matches!(self.expect, Some(Expect::End | Expect::Part(_))),
                     "{reason}, but {:?} was expected of {:?}",
                     self.expect,
-                    Request::decode(&self.message)
+                    Request::decode(self.model.protocol, &self.message)
                 );
             }
             other => panic!("{other}"),
@@ -321,7 +321,7 @@ impl<'a> Script<'a> {
             }
             (expect, replies) => panic!(
                 "{:?} resulted in {replies:?}, expected {expect:?}",
-                Request::decode(&self.message)
+                Request::decode(self.model.protocol, &self.message)
             ),
         }
         match &expect {
@@ -394,7 +394,7 @@ impl<'a> Script<'a> {
         let mut payload = Vec::new();
         let mut message = Vec::new();
         if let Some(request) = self.queue.pop_front() {
-            request.encode(&mut message);
+            request.encode(self.model.protocol, &mut message);
             return Some((message, payload));
         }
         self.requests += 1;
@@ -403,14 +403,14 @@ impl<'a> Script<'a> {
         }
         // The first request is almost always HELLO.
         if self.requests == 1 && !self.input.chance(100) {
-            hello().encode(&mut message);
+            hello(Offer::SERVED).encode(self.model.protocol, &mut message);
             if !self.input.chance(8) {
                 self.furnish();
             }
             return Some((message, payload));
         }
         match self.request(&mut payload) {
-            Some(request) => request.encode(&mut message),
+            Some(request) => request.encode(self.model.protocol, &mut message),
             None => message = self.input.take(40).to_vec(),
         }
         if self.input.chance(200) && !message.is_empty() {
@@ -517,12 +517,16 @@ impl<'a> Script<'a> {
             28 => Request::Memory {},
             29 if self.input.chance(2) => return Some(self.weights()),
             29 => Request::Fence {},
-            30 if self.input.chance(32) => Request::Hello {
-                protocol: self.input.odd_number() as u32,
-                ir: IR_VERSION,
-                name: String::new(),
-            },
-            30 if self.input.chance(32) => hello(),
+            30 if self.input.chance(32) => {
+                let number = self.input.odd_number() as u32;
+                let other = VersionRange::new(number, number);
+                let versions = other.unwrap_or(VersionRange::SERVED);
+                hello(Offer {
+                    versions,
+                    ..Offer::SERVED
+                })
+            }
+            30 if self.input.chance(32) => hello(Offer::SERVED),
             31 if self.input.chance(32) => return None,
             _ => return Some(self.graph(payload)),
         })
@@ -715,10 +719,9 @@ fn assert_failed(reply: &Reply, request: u64, why: &str) {
     }
 }
 
-fn hello() -> Request {
+fn hello(offer: Offer) -> Request {
     Request::Hello {
-        protocol: PROTOCOL_VERSION,
-        ir: IR_VERSION,
+        offer,
         name: "fuzz".into(),
     }
 }
@@ -774,7 +777,8 @@ impl HostEnd for Script<'_> {
     }
 
     fn send_reserved(&mut self, message: &[u8]) -> Result<(), LinkError> {
-        let reply = Reply::decode(message).expect("a reply that can be read");
+        let reply = Reply::decode(self.model.protocol, message);
+        let reply = reply.expect("a reply that can be read");
         let is_over = matches!(self.replies.last(), Some((Reply::Ended { .. }, _)));
         assert!(!is_over, "{reply:?} after the end");
         self.replies.push((reply, std::mem::take(&mut self.room)));

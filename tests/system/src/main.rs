@@ -12,6 +12,7 @@ mod op_params;
 mod ops;
 mod parts;
 mod preload;
+mod previous;
 mod suite;
 mod test_run;
 mod times;
