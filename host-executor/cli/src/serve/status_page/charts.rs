@@ -34,7 +34,8 @@ const CHARTS: [Chart; 6] = [
     Chart {
         id: "time",
         title: "Share of the engine's time",
-        figure: |counts| counts.rate(counts.busy),
+        // A turn counts when it ends, and may have begun before this part of the window.
+        figure: |counts| counts.rate(counts.busy).map(|part| part.min(1.0)),
         text: percent,
     },
     Chart {
