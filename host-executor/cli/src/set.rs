@@ -10,9 +10,9 @@ use crate::control_client;
 
 /// Changes the memory quota and the weight of a guest while the executor runs.
 ///
-/// Connected programs stay. A larger quota is there at once. With a quota below what the guest uses,
-/// its allocations are refused until it has freed enough. The configuration file stays as it is: a
-/// reload and a restart bring its values back.
+/// Connected programs stay. A larger quota is there at once. With a quota below what the guest
+/// uses, its allocations are refused until it has freed enough. The configuration file stays as it
+/// is: a reload and a restart bring its values back.
 #[derive(Parser)]
 pub(crate) struct Args {
     /// The guest's name in the configuration; - for each unnamed guest

@@ -168,7 +168,8 @@ impl Shared {
         self.certificates.get()?.check_guest(shown).err()
     }
 
-    /// Ends all open sessions, because the time `limit` of a drain has passed. Returns their number.
+    /// Ends all open sessions, because the time `limit` of a drain has passed. Returns their
+    /// number.
     pub(super) fn end_drained(&self, limit: Duration) -> usize {
         let sessions = self.sessions();
         sessions.values().for_each(|entry| entry.stop.drain(limit));
