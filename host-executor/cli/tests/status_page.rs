@@ -226,7 +226,7 @@ fn page_has_every_figure_of_the_metrics_and_names_for_everybody() {
     let rows = page
         .split("<tr>")
         .filter(|row| row.contains("class=\"number\""));
-    let rows: Vec<String> = rows.map(|row| unescaped(row)).collect();
+    let rows: Vec<String> = rows.map(unescaped).collect();
     for (name, labels, value) in &all {
         let start = format!(">{name}</th><td>{labels}</td><td class=\"number\">");
         let row = rows.iter().find_map(|row| row.split_once(&start));
