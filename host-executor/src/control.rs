@@ -1,7 +1,8 @@
-//! The control socket: `vgpu ps`, `vgpu top`, `vgpu dump` and `vgpu reload` talk to a running
-//! executor through it.
+//! The control socket: `vgpu ps`, `vgpu top`, `vgpu dump`, `vgpu reload`, `vgpu set` and `vgpu
+//! drain` talk to a running executor through it.
 //!
-//! The client sends one line with a command, the executor answers with one JSON document. The
+//! The client sends one line with a command or an [`OperatorRequest`] as JSON, the executor answers
+//! with one JSON document. The
 //! socket is for the executor's user and root (mode 600). The protocol is not HTTP, as that of the
 //! metrics is: supervisors are clients of it, too, and `tiny_http` has no client.
 #![forbid(unsafe_code)]
@@ -21,6 +22,7 @@ use tracing::{debug, error};
 use vgpu_transport::link::credentials;
 use vgpu_transport::link::socket_file::{SocketFile, bind_stream, connect_stream};
 
+use crate::operator_request::OperatorRequest;
 use crate::status::{Report, Status, StatusHandle};
 
 /// Permissions of the socket.
@@ -31,7 +33,7 @@ const MODE: u32 = 0o600;
 const CLIENT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Longest command in bytes.
-const MAX_COMMAND: u64 = 64;
+const MAX_COMMAND: u64 = 4096;
 
 /// Most bytes of an answer that `vgpu ps` reads. A snapshot has less than 4 KiB for each guest and
 /// session.
@@ -50,10 +52,10 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 /// Pause after a failed accept.
 const ERROR_PAUSE: Duration = Duration::from_secs(1);
 
-/// The outcome of reloading the configuration.
+/// The outcome of reloading the configuration, or of an [`OperatorRequest`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ReloadOutcome {
-    /// Whether the configuration took effect.
+    /// Whether it took effect.
     pub ok: bool,
     /// What has changed, or what is wrong.
     pub message: String,
@@ -97,6 +99,15 @@ pub enum ControlError {
 /// Reloads the configuration.
 pub type Reload = Box<dyn Fn() -> ReloadOutcome + Send + Sync>;
 
+/// Carries out a request of the operator.
+pub type Perform = Box<dyn Fn(OperatorRequest) -> ReloadOutcome + Send + Sync>;
+
+/// What clients can ask for beside the status.
+struct Actions {
+    reload: Reload,
+    perform: Perform,
+}
+
 /// Binds the control socket at `path`, without serving anyone. Dropping the [`SocketFile`] removes
 /// the file.
 ///
@@ -112,16 +123,21 @@ pub fn bind(path: &Path) -> io::Result<(UnixListener, SocketFile)> {
 ///
 /// # Errors
 /// No thread can be started.
-pub fn serve(listener: UnixListener, status: StatusHandle, reload: Reload) -> io::Result<()> {
-    let reload = Arc::new(reload);
+pub fn serve(
+    listener: UnixListener,
+    status: StatusHandle,
+    reload: Reload,
+    perform: Perform,
+) -> io::Result<()> {
+    let actions = Arc::new(Actions { reload, perform });
     thread::Builder::new()
         .name("vgpu-control".into())
-        .spawn(move || accept(&listener, &status, &reload))?;
+        .spawn(move || accept(&listener, &status, &actions))?;
     Ok(())
 }
 
 /// Accepts clients, and answers each on a thread of its own.
-fn accept(listener: &UnixListener, status: &StatusHandle, reload: &Arc<Reload>) {
+fn accept(listener: &UnixListener, status: &StatusHandle, actions: &Arc<Actions>) {
     let clients = Arc::new(AtomicUsize::new(0));
     for client in listener.incoming() {
         let client = match client {
@@ -136,12 +152,12 @@ fn accept(listener: &UnixListener, status: &StatusHandle, reload: &Arc<Reload>) 
             clients.fetch_sub(1, Ordering::Relaxed);
             continue;
         }
-        let (status, reload) = (status.clone(), Arc::clone(reload));
+        let (status, actions) = (status.clone(), Arc::clone(actions));
         let count = Arc::clone(&clients);
         let spawned = thread::Builder::new()
             .name("vgpu-control-answer".into())
             .spawn(move || {
-                if let Err(error) = answer(client, &status, reload.as_ref()) {
+                if let Err(error) = answer(client, &status, &actions) {
                     debug!("a control client was not answered: {error}");
                 }
                 count.fetch_sub(1, Ordering::Relaxed);
@@ -153,7 +169,7 @@ fn accept(listener: &UnixListener, status: &StatusHandle, reload: &Arc<Reload>) 
     }
 }
 
-fn answer(client: UnixStream, status: &StatusHandle, reload: &Reload) -> io::Result<()> {
+fn answer(client: UnixStream, status: &StatusHandle, actions: &Actions) -> io::Result<()> {
     client.set_read_timeout(Some(CLIENT_TIMEOUT))?;
     client.set_write_timeout(Some(CLIENT_TIMEOUT))?;
     let mut command = String::new();
@@ -162,10 +178,15 @@ fn answer(client: UnixStream, status: &StatusHandle, reload: &Reload) -> io::Res
         "status" => serde_json::to_string(&status.status()),
         "dump" => serde_json::to_string(&status.dump()),
         "report" => serde_json::to_string(&status.report()),
-        "reload" => serde_json::to_string(&reload()),
-        _ => serde_json::to_string(&ReloadOutcome {
-            ok: false,
-            message: "unknown command: expected status, dump or reload".into(),
+        "reload" => serde_json::to_string(&(actions.reload)()),
+        request => serde_json::to_string(&match serde_json::from_str(request) {
+            Ok(request) => (actions.perform)(request),
+            Err(_) => ReloadOutcome {
+                ok: false,
+                message: "unknown command: expected status, dump, reload, or a request that this \
+                          version knows"
+                    .into(),
+            },
         }),
     };
     let mut answer = answer.map_err(io::Error::other)?;
@@ -247,6 +268,25 @@ pub(crate) fn report(path: &Path, timeout: Duration) -> Asked<Report> {
 /// As [`status`]. A configuration with a mistake is no error here: see [`ReloadOutcome::ok`].
 pub fn reload(path: &Path) -> Result<ReloadOutcome, ControlError> {
     ask(path, "reload", ANSWER_TIMEOUT, MAX_ANSWER)
+}
+
+/// Makes the executor at `path` carry out a request.
+///
+/// # Errors
+/// As [`status`]. A request that cannot be carried out is no error here: see
+/// [`ReloadOutcome::ok`].
+pub fn perform(path: &Path, request: &OperatorRequest) -> Result<ReloadOutcome, ControlError> {
+    perform_within(path, request, ANSWER_TIMEOUT)
+}
+
+/// As [`perform`], within `timeout`, for an executor that this process has started.
+pub(crate) fn perform_within(
+    path: &Path,
+    request: &OperatorRequest,
+    timeout: Duration,
+) -> Result<ReloadOutcome, ControlError> {
+    let line = serde_json::to_string(request).map_err(ControlError::Invalid)?;
+    ask(path, &line, timeout, MAX_REPORT)
 }
 
 /// Reads up to the end of the stream, of a peer that may send forever, and appends the bytes to

@@ -182,6 +182,7 @@ pub(crate) struct Counters {
     pub(crate) patches: Counter,
     pub(crate) graphs_run: Counter,
     pub(crate) nodes_run: Counter,
+    pub(crate) tokens_run: Counter,
     pub(crate) busy_nanoseconds: Counter,
     pub(crate) queued_nanoseconds: Counter,
     pub(crate) turns: Counter,
@@ -213,6 +214,7 @@ impl Counters {
             patches: self.patches.get(),
             graphs_run: self.graphs_run.get(),
             nodes_run: self.nodes_run.get(),
+            tokens_run: self.tokens_run.get(),
             busy: Duration::from_nanos(self.busy_nanoseconds.get()),
             queued: Duration::from_nanos(self.queued_nanoseconds.get()),
             turns: self.turns.get(),
@@ -247,6 +249,8 @@ pub struct Stats {
     pub graphs_run: u64,
     /// Nodes of all graph runs.
     pub nodes_run: u64,
+    /// Tokens of all graph runs: for each run, the most columns of the graph's products.
+    pub tokens_run: u64,
     /// Time during which the session's graphs had the engine.
     pub busy: Duration,
     /// Time during which the session's graphs waited for the engine.
@@ -287,6 +291,7 @@ impl Stats {
         self.patches += other.patches;
         self.graphs_run += other.graphs_run;
         self.nodes_run += other.nodes_run;
+        self.tokens_run += other.tokens_run;
         self.busy += other.busy;
         self.queued += other.queued;
         self.turns += other.turns;

@@ -12,6 +12,7 @@ mod check_config;
 mod config_error;
 mod control_client;
 mod doctor;
+mod drain;
 mod dump;
 mod engine_probe;
 mod fd_store;
@@ -26,6 +27,7 @@ mod reload;
 mod runtime_dir;
 mod serve;
 mod session_client;
+mod set;
 #[cfg(feature = "tools")]
 mod top;
 mod units;
@@ -58,6 +60,8 @@ enum Command {
     #[cfg(feature = "tools")]
     Top(top::Args),
     Reload(reload::Args),
+    Set(set::Args),
+    Drain(drain::Args),
     Install(install::InstallArgs),
     Uninstall(install::UninstallArgs),
     Doctor(doctor::Args),
@@ -120,6 +124,8 @@ fn main() -> ExitCode {
         #[cfg(feature = "tools")]
         Command::Top(args) => top::run(&args).map(success),
         Command::Reload(args) => reload::run(&args).map(success),
+        Command::Set(args) => set::run(&args).map(success),
+        Command::Drain(args) => drain::run(&args),
         Command::Install(args) => install::install(args).map(success),
         Command::Uninstall(args) => install::uninstall(args).map(success),
         Command::Doctor(args) => Ok(doctor::run(&args)),

@@ -8,7 +8,7 @@ use vgpu_executor::config::DEFAULT_CONTROL_PATH;
 use vgpu_executor::status::{GuestStatus, SessionStatus, Status};
 
 use crate::control_client;
-use crate::units::{duration, mean_batch, size};
+use crate::units::{drain, duration, mean_batch, size};
 
 /// Lists the guests and their connected programs.
 #[derive(Parser)]
@@ -49,6 +49,9 @@ fn table(status: &Status) -> String {
     );
     if let Some(gpu) = &engine.unused_gpu {
         let _ = writeln!(text, "warning: the GPU {gpu}");
+    }
+    if let Some(draining) = &status.draining {
+        let _ = writeln!(text, "draining: {}", drain(draining));
     }
     let names = status.guests.iter().map(|guest| &guest.name);
     let names = names.chain(status.sessions.iter().map(|session| &session.guest));

@@ -17,6 +17,7 @@ use super::ipc::{Command, IpcSocket, MAX_WORKER_SESSIONS, Rejection, WorkerRepor
 use super::partition::{Partition, Resources};
 use super::totals::EndedWorkers;
 use crate::control::{Asked, ControlError, OpenQuestion};
+use crate::drain::Drain;
 use crate::handshakes::{Handshakes, PendingHandshake};
 use crate::heartbeat::Heartbeat;
 use crate::limits::{HandshakeLimits, sessions_of_one_guest};
@@ -81,6 +82,7 @@ pub(super) struct Shared {
     pub(super) since: Instant,
     pub(super) registry: TenantRegistry,
     pub(super) stop: StopFlag,
+    pub(super) drain: Drain,
     last_id: AtomicU64,
     processes: RankedMutex<Processes>,
     /// Limits the lines about guests that get no worker.
@@ -109,6 +111,8 @@ pub(super) struct Worker {
     pub(super) ipc: Arc<IpcSocket>,
     /// The process, once it has been started.
     pub(super) pid: Option<u32>,
+    /// How many nice levels its threads are above the supervisor.
+    pub(super) nice: i32,
     /// The guest's name, if it has one.
     pub(super) guest: Option<String>,
     /// Whether the worker only tells a guest why it is rejected.
@@ -235,6 +239,7 @@ impl Shared {
             since: Instant::now(),
             registry,
             stop: StopFlag::new(),
+            drain: Drain::default(),
             last_id: AtomicU64::new(0),
             processes: RankedMutex::new(
                 Rank::Processes,
@@ -289,6 +294,7 @@ impl Worker {
         Worker {
             ipc: Arc::new(ipc),
             pid: None,
+            nice: 0,
             guest,
             is_rejection,
             sessions: BTreeMap::new(),

@@ -98,6 +98,27 @@ impl Server {
         self.shared.registry.apply(rules)
     }
 
+    /// Bytes of memory that the engine has.
+    pub fn memory_total(&self) -> u64 {
+        self.shared.registry.total()
+    }
+
+    /// Accepts no new sessions from now on. [`Health::end_drained`] ends those that are open at
+    /// `deadline`, if there is one.
+    pub fn drain(&self, deadline: Option<Duration>) {
+        self.shared.drain.begin(deadline);
+    }
+
+    /// Accepts sessions again. Returns whether the server did drain.
+    pub fn undrain(&self) -> bool {
+        self.shared.drain.undo()
+    }
+
+    /// Ends the open sessions, because the time `limit` of a supervisor's drain has passed.
+    pub(crate) fn end_drained(&self, limit: Duration) {
+        self.shared.end_drained(limit);
+    }
+
     /// Sets the certificates that guests over TCP are checked against. Later calls have no effect.
     pub fn use_certificates(&self, certificates: Certificates) {
         let _ = self.shared.certificates.set(certificates);
@@ -291,6 +312,20 @@ impl Health {
     pub fn check(&self) {
         self.0.probe_locks();
         self.0.main.beat();
+    }
+
+    /// Ends the open sessions if the server drains and the deadline has passed. Returns how many
+    /// were told to end.
+    pub fn end_drained(&self) -> usize {
+        let Some(limit) = self.0.drain.take_due() else {
+            return 0;
+        };
+        let count = self.0.end_drained(limit);
+        self.0.drain.add_ended(count);
+        if count > 0 {
+            warn!("the deadline of the drain has passed: {count} sessions are ended");
+        }
+        count
     }
 
     /// Why the engine cannot work again in this process, as of its last answer. Does not call the

@@ -168,7 +168,10 @@ fn serve(
         Err(end) => {
             shared.count_end(&end);
             match &end {
-                SessionEnd::Rejected(_) | SessionEnd::Refused(_) | SessionEnd::Full { .. } => {
+                SessionEnd::Rejected(_)
+                | SessionEnd::Refused(_)
+                | SessionEnd::Full { .. }
+                | SessionEnd::Draining => {
                     log(&format_args!("rejected: {end}"));
                 }
                 end => log(&format_args!("the guest gets no session: {end}")),

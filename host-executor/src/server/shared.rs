@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use vgpu_engine::Engine;
 use vgpu_transport::link::stream::tls::{CertificateFault, Certificates};
@@ -14,6 +14,7 @@ use vgpu_transport::shm::liveness::Silence;
 
 use super::session_log::SessionLog;
 use crate::activity::Activities;
+use crate::drain::Drain;
 use crate::engine_monitor::EngineMonitor;
 use crate::handshakes::Handshakes;
 use crate::heartbeat::Heartbeat;
@@ -50,6 +51,7 @@ pub(super) struct Shared {
     /// The certificates of TCP links.
     pub(super) certificates: OnceLock<Certificates>,
     pub(super) stop: StopFlag,
+    pub(super) drain: Drain,
     last_id: AtomicU64,
     sessions: RankedMutex<BTreeMap<u64, Entry>>,
     /// Connections that have no session yet.
@@ -116,6 +118,7 @@ impl Shared {
             max_sessions: AtomicUsize::new(max_sessions),
             certificates: OnceLock::new(),
             stop: StopFlag::new(),
+            drain: Drain::default(),
             last_id: AtomicU64::new(0),
             sessions: RankedMutex::new(Rank::Sessions, BTreeMap::new()),
             handshakes: Handshakes::new(limits.handshakes),
@@ -167,6 +170,14 @@ impl Shared {
     /// Why a guest with these certificates could not connect now.
     pub(super) fn fault_of(&self, shown: &[Vec<u8>]) -> Option<CertificateFault> {
         self.certificates.get()?.check_guest(shown).err()
+    }
+
+    /// Ends all open sessions, because the time `limit` of a drain has passed. Returns their
+    /// number.
+    pub(super) fn end_drained(&self, limit: Duration) -> usize {
+        let sessions = self.sessions();
+        sessions.values().for_each(|entry| entry.stop.drain(limit));
+        sessions.len()
     }
 
     /// Makes all that wait for `changed` check their conditions again.

@@ -9,8 +9,8 @@ use crate::activity::{EngineFigures, dump};
 use crate::service;
 use crate::stats::Stats;
 use crate::status::{
-    EngineStatus, GuestStatus, Progress, SessionEnds, SessionStatus, Status, StatusSource,
-    TenantLatency, Usage, WeightsStatus,
+    DrainStatus, EngineStatus, GuestStatus, Progress, SessionEnds, SessionStatus, Status,
+    StatusSource, TenantLatency, Usage, WeightsStatus,
 };
 use crate::tenant::Tenant;
 use crate::version::version;
@@ -111,6 +111,7 @@ impl StatusSource for Shared {
                 .collect(),
             sessions,
             ended: SessionEnds::from_fn(|kind| shared.ended[kind].load(Ordering::Relaxed)),
+            draining: shared.drain.status(),
         }
     }
 
@@ -154,6 +155,10 @@ impl StatusSource for Shared {
             return Progress::Late(why);
         }
         Progress::Runs(format!("the engine {} answers", self.engine.name()))
+    }
+
+    fn draining(&self) -> Option<DrainStatus> {
+        self.drain.status()
     }
 
     fn latencies(&self) -> Vec<TenantLatency> {

@@ -436,12 +436,13 @@ impl Session {
         outcome: Result<(), RunError>,
         times: Times,
     ) -> Answer {
-        let nodes = self.graphs.nodes(graph);
+        let (nodes, tokens) = self.graphs.size(graph);
         let Times {
             queued, ran, turns, ..
         } = times;
         self.counters.graphs_run.add(1);
         self.counters.nodes_run.add(nodes as u64);
+        self.counters.tokens_run.add(tokens);
         self.tenant.latency.queued.observe(queued);
         self.tenant.latency.ran.observe(ran);
         trace!(graph = graph.0, nodes, ?ran, ?queued, turns, "graph run");

@@ -34,6 +34,15 @@ pub enum SessionEnd {
     /// The host shuts down.
     #[error("the host is shutting down")]
     Shutdown,
+    /// The host accepts no new sessions.
+    #[error(
+        "the host drains: it accepts no new sessions, and serves those that it has; use another \
+         host, or try again later"
+    )]
+    Draining,
+    /// The host drains, and the session has not ended by itself.
+    #[error("the host drains, and ends the sessions that are open after {0:?}")]
+    Drained(Duration),
     /// The host has served this guest, and does so no longer.
     #[error("the host no longer serves this guest: {0}")]
     Refused(CertificateFault),
@@ -57,7 +66,7 @@ pub enum SessionEnd {
 }
 
 /// Kinds of ends, for statistics.
-pub(crate) const END_KINDS: [&str; 10] = [
+pub(crate) const END_KINDS: [&str; 12] = [
     "closed",
     "link",
     "violation",
@@ -68,6 +77,8 @@ pub(crate) const END_KINDS: [&str; 10] = [
     "full",
     "engine",
     "panic",
+    "draining",
+    "drained",
 ];
 
 impl SessionEnd {
@@ -84,16 +95,19 @@ impl SessionEnd {
             SessionEnd::Full { .. } => 7,
             SessionEnd::Engine(_) => 8,
             SessionEnd::Panic(_) => 9,
+            SessionEnd::Draining => 10,
+            SessionEnd::Drained(_) => 11,
         }
     }
 
     /// The end that a flag asks for. `None`: the flag is not set.
     pub(super) fn asked_by(stop: &StopFlag) -> Option<SessionEnd> {
-        match stop.refusal() {
+        match (stop.refusal(), stop.drained()) {
             _ if !stop.is_set() => None,
             _ if stop.is_evicted() => Some(SessionEnd::Link(LinkError::Evicted)),
-            Some(fault) => Some(SessionEnd::Refused(fault.clone())),
-            None => Some(SessionEnd::Shutdown),
+            (Some(fault), _) => Some(SessionEnd::Refused(fault.clone())),
+            (None, Some(limit)) => Some(SessionEnd::Drained(limit)),
+            (None, None) => Some(SessionEnd::Shutdown),
         }
     }
 }
@@ -289,6 +303,15 @@ mod tests {
              program needed its slot or its memory"
         );
         assert_eq!(END_KINDS[evicted.kind()], "link");
+        let drained = all.for_one();
+        drained.drain(Duration::from_secs(60));
+        let end = SessionEnd::asked_by(&drained).expect("it is set");
+        assert_eq!(
+            end.to_string(),
+            "the host drains, and ends the sessions that are open after 60s"
+        );
+        assert_eq!(END_KINDS[end.kind()], "drained");
+        assert_eq!(END_KINDS[SessionEnd::Draining.kind()], "draining");
         // Of this session alone, whatever is asked of all later.
         assert_eq!(SessionEnd::asked_by(&other), None);
         all.set();

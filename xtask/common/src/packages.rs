@@ -132,6 +132,17 @@ pub fn kubevirt_validate(cache: &Cache, folder: &Path) -> Result<PathBuf> {
     Ok(root.join("kubevirt-validate"))
 }
 
+/// Makes sure that there are `prometheus` and `promtool`.
+///
+/// # Errors
+/// If they are missing and cannot be installed.
+pub fn prometheus(cache: &Cache) -> Result<()> {
+    match runs("promtool", &["--version"]) && runs("prometheus", &["--version"]) {
+        true => Ok(()),
+        false => apt(cache, &["prometheus"], "Prometheus"),
+    }
+}
+
 /// Makes sure that there is a C and C++ compiler.
 ///
 /// # Errors

@@ -2,6 +2,7 @@
 
 mod args;
 mod certificates;
+mod drain_text;
 mod events;
 mod isolated;
 mod kept_machines;
@@ -11,6 +12,7 @@ mod metrics_http;
 mod observe;
 mod sandboxing;
 mod single;
+mod status_page;
 mod trim_pages;
 
 use std::sync::{Arc, mpsc};

@@ -8,7 +8,9 @@ use anyhow::Context as _;
 use tracing::{error, info};
 use vgpu_executor::config::Settings;
 use vgpu_executor::control::{self, ReloadOutcome};
+use vgpu_executor::size::shown;
 use vgpu_executor::status::StatusHandle;
+use vgpu_executor::{GuestChange, OperatorRequest, Quota};
 use vgpu_transport::link::socket_file::SocketFile;
 
 use super::events::Event;
@@ -68,19 +70,66 @@ impl Observers {
                 info!("metrics at {address}");
             }
         }
-        let reload = move || {
+        let ask = |events: &Sender<Event>, event: &dyn Fn(Sender<ReloadOutcome>) -> Event| {
             let (sender, outcome) = mpsc::channel();
-            let sent = events.send(Event::Reload(Some(sender)));
+            let sent = events.send(event(sender));
             let outcome = sent.ok().and_then(|()| outcome.recv().ok());
             outcome.unwrap_or_else(|| ReloadOutcome {
                 ok: false,
                 message: "the executor is ending".into(),
             })
         };
+        let requests = events.clone();
+        let reload = move || ask(&events, &|sender| Event::Reload(Some(sender)));
+        let snapshots = status.clone();
+        let perform = move |request: OperatorRequest| {
+            let event = |sender| Event::Perform(request.clone(), sender);
+            let outcome = ask(&requests, &event);
+            with_what_happens(outcome, &request, &snapshots)
+        };
         if let Some(listener) = self.control {
-            control::serve(listener, status.clone(), Box::new(reload))
+            let (reload, perform) = (Box::new(reload), Box::new(perform));
+            control::serve(listener, status.clone(), reload, perform)
                 .context("no thread for the control socket")?;
         }
         Ok(self.files)
     }
+}
+
+/// The outcome with what follows from the state of the guests.
+fn with_what_happens(
+    mut outcome: ReloadOutcome,
+    request: &OperatorRequest,
+    status: &StatusHandle,
+) -> ReloadOutcome {
+    if !outcome.ok {
+        return outcome;
+    }
+    match request {
+        OperatorRequest::Set(GuestChange {
+            guest,
+            memory: Some(Quota::Bytes(quota)),
+            ..
+        }) => {
+            let status = status.status();
+            let used = status.guests.iter().find(|one| one.name == *guest);
+            let used = used.map_or(0, |one| one.usage.memory);
+            // Each unnamed guest has the quota, and the status has the sum of all.
+            if guest != "-" && used > *quota {
+                outcome.message.push_str(&format!(
+                    "; its buffers have {}: allocations are refused until {} of them are freed",
+                    shown(used),
+                    shown(used - quota)
+                ));
+            }
+        }
+        OperatorRequest::Drain { .. } => {
+            let programs = status.status().programs();
+            outcome
+                .message
+                .push_str(&format!("; {programs} programs are connected"));
+        }
+        OperatorRequest::Set(_) | OperatorRequest::Undrain => {}
+    }
+    outcome
 }

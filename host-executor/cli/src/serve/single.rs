@@ -3,6 +3,7 @@
 use std::cell::RefCell;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender};
+use std::time::Duration;
 
 use anyhow::Context as _;
 use tracing::{Level, info};
@@ -10,13 +11,15 @@ use vgpu_executor::config::Settings;
 use vgpu_executor::engine::{EngineKind, Selection};
 use vgpu_executor::sandbox::Role;
 use vgpu_executor::{
-    Limits, Server, Shutdown, StartWatch, WeightStore, end_with_last_log, engine, service,
+    Limits, OperatorRequest, Server, Shutdown, StartWatch, WeightStore, end_with_last_log, engine,
+    service,
 };
 
 use super::args::Args;
 use super::certificates::{self, EndWatch};
+use super::drain_text;
 use super::events::{
-    DumpSource, Event, Serving, announce, describe_reload, end_stuck, wait_for_end,
+    DumpSource, Event, Serving, Task, announce, describe_reload, end_stuck, wait_for_end,
 };
 use super::kept_machines::KeptMachines;
 use super::listeners::{BoundListener, Listeners};
@@ -141,14 +144,18 @@ pub(super) fn run(
         || {
             watch.check_if_due();
             health.check();
+            health.end_drained();
             kept.borrow_mut().check(&running.borrow());
             service::alive();
             health.fatal_error()
         },
-        || {
+        |task| {
             let (server, listeners) = (&mut server, &mut listeners);
             let running = &mut running.borrow_mut();
-            reload(args, server, listeners, logging, running, &confined)
+            match task {
+                Task::Reload => reload(args, server, listeners, logging, running, &confined),
+                Task::Perform(request) => perform(server, running, &request),
+            }
         },
     );
     service::stopping();
@@ -162,6 +169,31 @@ pub(super) fn run(
     outcome?;
     info!("vgpu ends");
     Ok(())
+}
+
+/// Carries out a request of the operator. On failure nothing has changed.
+fn perform(
+    server: &Server,
+    running: &mut Settings,
+    request: &OperatorRequest,
+) -> anyhow::Result<String> {
+    Ok(match request {
+        OperatorRequest::Set(change) => {
+            let mut wanted = running.clone();
+            let said = change.apply(&mut wanted, Some(server.memory_total()))?;
+            server
+                .apply(wanted.rules())
+                .context("memory of the guests")?;
+            *running = wanted;
+            said
+        }
+        OperatorRequest::Drain { deadline_ms } => {
+            let deadline = deadline_ms.map(Duration::from_millis);
+            server.drain(deadline);
+            drain_text::drains(deadline, &[])
+        }
+        OperatorRequest::Undrain => drain_text::accepts(server.undrain(), &[]),
+    })
 }
 
 /// Applies the configuration as it is now. On failure nothing has changed.

@@ -7,14 +7,14 @@ use std::process::Command;
 use std::sync::mpsc::{Receiver, Sender};
 use std::time::Duration;
 
-use anyhow::{Context as _, anyhow};
+use anyhow::{Context as _, anyhow, ensure};
 use tracing::info;
 use vgpu_executor::config::{LogFormat, Settings, VmDevice};
 use vgpu_executor::engine::{EngineKind, Selection};
 use vgpu_executor::isolate::{Resources, Supervisor};
 use vgpu_executor::vm::VmOptions;
 use vgpu_executor::weights::Sharing;
-use vgpu_executor::{Limits, sandbox, service};
+use vgpu_executor::{Limits, OperatorRequest, sandbox, service};
 
 use super::partition;
 use crate::config_error::ConfigError;
@@ -22,7 +22,8 @@ use crate::own_program::{OWN_PROGRAM, VERSION};
 use crate::runtime_dir;
 use crate::serve::args::Args;
 use crate::serve::certificates::{self, EndWatch};
-use crate::serve::events::{DumpSource, Event, announce, describe_reload, wait_for_end};
+use crate::serve::drain_text;
+use crate::serve::events::{DumpSource, Event, Task, announce, describe_reload, wait_for_end};
 use crate::serve::kept_machines::KeptMachines;
 use crate::serve::listeners::Listeners;
 use crate::serve::logging::Logging;
@@ -166,12 +167,13 @@ pub(crate) fn run(
         || {
             watch.check_if_due();
             health.check();
+            health.end_drained();
             kept.borrow_mut().check(&served);
             service::alive();
             None
         },
-        || {
-            reload(
+        |task| match task {
+            Task::Reload => reload(
                 args,
                 memory,
                 &mut supervisor,
@@ -179,13 +181,57 @@ pub(crate) fn run(
                 logging,
                 &mut running,
                 &confined,
-            )
+            ),
+            Task::Perform(request) => perform(args, memory, &supervisor, &mut running, &request),
         },
     )?;
     service::stopping();
     supervisor.shutdown();
     info!("vgpu ends");
     Ok(())
+}
+
+/// Carries out a request of the operator, also in running workers. On failure nothing has changed.
+fn perform(
+    args: &Args,
+    memory: Option<u64>,
+    supervisor: &Supervisor,
+    running: &mut Settings,
+    request: &OperatorRequest,
+) -> anyhow::Result<String> {
+    Ok(match request {
+        OperatorRequest::Set(change) => {
+            let machine = running
+                .guests
+                .iter()
+                .any(|guest| guest.rule.name == change.guest && guest.vm.is_some());
+            ensure!(
+                !machine,
+                "with --isolate the virtual machine {} has a process of its own, whose memory and \
+                 weight are in the configuration and change with a restart",
+                change.guest
+            );
+            // Without a size of its own, the memory is that of the workers' device, once one runs.
+            let device = || supervisor.status_handle().status().engine.memory_total;
+            let total = memory.or_else(|| Some(device()).filter(|&total| total > 0));
+            let mut wanted = running.clone();
+            let said = change.apply(&mut wanted, total)?;
+            let partition = partition::partition(args, &wanted, memory)?;
+            supervisor
+                .apply(partition)
+                .context("memory of the guests")?;
+            *running = wanted;
+            said
+        }
+        OperatorRequest::Drain { deadline_ms } => {
+            let deadline = deadline_ms.map(Duration::from_millis);
+            drain_text::drains(deadline, &supervisor.drain(deadline))
+        }
+        OperatorRequest::Undrain => {
+            let (did_drain, silent) = supervisor.undrain();
+            drain_text::accepts(did_drain, &silent)
+        }
+    })
 }
 
 /// Applies the configuration as it is now, also to running workers. On failure nothing has changed.
