@@ -218,6 +218,10 @@ pub struct SessionStatus {
     pub uid: Option<u32>,
     /// The name that the program gave in HELLO. `None` before HELLO.
     pub program: Option<String>,
+    /// The version of the protocol that the program and the executor have agreed on. `None` before
+    /// HELLO.
+    #[serde(default)]
+    pub protocol: Option<u32>,
     /// Seconds since the program connected.
     pub age: f64,
     /// What the program uses and has done.
@@ -247,10 +251,6 @@ pub struct Usage {
     /// The graphs that ran in these turns, the own and others in one batch. Divided by `turns`, it
     /// is the mean size of a batch.
     #[serde(default)]
-    /// The version of the protocol that the program and the executor have agreed on. `None` before
-    /// HELLO.
-    #[serde(default)]
-    pub protocol: Option<u32>,
     pub batch_members: u64,
     /// Bytes of messages and payloads received.
     pub bytes_in: u64,

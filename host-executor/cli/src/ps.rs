@@ -97,9 +97,9 @@ fn table(status: &Status) -> String {
             duration(session.age),
             size(usage.memory),
             usage.graphs,
+            number(session.protocol.map(i64::from)),
             session.program.as_deref().unwrap_or("(before HELLO)"),
         );
     }
     text
 }
-            number(session.protocol.map(i64::from)),

@@ -8,8 +8,7 @@ use std::collections::BTreeSet;
 use std::os::unix::net::UnixStream;
 
 use served::site::{ALICE, BOB, Site, http, work};
-use vgpu_transport::ir::IR_VERSION;
-use vgpu_transport::wire::{PROTOCOL_VERSION, Reply, Request};
+use vgpu_transport::wire::{Offer, Reply, Request};
 
 const METRICS: &str = "metrics.listen = \"unix:DIR/metrics.sock\"\n";
 
@@ -195,8 +194,7 @@ fn page_has_every_figure_of_the_metrics_and_names_for_everybody() {
     // A name that would be a script.
     let mut hostile = site.serve.connect(&site.folder.join("flag.sock"));
     let welcome = hostile.ask(&Request::Hello {
-        protocol: PROTOCOL_VERSION,
-        ir: IR_VERSION,
+        offer: Offer::SERVED,
         name: "<script>alert(\"1\")</script>&".into(),
     });
     assert!(matches!(welcome, Reply::Welcome { .. }), "{welcome:?}");

@@ -4,10 +4,9 @@ use std::time::Duration;
 
 use vgpu_cpu::CpuEngine;
 use vgpu_transport::bytes::BytesMut;
-use vgpu_transport::ir::IR_VERSION;
 use vgpu_transport::link::GuestEnd as _;
 use vgpu_transport::link::window::{WindowGuest, WindowHost, inproc_pair};
-use vgpu_transport::wire::{MAX_PAYLOAD, PROTOCOL_VERSION};
+use vgpu_transport::wire::{MAX_PAYLOAD, Offer, ProtocolVersion};
 
 use super::*;
 use crate::limits::Limits;
@@ -39,8 +38,7 @@ impl Program {
         };
         let len = PAYLOADS * MAX_PAYLOAD as u64;
         let hello = Request::Hello {
-            protocol: PROTOCOL_VERSION,
-            ir: IR_VERSION,
+            offer: Offer::SERVED,
             name: "test".into(),
         };
         let (buffer, size, offset) = (BUFFER, len, 0);
@@ -67,13 +65,14 @@ impl Program {
         stop: &StopFlag,
     ) -> Result<Answer, SessionEnd> {
         let (mut message, mut incoming) = (Vec::new(), Vec::new());
-        request.encode(&mut message);
+        request.encode(ProtocolVersion::CURRENT, &mut message);
         { &mut self.guest }
             .send(&message, payload.into())
             .expect("the link is open");
         let received = { &mut self.host }.receive(&mut incoming, Duration::from_secs(60));
         let received = received.expect("the link is open").expect("a request");
-        let request = Request::decode(&incoming).expect("what was sent");
+        let request = Request::decode(ProtocolVersion::CURRENT, &incoming);
+        let request = request.expect("what was sent");
         let answer = { &mut self.session }.perform(received.request, request, &mut self.host, stop);
         self.host.retire();
         answer

@@ -789,7 +789,9 @@ impl HostEnd for Script<'_> {
         assert!(!self.retired, "retired twice");
         self.retired = true;
         let message = &self.message;
-        self.clock.end(|| format!("{:?}", Request::decode(message)));
+        let protocol = self.model.protocol;
+        self.clock
+            .end(|| format!("{:?}", Request::decode(protocol, message)));
     }
 
     fn counters(&self) -> Counters {
