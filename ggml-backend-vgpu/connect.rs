@@ -1,7 +1,7 @@
 //! Connecting to the executor of an endpoint.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use vgpu_transport::link;
 use vgpu_transport::link::{Endpoint, GuestEnd};
@@ -37,6 +37,9 @@ pub(crate) const SHORT: ConnectTimeouts = ConnectTimeouts {
     link: Duration::from_secs(1),
     welcome: Duration::from_secs(1),
 };
+
+/// The time between two attempts at a place that an earlier attempt has had.
+const BETWEEN_ATTEMPTS: Duration = Duration::from_millis(50);
 
 /// Why an executor could not be reached.
 #[derive(Debug, thiserror::Error)]
@@ -93,7 +96,15 @@ pub(crate) fn connect(
                 "{endpoint}: the executor speaks version {version} of the protocol only, an \
                  earlier one than this plugin: update ggml-vgpu on the host"
             );
-            connect_with(Offer::only(version), endpoint, ggml, timeouts)
+            // The executor may still count the session that it has refused, and have no place yet.
+            let deadline = Instant::now() + timeouts.link;
+            loop {
+                let opened = connect_with(Offer::only(version), endpoint, ggml, timeouts);
+                if opened.is_ok() || Instant::now() >= deadline {
+                    return opened;
+                }
+                std::thread::sleep(BETWEEN_ATTEMPTS);
+            }
         }
     }
 }

@@ -92,8 +92,10 @@ impl Command {
     /// Whether the command is over when nobody reads what it prints.
     fn only_prints(&self) -> bool {
         #[cfg(feature = "tools")]
-        if matches!(self, Command::GpuCheck(_) | Command::Bench(_)) {
-            return true;
+        match self {
+            Command::GpuCheck(args) => return args.only_prints(),
+            Command::Bench(_) => return true,
+            _ => {}
         }
         matches!(
             self,

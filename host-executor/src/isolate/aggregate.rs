@@ -123,31 +123,38 @@ impl Snapshot {
                 answer: Err(error),
                 open: None,
             });
+            let mut last = None;
             if let Some(machine) = shared.processes().machines.get_mut(&id) {
                 machine.answers.note(at, &mut asked);
+                let silent = machine.answers.silent();
                 let who = format_args!("the process of the virtual machine {name}");
-                self.add_silence(machine.answers.silent(), shared.timeouts.silence, who);
+                self.add_silence(silent, shared.timeouts.silence, who);
+                match &asked.answer {
+                    Ok(report) => machine.report = Some(report.clone()),
+                    Err(_) if silent.is_none() => machine.report = None,
+                    Err(_) => last = machine.report.clone(),
+                }
             }
-            match asked.answer {
-                Ok(report) => {
-                    let counted = counted_as(Some(&name), &shared.registry);
-                    let sessions = &report.status.sessions;
-                    *self.programs.entry(counted.clone()).or_default() += sessions.len();
-                    self.sessions
-                        .extend(sessions.iter().map(|session| SessionStatus {
-                            id: session.id | base,
-                            guest: counted.clone(),
-                            program: session.program.as_deref().map(shown),
-                            endpoint: shown(&session.endpoint),
-                            ..session.clone()
-                        }));
-                    self.add(&counted, &report);
-                    let drained = report.status.draining.map_or(0, |status| status.ended);
-                    self.drained = self.drained.saturating_add(drained);
-                }
-                Err(error) => {
-                    debug!(vm = name, "its process does not report: {error}");
-                }
+            if let Err(error) = &asked.answer {
+                debug!(vm = name, "its process does not report: {error}");
+            }
+            // While an executor is late, its last report counts: its programs are still there, and
+            // counters do not fall.
+            if let Some(report) = asked.answer.ok().or(last) {
+                let counted = counted_as(Some(&name), &shared.registry);
+                let sessions = &report.status.sessions;
+                *self.programs.entry(counted.clone()).or_default() += sessions.len();
+                self.sessions
+                    .extend(sessions.iter().map(|session| SessionStatus {
+                        id: session.id | base,
+                        guest: counted.clone(),
+                        program: session.program.as_deref().map(shown),
+                        endpoint: shown(&session.endpoint),
+                        ..session.clone()
+                    }));
+                self.add(&counted, &report);
+                let drained = report.status.draining.map_or(0, |status| status.ended);
+                self.drained = self.drained.saturating_add(drained);
             }
         }
     }

@@ -25,6 +25,7 @@ use crate::lock::{Rank, RankedGuard, RankedMutex};
 use crate::log_limit::LogLimit;
 use crate::peer::Peer;
 use crate::policy::LinkKind;
+use crate::status::Report;
 use crate::stop::StopFlag;
 use crate::tenant_registry::{QuotaError, TenantRegistry};
 
@@ -153,6 +154,8 @@ pub(super) struct VmProcess {
     /// The control socket of the process.
     pub(super) control: PathBuf,
     pub(super) answers: VmAnswers,
+    /// What it has reported last.
+    pub(super) report: Option<Report>,
 }
 
 /// Which of the questions at a control socket were answered.

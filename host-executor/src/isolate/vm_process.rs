@@ -213,6 +213,7 @@ fn spawn_child(
         pid: Pid::from_child(&child),
         control: control.into(),
         answers: VmAnswers::default(),
+        report: None,
     };
     processes.machines.insert(id, machine);
     // `command` is dropped here, and with it the process's end of the socket.

@@ -10,7 +10,7 @@
 use std::cell::Cell;
 use std::sync::Arc;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::time::{ClockId, clock_gettime};
 
@@ -25,6 +25,10 @@ const QUANTUM: Duration = Duration::from_millis(1);
 /// The longest sleep of a pause: after it, the session looks whether it is to end, and whether
 /// another tenant is still active.
 const MAX_SLEEP: Duration = Duration::from_millis(20);
+
+/// The longest pause before the first request: a program waits a limited time for the answer to
+/// HELLO. The rest of the pause comes after that answer.
+const MAX_FIRST_PAUSE: Duration = Duration::from_millis(500);
 
 /// Counts the work of the thread of a session.
 pub(super) struct OutsideWork {
@@ -65,11 +69,15 @@ impl OutsideWork {
     }
 
     /// As [`begin`](OutsideWork::begin), of a thread that has done nothing but open the link of the
-    /// session, which counts. Pauses if the tenant has worked too much in earlier sessions.
+    /// session, which counts. Pauses for [`MAX_FIRST_PAUSE`] at most if the tenant has worked too
+    /// much in earlier sessions.
     pub(super) fn begin_with_link(&self, activity: &Activity, is_over: &dyn Fn() -> bool) {
         let took = processor_time();
         self.counted.set(took);
-        self.pause(activity, took, is_over);
+        let begun = Instant::now();
+        self.pause(activity, took, &|| {
+            is_over() || begun.elapsed() >= MAX_FIRST_PAUSE
+        });
     }
 
     /// Whether the session has worked so much that [`pay`](OutsideWork::pay) is due.

@@ -408,9 +408,10 @@ fn log_end(
         };
     }
     match end {
+        // A fault of the host is always said.
+        SessionEnd::Panic(_) | SessionEnd::Engine(_) => closed!(error),
         _ if !passes => closed!(debug),
         SessionEnd::Closed | SessionEnd::Shutdown => closed!(info),
-        SessionEnd::Panic(_) | SessionEnd::Engine(_) => closed!(error),
         _ => closed!(warn),
     }
     debug!(

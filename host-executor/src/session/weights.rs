@@ -452,6 +452,7 @@ impl Session {
         let wait_left = &mut weights.wait_left;
         let mut rest = data;
         let mut outcome = upload.write(memory, store, wait_left, &mut rest);
+        self.outside.waited(upload.take_waited());
         if matches!(outcome, Ok(WriteOutcome::Differs)) {
             // The link, which has the payload, is asked for its guest meanwhile.
             let mut payload = vec![0; rest.len()];
@@ -470,10 +471,10 @@ impl Session {
             while matches!(outcome, Ok(WriteOutcome::Differs)) {
                 outcome = { upload.leave(memory, &mut rest, &is_over) }
                     .and_then(|()| upload.write(memory, store, wait_left, &mut rest));
+                outside.waited(upload.take_waited());
             }
             end_check.check()?;
         }
-        self.outside.waited(upload.take_waited());
         match outcome {
             Ok(WriteOutcome::Incomplete | WriteOutcome::Differs) => {}
             Ok(WriteOutcome::Complete { shared }) => {

@@ -53,6 +53,14 @@ pub(crate) struct Args {
     json: Option<PathBuf>,
 }
 
+impl Args {
+    /// Whether the command is over when nobody reads what it prints. `tune` saves what it has
+    /// measured at its end.
+    pub(crate) fn only_prints(&self) -> bool {
+        !matches!(self.job, Some(Job::Tune { .. }))
+    }
+}
+
 /// Further tasks around a GPU.
 #[derive(Subcommand)]
 enum Job {

@@ -1,5 +1,6 @@
 //! Curves of the last ten minutes.
 
+use super::guests::name_of;
 use super::history::{Counts, History, POINTS};
 use super::html::{escaped, number, percent, seconds};
 
@@ -109,7 +110,7 @@ fn one(chart: &Chart, series: &[Series<'_>]) -> String {
             let highest = known().copied().fold(0.0, f64::max);
             said.push(format!(
                 "{}: last {}, highest {}",
-                one.guest,
+                name_of(one.guest),
                 (chart.text)(*last),
                 (chart.text)(highest)
             ));

@@ -135,9 +135,14 @@ impl History {
         parts.collect()
     }
 
-    /// What a guest's counters have grown by lately. `None`: there is one sample only.
+    /// What a guest's counters have grown by lately. `None`: the only sample is the newest one, or
+    /// those before it are too old to say.
     pub(super) fn present(&self, guest: &str) -> Option<Counts> {
         let end = self.samples.back()?.at;
+        let before = self.samples.iter().rev().nth(1)?.at;
+        if end - before > 2.0 * PRESENT {
+            return None;
+        }
         growth(&self.series(guest), end - PRESENT, end)
     }
 

@@ -32,7 +32,7 @@ function update(old, fresh) {
 async function refresh() {
   const notice = document.getElementById("notice");
   try {
-    const answer = await fetch(location.href, { cache: "no-store" });
+    const answer = await fetch(location.href, { cache: "no-store", signal: AbortSignal.timeout(10000) });
     if (!answer.ok) throw new Error(`status ${answer.status}`);
     const page = new DOMParser().parseFromString(await answer.text(), "text/html");
     update(document.querySelector("main"), page.querySelector("main"));
