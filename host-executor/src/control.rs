@@ -2,6 +2,7 @@
 //! executor through it.
 //!
 //! The client sends one line with a command, the executor answers with one JSON document. The
+//! command `guests` is followed by a [`GuestRequest`] in JSON. The
 //! socket is for the executor's user and root (mode 600). The protocol is not HTTP, as that of the
 //! metrics is: supervisors are clients of it, too, and `tiny_http` has no client.
 #![forbid(unsafe_code)]
@@ -20,6 +21,7 @@ use tracing::{debug, error};
 use vgpu_transport::link::credentials;
 use vgpu_transport::link::socket_file::{SocketFile, bind_stream, connect_stream};
 
+use crate::added_guests::{GuestAnswer, GuestList, GuestRequest};
 use crate::status::{Report, Status, StatusHandle};
 
 /// Permissions of the socket.
@@ -30,7 +32,7 @@ const MODE: u32 = 0o600;
 const CLIENT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Longest command in bytes.
-const MAX_COMMAND: u64 = 64;
+const MAX_COMMAND: u64 = 1024;
 
 /// Most bytes of an answer that `vgpu ps` reads. A snapshot has less than 4 KiB for each guest and
 /// session.
@@ -96,6 +98,17 @@ pub enum ControlError {
 /// Reloads the configuration.
 pub type Reload = Box<dyn Fn() -> ReloadOutcome + Send + Sync>;
 
+/// Adds, removes and lists guests.
+pub type ChangeGuests = Box<dyn Fn(GuestRequest) -> GuestAnswer + Send + Sync>;
+
+/// What an executor changes for a client.
+pub struct Changes {
+    /// Reloads the configuration.
+    pub reload: Reload,
+    /// Adds, removes and lists guests.
+    pub guests: ChangeGuests,
+}
+
 /// Binds the control socket at `path`, without serving anyone. Dropping the [`SocketFile`] removes
 /// the file.
 ///
@@ -111,16 +124,16 @@ pub fn bind(path: &Path) -> io::Result<(UnixListener, SocketFile)> {
 ///
 /// # Errors
 /// No thread can be started.
-pub fn serve(listener: UnixListener, status: StatusHandle, reload: Reload) -> io::Result<()> {
-    let reload = Arc::new(reload);
+pub fn serve(listener: UnixListener, status: StatusHandle, changes: Changes) -> io::Result<()> {
+    let changes = Arc::new(changes);
     thread::Builder::new()
         .name("vgpu-control".into())
-        .spawn(move || accept(&listener, &status, &reload))?;
+        .spawn(move || accept(&listener, &status, &changes))?;
     Ok(())
 }
 
 /// Accepts clients, and answers each on a thread of its own.
-fn accept(listener: &UnixListener, status: &StatusHandle, reload: &Arc<Reload>) {
+fn accept(listener: &UnixListener, status: &StatusHandle, changes: &Arc<Changes>) {
     let clients = Arc::new(AtomicUsize::new(0));
     for client in listener.incoming() {
         let client = match client {
@@ -135,12 +148,12 @@ fn accept(listener: &UnixListener, status: &StatusHandle, reload: &Arc<Reload>) 
             clients.fetch_sub(1, Ordering::Relaxed);
             continue;
         }
-        let (status, reload) = (status.clone(), Arc::clone(reload));
+        let (status, changes) = (status.clone(), Arc::clone(changes));
         let count = Arc::clone(&clients);
         let spawned = thread::Builder::new()
             .name("vgpu-control-answer".into())
             .spawn(move || {
-                if let Err(error) = answer(client, &status, reload.as_ref()) {
+                if let Err(error) = answer(client, &status, changes.as_ref()) {
                     debug!("a control client was not answered: {error}");
                 }
                 count.fetch_sub(1, Ordering::Relaxed);
@@ -152,19 +165,25 @@ fn accept(listener: &UnixListener, status: &StatusHandle, reload: &Arc<Reload>) 
     }
 }
 
-fn answer(client: UnixStream, status: &StatusHandle, reload: &Reload) -> io::Result<()> {
+fn answer(client: UnixStream, status: &StatusHandle, changes: &Changes) -> io::Result<()> {
     client.set_read_timeout(Some(CLIENT_TIMEOUT))?;
     client.set_write_timeout(Some(CLIENT_TIMEOUT))?;
     let mut command = String::new();
     BufReader::new((&client).take(MAX_COMMAND)).read_line(&mut command)?;
-    let answer = match command.trim() {
+    let command = command.trim();
+    let (name, argument) = command.split_once(' ').unwrap_or((command, ""));
+    let answer = match name {
         "status" => serde_json::to_string(&status.status()),
         "dump" => serde_json::to_string(&status.dump()),
         "report" => serde_json::to_string(&status.report()),
-        "reload" => serde_json::to_string(&reload()),
+        "reload" => serde_json::to_string(&(changes.reload)()),
+        "guests" => serde_json::to_string(&match serde_json::from_str(argument) {
+            Ok(request) => (changes.guests)(request),
+            Err(error) => GuestAnswer::Refused(format!("invalid request: {error}")),
+        }),
         _ => serde_json::to_string(&ReloadOutcome {
             ok: false,
-            message: "unknown command: expected status, dump or reload".into(),
+            message: "unknown command: expected status, dump, reload or guests".into(),
         }),
     };
     let mut answer = answer.map_err(io::Error::other)?;
@@ -221,6 +240,34 @@ pub(crate) fn report(path: &Path, timeout: Duration) -> Asked<Report> {
 /// As [`status`]. A configuration with a mistake is no error here: see [`ReloadOutcome::ok`].
 pub fn reload(path: &Path) -> Result<ReloadOutcome, ControlError> {
     ask(path, "reload", ANSWER_TIMEOUT, MAX_ANSWER)
+}
+
+/// Why an executor has not carried out a [`GuestRequest`].
+#[derive(Debug, thiserror::Error)]
+pub enum GuestError {
+    /// The executor does not answer.
+    #[error(transparent)]
+    Control(#[from] ControlError),
+    /// The executor has refused the request: the client's fault, or the executor has too little
+    /// memory.
+    #[error("the executor refuses: {0}")]
+    Refused(String),
+}
+
+/// Adds, removes or lists guests of the executor at `path`. Waits up to `timeout`.
+///
+/// # Errors
+/// [`GuestError`] says why the request was not carried out.
+pub fn guests(
+    path: &Path,
+    request: &GuestRequest,
+    timeout: Duration,
+) -> Result<GuestList, GuestError> {
+    let request = serde_json::to_string(request).map_err(ControlError::Invalid)?;
+    match ask(path, &format!("guests {request}"), timeout, MAX_ANSWER)? {
+        GuestAnswer::Done(list) => Ok(list),
+        GuestAnswer::Refused(why) => Err(GuestError::Refused(why)),
+    }
 }
 
 /// Reads up to the end of the stream, of a peer that may send forever, and appends the bytes to

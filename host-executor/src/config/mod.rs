@@ -6,6 +6,7 @@
 mod file;
 mod settings;
 
+pub(crate) use settings::is_guest_name;
 pub use file::{LoadError, Problem};
 pub use settings::{
     DEFAULT_CONTROL_PATH, DEFAULT_PATH, GuestSettings, LogFormat, MetricsAddress,

@@ -10,6 +10,7 @@ use anyhow::Context as _;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
 use tracing::{Level, error, info};
+use vgpu_executor::added_guests::{GuestAnswer, GuestRequest};
 use vgpu_executor::config::Settings;
 use vgpu_executor::control::ReloadOutcome;
 use vgpu_executor::status::StatusHandle;
@@ -29,6 +30,8 @@ pub(super) enum Event {
     Stop(&'static str),
     /// The configuration is to be reloaded. The sender, if there is one, gets the outcome.
     Reload(Option<Sender<ReloadOutcome>>),
+    /// A client of the control socket adds, removes or lists guests.
+    Guests(GuestRequest, Sender<GuestAnswer>),
 }
 
 /// What SIGUSR1 dumps, once there is something.
@@ -71,7 +74,8 @@ impl Serving {
     }
 }
 
-/// Waits until the process is to end. Reloads the configuration whenever an event asks for it.
+/// Waits until the process is to end. Reloads the configuration and changes the guests whenever an
+/// event asks for it.
 /// Calls `engine_failure` about once a second, and after each event.
 ///
 /// Fails if the engine is lost for good: all data of the guests is lost with it, and only a new
@@ -80,6 +84,7 @@ pub(super) fn wait_for_end(
     events: &Receiver<Event>,
     engine_failure: impl Fn() -> Option<String>,
     mut reload: impl FnMut() -> anyhow::Result<String>,
+    mut guests: impl FnMut(&GuestRequest) -> GuestAnswer,
 ) -> anyhow::Result<()> {
     loop {
         let event = match events.recv_timeout(POLL_INTERVAL) {
@@ -116,6 +121,11 @@ pub(super) fn wait_for_end(
                     // The client may have disconnected.
                     let _ = sender.send(outcome);
                 }
+                fail_with(engine_failure())?;
+            }
+            Event::Guests(request, sender) => {
+                // The client may have disconnected.
+                let _ = sender.send(guests(&request));
                 fail_with(engine_failure())?;
             }
         }
@@ -261,11 +271,12 @@ mod tests {
     fn a_lost_engine_ends_the_executor() {
         let (sender, events) = mpsc::channel();
         let no_reload = || anyhow::bail!("no reload is expected");
-        let outcome = wait_for_end(&events, || Some("it is lost".into()), no_reload);
+        let no_change = |_: &GuestRequest| GuestAnswer::Refused("no change is expected".into());
+        let outcome = wait_for_end(&events, || Some("it is lost".into()), no_reload, no_change);
         let error = outcome.unwrap_err().to_string();
         assert!(error.starts_with("it is lost; "), "{error}");
         // An engine that works does not.
         sender.send(Event::Stop("SIGTERM")).unwrap();
-        wait_for_end(&events, || None, no_reload).unwrap();
+        wait_for_end(&events, || None, no_reload, no_change).unwrap();
     }
 }

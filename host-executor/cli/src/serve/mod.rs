@@ -3,6 +3,7 @@
 mod args;
 mod certificates;
 mod events;
+mod guest_requests;
 mod isolated;
 mod kept_machines;
 mod listeners;

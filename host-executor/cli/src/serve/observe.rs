@@ -6,8 +6,9 @@ use std::sync::mpsc::{self, Sender};
 
 use anyhow::Context as _;
 use tracing::{error, info};
+use vgpu_executor::added_guests::GuestAnswer;
 use vgpu_executor::config::Settings;
-use vgpu_executor::control::{self, ReloadOutcome};
+use vgpu_executor::control::{self, Changes, ReloadOutcome};
 use vgpu_executor::status::StatusHandle;
 use vgpu_transport::link::socket_file::SocketFile;
 
@@ -68,6 +69,13 @@ impl Observers {
                 info!("metrics at {address}");
             }
         }
+        let guest_events = events.clone();
+        let guests = move |request| {
+            let (sender, outcome) = mpsc::channel();
+            let sent = guest_events.send(Event::Guests(request, sender));
+            let outcome = sent.ok().and_then(|()| outcome.recv().ok());
+            outcome.unwrap_or_else(|| GuestAnswer::Refused("the executor is ending".into()))
+        };
         let reload = move || {
             let (sender, outcome) = mpsc::channel();
             let sent = events.send(Event::Reload(Some(sender)));
@@ -78,7 +86,11 @@ impl Observers {
             })
         };
         if let Some(listener) = self.control {
-            control::serve(listener, status.clone(), Box::new(reload))
+            let changes = Changes {
+                reload: Box::new(reload),
+                guests: Box::new(guests),
+            };
+            control::serve(listener, status.clone(), changes)
                 .context("no thread for the control socket")?;
         }
         Ok(self.files)

@@ -6,6 +6,7 @@ use std::sync::mpsc::{Receiver, Sender};
 
 use anyhow::Context as _;
 use tracing::{Level, info};
+use vgpu_executor::added_guests::{AddedGuests, GuestAnswer, GuestRequest};
 use vgpu_executor::config::Settings;
 use vgpu_executor::engine::{EngineKind, Selection};
 use vgpu_executor::sandbox::Role;
@@ -18,6 +19,7 @@ use super::certificates::{self, EndWatch};
 use super::events::{
     DumpSource, Event, Serving, announce, describe_reload, end_stuck, wait_for_end,
 };
+use super::guest_requests;
 use super::kept_machines::KeptMachines;
 use super::listeners::{BoundListener, Listeners};
 use super::logging::Logging;
@@ -136,6 +138,12 @@ pub(super) fn run(
     let running = RefCell::new(settings);
     let kept = RefCell::new(kept);
     let health = server.health();
+    let changeable = RefCell::new(Changeable {
+        server: &mut server,
+        listeners: &mut listeners,
+        added: AddedGuests::default(),
+        confined: &confined,
+    });
     let outcome = wait_for_end(
         events,
         || {
@@ -146,9 +154,12 @@ pub(super) fn run(
             health.fatal_error()
         },
         || {
-            let (server, listeners) = (&mut server, &mut listeners);
-            let running = &mut running.borrow_mut();
-            reload(args, server, listeners, logging, running, &confined)
+            let changeable = &mut changeable.borrow_mut();
+            reload(args, changeable, logging, &mut running.borrow_mut())
+        },
+        |request| {
+            let changeable = &mut changeable.borrow_mut();
+            change_guests(request, changeable, &mut running.borrow_mut())
         },
     );
     service::stopping();
@@ -164,16 +175,29 @@ pub(super) fn run(
     Ok(())
 }
 
+/// What a reload and requests about guests change.
+struct Changeable<'a> {
+    server: &'a mut Server,
+    listeners: &'a mut Listeners,
+    added: AddedGuests,
+    confined: &'a Confined,
+}
+
 /// Applies the configuration as it is now. On failure nothing has changed.
 fn reload(
     args: &Args,
-    server: &mut Server,
-    listeners: &mut Listeners,
+    changeable: &mut Changeable<'_>,
     logging: &mut Logging,
     running: &mut Settings,
-    confined: &Confined,
 ) -> anyhow::Result<String> {
+    let Changeable {
+        server,
+        listeners,
+        added,
+        confined,
+    } = changeable;
     let mut wanted = args.settings()?;
+    added.add_to(&mut wanted)?;
     let late = wanted.needs_restart(running);
     wanted.keep_until_restart(running);
     let filter = logging.check(&wanted)?;
@@ -191,7 +215,7 @@ fn reload(
     };
     server.set_max_sessions(wanted.max_guests);
     logging.change(filter);
-    listeners.switch(server, &wanted, prepared, confined)?;
+    listeners.switch(*server, &wanted, prepared, confined)?;
     *running = wanted;
     let mut text = describe_reload(running, &late);
     if refused > 0 {
@@ -200,4 +224,26 @@ fn reload(
         ));
     }
     Ok(text)
+}
+
+/// Carries out a request about guests.
+fn change_guests(
+    request: &GuestRequest,
+    changeable: &mut Changeable<'_>,
+    running: &mut Settings,
+) -> GuestAnswer {
+    let Changeable {
+        server,
+        listeners,
+        added,
+        confined,
+    } = changeable;
+    let status = server.status_handle();
+    guest_requests::answer(request, added, running, &status, |wanted| {
+        let prepared = listeners.prepare(wanted)?;
+        server
+            .apply(wanted.rules())
+            .context("memory of the guests")?;
+        listeners.switch(*server, wanted, prepared, confined)
+    })
 }
