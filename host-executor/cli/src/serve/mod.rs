@@ -34,6 +34,13 @@ pub(crate) fn check(settings: &Settings) -> anyhow::Result<()> {
     Listeners::new(settings)?.check_identities(settings)
 }
 
+/// Starts the log of another command that runs for long.
+#[cfg(feature = "kubernetes")]
+pub(crate) fn start_log(settings: &Settings) -> anyhow::Result<()> {
+    Logging::start(settings).map_err(ConfigError)?;
+    start_writer()
+}
+
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if let Some(version) = &args.supervised {
         check_supervisor("process of a virtual machine", Some(version))?;
