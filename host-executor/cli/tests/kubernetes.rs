@@ -9,6 +9,7 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::slice;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -229,7 +230,9 @@ fn what_a_container_cannot_have_is_refused() {
         (MEMORY, "2Mi-0".into()),
         (MEMORY, "seat-0".into()),
     ] {
-        let error = kubelet.allocate(resource, &[id.clone()]).unwrap_err();
+        let error = kubelet
+            .allocate(resource, slice::from_ref(&id))
+            .unwrap_err();
         assert!(error.contains(&format!("{id:?}")), "{error}");
     }
     let error = kubelet.admit("two", 2, 0).unwrap_err();
@@ -513,7 +516,7 @@ fn guests_are_added_and_removed_through_the_control_socket() {
 
         let added = guest("pod", 16 << 20);
         let list = ask(&GuestRequest::Add(added.clone())).expect("it is added");
-        assert_eq!(list.guests, [added.clone()]);
+        assert_eq!(list.guests, slice::from_ref(&added));
         let mut program = serve.guest(&added.socket);
         program.alloc(12 << 20);
         assert!(program.refusal(5 << 20).contains("out of memory"));
@@ -546,7 +549,8 @@ fn guests_are_added_and_removed_through_the_control_socket() {
         };
         assert!(refused(nowhere).contains("directory"));
         let list = ask(&GuestRequest::List).expect("a list");
-        assert_eq!(list.guests, [larger.clone()], "refusals change nothing");
+        let expected = slice::from_ref(&larger);
+        assert_eq!(list.guests, expected, "refusals change nothing");
 
         // A reload keeps the guest, and its listener.
         let outcome = control::reload(&control).expect("an answer");

@@ -138,7 +138,13 @@ pub use services::registration_client::RegistrationClient;
 pub use services::registration_server::{Registration, RegistrationServer};
 
 /// What the build script writes.
-#[allow(missing_docs, unreachable_pub, rust_2018_idioms, clippy::all)]
+#[allow(
+    missing_docs,
+    unreachable_pub,
+    rust_2018_idioms,
+    clippy::all,
+    clippy::missing_errors_doc
+)]
 mod services {
     include!(concat!(env!("OUT_DIR"), "/v1beta1.Registration.rs"));
     include!(concat!(env!("OUT_DIR"), "/v1beta1.DevicePlugin.rs"));

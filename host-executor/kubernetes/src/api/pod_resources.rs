@@ -53,7 +53,13 @@ pub use services::pod_resources_lister_client::PodResourcesListerClient;
 pub use services::pod_resources_lister_server::{PodResourcesLister, PodResourcesListerServer};
 
 /// What the build script writes.
-#[allow(missing_docs, unreachable_pub, rust_2018_idioms, clippy::all)]
+#[allow(
+    missing_docs,
+    unreachable_pub,
+    rust_2018_idioms,
+    clippy::all,
+    clippy::missing_errors_doc
+)]
 mod services {
     include!(concat!(env!("OUT_DIR"), "/v1.PodResourcesLister.rs"));
 }
