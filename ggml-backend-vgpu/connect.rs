@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use vgpu_transport::link;
 use vgpu_transport::link::{Endpoint, GuestEnd};
+use vgpu_transport::wire::{Offer, ProtocolVersion};
 
 use crate::ggml::Ggml;
 use crate::session::{Session, SessionError};
@@ -66,12 +67,39 @@ pub(crate) enum ExecutorConnectError {
     },
 }
 
-/// Opens a session with the executor at `endpoint`.
+/// Opens a session with the executor at `endpoint`. An executor of version 3 of the messages, which
+/// does not choose from several versions, is asked a second time, for that version.
 ///
 /// # Errors
 ///
 /// [`ExecutorConnectError`], which names the endpoint.
 pub(crate) fn connect(
+    endpoint: &Endpoint,
+    ggml: &Ggml,
+    timeouts: ConnectTimeouts,
+) -> Result<Arc<Session>, ExecutorConnectError> {
+    let opened = connect_with(Offer::SERVED, endpoint, ggml, timeouts);
+    let Err(ExecutorConnectError::Session {
+        error: SessionError::Refused(reason),
+        ..
+    }) = &opened
+    else {
+        return opened;
+    };
+    match ProtocolVersion::after_refusal(reason) {
+        None => opened,
+        Some(version) => {
+            tracing::info!(
+                "{endpoint}: the executor speaks version {version} of the protocol only, an \
+                 earlier one than this plugin: update ggml-vgpu on the host"
+            );
+            connect_with(Offer::only(version), endpoint, ggml, timeouts)
+        }
+    }
+}
+
+fn connect_with(
+    offer: Offer,
     endpoint: &Endpoint,
     ggml: &Ggml,
     timeouts: ConnectTimeouts,
@@ -88,7 +116,8 @@ pub(crate) fn connect(
     // Over these two links bytes move at the speed of copying memory, about three times that of
     // hashing.
     let hashes_first = !matches!(endpoint, Endpoint::Unix(_) | Endpoint::Inproc);
-    Session::open(end, introduction(ggml), hashes_first, timeouts.welcome).map_err(|error| {
+    let name = introduction(ggml);
+    Session::open(end, offer, name, hashes_first, timeouts.welcome).map_err(|error| {
         ExecutorConnectError::Session {
             endpoint: endpoint.clone(),
             error,

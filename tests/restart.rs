@@ -14,8 +14,11 @@ use std::time::Duration;
 
 use ggml::Ggml;
 use vgpu_cpu::CpuEngine;
+use vgpu_engine::Engine as _;
 use vgpu_executor::{Limits, Session, StopFlag};
+use vgpu_transport::link::HostEnd;
 use vgpu_transport::link::unix::{ListenOptions, Listener};
+use vgpu_transport::wire::{HostVersions, Offer, ProtocolVersion, Reply, Request, VersionRange};
 
 /// How often a thread looks at its flag.
 const POLL_PERIOD: Duration = Duration::from_millis(10);
@@ -69,9 +72,72 @@ impl Host {
         })
     }
 
+    /// An executor that speaks version 3 of the protocol only.
+    fn speaks_version_3(path: &Path) -> Host {
+        Host::start(path, |listener, stop| {
+            while !stop.is_set() {
+                let arrival = listener.accept(POLL_PERIOD).expect("a socket");
+                let Some(arrival) = arrival else { continue };
+                serve_version_3(&mut arrival.handshake().expect("a guest"), stop);
+            }
+        })
+    }
+
     fn end(self) {
         self.stop.set();
         self.thread.join().expect("no panic");
+    }
+}
+
+/// Answers a guest as an executor of version 3 does, which compares the first word of HELLO with 3.
+fn serve_version_3(host: &mut dyn HostEnd, stop: &StopFlag) {
+    let version = ProtocolVersion::V3;
+    let engine = CpuEngine::new(1, Some(64 << 20)).expect("a CPU engine");
+    let mut message = Vec::new();
+    while !stop.is_set() {
+        message.clear();
+        let request = match host.receive(&mut message, POLL_PERIOD) {
+            Ok(Some(incoming)) => incoming.request,
+            Ok(None) => continue,
+            Err(_) => return,
+        };
+        let reply = match Request::decode(version, &message).expect("a request") {
+            Request::Hello { offer, .. } if offer == Offer::only(version) => Reply::Welcome {
+                protocol: version,
+                served: HostVersions(VersionRange::only(version)),
+                session: 1,
+                engine: engine.name().to_owned(),
+                description: engine.description().to_owned(),
+                memory_total: 64 << 20,
+                memory_free: 64 << 20,
+                capabilities: engine.capabilities().clone(),
+            },
+            Request::Hello { offer, .. } => Reply::Ended {
+                reason: format!(
+                    "the guest broke the protocol: the guest speaks protocol version {}, this \
+                     host speaks 3: update the older of the two",
+                    offer.versions.newest()
+                ),
+            },
+            Request::Memory {} => Reply::Memory {
+                request,
+                total: 64 << 20,
+                free: 64 << 20,
+            },
+            Request::Alloc { .. } => Reply::Done { request },
+            Request::Free { .. } => {
+                host.retire();
+                continue;
+            }
+            other => panic!("{other:?}"),
+        };
+        message.clear();
+        reply.encode(version, &mut message);
+        let sent = host.send(&message, 0, &mut |_| {});
+        host.retire();
+        if sent.is_err() || matches!(reply, Reply::Ended { .. }) {
+            return;
+        }
     }
 }
 
@@ -125,5 +191,16 @@ fn the_next_load_works_as_soon_as_the_executor_listens() {
     let hanging = Host::answers_nothing(&path);
     fails("has accepted the connection and has not answered for");
     hanging.end();
+    works();
+
+    // An executor of the previous version of the protocol refuses the newer HELLO, and is asked a
+    // second time.
+    let previous = Host::speaks_version_3(&path);
+    LOG.lock().expect("no panic").clear();
+    assert!(loads(), "{}", LOG.lock().expect("no panic"));
+    let log = LOG.lock().expect("no panic").clone();
+    let says = "the executor speaks version 3 of the protocol only";
+    assert!(log.contains(says), "{log}");
+    previous.end();
     works();
 }

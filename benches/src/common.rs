@@ -12,6 +12,7 @@ use xtask_common::cache::Cache;
 use xtask_common::dist::{self, Dist};
 use xtask_common::llama;
 use xtask_common::model::{self, FileType};
+use xtask_common::println;
 use xtask_common::process;
 use xtask_common::workspace;
 

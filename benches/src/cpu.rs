@@ -19,6 +19,7 @@ use xtask_common::executor::Executor;
 use xtask_common::llama;
 use xtask_common::median;
 use xtask_common::model::{self, FileType, Shape};
+use xtask_common::println;
 use xtask_common::process;
 use xtask_common::progress::{Progress, heading};
 use xtask_common::scratch::Scratch;

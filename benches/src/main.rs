@@ -18,6 +18,7 @@ use std::process::ExitCode;
 use anyhow::Result;
 use clap::Parser;
 use xtask_common::cache::Cache;
+use xtask_common::progress;
 
 /// Runs the benchmarks, each compared with a peer in the same run.
 #[derive(Debug, Parser)]
@@ -50,7 +51,7 @@ fn main() -> ExitCode {
     match run(&Arguments::parse()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("\nerror: {error:#}");
+            progress::say(&format!("\nerror: {error:#}"));
             ExitCode::FAILURE
         }
     }

@@ -13,6 +13,7 @@ use plotters::element::{Rectangle, Text};
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 use plotters::style::{Color as _, IntoFont as _, RGBColor, TextStyle};
 use serde_json::Value;
+use xtask_common::println;
 use xtask_common::workspace;
 
 /// Options of the pictures.

@@ -11,7 +11,7 @@ use vgpu_transport::bytes::{Bytes, BytesMut};
 use vgpu_transport::fork::Owner;
 use vgpu_transport::ir::BufferId;
 use vgpu_transport::link::{Counters, GuestEnd};
-use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, Reply, Request};
+use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, ProtocolVersion, Reply, Request};
 
 use super::error::{LossReason, SessionError};
 use super::pending::{BackendId, Failure, PendingRead, Submission};
@@ -27,6 +27,8 @@ const MAX_PENDING_READS: usize = 2 << 20;
 /// ([`SharedConnection`](super::shared::SharedConnection)).
 pub(super) struct Connection {
     pub(super) end: Box<dyn GuestEnd>,
+    /// The version of the messages.
+    protocol: ProtocolVersion,
     /// The process that has opened the connection.
     owner: Owner,
     /// The message that is being encoded or decoded.
@@ -67,9 +69,14 @@ pub(super) struct HostBufferRange {
 
 impl Connection {
     /// A connection after the handshake, which was request 1.
-    pub(super) fn new(end: Box<dyn GuestEnd>, waits: Arc<Waits>) -> Connection {
+    pub(super) fn new(
+        end: Box<dyn GuestEnd>,
+        protocol: ProtocolVersion,
+        waits: Arc<Waits>,
+    ) -> Connection {
         Connection {
             end,
+            protocol,
             owner: Owner::current(),
             message: Vec::new(),
             last_buffer: 0,
@@ -131,7 +138,7 @@ impl Connection {
         payload: Bytes<'_>,
     ) -> Result<u64, SessionError> {
         self.message.clear();
-        request.encode(&mut self.message);
+        request.encode(self.protocol, &mut self.message);
         self.waits
             .begin(WaitStage::Sends, self.sent.saturating_add(1));
         self.sent = self.end.send(&self.message, payload)?;
@@ -150,7 +157,7 @@ impl Connection {
         payload: std::ops::Range<usize>,
     ) -> Result<u64, SessionError> {
         self.message.clear();
-        request.encode(&mut self.message);
+        request.encode(self.protocol, &mut self.message);
         self.waits
             .begin(WaitStage::Sends, self.sent.saturating_add(1));
         self.sent = self.end.send_staged(&self.message, payload)?;
@@ -351,7 +358,7 @@ impl Connection {
             self.message.clear();
             let expected = payload.len();
             let got = self.end.receive(&mut self.message, payload.reborrow())?;
-            let reply = Reply::decode(&self.message)?;
+            let reply = Reply::decode(self.protocol, &self.message)?;
             let number = match &reply {
                 Reply::Failed { .. } | Reply::Ended { .. } => {
                     self.on_async_reply(reply)?;
@@ -404,7 +411,7 @@ impl Connection {
                     .retain(|submission| submission.request > done);
                 return Ok(());
             }
-            let reply = Reply::decode(&self.message)?;
+            let reply = Reply::decode(self.protocol, &self.message)?;
             self.on_async_reply(reply)?;
         }
     }

@@ -2,15 +2,17 @@
 
 use std::time::{Duration, Instant};
 
-use vgpu_transport::ir::{Capabilities, IR_VERSION};
+use vgpu_transport::ir::Capabilities;
 use vgpu_transport::link::GuestEnd;
-use vgpu_transport::wire::{PROTOCOL_VERSION, Reply, Request};
+use vgpu_transport::wire::{Offer, ProtocolVersion, Reply, Request};
 
 use super::error::SessionError;
 
 /// What the executor says about itself and its device in the handshake.
 #[derive(Debug, Clone)]
 pub(crate) struct Welcome {
+    /// The version of the messages.
+    pub(crate) protocol: ProtocolVersion,
     /// The number of the session, in the logs of both sides.
     pub(crate) session: u64,
     /// The engine: `cpu`, `cuda:0`.
@@ -25,8 +27,9 @@ pub(crate) struct Welcome {
     pub(crate) capabilities: Capabilities,
 }
 
-/// Opens a session over a new link. `name` says who the guest is, for the executor's log. `limit`:
-/// how long the executor may take to answer.
+/// Opens a session over a new link. `offer`: the versions of the messages that the executor may
+/// choose from. `name` says who the guest is, for the executor's log. `limit`: how long the
+/// executor may take to answer.
 ///
 /// # Errors
 ///
@@ -35,25 +38,24 @@ pub(crate) struct Welcome {
 /// no sense.
 pub(super) fn handshake(
     end: &mut dyn GuestEnd,
+    offer: Offer,
     name: String,
     limit: Duration,
 ) -> Result<Welcome, SessionError> {
     let began = Instant::now();
     let mut message = Vec::new();
-    let hello = Request::Hello {
-        protocol: PROTOCOL_VERSION,
-        ir: IR_VERSION,
-        name,
-    };
-    hello.encode(&mut message);
+    let hello = Request::Hello { offer, name };
+    // The same bytes in every version. WELCOME says its version itself.
+    hello.encode(ProtocolVersion::CURRENT, &mut message);
     end.send(&message, (&[][..]).into())?;
     message.clear();
     if !end.receive_within(&mut message, limit)? {
         let waited = began.elapsed();
         return Err(SessionError::NoWelcome { waited });
     }
-    match Reply::decode(&message)? {
+    match Reply::decode(ProtocolVersion::CURRENT, &message)? {
         Reply::Welcome {
+            protocol,
             session,
             engine,
             description,
@@ -62,6 +64,7 @@ pub(super) fn handshake(
             capabilities,
             ..
         } => Ok(Welcome {
+            protocol,
             session,
             engine,
             description,

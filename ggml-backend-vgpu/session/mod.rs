@@ -50,7 +50,7 @@ use std::time::{Duration, Instant};
 use vgpu_transport::bytes::{Bytes, BytesMut};
 use vgpu_transport::ir::BufferId;
 use vgpu_transport::link::{GuestEnd, StagingRegion};
-use vgpu_transport::wire::{Reply, Request};
+use vgpu_transport::wire::{Offer, Reply, Request};
 
 use crate::graph_cache::GraphImage;
 use crate::load_progress::{LoadLog, SharedBytes};
@@ -101,9 +101,10 @@ impl SessionBuffer {
 }
 
 impl Session {
-    /// Opens a session over a new link. `name` says who the guest is, for the executor's log.
-    /// `hashes_first` says whether the link is slower than hashing, so that large weights are
-    /// hashed before they are sent. `limit`: how long the executor may take to answer.
+    /// Opens a session over a new link. `offer`: the versions of the messages that the executor may
+    /// choose from. `name` says who the guest is, for the executor's log. `hashes_first` says
+    /// whether the link is slower than hashing, so that large weights are hashed before they are
+    /// sent. `limit`: how long the executor may take to answer.
     ///
     /// # Errors
     ///
@@ -112,11 +113,12 @@ impl Session {
     /// link breaks.
     pub(crate) fn open(
         mut end: Box<dyn GuestEnd>,
+        offer: Offer,
         name: String,
         hashes_first: bool,
         limit: Duration,
     ) -> Result<Arc<Session>, SessionError> {
-        let welcome = handshake::handshake(end.as_mut(), name, limit)?;
+        let welcome = handshake::handshake(end.as_mut(), offer, name, limit)?;
         Ok(Arc::new(Session {
             connection: SharedConnection::new(end, &welcome),
             last_memory: RankedMutex::new(

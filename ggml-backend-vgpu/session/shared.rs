@@ -39,11 +39,14 @@ impl SharedConnection {
     /// A connection after the handshake.
     pub(super) fn new(end: Box<dyn GuestEnd>, welcome: &Welcome) -> SharedConnection {
         let Welcome {
-            session, engine, ..
+            protocol,
+            session,
+            engine,
+            ..
         } = welcome;
         let name = format!("session {session} with the executor ({engine})");
         let waits = Waits::of(&name);
-        let connection = Connection::new(end, Arc::clone(&waits));
+        let connection = Connection::new(end, *protocol, Arc::clone(&waits));
         SharedConnection {
             name,
             waits,

@@ -47,7 +47,7 @@ impl Executors {
                 .sharing(&store, user)
                 .run(&mut host, &StopFlag::new())
         });
-        Session::open(Box::new(guest), "test".into(), true, HANG).unwrap()
+        Session::open(Box::new(guest), Offer::SERVED, "test".into(), true, HANG).unwrap()
     }
 
     fn wait_for_hashes(&self) {
@@ -171,7 +171,8 @@ fn an_executor_that_never_answers_hello_is_named_with_the_time_that_was_waited()
     let (guest, _host) = inproc_pair().unwrap();
     let (sender, outcome) = std::sync::mpsc::channel();
     std::thread::spawn(move || {
-        let opened = Session::open(Box::new(guest), "test".into(), true, limit);
+        let name = "test".into();
+        let opened = Session::open(Box::new(guest), Offer::SERVED, name, true, limit);
         sender.send(opened.err().unwrap().to_string()).unwrap();
     });
     let error = outcome.recv_timeout(HANG).expect("an end of the wait");

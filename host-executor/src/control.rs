@@ -1,8 +1,8 @@
-//! The control socket: `vgpu ps`, `vgpu top`, `vgpu dump` and `vgpu reload` talk to a running
-//! executor through it.
+//! The control socket: `vgpu ps`, `vgpu top`, `vgpu dump`, `vgpu reload`, `vgpu set` and `vgpu
+//! drain` talk to a running executor through it.
 //!
-//! The client sends one line with a command, the executor answers with one JSON document. The
-//! command `guests` is followed by a [`GuestRequest`] in JSON. The
+//! The client sends one line with a command or an [`OperatorRequest`] as JSON, the executor answers
+//! with one JSON document. The command `guests` is followed by a [`GuestRequest`] as JSON. The
 //! socket is for the executor's user and root (mode 600). The protocol is not HTTP, as that of the
 //! metrics is: supervisors are clients of it, too, and `tiny_http` has no client.
 #![forbid(unsafe_code)]
@@ -16,12 +16,14 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
+use rustix::net::{RecvFlags, recv};
 use serde::{Deserialize, Serialize};
 use tracing::{debug, error};
 use vgpu_transport::link::credentials;
 use vgpu_transport::link::socket_file::{SocketFile, bind_stream, connect_stream};
 
 use crate::added_guests::{GuestAnswer, GuestList, GuestRequest};
+use crate::operator_request::OperatorRequest;
 use crate::status::{Report, Status, StatusHandle};
 
 /// Permissions of the socket.
@@ -32,7 +34,7 @@ const MODE: u32 = 0o600;
 const CLIENT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Longest command in bytes.
-const MAX_COMMAND: u64 = 1024;
+const MAX_COMMAND: u64 = 4096;
 
 /// Most bytes of an answer that `vgpu ps` reads. A snapshot has less than 4 KiB for each guest and
 /// session.
@@ -51,10 +53,10 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 /// Pause after a failed accept.
 const ERROR_PAUSE: Duration = Duration::from_secs(1);
 
-/// The outcome of reloading the configuration.
+/// The outcome of reloading the configuration, or of an [`OperatorRequest`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ReloadOutcome {
-    /// Whether the configuration took effect.
+    /// Whether it took effect.
     pub ok: bool,
     /// What has changed, or what is wrong.
     pub message: String,
@@ -98,13 +100,18 @@ pub enum ControlError {
 /// Reloads the configuration.
 pub type Reload = Box<dyn Fn() -> ReloadOutcome + Send + Sync>;
 
+/// Carries out a request of the operator.
+pub type Perform = Box<dyn Fn(OperatorRequest) -> ReloadOutcome + Send + Sync>;
+
 /// Adds, removes and lists guests.
 pub type ChangeGuests = Box<dyn Fn(GuestRequest) -> GuestAnswer + Send + Sync>;
 
-/// What an executor changes for a client.
-pub struct Changes {
+/// What clients can ask for beside the status.
+pub struct Actions {
     /// Reloads the configuration.
     pub reload: Reload,
+    /// Carries out a request of the operator.
+    pub perform: Perform,
     /// Adds, removes and lists guests.
     pub guests: ChangeGuests,
 }
@@ -124,16 +131,16 @@ pub fn bind(path: &Path) -> io::Result<(UnixListener, SocketFile)> {
 ///
 /// # Errors
 /// No thread can be started.
-pub fn serve(listener: UnixListener, status: StatusHandle, changes: Changes) -> io::Result<()> {
-    let changes = Arc::new(changes);
+pub fn serve(listener: UnixListener, status: StatusHandle, actions: Actions) -> io::Result<()> {
+    let actions = Arc::new(actions);
     thread::Builder::new()
         .name("vgpu-control".into())
-        .spawn(move || accept(&listener, &status, &changes))?;
+        .spawn(move || accept(&listener, &status, &actions))?;
     Ok(())
 }
 
 /// Accepts clients, and answers each on a thread of its own.
-fn accept(listener: &UnixListener, status: &StatusHandle, changes: &Arc<Changes>) {
+fn accept(listener: &UnixListener, status: &StatusHandle, actions: &Arc<Actions>) {
     let clients = Arc::new(AtomicUsize::new(0));
     for client in listener.incoming() {
         let client = match client {
@@ -148,12 +155,12 @@ fn accept(listener: &UnixListener, status: &StatusHandle, changes: &Arc<Changes>
             clients.fetch_sub(1, Ordering::Relaxed);
             continue;
         }
-        let (status, changes) = (status.clone(), Arc::clone(changes));
+        let (status, actions) = (status.clone(), Arc::clone(actions));
         let count = Arc::clone(&clients);
         let spawned = thread::Builder::new()
             .name("vgpu-control-answer".into())
             .spawn(move || {
-                if let Err(error) = answer(client, &status, changes.as_ref()) {
+                if let Err(error) = answer(client, &status, &actions) {
                     debug!("a control client was not answered: {error}");
                 }
                 count.fetch_sub(1, Ordering::Relaxed);
@@ -165,26 +172,32 @@ fn accept(listener: &UnixListener, status: &StatusHandle, changes: &Arc<Changes>
     }
 }
 
-fn answer(client: UnixStream, status: &StatusHandle, changes: &Changes) -> io::Result<()> {
+fn answer(client: UnixStream, status: &StatusHandle, actions: &Actions) -> io::Result<()> {
     client.set_read_timeout(Some(CLIENT_TIMEOUT))?;
     client.set_write_timeout(Some(CLIENT_TIMEOUT))?;
     let mut command = String::new();
     BufReader::new((&client).take(MAX_COMMAND)).read_line(&mut command)?;
     let command = command.trim();
-    let (name, argument) = command.split_once(' ').unwrap_or((command, ""));
-    let answer = match name {
+    let answer = match command {
         "status" => serde_json::to_string(&status.status()),
         "dump" => serde_json::to_string(&status.dump()),
         "report" => serde_json::to_string(&status.report()),
-        "reload" => serde_json::to_string(&(changes.reload)()),
-        "guests" => serde_json::to_string(&match serde_json::from_str(argument) {
-            Ok(request) => (changes.guests)(request),
-            Err(error) => GuestAnswer::Refused(format!("invalid request: {error}")),
-        }),
-        _ => serde_json::to_string(&ReloadOutcome {
-            ok: false,
-            message: "unknown command: expected status, dump, reload or guests".into(),
-        }),
+        "reload" => serde_json::to_string(&(actions.reload)()),
+        request => match request.strip_prefix("guests ") {
+            Some(request) => serde_json::to_string(&match serde_json::from_str(request) {
+                Ok(request) => (actions.guests)(request),
+                Err(error) => GuestAnswer::Refused(format!("invalid request: {error}")),
+            }),
+            None => serde_json::to_string(&match serde_json::from_str(request) {
+                Ok(request) => (actions.perform)(request),
+                Err(_) => ReloadOutcome {
+                    ok: false,
+                    message: "unknown command: expected status, dump, reload, guests, or a \
+                              request that this version knows"
+                        .into(),
+                },
+            }),
+        },
     };
     let mut answer = answer.map_err(io::Error::other)?;
     answer.push('\n');
@@ -217,19 +230,44 @@ pub(crate) struct Asked<T> {
     /// The number of the process that has opened the control socket, if there was a connection.
     pub(crate) process: Option<i32>,
     pub(crate) answer: Result<T, ControlError>,
+    /// The question, if its answer was not there in time.
+    pub(crate) open: Option<OpenQuestion>,
+}
+
+/// A question that the executor has not answered in time. Dropping it closes the connection.
+#[derive(Debug)]
+pub(crate) struct OpenQuestion(UnixStream);
+
+impl OpenQuestion {
+    #[cfg(test)]
+    pub(crate) fn of(socket: UnixStream) -> OpenQuestion {
+        OpenQuestion(socket)
+    }
+
+    /// Whether the executor has begun to answer since. Does not wait.
+    pub(crate) fn is_answered(&self) -> bool {
+        let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
+        matches!(recv(&self.0, &mut [0], flags), Ok((1.., _)))
+    }
 }
 
 /// Asks an executor that this process has started for its complete report.
 pub(crate) fn report(path: &Path, timeout: Duration) -> Asked<Report> {
     let deadline = Instant::now() + timeout;
     match send(path, "report", timeout) {
-        Ok(socket) => Asked {
-            process: credentials::of(&socket).map(|peer| peer.pid).ok(),
-            answer: receive(&socket, deadline, MAX_REPORT),
-        },
+        Ok(socket) => {
+            let answer = receive(&socket, deadline, MAX_REPORT);
+            let is_late = matches!(answer, Err(ControlError::Late { .. }));
+            Asked {
+                process: credentials::of(&socket).map(|peer| peer.pid).ok(),
+                answer,
+                open: is_late.then_some(OpenQuestion(socket)),
+            }
+        }
         Err(error) => Asked {
             process: None,
             answer: Err(error),
+            open: None,
         },
     }
 }
@@ -240,6 +278,25 @@ pub(crate) fn report(path: &Path, timeout: Duration) -> Asked<Report> {
 /// As [`status`]. A configuration with a mistake is no error here: see [`ReloadOutcome::ok`].
 pub fn reload(path: &Path) -> Result<ReloadOutcome, ControlError> {
     ask(path, "reload", ANSWER_TIMEOUT, MAX_ANSWER)
+}
+
+/// Makes the executor at `path` carry out a request.
+///
+/// # Errors
+/// As [`status`]. A request that cannot be carried out is no error here: see
+/// [`ReloadOutcome::ok`].
+pub fn perform(path: &Path, request: &OperatorRequest) -> Result<ReloadOutcome, ControlError> {
+    perform_within(path, request, ANSWER_TIMEOUT)
+}
+
+/// As [`perform`], within `timeout`, for an executor that this process has started.
+pub(crate) fn perform_within(
+    path: &Path,
+    request: &OperatorRequest,
+    timeout: Duration,
+) -> Result<ReloadOutcome, ControlError> {
+    let line = serde_json::to_string(request).map_err(ControlError::Invalid)?;
+    ask(path, &line, timeout, MAX_REPORT)
 }
 
 /// Why an executor has not carried out a [`GuestRequest`].
@@ -414,6 +471,26 @@ mod tests {
         drop(theirs);
         assert_eq!(read(&ours, later(), 2).unwrap(), b"{}");
     }
+
+    #[test]
+    fn question_stays_open_for_a_late_answer() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("control.sock");
+        let (listener, _file) = bind(&path).unwrap();
+        let asked = report(&path, Duration::from_millis(1));
+        assert!(matches!(asked.answer, Err(ControlError::Late { .. })));
+        let question = asked.open.expect("it is open");
+        assert!(!question.is_answered());
+        let (mut client, _) = listener.accept().unwrap();
+        client.write_all(b"{").unwrap();
+        assert!(question.is_answered());
+        // Refused in time: it will not be answered.
+        let refuses = thread::spawn(move || drop(listener.accept().unwrap()));
+        let asked = report(&path, Duration::from_secs(60));
+        assert!(asked.answer.is_err() && asked.open.is_none());
+        refuses.join().unwrap();
+    }
+
     /// A listener that never accepts, with as many connections as the kernel queues.
     fn full(path: &Path) -> (UnixListener, SocketFile, Vec<UnixStream>) {
         let (listener, file) = bind(path).unwrap();

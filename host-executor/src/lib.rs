@@ -29,9 +29,13 @@ pub mod added_guests;
 pub mod config;
 #[cfg(feature = "server")]
 pub mod control;
+#[cfg(feature = "server")]
+mod drain;
 #[cfg(feature = "engines")]
 pub mod engine;
 mod engine_monitor;
+#[cfg(feature = "server")]
+mod guest_change;
 #[cfg(feature = "server")]
 mod handshakes;
 mod heap;
@@ -50,12 +54,13 @@ mod limits;
 #[cfg(feature = "server")]
 pub mod listener;
 mod lock;
-#[cfg(feature = "server")]
 mod log_limit;
 #[cfg(feature = "server")]
 pub mod log_queue;
 #[cfg(feature = "server")]
 pub mod metrics;
+#[cfg(feature = "server")]
+mod operator_request;
 #[cfg(feature = "server")]
 mod peer;
 mod policy;
@@ -88,10 +93,14 @@ pub mod vm;
 pub mod weights;
 
 #[cfg(feature = "server")]
+pub use guest_change::{ChangeError, GuestChange, ParseChangeError, Quota};
+#[cfg(feature = "server")]
 pub use identity::{CertificateRule, Identity, ParseCertificateRuleError};
 #[cfg(feature = "server")]
 pub use last_log::end_with_last_log;
 pub use limits::{HandshakeLimits, Limits};
+#[cfg(feature = "server")]
+pub use operator_request::OperatorRequest;
 #[cfg(feature = "server")]
 pub use peer::{Peer, Process};
 pub use policy::{LinkKind, ParseLinkKindError, Policy};

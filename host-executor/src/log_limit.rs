@@ -1,4 +1,4 @@
-//! A limit on log lines that connections can cause.
+//! A limit on log lines that connections and sessions can cause.
 #![forbid(unsafe_code)]
 
 use std::sync::Mutex;
@@ -7,7 +7,11 @@ use std::time::{Duration, Instant};
 use vgpu_transport::lock::lock;
 
 /// The period in which the lines are counted.
-const INTERVAL: Duration = Duration::from_secs(10);
+pub(crate) const INTERVAL: Duration = Duration::from_secs(10);
+
+/// Lines in 10 s about the sessions of one guest. As many programs as a guest may have can begin,
+/// load a model and end at once.
+pub(crate) const GUEST_LINES: u64 = 200;
 
 /// Lets a number of lines pass in 10 s, and counts the others.
 #[derive(Debug)]
@@ -23,6 +27,27 @@ struct LineCounts {
     suppressed: u64,
 }
 
+impl LineCounts {
+    /// Whether one more line is within the limit at `now`. Counts the line.
+    fn passes(&mut self, limit: u64, now: Instant) -> bool {
+        if is_over(self.began, now) {
+            self.began = Some(now);
+            self.lines = 0;
+        }
+        let passes = self.lines < limit;
+        match passes {
+            true => self.lines += 1,
+            false => self.suppressed += 1,
+        }
+        passes
+    }
+}
+
+/// Whether a period that began then is over, or none has begun.
+pub(crate) fn is_over(began: Option<Instant>, now: Instant) -> bool {
+    began.is_none_or(|began| now.saturating_duration_since(began) >= INTERVAL)
+}
+
 impl LogLimit {
     /// Lets `lines` pass in 10 s.
     pub(crate) fn new(lines: u64) -> LogLimit {
@@ -34,21 +59,31 @@ impl LogLimit {
 
     /// Whether a line may be logged at `now`. The number is that of the lines that were suppressed
     /// before it.
+    #[cfg(feature = "server")]
     pub(crate) fn allow(&self, now: Instant) -> Option<u64> {
         let mut state = lock(&self.state);
-        if state
-            .began
-            .is_none_or(|began| now.duration_since(began) >= INTERVAL)
-        {
-            state.began = Some(now);
-            state.lines = 0;
-        }
-        if state.lines >= self.lines {
-            state.suppressed += 1;
-            return None;
-        }
-        state.lines += 1;
-        Some(std::mem::take(&mut state.suppressed))
+        let passes = state.passes(self.lines, now);
+        passes.then(|| std::mem::take(&mut state.suppressed))
+    }
+
+    /// Whether a line may be logged at `now`, of a limit whose owner says by itself how many lines
+    /// were suppressed.
+    pub(crate) fn passes(&self, now: Instant) -> bool {
+        lock(&self.state).passes(self.lines, now)
+    }
+
+    /// The number of lines that were suppressed since the last call.
+    #[cfg(feature = "server")]
+    pub(crate) fn take_suppressed(&self) -> u64 {
+        std::mem::take(&mut lock(&self.state).suppressed)
+    }
+
+    /// Whether a new limit in place of this one would let as many lines pass at `now`, and no
+    /// suppressed line would be forgotten.
+    #[cfg(feature = "server")]
+    pub(crate) fn is_new(&self, now: Instant) -> bool {
+        let state = lock(&self.state);
+        state.suppressed == 0 && is_over(state.began, now)
     }
 }
 

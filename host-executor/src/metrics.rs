@@ -7,10 +7,11 @@ use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder, text};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Registry;
+use vgpu_transport::wire::ProtocolVersion;
 
 use crate::histogram::Distribution;
 use crate::process_figures::{self, ProcessFigure};
-use crate::status::{Status, StatusHandle, TenantLatency, Usage};
+use crate::status::{SessionStatus, Status, StatusHandle, TenantLatency, Usage};
 
 /// The media type of what [`render`] returns.
 pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -20,9 +21,17 @@ pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; cha
 /// # Errors
 /// A metric cannot be encoded; this is a bug of the host.
 pub fn render(status_handle: &StatusHandle) -> Result<String, fmt::Error> {
+    render_with(status_handle, status_handle.status())
+}
+
+/// The values of all metrics in a snapshot. What a snapshot does not have is as of now.
+///
+/// # Errors
+/// A metric cannot be encoded; this is a bug of the host.
+pub fn render_with(status_handle: &StatusHandle, status: Status) -> Result<String, fmt::Error> {
     let mut registry = Registry::default();
     registry.register_collector(Box::new(MetricsCollector {
-        status: status_handle.status(),
+        status,
         latencies: status_handle.latencies(),
     }));
     let mut text = String::new();
@@ -44,7 +53,7 @@ impl fmt::Debug for MetricsCollector {
 /// A counter per guest: its name, its help text, and its value.
 type Count = (&'static str, &'static str, fn(&Usage) -> f64);
 
-const COUNTS: [Count; 7] = [
+const COUNTS: [Count; 8] = [
     (
         "vgpu_guest_graphs",
         "Graphs run; a program that decodes runs one graph per token",
@@ -53,6 +62,11 @@ const COUNTS: [Count; 7] = [
     ("vgpu_guest_nodes", "Nodes of all graphs run", |w| {
         w.nodes as f64
     }),
+    (
+        "vgpu_guest_tokens",
+        "Tokens of all graphs run: for each graph, the most columns of its products",
+        |w| w.tokens as f64,
+    ),
     (
         "vgpu_guest_turns",
         "Turns on the engine that graphs took; more than graphs if graphs yielded",
@@ -121,6 +135,13 @@ impl Collector for MetricsCollector {
             "1 if the engine has not come back from a turn or a call for long, else 0",
             &engine,
             f64::from(u8::from(status.engine.hang.is_some())),
+        )?;
+
+        gauge(
+            "vgpu_draining",
+            "1 while the executor accepts no new sessions, else 0",
+            &[],
+            f64::from(u8::from(status.draining.is_some())),
         )?;
 
         let build = [
@@ -200,6 +221,8 @@ impl Collector for MetricsCollector {
             ends.encode_family(&[("reason", reason)])?
                 .encode_counter::<[(&str, &str); 0], u64, f64>(&count, None)?;
         }
+
+        protocols(&mut encoder, status)?;
 
         let guests = &status.guests;
         type Gauge = (
@@ -290,6 +313,24 @@ impl Collector for MetricsCollector {
         }
         Ok(())
     }
+}
+
+fn protocols(encoder: &mut DescriptorEncoder<'_>, status: &Status) -> fmt::Result {
+    let mut family = encoder.encode_descriptor(
+        "vgpu_protocol_sessions",
+        "Connected programs, by the version of the protocol that they use",
+        None,
+        MetricType::Gauge,
+    )?;
+    for version in ProtocolVersion::ALL {
+        let number = version.number();
+        let uses = |session: &&SessionStatus| session.protocol == Some(number);
+        let count = status.sessions.iter().filter(uses).count();
+        family
+            .encode_family(&[("version", number.to_string())])?
+            .encode_gauge(&(count as f64))?;
+    }
+    Ok(())
 }
 
 fn histogram(mut encoder: MetricEncoder<'_>, distribution: &Distribution) -> fmt::Result {

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use vgpu_transport::wire::Request;
+use vgpu_transport::wire::{ProtocolVersion, Request};
 
 /// Names of the kinds of request, in the order of their tags on the wire.
 const KINDS: [&str; 20] = [
@@ -171,6 +171,8 @@ impl Failures {
 pub(crate) struct Counters {
     /// The name that the guest gave in HELLO. Unset before HELLO.
     pub(crate) guest: OnceLock<String>,
+    /// The version of the messages. Unset before HELLO.
+    pub(crate) protocol: OnceLock<ProtocolVersion>,
     requests: [Counter; KINDS.len()],
     pub(crate) bytes_in: Counter,
     pub(crate) bytes_out: Counter,
@@ -180,6 +182,7 @@ pub(crate) struct Counters {
     pub(crate) patches: Counter,
     pub(crate) graphs_run: Counter,
     pub(crate) nodes_run: Counter,
+    pub(crate) tokens_run: Counter,
     pub(crate) busy_nanoseconds: Counter,
     pub(crate) queued_nanoseconds: Counter,
     pub(crate) turns: Counter,
@@ -211,6 +214,7 @@ impl Counters {
             patches: self.patches.get(),
             graphs_run: self.graphs_run.get(),
             nodes_run: self.nodes_run.get(),
+            tokens_run: self.tokens_run.get(),
             busy: Duration::from_nanos(self.busy_nanoseconds.get()),
             queued: Duration::from_nanos(self.queued_nanoseconds.get()),
             turns: self.turns.get(),
@@ -245,6 +249,8 @@ pub struct Stats {
     pub graphs_run: u64,
     /// Nodes of all graph runs.
     pub nodes_run: u64,
+    /// Tokens of all graph runs: for each run, the most columns of the graph's products.
+    pub tokens_run: u64,
     /// Time during which the session's graphs had the engine.
     pub busy: Duration,
     /// Time during which the session's graphs waited for the engine.
@@ -285,6 +291,7 @@ impl Stats {
         self.patches += other.patches;
         self.graphs_run += other.graphs_run;
         self.nodes_run += other.nodes_run;
+        self.tokens_run += other.tokens_run;
         self.busy += other.busy;
         self.queued += other.queued;
         self.turns += other.turns;
@@ -320,7 +327,7 @@ mod tests {
     fn kinds_are_in_the_order_of_the_wire() {
         let fence = Request::Fence {};
         let mut bytes = Vec::new();
-        fence.encode(&mut bytes);
+        fence.encode(ProtocolVersion::CURRENT, &mut bytes);
         assert_eq!(bytes, 12u32.to_le_bytes());
         assert_eq!(Kind::of(&fence), Kind(11));
         assert_eq!(Kind::of(&fence).name(), "FENCE");

@@ -22,6 +22,8 @@ pub(crate) trait StatusSource: Send + Sync {
     fn dump(&self) -> String;
     /// Whether the executor can make progress. Takes no lock that another thread may keep.
     fn progress(&self) -> Progress;
+    /// Whether the executor drains. Takes no lock that another thread may keep.
+    fn draining(&self) -> Option<DrainStatus>;
 }
 
 /// Whether an executor can make progress.
@@ -52,6 +54,20 @@ pub struct Status {
     /// Sessions that have ended.
     #[serde(default)]
     pub ended: SessionEnds,
+    /// `None`: the executor accepts sessions.
+    #[serde(default)]
+    pub draining: Option<DrainStatus>,
+}
+
+/// An executor that accepts no new sessions.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct DrainStatus {
+    /// Seconds since the drain began.
+    pub age: f64,
+    /// Seconds until the deadline, at which the open sessions are ended. `None`: no deadline.
+    pub left: Option<f64>,
+    /// Sessions that were ended at the deadline.
+    pub ended: u64,
 }
 
 impl Status {
@@ -66,6 +82,11 @@ impl Status {
             memory.saturating_sub(weights_shared)
         });
         held.fold(0, u64::saturating_add)
+    }
+
+    /// The programs that are connected, also those that have no session yet.
+    pub fn programs(&self) -> usize {
+        self.guests.iter().map(|guest| guest.sessions).sum()
     }
 
     /// Bytes of device memory that are neither free nor in a guest's buffers: scratch memory of
@@ -197,6 +218,10 @@ pub struct SessionStatus {
     pub uid: Option<u32>,
     /// The name that the program gave in HELLO. `None` before HELLO.
     pub program: Option<String>,
+    /// The version of the protocol that the program and the executor have agreed on. `None` before
+    /// HELLO.
+    #[serde(default)]
+    pub protocol: Option<u32>,
     /// Seconds since the program connected.
     pub age: f64,
     /// What the program uses and has done.
@@ -214,6 +239,9 @@ pub struct Usage {
     pub graphs: u64,
     /// Nodes of all graphs run.
     pub nodes: u64,
+    /// Tokens of all graphs run: for each graph, the most columns of its products.
+    #[serde(default)]
+    pub tokens: u64,
     /// Seconds that graphs had the device.
     pub busy: f64,
     /// Seconds that graphs waited for the device.
@@ -245,6 +273,7 @@ impl From<&Stats> for Usage {
             memory: stats.buffer_bytes,
             graphs: stats.graphs_run,
             nodes: stats.nodes_run,
+            tokens: stats.tokens_run,
             busy: stats.busy.as_secs_f64(),
             queued: stats.queued.as_secs_f64(),
             turns: stats.turns,
@@ -266,6 +295,7 @@ impl Usage {
             memory,
             graphs,
             nodes,
+            tokens,
             busy,
             queued,
             turns,
@@ -281,6 +311,7 @@ impl Usage {
             (&mut self.memory, memory),
             (&mut self.graphs, graphs),
             (&mut self.nodes, nodes),
+            (&mut self.tokens, tokens),
             (&mut self.turns, turns),
             (&mut self.batch_members, batch_members),
             (&mut self.bytes_in, bytes_in),
@@ -330,6 +361,11 @@ impl StatusHandle {
     /// Whether the executor can make progress.
     pub fn progress(&self) -> Progress {
         self.0.progress()
+    }
+
+    /// Whether the executor drains.
+    pub fn draining(&self) -> Option<DrainStatus> {
+        self.0.draining()
     }
 
     pub(crate) fn latencies(&self) -> Vec<TenantLatency> {

@@ -3,6 +3,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 use vgpu_transport::link::stream::tls::CertificateFault;
 
@@ -17,6 +18,8 @@ struct StopState {
     is_evicted: AtomicBool,
     /// Why the host no longer serves the guest, if that is the cause.
     refusal: OnceLock<CertificateFault>,
+    /// The time that sessions had to end by themselves, if its end is the cause.
+    drained: OnceLock<Duration>,
     /// The flag for all sessions, if this flag is for one of them.
     all: Option<StopFlag>,
 }
@@ -52,6 +55,18 @@ impl StopFlag {
     pub(crate) fn evict(&self) {
         self.0.is_evicted.store(true, Ordering::Relaxed);
         self.set();
+    }
+
+    /// Sets the flag, because the host drains and the time `limit` for open sessions has passed.
+    pub(crate) fn drain(&self, limit: Duration) {
+        // An earlier limit stays.
+        let _ = self.0.drained.set(limit);
+        self.set();
+    }
+
+    /// The time that sessions had, if the flag is set because it has passed.
+    pub(crate) fn drained(&self) -> Option<Duration> {
+        self.0.drained.get().copied()
     }
 
     /// Whether the flag is set because another program needs what the guest has.

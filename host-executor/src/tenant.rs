@@ -4,10 +4,11 @@
 //! programs of a source that the configuration does not name, such as a user, are one tenant.
 #![forbid(unsafe_code)]
 
+use std::any::Any;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use vgpu_engine::{Engine, EngineError, MemoryInfo};
+use vgpu_engine::{CopyAccount, Engine, EngineError, MemoryInfo};
 
 use crate::histogram::Histogram;
 use crate::ledger::{Ledger, MemoryKind};
@@ -204,6 +205,17 @@ impl Tenant {
         })
     }
 
+    /// What charges the tenant for copies that memory of `engine` makes.
+    pub(crate) fn copy_account(
+        self: &Arc<Tenant>,
+        engine: &Arc<dyn Engine>,
+    ) -> Arc<dyn CopyAccount> {
+        Arc::new(CopiesOf {
+            tenant: Arc::clone(self),
+            engine: Arc::clone(engine),
+        })
+    }
+
     /// Adds what a session has done, when it ends.
     pub(crate) fn add_ended(&self, stats: &Stats) {
         self.ended.lock().add(stats);
@@ -218,6 +230,25 @@ impl Tenant {
 impl Drop for Tenant {
     fn drop(&mut self) {
         self.ledger.close(self.id);
+    }
+}
+
+/// Charges a tenant for copies of weights.
+struct CopiesOf {
+    tenant: Arc<Tenant>,
+    engine: Arc<dyn Engine>,
+}
+
+impl CopyAccount for CopiesOf {
+    fn charge(
+        &self,
+        bytes: u64,
+        allocate: &mut dyn FnMut() -> Result<(), EngineError>,
+    ) -> Result<Box<dyn Any + Send + Sync>, EngineError> {
+        let mut charge = self.tenant.charge(bytes, self.engine.as_ref())?;
+        allocate()?;
+        charge.allocated();
+        Ok(Box::new(charge))
     }
 }
 

@@ -1,23 +1,27 @@
-//! What one hostile guest costs another that decodes, for every operator: the other guest's share
-//! of its rate alone, its longest wait, and its rate once the attacker is gone.
+//! What one hostile guest costs another that decodes, for every operator and for requests that take
+//! no turn: the other guest's share of its rate alone, its longest wait, and its rate once the
+//! attacker is gone.
 //!
 //! `VGPU_FAIRNESS=3 cargo test --release -p vgpu-executor --test fairness -- --nocapture` measures
 //! for that many seconds each, as `cargo xtask bench fairness` does. The ordinary test measures one
-//! operator for a moment, and only looks at results: time is no matter of a test.
+//! operator for a moment, and only looks at results: time is no matter of a test. Requests that take
+//! no turn are the exception: without a limit they leave a twentieth of the rate, or less.
 //! `host-executor/src/sched/queue_tests.rs` tests the rule with a simulated clock.
 
 mod common;
 #[path = "common/endless.rs"]
 mod endless;
 
-use std::thread;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use common::{Build, Guest, Host, TIMEOUT, bytes};
 use endless::{LONG_PARTS, OPERATORS, attack, endless, endless_with_long_parts, host};
 use serde_json::{Value, json};
 use vgpu_transport::ir::{BufferId, Graph, Op, OpKind, Precision, Type};
-use vgpu_transport::wire::GraphId;
+use vgpu_transport::wire::{GraphId, Request};
 
 const GRAPH: GraphId = GraphId(1);
 
@@ -128,11 +132,72 @@ fn model(weights: BufferId, state: BufferId, product: BufferId) -> Graph {
     build.0
 }
 
-/// An attacker's graph.
+/// Programs of the attacker that sends requests.
+const PROGRAMS: usize = 16;
+
+/// Bytes of its buffers, and of each copy: the most that takes no turn.
+const COPIED: u64 = 64 << 10;
+
+/// Programs of one guest that send requests which take no turn, without an end.
+struct Requests {
+    stop: Arc<AtomicBool>,
+    programs: Vec<JoinHandle<()>>,
+}
+
+impl Requests {
+    /// Starts them as programs of user 1. Returns once each has sent requests.
+    fn start(host: &Host) -> Requests {
+        let stop = Arc::new(AtomicBool::new(false));
+        let programs = (0..PROGRAMS).map(|_| {
+            let (mut guest, stop) = (host.guest_of(1), Arc::clone(&stop));
+            let [to, from] = [0; 2].map(|_| guest.alloc(COPIED));
+            thread::spawn(move || {
+                while !stop.load(Ordering::Relaxed) {
+                    copy_a_few_times(&mut guest, to, from);
+                }
+            })
+        });
+        let programs = programs.collect();
+        Requests { stop, programs }
+    }
+}
+
+/// One-way copies: the host has more to do for each than the guest.
+fn copy_a_few_times(guest: &mut Guest, dst: BufferId, src: BufferId) {
+    for _ in 0..16 {
+        guest.send(&Request::Copy {
+            dst,
+            dst_offset: 0,
+            src,
+            src_offset: 0,
+            len: COPIED,
+        });
+    }
+}
+
+impl Drop for Requests {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        for program in self.programs.drain(..) {
+            // A failure of a thread has its own message.
+            let _ = program.join();
+        }
+    }
+}
+
+/// Who attacks, until it is dropped.
+enum Attacker {
+    Graph { _guest: Guest },
+    Requests { _requests: Requests },
+}
+
+/// What an attacker does.
 #[derive(Clone, Copy)]
 enum Attack {
     /// A guest that is connected, and has no graph: how much the rate differs by itself.
     Nothing,
+    /// Requests outside of turns, of many programs.
+    Requests,
     Endless(OpKind),
     LongParts(OpKind),
 }
@@ -141,19 +206,27 @@ impl Attack {
     fn name(self) -> String {
         match self {
             Attack::Nothing => "no graph".into(),
+            Attack::Requests => "requests".into(),
             Attack::Endless(kind) => kind.ggml_name().into(),
             Attack::LongParts(kind) => format!("{}, long parts", kind.ggml_name()),
         }
     }
 
-    fn start(self, host: &Host) -> Guest {
-        match self {
+    fn start(self, host: &Host) -> Attacker {
+        let guest = match self {
             Attack::Nothing => host.guest_of(1),
+            Attack::Requests => {
+                let requests = Requests::start(host);
+                return Attacker::Requests {
+                    _requests: requests,
+                };
+            }
             Attack::Endless(kind) => attack(host, |buffers| endless(kind, buffers)),
             Attack::LongParts(kind) => {
                 attack(host, |buffers| endless_with_long_parts(kind, buffers))
             }
-        }
+        };
+        Attacker::Graph { _guest: guest }
     }
 }
 
@@ -218,11 +291,29 @@ fn attackers_of_every_operator() {
     };
     let all = OPERATORS.map(Attack::Endless).into_iter();
     let all = all.chain(LONG_PARTS.map(Attack::LongParts));
-    for by in [Attack::Nothing].into_iter().chain(all) {
+    for by in [Attack::Nothing, Attack::Requests].into_iter().chain(all) {
         if is_asked(&by.name()) {
             println!("{}", measure(by, Duration::from_secs_f64(seconds)));
         }
     }
+}
+
+/// The share that the other guest keeps at least.
+const SHARE: f64 = 0.45;
+
+/// Other programs of the machine take processor time, too: the best of some measurements counts.
+#[test]
+fn requests_outside_of_turns_leave_others_their_share() {
+    let mut shares = Vec::new();
+    for _ in 0..8 {
+        let row = measure(Attack::Requests, Duration::from_millis(1500));
+        let share = row["share"].as_f64().expect("a share");
+        shares.push(share);
+        if share >= SHARE {
+            return;
+        }
+    }
+    panic!("the guest kept {shares:.2?} of its rate alone beside requests of {PROGRAMS} programs");
 }
 
 #[test]

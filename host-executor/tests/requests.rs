@@ -9,7 +9,9 @@ use common::scripted_engine::{Act, ScriptedEngine, UNREADABLE_SIZE};
 use common::{Guest, Host, MEMORY, PAGE, add, bytes, cpu, floats, get_rows, image};
 use vgpu_executor::Limits;
 use vgpu_transport::ir::{BufferId, OpKind, patch};
-use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, PROTOCOL_VERSION, Reply, Request};
+use vgpu_transport::wire::{
+    GraphId, HostVersions, MAX_PAYLOAD, Offer, ProtocolVersion, Reply, Request, VersionRange,
+};
 
 const GRAPH: GraphId = GraphId(7);
 
@@ -18,6 +20,7 @@ fn hello_reply_contains_identity_and_capabilities_of_the_host() {
     let host = Host::new(cpu());
     let Reply::Welcome {
         protocol,
+        served,
         session,
         engine,
         description,
@@ -28,7 +31,8 @@ fn hello_reply_contains_identity_and_capabilities_of_the_host() {
     else {
         unreachable!("hello() has checked it")
     };
-    assert_eq!(protocol, PROTOCOL_VERSION);
+    assert_eq!(protocol, ProtocolVersion::CURRENT);
+    assert_eq!(served, HostVersions(VersionRange::SERVED));
     assert_eq!(session, 1);
     assert_eq!(engine, "cpu");
     assert_eq!(description, host.engine.description());
@@ -40,6 +44,41 @@ fn hello_reply_contains_identity_and_capabilities_of_the_host() {
         unreachable!("hello() has checked it")
     };
     assert_eq!(session, 2);
+}
+
+/// Everything that a guest does, with the messages of each version, beside a guest of another one.
+#[test]
+fn guests_of_every_served_version_compute() {
+    let host = Host::new(cpu());
+    let mut guests = Vec::new();
+    for version in ProtocolVersion::ALL {
+        let mut guest = host.connect();
+        let Reply::Welcome {
+            protocol, served, ..
+        } = guest.hello_with(Offer::only(version))
+        else {
+            unreachable!("hello_with() has checked it")
+        };
+        assert_eq!(protocol, version);
+        let expected = match version {
+            ProtocolVersion::V3 => VersionRange::only(version),
+            ProtocolVersion::V4 => VersionRange::SERVED,
+        };
+        assert_eq!(served, HostVersions(expected));
+        guests.push(guest);
+    }
+    for guest in &mut guests {
+        let a = guest.alloc_with(&bytes(&[1.0, 2.0]));
+        guest.graph(GRAPH, &add(2, a, a, a));
+        guest.submit(GRAPH);
+        assert_eq!(guest.read_f32(a, 2), [2.0, 4.0]);
+        let freed = guest.alloc(64);
+        guest.send(&Request::Free { buffer: freed });
+        guest.fence();
+    }
+    let sessions = host.server.status_handle().status().sessions;
+    let versions: Vec<_> = sessions.iter().map(|session| session.protocol).collect();
+    assert_eq!(versions, [Some(3), Some(4)]);
 }
 
 #[test]
@@ -309,7 +348,7 @@ fn a_failure_arrives_before_its_request_retires() {
     guest.end.wait_retired(request).unwrap();
     let mut message = Vec::new();
     assert_eq!(guest.end.try_receive(&mut message), Ok(true));
-    let reply = Reply::decode(&message).unwrap();
+    let reply = Reply::decode(guest.protocol, &message).unwrap();
     let Reply::Failed {
         request: of,
         reason,

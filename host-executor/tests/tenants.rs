@@ -8,9 +8,9 @@ use std::time::Duration;
 use common::scripted_engine::{Act, ScriptedEngine};
 use common::{Guest, Host, MEMORY, PAGE, TIMEOUT, add, bytes, cpu};
 use vgpu_executor::{Limits, inproc};
-use vgpu_transport::ir::{BufferId, IR_VERSION};
+use vgpu_transport::ir::BufferId;
 use vgpu_transport::link::GuestEnd;
-use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, PROTOCOL_VERSION, Reply, Request};
+use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, Offer, Reply, Request};
 
 const GRAPH: GraphId = GraphId(1);
 
@@ -265,8 +265,7 @@ fn control_characters_are_removed_from_guest_names() {
     let host = Host::new(cpu());
     let mut guest = host.connect();
     let welcome = guest.ask(&Request::Hello {
-        protocol: PROTOCOL_VERSION,
-        ir: IR_VERSION,
+        offer: Offer::SERVED,
         name: format!("\x1b[2Jllama\r\n{}", "x".repeat(1000)),
     });
     assert!(matches!(welcome, Reply::Welcome { .. }));

@@ -7,6 +7,8 @@ use std::io::{Read as _, Write as _};
 use std::os::fd::AsFd as _;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::sync::{Arc, Mutex};
+use std::thread;
 use std::time::Duration;
 
 use vfio_user::Client;
@@ -17,7 +19,7 @@ use vgpu_transport::link::pci::{DOORBELL, directory};
 use vgpu_transport::shm::memory::{SharedWords as _, Window};
 
 use common::cpu;
-use machine::{Dir, wait_for};
+use machine::{Dir, Machine, wait_for};
 
 const CONFIG: u32 = 7;
 
@@ -125,6 +127,46 @@ fn hypervisor_that_is_started_again_gets_the_device_at_once() {
     let third = connect();
     assert!(listener.accept(Duration::ZERO).unwrap().is_none());
     answer(&third).expect_err("two devices");
+}
+
+/// A session goes on after a reset of the device, and ends with the hypervisor, although its
+/// program lives.
+#[test]
+fn end_of_a_hypervisor_ends_its_sessions_and_a_reset_of_the_device_does_not() {
+    let dir = Dir::new();
+    let socket = dir.0.join("a.sock");
+    let server = executor(&socket);
+    let client = Client::new(&socket).unwrap();
+    let region = client.region(1).unwrap();
+    let window = region.file_offset.as_ref().expect("a file to map").file();
+    let window = window.try_clone().unwrap();
+    // The machine rings through this pipe, and the hypervisor traps it.
+    let (mut rings, bell) = std::io::pipe().unwrap();
+    let client = Arc::new(Mutex::new(client));
+    let hypervisor = thread::spawn({
+        let client = Arc::clone(&client);
+        move || {
+            while rings.read_exact(&mut [0; 8]).is_ok() {
+                let mut client = client.lock().unwrap();
+                // It may have disconnected.
+                let _ = client.region_write(0, DOORBELL as u64, &[0; 4]);
+            }
+        }
+    });
+    let (line, _other_end) = UnixStream::pair().unwrap();
+    let machine = Machine::new(window.into(), bell.into(), line);
+    let mut guest = machine.guest();
+    let buffer = guest.alloc_with(&[7; 64]);
+    client.lock().unwrap().reset().unwrap();
+    assert_eq!(guest.read(buffer, 0, 64), [7; 64]);
+    assert_eq!(server.sessions().len(), 1);
+    client.lock().unwrap().shutdown().unwrap();
+    wait_for("its session ends, and its memory is free", || {
+        let engine = server.status_handle().status().engine;
+        server.sessions().is_empty() && engine.memory_free == engine.memory_total
+    });
+    drop((guest, machine));
+    hypervisor.join().unwrap();
 }
 
 #[test]

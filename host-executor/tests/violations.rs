@@ -10,8 +10,10 @@ use std::time::Duration;
 use common::scripted_engine::{Act, PANIC_SIZE, ScriptedEngine, UNREADABLE_SIZE};
 use common::{Build, Guest, Host, OtherGuest, PAGE, add, bytes, cpu, image};
 use vgpu_executor::Limits;
-use vgpu_transport::ir::{BufferId, Graph, IR_VERSION, Op, Shape, Type};
-use vgpu_transport::wire::{GraphId, MAX_GRAPH, MAX_PAYLOAD, PROTOCOL_VERSION, Request};
+use vgpu_transport::ir::{BufferId, Graph, Op, Shape, Type};
+use vgpu_transport::wire::{
+    GraphId, MAX_GRAPH, MAX_PAYLOAD, Offer, ProtocolVersion, Request, VersionRange,
+};
 
 const GRAPH: GraphId = GraphId(7);
 
@@ -47,8 +49,7 @@ fn hello_twice() {
     ends_only_its_session(&["HELLO came twice"], |guest| {
         guest.hello();
         guest.send(&Request::Hello {
-            protocol: PROTOCOL_VERSION,
-            ir: IR_VERSION,
+            offer: Offer::SERVED,
             name: "again".into(),
         });
     });
@@ -56,34 +57,70 @@ fn hello_twice() {
 
 #[test]
 fn hello_of_another_protocol() {
+    for (oldest, newest, says) in [
+        (
+            9999,
+            9999,
+            "the guest speaks protocol version 9999, this host speaks 3 to 4: update ggml-vgpu on \
+             the host",
+        ),
+        (
+            5,
+            6,
+            "the guest speaks protocol versions 5 to 6, this host speaks 3 to 4: update ggml-vgpu \
+             on the host",
+        ),
+        (
+            1,
+            2,
+            "the guest speaks protocol versions 1 to 2, this host speaks 3 to 4: update ggml-vgpu \
+             in the guest",
+        ),
+    ] {
+        ends_only_its_session(&[says], |guest| {
+            let versions = VersionRange::new(oldest, newest).expect("a range");
+            guest.send(&Request::Hello {
+                offer: Offer { versions, ir: 1 },
+                name: "of another time".into(),
+            });
+        });
+    }
+}
+
+#[test]
+fn hello_with_a_wrong_range_of_protocols() {
     let words = [
-        "protocol version 9999",
-        "this host speaks 3",
-        "update the older",
+        "cannot be decoded",
+        "protocol versions from 7 to 4, which is no range",
     ];
     ends_only_its_session(&words, |guest| {
-        guest.send(&Request::Hello {
-            protocol: 9999,
-            ir: IR_VERSION,
-            name: "from the future".into(),
-        });
+        let mut message = Vec::new();
+        Request::Hello {
+            offer: Offer::SERVED,
+            name: "wrong".into(),
+        }
+        .encode(guest.protocol, &mut message);
+        // The kind, the newest version, the version of graphs, the oldest version.
+        assert_eq!(message[4..12], [4, 0, 0, 0, 1, 0, 3, 0]);
+        message[10] = 7;
+        guest.send_raw(&message, &[]);
     });
 }
 
 #[test]
 fn hello_of_another_graph_ir() {
-    let words = [
-        "graph IR version 0",
-        "this host speaks 1",
-        "update the older",
-    ];
-    ends_only_its_session(&words, |guest| {
-        guest.send(&Request::Hello {
-            protocol: PROTOCOL_VERSION,
-            ir: 0,
-            name: "from the past".into(),
+    for version in ProtocolVersion::ALL {
+        let belongs = format!("with protocol version {version}, to which version 1 belongs");
+        ends_only_its_session(&["graph IR version 0", &belongs], |guest| {
+            guest.send(&Request::Hello {
+                offer: Offer {
+                    ir: 0,
+                    ..Offer::only(version)
+                },
+                name: "of other graphs".into(),
+            });
         });
-    });
+    }
 }
 
 #[test]
@@ -128,7 +165,7 @@ fn message_truncated() {
                 buffer: BufferId(1),
                 size: 8,
             }
-            .encode(&mut message);
+            .encode(guest.protocol, &mut message);
             guest.send_raw(&message[..9], &[]);
         },
     );
@@ -139,7 +176,7 @@ fn message_with_trailing_bytes() {
     ends_only_its_session(&["cannot be decoded", "1 bytes behind its end"], |guest| {
         guest.hello();
         let mut message = Vec::new();
-        Request::Fence {}.encode(&mut message);
+        Request::Fence {}.encode(guest.protocol, &mut message);
         message.push(0);
         guest.send_raw(&message, &[]);
     });
@@ -157,11 +194,10 @@ fn message_with_invalid_utf8() {
     ends_only_its_session(&["not UTF-8"], |guest| {
         let mut message = Vec::new();
         Request::Hello {
-            protocol: PROTOCOL_VERSION,
-            ir: IR_VERSION,
+            offer: Offer::SERVED,
             name: "x".into(),
         }
-        .encode(&mut message);
+        .encode(guest.protocol, &mut message);
         *message.last_mut().unwrap() = 0xff;
         guest.send_raw(&message, &[]);
     });

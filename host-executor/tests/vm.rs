@@ -21,7 +21,7 @@ use vgpu_transport::link::pci::discover::all;
 use vgpu_transport::link::pci::{Device, PciError, connect, directory};
 use vgpu_transport::shm::liveness;
 use vgpu_transport::shm::memory::{SharedWords, Window};
-use vgpu_transport::wire::{Reply, Request};
+use vgpu_transport::wire::{Offer, ProtocolVersion, Reply, Request};
 
 use common::{Guest, MEMORY, TIMEOUT, log};
 use machine::{Dir, Machine, executor, executor_with, wait_for};
@@ -61,6 +61,24 @@ fn each_program_of_a_machine_has_its_own_session() {
     assert_eq!(server.sessions().len(), directory::SLOTS);
     let peer = server.sessions()[0].peer.to_string();
     assert!(peer.starts_with("vm a slot"), "{peer}");
+}
+
+#[test]
+fn programs_of_every_served_protocol_version_share_a_machine() {
+    let dir = Dir::new();
+    let _server = executor(&dir.0, &["a"], 0);
+    let machine = Machine::plug(&dir.0.join("a.sock"));
+    let mut guests = ProtocolVersion::ALL.map(|version| {
+        let mut guest = machine.connect().expect("a slot");
+        guest.hello_with(Offer::only(version));
+        assert_eq!(guest.protocol, version);
+        guest
+    });
+    for (i, guest) in guests.iter_mut().enumerate() {
+        let buffer = guest.alloc(4096);
+        guest.write(buffer, 0, &[i as u8; 4096]);
+        assert_eq!(guest.read(buffer, 0, 4096), [i as u8; 4096]);
+    }
 }
 
 #[test]
@@ -184,7 +202,7 @@ fn program_that_reads_for_each_line() {
             offset: 0,
             len: BYTES.len() as u64,
         };
-        request.encode(&mut message);
+        request.encode(guest.protocol, &mut message);
         guest.end.send(&message, (&[][..]).into())?;
         message.clear();
         let len = guest

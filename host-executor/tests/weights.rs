@@ -6,10 +6,10 @@ use std::sync::Arc;
 
 use common::model::{for_weights, hash, lookup, read_all, upload, write};
 use common::weights::{FIRST, MODEL, SECOND, ask, first, guest, host, load, model, parts, wait};
-use common::{Guest, Host, MEMORY, add, bytes};
+use common::{Guest, Host, MEMORY, PAGE, add, bytes};
 use vgpu_cpu::CpuEngine;
 use vgpu_executor::weights::Sharing;
-use vgpu_executor::{Limits, WeightStore};
+use vgpu_executor::{GuestRule, Limits, Policy, Rules, WeightStore};
 use vgpu_transport::ir::BufferId;
 use vgpu_transport::wire::{
     ContentHash, GraphId, MAX_EXTENTS, MAX_QUERIED, MIN_EXTENT, Reply, Request, Wanted,
@@ -561,6 +561,58 @@ fn copies_of_shared_weights_must_fit_the_memory() {
     one.write(one_has, 0, &[!model[0]]);
     assert_eq!(one.read(one_has, 0, 1), [!model[0]]);
     assert!(read_all(&mut two, two_has, MODEL) == model);
+}
+
+/// The engine has memory left for the copy.
+#[test]
+fn copies_of_shared_weights_are_charged_to_their_guest() {
+    let (host, weights) = host(Sharing::Tenant, None);
+    let apply = |memory| {
+        let alice = GuestRule {
+            name: "alice".into(),
+            uids: vec![7],
+            cids: Vec::new(),
+            certificates: Vec::new(),
+            policy: Policy {
+                memory: Some(memory),
+                ..Policy::default()
+            },
+        };
+        let rules = Rules {
+            guests: vec![alice],
+            ..Rules::default()
+        };
+        host.server.apply(rules).expect("it fits");
+    };
+    let free = |guest: &mut Guest| match guest.ask(&Request::Memory {}) {
+        Reply::Memory { free, .. } => free,
+        other => panic!("{other:?}"),
+    };
+    let two_buffers = 2 * MODEL.next_multiple_of(PAGE);
+    apply(two_buffers);
+    let model = model(14);
+    let (mut one, one_has) = first(&host, &weights, 7, &model);
+    let mut two = guest(&host, 7);
+    let (two_has, not_sent) = load(&mut two, &model);
+    assert_eq!(not_sent, FIRST + SECOND);
+    one.write(one_has, 0, &[!model[0]]);
+    one.send(&Request::Fence {});
+    let (failed, _) = one.receive();
+    let Reply::Failed { reason, .. } = failed else {
+        panic!("{failed:?}");
+    };
+    let figures = format!("{FIRST} bytes wanted, 0 of {two_buffers} free");
+    assert!(reason.contains(&figures), "{reason}");
+    one.receive();
+    assert!(read_all(&mut one, one_has, MODEL) == model);
+    // With room for the copy, and one byte beside it.
+    apply(two_buffers + FIRST + 1);
+    one.write(one_has, 0, &[!model[0]]);
+    assert_eq!(one.read(one_has, 0, 1), [!model[0]]);
+    assert_eq!(free(&mut one), 1);
+    assert!(read_all(&mut two, two_has, MODEL) == model);
+    one.send(&Request::Free { buffer: one_has });
+    assert_eq!(free(&mut one), two_buffers / 2 + FIRST + 1);
 }
 
 #[test]

@@ -13,6 +13,7 @@ use xtask_common::median;
 use xtask_common::model::{self, FileType};
 use xtask_common::node::Node;
 use xtask_common::node_llama::{self, Backend, Generation, Task};
+use xtask_common::println;
 use xtask_common::progress::{self, Progress, heading};
 use xtask_common::sched;
 use xtask_common::scratch::Scratch;

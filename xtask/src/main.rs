@@ -16,7 +16,8 @@ use anyhow::{Context as _, Result};
 use clap::Parser;
 
 use xtask_common::cache::Cache;
-use xtask_common::progress::heading;
+use xtask_common::println;
+use xtask_common::progress::{self, heading};
 use xtask_common::{dist, ggml_releases, llama, model, node, packages, workspace};
 
 /// Builds ggml-vgpu and tries it in real programs.
@@ -74,7 +75,7 @@ fn main() -> ExitCode {
     match run(&Arguments::parse()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("\nerror: {error:#}");
+            progress::say(&format!("\nerror: {error:#}"));
             ExitCode::FAILURE
         }
     }

@@ -14,6 +14,7 @@ use vgpu_executor::config::{DEFAULT_PATH, LoadError, Settings};
 use vgpu_executor::engine::{self, EngineKind, Selection};
 
 use crate::engine_probe;
+use crate::output;
 use crate::serve;
 
 /// Checks a configuration against this host, and reports the position of a mistake.
@@ -86,8 +87,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         ),
     };
     match (args.json, status) {
-        (true, _) => writeln!(out, "{value}").context("standard output")?,
-        (false, 0) => writeln!(out, "{file}: {text}").context("standard output")?,
+        (true, _) => output::check(writeln!(out, "{value}")),
+        (false, 0) => output::check(writeln!(out, "{file}: {text}")),
         (false, _) => eprintln!("vgpu: {text}"),
     }
     Ok(ExitCode::from(status))

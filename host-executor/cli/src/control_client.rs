@@ -4,6 +4,7 @@ use std::io;
 use std::path::Path;
 
 use anyhow::anyhow;
+use vgpu_executor::OperatorRequest;
 use vgpu_executor::control::{self, ControlError, ReloadOutcome};
 use vgpu_executor::status::Status;
 
@@ -20,6 +21,15 @@ pub(crate) fn dump(path: &Path) -> anyhow::Result<String> {
 /// Makes the executor reload its configuration.
 pub(crate) fn reload(path: &Path) -> anyhow::Result<ReloadOutcome> {
     control::reload(path).map_err(|error| explain(path, &error))
+}
+
+/// Makes the executor carry out a request. Returns what has changed.
+///
+/// Fails with the executor's reason if it refuses.
+pub(crate) fn perform(path: &Path, request: &OperatorRequest) -> anyhow::Result<String> {
+    let outcome = control::perform(path, request).map_err(|error| explain(path, &error))?;
+    anyhow::ensure!(outcome.ok, "{}", outcome.message);
+    Ok(outcome.message)
 }
 
 fn explain(path: &Path, error: &ControlError) -> anyhow::Error {

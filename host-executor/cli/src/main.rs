@@ -1,5 +1,9 @@
 //! The `vgpu` command.
 
+// First: its macros are for all other modules.
+#[macro_use]
+mod output;
+
 #[cfg(feature = "tools")]
 mod bench;
 #[cfg(feature = "tools")]
@@ -8,6 +12,7 @@ mod check_config;
 mod config_error;
 mod control_client;
 mod doctor;
+mod drain;
 mod dump;
 mod engine_probe;
 mod fd_store;
@@ -24,6 +29,7 @@ mod reload;
 mod runtime_dir;
 mod serve;
 mod session_client;
+mod set;
 #[cfg(feature = "tools")]
 mod top;
 mod units;
@@ -56,6 +62,8 @@ enum Command {
     #[cfg(feature = "tools")]
     Top(top::Args),
     Reload(reload::Args),
+    Set(set::Args),
+    Drain(drain::Args),
     Install(install::InstallArgs),
     Uninstall(install::UninstallArgs),
     Doctor(doctor::Args),
@@ -84,9 +92,31 @@ enum Command {
     Generate(generate::Args),
 }
 
+impl Command {
+    /// Whether the command is over when nobody reads what it prints.
+    fn only_prints(&self) -> bool {
+        #[cfg(feature = "tools")]
+        if matches!(self, Command::GpuCheck(_) | Command::Bench(_)) {
+            return true;
+        }
+        matches!(
+            self,
+            Command::CheckConfig(_)
+                | Command::Ps(_)
+                | Command::Dump(_)
+                | Command::Doctor(_)
+                | Command::DoctorDriver(_)
+                | Command::DoctorPlugin(_)
+        )
+    }
+}
+
 fn main() -> ExitCode {
     vgpu_executor::set_version(own_program::VERSION);
     let Cli { command } = Cli::parse();
+    if command.only_prints() {
+        output::end_without_reader();
+    }
     let success = |()| ExitCode::SUCCESS;
     let outcome: anyhow::Result<ExitCode> = match command {
         Command::Serve(args) => serve::run(&args).map(success),
@@ -98,6 +128,8 @@ fn main() -> ExitCode {
         #[cfg(feature = "tools")]
         Command::Top(args) => top::run(&args).map(success),
         Command::Reload(args) => reload::run(&args).map(success),
+        Command::Set(args) => set::run(&args).map(success),
+        Command::Drain(args) => drain::run(&args),
         Command::Install(args) => install::install(args).map(success),
         Command::Uninstall(args) => install::uninstall(args).map(success),
         Command::Doctor(args) => Ok(doctor::run(&args)),

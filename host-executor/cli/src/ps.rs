@@ -8,7 +8,7 @@ use vgpu_executor::config::DEFAULT_CONTROL_PATH;
 use vgpu_executor::status::{GuestStatus, SessionStatus, Status};
 
 use crate::control_client;
-use crate::units::{duration, mean_batch, size};
+use crate::units::{drain, duration, mean_batch, size};
 
 /// Lists the guests and their connected programs.
 #[derive(Parser)]
@@ -50,6 +50,9 @@ fn table(status: &Status) -> String {
     if let Some(gpu) = &engine.unused_gpu {
         let _ = writeln!(text, "warning: the GPU {gpu}");
     }
+    if let Some(draining) = &status.draining {
+        let _ = writeln!(text, "draining: {}", drain(draining));
+    }
     let names = status.guests.iter().map(|guest| &guest.name);
     let names = names.chain(status.sessions.iter().map(|session| &session.guest));
     let width = names.map(|name| name.chars().count()).max().unwrap_or(0);
@@ -78,15 +81,15 @@ fn table(status: &Status) -> String {
     }
     let _ = writeln!(
         text,
-        "\n{:>5} {:<width$} {:>8} {:>6} {:>8} {:>10} {:>10}  PROGRAM",
-        "ID", "GUEST", "PID", "UID", "AGE", "MEMORY", "GRAPHS"
+        "\n{:>5} {:<width$} {:>8} {:>6} {:>8} {:>10} {:>10} {:>5}  PROGRAM",
+        "ID", "GUEST", "PID", "UID", "AGE", "MEMORY", "GRAPHS", "PROTO"
     );
     for session in &status.sessions {
         let SessionStatus { usage, .. } = session;
         let number = |n: Option<i64>| n.map_or_else(|| "-".into(), |n| n.to_string());
         let _ = writeln!(
             text,
-            "{:>5} {:<width$} {:>8} {:>6} {:>8} {:>10} {:>10}  {}",
+            "{:>5} {:<width$} {:>8} {:>6} {:>8} {:>10} {:>10} {:>5}  {}",
             session.id,
             session.guest,
             number(session.pid.map(i64::from)),
@@ -94,6 +97,7 @@ fn table(status: &Status) -> String {
             duration(session.age),
             size(usage.memory),
             usage.graphs,
+            number(session.protocol.map(i64::from)),
             session.program.as_deref().unwrap_or("(before HELLO)"),
         );
     }

@@ -6,10 +6,11 @@ use std::thread;
 use std::time::Duration;
 
 use vgpu_transport::error::LinkError;
-use vgpu_transport::ir::IR_VERSION;
 use vgpu_transport::link::connect::{ConnectError, connect};
 use vgpu_transport::link::{Endpoint, EndpointError, GuestEnd};
-use vgpu_transport::wire::{PROTOCOL_VERSION, Reply, Request, WireError};
+use vgpu_transport::wire::{
+    HostVersions, Offer, ProtocolVersion, Reply, Request, VersionRange, WireError,
+};
 
 /// How long a link may take.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
@@ -49,6 +50,10 @@ pub(crate) enum NoResult {
 /// An open session, and what the executor has answered to HELLO.
 pub(crate) struct Client {
     end: Box<dyn GuestEnd>,
+    /// The version of the messages.
+    pub(crate) protocol: ProtocolVersion,
+    /// The versions that the executor serves.
+    pub(crate) served: VersionRange,
     /// The number of the session.
     pub(crate) session: u64,
     /// The engine's name.
@@ -62,24 +67,41 @@ pub(crate) struct Client {
 }
 
 impl Client {
-    /// Opens a session as the program `name`.
+    /// Opens a session as the program `name`. An executor of version 3 of the messages, which does
+    /// not choose from several versions, is asked a second time, for that version.
     pub(crate) fn connect(endpoint: &Endpoint, name: &str) -> Result<Client, ClientError> {
+        let opened = Client::connect_with(Offer::SERVED, endpoint, name);
+        let next = match &opened {
+            Err(ClientError::Refused { reason }) => ProtocolVersion::after_refusal(reason),
+            _ => None,
+        };
+        match next {
+            None => opened,
+            Some(version) => Client::connect_with(Offer::only(version), endpoint, name),
+        }
+    }
+
+    fn connect_with(offer: Offer, endpoint: &Endpoint, name: &str) -> Result<Client, ClientError> {
         let mut end = connect(endpoint, CONNECT_TIMEOUT)?;
         let hello = Request::Hello {
-            protocol: PROTOCOL_VERSION,
-            ir: IR_VERSION,
+            offer,
             name: format!("{name}[{}]", std::process::id()),
         };
-        match exchange(end.as_mut(), &hello)? {
+        // HELLO is the same in every version, and WELCOME says its version itself.
+        match exchange(end.as_mut(), ProtocolVersion::CURRENT, &hello)? {
             Reply::Welcome {
+                protocol,
+                served: HostVersions(served),
                 session,
                 engine,
                 description,
                 memory_total,
                 memory_free,
-                ..
+                capabilities: _,
             } => Ok(Client {
                 end,
+                protocol,
+                served,
                 session,
                 engine,
                 description,
@@ -98,17 +120,21 @@ impl Client {
 
     /// The reply to a request.
     pub(crate) fn request(&mut self, request: &Request) -> Result<Reply, ClientError> {
-        exchange(self.end.as_mut(), request)
+        exchange(self.end.as_mut(), self.protocol, request)
     }
 }
 
-fn exchange(end: &mut dyn GuestEnd, request: &Request) -> Result<Reply, ClientError> {
+fn exchange(
+    end: &mut dyn GuestEnd,
+    protocol: ProtocolVersion,
+    request: &Request,
+) -> Result<Reply, ClientError> {
     let mut message = Vec::new();
-    request.encode(&mut message);
+    request.encode(protocol, &mut message);
     end.send(&message, (&[][..]).into())?;
     message.clear();
     end.receive(&mut message, (&mut [][..]).into())?;
-    Ok(Reply::decode(&message)?)
+    Ok(Reply::decode(protocol, &message)?)
 }
 
 /// The result of `work` with an executor, for which a thread has `limit`. An executor that is alive

@@ -1,6 +1,7 @@
 //! Sizes, durations and shares for tables.
 
 pub(crate) use vgpu_executor::size::shown as size;
+use vgpu_executor::status::DrainStatus;
 
 /// The mean size of a batch: the graphs of all turns, by turn. "-" before the first turn.
 pub(crate) fn mean_batch(members: f64, turns: f64) -> String {
@@ -8,6 +9,17 @@ pub(crate) fn mean_batch(members: f64, turns: f64) -> String {
         true => format!("{:.1}", members / turns),
         false => "-".into(),
     }
+}
+
+/// What an executor that drains does.
+pub(crate) fn drain(draining: &DrainStatus) -> String {
+    let DrainStatus { age, left, ended } = draining;
+    let end = match (left, ended) {
+        (Some(_), 1..) => format!(", {ended} sessions were ended at the deadline"),
+        (Some(left), 0) => format!(", open sessions are ended in {}", duration(*left)),
+        (None, _) => String::new(),
+    };
+    format!("no new sessions for {}{end}", duration(*age))
 }
 
 /// A number of seconds with the largest fitting unit.
@@ -34,5 +46,22 @@ mod tests {
         assert_eq!(duration(3600.0), "60m");
         assert_eq!(duration(90_000.0), "25h");
         assert_eq!(duration(1e6), "12d");
+    }
+
+    #[test]
+    fn a_drain_says_what_becomes_of_open_sessions() {
+        let said = |left, ended| {
+            let age = 2.0;
+            drain(&DrainStatus { age, left, ended })
+        };
+        assert_eq!(said(None, 0), "no new sessions for 2.0s");
+        assert_eq!(
+            said(Some(58.0), 0),
+            "no new sessions for 2.0s, open sessions are ended in 58.0s"
+        );
+        assert_eq!(
+            said(Some(0.0), 2),
+            "no new sessions for 2.0s, 2 sessions were ended at the deadline"
+        );
     }
 }

@@ -122,7 +122,7 @@ fn killed_executor_is_detected_and_its_socket_replaced() {
         offset: 0,
         len: 8,
     }
-    .encode(&mut message);
+    .encode(guest.protocol, &mut message);
     let answer = guest
         .end
         .send(&message, (&[][..]).into())

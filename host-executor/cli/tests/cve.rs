@@ -697,7 +697,7 @@ fn ggml_rpc_client_aborts_when_the_server_ends() {
         });
         assert!(ended, "round {round}: messages of the dead");
         let mut message = Vec::new();
-        Request::Fence {}.encode(&mut message);
+        Request::Fence {}.encode(guest.protocol, &mut message);
         let told = guest.end.send(&message, (&[][..]).into());
         assert!(told.is_err(), "round {round}: the dead take requests");
     }

@@ -18,8 +18,12 @@ use rustix::process::geteuid;
 use served::program::copy_program;
 use served::{Scratch, Serve, vgpu};
 use vgpu_executor::{Violation, control};
+use vgpu_transport::ir::Capabilities;
+use vgpu_transport::link::HostEnd as _;
 use vgpu_transport::link::unix::{ListenOptions, Listener};
-use vgpu_transport::wire::{PROTOCOL_VERSION, Reply};
+use vgpu_transport::wire::{
+    HostVersions, Offer, ProtocolVersion, Reply, Request, VersionMismatch, VersionRange,
+};
 
 const SOCKET: &str = "run/vgpu/vgpu.sock";
 const DEBIAN: &str = "ID=debian\nVERSION_ID=\"13\"\n";
@@ -384,11 +388,11 @@ fn an_executor_that_is_down() {
 fn an_executor_of_another_version() {
     for (theirs, next) in [
         (
-            PROTOCOL_VERSION - 1,
+            ProtocolVersion::OLDEST.number() - 1,
             "update ggml-vgpu on the executor's machine, and there: sudo systemctl restart vgpu",
         ),
         (
-            PROTOCOL_VERSION + 1,
+            ProtocolVersion::CURRENT.number() + 1,
             "update ggml-vgpu on this machine to the version of the executor",
         ),
     ] {
@@ -412,19 +416,72 @@ fn an_executor_of_another_version() {
     }
 }
 
+/// An executor that chooses from one version only, the previous one, is asked a second time.
+#[test]
+fn an_executor_of_the_previous_version_is_used() {
+    let version = ProtocolVersion::OLDEST;
+    let machine = Machine::new("previous");
+    fs::create_dir_all(machine.path("run/vgpu")).expect("a folder");
+    let listener = Listener::bind(&machine.path(SOCKET), ListenOptions::default());
+    let listener = listener.expect("a socket");
+    let other = thread::spawn(move || {
+        let open = || {
+            let arrival = listener.accept(TIMEOUT).expect("a guest").expect("a guest");
+            arrival.handshake().expect("a link")
+        };
+        refuse(&mut open(), version.number());
+        let mut end = open();
+        let mut message = Vec::new();
+        while let Ok(Some(incoming)) = end.receive(&mut message, TIMEOUT) {
+            let request = incoming.request;
+            let reply = match Request::decode(version, &message).expect("a request") {
+                Request::Hello { offer, .. } => {
+                    assert_eq!(offer, Offer::only(version));
+                    Reply::Welcome {
+                        protocol: version,
+                        served: HostVersions(VersionRange::only(version)),
+                        session: 7,
+                        engine: "cpu".into(),
+                        description: "a processor".into(),
+                        memory_total: 1 << 20,
+                        memory_free: 1 << 20,
+                        capabilities: Capabilities::default(),
+                    }
+                }
+                Request::Memory {} => Reply::Memory {
+                    request,
+                    total: 1 << 20,
+                    free: 1 << 20,
+                },
+                other => panic!("{other:?}"),
+            };
+            message.clear();
+            reply.encode(version, &mut message);
+            end.send(&message, 0, &mut |_| {}).expect("a link");
+            end.retire();
+            message.clear();
+        }
+    });
+    let said = machine.doctor(&[]);
+    other.join().expect("no panic");
+    let line = "session 7, protocol 3, graphs 1; the executor speaks 3";
+    assert!(has(&said, "ok link", line), "{}", said.text);
+    assert!(said.is_well, "{}", said.text);
+}
+
 /// What an executor of another version answers to HELLO.
 fn refuse(end: &mut dyn vgpu_transport::link::HostEnd, theirs: u32) {
     let mut message = Vec::new();
     end.receive(&mut message, TIMEOUT)
         .expect("a link")
         .expect("HELLO");
-    let guest = PROTOCOL_VERSION;
-    let reason = Violation::Protocol { guest }.to_string();
-    let ours = format!("this host speaks {PROTOCOL_VERSION}");
-    assert!(reason.contains(&ours), "{reason}");
-    let reason = reason.replace(&ours, &format!("this host speaks {theirs}"));
+    let mismatch = VersionMismatch {
+        guest: VersionRange::SERVED,
+        host: VersionRange::new(theirs, theirs).expect("a range"),
+    };
+    let reason = Violation::from(mismatch).to_string();
     message.clear();
-    Reply::Ended { reason }.encode(&mut message);
+    Reply::Ended { reason }.encode(ProtocolVersion::CURRENT, &mut message);
     end.send(&message, 0, &mut |_| {}).expect("a link");
 }
 
@@ -519,7 +576,7 @@ fn an_executor_that_hangs_or_refuses_beside_one_that_answers() {
     let other = thread::spawn(move || {
         let arrival = listener.accept(TIMEOUT).expect("a guest").expect("a guest");
         let mut end = arrival.handshake().expect("a link");
-        refuse(&mut end, PROTOCOL_VERSION - 1);
+        refuse(&mut end, ProtocolVersion::OLDEST.number() - 1);
     });
     let said = machine.doctor(&[]);
     other.join().expect("no panic");

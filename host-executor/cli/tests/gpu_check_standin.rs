@@ -199,3 +199,32 @@ fn executor_answers_right_without_the_faulty_kernels() {
         );
     }
 }
+
+/// The library of the driver is newer than the module in the kernel.
+#[test]
+fn executor_that_starts_after_an_upgrade_of_the_driver_names_its_error() {
+    const WORDS: &str = "system has unsupported display driver / cuda driver combination";
+    let scratch = Scratch::new("standin-upgrade");
+    let socket = scratch.socket();
+    let endpoint = format!("--listen=unix:{}", socket.display());
+    let upgraded = |engine: &str| {
+        let arguments = ["serve", "--memory=64M", engine, &endpoint];
+        let mut command = on_standin(&arguments, scratch.path(), true);
+        command.env("VGPU_STANDIN_FAULTS", "cuInit:*:SYSTEM_DRIVER_MISMATCH");
+        command
+    };
+    let output = upgraded("--engine=cuda").output();
+    let output = output.expect("the command starts");
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains(WORDS), "{said}");
+    let serve = Serve::of(upgraded("--engine=auto"));
+    drop(serve.guest(&socket));
+    serve.signal(rustix::process::Signal::TERM);
+    let (status, log) = serve.wait();
+    assert!(status.success(), "{log}");
+    assert!(
+        log.contains("auto: the engine cpu") && log.contains(WORDS),
+        "{log}"
+    );
+}

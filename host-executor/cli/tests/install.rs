@@ -260,6 +260,17 @@ fn both_files_are_installed_and_removed_and_nothing_else_changes() {
 }
 
 #[test]
+fn both_files_are_installed_when_nobody_reads_what_is_printed() {
+    let machine = Machine::new("unread");
+    let (_, unread) = std::io::pipe().expect("a pipe");
+    let mut vgpu = Command::new(env!("CARGO_BIN_EXE_vgpu"));
+    vgpu.args(["install", "--root"]).arg(&machine.root);
+    vgpu.arg("--plugin").arg(&machine.plugin).stdout(unread);
+    succeeded(vgpu.output().expect("the command starts"));
+    assert!(machine.drop_in().exists());
+}
+
+#[test]
 fn an_update_replaces_the_plugin_and_a_group_gives_access() {
     let machine = Machine::new("update");
     machine.install(&[]);

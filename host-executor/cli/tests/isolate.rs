@@ -19,10 +19,9 @@ use rustix::process::{Pid, Signal, kill_process};
 use served::program::copy_program;
 use served::workers::{children, guest, workers};
 use served::{Scratch, Serve, vgpu};
-use vgpu_transport::ir::IR_VERSION;
 use vgpu_transport::link::pci::directory;
 use vgpu_transport::shm::memory::{SharedWords as _, Window};
-use vgpu_transport::wire::{GraphId, MIN_EXTENT, PROTOCOL_VERSION, Reply, Request};
+use vgpu_transport::wire::{GraphId, MIN_EXTENT, Offer, Reply, Request};
 
 fn compute(guest: &mut Guest) {
     let a = guest.alloc_with(&bytes(&[1.0, 2.0]));
@@ -124,8 +123,7 @@ fn each_guest_has_its_partition_and_partitions_limit_the_guests() {
     let mut next = loop {
         let mut next = serve.connect(&scratch.socket());
         next.send(&Request::Hello {
-            protocol: PROTOCOL_VERSION,
-            ir: IR_VERSION,
+            offer: Offer::SERVED,
             name: "next".into(),
         });
         match next.receive().0 {
@@ -577,6 +575,18 @@ memory = "10MiB"
 listen = ["@B@"]
 "#;
 
+/// The nice level of the first thread of a process.
+fn nice(pid: Pid) -> i32 {
+    let stat = fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero()));
+    level_in(&stat.expect("it runs"))
+}
+
+/// The nice level in a `stat` file of a process or a thread.
+fn level_in(stat: &str) -> i32 {
+    let fields = stat.rsplit(") ").next().expect("a name").split(' ');
+    fields.collect::<Vec<_>>()[16].parse().expect("a number")
+}
+
 /// Names, quotas and weights of the configuration with a process per guest, and what the operator
 /// sees.
 #[test]
@@ -626,17 +636,6 @@ fn each_named_guest_has_a_worker_with_its_quota_and_weight() {
     assert_eq!(memory(&mut other), before);
 
     // With weights of 1 and 3, the process with 1 is five nice levels above.
-    let nice = |pid: Pid| {
-        let stat = fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero()));
-        let stat = stat.expect("it runs");
-        let fields: Vec<&str> = stat
-            .rsplit(") ")
-            .next()
-            .expect("a name")
-            .split(' ')
-            .collect();
-        fields[16].parse::<i32>().expect("a number")
-    };
     let own = nice(rustix::process::getpid());
     assert_eq!(
         (nice(processes[&one]), nice(processes[&two])),
@@ -779,6 +778,137 @@ fn reload_is_applied_to_running_workers() {
         assert_eq!(total(&mut guest), 12 << 20);
     }
     compute(&mut guest);
+    serve.signal(Signal::TERM);
+    let (status, log) = serve.wait();
+    assert_eq!(status.code(), Some(0), "{log}");
+}
+
+#[test]
+fn limits_are_set_in_running_workers() {
+    let scratch = Scratch::new("isolate-set");
+    let config = configure(&scratch, TWO_GUESTS);
+    let isolate = ["--config", &config, "--isolate", "--guest-memory", "20M"];
+    let serve = Serve::start(&scratch.socket(), &isolate);
+    let enter = |socket: &str| {
+        let mut guest = serve.connect(&scratch.path().join(socket));
+        match guest.hello() {
+            Reply::Welcome { session, .. } => (guest, session),
+            other => panic!("{other:?}"),
+        }
+    };
+    let (mut first, one) = enter("a.sock");
+    let (mut other, two) = enter("b.sock");
+    let processes = workers(&serve, 2);
+    compute(&mut first);
+    compute(&mut other);
+    let control = scratch.path().join("control.sock").display().to_string();
+    let set = |words: &[&str]| {
+        let mut command = vgpu(&["set", "--control", &control]);
+        let output = command.args(words).output().expect("it starts");
+        let (said, why) = (output.stdout, output.stderr);
+        (
+            output.status.success(),
+            String::from_utf8([said, why].concat()).expect("text"),
+        )
+    };
+    let own = nice(rustix::process::getpid());
+    let levels = || [one, two].map(|session| nice(processes[&session]) - own);
+    // With weights of 3 and 1.
+    assert_eq!(levels(), [0, 5]);
+    // No level falls: without a capability the kernel refuses that.
+    for (words, expected) in [
+        (["a", "weight=1"], [5, 5]),
+        (["b", "weight=3"], [10, 5]),
+        (["b", "weight=9"], [15, 5]),
+    ] {
+        let (is_good, said) = set(&words);
+        assert!(is_good, "{said}");
+        assert_eq!(levels(), expected, "{words:?}");
+    }
+    // All threads of the process.
+    let tasks = format!("/proc/{}/task", processes[&one].as_raw_nonzero());
+    for task in fs::read_dir(tasks).expect("it runs") {
+        let stat = fs::read_to_string(task.expect("a thread").path().join("stat"));
+        assert_eq!(level_in(&stat.expect("it runs")) - own, 15);
+    }
+
+    let total = |guest: &mut Guest, wanted: u64| {
+        let start = Instant::now();
+        loop {
+            match guest.ask(&Request::Memory {}) {
+                Reply::Memory { total, .. } if total == wanted => return,
+                other => assert!(start.elapsed() < TIMEOUT, "{other:?}"),
+            }
+        }
+    };
+    assert!(set(&["b", "memory=30M"]).0);
+    total(&mut other, 30 << 20);
+    other.alloc(25 << 20);
+    let (_, said) = set(&["b", "memory=10M"]);
+    assert!(said.contains("quota 10.0 MiB (before: 30.0 MiB)"), "{said}");
+    total(&mut other, 10 << 20);
+    let reason = other.refusal(4096);
+    assert!(
+        reason.contains("4096 bytes wanted, 0 of 10485760 free"),
+        "{reason}"
+    );
+    for (words, wanted) in [
+        (
+            ["b", "memory=65M"],
+            "a quota of 68157440 bytes for guest b: the engine has 67108864",
+        ),
+        (
+            ["b", "memory=60M"],
+            "the named guests have 83886080 bytes of memory in all",
+        ),
+        (["c", "memory=1M"], "no guest is named \"c\""),
+    ] {
+        let (is_good, said) = set(&words);
+        assert!(!is_good && said.contains(wanted), "{said}");
+    }
+    total(&mut other, 10 << 20);
+    compute(&mut first);
+    serve.signal(Signal::TERM);
+    let (status, log) = serve.wait();
+    assert_eq!(status.code(), Some(0), "{log}");
+}
+
+#[test]
+fn a_drain_ends_workers_at_its_deadline() {
+    let scratch = Scratch::new("isolate-drain");
+    let config = configure(&scratch, TWO_GUESTS);
+    let isolate = ["--config", &config, "--isolate", "--guest-memory", "20M"];
+    let serve = Serve::start(&scratch.socket(), &isolate);
+    let mut first = serve.guest(&scratch.path().join("a.sock"));
+    compute(&mut first);
+    let control = scratch.path().join("control.sock").display().to_string();
+    let drain = |more: &[&str]| {
+        let mut command = vgpu(&["drain", "--control", &control]);
+        command.args(more).spawn().expect("it starts")
+    };
+    let mut waits = drain(&[]);
+    status_when(&scratch, |status| !status["draining"].is_null());
+    for socket in ["a.sock", "b.sock"] {
+        let mut refused = serve.connect(&scratch.path().join(socket));
+        refused.send(&Request::Fence {});
+        let reason = refused.ended();
+        assert!(
+            reason.starts_with("the host drains: it accepts no new"),
+            "{reason}"
+        );
+    }
+    compute(&mut first);
+    // A deadline for the drain that has begun.
+    let mut ends = drain(&["--deadline", "1s"]);
+    assert_eq!(
+        first.ended(),
+        "the host drains, and ends the sessions that are open after 1s"
+    );
+    for drain in [&mut waits, &mut ends] {
+        assert_eq!(drain.wait().expect("it ends").code(), Some(3));
+    }
+    assert!(drain(&["--undo"]).wait().expect("it ends").success());
+    compute(&mut serve.guest(&scratch.path().join("b.sock")));
     serve.signal(Signal::TERM);
     let (status, log) = serve.wait();
     assert_eq!(status.code(), Some(0), "{log}");

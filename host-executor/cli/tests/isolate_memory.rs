@@ -194,7 +194,7 @@ fn exhaust(guest: &mut Guest, size: u64, count: u64) -> String {
         if let Err(error) = guest.end.receive(&mut message, (&mut [][..]).into()) {
             return error.to_string();
         }
-        match Reply::decode(&message).expect("a reply") {
+        match Reply::decode(guest.protocol, &message).expect("a reply") {
             Reply::Refused { reason, .. } => return reason,
             Reply::Shared { size, .. } => drop(guest.end.receive_shared(size)),
             Reply::Done { .. } => {}

@@ -10,7 +10,6 @@ use std::net::TcpStream;
 use std::os::fd::{FromRawFd, OwnedFd};
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt};
 use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -19,121 +18,11 @@ use common::{Guest, TIMEOUT, add, bytes};
 use prometheus_parse::{Scrape, Value};
 use rustix::process::Signal;
 use serde_json::Value as Json;
+use served::site::{ALICE, BOB, Site, fails, figures, http, work};
 use served::{Scratch, Serve, vgpu};
 use vgpu_transport::ir::BufferId;
 use vgpu_transport::link::unix::connect;
 use vgpu_transport::wire::{GraphId, Reply, Request};
-
-/// An executor with a configuration.
-struct Site {
-    serve: Serve,
-    folder: PathBuf,
-    config: PathBuf,
-    _scratch: Scratch,
-}
-
-impl Site {
-    /// `config` may contain `DIR`, which is replaced by a private folder. The control socket is in
-    /// it.
-    fn start(test: &str, config: &str) -> Site {
-        let scratch = Scratch::new(test);
-        let folder = scratch.path().to_owned();
-        let path = folder.join("vgpu.toml");
-        let site_config = Site::text(&folder, config);
-        fs::write(&path, site_config).expect("a file");
-        let file = path.to_str().expect("text");
-        Site {
-            serve: Serve::start(&folder.join("flag.sock"), &["--config", file]),
-            config: path,
-            folder,
-            _scratch: scratch,
-        }
-    }
-
-    fn text(folder: &Path, config: &str) -> String {
-        let text =
-            format!("control.socket = \"DIR/control.sock\"\nserver.log = \"info\"\n{config}");
-        text.replace("DIR", folder.to_str().expect("text"))
-    }
-
-    fn write(&self, config: &str) {
-        fs::write(&self.config, Site::text(&self.folder, config)).expect("a file");
-    }
-
-    /// Runs a command with the executor's control socket.
-    fn run(&self, command: &str, more: &[&str]) -> Command {
-        let control = self.folder.join("control.sock");
-        let mut arguments = vec![command, "--control", control.to_str().expect("text")];
-        arguments.extend(more);
-        vgpu(&arguments)
-    }
-
-    fn reload(&self) -> String {
-        let output = self
-            .run("reload", &[])
-            .output()
-            .expect("the command starts");
-        assert!(output.status.success(), "{output:?}");
-        String::from_utf8(output.stdout).expect("text")
-    }
-
-    fn status(&self) -> Json {
-        let output = self
-            .run("ps", &["--json"])
-            .output()
-            .expect("the command starts");
-        assert!(output.status.success(), "{output:?}");
-        serde_json::from_slice(&output.stdout).expect("JSON")
-    }
-
-    fn guest(&self, socket: &str) -> Guest {
-        self.serve.guest(&self.folder.join(socket))
-    }
-
-    fn end(self) -> String {
-        let Site {
-            serve,
-            folder,
-            _scratch,
-            ..
-        } = self;
-        serve.signal(Signal::TERM);
-        let (status, log) = serve.wait();
-        assert_eq!(status.code(), Some(0), "{log}");
-        for entry in fs::read_dir(&folder).expect("a folder") {
-            let name = entry.expect("a file").file_name();
-            assert_eq!(name, "vgpu.toml", "something is left behind");
-        }
-        log
-    }
-}
-
-/// Runs a command that must fail. Returns its error.
-fn fails(command: &mut Command) -> String {
-    let output = command.output().expect("the command starts");
-    let text = String::from_utf8(output.stderr).expect("text");
-    assert!(!output.status.success(), "{text}");
-    text
-}
-
-fn figures(guest: &mut Guest) -> (u64, u64) {
-    match guest.ask(&Request::Memory {}) {
-        Reply::Memory { total, free, .. } => (total, free),
-        other => panic!("{other:?}"),
-    }
-}
-
-/// Runs one graph.
-fn work(guest: &mut Guest) {
-    let a = guest.alloc_with(&bytes(&[1.0, 2.0]));
-    guest.graph(GraphId(1), &add(2, a, a, a));
-    guest.submit(GraphId(1));
-    assert_eq!(guest.read_f32(a, 2), [2.0, 4.0]);
-}
-
-const ALICE: &str = "[[guest]]\nname = \"alice\"\nlisten = [\"unix:DIR/alice.sock\"]\n\
-    mode = \"0600\"\nmemory = \"1MiB\"\nweight = 3\n";
-const BOB: &str = "[[guest]]\nname = \"bob\"\nlisten = [\"unix:DIR/bob.sock\"]\nmemory = \"2M\"\n";
 
 #[test]
 fn reload_applies_to_connected_guests() {
@@ -388,7 +277,7 @@ fn metrics_are_in_the_prometheus_format() {
         let (head, body) = get("/healthz", "GET");
         assert!(head.starts_with("HTTP/1.1 200"), "{head}");
         assert_eq!(body, "ok: the engine cpu answers\n");
-        for (path, method, status) in [("/", "GET", 404), ("/metrics", "POST", 405)] {
+        for (path, method, status) in [("/no", "GET", 404), ("/metrics", "POST", 405)] {
             let (head, _) = get(path, method);
             assert!(head.starts_with(&format!("HTTP/1.1 {status}")), "{head}");
         }
@@ -428,26 +317,6 @@ fn metrics_for_other_machines_have_to_be_allowed() {
         status.success() && log.contains("metrics at 0.0.0.0:0"),
         "{log}"
     );
-}
-
-/// Header and body of an HTTP response.
-fn http(mut socket: impl Read + Write, method: &str, path: &str) -> (String, String) {
-    let request =
-        format!("{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n");
-    socket.write_all(request.as_bytes()).expect("it listens");
-    let mut text = String::new();
-    socket.read_to_string(&mut text).expect("an answer");
-    let (head, body) = text.split_once("\r\n\r\n").expect("a head");
-    if !head.to_lowercase().contains("transfer-encoding: chunked") {
-        return (head.into(), body.into());
-    }
-    let (mut rest, mut whole) = (body, String::new());
-    while let Some((size, more)) = rest.split_once("\r\n") {
-        let size = usize::from_str_radix(size.trim(), 16).expect("a size");
-        whole.push_str(&more[..size]);
-        rest = more[size..].trim_start_matches("\r\n");
-    }
-    (head.into(), whole)
 }
 
 /// A pseudo terminal with a program in it.
@@ -938,4 +807,56 @@ fn check_config_validates_without_serving() {
 
     let text = fails(&mut vgpu(&["serve", "--config", file]));
     assert!(text.contains(file), "{text}");
+}
+
+/// The writing end of a pipe that nobody reads.
+fn closed_pipe() -> Stdio {
+    let (_, writer) = std::io::pipe().expect("a pipe");
+    writer.into()
+}
+
+/// As with `vgpu ps | head -n 1`.
+#[test]
+fn commands_end_quietly_when_nobody_reads_what_they_print() {
+    const ENDED: i32 = 141;
+    let site = Site::start("closed", "");
+    let scratch = Scratch::new("closed-files");
+    let config = site.config.to_str().expect("text");
+    let authority = scratch.path().join("ca");
+    let authority = authority.to_str().expect("text");
+    let rates = ["--bandwidth", "4800", "--tflops", "989"];
+    let plan = ["bench", "plan", "--floor-only", "--model", "8b"];
+    let mut commands = vec![
+        (site.run("ps", &[]), ENDED),
+        (site.run("ps", &["--json"]), ENDED),
+        (site.run("dump", &[]), ENDED),
+        (vgpu(&["check-config", config]), ENDED),
+        (vgpu(&["check-config", config, "--json"]), ENDED),
+        (vgpu(&["doctor"]), ENDED),
+        // These have done their work.
+        (site.run("reload", &[]), 0),
+        (vgpu(&["--help"]), 0),
+    ];
+    if cfg!(feature = "tools") {
+        commands.extend([
+            (vgpu(&["gpu-check", "models"]), ENDED),
+            (vgpu(&[&plan[..], &rates].concat()), ENDED),
+            (vgpu(&["cert", authority, "guest", "alice"]), 0),
+        ]);
+    }
+    for (mut command, expected) in commands {
+        let output = command.stdout(closed_pipe()).output();
+        let output = output.expect("the command starts");
+        let said = String::from_utf8(output.stderr).expect("text");
+        assert_eq!(output.status.code(), Some(expected), "{command:?}: {said}");
+        assert!(!said.contains("panicked"), "{command:?}: {said}");
+        // Nobody reads the errors, if there are any: another certificate of this name is one.
+        let output = command
+            .stdout(Stdio::piped())
+            .stderr(closed_pipe())
+            .output();
+        let code = output.expect("the command starts").status.code();
+        assert!(matches!(code, Some(0 | 1)), "{command:?}: {code:?}");
+    }
+    site.end();
 }

@@ -34,6 +34,7 @@ impl ThreadState {
             | ThreadState::FirstMessage
             | ThreadState::Idle
             | ThreadState::WaitsForEngine
+            | ThreadState::Pauses
             | ThreadState::Replies => false,
         }
     }
@@ -48,6 +49,7 @@ impl ThreadState {
             ThreadState::CallsEngine => "calls the engine",
             ThreadState::Compiles => "receives or compiles a graph",
             ThreadState::WaitsForEngine => "waits for the engine",
+            ThreadState::Pauses => "pauses: its guest has worked much outside of turns",
             ThreadState::Replies => "sends a reply",
             ThreadState::Ends => "frees the memory of the session",
         }
@@ -77,6 +79,7 @@ impl ThreadNow {
             | ThreadState::FirstMessage
             | ThreadState::Idle
             | ThreadState::WaitsForEngine
+            | ThreadState::Pauses
             | ThreadState::Replies => false,
         }
     }

@@ -47,6 +47,8 @@ pub(crate) enum ThreadState {
     Compiles,
     /// Waits for a turn on the engine.
     WaitsForEngine,
+    /// Does nothing for a while, as its guest has worked much outside of turns.
+    Pauses,
     /// Sends a reply; waits if the guest takes none.
     Replies,
     /// Frees what the session has.
@@ -54,7 +56,7 @@ pub(crate) enum ThreadState {
 }
 
 /// By number.
-const THREAD_STATES: [ThreadState; 10] = [
+const THREAD_STATES: [ThreadState; 11] = [
     ThreadState::Handshake,
     ThreadState::FirstMessage,
     ThreadState::Pins,
@@ -63,6 +65,7 @@ const THREAD_STATES: [ThreadState; 10] = [
     ThreadState::CallsEngine,
     ThreadState::Compiles,
     ThreadState::WaitsForEngine,
+    ThreadState::Pauses,
     ThreadState::Replies,
     ThreadState::Ends,
 ];
@@ -127,6 +130,63 @@ pub(crate) struct Activity {
     /// The kind and the request that were published last. One thread writes, so no type that
     /// several threads could share.
     last: Cell<(u64, u64)>,
+    outside: OutsideTime,
+}
+
+/// How long a thread has worked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct Worked {
+    /// Outside of turns.
+    pub(crate) outside: Duration,
+    /// In turns.
+    pub(crate) in_turns: Duration,
+}
+
+/// How long a thread has worked outside of turns, on the clock of the activities.
+#[derive(Debug, Default)]
+struct OutsideTime {
+    /// Since when the thread works. `None`: it waits, or has a turn.
+    since: Cell<Option<u64>>,
+    /// Nanoseconds of work before that.
+    worked: Cell<u64>,
+    /// Since when the thread has a turn.
+    turn: Cell<Option<u64>>,
+    /// Nanoseconds of turns before that.
+    in_turns: Cell<u64>,
+}
+
+impl OutsideTime {
+    /// From `time` on the thread works, or does not.
+    fn change(&self, is_work: bool, time: u64) {
+        let begins = (is_work && self.turn.get().is_none()).then_some(time);
+        if let Some(since) = self.since.replace(begins) {
+            self.worked
+                .set(self.worked.get() + time.saturating_sub(since));
+        }
+    }
+
+    /// A turn begins.
+    fn begin_turn(&self, time: u64) {
+        self.turn.set(Some(time));
+        self.change(false, time);
+    }
+
+    /// The turn has ended. What follows in the same state does not count as work.
+    fn end_turn(&self, time: impl FnOnce() -> u64) {
+        if let Some(began) = self.turn.take() {
+            let took = time().saturating_sub(began);
+            self.in_turns.set(self.in_turns.get() + took);
+        }
+    }
+
+    /// What was counted since the last call.
+    fn take(&self, time: u64) -> Worked {
+        self.change(self.since.get().is_some(), time);
+        Worked {
+            outside: Duration::from_nanos(self.worked.take()),
+            in_turns: Duration::from_nanos(self.in_turns.take()),
+        }
+    }
 }
 
 /// A session, or a connection that is about to become one.
@@ -207,6 +267,7 @@ impl Activities {
             all: Arc::clone(self),
             record: free,
             last: Cell::default(),
+            outside: OutsideTime::default(),
         };
         if let Some(record) = activity.record() {
             record.program.write([0; PROGRAM]);
@@ -344,8 +405,9 @@ impl Activity {
 
     fn publish(&self, state: ThreadState, kind: u64, request: u64) {
         self.last.set((kind, request));
-        let Some(record) = self.record() else { return };
         let time = self.all.time();
+        self.outside.change(state.is_work(), time);
+        let Some(record) = self.record() else { return };
         record.now.write([state as u64 | kind << 8, request, time]);
         record.steps.fetch_add(1, Ordering::Relaxed);
     }
@@ -358,12 +420,25 @@ impl Activity {
         }
     }
 
+    /// How long the thread has worked outside of turns, up to the last change of what it does.
+    pub(crate) fn worked(&self) -> Duration {
+        Duration::from_nanos(self.outside.worked.get())
+    }
+
+    /// How long the thread has worked outside of turns, until now, and in the turns that have
+    /// ended, both since the last call.
+    pub(crate) fn take_worked(&self) -> Worked {
+        self.outside.take(self.all.time())
+    }
+
     /// A turn of a graph begins.
     pub(crate) fn begin_turn(&self, request: u64, info: &GraphInfo) {
+        let time = self.all.time();
+        self.outside.begin_turn(time);
         let Some(record) = self.record() else { return };
         let (node, op) = info.longest.unwrap_or_default();
         let mut turn = [0; TURN];
-        turn[0] = self.all.time();
+        turn[0] = time;
         turn[1] = request;
         turn[2] = info.graph;
         turn[3] = info.nodes as u64;
@@ -375,6 +450,7 @@ impl Activity {
 
     /// The turn has ended.
     pub(crate) fn end_turn(&self) {
+        self.outside.end_turn(|| self.all.time());
         if let Some(record) = self.record() {
             record.turn.write([0; TURN]);
             record.steps.fetch_add(1, Ordering::Relaxed);
@@ -400,6 +476,52 @@ impl Drop for Activity {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn only_work_outside_of_turns_is_counted() {
+        let outside = OutsideTime::default();
+        let worked = || outside.worked.get();
+        outside.change(true, 10);
+        outside.change(true, 12);
+        outside.change(false, 15);
+        assert_eq!(worked(), 5);
+        outside.change(true, 100);
+        assert_eq!(worked(), 5, "the thread waited");
+        // A turn, in which the thread sends a reply, too.
+        outside.begin_turn(101);
+        outside.change(true, 200);
+        outside.change(false, 300);
+        assert_eq!(worked(), 6);
+        outside.end_turn(|| 350);
+        outside.end_turn(|| panic!("no turn"));
+        outside.change(true, 400);
+        let nanos = Duration::from_nanos;
+        let counted = Worked {
+            outside: nanos(7),
+            in_turns: nanos(249),
+        };
+        assert_eq!(outside.take(401), counted);
+        outside.change(false, 402);
+        assert_eq!(outside.take(500).outside, nanos(1));
+    }
+
+    /// Also of a thread that publishes nothing.
+    #[test]
+    fn work_of_a_thread_is_taken_once() {
+        let all = Activities::new(1);
+        for activity in [all.begin(1, "-", "-"), all.begin(2, "-", "-")] {
+            activity.set(ThreadState::Idle);
+            assert_eq!(activity.take_worked(), Worked::default());
+            activity.request(ThreadState::Executes, Kind::of_name("WRITE"), 1);
+            while activity.take_worked().outside.is_zero() {
+                std::hint::spin_loop();
+            }
+            activity.set(ThreadState::Pauses);
+            let rest = activity.worked();
+            assert_eq!(activity.take_worked().outside, rest);
+            assert_eq!(activity.take_worked(), Worked::default());
+        }
+    }
 
     #[test]
     fn a_snapshot_tells_what_a_thread_does_and_for_whom() {

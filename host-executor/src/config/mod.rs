@@ -6,8 +6,8 @@
 mod file;
 mod settings;
 
-pub(crate) use settings::is_guest_name;
 pub use file::{LoadError, Problem};
+pub(crate) use settings::is_guest_name;
 pub use settings::{
     DEFAULT_CONTROL_PATH, DEFAULT_PATH, GuestSettings, LogFormat, MetricsAddress,
     ParseLogFormatError, ParseMetricsAddressError, Settings, VmDevice,

@@ -91,7 +91,9 @@ fn admit(shared: &Arc<Shared>, id: u64, owner: Option<&str>, program: Unassigned
     let Some(mut processes) = wait_for_turn(shared, guest.as_deref(), &program) else {
         return;
     };
-    let rejection = rejected.or_else(|| processes.full(guest.as_deref(), peer));
+    let rejection = rejected
+        .or_else(|| shared.drain.is_on().then_some(Rejection::Draining))
+        .or_else(|| processes.full(guest.as_deref(), peer));
     let rejections = processes.workers.values().filter(|w| w.is_rejection);
     let count = rejections.count();
     if rejection.is_some() && count >= MAX_REJECTIONS {

@@ -14,8 +14,8 @@ use super::state::{Program, Shared};
 use super::totals::{GuestTotals, counted_as};
 use crate::control::{self, Asked};
 use crate::status::{
-    EngineStatus, GuestStatus, Progress, Report, SessionEnds, SessionStatus, Status, StatusSource,
-    TenantLatency, Usage, WeightsStatus,
+    DrainStatus, EngineStatus, GuestStatus, Progress, Report, SessionEnds, SessionStatus, Status,
+    StatusSource, TenantLatency, Usage, WeightsStatus,
 };
 use crate::version::version;
 
@@ -32,6 +32,8 @@ struct Snapshot {
     sessions: Vec<SessionStatus>,
     weights: WeightsStatus,
     ended: SessionEnds,
+    /// Sessions of virtual machines that were ended at the deadline of a drain.
+    drained: u64,
     /// The longest present turn on an engine, in seconds.
     turn: Option<f64>,
     /// What an engine has not come back from for long.
@@ -54,6 +56,7 @@ impl Shared {
             sessions: Vec::new(),
             weights: processes.ended_workers.weights,
             ended: processes.ended_workers.ended,
+            drained: 0,
             turn: None,
             hang: None,
             silent: None,
@@ -115,12 +118,13 @@ impl Snapshot {
         // halves.
         let bases = (1u64..).map(|n| n << 32);
         for ((id, (name, asked)), base) in ids.into_iter().zip(reports).zip(bases) {
-            let asked = asked.unwrap_or_else(|error| Asked {
+            let mut asked = asked.unwrap_or_else(|error| Asked {
                 process: None,
                 answer: Err(error),
+                open: None,
             });
             if let Some(machine) = shared.processes().machines.get_mut(&id) {
-                machine.answers.note(at, &asked);
+                machine.answers.note(at, &mut asked);
                 let who = format_args!("the process of the virtual machine {name}");
                 self.add_silence(machine.answers.silent(), shared.timeouts.silence, who);
             }
@@ -138,6 +142,8 @@ impl Snapshot {
                             ..session.clone()
                         }));
                     self.add(&counted, &report);
+                    let drained = report.status.draining.map_or(0, |status| status.ended);
+                    self.drained = self.drained.saturating_add(drained);
                 }
                 Err(error) => {
                     debug!(vm = name, "its process does not report: {error}");
@@ -209,6 +215,10 @@ impl StatusSource for Shared {
             guests: guests.collect(),
             sessions: snapshot.sessions,
             ended: snapshot.ended,
+            draining: self.drain.status().map(|own| DrainStatus {
+                ended: own.ended.saturating_add(snapshot.drained),
+                ..own
+            }),
         }
     }
 
@@ -233,6 +243,10 @@ impl StatusSource for Shared {
             "the engines {} of the processes answer",
             self.resources.engine
         ))
+    }
+
+    fn draining(&self) -> Option<DrainStatus> {
+        self.drain.status()
     }
 
     fn latencies(&self) -> Vec<TenantLatency> {

@@ -13,10 +13,9 @@ use std::time::{Duration, Instant};
 use rustix::net::{AddressFamily, SendFlags, SocketAddrUnix, SocketType};
 use vgpu_cpu::CpuEngine;
 use vgpu_engine::Engine as _;
-use vgpu_transport::ir::IR_VERSION;
 use vgpu_transport::link::GuestEnd;
 use vgpu_transport::link::unix::{self, ListenOptions, Listener};
-use vgpu_transport::wire::{PROTOCOL_VERSION, Reply, Request};
+use vgpu_transport::wire::{Offer, ProtocolVersion, Reply, Request};
 
 use super::ipc::{self, IpcSocket, ReceiveOutcome, WorkerMessage, WorkerReport};
 use super::partition::{Partition, Resources};
@@ -141,6 +140,7 @@ fn claims(mut report: Report, own: u64) -> WorkerMessage {
         pid: None,
         uid: None,
         program: Some("\x1b[2J".repeat(100)),
+        protocol: Some(u32::MAX),
         age: 0.0,
         usage: guest.usage,
     };
@@ -306,16 +306,15 @@ fn served(path: &Path) -> Box<dyn GuestEnd> {
     let mut end = unix::connect(path, TIMEOUT).expect("a link");
     let mut message = Vec::new();
     let hello = Request::Hello {
-        protocol: PROTOCOL_VERSION,
-        ir: IR_VERSION,
+        offer: Offer::SERVED,
         name: "test".into(),
     };
-    hello.encode(&mut message);
+    hello.encode(ProtocolVersion::CURRENT, &mut message);
     end.send(&message, (&[][..]).into()).expect("a worker");
     message.clear();
     end.receive(&mut message, (&mut [][..]).into())
         .expect("a reply");
-    let reply = Reply::decode(&message).expect("a reply");
+    let reply = Reply::decode(ProtocolVersion::CURRENT, &message).expect("a reply");
     assert!(matches!(reply, Reply::Welcome { .. }), "{reply:?}");
     Box::new(end)
 }
@@ -395,6 +394,15 @@ fn shutdown_does_not_wait_for_the_process_of_a_virtual_machine_without_end() {
     supervisor.wait_for_vms().expect("it does not end");
     let machines = test.shared().processes().machines.len();
     assert_eq!(machines, 1);
+    test.shutdown();
+}
+
+#[test]
+fn main_thread_is_expected_to_run_from_its_handle_on() {
+    let mut test = Supervised::new(SOON, &[]);
+    assert_eq!(test.shared().main.age(), None, "nobody checks");
+    let _health = test.supervisor.as_ref().expect("it runs").health();
+    assert!(test.shared().main.age().is_some());
     test.shutdown();
 }
 

@@ -43,6 +43,8 @@ pub(super) enum Command {
         /// The program is not to be served, but to be told this reason.
         rejection: Option<Rejection>,
     },
+    /// The host drains, and the time in milliseconds that the sessions had has passed.
+    EndDrained { limit_ms: u64 },
     /// The supervisor asks for a [`WorkerMessage::Dump`] with this number.
     Dump { number: u64 },
 }
@@ -52,6 +54,7 @@ pub(super) enum Command {
 pub(super) enum Rejection {
     Full { sessions: usize, limit: usize },
     Rejected { reason: String },
+    Draining,
 }
 
 impl From<Rejection> for SessionEnd {
@@ -59,6 +62,7 @@ impl From<Rejection> for SessionEnd {
         match rejection {
             Rejection::Full { sessions, limit } => SessionEnd::Full { sessions, limit },
             Rejection::Rejected { reason } => RejectReason::OfSupervisor(reason).into(),
+            Rejection::Draining => SessionEnd::Draining,
         }
     }
 }

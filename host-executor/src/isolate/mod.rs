@@ -15,7 +15,8 @@
 //! machine's files (`vm_files`).
 //!
 //! Processes cannot share a device turn by turn. Each guest therefore has a part of the memory, and
-//! the kernel's scheduler divides processor time: weights become nice levels (`partition`).
+//! the kernel's scheduler divides processor time: weights become nice levels (`partition`,
+//! `weights`).
 
 mod admission;
 mod aggregate;
@@ -33,6 +34,7 @@ mod supervisor;
 mod totals;
 mod vm_files;
 mod vm_process;
+mod weights;
 mod worker;
 mod worker_process;
 

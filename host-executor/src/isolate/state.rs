@@ -16,7 +16,8 @@ use tracing::error;
 use super::ipc::{Command, IpcSocket, MAX_WORKER_SESSIONS, Rejection, WorkerReport};
 use super::partition::{Partition, Resources};
 use super::totals::EndedWorkers;
-use crate::control::{Asked, ControlError};
+use crate::control::{Asked, ControlError, OpenQuestion};
+use crate::drain::Drain;
 use crate::handshakes::{Handshakes, PendingHandshake};
 use crate::heartbeat::Heartbeat;
 use crate::limits::{HandshakeLimits, sessions_of_one_guest};
@@ -81,6 +82,7 @@ pub(super) struct Shared {
     pub(super) since: Instant,
     pub(super) registry: TenantRegistry,
     pub(super) stop: StopFlag,
+    pub(super) drain: Drain,
     last_id: AtomicU64,
     processes: RankedMutex<Processes>,
     /// Limits the lines about guests that get no worker.
@@ -109,6 +111,8 @@ pub(super) struct Worker {
     pub(super) ipc: Arc<IpcSocket>,
     /// The process, once it has been started.
     pub(super) pid: Option<u32>,
+    /// How many nice levels its threads are above the supervisor.
+    pub(super) nice: i32,
     /// The guest's name, if it has one.
     pub(super) guest: Option<String>,
     /// Whether the worker only tells a guest why it is rejected.
@@ -156,30 +160,64 @@ pub(super) struct VmProcess {
 pub(super) struct VmAnswers {
     /// The executor that has answered last, and that no other one has replaced since.
     executor: Option<i32>,
-    /// When the first question after its last answer was asked.
-    unanswered: Option<Instant>,
+    /// When the latest question with an answer was asked.
+    answered: Option<Instant>,
+    /// What it has not answered since.
+    unanswered: Option<Unanswered>,
+}
+
+/// Questions without an answer.
+#[derive(Debug)]
+struct Unanswered {
+    /// When the first one was asked.
+    since: Instant,
+    /// The first one of those that the executor may still answer: a slow executor answers after the
+    /// questioner has given up.
+    question: Option<OpenQuestion>,
 }
 
 impl VmAnswers {
     /// Takes down what became of a question that was asked at `at`. An executor that has not
     /// answered yet may be starting its engine, for minutes, and has another number than the one
     /// before.
-    pub(super) fn note<T>(&mut self, at: Instant, asked: &Asked<T>) {
+    pub(super) fn note<T>(&mut self, at: Instant, asked: &mut Asked<T>) {
+        if asked.answer.is_err() && self.answered.is_some_and(|answered| at < answered) {
+            // Another thread has asked later, and has its answer.
+            return;
+        }
         match (&asked.answer, asked.process) {
-            (Ok(_), process) => (self.executor, self.unanswered) = (process, None),
+            (Ok(_), process) => {
+                (self.executor, self.unanswered) = (process, None);
+                self.answered = self.answered.max(Some(at));
+            }
             // Clients wait without an end, and none is accepted: nobody says which process listens.
             (Err(ControlError::Busy { .. }), None) => {}
             (Err(_), process) if process.is_some() && process == self.executor => {}
             (Err(_), _) => (self.executor, self.unanswered) = (None, None),
         }
         if asked.answer.is_err() && self.executor.is_some() {
-            self.unanswered.get_or_insert(at);
+            let (since, question) = (at, asked.open.take());
+            match &mut self.unanswered {
+                Some(before) if !before.is_answered() => {
+                    before.question = before.question.take().or(question);
+                }
+                unanswered => *unanswered = Some(Unanswered { since, question }),
+            }
         }
     }
 
-    /// How long an executor that has answered before has left questions without an answer.
+    /// How long an executor that has answered before has left a question without an answer.
     pub(super) fn silent(&self) -> Option<Duration> {
-        Some(self.unanswered?.elapsed())
+        Some(self.unanswered.as_ref()?.since.elapsed())
+    }
+}
+
+impl Unanswered {
+    /// Whether an answer has come late.
+    fn is_answered(&self) -> bool {
+        self.question
+            .as_ref()
+            .is_some_and(OpenQuestion::is_answered)
     }
 }
 
@@ -201,6 +239,7 @@ impl Shared {
             since: Instant::now(),
             registry,
             stop: StopFlag::new(),
+            drain: Drain::default(),
             last_id: AtomicU64::new(0),
             processes: RankedMutex::new(
                 Rank::Processes,
@@ -255,6 +294,7 @@ impl Worker {
         Worker {
             ipc: Arc::new(ipc),
             pid: None,
+            nice: 0,
             guest,
             is_rejection,
             sessions: BTreeMap::new(),
@@ -474,7 +514,28 @@ impl Processes {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write as _;
+    use std::os::unix::net::UnixStream;
+
     use super::*;
+
+    /// A question whose connection is closed.
+    fn note(
+        answers: &mut VmAnswers,
+        at: Instant,
+        process: Option<i32>,
+        answer: Result<(), ControlError>,
+    ) {
+        let open = None;
+        answers.note(
+            at,
+            &mut Asked {
+                process,
+                answer,
+                open,
+            },
+        );
+    }
 
     #[test]
     fn an_executor_is_silent_only_after_it_has_answered() {
@@ -507,19 +568,60 @@ mod tests {
         .into_iter()
         .enumerate()
         {
-            answers.note(Instant::now(), &Asked { process, answer });
+            note(&mut answers, Instant::now(), process, answer);
             assert_eq!(answers.silent().is_some(), is_silent, "step {step}");
         }
         // From the first question on.
+        let mut answers = VmAnswers::default();
         let (now, minute) = (Instant::now(), Duration::from_secs(60));
-        let mut note = |at, answer| {
-            let process = Some(3);
-            answers.note(at, &Asked { process, answer });
-        };
+        let mut note = |at, answer| note(&mut answers, at, Some(3), answer);
         note(now - 2 * minute, Ok(()));
         note(now - minute, Err(LATE()));
         note(now, Err(LATE()));
         let silent = answers.silent().expect("it is silent");
         assert!((minute..2 * minute).contains(&silent), "{silent:?}");
+    }
+
+    /// A question that was asked at `at`, and the executor's end of it.
+    fn late(answers: &mut VmAnswers, at: Instant) -> UnixStream {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let mut asked = Asked::<()> {
+            process: Some(1),
+            answer: Err(ControlError::Late { bytes: 0 }),
+            open: Some(OpenQuestion::of(ours)),
+        };
+        answers.note(at, &mut asked);
+        theirs
+    }
+
+    #[test]
+    fn an_executor_that_answers_late_is_not_silent() {
+        let (now, minute) = (Instant::now(), Duration::from_secs(60));
+        let mut answers = VmAnswers::default();
+        note(&mut answers, now - 4 * minute, Some(1), Ok(()));
+        let mut first = late(&mut answers, now - 3 * minute);
+        let silent = answers.silent().expect("it has not answered yet");
+        assert!(silent >= 3 * minute, "{silent:?}");
+        first.write_all(b"{").unwrap();
+        let second = late(&mut answers, now - 2 * minute);
+        let silent = answers.silent().expect("it has not answered yet");
+        assert!((2 * minute..3 * minute).contains(&silent), "{silent:?}");
+        // The end of a connection is no answer.
+        drop(second);
+        let _third = late(&mut answers, now - minute);
+        let silent = answers.silent().expect("it has not answered yet");
+        assert!(silent >= 2 * minute, "{silent:?}");
+    }
+
+    #[test]
+    fn a_question_before_an_answered_one_says_nothing() {
+        let (now, minute) = (Instant::now(), Duration::from_secs(60));
+        let mut answers = VmAnswers::default();
+        note(&mut answers, now, Some(1), Ok(()));
+        // Two threads ask, and the first one is not answered in time.
+        let _question = late(&mut answers, now - minute);
+        assert_eq!(answers.silent(), None);
+        let _question = late(&mut answers, now);
+        assert!(answers.silent().is_some());
     }
 }

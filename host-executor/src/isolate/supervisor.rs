@@ -11,12 +11,15 @@ use tracing::{error, warn};
 use vgpu_transport::link::stream::tls::CertificateFiles;
 
 use super::partition::{Partition, Resources};
+use super::query::query_all;
 use super::state::{MakeCommand, MakeMachine, Processes, Shared, Timeouts};
 use super::vm_process::{StartVmError, StartingVm};
-use super::{admission, certificates, ipc, vm_process};
+use super::{admission, certificates, ipc, vm_process, weights};
+use crate::control;
 use crate::limits::HandshakeLimits;
 use crate::listener::threads::ListenerThreads;
 use crate::listener::{ListenerId, SocketListener};
+use crate::operator_request::OperatorRequest;
 use crate::status::StatusHandle;
 use crate::tenant_registry::QuotaError;
 
@@ -82,7 +85,7 @@ impl Supervisor {
         Arc::clone(&self.shared)
     }
 
-    /// Applies a partition, and sends each worker its new limits.
+    /// Applies a partition, and gives each worker its new limits and its new weight.
     ///
     /// # Errors
     /// [`QuotaError`] if the quotas exceed the memory: nothing has changed.
@@ -101,7 +104,41 @@ impl Supervisor {
                 );
             }
         }
+        weights::apply(&mut processes);
         Ok(())
+    }
+
+    /// Accepts no new sessions from now on, and makes the processes of virtual machines do the
+    /// same. [`SupervisorHealth::end_drained`] ends those that are open at `deadline`, if there is
+    /// one. Returns the virtual machines whose processes do not answer, and why.
+    pub fn drain(&self, deadline: Option<Duration>) -> Vec<String> {
+        self.shared.drain.begin(deadline);
+        self.tell_machines(&OperatorRequest::drain(deadline))
+    }
+
+    /// Accepts sessions again. Returns whether the supervisor did drain, and the virtual machines
+    /// whose processes do not answer, and why.
+    pub fn undrain(&self) -> (bool, Vec<String>) {
+        let did = self.shared.drain.undo();
+        (did, self.tell_machines(&OperatorRequest::Undrain))
+    }
+
+    fn tell_machines(&self, request: &OperatorRequest) -> Vec<String> {
+        let processes = self.shared.processes();
+        let machines = processes.machines.values();
+        let machines: Vec<_> = machines
+            .map(|machine| (machine.name.clone(), machine.control.clone()))
+            .collect();
+        drop(processes);
+        let tell = |path: &Path, timeout| control::perform_within(path, request, timeout);
+        let answers = query_all(&machines, tell).into_iter();
+        answers
+            .filter_map(|(name, answer)| match answer {
+                Ok(outcome) if outcome.ok => None,
+                Ok(outcome) => Some(format!("{name}: {}", outcome.message)),
+                Err(error) => Some(format!("{name}: {error}")),
+            })
+            .collect()
     }
 
     /// Sets the certificates of TCP links. Workers end the sessions whose guests could not connect
@@ -184,8 +221,10 @@ impl Supervisor {
         vm_process::wait_until_ready(&self.shared, std::mem::take(&mut self.starting))
     }
 
-    /// A handle that says, on any thread, whether the supervisor makes progress.
+    /// A handle that says, on any thread, whether the supervisor makes progress. From this call on,
+    /// the status expects that a thread [checks](SupervisorHealth::check) it about once a second.
     pub fn health(&self) -> SupervisorHealth {
+        self.shared.main.beat();
         SupervisorHealth(Arc::clone(&self.shared))
     }
 
@@ -287,5 +326,33 @@ impl SupervisorHealth {
     pub fn check(&self) {
         drop(self.0.processes());
         self.0.main.beat();
+    }
+
+    /// Ends the open sessions if the supervisor drains and the deadline has passed. Returns how
+    /// many programs of workers were told to end. The processes of virtual machines do the same.
+    pub fn end_drained(&self) -> usize {
+        let Some(limit) = self.0.drain.take_due() else {
+            return 0;
+        };
+        let limit_ms = u64::try_from(limit.as_millis()).unwrap_or(u64::MAX);
+        let processes = self.0.processes();
+        let workers = processes.workers.values();
+        let mut count = 0;
+        for worker in workers.filter(|worker| !worker.is_closing && !worker.is_rejection) {
+            count += worker.sessions.len();
+            if let Err(error) = worker.send(&ipc::Command::EndDrained { limit_ms }, None) {
+                warn!(
+                    guest = worker.guest,
+                    "the worker is not told to end: {error}"
+                );
+                worker.ipc.close();
+            }
+        }
+        drop(processes);
+        self.0.drain.add_ended(count);
+        if count > 0 {
+            warn!("the deadline of the drain has passed: {count} sessions are ended");
+        }
+        count
     }
 }

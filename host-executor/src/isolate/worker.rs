@@ -141,6 +141,9 @@ fn carry_out(
                 error!("the guest's limits stay unchanged: {error}");
             }
         }
+        Command::EndDrained { limit_ms } => {
+            server.end_drained(Duration::from_millis(limit_ms));
+        }
         Command::Certificates => {
             match (received(socket), &certificates) {
                 (Ok(new), Some(used)) => {

@@ -14,6 +14,7 @@ use super::log_pipe::LogPipe;
 use super::process::{ExitReason, spawn, wait_or_kill};
 use super::report_rate_limit::ReportRateLimit;
 use super::state::{Processes, Shared, UnassignedProgram, Worker};
+use super::weights;
 use crate::peer::Peer;
 
 /// Starts a worker, whose first program is `session`.
@@ -35,11 +36,12 @@ pub(super) fn start(
         _ => None,
     };
     let memory = memory.or(shared.resources.memory);
-    let nice = processes.partition.nice(guest);
+    let nice = weights::level_of_new(processes, guest);
     if let Some(rules) = processes.partition.rules_of(guest) {
         worker.send(&Command::Rules(rules), None)?;
     }
     worker.give(session, program, rejection, processes.certificates.as_ref())?;
+    worker.nice = nice;
     let (shared, ipc) = (Arc::clone(shared), Arc::clone(&worker.ipc));
     let limit = worker.is_rejection.then_some(shared.timeouts.rejection);
     thread::Builder::new()
@@ -81,6 +83,8 @@ fn watch(
     let pid = process.id();
     if let Some(worker) = shared.processes().workers.get_mut(&id) {
         worker.pid = Some(pid);
+        // A weight that has changed since the start.
+        weights::set_level(worker);
     }
     let log = LogPipe::start(process.stderr.take(), format!("worker {id}"));
     receive_reports(shared, id, ipc, limit);

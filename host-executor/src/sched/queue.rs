@@ -38,6 +38,10 @@ const SCALE: u128 = 1 << 20;
 /// Number of tenants that are kept before idle ones without a lead are removed.
 const MAX_IDLE_TENANTS: usize = 256;
 
+/// How much work outside of turns a tenant may do beyond the time of its processors, while another
+/// tenant is active: work that came at once after a pause.
+const OUTSIDE_LEAD: Duration = SLICE;
+
 /// Number of a tenant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct TenantId(pub(crate) u64);
@@ -87,6 +91,9 @@ struct TenantQueue {
     pause: Option<Duration>,
     /// Since when the device stays idle for the tenant.
     hold: Option<Duration>,
+    /// When the work outside of turns would have ended, had the tenant done all of it on as many
+    /// processors as it is granted. `None`: there was none.
+    outside: Option<Duration>,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -96,8 +103,28 @@ struct Waiting {
 }
 
 impl TenantQueue {
+    fn new(entitlement: Entitlement) -> TenantQueue {
+        TenantQueue {
+            entitlement,
+            time: 0,
+            waiting: VecDeque::new(),
+            started: 0,
+            idle_since: Duration::MAX,
+            pause: None,
+            hold: None,
+            outside: None,
+        }
+    }
+
     fn is_idle(&self) -> bool {
         self.waiting.is_empty() && self.started == 0
+    }
+
+    /// Whether the tenant has a graph, or had one or other work a moment before `at`.
+    fn is_active(&self, at: Duration) -> bool {
+        let is_recent = |end: Duration| at.saturating_sub(MAX_PAUSE) <= end;
+        let had_graph = self.idle_since != Duration::MAX && is_recent(self.idle_since);
+        !self.is_idle() || had_graph || self.outside.is_some_and(is_recent)
     }
 
     /// Index in `waiting` of the graph that may run next.
@@ -144,21 +171,8 @@ impl Queue {
         at: Duration,
     ) {
         self.end_holds(at);
-        if self.tenants.len() > MAX_IDLE_TENANTS {
-            let now = self.now;
-            self.tenants.retain(|_, s| !s.is_idle() || s.time > now);
-        }
         let now = self.now;
-        let state = self.tenants.entry(tenant).or_insert(TenantQueue {
-            entitlement,
-            time: 0,
-            waiting: VecDeque::new(),
-            started: 0,
-            idle_since: Duration::MAX,
-            pause: None,
-            hold: None,
-        });
-        state.entitlement = entitlement;
+        let state = self.tenant(tenant, entitlement, at);
         if state.is_idle() {
             let pause = at.checked_sub(state.idle_since);
             state.pause = pause.filter(|&pause| pause <= MAX_PAUSE);
@@ -167,6 +181,62 @@ impl Queue {
         }
         let started = false;
         state.waiting.push_back(Waiting { ticket, started });
+    }
+
+    /// The state of a tenant, which may be new.
+    fn tenant(
+        &mut self,
+        tenant: TenantId,
+        entitlement: Entitlement,
+        at: Duration,
+    ) -> &mut TenantQueue {
+        if self.tenants.len() > MAX_IDLE_TENANTS {
+            let now = self.now;
+            { &mut self.tenants }.retain(|_, s| !s.is_idle() || s.time > now || s.is_active(at));
+        }
+        let state = { self.tenants.entry(tenant) }.or_insert(TenantQueue::new(entitlement));
+        state.entitlement = entitlement;
+        state
+    }
+
+    /// Counts work that a tenant has done outside of turns until `at`: `took` of the time of one
+    /// processor. `processors` is how many the tenant is granted. Returns when that work is paid
+    /// for, which [`pause`](Queue::pause) takes: at once if no other tenant is active.
+    ///
+    /// This is no part of the virtual time. Work outside of turns delays the graphs of others by
+    /// the processors that it keeps busy, and only sessions that work at the same time can keep
+    /// more than one busy.
+    pub(crate) fn work_outside(
+        &mut self,
+        tenant: TenantId,
+        entitlement: Entitlement,
+        (took, processors): (Duration, u32),
+        at: Duration,
+    ) -> Duration {
+        let is_contended = self.is_contended(tenant, at);
+        let state = self.tenant(tenant, entitlement, at);
+        let began = at.saturating_sub(took);
+        let paid = state.outside.map_or(began, |outside| outside.max(began));
+        let paid = match is_contended {
+            true => paid + took / processors.max(1),
+            false => at,
+        };
+        state.outside = Some(paid);
+        paid
+    }
+
+    /// Whether another tenant is active.
+    fn is_contended(&self, tenant: TenantId, at: Duration) -> bool {
+        let mut others = self.tenants.iter().filter(|&(&other, _)| other != tenant);
+        others.any(|(_, state)| state.is_active(at))
+    }
+
+    /// How long a session of a tenant does no work outside of turns, from `at` on, whose work so
+    /// far is paid for at the time `paid`. `None`: it may go on, as no other tenant is active, or
+    /// as the time is near.
+    pub(crate) fn pause(&self, tenant: TenantId, paid: Duration, at: Duration) -> Option<Duration> {
+        let left = paid.checked_sub(at + OUTSIDE_LEAD)?;
+        (!left.is_zero() && self.is_contended(tenant, at)).then_some(left)
     }
 
     /// Decides what the idle device does from the time `at` on.

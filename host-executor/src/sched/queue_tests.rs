@@ -458,3 +458,96 @@ fn idle_tenants_are_removed() {
         queue.tenants.len()
     );
 }
+
+const EQUAL: Entitlement = Entitlement {
+    weight: 1,
+    in_flight: 1,
+};
+
+/// Simulates sessions of tenant 1 that work outside of turns without an end, beside a tenant 2 that
+/// has a graph all the time from `since` on. Each session works for `piece` at a time, and the
+/// machine has a processor for each. Returns for how long they worked from `since` to `end`.
+fn flood(
+    sessions: usize,
+    processors: u32,
+    piece: Duration,
+    since: Duration,
+    end: Duration,
+) -> Duration {
+    let mut queue = Queue::default();
+    // When each session ends its work or looks again, and when its work is paid for.
+    let mut next = vec![(Duration::ZERO, Duration::ZERO); sessions];
+    let (mut worked, mut is_contended) = (Duration::ZERO, false);
+    loop {
+        let i = (0..sessions).min_by_key(|&i| next[i].0).expect("a session");
+        let (now, paid) = next[i];
+        if now >= end {
+            return worked;
+        }
+        if now >= since && !is_contended {
+            queue.enter(TenantId(2), EQUAL, Ticket(1), now);
+            is_contended = true;
+        }
+        next[i] = match queue.pause(TenantId(1), paid, now) {
+            Some(left) => (now + left, paid),
+            None => {
+                let done = now + piece;
+                worked += if now >= since { piece } else { Duration::ZERO };
+                let work = (piece, processors);
+                (done, queue.work_outside(TenantId(1), EQUAL, work, done))
+            }
+        };
+    }
+}
+
+#[test]
+fn work_outside_of_turns_takes_the_granted_processors_while_others_are_active() {
+    let second = 1000 * MS;
+    for (sessions, processors) in [(1, 1), (2, 1), (48, 1), (48, 4)] {
+        for piece in [MS, 100 * MS] {
+            // The first second, in which nobody else is active, is forgotten.
+            let (since, end) = (second, 11 * second);
+            let worked = flood(sessions, processors, piece, since, end).as_secs_f64();
+            let granted = f64::from(processors.min(sessions as u32)) * 10.0;
+            // Each session ends the piece that it has begun.
+            let most = granted + (OUTSIDE_LEAD + 2 * piece * sessions as u32).as_secs_f64();
+            assert!(
+                (0.98 * granted..=most).contains(&worked),
+                "{sessions} sessions on {processors} processors, {piece:?}: {worked} s of {granted}"
+            );
+        }
+    }
+}
+
+#[test]
+fn work_outside_of_turns_has_no_limit_for_a_tenant_that_is_alone() {
+    let (second, never) = (1000 * MS, Duration::MAX);
+    let mut queue = Queue::default();
+    // Others that were active a while ago, with a graph and without.
+    queue.enter(TenantId(2), EQUAL, Ticket(1), Duration::ZERO);
+    assert_eq!(
+        queue.next(Duration::ZERO),
+        Next::Run(TenantId(2), Ticket(1))
+    );
+    queue.work_outside(TenantId(3), EQUAL, (MS, 1), MS);
+    let pause = |queue: &Queue, at| queue.pause(TenantId(1), never, at).is_some();
+    assert!(pause(&queue, second), "a graph runs");
+    queue.used(TenantId(2), Ticket(1), second, true, second);
+    assert!(pause(&queue, second + MAX_PAUSE), "it has just ended");
+    assert!(!pause(&queue, second + MAX_PAUSE + MS));
+    queue.work_outside(TenantId(3), EQUAL, (MS, 1), 2 * second);
+    assert!(pause(&queue, 2 * second + MAX_PAUSE));
+    assert!(!pause(&queue, 2 * second + MAX_PAUSE + MS));
+    // Its own work is no reason.
+    queue.work_outside(TenantId(1), EQUAL, (second, 1), 3 * second);
+    assert!(!pause(&queue, 3 * second));
+}
+
+#[test]
+fn work_outside_of_turns_changes_no_virtual_time() {
+    let mut queue = Queue::default();
+    queue.work_outside(TenantId(1), EQUAL, (1000 * MS, 1), MS);
+    queue.enter(TenantId(1), EQUAL, Ticket(1), MS);
+    queue.enter(TenantId(2), EQUAL, Ticket(2), MS);
+    assert_eq!(queue.time_of(TenantId(1)), queue.time_of(TenantId(2)));
+}

@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar};
+use std::thread;
 use std::time::Duration;
 
 use vgpu_engine::{Plan, RunError, RunStatus, Turn};
@@ -16,17 +17,25 @@ use crate::lock::{Rank, RankedGuard, RankedMutex, expect_unlocked};
 /// the device for this long at most.
 const MAX_TURN: Duration = Duration::from_millis(100);
 
+/// Of how many processors a tenant is granted one for work outside of turns, while another tenant
+/// is active. A tenant is granted one at least.
+const PROCESSORS: usize = 8;
+
 /// Grants turns on one device.
 #[derive(Debug)]
 pub(crate) struct Scheduler {
     state: RankedMutex<DeviceState>,
+    /// How many processors a tenant is granted for work outside of turns.
+    processors: u32,
     /// The turn that is in progress, shared with the plan that runs in it.
     pub(super) turn: Turn,
 }
 
 impl Default for Scheduler {
     fn default() -> Scheduler {
+        let of_machine = thread::available_parallelism().map_or(1, usize::from);
         Scheduler {
+            processors: u32::try_from(of_machine / PROCESSORS).map_or(1, |granted| granted.max(1)),
             state: RankedMutex::new(Rank::Scheduler, DeviceState::default()),
             turn: Turn::default(),
         }
@@ -162,6 +171,25 @@ impl Scheduler {
     pub(crate) fn hold(&self) -> Option<Duration> {
         let until = self.state.try_lock()?.hold?;
         Some(until.saturating_sub(self.turn.now()))
+    }
+
+    /// Counts work of a tenant outside of turns: `took` of the time of one processor. Returns when
+    /// it is paid for, which [`pause`](Scheduler::pause) takes.
+    pub(crate) fn work_outside(
+        &self,
+        tenant: TenantId,
+        entitlement: Entitlement,
+        took: Duration,
+    ) -> Duration {
+        let work = (took, self.processors);
+        let mut state = self.lock();
+        { &mut state.queue }.work_outside(tenant, entitlement, work, self.turn.now())
+    }
+
+    /// How long a session does no work outside of turns, whose tenant has paid for it at the time
+    /// `paid`. `None`: it may go on.
+    pub(crate) fn pause(&self, tenant: TenantId, paid: Duration) -> Option<Duration> {
+        self.lock().queue.pause(tenant, paid, self.turn.now())
     }
 
     /// The session of a program has ended: no batch waits for it.

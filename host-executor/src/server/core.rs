@@ -72,8 +72,10 @@ impl Server {
         watchdog::start(&self.shared, on_stuck)
     }
 
-    /// A handle that says, on any thread, whether the server makes progress.
+    /// A handle that says, on any thread, whether the server makes progress. From this call on, the
+    /// status expects that a thread [checks](Health::check) it about once a second.
     pub fn health(&self) -> Health {
+        self.shared.main.beat();
         Health(Arc::clone(&self.shared))
     }
 
@@ -94,6 +96,27 @@ impl Server {
     /// [`QuotaError`] if the quotas exceed the engine's memory: nothing has changed.
     pub fn apply(&self, rules: Rules) -> Result<(), QuotaError> {
         self.shared.registry.apply(rules)
+    }
+
+    /// Bytes of memory that the engine has.
+    pub fn memory_total(&self) -> u64 {
+        self.shared.registry.total()
+    }
+
+    /// Accepts no new sessions from now on. [`Health::end_drained`] ends those that are open at
+    /// `deadline`, if there is one.
+    pub fn drain(&self, deadline: Option<Duration>) {
+        self.shared.drain.begin(deadline);
+    }
+
+    /// Accepts sessions again. Returns whether the server did drain.
+    pub fn undrain(&self) -> bool {
+        self.shared.drain.undo()
+    }
+
+    /// Ends the open sessions, because the time `limit` of a supervisor's drain has passed.
+    pub(crate) fn end_drained(&self, limit: Duration) {
+        self.shared.end_drained(limit);
     }
 
     /// Sets the certificates that guests over TCP are checked against. Later calls have no effect.
@@ -289,6 +312,20 @@ impl Health {
     pub fn check(&self) {
         self.0.probe_locks();
         self.0.main.beat();
+    }
+
+    /// Ends the open sessions if the server drains and the deadline has passed. Returns how many
+    /// were told to end.
+    pub fn end_drained(&self) -> usize {
+        let Some(limit) = self.0.drain.take_due() else {
+            return 0;
+        };
+        let count = self.0.end_drained(limit);
+        self.0.drain.add_ended(count);
+        if count > 0 {
+            warn!("the deadline of the drain has passed: {count} sessions are ended");
+        }
+        count
     }
 
     /// Why the engine cannot work again in this process, as of its last answer. Does not call the

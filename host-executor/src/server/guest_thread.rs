@@ -110,15 +110,19 @@ fn serve(
     let certificates = link.certificates().to_vec();
     if let Some(certificate) = certificates.first() {
         let identity = Identity::of(certificate);
-        info!("the guest presented the certificate {identity}");
-        let info = CertificateInfo::of(certificate);
-        if let Some(ending) = Ending::of(&info, SystemTime::now()) {
-            warn!("{ending}");
-        }
-        peer.certificate = Some(identity);
+        peer.certificate = Some(identity.clone());
         (tenant, rejected) = tenant_of(shared, owner, &peer);
-        if tenant.is_named() {
-            info!("the certificate identifies guest {}", tenant.name());
+        let now = Instant::now();
+        let log = shared.session_log.of(tenant.name(), now);
+        if log.passes(now) {
+            info!("the guest presented the certificate {identity}");
+            let info = CertificateInfo::of(certificate);
+            if let Some(ending) = Ending::of(&info, SystemTime::now()) {
+                warn!("{ending}");
+            }
+            if tenant.is_named() {
+                info!("the certificate identifies guest {}", tenant.name());
+            }
         }
     }
     let pid = peer.process.as_ref().map(|process| process.pid);
@@ -164,7 +168,10 @@ fn serve(
         Err(end) => {
             shared.count_end(&end);
             match &end {
-                SessionEnd::Rejected(_) | SessionEnd::Refused(_) | SessionEnd::Full { .. } => {
+                SessionEnd::Rejected(_)
+                | SessionEnd::Refused(_)
+                | SessionEnd::Full { .. }
+                | SessionEnd::Draining => {
                     log(&format_args!("rejected: {end}"));
                 }
                 end => log(&format_args!("the guest gets no session: {end}")),
@@ -184,6 +191,7 @@ fn serve(
         limits: shared.limits,
         pools: shared.pools.clone(),
         monitor: Some(Arc::clone(&shared.monitor)),
+        log: shared.session_log.of(tenant.name(), Instant::now()),
         silent: SilentGuests::of(shared, id, &peer),
     };
     let session = Session::of_tenant(id, parts, tenant, counters, activity);

@@ -83,6 +83,9 @@ fn refusal(
     peer: &Peer,
     tenant: &Arc<Tenant>,
 ) -> Option<SessionEnd> {
+    if shared.drain.is_on() {
+        return Some(SessionEnd::Draining);
+    }
     let max_sessions = shared.max_sessions.load(Ordering::Relaxed);
     let entries = sessions.values();
     let own = entries.filter(|e| Arc::ptr_eq(&e.tenant, tenant)).count();

@@ -5,14 +5,16 @@ use std::collections::BTreeMap;
 use std::io;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use vgpu_engine::Engine;
 use vgpu_transport::link::stream::tls::{CertificateFault, Certificates};
 use vgpu_transport::lock::lock;
 use vgpu_transport::shm::liveness::Silence;
 
+use super::session_log::SessionLog;
 use crate::activity::Activities;
+use crate::drain::Drain;
 use crate::engine_monitor::EngineMonitor;
 use crate::handshakes::Handshakes;
 use crate::heartbeat::Heartbeat;
@@ -49,12 +51,15 @@ pub(super) struct Shared {
     /// The certificates of TCP links.
     pub(super) certificates: OnceLock<Certificates>,
     pub(super) stop: StopFlag,
+    pub(super) drain: Drain,
     last_id: AtomicU64,
     sessions: RankedMutex<BTreeMap<u64, Entry>>,
     /// Connections that have no session yet.
     pub(super) handshakes: Arc<Handshakes>,
     /// Limits the lines about guests that get no session.
     pub(super) refusal_log: LogLimit,
+    /// Limits the lines about the sessions of each guest.
+    pub(super) session_log: SessionLog,
     /// What each thread that serves a guest does.
     pub(super) activities: Arc<Activities>,
     /// Asks the engine for its memory, and whether it still works.
@@ -113,10 +118,12 @@ impl Shared {
             max_sessions: AtomicUsize::new(max_sessions),
             certificates: OnceLock::new(),
             stop: StopFlag::new(),
+            drain: Drain::default(),
             last_id: AtomicU64::new(0),
             sessions: RankedMutex::new(Rank::Sessions, BTreeMap::new()),
             handshakes: Handshakes::new(limits.handshakes),
             refusal_log: LogLimit::new(10),
+            session_log: SessionLog::default(),
             activities: Activities::new(MAX_ACTIVITIES),
             monitor,
             ended: [const { AtomicU64::new(0) }; END_KINDS.len()],
@@ -163,6 +170,14 @@ impl Shared {
     /// Why a guest with these certificates could not connect now.
     pub(super) fn fault_of(&self, shown: &[Vec<u8>]) -> Option<CertificateFault> {
         self.certificates.get()?.check_guest(shown).err()
+    }
+
+    /// Ends all open sessions, because the time `limit` of a drain has passed. Returns their
+    /// number.
+    pub(super) fn end_drained(&self, limit: Duration) -> usize {
+        let sessions = self.sessions();
+        sessions.values().for_each(|entry| entry.stop.drain(limit));
+        sessions.len()
     }
 
     /// Makes all that wait for `changed` check their conditions again.

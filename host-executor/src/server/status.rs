@@ -9,8 +9,8 @@ use crate::activity::{EngineFigures, dump};
 use crate::service;
 use crate::stats::Stats;
 use crate::status::{
-    EngineStatus, GuestStatus, Progress, SessionEnds, SessionStatus, Status, StatusSource,
-    TenantLatency, Usage, WeightsStatus,
+    DrainStatus, EngineStatus, GuestStatus, Progress, SessionEnds, SessionStatus, Status,
+    StatusSource, TenantLatency, Usage, WeightsStatus,
 };
 use crate::tenant::Tenant;
 use crate::version::version;
@@ -35,6 +35,11 @@ impl StatusSource for Shared {
                 uid: entry.peer.process.as_ref().map(|process| process.uid),
                 program: entry.counters.guest.get().cloned(),
                 age: entry.since.elapsed().as_secs_f64(),
+                protocol: entry
+                    .counters
+                    .protocol
+                    .get()
+                    .map(|version| version.number()),
                 usage: Usage::from(&entry.counters.snapshot()),
             })
             .collect();
@@ -106,6 +111,7 @@ impl StatusSource for Shared {
                 .collect(),
             sessions,
             ended: SessionEnds::from_fn(|kind| shared.ended[kind].load(Ordering::Relaxed)),
+            draining: shared.drain.status(),
         }
     }
 
@@ -149,6 +155,10 @@ impl StatusSource for Shared {
             return Progress::Late(why);
         }
         Progress::Runs(format!("the engine {} answers", self.engine.name()))
+    }
+
+    fn draining(&self) -> Option<DrainStatus> {
+        self.drain.status()
     }
 
     fn latencies(&self) -> Vec<TenantLatency> {

@@ -17,8 +17,8 @@ use crate::status::{StatusHandle, StatusSource as _};
 /// Lines that wait for the log. Further ones are lost.
 const MAX_LINES: usize = 64;
 
-/// Starts two threads, which end with the server. One watches. The other one writes of what is
-/// slow: a log that nobody reads must not keep the first one from its work. That the engine hangs
+/// Starts two threads, which end with the server. One watches, and counts the lines that guests may
+/// not cause any more. The other one writes of both and of what is slow: a log that nobody reads must not keep the first one from its work. That the engine hangs
 /// is written by the first one, past `tracing`: the engine may hang in the dynamic linker
 /// ([`log_queue`]).
 pub(super) fn start(
@@ -31,6 +31,8 @@ pub(super) fn start(
         .spawn(move || queue.into_iter().for_each(|what: String| warn!("{what}")))?;
     let mut watch = Watch::new(shared.limits.slow, shared.limits.turn_time);
     let weak = Arc::downgrade(shared);
+    // A thread that never gets to run is late, too.
+    shared.watchdog.beat();
     thread::Builder::new()
         .name("vgpu-watchdog".into())
         .spawn(move || {
@@ -46,6 +48,9 @@ pub(super) fn start(
                     hang: watch.hang().map(str::to_owned),
                     starved: watch.starved().map(str::to_owned),
                 });
+                for line in shared.session_log.left_out(last) {
+                    let _ = reports.try_send(line);
+                }
                 for notice in notices {
                     match notice {
                         Notice::Slow(what) => drop(reports.try_send(what)),
@@ -78,5 +83,29 @@ pub const DUMP_TARGET: &str = "vgpu_dump";
 pub fn log_dump(status: &StatusHandle) {
     for line in status.dump().lines() {
         info!(target: DUMP_TARGET, "dump: {line}");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use vgpu_cpu::CpuEngine;
+
+    use super::*;
+    use crate::limits::Limits;
+
+    #[test]
+    fn watchdog_is_expected_to_run_from_its_start_on() {
+        let engine = Arc::new(CpuEngine::new(1, Some(1 << 20)).unwrap());
+        // The watchdog runs first after a second.
+        let limits = Limits {
+            slow: Duration::from_secs(10),
+            ..Limits::default()
+        };
+        let shared = Arc::new(Shared::new(engine, limits, 1).unwrap());
+        assert_eq!(shared.watchdog.age(), None, "nobody watches");
+        start(&shared, |_| {}).unwrap();
+        assert!(shared.watchdog.age().is_some());
     }
 }

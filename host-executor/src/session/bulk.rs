@@ -140,10 +140,8 @@ impl Session {
     ) -> Result<Answer, SessionEnd> {
         let end_check = EndCheck::new(link, stop);
         let (activity, counters) = (&self.activity, &self.counters);
-        let unshared = transfer.unshare(&|| {
-            activity.continue_request(ThreadState::Executes);
-            end_check.is_near()
-        });
+        let state = ThreadState::Executes;
+        let unshared = transfer.unshare(&|| self.outside.is_over(activity, state, &end_check));
         end_check.check()?;
         let most = match self.engine.is_host_memory() {
             true => MAX_WITHOUT_TURN,

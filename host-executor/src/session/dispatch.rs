@@ -7,9 +7,11 @@ use std::time::Instant;
 use tracing::{debug, info, trace};
 use vgpu_engine::{EngineError, RunError, SharedMemory};
 use vgpu_transport::bytes::Bytes;
-use vgpu_transport::ir::{BufferId, IR_VERSION};
+use vgpu_transport::ir::BufferId;
 use vgpu_transport::link::HostEnd;
-use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, PROTOCOL_VERSION, Reply, Request};
+use vgpu_transport::wire::{
+    GraphId, HostVersions, MAX_PAYLOAD, Offer, ProtocolVersion, Reply, Request, VersionRange,
+};
 
 use super::answer::{Answer, ReadRange, Submitted, done, failed, refused};
 use super::bulk::{Bulk, Transfer};
@@ -24,6 +26,22 @@ use crate::stop::StopFlag;
 
 /// Longest guest name that is kept, in characters.
 const MAX_NAME_CHARS: usize = 200;
+
+/// The version of a session with a guest that offers this.
+///
+/// # Errors
+/// [`Violation::Protocol`] without a version in common, [`Violation::Ir`] if the offer contradicts
+/// itself.
+fn agree(offer: Offer) -> Result<ProtocolVersion, Violation> {
+    let protocol = offer.choose()?;
+    // The version of graph images is that of the newest version, which the host may not know.
+    let is_newest = offer.versions.newest() == protocol.number();
+    if is_newest && offer.ir != protocol.ir() {
+        let guest = offer.ir;
+        return Err(Violation::Ir { guest, protocol });
+    }
+    Ok(protocol)
+}
 
 impl Session {
     /// Carries out a request.
@@ -56,7 +74,7 @@ impl Session {
         }
         let payload = link.payload();
         match message {
-            Request::Hello { protocol, ir, name } => self.hello(protocol, ir, &name),
+            Request::Hello { offer, name } => self.hello(offer, &name),
             Request::Alloc { buffer, size } => self.alloc(request, buffer, size),
             Request::Free { buffer } => {
                 self.buffers.remove(buffer)?;
@@ -73,7 +91,10 @@ impl Session {
                 let unshared = self.unshare_for_write(buffer, offset, len, &end_check);
                 end_check.check()?;
                 self.activity.continue_request(state);
-                let written = unshared.and_then(|()| self.write(buffer, offset, link.payload()));
+                let written = match unshared {
+                    Ok(()) => self.write((buffer, offset), link, stop)?,
+                    Err(error) => Err(error),
+                };
                 Ok(done(request, kind, buffer, written))
             }
             Request::Read {
@@ -174,7 +195,7 @@ impl Session {
         }
     }
 
-    fn hello(&mut self, protocol: u32, ir: u32, name: &str) -> Result<Answer, SessionEnd> {
+    fn hello(&mut self, offer: Offer, name: &str) -> Result<Answer, SessionEnd> {
         if self.guest().is_some() {
             return Err(Violation::SecondHello.into());
         }
@@ -185,19 +206,21 @@ impl Session {
             .filter(|c| !c.is_control())
             .take(MAX_NAME_CHARS)
             .collect();
-        info!(guest = %name, protocol, ir, "session opened");
         self.activity.set_program(&name);
         // Cannot fail: the name is unset, and only this thread sets it.
-        let _ = self.counters.guest.set(name);
-        if protocol != PROTOCOL_VERSION {
-            return Err(Violation::Protocol { guest: protocol }.into());
+        let _ = self.counters.guest.set(name.clone());
+        let protocol = agree(offer)?;
+        let speaks = offer.versions;
+        match self.log.passes(Instant::now()) {
+            true => info!(guest = %name, %speaks, %protocol, "session opened"),
+            false => debug!(guest = %name, %speaks, %protocol, "session opened"),
         }
-        if ir != IR_VERSION {
-            return Err(Violation::Ir { guest: ir }.into());
-        }
+        self.protocol = protocol;
+        let _ = self.counters.protocol.set(protocol);
         let memory = self.memory();
         Ok(Answer::Message(Reply::Welcome {
-            protocol: PROTOCOL_VERSION,
+            protocol,
+            served: HostVersions(VersionRange::SERVED),
             session: self.id,
             engine: self.engine.name().to_owned(),
             description: self.engine.description().to_owned(),
@@ -324,11 +347,8 @@ impl Session {
     ) -> Result<Answer, SessionEnd> {
         let start = Instant::now();
         let end_check = EndCheck::new(link, stop);
-        let activity = &self.activity;
-        let is_cancelled = || {
-            activity.continue_request(ThreadState::Compiles);
-            end_check.is_near()
-        };
+        let (activity, outside) = (&self.activity, &self.outside);
+        let is_cancelled = || outside.is_over(activity, ThreadState::Compiles, &end_check);
         let context = CompileContext {
             engine: self.engine.as_ref(),
             buffers: &self.buffers,
@@ -361,10 +381,9 @@ impl Session {
         let end_check = EndCheck::new(link, stop);
         let (activity, counters) = (&self.activity, &self.counters);
         let is_cancelled = || end_check.is_near();
-        let is_compile_cancelled = || {
-            activity.continue_request(ThreadState::Executes);
-            is_cancelled()
-        };
+        let outside = &self.outside;
+        let state = ThreadState::Executes;
+        let is_compile_cancelled = || outside.is_over(activity, state, &end_check);
         let context = CompileContext {
             engine: self.engine.as_ref(),
             buffers: &self.buffers,
@@ -417,12 +436,13 @@ impl Session {
         outcome: Result<(), RunError>,
         times: Times,
     ) -> Answer {
-        let nodes = self.graphs.nodes(graph);
+        let (nodes, tokens) = self.graphs.size(graph);
         let Times {
             queued, ran, turns, ..
         } = times;
         self.counters.graphs_run.add(1);
         self.counters.nodes_run.add(nodes as u64);
+        self.counters.tokens_run.add(tokens);
         self.tenant.latency.queued.observe(queued);
         self.tenant.latency.ran.observe(ran);
         trace!(graph = graph.0, nodes, ?ran, ?queued, turns, "graph run");

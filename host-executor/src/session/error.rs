@@ -3,11 +3,12 @@
 use std::time::Duration;
 
 use vgpu_engine::EngineError;
-use vgpu_transport::ir::{BufferId, DecodeError, IR_VERSION, Invalid};
+use vgpu_transport::ir::{BufferId, DecodeError, Invalid};
 use vgpu_transport::link::LinkError;
 use vgpu_transport::link::stream::tls::CertificateFault;
 use vgpu_transport::wire::{
-    ContentHash, GraphId, MAX_EXTENTS, MAX_QUERIED, MIN_EXTENT, PROTOCOL_VERSION, WireError,
+    ContentHash, GraphId, MAX_EXTENTS, MAX_QUERIED, MIN_EXTENT, ProtocolVersion, VersionMismatch,
+    WireError,
 };
 
 use crate::pool::PoolError;
@@ -33,6 +34,15 @@ pub enum SessionEnd {
     /// The host shuts down.
     #[error("the host is shutting down")]
     Shutdown,
+    /// The host accepts no new sessions.
+    #[error(
+        "the host drains: it accepts no new sessions, and serves those that it has; use another \
+         host, or try again later"
+    )]
+    Draining,
+    /// The host drains, and the session has not ended by itself.
+    #[error("the host drains, and ends the sessions that are open after {0:?}")]
+    Drained(Duration),
     /// The host has served this guest, and does so no longer.
     #[error("the host no longer serves this guest: {0}")]
     Refused(CertificateFault),
@@ -56,7 +66,7 @@ pub enum SessionEnd {
 }
 
 /// Kinds of ends, for statistics.
-pub(crate) const END_KINDS: [&str; 10] = [
+pub(crate) const END_KINDS: [&str; 12] = [
     "closed",
     "link",
     "violation",
@@ -67,6 +77,8 @@ pub(crate) const END_KINDS: [&str; 10] = [
     "full",
     "engine",
     "panic",
+    "draining",
+    "drained",
 ];
 
 impl SessionEnd {
@@ -83,16 +95,19 @@ impl SessionEnd {
             SessionEnd::Full { .. } => 7,
             SessionEnd::Engine(_) => 8,
             SessionEnd::Panic(_) => 9,
+            SessionEnd::Draining => 10,
+            SessionEnd::Drained(_) => 11,
         }
     }
 
     /// The end that a flag asks for. `None`: the flag is not set.
     pub(super) fn asked_by(stop: &StopFlag) -> Option<SessionEnd> {
-        match stop.refusal() {
+        match (stop.refusal(), stop.drained()) {
             _ if !stop.is_set() => None,
             _ if stop.is_evicted() => Some(SessionEnd::Link(LinkError::Evicted)),
-            Some(fault) => Some(SessionEnd::Refused(fault.clone())),
-            None => Some(SessionEnd::Shutdown),
+            (Some(fault), _) => Some(SessionEnd::Refused(fault.clone())),
+            (None, Some(limit)) => Some(SessionEnd::Drained(limit)),
+            (None, None) => Some(SessionEnd::Shutdown),
         }
     }
 }
@@ -161,16 +176,17 @@ pub enum Violation {
     NoHello { kind: &'static str },
     #[error("HELLO came twice")]
     SecondHello,
+    #[error(transparent)]
+    Protocol(#[from] VersionMismatch),
     #[error(
-        "the guest speaks protocol version {guest}, this host speaks {PROTOCOL_VERSION}: update \
-         the older of the two"
+        "the guest speaks graph IR version {guest} with protocol version {protocol}, to which \
+         version {} belongs",
+        .protocol.ir()
     )]
-    Protocol { guest: u32 },
-    #[error(
-        "the guest speaks graph IR version {guest}, this host speaks {IR_VERSION}: update the \
-         older of the two"
-    )]
-    Ir { guest: u32 },
+    Ir {
+        guest: u16,
+        protocol: ProtocolVersion,
+    },
     #[error("{kind} carries a payload of {payload} bytes, but takes none")]
     Payload { kind: &'static str, payload: usize },
     #[error("ALLOC names buffer 0, which is not a valid id")]
@@ -287,6 +303,15 @@ mod tests {
              program needed its slot or its memory"
         );
         assert_eq!(END_KINDS[evicted.kind()], "link");
+        let drained = all.for_one();
+        drained.drain(Duration::from_secs(60));
+        let end = SessionEnd::asked_by(&drained).expect("it is set");
+        assert_eq!(
+            end.to_string(),
+            "the host drains, and ends the sessions that are open after 60s"
+        );
+        assert_eq!(END_KINDS[end.kind()], "drained");
+        assert_eq!(END_KINDS[SessionEnd::Draining.kind()], "draining");
         // Of this session alone, whatever is asked of all later.
         assert_eq!(SessionEnd::asked_by(&other), None);
         all.set();

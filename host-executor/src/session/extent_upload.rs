@@ -15,7 +15,7 @@ use crate::weights::uploads::{
 /// Bytes that are compared at once: two such parts fit the first cache of a core.
 const CHUNK: usize = 16 << 10;
 
-/// Chunks that are copied between two questions whether the session is to end: 4 MiB.
+/// Chunks that are copied or compared between two questions whether the session is to end: 4 MiB.
 const CHUNKS_AT_ONCE: usize = 256;
 
 /// How long a session waits at once for the guest that it follows.
@@ -39,6 +39,8 @@ pub(super) struct ExtentUpload {
     left: Vec<Weak<dyn Extent>>,
     ours: Vec<u8>,
     theirs: Vec<u8>,
+    /// How long the session has waited for other guests.
+    waited: Duration,
 }
 
 /// Bytes of the buffer.
@@ -65,6 +67,9 @@ pub(super) enum WriteOutcome {
     Incomplete,
     /// The extent is complete, and so many of its bytes are those of another extent.
     Complete { shared: u64 },
+    /// The next byte is not that of the extent that this one follows, or comes too late there:
+    /// [`leave`](ExtentUpload::leave) is next.
+    Differs,
 }
 
 impl ExtentUpload {
@@ -77,6 +82,7 @@ impl ExtentUpload {
             left: Vec::new(),
             ours: Vec::new(),
             theirs: Vec::new(),
+            waited: Duration::ZERO,
         }
     }
 
@@ -99,8 +105,8 @@ impl ExtentUpload {
         }
     }
 
-    /// Takes the next bytes of the extent. Waits for another guest at most as long as `wait_left`
-    /// says, from which the time is subtracted.
+    /// Takes the next bytes of the extent from `rest`. Waits for another guest at most as long as
+    /// `wait_left` says, from which the time is subtracted.
     ///
     /// # Errors
     /// What the engine reports.
@@ -109,22 +115,25 @@ impl ExtentUpload {
         memory: &dyn Memory,
         store: &SessionStore,
         wait_left: &mut Duration,
-        data: Bytes<'_>,
+        rest: &mut Bytes<'_>,
     ) -> Result<WriteOutcome, EngineError> {
-        let mut rest = data;
         while !rest.is_empty() {
             match &self.role {
-                Role::Named => self.start(memory, store, &mut rest)?,
+                Role::Named => self.start(memory, store, rest)?,
                 Role::Leads(lead) => {
-                    memory.append(&lead.extent, rest)?;
+                    memory.append(&lead.extent, *rest)?;
                     lead.advance();
-                    self.advance(rest.len(), &mut rest);
+                    self.advance(rest.len(), rest);
                 }
                 Role::Alone => {
-                    memory.write(self.range.offset + self.done, rest)?;
-                    self.advance(rest.len(), &mut rest);
+                    memory.write(self.range.offset + self.done, *rest)?;
+                    self.advance(rest.len(), rest);
                 }
-                Role::Follows(..) => self.follow(memory, wait_left, &mut rest)?,
+                Role::Follows(..) => {
+                    if !self.follow(wait_left, rest)? {
+                        return Ok(WriteOutcome::Differs);
+                    }
+                }
             }
         }
         if self.done < self.range.len {
@@ -138,6 +147,11 @@ impl ExtentUpload {
             Role::Named | Role::Leads(_) | Role::Alone => 0,
         };
         Ok(WriteOutcome::Complete { shared })
+    }
+
+    /// How long the session has waited for other guests since the last call.
+    pub(super) fn take_waited(&mut self) -> Duration {
+        std::mem::take(&mut self.waited)
     }
 
     /// Whether other uploads have the bytes so far, or can have them.
@@ -155,15 +169,10 @@ impl ExtentUpload {
         memory: &dyn Memory,
         is_cancelled: &dyn Fn() -> bool,
     ) -> Result<(), EngineError> {
-        let mut chunks = 0usize;
         match std::mem::replace(&mut self.role, Role::Alone) {
-            Role::Follows(followed, _) => self.copy(&followed, |at, data| {
-                chunks += 1;
-                match chunks.is_multiple_of(CHUNKS_AT_ONCE) && is_cancelled() {
-                    true => Err(EngineError::Cancelled),
-                    false => memory.write(at, data),
-                }
-            }),
+            Role::Follows(followed, _) => {
+                self.copy(&followed, is_cancelled, |at, data| memory.write(at, data))
+            }
             Role::Named | Role::Leads(_) | Role::Alone => Ok(()),
         }
     }
@@ -187,25 +196,28 @@ impl ExtentUpload {
         let candidates = store.uploads_like(self.range.len, start);
         // An upload that follows another must not have pages of its own as well.
         let may_follow = memory.is_untouched(self.range.offset, self.range.len);
-        self.choose(memory, candidates, may_follow, rest)
+        // There are no earlier bytes.
+        self.choose(memory, candidates, may_follow, rest, &|_| false)
     }
 
-    /// Compares the next bytes with those of the extent that this upload follows.
+    /// Compares the next bytes with those of the extent that this upload follows. Returns whether
+    /// this upload still follows that one.
     fn follow(
         &mut self,
-        memory: &dyn Memory,
         wait_left: &mut Duration,
         rest: &mut Bytes<'_>,
-    ) -> Result<(), EngineError> {
-        let Role::Follows(followed, candidates) = &self.role else {
-            return Ok(());
+    ) -> Result<bool, EngineError> {
+        let Role::Follows(followed, _) = &self.role else {
+            return Ok(true);
         };
-        let (followed, candidates) = (followed.clone(), Arc::clone(candidates));
+        let followed = followed.clone();
         if followed.extent.filled() <= self.done {
             let limit = (*wait_left).min(MAX_WAIT);
             let began = Instant::now();
             followed.wait(self.done, limit);
-            *wait_left = wait_left.saturating_sub(began.elapsed());
+            let waited = began.elapsed();
+            *wait_left = wait_left.saturating_sub(waited);
+            self.waited += waited;
         }
         let available = followed.extent.filled().saturating_sub(self.done);
         let comparable = rest
@@ -215,11 +227,29 @@ impl ExtentUpload {
         self.advance(equal, rest);
         let at_least = Duration::from_nanos(equal as u64 * 1_000_000_000 / MIN_RATE);
         *wait_left = (*wait_left + at_least).min(MAX_UPLOAD_WAIT);
-        if rest.is_empty() || (equal == comparable && comparable > 0) {
+        Ok(rest.is_empty() || (equal == comparable && comparable > 0))
+    }
+
+    /// Leaves the extent that this upload follows: follows another one with the same bytes so far
+    /// and next, or puts the bytes so far into the memory of the buffer.
+    ///
+    /// Compares and copies all bytes so far. Every few MiB of them, `is_over` is asked whether the
+    /// session is to end; its argument says whether the session may pause, as it holds no lock.
+    ///
+    /// # Errors
+    /// What the engine reports, and [`EngineError::Cancelled`] once `is_over` has returned `true`.
+    pub(super) fn leave(
+        &mut self,
+        memory: &dyn Memory,
+        rest: &mut Bytes<'_>,
+        is_over: &dyn Fn(bool) -> bool,
+    ) -> Result<(), EngineError> {
+        let Role::Follows(followed, candidates) = &self.role else {
             return Ok(());
-        }
+        };
         self.left.push(Arc::downgrade(&followed.extent));
-        self.choose(memory, candidates, true, rest)
+        let candidates = Arc::clone(candidates);
+        self.choose(memory, candidates, true, rest, is_over)
     }
 
     /// Follows another extent that begins with the bytes so far and the next ones, or uploads this
@@ -230,6 +260,7 @@ impl ExtentUpload {
         candidates: Arc<CandidateExtents>,
         may_follow: bool,
         rest: &mut Bytes<'_>,
+        is_over: &dyn Fn(bool) -> bool,
     ) -> Result<(), EngineError> {
         let followed = match std::mem::replace(&mut self.role, Role::Alone) {
             Role::Follows(followed, _) => Some(followed),
@@ -241,7 +272,7 @@ impl ExtentUpload {
             let (others, added) = candidates.extents();
             if may_follow && self.left.len() < MAX_COMPARED {
                 for other in others {
-                    if self.is_like(&other, followed, *rest)? {
+                    if self.is_like(&other, followed, *rest, &|| is_over(true))? {
                         self.role = Role::Follows(other, candidates);
                         return Ok(());
                     }
@@ -256,7 +287,9 @@ impl ExtentUpload {
                 break; // part of it is shared already
             };
             if let Some(followed) = followed {
-                self.copy(followed, |_, data| memory.append(&extent, data))?;
+                // Under the lock of the list.
+                let is_over = || is_over(false);
+                self.copy(followed, &is_over, |_, data| memory.append(&extent, data))?;
             }
             // The next bytes are appended before others look, so that they have some to compare.
             memory.append(&extent, *rest)?;
@@ -265,7 +298,8 @@ impl ExtentUpload {
             return Ok(());
         }
         if let Some(followed) = followed {
-            self.copy(followed, |at, data| memory.write(at, data))?;
+            let is_over = || is_over(true);
+            self.copy(followed, &is_over, |at, data| memory.write(at, data))?;
         }
         Ok(())
     }
@@ -277,6 +311,7 @@ impl ExtentUpload {
         other: &FollowedUpload,
         followed: Option<&FollowedUpload>,
         rest: Bytes<'_>,
+        is_over: &dyn Fn() -> bool,
     ) -> Result<bool, EngineError> {
         let was_left = |left: &Weak<dyn Extent>| {
             left.upgrade()
@@ -297,7 +332,7 @@ impl ExtentUpload {
             return Ok(true);
         };
         let mut is_equal = true;
-        self.each_chunk(followed, |at, chunk, theirs| {
+        self.each_chunk(followed, is_over, |at, chunk, theirs| {
             other.extent.read(at, theirs)?;
             is_equal &= chunk == &*theirs;
             Ok(is_equal)
@@ -335,10 +370,11 @@ impl ExtentUpload {
     fn copy(
         &mut self,
         followed: &FollowedUpload,
+        is_over: &dyn Fn() -> bool,
         mut put: impl FnMut(u64, Bytes<'_>) -> Result<(), EngineError>,
     ) -> Result<(), EngineError> {
         let offset = self.range.offset;
-        self.each_chunk(followed, |at, chunk, _| {
+        self.each_chunk(followed, is_over, |at, chunk, _| {
             put(offset + at, chunk.into())?;
             Ok(true)
         })
@@ -346,13 +382,22 @@ impl ExtentUpload {
 
     /// Passes the bytes so far to `take`, with their offset in the extent and with a chunk of the
     /// same size to use, until `take` returns `false`.
+    ///
+    /// # Errors
+    /// Those of `take`, and [`EngineError::Cancelled`] once `is_over`, which is asked every few
+    /// MiB, has returned `true`.
     fn each_chunk(
         &mut self,
         followed: &FollowedUpload,
+        is_over: &dyn Fn() -> bool,
         mut take: impl FnMut(u64, &[u8], &mut [u8]) -> Result<bool, EngineError>,
     ) -> Result<(), EngineError> {
-        let mut at = 0;
+        let (mut at, mut chunks) = (0, 0usize);
         while at < self.done {
+            chunks += 1;
+            if chunks.is_multiple_of(CHUNKS_AT_ONCE) && is_over() {
+                return Err(EngineError::Cancelled);
+            }
             let len = (self.done - at).min(CHUNK as u64) as usize;
             let (ours, theirs) = (&mut self.ours[..len], &mut self.theirs[..len]);
             followed.extent.read(at, ours)?;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use vgpu_engine::work::{self, LongestNode};
 use vgpu_engine::{Engine, EngineError, Memory, Plan};
 use vgpu_transport::bytes::Bytes;
-use vgpu_transport::ir::{BufferId, Graph, GraphCounts, Invalid, Node, patch, validate};
+use vgpu_transport::ir::{BufferId, Graph, GraphCounts, Invalid, Node, Op, patch, validate};
 use vgpu_transport::wire::{GraphId, MAX_GRAPH};
 
 use super::buffers::Buffers;
@@ -104,6 +104,8 @@ pub(super) struct StoredGraph {
     /// Bytes that were charged for its compilation and that the plan does not keep.
     transient: u64,
     pub(super) nodes: usize,
+    /// See [`tokens`].
+    tokens: u64,
     /// The node that takes longest by estimate.
     longest: Option<LongestNode>,
     /// The buffers that the graph uses, sorted.
@@ -331,9 +333,10 @@ impl Graphs {
         Some(stored.plan.as_mut().ok()?.as_mut())
     }
 
-    /// The number of nodes of a graph.
-    pub(super) fn nodes(&self, graph: GraphId) -> usize {
-        self.stored.get(&graph).map_or(0, |stored| stored.nodes)
+    /// The numbers of nodes and of [`tokens`] of a graph.
+    pub(super) fn size(&self, graph: GraphId) -> (usize, u64) {
+        let stored = self.stored.get(&graph);
+        stored.map_or((0, 0), |stored| (stored.nodes, stored.tokens))
     }
 
     /// Drops a graph, if it exists. Freeing a buffer drops graphs, too, so a guest may name one
@@ -430,6 +433,7 @@ impl StoredGraph {
             image: Err(error),
             transient: 0,
             nodes: 0,
+            tokens: 0,
             longest: None,
             buffers: Vec::new(),
         }
@@ -443,6 +447,7 @@ impl StoredGraph {
             image: Ok(image),
             transient: 0,
             nodes: 0,
+            tokens: 0,
             longest: None,
             buffers,
         }
@@ -485,6 +490,22 @@ fn words(bytes: &[u8]) -> Vec<u32> {
         .chunks_exact(4)
         .map(|word| u32::from_le_bytes([word[0], word[1], word[2], word[3]]))
         .collect()
+}
+
+/// The tokens that a run of the graph computes: the most columns of activations of a product. The
+/// last layer of a model has fewer columns than the others, if the program needs few results. A
+/// graph without a product has none.
+fn tokens(graph: &Graph) -> u64 {
+    let columns = graph.nodes.iter().map(|node| {
+        let [_, columns, of_experts, _] = graph.dst(node).shape.ne;
+        match node.op {
+            Op::MulMat { .. } => columns,
+            // The second extent is the number of experts for each token.
+            Op::MulMatId { .. } => of_experts,
+            _ => 0,
+        }
+    });
+    columns.max().unwrap_or(0)
 }
 
 /// Decodes, validates and compiles a graph. The tenant of the session is charged first for the most
@@ -530,7 +551,7 @@ fn compile(
         .iter()
         .filter_map(|&buffer| context.buffers.find(buffer).cloned())
         .collect();
-    let nodes = graph.graph().nodes.len();
+    let (nodes, tokens) = (graph.graph().nodes.len(), tokens(graph.graph()));
     let engine = context.engine;
     let limit = { context.limits.node_time }.unwrap_or(engine.max_node_time());
     let speed = |node: &Node| engine.speed_of(graph.graph(), node);
@@ -569,6 +590,7 @@ fn compile(
         image: Ok(image),
         transient: most.saturating_sub(needed),
         nodes,
+        tokens,
         longest,
         buffers,
     })

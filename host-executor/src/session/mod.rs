@@ -11,7 +11,7 @@
 //! - `buffers`: the buffers.
 //! - `run`: the loop that receives requests and sends replies.
 //! - `answer`: what a request calls for. `error`: why sessions end. `end_check`: whether a session
-//!   is to end while it does long work.
+//!   is to end while it does long work. `outside`: how much it works outside of turns.
 #![forbid(unsafe_code)]
 
 mod answer;
@@ -22,6 +22,7 @@ mod end_check;
 mod error;
 mod extent_upload;
 mod graphs;
+mod outside;
 mod run;
 mod state;
 mod weights;

@@ -2,15 +2,17 @@
 
 use std::os::fd::AsFd as _;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tracing::field::display;
 use tracing::{debug, error, info, warn};
 use vgpu_engine::panic_message;
 use vgpu_transport::link::{HostEnd, LinkError};
-use vgpu_transport::wire::{Reply, Request};
+use vgpu_transport::wire::{ProtocolVersion, Reply, Request};
 
 use super::answer::{Answer, ReadRange, Submitted};
+use super::end_check::EndCheck;
 use super::error::{SessionEnd, Violation};
 use super::state::{Session, observe_turn};
 use crate::activity::ThreadState;
@@ -73,6 +75,7 @@ impl Session {
     /// The caller's tracing span identifies the guest.
     pub fn run(mut self, link: &mut dyn HostEnd, stop: &StopFlag) -> SessionEnd {
         let start = Instant::now();
+        self.outside.begin();
         self.activity.set(ThreadState::FirstMessage);
         let first = receive_first(link, self.limits.hello, stop);
         let end = first.map_or_else(|end| end, |first| self.serve(first, link, stop));
@@ -87,6 +90,8 @@ impl Session {
         stop: &StopFlag,
     ) -> SessionEnd {
         let start = Instant::now();
+        let end_check = EndCheck::new(link, stop);
+        { &self.outside }.begin_with_link(&self.activity, &|| end_check.is_near());
         let end = self.serve(first, link, stop);
         self.end(end, start, link)
     }
@@ -101,8 +106,10 @@ impl Session {
         self.scheduler.forget(self.id);
         let stats = self.stats();
         let guest = self.guest().map(str::to_owned);
+        let log = Arc::clone(&self.log);
         self.free();
-        log_end(&stats, guest.as_deref(), link, start, &end);
+        let passes = log.passes(Instant::now());
+        log_end(&stats, guest.as_deref(), link, (start, passes), &end);
         end
     }
 
@@ -110,6 +117,7 @@ impl Session {
     fn free(self) {
         let Session {
             activity,
+            outside,
             pinned,
             buffers,
             graphs,
@@ -120,6 +128,7 @@ impl Session {
         drop(buffers);
         drop(graphs);
         drop(weights);
+        outside.end(&activity);
         drop(activity);
     }
 
@@ -174,6 +183,11 @@ impl Session {
             link.retire();
             self.activity.retired();
             self.activity.set(ThreadState::Idle);
+            if self.outside.is_due(&self.activity) {
+                let end_check = EndCheck::new(link, stop);
+                { &self.outside }.pay(&self.activity, &|| end_check.is_near());
+                self.activity.set(ThreadState::Idle);
+            }
         }
     }
 
@@ -187,11 +201,12 @@ impl Session {
     ) -> Result<Answer, SessionEnd> {
         let bytes = message.len() + link.payload().len();
         self.counters.bytes_in.add(bytes as u64);
-        let decoded = Request::decode(message).map_err(|error| Violation::Message {
-            request,
-            len: message.len(),
-            error,
-        })?;
+        let decoded =
+            Request::decode(self.protocol, message).map_err(|error| Violation::Message {
+                request,
+                len: message.len(),
+                error,
+            })?;
         expect_unlocked("a request");
         // The session ends after a panic, so nothing sees state that the panic left inconsistent.
         catch_unwind(AssertUnwindSafe(|| {
@@ -213,7 +228,9 @@ impl Session {
     ) -> Result<(), SessionEnd> {
         let Messages { incoming, outgoing } = messages;
         let submit = submitted.request;
+        let protocol = self.protocol;
         incoming.clear();
+        let is_read = |message: &[u8]| is_read(protocol, message);
         let next = link.receive_ahead(&is_read, incoming, LOOK_AHEAD);
         let next = next.map(|next| {
             let request = next?.request;
@@ -221,7 +238,9 @@ impl Session {
         });
         let next = match next {
             // A guest that does not take its replies must not keep the device from other guests.
-            Ok(Some((request, Ok(Answer::Data(read))))) if has_room(link, request, read.len) => {
+            Ok(Some((request, Ok(Answer::Data(read)))))
+                if has_room(link, (protocol, request), read.len) =>
+            {
                 return self.send_behind(submitted, request, read, link, outgoing);
             }
             next => next,
@@ -244,7 +263,7 @@ impl Session {
         outgoing: &mut Vec<u8>,
     ) -> Result<(), SessionEnd> {
         outgoing.clear();
-        Reply::Data { request }.encode(outgoing);
+        Reply::Data { request }.encode(self.protocol, outgoing);
         let submit = submitted.request;
         let room = link.reserve(outgoing.len(), read.len);
         let copied = room.map(|out| read.memory.read(read.offset, out));
@@ -323,7 +342,7 @@ impl Session {
                 reply
             }
         };
-        reply.encode(outgoing);
+        reply.encode(self.protocol, outgoing);
         self.activity.continue_request(ThreadState::Replies);
         link.send(outgoing, 0, &mut |_| {})?;
         self.count_sent(outgoing.len());
@@ -338,7 +357,7 @@ impl Session {
         outgoing: &mut Vec<u8>,
     ) -> Result<(), SessionEnd> {
         self.counters.round_trips.add(1);
-        Reply::Data { request }.encode(outgoing);
+        Reply::Data { request }.encode(self.protocol, outgoing);
         // The link waits for room, which the guest makes.
         self.activity.continue_request(ThreadState::Replies);
         let room = link.reserve(outgoing.len(), read.len)?;
@@ -356,12 +375,13 @@ impl Session {
     }
 }
 
-/// Logs the end of a session: one line for operators, and one with every figure at level debug.
+/// Logs the end of a session that began at `start`: one line for operators if it `passes` the limit
+/// of lines, and one with every figure at level debug.
 fn log_end(
     stats: &Stats,
     guest: Option<&str>,
     link: &dyn HostEnd,
-    start: Instant,
+    (start, passes): (Instant, bool),
     end: &SessionEnd,
 ) {
     let link = link.counters();
@@ -388,6 +408,7 @@ fn log_end(
         };
     }
     match end {
+        _ if !passes => closed!(debug),
         SessionEnd::Closed | SessionEnd::Shutdown => closed!(info),
         SessionEnd::Panic(_) | SessionEnd::Engine(_) => closed!(error),
         _ => closed!(warn),
@@ -421,14 +442,18 @@ fn log_end(
 }
 
 /// Whether a message is a READ of at least one byte.
-fn is_read(message: &[u8]) -> bool {
-    matches!(Request::decode(message), Ok(Request::Read { len, .. }) if len > 0)
+fn is_read(protocol: ProtocolVersion, message: &[u8]) -> bool {
+    matches!(Request::decode(protocol, message), Ok(Request::Read { len, .. }) if len > 0)
 }
 
 /// Whether the link can take the reply to a READ without waiting for the guest.
-fn has_room(link: &mut dyn HostEnd, request: u64, len: usize) -> bool {
+fn has_room(
+    link: &mut dyn HostEnd,
+    (protocol, request): (ProtocolVersion, u64),
+    len: usize,
+) -> bool {
     let mut message = Vec::new();
-    Reply::Data { request }.encode(&mut message);
+    Reply::Data { request }.encode(protocol, &mut message);
     link.has_room(message.len(), len)
 }
 
@@ -440,7 +465,8 @@ pub(crate) fn reject(link: &mut dyn HostEnd, end: &SessionEnd) {
         other => other.to_string(),
     };
     let mut message = Vec::new();
-    Reply::Ended { reason }.encode(&mut message);
+    // The same bytes in every version: the guest may be one that this host does not speak.
+    Reply::Ended { reason }.encode(ProtocolVersion::CURRENT, &mut message);
     match link.send(&message, 0, &mut |_| {}) {
         Ok(()) | Err(LinkError::Closed) => {}
         Err(error) => debug!("the guest cannot be told why its session ends: {error}"),

@@ -3,18 +3,21 @@
 use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tracing::{debug, warn};
 use vgpu_engine::{Engine, MemoryInfo};
+use vgpu_transport::wire::ProtocolVersion;
 
 use super::buffers::Buffers;
 use super::graphs::Graphs;
+use super::outside::OutsideWork;
 use super::weights_state::SessionWeights;
 use crate::activity::{Activities, Activity, GraphInfo, ThreadState};
 use crate::engine_monitor::EngineMonitor;
 use crate::ledger::Ledger;
 use crate::limits::Limits;
+use crate::log_limit::{GUEST_LINES, LogLimit};
 use crate::policy::Policy;
 use crate::pool::Pools;
 use crate::sched::{Scheduler, Times, TurnEvent};
@@ -34,6 +37,8 @@ const MAX_LOGGED_EVENTS: u32 = 100;
 pub struct Session {
     /// The session's number, for people.
     pub(super) id: u64,
+    /// The version of the messages, which HELLO chooses.
+    pub(super) protocol: ProtocolVersion,
     pub(super) engine: Arc<dyn Engine>,
     pub(super) scheduler: Arc<Scheduler>,
     pub(super) tenant: Arc<Tenant>,
@@ -44,8 +49,11 @@ pub struct Session {
     pub(super) graphs: Graphs,
     pub(super) weights: SessionWeights,
     logged_events: u32,
+    /// Limits the lines about all sessions of the tenant.
+    pub(super) log: Arc<LogLimit>,
     /// What the thread of the session does, for others.
     pub(super) activity: Activity,
+    pub(super) outside: OutsideWork,
     /// Asks the engine for its memory, for a session of a server.
     pub(super) monitor: Option<Arc<EngineMonitor>>,
     /// Other programs of the same virtual machine whose heartbeats have stopped.
@@ -73,6 +81,8 @@ pub(crate) struct SharedParts {
     pub(crate) limits: Limits,
     pub(crate) pools: Pools,
     pub(crate) monitor: Option<Arc<EngineMonitor>>,
+    /// Limits the lines about all sessions of the tenant.
+    pub(crate) log: Arc<LogLimit>,
     /// Other programs of the same virtual machine whose heartbeats have stopped.
     pub(crate) silent: Option<Box<dyn Reclaim>>,
 }
@@ -88,6 +98,7 @@ impl Session {
             limits,
             pools: Pools::new(&limits),
             monitor: None,
+            log: Arc::new(LogLimit::new(GUEST_LINES)),
             silent: None,
         };
         let activity = Activities::new(1).begin(id, "-", "-");
@@ -109,10 +120,13 @@ impl Session {
             limits,
             pools,
             monitor,
+            log,
             silent,
         } = shared;
         Session {
             id,
+            outside: OutsideWork::new(&scheduler, &tenant, engine.is_host_memory()),
+            protocol: ProtocolVersion::CURRENT,
             engine,
             scheduler,
             tenant,
@@ -123,6 +137,7 @@ impl Session {
             graphs: Graphs::default(),
             weights: SessionWeights::default(),
             logged_events: 0,
+            log,
             activity,
             monitor,
             silent,
@@ -166,16 +181,20 @@ impl Session {
         }
     }
 
-    /// Whether the next event may be logged at the info or warn level. Counts the event.
+    /// Whether the next event may be logged at the info or warn level. Counts the event, for this
+    /// session and for all sessions of the tenant.
     pub(super) fn may_log(&mut self) -> bool {
         self.logged_events = self.logged_events.saturating_add(1);
+        if self.logged_events > MAX_LOGGED_EVENTS || !self.log.passes(Instant::now()) {
+            return false;
+        }
         if self.logged_events == MAX_LOGGED_EVENTS {
             warn!(
                 "{MAX_LOGGED_EVENTS} events in this session; further events are logged at the \
                  debug level"
             );
         }
-        self.logged_events <= MAX_LOGGED_EVENTS
+        true
     }
 
     /// Logs a problem of the host with weights, which a guest may cause any number of times.

@@ -159,6 +159,7 @@ impl Session {
         };
         new.mark_weights();
         new.hold(Box::new(first));
+        new.charge_copies(self.tenant.copy_account(&self.engine));
         let lengths = store.lengths();
         self.graphs.forget_users(buffer);
         self.weights.forget(buffer);
@@ -279,21 +280,11 @@ impl Session {
             WeakSource::Memory(_) => ThreadState::CallsEngine,
             WeakSource::Disk(_) => ThreadState::Executes,
         };
-        let activity = &self.activity;
-        activity.continue_request(state);
-        let mut end = None;
-        let may_go_on = || {
-            activity.continue_request(state);
-            end = match stop.is_set() {
-                true => Some(SessionEnd::Shutdown),
-                false => link.check_guest().err().map(SessionEnd::from),
-            };
-            end.is_none()
-        };
+        let (activity, outside) = (&self.activity, &self.outside);
+        let end_check = EndCheck::new(link, stop);
+        let may_go_on = || !outside.is_over(activity, state, &end_check);
         let checked = store.check_proof(&source, nonce, may_go_on);
-        if let Some(end) = end {
-            return Err(end);
-        }
+        end_check.check()?;
         let is_right = match checked {
             // `blake3::Hash` compares in constant time.
             Ok(Some(expected)) => {
@@ -320,7 +311,6 @@ impl Session {
         let Some(source) = source.upgrade() else {
             return missing;
         };
-        let end_check = EndCheck::new(link, stop);
         let answer = self.attach_and_reply(request, range, &source, &end_check);
         end_check.check()?;
         Ok(answer)
@@ -368,19 +358,18 @@ impl Session {
         ) else {
             return Ok(false);
         };
-        let activity = &self.activity;
+        let (activity, outside) = (&self.activity, &self.outside);
         activity.continue_request(ThreadState::CallsEngine);
-        let is_cancelled = || {
-            activity.continue_request(ThreadState::CallsEngine);
-            end_check.is_near()
-        };
+        let is_cancelled = || outside.is_over(activity, ThreadState::CallsEngine, end_check);
         let (shared, is_from_disk) = match source {
             Source::Memory(extent) => (memory.attach(offset, extent, &is_cancelled)?, false),
             Source::Disk(cached) => {
                 memory.unshare(offset, len, &is_cancelled)?;
                 activity.continue_request(ThreadState::Executes);
                 let read = cached.read(|at, chunk| {
-                    activity.continue_request(ThreadState::CallsEngine);
+                    if is_cancelled() {
+                        return Err(ReadError::Memory(EngineError::Cancelled));
+                    }
                     let written = memory.write(offset + at, chunk.into());
                     activity.continue_request(ThreadState::Executes);
                     written.map_err(ReadError::Memory)
@@ -388,6 +377,9 @@ impl Session {
                 activity.continue_request(ThreadState::CallsEngine);
                 match read {
                     Ok(true) => (0, true),
+                    Err(ReadError::Memory(EngineError::Cancelled)) => {
+                        return Err(EngineError::Cancelled);
+                    }
                     outcome => {
                         let memory = Arc::clone(memory);
                         if let Err(error) = outcome {
@@ -427,15 +419,21 @@ impl Session {
     }
 
     /// Writes bytes that the guest sends into a buffer that has the range. The next bytes of an
-    /// extent that the guest uploads are compared with those of other guests first.
+    /// extent that the guest uploads are compared with those of other guests first. The bytes are
+    /// the payload of `link`. The end of the guest and `stop` end what is long: the comparison of
+    /// all earlier bytes of an extent with those of other guests, and their copy.
+    ///
+    /// # Errors
+    /// Why the session ends. The other result is what the engine reports.
     pub(super) fn write(
         &mut self,
-        buffer: BufferId,
-        offset: u64,
-        data: Bytes<'_>,
-    ) -> Result<(), EngineError> {
-        let Some(memory) = self.buffers.find(buffer) else {
-            return Ok(());
+        (buffer, offset): (BufferId, u64),
+        link: &mut dyn HostEnd,
+        stop: &StopFlag,
+    ) -> Result<Result<(), EngineError>, SessionEnd> {
+        let data = link.payload();
+        let Some(memory) = self.buffers.find(buffer).map(Arc::as_ref) else {
+            return Ok(Ok(()));
         };
         let SessionWeights {
             store,
@@ -446,14 +444,39 @@ impl Session {
         let (Some(store), Some(weights), Some(upload)) =
             (store, buffers.get_mut(&buffer), uploads.get_mut(&buffer))
         else {
-            return memory.write(offset, data);
+            return Ok(memory.write(offset, data));
         };
-        let len = data.len() as u64;
-        if upload.continues_with(offset, len) {
-            let wait_left = &mut weights.wait_left;
-            let outcome = upload.write(memory.as_ref(), store, wait_left, data);
-            let outcome = outcome.inspect_err(|_| drop(uploads.remove(&buffer)))?;
-            if let WriteOutcome::Complete { shared } = outcome {
+        if !upload.continues_with(offset, data.len() as u64) {
+            return Ok(memory.write(offset, data));
+        }
+        let wait_left = &mut weights.wait_left;
+        let mut rest = data;
+        let mut outcome = upload.write(memory, store, wait_left, &mut rest);
+        if matches!(outcome, Ok(WriteOutcome::Differs)) {
+            // The link, which has the payload, is asked for its guest meanwhile.
+            let mut payload = vec![0; rest.len()];
+            rest.copy_to(&mut payload);
+            let end_check = EndCheck::new(link, stop);
+            let (activity, outside) = (&self.activity, &self.outside);
+            let state = ThreadState::Executes;
+            let is_over = |may_pause: bool| match may_pause {
+                true => outside.is_over(activity, state, &end_check),
+                false => {
+                    activity.continue_request(state);
+                    end_check.is_near()
+                }
+            };
+            let mut rest = Bytes::from(&payload[..]);
+            while matches!(outcome, Ok(WriteOutcome::Differs)) {
+                outcome = { upload.leave(memory, &mut rest, &is_over) }
+                    .and_then(|()| upload.write(memory, store, wait_left, &mut rest));
+            }
+            end_check.check()?;
+        }
+        self.outside.waited(upload.take_waited());
+        match outcome {
+            Ok(WriteOutcome::Incomplete | WriteOutcome::Differs) => {}
+            Ok(WriteOutcome::Complete { shared }) => {
                 uploads.remove(&buffer);
                 if shared > 0 {
                     weights.shared += shared;
@@ -461,9 +484,12 @@ impl Session {
                     self.update_gauges();
                 }
             }
-            return Ok(());
+            Err(error) => {
+                uploads.remove(&buffer);
+                return Ok(Err(error));
+            }
         }
-        memory.write(offset, data)
+        Ok(Ok(()))
     }
 
     /// Prepares the write of bytes that the guest sends: puts the bytes of an unfinished upload
@@ -482,11 +508,8 @@ impl Session {
         let Some(memory) = self.buffers.find(buffer) else {
             return Ok(());
         };
-        let activity = &self.activity;
-        let is_cancelled = || {
-            activity.continue_request(ThreadState::CallsEngine);
-            end_check.is_near()
-        };
+        let (activity, outside) = (&self.activity, &self.outside);
+        let is_cancelled = || outside.is_over(activity, ThreadState::CallsEngine, end_check);
         let uploads = &mut self.weights.uploads;
         if let Some(upload) = uploads.get(&buffer) {
             if upload.continues_with(offset, len) {
@@ -536,11 +559,8 @@ impl Session {
             | Request::Query { .. }
             | Request::Proof { .. } => return Ok(()),
         };
-        let activity = &self.activity;
-        let is_cancelled = || {
-            activity.continue_request(ThreadState::CallsEngine);
-            end_check.is_near()
-        };
+        let (activity, outside) = (&self.activity, &self.outside);
+        let is_cancelled = || outside.is_over(activity, ThreadState::CallsEngine, end_check);
         for buffer in buffers {
             let upload = self.weights.uploads.remove(&buffer);
             if let (Some(upload), Some(memory)) = (upload, self.buffers.find(buffer)) {
@@ -649,3 +669,7 @@ impl Session {
         self.update_gauges();
     }
 }
+
+#[cfg(test)]
+#[path = "weights_tests.rs"]
+mod tests;

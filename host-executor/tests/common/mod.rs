@@ -16,10 +16,10 @@ use vgpu_cpu::CpuEngine;
 use vgpu_engine::Engine;
 use vgpu_executor::listener::{GuestListener, IncomingGuest};
 use vgpu_executor::{Limits, LinkKind, Peer, Process, Server};
-use vgpu_transport::ir::{BufferId, Graph, IR_VERSION, Node, Op, Shape, Sources, Tensor, Type};
+use vgpu_transport::ir::{BufferId, Graph, Node, Op, Shape, Sources, Tensor, Type};
 use vgpu_transport::link::{GuestEnd, HostEnd, LinkError};
 use vgpu_transport::shm::memory::Window;
-use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, PROTOCOL_VERSION, Reply, Request};
+use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, Offer, ProtocolVersion, Reply, Request};
 
 /// Memory of the engine that most tests run on.
 pub(crate) const MEMORY: u64 = 64 << 20;
@@ -146,6 +146,8 @@ pub(crate) fn pair() -> (Box<dyn GuestEnd>, Box<dyn HostEnd>) {
 /// A guest that sends and receives single messages.
 pub(crate) struct Guest {
     pub(crate) end: Box<dyn GuestEnd>,
+    /// The version of the messages.
+    pub(crate) protocol: ProtocolVersion,
     last_buffer: u64,
 }
 
@@ -153,6 +155,7 @@ impl Guest {
     pub(crate) fn new(end: Box<dyn GuestEnd>) -> Guest {
         Guest {
             end,
+            protocol: ProtocolVersion::CURRENT,
             last_buffer: 0,
         }
     }
@@ -168,7 +171,7 @@ impl Guest {
 
     pub(crate) fn send_with(&mut self, request: &Request, payload: &[u8]) -> u64 {
         let mut message = Vec::new();
-        request.encode(&mut message);
+        request.encode(self.protocol, &mut message);
         self.send_raw(&message, payload)
     }
 
@@ -185,7 +188,8 @@ impl Guest {
             .receive(&mut message, payload.as_mut_slice().into())
             .expect("a reply");
         payload.truncate(len);
-        (Reply::decode(&message).expect("a reply"), payload)
+        let reply = Reply::decode(self.protocol, &message);
+        (reply.expect("a reply"), payload)
     }
 
     /// Sends a request, and returns its reply.
@@ -195,12 +199,19 @@ impl Guest {
     }
 
     pub(crate) fn hello(&mut self) -> Reply {
+        self.hello_with(Offer::SERVED)
+    }
+
+    /// Opens the session as a guest with these versions.
+    pub(crate) fn hello_with(&mut self, offer: Offer) -> Reply {
         let welcome = self.ask(&Request::Hello {
-            protocol: PROTOCOL_VERSION,
-            ir: IR_VERSION,
+            offer,
             name: "test".into(),
         });
-        assert!(matches!(welcome, Reply::Welcome { .. }), "{welcome:?}");
+        match &welcome {
+            Reply::Welcome { protocol, .. } => self.protocol = *protocol,
+            other => panic!("{other:?}"),
+        }
         welcome
     }
 

@@ -27,7 +27,7 @@ pub use cases::{Case, Outcome};
 pub use decode_check::{Decoding, MAX_TOKENS};
 pub use error::CheckError;
 pub use random::Random;
-pub use rates::{Ceilings, Rate, Work};
+pub use rates::{Ceilings, KvCaches, Rate, Work};
 pub use steps::{Selection, Step};
 pub use synthetic_gguf::{SHAPES, SyntheticModel};
 pub use tune::{TuneShapes, Tuned};
@@ -138,6 +138,19 @@ pub fn rates(
     seen: impl FnMut(Step<'_, Rate>),
 ) -> (Vec<Rate>, usize) {
     rates::run(engine, options, selection, seen)
+}
+
+/// Measures the attention of one token: bytes per second of keys and values.
+///
+/// # Errors
+///
+/// If the engine refuses the graph or the memory, or a run fails.
+pub fn decode_attention(
+    engine: &dyn Engine,
+    options: &Options,
+    caches: KvCaches,
+) -> Result<f64, CheckError> {
+    rates::decode_attention(engine, options, caches)
 }
 
 /// Measures GEMMs on engines that are forced to each variant, and returns a table of the fastest.

@@ -391,6 +391,99 @@ fn attention(
     measure(builder.on(engine)?, options, amount)
 }
 
+/// The KV caches that a decoded token reads.
+#[derive(Debug, Clone, Copy)]
+pub struct KvCaches {
+    /// The type of keys and of values.
+    pub ty: Type,
+    /// Elements of a head.
+    pub head: u64,
+    /// Query heads.
+    pub heads: u64,
+    /// KV heads, which divide the query heads.
+    pub kv_heads: u64,
+    /// KV positions.
+    pub keys: u64,
+    /// Layers, each with a cache of its own.
+    pub layers: u64,
+}
+
+impl KvCaches {
+    /// Bytes of all keys and values.
+    pub fn bytes(&self) -> u64 {
+        let row = self.ty.row_bytes(self.head * self.kv_heads);
+        2 * self.layers * self.keys * row.unwrap_or(0)
+    }
+}
+
+/// The bytes per second of the caches that the attention of one token reads. The caches lie as
+/// llama.cpp places them: all KV heads of a position side by side.
+pub(super) fn decode_attention(
+    engine: &dyn Engine,
+    options: &Options,
+    caches: KvCaches,
+) -> Result<f64, CheckError> {
+    let KvCaches {
+        ty,
+        head,
+        heads,
+        kv_heads,
+        keys,
+        layers,
+    } = caches;
+    let (mut random, mut builder) = (Random::new(9), Builder::default());
+    let numbers = Fill::Numbers(-1.0, 1.0);
+    let all = [head * kv_heads, keys, 1, 1];
+    let first = builder.tensor(
+        Operand {
+            ty,
+            ne: all,
+            fill: numbers,
+        },
+        &mut random,
+    )?;
+    let all = builder.tensor_at(first).shape;
+    let ne = [head, keys, kv_heads, 1];
+    let (Some(row), Some(bytes)) = (ty.row_bytes(head), all.byte_len()) else {
+        return Err(CheckError::TensorSize { ty, ne });
+    };
+    let nb = [all.nb[0], all.nb[1], row, bytes];
+    let mut add = |ty, ne, fill| builder.tensor(Operand { ty, ne, fill }, &mut random);
+    let q = add(Type::F32, [head, 1, heads, 1], numbers)?;
+    let mask = add(Type::F16, [keys, 1, 1, 1], Fill::Mask(keys as i64 - 1))?;
+    let dst = add(Type::F32, [head, heads, 1, 1], numbers)?;
+    let zeros = Operand {
+        ty,
+        ne: all.ne,
+        fill: numbers,
+    };
+    for _ in 0..layers {
+        let cache = [builder.zeros(zeros)?, builder.zeros(zeros)?];
+        let [k, v] = cache.map(|at| {
+            let at = builder.tensor_at(at).offset;
+            Some(builder.place(Shape { ty, ne, nb }, at))
+        });
+        let op = Op::FlashAttnExt {
+            scale: 1.0 / (head as f32).sqrt(),
+            max_bias: 0.0,
+            logit_softcap: 0.0,
+            accumulator: Precision::Default,
+            n_kv_max: 0,
+        };
+        builder.node(op, dst, &[Some(q), k, v, Some(mask)]);
+    }
+    let loaded = builder.on(engine)?;
+    let from = builder.tensor_at(first).offset;
+    for tensor in 0..builder.tensors() {
+        let tensor = builder.tensor_at(tensor);
+        if tensor.shape == all && tensor.offset != from {
+            let memory = &*loaded.memory;
+            memory.copy_from(tensor.offset, memory, from, bytes)?;
+        }
+    }
+    Ok(measure(loaded, options, caches.bytes() as f64)?.rate())
+}
+
 fn measure(
     mut loaded: LoadedGraph,
     options: &Options,

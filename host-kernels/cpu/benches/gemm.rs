@@ -1,7 +1,7 @@
 //! Matrix products of one thread: decode (one column) in GB/s beside the read bandwidth, prefill
 //! (many columns) in GFLOPS, and the same products through ggml-cpu, interleaved in the same run.
 //!
-//! `cargo bench -p vgpu-cpu --bench gemm -- [--level LEVEL] [--cols N,N,..] [--json] [TYPE ..]`
+//! `cargo bench -p vgpu-cpu --bench gemm -- [--level LEVEL] [--cols N,N,..] [--k N] [--json] [TYPE ..]`
 //!
 //! ggml is taken from `$VGPU_GGML_BIN`, a folder with `libggml-base.so` and `libggml-cpu.so`;
 //! without the variable only our side is measured. Our side is measured twice, with the weights as
@@ -22,8 +22,8 @@ mod ggml;
 
 /// Weights of decode: more than any cache holds.
 const DECODE_BYTES: usize = 160 << 20;
-/// Length of a row, as in an 8B model.
-const K: usize = 4096;
+/// Elements of a row, as in an 8B model, if `--k` names no other number.
+const LENGTH: usize = 4096;
 /// Rows of prefill: a quarter of such a model's matrix.
 const PREFILL_ROWS: usize = 1024;
 const TYPES: [Type; 28] = [
@@ -60,6 +60,7 @@ const TYPES: [Type; 28] = [
 fn main() {
     let mut level = Level::best();
     let mut columns = vec![1, 4, 16, 128, 512];
+    let mut k = LENGTH;
     let mut types = Vec::new();
     let mut json = false;
     let mut args = std::env::args().skip(1);
@@ -77,6 +78,7 @@ fn main() {
                     .find(|level| level.name() == name)
                     .unwrap();
             }
+            "--k" => k = value().parse().unwrap(),
             "--cols" => columns = value().split(',').map(|n| n.parse().unwrap()).collect(),
             name => types.push(Type::from_ggml_name(name).unwrap_or_else(|| panic!("{name}?"))),
         }
@@ -103,7 +105,7 @@ fn main() {
     }
     for ty in types {
         for &cols in &columns {
-            let mut line = measure(ty, level, cols, ggml.as_ref());
+            let mut line = measure(ty, k, level, cols, ggml.as_ref());
             line.ceiling = match line.is_rounded {
                 // Products of bfloat16 have an instruction of their own.
                 true => int16.filter(|_| level < Level::Avx512Bf16),
@@ -187,39 +189,39 @@ impl Line {
     }
 }
 
-/// Measures one line.
-fn measure(ty: Type, level: Level, cols: usize, ggml: Option<&ggml::Ggml>) -> Line {
+/// Measures one line, with rows of `k` elements.
+fn measure(ty: Type, k: usize, level: Level, cols: usize, ggml: Option<&ggml::Ggml>) -> Line {
     let format = Format::of(ty).unwrap();
-    let row_bytes = format.row_bytes(K);
+    let row_bytes = format.row_bytes(k);
     let rows = if cols == 1 {
         DECODE_BYTES / row_bytes / 32 * 32
     } else {
         PREFILL_ROWS
     };
     // What the engine takes.
-    let rounded = MatmulKernel::rounded_at(ty, K, cols, level);
+    let rounded = MatmulKernel::rounded_at(ty, k, cols, level);
     let kernel = rounded.unwrap_or_else(|| MatmulKernel::at(ty, level).unwrap());
-    let weights = random_weights(format, rows);
-    let x: Vec<f32> = random(K * cols, 5).collect();
-    let column_bytes = kernel.activation.column_bytes(K);
+    let weights = random_weights(format, k, rows);
+    let x: Vec<f32> = random(k * cols, 5).collect();
+    let column_bytes = kernel.activation.column_bytes(k);
     let mut columns = vec![0u8; column_bytes * cols];
     let mut y = vec![0f32; rows * cols];
     let mut ours = || {
         for c in 0..cols {
-            // SAFETY: `x` and `columns` have `cols > c` columns of `K` elements.
+            // SAFETY: `x` and `columns` have `cols > c` columns of `k` elements.
             unsafe {
                 (kernel.quantize_activation)(
-                    x[c * K..].as_ptr(),
+                    x[c * k..].as_ptr(),
                     columns[c * column_bytes..].as_mut_ptr(),
-                    K,
+                    k,
                 );
             }
         }
-        // SAFETY: the vectors have `rows` rows and `cols` columns of `K` elements, and `rows *
+        // SAFETY: the vectors have `rows` rows and `cols` columns of `k` elements, and `rows *
         // cols` products.
         unsafe {
             (kernel.gemm)(&GemmArgs {
-                k: K,
+                k,
                 w: weights.bytes().as_ptr(),
                 w_stride: row_bytes,
                 rows,
@@ -234,7 +236,7 @@ fn measure(ty: Type, level: Level, cols: usize, ggml: Option<&ggml::Ggml>) -> Li
         black_box(&y);
     };
     let product = |repacked| {
-        ggml.and_then(|ggml| ggml.product(ty, K, rows, cols, weights.bytes(), &x, repacked))
+        ggml.and_then(|ggml| ggml.product(ty, k, rows, cols, weights.bytes(), &x, repacked))
     };
     let (plain, repacked) = (product(false), product(true));
     let (mut best, mut best_plain, mut best_repacked) = (f64::MAX, f64::MAX, f64::MAX);
@@ -266,7 +268,7 @@ fn measure(ty: Type, level: Level, cols: usize, ggml: Option<&ggml::Ggml>) -> Li
     }
     let work = match cols {
         1 => (rows * row_bytes) as f64,
-        _ => 2.0 * (rows * cols * K) as f64,
+        _ => 2.0 * (rows * cols * k) as f64,
     };
     let measured = |seconds: f64| (seconds < f64::MAX).then_some(seconds);
     Line {
@@ -298,14 +300,14 @@ fn random(n: usize, seed: u64) -> impl Iterator<Item = f32> {
     (0..n).map(move |_| (random.next_u64() >> 40) as f32 / (1 << 24) as f32 - 0.5)
 }
 
-/// `rows` rows of weights. Quantising is slow, so a few rows are repeated.
-fn random_weights(format: &Format, rows: usize) -> Pages {
+/// `rows` rows of `k` weights. Quantising is slow, so a few rows are repeated.
+fn random_weights(format: &Format, k: usize, rows: usize) -> Pages {
     const DISTINCT: usize = 32;
-    let mut distinct = vec![0u8; DISTINCT * format.row_bytes(K)];
-    let values: Vec<f32> = random(DISTINCT * K, 3).collect();
-    // SAFETY: the vectors hold `DISTINCT` rows of `K`.
+    let mut distinct = vec![0u8; DISTINCT * format.row_bytes(k)];
+    let values: Vec<f32> = random(DISTINCT * k, 3).collect();
+    // SAFETY: the vectors hold `DISTINCT` rows of `k`.
     unsafe { (format.quantize_row)(values.as_ptr(), distinct.as_mut_ptr(), values.len()) };
-    let mut weights = Pages::new(rows * format.row_bytes(K));
+    let mut weights = Pages::new(rows * format.row_bytes(k));
     for to in weights.bytes_mut().chunks_mut(distinct.len()) {
         to.copy_from_slice(&distinct[..to.len()]);
     }

@@ -17,7 +17,7 @@ use vgpu_transport::memfd;
 
 use super::region::{Budget, BudgetCharge, Region, whole_pages};
 use super::weights::{CpuExtent, WeightRegion};
-use vgpu_engine::{EngineError, Extent, Memory, SharedMemory, check_range};
+use vgpu_engine::{CopyAccount, EngineError, Extent, Memory, SharedMemory, check_range};
 
 /// Granularity of memory files: the smallest page size. Larger page sizes are multiples.
 const PAGE: usize = 4096;
@@ -348,6 +348,12 @@ impl Memory for CpuMemory {
     fn hold(&self, lease: Box<dyn Any + Send + Sync>) {
         if let Ok(weights) = self.as_weights() {
             weights.hold(lease);
+        }
+    }
+
+    fn charge_copies(&self, account: Arc<dyn CopyAccount>) {
+        if let Ok(weights) = self.as_weights() {
+            weights.charge_copies(account);
         }
     }
 

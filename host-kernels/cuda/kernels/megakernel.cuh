@@ -373,8 +373,9 @@ template <int COLUMNS> NOINLINE void mmv_noinline() {
 template <int K, int KIND> NOINLINE void fattn_noinline() {
     DYNAMIC_SHARED(u8, shared);
     u16* arena = reinterpret_cast<u16*>(shared + megakernel_state.arena);
-    FlashAttention<K, K, 1, FATTN_WARPS, 64, KIND>(stage_params<VgFattnParams>(), stage_block(),
-                                                   arena, megakernel_state.attention)
+    using Shape = FattnShape<K, K, 1, FATTN_WARPS, 64, KIND>;
+    FlashAttention<Shape>(stage_params<VgFattnParams>(), stage_block(), arena,
+                          megakernel_state.attention)
         .run();
 }
 

@@ -45,6 +45,8 @@ codes! {
         "too many blocks in cooperative launch\0",
     CUDA_ERROR_NOT_PERMITTED "NOT_PERMITTED\0" "operation not permitted\0",
     CUDA_ERROR_NOT_SUPPORTED "NOT_SUPPORTED\0" "operation not supported\0",
+    CUDA_ERROR_SYSTEM_DRIVER_MISMATCH "SYSTEM_DRIVER_MISMATCH\0"
+        "system has unsupported display driver / cuda driver combination\0",
     CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED "STREAM_CAPTURE_UNSUPPORTED\0"
         "operation not permitted when stream is capturing\0",
     CUDA_ERROR_STREAM_CAPTURE_INVALIDATED "STREAM_CAPTURE_INVALIDATED\0"

@@ -25,7 +25,7 @@ pub mod work;
 pub use cancellation::Cancellation;
 pub use engine::Engine;
 pub use error::{EngineError, RunError, check_range};
-pub use memory::{Extent, MAX_COPIES, Memory, MemoryInfo, SharedMemory};
+pub use memory::{CopyAccount, Extent, MAX_COPIES, Memory, MemoryInfo, SharedMemory};
 pub use panic::panic_message;
 pub use plan::{ALLOCATION_BYTES, BatchKey, NodeTiming, Plan, RunStatus, Turn};
 pub use single_node::{DeviceMemory, SingleNode};

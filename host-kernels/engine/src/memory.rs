@@ -177,8 +177,30 @@ pub trait Memory: Send + Sync + Any {
         drop(lease);
     }
 
+    /// Charges `account` for the engine's memory that this memory takes from now on besides its
+    /// size: for copies of bytes that it shares with [extents](Extent). Only the first account is
+    /// kept. By default it is dropped: memory without extents makes no copies.
+    fn charge_copies(&self, account: Arc<dyn CopyAccount>) {
+        drop(account);
+    }
+
     /// For engines to downcast to their own type.
     fn as_any(&self) -> &dyn Any;
+}
+
+/// Who pays for the [copies](Memory::charge_copies) that memory makes.
+pub trait CopyAccount: Send + Sync {
+    /// Charges `bytes`, then calls `allocate`, which takes as many bytes of the engine's memory.
+    /// Dropping the returned value gives them back: the caller has freed them before. May ask the
+    /// engine for its memory.
+    ///
+    /// # Errors
+    /// [`EngineError::OutOfMemory`] with the figures of the account, and the errors of `allocate`.
+    fn charge(
+        &self,
+        bytes: u64,
+        allocate: &mut dyn FnMut() -> Result<(), EngineError>,
+    ) -> Result<Box<dyn Any + Send + Sync>, EngineError>;
 }
 
 /// The mappings of the process that memory for weights takes at most besides its first one: for

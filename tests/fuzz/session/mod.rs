@@ -11,7 +11,10 @@
 //!   nothing but an index in the data;
 //! - every reply is well-formed and belongs to the request before it; nothing follows the last one;
 //! - graphs, plans and working memory are charged, and given back with the graph;
-//! - when the session is over, all its memory is free.
+//! - when the session is over, all its memory is free;
+//! - no request takes more processor time than `usage::REQUEST_TIME`;
+//! - in a process of its own, the session has as many mappings, threads and descriptors as its
+//!   buffers need, and leaves none behind.
 
 mod graphs;
 pub(crate) mod input;
@@ -20,6 +23,7 @@ mod model;
 #[allow(dead_code)] // a recipe varies all parameters that do not belong to a geometry
 mod ops;
 mod recipes;
+pub(crate) mod usage;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
@@ -31,14 +35,15 @@ use vgpu_engine::Engine;
 use vgpu_executor::weights::Sharing;
 use vgpu_executor::{Limits, Session, SessionEnd, StopFlag, WeightStore};
 use vgpu_transport::bytes::{Bytes, BytesMut};
-use vgpu_transport::ir::{self, BufferId, IR_VERSION};
+use vgpu_transport::ir::{self, BufferId};
 use vgpu_transport::link::{Counters, HostEnd, Incoming, LinkError};
 use vgpu_transport::wire::{
-    ContentHash, GraphId, MAX_PAYLOAD, MIN_EXTENT, PROTOCOL_VERSION, Reply, Request, Wanted,
+    ContentHash, GraphId, MAX_PAYLOAD, MIN_EXTENT, Offer, Reply, Request, VersionRange, Wanted,
 };
 
 use input::Input;
 use model::{Expect, Model};
+use usage::{Process, RequestClock};
 
 pub(crate) use model::Setup;
 
@@ -108,19 +113,36 @@ pub(crate) fn cpu_engine(setup: &Setup) -> CpuEngine {
 
 /// As [`run`], on an engine of `setup` that nobody else uses.
 pub(crate) fn run_on(engine: &Arc<dyn Engine>, setup: &'static Setup, data: &[u8]) {
+    run_alone(engine, setup, data, None);
+}
+
+/// As [`run_on`], in a process that does nothing else and had `first` before. Returns the time of
+/// the longest request.
+pub(crate) fn run_alone(
+    engine: &Arc<dyn Engine>,
+    setup: &'static Setup,
+    data: &[u8],
+    first: Option<Process>,
+) -> Duration {
     let mut script = Script::new(data, setup, Arc::clone(engine));
+    script.first = first;
     static WEIGHTS: OnceLock<WeightStore> = OnceLock::new();
     let weights = WEIGHTS
         .get_or_init(|| WeightStore::new(Sharing::Tenant, None).expect("a thread for weights"));
     let session = Session::new(1, Arc::clone(engine), limits(setup));
     let session = session.sharing(weights, "fuzz");
     let ending = session.run(&mut script, &StopFlag::new());
+    let longest = script.clock.longest();
     script.finish(&ending);
     assert_eq!(
         engine.memory().free,
         setup.memory,
         "the session did not free its memory"
     );
+    if let Some(first) = first {
+        first.check_growth(0);
+    }
+    longest
 }
 
 /// The guest and its link: sends requests and checks replies.
@@ -146,6 +168,9 @@ struct Script<'a> {
     has_compiled: bool,
     requests: usize,
     runs: usize,
+    clock: RequestClock,
+    /// What the process had before, if it does nothing else.
+    first: Option<Process>,
 }
 
 impl<'a> Script<'a> {
@@ -167,6 +192,8 @@ impl<'a> Script<'a> {
             has_compiled: false,
             requests: 0,
             runs: 0,
+            clock: RequestClock::new(),
+            first: None,
         }
     }
 
@@ -192,7 +219,7 @@ impl<'a> Script<'a> {
                     matches!(self.expect, Some(Expect::End | Expect::Part(_))),
                     "{reason}, but {:?} was expected of {:?}",
                     self.expect,
-                    Request::decode(&self.message)
+                    Request::decode(self.model.protocol, &self.message)
                 );
             }
             other => panic!("{other}"),
@@ -294,7 +321,7 @@ impl<'a> Script<'a> {
             }
             (expect, replies) => panic!(
                 "{:?} resulted in {replies:?}, expected {expect:?}",
-                Request::decode(&self.message)
+                Request::decode(self.model.protocol, &self.message)
             ),
         }
         match &expect {
@@ -367,7 +394,7 @@ impl<'a> Script<'a> {
         let mut payload = Vec::new();
         let mut message = Vec::new();
         if let Some(request) = self.queue.pop_front() {
-            request.encode(&mut message);
+            request.encode(self.model.protocol, &mut message);
             return Some((message, payload));
         }
         self.requests += 1;
@@ -376,14 +403,14 @@ impl<'a> Script<'a> {
         }
         // The first request is almost always HELLO.
         if self.requests == 1 && !self.input.chance(100) {
-            hello().encode(&mut message);
+            hello(Offer::SERVED).encode(self.model.protocol, &mut message);
             if !self.input.chance(8) {
                 self.furnish();
             }
             return Some((message, payload));
         }
         match self.request(&mut payload) {
-            Some(request) => request.encode(&mut message),
+            Some(request) => request.encode(self.model.protocol, &mut message),
             None => message = self.input.take(40).to_vec(),
         }
         if self.input.chance(200) && !message.is_empty() {
@@ -490,12 +517,16 @@ impl<'a> Script<'a> {
             28 => Request::Memory {},
             29 if self.input.chance(2) => return Some(self.weights()),
             29 => Request::Fence {},
-            30 if self.input.chance(32) => Request::Hello {
-                protocol: self.input.odd_number() as u32,
-                ir: IR_VERSION,
-                name: String::new(),
-            },
-            30 if self.input.chance(32) => hello(),
+            30 if self.input.chance(32) => {
+                let number = self.input.odd_number() as u32;
+                let other = VersionRange::new(number, number);
+                let versions = other.unwrap_or(VersionRange::SERVED);
+                hello(Offer {
+                    versions,
+                    ..Offer::SERVED
+                })
+            }
+            30 if self.input.chance(32) => hello(Offer::SERVED),
             31 if self.input.chance(32) => return None,
             _ => return Some(self.graph(payload)),
         })
@@ -688,10 +719,9 @@ fn assert_failed(reply: &Reply, request: u64, why: &str) {
     }
 }
 
-fn hello() -> Request {
+fn hello(offer: Offer) -> Request {
     Request::Hello {
-        protocol: PROTOCOL_VERSION,
-        ir: IR_VERSION,
+        offer,
         name: "fuzz".into(),
     }
 }
@@ -704,6 +734,9 @@ impl HostEnd for Script<'_> {
     ) -> Result<Option<Incoming>, LinkError> {
         self.settle();
         let Some((next, payload)) = self.next() else {
+            if let Some(first) = self.first {
+                first.check_growth(self.model.buffers.len());
+            }
             return Err(LinkError::Closed);
         };
         message.extend_from_slice(&next);
@@ -719,6 +752,7 @@ impl HostEnd for Script<'_> {
         self.message = next;
         self.payload = payload;
         self.retired = false;
+        self.clock.begin();
         Ok(Some(Incoming {
             request: self.number,
             payload_len: self.payload.len(),
@@ -743,7 +777,8 @@ impl HostEnd for Script<'_> {
     }
 
     fn send_reserved(&mut self, message: &[u8]) -> Result<(), LinkError> {
-        let reply = Reply::decode(message).expect("a reply that can be read");
+        let reply = Reply::decode(self.model.protocol, message);
+        let reply = reply.expect("a reply that can be read");
         let is_over = matches!(self.replies.last(), Some((Reply::Ended { .. }, _)));
         assert!(!is_over, "{reply:?} after the end");
         self.replies.push((reply, std::mem::take(&mut self.room)));
@@ -753,6 +788,9 @@ impl HostEnd for Script<'_> {
     fn retire(&mut self) {
         assert!(!self.retired, "retired twice");
         self.retired = true;
+        let (protocol, message) = (self.model.protocol, &self.message);
+        self.clock
+            .end(|| format!("{:?}", Request::decode(protocol, message)));
     }
 
     fn counters(&self) -> Counters {

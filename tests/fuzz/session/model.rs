@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use vgpu_transport::ir::{BufferId, Graph, IR_VERSION, Node, Op, Shape, Tensor, patch};
 use vgpu_transport::wire::{
-    ContentHash, GraphId, MAX_PAYLOAD, MAX_QUERIED, MIN_EXTENT, PROTOCOL_VERSION, Request,
+    ContentHash, GraphId, MAX_PAYLOAD, MAX_QUERIED, MIN_EXTENT, ProtocolVersion, Request,
 };
 
 /// The expected result of a request.
@@ -52,6 +52,8 @@ pub(crate) enum Expect {
 #[derive(Default)]
 pub(crate) struct Model {
     is_open: bool,
+    /// The version of the messages.
+    pub(crate) protocol: ProtocolVersion,
     /// The content of each buffer.
     pub(crate) buffers: BTreeMap<u64, Vec<u8>>,
     /// The state of the buffers for weights.
@@ -185,7 +187,7 @@ impl Model {
 
     /// Applies a request to the model. Returns the expected result.
     pub(crate) fn request(&mut self, message: &[u8], payload: &[u8], setup: &Setup) -> Expect {
-        let Ok(request) = Request::decode(message) else {
+        let Ok(request) = Request::decode(self.protocol, message) else {
             return Expect::End;
         };
         let takes_payload = matches!(
@@ -197,11 +199,19 @@ impl Model {
             return Expect::End;
         }
         match request {
-            Request::Hello { protocol, ir, .. } => {
+            Request::Hello { offer, .. } => {
                 self.is_open = true;
-                match (protocol, ir) {
-                    (PROTOCOL_VERSION, IR_VERSION) => Expect::Welcome,
-                    _ => Expect::End,
+                match offer.choose() {
+                    Err(_) => Expect::End,
+                    Ok(chosen) => {
+                        let newest = offer.versions.newest();
+                        let is_newest = newest == chosen.number();
+                        if is_newest && u32::from(offer.ir) != IR_VERSION {
+                            return Expect::End;
+                        }
+                        self.protocol = chosen;
+                        Expect::Welcome
+                    }
                 }
             }
             Request::Alloc { buffer, size } => self.alloc(buffer.0, size, setup),

@@ -13,6 +13,7 @@ use anyhow::{Context as _, Result, bail};
 use crate::c_source::{self, code};
 use crate::op_params::{Build, TABLE, Table};
 use xtask_common::cache::Cache;
+use xtask_common::println;
 use xtask_common::progress::heading;
 use xtask_common::{ggml_releases, llama};
 

@@ -12,6 +12,7 @@ mod op_params;
 mod ops;
 mod parts;
 mod preload;
+mod previous;
 mod suite;
 mod test_run;
 mod times;
@@ -50,7 +51,7 @@ fn main() -> ExitCode {
     match run(&Arguments::parse()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("\nerror: {error:#}");
+            xtask_common::progress::say(&format!("\nerror: {error:#}"));
             ExitCode::FAILURE
         }
     }

@@ -5,6 +5,7 @@ use std::cell::OnceCell;
 use anyhow::{Context as _, Result, anyhow};
 
 use xtask_common::cache::Cache;
+use xtask_common::println;
 use xtask_common::{compiler_cache, progress, workspace};
 
 use crate::parts::{
@@ -44,7 +45,7 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
     let first_beside = PARTS.iter().position(|part| *part == Part::Models);
     let is_early = |part: &Part| PARTS.iter().position(|one| one == part) < first_beside;
     let (early, late): (Vec<_>, Vec<_>) = parts.into_iter().partition(is_early);
-    run_parts(&mut run, &early, &mut times);
+    run_early(&mut run, &early, &mut times);
     let (machines, others): (Vec<_>, Vec<_>) = late.into_iter().partition(|part| *part == Part::Vm);
     if machines.is_empty() || others.is_empty() || options.full {
         run_parts(&mut run, &others, &mut times);
@@ -73,6 +74,31 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
     }
 }
 
+/// Runs parts, one after the other, but compiles the kernels beside the unit tests: many of these
+/// wait most of the time, and the compilers take what is left of the cores (SCHED_IDLE).
+fn run_early(run: &mut TestRun<'_>, parts: &[Part], times: &mut Times) {
+    if ![Part::Unit, Part::Kernels].iter().all(|part| parts.contains(part)) {
+        return run_parts(run, parts, times);
+    }
+    for &part in parts.iter().filter(|part| **part != Part::Kernels) {
+        if part != Part::Unit {
+            run_parts(run, &[part], times);
+            continue;
+        }
+        let (mut of_unit, mut of_kernels) = (Times::default(), Times::default());
+        let begun = of_unit.begin(run.passed, run.failed.len());
+        let (mut passed, mut failed) = (0, 0);
+        unit::run(run, |run| {
+            let before = (run.passed, run.failed.len());
+            run_parts(run, &[Part::Kernels], &mut of_kernels);
+            (passed, failed) = (run.passed - before.0, run.failed.len() - before.1);
+        });
+        of_unit.end(part, &begun, run.passed - passed, run.failed.len() - failed);
+        times.beside_others(of_unit);
+        times.beside_others(of_kernels);
+    }
+}
+
 /// Runs parts, one after the other.
 fn run_parts(run: &mut TestRun<'_>, parts: &[Part], times: &mut Times) {
     for &part in parts {
@@ -80,7 +106,7 @@ fn run_parts(run: &mut TestRun<'_>, parts: &[Part], times: &mut Times) {
         match part {
             Part::Lints => lints::run(run),
             Part::Dependencies => dependencies::run(run),
-            Part::Unit => unit::run(run),
+            Part::Unit => unit::run(run, |_| ()),
             Part::Kernels => kernels::run(run),
             Part::Ops => ops::run(run),
             Part::Models => models::run(run),

@@ -80,11 +80,15 @@ Only `--full` runs:
   demo      the variant with the executor in the program's process, built by the demo itself
   faults    each fault twice as often (`cargo xtask faults`: hundreds of times); random events for
             an hour instead of a minute (`cargo xtask soak`)
-  packages  the RPM packages and the image of a release
+  generation
+            the plugin on an executor of the previous release, and the other way round
+  packages  the RPM packages and the image of a release; Debian 12 and 13 from the package files
+            alone: installed, used, upgraded under a guest of the previous release, purged
   ollama    all checks again without flash attention, and both again with Ollama 0.33.0; each
             release with the llama-server of the llama.cpp it carries instead of that of 0.25.3;
             an upgrade in place
-  deploy    KubeVirt's own types; the device plugin with Kubernetes' own package of its services
+  deploy    KubeVirt's own types; the device plugin with Kubernetes' own package of its services; a
+            Prometheus that scrapes an executor, with every query of the dashboard
   vm        the guests with vfio-user, with vsock and TCP, and with systemd; a guest that is paused,
             put to sleep, reset, unplugged and killed; test-backend-ops with 13 operators and
             products of nine types instead of four and three; 20 killed executors instead of five

@@ -223,6 +223,15 @@ const _: () = {
     assert!(COMPLETION_SIZE >= 2 * (MAX_MESSAGE + MAX_PAYLOAD + RECORD_ALIGN));
 };
 
+/// The side that has to be updated, where a guest and a host of these versions of a layout have
+/// none in common.
+pub(crate) fn outdated(guest: u64, host: u64) -> &'static str {
+    match guest < host {
+        true => "in the guest",
+        false => "on the host",
+    }
+}
+
 /// Why memory is not a window.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)] // the messages name every field
@@ -233,7 +242,11 @@ pub enum LayoutError {
     Size { size: usize },
     #[error("not a window: the memory begins with {found:#018x}, not with {MAGIC:#018x}")]
     Magic { found: u64 },
-    #[error("a window of layout version {found}; this side supports version {VERSION}")]
+    #[error(
+        "a window of layout version {found}; this guest supports version {VERSION}: update \
+         ggml-vgpu {}",
+        outdated(VERSION, *.found)
+    )]
     Version { found: u64 },
     #[error("the window's header says {said} bytes; {mapped} bytes are mapped")]
     OtherSize { said: u64, mapped: usize },

@@ -14,6 +14,7 @@ pub mod markdown;
 pub mod model;
 pub mod node;
 pub mod node_llama;
+pub mod output;
 pub mod packages;
 pub mod process;
 pub mod progress;

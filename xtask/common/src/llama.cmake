@@ -3,8 +3,9 @@
 # authors build them.
 
 # What the programs around these do themselves takes no time worth measuring.
-set(fast ggml ggml-base ggml-cpu ggml-cpu-feats ggml-rpc llama test-backend-ops)
-add_compile_options("$<$<NOT:$<IN_LIST:$<TARGET_PROPERTY:NAME>,${fast}>>:-O0>")
+set(fast ggml ggml-base ggml-cpu ggml-cpu-feats ggml-rpc llama)
+set(name "$<TARGET_PROPERTY:NAME>")
+add_compile_options("$<$<NOT:$<IN_LIST:${name},${fast}>>:-O$<STREQUAL:${name},test-backend-ops>>")
 
 # The headers of these files take longer than what is in them.
 function(join_sources)

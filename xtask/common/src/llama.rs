@@ -328,7 +328,7 @@ pub(crate) fn compile_ops(
 ) -> Result<()> {
     let mut compiler = Command::new("c++");
     compiler
-        .args(["-std=c++17", "-O2", "-pthread"])
+        .args(["-std=c++17", "-O1", "-pthread"])
         .arg(program)
         .arg("-I")
         .arg(include)

@@ -150,6 +150,17 @@ fn go_program(cache: &Cache, name: &str, program: &str, folder: &Path) -> Result
     Ok(root.join(program))
 }
 
+/// Makes sure that there are `prometheus` and `promtool`.
+///
+/// # Errors
+/// If they are missing and cannot be installed.
+pub fn prometheus(cache: &Cache) -> Result<()> {
+    match runs("promtool", &["--version"]) && runs("prometheus", &["--version"]) {
+        true => Ok(()),
+        false => apt(cache, &["prometheus"], "Prometheus"),
+    }
+}
+
 /// Makes sure that there is a C and C++ compiler.
 ///
 /// # Errors

@@ -10,6 +10,8 @@ use std::time::{Duration, Instant};
 
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 
+use crate::output::print_error_line;
+
 /// The interval of progress lines where standard error is no terminal.
 const LINE_INTERVAL: Duration = Duration::from_secs(30);
 
@@ -156,5 +158,5 @@ pub fn heading(text: &str) {
 
 /// Writes a line above what moves.
 pub fn say(line: &str) {
-    BARS.suspend(|| eprintln!("{line}"));
+    BARS.suspend(|| print_error_line(line));
 }

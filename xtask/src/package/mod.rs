@@ -20,6 +20,7 @@ use xtask_common::dist::{self, Dist};
 use xtask_common::elf::ElfLibrary;
 use xtask_common::machine_code;
 use xtask_common::packages;
+use xtask_common::println;
 use xtask_common::process;
 use xtask_common::progress::{Progress, heading};
 use xtask_common::scratch::Scratch;

@@ -4,11 +4,10 @@ use std::time::{Duration, Instant};
 
 use vgpu_executor::config::Settings;
 use vgpu_median::median;
-use vgpu_transport::ir::IR_VERSION;
 use vgpu_transport::link::Endpoint;
 use vgpu_transport::link::connect::{ConnectError, expand};
 use vgpu_transport::link::unix::UnixConnectError;
-use vgpu_transport::wire::{PROTOCOL_VERSION, Reply, Request};
+use vgpu_transport::wire::{Reply, Request, VersionRange};
 
 use super::report::Report;
 use super::root::Root;
@@ -270,25 +269,13 @@ fn miss_of(root: &Root, what: String, error: &ConnectError) -> Miss {
     }
 }
 
-/// What to do about a refusal. An executor of any version names its own one.
+/// What to do about a refusal. An executor of any version names its own ones.
 fn of_refusal(reason: &str) -> String {
-    for (name, own) in [
-        ("protocol", u64::from(PROTOCOL_VERSION)),
-        ("graph IR", u64::from(IR_VERSION)),
-    ] {
-        let is_version = reason.contains(&format!("speaks {name} version"));
-        let theirs = { reason.split("this host speaks ").nth(1) }.and_then(|rest| {
-            let digits = rest.split(|c: char| !c.is_ascii_digit()).next()?;
-            digits.parse::<u64>().ok()
-        });
-        if let (true, Some(theirs)) = (is_version, theirs) {
-            return match theirs < own {
-                true => UPDATE_EXECUTOR.into(),
-                false => UPDATE_GUEST.into(),
-            };
-        }
+    match VersionRange::of_host(reason) {
+        None => "see the log of vgpu serve: journalctl --unit vgpu".into(),
+        Some(host) if host.newest() < VersionRange::SERVED.oldest() => UPDATE_EXECUTOR.into(),
+        Some(_) => UPDATE_GUEST.into(),
     }
-    "see the log of vgpu serve: journalctl --unit vgpu".into()
 }
 
 /// Opens a session, and sends the requests of a starting program.
@@ -309,8 +296,11 @@ fn measure(endpoint: &Endpoint) -> Result<Vec<String>, ClientError> {
     }
     Ok(vec![
         format!(
-            "session {}, protocol {PROTOCOL_VERSION}, graphs {IR_VERSION}",
-            client.session
+            "session {}, protocol {}, graphs {}; the executor speaks {}",
+            client.session,
+            client.protocol,
+            client.protocol.ir(),
+            client.served
         ),
         format!(
             "engine {}, {}, {} of {} MiB free",
@@ -333,14 +323,18 @@ mod tests {
 
     #[test]
     fn older_side_of_a_refusal_is_named() {
-        let of = |theirs| {
+        let of = |host: VersionRange| {
             of_refusal(&format!(
-                "the guest broke the protocol: the guest speaks protocol version \
-                 {PROTOCOL_VERSION}, this host speaks {theirs}: update the older of the two"
+                "the guest broke the protocol: the guest speaks protocol versions {}, this host \
+                 speaks {host}: update ggml-vgpu",
+                VersionRange::SERVED
             ))
         };
-        assert_eq!(of(PROTOCOL_VERSION - 1), UPDATE_EXECUTOR);
-        assert_eq!(of(PROTOCOL_VERSION + 1), UPDATE_GUEST);
+        let (oldest, newest) = (VersionRange::SERVED.oldest(), VersionRange::SERVED.newest());
+        let range = |oldest, newest| VersionRange::new(oldest, newest).unwrap();
+        assert_eq!(of(range(1, oldest - 1)), UPDATE_EXECUTOR);
+        assert_eq!(of(range(newest + 1, newest + 1)), UPDATE_GUEST);
+        assert_eq!(of(range(newest + 1, newest + 2)), UPDATE_GUEST);
         let other = of_refusal("the host already serves 64 guests, its limit is 64");
         assert!(other.contains("journalctl"), "{other}");
     }

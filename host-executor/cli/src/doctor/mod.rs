@@ -72,7 +72,7 @@ pub(crate) fn run(args: &Args) -> ExitCode {
         format!(
             "version {}, protocol {}, graphs {}",
             crate::own_program::VERSION,
-            vgpu_transport::wire::PROTOCOL_VERSION,
+            vgpu_transport::wire::VersionRange::SERVED,
             vgpu_transport::ir::IR_VERSION
         ),
     );

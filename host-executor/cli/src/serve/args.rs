@@ -197,8 +197,8 @@ pub(crate) struct Args {
     log_format: Option<String>,
 
     /// Serve metrics for Prometheus at this address: an address of the loopback interface, such as
-    /// 127.0.0.1:9400, or unix:/path/to/socket. /metrics has the metrics, /healthz says whether the
-    /// engine answers. [default: no metrics]
+    /// 127.0.0.1:9400, or unix:/path/to/socket. /metrics has the metrics, / a page for
+    /// browsers, /healthz says whether the engine answers. [default: no metrics]
     #[arg(long, value_name = "ADDRESS")]
     metrics: Option<MetricsAddress>,
 

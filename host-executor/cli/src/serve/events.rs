@@ -14,7 +14,7 @@ use vgpu_executor::added_guests::{GuestAnswer, GuestRequest};
 use vgpu_executor::config::Settings;
 use vgpu_executor::control::ReloadOutcome;
 use vgpu_executor::status::StatusHandle;
-use vgpu_executor::{DUMP_TARGET, end_with_last_log, log_dump};
+use vgpu_executor::{DUMP_TARGET, OperatorRequest, end_with_last_log, log_dump};
 use vgpu_transport::link::socket_file;
 
 /// Signals within this time of the first one count as one: `timeout` and some service managers
@@ -30,8 +30,16 @@ pub(super) enum Event {
     Stop(&'static str),
     /// The configuration is to be reloaded. The sender, if there is one, gets the outcome.
     Reload(Option<Sender<ReloadOutcome>>),
+    /// A request is to be carried out. The sender gets the outcome.
+    Perform(OperatorRequest, Sender<ReloadOutcome>),
     /// A client of the control socket adds, removes or lists guests.
     Guests(GuestRequest, Sender<GuestAnswer>),
+}
+
+/// What the main thread is to do without an end of the process.
+pub(super) enum Task {
+    Reload,
+    Perform(OperatorRequest),
 }
 
 /// What SIGUSR1 dumps, once there is something.
@@ -74,8 +82,8 @@ impl Serving {
     }
 }
 
-/// Waits until the process is to end. Reloads the configuration and changes the guests whenever an
-/// event asks for it.
+/// Waits until the process is to end. Carries out each task that an event asks for, and returns to
+/// the asker what has changed, or why nothing has. So does `guests` with requests about guests.
 /// Calls `engine_failure` about once a second, and after each event.
 ///
 /// Fails if the engine is lost for good: all data of the guests is lost with it, and only a new
@@ -83,7 +91,7 @@ impl Serving {
 pub(super) fn wait_for_end(
     events: &Receiver<Event>,
     engine_failure: impl Fn() -> Option<String>,
-    mut reload: impl FnMut() -> anyhow::Result<String>,
+    mut carry_out: impl FnMut(Task) -> anyhow::Result<String>,
     mut guests: impl FnMut(&GuestRequest) -> GuestAnswer,
 ) -> anyhow::Result<()> {
     loop {
@@ -106,28 +114,37 @@ pub(super) fn wait_for_end(
                 return Ok(());
             }
             Event::Reload(sender) => {
-                let outcome = match reload() {
-                    Ok(message) => {
-                        info!("{message}");
-                        ReloadOutcome { ok: true, message }
-                    }
-                    Err(error) => {
-                        let message = format!("the configuration is unchanged: {error:#}");
-                        error!("{message}");
-                        ReloadOutcome { ok: false, message }
-                    }
-                };
+                let done = carry_out(Task::Reload).context("the configuration is unchanged");
+                let outcome = outcome_of(done);
                 if let Some(sender) = sender {
                     // The client may have disconnected.
                     let _ = sender.send(outcome);
                 }
                 fail_with(engine_failure())?;
             }
+            Event::Perform(request, sender) => {
+                let _ = sender.send(outcome_of(carry_out(Task::Perform(request))));
+                fail_with(engine_failure())?;
+            }
             Event::Guests(request, sender) => {
-                // The client may have disconnected.
                 let _ = sender.send(guests(&request));
                 fail_with(engine_failure())?;
             }
+        }
+    }
+}
+
+/// The outcome of a task, which the log has, too.
+fn outcome_of(done: anyhow::Result<String>) -> ReloadOutcome {
+    match done {
+        Ok(message) => {
+            info!("{message}");
+            ReloadOutcome { ok: true, message }
+        }
+        Err(error) => {
+            let message = format!("{error:#}");
+            error!("{message}");
+            ReloadOutcome { ok: false, message }
         }
     }
 }
@@ -270,13 +287,13 @@ mod tests {
     #[test]
     fn a_lost_engine_ends_the_executor() {
         let (sender, events) = mpsc::channel();
-        let no_reload = || anyhow::bail!("no reload is expected");
+        let no_task = |_| anyhow::bail!("no task is expected");
         let no_change = |_: &GuestRequest| GuestAnswer::Refused("no change is expected".into());
-        let outcome = wait_for_end(&events, || Some("it is lost".into()), no_reload, no_change);
+        let outcome = wait_for_end(&events, || Some("it is lost".into()), no_task, no_change);
         let error = outcome.unwrap_err().to_string();
         assert!(error.starts_with("it is lost; "), "{error}");
         // An engine that works does not.
         sender.send(Event::Stop("SIGTERM")).unwrap();
-        wait_for_end(&events, || None, no_reload, no_change).unwrap();
+        wait_for_end(&events, || None, no_task, no_change).unwrap();
     }
 }

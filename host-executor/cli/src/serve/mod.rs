@@ -2,6 +2,7 @@
 
 mod args;
 mod certificates;
+mod drain_text;
 mod events;
 mod guest_requests;
 mod isolated;
@@ -12,6 +13,7 @@ mod metrics_http;
 mod observe;
 mod sandboxing;
 mod single;
+mod status_page;
 mod trim_pages;
 
 use std::sync::{Arc, mpsc};

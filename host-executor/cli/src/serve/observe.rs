@@ -8,8 +8,10 @@ use anyhow::Context as _;
 use tracing::{error, info};
 use vgpu_executor::added_guests::GuestAnswer;
 use vgpu_executor::config::Settings;
-use vgpu_executor::control::{self, Changes, ReloadOutcome};
+use vgpu_executor::control::{self, Actions, ReloadOutcome};
+use vgpu_executor::size::shown;
 use vgpu_executor::status::StatusHandle;
+use vgpu_executor::{GuestChange, OperatorRequest, Quota};
 use vgpu_transport::link::socket_file::SocketFile;
 
 use super::events::Event;
@@ -69,30 +71,76 @@ impl Observers {
                 info!("metrics at {address}");
             }
         }
-        let guest_events = events.clone();
-        let guests = move |request| {
+        let ask = |events: &Sender<Event>, event: &dyn Fn(Sender<ReloadOutcome>) -> Event| {
             let (sender, outcome) = mpsc::channel();
-            let sent = guest_events.send(Event::Guests(request, sender));
-            let outcome = sent.ok().and_then(|()| outcome.recv().ok());
-            outcome.unwrap_or_else(|| GuestAnswer::Refused("the executor is ending".into()))
-        };
-        let reload = move || {
-            let (sender, outcome) = mpsc::channel();
-            let sent = events.send(Event::Reload(Some(sender)));
+            let sent = events.send(event(sender));
             let outcome = sent.ok().and_then(|()| outcome.recv().ok());
             outcome.unwrap_or_else(|| ReloadOutcome {
                 ok: false,
                 message: "the executor is ending".into(),
             })
         };
+        let (requests, guest_requests) = (events.clone(), events.clone());
+        let reload = move || ask(&events, &|sender| Event::Reload(Some(sender)));
+        let snapshots = status.clone();
+        let perform = move |request: OperatorRequest| {
+            let event = |sender| Event::Perform(request.clone(), sender);
+            let outcome = ask(&requests, &event);
+            with_what_happens(outcome, &request, &snapshots)
+        };
+        let guests = move |request| {
+            let (sender, answer) = mpsc::channel();
+            let sent = guest_requests.send(Event::Guests(request, sender));
+            let answer = sent.ok().and_then(|()| answer.recv().ok());
+            answer.unwrap_or_else(|| GuestAnswer::Refused("the executor is ending".into()))
+        };
         if let Some(listener) = self.control {
-            let changes = Changes {
+            let actions = Actions {
                 reload: Box::new(reload),
+                perform: Box::new(perform),
                 guests: Box::new(guests),
             };
-            control::serve(listener, status.clone(), changes)
+            control::serve(listener, status.clone(), actions)
                 .context("no thread for the control socket")?;
         }
         Ok(self.files)
     }
+}
+
+/// The outcome with what follows from the state of the guests.
+fn with_what_happens(
+    mut outcome: ReloadOutcome,
+    request: &OperatorRequest,
+    status: &StatusHandle,
+) -> ReloadOutcome {
+    if !outcome.ok {
+        return outcome;
+    }
+    match request {
+        OperatorRequest::Set(GuestChange {
+            guest,
+            memory: Some(Quota::Bytes(quota)),
+            ..
+        }) => {
+            let status = status.status();
+            let used = status.guests.iter().find(|one| one.name == *guest);
+            let used = used.map_or(0, |one| one.usage.memory);
+            // Each unnamed guest has the quota, and the status has the sum of all.
+            if guest != "-" && used > *quota {
+                outcome.message.push_str(&format!(
+                    "; its buffers have {}: allocations are refused until {} of them are freed",
+                    shown(used),
+                    shown(used - quota)
+                ));
+            }
+        }
+        OperatorRequest::Drain { .. } => {
+            let programs = status.status().programs();
+            outcome
+                .message
+                .push_str(&format!("; {programs} programs are connected"));
+        }
+        OperatorRequest::Set(_) | OperatorRequest::Undrain => {}
+    }
+    outcome
 }

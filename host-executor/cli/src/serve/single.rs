@@ -3,6 +3,7 @@
 use std::cell::RefCell;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender};
+use std::time::Duration;
 
 use anyhow::Context as _;
 use tracing::{Level, info};
@@ -11,13 +12,15 @@ use vgpu_executor::config::Settings;
 use vgpu_executor::engine::{EngineKind, Selection};
 use vgpu_executor::sandbox::Role;
 use vgpu_executor::{
-    Limits, Server, Shutdown, StartWatch, WeightStore, end_with_last_log, engine, service,
+    Limits, OperatorRequest, Server, Shutdown, StartWatch, WeightStore, end_with_last_log, engine,
+    service,
 };
 
 use super::args::Args;
 use super::certificates::{self, EndWatch};
+use super::drain_text;
 use super::events::{
-    DumpSource, Event, Serving, announce, describe_reload, end_stuck, wait_for_end,
+    DumpSource, Event, Serving, Task, announce, describe_reload, end_stuck, wait_for_end,
 };
 use super::guest_requests;
 use super::kept_machines::KeptMachines;
@@ -127,6 +130,7 @@ pub(super) fn run(
     };
     let confined = sandboxing::enter(engine.as_ref(), role, args.no_sandbox, dropped)?;
     serving.begin();
+    let health = server.health();
     let _files = observers.serve(&settings, &server.status_handle(), sender, &confined)?;
     listeners.switch(&mut server, &settings, prepared, &confined)?;
     announce(&listeners.addresses());
@@ -137,7 +141,6 @@ pub(super) fn run(
     // Also used by a reload.
     let running = RefCell::new(settings);
     let kept = RefCell::new(kept);
-    let health = server.health();
     let changeable = RefCell::new(Changeable {
         server: &mut server,
         listeners: &mut listeners,
@@ -149,13 +152,18 @@ pub(super) fn run(
         || {
             watch.check_if_due();
             health.check();
+            health.end_drained();
             kept.borrow_mut().check(&running.borrow());
             service::alive();
             health.fatal_error()
         },
-        || {
+        |task| {
             let changeable = &mut changeable.borrow_mut();
-            reload(args, changeable, logging, &mut running.borrow_mut())
+            let running = &mut running.borrow_mut();
+            match task {
+                Task::Reload => reload(args, changeable, logging, running),
+                Task::Perform(request) => perform(changeable.server, running, &request),
+            }
         },
         |request| {
             let changeable = &mut changeable.borrow_mut();
@@ -175,12 +183,37 @@ pub(super) fn run(
     Ok(())
 }
 
-/// What a reload and requests about guests change.
+/// What tasks and requests about guests change.
 struct Changeable<'a> {
     server: &'a mut Server,
     listeners: &'a mut Listeners,
     added: AddedGuests,
     confined: &'a Confined,
+}
+
+/// Carries out a request of the operator. On failure nothing has changed.
+fn perform(
+    server: &Server,
+    running: &mut Settings,
+    request: &OperatorRequest,
+) -> anyhow::Result<String> {
+    Ok(match request {
+        OperatorRequest::Set(change) => {
+            let mut wanted = running.clone();
+            let said = change.apply(&mut wanted, Some(server.memory_total()))?;
+            server
+                .apply(wanted.rules())
+                .context("memory of the guests")?;
+            *running = wanted;
+            said
+        }
+        OperatorRequest::Drain { deadline_ms } => {
+            let deadline = deadline_ms.map(Duration::from_millis);
+            server.drain(deadline);
+            drain_text::drains(deadline, &[])
+        }
+        OperatorRequest::Undrain => drain_text::accepts(server.undrain(), &[]),
+    })
 }
 
 /// Applies the configuration as it is now. On failure nothing has changed.

@@ -11,7 +11,7 @@ use vgpu_executor::status::{GuestStatus, SessionStatus, Status};
 
 use super::controls::{Controls, Pane};
 use super::rates::Rates;
-use crate::units::{duration, mean_batch, size};
+use crate::units::{drain, duration, mean_batch, size};
 
 /// Width of a bar in a table, in cells.
 const BAR: usize = 16;
@@ -196,6 +196,13 @@ fn draw_head(frame: &mut Frame<'_>, area: Rect, view: &View<'_>) {
         // `vgpu ps` says which, and why.
         let style = Style::new().fg(Color::Yellow);
         line.push(Span::styled("  a GPU is not used", style));
+    }
+    if let Some(draining) = &view.status.draining {
+        let style = Style::new().fg(Color::Yellow).add_modifier(Modifier::BOLD);
+        line.push(Span::styled(
+            format!("  drains: {}", drain(draining)),
+            style,
+        ));
     }
     if let Some(notice) = view.notice {
         let style = Style::new().fg(Color::Red).add_modifier(Modifier::BOLD);

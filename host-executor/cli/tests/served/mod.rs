@@ -2,6 +2,7 @@
 #![allow(dead_code)] // each test binary uses its part
 
 pub(crate) mod program;
+pub(crate) mod site;
 pub(crate) mod workers;
 
 use std::fs;

@@ -35,13 +35,13 @@ use vgpu_transport::bytes::{Bytes, BytesMut};
 use crate::region::{Budget, Region};
 use extent::BaseRegion;
 pub(crate) use extent::CpuExtent;
-use segments::{Backing, COPIED_AT_ONCE, Segment, State};
-use vgpu_engine::{EngineError, Extent};
+use segments::{Backing, COPIED_AT_ONCE, CopyBudget, Segment, State};
+use vgpu_engine::{CopyAccount, EngineError, Extent};
 
 /// The memory of a buffer for weights.
 pub(super) struct WeightRegion {
     base: Arc<BaseRegion>,
-    budget: Arc<Budget>,
+    copies: CopyBudget,
     state: Mutex<State>,
 }
 
@@ -50,7 +50,7 @@ impl WeightRegion {
     pub(super) fn create(size: usize, budget: &Arc<Budget>) -> Option<WeightRegion> {
         Some(WeightRegion {
             base: Arc::new(BaseRegion::new(Region::private(size)?)),
-            budget: Arc::clone(budget),
+            copies: CopyBudget::new(budget),
             state: Mutex::default(),
         })
     }
@@ -58,6 +58,11 @@ impl WeightRegion {
     /// Keeps `lease` until the base is unmapped, unless the base has one.
     pub(super) fn hold(&self, lease: Box<dyn Any + Send + Sync>) {
         self.base.hold(lease);
+    }
+
+    /// Charges `account`, too, for copies from now on, unless there is an account.
+    pub(super) fn charge_copies(&self, account: Arc<dyn CopyAccount>) {
+        self.copies.set_account(account);
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -106,7 +111,7 @@ impl WeightRegion {
         if let Some(address) = state.find(&self.base, &range) {
             return Ok(address);
         }
-        state.gather(&self.base, &self.budget, range, is_cancelled)
+        state.gather(&self.base, &self.copies, range, is_cancelled)
     }
 
     /// As [`locate`](WeightRegion::locate), for writing: no other buffer shares the bytes.
@@ -120,7 +125,7 @@ impl WeightRegion {
         is_cancelled: &dyn Fn() -> bool,
     ) -> Result<*mut u8, EngineError> {
         let mut state = self.state();
-        let address = state.gather(&self.base, &self.budget, range, is_cancelled)?;
+        let address = state.gather(&self.base, &self.copies, range, is_cancelled)?;
         state.is_written |= state.is_frozen;
         Ok(address)
     }
@@ -309,7 +314,7 @@ impl WeightRegion {
             if state.is_frozen {
                 return Ok(0);
             }
-            let to = state.gather(&self.base, &self.budget, range, is_cancelled)?;
+            let to = state.gather(&self.base, &self.copies, range, is_cancelled)?;
             let (mut rest, mut done) = (extent.bytes(), 0);
             while !rest.is_empty() {
                 if is_cancelled() {

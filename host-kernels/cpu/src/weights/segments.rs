@@ -1,15 +1,16 @@
 //! Where the bytes of a buffer for weights are: in its base, in an extent of another buffer, or in
 //! a region of their own.
 
+use std::any::Any;
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use vgpu_transport::bytes::Bytes;
 
 use super::extent::{BaseRegion, CpuExtent, overlapping};
 use crate::region::{Budget, BudgetCharge, Region, page, whole_pages};
-use vgpu_engine::{EngineError, MAX_COPIES};
+use vgpu_engine::{CopyAccount, EngineError, MAX_COPIES};
 
 /// Bytes that are copied between two questions whether the work is cancelled: a millisecond.
 pub(super) const COPIED_AT_ONCE: u64 = 4 << 20;
@@ -41,10 +42,65 @@ pub(super) enum Backing {
     /// In the base of this or another buffer, read-only.
     Shared(Arc<CpuExtent>),
     /// In a region of their own.
-    Own {
-        region: Region,
-        _charge: BudgetCharge,
-    },
+    Own { region: Region, _charge: CopyCharge },
+}
+
+/// What the regions of a buffer besides its base are charged to.
+pub(super) struct CopyBudget {
+    /// The memory of the engine.
+    budget: Arc<Budget>,
+    /// The guest.
+    account: OnceLock<Arc<dyn CopyAccount>>,
+}
+
+/// The charges for one such region.
+pub(super) struct CopyCharge {
+    of_engine: BudgetCharge,
+    /// Given back after the memory of the engine.
+    _of_guest: Option<Box<dyn Any + Send + Sync>>,
+}
+
+impl CopyBudget {
+    /// A budget without an account.
+    pub(super) fn new(budget: &Arc<Budget>) -> CopyBudget {
+        CopyBudget {
+            budget: Arc::clone(budget),
+            account: OnceLock::new(),
+        }
+    }
+
+    pub(super) fn set_account(&self, account: Arc<dyn CopyAccount>) {
+        // A second account is dropped.
+        let _ = self.account.set(account);
+    }
+
+    /// Charges `bytes`.
+    ///
+    /// # Errors
+    /// [`EngineError::OutOfMemory`] with the figures of the account, or of the engine.
+    fn take(&self, bytes: u64) -> Result<CopyCharge, EngineError> {
+        let mut of_engine = None;
+        let mut allocate = || {
+            of_engine = Some(BudgetCharge::take(&self.budget, bytes)?);
+            Ok(())
+        };
+        let of_guest = match self.account.get() {
+            Some(account) => Some(account.charge(bytes, &mut allocate)?),
+            None => allocate().map(|()| None)?,
+        };
+        let of_engine = of_engine.ok_or_else(|| self.budget.out_of_memory(bytes))?;
+        Ok(CopyCharge {
+            of_engine,
+            _of_guest: of_guest,
+        })
+    }
+}
+
+impl CopyCharge {
+    /// The error for a mapping that failed although there was memory for it.
+    fn refused(self) -> EngineError {
+        self.of_engine.refused()
+    }
 }
 
 impl State {
@@ -99,13 +155,14 @@ impl State {
     /// Asks `is_cancelled` before each 4 MiB that are copied.
     ///
     /// # Errors
-    /// [`EngineError::OutOfMemory`] if memory is needed and `budget` or the machine has none;
+    /// [`EngineError::OutOfMemory`] if memory is needed and the guest, the engine or the machine has
+    /// none;
     /// [`EngineError::Cancelled`] once `is_cancelled` has returned `true`: each byte is where it
     /// was.
     pub(super) fn gather(
         &mut self,
         base: &BaseRegion,
-        budget: &Arc<Budget>,
+        copies: &CopyBudget,
         range: Range<u64>,
         is_cancelled: &dyn Fn() -> bool,
     ) -> Result<*mut u8, EngineError> {
@@ -149,7 +206,7 @@ impl State {
             (base.at(all.start), None)
         } else {
             let len = all.end - all.start;
-            let charge = BudgetCharge::take(budget, whole_pages(len))?;
+            let charge = copies.take(whole_pages(len))?;
             match Region::private(len as usize) {
                 None => return Err(charge.refused()),
                 Some(region) => (

@@ -1,6 +1,8 @@
 //! Buffers that share, write, merge and free weights.
 
+use std::any::Any;
 use std::cell::Cell;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
 use super::extent::BaseRegion;
@@ -8,7 +10,8 @@ use super::segments::{Backing, COPIED_AT_ONCE, Segment};
 use crate::CpuEngine;
 use crate::memory::CpuMemory;
 use crate::region::{Budget, page};
-use vgpu_engine::{Engine, EngineError, Extent, MAX_COPIES, Memory, RunStatus, Turn};
+use vgpu_engine::{CopyAccount, Engine, EngineError, Extent, MAX_COPIES, Memory};
+use vgpu_engine::{RunStatus, Turn};
 use vgpu_gguf::Rng;
 use vgpu_transport::ir::{BufferId, Graph, Limits, Node, Op, Shape, Sources, Tensor, Type};
 use vgpu_transport::ir::{ValidGraph, validate};
@@ -283,6 +286,96 @@ fn copies_of_shared_bytes_need_memory() {
     );
     drop(one);
     assert_eq!(budget.used(), 0);
+}
+
+/// A guest that may have so many bytes of copies.
+struct Account {
+    left: Arc<AtomicU64>,
+}
+
+/// Bytes that are charged to an [`Account`].
+struct Charged {
+    left: Arc<AtomicU64>,
+    bytes: u64,
+}
+
+impl CopyAccount for Account {
+    fn charge(
+        &self,
+        bytes: u64,
+        allocate: &mut dyn FnMut() -> Result<(), EngineError>,
+    ) -> Result<Box<dyn Any + Send + Sync>, EngineError> {
+        let free = self.left.load(Ordering::Relaxed);
+        let left = free.checked_sub(bytes).ok_or(EngineError::OutOfMemory {
+            wanted: bytes,
+            free,
+            total: 0,
+        })?;
+        self.left.store(left, Ordering::Relaxed);
+        let charged = Charged {
+            left: Arc::clone(&self.left),
+            bytes,
+        };
+        allocate()?;
+        Ok(Box::new(charged))
+    }
+}
+
+impl Drop for Charged {
+    fn drop(&mut self) {
+        self.left.fetch_add(self.bytes, Ordering::Relaxed);
+    }
+}
+
+#[test]
+fn copies_of_shared_bytes_are_charged_to_the_guest_until_they_are_freed() {
+    let (copy, room) = (4 * page(), 6 * page());
+    let budget = Arc::new(Budget::new(Some(64 << 20)));
+    let one = weights(&budget, &content(PAGES * page()));
+    let left = Arc::new(AtomicU64::new(room));
+    let account = Account {
+        left: Arc::clone(&left),
+    };
+    one.charge_copies(Arc::new(account));
+    let extents = [0, 4].map(|at| shared(&one, at * page(), copy));
+    let used = budget.used();
+    one.fill(0, 1, 1).unwrap();
+    let charged = |copies: u64| {
+        assert_eq!(left.load(Ordering::Relaxed), room - copies * page());
+        assert_eq!(budget.used(), used + copies * page());
+    };
+    charged(4);
+    // The account refuses, and the engine has charged nothing.
+    let refused = one.fill(copy, 1, 1).unwrap_err();
+    assert_eq!(
+        refused,
+        EngineError::OutOfMemory {
+            wanted: copy,
+            free: room - copy,
+            total: 0,
+        }
+    );
+    charged(4);
+    assert_eq!(
+        read(&one, copy, 1),
+        content(PAGES * page())[copy as usize..][..1]
+    );
+    // The engine refuses, and the account has charged nothing.
+    let small = Arc::new(Budget::new(Some(PAGES * page())));
+    let two = weights(&small, &content(PAGES * page()));
+    two.charge_copies(Arc::new(Account {
+        left: Arc::clone(&left),
+    }));
+    let extent = shared(&two, 0, page());
+    two.fill(0, 1, 1).unwrap_err();
+    assert_eq!(left.load(Ordering::Relaxed), room - copy);
+    drop((extent, two));
+    // The bytes are in the base again, whose extents are gone.
+    drop(extents);
+    one.fill(0, 2 * copy, 1).unwrap();
+    charged(0);
+    drop(one);
+    assert_eq!((left.load(Ordering::Relaxed), budget.used()), (room, 0));
 }
 
 #[test]

@@ -7,6 +7,7 @@ use anyhow::{Context as _, Result, bail};
 
 use xtask_common::cache::Cache;
 use xtask_common::dist;
+use xtask_common::print;
 use xtask_common::progress::{Progress, heading, say};
 use xtask_common::workspace;
 

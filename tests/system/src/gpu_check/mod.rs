@@ -12,6 +12,7 @@ use xtask_common::dist;
 use xtask_common::llama;
 use xtask_common::machine_code;
 use xtask_common::packages;
+use xtask_common::println;
 use xtask_common::process;
 use xtask_common::progress::{Progress, heading};
 use xtask_common::workspace;

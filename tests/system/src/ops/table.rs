@@ -18,6 +18,7 @@ use xtask_common::dist;
 use xtask_common::executor::Executor;
 use xtask_common::llama;
 use xtask_common::node_llama::Backend;
+use xtask_common::println;
 use xtask_common::progress::{Progress, heading};
 use xtask_common::scratch::Scratch;
 use xtask_common::workspace;

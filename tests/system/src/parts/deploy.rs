@@ -74,6 +74,28 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
             );
         }
     }
+    let with_prometheus = tests.options.full || packages::runs("promtool", &["--version"]);
+    tests.check("monitoring/alerts.yml", |tests, _| {
+        if !with_prometheus {
+            return Ok("not checked: there is no promtool here".into());
+        }
+        packages::prometheus(tests.cache)?;
+        let run = |arguments: &[&str]| {
+            let mut promtool = Command::new("promtool");
+            process::output(promtool.args(arguments).current_dir(at("monitoring")))
+        };
+        run(&["check", "rules", "alerts.yml"])?;
+        run(&["test", "rules", "alerts_test.yml"]).map(|_| "promtool".into())
+    });
+    if tests.options.full {
+        tests.check("monitoring/grafana-dashboard.json", |tests, _| {
+            packages::prometheus(tests.cache)?;
+            let test = ["test", "-p", "vgpu", "--test", "monitoring_files"];
+            let mut cargo = tests.cargo();
+            process::output(cargo.args(test).args(["--", "--ignored"]))
+                .map(|_| "every query returns data from Prometheus".into())
+        });
+    }
     tests.check("compose.yaml", |tests, _| {
         compose(tests, &at("compose.yaml"))
     });

@@ -5,6 +5,7 @@ use std::path::Path;
 use anyhow::{Context as _, Result, ensure};
 
 use crate::llama_server::Server;
+use crate::previous::previous;
 use xtask_common::compare::{self, Choice};
 use xtask_common::dist::Dist;
 use xtask_common::llama;
@@ -39,22 +40,59 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
         let Some(reference) = reference else { continue };
         for link in ["unix", "inproc"] {
             let name = format!("{TOKENS} tokens, {}, over {link}", file_type.name());
+            let log = format!("llama-server-{}-{link}", file_type.name());
             tests.check(&name, |tests, _| {
-                compare_over(tests, &bin, &dist, file_type, link, &reference)
+                compare_over(tests, &bin, &dist, file_type, (link, &log), &reference)
             });
+        }
+        if tests.options.full && file_type == FileType::F16 {
+            beside_the_previous_release(tests, &bin, &dist, &reference);
         }
     }
 }
 
+/// One of plugin and executor is of the previous release.
+fn beside_the_previous_release(
+    tests: &mut TestRun<'_>,
+    bin: &Path,
+    dist: &Dist,
+    reference: &[Choice],
+) {
+    let made = tests.prepare("the previous release", |tests| previous(tests.cache));
+    let Some(made) = made else { return };
+    for (name, log, plugin, vgpu) in [
+        (
+            "the previous plugin on this executor",
+            "llama-server-previous-plugin",
+            &made.dist.plugin,
+            &dist.vgpu,
+        ),
+        (
+            "this plugin on the previous executor",
+            "llama-server-previous-executor",
+            &dist.plugin,
+            &made.dist.vgpu,
+        ),
+    ] {
+        let mixed = Dist {
+            plugin: plugin.clone(),
+            vgpu: vgpu.clone(),
+        };
+        tests.check(&format!("{TOKENS} tokens, {name}"), |tests, _| {
+            compare_over(tests, bin, &mixed, FileType::F16, ("unix", log), reference)
+        });
+    }
+}
+
+/// `link`, with the name of the logs.
 fn compare_over(
     tests: &TestRun<'_>,
     bin: &Path,
     dist: &Dist,
     file_type: FileType,
-    link: &str,
+    (link, name): (&str, &str),
     reference: &[Choice],
 ) -> Result<String> {
-    let name = format!("llama-server-{}-{link}", file_type.name());
     let served = match link {
         "unix" => Some(Served::start(
             dist,
@@ -71,7 +109,7 @@ fn compare_over(
         endpoint: &endpoint,
     };
     let model = tests.model(file_type)?;
-    let server = Server::start(bin, &model, &backend, &stats, &tests.log(&name))?;
+    let server = Server::start(bin, &model, &backend, &stats, &tests.log(name))?;
     let choices = server.complete(PROMPT, TOKENS)?;
     let log = server.log();
     server.stop()?;

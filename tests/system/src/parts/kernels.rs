@@ -80,8 +80,11 @@ fn compile(
     architectures: &[String],
 ) -> Result<String> {
     let log = tests.log(name);
-    let mut kernels = Command::new(program());
+    // Of util-linux, as every Debian has: only what other tests leave of the cores (SCHED_IDLE).
+    let mut kernels = Command::new("chrt");
     kernels
+        .args(["--idle", "0"])
+        .arg(program())
         .arg(nvrtc)
         .arg(workspace::reports().join(name))
         .args(architectures)

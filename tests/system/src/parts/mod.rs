@@ -1,5 +1,6 @@
 //! The parts of `cargo xtask test`.
 
+mod clean_debian;
 pub(crate) mod demo;
 pub(crate) mod dependencies;
 pub(crate) mod deploy;

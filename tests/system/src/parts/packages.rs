@@ -8,6 +8,7 @@ use std::process::Command;
 use anyhow::{Context as _, Result, ensure};
 use serde_json::Value;
 
+use super::clean_debian;
 use crate::debian::{GUEST, HOST, Packages};
 use xtask_common::dist::Dist;
 use xtask_common::packages;
@@ -38,6 +39,7 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
     });
     if tests.options.full {
         tests.check("release: RPM packages and the image", |_, _| release(&dist));
+        clean_debian::run(tests, &packages);
     }
 }
 

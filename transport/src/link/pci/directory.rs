@@ -110,7 +110,11 @@ pub enum DirectoryError {
     Size { size: usize },
     #[error("the device's memory begins with {found:#018x}, not with {MAGIC:#018x}")]
     Magic { found: u64 },
-    #[error("the device has directory version {found}; this side supports version {VERSION}")]
+    #[error(
+        "the device has directory version {found}; this guest supports version {VERSION}: update \
+         ggml-vgpu {}",
+        layout::outdated(VERSION, *.found)
+    )]
     Version { found: u64 },
     #[error(
         "the directory says {said} bytes in {slots} slots of {slot_size} bytes; the device's \

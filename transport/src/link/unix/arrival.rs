@@ -59,8 +59,10 @@ pub enum HandshakeError {
     #[error("the guest violated the handshake: {0}")]
     Garbage(LinkViolation),
     #[error(
-        "the guest supports window layouts {from} to {to}, this host supports {}",
-        layout::VERSION
+        "the guest supports window layouts {from} to {to}, this host supports {}: update \
+         ggml-vgpu {}",
+        layout::VERSION,
+        layout::outdated(*.to, layout::VERSION)
     )]
     OtherLayout { from: u64, to: u64 },
     /// The host's options have a wrong window size.

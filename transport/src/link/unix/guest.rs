@@ -50,7 +50,9 @@ pub enum UnixConnectError {
     #[error("{path}: no answer within {ms} ms", path = path.display())]
     Timeout { path: PathBuf, ms: u128 },
     #[error(
-        "{path}: the executor supports window layout {theirs}, this guest supports {ours}",
+        "{path}: the executor supports window layout {theirs}, this guest supports {ours}: update \
+         ggml-vgpu {}",
+        layout::outdated(*.ours, *.theirs),
         path = path.display()
     )]
     OtherLayout {

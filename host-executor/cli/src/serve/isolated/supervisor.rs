@@ -7,7 +7,7 @@ use std::process::Command;
 use std::sync::mpsc::{Receiver, Sender};
 use std::time::Duration;
 
-use anyhow::{Context as _, anyhow};
+use anyhow::{Context as _, anyhow, ensure};
 use tracing::info;
 use vgpu_executor::added_guests::{AddedGuests, GuestAnswer, GuestRequest};
 use vgpu_executor::config::{LogFormat, Settings, VmDevice};
@@ -15,7 +15,7 @@ use vgpu_executor::engine::{EngineKind, Selection};
 use vgpu_executor::isolate::{Resources, Supervisor};
 use vgpu_executor::vm::VmOptions;
 use vgpu_executor::weights::Sharing;
-use vgpu_executor::{Limits, sandbox, service};
+use vgpu_executor::{Limits, OperatorRequest, sandbox, service};
 
 use super::partition;
 use crate::config_error::ConfigError;
@@ -23,7 +23,8 @@ use crate::own_program::{OWN_PROGRAM, VERSION};
 use crate::runtime_dir;
 use crate::serve::args::Args;
 use crate::serve::certificates::{self, EndWatch};
-use crate::serve::events::{DumpSource, Event, announce, describe_reload, wait_for_end};
+use crate::serve::drain_text;
+use crate::serve::events::{DumpSource, Event, Task, announce, describe_reload, wait_for_end};
 use crate::serve::guest_requests;
 use crate::serve::kept_machines::KeptMachines;
 use crate::serve::listeners::Listeners;
@@ -149,6 +150,7 @@ pub(crate) fn run(
         .for_each(|address| info!("listening on {address}"));
     // The processes of virtual machines bind sockets and start drivers before they do the same.
     let confined = sandboxing::confine_supervisor(args.no_sandbox)?;
+    let health = supervisor.health();
     let _files = observers.serve(&settings, &supervisor.status_handle(), sender, &confined)?;
     listeners.switch(&mut supervisor, &settings, prepared, &confined)?;
     let mut addresses = listeners.addresses();
@@ -158,7 +160,6 @@ pub(crate) fn run(
     trim_pages::trim(Scope::Program);
 
     let watch = EndWatch::new(listeners.certificates().cloned());
-    let health = supervisor.health();
     // Other virtual machines need a restart.
     let served = settings.clone();
     let running = RefCell::new(settings);
@@ -175,13 +176,18 @@ pub(crate) fn run(
         || {
             watch.check_if_due();
             health.check();
+            health.end_drained();
             kept.borrow_mut().check(&served);
             service::alive();
             None
         },
-        || {
+        |task| {
             let changeable = &mut changeable.borrow_mut();
-            reload(args, changeable, logging, &mut running.borrow_mut())
+            let running = &mut running.borrow_mut();
+            match task {
+                Task::Reload => reload(args, changeable, logging, running),
+                Task::Perform(request) => perform(args, changeable, running, &request),
+            }
         },
         |request| {
             let changeable = &mut changeable.borrow_mut();
@@ -194,7 +200,7 @@ pub(crate) fn run(
     Ok(())
 }
 
-/// What a reload and requests about guests change.
+/// What tasks and requests about guests change.
 struct Changeable<'a> {
     supervisor: &'a mut Supervisor,
     listeners: &'a mut Listeners,
@@ -202,6 +208,49 @@ struct Changeable<'a> {
     confined: &'a Confined,
     /// The memory that is divided among the workers.
     memory: Option<u64>,
+}
+
+/// Carries out a request of the operator, also in running workers. On failure nothing has changed.
+fn perform(
+    args: &Args,
+    changeable: &Changeable<'_>,
+    running: &mut Settings,
+    request: &OperatorRequest,
+) -> anyhow::Result<String> {
+    let (supervisor, memory) = (&changeable.supervisor, changeable.memory);
+    Ok(match request {
+        OperatorRequest::Set(change) => {
+            let machine = running
+                .guests
+                .iter()
+                .any(|guest| guest.rule.name == change.guest && guest.vm.is_some());
+            ensure!(
+                !machine,
+                "with --isolate the virtual machine {} has a process of its own, whose memory and \
+                 weight are in the configuration and change with a restart",
+                change.guest
+            );
+            // Without a size of its own, the memory is that of the workers' device, once one runs.
+            let device = || supervisor.status_handle().status().engine.memory_total;
+            let total = memory.or_else(|| Some(device()).filter(|&total| total > 0));
+            let mut wanted = running.clone();
+            let said = change.apply(&mut wanted, total)?;
+            let partition = partition::partition(args, &wanted, memory)?;
+            supervisor
+                .apply(partition)
+                .context("memory of the guests")?;
+            *running = wanted;
+            said
+        }
+        OperatorRequest::Drain { deadline_ms } => {
+            let deadline = deadline_ms.map(Duration::from_millis);
+            drain_text::drains(deadline, &supervisor.drain(deadline))
+        }
+        OperatorRequest::Undrain => {
+            let (did_drain, silent) = supervisor.undrain();
+            drain_text::accepts(did_drain, &silent)
+        }
+    })
 }
 
 /// Applies the configuration as it is now, also to running workers. On failure nothing has changed.

@@ -17,27 +17,27 @@ pub(super) const ROWS: usize = 8;
 pub(super) struct EightRows {
     /// The first byte of each row. The last row is repeated if there are fewer.
     pub(super) rows: [*const u8; ROWS],
-    /// The first byte of the next eight rows.
-    next: *const u8,
+    /// The first byte of the eight rows that are prefetched.
+    prefetched: *const u8,
 }
 
 impl EightRows {
-    /// The rows from `first` on.
+    /// The rows from `first` on. The rows that are `prefetched` rows behind these are prefetched.
     #[inline(always)]
-    pub(super) fn new(call: &GemmArgs, first: usize) -> EightRows {
+    fn new(call: &GemmArgs, first: usize, prefetched: usize) -> EightRows {
         EightRows {
             rows: std::array::from_fn(|r| call.row(first + r)),
-            next: call.w.wrapping_add((first + ROWS) * call.w_stride),
+            prefetched: call.w.wrapping_add((first + prefetched) * call.w_stride),
         }
     }
 
-    /// Prefetches bytes `from .. to` of the next eight rows, to the L2 cache. The prefetches are
+    /// Prefetches bytes `from .. to` of later rows, to the L2 cache. The prefetches are
     /// spread evenly over the products of these rows, and go through memory in order, as the
     /// hardware prefetcher continues; the products go from row to row.
     #[inline(always)]
     pub(super) fn prefetch(&self, from: usize, to: usize) {
         for line in from.div_ceil(64)..to.div_ceil(64) {
-            prefetch_line::<_MM_HINT_T1>(self.next.wrapping_add(64 * line));
+            prefetch_line::<_MM_HINT_T1>(self.prefetched.wrapping_add(64 * line));
         }
     }
 }
@@ -55,6 +55,8 @@ impl EightRows {
 pub(super) trait EightRowsKernel {
     /// The elements of a column that are prepared at once.
     const CHUNK: usize;
+    /// How many rows behind a row the row is that is prefetched with it: a multiple of [`ROWS`].
+    const PREFETCHED: usize;
     /// A chunk of a column, prepared.
     type Column;
 
@@ -93,7 +95,7 @@ pub(super) unsafe fn gemm<K: EightRowsKernel>(call: &GemmArgs) {
             }
         }
         for first in (0..call.rows).step_by(ROWS) {
-            let rows = EightRows::new(call, first);
+            let rows = EightRows::new(call, first, K::PREFETCHED);
             let n = ROWS.min(call.rows - first);
             by_columns!(call.cols, c, COLUMNS, {
                 let results = K::multiply::<COLUMNS>(&rows, call.k, columns.add(c * chunks));

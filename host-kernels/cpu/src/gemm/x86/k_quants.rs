@@ -3,7 +3,7 @@
 
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
-use std::mem::offset_of;
+use std::mem::{MaybeUninit, offset_of};
 
 use super::block_simd::BlockSimd;
 use super::block32_decode::depth;
@@ -203,6 +203,7 @@ struct SuperBlockRows<S, B>(PhantomData<(S, B)>);
 
 impl<S: BlockSimd, B: SuperBlockKernel> EightRowsKernel for SuperBlockRows<S, B> {
     const CHUNK: usize = CHUNK;
+    const PREFETCHED: usize = ROWS;
     type Column = Column;
 
     #[inline(always)]
@@ -223,7 +224,24 @@ impl<S: BlockSimd, B: SuperBlockKernel> EightRowsKernel for SuperBlockRows<S, B>
     }
 }
 
+/// The most blocks of a row that follow one another in memory before the next row: one page of most
+/// types. With several columns there are as many in all.
+const IN_ORDER: usize = 12;
+
+/// What a block of eight rows adds to the results of `C` columns: for each row, a vector of partial
+/// sums, one of its minimums, and the two factors of these.
+struct RowBlocks<I, const C: usize> {
+    dots: [[I; ROWS]; C],
+    mins: [[__m256i; ROWS]; C],
+    d: [f32; ROWS],
+    dmin: [f32; ROWS],
+}
+
 /// Eight rows times `C` columns: a vector of results for each column.
+///
+/// Long rows are multiplied block by block, each of all rows. With short rows, reads that go from
+/// row to row are two thirds as fast as reads in the order of memory, because the processor does
+/// not prefetch across rows. Short rows are therefore multiplied one after the other.
 ///
 /// # Safety
 /// Each row is readable for `blocks` blocks, and `x` has `C` prepared columns of `blocks` blocks.
@@ -234,61 +252,115 @@ unsafe fn eight_rows_times<S: BlockSimd, B: SuperBlockKernel, const C: usize>(
     blocks: usize,
     x: *const Column,
 ) -> [__m256; C] {
-    const { assert!(S::LANES < B::ONE_ORDER_LANES || !B::WIDE) }
     // SAFETY: `b < blocks`, so the block is readable in each row, and `c * blocks + b` is one of
-    // the prepared blocks of the `C` columns at `x`. Of such a block, `S::SUPER` vectors are the
-    // 256 quants, and one of 32 bytes the 16 sums. The caller guarantees the instructions of `S`.
+    // the prepared blocks of the `C` columns at `x`. `in_order` has a place for each of the
+    // `blocks <= IN_ORDER` blocks, and what is read of it was written for all eight rows. The
+    // caller guarantees the instructions of `S`.
     unsafe {
         let mut acc = [_mm256_setzero_ps(); C];
-        // For each column, a vector of partial sums of each row.
-        let mut dots = [[S::zero_int(); ROWS]; C];
-        let mut mins = [[_mm256_setzero_si256(); ROWS]; C];
-        let (mut d, mut dmin) = ([0.0f32; ROWS], [0.0f32; ROWS]);
-        for b in 0..blocks {
-            let x = x.add(b);
+        if blocks <= IN_ORDER / C {
+            let mut in_order = MaybeUninit::<[RowBlocks<S::I, C>; IN_ORDER]>::uninit();
+            let in_order = in_order.as_mut_ptr().cast::<RowBlocks<S::I, C>>();
             for r in 0..ROWS {
-                let read = (ROWS * b + r) * size_of::<B>();
-                rows.prefetch(read, read + size_of::<B>());
-                let block = rows.rows[r].add(b * size_of::<B>());
-                let q = S::quants::<B>(block);
-                let (scales, row_mins) = B::scales(block);
-                (d[r], dmin[r]) = B::d(block);
-                let mut sums = [S::zero_int(); C];
-                for c in 0..C {
-                    let bsums = (*x.add(c * blocks)).sums.as_ptr().cast();
-                    let bsums = _mm256_loadu_si256(bsums);
-                    if B::OFFSET != 0 {
-                        let excess = S::widen(excess::<B>(scales, bsums));
-                        sums[c] = S::sub_int(sums[c], excess);
-                    }
-                    if B::HAS_MIN {
-                        mins[c][r] = _mm256_madd_epi16(row_mins, bsums);
-                    }
-                }
-                for v in 0..S::SUPER {
-                    let scale = S::spread_superblock::<B>(scales, v);
-                    for c in 0..C {
-                        let x = (*x.add(c * blocks)).quants.as_ptr();
-                        let x = S::load_int(x.add(v * 4 * S::LANES));
-                        sums[c] = S::dot_scaled(sums[c], q[v], x, scale);
-                    }
-                }
-                for c in 0..C {
-                    dots[c][r] = sums[c];
+                for b in 0..blocks {
+                    let block = rows.rows[r].add(b * size_of::<B>());
+                    S::prefetch(block, size_of::<B>());
+                    multiply_block::<S, B, C>(block, x.add(b), blocks, in_order.add(b), r);
                 }
             }
-            let (d, dmin) = (_mm256_loadu_ps(d.as_ptr()), _mm256_loadu_ps(dmin.as_ptr()));
-            for c in 0..C {
-                let d_x = _mm256_set1_ps((*x.add(c * blocks)).d);
-                let dots = _mm256_cvtepi32_ps(eight_rows::sums::<S>(dots[c]));
-                acc[c] = _mm256_fmadd_ps(dots, _mm256_mul_ps(d, d_x), acc[c]);
-                if B::HAS_MIN {
-                    let mins = _mm256_cvtepi32_ps(eight_rows::sums::<Avx2>(mins[c]));
-                    acc[c] = _mm256_fnmadd_ps(mins, _mm256_mul_ps(dmin, d_x), acc[c]);
+            for b in 0..blocks {
+                add_block::<S, B, C>(in_order.add(b), x.add(b), blocks, &mut acc);
+            }
+        } else {
+            let mut of_rows = MaybeUninit::<RowBlocks<S::I, C>>::uninit();
+            for b in 0..blocks {
+                for r in 0..ROWS {
+                    let read = (ROWS * b + r) * size_of::<B>();
+                    rows.prefetch(read, read + size_of::<B>());
+                    let block = rows.rows[r].add(b * size_of::<B>());
+                    let to = of_rows.as_mut_ptr();
+                    multiply_block::<S, B, C>(block, x.add(b), blocks, to, r);
                 }
+                add_block::<S, B, C>(of_rows.as_ptr(), x.add(b), blocks, &mut acc);
             }
         }
         acc
+    }
+}
+
+/// Multiplies a block of row `r` with `C` columns, whose blocks are `blocks` apart.
+///
+/// # Safety
+/// `block` is readable for a block of `B`, and `x` for a prepared block of each column. `to` is
+/// valid for writes, and `r < ROWS`. The processor has the instructions of `S`.
+#[inline(always)]
+unsafe fn multiply_block<S: BlockSimd, B: SuperBlockKernel, const C: usize>(
+    block: *const u8,
+    x: *const Column,
+    blocks: usize,
+    to: *mut RowBlocks<S::I, C>,
+    r: usize,
+) {
+    const { assert!(S::LANES < B::ONE_ORDER_LANES || !B::WIDE) }
+    // SAFETY: the caller guarantees the block, and a prepared block at `c * blocks` for each of the
+    // `C` columns: `S::SUPER` vectors of it are the 256 quants, and one of 32 bytes the 16 sums.
+    // Each field of `to` has an element for row `r`. The caller guarantees the instructions of `S`.
+    unsafe {
+        let q = S::quants::<B>(block);
+        let (scales, row_mins) = B::scales(block);
+        ((*to).d[r], (*to).dmin[r]) = B::d(block);
+        let mut sums = [S::zero_int(); C];
+        for c in 0..C {
+            let bsums = (*x.add(c * blocks)).sums.as_ptr().cast();
+            let bsums = _mm256_loadu_si256(bsums);
+            if B::OFFSET != 0 {
+                let excess = S::widen(excess::<B>(scales, bsums));
+                sums[c] = S::sub_int(sums[c], excess);
+            }
+            if B::HAS_MIN {
+                (*to).mins[c][r] = _mm256_madd_epi16(row_mins, bsums);
+            }
+        }
+        for v in 0..S::SUPER {
+            let scale = S::spread_superblock::<B>(scales, v);
+            for c in 0..C {
+                let x = (*x.add(c * blocks)).quants.as_ptr();
+                let x = S::load_int(x.add(v * 4 * S::LANES));
+                sums[c] = S::dot_scaled(sums[c], q[v], x, scale);
+            }
+        }
+        for c in 0..C {
+            (*to).dots[c][r] = sums[c];
+        }
+    }
+}
+
+/// Adds the products of a block of eight rows with `C` columns, whose blocks are `blocks` apart.
+///
+/// # Safety
+/// [`multiply_block`] has written `of_rows` for all rows, with the same `x`.
+#[inline(always)]
+unsafe fn add_block<S: BlockSimd, B: SuperBlockKernel, const C: usize>(
+    of_rows: *const RowBlocks<S::I, C>,
+    x: *const Column,
+    blocks: usize,
+    acc: &mut [__m256; C],
+) {
+    // SAFETY: the caller guarantees that the vectors and the factors of all rows were written, but
+    // for `mins` without minimums, which is then not read; a prepared block of each column at
+    // `c * blocks`; and the instructions of `S`.
+    unsafe {
+        let d = _mm256_loadu_ps((&raw const (*of_rows).d).cast());
+        let dmin = _mm256_loadu_ps((&raw const (*of_rows).dmin).cast());
+        for c in 0..C {
+            let d_x = _mm256_set1_ps((*x.add(c * blocks)).d);
+            let dots = _mm256_cvtepi32_ps(eight_rows::sums::<S>((*of_rows).dots[c]));
+            acc[c] = _mm256_fmadd_ps(dots, _mm256_mul_ps(d, d_x), acc[c]);
+            if B::HAS_MIN {
+                let mins = _mm256_cvtepi32_ps(eight_rows::sums::<Avx2>((*of_rows).mins[c]));
+                acc[c] = _mm256_fnmadd_ps(mins, _mm256_mul_ps(dmin, d_x), acc[c]);
+            }
+        }
     }
 }
 

@@ -52,7 +52,8 @@ const ALONE: [&str; 7] = [
     "vgpu-executor races",
 ];
 
-pub(crate) fn run(tests: &mut TestRun<'_>) {
+/// `beside`: what runs at the same time as the programs that wait most of the time.
+pub(crate) fn run(tests: &mut TestRun<'_>, beside: impl FnOnce(&mut TestRun<'_>) + Send) {
     heading("unit, property and ABI tests");
     // Some tests compare with the headers of every ggml, and with real ones: the oldest, the
     // newest, and that of most tests.
@@ -64,7 +65,7 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
         llama::build(tests.cache, llama::Stage::Ops)
     });
     if ready.is_none() {
-        return;
+        return beside(tests);
     }
     let mut programs = Vec::new();
     tests.check("compile all tests", |tests, progress| {
@@ -80,14 +81,15 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
         Ok(format!("{} programs", programs.len()))
     });
     if programs.is_empty() {
-        return;
+        return beside(tests);
     }
 
     let progress = Progress::new("tests of the workspace");
     let is_alone = |program: &TestProgram| ALONE.contains(&program.name.as_str());
     let (alone, others): (Vec<_>, Vec<_>) = programs.into_iter().partition(is_alone);
     let sample = (!tests.options.full).then(|| tests.options.seed());
-    let mut counted = side_by_side(&progress, sample, others);
+    let mut counted = Counted::default();
+    tests.at_the_same_time(|_| counted = side_by_side(&progress, sample, others), beside);
     for program in &alone {
         run_program(&progress, sample, program, &mut counted);
     }

@@ -25,6 +25,8 @@ impl<S: BlockSimd, B: Block32Kernel> Block32Rows<S, B> {
 
 impl<S: BlockSimd, B: Block32Kernel> EightRowsKernel for Block32Rows<S, B> {
     const CHUNK: usize = CHUNK;
+    // With rows of 768 elements, the next eight come too late: Q8_0 is 1.45 times as fast so.
+    const PREFETCHED: usize = 2 * ROWS;
     type Column = GroupColumn;
 
     #[inline(always)]

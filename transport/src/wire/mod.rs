@@ -9,14 +9,14 @@
 //! from a private copy. The module contains no unsafe code.
 #![forbid(unsafe_code)]
 
+mod version;
+
 use std::fmt;
 
 use crate::ir::{BufferId, Capabilities, DecodeError};
 
 pub use crate::limits::{MAX_MESSAGE, MAX_PAYLOAD};
-
-/// The version of the messages. Both sides must have the same version.
-pub const PROTOCOL_VERSION: u32 = 3;
+pub use version::{Offer, ProtocolVersion, VersionMismatch, VersionRange};
 
 /// The maximum size of a graph image, in bytes.
 pub const MAX_GRAPH: u64 = 64 << 20;
@@ -69,6 +69,15 @@ pub enum WireError {
     UnknownKind { kind: u32 },
     #[error("a string is not UTF-8")]
     Text,
+    #[error("HELLO names the protocol versions from {oldest} to {newest}, which is no range")]
+    VersionRange { oldest: u32, newest: u32 },
+    #[error(
+        "WELCOME names the protocol version {version}, this side speaks {}",
+        VersionRange::SERVED
+    )]
+    Version { version: u32 },
+    #[error("WELCOME says that the host serves versions {oldest} to {newest}, which is no range")]
+    HostVersions { oldest: u32, newest: u32 },
     #[error("the capabilities are malformed: {0}")]
     Capabilities(#[from] DecodeError),
 }
@@ -86,8 +95,10 @@ macro_rules! messages {
         }
 
         impl $enum {
-            /// Appends the message to `out`.
-            pub fn encode(&self, out: &mut Vec<u8>) {
+            /// Appends the message in the form of `version` to `out`.
+            pub fn encode(&self, version: ProtocolVersion, out: &mut Vec<u8>) {
+                let mut out = Writer { bytes: out, version };
+                let out = &mut out;
                 match self {
                     $($enum::$variant { $($field,)* } => {
                         u32::put(&$id, out);
@@ -96,13 +107,13 @@ macro_rules! messages {
                 }
             }
 
-            /// Decodes a message.
+            /// Decodes a message in the form of `version`.
             ///
             /// # Errors
             ///
             /// A [`WireError`] that names the malformed part.
-            pub fn decode(bytes: &[u8]) -> Result<$enum, WireError> {
-                let mut bytes = Reader { bytes, at: 0 };
+            pub fn decode(version: ProtocolVersion, bytes: &[u8]) -> Result<$enum, WireError> {
+                let mut bytes = Reader { bytes, at: 0, version };
                 let message = match u32::get(&mut bytes)? {
                     $($id => {
                         $(let $field = <$ty as Field>::get(&mut bytes)?;)*
@@ -122,13 +133,11 @@ macro_rules! messages {
 messages! {
     /// A message of the guest.
     Request {
-        /// The first message of a session. Answered by [`Reply::Welcome`], or by [`Reply::Ended`]
-        /// when the host does not want this guest.
+        /// The first message of a session, the same in every version. Answered by
+        /// [`Reply::Welcome`], or by [`Reply::Ended`] when the host does not want this guest.
         1 Hello {
-            /// [`PROTOCOL_VERSION`] of the guest.
-            protocol: u32,
-            /// [`IR_VERSION`](crate::ir::IR_VERSION) of the guest.
-            ir: u32,
+            /// The versions of the guest.
+            offer: Offer,
             /// The guest's program, process id and ggml version, for logs.
             name: String,
         },
@@ -289,8 +298,11 @@ messages! {
     Reply {
         /// The session is open.
         1 Welcome {
-            /// [`PROTOCOL_VERSION`] of the host.
-            protocol: u32,
+            /// The version of this message and of all further ones, in both directions.
+            protocol: ProtocolVersion,
+            /// The versions that the host serves. A WELCOME of version 3 does not name them: then
+            /// it is that version.
+            served: HostVersions,
             /// The number of the session, for the logs of both sides.
             session: u64,
             /// The engine's name, `cpu` or `cuda:0`.
@@ -338,7 +350,7 @@ messages! {
             reason: String,
         },
         /// The session has ended: the guest has violated the protocol, or the host shuts down. The
-        /// last message.
+        /// last message, the same in every version.
         7 Ended {
             /// The reason, in English.
             reason: String,
@@ -385,6 +397,10 @@ messages! {
     }
 }
 
+/// The versions that a host serves, as the host says in WELCOME.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HostVersions(pub VersionRange);
+
 /// Lengths of extents, in bytes.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Lengths(pub Vec<u64>);
@@ -399,13 +415,21 @@ pub struct Wanted(pub Vec<(ContentHash, u64)>);
 
 /// A value in a message.
 trait Field: Sized {
-    fn put(&self, out: &mut Vec<u8>);
+    fn put(&self, out: &mut Writer<'_>);
     fn get(bytes: &mut Reader<'_>) -> Result<Self, WireError>;
 }
 
+/// A message that is being encoded.
+struct Writer<'a> {
+    bytes: &'a mut Vec<u8>,
+    version: ProtocolVersion,
+}
+
+/// A message that is being decoded.
 struct Reader<'a> {
     bytes: &'a [u8],
     at: usize,
+    version: ProtocolVersion,
 }
 
 impl<'a> Reader<'a> {
@@ -423,8 +447,8 @@ impl<'a> Reader<'a> {
 macro_rules! integer_fields {
     ($($ty:ty)*) => {
         $(impl Field for $ty {
-            fn put(&self, out: &mut Vec<u8>) {
-                out.extend_from_slice(&self.to_le_bytes());
+            fn put(&self, out: &mut Writer<'_>) {
+                out.bytes.extend_from_slice(&self.to_le_bytes());
             }
 
             fn get(bytes: &mut Reader<'_>) -> Result<$ty, WireError> {
@@ -439,9 +463,9 @@ macro_rules! integer_fields {
 integer_fields! { u8 u32 u64 }
 
 impl Field for String {
-    fn put(&self, out: &mut Vec<u8>) {
+    fn put(&self, out: &mut Writer<'_>) {
         (self.len() as u32).put(out);
-        out.extend_from_slice(self.as_bytes());
+        out.bytes.extend_from_slice(self.as_bytes());
     }
 
     fn get(bytes: &mut Reader<'_>) -> Result<String, WireError> {
@@ -450,8 +474,55 @@ impl Field for String {
     }
 }
 
+impl Field for Offer {
+    fn put(&self, out: &mut Writer<'_>) {
+        self.words().iter().for_each(|word| word.put(out));
+    }
+
+    fn get(bytes: &mut Reader<'_>) -> Result<Offer, WireError> {
+        let words = [u32::get(bytes)?, u32::get(bytes)?];
+        let offer = Offer::of_words(words);
+        offer.map_err(|(oldest, newest)| WireError::VersionRange { oldest, newest })
+    }
+}
+
+/// The number of the version, which the rest of the message has.
+impl Field for ProtocolVersion {
+    fn put(&self, out: &mut Writer<'_>) {
+        self.number().put(out);
+        out.version = *self;
+    }
+
+    fn get(bytes: &mut Reader<'_>) -> Result<ProtocolVersion, WireError> {
+        let version = u32::get(bytes)?;
+        let known = ProtocolVersion::of_number(version);
+        bytes.version = known.ok_or(WireError::Version { version })?;
+        Ok(bytes.version)
+    }
+}
+
+/// The oldest and the newest version, in a version that has them.
+impl Field for HostVersions {
+    fn put(&self, out: &mut Writer<'_>) {
+        if out.version.welcome_names_range() {
+            self.0.oldest().put(out);
+            self.0.newest().put(out);
+        }
+    }
+
+    fn get(bytes: &mut Reader<'_>) -> Result<HostVersions, WireError> {
+        if !bytes.version.welcome_names_range() {
+            return Ok(HostVersions(VersionRange::only(bytes.version)));
+        }
+        let (oldest, newest) = (u32::get(bytes)?, u32::get(bytes)?);
+        let range = VersionRange::new(oldest, newest);
+        let range = range.ok_or(WireError::HostVersions { oldest, newest })?;
+        Ok(HostVersions(range))
+    }
+}
+
 impl Field for BufferId {
-    fn put(&self, out: &mut Vec<u8>) {
+    fn put(&self, out: &mut Writer<'_>) {
         self.0.put(out);
     }
 
@@ -461,7 +532,7 @@ impl Field for BufferId {
 }
 
 impl Field for GraphId {
-    fn put(&self, out: &mut Vec<u8>) {
+    fn put(&self, out: &mut Writer<'_>) {
         self.0.put(out);
     }
 
@@ -471,8 +542,8 @@ impl Field for GraphId {
 }
 
 impl Field for ContentHash {
-    fn put(&self, out: &mut Vec<u8>) {
-        out.extend_from_slice(&self.0);
+    fn put(&self, out: &mut Writer<'_>) {
+        out.bytes.extend_from_slice(&self.0);
     }
 
     fn get(bytes: &mut Reader<'_>) -> Result<ContentHash, WireError> {
@@ -484,7 +555,7 @@ impl Field for ContentHash {
 
 /// A count, then the numbers.
 impl Field for Vec<u64> {
-    fn put(&self, out: &mut Vec<u8>) {
+    fn put(&self, out: &mut Writer<'_>) {
         (self.len() as u32).put(out);
         self.iter().for_each(|number| number.put(out));
     }
@@ -502,7 +573,7 @@ impl Field for Vec<u64> {
 }
 
 impl Field for Lengths {
-    fn put(&self, out: &mut Vec<u8>) {
+    fn put(&self, out: &mut Writer<'_>) {
         self.0.put(out);
     }
 
@@ -512,7 +583,7 @@ impl Field for Lengths {
 }
 
 impl Field for Indices {
-    fn put(&self, out: &mut Vec<u8>) {
+    fn put(&self, out: &mut Writer<'_>) {
         self.0.put(out);
     }
 
@@ -522,7 +593,7 @@ impl Field for Indices {
 }
 
 impl Field for Wanted {
-    fn put(&self, out: &mut Vec<u8>) {
+    fn put(&self, out: &mut Writer<'_>) {
         (self.0.len() as u32).put(out);
         for (hash, len) in &self.0 {
             hash.put(out);
@@ -543,7 +614,7 @@ impl Field for Wanted {
 }
 
 impl Field for Capabilities {
-    fn put(&self, out: &mut Vec<u8>) {
+    fn put(&self, out: &mut Writer<'_>) {
         let words = self.encode();
         (words.len() as u32).put(out);
         for word in words {
@@ -568,30 +639,114 @@ mod tests {
     use crate::ir::{OpKind, Rule, Type, TypeSet};
     use proptest::prelude::*;
 
-    #[test]
-    fn messages_round_trip() {
+    const CURRENT: ProtocolVersion = ProtocolVersion::CURRENT;
+
+    fn welcome(protocol: ProtocolVersion, served: VersionRange) -> Reply {
         let rule = Rule::uniform(OpKind::Add, TypeSet::of(&[Type::F32, Type::F16]), 2).dense(1);
-        let welcome = Reply::Welcome {
-            protocol: PROTOCOL_VERSION,
+        Reply::Welcome {
+            protocol,
+            served: HostVersions(served),
             session: 7,
             engine: "cpu".into(),
             description: "a processor".into(),
             memory_total: u64::MAX,
             memory_free: 1,
             capabilities: Capabilities::new(vec![rule]),
+        }
+    }
+
+    #[test]
+    fn messages_round_trip() {
+        for version in ProtocolVersion::ALL {
+            let served = match version.welcome_names_range() {
+                true => VersionRange::SERVED,
+                false => VersionRange::only(version),
+            };
+            let welcome = welcome(version, served);
+            let mut bytes = Vec::new();
+            welcome.encode(version, &mut bytes);
+            // WELCOME says its version itself.
+            for reader in ProtocolVersion::ALL {
+                assert_eq!(Reply::decode(reader, &bytes).as_ref(), Ok(&welcome));
+            }
+            for cut in 0..bytes.len() {
+                assert!(
+                    Reply::decode(version, &bytes[..cut]).is_err(),
+                    "accepted {cut} of {} bytes",
+                    bytes.len()
+                );
+            }
+            bytes.push(0);
+            let extra = Err(WireError::Trailing { extra: 1 });
+            assert_eq!(Reply::decode(version, &bytes), extra);
+        }
+    }
+
+    /// What a guest and a host of the commit d8283f75, which speak version 3 only, send.
+    #[test]
+    fn recorded_handshake_of_version_3_is_that_of_this_build() {
+        const HELLO: &[u8] = b"\x01\0\0\0\x03\0\0\0\x01\0\0\0\x08\0\0\0llama[7]";
+        const WELCOME: &[u8] = b"\x01\0\0\0\x03\0\0\0\x07\0\0\0\0\0\0\0\x03\0\0\0cpu\
+            \x0b\0\0\0a processor\xff\xff\xff\xff\xff\xff\xff\xff\x01\0\0\0\0\0\0\0\
+            \x0a\0\0\0\x01\0\0\0";
+        let v3 = ProtocolVersion::V3;
+        let hello = Request::Hello {
+            offer: Offer::only(v3),
+            name: "llama[7]".into(),
         };
         let mut bytes = Vec::new();
-        welcome.encode(&mut bytes);
-        assert_eq!(Reply::decode(&bytes), Ok(welcome));
-        for cut in 0..bytes.len() {
-            assert!(
-                Reply::decode(&bytes[..cut]).is_err(),
-                "accepted {cut} of {} bytes",
-                bytes.len()
-            );
+        for version in ProtocolVersion::ALL {
+            assert_eq!(Request::decode(version, HELLO).as_ref(), Ok(&hello));
+            bytes.clear();
+            hello.encode(version, &mut bytes);
+            assert_eq!(bytes, HELLO);
         }
-        bytes.push(0);
-        assert_eq!(Reply::decode(&bytes), Err(WireError::Trailing { extra: 1 }));
+        bytes.clear();
+        welcome(v3, VersionRange::only(v3)).encode(v3, &mut bytes);
+        assert_eq!(&bytes[..WELCOME.len()], WELCOME);
+    }
+
+    #[test]
+    fn a_host_of_version_3_reads_the_newest_version_in_every_hello() {
+        let hello = Request::Hello {
+            offer: Offer::SERVED,
+            name: "new".into(),
+        };
+        let mut bytes = Vec::new();
+        hello.encode(CURRENT, &mut bytes);
+        // Kind, version and a second word, as version 3 has them; then the name.
+        let words = bytes.chunks_exact(4).map(|word| {
+            let mut raw = [0; 4];
+            raw.copy_from_slice(word);
+            u32::from_le_bytes(raw)
+        });
+        let words: Vec<u32> = words.collect();
+        assert_eq!(words[..4], [1, CURRENT.number(), 3 << 16 | 1, 3]);
+        assert_eq!(&bytes[16..], b"new");
+    }
+
+    #[test]
+    fn wrong_versions_are_refused_with_their_numbers() {
+        let mut bytes = Vec::new();
+        Request::Hello {
+            offer: Offer::SERVED,
+            name: String::new(),
+        }
+        .encode(CURRENT, &mut bytes);
+        bytes[10] = 7;
+        let (oldest, newest) = (7, 4);
+        let wrong = Err(WireError::VersionRange { oldest, newest });
+        assert_eq!(Request::decode(CURRENT, &bytes), wrong);
+
+        bytes.clear();
+        welcome(CURRENT, VersionRange::SERVED).encode(CURRENT, &mut bytes);
+        bytes[12] = 2;
+        let (oldest, newest) = (3, 2);
+        let wrong = Err(WireError::HostVersions { oldest, newest });
+        assert_eq!(Reply::decode(CURRENT, &bytes), wrong);
+        bytes[4] = 99;
+        let wrong = Err(WireError::Version { version: 99 });
+        assert_eq!(Reply::decode(CURRENT, &bytes), wrong);
     }
 
     #[test]
@@ -604,8 +759,8 @@ mod tests {
             hash,
         };
         let mut bytes = Vec::new();
-        request.encode(&mut bytes);
-        assert_eq!(Request::decode(&bytes), Ok(request));
+        request.encode(CURRENT, &mut bytes);
+        assert_eq!(Request::decode(CURRENT, &bytes), Ok(request));
         assert!(hash.to_string().starts_with("00010203"));
 
         let held = Reply::Held {
@@ -613,19 +768,19 @@ mod tests {
             lengths: Lengths(vec![u64::MAX; MAX_LENGTHS]),
         };
         bytes.clear();
-        held.encode(&mut bytes);
+        held.encode(CURRENT, &mut bytes);
         assert!(bytes.len() <= MAX_MESSAGE, "{} bytes", bytes.len());
-        assert_eq!(Reply::decode(&bytes), Ok(held));
+        assert_eq!(Reply::decode(CURRENT, &bytes), Ok(held));
 
         let ask = Request::Query {
             buffer: BufferId(3),
             wanted: Wanted(vec![(hash, 1 << 50); MAX_QUERIED]),
         };
         bytes.clear();
-        ask.encode(&mut bytes);
+        ask.encode(CURRENT, &mut bytes);
         assert!(bytes.len() <= MAX_MESSAGE, "{} bytes", bytes.len());
-        assert_eq!(Request::decode(&bytes), Ok(ask));
-        assert!(Request::decode(&bytes[..bytes.len() - 1]).is_err());
+        assert_eq!(Request::decode(CURRENT, &bytes), Ok(ask));
+        assert!(Request::decode(CURRENT, &bytes[..bytes.len() - 1]).is_err());
     }
 
     proptest! {
@@ -633,12 +788,12 @@ mod tests {
         fn any_bytes_decode_or_fail_cleanly(
             bytes in proptest::collection::vec(any::<u8>(), 0..200),
         ) {
-            if let Ok(request) = Request::decode(&bytes) {
+            if let Ok(request) = Request::decode(CURRENT, &bytes) {
                 let mut again = Vec::new();
-                request.encode(&mut again);
+                request.encode(CURRENT, &mut again);
                 prop_assert_eq!(&again, &bytes);
             }
-            let _ = Reply::decode(&bytes);
+            let _ = Reply::decode(CURRENT, &bytes);
         }
     }
 }
