@@ -65,8 +65,9 @@ pub struct GuestList {
     /// Bytes of device memory that the quotas of all added guests may reserve: those of the engine
     /// without the quotas of the configuration.
     pub memory: u64,
-    /// Why the executor makes no progress. `None`: it does.
-    pub stalled: Option<String>,
+    /// Why the executor serves no further programs: it makes no progress, or it drains. `None`: it
+    /// does.
+    pub unavailable: Option<String>,
 }
 
 /// Why a guest cannot be added.
@@ -94,6 +95,37 @@ pub enum AddGuestError {
     Configured(String),
     #[error("{MAX_ADDED} guests were added, which is the most")]
     TooMany,
+}
+
+impl AddedGuest {
+    /// Adds the guest to settings without it.
+    fn add_to(&self, settings: &mut Settings) -> Result<(), AddGuestError> {
+        let name = self.name.clone();
+        let is_named = |known: &GuestSettings| known.rule.name == name;
+        if settings.guests.iter().any(is_named) {
+            return Err(AddGuestError::Configured(name));
+        }
+        let endpoint = Endpoint::Unix(self.socket.clone());
+        let own = settings.guests.iter().flat_map(|known| &known.listen);
+        let mut machines = settings.guests.iter().filter_map(|known| known.vm.as_ref());
+        if settings
+            .listen
+            .iter()
+            .chain(own)
+            .any(|used| *used == endpoint)
+            || machines.any(|vm| vm.socket == self.socket)
+        {
+            let address = endpoint.to_string();
+            return Err(AddGuestError::AddressInUse { name, address });
+        }
+        let mut added = GuestSettings::new(&name);
+        added.rule.policy.memory = self.memory;
+        added.rule.policy.weight = self.weight;
+        added.listen = vec![endpoint];
+        added.mode = self.mode;
+        settings.guests.push(added);
+        Ok(())
+    }
 }
 
 /// The guests that clients have added.
@@ -153,33 +185,27 @@ impl AddedGuests {
     /// The configuration has a guest of the same name or a listener at the same address, or two
     /// added guests have one address.
     pub fn add_to(&self, settings: &mut Settings) -> Result<(), AddGuestError> {
-        for guest in self.0.values() {
-            let name = guest.name.clone();
-            let is_named = |known: &GuestSettings| known.rule.name == name;
-            if settings.guests.iter().any(is_named) {
-                return Err(AddGuestError::Configured(name));
-            }
-            let endpoint = Endpoint::Unix(guest.socket.clone());
-            let own = settings.guests.iter().flat_map(|known| &known.listen);
-            let mut machines = settings.guests.iter().filter_map(|known| known.vm.as_ref());
-            if settings
-                .listen
-                .iter()
-                .chain(own)
-                .any(|used| *used == endpoint)
-                || machines.any(|vm| vm.socket == guest.socket)
-            {
-                let address = endpoint.to_string();
-                return Err(AddGuestError::AddressInUse { name, address });
-            }
-            let mut added = GuestSettings::new(&name);
-            added.rule.policy.memory = guest.memory;
-            added.rule.policy.weight = guest.weight;
-            added.listen = vec![endpoint];
-            added.mode = guest.mode;
-            settings.guests.push(added);
-        }
-        Ok(())
+        self.0.values().try_for_each(|guest| guest.add_to(settings))
+    }
+
+    /// Makes the added guests of the settings, which are those of `before`, these. A guest that is
+    /// the same in both keeps the settings that it has, which an operator may have changed.
+    ///
+    /// # Errors
+    /// As [`AddedGuests::add_to`].
+    pub fn replace(
+        &self,
+        before: &AddedGuests,
+        settings: &mut Settings,
+    ) -> Result<(), AddGuestError> {
+        settings.guests.retain(|guest| {
+            let name = &guest.rule.name;
+            let known = before.0.get(name);
+            known.is_none() || known == self.0.get(name)
+        });
+        let is_new = |guest: &&AddedGuest| before.0.get(&guest.name) != Some(*guest);
+        let mut new = self.0.values().filter(is_new);
+        new.try_for_each(|guest| guest.add_to(settings))
     }
 
     /// Removes the guests from settings to which they were added.
@@ -316,5 +342,41 @@ mod tests {
             let outcome = more.add_to(&mut file.clone());
             assert!(outcome.is_err(), "{name} at {socket}");
         }
+    }
+
+    #[test]
+    fn a_change_of_an_operator_stays_until_the_client_changes_the_guest() {
+        let mut before = AddedGuests::default();
+        add(&mut before, guest("a", "/run/a.sock")).unwrap();
+        let mut settings = Settings::default();
+        before.add_to(&mut settings).unwrap();
+        settings.guests[0].rule.policy.memory = Some(7 << 20);
+        let quotas = |settings: &Settings| {
+            let guests = settings.guests.iter();
+            let quotas = guests.map(|one| (one.rule.name.clone(), one.rule.policy.memory));
+            quotas.collect::<Vec<_>>()
+        };
+        // Another guest comes and goes.
+        let mut more = before.clone();
+        add(&mut more, guest("b", "/run/b.sock")).unwrap();
+        more.replace(&before, &mut settings).unwrap();
+        let (a, b) = ("a".to_owned(), "b".to_owned());
+        let expected = [(a.clone(), Some(7 << 20)), (b, Some(1 << 20))];
+        assert_eq!(quotas(&settings), expected);
+        before.replace(&more, &mut settings).unwrap();
+        assert_eq!(quotas(&settings), expected[..1]);
+        // The client has the last word.
+        let mut larger = before.clone();
+        let wanted = AddedGuest {
+            memory: Some(2 << 20),
+            ..guest("a", "/run/a.sock")
+        };
+        add(&mut larger, wanted).unwrap();
+        larger.replace(&before, &mut settings).unwrap();
+        assert_eq!(quotas(&settings), [(a, Some(2 << 20))]);
+        AddedGuests::default()
+            .replace(&larger, &mut settings)
+            .unwrap();
+        assert_eq!(settings, Settings::default());
     }
 }

@@ -18,8 +18,8 @@ use kubelet::{CONTAINER, Container, Kubelet, OWN_POD};
 use rustix::process::{Pid, Signal, kill_process};
 use served::{Scratch, Serve, vgpu};
 use vgpu_executor::added_guests::{AddedGuest, GuestList, GuestRequest};
-use vgpu_executor::control;
 use vgpu_executor::status::{GuestStatus, Status};
+use vgpu_executor::{GuestChange, OperatorRequest, Quota, control};
 use vgpu_kubernetes::api::device_plugin::{DevicePluginOptions, RegisterRequest, VERSION};
 use vgpu_kubernetes::{MEMORY, SEAT};
 use vgpu_transport::link::unix::connect;
@@ -136,6 +136,12 @@ impl Node {
             self.list().guests.is_empty() && folders == 0
         });
     }
+}
+
+/// Makes the executor carry out what it must not refuse.
+fn perform(control: &Path, request: &OperatorRequest) {
+    let outcome = control::perform(control, request).expect("the executor answers");
+    assert!(outcome.ok, "{}", outcome.message);
 }
 
 fn wait_for(what: &str, mut is_so: impl FnMut() -> bool) {
@@ -354,6 +360,34 @@ fn devices_are_healthy_while_the_executor_answers() {
 }
 
 #[test]
+fn devices_are_unhealthy_while_the_executor_drains() {
+    let node = Node::new("k8s-drain");
+    let container = node.kubelet.run("a", 1, 8).expect("it starts");
+    let mut guest = program(&container);
+    compute(&mut guest);
+    assert_eq!(node.list().unavailable, None);
+
+    perform(&node.control(), &OperatorRequest::drain(None));
+    let unavailable = node.list().unavailable;
+    assert_eq!(
+        unavailable.as_deref(),
+        Some("the executor drains: it accepts no new sessions")
+    );
+    node.kubelet.wait_for_devices(SEAT, 0, SEATS);
+    node.kubelet.wait_for_devices(MEMORY, 0, SLICES);
+    assert!(node.kubelet.admit("b", 1, 1).is_err());
+    // A container that runs keeps its guest, and its program goes on.
+    compute(&mut guest);
+    assert_eq!(node.guest_of("a").expect("a guest").sessions, 1);
+
+    perform(&node.control(), &OperatorRequest::Undrain);
+    node.wait_until_healthy();
+    let container = node.kubelet.run("b", 1, 8).expect("it starts");
+    compute(&mut program(&container));
+    assert_eq!(node.kubelet.faults(), Vec::<String>::new());
+}
+
+#[test]
 fn restarts_of_plugin_and_kubelet_lose_nothing() {
     let mut node = Node::new("k8s-restart");
     let container = node.kubelet.run("a", 1, 8).expect("it starts");
@@ -512,7 +546,7 @@ fn guests_are_added_and_removed_through_the_control_socket() {
         let list = ask(&GuestRequest::List).expect("a list");
         // The engine has 64 MiB, and a guest of the configuration 16.
         assert_eq!((list.guests.len(), list.memory), (0, 48 << 20));
-        assert_eq!(list.stalled, None);
+        assert_eq!(list.unavailable, None);
 
         let added = guest("pod", 16 << 20);
         let list = ask(&GuestRequest::Add(added.clone())).expect("it is added");
@@ -574,6 +608,89 @@ fn guests_are_added_and_removed_through_the_control_socket() {
         };
         ask(&named).expect("nothing to remove");
         assert!(scratch.path().join("named.sock").exists());
+        drop(serve);
+    }
+}
+
+#[test]
+fn changes_of_the_operator_and_added_guests_keep_each_other() {
+    let scratch = Scratch::new("set-added");
+    let at = |name: &str| scratch.path().join(name);
+    let (control, config) = (at("control.sock"), at("c.toml"));
+    let named = at("named.sock");
+    let text = format!(
+        "control.socket = \"{}\"\n[[guest]]\nname = \"named\"\nmemory = \"16M\"\n\
+         listen = [\"unix:{}\"]\n",
+        control.display(),
+        named.display()
+    );
+    fs::write(&config, text).expect("a file");
+    let config = config.to_str().expect("text");
+    for isolation in [&[][..], &["--isolate", "--guest-memory", "8M"]] {
+        let arguments = [&["--config", config][..], isolation].concat();
+        let serve = Serve::start(&scratch.socket(), &arguments);
+        let ask = |request| {
+            let list = control::guests(&control, &request, TIMEOUT);
+            list.expect("the executor answers")
+        };
+        let set = |guest: &str, megabytes: u64, weight| {
+            let change = GuestChange {
+                guest: guest.into(),
+                memory: Some(Quota::Bytes(megabytes << 20)),
+                weight: Some(weight),
+            };
+            perform(&control, &OperatorRequest::Set(change));
+        };
+        let guest = |name: &str| AddedGuest {
+            name: name.into(),
+            socket: at(&format!("{name}.sock")),
+            mode: 0o600,
+            memory: Some(4 << 20),
+            weight: 2,
+        };
+        let limits = || {
+            let status = control::status(&control).expect("a status");
+            let guests = status.guests.into_iter().filter(|guest| guest.name != "-");
+            let limits = guests.map(|guest| {
+                let quota = guest.quota.expect("a quota");
+                format!("{} {} {}", guest.name, quota >> 20, guest.weight)
+            });
+            let mut limits: Vec<_> = limits.collect();
+            limits.sort();
+            limits
+        };
+
+        set("named", 20, 5);
+        // The engine has 64 MiB.
+        assert_eq!(ask(GuestRequest::List).memory, 44 << 20);
+        ask(GuestRequest::Add(guest("a")));
+        assert_eq!(limits(), ["a 4 2", "named 20 5"]);
+        set("a", 6, 7);
+        set("named", 12, 3);
+        assert_eq!(limits(), ["a 6 7", "named 12 3"]);
+        ask(GuestRequest::Add(guest("b")));
+        // What the client has said before changes nothing.
+        ask(GuestRequest::Add(guest("a")));
+        assert_eq!(limits(), ["a 6 7", "b 4 2", "named 12 3"]);
+        for (socket, kept) in [(at("a.sock"), 5), (named.clone(), 11), (at("b.sock"), 3)] {
+            let mut program = serve.guest(&socket);
+            program.alloc(kept << 20);
+            let refusal = program.refusal(2 << 20);
+            assert!(refusal.contains("out of memory"), "{refusal}");
+        }
+        ask(GuestRequest::Remove { name: "b".into() });
+        assert_eq!(limits(), ["a 6 7", "named 12 3"]);
+        // The client and the file have the last word.
+        let larger = AddedGuest {
+            memory: Some(8 << 20),
+            ..guest("a")
+        };
+        ask(GuestRequest::Add(larger));
+        assert_eq!(limits(), ["a 8 2", "named 12 3"]);
+        set("a", 6, 7);
+        let outcome = control::reload(&control).expect("an answer");
+        assert!(outcome.ok, "{}", outcome.message);
+        assert_eq!(limits(), ["a 8 2", "named 16 1"]);
         drop(serve);
     }
 }

@@ -84,14 +84,15 @@ impl Plugin {
         self.problems
             .guests
             .set(problem.map(|error| error.to_string()));
-        let stalled = found.as_ref().and_then(|executor| executor.stalled.clone());
-        self.problems.executor.set(stalled);
+        let executor = found.as_ref();
+        let unavailable = executor.and_then(|executor| executor.unavailable.clone());
+        self.problems.executor.set(unavailable);
         let options = &self.options;
         let is_changed = self.capacity.send_if_modified(|capacity| {
             let before = *capacity;
             capacity.is_healthy = false;
             if let Some(executor) = &found {
-                capacity.is_healthy = executor.stalled.is_none();
+                capacity.is_healthy = executor.unavailable.is_none();
                 capacity.slices = Some(Capacity::slices_of(executor.memory, options.slice));
             }
             *capacity != before

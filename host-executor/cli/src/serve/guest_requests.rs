@@ -34,8 +34,7 @@ fn change(
         return Ok(());
     }
     let mut wanted = running.clone();
-    added.remove_from(&mut wanted);
-    changed.add_to(&mut wanted)?;
+    changed.replace(added, &mut wanted)?;
     apply(&wanted)?;
     *running = wanted;
     *added = changed;
@@ -69,9 +68,16 @@ fn list(added: &AddedGuests, running: &Settings, status: &StatusHandle) -> Guest
     GuestList {
         guests: added.list(),
         memory: total.saturating_sub(reserved),
-        stalled: match status.progress() {
-            Progress::Runs(_) => None,
-            Progress::Stalled(why) | Progress::Late(why) => Some(why),
-        },
+        unavailable: unavailable(status),
+    }
+}
+
+/// Why the executor serves no further programs.
+fn unavailable(status: &StatusHandle) -> Option<String> {
+    match status.progress() {
+        Progress::Stalled(why) | Progress::Late(why) => Some(why),
+        Progress::Runs(_) => status
+            .draining()
+            .map(|_| "the executor drains: it accepts no new sessions".into()),
     }
 }
