@@ -71,7 +71,8 @@ impl Program {
             .expect("the link is open");
         let received = { &mut self.host }.receive(&mut incoming, Duration::from_secs(60));
         let received = received.expect("the link is open").expect("a request");
-        let request = Request::decode(ProtocolVersion::CURRENT, &incoming).expect("what was sent");
+        let request = Request::decode(ProtocolVersion::CURRENT, &incoming);
+        let request = request.expect("what was sent");
         let answer = { &mut self.session }.perform(received.request, request, &mut self.host, stop);
         self.host.retire();
         answer

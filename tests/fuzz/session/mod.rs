@@ -788,7 +788,8 @@ impl HostEnd for Script<'_> {
     fn retire(&mut self) {
         assert!(!self.retired, "retired twice");
         self.retired = true;
-        let (protocol, message) = (self.model.protocol, &self.message);
+        let message = &self.message;
+        let protocol = self.model.protocol;
         self.clock
             .end(|| format!("{:?}", Request::decode(protocol, message)));
     }

@@ -77,7 +77,10 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
 /// Runs parts, one after the other, but compiles the kernels beside the unit tests: many of these
 /// wait most of the time, and the compilers take what is left of the cores (SCHED_IDLE).
 fn run_early(run: &mut TestRun<'_>, parts: &[Part], times: &mut Times) {
-    if ![Part::Unit, Part::Kernels].iter().all(|part| parts.contains(part)) {
+    if ![Part::Unit, Part::Kernels]
+        .iter()
+        .all(|part| parts.contains(part))
+    {
         return run_parts(run, parts, times);
     }
     for &part in parts.iter().filter(|part| **part != Part::Kernels) {

@@ -89,7 +89,10 @@ pub(crate) fn run(tests: &mut TestRun<'_>, beside: impl FnOnce(&mut TestRun<'_>)
     let (alone, others): (Vec<_>, Vec<_>) = programs.into_iter().partition(is_alone);
     let sample = (!tests.options.full).then(|| tests.options.seed());
     let mut counted = Counted::default();
-    tests.at_the_same_time(|_| counted = side_by_side(&progress, sample, others), beside);
+    tests.at_the_same_time(
+        |_| counted = side_by_side(&progress, sample, others),
+        beside,
+    );
     for program in &alone {
         run_program(&progress, sample, program, &mut counted);
     }
