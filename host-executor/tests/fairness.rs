@@ -4,8 +4,8 @@
 //!
 //! `VGPU_FAIRNESS=3 cargo test --release -p vgpu-executor --test fairness -- --nocapture` measures
 //! for that many seconds each, as `cargo xtask bench fairness` does. The ordinary test measures one
-//! operator for a moment, and only looks at results: time is no matter of a test. Requests that take
-//! no turn are the exception: without a limit they leave a twentieth of the rate, or less.
+//! operator for a moment, and only looks at results: time is no matter of a test. Requests that
+//! take no turn are the exception: without a limit they leave a twentieth of the rate, or less.
 //! `host-executor/src/sched/queue_tests.rs` tests the rule with a simulated clock.
 
 mod common;

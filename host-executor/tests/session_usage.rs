@@ -57,7 +57,7 @@ fn run(
 }
 
 #[test]
-fn sessions_use_limited_time_mappings_and_threads_and_planted_faults_are_noticed() {
+fn sessions_use_limited_resources() {
     let inputs = inputs();
     for setup in [&session::SMALL, &session::DEFAULT] {
         // The first sessions start threads and fill the caches of the allocator.

@@ -18,9 +18,9 @@ use crate::status::{StatusHandle, StatusSource as _};
 const MAX_LINES: usize = 64;
 
 /// Starts two threads, which end with the server. One watches, and counts the lines that guests may
-/// not cause any more. The other one writes of both and of what is slow: a log that nobody reads must not keep the first one from its work. That the engine hangs
-/// is written by the first one, past `tracing`: the engine may hang in the dynamic linker
-/// ([`log_queue`]).
+/// not cause any more. The other one writes of both and of what is slow: a log that nobody reads
+/// must not keep the first one from its work. That the engine hangs is written by the first one,
+/// past `tracing`: the engine may hang in the dynamic linker ([`log_queue`]).
 pub(super) fn start(
     shared: &Arc<Shared>,
     on_stuck: impl Fn(&str) + Send + 'static,

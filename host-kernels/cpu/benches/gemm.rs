@@ -1,7 +1,8 @@
 //! Matrix products of one thread: decode (one column) in GB/s beside the read bandwidth, prefill
 //! (many columns) in GFLOPS, and the same products through ggml-cpu, interleaved in the same run.
 //!
-//! `cargo bench -p vgpu-cpu --bench gemm -- [--level LEVEL] [--cols N,N,..] [--k N] [--json] [TYPE ..]`
+//! `cargo bench -p vgpu-cpu --bench gemm -- [--level LEVEL] [--cols N,N,..] [--k N] [--json]
+//! [TYPE ..]`
 //!
 //! ggml is taken from `$VGPU_GGML_BIN`, a folder with `libggml-base.so` and `libggml-cpu.so`;
 //! without the variable only our side is measured. Our side is measured twice, with the weights as

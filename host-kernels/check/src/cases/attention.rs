@@ -2,8 +2,8 @@
 
 use vgpu_transport::ir::{Op, Precision, Type};
 
-use super::ROUNDED;
 use super::list::{List, f32s, numbers_of};
+use super::operation::ROUNDED;
 use crate::graph::{Fill, Operand};
 
 pub(super) fn all(list: &mut List) {

@@ -2,8 +2,8 @@
 
 use vgpu_transport::ir::{GluKind, Op, Type, UnaryKind};
 
-use super::EXACT;
 use super::list::{List, between, f32s, indices};
+use super::operation::EXACT;
 use crate::graph::Fill;
 
 pub(super) fn all(list: &mut List) {

@@ -3,7 +3,7 @@
 use vgpu_transport::ir::{Op, PoolKind, ScaleMode, Type};
 
 use super::list::{List, f32s, numbers_of};
-use super::{EXACT, ROUNDED};
+use super::operation::{EXACT, ROUNDED};
 
 pub(super) fn all(list: &mut List) {
     let kernel = numbers_of(Type::F16, [3, 3, 8, 12]);

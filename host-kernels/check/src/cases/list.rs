@@ -2,7 +2,7 @@
 
 use vgpu_transport::ir::{Op, Type};
 
-use super::Operation;
+use super::operation::Operation;
 use crate::graph::{Fill, Operand};
 
 pub(super) fn numbers_of(ty: Type, ne: [u64; 4]) -> Operand {

@@ -3,7 +3,7 @@
 use vgpu_transport::ir::{Op, TriKind, Type};
 
 use super::list::{List, f32s, indices, numbers_of};
-use super::{EXACT, ROUNDED};
+use super::operation::{EXACT, ROUNDED};
 use crate::graph::Fill;
 use vgpu_cpu::formats::Format;
 

@@ -3,7 +3,7 @@
 use vgpu_transport::ir::{Op, Precision, Type};
 
 use super::list::{List, between, f32s, indices, numbers_of};
-use super::{EXACT, ROUNDED};
+use super::operation::{EXACT, ROUNDED};
 use crate::graph::Fill;
 use vgpu_cpu::gemm::MatmulKernel;
 

@@ -2,8 +2,8 @@
 
 use vgpu_transport::ir::{Op, RopeMode, SortOrder, Type};
 
-use super::EXACT;
 use super::list::{List, between, f32s, indices};
+use super::operation::EXACT;
 use crate::graph::{Fill, Operand};
 
 pub(super) fn all(list: &mut List) {

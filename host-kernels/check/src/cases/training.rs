@@ -2,8 +2,8 @@
 
 use vgpu_transport::ir::Op;
 
-use super::EXACT;
 use super::list::{List, between, f32s};
+use super::operation::EXACT;
 
 pub(super) fn all(list: &mut List) {
     let ne = [300, 20, 1, 1];

@@ -155,8 +155,8 @@ impl State {
     /// Asks `is_cancelled` before each 4 MiB that are copied.
     ///
     /// # Errors
-    /// [`EngineError::OutOfMemory`] if memory is needed and the guest, the engine or the machine has
-    /// none;
+    /// [`EngineError::OutOfMemory`] if memory is needed and the guest, the engine or the machine
+    /// has none;
     /// [`EngineError::Cancelled`] once `is_cancelled` has returned `true`: each byte is where it
     /// was.
     pub(super) fn gather(
