@@ -2,7 +2,7 @@
 //! drain` talk to a running executor through it.
 //!
 //! The client sends one line with a command or an [`OperatorRequest`] as JSON, the executor answers
-//! with one JSON document. The
+//! with one JSON document. The command `guests` is followed by a [`GuestRequest`] as JSON. The
 //! socket is for the executor's user and root (mode 600). The protocol is not HTTP, as that of the
 //! metrics is: supervisors are clients of it, too, and `tiny_http` has no client.
 #![forbid(unsafe_code)]
@@ -22,6 +22,7 @@ use tracing::{debug, error};
 use vgpu_transport::link::credentials;
 use vgpu_transport::link::socket_file::{SocketFile, bind_stream, connect_stream};
 
+use crate::added_guests::{GuestAnswer, GuestList, GuestRequest};
 use crate::operator_request::OperatorRequest;
 use crate::status::{Report, Status, StatusHandle};
 
@@ -102,10 +103,17 @@ pub type Reload = Box<dyn Fn() -> ReloadOutcome + Send + Sync>;
 /// Carries out a request of the operator.
 pub type Perform = Box<dyn Fn(OperatorRequest) -> ReloadOutcome + Send + Sync>;
 
+/// Adds, removes and lists guests.
+pub type ChangeGuests = Box<dyn Fn(GuestRequest) -> GuestAnswer + Send + Sync>;
+
 /// What clients can ask for beside the status.
-struct Actions {
-    reload: Reload,
-    perform: Perform,
+pub struct Actions {
+    /// Reloads the configuration.
+    pub reload: Reload,
+    /// Carries out a request of the operator.
+    pub perform: Perform,
+    /// Adds, removes and lists guests.
+    pub guests: ChangeGuests,
 }
 
 /// Binds the control socket at `path`, without serving anyone. Dropping the [`SocketFile`] removes
@@ -123,13 +131,8 @@ pub fn bind(path: &Path) -> io::Result<(UnixListener, SocketFile)> {
 ///
 /// # Errors
 /// No thread can be started.
-pub fn serve(
-    listener: UnixListener,
-    status: StatusHandle,
-    reload: Reload,
-    perform: Perform,
-) -> io::Result<()> {
-    let actions = Arc::new(Actions { reload, perform });
+pub fn serve(listener: UnixListener, status: StatusHandle, actions: Actions) -> io::Result<()> {
+    let actions = Arc::new(actions);
     thread::Builder::new()
         .name("vgpu-control".into())
         .spawn(move || accept(&listener, &status, &actions))?;
@@ -174,20 +177,27 @@ fn answer(client: UnixStream, status: &StatusHandle, actions: &Actions) -> io::R
     client.set_write_timeout(Some(CLIENT_TIMEOUT))?;
     let mut command = String::new();
     BufReader::new((&client).take(MAX_COMMAND)).read_line(&mut command)?;
-    let answer = match command.trim() {
+    let command = command.trim();
+    let answer = match command {
         "status" => serde_json::to_string(&status.status()),
         "dump" => serde_json::to_string(&status.dump()),
         "report" => serde_json::to_string(&status.report()),
         "reload" => serde_json::to_string(&(actions.reload)()),
-        request => serde_json::to_string(&match serde_json::from_str(request) {
-            Ok(request) => (actions.perform)(request),
-            Err(_) => ReloadOutcome {
-                ok: false,
-                message: "unknown command: expected status, dump, reload, or a request that this \
-                          version knows"
-                    .into(),
-            },
-        }),
+        request => match request.strip_prefix("guests ") {
+            Some(request) => serde_json::to_string(&match serde_json::from_str(request) {
+                Ok(request) => (actions.guests)(request),
+                Err(error) => GuestAnswer::Refused(format!("invalid request: {error}")),
+            }),
+            None => serde_json::to_string(&match serde_json::from_str(request) {
+                Ok(request) => (actions.perform)(request),
+                Err(_) => ReloadOutcome {
+                    ok: false,
+                    message: "unknown command: expected status, dump, reload, guests, or a \
+                              request that this version knows"
+                        .into(),
+                },
+            }),
+        },
     };
     let mut answer = answer.map_err(io::Error::other)?;
     answer.push('\n');
@@ -287,6 +297,34 @@ pub(crate) fn perform_within(
 ) -> Result<ReloadOutcome, ControlError> {
     let line = serde_json::to_string(request).map_err(ControlError::Invalid)?;
     ask(path, &line, timeout, MAX_REPORT)
+}
+
+/// Why an executor has not carried out a [`GuestRequest`].
+#[derive(Debug, thiserror::Error)]
+pub enum GuestError {
+    /// The executor does not answer.
+    #[error(transparent)]
+    Control(#[from] ControlError),
+    /// The executor has refused the request: the client's fault, or the executor has too little
+    /// memory.
+    #[error("the executor refuses: {0}")]
+    Refused(String),
+}
+
+/// Adds, removes or lists guests of the executor at `path`. Waits up to `timeout`.
+///
+/// # Errors
+/// [`GuestError`] says why the request was not carried out.
+pub fn guests(
+    path: &Path,
+    request: &GuestRequest,
+    timeout: Duration,
+) -> Result<GuestList, GuestError> {
+    let request = serde_json::to_string(request).map_err(ControlError::Invalid)?;
+    match ask(path, &format!("guests {request}"), timeout, MAX_ANSWER)? {
+        GuestAnswer::Done(list) => Ok(list),
+        GuestAnswer::Refused(why) => Err(GuestError::Refused(why)),
+    }
 }
 
 /// Reads up to the end of the stream, of a peer that may send forever, and appends the bytes to

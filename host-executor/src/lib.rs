@@ -15,6 +15,7 @@
 //! - [`config`]: the settings of an executor.
 //! - [`sandbox`]: the privileges and system calls that a process gives up before it serves guests.
 //! - [`status`], [`metrics`], [`control`]: what an executor is doing.
+//! - [`added_guests`]: guests that a client of the control socket adds and removes.
 //! - [`log_queue`]: the log on its way to standard error.
 //! - [`service`]: the service manager, and the files that it keeps across a restart.
 //!
@@ -22,6 +23,8 @@
 #![cfg_attr(not(feature = "server"), allow(dead_code))] // a single session uses a part
 
 mod activity;
+#[cfg(feature = "server")]
+pub mod added_guests;
 #[cfg(feature = "server")]
 pub mod config;
 #[cfg(feature = "server")]

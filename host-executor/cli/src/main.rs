@@ -21,6 +21,8 @@ mod generate;
 #[cfg(feature = "tools")]
 mod gpu_check;
 mod install;
+#[cfg(feature = "kubernetes")]
+mod kubernetes;
 mod own_program;
 mod ps;
 mod reload;
@@ -73,6 +75,8 @@ enum Command {
     #[cfg(feature = "tools")]
     Cert(cert::Args),
     FdStore(fd_store::Args),
+    #[cfg(feature = "kubernetes")]
+    Kubernetes(kubernetes::Args),
     #[command(hide = true)]
     ProbeEngine(engine_probe::Args),
     #[command(hide = true)]
@@ -140,6 +144,8 @@ fn main() -> ExitCode {
         Command::Bench(args) => bench::run(&args),
         #[cfg(feature = "tools")]
         Command::Cert(args) => cert::run(&args).map(success),
+        #[cfg(feature = "kubernetes")]
+        Command::Kubernetes(args) => kubernetes::run(args).map(success),
         Command::FdStore(args) => fd_store::run(&args).map(success),
         Command::FdStoreExec(args) => fd_store::exec(&args).map(success),
         #[cfg(feature = "tools")]

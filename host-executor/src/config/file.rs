@@ -16,7 +16,9 @@ use vgpu_cpu::Threads;
 use vgpu_transport::link::Endpoint;
 use vgpu_transport::link::socket_file::parse_mode;
 
-use super::settings::{GuestSettings, LogFormat, MetricsAddress, Settings, VmDevice};
+use super::settings::{
+    GuestSettings, LogFormat, MetricsAddress, Settings, VmDevice, is_guest_name,
+};
 use crate::engine::EngineKind;
 use crate::identity::CertificateRule;
 use crate::policy::{LinkKind, Policy};
@@ -306,8 +308,7 @@ fn guest(entry: Spanned<Guest>, used: &mut Used) -> Result<GuestSettings, Mistak
     let whole = entry.span();
     let entry = entry.into_inner();
     let (span, name) = (entry.name.span(), entry.name.into_inner());
-    let is_name = |b: u8| b.is_ascii_alphanumeric() || b"._-".contains(&b);
-    if name.is_empty() || name.len() > 64 || !name.bytes().all(is_name) {
+    if !is_guest_name(&name) {
         let reason =
             format!("the name {name:?}: expected 1 to 64 letters, digits, `.`, `_` and `-`");
         return Err((span, reason));

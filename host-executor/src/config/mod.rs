@@ -7,6 +7,7 @@ mod file;
 mod settings;
 
 pub use file::{LoadError, Problem};
+pub(crate) use settings::is_guest_name;
 pub use settings::{
     DEFAULT_CONTROL_PATH, DEFAULT_PATH, GuestSettings, LogFormat, MetricsAddress,
     ParseLogFormatError, ParseMetricsAddressError, Settings, VmDevice,

@@ -158,6 +158,12 @@ impl GuestSettings {
     }
 }
 
+/// Whether a text may be the name of a guest.
+pub(crate) fn is_guest_name(name: &str) -> bool {
+    let is_allowed = |b: u8| b.is_ascii_alphanumeric() || b"._-".contains(&b);
+    (1..=64).contains(&name.len()) && name.bytes().all(is_allowed)
+}
+
 /// The settings of `vgpu serve`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Settings {

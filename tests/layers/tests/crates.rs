@@ -45,6 +45,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "vgpu-transport",
         ],
     ),
+    ("vgpu-kubernetes", &["vgpu-executor"]),
     (
         "vgpu",
         &[
@@ -54,6 +55,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "vgpu-elf",
             "vgpu-engine",
             "vgpu-executor",
+            "vgpu-kubernetes",
             "vgpu-median",
             "vgpu-transport",
         ],
@@ -81,12 +83,14 @@ const MAX_PLUGIN_CRATES: usize = 70;
 
 /// Crates for a command, a terminal or a device, which have no place in the plugin. (rustls has
 /// one: the TCP link.)
-const BANNED: [&str; 6] = [
+const BANNED: [&str; 8] = [
     "clap",
     "crossterm",
     "ratatui",
     "rcgen",
     "tiny_http",
+    "tokio",
+    "tonic",
     "vfio_user",
 ];
 

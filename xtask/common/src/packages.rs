@@ -109,14 +109,32 @@ pub fn kubernetes_validate(cache: &Cache) -> Result<PathBuf> {
 /// # Errors
 /// If Go is missing and cannot be installed, or the build fails.
 pub fn kubevirt_validate(cache: &Cache, folder: &Path) -> Result<PathBuf> {
-    let name = "kubevirt-validate-1.4.0";
+    go_program(
+        cache,
+        "kubevirt-validate-1.4.0",
+        "kubevirt-validate",
+        folder,
+    )
+}
+
+/// The path of a program that stands in for the kubelet, with Kubernetes' own package of the
+/// services for device plugins. The source is in `folder`.
+///
+/// # Errors
+/// If Go is missing and cannot be installed, or the build fails.
+pub fn kubelet_standin(cache: &Cache, folder: &Path) -> Result<PathBuf> {
+    go_program(cache, "kubelet-standin-0.34.2", "kubelet-standin", folder)
+}
+
+/// Builds the Go program in `folder`, once for each `name`.
+fn go_program(cache: &Cache, name: &str, program: &str, folder: &Path) -> Result<PathBuf> {
     let root = cache.folder(name, |dir| {
         let go = go(cache)?;
         let progress = Progress::new(&format!("building {name}"));
         let mut build = Command::new(go);
         build
             .args(["build", "-o"])
-            .arg(dir.join("kubevirt-validate"))
+            .arg(dir.join(program))
             .current_dir(folder)
             .env("GOMODCACHE", dir.join("modules"))
             .env("GOCACHE", dir.join("objects"))
@@ -129,7 +147,7 @@ pub fn kubevirt_validate(cache: &Cache, folder: &Path) -> Result<PathBuf> {
         progress.done("");
         Ok(())
     })?;
-    Ok(root.join("kubevirt-validate"))
+    Ok(root.join(program))
 }
 
 /// Makes sure that there are `prometheus` and `promtool`.

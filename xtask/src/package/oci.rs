@@ -63,6 +63,8 @@ pub(super) fn executor(
         &program,
         &[
             entry("usr/bin/vgpu", &dist.vgpu, 0o755),
+            // For `vgpu kubernetes`, which gives it to containers.
+            entry("usr/lib/vgpu/libggml-vgpu.so", &dist.plugin, 0o644),
             entry(
                 format!("{documents}/copyright"),
                 workspace::root().join("LICENSE"),

@@ -10,6 +10,7 @@ use anyhow::Context as _;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
 use tracing::{Level, error, info};
+use vgpu_executor::added_guests::{GuestAnswer, GuestRequest};
 use vgpu_executor::config::Settings;
 use vgpu_executor::control::ReloadOutcome;
 use vgpu_executor::status::StatusHandle;
@@ -31,6 +32,8 @@ pub(super) enum Event {
     Reload(Option<Sender<ReloadOutcome>>),
     /// A request is to be carried out. The sender gets the outcome.
     Perform(OperatorRequest, Sender<ReloadOutcome>),
+    /// A client of the control socket adds, removes or lists guests.
+    Guests(GuestRequest, Sender<GuestAnswer>),
 }
 
 /// What the main thread is to do without an end of the process.
@@ -80,7 +83,7 @@ impl Serving {
 }
 
 /// Waits until the process is to end. Carries out each task that an event asks for, and returns to
-/// the asker what has changed, or why nothing has.
+/// the asker what has changed, or why nothing has. So does `guests` with requests about guests.
 /// Calls `engine_failure` about once a second, and after each event.
 ///
 /// Fails if the engine is lost for good: all data of the guests is lost with it, and only a new
@@ -89,6 +92,7 @@ pub(super) fn wait_for_end(
     events: &Receiver<Event>,
     engine_failure: impl Fn() -> Option<String>,
     mut carry_out: impl FnMut(Task) -> anyhow::Result<String>,
+    mut guests: impl FnMut(&GuestRequest) -> GuestAnswer,
 ) -> anyhow::Result<()> {
     loop {
         let event = match events.recv_timeout(POLL_INTERVAL) {
@@ -120,6 +124,10 @@ pub(super) fn wait_for_end(
             }
             Event::Perform(request, sender) => {
                 let _ = sender.send(outcome_of(carry_out(Task::Perform(request))));
+                fail_with(engine_failure())?;
+            }
+            Event::Guests(request, sender) => {
+                let _ = sender.send(guests(&request));
                 fail_with(engine_failure())?;
             }
         }
@@ -279,12 +287,13 @@ mod tests {
     #[test]
     fn a_lost_engine_ends_the_executor() {
         let (sender, events) = mpsc::channel();
-        let no_reload = |_| anyhow::bail!("no task is expected");
-        let outcome = wait_for_end(&events, || Some("it is lost".into()), no_reload);
+        let no_task = |_| anyhow::bail!("no task is expected");
+        let no_change = |_: &GuestRequest| GuestAnswer::Refused("no change is expected".into());
+        let outcome = wait_for_end(&events, || Some("it is lost".into()), no_task, no_change);
         let error = outcome.unwrap_err().to_string();
         assert!(error.starts_with("it is lost; "), "{error}");
         // An engine that works does not.
         sender.send(Event::Stop("SIGTERM")).unwrap();
-        wait_for_end(&events, || None, no_reload).unwrap();
+        wait_for_end(&events, || None, no_task, no_change).unwrap();
     }
 }

@@ -4,6 +4,7 @@ mod args;
 mod certificates;
 mod drain_text;
 mod events;
+mod guest_requests;
 mod isolated;
 mod kept_machines;
 mod listeners;
@@ -33,6 +34,13 @@ pub(crate) use isolated::{WorkerArgs, run_worker};
 pub(crate) fn check(settings: &Settings) -> anyhow::Result<()> {
     logging::check(settings)?;
     Listeners::new(settings)?.check_identities(settings)
+}
+
+/// Starts the log of another command that runs for long.
+#[cfg(feature = "kubernetes")]
+pub(crate) fn start_log(settings: &Settings) -> anyhow::Result<()> {
+    Logging::start(settings).map_err(ConfigError)?;
+    start_writer()
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {

@@ -6,8 +6,9 @@ use std::sync::mpsc::{self, Sender};
 
 use anyhow::Context as _;
 use tracing::{error, info};
+use vgpu_executor::added_guests::GuestAnswer;
 use vgpu_executor::config::Settings;
-use vgpu_executor::control::{self, ReloadOutcome};
+use vgpu_executor::control::{self, Actions, ReloadOutcome};
 use vgpu_executor::size::shown;
 use vgpu_executor::status::StatusHandle;
 use vgpu_executor::{GuestChange, OperatorRequest, Quota};
@@ -79,7 +80,7 @@ impl Observers {
                 message: "the executor is ending".into(),
             })
         };
-        let requests = events.clone();
+        let (requests, guest_requests) = (events.clone(), events.clone());
         let reload = move || ask(&events, &|sender| Event::Reload(Some(sender)));
         let snapshots = status.clone();
         let perform = move |request: OperatorRequest| {
@@ -87,9 +88,19 @@ impl Observers {
             let outcome = ask(&requests, &event);
             with_what_happens(outcome, &request, &snapshots)
         };
+        let guests = move |request| {
+            let (sender, answer) = mpsc::channel();
+            let sent = guest_requests.send(Event::Guests(request, sender));
+            let answer = sent.ok().and_then(|()| answer.recv().ok());
+            answer.unwrap_or_else(|| GuestAnswer::Refused("the executor is ending".into()))
+        };
         if let Some(listener) = self.control {
-            let (reload, perform) = (Box::new(reload), Box::new(perform));
-            control::serve(listener, status.clone(), reload, perform)
+            let actions = Actions {
+                reload: Box::new(reload),
+                perform: Box::new(perform),
+                guests: Box::new(guests),
+            };
+            control::serve(listener, status.clone(), actions)
                 .context("no thread for the control socket")?;
         }
         Ok(self.files)

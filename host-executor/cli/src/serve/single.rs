@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use tracing::{Level, info};
+use vgpu_executor::added_guests::{AddedGuests, GuestAnswer, GuestRequest};
 use vgpu_executor::config::Settings;
 use vgpu_executor::engine::{EngineKind, Selection};
 use vgpu_executor::sandbox::Role;
@@ -21,6 +22,7 @@ use super::drain_text;
 use super::events::{
     DumpSource, Event, Serving, Task, announce, describe_reload, end_stuck, wait_for_end,
 };
+use super::guest_requests;
 use super::kept_machines::KeptMachines;
 use super::listeners::{BoundListener, Listeners};
 use super::logging::Logging;
@@ -139,6 +141,12 @@ pub(super) fn run(
     // Also used by a reload.
     let running = RefCell::new(settings);
     let kept = RefCell::new(kept);
+    let changeable = RefCell::new(Changeable {
+        server: &mut server,
+        listeners: &mut listeners,
+        added: AddedGuests::default(),
+        confined: &confined,
+    });
     let outcome = wait_for_end(
         events,
         || {
@@ -150,12 +158,16 @@ pub(super) fn run(
             health.fatal_error()
         },
         |task| {
-            let (server, listeners) = (&mut server, &mut listeners);
+            let changeable = &mut changeable.borrow_mut();
             let running = &mut running.borrow_mut();
             match task {
-                Task::Reload => reload(args, server, listeners, logging, running, &confined),
-                Task::Perform(request) => perform(server, running, &request),
+                Task::Reload => reload(args, changeable, logging, running),
+                Task::Perform(request) => perform(changeable.server, running, &request),
             }
+        },
+        |request| {
+            let changeable = &mut changeable.borrow_mut();
+            change_guests(request, changeable, &mut running.borrow_mut())
         },
     );
     service::stopping();
@@ -169,6 +181,14 @@ pub(super) fn run(
     outcome?;
     info!("vgpu ends");
     Ok(())
+}
+
+/// What tasks and requests about guests change.
+struct Changeable<'a> {
+    server: &'a mut Server,
+    listeners: &'a mut Listeners,
+    added: AddedGuests,
+    confined: &'a Confined,
 }
 
 /// Carries out a request of the operator. On failure nothing has changed.
@@ -199,13 +219,18 @@ fn perform(
 /// Applies the configuration as it is now. On failure nothing has changed.
 fn reload(
     args: &Args,
-    server: &mut Server,
-    listeners: &mut Listeners,
+    changeable: &mut Changeable<'_>,
     logging: &mut Logging,
     running: &mut Settings,
-    confined: &Confined,
 ) -> anyhow::Result<String> {
+    let Changeable {
+        server,
+        listeners,
+        added,
+        confined,
+    } = changeable;
     let mut wanted = args.settings()?;
+    added.add_to(&mut wanted)?;
     let late = wanted.needs_restart(running);
     wanted.keep_until_restart(running);
     let filter = logging.check(&wanted)?;
@@ -223,7 +248,7 @@ fn reload(
     };
     server.set_max_sessions(wanted.max_guests);
     logging.change(filter);
-    listeners.switch(server, &wanted, prepared, confined)?;
+    listeners.switch(*server, &wanted, prepared, confined)?;
     *running = wanted;
     let mut text = describe_reload(running, &late);
     if refused > 0 {
@@ -232,4 +257,26 @@ fn reload(
         ));
     }
     Ok(text)
+}
+
+/// Carries out a request about guests.
+fn change_guests(
+    request: &GuestRequest,
+    changeable: &mut Changeable<'_>,
+    running: &mut Settings,
+) -> GuestAnswer {
+    let Changeable {
+        server,
+        listeners,
+        added,
+        confined,
+    } = changeable;
+    let status = server.status_handle();
+    guest_requests::answer(request, added, running, &status, |wanted| {
+        let prepared = listeners.prepare(wanted)?;
+        server
+            .apply(wanted.rules())
+            .context("memory of the guests")?;
+        listeners.switch(*server, wanted, prepared, confined)
+    })
 }

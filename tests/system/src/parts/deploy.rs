@@ -3,16 +3,24 @@
 
 use std::path::Path;
 use std::process::Command;
+use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
+use rustix::process::Signal;
 use serde_json::Value;
 
+use xtask_common::dist::Dist;
+use xtask_common::executor::{Executor, status};
 use xtask_common::packages;
-use xtask_common::process;
+use xtask_common::process::{self, Daemon};
 use xtask_common::progress::heading;
+use xtask_common::scratch::Scratch;
 use xtask_common::workspace;
 
 use crate::test_run::TestRun;
+
+/// The timeout for every wait.
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 pub(crate) fn run(tests: &mut TestRun<'_>) {
     heading("files for deployment");
@@ -43,7 +51,7 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
         ensure!(config["vsock"]["uds_path"].is_string(), "it has no vsock");
         Ok(String::new())
     });
-    for file in ["executor", "pod"] {
+    for file in ["device-plugin", "executor", "pod", "pod-hostpath"] {
         let file = format!("kubernetes/{file}.yaml");
         tests.check(&file, |tests, _| {
             let program = packages::kubernetes_validate(tests.cache)?;
@@ -59,6 +67,12 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
             process::output(Command::new(program).arg(at("kubernetes/kubevirt.yaml")))
                 .map(|_| "KubeVirt's types".into())
         });
+        if let Some(dist) = tests.dist() {
+            tests.check(
+                "the device plugin and Kubernetes' own package of its services",
+                |tests, _| device_plugin(tests, &dist),
+            );
+        }
     }
     let with_prometheus = tests.options.full || packages::runs("promtool", &["--version"]);
     tests.check("monitoring/alerts.yml", |tests, _| {
@@ -99,6 +113,78 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
         }
         Ok(String::new())
     });
+}
+
+/// A container gets a seat and memory from a program that speaks to the device plugin as the
+/// kubelet does.
+fn device_plugin(tests: &TestRun<'_>, dist: &Dist) -> Result<String> {
+    let source = workspace::root().join("tests/kubelet");
+    let program = packages::kubelet_standin(tests.cache, &source)?;
+    let scratch = Scratch::new()?;
+    let at = |name: &str| scratch.path().join(name);
+    let control = at("control.sock");
+    let control_text = control.to_str().context("a path in text")?;
+    let executor = Executor::start_with(
+        dist,
+        &at("vgpu.sock"),
+        1,
+        &tests.log("device-plugin-executor"),
+        &["--memory", "64M", "--control", control_text],
+    )?;
+    let mut kubelet = Command::new(program);
+    kubelet.arg(at("kubelet")).arg("8");
+    let mut kubelet = Daemon::start(&mut kubelet, &tests.log("device-plugin-kubelet"))?;
+    let mut plugin = Command::new(&dist.vgpu);
+    plugin
+        .args([
+            "kubernetes",
+            "--slice",
+            "1M",
+            "--interval",
+            "0.1",
+            "--grace",
+            "0.1",
+        ])
+        .arg("--control")
+        .arg(&control)
+        .arg("--kubelet")
+        .arg(at("kubelet"))
+        .arg("--sockets")
+        .arg(at("pods"))
+        .arg("--plugin")
+        .arg(&dist.plugin);
+    let plugin = Daemon::start(&mut plugin, &tests.log("device-plugin"))?;
+    let answer = |kubelet: &Daemon| {
+        let log = kubelet.log();
+        let line = log.lines().find(|line| line.starts_with('{'));
+        line.and_then(|line| serde_json::from_str::<Value>(line).ok())
+    };
+    kubelet.wait_until(TIMEOUT, |kubelet| answer(kubelet).is_some())?;
+    let answer = answer(&kubelet).context("no answer")?;
+    ensure!(
+        answer["envs"]["VGPU_ENDPOINT"] == "unix:/run/vgpu/vgpu.sock",
+        "{answer}"
+    );
+    let mounts = answer["mounts"].as_array().context("no mounts")?;
+    let folder = mounts.iter().find(|m| m["container_path"] == "/run/vgpu");
+    let folder = folder.and_then(|mount| mount["host_path"].as_str());
+    let folder = folder.with_context(|| format!("no folder in {answer}"))?;
+    let mut wait = Command::new(&dist.vgpu);
+    let endpoint = format!("unix:{folder}/vgpu.sock");
+    process::output(wait.args(["wait", "--timeout", "30", "--endpoint", &endpoint]))?;
+    let quota_of = || -> Result<Option<u64>> {
+        let status = status(&dist.vgpu, &control)?;
+        let guests = status["guests"].as_array().context("no guests")?;
+        let guest = guests.iter().find(|g| g["name"] == "default.pod.llama");
+        Ok(guest.and_then(|guest| guest["quota"].as_u64()))
+    };
+    let quota = quota_of()?;
+    ensure!(quota == Some(8 << 20), "the quota is {quota:?}");
+    kubelet.signal(Signal::USR1)?;
+    kubelet.wait_until(TIMEOUT, |_| matches!(quota_of(), Ok(None)))?;
+    drop(plugin);
+    executor.stop()?;
+    Ok("a pod came and went".into())
 }
 
 /// Compose's file is YAML, and says the same as the `docker run` of the documentation.

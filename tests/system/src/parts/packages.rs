@@ -319,6 +319,8 @@ fn release(dist: &Dist) -> Result<String> {
     run.args(["--map-root-user", "--root"]).arg(&root);
     let version = process::output(run.args(["/usr/bin/vgpu", "--version"]))?;
     ensure!(version.starts_with("vgpu "), "{version}");
+    let plugin = root.join("usr/lib/vgpu/libggml-vgpu.so");
+    ensure!(plugin.is_file(), "the image has no guest plugin");
     Ok(format!("{} layers", layers.len()))
 }
 

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, anyhow, ensure};
 use tracing::info;
+use vgpu_executor::added_guests::{AddedGuests, GuestAnswer, GuestRequest};
 use vgpu_executor::config::{LogFormat, Settings, VmDevice};
 use vgpu_executor::engine::{EngineKind, Selection};
 use vgpu_executor::isolate::{Resources, Supervisor};
@@ -24,6 +25,7 @@ use crate::serve::args::Args;
 use crate::serve::certificates::{self, EndWatch};
 use crate::serve::drain_text;
 use crate::serve::events::{DumpSource, Event, Task, announce, describe_reload, wait_for_end};
+use crate::serve::guest_requests;
 use crate::serve::kept_machines::KeptMachines;
 use crate::serve::listeners::Listeners;
 use crate::serve::logging::Logging;
@@ -160,7 +162,14 @@ pub(crate) fn run(
     let watch = EndWatch::new(listeners.certificates().cloned());
     // Other virtual machines need a restart.
     let served = settings.clone();
-    let mut running = settings;
+    let running = RefCell::new(settings);
+    let changeable = RefCell::new(Changeable {
+        supervisor: &mut supervisor,
+        listeners: &mut listeners,
+        added: AddedGuests::default(),
+        confined: &confined,
+        memory,
+    });
     // The engines are in the workers, and each guest gets a new one.
     wait_for_end(
         events,
@@ -172,17 +181,17 @@ pub(crate) fn run(
             service::alive();
             None
         },
-        |task| match task {
-            Task::Reload => reload(
-                args,
-                memory,
-                &mut supervisor,
-                &mut listeners,
-                logging,
-                &mut running,
-                &confined,
-            ),
-            Task::Perform(request) => perform(args, memory, &supervisor, &mut running, &request),
+        |task| {
+            let changeable = &mut changeable.borrow_mut();
+            let running = &mut running.borrow_mut();
+            match task {
+                Task::Reload => reload(args, changeable, logging, running),
+                Task::Perform(request) => perform(args, changeable, running, &request),
+            }
+        },
+        |request| {
+            let changeable = &mut changeable.borrow_mut();
+            change_guests(args, request, changeable, &mut running.borrow_mut())
         },
     )?;
     service::stopping();
@@ -191,14 +200,24 @@ pub(crate) fn run(
     Ok(())
 }
 
+/// What tasks and requests about guests change.
+struct Changeable<'a> {
+    supervisor: &'a mut Supervisor,
+    listeners: &'a mut Listeners,
+    added: AddedGuests,
+    confined: &'a Confined,
+    /// The memory that is divided among the workers.
+    memory: Option<u64>,
+}
+
 /// Carries out a request of the operator, also in running workers. On failure nothing has changed.
 fn perform(
     args: &Args,
-    memory: Option<u64>,
-    supervisor: &Supervisor,
+    changeable: &Changeable<'_>,
     running: &mut Settings,
     request: &OperatorRequest,
 ) -> anyhow::Result<String> {
+    let (supervisor, memory) = (&changeable.supervisor, changeable.memory);
     Ok(match request {
         OperatorRequest::Set(change) => {
             let machine = running
@@ -237,21 +256,26 @@ fn perform(
 /// Applies the configuration as it is now, also to running workers. On failure nothing has changed.
 fn reload(
     args: &Args,
-    memory: Option<u64>,
-    supervisor: &mut Supervisor,
-    listeners: &mut Listeners,
+    changeable: &mut Changeable<'_>,
     logging: &mut Logging,
     running: &mut Settings,
-    confined: &Confined,
 ) -> anyhow::Result<String> {
+    let Changeable {
+        supervisor,
+        listeners,
+        added,
+        confined,
+        memory,
+    } = changeable;
     let mut wanted = args.settings()?;
+    added.add_to(&mut wanted)?;
     let mut late = wanted.needs_restart(running);
     if machines(args, &wanted) != machines(args, running) {
         late.push("virtual machines");
     }
     wanted.keep_until_restart(running);
     partition::check(&wanted)?;
-    let partition = partition::partition(args, &wanted, memory)?;
+    let partition = partition::partition(args, &wanted, *memory)?;
     let filter = logging.check(&wanted)?;
     let certificates = certificates::load(&wanted)?;
     let prepared = listeners.prepare(&wanted)?;
@@ -265,9 +289,35 @@ fn reload(
         used.replace(new);
     }
     logging.change(filter);
-    listeners.switch(supervisor, &wanted, prepared, confined)?;
+    listeners.switch(*supervisor, &wanted, prepared, confined)?;
     *running = wanted;
     Ok(describe_reload(running, &late))
+}
+
+/// Carries out a request about guests.
+fn change_guests(
+    args: &Args,
+    request: &GuestRequest,
+    changeable: &mut Changeable<'_>,
+    running: &mut Settings,
+) -> GuestAnswer {
+    let Changeable {
+        supervisor,
+        listeners,
+        added,
+        confined,
+        memory,
+    } = changeable;
+    let status = supervisor.status_handle();
+    guest_requests::answer(request, added, running, &status, |wanted| {
+        partition::check(wanted)?;
+        let partition = partition::partition(args, wanted, *memory)?;
+        let prepared = listeners.prepare(wanted)?;
+        supervisor
+            .apply(partition)
+            .context("memory of the guests")?;
+        listeners.switch(*supervisor, wanted, prepared, confined)
+    })
 }
 
 /// The virtual machines, each with the memory and the weight of its process.

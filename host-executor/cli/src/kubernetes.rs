@@ -1,0 +1,145 @@
+//! `vgpu kubernetes`.
+
+use std::fs::{self, Permissions};
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::Context as _;
+use clap::Parser;
+use tempfile::NamedTempFile;
+use tokio::signal::unix::{SignalKind, signal};
+use tracing::info;
+use vgpu_executor::config::{DEFAULT_CONTROL_PATH, Settings};
+use vgpu_executor::size;
+use vgpu_kubernetes::Options;
+
+use crate::config_error::ConfigError;
+use crate::serve;
+
+/// Gives the containers of Kubernetes the executor of their node: a device plugin of the kubelet.
+///
+/// The resource vgpu.dev/gpu is a seat: a container with one is a guest of the executor. The
+/// resource vgpu.dev/memory is a number of slices of device memory, the quota of that guest. The
+/// container gets libggml-vgpu.so, a socket of its own, and the environment to find both. The
+/// executor has a control socket that this user may use. Ends on SIGTERM and SIGINT; containers
+/// keep the executor.
+#[derive(Parser)]
+pub(crate) struct Args {
+    /// The executor's control socket
+    #[arg(long, value_name = "PATH", default_value = DEFAULT_CONTROL_PATH)]
+    control: PathBuf,
+
+    /// The folder of the kubelet, with its folders device-plugins and pod-resources
+    #[arg(long, value_name = "FOLDER", default_value = "/var/lib/kubelet")]
+    kubelet: PathBuf,
+
+    /// The folder for the sockets of containers. It is on the host; the executor and this command
+    /// see it at the same path
+    #[arg(long, value_name = "FOLDER", default_value = "/run/vgpu/pods")]
+    sockets: PathBuf,
+
+    /// The guest plugin on the host, which containers get. This command sees it at the same path
+    #[arg(
+        long,
+        value_name = "FILE",
+        default_value = "/usr/lib/vgpu/libggml-vgpu.so"
+    )]
+    plugin: PathBuf,
+
+    /// Copies this file to the path of --plugin first, unless the same bytes are there
+    #[arg(long, value_name = "FILE")]
+    install_plugin: Option<PathBuf>,
+
+    /// Containers that may use the executor at once
+    #[arg(long, value_name = "N", default_value_t = 32)]
+    seats: u32,
+
+    /// The size of a slice of memory, a multiple of 1M
+    #[arg(long, value_name = "SIZE", default_value = "1G", value_parser = size::parse)]
+    slice: u64,
+
+    /// How often the executor and the kubelet are asked, in seconds
+    #[arg(long, value_name = "SECONDS", default_value_t = 2.0)]
+    interval: f64,
+
+    /// How long the guest of a container that is gone stays, in seconds
+    #[arg(long, value_name = "SECONDS", default_value_t = 10.0)]
+    grace: f64,
+
+    /// The name of the pod of this command. Guests are removed only while the kubelet lists this
+    /// pod: a kubelet that has just started does not know its pods. [default: the kubelet lists
+    /// any pod]
+    #[arg(long, value_name = "NAME")]
+    pod: Option<String>,
+
+    /// The log filter: error, warn, info, debug, trace or off. [default: the environment variable
+    /// VGPU_LOG, or info]
+    #[arg(long, value_name = "FILTER")]
+    log: Option<String>,
+}
+
+pub(crate) fn run(args: Args) -> anyhow::Result<()> {
+    serve::start_log(&Settings {
+        log: args.log,
+        ..Settings::default()
+    })?;
+    let seconds = |name: &str, seconds: f64| {
+        let time = Duration::try_from_secs_f64(seconds).ok();
+        let time = time.filter(|time| !time.is_zero());
+        time.with_context(|| format!("--{name} {seconds}: expected more than 0 seconds"))
+            .map_err(ConfigError)
+    };
+    let options = Options {
+        control: args.control,
+        kubelet: args.kubelet,
+        sockets: args.sockets,
+        plugin: args.plugin,
+        seats: args.seats,
+        slice: args.slice,
+        interval: seconds("interval", args.interval)?,
+        grace: seconds("grace", args.grace)?,
+        pod: args.pod,
+    };
+    if let Some(source) = &args.install_plugin {
+        install(source, &options.plugin).with_context(|| {
+            let (source, plugin) = (source.display(), options.plugin.display());
+            format!("copying {source} to {plugin}")
+        })?;
+    }
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .context("starting the runtime")?;
+    runtime.block_on(async {
+        let mut terminate = signal(SignalKind::terminate()).context("catching SIGTERM")?;
+        let mut interrupt = signal(SignalKind::interrupt()).context("catching SIGINT")?;
+        let stop = async {
+            tokio::select! {
+                _ = terminate.recv() => {}
+                _ = interrupt.recv() => {}
+            }
+            info!("vgpu kubernetes ends");
+        };
+        vgpu_kubernetes::run(options, stop).await?;
+        anyhow::Ok(())
+    })
+}
+
+/// Copies the guest plugin. Containers that have the file before keep it.
+fn install(source: &Path, plugin: &Path) -> anyhow::Result<()> {
+    let bytes = fs::read(source)?;
+    if fs::read(plugin).is_ok_and(|there| there == bytes) {
+        return Ok(());
+    }
+    let folder = plugin.parent().context("the path has no folder")?;
+    fs::create_dir_all(folder)?;
+    let copy = NamedTempFile::new_in(folder)?;
+    fs::write(copy.path(), &bytes)?;
+    copy.as_file()
+        .set_permissions(Permissions::from_mode(0o644))?;
+    copy.as_file().sync_all()?;
+    copy.persist(plugin)?;
+    info!("{} is installed", plugin.display());
+    Ok(())
+}

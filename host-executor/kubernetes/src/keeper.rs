@@ -1,0 +1,245 @@
+//! Makes the guests of the executor those of the kubelet: each container with a seat is a guest,
+//! and a guest whose container is gone is removed.
+
+use std::collections::BTreeMap;
+use std::fs::{self, DirBuilder};
+use std::io;
+use std::os::unix::fs::DirBuilderExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tracing::{info, warn};
+use vgpu_executor::added_guests::{AddedGuest, GuestList, GuestRequest};
+use vgpu_executor::control::{self, GuestError};
+
+use crate::api::pod_resources::ListPodResourcesResponse;
+use crate::assignments::{Assignment, AssignmentError, assignments, check_memory};
+use crate::devices::is_seat;
+use crate::kubelet::{self, KubeletError};
+use crate::options::Options;
+
+/// How long the executor may take to answer.
+const TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Permissions of the folder of all seats, through which other users of the host would reach the
+/// sockets.
+const FOLDERS_MODE: u32 = 0o700;
+
+/// Permissions of the folder of a seat, which a container sees.
+const FOLDER_MODE: u32 = 0o755;
+
+/// Why the guests are not those that they should be.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum KeeperError {
+    #[error("the executor at {path}: {error}")]
+    Executor { path: String, error: GuestError },
+    #[error(transparent)]
+    Kubelet(#[from] KubeletError),
+    #[error(transparent)]
+    Assignment(#[from] AssignmentError),
+    #[error("{}: {error}", path.display())]
+    Folder { path: PathBuf, error: io::Error },
+    #[error("a thread that asks the executor has panicked")]
+    Panicked,
+}
+
+/// What a look at executor and kubelet has found.
+pub(crate) struct Outcome {
+    /// What the executor says.
+    pub(crate) executor: GuestList,
+    /// Why the guests may not be those of the kubelet.
+    pub(crate) problem: Option<KeeperError>,
+}
+
+/// Knows how to change the guests. One change happens at a time.
+pub(crate) struct Keeper {
+    options: Arc<Options>,
+    /// The guests whose containers are gone, and since when.
+    gone: BTreeMap<String, Instant>,
+}
+
+impl Keeper {
+    /// # Errors
+    /// The folder of the sockets cannot be made.
+    pub(crate) fn new(options: Arc<Options>) -> Result<Keeper, KeeperError> {
+        make_folder(&options.sockets, FOLDERS_MODE)?;
+        Ok(Keeper {
+            options,
+            gone: BTreeMap::new(),
+        })
+    }
+
+    /// Adds the guests that the executor lacks, and removes those whose containers are gone.
+    ///
+    /// # Errors
+    /// The executor does not answer. Other problems are part of the outcome.
+    pub(crate) async fn reconcile(&mut self) -> Result<Outcome, KeeperError> {
+        let executor = self.ask(GuestRequest::List).await?;
+        let problem = self.match_guests(executor.guests.clone()).await.err();
+        Ok(Outcome { executor, problem })
+    }
+
+    /// Makes the guests that the executor has, `known`, those of the kubelet.
+    async fn match_guests(&mut self, mut known: Vec<AddedGuest>) -> Result<(), KeeperError> {
+        let pods = kubelet::pods(&self.options).await?;
+        let wanted = assignments(&pods, &self.options);
+        let mut problem = None;
+        for assignment in &wanted {
+            if let Err(error) = self.ensure(assignment, &mut known).await {
+                problem = Some(error);
+            }
+        }
+        match self.is_complete(&pods) {
+            true => self.remove_gone(&known, &wanted).await?,
+            // A kubelet that has just started does not know its pods.
+            false => self.gone.clear(),
+        }
+        problem.map_or(Ok(()), Err)
+    }
+
+    /// Whether the kubelet knows the pods of the node: it lists the pod of this plugin.
+    fn is_complete(&self, pods: &ListPodResourcesResponse) -> bool {
+        let pods = &pods.pod_resources;
+        match &self.options.pod {
+            Some(own) => pods.iter().any(|pod| pod.name == *own),
+            None => !pods.is_empty(),
+        }
+    }
+
+    /// Makes the container with this seat a guest. Its container starts.
+    ///
+    /// # Errors
+    /// The container must not start: it would have no executor, or no quota.
+    pub(crate) async fn prepare(&mut self, seat: &str) -> Result<(), KeeperError> {
+        let mut executor = self.ask(GuestRequest::List).await?;
+        let pods = kubelet::pods(&self.options).await?;
+        let mut all = assignments(&pods, &self.options).into_iter();
+        let found = all.find(|assignment| assignment.seat == seat);
+        let found = found.ok_or_else(|| AssignmentError::Unknown(seat.into()))?;
+        self.ensure(&found, &mut executor.guests).await
+    }
+
+    /// Checks that the container with these slices of memory, which starts, has a seat.
+    ///
+    /// # Errors
+    /// It has none.
+    pub(crate) async fn check_memory(&self, slices: &[String]) -> Result<(), KeeperError> {
+        let pods = kubelet::pods(&self.options).await?;
+        Ok(check_memory(&pods, slices)?)
+    }
+
+    /// Makes the folder of a seat, which the kubelet mounts into a container.
+    ///
+    /// # Errors
+    /// The folder cannot be made.
+    pub(crate) fn make_folder(&self, seat: &str) -> Result<(), KeeperError> {
+        make_folder(&self.options.sockets, FOLDERS_MODE)?;
+        make_folder(&self.options.folder(seat), FOLDER_MODE)
+    }
+
+    /// Makes an assignment a guest of the executor, which has `known`.
+    async fn ensure(
+        &self,
+        wanted: &Assignment,
+        known: &mut Vec<AddedGuest>,
+    ) -> Result<(), KeeperError> {
+        let Assignment { seat, guest } = wanted;
+        // The executor opens no listener again for a guest that it has.
+        let is_open = guest.socket.exists();
+        if is_open && known.contains(guest) {
+            return Ok(());
+        }
+        // The name or the seat of a container that is gone, or a listener without its file.
+        let is_in_the_way = |other: &&AddedGuest| {
+            let same = (other.name == guest.name, other.socket == guest.socket);
+            same.0 != same.1 || (same.0 && !is_open)
+        };
+        let others: Vec<_> = known.iter().filter(is_in_the_way).cloned().collect();
+        for other in others {
+            *known = self.remove(&other.name).await?.guests;
+        }
+        self.make_folder(seat)?;
+        *known = self.ask(GuestRequest::Add(guest.clone())).await?.guests;
+        info!(
+            guest = guest.name,
+            seat,
+            memory = guest.memory,
+            "the container is a guest"
+        );
+        Ok(())
+    }
+
+    /// Removes the guests whose containers have been gone for long enough, and their folders.
+    async fn remove_gone(
+        &mut self,
+        known: &[AddedGuest],
+        wanted: &[Assignment],
+    ) -> Result<(), KeeperError> {
+        let is_wanted = |socket: &Path| wanted.iter().any(|one| one.guest.socket == socket);
+        let own = { known.iter() }.filter(|guest| guest.socket.starts_with(&self.options.sockets));
+        let gone: Vec<_> = own.filter(|guest| !is_wanted(&guest.socket)).collect();
+        let names: Vec<_> = gone.iter().map(|guest| &guest.name).collect();
+        self.gone.retain(|name, _| names.contains(&name));
+        let mut kept = Vec::new();
+        for guest in gone {
+            let since = self.gone.entry(guest.name.clone());
+            if since.or_insert_with(Instant::now).elapsed() < self.options.grace {
+                kept.push(&guest.socket);
+                continue;
+            }
+            self.remove(&guest.name).await?;
+            self.gone.remove(&guest.name);
+            info!(guest = guest.name, "the container of the guest is gone");
+        }
+        for entry in folder_names(&self.options.sockets)? {
+            let socket = self.options.socket(&entry);
+            if is_seat(&entry) && !is_wanted(&socket) && !kept.contains(&&socket) {
+                remove_folder(&self.options.folder(&entry), &socket);
+            }
+        }
+        Ok(())
+    }
+
+    async fn remove(&self, name: &str) -> Result<GuestList, KeeperError> {
+        let name = name.into();
+        self.ask(GuestRequest::Remove { name }).await
+    }
+
+    /// Asks the executor, on a thread that may wait.
+    async fn ask(&self, request: GuestRequest) -> Result<GuestList, KeeperError> {
+        let control = self.options.control.clone();
+        let path = control.display().to_string();
+        let asked = move || control::guests(&control, &request, TIMEOUT);
+        let answer = tokio::task::spawn_blocking(asked).await;
+        let answer = answer.map_err(|_| KeeperError::Panicked)?;
+        answer.map_err(|error| KeeperError::Executor { path, error })
+    }
+}
+
+fn make_folder(path: &Path, mode: u32) -> Result<(), KeeperError> {
+    let made = DirBuilder::new().recursive(true).mode(mode).create(path);
+    made.map_err(|error| KeeperError::Folder {
+        path: path.into(),
+        error,
+    })
+}
+
+fn folder_names(path: &Path) -> Result<Vec<String>, KeeperError> {
+    let failed = |error| KeeperError::Folder {
+        path: path.into(),
+        error,
+    };
+    let entries = fs::read_dir(path).map_err(failed)?;
+    // What is no text is no seat.
+    let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+    Ok(names.collect())
+}
+
+/// Removes the folder of a seat, and the socket that an executor that was killed has left there.
+fn remove_folder(folder: &Path, socket: &Path) {
+    let _ = fs::remove_file(socket); // the executor has removed it
+    if let Err(error) = fs::remove_dir(folder) {
+        warn!("{}: {error}", folder.display());
+    }
+}

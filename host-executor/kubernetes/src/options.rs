@@ -1,0 +1,126 @@
+//! What an operator chooses.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// The most seats: an executor takes as many guests over its control socket.
+const MAX_SEATS: u32 = 1024;
+
+/// A slice is a multiple of this many bytes.
+pub(crate) const SLICE_UNIT: u64 = 1 << 20;
+
+/// How a device plugin works.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// The control socket of the executor.
+    pub control: PathBuf,
+    /// The folder of the kubelet, such as `/var/lib/kubelet`.
+    pub kubelet: PathBuf,
+    /// The folder on the host in which each seat has a folder with its socket. The executor sees
+    /// it at the same path.
+    pub sockets: PathBuf,
+    /// The guest plugin, `libggml-vgpu.so`, on the host. This process sees it at the same path.
+    pub plugin: PathBuf,
+    /// How many containers may use the executor at once.
+    pub seats: u32,
+    /// Bytes of a slice of memory.
+    pub slice: u64,
+    /// How often executor and kubelet are asked.
+    pub interval: Duration,
+    /// How long a guest stays whose container is gone.
+    pub grace: Duration,
+    /// The name of the pod of this plugin. A kubelet that does not list it has just started, and
+    /// does not know its pods yet.
+    pub pod: Option<String>,
+}
+
+/// Why a device plugin cannot work.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)] // the messages name every field
+pub enum OptionsError {
+    #[error("{0} seats: expected 1 to {MAX_SEATS}")]
+    Seats(u32),
+    #[error("a slice of {0} bytes: expected a multiple of 1 MiB")]
+    Slice(u64),
+    #[error("{}: the path has to be absolute", .0.display())]
+    RelativePath(PathBuf),
+}
+
+impl Options {
+    /// Checks the numbers and paths.
+    ///
+    /// # Errors
+    /// [`OptionsError`] names the first mistake.
+    pub fn check(&self) -> Result<(), OptionsError> {
+        if !(1..=MAX_SEATS).contains(&self.seats) {
+            return Err(OptionsError::Seats(self.seats));
+        }
+        if self.slice == 0 || !self.slice.is_multiple_of(SLICE_UNIT) {
+            return Err(OptionsError::Slice(self.slice));
+        }
+        for path in [&self.sockets, &self.plugin] {
+            if !path.is_absolute() {
+                return Err(OptionsError::RelativePath(path.clone()));
+            }
+        }
+        Ok(())
+    }
+
+    /// The folder with the sockets of the kubelet and of device plugins.
+    pub(crate) fn device_plugins(&self) -> PathBuf {
+        self.kubelet.join("device-plugins")
+    }
+
+    /// The socket at which the kubelet takes registrations.
+    pub(crate) fn registration(&self) -> PathBuf {
+        self.device_plugins().join("kubelet.sock")
+    }
+
+    /// The socket at which the kubelet says which container has which devices.
+    pub(crate) fn pod_resources(&self) -> PathBuf {
+        self.kubelet.join("pod-resources/kubelet.sock")
+    }
+
+    /// The folder with the socket of a seat.
+    pub(crate) fn folder(&self, seat: &str) -> PathBuf {
+        self.sockets.join(seat)
+    }
+
+    /// The socket of a seat.
+    pub(crate) fn socket(&self, seat: &str) -> PathBuf {
+        self.folder(seat).join("vgpu.sock")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mistakes_are_named() {
+        let valid = Options {
+            control: "control.sock".into(),
+            kubelet: "kubelet".into(),
+            sockets: "/run/vgpu/pods".into(),
+            plugin: "/usr/lib/vgpu/libggml-vgpu.so".into(),
+            seats: 16,
+            slice: 1 << 30,
+            interval: Duration::from_secs(2),
+            grace: Duration::from_secs(10),
+            pod: None,
+        };
+        assert_eq!(valid.check(), Ok(()));
+        let with = |change: &dyn Fn(&mut Options)| {
+            let mut options = valid.clone();
+            change(&mut options);
+            options.check()
+        };
+        assert_eq!(with(&|o| o.seats = 0), Err(OptionsError::Seats(0)));
+        assert_eq!(with(&|o| o.seats = 1025), Err(OptionsError::Seats(1025)));
+        assert_eq!(with(&|o| o.slice = 0), Err(OptionsError::Slice(0)));
+        assert_eq!(with(&|o| o.slice = 1000), Err(OptionsError::Slice(1000)));
+        let relative = |path: &str| Err(OptionsError::RelativePath(path.into()));
+        assert_eq!(with(&|o| o.sockets = "pods".into()), relative("pods"));
+        assert_eq!(with(&|o| o.plugin = "lib.so".into()), relative("lib.so"));
+    }
+}

@@ -1,0 +1,159 @@
+//! The loop of the device plugin.
+
+use std::future::Future;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use tokio::sync::{Mutex, watch};
+use tokio::time::MissedTickBehavior;
+use tracing::{info, warn};
+
+use crate::devices::{Capacity, Resource};
+use crate::keeper::{Keeper, Outcome};
+use crate::options::{Options, OptionsError};
+use crate::registration::Registration;
+use crate::services::Service;
+
+/// Why a device plugin does not start.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)] // the messages name every field
+pub enum PluginError {
+    #[error(transparent)]
+    Options(#[from] OptionsError),
+    #[error("{}: there is no guest plugin", .0.display())]
+    NoPlugin(PathBuf),
+    #[error("the folder of the sockets: {0}")]
+    Folder(String),
+}
+
+/// Serves the kubelet until `stop` is complete. Containers keep their guests.
+///
+/// # Errors
+/// The options have a mistake, the guest plugin does not exist, or there is no folder for sockets.
+pub async fn run(options: Options, stop: impl Future<Output = ()>) -> Result<(), PluginError> {
+    options.check()?;
+    if !options.plugin.is_file() {
+        return Err(PluginError::NoPlugin(options.plugin));
+    }
+    let options = Arc::new(options);
+    let keeper = Keeper::new(Arc::clone(&options));
+    let keeper = keeper.map_err(|error| PluginError::Folder(error.to_string()))?;
+    let mut plugin = Plugin {
+        keeper: Arc::new(Mutex::new(keeper)),
+        capacity: watch::Sender::new(Capacity {
+            is_healthy: false,
+            seats: options.seats,
+            slice: options.slice,
+            slices: None,
+        }),
+        options,
+        registration: None,
+        problems: Problems::default(),
+    };
+    let mut ticks = tokio::time::interval(plugin.options.interval);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    tokio::pin!(stop);
+    loop {
+        let step = async {
+            ticks.tick().await;
+            plugin.step().await;
+        };
+        tokio::select! {
+            () = &mut stop => return Ok(()),
+            () = step => {}
+        }
+    }
+}
+
+struct Plugin {
+    options: Arc<Options>,
+    keeper: Arc<Mutex<Keeper>>,
+    capacity: watch::Sender<Capacity>,
+    registration: Option<Registration>,
+    problems: Problems,
+}
+
+impl Plugin {
+    /// Looks at the executor and at the kubelet once.
+    async fn step(&mut self) {
+        let outcome = self.keeper.lock().await.reconcile().await;
+        let (found, problem) = match outcome {
+            Ok(Outcome { executor, problem }) => (Some(executor), problem),
+            Err(error) => (None, Some(error)),
+        };
+        self.problems
+            .guests
+            .set(problem.map(|error| error.to_string()));
+        let executor = found.as_ref();
+        let unavailable = executor.and_then(|executor| executor.unavailable.clone());
+        self.problems.executor.set(unavailable);
+        let options = &self.options;
+        let is_changed = self.capacity.send_if_modified(|capacity| {
+            let before = *capacity;
+            capacity.is_healthy = false;
+            if let Some(executor) = &found {
+                capacity.is_healthy = executor.unavailable.is_none();
+                capacity.slices = Some(Capacity::slices_of(executor.memory, options.slice));
+            }
+            *capacity != before
+        });
+        if is_changed {
+            let capacity = self.capacity.borrow();
+            info!(
+                healthy = capacity.is_healthy,
+                seats = capacity.seats,
+                slices = capacity.slices,
+                "the devices of the node"
+            );
+        }
+        self.register().await;
+    }
+
+    /// Registers the plugin with a kubelet that does not know it.
+    async fn register(&mut self) {
+        let registration = self.registration.as_ref();
+        if registration.is_some_and(|known| known.is_current(&self.options)) {
+            return;
+        }
+        // First the old sockets go, whose paths the new ones have.
+        self.registration = None;
+        let service = |resource: Resource| Service {
+            resource,
+            options: Arc::clone(&self.options),
+            capacity: self.capacity.subscribe(),
+            keeper: Arc::clone(&self.keeper),
+        };
+        let problem = match Registration::new(&self.options, service).await {
+            Ok(registration) => {
+                self.registration = Some(registration);
+                info!("registered with the kubelet");
+                None
+            }
+            Err(error) => Some(error.to_string()),
+        };
+        self.problems.registration.set(problem);
+    }
+}
+
+/// What is wrong now. The log has a line for each change.
+#[derive(Default)]
+struct Problems {
+    guests: Problem,
+    executor: Problem,
+    registration: Problem,
+}
+
+#[derive(Default)]
+struct Problem(Option<String>);
+
+impl Problem {
+    fn set(&mut self, now: Option<String>) {
+        if self.0 == now {
+            return;
+        }
+        if let Some(problem) = &now {
+            warn!("{problem}");
+        }
+        self.0 = now;
+    }
+}
