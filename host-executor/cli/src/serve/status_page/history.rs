@@ -254,6 +254,11 @@ mod tests {
         for rate in &rates[2..] {
             assert!((rate - 2.0).abs() < 1e-6, "{rates:?}");
         }
+        // The present is not known until there is another sample soon after.
+        assert_eq!(history.present("alice"), None);
+        history.record(&status(404.0, 640));
+        let present = history.present("alice").unwrap();
+        assert!(present.rate(present.graphs).unwrap() > 2.0);
         assert_eq!(history.present("bob").unwrap().graphs, 0.0);
     }
 
