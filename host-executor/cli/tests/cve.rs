@@ -623,6 +623,8 @@ fn llama_cpp_27585_the_cache_of_weights_grows_until_the_disk_is_full() {
     for seed in 0..8 {
         let mut guest = serve.guest(&scratch.socket());
         last = content(seed);
+        // Files are ordered by their times, which come from a clock that ticks each 4 to 10 ms.
+        std::thread::sleep(Duration::from_millis(20));
         put_on_disk(&mut guest, &folder, &last);
         let held: u64 = files(&folder).iter().map(|(_, len)| len).sum();
         // A file is renamed into the folder before the oldest file is removed.
