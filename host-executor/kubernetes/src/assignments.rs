@@ -100,24 +100,8 @@ fn guest_name(container: &str, seat: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
     use crate::api::pod_resources::{ContainerDevices, PodResources};
-
-    fn options() -> Options {
-        Options {
-            control: "/run/vgpu/control.sock".into(),
-            kubelet: "/var/lib/kubelet".into(),
-            sockets: "/run/vgpu/pods".into(),
-            plugin: "/usr/lib/vgpu/libggml-vgpu.so".into(),
-            seats: 16,
-            slice: 1 << 30,
-            interval: Duration::from_secs(2),
-            grace: Duration::from_secs(10),
-            pod: None,
-        }
-    }
 
     fn pod(name: &str, container: &str, devices: &[(&str, &[&str])]) -> PodResources {
         let devices = devices.iter().map(|(resource, ids)| ContainerDevices {
@@ -154,7 +138,7 @@ mod tests {
                 pod("c", "llama", &[(MEMORY, &["1024Mi-1"])]),
             ],
         };
-        let all = assignments(&pods, &options());
+        let all = assignments(&pods, &Options::for_tests());
         let seen: Vec<_> = all
             .iter()
             .map(|a| (a.seat.as_str(), a.guest.name.as_str(), a.guest.memory))

@@ -93,14 +93,12 @@ impl Options {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn mistakes_are_named() {
-        let valid = Options {
-            control: "control.sock".into(),
-            kubelet: "kubelet".into(),
+impl Options {
+    /// Options that are valid.
+    pub(crate) fn for_tests() -> Options {
+        Options {
+            control: "/run/vgpu/control.sock".into(),
+            kubelet: "/var/lib/kubelet".into(),
             sockets: "/run/vgpu/pods".into(),
             plugin: "/usr/lib/vgpu/libggml-vgpu.so".into(),
             seats: 16,
@@ -108,7 +106,17 @@ mod tests {
             interval: Duration::from_secs(2),
             grace: Duration::from_secs(10),
             pod: None,
-        };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mistakes_are_named() {
+        let valid = Options::for_tests();
         assert_eq!(valid.check(), Ok(()));
         let with = |change: &dyn Fn(&mut Options)| {
             let mut options = valid.clone();

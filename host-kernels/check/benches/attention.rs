@@ -31,12 +31,7 @@ fn main() {
             "--bench" => {} // from cargo
             "--threads" => threads = number() as usize,
             "--keys" => keys.push(number()),
-            name => types.push(
-                { Type::ALL.iter() }
-                    .copied()
-                    .find(|ty| ty.ggml_name().eq_ignore_ascii_case(name))
-                    .unwrap_or_else(|| panic!("{name} is no type")),
-            ),
+            name => types.push(Type::from_ggml_name(name).unwrap_or_else(|| panic!("{name}?"))),
         }
     }
     if keys.is_empty() {

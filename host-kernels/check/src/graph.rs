@@ -184,11 +184,6 @@ impl Builder {
         Ok(())
     }
 
-    /// The number of tensors.
-    pub(super) fn tensors(&self) -> u32 {
-        self.graph.tensors.len() as u32
-    }
-
     /// The tensor of this index.
     pub(super) fn tensor_at(&self, index: u32) -> Tensor {
         self.graph.tensors[index as usize]

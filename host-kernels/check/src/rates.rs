@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use vgpu_transport::ir::{Op, Precision, Shape, Type};
+use vgpu_transport::ir::{Op, Precision, Shape, Tensor, Type};
 
 use super::cublas::Cublas;
 use super::graph::{Builder, Fill, LoadedGraph, Operand};
@@ -351,6 +351,17 @@ fn repeat(
     Ok(())
 }
 
+/// FLASH_ATTN_EXT with heads of `size` elements.
+fn attention_op(size: u64) -> Op {
+    Op::FlashAttnExt {
+        scale: 1.0 / (size as f32).sqrt(),
+        max_bias: 0.0,
+        logit_softcap: 0.0,
+        accumulator: Precision::Default,
+        n_kv_max: 0,
+    }
+}
+
 /// Attention of `tokens` queries to `keys` KV positions with the shape of an 8B model: 32 heads of
 /// 128, 8 KV heads. The work is bytes of the KV cache for one token, operations for several.
 fn attention(
@@ -373,14 +384,11 @@ fn attention(
         Fill::Mask(keys as i64 - tokens as i64),
     )?;
     let dst = add(Type::F32, [size, heads, tokens, 1], numbers)?;
-    let op = Op::FlashAttnExt {
-        scale: 1.0 / (size as f32).sqrt(),
-        max_bias: 0.0,
-        logit_softcap: 0.0,
-        accumulator: Precision::Default,
-        n_kv_max: 0,
-    };
-    builder.node(op, dst, &[Some(q), Some(k), Some(v), Some(mask)]);
+    builder.node(
+        attention_op(size),
+        dst,
+        &[Some(q), Some(k), Some(v), Some(mask)],
+    );
     let ne = [size, keys, kv, 1];
     let cache = Shape::contiguous(ty, ne).and_then(|shape| shape.byte_len());
     let amount = match tokens {
@@ -433,53 +441,37 @@ pub(super) fn decode_attention(
     } = caches;
     let (mut random, mut builder) = (Random::new(9), Builder::default());
     let numbers = Fill::Numbers(-1.0, 1.0);
-    let all = [head * kv_heads, keys, 1, 1];
-    let first = builder.tensor(
-        Operand {
-            ty,
-            ne: all,
-            fill: numbers,
-        },
-        &mut random,
-    )?;
-    let all = builder.tensor_at(first).shape;
+    let cache = Operand {
+        ty,
+        ne: [head * kv_heads, keys, 1, 1],
+        fill: numbers,
+    };
+    let content = builder.tensor(cache, &mut random)?;
+    let Tensor { shape, offset, .. } = builder.tensor_at(content);
     let ne = [head, keys, kv_heads, 1];
-    let (Some(row), Some(bytes)) = (ty.row_bytes(head), all.byte_len()) else {
+    let (Some(row), Some(bytes)) = (ty.row_bytes(head), shape.byte_len()) else {
         return Err(CheckError::TensorSize { ty, ne });
     };
-    let nb = [all.nb[0], all.nb[1], row, bytes];
+    let nb = [shape.nb[0], shape.nb[1], row, bytes];
     let mut add = |ty, ne, fill| builder.tensor(Operand { ty, ne, fill }, &mut random);
     let q = add(Type::F32, [head, 1, heads, 1], numbers)?;
     let mask = add(Type::F16, [keys, 1, 1, 1], Fill::Mask(keys as i64 - 1))?;
     let dst = add(Type::F32, [head, heads, 1, 1], numbers)?;
-    let zeros = Operand {
-        ty,
-        ne: all.ne,
-        fill: numbers,
-    };
+    let mut copies = Vec::new();
     for _ in 0..layers {
-        let cache = [builder.zeros(zeros)?, builder.zeros(zeros)?];
-        let [k, v] = cache.map(|at| {
+        let mut cache = || -> Result<Option<u32>, CheckError> {
+            let at = builder.zeros(cache)?;
             let at = builder.tensor_at(at).offset;
-            Some(builder.place(Shape { ty, ne, nb }, at))
-        });
-        let op = Op::FlashAttnExt {
-            scale: 1.0 / (head as f32).sqrt(),
-            max_bias: 0.0,
-            logit_softcap: 0.0,
-            accumulator: Precision::Default,
-            n_kv_max: 0,
+            copies.push(at);
+            Ok(Some(builder.place(Shape { ty, ne, nb }, at)))
         };
-        builder.node(op, dst, &[Some(q), k, v, Some(mask)]);
+        let (k, v) = (cache()?, cache()?);
+        builder.node(attention_op(head), dst, &[Some(q), k, v, Some(mask)]);
     }
     let loaded = builder.on(engine)?;
-    let from = builder.tensor_at(first).offset;
-    for tensor in 0..builder.tensors() {
-        let tensor = builder.tensor_at(tensor);
-        if tensor.shape == all && tensor.offset != from {
-            let memory = &*loaded.memory;
-            memory.copy_from(tensor.offset, memory, from, bytes)?;
-        }
+    for copy in copies {
+        let memory = &*loaded.memory;
+        memory.copy_from(copy, memory, offset, bytes)?;
     }
     Ok(measure(loaded, options, caches.bytes() as f64)?.rate())
 }
