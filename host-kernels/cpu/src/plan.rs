@@ -294,7 +294,7 @@ fn moves(memories: &[&CpuMemory]) -> Vec<u64> {
 /// # Errors
 /// [`EngineError::OutOfMemory`] if weights cannot be copied; [`EngineError::Cancelled`] once
 /// `is_cancelled` has returned `true`.
-fn views(
+pub(crate) fn views(
     graph: &Graph,
     memories: &[&CpuMemory],
     is_cancelled: &dyn Fn() -> bool,

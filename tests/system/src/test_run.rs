@@ -67,7 +67,7 @@ pub(crate) const FULL: &str = "\
 Only `--full` runs:
   all parts the release build, as it is shipped, instead of that of `cargo test` with assertions
   lints     the CPU engine for each instruction set alone instead of for one
-  unit      every random case of the operators' tests instead of a sixth
+  unit      every random case of the operators' tests instead of a twelfth
   kernels   every GPU architecture instead of sm_90a and some sources for others
   ops       MUL_MAT_ID, FLASH_ATTN_EXT and fused products with every type instead of six; every case
             of ggml 0.20.2 (b10488), 0.24.0 (b11076) and 0.26.0 over inproc instead of a sample;

@@ -598,8 +598,8 @@ fn rounded(ty: Type, x: f64) -> (f64, f64) {
     }
 }
 
-/// Runs a body `cases` times, each time with another stream of random numbers: a sixth as often in
-/// a sample. A failure names the seed.
+/// Runs a body `cases` times, each time with another stream of random numbers: a twelfth as often
+/// in a sample. A failure names the seed.
 pub(crate) fn property(cases: u32, body: impl Fn(&mut Random)) {
     let all = ProptestConfig {
         cases,

@@ -4,7 +4,7 @@
 /// where it is not set, all cases run.
 const VARIABLE: &str = "VGPU_TEST_SAMPLE";
 
-/// One in six cases.
+/// One in twelve cases.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Sample {
     /// Decides which cases are taken.
@@ -21,7 +21,7 @@ impl Sample {
 
     /// One case in how many is taken.
     pub(crate) fn one_in(self) -> usize {
-        6
+        12
     }
 
     /// Whether the case with this number is taken.
@@ -36,9 +36,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn six_seeds_take_every_case_once() {
+    fn twelve_seeds_take_every_case_once() {
         for case in 0..20 {
-            let by = (20..26).filter(|&seed| Sample { seed }.has(case));
+            let by = (20..32).filter(|&seed| Sample { seed }.has(case));
             assert_eq!(by.count(), 1, "{case}");
         }
     }

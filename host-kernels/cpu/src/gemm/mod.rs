@@ -44,6 +44,12 @@ impl Activation {
 }
 
 impl MatmulKernel {
+    /// Whether there is a kernel for `weight`, at every level. Unlike [`MatmulKernel::of`], a
+    /// program that only asks contains no kernels of instruction sets.
+    pub(crate) fn exists(weight: Type) -> bool {
+        scalar::kernel(weight).is_some()
+    }
+
     /// The kernel for `weight` on this machine; `None` for types that are no weights (integers,
     /// `F64`, the activation-only Q8_1 and Q8_K).
     pub fn of(weight: Type) -> Option<MatmulKernel> {

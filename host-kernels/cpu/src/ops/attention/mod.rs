@@ -38,7 +38,7 @@ pub(super) fn rules() -> Vec<Rule> {
     let keys: Vec<Type> = Type::ALL
         .iter()
         .copied()
-        .filter(|&ty| MatmulKernel::of(ty).is_some())
+        .filter(|&ty| MatmulKernel::exists(ty))
         .collect();
     vec![Rule::new(
         OpKind::FlashAttnExt,

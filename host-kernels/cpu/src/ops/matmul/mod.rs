@@ -37,7 +37,7 @@ pub(super) fn rules() -> Vec<Rule> {
     let weights: Vec<Type> = Type::ALL
         .iter()
         .copied()
-        .filter(|&ty| MatmulKernel::of(ty).is_some())
+        .filter(|&ty| MatmulKernel::exists(ty))
         .collect();
     let weights = TypeSet::of(&weights);
     vec![

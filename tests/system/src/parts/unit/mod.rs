@@ -20,7 +20,7 @@ use crate::test_run::TestRun;
 use counted::Counted;
 use programs::TestProgram;
 
-/// The variable with which some tests take a sixth of their cases (host-kernels/check/tests).
+/// The variable with which some tests take a twelfth of their cases (host-kernels/check/tests).
 const SAMPLE: &str = "VGPU_TEST_SAMPLE";
 /// The variable with which tests fail if a ggml is missing (tests/abi.rs, host-kernels/ggml/tests).
 const ALL_GGML: &str = "VGPU_TEST_ALL_GGML";
@@ -99,7 +99,7 @@ pub(crate) fn run(tests: &mut TestRun<'_>, beside: impl FnOnce(&mut TestRun<'_>)
     document_tests(tests, &progress, &mut counted);
 
     let drawn = sample.map_or_else(String::new, |seed| {
-        format!("; a sixth of the operators' random cases; --seed {seed}")
+        format!("; a twelfth of the operators' random cases; --seed {seed}")
     });
     match counted.failed.len() {
         0 => progress.done(&format!("{} tests{drawn}", counted.passed)),
