@@ -91,7 +91,7 @@ Only `--full` runs:
             Prometheus that scrapes an executor, with every query of the dashboard
   vm        the guests with vfio-user, with vsock and TCP, and with systemd; a guest that is paused,
             put to sleep, reset, unplugged and killed; test-backend-ops with 13 operators and
-            products of nine types instead of four and three; 20 killed executors instead of five
+            products of nine types instead of two and two; 20 killed executors instead of three
             (`cargo xtask vm` runs all of these, too)
 
 Not even `--full` runs what has no end of its own: the fuzzing of tests/fuzz, and the benchmarks

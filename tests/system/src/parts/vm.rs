@@ -47,7 +47,7 @@ fn ivshmem(tests: &mut TestRun<'_>, prepared: &Prepared) {
     } else {
         let seed = tests.options.seed();
         let sample = GuestOps::sample(&mut Rng::new(seed, 3));
-        (sample, 5, format!("; --seed {seed}"))
+        (sample, 3, format!("; --seed {seed}"))
     };
     tests.check("test-backend-ops in the guest", |_, _| {
         Ok(booted.ops(&cases)? + &drawn)

@@ -36,11 +36,11 @@ impl GuestOps {
         }
     }
 
-    /// Four of the operators and three of the types.
+    /// Two of the operators and two of the types.
     pub(crate) fn sample(rng: &mut Rng) -> GuestOps {
         let mut sample = GuestOps::all();
-        draw(&mut sample.ops, 4, rng);
-        draw(&mut sample.types, 3, rng);
+        draw(&mut sample.ops, 2, rng);
+        draw(&mut sample.types, 2, rng);
         sample
     }
 
