@@ -168,6 +168,10 @@ impl Engine for CpuEngine {
         self.budget.info()
     }
 
+    fn knows_its_memory(&self) -> bool {
+        true
+    }
+
     fn allocation_size(&self, size: u64) -> u64 {
         region::whole_pages(size)
     }

@@ -32,6 +32,12 @@ pub trait Engine: Send + Sync + 'static {
     /// Present memory of the device, in bytes.
     fn memory(&self) -> MemoryInfo;
 
+    /// Whether [`memory`](Engine::memory) calls no driver and waits for nothing, so that any thread
+    /// may ask.
+    fn knows_its_memory(&self) -> bool {
+        false
+    }
+
     /// Whether [`memory`](Engine::memory) is memory of the host: buffers and plans then share it.
     fn is_host_memory(&self) -> bool {
         true
