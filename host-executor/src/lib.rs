@@ -35,6 +35,9 @@ mod drain;
 pub mod engine;
 mod engine_monitor;
 #[cfg(feature = "server")]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))] // no other engine names its GPU
+mod gpu_monitor;
+#[cfg(feature = "server")]
 mod guest_change;
 #[cfg(feature = "server")]
 mod handshakes;

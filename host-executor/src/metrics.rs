@@ -11,7 +11,7 @@ use vgpu_transport::wire::ProtocolVersion;
 
 use crate::histogram::Distribution;
 use crate::process_figures::{self, ProcessFigure};
-use crate::status::{SessionStatus, Status, StatusHandle, TenantLatency, Usage};
+use crate::status::{GpuStatus, SessionStatus, Status, StatusHandle, TenantLatency, Usage};
 
 /// The media type of what [`render`] returns.
 pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -223,6 +223,9 @@ impl Collector for MetricsCollector {
         }
 
         protocols(&mut encoder, status)?;
+        if let Some(gpu) = &status.engine.gpu {
+            gpu_figures(&mut encoder, gpu)?;
+        }
 
         let guests = &status.guests;
         type Gauge = (
@@ -313,6 +316,44 @@ impl Collector for MetricsCollector {
         }
         Ok(())
     }
+}
+
+/// The figures of a GPU. Those that are missing have no sample.
+fn gpu_figures(encoder: &mut DescriptorEncoder<'_>, gpu: &GpuStatus) -> fmt::Result {
+    let labels = [("gpu", gpu.address.as_str())];
+    for (name, help, value) in [
+        (
+            "vgpu_gpu_busy_ratio",
+            "Part of the last sampling period of the driver in which a kernel ran",
+            gpu.busy,
+        ),
+        (
+            "vgpu_gpu_memory_bytes",
+            "Memory of the GPU",
+            gpu.memory_total.map(|bytes| bytes as f64),
+        ),
+        (
+            "vgpu_gpu_memory_used_bytes",
+            "Memory of the GPU in use, by all programs and the driver",
+            gpu.memory_used.map(|bytes| bytes as f64),
+        ),
+        (
+            "vgpu_gpu_temperature_celsius",
+            "Temperature of the GPU",
+            gpu.temperature.map(f64::from),
+        ),
+        (
+            "vgpu_gpu_power_watts",
+            "Power that the card takes",
+            gpu.power,
+        ),
+    ] {
+        let mut family = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
+        if let Some(value) = value {
+            family.encode_family(&labels)?.encode_gauge(&value)?;
+        }
+    }
+    Ok(())
 }
 
 fn protocols(encoder: &mut DescriptorEncoder<'_>, status: &Status) -> fmt::Result {

@@ -140,6 +140,10 @@ pub struct EngineStatus {
     /// The GPU of this machine that the engine does not use, and why, for people.
     #[serde(default)]
     pub unused_gpu: Option<String>,
+    /// What the driver says of the GPU. `None`: the engine is not the CUDA engine, or the driver has
+    /// not answered yet.
+    #[serde(default)]
+    pub gpu: Option<GpuStatus>,
     /// Seconds that the present turn on the engine has lasted. `None`: no graph runs.
     #[serde(default)]
     pub turn: Option<f64>,
@@ -148,6 +152,28 @@ pub struct EngineStatus {
     pub hang: Option<String>,
     /// The store of shared weights.
     pub weights: WeightsStatus,
+}
+
+/// What NVML, the management library of NVIDIA's driver, says of a GPU. Other programs on the GPU
+/// count, too.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+pub struct GpuStatus {
+    /// The PCI address, such as `0000:01:00.0`.
+    pub address: String,
+    /// The part of the last sampling period of the driver in which a kernel ran, 0 to 1.
+    pub busy: Option<f64>,
+    /// Bytes of memory in use, by all programs and the driver.
+    pub memory_used: Option<u64>,
+    /// Bytes of memory in all.
+    pub memory_total: Option<u64>,
+    /// The temperature in degrees Celsius.
+    pub temperature: Option<u32>,
+    /// The power that the card takes, in watts.
+    pub power: Option<f64>,
+    /// Why figures are missing, for people; each reason once.
+    pub missing: Vec<String>,
+    /// Seconds since the figures were read. They are read once a second.
+    pub age: f64,
 }
 
 /// The store of shared weights, for all guests together.

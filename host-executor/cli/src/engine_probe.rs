@@ -9,7 +9,9 @@ use std::time::{Duration, Instant};
 
 use clap::Parser;
 use rustix::fs::{MemfdFlags, memfd_create};
-use vgpu_executor::engine::{self, EngineKind, ProbeError, ProbedDevice, Selection, StartError};
+use vgpu_executor::engine::{
+    self, EngineKind, ProbeError, ProbedDevice, ProbedKind, Selection, StartError,
+};
 
 use crate::own_program::OWN_PROGRAM;
 
@@ -32,10 +34,17 @@ type Answer = Result<Vec<ProbedDevice>, ProbeError>;
 /// What the process prints: the devices, or what the engine says of itself.
 type Printed = Result<Vec<ProbedDevice>, String>;
 
+/// The time that the driver has to say where a GPU is. A GPU that nobody uses takes some seconds.
+#[cfg(feature = "cuda")]
+const TIME_OF_ADDRESS: Duration = Duration::from_secs(60);
+
 /// Starts an engine, prints what devices it has, and ends.
 #[derive(Parser)]
 pub(crate) struct Args {
     engine: EngineKind,
+    /// Start nothing, and print the PCI address of the GPU of the CUDA engine as a device's name
+    #[arg(long)]
+    address: bool,
 }
 
 /// The process that tries an engine.
@@ -43,8 +52,17 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     // A library that hangs must not outlive the executor.
     let signal = Some(rustix::process::Signal::KILL);
     rustix::process::set_parent_process_death_signal(signal)?;
-    let answer: Printed =
-        engine::probe(&args.engine).map_err(|error| ProbeError::from(error).to_string());
+    let probed = match (&args.engine, args.address) {
+        (EngineKind::Cuda(ordinal), true) => engine::gpu_address(*ordinal).map(|name| {
+            vec![ProbedDevice {
+                name,
+                description: String::new(),
+                kind: ProbedKind::Gpu,
+            }]
+        }),
+        (kind, _) => engine::probe(kind),
+    };
+    let answer: Printed = probed.map_err(|error| ProbeError::from(error).to_string());
     let mut out = stdout().lock();
     writeln!(out, "\n{ANSWER}{}", serde_json::to_string(&answer)?)?;
     out.flush()?;
@@ -55,6 +73,23 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 /// tried.
 pub(crate) fn select(kind: &EngineKind, guests_may_end_it: bool) -> Result<Selection, StartError> {
     engine::select(kind, guests_may_end_it, &|kind| probe(kind))
+}
+
+/// The PCI address of a GPU of the CUDA engine, from a process of its own: for a supervisor, which
+/// loads no driver.
+///
+/// # Errors
+/// Why there is none, for people.
+#[cfg(feature = "cuda")]
+pub(crate) fn gpu_address(kind: &EngineKind) -> Result<String, String> {
+    let mut command = Command::new(OWN_PROGRAM);
+    command.args(["probe-engine", &kind.to_string(), "--address"]);
+    let devices = answer_of(&mut command, TIME_OF_ADDRESS);
+    let devices = devices.map_err(|error| error.to_string())?;
+    let first = devices.into_iter().next();
+    first
+        .map(|device| device.name)
+        .ok_or_else(|| "the driver names no GPU".into())
 }
 
 fn probe(kind: &EngineKind) -> Answer {

@@ -1,7 +1,20 @@
 //! Sizes, durations and shares for tables.
 
 pub(crate) use vgpu_executor::size::shown as size;
-use vgpu_executor::status::DrainStatus;
+use vgpu_executor::status::{DrainStatus, GpuStatus};
+
+/// The figures of a GPU in one line. "-" for those that are missing.
+pub(crate) fn gpu_figures(gpu: &GpuStatus) -> String {
+    let known = |figure: Option<String>| figure.unwrap_or_else(|| "-".into());
+    format!(
+        "busy {}, memory {} of {}, {}, {}",
+        known(gpu.busy.map(|busy| format!("{:.0} %", 100.0 * busy))),
+        known(gpu.memory_used.map(size)),
+        known(gpu.memory_total.map(size)),
+        known(gpu.temperature.map(|degrees| format!("{degrees} °C"))),
+        known(gpu.power.map(|watts| format!("{watts:.0} W"))),
+    )
+}
 
 /// The mean size of a batch: the graphs of all turns, by turn. "-" before the first turn.
 pub(crate) fn mean_batch(members: f64, turns: f64) -> String {
@@ -36,6 +49,22 @@ pub(crate) fn duration(seconds: f64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn figures_of_a_gpu_have_one_line_also_where_some_are_missing() {
+        let gpu = GpuStatus {
+            busy: Some(0.37),
+            memory_used: Some(6 << 30),
+            memory_total: Some(24 << 30),
+            temperature: Some(51),
+            power: Some(123.456),
+            ..GpuStatus::default()
+        };
+        let line = "busy 37 %, memory 6.0 GiB of 24.0 GiB, 51 °C, 123 W";
+        assert_eq!(gpu_figures(&gpu), line);
+        let none = gpu_figures(&GpuStatus::default());
+        assert_eq!(none, "busy -, memory - of -, -, -");
+    }
 
     #[test]
     fn durations_and_means_are_short() {

@@ -129,6 +129,16 @@ pub fn open_gpu(ordinal: u32) -> Result<Arc<Gpu>, StartError> {
     }
 }
 
+/// The PCI address of a GPU, such as `0000:01:00.0`. Loads the driver, and opens nothing on the
+/// GPU.
+///
+/// # Errors
+/// [`StartError::Gpu`] says what is missing or too old.
+pub fn gpu_address(ordinal: u32) -> Result<String, StartError> {
+    let address = vgpu_cuda::gpu::address(ordinal);
+    address.map_err(|error| StartError::Gpu { ordinal, error })
+}
+
 /// The tuning table of the device and kernels with this fingerprint ([`autotune::fingerprint`]).
 fn tuning_file(cache: &Path, fingerprint: &str) -> PathBuf {
     cache.join(format!("tuning-{fingerprint}.txt"))

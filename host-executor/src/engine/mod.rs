@@ -16,7 +16,7 @@ use vgpu_engine::Engine;
 #[cfg(feature = "cuda")]
 pub use cuda::{
     KeepError, check_cache, cuda_for_single_nodes, cuda_forced, disabled_kernels, fingerprint,
-    launch_policy, load_verdict, lock_verdicts, open_gpu, save_tuning, save_verdict,
+    gpu_address, launch_policy, load_verdict, lock_verdicts, open_gpu, save_tuning, save_verdict,
 };
 pub use error::{ProbeError, StartError};
 pub use kind::{EngineKind, GgmlBackend, ParseEngineKindError};
@@ -87,6 +87,15 @@ pub fn probe(kind: &EngineKind) -> Result<Vec<ProbedDevice>, StartError> {
 
 #[cfg(feature = "cuda")]
 use cuda::start as start_cuda;
+
+/// As in a build with the CUDA engine.
+///
+/// # Errors
+/// [`StartError::NotBuilt`]
+#[cfg(not(feature = "cuda"))]
+pub fn gpu_address(ordinal: u32) -> Result<String, StartError> {
+    Err(StartError::NotBuilt { ordinal })
+}
 
 #[cfg(not(feature = "cuda"))]
 fn start_cuda(ordinal: u32) -> Result<Arc<dyn Engine>, StartError> {

@@ -13,6 +13,7 @@ use super::query::query_all;
 use super::state::{Program, Shared};
 use super::totals::{GuestTotals, counted_as};
 use crate::control::{self, Asked};
+use crate::gpu_monitor::GpuWatch;
 use crate::status::{
     DrainStatus, EngineStatus, GuestStatus, Progress, Report, SessionEnds, SessionStatus, Status,
     StatusSource, TenantLatency, Usage, WeightsStatus,
@@ -215,6 +216,8 @@ impl StatusSource for Shared {
                 memory_total: total,
                 memory_free: total.saturating_sub(snapshot.memory),
                 unused_gpu: self.resources.unused_gpu.clone(),
+                // The supervisor reads them itself: those of a worker may be a guest's.
+                gpu: self.gpu.get().and_then(GpuWatch::status),
                 turn: snapshot.turn,
                 hang: snapshot.hang,
                 weights: snapshot.weights,

@@ -18,6 +18,7 @@ use super::partition::{Partition, Resources};
 use super::totals::EndedWorkers;
 use crate::control::{Asked, ControlError, OpenQuestion};
 use crate::drain::Drain;
+use crate::gpu_monitor::GpuWatch;
 use crate::handshakes::{Handshakes, PendingHandshake};
 use crate::heartbeat::Heartbeat;
 use crate::limits::{HandshakeLimits, sessions_of_one_guest};
@@ -80,6 +81,8 @@ pub(super) struct Shared {
     pub(super) start_limit: OnceLock<Duration>,
     pub(super) command: MakeCommand,
     pub(super) resources: Resources,
+    /// What the driver says of the GPU of the engines.
+    pub(super) gpu: OnceLock<GpuWatch>,
     pub(super) since: Instant,
     pub(super) registry: TenantRegistry,
     pub(super) stop: StopFlag,
@@ -239,6 +242,7 @@ impl Shared {
             start_limit: OnceLock::new(),
             command,
             resources,
+            gpu: OnceLock::new(),
             since: Instant::now(),
             registry,
             stop: StopFlag::new(),

@@ -16,6 +16,8 @@ use super::state::{MakeCommand, MakeMachine, Processes, Shared, Timeouts};
 use super::vm_process::{StartVmError, StartingVm};
 use super::{admission, certificates, ipc, vm_process, weights};
 use crate::control;
+#[cfg(feature = "cuda")]
+use crate::gpu_monitor::GpuMonitor;
 use crate::limits::HandshakeLimits;
 use crate::listener::threads::ListenerThreads;
 use crate::listener::{ListenerId, SocketListener};
@@ -83,6 +85,21 @@ impl Supervisor {
     #[cfg(test)]
     pub(super) fn shared_copy(&self) -> Arc<Shared> {
         Arc::clone(&self.shared)
+    }
+
+    /// Reads once a second, on a thread of its own, what the driver says of the GPU of the engine.
+    /// `find` returns the PCI address of the GPU, or says why there is none. Later calls have no
+    /// effect.
+    ///
+    /// # Errors
+    /// No thread can be started.
+    #[cfg(feature = "cuda")]
+    pub fn watch_gpu(
+        &self,
+        find: impl FnMut() -> Result<String, String> + Send + 'static,
+    ) -> io::Result<()> {
+        let _ = self.shared.gpu.set(GpuMonitor::of_cuda(find)?);
+        Ok(())
     }
 
     /// Applies a partition, and gives each worker its new limits and its new weight.

@@ -13,6 +13,8 @@ use vgpu_transport::link::stream::tls::Certificates;
 use super::guest_thread;
 use super::shared::Shared;
 use super::watchdog::{self, log_error_lines};
+#[cfg(feature = "cuda")]
+use crate::gpu_monitor::GpuMonitor;
 use crate::limits::Limits;
 use crate::listener::threads::ListenerThreads;
 use crate::listener::{GuestListener, IncomingGuest, ListenerId};
@@ -83,6 +85,21 @@ impl Server {
     /// the reason. Later calls have no effect.
     pub fn set_unused_gpu(&self, text: &str) {
         let _ = self.shared.unused_gpu.set(text.to_owned());
+    }
+
+    /// Reads once a second, on a thread of its own, what the driver says of the GPU of the engine.
+    /// `find` returns the PCI address of the GPU, or says why there is none. Later calls have no
+    /// effect.
+    ///
+    /// # Errors
+    /// No thread can be started.
+    #[cfg(feature = "cuda")]
+    pub fn watch_gpu(
+        &self,
+        find: impl FnMut() -> Result<String, String> + Send + 'static,
+    ) -> io::Result<()> {
+        let _ = self.shared.gpu.set(GpuMonitor::of_cuda(find)?);
+        Ok(())
     }
 
     /// Sets the weight store of sessions that begin from now on. Later calls have no effect.

@@ -16,6 +16,7 @@ use super::session_log::SessionLog;
 use crate::activity::Activities;
 use crate::drain::Drain;
 use crate::engine_monitor::EngineMonitor;
+use crate::gpu_monitor::GpuWatch;
 use crate::handshakes::Handshakes;
 use crate::heartbeat::Heartbeat;
 use crate::limits::Limits;
@@ -43,6 +44,8 @@ pub(super) struct Shared {
     pub(super) registry: TenantRegistry,
     /// The GPU of this machine that the engine does not use, and why.
     pub(super) unused_gpu: OnceLock<String>,
+    /// What the driver says of the GPU of the engine.
+    pub(super) gpu: OnceLock<GpuWatch>,
     pub(super) weights: OnceLock<WeightStore>,
     pub(super) limits: Limits,
     pub(super) pools: Pools,
@@ -112,6 +115,7 @@ impl Shared {
             scheduler: Arc::default(),
             engine,
             unused_gpu: OnceLock::new(),
+            gpu: OnceLock::new(),
             weights: OnceLock::new(),
             pools: Pools::new(&limits),
             limits,

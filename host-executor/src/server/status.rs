@@ -6,6 +6,7 @@ use std::sync::atomic::Ordering;
 
 use super::shared::{Found, Shared};
 use crate::activity::{EngineFigures, dump};
+use crate::gpu_monitor::GpuWatch;
 use crate::service;
 use crate::stats::Stats;
 use crate::status::{
@@ -34,12 +35,12 @@ impl StatusSource for Shared {
                 pid: entry.peer.process.as_ref().map(|process| process.pid),
                 uid: entry.peer.process.as_ref().map(|process| process.uid),
                 program: entry.counters.guest.get().cloned(),
-                age: entry.since.elapsed().as_secs_f64(),
                 protocol: entry
                     .counters
                     .protocol
                     .get()
                     .map(|version| version.number()),
+                age: entry.since.elapsed().as_secs_f64(),
                 usage: Usage::from(&entry.counters.snapshot()),
             })
             .collect();
@@ -84,6 +85,7 @@ impl StatusSource for Shared {
                 memory_total: memory.total,
                 memory_free: memory.free,
                 unused_gpu: shared.unused_gpu.get().cloned(),
+                gpu: shared.gpu.get().and_then(GpuWatch::status),
                 turn,
                 hang: shared.found().hang,
                 weights: WeightsStatus {

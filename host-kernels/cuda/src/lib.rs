@@ -2,6 +2,7 @@
 //! kernels of `host-kernels/cuda/kernels/`.
 //!
 //! - [`device`], [`gpu`]: the device trait, and the GPU through NVIDIA's driver.
+//! - [`nvml`]: how busy, full and hot a GPU is, for operators.
 //! - [`source`], [`nvrtc`], `cubin`: kernel sources, their compiler, and machine code.
 //! - `params`, `types`: parameter structures of kernels, and sets of tensor types.
 //! - [`kernel_set`], [`verdict`]: which kernels may be used, and what the self-check has found.
@@ -33,6 +34,7 @@ mod launch;
 mod megakernel;
 mod memory;
 mod merge;
+pub mod nvml;
 pub mod nvrtc;
 mod ops;
 mod params;

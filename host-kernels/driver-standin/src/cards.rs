@@ -88,6 +88,11 @@ pub(crate) const CARDS: [Card; 5] = [
     },
 ];
 
+/// The PCI address of the GPU with this index, as `cuDeviceGetPCIBusId` gives it.
+pub(crate) fn address(index: usize) -> String {
+    format!("0000:{:02x}:00.0", index + 1)
+}
+
 impl Card {
     /// The GPU with this name of a model, such as `H100`.
     pub(crate) fn named(name: &str) -> Option<Card> {

@@ -2,12 +2,14 @@
 #![forbid(unsafe_code)]
 
 use std::collections::HashMap;
+use std::ffi::c_int;
 use std::fs::File;
 use std::io::Write as _;
 use std::sync::{Mutex, MutexGuard};
 
 use crate::codes::{Code, code_named};
 use crate::lock::lock;
+use crate::nvml_codes as nvml;
 
 /// The name under which every launch counts, besides that of its kernel.
 const LAUNCH: &str = "launch";
@@ -17,6 +19,8 @@ const LAUNCH: &str = "launch";
 pub(crate) enum Fault {
     /// The call, or the kernel, fails with this code.
     Code(Code),
+    /// The call of NVML fails with this code.
+    Nvml(c_int),
     /// It never ends.
     Hang,
     /// It does nothing.
@@ -75,6 +79,9 @@ impl Planned {
                 "nothing" => Fault::Nothing,
                 "abort" => Fault::Abort,
                 "illegal" => Fault::Code(Code::CUDA_ERROR_ILLEGAL_ADDRESS),
+                code if name.starts_with(nvml::PREFIX) => {
+                    Fault::Nvml(nvml::code_named(code).ok_or_else(no_fault)?)
+                }
                 code => Fault::Code(code_named(code).ok_or_else(no_fault)?),
             },
         })
@@ -174,6 +181,9 @@ mod tests {
         let no_memory = Some(Fault::Code(Code::CUDA_ERROR_OUT_OF_MEMORY));
         let calls = [1, 2, 3].map(|_| faults.of_call("cuMemAlloc_v2"));
         assert_eq!(calls, [None, no_memory, None]);
+        let of_nvml = Faults::parse("nvmlInit_v2:*:LIB_RM_VERSION_MISMATCH", None);
+        let mismatch = of_nvml.expect("a fault").of_call("nvmlInit_v2");
+        assert_eq!(mismatch, Some(Fault::Nvml(18)));
         let illegal = Some(Fault::Code(Code::CUDA_ERROR_ILLEGAL_ADDRESS));
         assert_eq!(faults.of_launch("vg_rope"), Some(Fault::Hang));
         assert_eq!(faults.of_launch("vg_rope"), illegal);
@@ -181,6 +191,10 @@ mod tests {
             ("cuInit", "cuInit: not name:nth:fault"),
             ("cuInit:x:hang", "cuInit:x:hang: x is neither the number"),
             ("cuInit:1:", "cuInit:1::  is neither hang"),
+            (
+                "nvmlInit:1:OUT_OF_MEMORY",
+                "nvmlInit:1:OUT_OF_MEMORY: OUT_OF",
+            ),
             ("cuInit:1:1000000", "cuInit:1:1000000: 1000000 is neither"),
         ] {
             let error = Faults::parse(wrong, None).expect_err(wrong).to_string();

@@ -149,6 +149,8 @@ impl Launch {
         match settings().faults.of_launch(&self.function.name) {
             None => {}
             Some(Fault::Code(code)) => return Err(code),
+            // For entry points of NVML only.
+            Some(Fault::Nvml(_)) => return Err(Code::CUDA_ERROR_UNKNOWN),
             Some(Fault::Nothing) => return Ok(()),
             Some(Fault::Abort) => std::process::abort(),
             Some(Fault::Hang) => loop {

@@ -1,4 +1,5 @@
-//! A stand-in for NVIDIA's driver (`libcuda.so.1`) and for NVRTC (`libnvrtc.so.13`), for tests.
+//! A stand-in for NVIDIA's driver (`libcuda.so.1`), for NVRTC (`libnvrtc.so.13`) and for NVML
+//! (`libnvidia-ml.so.1`), for tests.
 //!
 //! The CUDA engine loads it as it loads the real libraries. The stand-in keeps the rules of the
 //! driver API, with the limits of real GPUs, and runs the kernels on the CPU through the shim.
@@ -9,7 +10,7 @@
 //! - `memory`: allocations, address ranges, page-locked host memory.
 //! - `code`, `function`: modules, functions and their limits, launches.
 //! - `context`, `graph`: contexts and what belongs to them.
-//! - `driver`, `nvrtc`: the entry points.
+//! - `driver`, `nvrtc`, `nvml`: the entry points; `nvml_codes`: the result codes of NVML.
 #![allow(non_snake_case)] // the names of the entry points are NVIDIA's
 
 mod argument;
@@ -23,6 +24,8 @@ mod function;
 mod graph;
 mod lock;
 mod memory;
+mod nvml;
+mod nvml_codes;
 mod nvrtc;
 mod queue;
 mod settings;
@@ -34,8 +37,8 @@ use std::process::Command;
 
 pub use driver::entries;
 
-/// The names under which a program loads the two libraries.
-const NAMES: [&str; 2] = ["libcuda.so.1", "libnvrtc.so.13"];
+/// The names under which a program loads the three libraries.
+const NAMES: [&str; 3] = ["libcuda.so.1", "libnvrtc.so.13", "libnvidia-ml.so.1"];
 
 /// A folder that has the library under the names of the real ones. A program that starts with the
 /// folder in `LD_LIBRARY_PATH` loads it.

@@ -116,6 +116,75 @@ fn calls_need_initialisation() {
     });
 }
 
+/// NVML under the stand-in's name, as the executor loads it.
+#[test]
+fn nvml_finds_a_gpu_by_its_address_and_refuses_what_it_is_told_to() {
+    use std::ffi::c_char;
+
+    let settings = [
+        ("VGPU_STANDIN_DEVICES", "L4,H100"),
+        (
+            "VGPU_STANDIN_FAULTS",
+            "nvmlDeviceGetPowerUsage:2:NOT_SUPPORTED",
+        ),
+    ];
+    let test = "nvml_finds_a_gpu_by_its_address_and_refuses_what_it_is_told_to";
+    in_process(test, &settings, || {
+        type ByAddress = unsafe extern "C" fn(*const c_char, *mut u64) -> c_int;
+        type Get = unsafe extern "C" fn(u64, *mut c_uint) -> c_int;
+        let function = |name: &std::ffi::CStr| {
+            // SAFETY: loads the stand-in, which has no initialiser; both names end with a zero
+            // byte.
+            let found = unsafe {
+                let library = libc::dlopen(c"libnvidia-ml.so.1".as_ptr(), libc::RTLD_NOW);
+                libc::dlsym(library, name.as_ptr())
+            };
+            assert!(!found.is_null(), "{name:?}");
+            found
+        };
+        // SAFETY: the stand-in's functions have these types under these names, as in `nvml.h`.
+        let (init, by_address, power) = unsafe {
+            (
+                std::mem::transmute::<*mut c_void, extern "C" fn() -> c_int>(function(
+                    c"nvmlInit_v2",
+                )),
+                std::mem::transmute::<*mut c_void, ByAddress>(function(
+                    c"nvmlDeviceGetHandleByPciBusId_v2",
+                )),
+                std::mem::transmute::<*mut c_void, Get>(function(c"nvmlDeviceGetPowerUsage")),
+            )
+        };
+        let mut handle = 0;
+        let mut open = |address: &std::ffi::CStr| {
+            // SAFETY: the address ends with a zero byte, and `handle` is a place for the result.
+            let code = unsafe { by_address(address.as_ptr(), &mut handle) };
+            (code, handle)
+        };
+        assert_eq!(open(c"0000:02:00.0").0, 1, "before nvmlInit");
+        assert_eq!(init(), 0);
+        assert_eq!(open(c"0000:03:00.0").0, 6);
+        let (code, second) = open(c"0000:02:00.0");
+        assert_eq!(code, 0);
+        let mut milliwatts = 0;
+        let mut read = |handle| {
+            // SAFETY: `milliwatts` is a place for the result; the stand-in checks the handle.
+            unsafe { power(handle, &mut milliwatts) }
+        };
+        // Faults count calls: the second one is refused.
+        let codes = [second, second, 99].map(&mut read);
+        assert_eq!((codes, milliwatts), ([0, 3, 2], 123_456));
+        // The address of the driver is that of NVML.
+        let mut device = 0;
+        let mut text = [0 as c_char; 32];
+        good!(cuInit(0));
+        good!(cuDeviceGet(&mut device, 1));
+        good!(cuDeviceGetPCIBusId(text.as_mut_ptr(), 32, device));
+        // SAFETY: the call has succeeded, so the text ends with a zero byte.
+        let text = unsafe { std::ffi::CStr::from_ptr(text.as_ptr()) };
+        assert_eq!(text, c"0000:02:00.0");
+    });
+}
+
 #[test]
 fn machine_may_have_no_gpu() {
     let settings = [("VGPU_STANDIN_DEVICES", "")];

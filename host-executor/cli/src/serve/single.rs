@@ -129,6 +129,7 @@ pub(super) fn run(
         false => Role::Server,
     };
     let confined = sandboxing::enter(engine.as_ref(), role, args.no_sandbox, dropped)?;
+    watch_gpu(&server, &selection.kind)?;
     serving.begin();
     let health = server.health();
     let _files = observers.serve(&settings, &server.status_handle(), sender, &confined)?;
@@ -214,6 +215,21 @@ fn perform(
         }
         OperatorRequest::Undrain => drain_text::accepts(server.undrain(), &[]),
     })
+}
+
+/// Reads the figures of the GPU of the CUDA engine, for status and metrics.
+#[cfg(feature = "cuda")]
+fn watch_gpu(server: &Server, kind: &EngineKind) -> anyhow::Result<()> {
+    let EngineKind::Cuda(ordinal) = *kind else {
+        return Ok(());
+    };
+    let find = move || engine::gpu_address(ordinal).map_err(|error| error.to_string());
+    server.watch_gpu(find).context("no thread")
+}
+
+#[cfg(not(feature = "cuda"))]
+fn watch_gpu(_: &Server, _: &EngineKind) -> anyhow::Result<()> {
+    Ok(())
 }
 
 /// Applies the configuration as it is now. On failure nothing has changed.

@@ -7,11 +7,11 @@ use ratatui::layout::{Constraint, Layout, Rect};
 use ratatui::style::{Color, Modifier, Style};
 use ratatui::text::{Line, Span};
 use ratatui::widgets::{Block, Gauge, Paragraph, Row, Table};
-use vgpu_executor::status::{GuestStatus, SessionStatus, Status};
+use vgpu_executor::status::{GpuStatus, GuestStatus, SessionStatus, Status};
 
 use super::controls::{Controls, Pane};
 use super::rates::Rates;
-use crate::units::{drain, duration, mean_batch, size};
+use crate::units::{drain, duration, gpu_figures, mean_batch, size};
 
 /// Width of a bar in a table, in cells.
 const BAR: usize = 16;
@@ -164,9 +164,10 @@ pub(super) fn draw(frame: &mut Frame<'_>, view: &View<'_>) {
     let guests = view.controls.guests(view.status, view.rates);
     let sessions = view.controls.sessions(view.status);
     let wanted = u16::try_from(guests.len() + 3).unwrap_or(u16::MAX);
-    let [head, engine, table, programs, foot] = Layout::vertical([
+    let [head, engine, gpu, table, programs, foot] = Layout::vertical([
         Constraint::Length(1),
         Constraint::Length(3),
+        Constraint::Length(u16::from(view.status.engine.gpu.is_some())),
         Constraint::Length(wanted.min(frame.area().height / 2)),
         Constraint::Fill(1),
         Constraint::Length(1),
@@ -174,6 +175,9 @@ pub(super) fn draw(frame: &mut Frame<'_>, view: &View<'_>) {
     .areas(frame.area());
     draw_head(frame, head, view);
     draw_engine(frame, engine, view);
+    if let Some(figures) = &view.status.engine.gpu {
+        draw_gpu(frame, gpu, figures);
+    }
     draw_guests(frame, table, &guests, view);
     draw_sessions(frame, programs, &sessions, view);
     let keys = Line::from(format!(" {}", view.controls.help()));
@@ -241,6 +245,20 @@ fn draw_engine(frame: &mut Frame<'_>, area: Rect, view: &View<'_>) {
         .ratio(busy.clamp(0.0, 1.0))
         .label(format!("busy {:.0} %", 100.0 * busy));
     frame.render_widget(gauge, time);
+}
+
+/// What the driver says of the GPU. `vgpu ps` says why a figure is missing.
+fn draw_gpu(frame: &mut Frame<'_>, area: Rect, gpu: &GpuStatus) {
+    let mut line = vec![Span::raw(format!(
+        " GPU {}: {}",
+        gpu.address,
+        gpu_figures(gpu)
+    ))];
+    if !gpu.missing.is_empty() {
+        let style = Style::new().fg(Color::Yellow);
+        line.push(Span::styled("  figures are missing", style));
+    }
+    frame.render_widget(Line::from(line), area);
 }
 
 fn draw_guests(frame: &mut Frame<'_>, area: Rect, guests: &[&GuestStatus], view: &View<'_>) {
@@ -342,6 +360,54 @@ fn colour(part: f64) -> Color {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn gpu_has_a_line_in_a_small_terminal() {
+        use ratatui::Terminal;
+        use ratatui::backend::TestBackend;
+        use vgpu_executor::status::{EngineStatus, SessionEnds, WeightsStatus};
+
+        let mut status = Status {
+            version: "1".into(),
+            uptime: 1.0,
+            engine: EngineStatus {
+                name: "cuda:0".into(),
+                description: "NVIDIA L4".into(),
+                memory_total: 1,
+                memory_free: 1,
+                unused_gpu: None,
+                gpu: Some(GpuStatus {
+                    address: "0000:01:00.0".into(),
+                    temperature: Some(51),
+                    missing: vec!["no power".into()],
+                    ..GpuStatus::default()
+                }),
+                turn: None,
+                hang: None,
+                weights: WeightsStatus::default(),
+            },
+            draining: None,
+            guests: Vec::new(),
+            sessions: Vec::new(),
+            ended: SessionEnds::default(),
+        };
+        let screen = |status: &Status| {
+            let mut terminal = Terminal::new(TestBackend::new(80, 24)).expect("a terminal");
+            let view = View {
+                status,
+                rates: &BTreeMap::new(),
+                notice: None,
+                controls: &Controls::default(),
+            };
+            terminal.draw(|frame| draw(frame, &view)).expect("a screen");
+            terminal.backend().to_string()
+        };
+        let text = screen(&status);
+        let line = "GPU 0000:01:00.0: busy -, memory - of -, 51 °C, -  figures are missing";
+        assert!(text.contains(line), "{text}");
+        status.engine.gpu = None;
+        assert!(!screen(&status).contains("GPU"));
+    }
 
     #[test]
     fn names_have_room_at_every_width() {

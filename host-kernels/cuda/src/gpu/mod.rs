@@ -213,6 +213,22 @@ fn find(ordinal: u32) -> Result<(sys::CUdevice, String, c_int), GpuError> {
     Ok((device, model.to_string_lossy().into_owned(), version))
 }
 
+/// The PCI address of GPU number `ordinal`, such as `0000:01:00.0`. Opens nothing on the GPU.
+///
+/// # Errors
+/// [`GpuError`] if there is no driver, the driver is too old, or it has no GPU of this number.
+pub fn address(ordinal: u32) -> Result<String, GpuError> {
+    let (device, ..) = find(ordinal)?;
+    let mut text = [0; 32];
+    // SAFETY: the driver writes at most `text.len()` bytes, a zero byte at the end included;
+    // `device` is from `cuDeviceGet`.
+    let code = unsafe { sys::cuDeviceGetPCIBusId(text.as_mut_ptr(), text.len() as c_int, device) };
+    check("cuDeviceGetPCIBusId", code)?;
+    // SAFETY: the call above has succeeded, so `text` has a zero byte.
+    let address = unsafe { CStr::from_ptr(text.as_ptr()) };
+    Ok(address.to_string_lossy().into_owned())
+}
+
 impl Drop for Gpu {
     fn drop(&mut self) {
         // Before the host memory that is registered with the context is freed.

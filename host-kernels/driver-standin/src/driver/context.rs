@@ -7,7 +7,7 @@ use cudarc::driver::sys::CUdevice_attribute_enum as Of;
 
 use super::entry::{INVALID, IS_INITIALIZED, check_no_capture, entries};
 use crate::argument::Out;
-use crate::cards::REGISTERS;
+use crate::cards::{REGISTERS, address};
 use crate::codes::{Answer, Code, name_of, text_of};
 use crate::context::{Context, card};
 use crate::function::{MAX_THREADS, RESERVED_SHARED, SHARED_PER_BLOCK};
@@ -80,6 +80,28 @@ fn attribute(device: c_int, attribute: c_int) -> Answer<u32> {
     found.map(|(_, value)| *value).ok_or(INVALID)
 }
 
+/// Writes the start of a text that fits into `len` bytes with a zero byte at its end.
+///
+/// # Errors
+/// `INVALID_VALUE` without room.
+///
+/// # Safety
+/// `to` is null, or has `len` bytes.
+unsafe fn put_text(to: &Out<c_char>, len: c_int, text: &str) -> Answer {
+    let room = usize::try_from(len).map_err(|_| INVALID)?;
+    if to.as_ptr().is_null() || room == 0 {
+        return Err(INVALID);
+    }
+    let count = text.len().min(room - 1);
+    // SAFETY: the caller guarantees `len` bytes, which are more than `count`.
+    unsafe {
+        let to = to.as_ptr().cast::<u8>();
+        to.copy_from_nonoverlapping(text.as_ptr(), count);
+        to.add(count).write(0);
+    }
+    Ok(())
+}
+
 entries! {
     // Initialisation and GPUs.
     cuInit(flags: c_uint) {
@@ -112,18 +134,13 @@ entries! {
     }
     cuDeviceGetName(to: Out<c_char>, len: c_int, device: c_int) {
         let (_, card) = card(device)?;
-        let room = usize::try_from(len).map_err(|_| INVALID)?;
-        if to.as_ptr().is_null() || room == 0 {
-            return Err(INVALID);
-        }
-        let count = card.name.len().min(room - 1);
-        // SAFETY: the caller guarantees `len` bytes, which are more than `count`.
-        unsafe {
-            let to = to.as_ptr().cast::<u8>();
-            to.copy_from_nonoverlapping(card.name.as_ptr(), count);
-            to.add(count).write(0);
-        }
-        Ok(())
+        // SAFETY: the caller guarantees `len` bytes.
+        unsafe { put_text(&to, len, card.name) }
+    }
+    cuDeviceGetPCIBusId(to: Out<c_char>, len: c_int, device: c_int) {
+        let (index, _) = card(device)?;
+        // SAFETY: the caller guarantees `len` bytes.
+        unsafe { put_text(&to, len, &address(index)) }
     }
     cuDeviceGetAttribute(value: Out<c_int>, which: c_int, device: c_int) {
         value.put(attribute(device, which)? as c_int)

@@ -35,6 +35,8 @@ pub(super) fn answer(name: &str, body: impl FnOnce() -> Answer) -> Code {
             }
             return code;
         }
+        // For entry points of NVML only.
+        Some(Fault::Nvml(_)) => return Code::CUDA_ERROR_UNKNOWN,
         Some(Fault::Nothing) => return Code::CUDA_SUCCESS,
         Some(Fault::Abort) => std::process::abort(),
         Some(Fault::Hang) => loop {

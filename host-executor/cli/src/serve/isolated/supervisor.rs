@@ -151,6 +151,7 @@ pub(crate) fn run(
     // The processes of virtual machines bind sockets and start drivers before they do the same.
     let confined = sandboxing::confine_supervisor(args.no_sandbox)?;
     let health = supervisor.health();
+    watch_gpu(&supervisor, engine)?;
     let _files = observers.serve(&settings, &supervisor.status_handle(), sender, &confined)?;
     listeners.switch(&mut supervisor, &settings, prepared, &confined)?;
     let mut addresses = listeners.addresses();
@@ -318,6 +319,23 @@ fn change_guests(
             .context("memory of the guests")?;
         listeners.switch(*supervisor, wanted, prepared, confined)
     })
+}
+
+/// Reads the figures of the GPU of the CUDA engine, for status and metrics. What workers say of the
+/// GPU may be what a guest says.
+#[cfg(feature = "cuda")]
+fn watch_gpu(supervisor: &Supervisor, engine: &EngineKind) -> anyhow::Result<()> {
+    if !matches!(engine, EngineKind::Cuda(_)) {
+        return Ok(());
+    }
+    let engine = engine.clone();
+    let find = move || crate::engine_probe::gpu_address(&engine);
+    supervisor.watch_gpu(find).context("no thread")
+}
+
+#[cfg(not(feature = "cuda"))]
+fn watch_gpu(_: &Supervisor, _: &EngineKind) -> anyhow::Result<()> {
+    Ok(())
 }
 
 /// The virtual machines, each with the memory and the weight of its process.

@@ -207,6 +207,7 @@ mod tests {
                 memory_total: 0,
                 memory_free: 0,
                 unused_gpu: None,
+                gpu: None,
                 turn: None,
                 hang: None,
                 weights: WeightsStatus::default(),

@@ -8,7 +8,7 @@ use super::guests::{guests, name_of, programs};
 use super::history::History;
 use super::html::{Part, bar, escaped, number, percent};
 use super::metrics_table;
-use crate::units::{drain, duration};
+use crate::units::{drain, duration, gpu_figures};
 
 /// The number of the colour of memory that is in no guest's buffer.
 const OTHER_COLOUR: usize = 0;
@@ -70,6 +70,13 @@ fn head(status: &Status) -> String {
     }
     if let Some(gpu) = &engine.unused_gpu {
         warn(format!("The GPU {gpu}."));
+    }
+    for reason in engine.gpu.iter().flat_map(|gpu| &gpu.missing) {
+        warn(format!("A figure of the GPU is missing: {reason}."));
+    }
+    if let Some(gpu) = &engine.gpu {
+        let figures = format!("GPU {}: {}", gpu.address, gpu_figures(gpu));
+        text.push_str(&format!("<p>{}</p>", escaped(&figures)));
     }
     text
 }
