@@ -127,6 +127,16 @@ impl TenantQueue {
         !self.is_idle() || had_graph || self.outside.is_some_and(is_recent)
     }
 
+    /// What is lost if the tenant is forgotten at the time `at`, when the virtual time of the
+    /// system is `now`: how much time it owes for work outside of turns, or for turns. `None`:
+    /// nothing.
+    fn debt(&self, at: Duration, now: u128) -> Option<Duration> {
+        let outside = self.outside.unwrap_or_default().saturating_sub(at);
+        let turns = self.real_time(self.time.saturating_sub(now));
+        let debt = outside.max(turns);
+        (self.is_active(at) || !debt.is_zero()).then_some(debt)
+    }
+
     /// Index in `waiting` of the graph that may run next.
     fn next(&self) -> Option<usize> {
         match self.started < self.entitlement.in_flight {
@@ -192,7 +202,7 @@ impl Queue {
     ) -> &mut TenantQueue {
         if self.tenants.len() > MAX_IDLE_TENANTS {
             let now = self.now;
-            { &mut self.tenants }.retain(|_, s| !s.is_idle() || s.time > now || s.is_active(at));
+            { &mut self.tenants }.retain(|_, state| state.debt(at, now).is_some());
         }
         let state = { self.tenants.entry(tenant) }.or_insert(TenantQueue::new(entitlement));
         state.entitlement = entitlement;
@@ -223,6 +233,12 @@ impl Queue {
         };
         state.outside = Some(paid);
         paid
+    }
+
+    /// How much time a tenant owes at the time `at`. `None`: nothing is lost if the tenant is
+    /// forgotten.
+    pub(crate) fn debt(&self, tenant: TenantId, at: Duration) -> Option<Duration> {
+        self.tenants.get(&tenant)?.debt(at, self.now)
     }
 
     /// Whether another tenant is active.

@@ -544,6 +544,31 @@ fn work_outside_of_turns_has_no_limit_for_a_tenant_that_is_alone() {
 }
 
 #[test]
+fn tenant_is_remembered_while_it_owes_time() {
+    let second = 1000 * MS;
+    let mut queue = Queue::default();
+    let [guest, other] = [1, 2].map(TenantId);
+    assert_eq!(queue.debt(guest, MS), None);
+    queue.work_outside(other, EQUAL, (MS, 1), MS);
+    queue.work_outside(guest, EQUAL, (second, 1), MS);
+    // A turn of two seconds beside another graph.
+    queue.enter(guest, EQUAL, Ticket(1), 2 * MS);
+    queue.enter(other, EQUAL, Ticket(2), 2 * MS);
+    let begun = queue.now;
+    assert_eq!(queue.next(2 * MS), Next::Run(guest, Ticket(1)));
+    queue.used(guest, Ticket(1), 2 * second, true, 2 * second);
+    assert_eq!(queue.now, begun);
+    let at = 3 * second;
+    assert_eq!(queue.debt(guest, at), Some(2 * second), "for its turn");
+    // Hundreds of others that have done a graph do not make the scheduler forget it.
+    for tenant in 3..600 {
+        queue.enter(TenantId(tenant), EQUAL, Ticket(tenant), at);
+        queue.withdraw(TenantId(tenant), Ticket(tenant), at);
+    }
+    assert_eq!(queue.debt(guest, 100 * second), Some(2 * second));
+}
+
+#[test]
 fn work_outside_of_turns_changes_no_virtual_time() {
     let mut queue = Queue::default();
     queue.work_outside(TenantId(1), EQUAL, (1000 * MS, 1), MS);
