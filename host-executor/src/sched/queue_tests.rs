@@ -544,6 +544,29 @@ fn work_outside_of_turns_has_no_limit_for_a_tenant_that_is_alone() {
 }
 
 #[test]
+fn tenant_that_pauses_slows_no_other_one() {
+    let second = 1000 * MS;
+    let mut queue = Queue::default();
+    let [attacker, victim] = [1, 2].map(TenantId);
+    queue.work_outside(victim, EQUAL, (MS, 1), MS);
+    // Many sessions at once: a debt of ten seconds.
+    let owed = queue.work_outside(attacker, EQUAL, (10 * second, 1), 2 * MS);
+    let mut at = 2 * MS;
+    while at < 5 * second {
+        let paid = queue.work_outside(victim, EQUAL, (8 * MS, 1), at);
+        let is_active = at <= 2 * MS + MAX_PAUSE;
+        assert_eq!(queue.pause(victim, paid, at).is_some(), is_active, "{at:?}");
+        assert!(queue.pause(attacker, owed, at).is_some(), "{at:?}");
+        assert_eq!(queue.debt(attacker, at), Some(owed - at));
+        at += 4 * MS;
+    }
+    // What it does now counts again.
+    queue.work_outside(attacker, EQUAL, (MS, 1), at);
+    let paid = queue.work_outside(victim, EQUAL, (16 * MS, 1), at);
+    assert!(queue.pause(victim, paid, at).is_some());
+}
+
+#[test]
 fn tenant_is_remembered_while_it_owes_time() {
     let second = 1000 * MS;
     let mut queue = Queue::default();
