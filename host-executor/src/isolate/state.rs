@@ -116,6 +116,10 @@ pub(super) struct Worker {
     pub(super) nice: i32,
     /// The guest's name, if it has one.
     pub(super) guest: Option<String>,
+    /// Who the guest is without a name ([`Peer::source`]), if anything tells.
+    pub(super) source: Option<String>,
+    /// The most processes that the guest has had at once while this one runs.
+    pub(super) siblings: u32,
     /// Whether the worker only tells a guest why it is rejected.
     pub(super) is_rejection: bool,
     /// Programs that the worker has been given and has not reported as ended.
@@ -299,6 +303,8 @@ impl Worker {
             pid: None,
             nice: 0,
             guest,
+            source: None,
+            siblings: 1,
             is_rejection,
             sessions: BTreeMap::new(),
             given: 0,
@@ -307,6 +313,14 @@ impl Worker {
             is_closing: false,
             report: None,
             dumps: BTreeMap::new(),
+        }
+    }
+
+    /// Whether another worker serves the same guest.
+    pub(super) fn is_of_guest_of(&self, other: &Worker) -> bool {
+        match (&self.guest, &other.guest) {
+            (None, None) => self.source.is_some() && self.source == other.source,
+            (own, guest) => own == guest,
         }
     }
 

@@ -206,7 +206,7 @@ fn spawn_child(
     if shared.stop.is_set() {
         return Ok(None);
     }
-    let mut child = spawn(&mut command, processes.partition.nice(Some(name)))?;
+    let mut child = spawn(&mut command, processes.partition.nice(Some(name), 1))?;
     let log = LogPipe::start(child.stderr.take(), format!("virtual machine {name}"));
     let machine = VmProcess {
         name: name.into(),

@@ -28,6 +28,7 @@ pub(super) fn start(
 ) -> io::Result<()> {
     let (ipc, theirs) = IpcSocket::pair()?;
     let mut worker = Worker::new(ipc, guest, rejection.is_some());
+    worker.source = program.peer.source();
     let guest = worker.guest.as_deref();
     // A reload can change the quota of a named guest, but not the size of an engine, which
     // therefore gets all memory.
@@ -36,12 +37,12 @@ pub(super) fn start(
         _ => None,
     };
     let memory = memory.or(shared.resources.memory);
-    let nice = weights::level_of_new(processes, guest);
     if let Some(rules) = processes.partition.rules_of(guest) {
         worker.send(&Command::Rules(rules), None)?;
     }
     worker.give(session, program, rejection, processes.certificates.as_ref())?;
-    worker.nice = nice;
+    weights::add(processes, &mut worker);
+    let nice = worker.nice;
     let (shared, ipc) = (Arc::clone(shared), Arc::clone(&worker.ipc));
     let limit = worker.is_rejection.then_some(shared.timeouts.rejection);
     thread::Builder::new()
