@@ -6,7 +6,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::process;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -84,6 +84,8 @@ pub(super) struct Shared {
     pub(super) registry: TenantRegistry,
     pub(super) stop: StopFlag,
     pub(super) drain: Drain,
+    /// Whether a thread tells processes of virtual machines of the drain.
+    pub(super) is_telling: AtomicBool,
     last_id: AtomicU64,
     processes: RankedMutex<Processes>,
     /// Limits the lines about guests that get no worker.
@@ -158,6 +160,10 @@ pub(super) struct VmProcess {
     /// The control socket of the process.
     pub(super) control: PathBuf,
     pub(super) answers: VmAnswers,
+    /// The number of the last change of [`Shared::drain`] that the process knows.
+    pub(super) told: u64,
+    /// Why it knows no later one.
+    pub(super) untold: Option<String>,
     /// What it has reported last.
     pub(super) report: Option<Report>,
 }
@@ -247,6 +253,7 @@ impl Shared {
             registry,
             stop: StopFlag::new(),
             drain: Drain::default(),
+            is_telling: AtomicBool::new(false),
             last_id: AtomicU64::new(0),
             processes: RankedMutex::new(
                 Rank::Processes,

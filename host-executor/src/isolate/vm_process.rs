@@ -213,6 +213,8 @@ fn spawn_child(
         pid: Pid::from_child(&child),
         control: control.into(),
         answers: VmAnswers::default(),
+        told: shared.drain.changes_of_new(),
+        untold: None,
         report: None,
     };
     processes.machines.insert(id, machine);

@@ -177,6 +177,7 @@ pub(crate) fn run(
             watch.check_if_due();
             health.check();
             health.end_drained();
+            health.tell_machines();
             kept.borrow_mut().check(&served);
             service::alive();
             None
