@@ -23,6 +23,7 @@ use super::state::Timeouts;
 use super::{Supervisor, serve, take_socket};
 use crate::control;
 use crate::limits::Limits;
+use crate::log_limit::{GUEST_LINES, INTERVAL};
 use crate::policy::Policy;
 use crate::server::Server;
 use crate::status::{Progress, Report, Status};
@@ -36,6 +37,9 @@ const DEED: &str = "VGPU_TEST_WORKER";
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 const MEMORY: u64 = 16 << 20;
+
+/// Lines of a worker about its sessions: fewer than a guest may have in ten seconds.
+const CHATTY: usize = 150;
 
 /// From this time on a process without reports counts as one that hangs. A question to the process
 /// of a virtual machine takes longer if it is not answered.
@@ -107,6 +111,12 @@ fn worker_process() {
                 report: honest.clone(),
             });
             let _ = ipc.send(&report, None);
+        }
+        // As many lines as an honest worker writes about its sessions, and nothing else.
+        "chatty" => {
+            let line = "2026-01-02T03:04:05Z  INFO session{id=1}: session opened\n";
+            let _ = std::io::stderr().write_all(line.repeat(CHATTY).as_bytes());
+            std::process::exit(0);
         }
         "closes" => ipc.close(),
         "silent" => {}
@@ -639,6 +649,44 @@ fn guest_gets_no_further_memory_while_its_workers_do_not_end() {
     }
     assert!(most <= 3, "{most} processes of one guest at once");
     test.shutdown();
+}
+
+#[test]
+fn workers_of_a_guest_have_one_limit_of_lines_about_its_sessions() {
+    const ATTEMPTS: usize = 10;
+    let is_in_one_period = (0..ATTEMPTS).any(|_| {
+        let mut test = Supervised::new(SOON, &["chatty", "chatty"]);
+        let begin = Instant::now();
+        for _ in 0..2 {
+            let _program = test.program("a");
+            eventually("it ends", || test.processes("a") == 0);
+        }
+        if begin.elapsed() > INTERVAL / 2 {
+            test.shutdown();
+            return false;
+        }
+        // The supervisor has a line about the end of each, the last one after that.
+        let mut left_out = 0;
+        let most = 2 * (CHATTY as u64 + 1) - GUEST_LINES;
+        eventually("it says how many lines are missing", || {
+            for said in test.shared().session_log.rest() {
+                let said = said.to_string();
+                assert!(
+                    said.contains(" lines about sessions of guest a were"),
+                    "{said}"
+                );
+                let count = said.split(' ').next().and_then(|n| n.parse::<u64>().ok());
+                left_out += count.expect("a number");
+            }
+            left_out == most
+        });
+        test.shutdown();
+        true
+    });
+    assert!(
+        is_in_one_period,
+        "two workers take longer than {INTERVAL:?}"
+    );
 }
 
 /// The next message of a worker.

@@ -25,6 +25,7 @@ use crate::lock::{Rank, RankedGuard, RankedMutex};
 use crate::log_limit::LogLimit;
 use crate::peer::Peer;
 use crate::policy::LinkKind;
+use crate::session_log::SessionLog;
 use crate::status::Report;
 use crate::stop::StopFlag;
 use crate::tenant_registry::{QuotaError, TenantRegistry};
@@ -90,6 +91,8 @@ pub(super) struct Shared {
     processes: RankedMutex<Processes>,
     /// Limits the lines about guests that get no worker.
     pub(super) refusal_log: LogLimit,
+    /// Limits the lines about the sessions of each guest, in all of its workers.
+    pub(super) session_log: SessionLog,
     /// Programs that have no session yet.
     pub(super) handshakes: Arc<Handshakes>,
     /// Notified when a process has ended, and when a program has got a session.
@@ -266,6 +269,7 @@ impl Shared {
                 },
             ),
             refusal_log: LogLimit::new(10),
+            session_log: SessionLog::default(),
             handshakes: Handshakes::new(handshakes),
             changed: Condvar::new(),
             main: Heartbeat::new(),
@@ -321,6 +325,12 @@ impl Worker {
             report: None,
             dumps: BTreeMap::new(),
         }
+    }
+
+    /// The name of the guest, or who it is without one.
+    pub(super) fn guest_or_source(&self) -> &str {
+        let name = self.guest.as_ref().or(self.source.as_ref());
+        name.map_or("-", String::as_str)
     }
 
     /// Whether another worker serves the same guest.

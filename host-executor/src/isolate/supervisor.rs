@@ -257,6 +257,9 @@ impl Supervisor {
         }
         drop(processes);
         self.shared.handshakes.close();
+        for left_out in self.shared.session_log.rest() {
+            warn!("{left_out}");
+        }
     }
 }
 
@@ -308,6 +311,14 @@ impl SupervisorHealth {
     pub fn check(&self) {
         drop(self.0.processes());
         self.0.main.beat();
+    }
+
+    /// Logs how many lines about the sessions of guests were left out, at most once in 10 s for each
+    /// guest.
+    pub fn log_left_out(&self) {
+        for left_out in self.0.session_log.left_out(Instant::now()) {
+            warn!("{left_out}");
+        }
     }
 
     /// Asks the processes of virtual machines that do not know whether the supervisor drains: those

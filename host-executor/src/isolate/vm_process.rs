@@ -207,7 +207,7 @@ fn spawn_child(
         return Ok(None);
     }
     let mut child = spawn(&mut command, processes.partition.nice(Some(name), 1))?;
-    let log = LogPipe::start(child.stderr.take(), format!("virtual machine {name}"));
+    let log = LogPipe::start(child.stderr.take(), format!("virtual machine {name}"), None);
     let machine = VmProcess {
         name: name.into(),
         pid: Pid::from_child(&child),

@@ -82,12 +82,16 @@ fn watch(
         }
     };
     let pid = process.id();
+    let mut guest = String::new();
     if let Some(worker) = shared.processes().workers.get_mut(&id) {
         worker.pid = Some(pid);
         // A weight that has changed since the start.
         weights::set_level(worker);
+        guest = worker.guest_or_source().to_owned();
     }
-    let log = LogPipe::start(process.stderr.take(), format!("worker {id}"));
+    let lines = shared.session_log.of(&guest, Instant::now());
+    let who = format!("worker {id}");
+    let log = LogPipe::start(process.stderr.take(), who, Some(Arc::clone(&lines)));
     receive_reports(shared, id, ipc, limit);
     // From here on the worker gets no program, even if another thread has closed the connection.
     if let Some(worker) = shared.processes().workers.get_mut(&id) {
@@ -107,6 +111,7 @@ fn watch(
     let is_good = matches!(&status, Ok(status) if status.success());
     remove(shared, id, |session, peer| match &status {
         Ok(_) if is_good => {}
+        _ if !lines.passes(Instant::now()) => {}
         Ok(status) => error!(
             session,
             %peer,
@@ -117,7 +122,7 @@ fn watch(
         ),
         Err(error) => error!(session, %peer, pid, "cannot wait for the worker: {error}"),
     });
-    if !shared.stop.is_set() {
+    if !shared.stop.is_set() && lines.passes(Instant::now()) {
         info!(worker = id, pid, "the worker has ended");
     }
 }

@@ -178,6 +178,7 @@ pub(crate) fn run(
             health.check();
             health.end_drained();
             health.tell_machines();
+            health.log_left_out();
             kept.borrow_mut().check(&served);
             service::alive();
             None
