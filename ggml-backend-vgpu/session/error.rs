@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use vgpu_transport::ir::BufferId;
 use vgpu_transport::link::LinkError;
-use vgpu_transport::wire::{Reply, WireError};
+use vgpu_transport::wire::{Reply, VersionNotOffered, WireError};
 
 /// Why a request was not met, and who is at fault.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
@@ -72,6 +72,10 @@ pub(crate) enum LossReason {
     /// The executor's fault: the message is not one.
     #[error("it sent a broken message: {0}")]
     BrokenMessage(WireError),
+    /// The executor's fault: it has chosen a version of the messages that the plugin has not
+    /// offered.
+    #[error(transparent)]
+    Version(VersionNotOffered),
     /// The executor's fault: the reply answers no request, or is not one of the replies to the
     /// request.
     #[error("it sent {0:?} out of turn")]
@@ -120,6 +124,12 @@ impl From<LossReason> for SessionError {
 impl From<LinkError> for SessionError {
     fn from(error: LinkError) -> SessionError {
         SessionError::Lost(LossReason::Link(error))
+    }
+}
+
+impl From<VersionNotOffered> for SessionError {
+    fn from(error: VersionNotOffered) -> SessionError {
+        SessionError::Lost(LossReason::Version(error))
     }
 }
 

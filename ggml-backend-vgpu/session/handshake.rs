@@ -34,8 +34,8 @@ pub(crate) struct Welcome {
 /// # Errors
 ///
 /// [`SessionError::Refused`] if the executor does not want this guest, [`SessionError::NoWelcome`]
-/// if it does not answer in time, [`SessionError::Lost`] if the link is broken or the answer makes
-/// no sense.
+/// if it does not answer in time, [`SessionError::Lost`] if the link is broken, or the answer makes
+/// no sense or names a version that `offer` does not have.
 pub(super) fn handshake(
     end: &mut dyn GuestEnd,
     offer: Offer,
@@ -63,15 +63,18 @@ pub(super) fn handshake(
             memory_free,
             capabilities,
             ..
-        } => Ok(Welcome {
-            protocol,
-            session,
-            engine,
-            description,
-            memory_total,
-            memory_free,
-            capabilities,
-        }),
+        } => {
+            offer.check(protocol)?;
+            Ok(Welcome {
+                protocol,
+                session,
+                engine,
+                description,
+                memory_total,
+                memory_free,
+                capabilities,
+            })
+        }
         Reply::Ended { reason } | Reply::Refused { reason, .. } => {
             Err(SessionError::Refused(reason))
         }

@@ -181,6 +181,49 @@ fn an_executor_that_never_answers_hello_is_named_with_the_time_that_was_waited()
 }
 
 #[test]
+fn an_executor_that_chooses_a_version_that_was_not_offered_is_to_blame() {
+    use vgpu_transport::link::HostEnd as _;
+    use vgpu_transport::wire::{HostVersions, ProtocolVersion, VersionRange};
+    let engine = CpuEngine::new(1, Some(1 << 20)).unwrap();
+    for (offered, chosen, is_offered) in [
+        (Offer::only(ProtocolVersion::V3), ProtocolVersion::V4, false),
+        (Offer::only(ProtocolVersion::V4), ProtocolVersion::V3, false),
+        (Offer::SERVED, ProtocolVersion::V3, true),
+    ] {
+        let (guest, mut host) = inproc_pair().unwrap();
+        let welcome = Reply::Welcome {
+            protocol: chosen,
+            served: HostVersions(VersionRange::only(chosen)),
+            session: 1,
+            engine: "cpu".into(),
+            description: "a processor".into(),
+            memory_total: 1,
+            memory_free: 1,
+            capabilities: engine.capabilities().clone(),
+        };
+        let host = std::thread::spawn(move || {
+            let mut message = Vec::new();
+            while host.receive(&mut message, HANG).unwrap().is_none() {}
+            message.clear();
+            welcome.encode(chosen, &mut message);
+            host.send(&message, 0, &mut |_| {}).unwrap();
+            host
+        });
+        let opened = Session::open(Box::new(guest), offered, "test".into(), true, HANG);
+        assert_eq!(opened.is_ok(), is_offered);
+        if let Err(error) = opened {
+            let blames = format!(
+                "the executor is lost: the host broke the protocol: it chose protocol version \
+                 {chosen} in WELCOME, and HELLO offered {}",
+                offered.versions
+            );
+            assert_eq!(error.to_string(), blames);
+        }
+        drop(host.join().unwrap());
+    }
+}
+
+#[test]
 fn any_number_of_refused_allocations_leaves_the_session_usable() {
     let executors = Executors::new();
     let session = executors.open("one");

@@ -80,6 +80,8 @@ mod server;
 #[cfg(feature = "server")]
 pub mod service;
 pub mod session;
+#[cfg(feature = "server")]
+mod session_log;
 pub mod size;
 #[cfg(feature = "server")]
 mod start_watch;

@@ -51,7 +51,7 @@ pub(crate) enum Rank {
     Upload,
     /// Everything else of the weight store (`weights`). A thread holds one of these locks at most.
     Weights,
-    /// The limits of log lines about sessions (`server::session_log`).
+    /// The limits of log lines about sessions (`session_log`).
     SessionLog,
 }
 

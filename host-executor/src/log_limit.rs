@@ -13,6 +13,10 @@ pub(crate) const INTERVAL: Duration = Duration::from_secs(10);
 /// load a model and end at once.
 pub(crate) const GUEST_LINES: u64 = 200;
 
+/// Events of one session that are logged at the info or warn level: failed requests, large buffers,
+/// weights.
+pub(crate) const SESSION_EVENTS: u32 = 100;
+
 /// Lets a number of lines pass in 10 s, and counts the others.
 #[derive(Debug)]
 pub(crate) struct LogLimit {
@@ -70,6 +74,12 @@ impl LogLimit {
     /// were suppressed.
     pub(crate) fn passes(&self, now: Instant) -> bool {
         lock(&self.state).passes(self.lines, now)
+    }
+
+    /// Counts lines that are suppressed for another reason than this limit.
+    pub(crate) fn add_suppressed(&self, lines: u64) {
+        let mut state = lock(&self.state);
+        state.suppressed = state.suppressed.saturating_add(lines);
     }
 
     /// The number of lines that were suppressed since the last call.

@@ -60,7 +60,7 @@ pub struct Status {
 }
 
 /// An executor that accepts no new sessions.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct DrainStatus {
     /// Seconds since the drain began.
     pub age: f64,
@@ -68,6 +68,9 @@ pub struct DrainStatus {
     pub left: Option<f64>,
     /// Sessions that were ended at the deadline.
     pub ended: u64,
+    /// The virtual machines whose processes do not know of the drain, and why.
+    #[serde(default)]
+    pub untold: Vec<String>,
 }
 
 impl Status {

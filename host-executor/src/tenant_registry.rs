@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
@@ -11,7 +12,11 @@ use crate::ledger::Ledger;
 use crate::lock::{Rank, RankedMutex};
 use crate::peer::Peer;
 use crate::policy::{LinkKind, Policy};
+use crate::sched::TenantId;
 use crate::tenant::{LatencyHistograms, Tenant};
+
+/// Unnamed guests that have disconnected and owe time, at most. Those that owe most are kept.
+const MAX_DEBTORS: usize = 256;
 
 /// A guest that the configuration names.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -110,8 +115,8 @@ impl Rules {
 pub(crate) struct TenantRegistry {
     ledger: Arc<Ledger>,
     state: RankedMutex<KnownGuests>,
-    /// The connected unnamed guests.
-    connected: RankedMutex<Unnamed>,
+    /// The unnamed guests that are connected or owe time.
+    known: RankedMutex<Unnamed>,
     /// Stands for all unnamed guests, in statistics.
     unnamed: Arc<Tenant>,
 }
@@ -123,26 +128,39 @@ struct KnownGuests {
     unnamed: Option<Policy>,
 }
 
-/// The unnamed guests that are connected.
+/// The unnamed guests that are connected, and those that have disconnected and owe time.
 #[derive(Debug, Default)]
 struct Unnamed {
     /// By what distinguishes them ([`Peer::source`]).
-    by_source: BTreeMap<String, Weak<Tenant>>,
-    /// Those that nothing distinguishes.
+    by_source: BTreeMap<String, Arc<Tenant>>,
+    /// Those that nothing distinguishes, while they are connected.
     others: Vec<Weak<Tenant>>,
 }
 
 impl Unnamed {
-    /// Forgets those that have disconnected.
-    fn forget(&mut self) {
-        let is_connected = |tenant: &Weak<Tenant>| tenant.strong_count() > 0;
-        self.by_source.retain(|_, tenant| is_connected(tenant));
-        self.others.retain(is_connected);
+    /// Forgets those that have disconnected and owe nothing, and those that owe least if more than
+    /// [`MAX_DEBTORS`] have disconnected. `debt`: how much time a tenant owes.
+    fn forget(&mut self, debt: impl Fn(TenantId) -> Option<Duration>) {
+        self.others.retain(|tenant| tenant.strong_count() > 0);
+        let mut debts = Vec::new();
+        self.by_source.retain(|source, tenant| {
+            if Arc::strong_count(tenant) > 1 {
+                return true;
+            }
+            let owed = debt(tenant.id());
+            debts.extend(owed.map(|owed| (owed, source.clone())));
+            owed.is_some()
+        });
+        debts.sort();
+        let too_many = debts.len().saturating_sub(MAX_DEBTORS);
+        for (_, source) in debts.iter().take(too_many) {
+            self.by_source.remove(source);
+        }
     }
 
     fn set_policy(&self, policy: &Policy) {
-        let all = self.by_source.values().chain(&self.others);
-        for tenant in all.filter_map(Weak::upgrade) {
+        let others = self.others.iter().filter_map(Weak::upgrade);
+        for tenant in self.by_source.values().cloned().chain(others) {
             tenant.set_policy(policy.clone());
         }
     }
@@ -180,7 +198,7 @@ impl TenantRegistry {
         TenantRegistry {
             unnamed: Tenant::unnamed("-".into(), Policy::default(), &ledger, latency),
             ledger,
-            connected: RankedMutex::new(Rank::Sources, Unnamed::default()),
+            known: RankedMutex::new(Rank::Sources, Unnamed::default()),
             state: RankedMutex::new(
                 Rank::Registry,
                 KnownGuests {
@@ -224,14 +242,15 @@ impl TenantRegistry {
             removed.remove_name();
         }
         if let Some(policy) = &rules.unnamed {
-            self.connected.lock().set_policy(policy);
+            self.known.lock().set_policy(policy);
         }
         state.unnamed = rules.unnamed;
         Ok(())
     }
 
     /// The tenant of a guest that has connected to a listener of guest `owner`, or to a listener
-    /// for all guests.
+    /// for all guests. `debt` says how much time a tenant owes, if the scheduler has something to
+    /// remember of it: an unnamed guest that comes again meanwhile is the same tenant.
     ///
     /// # Errors
     /// [`AdmissionError`] says which rule rejects the guest.
@@ -239,6 +258,7 @@ impl TenantRegistry {
         &self,
         owner: Option<&str>,
         peer: &Peer,
+        debt: impl Fn(TenantId) -> Option<Duration>,
     ) -> Result<Arc<Tenant>, AdmissionError> {
         let state = self.state.lock();
         let guest = state.guests.iter().find(|guest| match owner {
@@ -261,7 +281,7 @@ impl TenantRegistry {
             (Some(guest), _, _) => Arc::clone(&guest.tenant),
             (None, Some(name), _) => return Err(AdmissionError::Removed { name: name.into() }),
             (None, None, None) => return Err(AdmissionError::Unnamed),
-            (None, None, Some(policy)) => self.unnamed_tenant(peer, policy),
+            (None, None, Some(policy)) => self.unnamed_tenant(peer, policy, debt),
         };
         let allowed = tenant.policy().links;
         if !allowed.contains(&peer.link) {
@@ -275,26 +295,26 @@ impl TenantRegistry {
     }
 
     /// The tenant of an unnamed guest: one for all programs of a source, so that a guest gets
-    /// no second weight and quota by connecting again.
-    fn unnamed_tenant(&self, peer: &Peer, policy: &Policy) -> Arc<Tenant> {
+    /// no second weight and quota by connecting again, and stays in debt.
+    fn unnamed_tenant(
+        &self,
+        peer: &Peer,
+        policy: &Policy,
+        debt: impl Fn(TenantId) -> Option<Duration>,
+    ) -> Arc<Tenant> {
         let new = |name| {
             let latency = Arc::clone(&self.unnamed.latency);
             Tenant::unnamed(name, policy.clone(), &self.ledger, latency)
         };
-        let mut connected = self.connected.lock();
-        connected.forget();
+        let mut known = self.known.lock();
+        known.forget(debt);
         let Some(source) = peer.source() else {
             let tenant = new(peer.link.to_string());
-            connected.others.push(Arc::downgrade(&tenant));
+            known.others.push(Arc::downgrade(&tenant));
             return tenant;
         };
-        let known = connected.by_source.get(&source).and_then(Weak::upgrade);
-        known.unwrap_or_else(|| {
-            let tenant = new(source.clone());
-            let by_source = &mut connected.by_source;
-            by_source.insert(source, Arc::downgrade(&tenant));
-            tenant
-        })
+        let tenant = known.by_source.entry(source);
+        Arc::clone(tenant.or_insert_with_key(|source| new(source.clone())))
     }
 
     /// Bytes of memory that the engine has.
@@ -315,5 +335,75 @@ impl TenantRegistry {
         let mut named: Vec<_> = named.collect();
         named.sort_by(|a, b| a.name().cmp(b.name()));
         (named, Arc::clone(&self.unnamed))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::peer::Process;
+    use crate::sched::Scheduler;
+
+    fn user(uid: u32) -> Peer {
+        Peer {
+            process: Some(Process {
+                pid: 1,
+                uid,
+                program: None,
+            }),
+            ..Peer::new("test".into(), LinkKind::Unix)
+        }
+    }
+
+    #[test]
+    fn unnamed_guest_that_comes_again_still_owes_what_it_has_worked() {
+        let (registry, scheduler) = (TenantRegistry::new(100), Scheduler::default());
+        let admit = |uid| {
+            let debt = |tenant| scheduler.debt(tenant);
+            registry.admit(None, &user(uid), debt).expect("is admitted")
+        };
+        let work = |tenant: &Tenant, took| {
+            let paid = scheduler.work_outside(tenant.id(), tenant.entitlement(), took);
+            scheduler.pause(tenant.id(), paid)
+        };
+        let (hour, moment) = (Duration::from_secs(3600), Duration::from_nanos(1));
+        let other = admit(2);
+        let guest = admit(1);
+        let first = guest.id();
+        let contend = || work(&other, moment);
+        let _ = contend();
+        assert!(work(&guest, 1000 * hour).is_some(), "it is to pause");
+        drop(guest);
+        for _ in 0..3 {
+            let _ = contend();
+            let guest = admit(1);
+            assert_eq!(guest.id(), first);
+            let left = work(&guest, moment).expect("it is still to pause");
+            assert!(left > hour, "{left:?}");
+        }
+        // Alone, it owes nothing any more, and is forgotten.
+        drop(other);
+        std::thread::sleep(Duration::from_millis(60));
+        assert_eq!(work(&admit(1), moment), None);
+        std::thread::sleep(Duration::from_millis(60));
+        assert_ne!(admit(1).id(), first);
+    }
+
+    #[test]
+    fn the_number_of_guests_that_are_kept_for_their_debts_is_limited() {
+        let registry = TenantRegistry::new(100);
+        let owed = |tenant: TenantId| Some(Duration::from_secs(tenant.0));
+        let admit = |uid| registry.admit(None, &user(uid), owed).expect("is admitted");
+        let connected = admit(0);
+        let ids: Vec<TenantId> = (1..1000).map(|uid| admit(uid).id()).collect();
+        // One is connected, and one has come after the others were counted.
+        assert_eq!(registry.known.lock().by_source.len(), MAX_DEBTORS + 2);
+        assert_eq!(admit(0).id(), connected.id());
+        assert_eq!(admit(999).id(), ids[998], "it owes most");
+        assert_ne!(admit(1).id(), ids[0], "it owed least");
+        // Those that owe nothing are forgotten.
+        let tenant = registry.admit(None, &user(1000), |_| None);
+        assert_eq!(registry.known.lock().by_source.len(), 2);
+        drop((tenant, connected));
     }
 }

@@ -11,6 +11,9 @@ use common::{Host, TIMEOUT, cpu};
 /// Sessions of the guest that reconnects: twice as many lines.
 const SESSIONS: usize = 300;
 
+/// Events of a session that are logged as such.
+const EVENTS: usize = 100;
+
 /// The lines about sessions of this tenant that began or ended.
 fn lines(tenant: &str) -> usize {
     let all = ["session opened", "session closed"]
@@ -36,6 +39,23 @@ fn left_out(guest: &str) -> usize {
         count.unwrap_or_else(|| panic!("no number in {line}"))
     });
     counts.sum::<usize>()
+}
+
+#[test]
+fn what_was_left_out_is_said_at_the_end_and_counts_the_events_of_a_session() {
+    keep();
+    let host = Host::new(cpu());
+    // Nobody watches, as when the executor ends before the next look.
+    let mut guest = host.guest_of(3);
+    for _ in 0..2 * EVENTS {
+        let reason = guest.refusal(1 << 60);
+        assert!(reason.contains("out of memory"), "{reason}");
+    }
+    drop(guest);
+    host.wait_until_empty();
+    assert_eq!(left_out("uid:3"), 0);
+    host.server.shutdown();
+    assert_eq!(left_out("uid:3"), EVENTS);
 }
 
 #[test]

@@ -21,12 +21,17 @@ const POLL_INTERVAL: Duration = Duration::from_millis(200);
 /// How long sessions that were told to end may take: a graph of theirs ends at the end of a node.
 const END_TIME: Duration = Duration::from_secs(30);
 
+/// How long the process of a virtual machine may take to be told, when all programs have ended. The
+/// executor asks a process that does not answer again, and one that has started again.
+const TELL_TIME: Duration = Duration::from_secs(15);
+
 /// Makes the executor accept no new sessions, and waits until the open ones have ended.
 ///
 /// A program that connects meanwhile is told that the executor drains, and /healthz answers 503, so
 /// that load balancers send programs elsewhere. The exit status is 0 if all programs have ended by
-/// themselves, 3 if the deadline has ended some, and 1 if some do not end or the executor does not
-/// answer. Ctrl+C ends this command, and not the drain.
+/// themselves, 3 if the deadline has ended some since the command began, and 1 if some do not end,
+/// if the executor does not answer, or if the process of a virtual machine does not know of the
+/// drain. Ctrl+C ends this command, and not the drain.
 #[derive(Parser)]
 pub(crate) struct Args {
     /// End the programs that are connected after this time, such as 90s, 5m or 1h [default: never]
@@ -58,6 +63,66 @@ fn time(text: &str) -> Result<Duration, ParseTimeError> {
     Ok(Duration::from_secs(u64::from(number) * seconds))
 }
 
+/// How far a drain has come.
+struct DrainProgress<'a> {
+    /// Programs that are connected.
+    programs: usize,
+    /// Programs that the deadline has ended since the command began.
+    ended: u64,
+    /// The virtual machines whose processes do not know of the drain, and why.
+    untold: &'a [String],
+    /// How long the command has waited.
+    waited: Duration,
+    deadline: Option<Duration>,
+}
+
+/// Why a drain does not come to an end.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+enum DrainError {
+    #[error("{0} programs do not end: vgpu dump says what they do")]
+    Programs(usize),
+    #[error(
+        "the processes of virtual machines accept sessions, as they do not know of the drain: {0}"
+    )]
+    Untold(String),
+}
+
+impl DrainProgress<'_> {
+    /// The exit status and the last line. `None`: the drain goes on.
+    ///
+    /// # Errors
+    /// [`DrainError`] says who keeps the drain from its end.
+    fn outcome(&self) -> Result<Option<(u8, String)>, DrainError> {
+        let &DrainProgress {
+            programs,
+            ended,
+            untold,
+            waited,
+            deadline,
+        } = self;
+        if programs > 0 {
+            let limit = deadline.map(|deadline| deadline.saturating_add(END_TIME));
+            return match limit.is_some_and(|limit| waited > limit) {
+                true => Err(DrainError::Programs(programs)),
+                false => Ok(None),
+            };
+        }
+        if !untold.is_empty() {
+            return match waited > TELL_TIME {
+                true => Err(DrainError::Untold(untold.join("; "))),
+                false => Ok(None),
+            };
+        }
+        Ok(Some(match ended {
+            0 => (0, "all programs have ended".into()),
+            ended => (
+                ENDED_AT_DEADLINE,
+                format!("all programs have ended, {ended} of them at the deadline"),
+            ),
+        }))
+    }
+}
+
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     if args.undo {
         let said = control_client::perform(&args.control, &OperatorRequest::Undrain)?;
@@ -65,33 +130,29 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     let began = Instant::now();
+    // Of an earlier drain, or of an earlier deadline of this one.
+    let before = control_client::status(&args.control)?.draining;
+    let before = before.map_or(0, |draining| draining.ended);
     let request = OperatorRequest::drain(args.deadline);
     println!("{}", control_client::perform(&args.control, &request)?);
     loop {
         let status = control_client::status(&args.control)?;
-        let Some(draining) = status.draining else {
+        let Some(draining) = &status.draining else {
             bail!(
                 "the drain was undone, {} programs are connected",
                 status.programs()
             );
         };
-        match (status.programs(), draining.ended) {
-            (0, 0) => {
-                println!("all programs have ended");
-                return Ok(ExitCode::SUCCESS);
-            }
-            (0, ended) => {
-                println!("all programs have ended, {ended} of them at the deadline");
-                return Ok(ExitCode::from(ENDED_AT_DEADLINE));
-            }
-            (left, _) => {
-                let limit = args
-                    .deadline
-                    .map(|deadline| deadline.saturating_add(END_TIME));
-                if limit.is_some_and(|limit| began.elapsed() > limit) {
-                    bail!("{left} programs do not end: vgpu dump says what they do");
-                }
-            }
+        let progress = DrainProgress {
+            programs: status.programs(),
+            ended: draining.ended.saturating_sub(before),
+            untold: &draining.untold,
+            waited: began.elapsed(),
+            deadline: args.deadline,
+        };
+        if let Some((code, said)) = progress.outcome()? {
+            println!("{said}");
+            return Ok(ExitCode::from(code));
         }
         thread::sleep(POLL_INTERVAL);
     }
@@ -100,6 +161,52 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn virtual_machine_that_does_not_know_of_the_drain_makes_it_fail() {
+        let second = Duration::from_secs(1);
+        let untold = ["vm1: it has just started".to_owned()];
+        let outcome = |programs, untold: &[String], waited, deadline| {
+            let ended = 0;
+            let progress = DrainProgress {
+                programs,
+                ended,
+                untold,
+                waited,
+                deadline,
+            };
+            progress.outcome()
+        };
+        let done = Ok(Some((0, "all programs have ended".to_owned())));
+        assert_eq!(outcome(0, &[], second, None), done);
+        assert_eq!(
+            outcome(0, &untold, second, None),
+            Ok(None),
+            "it may be told"
+        );
+        let error = outcome(0, &untold, TELL_TIME + second, None).unwrap_err();
+        assert!(
+            error
+                .to_string()
+                .ends_with("drain: vm1: it has just started")
+        );
+        // Programs are waited for, up to the deadline.
+        let late = second + END_TIME + second;
+        assert_eq!(outcome(2, &untold, late, None), Ok(None));
+        let error = outcome(2, &[], late, Some(second));
+        assert_eq!(error, Err(DrainError::Programs(2)));
+        let progress = DrainProgress {
+            programs: 0,
+            ended: 2,
+            untold: &[],
+            waited: second,
+            deadline: Some(second),
+        };
+        assert!(matches!(
+            progress.outcome(),
+            Ok(Some((ENDED_AT_DEADLINE, _)))
+        ));
+    }
 
     #[test]
     fn times_have_units() {

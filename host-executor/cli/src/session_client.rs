@@ -9,7 +9,8 @@ use vgpu_transport::error::LinkError;
 use vgpu_transport::link::connect::{ConnectError, connect};
 use vgpu_transport::link::{Endpoint, EndpointError, GuestEnd};
 use vgpu_transport::wire::{
-    HostVersions, Offer, ProtocolVersion, Reply, Request, VersionRange, WireError,
+    HostVersions, Offer, ProtocolVersion, Reply, Request, VersionNotOffered, VersionRange,
+    WireError,
 };
 
 /// How long a link may take.
@@ -25,6 +26,8 @@ pub(crate) enum ClientError {
     /// The executor has sent a message that is not a reply.
     #[error(transparent)]
     Wire(#[from] WireError),
+    #[error(transparent)]
+    Version(#[from] VersionNotOffered),
     #[error("the executor refuses: {reason}")]
     Refused { reason: String },
     #[error("unexpected reply to {request}: {reply:?}")]
@@ -98,16 +101,19 @@ impl Client {
                 memory_total,
                 memory_free,
                 capabilities: _,
-            } => Ok(Client {
-                end,
-                protocol,
-                served,
-                session,
-                engine,
-                description,
-                memory_total,
-                memory_free,
-            }),
+            } => {
+                offer.check(protocol)?;
+                Ok(Client {
+                    end,
+                    protocol,
+                    served,
+                    session,
+                    engine,
+                    description,
+                    memory_total,
+                    memory_free,
+                })
+            }
             Reply::Ended { reason } | Reply::Refused { reason, .. } => {
                 Err(ClientError::Refused { reason })
             }

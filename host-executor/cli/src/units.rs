@@ -26,13 +26,22 @@ pub(crate) fn mean_batch(members: f64, turns: f64) -> String {
 
 /// What an executor that drains does.
 pub(crate) fn drain(draining: &DrainStatus) -> String {
-    let DrainStatus { age, left, ended } = draining;
-    let end = match (left, ended) {
-        (Some(_), 1..) => format!(", {ended} sessions were ended at the deadline"),
-        (Some(left), 0) => format!(", open sessions are ended in {}", duration(*left)),
-        (None, _) => String::new(),
-    };
-    format!("no new sessions for {}{end}", duration(*age))
+    let mut text = format!("no new sessions for {}", duration(draining.age));
+    if draining.ended > 0 {
+        text += &format!(", {} sessions were ended at the deadline", draining.ended);
+    }
+    // None is left when the deadline has ended some.
+    if let Some(left) = draining
+        .left
+        .filter(|left| draining.ended == 0 || *left > 0.0)
+    {
+        text += &format!(", open sessions are ended in {}", duration(left));
+    }
+    if !draining.untold.is_empty() {
+        let untold = draining.untold.join("; ");
+        text += &format!(", not told to the processes of virtual machines: {untold}");
+    }
+    text
 }
 
 /// A number of seconds with the largest fitting unit.
@@ -81,7 +90,12 @@ mod tests {
     fn a_drain_says_what_becomes_of_open_sessions() {
         let said = |left, ended| {
             let age = 2.0;
-            drain(&DrainStatus { age, left, ended })
+            drain(&DrainStatus {
+                age,
+                left,
+                ended,
+                untold: Vec::new(),
+            })
         };
         assert_eq!(said(None, 0), "no new sessions for 2.0s");
         assert_eq!(
@@ -91,6 +105,28 @@ mod tests {
         assert_eq!(
             said(Some(0.0), 2),
             "no new sessions for 2.0s, 2 sessions were ended at the deadline"
+        );
+        assert_eq!(
+            said(None, 2),
+            said(Some(0.0), 2),
+            "a drain without a deadline follows"
+        );
+        assert_eq!(
+            said(Some(5.0), 2),
+            "no new sessions for 2.0s, 2 sessions were ended at the deadline, open sessions are \
+             ended in 5.0s"
+        );
+        let untold = vec!["a: it has just started".into()];
+        let (age, left, ended) = (2.0, None, 0);
+        assert_eq!(
+            drain(&DrainStatus {
+                age,
+                left,
+                ended,
+                untold
+            }),
+            "no new sessions for 2.0s, not told to the processes of virtual machines: a: it has \
+             just started"
         );
     }
 }

@@ -79,7 +79,8 @@ fn wait_for_turn<'a>(
 /// Gives a program to the worker of its guest.
 fn admit(shared: &Arc<Shared>, id: u64, owner: Option<&str>, program: UnassignedProgram) {
     let peer = &program.peer.clone();
-    let (guest, rejected) = match shared.registry.admit(owner, peer) {
+    // Nothing is scheduled here.
+    let (guest, rejected) = match shared.registry.admit(owner, peer, |_| None) {
         Ok(tenant) => (tenant.is_named().then(|| tenant.name().to_owned()), None),
         Err(error) => {
             let reason = error.to_string();

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use tracing::debug;
 
+use super::drain;
 use super::printable::printable;
 use super::query::query_all;
 use super::state::{Program, Shared};
@@ -227,6 +228,7 @@ impl StatusSource for Shared {
             ended: snapshot.ended,
             draining: self.drain.status().map(|own| DrainStatus {
                 ended: own.ended.saturating_add(snapshot.drained),
+                untold: drain::untold(self),
                 ..own
             }),
         }

@@ -23,6 +23,7 @@ use super::state::Timeouts;
 use super::{Supervisor, serve, take_socket};
 use crate::control;
 use crate::limits::Limits;
+use crate::log_limit::{GUEST_LINES, INTERVAL};
 use crate::policy::Policy;
 use crate::server::Server;
 use crate::status::{Progress, Report, Status};
@@ -36,6 +37,9 @@ const DEED: &str = "VGPU_TEST_WORKER";
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 const MEMORY: u64 = 16 << 20;
+
+/// Lines of a worker about its sessions: fewer than a guest may have in ten seconds.
+const CHATTY: usize = 150;
 
 /// From this time on a process without reports counts as one that hangs. A question to the process
 /// of a virtual machine takes longer if it is not answered.
@@ -107,6 +111,12 @@ fn worker_process() {
                 report: honest.clone(),
             });
             let _ = ipc.send(&report, None);
+        }
+        // As many lines as an honest worker writes about its sessions, and nothing else.
+        "chatty" => {
+            let line = "2026-01-02T03:04:05Z  INFO session{id=1}: session opened\n";
+            let _ = std::io::stderr().write_all(line.repeat(CHATTY).as_bytes());
+            std::process::exit(0);
         }
         "closes" => ipc.close(),
         "silent" => {}
@@ -304,17 +314,7 @@ fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
 /// Connects to an honest worker, and asks for the size of its memory.
 fn served(path: &Path) -> Box<dyn GuestEnd> {
     let mut end = unix::connect(path, TIMEOUT).expect("a link");
-    let mut message = Vec::new();
-    let hello = Request::Hello {
-        offer: Offer::SERVED,
-        name: "test".into(),
-    };
-    hello.encode(ProtocolVersion::CURRENT, &mut message);
-    end.send(&message, (&[][..]).into()).expect("a worker");
-    message.clear();
-    end.receive(&mut message, (&mut [][..]).into())
-        .expect("a reply");
-    let reply = Reply::decode(ProtocolVersion::CURRENT, &message).expect("a reply");
+    let reply = hello(&mut end);
     assert!(matches!(reply, Reply::Welcome { .. }), "{reply:?}");
     Box::new(end)
 }
@@ -648,5 +648,200 @@ fn guest_gets_no_further_memory_while_its_workers_do_not_end() {
         most = most.max(test.processes("a"));
     }
     assert!(most <= 3, "{most} processes of one guest at once");
+    test.shutdown();
+}
+
+#[test]
+fn workers_of_a_guest_have_one_limit_of_lines_about_its_sessions() {
+    const ATTEMPTS: usize = 10;
+    let is_in_one_period = (0..ATTEMPTS).any(|_| {
+        let mut test = Supervised::new(SOON, &["chatty", "chatty"]);
+        let begin = Instant::now();
+        for _ in 0..2 {
+            let _program = test.program("a");
+            eventually("it ends", || test.processes("a") == 0);
+        }
+        if begin.elapsed() > INTERVAL / 2 {
+            test.shutdown();
+            return false;
+        }
+        // The supervisor has a line about the end of each, the last one after that.
+        let mut left_out = 0;
+        let most = 2 * (CHATTY as u64 + 1) - GUEST_LINES;
+        eventually("it says how many lines are missing", || {
+            for said in test.shared().session_log.rest() {
+                let said = said.to_string();
+                assert!(
+                    said.contains(" lines about sessions of guest a were"),
+                    "{said}"
+                );
+                let count = said.split(' ').next().and_then(|n| n.parse::<u64>().ok());
+                left_out += count.expect("a number");
+            }
+            left_out == most
+        });
+        test.shutdown();
+        true
+    });
+    assert!(
+        is_in_one_period,
+        "two workers take longer than {INTERVAL:?}"
+    );
+}
+
+/// The next message of a worker.
+fn receive(end: &mut dyn GuestEnd) -> Reply {
+    let mut message = Vec::new();
+    end.receive(&mut message, (&mut [][..]).into())
+        .expect("a reply");
+    Reply::decode(ProtocolVersion::CURRENT, &message).expect("a reply")
+}
+
+/// Why a worker ends a session, or gives none.
+fn reason(reply: Reply) -> String {
+    match reply {
+        Reply::Ended { reason } => reason,
+        Reply::Welcome { .. } => panic!("a session"),
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Sends HELLO over a link, and returns the answer.
+fn hello(end: &mut dyn GuestEnd) -> Reply {
+    let mut message = Vec::new();
+    let hello = Request::Hello {
+        offer: Offer::SERVED,
+        name: "test".into(),
+    };
+    hello.encode(ProtocolVersion::CURRENT, &mut message);
+    end.send(&message, (&[][..]).into()).expect("a worker");
+    receive(end)
+}
+
+#[test]
+fn program_in_its_handshake_gets_no_session_after_the_deadline_of_a_drain() {
+    let mut test = Supervised::new(TIMEOUT, &["honest"]);
+    let mut early: Vec<_> = (0..2)
+        .map(|_| unix::connect(&test.path("a"), TIMEOUT).expect("a link"))
+        .collect();
+    let mut open = served(&test.path("a"));
+    let supervisor = test.supervisor.as_ref().expect("it runs");
+    assert!(supervisor.drain(Some(Duration::ZERO)).is_empty());
+    assert_eq!(supervisor.health().end_drained(), 3);
+    assert_eq!(supervisor.health().end_drained(), 0, "they are told once");
+    assert_eq!(
+        reason(receive(open.as_mut())),
+        "the host drains, and ends the sessions that are open after 0ns"
+    );
+    // The other one keeps the worker.
+    let refusal = reason(hello(&mut early[0]));
+    let words = "the host drains: it accepts no new sessions";
+    assert!(refusal.starts_with(words), "{refusal}");
+    assert_eq!(supervisor.undrain(), (true, Vec::new()));
+    let _served = served(&test.path("a"));
+    assert_eq!(
+        test.started.load(Ordering::Relaxed),
+        1,
+        "by the same worker"
+    );
+    drop(early);
+    test.shutdown();
+}
+
+/// A control socket that answers that it has carried out what it is asked for, while `answers` is
+/// set. Returns the requests that it has answered.
+fn obey_while(answers: &Arc<AtomicBool>, control: &Path) -> Arc<Mutex<Vec<String>>> {
+    let (listener, file) = control::bind(control).expect("a socket");
+    let (answers, requests) = (Arc::clone(answers), Arc::<Mutex<Vec<String>>>::default());
+    let received = Arc::clone(&requests);
+    thread::spawn(move || {
+        let _file = file;
+        for client in listener.incoming() {
+            let mut client = client.expect("a client");
+            let mut line = String::new();
+            let _ = BufReader::new(&client).read_line(&mut line);
+            let is_order = line.contains("rain");
+            if is_order && answers.load(Ordering::Relaxed) {
+                received.lock().expect("no panic").push(line);
+                let _ = client.write_all(b"{\"ok\":true,\"message\":\"\"}\n");
+            }
+        }
+    });
+    requests
+}
+
+#[test]
+fn process_of_a_virtual_machine_is_told_of_a_drain_until_it_answers_and_when_it_starts_again() {
+    let mut test = Supervised::new(SOON, &[]);
+    let folder = test.folder.path().to_owned();
+    let supervisor = test.supervisor.as_mut().expect("it runs");
+    let command = || {
+        let mut command = Command::new("/bin/sh");
+        command.args(["-c", "exec sleep 600"]);
+        command
+    };
+    let control = folder.join("control");
+    let started = supervisor.start_vm("vm1", Box::new(command), &folder.join("vm"), &control);
+    started.expect("it starts");
+    supervisor.wait_for_vms().expect("it does not end");
+    let health = supervisor.health();
+    let answers = Arc::new(AtomicBool::new(false));
+    let requests = obey_while(&answers, &control);
+    let count = |what: &str| {
+        let requests = requests.lock().expect("no panic");
+        requests.iter().filter(|line| line.contains(what)).count()
+    };
+    let untold = || test.status().draining.expect("it drains").untold;
+
+    // It does not answer, and is asked again.
+    let hour = Duration::from_secs(3600);
+    let supervisor = test.supervisor.as_ref().expect("it runs");
+    let silent = supervisor.drain(Some(hour));
+    assert!(
+        silent.len() == 1 && silent[0].starts_with("vm1: "),
+        "{silent:?}"
+    );
+    assert_eq!(untold(), silent);
+    answers.store(true, Ordering::Relaxed);
+    eventually("it is told", || {
+        health.tell_machines();
+        untold().is_empty()
+    });
+    assert_eq!(count("\"Drain\""), 1);
+    health.tell_machines();
+
+    // Another process takes its place.
+    let process = || {
+        let processes = test.shared().processes();
+        processes.machines.values().next().map(|vm| vm.pid)
+    };
+    let restart = || {
+        let before = process().expect("it runs");
+        rustix::process::kill_process(before, rustix::process::Signal::KILL).expect("it runs");
+        eventually("it is started again", || {
+            process().is_some_and(|now| now != before)
+        });
+    };
+    restart();
+    assert_eq!(count("\"Drain\""), 1);
+    assert_eq!(untold(), ["vm1: it has just started"]);
+    eventually("it is told", || {
+        health.tell_machines();
+        untold().is_empty()
+    });
+    assert_eq!(count("\"Drain\""), 2);
+
+    // After the drain there is nothing to tell a new one.
+    assert_eq!(supervisor.undrain(), (true, Vec::new()));
+    assert_eq!(count("Undrain"), 1);
+    restart();
+    let told = test.shared().drain.changes();
+    assert!(
+        test.shared()
+            .processes()
+            .machines
+            .values()
+            .all(|vm| vm.told == told)
+    );
     test.shutdown();
 }

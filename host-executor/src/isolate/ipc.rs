@@ -43,8 +43,11 @@ pub(super) enum Command {
         /// The program is not to be served, but to be told this reason.
         rejection: Option<Rejection>,
     },
-    /// The host drains, and the time in milliseconds that the sessions had has passed.
+    /// The host drains, and the time in milliseconds that the sessions had has passed. No session
+    /// begins any more, either.
     EndDrained { limit_ms: u64 },
+    /// Sessions begin again.
+    Undrain,
     /// The supervisor asks for a [`WorkerMessage::Dump`] with this number.
     Dump { number: u64 },
 }

@@ -1,11 +1,14 @@
 //! The log of a worker on its way to the log of the supervisor.
 //!
 //! A guest may have taken over its worker. The worker therefore does not get the supervisor's
-//! standard error, but a pipe: what is written to it is limited, and cannot control a terminal.
+//! standard error, but a pipe: what is written to it is limited, and cannot control a terminal. A
+//! guest can have many workers, one after the other or at once. Lines about its sessions have one
+//! limit for all of them.
 #![forbid(unsafe_code)]
 
 use std::io::{ErrorKind, Read};
 use std::process::ChildStderr;
+use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -13,6 +16,7 @@ use std::time::{Duration, Instant};
 use tracing::{Level, warn};
 
 use super::printable::printable;
+use crate::log_limit::LogLimit;
 use crate::log_queue::ProcessLines;
 use crate::service;
 
@@ -36,15 +40,20 @@ const LAST_LINES: Duration = Duration::from_secs(1);
 pub(super) struct LogPipe(Option<Receiver<()>>);
 
 impl LogPipe {
-    /// Starts to forward what the process `who` writes.
-    pub(super) fn start(pipe: Option<ChildStderr>, who: String) -> LogPipe {
+    /// Starts to forward what the process `who` writes. `sessions`: the limit of its lines about
+    /// sessions, if there is one beside that of the process itself.
+    pub(super) fn start(
+        pipe: Option<ChildStderr>,
+        who: String,
+        sessions: Option<Arc<LogLimit>>,
+    ) -> LogPipe {
         let Some(pipe) = pipe else {
             return LogPipe(None);
         };
         let (sender, done) = mpsc::channel();
         let thread = thread::Builder::new().name("vgpu-log".into());
         let spawned = thread.spawn(move || {
-            let mut limit = ByteRateLimit::new(Instant::now());
+            let mut limit = ProcessLogLimit::new(Instant::now(), sessions);
             let lines = ProcessLines::default();
             forward(
                 pipe,
@@ -78,20 +87,23 @@ impl LogPipe {
 }
 
 /// What a process may still write.
-struct ByteRateLimit {
+struct ProcessLogLimit {
     left: u64,
     at: Instant,
     dropped: u64,
     told: Option<Instant>,
+    /// The limit of lines about sessions.
+    sessions: Option<Arc<LogLimit>>,
 }
 
-impl ByteRateLimit {
-    fn new(now: Instant) -> ByteRateLimit {
-        ByteRateLimit {
+impl ProcessLogLimit {
+    fn new(now: Instant, sessions: Option<Arc<LogLimit>>) -> ProcessLogLimit {
+        ProcessLogLimit {
             left: BURST,
             at: now,
             dropped: 0,
             told: None,
+            sessions,
         }
     }
 
@@ -110,6 +122,12 @@ impl ByteRateLimit {
             None => self.count_dropped(bytes),
         }
         left.is_some()
+    }
+
+    /// Whether a line is within the limit of lines about sessions. Counts the line.
+    fn passes(&self, line: &str, now: Instant) -> bool {
+        let limit = self.sessions.as_ref().filter(|_| is_of_session(line));
+        limit.is_none_or(|limit| limit.passes(now))
     }
 
     /// Counts a line that was not written.
@@ -135,7 +153,7 @@ fn forward(
     mut pipe: impl Read,
     out: impl Fn(&[u8]) -> bool,
     is_journal: bool,
-    limit: &mut ByteRateLimit,
+    limit: &mut ProcessLogLimit,
     now: impl Fn() -> Instant,
     pause: impl Fn(Duration),
     mut notice: impl FnMut(u64),
@@ -155,6 +173,9 @@ fn forward(
             let line: Vec<u8> = pending.drain(..len).collect();
             let is_written = limit.admit(len, now()) && {
                 let line = line_of(&line);
+                if !limit.passes(&line, now()) {
+                    continue;
+                }
                 let prefix = if is_journal { priority(&line) } else { "" };
                 let has_room = out(format!("{prefix}{line}").as_bytes());
                 if !has_room {
@@ -194,15 +215,27 @@ fn line_of(bytes: &[u8]) -> String {
     printable(text.trim_end_matches('\n')) + "\n"
 }
 
-/// The prefix for the level that a line names, as text or as JSON.
+/// Whether a line, as text or as JSON, is about a session, and at the level of those that a process
+/// limits itself.
+fn is_of_session(line: &str) -> bool {
+    let is_of_session = line.contains(" session{") || line.contains("\"name\":\"session\"");
+    is_of_session && matches!(level(line), Level::INFO | Level::WARN)
+}
+
+/// The prefix for the level that a line names.
 fn priority(line: &str) -> &'static str {
+    service::priority(level(line))
+}
+
+/// The level that a line names, as text or as JSON.
+fn level(line: &str) -> Level {
     let levels = [Level::ERROR, Level::WARN, Level::DEBUG, Level::TRACE];
     let found = levels.into_iter().find(|level| {
         let mut words = line.split_whitespace().take(2);
         let is_word = words.any(|word| word == level.as_str());
         is_word || line.contains(&format!("\"level\":\"{level}\""))
     });
-    service::priority(found.unwrap_or(Level::INFO))
+    found.unwrap_or(Level::INFO)
 }
 
 #[cfg(test)]
@@ -218,11 +251,19 @@ mod tests {
     }
 
     fn forwarded_to(text: &[u8], is_journal: bool) -> (String, u64, u64) {
+        forwarded_within(text, is_journal, None)
+    }
+
+    fn forwarded_within(
+        text: &[u8],
+        is_journal: bool,
+        sessions: Option<Arc<LogLimit>>,
+    ) -> (String, u64, u64) {
         let start = Instant::now();
         let passed = Cell::new(Duration::ZERO);
         let dropped = RefCell::new(0);
         let out = RefCell::new(Vec::new());
-        let mut limit = ByteRateLimit::new(start);
+        let mut limit = ProcessLogLimit::new(start, sessions);
         forward(
             text,
             |line| {
@@ -252,6 +293,35 @@ mod tests {
     }
 
     #[test]
+    fn lines_about_sessions_have_one_limit_for_all_processes_of_a_guest() {
+        let limit = Arc::new(LogLimit::new(200));
+        let lines = [
+            "2026-01-02T03:04:05Z  INFO session{id=1 tenant=uid:1}: vgpu: session opened\n",
+            "{\"level\":\"WARN\",\"span\":{\"id\":1,\"name\":\"session\"}}\n",
+        ];
+        let mut written = 0;
+        for _ in 0..10 {
+            for line in lines {
+                let text = line.repeat(15);
+                let limit = Some(Arc::clone(&limit));
+                let (out, dropped, _) = forwarded_within(text.as_bytes(), false, limit);
+                assert_eq!(dropped, 0);
+                written += out.lines().count();
+            }
+        }
+        assert_eq!((written, limit.take_suppressed()), (200, 100));
+        for line in [
+            "2026-01-02T03:04:05Z  INFO vgpu: the worker ends\n",
+            "2026-01-02T03:04:05Z DEBUG session{id=1}: vgpu: allocated\n",
+            "2026-01-02T03:04:05Z ERROR session{id=1}: vgpu: a panic\n",
+        ] {
+            let limit = Some(Arc::clone(&limit));
+            let (out, ..) = forwarded_within(line.as_bytes(), false, limit);
+            assert_eq!(out, line);
+        }
+    }
+
+    #[test]
     fn flood_is_limited_and_its_writer_waits() {
         let text = "0123456789abcdef012345678901234\n".repeat(1 << 20); // 32 MiB
         let (out, dropped, seconds) = forwarded(text.as_bytes());
@@ -271,7 +341,7 @@ mod tests {
     #[test]
     fn lines_without_room_are_counted_and_their_writer_waits() {
         let (dropped, pauses) = (RefCell::new(0), Cell::new(0));
-        let mut limit = ByteRateLimit::new(Instant::now());
+        let mut limit = ProcessLogLimit::new(Instant::now(), None);
         forward(
             "a line\n".repeat(1 << 15).as_bytes(),
             |_| false,

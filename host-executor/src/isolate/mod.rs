@@ -21,6 +21,7 @@
 mod admission;
 mod aggregate;
 mod certificates;
+mod drain;
 mod dump;
 mod ipc;
 mod log_pipe;

@@ -56,20 +56,22 @@ impl Partition {
         }
     }
 
-    /// The nice level of a guest's processes.
-    pub(super) fn nice(&self, guest: Option<&str>) -> i32 {
+    /// The nice level of each of the processes of a guest that has so many at once: together they
+    /// get what one process of the guest would get.
+    pub(super) fn nice(&self, guest: Option<&str>, processes: u32) -> i32 {
         let weights = |rule: &GuestRule| rule.policy.weight;
         let unnamed = self.rules.unnamed.as_ref().map(|policy| policy.weight);
         let heaviest = self.rules.guests.iter().map(weights).chain(unnamed).max();
-        nice(self.policy_weight(guest), heaviest.unwrap_or(1))
+        nice(self.policy_weight(guest), processes, heaviest.unwrap_or(1))
     }
 }
 
-/// The nice level of a process of `weight` when the greatest weight is `heaviest`. The kernel gives
-/// a process about 1.25 times the processor time of one that is a level above it. The highest
-/// level, 19, is about one part in seventy.
-fn nice(weight: u32, heaviest: u32) -> i32 {
-    let ratio = f64::from(heaviest.max(1)) / f64::from(weight.max(1));
+/// The nice level of each of so many processes that have `weight` together, when the greatest
+/// weight is `heaviest`. The kernel gives a process about 1.25 times the processor time of one that
+/// is a level above it. The highest level, 19, is about one part in seventy.
+fn nice(weight: u32, processes: u32, heaviest: u32) -> i32 {
+    let parts = f64::from(heaviest.max(1)) * f64::from(processes.max(1));
+    let ratio = parts / f64::from(weight.max(1));
     (ratio.ln() / 1.25f64.ln()).round().clamp(0.0, 19.0) as i32
 }
 
@@ -79,10 +81,14 @@ mod tests {
 
     #[test]
     fn weights_become_nice_levels_with_the_heaviest_at_none() {
-        assert_eq!(nice(3, 3), 0);
-        assert_eq!(nice(1, 1), 0);
+        assert_eq!(nice(3, 1, 3), 0);
+        assert_eq!(nice(1, 1, 1), 0);
         // 1.25 to the fifth is 3.05.
-        assert_eq!(nice(1, 3), 5);
-        assert_eq!(nice(1, 1000), 19);
+        assert_eq!(nice(1, 1, 3), 5);
+        assert_eq!(nice(1, 1, 1000), 19);
+        // As many processes as there is weight, and 1.25 to the tenth is 9.3.
+        assert_eq!(nice(3, 3, 3), 5);
+        assert_eq!(nice(1, 3, 3), 10);
+        assert_eq!(nice(1, 1000, 1), 19);
     }
 }

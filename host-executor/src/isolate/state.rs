@@ -6,7 +6,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::process;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -26,6 +26,7 @@ use crate::lock::{Rank, RankedGuard, RankedMutex};
 use crate::log_limit::LogLimit;
 use crate::peer::Peer;
 use crate::policy::LinkKind;
+use crate::session_log::SessionLog;
 use crate::status::Report;
 use crate::stop::StopFlag;
 use crate::tenant_registry::{QuotaError, TenantRegistry};
@@ -87,10 +88,14 @@ pub(super) struct Shared {
     pub(super) registry: TenantRegistry,
     pub(super) stop: StopFlag,
     pub(super) drain: Drain,
+    /// Whether a thread tells processes of virtual machines of the drain.
+    pub(super) is_telling: AtomicBool,
     last_id: AtomicU64,
     processes: RankedMutex<Processes>,
     /// Limits the lines about guests that get no worker.
     pub(super) refusal_log: LogLimit,
+    /// Limits the lines about the sessions of each guest, in all of its workers.
+    pub(super) session_log: SessionLog,
     /// Programs that have no session yet.
     pub(super) handshakes: Arc<Handshakes>,
     /// Notified when a process has ended, and when a program has got a session.
@@ -119,6 +124,10 @@ pub(super) struct Worker {
     pub(super) nice: i32,
     /// The guest's name, if it has one.
     pub(super) guest: Option<String>,
+    /// Who the guest is without a name ([`Peer::source`]), if anything tells.
+    pub(super) source: Option<String>,
+    /// The most processes that the guest has had at once while this one runs.
+    pub(super) siblings: u32,
     /// Whether the worker only tells a guest why it is rejected.
     pub(super) is_rejection: bool,
     /// Programs that the worker has been given and has not reported as ended.
@@ -157,6 +166,10 @@ pub(super) struct VmProcess {
     /// The control socket of the process.
     pub(super) control: PathBuf,
     pub(super) answers: VmAnswers,
+    /// The number of the last change of [`Shared::drain`] that the process knows.
+    pub(super) told: u64,
+    /// Why it knows no later one.
+    pub(super) untold: Option<String>,
     /// What it has reported last.
     pub(super) report: Option<Report>,
 }
@@ -247,6 +260,7 @@ impl Shared {
             registry,
             stop: StopFlag::new(),
             drain: Drain::default(),
+            is_telling: AtomicBool::new(false),
             last_id: AtomicU64::new(0),
             processes: RankedMutex::new(
                 Rank::Processes,
@@ -259,6 +273,7 @@ impl Shared {
                 },
             ),
             refusal_log: LogLimit::new(10),
+            session_log: SessionLog::default(),
             handshakes: Handshakes::new(handshakes),
             changed: Condvar::new(),
             main: Heartbeat::new(),
@@ -303,6 +318,8 @@ impl Worker {
             pid: None,
             nice: 0,
             guest,
+            source: None,
+            siblings: 1,
             is_rejection,
             sessions: BTreeMap::new(),
             given: 0,
@@ -311,6 +328,20 @@ impl Worker {
             is_closing: false,
             report: None,
             dumps: BTreeMap::new(),
+        }
+    }
+
+    /// The name of the guest, or who it is without one.
+    pub(super) fn guest_or_source(&self) -> &str {
+        let name = self.guest.as_ref().or(self.source.as_ref());
+        name.map_or("-", String::as_str)
+    }
+
+    /// Whether another worker serves the same guest.
+    pub(super) fn is_of_guest_of(&self, other: &Worker) -> bool {
+        match (&self.guest, &other.guest) {
+            (None, None) => self.source.is_some() && self.source == other.source,
+            (own, guest) => own == guest,
         }
     }
 

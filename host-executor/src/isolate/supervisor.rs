@@ -10,18 +10,16 @@ use rustix::process::{Signal, kill_process};
 use tracing::{error, warn};
 use vgpu_transport::link::stream::tls::CertificateFiles;
 
+use super::drain;
 use super::partition::{Partition, Resources};
-use super::query::query_all;
 use super::state::{MakeCommand, MakeMachine, Processes, Shared, Timeouts};
 use super::vm_process::{StartVmError, StartingVm};
 use super::{admission, certificates, ipc, vm_process, weights};
-use crate::control;
 #[cfg(feature = "cuda")]
 use crate::gpu_monitor::GpuMonitor;
 use crate::limits::HandshakeLimits;
 use crate::listener::threads::ListenerThreads;
 use crate::listener::{ListenerId, SocketListener};
-use crate::operator_request::OperatorRequest;
 use crate::status::StatusHandle;
 use crate::tenant_registry::QuotaError;
 
@@ -127,35 +125,19 @@ impl Supervisor {
 
     /// Accepts no new sessions from now on, and makes the processes of virtual machines do the
     /// same. [`SupervisorHealth::end_drained`] ends those that are open at `deadline`, if there is
-    /// one. Returns the virtual machines whose processes do not answer, and why.
+    /// one. Returns the virtual machines whose processes do not answer, and why:
+    /// [`SupervisorHealth::tell_machines`] asks them again.
     pub fn drain(&self, deadline: Option<Duration>) -> Vec<String> {
         self.shared.drain.begin(deadline);
-        self.tell_machines(&OperatorRequest::drain(deadline))
+        drain::tell_machines(&self.shared)
     }
 
     /// Accepts sessions again. Returns whether the supervisor did drain, and the virtual machines
     /// whose processes do not answer, and why.
     pub fn undrain(&self) -> (bool, Vec<String>) {
         let did = self.shared.drain.undo();
-        (did, self.tell_machines(&OperatorRequest::Undrain))
-    }
-
-    fn tell_machines(&self, request: &OperatorRequest) -> Vec<String> {
-        let processes = self.shared.processes();
-        let machines = processes.machines.values();
-        let machines: Vec<_> = machines
-            .map(|machine| (machine.name.clone(), machine.control.clone()))
-            .collect();
-        drop(processes);
-        let tell = |path: &Path, timeout| control::perform_within(path, request, timeout);
-        let answers = query_all(&machines, tell).into_iter();
-        answers
-            .filter_map(|(name, answer)| match answer {
-                Ok(outcome) if outcome.ok => None,
-                Ok(outcome) => Some(format!("{name}: {}", outcome.message)),
-                Err(error) => Some(format!("{name}: {error}")),
-            })
-            .collect()
+        drain::tell_workers(&self.shared);
+        (did, drain::tell_machines(&self.shared))
     }
 
     /// Sets the certificates of TCP links. Workers end the sessions whose guests could not connect
@@ -292,6 +274,9 @@ impl Supervisor {
         }
         drop(processes);
         self.shared.handshakes.close();
+        for left_out in self.shared.session_log.rest() {
+            warn!("{left_out}");
+        }
     }
 }
 
@@ -345,8 +330,23 @@ impl SupervisorHealth {
         self.0.main.beat();
     }
 
-    /// Ends the open sessions if the supervisor drains and the deadline has passed. Returns how
-    /// many programs of workers were told to end. The processes of virtual machines do the same.
+    /// Logs how many lines about the sessions of guests were left out, at most once in 10 s for each
+    /// guest.
+    pub fn log_left_out(&self) {
+        for left_out in self.0.session_log.left_out(Instant::now()) {
+            warn!("{left_out}");
+        }
+    }
+
+    /// Asks the processes of virtual machines that do not know whether the supervisor drains: those
+    /// that have not answered, and those that have started since. Does not wait for them.
+    pub fn tell_machines(&self) {
+        drain::tell_later(&self.0);
+    }
+
+    /// Ends the open sessions if the supervisor drains and the deadline has passed. Programs that
+    /// are in their handshakes get none any more. Returns how many programs of workers were told.
+    /// The processes of virtual machines do the same.
     pub fn end_drained(&self) -> usize {
         let Some(limit) = self.0.drain.take_due() else {
             return 0;

@@ -206,13 +206,15 @@ fn spawn_child(
     if shared.stop.is_set() {
         return Ok(None);
     }
-    let mut child = spawn(&mut command, processes.partition.nice(Some(name)))?;
-    let log = LogPipe::start(child.stderr.take(), format!("virtual machine {name}"));
+    let mut child = spawn(&mut command, processes.partition.nice(Some(name), 1))?;
+    let log = LogPipe::start(child.stderr.take(), format!("virtual machine {name}"), None);
     let machine = VmProcess {
         name: name.into(),
         pid: Pid::from_child(&child),
         control: control.into(),
         answers: VmAnswers::default(),
+        told: shared.drain.changes_of_new(),
+        untold: None,
         report: None,
     };
     processes.machines.insert(id, machine);

@@ -142,7 +142,12 @@ fn carry_out(
             }
         }
         Command::EndDrained { limit_ms } => {
+            // First: a program that is in its handshake gets no session afterwards.
+            server.drain(None);
             server.end_drained(Duration::from_millis(limit_ms));
+        }
+        Command::Undrain => {
+            server.undrain();
         }
         Command::Certificates => {
             match (received(socket), &certificates) {

@@ -28,6 +28,7 @@ pub(super) fn start(
 ) -> io::Result<()> {
     let (ipc, theirs) = IpcSocket::pair()?;
     let mut worker = Worker::new(ipc, guest, rejection.is_some());
+    worker.source = program.peer.source();
     let guest = worker.guest.as_deref();
     // A reload can change the quota of a named guest, but not the size of an engine, which
     // therefore gets all memory.
@@ -36,12 +37,12 @@ pub(super) fn start(
         _ => None,
     };
     let memory = memory.or(shared.resources.memory);
-    let nice = weights::level_of_new(processes, guest);
     if let Some(rules) = processes.partition.rules_of(guest) {
         worker.send(&Command::Rules(rules), None)?;
     }
     worker.give(session, program, rejection, processes.certificates.as_ref())?;
-    worker.nice = nice;
+    weights::add(processes, &mut worker);
+    let nice = worker.nice;
     let (shared, ipc) = (Arc::clone(shared), Arc::clone(&worker.ipc));
     let limit = worker.is_rejection.then_some(shared.timeouts.rejection);
     thread::Builder::new()
@@ -81,12 +82,16 @@ fn watch(
         }
     };
     let pid = process.id();
+    let mut guest = String::new();
     if let Some(worker) = shared.processes().workers.get_mut(&id) {
         worker.pid = Some(pid);
         // A weight that has changed since the start.
         weights::set_level(worker);
+        guest = worker.guest_or_source().to_owned();
     }
-    let log = LogPipe::start(process.stderr.take(), format!("worker {id}"));
+    let lines = shared.session_log.of(&guest, Instant::now());
+    let who = format!("worker {id}");
+    let log = LogPipe::start(process.stderr.take(), who, Some(Arc::clone(&lines)));
     receive_reports(shared, id, ipc, limit);
     // From here on the worker gets no program, even if another thread has closed the connection.
     if let Some(worker) = shared.processes().workers.get_mut(&id) {
@@ -106,6 +111,7 @@ fn watch(
     let is_good = matches!(&status, Ok(status) if status.success());
     remove(shared, id, |session, peer| match &status {
         Ok(_) if is_good => {}
+        _ if !lines.passes(Instant::now()) => {}
         Ok(status) => error!(
             session,
             %peer,
@@ -116,7 +122,7 @@ fn watch(
         ),
         Err(error) => error!(session, %peer, pid, "cannot wait for the worker: {error}"),
     });
-    if !shared.stop.is_set() {
+    if !shared.stop.is_set() && lines.passes(Instant::now()) {
         info!(worker = id, pid, "the worker has ended");
     }
 }

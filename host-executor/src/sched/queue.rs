@@ -94,6 +94,8 @@ struct TenantQueue {
     /// When the work outside of turns would have ended, had the tenant done all of it on as many
     /// processors as it is granted. `None`: there was none.
     outside: Option<Duration>,
+    /// The end of the last work outside of turns.
+    worked: Option<Duration>,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -113,6 +115,7 @@ impl TenantQueue {
             pause: None,
             hold: None,
             outside: None,
+            worked: None,
         }
     }
 
@@ -120,11 +123,22 @@ impl TenantQueue {
         self.waiting.is_empty() && self.started == 0
     }
 
-    /// Whether the tenant has a graph, or had one or other work a moment before `at`.
+    /// Whether the tenant has a graph, or had one or other work a moment before `at`. A tenant that
+    /// only owes time, and whose sessions all pause, takes nothing from others.
     fn is_active(&self, at: Duration) -> bool {
         let is_recent = |end: Duration| at.saturating_sub(MAX_PAUSE) <= end;
         let had_graph = self.idle_since != Duration::MAX && is_recent(self.idle_since);
-        !self.is_idle() || had_graph || self.outside.is_some_and(is_recent)
+        !self.is_idle() || had_graph || self.worked.is_some_and(is_recent)
+    }
+
+    /// What is lost if the tenant is forgotten at the time `at`, when the virtual time of the
+    /// system is `now`: how much time it owes for work outside of turns, or for turns. `None`:
+    /// nothing.
+    fn debt(&self, at: Duration, now: u128) -> Option<Duration> {
+        let outside = self.outside.unwrap_or_default().saturating_sub(at);
+        let turns = self.real_time(self.time.saturating_sub(now));
+        let debt = outside.max(turns);
+        (self.is_active(at) || !debt.is_zero()).then_some(debt)
     }
 
     /// Index in `waiting` of the graph that may run next.
@@ -192,7 +206,7 @@ impl Queue {
     ) -> &mut TenantQueue {
         if self.tenants.len() > MAX_IDLE_TENANTS {
             let now = self.now;
-            { &mut self.tenants }.retain(|_, s| !s.is_idle() || s.time > now || s.is_active(at));
+            { &mut self.tenants }.retain(|_, state| state.debt(at, now).is_some());
         }
         let state = { self.tenants.entry(tenant) }.or_insert(TenantQueue::new(entitlement));
         state.entitlement = entitlement;
@@ -221,8 +235,14 @@ impl Queue {
             true => paid + took / processors.max(1),
             false => at,
         };
-        state.outside = Some(paid);
+        (state.outside, state.worked) = (Some(paid), Some(at));
         paid
+    }
+
+    /// How much time a tenant owes at the time `at`. `None`: nothing is lost if the tenant is
+    /// forgotten.
+    pub(crate) fn debt(&self, tenant: TenantId, at: Duration) -> Option<Duration> {
+        self.tenants.get(&tenant)?.debt(at, self.now)
     }
 
     /// Whether another tenant is active.

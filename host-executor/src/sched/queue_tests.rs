@@ -544,6 +544,54 @@ fn work_outside_of_turns_has_no_limit_for_a_tenant_that_is_alone() {
 }
 
 #[test]
+fn tenant_that_pauses_slows_no_other_one() {
+    let second = 1000 * MS;
+    let mut queue = Queue::default();
+    let [attacker, victim] = [1, 2].map(TenantId);
+    queue.work_outside(victim, EQUAL, (MS, 1), MS);
+    // Many sessions at once: a debt of ten seconds.
+    let owed = queue.work_outside(attacker, EQUAL, (10 * second, 1), 2 * MS);
+    let mut at = 2 * MS;
+    while at < 5 * second {
+        let paid = queue.work_outside(victim, EQUAL, (8 * MS, 1), at);
+        let is_active = at <= 2 * MS + MAX_PAUSE;
+        assert_eq!(queue.pause(victim, paid, at).is_some(), is_active, "{at:?}");
+        assert!(queue.pause(attacker, owed, at).is_some(), "{at:?}");
+        assert_eq!(queue.debt(attacker, at), Some(owed - at));
+        at += 4 * MS;
+    }
+    // What it does now counts again.
+    queue.work_outside(attacker, EQUAL, (MS, 1), at);
+    let paid = queue.work_outside(victim, EQUAL, (16 * MS, 1), at);
+    assert!(queue.pause(victim, paid, at).is_some());
+}
+
+#[test]
+fn tenant_is_remembered_while_it_owes_time() {
+    let second = 1000 * MS;
+    let mut queue = Queue::default();
+    let [guest, other] = [1, 2].map(TenantId);
+    assert_eq!(queue.debt(guest, MS), None);
+    queue.work_outside(other, EQUAL, (MS, 1), MS);
+    queue.work_outside(guest, EQUAL, (second, 1), MS);
+    // A turn of two seconds beside another graph.
+    queue.enter(guest, EQUAL, Ticket(1), 2 * MS);
+    queue.enter(other, EQUAL, Ticket(2), 2 * MS);
+    let begun = queue.now;
+    assert_eq!(queue.next(2 * MS), Next::Run(guest, Ticket(1)));
+    queue.used(guest, Ticket(1), 2 * second, true, 2 * second);
+    assert_eq!(queue.now, begun);
+    let at = 3 * second;
+    assert_eq!(queue.debt(guest, at), Some(2 * second), "for its turn");
+    // Hundreds of others that have done a graph do not make the scheduler forget it.
+    for tenant in 3..600 {
+        queue.enter(TenantId(tenant), EQUAL, Ticket(tenant), at);
+        queue.withdraw(TenantId(tenant), Ticket(tenant), at);
+    }
+    assert_eq!(queue.debt(guest, 100 * second), Some(2 * second));
+}
+
+#[test]
 fn work_outside_of_turns_changes_no_virtual_time() {
     let mut queue = Queue::default();
     queue.work_outside(TenantId(1), EQUAL, (1000 * MS, 1), MS);

@@ -192,6 +192,13 @@ impl Scheduler {
         self.lock().queue.pause(tenant, paid, self.turn.now())
     }
 
+    /// How much time a tenant owes, for work outside of turns or for turns. `None`: nothing is lost
+    /// if the tenant is forgotten.
+    #[cfg(any(feature = "server", test))]
+    pub(crate) fn debt(&self, tenant: TenantId) -> Option<Duration> {
+        self.lock().queue.debt(tenant, self.turn.now())
+    }
+
     /// The session of a program has ended: no batch waits for it.
     pub(crate) fn forget(&self, program: u64) {
         let mut state = self.lock();

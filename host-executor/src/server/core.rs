@@ -306,6 +306,10 @@ impl Server {
                 sessions = self.shared.sessions();
             }
         }
+        drop(sessions);
+        for left_out in self.shared.session_log.rest() {
+            warn!("{left_out}");
+        }
         Shutdown::Complete
     }
 }

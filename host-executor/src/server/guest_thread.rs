@@ -69,7 +69,8 @@ fn tenant_of(
     owner: Option<&str>,
     peer: &Peer,
 ) -> (Arc<Tenant>, Option<SessionEnd>) {
-    match shared.registry.admit(owner, peer) {
+    let debt = |tenant| shared.scheduler.debt(tenant);
+    match shared.registry.admit(owner, peer, debt) {
         Ok(tenant) => (tenant, None),
         Err(error) => (
             shared.registry.tenants().1,

@@ -3,14 +3,12 @@
 //! - `core`: the server, its listeners, its shutdown.
 //! - `guest_thread`: the thread of a connection, from its handshake to its end.
 //! - `registration`: the entries in the table of sessions.
-//! - `session_log`: the limits of the log lines about sessions.
 //! - `watchdog`: the thread that reports what lasts too long.
 //! - `shared`, `status`: what the threads share, and snapshots of it.
 
 mod core;
 mod guest_thread;
 mod registration;
-mod session_log;
 mod shared;
 mod silent_guests;
 mod status;

@@ -12,7 +12,6 @@ use vgpu_transport::link::stream::tls::{CertificateFault, Certificates};
 use vgpu_transport::lock::lock;
 use vgpu_transport::shm::liveness::Silence;
 
-use super::session_log::SessionLog;
 use crate::activity::Activities;
 use crate::drain::Drain;
 use crate::engine_monitor::EngineMonitor;
@@ -26,6 +25,7 @@ use crate::peer::Peer;
 use crate::pool::Pools;
 use crate::sched::Scheduler;
 use crate::session::{END_KINDS, SessionEnd};
+use crate::session_log::SessionLog;
 use crate::stats::Counters;
 use crate::stop::StopFlag;
 use crate::tenant::Tenant;

@@ -48,8 +48,10 @@ pub(super) fn start(
                     hang: watch.hang().map(str::to_owned),
                     starved: watch.starved().map(str::to_owned),
                 });
-                for line in shared.session_log.left_out(last) {
-                    let _ = reports.try_send(line);
+                for left_out in shared.session_log.left_out(last) {
+                    if reports.try_send(left_out.to_string()).is_err() {
+                        shared.session_log.put_back(&left_out);
+                    }
                 }
                 for notice in notices {
                     match notice {

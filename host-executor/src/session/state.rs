@@ -17,7 +17,7 @@ use crate::activity::{Activities, Activity, GraphInfo, ThreadState};
 use crate::engine_monitor::EngineMonitor;
 use crate::ledger::Ledger;
 use crate::limits::Limits;
-use crate::log_limit::{GUEST_LINES, LogLimit};
+use crate::log_limit::{GUEST_LINES, LogLimit, SESSION_EVENTS};
 use crate::policy::Policy;
 use crate::pool::Pools;
 use crate::sched::{Scheduler, Times, TurnEvent};
@@ -28,10 +28,6 @@ use crate::weights::WeightStore;
 /// Buffers of at least this size belong to a model rather than to a graph; the log reports them at
 /// the info level.
 pub(super) const MODEL_SCALE: u64 = 64 << 20;
-
-/// Events of one session that the log reports at the info and warn levels. A guest can cause any
-/// number of events; the rest is reported at the debug level.
-const MAX_LOGGED_EVENTS: u32 = 100;
 
 /// The host's side of one guest.
 pub struct Session {
@@ -185,12 +181,16 @@ impl Session {
     /// session and for all sessions of the tenant.
     pub(super) fn may_log(&mut self) -> bool {
         self.logged_events = self.logged_events.saturating_add(1);
-        if self.logged_events > MAX_LOGGED_EVENTS || !self.log.passes(Instant::now()) {
+        if self.logged_events > SESSION_EVENTS {
+            self.log.add_suppressed(1);
             return false;
         }
-        if self.logged_events == MAX_LOGGED_EVENTS {
+        if !self.log.passes(Instant::now()) {
+            return false;
+        }
+        if self.logged_events == SESSION_EVENTS {
             warn!(
-                "{MAX_LOGGED_EVENTS} events in this session; further events are logged at the \
+                "{SESSION_EVENTS} events in this session; further events are logged at the \
                  debug level"
             );
         }

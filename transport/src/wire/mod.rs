@@ -16,7 +16,7 @@ use std::fmt;
 use crate::ir::{BufferId, Capabilities, DecodeError};
 
 pub use crate::limits::{MAX_MESSAGE, MAX_PAYLOAD};
-pub use version::{Offer, ProtocolVersion, VersionMismatch, VersionRange};
+pub use version::{Offer, ProtocolVersion, VersionMismatch, VersionNotOffered, VersionRange};
 
 /// The maximum size of a graph image, in bytes.
 pub const MAX_GRAPH: u64 = 64 << 20;

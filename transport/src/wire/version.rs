@@ -184,6 +184,19 @@ impl Offer {
         version.ok_or(VersionMismatch { guest, host })
     }
 
+    /// Checks the version that a host names in WELCOME.
+    ///
+    /// # Errors
+    ///
+    /// [`VersionNotOffered`], the host's fault, if this offer does not have the version.
+    pub fn check(self, chosen: ProtocolVersion) -> Result<(), VersionNotOffered> {
+        let offered = self.versions;
+        match (offered.oldest..=offered.newest).contains(&chosen.number()) {
+            true => Ok(()),
+            false => Err(VersionNotOffered { chosen, offered }),
+        }
+    }
+
     pub(super) fn words(self) -> [u32; 2] {
         let VersionRange { oldest, newest } = self.versions;
         let oldest = if oldest == newest { 0 } else { oldest };
@@ -202,6 +215,19 @@ impl Offer {
         let versions = versions.ok_or((oldest, newest))?;
         Ok(Offer { versions, ir })
     }
+}
+
+/// A host has chosen a version that the guest has not offered. The host is at fault.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "the host broke the protocol: it chose protocol version {chosen} in WELCOME, and HELLO offered \
+     {offered}"
+)]
+pub struct VersionNotOffered {
+    /// What the host has chosen.
+    pub chosen: ProtocolVersion,
+    /// What the guest has offered.
+    pub offered: VersionRange,
 }
 
 /// Two sides have no version in common. The side with the older versions has to be updated.
@@ -274,6 +300,29 @@ mod tests {
             let offer = offer(oldest, newest);
             assert_eq!(offer.choose(), Ok(chosen), "{oldest} to {newest}");
         }
+    }
+
+    #[test]
+    fn a_host_may_choose_what_was_offered() {
+        for (oldest, newest, chosen, is_offered) in [
+            (3, 4, ProtocolVersion::V3, true),
+            (3, 4, ProtocolVersion::V4, true),
+            (3, 3, ProtocolVersion::V3, true),
+            (3, 3, ProtocolVersion::V4, false),
+            (4, 4, ProtocolVersion::V3, false),
+        ] {
+            let offered = offer(oldest, newest);
+            let checked = offered.check(chosen);
+            assert_eq!(checked.is_ok(), is_offered, "{chosen} of {offered:?}");
+        }
+        assert_eq!(
+            offer(3, 3)
+                .check(ProtocolVersion::V4)
+                .unwrap_err()
+                .to_string(),
+            "the host broke the protocol: it chose protocol version 4 in WELCOME, and HELLO \
+             offered 3"
+        );
     }
 
     #[test]

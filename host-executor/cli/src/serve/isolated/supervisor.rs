@@ -178,6 +178,8 @@ pub(crate) fn run(
             watch.check_if_due();
             health.check();
             health.end_drained();
+            health.tell_machines();
+            health.log_left_out();
             kept.borrow_mut().check(&served);
             service::alive();
             None

@@ -1,0 +1,96 @@
+//! What a drain of a supervisor tells the processes of its guests.
+#![forbid(unsafe_code)]
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::thread;
+
+use rustix::process::Pid;
+use tracing::warn;
+
+use super::ipc::Command;
+use super::query::query_all;
+use super::state::Shared;
+use crate::control;
+
+/// Makes workers accept sessions again that have ended theirs at the deadline of a drain.
+pub(super) fn tell_workers(shared: &Shared) {
+    let processes = shared.processes();
+    for worker in processes.workers.values().filter(|w| !w.is_closing) {
+        if let Err(error) = worker.send(&Command::Undrain, None) {
+            warn!(
+                guest = worker.guest,
+                "the worker is not told to accept sessions, and ends: {error}"
+            );
+            worker.ipc.close();
+        }
+    }
+}
+
+/// Tells the processes of virtual machines that do not know whether the supervisor drains. Returns
+/// the names of those that do not answer, and why.
+pub(super) fn tell_machines(shared: &Shared) -> Vec<String> {
+    // Before the list: a process that starts meanwhile is told by the next call.
+    let (request, change) = shared.drain.request();
+    let processes = shared.processes();
+    let untold = processes.machines.iter().filter(|(_, vm)| vm.told < change);
+    let (ids, machines): (Vec<(u64, Pid)>, Vec<_>) = untold
+        .map(|(&id, vm)| ((id, vm.pid), (vm.name.clone(), vm.control.clone())))
+        .unzip();
+    drop(processes);
+    let tell = |path: &Path, timeout| control::perform_within(path, &request, timeout);
+    let answers = query_all(&machines, tell);
+    let mut silent = Vec::new();
+    let mut processes = shared.processes();
+    for ((id, pid), (name, answer)) in ids.into_iter().zip(answers) {
+        let reason = match answer {
+            Ok(outcome) if outcome.ok => None,
+            Ok(outcome) => Some(outcome.message),
+            Err(error) => Some(error.to_string()),
+        };
+        silent.extend(reason.as_ref().map(|reason| format!("{name}: {reason}")));
+        // Another process may have taken its place.
+        let vm = processes.machines.get_mut(&id).filter(|vm| vm.pid == pid);
+        if let Some(vm) = vm {
+            vm.told = if reason.is_none() {
+                vm.told.max(change)
+            } else {
+                vm.told
+            };
+            vm.untold = reason;
+        }
+    }
+    silent
+}
+
+/// As [`tell_machines`], on a thread of its own, of which there is one at most. Does nothing if all
+/// know.
+pub(super) fn tell_later(shared: &Arc<Shared>) {
+    if untold(shared).is_empty() || shared.is_telling.swap(true, Ordering::AcqRel) {
+        return;
+    }
+    let own = Arc::clone(shared);
+    let spawned = thread::Builder::new()
+        .name("vgpu-drain".into())
+        .spawn(move || {
+            tell_machines(&own);
+            own.is_telling.store(false, Ordering::Release);
+        });
+    if spawned.is_err() {
+        // The next call tries again.
+        shared.is_telling.store(false, Ordering::Release);
+    }
+}
+
+/// The virtual machines whose processes do not know whether the supervisor drains, and why.
+pub(super) fn untold(shared: &Shared) -> Vec<String> {
+    let change = shared.drain.changes();
+    let processes = shared.processes();
+    let machines = processes.machines.values();
+    let untold = machines.filter(|vm| vm.told < change).map(|vm| {
+        let reason = vm.untold.as_deref().unwrap_or("it has just started");
+        format!("{}: {reason}", vm.name)
+    });
+    untold.collect()
+}
