@@ -133,6 +133,7 @@ fn events(tests: &mut TestRun<'_>, prepared: &Prepared) {
     tests.check("a machine that sleeps (S3)", |_, _| booted.suspended());
     tests.check("a reset", |_, _| booted.reset());
     tests.check("QEMU killed and started again", |_, _| booted.qemu_killed());
+    tests.check("a host that suspends", |_, _| booted.host_suspended());
     tests.check("the executor ends well", |_, _| {
         booted.stop().map(|()| String::new())
     });

@@ -598,6 +598,26 @@ impl Events<'_> {
         ))
     }
 
+    /// A machine with an executor and a program of its own sleeps (S3), as a host that suspends.
+    /// The generation goes on in the same session. Each QEMU can do so once: this one has not.
+    pub(crate) fn host_suspended(&mut self) -> Result<String> {
+        self.start_executor_inside("--threads 2")?;
+        let inside = self.start_inside()?;
+        inside.begin(&mut self.guest, 4 * SOME)?;
+        inside.wait_for_tokens(&mut self.guest, 2)?;
+        self.sleep()?;
+        match inside.end(&mut self.guest)? {
+            Outcome::Tokens(tokens) => ensure_begins(&tokens, &self.reference)?,
+            other => bail!(
+                "{other:?} inside the guest: {}",
+                inside.errors(&mut self.guest)?
+            ),
+        }
+        self.ensure_logged_inside(1)?;
+        self.stop_inside()?;
+        Ok(format!("{SHORT:?}: {SOME} tokens equal, the same session"))
+    }
+
     /// QEMU does not start with a device that it would migrate.
     fn ensure_no_master(&self) -> Result<()> {
         let mut qemu = self.prepared.qemu.command();
