@@ -798,10 +798,10 @@ fn writes_around(engine: &CpuEngine, size: u64, each: u64) -> ValidGraph {
     validate(graph, engine.capabilities(), &Limits::default(), size_of).unwrap()
 }
 
-/// The bytes that a buffer for weights has copied.
+/// The bytes that a buffer for weights has copied since it was made.
 fn copied(memory: &Arc<dyn Memory>) -> u64 {
     let memory: &CpuMemory = memory.as_any().downcast_ref().unwrap();
-    memory.as_weights().unwrap().state().copied
+    memory.as_weights().unwrap().state().gathered
 }
 
 /// Each write merges two extents, of which one has been merged before.
