@@ -246,8 +246,18 @@ impl OpenQuestion {
 
     /// Whether the executor has begun to answer since. Does not wait.
     pub(crate) fn is_answered(&self) -> bool {
+        matches!(self.peek(), Ok(1..))
+    }
+
+    /// Whether the executor has closed the connection, and has left no answer in it. Does not wait.
+    pub(crate) fn is_closed(&self) -> bool {
+        !matches!(self.peek(), Ok(1..) | Err(Errno::AGAIN))
+    }
+
+    /// The number of bytes that can be read, at most 1. 0: the connection is closed.
+    fn peek(&self) -> Result<usize, Errno> {
         let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
-        matches!(recv(&self.0, &mut [0], flags), Ok((1.., _)))
+        recv(&self.0, &mut [0], flags).map(|(len, _)| len)
     }
 }
 

@@ -7,18 +7,19 @@ use std::io::{Read as _, Write as _};
 use std::os::fd::AsFd as _;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::sync::{Arc, Mutex};
-use std::thread;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use vfio_user::Client;
 use vgpu_executor::listener::GuestListener as _;
 use vgpu_executor::vm::VfioUserListener;
 use vgpu_executor::{Limits, Server};
+use vgpu_gguf::Rng;
 use vgpu_transport::link::pci::{DOORBELL, directory};
 use vgpu_transport::shm::memory::{SharedWords as _, Window};
 
-use common::cpu;
+use common::{OtherGuest, cpu};
 use machine::{Dir, Machine, wait_for};
 
 const CONFIG: u32 = 7;
@@ -129,6 +130,62 @@ fn hypervisor_that_is_started_again_gets_the_device_at_once() {
     answer(&third).expect_err("two devices");
 }
 
+/// A hypervisor, and the machine that it runs.
+struct Hypervisor {
+    client: Arc<Mutex<Client>>,
+    machine: Machine,
+    /// Traps the doorbell of the machine.
+    trap: JoinHandle<()>,
+}
+
+impl Hypervisor {
+    fn start(socket: &Path) -> Hypervisor {
+        let client = Client::new(socket).unwrap();
+        let region = client.region(1).unwrap();
+        let window = region.file_offset.as_ref().expect("a file to map").file();
+        let window = window.try_clone().unwrap();
+        // The machine rings through this pipe, and the hypervisor traps it.
+        let (mut rings, bell) = std::io::pipe().unwrap();
+        let client = Arc::new(Mutex::new(client));
+        let trap = thread::spawn({
+            let client = Arc::clone(&client);
+            move || {
+                while rings.read_exact(&mut [0; 8]).is_ok() {
+                    let mut client = client.lock().unwrap();
+                    // It may have disconnected.
+                    let _ = client.region_write(0, DOORBELL as u64, &[0; 4]);
+                }
+            }
+        });
+        let (line, _other_end) = UnixStream::pair().unwrap();
+        let machine = Machine::new(window.into(), bell.into(), line);
+        Hypervisor {
+            client,
+            machine,
+            trap,
+        }
+    }
+
+    fn client(&self) -> MutexGuard<'_, Client> {
+        self.client.lock().unwrap()
+    }
+
+    /// Ends the connection, and then the machine.
+    fn end(self) {
+        self.client().shutdown().unwrap();
+        drop(self.machine);
+        self.trap.join().unwrap();
+    }
+}
+
+/// Waits until the executor has this number of sessions and, without one, all memory.
+fn wait_for_sessions(server: &Server, count: usize) {
+    wait_for(&format!("{count} sessions"), || {
+        let engine = server.status_handle().status().engine;
+        server.sessions().len() == count && (count > 0 || engine.memory_free == engine.memory_total)
+    });
+}
+
 /// A session goes on after a reset of the device, and ends with the hypervisor, although its
 /// program lives.
 #[test]
@@ -136,37 +193,84 @@ fn end_of_a_hypervisor_ends_its_sessions_and_a_reset_of_the_device_does_not() {
     let dir = Dir::new();
     let socket = dir.0.join("a.sock");
     let server = executor(&socket);
-    let client = Client::new(&socket).unwrap();
-    let region = client.region(1).unwrap();
-    let window = region.file_offset.as_ref().expect("a file to map").file();
-    let window = window.try_clone().unwrap();
-    // The machine rings through this pipe, and the hypervisor traps it.
-    let (mut rings, bell) = std::io::pipe().unwrap();
-    let client = Arc::new(Mutex::new(client));
-    let hypervisor = thread::spawn({
-        let client = Arc::clone(&client);
-        move || {
-            while rings.read_exact(&mut [0; 8]).is_ok() {
-                let mut client = client.lock().unwrap();
-                // It may have disconnected.
-                let _ = client.region_write(0, DOORBELL as u64, &[0; 4]);
-            }
-        }
-    });
-    let (line, _other_end) = UnixStream::pair().unwrap();
-    let machine = Machine::new(window.into(), bell.into(), line);
-    let mut guest = machine.guest();
+    let hypervisor = Hypervisor::start(&socket);
+    let mut guest = hypervisor.machine.guest();
     let buffer = guest.alloc_with(&[7; 64]);
-    client.lock().unwrap().reset().unwrap();
+    hypervisor.client().reset().unwrap();
     assert_eq!(guest.read(buffer, 0, 64), [7; 64]);
     assert_eq!(server.sessions().len(), 1);
-    client.lock().unwrap().shutdown().unwrap();
-    wait_for("its session ends, and its memory is free", || {
-        let engine = server.status_handle().status().engine;
-        server.sessions().is_empty() && engine.memory_free == engine.memory_total
-    });
-    drop((guest, machine));
-    hypervisor.join().unwrap();
+    hypervisor.client().shutdown().unwrap();
+    wait_for_sessions(&server, 0);
+    drop(guest);
+    hypervisor.end();
+}
+
+/// After each event every program of the machine computes, and the executor has a session for each
+/// program and no other one.
+#[test]
+fn programs_compute_after_random_events_of_hypervisors() {
+    const EVENTS: u64 = 150;
+    const PROGRAMS: usize = 3;
+    let dir = Dir::new();
+    let socket = dir.0.join("a.sock");
+    let server = executor(&socket);
+    let mut rng = Rng::new(1, 0);
+    let mut hypervisor = Hypervisor::start(&socket);
+    let mut programs: Vec<OtherGuest> = Vec::new();
+    for _ in 0..EVENTS {
+        match rng.below(10) {
+            0..3 if programs.len() < PROGRAMS => {
+                programs.push(OtherGuest::new(hypervisor.machine.guest()));
+            }
+            0..3 => drop(programs.swap_remove(rng.below(PROGRAMS as u64) as usize)),
+            3 => hypervisor.client().reset().unwrap(),
+            // The hypervisor ends, and is started again.
+            4 => {
+                let ended = hypervisor;
+                ended.client().shutdown().unwrap();
+                wait_for_sessions(&server, 0);
+                programs.clear();
+                ended.end();
+                hypervisor = Hypervisor::start(&socket);
+            }
+            5 => assert!(Client::new(&socket).is_err(), "a second hypervisor"),
+            6 => {
+                let mut bytes = vec![0; rng.below(5000) as usize];
+                rng.fill(&mut bytes);
+                let mut peer = UnixStream::connect(&socket).unwrap();
+                // The executor may have hung up.
+                let _ = peer.write_all(&bytes);
+            }
+            7 => {
+                for _ in 0..rng.below(100) {
+                    let mut client = hypervisor.client();
+                    client.region_write(0, DOORBELL as u64, &[0; 4]).unwrap();
+                }
+            }
+            8 => {
+                let mut bytes = vec![0; 1 + rng.below(64) as usize];
+                let mut client = hypervisor.client();
+                client.region_read(CONFIG, 0, &mut bytes).unwrap();
+                rng.fill(&mut bytes);
+                // A guest can change nothing but the command register.
+                client.region_write(CONFIG, 0, &bytes).unwrap();
+                assert_eq!(config(&mut client, 0), 0x10de);
+            }
+            _ => {
+                let mut bytes = [0; 8];
+                let mut client = hypervisor.client();
+                client.region_read(1, 0, &mut bytes).unwrap();
+                assert_eq!(u64::from_le_bytes(bytes), directory::MAGIC);
+            }
+        }
+        for program in &mut programs {
+            program.compute();
+        }
+        wait_for_sessions(&server, programs.len());
+    }
+    programs.clear();
+    hypervisor.end();
+    wait_for_sessions(&server, 0);
 }
 
 #[test]

@@ -218,7 +218,9 @@ impl VmAnswers {
             let (since, question) = (at, asked.open.take());
             match &mut self.unanswered {
                 Some(before) if !before.is_answered() => {
-                    before.question = before.question.take().or(question);
+                    before.question = { before.question.take() }
+                        .filter(|question| !question.is_closed())
+                        .or(question);
                 }
                 unanswered => *unanswered = Some(Unanswered { since, question }),
             }
@@ -644,11 +646,15 @@ mod tests {
         let second = late(&mut answers, now - 2 * minute);
         let silent = answers.silent().expect("it has not answered yet");
         assert!((2 * minute..3 * minute).contains(&silent), "{silent:?}");
-        // The end of a connection is no answer.
+        // The end of a connection is no answer, and the next question may have one.
         drop(second);
-        let _third = late(&mut answers, now - minute);
+        let mut third = late(&mut answers, now - minute);
         let silent = answers.silent().expect("it has not answered yet");
         assert!(silent >= 2 * minute, "{silent:?}");
+        third.write_all(b"{").unwrap();
+        let _fourth = late(&mut answers, now);
+        let silent = answers.silent().expect("it has not answered yet");
+        assert!(silent < minute, "{silent:?}");
     }
 
     #[test]

@@ -23,8 +23,10 @@ pub(super) struct State {
     pub(super) is_written: bool,
     /// How often addresses of bytes have changed.
     pub(super) moves: u64,
-    /// Bytes that were copied to make bytes contiguous or exclusive, since the buffer exists.
-    pub(super) copied: u64,
+    /// Bytes that [`gather`](State::gather) has copied, in all its calls since the buffer was made:
+    /// a byte that was copied twice counts twice, one that stayed at its address does not count.
+    /// Never reset. A cancelled call adds nothing.
+    pub(super) gathered: u64,
     /// The bytes that are not in the base, by first byte. Disjoint.
     pub(super) segments: BTreeMap<u64, Segment>,
     /// The extents that are offered, by first byte. Disjoint, and disjoint from `segments`.
@@ -148,9 +150,9 @@ impl State {
 
     /// The address of exclusive, contiguous memory with the bytes of `range`. A buffer has at most
     /// [`MAX_COPIES`] regions of its own besides the base: instead of one more, it gets one for all
-    /// its bytes. It gets that, too, once it would have copied more bytes than it has: neighbours
-    /// that are merged one after the other would be copied again with each of them. So all copies
-    /// for a graph have at most four times the bytes of the buffer.
+    /// its bytes. It gets that, too, once [`gathered`](State::gathered) would exceed the bytes that
+    /// it has: neighbours that are merged one after the other would be copied again with each of
+    /// them. So all copies for a graph have at most four times the bytes of the buffer.
     ///
     /// Asks `is_cancelled` before each 4 MiB that are copied.
     ///
@@ -191,7 +193,7 @@ impl State {
         }
         let is_free = uses.extents_in(&all).next().is_none();
         let size = base.region.len() as u64;
-        let copies_too_much = self.copied.saturating_add(all.end - all.start) > size;
+        let copies_too_much = self.gathered.saturating_add(all.end - all.start) > size;
         if !is_free && (copies_too_much || self.copies_outside(&all) >= MAX_COPIES) {
             all = 0..size;
         }
@@ -218,7 +220,7 @@ impl State {
                 ),
             }
         };
-        self.copied += self.copy_to(to, base, &all, is_cancelled)?;
+        self.gathered += self.copy_to(to, base, &all, is_cancelled)?;
         self.segments.retain(|start, _| !all.contains(start));
         self.moves += 1;
         if let Some(backing) = backing {

@@ -803,9 +803,9 @@ fn of_engine(memory: &Arc<dyn Memory>) -> &CpuMemory {
     memory.as_any().downcast_ref().unwrap()
 }
 
-/// The bytes that a buffer for weights has copied.
+/// The bytes that a buffer for weights has copied since it was made.
 fn copied(memory: &Arc<dyn Memory>) -> u64 {
-    of_engine(memory).as_weights().unwrap().state().copied
+    of_engine(memory).as_weights().unwrap().state().gathered
 }
 
 /// Each write merges two extents, of which one has been merged before.

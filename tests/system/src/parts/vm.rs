@@ -88,6 +88,11 @@ fn systemd(tests: &mut TestRun<'_>, prepared: &Prepared) {
     tests.check("a virtual machine's connection is kept", |_, _| {
         booted.fd_store()
     });
+    tests.check("the same across a stop and a start", |_, _| {
+        booted.stopped_and_started()
+    });
+    tests.check("the same while starts fail", |_, _| booted.failing_starts());
+    tests.check("the watchdog of systemd", |_, _| booted.watchdog());
     tests.check("the services end successfully", |_, _| {
         booted.stop().map(|()| String::new())
     });
@@ -128,6 +133,7 @@ fn events(tests: &mut TestRun<'_>, prepared: &Prepared) {
     tests.check("a machine that sleeps (S3)", |_, _| booted.suspended());
     tests.check("a reset", |_, _| booted.reset());
     tests.check("QEMU killed and started again", |_, _| booted.qemu_killed());
+    tests.check("a host that suspends", |_, _| booted.host_suspended());
     tests.check("the executor ends well", |_, _| {
         booted.stop().map(|()| String::new())
     });

@@ -34,9 +34,39 @@ const SYSTEM: Wanted<'_> = Wanted {
 /// The exposure in tenths that `systemd-analyze security` rates as OK.
 const EXPOSURE: u32 = 25;
 
+/// The log line of an executor about a virtual machine of an earlier executor.
+const KEPT: &str = "serving the running virtual machine";
+
+/// The line of systemd about a service that does not report in time.
+const WATCHDOG: &str = "Watchdog timeout";
+
+/// The watchdog of the test. The executor reports once a second, in an emulated machine later.
+const WATCHDOG_SECONDS: u32 = 15;
+
+/// By default systemd gives up after 5 starts in 10 s. The pause of the unit grows for 8 restarts.
+const FAILED_STARTS: u32 = 9;
+
+/// Properties of a service.
+const STORED: &str = "NFileDescriptorStore";
+const RESTARTS: &str = "NRestarts";
+
+/// A condition of the shell.
+const IS_ACTIVE: &str = "systemctl is-active -q vgpu@vm1";
+
+/// The folder of a drop-in of a virtual machine's service.
+const DROP_IN: &str = "/run/systemd/system/vgpu@vm1.service.d";
+
+/// The shell line that removes the drop-in.
+const UNSET: &str = "rm -r /run/systemd/system/vgpu@vm1.service.d && systemctl daemon-reload";
+
 /// A shell loop that waits until a condition holds.
 fn until(condition: &str) -> String {
     format!("i=0; until {condition}; do i=$((i+1)); [ $i -lt 600 ] || exit 9; sleep 0.1; done")
+}
+
+/// A condition of the shell on a property of a virtual machine's service.
+fn has(property: &str, wanted: &str) -> String {
+    format!("[ \"$(systemctl show -p {property} --value vgpu@vm1)\" {wanted} ]")
 }
 
 /// A booted machine with systemd.
@@ -139,36 +169,128 @@ impl Systemd {
 
     /// systemd keeps the connection of a virtual machine while the executor is restarted.
     pub(crate) fn fd_store(&mut self) -> Result<String> {
-        let stored = |wanted: &str| {
-            until(&format!(
-                "[ \"$(systemctl show -p NFileDescriptorStore --value vgpu@vm1)\" {wanted} ]"
-            ))
-        };
+        // systemd forgets a stopped unit, with its files, that no unit refers to: the unit is
+        // enabled.
         // The executor treats any client of this socket as QEMU and keeps the connection open.
         self.guest
             .run(&format!(
-                "systemctl start vgpu@vm1 && (tail -f /dev/null \
+                "systemctl enable --now vgpu@vm1 && (tail -f /dev/null \
                  | socat - UNIX-CONNECT:/run/vgpu-vm1/vm.sock >/dev/null 2>&1 &) ; {}",
-                stored("-gt 0")
+                until(&has(STORED, "= 3"))
             ))?
             .good("storing the connection of a virtual machine")?;
-        let restarted = until(
-            "[ \"$(systemctl show -p NRestarts --value vgpu@vm1)\" = 1 ] \
-             && systemctl is-active -q vgpu@vm1",
-        );
-        let said = self
-            .guest
-            .run(&format!(
-                "systemctl kill -s KILL vgpu@vm1; {restarted}; {}; \
-                 journalctl --no-pager -o cat -u vgpu@vm1",
-                stored("-gt 0")
-            ))?
-            .good("keeping the connection while the executor is restarted")?;
-        ensure!(
-            said.contains(KEPT),
-            "the executor did not resume the connection:\n{said}"
-        );
+        let restarted = until(&format!("{} && {IS_ACTIVE}", has(RESTARTS, "= 1")));
+        self.taken_again("a kill of the executor", |guest| {
+            guest
+                .run(&format!("systemctl kill -s KILL vgpu@vm1; {restarted}"))?
+                .good("waiting for a restart of vgpu@vm1.service")
+        })?;
         Ok(String::new())
+    }
+
+    /// systemd keeps the connection of a virtual machine while the executor is stopped.
+    pub(crate) fn stopped_and_started(&mut self) -> Result<String> {
+        self.taken_again("a stop and a start", |guest| {
+            let is_kept = has(STORED, "= 3");
+            guest
+                .run(&format!(
+                    "systemctl stop vgpu@vm1 && ! {IS_ACTIVE} && {is_kept} \
+                     && systemctl start vgpu@vm1 && {IS_ACTIVE}"
+                ))?
+                .good("stopping and starting vgpu@vm1.service")
+        })?;
+        Ok(String::new())
+    }
+
+    /// An executor whose starts fail is started again without an end, and systemd keeps the
+    /// connection of the virtual machine until a start succeeds.
+    pub(crate) fn failing_starts(&mut self) -> Result<String> {
+        self.set("ExecStart=\\nExecStart=/bin/false")?;
+        let restarts = format!("-gt {FAILED_STARTS}");
+        let failed = until(&has(RESTARTS, &restarts));
+        let is_kept = has(STORED, "= 3");
+        self.guest
+            .run(&format!(
+                "systemctl kill -s KILL vgpu@vm1; {failed} && ! {IS_ACTIVE} && {is_kept}"
+            ))?
+            .good("keeping the connection while the executor does not start")?;
+        self.taken_again("failed starts", |guest| {
+            guest
+                .run(&format!(
+                    "{UNSET} && systemctl start vgpu@vm1 && {IS_ACTIVE}"
+                ))?
+                .good("starting vgpu@vm1.service after failed starts")
+        })?;
+        Ok(format!("more than {FAILED_STARTS} restarts"))
+    }
+
+    /// systemd ends an executor whose main thread does not run, and starts it again.
+    pub(crate) fn watchdog(&mut self) -> Result<String> {
+        self.set(&format!("WatchdogSec={WATCHDOG_SECONDS}"))?;
+        self.taken_again("a restart", |guest| {
+            guest
+                .run(&format!("systemctl restart vgpu@vm1 && {IS_ACTIVE}"))?
+                .good("restarting vgpu@vm1.service")
+        })?;
+        let restarted = until(&format!("{} && {IS_ACTIVE}", has(RESTARTS, "= 1")));
+        let journal = self.taken_again("the watchdog", |guest| {
+            let none = has(RESTARTS, "= 0");
+            guest
+                .run(&format!(
+                    "{none} && systemctl kill -s STOP --kill-whom=main vgpu@vm1 && {restarted}"
+                ))?
+                .good("waiting for the watchdog of vgpu@vm1.service")
+        })?;
+        ensure!(
+            journal.contains(WATCHDOG),
+            "systemd does not say {WATCHDOG:?}:\n{journal}"
+        );
+        self.guest.run(UNSET)?.good("removing a drop-in")?;
+        Ok(format!("WatchdogSec={WATCHDOG_SECONDS}"))
+    }
+
+    /// Sets options of the service in a drop-in, which [`UNSET`] removes. `options` has no
+    /// quotation mark; a line break is `\n`.
+    fn set(&mut self, options: &str) -> Result<()> {
+        self.guest
+            .run(&format!(
+                "mkdir -p {DROP_IN} && printf '[Service]\\n{options}\\n' > {DROP_IN}/tests.conf \
+                 && systemctl daemon-reload"
+            ))?
+            .good("writing a drop-in")
+            .map(drop)
+    }
+
+    /// After `event` another executor has taken the three files of the virtual machine, and systemd
+    /// still has them. Returns the journal of the service.
+    fn taken_again(
+        &mut self,
+        what: &str,
+        event: impl FnOnce(&mut Guest) -> Result<String>,
+    ) -> Result<String> {
+        let before = self.journal()?.matches(KEPT).count();
+        event(&mut self.guest)?;
+        let is_logged = until(&format!(
+            "[ $(journalctl --no-pager -o cat -u vgpu@vm1 | grep -c '{KEPT}') -gt {before} ] \
+             && {}",
+            has(STORED, "= 3")
+        ));
+        let waited = self.guest.run(&is_logged)?;
+        let journal = self.journal()?;
+        let now = journal.matches(KEPT).count();
+        ensure!(
+            waited.status == 0 && now == before + 1,
+            "after {what} the connection has been taken again {} times:\n{journal}",
+            now.saturating_sub(before)
+        );
+        Ok(journal)
+    }
+
+    /// The log of the virtual machine's executors, and what systemd says of them.
+    fn journal(&mut self) -> Result<String> {
+        self.guest
+            .run("journalctl --no-pager -o cat -u vgpu@vm1")?
+            .good("reading the journal")
     }
 
     /// A stopped service ends and leaves no files.
@@ -183,6 +305,3 @@ impl Systemd {
             .map(drop)
     }
 }
-
-/// The log line of an executor about a virtual machine of an earlier executor.
-const KEPT: &str = "serving the running virtual machine";

@@ -37,6 +37,8 @@ pub struct StreamHost {
     /// The number of the incomplete frame that the host has waited for last, and how long.
     awaited: (u64, Duration),
     frame_timeout: Duration,
+    /// How long a reply waits for a guest that does not read.
+    reply_timeout: Duration,
     /// The time without a byte after which a guest with a heartbeat has died.
     silence: Duration,
 }
@@ -62,6 +64,7 @@ impl StreamHost {
             certificates: Vec::new(),
             awaited: (0, Duration::ZERO),
             frame_timeout: FRAME_TIMEOUT,
+            reply_timeout: GUEST_STALL,
             silence: SILENCE,
         })
     }
@@ -196,8 +199,8 @@ impl HostEnd for StreamHost {
             if framing.unsent() < HIGH_WATER {
                 break;
             }
-            if began.elapsed() > GUEST_STALL {
-                let seconds = GUEST_STALL.as_secs();
+            if began.elapsed() > self.reply_timeout {
+                let seconds = self.reply_timeout.as_secs();
                 return Err(framing.fail(LinkError::Stalled { seconds }));
             }
             let wait = framing.waiting_out();
@@ -411,6 +414,36 @@ mod tests {
         flood.join().unwrap();
         drop(host);
         let _ = guest.read(&mut [0]);
+    }
+
+    #[test]
+    fn guest_that_does_not_take_its_replies_loses_its_link() {
+        for (reads, timeout) in [(false, Duration::from_millis(300)), (true, WAIT)] {
+            let (mut host, mut guest) = host();
+            assert_eq!(host.reply_timeout, Duration::from_secs(60));
+            host.reply_timeout = timeout;
+            let reader = reads.then(|| {
+                let mut guest = guest.try_clone().unwrap();
+                thread::spawn(move || std::io::copy(&mut guest, &mut std::io::sink()))
+            });
+            let mut outcome = Ok(());
+            for _ in 0..2 * HIGH_WATER / MAX_PAYLOAD + 2 {
+                // A heartbeat shows that the program runs, not that it reads.
+                guest.write_all(&heartbeat()).unwrap();
+                host.check_guest().unwrap();
+                host.reserve(1, MAX_PAYLOAD).unwrap();
+                outcome = host.send_reserved(&[1]);
+                if outcome.is_err() {
+                    break;
+                }
+            }
+            let lost = Err(LinkError::Stalled { seconds: 0 });
+            assert_eq!(outcome, if reads { Ok(()) } else { lost });
+            drop(host);
+            if let Some(reader) = reader {
+                reader.join().unwrap().unwrap();
+            }
+        }
     }
 
     #[test]

@@ -38,6 +38,8 @@ pub struct WindowHost {
     reserved: Option<Reservation>,
     /// The channel for shared files, on a link with such a channel.
     files: Option<Files>,
+    /// How long a reply waits for room in the ring, of a guest that takes none.
+    reply_timeout: Duration,
 }
 
 impl WindowHost {
@@ -70,6 +72,7 @@ impl WindowHost {
             sent: 0,
             reserved: None,
             files: None,
+            reply_timeout: GUEST_STALL,
         }
     }
 
@@ -209,14 +212,15 @@ impl HostEnd for WindowHost {
         let number = self.sent + 1;
         let (window, completions) = (&*self.window, &mut self.completions);
         let payload = Payload::Inline(payload_len);
-        let room = self
-            .end
-            .wait(Waiting::Progress, WAKE_ON_ROOM, Some(GUEST_STALL), || {
-                completions.reserve(window, number, message_len, payload)
-            })?;
+        let room = self.end.wait(
+            Waiting::Progress,
+            WAKE_ON_ROOM,
+            Some(self.reply_timeout),
+            || completions.reserve(window, number, message_len, payload),
+        )?;
         let Some(room) = room else {
             return Err(self.end.fail(LinkError::Stalled {
-                seconds: GUEST_STALL.as_secs(),
+                seconds: self.reply_timeout.as_secs(),
             }));
         };
         let payload = room.payload.clone();
@@ -254,5 +258,44 @@ impl HostEnd for WindowHost {
 
     fn counters(&self) -> Counters {
         self.end.counters
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::WindowGuest;
+    use super::*;
+    use crate::link::end::GuestEnd as _;
+    use crate::shm::doorbell::EventDoorbell;
+    use crate::shm::layout::MIN_SIZE;
+
+    #[test]
+    fn guest_that_does_not_take_its_replies_loses_its_link() {
+        for reads in [false, true] {
+            let window = Arc::new(Window::anonymous(MIN_SIZE).unwrap());
+            let layout = Layout::new(MIN_SIZE, 5).unwrap();
+            layout.write(&*window);
+            let (guest_bell, host_bell) = EventDoorbell::pair().unwrap();
+            let guest = Arc::clone(&window);
+            let mut guest = WindowGuest::new(guest, &layout, Box::new(guest_bell), None);
+            let mut host = WindowHost::new(window, &layout, Box::new(host_bell), None);
+            assert_eq!(host.reply_timeout, Duration::from_secs(60));
+            host.reply_timeout = Duration::from_millis(100);
+            let mut outcome = Ok(());
+            // More bytes than the window has.
+            for _ in 0..MIN_SIZE / 1024 {
+                outcome = host.reserve(1, 1024).map(drop);
+                if outcome.is_err() {
+                    break;
+                }
+                host.send_reserved(&[1]).unwrap();
+                if reads {
+                    let got = guest.receive(&mut Vec::new(), (&mut [0; 1024][..]).into());
+                    assert_eq!(got, Ok(1024));
+                }
+            }
+            let lost = Err(LinkError::Stalled { seconds: 0 });
+            assert_eq!(outcome, if reads { Ok(()) } else { lost });
+        }
     }
 }
