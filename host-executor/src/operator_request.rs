@@ -19,6 +19,11 @@ pub enum OperatorRequest {
     },
     /// Accept sessions again.
     Undrain,
+    /// End a session.
+    Kill {
+        /// The number of the session in the status.
+        session: u64,
+    },
 }
 
 impl OperatorRequest {

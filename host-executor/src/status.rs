@@ -108,7 +108,21 @@ impl Status {
 /// How many sessions have ended, by the kind of end. Connections that got no session are counted,
 /// too, except those that closed before their first message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(from = "Vec<u64>", into = "Vec<u64>")]
 pub struct SessionEnds([u64; END_KINDS.len()]);
+
+impl From<Vec<u64>> for SessionEnds {
+    /// From the figures of an executor that may be older or newer, and have fewer or more kinds.
+    fn from(counts: Vec<u64>) -> SessionEnds {
+        SessionEnds::from_fn(|kind| counts.get(kind).copied().unwrap_or(0))
+    }
+}
+
+impl From<SessionEnds> for Vec<u64> {
+    fn from(ends: SessionEnds) -> Vec<u64> {
+        ends.0.to_vec()
+    }
+}
 
 impl SessionEnds {
     /// The number of each kind, by its index.

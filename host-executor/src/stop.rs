@@ -16,6 +16,8 @@ struct StopState {
     is_set: AtomicBool,
     /// Whether another guest needs what the guest has.
     is_evicted: AtomicBool,
+    /// Whether an operator has ended the session.
+    is_killed: AtomicBool,
     /// Why the host no longer serves the guest, if that is the cause.
     refusal: OnceLock<CertificateFault>,
     /// The time that sessions had to end by themselves, if its end is the cause.
@@ -55,6 +57,17 @@ impl StopFlag {
     pub(crate) fn evict(&self) {
         self.0.is_evicted.store(true, Ordering::Relaxed);
         self.set();
+    }
+
+    /// Sets the flag, because an operator ends the session.
+    pub(crate) fn kill(&self) {
+        self.0.is_killed.store(true, Ordering::Relaxed);
+        self.set();
+    }
+
+    /// Whether the flag is set because an operator ends the session.
+    pub(crate) fn is_killed(&self) -> bool {
+        self.0.is_killed.load(Ordering::Relaxed)
     }
 
     /// Sets the flag, because the host drains and the time `limit` for open sessions has passed.

@@ -21,6 +21,7 @@ mod generate;
 #[cfg(feature = "tools")]
 mod gpu_check;
 mod install;
+mod kill;
 #[cfg(feature = "kubernetes")]
 mod kubernetes;
 mod own_program;
@@ -64,6 +65,7 @@ enum Command {
     Reload(reload::Args),
     Set(set::Args),
     Drain(drain::Args),
+    Kill(kill::Args),
     Install(install::InstallArgs),
     Uninstall(install::UninstallArgs),
     Doctor(doctor::Args),
@@ -132,6 +134,7 @@ fn main() -> ExitCode {
         Command::Reload(args) => reload::run(&args).map(success),
         Command::Set(args) => set::run(&args).map(success),
         Command::Drain(args) => drain::run(&args),
+        Command::Kill(args) => kill::run(&args).map(success),
         Command::Install(args) => install::install(args).map(success),
         Command::Uninstall(args) => install::uninstall(args).map(success),
         Command::Doctor(args) => Ok(doctor::run(&args)),

@@ -530,6 +530,21 @@ fn top_fits_into_a_small_terminal() {
         ("no program of these guests", ""),
     ]);
     assert!(!top.shows().contains("zoe"), "{}", top.shows());
+    // Esc takes the request back, and so does a number without a session.
+    let number = site.status()["sessions"][0]["id"].to_string();
+    top.press(&format!("x{number}"));
+    top.wait_for(&[(
+        &format!("end the session with the ID: {number}_"),
+        "Esc back",
+    )]);
+    top.press("\u{1b}");
+    top.wait_for(&[("q quit", "x end a session")]);
+    top.press("x4711\r");
+    top.wait_for(&[("there is no session 4711", "")]);
+    zoe.fence();
+    top.press(&format!("x{number}\r"));
+    let reason = zoe.ended();
+    assert_eq!(reason, "an operator of the host has ended this session");
     site.end();
 }
 

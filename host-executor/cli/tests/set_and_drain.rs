@@ -1,4 +1,4 @@
-//! `vgpu set` and `vgpu drain`.
+//! `vgpu set`, `vgpu drain` and `vgpu kill`.
 
 #[path = "../../tests/common/mod.rs"]
 mod common;
@@ -234,4 +234,55 @@ fn the_deadline_of_a_drain_ends_what_is_left() {
     let said = fails(&mut site.run("drain", &["--deadline", "soon"]));
     assert!(said.contains("not a time, such as 90s, 5m or 1h"), "{said}");
     site.end();
+}
+
+/// The number of the session of a guest that has one.
+fn session_of(site: &Site, guest: &str) -> String {
+    let sessions = site.status()["sessions"].clone();
+    let all = sessions.as_array().expect("a list");
+    let own = all.iter().find(|session| session["guest"] == guest);
+    own.expect("a session")["id"].to_string()
+}
+
+#[test]
+fn killed_session_ends_with_the_reason_and_others_go_on() {
+    let isolate: &[&str] = &["--isolate", "--guest-memory", "1M"];
+    for (name, more) in [("kill", &[][..]), ("kill-isolate", isolate)] {
+        let site = Site::start_with(name, &format!("{METRICS}{ALICE}{BOB}"), more);
+        let (mut alice, mut bob) = (site.guest("alice.sock"), site.guest("bob.sock"));
+        let mut second = site.guest("bob.sock");
+        for guest in [&mut alice, &mut bob, &mut second] {
+            work(guest);
+        }
+        let number = session_of(&site, "alice");
+        let said = says(&site, "kill", &[&number]);
+        assert_eq!(
+            said,
+            format!("session {number} of guest alice is told to end\n"),
+            "{name}"
+        );
+        assert_eq!(
+            alice.ended(),
+            "an operator of the host has ended this session",
+            "{name}"
+        );
+        let start = Instant::now();
+        while site.status()["sessions"].as_array().map(Vec::len) != Some(2) {
+            assert!(start.elapsed() < TIMEOUT, "{name}: {:#}", site.status());
+            thread::sleep(Duration::from_millis(5));
+        }
+        let alices = site.status()["guests"][0].clone();
+        assert_eq!(alices["memory"], 0, "{name}: {alices}");
+        let said = fails(&mut site.run("kill", &[&number]));
+        let words = format!("there is no session {number}");
+        assert!(said.contains(&words), "{name}: {said}");
+        work(&mut bob);
+        work(&mut second);
+        // The guest may come again.
+        work(&mut site.guest("alice.sock"));
+        let (_, metrics) = get(&site, "/metrics");
+        let line = "vgpu_session_ended_total{reason=\"killed\"} 1\n";
+        assert!(metrics.contains(line), "{name}: {metrics}");
+        site.end();
+    }
 }

@@ -24,6 +24,10 @@ use crate::version::version;
 /// Longest program name that is passed on, in characters.
 const MAX_NAME_CHARS: usize = 200;
 
+/// In the number of a session of a virtual machine, the place of its process, from 1, is shifted by
+/// this many bits: each of these processes counts its sessions from 1.
+pub(super) const MACHINE_SHIFT: u32 = 32;
+
 /// The main thread of a supervisor that has not run for this time hangs.
 const LATE: Duration = Duration::from_secs(10);
 
@@ -116,9 +120,7 @@ impl Snapshot {
         let at = Instant::now();
         let report = |path: &Path, timeout| Ok(control::report(path, timeout));
         let reports = query_all(&machines, report);
-        // Each of these processes counts its sessions from 1, so their numbers need distinct upper
-        // halves.
-        let bases = (1u64..).map(|n| n << 32);
+        let bases = (1u64..).map(|n| n << MACHINE_SHIFT);
         for ((id, (name, asked)), base) in ids.into_iter().zip(reports).zip(bases) {
             let mut asked = asked.unwrap_or_else(|error| Asked {
                 process: None,

@@ -760,7 +760,7 @@ fn obey_while(answers: &Arc<AtomicBool>, control: &Path) -> Arc<Mutex<Vec<String
             let mut client = client.expect("a client");
             let mut line = String::new();
             let _ = BufReader::new(&client).read_line(&mut line);
-            let is_order = line.contains("rain");
+            let is_order = ["rain", "Kill"].iter().any(|word| line.contains(word));
             if is_order && answers.load(Ordering::Relaxed) {
                 received.lock().expect("no panic").push(line);
                 let _ = client.write_all(b"{\"ok\":true,\"message\":\"\"}\n");
@@ -770,9 +770,9 @@ fn obey_while(answers: &Arc<AtomicBool>, control: &Path) -> Arc<Mutex<Vec<String
     requests
 }
 
-#[test]
-fn process_of_a_virtual_machine_is_told_of_a_drain_until_it_answers_and_when_it_starts_again() {
-    let mut test = Supervised::new(SOON, &[]);
+/// Starts a process for the virtual machine `vm1`, which does nothing. Returns the path of its
+/// control socket.
+fn start_machine(test: &mut Supervised) -> PathBuf {
     let folder = test.folder.path().to_owned();
     let supervisor = test.supervisor.as_mut().expect("it runs");
     let command = || {
@@ -784,7 +784,38 @@ fn process_of_a_virtual_machine_is_told_of_a_drain_until_it_answers_and_when_it_
     let started = supervisor.start_vm("vm1", Box::new(command), &folder.join("vm"), &control);
     started.expect("it starts");
     supervisor.wait_for_vms().expect("it does not end");
-    let health = supervisor.health();
+    control
+}
+
+#[test]
+fn session_of_a_virtual_machine_is_ended_by_its_process() {
+    let mut test = Supervised::new(SOON, &[]);
+    let control = start_machine(&mut test);
+    let answers = Arc::new(AtomicBool::new(true));
+    let requests = obey_while(&answers, &control);
+    let supervisor = test.supervisor.as_ref().expect("it runs");
+    let of_machine = |place: u64| (place << 32) | 7;
+    let guest = supervisor.kill_session(of_machine(1));
+    assert_eq!(guest.expect("it is told"), "vm1");
+    let received = requests.lock().expect("no panic").clone();
+    assert_eq!(received, ["{\"Kill\":{\"session\":7}}\n"]);
+    for id in [7, of_machine(2), u64::MAX] {
+        let error = supervisor.kill_session(id).expect_err("no such session");
+        assert_eq!(error.to_string(), format!("there is no session {id}"));
+    }
+    answers.store(false, Ordering::Relaxed);
+    let error = supervisor.kill_session(of_machine(1));
+    let error = error.expect_err("no answer").to_string();
+    let words = "the process of the virtual machine vm1 does not answer: ";
+    assert!(error.starts_with(words), "{error}");
+    test.shutdown();
+}
+
+#[test]
+fn process_of_a_virtual_machine_is_told_of_a_drain_until_it_answers_and_when_it_starts_again() {
+    let mut test = Supervised::new(SOON, &[]);
+    let control = start_machine(&mut test);
+    let health = test.supervisor.as_ref().expect("it runs").health();
     let answers = Arc::new(AtomicBool::new(false));
     let requests = obey_while(&answers, &control);
     let count = |what: &str| {

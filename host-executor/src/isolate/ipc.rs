@@ -48,6 +48,8 @@ pub(super) enum Command {
     EndDrained { limit_ms: u64 },
     /// Sessions begin again.
     Undrain,
+    /// An operator ends this session.
+    Kill { session: u64 },
     /// The supervisor asks for a [`WorkerMessage::Dump`] with this number.
     Dump { number: u64 },
 }

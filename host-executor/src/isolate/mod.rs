@@ -24,6 +24,7 @@ mod certificates;
 mod drain;
 mod dump;
 mod ipc;
+mod kill;
 mod log_pipe;
 mod partition;
 mod printable;
@@ -42,6 +43,7 @@ mod worker_process;
 #[cfg(test)]
 mod hostile_tests;
 
+pub use kill::KillError;
 pub use partition::{Partition, Resources};
 pub use state::{MakeCommand, MakeMachine};
 pub use supervisor::{Supervisor, SupervisorHealth};

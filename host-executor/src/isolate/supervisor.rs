@@ -11,6 +11,7 @@ use tracing::{error, warn};
 use vgpu_transport::link::stream::tls::CertificateFiles;
 
 use super::drain;
+use super::kill::{self, KillError};
 use super::partition::{Partition, Resources};
 use super::state::{MakeCommand, MakeMachine, Processes, Shared, Timeouts};
 use super::vm_process::{StartVmError, StartingVm};
@@ -138,6 +139,14 @@ impl Supervisor {
         let did = self.shared.drain.undo();
         drain::tell_workers(&self.shared);
         (did, drain::tell_machines(&self.shared))
+    }
+
+    /// Ends a session, because an operator wants it. Returns the name of its guest.
+    ///
+    /// # Errors
+    /// [`KillError`]: the number is wrong, or the process of the session does not take the request.
+    pub fn kill_session(&self, id: u64) -> Result<String, KillError> {
+        kill::kill_session(&self.shared, id)
     }
 
     /// Sets the certificates of TCP links. Workers end the sessions whose guests could not connect

@@ -149,6 +149,8 @@ fn carry_out(
         Command::Undrain => {
             server.undrain();
         }
+        // If it has ended meanwhile, there is nothing to do.
+        Command::Kill { session } => drop(server.kill_session(session)),
         Command::Certificates => {
             match (received(socket), &certificates) {
                 (Ok(new), Some(used)) => {

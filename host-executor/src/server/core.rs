@@ -131,6 +131,15 @@ impl Server {
         self.shared.drain.undo()
     }
 
+    /// Ends a session, because an operator wants it. Returns the name of its guest; `None`: there
+    /// is no session with this number.
+    pub fn kill_session(&self, id: u64) -> Option<String> {
+        let sessions = self.shared.sessions();
+        let entry = sessions.get(&id)?;
+        entry.stop.kill();
+        Some(entry.tenant.name().to_owned())
+    }
+
     /// Ends the open sessions, because the time `limit` of a supervisor's drain has passed.
     pub(crate) fn end_drained(&self, limit: Duration) {
         self.shared.end_drained(limit);

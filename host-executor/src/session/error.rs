@@ -43,6 +43,9 @@ pub enum SessionEnd {
     /// The host drains, and the session has not ended by itself.
     #[error("the host drains, and ends the sessions that are open after {0:?}")]
     Drained(Duration),
+    /// An operator of the host has ended the session.
+    #[error("an operator of the host has ended this session")]
+    Killed,
     /// The host has served this guest, and does so no longer.
     #[error("the host no longer serves this guest: {0}")]
     Refused(CertificateFault),
@@ -66,7 +69,7 @@ pub enum SessionEnd {
 }
 
 /// Kinds of ends, for statistics.
-pub(crate) const END_KINDS: [&str; 12] = [
+pub(crate) const END_KINDS: [&str; 13] = [
     "closed",
     "link",
     "violation",
@@ -79,6 +82,7 @@ pub(crate) const END_KINDS: [&str; 12] = [
     "panic",
     "draining",
     "drained",
+    "killed",
 ];
 
 impl SessionEnd {
@@ -97,6 +101,7 @@ impl SessionEnd {
             SessionEnd::Panic(_) => 9,
             SessionEnd::Draining => 10,
             SessionEnd::Drained(_) => 11,
+            SessionEnd::Killed => 12,
         }
     }
 
@@ -105,6 +110,7 @@ impl SessionEnd {
         match (stop.refusal(), stop.drained()) {
             _ if !stop.is_set() => None,
             _ if stop.is_evicted() => Some(SessionEnd::Link(LinkError::Evicted)),
+            _ if stop.is_killed() => Some(SessionEnd::Killed),
             (Some(fault), _) => Some(SessionEnd::Refused(fault.clone())),
             (None, Some(limit)) => Some(SessionEnd::Drained(limit)),
             (None, None) => Some(SessionEnd::Shutdown),
@@ -312,6 +318,11 @@ mod tests {
         );
         assert_eq!(END_KINDS[end.kind()], "drained");
         assert_eq!(END_KINDS[SessionEnd::Draining.kind()], "draining");
+        let killed = all.for_one();
+        killed.kill();
+        let end = SessionEnd::asked_by(&killed).expect("it is set");
+        assert_eq!(end, SessionEnd::Killed);
+        assert_eq!(END_KINDS[end.kind()], "killed");
         // Of this session alone, whatever is asked of all later.
         assert_eq!(SessionEnd::asked_by(&other), None);
         all.set();

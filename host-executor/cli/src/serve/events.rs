@@ -159,6 +159,11 @@ fn fail_with(engine_failure: Option<String>) -> anyhow::Result<()> {
     }
 }
 
+/// What the end of a session that an operator wants says.
+pub(super) fn describe_kill(session: u64, guest: &str) -> String {
+    format!("session {session} of guest {guest} is told to end")
+}
+
 /// Describes a reload. `late`: the settings that need a restart.
 pub(super) fn describe_reload(settings: &Settings, late: &[&str]) -> String {
     let guests = settings.guests.len();

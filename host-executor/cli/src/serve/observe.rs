@@ -140,7 +140,7 @@ fn with_what_happens(
                 .message
                 .push_str(&format!("; {programs} programs are connected"));
         }
-        OperatorRequest::Set(_) | OperatorRequest::Undrain => {}
+        OperatorRequest::Set(_) | OperatorRequest::Undrain | OperatorRequest::Kill { .. } => {}
     }
     outcome
 }

@@ -20,7 +20,8 @@ use super::args::Args;
 use super::certificates::{self, EndWatch};
 use super::drain_text;
 use super::events::{
-    DumpSource, Event, Serving, Task, announce, describe_reload, end_stuck, wait_for_end,
+    DumpSource, Event, Serving, Task, announce, describe_kill, describe_reload, end_stuck,
+    wait_for_end,
 };
 use super::guest_requests;
 use super::kept_machines::KeptMachines;
@@ -214,6 +215,11 @@ fn perform(
             drain_text::drains(deadline, &[])
         }
         OperatorRequest::Undrain => drain_text::accepts(server.undrain(), &[]),
+        &OperatorRequest::Kill { session } => {
+            let guest = server.kill_session(session);
+            let guest = guest.with_context(|| format!("there is no session {session}"))?;
+            describe_kill(session, &guest)
+        }
     })
 }
 

@@ -54,6 +54,8 @@ pub(super) struct Controls {
     /// Shown are the guests whose name contains this.
     filter: String,
     is_typing: bool,
+    /// The number of the session to end, while the user types it.
+    kill: Option<String>,
     /// Rows above the visible part.
     guests: Cell<usize>,
     programs: Cell<usize>,
@@ -64,6 +66,8 @@ pub(super) struct Controls {
 pub(super) enum Next {
     Show,
     Quit,
+    /// End the session with this number.
+    Kill(u64),
 }
 
 impl Controls {
@@ -81,6 +85,20 @@ impl Controls {
                 KeyCode::Char('c') => Next::Quit,
                 _ => Next::Show,
             };
+        }
+        if let Some(number) = &mut self.kill {
+            match key.code {
+                KeyCode::Enter => {
+                    let session = number.parse();
+                    self.kill = None;
+                    return session.map_or(Next::Show, Next::Kill);
+                }
+                KeyCode::Esc => self.kill = None,
+                KeyCode::Backspace => drop(number.pop()),
+                KeyCode::Char(digit) if digit.is_ascii_digit() => number.push(digit),
+                _ => {}
+            }
+            return Next::Show;
         }
         if self.is_typing {
             match key.code {
@@ -110,6 +128,7 @@ impl Controls {
             }
             KeyCode::Char('s') => self.order = self.order.next(),
             KeyCode::Char('/') => self.is_typing = true,
+            KeyCode::Char('x') => self.kill = Some(String::new()),
             _ => {}
         }
         Next::Show
@@ -159,8 +178,11 @@ impl Controls {
         shown.filter(|s| self.is_shown(&s.guest)).collect()
     }
 
-    /// The keys, or the filter while the user types it.
+    /// The keys, or what the user types.
     pub(super) fn help(&self) -> String {
+        if let Some(number) = &self.kill {
+            return format!("end the session with the ID: {number}_   Enter end   Esc back");
+        }
         if self.is_typing {
             return format!("guests with: {}_   Enter keep   Esc all", self.filter);
         }
@@ -169,6 +191,6 @@ impl Controls {
             filter => format!("/ filter: {filter}   Esc all"),
         };
         let order = self.order.name();
-        format!("q quit   ↑ ↓ scroll   Tab other table   s sort: {order}   {filter}")
+        format!("q quit   ↑ ↓ scroll   Tab table   s sort: {order}   x end a session   {filter}")
     }
 }

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail};
 use clap::Parser;
 use crossterm::event::{self, Event};
+use vgpu_executor::OperatorRequest;
 use vgpu_executor::config::DEFAULT_CONTROL_PATH;
 use vgpu_executor::status::Status;
 
@@ -26,8 +27,8 @@ use screen::{View, draw};
 /// graph per token), TIME its share of the engine's time, BATCH the mean number of graphs that run
 /// together in its turns, WAITING the average number of its graphs in the queue. A narrow terminal
 /// shows fewer columns. The arrow keys scroll a table, Tab changes to the other one, s changes the
-/// order of the guests, / shows only guests whose name contains a text. q or Ctrl+C ends the
-/// program.
+/// order of the guests, / shows only guests whose name contains a text, x ends the session whose ID
+/// follows. q or Ctrl+C ends the program.
 #[derive(Parser)]
 pub(crate) struct Args {
     /// The executor's control socket: `vgpu serve --control`, or `control` in its configuration
@@ -90,9 +91,18 @@ fn show(args: &Args, terminal: &mut ratatui::DefaultTerminal, first: Status) -> 
         let left = next.saturating_duration_since(Instant::now());
         if event::poll(left).context("the terminal")?
             && let Event::Key(key) = event::read().context("the terminal")?
-            && controls.press(key) == Next::Quit
         {
-            return Ok(());
+            match controls.press(key) {
+                Next::Show => {}
+                Next::Quit => return Ok(()),
+                Next::Kill(session) => {
+                    let request = OperatorRequest::Kill { session };
+                    let said = control_client::perform(&args.control, &request);
+                    notice = Some(said.unwrap_or_else(|error| format!("{error:#}")));
+                    // The notice stays for one interval.
+                    next = Instant::now() + pause;
+                }
+            }
         }
         if Instant::now() >= next {
             next = Instant::now() + pause;

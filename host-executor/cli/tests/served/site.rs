@@ -24,14 +24,20 @@ impl Site {
     /// `config` may contain `DIR`, which is replaced by a private folder. The control socket is in
     /// it.
     pub(crate) fn start(test: &str, config: &str) -> Site {
+        Site::start_with(test, config, &[])
+    }
+
+    /// As [`start`](Site::start), with more arguments.
+    pub(crate) fn start_with(test: &str, config: &str, more: &[&str]) -> Site {
         let scratch = Scratch::new(test);
         let folder = scratch.path().to_owned();
         let path = folder.join("vgpu.toml");
         let site_config = Site::text(&folder, config);
         fs::write(&path, site_config).expect("a file");
         let file = path.to_str().expect("text");
+        let arguments = [&["--config", file], more].concat();
         Site {
-            serve: Serve::start(&folder.join("flag.sock"), &["--config", file]),
+            serve: Serve::start(&folder.join("flag.sock"), &arguments),
             config: path,
             folder,
             _scratch: scratch,

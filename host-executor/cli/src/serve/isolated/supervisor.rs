@@ -24,7 +24,9 @@ use crate::runtime_dir;
 use crate::serve::args::Args;
 use crate::serve::certificates::{self, EndWatch};
 use crate::serve::drain_text;
-use crate::serve::events::{DumpSource, Event, Task, announce, describe_reload, wait_for_end};
+use crate::serve::events::{
+    DumpSource, Event, Task, announce, describe_kill, describe_reload, wait_for_end,
+};
 use crate::serve::guest_requests;
 use crate::serve::kept_machines::KeptMachines;
 use crate::serve::listeners::Listeners;
@@ -252,6 +254,9 @@ fn perform(
         OperatorRequest::Undrain => {
             let (did_drain, silent) = supervisor.undrain();
             drain_text::accepts(did_drain, &silent)
+        }
+        &OperatorRequest::Kill { session } => {
+            describe_kill(session, &supervisor.kill_session(session)?)
         }
     })
 }

@@ -1,0 +1,56 @@
+//! Ends a session whose number an operator has read in the status.
+#![forbid(unsafe_code)]
+
+use std::io;
+
+use super::aggregate::MACHINE_SHIFT;
+use super::ipc::Command;
+use super::query::REPORT_TIMEOUT;
+use super::state::{Shared, Worker};
+use crate::control::{self, ControlError};
+use crate::operator_request::OperatorRequest;
+
+/// Why a supervisor has not ended a session.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)] // the messages name every field
+pub enum KillError {
+    #[error("there is no session {session}")]
+    NoSession { session: u64 },
+    #[error("the process of guest {guest} cannot be told to end the session: {reason}")]
+    Worker { guest: String, reason: io::Error },
+    #[error("the process of the virtual machine {name} does not answer: {reason}")]
+    Silent { name: String, reason: ControlError },
+    #[error("the process of the virtual machine {name} refuses: {reason}")]
+    Refused { name: String, reason: String },
+}
+
+/// Tells the process of a session to end it. Returns the name of the guest.
+///
+/// # Errors
+/// [`KillError`]: the operator's number is wrong, or the process is at fault. Nothing has changed.
+pub(super) fn kill_session(shared: &Shared, id: u64) -> Result<String, KillError> {
+    let missing = KillError::NoSession { session: id };
+    let processes = shared.processes();
+    let place = usize::try_from(id >> MACHINE_SHIFT).unwrap_or(usize::MAX);
+    let Some(before) = place.checked_sub(1) else {
+        let has = |worker: &&Worker| worker.sessions.contains_key(&id);
+        let worker = { processes.workers.values() }.find(has).ok_or(missing)?;
+        let guest = worker.guest.clone().unwrap_or_else(|| "-".into());
+        return match worker.send(&Command::Kill { session: id }, None) {
+            Ok(()) => Ok(guest),
+            Err(reason) => Err(KillError::Worker { guest, reason }),
+        };
+    };
+    let machine = processes.machines.values().nth(before).ok_or(missing)?;
+    let (name, control) = (machine.name.clone(), machine.control.clone());
+    drop(processes);
+    let session = id & ((1 << MACHINE_SHIFT) - 1);
+    match control::perform_within(&control, &OperatorRequest::Kill { session }, REPORT_TIMEOUT) {
+        Ok(outcome) if outcome.ok => Ok(name),
+        Ok(outcome) => Err(KillError::Refused {
+            name,
+            reason: outcome.message,
+        }),
+        Err(reason) => Err(KillError::Silent { name, reason }),
+    }
+}
