@@ -110,6 +110,18 @@ impl EngineMonitor {
         self.ask_now(self.lock())
     }
 
+    /// The same for a caller that only reports the answer: an answer of the last [`MAX_AGE`] will
+    /// do, if the sessions have allocated and freed nothing since. `change_count` is the present
+    /// change count of their ledger.
+    pub(crate) fn recent_memory(&self, change_count: u64) -> MemoryInfo {
+        let mut state = self.lock();
+        if state.is_recent(change_count, Instant::now()) {
+            return state.memory;
+        }
+        state.change_count = state.change_count.max(change_count);
+        self.ask_now(state)
+    }
+
     /// The memory of an engine that any thread may ask, kept for
     /// [`recent_memory`](EngineMonitor::recent_memory).
     fn ask_here(&self, engine: &dyn Engine, state: MutexGuard<'_, EngineAnswers>) -> MemoryInfo {
@@ -121,18 +133,6 @@ impl EngineMonitor {
         state.memory = memory;
         (state.asked_at, state.asked_change_count) = (now, change_count);
         memory
-    }
-
-    /// The same for a caller that only reports the answer: an answer of the last [`MAX_AGE`] will
-    /// do, if the sessions have allocated and freed nothing since. `change_count` is the present
-    /// change count of their ledger.
-    pub(crate) fn recent_memory(&self, change_count: u64) -> MemoryInfo {
-        let mut state = self.lock();
-        if state.is_recent(change_count, Instant::now()) {
-            return state.memory;
-        }
-        state.change_count = state.change_count.max(change_count);
-        self.ask_now(state)
     }
 
     fn ask_now(&self, mut state: MutexGuard<'_, EngineAnswers>) -> MemoryInfo {

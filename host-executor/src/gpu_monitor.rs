@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use tracing::warn;
 use vgpu_transport::lock::lock;
 
+use crate::log_limit::LogLimit;
 use crate::status::GpuStatus;
 
 /// How often the GPU is asked.
@@ -23,6 +24,9 @@ const MAX_AGE: Duration = Duration::from_secs(10);
 /// How long after a refusal NVML is opened again.
 #[cfg(feature = "cuda")]
 const RETRY: Duration = Duration::from_secs(60);
+
+/// Lines in 10 s about figures that are missing.
+const LINES: u64 = 5;
 
 /// What is read of a GPU: without its age, which [`GpuMonitor::status`] adds.
 type Read = dyn FnMut() -> GpuStatus + Send;
@@ -96,7 +100,15 @@ impl GpuMonitor {
                 next_try = Instant::now() + RETRY;
             }
             match &opened {
-                Some(nvml) => figures(&address, nvml.read()),
+                Some(nvml) => {
+                    let read = figures(&address, nvml.read());
+                    // The GPU may have been reset: its old handle is of no use.
+                    if read.is_empty() {
+                        opened = None;
+                        refused = read.missing.join("; ");
+                    }
+                    read
+                }
                 None => GpuStatus {
                     address: address.clone(),
                     missing: vec![refused.clone()],
@@ -120,7 +132,7 @@ impl GpuMonitor {
             status = GpuStatus {
                 address: status.address,
                 missing: vec![format!(
-                    "NVML has not answered for {} s: a call of the driver hangs",
+                    "the driver has not answered for {} s",
                     age.as_secs()
                 )],
                 ..GpuStatus::default()
@@ -132,10 +144,12 @@ impl GpuMonitor {
 
     fn ask(&self, read: &mut Read) {
         let mut logged = Vec::new();
+        let limit = LogLimit::new(LINES);
         loop {
             let status = read();
             for reason in &status.missing {
-                if !logged.contains(reason) {
+                // A figure may be missing every other time.
+                if !logged.contains(reason) && limit.passes(Instant::now()) {
                     warn!(
                         "a figure of the GPU {} is missing: {reason}",
                         status.address
@@ -244,7 +258,7 @@ mod tests {
         for last in [Some(status(7.0)), None] {
             let old = with(last, MAX_AGE).status().expect("a reason");
             assert_eq!((old.power, old.busy), (None, None));
-            let reason = "NVML has not answered for 10 s: a call of the driver hangs";
+            let reason = "the driver has not answered for 10 s";
             assert_eq!(old.missing, [reason]);
             assert!(old.age >= 10.0, "{}", old.age);
         }

@@ -2,7 +2,7 @@
 //!
 //! No thread calls an engine, waits for a guest, uses a file or writes to the log under one of
 //! these locks: admission, status, metrics, reload and shutdown need them, and would hang with the
-//! call. [`Rank::Upload`] is the one exception. A build with debug assertions checks the order at
+//! call. [`Rank::Telling`], [`Rank::Processes`] and [`Rank::Upload`] say where they are exceptions. A build with debug assertions checks the order at
 //! each use, and that a thread holds none of these locks where it begins a request, launches a plan
 //! or waits for one, asks an engine for its memory, or changes files of the weight cache
 //! ([`expect_unlocked`]).
@@ -25,7 +25,12 @@ const FIRST_LEVEL: usize = 16;
 /// The place of a lock in the order, lowest first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Rank {
-    /// The processes of a supervisor (`isolate::state`).
+    /// The processes of virtual machines that are told of a drain (`isolate::drain`). A thread
+    /// holds this lock while it waits for their answers, two seconds at most; only threads that
+    /// tell them wait for it.
+    Telling,
+    /// The processes of a supervisor (`isolate::state`). A thread that gives workers their nice
+    /// levels reads the lists of their threads in `/proc` under this lock.
     Processes,
     /// The table of sessions (`server::shared`). Held for a snapshot of all sessions, and to admit
     /// or remove one.

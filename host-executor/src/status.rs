@@ -193,6 +193,21 @@ pub struct GpuStatus {
     pub age: f64,
 }
 
+impl GpuStatus {
+    /// Whether every figure is missing.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    pub(crate) fn is_empty(&self) -> bool {
+        let GpuStatus {
+            busy,
+            memory_total,
+            temperature,
+            power,
+            ..
+        } = self;
+        busy.is_none() && memory_total.is_none() && temperature.is_none() && power.is_none()
+    }
+}
+
 /// The store of shared weights, for all guests together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct WeightsStatus {

@@ -71,8 +71,9 @@ struct DrainProgress<'a> {
     ended: u64,
     /// The virtual machines whose processes do not know of the drain, and why.
     untold: &'a [String],
-    /// How long the command has waited.
+    /// How long the command has waited, and how long since the last program has ended.
     waited: Duration,
+    idle: Duration,
     deadline: Option<Duration>,
 }
 
@@ -98,6 +99,7 @@ impl DrainProgress<'_> {
             ended,
             untold,
             waited,
+            idle,
             deadline,
         } = self;
         if programs > 0 {
@@ -108,7 +110,7 @@ impl DrainProgress<'_> {
             };
         }
         if !untold.is_empty() {
-            return match waited > TELL_TIME {
+            return match idle > TELL_TIME {
                 true => Err(DrainError::Untold(untold.join("; "))),
                 false => Ok(None),
             };
@@ -135,6 +137,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let before = before.map_or(0, |draining| draining.ended);
     let request = OperatorRequest::drain(args.deadline);
     println!("{}", control_client::perform(&args.control, &request)?);
+    let mut last_program = Instant::now();
     loop {
         let status = control_client::status(&args.control)?;
         let Some(draining) = &status.draining else {
@@ -143,11 +146,15 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
                 status.programs()
             );
         };
+        if status.programs() > 0 {
+            last_program = Instant::now();
+        }
         let progress = DrainProgress {
             programs: status.programs(),
             ended: draining.ended.saturating_sub(before),
             untold: &draining.untold,
             waited: began.elapsed(),
+            idle: last_program.elapsed(),
             deadline: args.deadline,
         };
         if let Some((code, said)) = progress.outcome()? {
@@ -173,6 +180,7 @@ mod tests {
                 ended,
                 untold,
                 waited,
+                idle: waited,
                 deadline,
             };
             progress.outcome()

@@ -76,7 +76,7 @@ pub(crate) fn select(kind: &EngineKind, guests_may_end_it: bool) -> Result<Selec
 }
 
 /// The PCI address of a GPU of the CUDA engine, from a process of its own: for a supervisor, which
-/// loads no driver.
+/// starts no CUDA.
 ///
 /// # Errors
 /// Why there is none, for people.

@@ -8,7 +8,7 @@ use vgpu_executor::config::DEFAULT_CONTROL_PATH;
 use vgpu_executor::status::{GuestStatus, SessionStatus, Status};
 
 use crate::control_client;
-use crate::units::{drain, duration, gpu_figures, mean_batch, size};
+use crate::units::{drain, duration, gpu_figures, gpu_name, mean_batch, size};
 
 /// Lists the guests and their connected programs.
 #[derive(Parser)]
@@ -54,7 +54,7 @@ fn table(status: &Status) -> String {
         let _ = writeln!(text, "draining: {}", drain(draining));
     }
     if let Some(gpu) = &engine.gpu {
-        let _ = writeln!(text, "GPU {}: {}", gpu.address, gpu_figures(gpu));
+        let _ = writeln!(text, "{}: {}", gpu_name(gpu), gpu_figures(gpu));
         for reason in &gpu.missing {
             let _ = writeln!(text, "warning: a figure of the GPU is missing: {reason}");
         }

@@ -3,6 +3,11 @@
 pub(crate) use vgpu_executor::size::shown as size;
 use vgpu_executor::status::{DrainStatus, GpuStatus};
 
+/// The name of a GPU: its address, once the driver has said it.
+pub(crate) fn gpu_name(gpu: &GpuStatus) -> String {
+    format!("GPU {}", gpu.address).trim_end().to_owned()
+}
+
 /// The figures of a GPU in one line. "-" for those that are missing.
 pub(crate) fn gpu_figures(gpu: &GpuStatus) -> String {
     let known = |figure: Option<String>| figure.unwrap_or_else(|| "-".into());

@@ -175,6 +175,7 @@ fn a_container_is_a_guest_with_a_quota() {
     let plugin = Path::new(&container.environment["GGML_BACKEND_PATH"]);
     let plugin = fs::read(container.on_host(plugin)).expect("the plugin");
     assert_eq!(plugin, b"the guest plugin");
+    assert_eq!(container.environment["VGPU_REQUIRED"], "1");
 
     let mut guest = program(&container);
     compute(&mut guest);

@@ -126,6 +126,9 @@ impl Service {
                     "VGPU_ENDPOINT".into(),
                     format!("unix:{FOLDER_IN_CONTAINER}/vgpu.sock"),
                 ),
+                // A container that asks for a device does not want its own CPU. The variables of
+                // the pod come after these, and may say otherwise.
+                ("VGPU_REQUIRED".into(), "1".into()),
             ]),
             mounts: vec![
                 mount(PLUGIN_IN_CONTAINER, plugin),

@@ -24,8 +24,8 @@ use crate::version::version;
 /// Longest program name that is passed on, in characters.
 const MAX_NAME_CHARS: usize = 200;
 
-/// In the number of a session of a virtual machine, the place of its process, from 1, is shifted by
-/// this many bits: each of these processes counts its sessions from 1.
+/// In the number of a session of a virtual machine, the number of the machine is shifted by this
+/// many bits: the process of each machine counts its sessions from 1.
 pub(super) const MACHINE_SHIFT: u32 = 32;
 
 /// The main thread of a supervisor that has not run for this time hangs.
@@ -120,8 +120,7 @@ impl Snapshot {
         let at = Instant::now();
         let report = |path: &Path, timeout| Ok(control::report(path, timeout));
         let reports = query_all(&machines, report);
-        let bases = (1u64..).map(|n| n << MACHINE_SHIFT);
-        for ((id, (name, asked)), base) in ids.into_iter().zip(reports).zip(bases) {
+        for (id, (name, asked)) in ids.into_iter().zip(reports) {
             let mut asked = asked.unwrap_or_else(|error| Asked {
                 process: None,
                 answer: Err(error),
@@ -150,7 +149,7 @@ impl Snapshot {
                 *self.programs.entry(counted.clone()).or_default() += sessions.len();
                 self.sessions
                     .extend(sessions.iter().map(|session| SessionStatus {
-                        id: session.id | base,
+                        id: session.id | id << MACHINE_SHIFT,
                         guest: counted.clone(),
                         program: session.program.as_deref().map(shown),
                         endpoint: shown(&session.endpoint),
@@ -281,6 +280,6 @@ impl StatusSource for Shared {
 }
 
 /// A name that a worker reports, made safe for terminals.
-fn shown(text: &str) -> String {
+pub(super) fn shown(text: &str) -> String {
     printable(text).chars().take(MAX_NAME_CHARS).collect()
 }

@@ -9,6 +9,7 @@ use std::thread;
 use rustix::process::Pid;
 use tracing::warn;
 
+use super::aggregate::shown;
 use super::ipc::Command;
 use super::query::query_all;
 use super::state::Shared;
@@ -31,6 +32,8 @@ pub(super) fn tell_workers(shared: &Shared) {
 /// Tells the processes of virtual machines that do not know whether the supervisor drains. Returns
 /// the names of those that do not answer, and why.
 pub(super) fn tell_machines(shared: &Shared) -> Vec<String> {
+    // The last request that a process gets is that of the last change.
+    let _telling = shared.telling.lock();
     // Before the list: a process that starts meanwhile is told by the next call.
     let (request, change) = shared.drain.request();
     let processes = shared.processes();
@@ -46,34 +49,59 @@ pub(super) fn tell_machines(shared: &Shared) -> Vec<String> {
     for ((id, pid), (name, answer)) in ids.into_iter().zip(answers) {
         let reason = match answer {
             Ok(outcome) if outcome.ok => None,
-            Ok(outcome) => Some(outcome.message),
+            Ok(outcome) => Some(shown(&outcome.message)),
             Err(error) => Some(error.to_string()),
         };
         silent.extend(reason.as_ref().map(|reason| format!("{name}: {reason}")));
         // Another process may have taken its place.
         let vm = processes.machines.get_mut(&id).filter(|vm| vm.pid == pid);
         if let Some(vm) = vm {
-            vm.told = if reason.is_none() {
-                vm.told.max(change)
-            } else {
-                vm.told
-            };
+            if reason.is_none() {
+                vm.told = vm.told.max(change);
+            }
             vm.untold = reason;
         }
     }
     silent
 }
 
-/// As [`tell_machines`], on a thread of its own, of which there is one at most. Does nothing if all
-/// know.
+/// Finds the processes of virtual machines whose executors have started again since they were told:
+/// `vgpu fd-store` keeps its process and starts another executor.
+fn find_restarted(shared: &Shared) {
+    let processes = shared.processes();
+    let ids: Vec<(u64, Pid)> = { processes.machines.iter() }
+        .map(|(&id, vm)| (id, vm.pid))
+        .collect();
+    let machines: Vec<_> = { processes.machines.values() }
+        .map(|vm| (vm.name.clone(), vm.control.clone()))
+        .collect();
+    drop(processes);
+    let reports = query_all(&machines, |path, timeout| control::report(path, timeout).answer);
+    let mut processes = shared.processes();
+    let is_on = shared.drain.is_on();
+    for ((id, pid), (_, report)) in ids.into_iter().zip(reports) {
+        let vm = processes.machines.get_mut(&id).filter(|vm| vm.pid == pid);
+        let drains = report.map(|report| report.status.draining.is_some());
+        if let (Some(vm), Ok(drains)) = (vm, drains)
+            && drains != is_on
+        {
+            vm.told = 0;
+        }
+    }
+}
+
+/// Tells the processes of virtual machines that do not know, on a thread of its own, of which there
+/// is one at most. Does nothing if no drain is on and all know that.
 pub(super) fn tell_later(shared: &Arc<Shared>) {
-    if untold(shared).is_empty() || shared.is_telling.swap(true, Ordering::AcqRel) {
+    let is_idle = !shared.drain.is_on() && untold(shared).is_empty();
+    if is_idle || shared.is_telling.swap(true, Ordering::AcqRel) {
         return;
     }
     let own = Arc::clone(shared);
     let spawned = thread::Builder::new()
         .name("vgpu-drain".into())
         .spawn(move || {
+            find_restarted(&own);
             tell_machines(&own);
             own.is_telling.store(false, Ordering::Release);
         });

@@ -22,6 +22,7 @@ use super::partition::{Partition, Resources};
 use super::state::Timeouts;
 use super::{Supervisor, serve, take_socket};
 use crate::control;
+use crate::OperatorRequest;
 use crate::limits::Limits;
 use crate::log_limit::{GUEST_LINES, INTERVAL};
 use crate::policy::Policy;
@@ -748,26 +749,62 @@ fn program_in_its_handshake_gets_no_session_after_the_deadline_of_a_drain() {
     test.shutdown();
 }
 
-/// A control socket that answers that it has carried out what it is asked for, while `answers` is
-/// set. Returns the requests that it has answered.
-fn obey_while(answers: &Arc<AtomicBool>, control: &Path) -> Arc<Mutex<Vec<String>>> {
-    let (listener, file) = control::bind(control).expect("a socket");
-    let (answers, requests) = (Arc::clone(answers), Arc::<Mutex<Vec<String>>>::default());
-    let received = Arc::clone(&requests);
-    thread::spawn(move || {
-        let _file = file;
-        for client in listener.incoming() {
-            let mut client = client.expect("a client");
-            let mut line = String::new();
-            let _ = BufReader::new(&client).read_line(&mut line);
-            let is_order = ["rain", "Kill"].iter().any(|word| line.contains(word));
-            if is_order && answers.load(Ordering::Relaxed) {
-                received.lock().expect("no panic").push(line);
-                let _ = client.write_all(b"{\"ok\":true,\"message\":\"\"}\n");
+/// The executor of a virtual machine behind a control socket.
+struct ObedientVm {
+    server: Arc<Server>,
+    /// Whether it answers.
+    answers: Arc<AtomicBool>,
+    /// The requests that it has carried out.
+    requests: Arc<Mutex<Vec<String>>>,
+}
+
+impl ObedientVm {
+    fn start(control: &Path, answers: bool) -> ObedientVm {
+        let engine = Arc::new(CpuEngine::new(1, Some(MEMORY)).expect("an engine"));
+        let server = Server::new(engine, Limits::default(), 64).expect("a thread");
+        let vm = ObedientVm {
+            server: Arc::new(server),
+            answers: Arc::new(AtomicBool::new(answers)),
+            requests: Arc::default(),
+        };
+        let (listener, file) = control::bind(control).expect("a socket");
+        let (server, answers) = (Arc::clone(&vm.server), Arc::clone(&vm.answers));
+        let requests = Arc::clone(&vm.requests);
+        thread::spawn(move || {
+            let _file = file;
+            for client in listener.incoming() {
+                let mut client = client.expect("a client");
+                let mut line = String::new();
+                let _ = BufReader::new(&client).read_line(&mut line);
+                if !answers.load(Ordering::Relaxed) {
+                    continue;
+                }
+                let answer = match serde_json::from_str(&line) {
+                    Err(_) if line == "report\n" => {
+                        serde_json::to_string(&server.status_handle().report())
+                    }
+                    Err(error) => panic!("{line}: {error}"),
+                    Ok(request) => {
+                        match request {
+                            OperatorRequest::Drain { .. } => server.drain(None),
+                            OperatorRequest::Undrain => drop(server.undrain()),
+                            _ => {}
+                        }
+                        requests.lock().expect("no panic").push(line);
+                        Ok("{\"ok\":true,\"message\":\"\"}".to_owned())
+                    }
+                };
+                let _ = client.write_all(format!("{}\n", answer.expect("JSON")).as_bytes());
             }
-        }
-    });
-    requests
+        });
+        vm
+    }
+
+    /// The requests with this word.
+    fn count(&self, what: &str) -> usize {
+        let requests = self.requests.lock().expect("no panic");
+        requests.iter().filter(|line| line.contains(what)).count()
+    }
 }
 
 /// Starts a process for the virtual machine `vm1`, which does nothing. Returns the path of its
@@ -791,20 +828,21 @@ fn start_machine(test: &mut Supervised) -> PathBuf {
 fn session_of_a_virtual_machine_is_ended_by_its_process() {
     let mut test = Supervised::new(SOON, &[]);
     let control = start_machine(&mut test);
-    let answers = Arc::new(AtomicBool::new(true));
-    let requests = obey_while(&answers, &control);
+    let vm = ObedientVm::start(&control, true);
     let supervisor = test.supervisor.as_ref().expect("it runs");
-    let of_machine = |place: u64| (place << 32) | 7;
-    let guest = supervisor.kill_session(of_machine(1));
+    let number = { test.shared().processes().machines.keys() }.next().copied();
+    let number = number.expect("it runs");
+    let of_machine = |number: u64| (number << 32) | 7;
+    let guest = supervisor.kill_session(of_machine(number));
     assert_eq!(guest.expect("it is told"), "vm1");
-    let received = requests.lock().expect("no panic").clone();
+    let received = vm.requests.lock().expect("no panic").clone();
     assert_eq!(received, ["{\"Kill\":{\"session\":7}}\n"]);
-    for id in [7, of_machine(2), u64::MAX] {
+    for id in [7, of_machine(number + 1), u64::MAX] {
         let error = supervisor.kill_session(id).expect_err("no such session");
         assert_eq!(error.to_string(), format!("there is no session {id}"));
     }
-    answers.store(false, Ordering::Relaxed);
-    let error = supervisor.kill_session(of_machine(1));
+    vm.answers.store(false, Ordering::Relaxed);
+    let error = supervisor.kill_session(of_machine(number));
     let error = error.expect_err("no answer").to_string();
     let words = "the process of the virtual machine vm1 does not answer: ";
     assert!(error.starts_with(words), "{error}");
@@ -816,12 +854,8 @@ fn process_of_a_virtual_machine_is_told_of_a_drain_until_it_answers_and_when_it_
     let mut test = Supervised::new(SOON, &[]);
     let control = start_machine(&mut test);
     let health = test.supervisor.as_ref().expect("it runs").health();
-    let answers = Arc::new(AtomicBool::new(false));
-    let requests = obey_while(&answers, &control);
-    let count = |what: &str| {
-        let requests = requests.lock().expect("no panic");
-        requests.iter().filter(|line| line.contains(what)).count()
-    };
+    let vm = ObedientVm::start(&control, false);
+    let count = |what: &str| vm.count(what);
     let untold = || test.status().draining.expect("it drains").untold;
 
     // It does not answer, and is asked again.
@@ -833,13 +867,20 @@ fn process_of_a_virtual_machine_is_told_of_a_drain_until_it_answers_and_when_it_
         "{silent:?}"
     );
     assert_eq!(untold(), silent);
-    answers.store(true, Ordering::Relaxed);
+    vm.answers.store(true, Ordering::Relaxed);
     eventually("it is told", || {
         health.tell_machines();
         untold().is_empty()
     });
     assert_eq!(count("\"Drain\""), 1);
     health.tell_machines();
+
+    // Its `vgpu fd-store` starts another executor, and stays.
+    assert!(vm.server.undrain());
+    eventually("the new one is told", || {
+        health.tell_machines();
+        count("\"Drain\"") == 2
+    });
 
     // Another process takes its place.
     let process = || {
@@ -854,13 +895,13 @@ fn process_of_a_virtual_machine_is_told_of_a_drain_until_it_answers_and_when_it_
         });
     };
     restart();
-    assert_eq!(count("\"Drain\""), 1);
+    assert_eq!(count("\"Drain\""), 2);
     assert_eq!(untold(), ["vm1: it has just started"]);
     eventually("it is told", || {
         health.tell_machines();
         untold().is_empty()
     });
-    assert_eq!(count("\"Drain\""), 2);
+    assert_eq!(count("\"Drain\""), 3);
 
     // After the drain there is nothing to tell a new one.
     assert_eq!(supervisor.undrain(), (true, Vec::new()));

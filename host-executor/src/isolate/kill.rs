@@ -3,7 +3,7 @@
 
 use std::io;
 
-use super::aggregate::MACHINE_SHIFT;
+use super::aggregate::{MACHINE_SHIFT, shown};
 use super::ipc::Command;
 use super::query::REPORT_TIMEOUT;
 use super::state::{Shared, Worker};
@@ -31,8 +31,8 @@ pub enum KillError {
 pub(super) fn kill_session(shared: &Shared, id: u64) -> Result<String, KillError> {
     let missing = KillError::NoSession { session: id };
     let processes = shared.processes();
-    let place = usize::try_from(id >> MACHINE_SHIFT).unwrap_or(usize::MAX);
-    let Some(before) = place.checked_sub(1) else {
+    let machine = id >> MACHINE_SHIFT;
+    if machine == 0 {
         let has = |worker: &&Worker| worker.sessions.contains_key(&id);
         let worker = { processes.workers.values() }.find(has).ok_or(missing)?;
         let guest = worker.guest.clone().unwrap_or_else(|| "-".into());
@@ -40,8 +40,8 @@ pub(super) fn kill_session(shared: &Shared, id: u64) -> Result<String, KillError
             Ok(()) => Ok(guest),
             Err(reason) => Err(KillError::Worker { guest, reason }),
         };
-    };
-    let machine = processes.machines.values().nth(before).ok_or(missing)?;
+    }
+    let machine = processes.machines.get(&machine).ok_or(missing)?;
     let (name, control) = (machine.name.clone(), machine.control.clone());
     drop(processes);
     let session = id & ((1 << MACHINE_SHIFT) - 1);
@@ -49,7 +49,7 @@ pub(super) fn kill_session(shared: &Shared, id: u64) -> Result<String, KillError
         Ok(outcome) if outcome.ok => Ok(name),
         Ok(outcome) => Err(KillError::Refused {
             name,
-            reason: outcome.message,
+            reason: shown(&outcome.message),
         }),
         Err(reason) => Err(KillError::Silent { name, reason }),
     }

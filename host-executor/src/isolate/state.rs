@@ -90,12 +90,17 @@ pub(super) struct Shared {
     pub(super) drain: Drain,
     /// Whether a thread tells processes of virtual machines of the drain.
     pub(super) is_telling: AtomicBool,
+    /// Held while processes of virtual machines are told of the drain, one request after another.
+    pub(super) telling: RankedMutex<()>,
     last_id: AtomicU64,
     processes: RankedMutex<Processes>,
     /// Limits the lines about guests that get no worker.
     pub(super) refusal_log: LogLimit,
     /// Limits the lines about the sessions of each guest, in all of its workers.
     pub(super) session_log: SessionLog,
+    /// Limits the lines about workers of each guest that have crashed, which no number of other
+    /// lines hides.
+    pub(super) crash_log: SessionLog,
     /// Programs that have no session yet.
     pub(super) handshakes: Arc<Handshakes>,
     /// Notified when a process has ended, and when a program has got a session.
@@ -276,6 +281,8 @@ impl Shared {
             ),
             refusal_log: LogLimit::new(10),
             session_log: SessionLog::default(),
+            crash_log: SessionLog::default(),
+            telling: RankedMutex::new(Rank::Telling, ()),
             handshakes: Handshakes::new(handshakes),
             changed: Condvar::new(),
             main: Heartbeat::new(),

@@ -283,7 +283,8 @@ impl Supervisor {
         }
         drop(processes);
         self.shared.handshakes.close();
-        for left_out in self.shared.session_log.rest() {
+        let logs = [&self.shared.session_log, &self.shared.crash_log];
+        for left_out in logs.into_iter().flat_map(SessionLog::rest) {
             warn!("{left_out}");
         }
     }

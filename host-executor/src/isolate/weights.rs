@@ -40,13 +40,15 @@ fn offset(processes: &Processes) -> i32 {
 }
 
 /// Gives a worker that is about to start its level, and the other ones of its guest theirs. One
-/// that only rejects a guest takes no part of the guest's weight.
+/// that only rejects a guest takes no part of the guest's weight, and neither does one that ends:
+/// it computes nothing.
 pub(super) fn add(processes: &mut Processes, new: &mut Worker) {
     let offset = offset(processes);
     if !new.is_rejection {
         let workers = processes.workers.values_mut();
         let mut own: Vec<&mut Worker> = workers
-            .filter(|worker| !worker.is_rejection && worker.is_of_guest_of(new))
+            .filter(|worker| !worker.is_rejection && !worker.is_closing)
+            .filter(|worker| worker.is_of_guest_of(new))
             .collect();
         new.siblings = u32::try_from(own.len() + 1).unwrap_or(u32::MAX);
         for worker in &mut own {
@@ -197,6 +199,18 @@ mod tests {
         assert_eq!(levels(&processes), [0, 5, highest, highest, 5, 10]);
         apply(&mut processes);
         assert_eq!(levels(&processes), [0, 5, highest, highest, 5, 10]);
+    }
+
+    /// A program may come while the worker of the last one still frees its memory.
+    #[test]
+    fn process_that_ends_takes_no_part_of_the_weight() {
+        let mut processes = processes();
+        start(&mut processes, 0, Some("a"), None);
+        processes.workers.values_mut().for_each(Worker::close);
+        start(&mut processes, 1, Some("a"), None);
+        assert_eq!(processes.workers[&1].nice, 0);
+        start(&mut processes, 2, Some("a"), None);
+        assert_eq!(levels(&processes)[1..], [3, 3]);
     }
 
     #[test]

@@ -90,6 +90,7 @@ fn watch(
         guest = worker.guest_or_source().to_owned();
     }
     let lines = shared.session_log.of(&guest, Instant::now());
+    let crashes = shared.crash_log.of(&guest, Instant::now());
     let who = format!("worker {id}");
     let log = LogPipe::start(process.stderr.take(), who, Some(Arc::clone(&lines)));
     receive_reports(shared, id, ipc, limit);
@@ -111,7 +112,7 @@ fn watch(
     let is_good = matches!(&status, Ok(status) if status.success());
     remove(shared, id, |session, peer| match &status {
         Ok(_) if is_good => {}
-        _ if !lines.passes(Instant::now()) => {}
+        _ if !crashes.passes(Instant::now()) => {}
         Ok(status) => error!(
             session,
             %peer,

@@ -81,7 +81,22 @@ struct Utilization {
 pub struct Nvml {
     device: Device,
     /// Loaded as long as the handle and the functions of this object are in use.
+    /// Whether `nvmlInit` has succeeded.
+    is_initialised: bool,
     library: Library,
+}
+
+impl Drop for Nvml {
+    /// Gives back what `nvmlInit` has opened, before the library is unloaded.
+    fn drop(&mut self) {
+        if self.is_initialised
+            && let Ok(shutdown) = self.function::<Init>("nvmlShutdown")
+        {
+            // SAFETY: the function takes nothing, ends one `nvmlInit`, and `device` is not used
+            // afterwards.
+            unsafe { shutdown() };
+        }
+    }
 }
 
 // SAFETY: `device` is a handle of NVML, whose functions any thread may call (NVML API reference,
@@ -103,11 +118,13 @@ impl Nvml {
         let library = library.map_err(|error| not_loaded(error.to_string()))?;
         let mut nvml = Nvml {
             device: ptr::null_mut(),
+            is_initialised: false,
             library,
         };
         let init: Init = nvml.function("nvmlInit_v2")?;
         // SAFETY: the function takes nothing, and may be called any number of times.
         nvml.check("nvmlInit", unsafe { init() })?;
+        nvml.is_initialised = true;
         let name = "nvmlDeviceGetHandleByPciBusId_v2";
         let by_address: ByAddress = nvml.function(name)?;
         let mut device = ptr::null_mut();

@@ -2,7 +2,7 @@
 
 use std::ffi::{c_char, c_int, c_uint, c_ulonglong};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::argument::{Out, Text};
 use crate::cards::{Card, address};
@@ -22,7 +22,8 @@ const GPU_SENSOR: c_uint = 0;
 /// Entry points that need no `nvmlInit`.
 const WITHOUT_INIT: [&str; 1] = ["nvmlInit_v2"];
 
-static IS_INITIALIZED: AtomicBool = AtomicBool::new(false);
+/// Calls of `nvmlInit` that no `nvmlShutdown` has ended.
+static INITIALIZED: AtomicU32 = AtomicU32::new(0);
 
 /// `nvmlMemory_t`.
 #[repr(C)]
@@ -51,7 +52,7 @@ fn answer(name: &str, body: impl FnOnce() -> Result<(), c_int>) -> c_int {
             std::thread::park();
         },
     }
-    if !WITHOUT_INIT.contains(&name) && !IS_INITIALIZED.load(Ordering::SeqCst) {
+    if !WITHOUT_INIT.contains(&name) && INITIALIZED.load(Ordering::SeqCst) == 0 {
         return UNINITIALIZED;
     }
     match catch_unwind(AssertUnwindSafe(body)) {
@@ -75,7 +76,15 @@ fn card(handle: u64) -> Result<&'static Card, c_int> {
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn nvmlInit_v2() -> c_int {
     answer("nvmlInit_v2", || {
-        IS_INITIALIZED.store(true, Ordering::SeqCst);
+        INITIALIZED.fetch_add(1, Ordering::SeqCst);
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn nvmlShutdown() -> c_int {
+    answer("nvmlShutdown", || {
+        INITIALIZED.fetch_sub(1, Ordering::SeqCst);
         Ok(())
     })
 }

@@ -173,6 +173,11 @@ fn nvml_finds_a_gpu_by_its_address_and_refuses_what_it_is_told_to() {
         // Faults count calls: the second one is refused.
         let codes = [second, second, 99].map(&mut read);
         assert_eq!((codes, milliwatts), ([0, 3, 2], 123_456));
+        // SAFETY: as above.
+        let shutdown: extern "C" fn() -> c_int =
+            unsafe { std::mem::transmute(function(c"nvmlShutdown")) };
+        assert_eq!(shutdown(), 0);
+        assert_eq!(open(c"0000:02:00.0").0, 1, "after nvmlShutdown");
         // The address of the driver is that of NVML.
         let mut device = 0;
         let mut text = [0 as c_char; 32];

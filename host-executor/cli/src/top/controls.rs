@@ -37,6 +37,9 @@ impl Order {
     }
 }
 
+/// Digits of the largest number of a session.
+const MAX_DIGITS: usize = u64::MAX.ilog10() as usize + 1;
+
 /// A table.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) enum Pane {
@@ -89,13 +92,19 @@ impl Controls {
         if let Some(number) = &mut self.kill {
             match key.code {
                 KeyCode::Enter => {
-                    let session = number.parse();
+                    let session = match number.as_str() {
+                        "" => None,
+                        // What is larger than every number is no session, either.
+                        number => Some(number.parse().unwrap_or(u64::MAX)),
+                    };
                     self.kill = None;
                     return session.map_or(Next::Show, Next::Kill);
                 }
                 KeyCode::Esc => self.kill = None,
                 KeyCode::Backspace => drop(number.pop()),
-                KeyCode::Char(digit) if digit.is_ascii_digit() => number.push(digit),
+                KeyCode::Char(digit) if digit.is_ascii_digit() && number.len() < MAX_DIGITS => {
+                    number.push(digit);
+                }
                 _ => {}
             }
             return Next::Show;

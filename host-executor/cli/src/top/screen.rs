@@ -11,7 +11,7 @@ use vgpu_executor::status::{GpuStatus, GuestStatus, SessionStatus, Status};
 
 use super::controls::{Controls, Pane};
 use super::rates::Rates;
-use crate::units::{drain, duration, gpu_figures, mean_batch, size};
+use crate::units::{drain, duration, gpu_figures, gpu_name, mean_batch, size};
 
 /// Width of a bar in a table, in cells.
 const BAR: usize = 16;
@@ -250,8 +250,8 @@ fn draw_engine(frame: &mut Frame<'_>, area: Rect, view: &View<'_>) {
 /// What the driver says of the GPU. `vgpu ps` says why a figure is missing.
 fn draw_gpu(frame: &mut Frame<'_>, area: Rect, gpu: &GpuStatus) {
     let mut line = vec![Span::raw(format!(
-        " GPU {}: {}",
-        gpu.address,
+        " {}: {}",
+        gpu_name(gpu),
         gpu_figures(gpu)
     ))];
     if !gpu.missing.is_empty() {
@@ -302,8 +302,11 @@ fn draw_sessions(frame: &mut Frame<'_>, area: Rect, sessions: &[&SessionStatus],
         frame.render_widget(nobody.block(Block::bordered().title(" programs ")), area);
         return;
     }
+    // The number of a session of a virtual machine is long with `--isolate`.
+    let ids = sessions.iter().map(|session| session.id.to_string().len());
+    let id_width = ids.max().unwrap_or(0).clamp(6, 20) as u16;
     let widths = [
-        Constraint::Length(6),
+        Constraint::Length(id_width),
         Constraint::Fill(1),
         Constraint::Length(8),
         Constraint::Length(7),
@@ -311,7 +314,7 @@ fn draw_sessions(frame: &mut Frame<'_>, area: Rect, sessions: &[&SessionStatus],
         Constraint::Length(10),
         Constraint::Fill(1),
     ];
-    let fixed = 6 + 8 + 7 + 10 + 10 + 6;
+    let fixed = id_width + 8 + 7 + 10 + 10 + 6;
     let text_width = usize::from(area.width.saturating_sub(2 + fixed)) / 2;
     let rows = rows_in(area);
     let skip = view.controls.skipped(Pane::Programs, sessions.len(), rows);

@@ -8,7 +8,7 @@ use super::guests::{guests, name_of, programs};
 use super::history::History;
 use super::html::{Part, bar, escaped, number, percent};
 use super::metrics_table;
-use crate::units::{drain, duration, gpu_figures};
+use crate::units::{drain, duration, gpu_figures, gpu_name};
 
 /// The number of the colour of memory that is in no guest's buffer.
 const OTHER_COLOUR: usize = 0;
@@ -75,7 +75,7 @@ fn head(status: &Status) -> String {
         warn(format!("A figure of the GPU is missing: {reason}."));
     }
     if let Some(gpu) = &engine.gpu {
-        let figures = format!("GPU {}: {}", gpu.address, gpu_figures(gpu));
+        let figures = format!("{}: {}", gpu_name(gpu), gpu_figures(gpu));
         text.push_str(&format!("<p>{}</p>", escaped(&figures)));
     }
     text
