@@ -340,8 +340,8 @@ impl SupervisorHealth {
         self.0.main.beat();
     }
 
-    /// Logs how many lines about the sessions of guests were left out, at most once in 10 s for each
-    /// guest.
+    /// Logs how many lines about the sessions of guests were left out, for each guest at most once
+    /// in 10 s.
     pub fn log_left_out(&self) {
         for left_out in self.0.session_log.left_out(Instant::now()) {
             warn!("{left_out}");

@@ -6,7 +6,10 @@ use std::sync::Arc;
 use vgpu_engine::work::{self, LongestNode};
 use vgpu_engine::{Engine, EngineError, Memory, Plan};
 use vgpu_transport::bytes::Bytes;
-use vgpu_transport::ir::{BufferId, Graph, GraphCounts, Invalid, Node, Op, patch, validate};
+use vgpu_transport::ir::{
+    BufferId, DecodeError, ENTRIES_PER_QUESTION, Graph, GraphCounts, Invalid, Node, Op, ValidGraph,
+    patch, validate_until,
+};
 use vgpu_transport::wire::{GraphId, MAX_GRAPH};
 
 use super::buffers::Buffers;
@@ -508,6 +511,49 @@ fn tokens(graph: &Graph) -> u64 {
     columns.max().unwrap_or(0)
 }
 
+/// Decodes and validates an image. `None` if that is cancelled.
+fn read(
+    image: &[u32],
+    context: &CompileContext<'_>,
+    broken: impl Fn(DecodeError) -> Violation,
+    invalid: impl Fn(Invalid) -> Violation,
+) -> Result<Option<ValidGraph>, Violation> {
+    let is_cancelled = context.is_cancelled;
+    let Some(graph) = Graph::decode_until(image, is_cancelled).map_err(broken)? else {
+        return Ok(None);
+    };
+    let size_of = |buffer| context.buffers.find(buffer).map(|memory| memory.size());
+    let (capabilities, limits) = (context.engine.capabilities(), &context.limits.graph);
+    validate_until(graph, capabilities, limits, size_of, is_cancelled).map_err(invalid)
+}
+
+/// Checks the work of each node of a validated graph, and returns the node that takes longest.
+///
+/// # Errors
+/// [`EngineError::TooMuchWork`] for the first node that exceeds a limit, and
+/// [`EngineError::Cancelled`].
+fn longest_node(
+    graph: &Graph,
+    context: &CompileContext<'_>,
+) -> Result<Option<LongestNode>, EngineError> {
+    let engine = context.engine;
+    let limit = { context.limits.node_time }.unwrap_or(engine.max_node_time());
+    let speed = |node: &Node| engine.speed_of(graph, node);
+    let count = graph.nodes.len();
+    let mut longest: Option<LongestNode> = None;
+    for first in (0..count).step_by(ENTRIES_PER_QUESTION) {
+        if (context.is_cancelled)() {
+            return Err(EngineError::Cancelled);
+        }
+        let nodes = first..count.min(first + ENTRIES_PER_QUESTION);
+        let found = work::check_nodes(graph, nodes, speed, limit)?;
+        let is_longer =
+            |found: &LongestNode| longest.is_none_or(|longest| found.estimate > longest.estimate);
+        longest = found.filter(is_longer).or(longest);
+    }
+    Ok(longest)
+}
+
 /// Decodes, validates and compiles a graph. The tenant of the session is charged first for the most
 /// memory that the compilation can need, which follows from the head of the image, and then for
 /// what the plan keeps.
@@ -541,10 +587,10 @@ fn compile(
         Ok(charge) => charge,
         Err(error) => return Ok(StoredGraph::without_plan(error, image, buffers)),
     };
-    let graph = Graph::decode(&image.words).map_err(broken)?;
-    let size_of = |buffer| context.buffers.find(buffer).map(|memory| memory.size());
-    let capabilities = context.engine.capabilities();
-    let graph = validate(graph, capabilities, &context.limits.graph, size_of).map_err(invalid)?;
+    let Some(graph) = read(&image.words, context, broken, invalid)? else {
+        let cancelled = EngineError::Cancelled;
+        return Ok(StoredGraph::without_plan(cancelled, image, buffers));
+    };
     let memory: Vec<Arc<dyn Memory>> = graph
         .graph()
         .buffers
@@ -552,15 +598,12 @@ fn compile(
         .filter_map(|&buffer| context.buffers.find(buffer).cloned())
         .collect();
     let (nodes, tokens) = (graph.graph().nodes.len(), tokens(graph.graph()));
-    let engine = context.engine;
-    let limit = { context.limits.node_time }.unwrap_or(engine.max_node_time());
-    let speed = |node: &Node| engine.speed_of(graph.graph(), node);
-    let work = work::check(graph.graph(), speed, limit);
+    let work = longest_node(graph.graph(), context);
     let longest = work.as_ref().map_or(None, |longest| *longest);
     let mut plan = match work {
         _ if (context.is_cancelled)() => Err(EngineError::Cancelled),
-        Ok(_) => engine.compile(&graph, &memory, context.is_cancelled),
-        Err(error) => Err(error.into()),
+        Ok(_) => { context.engine }.compile(&graph, &memory, context.is_cancelled),
+        Err(error) => Err(error),
     };
     drop(graph);
     if let Ok(plan) = &mut plan {

@@ -6,6 +6,7 @@
 //! numbers count what a kernel does at most: attention counts the keys that the mask hides, and
 //! convolutions count the taps in the padding.
 
+use std::ops::Range;
 use std::time::Duration;
 
 use vgpu_transport::ir::{Graph, Node, Op, PoolWindow, ScaleMode, Shape, Tensor, Type};
@@ -177,8 +178,22 @@ pub fn check(
     speed: impl Fn(&Node) -> Speed,
     limit: Duration,
 ) -> Result<Option<LongestNode>, TooMuchWork> {
+    check_nodes(graph, 0..graph.nodes.len(), speed, limit)
+}
+
+/// As [`check`], for those of the nodes that the graph has.
+///
+/// # Errors
+/// [`TooMuchWork`] for the first of the nodes that exceeds a limit.
+pub fn check_nodes(
+    graph: &Graph,
+    nodes: Range<usize>,
+    speed: impl Fn(&Node) -> Speed,
+    limit: Duration,
+) -> Result<Option<LongestNode>, TooMuchWork> {
     let mut longest: Option<LongestNode> = None;
-    for (at, node) in graph.nodes.iter().enumerate() {
+    let all = graph.nodes.iter().enumerate();
+    for (at, node) in all.skip(nodes.start).take(nodes.len()) {
         let (work, op) = (of(graph, node), node.op.kind().ggml_name());
         if work.part > work.part_kind.limit() {
             return Err(TooMuchWork::Part {

@@ -26,10 +26,12 @@ pub use caps::{Capabilities, Rule};
 pub use check::{Refusal, check};
 pub use codec::DecodeError;
 pub use conv::{ConvGeometry, PoolWindow};
-pub use graph::{BufferId, Graph, GraphCounts, IR_VERSION, Node, Shape, Sources, Tensor};
+pub use graph::{
+    BufferId, ENTRIES_PER_QUESTION, Graph, GraphCounts, IR_VERSION, Node, Shape, Sources, Tensor,
+};
 pub use ops::{
     GluKind, MAX_SOURCES, Op, OpKind, PoolKind, Precision, RopeMode, ScaleMode, SortOrder, TriKind,
     UnaryKind,
 };
 pub use types::{Type, TypeSet};
-pub use validate::{Invalid, Limits, ValidGraph, validate};
+pub use validate::{Invalid, Limits, ValidGraph, validate, validate_until};

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::caps::{Capabilities, Rule};
 use super::check::Refusal;
-use super::graph::{BufferId, Graph, Node, Tensor};
+use super::graph::{BufferId, ENTRIES_PER_QUESTION, Graph, Node, Tensor};
 use super::ops::MAX_SOURCES;
 
 /// The limits of one graph.
@@ -104,6 +104,39 @@ pub fn validate(
     limits: &Limits,
     size_of: impl Fn(BufferId) -> Option<u64>,
 ) -> Result<ValidGraph, Invalid> {
+    // Nobody cancels, so all has been checked.
+    check(&graph, caps, limits, size_of, &|| false)?;
+    let rules = caps.shared_rules();
+    Ok(ValidGraph { graph, rules })
+}
+
+/// As [`validate`]. Asks `is_cancelled` once in [`ENTRIES_PER_QUESTION`] tensors and nodes. `None`
+/// once the answer was `true`.
+///
+/// # Errors
+///
+/// An [`Invalid`] that names the node or tensor.
+pub fn validate_until(
+    graph: Graph,
+    caps: &Capabilities,
+    limits: &Limits,
+    size_of: impl Fn(BufferId) -> Option<u64>,
+    is_cancelled: &dyn Fn() -> bool,
+) -> Result<Option<ValidGraph>, Invalid> {
+    let is_valid = check(&graph, caps, limits, size_of, is_cancelled)?;
+    let rules = caps.shared_rules();
+    Ok(is_valid.then_some(ValidGraph { graph, rules }))
+}
+
+/// Whether all of a graph was checked before `is_cancelled`.
+fn check(
+    graph: &Graph,
+    caps: &Capabilities,
+    limits: &Limits,
+    size_of: impl Fn(BufferId) -> Option<u64>,
+    is_cancelled: &dyn Fn() -> bool,
+) -> Result<bool, Invalid> {
+    let is_over = |entry: usize| entry.is_multiple_of(ENTRIES_PER_QUESTION) && is_cancelled();
     if graph.nodes.len() > limits.nodes {
         return Err(Invalid::TooManyNodes {
             nodes: graph.nodes.len(),
@@ -122,11 +155,17 @@ pub fn validate(
         return Err(Invalid::RepeatedBuffer(pair[0]));
     }
     for (i, tensor) in graph.tensors.iter().enumerate() {
+        if is_over(i) {
+            return Ok(false);
+        }
         let buffer = tensor.buffer as usize;
         bounds(i, tensor, graph.buffers[buffer], sizes[buffer], limits)?;
     }
     for (i, node) in graph.nodes.iter().enumerate() {
-        operation(&graph, node, caps).map_err(|refusal| Invalid::Node {
+        if is_over(i) {
+            return Ok(false);
+        }
+        operation(graph, node, caps).map_err(|refusal| Invalid::Node {
             node: i,
             refusal,
             dst: Box::new(*graph.dst(node)),
@@ -135,10 +174,7 @@ pub fn validate(
                 .collect(),
         })?;
     }
-    Ok(ValidGraph {
-        graph,
-        rules: caps.shared_rules(),
-    })
+    Ok(true)
 }
 
 /// Checks one node against the capabilities.
@@ -196,4 +232,58 @@ fn bounds(
         });
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use super::*;
+    use crate::ir::{Op, OpKind, Shape, Sources, Type, TypeSet};
+
+    const NODES: usize = 10 * ENTRIES_PER_QUESTION;
+
+    /// A graph of so many sums, each of tensors of its own.
+    fn sums(nodes: usize) -> (Graph, Capabilities) {
+        let shape = Shape::contiguous(Type::F32, [1; 4]).unwrap();
+        let tensor = |_| Tensor {
+            shape,
+            buffer: 0,
+            offset: 0,
+        };
+        let node = |i: usize| Node {
+            op: Op::Add {},
+            dst: i as u32,
+            src: Sources::new([Some(i as u32); 2]),
+        };
+        let graph = Graph {
+            buffers: vec![BufferId(1)],
+            tensors: (0..nodes).map(tensor).collect(),
+            nodes: (0..nodes).map(node).collect(),
+        };
+        let types = TypeSet::of(&[Type::F32]);
+        let caps = Capabilities::new(vec![Rule::uniform(OpKind::Add, types, 2)]);
+        (graph, caps)
+    }
+
+    #[test]
+    fn decoding_and_validation_end_at_the_next_question() {
+        let (graph, caps) = sums(NODES);
+        let words = graph.encode();
+        let asked = Cell::new(0);
+        let each = 2 * NODES / ENTRIES_PER_QUESTION;
+        for last in [0, 1, each - 1, each, usize::MAX] {
+            asked.set(0);
+            let is_cancelled = || asked.replace(asked.get() + 1) >= last;
+            let decoded = Graph::decode_until(&words, &is_cancelled).unwrap();
+            assert_eq!(decoded, (last >= each).then(|| graph.clone()), "{last}");
+            assert_eq!(asked.get(), each.min(last.saturating_add(1)), "{last}");
+            asked.set(0);
+            let limits = Limits::default();
+            let size_of = |_| Some(4);
+            let valid = validate_until(graph.clone(), &caps, &limits, size_of, &is_cancelled);
+            assert_eq!(valid.unwrap().is_some(), last >= each, "{last}");
+            assert_eq!(asked.get(), each.min(last.saturating_add(1)), "{last}");
+        }
+    }
 }
