@@ -237,8 +237,8 @@ unsafe fn add_to<S: BlockSimd, B: Block32Kernel, const R: usize>(
     }
 }
 
-/// Rounds the `terms` weights of row `r` of results at `from`, each times the scale of its row. If a
-/// product is not finite, the scale is NaN.
+/// Rounds the `terms` weights at `from`, those of row `r` of results, each times the scale of its
+/// row. If a product is not finite, the scale is NaN.
 ///
 /// # Safety
 /// `from` is readable for `terms` floats. The processor has the instructions of `S`.
