@@ -16,7 +16,14 @@ use vgpu_transport::ir::Type;
 const BYTES: u64 = 192 << 20;
 
 /// Heads of some models: elements, query heads, KV heads.
-const SHAPES: [[u64; 3]; 4] = [[64, 16, 4], [64, 32, 8], [128, 32, 8], [128, 16, 16]];
+const SHAPES: [[u64; 3]; 6] = [
+    [64, 16, 4],
+    [64, 32, 8],
+    [128, 32, 8],
+    [128, 16, 16],
+    [128, 64, 8],
+    [256, 16, 8],
+];
 
 fn main() {
     let mut threads = 1;

@@ -62,12 +62,23 @@ fn matrix_products_do_not_depend_on_threads() {
 
 #[test]
 fn attention_does_not_depend_on_threads() {
-    for (keys, tokens) in [(2000, 1), (1000, 7), (300, 100)] {
+    use Type::{F16, Iq4Nl, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0};
+    for (keys, tokens, [k, v]) in [
+        (2000, 1, [F16; 2]),
+        (1000, 7, [F16; 2]),
+        (300, 100, [F16; 2]),
+        (2000, 1, [Q8_0; 2]),
+        (1000, 7, [Q4_0; 2]),
+        (700, 2, [Q5_0, Q4_1]),
+        (900, 3, [Iq4Nl, Q5_1]),
+        (500, 1, [Q5_1, Iq4Nl]),
+    ] {
         let r = &mut Random::new(keys);
         let q = random(Type::F32, [64, tokens, 6, 1], r);
+        let width = if v.is_quantized() { 96 } else { 80 };
         let (k, v) = (
-            random(Type::F16, [64, keys, 2, 1], r),
-            random(Type::F16, [80, keys, 2, 1], r),
+            random(k, [64, keys, 2, 1], r),
+            random(v, [width, keys, 2, 1], r),
         );
         let op = Op::FlashAttnExt {
             scale: 0.1,
@@ -76,6 +87,6 @@ fn attention_does_not_depend_on_threads() {
             accumulator: Precision::Default,
             n_kv_max: 0,
         };
-        check(op, [80, 6, tokens, 1], &[Some(&q), Some(&k), Some(&v)]);
+        check(op, [width, 6, tokens, 1], &[Some(&q), Some(&k), Some(&v)]);
     }
 }

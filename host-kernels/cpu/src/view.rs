@@ -4,6 +4,9 @@ use std::ops::Range;
 
 use vgpu_transport::ir::{Shape, Type};
 
+/// Bytes of a cache line.
+const LINE: usize = 64;
+
 /// A tensor in memory.
 ///
 /// The contract of [`View::new`] is that every element lies inside memory that stays allocated
@@ -79,12 +82,14 @@ impl View {
     pub(crate) fn prefetch_rows(&self, [i1, i2, i3]: [usize; 3], count: usize) {
         let bytes = self.shape().row_bytes() as usize;
         for row in (i1..i1 + count).map(|i1| self.row_ptr([i1, i2, i3])) {
-            for line in (0..bytes).step_by(64) {
+            // From the line of the first byte to the line of the last.
+            let before = row.addr() % LINE;
+            for line in (0..before + bytes).step_by(LINE) {
                 #[cfg(target_arch = "x86_64")]
                 // SAFETY: every x86-64 processor has the instruction, and it accesses no memory.
                 unsafe {
                     use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
-                    _mm_prefetch::<_MM_HINT_T1>(row.wrapping_add(line).cast());
+                    _mm_prefetch::<_MM_HINT_T1>(row.wrapping_sub(before).wrapping_add(line).cast());
                 }
                 #[cfg(not(target_arch = "x86_64"))]
                 let _ = (row, line);

@@ -76,9 +76,13 @@ impl Case {
     ) -> Case {
         let ty = kernel.weight;
         let weight = Format::of(ty).unwrap();
+        let pad = match kernel.activation {
+            Activation::Prepared => size_of::<f32>(), // aligned to floats
+            _ => 5,
+        };
         let (w_stride, x_stride) = (
             weight.row_bytes(k) + 3,
-            kernel.activation.column_bytes(k) + 5,
+            kernel.activation.column_bytes(k) + pad,
         );
         let mut w = vec![0xa5; rows * w_stride];
         let mut x = vec![0x5a; cols * x_stride];
@@ -102,6 +106,13 @@ impl Case {
                         dequantize(column.as_ptr(), x_values.as_mut_ptr(), k);
                     }
                     Activation::I16 => x_values.copy_from_slice(&values),
+                    Activation::Prepared => {
+                        let scalar = MatmulKernel::at(ty, Level::Scalar).unwrap();
+                        let format = scalar.activation.format();
+                        let mut column = vec![0; format.row_bytes(k)];
+                        (scalar.quantize_activation)(values.as_ptr(), column.as_mut_ptr(), k);
+                        (format.dequantize_row)(column.as_ptr(), x_values.as_mut_ptr(), k);
+                    }
                 }
             };
         }
@@ -156,6 +167,9 @@ impl Case {
     ) -> Vec<f32> {
         let kernel = match MatmulKernel::at(self.ty, level).unwrap() {
             kernel if kernel.activation == self.activation => kernel,
+            _ if self.activation == Activation::Prepared => {
+                MatmulKernel::of_short_rows_at(self.ty, level).unwrap()
+            }
             _ => MatmulKernel::rounded_at(self.ty, MANY, MANY, level).unwrap(),
         };
         const GUARD: f32 = -12345.0;
@@ -205,7 +219,8 @@ impl Case {
     /// magnitudes summed; Q8_1 carries its sums as halves, which is a format's error, not a
     /// kernel's.
     fn check(&self, level: Level) {
-        let relative = match self.activation {
+        let scalar = MatmulKernel::at(self.ty, Level::Scalar).unwrap();
+        let relative = match scalar.activation {
             Activation::Typed(Type::Q8_1) => 2e-3,
             // The dot product of bfloat16 pairs may flush subnormals and round once per pair.
             _ => 4e-6,
@@ -261,6 +276,54 @@ fn every_simd_level_is_correct_at_tile_edges() {
         ] {
             let case = Case::new(ty, blocks * unit(ty), rows, cols, &mut random);
             levels().for_each(|level| case.check(level));
+        }
+    }
+}
+
+#[test]
+fn short_rows_have_the_sums_of_other_rows() {
+    for level in levels() {
+        for ty in weights() {
+            let Some(kernel) = MatmulKernel::of_short_rows_at(ty, level) else {
+                let cached = [
+                    Type::Q4_0,
+                    Type::Q4_1,
+                    Type::Q5_0,
+                    Type::Q5_1,
+                    Type::Q8_0,
+                    Type::Iq4Nl,
+                ];
+                assert!(
+                    level == Level::Scalar || !cached.contains(&ty),
+                    "{ty:?} {level:?}"
+                );
+                continue;
+            };
+            for (blocks, rows, cols) in [
+                (1, 1, 1),
+                (2, 64, 4),
+                (3, 5, 1),
+                (4, 64, 8),
+                (5, 16, 2),
+                (8, 70, 5),
+                (9, 33, 13),
+                (18, 17, 7),
+            ] {
+                let (k, seed) = (32 * blocks, 49 + blocks as u64);
+                let shape = [k, rows, cols];
+                let case = Case::of(kernel, |w| w, |x| x, shape, &mut Random::new(seed));
+                case.check(level);
+                let all = case.run(level, 0..rows, 0..cols);
+                for c in 0..cols {
+                    let alone = case.run(level, 0..rows, c..c + 1);
+                    assert_eq!(alone, all[c * rows..][..rows], "{ty:?} {level:?} {shape:?}");
+                }
+                if MatmulKernel::at(ty, level).unwrap().one_order {
+                    let same = Case::new(ty, k, rows, cols, &mut Random::new(seed));
+                    let same = same.run(level, 0..rows, 0..cols);
+                    assert_eq!(same, all, "{ty:?} {level:?} {shape:?}");
+                }
+            }
         }
     }
 }

@@ -256,6 +256,38 @@ pub(crate) fn types_shapes_and_options(engine: &dyn Engine) {
     });
 }
 
+/// Every type of a quantised cache, for heads and groups of models, with keys that end anywhere.
+pub(crate) fn quantized_caches(engine: &dyn Engine) {
+    use Type::{Iq4Nl, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0};
+    let types = [Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Iq4Nl];
+    property(90, |random| {
+        let (ty, other) = (random.pick(&types), random.pick(&types));
+        let most = random.pick(&[70, 330]);
+        let sizes = Sizes {
+            k: ty,
+            v: random.pick(&[ty, other]),
+            dk: random.pick(&[32, 64, 96, 128, 160, 256, 288]),
+            dv: random.pick(&[32, 64, 96, 128, 160, 256, 288]),
+            keys: 1 + random.below(most),
+            tokens: random.pick(&[1, 1, 2, 3, 9]),
+            heads: [1 + random.below(2), 1, random.pick(&[1, 2, 3, 4, 5, 8])],
+            sequences: [1 + random.below(2), 1, 1],
+        };
+        let mut attention = sizes.fill(random);
+        let [_, tokens, heads, _] = attention.q.shape.ne;
+        attention.cap = random.pick(&[0.0, 0.0, 5.0]);
+        if random.chance(2) {
+            let sinks = Data::dense(Type::F32, [heads, 1, 1, 1]);
+            attention.sinks = Some(sinks.fill(|| random.between(-3.0, 3.0)));
+        }
+        attention.check(engine);
+        let ne = [sizes.keys, tokens, random.pick(&[1, heads]), 1];
+        attention.mask = Some(mask(ne, random));
+        attention.max_bias = random.pick(&[0.0, 8.0]);
+        attention.check(engine);
+    });
+}
+
 pub(crate) fn many_tokens_and_long_contexts(engine: &dyn Engine) {
     for (k, v, dk, dv, keys, tokens) in [
         (Type::F16, Type::F16, 128, 128, 300, 70),

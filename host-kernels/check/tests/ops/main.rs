@@ -57,7 +57,7 @@ mod cpu {
         engine:
         attention {
             types_shapes_and_options many_tokens_and_long_contexts usual_widths_and_types
-            what_is_hidden_does_not_count
+            what_is_hidden_does_not_count quantized_caches
         }
         conv { conv_2d conv_3d depthwise transposed im2col im2col_3d col2im_1d }
         copy { same_type transpositions conversions integers }

@@ -130,6 +130,55 @@ impl GemmArgs {
 /// - the processor supports the level that the kernel was compiled for.
 pub type Gemm = unsafe fn(args: &GemmArgs);
 
+/// The most rows that a [`Mix`] mixes.
+pub(crate) const MAX_MIXED: usize = 64;
+
+/// The arguments of a [`Mix`].
+///
+/// `out[i * out_stride + c] += weights[i * weights_stride + j] * (element c of row j)`, summed over
+/// `j` in `0..terms`, for `i` in `0..results` and `c` in `0..n`.
+#[derive(Debug, Clone, Copy)]
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
+pub(crate) struct MixArgs {
+    /// Rows of results, at most [`MAX_MIXED`].
+    pub(crate) results: usize,
+    /// Rows that are mixed, at most [`MAX_MIXED`].
+    pub(crate) terms: usize,
+    /// One bit for each of these rows. The weights of a row without its bit are 0, and its scales
+    /// may be NaN.
+    pub(crate) live: u64,
+    /// Elements of a row.
+    pub(crate) n: usize,
+    /// The weights of the first row of results.
+    pub(crate) weights: *const f32,
+    /// Floats from the weights of one row of results to the next.
+    pub(crate) weights_stride: usize,
+    /// For each row of results, the sum of the weights of this call and of others, in whose share
+    /// errors count.
+    pub(crate) totals: *const f32,
+    /// The first row.
+    pub(crate) rows: *const u8,
+    /// Bytes from one row to the next.
+    pub(crate) rows_stride: usize,
+    /// The first row of results.
+    pub(crate) out: *mut f32,
+    /// Floats from one row of results to the next.
+    pub(crate) out_stride: usize,
+}
+
+/// Adds rows of blocks, each times a weight, to rows of results. A row of results depends on its
+/// own weights only, not on the other rows of results.
+///
+/// # Safety
+/// - `n` is a multiple of the block of the type, and `results` and `terms` are at most
+///   [`MAX_MIXED`];
+/// - `weights` is readable for `results` rows of `terms` floats, `totals` for `results` floats,
+///   `rows` for `terms` rows of `n` elements;
+/// - `out` is readable and writable for `results` rows of `n` floats, which overlap neither each
+///   other nor the operands;
+/// - the processor supports the level that the function was compiled for.
+pub(crate) type Mix = unsafe fn(args: &MixArgs);
+
 /// From this many columns on, products may be [rounded](MatmulKernel::rounded). With fewer columns,
 /// the product is bound by memory, not by arithmetic.
 pub const ROUNDED_COLUMNS: usize = 8;
@@ -142,17 +191,22 @@ pub enum Activation {
     /// Integers of 14 bits, stored as `i16`, with one scale per 32. Chunks have 256 elements; the
     /// last chunk of a column occupies as much memory as the others.
     I16,
+    /// Integers of 8 bits with one scale per 32, as a kernel of
+    /// [short rows](MatmulKernel::of_short_rows) reads them. Memory for a column is aligned to
+    /// floats, and has whole chunks of 256 elements.
+    Prepared,
 }
 
 impl Activation {
     /// The format of a ggml type.
     ///
     /// # Panics
-    /// For [`Activation::I16`], which is no ggml type.
+    /// For [`Activation::I16`] and [`Activation::Prepared`], which are no ggml types.
     pub fn format(self) -> &'static Format {
         match self {
             Activation::Typed(ty) => Format::of(ty).expect("every activation is a format"),
             Activation::I16 => panic!("the 14-bit integers are no ggml type"),
+            Activation::Prepared => panic!("prepared columns are no ggml type"),
         }
     }
 }

@@ -25,6 +25,7 @@ mod x86;
 
 pub use crate::isa::Level;
 pub use kernel::{Activation, Column, ColumnTable, Gemm, GemmArgs, MatmulKernel, ROUNDED_COLUMNS};
+pub(crate) use kernel::{MAX_MIXED, Mix, MixArgs};
 pub(crate) use limits::{MAX_KEPT, MAX_PREPARED, MIN_COLUMNS, prepared_bytes};
 pub(crate) use thread_memory::ThreadMemory;
 
@@ -37,9 +38,31 @@ impl Activation {
             Activation::Typed(_) => self.format().row_bytes(k),
             #[cfg(target_arch = "x86_64")]
             Activation::I16 => x86::i16_column_bytes(k),
+            #[cfg(target_arch = "x86_64")]
+            Activation::Prepared => x86::prepared_column_bytes(k),
             #[cfg(not(target_arch = "x86_64"))]
-            Activation::I16 => unreachable!("only kernels of x86-64 take 14-bit integers"),
+            Activation::I16 | Activation::Prepared => {
+                unreachable!("only kernels of x86-64 take them")
+            }
         }
+    }
+}
+
+/// How rows of `ty` are mixed without being decoded first, if there is a way at `level`.
+///
+/// # Panics
+/// As [`MatmulKernel::at`].
+pub(crate) fn mix_of(ty: Type, level: Level) -> Option<Mix> {
+    assert!(
+        level.is_supported(),
+        "{level:?} is not compiled in, or the processor lacks it"
+    );
+    #[cfg(target_arch = "x86_64")]
+    return x86::mix(ty, level);
+    #[cfg(not(target_arch = "x86_64"))]
+    {
+        let _ = ty;
+        None
     }
 }
 
@@ -69,6 +92,30 @@ impl MatmulKernel {
         return x86::kernel(weight, level);
         #[cfg(not(target_arch = "x86_64"))]
         scalar::kernel(weight)
+    }
+
+    /// A kernel for short rows of `weight` and few columns, if there is one: for the keys of
+    /// attention. A column is prepared once, when it is converted, for any number of calls.
+    pub fn of_short_rows(weight: Type) -> Option<MatmulKernel> {
+        MatmulKernel::of_short_rows_at(weight, Level::best())
+    }
+
+    /// [`MatmulKernel::of_short_rows`] at a given level.
+    ///
+    /// # Panics
+    /// As [`MatmulKernel::at`].
+    pub fn of_short_rows_at(weight: Type, level: Level) -> Option<MatmulKernel> {
+        assert!(
+            level.is_supported(),
+            "{level:?} is not compiled in, or the processor lacks it"
+        );
+        #[cfg(target_arch = "x86_64")]
+        return x86::short_rows(weight, level);
+        #[cfg(not(target_arch = "x86_64"))]
+        {
+            let _ = weight;
+            None
+        }
     }
 
     /// A kernel for products with `columns` columns of `k` elements that rounds weights *and*

@@ -28,6 +28,20 @@ pub(super) trait BlockSimd: IntSimd {
     /// [`Block32Kernel::scales`], with the instructions of the level.
     unsafe fn scales<B: Block32Kernel>(row: *const u8, g: usize, n: usize) -> (__m256, __m256);
 
+    /// The F16 at byte `at` of each of `LANES` rows.
+    ///
+    /// # Safety
+    /// `rows` points to `LANES` pointers, each of which is readable for two bytes from `at` on.
+    unsafe fn halves_of_rows(rows: *const *const u8, at: usize) -> Self::Vector;
+
+    /// 32 signed quants of each of two rows as 16-bit integers: in each lane, one of both rows.
+    /// For AVX-512 the order is not that of the quants ([`BlockSimd::in_order`]), and the last two
+    /// vectors are zeros.
+    unsafe fn pairs(a: __m256i, b: __m256i) -> [Self::I; 4];
+
+    /// The lanes of [`BlockSimd::pairs`], in the order of the quants.
+    unsafe fn in_order(lanes: [Self::Vector; 4]) -> [Self::Vector; 4];
+
     /// The quants of a super-block, in the order of [`BlockSimd::order`].
     unsafe fn quants<B: SuperBlockKernel>(block: *const u8) -> [Self::I; 8];
 
@@ -37,6 +51,30 @@ pub(super) trait BlockSimd: IntSimd {
     /// The 16-bit scales of the elements of vector `v` of a super-block, each in all 16-bit lanes
     /// of its elements.
     unsafe fn spread_superblock<B: SuperBlockKernel>(scales: __m256i, v: usize) -> Self::I;
+}
+
+/// The 16 bits at byte `at` of each of eight rows.
+///
+/// # Safety
+/// `rows` points to eight pointers, each of which is readable for two bytes from `at` on. The
+/// processor has AVX2.
+#[inline(always)]
+unsafe fn eight_halves(rows: *const *const u8, at: usize) -> __m128i {
+    // SAFETY: eight reads of two bytes, unaligned, which the caller guarantees. The vector is made
+    // of numbers.
+    unsafe {
+        let half = |r: usize| (*rows.add(r)).add(at).cast::<i16>().read_unaligned();
+        _mm_setr_epi16(
+            half(0),
+            half(1),
+            half(2),
+            half(3),
+            half(4),
+            half(5),
+            half(6),
+            half(7),
+        )
+    }
 }
 
 impl BlockSimd for Avx512 {
@@ -72,6 +110,17 @@ impl BlockSimd for Avx512 {
     }
 
     #[inline(always)]
+    unsafe fn halves_of_rows(rows: *const *const u8, at: usize) -> __m512 {
+        // SAFETY: `eight_halves` gets eight of the 16 pointers each time, all readable as it
+        // requires. The conversion is on registers and needs AVX-512 F, which the caller
+        // guarantees.
+        unsafe {
+            let (low, high) = (eight_halves(rows, at), eight_halves(rows.add(8), at));
+            _mm512_cvtph_ps(_mm256_set_m128i(high, low))
+        }
+    }
+
+    #[inline(always)]
     unsafe fn quants<B: SuperBlockKernel>(block: *const u8) -> [__m512i; 8] {
         // SAFETY: `quants_512` reads one block, which is readable at `block`. `quants_512` and the
         // zero vector need AVX-512, which the caller guarantees.
@@ -79,6 +128,22 @@ impl BlockSimd for Avx512 {
             let [a, b, c, d] = B::quants_512(block);
             let zero = _mm512_setzero_si512();
             [a, b, c, d, zero, zero, zero, zero]
+        }
+    }
+
+    register_fns! {
+        avx512;
+        unsafe fn pairs(a: __m256i, b: __m256i) -> [__m512i; 4] {
+            let low = _mm512_cvtepi8_epi16(_mm256_unpacklo_epi8(a, b));
+            let high = _mm512_cvtepi8_epi16(_mm256_unpackhi_epi8(a, b));
+            [low, high, _mm512_setzero_si512(), _mm512_setzero_si512()]
+        }
+
+        unsafe fn in_order(lanes: [__m512; 4]) -> [__m512; 4] {
+            // Quants 0 to 7 and 16 to 23, and the others.
+            let [a, b, c, d] = lanes;
+            let first = _mm512_shuffle_f32x4(a, b, 0b01_00_01_00);
+            [first, _mm512_shuffle_f32x4(a, b, 0b11_10_11_10), c, d]
         }
     }
 
@@ -136,6 +201,13 @@ impl<const VNNI: bool> BlockSimd for Ymm<VNNI> {
     }
 
     #[inline(always)]
+    unsafe fn halves_of_rows(rows: *const *const u8, at: usize) -> __m256 {
+        // SAFETY: the eight pointers are readable as `eight_halves` requires. The conversion is on
+        // registers and needs F16C, which the caller guarantees.
+        unsafe { _mm256_cvtph_ps(eight_halves(rows, at)) }
+    }
+
+    #[inline(always)]
     unsafe fn quants<B: SuperBlockKernel>(block: *const u8) -> [__m256i; 8] {
         // SAFETY: `quants_256` reads one block, which is readable at `block`. `quants_256` needs
         // AVX2, which the caller guarantees.
@@ -147,8 +219,23 @@ impl<const VNNI: bool> BlockSimd for Ymm<VNNI> {
         i
     }
 
+    #[inline(always)]
+    unsafe fn in_order(lanes: [__m256; 4]) -> [__m256; 4] {
+        lanes
+    }
+
     register_fns! {
         avx2;
+        unsafe fn pairs(a: __m256i, b: __m256i) -> [__m256i; 4] {
+            let (low, high) = (_mm256_unpacklo_epi8(a, b), _mm256_unpackhi_epi8(a, b));
+            [
+                _mm256_cvtepi8_epi16(_mm256_castsi256_si128(low)),
+                _mm256_cvtepi8_epi16(_mm256_castsi256_si128(high)),
+                _mm256_cvtepi8_epi16(_mm256_extracti128_si256(low, 1)),
+                _mm256_cvtepi8_epi16(_mm256_extracti128_si256(high, 1)),
+            ]
+        }
+
         unsafe fn spread_superblock<B: SuperBlockKernel>(scales: __m256i, v: usize) -> __m256i {
             // Vector `v` is sub-block `v` of 32 elements, or sub-blocks `2 v` and `2 v + 1` of 16.
             if B::SUB == 32 {

@@ -4,6 +4,8 @@
 //! - `blocks`: blocks of each format, decoded to vectors of quants.
 //! - `block32`, `k_quants`, `floats`: products of the three families. Few columns are multiplied
 //!   with rows, many columns with panels.
+//! - `block32::short_rows`: as many rows of blocks of 32 as a vector has lanes, for keys.
+//! - `block32::mixed_rows`: sums of rows of blocks of 32, each times a weight, for values.
 //! - `eight_rows`: eight rows of quantised weights at a time, in the order of sums of a panel.
 //! - `bf16_dot`: products with the BF16 dot product instruction.
 //! - `int16`, `q8_int16`: products of 16-bit integers, for levels that multiply them faster than
@@ -32,14 +34,15 @@ mod panel;
 mod plain;
 mod q8_int16;
 
+pub(super) use block32::column_bytes as prepared_column_bytes;
 pub(super) use int16::column_bytes as i16_column_bytes;
 
-use super::kernel::{Activation, Gemm, GemmArgs, MatmulKernel, ROUNDED_COLUMNS};
+use super::kernel::{Activation, Gemm, GemmArgs, MatmulKernel, Mix, ROUNDED_COLUMNS};
 use crate::formats::{
     BlockIq1M, BlockIq1S, BlockIq2S, BlockIq2Xs, BlockIq2Xxs, BlockIq3S, BlockIq3Xxs, BlockIq4Nl,
     BlockIq4Xs, BlockMxfp4, BlockNvfp4, BlockQ1_0, BlockQ2_0, BlockQ2K, BlockQ3K, BlockQ4_0,
     BlockQ4_1, BlockQ4K, BlockQ5_0, BlockQ5_1, BlockQ5K, BlockQ6K, BlockQ8_0, BlockTq1_0,
-    BlockTq2_0, Type,
+    BlockTq2_0, QuantizeRow, Type,
 };
 use crate::isa::Level;
 use bf16_dot::Bf16Weights;
@@ -69,7 +72,7 @@ macro_rules! entry_points {
             use super::{block32 as block32_kernels, int16};
             use super::{k_quants as k_quant_kernels, plain as plain_kernels};
             use crate::formats::SuperBlockFormat;
-            use crate::gemm::kernel::GemmArgs;
+            use crate::gemm::kernel::{GemmArgs, MixArgs};
 
             gemm!(
                 #[target_feature(enable = $features)]
@@ -81,6 +84,36 @@ macro_rules! entry_points {
                 k_quants<B: SuperBlockKernel>,
                 k_quant_kernels::gemm::<$simd, B>
             );
+            gemm!(
+                #[target_feature(enable = $features)]
+                short_rows<B: Block32Kernel>,
+                block32_kernels::short_rows_gemm::<$simd, B>
+            );
+
+            /// # Safety
+            /// As [`crate::gemm::kernel::Mix`].
+            #[target_feature(enable = $features)]
+            pub(super) unsafe fn mix<B: Block32Kernel>(args: &MixArgs) {
+                // SAFETY: the contract of `block32_kernels::mix` is that of this function. The
+                // features of `$simd` are those that this function is compiled for, so the
+                // processor has them.
+                unsafe { block32_kernels::mix::<$simd, B>(args) }
+            }
+
+            /// # Safety
+            /// As [`block32_kernels::prepare_column`].
+            #[target_feature(enable = $features)]
+            pub(super) unsafe fn prepare_column<B: Block32Kernel>(
+                from: *const f32,
+                to: *mut u8,
+                k: usize,
+            ) {
+                // SAFETY: the contract of `block32_kernels::prepare_column` is that of this
+                // function. The features of `$simd` are those that this function is compiled for,
+                // so the processor has them.
+                unsafe { block32_kernels::prepare_column::<$simd, B>(from, to, k) }
+            }
+
             /// Whether the kernel of a format has one order of sums.
             pub(super) const fn block32_order<B: Block32Kernel>() -> bool {
                 block32_kernels::has_one_order::<$simd, B>()
@@ -237,6 +270,66 @@ pub(super) fn kernel(weight: Type, level: Level) -> Option<MatmulKernel> {
         one_order,
         ..portable
     })
+}
+
+/// Evaluates `$entry!($module, $block)` for a level and a type of the caches of keys and values.
+macro_rules! cached {
+    ($ty:expr, $level:expr, $entry:ident) => {{
+        macro_rules! at_level {
+            ($module:ident) => {
+                match $ty {
+                    Type::Q4_0 => $entry!($module, BlockQ4_0),
+                    Type::Q4_1 => $entry!($module, BlockQ4_1),
+                    Type::Q5_0 => $entry!($module, BlockQ5_0),
+                    Type::Q5_1 => $entry!($module, BlockQ5_1),
+                    Type::Q8_0 => $entry!($module, BlockQ8_0),
+                    Type::Iq4Nl => $entry!($module, BlockIq4Nl),
+                    _ => return None,
+                }
+            };
+        }
+        match $level {
+            #[cfg(feature = "avx2")]
+            Level::Avx2 => at_level!(avx2),
+            #[cfg(feature = "avx-vnni")]
+            Level::Avx2Vnni => at_level!(avx2_vnni),
+            #[cfg(feature = "avx512")]
+            Level::Avx512 | Level::Avx512Bf16 => at_level!(avx512),
+            _ => return None,
+        }
+    }};
+}
+
+/// [`MatmulKernel::of_short_rows`] at `level`.
+pub(super) fn short_rows(weight: Type, level: Level) -> Option<MatmulKernel> {
+    macro_rules! entry {
+        ($module:ident, $block:ty) => {
+            (
+                $module::short_rows::<$block> as Gemm,
+                $module::prepare_column::<$block> as QuantizeRow,
+            )
+        };
+    }
+    let (gemm, quantize_activation): (Gemm, QuantizeRow) = cached!(weight, level, entry);
+    Some(MatmulKernel {
+        activation: Activation::Prepared,
+        quantize_activation,
+        gemm,
+        panel_cols: 1,
+        takes_tables: false,
+        one_order: true,
+        ..kernel(weight, level)?
+    })
+}
+
+/// [`mix_of`](crate::gemm::mix_of) at `level`.
+pub(super) fn mix(ty: Type, level: Level) -> Option<Mix> {
+    macro_rules! entry {
+        ($module:ident, $block:ty) => {
+            $module::mix::<$block> as Mix
+        };
+    }
+    Some(cached!(ty, level, entry))
 }
 
 /// [`MatmulKernel::rounded`] at `level`.

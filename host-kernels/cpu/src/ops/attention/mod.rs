@@ -25,11 +25,11 @@ use vgpu_transport::ir::{OpKind, Rule, Type, TypeSet};
 
 use super::gather::real_types;
 use super::scratch::ScratchLayout;
-use crate::gemm::MatmulKernel;
+use crate::gemm::{MatmulKernel, MixArgs};
 use crate::gemm_rows::{GemmRows, TILE_RESULTS};
 use crate::kernel::{Compiled, Estimate, Kernel};
 use crate::operands::Operands;
-use state::{Attention, QueryBlock, Sums, TILE_KEYS, Workspace};
+use state::{Attention, MANY_ROWS, QueryBlock, Sums, TILE_KEYS, Workspace};
 use vgpu_engine::EngineError;
 
 /// The type combinations that this family runs.
@@ -94,11 +94,16 @@ impl Attention {
     /// `scratch` is the scratch memory of this operator. No other thread has the index `worker`,
     /// and no other thread computes `unit`.
     unsafe fn run(&self, scratch: *mut u8, worker: usize, unit: usize) {
-        let (index, span) = (unit / self.spans, unit % self.spans);
+        // Blocks of the same span are adjacent: the keys and values of a position are side by side,
+        // and heads of quantised caches share cache lines.
+        let (index, span) = (unit % self.blocks(), unit / self.blocks());
         let block = self.block(index);
-        let state = if self.spans == 1 { worker } else { unit };
-        // SAFETY: the state has the index of this worker, or of this unit. The caller guarantees
-        // that no other thread uses it.
+        let state = match self.spans {
+            1 => worker,
+            spans => index * spans + span,
+        };
+        // SAFETY: the state has the index of this worker, or is that of this unit. The caller
+        // guarantees that no other thread uses it.
         let mut sums = unsafe { self.sums(scratch, state) };
         sums.clear();
         // SAFETY: the caller guarantees the scratch memory of this operator and that no other
@@ -112,6 +117,11 @@ impl Attention {
             }
         }
         let end = self.k.ne[1].min((span + 1) * self.span_keys);
+        if block.rows() < MANY_ROWS {
+            let (first, [v2, v3]) = (span * self.span_keys, self.shared(block, &self.v));
+            self.v
+                .prefetch_rows([first, v2, v3], TILE_KEYS.min(end - first));
+        }
         for first in (span * self.span_keys..end).step_by(TILE_KEYS) {
             let keys = TILE_KEYS.min(end - first);
             // SAFETY: `first + keys <= end <= k.ne[1]`. The workspace belongs to this worker and
@@ -122,22 +132,22 @@ impl Attention {
                     continue;
                 }
                 let keys = visible.keys();
-                // Keys and values that are read once are prefetched.
-                let streaming = block.rows() <= TILE_RESULTS;
-                let [v2, v3] = self.shared(block, &self.v);
-                if streaming {
-                    self.v.prefetch_rows([first, v2, v3], keys);
-                }
+                // Keys and values that few rows read are prefetched a tile before: those of keys
+                // have the time of this tile, and so have those of values.
+                let next = first + TILE_KEYS;
+                let next_keys = match block.rows() < MANY_ROWS {
+                    true => TILE_KEYS.min(end.saturating_sub(next)),
+                    false => 0,
+                };
+                let ([k2, k3], [v2, v3]) =
+                    (self.shared(block, &self.k), self.shared(block, &self.v));
+                self.k.prefetch_rows([next, k2, k3], next_keys);
                 if self.by_key {
                     self.weights_by_key(block, first, keys, visible, &space, &mut sums);
                 } else {
                     self.weights_by_row(block, first, keys, visible, &space, &mut sums);
                 }
-                if streaming && first + TILE_KEYS < end {
-                    let (next, [k2, k3]) = (first + TILE_KEYS, self.shared(block, &self.k));
-                    let keys = TILE_KEYS.min(end - next);
-                    self.k.prefetch_rows([next, k2, k3], keys);
-                }
+                self.v.prefetch_rows([next, v2, v3], next_keys);
                 self.add_values(block, first, keys, visible.live, &space, &mut sums);
             }
         }
@@ -162,6 +172,27 @@ impl Attention {
         sums: &mut Sums<'_>,
     ) {
         let [v2, v3] = self.shared(block, &self.v);
+        if let Some(mix) = self.mix {
+            // SAFETY: the caller guarantees `keys <= TILE_KEYS` rows of values from `first` on, and
+            // weights for them, by row. Rows of values are dense, by the check of FLASH_ATTN_EXT.
+            // The sums belong to this worker.
+            unsafe {
+                mix(&MixArgs {
+                    results: block.rows(),
+                    terms: keys,
+                    live,
+                    n: self.v.ne[0],
+                    weights: space.scores.cast_const(),
+                    weights_stride: TILE_KEYS,
+                    totals: sums.weights.as_ptr(),
+                    rows: self.v.row_ptr([first, v2, v3]).cast_const(),
+                    rows_stride: self.v.nb[1],
+                    out: sums.values.as_mut_ptr(),
+                    out_stride: self.width,
+                });
+            }
+            return;
+        }
         let (weights_stride, weights_step) = match self.by_key {
             true => (1, self.block_rows()),
             false => (TILE_KEYS, 1),

@@ -5,7 +5,7 @@ use vgpu_transport::ir::Op;
 use super::super::scratch::{Output, ScratchLayout};
 use super::super::softmax::Slopes;
 use super::rows::Rows;
-use crate::gemm::MatmulKernel;
+use crate::gemm::{Level, MAX_MIXED, MatmulKernel, Mix, mix_of};
 use crate::operands::{Operands, parameters};
 use crate::view::View;
 
@@ -16,6 +16,8 @@ pub(super) const BLOCK_ROWS_BY_KEY: usize = 96;
 
 /// Keys in a tile.
 pub(super) const TILE_KEYS: usize = 64;
+
+const _: () = assert!(TILE_KEYS <= MAX_MIXED);
 
 /// From this many rows on, scores of keys that are not quantised are stored by key.
 pub(super) const MANY_ROWS: usize = 16;
@@ -52,6 +54,8 @@ pub(super) struct Attention {
     pub(super) output: Output,
     /// Multiplies keys with queries, if scores are stored by row.
     pub(super) kernel: MatmulKernel,
+    /// Adds values to sums, if the values are blocks and scores are stored by row.
+    pub(super) mix: Option<Mix>,
     pub(super) keys: Rows,
     pub(super) values: Rows,
     /// The factor of the scores.
@@ -173,13 +177,21 @@ impl Attention {
         );
         let (q, k, v) = (operands.src(0), operands.src(1), operands.src(2));
         let (mask, sinks) = (operands.optional(3), operands.optional(4));
-        let kernel = MatmulKernel::of(k.ty).expect("the rules claim no other keys");
+        let any = MatmulKernel::of(k.ty).expect("the rules claim no other keys");
         let sources: Vec<View> = [Some(q), Some(k), Some(v), mask, sinks]
             .into_iter()
             .flatten()
             .collect();
         let group = greatest_common_divisor(q.ne[2] / k.ne[2], q.ne[2] / v.ne[2]);
-        let by_key = !k.ty.is_quantized() && q.ne[1] * group >= MANY_ROWS;
+        let many_rows = q.ne[1] * group >= MANY_ROWS;
+        let by_key = !k.ty.is_quantized() && many_rows;
+        let level = Level::best();
+        // With AVX2, many rows are faster with panels of keys, and with values as floats.
+        let (short_rows, mix) = match many_rows && level < Level::Avx512 {
+            true => (None, None),
+            false => (MatmulKernel::of_short_rows(k.ty), mix_of(v.ty, level)),
+        };
+        let kernel = short_rows.unwrap_or(any);
         let mut attention = Attention {
             q,
             k,
@@ -188,6 +200,7 @@ impl Attention {
             sinks,
             output: Output::new(operands.dst(), &sources, scratch),
             kernel,
+            mix: mix.filter(|_| !by_key),
             keys: Rows::new(k),
             values: Rows::new(v),
             scale: if cap == 0.0 { scale } else { scale / cap },

@@ -47,6 +47,7 @@ macro_rules! nibble_groups {
                     Some(_) => usize::MAX,
                     None => 16,
                 };
+                const SCALE_FIRST: bool = true;
                 const CODES: Codes = match $qh {
                     Some(_) => Codes::Other,
                     None => Codes::Nibbles(offset_of!(Self, qs)),
@@ -135,6 +136,10 @@ macro_rules! nibble_groups {
                 }
             }
             const _: () = assert!(size_of::<$block>() == $bytes && offset_of!($block, d) == 0);
+            const _: () = assert!(match $m {
+                Some(m) => m == size_of::<u16>(),
+                None => true,
+            });
         )*
     };
 }
@@ -149,6 +154,7 @@ nibble_groups! {
 impl Block32Kernel for BlockQ8_0 {
     const MAX_QUANT: usize = 255;
     const ONE_ORDER_LANES: usize = 8;
+    const SCALE_FIRST: bool = true;
     const CODES: Codes = Codes::Bytes(offset_of!(Self, qs));
 
     #[inline(always)]
@@ -184,6 +190,7 @@ impl Block32Kernel for BlockIq4Nl {
     const MAX_QUANT: usize = 255;
     const CAN_NEGATE: bool = true;
     const ONE_ORDER_LANES: usize = 16;
+    const SCALE_FIRST: bool = true;
     const CODES: Codes = Codes::Nibbles(offset_of!(Self, qs));
 
     #[inline(always)]

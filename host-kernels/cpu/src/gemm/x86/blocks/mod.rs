@@ -50,6 +50,10 @@ pub(super) trait Block32Kernel: Block32Format {
     /// column is then about as fast as row by row. Then a block has one group and one scale.
     const ONE_ORDER_LANES: usize = usize::MAX;
 
+    /// Whether a block of one group begins with the F16 of its scale, then that of its minimum, if
+    /// the format has one.
+    const SCALE_FIRST: bool = false;
+
     /// How the codes are stored that [`Block32Kernel::decode`] converts to quants.
     const CODES: Codes = Codes::Other;
 
@@ -61,6 +65,17 @@ pub(super) trait Block32Kernel: Block32Format {
 
     /// The quants of group `g` of a row.
     unsafe fn single(row: *const u8, g: usize) -> __m256i;
+
+    /// The quants of group `g` of a row, minus the offset, for offsets of up to 128.
+    #[inline(always)]
+    unsafe fn signed(row: *const u8, g: usize) -> __m256i {
+        // SAFETY: group `g` is readable for `single` as for this function. The subtraction is on
+        // registers and needs AVX2, which the caller guarantees.
+        unsafe {
+            let offset = _mm256_set1_epi8(Self::OFFSET as i8);
+            _mm256_sub_epi8(Self::single(row, g), offset)
+        }
+    }
 
     /// The quants of groups `g` and `h` of a row.
     #[inline(always)]
