@@ -88,8 +88,8 @@ Only `--full` runs:
             release with the llama-server of the llama.cpp it carries instead of that of 0.25.3;
             an upgrade in place
   deploy    KubeVirt's own types; the device plugin with Kubernetes' own package of its services;
-            whether vgpu takes the flags of the Helm chart; a Prometheus that scrapes an executor,
-            with every query of the dashboard
+            whether vgpu takes the flags of the Helm chart (also with --dist); a Prometheus that
+            scrapes an executor, with every query of the dashboard
   vm        the guests with vfio-user, with vsock and TCP, and with systemd; a guest that is paused,
             put to sleep, reset, unplugged and killed; test-backend-ops with 13 operators and
             products of nine types instead of four and three; 20 killed executors instead of five

@@ -63,7 +63,7 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
                 .map(|_| "kubernetes-validate".into())
         });
     }
-    let dist = match tests.options.full {
+    let dist = match tests.options.full || tests.options.dist.is_some() {
         true => tests.dist(),
         false => None,
     };
