@@ -126,6 +126,15 @@ pub fn kubelet_standin(cache: &Cache, folder: &Path) -> Result<PathBuf> {
     go_program(cache, "kubelet-standin-0.34.2", "kubelet-standin", folder)
 }
 
+/// The path of a program that lints and renders a chart with Helm's own packages. The source is in
+/// `folder`.
+///
+/// # Errors
+/// If Go is missing and cannot be installed, or the build fails.
+pub fn helm(cache: &Cache, folder: &Path) -> Result<PathBuf> {
+    go_program(cache, "helm-4.3.1", "helm", folder)
+}
+
 /// Builds the Go program in `folder`, once for each `name`.
 fn go_program(cache: &Cache, name: &str, program: &str, folder: &Path) -> Result<PathBuf> {
     let root = cache.folder(name, |dir| {

@@ -1,6 +1,9 @@
 //! The files in `deploy/`, each checked by its validator if this machine has it. The part `vm`
 //! tests the units, the users and the udev rule.
 
+mod chart;
+mod yaml;
+
 use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
@@ -60,6 +63,11 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
                 .map(|_| "kubernetes-validate".into())
         });
     }
+    let dist = match tests.options.full || tests.options.dist.is_some() {
+        true => tests.dist(),
+        false => None,
+    };
+    chart::run(tests, dist.as_ref());
     if tests.options.full {
         tests.check("kubernetes/kubevirt.yaml", |tests, _| {
             let source = workspace::root().join("tests/kubevirt");
@@ -67,7 +75,7 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
             process::output(Command::new(program).arg(at("kubernetes/kubevirt.yaml")))
                 .map(|_| "KubeVirt's types".into())
         });
-        if let Some(dist) = tests.dist() {
+        if let Some(dist) = dist {
             tests.check(
                 "the device plugin and Kubernetes' own package of its services",
                 |tests, _| device_plugin(tests, &dist),
@@ -189,15 +197,7 @@ fn device_plugin(tests: &TestRun<'_>, dist: &Dist) -> Result<String> {
 
 /// Compose's file is YAML, and says the same as the `docker run` of the documentation.
 fn compose(tests: &TestRun<'_>, file: &Path) -> Result<String> {
-    // The validator of Kubernetes brings a parser of YAML.
-    let validator = packages::kubernetes_validate(tests.cache)?;
-    let mut parse = Command::new(validator.with_file_name("python"));
-    parse.args([
-        "-c",
-        "import json, sys, yaml; print(json.dumps(yaml.safe_load(open(sys.argv[1]))))",
-    ]);
-    let text = process::output(parse.arg(file))?;
-    let file: Value = serde_json::from_str(&text).context("reading what Python has printed")?;
+    let file = yaml::read(tests, file)?;
     let services = file["services"].as_object().context("no services")?;
     let known = |key: &str| {
         let known = [

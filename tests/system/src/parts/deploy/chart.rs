@@ -1,0 +1,193 @@
+//! The Helm chart: linted and rendered by Helm's own packages, checked as the other files of
+//! Kubernetes are, and compared with the files for `kubectl apply`.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context as _, Result, bail, ensure};
+use serde_json::Value;
+
+use xtask_common::dist::Dist;
+use xtask_common::scratch::Scratch;
+use xtask_common::{packages, process, workspace};
+
+use super::yaml;
+use crate::test_run::TestRun;
+
+/// The namespace of the files for `kubectl apply`.
+const NAMESPACE: &str = "kube-system";
+/// Labels that only Helm's objects have begin so.
+const HELM_LABELS: [&str; 2] = ["helm.sh/", "app.kubernetes.io/"];
+/// The files in `tests/helm/values`, and in `tests/helm/expected`.
+const VALUES: [&str; 3] = ["cpu", "gpu", "service-monitor"];
+/// Values that the chart refuses, and what the error says.
+const REFUSED: [(&str, &str); 8] = [
+    ("devicePlugin: {seats: many}", "/devicePlugin/seats"),
+    ("devicePlugin: {slice: 1 GB}", "/devicePlugin/slice"),
+    ("executor: {engin: cpu}", "'engin'"),
+    ("executor: {engine: gpu}", "/executor/engine"),
+    ("metrics: {enabled: \"yes\"}", "/metrics/enabled"),
+    (
+        "executor: {isolate: true, cache: {folder: /cache, weights: 50G}}",
+        "exclude each other",
+    ),
+    (
+        "executor: {cache: {weights: 50G}}",
+        "needs executor.cache.folder",
+    ),
+    (
+        "metrics: {monitor: {kind: PodMonitor}}",
+        "needs metrics.enabled",
+    ),
+];
+
+/// Checks the chart. `dist`: the programs whose flags the chart has, if they are built.
+pub(super) fn run(tests: &mut TestRun<'_>, dist: Option<&Dist>) {
+    tests.check("kubernetes/chart", |tests, _| is_plain_by_default(tests));
+    for name in VALUES {
+        tests.check(&format!("kubernetes/chart with {name}.yaml"), |tests, _| {
+            let rendered = render(tests, Some(&file_of("values", name)))?;
+            has_what_is_expected(tests, name, rendered.path())?;
+            let validated = validate(tests, rendered.path())?;
+            if let Some(dist) = dist {
+                vgpu_takes(tests, dist, rendered.path())?;
+            }
+            Ok(validated)
+        });
+    }
+    tests.check("kubernetes/chart refuses mistakes", |tests, _| {
+        let scratch = Scratch::new()?;
+        let file = scratch.path().join("values.yaml");
+        for (values, expected) in REFUSED {
+            std::fs::write(&file, values).context("writing values")?;
+            match render(tests, Some(&file)) {
+                Ok(_) => bail!("{values} is not refused"),
+                Err(error) => {
+                    let error = format!("{error:#}");
+                    ensure!(error.contains(expected), "{values}: {error}");
+                }
+            }
+        }
+        Ok(format!("{} mistakes", REFUSED.len()))
+    });
+}
+
+/// With its default values the chart makes the objects of the plain files, and no others.
+fn is_plain_by_default(tests: &TestRun<'_>) -> Result<String> {
+    let rendered = render(tests, None)?;
+    let files = names(rendered.path())?;
+    let expected = ["NOTES.txt", "device-plugin.yaml", "executor.yaml"];
+    ensure!(files == expected.map(str::to_owned).into(), "{files:?}");
+    for file in &expected[1..] {
+        let plain = workspace::root().join("deploy/kubernetes").join(file);
+        let plain = yaml::read(tests, &plain)?;
+        let mut chart = yaml::read(tests, &rendered.path().join(file))?;
+        remove_labels_of_helm(&mut chart);
+        if let Some(difference) = difference(&plain, &chart, "") {
+            bail!("{file}, plain and of the chart: {difference}");
+        }
+    }
+    validate(tests, rendered.path())
+}
+
+/// A file in a folder of `tests/helm`.
+fn file_of(folder: &str, name: &str) -> PathBuf {
+    let folder = workspace::root().join("tests/helm").join(folder);
+    folder.join(format!("{name}.yaml"))
+}
+
+/// Compares what the chart made with `tests/helm/expected`: for each file, places in it and what is
+/// there. An expected null is a place that the file does not have.
+fn has_what_is_expected(tests: &TestRun<'_>, name: &str, rendered: &Path) -> Result<()> {
+    let expected = yaml::read(tests, &file_of("expected", name))?;
+    for (file, places) in expected.as_object().context("no files")? {
+        let object = yaml::read(tests, &rendered.join(file))?;
+        for (place, expected) in places.as_object().context("no places")? {
+            let found = object.pointer(place).unwrap_or(&Value::Null);
+            if let Some(difference) = difference(expected, found, place) {
+                bail!("{file}, expected and found: {difference}");
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A folder with what the chart makes of a file of values.
+fn render(tests: &TestRun<'_>, values: Option<&Path>) -> Result<Scratch> {
+    let source = workspace::root().join("tests/helm");
+    let program = packages::helm(tests.cache, &source)?;
+    let scratch = Scratch::new()?;
+    let mut helm = Command::new(program);
+    helm.arg(workspace::root().join("deploy/kubernetes/chart"))
+        .arg(NAMESPACE)
+        .arg(scratch.path())
+        .args(values);
+    process::output(&mut helm)?;
+    Ok(scratch)
+}
+
+/// The files in a folder.
+fn names(folder: &Path) -> Result<BTreeSet<String>> {
+    let mut names = BTreeSet::new();
+    for entry in std::fs::read_dir(folder).context("listing what the chart made")? {
+        let entry = entry.context("listing what the chart made")?;
+        names.insert(entry.file_name().to_string_lossy().into_owned());
+    }
+    Ok(names)
+}
+
+/// Compares the objects with the schemas of Kubernetes. `tests/helm` has read monitors.
+fn validate(tests: &TestRun<'_>, folder: &Path) -> Result<String> {
+    let files = names(folder)?;
+    let files = files
+        .iter()
+        .filter(|name| name.ends_with(".yaml") && *name != "monitor.yaml");
+    let program = packages::kubernetes_validate(tests.cache)?;
+    let mut validate = Command::new(program);
+    validate
+        .arg("--strict")
+        .args(files.map(|name| folder.join(name)));
+    process::output(&mut validate)?;
+    Ok("helm lint, kubernetes-validate".into())
+}
+
+/// The commands of the containers have flags and values that `vgpu` reads.
+fn vgpu_takes(tests: &TestRun<'_>, dist: &Dist, folder: &Path) -> Result<()> {
+    for file in names(folder)?.iter().filter(|name| name.ends_with(".yaml")) {
+        let object = yaml::read(tests, &folder.join(file))?;
+        let containers = object.pointer("/spec/template/spec/containers");
+        for container in containers.and_then(Value::as_array).into_iter().flatten() {
+            let command = container["command"].as_array().context("no command")?;
+            let command = command.iter().filter_map(Value::as_str).skip(1);
+            let mut vgpu = Command::new(&dist.vgpu);
+            // The help is printed only if all words before it are right.
+            process::output(vgpu.args(command).arg("--help"))?;
+        }
+    }
+    Ok(())
+}
+
+fn remove_labels_of_helm(object: &mut Value) {
+    if let Some(labels) = object["metadata"]["labels"].as_object_mut() {
+        labels.retain(|name, _| !HELM_LABELS.iter().any(|start| name.starts_with(start)));
+    }
+}
+
+/// The first place at which two documents differ, and what is there.
+fn difference(left: &Value, right: &Value, place: &str) -> Option<String> {
+    match (left, right) {
+        (Value::Object(a), Value::Object(b)) => {
+            let keys: BTreeSet<_> = a.keys().chain(b.keys()).collect();
+            keys.into_iter().find_map(|key| {
+                let place = format!("{place}/{key}");
+                difference(&left[key.as_str()], &right[key.as_str()], &place)
+            })
+        }
+        (Value::Array(a), Value::Array(b)) if a.len() == b.len() => {
+            let mut items = a.iter().zip(b).enumerate();
+            items.find_map(|(i, (a, b))| difference(a, b, &format!("{place}/{i}")))
+        }
+        _ => (left != right).then(|| format!("{place} is {left} and {right}")),
+    }
+}
