@@ -198,6 +198,16 @@ mod tests {
                 .to_string()
                 .ends_with("drain: vm1: it has just started")
         );
+        // A machine that starts again at the end of a long drain has time, too.
+        let progress = DrainProgress {
+            programs: 0,
+            ended: 0,
+            untold: &untold,
+            waited: 100 * TELL_TIME,
+            idle: second,
+            deadline: None,
+        };
+        assert_eq!(progress.outcome(), Ok(None));
         // Programs are waited for, up to the deadline.
         let late = second + END_TIME + second;
         assert_eq!(outcome(2, &untold, late, None), Ok(None));
@@ -208,6 +218,7 @@ mod tests {
             ended: 2,
             untold: &[],
             waited: second,
+            idle: second,
             deadline: Some(second),
         };
         assert!(matches!(

@@ -76,7 +76,9 @@ fn find_restarted(shared: &Shared) {
         .map(|vm| (vm.name.clone(), vm.control.clone()))
         .collect();
     drop(processes);
-    let reports = query_all(&machines, |path, timeout| control::report(path, timeout).answer);
+    let reports = query_all(&machines, |path, timeout| {
+        control::report(path, timeout).answer
+    });
     let mut processes = shared.processes();
     let is_on = shared.drain.is_on();
     for ((id, pid), (_, report)) in ids.into_iter().zip(reports) {

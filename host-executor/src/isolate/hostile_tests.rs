@@ -21,8 +21,8 @@ use super::ipc::{self, IpcSocket, ReceiveOutcome, WorkerMessage, WorkerReport};
 use super::partition::{Partition, Resources};
 use super::state::Timeouts;
 use super::{Supervisor, serve, take_socket};
-use crate::control;
 use crate::OperatorRequest;
+use crate::control;
 use crate::limits::Limits;
 use crate::log_limit::{GUEST_LINES, INTERVAL};
 use crate::policy::Policy;
@@ -830,7 +830,7 @@ fn session_of_a_virtual_machine_is_ended_by_its_process() {
     let control = start_machine(&mut test);
     let vm = ObedientVm::start(&control, true);
     let supervisor = test.supervisor.as_ref().expect("it runs");
-    let number = { test.shared().processes().machines.keys() }.next().copied();
+    let number = test.shared().processes().machines.keys().next().copied();
     let number = number.expect("it runs");
     let of_machine = |number: u64| (number << 32) | 7;
     let guest = supervisor.kill_session(of_machine(number));

@@ -21,6 +21,7 @@ use crate::gpu_monitor::GpuMonitor;
 use crate::limits::HandshakeLimits;
 use crate::listener::threads::ListenerThreads;
 use crate::listener::{ListenerId, SocketListener};
+use crate::session_log::SessionLog;
 use crate::status::StatusHandle;
 use crate::tenant_registry::QuotaError;
 
@@ -343,7 +344,8 @@ impl SupervisorHealth {
     /// Logs how many lines about the sessions of guests were left out, for each guest at most once
     /// in 10 s.
     pub fn log_left_out(&self) {
-        for left_out in self.0.session_log.left_out(Instant::now()) {
+        let (logs, now) = ([&self.0.session_log, &self.0.crash_log], Instant::now());
+        for left_out in logs.into_iter().flat_map(|log| log.left_out(now)) {
             warn!("{left_out}");
         }
     }
