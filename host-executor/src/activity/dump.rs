@@ -22,23 +22,6 @@ pub(crate) struct EngineFigures<'a> {
 }
 
 impl ThreadState {
-    /// Whether the host works, so that the state should end soon.
-    pub(super) fn is_work(self) -> bool {
-        match self {
-            ThreadState::Pins
-            | ThreadState::Executes
-            | ThreadState::CallsEngine
-            | ThreadState::Compiles
-            | ThreadState::Ends => true,
-            ThreadState::Handshake
-            | ThreadState::FirstMessage
-            | ThreadState::Idle
-            | ThreadState::WaitsForEngine
-            | ThreadState::Pauses
-            | ThreadState::Replies => false,
-        }
-    }
-
     fn text(self) -> &'static str {
         match self {
             ThreadState::Handshake => "opens the link",

@@ -55,6 +55,25 @@ pub(crate) enum ThreadState {
     Ends,
 }
 
+impl ThreadState {
+    /// Whether the host works, so that the state should end soon.
+    fn is_work(self) -> bool {
+        match self {
+            ThreadState::Pins
+            | ThreadState::Executes
+            | ThreadState::CallsEngine
+            | ThreadState::Compiles
+            | ThreadState::Ends => true,
+            ThreadState::Handshake
+            | ThreadState::FirstMessage
+            | ThreadState::Idle
+            | ThreadState::WaitsForEngine
+            | ThreadState::Pauses
+            | ThreadState::Replies => false,
+        }
+    }
+}
+
 /// By number.
 const THREAD_STATES: [ThreadState; 11] = [
     ThreadState::Handshake,

@@ -241,6 +241,7 @@ impl Queue {
 
     /// How much time a tenant owes at the time `at`. `None`: nothing is lost if the tenant is
     /// forgotten.
+    #[cfg(any(feature = "server", test))]
     pub(crate) fn debt(&self, tenant: TenantId, at: Duration) -> Option<Duration> {
         self.tenants.get(&tenant)?.debt(at, self.now)
     }
