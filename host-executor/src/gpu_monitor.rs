@@ -68,8 +68,8 @@ impl GpuMonitor {
         Ok(GpuWatch(monitor))
     }
 
-    /// The GPU of the CUDA engine, whose PCI address `find` returns. Calls `find` on the thread, and
-    /// again after a refusal.
+    /// The GPU of the CUDA engine, whose PCI address `find` returns. Calls `find` on the thread,
+    /// and again after a refusal.
     ///
     /// # Errors
     /// No thread can be started.

@@ -2,10 +2,10 @@
 //!
 //! No thread calls an engine, waits for a guest, uses a file or writes to the log under one of
 //! these locks: admission, status, metrics, reload and shutdown need them, and would hang with the
-//! call. [`Rank::Telling`], [`Rank::Processes`] and [`Rank::Upload`] say where they are exceptions. A build with debug assertions checks the order at
-//! each use, and that a thread holds none of these locks where it begins a request, launches a plan
-//! or waits for one, asks an engine for its memory, or changes files of the weight cache
-//! ([`expect_unlocked`]).
+//! call. [`Rank::Telling`], [`Rank::Processes`] and [`Rank::Upload`] say where they are exceptions.
+//! A build with debug assertions checks the order at each use, and that a thread holds none of
+//! these locks where it begins a request, launches a plan or waits for one, asks an engine for its
+//! memory, or changes files of the weight cache ([`expect_unlocked`]).
 //!
 //! Locks that are not here are innermost: nothing else is locked, called or waited for under them
 //! (`log_limit`, `engine_monitor`, `activity`, `service`).

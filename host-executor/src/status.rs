@@ -157,8 +157,8 @@ pub struct EngineStatus {
     /// The GPU of this machine that the engine does not use, and why, for people.
     #[serde(default)]
     pub unused_gpu: Option<String>,
-    /// What the driver says of the GPU. `None`: the engine is not the CUDA engine, or the driver has
-    /// not answered yet.
+    /// What the driver says of the GPU. `None`: the engine is not the CUDA engine, or the driver
+    /// has not answered yet.
     #[serde(default)]
     pub gpu: Option<GpuStatus>,
     /// Seconds that the present turn on the engine has lasted. `None`: no graph runs.

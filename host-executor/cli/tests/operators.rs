@@ -538,7 +538,7 @@ fn top_fits_into_a_small_terminal() {
         "Esc back",
     )]);
     top.press("\u{1b}");
-    top.wait_for(&[("q quit", "x end a session")]);
+    top.wait_for(&[("q quit", "x end")]);
     top.press("x4711\r");
     top.wait_for(&[("there is no session 4711", "")]);
     zoe.fence();

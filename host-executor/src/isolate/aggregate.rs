@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use tracing::debug;
 
 use super::drain;
-use super::printable::printable;
+use super::printable::shown;
 use super::query::query_all;
 use super::state::{Program, Shared};
 use super::totals::{GuestTotals, counted_as};
@@ -20,9 +20,6 @@ use crate::status::{
     StatusSource, TenantLatency, Usage, WeightsStatus,
 };
 use crate::version::version;
-
-/// Longest program name that is passed on, in characters.
-const MAX_NAME_CHARS: usize = 200;
 
 /// In the number of a session of a virtual machine, the number of the machine is shifted by this
 /// many bits: the process of each machine counts its sessions from 1.
@@ -277,9 +274,4 @@ impl StatusSource for Shared {
             })
             .collect()
     }
-}
-
-/// A name that a worker reports, made safe for terminals.
-pub(super) fn shown(text: &str) -> String {
-    printable(text).chars().take(MAX_NAME_CHARS).collect()
 }

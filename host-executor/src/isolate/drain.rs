@@ -9,8 +9,8 @@ use std::thread;
 use rustix::process::Pid;
 use tracing::warn;
 
-use super::aggregate::shown;
 use super::ipc::Command;
+use super::printable::shown;
 use super::query::query_all;
 use super::state::Shared;
 use crate::control;

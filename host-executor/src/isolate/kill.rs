@@ -3,8 +3,9 @@
 
 use std::io;
 
-use super::aggregate::{MACHINE_SHIFT, shown};
+use super::aggregate::MACHINE_SHIFT;
 use super::ipc::Command;
+use super::printable::shown;
 use super::query::REPORT_TIMEOUT;
 use super::state::{Shared, Worker};
 use crate::control::{self, ControlError};

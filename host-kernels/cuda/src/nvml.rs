@@ -1,5 +1,5 @@
-//! NVML, the management library of NVIDIA's driver, loaded at run time: how busy, full and hot a GPU
-//! is.
+//! NVML, the management library of NVIDIA's driver, loaded at run time: how busy, full and hot a
+//! GPU is.
 //!
 //! Seven functions are declared here by hand. The crate `nvml-wrapper` 0.13.0 would add a second
 //! version of `thiserror`, two macro crates and bindings of three hundred functions.

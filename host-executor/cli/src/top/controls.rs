@@ -197,9 +197,9 @@ impl Controls {
         }
         let filter = match self.filter.as_str() {
             "" => "/ filter".to_owned(),
-            filter => format!("/ filter: {filter}   Esc all"),
+            filter => format!("/ filter: {filter}  Esc all"),
         };
         let order = self.order.name();
-        format!("q quit   ↑ ↓ scroll   Tab table   s sort: {order}   x end a session   {filter}")
+        format!("q quit  ↑ ↓ scroll  Tab table  s sort: {order}  x end  {filter}")
     }
 }

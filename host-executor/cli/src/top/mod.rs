@@ -74,6 +74,8 @@ fn show(args: &Args, terminal: &mut ratatui::DefaultTerminal, first: Status) -> 
     let mut status = first;
     let mut shown = BTreeMap::new();
     let mut notice: Option<String> = None;
+    // What the executor has said to the last request, until the next key.
+    let mut answer: Option<String> = None;
     let mut controls = Controls::default();
     let mut next = Instant::now() + pause;
     loop {
@@ -83,6 +85,7 @@ fn show(args: &Args, terminal: &mut ratatui::DefaultTerminal, first: Status) -> 
                     status: &status,
                     rates: &shown,
                     notice: notice.as_deref(),
+                    answer: answer.as_deref(),
                     controls: &controls,
                 };
                 draw(frame, &view);
@@ -93,14 +96,12 @@ fn show(args: &Args, terminal: &mut ratatui::DefaultTerminal, first: Status) -> 
             && let Event::Key(key) = event::read().context("the terminal")?
         {
             match controls.press(key) {
-                Next::Show => {}
+                Next::Show => answer = None,
                 Next::Quit => return Ok(()),
                 Next::Kill(session) => {
                     let request = OperatorRequest::Kill { session };
                     let said = control_client::perform(&args.control, &request);
-                    notice = Some(said.unwrap_or_else(|error| format!("{error:#}")));
-                    // The notice stays for one interval.
-                    next = Instant::now() + pause;
+                    answer = Some(said.unwrap_or_else(|error| format!("{error:#}")));
                 }
             }
         }

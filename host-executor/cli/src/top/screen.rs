@@ -27,6 +27,8 @@ pub(super) struct View<'a> {
     pub(super) rates: &'a BTreeMap<String, Rates>,
     /// Why the figures are not current, if they are not.
     pub(super) notice: Option<&'a str>,
+    /// What the executor has said to a request, in place of the keys.
+    pub(super) answer: Option<&'a str>,
     pub(super) controls: &'a Controls,
 }
 
@@ -180,7 +182,10 @@ pub(super) fn draw(frame: &mut Frame<'_>, view: &View<'_>) {
     }
     draw_guests(frame, table, &guests, view);
     draw_sessions(frame, programs, &sessions, view);
-    let keys = Line::from(format!(" {}", view.controls.help()));
+    let text = view
+        .answer
+        .map_or_else(|| view.controls.help(), str::to_owned);
+    let keys = Line::from(format!(" {text}"));
     frame.render_widget(keys.style(Style::new().add_modifier(Modifier::DIM)), foot);
 }
 
@@ -400,6 +405,7 @@ mod tests {
                 status,
                 rates: &BTreeMap::new(),
                 notice: None,
+                answer: None,
                 controls: &Controls::default(),
             };
             terminal.draw(|frame| draw(frame, &view)).expect("a screen");
