@@ -111,7 +111,7 @@ impl Snapshot {
         let processes = shared.processes();
         let machines = processes.machines.iter();
         let (ids, machines): (Vec<u64>, Vec<(String, PathBuf)>) = machines
-            .map(|(&id, machine)| (id, (machine.name.clone(), machine.control.clone())))
+            .map(|(&id, machine)| (id, machine.address()))
             .unzip();
         drop(processes);
         let at = Instant::now();

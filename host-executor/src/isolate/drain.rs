@@ -5,6 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread;
+use std::time::Duration;
 
 use rustix::process::Pid;
 use tracing::warn;
@@ -12,8 +13,8 @@ use tracing::warn;
 use super::ipc::Command;
 use super::printable::shown;
 use super::query::query_all;
-use super::state::Shared;
-use crate::control;
+use super::state::{Shared, VmProcess};
+use crate::control::{self, ControlError};
 
 /// Makes workers accept sessions again that have ended theirs at the deadline of a drain.
 pub(super) fn tell_workers(shared: &Shared) {
@@ -29,6 +30,28 @@ pub(super) fn tell_workers(shared: &Shared) {
     }
 }
 
+/// Queries the processes of virtual machines that are `wanted`, and passes each answer to `note`
+/// with the name of the machine. The process is missing if another one has taken its place
+/// meanwhile.
+fn query_machines<T: Send>(
+    shared: &Shared,
+    wanted: impl Fn(&VmProcess) -> bool,
+    query: impl Fn(&Path, Duration) -> Result<T, ControlError> + Sync,
+    mut note: impl FnMut(&str, Result<T, ControlError>, Option<&mut VmProcess>),
+) {
+    let processes = shared.processes();
+    let wanted = processes.machines.iter().filter(|(_, vm)| wanted(vm));
+    let (ids, machines): (Vec<(u64, Pid)>, Vec<_>) =
+        wanted.map(|(&id, vm)| ((id, vm.pid), vm.address())).unzip();
+    drop(processes);
+    let answers = query_all(&machines, query);
+    let mut processes = shared.processes();
+    for ((id, pid), (name, answer)) in ids.into_iter().zip(answers) {
+        let vm = processes.machines.get_mut(&id);
+        note(&name, answer, vm.filter(|vm| vm.pid == pid));
+    }
+}
+
 /// Tells the processes of virtual machines that do not know whether the supervisor drains. Returns
 /// the names of those that do not answer, and why.
 pub(super) fn tell_machines(shared: &Shared) -> Vec<String> {
@@ -36,60 +59,46 @@ pub(super) fn tell_machines(shared: &Shared) -> Vec<String> {
     let _telling = shared.telling.lock();
     // Before the list: a process that starts meanwhile is told by the next call.
     let (request, change) = shared.drain.request();
-    let processes = shared.processes();
-    let untold = processes.machines.iter().filter(|(_, vm)| vm.told < change);
-    let (ids, machines): (Vec<(u64, Pid)>, Vec<_>) = untold
-        .map(|(&id, vm)| ((id, vm.pid), (vm.name.clone(), vm.control.clone())))
-        .unzip();
-    drop(processes);
     let tell = |path: &Path, timeout| control::perform_within(path, &request, timeout);
-    let answers = query_all(&machines, tell);
     let mut silent = Vec::new();
-    let mut processes = shared.processes();
-    for ((id, pid), (name, answer)) in ids.into_iter().zip(answers) {
-        let reason = match answer {
-            Ok(outcome) if outcome.ok => None,
-            Ok(outcome) => Some(shown(&outcome.message)),
-            Err(error) => Some(error.to_string()),
-        };
-        silent.extend(reason.as_ref().map(|reason| format!("{name}: {reason}")));
-        // Another process may have taken its place.
-        let vm = processes.machines.get_mut(&id).filter(|vm| vm.pid == pid);
-        if let Some(vm) = vm {
-            if reason.is_none() {
-                vm.told = vm.told.max(change);
+    query_machines(
+        shared,
+        |vm| vm.told < change,
+        tell,
+        |name, answer, vm| {
+            let reason = match answer {
+                Ok(outcome) if outcome.ok => None,
+                Ok(outcome) => Some(shown(&outcome.message)),
+                Err(error) => Some(error.to_string()),
+            };
+            silent.extend(reason.as_ref().map(|reason| format!("{name}: {reason}")));
+            if let Some(vm) = vm {
+                if reason.is_none() {
+                    vm.told = vm.told.max(change);
+                }
+                vm.untold = reason;
             }
-            vm.untold = reason;
-        }
-    }
+        },
+    );
     silent
 }
 
 /// Finds the processes of virtual machines whose executors have started again since they were told:
 /// `vgpu fd-store` keeps its process and starts another executor.
 fn find_restarted(shared: &Shared) {
-    let processes = shared.processes();
-    let ids: Vec<(u64, Pid)> = { processes.machines.iter() }
-        .map(|(&id, vm)| (id, vm.pid))
-        .collect();
-    let machines: Vec<_> = { processes.machines.values() }
-        .map(|vm| (vm.name.clone(), vm.control.clone()))
-        .collect();
-    drop(processes);
-    let reports = query_all(&machines, |path, timeout| {
-        control::report(path, timeout).answer
-    });
-    let mut processes = shared.processes();
-    let is_on = shared.drain.is_on();
-    for ((id, pid), (_, report)) in ids.into_iter().zip(reports) {
-        let vm = processes.machines.get_mut(&id).filter(|vm| vm.pid == pid);
-        let drains = report.map(|report| report.status.draining.is_some());
-        if let (Some(vm), Ok(drains)) = (vm, drains)
-            && drains != is_on
-        {
-            vm.told = 0;
-        }
-    }
+    let report = |path: &Path, timeout| control::report(path, timeout).answer;
+    query_machines(
+        shared,
+        |_| true,
+        report,
+        |_, report, vm| {
+            if let (Some(vm), Ok(report)) = (vm, report)
+                && report.status.draining.is_some() != shared.drain.is_on()
+            {
+                vm.told = 0;
+            }
+        },
+    );
 }
 
 /// Tells the processes of virtual machines that do not know, on a thread of its own, of which there

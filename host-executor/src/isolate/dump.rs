@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use super::printable::printable;
 use super::query::{REPORT_TIMEOUT, query_all};
-use super::state::{Shared, Worker};
+use super::state::{Shared, VmProcess, Worker};
 use crate::control;
 use crate::service;
 use crate::version::version;
@@ -63,7 +63,7 @@ pub(super) fn dump(shared: &Shared) -> String {
         .map(|(&id, worker)| DumpRequest::new(shared, id, worker))
         .collect();
     let machines: Vec<_> = { processes.machines.values() }
-        .map(|machine| (machine.name.clone(), machine.control.clone()))
+        .map(VmProcess::address)
         .collect();
     drop(processes);
     let of_machines = query_all(&machines, control::dump_of_process);

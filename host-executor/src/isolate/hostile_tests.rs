@@ -442,17 +442,7 @@ fn answer_while(flag: &Arc<AtomicBool>, control: &Path, report: &Report) {
 #[test]
 fn process_of_a_virtual_machine_that_falls_mute_makes_no_progress() {
     let mut test = Supervised::new(SOON, &[]);
-    let folder = test.folder.path().to_owned();
-    let supervisor = test.supervisor.as_mut().expect("it runs");
-    let command = || {
-        let mut command = Command::new("/bin/sh");
-        command.args(["-c", "exec sleep 600"]);
-        command
-    };
-    let control = folder.join("control");
-    let started = supervisor.start_vm("vm1", Box::new(command), &folder.join("vm"), &control);
-    started.expect("it starts");
-    supervisor.wait_for_vms().expect("it does not end");
+    let control = start_machine(&mut test);
     let runs = || matches!(test.progress(), Progress::Runs(_));
     assert!(runs(), "nobody listens yet");
 

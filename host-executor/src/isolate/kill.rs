@@ -43,7 +43,7 @@ pub(super) fn kill_session(shared: &Shared, id: u64) -> Result<String, KillError
         };
     }
     let machine = processes.machines.get(&machine).ok_or(missing)?;
-    let (name, control) = (machine.name.clone(), machine.control.clone());
+    let (name, control) = machine.address();
     drop(processes);
     let session = id & ((1 << MACHINE_SHIFT) - 1);
     match control::perform_within(&control, &OperatorRequest::Kill { session }, REPORT_TIMEOUT) {

@@ -179,6 +179,13 @@ pub(super) struct VmProcess {
     pub(super) report: Option<Report>,
 }
 
+impl VmProcess {
+    /// The name of the machine and the control socket, for [`query_all`](super::query::query_all).
+    pub(super) fn address(&self) -> (String, PathBuf) {
+        (self.name.clone(), self.control.clone())
+    }
+}
+
 /// Which of the questions at a control socket were answered.
 #[derive(Debug, Default)]
 pub(super) struct VmAnswers {
@@ -248,6 +255,11 @@ impl Unanswered {
 }
 
 impl Shared {
+    /// The limits of log lines that are counted.
+    pub(super) fn logs(&self) -> [&SessionLog; 2] {
+        [&self.session_log, &self.crash_log]
+    }
+
     pub(super) fn new(
         command: MakeCommand,
         resources: Resources,

@@ -284,8 +284,10 @@ impl Supervisor {
         }
         drop(processes);
         self.shared.handshakes.close();
-        let logs = [&self.shared.session_log, &self.shared.crash_log];
-        for left_out in logs.into_iter().flat_map(SessionLog::rest) {
+        for left_out in { self.shared.logs() }
+            .into_iter()
+            .flat_map(SessionLog::rest)
+        {
             warn!("{left_out}");
         }
     }
@@ -344,7 +346,7 @@ impl SupervisorHealth {
     /// Logs how many lines about the sessions of guests were left out, for each guest at most once
     /// in 10 s.
     pub fn log_left_out(&self) {
-        let (logs, now) = ([&self.0.session_log, &self.0.crash_log], Instant::now());
+        let (logs, now) = (self.0.logs(), Instant::now());
         for left_out in logs.into_iter().flat_map(|log| log.left_out(now)) {
             warn!("{left_out}");
         }

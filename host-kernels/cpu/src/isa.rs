@@ -42,6 +42,18 @@ impl Level {
         is_compiled && self.has_instructions()
     }
 
+    /// Checks that kernels can run at the level.
+    ///
+    /// # Panics
+    /// If the level is not [supported](Level::is_supported): kernels would execute an illegal
+    /// instruction.
+    pub(crate) fn expect_supported(self) {
+        assert!(
+            self.is_supported(),
+            "{self:?} is not compiled in, or the processor lacks it"
+        );
+    }
+
     /// Whether the processor and the operating system support the level's instructions.
     fn has_instructions(self) -> bool {
         match self {

@@ -130,6 +130,7 @@ fn nvml_finds_a_gpu_by_its_address_and_refuses_what_it_is_told_to() {
     ];
     let test = "nvml_finds_a_gpu_by_its_address_and_refuses_what_it_is_told_to";
     in_process(test, &settings, || {
+        type Plain = extern "C" fn() -> c_int;
         type ByAddress = unsafe extern "C" fn(*const c_char, *mut u64) -> c_int;
         type Get = unsafe extern "C" fn(u64, *mut c_uint) -> c_int;
         let function = |name: &std::ffi::CStr| {
@@ -143,11 +144,10 @@ fn nvml_finds_a_gpu_by_its_address_and_refuses_what_it_is_told_to() {
             found
         };
         // SAFETY: the stand-in's functions have these types under these names, as in `nvml.h`.
-        let (init, by_address, power) = unsafe {
+        let (init, shutdown, by_address, power) = unsafe {
             (
-                std::mem::transmute::<*mut c_void, extern "C" fn() -> c_int>(function(
-                    c"nvmlInit_v2",
-                )),
+                std::mem::transmute::<*mut c_void, Plain>(function(c"nvmlInit_v2")),
+                std::mem::transmute::<*mut c_void, Plain>(function(c"nvmlShutdown")),
                 std::mem::transmute::<*mut c_void, ByAddress>(function(
                     c"nvmlDeviceGetHandleByPciBusId_v2",
                 )),
@@ -173,9 +173,6 @@ fn nvml_finds_a_gpu_by_its_address_and_refuses_what_it_is_told_to() {
         // Faults count calls: the second one is refused.
         let codes = [second, second, 99].map(&mut read);
         assert_eq!((codes, milliwatts), ([0, 3, 2], 123_456));
-        // SAFETY: as above.
-        let shutdown: extern "C" fn() -> c_int =
-            unsafe { std::mem::transmute(function(c"nvmlShutdown")) };
         assert_eq!(shutdown(), 0);
         assert_eq!(open(c"0000:02:00.0").0, 1, "after nvmlShutdown");
         // The address of the driver is that of NVML.

@@ -53,10 +53,7 @@ impl Activation {
 /// # Panics
 /// As [`MatmulKernel::at`].
 pub(crate) fn mix_of(ty: Type, level: Level) -> Option<Mix> {
-    assert!(
-        level.is_supported(),
-        "{level:?} is not compiled in, or the processor lacks it"
-    );
+    level.expect_supported();
     #[cfg(target_arch = "x86_64")]
     return x86::mix(ty, level);
     #[cfg(not(target_arch = "x86_64"))]
@@ -84,10 +81,7 @@ impl MatmulKernel {
     /// # Panics
     /// If `level` is not supported: the kernel would execute an illegal instruction.
     pub fn at(weight: Type, level: Level) -> Option<MatmulKernel> {
-        assert!(
-            level.is_supported(),
-            "{level:?} is not compiled in, or the processor lacks it"
-        );
+        level.expect_supported();
         #[cfg(target_arch = "x86_64")]
         return x86::kernel(weight, level);
         #[cfg(not(target_arch = "x86_64"))]
@@ -105,10 +99,7 @@ impl MatmulKernel {
     /// # Panics
     /// As [`MatmulKernel::at`].
     pub fn of_short_rows_at(weight: Type, level: Level) -> Option<MatmulKernel> {
-        assert!(
-            level.is_supported(),
-            "{level:?} is not compiled in, or the processor lacks it"
-        );
+        level.expect_supported();
         #[cfg(target_arch = "x86_64")]
         return x86::short_rows(weight, level);
         #[cfg(not(target_arch = "x86_64"))]
@@ -149,10 +140,7 @@ impl MatmulKernel {
         columns: usize,
         level: Level,
     ) -> Option<MatmulKernel> {
-        assert!(
-            level.is_supported(),
-            "{level:?} is not compiled in, or the processor lacks it"
-        );
+        level.expect_supported();
         #[cfg(target_arch = "x86_64")]
         return x86::rounded(weight, k, columns, level);
         #[cfg(not(target_arch = "x86_64"))]

@@ -67,11 +67,8 @@ pub(crate) unsafe fn dispatch_ptr<T: PtrTask>(task: T) -> T::Output {
 /// If `level` is not supported.
 #[cfg(test)]
 pub(crate) fn dispatch_at<T: Task>(level: Level, task: T) -> T::Output {
-    assert!(
-        level.is_supported(),
-        "{level:?} is not compiled in, or the processor lacks it"
-    );
-    // SAFETY: the assertion above: the processor supports `level`.
+    level.expect_supported();
+    // SAFETY: the line above: the processor supports `level`.
     unsafe { run_at(level, task) }
 }
 

@@ -52,7 +52,9 @@ impl Attention {
             for (head, token) in
                 (0..heads).flat_map(|head| (0..block.tokens).map(move |t| (head, t)))
             {
-                // SAFETY: as below: the row has `TILE_KEYS` F16 from `first` on.
+                // SAFETY: by the check of FLASH_ATTN_EXT, a row of the mask is dense, with an F16
+                // for each key, and the caller guarantees `TILE_KEYS` keys from `first` on. Any
+                // bytes are integers, and the read needs no alignment.
                 let four = unsafe {
                     let from = self.mask_row(mask, block, token, head).add(first);
                     from.cast::<[u64; TILE_KEYS / 4]>().read_unaligned()

@@ -19,7 +19,8 @@ pub(super) const TILE_KEYS: usize = 64;
 
 const _: () = assert!(TILE_KEYS <= MAX_MIXED);
 
-/// From this many rows on, scores of keys that are not quantised are stored by key.
+/// From this many rows on, scores of keys that are not quantised are stored by key, and keys and
+/// values are not prefetched. With AVX2, quantised ones then have the kernels of many columns.
 pub(super) const MANY_ROWS: usize = 16;
 
 /// Floats of a cache line, a multiple of the lanes of every vector.
