@@ -36,14 +36,17 @@ impl Compiled {
 /// A kernel that multiplies with weights. The plans of several guests run such kernels with equal
 /// [keys](JointKernel::key) together, so that each weight is read once.
 ///
-/// The kernel is alone in its phase, and takes its [tiles](JointKernel::tiles) one at a time
-/// ([`Worker::chunks`]).
+/// The kernel is alone in its phase, and takes its [tiles](JointKernel::tiles) in
+/// [runs](Worker::runs) of up to [`longest_run`](JointKernel::longest_run).
 pub(crate) trait JointKernel: Any + Send + Sync {
     /// Kernels with equal keys have the same tiles of the same weights.
     fn key(&self) -> Vec<u64>;
 
     /// The number of tiles.
     fn tiles(&self) -> usize;
+
+    /// The most tiles that a thread takes at once.
+    fn longest_run(&self) -> usize;
 
     /// Computes a tile of each member, with the bits that the member's kernel computes alone.
     ///
@@ -325,18 +328,37 @@ impl<'a> Worker<'a> {
     }
 
     /// Chunks of up to `grain` out of `units`, each taken by the first free thread. A phase
-    /// uses this at most once, with the same arguments on every thread.
+    /// uses this or [`runs`](Worker::runs) at most once, with the same arguments on every thread.
     ///
     /// When the turn of the graph is over, no more chunks are returned, and the next turn calls
     /// the kernel again for the rest. So work of a kernel before its chunks is repeated in each
     /// turn, and a kernel must have no work after its chunks.
     pub(crate) fn chunks(&self, units: usize, grain: usize) -> impl Iterator<Item = Range<usize>> {
+        let grain = grain.max(1);
+        self.claims(move |claim| {
+            let start = claim.checked_mul(grain)?;
+            (start < units).then(|| start..units.min(start + grain))
+        })
+    }
+
+    /// As [`chunks`](Worker::chunks), for units that read memory one after the other: long runs of
+    /// up to `longest` units first, as many for each thread, then one unit at a time.
+    pub(crate) fn runs(&self, units: usize, longest: usize) -> impl Iterator<Item = Range<usize>> {
+        let runs = Runs::new(units, longest, self.count);
+        self.claims(move |claim| runs.range(claim))
+    }
+
+    /// The ranges of the claims of this thread. `range` has a range for each claim of any thread,
+    /// from claim 0 on, and then none.
+    fn claims(
+        &self,
+        range: impl Fn(usize) -> Option<Range<usize>>,
+    ) -> impl Iterator<Item = Range<usize>> {
         debug_assert!(
             self.position.is_alone,
             "other kernels of the phase would run again"
         );
         debug_assert!(!self.has_asked.replace(true), "two ranges in one kernel");
-        let grain = grain.max(1);
         std::iter::from_fn(move || {
             // Not before the first chunk: every turn makes progress.
             if self.turn.has_worked.get() && self.turn.turn.is_over() {
@@ -344,12 +366,7 @@ impl<'a> Worker<'a> {
                 return None;
             }
             self.turn.has_worked.set(true);
-            let start = self
-                .memory
-                .counter
-                .fetch_add(1, Ordering::Relaxed)
-                .checked_mul(grain)?;
-            (start < units).then(|| start..units.min(start + grain))
+            range(self.memory.counter.fetch_add(1, Ordering::Relaxed))
         })
     }
 
@@ -371,6 +388,40 @@ impl<'a> Worker<'a> {
     /// ([`Operands::cache_activations`](crate::operands::Operands::cache_activations)).
     pub(crate) fn activations(&self) -> *mut u8 {
         self.memory.activations
+    }
+}
+
+/// How threads divide units: long runs first, then one unit at a time, so that all threads end at
+/// about the same time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Runs {
+    units: usize,
+    /// The units of a long run.
+    length: usize,
+    /// The number of long runs: a multiple of the threads.
+    long: usize,
+}
+
+impl Runs {
+    /// At most three quarters of the units are in long runs of up to `longest`.
+    fn new(units: usize, longest: usize, threads: usize) -> Runs {
+        let most = units / 4 * 3;
+        let length = (most / threads).min(longest).max(1);
+        Runs {
+            units,
+            length,
+            long: most / length / threads * threads,
+        }
+    }
+
+    /// The units of a claim.
+    fn range(self, claim: usize) -> Option<Range<usize>> {
+        if claim < self.long {
+            let start = claim * self.length;
+            return Some(start..start + self.length);
+        }
+        let unit = (self.long * self.length).checked_add(claim - self.long)?;
+        (unit < self.units).then(|| unit..unit + 1)
     }
 }
 

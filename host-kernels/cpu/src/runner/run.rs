@@ -295,7 +295,10 @@ impl Run<'_> {
             .collect();
         let kernel = members[0].kernel;
         let outcome = catch_unwind(AssertUnwindSafe(|| {
-            for tile in workers[0].chunks(kernel.tiles(), 1).flatten() {
+            for tile in workers[0]
+                .runs(kernel.tiles(), kernel.longest_run())
+                .flatten()
+            {
                 // SAFETY: the caller guarantees that the joint kernels of the phase have one key.
                 // `chunks` returns each tile to one worker. The activations are converted in an
                 // earlier phase.

@@ -17,6 +17,10 @@ use crate::operands::Operands;
 /// ([`prepared_bytes`](crate::gemm::prepared_bytes)).
 const MAX_COLUMNS: usize = 32;
 
+/// The bytes of weights that a thread multiplies with one column without asking for more: some tens
+/// of microseconds.
+const RUN_BYTES: usize = 1 << 20;
+
 /// Products of the same activations with dense weights, in the type of the kernel. Threads take
 /// the tiles of all products.
 pub(super) struct DenseProducts {
@@ -65,7 +69,7 @@ impl DenseProducts {
             first.ends_with(Arc::clone(&products) as _);
         }
         Box::new(move |w| {
-            for tile in w.chunks(products.tiles(), 1).flatten() {
+            for tile in w.runs(products.tiles(), products.longest_run()).flatten() {
                 // SAFETY: `chunks` returns each tile to one worker. The caller guarantees the
                 // activations and the destinations.
                 unsafe { products.compute(w, tile) };
@@ -177,6 +181,15 @@ impl JointKernel for DenseProducts {
         }
     }
 
+    fn longest_run(&self) -> usize {
+        let longest =
+            { self.products.iter() }.map(|product| RUN_BYTES / product.tile_bytes().max(1));
+        match self.products.iter().all(|product| product.columns == 1) {
+            true => longest.min().unwrap_or(1),
+            false => 1,
+        }
+    }
+
     unsafe fn tile(&self, tile: usize, members: &[JointMember<'_>]) {
         let (products, own) = self.of_tile(tile);
         for (i, product) in products.iter().enumerate() {
@@ -236,6 +249,11 @@ impl DenseProducts {
 }
 
 impl TiledProduct {
+    /// The bytes of weights of a tile.
+    fn tile_bytes(&self) -> usize {
+        self.grain_rows.saturating_mul(self.weight.nb[1])
+    }
+
     /// The products of the largest tile of a batch.
     fn tile_of_batch(&self) -> usize {
         let columns = self.columns.saturating_mul(MAX_BATCH);
