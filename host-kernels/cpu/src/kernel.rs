@@ -45,8 +45,12 @@ pub(crate) trait JointKernel: Any + Send + Sync {
     /// The number of tiles.
     fn tiles(&self) -> usize;
 
-    /// The most tiles that a thread takes at once.
+    /// The most tiles that a thread takes at once. Part of the key, since a kernel may begin in a
+    /// batch and end alone.
     fn longest_run(&self) -> usize;
+
+    /// Prefetches the weights that thread `index` of `count` probably multiplies first.
+    fn prefetch(&self, index: usize, count: usize);
 
     /// Computes a tile of each member, with the bits that the member's kernel computes alone.
     ///
@@ -328,7 +332,7 @@ impl<'a> Worker<'a> {
     }
 
     /// Chunks of up to `grain` out of `units`, each taken by the first free thread. A phase
-    /// uses this or [`runs`](Worker::runs) at most once, with the same arguments on every thread.
+    /// uses this, or [`runs`](Worker::runs), at most once, with the same arguments on every thread.
     ///
     /// When the turn of the graph is over, no more chunks are returned, and the next turn calls
     /// the kernel again for the rest. So work of a kernel before its chunks is repeated in each
@@ -394,7 +398,7 @@ impl<'a> Worker<'a> {
 /// How threads divide units: long runs first, then one unit at a time, so that all threads end at
 /// about the same time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Runs {
+pub(crate) struct Runs {
     units: usize,
     /// The units of a long run.
     length: usize,
@@ -404,7 +408,7 @@ struct Runs {
 
 impl Runs {
     /// At most three quarters of the units are in long runs of up to `longest`.
-    fn new(units: usize, longest: usize, threads: usize) -> Runs {
+    pub(crate) fn new(units: usize, longest: usize, threads: usize) -> Runs {
         let most = units / 4 * 3;
         let length = (most / threads).min(longest).max(1);
         Runs {
@@ -415,7 +419,7 @@ impl Runs {
     }
 
     /// The units of a claim.
-    fn range(self, claim: usize) -> Option<Range<usize>> {
+    pub(crate) fn range(self, claim: usize) -> Option<Range<usize>> {
         if claim < self.long {
             let start = claim * self.length;
             return Some(start..start + self.length);
@@ -525,5 +529,39 @@ impl Iterator for UnitRange<'_> {
         self.unread.0 = self.unread.0.saturating_add(self.each.0);
         self.next += 1;
         Some(self.next - 1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn runs_have_each_unit_once_and_the_last_quarter_one_by_one(
+            units in 0usize..3000,
+            longest in 0usize..200,
+            threads in 1usize..65,
+        ) {
+            let runs = Runs::new(units, longest, threads);
+            let ranges: Vec<_> = (0..).map_while(|claim| runs.range(claim)).collect();
+            let mut next = 0;
+            for range in &ranges {
+                prop_assert_eq!(range.start, next);
+                prop_assert!(range.len() <= longest.max(1));
+                next = range.end;
+            }
+            prop_assert_eq!(next, units);
+            let long = ranges.iter().filter(|range| range.len() > 1);
+            let (count, in_long) = long.fold((0, 0), |(n, all), range| (n + 1, all + range.len()));
+            prop_assert_eq!(count % threads, 0);
+            prop_assert!(in_long <= units / 4 * 3);
+            if units >= 8 * threads && longest >= units {
+                prop_assert!(in_long > units / 2, "{} of {}", in_long, units);
+            }
+            prop_assert_eq!(runs.range(usize::MAX), None);
+        }
     }
 }

@@ -210,6 +210,10 @@ impl Run<'_> {
             if index == 0 && self.turn.is_over() {
                 self.exit.request(phase, false);
             }
+            // Memory is read while other threads finish this phase.
+            if let Some(next) = self.members[0].phases.get(phase + 1).and_then(Phase::joint) {
+                next.prefetch(index, count);
+            }
             self.barrier.wait();
             if let (0, Some(clock)) = (index, self.clock) {
                 lock(&clock.ends).push(clock.begin.elapsed());
@@ -300,7 +304,7 @@ impl Run<'_> {
                 .flatten()
             {
                 // SAFETY: the caller guarantees that the joint kernels of the phase have one key.
-                // `chunks` returns each tile to one worker. The activations are converted in an
+                // `runs` returns each tile to one worker. The activations are converted in an
                 // earlier phase.
                 unsafe { kernel.tile(tile, &members) };
             }

@@ -39,10 +39,10 @@ fn every_unit_is_done_once_and_phases_do_not_overlap() {
                         assert_eq!(done[i].fetch_add(1, Ordering::Relaxed), round);
                     }
                 };
-                if round % 2 == 0 {
-                    w.chunks(1000, 7).for_each(add);
-                } else {
-                    w.range_of(1000).for_each(|i| add(i..i + 1));
+                match round % 3 {
+                    0 => w.chunks(1000, 7).for_each(add),
+                    1 => w.runs(1000, 90).for_each(add),
+                    _ => w.range_of(1000).for_each(|i| add(i..i + 1)),
                 }
                 Ok(())
             })
@@ -146,6 +146,7 @@ fn units_of_several_graphs_interleave_and_run_once() {
                     };
                     match round % 3 {
                         0 => w.range_of(UNITS).for_each(|i| visit(i..i + 1)),
+                        1 => w.runs(UNITS, 8).for_each(visit),
                         _ => w.chunks(UNITS, 3).for_each(visit),
                     }
                     Ok(())

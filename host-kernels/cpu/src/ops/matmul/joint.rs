@@ -1,5 +1,6 @@
 //! The products of dense weights of one plan, or of the plans of several guests at once.
 
+use std::ops::Range;
 use std::ptr;
 use std::sync::Arc;
 
@@ -10,7 +11,7 @@ use super::tiles::{TiledProduct, tile_products};
 use super::weight_rows::WeightRows;
 use crate::batch::MAX_BATCH;
 use crate::gemm::Column;
-use crate::kernel::{JointKernel, JointMember, Kernel, Worker};
+use crate::kernel::{JointKernel, JointMember, Kernel, Runs, Worker};
 use crate::operands::Operands;
 
 /// The most columns that are multiplied at once: the memory of a thread is enough for them
@@ -19,7 +20,10 @@ const MAX_COLUMNS: usize = 32;
 
 /// The bytes of weights that a thread multiplies with one column without asking for more: some tens
 /// of microseconds.
-const RUN_BYTES: usize = 1 << 20;
+const RUN_BYTES: usize = 512 << 10;
+
+/// The bytes of weights that a thread prefetches before the barrier before a product.
+const PREFETCHED_BYTES: usize = 32 << 10;
 
 /// Products of the same activations with dense weights, in the type of the kernel. Threads take
 /// the tiles of all products.
@@ -69,10 +73,10 @@ impl DenseProducts {
             first.ends_with(Arc::clone(&products) as _);
         }
         Box::new(move |w| {
-            for tile in w.runs(products.tiles(), products.longest_run()).flatten() {
-                // SAFETY: `chunks` returns each tile to one worker. The caller guarantees the
+            for tiles in w.runs(products.tiles(), products.longest_run()) {
+                // SAFETY: `runs` returns each tile to one worker. The caller guarantees the
                 // activations and the destinations.
-                unsafe { products.compute(w, tile) };
+                unsafe { products.compute_run(w, tiles) };
             }
             Ok(())
         })
@@ -94,6 +98,12 @@ impl DenseProducts {
         })
     }
 
+    /// Whether each product has one column and one matrix of weights, so that its time is that of
+    /// reading them.
+    fn has_one_column(&self) -> bool {
+        { self.products.iter() }.all(|product| product.columns == 1 && product.others == 1)
+    }
+
     /// The products that a tile of this kernel computes, and the tile of each.
     fn of_tile(&self, mut tile: usize) -> (&[TiledProduct], usize) {
         if self.gate.is_some() {
@@ -106,6 +116,31 @@ impl DenseProducts {
             tile -= product.tiles();
         }
         unreachable!("a tile that this kernel does not have")
+    }
+
+    /// Computes a run of tiles of one plan.
+    ///
+    /// # Safety
+    /// As [`DenseProducts::compute`], for each tile.
+    unsafe fn compute_run(&self, w: &Worker<'_>, tiles: Range<usize>) {
+        if self.gate.is_some() || !self.has_one_column() {
+            for tile in tiles {
+                // SAFETY: the caller guarantees the same.
+                unsafe { self.compute(w, tile) };
+            }
+            return;
+        }
+        let mut first = 0;
+        for product in &self.products {
+            let end = first + product.tiles();
+            let (from, to) = (tiles.start.max(first), tiles.end.min(end));
+            if from < to {
+                // SAFETY: the caller guarantees the activations, and that no other thread computes
+                // these tiles of the product, which has one column and one matrix.
+                unsafe { product.run(w, from - first..to - first) };
+            }
+            first = end;
+        }
     }
 
     /// Computes a tile of one plan.
@@ -158,7 +193,11 @@ impl Gate {
 
 impl JointKernel for DenseProducts {
     fn key(&self) -> Vec<u64> {
-        let mut key = vec![u64::from(self.gate.is_some()), self.products.len() as u64];
+        let mut key = vec![
+            u64::from(self.gate.is_some()),
+            self.products.len() as u64,
+            self.longest_run() as u64,
+        ];
         for product in &self.products {
             let weight = &product.weight;
             key.extend([
@@ -184,9 +223,23 @@ impl JointKernel for DenseProducts {
     fn longest_run(&self) -> usize {
         let longest =
             { self.products.iter() }.map(|product| RUN_BYTES / product.tile_bytes().max(1));
-        match self.products.iter().all(|product| product.columns == 1) {
+        match self.has_one_column() {
             true => longest.min().unwrap_or(1),
             false => 1,
+        }
+    }
+
+    fn prefetch(&self, index: usize, count: usize) {
+        let runs = Runs::new(self.tiles(), self.longest_run(), count);
+        let Some(run) = runs.range(index).filter(|_| self.has_one_column()) else {
+            return;
+        };
+        let (products, tile) = self.of_tile(run.start);
+        for product in products {
+            let (rows, _) = product.ranges(tile);
+            let most = PREFETCHED_BYTES / products.len() / product.weight.nb[1].max(1);
+            let first = [rows.start, 0, 0];
+            product.weight.prefetch_rows(first, rows.len().min(most));
         }
     }
 
@@ -224,7 +277,8 @@ impl JointKernel for DenseProducts {
             for (i, product) in products.iter().enumerate() {
                 // SAFETY: the tile is computed, and no other thread accesses its results.
                 unsafe {
-                    product.add_bias(tile_of_each, kernel.results(member.worker, tile, i));
+                    let results = kernel.results(member.worker, tile, i);
+                    product.add_bias(product.ranges(tile_of_each), results);
                 }
             }
             if let (Some(gate), Some(factor)) = (&kernel.gate, products.get(1)) {

@@ -296,16 +296,18 @@ impl TiledProduct {
         }
     }
 
-    /// Adds the bias, if there is one, to the results of a tile.
+    /// Adds the bias, if there is one, to results: these rows and columns ([`Self::ranges`]).
     ///
     /// # Safety
-    /// `out` is writable for the columns of the tile, `stride` floats apart, and accessed by no
-    /// other thread.
-    pub(super) unsafe fn add_bias(&self, tile: usize, (out, stride): (*mut f32, usize)) {
+    /// `out` is writable for the columns, `stride` floats apart, and accessed by no other thread.
+    pub(super) unsafe fn add_bias(
+        &self,
+        (rows, columns): (Range<usize>, Range<usize>),
+        (out, stride): (*mut f32, usize),
+    ) {
         let Some(bias) = &self.bias else {
             return;
         };
-        let (rows, columns) = self.ranges(tile);
         for column in 0..columns.len() {
             // SAFETY: the bias is a dense row with a float for each row of the weights (`new`), and
             // overlaps no result. The caller guarantees the columns at `out`.
@@ -331,12 +333,40 @@ impl TiledProduct {
         &self,
         w: &Worker<'_>,
         tile: usize,
+        out: (*mut f32, usize),
+        weights: WeightRows,
+    ) {
+        // SAFETY: the caller guarantees the same for a tile.
+        unsafe { self.multiply_run(w, tile..tile + 1, out, weights) };
+    }
+
+    /// Computes tiles of adjacent rows of one column in the destination, as one product.
+    ///
+    /// # Safety
+    /// As [`TiledProduct::multiply`]; no other thread computes one of these tiles. The product has
+    /// one column and one matrix of weights.
+    pub(super) unsafe fn run(&self, w: &Worker<'_>, tiles: Range<usize>) {
+        let out = self.results(w, tiles.start);
+        // SAFETY: the results of adjacent tiles of one column are adjacent, inside the destination,
+        // or inside the scratch memory that replaces it. No other tile has these results.
+        unsafe { self.multiply_run(w, tiles, out, WeightRows::InPlace) };
+    }
+
+    /// As [`TiledProduct::multiply`], for several tiles if they are adjacent rows of one column.
+    ///
+    /// # Safety
+    /// As [`TiledProduct::multiply`], for each tile.
+    unsafe fn multiply_run(
+        &self,
+        w: &Worker<'_>,
+        tiles: Range<usize>,
         (out, stride): (*mut f32, usize),
         weights: WeightRows,
     ) {
         let weight = &self.weight;
-        let (rows, columns) = self.ranges(tile);
-        let at = self.offsets(tile);
+        let (rows, columns) = self.ranges(tiles.start);
+        let rows = rows.start..self.ranges(tiles.end - 1).0.end;
+        let at = self.offsets(tiles.start);
         let x = self.nest.columns.x;
         // SAFETY: `rows` and `columns` are inside the weights and the activations at the offsets of
         // the tile, by the check of MUL_MAT. The caller guarantees the activations, the memory of
@@ -355,7 +385,7 @@ impl TiledProduct {
                 table: None,
             };
             weights.multiply(w, &self.kernel, &args);
-            self.add_bias(tile, (out, stride));
+            self.add_bias((rows, columns), (out, stride));
         }
     }
 }
