@@ -47,10 +47,12 @@ pub(crate) trait JointKernel: Any + Send + Sync {
 
     /// The most tiles that a thread takes at once. Part of the key, since a kernel may begin in a
     /// batch and end alone.
-    fn longest_run(&self) -> usize;
+    fn longest_run(&self) -> usize {
+        1
+    }
 
     /// Prefetches the weights that thread `index` of `count` probably multiplies first.
-    fn prefetch(&self, index: usize, count: usize);
+    fn prefetch(&self, _index: usize, _count: usize) {}
 
     /// Computes a tile of each member, with the bits that the member's kernel computes alone.
     ///
