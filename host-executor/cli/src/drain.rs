@@ -50,9 +50,13 @@ pub(crate) struct Args {
 /// A text that is no time.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[error("not a time, such as 90s, 5m or 1h")]
-struct ParseTimeError;
+pub(crate) struct ParseTimeError;
 
-fn time(text: &str) -> Result<Duration, ParseTimeError> {
+/// The time that a text says.
+///
+/// # Errors
+/// [`ParseTimeError`]: it is no number of seconds, minutes or hours.
+pub(crate) fn time(text: &str) -> Result<Duration, ParseTimeError> {
     let (number, seconds) = match text.as_bytes().last() {
         Some(b's') => (&text[..text.len() - 1], 1),
         Some(b'm') => (&text[..text.len() - 1], 60),

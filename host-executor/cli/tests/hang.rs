@@ -281,6 +281,14 @@ fn operator_sees_what_hangs_and_sigterm_ends_the_process() {
         health.contains(" 503 ") && health.contains("the engine hangs: session 1"),
         "{health}"
     );
+    let killed = vgpu(&["kill", "1", "--wait", "1s", "--control", &control]).output();
+    let killed = killed.expect("the command starts");
+    let said = String::from_utf8_lossy(&killed.stderr);
+    assert_eq!(killed.status.code(), Some(1), "{said}");
+    assert!(
+        said.contains("session 1 has not ended 1s after it was told to"),
+        "{said}"
+    );
     hanging.serve.signal(Signal::USR1);
     thread::sleep(Duration::from_millis(200));
     hanging.serve.signal(Signal::TERM);

@@ -105,6 +105,23 @@ impl Shared {
     }
 }
 
+/// The sessions that the process of machine `id` reports, each once. A process that was taken over
+/// may report any number: a number with a machine in its upper half is left out, so that nobody ends
+/// a session of another machine by it.
+fn sessions_of_machine(id: u64, guest: &str, reported: &[SessionStatus]) -> Vec<SessionStatus> {
+    let mut seen = BTreeSet::new();
+    let own = { reported.iter() }
+        .filter(|session| session.id >> MACHINE_SHIFT == 0 && seen.insert(session.id));
+    own.map(|session| SessionStatus {
+        id: session.id | id << MACHINE_SHIFT,
+        guest: guest.to_owned(),
+        program: session.program.as_deref().map(shown),
+        endpoint: shown(&session.endpoint),
+        ..session.clone()
+    })
+    .collect()
+}
+
 impl Snapshot {
     /// Asks the processes of virtual machines.
     fn add_machines(&mut self, shared: &Shared) {
@@ -142,16 +159,9 @@ impl Snapshot {
             // counters do not fall.
             if let Some(report) = asked.answer.ok().or(last) {
                 let counted = counted_as(Some(&name), &shared.registry);
-                let sessions = &report.status.sessions;
+                let sessions = sessions_of_machine(id, &counted, &report.status.sessions);
                 *self.programs.entry(counted.clone()).or_default() += sessions.len();
-                self.sessions
-                    .extend(sessions.iter().map(|session| SessionStatus {
-                        id: session.id | id << MACHINE_SHIFT,
-                        guest: counted.clone(),
-                        program: session.program.as_deref().map(shown),
-                        endpoint: shown(&session.endpoint),
-                        ..session.clone()
-                    }));
+                self.sessions.extend(sessions);
                 self.add(&counted, &report);
                 let drained = report.status.draining.map_or(0, |status| status.ended);
                 self.drained = self.drained.saturating_add(drained);
@@ -273,5 +283,38 @@ impl StatusSource for Shared {
                 }
             })
             .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn machine_reports_no_session_of_another_machine() {
+        let session = |id| SessionStatus {
+            id,
+            guest: "vm3".into(),
+            endpoint: "vm#0".into(),
+            pid: None,
+            uid: None,
+            program: None,
+            protocol: None,
+            age: 0.0,
+            usage: Usage::default(),
+        };
+        // Machine 1 says that it has session 5 of machine 3, and one of its own twice.
+        let reported = [
+            2 << MACHINE_SHIFT | 5,
+            7,
+            7,
+            3 << MACHINE_SHIFT | 5,
+            u64::MAX,
+        ];
+        let shown = sessions_of_machine(1, "vm1", &reported.map(session));
+        let found: Vec<_> = { shown.iter() }
+            .map(|session| (session.id, &session.guest[..]))
+            .collect();
+        assert_eq!(found, [(1 << MACHINE_SHIFT | 7, "vm1")]);
     }
 }
