@@ -9,13 +9,22 @@ use super::term::Unit;
 use super::tiles::{TiledProduct, tile_products};
 use super::weight_rows::WeightRows;
 use crate::batch::MAX_BATCH;
-use crate::gemm::Column;
+use crate::gemm::{Column, MatmulKernel};
 use crate::kernel::{JointKernel, JointMember, Kernel, Worker};
 use crate::operands::Operands;
 
 /// The most columns that are multiplied at once: the memory of a thread is enough for them
 /// ([`prepared_bytes`](crate::gemm::prepared_bytes)).
-const MAX_COLUMNS: usize = 32;
+pub(super) const MAX_COLUMNS: usize = 32;
+
+/// From this many columns of a plan on, a batch does not have its products with this kernel: panels
+/// would change the results, or the columns are many.
+pub(super) fn columns_end(kernel: &MatmulKernel) -> usize {
+    match kernel.one_order {
+        true => MAX_COLUMNS,
+        false => kernel.panel_cols.min(MAX_COLUMNS),
+    }
+}
 
 /// Products of the same activations with dense weights, in the type of the kernel. Threads take
 /// the tiles of all products.
@@ -78,12 +87,8 @@ impl DenseProducts {
     /// columns. The columns are few, and those of one matrix.
     fn can_join(&self) -> bool {
         self.products.iter().all(|product| {
-            let end = match product.kernel.one_order {
-                true => MAX_COLUMNS,
-                false => product.kernel.panel_cols.min(MAX_COLUMNS),
-            };
             product.kernel.takes_tables
-                && product.columns < end
+                && product.columns < columns_end(&product.kernel)
                 && product.others == 1
                 && product.tile_of_batch() <= tile_products(product.weight.ne[0])
                 && !product.output.is_staged()
@@ -177,6 +182,23 @@ impl JointKernel for DenseProducts {
         }
     }
 
+    fn has_tiles_alone(&self) -> bool {
+        true
+    }
+
+    unsafe fn run(&self, members: &[JointMember<'_>], tiles: &mut dyn Iterator<Item = usize>) {
+        for tile in tiles {
+            // SAFETY: the caller guarantees what `tile` asks.
+            unsafe { self.tile(tile, members) };
+        }
+    }
+}
+
+impl DenseProducts {
+    /// Computes a tile of each member.
+    ///
+    /// # Safety
+    /// As for [`JointKernel::run`]; no other thread computes this tile.
     unsafe fn tile(&self, tile: usize, members: &[JointMember<'_>]) {
         let (products, own) = self.of_tile(tile);
         for (i, product) in products.iter().enumerate() {
@@ -220,9 +242,7 @@ impl JointKernel for DenseProducts {
             }
         }
     }
-}
 
-impl DenseProducts {
     /// Where the results of product `i` of a tile are: the first, and the floats from one column to
     /// the next.
     fn results(&self, w: &Worker<'_>, tile: usize, i: usize) -> (*mut f32, usize) {
