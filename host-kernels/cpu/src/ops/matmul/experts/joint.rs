@@ -12,6 +12,10 @@ use crate::batch::MAX_BATCH;
 use crate::gemm::{Column, ColumnTable, GemmArgs};
 use crate::kernel::{Fault, JointKernel, JointMember, Worker};
 
+/// The most pairs of a plan in a batch. Each thread has a list of those of all members: up to 4096
+/// items of 56 bytes.
+const MAX_PAIRS: usize = 256;
+
 /// The most experts in a tile. Most tiles of an expert that no token has selected cost nothing but
 /// the taking, if tiles have several experts.
 const MAX_EXPERTS: usize = 8;
@@ -27,6 +31,7 @@ impl ExpertProducts {
         };
         kernel.takes_tables
             && (1..columns_end(kernel)).contains(&self.columns.ids.ne[1])
+            && (1..=MAX_PAIRS).contains(&self.columns.pairs)
             && matches!(self.weight_rows, WeightRows::InPlace)
             && is_direct
             && self.row_tiles(|product| product.batch_grain) > 0
@@ -259,7 +264,9 @@ impl JointKernel for ExpertProducts {
                 }
                 // SAFETY: the members have the key of this kernel. The columns are converted, the
                 // results are those of a tile that only this thread has, of pairs that differ, and
-                // `factors` is memory of this thread, if there is a GLU.
+                // `factors` is memory of this thread, if there is a GLU. If a guest writes other
+                // ids meanwhile, two threads can find one pair of this guest in two tiles, and
+                // write the same results: those of memory that this guest may write at any time.
                 unsafe { self.compute_table(which, &mut table, factors) };
             }
         }
