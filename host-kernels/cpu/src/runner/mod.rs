@@ -298,8 +298,9 @@ impl Runner {
         self.finish(state, ended.map(|()| None), turn)
     }
 
-    /// The state to continue from, if the run has yielded: where `left` says. Otherwise the memory of the run is kept for others, or freed. To
-    /// free gigabytes takes turns, too: a run that has ended yields until little is left.
+    /// The state to continue from, if the run has yielded: where `left` says. Otherwise the memory
+    /// of the run is kept for others, or freed. To free gigabytes takes turns, too: a run that has
+    /// ended yields until little is left.
     fn finish(
         &self,
         mut state: RunState,
