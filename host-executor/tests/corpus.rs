@@ -14,6 +14,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use faulty_engine::{Faulty, Planted};
+use targets::batch;
 use targets::session::{self, Setup};
 use vgpu_engine::Engine;
 use vgpu_gguf::Rng;
@@ -83,6 +84,27 @@ fn sessions_at_random() {
         let bytes: Vec<u8> = (0..600).map(|_| random.next_u64() as u8).collect();
         session::run(&bytes);
     }
+}
+
+/// Batches with random bytes, in addition to the corpus.
+#[test]
+fn batches_at_random() {
+    let mut random = Rng::new(3, 0);
+    for _ in 0..300 {
+        let bytes: Vec<u8> = (0..200).map(|_| random.next_u64() as u8).collect();
+        batch::run(&bytes);
+    }
+}
+
+#[test]
+fn the_checks_of_a_batch_notice_exchanged_columns() {
+    let mut random = Rng::new(4, 0);
+    let noticed = (0..100).filter(|_| {
+        let bytes: Vec<u8> = (0..200).map(|_| random.next_u64() as u8).collect();
+        catch_unwind(|| batch::run_exchanged(&bytes)).is_err()
+    });
+    let noticed = noticed.count();
+    assert!(noticed > 30, "{noticed} of 100 batches are noticed");
 }
 
 /// Whether one of a thousand random sessions on an engine with this fault fails a check.

@@ -141,7 +141,11 @@ mod tests {
             1
         }
 
-        unsafe fn tile(&self, _: usize, _: &[JointMember<'_>]) {}
+        fn has_tiles_alone(&self) -> bool {
+            true
+        }
+
+        unsafe fn run(&self, _: &[JointMember<'_>], _: &mut dyn Iterator<Item = usize>) {}
     }
 
     /// A phase of its own work, then a product.

@@ -1,7 +1,7 @@
 //! What threads execute: kernels, and the worker that a kernel is called with.
 
 use std::any::Any;
-use std::cell::Cell;
+use std::cell::{Cell, OnceCell};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
@@ -42,8 +42,11 @@ pub(crate) trait JointKernel: Any + Send + Sync {
     /// Kernels with equal keys have the same tiles of the same weights.
     fn key(&self) -> Vec<u64>;
 
-    /// The number of tiles.
+    /// The number of tiles. Threads take the tiles of all members in runs.
     fn tiles(&self) -> usize;
+
+    /// Whether the chunks of the kernel alone are its tiles.
+    fn has_tiles_alone(&self) -> bool;
 
     /// The most tiles that a thread takes at once. Part of the key, since a kernel may begin in a
     /// batch and end alone.
@@ -54,19 +57,23 @@ pub(crate) trait JointKernel: Any + Send + Sync {
     /// Prefetches the weights that thread `index` of `count` probably multiplies first.
     fn prefetch(&self, _index: usize, _count: usize) {}
 
-    /// Computes a tile of each member, with the bits that the member's kernel computes alone.
+    /// Computes tiles of each member, with the bits that the member's kernel computes alone. If a
+    /// member cannot be computed, its [fault](JointMember::fault) is set, and the others are
+    /// computed.
     ///
     /// # Safety
-    /// All kernels have the key of this one. The activations of each member have been converted
-    /// before the last barrier, and no other thread computes this tile.
-    unsafe fn tile(&self, tile: usize, members: &[JointMember<'_>]);
+    /// All kernels have the key of this one. The activations of each member have been converted,
+    /// and all kernels of its earlier phases have succeeded, before the last barrier. No other
+    /// thread computes these tiles.
+    unsafe fn run(&self, members: &[JointMember<'_>], tiles: &mut dyn Iterator<Item = usize>);
 }
 
 /// One of the kernels that threads run together.
-#[derive(Clone, Copy)]
 pub(crate) struct JointMember<'a> {
     pub(crate) kernel: &'a dyn JointKernel,
     pub(crate) worker: &'a Worker<'a>,
+    /// Why the member cannot be computed.
+    pub(crate) fault: OnceCell<Fault>,
 }
 
 impl JointMember<'_> {

@@ -256,7 +256,7 @@ impl Compiler<'_> {
     /// Whether all products of these nodes multiply with frozen weights.
     fn multiplies_weights(&self, nodes: Range<usize>) -> bool {
         let mut products = self.graph.nodes[nodes].iter().filter_map(|node| {
-            let is_product = matches!(node.op, Op::MulMat { .. });
+            let is_product = matches!(node.op, Op::MulMat { .. } | Op::MulMatId { .. });
             is_product.then(|| node.src.as_slice().first().copied().flatten())
         });
         products.all(|weight| weight.is_some_and(|weight| self.is_weight[weight as usize]))

@@ -1,9 +1,9 @@
 //! Plans of several guests, which the engine matches and runs as batches.
 //!
 //! Guests have graphs over two sets of shared weights. Most have the same graph; some differ in
-//! one step. Turns end anywhere, members join and leave, and an index may be wrong. Each guest must
-//! get the bytes, or the failure, that it gets alone: so must one that was matched with others
-//! whose weights differ.
+//! one step. Turns end anywhere, members join and leave, and an index of a row or an expert may be
+//! wrong. Each guest must get the bytes, or the failure, that it gets alone: so must one that was
+//! matched with others whose weights differ.
 
 use std::sync::{Arc, LazyLock};
 use std::time::Duration;
@@ -12,7 +12,7 @@ use vgpu_cpu::CpuEngine;
 use vgpu_engine::{Engine, Extent, Memory, Plan, RunError, RunStatus, Turn};
 use vgpu_gguf::Rng;
 use vgpu_transport::ir::{
-    BufferId, Graph, Limits, Node, Op, Precision, Shape, Sources, Tensor, Type, validate,
+    BufferId, GluKind, Graph, Limits, Node, Op, Precision, Shape, Sources, Tensor, Type, validate,
 };
 
 use super::session::input::Input;
@@ -30,9 +30,14 @@ const SLOTS: u64 = 4;
 const SLOT: u64 = 4 * K * COLUMNS;
 /// The offset of the indices.
 const INDICES: u64 = SLOTS * SLOT;
-const OWN: u64 = INDICES + 4 * COLUMNS;
+/// The most experts of a token.
+const USED: u64 = 4;
+/// The offset of the ids of experts.
+const IDS: u64 = INDICES + 4 * COLUMNS;
+const OWN: u64 = IDS + 4 * USED * COLUMNS;
 
-const TYPES: [Type; 7] = [
+const TYPES: [Type; 8] = [
+    Type::Mxfp4,
     Type::F32,
     Type::F16,
     Type::Bf16,
@@ -88,6 +93,14 @@ enum Step {
         ty: Type,
         rows: u64,
     },
+    /// A product with as many experts of a set as it has room for, or the GLU of two such products.
+    Experts {
+        set: usize,
+        ty: Type,
+        rows: u64,
+        used: u64,
+        gated: bool,
+    },
     /// Rows of an activation, by index.
     Rows,
     Add,
@@ -96,14 +109,21 @@ enum Step {
 
 impl Step {
     fn draw(input: &mut Input<'_>) -> Step {
-        match input.below(6) {
+        match input.below(9) {
             0..3 => Step::Product {
                 set: input.below(2),
                 ty: input.pick(&TYPES),
                 rows: [ROWS, 32, 33, 100][input.below(4)],
             },
-            3 => Step::Rows,
-            4 => Step::Add,
+            3..6 => Step::Experts {
+                set: input.below(2),
+                ty: input.pick(&TYPES),
+                rows: [64, 32, 16][input.below(3)],
+                used: 1 + input.below(USED as usize) as u64,
+                gated: input.chance(2),
+            },
+            6 => Step::Rows,
+            7 => Step::Add,
             _ => Step::Norm,
         }
     }
@@ -124,8 +144,8 @@ impl Program {
             ..Graph::default()
         };
         let columns = self.columns;
-        let mut tensor = |ty, ne: [u64; 2], buffer, offset| {
-            let shape = Shape::contiguous(ty, [ne[0], ne[1], 1, 1]).expect("whole blocks");
+        let mut tensor = |ty, ne: [u64; 3], buffer, offset| {
+            let shape = Shape::contiguous(ty, [ne[0], ne[1], ne[2], 1]).expect("whole blocks");
             graph.tensors.push(Tensor {
                 shape,
                 buffer,
@@ -133,9 +153,9 @@ impl Program {
             });
             graph.tensors.len() as u32 - 1
         };
-        let indices = tensor(Type::I32, [columns, 1], 2, INDICES);
+        let indices = tensor(Type::I32, [columns, 1, 1], 2, INDICES);
         let slots: Vec<u32> = (0..SLOTS)
-            .map(|slot| tensor(Type::F32, [K, columns], 2, slot * SLOT))
+            .map(|slot| tensor(Type::F32, [K, columns, 1], 2, slot * SLOT))
             .collect();
         let mut nodes = Vec::new();
         for (at, step) in self.steps.iter().enumerate() {
@@ -148,14 +168,50 @@ impl Program {
             };
             match *step {
                 Step::Product { set, ty, rows } => {
-                    let matrix = tensor(ty, [K, rows], set as u32, 0);
-                    let result = tensor(Type::F32, [rows, columns], 2, to as u64 * SLOT);
+                    let matrix = tensor(ty, [K, rows, 1], set as u32, 0);
+                    let result = tensor(Type::F32, [rows, columns, 1], 2, to as u64 * SLOT);
                     let product = Op::MulMat {
                         accumulator: Precision::Default,
                         activation: Precision::Default,
                         hadamard: false,
                     };
                     node(product, result, &[matrix, from]);
+                }
+                Step::Experts {
+                    set,
+                    ty,
+                    rows,
+                    used,
+                    gated,
+                } => {
+                    let product = Op::MulMatId {
+                        accumulator: Precision::Default,
+                        activation: Precision::Default,
+                    };
+                    let matrices = [0, 1].map(|i| {
+                        let set = (set + i) % 2;
+                        tensor(ty, [K, rows, ROWS / rows], set as u32, 0)
+                    });
+                    let x = tensor(Type::F32, [K, 1, columns], 2, slot(1) as u64 * SLOT);
+                    let ids = tensor(Type::I32, [used, columns, 1], 2, IDS);
+                    let results = [0, 2, 3].map(|back| {
+                        let at = slot(back) as u64 * SLOT;
+                        tensor(Type::F32, [rows, used, columns], 2, at)
+                    });
+                    if gated {
+                        // A later step may overwrite the products, which then need not be written.
+                        node(product, results[1], &[matrices[0], x, ids]);
+                        node(product, results[2], &[matrices[1], x, ids]);
+                        let unit = Op::Glu {
+                            kind: GluKind::Swiglu,
+                            swapped: false,
+                            alpha: 0.0,
+                            limit: 0.0,
+                        };
+                        node(unit, results[0], &results[1..]);
+                    } else {
+                        node(product, results[0], &[matrices[0], x, ids]);
+                    }
                 }
                 Step::Rows => node(Op::GetRows {}, slots[to], &[from, indices]),
                 Step::Add => node(Op::Add {}, slots[to], &[from, before]),
@@ -169,6 +225,8 @@ impl Program {
 
 struct Guest {
     plan: Box<dyn Plan>,
+    /// The activation that the last step writes.
+    last_slot: u64,
     own: Arc<dyn Memory>,
     /// What its memory holds before a run.
     start: Vec<u8>,
@@ -178,7 +236,8 @@ struct Guest {
 }
 
 impl Guest {
-    fn new(program: &Program, seed: u64, index: i32) -> Guest {
+    /// `index` is that of the first row, `expert` the first expert; without, it is a valid one.
+    fn new(program: &Program, seed: u64, index: i32, expert: Option<i32>) -> Guest {
         let Shared {
             engine, extents, ..
         } = &*SHARED;
@@ -201,9 +260,15 @@ impl Guest {
         let mut start: Vec<u8> = values.flat_map(f32::to_le_bytes).collect();
         let mut indices = vec![index];
         indices.extend((1..COLUMNS).map(|_| 0));
+        // Every product has as many experts.
+        indices.extend((0..USED * COLUMNS).map(|_| random.below(ROWS / 64) as i32));
+        if let Some(expert) = expert {
+            indices[COLUMNS as usize] = expert;
+        }
         start.extend(indices.into_iter().flat_map(i32::to_le_bytes));
         let mut guest = Guest {
             plan: plan.expect("a plan"),
+            last_slot: (program.steps.len() as u64 - 1) % SLOTS,
             own,
             start,
             expected: Ok(Vec::new()),
@@ -246,6 +311,29 @@ impl Guest {
 }
 
 pub(crate) fn run(data: &[u8]) {
+    run_with(data, &|_, _| {});
+}
+
+/// As [`run`], with a fault: after a batch, two members have each other's first column of the
+/// activation that the last step has written.
+pub(crate) fn run_exchanged(data: &[u8]) {
+    run_with(data, &|one, other| {
+        let at = one.last_slot * SLOT;
+        let columns = [one, other].map(|guest| {
+            let mut bytes = [0; 4 * K as usize];
+            let read = guest.own.read(at, bytes.as_mut_slice().into());
+            read.expect("an activation");
+            bytes
+        });
+        for (guest, bytes) in [(other, columns[0]), (one, columns[1])] {
+            let written = guest.own.write(at, bytes.as_slice().into());
+            written.expect("an activation");
+        }
+    });
+}
+
+/// Calls `disturb` with the first two members of each batch after its turn.
+fn run_with(data: &[u8], disturb: &dyn Fn(&Guest, &Guest)) {
     let mut input = Input::new(data);
     let base = Program {
         columns: 1 + input.below(COLUMNS as usize) as u64,
@@ -265,6 +353,19 @@ pub(crate) fn run(data: &[u8]) {
                         let set = 1 - set;
                         Step::Product { set, ty, rows }
                     }
+                    Step::Experts {
+                        set,
+                        ty,
+                        rows,
+                        used,
+                        gated,
+                    } if input.chance(2) => Step::Experts {
+                        set: 1 - set,
+                        ty,
+                        rows,
+                        used,
+                        gated,
+                    },
                     _ => Step::draw(&mut input),
                 };
             }
@@ -273,7 +374,8 @@ pub(crate) fn run(data: &[u8]) {
             }
             // Wrong for any number of rows, or right for all.
             let index = if input.chance(6) { 1000 } else { 0 };
-            Guest::new(&program, seed, index)
+            let expert = input.chance(8).then_some(1000);
+            Guest::new(&program, seed, index, expert)
         })
         .collect();
     let engine = &SHARED.engine;
@@ -311,6 +413,9 @@ pub(crate) fn run(data: &[u8]) {
             plans => engine.launch_batch(plans, &turn),
         };
         assert_eq!(outcomes.len(), members.len());
+        if let [one, other, ..] = members[..] {
+            disturb(&guests[one], &guests[other]);
+        }
         for (i, outcome) in members.into_iter().zip(outcomes) {
             guests[i].check(outcome);
         }

@@ -21,7 +21,7 @@ use crate::kernel::{EarlyExit, ThreadProgress};
 use crate::thread_team::{Barrier, ThreadTeam};
 
 pub(crate) use run::RunState;
-use run::{Clock, Member, Run, TurnEnd};
+use run::{Clock, Left, Member, Run, TurnEnd};
 #[cfg(test)]
 use scratch::FREED_AT_ONCE;
 use scratch::{Lines, Scratch};
@@ -52,6 +52,8 @@ pub(crate) struct Runner {
     filled: AtomicUsize,
     /// The keys of the plans that can run as a batch.
     keys: BatchKeys,
+    /// The runs so far.
+    started: AtomicUsize,
 }
 
 /// What working memory is filled with, in turn: numbers that are not finite, zeros, large numbers,
@@ -75,6 +77,7 @@ impl Runner {
             fills_scratch: false,
             filled: AtomicUsize::new(0),
             keys: BatchKeys::default(),
+            started: AtomicUsize::new(0),
         })
     }
 
@@ -125,6 +128,8 @@ impl Runner {
         Ok(RunState {
             phase: 0,
             taken_chunks: 0,
+            is_joint: false,
+            number: self.started.fetch_add(1, Ordering::Relaxed),
             scratch,
             activations: scratch_lines * 64,
             prepared,
@@ -174,33 +179,19 @@ impl Runner {
             return ended.collect();
         }
         let prepared = members.iter().map(|(_, state)| state.prepared).max();
+        let is_joint = members.iter().any(|(_, state)| state.is_joint);
         let each = members.iter_mut();
         let each: Vec<Member<'_>> = each
             .map(|(phases, state)| Member::new(phases, state))
             .collect();
         // SAFETY: the caller guarantees for each run what `run` asks, and one key and position for
         // all: the first phase is that of each. No run prepares more than the largest `prepared`.
-        let end = unsafe { self.execute(&each, first, prepared.unwrap_or(0), turn, None) };
-        // In a joint phase, the tiles are counted for all members at once, by the first.
-        let is_joint = |member: &Member<'_>, phase| {
-            let phase: &Phase = &member.phases[phase];
-            phase.joint().is_some()
-        };
-        let joint = match (each.first(), end.next) {
-            (Some(first), Some(phase)) if each.len() > 1 && is_joint(first, phase) => {
-                Some(first.taken_chunks(end))
-            }
-            _ => None,
-        };
+        let end =
+            unsafe { self.execute(&each, (first, is_joint), prepared.unwrap_or(0), turn, None) };
         let left: Vec<_> = each.into_iter().map(|member| member.left(end)).collect();
         let members = members.into_iter().zip(left);
         members
-            .map(|((_, state), left)| {
-                let left = left.map(|left| {
-                    left.map(|(phase, taken_chunks)| (phase, joint.unwrap_or(taken_chunks)))
-                });
-                self.finish(state, left, turn)
-            })
+            .map(|((_, state), left)| self.finish(state, left, turn))
             .collect()
     }
 
@@ -246,7 +237,7 @@ impl Runner {
         if state.ended.is_some() {
             return self.free(state, turn);
         }
-        let (first, prepared) = (state.phase, state.prepared);
+        let (first, prepared) = ((state.phase, state.is_joint), state.prepared);
         let [member] = {
             let members = [Member::new(phases, &mut state)];
             // SAFETY: the caller guarantees what `run` asks for the only member, whose state has
@@ -261,12 +252,12 @@ impl Runner {
     ///
     /// # Safety
     ///
-    /// As for [`run_batch`](Runner::run_batch). The members begin with phase `first`, and their
-    /// products prepare `prepared` bytes at most.
+    /// As for [`run_batch`](Runner::run_batch). The members begin with phase `first`, in tiles of
+    /// its joint kernel if `is_joint`, and their products prepare `prepared` bytes at most.
     unsafe fn execute(
         &self,
         members: &[Member<'_>],
-        first: usize,
+        (first, is_joint): (usize, bool),
         prepared: usize,
         turn: &Turn,
         clock: Option<&Clock>,
@@ -276,6 +267,7 @@ impl Runner {
         let last = members.first().map_or(0, |member| member.phases.len());
         let run = Run {
             members,
+            is_joint,
             first,
             last,
             barrier: Barrier::new(self.workers()),
@@ -297,10 +289,7 @@ impl Runner {
         // SAFETY: this function holds the lock on `running`, so no other call of `run` is in
         // progress.
         unsafe { self.team.run(&work) };
-        TurnEnd {
-            next: run.exit.next(last),
-            in_phase: run.exit.in_phase(),
-        }
+        run.end()
     }
 
     /// Goes on with a run that has ended, and has memory left to be freed.
@@ -309,19 +298,20 @@ impl Runner {
         self.finish(state, ended.map(|()| None), turn)
     }
 
-    /// The state to continue from, if the run has yielded: in the phase and with the taken
-    /// chunks that `left` has. Otherwise the memory of the run is kept for others, or freed. To
-    /// free gigabytes takes turns, too: a run that has ended yields until little is left.
+    /// The state to continue from, if the run has yielded: where `left` says. Otherwise the memory
+    /// of the run is kept for others, or freed. To free gigabytes takes turns, too: a run that has
+    /// ended yields until little is left.
     fn finish(
         &self,
         mut state: RunState,
-        left: Result<Option<(usize, usize)>, RunError>,
+        left: Result<Option<Left>, RunError>,
         turn: &Turn,
     ) -> Result<Option<RunState>, RunError> {
-        if let Ok(Some((phase, taken_chunks))) = left {
+        if let Ok(Some(left)) = left {
             return Ok(Some(RunState {
-                phase,
-                taken_chunks,
+                phase: left.phase,
+                taken_chunks: left.taken_chunks,
+                is_joint: left.is_joint,
                 ..state
             }));
         }
@@ -329,6 +319,7 @@ impl Runner {
             return Ok(Some(RunState {
                 phase: usize::MAX,
                 taken_chunks: 0,
+                is_joint: false,
                 ended: Some(left.map(drop)),
                 ..state
             }));

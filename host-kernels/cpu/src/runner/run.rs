@@ -1,6 +1,6 @@
 //! A turn of one graph, or of several as a batch: what the threads of a team do.
 
-use std::cell::Cell;
+use std::cell::{Cell, OnceCell};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -24,6 +24,10 @@ pub(crate) struct RunState {
     pub(super) phase: usize,
     /// The chunks of that phase that threads have already taken.
     pub(super) taken_chunks: usize,
+    /// Whether these chunks are tiles of a joint kernel in a batch.
+    pub(super) is_joint: bool,
+    /// A number that no other run of the runner has.
+    pub(super) number: usize,
     /// Carries data from one kernel of an operator to the next, so the run owns it until its end.
     pub(super) scratch: Scratch,
     /// Offset of the activation memory in `scratch`, in bytes.
@@ -38,9 +42,14 @@ impl RunState {
     /// How far the run has got. Runs of plans with one key that have got equally far can go on
     /// together.
     pub(crate) fn position(&self, phases: &[Phase]) -> (usize, usize) {
-        match phases.get(self.phase).is_some_and(|p| p.joint().is_some()) {
+        let Some(joint) = phases.get(self.phase).and_then(Phase::joint) else {
+            return (self.phase, 0);
+        };
+        let counts_tiles = self.is_joint || joint.has_tiles_alone();
+        match self.taken_chunks == 0 || counts_tiles {
             true => (self.phase, self.taken_chunks),
-            false => (self.phase, 0),
+            // In chunks of its own. Of the phases, none has this number.
+            false => (usize::MAX - 1, self.number),
         }
     }
 }
@@ -55,6 +64,8 @@ unsafe impl Sync for ScratchPtr {}
 pub(super) struct Run<'a> {
     /// At least one, all with joint kernels in the same phases.
     pub(super) members: &'a [Member<'a>],
+    /// Whether the first phase goes on with tiles of its joint kernel, also for a single member.
+    pub(super) is_joint: bool,
     /// The first phase of this turn.
     pub(super) first: usize,
     /// The number of phases of each graph.
@@ -105,26 +116,38 @@ impl<'a> Member<'a> {
     }
 
     /// The chunks of the phase to continue with that threads have taken.
-    pub(super) fn taken_chunks(&self, end: TurnEnd) -> usize {
+    fn taken_chunks(&self, end: TurnEnd) -> usize {
         match end {
             TurnEnd {
                 next: Some(phase),
                 in_phase: true,
+                ..
             } => self.counters[phase % 2].load(Ordering::Relaxed),
             _ => 0,
         }
     }
 
-    /// The phase and the taken chunks to continue with, or the failure. `None` at the end of the
-    /// graph.
-    pub(super) fn left(self, end: TurnEnd) -> Result<Option<(usize, usize)>, RunError> {
+    /// Where to continue, or the failure. `None` at the end of the graph.
+    pub(super) fn left(self, end: TurnEnd) -> Result<Option<Left>, RunError> {
         let taken_chunks = self.taken_chunks(end);
         let failure = self.failure.into_inner();
         match failure.unwrap_or_else(PoisonError::into_inner) {
             Some(error) => Err(error),
-            None => Ok(end.next.map(|phase| (phase, taken_chunks))),
+            None => Ok(end.next.map(|phase| Left {
+                phase,
+                taken_chunks: end.tiles.unwrap_or(taken_chunks),
+                is_joint: end.tiles.is_some(),
+            })),
         }
     }
+}
+
+/// Where a member continues.
+pub(super) struct Left {
+    pub(super) phase: usize,
+    pub(super) taken_chunks: usize,
+    /// [`RunState::is_joint`]
+    pub(super) is_joint: bool,
 }
 
 /// Where a turn has ended.
@@ -134,6 +157,8 @@ pub(super) struct TurnEnd {
     pub(super) next: Option<usize>,
     /// Whether chunks or units of that phase are done.
     pub(super) in_phase: bool,
+    /// The tiles of that phase that threads have taken, if members have computed them together.
+    pub(super) tiles: Option<usize>,
 }
 
 /// When the phases of a timed run ended.
@@ -150,6 +175,26 @@ struct Thread<'a> {
 }
 
 impl Run<'_> {
+    /// Where the turn has ended, after all threads have left.
+    pub(super) fn end(&self) -> TurnEnd {
+        let end = TurnEnd {
+            next: self.exit.next(self.last),
+            in_phase: self.exit.in_phase(),
+            tiles: None,
+        };
+        // Tiles are counted for all members at once, by the first.
+        let tiles = { end.next.zip(self.members.first()) }
+            .filter(|&(phase, _)| end.in_phase && self.is_joint_phase(phase))
+            .map(|(_, first)| first.taken_chunks(end));
+        TurnEnd { tiles, ..end }
+    }
+
+    /// Whether the members compute a phase together.
+    fn is_joint_phase(&self, phase: usize) -> bool {
+        let goes_on = phase == self.first && self.is_joint;
+        (self.members.len() > 1 || goes_on) && self.members[0].phases[phase].joint().is_some()
+    }
+
     /// Executes the phases as thread `index` of `count`.
     ///
     /// # Safety
@@ -193,7 +238,7 @@ impl Run<'_> {
                     member.counters[(phase + 1) % 2].store(0, Ordering::Relaxed);
                 }
             }
-            if self.members.len() > 1 && self.members[0].phases[phase].joint().is_some() {
+            if self.is_joint_phase(phase) {
                 // SAFETY: all threads come here in this phase, as the joint kernel is the same for
                 // all. The caller guarantees the members' memory and one key of their kernels.
                 unsafe { self.run_joint(phase, &thread) };
@@ -279,8 +324,7 @@ impl Run<'_> {
         }
     }
 
-    /// Runs the kernels of a phase of all members together. Members that have failed are computed,
-    /// too: their memory exists, and their results are not used.
+    /// Runs the kernels of a phase of all members together, but for those that have failed.
     ///
     /// # Safety
     ///
@@ -293,27 +337,39 @@ impl Run<'_> {
             // this phase. All of them execute the kernels, which are the only ones of the phase.
             .map(|m| unsafe { self.worker(m, phase, thread, &start) })
             .collect();
-        let kernels = { self.members.iter() }.filter_map(|member| member.phases[phase].joint());
-        let members: Vec<JointMember<'_>> = { kernels.zip(&workers) }
-            .map(|(kernel, worker)| JointMember { kernel, worker })
-            .collect();
-        let kernel = members[0].kernel;
+        let mut numbers = Vec::with_capacity(workers.len());
+        let mut members = Vec::with_capacity(workers.len());
+        for ((m, member), worker) in self.members.iter().enumerate().zip(&workers) {
+            let kernel = member.phases[phase].joint();
+            // A member that fails in this phase may be missing on some threads only. Nobody uses
+            // its results.
+            let Some(kernel) = kernel.filter(|_| !member.has_failed.load(Ordering::Relaxed)) else {
+                continue;
+            };
+            numbers.push(m);
+            members.push(JointMember {
+                kernel,
+                worker,
+                fault: OnceCell::new(),
+            });
+        }
+        let Some(JointMember { kernel, .. }) = members.first() else {
+            return;
+        };
         let outcome = catch_unwind(AssertUnwindSafe(|| {
-            for tile in workers[0]
-                .runs(kernel.tiles(), kernel.longest_run())
-                .flatten()
-            {
-                // SAFETY: the caller guarantees that the joint kernels of the phase have one key.
-                // `runs` returns each tile to one worker. The activations are converted in an
-                // earlier phase.
-                unsafe { kernel.tile(tile, &members) };
-            }
+            // One counter for all threads, also if the first member has failed.
+            let runs = workers[0].runs(kernel.tiles(), kernel.longest_run());
+            let mut tiles = runs.flatten();
+            // SAFETY: the caller guarantees that the joint kernels of the phase have one key.
+            // `runs` returns each tile to one worker. The activations are converted in an
+            // earlier phase, and a member that has failed before this phase is left out.
+            unsafe { kernel.run(&members, &mut tiles) };
         }));
-        if let Err(panic) = outcome {
-            let fault = Fault::panic(panic.as_ref());
-            for (m, member) in self.members.iter().enumerate() {
-                let part = &member.phases[phase].parts[0];
-                self.fail(m, phase, part.error(fault.clone()));
+        let panicked = outcome.err().map(|panic| Fault::panic(panic.as_ref()));
+        for (m, member) in numbers.into_iter().zip(members) {
+            let part = &self.members[m].phases[phase].parts[0];
+            if let Some(fault) = panicked.clone().or(member.fault.into_inner()) {
+                self.fail(m, phase, part.error(fault));
             }
         }
     }

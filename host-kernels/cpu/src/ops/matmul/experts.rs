@@ -1,19 +1,25 @@
 //! MUL_MAT_ID, alone and fused: products with the weights of the experts that the router has
 //! selected for each token.
 
+mod joint;
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use vgpu_engine::{ALLOCATION_BYTES, EngineError};
 use vgpu_transport::ir::Op;
 
 use super::super::scratch::{Output, ScratchLayout};
 use super::activations::{Activations, converted};
 use super::dense::kernel_of;
+use super::joint::MAX_COLUMNS;
 use super::term::{Term, Unit, add_row};
-use super::tiles::{LINE_FLOATS, tile_columns, tile_products, tile_rows};
+use super::tiles::{LINE_FLOATS, TILE_ROWS, tile_columns, tile_products, tile_rows};
 use super::weight_rows::WeightRows;
 use crate::gemm::{GemmArgs, MatmulKernel};
 use crate::kernel::{Compiled, Estimate, Fault, Kernel, Worker, check_index};
 use crate::operands::{Operands, parameters};
 use crate::view::View;
-use vgpu_engine::EngineError;
 
 /// Pairs of a token and an expert in a unit of work.
 const PAIRS: usize = 1 << 14;
@@ -215,8 +221,17 @@ struct ExpertColumns {
 /// Columns that are multiplied with the same weights.
 struct ColumnTile<'w> {
     expert: usize,
-    pairs: &'w [usize],
+    /// The pairs. `None` for a single token, whose tiles have the pair `only`.
+    grouped: Option<&'w [usize]>,
+    only: usize,
+    /// The first column. The others are behind it.
     columns: *const u8,
+}
+
+impl ColumnTile<'_> {
+    fn pairs(&self) -> &[usize] {
+        self.grouped.unwrap_or(std::slice::from_ref(&self.only))
+    }
 }
 
 impl ExpertColumns {
@@ -261,6 +276,18 @@ impl ExpertColumns {
             1 => rows,
             _ => rows.min((most / least).max(1) * least),
         }
+    }
+
+    /// Whether a batch may have these columns, by their number.
+    fn are_few(&self) -> bool {
+        (1..MAX_COLUMNS).contains(&self.ids.ne[1])
+    }
+
+    /// The rows of weights in a tile of a batch. The number of tokens does not matter.
+    fn batch_rows(&self, weight: &View, beside: usize, workers: usize) -> usize {
+        let [k, rows, ..] = weight.ne;
+        let others = self.used.min(self.experts) * beside;
+        tile_rows(&self.activations.kernel, k, rows, 1, others, workers).min(TILE_ROWS)
     }
 
     /// The kernels that convert the activations and group them by expert.
@@ -317,18 +344,12 @@ impl ExpertColumns {
         }
     }
 
-    /// Tile `at`. Without grouping, `pair` holds the only pair of the tile.
+    /// Tile `at`.
     ///
     /// # Safety
     /// As [`ExpertColumns::tiles`].
-    unsafe fn tile<'w>(
-        &self,
-        w: &'w Worker<'_>,
-        at: usize,
-        pair: &'w mut usize,
-    ) -> Result<ColumnTile<'w>, Fault> {
+    unsafe fn tile<'w>(&self, w: &'w Worker<'_>, at: usize) -> Result<ColumnTile<'w>, Fault> {
         let Some(grouping) = self.grouping else {
-            *pair = at;
             let id = self.ids.row_ptr([at / self.used, 0, 0]);
             let id = id.wrapping_add(at % self.used * self.ids.nb[0]);
             // SAFETY: `slot` and `token` are below the lengths of the ids, which are i32 by the
@@ -337,7 +358,8 @@ impl ExpertColumns {
             let id = unsafe { id.cast::<i32>().read_volatile() };
             return Ok(ColumnTile {
                 expert: check_index(i64::from(id), self.experts)?,
-                pairs: std::slice::from_ref(pair),
+                grouped: None,
+                only: at,
                 columns: self.column(w, at),
             });
         };
@@ -348,7 +370,8 @@ impl ExpertColumns {
         let gathered = self.gathered + tile.first * self.activations.column_bytes;
         Ok(ColumnTile {
             expert: tile.expert,
-            pairs: &order[tile.first..tile.first + tile.columns],
+            grouped: Some(&order[tile.first..tile.first + tile.columns]),
+            only: 0,
             columns: w.scratch().wrapping_add(gathered),
         })
     }
@@ -364,21 +387,21 @@ struct ExpertProduct {
     column_bytes: usize,
     /// Rows of a tile.
     grain: usize,
+    /// Rows of a tile of a batch.
+    batch_grain: usize,
 }
 
 impl ExpertProduct {
-    fn new(
-        weight: View,
-        bias: Option<View>,
-        columns: &ExpertColumns,
-        grain: usize,
-    ) -> ExpertProduct {
+    /// `beside` is the number of products whose tiles threads take at once.
+    fn new(term: &Term<'_>, columns: &ExpertColumns, beside: usize) -> ExpertProduct {
+        let (weight, workers) = (term.weight(), term.node.workers());
         ExpertProduct {
             kernel: columns.activations.kernel,
             weight,
-            bias,
+            bias: term.bias,
             column_bytes: columns.activations.column_bytes,
-            grain,
+            grain: columns.grain_rows(&weight, beside, workers),
+            batch_grain: columns.batch_rows(&weight, beside, workers),
         }
     }
 
@@ -386,71 +409,259 @@ impl ExpertProduct {
         self.weight.ne[1]
     }
 
-    /// The number of tiles of rows.
-    fn row_tiles(&self) -> usize {
-        self.rows().div_ceil(self.grain)
+    /// Floats of the largest tile of a batch.
+    fn batch_floats(&self) -> usize {
+        self.batch_grain * MAX_COLUMNS
     }
 
-    /// The rows of the tile that begins with `row`.
-    fn height(&self, row: usize) -> usize {
-        self.grain.min(self.rows() - row)
-    }
-
-    /// Multiplies the rows of a tile from `row` on with its columns. The columns of `out` are
-    /// [`ExpertProduct::grain`] floats apart.
+    /// Multiplies rows with the columns of a tile. The columns of `out` are `stride` floats apart.
     ///
     /// # Safety
-    /// The columns of `tile` are converted. `row` is below the rows of the weights. `out` is
-    /// writable for the columns of the tile, and no one else accesses it. `weights` was made for
-    /// these weights and this kernel.
+    /// The columns of `tile` are converted. The weights have `rows`. `out` is writable for the
+    /// columns of the tile, and no one else accesses it. `weights` was made for these weights and
+    /// this kernel.
     unsafe fn multiply(
         &self,
         (w, weights): (&Worker<'_>, WeightRows),
         tile: &ColumnTile<'_>,
-        row: usize,
-        out: *mut f32,
+        rows: &Range<usize>,
+        (out, stride): (*mut f32, usize),
     ) {
-        let (weight, columns) = (&self.weight, tile.pairs.len());
+        let (weight, columns) = (&self.weight, tile.pairs().len());
         // SAFETY: `tile.expert` is below the number of experts, which is the third length of the
-        // weights and the second of the bias (`is_plain`). `row + self.height(row)` is at most the
-        // rows of the weights, which is the length of a row of the bias. The caller guarantees
-        // columns, `out` and `weights`.
+        // weights. The caller guarantees rows, columns, `out` and `weights`.
         unsafe {
             let args = GemmArgs {
                 k: weight.ne[0],
-                w: { weight.ptr() }.add(tile.expert * weight.nb[2] + row * weight.nb[1]),
+                w: self.weights_of(tile.expert, rows),
                 w_stride: weight.nb[1],
-                rows: self.height(row),
+                rows: rows.len(),
                 x: tile.columns,
                 x_stride: self.column_bytes,
                 cols: columns,
                 dst: out,
-                dst_stride: self.grain,
+                dst_stride: stride,
                 table: None,
             };
             weights.multiply(w, &self.kernel, &args);
-            if let Some(bias) = &self.bias {
-                let bias = bias.row_ptr([tile.expert, 0, 0]).cast::<f32>().add(row);
-                for column in 0..columns {
-                    add_row(out.add(column * self.grain), bias, self.height(row));
-                }
+            for column in 0..columns {
+                self.add_bias(tile.expert, rows, out.add(column * stride));
             }
+        }
+    }
+
+    /// The first of these rows of an expert.
+    fn weights_of(&self, expert: usize, rows: &Range<usize>) -> *const u8 {
+        let weight = &self.weight;
+        let at = expert * weight.nb[2] + rows.start * weight.nb[1];
+        weight.ptr().wrapping_add(at).cast_const()
+    }
+
+    /// Adds the bias of these rows of an expert, if there is one, to a column of results.
+    ///
+    /// # Safety
+    /// The weights have the expert and the rows. `to` is writable for a float for each row, and no
+    /// one else accesses it.
+    unsafe fn add_bias(&self, expert: usize, rows: &Range<usize>, to: *mut f32) {
+        let Some(bias) = &self.bias else {
+            return;
+        };
+        // SAFETY: the bias has a dense row for each expert (`is_plain`), as long as the weights
+        // have rows, and overlaps no result (`Term::fits`). The caller guarantees the rest.
+        unsafe {
+            let bias = bias.row_ptr([expert, 0, 0]).cast::<f32>().add(rows.start);
+            add_row(to, bias, rows.len());
         }
     }
 }
 
-/// Reserves `count` tiles of floats for each thread. Returns the offset of the first tile and the
-/// floats of a tile.
-fn own_floats(
-    first: &Operands<'_>,
-    columns: &ExpertColumns,
-    grain: usize,
-    count: usize,
-    scratch: &mut ScratchLayout,
-) -> (usize, usize) {
-    let floats = (grain * columns.grain).next_multiple_of(LINE_FLOATS);
-    let size = floats * size_of::<f32>();
-    (scratch.room(count * first.workers(), size), floats)
+/// Where the results of products are.
+enum Results {
+    /// Those of each product.
+    Each(Vec<Output>),
+    /// The GLU of two products of the same shape. The products are in memory of each thread.
+    Gated(Unit),
+}
+
+/// Products of the same columns, in the type of the kernel or converted to it. Threads take the
+/// tiles of all products.
+struct ExpertProducts {
+    columns: ExpertColumns,
+    products: Vec<ExpertProduct>,
+    results: Results,
+    weight_rows: WeightRows,
+    /// The offset of the tiles of all threads in the scratch memory.
+    own: usize,
+    /// Floats of such a tile.
+    floats: usize,
+    /// Floats from one column of such a tile to the next.
+    stride: usize,
+    /// For a GLU in a batch, the offset of a tile for each thread.
+    factors: usize,
+}
+
+impl ExpertProducts {
+    fn new(
+        first: &Operands<'_>,
+        (columns, products): (ExpertColumns, Vec<ExpertProduct>),
+        results: Results,
+        scratch: &mut ScratchLayout,
+    ) -> ExpertProducts {
+        let (few, workers) = (columns.are_few(), first.workers());
+        let grain = |product: &ExpertProduct| match few {
+            true => product.grain.max(product.batch_grain),
+            false => product.grain,
+        };
+        let stride = products.iter().map(grain).max().unwrap_or(0);
+        let floats = (stride * columns.grain).next_multiple_of(LINE_FLOATS);
+        let (at_once, factors) = match results {
+            Results::Each(_) => (1, 0),
+            Results::Gated(_) => (2, if few { workers } else { 0 }),
+        };
+        let of_batch = products.first().map_or(0, ExpertProduct::batch_floats);
+        ExpertProducts {
+            weight_rows: WeightRows::new(first, &columns.activations.kernel, scratch),
+            own: scratch.room(at_once * workers, floats * size_of::<f32>()),
+            floats,
+            stride,
+            factors: scratch.room(factors, of_batch * size_of::<f32>()),
+            columns,
+            products,
+            results,
+        }
+    }
+
+    /// The kernels of the products.
+    ///
+    /// # Safety
+    /// The columns are those of every product. The results overlap neither each other nor a source.
+    unsafe fn kernels(self, first: &Operands<'_>) -> Vec<Kernel> {
+        let mut kernels = self.columns.prepare(first);
+        let outputs = match &self.results {
+            Results::Each(outputs) => outputs.capacity() * size_of::<Output>(),
+            Results::Gated(_) => 0,
+        };
+        first.holds(
+            size_of::<ExpertProducts>()
+                + self.products.capacity() * size_of::<ExpertProduct>()
+                + outputs
+                + 3 * ALLOCATION_BYTES,
+        );
+        let products = Arc::new(self);
+        if products.can_join() {
+            first.ends_with(Arc::clone(&products) as _);
+        }
+        kernels.push(Box::new(move |w| {
+            // SAFETY: the kernels of `prepare` ran before the barrier before this kernel.
+            let tiles = unsafe { products.columns.tiles(w) };
+            let grain = |product: &ExpertProduct| product.grain;
+            let row_tiles = products.row_tiles(grain);
+            for unit in w.chunks(tiles * row_tiles, 1).flatten() {
+                let (product, rows) = products.rows_of(unit % row_tiles, grain);
+                // SAFETY: the kernels of `prepare` ran before the barrier before this kernel. The
+                // caller guarantees the columns and the results, which no other unit has.
+                unsafe {
+                    let tile = products.columns.tile(w, unit / row_tiles)?;
+                    products.compute(w, &tile, product, &rows);
+                }
+            }
+            Ok(())
+        }));
+        kernels
+    }
+
+    /// The products whose rows are divided into tiles. Those of a GLU have the same tiles.
+    fn tiled(&self) -> &[ExpertProduct] {
+        match self.results {
+            Results::Each(_) => &self.products,
+            Results::Gated(_) => &self.products[..1],
+        }
+    }
+
+    /// The number of tiles of rows of all products, of as many rows as `grain` says.
+    fn row_tiles(&self, grain: impl Fn(&ExpertProduct) -> usize) -> usize {
+        let each = self.tiled().iter();
+        each.map(|product| product.rows().div_ceil(grain(product)))
+            .sum()
+    }
+
+    /// The product and the rows of a tile of rows.
+    fn rows_of(
+        &self,
+        mut tile: usize,
+        grain: impl Fn(&ExpertProduct) -> usize,
+    ) -> (usize, Range<usize>) {
+        for (i, product) in self.tiled().iter().enumerate() {
+            let (rows, grain) = (product.rows(), grain(product));
+            let tiles = rows.div_ceil(grain);
+            if tile < tiles {
+                let start = tile * grain;
+                return (i, start..rows.min(start + grain));
+            }
+            tile -= tiles;
+        }
+        unreachable!("a tile that no product has")
+    }
+
+    /// The result of a pair in the first row of a product.
+    fn result(&self, w: &Worker<'_>, product: usize, pair: usize) -> *mut f32 {
+        let (slot, token) = (pair % self.columns.used, pair / self.columns.used);
+        match &self.results {
+            Results::Each(outputs) => {
+                let [slot_stride, token_stride, _] = outputs[product].strides();
+                let base = outputs[product].base(w.scratch());
+                base.wrapping_add(slot * slot_stride + token * token_stride)
+                    .cast()
+            }
+            Results::Gated(unit) => unit.dst.row_ptr([slot, token, 0]).cast(),
+        }
+    }
+
+    /// Computes rows of a product, or of the GLU, for the columns of a tile.
+    ///
+    /// # Safety
+    /// The columns are converted, and those of every product. The products have `rows`. No one else
+    /// accesses the results, which overlap no source.
+    unsafe fn compute(
+        &self,
+        w: &Worker<'_>,
+        tile: &ColumnTile<'_>,
+        product: usize,
+        rows: &Range<usize>,
+    ) {
+        let weights = (w, self.weight_rows);
+        let own = w.scratch().wrapping_add(self.own).cast::<f32>();
+        // SAFETY: the scratch memory has one tile of `floats` floats for each worker at `own`, or
+        // two for a GLU, and `floats` is enough for `rows` of each column of a tile, `stride`
+        // floats apart. The nodes have passed the check of MUL_MAT_ID, so the destination has a
+        // dense row of as many floats as the weights have rows for each slot and token. The caller
+        // guarantees columns, rows and results.
+        unsafe {
+            match &self.results {
+                Results::Each(_) => {
+                    let result = own.add(w.index() * self.floats);
+                    let to = (result, self.stride);
+                    self.products[product].multiply(weights, tile, rows, to);
+                    for (column, &pair) in tile.pairs().iter().enumerate() {
+                        let to = self.result(w, product, pair).add(rows.start);
+                        let from = result.add(column * self.stride);
+                        to.copy_from_nonoverlapping(from, rows.len());
+                    }
+                }
+                Results::Gated(unit) => {
+                    let both = [0, 1].map(|i| own.add((2 * w.index() + i) * self.floats));
+                    for (product, result) in self.products.iter().zip(both) {
+                        product.multiply(weights, tile, rows, (result, self.stride));
+                    }
+                    for (column, &pair) in tile.pairs().iter().enumerate() {
+                        let to = self.result(w, product, pair).add(rows.start);
+                        let from = both.map(|x| x.add(column * self.stride));
+                        unit.apply(to, from, rows.len());
+                    }
+                }
+            }
+        }
+    }
 }
 
 /// MUL_MAT_ID: `dst[:, slot, token] = weights[:, :, ids[slot, token]] . x[:, slot % n, token]`.
@@ -471,7 +682,7 @@ pub(in super::super) fn mul_mat_id(operands: &Operands<'_>) -> Result<Compiled, 
         dst: operands.dst(),
     };
     // SAFETY: the columns are those of the only term.
-    Ok(unsafe { compile(&[term], &[output], scratch) })
+    Ok(unsafe { compile(&[term], vec![output], scratch) })
 }
 
 /// Products of the same columns: threads take the tiles of all products.
@@ -490,7 +701,7 @@ pub(super) unsafe fn products(terms: &[Term<'_>]) -> Option<Compiled> {
     let outputs: Vec<Output> = outputs.collect();
     // SAFETY: the caller guarantees the same columns and separate results, which overlap no source
     // (`Term::fits`). All terms are products of experts, of as many experts (`is_plain`).
-    Some(unsafe { compile(terms, &outputs, scratch) })
+    Some(unsafe { compile(terms, outputs, scratch) })
 }
 
 /// Whether `term` can be computed together with `first`, with the columns of `first`.
@@ -508,63 +719,22 @@ fn activations(first: &Operands<'_>) -> Activations {
 /// # Safety
 /// The terms are MUL_MAT_IDs of the same activations, the same ids and as many experts. Their
 /// outputs do not overlap each other or a source.
-unsafe fn compile(terms: &[Term<'_>], outputs: &[Output], mut scratch: ScratchLayout) -> Compiled {
+unsafe fn compile(
+    terms: &[Term<'_>],
+    outputs: Vec<Output>,
+    mut scratch: ScratchLayout,
+) -> Compiled {
     let first = terms[0].node;
     let columns = ExpertColumns::new(first, activations(first), &mut scratch);
-    let weight_rows = WeightRows::new(first, &columns.activations.kernel, &mut scratch);
-    let each = terms.iter().zip(outputs).map(|(term, &output)| {
-        let grain = columns.grain_rows(&term.weight(), terms.len(), first.workers());
-        (
-            ExpertProduct::new(term.weight(), term.bias, &columns, grain),
-            output,
-        )
-    });
-    let products: Vec<(ExpertProduct, Output)> = each.collect();
-    let row_tiles = products
-        .iter()
-        .map(|(product, _)| product.row_tiles())
-        .sum::<usize>();
-    let grain = products.iter().map(|(product, _)| product.grain).max();
-    let (own, floats) = own_floats(first, &columns, grain.unwrap_or(0), 1, &mut scratch);
-    let mut kernels = columns.prepare(first);
-    kernels.push(Box::new(move |w| {
-        // SAFETY: the kernels of `prepare` ran before the barrier before this kernel.
-        let tiles = unsafe { columns.tiles(w) };
-        for unit in w.chunks(tiles * row_tiles, 1).flatten() {
-            let (mut pair, mut at) = (0, unit % row_tiles);
-            // SAFETY: the kernels of `prepare` ran before the barrier before this kernel.
-            let tile = unsafe { columns.tile(w, unit / row_tiles, &mut pair)? };
-            let found = products.iter().find(|(product, _)| {
-                let is_here = at < product.row_tiles();
-                at -= if is_here { 0 } else { product.row_tiles() };
-                is_here
-            });
-            let (product, output) = found.expect("a tile belongs to a product");
-            let row = at * product.grain;
-            let [slot_stride, token_stride, _] = output.strides();
-            // SAFETY: the columns of the tile, which the caller guarantees to be those of every
-            // term, are converted and grouped, and `row` is below the rows of the product. `result`
-            // is a tile of `floats` floats of this worker in the scratch memory. The nodes have
-            // passed the check of MUL_MAT_ID, so the destination has a dense row of as many floats
-            // as the weights have rows for each slot and token. `to` has `height(row)` of them,
-            // which no other unit writes.
-            unsafe {
-                let result = w.scratch().add(own).cast::<f32>();
-                let result = result.add(w.index() * floats);
-                product.multiply((w, weight_rows), &tile, row, result);
-                for (column, &pair) in tile.pairs.iter().enumerate() {
-                    let (slot, token) = (pair % columns.used, pair / columns.used);
-                    let to =
-                        { output.base(w.scratch()) }.add(slot * slot_stride + token * token_stride);
-                    let to = to.cast::<f32>().add(row);
-                    let from = result.add(column * product.grain);
-                    to.copy_from_nonoverlapping(from, product.height(row));
-                }
-            }
-        }
-        Ok(())
-    }));
-    for output in outputs {
+    let products = terms.iter();
+    let products = products.map(|term| ExpertProduct::new(term, &columns, terms.len()));
+    let products = (columns, products.collect());
+    let staged = outputs.clone();
+    let products = ExpertProducts::new(first, products, Results::Each(outputs), &mut scratch);
+    // SAFETY: the caller guarantees the same columns for all terms, and separate results, which
+    // overlap no source or are staged.
+    let mut kernels = unsafe { products.kernels(first) };
+    for output in staged {
         output.finish(&mut kernels);
     }
     Compiled {
@@ -576,7 +746,8 @@ unsafe fn compile(terms: &[Term<'_>], outputs: &[Output], mut scratch: ScratchLa
 /// Two products with the columns of `first`, and the GLU of both.
 ///
 /// # Safety
-/// Both terms have the activations and the ids of `first`.
+/// Both terms have the activations and the ids of `first`, and the same shape. The destination of
+/// `unit` has the lengths of the products, and overlaps no source ([`Term::fits`]).
 pub(super) unsafe fn gated(
     first: &Operands<'_>,
     terms: &[Term<'_>; 2],
@@ -587,42 +758,13 @@ pub(super) unsafe fn gated(
     }
     let mut scratch = ScratchLayout::default();
     let columns = ExpertColumns::new(first, activations(first), &mut scratch);
-    let grain = columns.grain_rows(&terms[0].weight(), 1, first.workers());
-    let [activated, factor] =
-        terms.map(|term| ExpertProduct::new(term.weight(), term.bias, &columns, grain));
-    let row_tiles = activated.row_tiles();
-    // Each thread has one tile for each product.
-    let (own, floats) = own_floats(first, &columns, grain, 2, &mut scratch);
-    let mut kernels = columns.prepare(first);
-    kernels.push(Box::new(move |w| {
-        // SAFETY: the kernels of `prepare` ran before the barrier before this kernel. The scratch
-        // memory has two tiles of `floats` floats for each worker at offset `own`.
-        let (tiles, [a, b]) = unsafe {
-            let own = w.scratch().add(own).cast::<f32>();
-            let own = [0, 1].map(|i| own.add((2 * w.index() + i) * floats));
-            (columns.tiles(w), own)
-        };
-        for part in w.chunks(tiles * row_tiles, 1).flatten() {
-            let (mut pair, row) = (0, part % row_tiles * grain);
-            // SAFETY: the columns of the tile, which the caller guarantees to be those of both
-            // products, are converted and grouped, and `row` is below the rows of the products,
-            // which have the same shape. `a` and `b` are tiles of this worker. The destination has
-            // the lengths of the products, and overlaps no source (`Term::fits`). No other part
-            // writes these results.
-            unsafe {
-                let tile = columns.tile(w, part / row_tiles, &mut pair)?;
-                activated.multiply((w, WeightRows::InPlace), &tile, row, a);
-                factor.multiply((w, WeightRows::InPlace), &tile, row, b);
-                for (column, &pair) in tile.pairs.iter().enumerate() {
-                    let (slot, token) = (pair % columns.used, pair / columns.used);
-                    let to = unit.dst.row_ptr([slot, token, 0]).cast::<f32>().add(row);
-                    let from = [a, b].map(|x| x.add(column * grain));
-                    unit.apply(to, from, activated.height(row));
-                }
-            }
-        }
-        Ok(())
-    }));
+    let products = terms.each_ref();
+    let products = products.map(|term| ExpertProduct::new(term, &columns, 1));
+    let products = (columns, Vec::from(products));
+    let products = ExpertProducts::new(first, products, Results::Gated(unit), &mut scratch);
+    // SAFETY: the caller guarantees the same columns for both terms, and results that overlap no
+    // source.
+    let kernels = unsafe { products.kernels(first) };
     Some(Compiled {
         kernels,
         scratch_bytes: scratch.bytes(),

@@ -10,16 +10,25 @@ use super::term::Unit;
 use super::tiles::{TiledProduct, tile_products};
 use super::weight_rows::WeightRows;
 use crate::batch::MAX_BATCH;
-use crate::gemm::Column;
+use crate::gemm::{Column, MatmulKernel};
 use crate::kernel::{JointKernel, JointMember, Kernel, Runs, Worker};
 use crate::operands::Operands;
 
 /// The most columns that are multiplied at once: the memory of a thread is enough for them
 /// ([`prepared_bytes`](crate::gemm::prepared_bytes)).
-const MAX_COLUMNS: usize = 32;
+pub(super) const MAX_COLUMNS: usize = 32;
 
-/// The bytes of weights that a thread multiplies with one column without asking for more: some tens
-/// of microseconds.
+/// From this many columns of a plan on, a batch does not have its products with this kernel: panels
+/// would change the results, or the columns are many.
+pub(super) fn columns_end(kernel: &MatmulKernel) -> usize {
+    match kernel.one_order {
+        true => MAX_COLUMNS,
+        false => kernel.panel_cols.min(MAX_COLUMNS),
+    }
+}
+
+/// The bytes of weights that a thread multiplies with few columns without asking for more: some tens
+/// of microseconds with one column.
 const RUN_BYTES: usize = 512 << 10;
 
 /// The bytes of weights that a thread prefetches before the barrier before a product.
@@ -86,22 +95,19 @@ impl DenseProducts {
     /// columns. The columns are few, and those of one matrix.
     fn can_join(&self) -> bool {
         self.products.iter().all(|product| {
-            let end = match product.kernel.one_order {
-                true => MAX_COLUMNS,
-                false => product.kernel.panel_cols.min(MAX_COLUMNS),
-            };
             product.kernel.takes_tables
-                && product.columns < end
+                && product.columns < columns_end(&product.kernel)
                 && product.others == 1
                 && product.tile_of_batch() <= tile_products(product.weight.ne[0])
                 && !product.output.is_staged()
         })
     }
 
-    /// Whether each product has one column and one matrix of weights, so that its time is that of
-    /// reading them.
-    fn has_one_column(&self) -> bool {
-        { self.products.iter() }.all(|product| product.columns == 1 && product.others == 1)
+    /// Whether each product has one matrix of weights and few columns, so that much of its time is
+    /// that of reading them. The same for all numbers of columns that a batch may have together.
+    fn has_few_columns(&self) -> bool {
+        { self.products.iter() }
+            .all(|product| product.others == 1 && product.columns < columns_end(&product.kernel))
     }
 
     /// The products that a tile of this kernel computes, and the tile of each.
@@ -123,7 +129,8 @@ impl DenseProducts {
     /// # Safety
     /// As [`DenseProducts::compute`], for each tile.
     unsafe fn compute_run(&self, w: &Worker<'_>, tiles: Range<usize>) {
-        if self.gate.is_some() || !self.has_one_column() {
+        let is_one = |product: &TiledProduct| product.columns == 1 && product.others == 1;
+        if self.gate.is_some() || !self.products.iter().all(is_one) {
             for tile in tiles {
                 // SAFETY: the caller guarantees the same.
                 unsafe { self.compute(w, tile) };
@@ -223,7 +230,7 @@ impl JointKernel for DenseProducts {
     fn longest_run(&self) -> usize {
         let longest =
             { self.products.iter() }.map(|product| RUN_BYTES / product.tile_bytes().max(1));
-        match self.has_one_column() {
+        match self.has_few_columns() {
             true => longest.min().unwrap_or(1),
             false => 1,
         }
@@ -231,7 +238,7 @@ impl JointKernel for DenseProducts {
 
     fn prefetch(&self, index: usize, count: usize) {
         let runs = Runs::new(self.tiles(), self.longest_run(), count);
-        let Some(run) = runs.range(index).filter(|_| self.has_one_column()) else {
+        let Some(run) = runs.range(index).filter(|_| self.has_few_columns()) else {
             return;
         };
         let (products, tile) = self.of_tile(run.start);
@@ -243,6 +250,23 @@ impl JointKernel for DenseProducts {
         }
     }
 
+    fn has_tiles_alone(&self) -> bool {
+        true
+    }
+
+    unsafe fn run(&self, members: &[JointMember<'_>], tiles: &mut dyn Iterator<Item = usize>) {
+        for tile in tiles {
+            // SAFETY: the caller guarantees what `tile` asks.
+            unsafe { self.tile(tile, members) };
+        }
+    }
+}
+
+impl DenseProducts {
+    /// Computes a tile of each member.
+    ///
+    /// # Safety
+    /// As for [`JointKernel::run`]; no other thread computes this tile.
     unsafe fn tile(&self, tile: usize, members: &[JointMember<'_>]) {
         let (products, own) = self.of_tile(tile);
         for (i, product) in products.iter().enumerate() {
@@ -287,9 +311,7 @@ impl JointKernel for DenseProducts {
             }
         }
     }
-}
 
-impl DenseProducts {
     /// Where the results of product `i` of a tile are: the first, and the floats from one column to
     /// the next.
     fn results(&self, w: &Worker<'_>, tile: usize, i: usize) -> (*mut f32, usize) {

@@ -18,7 +18,7 @@ use crate::view::View;
 /// The most columns in a tile: the block of columns of [`crate::gemm`].
 const TILE_COLUMNS: usize = 256;
 /// The most rows in a tile of several columns: the block of rows of [`crate::gemm`].
-const TILE_ROWS: usize = 256;
+pub(super) const TILE_ROWS: usize = 256;
 
 /// The most products in a tile, about: some milliseconds. Tiles of rows of up to 8192 elements are
 /// not limited by it. Longer rows than those of models do not stay in the caches, and a product
