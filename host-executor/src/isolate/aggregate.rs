@@ -106,8 +106,8 @@ impl Shared {
 }
 
 /// The sessions that the process of machine `id` reports, each once. A process that was taken over
-/// may report any number: a number with a machine in its upper half is left out, so that nobody ends
-/// a session of another machine by it.
+/// may report any number: a number with a machine in its upper half is left out, so that nobody
+/// ends a session of another machine by it.
 fn sessions_of_machine(id: u64, guest: &str, reported: &[SessionStatus]) -> Vec<SessionStatus> {
     let mut seen = BTreeSet::new();
     let own = { reported.iter() }

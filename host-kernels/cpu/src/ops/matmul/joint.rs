@@ -27,8 +27,8 @@ pub(super) fn columns_end(kernel: &MatmulKernel) -> usize {
     }
 }
 
-/// The bytes of weights that a thread multiplies with few columns without asking for more: some tens
-/// of microseconds with one column.
+/// The bytes of weights that a thread multiplies with few columns without asking for more: some
+/// tens of microseconds with one column.
 const RUN_BYTES: usize = 512 << 10;
 
 /// The bytes of weights that a thread prefetches before the barrier before a product.
