@@ -259,9 +259,9 @@ impl<'a> Worker<'a> {
     ///
     /// - The threads that execute a kernel at the same time have different indices below one
     ///   `count`, and the same [`KernelMemory`].
-    /// - Until all threads have left the phase, only [`chunks`](Worker::chunks) changes the
-    ///   counter. The counter is 0 before the first turn of the phase. In a later turn of the phase
-    ///   the counter is what the turn before has left.
+    /// - Until all threads have left the phase, only [`chunks`](Worker::chunks) and
+    ///   [`runs`](Worker::runs) change the counter. The counter is 0 before the first turn of the
+    ///   phase. In a later turn of the phase the counter is what the turn before has left.
     /// - `scratch` and `activations` are aligned to 64 bytes and have the bytes that the kernel's
     ///   operator has asked for, initialised. As long as the worker exists, only the kernels of the
     ///   phase access these bytes, as the [schedule](crate::barrier_schedule) permits kernels to

@@ -222,7 +222,8 @@ impl Runner {
             .unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Runs one graph. Allocates no memory.
+    /// Runs one graph. Allocates no memory, unless the graph goes on in the middle of products that
+    /// it has begun in a batch.
     ///
     /// # Safety
     ///

@@ -29,7 +29,7 @@ pub(super) fn columns_end(kernel: &MatmulKernel) -> usize {
 
 /// The bytes of weights that a thread multiplies with few columns without asking for more: some
 /// tens of microseconds with one column.
-const RUN_BYTES: usize = 512 << 10;
+const RUN_BYTES: usize = 1 << 20;
 
 /// The bytes of weights that a thread prefetches before the barrier before a product.
 const PREFETCHED_BYTES: usize = 32 << 10;
@@ -228,12 +228,13 @@ impl JointKernel for DenseProducts {
     }
 
     fn longest_run(&self) -> usize {
-        let longest =
-            { self.products.iter() }.map(|product| RUN_BYTES / product.tile_bytes().max(1));
-        match self.has_few_columns() {
-            true => longest.min().unwrap_or(1),
-            false => 1,
+        if !self.has_few_columns() {
+            return 1;
         }
+        // A tile of a GLU is one of each product.
+        let products = self.gate.as_ref().map_or(1, |_| self.products.len());
+        let longest = self.products.iter().map(TiledProduct::longest_run);
+        (longest.min().unwrap_or(1) / products).max(1)
     }
 
     fn prefetch(&self, index: usize, count: usize) {
@@ -325,9 +326,16 @@ impl DenseProducts {
 }
 
 impl TiledProduct {
-    /// The bytes of weights of a tile.
-    fn tile_bytes(&self) -> usize {
-        self.grain_rows.saturating_mul(self.weight.nb[1])
+    /// The tiles of [`RUN_BYTES`] of weights, or those whose products in the largest batch are as
+    /// many as in the largest tile. The same for any number of columns.
+    fn longest_run(&self) -> usize {
+        let (k, rows) = (self.weight.ne[0], self.grain_rows);
+        let columns = columns_end(&self.kernel)
+            .saturating_sub(1)
+            .saturating_mul(MAX_BATCH);
+        let products = k.saturating_mul(rows).saturating_mul(columns);
+        let bytes = rows.saturating_mul(self.weight.nb[1]);
+        (RUN_BYTES / bytes.max(1)).min(tile_products(k) / products.max(1))
     }
 
     /// The products of the largest tile of a batch.

@@ -1,4 +1,4 @@
-//! The tiles of a product. Threads take them one at a time.
+//! The tiles of a product. Threads take them one at a time, or in runs.
 
 use std::ops::Range;
 use std::ptr::{self, NonNull};

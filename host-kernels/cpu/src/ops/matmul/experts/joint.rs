@@ -62,20 +62,31 @@ impl ExpertProducts {
         (self.columns.experts / selected).clamp(1, MAX_EXPERTS)
     }
 
-    /// The columns of this plan.
+    /// Adds the columns of this plan to `all`, or none.
     ///
     /// # Errors
     /// [`Fault::Index`] if an id is wrong.
     ///
     /// # Safety
     /// The kernels of [`prepare`](super::ExpertColumns::prepare) ran before the last barrier.
-    unsafe fn column_tiles<'a>(&'a self, w: &'a Worker<'a>) -> Result<Vec<MemberTile<'a>>, Fault> {
-        // SAFETY: the caller guarantees the kernels of `prepare`, for both.
-        let tiles = (0..unsafe { self.columns.tiles(w) }).map(|at| unsafe {
-            let tile = self.columns.tile(w, at)?;
-            Ok(MemberTile { of: self, w, tile })
-        });
-        tiles.collect()
+    unsafe fn add_column_tiles<'a>(
+        &'a self,
+        w: &'a Worker<'a>,
+        all: &mut Vec<MemberTile<'a>>,
+    ) -> Result<(), Fault> {
+        let before = all.len();
+        // SAFETY: the caller guarantees the kernels of `prepare`.
+        for at in 0..unsafe { self.columns.tiles(w) } {
+            // SAFETY: as above.
+            match unsafe { self.columns.tile(w, at) } {
+                Ok(tile) => all.push(MemberTile { of: self, w, tile }),
+                Err(fault) => {
+                    all.truncate(before);
+                    return Err(fault);
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Computes rows of one expert for the columns of a table, which is empty afterwards.
@@ -208,19 +219,20 @@ impl JointKernel for ExpertProducts {
     }
 
     unsafe fn run(&self, members: &[JointMember<'_>], tiles: &mut dyn Iterator<Item = usize>) {
-        let mut all: Vec<MemberTile<'_>> = Vec::new();
+        let pairs = |member: &JointMember<'_>| member.kernel::<ExpertProducts>().columns.pairs;
+        let mut all = Vec::with_capacity(members.iter().map(pairs).sum());
         for member in members {
             let kernel = member.kernel::<ExpertProducts>();
             // SAFETY: the caller guarantees that the earlier kernels of each member have succeeded.
-            match unsafe { kernel.column_tiles(member.worker) } {
-                Ok(tiles) => all.extend(tiles),
-                Err(fault) => drop(member.fault.set(fault)),
+            if let Err(fault) = unsafe { kernel.add_column_tiles(member.worker, &mut all) } {
+                drop(member.fault.set(fault));
             }
         }
         let Some(first) = members.first() else {
             return;
         };
-        all.sort_by_key(|of| of.tile.expert);
+        // In place. The order of columns changes no bit of a result.
+        all.sort_unstable_by_key(|of| of.tile.expert);
         let mut table = Table {
             columns: Vec::with_capacity(MAX_COLUMNS),
             owners: Vec::with_capacity(MAX_COLUMNS),
