@@ -18,6 +18,7 @@ use xtask_common::cache::Cache;
 use xtask_common::dist::Dist;
 use xtask_common::executor::Executor;
 use xtask_common::median;
+use xtask_common::model::{self, FileType};
 use xtask_common::process::free_port;
 use xtask_common::process::{self, Daemon};
 use xtask_common::progress::{Progress, heading};
@@ -83,6 +84,8 @@ struct Setting {
     dist: Dist,
     folder: PathBuf,
     model: PathBuf,
+    /// Models of the part `engine`, by the names of its rows.
+    engine_models: Vec<(String, PathBuf)>,
     threads: usize,
     repeats: u32,
     /// The executor with shared buffers, and the one without.
@@ -154,6 +157,7 @@ impl Setting {
             bin,
             dist,
             folder,
+            engine_models: engine_models(cache, options)?,
             model,
             threads,
             repeats: options.repeats,
@@ -329,7 +333,7 @@ impl Setting {
             (NATIVE, None),
         ];
         let row = self
-            .speeds("decoding, 256 M parameters, Q4_K_M", &ways)?
+            .speeds("decoding, 256 M parameters, Q4_K_M", &self.model, &ways)?
             .ratio(UNIX, RPC, true, Some(1.35))
             .ratio(UNIX, INPROC, true, Some(0.97))
             .ratio(MESSAGES, INPROC, true, None)
@@ -337,9 +341,9 @@ impl Setting {
             .ratio(RPC, NATIVE, true, None);
 
         let progress = Progress::new(&format!("counting what crosses for {LONG} tokens"));
-        self.bench(UNIX, Some(&unix), LONG)?;
+        self.bench(&self.model, UNIX, Some(&unix), LONG)?;
         let counted = Stats::read(&self.stats())?;
-        self.bench(MESSAGES, Some(&messages), LONG)?;
+        self.bench(&self.model, MESSAGES, Some(&messages), LONG)?;
         let messages = Stats::read(&self.stats())?;
         progress.done("");
         Ok([
@@ -364,24 +368,26 @@ impl Setting {
         )?;
         let endpoint = executor.endpoint();
         let ways = [(ENGINE, Some(&*endpoint)), (RPC, None), (NATIVE, None)];
-        let row = self.speeds(
-            "decoding on ggml's CPU backend, 256 M parameters, Q4_K_M",
-            &ways,
-        )?;
+        let mut rows = Vec::new();
+        for (name, model) in &self.engine_models {
+            let what = format!("decoding on ggml's CPU backend, {name}");
+            let row = self.speeds(&what, model, &ways)?;
+            let row = row.ratio(ENGINE, NATIVE, true, Some(0.97));
+            rows.push(row.ratio(ENGINE, RPC, true, Some(1.3)));
+        }
         executor.stop()?;
-        let row = row.ratio(ENGINE, NATIVE, true, Some(0.97));
-        Ok(vec![row.ratio(ENGINE, RPC, true, Some(1.3))])
+        Ok(rows)
     }
 
     /// llama-bench in these configurations in turn, each with the endpoint of its executor.
-    fn speeds(&self, what: &str, ways: &[(&str, Option<&str>)]) -> Result<Row> {
+    fn speeds(&self, what: &str, model: &Path, ways: &[(&str, Option<&str>)]) -> Result<Row> {
         let mut speeds = vec![Vec::new(); ways.len()];
         for round in 1..=self.repeats {
             let progress =
                 Progress::new(&format!("decoding {SHORT} tokens each way, round {round}"));
             for ((way, endpoint), speeds) in ways.iter().zip(&mut speeds) {
                 progress.note(way);
-                speeds.push(self.bench(way, *endpoint, SHORT)?);
+                speeds.push(self.bench(model, way, *endpoint, SHORT)?);
             }
             progress.done("");
         }
@@ -397,11 +403,11 @@ impl Setting {
     }
 
     /// Tokens per second, on the executor at `endpoint` or, without one, on a backend of ggml.
-    fn bench(&self, way: &str, endpoint: Option<&str>, tokens: u32) -> Result<f64> {
+    fn bench(&self, model: &Path, way: &str, endpoint: Option<&str>, tokens: u32) -> Result<f64> {
         let mut command = Command::new(self.bin.join("llama-bench"));
         command
             .arg("--model")
-            .arg(&self.model)
+            .arg(model)
             .args([
                 "-p",
                 "0",
@@ -437,6 +443,24 @@ impl Setting {
         };
         tokens_per_second(&mut command, way, backend)
     }
+}
+
+/// The models for ggml's CPU backend as an engine, by name. In its own program that backend repacks
+/// weights of Q4_K, and none of Q8_0 on x86: those run in the same kernels on every way. In the
+/// smallest model, what surrounds the kernels is most of a token.
+fn engine_models(cache: &Cache, options: &Options) -> Result<Vec<(String, PathBuf)>> {
+    if !options.only.is_empty() && !options.only.contains(&Part::Engine) {
+        return Ok(Vec::new());
+    }
+    let models = [
+        ("256 M parameters, Q4_K_M", &model::BENCH, FileType::Q4KM),
+        ("256 M parameters, Q8_0", &model::BENCH, FileType::Q8_0),
+        ("4 layers, F16", &model::TINY, FileType::F16),
+    ];
+    let ensure = |(name, shape, file_type): (&str, _, _)| {
+        Ok((name.to_owned(), model::ensure(cache, shape, file_type)?))
+    };
+    models.into_iter().map(ensure).collect()
 }
 
 /// The plugin's counts for the last tokens of a long run.
