@@ -4,8 +4,8 @@
 //! converts the activations to the format that the weights are multiplied with (`activations`). A
 //! second kernel computes tiles of the result, which the threads take one at a time or in runs
 //! (`tiles`). MUL_MAT_ID of several tokens groups tokens by expert between these kernels
-//! (`experts`). `fused` computes several nodes at once, `joint` the dense products of several plans, and
-//! `experts::joint` their products of experts.
+//! (`experts`). `fused` computes several nodes at once, `joint` the dense products of several
+//! plans, and `experts::joint` their products of experts.
 //!
 //! No result depends on the number of threads: the division into columns depends on sizes alone,
 //! and the division into rows does not change a product (see [`crate::gemm`]).
