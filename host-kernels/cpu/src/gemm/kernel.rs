@@ -1,6 +1,6 @@
 //! What a matrix product kernel is: its arguments, its activations, and how to call it.
 
-use std::ptr::NonNull;
+use std::ptr::{self, NonNull};
 
 use crate::formats::{self, Format, Type};
 
@@ -31,6 +31,31 @@ pub struct GemmArgs {
     /// Where each column is, instead of `x` and `dst` with their strides: only for a kernel that is
     /// [independent of other columns](MatmulKernel::takes_tables).
     pub table: Option<ColumnTable>,
+}
+
+impl GemmArgs {
+    /// Rows of `k` weights from `w` on, `w_stride` bytes apart, times the columns of a table.
+    pub(crate) fn with_table(
+        (w, w_stride): (*const u8, usize),
+        (k, rows): (usize, usize),
+        columns: &mut [Column],
+    ) -> GemmArgs {
+        GemmArgs {
+            k,
+            w,
+            w_stride,
+            rows,
+            x: ptr::null(),
+            x_stride: 0,
+            cols: columns.len(),
+            dst: ptr::null_mut(),
+            dst_stride: 0,
+            table: Some(ColumnTable {
+                columns: NonNull::from(columns).cast(),
+                first_row: 0,
+            }),
+        }
+    }
 }
 
 /// A column of activations and the column of its results.

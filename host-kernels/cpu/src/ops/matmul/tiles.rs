@@ -1,7 +1,6 @@
 //! The tiles of a product. Threads take them one at a time, or in runs.
 
 use std::ops::Range;
-use std::ptr::{self, NonNull};
 
 use vgpu_transport::ir::Op;
 
@@ -10,7 +9,7 @@ use super::activations::Activations;
 use super::term::add_row;
 use super::weight_rows::WeightRows;
 use crate::formats::Format;
-use crate::gemm::{Column, ColumnTable, GemmArgs, MAX_PREPARED, MIN_COLUMNS, MatmulKernel};
+use crate::gemm::{Column, GemmArgs, MAX_PREPARED, MIN_COLUMNS, MatmulKernel};
 use crate::kernel::Worker;
 use crate::operands::{Operands, parameters};
 use crate::view::View;
@@ -278,21 +277,9 @@ impl TiledProduct {
         // SAFETY: the rows of a tile are inside the weights. The caller guarantees the columns of
         // the table, and a kernel that takes one.
         unsafe {
-            (self.kernel.gemm)(&GemmArgs {
-                k: weight.ne[0],
-                w: weight.ptr().add(rows.start * weight.nb[1]),
-                w_stride: weight.nb[1],
-                rows: rows.len(),
-                x: ptr::null(),
-                x_stride: 0,
-                cols: columns.len(),
-                dst: ptr::null_mut(),
-                dst_stride: 0,
-                table: Some(ColumnTable {
-                    columns: NonNull::from(columns).cast(),
-                    first_row: 0,
-                }),
-            });
+            let w = weight.ptr().add(rows.start * weight.nb[1]);
+            let size = (weight.ne[0], rows.len());
+            (self.kernel.gemm)(&GemmArgs::with_table((w, weight.nb[1]), size, columns));
         }
     }
 

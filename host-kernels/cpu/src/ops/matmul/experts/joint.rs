@@ -1,7 +1,6 @@
 //! The products of experts of several plans at once: the columns of all plans, by expert.
 
 use std::ops::Range;
-use std::ptr::{self, NonNull};
 
 use super::super::super::scratch::Output;
 use super::super::joint::{MAX_COLUMNS, columns_end};
@@ -9,7 +8,7 @@ use super::super::tiles::tile_products;
 use super::super::weight_rows::WeightRows;
 use super::{ColumnTile, ExpertProduct, ExpertProducts, Results};
 use crate::batch::MAX_BATCH;
-use crate::gemm::{Column, ColumnTable, GemmArgs};
+use crate::gemm::{Column, GemmArgs};
 use crate::kernel::{Fault, JointKernel, JointMember, Worker};
 
 /// The most pairs of a plan in a batch. Each thread has a list of those of all members: up to 4096
@@ -77,7 +76,8 @@ impl ExpertProducts {
         let before = all.len();
         // SAFETY: the caller guarantees the kernels of `prepare`.
         for at in 0..unsafe { self.columns.tiles(w) } {
-            // SAFETY: as above.
+            // SAFETY: the kernels of `prepare` ran, as the caller guarantees, and `at` is one of
+            // their tiles.
             match unsafe { self.columns.tile(w, at) } {
                 Ok(tile) => all.push(MemberTile { of: self, w, tile }),
                 Err(fault) => {
@@ -140,21 +140,9 @@ impl ExpertProduct {
         // SAFETY: the weights have the expert and the rows. The caller guarantees the columns of
         // the table, and a kernel that takes one.
         unsafe {
-            (self.kernel.gemm)(&GemmArgs {
-                k: self.weight.ne[0],
-                w: self.weights_of(expert, rows),
-                w_stride: self.weight.nb[1],
-                rows: rows.len(),
-                x: ptr::null(),
-                x_stride: 0,
-                cols: columns.len(),
-                dst: ptr::null_mut(),
-                dst_stride: 0,
-                table: Some(ColumnTable {
-                    columns: NonNull::from(columns).cast(),
-                    first_row: 0,
-                }),
-            });
+            let w = self.weights_of(expert, rows);
+            let size = (self.weight.ne[0], rows.len());
+            (self.kernel.gemm)(&GemmArgs::with_table((w, self.weight.nb[1]), size, columns));
         }
     }
 }
