@@ -292,6 +292,8 @@ impl Model {
             }
             Request::Submit { graph } if !self.graphs.contains_key(&graph.0) => Expect::End,
             Request::Submit { graph } if self.failing.contains(&graph.0) => Expect::Fail,
+            // The weights that it writes to may have been sealed after it was compiled.
+            Request::Submit { graph } if !self.prepare_writes(graph, setup) => Expect::Fail,
             Request::Submit { graph } => {
                 self.last_run = Some(graph);
                 Expect::Run(graph)
@@ -378,7 +380,6 @@ impl Model {
                     if *state == WeightState::Open {
                         *state = WeightState::Sealed;
                         self.kept.remove(&buffer.0);
-                        self.forget_users(buffer);
                     }
                     Expect::Nothing
                 }
@@ -489,21 +490,22 @@ impl Model {
             Err(_) if !can_run => Graph::default(),
             graph => graph.expect("the session has read it"),
         };
-        let written: Vec<u64> = graph
-            .nodes
-            .iter()
-            .flat_map(|node| written(&graph, node))
-            .map(|tensor| graph.buffers[tensor.buffer as usize].0)
-            .collect();
-        let fits = written
-            .into_iter()
-            .all(|buffer| self.prepare_write(buffer, setup));
+        self.graphs.insert(id.0, graph);
+        self.images.insert(id.0, words);
+        let fits = self.prepare_writes(id, setup);
         assert!(
             fits || !can_run,
             "the graph writes to weights whose copy does not fit"
         );
-        self.graphs.insert(id.0, graph);
-        self.images.insert(id.0, words);
+    }
+
+    /// Prepares the writes of a graph. `false` if copies of sealed buffers do not fit the memory.
+    fn prepare_writes(&mut self, graph: GraphId, setup: &Setup) -> bool {
+        let graph = &self.graphs[&graph.0];
+        let nodes = graph.nodes.iter().flat_map(|node| written(graph, node));
+        let buffers = nodes.map(|tensor| graph.buffers[tensor.buffer as usize].0);
+        let buffers: Vec<u64> = buffers.collect();
+        { buffers.into_iter() }.all(|buffer| self.prepare_write(buffer, setup))
     }
 
     /// The bytes of each buffer that a run of a graph may change: exactly the elements of the
