@@ -73,8 +73,8 @@ pub(crate) struct Model {
     last_run: Option<GraphId>,
     /// Bytes that the session is charged for besides its buffers.
     working: u64,
-    /// The most of them that were for copies of buffers.
-    copies: u64,
+    /// Those that are for copies of buffers, as far as no graph can have been the reason.
+    copied: u64,
     /// Buffers for weights of which parts may be shared.
     shared: BTreeSet<u64>,
 }
@@ -111,19 +111,24 @@ impl Model {
     /// They end with the graphs and the buffers.
     pub(crate) fn observe_working(&mut self, bytes: u64, has_compiled: bool) {
         let copies = self.most_copies();
-        let more = copies.saturating_sub(self.copies);
+        let grown = bytes.saturating_sub(self.working);
         assert!(
-            has_compiled || bytes <= self.working + more,
-            "the memory of graphs grew from {} to {bytes} bytes without a graph",
-            self.working
+            has_compiled || grown <= copies.saturating_sub(self.copied),
+            "the memory of graphs grew from {} to {bytes} bytes without a graph, with {} of {copies} \
+             bytes copied",
+            self.working,
+            self.copied
         );
+        if !has_compiled {
+            self.copied += grown;
+        }
+        self.copied = self.copied.min(copies);
         let has_graph = !self.graphs.is_empty() || !self.image.is_empty();
         assert!(
             has_graph || bytes <= copies,
             "{bytes} bytes without a graph, for copies of at most {copies} bytes"
         );
         self.working = bytes;
-        self.copies = copies;
     }
 
     /// The bytes that the session is charged for.
