@@ -24,7 +24,7 @@ use rustix::process::Signal;
 use serde_json::Value;
 use vgpu_gguf::Rng;
 use xtask_common::executor::Executor;
-use xtask_common::process;
+use xtask_common::process::{self, Daemon};
 use xtask_common::progress::Progress;
 
 use super::event::{Event, random_event};
@@ -508,10 +508,29 @@ impl<'a> Soak<'a> {
             }
             Event::SessionKilled => self.kill_session(),
             Event::Drained => {
-                self.vgpu(&["drain"])?;
-                thread::sleep(short(&mut self.rng));
+                let mut drain = Command::new(&self.setup.dist.vgpu);
+                drain.arg("drain").arg("--control").arg(&self.control);
+                let log = self.setup.log("events-drain");
+                let mut drain = Daemon::start(&mut drain, &log)?;
+                drain.wait_until(HANG, |drain| !drain.log().is_empty())?;
+                let pause = short(&mut self.rng);
+                thread::sleep(pause);
                 self.vgpu(&["drain", "--undo"])?;
-                // Who connects meanwhile is refused.
+                // It waits for the end of all programs, or for the end of the drain.
+                let began = Instant::now();
+                let status = loop {
+                    if let Some(status) = drain.exited()? {
+                        break status;
+                    }
+                    ensure!(began.elapsed() < HANG, "vgpu drain does not end");
+                    thread::sleep(Duration::from_millis(10));
+                };
+                ensure!(
+                    status.success() || process::tail(&log).contains("the drain was undone"),
+                    "vgpu drain ended with {status}: {}",
+                    process::tail(&log)
+                );
+                // A program that connects meanwhile is refused.
                 Ok(Fails::All)
             }
             Event::LimitsSet => {
