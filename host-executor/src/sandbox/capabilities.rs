@@ -24,8 +24,15 @@ pub(super) fn drop_everywhere() -> Result<usize, SandboxError> {
         return Ok(0);
     }
     let signal = libc::SIGRTMAX() - 2;
-    let before = listen(signal)?;
+    let before = handle(
+        signal,
+        on_signal as extern "C" fn(i32) as libc::sighandler_t,
+    )?;
     let outcome = ask(signal);
+    // A thread that was sent the signal again before it ran has a signal left when its capabilities
+    // are gone. The default action of that one would end the process. Linux discards the pending
+    // signals of all threads when a signal becomes ignored.
+    handle(signal, libc::SIG_IGN)?;
     // SAFETY: `before` was filled in by `sigaction` for this signal, so it is a valid disposition;
     // the third pointer may be null.
     unsafe { libc::sigaction(signal, &raw const before, std::ptr::null_mut()) };
@@ -74,17 +81,17 @@ extern "C" fn on_signal(_: i32) {
     let _ = give_up();
 }
 
-/// Installs the handler. Returns the previous disposition of the signal.
-fn listen(signal: i32) -> Result<libc::sigaction, SandboxError> {
+/// Sets the handler of a signal: [`on_signal`] or `SIG_IGN`. Returns the previous disposition.
+fn handle(signal: i32, handler: libc::sighandler_t) -> Result<libc::sigaction, SandboxError> {
     // SAFETY: `sigaction` is a C struct of integers and pointers, for which all zero bits are
     // valid: default action, no flags, empty mask.
     let (mut action, mut before): (libc::sigaction, libc::sigaction) =
         unsafe { std::mem::zeroed() };
-    action.sa_sigaction = on_signal as extern "C" fn(i32) as libc::sighandler_t;
+    action.sa_sigaction = handler;
     // Interrupted system calls are restarted where possible.
     action.sa_flags = libc::SA_RESTART;
-    // SAFETY: both pointers are to valid structures for the call. The handler is a function of this
-    // program, which is never unloaded, and calls only async-signal-safe functions.
+    // SAFETY: both pointers are to valid structures for the call. The handler is `SIG_IGN`, or a
+    // function of this program, which is never unloaded, and calls only async-signal-safe functions.
     let result = unsafe { libc::sigaction(signal, &raw const action, &raw mut before) };
     match result {
         0 => Ok(before),
@@ -126,4 +133,77 @@ fn holders() -> Result<Vec<Thread>, SandboxError> {
         }
     }
     Ok(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::process::ExitStatusExt as _;
+    use std::process::Command;
+    use std::sync::mpsc;
+
+    use super::*;
+
+    /// Set in the process of the test that drops its capabilities.
+    const CHILD: &str = "VGPU_TEST_DROP_CAPABILITIES";
+
+    /// Signals that wait for the thread: handling them takes longer than the look at its
+    /// capabilities.
+    const PENDING: usize = 20_000;
+
+    /// Sends a thread many signals before it can handle one, and drops the capabilities.
+    fn drop_with_pending_signals() {
+        let signal = libc::SIGRTMAX() - 2;
+        // SAFETY: the set is a plain structure that the calls fill in and read; the last pointer
+        // may be null.
+        let mask = move |how| unsafe {
+            let mut set: libc::sigset_t = std::mem::zeroed();
+            libc::sigemptyset(&raw mut set);
+            libc::sigaddset(&raw mut set, signal);
+            libc::pthread_sigmask(how, &raw const set, std::ptr::null_mut());
+        };
+        let (blocked, is_blocked) = mpsc::channel();
+        let (end, is_end) = mpsc::channel::<()>();
+        let thread = std::thread::spawn(move || {
+            mask(libc::SIG_BLOCK);
+            // SAFETY: `gettid` and `tgkill` take no pointers, and the signal is blocked.
+            unsafe {
+                let own = libc::gettid();
+                for _ in 0..PENDING {
+                    libc::syscall(libc::SYS_tgkill, libc::getpid(), own, signal);
+                }
+            }
+            blocked.send(()).unwrap();
+            // Until the other thread waits for this one.
+            std::thread::sleep(Duration::from_millis(20));
+            mask(libc::SIG_UNBLOCK);
+            is_end.recv().unwrap_err();
+        });
+        is_blocked.recv().unwrap();
+        let had = drop_everywhere().unwrap();
+        assert!(had >= 2, "{had} threads had capabilities");
+        drop(end);
+        thread.join().unwrap();
+    }
+
+    /// A busy machine runs a thread so late that it has been sent the signal several times.
+    #[test]
+    fn signals_that_are_left_over_do_not_end_the_process() {
+        if std::env::var_os(CHILD).is_some() {
+            return drop_with_pending_signals();
+        }
+        if holders().unwrap().is_empty() {
+            eprintln!("this user has no capabilities to drop: not tested");
+            return;
+        }
+        let name = "sandbox::capabilities::tests::\
+                    signals_that_are_left_over_do_not_end_the_process";
+        let mut child = Command::new(std::env::current_exe().unwrap());
+        let output = child
+            .args([name, "--exact", "--test-threads=1"])
+            .env(CHILD, "1")
+            .output()
+            .unwrap();
+        assert_eq!(output.status.signal(), None, "{output:?}");
+        assert!(output.status.success(), "{output:?}");
+    }
 }

@@ -6,6 +6,7 @@
 //! the same tokens as before, and the next load works.
 
 mod all;
+mod event;
 mod exhaustion;
 mod freezer;
 mod guest;

@@ -24,9 +24,10 @@ use rustix::process::Signal;
 use serde_json::Value;
 use vgpu_gguf::Rng;
 use xtask_common::executor::Executor;
-use xtask_common::process;
+use xtask_common::process::{self, Daemon};
 use xtask_common::progress::Progress;
 
+use super::event::{Event, random_event};
 use super::freezer::Freezer;
 use super::guest::{self, Guest, HANG, Outcome};
 use super::leaks::{HeapCounts, ResourceUsage, TCP_QUEUES, expect_no_more};
@@ -55,9 +56,6 @@ const MEMORY: &str = "1G";
 /// Bytes of the quota of a program whose model does not fit.
 const SMALL: u64 = 16 << 20;
 
-/// A guest gives up a host without a heartbeat after 10 s (docs/life-events.md).
-const STALL: Duration = Duration::from_secs(10);
-
 /// Longer than a guest waits for a host, and shorter than a host waits for a guest: 60 s
 /// (docs/life-events.md).
 const LONG: Duration = Duration::from_secs(13);
@@ -76,106 +74,6 @@ enum Link {
     Unix,
     Tcp,
     Named,
-}
-
-/// What happens in a round.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Event {
-    Nothing,
-    GuestKilled,
-    GuestStopped,
-    GuestStoppedForLong,
-    GuestEnds,
-    GuestForks,
-    ExecutorKilled,
-    ExecutorRestarted,
-    ExecutorStopped,
-    ExecutorStoppedForLong,
-    ExecutorFrozen,
-    ModelsLoadedAgain,
-    QuotaExceeded,
-    Reloaded,
-    Observed,
-    PeerTalksNonsense,
-    ConnectionCut,
-    NetworkStops,
-    GuestDoesNotRead,
-    Blackhole,
-}
-
-/// How often each event happens, in relation to the others.
-const WEIGHTS: [(Event, u64); 20] = [
-    (Event::Nothing, 3),
-    (Event::GuestKilled, 10),
-    (Event::GuestStopped, 6),
-    (Event::GuestStoppedForLong, 1),
-    (Event::GuestEnds, 6),
-    (Event::GuestForks, 8),
-    (Event::ExecutorKilled, 3),
-    (Event::ExecutorRestarted, 2),
-    (Event::ExecutorStopped, 5),
-    (Event::ExecutorStoppedForLong, 1),
-    (Event::ExecutorFrozen, 4),
-    (Event::ModelsLoadedAgain, 6),
-    (Event::QuotaExceeded, 6),
-    (Event::Reloaded, 6),
-    (Event::Observed, 6),
-    (Event::PeerTalksNonsense, 6),
-    (Event::ConnectionCut, 8),
-    (Event::NetworkStops, 6),
-    (Event::GuestDoesNotRead, 6),
-    (Event::Blackhole, 1),
-];
-
-/// The next event. With `keeps_executor`, none that ends the executor.
-fn random_event(rng: &mut Rng, keeps_executor: bool) -> Event {
-    let weights = WEIGHTS.map(
-        |(event, weight)| match keeps_executor && event.ends_executor() {
-            true => (event, 0),
-            false => (event, weight),
-        },
-    );
-    let mut left = rng.below(weights.iter().map(|(_, weight)| weight).sum());
-    for (event, weight) in weights {
-        if left < weight {
-            return event;
-        }
-        left -= weight;
-    }
-    Event::Nothing
-}
-
-impl Event {
-    /// Whether the executor is another process after the event.
-    fn ends_executor(self) -> bool {
-        matches!(self, Event::ExecutorKilled | Event::ExecutorRestarted)
-    }
-
-    /// How long a program whose work the event ends may wait for its error, by docs/life-events.md.
-    /// Counted from the end of the event. A program whose work goes on has that time, too.
-    fn stated(self) -> Duration {
-        match self {
-            Event::ExecutorStoppedForLong | Event::Blackhole => STALL,
-            Event::NetworkStops
-            | Event::GuestDoesNotRead
-            | Event::Nothing
-            | Event::GuestKilled
-            | Event::GuestStopped
-            | Event::GuestStoppedForLong
-            | Event::GuestEnds
-            | Event::GuestForks
-            | Event::ExecutorKilled
-            | Event::ExecutorRestarted
-            | Event::ExecutorStopped
-            | Event::ExecutorFrozen
-            | Event::ModelsLoadedAgain
-            | Event::QuotaExceeded
-            | Event::Reloaded
-            | Event::Observed
-            | Event::PeerTalksNonsense
-            | Event::ConnectionCut => Duration::ZERO,
-        }
-    }
 }
 
 /// The programs that an event may make fail.
@@ -388,6 +286,8 @@ impl<'a> Soak<'a> {
             Event::Reloaded,
             Event::Observed,
             Event::PeerTalksNonsense,
+            Event::Drained,
+            Event::LimitsSet,
         ] {
             self.inject(event, 0)?;
         }
@@ -562,13 +462,13 @@ impl<'a> Soak<'a> {
                 )?;
                 match self.reloads % 2 {
                     0 => self.executor()?.signal(Signal::HUP)?,
-                    _ => drop(self.vgpu("reload")?),
+                    _ => drop(self.vgpu(&["reload"])?),
                 }
                 Ok(Fails::None)
             }
             Event::Observed => {
                 for command in ["ps", "dump"] {
-                    self.vgpu(command)?;
+                    self.vgpu(&[command])?;
                 }
                 self.executor()?.signal(Signal::USR1)?;
                 Ok(Fails::None)
@@ -606,6 +506,41 @@ impl<'a> Soak<'a> {
                 self.proxy.stop(&both, LONG);
                 Ok(Fails::One(REMOTE))
             }
+            Event::SessionKilled => self.kill_session(),
+            Event::Drained => {
+                let mut drain = Command::new(&self.setup.dist.vgpu);
+                drain.arg("drain").arg("--control").arg(&self.control);
+                let log = self.setup.log("events-drain");
+                let mut drain = Daemon::start(&mut drain, &log)?;
+                drain.wait_until(HANG, |drain| !drain.log().is_empty())?;
+                let pause = short(&mut self.rng);
+                thread::sleep(pause);
+                self.vgpu(&["drain", "--undo"])?;
+                // It waits for the end of all programs, or for the end of the drain.
+                let began = Instant::now();
+                let status = loop {
+                    if let Some(status) = drain.exited()? {
+                        break status;
+                    }
+                    ensure!(began.elapsed() < HANG, "vgpu drain does not end");
+                    thread::sleep(Duration::from_millis(10));
+                };
+                ensure!(
+                    status.success() || process::tail(&log).contains("the drain was undone"),
+                    "vgpu drain ended with {status}: {}",
+                    process::tail(&log)
+                );
+                // A program that connects meanwhile is refused.
+                Ok(Fails::All)
+            }
+            Event::LimitsSet => {
+                let weight = format!("weight={}", 1 + self.rng.below(5));
+                for memory in [2 * QUOTA, QUOTA] {
+                    let memory = format!("memory={memory}");
+                    self.vgpu(&["set", "events-named", &memory, &weight])?;
+                }
+                Ok(Fails::None)
+            }
         }
     }
 
@@ -621,17 +556,43 @@ impl<'a> Soak<'a> {
         Ok(Fails::All)
     }
 
+    /// Ends one of the open sessions, if there is one. Returns the program whose session it was.
+    fn kill_session(&mut self) -> Result<Fails> {
+        let status = self.vgpu(&["ps", "--json"])?;
+        let status: Value = serde_json::from_str(&status).context("parsing `vgpu ps --json`")?;
+        let sessions = status["sessions"]
+            .as_array()
+            .context("a list of sessions")?;
+        if sessions.is_empty() {
+            return Ok(Fails::None);
+        }
+        let session = &sessions[self.rng.below(sessions.len() as u64) as usize];
+        let id = session["id"].as_u64().context("a session has a number")?;
+        // Over TCP the executor does not know the process.
+        let program = match session["pid"].as_u64() {
+            None => REMOTE,
+            Some(pid) => { self.programs.iter() }
+                .position(|program| u64::from(program.guest.pid()) == pid)
+                .with_context(|| format!("session {id} is of a process {pid} of nobody"))?,
+        };
+        match self.vgpu(&["kill", &id.to_string()]) {
+            Ok(_) => {}
+            // The program has closed it first.
+            Err(error) if error.to_string().contains("there is no session") => {}
+            Err(error) => return Err(error),
+        }
+        Ok(Fails::One(program))
+    }
+
     /// Runs a command of `vgpu` that talks to the executor.
-    fn vgpu(&self, command: &str) -> Result<String> {
+    fn vgpu(&self, command: &[&str]) -> Result<String> {
         let mut vgpu = Command::new(&self.setup.dist.vgpu);
-        process::output(vgpu.arg(command).arg("--control").arg(&self.control))
+        process::output(vgpu.args(command).arg("--control").arg(&self.control))
     }
 
     /// What the executor says of itself.
     fn executor_status(&self) -> Result<ExecutorStatus> {
-        let mut vgpu = Command::new(&self.setup.dist.vgpu);
-        vgpu.args(["ps", "--json", "--control"]).arg(&self.control);
-        ExecutorStatus::parse(&process::output(&mut vgpu)?)
+        ExecutorStatus::parse(&self.vgpu(&["ps", "--json"])?)
     }
 
     /// Waits until the executor says of itself what it has said before.
@@ -788,50 +749,4 @@ fn write_config(setup: &Setup<'_>, file: &Path, control: &Path, weight: u64) -> 
         );
     }
     std::fs::write(file, text).context("writing a configuration")
-}
-
-impl fmt::Display for Event {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Event::Nothing => "nothing",
-            Event::GuestKilled => "guest killed",
-            Event::GuestStopped => "guest stopped",
-            Event::GuestStoppedForLong => "guest stopped for long",
-            Event::GuestEnds => "guest replaced",
-            Event::GuestForks => "guest forks",
-            Event::ExecutorKilled => "executor killed",
-            Event::ExecutorRestarted => "executor restarted",
-            Event::ExecutorStopped => "executor stopped",
-            Event::ExecutorStoppedForLong => "executor stopped for long",
-            Event::ExecutorFrozen => "executor frozen",
-            Event::ModelsLoadedAgain => "models loaded again",
-            Event::QuotaExceeded => "quota exceeded",
-            Event::Reloaded => "configuration reloaded",
-            Event::Observed => "status and dump",
-            Event::PeerTalksNonsense => "random bytes",
-            Event::ConnectionCut => "connection cut",
-            Event::NetworkStops => "network stops",
-            Event::GuestDoesNotRead => "guest does not read",
-            Event::Blackhole => "blackhole",
-        })
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn no_event_ends_an_executor_that_is_kept() {
-        for keeps_executor in [true, false] {
-            let mut rng = Rng::new(1, 9);
-            let events: Vec<_> = (0..10_000)
-                .map(|_| random_event(&mut rng, keeps_executor))
-                .collect();
-            for (event, _) in WEIGHTS {
-                let is_left_out = keeps_executor && event.ends_executor();
-                assert_eq!(events.contains(&event), !is_left_out, "{event}");
-            }
-        }
-    }
 }
