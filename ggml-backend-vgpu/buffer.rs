@@ -89,7 +89,7 @@ impl Buffer {
         device: &DeviceContext,
         tensor: &'a ggml_tensor,
     ) -> Option<&'a Buffer> {
-        // SAFETY: null or a valid tensor: this function's contract.
+        // SAFETY: null or a valid tensor, as the caller of this function guarantees.
         let viewed = unsafe { tensor.view_src.as_ref() };
         let buffer = if tensor.buffer.is_null() {
             viewed?.buffer
@@ -194,7 +194,7 @@ impl Buffer {
             .tensor_offset(tensor, offset)
             .and_then(|at| self.session.read(&self.memory, at, out.reborrow()));
         if read.is_err() {
-            // SAFETY: a valid tensor: this function's contract.
+            // SAFETY: a valid tensor, as the caller of this function guarantees.
             let poison = unsafe { poison_of(self.device, tensor) };
             // SAFETY: a BytesMut is writable for its length.
             unsafe { out.as_mut_ptr().write_bytes(poison, out.len()) };
@@ -214,7 +214,7 @@ impl Buffer {
         offset: usize,
         (to, len): (*mut u8, usize),
     ) {
-        // SAFETY: a valid tensor: this function's contract.
+        // SAFETY: a valid tensor, as the caller of this function guarantees.
         let poison = unsafe { poison_of(self.device, tensor) };
         let requested = self.tensor_offset(tensor, offset).and_then(|at| {
             // SAFETY: writable and not accessed until the next synchronisation: this function's
@@ -237,7 +237,7 @@ impl Buffer {
     ///
     /// Both must be valid tensors of this process's ggml, `dst` in this buffer.
     pub(crate) unsafe fn copy_from(&self, src: &ggml_tensor, dst: &ggml_tensor) -> bool {
-        // SAFETY: a valid tensor: this function's contract.
+        // SAFETY: a valid tensor, as the caller of this function guarantees.
         let (from, shape) = unsafe {
             (
                 Buffer::of_tensor(self.device, src),
@@ -310,7 +310,7 @@ impl Drop for Buffer {
 ///
 /// `tensor` must be a valid tensor of this process's ggml.
 unsafe fn poison_of(device: &DeviceContext, tensor: &ggml_tensor) -> u8 {
-    // SAFETY: a valid tensor: this function's contract.
+    // SAFETY: a valid tensor, as the caller of this function guarantees.
     let shape = unsafe { device.translator().shape(tensor) };
     let is_float = |ty: Type| matches!(ty, Type::F32 | Type::F16 | Type::Bf16 | Type::F64);
     match shape.is_some_and(|shape| is_float(shape.ty)) {

@@ -91,7 +91,7 @@ impl Encoder {
         self.clear();
         let translator = device.translator();
         for i in 0..usize::try_from(cgraph.n_nodes).unwrap_or(0) {
-            // SAFETY: `nodes` has `n_nodes` entries, each a valid tensor: this function's contract.
+            // SAFETY: `nodes` has `n_nodes` entries, each a valid tensor, as the caller of this function guarantees.
             let node = unsafe { &**cgraph.nodes.add(i) };
             if is_skipped(node) {
                 continue;
@@ -102,7 +102,7 @@ impl Encoder {
                 Some(Meaning::Compute { op, sources }) => {
                     let mut src = [None; MAX_SOURCES];
                     for (src, &source) in src.iter_mut().zip(&node.src[..sources]) {
-                        // SAFETY: null or a valid tensor: this function's contract.
+                        // SAFETY: null or a valid tensor, as the caller of this function guarantees.
                         if let Some(source) = unsafe { source.as_ref() } {
                             // SAFETY: a tensor of the graph: this function's contract.
                             *src = Some(unsafe { self.tensor(device, session, source) }?);
@@ -226,7 +226,7 @@ pub(crate) unsafe fn is_supported(
     capabilities: &Capabilities,
     op: &ggml_tensor,
 ) -> bool {
-    // SAFETY: a valid tensor: this function's contract.
+    // SAFETY: a valid tensor, as the caller of this function guarantees.
     let (meaning, dst) = unsafe { (translator.meaning(op), translator.shape(op)) };
     let (Some(meaning), Some(dst)) = (meaning, dst) else {
         return false;
@@ -241,9 +241,9 @@ pub(crate) unsafe fn is_supported(
     let mut shapes: [Option<Shape>; MAX_SOURCES] = [None; MAX_SOURCES];
     let mut count = 0;
     for (i, (shape, &source)) in shapes.iter_mut().zip(&op.src[..sources]).enumerate() {
-        // SAFETY: null or a valid tensor: this function's contract.
+        // SAFETY: null or a valid tensor, as the caller of this function guarantees.
         if let Some(source) = unsafe { source.as_ref() } {
-            // SAFETY: a valid tensor: this function's contract.
+            // SAFETY: a valid tensor, as the caller of this function guarantees.
             match unsafe { translator.shape(source) } {
                 Some(known) => *shape = Some(known),
                 None => return false,

@@ -135,7 +135,7 @@ struct SharedBackend(Backend);
 
 // SAFETY: the plugin's backend may be used by any number of threads: what they share is locked.
 unsafe impl Send for SharedBackend {}
-// SAFETY: as above.
+// SAFETY: calls of several threads at once are what the plugin's locks allow.
 unsafe impl Sync for SharedBackend {}
 
 /// A backend encodes one graph at a time. Each thread has a graph of its own length, in tensors of

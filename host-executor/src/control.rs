@@ -4,7 +4,7 @@
 //! The client sends one line with a command or an [`OperatorRequest`] as JSON, the executor answers
 //! with one JSON document. The command `guests` is followed by a [`GuestRequest`] as JSON. The
 //! socket is for the executor's user and root (mode 600). The protocol is not HTTP, as that of the
-//! metrics is: supervisors are clients of it, too, and `tiny_http` has no client.
+//! metrics is: supervisors and commands ask from threads without an asynchronous runtime.
 #![forbid(unsafe_code)]
 
 use std::io::{self, BufRead, BufReader, Read as _, Write as _};

@@ -12,6 +12,8 @@ use std::time::{Duration, Instant};
 use tracing::warn;
 use vgpu_transport::lock::lock;
 
+#[cfg(feature = "cuda")]
+use crate::engine::AddressError;
 use crate::log_limit::LogLimit;
 use crate::status::GpuStatus;
 
@@ -75,7 +77,7 @@ impl GpuMonitor {
     /// No thread can be started.
     #[cfg(feature = "cuda")]
     pub(crate) fn of_cuda(
-        mut find: impl FnMut() -> Result<String, String> + Send + 'static,
+        mut find: impl FnMut() -> Result<String, AddressError> + Send + 'static,
     ) -> io::Result<GpuWatch> {
         use vgpu_cuda::nvml::Nvml;
 
@@ -89,13 +91,13 @@ impl GpuMonitor {
                     true => find(),
                     false => Ok(address.clone()),
                 };
-                let nvml = found.and_then(|found| {
+                match found.map(|found| {
                     address = found;
-                    Nvml::open(&address).map_err(|error| error.to_string())
-                });
-                match nvml {
-                    Ok(nvml) => opened = Some(nvml),
-                    Err(why) => refused = why,
+                    Nvml::open(&address)
+                }) {
+                    Ok(Ok(nvml)) => opened = Some(nvml),
+                    Ok(Err(error)) => refused = error.to_string(),
+                    Err(error) => refused = error.to_string(),
                 }
                 next_try = Instant::now() + RETRY;
             }

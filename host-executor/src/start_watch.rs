@@ -24,12 +24,12 @@ const SLOW: Duration = Duration::from_secs(10);
 /// While this exists, an engine starts.
 #[derive(Debug)]
 pub struct StartWatch {
-    shared: Arc<Shared>,
+    shared: Arc<WatchedStart>,
     thread: Option<JoinHandle<()>>,
 }
 
 #[derive(Debug, Default)]
-struct Shared {
+struct WatchedStart {
     state: Mutex<StartProgress>,
     changed: Condvar,
 }
@@ -42,7 +42,7 @@ struct StartProgress {
     is_over: bool,
 }
 
-impl Shared {
+impl WatchedStart {
     fn set(&self, change: impl FnOnce(&mut StartProgress)) {
         change(&mut lock(&self.state));
         self.changed.notify_all();
@@ -97,7 +97,7 @@ impl StartWatch {
         on_slow: impl FnOnce(Duration, Option<Duration>) + Send + 'static,
         on_stuck: impl FnOnce(Duration) + Send + 'static,
     ) -> io::Result<StartWatch> {
-        let shared = Arc::new(Shared::default());
+        let shared = Arc::new(WatchedStart::default());
         let watched = Arc::clone(&shared);
         let watch = move || {
             watched.set(|state| state.watches = true);

@@ -9,6 +9,8 @@ use std::time::{Duration, Instant};
 
 use clap::Parser;
 use rustix::fs::{MemfdFlags, memfd_create};
+#[cfg(feature = "cuda")]
+use vgpu_executor::engine::AddressError;
 use vgpu_executor::engine::{
     self, EngineKind, ProbeError, ProbedDevice, ProbedKind, Selection, StartError,
 };
@@ -79,17 +81,14 @@ pub(crate) fn select(kind: &EngineKind, guests_may_end_it: bool) -> Result<Selec
 /// starts no CUDA.
 ///
 /// # Errors
-/// Why there is none, for people.
+/// The process has no answer, or the driver names no GPU.
 #[cfg(feature = "cuda")]
-pub(crate) fn gpu_address(kind: &EngineKind) -> Result<String, String> {
+pub(crate) fn gpu_address(kind: &EngineKind) -> Result<String, AddressError> {
     let mut command = Command::new(OWN_PROGRAM);
     command.args(["probe-engine", &kind.to_string(), "--address"]);
-    let devices = answer_of(&mut command, TIME_OF_ADDRESS);
-    let devices = devices.map_err(|error| error.to_string())?;
+    let devices = answer_of(&mut command, TIME_OF_ADDRESS)?;
     let first = devices.into_iter().next();
-    first
-        .map(|device| device.name)
-        .ok_or_else(|| "the driver names no GPU".into())
+    first.map(|device| device.name).ok_or(AddressError::NoGpu)
 }
 
 fn probe(kind: &EngineKind) -> Answer {

@@ -2,6 +2,10 @@
 
 #[path = "../../tests/common/mod.rs"]
 mod common;
+#[path = "../../../tests/common/failing_backend.rs"]
+mod failing_backend;
+#[path = "../../../tests/common/mod.rs"]
+mod ggml;
 #[path = "../../tests/machine/mod.rs"]
 mod machine;
 mod served;
@@ -14,6 +18,7 @@ use std::time::Instant;
 
 use common::model::{for_weights, lookup, read_all, upload};
 use common::{Guest, TIMEOUT, add, bytes};
+use failing_backend::failing_backend;
 use machine::{Machine, wait_for};
 use rustix::process::{Pid, Signal, kill_process};
 use served::program::copy_program;
@@ -89,6 +94,43 @@ fn crashed_worker_does_not_affect_other_workers() {
             "{line}"
         );
     }
+}
+
+#[test]
+fn engine_that_aborts_ends_the_session_of_its_guest_only() {
+    let scratch = Scratch::new("isolate-abort");
+    let library = failing_backend(&ggml::cached(""), scratch.path(), "abort();");
+    let engine = format!("--engine=ggml:{}", library.display());
+    let serve = Serve::start(
+        &scratch.socket(),
+        &["--isolate", "--guest-memory", "10M", &engine],
+    );
+    let (mut other, _) = guest(&serve, &scratch);
+    let kept = other.alloc_with(&bytes(&[1.0, 2.0]));
+    let (mut aborting, session) = guest(&serve, &scratch);
+    let a = aborting.alloc_with(&bytes(&[3.0, 4.0]));
+    aborting.graph(GraphId(1), &add(2, a, a, a));
+    aborting.submit(GraphId(1));
+    // The guest learns of the end, and does not wait for the graph.
+    let told = aborting.end.receive(&mut Vec::new(), (&mut [][..]).into());
+    assert!(told.is_err(), "{told:?}");
+    assert_eq!(other.read_f32(kept, 2), [1.0, 2.0]);
+    let (mut next, _) = guest(&serve, &scratch);
+    let loaded = next.alloc_with(&bytes(&[5.0]));
+    assert_eq!(next.read_f32(loaded, 1), [5.0]);
+
+    serve.signal(Signal::TERM);
+    let (status, log) = serve.wait();
+    assert_eq!(status.code(), Some(0), "{log}");
+    let ended: Vec<&str> = log
+        .lines()
+        .filter(|line| line.contains("was ended by"))
+        .collect();
+    assert!(
+        matches!(&ended[..], [line] if line.contains("was ended by SIGABRT")
+            && line.contains(&format!("session={session}"))),
+        "{ended:?} in {log}"
+    );
 }
 
 #[test]

@@ -85,3 +85,18 @@ impl From<StartError> for ProbeError {
         })
     }
 }
+
+/// Why the PCI address of the GPU of the CUDA engine is not known.
+#[cfg(feature = "cuda")]
+#[derive(Debug, thiserror::Error)]
+pub enum AddressError {
+    /// The driver was asked in this process.
+    #[error(transparent)]
+    Start(#[from] StartError),
+    /// The driver was asked in a process of its own.
+    #[error(transparent)]
+    Probe(#[from] ProbeError),
+    /// The process has an answer without a GPU.
+    #[error("the driver names no GPU")]
+    NoGpu,
+}

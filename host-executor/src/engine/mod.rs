@@ -18,6 +18,8 @@ pub use cuda::{
     KeepError, check_cache, cuda_for_single_nodes, cuda_forced, disabled_kernels, fingerprint,
     gpu_address, launch_policy, load_verdict, lock_verdicts, open_gpu, save_tuning, save_verdict,
 };
+#[cfg(feature = "cuda")]
+pub use error::AddressError;
 pub use error::{ProbeError, StartError};
 pub use kind::{EngineKind, GgmlBackend, ParseEngineKindError};
 pub use select::{Probe, ProbedDevice, ProbedKind, Selection, select};

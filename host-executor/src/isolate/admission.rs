@@ -11,7 +11,7 @@ use rustix::net::RecvFlags;
 use tracing::{error, warn};
 
 use super::ipc::Rejection;
-use super::state::{Processes, Shared, UnassignedProgram};
+use super::state::{Processes, SupervisorState, UnassignedProgram};
 use super::worker_process;
 use crate::listener::HANDSHAKE_TIMEOUT;
 use crate::lock::RankedGuard;
@@ -25,7 +25,12 @@ const MAX_REJECTIONS: usize = 16;
 const WORKER_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Starts the thread of a connection, which ends when a worker has been given the connection.
-pub(super) fn start(shared: &Arc<Shared>, owner: Option<&str>, socket: OwnedFd, peer: Peer) {
+pub(super) fn start(
+    shared: &Arc<SupervisorState>,
+    owner: Option<&str>,
+    socket: OwnedFd,
+    peer: Peer,
+) {
     let id = shared.new_id();
     let duplicate = socket.try_clone().ok();
     let Some(pending) = shared.handshakes.begin(id, &peer.origin(), duplicate) else {
@@ -58,7 +63,7 @@ pub(super) fn start(shared: &Arc<Shared>, owner: Option<&str>, socket: OwnedFd, 
 /// Waits until few enough programs of an origin are in their handshakes. `None` if they are too
 /// many for too long, and if the program need not be served any more.
 fn wait_for_turn<'a>(
-    shared: &'a Shared,
+    shared: &'a SupervisorState,
     guest: Option<&str>,
     program: &UnassignedProgram,
 ) -> Option<RankedGuard<'a, Processes>> {
@@ -77,7 +82,7 @@ fn wait_for_turn<'a>(
 }
 
 /// Gives a program to the worker of its guest.
-fn admit(shared: &Arc<Shared>, id: u64, owner: Option<&str>, program: UnassignedProgram) {
+fn admit(shared: &Arc<SupervisorState>, id: u64, owner: Option<&str>, program: UnassignedProgram) {
     let peer = &program.peer.clone();
     // Nothing is scheduled here.
     let (guest, rejected) = match shared.registry.admit(owner, peer, |_| None) {

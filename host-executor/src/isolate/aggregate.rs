@@ -11,7 +11,7 @@ use tracing::debug;
 use super::drain;
 use super::printable::shown;
 use super::query::query_all;
-use super::state::{Program, Shared};
+use super::state::{Program, SupervisorState};
 use super::totals::{GuestTotals, counted_as};
 use crate::control::{self, Asked};
 use crate::gpu_monitor::GpuWatch;
@@ -50,7 +50,7 @@ struct Snapshot {
     largest: u64,
 }
 
-impl Shared {
+impl SupervisorState {
     fn snapshot(&self) -> Snapshot {
         let processes = self.processes();
         let mut snapshot = Snapshot {
@@ -124,7 +124,7 @@ fn sessions_of_machine(id: u64, guest: &str, reported: &[SessionStatus]) -> Vec<
 
 impl Snapshot {
     /// Asks the processes of virtual machines.
-    fn add_machines(&mut self, shared: &Shared) {
+    fn add_machines(&mut self, shared: &SupervisorState) {
         let processes = shared.processes();
         let machines = processes.machines.iter();
         let (ids, machines): (Vec<u64>, Vec<(String, PathBuf)>) = machines
@@ -194,7 +194,7 @@ impl Snapshot {
     }
 }
 
-impl StatusSource for Shared {
+impl StatusSource for SupervisorState {
     fn status(&self) -> Status {
         let snapshot = self.snapshot();
         let (named, unnamed) = self.registry.tenants();

@@ -13,11 +13,11 @@ use tracing::warn;
 use super::ipc::Command;
 use super::printable::shown;
 use super::query::query_all;
-use super::state::{Shared, VmProcess};
+use super::state::{SupervisorState, VmProcess};
 use crate::control::{self, ControlError};
 
 /// Makes workers accept sessions again that have ended theirs at the deadline of a drain.
-pub(super) fn tell_workers(shared: &Shared) {
+pub(super) fn tell_workers(shared: &SupervisorState) {
     let processes = shared.processes();
     for worker in processes.workers.values().filter(|w| !w.is_closing) {
         if let Err(error) = worker.send(&Command::Undrain, None) {
@@ -34,7 +34,7 @@ pub(super) fn tell_workers(shared: &Shared) {
 /// with the name of the machine. The process is missing if another one has taken its place
 /// meanwhile.
 fn query_machines<T: Send>(
-    shared: &Shared,
+    shared: &SupervisorState,
     wanted: impl Fn(&VmProcess) -> bool,
     query: impl Fn(&Path, Duration) -> Result<T, ControlError> + Sync,
     mut note: impl FnMut(&str, Result<T, ControlError>, Option<&mut VmProcess>),
@@ -54,7 +54,7 @@ fn query_machines<T: Send>(
 
 /// Tells the processes of virtual machines that do not know whether the supervisor drains. Returns
 /// the names of those that do not answer, and why.
-pub(super) fn tell_machines(shared: &Shared) -> Vec<String> {
+pub(super) fn tell_machines(shared: &SupervisorState) -> Vec<String> {
     // The last request that a process gets is that of the last change.
     let _telling = shared.telling.lock();
     // Before the list: a process that starts meanwhile is told by the next call.
@@ -85,7 +85,7 @@ pub(super) fn tell_machines(shared: &Shared) -> Vec<String> {
 
 /// Finds the processes of virtual machines whose executors have started again since they were told:
 /// `vgpu fd-store` keeps its process and starts another executor.
-fn find_restarted(shared: &Shared) {
+fn find_restarted(shared: &SupervisorState) {
     let report = |path: &Path, timeout| control::report(path, timeout).answer;
     query_machines(
         shared,
@@ -103,7 +103,7 @@ fn find_restarted(shared: &Shared) {
 
 /// Tells the processes of virtual machines that do not know, on a thread of its own, of which there
 /// is one at most. Does nothing if no drain is on and all know that.
-pub(super) fn tell_later(shared: &Arc<Shared>) {
+pub(super) fn tell_later(shared: &Arc<SupervisorState>) {
     let is_idle = !shared.drain.is_on() && untold(shared).is_empty();
     if is_idle || shared.is_telling.swap(true, Ordering::AcqRel) {
         return;
@@ -123,7 +123,7 @@ pub(super) fn tell_later(shared: &Arc<Shared>) {
 }
 
 /// The virtual machines whose processes do not know whether the supervisor drains, and why.
-pub(super) fn untold(shared: &Shared) -> Vec<String> {
+pub(super) fn untold(shared: &SupervisorState) -> Vec<String> {
     let change = shared.drain.changes();
     let processes = shared.processes();
     let machines = processes.machines.values();

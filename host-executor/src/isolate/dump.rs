@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use super::printable::printable;
 use super::query::{REPORT_TIMEOUT, query_all};
-use super::state::{Shared, VmProcess, Worker};
+use super::state::{SupervisorState, VmProcess, Worker};
 use crate::control;
 use crate::service;
 use crate::version::version;
@@ -42,7 +42,7 @@ enum NotAsked {
 
 /// The supervisor's own lines, and the dumps of its workers and of the processes of virtual
 /// machines, all of which have [`REPORT_TIMEOUT`] together.
-pub(super) fn dump(shared: &Shared) -> String {
+pub(super) fn dump(shared: &SupervisorState) -> String {
     let mut text = format!(
         "vgpu {}, supervisor {}, up {:.1?}\n",
         version(),
@@ -91,7 +91,7 @@ pub(super) fn dump(shared: &Shared) -> String {
 }
 
 impl DumpRequest {
-    fn new(shared: &Shared, id: u64, worker: &mut Worker) -> DumpRequest {
+    fn new(shared: &SupervisorState, id: u64, worker: &mut Worker) -> DumpRequest {
         let process = worker
             .pid
             .map_or(String::new(), |pid| format!(", process {pid}"));
@@ -121,7 +121,11 @@ impl DumpRequest {
 }
 
 /// The answers of the workers, which were asked at `began`. `None` without one in time.
-fn answers(shared: &Shared, workers: &[DumpRequest], began: Instant) -> Vec<Option<String>> {
+fn answers(
+    shared: &SupervisorState,
+    workers: &[DumpRequest],
+    began: Instant,
+) -> Vec<Option<String>> {
     loop {
         let is_late = began.elapsed() >= REPORT_TIMEOUT;
         let mut processes = match is_late {

@@ -269,7 +269,7 @@ impl Supervised {
         socket
     }
 
-    fn shared(&self) -> &super::state::Shared {
+    fn shared(&self) -> &super::state::SupervisorState {
         self.supervisor.as_ref().expect("it runs").shared()
     }
 

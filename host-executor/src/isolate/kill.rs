@@ -7,7 +7,7 @@ use super::aggregate::MACHINE_SHIFT;
 use super::ipc::Command;
 use super::printable::shown;
 use super::query::REPORT_TIMEOUT;
-use super::state::{Shared, Worker};
+use super::state::{SupervisorState, Worker};
 use crate::control::{self, ControlError};
 use crate::operator_request::OperatorRequest;
 
@@ -29,7 +29,7 @@ pub enum KillError {
 ///
 /// # Errors
 /// [`KillError`]: the operator's number is wrong, or the process is at fault. Nothing has changed.
-pub(super) fn kill_session(shared: &Shared, id: u64) -> Result<String, KillError> {
+pub(super) fn kill_session(shared: &SupervisorState, id: u64) -> Result<String, KillError> {
     let missing = KillError::NoSession { session: id };
     let processes = shared.processes();
     let machine = id >> MACHINE_SHIFT;

@@ -76,7 +76,7 @@ impl Default for Timeouts {
 }
 
 /// What the threads of a supervisor share.
-pub(super) struct Shared {
+pub(super) struct SupervisorState {
     pub(super) timeouts: Timeouts,
     /// For the first report of a worker, whose engine starts before. Unset: no limit.
     pub(super) start_limit: OnceLock<Duration>,
@@ -171,7 +171,7 @@ pub(super) struct VmProcess {
     /// The control socket of the process.
     pub(super) control: PathBuf,
     pub(super) answers: VmAnswers,
-    /// The number of the last change of [`Shared::drain`] that the process knows.
+    /// The number of the last change of [`SupervisorState::drain`] that the process knows.
     pub(super) told: u64,
     /// Why it knows no later one.
     pub(super) untold: Option<String>,
@@ -254,7 +254,7 @@ impl Unanswered {
     }
 }
 
-impl Shared {
+impl SupervisorState {
     /// The limits of log lines that are counted.
     pub(super) fn logs(&self) -> [&SessionLog; 2] {
         [&self.session_log, &self.crash_log]
@@ -266,10 +266,10 @@ impl Shared {
         partition: Partition,
         handshakes: HandshakeLimits,
         timeouts: Timeouts,
-    ) -> Result<Shared, QuotaError> {
+    ) -> Result<SupervisorState, QuotaError> {
         let registry = TenantRegistry::new(resources.memory.unwrap_or(u64::MAX));
         registry.apply(partition.rules.clone())?;
-        Ok(Shared {
+        Ok(SupervisorState {
             timeouts,
             start_limit: OnceLock::new(),
             command,

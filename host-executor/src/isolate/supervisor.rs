@@ -13,10 +13,12 @@ use vgpu_transport::link::stream::tls::CertificateFiles;
 use super::drain;
 use super::kill::{self, KillError};
 use super::partition::{Partition, Resources};
-use super::state::{MakeCommand, MakeMachine, Processes, Shared, Timeouts};
+use super::state::{MakeCommand, MakeMachine, Processes, SupervisorState, Timeouts};
 use super::vm_process::{StartVmError, StartingVm};
 use super::{admission, certificates, ipc, vm_process, weights};
 #[cfg(feature = "cuda")]
+#[cfg(feature = "cuda")]
+use crate::engine::AddressError;
 use crate::gpu_monitor::GpuMonitor;
 use crate::limits::HandshakeLimits;
 use crate::listener::threads::ListenerThreads;
@@ -31,7 +33,7 @@ const AFTER_KILL: Duration = Duration::from_secs(2);
 
 /// Starts a worker for each guest.
 pub struct Supervisor {
-    shared: Arc<Shared>,
+    shared: Arc<SupervisorState>,
     listeners: ListenerThreads,
     /// Processes that [`wait_for_vms`](Supervisor::wait_for_vms) has not waited for.
     starting: Vec<StartingVm>,
@@ -68,7 +70,7 @@ impl Supervisor {
         handshakes: HandshakeLimits,
         timeouts: Timeouts,
     ) -> Result<Supervisor, QuotaError> {
-        let shared = Shared::new(command, resources, partition, handshakes, timeouts)?;
+        let shared = SupervisorState::new(command, resources, partition, handshakes, timeouts)?;
         Ok(Supervisor {
             shared: Arc::new(shared),
             listeners: ListenerThreads::default(),
@@ -78,12 +80,12 @@ impl Supervisor {
     }
 
     #[cfg(test)]
-    pub(super) fn shared(&self) -> &Shared {
+    pub(super) fn shared(&self) -> &SupervisorState {
         &self.shared
     }
 
     #[cfg(test)]
-    pub(super) fn shared_copy(&self) -> Arc<Shared> {
+    pub(super) fn shared_copy(&self) -> Arc<SupervisorState> {
         Arc::clone(&self.shared)
     }
 
@@ -96,7 +98,7 @@ impl Supervisor {
     #[cfg(feature = "cuda")]
     pub fn watch_gpu(
         &self,
-        find: impl FnMut() -> Result<String, String> + Send + 'static,
+        find: impl FnMut() -> Result<String, AddressError> + Send + 'static,
     ) -> io::Result<()> {
         let _ = self.shared.gpu.set(GpuMonitor::of_cuda(find)?);
         Ok(())
@@ -334,7 +336,7 @@ fn log_left(processes: &Processes) {
 
 /// Says whether a supervisor makes progress.
 #[derive(Clone)]
-pub struct SupervisorHealth(Arc<Shared>);
+pub struct SupervisorHealth(Arc<SupervisorState>);
 
 impl SupervisorHealth {
     /// Returns only if no thread keeps the lock that connections, reports and shutdown need.

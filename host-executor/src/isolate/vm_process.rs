@@ -16,7 +16,7 @@ use vgpu_transport::link::socket_file;
 use super::ipc::IpcSocket;
 use super::log_pipe::LogPipe;
 use super::process::{ExitReason, spawn};
-use super::state::{MakeMachine, Shared, VmAnswers, VmProcess};
+use super::state::{MakeMachine, SupervisorState, VmAnswers, VmProcess};
 use super::vm_files::VmFiles;
 use crate::control::StartingProcess;
 
@@ -58,7 +58,7 @@ pub(super) struct StartingVm {
 /// Starts the process of a virtual machine, as
 /// [`Supervisor::start_vm`](super::Supervisor::start_vm) says. `None` during a shutdown.
 pub(super) fn start(
-    shared: &Shared,
+    shared: &SupervisorState,
     name: &str,
     command: MakeMachine,
     socket: &Path,
@@ -86,7 +86,7 @@ pub(super) fn start(
 /// # Errors
 /// The name of a virtual machine whose process has ended, or for which there is no thread.
 pub(super) fn wait_until_ready(
-    shared: &Arc<Shared>,
+    shared: &Arc<SupervisorState>,
     mut starting: Vec<StartingVm>,
 ) -> Result<(), (String, StartVmError)> {
     let start = Instant::now();
@@ -118,7 +118,7 @@ impl StartingVm {
     }
 
     /// The process does not serve, and cannot be waited for any more. Says why.
-    fn fail(mut self, shared: &Shared) -> (String, StartVmError) {
+    fn fail(mut self, shared: &SupervisorState) -> (String, StartVmError) {
         let ended = self.process.child.wait();
         shared.processes().machines.remove(&self.id);
         shared.changed.notify_all();
@@ -135,7 +135,7 @@ impl StartingVm {
 /// # Errors
 /// The name of the first virtual machine for which there is no thread. Its process has been killed.
 pub(super) fn watch_all(
-    shared: &Arc<Shared>,
+    shared: &Arc<SupervisorState>,
     starting: Vec<StartingVm>,
 ) -> Result<(), (String, StartVmError)> {
     let mut first = Ok(());
@@ -153,7 +153,7 @@ pub(super) fn watch_all(
 }
 
 /// Watches the process of a virtual machine on a thread of its own.
-fn watch(shared: &Arc<Shared>, vm: StartingVm) -> io::Result<()> {
+fn watch(shared: &Arc<SupervisorState>, vm: StartingVm) -> io::Result<()> {
     let StartingVm {
         id,
         name,
@@ -187,7 +187,7 @@ struct RunningVm {
 /// Starts the process of a virtual machine, passes `files` to it, and adds it to the list. `None`
 /// during a shutdown.
 fn spawn_child(
-    shared: &Shared,
+    shared: &SupervisorState,
     id: u64,
     name: &str,
     command: &MakeMachine,
@@ -230,7 +230,7 @@ fn spawn_child(
 /// Waits for the end of the process of a virtual machine and starts the next one, until the
 /// shutdown.
 fn keep(
-    shared: &Shared,
+    shared: &SupervisorState,
     id: u64,
     mut process: RunningVm,
     files: &mut VmFiles,

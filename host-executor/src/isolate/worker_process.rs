@@ -13,13 +13,13 @@ use super::ipc::{Command, IpcSocket, ReceiveOutcome, Rejection, WorkerMessage, W
 use super::log_pipe::LogPipe;
 use super::process::{ExitReason, spawn, wait_or_kill};
 use super::report_rate_limit::ReportRateLimit;
-use super::state::{Processes, Shared, UnassignedProgram, Worker};
+use super::state::{Processes, SupervisorState, UnassignedProgram, Worker};
 use super::weights;
 use crate::peer::Peer;
 
 /// Starts a worker, whose first program is `session`.
 pub(super) fn start(
-    shared: &Arc<Shared>,
+    shared: &Arc<SupervisorState>,
     processes: &mut Processes,
     session: u64,
     guest: Option<String>,
@@ -65,7 +65,7 @@ pub(super) fn start(
 
 /// Receives the reports of a worker until its process has ended, or has lived for `limit`.
 fn watch(
-    shared: &Shared,
+    shared: &SupervisorState,
     id: u64,
     ipc: &IpcSocket,
     started: io::Result<Child>,
@@ -130,7 +130,7 @@ fn watch(
 
 /// Receives the reports of a worker until the connection is closed, or `limit` has passed, or the
 /// worker has not reported within the limit for starts.
-fn receive_reports(shared: &Shared, id: u64, ipc: &IpcSocket, limit: Option<Duration>) {
+fn receive_reports(shared: &SupervisorState, id: u64, ipc: &IpcSocket, limit: Option<Duration>) {
     let start = Instant::now();
     let mut rate_limit = ReportRateLimit::default();
     let mut has_logged = false;
@@ -177,7 +177,7 @@ fn receive_reports(shared: &Shared, id: u64, ipc: &IpcSocket, limit: Option<Dura
 }
 
 /// Stores a report. Tells a worker without programs to end.
-fn on_report(shared: &Shared, id: u64, report: WorkerReport) {
+fn on_report(shared: &SupervisorState, id: u64, report: WorkerReport) {
     let mut processes = shared.processes();
     let Some(worker) = processes.workers.get_mut(&id) else {
         return;
@@ -200,7 +200,7 @@ fn on_report(shared: &Shared, id: u64, report: WorkerReport) {
 }
 
 /// Removes a worker from the list, and calls `log` for each program that it still had.
-fn remove(shared: &Shared, id: u64, log: impl Fn(u64, &Peer)) {
+fn remove(shared: &SupervisorState, id: u64, log: impl Fn(u64, &Peer)) {
     let mut processes = shared.processes();
     if let Some(worker) = processes.workers.remove(&id) {
         for (session, program) in &worker.sessions {

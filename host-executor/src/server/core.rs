@@ -11,9 +11,11 @@ use vgpu_engine::Engine;
 use vgpu_transport::link::stream::tls::Certificates;
 
 use super::guest_thread;
-use super::shared::Shared;
+use super::shared::ServerState;
 use super::watchdog::{self, log_error_lines};
 #[cfg(feature = "cuda")]
+#[cfg(feature = "cuda")]
+use crate::engine::AddressError;
 use crate::gpu_monitor::GpuMonitor;
 use crate::limits::Limits;
 use crate::listener::threads::ListenerThreads;
@@ -46,7 +48,7 @@ pub struct SessionInfo {
 
 /// Serves guests on one engine until it is shut down.
 pub struct Server {
-    shared: Arc<Shared>,
+    shared: Arc<ServerState>,
     listeners: ListenerThreads,
     is_stopped: bool,
 }
@@ -58,7 +60,7 @@ impl Server {
     /// No thread can be started.
     pub fn new(engine: Arc<dyn Engine>, limits: Limits, max_sessions: usize) -> io::Result<Server> {
         Ok(Server {
-            shared: Arc::new(Shared::new(engine, limits, max_sessions)?),
+            shared: Arc::new(ServerState::new(engine, limits, max_sessions)?),
             listeners: ListenerThreads::default(),
             is_stopped: false,
         })
@@ -96,7 +98,7 @@ impl Server {
     #[cfg(feature = "cuda")]
     pub fn watch_gpu(
         &self,
-        find: impl FnMut() -> Result<String, String> + Send + 'static,
+        find: impl FnMut() -> Result<String, AddressError> + Send + 'static,
     ) -> io::Result<()> {
         let _ = self.shared.gpu.set(GpuMonitor::of_cuda(find)?);
         Ok(())
@@ -335,7 +337,7 @@ pub enum Shutdown {
 
 /// Says whether a server makes progress.
 #[derive(Clone)]
-pub struct Health(Arc<Shared>);
+pub struct Health(Arc<ServerState>);
 
 impl Health {
     /// Returns only if no thread keeps one of the locks that admission, status and shutdown need.

@@ -11,7 +11,7 @@ use vgpu_transport::link::stream::tls::Ending;
 use vgpu_transport::link::stream::x509::CertificateInfo;
 
 use super::registration::Registration;
-use super::shared::{Entry, Shared};
+use super::shared::{Entry, ServerState};
 use super::silent_guests::SilentGuests;
 use crate::activity::ThreadState;
 use crate::handshakes::PendingHandshake;
@@ -25,7 +25,12 @@ use crate::tenant::Tenant;
 
 /// Starts the thread of a connection, unless too many connections have not completed their
 /// handshakes.
-pub(super) fn start(shared: &Arc<Shared>, id: u64, owner: Option<&str>, incoming: IncomingGuest) {
+pub(super) fn start(
+    shared: &Arc<ServerState>,
+    id: u64,
+    owner: Option<&str>,
+    incoming: IncomingGuest,
+) {
     let IncomingGuest { peer, open, socket } = incoming;
     let Some(pending) = shared.handshakes.begin(id, &peer.origin(), socket) else {
         return;
@@ -65,7 +70,7 @@ pub(super) fn start(shared: &Arc<Shared>, id: u64, owner: Option<&str>, incoming
 
 /// The tenant of a guest, and why the guest is rejected, if it is.
 fn tenant_of(
-    shared: &Shared,
+    shared: &ServerState,
     owner: Option<&str>,
     peer: &Peer,
 ) -> (Arc<Tenant>, Option<SessionEnd>) {
@@ -82,7 +87,7 @@ fn tenant_of(
 /// Serves a guest to its end. The guest gets a place in the table of sessions when it has sent its
 /// first message.
 fn serve(
-    shared: &Arc<Shared>,
+    shared: &Arc<ServerState>,
     id: u64,
     owner: Option<&str>,
     mut peer: Peer,

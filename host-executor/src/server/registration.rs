@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::shared::{Entry, Shared};
+use super::shared::{Entry, ServerState};
 use crate::limits::{SESSION_DESCRIPTORS, sessions_of_one_guest};
 use crate::peer::Peer;
 use crate::pool::Lease;
@@ -15,7 +15,7 @@ use crate::tenant::Tenant;
 /// An entry in the table of sessions. Dropping the registration removes the entry.
 pub(super) struct Registration {
     id: u64,
-    shared: Arc<Shared>,
+    shared: Arc<ServerState>,
     _descriptors: Lease,
 }
 
@@ -25,7 +25,7 @@ impl Registration {
     /// # Errors
     /// Why the guest gets no session.
     pub(super) fn take(
-        shared: &Arc<Shared>,
+        shared: &Arc<ServerState>,
         id: u64,
         entry: Entry,
     ) -> Result<Registration, SessionEnd> {
@@ -50,7 +50,7 @@ impl Registration {
 
     /// Why a guest would get no session now, if so.
     pub(super) fn refusal(
-        shared: &Shared,
+        shared: &ServerState,
         peer: &Peer,
         tenant: &Arc<Tenant>,
     ) -> Option<SessionEnd> {
@@ -78,7 +78,7 @@ impl Drop for Registration {
 }
 
 fn refusal(
-    shared: &Shared,
+    shared: &ServerState,
     sessions: &BTreeMap<u64, Entry>,
     peer: &Peer,
     tenant: &Arc<Tenant>,

@@ -37,7 +37,7 @@ use crate::weights::WeightStore;
 const MAX_ACTIVITIES: usize = 1024;
 
 /// The engine, the tenants, and the table of sessions.
-pub(super) struct Shared {
+pub(super) struct ServerState {
     pub(super) engine: Arc<dyn Engine>,
     pub(super) since: Instant,
     pub(super) scheduler: Arc<Scheduler>,
@@ -100,16 +100,16 @@ pub(super) struct Entry {
     pub(super) silence: Option<Silence>,
 }
 
-impl Shared {
+impl ServerState {
     /// # Errors
     /// No thread can be started.
     pub(super) fn new(
         engine: Arc<dyn Engine>,
         limits: Limits,
         max_sessions: usize,
-    ) -> io::Result<Shared> {
+    ) -> io::Result<ServerState> {
         let monitor = EngineMonitor::start(Arc::clone(&engine))?;
-        Ok(Shared {
+        Ok(ServerState {
             registry: TenantRegistry::new(engine.memory().total),
             since: Instant::now(),
             scheduler: Arc::default(),

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use tracing::warn;
 use vgpu_transport::shm::liveness::{ALIVE, PERIOD};
 
-use super::shared::{Entry, Shared};
+use super::shared::{Entry, ServerState};
 use crate::peer::Peer;
 use crate::session::Reclaim;
 
@@ -22,7 +22,7 @@ const MAX_END_WAIT: Duration = Duration::from_secs(2);
 
 /// The other programs of a guest's virtual machine.
 pub(super) struct SilentGuests {
-    shared: Arc<Shared>,
+    shared: Arc<ServerState>,
     /// The session that needs memory.
     id: u64,
     machine: String,
@@ -31,7 +31,7 @@ pub(super) struct SilentGuests {
 impl SilentGuests {
     /// Those beside session `id` of `peer`. `None` if the host sees the end of each of their
     /// programs.
-    pub(super) fn of(shared: &Arc<Shared>, id: u64, peer: &Peer) -> Option<Box<dyn Reclaim>> {
+    pub(super) fn of(shared: &Arc<ServerState>, id: u64, peer: &Peer) -> Option<Box<dyn Reclaim>> {
         let machine = peer.virtual_machine()?;
         let shared = Arc::clone(shared);
         Some(Box::new(SilentGuests {

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::shared::{Found, Shared};
+use super::shared::{Found, ServerState};
 use crate::activity::{EngineFigures, dump};
 use crate::gpu_monitor::GpuWatch;
 use crate::service;
@@ -17,7 +17,7 @@ use crate::tenant::Tenant;
 use crate::version::version;
 use crate::weights::WeightStore;
 
-impl StatusSource for Shared {
+impl StatusSource for ServerState {
     fn status(&self) -> Status {
         let shared = self;
         // One lock for tenants and sessions: a session that ends meanwhile is counted once.

@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use tracing::{Level, info, warn};
 
-use super::shared::{Found, Shared};
+use super::shared::{Found, ServerState};
 use crate::activity::{Notice, Watch};
 use crate::log_queue;
 use crate::status::{StatusHandle, StatusSource as _};
@@ -22,7 +22,7 @@ const MAX_LINES: usize = 64;
 /// must not keep the first one from its work. That the engine hangs is written by the first one,
 /// past `tracing`: the engine may hang in the dynamic linker ([`log_queue`]).
 pub(super) fn start(
-    shared: &Arc<Shared>,
+    shared: &Arc<ServerState>,
     on_stuck: impl Fn(&str) + Send + 'static,
 ) -> io::Result<()> {
     let (reports, queue) = mpsc::sync_channel(MAX_LINES);
@@ -105,7 +105,7 @@ mod tests {
             slow: Duration::from_secs(10),
             ..Limits::default()
         };
-        let shared = Arc::new(Shared::new(engine, limits, 1).unwrap());
+        let shared = Arc::new(ServerState::new(engine, limits, 1).unwrap());
         assert_eq!(shared.watchdog.age(), None, "nobody watches");
         start(&shared, |_| {}).unwrap();
         assert!(shared.watchdog.age().is_some());

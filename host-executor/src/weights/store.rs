@@ -36,13 +36,13 @@ const PROOF_WINDOW: Duration = Duration::from_secs(60);
 /// The shared weights of one engine. Clones share the store.
 #[derive(Clone)]
 pub struct WeightStore {
-    shared: Arc<Shared>,
+    shared: Arc<StoreState>,
     /// When the last clone is dropped, the thread ends.
     _handle: Arc<Handle>,
 }
 
 /// Ends the hashing thread when dropped.
-struct Handle(Arc<Shared>);
+struct Handle(Arc<StoreState>);
 
 impl Drop for Handle {
     fn drop(&mut self) {
@@ -58,7 +58,7 @@ struct Queue {
     has_ended: bool,
 }
 
-struct Shared {
+struct StoreState {
     sharing: Sharing,
     entries: RankedMutex<Entries>,
     uploads: Uploads,
@@ -133,7 +133,7 @@ impl WeightStore {
     /// [`CacheError`] if the cache cannot be opened or the thread cannot be started.
     pub fn new(sharing: Sharing, cache: Option<CacheOptions>) -> Result<WeightStore, CacheError> {
         let disk = cache.map(Disk::open).transpose()?;
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(StoreState {
             sharing,
             entries: RankedMutex::new(Rank::Weights, Entries::default()),
             uploads: Uploads::default(),
@@ -359,7 +359,7 @@ impl SessionStore {
 
     /// The duplicates that have been found since the last call.
     pub(crate) fn merges(&self) -> Vec<Merge> {
-        // Pairs with the release in `Shared::enter`. A merge that is missed now is seen by the next
+        // Pairs with the release in `StoreState::enter`. A merge that is missed now is seen by the next
         // call.
         match self.inbox.is_full.swap(false, Ordering::AcqRel) {
             true => std::mem::take(&mut *self.inbox.merges.lock()),
@@ -384,7 +384,7 @@ impl WeakSource {
     }
 }
 
-impl Shared {
+impl StoreState {
     fn entries(&self) -> RankedGuard<'_, Entries> {
         self.entries.lock()
     }
@@ -511,7 +511,7 @@ impl Shared {
     }
 }
 
-impl Drop for Shared {
+impl Drop for StoreState {
     fn drop(&mut self) {
         let counters = &self.counters;
         let [not_sent, merged, hashed] = [&counters.not_sent, &counters.merged, &counters.hashed]

@@ -174,7 +174,7 @@ impl Builder {
     /// # Errors
     ///
     /// If the tensor's size overflows or the engine refuses the write.
-    pub(super) fn spoil(&self, loaded: &LoadedGraph, tensor: u32) -> Result<(), CheckError> {
+    pub(super) fn poison(&self, loaded: &LoadedGraph, tensor: u32) -> Result<(), CheckError> {
         let tensor = self.tensor_at(tensor);
         let Shape { ty, ne, .. } = tensor.shape;
         let bytes = tensor.shape.byte_len();

@@ -221,7 +221,7 @@ impl Nvml {
         if text.is_null() {
             return "unknown error".into();
         }
-        // SAFETY: see above; the text is not null.
+        // SAFETY: `nvmlErrorString` returns static text that ends with a zero byte, or null.
         let text = unsafe { CStr::from_ptr(text) };
         text.to_string_lossy().into_owned()
     }

@@ -88,7 +88,7 @@ const BANNED: [&str; 8] = [
     "crossterm",
     "ratatui",
     "rcgen",
-    "tiny_http",
+    "hyper",
     "tokio",
     "tonic",
     "vfio_user",

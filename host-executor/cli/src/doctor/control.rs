@@ -1,6 +1,6 @@
 //! The executor of this host, by its control socket. The sockets of virtual machines are not
-//! connected to, since an executor takes whoever connects there for a QEMU: an executor that hangs
-//! is found here.
+//! connected to, since an executor takes every client there for a QEMU: an executor that hangs is
+//! found here.
 
 use std::io::ErrorKind;
 use std::path::Path;

@@ -1,6 +1,6 @@
 //! The library of NVIDIA's driver, `libcuda.so.1`.
 
-use std::ffi::{CStr, CString, c_int, c_uint, c_void};
+use std::ffi::{CStr, CString, NulError, c_int, c_uint, c_void};
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::PathBuf;
 use std::process::{Command, ExitCode, Stdio};
@@ -10,7 +10,7 @@ use clap::Parser;
 use serde::{Deserialize, Serialize};
 
 use super::child::{self, NoAnswer};
-use super::library::Library;
+use super::library::{Library, LinkerError};
 use super::report::Report;
 use super::root::Root;
 use crate::own_program::OWN_PROGRAM;
@@ -45,7 +45,7 @@ enum Answer {
 /// Prints the answer as JSON.
 pub(crate) fn run(args: &DriverArgs) -> ExitCode {
     child::end_with_parent();
-    let answer = load(args).unwrap_or_else(Answer::NotLoaded);
+    let answer = load(args).unwrap_or_else(|error| Answer::NotLoaded(error.to_string()));
     match serde_json::to_string(&answer) {
         Ok(text) => println!("\n{text}"),
         Err(_) => return ExitCode::FAILURE,
@@ -53,13 +53,23 @@ pub(crate) fn run(args: &DriverArgs) -> ExitCode {
     ExitCode::SUCCESS
 }
 
-fn load(args: &DriverArgs) -> Result<Answer, String> {
-    let name = CString::new(args.library.as_os_str().as_bytes());
-    let name = name.map_err(|error| error.to_string())?;
-    let library = Library::load(&name, 0).map_err(|error| error.to_string())?;
-    let symbol = |name: &CStr| -> Result<*mut c_void, String> {
+/// Why the library cannot be asked.
+#[derive(Debug, thiserror::Error)]
+enum LoadError {
+    #[error(transparent)]
+    Path(#[from] NulError),
+    #[error(transparent)]
+    Library(#[from] LinkerError),
+    #[error("it has no function {0}")]
+    Function(&'static str),
+}
+
+fn load(args: &DriverArgs) -> Result<Answer, LoadError> {
+    let name = CString::new(args.library.as_os_str().as_bytes())?;
+    let library = Library::load(&name, 0)?;
+    let symbol = |name: &'static CStr| -> Result<*mut c_void, LoadError> {
         let symbol = library.symbol(name);
-        symbol.ok_or_else(|| format!("it has no function {}", name.to_string_lossy()))
+        symbol.ok_or_else(|| LoadError::Function(name.to_str().unwrap_or_default()))
     };
     let (get_version, init) = (symbol(c"cuDriverGetVersion")?, symbol(c"cuInit")?);
     let mut version = 0;

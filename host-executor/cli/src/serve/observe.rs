@@ -20,7 +20,7 @@ use super::sandboxing::Confined;
 
 /// The sockets that the settings ask for, bound. No client is answered yet.
 pub(super) struct Observers {
-    metrics: Option<tiny_http::Listener>,
+    metrics: Option<metrics_http::Listener>,
     control: Option<UnixListener>,
     files: Vec<SocketFile>,
 }

@@ -229,7 +229,7 @@ fn watch_gpu(server: &Server, kind: &EngineKind) -> anyhow::Result<()> {
     let EngineKind::Cuda(ordinal) = *kind else {
         return Ok(());
     };
-    let find = move || engine::gpu_address(ordinal).map_err(|error| error.to_string());
+    let find = move || Ok(engine::gpu_address(ordinal)?);
     server.watch_gpu(find).context("no thread")
 }
 

@@ -98,7 +98,7 @@ impl Operation {
         let run = |number| {
             match is_product {
                 // A run that writes nothing must not leave the results of the run before.
-                true => builder.spoil(&loaded, dst)?,
+                true => builder.poison(&loaded, dst)?,
                 false => builder.fill(&loaded)?,
             }
             let outcome = loaded.plan.run().map_err(CheckError::from);

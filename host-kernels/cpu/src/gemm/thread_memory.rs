@@ -1,6 +1,6 @@
 //! The memory in which a thread prepares the operands of a product.
 //!
-//! A run lends each thread its memory ([`ThreadMemory::swap`]), so that the engine owns it, and no
+//! A run gives each thread its memory ([`ThreadMemory::swap`]), so that the engine owns it, and no
 //! thread of a session. The run also says how much a product may prepare: what its plan has
 //! announced, for which the tenant is charged.
 

@@ -4,7 +4,7 @@
 //! they are apart: when nobody has looked for a while, the curve shows the mean of that time.
 
 use std::collections::VecDeque;
-use std::rc::Rc;
+use std::sync::Arc;
 
 use vgpu_executor::status::{Status, Usage};
 
@@ -83,7 +83,7 @@ impl Counts {
 #[derive(Debug)]
 struct Sample {
     at: f64,
-    guests: Vec<(Rc<str>, Counts)>,
+    guests: Vec<(Arc<str>, Counts)>,
 }
 
 /// The counters of the last ten minutes.
@@ -102,7 +102,7 @@ impl History {
         }
         let known = |name: &str| {
             let known = last?.guests.iter().find(|(known, _)| **known == *name)?;
-            Some(Rc::clone(&known.0))
+            Some(Arc::clone(&known.0))
         };
         let guests = status.guests.iter().map(|guest| {
             let name = known(&guest.name).unwrap_or_else(|| guest.name.as_str().into());
@@ -274,6 +274,6 @@ mod tests {
         assert!(history.curve("alice").iter().all(Option::is_some));
         // The name is kept once.
         let name = &history.samples[0].guests[0].0;
-        assert_eq!(Rc::strong_count(name), count);
+        assert_eq!(Arc::strong_count(name), count);
     }
 }

@@ -282,9 +282,10 @@ impl DenseProducts {
                         dst: out.wrapping_add(column * stride),
                     });
                     if table.is_full() {
-                        // SAFETY: as for the call after the loop, by the keys of the members and
-                        // `can_join`: the table has columns of the members' activations and of
-                        // their results in this tile, which only this thread accesses.
+                        // SAFETY: by the keys of the members and `can_join`, the products have the
+                        // same weights, tiles and kernel, which takes tables. The table has columns
+                        // of the members' activations and of their results in this tile, which only
+                        // this thread accesses.
                         unsafe { product.multiply_table(own, table.take()) };
                     }
                 }

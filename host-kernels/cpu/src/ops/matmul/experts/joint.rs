@@ -251,7 +251,8 @@ impl JointKernel for ExpertProducts {
                     }
                     for (i, &pair) in of.tile.pairs().iter().enumerate() {
                         if table.columns.len() == MAX_COLUMNS {
-                            // SAFETY: as for the call after the loop.
+                            // SAFETY: the columns and results in the table are of members of this
+                            // tile, which only this thread has.
                             unsafe { self.compute_table(which, &mut table, factors) };
                         }
                         let bytes = self.products[product].column_bytes;
