@@ -14,7 +14,7 @@
 //!   launches read.
 //! - `graph_exec`: launches as CUDA graphs, reused from plan to plan.
 //! - `megakernel`: runs of launches as one cooperative launch.
-//! - `repack`: weights as structures of arrays.
+//! - `repack`: weights as structures of arrays; `weights`: buffers that share them.
 //! - `cpu_fallback`: the nodes that the CPU engine runs.
 //! - `context`, `plan`, `engine`: what plans share, plans, and the engine.
 
@@ -45,6 +45,7 @@ pub mod source;
 mod types;
 mod upload_batch;
 pub mod verdict;
+mod weights;
 mod written;
 
 pub use cubin::has_machine_code;

@@ -12,6 +12,7 @@ use crate::device::{Address, KernelId, Launch};
 use crate::params::VgRepackParams;
 use crate::repack::format::RepackFormat;
 use crate::repack::state::RepackState;
+use crate::weights::WeightMemory;
 use vgpu_engine::{EngineError, Memory, check_range};
 
 /// An allocation on a device, some tensors of which may be repacked.
@@ -107,7 +108,13 @@ impl CudaMemory {
         &self.repack_state
     }
 
-    /// Repacks the plain tensor at `start`, which lies inside the memory.
+    /// Whether several buffers for weights hold the memory.
+    pub(crate) fn is_shared(&self) -> bool {
+        self.repack_state.state().holders > 1
+    }
+
+    /// Repacks the plain tensor at `start`, which lies inside the memory. Returns `false` and does
+    /// nothing if several buffers hold the memory by now.
     ///
     /// # Errors
     /// [`EngineError`] of the device.
@@ -116,7 +123,12 @@ impl CudaMemory {
         start: u64,
         format: RepackFormat,
         buffer: &RepackBuffer,
-    ) -> Result<(), EngineError> {
+    ) -> Result<bool, EngineError> {
+        // Other buffers that come to hold the memory, and reads, wait until the format is noted.
+        let mut state = self.repack_state.state();
+        if state.holders > 1 {
+            return Ok(false);
+        }
         let device = self.allocator.device();
         let (at, from) = (self.address + start, buffer.memory.address);
         for parts in format.parts(CHUNK) {
@@ -159,16 +171,17 @@ impl CudaMemory {
                 unsafe { device.copy(at + begin, staged, end - begin)? };
             }
         }
-        self.repack_state.state().insert(start, format);
+        state.insert(start, format);
         self.repack_state.has_changed();
-        Ok(())
+        Ok(true)
     }
 
     /// Restores all repacked tensors with bytes in `range`. The tensors stay plain from then on.
+    /// Returns `false` and does nothing if there are some and several buffers hold the memory.
     ///
     /// # Errors
     /// [`EngineError`] of the device.
-    pub(crate) fn restore(&self, range: &Range<u64>) -> Result<(), EngineError> {
+    pub(crate) fn restore(&self, range: &Range<u64>) -> Result<bool, EngineError> {
         self.drop_or_restore(range, |_| false)
     }
 
@@ -177,14 +190,14 @@ impl CudaMemory {
     ///
     /// # Errors
     /// [`EngineError`] of the device.
-    fn before_write(&self, range: &Range<u64>) -> Result<(), EngineError> {
+    fn before_write(&self, range: &Range<u64>) -> Result<bool, EngineError> {
         self.drop_or_restore(range, |tensor| {
             range.start <= tensor.start && tensor.end <= range.end
         })
     }
 
     /// Leaves no tensor with bytes in `range` repacked: drops those that `is_forgotten` names, and
-    /// restores the others.
+    /// restores the others. As for [`restore`](CudaMemory::restore).
     ///
     /// # Errors
     /// [`EngineError`] of the device.
@@ -192,12 +205,16 @@ impl CudaMemory {
         &self,
         range: &Range<u64>,
         is_forgotten: impl Fn(&Range<u64>) -> bool,
-    ) -> Result<(), EngineError> {
+    ) -> Result<bool, EngineError> {
         if !self.repack_state.is_allowed() {
-            return Ok(());
+            return Ok(true);
         }
         let mut state = self.repack_state.state();
-        for (start, format) in state.meeting(range) {
+        let met = state.meeting(range);
+        if state.holders > 1 && !met.is_empty() {
+            return Ok(false);
+        }
+        for (start, format) in met {
             if is_forgotten(&(start..start + format.bytes())) {
                 state.forget(start);
             } else {
@@ -213,6 +230,40 @@ impl CudaMemory {
                 state.restore(start);
             }
             self.repack_state.has_changed();
+        }
+        Ok(true)
+    }
+
+    /// Copies the bytes of `range` in ggml's format to `to` of `dst`, another allocation. `dst` is
+    /// plain there, and stays so.
+    ///
+    /// # Errors
+    /// [`EngineError`] of the device.
+    pub(crate) fn copy_plain(
+        &self,
+        range: Range<u64>,
+        dst: &CudaMemory,
+        to: u64,
+    ) -> Result<(), EngineError> {
+        let len = range.end - range.start;
+        let (from, to_address) = (self.range(range.start, len)?, dst.range(to, len)?);
+        let state = self.repack_state.state();
+        if len == 0 || state.meeting(&range).is_empty() {
+            // SAFETY: `range` has checked that the `len` bytes are inside their memories, which are
+            // two allocations. The lock keeps the bytes plain until the copy was asked for.
+            return match len {
+                0 => Ok(()),
+                _ => unsafe { self.allocator.device().copy(to_address, from, len) },
+            };
+        }
+        drop(state);
+        let mut bytes = vec![0; len.min(CHUNK) as usize];
+        let mut done = 0;
+        while done < len {
+            let part = &mut bytes[..(len - done).min(CHUNK) as usize];
+            self.read(range.start + done, BytesMut::from(&mut *part))?;
+            dst.write(to + done, Bytes::from(&*part))?;
+            done += part.len() as u64;
         }
         Ok(())
     }
@@ -328,6 +379,15 @@ impl Memory for CudaMemory {
         source_offset: u64,
         len: u64,
     ) -> Result<(), EngineError> {
+        if let Some(source) = source.as_any().downcast_ref::<WeightMemory>() {
+            if !source.is_of(&self.allocator) {
+                return Err(EngineError::ForeignMemory);
+            }
+            self.range(offset, len)?;
+            check_range(source_offset, len, source.size())?;
+            self.before_write(&(offset..offset + len))?;
+            return source.copy_out(source_offset..source_offset + len, self, offset);
+        }
         let source: &CudaMemory = source
             .as_any()
             .downcast_ref()
