@@ -18,6 +18,7 @@ use xtask_common::cache::Cache;
 use xtask_common::dist::Dist;
 use xtask_common::executor::Executor;
 use xtask_common::median;
+use xtask_common::model::{self, FileType};
 use xtask_common::process::free_port;
 use xtask_common::process::{self, Daemon};
 use xtask_common::progress::{Progress, heading};
@@ -64,6 +65,8 @@ enum Part {
     Load,
     /// Decoding tokens
     Decode,
+    /// Decoding tokens on the engine over ggml's CPU backend
+    Engine,
 }
 
 /// The configurations, by the names of their figures.
@@ -73,6 +76,7 @@ const INPROC: &str = "inproc";
 const RPC: &str = "ggml-rpc";
 const NATIVE: &str = "ggml-cpu";
 const MEMCPY: &str = "memcpy";
+const ENGINE: &str = "unix, the engine ggml-cpu";
 
 /// The running servers.
 struct Setting {
@@ -80,6 +84,8 @@ struct Setting {
     dist: Dist,
     folder: PathBuf,
     model: PathBuf,
+    /// Models of the part `engine`, by the names of its rows.
+    engine_models: Vec<(String, PathBuf)>,
     threads: usize,
     repeats: u32,
     /// The executor with shared buffers, and the one without.
@@ -89,7 +95,7 @@ struct Setting {
     rpc_address: String,
     driver: Driver,
     // Last, so that it is dropped after the executors, whose sockets it contains.
-    _scratch: Scratch,
+    scratch: Scratch,
 }
 
 pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
@@ -104,6 +110,7 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
         Part::Transfer,
         Part::Load,
         Part::Decode,
+        Part::Engine,
     ];
     for part in parts.into_iter().filter(wanted) {
         rows.extend(match part {
@@ -112,6 +119,7 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
             Part::Transfer => setting.transfer()?,
             Part::Load => setting.load()?,
             Part::Decode => setting.decode()?,
+            Part::Engine => setting.engine()?,
         });
     }
 
@@ -149,6 +157,7 @@ impl Setting {
             bin,
             dist,
             folder,
+            engine_models: engine_models(cache, options)?,
             model,
             threads,
             repeats: options.repeats,
@@ -157,7 +166,7 @@ impl Setting {
             rpc,
             rpc_address,
             driver,
-            _scratch: scratch,
+            scratch,
         })
     }
 
@@ -315,22 +324,16 @@ impl Setting {
 
     /// llama-bench in all configurations in turn.
     fn decode(&self) -> Result<Vec<Row>> {
-        let ways = [UNIX, MESSAGES, INPROC, RPC, NATIVE];
-        let mut speeds = vec![Vec::new(); ways.len()];
-        for round in 1..=self.repeats {
-            let progress =
-                Progress::new(&format!("decoding {SHORT} tokens each way, round {round}"));
-            for (way, speeds) in ways.iter().zip(&mut speeds) {
-                progress.note(way);
-                speeds.push(self.bench(way, SHORT)?);
-            }
-            progress.done("");
-        }
-        let mut row = Row::new("decoding, 256 M parameters, Q4_K_M", "tok/s");
-        for (way, speeds) in ways.iter().zip(speeds) {
-            row = row.figure(*way, median(speeds));
-        }
-        let row = row
+        let (unix, messages) = (self.shared.endpoint(), self.separate.endpoint());
+        let ways = [
+            (UNIX, Some(&*unix)),
+            (MESSAGES, Some(&*messages)),
+            (INPROC, Some(INPROC)),
+            (RPC, None),
+            (NATIVE, None),
+        ];
+        let row = self
+            .speeds("decoding, 256 M parameters, Q4_K_M", &self.model, &ways)?
             .ratio(UNIX, RPC, true, Some(1.35))
             .ratio(UNIX, INPROC, true, Some(0.97))
             .ratio(MESSAGES, INPROC, true, None)
@@ -338,9 +341,9 @@ impl Setting {
             .ratio(RPC, NATIVE, true, None);
 
         let progress = Progress::new(&format!("counting what crosses for {LONG} tokens"));
-        self.bench(UNIX, LONG)?;
+        self.bench(&self.model, UNIX, Some(&unix), LONG)?;
         let counted = Stats::read(&self.stats())?;
-        self.bench(MESSAGES, LONG)?;
+        self.bench(&self.model, MESSAGES, Some(&messages), LONG)?;
         let messages = Stats::read(&self.stats())?;
         progress.done("");
         Ok([
@@ -351,16 +354,60 @@ impl Setting {
         .concat())
     }
 
+    /// Decoding on ggml's CPU backend: in the program, over ggml-rpc, and as the engine of an
+    /// executor.
+    fn engine(&self) -> Result<Vec<Row>> {
+        let library = self.bin.join("libggml-cpu.so");
+        let executor = Executor::start_engine(
+            &mut Command::new(&self.dist.vgpu),
+            &format!("ggml:{}", library.display()),
+            &self.scratch.path().join("ggml.sock"),
+            self.threads,
+            &self.folder.join("ggml.log"),
+            &["--trust-guests"],
+        )?;
+        let endpoint = executor.endpoint();
+        let ways = [(ENGINE, Some(&*endpoint)), (RPC, None), (NATIVE, None)];
+        let mut rows = Vec::new();
+        for (name, model) in &self.engine_models {
+            let what = format!("decoding on ggml's CPU backend, {name}");
+            let row = self.speeds(&what, model, &ways)?;
+            let row = row.ratio(ENGINE, NATIVE, true, Some(0.97));
+            rows.push(row.ratio(ENGINE, RPC, true, Some(1.3)));
+        }
+        executor.stop()?;
+        Ok(rows)
+    }
+
+    /// llama-bench in these configurations in turn, each with the endpoint of its executor.
+    fn speeds(&self, what: &str, model: &Path, ways: &[(&str, Option<&str>)]) -> Result<Row> {
+        let mut speeds = vec![Vec::new(); ways.len()];
+        for round in 1..=self.repeats {
+            let progress =
+                Progress::new(&format!("decoding {SHORT} tokens each way, round {round}"));
+            for ((way, endpoint), speeds) in ways.iter().zip(&mut speeds) {
+                progress.note(way);
+                speeds.push(self.bench(model, way, *endpoint, SHORT)?);
+            }
+            progress.done("");
+        }
+        let mut row = Row::new(what, "tok/s");
+        for ((way, _), speeds) in ways.iter().zip(speeds) {
+            row = row.figure(*way, median(speeds));
+        }
+        Ok(row)
+    }
+
     fn stats(&self) -> PathBuf {
         self.folder.join("stats.json")
     }
 
-    /// Tokens per second.
-    fn bench(&self, way: &str, tokens: u32) -> Result<f64> {
+    /// Tokens per second, on the executor at `endpoint` or, without one, on a backend of ggml.
+    fn bench(&self, model: &Path, way: &str, endpoint: Option<&str>, tokens: u32) -> Result<f64> {
         let mut command = Command::new(self.bin.join("llama-bench"));
         command
             .arg("--model")
-            .arg(&self.model)
+            .arg(model)
             .args([
                 "-p",
                 "0",
@@ -375,30 +422,45 @@ impl Setting {
         for variable in ["GGML_BACKEND_PATH", "VGPU_ENDPOINT", "VGPU_STATS"] {
             command.env_remove(variable);
         }
-        match way {
-            NATIVE => command.args(["-ngl", "0"]),
-            RPC => command.args(["-ngl", "99", "--rpc", &self.rpc_address, "-dev", "RPC0"]),
-            _ => command
-                .args(["-ngl", "99", "-dev", "VGPU0"])
-                .env("GGML_BACKEND_PATH", &self.dist.plugin)
-                .env("VGPU_STATS", self.stats())
-                .env("VGPU_THREADS", self.threads.to_string())
-                .env(
-                    "VGPU_ENDPOINT",
-                    match way {
-                        UNIX => self.shared.endpoint(),
-                        MESSAGES => self.separate.endpoint(),
-                        _ => "inproc".to_owned(),
-                    },
-                ),
-        };
-        let backend = match way {
-            NATIVE => "CPU",
-            RPC => "RPC",
-            _ => "VGPU",
+        let backend = match (endpoint, way) {
+            (Some(endpoint), _) => {
+                command
+                    .args(["-ngl", "99", "-dev", "VGPU0"])
+                    .env("GGML_BACKEND_PATH", &self.dist.plugin)
+                    .env("VGPU_STATS", self.stats())
+                    .env("VGPU_THREADS", self.threads.to_string())
+                    .env("VGPU_ENDPOINT", endpoint);
+                "VGPU"
+            }
+            (None, RPC) => {
+                command.args(["-ngl", "99", "--rpc", &self.rpc_address, "-dev", "RPC0"]);
+                "RPC"
+            }
+            (None, _) => {
+                command.args(["-ngl", "0"]);
+                "CPU"
+            }
         };
         tokens_per_second(&mut command, way, backend)
     }
+}
+
+/// The models for ggml's CPU backend as an engine, by name. In its own program that backend repacks
+/// weights of Q4_K, and none of Q8_0 on x86: those run in the same kernels on every way. In the
+/// smallest model, what surrounds the kernels is most of a token.
+fn engine_models(cache: &Cache, options: &Options) -> Result<Vec<(String, PathBuf)>> {
+    if !options.only.is_empty() && !options.only.contains(&Part::Engine) {
+        return Ok(Vec::new());
+    }
+    let models = [
+        ("256 M parameters, Q4_K_M", &model::BENCH, FileType::Q4KM),
+        ("256 M parameters, Q8_0", &model::BENCH, FileType::Q8_0),
+        ("4 layers, F16", &model::TINY, FileType::F16),
+    ];
+    let ensure = |(name, shape, file_type): (&str, _, _)| {
+        Ok((name.to_owned(), model::ensure(cache, shape, file_type)?))
+    };
+    models.into_iter().map(ensure).collect()
 }
 
 /// The plugin's counts for the last tokens of a long run.
