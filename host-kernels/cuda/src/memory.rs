@@ -248,13 +248,13 @@ impl CudaMemory {
         let len = range.end - range.start;
         let (from, to_address) = (self.range(range.start, len)?, dst.range(to, len)?);
         let state = self.repack_state.state();
-        if len == 0 || state.meeting(&range).is_empty() {
+        if len == 0 {
+            return Ok(());
+        }
+        if state.meeting(&range).is_empty() {
             // SAFETY: `range` has checked that the `len` bytes are inside their memories, which are
             // two allocations. The lock keeps the bytes plain until the copy was asked for.
-            return match len {
-                0 => Ok(()),
-                _ => unsafe { self.allocator.device().copy(to_address, from, len) },
-            };
+            return unsafe { self.allocator.device().copy(to_address, from, len) };
         }
         drop(state);
         let mut bytes = vec![0; len.min(CHUNK) as usize];

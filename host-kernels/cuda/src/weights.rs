@@ -124,11 +124,16 @@ impl Extent for CudaExtent {
         self.memory.size()
     }
 
+    /// Nothing, if the device is lost, and the bytes with it.
     fn filled(&self) -> u64 {
-        self.filled.load(Ordering::Acquire)
+        match self.memory.check_there() {
+            Ok(()) => self.filled.load(Ordering::Acquire),
+            Err(_) => 0,
+        }
     }
 
     fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), EngineError> {
+        self.memory.check_there()?;
         check_range(offset, out.len() as u64, self.filled())?;
         self.memory.read(offset, out.into())
     }
@@ -605,6 +610,7 @@ impl Memory for WeightMemory {
         let extent = of_this_engine(extent)?;
         let state = self.state();
         let is_ours = |held: &HeldPiece| Arc::ptr_eq(held.piece(), &extent);
+        self.check_there()?;
         let (filled, size) = (extent.filled(), extent.size());
         if state.is_frozen || !state.pieces.values().any(is_ours) {
             return Err(EngineError::OutOfBounds {

@@ -343,3 +343,19 @@ fn tensor_in_an_extent_at_an_odd_place_is_aligned() {
     assert!(read(&memory) == part);
     assert!(all(&one) == bytes);
 }
+
+#[test]
+fn extent_of_a_lost_device_has_no_bytes() {
+    let (engine, device) = engine();
+    let bytes = content();
+    let (one, extent) = first(&engine, &bytes);
+    assert_eq!(extent.filled(), extent.size());
+    let mut plan = plan(&one, &engine, &product(weights(), 1));
+    device.fail(Fails::Launch(0));
+    assert!(plan.run().is_err());
+    assert_eq!(extent.filled(), 0);
+    let outcome = extent.read(0, &mut [0]);
+    let is_lost = matches!(outcome, Err(EngineError::DeviceLost { .. }));
+    assert!(is_lost, "{outcome:?}");
+    assert!(one.weights().attach(0, &extent, &|| false).is_err());
+}
