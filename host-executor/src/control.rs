@@ -44,7 +44,7 @@ const MAX_ANSWER: usize = 64 << 20;
 /// has taken over may send any number. Such a process has one guest and at most 7 sessions.
 const MAX_REPORT: usize = 256 << 10;
 
-/// Clients that are answered at once. Further clients are disconnected.
+/// Clients that are answered at once. Further clients get a [`Refusal`].
 const MAX_CLIENTS: usize = 16;
 
 /// How long a client waits for an answer: longer than a reload takes.
@@ -83,6 +83,15 @@ pub enum ControlError {
         /// Bytes of the answer that have arrived.
         bytes: usize,
     },
+    /// The executor answers as many clients as it can at once.
+    #[error(
+        "{clients} clients of the control socket wait for an answer, and the executor answers no \
+         more at once: try again"
+    )]
+    TooManyClients {
+        /// How many clients the executor answers at once.
+        clients: usize,
+    },
     /// The answer is too long.
     #[error("an answer of more than {limit} bytes")]
     TooLong {
@@ -95,6 +104,14 @@ pub enum ControlError {
     /// The thread that asks has panicked.
     #[error("the querying thread panicked")]
     Panicked,
+}
+
+/// The answer to a client that is not served.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Refusal {
+    /// How many clients are answered at once, if so many are connected.
+    too_many_clients: usize,
 }
 
 /// Reloads the configuration.
@@ -153,6 +170,9 @@ fn accept(listener: &UnixListener, status: &StatusHandle, actions: &Arc<Actions>
         };
         if clients.fetch_add(1, Ordering::Relaxed) >= MAX_CLIENTS {
             clients.fetch_sub(1, Ordering::Relaxed);
+            if let Err(error) = refuse(&client) {
+                debug!("a control client was not told that there are too many: {error}");
+            }
             continue;
         }
         let (status, actions) = (status.clone(), Arc::clone(actions));
@@ -170,6 +190,19 @@ fn accept(listener: &UnixListener, status: &StatusHandle, actions: &Arc<Actions>
             error!("no thread for a control client: {error}");
         }
     }
+}
+
+/// Tells a client that too many are connected. Does not wait for the client: neither for its
+/// command, nor for room in the socket.
+fn refuse(mut client: &UnixStream) -> io::Result<()> {
+    client.set_nonblocking(true)?;
+    let refusal = Refusal {
+        too_many_clients: MAX_CLIENTS,
+    };
+    let mut answer = serde_json::to_string(&refusal).map_err(io::Error::other)?;
+    answer.push('\n');
+    // Linux keeps the answer for the client after the end of the connection.
+    client.write_all(answer.as_bytes())
 }
 
 fn answer(client: UnixStream, status: &StatusHandle, actions: &Actions) -> io::Result<()> {
@@ -246,19 +279,19 @@ impl OpenQuestion {
 
     /// Whether the executor has begun to answer since. Does not wait.
     pub(crate) fn is_answered(&self) -> bool {
-        matches!(self.peek(), Ok(1..))
+        matches!(peek(&self.0), Ok(1..))
     }
 
     /// Whether the executor has closed the connection, and has left no answer in it. Does not wait.
     pub(crate) fn is_closed(&self) -> bool {
-        !matches!(self.peek(), Ok(1..) | Err(Errno::AGAIN))
+        !matches!(peek(&self.0), Ok(1..) | Err(Errno::AGAIN))
     }
+}
 
-    /// The number of bytes that can be read, at most 1. 0: the connection is closed.
-    fn peek(&self) -> Result<usize, Errno> {
-        let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
-        recv(&self.0, &mut [0], flags).map(|(len, _)| len)
-    }
+/// The number of bytes that can be read, at most 1. 0: the connection is closed. Does not wait.
+fn peek(socket: &UnixStream) -> Result<usize, Errno> {
+    let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
+    recv(socket, &mut [0], flags).map(|(len, _)| len)
 }
 
 /// Asks an executor that this process has started for its complete report.
@@ -364,6 +397,13 @@ fn read_answer(
                 return Err(ControlError::Late { bytes });
             }
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            // The executor has closed the connection without reading the command. An answer is a
+            // line.
+            Err(error)
+                if error.kind() == io::ErrorKind::ConnectionReset && answer.ends_with(b"\n") =>
+            {
+                return Ok(());
+            }
             Err(error) => return Err(error.into()),
         }
         if answer.len() > limit {
@@ -391,20 +431,37 @@ fn receive<T: for<'de> Deserialize<'de>>(
 ) -> Result<T, ControlError> {
     let mut answer = Vec::new();
     read_answer(socket, &mut answer, deadline, limit)?;
+    if let Ok(refusal) = serde_json::from_slice::<Refusal>(&answer) {
+        return Err(ControlError::TooManyClients {
+            clients: refusal.too_many_clients,
+        });
+    }
     serde_json::from_slice(&answer).map_err(ControlError::Invalid)
 }
 
 /// Connects within `timeout`, and [`CLIENT_TIMEOUT`] at most, and sends a command.
 fn send(path: &Path, command: &str, timeout: Duration) -> Result<UnixStream, ControlError> {
     let limit = timeout.min(CLIENT_TIMEOUT);
-    let mut socket = match connect_stream(path, Instant::now() + limit) {
+    let socket = match connect_stream(path, Instant::now() + limit) {
         Ok(socket) => socket,
         Err(Errno::AGAIN) => return Err(ControlError::Busy { limit }),
         Err(error) => return Err(ControlError::Socket(error.into())),
     };
     socket.set_write_timeout(Some(CLIENT_TIMEOUT))?;
-    socket.write_all(format!("{command}\n").as_bytes())?;
+    send_command(&socket, command)?;
     Ok(socket)
+}
+
+/// Sends a command, also to an executor that has refused it before it was sent.
+fn send_command(mut socket: &UnixStream, command: &str) -> io::Result<()> {
+    let sent = socket.write_all(format!("{command}\n").as_bytes());
+    match sent {
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => match peek(socket) {
+            Ok(1..) => Ok(()),
+            _ => Err(error),
+        },
+        sent => sent,
+    }
 }
 
 /// A process that starts, and answers when it serves. One connection at a time asks it, since each
@@ -446,7 +503,12 @@ impl StartingProcess {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::{Mutex, mpsc};
+
+    use vgpu_transport::lock::lock;
+
     use super::*;
+    use crate::status::{DrainStatus, Progress, StatusSource, TenantLatency};
 
     #[test]
     fn answer_that_is_too_long_or_never_ends_is_refused() {
@@ -557,5 +619,110 @@ mod tests {
         assert!(!process.has_answered(&path, pause));
         assert!(!process.has_answered(&path, pause));
         assert!(listener.accept().is_ok());
+    }
+
+    /// An executor that has only a dump.
+    struct DumpOnly;
+
+    impl StatusSource for DumpOnly {
+        fn status(&self) -> Status {
+            panic!("nobody asks for the status");
+        }
+        fn latencies(&self) -> Vec<TenantLatency> {
+            Vec::new()
+        }
+        fn dump(&self) -> String {
+            "a dump".into()
+        }
+        fn progress(&self) -> Progress {
+            Progress::Runs(String::new())
+        }
+        fn draining(&self) -> Option<DrainStatus> {
+            None
+        }
+    }
+
+    #[test]
+    fn client_too_many_is_told_so_at_once() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("control.sock");
+        let (listener, _file) = bind(&path).unwrap();
+        // A reload takes as long as the test wants.
+        let (end, ends) = mpsc::channel::<()>();
+        let ends = Mutex::new(ends);
+        let outcome = || ReloadOutcome {
+            ok: true,
+            message: "reloaded".into(),
+        };
+        let actions = Actions {
+            reload: Box::new(move || {
+                let _ = lock(&ends).recv();
+                outcome()
+            }),
+            perform: Box::new(move |_| outcome()),
+            guests: Box::new(|_| GuestAnswer::Refused("no guests".into())),
+        };
+        serve(listener, StatusHandle::new(Arc::new(DumpOnly)), actions).unwrap();
+        let timeout = Duration::from_secs(60);
+        let connect = || send(&path, "reload", timeout).unwrap();
+        let clients: Vec<_> = (0..MAX_CLIENTS).map(|_| connect()).collect();
+        let error = dump(&path).unwrap_err();
+        let is_expected = matches!(
+            error,
+            ControlError::TooManyClients {
+                clients: MAX_CLIENTS
+            }
+        );
+        assert!(is_expected, "{error}");
+        // One that sends nothing, and reads nothing, delays nobody.
+        let silent = connect_stream(&path, Instant::now() + timeout).unwrap();
+        let error = dump(&path).unwrap_err();
+        assert!(
+            matches!(error, ControlError::TooManyClients { .. }),
+            "{error}"
+        );
+        drop(silent);
+
+        drop(end);
+        for client in clients {
+            let answer: ReloadOutcome =
+                receive(&client, Instant::now() + timeout, MAX_ANSWER).unwrap();
+            assert_eq!(answer, outcome());
+        }
+        // The thread of a client ends after its answer.
+        let deadline = Instant::now() + timeout;
+        loop {
+            match dump(&path) {
+                Ok(text) => break assert_eq!(text, "a dump"),
+                Err(error) => assert!(Instant::now() < deadline, "{error}"),
+            }
+        }
+    }
+
+    #[test]
+    fn refusal_is_read_whether_the_command_was_sent_before_or_after_it() {
+        for is_sent_before in [true, false] {
+            let (ours, theirs) = UnixStream::pair().unwrap();
+            if is_sent_before {
+                send_command(&ours, "dump").unwrap();
+            }
+            refuse(&theirs).unwrap();
+            drop(theirs);
+            if !is_sent_before {
+                send_command(&ours, "dump").unwrap();
+            }
+            let later = Instant::now() + Duration::from_secs(60);
+            let error = receive::<String>(&ours, later, MAX_ANSWER).unwrap_err();
+            let is_expected = matches!(error, ControlError::TooManyClients { .. });
+            assert!(is_expected, "sent before: {is_sent_before}: {error}");
+        }
+        // Nothing can be said to a client whose socket is full, and nobody waits for it.
+        let (_ours, theirs) = UnixStream::pair().unwrap();
+        theirs.set_nonblocking(true).unwrap();
+        while (&theirs).write(&[0; 4096]).is_ok() {}
+        while (&theirs).write(&[0]).is_ok() {}
+        theirs.set_nonblocking(false).unwrap();
+        let error = refuse(&theirs).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
     }
 }

@@ -217,6 +217,12 @@ impl Events<'_> {
         self.sessions()
     }
 
+    /// Waits until the generation has `count` tokens. It must not have ended: it still ran after the
+    /// event before.
+    fn goes_on(&mut self, count: usize) -> Result<()> {
+        self.program.wait_for_tokens(&mut self.guest, count)
+    }
+
     /// Waits for the end of the generation, whose tokens must be right.
     fn expect(&mut self) -> Result<()> {
         match self.program.end(&mut self.guest)? {
@@ -248,6 +254,7 @@ impl Events<'_> {
     pub(crate) fn paused(&mut self) -> Result<String> {
         let before = self.begin()?;
         self.qmp.pause(SHORT)?;
+        self.goes_on(LONG / 4)?;
         self.expect()?;
         self.ensure_same_sessions(&before)?;
         Ok(format!("{SHORT:?}: {LONG} tokens equal, the same session"))
@@ -293,6 +300,7 @@ impl Events<'_> {
         for (what, said) in [("migrate", migration.as_str()), ("savevm", snapshot)] {
             ensure!(said.contains(NO_MIGRATION), "{what}: QEMU said {said:?}");
         }
+        self.goes_on(LONG / 4)?;
         let page = workspace::root().join("docs/virtual-machines.md");
         let page = std::fs::read_to_string(page).context("reading the documentation")?;
         for message in [NO_MIGRATION, NO_MASTER] {
@@ -318,8 +326,9 @@ impl Events<'_> {
         );
         let before = self.begin()?;
         self.sleep()?;
-        self.program.wait_for_tokens(&mut self.guest, LONG / 4)?;
+        self.goes_on(LONG / 4)?;
         self.sleep()?;
+        self.goes_on(LONG / 2)?;
         self.expect()?;
         self.ensure_same_sessions(&before)?;
         Ok(format!(

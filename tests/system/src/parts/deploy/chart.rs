@@ -22,7 +22,7 @@ const HELM_LABELS: [&str; 2] = ["helm.sh/", "app.kubernetes.io/"];
 /// The files in `tests/helm/values`, and in `tests/helm/expected`.
 const VALUES: [&str; 3] = ["cpu", "gpu", "service-monitor"];
 /// Values that the chart refuses, and what the error says.
-const REFUSED: [(&str, &str); 8] = [
+const REFUSED: [(&str, &str); 12] = [
     ("devicePlugin: {seats: many}", "/devicePlugin/seats"),
     ("devicePlugin: {slice: 1 GB}", "/devicePlugin/slice"),
     ("executor: {engin: cpu}", "'engin'"),
@@ -38,7 +38,20 @@ const REFUSED: [(&str, &str); 8] = [
     ),
     (
         "metrics: {monitor: {kind: PodMonitor}}",
-        "needs metrics.enabled",
+        "metrics.monitor.kind needs metrics.enabled",
+    ),
+    (
+        "metrics: {annotations: true}",
+        "metrics.annotations needs metrics.enabled",
+    ),
+    (
+        "metrics: {enabled: true, monitor: {kind: PodMonitor, labels: {app: x}}}",
+        "metrics.monitor.labels cannot have app",
+    ),
+    ("podLabels: {app: x}", "podLabels cannot have app"),
+    (
+        "executor: {securityContext: {seccompProfile: {type: runtime}}}",
+        "/executor/securityContext/seccompProfile/type",
     ),
 ];
 
@@ -152,17 +165,22 @@ fn validate(tests: &TestRun<'_>, folder: &Path) -> Result<String> {
     Ok("helm lint, kubernetes-validate".into())
 }
 
-/// The commands of the containers have flags and values that `vgpu` reads.
+/// The commands of the containers and of their probes have flags and values that `vgpu` reads.
 fn vgpu_takes(tests: &TestRun<'_>, dist: &Dist, folder: &Path) -> Result<()> {
     for file in names(folder)?.iter().filter(|name| name.ends_with(".yaml")) {
         let object = yaml::read(tests, &folder.join(file))?;
         let containers = object.pointer("/spec/template/spec/containers");
         for container in containers.and_then(Value::as_array).into_iter().flatten() {
-            let command = container["command"].as_array().context("no command")?;
-            let command = command.iter().filter_map(Value::as_str).skip(1);
-            let mut vgpu = Command::new(&dist.vgpu);
-            // The help is printed only if all words before it are right.
-            process::output(vgpu.args(command).arg("--help"))?;
+            let command = container.get("command").context("no command")?;
+            let probes = ["/startupProbe/exec/command", "/readinessProbe/exec/command"];
+            let probes = probes.iter().filter_map(|place| container.pointer(place));
+            for command in std::iter::once(command).chain(probes) {
+                let command = command.as_array().context("a command is no list")?;
+                let command = command.iter().filter_map(Value::as_str).skip(1);
+                let mut vgpu = Command::new(&dist.vgpu);
+                // The help is printed only if all words before it are right.
+                process::output(vgpu.args(command).arg("--help"))?;
+            }
         }
     }
     Ok(())
