@@ -2,6 +2,7 @@
 
 use std::fmt::Display;
 use std::path::PathBuf;
+use std::process::Command;
 
 use anyhow::{Context as _, Result, bail, ensure};
 
@@ -31,6 +32,13 @@ pub(crate) struct Options {
     /// Run the executor inside the program's process, with no `vgpu serve`
     #[arg(long)]
     inproc: bool,
+    /// The engine of the executor, a value of `vgpu serve --engine`; guests of ggml's backends are
+    /// trusted
+    #[arg(long, default_value = "cpu", conflicts_with = "inproc")]
+    engine: String,
+    /// Generate with a model of a few million parameters, for an engine that is slow here
+    #[arg(long)]
+    tiny: bool,
     /// How the model's weights are stored
     #[arg(long = "type", value_parser = model::file_type_parser(), default_value = "f16")]
     file_type: FileType,
@@ -57,14 +65,22 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
         true => dist::Plugin::Inproc,
         false => dist::Plugin::Remote,
     };
+    // The demo's own build has the CPU engine only.
+    let is_ggml = options.engine == "ggml" || options.engine.starts_with("ggml:");
     // The network brings the program and the model's vocabulary while the compiler works.
     let (fetched, built) = std::thread::scope(|scope| {
         let fetching = scope.spawn(|| -> Result<(Node, PathBuf)> {
-            let model = model::ensure(cache, &model::DEMO, options.file_type)?;
+            let shape = if options.tiny {
+                &model::TINY
+            } else {
+                &model::DEMO
+            };
+            let model = model::ensure(cache, shape, options.file_type)?;
             Ok((Node::ensure(cache)?, model))
         });
         let built = match &options.dist {
             Some(folder) => Ok(dist::at(folder)),
+            None if is_ggml => dist::build_for_tests(cache, &dir),
             None => dist::build_for_demo(cache, plugin, &dir),
         };
         let fetched = fetching.join();
@@ -90,7 +106,16 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
     } else {
         let progress = Progress::new("starting vgpu serve");
         let socket = scratch.path().join("vgpu.sock");
-        let executor = Executor::start(&dist, &socket, threads, &dir.join("vgpu-serve.log"))?;
+        let mut serve = Command::new(&dist.vgpu);
+        let log = dir.join("vgpu-serve.log");
+        let arguments: &[&str] = match is_ggml {
+            // A GPU of software compiles its shaders for minutes.
+            true => &["--trust-guests", "--max-turn-time", "0"],
+            false => &[],
+        };
+        let engine = &options.engine;
+        let executor =
+            Executor::start_engine(&mut serve, engine, &socket, threads, &log, arguments)?;
         progress.done(&executor.endpoint());
         Some(executor)
     };

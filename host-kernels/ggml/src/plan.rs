@@ -270,11 +270,23 @@ fn floats_and_integers_only(graph: &IrGraph, node: &Node) -> bool {
 
 /// Whether a backend for GPUs computes a node as the node demands. ggml's CUDA backend ends the
 /// process for quantised weights with a demand on activations above 8 bits (`mmq.cu`), and reads no
-/// demand for weights of F16.
+/// demand for weights of F16. The Vulkan backend of ggml 0.25.1 ends the process for activations of
+/// BF16 with weights of another type (`ggml_vk_get_dequantize_mul_mat_vec`), for which its
+/// `supports_op` says yes.
 fn gpu_backend_computes(graph: &IrGraph, node: &Node, release: Version) -> bool {
     let weights = graph.src(node, 0).map(|weights| weights.shape.ty);
     let demand = node.op.activation_precision();
+    let is_product = matches!(node.op, Op::MulMat { .. } | Op::MulMatId { .. });
+    let activations = graph.src(node, 1).map(|activations| activations.shape.ty);
+    if is_product && !gpu_backend_multiplies(weights, activations) {
+        return false;
+    }
     weights.is_none_or(|weights| gpu_backend_obeys(demand, weights, release))
+}
+
+/// Whether a backend for GPUs has a kernel for a product of these types, and not only says so.
+fn gpu_backend_multiplies(weights: Option<Type>, activations: Option<Type>) -> bool {
+    activations != Some(Type::Bf16) || weights == Some(Type::Bf16)
 }
 
 /// Whether a backend for GPUs multiplies these weights as the demand on the activations says.
@@ -356,6 +368,16 @@ impl Plan for GgmlPlan {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn activations_of_bf16_are_left_to_the_cpu_engine_unless_the_weights_are_bf16() {
+        let multiplies = |weights, activations| gpu_backend_multiplies(Some(weights), activations);
+        assert!(!multiplies(Type::F16, Some(Type::Bf16)));
+        assert!(!multiplies(Type::F32, Some(Type::Bf16)));
+        assert!(multiplies(Type::Bf16, Some(Type::Bf16)));
+        assert!(multiplies(Type::Bf16, Some(Type::F32)));
+        assert!(multiplies(Type::Q4K, Some(Type::F32)));
+    }
 
     #[test]
     fn demands_that_backends_for_gpus_do_not_obey_are_left_to_the_cpu_engine() {
