@@ -6,8 +6,8 @@
 //! - [`source`], [`nvrtc`], `cubin`: kernel sources, their compiler, and machine code.
 //! - `params`, `types`: parameter structures of kernels, and sets of tensor types.
 //! - [`kernel_set`], [`verdict`]: which kernels may be used, and what the self-check has found.
-//! - `allocator`, `memory`, `scratch`, `upload_batch`: device memory, and small uploads in one
-//!   launch.
+//! - `allocator`, `memory`, `memory_access`, `scratch`, `upload_batch`: device memory, and small
+//!   uploads in one launch.
 //! - `launch`: what operators build launches with; `ops`: one file for each family of operators.
 //! - [`autotune`]: which variant of a matrix kernel is the fastest.
 //! - `fused_launch`, `activation_cache`: one launch for several nodes, and activations that several
@@ -33,6 +33,7 @@ pub mod kernel_set;
 mod launch;
 mod megakernel;
 mod memory;
+mod memory_access;
 mod merge;
 pub mod nvml;
 pub mod nvrtc;
