@@ -77,7 +77,8 @@ Only `--full` runs:
             MUL_MAT_ID that take minutes each; every case again with the kernels of each other SIMD
             level of the processor; docs/OPS.md against what was found
   models    DeepSeek-V4 with ggml 0.21.0, 0.22.0, 0.23.0, 0.24.0 and b11434 besides
-  demo      the variant with the executor in the program's process, built by the demo itself
+  demo      the variant with the executor in the program's process, built by the demo itself; the
+            engine ggml over Vulkan
   faults    each fault twice as often (`cargo xtask faults`: hundreds of times); random events for
             an hour instead of a minute (`cargo xtask soak`)
   generation

@@ -20,6 +20,9 @@ use crate::test_run::{Served, TestRun};
 /// The number of different parameters for each operator: in a default run, and with `--full`.
 const EACH: [usize; 2] = [1, 4];
 
+/// The cases that a sample of all operators has at least: in a default run, and with `--full`.
+const LEAST: [u64; 2] = [100, 400];
+
 /// The sample is the same every day: a pipeline takes seconds to compile, some take minutes.
 const SEED: u64 = 7;
 
@@ -127,12 +130,18 @@ fn compare(
     let mut claims = suite.claims()?;
     // A graph with more columns takes minutes on a processor.
     claims.retain(|claim| claim.op != "LIGHTNING_INDEXER" || claim.case.contains(",nb=1,"));
-    let each = EACH[usize::from(tests.options.full)];
+    let is_full = usize::from(tests.options.full);
+    let each = EACH[is_full];
     suite.cases = ops::sample_each(&claims, each, &mut Rng::new(SEED, 0));
     let (report, _) = suite.run(progress)?;
     served.executor.stop().context("stopping the executor")?;
     let denied = report.denied();
     ensure!(denied.is_empty(), "not supported: {}", denied.join("; "));
+    let (cases, least) = (report.totals().all(), LEAST[is_full]);
+    ensure!(
+        tests.options.ops.is_some() || cases >= least,
+        "{cases} cases, of at least {least}"
+    );
 
     let (native, end) = native(&suite, vulkan, progress)?;
     let failed_natively = native.failed();
