@@ -74,7 +74,8 @@ fn a_child_that_dies_or_hangs_costs_one_case() {
     let names = names_of(&cases(&report));
     fs::remove_file(&report).expect("the report of the first run");
 
-    let mut disturbed = check("1");
+    // Longer than any case takes, also beside other work.
+    let mut disturbed = check("5");
     disturb(&disturbed, &report, 20, Signal::KILL, 1);
     disturb(&disturbed, &report, 60, Signal::STOP, 2);
     let status = disturbed.wait().expect("it ends");

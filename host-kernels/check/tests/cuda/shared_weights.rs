@@ -283,7 +283,8 @@ fn without_memory_everything_stays_as_it_was() {
     let part = part.extent(0, 4096).unwrap();
     let new = buffer(&engine, 1 << 20);
     let memory = two.weights();
-    let works: [(&str, &dyn Fn() -> Result<(), EngineError>); 6] = [
+    type Work<'a> = &'a dyn Fn() -> Result<(), EngineError>;
+    let works: [(&str, Work<'_>); 6] = [
         ("write", &|| memory.write(BESIDE, [1; 5][..].into())),
         ("unshare", &|| memory.unshare(BESIDE, 1, &|| false)),
         ("attach", &|| {
