@@ -10,12 +10,14 @@ mod spy;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use common::model::{read_all, write};
+use common::model::{for_weights, read_all, upload, write};
+use common::weights::{FIRST, MODEL, SECOND, SMALL, first, guest, load, model, parts, wait};
 use common::{Build, Host, TIMEOUT, add, bytes, floats};
 use spy::{Call, Fails, Spy};
 use vgpu_cuda::CudaEngine;
 use vgpu_cuda::device::Device;
-use vgpu_executor::{GuestRule, Limits, Policy, Rules};
+use vgpu_executor::weights::Sharing;
+use vgpu_executor::{GuestRule, Limits, Policy, Rules, WeightStore};
 use vgpu_transport::ir::{BufferId, Graph, Op, Precision, Type};
 use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, Reply, Request};
 
@@ -394,4 +396,71 @@ fn declared_weights_are_repacked_and_read_back_unchanged() {
     for (got, want) in repacked_product.iter().zip(plain) {
         assert!((got - want).abs() <= 1e-3 * largest, "{got} {want}");
     }
+}
+
+/// The bytes of the engine's memory that are free.
+fn free(host: &Host) -> u64 {
+    host.engine.memory().free
+}
+
+#[test]
+fn guests_that_load_the_same_model_use_one_copy_of_it() {
+    const COUNT: u64 = 1000;
+    let device = Arc::new(Spy::with_memory(512 * MIB));
+    let host = host_on(&device);
+    let store = WeightStore::new(Sharing::Tenant, None).expect("a store");
+    host.server.share_weights(store.clone());
+    let model = model(3);
+    let (mut one, one_has) = first(&host, &store, 7, &model);
+    // The second sends nothing of the large tensors.
+    let (mut two, mut three) = (guest(&host, 7), guest(&host, 7));
+    let before = free(&host);
+    let (two_has, not_sent) = load(&mut two, &model);
+    assert_eq!(not_sent, FIRST + SECOND);
+    let used = before - free(&host);
+    assert!(used <= SMALL, "{used} bytes for {MODEL}");
+    // The third sends them, and gives the memory back once they are hashed.
+    let (three_has, _) = for_weights(&mut three, MODEL);
+    for (offset, part) in parts(&model) {
+        upload(&mut three, three_has, offset, part);
+    }
+    write(
+        &mut three,
+        three_has,
+        FIRST,
+        &model[FIRST as usize..][..SMALL as usize],
+    );
+    three.send(&Request::Seal { buffer: three_has });
+    three.fence();
+    wait("the third's memory", || {
+        three.fence();
+        before - free(&host) <= 2 * SMALL
+    });
+    let ones = bytes(&[1.0; COUNT as usize]);
+    let sums: Vec<f32> = { floats(&model[..4 * COUNT as usize]).into_iter() }
+        .map(|x| x + 1.0)
+        .collect();
+    let mut guests = [(one, one_has), (two, two_has), (three, three_has)];
+    for (guest, weights) in &mut guests {
+        let (dst, addend) = (guest.alloc(4 * COUNT), guest.alloc_with(&ones));
+        guest.graph(GRAPH, &add(COUNT, dst, *weights, addend));
+        guest.submit(GRAPH);
+        assert_eq!(floats(&guest.read(dst, 0, 4 * COUNT)), sums);
+        assert!(read_all(guest, *weights, MODEL) == model);
+    }
+    [(one, _), (two, _), (three, _)] = guests;
+    // The first writes, and ends. No one else sees it.
+    let before = free(&host);
+    one.write(one_has, 0, &[7; 64]);
+    assert_eq!(one.read(one_has, 0, 64), [7; 64]);
+    assert_eq!(before - free(&host), FIRST);
+    drop(one);
+    wait("the first's end", || host.server.sessions().len() == 2);
+    assert!(read_all(&mut two, two_has, MODEL) == model);
+    drop(two);
+    wait("the second's end", || host.server.sessions().len() == 1);
+    assert!(read_all(&mut three, three_has, MODEL) == model);
+    drop(three);
+    host.wait_until_empty();
+    assert_eq!(store.stats().extents, 0);
 }

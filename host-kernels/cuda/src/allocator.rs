@@ -6,6 +6,7 @@
 //! after the last one.
 
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::device::{Address, Device};
@@ -31,6 +32,8 @@ const SPARE_CHUNKS: usize = 2;
 pub(crate) struct Allocator {
     device: Arc<dyn Device>,
     state: Mutex<FreeGaps>,
+    /// Bytes of the free memory that are kept for buffers for weights.
+    reserved: AtomicU64,
 }
 
 #[derive(Default)]
@@ -46,6 +49,7 @@ impl Allocator {
         Allocator {
             device: Arc::clone(device),
             state: Mutex::default(),
+            reserved: AtomicU64::new(0),
         }
     }
 
@@ -75,7 +79,7 @@ impl Allocator {
         lock(&self.state)
     }
 
-    /// The device's memory in bytes. Gaps in chunks count as free.
+    /// The device's memory in bytes. Gaps in chunks count as free, and what is reserved does not.
     pub(crate) fn memory(&self) -> MemoryInfo {
         let gaps: u64 = {
             let state = self.state();
@@ -84,15 +88,41 @@ impl Allocator {
         let MemoryInfo { total, free } = self.device.memory();
         MemoryInfo {
             total,
-            free: (free + gaps).min(total),
+            free: (free + gaps).min(total).saturating_sub(self.reserved()),
         }
+    }
+
+    fn reserved(&self) -> u64 {
+        self.reserved.load(Ordering::Relaxed)
+    }
+
+    /// Keeps `bytes` of the free memory from other allocations, until
+    /// [`give_up`](Allocator::give_up). They may be in use now.
+    pub(crate) fn reserve(&self, bytes: u64) {
+        self.reserved.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Gives up a reservation, or a part of one.
+    pub(crate) fn give_up(&self, bytes: u64) {
+        self.reserved.fetch_sub(bytes, Ordering::Relaxed);
     }
 
     /// Allocates `size` zero bytes, at least 1.
     ///
     /// # Errors
-    /// [`EngineError::OutOfMemory`] if neither the chunks nor the device have that much.
+    /// [`EngineError::OutOfMemory`] if neither the chunks nor the device have that much besides
+    /// what is reserved.
     pub(crate) fn alloc(&self, size: u64) -> Result<Address, EngineError> {
+        if self.reserved() > 0 {
+            let MemoryInfo { total, free } = self.memory();
+            if free < size {
+                return Err(EngineError::OutOfMemory {
+                    wanted: size,
+                    free,
+                    total,
+                });
+            }
+        }
         if !self.is_part(size) {
             return self.alloc_or_trim(|| self.device.alloc(size), size);
         }

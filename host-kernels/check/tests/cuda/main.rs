@@ -9,6 +9,7 @@ mod plans;
 mod repack;
 #[path = "../common/sample.rs"]
 mod sample;
+mod shared_weights;
 #[path = "../../../shim/device.rs"]
 mod shim;
 mod single_nodes;
