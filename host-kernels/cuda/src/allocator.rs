@@ -34,6 +34,9 @@ pub(crate) struct Allocator {
     state: Mutex<FreeGaps>,
     /// Bytes of the free memory that are kept for buffers for weights.
     reserved: AtomicU64,
+    /// Held from the look at the free memory until an allocation is taken from it, so that two
+    /// allocations do not find the same bytes free.
+    admission: Mutex<()>,
 }
 
 #[derive(Default)]
@@ -50,6 +53,7 @@ impl Allocator {
             device: Arc::clone(device),
             state: Mutex::default(),
             reserved: AtomicU64::new(0),
+            admission: Mutex::new(()),
         }
     }
 
@@ -81,6 +85,11 @@ impl Allocator {
 
     /// The device's memory in bytes. Gaps in chunks count as free, and what is reserved does not.
     pub(crate) fn memory(&self) -> MemoryInfo {
+        self.memory_besides(self.reserved())
+    }
+
+    /// The same, of which `reserved` bytes do not count as free.
+    fn memory_besides(&self, reserved: u64) -> MemoryInfo {
         let gaps: u64 = {
             let state = self.state();
             { state.chunks.values() }.flat_map(Gaps::values).sum()
@@ -88,7 +97,7 @@ impl Allocator {
         let MemoryInfo { total, free } = self.device.memory();
         MemoryInfo {
             total,
-            free: (free + gaps).min(total).saturating_sub(self.reserved()),
+            free: (free + gaps).min(total).saturating_sub(reserved),
         }
     }
 
@@ -107,30 +116,41 @@ impl Allocator {
         self.reserved.fetch_sub(bytes, Ordering::Relaxed);
     }
 
-    /// Allocates `size` zero bytes, at least 1.
+    /// Allocates `size` zero bytes, at least 1. `from` bytes of a reservation may be used for them.
+    /// They are given up if the allocation succeeds, and no other allocation gets them before.
     ///
     /// # Errors
     /// [`EngineError::OutOfMemory`] if neither the chunks nor the device have that much besides
-    /// what is reserved.
-    pub(crate) fn alloc(&self, size: u64) -> Result<Address, EngineError> {
-        if self.reserved() > 0 {
-            let MemoryInfo { total, free } = self.memory();
-            if free < size {
-                return Err(EngineError::OutOfMemory {
-                    wanted: size,
-                    free,
-                    total,
-                });
+    /// what is reserved for others.
+    pub(crate) fn alloc(&self, size: u64, from: u64) -> Result<Address, EngineError> {
+        let address = {
+            let _admitted = lock(&self.admission);
+            let of_others = self.reserved().saturating_sub(from);
+            if of_others > 0 {
+                let MemoryInfo { total, free } = self.memory_besides(of_others);
+                if free < size {
+                    return Err(EngineError::OutOfMemory {
+                        wanted: size,
+                        free,
+                        total,
+                    });
+                }
             }
-        }
+            let address = match self.is_part(size) {
+                true => self.part(size.next_multiple_of(ALIGN))?,
+                false => self.alloc_or_trim(|| self.device.alloc(size), size)?,
+            };
+            self.give_up(from);
+            address
+        };
         if !self.is_part(size) {
-            return self.alloc_or_trim(|| self.device.alloc(size), size);
+            return Ok(address);
         }
-        let address = self.part(size.next_multiple_of(ALIGN))?;
         // SAFETY: the part lies in a chunk of this allocator and has no other user.
         match unsafe { self.device.fill(address, size, 0) } {
             Ok(()) => Ok(address),
             Err(error) => {
+                self.reserve(from);
                 self.give_back(address, size);
                 Err(error)
             }

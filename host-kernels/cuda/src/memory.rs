@@ -67,10 +67,22 @@ impl CudaMemory {
     /// # Errors
     /// [`EngineError::OutOfMemory`] if the device has not that much left.
     pub(crate) fn new(allocator: &Arc<Allocator>, size: u64) -> Result<CudaMemory, EngineError> {
+        CudaMemory::from_reserved(allocator, size, 0)
+    }
+
+    /// The same, from `reserved` bytes of a reservation as far as they go, which are given up.
+    ///
+    /// # Errors
+    /// [`EngineError::OutOfMemory`] if the device has not that much left. Nothing is given up then.
+    pub(crate) fn from_reserved(
+        allocator: &Arc<Allocator>,
+        size: u64,
+        reserved: u64,
+    ) -> Result<CudaMemory, EngineError> {
         let address = if size == 0 {
             256
         } else {
-            allocator.alloc(size)?
+            allocator.alloc(size, reserved)?
         };
         Ok(CudaMemory {
             allocator: Arc::clone(allocator),
@@ -238,15 +250,18 @@ impl CudaMemory {
     }
 
     /// Copies the bytes of `range` in ggml's format to `to` of `dst`, another allocation. `dst` is
-    /// plain there, and stays so.
+    /// plain there, and stays so. Bytes that are repacked go through the host, and `is_cancelled`
+    /// is asked before each 16 MiB of them.
     ///
     /// # Errors
-    /// [`EngineError`] of the device.
+    /// [`EngineError::Cancelled`] once `is_cancelled` has returned `true`, and [`EngineError`] of
+    /// the device.
     pub(crate) fn copy_plain(
         &self,
         range: Range<u64>,
         dst: &CudaMemory,
         to: u64,
+        is_cancelled: &dyn Fn() -> bool,
     ) -> Result<(), EngineError> {
         let len = range.end - range.start;
         let (from, to_address) = (self.range(range.start, len)?, dst.range(to, len)?);
@@ -263,6 +278,9 @@ impl CudaMemory {
         let mut bytes = vec![0; len.min(CHUNK) as usize];
         let mut done = 0;
         while done < len {
+            if is_cancelled() {
+                return Err(EngineError::Cancelled);
+            }
             let part = &mut bytes[..(len - done).min(CHUNK) as usize];
             self.read(range.start + done, BytesMut::from(&mut *part))?;
             dst.write(to + done, Bytes::from(&*part))?;

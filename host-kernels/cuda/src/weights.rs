@@ -17,6 +17,7 @@
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::slice::from_ref;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -31,14 +32,20 @@ use vgpu_engine::{EngineError, Extent, Memory, check_range};
 /// moved before a plan uses it, so that tensors are aligned as in one allocation.
 const ALIGN: u64 = 256;
 
-/// The most bytes of a piece that are copied because an extent begins or ends inside it.
+/// The size of the largest piece that an extent can begin or end in. The rest of the piece is
+/// copied then.
 const MAX_CUT: u64 = 1 << 20;
+
+/// Bytes that are copied within the device at a time. The copy is complete before the next one is
+/// asked for, so that work of others can come in between.
+const PART: u64 = 64 << 20;
 
 /// The number of pieces from which on those without an extent have at least the size of the buffer
 /// divided by it.
 const MANY_PIECES: usize = 1 << 14;
 
-/// The number of pieces from which on a new one takes in all others.
+/// The number of pieces from which on a write fills whole gaps, and a graph moves all bytes of the
+/// buffer to one piece.
 const MAX_PIECES: usize = 1 << 16;
 
 /// Zeros to read at a time.
@@ -57,6 +64,8 @@ pub(crate) struct WeightMemory {
 #[derive(Default)]
 struct Pieces {
     pieces: BTreeMap<u64, HeldPiece>,
+    /// The bytes of all pieces.
+    bytes: u64,
     /// Bytes of the allocator's memory that are reserved for this buffer.
     reserved: u64,
     is_frozen: bool,
@@ -144,6 +153,17 @@ impl Extent for CudaExtent {
 }
 
 impl Pieces {
+    fn insert(&mut self, start: u64, held: HeldPiece) {
+        self.bytes += held.piece().size();
+        self.pieces.insert(start, held);
+    }
+
+    fn remove(&mut self, start: u64) -> Option<HeldPiece> {
+        let held = self.pieces.remove(&start)?;
+        self.bytes -= held.piece().size();
+        Some(held)
+    }
+
     /// The pieces with bytes in `range`, in order.
     fn meeting(&self, range: &Range<u64>) -> Vec<(u64, Arc<CudaExtent>)> {
         if range.is_empty() {
@@ -175,6 +195,103 @@ impl Pieces {
             at = at.max(end);
         }
         gaps
+    }
+}
+
+/// The bytes of a buffer that a graph uses.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct UsedRange {
+    bytes: Range<u64>,
+    is_written: bool,
+}
+
+/// The bytes of a buffer that a graph uses, disjoint and in order: what overlaps is one range. Each
+/// begins at a multiple of [`ALIGN`].
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct UsedRanges(Vec<UsedRange>);
+
+impl UsedRanges {
+    /// Adds bytes. [`join`](UsedRanges::join) has to follow.
+    pub(crate) fn add(&mut self, bytes: &Range<u64>, is_written: bool) {
+        self.0.push(UsedRange {
+            bytes: bytes.start / ALIGN * ALIGN..bytes.end,
+            is_written,
+        });
+    }
+
+    /// Makes one range of those that overlap.
+    pub(crate) fn join(&mut self) {
+        let mut ranges = std::mem::take(&mut self.0);
+        ranges.sort_unstable_by_key(|it| it.bytes.start);
+        for it in ranges {
+            match self.0.last_mut() {
+                Some(last) if it.bytes.start < last.bytes.end => {
+                    last.bytes.end = last.bytes.end.max(it.bytes.end);
+                    last.is_written |= it.is_written;
+                }
+                _ => self.0.push(it),
+            }
+        }
+    }
+
+    /// The index of the range that has the byte at `offset`.
+    pub(crate) fn find(&self, offset: u64) -> usize {
+        let behind = self.0.partition_point(|it| it.bytes.start <= offset);
+        behind.saturating_sub(1)
+    }
+}
+
+/// Copies within the device that can be cancelled.
+struct Copies<'a> {
+    is_cancelled: &'a dyn Fn() -> bool,
+    /// Bytes that were asked for since the device was last waited for.
+    under_way: u64,
+}
+
+impl Copies<'_> {
+    fn new(is_cancelled: &dyn Fn() -> bool) -> Copies<'_> {
+        Copies {
+            is_cancelled,
+            under_way: 0,
+        }
+    }
+
+    /// # Errors
+    /// [`EngineError::Cancelled`].
+    fn check(&self) -> Result<(), EngineError> {
+        match (self.is_cancelled)() {
+            true => Err(EngineError::Cancelled),
+            false => Ok(()),
+        }
+    }
+
+    /// Copies bytes of `from` in ggml's format to `at` of `to`, which is plain there. Asks for at
+    /// most [`PART`] bytes before it waits for the device.
+    ///
+    /// # Errors
+    /// [`EngineError::Cancelled`] between two parts, or what the device reports.
+    fn copy(
+        &mut self,
+        from: &CudaMemory,
+        range: Range<u64>,
+        to: &CudaMemory,
+        at: u64,
+    ) -> Result<(), EngineError> {
+        let mut done = range.start;
+        while done < range.end {
+            let end = range.end.min(done + PART - self.under_way);
+            let to_offset = at + done - range.start;
+            from.copy_plain(done..end, to, to_offset, self.is_cancelled)?;
+            self.under_way += end - done;
+            done = end;
+            if self.under_way == PART {
+                // The device works in order: a read comes after the copies.
+                to.fetch(to_offset, 0..1)?;
+                self.under_way = 0;
+                self.check()?;
+            }
+        }
+        Ok(())
     }
 }
 
@@ -237,50 +354,70 @@ impl WeightMemory {
     /// New memory for `len` bytes of the buffer, from its reservation as far as that goes.
     fn alloc(&self, state: &mut Pieces, len: u64) -> Result<CudaMemory, EngineError> {
         let from = state.reserved.min(self.allocator.allocation_size(len));
-        self.allocator.give_up(from);
-        match CudaMemory::new(&self.allocator, len) {
-            Ok(memory) => {
-                state.reserved -= from;
-                memory.mark_weights();
-                Ok(memory)
-            }
-            Err(error) => {
-                self.allocator.reserve(from);
-                Err(error)
-            }
+        let memory = CudaMemory::from_reserved(&self.allocator, len, from)?;
+        state.reserved -= from;
+        memory.mark_weights();
+        Ok(memory)
+    }
+
+    /// Reserves memory again that a copy has taken from the reservation, and that is free since the
+    /// copied bytes are.
+    fn reserve_again(&self, state: &mut Pieces) {
+        if !state.is_frozen {
+            let all = self.allocator.allocation_size(self.size);
+            self.reserve_up_to(state, all.saturating_sub(state.bytes));
         }
     }
 
-    /// A copy in ggml's format of `range` of the buffer, as one allocation.
-    fn gathered(&self, state: &mut Pieces, range: &Range<u64>) -> Result<CudaMemory, EngineError> {
+    /// Makes the reservation at least this large.
+    fn reserve_up_to(&self, state: &mut Pieces, bytes: u64) {
+        let more = bytes.saturating_sub(state.reserved);
+        self.allocator.reserve(more);
+        state.reserved += more;
+    }
+
+    /// A copy in ggml's format of `range` of the buffer, as one allocation. What no piece has is
+    /// zero.
+    fn gathered(
+        &self,
+        state: &mut Pieces,
+        range: &Range<u64>,
+        copies: &mut Copies<'_>,
+    ) -> Result<CudaMemory, EngineError> {
+        copies.check()?;
         let new = self.alloc(state, range.end - range.start)?;
         for (start, piece) in state.meeting(range) {
             let from = start.max(range.start);
             let until = (start + piece.size()).min(range.end);
-            let to = from - range.start;
-            (piece.memory).copy_plain((from - start)..(until - start), &new, to)?;
+            let part = (from - start)..(until - start);
+            copies.copy(&piece.memory, part, &new, from - range.start)?;
         }
         Ok(new)
     }
 
     /// Removes the pieces with bytes in `range`. What they have beside the range is copied to new
     /// pieces. If that fails, nothing has changed.
-    fn remove(&self, state: &mut Pieces, range: &Range<u64>) -> Result<(), EngineError> {
+    fn remove(
+        &self,
+        state: &mut Pieces,
+        range: &Range<u64>,
+        copies: &mut Copies<'_>,
+    ) -> Result<(), EngineError> {
         let met = state.meeting(range);
         let mut beside = Vec::new();
         for (start, piece) in &met {
             let end = start + piece.size();
             for part in [*start..range.start, range.end..end] {
                 if part.start < part.end {
-                    beside.push((part.start, self.gathered(state, &part)?));
+                    beside.push((part.start, self.gathered(state, &part, copies)?));
                 }
             }
         }
         for (start, _) in &met {
-            state.pieces.remove(start);
+            state.remove(*start);
         }
         for (start, memory) in beside {
-            state.pieces.insert(start, HeldPiece::whole(memory));
+            state.insert(start, HeldPiece::whole(memory));
         }
         if !met.is_empty() {
             self.has_changed();
@@ -288,15 +425,27 @@ impl WeightMemory {
         Ok(())
     }
 
-    /// Moves all bytes of `range`, which begins and ends with pieces or beside them, to one piece.
-    fn merge(&self, state: &mut Pieces, range: &Range<u64>) -> Result<(), EngineError> {
-        let memory = self.gathered(state, range)?;
-        for (start, _) in state.meeting(range) {
-            state.pieces.remove(&start);
+    /// Moves the bytes of `range` to one piece of this buffer alone. What the pieces there have
+    /// beside the range gets pieces of its own. If that fails, nothing has changed.
+    fn gather(
+        &self,
+        state: &mut Pieces,
+        range: &Range<u64>,
+        copies: &mut Copies<'_>,
+    ) -> Result<(), EngineError> {
+        let reserved = state.reserved;
+        let gathered = self.gathered(state, range, copies);
+        let gathered = gathered.and_then(|memory| {
+            self.remove(state, range, copies)?;
+            state.insert(range.start, HeldPiece::whole(memory));
+            self.has_changed();
+            Ok(())
+        });
+        match gathered {
+            Ok(()) => self.reserve_again(state),
+            Err(_) => self.reserve_up_to(state, reserved),
         }
-        state.pieces.insert(range.start, HeldPiece::whole(memory));
-        self.has_changed();
-        Ok(())
+        gathered
     }
 
     /// Gives this buffer pieces of its own for all bytes of `range` that others may read.
@@ -304,30 +453,25 @@ impl WeightMemory {
         &self,
         state: &mut Pieces,
         range: &Range<u64>,
-        is_cancelled: &dyn Fn() -> bool,
+        copies: &mut Copies<'_>,
     ) -> Result<(), EngineError> {
         let starts: Vec<u64> = { state.meeting(range).into_iter() }
             .map(|(start, _)| start)
             .collect();
         for start in starts {
-            if is_cancelled() {
-                return Err(EngineError::Cancelled);
-            }
-            let Some(held) = state.pieces.remove(&start) else {
+            copies.check()?;
+            let Some(held) = state.remove(start) else {
                 continue;
             };
-            let held = match held.into_memory() {
+            match held.into_memory() {
                 // A piece that is written ends as an extent.
-                Ok(memory) => HeldPiece::whole(memory),
+                Ok(memory) => state.insert(start, HeldPiece::whole(memory)),
                 Err(held) => {
-                    let size = held.piece().size();
-                    state.pieces.insert(start, held);
-                    let range = start..start + size;
-                    self.merge(state, &range)?;
-                    continue;
+                    let range = start..start + held.piece().size();
+                    state.insert(start, held);
+                    self.gather(state, &range, copies)?;
                 }
-            };
-            state.pieces.insert(start, held);
+            }
         }
         Ok(())
     }
@@ -335,20 +479,21 @@ impl WeightMemory {
     /// Gives all bytes of `range` pieces. New ones are zero.
     fn fill_gaps(&self, state: &mut Pieces, range: &Range<u64>) -> Result<(), EngineError> {
         for (part, gap) in state.gaps(range, self.size) {
-            if state.pieces.len() >= MAX_PIECES {
-                return self.merge(state, &(0..self.size));
-            }
-            let unit = match state.pieces.len() < MANY_PIECES {
-                true => ALIGN,
-                false => (self.size / MANY_PIECES as u64)
+            let unit = match state.pieces.len() {
+                0..MANY_PIECES => ALIGN,
+                MANY_PIECES..MAX_PIECES => (self.size / MANY_PIECES as u64)
                     .next_multiple_of(ALIGN)
                     .max(ALIGN),
+                // The end of the gap is nearer.
+                _ => 1 << 63,
             };
-            let start = gap.start.max(part.start / unit * unit);
+            // A tensor at a multiple of `ALIGN` that has no piece gets one that begins at a multiple.
+            let first = gap.start.next_multiple_of(ALIGN).min(part.start);
+            let start = first.max(part.start / unit * unit);
             let end = part.end.checked_next_multiple_of(unit);
             let end = end.map_or(gap.end, |end| end.min(gap.end));
             let memory = self.alloc(state, end - start)?;
-            state.pieces.insert(start, HeldPiece::whole(memory));
+            state.insert(start, HeldPiece::whole(memory));
         }
         Ok(())
     }
@@ -358,9 +503,9 @@ impl WeightMemory {
         &self,
         state: &mut Pieces,
         range: &Range<u64>,
-        is_cancelled: &dyn Fn() -> bool,
+        copies: &mut Copies<'_>,
     ) -> Result<(), EngineError> {
-        self.own(state, range, is_cancelled)?;
+        self.own(state, range, copies)?;
         self.fill_gaps(state, range)?;
         state.is_modified |= state.is_frozen;
         Ok(())
@@ -373,7 +518,7 @@ impl WeightMemory {
         mut write: impl FnMut(&CudaMemory, u64, Range<u64>) -> Result<(), EngineError>,
     ) -> Result<(), EngineError> {
         let mut state = self.state();
-        self.prepare_write(&mut state, &range, &|| false)?;
+        self.prepare_write(&mut state, &range, &mut Copies::new(&|| false))?;
         for (start, piece) in state.meeting(&range) {
             let memory = &piece.memory;
             let part = start.max(range.start)..(start + memory.size()).min(range.end);
@@ -387,60 +532,83 @@ impl WeightMemory {
         Ok(())
     }
 
-    /// The piece that has all of `len > 0` bytes at `offset`, and where in it they begin. Bytes in
-    /// several pieces move to one. For bytes that a plan writes, the piece belongs to this buffer
-    /// alone. The place is valid until [`changes`](WeightMemory::changes) changes.
+    /// For each range the piece that has all of its bytes, and the first byte of the piece in the
+    /// buffer. Bytes in several pieces move to one, and nothing moves twice. For bytes that a plan
+    /// writes, the piece belongs to this buffer alone. The places are valid until
+    /// [`changes`](WeightMemory::changes) changes.
     ///
     /// # Errors
-    /// [`EngineError::OutOfBounds`] if the range does not lie inside; [`EngineError::OutOfMemory`];
-    /// [`EngineError::Cancelled`] once `is_cancelled` has returned `true`; [`EngineError`] of the
-    /// device.
+    /// [`EngineError::OutOfMemory`]; [`EngineError::Cancelled`] once `is_cancelled` has returned
+    /// `true`; [`EngineError`] of the device.
     pub(crate) fn locate(
         &self,
-        offset: u64,
-        len: u64,
-        is_written: bool,
+        ranges: &UsedRanges,
         is_cancelled: &dyn Fn() -> bool,
-    ) -> Result<(Arc<CudaExtent>, u64), EngineError> {
-        check_range(offset, len, self.size)?;
-        let range = offset..offset + len;
+    ) -> Result<Vec<(u64, Arc<CudaExtent>)>, EngineError> {
         let mut state = self.state();
-        match is_written {
-            true => self.prepare_write(&mut state, &range, is_cancelled)?,
-            false => self.fill_gaps(&mut state, &range)?,
-        }
-        let mut met = state.meeting(&range);
-        let mut first = met[0].0;
-        while !first.is_multiple_of(ALIGN) {
-            let before = first / ALIGN * ALIGN;
-            let met = state.meeting(&(before..first));
-            first = met.first().map_or(before, |(start, _)| before.min(*start));
-        }
-        if met.len() > 1 || first < met[0].0 {
-            if is_cancelled() {
-                return Err(EngineError::Cancelled);
-            }
-            let (last, piece) = &met[met.len() - 1];
-            let all = first..last + piece.size();
+        let mut copies = Copies::new(is_cancelled);
+        // Each range adds three pieces at most.
+        let is_many = state.pieces.len() + 3 * ranges.0.len() > MAX_PIECES;
+        let whole = UsedRange {
+            bytes: 0..self.size,
+            is_written: ranges.0.iter().any(|it| it.is_written),
+        };
+        for it in if is_many { from_ref(&whole) } else { &ranges.0 } {
+            let bytes = it.bytes.clone();
+            check_range(bytes.start, bytes.end - bytes.start, self.size)?;
+            let met = state.meeting(&bytes);
+            let has_all = match &met[..] {
+                [] => true,
+                [(start, piece)] => {
+                    let is_inside = *start <= bytes.start && bytes.end <= start + piece.size();
+                    is_inside && start.is_multiple_of(ALIGN)
+                }
+                _ => false,
+            };
             drop(met);
-            self.merge(&mut state, &all)?;
-            met = state.meeting(&range);
+            match (has_all, it.is_written) {
+                (true, true) => self.prepare_write(&mut state, &bytes, &mut copies)?,
+                (true, false) => self.fill_gaps(&mut state, &bytes)?,
+                (false, is_written) => {
+                    // What comes behind begins at a multiple as well.
+                    let end = bytes.end.next_multiple_of(ALIGN).min(self.size);
+                    self.gather(&mut state, &(bytes.start..end), &mut copies)?;
+                    state.is_modified |= is_written && state.is_frozen;
+                }
+            }
         }
-        let (start, piece) = met.remove(0);
-        Ok((piece, offset - start))
+        let one = |it: &UsedRange| {
+            let met = state.meeting(&it.bytes).pop();
+            met.ok_or_else(|| self.no_extent(&it.bytes))
+        };
+        ranges.0.iter().map(one).collect()
     }
 
     /// Gives this buffer a copy of the piece at `start`, in ggml's format.
     ///
     /// # Errors
-    /// [`EngineError::OutOfMemory`], or what the device reports.
-    pub(crate) fn copy_piece(&self, start: u64) -> Result<(), EngineError> {
+    /// [`EngineError::OutOfMemory`]; [`EngineError::Cancelled`] once `is_cancelled` has returned
+    /// `true`; or what the device reports.
+    pub(crate) fn copy_piece(
+        &self,
+        start: u64,
+        is_cancelled: &dyn Fn() -> bool,
+    ) -> Result<(), EngineError> {
         let mut state = self.state();
         let Some(held) = state.pieces.get(&start) else {
             return Ok(());
         };
         let range = start..start + held.piece().size();
-        self.merge(&mut state, &range)
+        self.gather(&mut state, &range, &mut Copies::new(is_cancelled))
+    }
+
+    /// Whether pieces larger than [`MAX_CUT`] lie only partly in `range`.
+    fn cuts_large(met: &[(u64, Arc<CudaExtent>)], range: &Range<u64>) -> bool {
+        let is_cut = |(start, piece): &(u64, Arc<CudaExtent>)| {
+            let is_inside = range.start <= *start && start + piece.size() <= range.end;
+            !is_inside && piece.size() > MAX_CUT
+        };
+        met.iter().any(is_cut)
     }
 
     /// Copies the bytes of `range` in ggml's format to `to` of `dst`, which is plain there.
@@ -460,7 +628,8 @@ impl WeightMemory {
         for (start, piece) in state.meeting(&range) {
             let part = start.max(range.start)..(start + piece.size()).min(range.end);
             let at = to + part.start - range.start;
-            (piece.memory).copy_plain(part.start - start..part.end - start, dst, at)?;
+            let part = part.start - start..part.end - start;
+            piece.memory.copy_plain(part, dst, at, &|| false)?;
         }
         Ok(())
     }
@@ -540,7 +709,11 @@ impl Memory for WeightMemory {
 
     fn freeze(&self) -> bool {
         let mut state = self.state();
-        state.is_frozen = true;
+        if std::mem::replace(&mut state.is_frozen, true) {
+            return true;
+        }
+        // Plans that write were compiled when no other buffer could hold the pieces.
+        self.has_changed();
         // What is not complete now never will be.
         for held in state.pieces.values() {
             let piece = held.piece();
@@ -555,6 +728,11 @@ impl Memory for WeightMemory {
         let range = offset..offset + len;
         let mut state = self.state();
         let met = state.meeting(&range);
+        if !state.is_frozen || state.is_modified {
+            return Err(self.no_extent(&range));
+        }
+        // A plan that writes to the piece was compiled when no one else held it.
+        self.has_changed();
         let is_there = |(start, piece): &(u64, Arc<CudaExtent>)| {
             *start == offset && piece.size() == len && piece.filled() == len
         };
@@ -566,16 +744,25 @@ impl Memory for WeightMemory {
         let is_shared = |(_, piece): &(u64, Arc<CudaExtent>)| piece.memory.is_shared();
         let is_here = len > 0 && offset.is_multiple_of(ALIGN);
         let has_gaps = !state.gaps(&range, self.size).is_empty();
-        if !is_here || has_gaps || met.iter().any(is_shared) {
+        let is_fixed = met.iter().any(is_shared) || Self::cuts_large(&met, &range);
+        // Repacked bytes would be copied through the host.
+        let is_repacked = |(start, piece): &(u64, Arc<CudaExtent>)| {
+            let part = range.start.saturating_sub(*start)..range.end - start;
+            !piece
+                .memory
+                .repack_state()
+                .state()
+                .meeting(&part)
+                .is_empty()
+        };
+        if !is_here || has_gaps || is_fixed || met.iter().any(is_repacked) {
             return Err(self.no_extent(&range));
         }
         drop(met);
-        let memory = self.gathered(&mut state, &range)?;
-        self.remove(&mut state, &range)?;
-        let held = HeldPiece::whole(memory);
-        let extent = Arc::clone(held.piece());
-        state.pieces.insert(offset, held);
-        Ok(extent)
+        self.gather(&mut state, &range, &mut Copies::new(&|| false))?;
+        let held = state.pieces.get(&offset);
+        let held = held.ok_or_else(|| self.no_extent(&range))?;
+        Ok(Arc::clone(held.piece()) as Arc<dyn Extent>)
     }
 
     fn begin_extent(&self, offset: u64, len: u64) -> Result<Arc<dyn Extent>, EngineError> {
@@ -583,27 +770,30 @@ impl Memory for WeightMemory {
         let range = offset..offset + len;
         let mut state = self.state();
         let is_shared = |(_, piece): &(u64, Arc<CudaExtent>)| piece.memory.is_shared();
-        let is_cut = |(start, piece): &(u64, Arc<CudaExtent>)| {
-            let is_inside = range.start <= *start && start + piece.size() <= range.end;
-            !is_inside && piece.size() > MAX_CUT
-        };
         let met = state.meeting(&range);
         let is_here = len > 0 && offset.is_multiple_of(ALIGN) && !state.is_frozen;
-        if !is_here || met.iter().any(|it| is_shared(it) || is_cut(it)) {
+        let is_fixed = met.iter().any(is_shared) || Self::cuts_large(&met, &range);
+        if !is_here || is_fixed || state.pieces.len() >= MAX_PIECES {
             return Err(self.no_extent(&range));
         }
         drop(met);
-        let memory = self.alloc(&mut state, len)?;
-        self.remove(&mut state, &range)?;
-        let extent = Arc::new(CudaExtent {
-            memory,
-            filled: AtomicU64::new(0),
+        let reserved = state.reserved;
+        let memory = self.alloc(&mut state, len);
+        let begun = memory.and_then(|memory| {
+            self.remove(&mut state, &range, &mut Copies::new(&|| false))?;
+            let extent = Arc::new(CudaExtent {
+                memory,
+                filled: AtomicU64::new(0),
+            });
+            state.insert(offset, HeldPiece::new(Arc::clone(&extent)));
+            self.has_changed();
+            Ok(extent as Arc<dyn Extent>)
         });
-        state
-            .pieces
-            .insert(offset, HeldPiece::new(Arc::clone(&extent)));
-        self.has_changed();
-        Ok(extent)
+        match begun {
+            Ok(_) => self.reserve_again(&mut state),
+            Err(_) => self.reserve_up_to(&mut state, reserved),
+        }
+        begun
     }
 
     fn append(&self, extent: &Arc<dyn Extent>, data: Bytes<'_>) -> Result<(), EngineError> {
@@ -630,10 +820,7 @@ impl Memory for WeightMemory {
     // would have to come back from the GPU, behind all work of others.
 
     fn bytes_in_use(&self) -> u64 {
-        let state = self.state();
-        { state.pieces.values() }
-            .map(|held| held.piece().size())
-            .sum()
+        self.state().bytes
     }
 
     fn unshare(
@@ -643,7 +830,8 @@ impl Memory for WeightMemory {
         is_cancelled: &dyn Fn() -> bool,
     ) -> Result<(), EngineError> {
         check_range(offset, len, self.size)?;
-        self.own(&mut self.state(), &(offset..offset + len), is_cancelled)
+        let mut copies = Copies::new(is_cancelled);
+        self.own(&mut self.state(), &(offset..offset + len), &mut copies)
     }
 
     fn attach(
@@ -659,14 +847,33 @@ impl Memory for WeightMemory {
         let len = extent.size();
         check_range(offset, len, self.size)?;
         check_range(0, len, extent.filled())?;
-        if is_cancelled() {
-            return Err(EngineError::Cancelled);
-        }
+        let mut copies = Copies::new(is_cancelled);
+        copies.check()?;
+        let range = offset..offset + len;
         let mut state = self.state();
-        self.remove(&mut state, &(offset..offset + len))?;
-        state.pieces.insert(offset, HeldPiece::new(extent));
-        self.has_changed();
-        Ok(len)
+        let met = state.meeting(&range);
+        if !Self::cuts_large(&met, &range) && state.pieces.len() < MAX_PIECES {
+            drop(met);
+            self.remove(&mut state, &range, &mut copies)?;
+            state.insert(offset, HeldPiece::new(extent));
+            self.has_changed();
+            return Ok(len);
+        }
+        drop(met);
+        // The bytes are copied instead, which are fewer than what lies beside them. Memory that is
+        // frozen has them already.
+        if !state.is_frozen {
+            self.prepare_write(&mut state, &range, &mut copies)?;
+            for (start, piece) in state.meeting(&range) {
+                let part = start.max(offset)..(start + piece.size()).min(range.end);
+                let to = part.start - start;
+                piece.memory.before_write(&(to..part.end - start))?;
+                let from = part.start - offset..part.end - offset;
+                copies.copy(&extent.memory, from, &piece.memory, to)?;
+            }
+            self.has_changed();
+        }
+        Ok(0)
     }
 
     fn is_unmodified(&self) -> bool {

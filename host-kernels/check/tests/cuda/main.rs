@@ -10,6 +10,7 @@ mod repack;
 #[path = "../common/sample.rs"]
 mod sample;
 mod shared_weights;
+mod shared_weights_bounds;
 #[path = "../../../shim/device.rs"]
 mod shim;
 mod single_nodes;

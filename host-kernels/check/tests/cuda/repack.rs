@@ -42,7 +42,7 @@ pub(crate) fn size(tensor: &Tensor) -> u64 {
 }
 
 /// A graph of nodes with operator, destination and sources.
-fn graph(tensors: &[Tensor], nodes: &[(Op, u32, &[u32])]) -> Graph {
+pub(crate) fn graph(tensors: &[Tensor], nodes: &[(Op, u32, &[u32])]) -> Graph {
     let nodes = nodes.iter().map(|&(op, dst, src)| Node {
         op,
         dst,

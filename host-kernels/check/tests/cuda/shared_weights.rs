@@ -14,15 +14,15 @@ use crate::repack::{
 use crate::spy::{Fails, Spy};
 
 /// Bytes before the tensor in its buffer, and behind it.
-const BESIDE: u64 = 256;
+pub(crate) const BESIDE: u64 = 256;
 
 /// 450 KiB of weights that can be repacked.
-fn weights() -> Tensor {
+pub(crate) fn weights() -> Tensor {
     tensor(WEIGHTS, Type::Q4_0, [2880, 285, 1, 1], BESIDE)
 }
 
 /// The bytes of a buffer with these weights.
-fn content() -> Vec<u8> {
+pub(crate) fn content() -> Vec<u8> {
     content_of(Type::Q4_0, size(&weights()) + 2 * BESIDE, 1)
 }
 
@@ -31,13 +31,13 @@ fn policy() -> LaunchPolicy {
 }
 
 /// An engine on a device that divides its memory as a GPU does.
-fn engine() -> (CudaEngine, Arc<Spy>) {
+pub(crate) fn engine() -> (CudaEngine, Arc<Spy>) {
     let device = Arc::new(Spy::with_memory(512 << 20));
     (engine_with(&device, policy()), device)
 }
 
 /// An empty buffer for weights.
-fn buffer(engine: &dyn Engine, size: u64) -> Arc<dyn Memory> {
+pub(crate) fn buffer(engine: &dyn Engine, size: u64) -> Arc<dyn Memory> {
     let plain = engine.alloc(size).unwrap();
     let memory = engine.alloc_weights(&plain).unwrap().unwrap();
     memory.mark_weights();
@@ -45,7 +45,7 @@ fn buffer(engine: &dyn Engine, size: u64) -> Arc<dyn Memory> {
 }
 
 /// A guest that uploads `bytes`. Returns the extent of the weights, too.
-fn first(engine: &dyn Engine, bytes: &[u8]) -> (Loaded, Arc<dyn Extent>) {
+pub(crate) fn first(engine: &dyn Engine, bytes: &[u8]) -> (Loaded, Arc<dyn Extent>) {
     let mut loaded = Loaded::new(engine, bytes);
     let memory = buffer(engine, bytes.len() as u64);
     let (start, end) = (BESIDE as usize, bytes.len() - BESIDE as usize);
@@ -61,7 +61,7 @@ fn first(engine: &dyn Engine, bytes: &[u8]) -> (Loaded, Arc<dyn Extent>) {
 }
 
 /// A guest that attaches the extent, and uploads the rest.
-fn next(engine: &dyn Engine, bytes: &[u8], extent: &Arc<dyn Extent>) -> Loaded {
+pub(crate) fn next(engine: &dyn Engine, bytes: &[u8], extent: &Arc<dyn Extent>) -> Loaded {
     let mut loaded = Loaded::new(engine, bytes);
     let memory = buffer(engine, bytes.len() as u64);
     let end = bytes.len() - BESIDE as usize;
@@ -74,16 +74,16 @@ fn next(engine: &dyn Engine, bytes: &[u8], extent: &Arc<dyn Extent>) -> Loaded {
     loaded
 }
 
-fn all(loaded: &Loaded) -> Vec<u8> {
+pub(crate) fn all(loaded: &Loaded) -> Vec<u8> {
     loaded.read(0, loaded.weights().size())
 }
 
-fn free(engine: &CudaEngine) -> u64 {
+pub(crate) fn free(engine: &CudaEngine) -> u64 {
     engine.memory().free
 }
 
 /// A plan that is current: compiled a second time if the first compilation has moved weights.
-fn plan(loaded: &Loaded, engine: &CudaEngine, graph: &Graph) -> Box<dyn Plan> {
+pub(crate) fn plan(loaded: &Loaded, engine: &CudaEngine, graph: &Graph) -> Box<dyn Plan> {
     let plan = loaded.compile(engine, graph);
     if plan.is_current() {
         return plan;

@@ -3,12 +3,12 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use vgpu_transport::ir::{Graph, Node};
+use vgpu_transport::ir::{Graph, Node, Tensor};
 
 use crate::allocator::Allocator;
 use crate::memory::CudaMemory;
 use crate::repack::pass::{Places, Withheld};
-use crate::weights::{CudaExtent, WeightMemory};
+use crate::weights::{CudaExtent, UsedRanges, WeightMemory};
 use vgpu_engine::fuse::ByteRange;
 use vgpu_engine::{EngineError, Memory};
 
@@ -81,8 +81,9 @@ enum Home {
 }
 
 impl Located {
-    /// Finds the tensors of a graph with these buffers. Tensors in several pieces move to one, and
-    /// a tensor that the graph writes to one of its buffer alone.
+    /// Finds the tensors of a graph with these buffers, which differ. Tensors in several pieces move
+    /// to one, and a tensor that the graph writes to one of its buffer alone. Tensors that overlap
+    /// move together.
     ///
     /// # Errors
     /// As for [`WeightMemory::locate`].
@@ -95,36 +96,45 @@ impl Located {
         for tensor in graph.nodes.iter().flat_map(Node::written_tensors) {
             is_written[tensor] = true;
         }
+        // A tensor without elements can be anywhere.
+        let bytes = |tensor: &Tensor, memory: &WeightMemory| {
+            let bytes = ByteRange::of(tensor).bytes;
+            let start = bytes.start.min(memory.size() - 1);
+            start..bytes.end.max(start + 1)
+        };
+        let mut used: Vec<UsedRanges> = Vec::new();
+        used.resize_with(buffers.len(), UsedRanges::default);
+        for (tensor, is_written) in graph.tensors.iter().zip(&is_written) {
+            let index = tensor.buffer as usize;
+            if let Buffer::Weights(memory) = buffers[index] {
+                used[index].add(&bytes(tensor, memory), *is_written);
+            }
+        }
+        let mut places = Vec::with_capacity(buffers.len());
+        for (buffer, used) in buffers.iter().zip(&mut used) {
+            used.join();
+            places.push(match buffer {
+                Buffer::Plain(_) => Vec::new(),
+                Buffer::Weights(memory) => memory.locate(used, is_cancelled)?,
+            });
+        }
         let mut located = Located {
             pieces: Vec::new(),
             indices: HashMap::new(),
             tensors: Vec::with_capacity(graph.tensors.len()),
         };
-        // A tensor can move while others are found. So each is found a second time, when all are in
-        // their last places.
-        for is_last in [false, true] {
-            for (tensor, is_written) in graph.tensors.iter().zip(&is_written) {
-                let index = tensor.buffer as usize;
-                let memory = match buffers[index] {
-                    Buffer::Plain(_) => {
-                        if is_last {
-                            located.tensors.push((Home::Buffer(index), tensor.offset));
-                        }
-                        continue;
-                    }
-                    Buffer::Weights(memory) => memory,
-                };
-                // A tensor without elements can be anywhere.
-                let bytes = ByteRange::of(tensor).bytes;
-                let offset = bytes.start.min(memory.size() - 1);
-                let len = (bytes.end - bytes.start).max(1);
-                let is_moved = *is_written && !is_last;
-                let (extent, at) = memory.locate(offset, len, is_moved, is_cancelled)?;
-                if is_last {
-                    let piece = located.piece(index, offset - at, extent);
-                    located.tensors.push((Home::Piece(piece), at));
+        for tensor in &graph.tensors {
+            let index = tensor.buffer as usize;
+            let home = match buffers[index] {
+                Buffer::Plain(_) => (Home::Buffer(index), tensor.offset),
+                Buffer::Weights(memory) => {
+                    let offset = bytes(tensor, memory).start;
+                    let (start, extent) = &places[index][used[index].find(offset)];
+                    let piece = located.piece(index, *start, Arc::clone(extent));
+                    (Home::Piece(piece), offset - start)
                 }
-            }
+            };
+            located.tensors.push(home);
         }
         Ok(located)
     }
@@ -188,11 +198,12 @@ impl Located {
     /// graph has to be compiled again, if there are any.
     ///
     /// # Errors
-    /// [`EngineError::OutOfMemory`], or what the device reports.
+    /// As for [`WeightMemory::copy_piece`].
     pub(super) fn copy_withheld(
         &self,
         buffers: &[Buffer<'_>],
         withheld: &Withheld,
+        is_cancelled: &dyn Fn() -> bool,
     ) -> Result<(), EngineError> {
         for piece in &self.pieces {
             if let Buffer::Weights(memory) = buffers[piece.buffer]
@@ -204,7 +215,7 @@ impl Located {
         for &piece in &withheld.repacked {
             let piece = &self.pieces[piece];
             if let Buffer::Weights(memory) = buffers[piece.buffer] {
-                memory.copy_piece(piece.start)?;
+                memory.copy_piece(piece.start, is_cancelled)?;
             }
         }
         Ok(())

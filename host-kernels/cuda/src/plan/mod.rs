@@ -87,7 +87,7 @@ impl CudaPlan {
     /// # Errors
     /// [`EngineError::ForeignMemory`] if a buffer is not of this engine,
     /// [`EngineError::Unsupported`] if a tensor is not aligned or no kernel takes the operands of a
-    /// node, [`EngineError::OutOfMemory`] if there is no memory for a stage table,
+    /// node, [`EngineError::OutOfMemory`] if there is no memory for a stage table or a copy of weights,
     /// [`EngineError::DeviceLost`], [`EngineError::Cancelled`] once `is_cancelled` returns `true`.
     pub(crate) fn compile(
         graph: &Graph,
@@ -148,7 +148,7 @@ impl CudaPlan {
         let applied = repack.apply();
         located.note_changes(&memories, &formats);
         let changes: Vec<u64> = memories.iter().map(Buffer::changes).collect();
-        located.copy_withheld(&memories, &applied?)?;
+        located.copy_withheld(&memories, &applied?, is_cancelled)?;
         Ok(CudaPlan {
             context: Arc::clone(context),
             splits,
