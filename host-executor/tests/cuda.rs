@@ -10,7 +10,7 @@ mod spy;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use common::model::{for_weights, read_all, upload, write};
+use common::model::{for_weights, lookup, read_all, upload, write};
 use common::weights::{FIRST, MODEL, SECOND, SMALL, first, guest, load, model, parts, wait};
 use common::{Build, Host, TIMEOUT, add, bytes, floats};
 use spy::{Call, Fails, Spy};
@@ -463,4 +463,94 @@ fn guests_that_load_the_same_model_use_one_copy_of_it() {
     drop(three);
     host.wait_until_empty();
     assert_eq!(store.stats().extents, 0);
+}
+
+/// A guest whose plan writes to a tensor cannot reach the bytes of another guest with the plan, once
+/// that guest has attached the tensor.
+#[test]
+fn graph_from_before_the_seal_does_not_write_into_the_weights_of_others() {
+    const COUNT: u64 = FIRST / 4;
+    let device = Arc::new(Spy::with_memory(512 * MIB));
+    let host = host_on(&device);
+    let store = WeightStore::new(Sharing::Tenant, None).expect("a store");
+    host.server.share_weights(store.clone());
+    let model = model(5);
+    let mut hostile = guest(&host, 7);
+    let (weights, _) = for_weights(&mut hostile, MODEL);
+    for (offset, part) in parts(&model) {
+        upload(&mut hostile, weights, offset, part);
+    }
+    let small = &model[FIRST as usize..][..SMALL as usize];
+    write(&mut hostile, weights, FIRST, small);
+    let addend = hostile.alloc_with(&bytes(&[7.0; COUNT as usize]));
+    hostile.graph(GRAPH, &add(COUNT, weights, addend, addend));
+    hostile.send(&Request::Seal { buffer: weights });
+    hostile.fence();
+    wait("hashing", || store.stats().extents == 2);
+    let mut other = guest(&host, 7);
+    let (others, not_sent) = load(&mut other, &model);
+    assert_eq!(not_sent, FIRST + SECOND);
+    hostile.submit(GRAPH);
+    hostile.fence();
+    assert!(read_all(&mut other, others, MODEL) == model);
+    assert_eq!(hostile.read_f32(weights, COUNT), [14.0; COUNT as usize]);
+}
+
+/// The weights that a graph reads are attached after the graph was compiled, repacked, and the graph
+/// needs them plain: it is compiled again, gets a copy, and is compiled once more. Without memory
+/// for the copy the run fails, and the next one tries again.
+#[test]
+fn graph_that_needs_a_copy_of_attached_weights_runs_once_there_is_memory() {
+    let (product, rows) = (GraphId(1), GraphId(2));
+    let op = Op::MulMat {
+        accumulator: Precision::Default,
+        activation: Precision::Default,
+        hadamard: false,
+    };
+    let ne = [64, 4096, 1, 1];
+    let device = Arc::new(Spy::running());
+    let host = host_on(&device);
+    let store = WeightStore::new(Sharing::Tenant, None).expect("a store");
+    host.server.share_weights(store.clone());
+    let content: Vec<u8> = (0..64 / 32 * 17 * 4096u32)
+        .map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8 % 8 + 0x78)
+        .collect();
+    let len = content.len() as u64;
+    let mut one = guest(&host, 7);
+    let (of_one, _) = for_weights(&mut one, len);
+    upload(&mut one, of_one, 0, &content);
+    one.send(&Request::Seal { buffer: of_one });
+    let x = one.alloc_with(&bytes(&[0.5; 64]));
+    let dst = one.alloc(4 * 4096);
+    one.graph(product, &of_weights(of_one, ne, [x, dst], op));
+    one.submit(product);
+    one.fence();
+    assert!(device.take_log().contains(&Call::Launch("vg_repack")));
+    let ids = one.alloc_with(&3i32.to_le_bytes());
+    let row = one.alloc(4 * 64);
+    wait("hashing", || store.stats().extents == 1);
+    let mut two = guest(&host, 7);
+    let (of_two, _) = for_weights(&mut two, len);
+    let ids_of_two = two.alloc_with(&3i32.to_le_bytes());
+    let row_of_two = two.alloc(4 * 64);
+    two.graph(
+        rows,
+        &of_weights(of_two, ne, [ids_of_two, row_of_two], Op::GetRows {}),
+    );
+    two.fence();
+    assert!(lookup(&mut two, of_two, 0, &content));
+    device.fail(Fails::Memory);
+    two.submit(rows);
+    let (Reply::Failed { reason, .. }, _) = two.receive() else {
+        panic!("there is no memory for a copy");
+    };
+    assert!(reason.contains("out of memory"), "{reason}");
+    device.fail(None);
+    two.submit(rows);
+    let got = two.read_f32(row_of_two, 64);
+    one.graph(rows, &of_weights(of_one, ne, [ids, row], Op::GetRows {}));
+    one.submit(rows);
+    assert_eq!(got, one.read_f32(row, 64));
+    assert!(got.iter().any(|&x| x != 0.0));
+    assert!(read_all(&mut two, of_two, len) == content);
 }
