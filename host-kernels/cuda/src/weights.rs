@@ -487,7 +487,7 @@ impl WeightMemory {
                 // The end of the gap is nearer.
                 _ => 1 << 63,
             };
-            // A tensor at a multiple of `ALIGN` that has no piece gets one that begins at a multiple.
+            // A tensor at a multiple of `ALIGN` without a piece gets one that begins at a multiple.
             let first = gap.start.next_multiple_of(ALIGN).min(part.start);
             let start = first.max(part.start / unit * unit);
             let end = part.end.checked_next_multiple_of(unit);
