@@ -89,6 +89,7 @@ impl CpuFallback {
         let places = tensors.map(|&tensor| Place {
             range: ByteRange::of(&graph.tensors[tensor as usize]),
             address: views[tensor as usize].data,
+            is_written: node.written_tensors().any(|it| it == tensor as usize),
         });
         Ok(FallbackNode {
             node: SingleNode::compile(self.engine()?, graph, at)?,
@@ -108,6 +109,8 @@ pub(crate) struct FallbackNode {
 struct Place {
     range: ByteRange,
     address: Address,
+    /// Whether the node writes to the tensor. Its memory belongs to this guest alone then.
+    is_written: bool,
 }
 
 impl FallbackNode {
@@ -179,17 +182,16 @@ impl DeviceMemory for Buffers<'_> {
     }
 
     fn write(&mut self, buffer: usize, offset: u64, data: &[u8]) -> Result<(), EngineError> {
-        // The result is the last one. The node changes nothing else.
-        let Some(place) = self.places.last() else {
-            return Ok(());
-        };
-        let Some(part) = place.part(buffer, offset, data.len()) else {
-            return Ok(());
-        };
-        let to = place.address + (part.start - place.range.bytes.start);
-        let from = &data[(part.start - offset) as usize..(part.end - offset) as usize];
-        // SAFETY: the tensor exists, as this structure says, and no other code uses its bytes now.
-        // `part` has checked that the bytes lie inside it.
-        unsafe { self.device.upload(to, Bytes::from(from)) }
+        for place in self.places.iter().filter(|place| place.is_written) {
+            let Some(part) = place.part(buffer, offset, data.len()) else {
+                continue;
+            };
+            let to = place.address + (part.start - place.range.bytes.start);
+            let from = &data[(part.start - offset) as usize..(part.end - offset) as usize];
+            // SAFETY: the tensor exists, as this structure says, and no other code uses its bytes
+            // now. `part` has checked that the bytes lie inside it.
+            unsafe { self.device.upload(to, Bytes::from(from)) }?;
+        }
+        Ok(())
     }
 }
