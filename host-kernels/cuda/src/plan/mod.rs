@@ -87,8 +87,9 @@ impl CudaPlan {
     /// # Errors
     /// [`EngineError::ForeignMemory`] if a buffer is not of this engine,
     /// [`EngineError::Unsupported`] if a tensor is not aligned or no kernel takes the operands of a
-    /// node, [`EngineError::OutOfMemory`] if there is no memory for a stage table or a copy of weights,
-    /// [`EngineError::DeviceLost`], [`EngineError::Cancelled`] once `is_cancelled` returns `true`.
+    /// node, [`EngineError::OutOfMemory`] if there is no memory for a stage table or a copy of
+    /// weights, [`EngineError::DeviceLost`], [`EngineError::Cancelled`] once `is_cancelled` returns
+    /// `true`.
     pub(crate) fn compile(
         graph: &Graph,
         buffers: &[Arc<dyn Memory>],
