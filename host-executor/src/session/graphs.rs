@@ -104,7 +104,8 @@ pub(super) struct StoredGraph {
     /// The compiled graph. With an error, every SUBMIT of the graph fails, unless it can be compiled
     /// again.
     pub(super) plan: Result<Box<dyn Plan>, EngineError>,
-    /// Whether the graph had a plan and there was no memory to compile it again. Each SUBMIT tries.
+    /// Whether the graph had a plan and there was no memory to compile it again. Each SUBMIT
+    /// tries.
     lacks_memory: bool,
     /// The charges for the plan, in the memory of the host and of the device, while there is one.
     /// Declared after `plan`, so that the memory is freed before the charges are released.
@@ -313,8 +314,8 @@ impl Graphs {
         }
     }
 
-    /// A graph to run. Compiles it again if its memory has moved, or if there was no memory for that
-    /// at the last run.
+    /// A graph to run. Compiles it again if its memory has moved, or if there was no memory for
+    /// that at the last run.
     pub(super) fn get(
         &mut self,
         graph: GraphId,

@@ -81,9 +81,9 @@ enum Home {
 }
 
 impl Located {
-    /// Finds the tensors of a graph with these buffers, which differ. Tensors in several pieces move
-    /// to one, and a tensor that the graph writes to one of its buffer alone. Tensors that overlap
-    /// move together.
+    /// Finds the tensors of a graph with these buffers, which differ. Tensors in several pieces
+    /// move to one, and a tensor that the graph writes to one of its buffer alone. Tensors that
+    /// overlap move together.
     ///
     /// # Errors
     /// As for [`WeightMemory::locate`].
