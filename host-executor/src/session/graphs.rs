@@ -101,8 +101,8 @@ struct Assembly {
 
 /// A graph that has been received completely.
 pub(super) struct StoredGraph {
-    /// The compiled graph. With an error, every SUBMIT of the graph fails, unless it can be compiled
-    /// again.
+    /// The compiled graph. With an error, every SUBMIT of the graph fails, unless it can be
+    /// compiled again.
     pub(super) plan: Result<Box<dyn Plan>, EngineError>,
     /// Whether the graph had a plan and there was no memory to compile it again. Each SUBMIT
     /// tries.
