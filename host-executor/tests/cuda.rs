@@ -10,12 +10,14 @@ mod spy;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use common::model::{read_all, write};
+use common::model::{for_weights, lookup, read_all, upload, write};
+use common::weights::{FIRST, MODEL, SECOND, SMALL, first, guest, load, model, parts, wait};
 use common::{Build, Host, TIMEOUT, add, bytes, floats};
 use spy::{Call, Fails, Spy};
 use vgpu_cuda::CudaEngine;
 use vgpu_cuda::device::Device;
-use vgpu_executor::{GuestRule, Limits, Policy, Rules};
+use vgpu_executor::weights::Sharing;
+use vgpu_executor::{GuestRule, Limits, Policy, Rules, WeightStore};
 use vgpu_transport::ir::{BufferId, Graph, Op, Precision, Type};
 use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, Reply, Request};
 
@@ -394,4 +396,161 @@ fn declared_weights_are_repacked_and_read_back_unchanged() {
     for (got, want) in repacked_product.iter().zip(plain) {
         assert!((got - want).abs() <= 1e-3 * largest, "{got} {want}");
     }
+}
+
+/// The bytes of the engine's memory that are free.
+fn free(host: &Host) -> u64 {
+    host.engine.memory().free
+}
+
+#[test]
+fn guests_that_load_the_same_model_use_one_copy_of_it() {
+    const COUNT: u64 = 1000;
+    let device = Arc::new(Spy::with_memory(512 * MIB));
+    let host = host_on(&device);
+    let store = WeightStore::new(Sharing::Tenant, None).expect("a store");
+    host.server.share_weights(store.clone());
+    let model = model(3);
+    let (mut one, one_has) = first(&host, &store, 7, &model);
+    // The second sends nothing of the large tensors.
+    let (mut two, mut three) = (guest(&host, 7), guest(&host, 7));
+    let before = free(&host);
+    let (two_has, not_sent) = load(&mut two, &model);
+    assert_eq!(not_sent, FIRST + SECOND);
+    let used = before - free(&host);
+    assert!(used <= SMALL, "{used} bytes for {MODEL}");
+    // The third sends them, and gives the memory back once they are hashed.
+    let (three_has, _) = for_weights(&mut three, MODEL);
+    for (offset, part) in parts(&model) {
+        upload(&mut three, three_has, offset, part);
+    }
+    write(
+        &mut three,
+        three_has,
+        FIRST,
+        &model[FIRST as usize..][..SMALL as usize],
+    );
+    three.send(&Request::Seal { buffer: three_has });
+    three.fence();
+    wait("the third's memory", || {
+        three.fence();
+        before - free(&host) <= 2 * SMALL
+    });
+    let ones = bytes(&[1.0; COUNT as usize]);
+    let sums: Vec<f32> = { floats(&model[..4 * COUNT as usize]).into_iter() }
+        .map(|x| x + 1.0)
+        .collect();
+    let mut guests = [(one, one_has), (two, two_has), (three, three_has)];
+    for (guest, weights) in &mut guests {
+        let (dst, addend) = (guest.alloc(4 * COUNT), guest.alloc_with(&ones));
+        guest.graph(GRAPH, &add(COUNT, dst, *weights, addend));
+        guest.submit(GRAPH);
+        assert_eq!(floats(&guest.read(dst, 0, 4 * COUNT)), sums);
+        assert!(read_all(guest, *weights, MODEL) == model);
+    }
+    [(one, _), (two, _), (three, _)] = guests;
+    // The first writes, and ends. No one else sees it.
+    let before = free(&host);
+    one.write(one_has, 0, &[7; 64]);
+    assert_eq!(one.read(one_has, 0, 64), [7; 64]);
+    assert_eq!(before - free(&host), FIRST);
+    drop(one);
+    wait("the first's end", || host.server.sessions().len() == 2);
+    assert!(read_all(&mut two, two_has, MODEL) == model);
+    drop(two);
+    wait("the second's end", || host.server.sessions().len() == 1);
+    assert!(read_all(&mut three, three_has, MODEL) == model);
+    drop(three);
+    host.wait_until_empty();
+    assert_eq!(store.stats().extents, 0);
+}
+
+/// A guest whose plan writes to a tensor cannot reach the bytes of another guest with the plan,
+/// once that guest has attached the tensor.
+#[test]
+fn graph_from_before_the_seal_does_not_write_into_the_weights_of_others() {
+    const COUNT: u64 = FIRST / 4;
+    let device = Arc::new(Spy::with_memory(512 * MIB));
+    let host = host_on(&device);
+    let store = WeightStore::new(Sharing::Tenant, None).expect("a store");
+    host.server.share_weights(store.clone());
+    let model = model(5);
+    let mut hostile = guest(&host, 7);
+    let (weights, _) = for_weights(&mut hostile, MODEL);
+    for (offset, part) in parts(&model) {
+        upload(&mut hostile, weights, offset, part);
+    }
+    let small = &model[FIRST as usize..][..SMALL as usize];
+    write(&mut hostile, weights, FIRST, small);
+    let addend = hostile.alloc_with(&bytes(&[7.0; COUNT as usize]));
+    hostile.graph(GRAPH, &add(COUNT, weights, addend, addend));
+    hostile.send(&Request::Seal { buffer: weights });
+    hostile.fence();
+    wait("hashing", || store.stats().extents == 2);
+    let mut other = guest(&host, 7);
+    let (others, not_sent) = load(&mut other, &model);
+    assert_eq!(not_sent, FIRST + SECOND);
+    hostile.submit(GRAPH);
+    hostile.fence();
+    assert!(read_all(&mut other, others, MODEL) == model);
+    assert_eq!(hostile.read_f32(weights, COUNT), [14.0; COUNT as usize]);
+}
+
+/// The weights that a graph reads are attached after the graph was compiled. They are repacked, and
+/// the graph needs them plain: it is compiled again, gets a copy, and is compiled once more.
+/// Without memory for the copy the run fails, and the next one tries again.
+#[test]
+fn graph_that_needs_a_copy_of_attached_weights_runs_once_there_is_memory() {
+    let (product, rows) = (GraphId(1), GraphId(2));
+    let op = Op::MulMat {
+        accumulator: Precision::Default,
+        activation: Precision::Default,
+        hadamard: false,
+    };
+    let ne = [64, 4096, 1, 1];
+    let device = Arc::new(Spy::running());
+    let host = host_on(&device);
+    let store = WeightStore::new(Sharing::Tenant, None).expect("a store");
+    host.server.share_weights(store.clone());
+    let content: Vec<u8> = (0..64 / 32 * 17 * 4096u32)
+        .map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8 % 8 + 0x78)
+        .collect();
+    let len = content.len() as u64;
+    let mut one = guest(&host, 7);
+    let (of_one, _) = for_weights(&mut one, len);
+    upload(&mut one, of_one, 0, &content);
+    one.send(&Request::Seal { buffer: of_one });
+    let x = one.alloc_with(&bytes(&[0.5; 64]));
+    let dst = one.alloc(4 * 4096);
+    one.graph(product, &of_weights(of_one, ne, [x, dst], op));
+    one.submit(product);
+    one.fence();
+    assert!(device.take_log().contains(&Call::Launch("vg_repack")));
+    let ids = one.alloc_with(&3i32.to_le_bytes());
+    let row = one.alloc(4 * 64);
+    wait("hashing", || store.stats().extents == 1);
+    let mut two = guest(&host, 7);
+    let (of_two, _) = for_weights(&mut two, len);
+    let ids_of_two = two.alloc_with(&3i32.to_le_bytes());
+    let row_of_two = two.alloc(4 * 64);
+    two.graph(
+        rows,
+        &of_weights(of_two, ne, [ids_of_two, row_of_two], Op::GetRows {}),
+    );
+    two.fence();
+    assert!(lookup(&mut two, of_two, 0, &content));
+    device.fail(Fails::Memory);
+    two.submit(rows);
+    let (Reply::Failed { reason, .. }, _) = two.receive() else {
+        panic!("there is no memory for a copy");
+    };
+    assert!(reason.contains("out of memory"), "{reason}");
+    device.fail(None);
+    two.submit(rows);
+    let got = two.read_f32(row_of_two, 64);
+    one.graph(rows, &of_weights(of_one, ne, [ids, row], Op::GetRows {}));
+    one.submit(rows);
+    assert_eq!(got, one.read_f32(row, 64));
+    assert!(got.iter().any(|&x| x != 0.0));
+    assert!(read_all(&mut two, of_two, len) == content);
 }

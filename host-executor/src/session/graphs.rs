@@ -25,6 +25,10 @@ const MAX_IDLE_ASSEMBLY: usize = 64 << 10;
 /// Charged bytes of graphs that are freed before the heap is given back to the kernel.
 const TRIM_BYTES: u64 = 64 << 20;
 
+/// How often a graph is compiled again before a run, at most. A compilation can move weights of its
+/// own graph, and then the next one finds them in their places.
+const MAX_COMPILATIONS: usize = 3;
+
 /// Bytes of a stored graph besides its image and its plan: the entry in the table, at most.
 const ENTRY_BYTES: u64 = 512;
 
@@ -97,8 +101,12 @@ struct Assembly {
 
 /// A graph that has been received completely.
 pub(super) struct StoredGraph {
-    /// The compiled graph. With an error, every SUBMIT of the graph fails.
+    /// The compiled graph. With an error, every SUBMIT of the graph fails, unless it can be
+    /// compiled again.
     pub(super) plan: Result<Box<dyn Plan>, EngineError>,
+    /// Whether the graph had a plan and there was no memory to compile it again. Each SUBMIT
+    /// tries.
+    lacks_memory: bool,
     /// The charges for the plan, in the memory of the host and of the device, while there is one.
     /// Declared after `plan`, so that the memory is freed before the charges are released.
     charges: Vec<Charge>,
@@ -306,16 +314,21 @@ impl Graphs {
         }
     }
 
-    /// A graph to run. Compiles it again if its memory has moved.
+    /// A graph to run. Compiles it again if its memory has moved, or if there was no memory for
+    /// that at the last run.
     pub(super) fn get(
         &mut self,
         graph: GraphId,
         context: &CompileContext<'_>,
     ) -> Result<&mut StoredGraph, Violation> {
-        let stored = self.stored.get_mut(&graph);
-        let stored = stored.ok_or(Violation::UnknownGraph(graph))?;
-        let is_stale = stored.plan.as_ref().is_ok_and(|plan| !plan.is_current());
-        if is_stale && let Some(old) = self.stored.remove(&graph) {
+        for _ in 0..MAX_COMPILATIONS {
+            let stored = self.stored.get(&graph);
+            if !stored.is_some_and(StoredGraph::is_stale) {
+                break;
+            }
+            let Some(old) = self.stored.remove(&graph) else {
+                break;
+            };
             self.nodes -= old.nodes;
             // The old plan is freed before the new one is made.
             let image = old
@@ -323,8 +336,13 @@ impl Graphs {
                 .map_err(|_| Violation::UnknownGraph(graph))?;
             let mut again = compile(graph, image, context)?;
             self.charge(&mut again, context);
+            again.lacks_memory = matches!(again.plan, Err(EngineError::OutOfMemory { .. }));
+            let has_failed = again.plan.is_err();
             self.nodes += again.nodes;
             self.stored.insert(graph, again);
+            if has_failed {
+                break;
+            }
         }
         let stored = self.stored.get_mut(&graph);
         stored.ok_or(Violation::UnknownGraph(graph))
@@ -434,6 +452,7 @@ impl StoredGraph {
             plan: Err(error.clone()),
             charges: Vec::new(),
             image: Err(error),
+            lacks_memory: false,
             transient: 0,
             nodes: 0,
             tokens: 0,
@@ -448,11 +467,20 @@ impl StoredGraph {
             plan: Err(error),
             charges: Vec::new(),
             image: Ok(image),
+            lacks_memory: false,
             transient: 0,
             nodes: 0,
             tokens: 0,
             longest: None,
             buffers,
+        }
+    }
+
+    /// Whether the graph has to be compiled again before it runs.
+    fn is_stale(&self) -> bool {
+        match &self.plan {
+            Ok(plan) => !plan.is_current(),
+            Err(_) => self.lacks_memory,
         }
     }
 
@@ -629,6 +657,7 @@ fn compile(
     }
     Ok(StoredGraph {
         plan,
+        lacks_memory: false,
         charges,
         image: Ok(image),
         transient: most.saturating_sub(needed),

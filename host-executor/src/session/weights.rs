@@ -113,7 +113,9 @@ impl Session {
                 Ok(Answer::Nothing)
             }
             Request::Seal { buffer } => {
-                self.seal(kind, buffer)?;
+                let end_check = EndCheck::new(link, stop);
+                self.seal(kind, buffer, &end_check)?;
+                end_check.check()?;
                 Ok(Answer::Nothing)
             }
             _ => Ok(Answer::Nothing),
@@ -587,8 +589,14 @@ impl Session {
         weights.ok_or(Violation::NotForWeights { kind, buffer })
     }
 
-    /// Freezes a buffer, and hands its extents to the store, which hashes them.
-    fn seal(&mut self, kind: &'static str, buffer: BufferId) -> Result<(), SessionEnd> {
+    /// Freezes a buffer, and hands its extents to the store, which hashes them. Ends early if
+    /// `end_check` finds that the session is to end: an engine may copy an extent.
+    fn seal(
+        &mut self,
+        kind: &'static str,
+        buffer: BufferId,
+        end_check: &EndCheck<'_>,
+    ) -> Result<(), SessionEnd> {
         let memory = Arc::clone(self.buffers.get(kind, buffer)?);
         let weights = self.weights.buffers.get_mut(&buffer);
         let weights = weights.ok_or(Violation::NotForWeights { kind, buffer })?;
@@ -598,7 +606,11 @@ impl Session {
         weights.reserved.clear();
         memory.freeze();
         let mut extents: Vec<(u64, Arc<dyn Extent>)> = Vec::new();
+        let (activity, outside) = (&self.activity, &self.outside);
         for (offset, len) in std::mem::take(&mut weights.extents) {
+            if outside.is_over(activity, ThreadState::CallsEngine, end_check) {
+                return Ok(());
+            }
             // An extent that came from the store belongs to the buffer that uploaded it.
             match memory.extent(offset, len) {
                 Ok(extent) => extents.push((offset, extent)),

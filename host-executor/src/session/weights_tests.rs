@@ -1,4 +1,4 @@
-//! Uploads of a session that is to end.
+//! Uploads and seals of a session that is to end.
 
 use std::time::Duration;
 
@@ -142,4 +142,16 @@ fn a_write_that_leaves_a_followed_upload_ends_with_its_session() {
     assert!(matches!(four.write_to(102, &goes_on), Ok(Answer::Nothing)));
     let upload = &four.session.weights.uploads[&BUFFER];
     assert!(upload.followed_bytes() > 0, "it follows the second one");
+}
+
+#[test]
+fn a_seal_ends_with_its_session_before_the_next_extent() {
+    let engine = Arc::new(CpuEngine::new(1, Some(256 << 20)).expect("a thread and 256 MiB"));
+    let store = WeightStore::new(Sharing::Tenant, None).expect("a thread");
+    let ends = StopFlag::new();
+    ends.set();
+    let mut program = Program::start(&engine, &store);
+    assert!(program.write_to(101, &StopFlag::new()).is_ok());
+    let sealed = program.perform(&Request::Seal { buffer: BUFFER }, &[], &ends);
+    assert!(matches!(sealed, Err(SessionEnd::Shutdown)));
 }

@@ -225,7 +225,10 @@ impl SessionStore {
             let extent = Some(&entry.extent).filter(|_| entry.len == wanted.len)?;
             Some((extent.upgrade()?, entry.known_to.contains(&self.domain)))
         });
-        if let Some((extent, is_known)) = in_memory {
+        // The bytes of a device that is lost are gone before their guests are.
+        if let Some((extent, is_known)) = in_memory
+            && extent.filled() == wanted.len
+        {
             return match is_known {
                 true => LookupResult::Granted(Source::Memory(extent)),
                 false => LookupResult::NeedsProof,

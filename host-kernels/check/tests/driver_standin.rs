@@ -9,7 +9,7 @@ use vgpu_cpu::CpuEngine;
 use vgpu_cuda::gpu::Gpu;
 use vgpu_cuda::{CudaEngine, LaunchPolicy};
 use vgpu_driver_standin::{in_process, set_faults};
-use vgpu_engine::{Engine as _, EngineError};
+use vgpu_engine::{Engine as _, EngineError, Extent, Memory};
 
 /// Few blocks, of which some are uneven.
 const SMS: (&str, &str) = ("VGPU_STANDIN_SMS", "3");
@@ -201,4 +201,85 @@ fn device_is_reopened_after_an_illegal_address() {
             compare(&engine, &small).expect("right results");
         },
     );
+}
+
+/// Bytes of the weights that two buffers hold.
+const WEIGHTS: usize = 300_000;
+
+/// A buffer for weights.
+fn for_weights(engine: &CudaEngine) -> Result<Arc<dyn Memory>, EngineError> {
+    let plain = engine.alloc(WEIGHTS as u64)?;
+    let memory = engine.alloc_weights(&plain)?;
+    Ok(memory.expect("memory for weights"))
+}
+
+/// The bytes of a buffer.
+fn read(memory: &Arc<dyn Memory>) -> Result<Vec<u8>, EngineError> {
+    let mut bytes = vec![0; WEIGHTS];
+    memory.read(0, bytes.as_mut_slice().into())?;
+    Ok(bytes)
+}
+
+/// A second buffer attaches the weights of the first, computes nothing of its own, and writes.
+fn share(engine: &CudaEngine, extent: &Arc<dyn Extent>) -> Result<(), EngineError> {
+    let memory = for_weights(engine)?;
+    memory.write(0, [3; 500][..].into())?;
+    memory.attach(0, extent, &|| false)?;
+    memory.freeze();
+    memory.write(1000, [9; 70_000][..].into())?;
+    memory.fill(200_000, 10, 4)?;
+    let bytes = read(&memory)?;
+    assert_eq!(
+        (bytes[999], bytes[1000], bytes[70_999], bytes[71_000]),
+        (5, 9, 9, 5)
+    );
+    assert_eq!((bytes[200_009], bytes[WEIGHTS - 1]), (4, 5));
+    Ok(())
+}
+
+/// Two buffers hold the same weights in one piece of memory. Each call of the driver fails once
+/// while the second one attaches and writes: the first one's bytes are what they were, and nothing
+/// stays allocated.
+#[test]
+fn weights_are_shared_and_calls_that_fail_change_nothing_of_others() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let trace = folder.path().join("trace");
+    let settings = [SMS, ("VGPU_STANDIN_TRACE", trace.to_str().expect("text"))];
+    let name = "weights_are_shared_and_calls_that_fail_change_nothing_of_others";
+    in_process(name, &settings, || {
+        let trace = std::env::var("VGPU_STANDIN_TRACE").expect("a trace");
+        let engine = engine().expect("an engine");
+        let one = for_weights(&engine).expect("memory");
+        one.write(0, vec![5; WEIGHTS][..].into()).expect("a write");
+        one.freeze();
+        let extent = one.extent(0, WEIGHTS as u64).expect("an extent");
+        let free = engine.memory().free;
+        // What is shared takes no memory.
+        let two = for_weights(&engine).expect("memory");
+        two.attach(0, &extent, &|| false).expect("the same");
+        two.freeze();
+        assert_eq!(engine.memory().free, free);
+        two.fill(0, 1, 1).expect("a copy");
+        assert!(engine.memory().free <= free - WEIGHTS as u64);
+        drop(two);
+        assert_eq!(engine.memory().free, free);
+        share(&engine, &extent).expect("memory");
+        let (mut errors, mut works) = (0, 0);
+        for call in called(Path::new(&trace)) {
+            set_faults(&format!("{call}:1:OUT_OF_MEMORY"));
+            let outcome = share(&engine, &extent);
+            set_faults("");
+            match outcome {
+                Ok(()) => works += 1,
+                Err(error) => {
+                    errors += 1;
+                    eprintln!("{call}: {error}");
+                }
+            }
+            assert!(read(&one).expect("bytes") == [5; WEIGHTS], "{call}");
+            assert_eq!(engine.memory().free, free, "{call}");
+        }
+        share(&engine, &extent).expect("memory");
+        assert!(errors > 2 && works > 2, "{errors} errors, {works} without");
+    });
 }

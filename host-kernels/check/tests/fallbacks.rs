@@ -14,8 +14,10 @@ use vgpu_check::{Selection, planned_cases};
 use vgpu_cpu::CpuEngine;
 use vgpu_cuda::kernel_set::{KernelSet, SIMPLE, is_simple, parse_names};
 use vgpu_cuda::{CudaEngine, LaunchPolicy};
-use vgpu_engine::Engine as _;
-use vgpu_transport::ir::{BufferId, Graph, Node, Op, Shape, Sources, Tensor, Type};
+use vgpu_engine::Engine;
+use vgpu_transport::ir::{
+    BufferId, Graph, Limits, Node, Op, Shape, Sources, Tensor, Type, validate,
+};
 
 fn cpu() -> CpuEngine {
     CpuEngine::new(2, None).expect("an engine")
@@ -204,6 +206,53 @@ fn nodes_without_any_kernel_run_on_the_cpu_engine() {
     assert_eq!(speed(&without(&["vg_gemm_any"])), fast.speed());
     let cpu = CpuEngine::new(0, None).expect("an engine").speed();
     assert_eq!(speed(&without(&["vg_elementwise"])), cpu);
+}
+
+/// A step of training writes to its sources, and on the CPU engine, too.
+#[test]
+fn a_node_on_the_cpu_engine_updates_its_sources() {
+    const COUNT: u64 = 64;
+    let place = |count: u64, index: u64| Tensor {
+        shape: Shape::contiguous(Type::F32, [count, 1, 1, 1]).expect("a small shape"),
+        buffer: 0,
+        offset: 4 * COUNT * index,
+    };
+    // Weights, gradient, two momenta, parameters; the result is the weights.
+    let mut tensors: Vec<Tensor> = (0..4).map(|index| place(COUNT, index)).collect();
+    tensors.extend([place(7, 4), place(COUNT, 0)]);
+    let graph = Graph {
+        buffers: vec![BufferId(1)],
+        tensors,
+        nodes: vec![Node {
+            op: Op::OptStepAdamw {},
+            dst: 5,
+            src: Sources::new((0..5).map(Some)),
+        }],
+    };
+    let size = 4 * (4 * COUNT + 7);
+    let content: Vec<u8> = (0..size / 4)
+        .flat_map(|i| (0.1 + (i % 23) as f32 / 30.0).to_le_bytes())
+        .collect();
+    let run = |engine: &dyn Engine| {
+        let memory = engine.alloc(size).expect("little memory");
+        memory.write(0, content[..].into()).expect("it fits");
+        let valid = validate(
+            graph.clone(),
+            engine.capabilities(),
+            &Limits::default(),
+            |_| Some(size),
+        );
+        let valid = valid.expect("a valid graph");
+        let plan = engine.compile(&valid, &[Arc::clone(&memory)], &|| false);
+        plan.expect("a plan").run().expect("a run");
+        let mut after = vec![0; size as usize];
+        let read = memory.read(0, after.as_mut_slice().into());
+        read.expect("it is inside");
+        after
+    };
+    let want = run(&cpu());
+    assert!(want != content);
+    assert!(run(&engine(Shim::default(), |_| true)) == want);
 }
 
 /// A graph of one node.

@@ -6,6 +6,7 @@
 //! after the last one.
 
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::device::{Address, Device};
@@ -31,6 +32,11 @@ const SPARE_CHUNKS: usize = 2;
 pub(crate) struct Allocator {
     device: Arc<dyn Device>,
     state: Mutex<FreeGaps>,
+    /// Bytes of the free memory that are kept for buffers for weights.
+    reserved: AtomicU64,
+    /// Held from the look at the free memory until an allocation is taken from it, so that two
+    /// allocations do not find the same bytes free.
+    admission: Mutex<()>,
 }
 
 #[derive(Default)]
@@ -46,6 +52,8 @@ impl Allocator {
         Allocator {
             device: Arc::clone(device),
             state: Mutex::default(),
+            reserved: AtomicU64::new(0),
+            admission: Mutex::new(()),
         }
     }
 
@@ -75,8 +83,13 @@ impl Allocator {
         lock(&self.state)
     }
 
-    /// The device's memory in bytes. Gaps in chunks count as free.
+    /// The device's memory in bytes. Gaps in chunks count as free, and what is reserved does not.
     pub(crate) fn memory(&self) -> MemoryInfo {
+        self.memory_besides(self.reserved())
+    }
+
+    /// The same, of which `reserved` bytes do not count as free.
+    fn memory_besides(&self, reserved: u64) -> MemoryInfo {
         let gaps: u64 = {
             let state = self.state();
             { state.chunks.values() }.flat_map(Gaps::values).sum()
@@ -84,23 +97,60 @@ impl Allocator {
         let MemoryInfo { total, free } = self.device.memory();
         MemoryInfo {
             total,
-            free: (free + gaps).min(total),
+            free: (free + gaps).min(total).saturating_sub(reserved),
         }
     }
 
-    /// Allocates `size` zero bytes, at least 1.
+    fn reserved(&self) -> u64 {
+        self.reserved.load(Ordering::Relaxed)
+    }
+
+    /// Keeps `bytes` of the free memory from other allocations, until
+    /// [`give_up`](Allocator::give_up). They may be in use now.
+    pub(crate) fn reserve(&self, bytes: u64) {
+        self.reserved.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Gives up a reservation, or a part of one.
+    pub(crate) fn give_up(&self, bytes: u64) {
+        self.reserved.fetch_sub(bytes, Ordering::Relaxed);
+    }
+
+    /// Allocates `size` zero bytes, at least 1. `from` bytes of a reservation may be used for them.
+    /// They are given up if the allocation succeeds, and no other allocation gets them before.
     ///
     /// # Errors
-    /// [`EngineError::OutOfMemory`] if neither the chunks nor the device have that much.
-    pub(crate) fn alloc(&self, size: u64) -> Result<Address, EngineError> {
+    /// [`EngineError::OutOfMemory`] if neither the chunks nor the device have that much besides
+    /// what is reserved for others.
+    pub(crate) fn alloc(&self, size: u64, from: u64) -> Result<Address, EngineError> {
+        let address = {
+            let _admitted = lock(&self.admission);
+            let of_others = self.reserved().saturating_sub(from);
+            if of_others > 0 {
+                let MemoryInfo { total, free } = self.memory_besides(of_others);
+                if free < size {
+                    return Err(EngineError::OutOfMemory {
+                        wanted: size,
+                        free,
+                        total,
+                    });
+                }
+            }
+            let address = match self.is_part(size) {
+                true => self.part(size.next_multiple_of(ALIGN))?,
+                false => self.alloc_or_trim(|| self.device.alloc(size), size)?,
+            };
+            self.give_up(from);
+            address
+        };
         if !self.is_part(size) {
-            return self.alloc_or_trim(|| self.device.alloc(size), size);
+            return Ok(address);
         }
-        let address = self.part(size.next_multiple_of(ALIGN))?;
         // SAFETY: the part lies in a chunk of this allocator and has no other user.
         match unsafe { self.device.fill(address, size, 0) } {
             Ok(()) => Ok(address),
             Err(error) => {
+                self.reserve(from);
                 self.give_back(address, size);
                 Err(error)
             }

@@ -4,14 +4,17 @@
 //! it often. A plan copies the node's tensors to the host and the result back, so that a guest's
 //! graph is never split. The copies are slow but correct.
 
+use std::ops::Range;
 use std::sync::OnceLock;
 
 use vgpu_transport::bytes::{Bytes, BytesMut};
 use vgpu_transport::ir::{Graph, Node, Op, OpKind, Rule, TypeSet};
 
 use crate::device::{Address, Device};
+use crate::params::VgView;
 use crate::types::{READABLE, WRITABLE};
 use vgpu_cpu::CpuEngine;
+use vgpu_engine::fuse::ByteRange;
 use vgpu_engine::types::FLOATS;
 use vgpu_engine::work::Speed;
 use vgpu_engine::{DeviceMemory, Engine, EngineError, RunError, RunStatus, SingleNode, Turn};
@@ -71,7 +74,7 @@ impl CpuFallback {
             .map_or_else(|_| Speed::default(), Engine::speed)
     }
 
-    /// Compiles node `at` of `graph`, whose buffers begin at `bases`.
+    /// Compiles node `at` of `graph`, whose tensors are at `views`.
     ///
     /// # Errors
     /// [`EngineError`] of the CPU engine.
@@ -79,11 +82,18 @@ impl CpuFallback {
         &self,
         graph: &Graph,
         at: usize,
-        bases: &[Address],
+        views: &[VgView],
     ) -> Result<FallbackNode, EngineError> {
+        let node = &graph.nodes[at];
+        let tensors = node.src.as_slice().iter().flatten().chain([&node.dst]);
+        let places = tensors.map(|&tensor| Place {
+            range: ByteRange::of(&graph.tensors[tensor as usize]),
+            address: views[tensor as usize].data,
+            is_written: node.written_tensors().any(|it| it == tensor as usize),
+        });
         Ok(FallbackNode {
             node: SingleNode::compile(self.engine()?, graph, at)?,
-            bases: bases.into(),
+            places: places.collect(),
         })
     }
 }
@@ -91,14 +101,22 @@ impl CpuFallback {
 /// A node for the CPU engine, with host memory for its tensors.
 pub(crate) struct FallbackNode {
     node: SingleNode,
-    /// The address of each buffer of the graph.
-    bases: Box<[Address]>,
+    /// Where the tensors of the node are.
+    places: Box<[Place]>,
+}
+
+/// Where a tensor is.
+struct Place {
+    range: ByteRange,
+    address: Address,
+    /// Whether the node writes to the tensor. Its memory belongs to this guest alone then.
+    is_written: bool,
 }
 
 impl FallbackNode {
     /// Bytes of host memory, without the node itself.
     pub(crate) fn bytes(&self) -> usize {
-        self.node.bytes() + size_of_val(&*self.bases)
+        self.node.bytes() + size_of_val(&*self.places)
     }
 
     /// Bytes of host memory that a run needs besides.
@@ -119,8 +137,8 @@ impl FallbackNode {
         device: &dyn Device,
         turn: &Turn,
     ) -> Result<RunStatus, RunError> {
-        let bases = &self.bases;
-        let status = self.node.run(&mut Buffers { device, bases }, turn)?;
+        let places = &self.places;
+        let status = self.node.run(&mut Buffers { device, places }, turn)?;
         if status == RunStatus::Yielded {
             let idle = device.synchronize();
             idle.map_err(|error| self.node.failed(&error))?;
@@ -129,23 +147,51 @@ impl FallbackNode {
     }
 }
 
-/// The buffers of a graph, which exist. Only [`FallbackNode::run`] makes this value, and its caller
+/// The tensors of a node, which exist. Only [`FallbackNode::run`] makes this value, and its caller
 /// guarantees it.
 struct Buffers<'a> {
     device: &'a dyn Device,
-    bases: &'a [Address],
+    places: &'a [Place],
+}
+
+impl Place {
+    /// The bytes of the tensor that are among `len` bytes at `offset` of a buffer.
+    fn part(&self, buffer: usize, offset: u64, len: usize) -> Option<Range<u64>> {
+        let ByteRange {
+            buffer: of,
+            ref bytes,
+        } = self.range;
+        let part = bytes.start.max(offset)..bytes.end.min(offset + len as u64);
+        (of as usize == buffer && part.start < part.end).then_some(part)
+    }
 }
 
 impl DeviceMemory for Buffers<'_> {
     fn read(&mut self, buffer: usize, offset: u64, out: &mut [u8]) -> Result<(), EngineError> {
-        // SAFETY: the buffer exists, as this structure says. The range lies inside: the node was
-        // compiled from a valid graph.
-        unsafe { (self.device).download(self.bases[buffer] + offset, BytesMut::from(out)) }
+        for place in self.places {
+            let Some(part) = place.part(buffer, offset, out.len()) else {
+                continue;
+            };
+            let from = place.address + (part.start - place.range.bytes.start);
+            let to = &mut out[(part.start - offset) as usize..(part.end - offset) as usize];
+            // SAFETY: the tensor exists, as this structure says, and `part` has checked that the
+            // bytes lie inside it.
+            unsafe { self.device.download(from, BytesMut::from(to)) }?;
+        }
+        Ok(())
     }
 
     fn write(&mut self, buffer: usize, offset: u64, data: &[u8]) -> Result<(), EngineError> {
-        // SAFETY: the buffer exists, as this structure says, and no other code uses its bytes now.
-        // The range lies inside: the node was compiled from a valid graph.
-        unsafe { (self.device).upload(self.bases[buffer] + offset, Bytes::from(data)) }
+        for place in self.places.iter().filter(|place| place.is_written) {
+            let Some(part) = place.part(buffer, offset, data.len()) else {
+                continue;
+            };
+            let to = place.address + (part.start - place.range.bytes.start);
+            let from = &data[(part.start - offset) as usize..(part.end - offset) as usize];
+            // SAFETY: the tensor exists, as this structure says, and no other code uses its bytes
+            // now. `part` has checked that the bytes lie inside it.
+            unsafe { self.device.upload(to, Bytes::from(from)) }?;
+        }
+        Ok(())
     }
 }

@@ -18,6 +18,7 @@ use crate::launch::policy::LaunchPolicy;
 use crate::memory::CudaMemory;
 use crate::plan::{CudaPlan, compile_bytes};
 use crate::source::SM_90A;
+use crate::weights::WeightMemory;
 use vgpu_engine::work::Speed;
 use vgpu_engine::{Engine, EngineError, Memory, MemoryInfo, Plan};
 
@@ -253,6 +254,26 @@ impl Engine for CudaEngine {
 
     fn alloc(&self, size: u64) -> Result<Arc<dyn Memory>, EngineError> {
         Ok(Arc::new(CudaMemory::new(&self.context()?.allocator, size)?))
+    }
+
+    fn supports_weights(&self) -> bool {
+        true
+    }
+
+    fn alloc_weights(
+        &self,
+        instead: &Arc<dyn Memory>,
+    ) -> Result<Option<Arc<dyn Memory>>, EngineError> {
+        let allocator = &self.context()?.allocator;
+        let size = instead.size();
+        match instead.as_any().downcast_ref::<CudaMemory>() {
+            Some(memory) if memory.is_of(allocator) => {}
+            _ => return Err(EngineError::ForeignMemory),
+        }
+        if size == 0 {
+            return Ok(None);
+        }
+        Ok(Some(Arc::new(WeightMemory::new(allocator, size))))
     }
 
     fn fatal_error(&self) -> Option<String> {

@@ -6,15 +6,15 @@
 //! - [`source`], [`nvrtc`], `cubin`: kernel sources, their compiler, and machine code.
 //! - `params`, `types`: parameter structures of kernels, and sets of tensor types.
 //! - [`kernel_set`], [`verdict`]: which kernels may be used, and what the self-check has found.
-//! - `allocator`, `memory`, `scratch`, `upload_batch`: device memory, and small uploads in one
-//!   launch.
+//! - `allocator`, `memory`, `memory_access`, `scratch`, `upload_batch`: device memory, and small
+//!   uploads in one launch.
 //! - `launch`: what operators build launches with; `ops`: one file for each family of operators.
 //! - [`autotune`]: which variant of a matrix kernel is the fastest.
 //! - `fused_launch`, `activation_cache`: one launch for several nodes, and activations that several
 //!   launches read.
 //! - `graph_exec`: launches as CUDA graphs, reused from plan to plan.
 //! - `megakernel`: runs of launches as one cooperative launch.
-//! - `repack`: weights as structures of arrays.
+//! - `repack`: weights as structures of arrays; `weights`: buffers that share them.
 //! - `cpu_fallback`: the nodes that the CPU engine runs.
 //! - `context`, `plan`, `engine`: what plans share, plans, and the engine.
 
@@ -33,6 +33,7 @@ pub mod kernel_set;
 mod launch;
 mod megakernel;
 mod memory;
+mod memory_access;
 mod merge;
 pub mod nvml;
 pub mod nvrtc;
@@ -45,6 +46,7 @@ pub mod source;
 mod types;
 mod upload_batch;
 pub mod verdict;
+mod weights;
 mod written;
 
 pub use cubin::has_machine_code;

@@ -1,6 +1,5 @@
 //! The memory of a buffer on a device.
 
-use std::any::Any;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -16,7 +15,7 @@ use vgpu_engine::{EngineError, Memory, check_range};
 
 /// An allocation on a device, some tensors of which may be repacked.
 pub(crate) struct CudaMemory {
-    allocator: Arc<Allocator>,
+    pub(crate) allocator: Arc<Allocator>,
     /// An address that is not mapped if the size is 0.
     address: Address,
     size: u64,
@@ -68,10 +67,22 @@ impl CudaMemory {
     /// # Errors
     /// [`EngineError::OutOfMemory`] if the device has not that much left.
     pub(crate) fn new(allocator: &Arc<Allocator>, size: u64) -> Result<CudaMemory, EngineError> {
+        CudaMemory::from_reserved(allocator, size, 0)
+    }
+
+    /// The same, from `reserved` bytes of a reservation as far as they go, which are given up.
+    ///
+    /// # Errors
+    /// [`EngineError::OutOfMemory`] if the device has not that much left. Nothing is given up then.
+    pub(crate) fn from_reserved(
+        allocator: &Arc<Allocator>,
+        size: u64,
+        reserved: u64,
+    ) -> Result<CudaMemory, EngineError> {
         let address = if size == 0 {
             256
         } else {
-            allocator.alloc(size)?
+            allocator.alloc(size, reserved)?
         };
         Ok(CudaMemory {
             allocator: Arc::clone(allocator),
@@ -84,6 +95,11 @@ impl CudaMemory {
     /// The address of the first byte.
     pub(crate) fn address(&self) -> Address {
         self.address
+    }
+
+    /// The size in bytes.
+    pub(crate) fn byte_size(&self) -> u64 {
+        self.size
     }
 
     /// Whether the memory is from `allocator`.
@@ -107,7 +123,13 @@ impl CudaMemory {
         &self.repack_state
     }
 
-    /// Repacks the plain tensor at `start`, which lies inside the memory.
+    /// Whether several buffers for weights hold the memory.
+    pub(crate) fn is_shared(&self) -> bool {
+        self.repack_state.state().holders > 1
+    }
+
+    /// Repacks the plain tensor at `start`, which lies inside the memory. Returns `false` and does
+    /// nothing if several buffers hold the memory by now.
     ///
     /// # Errors
     /// [`EngineError`] of the device.
@@ -116,7 +138,12 @@ impl CudaMemory {
         start: u64,
         format: RepackFormat,
         buffer: &RepackBuffer,
-    ) -> Result<(), EngineError> {
+    ) -> Result<bool, EngineError> {
+        // Other buffers that come to hold the memory, and reads, wait until the format is noted.
+        let mut state = self.repack_state.state();
+        if state.holders > 1 {
+            return Ok(false);
+        }
         let device = self.allocator.device();
         let (at, from) = (self.address + start, buffer.memory.address);
         for parts in format.parts(CHUNK) {
@@ -159,16 +186,17 @@ impl CudaMemory {
                 unsafe { device.copy(at + begin, staged, end - begin)? };
             }
         }
-        self.repack_state.state().insert(start, format);
+        state.insert(start, format);
         self.repack_state.has_changed();
-        Ok(())
+        Ok(true)
     }
 
     /// Restores all repacked tensors with bytes in `range`. The tensors stay plain from then on.
+    /// Returns `false` and does nothing if there are some and several buffers hold the memory.
     ///
     /// # Errors
     /// [`EngineError`] of the device.
-    pub(crate) fn restore(&self, range: &Range<u64>) -> Result<(), EngineError> {
+    pub(crate) fn restore(&self, range: &Range<u64>) -> Result<bool, EngineError> {
         self.drop_or_restore(range, |_| false)
     }
 
@@ -177,14 +205,14 @@ impl CudaMemory {
     ///
     /// # Errors
     /// [`EngineError`] of the device.
-    fn before_write(&self, range: &Range<u64>) -> Result<(), EngineError> {
+    pub(crate) fn before_write(&self, range: &Range<u64>) -> Result<bool, EngineError> {
         self.drop_or_restore(range, |tensor| {
             range.start <= tensor.start && tensor.end <= range.end
         })
     }
 
     /// Leaves no tensor with bytes in `range` repacked: drops those that `is_forgotten` names, and
-    /// restores the others.
+    /// restores the others. As for [`restore`](CudaMemory::restore).
     ///
     /// # Errors
     /// [`EngineError`] of the device.
@@ -192,12 +220,16 @@ impl CudaMemory {
         &self,
         range: &Range<u64>,
         is_forgotten: impl Fn(&Range<u64>) -> bool,
-    ) -> Result<(), EngineError> {
+    ) -> Result<bool, EngineError> {
         if !self.repack_state.is_allowed() {
-            return Ok(());
+            return Ok(true);
         }
         let mut state = self.repack_state.state();
-        for (start, format) in state.meeting(range) {
+        let met = state.meeting(range);
+        if state.holders > 1 && !met.is_empty() {
+            return Ok(false);
+        }
+        for (start, format) in met {
             if is_forgotten(&(start..start + format.bytes())) {
                 state.forget(start);
             } else {
@@ -214,6 +246,46 @@ impl CudaMemory {
             }
             self.repack_state.has_changed();
         }
+        Ok(true)
+    }
+
+    /// Copies the bytes of `range` in ggml's format to `to` of `dst`, another allocation. `dst` is
+    /// plain there, and stays so. Bytes that are repacked go through the host, and `is_cancelled`
+    /// is asked before each 16 MiB of them.
+    ///
+    /// # Errors
+    /// [`EngineError::Cancelled`] once `is_cancelled` has returned `true`, and [`EngineError`] of
+    /// the device.
+    pub(crate) fn copy_plain(
+        &self,
+        range: Range<u64>,
+        dst: &CudaMemory,
+        to: u64,
+        is_cancelled: &dyn Fn() -> bool,
+    ) -> Result<(), EngineError> {
+        let len = range.end - range.start;
+        let (from, to_address) = (self.range(range.start, len)?, dst.range(to, len)?);
+        let state = self.repack_state.state();
+        if len == 0 {
+            return Ok(());
+        }
+        if state.meeting(&range).is_empty() {
+            // SAFETY: `range` has checked that the `len` bytes are inside their memories, which are
+            // two allocations. The lock keeps the bytes plain until the copy was asked for.
+            return unsafe { self.allocator.device().copy(to_address, from, len) };
+        }
+        drop(state);
+        let mut bytes = vec![0; len.min(CHUNK) as usize];
+        let mut done = 0;
+        while done < len {
+            if is_cancelled() {
+                return Err(EngineError::Cancelled);
+            }
+            let part = &mut bytes[..(len - done).min(CHUNK) as usize];
+            self.read(range.start + done, BytesMut::from(&mut *part))?;
+            dst.write(to + done, Bytes::from(&*part))?;
+            done += part.len() as u64;
+        }
         Ok(())
     }
 
@@ -221,7 +293,7 @@ impl CudaMemory {
     ///
     /// # Errors
     /// [`EngineError`] of the device.
-    fn fetch(&self, start: u64, range: Range<u64>) -> Result<Vec<u8>, EngineError> {
+    pub(crate) fn fetch(&self, start: u64, range: Range<u64>) -> Result<Vec<u8>, EngineError> {
         let mut bytes = vec![0; (range.end - range.start) as usize];
         self.download(start + range.start, bytes.as_mut_slice().into())?;
         Ok(bytes)
@@ -231,7 +303,7 @@ impl CudaMemory {
     ///
     /// # Errors
     /// [`EngineError`] of the device.
-    fn download(&self, offset: u64, out: BytesMut<'_>) -> Result<(), EngineError> {
+    pub(crate) fn download(&self, offset: u64, out: BytesMut<'_>) -> Result<(), EngineError> {
         if out.is_empty() {
             return Ok(());
         }
@@ -245,7 +317,7 @@ impl CudaMemory {
     ///
     /// # Errors
     /// [`EngineError`] if the range is not inside the memory, or the device is lost.
-    fn range(&self, offset: u64, len: u64) -> Result<Address, EngineError> {
+    pub(crate) fn range(&self, offset: u64, len: u64) -> Result<Address, EngineError> {
         check_range(offset, len, self.size)?;
         self.check_there()?;
         Ok(self.address + offset)
@@ -259,106 +331,5 @@ impl Drop for CudaMemory {
             // hold it alive.
             unsafe { self.allocator.free(self.address, self.size) };
         }
-    }
-}
-
-impl Memory for CudaMemory {
-    fn size(&self) -> u64 {
-        self.size
-    }
-
-    fn write(&self, offset: u64, data: Bytes<'_>) -> Result<(), EngineError> {
-        let to = self.range(offset, data.len() as u64)?;
-        if data.is_empty() {
-            return Ok(());
-        }
-        self.before_write(&(offset..offset + data.len() as u64))?;
-        // SAFETY: `range` has checked that the `data.len()` bytes at `to` are inside this memory.
-        unsafe { self.allocator.device().upload(to, data) }
-    }
-
-    fn read(&self, offset: u64, out: BytesMut<'_>) -> Result<(), EngineError> {
-        let len = out.len() as u64;
-        self.range(offset, len)?;
-        if !self.repack_state.is_allowed() {
-            return self.download(offset, out);
-        }
-        let state = self.repack_state.state();
-        let (mut at, end) = (offset, offset + len);
-        let mut rest = out;
-        for (start, format) in state.meeting(&(offset..end)) {
-            let wanted = start.max(at)..(start + format.bytes()).min(end);
-            let (before, from_here) = rest.split_at((wanted.start - at) as usize);
-            self.download(at, before)?;
-            let (here, behind) = from_here.split_at((wanted.end - wanted.start) as usize);
-            let mut here = Some(here);
-            let give = |bytes: &[u8]| {
-                let buffer = here
-                    .take()
-                    .expect("chunks are given until there is no buffer left");
-                let (mut first, left) = buffer.split_at(bytes.len());
-                first.copy_from(bytes.into());
-                here = Some(left);
-                Ok(())
-            };
-            format.read(
-                wanted.start - start..wanted.end - start,
-                |bytes| self.fetch(start, bytes),
-                give,
-            )?;
-            (at, rest) = (wanted.end, behind);
-        }
-        self.download(at, rest)
-    }
-
-    fn fill(&self, offset: u64, len: u64, value: u8) -> Result<(), EngineError> {
-        let to = self.range(offset, len)?;
-        if len == 0 {
-            return Ok(());
-        }
-        self.before_write(&(offset..offset + len))?;
-        // SAFETY: `range` has checked that the `len` bytes at `to` are inside this memory.
-        unsafe { self.allocator.device().fill(to, len, value) }
-    }
-
-    fn copy_from(
-        &self,
-        offset: u64,
-        source: &dyn Memory,
-        source_offset: u64,
-        len: u64,
-    ) -> Result<(), EngineError> {
-        let source: &CudaMemory = source
-            .as_any()
-            .downcast_ref()
-            .filter(|source: &&CudaMemory| source.is_of(&self.allocator))
-            .ok_or(EngineError::ForeignMemory)?;
-        let (to, from) = (self.range(offset, len)?, source.range(source_offset, len)?);
-        if len == 0 || to == from {
-            return Ok(());
-        }
-        source.restore(&(source_offset..source_offset + len))?;
-        self.before_write(&(offset..offset + len))?;
-        if to.abs_diff(from) >= len {
-            // SAFETY: `range` has checked that the `len` bytes at `to` and at `from` are inside
-            // their memories. The two ranges do not overlap, since their distance is at least
-            // `len`.
-            return unsafe { self.allocator.device().copy(to, from, len) };
-        }
-        let through = CudaMemory::new(&self.allocator, len)?;
-        // SAFETY: `range` has checked both ranges. `through` is another allocation of `len` bytes,
-        // and the allocator reuses it only for work behind these copies.
-        unsafe {
-            self.allocator.device().copy(through.address, from, len)?;
-            self.allocator.device().copy(to, through.address, len)
-        }
-    }
-
-    fn mark_weights(&self) {
-        self.repack_state.allow();
-    }
-
-    fn as_any(&self) -> &dyn Any {
-        self
     }
 }

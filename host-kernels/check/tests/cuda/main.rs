@@ -9,6 +9,8 @@ mod plans;
 mod repack;
 #[path = "../common/sample.rs"]
 mod sample;
+mod shared_weights;
+mod shared_weights_bounds;
 #[path = "../../../shim/device.rs"]
 mod shim;
 mod single_nodes;

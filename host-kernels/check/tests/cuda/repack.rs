@@ -14,9 +14,9 @@ use crate::engine_with;
 use crate::spy::{Call, Fails, Spy};
 
 /// Buffers: the weights, and all other tensors.
-const WEIGHTS: u32 = 0;
-const OTHERS: u32 = 1;
-const OTHER_BYTES: u64 = 4 << 20;
+pub(crate) const WEIGHTS: u32 = 0;
+pub(crate) const OTHERS: u32 = 1;
+pub(crate) const OTHER_BYTES: u64 = 4 << 20;
 
 /// An engine that repacks weights or not, and the device that runs its kernels.
 fn engine(repack: bool) -> (CudaEngine, Arc<Spy>) {
@@ -29,7 +29,7 @@ fn engine(repack: bool) -> (CudaEngine, Arc<Spy>) {
 }
 
 /// A dense tensor of a buffer.
-fn tensor(buffer: u32, ty: Type, ne: [u64; 4], offset: u64) -> Tensor {
+pub(crate) fn tensor(buffer: u32, ty: Type, ne: [u64; 4], offset: u64) -> Tensor {
     Tensor {
         shape: Shape::contiguous(ty, ne).expect("a small tensor"),
         buffer,
@@ -37,12 +37,12 @@ fn tensor(buffer: u32, ty: Type, ne: [u64; 4], offset: u64) -> Tensor {
     }
 }
 
-fn size(tensor: &Tensor) -> u64 {
+pub(crate) fn size(tensor: &Tensor) -> u64 {
     tensor.shape.byte_len().expect("a small tensor")
 }
 
 /// A graph of nodes with operator, destination and sources.
-fn graph(tensors: &[Tensor], nodes: &[(Op, u32, &[u32])]) -> Graph {
+pub(crate) fn graph(tensors: &[Tensor], nodes: &[(Op, u32, &[u32])]) -> Graph {
     let nodes = nodes.iter().map(|&(op, dst, src)| Node {
         op,
         dst,
@@ -62,7 +62,7 @@ const MUL_MAT: Op = Op::MulMat {
 };
 
 /// Weights times `columns` columns, which lie before the result.
-fn product(weights: Tensor, columns: u64) -> Graph {
+pub(crate) fn product(weights: Tensor, columns: u64) -> Graph {
     let [length, rows, ..] = weights.shape.ne;
     let x = tensor(OTHERS, Type::F32, [length, columns, 1, 1], 0);
     let dst = tensor(OTHERS, Type::F32, [rows, columns, 1, 1], OTHER_BYTES / 2);
@@ -83,7 +83,7 @@ fn experts(weights: Tensor) -> Graph {
 }
 
 /// Rows of the weights as f32.
-fn rows_of(weights: Tensor) -> Graph {
+pub(crate) fn rows_of(weights: Tensor) -> Graph {
     let ids = tensor(OTHERS, Type::I32, [2, 1, 1, 1], OTHER_BYTES / 4);
     let ne = [weights.shape.ne[0], 2, 1, 1];
     let dst = tensor(OTHERS, Type::F32, ne, OTHER_BYTES / 2);
@@ -99,7 +99,7 @@ fn content(len: u64, seed: u32) -> Vec<u8> {
 }
 
 /// The same for another type, whose scales are F16.
-fn content_of(ty: Type, len: u64, seed: u32) -> Vec<u8> {
+pub(crate) fn content_of(ty: Type, len: u64, seed: u32) -> Vec<u8> {
     let least = if ty == Type::Mxfp4 { 0x78 } else { 0x34 };
     (0..len as u32)
         .map(|i| (i.wrapping_add(seed).wrapping_mul(2_654_435_761) >> 13) as u8 % 8 + least)
@@ -107,12 +107,12 @@ fn content_of(ty: Type, len: u64, seed: u32) -> Vec<u8> {
 }
 
 /// Two buffers on an engine: weights, marked so, and all other tensors.
-struct Loaded {
-    buffers: Vec<Arc<dyn Memory>>,
+pub(crate) struct Loaded {
+    pub(crate) buffers: Vec<Arc<dyn Memory>>,
 }
 
 impl Loaded {
-    fn new(engine: &dyn Engine, weights: &[u8]) -> Loaded {
+    pub(crate) fn new(engine: &dyn Engine, weights: &[u8]) -> Loaded {
         let buffers = vec![
             engine.alloc(weights.len() as u64).unwrap(),
             engine.alloc(OTHER_BYTES).unwrap(),
@@ -130,11 +130,11 @@ impl Loaded {
         Loaded { buffers }
     }
 
-    fn weights(&self) -> &dyn Memory {
+    pub(crate) fn weights(&self) -> &dyn Memory {
         &*self.buffers[0]
     }
 
-    fn compile(&self, engine: &dyn Engine, graph: &Graph) -> Box<dyn Plan> {
+    pub(crate) fn compile(&self, engine: &dyn Engine, graph: &Graph) -> Box<dyn Plan> {
         let size = |id: BufferId| Some(self.buffers[id.0 as usize - 1].size());
         let valid = validate(
             graph.clone(),
@@ -149,7 +149,7 @@ impl Loaded {
         plan
     }
 
-    fn read(&self, offset: u64, len: u64) -> Vec<u8> {
+    pub(crate) fn read(&self, offset: u64, len: u64) -> Vec<u8> {
         let mut out = vec![0; len as usize];
         self.weights()
             .read(offset, out.as_mut_slice().into())
@@ -158,7 +158,7 @@ impl Loaded {
     }
 
     /// The last tensor of a graph after its run.
-    fn result(&self, graph: &Graph) -> Vec<f32> {
+    pub(crate) fn result(&self, graph: &Graph) -> Vec<f32> {
         let dst = graph.tensors.last().unwrap();
         let mut out = vec![0; size(dst) as usize];
         self.buffers[1]
@@ -171,14 +171,14 @@ impl Loaded {
 }
 
 /// The number of launches that repacked.
-fn repacked(device: &Spy) -> usize {
+pub(crate) fn repacked(device: &Spy) -> usize {
     let log = device.take_log();
     let asked = |call: &&Call| **call == Call::Launch("vg_repack");
     log.iter().filter(asked).count()
 }
 
 /// The two results differ only by the order of additions.
-fn assert_close(got: &[f32], want: &[f32], what: &str) {
+pub(crate) fn assert_close(got: &[f32], want: &[f32], what: &str) {
     assert_eq!(got.len(), want.len(), "{what}");
     let largest = want.iter().fold(0.0f32, |most, x| most.max(x.abs()));
     assert!(largest.is_finite() && largest > 0.0, "{what}: {largest}");
@@ -191,7 +191,7 @@ fn assert_close(got: &[f32], want: &[f32], what: &str) {
 }
 
 /// The result of a graph with plain weights.
-fn plain_result(weights: &[u8], graph: &Graph) -> Vec<f32> {
+pub(crate) fn plain_result(weights: &[u8], graph: &Graph) -> Vec<f32> {
     let (engine, device) = engine(false);
     let loaded = Loaded::new(&engine, weights);
     loaded.compile(&engine, graph).run().unwrap();

@@ -1,6 +1,6 @@
 //! A device that records its calls, runs kernels or not, and fails on command.
 
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use vgpu_cuda::device::{Address, Device, Event, GraphExecId, KernelId, Launch, MappedHostMemory};
 use vgpu_cuda_shim::DeviceModel;
@@ -30,7 +30,14 @@ struct SpyState {
     lost: Option<String>,
     /// Bytes that are allocated.
     used: u64,
+    /// Bytes that were copied within the device.
+    copied: u64,
+    /// Called by each allocation of the device.
+    on_alloc: Option<OnAlloc>,
 }
+
+/// What an allocation calls.
+pub(crate) type OnAlloc = Arc<dyn Fn() + Send + Sync>;
 
 /// A failure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -157,6 +164,16 @@ impl Spy {
         self.state().fails = fails.into();
     }
 
+    /// Bytes that were copied within the device since the last call.
+    pub(crate) fn take_copied(&self) -> u64 {
+        std::mem::take(&mut self.state().copied)
+    }
+
+    /// Calls this in each allocation of the device from now on, before there is memory.
+    pub(crate) fn on_alloc(&self, call: Option<OnAlloc>) {
+        self.state().on_alloc = call;
+    }
+
     fn note(&self, call: Call) {
         self.state().log.push(call);
     }
@@ -267,6 +284,10 @@ impl Device for Spy {
 
     fn alloc(&self, size: u64) -> Result<Address, EngineError> {
         self.check(Fails::Memory)?;
+        let call = self.state().on_alloc.clone();
+        if let Some(call) = call {
+            call();
+        }
         let MemoryInfo { total, free } = self.memory();
         if size > free {
             let wanted = size;
@@ -338,6 +359,7 @@ impl Device for Spy {
 
     unsafe fn copy(&self, to: Address, from: Address, size: u64) -> Result<(), EngineError> {
         self.check_there()?;
+        self.state().copied += size;
         // SAFETY: the caller guarantees `size` bytes of the shim's memory at both addresses, which
         // do not overlap.
         unsafe { self.shim.copy(to, from, size) }

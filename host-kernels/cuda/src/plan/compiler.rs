@@ -26,7 +26,6 @@ use crate::written::WrittenRanges;
 /// The state of a compilation.
 pub(crate) struct Compiler<'a> {
     context: &'a Arc<ExecutionContext>,
-    bases: &'a [Address],
     views: &'a [VgView],
     /// The graph in the order of execution, and the position of each node in the guest's graph.
     graph: &'a Graph,
@@ -66,12 +65,10 @@ impl<'a> Compiler<'a> {
     pub(crate) fn of(
         arrangement: &'a Arrangement,
         views: &'a [VgView],
-        bases: &'a [Address],
         (context, is_cancelled): (&'a Arc<ExecutionContext>, &dyn Fn() -> bool),
     ) -> Result<Compiler<'a>, EngineError> {
         let mut compiler = Compiler {
             context,
-            bases,
             views,
             graph: &arrangement.graph,
             origin: &arrangement.origin,
@@ -163,7 +160,7 @@ impl<'a> Compiler<'a> {
     /// [`EngineError`] of the CPU engine.
     fn node_on_cpu(&mut self, at: usize) -> Result<(), EngineError> {
         let fallback = &self.context.cpu_fallback;
-        let work = fallback.compile(self.graph, at, self.bases)?;
+        let work = fallback.compile(self.graph, at, self.views)?;
         let node = &self.graph.nodes[at];
         let sources = node.src.as_slice().iter().flatten();
         // The CPU engine reads ggml's layout.

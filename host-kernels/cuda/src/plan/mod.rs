@@ -1,6 +1,7 @@
 //! Plans: compiled graphs, and running them.
 
 mod compiler;
+mod located;
 mod split;
 
 use std::collections::BTreeSet;
@@ -12,13 +13,13 @@ use tracing::error;
 use vgpu_transport::ir::{Graph, GraphCounts};
 
 use crate::context::{DeviceGuard, ExecutionContext};
-use crate::device::Address;
 use crate::graph_exec::{Failure, LaunchSequence};
 use crate::memory::CudaMemory;
 use crate::params::{VgFault, VgView};
 use crate::repack::pass::RepackPass;
 use crate::scratch::Claim;
 use compiler::{Compiler, is_aligned};
+use located::{Buffer, Located};
 use split::{Split, at_node, failure};
 use vgpu_engine::fuse::Arrangement;
 use vgpu_engine::{
@@ -63,8 +64,7 @@ pub(crate) struct CudaPlan {
     under_way: Option<RunInFlight>,
     /// Whether a run has yielded and not ended.
     has_yielded: bool,
-    /// The memory that the launches use, each with its
-    /// [`RepackState::changes`](crate::repack::state::RepackState::changes) at compilation.
+    /// The memory that the launches use, each with its [changes](Buffer::changes) at compilation.
     memory: Vec<(Arc<dyn Memory>, u64)>,
     /// Bytes of scratch memory that the launches use.
     scratch_bytes: u64,
@@ -87,8 +87,9 @@ impl CudaPlan {
     /// # Errors
     /// [`EngineError::ForeignMemory`] if a buffer is not of this engine,
     /// [`EngineError::Unsupported`] if a tensor is not aligned or no kernel takes the operands of a
-    /// node, [`EngineError::OutOfMemory`] if there is no memory for a stage table,
-    /// [`EngineError::DeviceLost`], [`EngineError::Cancelled`] once `is_cancelled` returns `true`.
+    /// node, [`EngineError::OutOfMemory`] if there is no memory for a stage table or a copy of
+    /// weights, [`EngineError::DeviceLost`], [`EngineError::Cancelled`] once `is_cancelled` returns
+    /// `true`.
     pub(crate) fn compile(
         graph: &Graph,
         buffers: &[Arc<dyn Memory>],
@@ -97,15 +98,14 @@ impl CudaPlan {
     ) -> Result<CudaPlan, EngineError> {
         let memories = { buffers.iter() }
             .map(|memory| {
-                let memory = cuda_memory(memory).ok_or(EngineError::ForeignMemory)?;
+                let memory = Buffer::of(memory).ok_or(EngineError::ForeignMemory)?;
                 memory.check_there()?;
                 match memory.is_of(&context.allocator) {
                     true => Ok(memory),
                     false => Err(EngineError::ForeignMemory),
                 }
             })
-            .collect::<Result<Vec<&CudaMemory>, EngineError>>()?;
-        let bases: Vec<Address> = memories.iter().map(|memory| memory.address()).collect();
+            .collect::<Result<Vec<Buffer<'_>>, EngineError>>()?;
         if let Some(tensor) = graph.tensors.iter().find(|tensor| !is_aligned(tensor)) {
             return Err(EngineError::Unsupported {
                 op: "a graph",
@@ -117,21 +117,21 @@ impl CudaPlan {
                 ),
             });
         }
-        let plain: Vec<VgView> = graph
-            .tensors
-            .iter()
-            .map(|t| VgView::new(bases[t.buffer as usize] + t.offset, &t.shape))
+        let located = Located::of(graph, &memories, is_cancelled)?;
+        let at = located.places(&memories);
+        let plain: Vec<VgView> = { graph.tensors.iter().enumerate() }
+            .map(|(i, t)| VgView::new(at.address(i), &t.shape))
             .collect();
         let arrangement = match context.policy.fusion {
             true => Arrangement::of(graph, context.mmv_columns() as u64, is_cancelled),
             false => Arrangement::plain(graph),
         };
-        let mut repack = RepackPass::of(graph, &memories, context)?;
+        let mut repack = RepackPass::of(graph, &at, context)?;
         let mut views;
         let mut compiler = loop {
             views = plain.clone();
             repack.mark(&mut views);
-            let compiler = Compiler::of(&arrangement, &views, &bases, (context, is_cancelled))?;
+            let compiler = Compiler::of(&arrangement, &views, (context, is_cancelled))?;
             if !repack.refuse(&compiler.refused) {
                 break compiler;
             }
@@ -145,10 +145,11 @@ impl CudaPlan {
             .map(|memory| Arc::as_ptr(memory).cast::<()>() as usize)
             .collect();
         let (splits, tables) = compiler.into_splits(&places, &ops)?;
-        repack.apply()?;
-        let changes = memories
-            .iter()
-            .map(|memory| memory.repack_state().changes());
+        let formats = located.formats();
+        let applied = repack.apply();
+        located.note_changes(&memories, &formats);
+        let changes: Vec<u64> = memories.iter().map(Buffer::changes).collect();
+        located.copy_withheld(&memories, &applied?, is_cancelled)?;
         Ok(CudaPlan {
             context: Arc::clone(context),
             splits,
@@ -309,11 +310,6 @@ impl CudaPlan {
     }
 }
 
-/// The engine's own type of memory.
-fn cuda_memory(memory: &Arc<dyn Memory>) -> Option<&CudaMemory> {
-    memory.as_any().downcast_ref()
-}
-
 impl Plan for CudaPlan {
     fn launch(&mut self, turn: &Turn) -> Result<RunStatus, RunError> {
         self.wait()?;
@@ -445,7 +441,7 @@ impl Plan for CudaPlan {
 
     fn is_current(&self) -> bool {
         self.memory.iter().all(|(memory, changes)| {
-            cuda_memory(memory).is_some_and(|memory| memory.repack_state().changes() == *changes)
+            Buffer::of(memory).is_some_and(|memory| memory.changes() == *changes)
         })
     }
 }

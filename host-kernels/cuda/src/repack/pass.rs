@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use tracing::debug;
-use vgpu_transport::ir::{Graph, Op};
+use vgpu_transport::ir::{Graph, Op, Tensor};
 
 use crate::context::ExecutionContext;
 use crate::device::Address;
@@ -19,9 +19,38 @@ use crate::repack::format::RepackFormat;
 use crate::repack::state::Placement;
 use vgpu_engine::EngineError;
 
+/// The allocations that a graph uses, and where in them its tensors are.
+pub(crate) struct Places<'m> {
+    /// The allocations.
+    pub(crate) memories: Vec<&'m CudaMemory>,
+    /// For each tensor, the index of its allocation and the offset in it.
+    pub(crate) tensors: Vec<(usize, u64)>,
+    /// The index of the first allocation that is a piece of a buffer for weights.
+    pub(crate) first_piece: usize,
+}
+
+impl Places<'_> {
+    /// The address of a tensor.
+    pub(crate) fn address(&self, tensor: usize) -> Address {
+        let (memory, offset) = self.tensors[tensor];
+        self.memories[memory].address() + offset
+    }
+}
+
+/// The allocations whose tensors could not get the format that a graph needs, since several buffers
+/// hold them: the graph has to be compiled again.
+#[derive(Debug, Default)]
+pub(crate) struct Withheld {
+    /// Those that are repacked, and that the graph needs plain, by the number of the piece.
+    pub(crate) repacked: Vec<usize>,
+    /// Whether others were shared after the graph was compiled to read them repacked.
+    pub(crate) has_plain: bool,
+}
+
 /// The format of each weight tensor of a graph.
 pub(crate) struct RepackPass<'m> {
     memories: &'m [&'m CudaMemory],
+    first_piece: usize,
     /// The tensors that kernels read repacked.
     repacked: Vec<RepackedTensor>,
     /// Other bytes of weight memory that the graph uses: the index of the memory, and the range.
@@ -53,17 +82,19 @@ struct Use {
 }
 
 impl<'m> RepackPass<'m> {
-    /// Decides for a graph whose buffers are `memories`. Nothing is changed yet.
+    /// Decides for a graph whose tensors are at `places`. Nothing is changed yet.
     ///
     /// # Errors
     /// [`EngineError`] of the device, other than a lack of memory.
     pub(crate) fn of(
         graph: &Graph,
-        memories: &'m [&'m CudaMemory],
+        places: &'m Places<'_>,
         context: &Arc<ExecutionContext>,
     ) -> Result<RepackPass<'m>, EngineError> {
+        let memories = &places.memories[..];
         let mut layout = RepackPass {
             memories,
+            first_piece: places.first_piece,
             repacked: Vec::new(),
             plain: Vec::new(),
             buffer: None,
@@ -71,7 +102,7 @@ impl<'m> RepackPass<'m> {
         if !context.policy.repack || !memories.iter().any(|it| it.repack_state().is_allowed()) {
             return Ok(layout);
         }
-        let mut uses = uses(graph, memories);
+        let mut uses = uses(graph, places);
         uses.sort_unstable_by_key(|it| (it.at, it.bytes.end - it.bytes.start));
         let mut rest = uses.as_slice();
         while let Some(first) = rest.first() {
@@ -174,30 +205,35 @@ impl<'m> RepackPass<'m> {
         self.leave(|it| refused.contains(&(memories[it.memory].address() + it.start)))
     }
 
-    /// Repacks and restores tensors as decided.
+    /// Repacks and restores tensors as decided, but for those that it returns.
     ///
     /// # Errors
     /// [`EngineError`] of the device.
-    pub(crate) fn apply(self) -> Result<(), EngineError> {
+    pub(crate) fn apply(self) -> Result<Withheld, EngineError> {
+        let mut withheld = Withheld::default();
         for (memory, bytes) in &self.plain {
-            self.memories[*memory].restore(bytes)?;
+            if !self.memories[*memory].restore(bytes)? {
+                withheld.repacked.push(*memory - self.first_piece);
+            }
         }
         let mut count = 0;
         for it in self.repacked.iter().filter(|it| !it.is_done) {
             let buffer = self.buffer.as_ref();
             let buffer = buffer.expect("there is buffer, or nothing that needs it");
-            self.memories[it.memory].repack(it.start, it.format, buffer)?;
-            count += 1;
+            match self.memories[it.memory].repack(it.start, it.format, buffer)? {
+                true => count += 1,
+                false => withheld.has_plain = true,
+            }
         }
         if count > 0 {
             debug!("{count} weight tensors were repacked");
         }
-        Ok(())
+        Ok(withheld)
     }
 }
 
 /// The bytes of weight memory that the nodes of a graph use.
-fn uses(graph: &Graph, memories: &[&CudaMemory]) -> Vec<Use> {
+fn uses(graph: &Graph, places: &Places<'_>) -> Vec<Use> {
     let mut uses = Vec::new();
     let nodes = { graph.nodes.iter() }.filter(|node| !graph.dst(node).shape.is_empty());
     for node in nodes {
@@ -205,14 +241,18 @@ fn uses(graph: &Graph, memories: &[&CudaMemory]) -> Vec<Use> {
         let sources = node.src.as_slice().iter().enumerate();
         let sources = sources.filter_map(|(i, src)| Some((multiplies && i == 0, (*src)?)));
         for (is_weights, tensor) in sources.chain([(false, node.dst)]) {
-            let it = &graph.tensors[tensor as usize];
-            let memory = memories[it.buffer as usize];
+            let (at, offset) = places.tensors[tensor as usize];
+            let memory = places.memories[at];
+            let it = &Tensor {
+                offset,
+                ..graph.tensors[tensor as usize]
+            };
             let bytes = it.shape.byte_len().expect("a validated tensor has a size");
             if bytes == 0 || !memory.repack_state().is_allowed() {
                 continue;
             }
             uses.push(Use {
-                memory: it.buffer as usize,
+                memory: at,
                 bytes: it.offset..it.offset + bytes,
                 at: memory.address() + it.offset,
                 format: RepackFormat::of(it).filter(|_| is_weights),

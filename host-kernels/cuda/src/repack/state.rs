@@ -29,6 +29,9 @@ pub(crate) struct RepackedTensors {
     /// The ranges, from the first byte to one past the last, of tensors that were restored and stay
     /// plain. Disjoint.
     plain: BTreeMap<u64, u64>,
+    /// How many buffers for weights hold the memory as a piece; 0 for other memory. What several
+    /// hold keeps its format.
+    pub(crate) holders: usize,
 }
 
 /// Whether a tensor can be repacked.
@@ -95,7 +98,10 @@ impl RepackedTensors {
         let met = self.meeting(&range);
         match met[..] {
             [found] if found == (start, *format) => Placement::Repacked,
-            [] if !meets_plain && self.tensors.len() + self.plain.len() < MAX_TENSORS => {
+            [] if !meets_plain
+                && self.holders < 2
+                && self.tensors.len() + self.plain.len() < MAX_TENSORS =>
+            {
                 Placement::Plain
             }
             _ => Placement::Fixed,
