@@ -100,6 +100,8 @@ pub mod weights;
 #[cfg(feature = "server")]
 pub use guest_change::{ChangeError, GuestChange, ParseChangeError, Quota};
 #[cfg(feature = "server")]
+pub use heap::limit_kept_memory;
+#[cfg(feature = "server")]
 pub use identity::{CertificateRule, Identity, ParseCertificateRuleError};
 #[cfg(feature = "server")]
 pub use last_log::end_with_last_log;

@@ -44,6 +44,7 @@ pub(crate) fn start_log(settings: &Settings) -> anyhow::Result<()> {
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    vgpu_executor::limit_kept_memory();
     if let Some(version) = &args.supervised {
         check_supervisor("process of a virtual machine", Some(version))?;
     }

@@ -55,6 +55,7 @@ pub(crate) struct WorkerArgs {
 }
 
 pub(crate) fn run_worker(args: WorkerArgs) -> anyhow::Result<()> {
+    vgpu_executor::limit_kept_memory();
     check_supervisor("worker", args.supervisor.as_deref())?;
     let log_format: LogFormat = args.log_format.parse()?;
     let _logging = Logging::start(&Settings {
