@@ -74,6 +74,9 @@ fn vfio_user(tests: &mut TestRun<'_>, prepared: &Prepared) {
     tests.check("a generation in the guest, vfio-user", |_, _| {
         booted.generations()
     });
+    tests.check("an executor killed, vfio-user", |_, _| {
+        booted.executor_killed(prepared)
+    });
     stop(tests, booted);
 }
 

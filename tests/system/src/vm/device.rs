@@ -8,6 +8,7 @@ use anyhow::{Context as _, Result, ensure};
 use super::guest::{Guest, Machine};
 use super::inside::{As, GuestOps, PLUGIN, PROMPT, TOKENS, Way};
 use super::prepared::{GUEST_TIMEOUT, MEMORY, Prepared, TIMEOUT};
+use super::program::{LONG, Outcome, Program};
 use super::qemu::Qemu;
 use xtask_common::cache::Cache;
 use xtask_common::process::Daemon;
@@ -143,6 +144,9 @@ pub(super) const PCI: Way<'_> = Way {
 pub(crate) struct Booted {
     guest: Guest,
     served: Served,
+    device: Device,
+    qemu: Qemu,
+    qemu_log: PathBuf,
 }
 
 /// Starts an executor and boots a guest with this device.
@@ -152,25 +156,43 @@ pub(crate) fn boot(
     device: Device,
     logs: &dyn Fn(&str) -> PathBuf,
 ) -> Result<Booted> {
-    let newer = match device {
-        Device::Ivshmem => None,
-        Device::VfioUser => Some(Qemu::with_vfio_user(cache)?),
+    let qemu = match device {
+        Device::Ivshmem => prepared.qemu.clone(),
+        Device::VfioUser => Qemu::with_vfio_user(cache)?,
     };
-    let qemu = newer.as_ref().unwrap_or(&prepared.qemu);
     let log = |name: &str| logs(&format!("vm-{}-{name}", device.name()));
     let served = Served::start(prepared, device, &log("vgpu-serve"), &[])?;
+    let qemu_log = log("qemu");
+    let guest = boot_machine(prepared, &qemu, device, served.socket(), &qemu_log)?;
+    Ok(Booted {
+        guest,
+        served,
+        device,
+        qemu,
+        qemu_log,
+    })
+}
+
+/// Boots a machine with the device of the executor at `socket`.
+fn boot_machine(
+    prepared: &Prepared,
+    qemu: &Qemu,
+    device: Device,
+    socket: &Path,
+    log: &Path,
+) -> Result<Guest> {
     let machine = Machine {
         qemu,
         accelerator: qemu.accelerator(),
         kernel: &prepared.kernel.image,
         initramfs: &prepared.initramfs,
         init: "/init",
-        devices: &device.arguments(&served.socket),
+        devices: &device.arguments(socket),
         memory: MEMORY,
     };
-    let mut guest = Guest::boot(&machine, &log("qemu"))?;
+    let mut guest = Guest::boot(&machine, log)?;
     guest.set_timeout(GUEST_TIMEOUT);
-    Ok(Booted { guest, served })
+    Ok(guest)
 }
 
 impl Booted {
@@ -271,6 +293,36 @@ impl Booted {
             .with_context(|| format!("after {kills} kills"))?;
         Ok(format!(
             "{in_time} errors in the guest, no crash, no hang; then {TOKENS} tokens equal"
+        ))
+    }
+
+    /// The executor is killed under a program of a machine whose device ends with it: an error, and
+    /// no vGPU until the machine is started again. The machine itself goes on.
+    pub(crate) fn executor_killed(&mut self, prepared: &Prepared) -> Result<String> {
+        let reference = self.guest.reference()?;
+        let environment = format!("{PLUGIN} {}", PCI.environment);
+        let program = Program::start(&mut self.guest, "program", &environment, 99)?;
+        let program_ends = |guest: &mut Guest, when: &str| -> Result<()> {
+            let end = program.end(guest)?;
+            let is_failure = matches!(end, Outcome::Failed(_));
+            let errors = program.errors(guest)?;
+            ensure!(is_failure, "{when}: {end:?}\n{errors}");
+            Ok(())
+        };
+        program.begin(&mut self.guest, LONG)?;
+        program.wait_for_tokens(&mut self.guest, 2)?;
+        self.served.kill(1)?;
+        program_ends(&mut self.guest, "after the kill")?;
+        program.begin(&mut self.guest, LONG)?;
+        program_ends(&mut self.guest, "a load without a device")?;
+        self.guest.run("true")?.good("a command after the kill")?;
+
+        self.guest.kill()?;
+        let (qemu, socket) = (&self.qemu, self.served.socket());
+        self.guest = boot_machine(prepared, qemu, self.device, socket, &self.qemu_log)?;
+        let equal = self.guest.generation(&PCI, &reference)?;
+        Ok(format!(
+            "two errors in the guest, which goes on; started again: {equal}"
         ))
     }
 
