@@ -77,6 +77,9 @@ fn vfio_user(tests: &mut TestRun<'_>, prepared: &Prepared) {
     tests.check("an executor killed, vfio-user", |_, _| {
         booted.executor_killed(prepared)
     });
+    tests.check("the device unplugged, vfio-user", |_, _| {
+        booted.unplugged(prepared)
+    });
     stop(tests, booted);
 }
 

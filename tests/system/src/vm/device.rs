@@ -4,12 +4,14 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context as _, Result, ensure};
+use serde_json::json;
 
 use super::guest::{Guest, Machine};
 use super::inside::{As, GuestOps, PLUGIN, PROMPT, TOKENS, Way};
 use super::prepared::{GUEST_TIMEOUT, MEMORY, Prepared, TIMEOUT};
 use super::program::{LONG, Outcome, Program};
 use super::qemu::Qemu;
+use super::qmp::{self, Qmp};
 use xtask_common::cache::Cache;
 use xtask_common::process::Daemon;
 use xtask_common::progress::Progress;
@@ -124,9 +126,12 @@ impl Device {
                 format!("memory-backend-memfd,id=mem,size={MEMORY},share=on"),
                 "-machine".into(),
                 "q35,memory-backend=mem".into(),
+                // A device on the root bus cannot be unplugged.
+                "-device".into(),
+                "pcie-root-port,id=port0,chassis=1".into(),
                 "-device".into(),
                 format!(
-                    r#"{{"driver":"vfio-user-pci","id":"vgpu0","socket":{{"type":"unix","path":"{socket}"}}}}"#
+                    r#"{{"driver":"vfio-user-pci","id":"vgpu0","bus":"port0","socket":{{"type":"unix","path":"{socket}"}}}}"#
                 ),
             ],
         }
@@ -173,6 +178,11 @@ pub(crate) fn boot(
     })
 }
 
+/// The socket of QEMU's monitor.
+fn monitor(prepared: &Prepared) -> PathBuf {
+    prepared.scratch.path().join("device-qmp.sock")
+}
+
 /// Boots a machine with the device of the executor at `socket`.
 fn boot_machine(
     prepared: &Prepared,
@@ -181,13 +191,15 @@ fn boot_machine(
     socket: &Path,
     log: &Path,
 ) -> Result<Guest> {
+    let mut devices = device.arguments(socket);
+    devices.extend(["-qmp".into(), qmp::argument(&monitor(prepared))]);
     let machine = Machine {
         qemu,
         accelerator: qemu.accelerator(),
         kernel: &prepared.kernel.image,
         initramfs: &prepared.initramfs,
         init: "/init",
-        devices: &device.arguments(socket),
+        devices: &devices,
         memory: MEMORY,
     };
     let mut guest = Guest::boot(&machine, log)?;
@@ -324,6 +336,18 @@ impl Booted {
         Ok(format!(
             "two errors in the guest, which goes on; started again: {equal}"
         ))
+    }
+
+    /// The device is unplugged while no program uses it. The machine goes on.
+    pub(crate) fn unplugged(&mut self, prepared: &Prepared) -> Result<String> {
+        let mut qmp = Qmp::connect(&monitor(prepared))?;
+        qmp.run("device_del", json!({ "id": "vgpu0" }))?;
+        qmp.event("DEVICE_DELETED")?;
+        let left = "grep -l 0x2331 /sys/bus/pci/devices/*/device; true";
+        let left = self.guest.run(left)?.good("listing devices")?;
+        ensure!(left.trim().is_empty(), "the guest has {left}");
+        self.guest.doctor_finds(&PCI, "no ")?;
+        Ok("no device, and the machine goes on".to_owned())
     }
 
     /// Ends the guest and the executor.

@@ -210,7 +210,7 @@ unsafe fn tile<W: Bf16Weights, const R: usize, const C: usize>(
                 let w = w.add(r * call.w_stride + 2 * i);
                 if c == 0 {
                     // The next rows at the same offset.
-                    prefetch_line::<_MM_HINT_T0>(w.wrapping_add(R * call.w_stride));
+                    prefetch_line::<_MM_HINT_T0>(w.wrapping_add(R.wrapping_mul(call.w_stride)));
                 }
                 let w = W::load(w);
                 for c in 0..C {

@@ -27,7 +27,10 @@ impl EightRows {
     fn new(call: &GemmArgs, first: usize, prefetched: usize) -> EightRows {
         EightRows {
             rows: std::array::from_fn(|r| call.row(first + r)),
-            prefetched: call.w.wrapping_add((first + prefetched) * call.w_stride),
+            // A single row may have any stride.
+            prefetched: call
+                .w
+                .wrapping_add((first + prefetched).wrapping_mul(call.w_stride)),
         }
     }
 

@@ -437,7 +437,7 @@ unsafe fn dots<S: IntSimd, T: Float, const R: usize>(call: &GemmArgs, r: usize) 
             for r in 0..R {
                 let w = w.add(r * call.w_stride + i * T::BYTES);
                 if i * T::BYTES % 64 == 0 {
-                    prefetch_line::<_MM_HINT_T1>(w.wrapping_add(R * call.w_stride));
+                    prefetch_line::<_MM_HINT_T1>(w.wrapping_add(R.wrapping_mul(call.w_stride)));
                 }
                 acc[r] = S::v_mul_add(T::load::<S>(w), x, acc[r]);
             }
