@@ -91,7 +91,8 @@ impl Encoder {
         self.clear();
         let translator = device.translator();
         for i in 0..usize::try_from(cgraph.n_nodes).unwrap_or(0) {
-            // SAFETY: `nodes` has `n_nodes` entries, each a valid tensor, as the caller of this function guarantees.
+            // SAFETY: `nodes` has `n_nodes` entries, each a valid tensor, as the caller of this
+            // function guarantees.
             let node = unsafe { &**cgraph.nodes.add(i) };
             if is_skipped(node) {
                 continue;
@@ -102,7 +103,8 @@ impl Encoder {
                 Some(Meaning::Compute { op, sources }) => {
                     let mut src = [None; MAX_SOURCES];
                     for (src, &source) in src.iter_mut().zip(&node.src[..sources]) {
-                        // SAFETY: null or a valid tensor, as the caller of this function guarantees.
+                        // SAFETY: null or a valid tensor, as the caller of this function
+                        // guarantees.
                         if let Some(source) = unsafe { source.as_ref() } {
                             // SAFETY: a tensor of the graph: this function's contract.
                             *src = Some(unsafe { self.tensor(device, session, source) }?);

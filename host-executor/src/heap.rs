@@ -51,8 +51,8 @@ mod tests {
         number.parse().unwrap()
     }
 
-    /// Frees what a guest over TCP may have queued, and prints by how many KiB the process is larger
-    /// than before.
+    /// Frees what a guest over TCP may have queued, and prints by how many KiB the process is then
+    /// larger than before.
     fn allocate_and_free() {
         if std::env::var(CHILD).unwrap() == "limited" {
             limit_kept_memory();

@@ -91,7 +91,8 @@ fn handle(signal: i32, handler: libc::sighandler_t) -> Result<libc::sigaction, S
     // Interrupted system calls are restarted where possible.
     action.sa_flags = libc::SA_RESTART;
     // SAFETY: both pointers are to valid structures for the call. The handler is `SIG_IGN`, or a
-    // function of this program, which is never unloaded, and calls only async-signal-safe functions.
+    // function of this program, which is never unloaded, and calls only functions that are
+    // async-signal-safe.
     let result = unsafe { libc::sigaction(signal, &raw const action, &raw mut before) };
     match result {
         0 => Ok(before),

@@ -362,8 +362,8 @@ impl SessionStore {
 
     /// The duplicates that have been found since the last call.
     pub(crate) fn merges(&self) -> Vec<Merge> {
-        // Pairs with the release in `StoreState::enter`. A merge that is missed now is seen by the next
-        // call.
+        // Pairs with the release in `StoreState::enter`. A merge that is missed now is seen by the
+        // next call.
         match self.inbox.is_full.swap(false, Ordering::AcqRel) {
             true => std::mem::take(&mut *self.inbox.merges.lock()),
             false => Vec::new(),
