@@ -5,17 +5,25 @@
 #[cfg(feature = "server")]
 const MAPPED_FROM: libc::c_int = 1 << 20;
 
+/// Heaps at most, which threads share. Each keeps free blocks between those in use.
+#[cfg(feature = "server")]
+const MAX_HEAPS: libc::c_int = 4;
+
 /// Limits what the allocator keeps of freed memory, for a process that serves guests: call it once,
 /// early. By default glibc raises the size from which it maps blocks to that of the largest block
 /// that was freed, up to 32 MiB, and then keeps up to 64 MiB at the end of each of eight heaps for
-/// each processor. No tenant is charged for these.
+/// each processor, and what is free between blocks in use. No tenant is charged for these.
 #[cfg(feature = "server")]
 pub fn limit_kept_memory() {
     #[cfg(target_env = "gnu")]
-    for parameter in [libc::M_MMAP_THRESHOLD, libc::M_TRIM_THRESHOLD] {
+    for (parameter, value) in [
+        (libc::M_MMAP_THRESHOLD, MAPPED_FROM),
+        (libc::M_TRIM_THRESHOLD, MAPPED_FROM),
+        (libc::M_ARENA_MAX, MAX_HEAPS),
+    ] {
         // SAFETY: the function takes two integers, and locks the allocator. It refuses no value of
         // this size.
-        unsafe { libc::mallopt(parameter, MAPPED_FROM) };
+        unsafe { libc::mallopt(parameter, value) };
     }
 }
 
@@ -35,6 +43,8 @@ pub(crate) fn trim() {
 mod tests {
     use std::hint::black_box;
     use std::process::Command;
+    use std::sync::Barrier;
+    use std::thread;
 
     use super::*;
 
@@ -66,6 +76,32 @@ mod tests {
         drop(queues);
         println!("kept: {}", resident().saturating_sub(before));
         drop(other);
+        println!("heaps: {}", heaps_of_threads(24));
+    }
+
+    /// Heaps besides the first one while so many threads have memory.
+    fn heaps_of_threads(threads: usize) -> usize {
+        let barrier = Barrier::new(threads + 1);
+        thread::scope(|scope| {
+            for _ in 0..threads {
+                scope.spawn(|| {
+                    let kept = black_box(vec![1_u8; 1000]);
+                    barrier.wait();
+                    barrier.wait();
+                    drop(kept);
+                });
+            }
+            barrier.wait();
+            let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+            barrier.wait();
+            // glibc aligns these heaps to their greatest size.
+            let is_heap = |line: &&str| {
+                let start = line.split('-').next().unwrap();
+                let start = u64::from_str_radix(start, 16).unwrap();
+                start.is_multiple_of(64 << 20) && line.contains(" rw-p 00000000 00:00 0")
+            };
+            maps.lines().filter(is_heap).count()
+        })
     }
 
     #[test]
@@ -73,22 +109,23 @@ mod tests {
         if std::env::var_os(CHILD).is_some() {
             return allocate_and_free();
         }
-        let kept = |way| -> u64 {
+        let found = |way| -> [u64; 2] {
             let name = "heap::tests::freed_memory_is_given_back_to_the_kernel";
             let mut child = Command::new(std::env::current_exe().unwrap());
             let child = child.args([name, "--exact", "--nocapture"]);
             let output = child.env(CHILD, way).output().unwrap();
             assert!(output.status.success(), "{output:?}");
             let text = String::from_utf8(output.stdout).unwrap();
-            let kept = text
-                .split("kept: ")
-                .nth(1)
-                .and_then(|rest| rest.lines().next());
-            kept.unwrap().parse().unwrap()
+            ["kept: ", "heaps: "].map(|what| {
+                let number = text.split(what).nth(1).and_then(|rest| rest.lines().next());
+                number.unwrap().parse().unwrap()
+            })
         };
         // Otherwise the test would see nothing.
-        assert!(kept("unlimited") > 11 << 10);
-        let limited = kept("limited");
-        assert!(limited < 1 << 10, "{limited} KiB");
+        let [kept, heaps] = found("unlimited");
+        assert!(kept > 11 << 10 && heaps > 6, "{kept} KiB, {heaps} heaps");
+        let [kept, heaps] = found("limited");
+        assert!(kept < 1 << 10, "{kept} KiB");
+        assert!(heaps < 4, "{heaps} heaps");
     }
 }
