@@ -17,8 +17,8 @@ use super::state::{MakeCommand, MakeMachine, Processes, SupervisorState, Timeout
 use super::vm_process::{StartVmError, StartingVm};
 use super::{admission, certificates, ipc, vm_process, weights};
 #[cfg(feature = "cuda")]
-#[cfg(feature = "cuda")]
 use crate::engine::AddressError;
+#[cfg(feature = "cuda")]
 use crate::gpu_monitor::GpuMonitor;
 use crate::limits::HandshakeLimits;
 use crate::listener::threads::ListenerThreads;

@@ -14,8 +14,8 @@ use super::guest_thread;
 use super::shared::ServerState;
 use super::watchdog::{self, log_error_lines};
 #[cfg(feature = "cuda")]
-#[cfg(feature = "cuda")]
 use crate::engine::AddressError;
+#[cfg(feature = "cuda")]
 use crate::gpu_monitor::GpuMonitor;
 use crate::limits::Limits;
 use crate::listener::threads::ListenerThreads;

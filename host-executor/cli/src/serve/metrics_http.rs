@@ -146,6 +146,7 @@ where
         .timer(TokioTimer::new())
         .header_read_timeout(HEAD_TIMEOUT)
         .max_buf_size(MAX_HEAD)
+        .title_case_headers(true)
         .serve_connection(TokioIo::new(client), answer);
     let mut connection = pin!(connection);
     let ended = tokio::select! {
