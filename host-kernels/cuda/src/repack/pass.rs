@@ -216,6 +216,9 @@ impl<'m> RepackPass<'m> {
                 withheld.repacked.push(*memory - self.first_piece);
             }
         }
+        // Each piece is copied once, however many tensors of it are used.
+        withheld.repacked.sort_unstable();
+        withheld.repacked.dedup();
         let mut count = 0;
         for it in self.repacked.iter().filter(|it| !it.is_done) {
             let buffer = self.buffer.as_ref();
