@@ -161,8 +161,8 @@ fn candidates(
 }
 
 /// Looks for the sockets of virtual machines without connecting: the executor takes every client
-/// there for a QEMU, and would refuse one that comes meanwhile. Whether the executor
-/// answers is the part of its control socket. Returns how many an executor listens on.
+/// there for a QEMU, and would refuse one that comes meanwhile. Whether the executor answers is the
+/// part of its control socket. Returns how many an executor listens on.
 fn check_machines(root: &Root, settings: &Settings, report: &mut Report) -> usize {
     let table = root.read("/proc/net/unix").unwrap_or_default();
     let listening: Vec<&str> = { table.lines() }
