@@ -5,6 +5,7 @@ use std::cell::OnceCell;
 use anyhow::{Context as _, Result, anyhow};
 
 use xtask_common::cache::Cache;
+use xtask_common::disk::{self, Need};
 use xtask_common::println;
 use xtask_common::{compiler_cache, progress, workspace};
 
@@ -15,10 +16,29 @@ use crate::parts::{
 use crate::test_run::{Options, PARTS, Part, TestRun};
 use crate::times::Times;
 
+/// Bytes of `target` after all tests, as they run without `--full`.
+const TARGET_BYTES: u64 = 8 << 30;
+
+/// Bytes of the cache folder after all tests.
+const CACHE_BYTES: u64 = 6 << 30;
+
 /// Runs the tests. Returns an error if one failed.
 pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
     let reports = workspace::reports();
     std::fs::create_dir_all(&reports).with_context(|| format!("creating {}", reports.display()))?;
+    if options.only.is_empty() {
+        let target = workspace::root().join("target");
+        disk::expect_space(&[
+            Need {
+                folder: &target,
+                bytes: TARGET_BYTES,
+            },
+            Need {
+                folder: cache.root(),
+                bytes: CACHE_BYTES,
+            },
+        ])?;
+    }
     let mut run = TestRun {
         cache,
         options,

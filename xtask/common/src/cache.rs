@@ -54,6 +54,11 @@ impl Cache {
         Ok(Cache { root })
     }
 
+    /// The folder itself.
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
     /// Where the output of the command that makes `name` is kept.
     pub fn log(&self, name: &str) -> PathBuf {
         self.root.join("logs").join(format!("{name}.log"))

@@ -4,6 +4,7 @@
 pub mod cache;
 pub mod compare;
 pub mod compiler_cache;
+pub mod disk;
 pub mod dist;
 pub mod elf;
 pub mod executor;

@@ -630,13 +630,18 @@ impl<'a> Soak<'a> {
             ..
         } in &mut self.programs
         {
-            expect_no_more(guest.pid(), before, name, HANG)?;
-            let before = *heap.get_or_insert(heaps.of(guest.pid())?);
             let queues = match *name == PROGRAMS[REMOTE].0 {
                 true => TCP_QUEUES,
                 false => 0,
             };
-            let more = heaps.expect_no_more(guest.pid(), (before, queues), name, HANG)?;
+            let heap_before = *heap.get_or_insert(heaps.of(guest.pid())?);
+            let more = heaps.expect_no_more(guest.pid(), (heap_before, queues), name, HANG)?;
+            let before = ResourceUsage {
+                anonymous: before.anonymous + queues.unsigned_abs(),
+                ..*before
+            };
+            expect_no_more(guest.pid(), &before, name, HANG)
+                .with_context(|| format!("its heap has grown by {more} bytes"))?;
             self.most_heap.1 = self.most_heap.1.max(more - queues);
         }
         Ok(grown)
