@@ -556,32 +556,45 @@ impl<'a> Soak<'a> {
         Ok(Fails::All)
     }
 
-    /// Ends one of the open sessions, if there is one. Returns the program whose session it was.
+    /// Ends one of the open sessions of the programs, if there is one, and looks that the executor
+    /// has no such session then. Returns the program whose session it was.
     fn kill_session(&mut self) -> Result<Fails> {
-        let status = self.vgpu(&["ps", "--json"])?;
-        let status: Value = serde_json::from_str(&status).context("parsing `vgpu ps --json`")?;
-        let sessions = status["sessions"]
-            .as_array()
-            .context("a list of sessions")?;
+        let sessions = self.sessions()?;
         if sessions.is_empty() {
             return Ok(Fails::None);
         }
-        let session = &sessions[self.rng.below(sessions.len() as u64) as usize];
-        let id = session["id"].as_u64().context("a session has a number")?;
-        // Over TCP the executor does not know the process.
-        let program = match session["pid"].as_u64() {
-            None => REMOTE,
-            Some(pid) => { self.programs.iter() }
-                .position(|program| u64::from(program.guest.pid()) == pid)
-                .with_context(|| format!("session {id} is of a process {pid} of nobody"))?,
-        };
+        let (id, program) = sessions[self.rng.below(sessions.len() as u64) as usize];
         match self.vgpu(&["kill", &id.to_string()]) {
             Ok(_) => {}
             // The program has closed it first.
             Err(error) if error.to_string().contains("there is no session") => {}
             Err(error) => return Err(error),
         }
+        ensure!(
+            !self.sessions()?.iter().any(|(left, _)| *left == id),
+            "session {id} is still there after `vgpu kill`"
+        );
         Ok(Fails::One(program))
+    }
+
+    /// The numbers of the open sessions, each with its program. The session
+    /// of a process that has just ended is left out: a forked one, or one that was replaced.
+    fn sessions(&self) -> Result<Vec<(u64, usize)>> {
+        let status = self.vgpu(&["ps", "--json"])?;
+        let status: Value = serde_json::from_str(&status).context("parsing `vgpu ps --json`")?;
+        let sessions = { status["sessions"].as_array() }.context("a list of sessions")?;
+        let mut of_programs = Vec::new();
+        for session in sessions {
+            let id = session["id"].as_u64().context("a session has a number")?;
+            // Over TCP the executor does not know the process.
+            let program = match session["pid"].as_u64() {
+                None => Some(REMOTE),
+                Some(pid) => { self.programs.iter() }
+                    .position(|program| u64::from(program.guest.pid()) == pid),
+            };
+            of_programs.extend(program.map(|program| (id, program)));
+        }
+        Ok(of_programs)
     }
 
     /// Runs a command of `vgpu` that talks to the executor.
