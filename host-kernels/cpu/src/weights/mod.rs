@@ -35,14 +35,14 @@ use vgpu_transport::bytes::{Bytes, BytesMut};
 use crate::region::{Budget, Region};
 use extent::BaseRegion;
 pub(crate) use extent::CpuExtent;
-use segments::{Backing, COPIED_AT_ONCE, CopyBudget, Segment, State};
+use segments::{Backing, COPIED_AT_ONCE, CopyBudget, Segment, WeightRegionState};
 use vgpu_engine::{CopyAccount, EngineError, Extent};
 
 /// The memory of a buffer for weights.
 pub(super) struct WeightRegion {
     base: Arc<BaseRegion>,
     copies: CopyBudget,
-    state: Mutex<State>,
+    state: Mutex<WeightRegionState>,
 }
 
 impl WeightRegion {
@@ -65,7 +65,7 @@ impl WeightRegion {
         self.copies.set_account(account);
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, WeightRegionState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -225,7 +225,7 @@ impl WeightRegion {
     /// Offers `range`, of which `filled` bytes exist, as an extent.
     fn offer(
         &self,
-        state: &mut State,
+        state: &mut WeightRegionState,
         range: Range<u64>,
         filled: u64,
         may_offer: bool,
