@@ -5,12 +5,12 @@
 #![forbid(unsafe_code)]
 
 use std::io;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use tracing::warn;
-use vgpu_transport::lock::lock;
+use vgpu_transport::lock::{lock, wait_timeout_while};
 
 #[cfg(feature = "cuda")]
 use crate::engine::AddressError;
@@ -162,8 +162,7 @@ impl GpuMonitor {
             let mut state = lock(&self.state);
             state.last = Some((status, Instant::now()));
             let goes_on = |state: &mut GpuMonitorState| !state.is_over;
-            let waited = self.ended.wait_timeout_while(state, PERIOD, goes_on);
-            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+            state = wait_timeout_while(&self.ended, state, PERIOD, goes_on);
             if state.is_over {
                 return;
             }

@@ -28,9 +28,10 @@ mod tests;
 
 use std::any::Any;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use vgpu_transport::bytes::{Bytes, BytesMut};
+use vgpu_transport::lock::{get_mut, lock};
 
 use crate::region::{Budget, Region};
 use extent::BaseRegion;
@@ -65,8 +66,9 @@ impl WeightRegion {
         self.copies.set_account(account);
     }
 
+    /// Under this lock the uses of the base are locked, and copies are charged to the account.
     fn state(&self) -> MutexGuard<'_, WeightRegionState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     fn size(&self) -> u64 {
@@ -345,7 +347,7 @@ impl WeightRegion {
 
 impl Drop for WeightRegion {
     fn drop(&mut self) {
-        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let state = get_mut(&mut self.state);
         state.offered.clear();
         self.base.release(0..self.base.region.len() as u64);
     }
