@@ -9,17 +9,18 @@ mod ggml;
 
 use std::ffi::{c_char, c_int, c_void};
 use std::ptr;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+use std::sync::{Arc, Mutex, MutexGuard, mpsc};
 use std::thread;
 use std::time::Duration;
 
 use ggml::{Backend, Buffer, F32, Ggml, Graph, HostBuffer, I32, stats_path, text};
 use ggml_vgpu::abi::{self, ggml_tensor};
+use vgpu_transport::lock::lock;
 
 /// The device has one session, and some tests count its messages: one test runs at a time.
 fn exclusive() -> MutexGuard<'static, ()> {
     static LOCK: Mutex<()> = Mutex::new(());
-    LOCK.lock().unwrap_or_else(PoisonError::into_inner)
+    lock(&LOCK)
 }
 
 #[test]
@@ -295,13 +296,13 @@ fn a_node_with_an_unknown_flag_is_left_to_the_program() {
 fn a_loaded_model_has_one_log_line_and_other_writes_have_none() {
     static LINES: Mutex<Vec<(c_int, String)>> = Mutex::new(Vec::new());
     extern "C" fn log(level: c_int, line: *const c_char, _: *mut c_void) {
-        let mut lines = LINES.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut lines = lock(&LINES);
         lines.push((level, text(line)));
     }
     let _lock = exclusive();
     let ggml = Ggml::get();
     let taken = || {
-        let lines = std::mem::take(&mut *LINES.lock().unwrap_or_else(PoisonError::into_inner));
+        let lines = std::mem::take(&mut *lock(&LINES));
         let of_info = |(level, _): &(c_int, String)| *level == abi::GGML_LOG_LEVEL_INFO as c_int;
         let of_info = lines.into_iter().filter(of_info);
         of_info.map(|(_, line)| line).collect::<Vec<_>>()

@@ -259,7 +259,7 @@ pub(crate) fn dump_of_process(path: &Path, timeout: Duration) -> Result<String, 
 }
 
 /// What became of a question.
-pub(crate) struct Asked<T> {
+pub(crate) struct QuestionOutcome<T> {
     /// The number of the process that has opened the control socket, if there was a connection.
     pub(crate) process: Option<i32>,
     pub(crate) answer: Result<T, ControlError>,
@@ -295,19 +295,19 @@ fn peek(socket: &UnixStream) -> Result<usize, Errno> {
 }
 
 /// Asks an executor that this process has started for its complete report.
-pub(crate) fn report(path: &Path, timeout: Duration) -> Asked<Report> {
+pub(crate) fn report(path: &Path, timeout: Duration) -> QuestionOutcome<Report> {
     let deadline = Instant::now() + timeout;
     match send(path, "report", timeout) {
         Ok(socket) => {
             let answer = receive(&socket, deadline, MAX_REPORT);
             let is_late = matches!(answer, Err(ControlError::Late { .. }));
-            Asked {
+            QuestionOutcome {
                 process: credentials::of(&socket).map(|peer| peer.pid).ok(),
                 answer,
                 open: is_late.then_some(OpenQuestion(socket)),
             }
         }
-        Err(error) => Asked {
+        Err(error) => QuestionOutcome {
             process: None,
             answer: Err(error),
             open: None,

@@ -1,8 +1,10 @@
 //! Draining: an executor that accepts no new sessions, and ends the open ones at a deadline.
 #![forbid(unsafe_code)]
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
+
+use vgpu_transport::lock::lock;
 
 use crate::operator_request::OperatorRequest;
 use crate::status::DrainStatus;
@@ -130,7 +132,7 @@ impl Drain {
     }
 
     fn with<T>(&self, work: impl FnOnce(&mut DrainState) -> T) -> T {
-        work(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
+        work(&mut lock(&self.0))
     }
 }
 

@@ -8,12 +8,12 @@
 use std::fmt;
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use vgpu_engine::{Engine, MemoryInfo};
-use vgpu_transport::lock::lock;
+use vgpu_transport::lock::{lock, wait_timeout, wait_timeout_while};
 
 use crate::lock::expect_unlocked;
 
@@ -149,8 +149,7 @@ impl EngineMonitor {
             if left.is_zero() || self.call().is_some_and(|(_, age)| age > ANSWER_TIMEOUT) {
                 break;
             }
-            let waited = self.changed.wait_timeout(state, left);
-            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+            state = wait_timeout(&self.changed, state, left);
         }
         state.memory
     }
@@ -194,8 +193,7 @@ impl EngineMonitor {
             state.answered = question;
             self.changed.notify_all();
             let idle = |state: &mut EngineAnswers| state.asked == state.answered && !state.is_over;
-            let waited = self.changed.wait_timeout_while(state, PERIOD, idle);
-            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+            state = wait_timeout_while(&self.changed, state, PERIOD, idle);
         }
     }
 

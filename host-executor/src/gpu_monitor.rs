@@ -5,12 +5,12 @@
 #![forbid(unsafe_code)]
 
 use std::io;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use tracing::warn;
-use vgpu_transport::lock::lock;
+use vgpu_transport::lock::{lock, wait_timeout_while};
 
 #[cfg(feature = "cuda")]
 use crate::engine::AddressError;
@@ -36,13 +36,13 @@ type Read = dyn FnMut() -> GpuStatus + Send;
 /// The figures that were read last.
 #[derive(Debug)]
 pub(crate) struct GpuMonitor {
-    state: Mutex<State>,
+    state: Mutex<GpuMonitorState>,
     /// Notified when `is_over` is set.
     ended: Condvar,
 }
 
 #[derive(Debug)]
-struct State {
+struct GpuMonitorState {
     last: Option<(GpuStatus, Instant)>,
     /// Since when the first answer has been waited for.
     since: Instant,
@@ -56,7 +56,7 @@ impl GpuMonitor {
     /// No thread can be started.
     pub(crate) fn start(mut read: Box<Read>) -> io::Result<GpuWatch> {
         let monitor = Arc::new(GpuMonitor {
-            state: Mutex::new(State {
+            state: Mutex::new(GpuMonitorState {
                 last: None,
                 since: Instant::now(),
                 is_over: false,
@@ -161,9 +161,8 @@ impl GpuMonitor {
             logged.clone_from(&status.missing);
             let mut state = lock(&self.state);
             state.last = Some((status, Instant::now()));
-            let goes_on = |state: &mut State| !state.is_over;
-            let waited = self.ended.wait_timeout_while(state, PERIOD, goes_on);
-            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+            let goes_on = |state: &mut GpuMonitorState| !state.is_over;
+            state = wait_timeout_while(&self.ended, state, PERIOD, goes_on);
             if state.is_over {
                 return;
             }
@@ -243,7 +242,7 @@ mod tests {
     fn with(last: Option<GpuStatus>, ago: Duration) -> GpuMonitor {
         let at = Instant::now().checked_sub(ago).expect("the clock is old");
         GpuMonitor {
-            state: Mutex::new(State {
+            state: Mutex::new(GpuMonitorState {
                 last: last.map(|status| (status, at)),
                 since: at,
                 is_over: false,

@@ -15,7 +15,7 @@ use std::collections::VecDeque;
 use std::io::{self, Write};
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -25,7 +25,7 @@ use tracing::Level;
 
 use crate::service;
 
-use vgpu_transport::lock::lock;
+use vgpu_transport::lock::{lock, wait, wait_timeout};
 
 /// How long the end of the process waits for the log.
 pub(crate) const MAX_FLUSH_WAIT: Duration = Duration::from_secs(2);
@@ -304,8 +304,7 @@ impl LogQueue {
                 on_dropped(dropped);
             } else {
                 self.changed.notify_all();
-                let waited = self.changed.wait(state);
-                state = waited.unwrap_or_else(PoisonError::into_inner);
+                state = wait(&self.changed, state);
                 continue;
             }
             state = self.lock();
@@ -317,8 +316,7 @@ impl LogQueue {
     fn wait_until_begun(&self) {
         let mut state = self.lock();
         while !state.has_begun {
-            let waited = self.changed.wait(state);
-            state = waited.unwrap_or_else(PoisonError::into_inner);
+            state = wait(&self.changed, state);
         }
     }
 
@@ -336,8 +334,7 @@ impl LogQueue {
             if left.is_zero() {
                 return false;
             }
-            let waited = self.changed.wait_timeout(state, left);
-            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+            state = wait_timeout(&self.changed, state, left);
         }
         true
     }

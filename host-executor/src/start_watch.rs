@@ -7,7 +7,7 @@
 #![forbid(unsafe_code)]
 
 use std::io;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -16,7 +16,7 @@ use tracing::Level;
 use crate::last_log::end_with_last_log;
 use crate::log_queue;
 
-use vgpu_transport::lock::lock;
+use vgpu_transport::lock::{lock, wait_timeout};
 
 /// A start that takes longer is reported.
 const SLOW: Duration = Duration::from_secs(10);
@@ -56,8 +56,7 @@ impl WatchedStart {
             let Some(left) = end.checked_duration_since(Instant::now()) else {
                 return false;
             };
-            let waited = self.changed.wait_timeout(state, left);
-            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+            state = wait_timeout(&self.changed, state, left);
         }
         true
     }

@@ -17,14 +17,14 @@ const KINDS: [&str; 20] = [
 
 /// The kind of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Kind(usize);
+pub(crate) struct RequestKind(usize);
 
 /// The kind of the request that runs a graph.
-pub(crate) const SUBMIT: Kind = Kind(8);
+pub(crate) const SUBMIT: RequestKind = RequestKind(8);
 
-impl Kind {
-    pub(crate) fn of(request: &Request) -> Kind {
-        Kind(match request {
+impl RequestKind {
+    pub(crate) fn of(request: &Request) -> RequestKind {
+        RequestKind(match request {
             Request::Hello { .. } => 0,
             Request::Alloc { .. } => 1,
             Request::Free { .. } => 2,
@@ -68,8 +68,8 @@ impl Kind {
     }
 
     #[cfg(test)]
-    pub(crate) fn of_name(name: &str) -> Kind {
-        Kind(KINDS.iter().position(|kind| *kind == name).expect("a kind"))
+    pub(crate) fn of_name(name: &str) -> RequestKind {
+        RequestKind(KINDS.iter().position(|kind| *kind == name).expect("a kind"))
     }
 }
 
@@ -195,7 +195,7 @@ pub(crate) struct Counters {
 }
 
 impl Counters {
-    pub(crate) fn request(&self, kind: Kind) {
+    pub(crate) fn request(&self, kind: RequestKind) {
         self.requests[kind.0].add(1);
     }
 
@@ -329,8 +329,8 @@ mod tests {
         let mut bytes = Vec::new();
         fence.encode(ProtocolVersion::CURRENT, &mut bytes);
         assert_eq!(bytes, 12u32.to_le_bytes());
-        assert_eq!(Kind::of(&fence), Kind(11));
-        assert_eq!(Kind::of(&fence).name(), "FENCE");
+        assert_eq!(RequestKind::of(&fence), RequestKind(11));
+        assert_eq!(RequestKind::of(&fence).name(), "FENCE");
         assert_eq!(SUBMIT.name(), "SUBMIT");
     }
 }

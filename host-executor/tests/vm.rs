@@ -18,7 +18,7 @@ use vgpu_executor::vm::IvshmemListener;
 use vgpu_transport::error::LinkError;
 use vgpu_transport::ir::BufferId;
 use vgpu_transport::link::pci::discover::all;
-use vgpu_transport::link::pci::{Device, PciError, connect, directory};
+use vgpu_transport::link::pci::{PciDevice, PciError, connect, directory};
 use vgpu_transport::shm::liveness;
 use vgpu_transport::shm::memory::{SharedWords, Window};
 use vgpu_transport::wire::{Offer, ProtocolVersion, Reply, Request};
@@ -407,7 +407,7 @@ fn other_pci_devices_are_left_unchanged() {
     let machine = Machine::plug(&dir.0.join("a.sock"));
     let device = machine.sysfs.0.join("0000:00:05.0");
     let open = || {
-        Device::open(&all(&machine.sysfs.0)[0])
+        PciDevice::open(&all(&machine.sysfs.0)[0])
             .err()
             .map(|e| e.to_string())
     };

@@ -16,9 +16,45 @@ use std::time::Duration;
 pub const LEVELS: usize = 32;
 
 /// Locks a mutex without a rank, whose data is valid after a panic of another thread, too. Nothing
-/// else is locked, called or waited for under such a lock.
+/// else is locked, called or waited for under such a lock, unless its owner says what.
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The value of a mutex as for [`lock`], which no other thread can use.
+pub fn get_mut<T>(mutex: &mut Mutex<T>) -> &mut T {
+    mutex.get_mut().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The value of a mutex as for [`lock`], which is not needed any more.
+pub fn into_inner<T>(mutex: Mutex<T>) -> T {
+    mutex.into_inner().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Releases a lock as of [`lock`], waits for a notification, and takes the lock again.
+pub fn wait<'a, T>(notified: &Condvar, guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
+    notified.wait(guard).unwrap_or_else(PoisonError::into_inner)
+}
+
+/// As [`wait`], for at most `timeout`.
+pub fn wait_timeout<'a, T>(
+    notified: &Condvar,
+    guard: MutexGuard<'a, T>,
+    timeout: Duration,
+) -> MutexGuard<'a, T> {
+    let waited = notified.wait_timeout(guard, timeout);
+    waited.unwrap_or_else(PoisonError::into_inner).0
+}
+
+/// As [`wait_timeout`], again and again while `condition` holds.
+pub fn wait_timeout_while<'a, T>(
+    notified: &Condvar,
+    guard: MutexGuard<'a, T>,
+    timeout: Duration,
+    condition: impl FnMut(&mut T) -> bool,
+) -> MutexGuard<'a, T> {
+    let waited = notified.wait_timeout_while(guard, timeout, condition);
+    waited.unwrap_or_else(PoisonError::into_inner).0
 }
 
 /// The place of a lock in the order.
@@ -66,7 +102,7 @@ impl<R: LockRank, T> RankedMutex<R, T> {
 
     /// The value, which no other thread can use.
     pub fn get_mut(&mut self) -> &mut T {
-        self.mutex.get_mut().unwrap_or_else(PoisonError::into_inner)
+        get_mut(&mut self.mutex)
     }
 
     /// The lock, if it is free. Never waits, so that any order is right.
@@ -88,7 +124,7 @@ impl<'a, T> RankedGuard<'a, T> {
     #[must_use]
     pub fn wait(self, notified: &Condvar) -> RankedGuard<'a, T> {
         let RankedGuard { guard, held } = self;
-        let guard = notified.wait(guard).unwrap_or_else(PoisonError::into_inner);
+        let guard = wait(notified, guard);
         RankedGuard { guard, held }
     }
 
@@ -96,8 +132,7 @@ impl<'a, T> RankedGuard<'a, T> {
     #[must_use]
     pub fn wait_timeout(self, notified: &Condvar, timeout: Duration) -> RankedGuard<'a, T> {
         let RankedGuard { guard, held } = self;
-        let waited = notified.wait_timeout(guard, timeout);
-        let (guard, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        let guard = wait_timeout(notified, guard, timeout);
         RankedGuard { guard, held }
     }
 }

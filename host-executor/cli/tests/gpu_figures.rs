@@ -25,25 +25,25 @@ struct Site {
 
 /// What the stand-in is asked for.
 #[derive(Clone, Copy)]
-struct Asked<'a> {
+struct StandinOptions<'a> {
     engine: &'a str,
     faults: &'a str,
     more: &'a [&'a str],
 }
 
-const PLAIN: Asked<'_> = Asked {
+const PLAIN: StandinOptions<'_> = StandinOptions {
     engine: "cuda",
     faults: "",
     more: &[],
 };
 
 impl Site {
-    fn start(name: &str, asked: Asked<'_>) -> Site {
+    fn start(name: &str, asked: StandinOptions<'_>) -> Site {
         let library = vgpu_driver_standin::folder().expect("the library");
         Site::with_libraries(name, asked, &library)
     }
 
-    fn with_libraries(name: &str, asked: Asked<'_>, libraries: &Path) -> Site {
+    fn with_libraries(name: &str, asked: StandinOptions<'_>, libraries: &Path) -> Site {
         let scratch = Scratch::new(name);
         let in_scratch = |name: &str| scratch.path().join(name).display().to_string();
         let listen = format!("--listen=unix:{}", scratch.socket().display());
@@ -146,7 +146,7 @@ fn figures_are_those_of_the_engines_gpu_also_of_a_supervisor() {
     let sites: [(&str, &[&str]); 2] = [("gpu-second", &[]), ("gpu-isolate", &["--isolate"])];
     for (name, more) in sites {
         let engine = "cuda:1";
-        let asked = Asked {
+        let asked = StandinOptions {
             engine,
             more,
             ..PLAIN
@@ -162,7 +162,7 @@ fn figures_are_those_of_the_engines_gpu_also_of_a_supervisor() {
 fn figures_that_are_refused_are_missing_with_the_reason() {
     let faults = "nvmlDeviceGetPowerUsage:*:NOT_SUPPORTED,\
                   nvmlDeviceGetUtilizationRates:*:NO_PERMISSION";
-    let site = Site::start("gpu-refused", Asked { faults, ..PLAIN });
+    let site = Site::start("gpu-refused", StandinOptions { faults, ..PLAIN });
     let gpu = site.gpu();
     assert_eq!((&gpu["power"], &gpu["busy"]), (&Value::Null, &Value::Null));
     assert_eq!(
@@ -231,7 +231,7 @@ fn an_executor_serves_without_nvml() {
             "libnvidia-ml.so.1 cannot be loaded: ",
         ),
     ] {
-        let site = Site::with_libraries(name, Asked { faults, ..PLAIN }, libraries);
+        let site = Site::with_libraries(name, StandinOptions { faults, ..PLAIN }, libraries);
         let gpu = site.gpu();
         let missing = gpu["missing"][0].as_str().unwrap_or_default();
         assert!(missing.contains(reason), "{gpu:#}");
@@ -243,7 +243,7 @@ fn an_executor_serves_without_nvml() {
 #[test]
 fn guests_do_not_wait_for_an_nvml_that_hangs() {
     let faults = "nvmlInit:*:hang";
-    let site = Site::start("gpu-hang", Asked { faults, ..PLAIN });
+    let site = Site::start("gpu-hang", StandinOptions { faults, ..PLAIN });
     site.serve.guest(&site.scratch.socket()).alloc(64);
     assert!(site.ps(&[]).starts_with("cuda:0: "));
     site.serve.signal(rustix::process::Signal::TERM);

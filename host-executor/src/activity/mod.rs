@@ -21,7 +21,7 @@ use vgpu_transport::lock::lock;
 use vgpu_transport::shm::memory::Window;
 
 use self::seqlock::{SeqLock, text_of, words_of};
-use crate::stats::Kind;
+use crate::stats::RequestKind;
 
 #[cfg(feature = "server")]
 pub(crate) use dump::{EngineFigures, dump};
@@ -328,7 +328,7 @@ impl ActivityRecord {
         let now = self.now.read().map(|[what, request, since]| {
             let kind = (what >> 8)
                 .checked_sub(1)
-                .map(|kind| Kind::name_of(kind as usize));
+                .map(|kind| RequestKind::name_of(kind as usize));
             ThreadNow {
                 state: THREAD_STATES[(what & 0xff) as usize % THREAD_STATES.len()],
                 request: kind.map(|kind| (request, kind)),
@@ -409,7 +409,7 @@ impl Activity {
     }
 
     /// The thread begins a part of a request.
-    pub(crate) fn request(&self, state: ThreadState, kind: Kind, request: u64) {
+    pub(crate) fn request(&self, state: ThreadState, kind: RequestKind, request: u64) {
         self.publish(state, kind.number() as u64 + 1, request);
         if let Some(record) = self.record() {
             record.received.store(request, Ordering::Relaxed);
@@ -531,7 +531,7 @@ mod tests {
         for activity in [all.begin(1, "-", "-"), all.begin(2, "-", "-")] {
             activity.set(ThreadState::Idle);
             assert_eq!(activity.take_worked(), Worked::default());
-            activity.request(ThreadState::Executes, Kind::of_name("WRITE"), 1);
+            activity.request(ThreadState::Executes, RequestKind::of_name("WRITE"), 1);
             while activity.take_worked().outside.is_zero() {
                 std::hint::spin_loop();
             }
@@ -550,9 +550,9 @@ mod tests {
         assert_eq!(all.without_record(), 1);
         activity.identify(7, "alice", "unix:/run/vgpu.sock", Some(42));
         activity.set_program("llama-server");
-        activity.request(ThreadState::Executes, Kind::of_name("FENCE"), 8);
+        activity.request(ThreadState::Executes, RequestKind::of_name("FENCE"), 8);
         activity.retired();
-        activity.request(ThreadState::Executes, Kind::of_name("SUBMIT"), 9);
+        activity.request(ThreadState::Executes, RequestKind::of_name("SUBMIT"), 9);
         let longest = Some((3, "MUL_MAT"));
         let (graph, nodes) = (2, 100);
         activity.begin_turn(

@@ -166,7 +166,7 @@ impl Watch {
 mod tests {
     use super::super::{Activities, Activity, GraphInfo};
     use super::*;
-    use crate::stats::{Kind, SUBMIT};
+    use crate::stats::{RequestKind, SUBMIT};
     use std::sync::Arc;
 
     const SECOND: Duration = Duration::from_secs(1);
@@ -252,7 +252,7 @@ mod tests {
         let all = Activities::new(8);
         let of = |state, kind| {
             let activity = all.begin(1, "-", "-");
-            activity.request(state, Kind::of_name(kind), 1);
+            activity.request(state, RequestKind::of_name(kind), 1);
             activity
         };
         // A guest decides how long this takes.
@@ -288,7 +288,7 @@ mod tests {
         for (state, kind) in executes.into_iter().chain(others) {
             let all = Activities::new(1);
             let activity = all.begin(1, "-", "-");
-            activity.request(state, Kind::of_name(kind), 1);
+            activity.request(state, RequestKind::of_name(kind), 1);
             let mut watch = Watch::new(10 * SECOND, Some(20 * SECOND));
             let found = notices(&mut watch, &all, 100);
             let is_stuck = |(_, notice): &(u64, Notice)| matches!(notice, Notice::Stuck(_));

@@ -113,7 +113,7 @@ struct Server {
     max_guests: Option<usize>,
     share_buffers: Option<bool>,
     overcommit: bool,
-    vm_device: Option<Device>,
+    vm_device: Option<VmDeviceSetting>,
     log: Option<String>,
     log_format: Option<Text<LogFormat>>,
 }
@@ -189,7 +189,7 @@ struct Vm {
 
 #[derive(Deserialize, Clone, Copy)]
 #[serde(rename_all = "kebab-case")]
-enum Device {
+enum VmDeviceSetting {
     Ivshmem,
     VfioUser,
 }
@@ -273,8 +273,8 @@ fn settings(file: File) -> Result<Settings, Mistake> {
         max_turn_time: { file.engine.max_turn_time }
             .map(|seconds| Duration::from_secs(seconds.into())),
         device: match file.server.vm_device {
-            Some(Device::VfioUser) => VmDevice::VfioUser,
-            Some(Device::Ivshmem) | None => VmDevice::Ivshmem,
+            Some(VmDeviceSetting::VfioUser) => VmDevice::VfioUser,
+            Some(VmDeviceSetting::Ivshmem) | None => VmDevice::Ivshmem,
         },
         log: file.server.log,
         log_format: file

@@ -231,7 +231,7 @@ fn gpus(sysfs: &Path) -> Vec<HostGpu> {
         // Our own function is a guest's view of a GPU elsewhere. VFIO gives a device to a virtual
         // machine.
         matches!(device.class >> 16, DISPLAY | ACCELERATOR)
-            && device.kind != pci::Kind::Vgpu
+            && device.kind != pci::PciDeviceKind::Vgpu
             && device.driver.as_deref() != Some("vfio-pci")
     });
     usable

@@ -13,7 +13,7 @@ use super::printable::shown;
 use super::query::query_all;
 use super::state::{Program, SupervisorState};
 use super::totals::{GuestTotals, counted_as};
-use crate::control::{self, Asked};
+use crate::control::{self, QuestionOutcome};
 use crate::gpu_monitor::GpuWatch;
 use crate::status::{
     DrainStatus, EngineStatus, GuestStatus, Progress, Report, SessionEnds, SessionStatus, Status,
@@ -135,7 +135,7 @@ impl Snapshot {
         let report = |path: &Path, timeout| Ok(control::report(path, timeout));
         let reports = query_all(&machines, report);
         for (id, (name, asked)) in ids.into_iter().zip(reports) {
-            let mut asked = asked.unwrap_or_else(|error| Asked {
+            let mut asked = asked.unwrap_or_else(|error| QuestionOutcome {
                 process: None,
                 answer: Err(error),
                 open: None,

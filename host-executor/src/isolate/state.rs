@@ -16,7 +16,7 @@ use tracing::error;
 use super::ipc::{Command, IpcSocket, MAX_WORKER_SESSIONS, Rejection, WorkerReport};
 use super::partition::{Partition, Resources};
 use super::totals::EndedWorkers;
-use crate::control::{Asked, ControlError, OpenQuestion};
+use crate::control::{ControlError, OpenQuestion, QuestionOutcome};
 use crate::drain::Drain;
 use crate::gpu_monitor::GpuWatch;
 use crate::handshakes::{Handshakes, PendingHandshake};
@@ -211,7 +211,7 @@ impl VmAnswers {
     /// Takes down what became of a question that was asked at `at`. An executor that has not
     /// answered yet may be starting its engine, for minutes, and has another number than the one
     /// before.
-    pub(super) fn note<T>(&mut self, at: Instant, asked: &mut Asked<T>) {
+    pub(super) fn note<T>(&mut self, at: Instant, asked: &mut QuestionOutcome<T>) {
         if asked.answer.is_err() && self.answered.is_some_and(|answered| at < answered) {
             // Another thread has asked later, and has its answer.
             return;
@@ -588,7 +588,7 @@ mod tests {
         let open = None;
         answers.note(
             at,
-            &mut Asked {
+            &mut QuestionOutcome {
                 process,
                 answer,
                 open,
@@ -644,7 +644,7 @@ mod tests {
     /// A question that was asked at `at`, and the executor's end of it.
     fn late(answers: &mut VmAnswers, at: Instant) -> UnixStream {
         let (ours, theirs) = UnixStream::pair().unwrap();
-        let mut asked = Asked::<()> {
+        let mut asked = QuestionOutcome::<()> {
             process: Some(1),
             answer: Err(ControlError::Late { bytes: 0 }),
             open: Some(OpenQuestion::of(ours)),

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use vgpu_engine::Engine;
@@ -151,8 +151,7 @@ impl ServerState {
 
     /// What the watchdog has found last.
     pub(super) fn found(&self) -> Found {
-        let found = self.found.lock();
-        found.unwrap_or_else(PoisonError::into_inner).clone()
+        lock(&self.found).clone()
     }
 
     /// Takes each lock that admission, status and shutdown need, and releases it. Returns only if

@@ -14,7 +14,7 @@ use super::error::SessionEnd;
 use super::state::{Session, observe_turn};
 use crate::activity::{GraphInfo, ThreadState};
 use crate::sched::RunState;
-use crate::stats::Kind;
+use crate::stats::RequestKind;
 use crate::stop::StopFlag;
 
 /// Bytes of a part: a millisecond or two on a CPU. On a device with memory of its own, a request of
@@ -132,7 +132,7 @@ impl Session {
     /// Bytes that the range shares with other buffers are copied before, outside of a turn.
     pub(super) fn transfer(
         &mut self,
-        (request, kind): (u64, Kind),
+        (request, kind): (u64, RequestKind),
         buffer: BufferId,
         mut transfer: Transfer,
         link: &mut dyn HostEnd,
@@ -240,7 +240,7 @@ mod tests {
         let stop = StopFlag::new();
         stop.set();
         let buffer = BufferId(1);
-        let kind = Kind::of(&Request::Fill {
+        let kind = RequestKind::of(&Request::Fill {
             buffer,
             offset: 0,
             len: 1,

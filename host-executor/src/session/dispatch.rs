@@ -21,7 +21,7 @@ use super::graphs::{CompileContext, GraphStatus, ImageResult};
 use super::state::{MODEL_SCALE, Session, observe_turn};
 use crate::activity::ThreadState;
 use crate::sched::{Batchable, RunState, Times};
-use crate::stats::{Kind, SUBMIT};
+use crate::stats::{RequestKind, SUBMIT};
 use crate::stop::StopFlag;
 
 /// Longest guest name that is kept, in characters.
@@ -53,7 +53,7 @@ impl Session {
         stop: &StopFlag,
     ) -> Result<Answer, SessionEnd> {
         let payload = link.payload();
-        let of_message = Kind::of(&message);
+        let of_message = RequestKind::of(&message);
         self.counters.request(of_message);
         let state = match of_message.compiles() {
             true => ThreadState::Compiles,

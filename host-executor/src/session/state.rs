@@ -21,7 +21,7 @@ use crate::log_limit::{GUEST_LINES, LogLimit, SESSION_EVENTS};
 use crate::policy::Policy;
 use crate::pool::Pools;
 use crate::sched::{Scheduler, Times, TurnEvent};
-use crate::stats::{Counters, Kind, Stats};
+use crate::stats::{Counters, RequestKind, Stats};
 use crate::tenant::Tenant;
 use crate::weights::WeightStore;
 
@@ -220,7 +220,7 @@ impl Session {
 pub(super) fn observe_turn(
     activity: &Activity,
     counters: &Counters,
-    (request, kind): (u64, Kind),
+    (request, kind): (u64, RequestKind),
     info: &GraphInfo,
     event: TurnEvent,
 ) {

@@ -2,11 +2,12 @@
 
 use std::cell::RefCell;
 use std::fmt::{self, Write as _};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, OnceLock};
 
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber};
+use vgpu_transport::lock::lock;
 
 /// The lines so far, each with the fields of its spans.
 static LINES: Mutex<Vec<String>> = Mutex::new(Vec::new());
@@ -27,7 +28,7 @@ pub(crate) fn keep() {
 
 /// The lines that contain `text`.
 pub(crate) fn lines_with(text: &str) -> Vec<String> {
-    let lines = LINES.lock().unwrap_or_else(PoisonError::into_inner);
+    let lines = lock(&LINES);
     let lines = lines.iter().filter(|line| line.contains(text));
     lines.cloned().collect()
 }
@@ -42,7 +43,7 @@ impl Subscriber for Kept {
     fn new_span(&self, attributes: &Attributes<'_>) -> Id {
         let mut fields = Fields(String::new());
         attributes.record(&mut fields);
-        let mut spans = SPANS.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut spans = lock(&SPANS);
         spans.push(fields.0);
         Id::from_u64(spans.len() as u64)
     }
@@ -52,12 +53,12 @@ impl Subscriber for Kept {
     fn record_follows_from(&self, _: &Id, _: &Id) {}
 
     fn event(&self, event: &Event<'_>) {
-        let spans = SPANS.lock().unwrap_or_else(PoisonError::into_inner);
+        let spans = lock(&SPANS);
         let entered = ENTERED.with_borrow(Clone::clone).into_iter();
         let mut line = Fields(entered.map(|id| spans[id as usize - 1].as_str()).collect());
         drop(spans);
         event.record(&mut line);
-        let mut lines = LINES.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut lines = lock(&LINES);
         lines.push(line.0);
     }
 

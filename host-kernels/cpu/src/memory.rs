@@ -25,13 +25,13 @@ const PAGE: usize = 4096;
 /// One zeroed allocation, aligned to pages and so to the alignment of every kernel.
 pub(super) struct CpuMemory {
     size: u64,
-    kind: Kind,
+    kind: CpuMemoryKind,
     /// Shared with the memory that takes the place of this memory, or that this memory replaces.
     charge: Arc<BudgetCharge>,
 }
 
 /// The kind of memory.
-enum Kind {
+enum CpuMemoryKind {
     /// No bytes.
     Empty,
     Private(Region),
@@ -47,7 +47,7 @@ impl CpuMemory {
         if size == 0 {
             return Ok(CpuMemory {
                 size,
-                kind: Kind::Empty,
+                kind: CpuMemoryKind::Empty,
                 charge: Arc::new(BudgetCharge::take(budget, whole_pages(0))?),
             });
         }
@@ -55,7 +55,7 @@ impl CpuMemory {
             true => Region::guarded,
             false => Region::private,
         };
-        CpuMemory::mapped(size, budget, |len| map(len).map(Kind::Private))
+        CpuMemory::mapped(size, budget, |len| map(len).map(CpuMemoryKind::Private))
     }
 
     /// Memory for weights that takes the place of this memory, with the same charge. `None` if
@@ -77,7 +77,7 @@ impl CpuMemory {
         };
         Ok(Some(CpuMemory {
             size,
-            kind: Kind::Weights(region),
+            kind: CpuMemoryKind::Weights(region),
             charge: Arc::clone(&self.charge),
         }))
     }
@@ -86,7 +86,7 @@ impl CpuMemory {
     #[cfg(test)]
     pub(super) fn weights(size: u64, budget: &Arc<Budget>) -> Result<CpuMemory, EngineError> {
         CpuMemory::mapped(size, budget, |len| {
-            WeightRegion::create(len, budget).map(Kind::Weights)
+            WeightRegion::create(len, budget).map(CpuMemoryKind::Weights)
         })
     }
 
@@ -98,7 +98,7 @@ impl CpuMemory {
             let file = memfd::sealed("vgpu-buffer", pages).ok()?;
             let region = Region::shared(file.as_fd(), len)?;
             sealed = Some((file, pages as u64));
-            Some(Kind::Shared(region))
+            Some(CpuMemoryKind::Shared(region))
         })?;
         let Some((file, size)) = sealed else {
             unreachable!("`mapped` has called the closure, or failed");
@@ -113,7 +113,7 @@ impl CpuMemory {
     fn mapped(
         size: u64,
         budget: &Arc<Budget>,
-        map: impl FnOnce(usize) -> Option<Kind>,
+        map: impl FnOnce(usize) -> Option<CpuMemoryKind>,
     ) -> Result<CpuMemory, EngineError> {
         let charge = BudgetCharge::take(budget, whole_pages(size))?;
         match usize::try_from(size).ok().and_then(map) {
@@ -132,7 +132,7 @@ impl CpuMemory {
     /// [`EngineError::ForeignMemory`] for memory of another kind.
     pub(super) fn as_weights(&self) -> Result<&WeightRegion, EngineError> {
         match &self.kind {
-            Kind::Weights(weights) => Ok(weights),
+            CpuMemoryKind::Weights(weights) => Ok(weights),
             _ => Err(EngineError::ForeignMemory),
         }
     }
@@ -179,11 +179,11 @@ impl CpuMemory {
     ) -> Result<*mut u8, EngineError> {
         check_range(offset, len, self.size)?;
         match &self.kind {
-            Kind::Empty => Ok(NonNull::dangling().as_ptr()),
-            Kind::Private(region) | Kind::Shared(region) => {
+            CpuMemoryKind::Empty => Ok(NonNull::dangling().as_ptr()),
+            CpuMemoryKind::Private(region) | CpuMemoryKind::Shared(region) => {
                 Ok(region.as_ptr().wrapping_add(offset as usize))
             }
-            Kind::Weights(weights) => of_weights(weights, offset..offset + len),
+            CpuMemoryKind::Weights(weights) => of_weights(weights, offset..offset + len),
         }
     }
 
@@ -200,7 +200,7 @@ impl CpuMemory {
         mut each: impl FnMut(*mut u8, usize),
     ) -> Result<(), EngineError> {
         match &self.kind {
-            Kind::Weights(weights) => {
+            CpuMemoryKind::Weights(weights) => {
                 check_range(offset, len, self.size)?;
                 let parts = weights.parts(offset..offset + len);
                 parts
@@ -215,7 +215,7 @@ impl CpuMemory {
 
 impl Drop for CpuMemory {
     fn drop(&mut self) {
-        if let Kind::Shared(region) = &self.kind {
+        if let CpuMemoryKind::Shared(region) = &self.kind {
             // SAFETY: the memory is dropped, so this process no longer uses its bytes. The pages
             // are removed from the file, which a guest may keep, because they are no longer
             // charged.
@@ -330,8 +330,8 @@ impl Memory for CpuMemory {
     ) -> Result<(), EngineError> {
         check_range(offset, len, self.size)?;
         match &self.kind {
-            Kind::Weights(weights) => weights.unshare(offset..offset + len, is_cancelled),
-            Kind::Empty | Kind::Private(_) | Kind::Shared(_) => Ok(()),
+            CpuMemoryKind::Weights(weights) => weights.unshare(offset..offset + len, is_cancelled),
+            CpuMemoryKind::Empty | CpuMemoryKind::Private(_) | CpuMemoryKind::Shared(_) => Ok(()),
         }
     }
 

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use vgpu_engine::fuse::{Arrangement, Kind};
+use vgpu_engine::fuse::{Arrangement, FusionKind};
 use vgpu_engine::work::{self, Work};
 use vgpu_engine::{
     ALLOCATION_BYTES, BatchKey, Cancellation, EngineError, Memory, NodeTiming, Plan, RunError,
@@ -175,7 +175,7 @@ impl Compiler<'_> {
     }
 
     /// Compiles fused nodes. Returns `false` and changes nothing if there is no kernel for them.
-    fn group(&mut self, kind: Kind, nodes: Range<usize>) -> Result<bool, EngineError> {
+    fn group(&mut self, kind: FusionKind, nodes: Range<usize>) -> Result<bool, EngineError> {
         let operands: Vec<Operands<'_>> = nodes.clone().map(|at| self.operands(at)).collect();
         // SAFETY: `nodes` is a group of `kind` that the arrangement has found in the graph.
         let Some(compiled) = (unsafe { ops::compile_group(kind, &operands) }) else {
@@ -183,10 +183,10 @@ impl Compiler<'_> {
         };
         // Only an index can be invalid. In these groups, the last node reads it.
         let reported = match kind {
-            Kind::RopeRows => nodes.end - 1,
+            FusionKind::RopeRows => nodes.end - 1,
             _ => nodes.start,
         };
-        let has_ranges = matches!(kind, Kind::Norm | Kind::RopeRows);
+        let has_ranges = matches!(kind, FusionKind::Norm | FusionKind::RopeRows);
         self.add(nodes, reported, compiled, has_ranges);
         Ok(true)
     }

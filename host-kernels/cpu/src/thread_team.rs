@@ -111,7 +111,7 @@ impl Barrier {
 /// takes ten times as long to start and end a job (docs/cpu-engine.md has the figures).
 type Job = *const (dyn Fn(usize) + Sync);
 
-struct Shared {
+struct TeamState {
     /// The number of jobs so far. The last change, with `ends`, ends the threads.
     orders: Signal,
     job: UnsafeCell<Option<Job>>,
@@ -127,14 +127,14 @@ struct Shared {
 
 // SAFETY: `run` writes the job while no thread runs one. The threads read it between the change of
 // `orders` and their decrement of `left`, which order the accesses. The job is `Sync`.
-unsafe impl Sync for Shared {}
+unsafe impl Sync for TeamState {}
 // SAFETY: no field belongs to a particular thread. The job is a pointer to a closure that is
 // `Sync`, and `run` waits until no thread runs it.
-unsafe impl Send for Shared {}
+unsafe impl Send for TeamState {}
 
 /// A fixed set of threads that run one job at a time together.
 pub(super) struct ThreadTeam {
-    shared: Arc<Shared>,
+    shared: Arc<TeamState>,
     threads: Vec<JoinHandle<()>>,
     /// Whether the caller of a job runs it too, as thread 0.
     caller_works: bool,
@@ -148,7 +148,7 @@ impl ThreadTeam {
     /// # Errors
     /// [`EngineError::Unsupported`] if a thread cannot be created or pinned.
     pub(super) fn new(count: usize, cpu_sets: &[CpuSet]) -> Result<ThreadTeam, EngineError> {
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(TeamState {
             orders: Signal::default(),
             job: UnsafeCell::new(None),
             left: AtomicUsize::new(0),
@@ -232,7 +232,7 @@ impl Drop for ThreadTeam {
     }
 }
 
-impl Shared {
+impl TeamState {
     fn work(&self, index: usize) {
         let mut order = 0;
         loop {

@@ -1,10 +1,10 @@
 //! What the plans of an engine share.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, OnceLock};
 
 use vgpu_transport::ir::{Shape, Type};
-use vgpu_transport::lock::lock;
+use vgpu_transport::lock::{lock, wait};
 use zerocopy::IntoBytes;
 
 use crate::allocator::Allocator;
@@ -165,7 +165,7 @@ impl ExecutionContext {
     pub(crate) fn lock_device(self: &Arc<Self>) -> DeviceGuard {
         let mut is_locked = lock(&self.is_locked);
         while *is_locked {
-            is_locked = { self.unlocked.wait(is_locked) }.unwrap_or_else(PoisonError::into_inner);
+            is_locked = wait(&self.unlocked, is_locked);
         }
         *is_locked = true;
         DeviceGuard(Arc::clone(self))

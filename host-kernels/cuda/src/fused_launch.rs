@@ -8,7 +8,7 @@ use crate::ops::mmv::{self, Product, Products};
 use crate::ops::rope;
 use crate::params::*;
 use vgpu_engine::EngineError;
-use vgpu_engine::fuse::Kind;
+use vgpu_engine::fuse::FusionKind;
 
 type Added = Option<Result<(), EngineError>>;
 
@@ -29,18 +29,18 @@ impl GroupNode {
 /// Adds the launch of a group. `None` if there is no kernel for the group; then nothing was added.
 /// `needs_q8`: whether the next products quantise a result.
 pub(crate) fn add_launch(
-    kind: Kind,
+    kind: FusionKind,
     nodes: &[GroupNode],
     needs_q8: impl Fn(&VgView) -> bool,
     b: &mut Builder<'_>,
 ) -> Added {
     match kind {
-        Kind::Norm => norm(nodes, needs_q8, b),
-        Kind::Products => products(nodes, b),
-        Kind::Gated => gated(nodes, b),
-        Kind::RopeRows => rope_rows(nodes, b),
-        Kind::Route => route(nodes, b),
-        Kind::WeightedSum => weighted_sum(nodes, b),
+        FusionKind::Norm => norm(nodes, needs_q8, b),
+        FusionKind::Products => products(nodes, b),
+        FusionKind::Gated => gated(nodes, b),
+        FusionKind::RopeRows => rope_rows(nodes, b),
+        FusionKind::Route => route(nodes, b),
+        FusionKind::WeightedSum => weighted_sum(nodes, b),
     }
 }
 

@@ -51,14 +51,14 @@ pub struct Reading {
     pub power: Result<f64, NvmlError>,
 }
 
-type Device = *mut c_void;
+type NvmlDevice = *mut c_void;
 type Init = unsafe extern "C" fn() -> c_int;
 type Text = unsafe extern "C" fn(c_int) -> *const c_char;
-type ByAddress = unsafe extern "C" fn(*const c_char, *mut Device) -> c_int;
-type GetNumber = unsafe extern "C" fn(Device, *mut c_uint) -> c_int;
-type GetSensor = unsafe extern "C" fn(Device, c_uint, *mut c_uint) -> c_int;
-type GetMemory = unsafe extern "C" fn(Device, *mut Memory) -> c_int;
-type GetUtilization = unsafe extern "C" fn(Device, *mut Utilization) -> c_int;
+type ByAddress = unsafe extern "C" fn(*const c_char, *mut NvmlDevice) -> c_int;
+type GetNumber = unsafe extern "C" fn(NvmlDevice, *mut c_uint) -> c_int;
+type GetSensor = unsafe extern "C" fn(NvmlDevice, c_uint, *mut c_uint) -> c_int;
+type GetMemory = unsafe extern "C" fn(NvmlDevice, *mut Memory) -> c_int;
+type GetUtilization = unsafe extern "C" fn(NvmlDevice, *mut Utilization) -> c_int;
 
 /// `nvmlMemory_t`, in bytes.
 #[repr(C)]
@@ -79,7 +79,7 @@ struct Utilization {
 
 /// NVML, opened for one GPU.
 pub struct Nvml {
-    device: Device,
+    device: NvmlDevice,
     /// Loaded as long as the handle and the functions of this object are in use.
     /// Whether `nvmlInit` has succeeded.
     is_initialised: bool,

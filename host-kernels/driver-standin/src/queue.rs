@@ -21,10 +21,10 @@ type Work = Box<dyn FnOnce() -> Answer + Send>;
 
 /// The queue of a context.
 pub(crate) struct Queue {
-    shared: Arc<Shared>,
+    shared: Arc<SharedQueue>,
 }
 
-struct Shared {
+struct SharedQueue {
     state: Mutex<QueuedWork>,
     changed: Condvar,
     /// The code of the sticky error; 0: none. Never freed: a thread that a signal has stopped may
@@ -47,7 +47,7 @@ impl Queue {
     /// `OUT_OF_MEMORY` if there is no thread.
     pub(crate) fn new() -> Answer<Queue> {
         catch_signals();
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(SharedQueue {
             state: Mutex::default(),
             changed: Condvar::new(),
             lost: Box::leak(Box::new(AtomicU32::new(0))),
@@ -122,7 +122,7 @@ impl Drop for Queue {
     }
 }
 
-impl Shared {
+impl SharedQueue {
     fn state(&self) -> MutexGuard<'_, QueuedWork> {
         lock(&self.state)
     }

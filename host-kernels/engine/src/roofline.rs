@@ -145,9 +145,9 @@ fn is_read_later(graph: &Graph, at: usize) -> bool {
 fn operations(graph: &Graph, node: &Node) -> u64 {
     let loops = work::loops(graph, node);
     match loops.kind {
-        work::Kind::Product => loops.count.saturating_mul(2),
-        work::Kind::Arithmetic => loops.count,
-        work::Kind::Move => 0,
+        work::LoopKind::Product => loops.count.saturating_mul(2),
+        work::LoopKind::Arithmetic => loops.count,
+        work::LoopKind::Move => 0,
     }
 }
 

@@ -233,8 +233,8 @@ pub fn of(graph: &Graph, node: &Node) -> Work {
     let bytes = read.fold(written, u64::saturating_add);
     let loops = loops(graph, node);
     let (products, steps) = match loops.kind {
-        Kind::Product => (loops.count, 0),
-        Kind::Arithmetic | Kind::Move => (0, loops.count),
+        LoopKind::Product => (loops.count, 0),
+        LoopKind::Arithmetic | LoopKind::Move => (0, loops.count),
     };
     let part = match loops.part_kind {
         // A tile of fewer rows reads as many activations.
@@ -311,7 +311,7 @@ pub(crate) fn written_part(graph: &Graph, node: &Node) -> Option<u64> {
 
 /// What an inner loop does in an iteration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum LoopKind {
     /// A multiply-add: two floating-point operations.
     Product,
     /// One element.
@@ -323,7 +323,7 @@ pub(crate) enum Kind {
 /// The inner loops of an operator.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Loops {
-    pub(crate) kind: Kind,
+    pub(crate) kind: LoopKind,
     /// Iterations.
     pub(crate) count: u64,
     /// Iterations of the largest part that is not divided.
@@ -391,29 +391,29 @@ pub(crate) fn loops(graph: &Graph, node: &Node) -> Loops {
     let elements = |i: usize| shape(i).map_or(0, all);
     let results = all(dst);
     let row = dst.ne[0];
-    let of = |kind: Kind, count: u64, part: u64| Loops {
+    let of = |kind: LoopKind, count: u64, part: u64| Loops {
         kind,
         count,
         part,
         part_kind: match kind {
-            Kind::Product => PartKind::Tile,
-            Kind::Arithmetic | Kind::Move => PartKind::Row,
+            LoopKind::Product => PartKind::Tile,
+            LoopKind::Arithmetic | LoopKind::Move => PartKind::Row,
         },
     };
     let windows = |count: u64, part: u64| Loops {
         part_kind: PartKind::Window,
-        ..of(Kind::Arithmetic, count, part)
+        ..of(LoopKind::Arithmetic, count, part)
     };
     // Elements that are converted to the type of the destination, some at once.
     let converted = |count: u64| match search_steps(dst.ty) {
-        1 => of(Kind::Move, count, STRIP.min(count)),
+        1 => of(LoopKind::Move, count, STRIP.min(count)),
         each => of(
-            Kind::Arithmetic,
+            LoopKind::Arithmetic,
             times(&[count, each]),
             times(&[STRIP, each]),
         ),
     };
-    use Kind::{Arithmetic, Move, Product};
+    use LoopKind::{Arithmetic, Move, Product};
     match node.op {
         Op::Copy {} if is_converted(graph, node) => converted(results),
         Op::Copy {} | Op::Repeat {} | Op::Concat { .. } | Op::Fill { .. } => of(Move, results, 1),

@@ -80,14 +80,14 @@ impl Backend {
 
 impl Drop for Backend {
     fn drop(&mut self) {
-        // SAFETY: the object owns the backend, which computes nothing: `Device::compute` returns
-        // after `synchronize`.
+        // SAFETY: the object owns the backend, which computes nothing: `BackendDevice::compute`
+        // returns after `synchronize`.
         unsafe { (self.ggml.functions().backend_free)(self.raw.as_ptr()) };
     }
 }
 
 /// A device of a backend library, with a queue for graphs.
-pub(crate) struct Device {
+pub(crate) struct BackendDevice {
     /// The ggml and the backend that the device belongs to.
     pub(crate) ggml: &'static Library,
     pub(crate) device: NonNull<abi::ggml_backend_device>,
@@ -104,11 +104,11 @@ pub(crate) struct Device {
 
 // SAFETY: the device object belongs to the backend's library, which is never unloaded, and not to a
 // thread.
-unsafe impl Send for Device {}
-// SAFETY: the device object is constant: no method of `Device` changes it through `&self`.
-unsafe impl Sync for Device {}
+unsafe impl Send for BackendDevice {}
+// SAFETY: the device object is constant: no method of `BackendDevice` changes it through `&self`.
+unsafe impl Sync for BackendDevice {}
 
-impl Device {
+impl BackendDevice {
     /// Whether the device computes this node.
     ///
     /// # Safety

@@ -11,7 +11,7 @@ use vgpu_engine::{Engine, EngineError, Memory, MemoryInfo, Plan};
 use vgpu_ggml_abi as abi;
 use vgpu_transport::ir::{Capabilities, Graph, GraphCounts, Node, Op, ValidGraph};
 
-use crate::device::{Backend, Device, Failures};
+use crate::device::{Backend, BackendDevice, Failures};
 use crate::library::{DeviceInfo, Library};
 use crate::loader::LibraryError;
 use crate::memory::{Allocator, allocation_size};
@@ -31,7 +31,7 @@ const SPEED: Speed = Speed {
 pub struct GgmlEngine {
     name: String,
     description: String,
-    device: Arc<Device>,
+    device: Arc<BackendDevice>,
     allocator: Arc<Allocator>,
     fallback: Arc<dyn Engine>,
 }
@@ -109,7 +109,7 @@ impl GgmlEngine {
         Ok(GgmlEngine {
             description,
             allocator: Arc::clone(&allocator),
-            device: Arc::new(Device {
+            device: Arc::new(BackendDevice {
                 ggml: library,
                 device: found,
                 backend: Mutex::new(backend),

@@ -14,7 +14,7 @@ use vgpu_transport::ir::{
     Graph as IrGraph, GraphCounts, Node, Op, OpKind, Precision, Shape, Tensor, Type,
 };
 
-use crate::device::Device;
+use crate::device::BackendDevice;
 use crate::memory::GgmlMemory;
 use crate::params;
 use crate::tensors::{Arena, Graph, compute, view};
@@ -31,7 +31,7 @@ enum Split {
 
 /// A compiled graph.
 pub(crate) struct GgmlPlan {
-    device: Arc<Device>,
+    device: Arc<BackendDevice>,
     buffers: Vec<Arc<dyn Memory>>,
     splits: Vec<Split>,
     /// The split that the next launch begins with.
@@ -60,7 +60,7 @@ impl GgmlPlan {
     /// [`EngineError::Cancelled`], [`EngineError::ForeignMemory`], or what `fallback` says of a
     /// node that the device lacks.
     pub(crate) fn compile(
-        device: Arc<Device>,
+        device: Arc<BackendDevice>,
         fallback: &dyn Engine,
         graph: &IrGraph,
         buffers: &[Arc<dyn Memory>],
@@ -129,7 +129,7 @@ fn flush(splits: &mut Vec<Split>, nodes: &mut Vec<*mut abi::ggml_tensor>, first:
 /// `present` has a valid tensor for each tensor of the graph, and the memory that they and
 /// `memory` name is allocated.
 unsafe fn encode(
-    device: &Device,
+    device: &BackendDevice,
     graph: &IrGraph,
     node: &Node,
     memory: &[&GgmlMemory],

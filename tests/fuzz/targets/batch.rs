@@ -48,14 +48,14 @@ const TYPES: [Type; 8] = [
 ];
 
 /// The engine, and the extents of two sets of weights.
-struct Shared {
+struct EngineWithWeights {
     engine: CpuEngine,
     extents: [Arc<dyn Extent>; 2],
     /// The memory that the extents are part of.
     _sets: [Arc<dyn Memory>; 2],
 }
 
-static SHARED: LazyLock<Shared> = LazyLock::new(|| {
+static SHARED: LazyLock<EngineWithWeights> = LazyLock::new(|| {
     let engine = CpuEngine::new(2, Some(64 << 20)).expect("threads and memory");
     let sets = [1, 2].map(|seed| {
         let mut random = Rng::new(seed, 0);
@@ -71,7 +71,7 @@ static SHARED: LazyLock<Shared> = LazyLock::new(|| {
     let extents = sets
         .each_ref()
         .map(|set| set.extent(0, WEIGHTS).expect("all of it"));
-    Shared {
+    EngineWithWeights {
         engine,
         extents,
         _sets: sets,
@@ -238,7 +238,7 @@ struct Guest {
 impl Guest {
     /// `index` is that of the first row, `expert` the first expert; without, it is a valid one.
     fn new(program: &Program, seed: u64, index: i32, expert: Option<i32>) -> Guest {
-        let Shared {
+        let EngineWithWeights {
             engine, extents, ..
         } = &*SHARED;
         let own = engine.alloc(OWN).expect("memory");

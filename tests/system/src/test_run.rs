@@ -15,7 +15,7 @@ use xtask_common::progress::{self, Progress};
 use xtask_common::scratch::Scratch;
 use xtask_common::workspace;
 
-use crate::vm::Kind;
+use crate::vm::GuestKind;
 
 /// The prompt of the generations.
 pub(crate) const PROMPT: &str = "A virtual machine has no graphics processor of its own. It asks \
@@ -49,7 +49,7 @@ pub(crate) struct Options {
     pub(crate) dist: Option<PathBuf>,
     /// Virtual machines of these kinds, instead of the default or all.
     #[arg(skip)]
-    pub(crate) machines: Vec<Kind>,
+    pub(crate) machines: Vec<GuestKind>,
 }
 
 /// The value of `--ggml`: a release that the tests build.
@@ -104,7 +104,7 @@ Not even `--full` runs what has no end of its own: the fuzzing of tests/fuzz, an
 pub(crate) struct VmTestOptions {
     /// Only the virtual machine of this kind [default: all]
     #[arg(long, value_enum)]
-    pub(crate) only: Option<Kind>,
+    pub(crate) only: Option<GuestKind>,
     /// Test libggml-vgpu.so and vgpu of this folder instead of a fresh build
     #[arg(long, value_name = "FOLDER")]
     pub(crate) dist: Option<PathBuf>,
@@ -118,7 +118,7 @@ impl From<&VmTestOptions> for Options {
             dist: options.dist.clone(),
             machines: options
                 .only
-                .map_or_else(|| Kind::ALL.to_vec(), |kind| vec![kind]),
+                .map_or_else(|| GuestKind::ALL.to_vec(), |kind| vec![kind]),
             ..Options::only(Part::Vm)
         }
     }

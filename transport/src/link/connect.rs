@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use super::end::GuestEnd;
 use super::endpoint::Endpoint;
-use super::pci::discover::{self, Kind};
+use super::pci::discover::{self, PciDeviceKind};
 use super::pci::{self, PciError};
 use super::stream::tcp::{self, TcpError};
 use super::stream::tls::{Certificates, TlsError};
@@ -68,7 +68,7 @@ pub fn connect(endpoint: &Endpoint, timeout: Duration) -> Result<Box<dyn GuestEn
         Endpoint::Pci(Some(address)) => {
             let found = discover::Found::read(Path::new(discover::SYSFS), *address)
                 .map_err(|_| PciError::NoDevice { address: *address })?;
-            let device = pci::Device::open(&found)?;
+            let device = pci::PciDevice::open(&found)?;
             tracing::info!(
                 "{found}: a vGPU with a window of {} bytes",
                 device.directory().size
@@ -114,8 +114,8 @@ pub fn expand(endpoint: &Endpoint) -> Result<Vec<Endpoint>, ConnectError> {
     let devices = discover::all(Path::new(discover::SYSFS));
     for device in &devices {
         match (&device.kind, &device.driver) {
-            (Kind::Other, _) => {}
-            (Kind::RealGpu, _) => tracing::info!("{device}: a physical GPU, not touched"),
+            (PciDeviceKind::Other, _) => {}
+            (PciDeviceKind::RealGpu, _) => tracing::info!("{device}: a physical GPU, not touched"),
             (_, Some(driver)) => {
                 tracing::info!("{device}: the driver {driver} is bound, not touched");
             }

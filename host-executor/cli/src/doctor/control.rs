@@ -11,7 +11,7 @@ use vgpu_executor::control::{self, ControlError};
 
 use super::report::Report;
 use super::root::Root;
-use super::unit::State;
+use super::unit::UnitState;
 use crate::session_client::{NoResult, result_within};
 
 const PART: &str = "executor";
@@ -20,7 +20,7 @@ const PART: &str = "executor";
 const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// `host`: the settings of the executor of this machine.
-pub(super) fn check(root: &Root, host: Option<&Settings>, service: State, report: &mut Report) {
+pub(super) fn check(root: &Root, host: Option<&Settings>, service: UnitState, report: &mut Report) {
     let Some(settings) = host else { return };
     // The service has this one if its configuration names none.
     let path = settings.control.as_deref();
@@ -47,7 +47,7 @@ pub(super) fn check(root: &Root, host: Option<&Settings>, service: State, report
             report.note(PART, format!("{shown}: not asked: run vgpu doctor as root"));
         }
         // The sockets are there before the engine is, whose kernels may be compiled for minutes.
-        Ok(Err(_)) | Err(NoResult::Late { .. }) if service == State::Changing => {
+        Ok(Err(_)) | Err(NoResult::Late { .. }) if service == UnitState::Changing => {
             report.note(
                 PART,
                 format!("{shown}: no answer yet, while the service starts"),

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use vgpu_transport::link::pci::discover::{Kind, SYSFS, all};
-use vgpu_transport::link::pci::{Device, PciError};
+use vgpu_transport::link::pci::discover::{PciDeviceKind, SYSFS, all};
+use vgpu_transport::link::pci::{PciDevice, PciError};
 
 use super::report::Report;
 use super::root::Root;
@@ -17,12 +17,12 @@ pub(super) fn check(root: &Root, report: &mut Report) {
     let mut found = false;
     for device in &devices {
         match device.kind {
-            Kind::Other => continue,
-            Kind::RealGpu => {
+            PciDeviceKind::Other => continue,
+            PciDeviceKind::RealGpu => {
                 report.note("pci", format!("{device}: a real NVIDIA GPU, ignored"));
                 continue;
             }
-            Kind::Ivshmem | Kind::Vgpu => {}
+            PciDeviceKind::Ivshmem | PciDeviceKind::Vgpu => {}
         }
         if let Some(driver) = &device.driver {
             report.note(
@@ -31,7 +31,7 @@ pub(super) fn check(root: &Root, report: &mut Report) {
             );
             continue;
         }
-        match Device::open(device) {
+        match PciDevice::open(device) {
             Ok(open) => {
                 found = true;
                 let directory = open.directory();
@@ -57,7 +57,7 @@ pub(super) fn check(root: &Root, report: &mut Report) {
                     );
                 }
             }
-            Err(error) if device.kind == Kind::Ivshmem && is_other(&error) => {
+            Err(error) if device.kind == PciDeviceKind::Ivshmem && is_other(&error) => {
                 report.note("pci", format!("{error}: not a vGPU's shared memory"));
             }
             Err(error) => {

@@ -4,7 +4,7 @@ use std::fs;
 
 use vgpu_executor::config::Settings;
 use vgpu_executor::engine::EngineKind;
-use vgpu_transport::link::pci::discover::{Found, Kind, SYSFS, all};
+use vgpu_transport::link::pci::discover::{Found, PciDeviceKind, SYSFS, all};
 
 use super::driver;
 use super::report::Report;
@@ -29,7 +29,7 @@ pub(super) fn check(root: &Root, host: Option<&Settings>, report: &mut Report) {
     let devices = all(&root.path(SYSFS));
     let is_card = |device: &&Found| {
         let is_display = device.class >> 16 == DISPLAY;
-        device.id.0 == NVIDIA && is_display && device.kind != Kind::Vgpu
+        device.id.0 == NVIDIA && is_display && device.kind != PciDeviceKind::Vgpu
     };
     let cards: Vec<&Found> = devices.iter().filter(is_card).collect();
     if cards.is_empty() {

@@ -11,7 +11,7 @@ use vgpu_transport::wire::{Reply, Request, VersionRange};
 
 use super::report::Report;
 use super::root::Root;
-use super::unit::{self, State};
+use super::unit::{self, UnitState};
 use crate::session_client::{self, Client, ClientError};
 
 const PART: &str = "link";
@@ -54,7 +54,7 @@ pub(super) fn check(
     root: &Root,
     given: &[Endpoint],
     host: Option<&Settings>,
-    service: State,
+    service: UnitState,
     report: &mut Report,
 ) -> Links {
     let (endpoints, are_named) = match session_client::endpoints(given) {
@@ -99,7 +99,7 @@ pub(super) fn check(
     let is_reached = !reached.is_empty() || machines > 0;
     for miss in &misses {
         let next = miss.next.clone().or_else(|| start(service));
-        let is_broken = miss.is_broken && service != State::Changing;
+        let is_broken = miss.is_broken && service != UnitState::Changing;
         match are_named || is_broken || (miss.is_there && !is_reached) {
             true => report.fail(PART, miss.what.clone(), next.unwrap_or_else(by_hand)),
             false => report.note(PART, miss.what.clone()),
@@ -124,7 +124,7 @@ pub(super) fn check(
     links
 }
 
-fn start(service: State) -> Option<String> {
+fn start(service: UnitState) -> Option<String> {
     unit::start(service).map(str::to_owned)
 }
 

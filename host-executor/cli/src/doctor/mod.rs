@@ -85,10 +85,10 @@ pub(crate) fn run(args: &Args) -> ExitCode {
     // configuration, and may be installed in a guest, where nobody asks for the service.
     let mut of_config = Report::default();
     let settings = match service {
-        unit::State::Unused => None,
+        unit::UnitState::Unused => None,
         _ => config::check(&root, &mut of_config),
     };
-    let has_run = matches!(service, unit::State::Used | unit::State::Changing);
+    let has_run = matches!(service, unit::UnitState::Used | unit::UnitState::Changing);
     let is_host = settings.is_some() || has_run;
     let host = is_host.then(|| settings.unwrap_or_default());
     gpu::check(&root, host.as_ref(), &mut report);

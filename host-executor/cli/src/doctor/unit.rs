@@ -23,7 +23,7 @@ const LIMIT: Duration = Duration::from_secs(10);
 
 /// What systemd says of the service.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum State {
+pub(super) enum UnitState {
     /// systemd does not run, or has no such unit.
     Unknown,
     /// The unit is there, and nobody has asked for it.
@@ -35,28 +35,28 @@ pub(super) enum State {
 }
 
 /// What to type when no executor is there.
-pub(super) fn start(state: State) -> Option<&'static str> {
+pub(super) fn start(state: UnitState) -> Option<&'static str> {
     match state {
-        State::Unknown => None,
-        State::Unused | State::Used => Some(ENABLE),
-        State::Changing => Some(FOLLOW),
+        UnitState::Unknown => None,
+        UnitState::Unused | UnitState::Used => Some(ENABLE),
+        UnitState::Changing => Some(FOLLOW),
     }
 }
 
-pub(super) fn check(root: &Root, report: &mut Report) -> State {
+pub(super) fn check(root: &Root, report: &mut Report) -> UnitState {
     if !root.has_systemd() {
-        return State::Unknown;
+        return UnitState::Unknown;
     }
     let values = match show() {
         Ok(values) => values,
         Err(error) => {
             report.note(PART, format!("systemctl does not say: {error}"));
-            return State::Unknown;
+            return UnitState::Unknown;
         }
     };
     let value = |key: &str| values.get(key).map_or("", String::as_str);
     if value("LoadState") != "loaded" {
-        return State::Unknown;
+        return UnitState::Unknown;
     }
     let log = "journalctl --unit vgpu --lines 20 --no-pager";
     let is_enabled = value("UnitFileState").starts_with("enabled");
@@ -69,7 +69,7 @@ pub(super) fn check(root: &Root, report: &mut Report) -> State {
                 PART,
                 format!("{UNIT} is not started: if this is the host, {ENABLE}"),
             );
-            return State::Unused;
+            return UnitState::Unused;
         }
         "inactive" => report.fail(
             PART,
@@ -80,7 +80,7 @@ pub(super) fn check(root: &Root, report: &mut Report) -> State {
             if value("SubState") != "auto-restart" =>
         {
             report.note(PART, format!("{UNIT} is {state}: its log is {FOLLOW}"));
-            return State::Changing;
+            return UnitState::Changing;
         }
         _ if value("ExecMainStatus") == EX_CONFIG.to_string() => report.fail(
             PART,
@@ -98,7 +98,7 @@ pub(super) fn check(root: &Root, report: &mut Report) -> State {
             log,
         ),
     }
-    State::Used
+    UnitState::Used
 }
 
 /// The properties of the unit by name.

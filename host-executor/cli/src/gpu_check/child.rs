@@ -16,7 +16,7 @@ use vgpu_check::{CheckError, Outcome, Selection, Step};
 use vgpu_cpu::CpuEngine;
 use vgpu_executor::engine::{self, EngineKind};
 
-use super::findings::{BegunEntry, CaseFinding, Device, Message, RateFinding, TextFinding};
+use super::findings::{BegunEntry, CaseFinding, CheckedDevice, Message, RateFinding, TextFinding};
 use super::measurement::Measurement;
 use crate::own_program::OWN_PROGRAM;
 
@@ -61,7 +61,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         (List::Cases, EngineKind::Cuda(ordinal)) => engine::cuda_for_single_nodes(*ordinal)?,
         _ => engine::start(engine, 0.into(), None)?,
     };
-    send(&Message::Device(Device::of(&*engine)))?;
+    send(&Message::Device(CheckedDevice::of(&*engine)))?;
     let only = args.measurement.pattern()?;
     let takes = |name: &str| only.as_ref().is_none_or(|only| only.is_match(name));
     let selection = Selection {

@@ -12,7 +12,7 @@ const BYTES: &str = "bytes/s";
 
 /// The engine that is checked.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(super) struct Device {
+pub(super) struct CheckedDevice {
     pub(super) engine: String,
     pub(super) description: String,
     /// Bytes of device memory in all, and free at the start.
@@ -22,10 +22,10 @@ pub(super) struct Device {
     pub(super) families: Vec<String>,
 }
 
-impl Device {
-    pub(super) fn of(engine: &dyn Engine) -> Device {
+impl CheckedDevice {
+    pub(super) fn of(engine: &dyn Engine) -> CheckedDevice {
         let memory = engine.memory();
-        Device {
+        CheckedDevice {
             engine: engine.name().to_owned(),
             description: engine.description().to_owned(),
             memory: memory.total,
@@ -247,7 +247,7 @@ pub(super) struct BegunEntry {
 #[serde(rename_all = "snake_case")]
 pub(super) enum Message {
     /// The engine has started.
-    Device(Device),
+    Device(CheckedDevice),
     /// An entry begins.
     Begins {
         index: usize,

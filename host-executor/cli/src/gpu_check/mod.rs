@@ -25,7 +25,7 @@ use vgpu_executor::engine;
 use vgpu_executor::engine::EngineKind;
 
 use child::List;
-use findings::{Copies, Device, Message, gigabytes};
+use findings::{CheckedDevice, Copies, Message, gigabytes};
 use measurement::Measurement;
 use report::Report;
 pub(crate) use self_check::before_serving;
@@ -219,7 +219,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 struct Check<'a> {
     args: &'a Args,
     report: Report,
-    device: Option<Device>,
+    device: Option<CheckedDevice>,
     /// The kernels of all cases.
     kernels: Vec<String>,
     cases: usize,

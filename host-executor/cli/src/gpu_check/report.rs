@@ -7,7 +7,7 @@ use anyhow::Context as _;
 use serde::Serialize;
 use serde_json::{Value, json};
 
-use super::findings::{Copies, Device};
+use super::findings::{CheckedDevice, Copies};
 
 /// Findings, and their file.
 pub(super) struct Report {
@@ -36,7 +36,7 @@ impl Report {
         report
     }
 
-    pub(super) fn device(&mut self, device: &Device) {
+    pub(super) fn device(&mut self, device: &CheckedDevice) {
         self.all["engine"] = device.engine.clone().into();
         self.all["description"] = device.description.clone().into();
         self.all["memory"] = device.memory.into();
@@ -90,7 +90,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("check.json");
         let mut report = Report::new(Some(&path));
-        report.device(&Device {
+        report.device(&CheckedDevice {
             engine: "cpu".into(),
             description: "2 threads".into(),
             memory: 1,

@@ -35,16 +35,16 @@ const MIN_WINDOW_SHARE: f64 = 0.98;
 
 /// The tests of llama-bench: prompt processing, and text generation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Kind {
+enum LlamaBenchTest {
     Prefill,
     Decode,
 }
 
-impl Kind {
+impl LlamaBenchTest {
     fn prefix(self) -> &'static str {
         match self {
-            Kind::Prefill => "pp",
-            Kind::Decode => "tg",
+            LlamaBenchTest::Prefill => "pp",
+            LlamaBenchTest::Decode => "tg",
         }
     }
 }
@@ -53,7 +53,7 @@ impl Kind {
 /// (prefill), and relative to ggml's own backend.
 struct Goal {
     model: &'static str,
-    kind: Kind,
+    kind: LlamaBenchTest,
     share: Option<f64>,
     ratio: Option<f64>,
 }
@@ -61,37 +61,37 @@ struct Goal {
 const GOALS: [Goal; 6] = [
     Goal {
         model: "8b-q4_k_m",
-        kind: Kind::Decode,
+        kind: LlamaBenchTest::Decode,
         share: Some(0.70),
         ratio: Some(2.5),
     },
     Goal {
         model: "8b-q4_k_m",
-        kind: Kind::Prefill,
+        kind: LlamaBenchTest::Prefill,
         share: Some(0.60),
         ratio: Some(3.0),
     },
     Goal {
         model: "8b-f16",
-        kind: Kind::Decode,
+        kind: LlamaBenchTest::Decode,
         share: Some(0.80),
         ratio: None,
     },
     Goal {
         model: "gpt-oss-20b-mxfp4",
-        kind: Kind::Decode,
+        kind: LlamaBenchTest::Decode,
         share: None,
         ratio: Some(2.0),
     },
     Goal {
         model: "30b-a3b-q4_k_m",
-        kind: Kind::Decode,
+        kind: LlamaBenchTest::Decode,
         share: None,
         ratio: Some(2.0),
     },
     Goal {
         model: "70b-q4_k_m",
-        kind: Kind::Decode,
+        kind: LlamaBenchTest::Decode,
         share: Some(0.70),
         ratio: None,
     },
@@ -297,8 +297,10 @@ fn rows_of(
             continue;
         };
         let share = |rates: Rates, speed: f64| match goal.kind {
-            Kind::Decode => model.bytes_of_token() as f64 * speed / rates.memory,
-            Kind::Prefill => model.operations_of_token(count) as f64 * speed / rates.operations,
+            LlamaBenchTest::Decode => model.bytes_of_token() as f64 * speed / rates.memory,
+            LlamaBenchTest::Prefill => {
+                model.operations_of_token(count) as f64 * speed / rates.operations
+            }
         };
         let theirs = by_way.get(THEIRS);
         for (way, words) in WAYS {
@@ -329,8 +331,8 @@ fn verdicts_of(goal: &Goal, rows: &[Row]) -> Vec<Verdict> {
             .max_by(|(_, a), (_, b)| a.total_cmp(b))
     };
     let of = match goal.kind {
-        Kind::Decode => "of the memory's rate",
-        Kind::Prefill => "of the tensor cores' rate",
+        LlamaBenchTest::Decode => "of the memory's rate",
+        LlamaBenchTest::Prefill => "of the tensor cores' rate",
     };
     let share = goal.share.map(|least| Verdict {
         what: what(of),

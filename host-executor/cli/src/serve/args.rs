@@ -69,7 +69,7 @@ pub(crate) struct Args {
 
     /// The device that virtual machines get. [default: ivshmem]
     #[arg(long, value_enum)]
-    device: Option<Device>,
+    device: Option<VmDeviceArgument>,
 
     /// The engine that executes graphs: cpu, cuda (the first NVIDIA GPU), cuda:N, ggml:PATH (the
     /// first device of a backend library of ggml, such as libggml-vulkan.so), ggml:PATH:DEVICE,
@@ -216,7 +216,7 @@ pub(crate) struct Args {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Device {
+enum VmDeviceArgument {
     /// QEMU's own shared-memory device, 1af4:1110. Works with any QEMU. Survives a restart of this
     /// program.
     Ivshmem,
@@ -288,8 +288,8 @@ impl Args {
         settings.threads.pin |= self.pin;
         replace(&mut settings.max_guests, &self.max_guests);
         let device = self.device.map(|device| match device {
-            Device::Ivshmem => VmDevice::Ivshmem,
-            Device::VfioUser => VmDevice::VfioUser,
+            VmDeviceArgument::Ivshmem => VmDevice::Ivshmem,
+            VmDeviceArgument::VfioUser => VmDevice::VfioUser,
         });
         replace(&mut settings.device, &device);
         let format = self.log_format.as_deref().map(str::parse::<LogFormat>);

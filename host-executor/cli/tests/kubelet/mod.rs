@@ -61,7 +61,7 @@ pub(crate) struct Pod {
 }
 
 #[derive(Default)]
-struct State {
+struct KubeletState {
     plugins: HashMap<String, Plugin>,
     pods: BTreeMap<String, Pod>,
     /// Whether the kubelet has heard of its pods since its start.
@@ -71,15 +71,15 @@ struct State {
     faults: Vec<String>,
 }
 
-type Shared = Arc<Mutex<State>>;
+type SharedKubeletState = Arc<Mutex<KubeletState>>;
 
-fn lock(state: &Shared) -> MutexGuard<'_, State> {
+fn lock(state: &SharedKubeletState) -> MutexGuard<'_, KubeletState> {
     state.lock().expect("no test has panicked")
 }
 
 pub(crate) struct Kubelet {
     folder: PathBuf,
-    state: Shared,
+    state: SharedKubeletState,
     runtime: Runtime,
     servers: Vec<JoinHandle<()>>,
 }
@@ -92,7 +92,7 @@ impl Kubelet {
             .build();
         let mut kubelet = Kubelet {
             folder: folder.into(),
-            state: Shared::default(),
+            state: SharedKubeletState::default(),
             runtime: runtime.expect("threads"),
             servers: Vec::new(),
         };
@@ -351,7 +351,7 @@ impl Container {
 
 struct RegistrationService {
     folder: PathBuf,
-    state: Shared,
+    state: SharedKubeletState,
 }
 
 #[tonic::async_trait]
@@ -410,7 +410,7 @@ impl Registration for RegistrationService {
 /// Takes the lists of a plugin's devices, until the plugin ends.
 async fn watch(
     mut client: DevicePluginClient<Channel>,
-    state: &Shared,
+    state: &SharedKubeletState,
     resource: &str,
     generation: u64,
 ) {
@@ -478,7 +478,7 @@ fn is_extended_resource(name: &str) -> bool {
         && bytes.iter().all(is_inside)
 }
 
-struct Lister(Shared);
+struct Lister(SharedKubeletState);
 
 #[tonic::async_trait]
 impl PodResourcesLister for Lister {

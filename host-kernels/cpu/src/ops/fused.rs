@@ -10,7 +10,7 @@ use super::{matmul, rope};
 use crate::kernel::Compiled;
 use crate::operands::Operands;
 use crate::simd::{Lanes, Simd};
-use vgpu_engine::fuse::Kind;
+use vgpu_engine::fuse::FusionKind;
 
 /// The kernels of a group of nodes. `None`, without an effect, if the nodes must be compiled one at
 /// a time.
@@ -20,15 +20,15 @@ use vgpu_engine::fuse::Kind;
 /// [`Arrangement::of`](vgpu_engine::fuse::Arrangement::of) has found in their graph. So the types,
 /// the lengths and the overlaps of their tensors are those that the search for such a group
 /// requires.
-pub(crate) unsafe fn compile_group(kind: Kind, nodes: &[Operands<'_>]) -> Option<Compiled> {
+pub(crate) unsafe fn compile_group(kind: FusionKind, nodes: &[Operands<'_>]) -> Option<Compiled> {
     // SAFETY: each function requires a group of the kind that it is called for, as the caller
     // guarantees.
     unsafe {
         match kind {
-            Kind::Norm => norm(nodes),
-            Kind::Products => matmul::products(nodes),
-            Kind::Gated => matmul::gated(nodes),
-            Kind::RopeRows => rope::rope_rows(nodes),
+            FusionKind::Norm => norm(nodes),
+            FusionKind::Products => matmul::products(nodes),
+            FusionKind::Gated => matmul::gated(nodes),
+            FusionKind::RopeRows => rope::rope_rows(nodes),
             _ => None,
         }
     }
@@ -42,7 +42,7 @@ maps! {
 /// ADD, RMS_NORM and MUL; ADD and MUL are optional. The result of the norm itself is not stored.
 ///
 /// # Safety
-/// The nodes are a group of [`Kind::Norm`] that an arrangement has found.
+/// The nodes are a group of [`FusionKind::Norm`] that an arrangement has found.
 unsafe fn norm(nodes: &[Operands<'_>]) -> Option<Compiled> {
     let (first, last) = (nodes.first()?, nodes.last()?);
     let eps = nodes.iter().find_map(|node| match node.op() {

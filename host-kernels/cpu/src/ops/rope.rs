@@ -39,8 +39,8 @@ pub(super) fn rope(operands: &Operands<'_>) -> Result<Compiled, EngineError> {
 /// ROPE and the SET_ROWS of its result, which no other node reads.
 ///
 /// # Safety
-/// The nodes are a group of [`Kind::RopeRows`](vgpu_engine::fuse::Kind) that an arrangement has
-/// found.
+/// The nodes are a group of [`FusionKind::RopeRows`](vgpu_engine::fuse::FusionKind) that an
+/// arrangement has found.
 pub(super) unsafe fn rope_rows(nodes: &[Operands<'_>]) -> Option<Compiled> {
     let [rope, rows] = nodes else {
         return None;

@@ -6,13 +6,13 @@ mod scratch;
 #[cfg(test)]
 mod tests;
 
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::thread::CpuSet;
 use vgpu_engine::{EngineError, RunError, Turn};
-use vgpu_transport::lock::lock;
+use vgpu_transport::lock::{get_mut, into_inner, lock};
 
 use crate::barrier_schedule::Phase;
 use crate::batch::{BatchKeys, MAX_BATCH, Membership};
@@ -123,7 +123,7 @@ impl Runner {
         }
         scratch.progress.resize_with(self.workers(), Mutex::default);
         for progress in &mut scratch.progress {
-            *progress.get_mut().unwrap_or_else(PoisonError::into_inner) = ThreadProgress::default();
+            *get_mut(progress) = ThreadProgress::default();
         }
         Ok(RunState {
             phase: 0,
@@ -216,10 +216,7 @@ impl Runner {
         // SAFETY: the caller guarantees a schedule for this runner, and a state with the memory
         // that its phases need.
         unsafe { self.run_with_clock(phases, state, &Turn::new(), Some(&clock)) }?;
-        Ok(clock
-            .ends
-            .into_inner()
-            .unwrap_or_else(PoisonError::into_inner))
+        Ok(into_inner(clock.ends))
     }
 
     /// Runs one graph. Allocates no memory, unless the graph goes on in the middle of products that

@@ -2,12 +2,12 @@
 
 use std::cell::{Cell, OnceCell};
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use vgpu_engine::{RunError, Turn};
-use vgpu_transport::lock::lock;
+use vgpu_transport::lock::{into_inner, lock};
 
 use super::scratch::Scratch;
 use crate::barrier_schedule::Phase;
@@ -130,8 +130,7 @@ impl<'a> Member<'a> {
     /// Where to continue, or the failure. `None` at the end of the graph.
     pub(super) fn left(self, end: TurnEnd) -> Result<Option<Left>, RunError> {
         let taken_chunks = self.taken_chunks(end);
-        let failure = self.failure.into_inner();
-        match failure.unwrap_or_else(PoisonError::into_inner) {
+        match into_inner(self.failure) {
             Some(error) => Err(error),
             None => Ok(end.next.map(|phase| Left {
                 phase,

@@ -4,10 +4,11 @@ use std::any::Any;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 use memmap2::UncheckedAdvice;
 use vgpu_transport::bytes::Bytes;
+use vgpu_transport::lock::lock;
 
 use super::page_set::PageSet;
 use crate::region::{Region, page};
@@ -62,7 +63,7 @@ impl BaseRegion {
     }
 
     pub(super) fn uses(&self) -> MutexGuard<'_, Uses> {
-        self.uses.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.uses)
     }
 
     /// The buffer has bytes of its own in `range` from now on.

@@ -28,21 +28,22 @@ mod tests;
 
 use std::any::Any;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use vgpu_transport::bytes::{Bytes, BytesMut};
+use vgpu_transport::lock::{get_mut, lock};
 
 use crate::region::{Budget, Region};
 use extent::BaseRegion;
 pub(crate) use extent::CpuExtent;
-use segments::{Backing, COPIED_AT_ONCE, CopyBudget, Segment, State};
+use segments::{Backing, COPIED_AT_ONCE, CopyBudget, Segment, WeightRegionState};
 use vgpu_engine::{CopyAccount, EngineError, Extent};
 
 /// The memory of a buffer for weights.
 pub(super) struct WeightRegion {
     base: Arc<BaseRegion>,
     copies: CopyBudget,
-    state: Mutex<State>,
+    state: Mutex<WeightRegionState>,
 }
 
 impl WeightRegion {
@@ -65,8 +66,9 @@ impl WeightRegion {
         self.copies.set_account(account);
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Under this lock the uses of the base are locked, and copies are charged to the account.
+    fn state(&self) -> MutexGuard<'_, WeightRegionState> {
+        lock(&self.state)
     }
 
     fn size(&self) -> u64 {
@@ -225,7 +227,7 @@ impl WeightRegion {
     /// Offers `range`, of which `filled` bytes exist, as an extent.
     fn offer(
         &self,
-        state: &mut State,
+        state: &mut WeightRegionState,
         range: Range<u64>,
         filled: u64,
         may_offer: bool,
@@ -345,7 +347,7 @@ impl WeightRegion {
 
 impl Drop for WeightRegion {
     fn drop(&mut self) {
-        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let state = get_mut(&mut self.state);
         state.offered.clear();
         self.base.release(0..self.base.region.len() as u64);
     }

@@ -17,15 +17,15 @@ pub(super) const COPIED_AT_ONCE: u64 = 4 << 20;
 
 /// The state of a buffer for weights.
 #[derive(Default)]
-pub(super) struct State {
+pub(super) struct WeightRegionState {
     pub(super) is_frozen: bool,
     /// Something was written after freezing.
     pub(super) is_written: bool,
     /// How often addresses of bytes have changed.
     pub(super) moves: u64,
-    /// Bytes that [`gather`](State::gather) has copied, in all its calls since the buffer was made:
-    /// a byte that was copied twice counts twice, one that stayed at its address does not count.
-    /// Never reset. A cancelled call adds nothing.
+    /// Bytes that [`gather`](WeightRegionState::gather) has copied, in all its calls since the
+    /// buffer was made: a byte that was copied twice counts twice, one that stayed at its address
+    /// does not count. Never reset. A cancelled call adds nothing.
     pub(super) gathered: u64,
     /// The bytes that are not in the base, by first byte. Disjoint.
     pub(super) segments: BTreeMap<u64, Segment>,
@@ -105,7 +105,7 @@ impl CopyCharge {
     }
 }
 
-impl State {
+impl WeightRegionState {
     /// The segments that overlap `range`.
     pub(super) fn touched(&self, range: &Range<u64>) -> impl Iterator<Item = (&u64, &Segment)> {
         overlapping(&self.segments, range, |start, segment| start + segment.len)
@@ -137,7 +137,7 @@ impl State {
         outside.filter(|(_, segment)| is_copy(segment)).count()
     }
 
-    /// Whether [`gather`](State::gather) may have to copy bytes for `range`.
+    /// Whether [`gather`](WeightRegionState::gather) may have to copy bytes for `range`.
     pub(super) fn may_copy(&self, base: &BaseRegion, range: &Range<u64>) -> bool {
         match self.touched(range).next() {
             None => base.uses().extents_in(range).next().is_some(),
@@ -150,9 +150,10 @@ impl State {
 
     /// The address of exclusive, contiguous memory with the bytes of `range`. A buffer has at most
     /// [`MAX_COPIES`] regions of its own besides the base: instead of one more, it gets one for all
-    /// its bytes. It gets that, too, once [`gathered`](State::gathered) would exceed the bytes that
-    /// it has: neighbours that are merged one after the other would be copied again with each of
-    /// them. So all copies for a graph have at most four times the bytes of the buffer.
+    /// its bytes. It gets that, too, once [`gathered`](WeightRegionState::gathered) would exceed
+    /// the bytes that it has: neighbours that are merged one after the other would be copied again
+    /// with each of them. So all copies for a graph have at most four times the bytes of the
+    /// buffer.
     ///
     /// Asks `is_cancelled` before each 4 MiB that are copied.
     ///

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use vgpu_engine::fuse::{Arrangement, Kind};
+use vgpu_engine::fuse::{Arrangement, FusionKind};
 use vgpu_engine::{Cancellation, EngineError};
 use vgpu_transport::ir::{Graph, Shape, Tensor, Type};
 
@@ -101,7 +101,7 @@ impl<'a> Compiler<'a> {
     ///
     /// # Errors
     /// As for [`Compiler::of`].
-    fn group(&mut self, kind: Kind, nodes: Range<usize>) -> Result<(), EngineError> {
+    fn group(&mut self, kind: FusionKind, nodes: Range<usize>) -> Result<(), EngineError> {
         let seen: Vec<GroupNode> = { self.graph.nodes[nodes.clone()].iter() }
             .map(|node| GroupNode {
                 op: node.op,

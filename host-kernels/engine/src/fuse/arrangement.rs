@@ -6,7 +6,7 @@ use std::ops::Range;
 use vgpu_transport::ir::{Graph, Node, Op};
 
 use super::budget::Budget;
-use super::finder::{Finder, Group, Kind};
+use super::finder::{Finder, FusionKind, Group};
 use super::{experts, products, rows};
 
 /// A graph with its nodes reordered, with the same results, and the groups among them.
@@ -17,7 +17,7 @@ pub struct Arrangement {
     pub origin: Vec<usize>,
     /// For each group, by the index of its first node in the guest's graph: its kind and its number
     /// of consecutive nodes.
-    groups: BTreeMap<usize, (Kind, usize)>,
+    groups: BTreeMap<usize, (FusionKind, usize)>,
     /// For each node, whether it is in a group.
     taken: Vec<bool>,
 }
@@ -85,7 +85,7 @@ impl Arrangement {
     }
 
     /// The group that begins with node `at`, and its nodes; `None` if the node is in no group.
-    pub fn group_at(&self, at: usize) -> Option<(Kind, Range<usize>)> {
+    pub fn group_at(&self, at: usize) -> Option<(FusionKind, Range<usize>)> {
         let &(kind, len) = self.groups.get(&self.origin[at])?;
         Some((kind, at..at + len))
     }

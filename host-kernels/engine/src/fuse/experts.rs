@@ -2,7 +2,7 @@
 
 use vgpu_transport::ir::{Op, SortOrder, Tensor, Type};
 
-use super::finder::{Finder, Group, Kind, is_apart, is_f32, is_reshaped, is_same};
+use super::finder::{Finder, FusionKind, Group, is_apart, is_f32, is_reshaped, is_same};
 
 /// SOFT_MAX, ARGSORT (or TOP_K), GET_ROWS, possibly SUM_ROWS, CLAMP and DIV, possibly SCALE.
 pub(super) fn route(finder: &Finder<'_>, soft_max: usize) -> Option<Group> {
@@ -54,7 +54,7 @@ pub(super) fn route(finder: &Finder<'_>, soft_max: usize) -> Option<Group> {
         && finder.is_dead_but(sort, &nodes, ids)
         && finder.can_be_at(&nodes, place);
     fits.then_some(Group {
-        kind: Kind::Route,
+        kind: FusionKind::Route,
         nodes,
         place,
     })
@@ -92,7 +92,7 @@ pub(super) fn route_first(finder: &Finder<'_>, sort: usize) -> Option<Group> {
         && finder.is_dead_but(sort, &nodes, ids)
         && finder.can_be_at(&nodes, soft_max);
     fits.then_some(Group {
-        kind: Kind::Route,
+        kind: FusionKind::Route,
         nodes,
         place: soft_max,
     })
@@ -186,7 +186,7 @@ pub(super) fn weighted_sum(finder: &Finder<'_>, mul: usize) -> Option<Group> {
         && left_out.iter().all(|&at| finder.is_dead(at, &nodes))
         && finder.can_be_at(&nodes, place);
     fits.then_some(Group {
-        kind: Kind::WeightedSum,
+        kind: FusionKind::WeightedSum,
         nodes,
         place,
     })

@@ -11,7 +11,7 @@ const WINDOW: usize = 16;
 
 /// Nodes that one kernel computes, in order.
 pub(super) struct Group {
-    pub(super) kind: Kind,
+    pub(super) kind: FusionKind,
     pub(super) nodes: Vec<usize>,
     /// The node at whose place the kernel runs: the first or the last.
     pub(super) place: usize,
@@ -19,7 +19,7 @@ pub(super) struct Group {
 
 /// What a group of fused nodes computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
+pub enum FusionKind {
     /// ADD, RMS_NORM, MUL: the RMS norm of a sum, times a row. ADD and MUL are optional.
     Norm,
     /// MUL_MATs or MUL_MAT_IDs of the same activations, in order, each followed by an optional ADD

@@ -15,5 +15,5 @@ mod rows;
 
 pub use crate::byte_range::ByteRange;
 pub use arrangement::Arrangement;
-pub use finder::Kind;
+pub use finder::FusionKind;
 pub use liveness::{reads, writes};

@@ -3,7 +3,7 @@
 
 use vgpu_transport::ir::{GluKind, Op, Tensor};
 
-use super::finder::{Finder, Group, Kind, is_apart, is_f32, is_same};
+use super::finder::{Finder, FusionKind, Group, is_apart, is_f32, is_same};
 use super::rows;
 
 /// The maximum number of tokens in a group of MUL_MAT_IDs. With more tokens, each expert's weights
@@ -171,7 +171,7 @@ pub(super) fn products(finder: &Finder<'_>, first: usize) -> Option<Group> {
     }
     let nodes = nodes_of(&terms);
     (nodes.len() > 1).then_some(Group {
-        kind: Kind::Products,
+        kind: FusionKind::Products,
         nodes,
         place: first,
     })
@@ -230,7 +230,7 @@ pub(super) fn gated(finder: &Finder<'_>, first: usize) -> Option<Group> {
         && { one.places(finder) }.all(|a| other.places(finder).all(|b| is_apart(a, b)))
         && finder.can_be_at(&nodes, first);
     fits.then_some(Group {
-        kind: Kind::Gated,
+        kind: FusionKind::Gated,
         nodes,
         place: first,
     })

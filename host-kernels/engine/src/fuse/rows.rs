@@ -3,7 +3,7 @@
 use vgpu_transport::ir::Op;
 
 use super::finder::{
-    Finder, Group, Kind, is_apart, is_apart_or_in_place, is_f32, is_reshaped, is_same,
+    Finder, FusionKind, Group, is_apart, is_apart_or_in_place, is_f32, is_reshaped, is_same,
 };
 
 /// Consecutive ADD, RMS_NORM and MUL; ADD and MUL are optional.
@@ -56,7 +56,7 @@ pub(super) fn norm(finder: &Finder<'_>, first: usize) -> Option<Group> {
         && { outputs.iter() }.all(|o| inputs.iter().all(|i| is_apart_or_in_place(o, i)))
         && (outputs.len() == 1 || is_apart(outputs[0], outputs[1]));
     (nodes.len() > 1 && fits).then_some(Group {
-        kind: Kind::Norm,
+        kind: FusionKind::Norm,
         place: nodes[0],
         nodes,
     })
@@ -86,7 +86,7 @@ pub(super) fn rope_rows(finder: &Finder<'_>, rope: usize) -> Option<Group> {
         && finder.is_dead(rope, &[rows])
         && finder.can_be_at(&nodes, rows);
     fits.then_some(Group {
-        kind: Kind::RopeRows,
+        kind: FusionKind::RopeRows,
         nodes,
         place: rows,
     })

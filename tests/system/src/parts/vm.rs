@@ -2,7 +2,7 @@
 
 use vgpu_gguf::Rng;
 
-use crate::vm::{self, Booted, Device, GuestOps, Kind, Prepared};
+use crate::vm::{self, Booted, GuestKind, GuestOps, Prepared, VmDevice};
 use xtask_common::progress::heading;
 
 use crate::test_run::TestRun;
@@ -14,31 +14,31 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
         return;
     };
     let kinds = match tests.options.machines.as_slice() {
-        [] if tests.options.full => Kind::ALL.to_vec(),
-        [] => vec![Kind::Ivshmem],
+        [] if tests.options.full => GuestKind::ALL.to_vec(),
+        [] => vec![GuestKind::Ivshmem],
         named => named.to_vec(),
     };
-    let wanted = |kind: Kind| kinds.contains(&kind);
-    if wanted(Kind::Ivshmem) {
+    let wanted = |kind: GuestKind| kinds.contains(&kind);
+    if wanted(GuestKind::Ivshmem) {
         ivshmem(tests, &prepared);
     }
-    if wanted(Kind::VfioUser) {
+    if wanted(GuestKind::VfioUser) {
         vfio_user(tests, &prepared);
     }
-    if wanted(Kind::Links) {
+    if wanted(GuestKind::Links) {
         links(tests, &prepared);
     }
-    if wanted(Kind::Systemd) {
+    if wanted(GuestKind::Systemd) {
         systemd(tests, &prepared);
     }
-    if wanted(Kind::Events) {
+    if wanted(GuestKind::Events) {
         events(tests, &prepared);
     }
 }
 
 fn ivshmem(tests: &mut TestRun<'_>, prepared: &Prepared) {
     heading("a virtual machine on stock QEMU");
-    let Some(mut booted) = boot(tests, prepared, Device::Ivshmem) else {
+    let Some(mut booted) = boot(tests, prepared, VmDevice::Ivshmem) else {
         return;
     };
     tests.check("vgpu doctor in the guest", |_, _| booted.doctor());
@@ -62,7 +62,7 @@ fn ivshmem(tests: &mut TestRun<'_>, prepared: &Prepared) {
 
 fn vfio_user(tests: &mut TestRun<'_>, prepared: &Prepared) {
     heading("a virtual machine on a QEMU with vfio-user");
-    let Some(mut booted) = boot(tests, prepared, Device::VfioUser) else {
+    let Some(mut booted) = boot(tests, prepared, VmDevice::VfioUser) else {
         return;
     };
     tests.check("the function in the guest", |_, _| {
@@ -145,7 +145,7 @@ fn events(tests: &mut TestRun<'_>, prepared: &Prepared) {
     });
 }
 
-fn boot(tests: &mut TestRun<'_>, prepared: &Prepared, device: Device) -> Option<Booted> {
+fn boot(tests: &mut TestRun<'_>, prepared: &Prepared, device: VmDevice) -> Option<Booted> {
     let name = format!("a booted guest, {}", device.name());
     let booted = tests.prepare(&name, |tests| {
         vm::boot(tests.cache, prepared, device, &|name| tests.log(name))

@@ -27,7 +27,7 @@ impl Served {
     /// Starts the executor with the further arguments `more`.
     pub(super) fn start(
         prepared: &Prepared,
-        device: Device,
+        device: VmDevice,
         log: &Path,
         more: &[&str],
     ) -> Result<Served> {
@@ -96,18 +96,18 @@ impl Served {
 
 /// The kind of device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Device {
+pub(crate) enum VmDevice {
     /// The device of stock QEMU.
     Ivshmem,
     /// vgpu's own PCI function, on a newer QEMU.
     VfioUser,
 }
 
-impl Device {
+impl VmDevice {
     pub(crate) fn name(self) -> &'static str {
         match self {
-            Device::Ivshmem => "ivshmem",
-            Device::VfioUser => "vfio-user",
+            VmDevice::Ivshmem => "ivshmem",
+            VmDevice::VfioUser => "vfio-user",
         }
     }
 
@@ -115,13 +115,13 @@ impl Device {
     fn arguments(self, socket: &Path) -> Vec<String> {
         let socket = socket.display();
         match self {
-            Device::Ivshmem => vec![
+            VmDevice::Ivshmem => vec![
                 "-chardev".into(),
                 format!("socket,id=vgpu0,path={socket}"),
                 "-device".into(),
                 "ivshmem-doorbell,chardev=vgpu0,vectors=1".into(),
             ],
-            Device::VfioUser => vec![
+            VmDevice::VfioUser => vec![
                 "-object".into(),
                 format!("memory-backend-memfd,id=mem,size={MEMORY},share=on"),
                 "-machine".into(),
@@ -149,7 +149,7 @@ pub(super) const PCI: Way<'_> = Way {
 pub(crate) struct Booted {
     guest: Guest,
     served: Served,
-    device: Device,
+    device: VmDevice,
     qemu: Qemu,
     qemu_log: PathBuf,
 }
@@ -158,12 +158,12 @@ pub(crate) struct Booted {
 pub(crate) fn boot(
     cache: &Cache,
     prepared: &Prepared,
-    device: Device,
+    device: VmDevice,
     logs: &dyn Fn(&str) -> PathBuf,
 ) -> Result<Booted> {
     let qemu = match device {
-        Device::Ivshmem => prepared.qemu.clone(),
-        Device::VfioUser => Qemu::with_vfio_user(cache)?,
+        VmDevice::Ivshmem => prepared.qemu.clone(),
+        VmDevice::VfioUser => Qemu::with_vfio_user(cache)?,
     };
     let log = |name: &str| logs(&format!("vm-{}-{name}", device.name()));
     let served = Served::start(prepared, device, &log("vgpu-serve"), &[])?;
@@ -187,7 +187,7 @@ fn monitor(prepared: &Prepared) -> PathBuf {
 fn boot_machine(
     prepared: &Prepared,
     qemu: &Qemu,
-    device: Device,
+    device: VmDevice,
     socket: &Path,
     log: &Path,
 ) -> Result<Guest> {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, bail, ensure};
 use serde_json::{Value, json};
 
-use super::device::{Device, PCI, Served};
+use super::device::{PCI, Served, VmDevice};
 use super::guest::{Guest, Machine};
 use super::inside::PLUGIN;
 use super::prepared::{GUEST_TIMEOUT, MEMORY, Prepared};
@@ -89,7 +89,7 @@ pub(crate) fn boot_events<'a>(
         "off",
     ];
     let log = logs("vm-events-vgpu-serve");
-    let served = Served::start(prepared, Device::Ivshmem, &log, &more)?;
+    let served = Served::start(prepared, VmDevice::Ivshmem, &log, &more)?;
     let qemu_log = logs("vm-events-qemu");
     let (mut guest, qmp) = boot(prepared, served.socket(), &qemu_log)?;
     let cpu = Program::start(&mut guest, "cpu", "", 0)?;

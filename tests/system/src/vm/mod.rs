@@ -15,7 +15,7 @@ mod qemu;
 mod qmp;
 mod systemd;
 
-pub(crate) use device::{Booted, Device, boot};
+pub(crate) use device::{Booted, VmDevice, boot};
 pub(crate) use events::boot_events;
 pub(crate) use inside::GuestOps;
 pub(crate) use links::boot_without_device;
@@ -24,7 +24,7 @@ pub(crate) use systemd::boot_systemd;
 
 /// A kind of guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub(crate) enum Kind {
+pub(crate) enum GuestKind {
     /// With a vGPU on stock QEMU (ivshmem)
     Ivshmem,
     /// With a vGPU on a newer QEMU (vfio-user)
@@ -37,13 +37,13 @@ pub(crate) enum Kind {
     Events,
 }
 
-impl Kind {
+impl GuestKind {
     /// All kinds.
-    pub(crate) const ALL: [Kind; 5] = [
-        Kind::Ivshmem,
-        Kind::VfioUser,
-        Kind::Links,
-        Kind::Systemd,
-        Kind::Events,
+    pub(crate) const ALL: [GuestKind; 5] = [
+        GuestKind::Ivshmem,
+        GuestKind::VfioUser,
+        GuestKind::Links,
+        GuestKind::Systemd,
+        GuestKind::Events,
     ];
 }

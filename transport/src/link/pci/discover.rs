@@ -87,7 +87,7 @@ impl FromStr for Address {
 
 /// The kind of a PCI device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
+pub enum PciDeviceKind {
     /// `ivshmem-doorbell`. The device is a vGPU if its memory has a directory.
     Ivshmem,
     /// The project's own function.
@@ -128,7 +128,7 @@ pub struct Found {
     /// The bound driver.
     pub driver: Option<String>,
     /// The kind of the device.
-    pub kind: Kind,
+    pub kind: PciDeviceKind,
     /// The device's folder in sysfs.
     pub path: PathBuf,
 }
@@ -168,10 +168,10 @@ impl Found {
             number("subsystem_device").unwrap_or(0) as u16,
         );
         let kind = match id {
-            IVSHMEM => Kind::Ivshmem,
-            VGPU if subsystem == VGPU_SUBSYSTEM => Kind::Vgpu,
-            VGPU => Kind::RealGpu,
-            _ => Kind::Other,
+            IVSHMEM => PciDeviceKind::Ivshmem,
+            VGPU if subsystem == VGPU_SUBSYSTEM => PciDeviceKind::Vgpu,
+            VGPU => PciDeviceKind::RealGpu,
+            _ => PciDeviceKind::Other,
         };
         let driver = fs::read_link(path.join("driver")).ok();
         Ok(Found {
@@ -187,12 +187,16 @@ impl Found {
 
     /// Whether the device may be a vGPU and has no bound driver. The guest may access its memory.
     pub fn is_candidate(&self) -> bool {
-        matches!(self.kind, Kind::Ivshmem | Kind::Vgpu) && self.driver.is_none()
+        matches!(self.kind, PciDeviceKind::Ivshmem | PciDeviceKind::Vgpu) && self.driver.is_none()
     }
 
     /// The number of the BAR with the window.
     pub fn window_bar(&self) -> usize {
-        if self.kind == Kind::Vgpu { 1 } else { 2 }
+        if self.kind == PciDeviceKind::Vgpu {
+            1
+        } else {
+            2
+        }
     }
 
     /// The sysfs file of the window's BAR, write-combined where the kernel offers that. All users
@@ -321,15 +325,15 @@ mod tests {
         .unwrap();
 
         let found = all(&tree.0);
-        let kinds: Vec<Kind> = found.iter().map(|device| device.kind).collect();
+        let kinds: Vec<PciDeviceKind> = found.iter().map(|device| device.kind).collect();
         assert_eq!(
             kinds,
             [
-                Kind::Other,
-                Kind::Ivshmem,
-                Kind::Vgpu,
-                Kind::RealGpu,
-                Kind::Ivshmem
+                PciDeviceKind::Other,
+                PciDeviceKind::Ivshmem,
+                PciDeviceKind::Vgpu,
+                PciDeviceKind::RealGpu,
+                PciDeviceKind::Ivshmem
             ]
         );
         let candidates: Vec<bool> = found.iter().map(Found::is_candidate).collect();

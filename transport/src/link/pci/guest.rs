@@ -12,7 +12,7 @@ use rustix::io::Errno;
 use super::directory::{
     self, Directory, DirectoryError, VERDICT_ACCEPTED, VERDICT_BUSY, VERDICT_FAILED,
 };
-use super::discover::{Address, Found, Kind};
+use super::discover::{Address, Found, PciDeviceKind};
 use super::lock::lock_byte;
 use crate::error::LinkError;
 use crate::fork::OwnFd;
@@ -100,7 +100,7 @@ pub enum DeviceMismatch {
 }
 
 /// An open vGPU device without a session.
-pub struct Device {
+pub struct PciDevice {
     name: String,
     window_file: PathBuf,
     file: File,
@@ -109,7 +109,7 @@ pub struct Device {
     directory: Directory,
 }
 
-impl Device {
+impl PciDevice {
     /// Opens the device, enables it and checks its directory.
     ///
     /// # Errors
@@ -117,18 +117,18 @@ impl Device {
     /// [`PciError::RealGpu`], [`PciError::NotVgpu`] and [`PciError::Driver`] when the device is not
     /// a free vGPU; [`PciError::Permission`], [`PciError::Lockdown`] and [`PciError::Io`] when this
     /// process cannot access the device.
-    pub fn open(found: &Found) -> Result<Device, PciError> {
+    pub fn open(found: &Found) -> Result<PciDevice, PciError> {
         let device = found.to_string();
         match found.kind {
-            Kind::Ivshmem | Kind::Vgpu => {}
-            Kind::RealGpu => {
+            PciDeviceKind::Ivshmem | PciDeviceKind::Vgpu => {}
+            PciDeviceKind::RealGpu => {
                 return Err(PciError::RealGpu {
                     device,
                     vendor: found.subsystem.0,
                     id: found.subsystem.1,
                 });
             }
-            Kind::Other => {
+            PciDeviceKind::Other => {
                 return Err(PciError::NotVgpu {
                     device,
                     cause: DeviceMismatch::Id,
@@ -170,7 +170,7 @@ impl Device {
         // maps only to its size, and which exists while the device does.
         let registers = unsafe { Registers::map(register_file.as_fd()) }
             .map_err(|error| unmapped(&device, error))?;
-        Ok(Device {
+        Ok(PciDevice {
             name: device,
             window_file,
             file,
@@ -322,10 +322,10 @@ impl Device {
 ///
 /// # Errors
 ///
-/// [`PciError::NoDevice`], and the errors of [`Device::open`] and [`Device::connect`].
+/// [`PciError::NoDevice`], and the errors of [`PciDevice::open`] and [`PciDevice::connect`].
 pub fn connect(sysfs: &Path, address: Address, timeout: Duration) -> Result<WindowGuest, PciError> {
     let found = Found::read(sysfs, address).map_err(|_| PciError::NoDevice { address })?;
-    Device::open(&found)?.connect(timeout)
+    PciDevice::open(&found)?.connect(timeout)
 }
 
 /// The doorbell of a guest: a register that wakes the host. The guest itself polls.
@@ -493,7 +493,7 @@ mod tests {
             File::create(&window_file).unwrap();
             let registers = sealed_file(4096).unwrap();
             let page = Window::map_part(memory.as_fd(), 0, directory::PAGE).unwrap();
-            Device {
+            PciDevice {
                 name: name.to_owned(),
                 window_file,
                 file: memory.try_clone().unwrap().into(),

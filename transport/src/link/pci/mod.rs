@@ -46,5 +46,5 @@ mod host;
 pub mod ivshmem;
 mod lock;
 
-pub use guest::{DOORBELL, Device, DeviceMismatch, PciError, connect};
+pub use guest::{DOORBELL, DeviceMismatch, PciDevice, PciError, connect};
 pub use host::{PciArrival, VmDoorbell, VmError, VmEvent, VmWindow};

@@ -62,24 +62,24 @@ impl Side {
 }
 
 /// The framing of a link, shared with the heartbeat thread.
-pub(super) type Shared = Arc<Mutex<Framing>>;
+pub(super) type SharedFraming = Arc<Mutex<Framing>>;
 
 /// The kind of a frame, as on the wire.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum FrameKind {
     Request = 1,
     Reply = 2,
     Retired = 3,
     Heartbeat = 4,
 }
 
-impl Kind {
+impl FrameKind {
     fn name(self) -> &'static str {
         match self {
-            Kind::Request => "request",
-            Kind::Reply => "reply",
-            Kind::Retired => "retirement",
-            Kind::Heartbeat => "heartbeat",
+            FrameKind::Request => "request",
+            FrameKind::Reply => "reply",
+            FrameKind::Retired => "retirement",
+            FrameKind::Heartbeat => "heartbeat",
         }
     }
 }
@@ -114,7 +114,7 @@ impl Frame {
 /// A frame of which the payload is incomplete.
 #[derive(Debug)]
 struct Partial {
-    kind: Kind,
+    kind: FrameKind,
     number: u64,
     message: usize,
     len: usize,
@@ -253,7 +253,7 @@ impl Framing {
     /// Queues a frame. `fill` writes the payload.
     pub(super) fn push(
         &mut self,
-        kind: Kind,
+        kind: FrameKind,
         number: u64,
         message: &[u8],
         payload: usize,
@@ -366,15 +366,15 @@ impl Framing {
             bytes,
             ..
         } = partial;
-        if matches!(kind, Kind::Reply | Kind::Retired) {
+        if matches!(kind, FrameKind::Reply | FrameKind::Retired) {
             if number < self.retired {
                 let last = self.retired;
                 return Err(LinkViolation::RetirementOrder { number, last }.into());
             }
             self.retired = number;
         }
-        self.has_heartbeat |= kind == Kind::Heartbeat;
-        if matches!(kind, Kind::Reply | Kind::Request) {
+        self.has_heartbeat |= kind == FrameKind::Heartbeat;
+        if matches!(kind, FrameKind::Reply | FrameKind::Request) {
             let frame = Frame {
                 number,
                 bytes,
@@ -448,13 +448,13 @@ fn parse_header(header: &[u8]) -> Result<Partial, LinkError> {
     let (message, payload) = (word(1) as usize, word(2) as usize);
     let number = u64::from(word(4)) | u64::from(word(5)) << 32;
     let kind = match word(0) {
-        1 => Kind::Request,
-        2 => Kind::Reply,
-        3 => Kind::Retired,
-        4 => Kind::Heartbeat,
+        1 => FrameKind::Request,
+        2 => FrameKind::Reply,
+        3 => FrameKind::Retired,
+        4 => FrameKind::Heartbeat,
         kind => return Err(LinkViolation::FrameKind { kind }.into()),
     };
-    let is_empty = matches!(kind, Kind::Retired | Kind::Heartbeat);
+    let is_empty = matches!(kind, FrameKind::Retired | FrameKind::Heartbeat);
     if message > MAX_MESSAGE || payload > MAX_PAYLOAD || (is_empty && message + payload > 0) {
         return Err(LinkViolation::Frame {
             kind: kind.name(),

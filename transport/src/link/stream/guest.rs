@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use super::channel::Channel;
-use super::framing::{Frame, Framing, HIGH_WATER, Kind, POLL_PERIOD, Shared};
+use super::framing::{Frame, FrameKind, Framing, HIGH_WATER, POLL_PERIOD, SharedFraming};
 use super::heartbeat;
 use crate::bytes::{Bytes, BytesMut};
 use crate::error::{LinkError, LinkViolation};
@@ -19,7 +19,7 @@ use crate::shm::liveness::STALL;
 
 /// The guest's end of a link over a byte stream.
 pub struct StreamGuest {
-    framing: Shared,
+    framing: SharedFraming,
     sent: u64,
     slow_wait: SlowWait,
     counters: Counters,
@@ -46,7 +46,7 @@ impl StreamGuest {
     /// When the process cannot start the heartbeat thread.
     pub fn with_heartbeat(self) -> std::io::Result<StreamGuest> {
         // The first one goes ahead of the first request.
-        lock(&self.framing).push(Kind::Heartbeat, 0, &[], 0, |_| {});
+        lock(&self.framing).push(FrameKind::Heartbeat, 0, &[], 0, |_| {});
         heartbeat::start(&self.framing)?;
         Ok(self)
     }
@@ -138,7 +138,7 @@ impl GuestEnd for StreamGuest {
             let mut framing = lock(&self.framing);
             framing.check()?;
             let number = number.ok_or_else(|| framing.fail(LinkError::NoNumberLeft))?;
-            framing.push(Kind::Request, number, message, payload.len(), |room| {
+            framing.push(FrameKind::Request, number, message, payload.len(), |room| {
                 payload.copy_to(room);
             });
             framing.pump()?;

@@ -7,7 +7,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError, Weak};
 use std::thread;
 
-use super::framing::{Framing, Kind, Shared};
+use super::framing::{FrameKind, Framing, SharedFraming};
 use crate::fork::PerProcess;
 use crate::lock::lock;
 use crate::shm::liveness::PERIOD;
@@ -29,7 +29,7 @@ fn links() -> MutexGuard<'static, Option<Links>> {
 /// # Errors
 ///
 /// When the process cannot start the thread.
-pub(super) fn start(framing: &Shared) -> std::io::Result<()> {
+pub(super) fn start(framing: &SharedFraming) -> std::io::Result<()> {
     let mut links = links();
     match &mut *links {
         Some(all) => all.push(Arc::downgrade(framing)),
@@ -56,7 +56,7 @@ fn run() {
 }
 
 /// Sends a heartbeat. Returns whether the link has not ended.
-fn beat(framing: &Shared) -> bool {
+fn beat(framing: &SharedFraming) -> bool {
     let mut framing = match framing.try_lock() {
         Ok(framing) => framing,
         Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
@@ -68,7 +68,7 @@ fn beat(framing: &Shared) -> bool {
     }
     // Unsent bytes prove later that the process runs, as a heartbeat does.
     if framing.unsent() == 0 {
-        framing.push(Kind::Heartbeat, 0, &[], 0, |_| {});
+        framing.push(FrameKind::Heartbeat, 0, &[], 0, |_| {});
     }
     let _ = framing.push_out(); // stored; the next call that returns a result reports it
     true
@@ -83,7 +83,7 @@ mod tests {
     use super::*;
     use crate::link::side::Side;
 
-    fn link() -> (Shared, UnixStream) {
+    fn link() -> (SharedFraming, UnixStream) {
         let (near, far) = UnixStream::pair().unwrap();
         near.set_nonblocking(true).unwrap();
         let framing = Framing::new(Box::new(Plain::new(near)), Side::Host);
@@ -100,7 +100,7 @@ mod tests {
         // The frame of a heartbeat arrives while the other link is locked.
         let mut frame = [0; 24];
         far.read_exact(&mut frame).unwrap();
-        assert_eq!(frame[0], Kind::Heartbeat as u8);
+        assert_eq!(frame[0], FrameKind::Heartbeat as u8);
         drop(held);
     }
 

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use super::channel::Channel;
-use super::framing::{Frame, Framing, HIGH_WATER, Kind, POLL_PERIOD, Shared};
+use super::framing::{Frame, FrameKind, Framing, HIGH_WATER, POLL_PERIOD, SharedFraming};
 use super::heartbeat;
 use crate::bytes::{Bytes, BytesMut};
 use crate::error::{LinkError, LinkViolation};
@@ -21,7 +21,7 @@ const FRAME_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The host's end of a link over a byte stream.
 pub struct StreamHost {
-    framing: Shared,
+    framing: SharedFraming,
     current: Option<Frame>,
     received: u64,
     retired: u64,
@@ -113,7 +113,7 @@ impl HostEnd for StreamHost {
             // A guest that does not read learns of the last retirement when it reads again.
             if self.reported < self.retired && framing.unsent() < HIGH_WATER {
                 self.reported = self.retired;
-                framing.push(Kind::Retired, self.retired, &[], 0, |_| {});
+                framing.push(FrameKind::Retired, self.retired, &[], 0, |_| {});
                 framing.push_out()?;
             }
             let left = timeout.saturating_sub(began.elapsed());
@@ -190,9 +190,15 @@ impl HostEnd for StreamHost {
             framing.check()?;
             if !is_pushed {
                 is_pushed = true;
-                framing.push(Kind::Reply, self.retired, message, payload_len, |room| {
-                    room.copy_from_slice(payload);
-                });
+                framing.push(
+                    FrameKind::Reply,
+                    self.retired,
+                    message,
+                    payload_len,
+                    |room| {
+                        room.copy_from_slice(payload);
+                    },
+                );
                 self.reported = self.retired;
             }
             framing.push_out()?;
@@ -262,14 +268,14 @@ mod tests {
 
     /// The frame of a heartbeat.
     fn heartbeat() -> Vec<u8> {
-        let mut bytes = (Kind::Heartbeat as u32).to_le_bytes().to_vec();
+        let mut bytes = (FrameKind::Heartbeat as u32).to_le_bytes().to_vec();
         bytes.resize(24, 0);
         bytes
     }
 
     /// The header of a request.
     fn header(number: u64, message: u32, payload: u32) -> Vec<u8> {
-        let mut bytes: Vec<u8> = [Kind::Request as u32, message, payload, 0]
+        let mut bytes: Vec<u8> = [FrameKind::Request as u32, message, payload, 0]
             .iter()
             .flat_map(|word| word.to_le_bytes())
             .collect();
@@ -451,7 +457,7 @@ mod tests {
         let (mut host, mut guest) = host();
         while lock(&host.framing).unsent() < HIGH_WATER {
             let mut framing = lock(&host.framing);
-            framing.push(Kind::Reply, 0, &[1], MAX_PAYLOAD, |_| {});
+            framing.push(FrameKind::Reply, 0, &[1], MAX_PAYLOAD, |_| {});
             framing.push_out().unwrap();
         }
         let before = lock(&host.framing).unsent();

@@ -45,8 +45,8 @@ fn terms<'a>(nodes: &'a [Operands<'a>]) -> Option<Vec<Term<'a>>> {
 /// Products of the same activations: threads take the tiles of all products.
 ///
 /// # Safety
-/// The nodes are a group of [`Kind::Products`](vgpu_engine::fuse::Kind) that an arrangement has
-/// found.
+/// The nodes are a group of [`FusionKind::Products`](vgpu_engine::fuse::FusionKind) that an
+/// arrangement has found.
 pub(in super::super) unsafe fn products(nodes: &[Operands<'_>]) -> Option<Compiled> {
     let terms = terms(nodes)?;
     // SAFETY: in a group of this kind, all products have the same activations, and those of experts
@@ -95,7 +95,8 @@ unsafe fn dense_products(terms: &[Term<'_>]) -> Option<Compiled> {
 /// Two products and their GLU. The products themselves are not stored.
 ///
 /// # Safety
-/// The nodes are a group of [`Kind::Gated`](vgpu_engine::fuse::Kind) that an arrangement has found.
+/// The nodes are a group of [`FusionKind::Gated`](vgpu_engine::fuse::FusionKind) that an
+/// arrangement has found.
 pub(in super::super) unsafe fn gated(nodes: &[Operands<'_>]) -> Option<Compiled> {
     let (last, products) = nodes.split_last()?;
     let Op::Glu {

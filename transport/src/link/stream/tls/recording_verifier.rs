@@ -2,7 +2,7 @@
 //! which one is rejected.
 #![forbid(unsafe_code)]
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use rustls::client::WebPkiServerVerifier;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
@@ -29,8 +29,7 @@ impl<V> RecordingVerifier<V> {
 
     /// The certificate that the peer has presented.
     pub(super) fn certificate(&self) -> Option<CertificateDer<'static>> {
-        let certificate = self.certificate.lock();
-        certificate.unwrap_or_else(PoisonError::into_inner).clone()
+        lock(&self.certificate).clone()
     }
 
     fn remember(&self, certificate: &CertificateDer<'_>) {

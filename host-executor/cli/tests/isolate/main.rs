@@ -1,0 +1,55 @@
+//! `vgpu serve --isolate`: a fault in the process of one guest affects no other guest.
+
+#[path = "../../../tests/common/mod.rs"]
+mod common;
+#[path = "../../../../tests/common/failing_backend.rs"]
+mod failing_backend;
+mod faults;
+#[path = "../../../../tests/common/mod.rs"]
+mod ggml;
+mod limits;
+#[path = "../../../tests/machine/mod.rs"]
+mod machine;
+mod named_guests;
+#[path = "../served/mod.rs"]
+mod served;
+mod virtual_machines;
+
+use std::time::Instant;
+
+use common::{Guest, TIMEOUT, add, bytes};
+use served::{Scratch, vgpu};
+use vgpu_transport::wire::GraphId;
+
+fn compute(guest: &mut Guest) {
+    let a = guest.alloc_with(&bytes(&[1.0, 2.0]));
+    guest.graph(GraphId(1), &add(2, a, a, a));
+    guest.submit(GraphId(1));
+    assert_eq!(guest.read_f32(a, 2), [2.0, 4.0]);
+}
+
+/// The output of `vgpu ps --json`, once `is_so` holds.
+fn status_when(scratch: &Scratch, is_so: impl Fn(&serde_json::Value) -> bool) -> serde_json::Value {
+    let control = scratch.path().join("control.sock").display().to_string();
+    let start = Instant::now();
+    loop {
+        let output = vgpu(&["ps", "--json", "--control", &control])
+            .output()
+            .expect("it starts");
+        let said = String::from_utf8(output.stdout).expect("text");
+        let status: serde_json::Value = serde_json::from_str(&said).expect("JSON");
+        if is_so(&status) {
+            return status;
+        }
+        assert!(start.elapsed() < TIMEOUT, "{status:#}");
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+}
+
+fn of_guest<'a>(status: &'a serde_json::Value, name: &str) -> &'a serde_json::Value {
+    let guests = status["guests"].as_array().expect("a list");
+    guests
+        .iter()
+        .find(|guest| guest["name"] == name)
+        .unwrap_or(&serde_json::Value::Null)
+}

@@ -1,0 +1,187 @@
+//! `vgpu check-config` and `vgpu reload`.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
+use std::process::Command;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::process::Signal;
+use serde_json::Value as Json;
+
+use crate::common::TIMEOUT;
+use crate::served::site::{ALICE, BOB, Site, fails, figures, work};
+use crate::served::{Scratch, Serve, vgpu};
+
+#[test]
+fn reload_applies_to_connected_guests() {
+    let site = Site::start("reload", ALICE);
+    let socket = fs::metadata(site.folder.join("alice.sock")).expect("a socket");
+    assert_eq!(socket.permissions().mode() & 0o777, 0o600);
+    let control = fs::metadata(site.folder.join("control.sock")).expect("a socket");
+    assert_eq!(control.permissions().mode() & 0o777, 0o600);
+    let mut alice = site.guest("alice.sock");
+    assert_eq!(figures(&mut alice), (1 << 20, 1 << 20));
+
+    // A quota, another guest with its own listener, and a setting that needs a restart.
+    site.write(&format!(
+        "engine.batch = false\n{}{BOB}",
+        ALICE.replace("1MiB", "4MiB")
+    ));
+    let said = site.reload();
+    assert!(
+        said.contains("2 named guests; engine.batch take effect after a restart"),
+        "{said}"
+    );
+    assert_eq!(figures(&mut alice), (4 << 20, 4 << 20));
+    let mut bob = site.guest("bob.sock");
+    assert_eq!(figures(&mut bob), (2 << 20, 2 << 20));
+    work(&mut bob);
+
+    // Mistakes of all kinds change nothing.
+    for (config, words) in [
+        (
+            format!("{ALICE}weight = 4\n"),
+            "vgpu.toml:9:1: duplicate key",
+        ),
+        (
+            format!("{ALICE}{}", BOB.replace("2M", "2Q")),
+            "vgpu.toml:12:10: unknown unit",
+        ),
+        (
+            format!("{ALICE}{}", BOB.replace("2M", "64M")),
+            "the quotas of the guests add up to 68157440 bytes, the engine has 67108864",
+        ),
+        (
+            format!("{ALICE}{}", BOB.replace("DIR", "DIR/nowhere")),
+            "does not exist",
+        ),
+    ] {
+        site.write(&config);
+        let said = fails(&mut site.run("reload", &[]));
+        assert!(
+            said.contains("is unchanged") && said.contains(words),
+            "{words}: {said}"
+        );
+        assert_eq!(figures(&mut alice), (4 << 20, 4 << 20));
+        work(&mut site.guest("bob.sock"));
+    }
+
+    // By signal. Bob is removed: his listener closes, and his connected program stays.
+    site.write(ALICE);
+    site.serve.signal(Signal::HUP);
+    let start = Instant::now();
+    while figures(&mut alice).0 != 1 << 20 || site.folder.join("bob.sock").exists() {
+        assert!(start.elapsed() < TIMEOUT, "SIGHUP does nothing");
+        thread::sleep(Duration::from_millis(5));
+    }
+    bob.fence();
+    work(&mut alice);
+    let log = site.end();
+    assert!(
+        log.contains("listening on unix:") && log.contains("no longer"),
+        "{log}"
+    );
+}
+
+#[test]
+fn check_config_validates_without_serving() {
+    let scratch = Scratch::new("check");
+    let path = scratch.path().join("vgpu.toml");
+    let file = path.to_str().expect("text");
+    let check = |text: &str, more: &[&str]| {
+        fs::write(&path, text).expect("a file");
+        let arguments = [&["check-config", file], more].concat();
+        let output = vgpu(&arguments).output().expect("the command starts");
+        let text = [output.stdout, output.stderr].concat();
+        (output.status.code(), String::from_utf8(text).expect("text"))
+    };
+    let example = include_str!("../../../../deploy/host/vgpu.toml");
+    let (status, said) = check(example, &[]);
+    assert_eq!(status, Some(0), "{said}");
+    // The engine that `vgpu serve` would take, and its device.
+    let chosen = said.split_once("valid: engine auto, here ");
+    let (_, chosen) = chosen.unwrap_or_else(|| panic!("{said}"));
+    let (engine, rest) = chosen.split_once(" (").expect("a device");
+    assert!(rest.contains("), 0 named guests, 0 bytes of "), "{said}");
+    // What a library prints when it is loaded is not part of the answer.
+    if cfg!(feature = "ggml") {
+        let at = |name: &str| scratch.path().join(name);
+        let print = "#include <stdio.h>\n\
+            __attribute__((constructor)) static void print(void) { puts(\"{}\"); }\n";
+        fs::write(at("print.c"), print).expect("a file");
+        let mut cc = Command::new("cc");
+        cc.args(["-shared", "-fPIC", "-o"]);
+        let status = cc.args([at("libprint.so"), at("print.c")]).status();
+        assert!(status.expect("a compiler").success());
+        let engine = format!("engine.kind = \"ggml:{}\"\n", at("libprint.so").display());
+        fs::write(&path, engine).expect("a file");
+        let output = vgpu(&["check-config", file, "--json"]).output();
+        let output = output.expect("the command starts");
+        let value: Json = serde_json::from_slice(&output.stdout).expect("JSON and nothing else");
+        assert_eq!(value["ok"], false, "{value}");
+        assert!(String::from_utf8_lossy(&output.stderr).contains("{}"));
+    }
+    let (_, json) = check(example, &["--json"]);
+    let value: Json = serde_json::from_str(&json).expect("JSON");
+    assert_eq!(value["engine"], engine, "{json}");
+    let mut serve = Command::new(env!("CARGO_BIN_EXE_vgpu"));
+    serve
+        .args(["serve", "--engine", "auto", "--memory", "64M", "--listen"])
+        .arg(format!("unix:{}", scratch.socket().display()));
+    let serve = Serve::of(serve);
+    serve.signal(Signal::TERM);
+    let (_, log) = serve.wait();
+    assert!(log.contains(&format!("engine=\"{engine}\"")), "{log}");
+    let (_, said) = check("engine.kind = \"cpu\"\n", &[]);
+    assert!(said.contains("valid: engine cpu ("), "{said}");
+    // What does not fit this host is refused, as by `vgpu serve`.
+    let guest = "[[guest]]\nname = \"alice\"\nuids = [1]\n";
+    for (more, reason) in [
+        ("memory = \"4096T\"\n", "bytes, the engine has"),
+        ("certificates = [\"alice\"]\n", "this executor has none"),
+        ("[server]\nlog = \"a=b=c\"\n", "is not a log filter"),
+        ("[server]\ncerts = \"/nowhere\"\n", "/nowhere"),
+    ] {
+        let guest = format!("{guest}{more}");
+        for engine in ["cpu", "auto"] {
+            let text = format!("engine.kind = \"{engine}\"\n{guest}");
+            let (status, said) = check(&text, &[]);
+            assert_eq!(status, Some(1), "{text}{said}");
+            assert!(said.contains(reason), "{text}{said}");
+            let endpoint = format!("unix:{}", scratch.socket().display());
+            let serve = ["serve", "--config", file, "--listen", &endpoint];
+            let serves = fails(&mut vgpu(&serve));
+            assert!(serves.contains(reason), "{text}{serves}");
+        }
+    }
+
+    let (status, said) = check("[server]\nlisten = [\"usb:1\"]\n", &[]);
+    assert_eq!(status, Some(1));
+    assert!(
+        said.contains(&format!("{file}:2:10: ")) && said.contains("unknown kind `usb`"),
+        "{said}"
+    );
+    let (status, said) = check("[server]\nmax-guests = \"x\"\n", &["--json"]);
+    assert_eq!(status, Some(1));
+    let value: Json = serde_json::from_str(&said).expect("JSON");
+    assert_eq!(
+        (&value["ok"], &value["line"], &value["column"]),
+        (&false.into(), &2.into(), &14.into())
+    );
+
+    let (status, said) = check(
+        "[engine]\nmemory = 10\n[[guest]]\nname = \"a\"\nuids = [1]\nmemory = 11\n",
+        &[],
+    );
+    assert_eq!(status, Some(1));
+    assert!(said.contains("11 bytes, the engine has 10"), "{said}");
+    fs::remove_file(&path).expect("it is there");
+    let output = vgpu(&["check-config", file])
+        .output()
+        .expect("the command starts");
+    assert_eq!(output.status.code(), Some(2));
+
+    let text = fails(&mut vgpu(&["serve", "--config", file]));
+    assert!(text.contains(file), "{text}");
+}

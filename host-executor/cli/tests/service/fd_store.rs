@@ -1,0 +1,240 @@
+//! `vgpu fd-store`, and the files of virtual machines that a service manager keeps.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::common::{Guest, TIMEOUT};
+use crate::machine::{Machine, wait_for};
+use crate::served::program::copy_program;
+use crate::served::workers::children;
+use crate::served::{Scratch, Serve, vgpu};
+
+/// An upgrade replaces the program while `vgpu fd-store` runs.
+#[test]
+fn fd_store_survives_the_replacement_of_its_program() {
+    let scratch = Scratch::new("fd-store-upgrade");
+    let program = scratch.path().join("vgpu");
+    copy_program(&program);
+    fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).expect("permissions");
+    let runs = scratch.path().join("runs");
+    // An executor that ends at once, and says so in a file.
+    let script = format!("echo run >> {}; exit 1", runs.display());
+    let mut store = Command::new(&program)
+        .args(["fd-store", "--", "/bin/sh", "-c", &script])
+        .stdin(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .expect("it starts");
+    let count = || fs::read_to_string(&runs).map_or(0, |text| text.lines().count());
+    let start = Instant::now();
+    let mut wait_for = |wanted: usize| {
+        while count() < wanted {
+            let ended = store.try_wait().expect("a child");
+            assert!(ended.is_none(), "fd-store has ended with {ended:?}");
+            assert!(start.elapsed() < TIMEOUT, "{} runs", count());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    };
+    wait_for(1);
+    fs::remove_file(&program).expect("the program is there");
+    let before = count();
+    wait_for(before + 2);
+    kill_process(Pid::from_child(&store), Signal::TERM).expect("a process");
+    store.wait().expect("a child");
+}
+
+/// `vgpu fd-store` ends when it is told to end, and by no other signal. The executor receives the
+/// signals that are for it, each of them.
+#[test]
+fn fd_store_passes_signals_on() {
+    let scratch = Scratch::new("fd-store-signals");
+    let seen = scratch.path().join("seen");
+    let script = format!(
+        "for s in HUP TERM; do trap \"echo $s >> {0}\" $s; done; ulimit -Sn >> {0}; \
+         while :; do sleep 0.05; done",
+        seen.display()
+    );
+    let mut store = Command::new("/bin/sh");
+    store
+        .args([
+            "-c",
+            "ulimit -Sn 64; exec \"$0\" fd-store -- /bin/sh -c \"$1\"",
+        ])
+        .arg(env!("CARGO_BIN_EXE_vgpu"))
+        .arg(&script)
+        .stdin(Stdio::null())
+        .stderr(Stdio::null());
+    let mut store = store.spawn().expect("it starts");
+    let pid = Pid::from_child(&store);
+    let seen = || fs::read_to_string(&seen).unwrap_or_default();
+    let mut wait_until = |what: &str, is_there: &dyn Fn(&str) -> bool| {
+        let start = Instant::now();
+        while !is_there(&seen()) {
+            let ended = store.try_wait().expect("a child");
+            assert!(ended.is_none(), "{what}: fd-store has ended with {ended:?}");
+            assert!(start.elapsed() < TIMEOUT, "{what}: {}", seen());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    };
+    let count = |text: &str, signal: &str| text.lines().filter(|line| *line == signal).count();
+    wait_until("a limit", &|text| text.ends_with('\n'));
+    let limit = seen();
+    let limit = limit.trim();
+    let hard = rustix::process::getrlimit(rustix::process::Resource::Nofile).maximum;
+    let is_raised = limit == "unlimited" || limit.parse().is_ok_and(|limit: u64| limit > 64);
+    assert!(is_raised || hard.is_some_and(|hard| hard <= 64), "{limit}");
+    let send = |signal| kill_process(pid, signal).expect("a process");
+    send(Signal::QUIT);
+    send(Signal::USR1);
+    send(Signal::HUP);
+    wait_until("SIGHUP", &|text| count(text, "HUP") == 1);
+    send(Signal::HUP);
+    wait_until("a second SIGHUP", &|text| count(text, "HUP") == 2);
+    send(Signal::TERM);
+    wait_until("SIGTERM", &|text| count(text, "TERM") == 1);
+    // Later than signals that count as one.
+    std::thread::sleep(Duration::from_millis(600));
+    send(Signal::TERM);
+    wait_until("a second SIGTERM", &|text| count(text, "TERM") == 2);
+    // This executor never ends by itself.
+    let start = Instant::now();
+    while store.try_wait().expect("a child").is_none() {
+        assert!(start.elapsed() < TIMEOUT, "the executor is not killed");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// The files of `vm1` in the output of `vgpu dump`.
+const KEPT: &str =
+    "files kept by the service manager: vgpu-vm1-bell, vgpu-vm1-line, vgpu-vm1-memory";
+
+/// A mistake in the configuration, or a virtual machine that is taken out of it for a moment, does
+/// not cost the machine its device.
+#[test]
+fn machine_that_is_missing_in_the_configuration_keeps_its_device() {
+    let scratch = Scratch::new("missing-machine");
+    let at = |name: &str| scratch.path().join(name);
+    let (config, control, socket) = (at("vgpu.toml"), at("control.sock"), at("vm1.sock"));
+    let configure = |silence: Option<u32>| {
+        let machine = silence.map_or(String::new(), |silence| {
+            format!(
+                "[[guest]]\nname = \"vm1\"\n\
+                 vm = {{ socket = {socket:?}, window = \"64M\", silence = {silence} }}\n"
+            )
+        });
+        fs::write(&config, machine).expect("a configuration");
+    };
+    configure(Some(0));
+    let mut command = vgpu(&["fd-store", "--", env!("CARGO_BIN_EXE_vgpu"), "serve"]);
+    command
+        .args(["--threads", "1", "--memory", "64M"])
+        .arg("--listen")
+        .arg(format!("unix:{}", scratch.socket().display()))
+        .args([Path::new("--config"), &config])
+        .args([Path::new("--control"), &control]);
+    let serve = Serve::of(command);
+    let ask = |what: &str| {
+        let mut command = vgpu(&[what, "--control"]);
+        let output = command.arg(&control).output().expect("it starts");
+        String::from_utf8_lossy(&output.stdout).into_owned()
+    };
+    let reload = |silence: Option<u32>| {
+        configure(silence);
+        let said = ask("reload");
+        assert!(said.contains("the configuration was reloaded"), "{said}");
+    };
+    let computes = |machine: &Machine| {
+        let mut guest: Guest = machine.guest();
+        let buffer = guest.alloc_with(&[7; 64]);
+        assert_eq!(guest.read(buffer, 0, 64), [7; 64]);
+    };
+    let machine = Machine::plug(&socket);
+    computes(&machine);
+    wait_for("the files to be kept", || ask("dump").contains(KEPT));
+    let executor = || children(serve.child.id()).first().copied();
+    let first = executor().expect("an executor");
+
+    configure(None);
+    kill_process(Pid::from_raw(first).expect("a pid"), Signal::TERM).expect("it runs");
+    wait_for("the next executor", || {
+        executor().is_some_and(|pid| pid != first) && !ask("dump").is_empty()
+    });
+    assert!(!socket.exists(), "the machine is served");
+    assert!(ask("dump").contains(KEPT), "{}", ask("dump"));
+    reload(Some(0));
+    computes(&machine);
+    // A reload without the machine, and one that opens its listener again.
+    reload(None);
+    assert!(!socket.exists(), "the machine is served");
+    reload(Some(0));
+    computes(&machine);
+    reload(Some(60));
+    computes(&machine);
+
+    // Nobody waits for a QEMU that has ended.
+    reload(None);
+    drop(machine);
+    wait_for("the files to be released", || {
+        let dump = ask("dump");
+        !dump.is_empty() && !dump.contains("files kept")
+    });
+    serve.signal(Signal::TERM);
+    let (status, log) = serve.wait();
+    assert_eq!(status.code(), Some(0), "{log}");
+    for said in [
+        "the configuration does not have this virtual machine, whose QEMU is running",
+        "vgpu-vm1-memory, vgpu-vm1-bell, vgpu-vm1-line",
+        "QEMU has ended; the configuration does not have this virtual machine",
+    ] {
+        assert!(log.contains(said), "{said:?} is not in {log}");
+    }
+}
+
+/// What a service manager does not keep is said with numbers and the consequence.
+#[test]
+fn fd_store_that_keeps_too_little_is_reported() {
+    let scratch = Scratch::new("fd-store-small");
+    let notify = scratch.path().join("notify");
+    let _manager = std::os::unix::net::UnixDatagram::bind(&notify).expect("a socket");
+    let socket = scratch.path().join("vm1.sock");
+    let vm = format!("vm1,socket={},window=64M,silence=0", socket.display());
+    let run = |variables: &[(&str, &str)]| {
+        let mut command = vgpu(&["serve", "--threads", "1", "--memory", "64M", "--vm", &vm]);
+        command.env_remove("NOTIFY_SOCKET").env_remove("FDSTORE");
+        command.args(["--config", "/dev/null"]);
+        command.envs(variables.iter().copied());
+        let serve = Serve::of(command);
+        let machine = Machine::plug(&socket);
+        machine.guest();
+        serve.signal(Signal::TERM);
+        let (status, log) = serve.wait();
+        assert_eq!(status.code(), Some(0), "{log}");
+        log
+    };
+    let lost = "the virtual machine has no vGPU until its QEMU is started again";
+    let says = |log: &str, wanted: &str| {
+        let line = log.lines().find(|line| line.contains(wanted));
+        line.is_some_and(|line| line.contains("WARN") && line.contains(lost))
+    };
+    let log = run(&[]);
+    let none = "1 virtual machines have 3 files, and no service manager keeps them";
+    assert!(says(&log, none), "{log}");
+    let path = notify.to_str().expect("text");
+    let log = run(&[("NOTIFY_SOCKET", path), ("FDSTORE", "2")]);
+    let small = "have 3 files, and the service manager keeps at most 2 (FileDescriptorStoreMax=)";
+    assert!(says(&log, small), "{log}");
+    let refused = "vgpu-vm1-line may not be kept: it is file 3 of this process";
+    assert!(says(&log, refused), "{log}");
+    let log = run(&[("NOTIFY_SOCKET", path), ("FDSTORE", "3")]);
+    assert!(!log.contains(lost), "{log}");
+    // Nobody receives.
+    let gone = scratch.path().join("gone").display().to_string();
+    let log = run(&[("NOTIFY_SOCKET", &gone)]);
+    let failed = "vgpu-vm1-memory may not be kept: file 1 cannot be passed to the service manager";
+    assert!(says(&log, failed), "{log}");
+}

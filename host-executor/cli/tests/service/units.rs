@@ -1,0 +1,193 @@
+//! The units of systemd.
+
+use std::fs;
+use std::process::Command;
+
+use crate::served::Scratch;
+use crate::unit;
+
+const UNITS: [&str; 2] = ["vgpu.service", "vgpu@.service"];
+
+/// The settings of a unit, each with its section.
+fn settings_of(text: &str) -> Vec<(&str, &str)> {
+    let mut section = "";
+    let lines = text.lines().filter(|line| !line.starts_with('#'));
+    let settings = lines.filter_map(|line| match line.starts_with('[') {
+        true => {
+            section = line;
+            None
+        }
+        false => Some((section, line)),
+    });
+    settings.collect()
+}
+
+/// What keeps the files of virtual machines: see the comments in the units.
+#[test]
+fn units_never_give_up() {
+    for name in UNITS {
+        let text = fs::read_to_string(unit(name)).expect("a unit");
+        let settings = settings_of(&text);
+        for wanted in [
+            ("[Unit]", "StartLimitIntervalSec=0"),
+            ("[Service]", "Restart=always"),
+            ("[Service]", "WatchdogSec=60"),
+            ("[Service]", "RestartSteps=8"),
+            ("[Service]", "RestartMaxDelaySec=2s"),
+            ("[Service]", "FileDescriptorStorePreserve=yes"),
+        ] {
+            assert!(settings.contains(&wanted), "{name}: {wanted:?}");
+        }
+        assert!(
+            !settings
+                .iter()
+                .any(|(_, line)| line.starts_with("RestartPrevent"))
+        );
+    }
+}
+
+/// Containers mount the folder of the sockets, and would keep a deleted one.
+#[test]
+fn units_keep_the_folder_of_the_sockets() {
+    for name in UNITS {
+        let text = fs::read_to_string(unit(name)).expect("a unit");
+        let wanted = ("[Service]", "RuntimeDirectoryPreserve=yes");
+        assert!(settings_of(&text).contains(&wanted), "{name}");
+    }
+}
+
+/// What a unit lacks for a GPU, for the folders that the executor writes, and for the boot order.
+fn missing_for_a_gpu_host(text: &str) -> Vec<String> {
+    let settings = settings_of(text);
+    let wanted = [
+        "ExecStartPre=-+/usr/bin/nvidia-modprobe -c 0 -u",
+        "TimeoutStartSec=35min",
+        "CacheDirectory=vgpu",
+        "Environment=VGPU_CACHE=/var/cache/vgpu",
+    ];
+    let lacks = |line: &&str| !settings.contains(&("[Service]", *line));
+    let lacking = wanted.into_iter().filter(lacks);
+    let mut missing: Vec<String> = lacking.map(|line| format!("no {line}")).collect();
+    let before: Vec<&str> = { settings.iter() }
+        .filter_map(|(section, line)| {
+            line.strip_prefix("Before=")
+                .filter(|_| *section == "[Unit]")
+        })
+        .flat_map(str::split_whitespace)
+        .collect();
+    for unit in [
+        "libvirtd.service",
+        "virtqemud.service",
+        "libvirt-guests.service",
+        "pve-guests.service",
+    ] {
+        if !before.contains(&unit) {
+            missing.push(format!("not before {unit}"));
+        }
+    }
+    // The first four hide the devices of GPUs, ProtectClock= in systemd before 254. With the next
+    // one the unit does not start on a host that lacks one of the groups. The last flag would
+    // override the configuration.
+    for (_, line) in &settings {
+        let is_harmful = [
+            "DeviceAllow=",
+            "DevicePolicy=",
+            "PrivateDevices=",
+            "ProtectClock=",
+            "SupplementaryGroups=",
+        ]
+        .iter()
+        .any(|key| line.starts_with(key));
+        if is_harmful || line.starts_with("ExecStart=") && line.contains("--control") {
+            missing.push(format!("it has {line}"));
+        }
+    }
+    missing
+}
+
+/// The settings that a host with a GPU and virtual machines needs, and what is kept on disk.
+#[test]
+fn units_are_for_hosts_with_gpus_and_virtual_machines() {
+    for name in UNITS {
+        let text = fs::read_to_string(unit(name)).expect("a unit");
+        let missing = missing_for_a_gpu_host(&text);
+        assert!(missing.is_empty(), "{name}: {missing:#?}");
+        // The check sees what is wrong.
+        for (good, bad) in [
+            ("CacheDirectory=vgpu", "CacheDirectory=other"),
+            ("pve-guests.service", ""),
+            ("LockPersonality=", "ProtectClock="),
+            ("Group=vgpu", "SupplementaryGroups=video render"),
+            (" serve", " serve --control /run/vgpu/control.sock"),
+        ] {
+            assert!(text.contains(good), "{name}: {good}");
+            let found = missing_for_a_gpu_host(&text.replace(good, bad));
+            assert_eq!(found.len(), 1, "{name}: {bad}: {found:?}");
+        }
+    }
+    // The example for weights is in the folder that ProtectSystem= leaves writable.
+    let example = fs::read_to_string(unit("vgpu.toml")).expect("the example");
+    let cache = example.lines().find(|line| line.starts_with("#cache = "));
+    let cache = cache.expect("an example for weights");
+    assert!(cache.contains("\"/var/cache/vgpu/"), "{cache}");
+    // The groups of GPU devices come from sysusers.d and the package's script.
+    let users = fs::read_to_string(unit("vgpu.sysusers")).expect("the users");
+    for group in ["video", "render"] {
+        let line = format!("m vgpu {group}");
+        assert!(users.lines().any(|one| one == line), "no {line}");
+    }
+}
+
+/// `systemd-analyze verify`, where this machine has it. The program's path is replaced, because the
+/// check demands that the program exists.
+#[test]
+fn units_are_valid() {
+    let version = Command::new("systemd-analyze").arg("--version").output();
+    let Ok(version) = version else {
+        return;
+    };
+    let version = String::from_utf8_lossy(&version.stdout).into_owned();
+    let number = version
+        .split_whitespace()
+        .nth(1)
+        .and_then(|word| word.parse().ok());
+    let number: u32 = number.expect("systemd-analyze says its version");
+    // systemd 254 has introduced these.
+    let newer = [
+        "RestartSteps",
+        "RestartMaxDelaySec",
+        "FileDescriptorStorePreserve",
+    ];
+    let scratch = Scratch::new("units");
+    for name in UNITS {
+        let text = fs::read_to_string(unit(name)).expect("a unit");
+        let verify = |text: &str| {
+            let path = scratch.path().join(name.replace('@', "@vm1"));
+            fs::write(
+                &path,
+                text.replace("/usr/bin/vgpu", env!("CARGO_BIN_EXE_vgpu")),
+            )
+            .expect("a file");
+            let output = Command::new("systemd-analyze")
+                .args(["verify", "--man=no", "--recursive-errors=no"])
+                .arg(&path)
+                .output()
+                .expect("systemd-analyze runs");
+            let said = String::from_utf8_lossy(&output.stderr).into_owned();
+            let is_expected =
+                |line: &&str| number < 254 && newer.iter().any(|key| line.contains(key));
+            let unexpected: Vec<String> = said
+                .lines()
+                .filter(|line| line.contains(scratch.path().to_str().expect("text")))
+                .filter(|line| !is_expected(line))
+                .map(str::to_owned)
+                .collect();
+            (output.status.success(), unexpected)
+        };
+        let (_, unexpected) = verify(&text);
+        assert!(unexpected.is_empty(), "{unexpected:#?}");
+        // The check sees a mistake.
+        let (_, unexpected) = verify(&text.replace("RuntimeDirectoryMode", "RuntimeFolderMode"));
+        assert!(!unexpected.is_empty());
+    }
+}

@@ -1,0 +1,134 @@
+//! What the worker of a test does.
+
+use std::io::Write as _;
+use std::sync::Arc;
+use std::thread;
+
+use rustix::net::SendFlags;
+use vgpu_cpu::CpuEngine;
+use vgpu_engine::Engine as _;
+
+use super::{CHATTY, DEED, MEMORY, TIMEOUT};
+use crate::isolate::ipc::{self, IpcSocket, ReceiveOutcome, WorkerMessage, WorkerReport};
+use crate::isolate::{serve, take_socket};
+use crate::limits::Limits;
+use crate::server::Server;
+use crate::status::{GuestStatus, Report, SessionStatus};
+use crate::stop::StopFlag;
+
+/// The socket has no room.
+const FULL: std::io::ErrorKind = std::io::ErrorKind::WouldBlock;
+
+/// The worker: this test program, started again by the tests.
+#[test]
+fn worker_process() {
+    let Ok(deed) = std::env::var(DEED) else {
+        return;
+    };
+    let socket = take_socket().expect("a socket");
+    let engine = Arc::new(CpuEngine::new(1, Some(MEMORY)).expect("an engine"));
+    let server = Server::new(Arc::clone(&engine) as _, Limits::default(), 64).expect("a thread");
+    if deed == "honest" {
+        serve(socket, server, &StopFlag::new());
+        std::process::exit(0);
+    }
+    let raw = socket.try_clone().expect("a descriptor");
+    let ipc = IpcSocket::new(socket);
+    let honest = server.status_handle().report();
+    match deed.as_str() {
+        "garbage" => {
+            for packet in [
+                &b"nonsense"[..],
+                b"{}",
+                b"[[[[[[[[",
+                b"\xff\xff",
+                &[b'['; 100_000],
+            ] {
+                let _ = rustix::net::send(&raw, packet, SendFlags::empty());
+            }
+        }
+        "flood" => {
+            let report = WorkerMessage::from(WorkerReport {
+                served: 0,
+                pending: Vec::new(),
+                report: honest.clone(),
+            });
+            // Until the supervisor closes the connection.
+            while let Ok(()) | Err(FULL) = ipc.send(&report, None).map_err(|e| e.kind()) {}
+        }
+        "claims" => {
+            let Ok(ReceiveOutcome::Message(ipc::Command::Rules(_), _)) = ipc.receive(None) else {
+                panic!("no rules");
+            };
+            let Ok(ReceiveOutcome::Message(ipc::Command::Serve { session, .. }, _socket)) =
+                ipc.receive::<ipc::Command>(None)
+            else {
+                panic!("no program");
+            };
+            let _ = ipc.send(&claims(honest.clone(), session), None);
+            thread::sleep(TIMEOUT);
+        }
+        // All programs have ended, says the worker.
+        "ended" => {
+            let report = WorkerMessage::from(WorkerReport {
+                served: u64::MAX,
+                pending: Vec::new(),
+                report: honest.clone(),
+            });
+            let _ = ipc.send(&report, None);
+        }
+        // Reports once, and answers no question.
+        "mute" => {
+            let report = WorkerMessage::from(WorkerReport {
+                served: 0,
+                pending: Vec::new(),
+                report: honest.clone(),
+            });
+            let _ = ipc.send(&report, None);
+        }
+        // As many lines as an honest worker writes about its sessions, and nothing else.
+        "chatty" => {
+            let line = "2026-01-02T03:04:05Z  INFO session{id=1}: session opened\n";
+            let _ = std::io::stderr().write_all(line.repeat(CHATTY).as_bytes());
+            std::process::exit(0);
+        }
+        "closes" => ipc.close(),
+        "silent" => {}
+        other => panic!("{other}"),
+    }
+    assert!(engine.memory().total > 0);
+    // The worker never ends by itself.
+    thread::sleep(TIMEOUT * 10);
+}
+
+/// Figures of a worker that claims the sessions and the figures of everyone.
+fn claims(mut report: Report, own: u64) -> WorkerMessage {
+    let mut guest = report.status.guests[0].clone();
+    guest.usage.memory = u64::MAX;
+    guest.usage.graphs = u64::MAX;
+    guest.usage.busy = f64::MAX;
+    guest.usage.queued = -f64::MAX;
+    report.status.guests = ["a", "b", "-", "-"]
+        .map(|name| GuestStatus {
+            name: name.into(),
+            ..guest.clone()
+        })
+        .into();
+    let session = |id| SessionStatus {
+        id,
+        guest: "b".into(),
+        endpoint: "\x1b[2J".into(),
+        pid: None,
+        uid: None,
+        program: Some("\x1b[2J".repeat(100)),
+        protocol: Some(u32::MAX),
+        age: 0.0,
+        usage: guest.usage,
+    };
+    report.status.sessions = (0..20).chain([own; 100]).map(session).collect();
+    WorkerMessage::from(WorkerReport {
+        served: 0,
+        pending: Vec::new(),
+        report,
+    })
+}
