@@ -1,14 +1,11 @@
 //! Tries engines in processes of their own: a driver or a backend library that ends its process, or
 //! that hangs at its start, ends or hangs nothing else.
 
-use std::fs::File;
-use std::io::{self, Write as _, stdout};
-use std::os::unix::fs::FileExt as _;
-use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
+use std::io::{Write as _, stdout};
+use std::process::Command;
+use std::time::Duration;
 
 use clap::Parser;
-use rustix::fs::{MemfdFlags, memfd_create};
 #[cfg(feature = "cuda")]
 use vgpu_executor::engine::AddressError;
 use vgpu_executor::engine::{
@@ -16,6 +13,7 @@ use vgpu_executor::engine::{
 };
 
 use crate::own_program::OWN_PROGRAM;
+use crate::watched_process::{self, Watched};
 
 /// The time that a backend library of ggml has to list its devices.
 const TIME_OF_GGML: Duration = Duration::from_secs(30);
@@ -23,9 +21,6 @@ const TIME_OF_GGML: Duration = Duration::from_secs(30);
 /// The time that the CUDA engine has to start. All kernels may be compiled the first time. The
 /// units in deploy/host allow twice as much, since the engine starts once more if it is chosen.
 const TIME_OF_CUDA: Duration = Duration::from_secs(900);
-
-/// How often a process is looked at.
-const INTERVAL: Duration = Duration::from_millis(5);
 
 /// What begins the line with the answer: libraries may print, too.
 const ANSWER: &str = "vgpu-probe:";
@@ -101,47 +96,17 @@ fn probe(kind: &EngineKind) -> Answer {
     answer_of(&mut command, time)
 }
 
-/// What a process answers within `time`. The process does not outlive this call, unless it cannot
-/// be killed.
+/// What a process answers within `time`.
 fn answer_of(command: &mut Command, time: Duration) -> Answer {
-    let file =
-        || -> io::Result<File> { Ok(memfd_create("vgpu-probe", MemfdFlags::CLOEXEC)?.into()) };
-    let (out, err) = (file()?, file()?);
-    let copy = |file: &File| -> io::Result<Stdio> { Ok(file.try_clone()?.into()) };
-    command.stdin(Stdio::null());
-    let mut child = command.stdout(copy(&out)?).stderr(copy(&err)?).spawn()?;
-    let begin = Instant::now();
-    let outcome = loop {
-        // In this order: a process that has ended has written its answer.
-        let ended = child.try_wait()?;
-        if let Some(answer) = parse(&text(&out)) {
-            break answer;
-        }
-        if let Some(status) = ended {
-            let last_line = last_line(&text(&err));
-            break Err(ProbeError::Ended { status, last_line });
-        }
-        if begin.elapsed() > time {
-            break Err(ProbeError::Late { limit: time });
-        }
-        std::thread::sleep(INTERVAL);
-    };
-    // The end of a driver may hang or crash, too, and matters to nobody.
-    let _ = child.kill();
-    let begin = Instant::now();
-    while matches!(child.try_wait(), Ok(None)) && begin.elapsed() < Duration::from_secs(1) {
-        std::thread::sleep(INTERVAL);
-    }
-    outcome
-}
-
-/// All that was written to a file. The position of the file belongs to the process that writes.
-fn text(file: &File) -> String {
-    let size = file.metadata().map_or(0, |metadata| metadata.len());
-    let mut bytes = vec![0; usize::try_from(size).unwrap_or(0)];
-    match file.read_exact_at(&mut bytes, 0) {
-        Ok(()) => String::from_utf8_lossy(&bytes).into_owned(),
-        Err(_) => String::new(),
+    let err = watched_process::output_file()?;
+    command.stderr(err.try_clone()?);
+    match watched_process::watch(command, time, parse)? {
+        Watched::Answered(answer) => answer,
+        Watched::Ended(status, _) => Err(ProbeError::Ended {
+            status,
+            last_line: last_line(&watched_process::text_of(&err)),
+        }),
+        Watched::Late => Err(ProbeError::Late { limit: time }),
     }
 }
 

@@ -35,6 +35,7 @@ mod set;
 mod top;
 mod units;
 mod wait;
+mod watched_process;
 
 use std::io::Write as _;
 use std::process::ExitCode;

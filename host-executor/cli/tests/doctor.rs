@@ -251,7 +251,7 @@ fn a_driver_whose_library_does_not_work() {
     fails("finds no device", "sudo nvidia-modprobe");
     machine.libcuda("abort();", 12_040, 0);
     fails(
-        "it ends its process: signal: 6",
+        "the process of the check ended: signal: 6",
         "sudo apt install libcuda1",
     );
     machine.libcuda("for (;;) pause();", 12_040, 0);
@@ -601,7 +601,7 @@ fn a_systemctl_that_does_not_answer() {
     assert!(has(&said, "note ollama", ""), "{}", said.text);
     machine.systemctl("exit 3");
     let said = machine.doctor(&[]);
-    let words = "systemctl does not say: it ends its process: exit status: 3";
+    let words = "systemctl does not say: the process of the check ended: exit status: 3";
     assert!(has(&said, "note service", words), "{}", said.text);
 }
 
@@ -704,7 +704,11 @@ fn the_plugin_gets_the_endpoint_in_a_process_of_its_own() {
     library(&plugin, &format!("{start}{{ abort(); }}\n"));
     let said = machine.doctor(&["--endpoint", &endpoint, "--plugin", text]);
     assert!(
-        has(&said, "FAIL plugin", "it ends its process: signal: 6"),
+        has(
+            &said,
+            "FAIL plugin",
+            "the process of the check ended: signal: 6"
+        ),
         "{}",
         said.text
     );

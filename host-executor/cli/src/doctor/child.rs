@@ -1,29 +1,23 @@
 //! Checks in a process of their own: a driver or a plugin may hang, or end the process that loads
 //! it.
 
-use std::fs::File;
-use std::io::{self, Read as _, Seek as _};
-use std::process::{Command, ExitStatus, Stdio};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::convert::Infallible;
+use std::io;
+use std::process::{Command, ExitStatus};
+use std::time::Duration;
 
-use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::process::Signal;
 
-/// How often a process is looked at.
-const INTERVAL: Duration = Duration::from_millis(5);
-
-/// How long the end of a killed process is waited for. One in a call of the kernel does not end.
-const AFTER_KILL: Duration = Duration::from_secs(1);
+use crate::watched_process::{self, Watched};
 
 /// Why a process has no answer.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum NoAnswer {
-    #[error("a process for it does not start: {0}")]
+    #[error("the process of the check does not start: {0}")]
     Start(#[from] io::Error),
     #[error("no answer within {} s", .0.as_secs_f64())]
     Late(Duration),
-    #[error("it ends its process: {0}")]
+    #[error("the process of the check ended: {0}")]
     Ended(ExitStatus),
 }
 
@@ -35,42 +29,27 @@ pub(super) fn end_with_parent() {
 
 /// What a process writes to its standard output until it ends, and its status, if that takes no
 /// longer than `limit`. Standard error is that of the command.
+///
+/// # Errors
+/// The process does not start, takes longer, or is ended by a signal.
 pub(super) fn output(
     command: &mut Command,
     limit: Duration,
 ) -> Result<(String, ExitStatus), NoAnswer> {
-    let mut out =
-        File::from(memfd_create("vgpu-doctor", MemfdFlags::CLOEXEC).map_err(io::Error::from)?);
-    let mut child = command
-        .stdin(Stdio::null())
-        .stdout(out.try_clone()?)
-        .spawn()?;
-    let begin = Instant::now();
-    let status = loop {
-        if let Some(status) = child.try_wait()? {
-            break status;
-        }
-        if begin.elapsed() > limit {
-            let _ = child.kill(); // it may have ended
-            let killed = Instant::now();
-            while matches!(child.try_wait(), Ok(None)) && killed.elapsed() < AFTER_KILL {
-                thread::sleep(INTERVAL);
-            }
-            return Err(NoAnswer::Late(limit));
-        }
-        thread::sleep(INTERVAL);
-    };
-    if status.code().is_none() {
-        return Err(NoAnswer::Ended(status));
+    // What counts is the end.
+    let no_answer = |_: &str| None::<Infallible>;
+    match watched_process::watch(command, limit, no_answer)? {
+        Watched::Answered(never) => match never {},
+        Watched::Late => Err(NoAnswer::Late(limit)),
+        Watched::Ended(status, _) if status.code().is_none() => Err(NoAnswer::Ended(status)),
+        Watched::Ended(status, text) => Ok((text, status)),
     }
-    let mut text = Vec::new();
-    out.rewind()?;
-    out.read_to_end(&mut text)?;
-    Ok((String::from_utf8_lossy(&text).into_owned(), status))
 }
 
 #[cfg(test)]
 mod tests {
+    use std::process::Stdio;
+
     use super::*;
 
     #[test]

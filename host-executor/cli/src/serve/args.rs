@@ -208,9 +208,9 @@ pub(crate) struct Args {
     #[arg(long)]
     metrics_allow_remote: bool,
 
-    /// The control socket for `vgpu ps`, `vgpu top`, `vgpu dump` and `vgpu reload`. Only this user
-    /// and root may use it. [default: control.sock in $RUNTIME_DIRECTORY, which systemd sets for
-    /// units with RuntimeDirectory=; otherwise none]
+    /// The control socket, which ps, top, dump, reload, set, drain, kill and kubernetes use. Only
+    /// this user and root may connect. [default: control.sock in $RUNTIME_DIRECTORY, which systemd
+    /// sets for units with RuntimeDirectory=; otherwise none]
     #[arg(long, value_name = "PATH")]
     control: Option<PathBuf>,
 }
