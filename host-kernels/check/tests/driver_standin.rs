@@ -237,8 +237,8 @@ fn share(engine: &CudaEngine, extent: &Arc<dyn Extent>) -> Result<(), EngineErro
     Ok(())
 }
 
-/// The memory for bytes that a buffer attaches is another buffer's: none is reserved beside it, also
-/// while the buffer is not frozen, and none for a copy before a write.
+/// The memory for bytes that a buffer attaches is another buffer's: none is reserved beside it,
+/// also while the buffer is not frozen, and none for a copy before a write.
 #[test]
 fn attached_weights_take_no_memory_before_their_buffer_is_frozen() {
     /// Without a rounding.

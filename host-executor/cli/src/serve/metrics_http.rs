@@ -77,8 +77,8 @@ pub(super) fn bind(address: &MetricsAddress) -> io::Result<(Listener, Option<Soc
     })
 }
 
-/// Answers all paths: a thread for connections, one that is started for `/livez` and `/healthz`, and
-/// one for the rest. Each makes one answer at a time. What clients cost is limited by their number,
+/// Answers all paths: a thread for connections, one that is started for `/livez` and `/healthz`,
+/// and one for the rest. Each makes one answer at a time. What clients cost is limited by their number,
 /// and by the constants above.
 pub(super) fn serve(listener: Listener, status: StatusHandle) -> io::Result<()> {
     serve_with(listener, Answers::new(status, ANSWER_TIME))
@@ -429,7 +429,6 @@ mod tests {
         fn start(limit: Duration) -> Metrics {
             let engine = Arc::new(CpuEngine::new(1, Some(1 << 20)).unwrap());
             let server = Server::new(engine, Limits::default(), 1).unwrap();
-            // Its threads are late, unless somebody looks after them.
             let answers = Answers::new(server.status_handle(), limit);
             let history = Arc::clone(&answers.history);
             let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
