@@ -116,6 +116,7 @@ fn forbidden_calls_fail_and_guests_are_served() {
     for (what, number) in [("execve", 520), ("ptrace", 521), ("getpid", 39)] {
         assert_refused(what, call(0x4000_0000 + number, [0, 0, 0]));
     }
+    assert_others_are_out_of_reach(profile);
     // A new process: SIGCHLD is the only flag.
     assert_refused("clone", call(libc::SYS_clone, [libc::SIGCHLD as u64, 0, 0]));
     if profile == Profile::Cpu {
@@ -135,36 +136,14 @@ fn forbidden_calls_fail_and_guests_are_served() {
             "kill",
             call(libc::SYS_kill, [u64::from(std::process::id()), 0, 0]),
         );
-        // Signals to another process, whenever a file can be read.
-        for request in [libc::F_SETOWN, 10, 15] {
-            let parent = u64::from(std::os::unix::process::parent_id());
-            let arguments = [0, request as u64, parent];
-            assert_refused("fcntl for signals", call(libc::SYS_fcntl, arguments));
-        }
         // A pointer whose low half is zero is not null.
         let limit = u64::from(libc::RLIMIT_NOFILE);
         assert_refused("prlimit", call(libc::SYS_prlimit64, [0, limit, 1 << 32]));
         let parent = u64::from(std::os::unix::process::parent_id());
-        for (what, number, arguments) in [
-            (
-                "prlimit of another",
-                libc::SYS_prlimit64,
-                [parent, limit, 0],
-            ),
-            (
-                "setpriority of another",
-                libc::SYS_setpriority,
-                [0, parent, 5],
-            ),
-            ("setpriority of a user", libc::SYS_setpriority, [2, 0, 5]),
-            (
-                "sched_setaffinity of another",
-                libc::SYS_sched_setaffinity,
-                [parent, 0, 0],
-            ),
-        ] {
-            assert_refused(what, call(number, arguments));
-        }
+        assert_refused(
+            "sched_setaffinity of another",
+            call(libc::SYS_sched_setaffinity, [parent, 0, 0]),
+        );
     }
     // The calls were made in this thread; the filter applies to all threads.
     std::thread::spawn(|| assert_refused("in a new thread", call(libc::SYS_execve, [0, 0, 0])))
@@ -174,6 +153,84 @@ fn forbidden_calls_fail_and_guests_are_served() {
     compute(&mut before);
     compute(&mut host.guest());
     assert_all_threads_sandboxed(std::process::id());
+}
+
+/// No system call changes how the kernel treats another process of the user. A driver may make some
+/// of them for its own threads.
+fn assert_others_are_out_of_reach(profile: Profile) {
+    let parent = u64::from(std::os::unix::process::parent_id());
+    // The kernel reads 32 bits of the number of a process.
+    let with_more_bits = parent | 1 << 32;
+    let limit = u64::from(libc::RLIMIT_NOFILE);
+    for (what, number, arguments) in [
+        ("prlimit64", libc::SYS_prlimit64, [parent, limit, 0]),
+        ("prlimit64", libc::SYS_prlimit64, [with_more_bits, limit, 0]),
+        ("setpriority", libc::SYS_setpriority, [0, parent, 5]),
+        ("setpriority of a group", libc::SYS_setpriority, [1, 0, 5]),
+        ("setpriority of a user", libc::SYS_setpriority, [2, 0, 5]),
+        ("ioprio_set", libc::SYS_ioprio_set, [1, parent, 3 << 13]),
+        ("ioprio_set of a group", libc::SYS_ioprio_set, [2, 0, 0]),
+        ("ioprio_set of a user", libc::SYS_ioprio_set, [3, 0, 0]),
+        (
+            "sched_setscheduler",
+            libc::SYS_sched_setscheduler,
+            [parent, 0, 0],
+        ),
+        ("sched_setparam", libc::SYS_sched_setparam, [parent, 0, 0]),
+        ("sched_setattr", libc::SYS_sched_setattr, [parent, 0, 0]),
+        ("migrate_pages", libc::SYS_migrate_pages, [parent, 0, 0]),
+        ("move_pages", libc::SYS_move_pages, [parent, 0, 0]),
+        ("kcmp", libc::SYS_kcmp, [parent, parent, 1]),
+        ("pidfd_open", libc::SYS_pidfd_open, [parent, 0, 0]),
+        ("pidfd_getfd", libc::SYS_pidfd_getfd, [0, 0, 0]),
+        ("process_madvise", libc::SYS_process_madvise, [0, 0, 0]),
+        ("kill", libc::SYS_kill, [parent, 0, 0]),
+    ] {
+        assert_refused(what, call(number, arguments));
+    }
+    // Signals to another process, whenever a file can be read.
+    for request in [libc::F_SETOWN, 10, 15] {
+        let arguments = [0, request as u64, parent];
+        assert_refused("fcntl for signals", call(libc::SYS_fcntl, arguments));
+    }
+    let requests = [0x8901, 0x8902, libc::TIOCSTI];
+    for request in requests.into_iter().chain([0x8901 | 1 << 32]) {
+        let arguments = [0, request, 0];
+        assert_refused("ioctl for signals", call(libc::SYS_ioctl, arguments));
+    }
+    if profile == Profile::Cpu {
+        return;
+    }
+    let this = u64::from(std::process::id());
+    for pid in [0, this] {
+        for (what, number, arguments) in [
+            ("setpriority", libc::SYS_setpriority, [0, pid, 5]),
+            ("ioprio_set", libc::SYS_ioprio_set, [1, pid, 2 << 13 | 7]),
+            // Arguments that the kernel refuses after the filter.
+            (
+                "sched_setscheduler",
+                libc::SYS_sched_setscheduler,
+                [pid, 0, 0],
+            ),
+            ("sched_setparam", libc::SYS_sched_setparam, [pid, 0, 0]),
+            ("sched_setattr", libc::SYS_sched_setattr, [pid, 0, 0]),
+            (
+                "sched_setaffinity",
+                libc::SYS_sched_setaffinity,
+                [pid, 8, 0],
+            ),
+        ] {
+            let code = call(number, arguments)
+                .err()
+                .and_then(|error| error.raw_os_error());
+            assert_ne!(code, Some(libc::EPERM), "{what} of {pid}");
+        }
+    }
+    rustix::process::setrlimit(
+        rustix::process::Resource::Core,
+        rustix::process::getrlimit(rustix::process::Resource::Core),
+    )
+    .expect("limits of this process");
 }
 
 /// Starts a thread like those of a driver: it handles no signal.

@@ -95,6 +95,37 @@ const SIGNALLING: [i32; 3] = [libc::F_SETOWN, F_SETSIG, F_SETOWN_EX];
 const F_SETSIG: i32 = 10; // linux/fcntl.h
 const F_SETOWN_EX: i32 = 15;
 
+/// The requests of `ioctl` that make the kernel send signals to other processes, or that type on
+/// the terminal of the operator.
+const SIGNALLING_IOCTLS: [u64; 3] = [
+    0x8901, // FIOSETOWN of asm/sockios.h
+    0x8902, // SIOCSPGRP
+    libc::TIOCSTI,
+];
+
+/// The system calls that change how the kernel treats the process of their first argument, and that
+/// may be made for the calling thread (0) or process.
+///
+/// `sched_setaffinity` is not among them. The C library passes the number of a thread to it, also
+/// for the calling thread, drivers use that for their threads, and a filter cannot tell the threads
+/// of this process from those of another. It changes which processors other processes of the user
+/// run on, and reads and writes nothing of them.
+const OF_PROCESS: [c_long; 6] = [
+    libc::SYS_prlimit64,
+    libc::SYS_sched_setscheduler,
+    libc::SYS_sched_setparam,
+    libc::SYS_sched_setattr,
+    libc::SYS_migrate_pages,
+    libc::SYS_move_pages,
+];
+
+/// The calls of which the first argument says what the second one names, and what that is for a
+/// process.
+const OF_NAMED: [(c_long, u64); 2] = [
+    (libc::SYS_setpriority, libc::PRIO_PROCESS as u64),
+    (libc::SYS_ioprio_set, 1), // IOPRIO_WHO_PROCESS of linux/ioprio.h
+];
+
 /// The system calls that reach a process outside through a new socket. A worker makes none. A pair
 /// of datagram sockets is among them: each can send to any address.
 const CONNECTING: [c_long; 7] = [
@@ -429,6 +460,7 @@ fn refused(role: Role) -> Result<Rules, SandboxError> {
     for call in [libc::SYS_kill, libc::SYS_tgkill] {
         rules.insert(call, vec![rule([other.clone()])?]);
     }
+    refuse_for_others(&mut rules)?;
     let other_families = FAMILIES
         .into_iter()
         .map(|family| condition(0, SeccompCmpOp::Ne, family as u64))
@@ -460,6 +492,26 @@ fn refused(role: Role) -> Result<Rules, SandboxError> {
         rules.insert(libc::SYS_socket, refused);
     }
     Ok(rules)
+}
+
+/// Refuses the calls of [`OF_PROCESS`] and [`OF_NAMED`] for other processes, and those of `ioctl`
+/// that signal to them.
+fn refuse_for_others(rules: &mut Rules) -> Result<(), SandboxError> {
+    let is_other = |argument| {
+        let not = |pid| condition(argument, SeccompCmpOp::Ne, pid);
+        rule([not(0)?, not(u64::from(std::process::id()))?])
+    };
+    for call in OF_PROCESS {
+        rules.insert(call, vec![is_other(0)?]);
+    }
+    for (call, process) in OF_NAMED {
+        let of_many = rule([condition(0, SeccompCmpOp::Ne, process)?])?;
+        rules.insert(call, vec![of_many, is_other(1)?]);
+    }
+    let signalling = SIGNALLING_IOCTLS.map(|request| rule([equals(1, request)?]));
+    let signalling = signalling.into_iter().collect::<Result<Vec<_>, _>>()?;
+    rules.insert(libc::SYS_ioctl, signalling);
+    Ok(())
 }
 
 /// Rules that match these calls with any arguments.

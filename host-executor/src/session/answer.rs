@@ -119,6 +119,7 @@ fn of_engine(error: &EngineError) -> FailureReason {
         EngineError::OutOfBounds { .. }
         | EngineError::ForeignMemory
         | EngineError::ForeignGraph
-        | EngineError::Cancelled => FailureReason::Other,
+        | EngineError::Cancelled
+        | EngineError::Shared { .. } => FailureReason::Other,
     }
 }

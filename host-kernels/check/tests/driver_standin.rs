@@ -207,22 +207,22 @@ fn device_is_reopened_after_an_illegal_address() {
 const WEIGHTS: usize = 300_000;
 
 /// A buffer for weights.
-fn for_weights(engine: &CudaEngine) -> Result<Arc<dyn Memory>, EngineError> {
-    let plain = engine.alloc(WEIGHTS as u64)?;
+fn for_weights(engine: &CudaEngine, size: usize) -> Result<Arc<dyn Memory>, EngineError> {
+    let plain = engine.alloc(size as u64)?;
     let memory = engine.alloc_weights(&plain)?;
     Ok(memory.expect("memory for weights"))
 }
 
 /// The bytes of a buffer.
 fn read(memory: &Arc<dyn Memory>) -> Result<Vec<u8>, EngineError> {
-    let mut bytes = vec![0; WEIGHTS];
+    let mut bytes = vec![0; memory.size() as usize];
     memory.read(0, bytes.as_mut_slice().into())?;
     Ok(bytes)
 }
 
 /// A second buffer attaches the weights of the first, computes nothing of its own, and writes.
 fn share(engine: &CudaEngine, extent: &Arc<dyn Extent>) -> Result<(), EngineError> {
-    let memory = for_weights(engine)?;
+    let memory = for_weights(engine, WEIGHTS)?;
     memory.write(0, [3; 500][..].into())?;
     memory.attach(0, extent, &|| false)?;
     memory.freeze();
@@ -237,6 +237,52 @@ fn share(engine: &CudaEngine, extent: &Arc<dyn Extent>) -> Result<(), EngineErro
     Ok(())
 }
 
+/// The memory for bytes that a buffer attaches is another buffer's: none is reserved beside it,
+/// also while the buffer is not frozen, and none for a copy before a write.
+#[test]
+fn attached_weights_take_no_memory_before_their_buffer_is_frozen() {
+    /// Without a rounding.
+    const SIZE: usize = 1200 << 8;
+    let name = "attached_weights_take_no_memory_before_their_buffer_is_frozen";
+    in_process(name, &[SMS], || {
+        let engine = engine().expect("an engine");
+        let one = for_weights(&engine, SIZE).expect("memory");
+        one.write(0, vec![5; SIZE][..].into()).expect("a write");
+        one.freeze();
+        let whole = one.extent(0, SIZE as u64).expect("an extent");
+        let free = engine.memory().free;
+        let two = for_weights(&engine, SIZE).expect("memory");
+        let reserved = free - engine.memory().free;
+        assert!(reserved >= SIZE as u64);
+        two.attach(0, &whole, &|| false).expect("the same");
+        assert_eq!(engine.memory().free, free);
+        // Again over itself, and a copy that replaces it.
+        two.attach(0, &whole, &|| false).expect("the same");
+        assert_eq!(engine.memory().free, free);
+        two.write(0, [9; 10][..].into()).expect("a copy");
+        assert_eq!(engine.memory().free, free - reserved);
+        assert!(read(&one).expect("bytes") == [5; SIZE]);
+        let bytes = read(&two).expect("bytes");
+        assert_eq!((bytes[9], bytes[10], bytes[SIZE - 1]), (9, 5, 5));
+        drop(two);
+        assert_eq!(engine.memory().free, free);
+
+        // A part is attached: the memory for the rest stays reserved, and a copy takes none of it.
+        let two = for_weights(&engine, 2 * SIZE).expect("memory");
+        let before = engine.memory().free;
+        two.attach(0, &whole, &|| false).expect("the same");
+        let attached = engine.memory().free;
+        assert_eq!(attached, before + SIZE as u64);
+        two.write(0, [9; 10][..].into()).expect("a copy");
+        assert_eq!(engine.memory().free, before);
+        two.write(SIZE as u64, vec![1; SIZE][..].into())
+            .expect("reserved memory");
+        two.freeze();
+        drop(two);
+        assert_eq!(engine.memory().free, free);
+    });
+}
+
 /// Two buffers hold the same weights in one piece of memory. Each call of the driver fails once
 /// while the second one attaches and writes: the first one's bytes are what they were, and nothing
 /// stays allocated.
@@ -249,13 +295,13 @@ fn weights_are_shared_and_calls_that_fail_change_nothing_of_others() {
     in_process(name, &settings, || {
         let trace = std::env::var("VGPU_STANDIN_TRACE").expect("a trace");
         let engine = engine().expect("an engine");
-        let one = for_weights(&engine).expect("memory");
+        let one = for_weights(&engine, WEIGHTS).expect("memory");
         one.write(0, vec![5; WEIGHTS][..].into()).expect("a write");
         one.freeze();
         let extent = one.extent(0, WEIGHTS as u64).expect("an extent");
         let free = engine.memory().free;
         // What is shared takes no memory.
-        let two = for_weights(&engine).expect("memory");
+        let two = for_weights(&engine, WEIGHTS).expect("memory");
         two.attach(0, &extent, &|| false).expect("the same");
         two.freeze();
         assert_eq!(engine.memory().free, free);

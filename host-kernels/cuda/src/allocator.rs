@@ -5,7 +5,7 @@
 //! driver. Freed memory can be reused at once: the device works in order, so its next user comes
 //! after the last one.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -39,10 +39,16 @@ pub(crate) struct Allocator {
     admission: Mutex<()>,
 }
 
-#[derive(Default)]
+/// The gaps of all chunks. Guests choose how many there are, and all wait for this: no operation
+/// looks at all of them.
+#[derive(Debug, Default, PartialEq)]
 struct FreeGaps {
     /// The chunks: the address and length of each gap.
     chunks: BTreeMap<Address, Gaps>,
+    /// The same gaps of all chunks by length: length and address.
+    by_length: BTreeSet<(u64, Address)>,
+    /// The sum of the lengths.
+    bytes: u64,
 }
 
 type Gaps = BTreeMap<Address, u64>;
@@ -90,10 +96,7 @@ impl Allocator {
 
     /// The same, of which `reserved` bytes do not count as free.
     fn memory_besides(&self, reserved: u64) -> MemoryInfo {
-        let gaps: u64 = {
-            let state = self.state();
-            { state.chunks.values() }.flat_map(Gaps::values).sum()
-        };
+        let gaps = self.state().bytes;
         let MemoryInfo { total, free } = self.device.memory();
         MemoryInfo {
             total,
@@ -167,7 +170,7 @@ impl Allocator {
         }
         let chunk = self.alloc_or_trim(|| self.device.alloc(CHUNK), size)?;
         let mut state = self.state();
-        state.chunks.insert(chunk, Gaps::from([(chunk, CHUNK)]));
+        state.add_chunk(chunk);
         Ok({ state.take(size) }.expect("a chunk has room for a part"))
     }
 
@@ -221,26 +224,13 @@ impl Allocator {
 
     /// Frees unused chunks, all but `spare`.
     fn trim(&self, spare: usize) {
-        let mut empty: Vec<Address> = {
-            let state = self.state();
-            let is_empty = |(&chunk, gaps): (&Address, &Gaps)| {
-                (gaps.get(&chunk) == Some(&CHUNK)).then_some(chunk)
+        loop {
+            let Some(chunk) = self.state().remove_unused(spare) else {
+                return;
             };
-            state.chunks.iter().filter_map(is_empty).collect()
-        };
-        while empty.len() > spare {
-            let chunk = empty.pop().expect("there are more than the spare ones");
-            let mut state = self.state();
-            // Another thread may have allocated a part of the chunk.
-            let is_empty =
-                { state.chunks.get(&chunk) }.is_some_and(|gaps| gaps.get(&chunk) == Some(&CHUNK));
-            if is_empty {
-                state.chunks.remove(&chunk);
-                drop(state);
-                // SAFETY: `chunk` was allocated with this size. The chunk has no parts, and was
-                // removed from the table, so it gets no new ones.
-                unsafe { self.device.free(chunk, CHUNK) };
-            }
+            // SAFETY: `chunk` was allocated with this size. The chunk has no parts, and was removed
+            // from the table, so it gets no new ones.
+            unsafe { self.device.free(chunk, CHUNK) };
         }
     }
 }
@@ -252,35 +242,74 @@ impl Drop for Allocator {
 }
 
 impl FreeGaps {
+    /// Adds a chunk without parts.
+    fn add_chunk(&mut self, chunk: Address) {
+        self.chunks.insert(chunk, Gaps::new());
+        self.insert(chunk, chunk, CHUNK);
+    }
+
+    /// Removes the last one of the chunks without parts, if there are more than `spare`.
+    fn remove_unused(&mut self, spare: usize) -> Option<Address> {
+        // No gap is longer than a chunk.
+        let mut unused = self.by_length.range((CHUNK, 0)..).rev();
+        unused.clone().nth(spare)?;
+        let &(_, chunk) = unused.next()?;
+        self.remove(chunk, chunk, CHUNK);
+        self.chunks.remove(&chunk);
+        Some(chunk)
+    }
+
+    fn insert(&mut self, chunk: Address, at: Address, len: u64) {
+        if let Some(gaps) = self.chunks.get_mut(&chunk) {
+            gaps.insert(at, len);
+            self.by_length.insert((len, at));
+            self.bytes += len;
+        }
+    }
+
+    fn remove(&mut self, chunk: Address, at: Address, len: u64) {
+        if let Some(gaps) = self.chunks.get_mut(&chunk) {
+            gaps.remove(&at);
+            self.by_length.remove(&(len, at));
+            self.bytes -= len;
+        }
+    }
+
+    /// The chunk that `at` lies in.
+    fn chunk_of(&self, at: Address) -> Address {
+        let chunk = self.chunks.range(..=at).next_back();
+        *chunk.expect("parts and gaps lie in chunks").0
+    }
+
     /// Takes memory from the smallest gap that is large enough.
     fn take(&mut self, size: u64) -> Option<Address> {
-        let gaps = { self.chunks.iter() }
-            .flat_map(|(&chunk, gaps)| gaps.iter().map(move |(&at, &len)| (len, at, chunk)));
-        let (len, at, chunk) = gaps.filter(|&(len, ..)| len >= size).min()?;
-        let gaps = self.chunks.get_mut(&chunk)?;
-        gaps.remove(&at);
+        let &(len, at) = self.by_length.range((size, 0)..).next()?;
+        let chunk = self.chunk_of(at);
+        self.remove(chunk, at, len);
         if len > size {
-            gaps.insert(at + size, len - size);
+            self.insert(chunk, at + size, len - size);
         }
         Some(at)
     }
 
     /// Returns a part, and merges it with the gaps beside it.
     fn put(&mut self, mut at: Address, mut len: u64) {
-        let (&chunk, gaps) = { self.chunks.range_mut(..=at) }
-            .next_back()
-            .expect("parts lie in chunks");
+        let chunk = self.chunk_of(at);
         debug_assert!(at + len <= chunk + CHUNK);
-        if let Some((&before, &length)) = gaps.range(..at).next_back()
+        let gaps = &self.chunks[&chunk];
+        let before = { gaps.range(..at).next_back() }.map(|(&before, &length)| (before, length));
+        let behind = gaps.get(&(at + len)).copied();
+        if let Some(length) = behind {
+            self.remove(chunk, at + len, length);
+            len += length;
+        }
+        if let Some((before, length)) = before
             && before + length == at
         {
-            gaps.remove(&before);
+            self.remove(chunk, before, length);
             (at, len) = (before, len + length);
         }
-        if let Some(behind) = gaps.remove(&(at + len)) {
-            len += behind;
-        }
-        gaps.insert(at, len);
+        self.insert(chunk, at, len);
     }
 }
 
@@ -293,9 +322,9 @@ mod tests {
     const AT: Address = 1 << 40;
 
     fn one_chunk() -> FreeGaps {
-        FreeGaps {
-            chunks: BTreeMap::from([(AT, Gaps::from([(AT, CHUNK)]))]),
-        }
+        let mut state = FreeGaps::default();
+        state.add_chunk(AT);
+        state
     }
 
     #[test]
@@ -324,7 +353,98 @@ mod tests {
         for (at, len) in held {
             state.put(at, len);
         }
-        assert_eq!(state.chunks, one_chunk().chunks);
+        assert_eq!(state, one_chunk());
+    }
+
+    /// The gaps of some chunks without order: what [`FreeGaps`] does, by looking at all of them.
+    #[derive(Default)]
+    struct NaiveGaps(Vec<(Address, Address, u64)>);
+
+    impl NaiveGaps {
+        fn take(&mut self, size: u64) -> Option<Address> {
+            let fitting = self.0.iter().filter(|&&(_, _, len)| len >= size);
+            let &(chunk, at, len) = fitting.min_by_key(|&&(_, at, len)| (len, at))?;
+            self.0.retain(|gap| gap.1 != at);
+            if len > size {
+                self.0.push((chunk, at + size, len - size));
+            }
+            Some(at)
+        }
+
+        fn put(&mut self, chunk: Address, at: Address, len: u64) {
+            let (mut start, mut end) = (at, at + len);
+            self.0.retain(|&(of, at, len)| {
+                let is_beside = of == chunk && (at + len == start || at == end);
+                if is_beside {
+                    (start, end) = (start.min(at), end.max(at + len));
+                }
+                !is_beside
+            });
+            self.0.push((chunk, start, end - start));
+        }
+
+        fn remove_unused(&mut self, spare: usize) -> Option<Address> {
+            let unused = self.0.iter().filter(|&&(_, _, len)| len == CHUNK);
+            let mut unused: Vec<Address> = unused.map(|&(chunk, ..)| chunk).collect();
+            unused.sort_unstable();
+            let chunk = unused.pop().filter(|_| unused.len() >= spare)?;
+            self.0.retain(|&(of, ..)| of != chunk);
+            Some(chunk)
+        }
+    }
+
+    #[test]
+    fn gaps_of_several_chunks_are_those_of_a_search_of_all() {
+        let mut random = Rng::new(6789, 0);
+        let mut state = FreeGaps::default();
+        let mut naive = NaiveGaps::default();
+        let mut held: Vec<(Address, u64)> = Vec::new();
+        let mut removed = 0;
+        for step in 0..8000 {
+            // Mostly parts come for a while, then mostly parts go.
+            let takes = if step / 1000 % 2 == 0 { 7 } else { 2 };
+            let size = match random.below(4) {
+                0 => MAX_PART - random.below(1000) * ALIGN,
+                _ => (random.below(40) + 1) * ALIGN,
+            };
+            if random.below(10) < takes {
+                let taken = state.take(size);
+                assert_eq!(taken, naive.take(size), "step {step}: {size} bytes");
+                match taken {
+                    Some(at) => held.push((at, size)),
+                    // Chunks may be neighbours; gaps of two are not merged.
+                    None if state.chunks.len() < 6 => {
+                        let free = (0..6).map(|i| AT + i * CHUNK);
+                        let chunk = { free.into_iter() }
+                            .find(|chunk| !state.chunks.contains_key(chunk))
+                            .unwrap();
+                        state.add_chunk(chunk);
+                        naive.0.push((chunk, chunk, CHUNK));
+                    }
+                    None => {}
+                }
+            } else if !held.is_empty() {
+                let which = random.below(held.len() as u64) as usize;
+                let (at, len) = held.swap_remove(which);
+                let chunk = AT + (at - AT) / CHUNK * CHUNK;
+                state.put(at, len);
+                naive.put(chunk, at, len);
+                let spare = random.below(3) as usize;
+                let unused = state.remove_unused(spare);
+                assert_eq!(unused, naive.remove_unused(spare), "step {step}");
+                removed += u32::from(unused.is_some());
+            }
+            let mut of_chunks: Vec<(Address, Address, u64)> = { state.chunks.iter() }
+                .flat_map(|(&chunk, gaps)| gaps.iter().map(move |(&at, &len)| (chunk, at, len)))
+                .collect();
+            naive.0.sort_unstable();
+            assert_eq!(of_chunks, naive.0, "step {step}");
+            assert_eq!(state.bytes, naive.0.iter().map(|gap| gap.2).sum::<u64>());
+            of_chunks.sort_unstable_by_key(|&(_, at, len)| (len, at));
+            let by_length = of_chunks.iter().map(|&(_, at, len)| (len, at));
+            assert!(state.by_length.iter().copied().eq(by_length), "step {step}");
+        }
+        assert!(removed > 10, "{removed} chunks were removed");
     }
 
     #[test]

@@ -61,6 +61,15 @@ impl RepackBuffer {
     }
 }
 
+/// What has become of repacked tensors that a plan needs in ggml's format.
+#[must_use]
+pub(crate) enum Restored {
+    /// They are in ggml's format.
+    Plain,
+    /// Nothing was done: there are some, and several buffers hold the memory.
+    Withheld,
+}
+
 impl CudaMemory {
     /// `size` zero bytes.
     ///
@@ -191,12 +200,24 @@ impl CudaMemory {
         Ok(true)
     }
 
-    /// Restores all repacked tensors with bytes in `range`. The tensors stay plain from then on.
-    /// Returns `false` and does nothing if there are some and several buffers hold the memory.
+    /// Restores all repacked tensors with bytes in `range`, unless several buffers hold the memory.
+    /// The tensors stay plain from then on.
     ///
     /// # Errors
     /// [`EngineError`] of the device.
-    pub(crate) fn restore(&self, range: &Range<u64>) -> Result<bool, EngineError> {
+    pub(crate) fn try_restore(&self, range: &Range<u64>) -> Result<Restored, EngineError> {
+        match self.drop_or_restore(range, |_| false) {
+            Ok(()) => Ok(Restored::Plain),
+            Err(EngineError::Shared { .. }) => Ok(Restored::Withheld),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// As [`try_restore`](CudaMemory::try_restore), for memory that no other buffer may hold.
+    ///
+    /// # Errors
+    /// [`EngineError::Shared`] if another buffer holds it; [`EngineError`] of the device.
+    pub(crate) fn restore(&self, range: &Range<u64>) -> Result<(), EngineError> {
         self.drop_or_restore(range, |_| false)
     }
 
@@ -204,32 +225,28 @@ impl CudaMemory {
     /// and not restored.
     ///
     /// # Errors
-    /// [`EngineError`] of the device.
-    pub(crate) fn before_write(&self, range: &Range<u64>) -> Result<bool, EngineError> {
+    /// As for [`restore`](CudaMemory::restore).
+    pub(crate) fn before_write(&self, range: &Range<u64>) -> Result<(), EngineError> {
         self.drop_or_restore(range, |tensor| {
             range.start <= tensor.start && tensor.end <= range.end
         })
     }
 
     /// Leaves no tensor with bytes in `range` repacked: drops those that `is_forgotten` names, and
-    /// restores the others. As for [`restore`](CudaMemory::restore).
+    /// restores the others.
     ///
     /// # Errors
-    /// [`EngineError`] of the device.
+    /// As for [`restore`](CudaMemory::restore).
     fn drop_or_restore(
         &self,
         range: &Range<u64>,
         is_forgotten: impl Fn(&Range<u64>) -> bool,
-    ) -> Result<bool, EngineError> {
+    ) -> Result<(), EngineError> {
         if !self.repack_state.is_allowed() {
-            return Ok(true);
+            return Ok(());
         }
         let mut state = self.repack_state.state();
-        let met = state.meeting(range);
-        if state.holders > 1 && !met.is_empty() {
-            return Ok(false);
-        }
-        for (start, format) in met {
+        for (start, format) in state.changeable(range)? {
             if is_forgotten(&(start..start + format.bytes())) {
                 state.forget(start);
             } else {
@@ -246,7 +263,7 @@ impl CudaMemory {
             }
             self.repack_state.has_changed();
         }
-        Ok(true)
+        Ok(())
     }
 
     /// Copies the bytes of `range` in ggml's format to `to` of `dst`, another allocation. `dst` is

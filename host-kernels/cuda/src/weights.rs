@@ -351,9 +351,18 @@ impl WeightMemory {
         }
     }
 
-    /// New memory for `len` bytes of the buffer, from its reservation as far as that goes.
-    fn alloc(&self, state: &mut Pieces, len: u64) -> Result<CudaMemory, EngineError> {
-        let from = state.reserved.min(self.allocator.allocation_size(len));
+    /// New memory for `len` bytes of the buffer, of which `reserved` are taken from its reservation
+    /// as far as that goes.
+    fn alloc(
+        &self,
+        state: &mut Pieces,
+        len: u64,
+        reserved: u64,
+    ) -> Result<CudaMemory, EngineError> {
+        let from = match reserved {
+            0 => 0,
+            reserved => state.reserved.min(self.allocator.allocation_size(reserved)),
+        };
         let memory = CudaMemory::from_reserved(&self.allocator, len, from)?;
         state.reserved -= from;
         memory.mark_weights();
@@ -367,6 +376,15 @@ impl WeightMemory {
             let all = self.allocator.allocation_size(self.size);
             self.reserve_up_to(state, all.saturating_sub(state.bytes));
         }
+    }
+
+    /// Gives up what is reserved for bytes that have pieces now: those that were attached.
+    fn give_up_attached(&self, state: &mut Pieces) {
+        let all = self.allocator.allocation_size(self.size);
+        let needed = all.saturating_sub(state.bytes);
+        let surplus = state.reserved.saturating_sub(needed);
+        self.allocator.give_up(surplus);
+        state.reserved -= surplus;
     }
 
     /// Makes the reservation at least this large.
@@ -385,10 +403,22 @@ impl WeightMemory {
         copies: &mut Copies<'_>,
     ) -> Result<CudaMemory, EngineError> {
         copies.check()?;
-        let new = self.alloc(state, range.end - range.start)?;
-        for (start, piece) in state.meeting(range) {
-            let from = start.max(range.start);
-            let until = (start + piece.size()).min(range.end);
+        let met = state.meeting(range);
+        let inside = |start: u64, piece: &CudaExtent| {
+            (
+                start.max(range.start),
+                (start + piece.size()).min(range.end),
+            )
+        };
+        // What other buffers hold does not become free, so nothing is reserved for a copy of it.
+        let of_others = { met.iter() }
+            .filter(|(_, piece)| piece.memory.is_shared())
+            .map(|(start, piece)| inside(*start, piece))
+            .map(|(from, until)| until - from);
+        let len = range.end - range.start;
+        let new = self.alloc(state, len, len - of_others.sum::<u64>())?;
+        for (start, piece) in met {
+            let (from, until) = inside(start, &piece);
             let part = (from - start)..(until - start);
             copies.copy(&piece.memory, part, &new, from - range.start)?;
         }
@@ -492,7 +522,7 @@ impl WeightMemory {
             let start = first.max(part.start / unit * unit);
             let end = part.end.checked_next_multiple_of(unit);
             let end = end.map_or(gap.end, |end| end.min(gap.end));
-            let memory = self.alloc(state, end - start)?;
+            let memory = self.alloc(state, end - start, end - start)?;
             state.insert(start, HeldPiece::whole(memory));
         }
         Ok(())
@@ -778,7 +808,7 @@ impl Memory for WeightMemory {
         }
         drop(met);
         let reserved = state.reserved;
-        let memory = self.alloc(&mut state, len);
+        let memory = self.alloc(&mut state, len, len);
         let begun = memory.and_then(|memory| {
             self.remove(&mut state, &range, &mut Copies::new(&|| false))?;
             let extent = Arc::new(CudaExtent {
@@ -856,6 +886,7 @@ impl Memory for WeightMemory {
             drop(met);
             self.remove(&mut state, &range, &mut copies)?;
             state.insert(offset, HeldPiece::new(extent));
+            self.give_up_attached(&mut state);
             self.has_changed();
             return Ok(len);
         }

@@ -21,6 +21,15 @@ pub enum EngineError {
     /// A buffer or an extent belongs to another engine: the caller's fault.
     #[error("a buffer belongs to another engine")]
     ForeignMemory,
+    /// A change of bytes that several buffers read, and that are to be copied before: the engine's
+    /// fault. Nothing was changed.
+    #[error("a change of bytes {offset}..+{len} that {holders} buffers hold")]
+    #[allow(missing_docs)] // the message names every field
+    Shared {
+        offset: u64,
+        len: u64,
+        holders: usize,
+    },
     /// A graph was validated with the capabilities of another engine: the caller's fault.
     #[error("the graph was validated for another engine")]
     ForeignGraph,

@@ -209,7 +209,7 @@ impl WeightRegion {
     ///
     /// # Errors
     /// [`EngineError::OutOfBounds`] if the memory is frozen, or if the range is empty or overlaps
-    /// bytes that are shared.
+    /// bytes that are shared. Extents in use are still offered then.
     pub(super) fn begin_extent(
         &self,
         offset: u64,
@@ -217,11 +217,18 @@ impl WeightRegion {
     ) -> Result<Arc<CpuExtent>, EngineError> {
         let range = offset..offset + len;
         let mut state = self.state();
-        state.forget_offers(&range);
+        let may_begin = !state.is_frozen;
+        let in_use = match may_begin {
+            true => state.withdraw(&range),
+            false => Vec::new(),
+        };
         // Plans that write were compiled without copy-on-write.
         state.moves += 1;
-        let may_begin = !state.is_frozen;
-        self.offer(&mut state, range, 0, may_begin)
+        let begun = self.offer(&mut state, range, 0, may_begin);
+        if begun.is_err() {
+            state.offer_again(in_use);
+        }
+        begun
     }
 
     /// Offers `range`, of which `filled` bytes exist, as an extent.
@@ -331,7 +338,7 @@ impl WeightRegion {
             }
             return Ok(0);
         }
-        state.forget_offers(&range);
+        state.withdraw(&range);
         state.segments.retain(|&start, _| !range.contains(&start));
         let segment = Segment {
             len: extent.len,

@@ -121,13 +121,22 @@ impl WeightRegionState {
         }
     }
 
-    /// Withdraws the offered extents that overlap `range`.
-    pub(super) fn forget_offers(&mut self, range: &Range<u64>) {
+    /// Withdraws the offered extents that overlap `range`. Those that no one else has end here.
+    /// Returns the others, which keep their bytes.
+    pub(super) fn withdraw(&mut self, range: &Range<u64>) -> Vec<Arc<CpuExtent>> {
         let touched = overlapping(&self.offered, range, |_, extent| extent.end());
         let touched: Vec<u64> = touched.map(|(&start, _)| start).collect();
-        for start in touched {
-            self.offered.remove(&start);
-        }
+        let withdrawn = { touched.iter() }.filter_map(|start| self.offered.remove(start));
+        withdrawn
+            .filter_map(|extent| Arc::try_unwrap(extent).err())
+            .collect()
+    }
+
+    /// Offers extents again that were withdrawn for something that has failed.
+    pub(super) fn offer_again(&mut self, withdrawn: Vec<Arc<CpuExtent>>) {
+        let withdrawn = withdrawn.into_iter();
+        self.offered
+            .extend(withdrawn.map(|extent| (extent.offset, extent)));
     }
 
     /// The number of regions of their own outside of `range`.
@@ -155,13 +164,13 @@ impl WeightRegionState {
     /// with each of them. So all copies for a graph have at most four times the bytes of the
     /// buffer.
     ///
-    /// Asks `is_cancelled` before each 4 MiB that are copied.
+    /// Asks `is_cancelled` before each 4 MiB that are copied. After an error each byte is where it
+    /// was, and extents in use are still offered.
     ///
     /// # Errors
     /// [`EngineError::OutOfMemory`] if memory is needed and the guest, the engine or the machine
     /// has none;
-    /// [`EngineError::Cancelled`] once `is_cancelled` has returned `true`: each byte is where it
-    /// was.
+    /// [`EngineError::Cancelled`] once `is_cancelled` has returned `true`.
     pub(super) fn gather(
         &mut self,
         base: &BaseRegion,
@@ -170,7 +179,25 @@ impl WeightRegionState {
         is_cancelled: &dyn Fn() -> bool,
     ) -> Result<*mut u8, EngineError> {
         // Offers that no buffer has taken end here. An extent in use keeps its bytes.
-        self.forget_offers(&range);
+        let in_use = self.withdraw(&range);
+        let gathered = self.gather_unoffered(base, copies, range, is_cancelled);
+        if gathered.is_err() {
+            self.offer_again(in_use);
+        }
+        gathered
+    }
+
+    /// As [`gather`](State::gather), for bytes that are not offered.
+    ///
+    /// # Errors
+    /// As [`gather`](State::gather).
+    fn gather_unoffered(
+        &mut self,
+        base: &BaseRegion,
+        copies: &CopyBudget,
+        range: Range<u64>,
+        is_cancelled: &dyn Fn() -> bool,
+    ) -> Result<*mut u8, EngineError> {
         if let Some((&start, segment)) = self.touched(&range).next()
             && matches!(segment.backing, Backing::Own { .. })
             && start <= range.start

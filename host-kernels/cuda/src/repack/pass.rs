@@ -13,7 +13,7 @@ use vgpu_transport::ir::{Graph, Op, Tensor};
 
 use crate::context::ExecutionContext;
 use crate::device::Address;
-use crate::memory::{CudaMemory, RepackBuffer};
+use crate::memory::{CudaMemory, RepackBuffer, Restored};
 use crate::params::{VG_REPACKED, VgView};
 use crate::repack::format::RepackFormat;
 use crate::repack::state::Placement;
@@ -212,8 +212,9 @@ impl<'m> RepackPass<'m> {
     pub(crate) fn apply(self) -> Result<Withheld, EngineError> {
         let mut withheld = Withheld::default();
         for (memory, bytes) in &self.plain {
-            if !self.memories[*memory].restore(bytes)? {
-                withheld.repacked.push(*memory - self.first_piece);
+            match self.memories[*memory].try_restore(bytes)? {
+                Restored::Plain => {}
+                Restored::Withheld => withheld.repacked.push(*memory - self.first_piece),
             }
         }
         // Each piece is copied once, however many tensors of it are used.

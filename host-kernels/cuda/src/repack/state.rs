@@ -7,6 +7,7 @@ use std::sync::{Mutex, MutexGuard};
 
 use crate::repack::format::RepackFormat;
 
+use vgpu_engine::EngineError;
 use vgpu_transport::lock::lock;
 
 /// The most tensors of a memory that are tracked. Models have a few thousand.
@@ -88,6 +89,26 @@ impl RepackedTensors {
             .chain(self.tensors.range(range.clone()))
             .map(|(&start, &format)| (start, format))
             .collect()
+    }
+
+    /// The repacked tensors with bytes in `range`, in order, whose format or bytes change next.
+    ///
+    /// # Errors
+    /// [`EngineError::Shared`] if there are some and several buffers hold the memory: the others
+    /// would read other bytes.
+    pub(crate) fn changeable(
+        &self,
+        range: &Range<u64>,
+    ) -> Result<Vec<(u64, RepackFormat)>, EngineError> {
+        let met = self.meeting(range);
+        if self.holders > 1 && !met.is_empty() {
+            return Err(EngineError::Shared {
+                offset: range.start,
+                len: range.end - range.start,
+                holders: self.holders,
+            });
+        }
+        Ok(met)
     }
 
     /// Whether a tensor at `start` can be repacked.
@@ -197,6 +218,28 @@ mod tests {
         assert_eq!(lies, [true, false, false, false, true]);
         assert_eq!(state.placement(16, &format), Placement::Fixed);
         assert_eq!(state.placement(4 * bytes - 16, &format), Placement::Fixed);
+    }
+
+    #[test]
+    fn repacked_bytes_that_several_buffers_hold_are_not_changed() {
+        let format = format();
+        let bytes = format.bytes();
+        let mut state = RepackedTensors::default();
+        state.insert(bytes, format);
+        for holders in [0, 1] {
+            state.holders = holders;
+            assert_eq!(state.changeable(&(0..2 * bytes)), Ok(vec![(bytes, format)]));
+        }
+        state.holders = 2;
+        let range = 2 * bytes - 1..3 * bytes;
+        let error = EngineError::Shared {
+            offset: range.start,
+            len: bytes + 1,
+            holders: 2,
+        };
+        assert_eq!(state.changeable(&range), Err(error));
+        // Plain bytes have one format.
+        assert_eq!(state.changeable(&(0..bytes)), Ok(Vec::new()));
     }
 
     #[test]

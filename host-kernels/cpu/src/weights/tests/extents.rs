@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::{PAGES, content, read, shared, weights};
 use crate::memory::CpuMemory;
 use crate::region::{Budget, page};
-use vgpu_engine::Memory;
+use vgpu_engine::{EngineError, Memory};
 
 #[test]
 fn extents_that_partly_overlap_others_are_copied() {
@@ -136,4 +136,36 @@ fn lease_is_held_while_an_extent_keeps_the_mapping() {
     assert_eq!(Arc::strong_count(&lease), 2);
     drop(two);
     assert_eq!(Arc::strong_count(&lease), 1);
+}
+
+#[test]
+fn refused_writes_and_extents_leave_the_extents_in_use() {
+    // The budget is full.
+    let budget = Arc::new(Budget::fixed(PAGES * page()));
+    let one = CpuMemory::weights(PAGES * page(), &budget).unwrap();
+    let (start, len) = (page(), 4 * page());
+    let bytes = content(len);
+    let extent = one.begin_extent(start, len).unwrap();
+    let (first, rest) = bytes.split_at(1000);
+    one.append(&extent, first.into()).unwrap();
+    // A write needs a copy.
+    assert!(matches!(
+        one.fill(start, 10, 1),
+        Err(EngineError::OutOfMemory { .. })
+    ));
+    let (second, rest) = rest.split_at(1000);
+    one.append(&extent, second.into()).unwrap();
+    // Another extent begins where this one has bytes.
+    assert!(one.begin_extent(start + page(), page()).is_err());
+    one.append(&extent, rest.into()).unwrap();
+    one.freeze();
+    assert!(one.begin_extent(start, len).is_err(), "frozen");
+    assert!(one.fill(start, 10, 1).is_err());
+    assert!(Arc::ptr_eq(&one.extent(start, len).unwrap(), &extent));
+    assert!(read(&one, start, len) == bytes);
+    assert_eq!(budget.used(), PAGES * page());
+    // Without a user, the bytes need no copy.
+    drop(extent);
+    one.fill(start, 10, 1).unwrap();
+    assert_eq!(read(&one, start, 10), [1; 10]);
 }
