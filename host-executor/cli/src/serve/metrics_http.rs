@@ -78,8 +78,8 @@ pub(super) fn bind(address: &MetricsAddress) -> io::Result<(Listener, Option<Soc
 }
 
 /// Answers all paths: a thread for connections, one that is started for `/livez` and `/healthz`,
-/// and one for the rest. Each makes one answer at a time. What clients cost is limited by their number,
-/// and by the constants above.
+/// and one for the rest. Each makes one answer at a time. What clients cost is limited by their
+/// number, and by the constants above.
 pub(super) fn serve(listener: Listener, status: StatusHandle) -> io::Result<()> {
     serve_with(listener, Answers::new(status, ANSWER_TIME))
 }
@@ -416,7 +416,7 @@ mod tests {
     use super::*;
 
     /// More than a test waits for anything.
-    const PATIENCE: Duration = Duration::from_secs(60);
+    const TEST_TIMEOUT: Duration = Duration::from_secs(60);
 
     /// A server for metrics, and the executor of its figures.
     struct Metrics {
@@ -449,7 +449,7 @@ mod tests {
 
         fn connect(&self) -> TcpStream {
             let client = TcpStream::connect(self.address).unwrap();
-            client.set_read_timeout(Some(PATIENCE)).unwrap();
+            client.set_read_timeout(Some(TEST_TIMEOUT)).unwrap();
             client
         }
 
@@ -486,7 +486,7 @@ mod tests {
 
     #[test]
     fn further_clients_do_not_cut_a_running_scrape() {
-        let metrics = Metrics::start(PATIENCE);
+        let metrics = Metrics::start(TEST_TIMEOUT);
         let stopped = metrics.stop_figures();
         let scrape = metrics.ask("/metrics");
         // This client was accepted later and is answered, so the request for figures was read.

@@ -187,10 +187,10 @@ impl WeightRegionState {
         gathered
     }
 
-    /// As [`gather`](State::gather), for bytes that are not offered.
+    /// As [`gather`](WeightRegionState::gather), for bytes that are not offered.
     ///
     /// # Errors
-    /// As [`gather`](State::gather).
+    /// As [`gather`](WeightRegionState::gather).
     fn gather_unoffered(
         &mut self,
         base: &BaseRegion,
