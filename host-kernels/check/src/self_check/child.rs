@@ -24,7 +24,8 @@ const FACTOR: f64 = 4.0;
 /// The limit for logits: the error of a product in several layers.
 const LOGITS: f64 = 5e-3;
 
-/// The kernel that small uploads use. It is in no plan, and the engine chooses it at its start.
+/// The kernel that small uploads use. The kernel is in no plan, and the engine chooses it at its
+/// start.
 const UPLOAD: &str = "vg_upload";
 
 /// The kernel that repacks weights when a plan is compiled.
@@ -328,8 +329,8 @@ impl<'a> Check<'a> {
         Ok(users.cloned().unwrap_or_default())
     }
 
-    /// The cases in which a kernel is checked. They use no other kernel that is neither simple nor
-    /// found right, if there are such cases: else a kernel would fail because of another one.
+    /// The cases in which a kernel is checked. The cases use no other kernel that is neither simple
+    /// nor found right, if there are such cases: else a kernel would fail because of another one.
     fn choose(&mut self, kernel: &'static str) -> Result<Chosen, CheckError> {
         let mut disabled: BTreeSet<_> = hiding(kernel).into_iter().collect();
         disabled.extend(&self.faulty);

@@ -56,7 +56,7 @@ pub struct Supervised {
     /// The kernels that were checked now.
     pub checked: usize,
     /// The kernels without a finding: the time did not suffice, or something else than the kernel
-    /// has failed. They are checked again by the next check.
+    /// has failed. The kernels are checked again by the next check.
     pub left: Vec<&'static str>,
     /// Simple kernels, or others that replace one, that gave wrong results where the kernel that
     /// was checked gave right ones.

@@ -132,8 +132,8 @@ unsafe fn second_passes<S: BlockSimd>(args: &WeightedRowsArgs) -> u64 {
     second
 }
 
-/// The scales, and the minimums, of block `block` of each row. Those of hidden rows, and of rows
-/// behind the last, are 0.
+/// The scales, and the minimums, of block `block` of each row. The values of hidden rows, and of
+/// rows behind the last, are 0.
 ///
 /// # Safety
 /// Each of `rows` has the block. The processor has the instructions of `S`.
