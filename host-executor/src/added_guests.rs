@@ -1,5 +1,5 @@
 //! Guests that a client of the control socket adds while the executor runs, each with a listener
-//! of its own. They are not in the configuration file, and a reload keeps them.
+//! of its own. Added guests are not in the configuration file, and a reload keeps them.
 #![forbid(unsafe_code)]
 
 use std::collections::BTreeMap;

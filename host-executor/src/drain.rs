@@ -32,9 +32,9 @@ struct Draining {
 }
 
 impl Drain {
-    /// From now on no session begins. Those that are open at `deadline`, if there is one, are to be
-    /// ended then. A drain that has begun before keeps its start and its count of ended sessions,
-    /// and gets the new deadline.
+    /// From now on no session begins. Sessions that are open at `deadline`, if there is one, are to
+    /// be ended then. A drain that has begun before keeps its start and its count of ended
+    /// sessions, and gets the new deadline.
     pub(crate) fn begin(&self, deadline: Option<Duration>) {
         let now = Instant::now();
         // A time beyond what the clock can count is no deadline.

@@ -21,8 +21,8 @@ pub fn limit_kept_memory() {
         (libc::M_TRIM_THRESHOLD, MAPPED_FROM),
         (libc::M_ARENA_MAX, MAX_HEAPS),
     ] {
-        // SAFETY: the function takes two integers, and locks the allocator. It refuses no value of
-        // this size.
+        // SAFETY: the function takes two integers, and locks the allocator. The function refuses no
+        // value of this size.
         unsafe { libc::mallopt(parameter, value) };
     }
 }

@@ -18,8 +18,8 @@ pub(crate) use vgpu_transport::lock::RankedGuard;
 /// A mutex with a rank of the executor.
 pub(crate) type RankedMutex<T> = lock::RankedMutex<Rank, T>;
 
-/// The lowest level of the executor. Those below belong to the plugin, which may call an executor
-/// in its own process.
+/// The lowest level of the executor. The levels below belong to the plugin, which may call an
+/// executor in its own process.
 const FIRST_LEVEL: usize = 16;
 
 /// The place of a lock in the order, lowest first.

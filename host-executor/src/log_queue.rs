@@ -125,7 +125,8 @@ fn say_dropped(lines: u64) {
     );
 }
 
-/// A writer into the log. It never waits for the reader. What is written at once stays together.
+/// A writer into the log. The writer never waits for the reader. What is written at once stays
+/// together.
 pub fn writer() -> LogWriter {
     LogWriter(())
 }
@@ -312,7 +313,7 @@ impl LogQueue {
         }
     }
 
-    /// Waits until the thread that writes runs. It has been started.
+    /// Waits until the thread that writes runs. The thread has been started.
     fn wait_until_begun(&self) {
         let mut state = self.lock();
         while !state.has_begun {

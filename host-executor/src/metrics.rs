@@ -318,7 +318,7 @@ impl Collector for MetricsCollector {
     }
 }
 
-/// The figures of a GPU. Those that are missing have no sample.
+/// The figures of a GPU. Figures that are missing have no sample.
 fn gpu_figures(encoder: &mut DescriptorEncoder<'_>, gpu: &GpuStatus) -> fmt::Result {
     let labels = [("gpu", gpu.address.as_str())];
     for (name, help, value) in [

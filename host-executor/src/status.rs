@@ -189,7 +189,7 @@ pub struct GpuStatus {
     pub power: Option<f64>,
     /// Why figures are missing, for people; each reason once.
     pub missing: Vec<String>,
-    /// Seconds since the figures were read. They are read once a second.
+    /// Seconds since the figures were read. The figures are read once a second.
     pub age: f64,
 }
 

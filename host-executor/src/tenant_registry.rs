@@ -15,7 +15,7 @@ use crate::policy::{LinkKind, Policy};
 use crate::sched::TenantId;
 use crate::tenant::{LatencyHistograms, Tenant};
 
-/// Unnamed guests that have disconnected and owe time, at most. Those that owe most are kept.
+/// Unnamed guests that have disconnected and owe time, at most. The guests that owe most are kept.
 const MAX_DEBTORS: usize = 256;
 
 /// A guest that the configuration names.

@@ -496,9 +496,9 @@ fn graph_from_before_the_seal_does_not_write_into_the_weights_of_others() {
     assert_eq!(hostile.read_f32(weights, COUNT), [14.0; COUNT as usize]);
 }
 
-/// The weights that a graph reads are attached after the graph was compiled. They are repacked, and
-/// the graph needs them plain: it is compiled again, gets a copy, and is compiled once more.
-/// Without memory for the copy the run fails, and the next one tries again.
+/// The weights that a graph reads are attached after the graph was compiled. The weights are
+/// repacked, and the graph needs them plain: it is compiled again, gets a copy, and is compiled
+/// once more. Without memory for the copy the run fails, and the next one tries again.
 #[test]
 fn graph_that_needs_a_copy_of_attached_weights_runs_once_there_is_memory() {
     let (product, rows) = (GraphId(1), GraphId(2));

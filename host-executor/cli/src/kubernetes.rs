@@ -34,8 +34,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "FOLDER", default_value = "/var/lib/kubelet")]
     kubelet: PathBuf,
 
-    /// The folder for the sockets of containers. It is on the host; the executor and this command
-    /// see it at the same path
+    /// The folder for the sockets of containers. The folder is on the host; the executor and this
+    /// command see it at the same path
     #[arg(long, value_name = "FOLDER", default_value = "/run/vgpu/pods")]
     sockets: PathBuf,
 

@@ -67,7 +67,8 @@ impl Drop for StoppedThread {
     /// Lets the thread go, or sees its end: until then the end of its process is not reported.
     fn drop(&mut self) {
         let none = std::ptr::null_mut::<libc::c_void>();
-        // SAFETY: the request takes no memory of this process. It fails if the thread has ended.
+        // SAFETY: the request takes no memory of this process. The request fails if the thread has
+        // ended.
         let detached = unsafe { libc::ptrace(libc::PTRACE_DETACH, self.0, none, none) };
         if detached != 0 {
             self.wait(libc::WNOHANG);

@@ -395,8 +395,8 @@ fn restarts_of_plugin_and_kubelet_lose_nothing() {
     let mut guest = program(&container);
     compute(&mut guest);
 
-    // A kubelet that starts removes the plugin's sockets. It does not know its pods for longer than
-    // the grace of their guests.
+    // A kubelet that starts removes the plugin's sockets. The kubelet does not know its pods for
+    // longer than the grace of their guests.
     let before = node.kubelet.registrations();
     node.kubelet.restart();
     node.wait_until_healthy();

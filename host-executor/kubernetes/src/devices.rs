@@ -98,7 +98,7 @@ pub(crate) fn slice_bytes(id: &str) -> Option<u64> {
     unit.parse::<u64>().ok()?.checked_mul(SLICE_UNIT)
 }
 
-/// Whether `id` is one of a seat. It is the name of a folder, too.
+/// Whether `id` is one of a seat. The id is the name of a folder, too.
 pub(crate) fn is_seat(id: &str) -> bool {
     let number = id.strip_prefix("seat-");
     number.is_some_and(|number| {

@@ -14,7 +14,7 @@ use crate::api::pod_resources::{
 use crate::devices::Resource;
 use crate::options::Options;
 
-/// How long the kubelet may take to answer. It connects to the plugin before it answers a
+/// How long the kubelet may take to answer. The kubelet connects to the plugin before it answers a
 /// registration, and gives up after 10 s.
 const TIMEOUT: Duration = Duration::from_secs(12);
 

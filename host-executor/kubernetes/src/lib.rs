@@ -7,7 +7,7 @@
 //! - `options`: what an operator chooses.
 //! - `devices`: the ids of seats and slices.
 //! - `assignments`: which guest each container with a seat is, by what the kubelet says.
-//! - `keeper`: makes the guests of the executor those of the kubelet.
+//! - `reconciler`: makes the guests of the executor those of the kubelet.
 //! - `kubelet`: questions to the kubelet.
 //! - `services`: what the kubelet calls.
 //! - `registration`: the plugin's sockets, and the kubelet that knows them.
@@ -20,9 +20,9 @@
 pub mod api;
 mod assignments;
 mod devices;
-mod keeper;
 mod kubelet;
 mod options;
+mod reconciler;
 mod registration;
 mod run;
 mod services;

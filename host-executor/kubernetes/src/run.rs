@@ -9,8 +9,8 @@ use tokio::time::MissedTickBehavior;
 use tracing::{info, warn};
 
 use crate::devices::{Capacity, Resource};
-use crate::keeper::{Keeper, Outcome};
 use crate::options::{Options, OptionsError};
+use crate::reconciler::{Outcome, Reconciler};
 use crate::registration::Registration;
 use crate::services::Service;
 
@@ -36,10 +36,10 @@ pub async fn run(options: Options, stop: impl Future<Output = ()>) -> Result<(),
         return Err(PluginError::NoPlugin(options.plugin));
     }
     let options = Arc::new(options);
-    let keeper = Keeper::new(Arc::clone(&options));
-    let keeper = keeper.map_err(|error| PluginError::Folder(error.to_string()))?;
+    let reconciler = Reconciler::new(Arc::clone(&options));
+    let reconciler = reconciler.map_err(|error| PluginError::Folder(error.to_string()))?;
     let mut plugin = Plugin {
-        keeper: Arc::new(Mutex::new(keeper)),
+        reconciler: Arc::new(Mutex::new(reconciler)),
         capacity: watch::Sender::new(Capacity {
             is_healthy: false,
             seats: options.seats,
@@ -67,7 +67,7 @@ pub async fn run(options: Options, stop: impl Future<Output = ()>) -> Result<(),
 
 struct Plugin {
     options: Arc<Options>,
-    keeper: Arc<Mutex<Keeper>>,
+    reconciler: Arc<Mutex<Reconciler>>,
     capacity: watch::Sender<Capacity>,
     registration: Option<Registration>,
     problems: Problems,
@@ -76,7 +76,7 @@ struct Plugin {
 impl Plugin {
     /// Looks at the executor and at the kubelet once.
     async fn step(&mut self) {
-        let outcome = self.keeper.lock().await.reconcile().await;
+        let outcome = self.reconciler.lock().await.reconcile().await;
         let (found, problem) = match outcome {
             Ok(Outcome { executor, problem }) => (Some(executor), problem),
             Err(error) => (None, Some(error)),
@@ -121,7 +121,7 @@ impl Plugin {
             resource,
             options: Arc::clone(&self.options),
             capacity: self.capacity.subscribe(),
-            keeper: Arc::clone(&self.keeper),
+            reconciler: Arc::clone(&self.reconciler),
         };
         let problem = match Registration::new(&self.options, service).await {
             Ok(registration) => {

@@ -16,9 +16,9 @@ use crate::api::device_plugin::{
     PreStartContainerResponse, PreferredAllocationRequest, PreferredAllocationResponse,
 };
 use crate::devices::{Capacity, Resource};
-use crate::keeper::{Keeper, KeeperError};
 use crate::kubelet::plugin_options;
 use crate::options::Options;
+use crate::reconciler::{ReconcileError, Reconciler};
 
 /// Where a container has the guest plugin.
 const PLUGIN_IN_CONTAINER: &str = "/usr/lib/vgpu/libggml-vgpu.so";
@@ -32,7 +32,7 @@ pub(crate) struct Service {
     pub(crate) resource: Resource,
     pub(crate) options: Arc<Options>,
     pub(crate) capacity: watch::Receiver<Capacity>,
-    pub(crate) keeper: Arc<Mutex<Keeper>>,
+    pub(crate) reconciler: Arc<Mutex<Reconciler>>,
 }
 
 #[tonic::async_trait]
@@ -96,10 +96,10 @@ impl DevicePlugin for Service {
         request: Request<PreStartContainerRequest>,
     ) -> Result<Response<PreStartContainerResponse>, Status> {
         let ids = request.into_inner().devices_ids;
-        let mut keeper = self.keeper.lock().await;
+        let mut reconciler = self.reconciler.lock().await;
         let outcome = match self.resource {
-            Resource::Memory => keeper.check_memory(&ids).await,
-            Resource::Seat => keeper.prepare(one_seat(&ids)?).await,
+            Resource::Memory => reconciler.check_memory(&ids).await,
+            Resource::Seat => reconciler.prepare(one_seat(&ids)?).await,
         };
         outcome.map_err(|error| failed(&error))?;
         Ok(Response::new(PreStartContainerResponse {}))
@@ -110,7 +110,7 @@ impl Service {
     /// What a container with these seats gets.
     async fn seat(&self, ids: &[String]) -> Result<ContainerAllocateResponse, Status> {
         let seat = one_seat(ids)?;
-        let made = self.keeper.lock().await.make_folder(seat);
+        let made = self.reconciler.lock().await.make_folder(seat);
         made.map_err(|error| failed(&error))?;
         let mount = |container: &str, host: String| Mount {
             container_path: container.into(),
@@ -150,7 +150,7 @@ fn one_seat(ids: &[String]) -> Result<&str, Status> {
 }
 
 /// The kubelet shows this text in the events of the pod.
-fn failed(why: &KeeperError) -> Status {
+fn failed(why: &ReconcileError) -> Status {
     error!("a container cannot start: {why}");
     Status::failed_precondition(why.to_string())
 }

@@ -29,7 +29,7 @@ const LLAMA_IMAGE: &str = "/app";
 const PREFERRED: [&str; 7] = ["cuda", "hip", "musa", "cann", "sycl", "vulkan", "opencl"];
 
 /// Libraries of ggml that are no backend of a GPU of this machine: the base, the processor, other
-/// machines, and the plugin of this project. Those of the processor may have further parts in
+/// machines, and the plugin of this project. Libraries of the processor may have further parts in
 /// their names.
 const NOT_GPU: [&str; 7] = ["base", "cpu", "blas", "zendnn", "zdnn", "rpc", "vgpu"];
 

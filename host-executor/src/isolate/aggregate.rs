@@ -153,7 +153,7 @@ impl Snapshot {
                 }
             }
             if let Err(error) = &asked.answer {
-                debug!(vm = name, "its process does not report: {error}");
+                debug!(vm = name, "the machine's process does not report: {error}");
             }
             // While an executor is late, its last report counts: its programs are still there, and
             // counters do not fall.

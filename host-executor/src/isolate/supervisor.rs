@@ -314,7 +314,7 @@ fn signal_machines(processes: &Processes, signal: Signal, late: Option<Duration>
             error!(
                 vm = machine.name,
                 pid = machine.pid.as_raw_nonzero(),
-                "its process does not end within {time:?}, and is {what}"
+                "the machine's process does not end within {time:?}, and is {what}"
             );
         }
         // The process is in the list, so it has not been waited for, and the pid is still its own.

@@ -119,7 +119,7 @@ impl VmFiles {
                 Err(error) => {
                     error!(
                         vm = self.vm,
-                        "no connection to its process any more: {error}"
+                        "no connection to the machine's process any more: {error}"
                     );
                     return;
                 }

@@ -246,7 +246,10 @@ fn keep(
         process.log.finish();
         // The process could not remove its socket if it was killed.
         if let Err(error) = socket_file::remove_stale(socket, SocketType::STREAM) {
-            warn!(vm = name, "the socket of its process stays: {error}");
+            warn!(
+                vm = name,
+                "the socket of the machine's process stays: {error}"
+            );
         }
         // Between these two lines the kernel could give the pid to a new process, but it uses all
         // other pids first.
@@ -254,8 +257,16 @@ fn keep(
         shared.changed.notify_all();
         match status {
             Ok(status) if status.success() => {}
-            Ok(status) => error!(vm = name, pid, "its process {}", ExitReason(status)),
-            Err(error) => error!(vm = name, pid, "cannot wait for its process: {error}"),
+            Ok(status) => error!(
+                vm = name,
+                pid,
+                "the machine's process {}",
+                ExitReason(status)
+            ),
+            Err(error) => error!(
+                vm = name,
+                pid, "cannot wait for the machine's process: {error}"
+            ),
         }
         pause = match started.elapsed() > MAX_PAUSE {
             true => MIN_PAUSE,
@@ -272,14 +283,17 @@ fn keep(
             match spawn_child(shared, id, name, command, control, files) {
                 Ok(Some(process)) => break process,
                 Ok(None) => return,
-                Err(error) => error!(vm = name, "its process cannot be started: {error}"),
+                Err(error) => error!(
+                    vm = name,
+                    "the machine's process cannot be started: {error}"
+                ),
             }
             pause = (pause * 2).min(MAX_PAUSE);
         };
         warn!(
             vm = name,
             pid = process.child.id(),
-            "its process is started again, with {} files of the machine",
+            "the machine's process is started again, with {} of its files",
             process.files
         );
     }

@@ -102,7 +102,7 @@ impl Transfer {
     }
 
     /// Waits for a device that works asynchronously: a read comes after all earlier work.
-    fn settle(&self) -> Result<(), EngineError> {
+    fn wait_for_device(&self) -> Result<(), EngineError> {
         let mut byte = [0];
         self.memory.read(self.offset, BytesMut::from(&mut byte[..]))
     }
@@ -111,7 +111,7 @@ impl Transfer {
 impl Plan for Transfer {
     fn launch(&mut self, turn: &Turn) -> Result<RunStatus, RunError> {
         while self.done < self.len {
-            if let Err(error) = self.part().and_then(|()| self.settle()) {
+            if let Err(error) = self.part().and_then(|()| self.wait_for_device()) {
                 self.error = Some(error);
                 break;
             }

@@ -65,9 +65,9 @@ impl Session {
         self.check(kind, &message, payload)?;
         if self.weights.has_uploads() {
             let end_check = EndCheck::new(link, stop);
-            let settled = self.settle_uploads(&message, &end_check);
+            let finished = self.finish_uploads_early(&message, &end_check);
             end_check.check()?;
-            if let Err((buffer, error)) = settled {
+            if let Err((buffer, error)) = finished {
                 return Ok(failed(request, kind, buffer.0, &error));
             }
             self.activity.continue_request(state);

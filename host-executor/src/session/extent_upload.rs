@@ -164,7 +164,7 @@ impl ExtentUpload {
     /// # Errors
     /// What the engine reports, and [`EngineError::Cancelled`] once `is_cancelled`, which is asked
     /// every few MiB, has returned `true`.
-    pub(super) fn settle(
+    pub(super) fn finish_early(
         mut self,
         memory: &dyn Memory,
         is_cancelled: &dyn Fn() -> bool,

@@ -523,7 +523,7 @@ impl Session {
             } else if upload.overlaps(offset, len)
                 && let Some(upload) = uploads.remove(&buffer)
             {
-                upload.settle(memory.as_ref(), &is_cancelled)?;
+                upload.finish_early(memory.as_ref(), &is_cancelled)?;
             }
         }
         memory.unshare(offset, len, &is_cancelled)
@@ -534,7 +534,7 @@ impl Session {
     ///
     /// # Errors
     /// The buffer, and what the engine reports.
-    pub(super) fn settle_uploads(
+    pub(super) fn finish_uploads_early(
         &mut self,
         message: &Request,
         end_check: &EndCheck<'_>,
@@ -567,8 +567,8 @@ impl Session {
         for buffer in buffers {
             let upload = self.weights.uploads.remove(&buffer);
             if let (Some(upload), Some(memory)) = (upload, self.buffers.find(buffer)) {
-                let settled = upload.settle(memory.as_ref(), &is_cancelled);
-                settled.map_err(|error| (buffer, error))?;
+                let finished = upload.finish_early(memory.as_ref(), &is_cancelled);
+                finished.map_err(|error| (buffer, error))?;
             }
         }
         Ok(())

@@ -4,7 +4,7 @@ use vgpu_transport::ir::{BufferId, Graph, Node, Op, OpKind, Shape, Sources, Tens
 
 use crate::samples::{sample, typed};
 
-/// The buffer of the destination. Those of the sources come before it.
+/// The buffer of the destination. The buffers of the sources come before it.
 pub(crate) const DESTINATION: u32 = 9;
 
 /// An operation of a length that is found by trying.

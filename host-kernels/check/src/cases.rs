@@ -1,7 +1,7 @@
 //! Cases of each family of operators, compared on two engines.
 
 mod attention;
-mod elements;
+mod elementwise;
 mod images;
 mod list;
 mod movement;
@@ -158,7 +158,7 @@ fn operations(is_gpu: bool) -> Vec<Operation> {
         attention::large(&mut list);
     }
     attention::all(&mut list);
-    elements::all(&mut list);
+    elementwise::all(&mut list);
     rows::all(&mut list);
     movement::all(&mut list);
     images::all(&mut list);
@@ -167,15 +167,15 @@ fn operations(is_gpu: bool) -> Vec<Operation> {
     list.0
 }
 
-/// The operations of the self-check: some use each kernel with another one behind it, except those
-/// for several nodes.
+/// The operations of the self-check: some use each kernel that has a fallback, except those for
+/// several nodes.
 pub(super) fn self_check() -> Vec<Operation> {
     let mut list = List::default();
     products::all(&mut list);
     attention::all(&mut list);
     attention::every_size(&mut list);
     attention::large(&mut list);
-    elements::all(&mut list);
+    elementwise::all(&mut list);
     rows::all(&mut list);
     list.0
 }

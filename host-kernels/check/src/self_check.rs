@@ -1,4 +1,4 @@
-//! The self-check of a device: each kernel that has another one behind it, against that one.
+//! The self-check of a device: each kernel that has a fallback, against the fallback.
 //!
 //! A few cases that use the kernel run twice on the device: with the kernel, and with the kernel
 //! disabled. Where the results differ, the CPU engine decides whose are wrong. The check runs in
@@ -10,6 +10,6 @@ mod message;
 mod order;
 mod supervisor;
 
-pub use child::{Behind, behind, kernels_to_check, run};
-pub use message::{Message, Outcome, Request, Step, Work};
+pub use child::{Fallback, fallbacks, kernels_to_check, run};
+pub use message::{CheckEvent, CheckOutcome, CheckWork, Message, Request};
 pub use supervisor::{SuperviseError, Supervised, supervise};

@@ -29,8 +29,8 @@ fn engine(device: Shim, is_disabled: impl Fn(&str) -> bool) -> CudaEngine {
     CudaEngine::with_kernels(Arc::new(device), policy, kernels).expect("an engine")
 }
 
-/// Runs the cases that use `disabled` kernels on a device without them. They agree with the CPU
-/// engine. Returns the kernels that ran instead.
+/// Runs the cases that use `disabled` kernels on a device without them. The results agree with the
+/// CPU engine. Returns the kernels that ran instead.
 fn compare_without(
     device: impl Fn() -> Shim,
     disabled: &[&'static str],

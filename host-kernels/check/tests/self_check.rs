@@ -1,4 +1,4 @@
-//! The self-check: kernels of the CUDA engine against the kernels behind them, over the shim.
+//! The self-check: kernels of the CUDA engine against their fallbacks, over the shim.
 
 #[path = "common/sample.rs"]
 mod sample;
@@ -15,7 +15,9 @@ use std::time::Duration;
 use sample::Sample;
 use shim::{Fault, Shim};
 use vgpu_check::child_process::Silence;
-use vgpu_check::self_check::{self, Message, Outcome, Request, Step, SuperviseError, Work};
+use vgpu_check::self_check::{
+    self, CheckEvent, CheckOutcome, CheckWork, Message, Request, SuperviseError,
+};
 use vgpu_check::{Selection, planned_cases};
 use vgpu_cpu::CpuEngine;
 use vgpu_cuda::device::Device;
@@ -40,18 +42,19 @@ fn device(model: DeviceModel) -> Arc<dyn Device> {
 }
 
 #[test]
-fn every_kernel_is_simple_or_has_another_one_behind_it() {
+fn every_kernel_is_simple_or_has_a_fallback() {
     let mut planned = BTreeSet::new();
     for model in [DeviceModel::L4, DeviceModel::H100] {
         let device = device(model);
         let kernels = self_check::kernels_to_check(&*device, POLICY, |_| false);
-        let behind = self_check::behind(&device, POLICY, &kernels).expect("all cases compile");
-        for (kernel, behind) in behind {
-            let Some(behind) = behind else {
+        let fallbacks =
+            self_check::fallbacks(&device, POLICY, &kernels).expect("all cases compile");
+        for (kernel, fallback) in fallbacks {
+            let Some(fallback) = fallback else {
                 continue;
             };
             assert!(
-                !behind.contains(&kernel),
+                !fallback.contains(&kernel),
                 "{kernel} runs although it is disabled"
             );
             planned.insert(kernel);
@@ -67,7 +70,7 @@ fn every_kernel_is_simple_or_has_another_one_behind_it() {
 }
 
 #[test]
-fn kernels_give_the_results_of_the_kernels_behind_them() {
+fn kernels_give_the_results_of_their_fallbacks() {
     let sample = Sample::asked();
     // The general kernels are the same on both. Some need more shared memory than an L4 has: they
     // are checked on an H100.
@@ -89,7 +92,7 @@ fn kernels_give_the_results_of_the_kernels_behind_them() {
         let right: Vec<_> = { all.into_iter() }
             .filter(|kernel| !kernels.contains(kernel))
             .collect();
-        let work = Work {
+        let work = CheckWork {
             kernels: &kernels,
             right: &right,
             faulty: &[],
@@ -97,14 +100,14 @@ fn kernels_give_the_results_of_the_kernels_behind_them() {
         };
         let is_complete = self_check::run(&device, POLICY, work, |step| {
             let (kernel, outcome) = match step {
-                Step::Ends(kernel, outcome) => (kernel, outcome),
-                Step::WrongBehind(kernels) => panic!("wrong: {kernels:?}"),
+                CheckEvent::Ends(kernel, outcome) => (kernel, outcome),
+                CheckEvent::WrongFallback(kernels) => panic!("wrong: {kernels:?}"),
                 _ => return,
             };
             ended += 1;
             match outcome {
-                Outcome::Found(Finding::Unused) if !is_last => too_large.push(kernel),
-                outcome => assert_eq!(outcome, Outcome::Found(Finding::Right), "{kernel}"),
+                CheckOutcome::Found(Finding::Unused) if !is_last => too_large.push(kernel),
+                outcome => assert_eq!(outcome, CheckOutcome::Found(Finding::Right), "{kernel}"),
             }
         });
         assert!(matches!(is_complete, Ok(true)), "{is_complete:?}");
@@ -158,7 +161,7 @@ fn child() {
     };
     let lists = [kernels, right, faulty, suspects];
     let [kernels, right, faulty, suspects] = lists.map(|list| parse_names(list).expect("kernels"));
-    let work = Work {
+    let work = CheckWork {
         kernels: &kernels,
         right: &right,
         faulty: &faulty,
@@ -373,7 +376,7 @@ fn a_kernel_that_fails_in_a_later_case_is_faulty() {
     let found = with_children(script).expect("the children start");
     let faulty: Vec<_> = found.verdict.faulty().map(|(kernel, _)| kernel).collect();
     assert_eq!(faulty, ["vg_rope_rows", "vg_upload"]);
-    // But not if the kernel behind it fails.
+    // But not if the fallback of the kernel fails.
     let found = with_children(&script.replace("begins $KERNEL\n        kill", "instead x; kill"));
     let found = found.expect("the children start");
     assert!(found.verdict.is_empty(), "{:?}", found.verdict);
@@ -406,17 +409,19 @@ fn a_kernel_is_not_faulty_because_of_one_that_it_works_for() {
         let right = { kernels.iter().copied() }
             .filter(|kernel| found.finding(kernel) == Some(&Finding::Right));
         let suspects = failed.clone();
-        let work = Work {
+        let work = CheckWork {
             kernels: &[next],
             right: &right.collect::<Vec<_>>(),
             faulty: &found.faulty().map(|(kernel, _)| kernel).collect::<Vec<_>>(),
             suspects: &suspects,
         };
         let ran = self_check::run(&device, LaunchPolicy::default(), work, |step| match step {
-            Step::Ends(kernel, Outcome::Found(Finding::Faulty(_))) if !failed.contains(&kernel) => {
+            CheckEvent::Ends(kernel, CheckOutcome::Found(Finding::Faulty(_)))
+                if !failed.contains(&kernel) =>
+            {
                 failed.push(kernel);
             }
-            Step::Ends(kernel, Outcome::Found(finding)) => found.record(kernel, finding),
+            CheckEvent::Ends(kernel, CheckOutcome::Found(finding)) => found.record(kernel, finding),
             _ => {}
         });
         ran.expect("an engine starts");
@@ -431,13 +436,13 @@ fn messages_round_trip() {
         Message::Device("0123".into()),
         Message::Kernel("vg_rope"),
         Message::Begins("vg_rope"),
-        Message::WrongBehind(vec!["vg_rope".into()]),
+        Message::WrongFallback(vec!["vg_rope".into()]),
         Message::Instead(vec!["vg_rope".into(), "vg_move".into()]),
-        Message::Ends("vg_rope", Outcome::Unchecked),
-        Message::Ends("vg_rope", Outcome::Found(Finding::Right)),
+        Message::Ends("vg_rope", CheckOutcome::Unchecked),
+        Message::Ends("vg_rope", CheckOutcome::Found(Finding::Right)),
         Message::Ends(
             "vg_rope",
-            Outcome::Found(Finding::Faulty("off by 1\nor 2".into())),
+            CheckOutcome::Found(Finding::Faulty("off by 1\nor 2".into())),
         ),
         Message::Done,
     ] {

@@ -70,7 +70,7 @@ pub(crate) struct PlannedKernel {
     pub(crate) is_solo: bool,
     /// The estimated work of the part on all threads.
     pub(crate) work: Estimate,
-    /// The kernel again, if plans can run it together. It multiplies with frozen weights.
+    /// The kernel again, if plans can run it together. The kernel multiplies with frozen weights.
     pub(crate) joint: Option<Arc<dyn JointKernel>>,
     /// Bytes that the kernel has allocated, if they are more than a few.
     pub(crate) held: usize,

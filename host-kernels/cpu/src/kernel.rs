@@ -254,8 +254,8 @@ impl<'a> Worker<'a> {
     ///
     /// # Safety
     ///
-    /// Kernels write to memory without locks. They rely on what a worker says about which part is
-    /// theirs:
+    /// Kernels write to memory without locks. Kernels rely on what a worker says about which part
+    /// is theirs:
     ///
     /// - The threads that execute a kernel at the same time have different indices below one
     ///   `count`, and the same [`KernelMemory`].

@@ -109,7 +109,7 @@ impl Allocator {
     }
 
     /// Keeps `bytes` of the free memory from other allocations, until
-    /// [`give_up`](Allocator::give_up). They may be in use now.
+    /// [`give_up`](Allocator::give_up). The bytes may be in use now.
     pub(crate) fn reserve(&self, bytes: u64) {
         self.reserved.fetch_add(bytes, Ordering::Relaxed);
     }

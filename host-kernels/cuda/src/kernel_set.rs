@@ -16,8 +16,7 @@ use vgpu_transport::lock::lock;
 use crate::device::{Device, KernelId};
 use crate::source::{SOURCES, Source};
 
-/// The simple kernels, sorted. No other kernel does their work. Every other kernel has another one
-/// behind it.
+/// The simple kernels, sorted. No other kernel does their work. Every other kernel has a fallback.
 pub const SIMPLE: &[&str] = &[
     "vg_adamw",
     "vg_add_id",

@@ -25,7 +25,7 @@ pub enum VerdictError {
 /// What was found about a kernel.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Finding {
-    /// Its results are those of the kernels behind it.
+    /// Its results are those of its fallback.
     Right,
     /// No case of the self-check uses it on this device.
     Unused,

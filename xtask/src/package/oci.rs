@@ -1,5 +1,5 @@
-//! A container image of the executor, as an archive in the layout of the OCI. It is made without a
-//! daemon and without a registry: podman, skopeo, buildah and containerd read it.
+//! A container image of the executor, as an archive in the layout of the OCI. The image is made
+//! without a daemon and without a registry: podman, skopeo, buildah and containerd read it.
 //!
 //! By hand: tar writes the layers, and what is left are three JSON documents.
 

@@ -70,9 +70,9 @@ enum Job {
     /// Checks kernels in this process
     #[command(hide = true)]
     SelfCheckChild(self_check::ChildArgs),
-    /// Checks each kernel of a GPU that has another one behind it against that one, and stores
-    /// which are faulty: `vgpu serve` does not use those. `vgpu serve` runs this check by itself at
-    /// its first start on a GPU with a driver
+    /// Checks each kernel of a GPU that has a fallback against the fallback, and stores which are
+    /// faulty: `vgpu serve` does not use those. `vgpu serve` runs this check by itself at its first
+    /// start on a GPU with a driver
     SelfCheck(self_check::Args),
     /// Lists the models that can be written
     Models,

@@ -12,11 +12,11 @@ use clap::Parser;
 use rustix::process::Signal;
 use tracing::{info, warn};
 use vgpu_check::child_process::Silence;
-use vgpu_check::self_check::{self, Message, Request, Supervised, Work};
+use vgpu_check::self_check::{self, CheckWork, Message, Request, Supervised};
 use vgpu_cuda::device::Device;
 use vgpu_cuda::kernel_set::parse_names;
 use vgpu_cuda::verdict::Verdict;
-use vgpu_executor::engine::{self, EngineKind};
+use vgpu_executor::engine::{self, EngineKind, KeepError};
 
 use crate::own_program::OWN_PROGRAM;
 
@@ -89,7 +89,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     for kernel in &found.left {
         println!("LEFT    {kernel}: nothing could be found about it");
     }
-    for kernels in &found.wrong_behind {
+    for kernels in &found.wrong_fallbacks {
         println!("WRONG   {kernels}: its results were wrong in place of a kernel that was right");
     }
     let faulty = found.verdict.faulty().count();
@@ -134,8 +134,8 @@ pub(crate) fn before_serving(engine: &EngineKind) {
                 };
                 warn!("these kernels {until}: {}", found.left.join(", "));
             }
-            if !found.wrong_behind.is_empty() {
-                let kernels: Vec<_> = found.wrong_behind.into_iter().collect();
+            if !found.wrong_fallbacks.is_empty() {
+                let kernels: Vec<_> = found.wrong_fallbacks.into_iter().collect();
                 warn!(
                     "some of these kernels gave wrong results in place of a kernel that was right, \
                      and may be used for other shapes: {}",
@@ -166,7 +166,7 @@ fn lock() -> Option<File> {
 
 /// The file with the verdict, or why there is none. `None`: nothing has been written.
 #[derive(Default)]
-struct VerdictFile(Mutex<Option<Result<PathBuf, String>>>);
+struct VerdictFile(Mutex<Option<Result<PathBuf, KeepError>>>);
 
 impl fmt::Display for VerdictFile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -218,7 +218,7 @@ fn supervise(
     let save = |fingerprint: &str, verdict: &Verdict| {
         let saved = engine::save_verdict(fingerprint, verdict);
         let mut kept = vgpu_transport::lock::lock(&kept.0);
-        *kept = Some(saved.map_err(|error| error.to_string()));
+        *kept = Some(saved);
     };
     let silences = (silence(COMPILE_LIMIT), silence(BEGIN_LIMIT));
     // Executors that start meanwhile use the findings from before.
@@ -253,7 +253,7 @@ pub(super) fn run_child(args: &ChildArgs) -> anyhow::Result<ExitCode> {
         }
         return Ok(ExitCode::SUCCESS);
     };
-    let work = Work {
+    let work = CheckWork {
         kernels: &parse_names(kernels)?,
         right: &parse_names(&args.right)?,
         faulty: &parse_names(&args.faulty)?,

@@ -48,7 +48,8 @@ const PLACE_PAUSE: Duration = Duration::from_millis(20);
 const MAX_HEAD: usize = 8 << 10;
 /// Time for the head of a request, from the connection or from the answer before it.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
-/// Time for all requests of a connection. It is closed after the answer that is under way.
+/// Time for all requests of a connection. The connection is closed after the answer that is under
+/// way.
 const CONNECTION_TIME: Duration = Duration::from_secs(60);
 /// Time for a client to take the last answer.
 const LAST_ANSWER_TIMEOUT: Duration = Duration::from_secs(10);

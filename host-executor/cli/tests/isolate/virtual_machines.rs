@@ -144,7 +144,7 @@ fn virtual_machine_keeps_running_after_its_fd_store_ends() {
     serve.signal(Signal::TERM);
     let (status, log) = serve.wait();
     assert_eq!(status.code(), Some(0), "{log}");
-    let said = "its process is started again, with 3 files of the machine";
+    let said = "the machine's process is started again, with 3 of its files";
     assert_eq!(log.matches(said).count(), 2, "{log}");
 }
 

@@ -11,7 +11,7 @@ use vgpu_cuda::{CudaEngine, LaunchPolicy};
 use vgpu_engine::{Engine, EngineError};
 use vgpu_transport::ir::Type;
 
-use super::message::{Outcome, Step, Work};
+use super::message::{CheckEvent, CheckOutcome, CheckWork};
 use super::order::{MEGAKERNELS, hiding, in_order, reads_repacked};
 use crate::cases::{self, Operation, RUNS, worst_error};
 use crate::error::CheckError;
@@ -24,7 +24,8 @@ const FACTOR: f64 = 4.0;
 /// The limit for logits: the error of a product in several layers.
 const LOGITS: f64 = 5e-3;
 
-/// The kernel that small uploads use. It is in no plan, and the engine chooses it at its start.
+/// The kernel that small uploads use. The kernel is in no plan, and the engine chooses it at its
+/// start.
 const UPLOAD: &str = "vg_upload";
 
 /// The kernel that repacks weights when a plan is compiled.
@@ -64,15 +65,15 @@ pub fn kernels_to_check(
 pub fn run(
     device: &Arc<dyn Device>,
     policy: LaunchPolicy,
-    work: Work<'_>,
-    mut seen: impl FnMut(Step),
+    work: CheckWork<'_>,
+    mut seen: impl FnMut(CheckEvent),
 ) -> Result<bool, EngineError> {
     let mut check = Check::new(device, policy, work)?;
     for &kernel in work.kernels {
         let (outcome, failed) = check.kernel(kernel, &mut seen)?;
         let is_faulty = outcome.is_faulty();
-        let is_right = outcome == Outcome::Found(Finding::Right);
-        seen(Step::Ends(kernel, outcome));
+        let is_right = outcome == CheckOutcome::Found(Finding::Right);
+        seen(CheckEvent::Ends(kernel, outcome));
         if is_faulty || failed.is_some_and(|error| error.is_device_failure()) {
             return Ok(false);
         }
@@ -88,24 +89,24 @@ pub fn run(
 ///
 /// # Errors
 /// If an engine does not start on the device, or refuses a case.
-pub fn behind(
+pub fn fallbacks(
     device: &Arc<dyn Device>,
     policy: LaunchPolicy,
     kernels: &[&'static str],
-) -> Result<Vec<Behind>, CheckError> {
-    let work = Work {
+) -> Result<Vec<Fallback>, CheckError> {
+    let work = CheckWork {
         kernels,
         right: kernels,
         faulty: &[],
         suspects: &[],
     };
     let mut check = Check::new(device, policy, work)?;
-    let behind = |&kernel| Ok((kernel, check.behind(kernel)?));
-    kernels.iter().map(behind).collect()
+    let fallback = |&kernel| Ok((kernel, check.fallback(kernel)?));
+    kernels.iter().map(fallback).collect()
 }
 
-/// A kernel, and the kernels that do its work when it is disabled.
-pub type Behind = (&'static str, Option<Vec<&'static str>>);
+/// A kernel, and its fallback: the kernels that do its work when it is disabled.
+pub type Fallback = (&'static str, Option<Vec<&'static str>>);
 
 /// A case of the check.
 enum Case {
@@ -266,7 +267,7 @@ impl<'a> Check<'a> {
     fn new(
         device: &'a Arc<dyn Device>,
         policy: LaunchPolicy,
-        work: Work<'_>,
+        work: CheckWork<'_>,
     ) -> Result<Check<'a>, EngineError> {
         let policy = policy.for_single_nodes();
         let set = |kernels: &[&'static str]| kernels.iter().copied().collect::<BTreeSet<_>>();
@@ -328,8 +329,8 @@ impl<'a> Check<'a> {
         Ok(users.cloned().unwrap_or_default())
     }
 
-    /// The cases in which a kernel is checked. They use no other kernel that is neither simple nor
-    /// found right, if there are such cases: else a kernel would fail because of another one.
+    /// The cases in which a kernel is checked. The cases use no other kernel that is neither simple
+    /// nor found right, if there are such cases: else a kernel would fail because of another one.
     fn choose(&mut self, kernel: &'static str) -> Result<Chosen, CheckError> {
         let mut disabled: BTreeSet<_> = hiding(kernel).into_iter().collect();
         disabled.extend(&self.faulty);
@@ -412,7 +413,7 @@ impl<'a> Check<'a> {
     }
 
     /// The kernels of the smallest case for `kernel` when it is disabled.
-    fn behind(&mut self, kernel: &'static str) -> Result<Option<Vec<&'static str>>, CheckError> {
+    fn fallback(&mut self, kernel: &'static str) -> Result<Option<Vec<&'static str>>, CheckError> {
         let Chosen {
             cases,
             mut disabled,
@@ -434,17 +435,17 @@ impl<'a> Check<'a> {
     fn kernel(
         &mut self,
         kernel: &'static str,
-        seen: &mut impl FnMut(Step),
-    ) -> Result<(Outcome, Option<CheckError>), EngineError> {
+        seen: &mut impl FnMut(CheckEvent),
+    ) -> Result<(CheckOutcome, Option<CheckError>), EngineError> {
         // What is planned for this kernel runs it.
         if kernel == REPACK {
-            seen(Step::Begins(kernel));
+            seen(CheckEvent::Begins(kernel));
         }
         let hidden = hiding(kernel).into_iter().collect();
         let chosen = match self.choose(kernel) {
             Ok(chosen) => chosen,
             Err(error) if kernel == REPACK => return Ok(failure(error)),
-            Err(error) => return Ok((Outcome::Unchecked, Some(error))),
+            Err(error) => return Ok((CheckOutcome::Unchecked, Some(error))),
         };
         if chosen.cases.is_empty() {
             // A case may need a kernel that is faulty, disabled or not checked yet.
@@ -453,15 +454,15 @@ impl<'a> Check<'a> {
                 false => Ok(true),
             };
             return Ok(match is_used {
-                Ok(false) => (Outcome::Found(Finding::Unused), None),
-                Ok(true) => (Outcome::Unchecked, None),
-                Err(error) => (Outcome::Unchecked, Some(error)),
+                Ok(false) => (CheckOutcome::Found(Finding::Unused), None),
+                Ok(true) => (CheckOutcome::Unchecked, None),
+                Err(error) => (CheckOutcome::Unchecked, Some(error)),
             });
         }
         let with_upload;
         let with = match kernel {
             UPLOAD => {
-                seen(Step::Begins(kernel));
+                seen(CheckEvent::Begins(kernel));
                 match Side::new(self.device, self.policy, |_| false) {
                     Ok(side) => with_upload = side,
                     Err(error) => return Ok(failure(error.into())),
@@ -472,11 +473,11 @@ impl<'a> Check<'a> {
         };
         for case in chosen.cases {
             let ended = self.case(kernel, with, case, &chosen.disabled, seen);
-            if !matches!(ended, (Outcome::Found(Finding::Right), None)) {
+            if !matches!(ended, (CheckOutcome::Found(Finding::Right), None)) {
                 return Ok(ended);
             }
         }
-        Ok((Outcome::Found(Finding::Right), None))
+        Ok((CheckOutcome::Found(Finding::Right), None))
     }
 
     /// Runs a case with a kernel and without.
@@ -486,10 +487,10 @@ impl<'a> Check<'a> {
         with: &Side,
         case: usize,
         disabled: &BTreeSet<&'static str>,
-        seen: &mut impl FnMut(Step),
-    ) -> (Outcome, Option<CheckError>) {
+        seen: &mut impl FnMut(CheckEvent),
+    ) -> (CheckOutcome, Option<CheckError>) {
         let case = &self.cases[case];
-        seen(Step::Begins(kernel));
+        seen(CheckEvent::Begins(kernel));
         with.kernels.disable_only(|name| disabled.contains(name));
         let results = match case.results(&with.engine, |_| ()) {
             Ok(results) => results,
@@ -500,38 +501,38 @@ impl<'a> Check<'a> {
         let mut instead = Vec::new();
         let expected = case.results(&self.without.engine, |kernels| {
             instead = kernels.to_vec();
-            seen(Step::Instead(instead.clone()));
+            seen(CheckEvent::Instead(instead.clone()));
         });
         let limit = case.limit();
         let error = expected.map(|expected| error_between(&results, &expected));
-        let right = Outcome::Found(Finding::Right);
+        let right = CheckOutcome::Found(Finding::Right);
         if matches!(error, Ok(error) if error <= limit) {
             return (right, None);
         }
-        // The kernels behind it may be the wrong ones.
+        // The fallback may be the wrong one.
         let oracle = CpuEngine::new(0, None).map_err(CheckError::from);
         let exact = oracle.and_then(|oracle| case.results(&oracle, |_| ()));
         let outcome = match exact.map(|exact| error_between(&results, &exact)) {
             Ok(off) if off <= limit => {
                 if error.is_ok() {
-                    seen(Step::WrongBehind(instead));
+                    seen(CheckEvent::WrongFallback(instead));
                 }
                 right
             }
-            Ok(off) => Outcome::Found(Finding::Faulty(format!(
+            Ok(off) => CheckOutcome::Found(Finding::Faulty(format!(
                 "it is off by {off:.1e}, allowed {limit:.1e}"
             ))),
-            Err(_) => Outcome::Unchecked,
+            Err(_) => CheckOutcome::Unchecked,
         };
         (outcome, error.err())
     }
 }
 
 /// What an error of a run with the kernel says about it.
-fn failure(error: CheckError) -> (Outcome, Option<CheckError>) {
+fn failure(error: CheckError) -> (CheckOutcome, Option<CheckError>) {
     let outcome = match error.is_out_of_memory() {
-        true => Outcome::Unchecked,
-        false => Outcome::Found(Finding::Faulty(error.to_string())),
+        true => CheckOutcome::Unchecked,
+        false => CheckOutcome::Found(Finding::Faulty(error.to_string())),
     };
     (outcome, Some(error))
 }

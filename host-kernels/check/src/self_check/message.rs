@@ -11,12 +11,12 @@ pub enum Request<'a> {
     /// To say the fingerprint of the device and the kernels that are to be checked.
     List,
     /// To check kernels.
-    Check(Work<'a>),
+    Check(CheckWork<'a>),
 }
 
 /// The kernels that a child process checks.
 #[derive(Debug, Clone, Copy)]
-pub struct Work<'a> {
+pub struct CheckWork<'a> {
     /// The kernels, in order.
     pub kernels: &'a [&'static str],
     /// The kernels that were found right.
@@ -27,32 +27,32 @@ pub struct Work<'a> {
     pub suspects: &'a [&'static str],
 }
 
-/// A step of the check of a kernel.
+/// An event in the check of a kernel.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Step {
+pub enum CheckEvent {
     /// A case begins to run with the kernel.
     Begins(&'static str),
     /// A case begins to run without the kernel, with these kernels instead.
     Instead(Vec<&'static str>),
     /// These kernels gave wrong results instead, and the kernel gave right ones.
-    WrongBehind(Vec<&'static str>),
+    WrongFallback(Vec<&'static str>),
     /// What came out.
-    Ends(&'static str, Outcome),
+    Ends(&'static str, CheckOutcome),
 }
 
 /// What came out of the check of a kernel.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Outcome {
+pub enum CheckOutcome {
     /// Something was found about the kernel.
     Found(Finding),
-    /// Nothing: memory was short, or what is behind the kernel has failed.
+    /// Nothing: memory was short, or the fallback of the kernel has failed.
     Unchecked,
 }
 
-impl Outcome {
+impl CheckOutcome {
     /// Whether the kernel has failed.
     pub(super) fn is_faulty(&self) -> bool {
-        matches!(self, Outcome::Found(Finding::Faulty(_)))
+        matches!(self, CheckOutcome::Found(Finding::Faulty(_)))
     }
 }
 
@@ -65,24 +65,24 @@ pub enum Message {
     Kernel(&'static str),
     /// The check of a kernel begins.
     Begins(&'static str),
-    /// The kernels behind it begin to run.
+    /// The kernels of the fallback begin to run.
     Instead(Vec<String>),
-    /// The kernels behind it gave wrong results.
-    WrongBehind(Vec<String>),
+    /// The kernels of the fallback gave wrong results.
+    WrongFallback(Vec<String>),
     /// What came out of the check of a kernel.
-    Ends(&'static str, Outcome),
+    Ends(&'static str, CheckOutcome),
     /// The child has done all that it was asked for.
     Done,
 }
 
-impl From<Step> for Message {
-    fn from(step: Step) -> Message {
+impl From<CheckEvent> for Message {
+    fn from(event: CheckEvent) -> Message {
         let owned = |kernels: Vec<&str>| kernels.into_iter().map(String::from).collect();
-        match step {
-            Step::Begins(kernel) => Message::Begins(kernel),
-            Step::Instead(kernels) => Message::Instead(owned(kernels)),
-            Step::WrongBehind(kernels) => Message::WrongBehind(owned(kernels)),
-            Step::Ends(kernel, outcome) => Message::Ends(kernel, outcome),
+        match event {
+            CheckEvent::Begins(kernel) => Message::Begins(kernel),
+            CheckEvent::Instead(kernels) => Message::Instead(owned(kernels)),
+            CheckEvent::WrongFallback(kernels) => Message::WrongFallback(owned(kernels)),
+            CheckEvent::Ends(kernel, outcome) => Message::Ends(kernel, outcome),
         }
     }
 }
@@ -98,9 +98,9 @@ impl fmt::Display for Message {
             Message::Kernel(name) => write!(f, "kernel {name}"),
             Message::Begins(name) => write!(f, "begins {name}"),
             Message::Instead(names) => write!(f, "instead {}", names.join(" ")),
-            Message::WrongBehind(names) => write!(f, "wrong-behind {}", names.join(" ")),
-            Message::Ends(name, Outcome::Unchecked) => write!(f, "unchecked {name}"),
-            Message::Ends(name, Outcome::Found(finding)) => {
+            Message::WrongFallback(names) => write!(f, "wrong-fallback {}", names.join(" ")),
+            Message::Ends(name, CheckOutcome::Unchecked) => write!(f, "unchecked {name}"),
+            Message::Ends(name, CheckOutcome::Found(finding)) => {
                 let mut verdict = Verdict::default();
                 verdict.record(name, finding.clone());
                 let text = verdict.to_text("");
@@ -128,11 +128,10 @@ impl Message {
             "kernel" => known(rest).map(Message::Kernel),
             "begins" => known(rest).map(Message::Begins),
             "instead" => Some(Message::Instead(words())),
-            "wrong-behind" => Some(Message::WrongBehind(words())),
-            "unchecked" => known(rest).map(|name| Message::Ends(name, Outcome::Unchecked)),
-            "ends" => {
-                parse_line(rest).map(|(name, finding)| Message::Ends(name, Outcome::Found(finding)))
-            }
+            "wrong-fallback" => Some(Message::WrongFallback(words())),
+            "unchecked" => known(rest).map(|name| Message::Ends(name, CheckOutcome::Unchecked)),
+            "ends" => parse_line(rest)
+                .map(|(name, finding)| Message::Ends(name, CheckOutcome::Found(finding))),
             "done" => Some(Message::Done),
             _ => None,
         }

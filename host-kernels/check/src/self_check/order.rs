@@ -38,8 +38,8 @@ pub(super) fn hiding(kernel: &str) -> Vec<&'static str> {
     all.filter(|other| hides(other, kernel)).collect()
 }
 
-/// The place in the order. Kernels that others need come first, and what is behind a kernel comes
-/// before it, so that a faulty kernel is found by its own check.
+/// The place in the order. Kernels that others need come first, and a fallback comes before its
+/// kernel, so that a faulty kernel is found by its own check.
 fn rank(kernel: &str) -> u32 {
     match kernel {
         "vg_upload" => 0,
@@ -57,7 +57,7 @@ fn rank(kernel: &str) -> u32 {
     }
 }
 
-/// The kernels with another one behind them, in the order of the check.
+/// The kernels with a fallback, in the order of the check.
 pub(super) fn in_order() -> Vec<&'static str> {
     let mut kernels: Vec<_> = { names().iter().copied() }
         .filter(|name| !is_simple(name))
@@ -85,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_behind_a_kernel_is_checked_before_it() {
+    fn fallbacks_are_checked_before_the_kernel() {
         let order = in_order();
         let place = |kernel| order.iter().position(|known| *known == kernel);
         for (first, second) in [

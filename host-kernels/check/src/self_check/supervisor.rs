@@ -10,7 +10,7 @@ use rustix::process::Signal;
 use vgpu_cuda::kernel_set::names;
 use vgpu_cuda::verdict::{Finding, Verdict};
 
-use super::message::{Message, Outcome, Request, Work};
+use super::message::{CheckOutcome, CheckWork, Message, Request};
 use crate::child_process::{self, Ended, Silence};
 
 /// The most children that may end in the middle of a check: two for each kernel, and some.
@@ -56,11 +56,11 @@ pub struct Supervised {
     /// The kernels that were checked now.
     pub checked: usize,
     /// The kernels without a finding: the time did not suffice, or something else than the kernel
-    /// has failed. They are checked again by the next check.
+    /// has failed. The kernels are checked again by the next check.
     pub left: Vec<&'static str>,
     /// Simple kernels, or others that replace one, that gave wrong results where the kernel that
     /// was checked gave right ones.
-    pub wrong_behind: BTreeSet<String>,
+    pub wrong_fallbacks: BTreeSet<String>,
 }
 
 /// A check that is going on.
@@ -97,11 +97,11 @@ impl<F: FnMut(&str, &Verdict)> Supervision<F> {
         self.found.left.push(kernel);
     }
 
-    fn ends(&mut self, kernel: &'static str, outcome: Outcome) {
+    fn ends(&mut self, kernel: &'static str, outcome: CheckOutcome) {
         match outcome {
-            Outcome::Found(Finding::Faulty(reason)) => self.failed(kernel, reason),
-            Outcome::Found(finding) => self.record(kernel, finding),
-            Outcome::Unchecked => self.leave(kernel),
+            CheckOutcome::Found(Finding::Faulty(reason)) => self.failed(kernel, reason),
+            CheckOutcome::Found(finding) => self.record(kernel, finding),
+            CheckOutcome::Unchecked => self.leave(kernel),
         }
     }
 }
@@ -111,8 +111,8 @@ impl<F: FnMut(&str, &Verdict)> Supervision<F> {
 struct Place {
     /// The kernel whose check has begun, and not ended.
     begun: Option<&'static str>,
-    /// Whether the kernels behind it run at the moment.
-    is_behind: bool,
+    /// Whether the fallback of the kernel runs at the moment.
+    is_in_fallback: bool,
     /// Whether a check has ended.
     has_ended_one: bool,
 }
@@ -159,7 +159,7 @@ pub fn supervise(
             .map(|(kernel, _)| kernel)
             .collect();
         let (kernels, suspects) = (check.rest.clone(), check.suspects.clone());
-        let request = Request::Check(Work {
+        let request = Request::Check(CheckWork {
             kernels: &kernels,
             right: &right,
             faulty: &faulty,
@@ -169,10 +169,12 @@ pub fn supervise(
         let seen = |line: &str| {
             match Message::parse(line) {
                 Some(Message::Begins(kernel)) => {
-                    (place.begun, place.is_behind) = (Some(kernel), false);
+                    (place.begun, place.is_in_fallback) = (Some(kernel), false);
                 }
-                Some(Message::Instead(_)) => place.is_behind = true,
-                Some(Message::WrongBehind(kernels)) => check.found.wrong_behind.extend(kernels),
+                Some(Message::Instead(_)) => place.is_in_fallback = true,
+                Some(Message::WrongFallback(kernels)) => {
+                    check.found.wrong_fallbacks.extend(kernels)
+                }
                 Some(Message::Ends(kernel, outcome)) => {
                     (place.begun, place.has_ended_one) = (None, true);
                     check.ends(kernel, outcome);
@@ -191,10 +193,10 @@ pub fn supervise(
         };
         match (place.begun, cause(&ended)) {
             (_, Cause::Interrupted) => return Err(SuperviseError::Interrupted(ended)),
-            (Some(kernel), Cause::Kernel) if !place.is_behind => {
+            (Some(kernel), Cause::Kernel) if !place.is_in_fallback => {
                 check.failed(kernel, ended.to_string());
             }
-            // A kernel is not faulty because the one behind it is, or because the process has
+            // A kernel is not faulty because its fallback is, or because the process has
             // failed for want of memory.
             (Some(kernel), _) => check.leave(kernel),
             // A child ends after a finding that has lost the device, and when it has done all.

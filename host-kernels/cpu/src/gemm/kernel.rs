@@ -155,19 +155,19 @@ impl GemmArgs {
 /// - the processor supports the level that the kernel was compiled for.
 pub type Gemm = unsafe fn(args: &GemmArgs);
 
-/// The most rows that a [`Mix`] mixes.
-pub(crate) const MAX_MIXED: usize = 64;
+/// The most rows that [`WeightedRows`] adds.
+pub(crate) const MAX_WEIGHTED_ROWS: usize = 64;
 
-/// The arguments of a [`Mix`].
+/// The arguments of [`WeightedRows`].
 ///
 /// `out[i * out_stride + c] += weights[i * weights_stride + j] * (element c of row j)`, summed over
 /// `j` in `0..terms`, for `i` in `0..results` and `c` in `0..n`.
 #[derive(Debug, Clone, Copy)]
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
-pub(crate) struct MixArgs {
-    /// Rows of results, at most [`MAX_MIXED`].
+pub(crate) struct WeightedRowsArgs {
+    /// Rows of results, at most [`MAX_WEIGHTED_ROWS`].
     pub(crate) results: usize,
-    /// Rows that are mixed, at most [`MAX_MIXED`].
+    /// Rows that are added, at most [`MAX_WEIGHTED_ROWS`].
     pub(crate) terms: usize,
     /// One bit for each of these rows. The weights of a row without its bit are 0, and its scales
     /// may be NaN.
@@ -196,13 +196,13 @@ pub(crate) struct MixArgs {
 ///
 /// # Safety
 /// - `n` is a multiple of the block of the type, and `results` and `terms` are at most
-///   [`MAX_MIXED`];
+///   [`MAX_WEIGHTED_ROWS`];
 /// - `weights` is readable for `results` rows of `terms` floats, `totals` for `results` floats,
 ///   `rows` for `terms` rows of `n` elements;
 /// - `out` is readable and writable for `results` rows of `n` floats, which overlap neither each
 ///   other nor the operands;
 /// - the processor supports the level that the function was compiled for.
-pub(crate) type Mix = unsafe fn(args: &MixArgs);
+pub(crate) type WeightedRows = unsafe fn(args: &WeightedRowsArgs);
 
 /// From this many columns on, products may be [rounded](MatmulKernel::rounded). With fewer columns,
 /// the product is bound by memory, not by arithmetic.

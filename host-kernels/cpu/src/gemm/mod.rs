@@ -25,7 +25,7 @@ mod x86;
 
 pub use crate::isa::Level;
 pub use kernel::{Activation, Column, ColumnTable, Gemm, GemmArgs, MatmulKernel, ROUNDED_COLUMNS};
-pub(crate) use kernel::{MAX_MIXED, Mix, MixArgs};
+pub(crate) use kernel::{MAX_WEIGHTED_ROWS, WeightedRows, WeightedRowsArgs};
 pub(crate) use limits::{MAX_KEPT, MAX_PREPARED, MIN_COLUMNS, prepared_bytes};
 pub(crate) use thread_memory::ThreadMemory;
 
@@ -48,14 +48,14 @@ impl Activation {
     }
 }
 
-/// How rows of `ty` are mixed without being decoded first, if there is a way at `level`.
+/// The weighted sum of rows of `ty` that are not decoded first, if there is one at `level`.
 ///
 /// # Panics
 /// As [`MatmulKernel::at`].
-pub(crate) fn mix_of(ty: Type, level: Level) -> Option<Mix> {
+pub(crate) fn weighted_rows(ty: Type, level: Level) -> Option<WeightedRows> {
     level.expect_supported();
     #[cfg(target_arch = "x86_64")]
-    return x86::mix(ty, level);
+    return x86::weighted_rows(ty, level);
     #[cfg(not(target_arch = "x86_64"))]
     {
         let _ = ty;

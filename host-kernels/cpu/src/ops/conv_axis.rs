@@ -66,7 +66,7 @@ impl ConvAxis {
     }
 }
 
-/// The indices `i < count` for which element `start + i * step` of the padded line is inside the
+/// The indices `i < count` for which element `start + i * step` of the padded axis is inside the
 /// input, and the first such element as an index of the input. The input is the `size` elements
 /// after the first `padding` elements.
 fn covered(

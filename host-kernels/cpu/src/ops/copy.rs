@@ -2,7 +2,7 @@
 
 use vgpu_transport::ir::{Op, OpKind, Rule, Type, TypeSet};
 
-use super::copy_raw::{self, copy_line};
+use super::copy_raw::{self, copy_strided};
 use super::f32_rows::Access;
 use super::gather::real_types;
 use super::sequence::Sequence;
@@ -54,7 +54,9 @@ fn same_type(o: &Operands<'_>) -> Compiled {
                     let to_start = to_start.wrapping_add(done * to.step());
                     // SAFETY: both sequences return `len` elements that are inside their tensors,
                     // and the elements have the same size.
-                    unsafe { copy_line(to_start, to.step(), from_start, from.step(), len, size) };
+                    unsafe {
+                        copy_strided(to_start, to.step(), from_start, from.step(), len, size)
+                    };
                 });
             });
         }

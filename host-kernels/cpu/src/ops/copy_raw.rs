@@ -21,7 +21,7 @@ const TILE_SIDE: usize = 32;
 /// # Safety
 /// The elements are readable at `src` and writable at `dst`. The two may overlap: then an element
 /// may be read after it was written.
-pub(super) unsafe fn copy_line(
+pub(super) unsafe fn copy_strided(
     dst: *mut u8,
     dst_step: usize,
     src: *const u8,
@@ -52,7 +52,7 @@ pub(super) unsafe fn copy_line(
 }
 
 /// # Safety
-/// As [`copy_line`], with elements of the size of `T`.
+/// As [`copy_strided`], with elements of the size of `T`.
 unsafe fn copy_each<T>(dst: *mut u8, dst_step: usize, src: *const u8, src_step: usize, n: usize) {
     for i in 0..n {
         let (to, from) = (
@@ -105,7 +105,7 @@ impl Element {
     pub(super) unsafe fn fill(&self, dst: *mut u8, step: usize, n: usize) {
         // SAFETY: the source is one element of `size <= 8` bytes, repeated with stride 0. The
         // caller guarantees `n` elements at `dst`.
-        unsafe { copy_line(dst, step, self.bytes.as_ptr(), 0, n, self.size) }
+        unsafe { copy_strided(dst, step, self.bytes.as_ptr(), 0, n, self.size) }
     }
 }
 
@@ -116,7 +116,7 @@ impl Element {
 pub(super) fn copy(dst: View, src: View) -> Kernel {
     assert_eq!(dst.ty, src.ty, "a copy converts nothing");
     let walk = Walk::new(dst, [src]);
-    let line = *walk.line();
+    let inner = *walk.inner();
     let size = dst.ty.block_bytes() as usize;
     if let Some(crossed) = walk.dense_elsewhere(0) {
         // A transposition: in tiles, so that every cache line of the source is read once.
@@ -127,7 +127,7 @@ pub(super) fn copy(dst: View, src: View) -> Kernel {
                     let (to, from) = (dst.wrapping_add(i * other.dst), src.wrapping_add(i * size));
                     // SAFETY: the walk returns a tile of `n` by `m` elements that is inside both
                     // tensors, with the strides of the two loops.
-                    unsafe { copy_line(to, line.dst, from, line.src[0], n, size) };
+                    unsafe { copy_strided(to, inner.dst, from, inner.src[0], n, size) };
                 }
             });
             Ok(())
@@ -135,8 +135,8 @@ pub(super) fn copy(dst: View, src: View) -> Kernel {
     }
     Box::new(move |w| {
         walk.strips(w, GRAIN_BYTES / size, |dst, [src], n| {
-            // SAFETY: the walk returns `n` elements of both tensors with the strides of `line`.
-            unsafe { copy_line(dst, line.dst, src, line.src[0], n, size) };
+            // SAFETY: the walk returns `n` elements of both tensors with the strides of `inner`.
+            unsafe { copy_strided(dst, inner.dst, src, inner.src[0], n, size) };
         });
         Ok(())
     })
@@ -149,7 +149,7 @@ pub(super) fn copy(dst: View, src: View) -> Kernel {
 pub(super) fn fill(dst: View, element: Element) -> Kernel {
     assert_eq!(dst.ty.block_bytes() as usize, element.size);
     let walk = Walk::new(dst, []);
-    let step = walk.line().dst;
+    let step = walk.inner().dst;
     Box::new(move |w| {
         walk.strips(w, GRAIN_BYTES / element.size, |dst, [], n| {
             // SAFETY: the walk returns `n` elements of the tensor, `step` bytes apart, which no

@@ -1,9 +1,9 @@
-//! Computations with runs of elements as `f32`: the basis of the element-wise and the row-wise
+//! Computations with rows of elements as `f32`: the basis of the element-wise and the row-wise
 //! operators.
 //!
-//! A run consists of elements at equal distances: a row, part of a row, or several adjacent rows.
-//! [`Access`] describes how elements are read and written. Dense `f32` is used in place; everything
-//! else is converted in a buffer of [`STAGE`] floats on the stack.
+//! A row here is elements at equal distances: a row of a tensor, part of one, or several adjacent
+//! ones. [`Access`] describes how elements are read and written. Dense `f32` is used in place;
+//! everything else is converted in a buffer of [`STAGE`] floats on the stack.
 //!
 //! Source and destination may be the same memory, or overlap in any way in a hostile graph. This
 //! module creates no references to tensor memory: elements are loaded through raw pointers before
@@ -28,7 +28,7 @@ const GRAIN: usize = 2048;
 /// Elements that are summed in `f32` before the sum is added to an `f64`.
 const SUM_BLOCK: usize = 4096;
 
-/// How the elements of a line are read and written.
+/// How the elements of a row are read and written.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Access {
     ty: Type,
@@ -65,30 +65,30 @@ impl Access {
         self.ty == Type::F32 && self.step == size_of::<f32>()
     }
 
-    /// The address of element `i` of a line. For quantised types `i` is the first element of a
+    /// The address of element `i` of a row. For quantised types `i` is the first element of a
     /// block.
-    pub(super) fn at(&self, line: *const u8, i: usize) -> *const u8 {
-        line.wrapping_add(i / self.ty.block_elements() as usize * self.step)
+    pub(super) fn at(&self, row: *const u8, i: usize) -> *const u8 {
+        row.wrapping_add(i / self.ty.block_elements() as usize * self.step)
     }
 
     /// Reads `n` elements.
     ///
     /// # Safety
-    /// `line` is readable for `n` elements of this access; `n` is a multiple of the block of the
-    /// type. `out` is writable for `n` floats and does not overlap the line.
-    pub(super) unsafe fn load(&self, line: *const u8, n: usize, out: *mut f32) {
-        // SAFETY: the caller guarantees `n` elements `step` bytes apart at `line` and `n` floats at
+    /// `row` is readable for `n` elements of this access; `n` is a multiple of the block of the
+    /// type. `out` is writable for `n` floats and does not overlap the row.
+    pub(super) unsafe fn load(&self, row: *const u8, n: usize, out: *mut f32) {
+        // SAFETY: the caller guarantees `n` elements `step` bytes apart at `row` and `n` floats at
         // `out`. If `step` is 0, `count <= 1` element is read, and `out` has `n` copies of it.
         unsafe {
             let (step, count) = (self.step, if self.step == 0 { n.min(1) } else { n });
             match (self.ty, self.format) {
                 (ty, Some(format)) if step == ty.block_bytes() as usize => {
-                    (format.dequantize_row)(line, out, n);
+                    (format.dequantize_row)(row, out, n);
                 }
-                (Type::F32, _) => gather(line, step, count, out, |x: f32| x),
-                (Type::F16, _) => gather(line, step, count, out, f16_to_f32),
-                (Type::Bf16, _) => gather(line, step, count, out, bf16_to_f32),
-                (Type::I32, _) => gather(line, step, count, out, |x: i32| x as f32),
+                (Type::F32, _) => gather(row, step, count, out, |x: f32| x),
+                (Type::F16, _) => gather(row, step, count, out, f16_to_f32),
+                (Type::Bf16, _) => gather(row, step, count, out, bf16_to_f32),
+                (Type::I32, _) => gather(row, step, count, out, |x: i32| x as f32),
                 (ty, _) => unreachable!("the rules claim no strided {ty:?}"),
             }
             if step == 0 {
@@ -102,21 +102,21 @@ impl Access {
     /// Writes `n` elements, rounded to the type.
     ///
     /// # Safety
-    /// `line` is writable for `n` elements of this access; `n` is a multiple of the block of the
-    /// type. `x` is readable for `n` floats and does not overlap the line.
-    pub(super) unsafe fn store(&self, x: *const f32, n: usize, line: *mut u8) {
+    /// `row` is writable for `n` elements of this access; `n` is a multiple of the block of the
+    /// type. `x` is readable for `n` floats and does not overlap the row.
+    pub(super) unsafe fn store(&self, x: *const f32, n: usize, row: *mut u8) {
         // SAFETY: the caller guarantees `n` floats at `x`, and `n` writable elements `step` bytes
-        // apart at `line`.
+        // apart at `row`.
         unsafe {
             let step = self.step;
             match (self.ty, self.format) {
                 (ty, Some(format)) if step == ty.block_bytes() as usize => {
-                    (format.quantize_row)(x, line, n);
+                    (format.quantize_row)(x, row, n);
                 }
-                (Type::F32, _) => scatter(x, n, line, step, |x| x),
-                (Type::F16, _) => scatter(x, n, line, step, f32_to_f16),
-                (Type::Bf16, _) => scatter(x, n, line, step, f32_to_bf16),
-                (Type::I32, _) => scatter(x, n, line, step, |x| x as i32),
+                (Type::F32, _) => scatter(x, n, row, step, |x| x),
+                (Type::F16, _) => scatter(x, n, row, step, f32_to_f16),
+                (Type::Bf16, _) => scatter(x, n, row, step, f32_to_bf16),
+                (Type::I32, _) => scatter(x, n, row, step, |x| x as i32),
                 (ty, _) => unreachable!("the rules claim no strided {ty:?}"),
             }
         }
@@ -128,7 +128,7 @@ impl Access {
 /// # Safety
 /// The elements are readable and aligned. `out` is writable for `n` floats.
 unsafe fn gather<T>(
-    line: *const u8,
+    row: *const u8,
     step: usize,
     n: usize,
     out: *mut f32,
@@ -138,7 +138,7 @@ unsafe fn gather<T>(
         // SAFETY: `i < n`: the caller guarantees the element and the float.
         unsafe {
             out.add(i)
-                .write(convert(line.wrapping_add(i * step).cast::<T>().read()))
+                .write(convert(row.wrapping_add(i * step).cast::<T>().read()))
         };
     }
 }
@@ -150,14 +150,14 @@ unsafe fn gather<T>(
 unsafe fn scatter<T>(
     x: *const f32,
     n: usize,
-    line: *mut u8,
+    row: *mut u8,
     step: usize,
     convert: impl Fn(f32) -> T,
 ) {
     for i in 0..n {
         // SAFETY: `i < n`: the caller guarantees the element and the float.
         unsafe {
-            line.wrapping_add(i * step)
+            row.wrapping_add(i * step)
                 .cast::<T>()
                 .write(convert(x.add(i).read()))
         };
@@ -217,18 +217,18 @@ impl<const N: usize, M: Map<N>> PtrTask for Apply<N, M> {
     }
 }
 
-/// Buffers for converted elements, not initialised, since most lines do not need the buffers.
+/// Buffers for converted elements, not initialised, since most rows do not need the buffers.
 type Stages<const N: usize> = [MaybeUninit<[f32; STAGE]>; N];
 
 fn empty_stages<const N: usize>() -> Stages<N> {
     [const { MaybeUninit::uninit() }; N]
 }
 
-/// Pointers to the elements `start..start + n` of lines as dense floats: in place, or in the
+/// Pointers to the elements `start..start + n` of rows as dense floats: in place, or in the
 /// stages.
 ///
 /// # Safety
-/// [`Access::load`] may read these elements of every line. Unless all lines are direct, `n` is at
+/// [`Access::load`] may read these elements of every row. Unless all rows are direct, `n` is at
 /// most [`STAGE`].
 unsafe fn floats<const N: usize>(
     src: [(Access, *const u8); N],
@@ -237,21 +237,21 @@ unsafe fn floats<const N: usize>(
     stages: &mut Stages<N>,
 ) -> [*const f32; N] {
     let mut floats = [std::ptr::null(); N];
-    for ((ptr, stage), (access, line)) in floats.iter_mut().zip(stages).zip(src) {
-        let line = access.at(line, start);
+    for ((ptr, stage), (access, row)) in floats.iter_mut().zip(stages).zip(src) {
+        let row = access.at(row, start);
         *ptr = if access.is_direct() {
-            line.cast()
+            row.cast()
         } else {
-            // SAFETY: the caller guarantees `n` elements of the line from `start` on. The line is
+            // SAFETY: the caller guarantees `n` elements of the row from `start` on. The row is
             // not direct, so `n <= STAGE`, the floats of a stage.
-            unsafe { access.load(line, n, stage.as_mut_ptr().cast()) };
+            unsafe { access.load(row, n, stage.as_mut_ptr().cast()) };
             stage.as_ptr().cast()
         };
     }
     floats
 }
 
-/// `dst[i] = f(src[0][i], ...)` on lines of any types.
+/// `dst[i] = f(src[0][i], ...)` on rows of any types.
 ///
 /// # Safety
 /// [`Access::load`] may read `n` elements of every source, and [`Access::store`] may write `n`
@@ -281,7 +281,7 @@ pub(super) unsafe fn apply<const N: usize, M: Map<N>>(
     let result = result.as_mut_ptr().cast::<f32>();
     for start in (0..n).step_by(STAGE) {
         let n = STAGE.min(n - start);
-        // SAFETY: the caller guarantees the elements `start .. start + n` of the lines. `n <=
+        // SAFETY: the caller guarantees the elements `start .. start + n` of the rows. `n <=
         // STAGE`, so the sources fit the stages and the results fit `result`.
         unsafe {
             let src = floats(src, start, n, &mut stages);
@@ -304,9 +304,9 @@ pub(super) fn map<const N: usize, M: Map<N>>(dst: View, src: [View; N], f: M) ->
     let is_plain = |view: &View| !view.ty.is_quantized();
     assert!(is_plain(&dst) && src.iter().all(is_plain));
     let walk = Walk::new(dst, src);
-    let line = *walk.line();
-    let out = Access::new(dst.ty, line.dst);
-    let ins: [Access; N] = std::array::from_fn(|i| Access::new(src[i].ty, line.src[i]));
+    let inner = *walk.inner();
+    let out = Access::new(dst.ty, inner.dst);
+    let ins: [Access; N] = std::array::from_fn(|i| Access::new(src[i].ty, inner.src[i]));
     Compiled::one(move |w| {
         walk.strips(w, GRAIN, |dst, src, n| {
             let src = std::array::from_fn(|i| (ins[i], src[i]));
@@ -360,10 +360,10 @@ impl<const N: usize, M: Map<N>> PtrTask for SumTerms<N, M> {
     }
 }
 
-/// The sum of `term(src[0][i], ...)` over lines of any types.
+/// The sum of `term(src[0][i], ...)` over rows of any types.
 ///
 /// # Safety
-/// [`Access::load`] may read `n` elements of every line.
+/// [`Access::load`] may read `n` elements of every row.
 pub(super) unsafe fn sum<const N: usize, M: Map<N>>(
     term: M,
     src: [(Access, *const u8); N],
@@ -378,7 +378,7 @@ pub(super) unsafe fn sum<const N: usize, M: Map<N>>(
     let mut total = 0.0;
     for start in (0..n).step_by(part) {
         let n = part.min(n - start);
-        // SAFETY: the caller guarantees the elements `start .. start + n` of the lines. If a line
+        // SAFETY: the caller guarantees the elements `start .. start + n` of the rows. If a row
         // is not direct, `n <= part = STAGE`.
         let src = unsafe { floats(src, start, n, &mut stages) };
         // SAFETY: `floats` has returned `n` dense floats of every source.
@@ -413,18 +413,18 @@ impl PtrTask for FindLargest {
     }
 }
 
-/// The largest element of a line; `-inf` if there is none. NaN is ignored.
+/// The largest element of a row; `-inf` if there is none. NaN is ignored.
 ///
 /// # Safety
-/// [`Access::load`] may read `n` elements of the line.
-pub(super) unsafe fn largest(line: (Access, *const u8), n: usize) -> f32 {
+/// [`Access::load`] may read `n` elements of the row.
+pub(super) unsafe fn largest(row: (Access, *const u8), n: usize) -> f32 {
     let mut stages = empty_stages();
     let mut result = f32::NEG_INFINITY;
     for start in (0..n).step_by(STAGE) {
         let n = STAGE.min(n - start);
-        // SAFETY: the caller guarantees the elements `start .. start + n` of the line; `n <=
+        // SAFETY: the caller guarantees the elements `start .. start + n` of the row; `n <=
         // STAGE`.
-        let [src] = unsafe { floats([line], start, n, &mut stages) };
+        let [src] = unsafe { floats([row], start, n, &mut stages) };
         // SAFETY: `floats` has returned `n` dense floats.
         result = result.max(unsafe { dispatch_ptr(FindLargest { src, n }) });
     }

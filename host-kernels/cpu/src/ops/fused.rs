@@ -60,16 +60,16 @@ unsafe fn norm(nodes: &[Operands<'_>]) -> Option<Compiled> {
     let [out, x_rows] = [&dst, &x].map(Access::rows);
     last.makes_rows(dst);
     let kernel = each_row(dst, move |index, row| {
-        let line = x.row_ptr(index);
+        let x_row = x.row_ptr(index);
         // SAFETY: in a group of this kind, `x`, the operands of the ADD and the destination have
         // the same lengths, so row `index` exists in each and has `n` elements. The weights are one
         // row of `n` elements.
         unsafe {
             if let Some((a, b)) = added {
                 let src = [a, b].map(|x| (Access::rows(&x), x.row_ptr(index).cast_const()));
-                apply(Add {}, (x_rows, line), src, n);
+                apply(Add {}, (x_rows, x_row), src, n);
             }
-            let x = (x_rows, line.cast_const());
+            let x = (x_rows, x_row.cast_const());
             let mean = sum(Sqr {}, [x], n) / n as f64;
             let scale = 1.0 / (mean as f32 + eps).sqrt();
             match weights {

@@ -3,7 +3,7 @@
 
 use vgpu_transport::ir::{Op, OpKind, Rule, ScaleMode, Type, TypeSet};
 
-use super::copy_raw::{self, Element, copy_line, each_part, each_row};
+use super::copy_raw::{self, Element, copy_strided, each_part, each_row};
 use super::elementwise::Add;
 use super::f32_rows::map;
 use super::walk::laid_out;
@@ -270,7 +270,7 @@ fn win_part(o: &Operands<'_>) -> Kernel {
         // the same type and rows of `ne[0]` elements, and the source has no dimension 3.
         unsafe {
             if x < src.ne[1] && y < src.ne[2] {
-                copy_line(
+                copy_strided(
                     row,
                     dst.nb[0],
                     src.row_ptr([x, y, 0]),
@@ -296,7 +296,7 @@ fn win_unpart(o: &Operands<'_>) -> Kernel {
         // SAFETY: `o` has passed the check of WIN_UNPART, and its rule: source and destination have
         // the same type and rows of `ne[0]` elements, and the source has windows of `w` by `w` rows
         // that cover the destination. One worker writes this row of `dst`.
-        unsafe { copy_line(row, dst.nb[0], from, src.nb[0], dst.ne[0], size) };
+        unsafe { copy_strided(row, dst.nb[0], from, src.nb[0], dst.ne[0], size) };
     })
 }
 
@@ -311,7 +311,7 @@ fn get_rel_pos(o: &Operands<'_>) -> Kernel {
         // SAFETY: `o` has passed the check of GET_REL_POS: `q` and `k` are below `n = dst.ne[1]`,
         // and the source has `2 * n - 1` rows, of as many elements as those of the destination. The
         // elements of both have two bytes by the rule.
-        unsafe { copy_line(row, dst.nb[0], from, src.nb[0], dst.ne[0], size) };
+        unsafe { copy_strided(row, dst.nb[0], from, src.nb[0], dst.ne[0], size) };
     })
 }
 

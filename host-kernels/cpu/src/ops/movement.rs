@@ -3,7 +3,7 @@
 
 use vgpu_transport::ir::{Op, OpKind, Rule, TriKind};
 
-use super::copy_raw::{self, Element, copy_line, each_row};
+use super::copy_raw::{self, Element, copy_strided, each_row};
 use super::elementwise::Add;
 use super::f32_rows::{Access, STAGE, map};
 use super::walk::{laid_out, window};
@@ -157,17 +157,17 @@ fn repeat_back(o: &Operands<'_>) -> Compiled {
                 copy / times[1] % times[2],
                 copy / (times[1] * times[2]),
             );
-            let line = src.row_ptr([
+            let src_row = src.row_ptr([
                 index[0] + c1 * dst.ne[1],
                 index[1] + c2 * dst.ne[2],
                 index[2] + c3 * dst.ne[3],
             ]);
             for c0 in first..times[0].min(first + REPETITIONS) {
                 // SAFETY: `o` has passed the check of REPEAT_BACK: `src` has `times` the lengths of
-                // `dst`. So the line exists, and its `src.ne[0]` elements are at least
+                // `dst`. So the row exists, and its `src.ne[0]` elements are at least
                 // `c0 * dst.ne[0] + start + n`. `stage` has `STAGE >= n` floats.
                 unsafe {
-                    let part = values.at(line, c0 * dst.ne[0] + start);
+                    let part = values.at(src_row, c0 * dst.ne[0] + start);
                     values.load(part, n, stage.as_mut_ptr());
                 }
                 sums.iter_mut()
@@ -214,7 +214,7 @@ fn keep(
         // source and destination have the same lengths and type. `start <= end <= n`, the length of
         // both rows. `other` has the type of the destination.
         unsafe {
-            copy_line(at(start), to_step, from, from_step, end - start, size);
+            copy_strided(at(start), to_step, from, from_step, end - start, size);
             other.fill(row, to_step, start);
             other.fill(at(end), to_step, n - end);
         }
@@ -234,7 +234,7 @@ fn diag(o: &Operands<'_>) -> Kernel {
         // same type. So `i1` is below the length of both.
         unsafe {
             zero.fill(row, dst.nb[0], dst.ne[0]);
-            copy_line(row.wrapping_add(i1 * dst.nb[0]), 0, value, 0, 1, size);
+            copy_strided(row.wrapping_add(i1 * dst.nb[0]), 0, value, 0, 1, size);
         }
     })
 }
@@ -255,7 +255,7 @@ fn pad(o: &Operands<'_>) -> Kernel {
         unsafe {
             if inside {
                 zero.fill(row, step, left[0]);
-                copy_line(at(left[0]), step, src.row_ptr(from), src.nb[0], inner, size);
+                copy_strided(at(left[0]), step, src.row_ptr(from), src.nb[0], inner, size);
                 zero.fill(at(left[0] + inner), step, n - left[0] - inner);
             } else {
                 zero.fill(row, step, n);
@@ -288,7 +288,7 @@ fn pad_circular(o: &Operands<'_>) -> Kernel {
             // SAFETY: `wrap` returns indices below the lengths of the source, so its row exists.
             // `start + n <= src.ne[0]` and `i + n <= dst.ne[0]`, the lengths of the rows, which
             // have the same type by the rule of PAD.
-            unsafe { copy_line(to, dst.nb[0], from, src.nb[0], n, size) };
+            unsafe { copy_strided(to, dst.nb[0], from, src.nb[0], n, size) };
             i += n;
         }
     })
@@ -311,11 +311,11 @@ fn pad_reflect(o: &Operands<'_>) -> Kernel {
             // SAFETY: `o` has passed the check of PAD_REFLECT_1D, and its rule: the source has the
             // rows and the type of the destination, and each padding is smaller than a row of the
             // source, so `mirrored < src.ne[0]`. `i < dst.ne[0]`.
-            unsafe { copy_line(row.wrapping_add(i * dst.nb[0]), 0, element, 0, 1, size) };
+            unsafe { copy_strided(row.wrapping_add(i * dst.nb[0]), 0, element, 0, 1, size) };
         }
         let middle = row.wrapping_add(left * dst.nb[0]);
         // SAFETY: `left + src.ne[0] <= dst.ne[0]` by the check of PAD_REFLECT_1D.
-        unsafe { copy_line(middle, dst.nb[0], from, src.nb[0], src.ne[0], size) };
+        unsafe { copy_strided(middle, dst.nb[0], from, src.nb[0], src.ne[0], size) };
     })
 }
 
@@ -336,8 +336,8 @@ fn roll(o: &Operands<'_>) -> Kernel {
         // both rows, which are copied as `n - start` and `start` elements.
         unsafe {
             let tail = from.wrapping_add(start * src.nb[0]);
-            copy_line(row, dst.nb[0], tail, src.nb[0], n - start, size);
-            copy_line(split, dst.nb[0], from, src.nb[0], start, size);
+            copy_strided(row, dst.nb[0], tail, src.nb[0], n - start, size);
+            copy_strided(split, dst.nb[0], from, src.nb[0], start, size);
         }
     })
 }

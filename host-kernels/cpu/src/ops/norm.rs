@@ -54,15 +54,15 @@ fn norm(o: &Operands<'_>) -> Kernel {
     let (dst, src) = (o.dst(), o.src(0));
     let (out, x, n) = (Access::rows(&dst), Access::rows(&src), dst.ne[0]);
     each_row(dst, move |index, row| {
-        let line = [(x, src.row_ptr(index).cast_const())];
+        let source = [(x, src.row_ptr(index).cast_const())];
         // SAFETY: `o` has passed the check of NORM: source and destination have the same lengths,
         // so both rows have `ne[0]` elements. One worker has this row, and no other worker writes
         // the source rows.
         unsafe {
-            let mean = (sum(Identity {}, line, n) / n as f64) as f32;
-            let variance = sum(SquaredDistance { mean }, line, n) / n as f64;
+            let mean = (sum(Identity {}, source, n) / n as f64) as f32;
+            let variance = sum(SquaredDistance { mean }, source, n) / n as f64;
             let scale = 1.0 / (variance as f32 + eps).sqrt();
-            apply(Standardize { mean, scale }, (out, row), line, n);
+            apply(Standardize { mean, scale }, (out, row), source, n);
         }
     })
 }
@@ -73,14 +73,14 @@ fn rms_norm(o: &Operands<'_>) -> Kernel {
     let (dst, src) = (o.dst(), o.src(0));
     let (out, x, n) = (Access::rows(&dst), Access::rows(&src), dst.ne[0]);
     each_row(dst, move |index, row| {
-        let line = [(x, src.row_ptr(index).cast_const())];
+        let source = [(x, src.row_ptr(index).cast_const())];
         // SAFETY: `o` has passed the check of RMS_NORM: source and destination have the same
         // lengths, so both rows have `ne[0]` elements. One worker has this row, and no other worker
         // writes the source rows.
         unsafe {
-            let mean = sum(Sqr {}, line, n) / n as f64;
+            let mean = sum(Sqr {}, source, n) / n as f64;
             let scale = 1.0 / (mean as f32 + eps).sqrt();
-            apply(Scale { scale, bias: 0.0 }, (out, row), line, n);
+            apply(Scale { scale, bias: 0.0 }, (out, row), source, n);
         }
     })
 }
@@ -112,14 +112,14 @@ fn l2_norm(o: &Operands<'_>) -> Kernel {
     let (dst, src) = (o.dst(), o.src(0));
     let (out, x, n) = (Access::rows(&dst), Access::rows(&src), dst.ne[0]);
     each_row(dst, move |index, row| {
-        let line = [(x, src.row_ptr(index).cast_const())];
+        let source = [(x, src.row_ptr(index).cast_const())];
         // SAFETY: `o` has passed the check of L2_NORM: source and destination have the same
         // lengths, so both rows have `ne[0]` elements. One worker has this row, and no other worker
         // writes the source rows.
         unsafe {
-            let length = sum(Sqr {}, line, n).sqrt() as f32;
+            let length = sum(Sqr {}, source, n).sqrt() as f32;
             let scale = 1.0 / length.max(eps);
-            apply(Scale { scale, bias: 0.0 }, (out, row), line, n);
+            apply(Scale { scale, bias: 0.0 }, (out, row), source, n);
         }
     })
 }
@@ -138,7 +138,7 @@ fn group_norm(o: &Operands<'_>) -> Compiled {
     let groups = channels
         .checked_div(per_group)
         .map_or(0, |_| channels.div_ceil(per_group));
-    // A group is read for the mean, read for the variance, and written, some lines at a time.
+    // A group is read for the mean, read for the variance, and written, some rows at a time.
     let grain = (UNIT_ELEMENTS / n.max(1)).max(1);
     let parts = (rows * per_group).div_ceil(grain);
     let most = Estimate::steps(n.saturating_mul(grain));
@@ -147,13 +147,13 @@ fn group_norm(o: &Operands<'_>) -> Compiled {
             let (step, group) = (unit % (3 * parts), unit / (3 * parts));
             let (pass, part) = (step / parts, step % parts);
             let (first, i3) = (group % groups * per_group, group / groups);
-            let lines_in_group = rows * (channels.min(first + per_group) - first);
-            let end = lines_in_group.min((part + 1) * grain);
-            let lines = (part * grain..end).map(|line| {
-                let index = [line % rows, first + line / rows, i3];
+            let rows_in_group = rows * (channels.min(first + per_group) - first);
+            let end = rows_in_group.min((part + 1) * grain);
+            let group_rows = (part * grain..end).map(|i| {
+                let index = [i % rows, first + i / rows, i3];
                 (dst.row_ptr(index), [(x, src.row_ptr(index).cast_const())])
             });
-            let count = (n * lines_in_group) as f64;
+            let count = (n * rows_in_group) as f64;
             // SAFETY: the scratch memory is aligned to 64 bytes and has two sums for each worker. A
             // group is normalised by one worker, whose first step sets both sums. `o` has passed
             // the check of GROUP_NORM: source and destination have the same lengths, so all rows
@@ -166,13 +166,14 @@ fn group_norm(o: &Operands<'_>) -> Compiled {
                 let [mut total, mut squares] = sums.read();
                 let mean = (total / count) as f32;
                 match pass {
-                    0 => lines.for_each(|(_, line)| total += sum(Identity {}, line, n)),
-                    1 => lines
-                        .for_each(|(_, line)| squares += sum(SquaredDistance { mean }, line, n)),
+                    0 => group_rows.for_each(|(_, source)| total += sum(Identity {}, source, n)),
+                    1 => group_rows.for_each(|(_, source)| {
+                        squares += sum(SquaredDistance { mean }, source, n)
+                    }),
                     _ => {
                         let scale = 1.0 / ((squares / count) as f32 + eps).sqrt();
-                        lines.for_each(|(row, line)| {
-                            apply(Standardize { mean, scale }, (out, row), line, n);
+                        group_rows.for_each(|(row, source)| {
+                            apply(Standardize { mean, scale }, (out, row), source, n);
                         });
                     }
                 }

@@ -32,14 +32,14 @@ pub(super) fn compile(o: &Operands<'_>) -> Option<Compiled> {
     })
 }
 
-/// The element of `line` at index `i`.
+/// The element of `row` at index `i`.
 ///
 /// # Safety
-/// The line has more than `i` elements.
-unsafe fn element(access: Access, line: *const u8, i: usize) -> f32 {
+/// The row has more than `i` elements.
+unsafe fn element(access: Access, row: *const u8, i: usize) -> f32 {
     let mut value = 0.0;
     // SAFETY: the caller guarantees element `i`, which is loaded into one float.
-    unsafe { access.load(access.at(line, i), 1, &mut value) };
+    unsafe { access.load(access.at(row, i), 1, &mut value) };
     value
 }
 
@@ -88,7 +88,7 @@ fn pool_1d(o: &Operands<'_>, [window]: [PoolAxis; 1]) -> Kernel {
     );
     let grain = grain([window], [src.ne[0]]);
     each_part(dst, grain, move |index, row, part| {
-        let line = src.row_ptr(index);
+        let src_row = src.row_ptr(index);
         for i in part {
             let covered = window.covers(i, src.ne[0]);
             let count = covered.len();
@@ -96,7 +96,7 @@ fn pool_1d(o: &Operands<'_>, [window]: [PoolAxis; 1]) -> Kernel {
             for j in covered {
                 // SAFETY: `o` has passed the check of POOL_1D: the source has the rows of the
                 // destination. `covers` returns indices below `src.ne[0]`, the length of the row.
-                result = add(kind, result, unsafe { element(x, line, j) });
+                result = add(kind, result, unsafe { element(x, src_row, j) });
             }
             if kind == PoolKind::Average && count > 0 {
                 result /= count as f32;
@@ -121,11 +121,11 @@ fn pool_2d(o: &Operands<'_>, [wx, wy]: [PoolAxis; 2]) -> Kernel {
         for i in part {
             let mut result = start(kind);
             for sy in wy.covers(y, src.ne[1]) {
-                let line = src.row_ptr([sy, i2, i3]);
+                let src_row = src.row_ptr([sy, i2, i3]);
                 for sx in wx.covers(i, src.ne[0]) {
                     // SAFETY: `o` has passed the check of POOL_2D: the source has the planes of the
                     // destination. `covers` returns indices below the lengths of a plane.
-                    result = add(kind, result, unsafe { element(x, line, sx) });
+                    result = add(kind, result, unsafe { element(x, src_row, sx) });
                 }
             }
             if kind == PoolKind::Average {
@@ -188,10 +188,10 @@ fn pool_2d_back(o: &Operands<'_>, [wx, wy]: [PoolAxis; 2]) -> Kernel {
                         PoolKind::Max => {
                             let (mut largest, mut position) = (f32::MIN, None);
                             for at in covered() {
-                                let line = forward.row_ptr([at.0, i2, i3]);
+                                let src_row = forward.row_ptr([at.0, i2, i3]);
                                 // SAFETY: `covers` returns indices below the lengths of `dst`,
                                 // which are those of `forward` by the check of POOL_2D_BACK.
-                                let value = unsafe { element(x, line, at.1) };
+                                let value = unsafe { element(x, src_row, at.1) };
                                 if value > largest {
                                     (largest, position) = (value, Some(at));
                                 }

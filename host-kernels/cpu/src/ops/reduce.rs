@@ -151,7 +151,7 @@ fn cumsum(o: &Operands<'_>) -> Kernel {
     let (dst, src) = (o.dst(), o.src(0));
     let (out, x, n) = (Access::rows(&dst), Access::rows(&src), dst.ne[0]);
     each_row(dst, move |index, row| {
-        let line = src.row_ptr(index).cast_const();
+        let src_row = src.row_ptr(index).cast_const();
         let mut sum = 0.0;
         let mut stage = [0.0; STAGE];
         for start in (0..n).step_by(STAGE) {
@@ -159,7 +159,7 @@ fn cumsum(o: &Operands<'_>) -> Kernel {
             // SAFETY: `o` has passed the check of CUMSUM: source and destination have the same
             // rows, of `n >= start + len` elements. `len <= STAGE`.
             unsafe {
-                x.load(x.at(line, start), len, stage.as_mut_ptr());
+                x.load(x.at(src_row, start), len, stage.as_mut_ptr());
                 for value in &mut stage[..len] {
                     sum += f64::from(*value);
                     *value = sum as f32;
@@ -174,12 +174,12 @@ fn cumsum(o: &Operands<'_>) -> Kernel {
 ///
 /// # Safety
 /// [`Access::load`] may read `n` elements of the row.
-unsafe fn each_value(access: Access, line: *const u8, n: usize, mut body: impl FnMut(usize, f32)) {
+unsafe fn each_value(access: Access, row: *const u8, n: usize, mut body: impl FnMut(usize, f32)) {
     let mut stage = [0.0; STAGE];
     for start in (0..n).step_by(STAGE) {
         let len = STAGE.min(n - start);
         // SAFETY: the caller guarantees `n >= start + len` elements, and `len <= STAGE`.
-        unsafe { access.load(access.at(line, start), len, stage.as_mut_ptr()) };
+        unsafe { access.load(access.at(row, start), len, stage.as_mut_ptr()) };
         for (i, &value) in stage[..len].iter().enumerate() {
             body(start + i, value);
         }
@@ -283,11 +283,11 @@ fn argsort_long(o: &Operands<'_>, order: SortOrder) -> Compiled {
                 )
             };
             if pass == 0 {
-                let line = x.at(src.row_ptr(index).cast_const(), range.start);
+                let src_row = x.at(src.row_ptr(index).cast_const(), range.start);
                 // SAFETY: `o` has passed the check of ARGSORT or TOP_K: the source has the rows of
                 // the destination. A row of the source has `n >= range.end` elements.
                 unsafe {
-                    each_value(x, line, range.len(), |i, value| {
+                    each_value(x, src_row, range.len(), |i, value| {
                         let i = range.start + i;
                         from[i] = ordered(order, value, i);
                     });
@@ -295,14 +295,14 @@ fn argsort_long(o: &Operands<'_>, order: SortOrder) -> Compiled {
                 continue;
             }
             if pass == writes {
-                let line = dst.row_ptr(index);
+                let dst_row = dst.row_ptr(index);
                 for (i, key) in from[..wanted]
                     .iter()
                     .enumerate()
                     .take(range.end)
                     .skip(range.start)
                 {
-                    let to = line.wrapping_add(i * dst.nb[0]).cast::<i32>();
+                    let to = dst_row.wrapping_add(i * dst.nb[0]).cast::<i32>();
                     // SAFETY: `i < wanted = dst.ne[0]`, the length of a row, which is of i32 by the
                     // check of ARGSORT and TOP_K. The low half of a key is an index.
                     unsafe { to.write(*key as u32 as i32) };

@@ -4,7 +4,7 @@ use std::mem::MaybeUninit;
 
 use vgpu_transport::ir::{Op, OpKind, Rule, Type};
 
-use super::copy_raw::{Element, copy_line};
+use super::copy_raw::{Element, copy_strided};
 use super::elementwise::Add;
 use super::f32_rows::{Access, STAGE, apply};
 use super::gather::real_types;
@@ -93,7 +93,7 @@ fn get_rows(o: &Operands<'_>) -> Compiled {
             unsafe {
                 if a.ty == dst.ty {
                     let size = dst.ty.block_bytes() as usize;
-                    copy_line(to, dst.nb[0], from, a.nb[0], dst.ne[0], size);
+                    copy_strided(to, dst.nb[0], from, a.nb[0], dst.ne[0], size);
                 } else {
                     convert_row(
                         (Access::rows(&dst), to),

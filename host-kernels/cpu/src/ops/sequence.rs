@@ -2,15 +2,16 @@
 
 use crate::view::View;
 
-/// The elements of a tensor in order, for any strides: lines of equal length, each with elements at
-/// equal distances.
+/// The elements of a tensor in order, for any strides: an innermost loop over elements at equal
+/// distances, and the loops around it.
 ///
 /// Positions and lengths are in elements; in blocks for quantised types.
 pub(super) struct Sequence {
     view: View,
-    line: usize,
+    /// The count of the innermost loop.
+    inner: usize,
     step: usize,
-    /// The loops around the line, innermost first: count, and stride in bytes.
+    /// The other loops, innermost first: count, and stride in bytes.
     outer: Vec<(usize, usize)>,
 }
 
@@ -18,7 +19,7 @@ impl Sequence {
     /// The elements of `view`.
     pub(super) fn new(view: View) -> Sequence {
         let blocks = view.ne[0] / view.ty.block_elements() as usize;
-        let mut line = blocks;
+        let mut inner = blocks;
         let mut step = if blocks == 1 {
             view.ty.block_bytes() as usize
         } else {
@@ -29,41 +30,41 @@ impl Sequence {
             if count == 1 {
                 continue;
             }
-            if outer.is_empty() && line == 1 && !view.ty.is_quantized() {
-                // Rows have one element: the next dimension is the line.
-                (line, step) = (count, stride);
-            } else if outer.is_empty() && stride == line.wrapping_mul(step) {
-                line *= count;
+            if outer.is_empty() && inner == 1 && !view.ty.is_quantized() {
+                // Rows have one element: the innermost loop is over the next dimension.
+                (inner, step) = (count, stride);
+            } else if outer.is_empty() && stride == inner.wrapping_mul(step) {
+                inner *= count;
             } else {
                 outer.push((count, stride));
             }
         }
         Sequence {
             view,
-            line,
+            inner,
             step,
             outer,
         }
     }
 
-    /// Bytes from one element of a line to the next.
+    /// Bytes from one element of the innermost loop to the next.
     pub(super) fn step(&self) -> usize {
         self.step
     }
 
-    /// The address of position `i`, and the number of positions from `i` to the end of its line.
+    /// The address of position `i`, and the number of positions from `i` to the end of the loop.
     fn seek(&self, i: usize) -> (*mut u8, usize) {
-        let (mut rest, on_line) = (i / self.line, i % self.line);
-        let mut address = self.view.ptr().wrapping_add(on_line * self.step);
+        let (mut rest, at) = (i / self.inner, i % self.inner);
+        let mut address = self.view.ptr().wrapping_add(at * self.step);
         for &(count, stride) in &self.outer {
             address = address.wrapping_add(rest % count * stride);
             rest /= count;
         }
-        (address, self.line - on_line)
+        (address, self.inner - at)
     }
 
-    /// Calls `body` for each strip of the positions `start..start + n` that is in one line, with
-    /// its address, its offset from `start`, and its length.
+    /// Calls `body` for each strip of the positions `start..start + n` that is in one innermost
+    /// loop, with its address, its offset from `start`, and its length.
     pub(super) fn strips(
         &self,
         start: usize,

@@ -50,12 +50,12 @@ maps! {
 /// `ln(sum(e^x))` of a row.
 ///
 /// # Safety
-/// [`Access::load`] may read `n` elements of the line.
-unsafe fn log_sum_exp(line: (Access, *const u8), n: usize) -> f32 {
-    // SAFETY: the caller guarantees that the line has `n` elements, which both functions read.
+/// [`Access::load`] may read `n` elements of the row.
+unsafe fn log_sum_exp(row: (Access, *const u8), n: usize) -> f32 {
+    // SAFETY: the caller guarantees that the row has `n` elements, which both functions read.
     unsafe {
-        let largest = largest(line, n);
-        largest + sum(Exponential { largest }, [line], n).ln() as f32
+        let largest = largest(row, n);
+        largest + sum(Exponential { largest }, [row], n).ln() as f32
     }
 }
 

@@ -9,7 +9,7 @@ use crate::view::View;
 /// Sources with smaller lengths are broadcast.
 ///
 /// The four dimensions become few, long loops: dimensions that are contiguous in all tensors are
-/// merged, so that a dense operation of any shape is one line.
+/// merged, so that a dense operation of any shape is one loop.
 ///
 /// For quantised types the unit is the block instead of the element, and all tensors have the same
 /// type.
@@ -17,11 +17,11 @@ use crate::view::View;
 pub(super) struct Walk<const N: usize> {
     dst: View,
     src: [View; N],
-    line: Loop<N>,
+    inner: Loop<N>,
     /// The other loops, innermost first.
     outer: Vec<Loop<N>>,
-    /// The number of lines: the product of the counts of the outer loops.
-    lines: usize,
+    /// How often the innermost loop runs: the product of the counts of the outer loops.
+    outer_count: usize,
 }
 
 /// The count of a loop, and the stride of each tensor in bytes.
@@ -33,7 +33,7 @@ pub(super) struct Loop<const N: usize> {
 }
 
 /// If the innermost loop is shorter than this, the longest loop becomes the innermost one.
-const SHORT_LINE: usize = 8;
+const SHORT_LOOP: usize = 8;
 
 /// The most loops: for each of four dimensions, a loop over the source and a loop over its
 /// repetitions.
@@ -77,7 +77,7 @@ impl<const N: usize> Walk<N> {
             push(&mut loops, again);
         }
         if loops.is_empty() {
-            // A single element, whose strides are not used, and have the values of a dense line.
+            // A single element, whose strides are not used, and have the values of a dense loop.
             let size = |v: &View| v.ty.block_bytes() as usize;
             loops.push(Loop {
                 count: 1,
@@ -85,48 +85,48 @@ impl<const N: usize> Walk<N> {
                 src: src.map(|s| size(&s)),
             });
         }
-        if loops[0].count < SHORT_LINE {
+        if loops[0].count < SHORT_LOOP {
             let longest = (0..loops.len())
                 .max_by_key(|&i| loops[i].count)
                 .unwrap_or(0);
             loops.swap(0, longest);
         }
-        let line = loops.remove(0);
-        let lines = loops.iter().map(|l| l.count).product();
+        let inner = loops.remove(0);
+        let outer_count = loops.iter().map(|l| l.count).product();
         Walk {
             dst,
             src,
-            line,
+            inner,
             outer: loops,
-            lines,
+            outer_count,
         }
     }
 
     /// The innermost loop.
-    pub(super) fn line(&self) -> &Loop<N> {
-        &self.line
+    pub(super) fn inner(&self) -> &Loop<N> {
+        &self.inner
     }
 
     /// The innermost outer loop in which this source is dense. `None` if the source is dense in the
-    /// line.
+    /// innermost one.
     pub(super) fn dense_elsewhere(&self, source: usize) -> Option<usize> {
         let size = self.src[source].ty.block_bytes() as usize;
         let dense = |l: &Loop<N>| l.src[source] == size;
-        if dense(&self.line) {
+        if dense(&self.inner) {
             None
         } else {
             self.outer.iter().position(dense)
         }
     }
 
-    /// Loop `i` around the line.
+    /// Outer loop `i`.
     pub(super) fn outer(&self, i: usize) -> &Loop<N> {
         &self.outer[i]
     }
 
     /// Calls `body` for each tile of this worker's range of all elements, with the addresses of its
-    /// first element: at most `side` adjacent elements of the line, in at most `side` adjacent
-    /// iterations of outer loop `crossed`.
+    /// first element: at most `side` adjacent elements of the innermost loop, in at most `side`
+    /// adjacent iterations of outer loop `crossed`.
     pub(super) fn tiles(
         &self,
         w: &Worker<'_>,
@@ -134,9 +134,9 @@ impl<const N: usize> Walk<N> {
         side: usize,
         mut body: impl FnMut(*mut u8, [*const u8; N], usize, usize),
     ) {
-        let (line, other) = (&self.line, &self.outer[crossed]);
-        let (along, beside) = (line.count.div_ceil(side), other.count.div_ceil(side));
-        let planes = self.lines.checked_div(other.count).unwrap_or(0);
+        let (inner, other) = (&self.inner, &self.outer[crossed]);
+        let (along, beside) = (inner.count.div_ceil(side), other.count.div_ceil(side));
+        let planes = self.outer_count.checked_div(other.count).unwrap_or(0);
         for unit in w.range_of(along * beside * planes) {
             let start = unit % along * side;
             let first = unit / along % beside * side;
@@ -144,9 +144,9 @@ impl<const N: usize> Walk<N> {
             let mut dst = self
                 .dst
                 .ptr()
-                .wrapping_add(start * line.dst + first * other.dst);
+                .wrapping_add(start * inner.dst + first * other.dst);
             let mut src = self.src.map(|s| s.ptr().cast_const());
-            src = advance(advance(src, line.src, start), other.src, first);
+            src = advance(advance(src, inner.src, start), other.src, first);
             for (_, l) in self.outer.iter().enumerate().filter(|(i, _)| *i != crossed) {
                 dst = dst.wrapping_add(plane % l.count * l.dst);
                 src = advance(src, l.src, plane % l.count);
@@ -155,45 +155,46 @@ impl<const N: usize> Walk<N> {
             body(
                 dst,
                 src,
-                side.min(line.count - start),
+                side.min(inner.count - start),
                 side.min(other.count - first),
             );
         }
     }
 
     /// Calls `body` for each strip of this worker's range of all elements, with the addresses of
-    /// its first element and its number of elements: at most `grain` elements of a line.
+    /// its first element and its number of elements: at most `grain` adjacent ones of the innermost
+    /// loop.
     pub(super) fn strips(
         &self,
         w: &Worker<'_>,
         grain: usize,
         mut body: impl FnMut(*mut u8, [*const u8; N], usize),
     ) {
-        let per_line = self.line.count.div_ceil(grain);
-        let units = w.range_of(self.lines * per_line);
+        let strips_per_loop = self.inner.count.div_ceil(grain);
+        let units = w.range_of(self.outer_count * strips_per_loop);
         let rest = units.rest();
         if rest.is_empty() {
             return;
         }
-        let (mut line, mut strip) = (rest.start / per_line, rest.start % per_line);
+        let (mut outer, mut strip) = (rest.start / strips_per_loop, rest.start % strips_per_loop);
         let mut index = [0; MAX_LOOPS];
         let (mut dst, mut src) = (self.dst.ptr(), self.src.map(|s| s.ptr().cast_const()));
         for (i, l) in index.iter_mut().zip(&self.outer) {
-            *i = line % l.count;
-            line /= l.count;
+            *i = outer % l.count;
+            outer /= l.count;
             dst = dst.wrapping_add(*i * l.dst);
             src = advance(src, l.src, *i);
         }
         for _ in units {
             let start = strip * grain;
-            let n = grain.min(self.line.count - start);
+            let n = grain.min(self.inner.count - start);
             body(
-                dst.wrapping_add(start * self.line.dst),
-                advance(src, self.line.src, start),
+                dst.wrapping_add(start * self.inner.dst),
+                advance(src, self.inner.src, start),
                 n,
             );
             strip += 1;
-            if strip < per_line {
+            if strip < strips_per_loop {
                 continue;
             }
             strip = 0;

@@ -159,10 +159,10 @@ impl WeightRegionState {
 
     /// The address of exclusive, contiguous memory with the bytes of `range`. A buffer has at most
     /// [`MAX_COPIES`] regions of its own besides the base: instead of one more, it gets one for all
-    /// its bytes. It gets that, too, once [`gathered`](WeightRegionState::gathered) would exceed
-    /// the bytes that it has: neighbours that are merged one after the other would be copied again
-    /// with each of them. So all copies for a graph have at most four times the bytes of the
-    /// buffer.
+    /// its bytes. The buffer gets that one, too, once [`gathered`](WeightRegionState::gathered)
+    /// would exceed the bytes that it has: neighbours that are merged one after the other would be
+    /// copied again with each of them. So all copies for a graph have at most four times the bytes
+    /// of the buffer.
     ///
     /// Asks `is_cancelled` before each 4 MiB that are copied. After an error each byte is where it
     /// was, and extents in use are still offered.

@@ -74,8 +74,8 @@ impl Drop for HostMemory {
             );
             return;
         }
-        // SAFETY: `new` has allocated this memory with this layout. It is not registered: its
-        // registration has ended with the context, or above.
+        // SAFETY: `new` has allocated this memory with this layout. The memory is not registered:
+        // its registration has ended with the context, or above.
         unsafe { std::alloc::dealloc(self.start, self.layout) };
     }
 }

@@ -46,7 +46,7 @@ enum Built {
     Added,
     /// No kernel takes the operands.
     NoKernel,
-    /// This kernel may not be used, and there is none behind it on the device.
+    /// This kernel may not be used, and has no fallback on the device.
     Missing(&'static str),
 }
 

@@ -153,7 +153,7 @@ entries! {
         address.put(memory().device_pointer(context.id, at.as_ptr() as u64)?)
     }
 
-    // Address ranges. They belong to the process, not to a context.
+    // Address ranges. The ranges belong to the process, not to a context.
     cuMemGetAllocationGranularity(
         size: Out<usize>,
         properties: In<sys::CUmemAllocationProp>,

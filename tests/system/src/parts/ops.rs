@@ -236,7 +236,7 @@ fn of_main_release(tests: &mut TestRun<'_>, dist: &Dist, bin: &Path, is_sampled:
 }
 
 /// Runs cases with buffers of up to 192 MiB, which the program fills, with the plugin's log at
-/// `info`. It has lines for the session, and none for a buffer, which has one at `debug`.
+/// `info`. The log has lines for the session, and none for a buffer, which has one at `debug`.
 fn log_lines(tests: &TestRun<'_>, dist: &Dist, bin: &Path) -> Result<String> {
     over_unix(dist, tests, None, |backend| {
         let suite = Suite {

@@ -217,8 +217,8 @@ impl Events<'_> {
         self.sessions()
     }
 
-    /// Waits until the generation has `count` tokens. It must not have ended: it still ran after
-    /// the event before.
+    /// Waits until the generation has `count` tokens. The generation must not have ended: it still
+    /// ran after the event before.
     fn goes_on(&mut self, count: usize) -> Result<()> {
         self.program.wait_for_tokens(&mut self.guest, count)
     }

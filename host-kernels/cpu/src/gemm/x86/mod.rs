@@ -5,7 +5,7 @@
 //! - `block32`, `k_quants`, `floats`: products of the three families. Few columns are multiplied
 //!   with rows, many columns with panels.
 //! - `block32::short_rows`: as many rows of blocks of 32 as a vector has lanes, for keys.
-//! - `block32::mixed_rows`: sums of rows of blocks of 32, each times a weight, for values.
+//! - `block32::weighted_rows`: sums of rows of blocks of 32, each times a weight, for values.
 //! - `eight_rows`: eight rows of quantised weights at a time, in the order of sums of a panel.
 //! - `bf16_dot`: products with the BF16 dot product instruction.
 //! - `int16`, `q8_int16`: products of 16-bit integers, for levels that multiply them faster than
@@ -37,7 +37,7 @@ mod q8_int16;
 pub(super) use block32::column_bytes as prepared_column_bytes;
 pub(super) use int16::column_bytes as i16_column_bytes;
 
-use super::kernel::{Activation, Gemm, GemmArgs, MatmulKernel, Mix, ROUNDED_COLUMNS};
+use super::kernel::{Activation, Gemm, GemmArgs, MatmulKernel, ROUNDED_COLUMNS, WeightedRows};
 use crate::formats::{
     BlockIq1M, BlockIq1S, BlockIq2S, BlockIq2Xs, BlockIq2Xxs, BlockIq3S, BlockIq3Xxs, BlockIq4Nl,
     BlockIq4Xs, BlockMxfp4, BlockNvfp4, BlockQ1_0, BlockQ2_0, BlockQ2K, BlockQ3K, BlockQ4_0,
@@ -72,7 +72,7 @@ macro_rules! entry_points {
             use super::{block32 as block32_kernels, int16};
             use super::{k_quants as k_quant_kernels, plain as plain_kernels};
             use crate::formats::SuperBlockFormat;
-            use crate::gemm::kernel::{GemmArgs, MixArgs};
+            use crate::gemm::kernel::{GemmArgs, WeightedRowsArgs};
 
             gemm!(
                 #[target_feature(enable = $features)]
@@ -91,13 +91,13 @@ macro_rules! entry_points {
             );
 
             /// # Safety
-            /// As [`crate::gemm::kernel::Mix`].
+            /// As [`crate::gemm::kernel::WeightedRows`].
             #[target_feature(enable = $features)]
-            pub(super) unsafe fn mix<B: Block32Kernel>(args: &MixArgs) {
-                // SAFETY: the contract of `block32_kernels::mix` is that of this function. The
-                // features of `$simd` are those that this function is compiled for, so the
-                // processor has them.
-                unsafe { block32_kernels::mix::<$simd, B>(args) }
+            pub(super) unsafe fn weighted_rows<B: Block32Kernel>(args: &WeightedRowsArgs) {
+                // SAFETY: the contract of `block32_kernels::weighted_rows` is that of this
+                // function. The features of `$simd` are those that this function is compiled for,
+                // so the processor has them.
+                unsafe { block32_kernels::weighted_rows::<$simd, B>(args) }
             }
 
             /// # Safety
@@ -322,11 +322,11 @@ pub(super) fn short_rows(weight: Type, level: Level) -> Option<MatmulKernel> {
     })
 }
 
-/// [`mix_of`](crate::gemm::mix_of) at `level`.
-pub(super) fn mix(ty: Type, level: Level) -> Option<Mix> {
+/// [`weighted_rows`](crate::gemm::weighted_rows) at `level`.
+pub(super) fn weighted_rows(ty: Type, level: Level) -> Option<WeightedRows> {
     macro_rules! entry {
         ($module:ident, $block:ty) => {
-            $module::mix::<$block> as Mix
+            $module::weighted_rows::<$block> as WeightedRows
         };
     }
     Some(cached!(ty, level, entry))

@@ -25,7 +25,7 @@ use vgpu_transport::ir::{OpKind, Rule, Type, TypeSet};
 
 use super::gather::real_types;
 use super::scratch::ScratchLayout;
-use crate::gemm::{MatmulKernel, MixArgs};
+use crate::gemm::{MatmulKernel, WeightedRowsArgs};
 use crate::gemm_rows::{GemmRows, TILE_RESULTS};
 use crate::kernel::{Compiled, Estimate, Kernel};
 use crate::operands::Operands;
@@ -172,12 +172,12 @@ impl Attention {
         sums: &mut Sums<'_>,
     ) {
         let [v2, v3] = self.shared(block, &self.v);
-        if let Some(mix) = self.mix {
+        if let Some(weighted_rows) = self.weighted_rows {
             // SAFETY: the caller guarantees `keys <= TILE_KEYS` rows of values from `first` on, and
             // weights for them, by row. Rows of values are dense, by the check of FLASH_ATTN_EXT.
             // The sums belong to this worker.
             unsafe {
-                mix(&MixArgs {
+                weighted_rows(&WeightedRowsArgs {
                     results: block.rows(),
                     terms: keys,
                     live,

@@ -5,7 +5,7 @@ use vgpu_transport::ir::Op;
 use super::super::scratch::{Output, ScratchLayout};
 use super::super::softmax::Slopes;
 use super::rows::Rows;
-use crate::gemm::{Level, MAX_MIXED, MatmulKernel, Mix, mix_of};
+use crate::gemm::{Level, MAX_WEIGHTED_ROWS, MatmulKernel, WeightedRows, weighted_rows};
 use crate::operands::{Operands, parameters};
 use crate::view::View;
 
@@ -17,7 +17,7 @@ pub(super) const BLOCK_ROWS_BY_KEY: usize = 96;
 /// Keys in a tile.
 pub(super) const TILE_KEYS: usize = 64;
 
-const _: () = assert!(TILE_KEYS <= MAX_MIXED);
+const _: () = assert!(TILE_KEYS <= MAX_WEIGHTED_ROWS);
 
 /// From this many rows on, scores of keys that are not quantised are stored by key, and keys and
 /// values are not prefetched. With AVX2, quantised ones then have the kernels of many columns.
@@ -56,7 +56,7 @@ pub(super) struct Attention {
     /// Multiplies keys with queries, if scores are stored by row.
     pub(super) kernel: MatmulKernel,
     /// Adds values to sums, if the values are blocks and scores are stored by row.
-    pub(super) mix: Option<Mix>,
+    pub(super) weighted_rows: Option<WeightedRows>,
     pub(super) keys: Rows,
     pub(super) values: Rows,
     /// The factor of the scores.
@@ -188,9 +188,12 @@ impl Attention {
         let by_key = !k.ty.is_quantized() && many_rows;
         let level = Level::best();
         // With AVX2, many rows are faster with panels of keys, and with values as floats.
-        let (short_rows, mix) = match many_rows && level < Level::Avx512 {
+        let (short_rows, weighted_rows) = match many_rows && level < Level::Avx512 {
             true => (None, None),
-            false => (MatmulKernel::of_short_rows(k.ty), mix_of(v.ty, level)),
+            false => (
+                MatmulKernel::of_short_rows(k.ty),
+                weighted_rows(v.ty, level),
+            ),
         };
         let kernel = short_rows.unwrap_or(any);
         let mut attention = Attention {
@@ -201,7 +204,7 @@ impl Attention {
             sinks,
             output: Output::new(operands.dst(), &sources, scratch),
             kernel,
-            mix: mix.filter(|_| !by_key),
+            weighted_rows: weighted_rows.filter(|_| !by_key),
             keys: Rows::new(k),
             values: Rows::new(v),
             scale: if cap == 0.0 { scale } else { scale / cap },

@@ -46,7 +46,7 @@ pub(super) fn depthwise(o: &Operands<'_>, [x_axis, y_axis]: [ConvAxis; 2]) -> Co
             sums.fill(0.0);
             let (ys, y0) = y_axis.taps(oy, kh, ih);
             for (y, ky) in ys.enumerate() {
-                let line = n * image.nb[3] + (y0 + y * y_axis.dilation) * image.nb[1];
+                let row_offset = n * image.nb[3] + (y0 + y * y_axis.dilation) * image.nb[1];
                 for kx in 0..kw {
                     let tap = kx * kernel.nb[0] + ky * kernel.nb[1];
                     // The lanes whose tap is inside the image, the offset of the first element and
@@ -58,7 +58,7 @@ pub(super) fn depthwise(o: &Operands<'_>, [x_axis, y_axis]: [ConvAxis; 2]) -> Co
                             continue;
                         }
                         let x = x0 + (kx - xs.start) * x_axis.dilation;
-                        let from = line + x * image.nb[0] + start * image.nb[2];
+                        let from = row_offset + x * image.nb[0] + start * image.nb[2];
                         (
                             0..len,
                             from,
@@ -73,7 +73,7 @@ pub(super) fn depthwise(o: &Operands<'_>, [x_axis, y_axis]: [ConvAxis; 2]) -> Co
                             continue;
                         }
                         let x = x0 + (range.start - outputs.start) * x_axis.stride;
-                        let from = line + x * image.nb[0] + other * image.nb[2];
+                        let from = row_offset + x * image.nb[0] + other * image.nb[2];
                         let range = range.start - start..range.end - start;
                         let step = x_axis.stride * image.nb[0];
                         (range, from, step, tap + other * kernel.nb[3], 0)

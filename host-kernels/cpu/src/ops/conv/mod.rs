@@ -114,7 +114,7 @@ pub(super) fn compile(o: &Operands<'_>) -> Option<Compiled> {
                 nb: [dst.nb[0], 0, dst.nb[1], 0],
             };
             // SAFETY: `o` has passed the check of CONV_TRANSPOSE_1D: kernel and image have the same
-            // channels, and the destination has a line for each output channel, f32 by the rule.
+            // channels, and the destination has a row for each output channel, f32 by the rule.
             unsafe { transposed(out, kernel, image, [x, ConvAxis::UNIT], o.workers()) }
         }
         Op::ConvTranspose2d { .. } => {

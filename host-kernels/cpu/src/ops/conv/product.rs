@@ -8,7 +8,7 @@ use super::operand::{Prepared, block_channels, tile_outputs, zero};
 use crate::formats::Format;
 use crate::gemm::{GemmArgs, MatmulKernel};
 use crate::kernel::{Compiled, Kernel};
-use crate::ops::copy_raw::copy_line;
+use crate::ops::copy_raw::copy_strided;
 use crate::ops::patches::{Images, Patches};
 use crate::ops::scratch::ScratchLayout;
 use crate::view::View;
@@ -62,7 +62,7 @@ impl Results {
             // SAFETY: the row has `ne[0] - x >= len` outputs from `to` on, and `values` has
             // `n - done >= len` floats from `done` on.
             unsafe {
-                copy_line(
+                copy_strided(
                     to,
                     nb0,
                     values.add(done).cast(),

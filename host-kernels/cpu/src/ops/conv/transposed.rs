@@ -6,7 +6,7 @@ use crate::formats::Format;
 use crate::gemm::{GemmArgs, MatmulKernel};
 use crate::kernel::{Compiled, Estimate, Kernel};
 use crate::ops::conv_axis::ConvAxis;
-use crate::ops::copy_raw::copy_line;
+use crate::ops::copy_raw::copy_strided;
 use crate::ops::scratch::ScratchLayout;
 use crate::ops::walk::laid_out;
 use crate::view::View;
@@ -130,7 +130,7 @@ pub(super) unsafe fn transposed(
                     let row = &plane[y * ow..(y + 1) * ow];
                     let to = y * out.nb[1] + output * out.nb[2] + n * out.nb[3];
                     let to = out.view.ptr().wrapping_add(to);
-                    copy_line(
+                    copy_strided(
                         to,
                         out.nb[0],
                         row.as_ptr().cast(),

@@ -570,7 +570,7 @@ impl ExpertProducts {
         kernels
     }
 
-    /// The products whose rows are divided into tiles. Those of a GLU have the same tiles.
+    /// The products whose rows are divided into tiles. The products of a GLU have the same tiles.
     fn tiled(&self) -> &[ExpertProduct] {
         match self.results {
             Results::Each(_) => &self.products,

@@ -5,10 +5,10 @@ mod chunk;
 mod columns;
 mod dot;
 mod eight_rows;
-mod mixed_rows;
 mod panel;
 mod rows;
 mod short_rows;
+mod weighted_rows;
 
 use super::block_simd::BlockSimd;
 use super::blocks::Block32Kernel;
@@ -19,10 +19,10 @@ use super::q8_int16::Q8AsI16;
 use crate::gemm::kernel::GemmArgs;
 pub(super) use dot::above_minus_128;
 use eight_rows::Block32Rows;
-pub(super) use mixed_rows::mix;
 use panel::Block32Panel;
 pub(in crate::gemm) use short_rows::column_bytes;
 pub(super) use short_rows::{gemm as short_rows_gemm, prepare_column};
+pub(super) use weighted_rows::weighted_rows;
 
 /// From this many columns on, a panel is faster than products of rows.
 pub(super) const PANEL_COLS: usize = 5;

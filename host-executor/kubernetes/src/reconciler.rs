@@ -31,7 +31,7 @@ const FOLDER_MODE: u32 = 0o755;
 
 /// Why the guests are not those that they should be.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum KeeperError {
+pub(crate) enum ReconcileError {
     #[error("the executor at {path}: {error}")]
     Executor { path: String, error: GuestError },
     #[error(transparent)]
@@ -49,22 +49,22 @@ pub(crate) struct Outcome {
     /// What the executor says.
     pub(crate) executor: GuestList,
     /// Why the guests may not be those of the kubelet.
-    pub(crate) problem: Option<KeeperError>,
+    pub(crate) problem: Option<ReconcileError>,
 }
 
-/// Knows how to change the guests. One change happens at a time.
-pub(crate) struct Keeper {
+/// Changes the guests of the executor. One change happens at a time.
+pub(crate) struct Reconciler {
     options: Arc<Options>,
     /// The guests whose containers are gone, and since when.
     gone: BTreeMap<String, Instant>,
 }
 
-impl Keeper {
+impl Reconciler {
     /// # Errors
     /// The folder of the sockets cannot be made.
-    pub(crate) fn new(options: Arc<Options>) -> Result<Keeper, KeeperError> {
+    pub(crate) fn new(options: Arc<Options>) -> Result<Reconciler, ReconcileError> {
         make_folder(&options.sockets, FOLDERS_MODE)?;
-        Ok(Keeper {
+        Ok(Reconciler {
             options,
             gone: BTreeMap::new(),
         })
@@ -74,14 +74,14 @@ impl Keeper {
     ///
     /// # Errors
     /// The executor does not answer. Other problems are part of the outcome.
-    pub(crate) async fn reconcile(&mut self) -> Result<Outcome, KeeperError> {
+    pub(crate) async fn reconcile(&mut self) -> Result<Outcome, ReconcileError> {
         let executor = self.ask(GuestRequest::List).await?;
         let problem = self.match_guests(executor.guests.clone()).await.err();
         Ok(Outcome { executor, problem })
     }
 
     /// Makes the guests that the executor has, `known`, those of the kubelet.
-    async fn match_guests(&mut self, mut known: Vec<AddedGuest>) -> Result<(), KeeperError> {
+    async fn match_guests(&mut self, mut known: Vec<AddedGuest>) -> Result<(), ReconcileError> {
         let pods = kubelet::pods(&self.options).await?;
         let wanted = assignments(&pods, &self.options);
         let mut problem = None;
@@ -111,7 +111,7 @@ impl Keeper {
     ///
     /// # Errors
     /// The container must not start: it would have no executor, or no quota.
-    pub(crate) async fn prepare(&mut self, seat: &str) -> Result<(), KeeperError> {
+    pub(crate) async fn prepare(&mut self, seat: &str) -> Result<(), ReconcileError> {
         let mut executor = self.ask(GuestRequest::List).await?;
         let pods = kubelet::pods(&self.options).await?;
         let mut all = assignments(&pods, &self.options).into_iter();
@@ -124,7 +124,7 @@ impl Keeper {
     ///
     /// # Errors
     /// It has none.
-    pub(crate) async fn check_memory(&self, slices: &[String]) -> Result<(), KeeperError> {
+    pub(crate) async fn check_memory(&self, slices: &[String]) -> Result<(), ReconcileError> {
         let pods = kubelet::pods(&self.options).await?;
         Ok(check_memory(&pods, slices)?)
     }
@@ -133,7 +133,7 @@ impl Keeper {
     ///
     /// # Errors
     /// The folder cannot be made.
-    pub(crate) fn make_folder(&self, seat: &str) -> Result<(), KeeperError> {
+    pub(crate) fn make_folder(&self, seat: &str) -> Result<(), ReconcileError> {
         make_folder(&self.options.sockets, FOLDERS_MODE)?;
         make_folder(&self.options.folder(seat), FOLDER_MODE)
     }
@@ -143,7 +143,7 @@ impl Keeper {
         &self,
         wanted: &Assignment,
         known: &mut Vec<AddedGuest>,
-    ) -> Result<(), KeeperError> {
+    ) -> Result<(), ReconcileError> {
         let Assignment { seat, guest } = wanted;
         // The executor opens no listener again for a guest that it has.
         let is_open = guest.socket.exists();
@@ -175,7 +175,7 @@ impl Keeper {
         &mut self,
         known: &[AddedGuest],
         wanted: &[Assignment],
-    ) -> Result<(), KeeperError> {
+    ) -> Result<(), ReconcileError> {
         let is_wanted = |socket: &Path| wanted.iter().any(|one| one.guest.socket == socket);
         let own = { known.iter() }.filter(|guest| guest.socket.starts_with(&self.options.sockets));
         let gone: Vec<_> = own.filter(|guest| !is_wanted(&guest.socket)).collect();
@@ -201,32 +201,32 @@ impl Keeper {
         Ok(())
     }
 
-    async fn remove(&self, name: &str) -> Result<GuestList, KeeperError> {
+    async fn remove(&self, name: &str) -> Result<GuestList, ReconcileError> {
         let name = name.into();
         self.ask(GuestRequest::Remove { name }).await
     }
 
     /// Asks the executor, on a thread that may wait.
-    async fn ask(&self, request: GuestRequest) -> Result<GuestList, KeeperError> {
+    async fn ask(&self, request: GuestRequest) -> Result<GuestList, ReconcileError> {
         let control = self.options.control.clone();
         let path = control.display().to_string();
         let asked = move || control::guests(&control, &request, TIMEOUT);
         let answer = tokio::task::spawn_blocking(asked).await;
-        let answer = answer.map_err(|_| KeeperError::Panicked)?;
-        answer.map_err(|error| KeeperError::Executor { path, error })
+        let answer = answer.map_err(|_| ReconcileError::Panicked)?;
+        answer.map_err(|error| ReconcileError::Executor { path, error })
     }
 }
 
-fn make_folder(path: &Path, mode: u32) -> Result<(), KeeperError> {
+fn make_folder(path: &Path, mode: u32) -> Result<(), ReconcileError> {
     let made = DirBuilder::new().recursive(true).mode(mode).create(path);
-    made.map_err(|error| KeeperError::Folder {
+    made.map_err(|error| ReconcileError::Folder {
         path: path.into(),
         error,
     })
 }
 
-fn folder_names(path: &Path) -> Result<Vec<String>, KeeperError> {
-    let failed = |error| KeeperError::Folder {
+fn folder_names(path: &Path) -> Result<Vec<String>, ReconcileError> {
+    let failed = |error| ReconcileError::Folder {
         path: path.into(),
         error,
     };

@@ -6,7 +6,7 @@
 //! Where a weight is large beside the sum of all weights, such errors would count; then what
 //! rounding has left is added in a second pass, with a scale of its own.
 
-use crate::gemm::kernel::{MAX_MIXED, MixArgs};
+use crate::gemm::kernel::{MAX_WEIGHTED_ROWS, WeightedRowsArgs};
 use crate::gemm::x86::block_simd::BlockSimd;
 use crate::gemm::x86::blocks::Block32Kernel;
 
@@ -25,7 +25,7 @@ const VECTORS: usize = 4;
 const RESULTS: usize = 8;
 
 // Quants are at most 128.
-const _: () = assert!(MAX_MIXED as i64 * 128 * 32768 <= i32::MAX as i64);
+const _: () = assert!(MAX_WEIGHTED_ROWS as i64 * 128 * 32768 <= i32::MAX as i64);
 
 /// What is rounded.
 #[derive(Clone, Copy, PartialEq)]
@@ -38,14 +38,14 @@ enum Pass {
 
 /// What belongs to a block of each row.
 struct Factors {
-    scales: [f32; MAX_MIXED],
-    minimums: [f32; MAX_MIXED],
+    scales: [f32; MAX_WEIGHTED_ROWS],
+    minimums: [f32; MAX_WEIGHTED_ROWS],
 }
 
 /// The weights of rows of results, rounded.
 struct Rounded {
     /// Two weights of 16 bits in each, in the order of [`pair`].
-    pairs: [[u32; MAX_MIXED / 2]; RESULTS],
+    pairs: [[u32; MAX_WEIGHTED_ROWS / 2]; RESULTS],
     scales: [f32; RESULTS],
     /// The sums of the weights times the minimums.
     minimums: [f32; RESULTS],
@@ -54,24 +54,26 @@ struct Rounded {
 /// Adds the sums to the results.
 ///
 /// # Safety
-/// As [`crate::gemm::kernel::Mix`], with the instructions of `S`.
+/// As [`crate::gemm::kernel::WeightedRows`], with the instructions of `S`.
 #[inline(always)]
-pub(in crate::gemm::x86) unsafe fn mix<S: BlockSimd, B: Block32Kernel>(args: &MixArgs) {
+pub(in crate::gemm::x86) unsafe fn weighted_rows<S: BlockSimd, B: Block32Kernel>(
+    args: &WeightedRowsArgs,
+) {
     if args.terms == 0 {
         return;
     }
-    let mut rows = [args.rows; MAX_MIXED];
+    let mut rows = [args.rows; MAX_WEIGHTED_ROWS];
     for (j, row) in rows.iter_mut().enumerate() {
         // Behind the last row, its weights are 0.
         *row = args
             .rows
             .wrapping_add(j.min(args.terms - 1) * args.rows_stride);
     }
-    debug_assert!(args.results <= MAX_MIXED);
+    debug_assert!(args.results <= MAX_WEIGHTED_ROWS);
     // SAFETY: the caller guarantees the arguments and the instructions.
     let second = unsafe { second_passes::<S>(args) };
     let mut rounded = Rounded {
-        pairs: [[0; MAX_MIXED / 2]; RESULTS],
+        pairs: [[0; MAX_WEIGHTED_ROWS / 2]; RESULTS],
         scales: [0.0; RESULTS],
         minimums: [0.0; RESULTS],
     };
@@ -109,9 +111,9 @@ pub(in crate::gemm::x86) unsafe fn mix<S: BlockSimd, B: Block32Kernel>(args: &Mi
 /// The rows of results, one bit each, with a second pass.
 ///
 /// # Safety
-/// As [`mix`].
+/// As [`weighted_rows`].
 #[inline(always)]
-unsafe fn second_passes<S: BlockSimd>(args: &MixArgs) -> u64 {
+unsafe fn second_passes<S: BlockSimd>(args: &WeightedRowsArgs) -> u64 {
     let mut second = 0;
     for row in 0..args.results {
         // SAFETY: the caller guarantees the weights and the total of each row, and the
@@ -130,27 +132,27 @@ unsafe fn second_passes<S: BlockSimd>(args: &MixArgs) -> u64 {
     second
 }
 
-/// The scales, and the minimums, of block `block` of each row. Those of hidden rows, and of rows
-/// behind the last, are 0.
+/// The scales, and the minimums, of block `block` of each row. The values of hidden rows, and of
+/// rows behind the last, are 0.
 ///
 /// # Safety
 /// Each of `rows` has the block. The processor has the instructions of `S`.
 #[inline(always)]
 unsafe fn factors<S: BlockSimd, B: Block32Kernel>(
-    args: &MixArgs,
-    rows: &[*const u8; MAX_MIXED],
+    args: &WeightedRowsArgs,
+    rows: &[*const u8; MAX_WEIGHTED_ROWS],
     block: usize,
 ) -> Factors {
     const { assert!(B::SCALE_FIRST && B::ELEMENTS == BLOCK && !B::HALF_SCALES) }
     let mut factors = Factors {
-        scales: [0.0; MAX_MIXED],
-        minimums: [0.0; MAX_MIXED],
+        scales: [0.0; MAX_WEIGHTED_ROWS],
+        minimums: [0.0; MAX_WEIGHTED_ROWS],
     };
     let at = block * size_of::<B>();
     for v in (0..args.terms).step_by(S::LANES) {
-        // SAFETY: `v + S::LANES <= MAX_MIXED`, a multiple of the lanes. A block of `SCALE_FIRST`
-        // begins with the F16 of its scale and, if there is one, of its minimum. The caller
-        // guarantees the block and the instructions.
+        // SAFETY: `v + S::LANES <= MAX_WEIGHTED_ROWS`, a multiple of the lanes. A block of
+        // `SCALE_FIRST` begins with the F16 of its scale and, if there is one, of its minimum. The
+        // caller guarantees the block and the instructions.
         unsafe {
             let rows = rows.as_ptr().add(v);
             let to = factors.scales.as_mut_ptr().add(v);
@@ -164,7 +166,7 @@ unsafe fn factors<S: BlockSimd, B: Block32Kernel>(
     }
     factors.scales[args.terms..].fill(0.0);
     factors.minimums[args.terms..].fill(0.0);
-    if args.live != u64::MAX >> (MAX_MIXED - args.terms) {
+    if args.live != u64::MAX >> (MAX_WEIGHTED_ROWS - args.terms) {
         for j in (0..args.terms).filter(|j| args.live >> j & 1 == 0) {
             factors.scales[j] = 0.0;
             factors.minimums[j] = 0.0;
@@ -184,12 +186,12 @@ const fn pair<S: BlockSimd>(i: usize) -> usize {
 /// Adds block `block` of the sums of `R` rows of results from `first` on.
 ///
 /// # Safety
-/// As [`mix`]; `first + R <= args.results`, and each of `rows` has the block.
+/// As [`weighted_rows`]; `first + R <= args.results`, and each of `rows` has the block.
 #[allow(clippy::too_many_arguments)]
 #[inline(always)]
 unsafe fn add_to<S: BlockSimd, B: Block32Kernel, const R: usize>(
-    args: &MixArgs,
-    rows: &[*const u8; MAX_MIXED],
+    args: &WeightedRowsArgs,
+    rows: &[*const u8; MAX_WEIGHTED_ROWS],
     block: usize,
     factors: &Factors,
     weights: &mut Rounded,
@@ -199,8 +201,9 @@ unsafe fn add_to<S: BlockSimd, B: Block32Kernel, const R: usize>(
     const { assert!(R <= RESULTS) }
     let vectors = BLOCK / S::LANES;
     // SAFETY: the caller guarantees the weights and the results of rows `first .. first + R`, and
-    // the block in each of `rows`. `pair(i) + 1 < MAX_MIXED`, as `i < MAX_MIXED / 2`. The block has
-    // `vectors` vectors of results. The caller guarantees the instructions.
+    // the block in each of `rows`. `pair(i) + 1 < MAX_WEIGHTED_ROWS`, as
+    // `i < MAX_WEIGHTED_ROWS / 2`. The block has `vectors` vectors of results. The caller
+    // guarantees the instructions.
     unsafe {
         for r in 0..R {
             let from = args.weights.add((first + r) * args.weights_stride);
@@ -252,11 +255,11 @@ unsafe fn round<S: BlockSimd, B: Block32Kernel>(
     pass: Pass,
 ) {
     /// The most vectors of weights.
-    const MOST: usize = MAX_MIXED / 8;
+    const MOST: usize = MAX_WEIGHTED_ROWS / 8;
     let vectors = terms.div_ceil(2 * S::LANES) * 2;
     // SAFETY: vector `v` begins at a weight below `terms`, or no float is read. The factors have
-    // `MAX_MIXED` floats, a multiple of two vectors, and the pairs as many words of 16 bits. The
-    // caller guarantees the weights and the instructions.
+    // `MAX_WEIGHTED_ROWS` floats, a multiple of two vectors, and the pairs as many words of 16
+    // bits. The caller guarantees the weights and the instructions.
     unsafe {
         let mut products = [S::v_splat(0.0); MOST];
         let mut minimums = S::v_splat(0.0);
@@ -315,9 +318,9 @@ mod tests {
     use rand_xoshiro::Xoshiro256PlusPlus;
     use rand_xoshiro::rand_core::SeedableRng as _;
 
-    use super::{BLOCK, MAX_MIXED, MAX_VALUE};
+    use super::{BLOCK, MAX_VALUE, MAX_WEIGHTED_ROWS};
     use crate::formats::{Format, Type};
-    use crate::gemm::{Level, MixArgs, mix_of};
+    use crate::gemm::{Level, WeightedRowsArgs, weighted_rows};
 
     /// Rows of blocks, the numbers in them, and weights.
     struct Case {
@@ -344,7 +347,7 @@ mod tests {
             let (n, live) = (blocks * BLOCK, u64::MAX >> (64 - terms) & !hidden);
             let stride = format.row_bytes(n) + 6;
             let (mut rows, mut values) = (vec![0; terms * stride], vec![0.0; terms * n]);
-            let mut weights = floats(results * MAX_MIXED);
+            let mut weights = floats(results * MAX_WEIGHTED_ROWS);
             for j in 0..terms {
                 let row = rows[j * stride..].as_mut_ptr();
                 // SAFETY: both have a row of `n` elements for `j`.
@@ -359,7 +362,7 @@ mod tests {
                         rows[at..at + 2].copy_from_slice(&0x7e00u16.to_le_bytes());
                     }
                     values[j * n..][..n].fill(0.0);
-                    (0..results).for_each(|i| weights[i * MAX_MIXED + j] = 0.0);
+                    (0..results).for_each(|i| weights[i * MAX_WEIGHTED_ROWS + j] = 0.0);
                 }
             }
             // Every second row has weights beside which its own are small.
@@ -382,13 +385,13 @@ mod tests {
         /// Rows `first..` of results.
         fn run(&self, level: Level, first: usize) -> Vec<f32> {
             let mut out = self.before[first * self.n..].to_vec();
-            let args = MixArgs {
+            let args = WeightedRowsArgs {
                 results: out.len() / self.n,
                 terms: self.terms,
                 live: self.live,
                 n: self.n,
-                weights: self.weights[first * MAX_MIXED..].as_ptr(),
-                weights_stride: MAX_MIXED,
+                weights: self.weights[first * MAX_WEIGHTED_ROWS..].as_ptr(),
+                weights_stride: MAX_WEIGHTED_ROWS,
                 totals: self.totals[first..].as_ptr(),
                 rows: self.rows.as_ptr(),
                 rows_stride: self.stride,
@@ -396,7 +399,7 @@ mod tests {
                 out_stride: self.n,
             };
             // SAFETY: the vectors have the lengths of the arguments.
-            unsafe { mix_of(self.ty, level).unwrap()(&args) };
+            unsafe { weighted_rows(self.ty, level).unwrap()(&args) };
             out
         }
 
@@ -406,7 +409,7 @@ mod tests {
                 let (i, c) = (at / self.n, at % self.n);
                 let (mut exact, mut largest) = (f64::from(before), 0.0f64);
                 for j in 0..self.terms {
-                    let weight = f64::from(self.weights[i * MAX_MIXED + j]);
+                    let weight = f64::from(self.weights[i * MAX_WEIGHTED_ROWS + j]);
                     let value = f64::from(self.values[j * self.n + c]);
                     exact += weight * value;
                     largest = largest.max(weight.abs());
