@@ -165,7 +165,7 @@ mod tests {
         assert!(reason.contains("GGML_ASSERT(false) failed"), "{reason}");
         let reason = shell("exec sleep 1000", Duration::from_millis(200));
         let reason = reason.expect_err("it is late").to_string();
-        assert_eq!(reason, "it does not start within 0.2 s");
+        assert_eq!(reason, "the engine does not start within 0.2 s");
         let reason = answer_of(&mut Command::new("/nonexistent"), long);
         let reason = reason.expect_err("there is no such program").to_string();
         assert!(reason.contains("cannot be tried"), "{reason}");

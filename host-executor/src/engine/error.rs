@@ -64,14 +64,14 @@ pub enum ProbeError {
     Refused(String),
     #[error("it cannot be tried in a process: {0}")]
     Process(#[from] io::Error),
-    #[error("its start ends the process with {status}; the last line of its log: {last_line}")]
+    #[error("the start of the engine ends the process with {status}; the last line of its log: {last_line}")]
     Ended {
         status: ExitStatus,
         last_line: String,
     },
-    #[error("its process answers {line:?}: {error}")]
+    #[error("the process of the engine answers {line:?}: {error}")]
     Answer { line: String, error: String },
-    #[error("it does not start within {} s", limit.as_secs_f64())]
+    #[error("the engine does not start within {} s", limit.as_secs_f64())]
     Late { limit: Duration },
 }
 
