@@ -16,6 +16,9 @@ const INTERVAL: Duration = Duration::from_millis(5);
 /// not end.
 const AFTER_KILL: Duration = Duration::from_secs(1);
 
+/// The most bytes of an output that are read: answers are short, and libraries may print, too.
+const MAX_TEXT: u64 = 1 << 20;
+
 /// How the watch of a process ended.
 #[derive(Debug)]
 pub(crate) enum Watched<T> {
@@ -35,19 +38,26 @@ pub(crate) fn output_file() -> io::Result<File> {
     Ok(memfd_create("vgpu-output", MemfdFlags::CLOEXEC)?.into())
 }
 
-/// All that was written to an [`output_file`]. The position of the file belongs to the process
-/// that writes.
+/// The last [`MAX_TEXT`] bytes of what was written to an [`output_file`]. The position of the file
+/// belongs to the process that writes.
 pub(crate) fn text_of(file: &File) -> String {
-    let size = file.metadata().map_or(0, |metadata| metadata.len());
-    let mut bytes = vec![0; usize::try_from(size).unwrap_or(0)];
-    match file.read_exact_at(&mut bytes, 0) {
+    let size = size_of(file);
+    let read = size.min(MAX_TEXT);
+    let mut bytes = vec![0; read as usize];
+    match file.read_exact_at(&mut bytes, size - read) {
         Ok(()) => String::from_utf8_lossy(&bytes).into_owned(),
         Err(_) => String::new(),
     }
 }
 
-/// Starts a process without input and watches it, for `limit` at most. `answer` gets all that the
-/// process has written to its standard output so far, and says whether that is an answer. The
+/// Bytes that were written to an [`output_file`].
+fn size_of(file: &File) -> u64 {
+    file.metadata().map_or(0, |metadata| metadata.len())
+}
+
+/// Starts a process without input and watches it, for `limit` at most. `answer` gets what
+/// [`text_of`] the process's standard output is whenever there is more, and says whether that is an
+/// answer. The
 /// process does not outlive this call, unless it cannot be killed. Standard error is that of the
 /// command.
 ///
@@ -78,16 +88,19 @@ fn until_answer<T>(
     limit: Duration,
     answer: impl Fn(&str) -> Option<T>,
 ) -> io::Result<Watched<T>> {
-    let begin = Instant::now();
+    let (begin, mut looked_at) = (Instant::now(), 0);
     loop {
         // In this order: a process that has ended has written its answer.
         let ended = child.try_wait()?;
-        let text = text_of(out);
-        if let Some(answer) = answer(&text) {
-            return Ok(Watched::Answered(answer));
+        let size = size_of(out);
+        if size > looked_at {
+            looked_at = size;
+            if let Some(answer) = answer(&text_of(out)) {
+                return Ok(Watched::Answered(answer));
+            }
         }
         if let Some(status) = ended {
-            return Ok(Watched::Ended(status, text));
+            return Ok(Watched::Ended(status, text_of(out)));
         }
         if begin.elapsed() > limit {
             return Ok(Watched::Late);

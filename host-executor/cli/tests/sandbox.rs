@@ -140,10 +140,14 @@ fn forbidden_calls_fail_and_guests_are_served() {
         let limit = u64::from(libc::RLIMIT_NOFILE);
         assert_refused("prlimit", call(libc::SYS_prlimit64, [0, limit, 1 << 32]));
         let parent = u64::from(std::os::unix::process::parent_id());
-        assert_refused(
-            "sched_setaffinity of another",
-            call(libc::SYS_sched_setaffinity, [parent, 0, 0]),
-        );
+        for (what, number) in [
+            ("sched_setaffinity", libc::SYS_sched_setaffinity),
+            ("sched_setscheduler", libc::SYS_sched_setscheduler),
+            ("sched_setparam", libc::SYS_sched_setparam),
+            ("sched_setattr", libc::SYS_sched_setattr),
+        ] {
+            assert_refused(what, call(number, [parent, 0, 0]));
+        }
     }
     // The calls were made in this thread; the filter applies to all threads.
     std::thread::spawn(|| assert_refused("in a new thread", call(libc::SYS_execve, [0, 0, 0])))
@@ -171,13 +175,6 @@ fn assert_others_are_out_of_reach(profile: Profile) {
         ("ioprio_set", libc::SYS_ioprio_set, [1, parent, 3 << 13]),
         ("ioprio_set of a group", libc::SYS_ioprio_set, [2, 0, 0]),
         ("ioprio_set of a user", libc::SYS_ioprio_set, [3, 0, 0]),
-        (
-            "sched_setscheduler",
-            libc::SYS_sched_setscheduler,
-            [parent, 0, 0],
-        ),
-        ("sched_setparam", libc::SYS_sched_setparam, [parent, 0, 0]),
-        ("sched_setattr", libc::SYS_sched_setattr, [parent, 0, 0]),
         ("migrate_pages", libc::SYS_migrate_pages, [parent, 0, 0]),
         ("move_pages", libc::SYS_move_pages, [parent, 0, 0]),
         ("kcmp", libc::SYS_kcmp, [parent, parent, 1]),
@@ -193,7 +190,7 @@ fn assert_others_are_out_of_reach(profile: Profile) {
         let arguments = [0, request as u64, parent];
         assert_refused("fcntl for signals", call(libc::SYS_fcntl, arguments));
     }
-    let requests = [0x8901, 0x8902, libc::TIOCSTI];
+    let requests = [0x8901, 0x8902, libc::TIOCSTI, libc::TIOCLINUX];
     for request in requests.into_iter().chain([0x8901 | 1 << 32]) {
         let arguments = [0, request, 0];
         assert_refused("ioctl for signals", call(libc::SYS_ioctl, arguments));

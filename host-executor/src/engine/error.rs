@@ -64,7 +64,9 @@ pub enum ProbeError {
     Refused(String),
     #[error("it cannot be tried in a process: {0}")]
     Process(#[from] io::Error),
-    #[error("the start of the engine ends the process with {status}; the last line of its log: {last_line}")]
+    #[error(
+        "the start of the engine ends the process with {status}; the last line of its log: {last_line}"
+    )]
     Ended {
         status: ExitStatus,
         last_line: String,

@@ -97,24 +97,23 @@ const F_SETOWN_EX: i32 = 15;
 
 /// The requests of `ioctl` that make the kernel send signals to other processes, or that type on
 /// the terminal of the operator.
-const SIGNALLING_IOCTLS: [u64; 3] = [
+const SIGNALLING_IOCTLS: [u64; 4] = [
     0x8901, // FIOSETOWN of asm/sockios.h
     0x8902, // SIOCSPGRP
     libc::TIOCSTI,
+    libc::TIOCLINUX,
 ];
 
 /// The system calls that change how the kernel treats the process of their first argument, and that
 /// may be made for the calling thread (0) or process.
 ///
-/// `sched_setaffinity` is not among them. The C library passes the number of a thread to it, also
-/// for the calling thread, drivers use that for their threads, and a filter cannot tell the threads
-/// of this process from those of another. It changes which processors other processes of the user
-/// run on, and reads and writes nothing of them.
-const OF_PROCESS: [c_long; 6] = [
+/// `sched_setaffinity`, `sched_setscheduler`, `sched_setparam` and `sched_setattr` are not among
+/// them. The C library passes the number of a thread to these calls, also for a thread that it
+/// starts, drivers use them for their threads, and a filter cannot tell the threads of this process
+/// from those of another. The calls change on which processors and how soon other processes of the
+/// user run, and read and write nothing of them.
+const OF_PROCESS: [c_long; 3] = [
     libc::SYS_prlimit64,
-    libc::SYS_sched_setscheduler,
-    libc::SYS_sched_setparam,
-    libc::SYS_sched_setattr,
     libc::SYS_migrate_pages,
     libc::SYS_move_pages,
 ];

@@ -280,6 +280,21 @@ fn attached_weights_take_no_memory_before_their_buffer_is_frozen() {
         two.freeze();
         drop(two);
         assert_eq!(engine.memory().free, free);
+
+        // Bytes are attached in the middle of a written part. The memory for the rest stays
+        // reserved, although the copies of both ends have taken some of it.
+        let two = for_weights(&engine, 4 * SIZE).expect("memory");
+        two.write(0, vec![1; 2 * SIZE][..].into())
+            .expect("reserved memory");
+        let before = engine.memory().free;
+        two.attach(SIZE as u64 / 2, &whole, &|| false)
+            .expect("the same");
+        assert_eq!(engine.memory().free, before + SIZE as u64);
+        two.write(2 * SIZE as u64, vec![1; 2 * SIZE][..].into())
+            .expect("reserved memory");
+        assert_eq!(engine.memory().free, before + SIZE as u64);
+        drop(two);
+        assert_eq!(engine.memory().free, free);
     });
 }
 

@@ -311,6 +311,8 @@ impl WeightMemory {
         }
     }
 
+    /// The locks of repacked tensors and of the allocator are taken under this one, and never the
+    /// other way round.
     fn state(&self) -> MutexGuard<'_, Pieces> {
         lock(&self.state)
     }
@@ -884,8 +886,14 @@ impl Memory for WeightMemory {
         let met = state.meeting(&range);
         if !Self::cuts_large(&met, &range) && state.pieces.len() < MAX_PIECES {
             drop(met);
-            self.remove(&mut state, &range, &mut copies)?;
+            let reserved = state.reserved;
+            // Copies of cut ends take from the reservation, and what they replace becomes free.
+            if let Err(error) = self.remove(&mut state, &range, &mut copies) {
+                self.reserve_up_to(&mut state, reserved);
+                return Err(error);
+            }
             state.insert(offset, HeldPiece::new(extent));
+            self.reserve_again(&mut state);
             self.give_up_attached(&mut state);
             self.has_changed();
             return Ok(len);

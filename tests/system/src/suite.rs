@@ -27,7 +27,9 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
     let reports = workspace::reports();
     std::fs::create_dir_all(&reports).with_context(|| format!("creating {}", reports.display()))?;
     if options.only.is_empty() {
-        let target = workspace::root().join("target");
+        let target = workspace::target();
+        std::fs::create_dir_all(&target)
+            .with_context(|| format!("creating {}", target.display()))?;
         disk::expect_space(&[
             Need {
                 folder: &target,

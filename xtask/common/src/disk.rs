@@ -68,7 +68,8 @@ pub fn expect_space(needs: &[Need<'_>]) -> Result<(), SpaceError> {
             source: error.into(),
         })?;
         let free = disk.f_bavail.saturating_mul(disk.f_frsize);
-        if free < needed {
+        // Some network file systems do not know their size.
+        if disk.f_blocks > 0 && free < needed {
             let names: Vec<String> = { folders.iter() }
                 .map(|folder| folder.display().to_string())
                 .collect();

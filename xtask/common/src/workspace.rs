@@ -41,6 +41,12 @@ pub fn changed_files() -> Vec<String> {
         .collect()
 }
 
+/// Where cargo compiles.
+pub fn target() -> PathBuf {
+    let named = std::env::var_os("CARGO_TARGET_DIR").filter(|folder| !folder.is_empty());
+    named.map_or_else(|| root().join("target"), PathBuf::from)
+}
+
 /// Where [`crate::dist`] puts the files a user needs.
 pub fn dist() -> PathBuf {
     root().join("target/dist")

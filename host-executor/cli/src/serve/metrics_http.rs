@@ -41,7 +41,7 @@ const MAX_CLIENTS: usize = 16;
 /// and whose processes of virtual machines do not answer.
 const ANSWER_TIME: Duration = Duration::from_secs(10);
 /// Time for a client to take its answer, before a further client may have its place.
-const TAKING_TIME: Duration = Duration::from_secs(2);
+const TAKING_TIME: Duration = Duration::from_millis(500);
 /// The pause between two looks for a place, while all clients wait for answers.
 const PLACE_PAUSE: Duration = Duration::from_millis(20);
 /// The longest head of a request, and what is read ahead of one.
@@ -204,8 +204,13 @@ where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {
     let answer = service_fn(move |request| {
-        let (answers, request_state) = (answers.clone(), UnderWay::new(&doing));
-        async move { answers.answer(&request, request_state).await }
+        let (answers, doing) = (answers.clone(), Arc::clone(&doing));
+        async move {
+            // Not before: the library calls this service ahead of time, but runs the future only
+            // when the client has taken the answer before.
+            let under_way = UnderWay::new(&doing);
+            answers.answer(&request, under_way).await
+        }
     });
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
@@ -525,5 +530,38 @@ mod tests {
             assert_eq!(code(client), 503);
         }
         drop(stopped);
+    }
+
+    #[test]
+    fn clients_that_send_requests_and_read_no_answer_keep_nobody_away() {
+        let metrics = Metrics::start(Duration::from_secs(1));
+        let clients: Vec<TcpStream> = (0..MAX_CLIENTS)
+            .map(|_| {
+                let mut client = metrics.connect();
+                client.set_nonblocking(true).unwrap();
+                send_requests_until_none_is_read(&mut client);
+                client
+            })
+            .collect();
+        assert_eq!(metrics.get("/livez"), 200);
+        assert_eq!(metrics.get("/metrics"), 200);
+        drop(clients);
+    }
+
+    /// Sends requests with bodies, one after the other, until the server reads no further ones: its
+    /// answers have filled the socket.
+    fn send_requests_until_none_is_read(client: &mut TcpStream) {
+        let request = b"GET /page.css HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\nx";
+        let requests = request.repeat(64);
+        let (mut sent, mut last) = (0, Instant::now());
+        while last.elapsed() < Duration::from_millis(300) {
+            match client.write(&requests[sent % request.len()..]) {
+                Ok(len) => (sent, last) = (sent + len, Instant::now()),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    thread::sleep(Duration::from_millis(5));
+                }
+                Err(error) => panic!("{error}"),
+            }
+        }
     }
 }

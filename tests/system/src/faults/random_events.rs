@@ -192,7 +192,7 @@ impl<'a> Soak<'a> {
         let proxy = Proxy::start(port)?;
         write_config(setup, &config, &control, 1)?;
         let freezer = Freezer::new();
-        let heaps = HeapCounts::build(setup.scratch.path())?;
+        let heaps = HeapCounts::build(setup.scratch.path(), setup.counts.keeps_executor)?;
         let executor = serve(setup, &heaps, &config, port, freezer.as_ref())?;
         let before = ResourceUsage::of(executor.pid())?;
         let heap = heaps.of(executor.pid())?;
