@@ -20,7 +20,7 @@ use crate::times::Times;
 const TARGET_BYTES: u64 = 8 << 30;
 
 /// Bytes of the cache folder after all tests.
-const CACHE_BYTES: u64 = 6 << 30;
+const CACHE_BYTES: u64 = 4 << 30;
 
 /// Runs the tests. Returns an error if one failed.
 pub(crate) fn run(cache: &Cache, options: &Options) -> Result<()> {
