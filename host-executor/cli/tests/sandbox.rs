@@ -551,22 +551,7 @@ fn processes_of_a_user_are_hidden_from_the_user() {
     }
     let socket = folder.join("vgpu.sock");
     for isolate in [&["--isolate", "--guest-memory", "20M"][..], &[]] {
-        let endpoint = format!("unix:{}", socket.display());
-        let mut command = Command::new(&copy);
-        command
-            .args([
-                "serve",
-                "--engine",
-                "cpu",
-                "--listen",
-                &endpoint,
-                "--threads",
-                "1",
-                "--memory",
-                "64M",
-            ])
-            .args(isolate)
-            .env_remove("VGPU_LOG");
+        let mut command = Serve::command_of(&copy, &socket, isolate);
         if is_root {
             std::os::unix::process::CommandExt::uid(&mut command, NOBODY);
         }

@@ -3,7 +3,6 @@
 use std::fs;
 use std::os::fd::AsFd as _;
 use std::path::Path;
-use std::process::Command;
 use std::time::Instant;
 
 use rustix::process::{Pid, Signal, kill_process};
@@ -157,23 +156,8 @@ fn virtual_machine_is_served_by_the_version_of_its_supervisor_after_an_upgrade()
     copy_program(&program);
     let socket = scratch.path().join("vm1.sock");
     let vm = format!("vm1,socket={},window=64M,silence=0", socket.display());
-    let endpoint = format!("unix:{}", scratch.socket().display());
-    let mut command = Command::new(&program);
-    command
-        .args([
-            "serve",
-            "--engine",
-            "cpu",
-            "--listen",
-            &endpoint,
-            "--threads",
-            "1",
-            "--memory",
-            "64M",
-        ])
-        .args(["--isolate", "--guest-memory", "20M", "--vm", &vm])
-        .env_remove("VGPU_LOG");
-    let serve = Serve::of(command);
+    let isolate = ["--isolate", "--guest-memory", "20M", "--vm", &vm];
+    let serve = Serve::of(Serve::command_of(&program, &scratch.socket(), &isolate));
     let machine = Machine::plug(&socket);
     compute(&mut machine.guest());
     // In place of the upgrade, a program that serves nobody.

@@ -43,7 +43,12 @@ impl Scratch {
 /// The command under test. `serve` gets the CPU engine if the test names none: by default, a
 /// machine with a GPU has another one.
 pub(crate) fn vgpu(arguments: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_vgpu"));
+    vgpu_at(Path::new(env!("CARGO_BIN_EXE_vgpu")), arguments)
+}
+
+/// As [`vgpu`], of a copy of the program.
+fn vgpu_at(program: &Path, arguments: &[&str]) -> Command {
+    let mut command = Command::new(program);
     let mut arguments = arguments.to_vec();
     let names_engine = arguments.iter().any(|one| one.starts_with("--engine"));
     let serve = arguments.iter().position(|one| *one == "serve");
@@ -67,6 +72,12 @@ pub(crate) struct Serve {
 
 impl Serve {
     pub(crate) fn start(socket: &Path, more: &[&str]) -> Serve {
+        let program = Path::new(env!("CARGO_BIN_EXE_vgpu"));
+        Serve::of(Serve::command_of(program, socket, more))
+    }
+
+    /// The command of [`start`](Serve::start), of a copy of the program.
+    pub(crate) fn command_of(program: &Path, socket: &Path, more: &[&str]) -> Command {
         let endpoint = format!("unix:{}", socket.display());
         let mut arguments = vec![
             "serve",
@@ -78,7 +89,7 @@ impl Serve {
             "64M",
         ];
         arguments.extend(more);
-        Serve::of(vgpu(&arguments))
+        vgpu_at(program, &arguments)
     }
 
     /// Starts a command that serves, and waits until it is ready.
