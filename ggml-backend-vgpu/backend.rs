@@ -142,7 +142,7 @@ impl Backend {
         let written = stats.write(
             &path,
             self.device.name(),
-            &self.device.endpoint().to_string(),
+            &self.device.address().to_string(),
         );
         if let Err(error) = written {
             tracing::warn!("cannot write the statistics to {}: {error}", path.display());

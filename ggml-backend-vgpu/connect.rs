@@ -1,14 +1,15 @@
 //! Connecting to the executor of an endpoint.
 
+use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use vgpu_transport::link;
 use vgpu_transport::link::{Endpoint, GuestEnd};
-use vgpu_transport::wire::{Offer, ProtocolVersion};
+use vgpu_transport::wire::{DeviceIndex, Offer, ProtocolVersion};
 
 use crate::ggml::Ggml;
-use crate::session::{Session, SessionError};
+use crate::session::{Hello, Session, SessionError};
 
 /// How long an attempt to reach an executor may take.
 #[derive(Debug, Clone, Copy)]
@@ -41,6 +42,25 @@ pub(crate) const SHORT: ConnectTimeouts = ConnectTimeouts {
 /// The time between two attempts at a place that an earlier attempt has had.
 const BETWEEN_ATTEMPTS: Duration = Duration::from_millis(50);
 
+/// Where a device is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct DeviceAddress {
+    /// The executor.
+    pub(crate) endpoint: Endpoint,
+    /// The device among those that the executor has for this guest.
+    pub(crate) device: DeviceIndex,
+}
+
+impl fmt::Display for DeviceAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.endpoint.fmt(f)?;
+        match self.device {
+            DeviceIndex(0) => Ok(()),
+            DeviceIndex(device) => write!(f, ", device {device}"),
+        }
+    }
+}
+
 /// Why an executor could not be reached.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ExecutorConnectError {
@@ -61,27 +81,27 @@ pub(crate) enum ExecutorConnectError {
     #[error("inproc: this build of the plugin has no executor inside")]
     NoInproc,
     /// There is a link, but no session.
-    #[error("{endpoint}: {error}")]
+    #[error("{address}: {error}")]
     Session {
-        /// The endpoint that was tried.
-        endpoint: Endpoint,
+        /// The device that was tried.
+        address: DeviceAddress,
         /// What went wrong.
         error: SessionError,
     },
 }
 
-/// Opens a session with the executor at `endpoint`. An executor of version 3 of the messages, which
+/// Opens a session for a device. An executor of version 3 of the messages, which
 /// does not choose from several versions, is asked a second time, for that version.
 ///
 /// # Errors
 ///
 /// [`ExecutorConnectError`], which names the endpoint.
 pub(crate) fn connect(
-    endpoint: &Endpoint,
+    address: &DeviceAddress,
     ggml: &Ggml,
     timeouts: ConnectTimeouts,
 ) -> Result<Arc<Session>, ExecutorConnectError> {
-    let opened = connect_with(Offer::SERVED, endpoint, ggml, timeouts);
+    let opened = connect_with(Offer::SERVED, address, ggml, timeouts);
     let Err(ExecutorConnectError::Session {
         error: SessionError::Refused(reason),
         ..
@@ -93,13 +113,13 @@ pub(crate) fn connect(
         None => opened,
         Some(version) => {
             tracing::info!(
-                "{endpoint}: the executor speaks version {version} of the protocol only, an \
+                "{address}: the executor speaks version {version} of the protocol only, an \
                  earlier one than this plugin: update ggml-vgpu on the host"
             );
             // The executor may still count the session that it has refused, and have no place yet.
             let deadline = Instant::now() + timeouts.link;
             loop {
-                let opened = connect_with(Offer::only(version), endpoint, ggml, timeouts);
+                let opened = connect_with(Offer::only(version), address, ggml, timeouts);
                 if opened.is_ok() || Instant::now() >= deadline {
                     return opened;
                 }
@@ -111,10 +131,11 @@ pub(crate) fn connect(
 
 fn connect_with(
     offer: Offer,
-    endpoint: &Endpoint,
+    address: &DeviceAddress,
     ggml: &Ggml,
     timeouts: ConnectTimeouts,
 ) -> Result<Arc<Session>, ExecutorConnectError> {
+    let DeviceAddress { endpoint, device } = address;
     let end: Box<dyn GuestEnd> = match endpoint {
         Endpoint::Inproc => inproc()?,
         other => link::connect::connect(other, timeouts.link).map_err(|error| {
@@ -127,10 +148,14 @@ fn connect_with(
     // Over these two links bytes move at the speed of copying memory, about three times that of
     // hashing.
     let hashes_first = !matches!(endpoint, Endpoint::Unix(_) | Endpoint::Inproc);
-    let name = introduction(ggml);
-    Session::open(end, offer, name, hashes_first, timeouts.welcome).map_err(|error| {
+    let hello = Hello {
+        offer,
+        name: introduction(ggml),
+        device: *device,
+    };
+    Session::open(end, hello, hashes_first, timeouts.welcome).map_err(|error| {
         ExecutorConnectError::Session {
-            endpoint: endpoint.clone(),
+            address: address.clone(),
             error,
         }
     })

@@ -1,5 +1,5 @@
-//! A device: one executor endpoint, the session in use, and the objects that ggml holds pointers
-//! to.
+//! A device: its address at an executor, the session in use, and the objects that ggml holds
+//! pointers to.
 //!
 //! The device knows nothing of ggml's callbacks: `iface` fills the tables of callbacks and hands
 //! them to [`DeviceContext::new`].
@@ -12,14 +12,13 @@ use std::time::{Duration, Instant};
 
 use vgpu_transport::fork::PerProcess;
 use vgpu_transport::ir::Capabilities;
-use vgpu_transport::link::Endpoint;
 
 use crate::abi::{
     BufferType, ggml_backend_buffer_type_i_v3, ggml_backend_buffer_type_t,
     ggml_backend_buffer_type_v3, ggml_backend_dev_t, ggml_backend_device, ggml_backend_device_i,
     ggml_backend_reg_t,
 };
-use crate::connect::{ConnectTimeouts, ExecutorConnectError, LONG, SHORT, connect};
+use crate::connect::{ConnectTimeouts, DeviceAddress, ExecutorConnectError, LONG, SHORT, connect};
 use crate::ffi::object;
 use crate::ggml::Ggml;
 use crate::lock::{Rank, RankedGuard, RankedMutex};
@@ -38,7 +37,7 @@ const IN_VAIN: Duration = Duration::from_secs(1);
 pub(crate) struct DeviceContext {
     ggml: Arc<Ggml>,
     translator: Arc<Translator>,
-    endpoint: Endpoint,
+    address: DeviceAddress,
     name: CString,
     host_buffer_name: CString,
     description: CString,
@@ -113,8 +112,8 @@ pub(crate) struct DeviceParts {
     pub(crate) ggml: Arc<Ggml>,
     /// The translation of that ggml's ids.
     pub(crate) translator: Arc<Translator>,
-    /// Where the executor is.
-    pub(crate) endpoint: Endpoint,
+    /// Where the device is.
+    pub(crate) address: DeviceAddress,
     /// The first session with the executor.
     pub(crate) session: Arc<Session>,
     /// The registry that the device belongs to.
@@ -150,7 +149,7 @@ impl DeviceContext {
             index,
             ggml,
             translator,
-            endpoint,
+            address,
             session,
             registry,
         } = parts;
@@ -191,7 +190,7 @@ impl DeviceContext {
             description: c_string(describe(&first_welcome)),
             ggml,
             translator,
-            endpoint,
+            address,
             first_welcome,
             current,
             objects,
@@ -255,9 +254,9 @@ impl DeviceContext {
         &self.description
     }
 
-    /// Where the executor is.
-    pub(crate) fn endpoint(&self) -> &Endpoint {
-        &self.endpoint
+    /// Where the device is.
+    pub(crate) fn address(&self) -> &DeviceAddress {
+        &self.address
     }
 
     /// The ggml that uses the device.
@@ -282,7 +281,7 @@ impl DeviceContext {
         }
         let began = Instant::now();
         let timeouts = current.attempts.timeouts(began);
-        let session = connect(&self.endpoint, &self.ggml, timeouts)
+        let session = connect(&self.address, &self.ggml, timeouts)
             .inspect_err(|_| current.attempts.failed(began, Instant::now()))?;
         let whose = match current.session {
             Some(_) => "",

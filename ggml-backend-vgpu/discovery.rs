@@ -1,19 +1,20 @@
-//! Finding the executors: each one is a device.
+//! Finding the executors and their devices.
 
 use std::sync::Arc;
 
 use vgpu_transport::link::connect::expand;
 use vgpu_transport::link::{Endpoint, EndpointError};
+use vgpu_transport::wire::DeviceIndex;
 
-use crate::connect::{LONG, connect};
+use crate::connect::{DeviceAddress, LONG, connect};
 use crate::ggml::Ggml;
 use crate::session::Session;
 
-/// The executors that were found.
+/// The devices that were found.
 pub(crate) struct Discovery {
     /// Where they are, with an open session to each.
-    pub(crate) found: Vec<(Endpoint, Arc<Session>)>,
-    /// Why the others were not found, one line each.
+    pub(crate) found: Vec<(DeviceAddress, Arc<Session>)>,
+    /// Why others were not found, one line each.
     pub(crate) missing: Vec<String>,
 }
 
@@ -31,13 +32,13 @@ pub(crate) enum DiscoveryError {
 /// Where to look for executors.
 struct Candidates {
     endpoints: Vec<Endpoint>,
-    /// Whether one executor is enough: for the default places. Every endpoint that the user names
-    /// is a device.
+    /// Whether one executor is enough: for the default places. Of every endpoint that the user
+    /// names, the devices are wanted.
     is_one_enough: bool,
 }
 
-/// Connects to the executors that `VGPU_ENDPOINT` names; without the variable, to the first one at
-/// the default places.
+/// Connects to the devices of the executors that `VGPU_ENDPOINT` names; without the variable, to
+/// those of the first executor at the default places.
 ///
 /// # Errors
 ///
@@ -54,9 +55,24 @@ pub(crate) fn discover(ggml: &Ggml) -> Result<Discovery, DiscoveryError> {
             }
         };
         for endpoint in endpoints {
-            match connect(&endpoint, ggml, LONG) {
-                Ok(session) => found.push((endpoint, session)),
-                Err(error) => missing.push(error.to_string()),
+            let mut device = 0;
+            let mut devices = 1;
+            while device < devices {
+                let address = DeviceAddress {
+                    endpoint: endpoint.clone(),
+                    device: DeviceIndex(device),
+                };
+                match connect(&address, ggml, LONG) {
+                    Ok(session) => {
+                        // The first session says how many there are.
+                        if device == 0 {
+                            devices = session.welcome().devices.0;
+                        }
+                        found.push((address, session));
+                    }
+                    Err(error) => missing.push(error.to_string()),
+                }
+                device += 1;
             }
         }
         if candidates.is_one_enough && !found.is_empty() {

@@ -27,6 +27,7 @@ fn exclusive() -> MutexGuard<'static, ()> {
 fn the_device_has_the_properties_that_programs_rely_on() {
     let _lock = exclusive();
     let ggml = Ggml::get();
+    assert_eq!(ggml.devices.len(), 1, "the executor has one engine");
     let mut props = std::mem::MaybeUninit::<abi::ggml_backend_dev_props>::zeroed();
     // SAFETY: ggml fills the structure in, and returns strings that stay.
     let props = unsafe {

@@ -18,7 +18,9 @@ use vgpu_engine::Engine as _;
 use vgpu_executor::{Limits, Session, StopFlag};
 use vgpu_transport::link::HostEnd;
 use vgpu_transport::link::unix::{ListenOptions, Listener};
-use vgpu_transport::wire::{HostVersions, Offer, ProtocolVersion, Reply, Request, VersionRange};
+use vgpu_transport::wire::{
+    DeviceCount, HostVersions, Offer, ProtocolVersion, Reply, Request, VersionRange,
+};
 
 /// How often a thread looks at its flag.
 const POLL_PERIOD: Duration = Duration::from_millis(10);
@@ -111,6 +113,7 @@ fn serve_version_3(host: &mut dyn HostEnd, stop: &StopFlag) {
                 memory_total: 64 << 20,
                 memory_free: 64 << 20,
                 capabilities: engine.capabilities().clone(),
+                devices: DeviceCount(1),
             },
             Request::Hello { offer, .. } => Reply::Ended {
                 reason: format!(

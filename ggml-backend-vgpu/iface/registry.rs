@@ -131,9 +131,9 @@ fn make(ggml: Arc<Ggml>) -> Option<*mut Registry> {
         devices: Vec::new(),
     }));
     let mut devices: Vec<&'static DeviceContext> = Vec::new();
-    for (index, (endpoint, session)) in discovery.found.into_iter().enumerate() {
+    for (index, (address, session)) in discovery.found.into_iter().enumerate() {
         tracing::info!(
-            "VGPU{index}: {} at {endpoint}, session {}",
+            "VGPU{index}: {} at {address}, session {}",
             session.welcome().description,
             session.welcome().session,
         );
@@ -141,7 +141,7 @@ fn make(ggml: Arc<Ggml>) -> Option<*mut Registry> {
             index,
             ggml: Arc::clone(&ggml),
             translator: Arc::clone(&translator),
-            endpoint,
+            address,
             session,
             registry: registry.cast(),
         }));

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use vgpu_transport::ir::Capabilities;
 use vgpu_transport::link::GuestEnd;
-use vgpu_transport::wire::{Offer, ProtocolVersion, Reply, Request};
+use vgpu_transport::wire::{DeviceCount, DeviceIndex, Offer, ProtocolVersion, Reply, Request};
 
 use super::error::SessionError;
 
@@ -25,26 +25,44 @@ pub(crate) struct Welcome {
     pub(crate) memory_free: u64,
     /// What the engine computes.
     pub(crate) capabilities: Capabilities,
+    /// The devices that the executor has for this guest.
+    pub(crate) devices: DeviceCount,
 }
 
-/// Opens a session over a new link. `offer`: the versions of the messages that the executor may
-/// choose from. `name` says who the guest is, for the executor's log. `limit`: how long the
-/// executor may take to answer.
+/// What the guest says first.
+pub(crate) struct Hello {
+    /// The versions of the messages that the executor may choose from.
+    pub(crate) offer: Offer,
+    /// Who the guest is, for the executor's log.
+    pub(crate) name: String,
+    /// The device among those that the executor has for this guest.
+    pub(crate) device: DeviceIndex,
+}
+
+/// Opens a session over a new link. `limit`: how long the executor may take to answer `hello`.
 ///
 /// # Errors
 ///
 /// [`SessionError::Refused`] if the executor does not want this guest, [`SessionError::NoWelcome`]
 /// if it does not answer in time, [`SessionError::Lost`] if the link is broken, or the answer makes
-/// no sense or names a version that `offer` does not have.
+/// no sense or names a version that `hello` does not offer.
 pub(super) fn handshake(
     end: &mut dyn GuestEnd,
-    offer: Offer,
-    name: String,
+    hello: Hello,
     limit: Duration,
 ) -> Result<Welcome, SessionError> {
+    let Hello {
+        offer,
+        name,
+        device,
+    } = hello;
     let began = Instant::now();
     let mut message = Vec::new();
-    let hello = Request::Hello { offer, name };
+    let hello = Request::Hello {
+        offer,
+        name,
+        device,
+    };
     // The same bytes in every version. WELCOME says its version itself.
     hello.encode(ProtocolVersion::CURRENT, &mut message);
     end.send(&message, (&[][..]).into())?;
@@ -62,7 +80,8 @@ pub(super) fn handshake(
             memory_total,
             memory_free,
             capabilities,
-            ..
+            devices,
+            served: _,
         } => {
             offer.check(protocol)?;
             Ok(Welcome {
@@ -73,6 +92,7 @@ pub(super) fn handshake(
                 memory_total,
                 memory_free,
                 capabilities,
+                devices,
             })
         }
         Reply::Ended { reason } | Reply::Refused { reason, .. } => {

@@ -41,7 +41,7 @@ mod upload;
 mod weight_requests;
 
 pub(crate) use error::SessionError;
-pub(crate) use handshake::Welcome;
+pub(crate) use handshake::{Hello, Welcome};
 pub(crate) use pending::BackendId;
 
 use std::sync::Arc;
@@ -50,7 +50,7 @@ use std::time::{Duration, Instant};
 use vgpu_transport::bytes::{Bytes, BytesMut};
 use vgpu_transport::ir::BufferId;
 use vgpu_transport::link::{GuestEnd, StagingRegion};
-use vgpu_transport::wire::{Offer, Reply, Request};
+use vgpu_transport::wire::{Reply, Request};
 
 use crate::graph_cache::GraphImage;
 use crate::load_progress::{LoadLog, SharedBytes};
@@ -101,10 +101,9 @@ impl SessionBuffer {
 }
 
 impl Session {
-    /// Opens a session over a new link. `offer`: the versions of the messages that the executor may
-    /// choose from. `name` says who the guest is, for the executor's log. `hashes_first` says
-    /// whether the link is slower than hashing, so that large weights are hashed before they are
-    /// sent. `limit`: how long the executor may take to answer.
+    /// Opens a session over a new link. `hashes_first` says whether the link is slower than
+    /// hashing, so that large weights are hashed before they are sent. `limit`: how long the
+    /// executor may take to answer `hello`.
     ///
     /// # Errors
     ///
@@ -113,12 +112,11 @@ impl Session {
     /// link breaks.
     pub(crate) fn open(
         mut end: Box<dyn GuestEnd>,
-        offer: Offer,
-        name: String,
+        hello: Hello,
         hashes_first: bool,
         limit: Duration,
     ) -> Result<Arc<Session>, SessionError> {
-        let welcome = handshake::handshake(end.as_mut(), offer, name, limit)?;
+        let welcome = handshake::handshake(end.as_mut(), hello, limit)?;
         Ok(Arc::new(Session {
             connection: SharedConnection::new(end, &welcome),
             last_memory: RankedMutex::new(

@@ -10,6 +10,14 @@ use vgpu_transport::ir::{Graph, Node, Op, PoolKind, Shape, Sources, Tensor, Type
 use vgpu_transport::link::window::inproc_pair;
 use vgpu_transport::wire::MIN_EXTENT;
 
+fn hello(offer: Offer) -> Hello {
+    Hello {
+        offer,
+        name: "test".into(),
+        device: DeviceIndex(0),
+    }
+}
+
 /// A timeout, not a measure of speed.
 const HANG: Duration = Duration::from_secs(60);
 
@@ -47,7 +55,7 @@ impl Executors {
                 .sharing(&store, user)
                 .run(&mut host, &StopFlag::new())
         });
-        Session::open(Box::new(guest), Offer::SERVED, "test".into(), true, HANG).unwrap()
+        Session::open(Box::new(guest), hello(Offer::SERVED), true, HANG).unwrap()
     }
 
     fn wait_for_hashes(&self) {
@@ -171,8 +179,7 @@ fn an_executor_that_never_answers_hello_is_named_with_the_time_that_was_waited()
     let (guest, _host) = inproc_pair().unwrap();
     let (sender, outcome) = std::sync::mpsc::channel();
     std::thread::spawn(move || {
-        let name = "test".into();
-        let opened = Session::open(Box::new(guest), Offer::SERVED, name, true, limit);
+        let opened = Session::open(Box::new(guest), hello(Offer::SERVED), true, limit);
         sender.send(opened.err().unwrap().to_string()).unwrap();
     });
     let error = outcome.recv_timeout(HANG).expect("an end of the wait");
@@ -183,7 +190,9 @@ fn an_executor_that_never_answers_hello_is_named_with_the_time_that_was_waited()
 #[test]
 fn an_executor_that_chooses_a_version_that_was_not_offered_is_to_blame() {
     use vgpu_transport::link::HostEnd as _;
-    use vgpu_transport::wire::{HostVersions, ProtocolVersion, VersionRange};
+    use vgpu_transport::wire::{
+        DeviceCount, DeviceIndex, HostVersions, Offer, ProtocolVersion, VersionRange,
+    };
     let engine = CpuEngine::new(1, Some(1 << 20)).unwrap();
     for (offered, chosen, is_offered) in [
         (Offer::only(ProtocolVersion::V3), ProtocolVersion::V4, false),
@@ -200,6 +209,7 @@ fn an_executor_that_chooses_a_version_that_was_not_offered_is_to_blame() {
             memory_total: 1,
             memory_free: 1,
             capabilities: engine.capabilities().clone(),
+            devices: DeviceCount(1),
         };
         let host = std::thread::spawn(move || {
             let mut message = Vec::new();
@@ -209,7 +219,7 @@ fn an_executor_that_chooses_a_version_that_was_not_offered_is_to_blame() {
             host.send(&message, 0, &mut |_| {}).unwrap();
             host
         });
-        let opened = Session::open(Box::new(guest), offered, "test".into(), true, HANG);
+        let opened = Session::open(Box::new(guest), hello(offered), true, HANG);
         assert_eq!(opened.is_ok(), is_offered);
         if let Err(error) = opened {
             let blames = format!(

@@ -122,7 +122,7 @@ pub use start_watch::StartWatch;
 pub use stats::{Failures, Stats};
 pub use stop::StopFlag;
 #[cfg(feature = "server")]
-pub use tenant_registry::{GuestRule, QuotaError, Rules};
+pub use tenant_registry::{GuestRule, QuotaError, Rules, RulesError};
 #[cfg(feature = "server")]
 pub use version::set_version;
 pub use weights::WeightStore;

@@ -11,7 +11,9 @@ use vgpu_transport::wire::ProtocolVersion;
 
 use crate::histogram::Distribution;
 use crate::process_figures::{self, ProcessFigure};
-use crate::status::{GpuStatus, SessionStatus, Status, StatusHandle, TenantLatency, Usage};
+use crate::status::{
+    EngineStatus, GpuStatus, GuestStatus, SessionStatus, Status, StatusHandle, TenantLatency, Usage,
+};
 
 /// The media type of what [`render`] returns.
 pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -97,62 +99,34 @@ const COUNTS: [Count; 8] = [
 impl Collector for MetricsCollector {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
         let MetricsCollector { status, latencies } = self;
-        let engine = [("engine", status.engine.name.as_str())];
-        let mut gauge = |name: &str, help: &str, labels: &[(&str, &str)], value: f64| {
+        for (name, help, value) in [
+            (
+                "vgpu_uptime_seconds",
+                "Time since the executor started",
+                status.uptime,
+            ),
+            (
+                "vgpu_draining",
+                "1 while the executor accepts no new sessions, else 0",
+                f64::from(u8::from(status.draining.is_some())),
+            ),
+        ] {
             encoder
                 .encode_descriptor(name, help, None, MetricType::Gauge)?
-                .encode_family(&labels)?
-                .encode_gauge(&value)
-        };
-        gauge(
-            "vgpu_uptime_seconds",
-            "Time since the executor started",
-            &[],
-            status.uptime,
-        )?;
-        let (total, free) = (status.engine.memory_total, status.engine.memory_free);
-        gauge(
-            "vgpu_engine_memory_bytes",
-            "Memory that guests may use in all",
-            &engine,
-            total as f64,
-        )?;
-        gauge(
-            "vgpu_engine_memory_free_bytes",
-            "Memory that an allocation could still get",
-            &engine,
-            free as f64,
-        )?;
-        gauge(
-            "vgpu_turn_age_seconds",
-            "How long the present turn on the engine has lasted; 0 if no graph runs",
-            &engine,
-            status.engine.turn.unwrap_or(0.0),
-        )?;
+                .encode_gauge(&value)?;
+        }
+        engine_figures(&mut encoder, status)?;
 
-        gauge(
-            "vgpu_engine_hangs",
-            "1 if the engine has not come back from a turn or a call for long, else 0",
-            &engine,
-            f64::from(u8::from(status.engine.hang.is_some())),
-        )?;
-
-        gauge(
-            "vgpu_draining",
-            "1 while the executor accepts no new sessions, else 0",
-            &[],
-            f64::from(u8::from(status.draining.is_some())),
-        )?;
-
-        let build = [
-            ("version", status.version.as_str()),
-            ("engine", status.engine.name.as_str()),
-            ("device", status.engine.description.as_str()),
-        ];
         // The name of the sample ends with `_info`.
-        encoder
-            .encode_descriptor("vgpu_build", "The executor", None, MetricType::Info)?
-            .encode_info(&build)?;
+        let mut build =
+            encoder.encode_descriptor("vgpu_build", "The executor", None, MetricType::Info)?;
+        for engine in status.engines() {
+            build.encode_info(&[
+                ("version", status.version.as_str()),
+                ("engine", engine.name.as_str()),
+                ("device", engine.description.as_str()),
+            ])?;
+        }
         for figure in process_figures::figures() {
             let ProcessFigure {
                 name, help, value, ..
@@ -167,50 +141,6 @@ impl Collector for MetricsCollector {
             }
         }
 
-        let weights = &status.engine.weights;
-        let mut gauge = |name: &str, help: &str, value: f64| {
-            encoder
-                .encode_descriptor(name, help, None, MetricType::Gauge)?
-                .encode_family(&engine)?
-                .encode_gauge(&value)
-        };
-        for (name, help, value) in [
-            (
-                "vgpu_weights_bytes",
-                "Weights in the weight store",
-                weights.bytes,
-            ),
-            (
-                "vgpu_weights_disk_bytes",
-                "Weights in the cache on disk",
-                weights.disk_bytes,
-            ),
-        ] {
-            gauge(name, help, value as f64)?;
-        }
-        for (name, help, value) in [
-            (
-                "vgpu_weights_not_sent_bytes",
-                "Bytes of weights that guests did not have to send",
-                weights.not_sent,
-            ),
-            (
-                "vgpu_weights_from_disk_bytes",
-                "Part of the bytes not sent that came from the cache on disk",
-                weights.from_disk,
-            ),
-            (
-                "vgpu_weights_merged_bytes",
-                "Bytes of weights that were sent and turned out to be duplicates",
-                weights.merged,
-            ),
-        ] {
-            encoder
-                .encode_descriptor(name, help, None, MetricType::Counter)?
-                .encode_family(&engine)?
-                .encode_counter::<[(&str, &str); 0], u64, f64>(&value, None)?;
-        }
-
         let mut ends = encoder.encode_descriptor(
             "vgpu_session_ended",
             "Sessions that have ended, and guests that got none, by reason",
@@ -223,73 +153,8 @@ impl Collector for MetricsCollector {
         }
 
         protocols(&mut encoder, status)?;
-        if let Some(gpu) = &status.engine.gpu {
-            gpu_figures(&mut encoder, gpu)?;
-        }
-
-        let guests = &status.guests;
-        type Gauge = (
-            &'static str,
-            &'static str,
-            fn(&crate::status::GuestStatus) -> Option<f64>,
-        );
-        let gauges: [Gauge; 5] = [
-            ("vgpu_guest_sessions", "Connected programs", |g| {
-                Some(g.sessions as f64)
-            }),
-            (
-                "vgpu_guest_memory_used_bytes",
-                "Memory of the engine that the guest uses",
-                |g| Some(g.usage.memory as f64),
-            ),
-            (
-                "vgpu_guest_memory_quota_bytes",
-                "Quota of the guest; absent without a quota",
-                |g| g.quota.map(|quota| quota as f64),
-            ),
-            (
-                "vgpu_guest_weights_shared_bytes",
-                "Memory of the guest that is a shared copy, first uploaded to another buffer",
-                |g| Some(g.usage.weights_shared as f64),
-            ),
-            (
-                "vgpu_guest_weight",
-                "Share of the engine's time, relative to the other guests",
-                |g| Some(f64::from(g.weight)),
-            ),
-        ];
-        for (name, help, figure) in gauges {
-            let mut family = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
-            for guest in guests {
-                if let Some(value) = figure(guest) {
-                    let labels = [("guest", guest.name.as_str())];
-                    family.encode_family(&labels)?.encode_gauge(&value)?;
-                }
-            }
-        }
-        for (name, help, figure) in COUNTS {
-            let mut family = encoder.encode_descriptor(name, help, None, MetricType::Counter)?;
-            for guest in guests {
-                let labels = [("guest", guest.name.as_str())];
-                let value = figure(&guest.usage);
-                family
-                    .encode_family(&labels)?
-                    .encode_counter::<[(&str, &str); 0], f64, f64>(&value, None)?;
-            }
-        }
-        let mut family = encoder.encode_descriptor(
-            "vgpu_guest_failures",
-            "Requests that were refused or failed, by reason",
-            None,
-            MetricType::Counter,
-        )?;
-        for guest in guests {
-            for (reason, count) in guest.usage.failure_reasons.by_reason() {
-                family
-                    .encode_family(&[("guest", guest.name.as_str()), ("reason", reason)])?
-                    .encode_counter::<[(&str, &str); 0], u64, f64>(&count, None)?;
-            }
-        }
+        gpu_figures(&mut encoder, status)?;
+        guest_figures(&mut encoder, status)?;
         type Durations = (
             &'static str,
             &'static str,
@@ -318,39 +183,212 @@ impl Collector for MetricsCollector {
     }
 }
 
-/// The figures of a GPU. Figures that are missing have no sample.
-fn gpu_figures(encoder: &mut DescriptorEncoder<'_>, gpu: &GpuStatus) -> fmt::Result {
-    let labels = [("gpu", gpu.address.as_str())];
-    for (name, help, value) in [
-        (
-            "vgpu_gpu_busy_ratio",
-            "Part of the last sampling period of the driver in which a kernel ran",
-            gpu.busy,
-        ),
-        (
-            "vgpu_gpu_memory_bytes",
-            "Memory of the GPU",
-            gpu.memory_total.map(|bytes| bytes as f64),
-        ),
-        (
-            "vgpu_gpu_memory_used_bytes",
-            "Memory of the GPU in use, by all programs and the driver",
-            gpu.memory_used.map(|bytes| bytes as f64),
-        ),
-        (
-            "vgpu_gpu_temperature_celsius",
-            "Temperature of the GPU",
-            gpu.temperature.map(f64::from),
-        ),
-        (
-            "vgpu_gpu_power_watts",
-            "Power that the card takes",
-            gpu.power,
-        ),
-    ] {
+/// A gauge or a counter of each engine: its name, its help text, its type, and its value.
+type EngineFigure = (
+    &'static str,
+    &'static str,
+    MetricType,
+    fn(&EngineStatus) -> f64,
+);
+
+const ENGINE_FIGURES: [EngineFigure; 9] = [
+    (
+        "vgpu_engine_memory_bytes",
+        "Memory that guests may use in all",
+        MetricType::Gauge,
+        |engine| engine.memory_total as f64,
+    ),
+    (
+        "vgpu_engine_memory_free_bytes",
+        "Memory that an allocation could still get",
+        MetricType::Gauge,
+        |engine| engine.memory_free as f64,
+    ),
+    (
+        "vgpu_turn_age_seconds",
+        "How long the present turn on the engine has lasted; 0 if no graph runs",
+        MetricType::Gauge,
+        |engine| engine.turn.unwrap_or(0.0),
+    ),
+    (
+        "vgpu_engine_hangs",
+        "1 if the engine has not come back from a turn or a call for long, else 0",
+        MetricType::Gauge,
+        |engine| f64::from(u8::from(engine.hang.is_some())),
+    ),
+    (
+        "vgpu_weights_bytes",
+        "Weights in the weight store",
+        MetricType::Gauge,
+        |engine| engine.weights.bytes as f64,
+    ),
+    (
+        "vgpu_weights_disk_bytes",
+        "Weights in the cache on disk, which all engines share; with the first engine",
+        MetricType::Gauge,
+        |engine| engine.weights.disk_bytes as f64,
+    ),
+    (
+        "vgpu_weights_not_sent_bytes",
+        "Bytes of weights that guests did not have to send",
+        MetricType::Counter,
+        |engine| engine.weights.not_sent as f64,
+    ),
+    (
+        "vgpu_weights_from_disk_bytes",
+        "Part of the bytes not sent that came from the cache on disk",
+        MetricType::Counter,
+        |engine| engine.weights.from_disk as f64,
+    ),
+    (
+        "vgpu_weights_merged_bytes",
+        "Bytes of weights that were sent and turned out to be duplicates",
+        MetricType::Counter,
+        |engine| engine.weights.merged as f64,
+    ),
+];
+
+/// The figures of the engines.
+fn engine_figures(encoder: &mut DescriptorEncoder<'_>, status: &Status) -> fmt::Result {
+    for (name, help, kind, figure) in ENGINE_FIGURES {
+        let mut family = encoder.encode_descriptor(name, help, None, kind)?;
+        for engine in status.engines() {
+            let labels = [("engine", engine.name.as_str())];
+            encode_number(family.encode_family(&labels)?, kind, figure(engine))?;
+        }
+    }
+    Ok(())
+}
+
+/// A sample of a gauge, or else of a counter.
+fn encode_number(mut sample: MetricEncoder<'_>, kind: MetricType, value: f64) -> fmt::Result {
+    match kind {
+        MetricType::Gauge => sample.encode_gauge(&value),
+        _ => sample.encode_counter::<[(&str, &str); 0], f64, f64>(&value, None),
+    }
+}
+
+/// A gauge of each guest on each device: its name, its help text, and its value.
+type GuestGauge = (
+    &'static str,
+    &'static str,
+    fn(&GuestStatus, &Usage) -> Option<f64>,
+);
+
+const GUEST_GAUGES: [GuestGauge; 4] = [
+    (
+        "vgpu_guest_memory_used_bytes",
+        "Memory of the engine that the guest uses",
+        |_, usage| Some(usage.memory as f64),
+    ),
+    (
+        "vgpu_guest_memory_quota_bytes",
+        "Quota of the guest; absent without a quota",
+        |guest, _| guest.quota.map(|quota| quota as f64),
+    ),
+    (
+        "vgpu_guest_weights_shared_bytes",
+        "Memory of the guest that is a shared copy, first uploaded to another buffer",
+        |_, usage| Some(usage.weights_shared as f64),
+    ),
+    (
+        "vgpu_guest_weight",
+        "Share of the engine's time, relative to the other guests",
+        |guest, _| Some(f64::from(guest.weight)),
+    ),
+];
+
+/// The figures of the guests. Those of a device name its engine.
+fn guest_figures(encoder: &mut DescriptorEncoder<'_>, status: &Status) -> fmt::Result {
+    let (name, help) = ("vgpu_guest_sessions", "Connected programs");
+    let mut family = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
+    for guest in &status.guests {
+        family
+            .encode_family(&[("guest", guest.name.as_str())])?
+            .encode_gauge(&(guest.sessions as f64))?;
+    }
+    for (name, help, figure) in GUEST_GAUGES {
         let mut family = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
-        if let Some(value) = value {
-            family.encode_family(&labels)?.encode_gauge(&value)?;
+        for (engine, guests) in status.by_device() {
+            for (guest, usage) in guests {
+                if let Some(value) = figure(guest, usage) {
+                    let labels = [("guest", &guest.name[..]), ("engine", &engine.name)];
+                    family.encode_family(&labels)?.encode_gauge(&value)?;
+                }
+            }
+        }
+    }
+    for (name, help, figure) in COUNTS {
+        let mut family = encoder.encode_descriptor(name, help, None, MetricType::Counter)?;
+        for (engine, guests) in status.by_device() {
+            for (guest, usage) in guests {
+                let labels = [("guest", &guest.name[..]), ("engine", &engine.name)];
+                encode_number(
+                    family.encode_family(&labels)?,
+                    MetricType::Counter,
+                    figure(usage),
+                )?;
+            }
+        }
+    }
+    let mut family = encoder.encode_descriptor(
+        "vgpu_guest_failures",
+        "Requests that were refused or failed, by reason",
+        None,
+        MetricType::Counter,
+    )?;
+    for guest in &status.guests {
+        for (reason, count) in guest.usage.failure_reasons.by_reason() {
+            family
+                .encode_family(&[("guest", guest.name.as_str()), ("reason", reason)])?
+                .encode_counter::<[(&str, &str); 0], u64, f64>(&count, None)?;
+        }
+    }
+    Ok(())
+}
+
+/// A figure of a GPU: its name, its help text, and its value.
+type GpuFigure = (&'static str, &'static str, fn(&GpuStatus) -> Option<f64>);
+
+const GPU_FIGURES: [GpuFigure; 5] = [
+    (
+        "vgpu_gpu_busy_ratio",
+        "Part of the last sampling period of the driver in which a kernel ran",
+        |gpu| gpu.busy,
+    ),
+    ("vgpu_gpu_memory_bytes", "Memory of the GPU", |gpu| {
+        gpu.memory_total.map(|bytes| bytes as f64)
+    }),
+    (
+        "vgpu_gpu_memory_used_bytes",
+        "Memory of the GPU in use, by all programs and the driver",
+        |gpu| gpu.memory_used.map(|bytes| bytes as f64),
+    ),
+    (
+        "vgpu_gpu_temperature_celsius",
+        "Temperature of the GPU",
+        |gpu| gpu.temperature.map(f64::from),
+    ),
+    ("vgpu_gpu_power_watts", "Power that the card takes", |gpu| {
+        gpu.power
+    }),
+];
+
+/// The figures of the GPUs, where there are any. Figures that are missing have no sample.
+fn gpu_figures(encoder: &mut DescriptorEncoder<'_>, status: &Status) -> fmt::Result {
+    let gpus: Vec<&GpuStatus> = { status.engines() }
+        .filter_map(|engine| engine.gpu.as_ref())
+        .collect();
+    if gpus.is_empty() {
+        return Ok(());
+    }
+    for (name, help, figure) in GPU_FIGURES {
+        let mut family = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
+        for gpu in &gpus {
+            if let Some(value) = figure(gpu) {
+                let labels = [("gpu", gpu.address.as_str())];
+                family.encode_family(&labels)?.encode_gauge(&value)?;
+            }
         }
     }
     Ok(())

@@ -74,6 +74,10 @@ pub struct Policy {
     /// Whether the guest's graphs may run in one batch with other graphs that multiply with the
     /// same weights.
     pub batch: bool,
+    /// The devices of the executor that the guest may use, by their position among its engines, in
+    /// the order in which the guest sees them. Empty: all, in the order of the engines.
+    #[serde(default)]
+    pub devices: Vec<usize>,
 }
 
 impl Policy {
@@ -89,6 +93,7 @@ impl Default for Policy {
             graphs_in_flight: 8,
             links: LinkKind::ALL.into(),
             batch: true,
+            devices: Vec::new(),
         }
     }
 }

@@ -45,8 +45,11 @@ pub struct Status {
     pub version: String,
     /// Seconds since the start.
     pub uptime: f64,
-    /// The engine that executes graphs.
+    /// The engine of the first device.
     pub engine: EngineStatus,
+    /// The engines of the further devices, in their order.
+    #[serde(default)]
+    pub further_engines: Vec<EngineStatus>,
     /// Guests with names, and one that stands for all others.
     pub guests: Vec<GuestStatus>,
     /// The connected programs of the guests.
@@ -74,16 +77,56 @@ pub struct DrainStatus {
 }
 
 impl Status {
-    /// Bytes of device memory that the guests use. Weights that several guests share count once.
-    pub fn memory_of_guests(&self) -> u64 {
-        let held = self.guests.iter().map(|guest| {
-            let Usage {
-                memory,
-                weights_shared,
-                ..
-            } = guest.usage;
-            memory.saturating_sub(weights_shared)
-        });
+    /// The engines, in the order of their devices.
+    pub fn engines(&self) -> impl Iterator<Item = &EngineStatus> {
+        std::iter::once(&self.engine).chain(&self.further_engines)
+    }
+
+    /// Bytes of memory that a guest can have on all devices: its quota on each, or what they have.
+    pub fn memory_for(&self, guest: &GuestStatus) -> u64 {
+        let totals = self.engines().map(|engine| engine.memory_total);
+        match guest.quota {
+            Some(quota) => quota.saturating_mul(self.engines().count() as u64),
+            None => totals.fold(0, u64::saturating_add),
+        }
+    }
+
+    /// Whether there is more than one device.
+    pub fn has_several_engines(&self) -> bool {
+        !self.further_engines.is_empty()
+    }
+
+    /// The name of the engine of a session; empty if the status does not have the engine.
+    pub fn engine_of(&self, session: &SessionStatus) -> &str {
+        let engine = self.engines().nth(session.device);
+        engine.map_or("", |engine| &engine.name)
+    }
+
+    /// What engines and guests have on each device: the engine, and each guest with its usage of
+    /// the device.
+    pub fn by_device(
+        &self,
+    ) -> impl Iterator<Item = (&EngineStatus, impl Iterator<Item = (&GuestStatus, &Usage)>)> {
+        self.engines().enumerate().map(|(device, engine)| {
+            let guests = self.guests.iter().filter_map(move |guest| {
+                let usage = match guest.by_device.is_empty() {
+                    true => (device == 0).then_some(&guest.usage),
+                    false => guest.by_device.get(device),
+                };
+                Some((guest, usage?))
+            });
+            (engine, guests)
+        })
+    }
+
+    /// Bytes of memory that the guests use on a device. Weights that several guests share count
+    /// once.
+    pub fn memory_of_guests(&self, device: usize) -> u64 {
+        let mut devices = self.by_device();
+        let Some((_, guests)) = devices.nth(device) else {
+            return 0;
+        };
+        let held = guests.map(|(_, usage)| usage.memory.saturating_sub(usage.weights_shared));
         held.fold(0, u64::saturating_add)
     }
 
@@ -92,16 +135,14 @@ impl Status {
         self.guests.iter().map(|guest| guest.sessions).sum()
     }
 
-    /// Bytes of device memory that are neither free nor in a guest's buffers: scratch memory of
-    /// plans, and on a GPU what its driver and other processes have.
-    pub fn memory_of_others(&self) -> u64 {
-        let EngineStatus {
-            memory_total,
-            memory_free,
-            ..
-        } = self.engine;
-        let used = memory_total.saturating_sub(memory_free);
-        used.saturating_sub(self.memory_of_guests())
+    /// Bytes of memory of a device that are neither free nor in a guest's buffers: scratch memory
+    /// of plans, and on a GPU what its driver and other processes have.
+    pub fn memory_of_others(&self, device: usize) -> u64 {
+        let Some(engine) = self.engines().nth(device) else {
+            return 0;
+        };
+        let used = engine.memory_total.saturating_sub(engine.memory_free);
+        used.saturating_sub(self.memory_of_guests(device))
     }
 }
 
@@ -144,7 +185,7 @@ impl SessionEnds {
 }
 
 /// An engine.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct EngineStatus {
     /// `cpu` or `cuda:0`.
     pub name: String,
@@ -250,15 +291,19 @@ impl WeightsStatus {
 pub struct GuestStatus {
     /// The name in the configuration; `-` for all unnamed guests.
     pub name: String,
-    /// Quota of device memory in bytes. `None`: the memory that no quota reserves.
+    /// Quota of memory in bytes, on each device. `None`: the memory that no quota reserves.
     pub quota: Option<u64>,
-    /// Share of the device's time, relative to the other guests.
+    /// Share of each device's time, relative to the other guests.
     pub weight: u32,
-    /// Number of connected programs.
+    /// Number of sessions: of connected programs, each with one for each device that it uses.
     pub sessions: usize,
-    /// What the programs of the guest use and have done, including programs that have disconnected.
+    /// What the programs of the guest use and have done, including programs that have disconnected,
+    /// on all devices.
     #[serde(flatten)]
     pub usage: Usage,
+    /// The same for each device, in their order. Empty if there is one device.
+    #[serde(default)]
+    pub by_device: Vec<Usage>,
 }
 
 /// A session: a connected program of a guest.
@@ -268,6 +313,9 @@ pub struct SessionStatus {
     pub id: u64,
     /// The name of the guest.
     pub guest: String,
+    /// The index of the device.
+    #[serde(default)]
+    pub device: usize,
     /// The listener and the position there.
     pub endpoint: String,
     /// The process id, where the link tells.

@@ -2,6 +2,9 @@
 //!
 //! A tenant has one session for each of its programs; they share its quota and its weight. All
 //! programs of a source that the configuration does not name, such as a user, are one tenant.
+//!
+//! On an executor with several devices a guest is one tenant on each, with the same number and the
+//! same name: quota and weight hold for each device.
 #![forbid(unsafe_code)]
 
 use std::any::Any;
@@ -17,10 +20,15 @@ use crate::policy::Policy;
 use crate::sched::{Entitlement, TenantId};
 use crate::stats::Stats;
 
-/// The number of the tenant that was made last in this process.
+/// The number that [`new_tenant_id`] has returned last in this process.
 static LAST_TENANT: AtomicU64 = AtomicU64::new(0);
 
-/// A guest, with its account and its statistics.
+/// A number that no guest of this process has had.
+pub(crate) fn new_tenant_id() -> TenantId {
+    TenantId(LAST_TENANT.fetch_add(1, Ordering::Relaxed) + 1)
+}
+
+/// A guest on one device, with its account and its statistics.
 #[derive(Debug)]
 pub(crate) struct Tenant {
     id: TenantId,
@@ -41,29 +49,36 @@ pub(crate) struct LatencyHistograms {
 }
 
 impl Tenant {
-    /// A guest that the configuration names.
-    pub(crate) fn named(name: &str, policy: Policy, ledger: &Arc<Ledger>) -> Arc<Tenant> {
-        Tenant::new(name.into(), true, policy, ledger, Arc::default())
+    /// A guest that the configuration names. `id`: its number, on all devices.
+    pub(crate) fn named(
+        id: TenantId,
+        name: &str,
+        policy: Policy,
+        ledger: &Arc<Ledger>,
+    ) -> Arc<Tenant> {
+        Tenant::new(id, name.into(), true, policy, ledger, Arc::default())
     }
 
-    /// A guest that the configuration does not name. `latency` is shared by all such guests.
+    /// A guest that the configuration does not name. `id`: its number, on all devices. `latency` is
+    /// shared by all such guests.
     pub(crate) fn unnamed(
+        id: TenantId,
         name: String,
         policy: Policy,
         ledger: &Arc<Ledger>,
         latency: Arc<LatencyHistograms>,
     ) -> Arc<Tenant> {
-        Tenant::new(name, false, policy, ledger, latency)
+        Tenant::new(id, name, false, policy, ledger, latency)
     }
 
     fn new(
+        id: TenantId,
         name: String,
         is_named: bool,
         policy: Policy,
         ledger: &Arc<Ledger>,
         latency: Arc<LatencyHistograms>,
     ) -> Arc<Tenant> {
-        let id = TenantId(LAST_TENANT.fetch_add(1, Ordering::Relaxed) + 1);
         ledger.open(id, is_named, policy);
         Arc::new(Tenant {
             id,
@@ -310,7 +325,8 @@ mod tests {
     }
 
     fn unnamed(ledger: &Arc<Ledger>, memory: impl Into<Option<u64>>) -> Arc<Tenant> {
-        Tenant::unnamed("-".into(), quota(memory), ledger, Arc::default())
+        let id = new_tenant_id();
+        Tenant::unnamed(id, "-".into(), quota(memory), ledger, Arc::default())
     }
 
     /// Total and free, on an engine that has so much free.
@@ -329,7 +345,7 @@ mod tests {
     #[test]
     fn quotas_are_reserved_and_the_rest_is_shared() {
         let ledger = Ledger::new(100);
-        let named = Tenant::named("a", quota(40), &ledger);
+        let named = Tenant::named(new_tenant_id(), "a", quota(40), &ledger);
         let (one, two) = (unnamed(&ledger, None), unnamed(&ledger, 50));
         assert_eq!(figures(&named, 100), (40, 40));
         assert_eq!(figures(&one, 100), (60, 60));
@@ -455,8 +471,8 @@ mod tests {
     fn overcommitment_reserves_nothing() {
         let ledger = Ledger::new(100);
         ledger.set_overcommit(true);
-        let named = Tenant::named("a", quota(80), &ledger);
-        let other = Tenant::named("b", quota(80), &ledger);
+        let named = Tenant::named(new_tenant_id(), "a", quota(80), &ledger);
+        let other = Tenant::named(new_tenant_id(), "b", quota(80), &ledger);
         let _much = take(&other, 70, 100).unwrap();
         assert_eq!(figures(&named, 30), (80, 30));
         assert!(take(&named, 31, 30).is_err());
@@ -466,7 +482,7 @@ mod tests {
     #[test]
     fn quota_below_the_used_memory_frees_nothing() {
         let ledger = Ledger::new(100);
-        let named = Tenant::named("a", quota(60), &ledger);
+        let named = Tenant::named(new_tenant_id(), "a", quota(60), &ledger);
         let guest = unnamed(&ledger, None);
         let charge = take(&named, 50, 100).unwrap();
         named.set_policy(quota(20));

@@ -1,4 +1,4 @@
-//! The tenants of one engine: which guest is which tenant, by the rules of the configuration.
+//! The tenants of all engines: which guest is which tenant, by the rules of the configuration.
 #![forbid(unsafe_code)]
 
 use std::collections::BTreeMap;
@@ -13,7 +13,7 @@ use crate::lock::{Rank, RankedMutex};
 use crate::peer::Peer;
 use crate::policy::{LinkKind, Policy};
 use crate::sched::TenantId;
-use crate::tenant::{LatencyHistograms, Tenant};
+use crate::tenant::{LatencyHistograms, Tenant, new_tenant_id};
 
 /// Unnamed guests that have disconnected and owe time, at most. The guests that owe most are kept.
 const MAX_DEBTORS: usize = 256;
@@ -54,7 +54,7 @@ impl Default for Rules {
     }
 }
 
-/// The sum of the quotas exceeds the engine's memory.
+/// The sum of the quotas exceeds an engine's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error(
     "the quotas of the guests add up to {promised} bytes, the engine has {total}: lower a quota, \
@@ -65,6 +65,26 @@ pub struct QuotaError {
     pub promised: u64,
     /// Memory of the engine in bytes.
     pub total: u64,
+}
+
+/// Why rules cannot be applied.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum RulesError {
+    /// The quotas exceed the memory.
+    #[error(transparent)]
+    Quota(#[from] QuotaError),
+    /// A guest is given a device that the executor does not have.
+    #[error(
+        "guest {guest:?} is given device {device}, counted from 0, and the executor has {devices}"
+    )]
+    Device {
+        /// The guest.
+        guest: String,
+        /// The device.
+        device: usize,
+        /// The number of devices.
+        devices: usize,
+    },
 }
 
 /// Why a guest is not served.
@@ -96,6 +116,24 @@ fn list(links: &[LinkKind]) -> String {
 }
 
 impl Rules {
+    /// Checks that an executor with so many devices has those of each guest.
+    ///
+    /// # Errors
+    /// [`RulesError::Device`] names the guest and the device.
+    pub fn check_devices(&self, devices: usize) -> Result<(), RulesError> {
+        for guest in &self.guests {
+            let mut given = guest.policy.devices.iter();
+            if let Some(&device) = given.find(|&&device| device >= devices) {
+                return Err(RulesError::Device {
+                    guest: guest.name.clone(),
+                    device,
+                    devices,
+                });
+            }
+        }
+        Ok(())
+    }
+
     /// Checks that an engine with `total` bytes of memory can keep the quotas.
     ///
     /// # Errors
@@ -110,15 +148,19 @@ impl Rules {
     }
 }
 
-/// The tenants of one engine.
+/// A guest: its tenant on each device, in the order of the devices. All of them have one number.
+pub(crate) type GuestTenants = Vec<Arc<Tenant>>;
+
+/// The tenants of the engines of a server.
 #[derive(Debug)]
 pub(crate) struct TenantRegistry {
-    ledger: Arc<Ledger>,
+    /// One for each device.
+    ledgers: Vec<Arc<Ledger>>,
     state: RankedMutex<KnownGuests>,
     /// The unnamed guests that are connected or owe time.
     known: RankedMutex<Unnamed>,
     /// Stands for all unnamed guests, in statistics.
-    unnamed: Arc<Tenant>,
+    unnamed: GuestTenants,
 }
 
 #[derive(Debug, Default)]
@@ -132,7 +174,7 @@ struct KnownGuests {
 #[derive(Debug, Default)]
 struct Unnamed {
     /// By what distinguishes them ([`Peer::source`]).
-    by_source: BTreeMap<String, Arc<Tenant>>,
+    by_source: BTreeMap<String, GuestTenants>,
     /// Those that nothing distinguishes, while they are connected.
     others: Vec<Weak<Tenant>>,
 }
@@ -143,11 +185,11 @@ impl Unnamed {
     fn forget(&mut self, debt: impl Fn(TenantId) -> Option<Duration>) {
         self.others.retain(|tenant| tenant.strong_count() > 0);
         let mut debts = Vec::new();
-        self.by_source.retain(|source, tenant| {
-            if Arc::strong_count(tenant) > 1 {
+        self.by_source.retain(|source, tenants| {
+            if { tenants.iter() }.any(|tenant| Arc::strong_count(tenant) > 1) {
                 return true;
             }
-            let owed = debt(tenant.id());
+            let owed = tenants.first().and_then(|tenant| debt(tenant.id()));
             debts.extend(owed.map(|owed| (owed, source.clone())));
             owed.is_some()
         });
@@ -160,19 +202,21 @@ impl Unnamed {
 
     fn set_policy(&self, policy: &Policy) {
         let others = self.others.iter().filter_map(Weak::upgrade);
-        for tenant in self.by_source.values().cloned().chain(others) {
+        let known = self.by_source.values().flatten().cloned();
+        for tenant in known.chain(others) {
             tenant.set_policy(policy.clone());
         }
     }
 }
 
-/// A guest of the configuration, with its tenant. The tenant's account has the limits.
+/// A guest of the configuration, with its tenants. The tenants' accounts have the limits.
 #[derive(Debug)]
 struct NamedGuest {
     uids: Vec<u32>,
     cids: Vec<u32>,
     certificates: Vec<CertificateRule>,
-    tenant: Arc<Tenant>,
+    name: String,
+    tenants: GuestTenants,
 }
 
 impl NamedGuest {
@@ -190,14 +234,18 @@ impl NamedGuest {
 }
 
 impl TenantRegistry {
-    /// A registry for an engine with `total` bytes of memory. Every guest is served, until rules
+    /// A registry for devices with so many bytes of memory each. Every guest is served, until rules
     /// are applied.
-    pub(crate) fn new(total: u64) -> TenantRegistry {
-        let ledger = Ledger::new(total);
-        let latency = Arc::<LatencyHistograms>::default();
+    pub(crate) fn new(totals: impl IntoIterator<Item = u64>) -> TenantRegistry {
+        let ledgers: Vec<_> = totals.into_iter().map(Ledger::new).collect();
+        let id = new_tenant_id();
+        let unnamed = ledgers.iter().map(|ledger| {
+            let latency = Arc::<LatencyHistograms>::default();
+            Tenant::unnamed(id, "-".into(), Policy::default(), ledger, latency)
+        });
         TenantRegistry {
-            unnamed: Tenant::unnamed("-".into(), Policy::default(), &ledger, latency),
-            ledger,
+            unnamed: unnamed.collect(),
+            ledgers,
             known: RankedMutex::new(Rank::Sources, Unnamed::default()),
             state: RankedMutex::new(
                 Rank::Registry,
@@ -216,29 +264,36 @@ impl TenantRegistry {
     /// # Errors
     /// [`QuotaError`]: nothing has changed.
     pub(crate) fn apply(&self, rules: Rules) -> Result<(), QuotaError> {
-        rules.check_memory(self.ledger.total())?;
+        for ledger in &self.ledgers {
+            rules.check_memory(ledger.total())?;
+        }
         let mut state = self.state.lock();
-        self.ledger.set_overcommit(rules.overcommit);
-        let mut known: BTreeMap<String, Arc<Tenant>> = std::mem::take(&mut state.guests)
+        for ledger in &self.ledgers {
+            ledger.set_overcommit(rules.overcommit);
+        }
+        let mut known: BTreeMap<String, GuestTenants> = std::mem::take(&mut state.guests)
             .into_iter()
-            .map(|guest| (guest.tenant.name().to_owned(), guest.tenant))
+            .map(|guest| (guest.name, guest.tenants))
             .collect();
         for rule in rules.guests {
-            let tenant = match known.remove(&rule.name) {
-                Some(tenant) => {
-                    tenant.set_policy(rule.policy);
-                    tenant
+            let tenants = match known.remove(&rule.name) {
+                Some(tenants) => {
+                    for tenant in &tenants {
+                        tenant.set_policy(rule.policy.clone());
+                    }
+                    tenants
                 }
-                None => Tenant::named(&rule.name, rule.policy, &self.ledger),
+                None => self.named(&rule.name, &rule.policy),
             };
             state.guests.push(NamedGuest {
                 uids: rule.uids,
                 cids: rule.cids,
                 certificates: rule.certificates,
-                tenant,
+                name: rule.name,
+                tenants,
             });
         }
-        for removed in known.values() {
+        for removed in known.values().flatten() {
             removed.remove_name();
         }
         if let Some(policy) = &rules.unnamed {
@@ -248,7 +303,16 @@ impl TenantRegistry {
         Ok(())
     }
 
-    /// The tenant of a guest that has connected to a listener of guest `owner`, or to a listener
+    /// A guest that the configuration names, on each device.
+    fn named(&self, name: &str, policy: &Policy) -> GuestTenants {
+        let id = new_tenant_id();
+        let ledgers = self.ledgers.iter();
+        ledgers
+            .map(|ledger| Tenant::named(id, name, policy.clone(), ledger))
+            .collect()
+    }
+
+    /// The tenants of a guest that has connected to a listener of guest `owner`, or to a listener
     /// for all guests. `debt` says how much time a tenant owes, if the scheduler has something to
     /// remember of it: an unnamed guest that comes again meanwhile is the same tenant.
     ///
@@ -259,10 +323,10 @@ impl TenantRegistry {
         owner: Option<&str>,
         peer: &Peer,
         debt: impl Fn(TenantId) -> Option<Duration>,
-    ) -> Result<Arc<Tenant>, AdmissionError> {
+    ) -> Result<GuestTenants, AdmissionError> {
         let state = self.state.lock();
         let guest = state.guests.iter().find(|guest| match owner {
-            Some(name) => guest.tenant.name() == name,
+            Some(name) => guest.name == name,
             None => guest.matches(peer),
         });
         // Every machine can reach a TCP listener: a guest with certificates has to present one
@@ -277,49 +341,58 @@ impl TenantRegistry {
                 None => AdmissionError::NoCertificate { name },
             });
         }
-        let tenant = match (guest, owner, &state.unnamed) {
-            (Some(guest), _, _) => Arc::clone(&guest.tenant),
+        let tenants = match (guest, owner, &state.unnamed) {
+            (Some(guest), _, _) => guest.tenants.clone(),
             (None, Some(name), _) => return Err(AdmissionError::Removed { name: name.into() }),
             (None, None, None) => return Err(AdmissionError::Unnamed),
-            (None, None, Some(policy)) => self.unnamed_tenant(peer, policy, debt),
+            (None, None, Some(policy)) => self.unnamed_tenants(peer, policy, debt),
         };
-        let allowed = tenant.policy().links;
-        if !allowed.contains(&peer.link) {
-            return Err(AdmissionError::Link {
-                name: tenant.name().into(),
-                link: peer.link,
-                allowed,
-            });
+        if let Some(tenant) = tenants.first() {
+            let allowed = tenant.policy().links;
+            if !allowed.contains(&peer.link) {
+                return Err(AdmissionError::Link {
+                    name: tenant.name().into(),
+                    link: peer.link,
+                    allowed,
+                });
+            }
         }
-        Ok(tenant)
+        Ok(tenants)
     }
 
-    /// The tenant of an unnamed guest: one for all programs of a source, so that a guest gets
+    /// The tenants of an unnamed guest: the same for all programs of a source, so that a guest gets
     /// no second weight and quota by connecting again, and stays in debt.
-    fn unnamed_tenant(
+    fn unnamed_tenants(
         &self,
         peer: &Peer,
         policy: &Policy,
         debt: impl Fn(TenantId) -> Option<Duration>,
-    ) -> Arc<Tenant> {
-        let new = |name| {
-            let latency = Arc::clone(&self.unnamed.latency);
-            Tenant::unnamed(name, policy.clone(), &self.ledger, latency)
+    ) -> GuestTenants {
+        let new = |name: String| -> GuestTenants {
+            let id = new_tenant_id();
+            let places = self.ledgers.iter().zip(&self.unnamed);
+            let tenants = places.map(|(ledger, all)| {
+                let latency = Arc::clone(&all.latency);
+                Tenant::unnamed(id, name.clone(), policy.clone(), ledger, latency)
+            });
+            tenants.collect()
         };
         let mut known = self.known.lock();
         known.forget(debt);
         let Some(source) = peer.source() else {
-            let tenant = new(peer.link.to_string());
-            known.others.push(Arc::downgrade(&tenant));
-            return tenant;
+            let tenants = new(peer.link.to_string());
+            known.others.extend(tenants.iter().map(Arc::downgrade));
+            return tenants;
         };
-        let tenant = known.by_source.entry(source);
-        Arc::clone(tenant.or_insert_with_key(|source| new(source.clone())))
+        let tenants = known.by_source.entry(source);
+        let tenants = tenants.or_insert_with_key(|source| new(source.clone()));
+        tenants.clone()
     }
 
-    /// Bytes of memory that the engine has.
+    /// Bytes of memory of the device that has least: every quota holds on each device.
     pub(crate) fn total(&self) -> u64 {
-        self.ledger.total()
+        let totals = self.ledgers.iter().map(|ledger| ledger.total());
+        totals.min().unwrap_or_default()
     }
 
     /// Limits of each unnamed guest.
@@ -328,13 +401,22 @@ impl TenantRegistry {
         state.unnamed.clone().unwrap_or_default()
     }
 
-    /// The guests with names, sorted by name, and a tenant that stands for all other guests.
-    pub(crate) fn tenants(&self) -> (Vec<Arc<Tenant>>, Arc<Tenant>) {
+    /// The guests with names, sorted by name, and one that stands for all other guests.
+    pub(crate) fn tenants(&self) -> (Vec<GuestTenants>, &GuestTenants) {
         let state = self.state.lock();
-        let named = state.guests.iter().map(|guest| Arc::clone(&guest.tenant));
-        let mut named: Vec<_> = named.collect();
-        named.sort_by(|a, b| a.name().cmp(b.name()));
-        (named, Arc::clone(&self.unnamed))
+        let mut named: Vec<_> = { state.guests.iter() }
+            .map(|guest| (guest.name.clone(), guest.tenants.clone()))
+            .collect();
+        named.sort_by(|(a, _), (b, _)| a.cmp(b));
+        let named = named.into_iter().map(|(_, tenants)| tenants);
+        (named.collect(), &self.unnamed)
+    }
+
+    /// The same of the first device, which has the name and the limits of each guest.
+    pub(crate) fn first_tenants(&self) -> (Vec<Arc<Tenant>>, Arc<Tenant>) {
+        let (named, unnamed) = self.tenants();
+        let first = |tenants: &GuestTenants| Arc::clone(&tenants[0]);
+        (named.iter().map(first).collect(), first(unnamed))
     }
 }
 
@@ -357,10 +439,11 @@ mod tests {
 
     #[test]
     fn unnamed_guest_that_comes_again_still_owes_what_it_has_worked() {
-        let (registry, scheduler) = (TenantRegistry::new(100), Scheduler::default());
+        let (registry, scheduler) = (TenantRegistry::new([100]), Scheduler::default());
         let admit = |uid| {
             let debt = |tenant| scheduler.debt(tenant);
-            registry.admit(None, &user(uid), debt).expect("is admitted")
+            let admitted = registry.admit(None, &user(uid), debt);
+            admitted.expect("is admitted").remove(0)
         };
         let work = |tenant: &Tenant, took| {
             let paid = scheduler.work_outside(tenant.id(), tenant.entitlement(), took);
@@ -391,9 +474,12 @@ mod tests {
 
     #[test]
     fn the_number_of_guests_that_are_kept_for_their_debts_is_limited() {
-        let registry = TenantRegistry::new(100);
+        let registry = TenantRegistry::new([100]);
         let owed = |tenant: TenantId| Some(Duration::from_secs(tenant.0));
-        let admit = |uid| registry.admit(None, &user(uid), owed).expect("is admitted");
+        let admit = |uid| {
+            let admitted = registry.admit(None, &user(uid), owed);
+            admitted.expect("is admitted").remove(0)
+        };
         let connected = admit(0);
         let ids: Vec<TenantId> = (1..1000).map(|uid| admit(uid).id()).collect();
         // One is connected, and one has come after the others were counted.

@@ -10,7 +10,8 @@ use common::{Guest, Host, MEMORY, PAGE, add, bytes, cpu, floats, get_rows, image
 use vgpu_executor::Limits;
 use vgpu_transport::ir::{BufferId, OpKind, patch};
 use vgpu_transport::wire::{
-    GraphId, HostVersions, MAX_PAYLOAD, Offer, ProtocolVersion, Reply, Request, VersionRange,
+    DeviceCount, GraphId, HostVersions, MAX_PAYLOAD, Offer, ProtocolVersion, Reply, Request,
+    VersionRange,
 };
 
 const GRAPH: GraphId = GraphId(7);
@@ -27,6 +28,7 @@ fn hello_reply_contains_identity_and_capabilities_of_the_host() {
         memory_total,
         memory_free,
         capabilities,
+        devices,
     } = host.connect().hello()
     else {
         unreachable!("hello() has checked it")
@@ -38,6 +40,7 @@ fn hello_reply_contains_identity_and_capabilities_of_the_host() {
     assert_eq!(description, host.engine.description());
     assert_eq!((memory_total, memory_free), (MEMORY, MEMORY));
     assert_eq!(&capabilities, host.engine.capabilities());
+    assert_eq!(devices, DeviceCount(1));
     assert!(capabilities.rules().iter().any(|r| r.op == OpKind::MulMat));
 
     let Reply::Welcome { session, .. } = host.connect().hello() else {

@@ -10,7 +10,7 @@ use common::{Guest, Host, MEMORY, PAGE, TIMEOUT, add, bytes, cpu};
 use vgpu_executor::{Limits, inproc};
 use vgpu_transport::ir::BufferId;
 use vgpu_transport::link::GuestEnd;
-use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, Offer, Reply, Request};
+use vgpu_transport::wire::{DeviceIndex, GraphId, MAX_PAYLOAD, Offer, Reply, Request};
 
 const GRAPH: GraphId = GraphId(1);
 
@@ -267,6 +267,7 @@ fn control_characters_are_removed_from_guest_names() {
     let welcome = guest.ask(&Request::Hello {
         offer: Offer::SERVED,
         name: format!("\x1b[2Jllama\r\n{}", "x".repeat(1000)),
+        device: DeviceIndex(0),
     });
     assert!(matches!(welcome, Reply::Welcome { .. }));
     let name = host.server.sessions()[0]

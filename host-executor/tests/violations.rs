@@ -12,7 +12,7 @@ use common::{Build, Guest, Host, OtherGuest, PAGE, add, bytes, cpu, image};
 use vgpu_executor::Limits;
 use vgpu_transport::ir::{BufferId, Graph, Op, Shape, Type};
 use vgpu_transport::wire::{
-    GraphId, MAX_GRAPH, MAX_PAYLOAD, Offer, ProtocolVersion, Request, VersionRange,
+    DeviceIndex, GraphId, MAX_GRAPH, MAX_PAYLOAD, Offer, ProtocolVersion, Request, VersionRange,
 };
 
 const GRAPH: GraphId = GraphId(7);
@@ -51,6 +51,7 @@ fn hello_twice() {
         guest.send(&Request::Hello {
             offer: Offer::SERVED,
             name: "again".into(),
+            device: DeviceIndex(0),
         });
     });
 }
@@ -82,6 +83,7 @@ fn hello_of_another_protocol() {
             guest.send(&Request::Hello {
                 offer: Offer { versions, ir: 1 },
                 name: "of another time".into(),
+                device: DeviceIndex(0),
             });
         });
     }
@@ -98,6 +100,7 @@ fn hello_with_a_wrong_range_of_protocols() {
         Request::Hello {
             offer: Offer::SERVED,
             name: "wrong".into(),
+            device: DeviceIndex(0),
         }
         .encode(guest.protocol, &mut message);
         // The kind, the newest version, the version of graphs, the oldest version.
@@ -118,6 +121,7 @@ fn hello_of_another_graph_ir() {
                     ..Offer::only(version)
                 },
                 name: "of other graphs".into(),
+                device: DeviceIndex(0),
             });
         });
     }
@@ -196,6 +200,7 @@ fn message_with_invalid_utf8() {
         Request::Hello {
             offer: Offer::SERVED,
             name: "x".into(),
+            device: DeviceIndex(0),
         }
         .encode(guest.protocol, &mut message);
         *message.last_mut().unwrap() = 0xff;

@@ -22,6 +22,8 @@ pub(crate) const I32: c_int = 26;
 /// The functions of a real ggml, and the device of the plugin.
 pub(crate) struct Ggml {
     pub(crate) device: ggml_backend_dev_t,
+    /// `device`, and the other devices of the executor.
+    pub(crate) devices: Vec<ggml_backend_dev_t>,
     pub(crate) init: extern "C" fn(InitParams) -> *mut c_void,
     pub(crate) free: extern "C" fn(*mut c_void),
     pub(crate) new_tensor_2d: extern "C" fn(*mut c_void, c_int, i64, i64) -> *mut ggml_tensor,
@@ -160,18 +162,13 @@ impl Ggml {
         );
         let registry = ggml_vgpu::ggml_backend_init();
         // SAFETY: the registry was just made, and is never freed.
-        let device = unsafe {
+        let devices: Vec<ggml_backend_dev_t> = unsafe {
             assert_eq!((*registry).api_version, 2, "ggml 0.25 speaks API version 2");
             let iface = &(*registry).iface;
-            assert_eq!(iface.get_device_count.map(|count| count(registry)), Some(1));
-            assert_eq!(
-                iface.get_device.map(|get| get(registry, 1)),
-                Some(ptr::null_mut())
-            );
-            iface
-                .get_device
-                .map(|get| get(registry, 0))
-                .expect("get_device is not optional")
+            let count = iface.get_device_count.expect("it is not optional")(registry);
+            let get = iface.get_device.expect("it is not optional");
+            assert_eq!(get(registry, count), ptr::null_mut());
+            (0..count).map(|index| get(registry, index)).collect()
         };
         // The type of each symbol is that of the field for it.
         fn cast<F: Copy>(symbol: *mut c_void) -> F {
@@ -189,7 +186,8 @@ impl Ggml {
             }};
         }
         Ggml {
-            device,
+            device: devices[0],
+            devices,
             init: symbol!("ggml_init"),
             free: symbol!("ggml_free"),
             new_tensor_2d: symbol!("ggml_new_tensor_2d"),
@@ -237,7 +235,11 @@ impl Ggml {
     }
 
     pub(crate) fn alloc(&self, size: usize) -> Option<Buffer> {
-        let buffer = (self.buft_alloc_buffer)((self.dev_buffer_type)(self.device), size);
+        self.alloc_on(self.device, size)
+    }
+
+    pub(crate) fn alloc_on(&self, device: ggml_backend_dev_t, size: usize) -> Option<Buffer> {
+        let buffer = (self.buft_alloc_buffer)((self.dev_buffer_type)(device), size);
         (!buffer.is_null()).then_some(Buffer(buffer))
     }
 }

@@ -11,7 +11,7 @@ use clap::Parser;
 use serde_json::json;
 use vgpu_cpu::Threads;
 use vgpu_executor::config::{DEFAULT_PATH, LoadError, Settings};
-use vgpu_executor::engine::{self, EngineKind, Selection};
+use vgpu_executor::engine::{self, EngineList, Selection};
 
 use crate::engine_probe;
 use crate::output;
@@ -58,7 +58,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
                     "ok": true,
                     "guests": settings.guests.len(),
                     "memory": checked.memory,
-                    "engine": checked.selection.kind.to_string(),
+                    "engine": checked.selection.names(),
                     "device": checked.device,
                     "unused_gpu": checked.selection.unused_gpu,
                 }),
@@ -96,10 +96,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 
 /// What `vgpu serve` would use.
 struct Checked {
-    /// The engine: with `auto`, the one that is chosen here and now.
+    /// The engines: with `auto`, those that are chosen here and now.
     selection: Selection,
     device: String,
-    /// The memory of the engine.
+    /// The memory of the engine that has least.
     memory: u64,
 }
 
@@ -107,19 +107,27 @@ struct Checked {
 fn checked(settings: &Settings) -> anyhow::Result<Checked> {
     serve::check(settings)?;
     // One thread: nothing is computed.
-    let selection = engine_probe::select(&settings.engine, settings.trust_guests)?;
-    let engine = engine::start(&selection.kind, Threads::from(1), settings.memory)?;
-    let memory = engine.memory().total;
-    settings.rules().check_memory(memory)?;
+    let selection = engine_probe::select(&settings.engines, settings.trust_guests)?;
+    let rules = settings.rules();
+    rules.check_devices(selection.engines.len())?;
+    let (mut devices, mut memory) = (Vec::new(), u64::MAX);
+    for kind in &selection.engines {
+        let engine = engine::start(kind, Threads::from(1), settings.memory)?;
+        let total = engine.memory().total;
+        // Every quota holds on each device.
+        rules.check_memory(total)?;
+        memory = memory.min(total);
+        devices.push(engine.description().to_owned());
+    }
     Ok(Checked {
         selection,
-        device: engine.description().to_owned(),
+        device: devices.join(", "),
         memory,
     })
 }
 
-/// The engine of the settings, which one that is on this host, and its device.
-pub(crate) fn engine_text(wanted: &EngineKind, chosen: &str, device: &str) -> String {
+/// The engines of the settings, which ones these are on this host, and their devices.
+pub(crate) fn engine_text(wanted: &EngineList, chosen: &str, device: &str) -> String {
     match wanted.to_string() {
         named if named == chosen => format!("engine {named} ({device})"),
         wanted => format!("engine {wanted}, here {chosen} ({device})"),
@@ -136,7 +144,7 @@ fn summary(settings: &Settings, checked: &Checked) -> String {
     } = checked;
     let mut text = format!(
         "valid: {}, {} named guests, {promised} bytes of {memory} reserved",
-        engine_text(&settings.engine, &selection.kind.to_string(), device),
+        engine_text(&settings.engines, &selection.names(), device),
         settings.guests.len()
     );
     if let Some(gpu) = &selection.unused_gpu {

@@ -9,7 +9,7 @@ use clap::Parser;
 #[cfg(feature = "cuda")]
 use vgpu_executor::engine::AddressError;
 use vgpu_executor::engine::{
-    self, EngineKind, ProbeError, ProbedDevice, ProbedKind, Selection, StartError,
+    self, EngineKind, EngineList, ProbeError, ProbedDevice, ProbedKind, Selection, StartError,
 };
 
 use crate::own_program::OWN_PROGRAM;
@@ -31,9 +31,9 @@ type Answer = Result<Vec<ProbedDevice>, ProbeError>;
 /// What the process prints: the devices, or what the engine says of itself.
 type Printed = Result<Vec<ProbedDevice>, String>;
 
-/// The time that the driver has to say where a GPU is. A GPU that nobody uses takes some seconds.
-#[cfg(feature = "cuda")]
-const TIME_OF_ADDRESS: Duration = Duration::from_secs(60);
+/// The time that the driver has to list the GPUs, or to say where one is. A GPU that nobody uses
+/// takes some seconds.
+const TIME_OF_DRIVER: Duration = Duration::from_secs(60);
 
 /// Starts an engine, prints what devices it has, and ends.
 #[derive(Parser)]
@@ -66,10 +66,13 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Chooses the engine for `kind`, as [`engine::select`], with a process for each engine that is
+/// Chooses the engines for `wanted`, as [`engine::select`], with a process for each engine that is
 /// tried.
-pub(crate) fn select(kind: &EngineKind, guests_may_end_it: bool) -> Result<Selection, StartError> {
-    engine::select(kind, guests_may_end_it, &|kind| probe(kind))
+pub(crate) fn select(
+    wanted: &EngineList,
+    guests_may_end_it: bool,
+) -> Result<Selection, StartError> {
+    engine::select(wanted, guests_may_end_it, &|kind| probe(kind))
 }
 
 /// The PCI address of a GPU of the CUDA engine, from a process of its own: for a supervisor, which
@@ -81,7 +84,7 @@ pub(crate) fn select(kind: &EngineKind, guests_may_end_it: bool) -> Result<Selec
 pub(crate) fn gpu_address(kind: &EngineKind) -> Result<String, AddressError> {
     let mut command = Command::new(OWN_PROGRAM);
     command.args(["probe-engine", &kind.to_string(), "--address"]);
-    let devices = answer_of(&mut command, TIME_OF_ADDRESS)?;
+    let devices = answer_of(&mut command, TIME_OF_DRIVER)?;
     let first = devices.into_iter().next();
     first.map(|device| device.name).ok_or(AddressError::NoGpu)
 }
@@ -90,7 +93,8 @@ fn probe(kind: &EngineKind) -> Answer {
     let mut command = Command::new(OWN_PROGRAM);
     command.arg("probe-engine").arg(kind.to_string());
     let time = match kind {
-        EngineKind::Ggml(_) => TIME_OF_GGML,
+        EngineKind::Ggml(_) | EngineKind::AllGgml(_) => TIME_OF_GGML,
+        EngineKind::AllCuda => TIME_OF_DRIVER,
         _ => TIME_OF_CUDA,
     };
     answer_of(&mut command, time)

@@ -35,25 +35,29 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 /// The tables of guests and sessions. The column of the guests is as wide as the longest name.
 fn table(status: &Status) -> String {
     let mut text = String::new();
-    let engine = &status.engine;
     // Writing to a string cannot fail.
-    let _ = writeln!(
-        text,
-        "{}: {}, {} of {} used by guests, other {}, up {}",
-        engine.name,
-        engine.description,
-        size(status.memory_of_guests()),
-        size(engine.memory_total),
-        size(status.memory_of_others()),
-        duration(status.uptime),
-    );
-    if let Some(gpu) = &engine.unused_gpu {
+    for (device, engine) in status.engines().enumerate() {
+        let _ = write!(
+            text,
+            "{}: {}, {} of {} used by guests, other {}",
+            engine.name,
+            engine.description,
+            size(status.memory_of_guests(device)),
+            size(engine.memory_total),
+            size(status.memory_of_others(device)),
+        );
+        let _ = match device {
+            0 => writeln!(text, ", up {}", duration(status.uptime)),
+            _ => writeln!(text),
+        };
+    }
+    if let Some(gpu) = &status.engine.unused_gpu {
         let _ = writeln!(text, "warning: the GPU {gpu}");
     }
     if let Some(draining) = &status.draining {
         let _ = writeln!(text, "draining: {}", drain(draining));
     }
-    if let Some(gpu) = &engine.gpu {
+    for gpu in status.engines().filter_map(|engine| engine.gpu.as_ref()) {
         let _ = writeln!(text, "{}: {}", gpu_name(gpu), gpu_figures(gpu));
         for reason in &gpu.missing {
             let _ = writeln!(text, "warning: a figure of the GPU is missing: {reason}");
@@ -85,17 +89,28 @@ fn table(status: &Status) -> String {
             usage.failures,
         );
     }
+    // With one device, nobody asks which it is.
+    let engines = status.engines().map(|engine| engine.name.chars().count());
+    let column = match status.has_several_engines() {
+        true => engines.max().unwrap_or(0).max("ENGINE".len()) + 1,
+        false => 0,
+    };
+    let engine_title = if column > 0 { " ENGINE" } else { "" };
     let _ = writeln!(
         text,
-        "\n{:>5} {:<width$} {:>8} {:>6} {:>8} {:>10} {:>10} {:>5}  PROGRAM",
+        "\n{:>5} {:<width$}{engine_title:<column$} {:>8} {:>6} {:>8} {:>10} {:>10} {:>5}  PROGRAM",
         "ID", "GUEST", "PID", "UID", "AGE", "MEMORY", "GRAPHS", "PROTO"
     );
     for session in &status.sessions {
         let SessionStatus { usage, .. } = session;
+        let engine = match column {
+            0 => String::new(),
+            _ => format!(" {}", status.engine_of(session)),
+        };
         let number = |n: Option<i64>| n.map_or_else(|| "-".into(), |n| n.to_string());
         let _ = writeln!(
             text,
-            "{:>5} {:<width$} {:>8} {:>6} {:>8} {:>10} {:>10} {:>5}  {}",
+            "{:>5} {:<width$}{engine:<column$} {:>8} {:>6} {:>8} {:>10} {:>10} {:>5}  {}",
             session.id,
             session.guest,
             number(session.pid.map(i64::from)),

@@ -9,8 +9,8 @@ use vgpu_transport::error::LinkError;
 use vgpu_transport::link::connect::{ConnectError, connect};
 use vgpu_transport::link::{Endpoint, EndpointError, GuestEnd};
 use vgpu_transport::wire::{
-    HostVersions, Offer, ProtocolVersion, Reply, Request, VersionNotOffered, VersionRange,
-    WireError,
+    DeviceCount, DeviceIndex, HostVersions, Offer, ProtocolVersion, Reply, Request,
+    VersionNotOffered, VersionRange, WireError,
 };
 
 /// How long a link may take.
@@ -67,6 +67,8 @@ pub(crate) struct Client {
     pub(crate) memory_total: u64,
     /// What is free of it, in bytes.
     pub(crate) memory_free: u64,
+    /// The devices that the executor has for this guest. The session has the first one.
+    pub(crate) devices: u32,
 }
 
 impl Client {
@@ -89,6 +91,7 @@ impl Client {
         let hello = Request::Hello {
             offer,
             name: format!("{name}[{}]", std::process::id()),
+            device: DeviceIndex(0),
         };
         // HELLO is the same in every version, and WELCOME says its version itself.
         match exchange(end.as_mut(), ProtocolVersion::CURRENT, &hello)? {
@@ -101,6 +104,7 @@ impl Client {
                 memory_total,
                 memory_free,
                 capabilities: _,
+                devices: DeviceCount(devices),
             } => {
                 offer.check(protocol)?;
                 Ok(Client {
@@ -112,6 +116,7 @@ impl Client {
                     description,
                     memory_total,
                     memory_free,
+                    devices,
                 })
             }
             Reply::Ended { reason } | Reply::Refused { reason, .. } => {

@@ -22,7 +22,8 @@ use vgpu_transport::ir::Capabilities;
 use vgpu_transport::link::HostEnd as _;
 use vgpu_transport::link::unix::{ListenOptions, Listener};
 use vgpu_transport::wire::{
-    HostVersions, Offer, ProtocolVersion, Reply, Request, VersionMismatch, VersionRange,
+    DeviceCount, HostVersions, Offer, ProtocolVersion, Reply, Request, VersionMismatch,
+    VersionRange,
 };
 
 const SOCKET: &str = "run/vgpu/vgpu.sock";
@@ -446,6 +447,7 @@ fn an_executor_of_the_previous_version_is_used() {
                         memory_total: 1 << 20,
                         memory_free: 1 << 20,
                         capabilities: Capabilities::default(),
+                        devices: DeviceCount(1),
                     }
                 }
                 Request::Memory {} => Reply::Memory {

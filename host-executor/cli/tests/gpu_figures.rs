@@ -13,9 +13,10 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use common::TIMEOUT;
+use common::{TIMEOUT, add, bytes};
 use serde_json::Value;
 use served::{Scratch, Serve, vgpu};
+use vgpu_transport::wire::{DeviceCount, GraphId, Offer, Reply};
 
 /// An executor with the CUDA engine on the stand-in.
 struct Site {
@@ -103,6 +104,108 @@ impl Site {
         let mut text = String::new();
         socket.read_to_string(&mut text).expect("an answer");
         text
+    }
+}
+
+/// Each GPU is a device with a row, figures and a quota of its own.
+#[test]
+fn all_gpus_are_devices_with_figures() {
+    let asked = StandinOptions {
+        engine: "cuda:all",
+        ..PLAIN
+    };
+    let site = Site::start("gpu-figures-all", asked);
+    site.gpu();
+    let start = Instant::now();
+    let status = loop {
+        let status: Value = serde_json::from_str(&site.ps(&["--json"])).expect("JSON");
+        if !status["further_engines"][0]["gpu"].is_null() {
+            break status;
+        }
+        assert!(start.elapsed() < TIMEOUT, "no figures: {status:#}");
+        thread::sleep(Duration::from_millis(20));
+    };
+    assert_eq!(status["engine"]["name"], "cuda:0");
+    let further = status["further_engines"].as_array().expect("a list");
+    assert_eq!(further.len(), 1);
+    assert_eq!(further[0]["name"], "cuda:1");
+    assert_eq!(further[0]["gpu"]["address"], "0000:02:00.0");
+    let text = site.ps(&[]);
+    for line in [
+        "cuda:0: NVIDIA L4",
+        "cuda:1: NVIDIA H100",
+        "GPU 0000:01:00.0: busy 37 %",
+        "GPU 0000:02:00.0: busy 37 %",
+    ] {
+        assert!(text.contains(line), "{text}");
+    }
+    let metrics = site.metrics();
+    for sample in [
+        "vgpu_engine_memory_bytes{engine=\"cuda:0\"}",
+        "vgpu_engine_memory_bytes{engine=\"cuda:1\"}",
+        "vgpu_gpu_busy_ratio{gpu=\"0000:01:00.0\"}",
+        "vgpu_gpu_busy_ratio{gpu=\"0000:02:00.0\"}",
+        "vgpu_guest_memory_used_bytes{guest=\"-\",engine=\"cuda:1\"}",
+        "vgpu_build_info{version=",
+    ] {
+        assert!(metrics.contains(sample), "no {sample} in {metrics}");
+    }
+    assert_eq!(
+        metrics.matches("\nvgpu_build_info{").count(),
+        2,
+        "{metrics}"
+    );
+    let page = site.get("/");
+    for label in ["Memory of cuda:0: ", "Memory of cuda:1: "] {
+        assert!(page.contains(label), "{page}");
+    }
+}
+
+#[test]
+fn processes_of_guests_have_all_gpus() {
+    let asked = StandinOptions {
+        engine: "cuda:0,1",
+        more: &["--isolate"],
+        ..PLAIN
+    };
+    let site = Site::start("gpu-isolate-all", asked);
+    let mut guests = Vec::new();
+    for (device, total) in [(0, TOTAL), (1, (80 << 30) / 64)] {
+        let mut guest = site.serve.connect(&site.scratch.socket());
+        let Reply::Welcome {
+            engine,
+            memory_total,
+            devices,
+            ..
+        } = guest.hello_for(Offer::SERVED, device)
+        else {
+            unreachable!("hello_for() has checked it")
+        };
+        assert_eq!(engine, format!("cuda:{device}"));
+        assert_eq!((memory_total, devices), (total, DeviceCount(2)));
+        let numbers = guest.alloc_with(&bytes(&[1.0; 64]));
+        guest.graph(GraphId(1), &add(64, numbers, numbers, numbers));
+        guest.submit(GraphId(1));
+        assert_eq!(guest.read_f32(numbers, 64), [2.0; 64]);
+        guests.push(guest);
+    }
+    let start = Instant::now();
+    loop {
+        let status: Value = serde_json::from_str(&site.ps(&["--json"])).expect("JSON");
+        let sessions = status["sessions"].as_array().expect("a list");
+        let mut devices: Vec<u64> = { sessions.iter() }
+            .filter_map(|session| session["device"].as_u64())
+            .collect();
+        devices.sort();
+        let graphs = |device: usize| &status["guests"][0]["by_device"][device]["graphs"];
+        if devices == [0, 1] && *graphs(0) == 1 && *graphs(1) == 1 {
+            let totals = [&status["engine"], &status["further_engines"][0]];
+            let totals = totals.map(|engine| engine["memory_total"].as_u64());
+            assert_eq!(totals, [Some(TOTAL), Some((80 << 30) / 64)]);
+            return;
+        }
+        assert!(start.elapsed() < TIMEOUT, "{status:#}");
+        thread::sleep(Duration::from_millis(20));
     }
 }
 

@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 use std::os::unix::net::UnixStream;
 
 use served::site::{ALICE, BOB, Site, http, work};
-use vgpu_transport::wire::{Offer, Reply, Request};
+use vgpu_transport::wire::{DeviceIndex, Offer, Reply, Request};
 
 const METRICS: &str = "metrics.listen = \"unix:DIR/metrics.sock\"\n";
 
@@ -196,6 +196,7 @@ fn page_has_every_figure_of_the_metrics_and_names_for_everybody() {
     let welcome = hostile.ask(&Request::Hello {
         offer: Offer::SERVED,
         name: "<script>alert(\"1\")</script>&".into(),
+        device: DeviceIndex(0),
     });
     assert!(matches!(welcome, Reply::Welcome { .. }), "{welcome:?}");
     hostile.fence();

@@ -7,7 +7,8 @@ use std::time::Duration;
 use super::{Activities, SessionActivity, ThreadNow, ThreadState, TurnNow};
 use crate::version::version;
 
-/// What a dump says of the executor besides its sessions.
+/// What a dump says of an engine.
+#[derive(Clone, Copy)]
 pub(crate) struct EngineFigures<'a> {
     pub(crate) name: &'a str,
     pub(crate) description: &'a str,
@@ -15,6 +16,10 @@ pub(crate) struct EngineFigures<'a> {
     pub(crate) unanswered: Option<Duration>,
     /// How long the engine stays idle at most for a guest that is about to return.
     pub(crate) hold: Option<Duration>,
+}
+
+/// What a dump says of the process besides its sessions and engines.
+pub(crate) struct ProcessFigures {
     /// Since the start of the executor.
     pub(crate) uptime: Duration,
     /// Further lines.
@@ -117,12 +122,16 @@ impl SessionActivity {
     }
 }
 
-/// The lines of a dump.
-pub(crate) fn dump(activities: &Activities, engine: &EngineFigures<'_>) -> String {
+/// The lines of a dump. `engines`: by the index of the device.
+pub(crate) fn dump(
+    activities: &Activities,
+    engines: &[EngineFigures<'_>],
+    process: &ProcessFigures,
+) -> String {
     let sessions = activities.snapshot();
     let mut text = String::new();
     // Writing to a string cannot fail.
-    let _ = write_dump(&mut text, activities, &sessions, engine);
+    let _ = write_dump(&mut text, activities, &sessions, engines, process);
     text
 }
 
@@ -130,24 +139,57 @@ fn write_dump(
     text: &mut String,
     activities: &Activities,
     sessions: &[SessionActivity],
-    engine: &EngineFigures<'_>,
+    engines: &[EngineFigures<'_>],
+    process: &ProcessFigures,
 ) -> fmt::Result {
     writeln!(
         text,
         "vgpu {}, process {}, up {:.1?}",
         version(),
         std::process::id(),
-        engine.uptime
+        process.uptime
     )?;
+    for (device, engine) in engines.iter().enumerate() {
+        write_engine(text, sessions, device, engine)?;
+    }
+    for line in &process.more {
+        writeln!(text, "{line}")?;
+    }
+    write_sessions(text, sessions, engines)?;
+    match activities.without_record() {
+        0 => Ok(()),
+        count => writeln!(text, "{count} further sessions, of which nothing is known"),
+    }
+}
+
+/// What the engine of a device does, and who has it.
+fn write_engine(
+    text: &mut String,
+    sessions: &[SessionActivity],
+    device: usize,
+    engine: &EngineFigures<'_>,
+) -> fmt::Result {
     write!(text, "engine {}: {}; ", engine.name, engine.description)?;
     match engine.unanswered {
         Some(age) => writeln!(text, "has not answered a call for {age:.1?}")?,
         None => writeln!(text, "answers calls")?,
     }
-    let waiting = { sessions.iter() }.filter(|s| s.is_in(ThreadState::WaitsForEngine));
+    let own = || sessions.iter().filter(|session| session.device == device);
+    let waiting = own().filter(|session| session.is_in(ThreadState::WaitsForEngine));
     let waiting = waiting.count();
-    let holders: Vec<_> = sessions.iter().filter(|s| s.turn.is_some()).collect();
-    if holders.is_empty() {
+    let mut is_idle = true;
+    for holder in own() {
+        if let Some(turn) = &holder.turn {
+            is_idle = false;
+            writeln!(
+                text,
+                "turn: {} has the engine for {:.1?}, {turn}; {waiting} wait for it",
+                holder.name(),
+                turn.age
+            )?;
+        }
+    }
+    if is_idle {
         write!(
             text,
             "turn: no session has the engine, {waiting} wait for it"
@@ -160,21 +202,21 @@ fn write_dump(
             None => writeln!(text)?,
         }
     }
-    for holder in &holders {
-        if let Some(turn) = &holder.turn {
-            writeln!(
-                text,
-                "turn: {} has the engine for {:.1?}, {turn}; {waiting} wait for it",
-                holder.name(),
-                turn.age
-            )?;
-        }
-    }
-    for line in &engine.more {
-        writeln!(text, "{line}")?;
-    }
+    Ok(())
+}
+
+/// What each session does. With several engines, the session says which one is its own.
+fn write_sessions(
+    text: &mut String,
+    sessions: &[SessionActivity],
+    engines: &[EngineFigures<'_>],
+) -> fmt::Result {
     for session in sessions {
-        writeln!(text, "{} at {}", session.name(), session.endpoint)?;
+        write!(text, "{} at {}", session.name(), session.endpoint)?;
+        match engines.get(session.device) {
+            Some(engine) if engines.len() > 1 => writeln!(text, ", engine {}", engine.name)?,
+            _ => writeln!(text)?,
+        }
         match &session.now {
             Some(now) => write!(text, "  {now}, for {:.1?}", now.age)?,
             None => write!(
@@ -183,7 +225,8 @@ fn write_dump(
             )?,
         }
         if session.is_in(ThreadState::WaitsForEngine) {
-            for holder in &holders {
+            let of_device = sessions.iter().filter(|one| one.device == session.device);
+            for holder in of_device.filter(|one| one.turn.is_some()) {
                 write!(text, "; session {} has it", holder.id)?;
             }
         }
@@ -199,15 +242,14 @@ fn write_dump(
             writeln!(text, "  link: {link}")?;
         }
     }
-    match activities.without_record() {
-        0 => Ok(()),
-        count => writeln!(text, "{count} further sessions, of which nothing is known"),
-    }
+    Ok(())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::activity::GraphInfo;
+    use crate::stats::SUBMIT;
 
     #[test]
     fn a_dump_says_why_the_engine_is_idle_while_guests_wait() {
@@ -219,13 +261,53 @@ mod tests {
             description: "an engine",
             unanswered: None,
             hold: Some(Duration::from_millis(12)),
+        };
+        let process = ProcessFigures {
             uptime: Duration::ZERO,
             more: Vec::new(),
         };
-        let text = dump(&activities, &engine);
+        let text = dump(&activities, &[engine], &process);
         let idle = "no session has the engine, 1 wait for it; it stays idle for 12.0ms at most";
         assert!(text.contains(idle), "{text}");
         engine.hold = None;
-        assert!(!dump(&activities, &engine).contains("stays idle"));
+        assert!(!dump(&activities, &[engine], &process).contains("stays idle"));
+    }
+
+    #[test]
+    fn a_dump_says_who_has_which_engine() {
+        let activities = Activities::new(2);
+        let busy = activities.begin(1, "alice", "-");
+        busy.set_device(1);
+        busy.request(ThreadState::Executes, SUBMIT, 4);
+        busy.begin_turn(4, &GraphInfo::default());
+        let waits = activities.begin(2, "bob", "-");
+        waits.set(ThreadState::WaitsForEngine);
+        let engines = ["cuda:0", "cuda:1"].map(|name| EngineFigures {
+            name,
+            description: "a GPU",
+            unanswered: None,
+            hold: None,
+        });
+        let process = ProcessFigures {
+            uptime: Duration::ZERO,
+            more: Vec::new(),
+        };
+        let text = dump(&activities, &engines, &process);
+        let lines: Vec<&str> = text.lines().collect();
+        for (line, words) in [
+            (1, "engine cuda:0: a GPU; answers calls"),
+            (2, "turn: no session has the engine, 1 wait for it"),
+            (3, "engine cuda:1: a GPU; answers calls"),
+            (4, "turn: session 1 (guest alice) has the engine for "),
+            (5, "session 1 (guest alice) at -, engine cuda:1"),
+            (7, "session 2 (guest bob) at -, engine cuda:0"),
+        ] {
+            assert!(lines[line].starts_with(words), "{text}");
+        }
+        assert!(lines[4].ends_with("; 0 wait for it"), "{text}");
+        assert!(
+            !text.contains("has it"),
+            "bob waits for another engine: {text}"
+        );
     }
 }

@@ -12,7 +12,7 @@ mod seqlock;
 mod watch;
 
 use std::cell::Cell;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, TryLockError};
 use std::time::{Duration, Instant};
 
@@ -24,7 +24,7 @@ use self::seqlock::{SeqLock, text_of, words_of};
 use crate::stats::RequestKind;
 
 #[cfg(feature = "server")]
-pub(crate) use dump::{EngineFigures, dump};
+pub(crate) use dump::{EngineFigures, ProcessFigures, dump};
 #[cfg(feature = "server")]
 pub(crate) use watch::{Notice, Watch};
 
@@ -126,6 +126,8 @@ struct ActivityRecord {
     steps: AtomicU64,
     received: AtomicU64,
     retired: AtomicU64,
+    /// The index of the device of the session.
+    device: AtomicUsize,
     /// The shared memory of the link. Locked to set and to clone it, never while a thread waits.
     window: Mutex<Option<Arc<Window>>>,
 }
@@ -219,6 +221,8 @@ pub(crate) struct SessionActivity {
     pub(crate) program: Option<String>,
     pub(crate) endpoint: String,
     pub(crate) pid: Option<u64>,
+    /// The index of the device. 0 before HELLO.
+    pub(crate) device: usize,
     /// `None`: the thread was stopped while it published.
     pub(crate) now: Option<ThreadNow>,
     /// The turn that the session has on the engine.
@@ -293,6 +297,7 @@ impl Activities {
             record.turn.write([0; TURN]);
             record.received.store(0, Ordering::Relaxed);
             record.retired.store(0, Ordering::Relaxed);
+            record.device.store(0, Ordering::Relaxed);
         }
         activity.identify(id, guest, endpoint, None);
         activity.set(ThreadState::Handshake);
@@ -360,6 +365,7 @@ impl ActivityRecord {
             program: (!program.is_empty()).then_some(program),
             endpoint: text_of(&who[2 + GUEST..]),
             pid: (who[1] != 0).then_some(who[1]),
+            device: self.device.load(Ordering::Relaxed),
             now,
             turn,
             steps: self.steps.load(Ordering::Relaxed),
@@ -384,6 +390,13 @@ impl Activity {
         who[2..2 + GUEST].copy_from_slice(&words_of::<GUEST>(guest));
         who[2 + GUEST..].copy_from_slice(&words_of::<ENDPOINT>(endpoint));
         record.who.write(who);
+    }
+
+    /// The device of the session, by its index.
+    pub(crate) fn set_device(&self, device: usize) {
+        if let Some(record) = self.record() {
+            record.device.store(device, Ordering::Relaxed);
+        }
     }
 
     /// The name that the program gave in HELLO.

@@ -10,7 +10,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use serde::Deserialize;
-use serde::de::{Deserializer, Error as _, Visitor};
+use serde::de::{Deserializer, Error as _, SeqAccess, Visitor};
 use toml::Spanned;
 use vgpu_cpu::Threads;
 use vgpu_transport::link::Endpoint;
@@ -19,7 +19,7 @@ use vgpu_transport::link::socket_file::parse_mode;
 use super::settings::{
     GuestSettings, LogFormat, MetricsAddress, Settings, VmDevice, is_guest_name,
 };
-use crate::engine::EngineKind;
+use crate::engine::EngineList;
 use crate::identity::CertificateRule;
 use crate::policy::{LinkKind, Policy};
 use crate::size;
@@ -91,7 +91,7 @@ struct File {
 #[derive(Deserialize, Default)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
 struct Engine {
-    kind: Option<Text<EngineKind>>,
+    kind: Option<Engines>,
     threads: usize,
     pin: bool,
     batch: Option<bool>,
@@ -165,6 +165,7 @@ struct Guest {
     graphs_in_flight: Option<Count>,
     links: Option<Vec<Text<LinkKind>>>,
     batch: Option<bool>,
+    devices: Option<Spanned<Vec<usize>>>,
     #[serde(default)]
     listen: Vec<Spanned<Text<Endpoint>>>,
     mode: Option<Mode>,
@@ -260,7 +261,10 @@ fn settings(file: File) -> Result<Settings, Mistake> {
         max_guests: file.server.max_guests.unwrap_or(defaults.max_guests),
         share_buffers: file.server.share_buffers.unwrap_or(true),
         overcommit: file.server.overcommit,
-        engine: file.engine.kind.map_or(defaults.engine, |kind| kind.0),
+        engines: file
+            .engine
+            .kind
+            .map_or(defaults.engines, |engines| engines.0),
         trust_guests: file.engine.trust_guests,
         threads: Threads {
             count: file.engine.threads,
@@ -386,12 +390,30 @@ fn guest(entry: Spanned<Guest>, used: &mut Used) -> Result<GuestSettings, Mistak
         entry.links,
         entry.batch,
     );
+    if let Some(devices) = entry.devices {
+        settings.rule.policy.devices = devices_of(devices)?;
+    }
     settings.listen = listen;
     settings.vm = vm;
     if let Some(Mode(mode)) = entry.mode {
         settings.mode = mode;
     }
     Ok(settings)
+}
+
+/// The devices that a guest may use: at least one, none twice.
+fn devices_of(devices: Spanned<Vec<usize>>) -> Result<Vec<usize>, Mistake> {
+    let (span, devices) = (devices.span(), devices.into_inner());
+    if devices.is_empty() {
+        let reason = "no device: leave `devices` out for all devices".to_owned();
+        return Err((span, reason));
+    }
+    for (at, device) in devices.iter().enumerate() {
+        if devices[..at].contains(device) {
+            return Err((span, format!("device {device} occurs twice")));
+        }
+    }
+    Ok(devices)
 }
 
 fn policy(
@@ -410,6 +432,7 @@ fn policy(
             links.into_iter().map(|text| text.0).collect()
         }),
         batch: batch.unwrap_or(defaults.batch),
+        devices: defaults.devices,
     }
 }
 
@@ -456,6 +479,37 @@ where
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let text = String::deserialize(deserializer)?;
         text.parse().map(Text).map_err(D::Error::custom)
+    }
+}
+
+/// A list of engines: text such as `cuda:0,1`, or an array of texts.
+struct Engines(EngineList);
+
+impl<'de> Deserialize<'de> for Engines {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Reads;
+        impl<'de> Visitor<'de> for Reads {
+            type Value = Engines;
+
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("an engine, such as \"cuda:0\", or an array of engines")
+            }
+
+            fn visit_str<E: serde::de::Error>(self, text: &str) -> Result<Engines, E> {
+                text.parse().map(Engines).map_err(E::custom)
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Engines, A::Error> {
+                let mut lists = Vec::new();
+                while let Some(Text(list)) = seq.next_element()? {
+                    lists.push(list);
+                }
+                let joined = EngineList::join(lists);
+                let joined = joined.ok_or_else(|| A::Error::custom("no engine is named"))?;
+                Ok(Engines(joined))
+            }
+        }
+        deserializer.deserialize_any(Reads)
     }
 }
 

@@ -12,7 +12,7 @@ use vgpu_transport::link::Endpoint;
 use vgpu_transport::link::endpoint::DEFAULT_UNIX_PATH;
 use vgpu_transport::link::socket_file::DEFAULT_MODE;
 
-use crate::engine::EngineKind;
+use crate::engine::{EngineKind, EngineList};
 use crate::policy::Policy;
 use crate::tenant_registry::{GuestRule, Rules};
 use crate::vm::VmOptions;
@@ -182,9 +182,9 @@ pub struct Settings {
     pub share_buffers: bool,
     /// Whether the sum of the quotas may exceed the engine's memory.
     pub overcommit: bool,
-    /// Which engine executes graphs.
-    pub engine: EngineKind,
-    /// Whether a guest may use an engine that it can end ([`EngineKind::needs_trust`]) in the
+    /// The engines that execute graphs: each is a device.
+    pub engines: EngineList,
+    /// Whether a guest may use an engine that it can end ([`EngineKind::needs_trust`](crate::engine::EngineKind::needs_trust)) in the
     /// process of all guests.
     pub trust_guests: bool,
     /// The threads of the CPU engine.
@@ -230,7 +230,7 @@ impl Default for Settings {
             max_guests: 64,
             share_buffers: true,
             overcommit: false,
-            engine: EngineKind::Auto,
+            engines: EngineKind::Auto.into(),
             trust_guests: false,
             threads: Threads::default(),
             batch: true,
@@ -272,7 +272,7 @@ impl Settings {
 
     /// Replaces the settings that need a restart by those of `running`.
     pub fn keep_until_restart(&mut self, running: &Settings) {
-        self.engine.clone_from(&running.engine);
+        self.engines.clone_from(&running.engines);
         self.trust_guests = running.trust_guests;
         self.threads = running.threads;
         self.batch = running.batch;
@@ -293,7 +293,7 @@ impl Settings {
     /// The names of the settings that differ from `running` and need a restart.
     pub fn needs_restart(&self, running: &Settings) -> Vec<&'static str> {
         let differs = [
-            ("engine.kind", self.engine != running.engine),
+            ("engine.kind", self.engines != running.engines),
             (
                 "engine.threads",
                 self.threads.count != running.threads.count,

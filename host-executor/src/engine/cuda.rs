@@ -17,6 +17,8 @@ use vgpu_engine::{Engine, EngineError};
 use vgpu_transport::lock::lock;
 
 use super::error::StartError;
+use super::kind::EngineKind;
+use super::select::{ProbedDevice, ProbedKind};
 
 /// Why a file cannot be written to the cache folder.
 #[derive(Debug, thiserror::Error)]
@@ -74,6 +76,19 @@ fn kernels_for(
     }
     let is_left_out = |name: &str| disabled.contains(&name) || !verdict.allows(name);
     Ok(Arc::new(KernelSet::without(is_left_out)))
+}
+
+/// The GPUs that the driver names, which are not opened. At least one.
+pub(super) fn list() -> Result<Vec<ProbedDevice>, StartError> {
+    let ordinal = 0;
+    let models = vgpu_cuda::gpu::models();
+    let models = models.map_err(|error| StartError::Gpu { ordinal, error })?;
+    let devices = (0..).zip(models).map(|(ordinal, model)| ProbedDevice {
+        name: EngineKind::Cuda(ordinal).to_string(),
+        description: model,
+        kind: ProbedKind::Gpu,
+    });
+    Ok(devices.collect())
 }
 
 pub(super) fn start(ordinal: u32) -> Result<Arc<dyn Engine>, StartError> {

@@ -6,6 +6,9 @@ use std::process::ExitStatus;
 use std::time::Duration;
 
 use vgpu_engine::EngineError;
+use vgpu_transport::wire::MAX_DEVICES;
+
+use super::kind::EngineKind;
 
 /// Why an engine does not start.
 #[derive(Debug, thiserror::Error)]
@@ -40,6 +43,15 @@ pub enum StartError {
         places: Vec<PathBuf>,
         refused: Vec<String>,
     },
+    #[error("the engines {engine} do not start: {reason}")]
+    All {
+        engine: EngineKind,
+        reason: ProbeError,
+    },
+    #[error("the engine {engine} is named twice: each engine is a device of its own")]
+    Twice { engine: EngineKind },
+    #[error("{count} engines are named, and an executor has at most {MAX_DEVICES}")]
+    TooMany { count: usize },
     #[cfg(not(feature = "ggml"))]
     #[error(
         "the engine ggml:{} does not start: this program was built without it (cargo feature \

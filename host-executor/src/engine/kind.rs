@@ -12,11 +12,15 @@ pub enum EngineKind {
     Cpu,
     /// The CUDA engine on the GPU with this ordinal.
     Cuda(u32),
+    /// A CUDA engine on each GPU.
+    AllCuda,
     /// The engine over a backend of ggml.
     Ggml(GgmlBackend),
-    /// The engine over the first backend of ggml on this machine that has a GPU.
+    /// An engine over each GPU of the backend of ggml in this file.
+    AllGgml(PathBuf),
+    /// An engine over each GPU of the first backend of ggml on this machine that has one.
     AnyGgml,
-    /// The CUDA engine on GPU 0 if it starts, else a backend of ggml where guests may end their
+    /// A CUDA engine on each GPU where it starts, else a backend of ggml where guests may end their
     /// process, else the CPU engine.
     Auto,
 }
@@ -34,13 +38,18 @@ impl EngineKind {
     /// Whether a guest can end the process: kernels of ggml trust the indices in tensors, and end
     /// the process on what they do not expect.
     pub fn needs_trust(&self) -> bool {
-        matches!(self, EngineKind::Ggml(_) | EngineKind::AnyGgml)
+        matches!(
+            self,
+            EngineKind::Ggml(_) | EngineKind::AllGgml(_) | EngineKind::AnyGgml
+        )
     }
 }
 
 /// A text that names no engine.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("expected cpu, cuda, cuda:N, ggml, ggml:PATH, ggml:PATH:DEVICE or auto")]
+#[error(
+    "expected cpu, cuda, cuda:N, cuda:all, ggml, ggml:PATH, ggml:PATH:DEVICE, ggml:PATH:all or auto"
+)]
 pub struct ParseEngineKindError;
 
 impl FromStr for EngineKind {
@@ -50,6 +59,7 @@ impl FromStr for EngineKind {
         match text {
             "cpu" => Ok(EngineKind::Cpu),
             "cuda" => Ok(EngineKind::Cuda(0)),
+            "cuda:all" => Ok(EngineKind::AllCuda),
             "ggml" => Ok(EngineKind::AnyGgml),
             "auto" => Ok(EngineKind::Auto),
             _ if text.starts_with("ggml:") => parse_ggml(&text["ggml:".len()..]),
@@ -67,6 +77,8 @@ impl fmt::Display for EngineKind {
         match self {
             EngineKind::Cpu => f.write_str("cpu"),
             EngineKind::Cuda(ordinal) => write!(f, "cuda:{ordinal}"),
+            EngineKind::AllCuda => f.write_str("cuda:all"),
+            EngineKind::AllGgml(path) => write!(f, "ggml:{}:all", path.display()),
             EngineKind::Ggml(GgmlBackend { path, device }) => {
                 write!(f, "ggml:{}", path.display())?;
                 device.iter().try_for_each(|device| write!(f, ":{device}"))
@@ -85,6 +97,9 @@ fn parse_ggml(text: &str) -> Result<EngineKind, ParseEngineKindError> {
     };
     if path.is_empty() || device.is_some_and(str::is_empty) {
         return Err(ParseEngineKindError);
+    }
+    if device == Some("all") {
+        return Ok(EngineKind::AllGgml(path.into()));
     }
     Ok(EngineKind::Ggml(GgmlBackend {
         path: path.into(),
@@ -107,6 +122,8 @@ mod tests {
         for (text, kind) in [
             ("cpu", EngineKind::Cpu),
             ("cuda:3", EngineKind::Cuda(3)),
+            ("cuda:all", EngineKind::AllCuda),
+            ("ggml:/x.so:all", EngineKind::AllGgml("/x.so".into())),
             ("auto", EngineKind::Auto),
             ("ggml", EngineKind::AnyGgml),
             ("ggml:/a/libggml-hip.so", device("/a/libggml-hip.so", None)),

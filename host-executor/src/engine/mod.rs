@@ -5,8 +5,10 @@ mod cuda;
 mod discover;
 mod error;
 mod kind;
+mod list;
 mod select;
 
+use std::path::Path;
 use std::sync::Arc;
 
 use tracing::info;
@@ -22,6 +24,7 @@ pub use cuda::{
 pub use error::AddressError;
 pub use error::{ProbeError, StartError};
 pub use kind::{EngineKind, GgmlBackend, ParseEngineKindError};
+pub use list::EngineList;
 pub use select::{Probe, ProbedDevice, ProbedKind, Selection, select};
 
 /// Starts an engine. `threads` and `memory` (the most bytes that the engine allocates; `None`: what
@@ -33,9 +36,10 @@ pub use select::{Probe, ProbedDevice, ProbedKind, Selection, select};
 /// weights in the layout in which guests have written them. The CUDA engine also leaves out the
 /// kernels that the self-check does not allow on the GPU.
 ///
-/// [`EngineKind::AnyGgml`] and [`EngineKind::Auto`] are chosen in this process, which keeps what it
-/// has loaded in vain; `auto` then is the CUDA engine or the CPU engine. [`select()`] chooses
-/// without that.
+/// Of the kinds that stand for several engines, the first one is started. [`EngineKind::AnyGgml`]
+/// and [`EngineKind::Auto`] are chosen in this process, which keeps what it has loaded in vain;
+/// `auto` then is the CUDA engine on the first GPU or the CPU engine. [`select()`] chooses all of
+/// them, and without that.
 ///
 /// # Errors
 /// [`StartError`] names the engine and says what it lacks. [`EngineKind::Auto`] fails only if the
@@ -54,10 +58,12 @@ pub fn start(
             Ok(Arc::new(engine))
         }
         EngineKind::Cuda(ordinal) => start_cuda(*ordinal),
+        EngineKind::AllCuda => start_cuda(0),
         EngineKind::Ggml(backend) => start_ggml(backend, threads, memory),
-        EngineKind::AnyGgml => {
+        EngineKind::AllGgml(_) | EngineKind::AnyGgml => {
             let probe = |kind: &EngineKind| Ok(probe(kind)?);
-            start(&select(kind, true, &probe)?.kind, threads, memory)
+            let selection = select(&kind.clone().into(), true, &probe)?;
+            start(&selection.engines[0], threads, memory)
         }
         EngineKind::Auto => start_cuda(0).or_else(|error| {
             info!("auto: the engine cpu, because {error}");
@@ -66,13 +72,15 @@ pub fn start(
     }
 }
 
-/// The devices of an engine, which this function loads or starts for that.
+/// The devices of an engine, which this function loads or starts for that. The GPUs of
+/// [`EngineKind::AllCuda`] are only listed.
 ///
 /// # Errors
 /// [`StartError`] names the engine and says what it lacks.
 pub fn probe(kind: &EngineKind) -> Result<Vec<ProbedDevice>, StartError> {
     match kind {
-        EngineKind::Ggml(backend) => probe_ggml(backend),
+        EngineKind::Ggml(GgmlBackend { path, .. }) | EngineKind::AllGgml(path) => probe_ggml(path),
+        EngineKind::AllCuda => list_cuda(),
         other => {
             let engine = start(other, Threads::default(), None)?;
             Ok(vec![ProbedDevice {
@@ -88,7 +96,7 @@ pub fn probe(kind: &EngineKind) -> Result<Vec<ProbedDevice>, StartError> {
 }
 
 #[cfg(feature = "cuda")]
-use cuda::start as start_cuda;
+use cuda::{list as list_cuda, start as start_cuda};
 
 /// As in a build with the CUDA engine.
 ///
@@ -97,6 +105,11 @@ use cuda::start as start_cuda;
 #[cfg(not(feature = "cuda"))]
 pub fn gpu_address(ordinal: u32) -> Result<String, StartError> {
     Err(StartError::NotBuilt { ordinal })
+}
+
+#[cfg(not(feature = "cuda"))]
+fn list_cuda() -> Result<Vec<ProbedDevice>, StartError> {
+    Err(StartError::NotBuilt { ordinal: 0 })
 }
 
 #[cfg(not(feature = "cuda"))]
@@ -118,11 +131,11 @@ fn start_ggml(
 }
 
 #[cfg(feature = "ggml")]
-fn probe_ggml(backend: &GgmlBackend) -> Result<Vec<ProbedDevice>, StartError> {
+fn probe_ggml(path: &Path) -> Result<Vec<ProbedDevice>, StartError> {
     use vgpu_ggml::DeviceKind;
-    let infos = vgpu_ggml::Library::load(&backend.path)?.device_infos();
+    let infos = vgpu_ggml::Library::load(path)?.device_infos();
     if infos.is_empty() {
-        let path = backend.path.clone();
+        let path = path.to_owned();
         return Err(vgpu_ggml::LibraryError::NoDevice { path }.into());
     }
     let devices = infos.into_iter().map(|info| ProbedDevice {
@@ -138,8 +151,8 @@ fn probe_ggml(backend: &GgmlBackend) -> Result<Vec<ProbedDevice>, StartError> {
 }
 
 #[cfg(not(feature = "ggml"))]
-fn probe_ggml(backend: &GgmlBackend) -> Result<Vec<ProbedDevice>, StartError> {
-    let path = backend.path.clone();
+fn probe_ggml(path: &Path) -> Result<Vec<ProbedDevice>, StartError> {
+    let path = path.to_owned();
     Err(StartError::NoGgml { path })
 }
 

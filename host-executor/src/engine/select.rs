@@ -7,10 +7,12 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 use tracing::{info, warn};
 use vgpu_transport::link::pci::discover as pci;
+use vgpu_transport::wire::MAX_DEVICES;
 
 use super::discover::{self, BACKEND_PATH, Search};
 use super::error::{ProbeError, StartError};
 use super::kind::{EngineKind, GgmlBackend};
+use super::list::EngineList;
 
 /// A device of an engine that was tried.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -37,39 +39,151 @@ pub enum ProbedKind {
 /// Tries an engine: its devices, or why it cannot be used.
 pub type Probe<'a> = dyn Fn(&EngineKind) -> Result<Vec<ProbedDevice>, ProbeError> + 'a;
 
-/// A chosen engine.
+/// The chosen engines.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Selection {
-    /// The engine, neither `auto` nor `ggml` without a path.
-    pub kind: EngineKind,
+    /// The engines, in the order of their devices: at least one, none twice, and none that stands
+    /// for others (`auto`, `ggml` without a path, `all`).
+    pub engines: Vec<EngineKind>,
     /// The GPU of this machine that the choice leaves unused, and why, for people.
     pub unused_gpu: Option<String>,
 }
 
-/// Chooses the engine for `kind`. `guests_may_end_it`: whether the engine may be one that a guest
+impl Selection {
+    /// Whether an engine has a driver: all do but the CPU engine.
+    pub fn has_driver(&self) -> bool {
+        self.engines.iter().any(|kind| *kind != EngineKind::Cpu)
+    }
+
+    /// The names of the engines, for people.
+    pub fn names(&self) -> String {
+        let names: Vec<String> = self.engines.iter().map(EngineKind::to_string).collect();
+        names.join(", ")
+    }
+}
+
+/// Chooses the engines for `wanted`. `guests_may_end_it`: whether an engine may be one that a guest
 /// can end ([`EngineKind::needs_trust`]). The log says what was found, refused and taken.
 ///
 /// # Errors
-/// [`StartError::NoBackend`] if `kind` is `ggml` and no backend of a GPU can be used. `auto` does
-/// not fail: it chooses the CPU engine if there is no other.
+/// [`StartError::NoBackend`] if `ggml` is wanted and no backend of a GPU can be used,
+/// [`StartError::All`] if all devices are wanted and there is none, [`StartError::Twice`] and
+/// [`StartError::TooMany`]. `auto` does not fail: it chooses the CPU engine if there is no other.
 pub fn select(
-    kind: &EngineKind,
+    wanted: &EngineList,
     guests_may_end_it: bool,
     probe: &Probe<'_>,
 ) -> Result<Selection, StartError> {
-    let unused_gpu = None;
-    match kind {
-        EngineKind::AnyGgml => {
-            let kind = any_ggml(&discover::search(), probe)?;
-            Ok(Selection { kind, unused_gpu })
+    let mut engines = Vec::new();
+    let mut unused_gpu = None;
+    for kind in wanted.kinds() {
+        match kind {
+            EngineKind::AnyGgml => engines.extend(any_ggml(&discover::search(), probe)?),
+            EngineKind::Auto => {
+                let gpus = gpus(Path::new(pci::SYSFS));
+                let chosen = auto(&discover::search(), &gpus, guests_may_end_it, probe);
+                engines.extend(chosen.engines);
+                unused_gpu = unused_gpu.or(chosen.unused_gpu);
+            }
+            EngineKind::AllCuda => engines.extend(cuda_engines(&listed(kind, probe)?)),
+            EngineKind::AllGgml(path) => {
+                let gpus = gpus_of_ggml(path, &listed(kind, probe)?);
+                if gpus.is_empty() {
+                    let reason = ProbeError::Refused("it has no GPU".to_owned());
+                    let engine = kind.clone();
+                    return Err(StartError::All { engine, reason });
+                }
+                engines.extend(gpus);
+            }
+            named => engines.push(named.clone()),
         }
-        EngineKind::Auto => {
-            let gpus = gpus(Path::new(pci::SYSFS));
-            Ok(auto(&discover::search(), &gpus, guests_may_end_it, probe))
+    }
+    for (at, engine) in engines.iter().enumerate() {
+        if engines[..at].contains(engine) {
+            let engine = engine.clone();
+            return Err(StartError::Twice { engine });
         }
-        named => {
-            let kind = named.clone();
-            Ok(Selection { kind, unused_gpu })
+    }
+    match u32::try_from(engines.len()) {
+        Ok(1..=MAX_DEVICES) => Ok(Selection {
+            engines,
+            unused_gpu,
+        }),
+        _ => Err(StartError::TooMany {
+            count: engines.len(),
+        }),
+    }
+}
+
+/// What an engine that stands for several lists.
+fn listed(kind: &EngineKind, probe: &Probe<'_>) -> Result<Vec<ProbedDevice>, StartError> {
+    probe(kind).map_err(|reason| StartError::All {
+        engine: kind.clone(),
+        reason,
+    })
+}
+
+/// The engines of the GPUs that the driver names.
+fn cuda_engines(listed: &[ProbedDevice]) -> impl Iterator<Item = EngineKind> {
+    (0..)
+        .zip(listed)
+        .map(|(ordinal, _)| EngineKind::Cuda(ordinal))
+}
+
+/// The engines of the GPUs of a backend: those with memory of their own, or else the first one that
+/// uses the memory of the host.
+fn gpus_of_ggml(path: &Path, devices: &[ProbedDevice]) -> Vec<EngineKind> {
+    let of_kind = |kind| devices.iter().filter(move |device| device.kind == kind);
+    let mut gpus: Vec<&ProbedDevice> = of_kind(ProbedKind::Gpu).collect();
+    if gpus.is_empty() {
+        gpus.extend(of_kind(ProbedKind::IntegratedGpu).next());
+    }
+    let gpus = gpus.into_iter().map(|gpu| {
+        EngineKind::Ggml(GgmlBackend {
+            path: path.to_owned(),
+            device: Some(gpu.name.clone()),
+        })
+    });
+    gpus.collect()
+}
+
+/// The CUDA engine on each GPU where it starts, with a text about the first one where it does not.
+///
+/// # Errors
+/// Why it starts on none.
+fn auto_cuda(probe: &Probe<'_>) -> Result<Selection, ProbeError> {
+    let listed = probe(&EngineKind::AllCuda)?;
+    let mut engines = Vec::new();
+    let mut refused = None;
+    for (cuda, device) in cuda_engines(&listed).zip(&listed) {
+        // All that refuses the CUDA engine (a kernel that is not trusted, a GPU that is too old) is
+        // an error here, and leads on to the next engine.
+        info!("auto: trying the engine {cuda}");
+        match probe(&cuda) {
+            Ok(devices) => {
+                let device = devices.first().map_or("", |device| &device.description);
+                info!("auto: the engine {cuda} ({device})");
+                engines.push(cuda);
+            }
+            Err(reason) => {
+                let description = device.description.clone();
+                refused.get_or_insert((cuda, description, reason));
+            }
+        }
+    }
+    match (engines.is_empty(), refused) {
+        (true, Some((_, _, reason))) => Err(reason),
+        (true, None) => Err(ProbeError::Refused("the driver names no GPU".to_owned())),
+        (false, refused) => {
+            let unused_gpu = refused.map(|(cuda, model, reason)| {
+                let text = format!("{cuda} ({model}) is not used: {reason}");
+                warn!("auto: the GPU {text}");
+                text
+            });
+            Ok(Selection {
+                engines,
+                unused_gpu,
+            })
         }
     }
 }
@@ -81,29 +195,20 @@ fn auto(
     guests_may_end_it: bool,
     probe: &Probe<'_>,
 ) -> Selection {
-    // All that refuses the CUDA engine (no driver, no GPU, a kernel that is not trusted) is an
-    // error here, and leads on to the next engine.
-    let cuda = EngineKind::Cuda(0);
-    info!("auto: trying the engine {cuda}");
-    let no_cuda = match probe(&cuda) {
-        Ok(devices) => {
-            let device = devices.first().map_or("", |device| &device.description);
-            info!("auto: the engine cuda:0 ({device})");
-            return Selection {
-                kind: cuda,
-                unused_gpu: None,
-            };
-        }
+    let no_cuda = match auto_cuda(probe) {
+        Ok(selection) => return selection,
         Err(reason) => reason,
     };
     let no_ggml = match guests_may_end_it {
         true => match any_ggml(search, probe) {
-            Ok(kind) => {
-                info!("auto: the engine {kind}, because {no_cuda}");
-                return Selection {
-                    kind,
+            Ok(engines) => {
+                let selection = Selection {
+                    engines,
                     unused_gpu: None,
                 };
+                let names = selection.names();
+                info!("auto: the engine {names}, because {no_cuda}");
+                return selection;
             }
             Err(reason) => reason.to_string(),
         },
@@ -133,13 +238,13 @@ fn auto(
         None => info!("auto: the engine cpu, because {no_cuda}; {no_ggml}"),
     }
     Selection {
-        kind: EngineKind::Cpu,
+        engines: vec![EngineKind::Cpu],
         unused_gpu,
     }
 }
 
-/// The first backend of ggml that has a GPU.
-fn any_ggml(search: &Search, probe: &Probe<'_>) -> Result<EngineKind, StartError> {
+/// The GPUs of the first backend of ggml that has one. At least one.
+fn any_ggml(search: &Search, probe: &Probe<'_>) -> Result<Vec<EngineKind>, StartError> {
     let mut refused = Vec::new();
     let mut refuse = |path: &Path, reason: &str| {
         let path = path.display().to_string();
@@ -165,28 +270,32 @@ fn any_ggml(search: &Search, probe: &Probe<'_>) -> Result<EngineKind, StartError
                 continue;
             }
         };
-        let of_kind = |kind| devices.iter().find(|device| device.kind == kind);
-        let gpu = of_kind(ProbedKind::Gpu).or_else(|| of_kind(ProbedKind::IntegratedGpu));
-        let Some(gpu) = gpu else {
+        let gpus = gpus_of_ggml(path, &devices);
+        if gpus.is_empty() {
             refuse(path, &format!("no GPU among its {} devices", devices.len()));
             continue;
-        };
-        info!(
-            "the backend of ggml {} is taken: device {} ({})",
-            path.display(),
-            gpu.name,
-            gpu.description
-        );
+        }
+        for device in &devices {
+            let engine = EngineKind::Ggml(GgmlBackend {
+                path: path.clone(),
+                device: Some(device.name.clone()),
+            });
+            if gpus.contains(&engine) {
+                info!(
+                    "the backend of ggml {} is taken: device {} ({})",
+                    path.display(),
+                    device.name,
+                    device.description
+                );
+            }
+        }
         for path in &search.backends[at + 1..] {
             info!(
                 "the backend of ggml {} is found and not tried",
                 path.display()
             );
         }
-        return Ok(EngineKind::Ggml(GgmlBackend {
-            path: path.clone(),
-            device: Some(gpu.name.clone()),
-        }));
+        return Ok(gpus);
     }
     Err(StartError::NoBackend {
         places: search.places.clone(),
@@ -317,7 +426,7 @@ mod tests {
             "/c/libggml-vulkan.so",
         );
         let search = found(&[a, b, c, "/d/libggml-vulkan.so"]);
-        assert_eq!(any_ggml(&search, &probe).unwrap(), ggml(c, "Vulkan1"));
+        assert_eq!(any_ggml(&search, &probe).unwrap(), [ggml(c, "Vulkan1")]);
         assert_eq!(tried.borrow().len(), 3, "the fourth is not needed");
 
         let error = any_ggml(&found(&[a, b]), &probe).unwrap_err().to_string();
@@ -335,29 +444,51 @@ mod tests {
     fn auto_takes_cuda_then_ggml_then_the_cpu() {
         let vulkan = "/a/libggml-vulkan.so";
         let search = found(&[vulkan]);
+        let cuda = |ordinal| EngineKind::Cuda(ordinal);
         let has_cuda = |kind: &EngineKind| match kind {
-            EngineKind::Cuda(0) => Ok(vec![device("cuda:0", ProbedKind::Gpu)]),
+            EngineKind::AllCuda => Ok(["cuda:0", "cuda:1"]
+                .map(|name| device(name, ProbedKind::Gpu))
+                .into()),
+            EngineKind::Cuda(_) => Ok(vec![device("cuda", ProbedKind::Gpu)]),
             other => panic!("{other} is not needed"),
         };
         let chosen = auto(&search, &[NVIDIA], true, &has_cuda);
-        assert_eq!(chosen.kind, EngineKind::Cuda(0));
+        assert_eq!(chosen.engines, [cuda(0), cuda(1)]);
         assert_eq!(chosen.unused_gpu, None);
 
+        // A GPU that the engine cannot use is left out, and named.
+        let one_is_old = |kind: &EngineKind| match kind {
+            EngineKind::Cuda(0) => Err(refused("compute capability 7.5")),
+            other => has_cuda(other),
+        };
+        let chosen = auto(&search, &[NVIDIA], true, &one_is_old);
+        assert_eq!(chosen.engines, [cuda(1)]);
+        let text = chosen.unused_gpu.expect("one is not used");
+        let words = "cuda:0 (model of cuda:0) is not used: compute capability 7.5";
+        assert_eq!(text, words);
+
         let has_vulkan = |kind: &EngineKind| match kind {
+            EngineKind::AllCuda => Ok(vec![device("cuda:0", ProbedKind::Gpu)]),
             EngineKind::Cuda(_) => Err(refused("a kernel is wrong")),
-            _ => Ok(vec![device("Vulkan0", ProbedKind::Gpu)]),
+            _ => Ok(["Vulkan0", "Vulkan1"]
+                .map(|name| device(name, ProbedKind::Gpu))
+                .into()),
         };
         let chosen = auto(&search, &[NVIDIA], true, &has_vulkan);
-        assert_eq!(chosen.kind, ggml(vulkan, "Vulkan0"));
+        assert_eq!(
+            chosen.engines,
+            [ggml(vulkan, "Vulkan0"), ggml(vulkan, "Vulkan1")]
+        );
         assert_eq!(chosen.unused_gpu, None);
 
         // A backend that a guest can end is not even loaded without leave.
         let only_cuda = |kind: &EngineKind| match kind {
+            EngineKind::AllCuda => Ok(vec![device("cuda:0", ProbedKind::Gpu)]),
             EngineKind::Cuda(_) => Err(refused("a kernel is wrong")),
             other => panic!("{other} must not be tried"),
         };
         let chosen = auto(&search, &[NVIDIA], false, &only_cuda);
-        assert_eq!(chosen.kind, EngineKind::Cpu);
+        assert_eq!(chosen.engines, [EngineKind::Cpu]);
         let text = chosen.unused_gpu.expect("a GPU is there");
         for part in [
             "0000:01:00.0 (NVIDIA, 10de:2335) is not used",
@@ -370,7 +501,48 @@ mod tests {
         // Without a GPU there is nothing to warn of.
         let none = |_: &EngineKind| Err(refused("no driver"));
         let chosen = auto(&found(&[]), &[], true, &none);
-        assert_eq!((chosen.kind, chosen.unused_gpu), (EngineKind::Cpu, None));
+        assert_eq!(chosen.engines, [EngineKind::Cpu]);
+        assert_eq!(chosen.unused_gpu, None);
+    }
+
+    #[test]
+    fn all_devices_become_engines_and_none_is_taken_twice() {
+        let probe = |kind: &EngineKind| match kind {
+            EngineKind::AllCuda => Ok(["cuda:0", "cuda:1"]
+                .map(|name| device(name, ProbedKind::Gpu))
+                .into()),
+            EngineKind::AllGgml(_) => Ok(vec![
+                device("CPU", ProbedKind::Other),
+                device("Vulkan0", ProbedKind::Gpu),
+                device("Vulkan1", ProbedKind::Gpu),
+            ]),
+            other => panic!("{other} is not to be tried"),
+        };
+        let chosen = |text: &str| {
+            let selection = select(&text.parse().expect(text), true, &probe);
+            selection.map(|selection| selection.names())
+        };
+        assert_eq!(chosen("cuda:all,cpu").unwrap(), "cuda:0, cuda:1, cpu");
+        let vulkan = "ggml:/a.so:Vulkan0, ggml:/a.so:Vulkan1";
+        assert_eq!(chosen("ggml:/a.so:all").unwrap(), vulkan);
+        let error = chosen("cuda:1,cuda:all").unwrap_err().to_string();
+        assert_eq!(
+            error,
+            "the engine cuda:1 is named twice: each engine is a device of its own"
+        );
+        let many: Vec<String> = (0..65).map(|ordinal| ordinal.to_string()).collect();
+        let error = chosen(&format!("cuda:{}", many.join(",")))
+            .unwrap_err()
+            .to_string();
+        assert_eq!(
+            error,
+            "65 engines are named, and an executor has at most 64"
+        );
+
+        let none = |_: &EngineKind| Ok(vec![device("CPU", ProbedKind::Other)]);
+        let error = select(&"ggml:/a.so:all".parse().unwrap(), true, &none).unwrap_err();
+        let words = "the engines ggml:/a.so:all do not start: it has no GPU";
+        assert_eq!(error.to_string(), words);
     }
 
     #[test]

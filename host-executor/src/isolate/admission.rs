@@ -86,7 +86,10 @@ fn admit(shared: &Arc<SupervisorState>, id: u64, owner: Option<&str>, program: U
     let peer = &program.peer.clone();
     // Nothing is scheduled here.
     let (guest, rejected) = match shared.registry.admit(owner, peer, |_| None) {
-        Ok(tenant) => (tenant.is_named().then(|| tenant.name().to_owned()), None),
+        Ok(tenants) => {
+            let named = tenants.first().filter(|tenant| tenant.is_named());
+            (named.map(|tenant| tenant.name().to_owned()), None)
+        }
         Err(error) => {
             let reason = error.to_string();
             (None, Some(Rejection::Rejected { reason }))

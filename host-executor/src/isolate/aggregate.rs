@@ -33,16 +33,23 @@ struct Snapshot {
     totals: BTreeMap<String, GuestTotals>,
     programs: BTreeMap<String, usize>,
     sessions: Vec<SessionStatus>,
-    weights: WeightsStatus,
+    /// By device.
+    engines: Vec<EngineTotals>,
     ended: SessionEnds,
     /// Sessions of virtual machines that were ended at the deadline of a drain.
     drained: u64,
+    /// A process that has reported before and does so no longer.
+    silent: Option<String>,
+}
+
+/// A device, whose engine each process has.
+#[derive(Default)]
+struct EngineTotals {
+    weights: WeightsStatus,
     /// The longest present turn on an engine, in seconds.
     turn: Option<f64>,
     /// What an engine has not come back from for long.
     hang: Option<String>,
-    /// A process that has reported before and does so no longer.
-    silent: Option<String>,
     /// Bytes of device memory in use.
     memory: u64,
     /// Bytes of memory of the largest engine of a worker. With a GPU, all workers share that
@@ -50,21 +57,35 @@ struct Snapshot {
     largest: u64,
 }
 
+impl EngineTotals {
+    fn add(&mut self, engine: &EngineStatus) {
+        self.weights.add(&engine.weights);
+        let turn = engine.turn.filter(|turn| turn.is_finite());
+        self.turn = self.turn.into_iter().chain(turn).reduce(f64::max);
+        if let Some(hang) = &engine.hang {
+            self.hang.get_or_insert_with(|| shown(hang));
+        }
+        self.largest = self.largest.max(engine.memory_total);
+    }
+}
+
 impl SupervisorState {
     fn snapshot(&self) -> Snapshot {
         let processes = self.processes();
+        let devices = self.resources.engines.len();
+        let mut engines: Vec<EngineTotals> = Vec::new();
+        engines.resize_with(devices, EngineTotals::default);
+        for (engine, weights) in engines.iter_mut().zip(&processes.ended_workers.weights) {
+            engine.weights = *weights;
+        }
         let mut snapshot = Snapshot {
             totals: processes.ended_workers.guests.clone(),
             programs: BTreeMap::new(),
             sessions: Vec::new(),
-            weights: processes.ended_workers.weights,
+            engines,
             ended: processes.ended_workers.ended,
             drained: 0,
-            turn: None,
-            hang: None,
             silent: None,
-            memory: 0,
-            largest: 0,
         };
         let limit = self.timeouts.silence;
         for (id, worker) in &processes.workers {
@@ -90,6 +111,7 @@ impl SupervisorState {
                     let process = peer.process.as_ref();
                     snapshot.sessions.push(SessionStatus {
                         guest: counted.clone(),
+                        device: session.device.min(devices.saturating_sub(1)),
                         endpoint: peer.endpoint.clone(),
                         pid: process.map(|process| process.pid),
                         uid: process.map(|process| process.uid),
@@ -108,13 +130,19 @@ impl SupervisorState {
 /// The sessions that the process of machine `id` reports, each once. A process that was taken over
 /// may report any number: a number with a machine in its upper half is left out, so that nobody
 /// ends a session of another machine by it.
-fn sessions_of_machine(id: u64, guest: &str, reported: &[SessionStatus]) -> Vec<SessionStatus> {
+fn sessions_of_machine(
+    id: u64,
+    guest: &str,
+    reported: &[SessionStatus],
+    devices: usize,
+) -> Vec<SessionStatus> {
     let mut seen = BTreeSet::new();
     let own = { reported.iter() }
         .filter(|session| session.id >> MACHINE_SHIFT == 0 && seen.insert(session.id));
     own.map(|session| SessionStatus {
         id: session.id | id << MACHINE_SHIFT,
         guest: guest.to_owned(),
+        device: session.device.min(devices.saturating_sub(1)),
         program: session.program.as_deref().map(shown),
         endpoint: shown(&session.endpoint),
         ..session.clone()
@@ -159,7 +187,8 @@ impl Snapshot {
             // counters do not fall.
             if let Some(report) = asked.answer.ok().or(last) {
                 let counted = counted_as(Some(&name), &shared.registry);
-                let sessions = sessions_of_machine(id, &counted, &report.status.sessions);
+                let reported = &report.status.sessions;
+                let sessions = sessions_of_machine(id, &counted, reported, self.engines.len());
                 *self.programs.entry(counted.clone()).or_default() += sessions.len();
                 self.sessions.extend(sessions);
                 self.add(&counted, &report);
@@ -178,26 +207,47 @@ impl Snapshot {
     }
 
     fn add(&mut self, counted: &str, report: &Report) {
-        self.totals.entry(counted.into()).or_default().add(report);
-        self.weights.add(&report.status.engine.weights);
+        let devices = self.engines.len();
+        let totals = self.totals.entry(counted.into()).or_default();
+        totals.add(report, devices);
         self.ended.add(&report.status.ended);
-        let turn = report.status.engine.turn.filter(|turn| turn.is_finite());
-        self.turn = self.turn.into_iter().chain(turn).reduce(f64::max);
-        if let Some(hang) = &report.status.engine.hang {
-            self.hang.get_or_insert_with(|| shown(hang));
+        for (sum, (engine, guests)) in self.engines.iter_mut().zip(report.status.by_device()) {
+            sum.add(engine);
+            for (_, usage) in guests {
+                let held = usage.memory.saturating_sub(usage.weights_shared);
+                sum.memory = sum.memory.saturating_add(held);
+            }
         }
-        self.largest = self.largest.max(report.status.engine.memory_total);
-        for GuestStatus { usage, .. } in &report.status.guests {
-            let held = usage.memory.saturating_sub(usage.weights_shared);
-            self.memory = self.memory.saturating_add(held);
-        }
+    }
+
+    /// The engines, in the order of their devices.
+    fn engine_statuses(&self, shared: &SupervisorState) -> Vec<EngineStatus> {
+        let named = { self.engines.iter() }
+            .zip(&shared.resources.engines)
+            .zip(&shared.gpus);
+        let engines = named.map(|((engine, name), gpu)| {
+            let total = shared.resources.memory.unwrap_or(engine.largest);
+            EngineStatus {
+                name: name.clone(),
+                description: "a process for each guest".into(),
+                memory_total: total,
+                memory_free: total.saturating_sub(engine.memory),
+                unused_gpu: None,
+                // The supervisor reads them itself: those of a worker may be a guest's.
+                gpu: gpu.get().and_then(GpuWatch::status),
+                turn: engine.turn,
+                hang: engine.hang.clone(),
+                weights: engine.weights,
+            }
+        });
+        engines.collect()
     }
 }
 
 impl StatusSource for SupervisorState {
     fn status(&self) -> Status {
         let snapshot = self.snapshot();
-        let (named, unnamed) = self.registry.tenants();
+        let (named, unnamed) = self.registry.first_tenants();
         let guests = named.iter().chain([&unnamed]).map(|tenant| {
             let policy = match tenant.is_named() {
                 true => tenant.policy(),
@@ -212,25 +262,22 @@ impl StatusSource for SupervisorState {
                     .totals
                     .get(&name)
                     .map_or_else(Usage::default, |a| a.usage),
+                by_device: snapshot
+                    .totals
+                    .get(&name)
+                    .map_or_else(Vec::new, |a| a.by_device.clone()),
                 name,
             }
         });
-        let total = self.resources.memory.unwrap_or(snapshot.largest);
+        let mut engines = snapshot.engine_statuses(self).into_iter();
+        // There is at least one engine.
+        let mut engine = engines.next().unwrap_or_default();
+        engine.unused_gpu = self.resources.unused_gpu.clone();
         Status {
             version: version().into(),
             uptime: self.since.elapsed().as_secs_f64(),
-            engine: EngineStatus {
-                name: self.resources.engine.clone(),
-                description: "a process for each guest".into(),
-                memory_total: total,
-                memory_free: total.saturating_sub(snapshot.memory),
-                unused_gpu: self.resources.unused_gpu.clone(),
-                // The supervisor reads them itself: those of a worker may be a guest's.
-                gpu: self.gpu.get().and_then(GpuWatch::status),
-                turn: snapshot.turn,
-                hang: snapshot.hang,
-                weights: snapshot.weights,
-            },
+            engine,
+            further_engines: engines.collect(),
             guests: guests.collect(),
             sessions: snapshot.sessions,
             ended: snapshot.ended,
@@ -251,8 +298,10 @@ impl StatusSource for SupervisorState {
         if let Some(why) = self.main.late("the main thread", LATE) {
             return Progress::Late(why);
         }
-        let Snapshot { hang, silent, .. } = self.snapshot();
-        if let Some(hang) = hang {
+        let Snapshot {
+            engines, silent, ..
+        } = self.snapshot();
+        if let Some(hang) = engines.into_iter().find_map(|engine| engine.hang) {
             return Progress::Stalled(format!("the engine hangs: {hang}"));
         }
         // All processes may have been stopped, and this one may be the first that runs again.
@@ -261,7 +310,7 @@ impl StatusSource for SupervisorState {
         }
         Progress::Runs(format!(
             "the engines {} of the processes answer",
-            self.resources.engine
+            self.resources.engines.join(", ")
         ))
     }
 
@@ -271,7 +320,7 @@ impl StatusSource for SupervisorState {
 
     fn latencies(&self) -> Vec<TenantLatency> {
         let mut totals = self.snapshot().totals;
-        let (named, unnamed) = self.registry.tenants();
+        let (named, unnamed) = self.registry.first_tenants();
         let tenants = named.iter().chain([&unnamed]);
         tenants
             .map(|tenant| {
@@ -295,6 +344,7 @@ mod tests {
         let session = |id| SessionStatus {
             id,
             guest: "vm3".into(),
+            device: 0,
             endpoint: "vm#0".into(),
             pid: None,
             uid: None,
@@ -311,7 +361,7 @@ mod tests {
             3 << MACHINE_SHIFT | 5,
             u64::MAX,
         ];
-        let shown = sessions_of_machine(1, "vm1", &reported.map(session));
+        let shown = sessions_of_machine(1, "vm1", &reported.map(session), 1);
         let found: Vec<_> = { shown.iter() }
             .map(|session| (session.id, &session.guest[..]))
             .collect();

@@ -6,11 +6,11 @@ use crate::tenant_registry::{GuestRule, Rules};
 /// What is divided.
 #[derive(Debug, Clone)]
 pub struct Resources {
-    /// The name of the engine.
-    pub engine: String,
-    /// The GPU of this machine that the engine does not use, and why.
+    /// The names of the engines, in the order of their devices. At least one.
+    pub engines: Vec<String>,
+    /// The GPU of this machine that no engine uses, and why.
     pub unused_gpu: Option<String>,
-    /// Bytes of memory that guests may use in all. `None`: the driver of the engine divides its
+    /// Bytes of memory that guests may use in all, on each device. `None`: the driver of the engine divides its
     /// memory.
     pub memory: Option<u64>,
 }

@@ -29,7 +29,7 @@ use crate::policy::LinkKind;
 use crate::session_log::SessionLog;
 use crate::status::Report;
 use crate::stop::StopFlag;
-use crate::tenant_registry::{QuotaError, TenantRegistry};
+use crate::tenant_registry::{RulesError, TenantRegistry};
 
 /// Programs of one guest and origin that workers have been given and that have no session yet, at
 /// most, and not more than a quarter of the programs that can be served. Further ones wait, so that
@@ -82,8 +82,8 @@ pub(super) struct SupervisorState {
     pub(super) start_limit: OnceLock<Duration>,
     pub(super) command: MakeCommand,
     pub(super) resources: Resources,
-    /// What the driver says of the GPU of the engines.
-    pub(super) gpu: OnceLock<GpuWatch>,
+    /// What the driver says of the GPU of the engines of each device.
+    pub(super) gpus: Vec<OnceLock<GpuWatch>>,
     pub(super) since: Instant,
     pub(super) registry: TenantRegistry,
     pub(super) stop: StopFlag,
@@ -266,15 +266,17 @@ impl SupervisorState {
         partition: Partition,
         handshakes: HandshakeLimits,
         timeouts: Timeouts,
-    ) -> Result<SupervisorState, QuotaError> {
-        let registry = TenantRegistry::new(resources.memory.unwrap_or(u64::MAX));
+    ) -> Result<SupervisorState, RulesError> {
+        let registry = TenantRegistry::new([resources.memory.unwrap_or(u64::MAX)]);
+        partition.rules.check_devices(resources.engines.len())?;
         registry.apply(partition.rules.clone())?;
+        let gpus = resources.engines.iter().map(|_| OnceLock::new()).collect();
         Ok(SupervisorState {
             timeouts,
             start_limit: OnceLock::new(),
             command,
             resources,
-            gpu: OnceLock::new(),
+            gpus,
             since: Instant::now(),
             registry,
             stop: StopFlag::new(),

@@ -25,7 +25,7 @@ use crate::listener::threads::ListenerThreads;
 use crate::listener::{ListenerId, SocketListener};
 use crate::session_log::SessionLog;
 use crate::status::StatusHandle;
-use crate::tenant_registry::QuotaError;
+use crate::tenant_registry::RulesError;
 
 /// How long a shutdown waits for processes that were killed. One that is in a call of the kernel
 /// ends when the call does.
@@ -46,13 +46,13 @@ impl Supervisor {
     /// [`serve`](super::serve) with [`take_socket`](super::take_socket).
     ///
     /// # Errors
-    /// [`QuotaError`] if the quotas exceed the memory.
+    /// [`RulesError`] if the quotas exceed the memory or a guest is given a device that there is not.
     pub fn new(
         command: MakeCommand,
         resources: Resources,
         partition: Partition,
         handshakes: HandshakeLimits,
-    ) -> Result<Supervisor, QuotaError> {
+    ) -> Result<Supervisor, RulesError> {
         Supervisor::with_timeouts(
             command,
             resources,
@@ -69,7 +69,7 @@ impl Supervisor {
         partition: Partition,
         handshakes: HandshakeLimits,
         timeouts: Timeouts,
-    ) -> Result<Supervisor, QuotaError> {
+    ) -> Result<Supervisor, RulesError> {
         let shared = SupervisorState::new(command, resources, partition, handshakes, timeouts)?;
         Ok(Supervisor {
             shared: Arc::new(shared),
@@ -89,27 +89,32 @@ impl Supervisor {
         Arc::clone(&self.shared)
     }
 
-    /// Reads once a second, on a thread of its own, what the driver says of the GPU of the engine.
-    /// `find` returns the PCI address of the GPU, or says why there is none. Later calls have no
-    /// effect.
+    /// Reads once a second, on a thread of its own, what the driver says of the GPU of the engine
+    /// of a device, by its index. `find` returns the PCI address of the GPU, or says why there is
+    /// none. Later calls for the device have no effect.
     ///
     /// # Errors
     /// No thread can be started.
     #[cfg(feature = "cuda")]
     pub fn watch_gpu(
         &self,
+        device: usize,
         find: impl FnMut() -> Result<String, AddressError> + Send + 'static,
     ) -> io::Result<()> {
-        let _ = self.shared.gpu.set(GpuMonitor::of_cuda(find)?);
+        if let Some(gpu) = self.shared.gpus.get(device) {
+            let _ = gpu.set(GpuMonitor::of_cuda(find)?);
+        }
         Ok(())
     }
 
     /// Applies a partition, and gives each worker its new limits and its new weight.
     ///
     /// # Errors
-    /// [`QuotaError`] if the quotas exceed the memory: nothing has changed.
-    pub fn apply(&self, partition: Partition) -> Result<(), QuotaError> {
+    /// [`RulesError`] if the quotas exceed the memory or a guest is given a device that there is not: nothing has changed.
+    pub fn apply(&self, partition: Partition) -> Result<(), RulesError> {
         let mut processes = self.shared.processes();
+        let devices = self.shared.resources.engines.len();
+        partition.rules.check_devices(devices)?;
         self.shared.registry.apply(partition.rules.clone())?;
         processes.partition = partition;
         for worker in processes.workers.values().filter(|w| !w.is_closing) {

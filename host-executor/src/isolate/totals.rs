@@ -11,7 +11,8 @@ use crate::tenant_registry::TenantRegistry;
 #[derive(Debug, Default)]
 pub(super) struct EndedWorkers {
     pub(super) guests: BTreeMap<String, GuestTotals>,
-    pub(super) weights: WeightsStatus,
+    /// By device.
+    pub(super) weights: Vec<WeightsStatus>,
     pub(super) ended: SessionEnds,
 }
 
@@ -19,16 +20,25 @@ pub(super) struct EndedWorkers {
 #[derive(Debug, Clone, Default)]
 pub(super) struct GuestTotals {
     pub(super) usage: Usage,
+    /// The same for each device. Empty if there is one device.
+    pub(super) by_device: Vec<Usage>,
     pub(super) queued: Distribution,
     pub(super) ran: Distribution,
 }
 
 impl GuestTotals {
-    pub(super) fn add(&mut self, report: &Report) {
+    /// Adds the report of a worker, which has `devices` devices, whatever it says.
+    pub(super) fn add(&mut self, report: &Report, devices: usize) {
+        if devices > 1 {
+            self.by_device.resize(devices, Usage::default());
+        }
         // A worker serves one guest, so all figures of its report are that guest's, under whatever
         // name.
         for guest in &report.status.guests {
             self.usage.add(&guest.usage);
+            for (sum, own) in self.by_device.iter_mut().zip(&guest.by_device) {
+                sum.add(own);
+            }
         }
         for latency in &report.latencies {
             self.queued.add(&latency.queued);
@@ -40,25 +50,35 @@ impl GuestTotals {
 /// The name under which the figures of a worker's guest are counted: the guest's own, while the
 /// configuration has it.
 pub(super) fn counted_as(guest: Option<&str>, registry: &TenantRegistry) -> String {
-    let (named, unnamed) = registry.tenants();
+    let (named, unnamed) = registry.first_tenants();
     let found = named.iter().find(|tenant| Some(tenant.name()) == guest);
     found.unwrap_or(&unnamed).name().to_owned()
 }
 
 impl EndedWorkers {
-    /// Adds the last report of a worker that has ended.
-    pub(super) fn add(&mut self, guest: Option<&str>, report: &Report, registry: &TenantRegistry) {
+    /// Adds the last report of a worker that has ended, and had `devices` devices.
+    pub(super) fn add(
+        &mut self,
+        guest: Option<&str>,
+        report: &Report,
+        registry: &TenantRegistry,
+        devices: usize,
+    ) {
         let totals = self.guests.entry(counted_as(guest, registry)).or_default();
-        totals.add(report);
+        totals.add(report, devices);
         // The memory has been freed with the process.
-        totals.usage.memory = 0;
-        totals.usage.weights_shared = 0;
+        for usage in std::iter::once(&mut totals.usage).chain(&mut totals.by_device) {
+            usage.memory = 0;
+            usage.weights_shared = 0;
+        }
         self.ended.add(&report.status.ended);
-        let weights = &report.status.engine.weights;
-        self.weights.add(&WeightsStatus {
-            bytes: 0,
-            disk_bytes: 0,
-            ..*weights
-        });
+        self.weights.resize(devices, WeightsStatus::default());
+        for (sum, engine) in self.weights.iter_mut().zip(report.status.engines()) {
+            sum.add(&WeightsStatus {
+                bytes: 0,
+                disk_bytes: 0,
+                ..engine.weights
+            });
+        }
     }
 }

@@ -208,7 +208,10 @@ fn remove(shared: &SupervisorState, id: u64, log: impl Fn(u64, &Peer)) {
         }
         if let Some((WorkerReport { report, .. }, _)) = &worker.report {
             let guest = worker.guest.as_deref();
-            processes.ended_workers.add(guest, report, &shared.registry);
+            let devices = shared.resources.engines.len();
+            processes
+                .ended_workers
+                .add(guest, report, &shared.registry, devices);
         }
     }
     drop(processes);

@@ -23,7 +23,7 @@ use crate::listener::{GuestListener, IncomingGuest, ListenerId};
 use crate::peer::Peer;
 use crate::stats::Stats;
 use crate::status::{StatusHandle, StatusSource as _};
-use crate::tenant_registry::{QuotaError, Rules};
+use crate::tenant_registry::{Rules, RulesError};
 use crate::weights::WeightStore;
 
 /// How often a shutdown that waits for sessions says so.
@@ -46,7 +46,7 @@ pub struct SessionInfo {
     pub stats: Stats,
 }
 
-/// Serves guests on one engine until it is shut down.
+/// Serves guests on its devices until it is shut down.
 pub struct Server {
     shared: Arc<ServerState>,
     listeners: ListenerThreads,
@@ -54,13 +54,26 @@ pub struct Server {
 }
 
 impl Server {
-    /// A server without listeners, for at most `max_sessions` guests at once.
+    /// A server with one device and without listeners, for at most `max_sessions` sessions at once.
     ///
     /// # Errors
     /// No thread can be started.
     pub fn new(engine: Arc<dyn Engine>, limits: Limits, max_sessions: usize) -> io::Result<Server> {
+        Server::with_devices(vec![(engine, limits)], max_sessions)
+    }
+
+    /// A server without listeners, with a device for each engine and with the limits of its
+    /// sessions, for at most `max_sessions` sessions at once. A guest sees the devices in this
+    /// order. The limits of the process are those of the first device.
+    ///
+    /// # Errors
+    /// No engine is given, or no thread can be started.
+    pub fn with_devices(
+        engines: Vec<(Arc<dyn Engine>, Limits)>,
+        max_sessions: usize,
+    ) -> io::Result<Server> {
         Ok(Server {
-            shared: Arc::new(ServerState::new(engine, limits, max_sessions)?),
+            shared: Arc::new(ServerState::new(engines, max_sessions)?),
             listeners: ListenerThreads::default(),
             is_stopped: false,
         })
@@ -83,41 +96,54 @@ impl Server {
         Health(Arc::clone(&self.shared))
     }
 
-    /// Sets what the status says of a GPU of this machine that the engine does not use: the GPU and
-    /// the reason. Later calls have no effect.
+    /// Sets what the status says of a GPU of this machine that no engine uses: the GPU and the
+    /// reason. Later calls have no effect.
     pub fn set_unused_gpu(&self, text: &str) {
         let _ = self.shared.unused_gpu.set(text.to_owned());
     }
 
-    /// Reads once a second, on a thread of its own, what the driver says of the GPU of the engine.
-    /// `find` returns the PCI address of the GPU, or says why there is none. Later calls have no
-    /// effect.
+    /// Reads once a second, on a thread of its own, what the driver says of the GPU of the engine
+    /// of a device, by its index. `find` returns the PCI address of the GPU, or says why there is
+    /// none. Later calls for the device have no effect.
     ///
     /// # Errors
     /// No thread can be started.
     #[cfg(feature = "cuda")]
     pub fn watch_gpu(
         &self,
+        device: usize,
         find: impl FnMut() -> Result<String, AddressError> + Send + 'static,
     ) -> io::Result<()> {
-        let _ = self.shared.gpu.set(GpuMonitor::of_cuda(find)?);
+        if let Some(device) = self.shared.devices.get(device) {
+            let _ = device.gpu.set(GpuMonitor::of_cuda(find)?);
+        }
         Ok(())
     }
 
-    /// Sets the weight store of sessions that begin from now on. Later calls have no effect.
-    pub fn share_weights(&self, weights: WeightStore) {
-        let _ = self.shared.weights.set(weights);
+    /// Sets the weight store of sessions that begin from now on. Each device has a store of its
+    /// own, and all have the cache on disk. Later calls have no effect.
+    ///
+    /// # Errors
+    /// No thread can be started.
+    pub fn share_weights(&self, weights: WeightStore) -> io::Result<()> {
+        for device in &self.shared.devices[1..] {
+            let _ = device.weights.set(weights.for_another_engine()?);
+        }
+        let _ = self.shared.devices[0].weights.set(weights);
+        Ok(())
     }
 
     /// Applies rules. Without any, every guest may use all memory.
     ///
     /// # Errors
-    /// [`QuotaError`] if the quotas exceed the engine's memory: nothing has changed.
-    pub fn apply(&self, rules: Rules) -> Result<(), QuotaError> {
-        self.shared.registry.apply(rules)
+    /// [`RulesError`] if the quotas exceed an engine's memory, or a guest is given a device that
+    /// there is not: nothing has changed.
+    pub fn apply(&self, rules: Rules) -> Result<(), RulesError> {
+        rules.check_devices(self.shared.devices.len())?;
+        Ok(self.shared.registry.apply(rules)?)
     }
 
-    /// Bytes of memory that the engine has.
+    /// Bytes of memory of the engine that has least.
     pub fn memory_total(&self) -> u64 {
         self.shared.registry.total()
     }
@@ -281,7 +307,9 @@ impl Server {
             return Shutdown::Complete;
         }
         self.shared.stop.set();
-        self.shared.monitor.close();
+        for device in &self.shared.devices {
+            device.monitor.close();
+        }
         self.listeners.close_all();
         self.shared.handshakes.close();
         let slow = self.shared.limits.slow;
@@ -360,10 +388,11 @@ impl Health {
         count
     }
 
-    /// Why the engine cannot work again in this process, as of its last answer. Does not call the
+    /// Why an engine cannot work again in this process, as of its last answer. Does not call the
     /// engine.
     pub fn fatal_error(&self) -> Option<String> {
-        self.0.monitor.fatal_error()
+        let mut devices = self.0.devices.iter();
+        devices.find_map(|device| device.monitor.fatal_error())
     }
 }
 

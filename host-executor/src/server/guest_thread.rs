@@ -9,6 +9,7 @@ use std::time::{Instant, SystemTime};
 use tracing::{error, info, info_span, warn};
 use vgpu_transport::link::stream::tls::Ending;
 use vgpu_transport::link::stream::x509::CertificateInfo;
+use vgpu_transport::wire::DeviceCount;
 
 use super::registration::Registration;
 use super::shared::{Entry, ServerState};
@@ -22,6 +23,7 @@ use crate::policy::LinkKind;
 use crate::session::{RejectReason, Session, SessionEnd, SharedParts, receive_first, reject};
 use crate::stats::Counters;
 use crate::tenant::Tenant;
+use crate::tenant_registry::GuestTenants;
 
 /// Starts the thread of a connection, unless too many connections have not completed their
 /// handshakes.
@@ -39,8 +41,9 @@ pub(super) fn start(
     let spawned = thread::Builder::new()
         .name(format!("vgpu-guest-{id}"))
         .spawn(move || {
-            let admitted = tenant_of(&own_shared, owner.as_deref(), &peer);
-            let _span = info_span!("session", id, tenant = admitted.0.name(), %peer).entered();
+            let admitted = Admitted::new(&own_shared, owner.as_deref(), &peer);
+            let tenant = admitted.first().name();
+            let _span = info_span!("session", id, tenant, %peer).entered();
             // A panic in a link or in this code ends this guest's thread only. The log reports it.
             let outcome = catch_unwind(AssertUnwindSafe(|| {
                 serve(
@@ -68,19 +71,44 @@ pub(super) fn start(
     }
 }
 
-/// The tenant of a guest, and why the guest is rejected, if it is.
-fn tenant_of(
-    shared: &ServerState,
-    owner: Option<&str>,
-    peer: &Peer,
-) -> (Arc<Tenant>, Option<SessionEnd>) {
-    let debt = |tenant| shared.scheduler.debt(tenant);
-    match shared.registry.admit(owner, peer, debt) {
-        Ok(tenant) => (tenant, None),
-        Err(error) => (
-            shared.registry.tenants().1,
-            Some(RejectReason::from(error).into()),
-        ),
+/// A guest that has connected, and why it is rejected, if it is.
+struct Admitted {
+    /// On each device of the server.
+    tenants: GuestTenants,
+    rejected: Option<SessionEnd>,
+}
+
+impl Admitted {
+    fn new(shared: &ServerState, owner: Option<&str>, peer: &Peer) -> Admitted {
+        let debt = |tenant| shared.debt(tenant);
+        match shared.registry.admit(owner, peer, debt) {
+            Ok(tenants) => Admitted {
+                tenants,
+                rejected: None,
+            },
+            Err(error) => Admitted {
+                tenants: shared.registry.tenants().1.clone(),
+                rejected: Some(RejectReason::from(error).into()),
+            },
+        }
+    }
+
+    /// The guest on its first device. Names and limits of the guest are the same on all of them.
+    fn first(&self) -> &Arc<Tenant> {
+        &self.tenants[0]
+    }
+
+    /// The indices of the devices that the guest may use, in the order in which it sees them.
+    fn devices(&self) -> Vec<usize> {
+        let permitted = self.first().policy().devices;
+        let all = 0..self.tenants.len();
+        match permitted.is_empty() {
+            true => all.collect(),
+            false => permitted
+                .into_iter()
+                .filter(|at| all.contains(at))
+                .collect(),
+        }
     }
 }
 
@@ -91,7 +119,7 @@ fn serve(
     id: u64,
     owner: Option<&str>,
     mut peer: Peer,
-    (mut tenant, mut rejected): (Arc<Tenant>, Option<SessionEnd>),
+    mut admitted: Admitted,
     open: OpenLink,
     pending: PendingHandshake,
 ) {
@@ -106,6 +134,7 @@ fn serve(
             }
         }
     };
+    let mut tenant = Arc::clone(admitted.first());
     let activity = shared.activities.begin(id, tenant.name(), &peer.endpoint);
     let mut link = match open() {
         Ok(link) => link,
@@ -117,7 +146,8 @@ fn serve(
     if let Some(certificate) = certificates.first() {
         let identity = Identity::of(certificate);
         peer.certificate = Some(identity.clone());
-        (tenant, rejected) = tenant_of(shared, owner, &peer);
+        admitted = Admitted::new(shared, owner, &peer);
+        tenant = Arc::clone(admitted.first());
         let now = Instant::now();
         let log = shared.session_log.of(tenant.name(), now);
         if log.passes(now) {
@@ -133,6 +163,7 @@ fn serve(
     }
     let pid = peer.process.as_ref().map(|process| process.pid);
     activity.identify(id, tenant.name(), &peer.endpoint, pid);
+    let devices = admitted.devices();
     activity.set(ThreadState::FirstMessage);
     let counters = Arc::new(Counters::default());
     let stop = shared.stop.for_one();
@@ -143,7 +174,7 @@ fn serve(
         Some(SessionEnd::Refused(fault))
     };
     // Before the first message, too: a guest that gets no session need not send any.
-    let registration = match rejected
+    let registration = match { admitted.rejected.take() }
         .or_else(|| Registration::refusal(shared, &peer, &tenant))
         .or_else(revoked)
     {
@@ -151,8 +182,15 @@ fn serve(
         None => {
             let first = receive_first(link.as_mut(), shared.limits.hello, &stop);
             first.and_then(|first| {
+                // Without such a device, the session refuses HELLO.
+                let asked = first.device().0 as usize;
+                let device = devices.get(asked).or(devices.first());
+                let device = device.copied().unwrap_or_default();
+                tenant = Arc::clone(&admitted.tenants[device]);
+                activity.set_device(device);
                 let entry = Entry {
                     peer: peer.clone(),
+                    device,
                     since: Instant::now(),
                     counters: Arc::clone(&counters),
                     tenant: Arc::clone(&tenant),
@@ -162,11 +200,11 @@ fn serve(
                 };
                 let registration = Registration::take(shared, id, entry)?;
                 // From here on, new certificates end the session.
-                revoked().map_or(Ok((first, registration)), Err)
+                revoked().map_or(Ok((first, registration, device)), Err)
             })
         }
     };
-    let (first, _registration) = match registration {
+    let (first, _registration, device) = match registration {
         Ok(registration) => registration,
         Err(SessionEnd::Closed) => {
             return log(&"the guest disconnected before it had sent a message");
@@ -186,22 +224,27 @@ fn serve(
         }
     };
     drop(pending);
+    // Those on other devices: the guest is connected to this one.
+    drop(admitted);
     shared.wake_waiters();
+    let device = &shared.devices[device];
     let domain = match tenant.is_named() {
         true => format!("guest {}", tenant.name()),
         false => sharing_domain(id, &peer),
     };
     let parts = SharedParts {
-        engine: Arc::clone(&shared.engine),
-        scheduler: Arc::clone(&shared.scheduler),
-        limits: shared.limits,
+        engine: Arc::clone(&device.engine),
+        scheduler: Arc::clone(&device.scheduler),
+        limits: device.limits,
         pools: shared.pools.clone(),
-        monitor: Some(Arc::clone(&shared.monitor)),
+        monitor: Some(Arc::clone(&device.monitor)),
         log: shared.session_log.of(tenant.name(), Instant::now()),
         silent: SilentGuests::of(shared, id, &peer),
+        // A guest that may use no device of this host gets no session.
+        devices: DeviceCount(devices.len() as u32),
     };
     let session = Session::of_tenant(id, parts, tenant, counters, activity);
-    let session = match shared.weights.get() {
+    let session = match device.weights.get() {
         Some(weights) => session.sharing(weights, &domain),
         None => session,
     };

@@ -67,7 +67,7 @@ impl Drop for Registration {
             let stats = entry.counters.snapshot();
             match entry.tenant.is_named() {
                 true => entry.tenant.add_ended(&stats),
-                false => self.shared.registry.tenants().1.add_ended(&stats),
+                false => self.shared.registry.tenants().1[entry.device].add_ended(&stats),
             }
         }
         drop(sessions);
@@ -88,7 +88,7 @@ fn refusal(
     }
     let max_sessions = shared.max_sessions.load(Ordering::Relaxed);
     let entries = sessions.values();
-    let own = entries.filter(|e| Arc::ptr_eq(&e.tenant, tenant)).count();
+    let own = entries.filter(|e| e.tenant.id() == tenant.id()).count();
     let of_tenant = too_many(&format!("guest {} has", tenant.name()), own, max_sessions);
     // Each certificate is a guest of its own, but all those of one origin get the share of one.
     let of_origin = || {

@@ -4,18 +4,16 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, OnceLock};
+use std::sync::{Arc, Condvar, OnceLock};
 use std::time::{Duration, Instant};
 
 use vgpu_engine::Engine;
 use vgpu_transport::link::stream::tls::{CertificateFault, Certificates};
-use vgpu_transport::lock::lock;
 use vgpu_transport::shm::liveness::Silence;
 
+use super::device::DeviceState;
 use crate::activity::Activities;
 use crate::drain::Drain;
-use crate::engine_monitor::EngineMonitor;
-use crate::gpu_monitor::GpuWatch;
 use crate::handshakes::Handshakes;
 use crate::heartbeat::Heartbeat;
 use crate::limits::Limits;
@@ -23,30 +21,27 @@ use crate::lock::{Rank, RankedGuard, RankedMutex};
 use crate::log_limit::LogLimit;
 use crate::peer::Peer;
 use crate::pool::Pools;
-use crate::sched::Scheduler;
+use crate::sched::TenantId;
 use crate::session::{END_KINDS, SessionEnd};
 use crate::session_log::SessionLog;
 use crate::stats::Counters;
 use crate::stop::StopFlag;
 use crate::tenant::Tenant;
 use crate::tenant_registry::TenantRegistry;
-use crate::weights::WeightStore;
 
 /// Threads of which it is known what they do: more than there are handshakes and sessions by
 /// default. Each takes some hundred bytes.
 const MAX_ACTIVITIES: usize = 1024;
 
-/// The engine, the tenants, and the table of sessions.
+/// The devices, the tenants, and the table of sessions.
 pub(super) struct ServerState {
-    pub(super) engine: Arc<dyn Engine>,
+    /// At least one.
+    pub(super) devices: Vec<DeviceState>,
     pub(super) since: Instant,
-    pub(super) scheduler: Arc<Scheduler>,
     pub(super) registry: TenantRegistry,
-    /// The GPU of this machine that the engine does not use, and why.
+    /// The GPU of this machine that no engine uses, and why.
     pub(super) unused_gpu: OnceLock<String>,
-    /// What the driver says of the GPU of the engine.
-    pub(super) gpu: OnceLock<GpuWatch>,
-    pub(super) weights: OnceLock<WeightStore>,
+    /// The limits of the process and of handshakes.
     pub(super) limits: Limits,
     pub(super) pools: Pools,
     /// Guests served at once.
@@ -65,31 +60,20 @@ pub(super) struct ServerState {
     pub(super) session_log: SessionLog,
     /// What each thread that serves a guest does.
     pub(super) activities: Arc<Activities>,
-    /// Asks the engine for its memory, and whether it still works.
-    pub(super) monitor: Arc<EngineMonitor>,
     /// How many sessions have ended, by [`END_KINDS`].
     pub(super) ended: [AtomicU64; END_KINDS.len()],
     /// Notified when a session has begun or ended, and when a handshake has failed.
     pub(super) changed: Condvar,
-    /// What the watchdog has found last.
-    found: Mutex<Found>,
     /// Of the watchdog, and of the thread that checks [`Health`](super::Health).
     pub(super) watchdog: Heartbeat,
     pub(super) main: Heartbeat,
 }
 
-/// What the watchdog finds.
-#[derive(Debug, Clone, Default)]
-pub(super) struct Found {
-    /// What the engine has not come back from for long.
-    pub(super) hang: Option<String>,
-    /// Who has waited long for an engine that nobody has.
-    pub(super) starved: Option<String>,
-}
-
 /// A session in the table of sessions.
 pub(super) struct Entry {
     pub(super) peer: Peer,
+    /// The index of the device.
+    pub(super) device: usize,
     pub(super) since: Instant,
     pub(super) counters: Arc<Counters>,
     pub(super) tenant: Arc<Tenant>,
@@ -101,22 +85,28 @@ pub(super) struct Entry {
 }
 
 impl ServerState {
+    /// A state with a device for each engine, at least one, and with the limits of its sessions.
+    /// The limits of the process are those of the first device.
+    ///
     /// # Errors
-    /// No thread can be started.
+    /// No engine is given, or no thread can be started.
     pub(super) fn new(
-        engine: Arc<dyn Engine>,
-        limits: Limits,
+        engines: Vec<(Arc<dyn Engine>, Limits)>,
         max_sessions: usize,
     ) -> io::Result<ServerState> {
-        let monitor = EngineMonitor::start(Arc::clone(&engine))?;
+        let Some(&(_, limits)) = engines.first() else {
+            let reason = "a server needs an engine";
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, reason));
+        };
+        let devices = { engines.into_iter() }
+            .map(|(engine, limits)| DeviceState::new(engine, limits))
+            .collect::<io::Result<Vec<_>>>()?;
+        let totals = devices.iter().map(|device| device.engine.memory().total);
         Ok(ServerState {
-            registry: TenantRegistry::new(engine.memory().total),
+            registry: TenantRegistry::new(totals),
+            devices,
             since: Instant::now(),
-            scheduler: Arc::default(),
-            engine,
             unused_gpu: OnceLock::new(),
-            gpu: OnceLock::new(),
-            weights: OnceLock::new(),
             pools: Pools::new(&limits),
             limits,
             max_sessions: AtomicUsize::new(max_sessions),
@@ -129,10 +119,8 @@ impl ServerState {
             refusal_log: LogLimit::new(10),
             session_log: SessionLog::default(),
             activities: Activities::new(MAX_ACTIVITIES),
-            monitor,
             ended: [const { AtomicU64::new(0) }; END_KINDS.len()],
             changed: Condvar::new(),
-            found: Mutex::default(),
             watchdog: Heartbeat::new(),
             main: Heartbeat::new(),
         })
@@ -143,17 +131,6 @@ impl ServerState {
         self.ended[end.kind()].fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Publishes what the watchdog has found.
-    pub(super) fn set_found(&self, found: Found) {
-        *lock(&self.found) = found;
-        self.watchdog.beat();
-    }
-
-    /// What the watchdog has found last.
-    pub(super) fn found(&self) -> Found {
-        lock(&self.found).clone()
-    }
-
     /// Takes each lock that admission, status and shutdown need, and releases it. Returns only if
     /// no thread keeps one of them.
     pub(super) fn probe_locks(&self) {
@@ -161,8 +138,16 @@ impl ServerState {
         let _ = self.handshakes.ids();
         let _ = self.registry.tenants();
         let _ = self.registry.total();
-        self.scheduler.probe();
-        self.monitor.probe();
+        self.devices.iter().for_each(DeviceState::probe_locks);
+    }
+
+    /// How much time a tenant owes on the device where it owes most, if any scheduler has something
+    /// to remember of it.
+    pub(super) fn debt(&self, tenant: TenantId) -> Option<Duration> {
+        let devices = self.devices.iter();
+        devices
+            .filter_map(|device| device.scheduler.debt(tenant))
+            .max()
     }
 
     /// The table of sessions.

@@ -1,19 +1,21 @@
 //! Snapshots of a server.
 #![forbid(unsafe_code)]
 
-use std::sync::Arc;
+use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
 
-use super::shared::{Found, ServerState};
-use crate::activity::{EngineFigures, dump};
+use super::device::{DeviceState, Found};
+use super::shared::{Entry, ServerState};
+use crate::activity::{EngineFigures, ProcessFigures, SessionActivity, dump};
 use crate::gpu_monitor::GpuWatch;
+use crate::histogram::Distribution;
 use crate::service;
 use crate::stats::Stats;
 use crate::status::{
     DrainStatus, EngineStatus, GuestStatus, Progress, SessionEnds, SessionStatus, Status,
     StatusSource, TenantLatency, Usage, WeightsStatus,
 };
-use crate::tenant::Tenant;
+use crate::tenant_registry::GuestTenants;
 use crate::version::version;
 use crate::weights::WeightStore;
 
@@ -29,8 +31,9 @@ impl StatusSource for ServerState {
                 id,
                 guest: match entry.tenant.is_named() {
                     true => entry.tenant.name().to_owned(),
-                    false => unnamed.name().to_owned(),
+                    false => unnamed[0].name().to_owned(),
                 },
+                device: entry.device,
                 endpoint: entry.peer.endpoint.clone(),
                 pid: entry.peer.process.as_ref().map(|process| process.pid),
                 uid: entry.peer.process.as_ref().map(|process| process.uid),
@@ -44,73 +47,46 @@ impl StatusSource for ServerState {
                 usage: Usage::from(&entry.counters.snapshot()),
             })
             .collect();
-        let mut guests: Vec<(Arc<Tenant>, Stats)> = named
-            .into_iter()
-            .chain([unnamed])
-            .map(|tenant| {
-                let ended = tenant.ended();
-                (tenant, ended)
-            })
-            .collect();
-        let mut counts = vec![0; guests.len()];
+        let usages = shared.usages(&named, unnamed, &entries);
+        let mut counts = vec![0; usages.len()];
         for entry in entries.values() {
-            // Tenants that are named no longer count with the unnamed ones.
-            let whose = guests
-                .iter()
-                .position(|(t, _)| Arc::ptr_eq(t, &entry.tenant));
-            let whose = whose.unwrap_or(guests.len() - 1);
-            let stats = entry.counters.snapshot();
-            guests[whose].1.add(&stats);
-            guests[whose].1.buffer_bytes += stats.buffer_bytes;
-            guests[whose].1.weights_shared += stats.weights_shared;
-            counts[whose] += 1;
+            counts[place_of(&named, entry)] += 1;
         }
         drop(entries);
-        let guests = guests.iter().zip(counts);
-        let memory = shared.monitor.memory();
+        let guests = named.iter().chain([unnamed]).zip(usages).zip(counts);
+        let guests = guests.map(|((tenants, by_device), sessions)| {
+            let tenant = &tenants[0];
+            let policy = match tenant.is_named() {
+                true => tenant.policy(),
+                false => shared.registry.unnamed_policy(),
+            };
+            let mut usage = Usage::default();
+            by_device.iter().for_each(|of_device| usage.add(of_device));
+            GuestStatus {
+                name: tenant.name().to_owned(),
+                quota: policy.memory,
+                weight: policy.weight,
+                sessions,
+                usage,
+                by_device: match by_device.len() {
+                    1 => Vec::new(),
+                    _ => by_device,
+                },
+            }
+        });
+        let guests = guests.collect();
         let turns = shared.activities.snapshot();
-        let turns = turns.iter().filter_map(|session| session.turn.as_ref());
-        let turn = turns.map(|turn| turn.age.as_secs_f64()).reduce(f64::max);
-        let weights = shared
-            .weights
-            .get()
-            .map(WeightStore::stats)
-            .unwrap_or_default();
+        let mut engines = { shared.devices.iter().enumerate() }
+            .map(|(at, device)| engine_status(device, at, &turns));
+        // There is at least one device.
+        let mut engine = engines.next().unwrap_or_default();
+        engine.unused_gpu = shared.unused_gpu.get().cloned();
         Status {
             version: version().into(),
             uptime: shared.since.elapsed().as_secs_f64(),
-            engine: EngineStatus {
-                name: shared.engine.name().into(),
-                description: shared.engine.description().into(),
-                memory_total: memory.total,
-                memory_free: memory.free,
-                unused_gpu: shared.unused_gpu.get().cloned(),
-                gpu: shared.gpu.get().and_then(GpuWatch::status),
-                turn,
-                hang: shared.found().hang,
-                weights: WeightsStatus {
-                    bytes: weights.bytes,
-                    disk_bytes: weights.disk_bytes,
-                    not_sent: weights.not_sent,
-                    from_disk: weights.from_disk,
-                    merged: weights.merged,
-                },
-            },
-            guests: guests
-                .map(|((tenant, stats), sessions)| {
-                    let policy = match tenant.is_named() {
-                        true => tenant.policy(),
-                        false => shared.registry.unnamed_policy(),
-                    };
-                    GuestStatus {
-                        name: tenant.name().to_owned(),
-                        quota: policy.memory,
-                        weight: policy.weight,
-                        sessions,
-                        usage: Usage::from(stats),
-                    }
-                })
-                .collect(),
+            engine,
+            further_engines: engines.collect(),
+            guests,
             sessions,
             ended: SessionEnds::from_fn(|kind| shared.ended[kind].load(Ordering::Relaxed)),
             draining: shared.drain.status(),
@@ -119,44 +95,62 @@ impl StatusSource for ServerState {
 
     fn dump(&self) -> String {
         let mut more = Vec::new();
-        if let Some(weights) = self.weights.get() {
-            more.push(match weights.backlog() {
-                Some((extents, bytes)) => {
-                    format!("weights: {extents} extents of {bytes} bytes wait to be hashed")
-                }
-                None => "weights: the queue of the hashing thread is locked now".into(),
-            });
+        for device in &self.devices {
+            if let Some(weights) = device.weights.get() {
+                let which = match self.devices.len() {
+                    1 => String::new(),
+                    _ => format!(" of engine {}", device.engine.name()),
+                };
+                more.push(match weights.backlog() {
+                    Some((extents, bytes)) => format!(
+                        "weights{which}: {extents} extents of {bytes} bytes wait to be hashed"
+                    ),
+                    None => {
+                        format!("weights{which}: the queue of the hashing thread is locked now")
+                    }
+                });
+            }
         }
         more.extend(service::dump());
-        let unanswered = self.monitor.call().map(|(_, age)| age);
-        let figures = EngineFigures {
-            name: self.engine.name(),
-            description: self.engine.description(),
-            unanswered,
-            hold: self.scheduler.hold(),
+        let engines = self.devices.iter().map(|device| EngineFigures {
+            name: device.engine.name(),
+            description: device.engine.description(),
+            unanswered: device.monitor.call().map(|(_, age)| age),
+            hold: device.scheduler.hold(),
+        });
+        let engines: Vec<_> = engines.collect();
+        let process = ProcessFigures {
             uptime: self.since.elapsed(),
             more,
         };
-        dump(&self.activities, &figures)
+        dump(&self.activities, &engines, &process)
     }
 
     fn progress(&self) -> Progress {
-        let Found { hang, starved } = self.found();
-        if let Some(why) = self.monitor.fatal_error() {
-            return Progress::Stalled(format!("the engine is lost: {why}"));
-        }
-        if let Some(hang) = hang {
-            return Progress::Stalled(format!("the engine hangs: {hang}"));
-        }
-        if let Some(starved) = starved {
-            return Progress::Stalled(starved);
+        for device in &self.devices {
+            let Found { hang, starved } = device.found();
+            if let Some(why) = device.monitor.fatal_error() {
+                return Progress::Stalled(format!("the engine is lost: {why}"));
+            }
+            if let Some(hang) = hang {
+                return Progress::Stalled(format!("the engine hangs: {hang}"));
+            }
+            if let Some(starved) = starved {
+                return Progress::Stalled(starved);
+            }
         }
         let slow = self.limits.slow;
         let watchdog = self.watchdog.late("the watchdog", slow);
         if let Some(why) = watchdog.or_else(|| self.main.late("the main thread", slow)) {
             return Progress::Late(why);
         }
-        Progress::Runs(format!("the engine {} answers", self.engine.name()))
+        let names: Vec<&str> = { self.devices.iter() }
+            .map(|device| device.engine.name())
+            .collect();
+        Progress::Runs(match names[..] {
+            [name] => format!("the engine {name} answers"),
+            _ => format!("the engines {} answer", names.join(", ")),
+        })
     }
 
     fn draining(&self) -> Option<DrainStatus> {
@@ -165,13 +159,85 @@ impl StatusSource for ServerState {
 
     fn latencies(&self) -> Vec<TenantLatency> {
         let (named, unnamed) = self.registry.tenants();
-        let tenants = named.into_iter().chain([unnamed]);
-        tenants
-            .map(|tenant| TenantLatency {
-                guest: tenant.name().to_owned(),
-                queued: tenant.latency.queued.read(),
-                ran: tenant.latency.ran.read(),
+        let guests = named.iter().chain([unnamed]);
+        guests
+            .map(|tenants| {
+                let mut latency = TenantLatency {
+                    guest: tenants[0].name().to_owned(),
+                    queued: Distribution::default(),
+                    ran: Distribution::default(),
+                };
+                for tenant in tenants {
+                    latency.queued.add(&tenant.latency.queued.read());
+                    latency.ran.add(&tenant.latency.ran.read());
+                }
+                latency
             })
             .collect()
+    }
+}
+
+impl ServerState {
+    /// What each guest uses and has done on each device. The last guest stands for all unnamed
+    /// ones.
+    fn usages(
+        &self,
+        named: &[GuestTenants],
+        unnamed: &GuestTenants,
+        entries: &BTreeMap<u64, Entry>,
+    ) -> Vec<Vec<Usage>> {
+        let guests = named.iter().chain([unnamed]);
+        let mut stats: Vec<Vec<Stats>> = guests
+            .map(|tenants| tenants.iter().map(|tenant| tenant.ended()).collect())
+            .collect();
+        for entry in entries.values() {
+            let sum = &mut stats[place_of(named, entry)][entry.device];
+            let own = entry.counters.snapshot();
+            sum.add(&own);
+            sum.buffer_bytes += own.buffer_bytes;
+            sum.weights_shared += own.weights_shared;
+        }
+        let usages = stats.iter().map(|guest| guest.iter().map(Usage::from));
+        usages.map(Iterator::collect).collect()
+    }
+}
+
+/// The place of a session's guest among the named ones, or the one behind them. Tenants that are
+/// named no longer count with the unnamed ones.
+fn place_of(named: &[GuestTenants], entry: &Entry) -> usize {
+    let id = entry.tenant.id();
+    let place = named.iter().position(|tenants| tenants[0].id() == id);
+    place.unwrap_or(named.len())
+}
+
+/// The engine of device `at`. `turns`: what all sessions do.
+fn engine_status(device: &DeviceState, at: usize, turns: &[SessionActivity]) -> EngineStatus {
+    let memory = device.monitor.memory();
+    let own = turns.iter().filter(|session| session.device == at);
+    let own = own.filter_map(|session| session.turn.as_ref());
+    let turn = own.map(|turn| turn.age.as_secs_f64()).reduce(f64::max);
+    let weights = { device.weights.get() }
+        .map(WeightStore::stats)
+        .unwrap_or_default();
+    EngineStatus {
+        name: device.engine.name().into(),
+        description: device.engine.description().into(),
+        memory_total: memory.total,
+        memory_free: memory.free,
+        unused_gpu: None,
+        gpu: device.gpu.get().and_then(GpuWatch::status),
+        turn,
+        hang: device.found().hang,
+        weights: WeightsStatus {
+            bytes: weights.bytes,
+            // All devices have one cache.
+            disk_bytes: match at {
+                0 => weights.disk_bytes,
+                _ => 0,
+            },
+            not_sent: weights.not_sent,
+            from_disk: weights.from_disk,
+            merged: weights.merged,
+        },
     }
 }

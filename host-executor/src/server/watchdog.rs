@@ -9,7 +9,8 @@ use std::time::Instant;
 
 use tracing::{Level, info, warn};
 
-use super::shared::{Found, ServerState};
+use super::device::Found;
+use super::shared::ServerState;
 use crate::activity::{Notice, Watch};
 use crate::log_queue;
 use crate::status::{StatusHandle, StatusSource as _};
@@ -29,7 +30,11 @@ pub(super) fn start(
     thread::Builder::new()
         .name("vgpu-watch-log".into())
         .spawn(move || queue.into_iter().for_each(|what: String| warn!("{what}")))?;
-    let mut watch = Watch::new(shared.limits.slow, shared.limits.turn_time);
+    let slow = shared.limits.slow;
+    let mut watches: Vec<Watch> = { shared.devices.iter() }
+        .map(|device| Watch::new(slow, device.limits.turn_time))
+        .collect();
+    let period = watches.iter().map(Watch::period).min().unwrap_or(slow);
     let weak = Arc::downgrade(shared);
     // A thread that never gets to run is late, too.
     shared.watchdog.beat();
@@ -38,16 +43,21 @@ pub(super) fn start(
         .spawn(move || {
             let mut last = Instant::now();
             loop {
-                thread::sleep(watch.period());
+                thread::sleep(period);
                 let Some(shared) = weak.upgrade() else { return };
                 let passed = last.elapsed();
                 last = Instant::now();
-                let sessions = shared.activities.snapshot();
-                let notices = watch.look(&sessions, shared.monitor.call(), passed);
-                shared.set_found(Found {
-                    hang: watch.hang().map(str::to_owned),
-                    starved: watch.starved().map(str::to_owned),
-                });
+                let mut notices = Vec::new();
+                for ((at, device), watch) in shared.devices.iter().enumerate().zip(&mut watches) {
+                    let mut sessions = shared.activities.snapshot();
+                    sessions.retain(|session| session.device == at);
+                    notices.extend(watch.look(&sessions, device.monitor.call(), passed));
+                    device.set_found(Found {
+                        hang: watch.hang().map(str::to_owned),
+                        starved: watch.starved().map(str::to_owned),
+                    });
+                }
+                shared.watchdog.beat();
                 for left_out in shared.session_log.left_out(last) {
                     if reports.try_send(left_out.to_string()).is_err() {
                         shared.session_log.put_back(&left_out);
@@ -105,7 +115,7 @@ mod tests {
             slow: Duration::from_secs(10),
             ..Limits::default()
         };
-        let shared = Arc::new(ServerState::new(engine, limits, 1).unwrap());
+        let shared = Arc::new(ServerState::new(vec![(engine, limits)], 1).unwrap());
         assert_eq!(shared.watchdog.age(), None, "nobody watches");
         start(&shared, |_| {}).unwrap();
         assert!(shared.watchdog.age().is_some());

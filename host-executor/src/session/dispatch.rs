@@ -10,13 +10,14 @@ use vgpu_transport::bytes::Bytes;
 use vgpu_transport::ir::BufferId;
 use vgpu_transport::link::HostEnd;
 use vgpu_transport::wire::{
-    GraphId, HostVersions, MAX_PAYLOAD, Offer, ProtocolVersion, Reply, Request, VersionRange,
+    DeviceIndex, GraphId, HostVersions, MAX_PAYLOAD, Offer, ProtocolVersion, Reply, Request,
+    VersionRange,
 };
 
 use super::answer::{Answer, ReadRange, Submitted, done, failed, refused};
 use super::bulk::{Bulk, Transfer};
 use super::end_check::EndCheck;
-use super::error::{AllocError, SessionEnd, Violation};
+use super::error::{AllocError, RejectReason, SessionEnd, Violation};
 use super::graphs::{CompileContext, GraphStatus, ImageResult};
 use super::state::{MODEL_SCALE, Session, observe_turn};
 use crate::activity::ThreadState;
@@ -74,7 +75,11 @@ impl Session {
         }
         let payload = link.payload();
         match message {
-            Request::Hello { offer, name } => self.hello(offer, &name),
+            Request::Hello {
+                offer,
+                name,
+                device,
+            } => self.hello(offer, &name, device),
             Request::Alloc { buffer, size } => self.alloc(request, buffer, size),
             Request::Free { buffer } => {
                 self.buffers.remove(buffer)?;
@@ -195,7 +200,12 @@ impl Session {
         }
     }
 
-    fn hello(&mut self, offer: Offer, name: &str) -> Result<Answer, SessionEnd> {
+    fn hello(
+        &mut self,
+        offer: Offer,
+        name: &str,
+        device: DeviceIndex,
+    ) -> Result<Answer, SessionEnd> {
         if self.guest().is_some() {
             return Err(Violation::SecondHello.into());
         }
@@ -210,6 +220,10 @@ impl Session {
         // Cannot fail: the name is unset, and only this thread sets it.
         let _ = self.counters.guest.set(name.clone());
         let protocol = agree(offer)?;
+        let devices = self.devices;
+        if device.0 >= devices.0 {
+            return Err(RejectReason::NoDevice { device, devices }.into());
+        }
         let speaks = offer.versions;
         match self.log.passes(Instant::now()) {
             true => info!(guest = %name, %speaks, %protocol, "session opened"),
@@ -227,6 +241,7 @@ impl Session {
             memory_total: memory.total,
             memory_free: memory.free,
             capabilities: self.engine.capabilities().clone(),
+            devices,
         }))
     }
 

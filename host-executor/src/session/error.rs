@@ -7,8 +7,8 @@ use vgpu_transport::ir::{BufferId, DecodeError, Invalid};
 use vgpu_transport::link::LinkError;
 use vgpu_transport::link::stream::tls::CertificateFault;
 use vgpu_transport::wire::{
-    ContentHash, GraphId, MAX_EXTENTS, MAX_QUERIED, MIN_EXTENT, ProtocolVersion, VersionMismatch,
-    WireError,
+    ContentHash, DeviceCount, DeviceIndex, GraphId, MAX_EXTENTS, MAX_QUERIED, MIN_EXTENT,
+    ProtocolVersion, VersionMismatch, WireError,
 };
 
 use crate::pool::PoolError;
@@ -145,6 +145,18 @@ pub enum RejectReason {
         own: usize,
         limit: usize,
         max_sessions: usize,
+    },
+    #[error(
+        "the host has {} for this guest, and it has asked for device {}, counted from 0",
+        match devices.0 {
+            1 => "one device".to_owned(),
+            count => format!("{count} devices"),
+        },
+        device.0
+    )]
+    NoDevice {
+        device: DeviceIndex,
+        devices: DeviceCount,
     },
     /// What a supervisor has told its worker.
     #[error("{0}")]

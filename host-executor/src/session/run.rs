@@ -9,6 +9,8 @@ use tracing::field::display;
 use tracing::{debug, error, info, warn};
 use vgpu_engine::panic_message;
 use vgpu_transport::link::{HostEnd, LinkError};
+#[cfg(feature = "server")]
+use vgpu_transport::wire::DeviceIndex;
 use vgpu_transport::wire::{ProtocolVersion, Reply, Request};
 
 use super::answer::{Answer, ReadRange, Submitted};
@@ -33,6 +35,19 @@ const LOOK_AHEAD: Duration = Duration::from_micros(50);
 pub(crate) struct FirstRequest {
     request: u64,
     message: Vec<u8>,
+}
+
+impl FirstRequest {
+    /// The device that the guest asks for. The first one if the request is no HELLO, which the
+    /// session finds out.
+    #[cfg(feature = "server")]
+    pub(crate) fn device(&self) -> DeviceIndex {
+        // HELLO is the same in every version.
+        match Request::decode(ProtocolVersion::CURRENT, &self.message) {
+            Ok(Request::Hello { device, .. }) => device,
+            _ => DeviceIndex(0),
+        }
+    }
 }
 
 /// Waits up to `limit` for the first request of a guest.

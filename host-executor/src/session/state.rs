@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use tracing::{debug, warn};
 use vgpu_engine::{Engine, MemoryInfo};
-use vgpu_transport::wire::ProtocolVersion;
+use vgpu_transport::wire::{DeviceCount, ProtocolVersion};
 
 use super::buffers::Buffers;
 use super::graphs::Graphs;
@@ -22,7 +22,7 @@ use crate::policy::Policy;
 use crate::pool::Pools;
 use crate::sched::{Scheduler, Times, TurnEvent};
 use crate::stats::{Counters, RequestKind, Stats};
-use crate::tenant::Tenant;
+use crate::tenant::{Tenant, new_tenant_id};
 use crate::weights::WeightStore;
 
 /// Buffers of at least this size belong to a model rather than to a graph; the log reports them at
@@ -54,6 +54,8 @@ pub struct Session {
     pub(super) monitor: Option<Arc<EngineMonitor>>,
     /// Other programs of the same virtual machine whose heartbeats have stopped.
     pub(super) silent: Option<Box<dyn Reclaim>>,
+    /// The devices that the host has for the guest, for WELCOME.
+    pub(super) devices: DeviceCount,
     /// The registration of the link's memory with the device, once it has been tried.
     pub(super) pinned: Option<Option<Box<dyn Any + Send>>>,
     /// Whether the link can share memory with the guest.
@@ -81,13 +83,21 @@ pub(crate) struct SharedParts {
     pub(crate) log: Arc<LogLimit>,
     /// Other programs of the same virtual machine whose heartbeats have stopped.
     pub(crate) silent: Option<Box<dyn Reclaim>>,
+    /// The devices that the server has for the guest.
+    pub(crate) devices: DeviceCount,
 }
 
 impl Session {
     /// A session of a guest that has the engine to itself. `id` is for people.
     pub fn new(id: u64, engine: Arc<dyn Engine>, limits: Limits) -> Session {
         let ledger = Ledger::new(engine.memory().total);
-        let tenant = Tenant::unnamed("-".into(), Policy::default(), &ledger, Arc::default());
+        let tenant = Tenant::unnamed(
+            new_tenant_id(),
+            "-".into(),
+            Policy::default(),
+            &ledger,
+            Arc::default(),
+        );
         let shared = SharedParts {
             engine,
             scheduler: Arc::default(),
@@ -96,6 +106,7 @@ impl Session {
             monitor: None,
             log: Arc::new(LogLimit::new(GUEST_LINES)),
             silent: None,
+            devices: DeviceCount(1),
         };
         let activity = Activities::new(1).begin(id, "-", "-");
         Session::of_tenant(id, shared, tenant, Arc::default(), activity)
@@ -118,6 +129,7 @@ impl Session {
             monitor,
             log,
             silent,
+            devices,
         } = shared;
         Session {
             id,
@@ -137,6 +149,7 @@ impl Session {
             activity,
             monitor,
             silent,
+            devices,
             pinned: None,
             can_share: false,
         }

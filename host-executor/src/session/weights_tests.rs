@@ -6,7 +6,7 @@ use vgpu_cpu::CpuEngine;
 use vgpu_transport::bytes::BytesMut;
 use vgpu_transport::link::GuestEnd as _;
 use vgpu_transport::link::window::{WindowGuest, WindowHost, inproc_pair};
-use vgpu_transport::wire::{MAX_PAYLOAD, Offer, ProtocolVersion};
+use vgpu_transport::wire::{DeviceIndex, MAX_PAYLOAD, Offer, ProtocolVersion};
 
 use super::*;
 use crate::limits::Limits;
@@ -40,6 +40,7 @@ impl Program {
         let hello = Request::Hello {
             offer: Offer::SERVED,
             name: "test".into(),
+            device: DeviceIndex(0),
         };
         let (buffer, size, offset) = (BUFFER, len, 0);
         for request in [

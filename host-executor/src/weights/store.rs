@@ -66,7 +66,7 @@ struct StoreState {
     has_jobs: Condvar,
     /// When the present window of each sharing domain began, and its wrong proofs since.
     wrong_proofs: RankedMutex<HashMap<Arc<str>, (Instant, u32)>>,
-    disk: Option<Disk>,
+    disk: Option<Arc<Disk>>,
     counters: Counters,
 }
 
@@ -132,7 +132,21 @@ impl WeightStore {
     /// # Errors
     /// [`CacheError`] if the cache cannot be opened or the thread cannot be started.
     pub fn new(sharing: Sharing, cache: Option<CacheOptions>) -> Result<WeightStore, CacheError> {
-        let disk = cache.map(Disk::open).transpose()?;
+        let disk = cache.map(Disk::open).transpose()?.map(Arc::new);
+        WeightStore::with_disk(sharing, disk).map_err(CacheError::Thread)
+    }
+
+    /// A store without entries for the weights of another engine, with the same cache on disk.
+    /// Starts a hashing thread of its own.
+    ///
+    /// # Errors
+    /// The thread cannot be started.
+    #[cfg(feature = "server")]
+    pub(crate) fn for_another_engine(&self) -> io::Result<WeightStore> {
+        WeightStore::with_disk(self.shared.sharing, self.shared.disk.clone())
+    }
+
+    fn with_disk(sharing: Sharing, disk: Option<Arc<Disk>>) -> io::Result<WeightStore> {
         let shared = Arc::new(StoreState {
             sharing,
             entries: RankedMutex::new(Rank::Weights, Entries::default()),
@@ -153,8 +167,7 @@ impl WeightStore {
                     debug!("weights are hashed at the priority of the process: {error}");
                 }
                 worker.work();
-            })
-            .map_err(CacheError::Thread)?;
+            })?;
         let _handle = Arc::new(Handle(Arc::clone(&shared)));
         Ok(WeightStore { shared, _handle })
     }
@@ -174,7 +187,7 @@ impl WeightStore {
             hashed: counters.hashed.load(Ordering::Relaxed),
             extents,
             bytes,
-            disk_bytes: self.shared.disk.as_ref().map_or(0, Disk::bytes),
+            disk_bytes: self.shared.disk.as_ref().map_or(0, |disk| disk.bytes()),
         }
     }
 

@@ -19,7 +19,9 @@ use vgpu_executor::{Limits, LinkKind, Peer, Process, Server};
 use vgpu_transport::ir::{BufferId, Graph, Node, Op, Shape, Sources, Tensor, Type};
 use vgpu_transport::link::{GuestEnd, HostEnd, LinkError};
 use vgpu_transport::shm::memory::Window;
-use vgpu_transport::wire::{GraphId, MAX_PAYLOAD, Offer, ProtocolVersion, Reply, Request};
+use vgpu_transport::wire::{
+    DeviceIndex, GraphId, MAX_PAYLOAD, Offer, ProtocolVersion, Reply, Request,
+};
 
 /// Memory of the engine that most tests run on.
 pub(crate) const MEMORY: u64 = 64 << 20;
@@ -47,7 +49,19 @@ impl Host {
     }
 
     pub(crate) fn limited(engine: Arc<dyn Engine>, limits: Limits, max_sessions: usize) -> Host {
-        let mut server = Server::new(Arc::clone(&engine), limits, max_sessions).expect("a thread");
+        Host::with_devices(vec![engine], limits, max_sessions)
+    }
+
+    /// A server with a device for each engine.
+    pub(crate) fn with_devices(
+        engines: Vec<Arc<dyn Engine>>,
+        limits: Limits,
+        max_sessions: usize,
+    ) -> Host {
+        let engine = Arc::clone(&engines[0]);
+        let devices = engines.into_iter().map(|engine| (engine, limits));
+        let server = Server::with_devices(devices.collect(), max_sessions);
+        let mut server = server.expect("a thread");
         let (guests, arrivals) = mpsc::channel();
         server
             .listen(ChannelListener(arrivals))
@@ -204,9 +218,15 @@ impl Guest {
 
     /// Opens the session as a guest with these versions.
     pub(crate) fn hello_with(&mut self, offer: Offer) -> Reply {
+        self.hello_for(offer, 0)
+    }
+
+    /// Opens the session for a device.
+    pub(crate) fn hello_for(&mut self, offer: Offer, device: u32) -> Reply {
         let welcome = self.ask(&Request::Hello {
             offer,
             name: "test".into(),
+            device: DeviceIndex(device),
         });
         match &welcome {
             Reply::Welcome { protocol, .. } => self.protocol = *protocol,

@@ -26,7 +26,8 @@ pub(crate) fn model(seed: u32) -> Vec<u8> {
 pub(crate) fn host(sharing: Sharing, cache: Option<CacheOptions>) -> (Host, WeightStore) {
     let host = Host::limited(cpu(), Limits::default(), 64);
     let weights = WeightStore::new(sharing, cache).expect("a store");
-    host.server.share_weights(weights.clone());
+    let shared = host.server.share_weights(weights.clone());
+    shared.expect("a thread");
     (host, weights)
 }
 

@@ -38,7 +38,8 @@ use vgpu_transport::bytes::{Bytes, BytesMut};
 use vgpu_transport::ir::{self, BufferId};
 use vgpu_transport::link::{Counters, HostEnd, Incoming, LinkError};
 use vgpu_transport::wire::{
-    ContentHash, GraphId, MAX_PAYLOAD, MIN_EXTENT, Offer, Reply, Request, VersionRange, Wanted,
+    ContentHash, DeviceIndex, GraphId, MAX_PAYLOAD, MIN_EXTENT, Offer, Reply, Request,
+    VersionRange, Wanted,
 };
 
 use input::Input;
@@ -733,6 +734,7 @@ fn hello(offer: Offer) -> Request {
     Request::Hello {
         offer,
         name: "fuzz".into(),
+        device: DeviceIndex(0),
     }
 }
 

@@ -37,6 +37,9 @@ pub const MAX_LENGTHS: usize = 4096;
 /// The maximum number of extents in one [`Request::Query`].
 pub const MAX_QUERIED: usize = 1024;
 
+/// The maximum number of devices of a host.
+pub const MAX_DEVICES: u32 = 64;
+
 /// The BLAKE3 hash of an extent's bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ContentHash(pub [u8; 32]);
@@ -78,6 +81,10 @@ pub enum WireError {
     Version { version: u32 },
     #[error("WELCOME says that the host serves versions {oldest} to {newest}, which is no range")]
     HostVersions { oldest: u32, newest: u32 },
+    #[error("HELLO names device 0 in a field that only further devices have")]
+    FirstDevice,
+    #[error("WELCOME counts {devices} devices, and one device is not counted: 2 to {MAX_DEVICES}")]
+    DeviceCount { devices: u32 },
     #[error("the capabilities are malformed: {0}")]
     Capabilities(#[from] DecodeError),
 }
@@ -140,6 +147,9 @@ messages! {
             offer: Offer,
             /// The guest's program, process id and ggml version, for logs.
             name: String,
+            /// The device that the session is for. A guest asks for the first device in its first
+            /// session, and for others after WELCOME has counted them.
+            device: DeviceIndex,
         },
         /// Allocates a zeroed buffer. Answered by [`Reply::Done`], [`Reply::Shared`] or
         /// [`Reply::Refused`].
@@ -315,6 +325,8 @@ messages! {
             memory_free: u64,
             /// The capabilities of the engine.
             capabilities: Capabilities,
+            /// The devices that the host has for this guest.
+            devices: DeviceCount,
         },
         /// The request is done.
         2 Done {
@@ -401,6 +413,19 @@ messages! {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HostVersions(pub VersionRange);
 
+/// A device of a host, by its position among those that the host has for the guest, from 0.
+///
+/// The last field of HELLO, which is absent for device 0: a host without this field serves a guest
+/// that asks for no other device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+pub struct DeviceIndex(pub u32);
+
+/// The number of devices that a host has for a guest, 1 to [`MAX_DEVICES`].
+///
+/// The last field of WELCOME, which is absent for one device, and in version 3.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct DeviceCount(pub u32);
+
 /// Lengths of extents, in bytes.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Lengths(pub Vec<u64>);
@@ -441,6 +466,10 @@ impl<'a> Reader<'a> {
             len: self.bytes.len(),
             wanted,
         })
+    }
+
+    fn is_at_end(&self) -> bool {
+        self.at == self.bytes.len()
     }
 }
 
@@ -518,6 +547,42 @@ impl Field for HostVersions {
         let range = VersionRange::new(oldest, newest);
         let range = range.ok_or(WireError::HostVersions { oldest, newest })?;
         Ok(HostVersions(range))
+    }
+}
+
+impl Field for DeviceIndex {
+    fn put(&self, out: &mut Writer<'_>) {
+        if self.0 > 0 {
+            self.0.put(out);
+        }
+    }
+
+    fn get(bytes: &mut Reader<'_>) -> Result<DeviceIndex, WireError> {
+        if bytes.is_at_end() {
+            return Ok(DeviceIndex(0));
+        }
+        match u32::get(bytes)? {
+            0 => Err(WireError::FirstDevice),
+            device => Ok(DeviceIndex(device)),
+        }
+    }
+}
+
+impl Field for DeviceCount {
+    fn put(&self, out: &mut Writer<'_>) {
+        if self.0 > 1 && out.version.welcome_counts_devices() {
+            self.0.put(out);
+        }
+    }
+
+    fn get(bytes: &mut Reader<'_>) -> Result<DeviceCount, WireError> {
+        if !bytes.version.welcome_counts_devices() || bytes.is_at_end() {
+            return Ok(DeviceCount(1));
+        }
+        match u32::get(bytes)? {
+            devices @ 2..=MAX_DEVICES => Ok(DeviceCount(devices)),
+            devices => Err(WireError::DeviceCount { devices }),
+        }
     }
 }
 
@@ -652,6 +717,7 @@ mod tests {
             memory_total: u64::MAX,
             memory_free: 1,
             capabilities: Capabilities::new(vec![rule]),
+            devices: DeviceCount(1),
         }
     }
 
@@ -693,6 +759,7 @@ mod tests {
         let hello = Request::Hello {
             offer: Offer::only(v3),
             name: "llama[7]".into(),
+            device: DeviceIndex(0),
         };
         let mut bytes = Vec::new();
         for version in ProtocolVersion::ALL {
@@ -711,6 +778,7 @@ mod tests {
         let hello = Request::Hello {
             offer: Offer::SERVED,
             name: "new".into(),
+            device: DeviceIndex(0),
         };
         let mut bytes = Vec::new();
         hello.encode(CURRENT, &mut bytes);
@@ -731,6 +799,7 @@ mod tests {
         Request::Hello {
             offer: Offer::SERVED,
             name: String::new(),
+            device: DeviceIndex(0),
         }
         .encode(CURRENT, &mut bytes);
         bytes[10] = 7;
@@ -747,6 +816,60 @@ mod tests {
         bytes[4] = 99;
         let wrong = Err(WireError::Version { version: 99 });
         assert_eq!(Reply::decode(CURRENT, &bytes), wrong);
+    }
+
+    #[test]
+    fn one_device_takes_no_bytes_and_further_ones_round_trip() {
+        let hello = |device| {
+            let mut bytes = Vec::new();
+            let hello = Request::Hello {
+                offer: Offer::SERVED,
+                name: "llama[7]".into(),
+                device: DeviceIndex(device),
+            };
+            hello.encode(CURRENT, &mut bytes);
+            assert_eq!(Request::decode(CURRENT, &bytes), Ok(hello));
+            bytes
+        };
+        let first = hello(0);
+        for device in [1, MAX_DEVICES - 1, u32::MAX] {
+            let further = hello(device);
+            assert_eq!(further[..first.len()], first);
+            assert_eq!(further[first.len()..], device.to_le_bytes());
+        }
+        let mut twice = first.clone();
+        twice.extend(0u32.to_le_bytes());
+        let wrong = Err(WireError::FirstDevice);
+        assert_eq!(Request::decode(CURRENT, &twice), wrong);
+
+        let mut one = Vec::new();
+        welcome(CURRENT, VersionRange::SERVED).encode(CURRENT, &mut one);
+        for (count, is_valid) in [(0, false), (1, false), (2, true), (64, true), (65, false)] {
+            let mut bytes = one.clone();
+            bytes.extend(u32::to_le_bytes(count));
+            match Reply::decode(CURRENT, &bytes) {
+                Ok(Reply::Welcome { devices, .. }) => {
+                    assert_eq!((devices, is_valid), (DeviceCount(count), true));
+                }
+                other => {
+                    let wrong = WireError::DeviceCount { devices: count };
+                    assert_eq!((other, is_valid), (Err(wrong), false));
+                }
+            }
+        }
+        // A guest of version 3 is told of one device.
+        let v3 = ProtocolVersion::V3;
+        let encoded = [1, 4].map(|count| {
+            let mut welcome = welcome(v3, VersionRange::only(v3));
+            let Reply::Welcome { devices, .. } = &mut welcome else {
+                unreachable!("a WELCOME");
+            };
+            *devices = DeviceCount(count);
+            let mut bytes = Vec::new();
+            welcome.encode(v3, &mut bytes);
+            bytes
+        });
+        assert_eq!(encoded[0], encoded[1]);
     }
 
     #[test]

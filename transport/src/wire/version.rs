@@ -15,7 +15,8 @@ use std::fmt;
 pub enum ProtocolVersion {
     /// HELLO names this version only. The last version without negotiation.
     V3,
-    /// HELLO may name a range, and WELCOME names the host's range.
+    /// HELLO may name a range and a device. WELCOME names the host's range, and counts the devices
+    /// if there are several.
     #[default]
     V4,
 }
@@ -54,6 +55,14 @@ impl ProtocolVersion {
 
     /// Whether WELCOME names the versions that the host serves.
     pub(super) const fn welcome_names_range(self) -> bool {
+        match self {
+            ProtocolVersion::V3 => false,
+            ProtocolVersion::V4 => true,
+        }
+    }
+
+    /// Whether WELCOME counts the devices that the host has for the guest.
+    pub(super) const fn welcome_counts_devices(self) -> bool {
         match self {
             ProtocolVersion::V3 => false,
             ProtocolVersion::V4 => true,

@@ -36,7 +36,7 @@ pub(super) fn check(root: &Root, report: &mut Report) -> Option<Settings> {
                     format!(
                         "{shown}: {}, {} named guests",
                         check_config::engine_text(
-                            &settings.engine,
+                            &settings.engines,
                             value["engine"].as_str().unwrap_or_default(),
                             value["device"].as_str().unwrap_or_default(),
                         ),

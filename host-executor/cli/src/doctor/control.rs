@@ -30,11 +30,17 @@ pub(super) fn check(root: &Root, host: Option<&Settings>, service: UnitState, re
     let answer = result_within(TIMEOUT, move || control::status(&asked));
     let dump = || "sudo vgpu dump, then sudo systemctl restart vgpu".to_owned();
     match answer {
-        Ok(Ok(status)) => match status.engine.hang {
-            None => report.ok(
-                PART,
-                format!("{shown}: the engine {} answers", status.engine.name),
-            ),
+        Ok(Ok(status)) => match status.engines().find_map(|engine| engine.hang.as_ref()) {
+            None => {
+                let names: Vec<&str> = { status.engines() }
+                    .map(|engine| &engine.name[..])
+                    .collect();
+                let text = match names[..] {
+                    [name] => format!("the engine {name} answers"),
+                    _ => format!("the engines {} answer", names.join(", ")),
+                };
+                report.ok(PART, format!("{shown}: {text}"));
+            }
             Some(hang) => report.fail(PART, format!("the engine hangs: {hang}"), dump()),
         },
         // It does not run, which the checks of the service and of the links report.

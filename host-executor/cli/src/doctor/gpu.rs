@@ -36,8 +36,13 @@ pub(super) fn check(root: &Root, host: Option<&Settings>, report: &mut Report) {
         return;
     }
     // A guest, a container or a host that computes on its processors needs neither.
-    let is_wanted = host
-        .is_some_and(|settings| matches!(settings.engine, EngineKind::Auto | EngineKind::Cuda(_)));
+    let is_cuda = |kind: &EngineKind| {
+        matches!(
+            kind,
+            EngineKind::Auto | EngineKind::Cuda(_) | EngineKind::AllCuda
+        )
+    };
+    let is_wanted = host.is_some_and(|settings| settings.engines.kinds().iter().any(is_cuda));
     let mut is_usable = false;
     for card in cards {
         match card.driver.as_deref() {

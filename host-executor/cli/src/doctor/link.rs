@@ -303,11 +303,15 @@ fn measure(endpoint: &Endpoint) -> Result<Vec<String>, ClientError> {
             client.served
         ),
         format!(
-            "engine {}, {}, {} of {} MiB free",
+            "engine {}, {}, {} of {} MiB free{}",
             client.engine,
             client.description,
             client.memory_free >> 20,
-            client.memory_total >> 20
+            client.memory_total >> 20,
+            match client.devices {
+                1 => String::new(),
+                devices => format!("; the first of {devices} devices"),
+            }
         ),
         format!(
             "a round trip takes {:?}, the fastest {:?}",

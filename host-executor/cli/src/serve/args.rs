@@ -9,7 +9,7 @@ use vgpu_executor::config::{
     DEFAULT_CONTROL_PATH, DEFAULT_PATH, GuestSettings, LogFormat, MetricsAddress, Settings,
     VmDevice,
 };
-use vgpu_executor::engine::EngineKind;
+use vgpu_executor::engine::EngineList;
 use vgpu_executor::size;
 use vgpu_executor::vm::VmOptions;
 use vgpu_executor::weights::{CacheOptions, Sharing};
@@ -71,15 +71,18 @@ pub(crate) struct Args {
     #[arg(long, value_enum)]
     device: Option<VmDeviceArgument>,
 
-    /// The engine that executes graphs: cpu, cuda (the first NVIDIA GPU), cuda:N, ggml:PATH (the
-    /// first device of a backend library of ggml, such as libggml-vulkan.so), ggml:PATH:DEVICE,
-    /// ggml (the first GPU of the backend libraries on this machine), or auto. [default: auto]
+    /// The engines that execute graphs, each of which guests see as a device of its own: cpu, cuda
+    /// (the first NVIDIA GPU), cuda:N, cuda:0,1, cuda:all, ggml:PATH (the first device of a backend
+    /// library of ggml, such as libggml-vulkan.so), ggml:PATH:DEVICE, ggml:PATH:all, ggml (the GPUs
+    /// of the first backend library on this machine that has one), or auto. May be repeated.
+    /// [default: auto]
     ///
-    /// auto is cuda if it starts, else ggml if there is one and --isolate or --trust-guests allows
-    /// it, else cpu. The log says what was found, refused and taken. With VGPU_MEGAKERNEL=on in the
-    /// environment, cuda runs a token as one persistent kernel instead of a CUDA graph.
+    /// auto is cuda on each GPU where it starts, else ggml if there is one and --isolate or
+    /// --trust-guests allows it, else cpu. The log says what was found, refused and taken. With
+    /// VGPU_MEGAKERNEL=on in the environment, cuda runs a token as one persistent kernel instead of
+    /// a CUDA graph.
     #[arg(long, value_name = "ENGINE")]
-    engine: Option<EngineKind>,
+    engine: Vec<EngineList>,
 
     /// Threads of the cpu engine; 0: one for each physical core that this process may use.
     /// [default: 0]
@@ -282,7 +285,10 @@ impl Args {
                 *place = flag.clone();
             }
         }
-        replace(&mut settings.engine, &self.engine);
+        replace(
+            &mut settings.engines,
+            &EngineList::join(self.engine.clone()),
+        );
         replace(&mut settings.threads.count, &self.threads);
         settings.trust_guests |= self.trust_guests;
         settings.threads.pin |= self.pin;

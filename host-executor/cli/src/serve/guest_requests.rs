@@ -64,7 +64,9 @@ fn list(added: &AddedGuests, running: &Settings, status: &StatusHandle) -> Guest
         .iter()
         .filter_map(|guest| guest.rule.policy.memory);
     let reserved = quotas.fold(0, u64::saturating_add);
-    let total = status.status().engine.memory_total;
+    let snapshot = status.status();
+    let totals = snapshot.engines().map(|engine| engine.memory_total);
+    let total = totals.min().unwrap_or_default();
     GuestList {
         guests: added.list(),
         memory: total.saturating_sub(reserved),

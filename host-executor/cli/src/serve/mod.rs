@@ -50,18 +50,22 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     }
     let settings = args.settings().map_err(ConfigError)?;
     let mut logging = Logging::start(&settings).map_err(ConfigError)?;
-    anyhow::ensure!(
-        !settings.engine.needs_trust() || settings.trust_guests || args.isolate,
-        "with the engine {} a guest can end this process, and with it the work of all other \
-         guests: give each guest a process with --isolate, or allow it with --trust-guests",
-        settings.engine
-    );
+    if let Some(engine) = settings.engines.needs_trust() {
+        anyhow::ensure!(
+            settings.trust_guests || args.isolate,
+            "with the engine {engine} a guest can end this process, and with it the work of all \
+             other guests: give each guest a process with --isolate, or allow it with \
+             --trust-guests"
+        );
+    }
     let choose = || {
         let is_trusted = settings.trust_guests || args.isolate;
-        let chosen = engine_probe::select(&settings.engine, is_trusted)?;
+        let chosen = engine_probe::select(&settings.engines, is_trusted)?;
         #[cfg(feature = "tools")]
         if args.supervised.is_none() {
-            crate::gpu_check::before_serving(&chosen.kind);
+            for engine in &chosen.engines {
+                crate::gpu_check::before_serving(engine);
+            }
         }
         anyhow::Ok(chosen)
     };
@@ -74,7 +78,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let machine = match args.isolated_machine {
         true => {
             let engine = choose()?;
-            let sockets = single::bind_and_isolate(args, &settings, &engine.kind)?;
+            let sockets = single::bind_and_isolate(args, &settings, &engine)?;
             Some((sockets, engine))
         }
         false => None,
@@ -87,7 +91,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     catch_signals(sender.clone(), Arc::clone(&dumps), serving.clone())?;
     let channel = (sender, &events);
     if args.isolate {
-        // Its workers and the processes of its virtual machines get the engine by name.
+        // Its workers and the processes of its virtual machines get the engines by name.
         let engine = choose()?;
         // Has no engine, and processes that are to end in order.
         serving.begin();

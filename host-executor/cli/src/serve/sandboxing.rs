@@ -2,7 +2,6 @@
 
 use anyhow::Context as _;
 use tracing::{info, warn};
-use vgpu_engine::Engine;
 use vgpu_executor::engine::EngineKind;
 use vgpu_executor::sandbox::{self, FileIsolation, Profile, Role};
 
@@ -11,17 +10,17 @@ use super::trim_pages::Scope;
 /// What helps when the kernel refuses the sandbox.
 pub(super) const REMEDY: &str = "no sandbox; --no-sandbox starts without one";
 
-fn profile(engine: &dyn Engine) -> Profile {
-    match engine.name() {
-        "cpu" => Profile::Cpu,
+fn profile(engines: &[EngineKind]) -> Profile {
+    match engines.iter().all(|engine| *engine == EngineKind::Cpu) {
+        true => Profile::Cpu,
         // The system calls of drivers are not documented.
-        _ => Profile::Driver,
+        false => Profile::Driver,
     }
 }
 
 /// The code pages that can be dropped.
-pub(super) fn trim_scope(engine: &dyn Engine) -> Scope {
-    match profile(engine) {
+pub(super) fn trim_scope(engines: &[EngineKind]) -> Scope {
+    match profile(engines) {
         Profile::Cpu => Scope::AllObjects,
         Profile::Driver => Scope::Program,
     }
@@ -35,8 +34,8 @@ pub(super) struct Confined(());
 /// disabled the sandbox: threads of a driver may handle no signal, and a thread can only drop its
 /// own. What needs capabilities, such as opening the sockets, comes before. Returns the number of
 /// threads that had some.
-pub(super) fn before_engine(engine: &EngineKind, is_disabled: bool) -> anyhow::Result<usize> {
-    if is_disabled || *engine == EngineKind::Cpu {
+pub(super) fn before_engine(engines: &[EngineKind], is_disabled: bool) -> anyhow::Result<usize> {
+    if is_disabled || profile(engines) == Profile::Cpu {
         return Ok(0);
     }
     sandbox::drop_before_driver().context(REMEDY)
@@ -45,7 +44,7 @@ pub(super) fn before_engine(engine: &EngineKind, is_disabled: bool) -> anyhow::R
 /// Enters the sandbox, unless the operator has disabled it. `dropped`: what [`before_engine`] has
 /// returned.
 pub(super) fn enter(
-    engine: &dyn Engine,
+    engines: &[EngineKind],
     role: Role,
     is_disabled: bool,
     dropped: usize,
@@ -54,7 +53,7 @@ pub(super) fn enter(
         warn!("no sandbox: --no-sandbox");
         return Ok(Confined(()));
     }
-    let mut sandbox = sandbox::enter(profile(engine), role).context(REMEDY)?;
+    let mut sandbox = sandbox::enter(profile(engines), role).context(REMEDY)?;
     sandbox.threads += dropped;
     info!("sandboxed: {sandbox}");
     Ok(Confined(()))
@@ -62,8 +61,8 @@ pub(super) fn enter(
 
 /// Takes the files of the user from the process of a guest, which must have no other thread yet:
 /// the kernel restricts only the calling thread and its children.
-pub(super) fn isolate_files(engine: &EngineKind) -> anyhow::Result<()> {
-    if *engine != EngineKind::Cpu {
+pub(super) fn isolate_files(engines: &[EngineKind]) -> anyhow::Result<()> {
+    if profile(engines) != Profile::Cpu {
         // A driver opens files and devices.
         info!("files: all of the user, for the driver");
         return Ok(());

@@ -55,11 +55,11 @@ pub(super) fn bind(settings: &Settings) -> anyhow::Result<Sockets> {
 pub(super) fn bind_and_isolate(
     args: &Args,
     settings: &Settings,
-    engine: &EngineKind,
+    selection: &Selection,
 ) -> anyhow::Result<Sockets> {
     let sockets = bind(settings)?;
     if !args.no_sandbox {
-        sandboxing::isolate_files(engine)?;
+        sandboxing::isolate_files(&selection.engines)?;
     }
     Ok(sockets)
 }
@@ -73,9 +73,9 @@ pub(super) fn run(
     (dumps, serving): (&DumpSource, &Serving),
     logging: &mut Logging,
 ) -> anyhow::Result<()> {
-    // Until the engine answers.
-    let has_driver = selection.kind != EngineKind::Cpu;
-    let start_time = Limits::start_time(settings.max_turn_time, has_driver);
+    // Until the engines answer.
+    let kinds = &selection.engines;
+    let start_time = Limits::start_time(settings.max_turn_time, selection.has_driver());
     let starting = StartWatch::begin(start_time).context("no thread")?;
     let Sockets {
         mut listeners,
@@ -83,9 +83,11 @@ pub(super) fn run(
         kept,
         observers,
     } = sockets;
-    let dropped = sandboxing::before_engine(&selection.kind, args.no_sandbox)?;
-    let engine = engine::start(&selection.kind, settings.threads, settings.memory)?;
-    let memory = engine.memory();
+    let dropped = sandboxing::before_engine(kinds, args.no_sandbox)?;
+    let mut engines = Vec::new();
+    for kind in kinds {
+        engines.push(engine::start(kind, settings.threads, settings.memory)?);
+    }
     drop(starting);
     let limits = Limits {
         map_buffers: settings.share_buffers,
@@ -93,8 +95,11 @@ pub(super) fn run(
         ..Limits::of_this_process().context("limits of the kernel")?
     };
     let (node_time, turn_time) = (settings.max_node_time, settings.max_turn_time);
-    let limits = limits.with_times(engine.as_ref(), node_time, turn_time);
-    let server = Server::new(Arc::clone(&engine), limits, settings.max_guests);
+    let devices = engines.iter().map(|engine| {
+        let limits = limits.with_times(engine.as_ref(), node_time, turn_time);
+        (Arc::clone(engine), limits)
+    });
+    let server = Server::with_devices(devices.collect(), settings.max_guests);
     let mut server = server.context("no thread")?;
     if let Some(gpu) = &selection.unused_gpu {
         server.set_unused_gpu(gpu);
@@ -106,18 +111,21 @@ pub(super) fn run(
         .context("memory of the guests")?;
     let weights = WeightStore::new(settings.share_weights, settings.weights_cache.clone())
         .context("the cache of weights")?;
-    server.share_weights(weights);
+    server.share_weights(weights).context("no thread")?;
     if let Some(certificates) = listeners.certificates() {
         server.use_certificates(certificates.clone());
     }
-    info!(
-        version = crate::own_program::VERSION,
-        engine = engine.name(),
-        device = engine.description(),
-        memory = memory.total,
-        free = memory.free,
-        "vgpu starts"
-    );
+    for engine in &engines {
+        let memory = engine.memory();
+        info!(
+            version = crate::own_program::VERSION,
+            engine = engine.name(),
+            device = engine.description(),
+            memory = memory.total,
+            free = memory.free,
+            "vgpu starts"
+        );
+    }
     if let Some(file) = args.file() {
         info!(
             guests = settings.guests.len(),
@@ -129,15 +137,15 @@ pub(super) fn run(
         true => Role::Machine,
         false => Role::Server,
     };
-    let confined = sandboxing::enter(engine.as_ref(), role, args.no_sandbox, dropped)?;
-    watch_gpu(&server, &selection.kind)?;
+    let confined = sandboxing::enter(kinds, role, args.no_sandbox, dropped)?;
+    watch_gpus(&server, kinds)?;
     serving.begin();
     let health = server.health();
     let _files = observers.serve(&settings, &server.status_handle(), sender, &confined)?;
     listeners.switch(&mut server, &settings, prepared, &confined)?;
     announce(&listeners.addresses());
     service::ready();
-    trim_pages::trim(sandboxing::trim_scope(engine.as_ref()));
+    trim_pages::trim(sandboxing::trim_scope(kinds));
 
     let watch = EndWatch::new(listeners.certificates().cloned());
     // Also used by a reload.
@@ -223,18 +231,20 @@ fn perform(
     })
 }
 
-/// Reads the figures of the GPU of the CUDA engine, for status and metrics.
+/// Reads the figures of the GPUs of the CUDA engines, for status and metrics.
 #[cfg(feature = "cuda")]
-fn watch_gpu(server: &Server, kind: &EngineKind) -> anyhow::Result<()> {
-    let EngineKind::Cuda(ordinal) = *kind else {
-        return Ok(());
-    };
-    let find = move || Ok(engine::gpu_address(ordinal)?);
-    server.watch_gpu(find).context("no thread")
+fn watch_gpus(server: &Server, kinds: &[EngineKind]) -> anyhow::Result<()> {
+    for (device, kind) in kinds.iter().enumerate() {
+        if let EngineKind::Cuda(ordinal) = *kind {
+            let find = move || Ok(engine::gpu_address(ordinal)?);
+            server.watch_gpu(device, find).context("no thread")?;
+        }
+    }
+    Ok(())
 }
 
 #[cfg(not(feature = "cuda"))]
-fn watch_gpu(_: &Server, _: &EngineKind) -> anyhow::Result<()> {
+fn watch_gpus(_: &Server, _: &[EngineKind]) -> anyhow::Result<()> {
     Ok(())
 }
 

@@ -18,7 +18,7 @@ use vgpu_executor::status::Status;
 
 use crate::control_client;
 use controls::{Controls, Next};
-use rates::rates;
+use rates::{busy, rates};
 use screen::{View, draw};
 
 /// Shows the guests with their memory and their rates, continuously.
@@ -73,6 +73,7 @@ fn show(args: &Args, terminal: &mut ratatui::DefaultTerminal, first: Status) -> 
     let pause = Duration::from_secs_f64(args.interval);
     let mut status = first;
     let mut shown = BTreeMap::new();
+    let mut engines: Vec<f64> = Vec::new();
     let mut notice: Option<String> = None;
     // What the executor has said to the last request, until the next key.
     let mut answer: Option<String> = None;
@@ -84,6 +85,7 @@ fn show(args: &Args, terminal: &mut ratatui::DefaultTerminal, first: Status) -> 
                 let view = View {
                     status: &status,
                     rates: &shown,
+                    busy: &engines,
                     notice: notice.as_deref(),
                     answer: answer.as_deref(),
                     controls: &controls,
@@ -110,6 +112,7 @@ fn show(args: &Args, terminal: &mut ratatui::DefaultTerminal, first: Status) -> 
             match control_client::status(&args.control) {
                 Ok(now) => {
                     shown = rates(&status, &now);
+                    engines = busy(&status, &now);
                     status = now;
                     notice = None;
                 }
@@ -117,6 +120,7 @@ fn show(args: &Args, terminal: &mut ratatui::DefaultTerminal, first: Status) -> 
                 Err(_) => {
                     notice = Some(format!("no answer from {}", args.control.display()));
                     shown.clear();
+                    engines.clear();
                 }
             }
         }

@@ -8,7 +8,7 @@ use vgpu_executor::status::{Status, Usage};
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(super) struct Rates {
     pub(super) graphs: f64,
-    /// Share of the device's time, 0 to 1.
+    /// Share of the device's time, 0 to 1; with several devices, the sum.
     pub(super) busy: f64,
     /// Average number of waiting graphs.
     pub(super) waiting: f64,
@@ -33,6 +33,27 @@ impl Rates {
             bytes_out: rate(before.bytes_out as f64, after.bytes_out as f64),
         }
     }
+}
+
+/// The part of its time that each engine has executed graphs, by device. Zero if no time has passed,
+/// or the executor has been restarted.
+pub(super) fn busy(before: &Status, after: &Status) -> Vec<f64> {
+    let seconds = after.uptime - before.uptime;
+    let executed = |status: &Status| -> Vec<f64> {
+        let devices = status.by_device();
+        let sums = devices.map(|(_, guests)| guests.map(|(_, usage)| usage.busy).sum());
+        sums.collect()
+    };
+    let before = executed(before);
+    let after = executed(after).into_iter().enumerate();
+    let parts = after.map(|(device, after)| {
+        let before = before.get(device).copied().unwrap_or(0.0);
+        match seconds > 0.0 {
+            true => (after - before).max(0.0) / seconds,
+            false => 0.0,
+        }
+    });
+    parts.collect()
 }
 
 /// The rates of each guest, by name. Empty if no time has passed, or the executor has been

@@ -7,7 +7,7 @@ use ratatui::layout::{Constraint, Layout, Rect};
 use ratatui::style::{Color, Modifier, Style};
 use ratatui::text::{Line, Span};
 use ratatui::widgets::{Block, Gauge, Paragraph, Row, Table};
-use vgpu_executor::status::{GpuStatus, GuestStatus, SessionStatus, Status};
+use vgpu_executor::status::{EngineStatus, GpuStatus, GuestStatus, SessionStatus, Status};
 
 use super::controls::{Controls, Pane};
 use super::rates::Rates;
@@ -25,6 +25,8 @@ const MIN_NAME: usize = 12;
 pub(super) struct View<'a> {
     pub(super) status: &'a Status,
     pub(super) rates: &'a BTreeMap<String, Rates>,
+    /// The part of its time that each engine executes graphs, by device.
+    pub(super) busy: &'a [f64],
     /// Why the figures are not current, if they are not.
     pub(super) notice: Option<&'a str>,
     /// What the executor has said to a request, in place of the keys.
@@ -58,18 +60,17 @@ const COLUMNS: [Column; 11] = [
         name: "MEMORY",
         width: BAR,
         rank: 6,
-        // Without a quota, the bar is relative to the engine's memory.
-        text: |guest, _, status| {
-            let whole = guest.quota.unwrap_or(status.engine.memory_total);
-            bar(part(guest.usage.memory, whole))
-        },
+        // Without a quota, the bar is relative to the memory of the engines.
+        text: |guest, _, status| bar(part(guest.usage.memory, status.memory_for(guest))),
     },
     Column {
         name: "USED / QUOTA",
         width: 22,
         rank: 0,
-        text: |guest, _, _| {
-            let quota = guest.quota.map_or_else(|| "-".into(), size);
+        // The quota holds on each device.
+        text: |guest, _, status| {
+            let quota = guest.quota.map(|_| size(status.memory_for(guest)));
+            let quota = quota.unwrap_or_else(|| "-".into());
             format!("{} / {quota}", size(guest.usage.memory))
         },
     },
@@ -166,19 +167,35 @@ pub(super) fn draw(frame: &mut Frame<'_>, view: &View<'_>) {
     let guests = view.controls.guests(view.status, view.rates);
     let sessions = view.controls.sessions(view.status);
     let wanted = u16::try_from(guests.len() + 3).unwrap_or(u16::MAX);
-    let [head, engine, gpu, table, programs, foot] = Layout::vertical([
+    // Each engine has a box, and each GPU a line, as far as there is room for the tables.
+    let engines: Vec<&EngineStatus> = view.status.engines().collect();
+    let shown = usize::from(frame.area().height / 2 / 3).clamp(1, engines.len());
+    let gpus: Vec<&GpuStatus> = { engines.iter() }
+        .take(shown)
+        .filter_map(|engine| engine.gpu.as_ref())
+        .collect();
+    let height = |rows: usize| u16::try_from(rows).unwrap_or(u16::MAX);
+    let [head, boxes, lines, table, programs, foot] = Layout::vertical([
         Constraint::Length(1),
-        Constraint::Length(3),
-        Constraint::Length(u16::from(view.status.engine.gpu.is_some())),
+        Constraint::Length(height(3 * shown)),
+        Constraint::Length(height(gpus.len())),
         Constraint::Length(wanted.min(frame.area().height / 2)),
         Constraint::Fill(1),
         Constraint::Length(1),
     ])
     .areas(frame.area());
     draw_head(frame, head, view);
-    draw_engine(frame, engine, view);
-    if let Some(figures) = &view.status.engine.gpu {
-        draw_gpu(frame, gpu, figures);
+    let areas = Layout::vertical(vec![Constraint::Length(3); shown]).split(boxes);
+    for ((device, engine), &area) in engines.iter().enumerate().zip(areas.iter()) {
+        let hidden = match device + 1 == shown {
+            true => engines.len() - shown,
+            false => 0,
+        };
+        draw_engine(frame, area, view, (device, engine), hidden);
+    }
+    let areas = Layout::vertical(vec![Constraint::Length(1); gpus.len()]).split(lines);
+    for (figures, &area) in gpus.into_iter().zip(areas.iter()) {
+        draw_gpu(frame, area, figures);
     }
     draw_guests(frame, table, &guests, view);
     draw_sessions(frame, programs, &sessions, view);
@@ -220,16 +237,25 @@ fn draw_head(frame: &mut Frame<'_>, area: Rect, view: &View<'_>) {
     frame.render_widget(Line::from(line), area);
 }
 
-fn draw_engine(frame: &mut Frame<'_>, area: Rect, view: &View<'_>) {
-    let engine = &view.status.engine;
+/// A device with its engine. `hidden`: how many further ones have no room.
+fn draw_engine(
+    frame: &mut Frame<'_>,
+    area: Rect,
+    view: &View<'_>,
+    (device, engine): (usize, &EngineStatus),
+    hidden: usize,
+) {
     let total = engine.memory_total;
-    let guests = view.status.memory_of_guests();
-    let others = view.status.memory_of_others();
+    let guests = view.status.memory_of_guests(device);
+    let others = view.status.memory_of_others(device);
     let used = guests.saturating_add(others);
-    let busy: f64 = view.rates.values().map(|rates| rates.busy).sum();
+    let busy = view.busy.get(device).copied().unwrap_or(0.0);
     let [memory, time] =
         Layout::horizontal([Constraint::Percentage(60), Constraint::Percentage(40)]).areas(area);
-    let title = format!(" {}: {} ", engine.name, engine.description);
+    let title = match hidden {
+        0 => format!(" {}: {} ", engine.name, engine.description),
+        hidden => format!(" {}: {}; {hidden} more ", engine.name, engine.description),
+    };
     let beside = match others {
         0 => String::new(),
         others => format!(" + other {}", size(others)),
@@ -373,7 +399,7 @@ mod tests {
     fn gpu_has_a_line_in_a_small_terminal() {
         use ratatui::Terminal;
         use ratatui::backend::TestBackend;
-        use vgpu_executor::status::{EngineStatus, SessionEnds, WeightsStatus};
+        use vgpu_executor::status::{SessionEnds, WeightsStatus};
 
         let mut status = Status {
             version: "1".into(),
@@ -394,6 +420,7 @@ mod tests {
                 hang: None,
                 weights: WeightsStatus::default(),
             },
+            further_engines: Vec::new(),
             draining: None,
             guests: Vec::new(),
             sessions: Vec::new(),
@@ -404,6 +431,7 @@ mod tests {
             let view = View {
                 status,
                 rates: &BTreeMap::new(),
+                busy: &[],
                 notice: None,
                 answer: None,
                 controls: &Controls::default(),
@@ -416,6 +444,18 @@ mod tests {
         assert!(text.contains(line), "{text}");
         status.engine.gpu = None;
         assert!(!screen(&status).contains("GPU"));
+        // Each device has a box. Those that have no room are counted.
+        for device in 1..6 {
+            status.further_engines.push(EngineStatus {
+                name: format!("cuda:{device}"),
+                ..status.engine.clone()
+            });
+        }
+        let text = screen(&status);
+        for shown in ["cuda:0: NVIDIA L4", "cuda:3: NVIDIA L4; 2 more", "guests"] {
+            assert!(text.contains(shown), "{text}");
+        }
+        assert!(!text.contains("cuda:4"), "{text}");
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use rustix::process::Signal;
-use vgpu_transport::wire::{Offer, Reply, Request};
+use vgpu_transport::wire::{DeviceIndex, Offer, Reply, Request};
 
 use crate::common::{Guest, TIMEOUT};
 use crate::compute;
@@ -44,6 +44,7 @@ fn each_guest_has_its_partition_and_partitions_limit_the_guests() {
         next.send(&Request::Hello {
             offer: Offer::SERVED,
             name: "next".into(),
+            device: DeviceIndex(0),
         });
         match next.receive().0 {
             Reply::Welcome { .. } => break next,

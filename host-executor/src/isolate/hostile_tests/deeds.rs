@@ -117,6 +117,7 @@ fn claims(mut report: Report, own: u64) -> WorkerMessage {
     let session = |id| SessionStatus {
         id,
         guest: "b".into(),
+        device: usize::MAX,
         endpoint: "\x1b[2J".into(),
         pid: None,
         uid: None,

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use rustix::net::{AddressFamily, SendFlags, SocketAddrUnix, SocketType};
 use vgpu_transport::link::GuestEnd;
 use vgpu_transport::link::unix::{self, ListenOptions, Listener};
-use vgpu_transport::wire::{Offer, ProtocolVersion, Reply, Request};
+use vgpu_transport::wire::{DeviceIndex, Offer, ProtocolVersion, Reply, Request};
 
 use super::Supervisor;
 use super::partition::{Partition, Resources};
@@ -97,7 +97,7 @@ impl Supervised {
             max_sessions: 16,
         };
         let resources = Resources {
-            engine: "cpu".into(),
+            engines: vec!["cpu".into()],
             unused_gpu: None,
             memory: Some(MEMORY),
         };
@@ -214,6 +214,7 @@ fn hello(end: &mut dyn GuestEnd) -> Reply {
     let hello = Request::Hello {
         offer: Offer::SERVED,
         name: "test".into(),
+        device: DeviceIndex(0),
     };
     hello.encode(ProtocolVersion::CURRENT, &mut message);
     end.send(&message, (&[][..]).into()).expect("a worker");

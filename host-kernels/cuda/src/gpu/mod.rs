@@ -175,11 +175,11 @@ fn kernel_module_version() -> String {
     std::fs::read_to_string("/proc/driver/nvidia/version").unwrap_or_default()
 }
 
-/// Loads the driver, and finds a GPU: its handle, the name of its model, and the driver's version.
+/// Loads the driver: its version, and the number of its GPUs.
 ///
 /// # Errors
-/// [`GpuError`] if there is no driver, the driver is too old, or it has no GPU of this number.
-fn find(ordinal: u32) -> Result<(sys::CUdevice, String, c_int), GpuError> {
+/// [`GpuError`] if there is no driver, or the driver is too old.
+fn load_driver() -> Result<(c_int, c_int), GpuError> {
     // SAFETY: loads libcuda.so.1 if it is there, which runs the library's own initialisation only.
     if !unsafe { sys::is_culib_present() } {
         return Err(GpuError::NoDriver);
@@ -197,6 +197,15 @@ fn find(ordinal: u32) -> Result<(sys::CUdevice, String, c_int), GpuError> {
     // SAFETY: `count` is a valid place for the result; `cuInit` has succeeded.
     let code = unsafe { sys::cuDeviceGetCount(&mut count) };
     check("cuDeviceGetCount", code)?;
+    Ok((version, count))
+}
+
+/// Loads the driver, and finds a GPU: its handle, the name of its model, and the driver's version.
+///
+/// # Errors
+/// [`GpuError`] if there is no driver, the driver is too old, or it has no GPU of this number.
+fn find(ordinal: u32) -> Result<(sys::CUdevice, String, c_int), GpuError> {
+    let (version, count) = load_driver()?;
     if i64::from(ordinal) >= i64::from(count) {
         return Err(GpuError::NoDevice { ordinal, count });
     }
@@ -211,6 +220,19 @@ fn find(ordinal: u32) -> Result<(sys::CUdevice, String, c_int), GpuError> {
     // SAFETY: the call above has succeeded, so `text` has a zero byte.
     let model = unsafe { CStr::from_ptr(text.as_ptr()) };
     Ok((device, model.to_string_lossy().into_owned(), version))
+}
+
+/// The models of all GPUs, by their number. Opens nothing on a GPU.
+///
+/// # Errors
+/// [`GpuError`] if there is no driver, the driver is too old, or it has no GPU.
+pub fn models() -> Result<Vec<String>, GpuError> {
+    let (_, count) = load_driver()?;
+    let count = u32::try_from(count).unwrap_or_default();
+    // Without a GPU, the error of the first one.
+    (0..count.max(1))
+        .map(|ordinal| Ok(find(ordinal)?.1))
+        .collect()
 }
 
 /// The PCI address of GPU number `ordinal`, such as `0000:01:00.0`. Opens nothing on the GPU.

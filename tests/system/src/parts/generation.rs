@@ -1,6 +1,7 @@
 //! Text from `llama-server`: the same through the plugin as from ggml's CPU backend.
 
 use std::path::Path;
+use std::process::Command;
 
 use anyhow::{Context as _, Result, ensure};
 
@@ -45,6 +46,12 @@ pub(crate) fn run(tests: &mut TestRun<'_>) {
                 compare_over(tests, &bin, &dist, file_type, (link, &log), &reference)
             });
         }
+        if file_type == FileType::Q4KM {
+            let name = format!("{TOKENS} tokens, layers split over two devices of one executor");
+            tests.check(&name, |tests, _| {
+                over_two_devices(tests, &bin, &dist, file_type, &reference)
+            });
+        }
         if tests.options.full && file_type == FileType::F16 {
             beside_the_previous_release(tests, &bin, &dist, &reference);
         }
@@ -82,6 +89,51 @@ fn beside_the_previous_release(
             compare_over(tests, bin, &mixed, FileType::F16, ("unix", log), reference)
         });
     }
+}
+
+/// The layers of the model are split over two devices of one executor, which has two engines.
+fn over_two_devices(
+    tests: &TestRun<'_>,
+    bin: &Path,
+    dist: &Dist,
+    file_type: FileType,
+    reference: &[Choice],
+) -> Result<String> {
+    let name = "llama-server-two-devices";
+    let further = format!("--engine=ggml:{}", bin.join("libggml-cpu.so").display());
+    let served = Served::start_engine(
+        &mut Command::new(&dist.vgpu),
+        "cpu",
+        &[&further, "--trust-guests"],
+        &tests.log(&format!("{name}-vgpu-serve")),
+    )?;
+    let endpoint = served.executor.endpoint();
+    let backend = Backend::Plugin {
+        dist,
+        endpoint: &endpoint,
+    };
+    let stats = workspace::reports().join(format!("{name}.stats.json"));
+    let model = tests.model(file_type)?;
+    let server = Server::start(bin, &model, &backend, &stats, &tests.log(name))?;
+    let choices = server.complete(PROMPT, TOKENS)?;
+    let log = server.log();
+    server.stop()?;
+    served.executor.stop().context("stopping the executor")?;
+
+    let nodes = sched::last_graph(&log);
+    let counts = sched::count_by_device(&nodes);
+    let of = |device| counts.get(device).copied().unwrap_or_default();
+    let (first, second) = (of("VGPU0"), of("VGPU1"));
+    ensure!(
+        first > 0 && second > 0,
+        "the nodes are not on two devices: {counts:?}"
+    );
+    let misplaced = sched::misplaced(&nodes);
+    ensure!(misplaced.is_empty(), "the CPU has nodes: {counts:?}");
+    let largest = equal_text(file_type, reference, &choices)?;
+    Ok(format!(
+        "equal, logits within {largest:.4}; {first} nodes on VGPU0, {second} on VGPU1"
+    ))
 }
 
 /// `link`, with the name of the logs.
@@ -128,7 +180,26 @@ fn compare_over(
         misplaced[0]
     );
 
-    let comparison = compare::compare(reference, &choices);
+    let largest = equal_text(file_type, reference, &choices)?;
+
+    let stats = Stats::read(&stats)?;
+    let decode = stats.decode_steps(TOKENS)?;
+    Ok(format!(
+        "equal, logits within {largest:.4}; per token {} messages, {} B there, {} B back, {} \
+         round trip",
+        median(decode.iter().map(|step| step.messages)),
+        median(decode.iter().map(|step| step.bytes_to_host)),
+        median(decode.iter().map(|step| step.bytes_from_host)),
+        median(decode.iter().map(|step| step.round_trips)),
+    ))
+}
+
+/// The largest difference of a logit between two equal texts.
+///
+/// # Errors
+/// The texts differ, or the logits by more than rounding explains.
+fn equal_text(file_type: FileType, reference: &[Choice], choices: &[Choice]) -> Result<f64> {
+    let comparison = compare::compare(reference, choices);
     let (largest, bound) = (comparison.largest_difference, compare::tolerance(file_type));
     ensure!(
         comparison.tokens == TOKENS,
@@ -144,15 +215,5 @@ fn compare_over(
         largest <= bound,
         "a logit differs by {largest:.4}; rounding explains {bound}"
     );
-
-    let stats = Stats::read(&stats)?;
-    let decode = stats.decode_steps(TOKENS)?;
-    Ok(format!(
-        "equal, logits within {largest:.4}; per token {} messages, {} B there, {} B back, {} \
-         round trip",
-        median(decode.iter().map(|step| step.messages)),
-        median(decode.iter().map(|step| step.bytes_to_host)),
-        median(decode.iter().map(|step| step.bytes_from_host)),
-        median(decode.iter().map(|step| step.round_trips)),
-    ))
+    Ok(largest)
 }

@@ -47,13 +47,16 @@ pub(super) fn check(settings: &Settings) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The memory that is divided among the workers. `None`: the driver of the engine divides its
-/// memory.
-pub(super) fn memory(settings: &Settings, engine: &EngineKind) -> anyhow::Result<Option<u64>> {
-    Ok(match (engine, settings.memory) {
-        (EngineKind::Cpu | EngineKind::Ggml(_), Some(all)) => Some(all),
+/// The memory of each device that is divided among the workers. `None`: the drivers of the engines
+/// divide their memory.
+pub(super) fn memory(settings: &Settings, engines: &[EngineKind]) -> anyhow::Result<Option<u64>> {
+    let has = |which: fn(&EngineKind) -> bool| engines.iter().any(which);
+    let has_cpu = has(|engine| *engine == EngineKind::Cpu);
+    let has_ggml = has(|engine| matches!(engine, EngineKind::Ggml(_)));
+    Ok(match settings.memory {
+        Some(all) if has_cpu || has_ggml => Some(all),
         // The memory of the machine or its control group.
-        (EngineKind::Cpu, None) => {
+        None if has_cpu => {
             let engine = CpuEngine::new(1, None).context("reading the size of the memory")?;
             Some(engine.memory().total)
         }
@@ -76,7 +79,7 @@ pub(super) fn partition(
     let Some(all) = memory else {
         // With `auto`, one command serves hosts with and without a GPU.
         ensure!(
-            args.guest_memory.is_none() || settings.engine == EngineKind::Auto,
+            args.guest_memory.is_none() || settings.engines.kinds() == [EngineKind::Auto],
             "--guest-memory is for the cpu engine; the driver of a GPU divides its memory"
         );
         return Ok(Partition {

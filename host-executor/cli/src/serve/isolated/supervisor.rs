@@ -47,8 +47,8 @@ pub(crate) fn run(
     logging: &mut Logging,
 ) -> anyhow::Result<()> {
     partition::check(&settings).map_err(ConfigError)?;
-    let engine = &selection.kind;
-    let memory = partition::memory(&settings, engine)?;
+    let engines = &selection.engines;
+    let memory = partition::memory(&settings, engines)?;
     let partition = partition::partition(args, &settings, memory)?;
     let mut listeners = Listeners::without_machines(&settings)?;
     let prepared = listeners.prepare(&settings)?;
@@ -62,7 +62,7 @@ pub(crate) fn run(
     }
     info!(
         version = VERSION,
-        engine = %engine,
+        engine = selection.names(),
         guests = settings.guests.len(),
         others = partition.max_unnamed,
         guest_memory = args.guest_memory,
@@ -70,7 +70,7 @@ pub(crate) fn run(
     );
 
     let own = std::env::current_exe().context("finding this program")?;
-    let common = common(args, &settings, engine);
+    let common = common(args, &settings, engines);
     let worker = {
         let (own, common) = (own.clone(), common.clone());
         Box::new(move |memory: Option<u64>| {
@@ -84,7 +84,7 @@ pub(crate) fn run(
         })
     };
     let resources = Resources {
-        engine: engine.to_string(),
+        engines: engines.iter().map(EngineKind::to_string).collect(),
         unused_gpu: selection.unused_gpu.clone(),
         memory,
     };
@@ -92,7 +92,7 @@ pub(crate) fn run(
     let mut supervisor = Supervisor::new(worker, resources, partition, limits.handshakes)
         .context("memory of the guests")?;
     // A worker that is stopped, or whose log thread hangs, does not end itself.
-    let start_time = Limits::start_time(settings.max_turn_time, *engine != EngineKind::Cpu);
+    let start_time = Limits::start_time(settings.max_turn_time, selection.has_driver());
     if let Some(limit) = start_time {
         supervisor.limit_starts(limit + START_MARGIN);
     }
@@ -128,7 +128,7 @@ pub(crate) fn run(
         arguments.push(device(settings.device).into());
         arguments.extend(["--control".into(), control.clone().into()]);
         arguments.extend(["--vm".into(), vm.to_string().into()]);
-        if engine.needs_trust() {
+        if engines.iter().any(EngineKind::needs_trust) {
             // The process has one guest, which can end no other.
             arguments.push("--trust-guests".into());
         }
@@ -153,7 +153,7 @@ pub(crate) fn run(
     // The processes of virtual machines bind sockets and start drivers before they do the same.
     let confined = sandboxing::confine_supervisor(args.no_sandbox)?;
     let health = supervisor.health();
-    watch_gpu(&supervisor, engine)?;
+    watch_gpus(&supervisor, engines)?;
     let _files = observers.serve(&settings, &supervisor.status_handle(), sender, &confined)?;
     listeners.switch(&mut supervisor, &settings, prepared, &confined)?;
     let mut addresses = listeners.addresses();
@@ -236,8 +236,9 @@ fn perform(
                 change.guest
             );
             // Without a size of its own, the memory is that of the workers' device, once one runs.
-            let device = || supervisor.status_handle().status().engine.memory_total;
-            let total = memory.or_else(|| Some(device()).filter(|&total| total > 0));
+            let status = || supervisor.status_handle().status();
+            let device = || status().engines().map(|engine| engine.memory_total).min();
+            let total = memory.or_else(|| device().filter(|&total| total > 0));
             let mut wanted = running.clone();
             let said = change.apply(&mut wanted, total)?;
             let partition = partition::partition(args, &wanted, memory)?;
@@ -328,20 +329,22 @@ fn change_guests(
     })
 }
 
-/// Reads the figures of the GPU of the CUDA engine, for status and metrics. What workers say of the
+/// Reads the figures of the GPUs of the CUDA engines, for status and metrics. What workers say of a
 /// GPU may be what a guest says.
 #[cfg(feature = "cuda")]
-fn watch_gpu(supervisor: &Supervisor, engine: &EngineKind) -> anyhow::Result<()> {
-    if !matches!(engine, EngineKind::Cuda(_)) {
-        return Ok(());
+fn watch_gpus(supervisor: &Supervisor, engines: &[EngineKind]) -> anyhow::Result<()> {
+    for (device, engine) in engines.iter().enumerate() {
+        if matches!(engine, EngineKind::Cuda(_)) {
+            let engine = engine.clone();
+            let find = move || crate::engine_probe::gpu_address(&engine);
+            supervisor.watch_gpu(device, find).context("no thread")?;
+        }
     }
-    let engine = engine.clone();
-    let find = move || crate::engine_probe::gpu_address(&engine);
-    supervisor.watch_gpu(find).context("no thread")
+    Ok(())
 }
 
 #[cfg(not(feature = "cuda"))]
-fn watch_gpu(_: &Supervisor, _: &EngineKind) -> anyhow::Result<()> {
+fn watch_gpus(_: &Supervisor, _: &[EngineKind]) -> anyhow::Result<()> {
     Ok(())
 }
 
@@ -357,7 +360,7 @@ fn machines<'a>(args: &Args, settings: &'a Settings) -> Vec<(&'a VmOptions, Opti
 }
 
 /// The arguments of workers and of the processes of virtual machines.
-fn common(args: &Args, settings: &Settings, engine: &EngineKind) -> Vec<OsString> {
+fn common(args: &Args, settings: &Settings, engines: &[EngineKind]) -> Vec<OsString> {
     let format = match settings.log_format {
         LogFormat::Text => "text",
         LogFormat::Json => "json",
@@ -366,12 +369,14 @@ fn common(args: &Args, settings: &Settings, engine: &EngineKind) -> Vec<OsString
         Sharing::Off => "off",
         Sharing::Tenant | Sharing::All => "tenant",
     };
-    let mut common: Vec<OsString> = vec![
-        format!("--engine={engine}").into(),
-        format!("--threads={}", settings.threads.count).into(),
+    let mut common: Vec<OsString> = { engines.iter() }
+        .map(|engine| format!("--engine={engine}").into())
+        .collect();
+    common.extend([
+        OsString::from(format!("--threads={}", settings.threads.count)),
         format!("--log-format={format}").into(),
         format!("--share-weights={sharing}").into(),
-    ];
+    ]);
     if let Some(time) = settings.max_node_time {
         common.push(format!("--max-node-time={}", time.as_secs()).into());
     }

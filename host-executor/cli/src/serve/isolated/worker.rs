@@ -30,8 +30,9 @@ pub(crate) struct WorkerArgs {
     /// The version of the supervisor
     #[arg(long)]
     supervisor: Option<String>,
-    #[arg(long)]
-    engine: EngineKind,
+    /// An engine, once for each device
+    #[arg(long, required = true)]
+    engine: Vec<EngineKind>,
     #[arg(long)]
     threads: usize,
     #[arg(long, value_parser = size::parse)]
@@ -80,9 +81,13 @@ pub(crate) fn run_worker(args: WorkerArgs) -> anyhow::Result<()> {
     let socket = isolate::take_socket().context("standard input is not a socket")?;
     let seconds = |n: u32| Duration::from_secs(n.into());
     let turn_time = args.max_turn_time.map(seconds);
-    let start_time = Limits::start_time(turn_time, args.engine != EngineKind::Cpu);
+    let has_driver = args.engine.iter().any(|kind| *kind != EngineKind::Cpu);
+    let start_time = Limits::start_time(turn_time, has_driver);
     let starting = StartWatch::begin(start_time).context("no thread")?;
-    let engine = engine::start(&args.engine, args.threads.into(), args.memory)?;
+    let mut engines = Vec::new();
+    for kind in &args.engine {
+        engines.push(engine::start(kind, args.threads.into(), args.memory)?);
+    }
     drop(starting);
     let limits = Limits {
         map_buffers: !args.no_shared_buffers,
@@ -90,15 +95,18 @@ pub(crate) fn run_worker(args: WorkerArgs) -> anyhow::Result<()> {
         ..Limits::of_this_process().context("limits of the kernel")?
     };
     let node_time = args.max_node_time.map(|n| seconds(n.get()));
-    let limits = limits.with_times(engine.as_ref(), node_time, turn_time);
+    let devices = engines.into_iter().map(|engine| {
+        let limits = limits.with_times(engine.as_ref(), node_time, turn_time);
+        (engine, limits)
+    });
     // The supervisor limits the number of sessions.
-    let server = Server::new(Arc::clone(&engine), limits, usize::MAX).context("no thread")?;
+    let server = Server::with_devices(devices.collect(), usize::MAX).context("no thread")?;
     let weights = WeightStore::new(args.share_weights.into(), None).context("weights")?;
-    server.share_weights(weights);
-    sandboxing::enter(engine.as_ref(), Role::Worker, args.no_sandbox, 0)?;
+    server.share_weights(weights).context("no thread")?;
+    sandboxing::enter(&args.engine, Role::Worker, args.no_sandbox, 0)?;
     let _ = dumps.set(server.status_handle());
     server.watch(end_stuck).context("no thread")?;
-    trim_pages::trim(sandboxing::trim_scope(engine.as_ref()));
+    trim_pages::trim(sandboxing::trim_scope(&args.engine));
     let stop = StopFlag::new();
     let flag = stop.clone();
     std::thread::Builder::new()

@@ -64,10 +64,11 @@ pub(super) fn guests(
 fn row(guest: &GuestStatus, status: &Status, history: &History, series: Option<usize>) -> String {
     let GuestStatus {
         name,
-        quota,
+        quota: _,
         weight,
         sessions,
         usage,
+        by_device: _,
     } = guest;
     let present = history.present(name).unwrap_or_default();
     let cells = [
@@ -88,7 +89,7 @@ fn row(guest: &GuestStatus, status: &Status, history: &History, series: Option<u
     ];
     let colour = series.map_or_else(String::new, |i| format!("<i class=\"key k{i}\"></i>"));
     let name = name_of(name);
-    let memory = memory(name, usage.memory, usage.weights_shared, *quota, status);
+    let memory = memory(guest, status);
     let mut text = format!(
         "<tr><th scope=\"row\">{colour}{}</th><td class=\"memory\">{memory}</td>",
         escaped(name)
@@ -101,10 +102,12 @@ fn row(guest: &GuestStatus, status: &Status, history: &History, series: Option<u
 }
 
 /// The memory of a guest: a bar, of which a part is shared, and the figures.
-fn memory(name: &str, used: u64, shared: u64, quota: Option<u64>, status: &Status) -> String {
-    let whole = quota.unwrap_or(status.engine.memory_total);
-    let of = match quota {
-        Some(quota) => format!("{} of {}", shown(used), shown(quota)),
+fn memory(guest: &GuestStatus, status: &Status) -> String {
+    let name = name_of(&guest.name);
+    let (used, shared) = (guest.usage.memory, guest.usage.weights_shared);
+    let whole = status.memory_for(guest);
+    let of = match guest.quota {
+        Some(_) => format!("{} of {}", shown(used), shown(whole)),
         None => format!("{}, no quota", shown(used)),
     };
     let shares = match shared {

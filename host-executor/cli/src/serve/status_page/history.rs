@@ -212,6 +212,7 @@ mod tests {
                 hang: None,
                 weights: WeightsStatus::default(),
             },
+            further_engines: Vec::new(),
             guests: vec![GuestStatus {
                 name: "alice".into(),
                 quota: None,
@@ -223,6 +224,7 @@ mod tests {
                     busy: graphs as f64 / 100.0,
                     ..Usage::default()
                 },
+                by_device: Vec::new(),
             }],
             sessions: Vec::new(),
             ended: SessionEnds::default(),

@@ -1,7 +1,7 @@
 //! The document.
 
 use vgpu_executor::size::shown;
-use vgpu_executor::status::Status;
+use vgpu_executor::status::{EngineStatus, Status};
 
 use super::charts::{self, Series};
 use super::guests::{guests, name_of, programs};
@@ -21,7 +21,8 @@ pub(in crate::serve) fn render(status: &Status, history: &History, metrics: &str
         let place = series.iter().position(|one| one.guest == guest);
         place.map(|place| place + 1)
     };
-    let title = escaped(&format!("vgpu: {}", status.engine.name));
+    let names: Vec<&str> = status.engines().map(|engine| &engine.name[..]).collect();
+    let title = escaped(&format!("vgpu: {}", names.join(", ")));
     format!(
         "<!DOCTYPE html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
          <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\
@@ -51,12 +52,13 @@ pub(in crate::serve) fn render(status: &Status, history: &History, metrics: &str
 
 /// The name of the executor, and what is wrong.
 fn head(status: &Status) -> String {
-    let engine = &status.engine;
+    let engines: Vec<String> = { status.engines() }
+        .map(|engine| format!("{}: {}", engine.name, engine.description))
+        .collect();
     let mut text = format!(
-        "<header><h1>vgpu <small>{}</small></h1><p>{}: {}, up {}</p></header>",
+        "<header><h1>vgpu <small>{}</small></h1><p>{}, up {}</p></header>",
         escaped(&status.version),
-        escaped(&engine.name),
-        escaped(&engine.description),
+        escaped(&engines.join("; ")),
         duration(status.uptime)
     );
     let mut warn = |what: String| {
@@ -65,51 +67,73 @@ fn head(status: &Status) -> String {
     if let Some(draining) = &status.draining {
         warn(format!("The executor drains: {}.", drain(draining)));
     }
-    if let Some(hang) = &engine.hang {
+    for hang in status.engines().filter_map(|engine| engine.hang.as_ref()) {
         warn(format!("The engine hangs: {hang}."));
     }
-    if let Some(gpu) = &engine.unused_gpu {
+    if let Some(gpu) = &status.engine.unused_gpu {
         warn(format!("The GPU {gpu}."));
     }
-    for reason in engine.gpu.iter().flat_map(|gpu| &gpu.missing) {
+    let gpus = || status.engines().filter_map(|engine| engine.gpu.as_ref());
+    for reason in gpus().flat_map(|gpu| &gpu.missing) {
         warn(format!("A figure of the GPU is missing: {reason}."));
     }
-    if let Some(gpu) = &engine.gpu {
+    for gpu in gpus() {
         let figures = format!("{}: {}", gpu_name(gpu), gpu_figures(gpu));
         text.push_str(&format!("<p>{}</p>", escaped(&figures)));
     }
     text
 }
 
-/// The memory of the engine as a bar, and its figures.
+/// The memory of each engine as a bar.
+fn memory_bars(status: &Status, colour: impl Fn(&str) -> Option<usize>) -> String {
+    let mut text = String::new();
+    for (device, (engine, guests)) in status.by_device().enumerate() {
+        let (total, others) = (engine.memory_total, status.memory_of_others(device));
+        // Weights that several guests share count once, for the guest that uploaded them.
+        let mut parts: Vec<Part<'_>> = guests
+            .map(|(guest, usage)| Part {
+                series: colour(&guest.name).unwrap_or(OTHER_COLOUR),
+                size: usage.memory.saturating_sub(usage.weights_shared),
+                name: name_of(&guest.name),
+            })
+            .collect();
+        parts.push(Part {
+            series: OTHER_COLOUR,
+            size: others,
+            name: "other",
+        });
+        let which = match status.has_several_engines() {
+            true => &engine.name,
+            false => "the engine",
+        };
+        let label = format!(
+            "Memory of {which}: {} of {} used by guests, other {}, free {}",
+            shown(status.memory_of_guests(device)),
+            shown(total),
+            shown(others),
+            shown(engine.memory_free)
+        );
+        let bar = bar(&label, &parts, total);
+        text.push_str(&format!("{bar}<p class=\"note\">{}</p>", escaped(&label)));
+    }
+    text
+}
+
+/// The memory of the engines as bars, and the figures of all of them.
 fn engine(status: &Status, history: &History, colour: impl Fn(&str) -> Option<usize>) -> String {
-    let engine = &status.engine;
-    let (total, others) = (engine.memory_total, status.memory_of_others());
-    // Weights that several guests share count once, for the guest that uploaded them.
-    let mut parts: Vec<Part<'_>> = status
-        .guests
-        .iter()
-        .map(|guest| Part {
-            series: colour(&guest.name).unwrap_or(OTHER_COLOUR),
-            size: guest
-                .usage
-                .memory
-                .saturating_sub(guest.usage.weights_shared),
-            name: name_of(&guest.name),
-        })
-        .collect();
-    parts.push(Part {
-        series: OTHER_COLOUR,
-        size: others,
-        name: "other",
+    let of_all = |figure: fn(&EngineStatus) -> u64| -> u64 {
+        status.engines().map(figure).fold(0, u64::saturating_add)
+    };
+    let devices = 0..status.engines().count();
+    let (guests, others) = devices.fold((0, 0), |(guests, others): (u64, u64), device| {
+        (
+            guests.saturating_add(status.memory_of_guests(device)),
+            others.saturating_add(status.memory_of_others(device)),
+        )
     });
-    let label = format!(
-        "Memory of the engine: {} of {} used by guests, other {}, free {}",
-        shown(status.memory_of_guests()),
-        shown(total),
-        shown(others),
-        shown(engine.memory_free)
-    );
+    let turn = { status.engines() }
+        .filter_map(|engine| engine.turn)
+        .reduce(f64::max);
     let present = status.guests.iter();
     let present: Vec<_> = present
         .filter_map(|guest| history.present(&guest.name))
@@ -128,10 +152,10 @@ fn engine(status: &Status, history: &History, colour: impl Fn(&str) -> Option<us
         .map(|(kind, count)| format!("{kind} {count}"))
         .collect();
     let figures = [
-        ("Memory of guests", shown(status.memory_of_guests())),
+        ("Memory of guests", shown(guests)),
         ("Other memory", shown(others)),
-        ("Free memory", shown(engine.memory_free)),
-        ("Memory", shown(total)),
+        ("Free memory", shown(of_all(|engine| engine.memory_free))),
+        ("Memory", shown(of_all(|engine| engine.memory_total))),
         ("Programs", status.programs().to_string()),
         (
             "Tokens/s",
@@ -144,14 +168,29 @@ fn engine(status: &Status, history: &History, colour: impl Fn(&str) -> Option<us
         ("Busy", sum(|c| c.rate(c.busy)).map_or_else(dash, percent)),
         (
             "Present turn",
-            engine.turn.map_or_else(|| "none".to_owned(), duration),
+            turn.map_or_else(|| "none".to_owned(), duration),
         ),
-        ("Weights in the store", shown(engine.weights.bytes)),
+        (
+            "Weights in the store",
+            shown(of_all(|engine| engine.weights.bytes)),
+        ),
         ("Weights shared", shown(shared)),
-        ("Weights not sent", shown(engine.weights.not_sent)),
-        ("Weights from disk", shown(engine.weights.from_disk)),
-        ("Weights merged", shown(engine.weights.merged)),
-        ("Weights on disk", shown(engine.weights.disk_bytes)),
+        (
+            "Weights not sent",
+            shown(of_all(|engine| engine.weights.not_sent)),
+        ),
+        (
+            "Weights from disk",
+            shown(of_all(|engine| engine.weights.from_disk)),
+        ),
+        (
+            "Weights merged",
+            shown(of_all(|engine| engine.weights.merged)),
+        ),
+        (
+            "Weights on disk",
+            shown(of_all(|engine| engine.weights.disk_bytes)),
+        ),
         (
             "Ended sessions",
             match ended.is_empty() {
@@ -168,9 +207,8 @@ fn engine(status: &Status, history: &History, colour: impl Fn(&str) -> Option<us
         )
     });
     format!(
-        "{}<p class=\"note\">{}</p><dl>{}</dl>",
-        bar(&label, &parts, total),
-        escaped(&label),
+        "{}<dl>{}</dl>",
+        memory_bars(status, colour),
         figures.collect::<String>()
     )
 }
